@@ -1,19 +1,20 @@
 //! RLHF post-training of language models on an HPC cluster, in one process per rank.
 //!
-//! The modules, from the top down; imports go down only, and modules of level 5 do not import each other.
+//! The modules, from the top down; imports go down only, and modules of one level do not import each other.
 //!
 //! | level | modules |
 //! |---|---|
-//! | 10 | `cli` |
-//! | 9 | `plan` |
-//! | 8 | `train` |
-//! | 7 | `launch` |
-//! | 6 | `learn` |
-//! | 5 | `data` `rollout` `reward` `advantage` `loss` `optim` `checkpoint` `metrics` |
-//! | 4 | `model` `text` |
-//! | 3 | `ops` `comm` |
-//! | 2 | `tensor` |
-//! | 1 | `device` `sys` |
+//! | 11 | `cli` |
+//! | 10 | `plan` |
+//! | 9 | `train` |
+//! | 8 | `launch` |
+//! | 7 | `learn` |
+//! | 6 | `data` `rollout` `reward` `advantage` `loss` `optim` `checkpoint` `metrics` |
+//! | 5 | `model` `text` |
+//! | 4 | `ops` `comm` |
+//! | 3 | `tensor` |
+//! | 2 | `device` |
+//! | 1 | `sys` |
 //! | 0 | `config` `mesh` `experience` `dtype` `error` `rng` |
 
 pub mod advantage;

@@ -30,7 +30,7 @@ pub fn collect(arch: &Arch, weights: &Weights, axes: &Axes, mut take: impl FnMut
     let tables: Vec<ParamTable> = (0..size).map(part).collect();
     let sharing = if weights.is_sharded() { axes.zero.size() } else { 1 };
     let partitions: Vec<Partition> = tables.iter().map(|table| Partition::new(table.units(), 0, sharing)).collect();
-    let mut room = Room::default();
+    let mut staging = Staging::default();
     for index in 0..tables[0].specs().len() {
         let specs: Vec<&ParamSpec> = tables.iter().map(|table| &table.specs()[index]).collect();
         let unit = tables[0].units().partition_point(|unit| unit.end <= specs[0].offset);
@@ -41,9 +41,9 @@ pub fn collect(arch: &Arch, weights: &Weights, axes: &Axes, mut take: impl FnMut
         for first in (0..n).step_by(each) {
             let rows = first..(first + each).min(n);
             let takes = takes(&specs, &rows);
-            room.bring(weights, unit, axes, &owners, &takes);
+            staging.bring(weights, unit, axes, &owners, &takes);
             if axes.all.rank() == 0 {
-                take(index, room.put_together(weights.dtype(), &takes, &rows, width));
+                take(index, staging.put_together(weights.dtype(), &takes, &rows, width));
             }
         }
     }
@@ -104,7 +104,7 @@ fn takes<'a>(specs: &[&'a ParamSpec], rows: &Range<usize>) -> Vec<Take<'a>> {
 
 /// Buffers of values in transfer; `f32` for its alignment, two `u16` each.
 #[derive(Default)]
-struct Room {
+struct Staging {
     send: Vec<f32>,
     receive: Vec<f32>,
     /// Where in `receive` the values of each take are, in the order of its flat range: the pieces of several ranks.
@@ -114,7 +114,7 @@ struct Room {
     rows: Vec<f32>,
 }
 
-impl Room {
+impl Staging {
     /// Sends this rank's values of `takes` to the first rank, which receives those of all.
     fn bring(&mut self, weights: &Weights, unit: usize, axes: &Axes, owners: &[Owners], takes: &[Take]) {
         let (all, size) = (&axes.all, axes.tensor.size());

@@ -33,12 +33,12 @@ pub(super) struct TensorFiles {
     /// Elements of it that are in the file.
     written: usize,
     open: Option<LargeFile>,
-    room: Room,
+    staging: Staging,
 }
 
 /// A piece of a parameter: as it lies in memory, row by row, and in bf16.
 #[derive(Debug, Default)]
-struct Room {
+struct Staging {
     flat: Vec<f32>,
     rows: Vec<f32>,
     bits: Vec<u16>,
@@ -68,7 +68,7 @@ impl TensorFiles {
             next: 0,
             written: 0,
             open: None,
-            room: Room::default(),
+            staging: Staging::default(),
         }
     }
 
@@ -89,7 +89,7 @@ impl TensorFiles {
     /// # Panics
     /// If it is another than the next one, or not whole.
     pub(super) fn unit(&mut self, values: &UnitValues) -> Result<()> {
-        let (table, mut room) = (self.table.clone(), std::mem::take(&mut self.room));
+        let (table, mut staging) = (self.table.clone(), std::mem::take(&mut self.staging));
         for (id, part) in parts(&table, &values.range()) {
             let spec = table.spec(id);
             assert!(id.0 == self.next && part == spec.range(), "{} comes out of turn", spec.name);
@@ -98,10 +98,10 @@ impl TensorFiles {
             for first in (0..n).step_by(each) {
                 let rows = first..(first + each).min(n);
                 let elements = rows.len() * k;
-                self.piece(elements, room.bytes(spec, values, rows, self.dtype))?;
+                self.piece(elements, staging.bytes(spec, values, rows, self.dtype))?;
             }
         }
-        self.room = room;
+        self.staging = staging;
         Ok(())
     }
 
@@ -111,9 +111,9 @@ impl TensorFiles {
     /// If it is another one that comes next.
     pub(super) fn rows(&mut self, index: usize, rows: &[f32]) -> Result<()> {
         assert_eq!(index, self.next, "{} comes out of turn", self.table.specs()[index].name);
-        let mut bits = std::mem::take(&mut self.room.bits);
+        let mut bits = std::mem::take(&mut self.staging.bits);
         self.piece(rows.len(), in_dtype(rows, self.dtype, &mut bits))?;
-        self.room.bits = bits;
+        self.staging.bits = bits;
         Ok(())
     }
 
@@ -167,7 +167,7 @@ impl TensorFiles {
     }
 }
 
-impl Room {
+impl Staging {
     /// Rows of a parameter as they stand in a file; they begin where a panel does.
     fn bytes(&mut self, spec: &ParamSpec, values: &UnitValues, rows: Range<usize>, dtype: DType) -> &[u8] {
         let (_, k) = spec.dims();
@@ -193,7 +193,7 @@ impl Room {
     }
 }
 
-/// The bytes of `rows` in a file; `bits` is room for them.
+/// The bytes of `rows` in a file; `bits` has room for them.
 fn in_dtype<'a>(rows: &'a [f32], dtype: DType, bits: &'a mut Vec<u16>) -> &'a [u8] {
     if dtype == DType::F32 {
         return bytemuck::cast_slice(rows);

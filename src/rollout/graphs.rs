@@ -30,7 +30,7 @@ use super::decoder::{Decoder, Shape};
 use super::run::{Hooks, Run};
 use crate::comm::Calls;
 use crate::device::cuda::Pinned;
-use crate::device::cuda::decode::{DecodeSlot, DecodeState, Draw, ENDED, Room, UNCHANGED};
+use crate::device::cuda::decode::{Capacity, DecodeSlot, DecodeState, Draw, ENDED, UNCHANGED};
 use crate::device::cuda::graph::{Graphs, Transfer};
 use crate::device::cuda::kv_cache::is_split_best;
 use crate::device::null;
@@ -153,12 +153,12 @@ impl Run<'_> {
         }
         lanes.resize(bucket, DecodeSlot::IDLE);
         params.resize(bucket, SampleParams::greedy());
-        self.make_room(Room { rows: bucket, pages: pages.len(), stops: stops.tokens.len(), seen: seen.len() });
+        self.make_room(Capacity { rows: bucket, pages: pages.len(), stops: stops.tokens.len(), seen: seen.len() });
         self.decoder().tables.fill(&lanes, &params, &stops.tokens, &seen, &pages);
     }
 
     /// Makes a decoder where there is none that graphs of this model can go on with.
-    fn make_room(&mut self, needed: Room) {
+    fn make_room(&mut self, needed: Capacity) {
         let model = self.model.transformer;
         let places = (model.arch.clone(), model.places(self.model.weights));
         let kept = self.decoder.as_mut().expect("graphs are wanted");
@@ -176,7 +176,7 @@ impl Run<'_> {
         let pages = (rows * longest).max(needed.pages);
         let penalised = self.requests.iter().filter(|r| is_penalised(r)).map(|r| r.tokens.len() + r.new_tokens_max);
         let seen = (rows * penalised.max().unwrap_or(0)).max(needed.seen);
-        let room = Room { rows, pages, stops: needed.stops.next_multiple_of(64), seen };
+        let room = Capacity { rows, pages, stops: needed.stops.next_multiple_of(64), seen };
         let cache_pages = self.pages;
         **kept = Some(Decoder {
             tables: DecodeState::new(room, cache_pages),

@@ -1,14 +1,14 @@
 //! Keys of a job and overrides of the command line: what is wrong is named before anything is made.
 
 use super::command;
-use super::room::Room;
+use super::fixture::Fixture;
 
 #[test]
 fn a_job_file_that_cannot_be_read_is_named() {
-    let room = Room::new();
-    room.run(&["nosuch.toml"]).refused(2, &["job file nosuch.toml does not exist"]).hinted("rlhf-hpc ppo.toml");
-    room.run(&["run", "nosuch.toml"]).refused(2, &["nosuch.toml"]);
-    room.run(&["run", "."]).refused(74, &["cannot read ."]);
+    let fixture = Fixture::new();
+    fixture.run(&["nosuch.toml"]).refused(2, &["job file nosuch.toml does not exist"]).hinted("rlhf-hpc ppo.toml");
+    fixture.run(&["run", "nosuch.toml"]).refused(2, &["nosuch.toml"]);
+    fixture.run(&["run", "."]).refused(74, &["cannot read ."]);
 }
 
 /// What takes the place of which text of a job file, and the words of the refusal and of its hint.
@@ -31,12 +31,12 @@ const EDITS: &[(&str, &str, &[&str], &str)] = &[
 
 #[test]
 fn what_a_job_file_says_wrongly_is_refused_by_line_or_key() {
-    let room = Room::new();
-    let whole = room.text("job.toml");
+    let fixture = Fixture::new();
+    let whole = fixture.text("job.toml");
     for (from, to, words, hint) in EDITS {
         assert!(whole.contains(from), "{from}");
-        room.write("job.toml", whole.replacen(from, to, 1));
-        room.refuses(2, &[], words).hinted(hint);
+        fixture.write("job.toml", whole.replacen(from, to, 1));
+        fixture.refuses(2, &[], words).hinted(hint);
     }
 }
 
@@ -112,15 +112,15 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
 
 #[test]
 fn what_an_override_says_wrongly_is_refused_with_what_would_be_right() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     for (overrides, words, hint) in OVERRIDES {
-        room.refuses(2, overrides, words).hinted(hint);
+        fixture.refuses(2, overrides, words).hinted(hint);
     }
 }
 
 #[test]
 fn overrides_are_texts_numbers_truths_and_lists() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     let overrides = [
         "job.name=a run of mine",
         "optim.actor.lr=2.5e-4",
@@ -135,8 +135,8 @@ fn overrides_are_texts_numbers_truths_and_lists() {
         "ppo.overlong_buffer_tokens=2",
     ];
     // A later one wins.
-    room.job(&[&overrides[..], &["job.seed=1", "job.seed=2", "job.steps=1"]].concat()).well();
-    let resolved = room.text("run/config.resolved.toml");
+    fixture.job(&[&overrides[..], &["job.seed=1", "job.seed=2", "job.steps=1"]].concat()).well();
+    let resolved = fixture.text("run/config.resolved.toml");
     for line in [
         "name = \"a run of mine\"",
         "seed = 2",
@@ -157,7 +157,7 @@ fn overrides_are_texts_numbers_truths_and_lists() {
 
 #[test]
 fn values_out_of_range_are_refused_with_the_range() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     for (key, value, needed) in [
         ("job.steps", "0", "at least 1"),
         ("rollout.temperature", "0.0", "above 0"),
@@ -195,60 +195,60 @@ fn values_out_of_range_are_refused_with_the_range() {
         ("ppo.kl_coef", "inf", "a number from 0 up"),
         ("metrics.samples_count", "9000000000000000000", "from 0 to 1000000000"),
     ] {
-        room.refuses(2, &[&format!("{key}={value}")], &[key, needed]);
+        fixture.refuses(2, &[&format!("{key}={value}")], &[key, needed]);
     }
 }
 
 #[test]
 fn a_dry_run_says_what_would_run_and_runs_nothing() {
-    let room = Room::new();
-    let ended = room.job(&["--dry-run"]).well();
+    let fixture = Fixture::new();
+    let ended = fixture.job(&["--dry-run"]).well();
     for words in ["ppo", "./model", "ready to start", "1 on 1 host", "2 steps", "planned per rank: weights"] {
         assert!(ended.stderr.contains(words), "{words:?} is not in:\n{}", ended.stderr);
     }
-    room.untouched();
+    fixture.untouched();
 }
 
 #[test]
 fn a_dry_run_changes_nothing_in_the_run_directory() {
-    let room = Room::new();
-    room.jsonl("more.jsonl", &[serde_json::json!({ "prompt": "1+1=", "answer": "2" })]);
-    let dry = |sets: &[&str]| drop(room.job(&[sets, &["--dry-run"]].concat()).well());
+    let fixture = Fixture::new();
+    fixture.jsonl("more.jsonl", &[serde_json::json!({ "prompt": "1+1=", "answer": "2" })]);
+    let dry = |sets: &[&str]| drop(fixture.job(&[sets, &["--dry-run"]].concat()).well());
     let rows = ["data.prompts=[\"more.jsonl\"]", "data.prompt_split=", "data.eval_split=", "eval.every_steps=0"];
     dry(&rows);
-    assert!(!room.path("run").exists(), "nor makes one");
-    room.job(&["job.steps=1"]).well();
+    assert!(!fixture.path("run").exists(), "nor makes one");
+    fixture.job(&["job.steps=1"]).well();
     // What a start would clean up, and records that it would mend.
-    room.write("run/checkpoints/.step-9.partial/x", "x");
-    room.write("run/.export.new-1/x", "x");
-    room.write("run/metrics.jsonl", room.text("run/metrics.jsonl") + "{\"torn");
-    let before = room.files("run");
+    fixture.write("run/checkpoints/.step-9.partial/x", "x");
+    fixture.write("run/.export.new-1/x", "x");
+    fixture.write("run/metrics.jsonl", fixture.text("run/metrics.jsonl") + "{\"torn");
+    let before = fixture.files("run");
     dry(&["job.steps=2", "job.name=other"]);
-    assert!(room.files("run") == before, "{:?}", room.files("run").keys());
-    assert!(!room.path(".run.dry-run").exists(), "what it wrote is gone");
-    room.job(&["--dry-run", "job.steps=0"]).refused(2, &["job.steps is 0"]);
-    room.job(&["--dry-run", "model.actor=nowhere"]).refused(65, &["nowhere"]);
-    assert!(!room.path(".run.dry-run").exists(), "of one that was refused, too");
+    assert!(fixture.files("run") == before, "{:?}", fixture.files("run").keys());
+    assert!(!fixture.path(".run.dry-run").exists(), "what it wrote is gone");
+    fixture.job(&["--dry-run", "job.steps=0"]).refused(2, &["job.steps is 0"]);
+    fixture.job(&["--dry-run", "model.actor=nowhere"]).refused(65, &["nowhere"]);
+    assert!(!fixture.path(".run.dry-run").exists(), "of one that was refused, too");
 }
 
 #[test]
 fn what_a_killed_export_left_is_removed_by_the_next_start_and_the_export_before_it_put_back() {
-    let room = Room::new();
-    room.job(&["job.steps=1"]).well();
-    let whole = room.read("run/export/model.safetensors");
-    std::fs::rename(room.path("run/export"), room.path("run/.export.old-77")).expect("renames");
-    room.write("run/.export.new-77/model.safetensors", "half");
-    room.job(&["job.steps=1", "job.export=false"]).well();
-    assert!(!room.path("run/.export.new-77").exists() && !room.path("run/.export.old-77").exists());
-    assert_eq!(room.read("run/export/model.safetensors"), whole);
+    let fixture = Fixture::new();
+    fixture.job(&["job.steps=1"]).well();
+    let whole = fixture.read("run/export/model.safetensors");
+    std::fs::rename(fixture.path("run/export"), fixture.path("run/.export.old-77")).expect("renames");
+    fixture.write("run/.export.new-77/model.safetensors", "half");
+    fixture.job(&["job.steps=1", "job.export=false"]).well();
+    assert!(!fixture.path("run/.export.new-77").exists() && !fixture.path("run/.export.old-77").exists());
+    assert_eq!(fixture.read("run/export/model.safetensors"), whole);
 }
 
 #[test]
 fn paths_start_from_the_folder_of_the_job_file() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     let elsewhere = tempfile::tempdir().unwrap();
-    let job = room.path("job.toml");
+    let job = fixture.path("job.toml");
     command::run(elsewhere.path(), &[job.to_str().unwrap(), "job.steps=1"]).well();
-    assert!(room.path("run/config.resolved.toml").exists());
+    assert!(fixture.path("run/config.resolved.toml").exists());
     assert_eq!(std::fs::read_dir(elsewhere.path()).unwrap().count(), 0);
 }

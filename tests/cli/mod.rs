@@ -3,11 +3,11 @@
 mod binary;
 pub mod command;
 mod data;
+mod fixture;
 mod keys;
 mod manual;
 mod models;
 mod offline;
 mod process;
 mod ranks;
-mod room;
 mod verbs;

@@ -1,7 +1,7 @@
 //! The offline verbs: rows in, rows out, and the row that is wrong by its number.
 
 use super::command;
-use super::room::Room;
+use super::fixture::Fixture;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::model::{Head, Keys, Transformer, Weights, load, packed_positions};
 use rlhf_hpc::tensor::{DType, Tensor};
@@ -10,18 +10,18 @@ use serde_json::{Value, json};
 
 /// What one good line gives, and what each bad line, put second, is refused for.
 fn check(verb: &[&str], good: &str, bad: &[(&str, &str)]) {
-    let room = Room::new();
-    room.write("rows.jsonl", format!("{good}\n{good}\n"));
+    let fixture = Fixture::new();
+    fixture.write("rows.jsonl", format!("{good}\n{good}\n"));
     let arguments = [verb, &["--model", "model", "--input", "rows.jsonl"]].concat();
-    let lines = room.run(&arguments).well().stdout;
+    let lines = fixture.run(&arguments).well().stdout;
     assert_eq!(lines.lines().count(), 2, "{lines}");
     for (line, words) in bad {
-        room.write("rows.jsonl", format!("{good}\n{line}\n{good}\n"));
-        let ended = room.run(&arguments).refused(65, &["rows.jsonl line 2", words]);
+        fixture.write("rows.jsonl", format!("{good}\n{line}\n{good}\n"));
+        let ended = fixture.run(&arguments).refused(65, &["rows.jsonl line 2", words]);
         assert_eq!(ended.stdout, "", "rows are checked before the work");
     }
-    room.write("rows.jsonl", "");
-    room.run(&arguments).refused(65, &["holds no rows"]);
+    fixture.write("rows.jsonl", "");
+    fixture.run(&arguments).refused(65, &["holds no rows"]);
 }
 
 #[test]
@@ -69,28 +69,28 @@ const TELLING: [&str; 6] = [
 
 #[test]
 fn what_cannot_be_written_is_an_error() {
-    let room = Room::new();
-    room.write("rows.jsonl", "{\"tokens\": [1, 2]}\n");
+    let fixture = Fixture::new();
+    fixture.write("rows.jsonl", "{\"tokens\": [1, 2]}\n");
     for line in TELLING {
-        let ended = command::run_on_full(room.root(), &line.split(' ').collect::<Vec<_>>());
+        let ended = command::run_on_full(fixture.root(), &line.split(' ').collect::<Vec<_>>());
         ended.refused(74, &["cannot write standard output", "No space left"]);
     }
 }
 
 #[test]
 fn a_verb_whose_output_was_closed_ends_without_words() {
-    let room = Room::new();
-    room.write("rows.jsonl", "{\"tokens\": [1, 2]}\n");
+    let fixture = Fixture::new();
+    fixture.write("rows.jsonl", "{\"tokens\": [1, 2]}\n");
     for line in TELLING {
-        let ended = command::run_on_closed(room.root(), &line.split(' ').collect::<Vec<_>>()).well();
+        let ended = command::run_on_closed(fixture.root(), &line.split(' ').collect::<Vec<_>>()).well();
         assert!(!ended.stderr.contains("panicked") && !ended.stderr.contains("rror"), "{line}: {}", ended.stderr);
     }
 }
 
 #[test]
 fn sampling_options_out_of_range_are_refused_in_their_own_words() {
-    let room = Room::new();
-    room.write("rows.jsonl", "{\"prompt\": \"1+1=\"}\n");
+    let fixture = Fixture::new();
+    fixture.write("rows.jsonl", "{\"prompt\": \"1+1=\"}\n");
     for (option, value, needed) in [
         ("--temperature", "-1", "from 0 up"),
         ("--temperature", "0.0001", "0 (greedy) or at least 0.001"),
@@ -103,20 +103,20 @@ fn sampling_options_out_of_range_are_refused_in_their_own_words() {
         ("--temperature", "inf", "not finite"),
         ("--max-new-tokens", "0", "at least 1"),
     ] {
-        let ended = room.run(&["generate", "--model", "model", "--input", "rows.jsonl", option, value]);
+        let ended = fixture.run(&["generate", "--model", "model", "--input", "rows.jsonl", option, value]);
         ended.refused(2, &[option, needed]);
     }
 }
 
 #[test]
 fn a_model_that_overflows_on_a_row_is_refused_with_the_row_and_the_layer() {
-    let room = Room::new();
-    room.job(&["job.steps=1"]).well();
-    room.run(&["export", "run", "--out", "critic", "--role", "critic"]).well();
-    room.write("rows.jsonl", "{\"tokens\": [1, 2, 3]}\n{\"tokens\": [7, 2, 7]}\n");
+    let fixture = Fixture::new();
+    fixture.job(&["job.steps=1"]).well();
+    fixture.run(&["export", "run", "--out", "critic", "--role", "critic"]).well();
+    fixture.write("rows.jsonl", "{\"tokens\": [1, 2, 3]}\n{\"tokens\": [7, 2, 7]}\n");
     for (verb, model) in [("logprobs", "model"), ("reward", "critic")] {
         let weights = format!("{model}/model.safetensors");
-        let mut bytes = room.read(&weights);
+        let mut bytes = fixture.read(&weights);
         // Gate and up of the MLP are finite, and overflow in silu(g) * u where the row of the embedding is positive.
         for (name, token, value) in [
             ("model.embed_tokens.weight", Some(1), -1.0f32),
@@ -129,8 +129,8 @@ fn a_model_that_overflows_on_a_row_is_refused_with_the_row_and_the_layer() {
             let range = tensor(&bytes, name, token);
             bytes[range].as_chunks_mut::<4>().0.iter_mut().for_each(|x| *x = value.to_le_bytes());
         }
-        room.write(&weights, bytes);
-        let ended = room.run(&[verb, "--model", model, "--input", "rows.jsonl", "--batch-tokens", "3"]);
+        fixture.write(&weights, bytes);
+        let ended = fixture.run(&[verb, "--model", model, "--input", "rows.jsonl", "--batch-tokens", "3"]);
         let ended = ended.refused(65, &["rows.jsonl line 2", "is not finite", "layer 0"]);
         assert_eq!(ended.stdout.lines().count(), 1, "{verb}: {}", ended.stdout);
         assert!(!ended.stdout.contains("null"), "{verb}: {}", ended.stdout);
@@ -151,17 +151,17 @@ fn tensor(file: &[u8], name: &str, row: Option<usize>) -> std::ops::Range<usize>
 
 #[test]
 fn files_that_are_no_files_are_refused_by_name_and_hang_nothing() {
-    let room = Room::new();
-    room.write("rows.jsonl", "{\"tokens\": [1, 2]}\n");
-    let made = std::process::Command::new("mkfifo").arg(room.path("fifo")).status().expect("mkfifo runs");
+    let fixture = Fixture::new();
+    fixture.write("rows.jsonl", "{\"tokens\": [1, 2]}\n");
+    let made = std::process::Command::new("mkfifo").arg(fixture.path("fifo")).status().expect("mkfifo runs");
     assert!(made.success());
     let copy = |name: &str, file: &str| {
         for other in ["config.json", "model.safetensors", "tokenizer.json"] {
-            room.write(&format!("{name}/{other}"), room.read(&format!("model/{other}")));
+            fixture.write(&format!("{name}/{other}"), fixture.read(&format!("model/{other}")));
         }
-        let path = room.path(&format!("{name}/{file}"));
+        let path = fixture.path(&format!("{name}/{file}"));
         std::fs::remove_file(&path).expect("it was there");
-        std::os::unix::fs::symlink(room.path("fifo"), path).expect("a link");
+        std::os::unix::fs::symlink(fixture.path("fifo"), path).expect("a link");
     };
     copy("no-config", "config.json");
     copy("no-weights", "model.safetensors");
@@ -177,14 +177,14 @@ fn files_that_are_no_files_are_refused_by_name_and_hang_nothing() {
         (&["run", "fifo"], 2, "fifo"),
         (&["run", "job.toml", "data.prompts=[\"fifo.jsonl\"]"], 65, "fifo.jsonl"),
     ] {
-        room.run(arguments).refused(code, &[name]);
+        fixture.run(arguments).refused(code, &[name]);
     }
 }
 
-/// What a verb answers to rows about a model of the room.
-fn answers(room: &Room, verb: &str, model: &str, rows: &[Value], more: &[&str]) -> Vec<Value> {
-    room.jsonl("rows.jsonl", rows);
-    let answers = room.run(&[&[verb, "--model", model, "--input", "rows.jsonl"], more].concat()).well().stdout;
+/// What a verb answers to rows about a model of the fixture.
+fn answers(fixture: &Fixture, verb: &str, model: &str, rows: &[Value], more: &[&str]) -> Vec<Value> {
+    fixture.jsonl("rows.jsonl", rows);
+    let answers = fixture.run(&[&[verb, "--model", model, "--input", "rows.jsonl"], more].concat()).well().stdout;
     answers.lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect()
 }
 
@@ -200,9 +200,9 @@ fn rows_of(tokens: &[Vec<u32>]) -> Vec<Value> {
     tokens.iter().map(|tokens| json!({"tokens": tokens, "other": "is kept out of it"})).collect()
 }
 
-/// A model of the room in memory, and the hidden state of a row of tokens.
-fn forward(room: &Room, name: &str, head: Head, tokens: &[u32]) -> (Transformer, Weights, Tensor) {
-    let (arch, weights) = load::load(Device::Cpu, &room.path(name), head, DType::F32, 0).expect("a model");
+/// A model of the fixture in memory, and the hidden state of a row of tokens.
+fn forward(fixture: &Fixture, name: &str, head: Head, tokens: &[u32]) -> (Transformer, Weights, Tensor) {
+    let (arch, weights) = load::load(Device::Cpu, &fixture.path(name), head, DType::F32, 0).expect("a model");
     let (transformer, cu_seqlens) = (Transformer::new(&arch, &weights.table), [0, tokens.len()]);
     let keys = Keys::Packed { cu_seqlens: &cu_seqlens };
     let hidden = transformer.forward(&weights, tokens, &packed_positions(&cu_seqlens), keys, None);
@@ -211,11 +211,11 @@ fn forward(room: &Room, name: &str, head: Head, tokens: &[u32]) -> (Transformer,
 
 #[test]
 fn logprobs_gives_the_training_forward_of_every_token_but_the_first_in_order() {
-    let room = Room::new();
-    let answers = answers(&room, "logprobs", "model", &rows_of(&token_rows()), &[]);
+    let fixture = Fixture::new();
+    let answers = answers(&fixture, "logprobs", "model", &rows_of(&token_rows()), &[]);
     assert_eq!(answers.len(), 5);
     for (answer, tokens) in answers.iter().zip(token_rows()) {
-        let (transformer, weights, hidden) = forward(&room, "model", Head::LanguageModel, &tokens);
+        let (transformer, weights, hidden) = forward(&fixture, "model", Head::LanguageModel, &tokens);
         let rows: Vec<u32> = (0..tokens.len() as u32 - 1).collect();
         let (expected, _) = transformer.logprobs(&weights, &hidden, &rows, &tokens[1..], 1.0, false);
         assert_eq!(floats(&answer["logprobs"]), expected);
@@ -224,15 +224,15 @@ fn logprobs_gives_the_training_forward_of_every_token_but_the_first_in_order() {
 
 #[test]
 fn generate_records_what_logprobs_gives_repeats_with_its_seed_and_decodes_and_stops() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     let options = ["--max-new-tokens", "20", "--samples", "3", "--top-p", "0.9"];
     let generate =
-        |more: &[&str]| answers(&room, "generate", "model", &rows_of(&token_rows()), &[&options, more].concat());
+        |more: &[&str]| answers(&fixture, "generate", "model", &rows_of(&token_rows()), &[&options, more].concat());
     let drawn = generate(&[]);
     assert_eq!(drawn.len(), 15);
     let ids = |answer: &Value| -> Vec<u32> { floats(&answer["tokens"]).into_iter().map(|id| id as u32).collect() };
     let whole = |i: usize| [&token_rows()[i / 3][..], &ids(&drawn[i])].concat();
-    let scored = answers(&room, "logprobs", "model", &rows_of(&(0..15).map(whole).collect::<Vec<_>>()), &[]);
+    let scored = answers(&fixture, "logprobs", "model", &rows_of(&(0..15).map(whole).collect::<Vec<_>>()), &[]);
     for (answer, scored) in drawn.iter().zip(&scored) {
         let (logprobs, scored, tokens) = (floats(&answer["logprobs"]), floats(&scored["logprobs"]), ids(answer));
         assert_eq!(logprobs, scored[scored.len() - logprobs.len()..]);
@@ -243,9 +243,9 @@ fn generate_records_what_logprobs_gives_repeats_with_its_seed_and_decodes_and_st
     assert_ne!(generate(&["--seed", "9"]), drawn);
 
     // A text prompt is encoded, and the new text is decoded and cut before a stop text.
-    let tokenizer = Tokenizer::load(&room.path("model")).expect("a tokenizer");
+    let tokenizer = Tokenizer::load(&fixture.path("model")).expect("a tokenizer");
     let free =
-        |row: Value, more: &[&str]| answers(&room, "generate", "model", &[row], &[&["--ignore-eos"], more].concat());
+        |row: Value, more: &[&str]| answers(&fixture, "generate", "model", &[row], &[&["--ignore-eos"], more].concat());
     let by_text = free(json!({"prompt": "1+1="}), &[]);
     assert_eq!(by_text[0]["text"], tokenizer.decode(&ids(&by_text[0]), true).expect("text"));
     assert_eq!(free(json!({"tokens": tokenizer.encode("1+1=", true).expect("tokens")}), &[]), by_text);
@@ -258,62 +258,62 @@ fn generate_records_what_logprobs_gives_repeats_with_its_seed_and_decodes_and_st
 
 #[test]
 fn a_trained_critic_is_exported_as_a_reward_model_whose_head_scores_raw_or_normalised() {
-    let room = Room::new();
-    room.job(&[]).well();
-    room.run(&["export", "run", "--out", "critic", "--role", "critic"]).well();
-    room.edit("critic/config.json", |config| {
+    let fixture = Fixture::new();
+    fixture.job(&[]).well();
+    fixture.run(&["export", "run", "--out", "critic", "--role", "critic"]).well();
+    fixture.edit("critic/config.json", |config| {
         config["mean"] = json!(0.5);
         config["std"] = json!(0.25);
     });
     let rows = rows_of(&token_rows());
-    let raw = answers(&room, "reward", "critic", &rows, &[]);
-    let normalised = answers(&room, "reward", "critic", &rows, &["--normalize"]);
+    let raw = answers(&fixture, "reward", "critic", &rows, &[]);
+    let normalised = answers(&fixture, "reward", "critic", &rows, &["--normalize"]);
     let reward = |answer: &Value| answer["reward"].as_f64().expect("a number") as f32;
     for (i, tokens) in token_rows().iter().enumerate() {
-        let (transformer, weights, hidden) = forward(&room, "critic", Head::Value, tokens);
+        let (transformer, weights, hidden) = forward(&fixture, "critic", Head::Value, tokens);
         let expected = transformer.values(&weights, &hidden, &[tokens.len() as u32 - 1])[0];
         assert_eq!((reward(&raw[i]), reward(&normalised[i])), (expected, (expected - 0.5) / 0.25));
     }
     let tokens =
-        Tokenizer::load(&room.path("model")).and_then(|tokenizer| tokenizer.encode("1+1=2", true)).expect("tokens");
-    let joined = answers(&room, "reward", "critic", &[json!({"prompt": "1+1=", "response": "2"})], &[]);
-    assert_eq!(joined, answers(&room, "reward", "critic", &rows_of(&[tokens]), &[]));
-    room.run(&["reward", "--model", "model", "--input", "rows.jsonl"]).refused(65, &["holds a language model"]);
-    room.jsonl("rows.jsonl", &[json!({"prompt": "a"})]);
-    room.run(&["reward", "--model", "critic", "--input", "rows.jsonl"]).refused(65, &["line 1", "response"]);
-    room.run(&["export", "run", "--out", "x", "--role", "judge"]).refused(2, &["--role judge", "actor or critic"]);
+        Tokenizer::load(&fixture.path("model")).and_then(|tokenizer| tokenizer.encode("1+1=2", true)).expect("tokens");
+    let joined = answers(&fixture, "reward", "critic", &[json!({"prompt": "1+1=", "response": "2"})], &[]);
+    assert_eq!(joined, answers(&fixture, "reward", "critic", &rows_of(&[tokens]), &[]));
+    fixture.run(&["reward", "--model", "model", "--input", "rows.jsonl"]).refused(65, &["holds a language model"]);
+    fixture.jsonl("rows.jsonl", &[json!({"prompt": "a"})]);
+    fixture.run(&["reward", "--model", "critic", "--input", "rows.jsonl"]).refused(65, &["line 1", "response"]);
+    fixture.run(&["export", "run", "--out", "x", "--role", "judge"]).refused(2, &["--role judge", "actor or critic"]);
 }
 
 #[test]
 fn the_export_of_a_checkpoint_is_the_export_of_the_run() {
-    let room = Room::new();
-    room.job(&[]).well();
-    room.run(&["export", "run/checkpoints/step-2", "--out", "again"]).well();
-    assert!(room.read("again/model.safetensors") == room.read("run/export/model.safetensors"));
+    let fixture = Fixture::new();
+    fixture.job(&[]).well();
+    fixture.run(&["export", "run/checkpoints/step-2", "--out", "again"]).well();
+    assert!(fixture.read("again/model.safetensors") == fixture.read("run/export/model.safetensors"));
     // A folder that holds something else is not overwritten.
-    room.write("mine/notes.txt", "keep");
-    room.run(&["export", "run", "--out", "mine"]).refused(2, &["mine"]);
-    assert_eq!(room.text("mine/notes.txt"), "keep");
+    fixture.write("mine/notes.txt", "keep");
+    fixture.run(&["export", "run", "--out", "mine"]).refused(2, &["mine"]);
+    assert_eq!(fixture.text("mine/notes.txt"), "keep");
 }
 
 #[test]
 fn a_damaged_checkpoint_is_not_exported() {
-    let room = Room::new();
-    room.job(&[]).well();
+    let fixture = Fixture::new();
+    fixture.job(&[]).well();
     let name = "run/checkpoints/step-2/actor.weights.rank-0000.bin";
-    let mut bytes = room.read(name);
+    let mut bytes = fixture.read(name);
     bytes[40] ^= 1;
-    room.write(name, bytes);
-    room.run(&["export", "run/checkpoints/step-2", "--out", "x"]).refused(65, &["step-2", "actor.weights"]);
-    assert!(!room.path("x").exists());
+    fixture.write(name, bytes);
+    fixture.run(&["export", "run/checkpoints/step-2", "--out", "x"]).refused(65, &["step-2", "actor.weights"]);
+    assert!(!fixture.path("x").exists());
 }
 
 #[test]
 fn the_device_is_said_and_one_that_is_not_there_or_not_fit_is_refused() {
-    let room = Room::new();
-    room.write("rows.jsonl", "{\"tokens\": [1, 2, 3]}\n");
+    let fixture = Fixture::new();
+    fixture.write("rows.jsonl", "{\"tokens\": [1, 2, 3]}\n");
     for verb in ["generate", "logprobs"] {
-        let run = |more: &[&str]| room.run(&[&[verb, "--model", "model", "--input", "rows.jsonl"], more].concat());
+        let run = |more: &[&str]| fixture.run(&[&[verb, "--model", "model", "--input", "rows.jsonl"], more].concat());
         let chosen = run(&[]).well();
         let line = chosen.stderr.lines().next().expect("a line").to_owned();
         // Nobody asked for a GPU: what its kernels lack is no reason.

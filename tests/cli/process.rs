@@ -1,7 +1,7 @@
 //! What the system does to the program: signals, limits, links, files that change, and streams that nobody reads.
 
 use super::command::program;
-use super::room::Room;
+use super::fixture::Fixture;
 use crate::process::{Ended, Running, launched};
 use crate::resume::job::signal;
 use std::ffi::OsStr;
@@ -13,59 +13,59 @@ use std::process::Stdio;
 use std::time::Duration;
 
 /// The program by a line of the shell.
-fn in_shell(room: &Room, before: &str, arguments: &str, redirected: &str) -> Ended {
+fn in_shell(fixture: &Fixture, before: &str, arguments: &str, redirected: &str) -> Ended {
     let line = format!("{before} exec {} {arguments} {redirected}", env!("CARGO_BIN_EXE_rlhf-hpc"));
     let mut shell = launched(Path::new("bash"), 0);
-    shell.args(["-c", &line]).current_dir(room.root());
+    shell.args(["-c", &line]).current_dir(fixture.root());
     Running::new(shell).end()
 }
 
 #[test]
 fn an_argument_that_is_not_utf8_is_named() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     let bad = OsStr::from_bytes(b"job.dir=r\xffun");
-    let mut command = program(room.root(), 0);
+    let mut command = program(fixture.root(), 0);
     command.arg("run").arg("job.toml").arg(bad);
     Running::new(command).end().refused(2, &["job.dir=r\u{fffd}un", "is not UTF-8"]);
 }
 
 #[test]
 fn a_lock_that_is_a_link_is_neither_followed_nor_changed() {
-    let room = Room::new();
-    room.write("precious", "precious");
-    fs::create_dir_all(room.path("run")).unwrap();
+    let fixture = Fixture::new();
+    fixture.write("precious", "precious");
+    fs::create_dir_all(fixture.path("run")).unwrap();
     for target in ["../precious", "../new"] {
-        std::os::unix::fs::symlink(target, room.path("run/run.lock")).unwrap();
-        room.job(&[]).refused(2, &["run.lock is a symbolic link"]).hinted("job.dir");
-        assert_eq!(room.text("precious"), "precious");
-        assert!(!room.path("new").exists());
-        fs::remove_file(room.path("run/run.lock")).unwrap();
+        std::os::unix::fs::symlink(target, fixture.path("run/run.lock")).unwrap();
+        fixture.job(&[]).refused(2, &["run.lock is a symbolic link"]).hinted("job.dir");
+        assert_eq!(fixture.text("precious"), "precious");
+        assert!(!fixture.path("new").exists());
+        fs::remove_file(fixture.path("run/run.lock")).unwrap();
     }
 }
 
 #[test]
 fn a_limit_on_the_size_of_files_is_an_error_that_names_the_file() {
-    let room = Room::new();
-    in_shell(&room, "ulimit -f 8;", "run job.toml", "").refused(74, &["run/", "File too large"]);
+    let fixture = Fixture::new();
+    in_shell(&fixture, "ulimit -f 8;", "run job.toml", "").refused(74, &["run/", "File too large"]);
 }
 
 #[test]
 fn a_mapped_file_that_shrinks_ends_the_program_with_its_name() {
-    let room = Room::new();
-    let mut job = program(room.root(), 0);
+    let fixture = Fixture::new();
+    let mut job = program(fixture.root(), 0);
     job.args(["run", "job.toml", "job.steps=1000000", "eval.every_steps=0", "checkpoint.every_steps=0"]);
     let mut running = Running::new(job);
-    running.wait_until(|| fs::read(room.path("run/metrics.jsonl")).is_ok_and(|text| !text.is_empty()));
-    File::options().write(true).open(room.path("questions.bin")).unwrap().set_len(0).unwrap();
+    running.wait_until(|| fs::read(fixture.path("run/metrics.jsonl")).is_ok_and(|text| !text.is_empty()));
+    File::options().write(true).open(fixture.path("questions.bin")).unwrap().set_len(0).unwrap();
     running.end().assert(74, &["questions.bin shrank or cannot be read while it was mapped"]);
 }
 
 #[test]
 fn a_verb_without_a_checkpoint_dies_of_signals_as_usual() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     for (name, number) in [("USR1", 10), ("TERM", 15)] {
         for after_ms in [0, 20, 300] {
-            let mut verb = program(room.root(), 0);
+            let mut verb = program(fixture.root(), 0);
             verb.args(["logprobs", "--model", "model", "--input", "-", "--device", "cpu"]);
             let mut running = verb.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
             let _open = running.stdin.take();
@@ -79,7 +79,7 @@ fn a_verb_without_a_checkpoint_dies_of_signals_as_usual() {
 
 #[test]
 fn a_standard_error_that_takes_nothing_changes_no_exit_code() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     for nowhere in ["2>&-", "2>/dev/full"] {
         for (arguments, code) in [
             ("run job.toml model.actor=nosuch", 65),
@@ -89,7 +89,7 @@ fn a_standard_error_that_takes_nothing_changes_no_exit_code() {
             ("corpus --out rows2.jsonl --rows 20 --eval-rows 2", 0),
             ("--version", 0),
         ] {
-            let ended = in_shell(&room, "", arguments, nowhere);
+            let ended = in_shell(&fixture, "", arguments, nowhere);
             assert_eq!(ended.code, Some(code), "{arguments} {nowhere}: {}{}", ended.stdout, ended.stderr);
         }
     }
@@ -97,8 +97,8 @@ fn a_standard_error_that_takes_nothing_changes_no_exit_code() {
 
 #[test]
 fn no_ancestor_of_a_reward_shows_it_an_environment_with_keys() {
-    let room = Room::new();
-    room.write(
+    let fixture = Fixture::new();
+    fixture.write(
         "reward.py",
         r#"
 import os
@@ -115,7 +115,7 @@ def f(completions, **kwargs):
 "#,
     );
     let job = "run job.toml job.steps=1 reward.rule=[] reward.python=reward.py";
-    in_shell(&room, "export HF_TOKEN=hf_secret;", job, "").well();
-    let looked = room.text("looked");
+    in_shell(&fixture, "export HF_TOKEN=hf_secret;", job, "").well();
+    let looked = fixture.text("looked");
     assert!(!looked.starts_with("1 ") && !looked.ends_with(" 0"), "it looked at the trainer: {looked}");
 }

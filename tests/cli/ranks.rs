@@ -1,12 +1,12 @@
 //! Errors under a launcher: said once, not once a rank, and every rank ends.
 
 use super::command;
-use super::room::Room;
+use super::fixture::Fixture;
 
 #[test]
 fn an_error_on_every_rank_is_said_once() {
-    let room = Room::new();
-    let run = |arguments: &[&str]| command::mpirun(room.root(), 2, arguments);
+    let fixture = Fixture::new();
+    let run = |arguments: &[&str]| command::mpirun(fixture.root(), 2, arguments);
     for (arguments, code, words) in [
         (&["run", "job.toml", "ppo.kl_coeff=0.1"][..], 2, "unknown key `kl_coeff`"),
         (&["run", "job.toml", "data.prompt_split=dev"], 65, "data.prompt_split = \"dev\""),
@@ -19,60 +19,62 @@ fn an_error_on_every_rank_is_said_once() {
     ] {
         run(arguments).refused(code, &[words]);
     }
-    room.untouched();
+    fixture.untouched();
     assert_eq!(run(&["--version"]).well().stdout.lines().count(), 1);
 }
 
 #[test]
 fn a_mesh_that_needs_other_ranks_than_were_started_is_refused() {
-    let room = Room::new();
-    let job = |ranks, data| command::mpirun(room.root(), ranks, &["run", "job.toml", data]);
+    let fixture = Fixture::new();
+    let job = |ranks, data| command::mpirun(fixture.root(), ranks, &["run", "job.toml", data]);
     job(2, "mesh.data=3").refused(2, &["needs 3 ranks, mpirun started 2"]).hinted("run with -n 3");
     let words = ["gradient.order = \"fixed\"", "3 data ranks", "power of two"];
-    command::mpirun(room.root(), 3, &["run", "job.toml", "gradient.order=fixed"]).refused(2, &words).hinted("1, 2, 4");
-    let layout = |ranks, sets: &[&str]| command::mpirun(room.root(), ranks, &[&["run", "job.toml"], sets].concat());
+    command::mpirun(fixture.root(), 3, &["run", "job.toml", "gradient.order=fixed"])
+        .refused(2, &words)
+        .hinted("1, 2, 4");
+    let layout = |ranks, sets: &[&str]| command::mpirun(fixture.root(), ranks, &[&["run", "job.toml"], sets].concat());
     layout(3, &["mesh.tensor=3"]).refused(2, &["tensor = 3", "heads"]).hinted("tensor can be");
     for (key, words) in [("mesh.sequence=2", "2 sequence"), ("mesh.tensor=2", "2 tensor"), ("mesh.zero=2", "zero = 2")]
     {
         let words = ["gradient.order = \"fixed\"", words];
         layout(2, &["gradient.order=fixed", key]).refused(2, &words).hinted("gradient.order = \"fast\"");
     }
-    room.untouched();
+    fixture.untouched();
 }
 
 #[test]
 fn a_dry_run_is_reported_once_for_all_ranks() {
-    let room = Room::new();
-    let ended = command::mpirun(room.root(), 2, &["run", "job.toml", "--dry-run"]).well();
+    let fixture = Fixture::new();
+    let ended = command::mpirun(fixture.root(), 2, &["run", "job.toml", "--dry-run"]).well();
     assert_eq!(ended.stderr.matches("ready to start").count(), 1, "{}", ended.stderr);
     assert!(ended.stderr.contains("2 data x 1 pipeline"), "{}", ended.stderr);
-    room.untouched();
+    fixture.untouched();
 }
 
 #[test]
 fn a_verb_for_one_process_works_once_under_a_launcher() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     let shard = ["shard", "rows.jsonl", "--tokenizer", "model", "--out", "again", "--label-key", "answer"];
-    let ended = command::mpirun(room.root(), 2, &[&shard[..], &["--split-field", "split"]].concat()).well();
+    let ended = command::mpirun(fixture.root(), 2, &[&shard[..], &["--split-field", "split"]].concat()).well();
     assert_eq!(ended.stderr.matches("documents, ").count(), 1, "{}", ended.stderr);
-    assert!(room.read("again.bin") == room.read("questions.bin"));
+    assert!(fixture.read("again.bin") == fixture.read("questions.bin"));
 }
 
 #[test]
 fn verbs_that_ask_a_model_deal_the_rows_to_the_ranks_and_answer_as_one_does() {
-    let room = Room::new();
-    room.job(&["job.steps=1"]).well();
-    room.run(&["export", "run", "--out", "critic", "--role", "critic"]).well();
+    let fixture = Fixture::new();
+    fixture.job(&["job.steps=1"]).well();
+    fixture.run(&["export", "run", "--out", "critic", "--role", "critic"]).well();
     // More rows than ranks, rows of one token, and ranks without a row.
     let many: Vec<_> = (0..23).map(|i| serde_json::json!({ "tokens": vec![5 + i; 1 + i * 7 % 40] })).collect();
-    room.jsonl("many.jsonl", &many);
-    room.write("one.jsonl", "{\"tokens\": [5, 6]}\n");
+    fixture.jsonl("many.jsonl", &many);
+    fixture.write("one.jsonl", "{\"tokens\": [5, 6]}\n");
     let drawn = ["generate", "--model", "model", "--max-new-tokens", "5", "--samples", "2", "--seed", "3"];
     for verb in [&drawn[..], &["logprobs", "--model", "model"], &["reward", "--model", "critic"]] {
         for (input, ranks) in [("many.jsonl", 3), ("one.jsonl", 2)] {
             let arguments = [verb, &["--input", input, "--device", "cpu"]].concat();
-            let alone = room.run(&arguments).well();
-            let dealt = command::mpirun(room.root(), ranks, &arguments).well();
+            let alone = fixture.run(&arguments).well();
+            let dealt = command::mpirun(fixture.root(), ranks, &arguments).well();
             assert_eq!(dealt.stdout, alone.stdout, "{arguments:?}");
             let said = |words: &str| dealt.stderr.matches(words).count();
             assert_eq!(
@@ -84,8 +86,8 @@ fn verbs_that_ask_a_model_deal_the_rows_to_the_ranks_and_answer_as_one_does() {
         }
     }
     let bad = [&drawn[..], &["--input", "-"]].concat();
-    command::mpirun(room.root(), 2, &bad).refused(2, &["--input - with several ranks"]).hinted("name a file");
-    room.write("bad.jsonl", "{\"tokens\": [5, 6]}\n{\"tokens\": []}\n");
+    command::mpirun(fixture.root(), 2, &bad).refused(2, &["--input - with several ranks"]).hinted("name a file");
+    fixture.write("bad.jsonl", "{\"tokens\": [5, 6]}\n{\"tokens\": []}\n");
     let bad = [&drawn[..], &["--input", "bad.jsonl"]].concat();
-    command::mpirun(room.root(), 2, &bad).refused(65, &["bad.jsonl line 2", "no tokens"]);
+    command::mpirun(fixture.root(), 2, &bad).refused(65, &["bad.jsonl line 2", "no tokens"]);
 }

@@ -1,6 +1,6 @@
 //! The verbs: their help, and the words for those that are not there.
 
-use super::room::Room;
+use super::fixture::Fixture;
 use std::path::Path;
 
 const VERBS: [&str; 12] = [
@@ -88,14 +88,14 @@ const REFUSED: &[(&str, i32, &[&str], &str)] = &[
 
 #[test]
 fn a_command_line_that_cannot_work_is_refused_by_what_is_wrong() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     for (line, code, words, hint) in REFUSED {
-        room.run(&line.split(' ').collect::<Vec<_>>()).refused(*code, words).hinted(hint);
+        fixture.run(&line.split(' ').collect::<Vec<_>>()).refused(*code, words).hinted(hint);
     }
     for verb in VERBS {
         run(&[verb, "--nonsense"]).refused(2, &["--nonsense"]).hinted("rlhf-hpc VERB --help");
     }
-    assert!(!room.path("x").exists());
+    assert!(!fixture.path("x").exists());
 }
 
 #[test]

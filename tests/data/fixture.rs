@@ -11,12 +11,12 @@ use rlhf_hpc::error::Result;
 use rlhf_hpc::text::{Tokenizer, train_bpe};
 use serde_json::{Value, json};
 
-pub struct Room {
+pub struct Fixture {
     pub dir: tempfile::TempDir,
     pub tokenizer: Arc<Tokenizer>,
 }
 
-impl Room {
+impl Fixture {
     pub fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let texts: Vec<String> = (0..200).map(|i| format!("what is the sum of {i} and {}, please?", i * 7)).collect();

@@ -6,7 +6,7 @@ use rlhf_hpc::data::{Input, Part, RowFormat, SplitRule, shard_jsonl};
 use rlhf_hpc::error::{Error, Kind};
 use serde_json::{Value, json};
 
-use crate::data::fixture::{Room, questions};
+use crate::data::fixture::{Fixture, questions};
 
 fn format(part: Part) -> RowFormat {
     RowFormat {
@@ -20,44 +20,44 @@ fn format(part: Part) -> RowFormat {
     }
 }
 
-fn shard(room: &Room, file: &str, format: &RowFormat) -> Result<Shard, Error> {
+fn shard(fixture: &Fixture, file: &str, format: &RowFormat) -> Result<Shard, Error> {
     let input = Input { path: file.into(), split: None };
-    let prefix = room.path("shards/rows");
-    shard_jsonl(&[input], &prefix, &room.tokenizer, room.vocabulary(), format, &SplitRule::None)?;
-    Shard::open(&prefix, room.vocabulary())
+    let prefix = fixture.path("shards/rows");
+    shard_jsonl(&[input], &prefix, &fixture.tokenizer, fixture.vocabulary(), format, &SplitRule::None)?;
+    Shard::open(&prefix, fixture.vocabulary())
 }
 
 #[test]
 fn rows_become_prompts_with_labels_in_the_order_of_the_file() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     let rows = questions(10_000);
-    let shard = shard(&room, &room.jsonl("q.jsonl", &rows), &format(Part::Prompt)).unwrap();
+    let shard = shard(&fixture, &fixture.jsonl("q.jsonl", &rows), &format(Part::Prompt)).unwrap();
     assert_eq!(shard.documents(), 10_000);
     for i in [0, 1, 8191, 8192, 9999] {
         let prompt = rows[i]["prompt"].as_str().unwrap();
-        assert_eq!(shard.document(i).unwrap(), [room.tokenizer.encode(prompt, true).unwrap()]);
+        assert_eq!(shard.document(i).unwrap(), [fixture.tokenizer.encode(prompt, true).unwrap()]);
         assert_eq!(shard.meta(i).unwrap().label, (2 * i).to_string());
         assert!(shard.meta(i).unwrap().source.ends_with(&format!("q.jsonl:{}", i + 1)));
     }
-    assert_eq!(shard.sidecar().tokenizer_sha256, room.tokenizer.sha256());
+    assert_eq!(shard.sidecar().tokenizer_sha256, fixture.tokenizer.sha256());
 }
 
 #[test]
 fn a_demonstration_ends_with_the_end_token_and_its_prompt_with_none() {
-    let room = Room::new();
-    let shard = shard(&room, &room.jsonl("q.jsonl", &questions(3)), &format(Part::Demonstration)).unwrap();
+    let fixture = Fixture::new();
+    let shard = shard(&fixture, &fixture.jsonl("q.jsonl", &questions(3)), &format(Part::Demonstration)).unwrap();
     let document = shard.document(2).unwrap();
-    let (bos, eos) = (room.tokenizer.bos_id().unwrap(), room.tokenizer.eos_ids()[0]);
+    let (bos, eos) = (fixture.tokenizer.bos_id().unwrap(), fixture.tokenizer.eos_ids()[0]);
     assert_eq!(document.len(), 2);
     assert_eq!(document[0][0], bos);
     assert_eq!(document[1].last(), Some(&eos));
     assert!(!document[0].contains(&eos) && !document[1].contains(&bos));
-    assert_eq!(room.tokenizer.decode(&document[1], true).unwrap(), "it is 4");
+    assert_eq!(fixture.tokenizer.decode(&document[1], true).unwrap(), "it is 4");
 }
 
 #[test]
 fn turns_of_a_chat_alternate_and_join_to_the_rendered_chat() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     let messages = json!([
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "what is 1 + 1?"},
@@ -67,12 +67,12 @@ fn turns_of_a_chat_alternate_and_join_to_the_rendered_chat() {
     ]);
     let rows = [json!({"messages": messages, "answer": "4"})];
     let format = RowFormat { chat_template: true, ..format(Part::Demonstration) };
-    let shard = shard(&room, &room.jsonl("c.jsonl", &rows), &format).unwrap();
+    let shard = shard(&fixture, &fixture.jsonl("c.jsonl", &rows), &format).unwrap();
     let document = shard.document(0).unwrap();
     assert_eq!(document.len(), 4);
-    let whole = room.tokenizer.chat().unwrap().apply(&messages, false).unwrap();
-    assert_eq!(room.tokenizer.decode(&document.concat(), false).unwrap(), whole);
-    let texts: Vec<String> = document.iter().map(|s| room.tokenizer.decode(s, false).unwrap()).collect();
+    let whole = fixture.tokenizer.chat().unwrap().apply(&messages, false).unwrap();
+    assert_eq!(fixture.tokenizer.decode(&document.concat(), false).unwrap(), whole);
+    let texts: Vec<String> = document.iter().map(|s| fixture.tokenizer.decode(s, false).unwrap()).collect();
     assert_eq!(texts[0], "<|begin|><|system|>be brief<|user|>what is 1 + 1?<|assistant|>");
     assert_eq!(texts[1], "2<|end|>");
     assert_eq!(texts[3], "4<|end|>");
@@ -80,23 +80,23 @@ fn turns_of_a_chat_alternate_and_join_to_the_rendered_chat() {
 
 #[test]
 fn a_chat_as_prompt_ends_where_the_assistant_begins() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     let rows = [
         json!({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], "answer": 1}),
         json!({"prompt": "hi", "answer": 1}),
         json!({"prompt": [{"role": "user", "content": "hi"}], "answer": 1}),
     ];
     let format = RowFormat { chat_template: true, ..format(Part::Prompt) };
-    let shard = shard(&room, &room.jsonl("c.jsonl", &rows), &format).unwrap();
+    let shard = shard(&fixture, &fixture.jsonl("c.jsonl", &rows), &format).unwrap();
     for i in 0..3 {
-        let text = room.tokenizer.decode(&shard.prompt(i).unwrap(), false).unwrap();
+        let text = fixture.tokenizer.decode(&shard.prompt(i).unwrap(), false).unwrap();
         assert_eq!(text, "<|begin|><|user|>hi<|assistant|>");
     }
 }
 
 #[test]
 fn a_bad_row_is_named_by_file_and_line_and_nothing_is_written() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     let good = json!({"prompt": "x", "response": "y", "answer": 1}).to_string();
     let cases: [(&str, &str); 12] = [
         ("{\"prompt\": \"x\"", "not JSON"),
@@ -113,40 +113,40 @@ fn a_bad_row_is_named_by_file_and_line_and_nothing_is_written() {
         ("{\"prompt\": [{\"role\": \"user\", \"content\": \"x\"}], \"answer\": 1}", "chat_template = true"),
     ];
     for (line, message) in cases {
-        let file = room.text("bad.jsonl", &format!("{good}\n{good}\n{line}\n{good}\n"));
-        let error = shard(&room, &file, &format(Part::Demonstration)).unwrap_err();
+        let file = fixture.text("bad.jsonl", &format!("{good}\n{good}\n{line}\n{good}\n"));
+        let error = shard(&fixture, &file, &format(Part::Demonstration)).unwrap_err();
         assert_eq!(error.kind, Kind::Data, "{line}");
         assert!(error.to_string().contains("bad.jsonl:3: "), "{line}: {error}");
         assert!(error.to_string().contains(message), "{line}: {error}");
-        let left: Vec<_> = fs::read_dir(room.path("shards")).unwrap().collect();
+        let left: Vec<_> = fs::read_dir(fixture.path("shards")).unwrap().collect();
         assert!(left.is_empty(), "{left:?}");
     }
 }
 
 #[test]
 fn of_several_bad_rows_the_first_is_named() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     let mut lines: Vec<String> = questions(200).iter().map(Value::to_string).collect();
     lines[150] = "no".to_owned();
     lines[90] = "{}".to_owned();
-    let error = shard(&room, &room.text("bad.jsonl", &lines.join("\n")), &format(Part::Prompt)).unwrap_err();
+    let error = shard(&fixture, &fixture.text("bad.jsonl", &lines.join("\n")), &format(Part::Prompt)).unwrap_err();
     assert!(error.message.contains("bad.jsonl:91: "), "{error}");
 }
 
 #[test]
 fn a_file_without_rows_and_a_missing_file_are_refused() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     for text in ["", "\n", "  \n\n"] {
         // Blank lines at the end are no rows, so these files have none.
-        let error = shard(&room, &room.text("empty.jsonl", text), &format(Part::Prompt)).unwrap_err();
+        let error = shard(&fixture, &fixture.text("empty.jsonl", text), &format(Part::Prompt)).unwrap_err();
         assert!(error.message.contains("empty.jsonl has no rows"), "{error}");
     }
-    let error = shard(&room, room.path("none.jsonl").to_str().unwrap(), &format(Part::Prompt)).unwrap_err();
+    let error = shard(&fixture, fixture.path("none.jsonl").to_str().unwrap(), &format(Part::Prompt)).unwrap_err();
     assert_eq!(error.kind, Kind::Io);
 }
 
-fn args(room: &Room, input: &str, more: &[&str]) -> Args {
-    let (tokenizer, out) = (room.path("tokenizer"), room.path("out/rows"));
+fn args(fixture: &Fixture, input: &str, more: &[&str]) -> Args {
+    let (tokenizer, out) = (fixture.path("tokenizer"), fixture.path("out/rows"));
     let mut all = vec![input, "--tokenizer", tokenizer.to_str().unwrap(), "--out", out.to_str().unwrap()];
     all.extend(more);
     argh::FromArgs::from_args(&["shard"], &all).unwrap()
@@ -154,12 +154,12 @@ fn args(room: &Room, input: &str, more: &[&str]) -> Args {
 
 #[test]
 fn the_shard_verb_writes_splits_by_field_ratio_and_file() {
-    let room = Room::new();
-    let file = room.jsonl("q.jsonl", &questions(500));
-    let more = room.jsonl("more.jsonl", &questions(20));
+    let fixture = Fixture::new();
+    let file = fixture.jsonl("q.jsonl", &questions(500));
+    let more = fixture.jsonl("more.jsonl", &questions(20));
     let names = |more: &[&str]| -> Vec<(String, u64)> {
-        run(&args(&room, &file, more)).unwrap();
-        let shard = Shard::open(&room.path("out/rows"), room.vocabulary()).unwrap();
+        run(&args(&fixture, &file, more)).unwrap();
+        let shard = Shard::open(&fixture.path("out/rows"), fixture.vocabulary()).unwrap();
         shard.verify().unwrap();
         shard.sidecar().splits.iter().map(|s| (s.name.clone(), s.documents)).collect()
     };
@@ -169,6 +169,6 @@ fn the_shard_verb_writes_splits_by_field_ratio_and_file() {
     let ratio = names(&["--split-ratio", "0.2"]);
     assert_eq!(ratio[0].0, "test");
     assert!((60..140).contains(&ratio[0].1) && ratio[0].1 + ratio[1].1 == 500, "{ratio:?}");
-    let named = run(&args(&room, &file, &["--vocabulary", "270"])).unwrap_err();
+    let named = run(&args(&fixture, &file, &["--vocabulary", "270"])).unwrap_err();
     assert!(named.message.contains("outside the model's vocabulary of 270"), "{named}");
 }

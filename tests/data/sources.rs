@@ -6,7 +6,7 @@ use rlhf_hpc::error::Kind;
 use rlhf_hpc::experience::Prompt;
 use serde_json::json;
 
-use crate::data::fixture::{Room, config, questions};
+use crate::data::fixture::{Fixture, config, questions};
 
 fn ratio(path: &str) -> DataConfig {
     DataConfig {
@@ -23,8 +23,8 @@ fn texts(prompts: &[Prompt]) -> BTreeSet<String> {
 
 #[test]
 fn an_epoch_hands_out_every_row_once_and_the_next_one_in_another_order() {
-    let room = Room::new();
-    let mut source = room.prompts(&config(&room.jsonl("q.jsonl", &questions(103))), 5).unwrap();
+    let fixture = Fixture::new();
+    let mut source = fixture.prompts(&config(&fixture.jsonl("q.jsonl", &questions(103))), 5).unwrap();
     let mut handed = Vec::new();
     // 103 is no multiple of 10: batches cross the end of the epoch.
     for _ in 0..21 {
@@ -46,7 +46,7 @@ fn an_epoch_hands_out_every_row_once_and_the_next_one_in_another_order() {
     let prompt = &handed[7];
     assert_eq!(prompt.label, (2 * prompt.id).to_string());
     assert!(prompt.text.ends_with(&format!("what is {} plus {}?", prompt.id, prompt.id)));
-    assert_eq!(room.tokenizer.encode(&prompt.text, true).unwrap(), prompt.tokens);
+    assert_eq!(fixture.tokenizer.encode(&prompt.text, true).unwrap(), prompt.tokens);
     assert!(prompt.source.ends_with("q.jsonl"));
     assert_eq!(source.cursor().epoch, 2);
     assert_eq!(source.cursor().position, 4);
@@ -54,20 +54,20 @@ fn an_epoch_hands_out_every_row_once_and_the_next_one_in_another_order() {
 
 #[test]
 fn a_resumed_source_equals_an_uninterrupted_one() {
-    let room = Room::new();
-    let file = room.jsonl("q.jsonl", &questions(37));
-    let more = room.jsonl("more.jsonl", &questions(11));
+    let fixture = Fixture::new();
+    let file = fixture.jsonl("q.jsonl", &questions(37));
+    let more = fixture.jsonl("more.jsonl", &questions(11));
     let weighted = DataConfig { prompts: vec![file.clone(), more], weights: vec![1.0, 3.0], ..config(&file) };
     let grouped = DataConfig { order: Order::LengthGrouped, length_group_rows: 8, ..config(&file) };
     for config in [config(&file), weighted, grouped, ratio(&file)] {
-        let mut whole = room.prompts(&config, 9).unwrap();
+        let mut whole = fixture.prompts(&config, 9).unwrap();
         let expected = whole.next(120).unwrap();
         for stop in [0, 1, 36, 37, 38, 100] {
-            let mut first = room.prompts(&config, 9).unwrap();
+            let mut first = fixture.prompts(&config, 9).unwrap();
             let mut handed = first.next(stop).unwrap();
             let cursor: Cursor = serde_json::from_str(&serde_json::to_string(first.cursor()).unwrap()).unwrap();
             let ledger: Ledger = serde_json::from_str(&serde_json::to_string(first.ledger()).unwrap()).unwrap();
-            let mut second = room.prompts(&config, 9).unwrap();
+            let mut second = fixture.prompts(&config, 9).unwrap();
             second.restore(&cursor, &ledger).unwrap();
             handed.extend(second.next(120 - stop).unwrap());
             assert_eq!(handed, expected);
@@ -79,10 +79,10 @@ fn a_resumed_source_equals_an_uninterrupted_one() {
 
 #[test]
 fn a_cursor_of_other_rows_is_refused() {
-    let room = Room::new();
-    let mut source = room.prompts(&config(&room.jsonl("q.jsonl", &questions(20))), 0).unwrap();
+    let fixture = Fixture::new();
+    let mut source = fixture.prompts(&config(&fixture.jsonl("q.jsonl", &questions(20))), 0).unwrap();
     source.next(5).unwrap();
-    let mut other = room.prompts(&config(&room.jsonl("r.jsonl", &questions(21))), 0).unwrap();
+    let mut other = fixture.prompts(&config(&fixture.jsonl("r.jsonl", &questions(21))), 0).unwrap();
     let error = other.restore(source.cursor(), source.ledger()).unwrap_err();
     assert_eq!(error.kind, Kind::Data);
     assert!(error.message.contains("20") && error.message.contains("21"), "{error}");
@@ -90,10 +90,10 @@ fn a_cursor_of_other_rows_is_refused() {
 
 #[test]
 fn rows_stay_in_their_split_when_rows_are_added() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     let rows = questions(400);
     let split = |n: usize, name: &str| {
-        let source = room.prompts(&ratio(&room.jsonl(name, &rows[..n])), 0).unwrap();
+        let source = fixture.prompts(&ratio(&fixture.jsonl(name, &rows[..n])), 0).unwrap();
         texts(&source.eval_rows().unwrap())
     };
     let (few, many) = (split(250, "few.jsonl"), split(400, "many.jsonl"));
@@ -105,13 +105,13 @@ fn rows_stay_in_their_split_when_rows_are_added() {
 
 #[test]
 fn an_eval_row_never_trains_even_where_it_occurs_twice() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     // Row 5 evaluates; its prompt occurs again as a training row.
     let mut rows = questions(60);
     rows.push(json!({"prompt": rows[5]["prompt"], "response": "x", "answer": 0, "split": "train", "hardness": 0}));
     let split = SplitConfig { by: SplitBy::Field, ..SplitConfig::default() };
-    let by_field = DataConfig { eval_split: "eval".to_owned(), split, ..ratio(&room.jsonl("q.jsonl", &rows)) };
-    let mut source = room.prompts(&by_field, 0).unwrap();
+    let by_field = DataConfig { eval_split: "eval".to_owned(), split, ..ratio(&fixture.jsonl("q.jsonl", &rows)) };
+    let mut source = fixture.prompts(&by_field, 0).unwrap();
     let eval = texts(&source.eval_rows().unwrap());
     let train = texts(&source.next(48).unwrap());
     assert_eq!((eval.len(), train.len()), (12, 48));
@@ -125,37 +125,37 @@ fn an_eval_row_never_trains_even_where_it_occurs_twice() {
 
 #[test]
 fn an_empty_prompt_split_means_every_row_that_does_not_evaluate_and_files_can_be_splits() {
-    let room = Room::new();
-    let all = DataConfig { prompt_split: String::new(), ..ratio(&room.jsonl("q.jsonl", &questions(100))) };
-    let source = room.prompts(&all, 0).unwrap();
+    let fixture = Fixture::new();
+    let all = DataConfig { prompt_split: String::new(), ..ratio(&fixture.jsonl("q.jsonl", &questions(100))) };
+    let source = fixture.prompts(&all, 0).unwrap();
     assert_eq!(source.epoch_rows() + source.eval_rows().unwrap().len() as u64, 100);
-    let (train, test) = (room.jsonl("a.jsonl", &questions(30)[10..]), room.jsonl("b.jsonl", &questions(10)));
+    let (train, test) = (fixture.jsonl("a.jsonl", &questions(30)[10..]), fixture.jsonl("b.jsonl", &questions(10)));
     let split = SplitConfig { by: SplitBy::File, eval_files: vec![test], ..SplitConfig::default() };
-    let source = room.prompts(&DataConfig { split, ..ratio(&train) }, 0).unwrap();
+    let source = fixture.prompts(&DataConfig { split, ..ratio(&train) }, 0).unwrap();
     assert_eq!((source.epoch_rows(), source.eval_rows().unwrap().len()), (20, 10));
     assert_eq!(source.eval_rows().unwrap()[0].id, 20);
 }
 
 #[test]
 fn a_split_that_does_not_exist_is_refused_with_those_that_do() {
-    let room = Room::new();
-    let file = room.jsonl("q.jsonl", &questions(50));
+    let fixture = Fixture::new();
+    let file = fixture.jsonl("q.jsonl", &questions(50));
     let wrong = DataConfig { eval_split: "validation".to_owned(), ..ratio(&file) };
-    let error = room.prompts(&wrong, 0).unwrap_err();
+    let error = fixture.prompts(&wrong, 0).unwrap_err();
     assert_eq!(error.kind, Kind::Data);
     assert!(error.message.contains("\"validation\"") && error.message.contains("test, train"), "{error}");
     let unsplit = DataConfig { prompt_split: "train".to_owned(), ..config(&file) };
-    let error = room.prompts(&unsplit, 0).unwrap_err();
+    let error = fixture.prompts(&unsplit, 0).unwrap_err();
     assert!(error.message.contains("there are: none"), "{error}");
     let same = DataConfig { eval_split: "train".to_owned(), ..ratio(&file) };
-    assert_eq!(room.prompts(&same, 0).unwrap_err().kind, Kind::Usage);
+    assert_eq!(fixture.prompts(&same, 0).unwrap_err().kind, Kind::Usage);
 }
 
 #[test]
 fn splits_of_a_shard_are_used_by_name() {
-    let room = Room::new();
-    let file = room.jsonl("q.jsonl", &questions(50));
-    let (tokenizer, out) = (room.path("tokenizer"), room.path("shards/q"));
+    let fixture = Fixture::new();
+    let file = fixture.jsonl("q.jsonl", &questions(50));
+    let (tokenizer, out) = (fixture.path("tokenizer"), fixture.path("shards/q"));
     let args = [&file, "--tokenizer", tokenizer.to_str().unwrap(), "--out", out.to_str().unwrap()];
     let more = ["--split-field", "split", "--label-key", "answer", "--keep-field", "hardness"];
     let args: Vec<&str> = args.into_iter().chain(more).collect();
@@ -167,33 +167,33 @@ fn splits_of_a_shard_are_used_by_name() {
         curriculum_field: "hardness".to_owned(),
         ..config(out.to_str().unwrap())
     };
-    let mut source = room.prompts(&named, 0).unwrap();
+    let mut source = fixture.prompts(&named, 0).unwrap();
     assert_eq!(source.eval_rows().unwrap().len(), 10);
     let handed = source.next(40).unwrap();
     let hardness: Vec<u64> = handed.iter().map(|p| (p.label.parse::<u64>().unwrap() / 2 * 37) % 101).collect();
     assert!(hardness.is_sorted(), "{hardness:?}");
     let no_field = DataConfig { curriculum_field: "age".to_owned(), ..named };
-    assert!(room.prompts(&no_field, 0).unwrap_err().message.contains("no number in field \"age\""));
+    assert!(fixture.prompts(&no_field, 0).unwrap_err().message.contains("no number in field \"age\""));
 }
 
 /// Prompts of 3 to 40 tokens.
-fn long_and_short(room: &Room) -> (String, Vec<Vec<u32>>) {
+fn long_and_short(fixture: &Fixture) -> (String, Vec<Vec<u32>>) {
     let rows: Vec<Vec<u32>> =
         (0..30_u32).map(|i| (0..3 + (i * 11) % 38).map(|t| 5 + (i + t) % 250).collect()).collect();
     let lines: Vec<_> =
         rows.iter().map(|tokens| json!({"prompt": tokens, "answer": "x", "response": [7, 8, 9, 1]})).collect();
-    (room.jsonl("long.jsonl", &lines), rows)
+    (fixture.jsonl("long.jsonl", &lines), rows)
 }
 
 #[test]
 fn long_prompts_are_rejected_or_cut_as_configured_and_counted() {
-    let room = Room::new();
-    let (file, rows) = long_and_short(&room);
+    let fixture = Fixture::new();
+    let (file, rows) = long_and_short(&fixture);
     let long: Vec<&Vec<u32>> = rows.iter().filter(|row| row.len() > 16).collect();
     let over: usize = long.iter().map(|row| row.len() - 16).sum();
     for policy in [LongPrompts::Reject, LongPrompts::TruncateLeft, LongPrompts::TruncateRight] {
         let config = DataConfig { prompt_tokens_max: 16, long_prompts: policy, ..config(&file) };
-        let mut source = room.prompts(&config, 0).unwrap();
+        let mut source = fixture.prompts(&config, 0).unwrap();
         let handed = source.next(source.epoch_rows() as usize).unwrap();
         for prompt in &handed {
             let row = &rows[prompt.id as usize];
@@ -217,15 +217,15 @@ fn long_prompts_are_rejected_or_cut_as_configured_and_counted() {
 
 #[test]
 fn windows_of_a_long_prompt_follow_each_other_and_are_counted() {
-    let room = Room::new();
-    let (file, rows) = long_and_short(&room);
+    let fixture = Fixture::new();
+    let (file, rows) = long_and_short(&fixture);
     let config = DataConfig {
         prompt_tokens_max: 16,
         long_prompts: LongPrompts::Window,
         window_overlap_tokens: 4,
         ..config(&file)
     };
-    let mut source = room.prompts(&config, 0).unwrap();
+    let mut source = fixture.prompts(&config, 0).unwrap();
     let handed = source.next(source.epoch_rows() as usize).unwrap();
     assert_eq!(handed.iter().map(|p| p.id).collect::<HashSet<_>>().len(), handed.len());
     let mut seen: HashMap<u64, usize> = HashMap::new();
@@ -250,10 +250,10 @@ fn windows_of_a_long_prompt_follow_each_other_and_are_counted() {
 
 #[test]
 fn the_ledger_adds_up_to_the_rows_at_every_moment() {
-    let room = Room::new();
-    let (file, _) = long_and_short(&room);
+    let fixture = Fixture::new();
+    let (file, _) = long_and_short(&fixture);
     let config = DataConfig { prompt_tokens_max: 30, long_prompts: LongPrompts::TruncateLeft, ..ratio(&file) };
-    let mut source = room.prompts(&config, 0).unwrap();
+    let mut source = fixture.prompts(&config, 0).unwrap();
     let rows = source.epoch_rows();
     assert_eq!(source.ledger().deferred, rows);
     for step in 0..10 {
@@ -264,7 +264,7 @@ fn the_ledger_adds_up_to_the_rows_at_every_moment() {
         assert_eq!(ledger.deferred, rows.saturating_sub(7 * (step + 1)));
         assert_eq!(ledger.handed_out, 7 * (step + 1));
     }
-    let path = room.path("ledger.json");
+    let path = fixture.path("ledger.json");
     source.ledger().write(&path).unwrap();
     let read: Ledger = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
     assert_eq!(&read, source.ledger());
@@ -276,10 +276,10 @@ fn the_ledger_adds_up_to_the_rows_at_every_moment() {
 
 #[test]
 fn weighted_sources_are_drawn_in_their_shares() {
-    let room = Room::new();
-    let (a, b) = (room.jsonl("a.jsonl", &questions(50)), room.jsonl("b.jsonl", &questions(400)[50..]));
+    let fixture = Fixture::new();
+    let (a, b) = (fixture.jsonl("a.jsonl", &questions(50)), fixture.jsonl("b.jsonl", &questions(400)[50..]));
     let config = DataConfig { prompts: vec![a.clone(), b], weights: vec![3.0, 1.0], ..config(&a) };
-    let mut source = room.prompts(&config, 1).unwrap();
+    let mut source = fixture.prompts(&config, 1).unwrap();
     let handed = source.next(400).unwrap();
     let of_a = handed.iter().filter(|p| p.source == a).count();
     assert!((260..340).contains(&of_a), "{of_a} of 400");
@@ -292,13 +292,13 @@ fn weighted_sources_are_drawn_in_their_shares() {
 
 #[test]
 fn length_groups_are_sorted_within_and_shuffled_between() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     let config = DataConfig {
         order: Order::LengthGrouped,
         length_group_rows: 16,
-        ..config(&room.jsonl("q.jsonl", &questions(64)))
+        ..config(&fixture.jsonl("q.jsonl", &questions(64)))
     };
-    let mut source = room.prompts(&config, 0).unwrap();
+    let mut source = fixture.prompts(&config, 0).unwrap();
     let lengths: Vec<usize> = source.next(64).unwrap().iter().map(|p| p.tokens.len()).collect();
     assert!(lengths.chunks(16).all(<[usize]>::is_sorted), "{lengths:?}");
     assert!(!lengths.is_sorted());
@@ -306,19 +306,19 @@ fn length_groups_are_sorted_within_and_shuffled_between() {
 
 #[test]
 fn a_jsonl_file_is_sharded_once_and_again_when_it_changes() {
-    let room = Room::new();
-    let config = config(&room.jsonl("q.jsonl", &questions(20)));
-    let made = |room: &Room| room.prepared(&config, Part::Prompt).unwrap().made.len();
-    assert_eq!((made(&room), made(&room)), (1, 0));
-    room.jsonl("q.jsonl", &questions(21));
-    assert_eq!(made(&room), 1);
+    let fixture = Fixture::new();
+    let config = config(&fixture.jsonl("q.jsonl", &questions(20)));
+    let made = |fixture: &Fixture| fixture.prepared(&config, Part::Prompt).unwrap().made.len();
+    assert_eq!((made(&fixture), made(&fixture)), (1, 0));
+    fixture.jsonl("q.jsonl", &questions(21));
+    assert_eq!(made(&fixture), 1);
 }
 
 #[test]
 fn sources_that_cannot_be_are_refused_before_work_starts() {
-    let room = Room::new();
-    let file = room.jsonl("q.jsonl", &questions(20));
-    let message = |config: &DataConfig| room.prompts(config, 0).unwrap_err();
+    let fixture = Fixture::new();
+    let file = fixture.jsonl("q.jsonl", &questions(20));
+    let message = |config: &DataConfig| fixture.prompts(config, 0).unwrap_err();
     assert!(message(&DataConfig::default()).message.contains("data.prompts is empty"));
     assert!(message(&config("nowhere.jsonl")).message.contains("nowhere.jsonl"));
     assert!(message(&config("nowhere")).message.contains("nowhere.idx"));
@@ -340,31 +340,31 @@ fn sources_that_cannot_be_are_refused_before_work_starts() {
 
 #[test]
 fn demonstrations_are_masked_to_their_responses() {
-    let room = Room::new();
-    let mut source = room.sft(&config(&room.jsonl("q.jsonl", &questions(12))), 0).unwrap();
+    let fixture = Fixture::new();
+    let mut source = fixture.sft(&config(&fixture.jsonl("q.jsonl", &questions(12))), 0).unwrap();
     for row in source.next(12).unwrap() {
         assert_eq!(row.tokens.len(), row.mask.len());
         let start = row.mask.iter().position(|m| *m == 1).unwrap();
         assert!(row.mask[start..].iter().all(|m| *m == 1));
-        assert_eq!(room.tokenizer.decode(&row.tokens[start..], true).unwrap(), format!("it is {}", 2 * row.id));
-        assert_eq!(row.tokens.last(), room.tokenizer.eos_ids().first());
+        assert_eq!(fixture.tokenizer.decode(&row.tokens[start..], true).unwrap(), format!("it is {}", 2 * row.id));
+        assert_eq!(row.tokens.last(), fixture.tokenizer.eos_ids().first());
     }
     source.ledger().check().unwrap();
-    let prompts = config(&room.jsonl("p.jsonl", &[json!({"prompt": "x", "answer": 1})]));
-    assert!(room.sft(&prompts, 0).unwrap_err().message.contains("no field \"response\""));
+    let prompts = config(&fixture.jsonl("p.jsonl", &[json!({"prompt": "x", "answer": 1})]));
+    assert!(fixture.sft(&prompts, 0).unwrap_err().message.contains("no field \"response\""));
 }
 
 #[test]
 fn long_demonstrations_are_cut_at_the_end_or_filtered_and_counted() {
-    let room = Room::new();
-    let (file, rows) = long_and_short(&room);
+    let fixture = Fixture::new();
+    let (file, rows) = long_and_short(&fixture);
     let cut = DataConfig {
         prompt_tokens_max: 16,
         row_tokens_max: 18,
         long_prompts: LongPrompts::TruncateLeft,
         ..config(&file)
     };
-    let mut source = room.sft(&cut, 0).unwrap();
+    let mut source = fixture.sft(&cut, 0).unwrap();
     let handed = source.next(30).unwrap();
     for row in &handed {
         let prompt = &rows[row.id as usize];
@@ -379,10 +379,10 @@ fn long_demonstrations_are_cut_at_the_end_or_filtered_and_counted() {
         .sum();
     assert_eq!(source.ledger().truncated.tokens as usize, lost);
     let reject = DataConfig { long_prompts: LongPrompts::Reject, ..cut.clone() };
-    let ledger = room.sft(&reject, 0).unwrap().ledger().clone();
+    let ledger = fixture.sft(&reject, 0).unwrap().ledger().clone();
     let count = |low: usize, high: usize| rows.iter().filter(|r| (low..=high).contains(&r.len())).count() as u64;
     assert_eq!(ledger.filtered["prompt_tokens_max"], count(17, 99));
     assert_eq!(ledger.filtered["row_tokens_max"], count(15, 16));
     let window = DataConfig { long_prompts: LongPrompts::Window, window_overlap_tokens: 2, ..cut };
-    assert_eq!(room.sft(&window, 0).unwrap_err().kind, Kind::Usage);
+    assert_eq!(fixture.sft(&window, 0).unwrap_err().kind, Kind::Usage);
 }

@@ -4,7 +4,7 @@ use rlhf_hpc::error::Kind;
 use rlhf_hpc::text::{StreamDecoder, Tokenizer, train_bpe};
 use serde_json::json;
 
-use crate::data::fixture::Room;
+use crate::data::fixture::Fixture;
 
 #[test]
 fn training_a_tokenizer_twice_gives_the_same_bytes() {
@@ -30,47 +30,47 @@ fn training_a_tokenizer_twice_gives_the_same_bytes() {
 
 #[test]
 fn text_survives_encoding_and_decoding_and_digits_stand_alone_and_no_text_has_two_bos() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     for text in ["what is 12+34?", "", " héllo — 日本語 🙂\n\t", "1234567890"] {
-        let tokens = room.tokenizer.encode(text, true).unwrap();
-        assert_eq!(tokens[0], room.tokenizer.bos_id().unwrap());
-        assert_eq!(room.tokenizer.decode(&tokens, true).unwrap(), text);
-        assert_eq!(room.tokenizer.decode_prompt(&tokens).unwrap(), text);
-        assert_eq!(room.tokenizer.encode(text, false).unwrap(), tokens[1..]);
+        let tokens = fixture.tokenizer.encode(text, true).unwrap();
+        assert_eq!(tokens[0], fixture.tokenizer.bos_id().unwrap());
+        assert_eq!(fixture.tokenizer.decode(&tokens, true).unwrap(), text);
+        assert_eq!(fixture.tokenizer.decode_prompt(&tokens).unwrap(), text);
+        assert_eq!(fixture.tokenizer.encode(text, false).unwrap(), tokens[1..]);
     }
-    assert_eq!(room.tokenizer.encode("1234567890", false).unwrap().len(), 10);
+    assert_eq!(fixture.tokenizer.encode("1234567890", false).unwrap().len(), 10);
     // A text that carries its own BOS is refused.
-    let error = room.tokenizer.encode("<|begin|>what", true).unwrap_err();
+    let error = fixture.tokenizer.encode("<|begin|>what", true).unwrap_err();
     assert_eq!(error.kind, Kind::Data);
     assert!(error.message.contains("two BOS"), "{error}");
-    assert!(room.tokenizer.encode("<|begin|>what", false).is_ok());
+    assert!(fixture.tokenizer.encode("<|begin|>what", false).is_ok());
 }
 
 #[test]
 fn streamed_text_is_whole_characters_and_joins_to_the_decoded_text() {
-    let room = Room::new();
+    let fixture = Fixture::new();
     let text = "sum 🙂 of 日本語 and é, please? <|user|> x";
     for skip_special in [true, false] {
-        let mut tokens = room.tokenizer.encode(text, true).unwrap();
+        let mut tokens = fixture.tokenizer.encode(text, true).unwrap();
         // The last character stays incomplete.
-        tokens.extend(&room.tokenizer.encode("🙂", false).unwrap()[..2]);
+        tokens.extend(&fixture.tokenizer.encode("🙂", false).unwrap()[..2]);
         let mut stream = StreamDecoder::new(skip_special);
         let mut pieces = Vec::new();
         for token in &tokens {
-            pieces.push(stream.push(&room.tokenizer, *token).unwrap());
+            pieces.push(stream.push(&fixture.tokenizer, *token).unwrap());
         }
         assert!(pieces.iter().all(|piece| !piece.contains('\u{fffd}')), "{pieces:?}");
         assert!(pieces.contains(&"🙂".to_owned()));
-        pieces.push(stream.finish(&room.tokenizer).unwrap());
-        assert_eq!(pieces.concat(), room.tokenizer.decode(&tokens, skip_special).unwrap());
+        pieces.push(stream.finish(&fixture.tokenizer).unwrap());
+        assert_eq!(pieces.concat(), fixture.tokenizer.decode(&tokens, skip_special).unwrap());
     }
 }
 
 #[test]
 fn end_tokens_come_from_the_generation_config_before_the_tokenizer() {
-    let room = Room::new();
-    let dir = room.path("tokenizer");
-    assert_eq!(room.tokenizer.eos_ids(), [1]);
+    let fixture = Fixture::new();
+    let dir = fixture.path("tokenizer");
+    assert_eq!(fixture.tokenizer.eos_ids(), [1]);
     fs::write(dir.join("config.json"), r#"{"eos_token_id": 4}"#).unwrap();
     assert_eq!(Tokenizer::load(&dir).unwrap().eos_ids(), [4]);
     fs::write(dir.join("generation_config.json"), r#"{"eos_token_id": [3, 1]}"#).unwrap();

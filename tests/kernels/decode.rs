@@ -2,7 +2,7 @@
 
 use crate::{bf16, device, in_every_order, numbers};
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
-use rlhf_hpc::device::cuda::decode::{DecodeSlot, DecodeState, Draw, ENDED, Room, UNCHANGED};
+use rlhf_hpc::device::cuda::decode::{Capacity, DecodeSlot, DecodeState, Draw, ENDED, UNCHANGED};
 use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, kv_append};
 use rlhf_hpc::device::cuda::{Memory, Pinned, paged_attention};
 use rlhf_hpc::dtype::DType;
@@ -92,7 +92,7 @@ fn filled(rows: &[Row], bucket: usize, rng: Rng, cache_pages: usize) -> DecodeSt
     }
     lanes.resize(bucket, DecodeSlot::IDLE);
     params.resize(bucket, SampleParams::greedy());
-    let room = Room { rows: bucket + 3, pages: pages.len() + 5, stops: stops.len() + 1, seen: seen.len() };
+    let room = Capacity { rows: bucket + 3, pages: pages.len() + 5, stops: stops.len() + 1, seen: seen.len() };
     let mut tables = DecodeState::new(room, cache_pages);
     tables.fill(&lanes, &params, &stops, &seen, &pages);
     tables

@@ -92,7 +92,7 @@ pub const ENDED: u32 = u32::MAX - 1;
 
 /// Sizes of the tables.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Room {
+pub struct Capacity {
     pub rows: usize,
     /// Pages of all rows.
     pub pages: usize,
@@ -102,7 +102,7 @@ pub struct Room {
     pub seen: usize,
 }
 
-impl Room {
+impl Capacity {
     pub fn holds(&self, other: &Self) -> bool {
         self.rows >= other.rows && self.pages >= other.pages && self.stops >= other.stops && self.seen >= other.seen
     }
@@ -111,7 +111,7 @@ impl Room {
 /// The rows of a batch that decodes.
 #[derive(Debug)]
 pub struct DecodeState {
-    room: Room,
+    room: Capacity,
     decode_slots: Memory,
     changes: Memory,
     pages: Arc<Memory>,
@@ -133,7 +133,7 @@ pub struct DecodeState {
 
 impl DecodeState {
     /// Of rows whose pages are among the first `cache_pages`.
-    pub fn new(room: Room, cache_pages: usize) -> Self {
+    pub fn new(room: Capacity, cache_pages: usize) -> Self {
         let words = |each: usize| Memory::zeros(4 * each * room.rows);
         let tiles: Vec<[i32; 2]> = (0..room.rows).map(|row| [to_i32(OP, row), 0]).collect();
         Self {
@@ -154,7 +154,7 @@ impl DecodeState {
         }
     }
 
-    pub fn room(&self) -> Room {
+    pub fn room(&self) -> Capacity {
         self.room
     }
 
@@ -170,7 +170,7 @@ impl DecodeState {
         seen: &[u32],
         pages: &[u32],
     ) {
-        let needed = Room { rows: decode_slots.len(), pages: pages.len(), stops: stops.len(), seen: seen.len() };
+        let needed = Capacity { rows: decode_slots.len(), pages: pages.len(), stops: stops.len(), seen: seen.len() };
         assert!(self.room.holds(&needed), "decode: room for {:?}, needs {needed:?}", self.room);
         assert_eq!(decode_slots.len(), params.len(), "decode: parameters for each row");
         let page_max = pages.iter().max().expect("decode: rows without a page");

@@ -43,11 +43,11 @@ samples_max = 4
 every_steps = 1
 "#;
 
-pub struct Room {
+pub struct Fixture {
     dir: TempDir,
 }
 
-impl Room {
+impl Fixture {
     pub fn new() -> Self {
         static FILES: OnceLock<Vec<(PathBuf, Vec<u8>)>> = OnceLock::new();
         let files = FILES.get_or_init(|| {
@@ -62,12 +62,12 @@ impl Room {
             }
             files
         });
-        let room = Self { dir: tempfile::tempdir().expect("a folder for the test") };
+        let fixture = Self { dir: tempfile::tempdir().expect("a folder for the test") };
         for (name, bytes) in files {
-            room.write(name.to_str().expect("names are text"), bytes);
+            fixture.write(name.to_str().expect("names are text"), bytes);
         }
-        room.write("job.toml", JOB);
-        room
+        fixture.write("job.toml", JOB);
+        fixture
     }
 
     pub fn root(&self) -> &Path {
@@ -80,7 +80,7 @@ impl Room {
 
     pub fn write(&self, name: &str, bytes: impl AsRef<[u8]>) {
         let path = self.path(name);
-        fs::create_dir_all(path.parent().expect("it lies in the room")).expect("a folder");
+        fs::create_dir_all(path.parent().expect("it lies in the fixture")).expect("a folder");
         fs::write(path, bytes).expect("a file");
     }
 
@@ -99,7 +99,7 @@ impl Room {
         self.write(name, value.to_string());
     }
 
-    /// Every file below a folder of the room, with what it holds.
+    /// Every file below a folder of the fixture, with what it holds.
     pub fn files(&self, name: &str) -> BTreeMap<PathBuf, Vec<u8>> {
         let mut files = Vec::new();
         collect(self.root(), &self.path(name), &mut files);
@@ -111,12 +111,12 @@ impl Room {
         command::run(self.root(), arguments)
     }
 
-    /// The room's job with overrides.
+    /// The fixture's job with overrides.
     pub fn job(&self, overrides: &[&str]) -> Ended {
         self.run(&[&["run", "job.toml"], overrides].concat())
     }
 
-    /// The room's job with overrides, refused before any step: nothing was recorded or saved.
+    /// The fixture's job with overrides, refused before any step: nothing was recorded or saved.
     #[track_caller]
     pub fn refuses(&self, code: i32, overrides: &[&str], words: &[&str]) -> Ended {
         let ended = self.job(overrides).refused(code, words);
