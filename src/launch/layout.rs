@@ -77,8 +77,9 @@ pub struct Expected {
     pub arena: usize,
     /// Bytes of the fullest moment by purpose.
     pub groups: Vec<(&'static str, usize)>,
-    /// Bytes of gradients and of optimizer state, where they are most.
-    pub learning: usize,
+    /// The most bytes of gradients, and of optimizer state.
+    pub gradients: usize,
+    pub state: usize,
     /// The most of the host's memory that is pinned at once, or that mapped files have.
     pub host: usize,
     /// Bytes of the rollout's forwards and graphs.

@@ -1,5 +1,6 @@
 //! Whether a job fits the machine, as far as that is known before its first step.
 
+use super::layout::Expected;
 use super::run::Run;
 use crate::config::rollout::RolloutConfig;
 use crate::device::{Device, cuda};
@@ -32,7 +33,9 @@ impl Run {
         export_bytes: usize,
         rollout_bytes: u64,
     ) -> Result<()> {
-        let (to_come, pinned) = self.expected().map_or((0, 0), |expected| (expected.learning, expected.host));
+        let Expected { gradients, state, host: pinned, .. } = self.expected().cloned().unwrap_or_default();
+        // What is offloaded comes back a part at a time.
+        let to_come = if self.ranks.layout().swap.optimizer { gradients } else { gradients + state };
         let ranks = self.ranks.world.local_size as u64;
         let fits = match self.machine.device {
             Device::Cpu => {

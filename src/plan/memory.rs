@@ -148,7 +148,8 @@ impl Memory {
             taken: if on_cpu { self.resident } else { self.arena } as u64,
             arena: self.arena,
             groups,
-            learning: most("gradients") + most("optimizer state"),
+            gradients: most("gradients"),
+            state: most("optimizer state"),
             host: self.host,
             forwards: self.bytes_of(Phase::Rollout, "activations") + self.bytes_of(Phase::Rollout, "graphs"),
         }
