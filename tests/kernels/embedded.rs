@@ -138,12 +138,6 @@ pub fn all_but_one(dir: &Path, to: &Path) {
 
 /// For one architecture: nvcc compiles them for both, where the build has it.
 #[test]
-fn nvrtc_compiles_every_source_without_a_word() {
-    let Some(nvrtc) = nvrtc() else { return };
-    compiled(&nvrtc, "sm_80");
-}
-
-#[test]
 fn the_second_start_takes_cubins_from_the_disk_and_compiles_damaged_ones_anew() {
     let Some(nvrtc) = nvrtc() else { return };
     let root = tempfile::tempdir().expect("a directory");
