@@ -6,5 +6,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 ensure_packages
 ensure_rust
 cd "$root"
+# Many tests wait for jobs that they start.
+export RUST_TEST_THREADS="${RUST_TEST_THREADS:-$((2 * $(nproc)))}"
 # Builds the binary, too, beside the tests.
 cargo test --release --locked --no-fail-fast
