@@ -1,9 +1,9 @@
 //! What loading refuses, and how it says so.
 
-use crate::parity::golden::directory;
+use crate::parity::golden::{Model, directory};
 use rlhf_hpc::device::Device;
 use rlhf_hpc::error::{Error, Kind};
-use rlhf_hpc::model::{Head, load};
+use rlhf_hpc::model::{Head, Keys, load};
 use rlhf_hpc::tensor::DType;
 use serde_json::{Value, json};
 use std::fs;
@@ -234,4 +234,23 @@ fn a_reward_model_is_no_language_model_and_must_have_its_head() {
     assert_eq!(arch.value_head, "value_head");
     let head = |w: &rlhf_hpc::model::Weights, name: &str| w.vector(w.table.find(name).unwrap()).to_host();
     assert_eq!(head(&weights, "value_head.weight"), head(&original, "score.weight"));
+}
+
+/// A forward of one golden model over one token at a position.
+fn forward_of(token: u32, position: u32) {
+    let m = Model::load("llama3", Head::LanguageModel, DType::F32);
+    let keys = Keys::Packed { cu_seqlens: &[0, 1] };
+    drop(m.transformer.forward(&m.weights, &[token], &[position], keys, None));
+}
+
+#[test]
+#[should_panic(expected = "is outside the vocabulary of ")]
+fn a_token_outside_the_vocabulary_is_refused() {
+    forward_of(u32::MAX, 0);
+}
+
+#[test]
+#[should_panic(expected = "is outside the context of ")]
+fn a_position_outside_the_context_is_refused() {
+    forward_of(0, u32::MAX);
 }
