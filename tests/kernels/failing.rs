@@ -81,7 +81,7 @@ fn goes_on(at: &Path, ranks: usize, name: &str, sets: &str) -> Result<(), String
     if again.code == Some(0) && steps == 2 { Ok(()) } else { Err(format!("{steps} steps, then {}", again.said)) }
 }
 
-const GEMM: &str = "job.gemm=cublaslt";
+const GEMM: &str = "job.gemm=cublaslt rollout.prompts_per_step=4 ppo.minibatch_samples=4";
 const LIMIT: &str = "mesh.collective_timeout_s=2";
 
 /// Ranks, settings of the job, what fails, how it ends, and words of the error.

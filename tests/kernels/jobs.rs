@@ -28,7 +28,7 @@ prompts = ["rows.jsonl"]
 prompt_key = "prompt"
 response_key = "response"
 [sft]
-minibatch_samples = 8
+minibatch_samples = 4
 microbatch_tokens_max = 128
 "#;
 
@@ -47,13 +47,13 @@ dtype = "bf16"
 prompts = ["rows.jsonl"]
 prompt_key = "prompt"
 [rollout]
-prompts_per_step = 4
+prompts_per_step = 2
 samples_per_prompt = 2
 response_tokens_max = 8
 [[reward.rule]]
 kind = "length"
 [ppo]
-minibatch_samples = 4
+minibatch_samples = 2
 microbatch_tokens_max = 128
 "#;
 
@@ -227,5 +227,5 @@ pub const SAMPLING: [&str; 9] = [
     "rollout.stop=[\"a\"]",
     "rollout.stop_token_ids=[40, 41, 42, 43, 44, 45]",
     "rollout.top_p=0.97",
-    "ppo.minibatch_samples=6",
+    "ppo.minibatch_samples=3",
 ];

@@ -6,9 +6,10 @@ use rlhf_hpc::device::cuda::cublaslt::CublasLt;
 use serde_json::Value;
 
 /// Enough tokens of each row for products of many rows; all samples of a step in one batch, in scoring and in training.
-const PPO: [&str; 7] = [
+const PPO: [&str; 8] = [
     "ppo.toml",
     "job.steps=1",
+    "rollout.prompts_per_step=4",
     "rollout.response_tokens_max=24",
     "rollout.response_tokens_min=12",
     "ppo.minibatch_samples=8",
