@@ -10,14 +10,8 @@ use std::fs;
 use std::path::Path;
 
 /// A job of two steps with a checkpoint behind each.
-const JOB: [&str; 6] = [
-    "run",
-    "ppo.toml",
-    "model.actor=model",
-    "rollout.response_tokens_max=4",
-    "checkpoint.every_steps=1",
-    "mesh.collective_timeout_s=5",
-];
+const JOB: [&str; 5] =
+    ["run", "ppo.toml", "rollout.response_tokens_max=4", "checkpoint.every_steps=1", "mesh.collective_timeout_s=5"];
 
 /// How two ranks share the job between them.
 pub const TENSOR: &str = "mesh.tensor=2 rollout.tensor=2 job.collectives=nccl";

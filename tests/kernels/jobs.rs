@@ -41,7 +41,7 @@ device = "gpu"
 gemm = "exact"
 check = false
 [model]
-actor = "sft/export"
+actor = "model"
 dtype = "bf16"
 [data]
 prompts = ["rows.jsonl"]
@@ -218,8 +218,7 @@ pub const TELLING: [&str; 7] = [
 ];
 
 /// Fewer lanes than samples, an end before the longest length, filters, and stop tokens that are banned at first.
-pub const SAMPLING: [&str; 9] = [
-    "model.actor=model",
+pub const SAMPLING: [&str; 8] = [
     "rollout.batch_max=5",
     "rollout.samples_per_prompt=3",
     "rollout.response_tokens_max=20",

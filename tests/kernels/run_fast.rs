@@ -6,8 +6,9 @@ use rlhf_hpc::device::cuda::cublaslt::CublasLt;
 use serde_json::Value;
 
 /// Enough tokens of each row for products of many rows; all samples of a step in one batch, in scoring and in training.
-const PPO: [&str; 8] = [
+const PPO: [&str; 9] = [
     "ppo.toml",
+    "model.actor=sft/export",
     "job.steps=1",
     "rollout.prompts_per_step=4",
     "rollout.response_tokens_max=24",

@@ -1,30 +1,20 @@
 //! Whole jobs whose state waits in the host's memory while the GPU does not need it, and what they may take of the GPU.
 
-use crate::jobs::{CONFIG, assert_same, command, computed, emulated, metrics, number, prepare, rlhf_hpc, well, words};
+use crate::jobs::{CONFIG, assert_same, command, computed, emulated, metrics, number, prepared, rlhf_hpc, well, words};
 use crate::{emulation, on_a_real_gpu};
 use std::path::Path;
 use std::process::Command;
 
 const OFFLOAD: &str = "mesh.offload=[\"optimizer\",\"roles\"]";
 
-/// A model whose weights and state outweigh what a step holds beside them.
-fn prepared() -> tempfile::TempDir {
-    prepared_as(&[])
-}
-
-/// The same with other words in its config.json.
-fn prepared_as(others: &[(&str, &str)]) -> tempfile::TempDir {
-    let dir = tempfile::tempdir().expect("a directory");
-    let layers = CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 6");
-    let config = others.iter().fold(layers, |config, (from, to)| config.replace(from, to));
-    prepare(dir.path(), &config);
-    rlhf_hpc(dir.path(), &["run", "sft.toml", "job.steps=1"]);
-    dir
+/// The config.json of a model whose weights and state outweigh what a step holds beside them.
+fn deep() -> String {
+    CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 6")
 }
 
 #[test]
 fn what_waits_at_the_host_changes_no_bit_takes_less_of_the_gpu_and_what_does_not_fit_waits_there_or_is_refused() {
-    let dir = prepared();
+    let dir = prepared(&deep());
     let at = dir.path();
     // Schedules that do not follow job.steps.
     let ppo = ["run", "ppo.toml", "optim.actor.schedule=constant", "optim.critic.schedule=constant"];
@@ -76,7 +66,7 @@ fn ranks_that_share_state_leave_it_at_their_hosts_bitwise() {
     let Some(dir) = emulated(&CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 3")) else { return };
     let at = dir.path();
     for (name, more) in [("here", "mesh.offload=[]"), ("away", OFFLOAD)] {
-        let own = ["run", "ppo.toml", "model.actor=model", "mesh.data=2", "mesh.zero=2", "job.steps=1"];
+        let own = ["run", "ppo.toml", "mesh.data=2", "mesh.zero=2", "job.steps=1"];
         well(&mut command(2, at, &[&own[..], &[&format!("job.dir={name}"), more]].concat()));
     }
     assert_same(at, "here", "away");
@@ -85,7 +75,7 @@ fn ranks_that_share_state_leave_it_at_their_hosts_bitwise() {
 #[test]
 #[ignore = "long: caches that outweigh training, half a minute"]
 fn a_rollout_whose_cache_does_not_fit_at_once_runs_in_waves_to_the_same_samples() {
-    let dir = prepared_as(&[("\"num_key_value_heads\": 1", "\"num_key_value_heads\": 2")]);
+    let dir = prepared(&deep().replace("\"num_key_value_heads\": 1", "\"num_key_value_heads\": 2"));
     let at = dir.path();
     let few = ["rollout.prompts_per_step=1", "rollout.samples_per_prompt=64", "ppo.minibatch_samples=64"];
     let job = |more: &[&str]| rlhf_hpc(at, &[&["run", "ppo.toml", OFFLOAD, "job.steps=1"], &few[..], more].concat());
@@ -103,7 +93,7 @@ fn ranks_that_share_a_gpu_share_what_is_free_and_say_how_they_are_tied() {
     if on_a_real_gpu() {
         return;
     }
-    let dir = prepared();
+    let dir = prepared(&deep());
     let at = dir.path();
     let job = ["run", "ppo.toml", "--dry-run", "mesh.arena_bytes_max=4000000000"];
     let text = well(command(3, at, &job).env("LD_LIBRARY_PATH", emulation::nvml(at)).env("EMULATED_GPUS", "2"));
@@ -154,12 +144,11 @@ fn a_checkpoint_of_a_gpu_passes_through_a_few_pieces_of_the_hosts_memory() {
     }
     // An emulated GPU has its memory where the host has, so what a save takes of that is what it takes beyond the same job
     // without one. The signal stops it before the first step.
-    let dir = tempfile::tempdir().expect("a directory");
-    let at = dir.path();
     let wide = CONFIG
         .replace("\"hidden_size\": 64", "\"hidden_size\": 1024")
         .replace("\"intermediate_size\": 96", "\"intermediate_size\": 4096");
-    prepare(at, &wide);
+    let dir = prepared(&wide);
+    let at = dir.path();
     let split = ["data.eval_split=test", "data.split.by=ratio", "data.split.eval_ratio=0.1", "eval.every_steps=1"];
     let job = [&["run", "sft.toml"], &split[..]].concat();
     let without = resident(at, &[&job[..], &["job.dir=without", "--dry-run"]].concat(), 0);

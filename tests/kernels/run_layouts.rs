@@ -31,9 +31,8 @@ fn ppo_has_the_numbers_of_one_rank_in_every_layout_and_the_same_bits_over_nccl_a
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     // With another seed, a sum in another order may draw another token.
-    let ppo = |ranks, name: &str, sets: &str| {
-        run(at, ranks, "ppo.toml", name, &format!("model.actor=model job.steps=1 job.seed=3 {sets}"))
-    };
+    let ppo =
+        |ranks, name: &str, sets: &str| run(at, ranks, "ppo.toml", name, &format!("job.steps=1 job.seed=3 {sets}"));
     let (alone, said) = ppo(1, "alone", "");
     assert!(said.contains("CUDA graphs"), "{said}");
     // Matrices that are cut are summed in another order, which draws other tokens.
@@ -98,9 +97,9 @@ fn divided_weights_and_gradients_in_a_fixed_order_change_no_bit() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     // A schedule that does not follow job.steps.
-    let fixed = "model.actor=model gradient.order=fixed gradient.chunks=4 mesh.tensor=1 optim.actor.schedule=constant \
+    let fixed = "gradient.order=fixed gradient.chunks=4 mesh.tensor=1 optim.actor.schedule=constant \
                  optim.actor.warmup_ratio=0.0";
-    let recomputed = "mesh.data=2 mesh.tensor=1 gradient.recompute=true model.actor=model job.steps=1";
+    let recomputed = "mesh.data=2 mesh.tensor=1 gradient.recompute=true job.steps=1";
     for (job, ranks, sets) in [("sft.toml", 4, "mesh.data=2 mesh.tensor=2 job.steps=2"), ("ppo.toml", 2, recomputed)] {
         let [divided, gradients] = [3, 2].map(|stage| format!("{job}-{stage}"));
         let (steps, _) = run(at, ranks, job, &divided, &format!("{sets} mesh.zero=3"));

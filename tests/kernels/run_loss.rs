@@ -18,7 +18,7 @@ fn every_loss_runs_as_on_the_cpu() {
     let dir = prepared(CONFIG);
     let at = dir.path();
     rlhf_hpc(at, &["run", "sft.toml", "sft.loss_on=all"]);
-    let far: &[&str] = &["ppo.epochs=2", "optim.actor.lr=1e-3", "job.steps=1"];
+    let far: &[&str] = &["model.actor=sft/export", "ppo.epochs=2", "optim.actor.lr=1e-3", "job.steps=1"];
     let losses: [(&str, &[&str]); 5] = [
         ("clip", &[]),
         ("dual", &["ppo.dual_clip=1.05", "ppo.correction=icepop"]),

@@ -69,18 +69,11 @@ const EVALUATES: &str = "eval.every_steps=1 eval.samples_max=64 data.eval_split=
                          data.split.eval_ratio=0.5 rollout.prompts_per_step=2 rollout.response_tokens_max=2 \
                          gradient.recompute=true mesh.offload=[\"optimizer\",\"roles\"]";
 
-/// A directory with the jobs, and a model that has learned a little.
-fn prepared() -> Option<tempfile::TempDir> {
-    let dir = emulated(CONFIG)?;
-    rlhf_hpc(dir.path(), &["run", "sft.toml", "job.steps=1"]);
-    Some(dir)
-}
-
 /// The plan counts buffers as the pool takes them, and words have one digit behind the point: 2 % either way, whatever a job does.
 #[test]
 #[ignore = "long: whole jobs of every layout, several minutes"]
 fn the_plan_counts_what_jobs_take_within_two_percent_both_ways() {
-    let Some(dir) = prepared() else { return };
+    let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let two = "mesh.data=2 mesh.tensor=1";
     let fixed = "gradient.order=fixed gradient.chunks=4";
@@ -172,7 +165,7 @@ fn rows_that_are_cut_into_runs_of_keys_take_what_the_plan_counts() {
     // Capitals stand in none of the tokenizer's merges: a token each.
     let prompt: String = (0..4200).map(|i| char::from(b'A' + (i * i % 23) as u8)).collect();
     std::fs::write(at.join("rows.jsonl"), format!("{{\"prompt\": \"{prompt}\"}}\n")).expect("a file");
-    let sets = "model.actor=model model.reference=reference data.prompt_tokens_max=5000 rollout.prompts_per_step=1 \
+    let sets = "model.reference=reference data.prompt_tokens_max=5000 rollout.prompts_per_step=1 \
                 rollout.samples_per_prompt=1 rollout.response_tokens_max=2 ppo.minibatch_samples=1 \
                 ppo.microbatch_tokens_max=8192 job.steps=1";
     let [measured, planned] = measured_and_planned(&said(at, 1, "ppo.toml", sets));
@@ -188,7 +181,7 @@ fn where_the_job_leaves_it_open_the_rollout_has_the_tensor_size_of_the_plan_and_
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     // Most of a step are steps of decoding, in each of which tensor ranks tell each other twice a layer.
-    let named = "model.actor=model job.steps=1 mesh.tensor=2 mesh.data=1 mesh.zero=0 rollout.prompts_per_step=2 \
+    let named = "job.steps=1 mesh.tensor=2 mesh.data=1 mesh.zero=0 rollout.prompts_per_step=2 \
                  rollout.samples_per_prompt=1 ppo.minibatch_samples=2 rollout.response_tokens_max=64";
     let text = said(at, 2, "ppo.toml", &format!("{named} --dry-run"));
     let line = text

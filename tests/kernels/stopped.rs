@@ -24,7 +24,7 @@ const INTERRUPTIONS: [Interruption; 4] = [
 ];
 
 fn start(at: &Path, name: &str, sets: &str) -> Child {
-    let own = ["run", "ppo.toml", "model.actor=model", "job.steps=6", "rollout.response_tokens_max=12"];
+    let own = ["run", "ppo.toml", "job.steps=6", "rollout.response_tokens_max=12"];
     let saves = ["checkpoint.every_steps=1", "mesh.collective_timeout_s=10", "metrics.rollouts_every_steps=0"];
     let to = format!("job.dir={name}");
     let sets: Vec<&str> = sets.split(' ').collect();
