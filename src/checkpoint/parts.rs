@@ -20,14 +20,11 @@ const BY_ROW: &str = ".by-row";
 pub fn vector_name(vector: &str, table: &ParamTable) -> String {
     let TensorPart { rank, size } = table.tensor_part();
     let parts = if size == 1 { String::new() } else { format!(".tensor-{rank}-of-{size}") };
-    format!("{vector}{}{parts}", order(table.device()))
+    format!("{vector}{}{parts}", suffix(table.device()))
 }
 
-fn order(device: Device) -> &'static str {
-    match device {
-        Device::Cpu => "",
-        Device::Cuda => BY_ROW,
-    }
+fn suffix(device: Device) -> &'static str {
+    if Layout::Panel.on(device) == Layout::Row { BY_ROW } else { "" }
 }
 
 /// The saved vectors of a model, for a rank that holds a shard of it. Reading them copies no whole vector, however they were
@@ -118,7 +115,7 @@ fn rows(saved: &[(&ParamSpec, &SavedVector)], start: usize, to: &mut [f32]) -> R
 /// Over how many ranks a vector was sharded, and for which device; none if there is no such vector.
 fn parts_of(from: &Checkpoint, vector: &str) -> Option<(usize, Device)> {
     [Device::Cpu, Device::Cuda].into_iter().find_map(|device| {
-        let vector = format!("{vector}{}", order(device));
+        let vector = format!("{vector}{}", suffix(device));
         if from.vector_len(&vector).is_some() {
             return Some((1, device));
         }

@@ -13,6 +13,18 @@ pub enum Device {
     Cuda,
 }
 
+impl Device {
+    /// Whether a step that was captured can be launched again as one graph.
+    pub fn has_graphs(self) -> bool {
+        self == Self::Cuda
+    }
+
+    /// Whether what a phase does not need is freed for the next: a GPU holds the KV cache where gradients were.
+    pub fn frees_between_phases(self) -> bool {
+        self == Self::Cuda
+    }
+}
+
 /// What this process computes on, in words: `cpu (avx512, bf16)`.
 pub fn describe() -> String {
     let level = simd::level();

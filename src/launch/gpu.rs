@@ -8,6 +8,7 @@ use crate::comm::{Axes, Group, World, gpus, phase};
 use crate::config::Config;
 use crate::config::job::{Collectives, DeviceName};
 use crate::config::model::DTypeName;
+use crate::device::Device;
 use crate::device::cuda::attention::HEAD_DIMS;
 use crate::device::cuda::linear_logprob::VOCABULARY_MAX;
 use crate::device::cuda::rmsnorm::WIDTH_MAX;
@@ -131,7 +132,7 @@ fn suits(config: &Config) -> Result<()> {
     }
     let mut dirs =
         [&model.actor, &model.reference, &model.critic].into_iter().filter(|dir| !dir.as_os_str().is_empty());
-    dirs.try_for_each(|dir| check_arch(&Arch::load(dir)?, 1))
+    dirs.try_for_each(|dir| check_arch(Device::Cuda, &Arch::load(dir)?, 1))
 }
 
 /// Initializes NCCL for this rank's GPU on each axis where that is possible, and runs the self-test of the collectives where the
@@ -258,8 +259,11 @@ pub fn check(config: &Config) -> Result<()> {
         .hint("set model.dtype = \"bf16\": GPUs hold weights and activations in it"))
 }
 
-/// Refuses a model whose shapes no kernel supports, sharded over `tensor` ranks.
-pub fn check_arch(arch: &Arch, tensor: usize) -> Result<()> {
+/// Refuses a model whose shapes no kernel of a GPU supports, sharded over `tensor` ranks.
+pub fn check_arch(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
+    if device == Device::Cpu {
+        return Ok(());
+    }
     let widths = [("hidden_size", arch.width), ("intermediate_size", arch.mlp_width)];
     let limits = [("hidden_size", arch.width, WIDTH_MAX), ("vocab_size", arch.vocabulary, VOCABULARY_MAX)];
     let (group, group_max) = (arch.heads / arch.kv_heads.max(1), kv_cache::group_max(arch.head_dim));
@@ -275,13 +279,16 @@ pub fn check_arch(arch: &Arch, tensor: usize) -> Result<()> {
         let (heads, kv_heads) = (arch.heads, arch.kv_heads);
         format!("{heads} heads on {kv_heads} key/value heads {on_gpu}, whose kernels take {group_max} on one at most")
     } else {
-        return check_cut(arch, tensor);
+        return check_cut(device, arch, tensor);
     };
     Err(Error::usage(what).hint("set job.device = \"cpu\""))
 }
 
-/// Refuses a number of tensor ranks that shards matrices in a way that no kernel reads.
-pub fn check_cut(arch: &Arch, tensor: usize) -> Result<()> {
+/// Refuses a number of tensor ranks that shards matrices in a way that no kernel of a GPU reads.
+pub fn check_cut(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
+    if device == Device::Cpu {
+        return Ok(());
+    }
     if tensor > PARTS_MAX {
         let message = format!(
             "tensor = {tensor} with job.device = \"gpu\", whose kernels draw from {PARTS_MAX} parts of a vocabulary at most"
@@ -369,12 +376,12 @@ mod tests {
             "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 50
         });
         let arch = Arch::from_config(config.as_object().expect("an object")).expect("a known family");
-        assert_eq!(check_arch(&arch, 1), Ok(()));
-        let error = check_cut(&arch, 2).expect_err("36 is no multiple of 8");
+        assert_eq!(check_arch(Device::Cuda, &arch, 1), Ok(()));
+        let error = check_cut(Device::Cuda, &arch, 2).expect_err("36 is no multiple of 8");
         assert!(error.message.contains("tensor = 2 cuts intermediate_size = 72 into shares such as 36"), "{error}");
         assert_eq!(error.hint.as_deref(), Some("tensor can be 1"));
         let wider = Arch { mlp_width: 11008, ..arch };
-        assert!([1, 2, 4, 8].into_iter().all(|tensor| check_cut(&wider, tensor).is_ok()));
+        assert!([1, 2, 4, 8].into_iter().all(|tensor| check_cut(Device::Cuda, &wider, tensor).is_ok()));
     }
 
     #[test]
@@ -384,8 +391,8 @@ mod tests {
             "num_attention_heads": 128, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 1 << 20
         });
         let arch = Arch::from_config(config.as_object().expect("an object")).expect("a known family");
-        assert_eq!(check_arch(&arch, 64), Ok(()), "the largest");
-        let message_of = |arch: Arch, tensor| check_arch(&arch, tensor).expect_err("too large").message;
+        assert_eq!(check_arch(Device::Cuda, &arch, 64), Ok(()), "the largest");
+        let message_of = |arch: Arch, tensor| check_arch(Device::Cuda, &arch, tensor).expect_err("too large").message;
         let wide = message_of(Arch { width: 16392, ..arch.clone() }, 1);
         assert!(wide.starts_with("hidden_size = 16392 with") && wide.ends_with("take 16384 at most"), "{wide}");
         let message = message_of(Arch { vocabulary: (1 << 20) + 1, ..arch.clone() }, 1);

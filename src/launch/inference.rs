@@ -33,7 +33,7 @@ impl InferenceModel {
             // Wrong settings are reported before missing devices.
             let mut asked = config.clone();
             asked.settle_on(DeviceName::Gpu);
-            gpu::check(&asked).and_then(|()| gpu::check_arch(&arch, 1))?;
+            gpu::check(&asked).and_then(|()| gpu::check_arch(Device::Cuda, &arch, 1))?;
         }
         let opened = gpu::open(&mut config, world, &|_| Ok(vec![(arch.clone(), head)]))?;
         let device = if opened.gpu.is_some() { Device::Cuda } else { Device::Cpu };

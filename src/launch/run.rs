@@ -219,8 +219,8 @@ impl Run {
     pub fn role(&self, name: &'static str, dir: &Path, arch: &Arch, head: Head, values: Values) -> Result<Role> {
         let (device, axes, stage) = (self.machine.device, &self.ranks.axes, self.ranks.layout().zero);
         let (dtype, seed) = (self.config.model.dtype(), self.config.job.seed);
-        let fits = if device == Device::Cuda { gpu::check_arch(arch, axes.tensor.size()) } else { Ok(()) };
-        let role = fits.map_err(|e| e.within(format!("model.{name}"))).and_then(|()| match values {
+        let role = gpu::check_arch(device, arch, axes.tensor.size());
+        let role = role.map_err(|e| e.within(format!("model.{name}"))).and_then(|()| match values {
             Values::OfTheDirectory if null::is_active() => {
                 let _files = null::hold("mapped files", file_bytes(arch, head, axes));
                 Role::allocate(device, name, dir, arch, head, dtype, axes, stage)
@@ -289,9 +289,24 @@ impl Run {
         self.plan.expected.iter().flatten().max_by_key(|expected| expected.taken)
     }
 
-    /// Bytes that the rollout's forwards take of a GPU, where the plan knows.
-    pub fn rollout_forward_bytes(&self) -> Option<usize> {
-        self.expected().map(|expected| expected.forwards).or(self.machine.forward_bytes)
+    /// Bytes of its device that this rank has left.
+    pub fn memory_free(&self) -> u64 {
+        let of_machine = || sys::memory::available_bytes() / self.ranks.world.local_size as u64;
+        match self.machine.device {
+            Device::Cpu => null::memory().unwrap_or_else(of_machine).min(arena::usage().left() as u64),
+            Device::Cuda => gpu::memory_free(),
+        }
+    }
+
+    /// Bytes of a GPU that the rollout's cache may take beside its forwards, of which the plan knows; none on the CPU.
+    pub fn cache_bytes(&self) -> Option<u64> {
+        let forwards = || self.expected().map(|expected| expected.forwards).or(self.machine.forward_bytes);
+        (self.machine.device == Device::Cuda).then(|| gpu::cache_bytes(forwards()))
+    }
+
+    /// How a GPU launches decoding, in words; the same on all ranks.
+    pub fn decoding(&self) -> Option<String> {
+        (self.machine.device == Device::Cuda).then(|| gpu::decoding(&self.config, &self.ranks.rollout_axes))
     }
 
     /// Peak memory of the fullest rank: of its device, and with a GPU also of the host. A collective.

@@ -6,7 +6,6 @@ use super::packed::PackedRow;
 use crate::comm::Axes;
 use crate::config::job::GradientConfig;
 use crate::config::optim::OptimConfig;
-use crate::device::Device;
 use crate::device::cuda::owned_by;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -79,7 +78,7 @@ impl Learner {
         stage: usize,
     ) -> Result<Self> {
         let mut learner = Self::to_restore(location, role, optim, gradient, updates_total, axes, stage)?;
-        learner.take_masters(location)?;
+        learner.take_masters()?;
         Ok(learner)
     }
 
@@ -114,7 +113,7 @@ impl Learner {
 
     /// Sets the masters, where the weights are not their own: to the numbers that the weights were rounded from, read piece by
     /// piece, or to the weights where those are no others.
-    fn take_masters(&mut self, location: StateLocation) -> Result<()> {
+    fn take_masters(&mut self) -> Result<()> {
         let Self { role, zero, shards, .. } = self;
         if role.weights.dtype() == DType::F32 {
             return Ok(());
@@ -122,19 +121,15 @@ impl Learner {
         let (source, mut values) = (role.source.take(), Vec::new());
         for u in 0..shards.updated.units() {
             let own = shards.updated.own(u);
-            match (&source, role.weights.device(), location) {
-                (Some(source), ..) => {
-                    for part in pieces(&own) {
-                        values.resize(part.len(), 0.0);
-                        let read = source.fill_f32(part.clone(), &mut values);
-                        read.map_err(|e| e.within(format!("model.{}", role.name)))?;
-                        zero.set_state(Vector::Master, u, part.start - own.start, &values);
-                    }
-                }
-                (None, Device::Cuda, StateLocation::Device) => {
-                    zero.set_master(u, role.weights.local(u).part(&own).cuda());
-                }
-                _ => zero.set_state(Vector::Master, u, 0, &role.weights.to_master(own)),
+            let Some(source) = &source else {
+                zero.set_master(u, &role.weights);
+                continue;
+            };
+            for part in pieces(&own) {
+                values.resize(part.len(), 0.0);
+                let read = source.fill_f32(part.clone(), &mut values);
+                read.map_err(|e| e.within(format!("model.{}", role.name)))?;
+                zero.set_state(Vector::Master, u, part.start - own.start, &values);
             }
         }
         Ok(())
@@ -179,14 +174,7 @@ impl Learner {
         zero.buffers_mut().for_each(Buffer::prefetch_mut);
         let update = zero.begin(lr, stats.clip_scale);
         for u in 0..self.shards.updated.units() {
-            let own = self.shards.updated.own(u);
-            match (weights.device(), weights.dtype()) {
-                (Device::Cuda, _) => {
-                    zero.apply_cuda(update, u, weights.local_mut(u).part_mut(&own).cuda(), grads.own(u));
-                }
-                (_, DType::F32) => zero.apply(update, u, weights.local_mut(u).part_mut(&own).f32(), grads.own(u)),
-                (_, DType::Bf16) => weights.store_master(own, zero.apply_master(update, u, grads.own(u))),
-            }
+            zero.apply(update, u, weights, grads.own(u));
             weights.all_gather(u, &self.shards);
         }
         weights.finish_update();

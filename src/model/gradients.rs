@@ -71,7 +71,7 @@ impl Gradients {
         };
         let mut all = Self { table, sums, device, partition, stream, mode };
         // On a GPU they take memory from the first minibatch on.
-        if device == Device::Cpu {
+        if !device.frees_between_phases() {
             all.take_memory();
         }
         all
@@ -92,7 +92,7 @@ impl Gradients {
     pub fn free(&mut self) {
         self.send_open();
         self.wait_for_all_but(0);
-        if self.device == Device::Cuda {
+        if self.device.frees_between_phases() {
             self.sums.iter_mut().for_each(|sum| *sum = Flat::none());
         }
     }

@@ -310,7 +310,7 @@ impl Listing {
     /// A parameter whose whole shape is `full`.
     fn add(&mut self, name: &str, full: &[usize], held: Held, kind: (Shard, Layout), init: Init) -> ParamId {
         let ((shard, panels), Held { rows, columns, copies }) = (kind, held);
-        let layout = if self.device == Device::Cuda { Layout::Row } else { panels };
+        let layout = panels.on(self.device);
         let (n, k) = (rows.iter().map(Range::len).sum(), columns.len());
         let (_, inner) = full.split_first().expect("a parameter has a dim");
         let shape = match inner {

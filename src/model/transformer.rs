@@ -12,7 +12,7 @@ use super::weights::{Gradients, Unit, Weights};
 use crate::comm::{Axes, Group};
 use crate::device::cuda::{Arg, Memory, decode};
 use crate::device::{Device, null};
-use crate::ops::attention::{KvLayer, Packed, Paged, PagedSequence, kv_copy_page};
+use crate::ops::attention::{KvLayer, PAGE, Packed, Paged, PagedSequence, kv_copy_page};
 use crate::ops::embedding;
 use crate::ops::rope::RopeTable;
 use crate::sys::lock::lock;
@@ -179,7 +179,7 @@ impl Transformer {
     /// Why not.
     pub fn check_graphs(&self, w: &Weights) -> Result<(), String> {
         match () {
-            () if self.device != Device::Cuda => Err("the model is not on a GPU".into()),
+            () if !self.device.has_graphs() => Err("the model is not on a GPU".into()),
             () if w.is_sharded() => Err("weights are gathered as they are used".into()),
             () => self.tensor.check_graphs(),
         }
@@ -283,13 +283,11 @@ impl Transformer {
         }
     }
 
-    /// Bytes of one KV page over all layers: keys and values of `PAGE` tokens, f32 on the CPU and bf16 on a GPU, of the
-    /// heads that this rank holds.
+    /// Bytes of one KV page over all layers: keys and values of `PAGE` tokens, of the heads that this rank holds.
     pub fn kv_page_bytes(&self) -> usize {
         let shapes = self.blocks.iter().map(Block::shape);
         let width: usize = shapes.map(|shape| shape.kv_heads * shape.head_dim).sum();
-        let bytes = if self.device == Device::Cpu { size_of::<f32>() } else { size_of::<u16>() };
-        2 * width * crate::ops::attention::PAGE * bytes
+        2 * width * PAGE * KvLayer::value_bytes(self.device)
     }
 
     /// The ranks that hold the other parts of each matrix, and this one.

@@ -3,7 +3,6 @@
 use super::part::TensorPart;
 use super::transformer::Transformer;
 use crate::comm::Group;
-use crate::device::Device;
 use crate::device::cuda::Memory;
 use crate::device::cuda::decode::{DecodeState, SAMPLED};
 use crate::device::cuda::sample::Drawn;
@@ -36,8 +35,9 @@ impl Transformer {
         let mine = dealt[self.tensor.rank()].clone();
         let whole = self.dealt(logits, &dealt);
         let ends: Vec<usize> = self.vocabularies().map(|range| range.end).collect();
-        if whole.device() == Device::Cuda && dealt.len() > 1 {
-            return self.gather_on_gpu(&sample::drawn(&whole, &ends, &rows[mine.clone()]), &dealt, out);
+        let several = dealt.len() > 1;
+        if let Some(drawn) = several.then(|| sample::drawn(&whole, &ends, &rows[mine.clone()])).flatten() {
+            return self.gather_on_gpu(&drawn, &dealt, out);
         }
         sample::forward_parts(&whole, &ends, &rows[mine.clone()], &mut out[mine.clone()]);
         let mut gathered = vec![0.0; SAMPLED * out.len()];

@@ -135,9 +135,6 @@ impl Weights {
     /// Offloads weights of a GPU: copies them to pinned memory of the host, if they `have_changed` since the last offload, and
     /// frees theirs until `onload`. Weights of the CPU stay.
     pub fn offload(&mut self, have_changed: bool) {
-        if self.device() == Device::Cpu {
-            return;
-        }
         self.release();
         let start = Instant::now();
         self.units.iter_mut().for_each(|unit| unit.offload(have_changed));

@@ -1,7 +1,8 @@
 //! AdamW with decoupled weight decay (arXiv:1711.05101), fused over flat slices.
 
 use crate::device::cpu::adamw as cpu;
-use crate::device::{cuda, null};
+use crate::device::cuda::adamw::Decays;
+use crate::device::{Device, cuda, null};
 
 /// The numbers of one update; t counts updates from 1.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -40,6 +41,14 @@ impl Hyper {
     pub fn on_gpu(&self) -> cuda::adamw::Update {
         let Self { lr, beta1, beta2, eps, bias1, bias2, grad_scale, .. } = *self;
         cuda::adamw::Update { lr, beta1, beta2, eps, bias1, bias2, grad_scale }
+    }
+}
+
+/// What kernels of a GPU take of parts (end, weight decay) of a run, ends ascending; nothing on the CPU.
+pub fn decays(device: Device, parts: &[(usize, f32)]) -> Option<Decays> {
+    match device {
+        Device::Cpu => None,
+        Device::Cuda => Some(Decays::of(parts)),
     }
 }
 

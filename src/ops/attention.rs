@@ -181,6 +181,14 @@ impl KvLayer {
         }
     }
 
+    /// Bytes of one key's or value's element.
+    pub fn value_bytes(device: Device) -> usize {
+        match device {
+            Device::Cpu => size_of::<f32>(),
+            Device::Cuda => size_of::<u16>(),
+        }
+    }
+
     pub fn pages(&self, shape: &AttentionShape) -> usize {
         match self {
             Self::Cpu { keys, .. } => keys.len() / cpu::attention::page_len(shape),

@@ -33,13 +33,11 @@ pub fn forward_parts(logits: &Tensor, ends: &[usize], rows: &[SampleRow], out: &
     assert!(logits.width() > 0 || rows.is_empty(), "sample: an empty vocabulary");
     let ascending = ends.is_sorted() && ends.last() == Some(&logits.width());
     assert!(ascending, "sample: parts that end at {ends:?} of a vocabulary of {}", logits.width());
-    match logits.device() {
-        Device::Cpu => {
-            note(logits);
-            cpu::sample::forward(logits.data(), ends, rows, out);
-        }
-        Device::Cuda => out.copy_from_slice(&drawn(logits, ends, rows).read(rows.len())),
+    if let Some(drawn) = drawn(logits, ends, rows) {
+        return out.copy_from_slice(&drawn.read(rows.len()));
     }
+    note(logits);
+    cpu::sample::forward(logits.data(), ends, rows, out);
 }
 
 /// For a plan: two passes over the logits.
@@ -47,12 +45,15 @@ fn note(logits: &Tensor) {
     null::note(null::SAMPLING, 0.0, (8 * logits.rows() * logits.width()) as f64);
 }
 
-/// As `forward_parts`, on a GPU, where the results stay.
-pub fn drawn(logits: &Tensor, ends: &[usize], rows: &[SampleRow]) -> Drawn {
+/// As `forward_parts`, where the results stay on a GPU; none on the CPU, which has them at once.
+pub fn drawn(logits: &Tensor, ends: &[usize], rows: &[SampleRow]) -> Option<Drawn> {
+    if logits.device() == Device::Cpu {
+        return None;
+    }
     note(logits);
     let (rows, v) = (Rows::of(rows), logits.width());
     let ends = Memory::of(&ends.iter().map(|&end| end as i32).collect::<Vec<_>>());
     let (mut scratch, mut drawn) = (Memory::scratch(rows.scratch_bytes(rows.len(), v)), Drawn::room(rows.len()));
     cuda::sample::forward(logits.cuda(), v, v, &ends, &rows, &mut scratch, &mut drawn);
-    drawn
+    Some(drawn)
 }

@@ -5,15 +5,16 @@ use super::host_state::{HostState, Vector};
 use crate::comm::Group;
 use crate::config::optim::OptimConfig;
 use crate::device::cuda::adamw::Decays;
-use crate::device::cuda::{View, ViewMut, owned_by};
+use crate::device::cuda::{ViewMut, owned_by};
 use crate::device::null;
 use crate::device::{Device, cuda};
 use crate::error::{Error, Result};
+use crate::model::Weights;
 use crate::model::partition::{BLOCK, Partition};
 use crate::ops;
 use crate::ops::adamw::Hyper;
 use crate::tensor::arena::Buffer;
-use crate::tensor::{Flat, Slice};
+use crate::tensor::{Flat, Slice, SliceMut};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -83,8 +84,7 @@ impl Zero {
         let decay = |is| if is { config.weight_decay as f32 } else { 0.0 };
         let of =
             |parts: &Vec<Part<bool>>| parts.iter().map(|part| (part.range.end, decay(part.is))).collect::<Vec<_>>();
-        let on_gpu = parts.iter().filter(|_| device == Device::Cuda);
-        let decays = on_gpu.map(|parts| Decays::of(&of(parts))).collect();
+        let decays = parts.iter().filter_map(|parts| ops::adamw::decays(device, &of(parts))).collect();
         Self {
             config: config.clone(),
             parts,
@@ -195,7 +195,7 @@ impl Zero {
         sum
     }
 
-    /// Begins an update with learning rate `lr` of a gradient that is scaled by `clip_scale`. `apply` or `apply_master`
+    /// Begins an update with learning rate `lr` of a gradient that is scaled by `clip_scale`. `apply`
     /// then takes every unit once.
     pub fn begin(&mut self, lr: f64, clip_scale: f32) -> Update {
         self.updates += 1;
@@ -213,9 +213,24 @@ impl Zero {
         })
     }
 
-    /// Updates the own range of a unit: `params` in place, from the sums `grads`.
-    pub fn apply<'a>(&mut self, update: Update, unit: usize, params: &mut [f32], grads: impl Into<Slice<'a>>) {
-        let (held, grads) = (self.partition.held(unit), grads.into().f32());
+    /// Updates the own range of a unit of `weights`, and the master where it has one, from the sums `grads`.
+    pub fn apply(&mut self, update: Update, unit: usize, weights: &mut Weights, grads: Slice) {
+        let own = self.partition.own(unit);
+        match weights.local_mut(unit).part_mut(&own) {
+            SliceMut::Cuda(values) => self.apply_cuda(update, unit, values, grads),
+            SliceMut::F32(values) => self.apply_f32(update, unit, values, grads.f32()),
+            SliceMut::Bf16(_) => {
+                let mut master = self.master.take().expect("the state of bf16 weights has a master");
+                let values = master.slice_mut(self.partition.held(unit)).f32();
+                self.apply_f32(update, unit, values, grads.f32());
+                weights.store_master(own, values);
+                self.master = Some(master);
+            }
+        }
+    }
+
+    fn apply_f32(&mut self, update: Update, unit: usize, params: &mut [f32], grads: &[f32]) {
+        let held = self.partition.held(unit);
         assert!(params.len() == held.len() && grads.len() == held.len(), "unit {unit}: ranges of another length");
         let (m, v) = (self.m.slice_mut(held.clone()).f32(), self.v.slice_mut(held).f32());
         for Part { range, is: decays } in &self.parts[unit] {
@@ -223,17 +238,6 @@ impl Zero {
             let at = || range.clone();
             ops::adamw::step(&mut params[at()], &grads[at()], &mut m[at()], &mut v[at()], &hyper);
         }
-    }
-
-    /// Updates the master of the own range of a unit, and returns it: the weights are to be made from it.
-    ///
-    /// # Panics
-    /// If the state has no master.
-    pub fn apply_master<'a>(&mut self, update: Update, unit: usize, grads: impl Into<Slice<'a>>) -> &[f32] {
-        let held = self.partition.held(unit);
-        let mut master = self.master.take().expect("the state has a master");
-        self.apply(update, unit, master.slice_mut(held.clone()).f32(), grads);
-        self.master.insert(master).slice(held).f32()
     }
 
     /// Updates the own range of a unit on the GPU: the master, and the bf16 `weights` with it.
@@ -260,13 +264,15 @@ impl Zero {
         }
     }
 
-    /// Sets the master of the own range of a unit to bf16 `weights` of the GPU that it is on, too.
-    ///
-    /// # Panics
-    /// If the lengths differ, or there is no master there.
-    pub fn set_master(&mut self, unit: usize, weights: View) {
-        let master = self.master.as_mut().expect("the state has a master");
-        cuda::copy::cast(weights, master.slice_mut(self.partition.held(unit)).cuda());
+    /// Sets the master of the own range of a unit, where there is one, to `weights`.
+    pub fn set_master(&mut self, unit: usize, weights: &Weights) {
+        let own = self.partition.own(unit);
+        match (weights.local(unit).part(&own), &mut self.master) {
+            (Slice::Cuda(values), Some(master)) => {
+                cuda::copy::cast(values, master.slice_mut(self.partition.held(unit)).cuda());
+            }
+            _ => self.set_state(Vector::Master, unit, 0, &weights.to_master(own)),
+        }
     }
 
     fn vector(&self, what: Vector) -> Option<&Flat> {
@@ -390,7 +396,7 @@ mod tests {
         assert!((stats.clip_scale - 0.2).abs() < 1e-6);
         let update = state.begin(0.1, stats.clip_scale);
         for u in 0..2 {
-            state.apply(update, u, &mut params[2 * u..2 * u + 2], grads[2 * u..2 * u + 2].as_ref());
+            state.apply_f32(update, u, &mut params[2 * u..2 * u + 2], &grads[2 * u..2 * u + 2]);
         }
         let (m, v) = (state.m.slice(0..4).f32(), state.v.slice(0..4).f32());
         assert!((m[0] - 0.1 * 0.6).abs() < 1e-6 && (v[2] - 0.05 * 0.64).abs() < 1e-6);

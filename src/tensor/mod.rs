@@ -251,6 +251,17 @@ pub enum Layout {
     Panel,
 }
 
+impl Layout {
+    /// The order on a device of what lies like this on the CPU: kernels of a GPU read rows.
+    #[must_use]
+    pub fn on(self, device: Device) -> Self {
+        match device {
+            Device::Cpu => self,
+            Device::Cuda => Self::Row,
+        }
+    }
+}
+
 /// Outputs (lanes) of one panel.
 pub const PANEL: usize = 32;
 /// Every parameter starts at a multiple of this many elements in a flat buffer.

@@ -2,9 +2,7 @@
 
 use super::update::REPORTED;
 use crate::advantage::AdvantageStats;
-use crate::device::Device;
 use crate::experience::{Experience, Finish};
-use crate::launch::gpu;
 use crate::launch::run::Run;
 use crate::learn::sums::Sums;
 use crate::metrics::keys::{self, Metrics, named};
@@ -56,9 +54,7 @@ pub fn rollout_notes(run: &Run) -> Vec<(String, String)> {
         false => None,
     };
     notes.extend(text.map(|text| ("old logprobs".to_string(), text.to_string())));
-    if run.machine.device == Device::Cuda {
-        notes.push(("decoding".to_string(), gpu::decoding(&run.config, &run.ranks.rollout_axes)));
-    }
+    notes.extend(run.decoding().map(|text| ("decoding".to_string(), text)));
     let text = run.plan.rollout_reason.as_ref().filter(|_| run.ranks.axes.all.size() > 1);
     notes.extend(text.map(|text| ("rollout".to_string(), text.clone())));
     notes

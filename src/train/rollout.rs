@@ -6,18 +6,14 @@ use crate::comm::records;
 use crate::config::rollout::RolloutConfig;
 use crate::data::PromptSource;
 use crate::device::cpu::pool::share;
-use crate::device::{Device, null};
 use crate::error::Result;
 use crate::experience::{Experience, Finish, Prompt, Response};
-use crate::launch::gpu;
 use crate::launch::run::Run;
 use crate::metrics::Phase;
 use crate::model::Arch;
 use crate::reward::{Reward, Scored};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{self, Engine, Hooks, Model, Stop};
-use crate::sys;
-use crate::tensor::arena;
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
@@ -62,13 +58,7 @@ impl Collector {
         let mut eos = arch.eos_tokens.clone();
         eos.extend(tokenizer.eos_ids().iter().filter(|id| !arch.eos_tokens.contains(id)));
         let stop = Arc::new(Stop::new(&config.rollout, &eos));
-        let machine = || sys::memory::available_bytes() / run.ranks.world.local_size as u64;
-        let on_host = || null::memory().unwrap_or_else(machine);
-        let free = match run.machine.device {
-            Device::Cpu => on_host().min(arena::usage().left() as u64),
-            Device::Cuda => gpu::memory_free(),
-        };
-        let engine = Engine::new(&config.rollout, free.saturating_sub(weights_bytes as u64));
+        let engine = Engine::new(&config.rollout, run.memory_free().saturating_sub(weights_bytes as u64));
         let rng = Rng::new(config.job.seed, Purpose::Sample);
         Ok(Self { source, tokenizer, engine, reward, stop, rng, context: arch.context, graphs_logged: false })
     }
@@ -123,7 +113,7 @@ impl Collector {
 
     /// Logs once why decoding uses no graphs, where some rank could not capture one. All ranks of the actor call this.
     fn log_refused_graphs(&mut self, run: &Run) {
-        if run.machine.device == Device::Cpu || self.graphs_logged {
+        if self.graphs_logged || run.decoding().is_none() {
             return;
         }
         let of_ranks = run.ranks.axes.all.all_gather_bytes(self.engine.refused().unwrap_or_default().as_bytes());
@@ -153,8 +143,8 @@ impl Collector {
         requests.retain(|r| !done.contains_key(&(r.prompt, r.sample)));
         let RolloutModel { transformer, weights } = model;
         let model = Model { transformer, weights, tokenizer: Some(&self.tokenizer) };
-        if run.machine.device == Device::Cuda {
-            self.engine.allow(gpu::cache_bytes(run.rollout_forward_bytes()));
+        if let Some(bytes) = run.cache_bytes() {
+            self.engine.allow(bytes);
         }
         let bar = run.recorder.phase(Phase::Rollout.name(), requests.len() as u64);
         let mut hooks = Hooks {

@@ -1,7 +1,6 @@
 //! The actor's weights in the layout of the rollout, where training shards them in another one.
 
 use crate::comm::{Axes, Group};
-use crate::device::Device;
 use crate::device::cuda::owned_by;
 use crate::error::Result;
 use crate::launch::gpu;
@@ -51,8 +50,7 @@ impl RolloutWeights {
     /// From training's layout `training` to `rollout`. All ranks of the actor call this.
     pub fn new(actor: &Role, training: &Axes, rollout: &Axes) -> Result<Self> {
         let (to, arch) = (TensorPart::of(&rollout.tensor), actor.arch());
-        let on_gpu = actor.weights.device() == Device::Cuda;
-        let known = if on_gpu { gpu::check_cut(arch, to.size) } else { Ok(()) };
+        let known = gpu::check_cut(actor.weights.device(), arch, to.size);
         arch.check_tensor(to.size).and(known).map_err(|e| e.within("rollout"))?;
         let same = to.size == training.tensor.size();
         let moves = !same || actor.weights.is_sharded();
