@@ -90,20 +90,18 @@ fn plan(args: &Args, world: &World) -> Result<String> {
     if !(args.network_gb_s > 0.0 && args.network_gb_s.is_finite()) {
         return Err(Error::usage(format!("--network-gb-s is {}, needed above 0", args.network_gb_s)));
     }
-    let mut threads = 1;
     let device = if on_cpu {
         let per_node = args.ranks_per_node.unwrap_or(ranks).min(ranks);
         let started = world.threads().threads;
         pool::set_threads(started);
         let sharing = Sharing::of(world.local_size, started, per_node.max(world.local_size), config.job.threads);
-        threads = sharing.threads;
         probe(&job, world, sharing)
     } else {
         let mut device = Device::gpu(&args.gpu, args.network_gb_s)?;
         device.ranks_per_node = args.ranks_per_node.unwrap_or(device.ranks_per_node);
         device
     };
-    let choice = choose::choose_for(&job, ranks, &device, threads)?;
+    let choice = choose(&job, ranks, &device)?;
     if args.json {
         return Ok(show::object(&job, &choice, &device, ranks).to_string());
     }

@@ -205,6 +205,9 @@ fn share(free: u64, sharers: u64) -> u64 {
     each - LIBRARIES_BYTES.min(each / LIBRARIES_SHARE)
 }
 
+/// What CUDA, its libraries and NCCL's channels keep of a GPU, as a plan declares it.
+pub const PROGRAM_BYTES: usize = 1536 << 20;
+
 /// What is reserved beyond the plan, which is not exact to the byte.
 const BEYOND_PLAN_SHARE: u64 = 8;
 const BEYOND_PLAN_MIN: u64 = 256 << 20;

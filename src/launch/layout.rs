@@ -41,9 +41,10 @@ impl Layout {
         self.mesh.ranks() / self.rollout_tensor
     }
 
-    /// Whether the rollout needs weights of its own: another layout, or none that are whole.
-    pub fn reshards(&self) -> bool {
-        self.stage() == 3 || self.rollout_tensor != self.mesh.tensor
+    /// The same on `ranks` ranks, by another size of the data axis.
+    pub fn over(&self, ranks: usize) -> Self {
+        let rest = self.mesh.ranks() / self.mesh.data;
+        Self { mesh: Mesh { data: ranks / rest, ..self.mesh }, ..*self }
     }
 
     /// The layout of the rollout.

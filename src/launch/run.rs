@@ -105,8 +105,6 @@ pub struct PlannedGpu {
     /// Whether products of many rows are cuBLASLt's, and whether its workspace is kept.
     pub fast: bool,
     pub workspace: bool,
-    /// What CUDA and its libraries keep.
-    pub program_bytes: usize,
     /// Bytes that the rollout's forwards take beside the cache, at most.
     pub forward_bytes: usize,
 }

@@ -6,7 +6,7 @@
 //! start, it is the one with the fewest tensor ranks and the lowest stage that fits.
 
 use super::devices::Device;
-use super::job::Job;
+use super::job::{Job, RolesOnRanks};
 use super::memory::Memory;
 use super::null::{Case, count};
 use super::refuse;
@@ -20,7 +20,6 @@ use crate::error::Result;
 use crate::launch::layout::{Layout, Swap};
 use crate::mesh::Mesh;
 use crate::model::{Arch, TensorPart};
-use crate::train::Archs;
 use std::ops::Range;
 
 /// Predictions that differ by less count as equal.
@@ -114,48 +113,33 @@ pub struct Choice {
     pub fitting: usize,
 }
 
-impl Choice {
-    pub fn layout(&self) -> &Layout {
-        self.chosen.layout()
-    }
-}
-
-/// The layout of `config` on `world` ranks of `device`, for rows as long as the job allows.
-///
-/// # Errors
-/// `Usage` where the axes that the job names cannot be laid out (with those that can), or where nothing fits (with what
-/// would).
-pub fn choose(config: &Config, archs: &Archs, world: usize, device: &Device) -> Result<Choice> {
-    let threads = pool().threads();
-    choose_for(&Job::new(config, archs, None), world, device, threads)
-}
-
-/// `choose` for rows of given lengths and a number of threads a rank.
+/// The layout of `job` on `world` ranks of `device`.
 ///
 /// On CPUs, where a run chooses by the longest rows that the job allows (it has not read its data by then, and longer rows
 /// may come), lengths that were read count for memory and time, and for the layout only where nothing fits without them.
 ///
 /// # Errors
-/// As `choose`.
-pub fn choose_for(job: &Job, world: usize, device: &Device, threads: usize) -> Result<Choice> {
+/// `Usage` where the axes that the job names cannot be laid out (with those that can), or where nothing fits (with what
+/// would).
+pub fn choose(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     if device.is_cpu() && matches!(job.rows.origin, Origin::Drawn | Origin::Sampled) {
         job.check()?;
         let longest = Job::new(job.config, job.archs, None);
-        let choice = choose_among(&longest, world, device, threads);
-        let choice = choice.and_then(|choice| recount(choice, job, world, device, threads));
+        let choice = choose_among(&longest, world, device);
+        let choice = choice.and_then(|choice| recount(choice, job, world, device));
         if let Ok(choice) = choice
             && choice.chosen.fits()
         {
             return Ok(choice);
         }
     }
-    choose_among(job, world, device, threads)
+    choose_among(job, world, device)
 }
 
 /// The same choice with memory and time of `job`'s rows.
-fn recount(mut choice: Choice, job: &Job, world: usize, device: &Device, threads: usize) -> Result<Choice> {
+fn recount(mut choice: Choice, job: &Job, world: usize, device: &Device) -> Result<Choice> {
     let parts = job.parts(world)?;
-    let again = |layout: &Layout| candidate(job, &parts, layout, device, threads);
+    let again = |layout: &Layout| candidate(job, &parts, layout, device);
     choice.chosen = again(choice.chosen.layout());
     for other in &mut choice.runners_up {
         let fitted = other.candidate.fits();
@@ -167,26 +151,26 @@ fn recount(mut choice: Choice, job: &Job, world: usize, device: &Device, threads
     Ok(choice)
 }
 
-fn choose_among(job: &Job, world: usize, device: &Device, threads: usize) -> Result<Choice> {
+fn choose_among(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     job.check()?;
     let parts = job.parts(world)?;
-    let mut all = candidates(job, &parts, &layouts(job, world, device)?, device, threads);
+    let mut all = candidates(job, &parts, &layouts(job, world, device)?, device);
     if !device.is_cpu() && job.shape.has_rollout() {
         // All that may wait in the host's memory does; where that helps, less of it may do.
         let short: Vec<Candidate> = all.iter().filter(|found| found.is_short(job)).cloned().collect();
         let most = swapping(&short, &[Swap { optimizer: true, roles: true }]);
-        let found = candidates(job, &parts, &most, device, threads);
+        let found = candidates(job, &parts, &most, device);
         let helped = short.into_iter().zip(&found).filter(|(before, found)| found.is_better(before));
         let helped: Vec<Candidate> = helped.map(|(before, _)| before).collect();
         let less = [(true, false), (false, true)].map(|(optimizer, roles)| Swap { optimizer, roles });
         all.extend(found);
-        all.extend(candidates(job, &parts, &swapping(&helped, &less), device, threads));
+        all.extend(candidates(job, &parts, &swapping(&helped, &less), device));
     }
     let compared = all.len();
     let (mut fitting, misfits): (Vec<Candidate>, Vec<Candidate>) = all.into_iter().partition(Candidate::fits);
     let count = fitting.len();
     let Some(best) = best(&fitting, device) else {
-        return Err(refuse::nothing_fits(job, world, device, threads, &misfits));
+        return Err(refuse::nothing_fits(job, world, device, &misfits));
     };
     let chosen = fitting.swap_remove(best);
     let fastest = fitting.iter().min_by(|a, b| a.step_s().total_cmp(&b.step_s()));
@@ -205,17 +189,11 @@ fn choose_among(job: &Job, world: usize, device: &Device, threads: usize) -> Res
 }
 
 /// A candidate of each layout, in their order; threads share them.
-fn candidates(
-    job: &Job,
-    parts: &[(Vec<RoleName>, Range<usize>)],
-    layouts: &[Layout],
-    device: &Device,
-    threads: usize,
-) -> Vec<Candidate> {
+fn candidates(job: &Job, parts: &[RolesOnRanks], layouts: &[Layout], device: &Device) -> Vec<Candidate> {
     let shares = pool().threads().min(layouts.len()).max(1);
     let of_share = |id: usize| {
         let own = layouts.iter().skip(id).step_by(shares);
-        own.map(|layout| candidate(job, parts, layout, device, threads)).collect::<Vec<_>>().into_iter()
+        own.map(|layout| candidate(job, parts, layout, device)).collect::<Vec<_>>().into_iter()
     };
     let mut found: Vec<_> = std::thread::scope(|scope| {
         let started: Vec<_> = (0..shares).map(|id| scope.spawn(move || of_share(id))).collect();
@@ -226,25 +204,21 @@ fn candidates(
 }
 
 /// Memory of one job on one layout, whether it fits or not.
-pub fn candidate(
-    job: &Job,
-    parts: &[(Vec<RoleName>, Range<usize>)],
-    layout: &Layout,
-    device: &Device,
-    threads: usize,
-) -> Candidate {
+pub fn candidate(job: &Job, parts: &[RolesOnRanks], layout: &Layout, device: &Device) -> Candidate {
     let placed = parts.iter().map(|(roles, ranks)| {
-        let rest = layout.mesh.sequence * layout.mesh.pipeline * layout.mesh.tensor;
-        let mesh = Mesh { data: ranks.len() / rest, ..layout.mesh };
-        let layout = Layout { mesh, ..*layout };
-        let case = Case { job, layout: &layout, device, threads };
-        let (memory, time) = count(case, roles);
+        let layout = layout.over(ranks.len());
+        let (memory, time) = count(Case { job, layout: &layout, device }, roles);
         Placed { roles: roles.clone(), ranks: ranks.clone(), layout, memory, time }
     });
     Candidate { placed: placed.collect() }
 }
 
-fn divisors(n: usize) -> impl Iterator<Item = usize> {
+/// What the job says of an axis, if it says a number.
+pub fn fixed(axis: Auto) -> Option<usize> {
+    if let Auto::Is(n) = axis { Some(n) } else { None }
+}
+
+pub fn divisors(n: usize) -> impl Iterator<Item = usize> {
     (1..=n).filter(move |d| n.is_multiple_of(*d))
 }
 
@@ -256,7 +230,6 @@ pub fn is_legal(job: &Job, tensor: usize) -> bool {
 /// Every layout that the job's axes and heads allow.
 fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> {
     let mesh = &job.config.mesh;
-    let fixed = |axis: Auto| if let Auto::Is(n) = axis { Some(n) } else { None };
     let (sequence, pipeline) = (fixed(mesh.sequence).unwrap_or(1), fixed(mesh.pipeline).unwrap_or(1));
     // Parts of a placement have the same tensor and sequence axes.
     let smallest = job.parts(world)?.iter().map(|(_, ranks)| ranks.len()).min().unwrap_or(world);

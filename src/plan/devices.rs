@@ -3,9 +3,7 @@
 
 use crate::device::null::NullGpu;
 use crate::error::{Error, Result};
-
-/// What CUDA, its libraries and NCCL's channels keep of a GPU, declared.
-pub(super) const GPU_PROGRAM_BYTES: usize = 1536 << 20;
+use crate::launch::gpu::PROGRAM_BYTES;
 
 /// GB as makers of memory and links count them.
 const GB: f64 = 1e9;
@@ -33,6 +31,8 @@ pub struct Device {
     pub host: f64,
     pub latency: Latency,
     pub ranks_per_node: usize,
+    /// Threads of a rank.
+    pub threads: usize,
     pub efficiency: Efficiency,
 }
 
@@ -147,11 +147,6 @@ const NETWORK_GB_S: f64 = 25.0;
 const DRIVER_SHARE: f64 = 0.01;
 
 impl Device {
-    /// Names that `gpu` knows.
-    pub fn gpu_names() -> Vec<&'static str> {
-        GPUS.iter().map(|gpu| gpu.0).collect()
-    }
-
     /// A GPU of the table; `network_gb_s` is each GPU's share of its node's network, one way.
     ///
     /// # Errors
@@ -159,8 +154,8 @@ impl Device {
     pub fn gpu(name: &str, network_gb_s: f64) -> Result<Self> {
         let known = GPUS.iter().find(|gpu| gpu.0 == name.to_lowercase());
         let Some(&Declared(name, memory_gb, tflops, memory_gb_s, nvlink_gb_s, pcie_gb_s, kernels)) = known else {
-            return Err(Error::usage(format!("no GPU type {name} is known"))
-                .hint(format!("known: cpu, {}", Self::gpu_names().join(", "))));
+            let known = GPUS.map(|gpu| gpu.0).join(", ");
+            return Err(Error::usage(format!("no GPU type {name} is known")).hint(format!("known: cpu, {known}")));
         };
         Ok(Self {
             name: name.to_string(),
@@ -174,6 +169,7 @@ impl Device {
             host: pcie_gb_s / 2.0 * GB,
             latency: NCCL_LATENCY,
             ranks_per_node: 8,
+            threads: 1,
             efficiency: Efficiency::declared_gpu(),
         })
     }
@@ -188,7 +184,7 @@ impl Device {
         };
         let known = GPUS.iter().find(is).map_or("a100-80g", |gpu| gpu.0);
         let known = Self::gpu(known, NETWORK_GB_S).expect("it is of the table");
-        let memory_bytes = memory_bytes + GPU_PROGRAM_BYTES as u64;
+        let memory_bytes = memory_bytes + PROGRAM_BYTES as u64;
         Self { name: name.to_string(), memory_bytes, ranks_per_node: ranks_per_node.max(1), ..known }
     }
 
@@ -207,6 +203,7 @@ impl Device {
             host: 1e9,
             latency: Latency { call_s: 0.0, step_s: 5e-5, network_s: 5e-5 },
             ranks_per_node: ranks_per_node.max(1),
+            threads: 1,
             efficiency: Efficiency::declared_cpu(),
         }
     }

@@ -31,6 +31,9 @@ pub struct Job<'a> {
     pub workspace: bool,
 }
 
+/// Roles that have a model, and the ranks that they are on.
+pub type RolesOnRanks = (Vec<RoleName>, Range<usize>);
+
 /// One forward and backward: whole rows in one packed row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Microbatch {
@@ -55,7 +58,7 @@ impl<'a> Job<'a> {
 
     /// Steps that are looked at: those whose rows are known, one where all rows are alike.
     pub fn looked_at(&self) -> usize {
-        let known = self.rows.all().len() / self.shape.rows.max(1);
+        let known = self.rows.drawn.len() / self.shape.rows.max(1);
         if self.rows.are_alike() { 1 } else { known.max(1) }
     }
 
@@ -117,19 +120,17 @@ impl<'a> Job<'a> {
     ///
     /// # Errors
     /// `Usage` where a role has no placement.
-    pub fn parts(&self, world: usize) -> Result<Vec<(Vec<RoleName>, Range<usize>)>> {
+    pub fn parts(&self, world: usize) -> Result<Vec<RolesOnRanks>> {
         let there = || self.archs.0.iter().map(|(role, ..)| *role);
         let of = |placement: Placement| {
             let roles: Vec<RoleName> = there().filter(|role| placement.roles.contains(role)).collect();
             // Where there is only the reward, and no model for it, nothing is planned.
             (!roles.is_empty()).then_some((roles, placement.ranks))
         };
-        let parts: Vec<(Vec<RoleName>, Range<usize>)> =
-            self.config.mesh.placements(world)?.into_iter().filter_map(of).collect();
+        let parts: Vec<RolesOnRanks> = self.config.mesh.placements(world)?.into_iter().filter_map(of).collect();
         match there().find(|role| !parts.iter().any(|(roles, _)| roles.contains(role))) {
             None => Ok(parts),
-            Some(role) => Err(Error::usage(format!("mesh.placement has no place for the {}", role.name()))
-                .hint("name it in the roles of one of the entries")),
+            Some(role) => Err(no_place(role)),
         }
     }
 
@@ -140,7 +141,7 @@ impl<'a> Job<'a> {
     pub fn check(&self) -> Result<()> {
         let context = self.archs.actor().context;
         let wrong = |row: &&Row| row.prompt == 0 || row.response == 0 || row.tokens() > context;
-        let Some(Row { prompt, response }) = self.rows.all().iter().find(wrong) else { return Ok(()) };
+        let Some(Row { prompt, response }) = self.rows.drawn.iter().find(wrong) else { return Ok(()) };
         let hint = if self.shape.has_rollout() {
             "lower data.prompt_tokens_max or rollout.response_tokens_max"
         } else {
@@ -151,4 +152,10 @@ impl<'a> Job<'a> {
         ))
         .hint(hint))
     }
+}
+
+/// `mesh.placement` leaves out a role that the job needs.
+pub fn no_place(role: RoleName) -> Error {
+    Error::usage(format!("mesh.placement has no place for the {}", role.name()))
+        .hint("name it in the roles of one of the entries")
 }

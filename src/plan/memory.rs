@@ -1,10 +1,12 @@
 //! The bytes of one rank, phase by phase.
 
-use super::devices::{Device, GPU_PROGRAM_BYTES};
+use super::devices::Device;
 use super::job::Job;
-use crate::device::null::{Bytes, Cache, Peak, Record};
+use crate::device::null::{Cache, Peak, Record};
 use crate::error::Error;
+use crate::launch::gpu::PROGRAM_BYTES;
 use crate::launch::layout::Expected;
+use serde::Serialize;
 use std::collections::BTreeMap;
 
 /// Parts of a run in which memory is counted; a step has all but the first and the last.
@@ -21,13 +23,7 @@ impl Phase {
     pub const ALL: [Self; 5] = [Self::Load, Self::Rollout, Self::Score, Self::Train, Self::Checkpoint];
 
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Load => "load",
-            Self::Rollout => "rollout",
-            Self::Score => "score",
-            Self::Train => "train",
-            Self::Checkpoint => "checkpoint",
-        }
+        ["load", "rollout", "score", "train", "checkpoint"][self as usize]
     }
 
     /// By the names of `comm::phase`.
@@ -70,7 +66,7 @@ pub fn rank_of(owner: &str) -> usize {
 }
 
 /// The cache of keys and values of one rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct KvCache {
     /// Keys and values of one token over all layers.
     pub token_bytes: usize,
@@ -115,7 +111,7 @@ impl Memory {
             }
         }
         let in_use = peaks.values().map(|peak| peak.bytes).max().unwrap_or(0);
-        let program = if device.is_cpu() { 0 } else { GPU_PROGRAM_BYTES };
+        let program = if device.is_cpu() { 0 } else { PROGRAM_BYTES };
         let (resident, arena) = if device.is_cpu() { (record.resident, arena) } else { (in_use, in_use - program) };
         let arena_max = job.config.mesh.arena_bytes_max;
         let limit = if arena_max == 0 { u64::MAX } else { arena_max + program as u64 };
@@ -157,12 +153,7 @@ impl Memory {
 
     /// Bytes of `owner` at the fullest moment of `phase`.
     pub fn bytes_of(&self, phase: Phase, owner: &str) -> usize {
-        self.parts(phase).and_then(|parts| parts.get(owner)).copied().unwrap_or(0)
-    }
-
-    /// Bytes of `phase` by owner.
-    pub fn parts(&self, phase: Phase) -> Option<&Bytes> {
-        self.peaks.get(&phase).map(|peak| &peak.parts)
+        self.peaks.get(&phase).and_then(|peak| peak.parts.get(owner)).copied().unwrap_or(0)
     }
 }
 

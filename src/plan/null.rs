@@ -1,7 +1,7 @@
 //! Memory and time of a rank: the job itself, run on a null device (`device::null`) as that rank.
 
-use super::devices::{Device, GPU_PROGRAM_BYTES};
-use super::job::Job;
+use super::devices::Device;
+use super::job::{Job, RolesOnRanks};
 use super::memory::Memory;
 use super::rows::Row;
 use super::time::Time;
@@ -11,34 +11,30 @@ use crate::data::RowTokens;
 use crate::device::null::Null;
 use crate::launch::layout::Layout;
 use crate::launch::run::PlannedGpu;
-use crate::mesh::Mesh;
 use crate::model::TensorPart;
 use crate::rollout::forward_bytes;
 use crate::tensor::arena;
 use crate::train::{self, Planned};
-use std::ops::Range;
 
 /// Steps that are taken at least of CPUs: what one leaves on free lists is there in the next.
 const STEPS_MIN: usize = 2;
 
-/// A rank of a job on a layout; on CPUs, of `threads` threads.
+/// A rank of a job on a layout.
 #[derive(Clone, Copy, Debug)]
 pub struct Case<'a> {
     pub job: &'a Job<'a>,
     pub layout: &'a Layout,
     pub device: &'a Device,
-    pub threads: usize,
 }
 
 /// Memory and time of the fullest of the ranks that have `roles`.
 pub fn count(case: Case, roles: &[RoleName]) -> (Memory, Time) {
-    let Case { job, layout, device, .. } = case;
+    let Case { job, layout, device } = case;
     let part = TensorPart::fullest(job.archs.actor(), layout.mesh.tensor).rank;
     let stride = layout.mesh.ranks() / layout.mesh.data;
     let world = job.config.mesh.placed_ranks().unwrap_or(layout.mesh.ranks());
     let parts = job.parts(world).unwrap_or_else(|_| vec![(roles.to_vec(), 0..layout.mesh.ranks())]);
     let start = parts.iter().find(|(there, _)| there.contains(&roles[0])).map_or(0, |(_, ranks)| ranks.start);
-    let (fast, workspace, program_bytes) = (job.fast, job.workspace, GPU_PROGRAM_BYTES);
     let samples = job.shape.samples() / layout.rollout_data().max(1);
     let forward_bytes = forward_bytes(job.archs.actor(), layout.rollout_tensor, &job.config.rollout, samples) as usize;
     let planned = Planned {
@@ -46,12 +42,12 @@ pub fn count(case: Case, roles: &[RoleName]) -> (Memory, Time) {
         archs: job.archs,
         placements: placements(job, layout, &parts),
         rank: start + job.fullest_rank(&layout.mesh) * stride + part,
-        rows: job.rows.all().iter().map(|row| tokens(job, row)).collect(),
-        eval: job.rows.evaluated().iter().map(|row| tokens(job, row)).collect(),
+        rows: job.rows.drawn.iter().map(|row| tokens(job, row)).collect(),
+        eval: job.rows.evaluated.iter().map(|row| tokens(job, row)).collect(),
         steps: job.looked_at().max(if device.is_cpu() { STEPS_MIN } else { 1 }) as u64,
-        gpu: device.gpu.map(|_| PlannedGpu { fast, workspace, program_bytes, forward_bytes }),
+        gpu: device.gpu.map(|_| PlannedGpu { fast: job.fast, workspace: job.workspace, forward_bytes }),
     };
-    let on = Null { threads: case.threads, memory_bytes: device.memory_bytes, gpu: device.gpu };
+    let on = Null { threads: device.threads, memory_bytes: device.memory_bytes, gpu: device.gpu };
     let steps = planned.steps as f64;
     let (done, usage, record) = arena::on_null(on, || abort::caught(|| train::plan(planned)));
     let time = Time::of(&record.work, steps, job.tokens_of_a_step(), device);
@@ -59,13 +55,11 @@ pub fn count(case: Case, roles: &[RoleName]) -> (Memory, Time) {
 }
 
 /// All placements, each with the axes of `layout` but for their data.
-fn placements(job: &Job, layout: &Layout, parts: &[(Vec<RoleName>, Range<usize>)]) -> Vec<(Placement, Layout)> {
-    let rest = layout.mesh.ranks() / layout.mesh.data;
-    let on = |(roles, ranks): &(Vec<RoleName>, Range<usize>)| {
-        let mesh = Mesh { data: ranks.len() / rest, ..layout.mesh };
+fn placements(job: &Job, layout: &Layout, parts: &[RolesOnRanks]) -> Vec<(Placement, Layout)> {
+    let on = |(roles, ranks): &RolesOnRanks| {
         // Rewards are no models, and are with the others.
         let roles = if job.config.mesh.placement.is_empty() { RoleName::ALL.to_vec() } else { roles.clone() };
-        (Placement { roles, ranks: ranks.clone() }, Layout { mesh, ..*layout })
+        (Placement { roles, ranks: ranks.clone() }, layout.over(ranks.len()))
     };
     parts.iter().map(on).collect()
 }

@@ -90,11 +90,8 @@ impl Sharing {
 pub fn probe(job: &Job, world: &World, sharing: Sharing) -> Device {
     let dtype = job.config.model.dtype();
     let group = world.group();
-    let data = {
-        let mut data = Buffer::scratch(READ_BYTES / size_of::<f32>());
-        data.fill(1.0);
-        data
-    };
+    let mut data = Buffer::scratch(READ_BYTES / size_of::<f32>());
+    data.fill(1.0);
     let read = || {
         group.barrier();
         1e9 * median((0..LOOKS).map(|_| peak::read_gbs(&data)))
@@ -109,10 +106,8 @@ pub fn probe(job: &Job, world: &World, sharing: Sharing) -> Device {
     let dot = || peak::bf16_gflops(PEAK_ROUNDS).map_or(fma, |rate| 1e9 * rate);
     let products = if dtype == DType::Bf16 { median((0..LOOKS).map(|_| dot())) } else { fma };
     let (link, latency_s) = links(world, memory);
+    let each = memory::available_bytes() / sharing.ranks_per_node as u64;
     let mut device = Device {
-        name: "cpu".into(),
-        gpu: None,
-        memory_bytes: memory::available_bytes() / sharing.ranks_per_node as u64,
         flops: products,
         attention_flops: fma,
         memory,
@@ -120,8 +115,8 @@ pub fn probe(job: &Job, world: &World, sharing: Sharing) -> Device {
         network: link,
         host: files(job, &world.group()).unwrap_or(memory / 4.0),
         latency: Latency { call_s: 0.0, step_s: latency_s, network_s: latency_s },
-        ranks_per_node: sharing.ranks_per_node,
-        efficiency: Efficiency::declared_cpu(),
+        threads: sharing.threads,
+        ..Device::cpu(each, sharing.ranks_per_node)
     };
     group.barrier();
     device.efficiency = Bench::new(job, &device).efficiency();
@@ -216,14 +211,13 @@ impl<'a> Bench<'a> {
         let weights = init::init(&self.arch, Head::Value, self.dtype, 0);
         let model = Transformer::new(&self.arch, &weights.table);
         let layers = self.arch.layers as f64;
-        let again = self.job.config.gradient.recompute;
-        let forwards = if again { 2.0 } else { 1.0 };
-        let own = |share: f64| share.clamp(0.01, 1.5);
-        let share = |[spent, floor]: [f64; 2], others_s: f64| own(floor / (spent - others_s).max(1e-9));
+        let forwards = if self.job.config.gradient.recompute { 2.0 } else { 1.0 };
+        let share = |[spent, floor]: [f64; 2], others_s: f64| (floor / (spent - others_s).max(1e-9)).clamp(0.01, 1.5);
         let (attention, backward) = self.attention();
         let attention_s = attention[0] * layers;
-        let score = share(self.score(&model, &weights), attention_s);
-        let train = share(self.train(&model, &weights, again), forwards * attention_s + backward[0] * layers);
+        let score = share(self.pass(&model, &weights, None), attention_s);
+        let grads = Some(Gradients::new(weights.table.clone()));
+        let train = share(self.pass(&model, &weights, grads), forwards * attention_s + backward[0] * layers);
         let (decode, attention_decode) = self.decode(&model, &weights);
         drop(weights);
         let (head, head_train) = self.head();
@@ -251,22 +245,17 @@ impl<'a> Bench<'a> {
         (0..n).map(|i| (i * 7919 % self.arch.vocabulary) as u32).collect()
     }
 
-    fn score(&self, model: &Transformer, weights: &Weights) -> [f64; 2] {
+    /// A forward over the packed row, and its backward where there are gradients.
+    fn pass(&self, model: &Transformer, weights: &Weights, mut grads: Option<Gradients>) -> [f64; 2] {
         let ends = self.ends();
         let (tokens, positions) = (self.tokens(self.rows * self.length), packed_positions(&ends));
-        let keys = || Keys::Packed { cu_seqlens: &ends };
-        self.measured(null::GEMM, || drop(model.forward(weights, &tokens, &positions, keys(), None)))
-    }
-
-    fn train(&self, model: &Transformer, weights: &Weights, recompute: bool) -> [f64; 2] {
-        let ends = self.ends();
-        let (tokens, positions) = (self.tokens(self.rows * self.length), packed_positions(&ends));
-        let mut grads = Gradients::new(weights.table.clone());
         self.measured(null::GEMM, || {
-            let mut saved = Saved::new(recompute);
+            let mut saved = grads.is_some().then(|| Saved::new(self.job.config.gradient.recompute));
             let keys = Keys::Packed { cu_seqlens: &ends };
-            let hidden = model.forward(weights, &tokens, &positions, keys, Some(&mut saved));
-            model.backward(weights, saved, &ends, hidden, &mut grads);
+            let hidden = model.forward(weights, &tokens, &positions, keys, saved.as_mut());
+            if let (Some(grads), Some(saved)) = (&mut grads, saved) {
+                model.backward(weights, saved, &ends, hidden, grads);
+            }
         })
     }
 
@@ -373,9 +362,7 @@ impl<'a> Bench<'a> {
     }
 
     fn optimizer(&self) -> [f64; 2] {
-        let n = UPDATED;
-        let (mut p, mut g) = (Buffer::zeros(n), Buffer::zeros(n));
-        let (mut m, mut v) = (Buffer::zeros(n), Buffer::zeros(n));
+        let [mut p, mut g, mut m, mut v] = [(); 4].map(|()| Buffer::zeros(UPDATED));
         let hyper = Hyper {
             lr: 1e-6,
             beta1: 0.9,

@@ -1,6 +1,6 @@
 //! Refusals, with what would fit.
 
-use super::choose::{Candidate, asked, candidate, is_legal};
+use super::choose::{Candidate, asked, candidate, divisors, fixed, is_legal};
 use super::devices::Device;
 use super::job::Job;
 use crate::config;
@@ -29,7 +29,7 @@ pub fn misfit(candidate: &Candidate) -> String {
 /// have to themselves.
 pub fn no_layout(job: &Job, world: usize, smallest: usize) -> Error {
     let mesh = &job.config.mesh;
-    let tensors = (1..=smallest).filter(|t| smallest.is_multiple_of(*t) && is_legal(job, *t));
+    let tensors = divisors(smallest).filter(|t| is_legal(job, *t));
     let tensors: Vec<String> = tensors.map(|t| t.to_string()).collect();
     if let Auto::Is(tensor) = mesh.tensor
         && !is_legal(job, tensor)
@@ -47,11 +47,11 @@ pub fn no_layout(job: &Job, world: usize, smallest: usize) -> Error {
         return Error::usage(format!("rollout.tensor = {n} on {smallest} ranks and {} heads", job.archs.actor().heads))
             .hint(format!("it may be {}", tensors.join(", ")));
     }
-    let words = |axis: Auto| if let Auto::Is(n) = axis { n.to_string() } else { "auto".into() };
+    let words = |axis: Auto| fixed(axis).map_or("auto".into(), |n| n.to_string());
     let [data, pipeline, sequence, tensor] = [mesh.data, mesh.pipeline, mesh.sequence, mesh.tensor].map(words);
-    let fixed = [mesh.pipeline, mesh.sequence, mesh.tensor].map(|axis| if let Auto::Is(n) = axis { n } else { 1 });
-    let rest = fixed.iter().product::<usize>().max(1);
-    let data_max = if let Auto::Is(n) = mesh.data { n } else { smallest.div_ceil(rest) };
+    let rest = [mesh.pipeline, mesh.sequence, mesh.tensor].map(|axis| fixed(axis).unwrap_or(1));
+    let rest = rest.iter().product::<usize>().max(1);
+    let data_max = fixed(mesh.data).unwrap_or(smallest.div_ceil(rest));
     Error::usage(format!(
         "mesh {data} data x {pipeline} pipeline x {sequence} sequence x {tensor} tensor does not divide {world} ranks{}",
         if smallest == world { String::new() } else { format!(" in parts of {smallest}") }
@@ -60,7 +60,7 @@ pub fn no_layout(job: &Job, world: usize, smallest: usize) -> Error {
 }
 
 /// Nothing of what was tried fits.
-pub fn nothing_fits(job: &Job, world: usize, device: &Device, threads: usize, misfits: &[Candidate]) -> Error {
+pub fn nothing_fits(job: &Job, world: usize, device: &Device, misfits: &[Candidate]) -> Error {
     let Some(least) = misfits.iter().min_by_key(|c| c.fullest().memory.peak().1.bytes) else {
         return Error::fault("no layout was compared");
     };
@@ -79,7 +79,7 @@ pub fn nothing_fits(job: &Job, world: usize, device: &Device, threads: usize, mi
         let sample = memory.kv.map_or(0, |kv| kv.bytes_wanted / kv.samples.max(1));
         format!("{} for the keys and values of one sample beside the rest", format_bytes(sample as u64))
     };
-    let ways = ways(job, world, device, threads);
+    let ways = ways(job, world, device);
     let hint = if ways.is_empty() {
         "use shorter rows, a smaller model, or devices with more memory".to_string()
     } else {
@@ -94,10 +94,10 @@ pub fn nothing_fits(job: &Job, world: usize, device: &Device, threads: usize, mi
 }
 
 /// Single changes with which the job fits.
-fn ways(job: &Job, world: usize, device: &Device, threads: usize) -> Vec<String> {
+fn ways(job: &Job, world: usize, device: &Device) -> Vec<String> {
     let config = job.config;
     let set = |key: &str, value: &dyn Display| vec![format!("{key}={value}")];
-    let larger = |axis: Auto, most: usize| if let Auto::Is(n) = axis { n + 1..most + 1 } else { 0..0 };
+    let larger = |axis: Auto, most: usize| fixed(axis).map_or(0..0, |n| n + 1..most + 1);
     // Of each list the first one that fits: its keys, of which the first is named, on so many ranks.
     let mut lists: Vec<Vec<(Vec<String>, usize)>> = Vec::new();
     lists.push(larger(config.mesh.zero, 3).map(|stage| (set("mesh.zero", &stage), world)).collect());
@@ -121,7 +121,7 @@ fn ways(job: &Job, world: usize, device: &Device, threads: usize) -> Vec<String>
         lists.push([2, 4, 8, 16].map(|times| (set("mesh.data", &"auto"), times * world)).to_vec());
     }
     let first = |list: Vec<(Vec<String>, usize)>| {
-        let (sets, ranks) = list.into_iter().find(|(sets, ranks)| fits(sets, *ranks, job, device, threads))?;
+        let (sets, ranks) = list.into_iter().find(|(sets, ranks)| fits(sets, *ranks, job, device))?;
         let named = || sets[0].replacen('=', " = ", 1);
         Some(if ranks == world { named() } else { format!("{ranks} ranks") })
     };
@@ -129,16 +129,15 @@ fn ways(job: &Job, world: usize, device: &Device, threads: usize) -> Vec<String>
 }
 
 /// Whether any layout of the job with other keys fits.
-fn fits(sets: &[String], world: usize, job: &Job, device: &Device, threads: usize) -> bool {
+fn fits(sets: &[String], world: usize, job: &Job, device: &Device) -> bool {
     let Ok(config) = config::parse(&job.config.to_toml(), sets) else { return false };
     let rows = Some(job.rows.clone());
     let job = Job { fast: job.fast, workspace: job.workspace, ..Job::new(&config, job.archs, rows) };
     let Ok(parts) = job.parts(world) else { return false };
     let smallest = parts.iter().map(|(_, ranks)| ranks.len()).min().unwrap_or(world);
-    let fixed = |axis: Auto, otherwise: usize| if let Auto::Is(n) = axis { n } else { otherwise };
-    let sequence = fixed(config.mesh.sequence, 1);
-    let tensors = if let Auto::Is(t) = config.mesh.tensor { vec![t] } else { vec![1, 2, 4, 8] };
-    let zero = fixed(config.mesh.zero, 3).min(3);
+    let sequence = fixed(config.mesh.sequence).unwrap_or(1);
+    let tensors = fixed(config.mesh.tensor).map_or(vec![1, 2, 4, 8], |tensor| vec![tensor]);
+    let zero = fixed(config.mesh.zero).unwrap_or(3).min(3);
     let both = !device.is_cpu() && job.shape.has_rollout();
     let asked = asked(&config);
     let swap = Swap { optimizer: both || asked.optimizer, roles: both || asked.roles };
@@ -147,9 +146,9 @@ fn fits(sets: &[String], world: usize, job: &Job, device: &Device, threads: usiz
         if rest == 0 || !smallest.is_multiple_of(rest) || !is_legal(&job, tensor) {
             return false;
         }
-        let data = fixed(config.mesh.data, world / rest);
+        let data = fixed(config.mesh.data).unwrap_or(world / rest);
         let mesh = Mesh { data, pipeline: 1, sequence, tensor };
-        let layout = Layout { mesh, zero, rollout_tensor: fixed(config.rollout.tensor, tensor), swap };
-        mesh.ranks() == world && candidate(&job, &parts, &layout, device, threads).fits()
+        let layout = Layout { mesh, zero, rollout_tensor: fixed(config.rollout.tensor).unwrap_or(tensor), swap };
+        mesh.ranks() == world && candidate(&job, &parts, &layout, device).fits()
     })
 }

@@ -1,8 +1,8 @@
 //! The layouts of a run: what the job sets, and for `"auto"` what the plan chooses.
 
-use super::choose::{self, Choice};
+use super::choose::{self, Candidate};
 use super::devices::Device;
-use super::job::Job;
+use super::job::{Job, no_place};
 use super::null::{Case, count};
 use super::rows::Rows;
 use crate::comm::World;
@@ -16,7 +16,6 @@ use crate::launch::layout::{Count, Expectations, Expected, Layout, Layouts};
 use crate::mesh::Mesh;
 use crate::sys::memory;
 use crate::train::{self, Archs};
-use std::ops::Range;
 
 /// The placements of a run of `roles` and their layouts, on this host's CPUs or on `gpu`. The same on all ranks, who all call this.
 ///
@@ -31,6 +30,7 @@ pub fn layouts(config: &Config, roles: &[RoleName], world: &World, gpu: Option<&
         || Device::cpu(-least[0] as u64, world.local_size),
         |gpu| Device::gpu_of(&gpu.name, gpu.memory_bytes, gpu.ranks_per_node),
     );
+    let device = Device { threads: pool().threads(), ..device };
     let placements = config.mesh.placements(world.size).and_then(|placements| check_roles(config, roles, placements));
     // An error that all ranks agree on names no rank.
     world.group().agree(placements.and_then(|placements| on(config, placements, &device)))
@@ -43,14 +43,14 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<La
     let named = placements.iter().try_for_each(|placement| axes.resolve(placement.ranks.len()).map(drop));
     let is_open = ranks > 1 && (axes.tensor == Auto::Auto || axes.zero == Auto::Auto);
     let archs = train::planned_archs(config, None);
-    let choose = || archs.as_ref().map_err(Error::clone).and_then(|archs| choose::choose(config, archs, ranks, device));
+    let choose = |archs| choose::choose(&Job::new(config, archs, None), ranks, device).map(|choice| choice.chosen);
     // CPUs use weights where they are, and what waits is what the job says.
-    let choice = (is_open || !device.is_cpu()).then(choose);
+    let chosen = (is_open || !device.is_cpu()).then(|| archs.as_ref().map_err(Error::clone).and_then(choose));
     let mut is_tight = false;
-    match &choice {
-        Some(Ok(choice)) if is_open => {
-            axes.tensor = Auto::Is(choice.layout().mesh.tensor);
-            axes.zero = Auto::Is(choice.layout().zero);
+    match &chosen {
+        Some(Ok(chosen)) if is_open => {
+            axes.tensor = Auto::Is(chosen.layout().mesh.tensor);
+            axes.zero = Auto::Is(chosen.layout().zero);
         }
         Some(Err(error)) if is_open => {
             named?;
@@ -64,11 +64,11 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<La
         Some(Err(_)) => is_tight = true,
         _ => {}
     }
-    let choice = choice.and_then(Result::ok);
-    let swap = choice.as_ref().map_or_else(|| choose::asked(config), |choice| choice.layout().swap);
-    let chosen = choice.as_ref().filter(|_| !device.is_cpu() && config.rollout.tensor == Auto::Auto);
-    let tensor_of_rollout = chosen.map_or(config.rollout.tensor, |choice| Auto::Is(choice.layout().rollout_tensor));
-    let rollout_reason = chosen.zip(archs.as_ref().ok()).map(|(choice, archs)| why_so(config, archs, choice, device));
+    let chosen = chosen.and_then(Result::ok);
+    let swap = chosen.as_ref().map_or_else(|| choose::asked(config), |chosen| chosen.layout().swap);
+    let chosen = chosen.as_ref().filter(|_| !device.is_cpu() && config.rollout.tensor == Auto::Auto);
+    let tensor_of_rollout = chosen.map_or(config.rollout.tensor, |chosen| Auto::Is(chosen.layout().rollout_tensor));
+    let rollout_reason = chosen.zip(archs.as_ref().ok()).map(|(chosen, archs)| why_so(config, archs, chosen, device));
     let of = |placement: Placement| {
         let mesh = axes.resolve(placement.ranks.len())?;
         let zero = axes.stage()?;
@@ -79,8 +79,9 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<La
         Ok((placement, Layout { mesh, zero, rollout_tensor: rollout.tensor, swap }))
     };
     let of_ranks = |placement: Placement| {
-        let ranks = placement.ranks.clone();
-        of(placement).map_err(|error| within(config, &ranks, error))
+        let index = format!("mesh.placement, ranks {}..{}", placement.ranks.start, placement.ranks.end);
+        let placed: Result<_> = of(placement);
+        if config.mesh.placement.is_empty() { placed } else { placed.map_err(|error| error.within(index)) }
     };
     let placed: Vec<(Placement, Layout)> = placements.into_iter().map(of_ranks).collect::<Result<_>>()?;
     // Memory of a GPU is reserved before rows are known.
@@ -94,7 +95,7 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<La
 fn counter(archs: Archs, placed: Vec<(Placement, Layout)>, device: Device) -> Count {
     Box::new(move |config, fast, rows, eval| {
         let job = Job::new(config, &archs, None);
-        let rows = Rows::of(config, &job.shape, archs.actor().context, rows, false, eval);
+        let rows = Rows::of(config, &job.shape, archs.actor().context, rows, eval);
         let [fast, workspace] = fast.unwrap_or([job.fast, job.workspace]);
         expect(&Job { rows, fast, workspace, ..job }, &placed, &device)
     })
@@ -102,19 +103,13 @@ fn counter(archs: Archs, placed: Vec<(Placement, Layout)>, device: Device) -> Co
 
 /// What a rank of each placement holds.
 fn expect(job: &Job, placed: &[(Placement, Layout)], device: &Device) -> Vec<Option<Expected>> {
-    let threads = pool().threads();
     let of = |(placement, layout): &(Placement, Layout)| {
         let there = job.archs.0.iter().map(|(role, ..)| *role);
         let roles: Vec<RoleName> = there.filter(|role| placement.roles.contains(role)).collect();
-        let memory = || count(Case { job, layout, device, threads }, &roles).0;
+        let memory = || count(Case { job, layout, device }, &roles).0;
         (!roles.is_empty()).then(|| memory().expected(device.is_cpu()))
     };
     placed.iter().map(of).collect()
-}
-
-fn within(config: &Config, ranks: &Range<usize>, error: Error) -> Error {
-    let index = format!("mesh.placement, ranks {}..{}", ranks.start, ranks.end);
-    if config.mesh.placement.is_empty() { error } else { error.within(index) }
 }
 
 /// Refuses numbers of tensor ranks that a model of the placement cannot be sharded over, in training or in the rollout.
@@ -133,18 +128,18 @@ fn check_cuts(archs: &Archs, placement: &Placement, mesh: &Mesh, rollout: &Mesh)
 }
 
 /// The tensor size that the plan has chosen for the rollout, compared with training's own.
-fn why_so(config: &Config, archs: &Archs, choice: &Choice, device: &Device) -> String {
-    let (chosen, main) = (choice.layout(), choice.chosen.main());
+fn why_so(config: &Config, archs: &Archs, candidate: &Candidate, device: &Device) -> String {
+    let (chosen, main) = (candidate.layout(), candidate.main());
     let training = chosen.mesh.tensor;
     if chosen.rollout_tensor == training {
         return format!("tensor {training}, as in training: no other is predicted to be faster by more than 2 %");
     }
     let job = Job::new(config, archs, None);
-    let parts = choice.chosen.placed.iter().map(|placed| (placed.roles.clone(), placed.ranks.clone()));
+    let parts = candidate.placed.iter().map(|placed| (placed.roles.clone(), placed.ranks.clone()));
     let layout = Layout { rollout_tensor: training, ..*chosen };
-    let other = choose::candidate(&job, &parts.collect::<Vec<_>>(), &layout, device, pool().threads());
+    let other = choose::candidate(&job, &parts.collect::<Vec<_>>(), &layout, device);
     let reason = if other.fits() {
-        format!("{:.3} s of a step are predicted, {:.3} s with {training}", choice.chosen.step_s(), other.step_s())
+        format!("{:.3} s of a step are predicted, {:.3} s with {training}", candidate.step_s(), other.step_s())
     } else {
         format!("with {training} it does not fit")
     };
@@ -165,8 +160,7 @@ fn check_roles(config: &Config, roles: &[RoleName], placements: Vec<Placement>) 
     // The mesh is that of the actor's placement.
     for role in roles.iter().rev().filter(|role| **role != RoleName::Actor) {
         if !placements.iter().any(|placement| placement.roles.contains(role)) {
-            return Err(Error::usage(format!("mesh.placement has no place for the {}", role.name()))
-                .hint("name it in the roles of one of the entries"));
+            return Err(no_place(*role));
         }
     }
     Ok(placements)
@@ -186,31 +180,25 @@ mod tests {
             "head_dim": 32, "max_position_embeddings": 64
         });
         std::fs::write(dir.path().join("config.json"), model.to_string()).expect("a file");
-        let placements = || vec![Placement { roles: RoleName::ALL.to_vec(), ranks: 0..2 }];
-        let refused = |sets: &[&str], device: &Device| {
+        let refused = |training: usize, rollout: usize, device: &Device| {
             let text = format!(
                 "[job]\nkind = \"ppo\"\nsteps = 1\n[model]\nactor = {:?}\n[data]\nprompts = [\"x\"]",
                 dir.path()
             );
-            let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
-            on(&config::parse(&text, &sets).expect("a job"), placements(), device)
+            let sets = [format!("mesh.tensor={training}"), "mesh.zero=1".into(), format!("rollout.tensor={rollout}")];
+            let placement = Placement { roles: RoleName::ALL.to_vec(), ranks: 0..2 };
+            on(&config::parse(&text, &sets).expect("a job"), vec![placement], device)
         };
         for device in [Device::cpu(8 << 30, 2), Device::gpu_of("A100", 40 << 30, 2)] {
-            for (sets, reason) in [
-                (
-                    &["mesh.tensor=2", "mesh.zero=1"][..],
-                    "mesh.tensor = 2 does not divide the model's 3 attention heads (actor)",
-                ),
-                (
-                    &["mesh.tensor=1", "mesh.zero=1", "rollout.tensor=2"],
-                    "rollout.tensor = 2 does not divide the model's 3",
-                ),
+            for (training, rollout, reason) in [
+                (2, 1, "mesh.tensor = 2 does not divide the model's 3 attention heads (actor)"),
+                (1, 2, "rollout.tensor = 2 does not divide the model's 3"),
             ] {
-                let error = refused(sets, &device).err().expect(reason);
+                let error = refused(training, rollout, &device).err().expect(reason);
                 assert!(error.message.starts_with(reason), "{error}");
                 assert_eq!((error.exit_code(), error.hint.as_deref()), (2, Some("tensor can be 1")));
             }
-            assert!(refused(&["mesh.tensor=1", "mesh.zero=1", "rollout.tensor=1"], &device).is_ok());
+            assert!(refused(1, 1, &device).is_ok());
         }
     }
 }

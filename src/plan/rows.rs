@@ -38,9 +38,9 @@ pub enum Origin {
 /// Rows in the order in which a job draws them. One that draws more begins again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rows {
-    drawn: Vec<Row>,
+    pub drawn: Vec<Row>,
     /// What an evaluation goes over: all prompts that it answers, in order, or the longest demonstration, which nothing cuts.
-    evaluated: Vec<Row>,
+    pub evaluated: Vec<Row>,
     pub origin: Origin,
     /// Responses are as long as was said, not as long as they may be.
     pub responses_are_given: bool,
@@ -64,19 +64,12 @@ impl Rows {
         Self::new(vec![row], Origin::Longest(why.into()))
     }
 
-    /// Rows of these lengths; `is_sample` where they are not those that the job draws first, and `eval` those of the eval split.
+    /// Rows of these lengths, those that the job draws first, and `eval` those of the eval split.
     /// Responses that are sampled, whose lengths nobody knows before, count as long as they may be.
     ///
     /// # Panics
     /// If there are none.
-    pub fn of(
-        config: &Config,
-        shape: &StepShape,
-        context: usize,
-        tokens: &[RowTokens],
-        is_sample: bool,
-        eval: &[RowTokens],
-    ) -> Self {
+    pub fn of(config: &Config, shape: &StepShape, context: usize, tokens: &[RowTokens], eval: &[RowTokens]) -> Self {
         assert!(!tokens.is_empty(), "a job has rows");
         let row = |&RowTokens { all, response }: &RowTokens| {
             if shape.has_rollout() {
@@ -93,8 +86,7 @@ impl Rows {
         } else {
             eval.iter().max_by_key(|tokens| tokens.all).map(row).into_iter().collect()
         };
-        let origin = if is_sample { Origin::Sampled } else { Origin::Drawn };
-        Self { evaluated, ..Self::new(tokens.iter().map(row).collect(), origin) }
+        Self { evaluated, ..Self::new(tokens.iter().map(row).collect(), Origin::Drawn) }
     }
 
     /// Reads the rows that the job draws first from its data, with the tokenizer in the actor's directory.
@@ -106,7 +98,8 @@ impl Rows {
         let (cache, wanted) = (config.job.dir.join("data"), shape.rows_ahead(config));
         let (actor, seed) = (archs.actor(), config.job.seed);
         let ahead = data::look_ahead(&config.data, shape.part, &tokenizer, actor.vocabulary, &cache, seed, wanted)?;
-        Ok(Self::of(config, shape, actor.context, &ahead.rows, ahead.is_sample, &ahead.eval))
+        let origin = if ahead.is_sample { Origin::Sampled } else { Origin::Drawn };
+        Ok(Self { origin, ..Self::of(config, shape, actor.context, &ahead.rows, &ahead.eval) })
     }
 
     /// The same rows with these lengths instead.
@@ -127,15 +120,6 @@ impl Rows {
     /// Row `i` of those that are drawn.
     pub fn at(&self, i: usize) -> Row {
         self.drawn[i % self.drawn.len()]
-    }
-
-    pub fn all(&self) -> &[Row] {
-        &self.drawn
-    }
-
-    /// Rows of evaluations.
-    pub fn evaluated(&self) -> &[Row] {
-        &self.evaluated
     }
 
     /// Whether all are of one length.

@@ -3,15 +3,15 @@
 use super::choose::{Candidate, Choice, Placed};
 use super::devices::Device;
 use super::job::Job;
-use super::memory::{Phase, rank_of};
+use super::memory::{KvCache, Phase, rank_of};
 use super::rows::{Origin, Row};
 use super::time::{Part, Stage};
 use crate::config::mesh::RoleName;
+use crate::device::null::Peak;
 use crate::error::format_bytes;
 use crate::mesh::Mesh;
 use crate::model::ParamTable;
 use serde_json::{Value, json};
-use std::collections::BTreeSet;
 use std::fmt::Write;
 
 const WIDTH: usize = 100;
@@ -72,25 +72,20 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
     if job.shape.has_rollout() && job.archs.of(RoleName::Reward).is_none() {
         line(out, "  reward     rules or services: neither memory nor seconds of a device");
     }
-    step(out, job, &choice.layout().mesh);
+    step(out, job, &choice.chosen.layout().mesh);
     wrap(out, "  rows       ", &describe_rows(job));
-    wrap(
-        out,
-        "  device     ",
-        &format!(
-            "{}, {}; {:.3} TB/s; ranks {} GB/s, nodes {} GB/s a rank, host {} GB/s, one way",
-            format_bytes(device.memory_bytes),
-            describe_flops(device.flops),
-            device.memory / 1e12,
-            rate(device.link),
-            rate(device.network),
-            rate(device.host)
-        ),
+    let [link, network, host] = [device.link, device.network, device.host].map(rate);
+    let text = format!(
+        "{}, {}; {:.3} TB/s; ranks {link} GB/s, nodes {network} GB/s a rank, host {host} GB/s, one way",
+        format_bytes(device.memory_bytes),
+        describe_flops(device.flops),
+        device.memory / 1e12
     );
+    wrap(out, "  device     ", &text);
     rule(out, "layout");
     wrap(out, "  ", &format!("{}: {}", describe_layout(&choice.chosen), choice.why));
     line(out, format!("  {} layouts compared, {} fit", choice.compared, choice.fitting));
-    if job.recomputes_logprobs(choice.layout()) {
+    if job.recomputes_logprobs(choice.chosen.layout()) {
         line(out, "  log-probabilities are computed once more before training (old_logprobs = \"recompute\")");
     }
 }
@@ -111,22 +106,14 @@ fn step(out: &mut String, job: &Job, mesh: &Mesh) {
     } else {
         format!("micro-batches of at most {} tokens", group(batch.tokens))
     };
-    wrap(
-        out,
-        "  step       ",
-        &format!(
-            "{step}, {} updates of {}; {batch}; {}{}",
-            job.shape.updates(),
-            job.shape.minibatch,
-            job.config.model.dtype().name(),
-            if job.config.gradient.recompute { ", recomputed" } else { "" }
-        ),
-    );
+    let (updates, minibatch, dtype) = (job.shape.updates(), job.shape.minibatch, job.config.model.dtype().name());
+    let again = if job.config.gradient.recompute { ", recomputed" } else { "" };
+    wrap(out, "  step       ", &format!("{step}, {updates} updates of {minibatch}; {batch}; {dtype}{again}"));
 }
 
 /// Where the lengths of rows come from.
 fn describe_rows(job: &Job) -> String {
-    let rows = job.rows.all();
+    let rows = &job.rows.drawn;
     let range = |of: fn(&Row) -> usize| {
         let (least, most) = (rows.iter().map(of).min().unwrap_or(0), rows.iter().map(of).max().unwrap_or(0));
         if least == most { format!("{most} tokens") } else { format!("{least} to {most} tokens") }
@@ -192,11 +179,8 @@ fn describe_flops(flops: f64) -> String {
 }
 
 fn gib(bytes: usize) -> String {
-    match bytes {
-        0 => String::new(),
-        _ if bytes >= 10 << 20 => format!("{:.2}", bytes as f64 / f64::from(1 << 30)),
-        _ => format!("{:.4}", bytes as f64 / f64::from(1 << 30)),
-    }
+    let digits = if bytes >= 10 << 20 { 2 } else { 4 };
+    if bytes == 0 { String::new() } else { format!("{:.digits$}", bytes as f64 / f64::from(1 << 30)) }
 }
 
 /// Which ranks `placed` is about, where there are several parts.
@@ -214,9 +198,9 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed, device: &Device) {
         line(out, format!("{name:<32} {}", cells.join(" ")));
     };
     row("tensor", &|phase| phase.name().to_string());
-    let owners: BTreeSet<&str> = memory.peaks.values().flat_map(|peak| peak.parts.keys().copied()).collect();
-    let mut owners: Vec<&str> = owners.into_iter().collect();
-    owners.sort_by_key(|owner| rank_of(owner));
+    let mut owners: Vec<&str> = memory.peaks.values().flat_map(|peak| peak.parts.keys().copied()).collect();
+    owners.sort_by_key(|owner| (rank_of(owner), *owner));
+    owners.dedup();
     for owner in owners {
         row(owner, &|phase| gib(memory.bytes_of(phase, owner)));
     }
@@ -234,19 +218,14 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed, device: &Device) {
     }
     wrap(out, "", &text);
     if let Some(kv) = memory.kv {
-        wrap(
-            out,
-            "",
-            &format!(
-                "kv cache: {} bytes a token; {} of {} samples at once, {} wave{}; all at once would take {}",
-                group(kv.token_bytes),
-                kv.at_once,
-                kv.samples,
-                kv.waves,
-                if kv.waves == 1 { "" } else { "s" },
-                format_bytes(kv.bytes_wanted as u64)
-            ),
+        let KvCache { token_bytes, samples, at_once, waves, bytes_wanted, .. } = kv;
+        let (token_bytes, plural) = (group(token_bytes), if waves == 1 { "" } else { "s" });
+        let text = format!(
+            "kv cache: {token_bytes} bytes a token; {at_once} of {samples} samples at once, {waves} wave{plural}; \
+             all at once would take {}",
+            format_bytes(bytes_wanted as u64)
         );
+        wrap(out, "", &text);
     }
     if memory.host > 0 {
         let what = if device.is_cpu() { "in mapped files" } else { "pinned of the host's memory" };
@@ -271,10 +250,8 @@ fn time(out: &mut String, choice: &Choice, device: &Device) {
         line(out, format!("{:<24} {:>12.3} {:>12.3} {:>6.0} %", stage.name(), floor, seconds, 100.0 * seconds / whole));
     }
     let tokens = chosen.main().time.tokens as f64;
-    line(
-        out,
-        format!("{:<24} {:>12.3} {:>12.3}          {:.0} tokens/s", "step", chosen.floor_s(), whole, tokens / whole),
-    );
+    let (floor, speed) = (chosen.floor_s(), tokens / whole);
+    line(out, format!("{:<24} {floor:>12.3} {whole:>12.3}          {speed:.0} tokens/s", "step"));
 }
 
 fn amount(value: f64, unit: &str) -> String {
@@ -286,36 +263,19 @@ fn amount(value: f64, unit: &str) -> String {
 fn arithmetic(out: &mut String, choice: &Choice, placed: &Placed) {
     let whose = ranks_of(choice, placed, "of");
     rule(out, &format!("arithmetic{whose}, one rank: amount / peak = floor; / efficiency = busy; - hidden = seconds"));
-    line(
-        out,
-        format!(
-            "{:<42} {:>10} {:>9} {:>12} {:>5} {:>8} {:>8}",
-            "part", "FLOPs", "bytes", "peak", "eff.", "busy s", "s"
-        ),
-    );
+    let titles = format!("{:>10} {:>9} {:>12} {:>5} {:>8} {:>8}", "FLOPs", "bytes", "peak", "eff.", "busy s", "s");
+    line(out, format!("{:<42} {titles}", "part"));
     for part in &placed.time.parts {
-        let Part { work, .. } = part;
-        let peak = match part.bound {
-            "flops" => describe_flops(part.peak),
-            _ => format!("{} GB/s", rate(part.peak)),
-        };
-        let mut name = format!("{}: {}", short(part.stage), part.name);
+        let Part { stage, name, work, bound, peak, efficiency, busy_s, seconds, .. } = part;
+        let peak = if *bound == "flops" { describe_flops(*peak) } else { format!("{} GB/s", rate(*peak)) };
+        let (flops, bytes) = (amount(work.flops, ""), amount(work.bytes, "B"));
+        let mut name = format!("{}: {name}", short(*stage));
         if name.chars().count() > NAME {
             // Its numbers stand below it.
             line(out, std::mem::take(&mut name));
         }
-        line(
-            out,
-            format!(
-                "{name:<42} {:>10} {:>9} {:>12} {:>5.2} {:>8.3} {:>8.3}",
-                amount(work.flops, ""),
-                amount(work.bytes, "B"),
-                peak,
-                part.efficiency,
-                part.busy_s,
-                part.seconds
-            ),
-        );
+        let numbers = format!("{flops:>10} {bytes:>9} {peak:>12} {efficiency:>5.2} {busy_s:>8.3} {seconds:>8.3}");
+        line(out, format!("{name:<42} {numbers}"));
     }
 }
 
@@ -369,7 +329,7 @@ fn rows_object(job: &Job) -> Value {
         Origin::Sampled => ("sampled", ""),
     };
     json!({
-        "counted": counted, "why": why, "read": job.rows.all().len(), "samples": job.shape.samples(),
+        "counted": counted, "why": why, "read": job.rows.drawn.len(), "samples": job.shape.samples(),
         "prompt": longest.prompt, "response": longest.response, "prompt_mean": prompt, "response_mean": response,
     })
 }
@@ -384,10 +344,8 @@ fn device_object(device: &Device) -> Value {
 }
 
 fn candidate(candidate: &Candidate) -> Value {
-    let seconds = |of: &dyn Fn(Stage) -> f64| {
-        let pairs = Stage::ALL.map(|stage| (key(stage), json!(of(stage))));
-        Value::Object(pairs.into_iter().collect())
-    };
+    let seconds =
+        |of: &dyn Fn(Stage) -> f64| -> Value { Stage::ALL.map(|stage| (key(stage), of(stage))).into_iter().collect() };
     json!({
         "fits": candidate.fits(),
         "step_s": candidate.step_s(), "floor_s": candidate.floor_s(),
@@ -404,18 +362,8 @@ fn key(stage: Stage) -> String {
 fn placed(placed: &Placed) -> Value {
     let layout = &placed.layout;
     let Mesh { data, pipeline, sequence, tensor } = layout.mesh;
-    let phases = placed.memory.peaks.iter().map(|(phase, peak)| {
-        let parts = peak.parts.iter().map(|(what, bytes)| (what.to_string(), json!(bytes)));
-        let parts: serde_json::Map<String, Value> = parts.collect();
-        (phase.name().to_string(), json!({ "bytes": peak.bytes, "tensors": parts }))
-    });
-    let phases: serde_json::Map<String, Value> = phases.collect();
-    let kv = placed.memory.kv.map(|kv| {
-        json!({
-            "token_bytes": kv.token_bytes, "samples": kv.samples, "at_once": kv.at_once, "waves": kv.waves,
-            "bytes": kv.bytes, "bytes_wanted": kv.bytes_wanted,
-        })
-    });
+    let of_phase = |peak: &Peak| json!({ "bytes": peak.bytes, "tensors": peak.parts });
+    let phases: Value = placed.memory.peaks.iter().map(|(phase, peak)| (phase.name(), of_phase(peak))).collect();
     json!({
         "roles": placed.roles.iter().map(|role| role.name()).collect::<Vec<_>>(),
         "ranks": [placed.ranks.start, placed.ranks.end],
@@ -424,7 +372,7 @@ fn placed(placed: &Placed) -> Value {
         "swap": { "optimizer": layout.swap.optimizer, "roles": layout.swap.roles },
         "memory": {
             "phases": phases, "peak_bytes": placed.memory.peak().1.bytes, "resident_bytes": placed.memory.resident,
-            "limit_bytes": placed.memory.limit, "kv_cache": kv, "host_bytes": placed.memory.host,
+            "limit_bytes": placed.memory.limit, "kv_cache": placed.memory.kv, "host_bytes": placed.memory.host,
         },
         "parts": placed.time.parts.iter().map(|part| json!({
             "stage": key(part.stage), "name": part.name, "flops": part.work.flops, "bytes": part.work.bytes,

@@ -25,14 +25,7 @@ impl Stage {
         [Self::Prefill, Self::Decode, Self::Scoring, Self::Training, Self::Exposed, Self::Swapping];
 
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Prefill => "prefill",
-            Self::Decode => "decode",
-            Self::Scoring => "scoring",
-            Self::Training => "training",
-            Self::Exposed => "communication exposed",
-            Self::Swapping => "host memory",
-        }
+        ["prefill", "decode", "scoring", "training", "communication exposed", "host memory"][self as usize]
     }
 
     /// Of what is computed in a phase; none of what is no part of a step.
@@ -92,19 +85,11 @@ impl Time {
         Self { parts, tokens }
     }
 
-    pub fn step_s(&self) -> f64 {
-        self.parts.iter().map(|part| part.seconds).sum()
-    }
-
-    /// With all peaks reached and all that can be hidden hidden.
-    pub fn floor_s(&self) -> f64 {
-        Stage::ALL.into_iter().map(|stage| self.floor_of(stage)).sum()
-    }
-
     pub fn of_stage(&self, stage: Stage) -> f64 {
         self.parts.iter().filter(|part| part.stage == stage).map(|part| part.seconds).sum()
     }
 
+    /// With all peaks reached and all that can be hidden hidden.
     pub fn floor_of(&self, stage: Stage) -> f64 {
         let parts = self.parts.iter().filter(|part| part.stage == stage);
         parts.map(|part| if part.seconds > 0.0 { part.floor_s.min(part.seconds) } else { 0.0 }).sum()

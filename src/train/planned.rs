@@ -82,11 +82,11 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
 }
 
 /// Starts a null GPU, with what CUDA and its libraries keep of one as long as the job takes.
-fn start_gpu(gpu: PlannedGpu) -> Result<Vec<cuda::Memory>> {
+fn start_gpu(planned: PlannedGpu) -> Result<Vec<cuda::Memory>> {
     cuda::gpu::start_null()?;
-    cuda::fast::turn(gpu.fast).map_err(Error::fault)?;
-    let workspace = gpu.workspace.then_some(("gemm workspace", cuda::fast::WORKSPACE_BYTES));
-    let all = [Some(("program", gpu.program_bytes)), workspace].into_iter().flatten();
+    cuda::fast::turn(planned.fast).map_err(Error::fault)?;
+    let workspace = planned.workspace.then_some(("gemm workspace", cuda::fast::WORKSPACE_BYTES));
+    let all = [Some(("program", gpu::PROGRAM_BYTES)), workspace].into_iter().flatten();
     Ok(all.map(|(owner, bytes)| cuda::owned_by(owner, || cuda::Memory::scratch(bytes))).collect())
 }
 

@@ -38,8 +38,8 @@ fn planned(config: &Config, arch: &Arch, rows: Rows) -> usize {
     let job = Job::new(config, &archs, Some(rows));
     let mesh = Mesh::data_only(1);
     let layout = Layout { mesh, zero: 1, rollout_tensor: 1, swap: Swap::default() };
-    let device = Device::cpu(1 << 40, 1);
-    plan::count(Case { job: &job, layout: &layout, device: &device, threads: THREADS }, &[RoleName::Actor]).0.arena
+    let device = Device { threads: THREADS, ..Device::cpu(1 << 40, 1) };
+    plan::count(Case { job: &job, layout: &layout, device: &device }, &[RoleName::Actor]).0.arena
 }
 
 /// Loads nothing: random weights, one update over micro-batches of rows of these lengths, of which the second half is
@@ -109,5 +109,5 @@ fn the_plan_counts_what_the_arena_counts_within_half_a_percent() {
     let cut = balance::plan(&lengths, 1, 4096, &Cost::of(&arch)).swap_remove(0);
     assert!(cut.len() > 2, "several micro-batches");
     let cut: Vec<Vec<usize>> = cut.into_iter().map(|rows| rows.into_iter().map(|i| lengths[i]).collect()).collect();
-    check(&config, Rows::of(&config, &train::shape(&config), arch.context, &rows, false, &[]), &cut, "mixed lengths");
+    check(&config, Rows::of(&config, &train::shape(&config), arch.context, &rows, &[]), &cut, "mixed lengths");
 }

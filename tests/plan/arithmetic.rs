@@ -3,9 +3,8 @@
 use super::models::{a800, arch, archs, job, llama2_7b, small, table};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::Head::{LanguageModel, Value};
-use rlhf_hpc::plan::choose::choose_for;
 use rlhf_hpc::plan::time::Stage;
-use rlhf_hpc::plan::{Job, Part};
+use rlhf_hpc::plan::{Job, Part, choose};
 
 const GIB: usize = 1 << 30;
 
@@ -23,7 +22,7 @@ fn llama2_7b_has_6738415616_parameters_and_a_token_of_its_cache_524288_bytes() {
 
     let sets = ["mesh.tensor=1", "mesh.zero=3", "rollout.tensor=1", "rollout.kv_bytes_max=34359738368"];
     let (config, archs) = (job(&sets), archs(&llama2_7b(), true));
-    let choice = choose_for(&Job::new(&config, &archs, None), 16, &a800(), 1).expect("it fits");
+    let choice = choose(&Job::new(&config, &archs, None), 16, &a800()).expect("it fits");
     let kv = choice.chosen.main().memory.kv.expect("a ppo job has a cache");
     assert_eq!((kv.token_bytes, kv.samples), (524_288, 64));
     // 64 sequences of 2048 tokens.
@@ -44,7 +43,7 @@ fn parts_of_a_tensor_axis_add_up_to_the_model() {
 fn a_step_of_the_reference_workload_takes_at_least_what_its_flops_and_bytes_take() {
     let sets = ["mesh.tensor=1", "mesh.zero=3", "rollout.tensor=1", "rollout.batch_max=32"];
     let (config, archs) = (job(&sets), archs(&llama2_7b(), true));
-    let choice = choose_for(&Job::new(&config, &archs, None), 16, &a800(), 1).expect("it fits");
+    let choice = choose(&Job::new(&config, &archs, None), 16, &a800()).expect("it fits");
     let chosen = &choice.chosen;
     let layout = chosen.layout();
     assert_eq!(layout.mesh, Mesh::data_only(16));
@@ -89,7 +88,7 @@ fn microbatches_hold_the_budget_and_are_as_few_as_can_be() {
 /// The part of the actor's ranks whose name begins so.
 fn part(more: &[&str], world: usize, name: &str) -> Part {
     let (config, archs) = (job(&[more, &["rollout.prompts_per_step=128"]].concat()), archs(&llama2_7b(), false));
-    let choice = choose_for(&Job::new(&config, &archs, None), world, &a800(), 1).expect("it fits");
+    let choice = choose(&Job::new(&config, &archs, None), world, &a800()).expect("it fits");
     let parts = &choice.chosen.main().time.parts;
     let found = parts.iter().find(|part| part.name == name);
     found.unwrap_or_else(|| panic!("{name} is none of {:?}", parts.iter().map(|p| &p.name).collect::<Vec<_>>())).clone()

@@ -4,7 +4,7 @@ use super::models::{a800, archs, job, llama2_7b, small};
 use rlhf_hpc::config::Config;
 use rlhf_hpc::config::mesh::RoleName;
 use rlhf_hpc::error::Error;
-use rlhf_hpc::plan::choose::{Candidate, choose_for};
+use rlhf_hpc::plan::choose::Candidate;
 use rlhf_hpc::plan::time::Stage;
 use rlhf_hpc::plan::{Choice, Device, Job, choose};
 use rlhf_hpc::train::Archs;
@@ -16,13 +16,13 @@ fn fewer(more: &[&str]) -> Config {
 
 fn chosen(more: &[&str], archs: &Archs, world: usize, device: &Device) -> Choice {
     let config = fewer(more);
-    choose_for(&Job::new(&config, archs, None), world, device, 1).unwrap_or_else(|e| panic!("{more:?}: {e}"))
+    choose(&Job::new(&config, archs, None), world, device).unwrap_or_else(|e| panic!("{more:?}: {e}"))
 }
 
 fn refused(more: &[&str], archs: &Archs, world: usize, device: &Device) -> Error {
     let config = fewer(more);
-    match choose_for(&Job::new(&config, archs, None), world, device, 1) {
-        Ok(choice) => panic!("{more:?} is laid out: {}", choice.layout().describe()),
+    match choose(&Job::new(&config, archs, None), world, device) {
+        Ok(choice) => panic!("{more:?} is laid out: {}", choice.chosen.layout().describe()),
         Err(error) => error,
     }
 }
@@ -54,13 +54,12 @@ fn on_gpus_the_fastest_layout_that_fits_is_chosen_and_the_others_say_why_not() {
 fn axes_that_are_named_are_taken_and_auto_ones_are_filled() {
     let archs = archs(&llama2_7b(), false);
     let choice = chosen(&["mesh.tensor=4", "mesh.zero=2", "rollout.tensor=2"], &archs, 16, &a800());
-    let layout = choice.layout();
+    let layout = choice.chosen.layout();
     assert_eq!((layout.mesh.data, layout.mesh.tensor, layout.zero), (4, 4, 2));
     assert_eq!((layout.rollout_tensor, layout.rollout_data()), (2, 8));
-    assert!(layout.reshards());
     let choice = chosen(&["mesh.sequence=2"], &archs, 16, &a800());
-    assert_eq!(choice.layout().mesh.ranks(), 16);
-    assert_eq!(choice.layout().mesh.sequence, 2);
+    assert_eq!(choice.chosen.layout().mesh.ranks(), 16);
+    assert_eq!(choice.chosen.layout().mesh.sequence, 2);
 }
 
 #[test]
@@ -84,14 +83,17 @@ fn on_cpus_it_is_the_plainest_layout_that_fits_and_the_same_in_every_start() {
     let archs = archs(&small(), false);
     let config = job(&SHORT);
     let roomy = Device::cpu(1 << 36, 2);
-    let choice = choose(&config, &archs, 4, &roomy).expect("it fits");
-    assert_eq!((choice.layout().mesh.tensor, choice.layout().mesh.data, choice.layout().zero), (1, 4, 1));
-    assert_eq!(choose(&config, &archs, 4, &roomy).expect("it fits"), choice);
+    let choice = choose(&Job::new(&config, &archs, None), 4, &roomy).expect("it fits");
+    assert_eq!(
+        (choice.chosen.layout().mesh.tensor, choice.chosen.layout().mesh.data, choice.chosen.layout().zero),
+        (1, 4, 1)
+    );
+    assert_eq!(choose(&Job::new(&config, &archs, None), 4, &roomy).expect("it fits"), choice);
     // Where stage 1 does not fit, the next one that does.
     let bytes = |c: &Choice| c.chosen.fullest().memory.peak().1.bytes as u64;
     let tight = Device::cpu(bytes(&choice) - 1, 2);
-    let choice = choose(&config, &archs, 4, &tight).expect("another layout fits");
-    assert!(choice.layout().zero > 1 || choice.layout().mesh.tensor > 1);
+    let choice = choose(&Job::new(&config, &archs, None), 4, &tight).expect("another layout fits");
+    assert!(choice.chosen.layout().zero > 1 || choice.chosen.layout().mesh.tensor > 1);
     assert!(bytes(&choice) <= tight.memory_bytes);
 }
 

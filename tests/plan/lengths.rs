@@ -110,9 +110,9 @@ fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
     for more in [&[][..], &["sft.loss_on=all"], &["data.order=length_grouped", "job.seed=7"]] {
         let config = fixture.config("sft", "rows.jsonl", more);
         let rows = fixture.read(&config);
-        assert_eq!((rows.origin.clone(), rows.all().len()), (Origin::Drawn, 6 * 12));
+        assert_eq!((rows.origin.clone(), rows.drawn.len()), (Origin::Drawn, 6 * 12));
         assert!(!rows.are_alike());
-        assert_eq!(rows.all(), fixture.demonstrations(&config, 6 * 12), "{more:?}");
+        assert_eq!(rows.drawn, fixture.demonstrations(&config, 6 * 12), "{more:?}");
     }
     let format = RowFormat {
         part: Part::Demonstration,
@@ -128,7 +128,7 @@ fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
     shard_jsonl(&[input], &fixture.path("shard"), &fixture.tokenizer, vocabulary, &format, &SplitRule::None)
         .expect("a shard");
     let config = fixture.config("sft", "shard", &[]);
-    assert_eq!(fixture.read(&config).all(), fixture.demonstrations(&config, 6 * 12));
+    assert_eq!(fixture.read(&config).drawn, fixture.demonstrations(&config, 6 * 12));
     assert!(!fixture.path("run").exists(), "a plan leaves nothing behind");
 }
 
@@ -137,13 +137,13 @@ fn prompts_are_read_and_responses_count_as_the_longest_unless_told() {
     let fixture = Fixture::new(200);
     let config = fixture.config("ppo", "rows.jsonl", &[]);
     let rows = fixture.read(&config);
-    let prompts: Vec<usize> = rows.all().iter().map(|row| row.prompt).collect();
+    let prompts: Vec<usize> = rows.drawn.iter().map(|row| row.prompt).collect();
     assert_eq!(prompts, fixture.prompts(&config, 6 * 8));
-    assert!(rows.all().iter().all(|row| row.response == 50));
+    assert!(rows.drawn.iter().all(|row| row.response == 50));
     let told = rows.clone().with(None, Some(20));
-    assert!(told.all().iter().zip(rows.all()).all(|(a, b)| (a.prompt, a.response) == (b.prompt, 20)));
+    assert!(told.drawn.iter().zip(&rows.drawn).all(|(a, b)| (a.prompt, a.response) == (b.prompt, 20)));
     let told = rows.with(Some(10), Some(20));
-    assert_eq!(told.all(), [Row { prompt: 10, response: 20 }]);
+    assert_eq!(told.drawn, [Row { prompt: 10, response: 20 }]);
     assert_eq!(told.origin, Origin::Given);
 }
 
@@ -158,7 +158,7 @@ fn of_much_text_a_sample_over_all_of_it_is_read() {
     assert!(fs::metadata(fixture.path("much.jsonl")).expect("a file").len() > 3 << 20);
     let config = fixture.config("ppo", "much.jsonl", &["data.prompt_tokens_max=400", "job.steps=64"]);
     let rows = fixture.read(&config);
-    assert_eq!((rows.origin.clone(), rows.all().len()), (Origin::Sampled, 512));
+    assert_eq!((rows.origin.clone(), rows.drawn.len()), (Origin::Sampled, 512));
     let whole = fixture.prompts(&config, count);
     let mean = whole.iter().sum::<usize>() as f64 / count as f64;
     // Longer rows have more bytes, so that more of them are met.
@@ -199,6 +199,6 @@ fn the_table_says_which_lengths_it_counts() {
 fn without_lengths_every_row_is_the_longest_that_the_job_allows() {
     let shape = train::shape(&job(&[]));
     let rows = Rows::longest(&job(&[]), &shape, 4096, "no data");
-    assert_eq!(rows.all(), [Row { prompt: 1024, response: 1024 }]);
+    assert_eq!(rows.drawn, [Row { prompt: 1024, response: 1024 }]);
     assert_eq!(Rows::longest(&job(&[]), &shape, 1500, "").longest_row().tokens(), 1500);
 }

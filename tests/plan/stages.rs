@@ -17,13 +17,13 @@ fn layout(mesh: Mesh, zero: usize) -> Layout {
 
 fn count(config: &Config, archs: &Archs, layout: &Layout, device: &Device) -> Memory {
     let job = Job::new(config, archs, None);
-    plan::count(Case { job: &job, layout, device, threads: 2 }, &ROLES).0
+    let device = Device { threads: 2, ..device.clone() };
+    plan::count(Case { job: &job, layout, device: &device }, &ROLES).0
 }
 
 /// Bytes in one phase of the owners whose names begin so.
 fn of(memory: &Memory, phase: Phase, owner: &str) -> usize {
-    let parts = memory.parts(phase).expect("the phase is there");
-    parts.iter().filter(|(name, _)| name.starts_with(owner)).map(|(_, bytes)| bytes).sum()
+    memory.peaks[&phase].parts.iter().filter(|(name, _)| name.starts_with(owner)).map(|(_, bytes)| bytes).sum()
 }
 
 const WEIGHTS: &str = "weights";
