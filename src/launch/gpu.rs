@@ -1,12 +1,14 @@
 //! `job.device`: the device of a run's models.
 
-use super::layout::{Expected, Layout};
+use super::layout::Expected;
+use super::run::Ranks;
 use super::self_test::SelfTest;
 use crate::comm::backends::{self, Axis};
 use crate::comm::self_test::{self, AxisUse};
 use crate::comm::{Axes, Group, World, gpus, phase};
 use crate::config::Config;
 use crate::config::job::{Collectives, DeviceName};
+use crate::config::mesh::RoleName;
 use crate::config::model::DTypeName;
 use crate::device::Device;
 use crate::device::cuda::attention::HEAD_DIMS;
@@ -42,7 +44,7 @@ pub struct GpuOfRanks {
 }
 
 /// The models that the self-test stands for.
-pub type Models<'a> = dyn Fn(&Config) -> Result<Vec<(Arch, Head)>> + 'a;
+pub type Models<'a> = dyn Fn(&Config) -> Result<Vec<(RoleName, Head, Arch)>> + 'a;
 
 /// Opens this rank's GPU where the job asks for one, runs the self-test with small models like `models`, and sets the device in
 /// the configuration. All ranks call this.
@@ -138,16 +140,11 @@ fn suits(config: &Config) -> Result<()> {
 /// Initializes NCCL for this rank's GPU on each axis where that is possible, and runs the self-test of the collectives where the
 /// job wants it. Returns rows of the banner: one for each axis of several ranks, and one of the self-test. All ranks call this
 /// after `start`.
-pub fn join(
-    config: &Config,
-    world: &World,
-    layout: &Layout,
-    axes: &Axes,
-    rollout: &Axes,
-) -> Result<(Vec<String>, Option<String>)> {
+pub fn join(config: &Config, ranks: &Ranks) -> Result<(Vec<String>, Option<String>)> {
+    let Ranks { world, axes, rollout_axes, .. } = ranks;
     let gpu = format!("{} {}", world.hosts[world.rank], cuda::gpu().properties().pci);
-    let all = axes_of(&layout.mesh, axes, rollout);
-    let rows = backends::choose(&world.group(), &all, &gpu, config.job.collectives)?;
+    let all = axes_of(&ranks.layout().mesh, axes, rollout_axes);
+    let rows = backends::choose(&ranks.all, &all, &gpu, config.job.collectives)?;
     if !config.job.check {
         return Ok((rows, None));
     }
@@ -159,7 +156,7 @@ pub fn join(
         (zero, AxisUse::Zero(&axes.zero_stream, config.gradient.order)),
         (apart, AxisUse::Tensor),
     ];
-    let names = phase::before_steps("the self-test of the collectives", || self_test::check(&world.group(), &uses))?;
+    let names = phase::before_steps("the self-test of the collectives", || self_test::check(&ranks.all, &uses))?;
     let seconds = start.elapsed().as_secs_f64();
     let message = format!("collectives checked over {} in {seconds:.2} s", names.join(", "));
     Ok((rows, (!names.is_empty()).then_some(message)))

@@ -8,6 +8,7 @@ use super::gpu;
 use crate::comm::World;
 use crate::config::Config;
 use crate::config::job::DeviceName;
+use crate::config::mesh::RoleName;
 use crate::config::rollout::RolloutConfig;
 use crate::device::cuda::{self, owned_by};
 use crate::device::{self, Device};
@@ -35,7 +36,7 @@ impl InferenceModel {
             asked.settle_on(DeviceName::Gpu);
             gpu::check(&asked).and_then(|()| gpu::check_arch(Device::Cuda, &arch, 1))?;
         }
-        let opened = gpu::open(&mut config, world, &|_| Ok(vec![(arch.clone(), head)]))?;
+        let opened = gpu::open(&mut config, world, &|_| Ok(vec![(RoleName::Actor, head, arch.clone())]))?;
         let device = if opened.gpu.is_some() { Device::Cuda } else { Device::Cpu };
         let dtype = config.model.dtype();
         let description = match device {

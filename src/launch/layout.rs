@@ -26,16 +26,6 @@ pub struct Swap {
 }
 
 impl Layout {
-    /// Ranks that ZeRO shards over.
-    pub fn zero_ranks(&self) -> usize {
-        self.mesh.data * self.mesh.sequence
-    }
-
-    /// The stage in force: on one rank there is nothing to shard.
-    pub fn stage(&self) -> usize {
-        if self.zero_ranks() == 1 { 0 } else { self.zero }
-    }
-
     /// Groups of ranks that share the prompts of a rollout.
     pub fn rollout_data(&self) -> usize {
         self.mesh.ranks() / self.rollout_tensor

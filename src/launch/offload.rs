@@ -48,11 +48,6 @@ impl Run {
         }
     }
 
-    /// Moves a learner's optimizer state into files, where the job says so. All ranks call this.
-    pub fn offload_learner(&self, learner: &mut Learner) -> Result<()> {
-        self.offload(Offload::Optimizer, learner.zero.buffers_mut())
-    }
-
     /// Offloads the weights of a model that is not trained, where the job says so: to pinned memory, or into files. All ranks
     /// call this.
     pub fn offload_role(&self, role: &mut Role) -> Result<()> {
@@ -68,7 +63,8 @@ impl Run {
         }
     }
 
-    fn offload<'a>(&self, what: Offload, mut buffers: impl Iterator<Item = &'a mut Buffer>) -> Result<()> {
+    /// Moves buffers into files, where the job says so of them. All ranks of the placement call this.
+    pub(super) fn offload<'a>(&self, what: Offload, mut buffers: impl Iterator<Item = &'a mut Buffer>) -> Result<()> {
         if self.machine.device == Device::Cuda || !self.config.mesh.offload.contains(&what) {
             return Ok(());
         }

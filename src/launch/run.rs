@@ -7,7 +7,7 @@ use super::run_lock::{link_prepared, working_dir};
 use super::step_shape::StepShape;
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
-use crate::config::mesh::{Placement, RoleName};
+use crate::config::mesh::{Offload, Placement, RoleName};
 use crate::config::optim::OptimConfig;
 use crate::data::RowTokens;
 use crate::device::{Device, cuda, null};
@@ -18,9 +18,7 @@ use crate::model::export::remove_leftovers;
 use crate::model::{Arch, Head, ParamTable, TensorPart};
 use crate::sys;
 use crate::tensor::arena;
-use crate::text::Tokenizer;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 
 /// A job that is about to run, or runs: its configuration, its ranks, its devices and its records.
@@ -56,6 +54,20 @@ pub struct Ranks {
 }
 
 impl Ranks {
+    /// This rank's groups, where roles are `placed` so. All ranks call this.
+    pub fn new(world: World, placed: Vec<(Placement, Layout)>) -> Result<Self> {
+        let mut own = None;
+        for (i, (placement, layout)) in placed.iter().enumerate() {
+            own = own.or(world.axes_of(placement.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
+        }
+        let (placement, axes) = own.expect("every rank has a placement");
+        let (placements, layouts): (Vec<Placement>, Vec<Layout>) = placed.into_iter().unzip();
+        let layout = &layouts[placement];
+        let is_same = layout.rollout_tensor == layout.mesh.tensor;
+        let rollout_axes = if is_same { axes.clone() } else { Axes::of(&axes.all, &layout.rollout()) };
+        Ok(Self { all: world.group(), world, placements, placement, layouts, axes, rollout_axes })
+    }
+
     pub fn layout(&self) -> &Layout {
         &self.layouts[self.placement]
     }
@@ -117,12 +129,6 @@ pub enum Values {
     ToRestore,
 }
 
-impl Values {
-    pub fn of(resumes: bool) -> Self {
-        if resumes { Self::ToRestore } else { Self::OfTheDirectory }
-    }
-}
-
 /// Warned where no layout fits.
 const TIGHT: &str = "for the longest rows that the job allows the plan finds no layout that fits this memory (rlhf-hpc plan \
                      shows why); starting with mesh.tensor and mesh.zero as low as they go";
@@ -138,34 +144,26 @@ impl Run {
         world: World,
         dry_run: bool,
     ) -> Result<Self> {
-        let all = world.group();
         let Layouts { placed, plan } = layouts;
-        let mut own = None;
-        for (i, (placement, layout)) in placed.iter().enumerate() {
-            own = own.or(world.axes_of(placement.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
-        }
-        let (placement, axes) = own.expect("every rank has a placement");
-        let (placements, layouts): (Vec<Placement>, Vec<Layout>) = placed.into_iter().unzip();
-        let layout = layouts[placement];
-        let is_same = layout.rollout_tensor == layout.mesh.tensor;
-        let rollout_axes = if is_same { axes.clone() } else { Axes::of(&axes.all, &layout.rollout()) };
+        let ranks = Ranks::new(world, placed)?;
+        let all = &ranks.all;
         all.agree(gpu::check(&config))?;
         let gpu::Opened { gpu, no_gpu, checked } = all.agree(opened)?;
         let device = if gpu.is_some() { Device::Cuda } else { Device::Cpu };
         // Timings and self-tests free their memory before any is reserved.
-        let gemm = gemm::choose(&mut config, &all, device, checked.as_ref(), shape, &layouts[0])?;
+        let gemm = gemm::choose(&mut config, all, device, checked.as_ref(), shape, &ranks.layouts[0])?;
         let (backends, checked_axes) = match device {
             Device::Cpu => (Vec::new(), None),
-            Device::Cuda => gpu::join(&config, &world, &layout, &axes, &rollout_axes)?,
+            Device::Cuda => gpu::join(&config, &ranks)?,
         };
         match device {
             Device::Cpu => arena::set_limit(config.mesh.arena_bytes_max),
-            Device::Cuda => gpu::limit(&config, plan.expected[placement].as_ref()),
+            Device::Cuda => gpu::limit(&config, plan.expected[ranks.placement].as_ref()),
         }
-        let start_peak = begin_peaks(&all, device);
+        let start_peak = begin_peaks(all, device);
         let dir = working_dir(&config.job.dir, dry_run);
         let config_hash = config.hash();
-        let recorder = open_records(&config, &dir, &world, &all)?;
+        let recorder = open_records(&config, &dir, all)?;
         if plan.is_tight {
             recorder.warn(TIGHT);
         }
@@ -175,7 +173,7 @@ impl Run {
             config,
             config_hash,
             dir,
-            ranks: Ranks { world, all, placements, placement, layouts, axes, rollout_axes },
+            ranks,
             machine: Machine {
                 device,
                 no_gpu,
@@ -206,12 +204,6 @@ impl Run {
         self.config.job.dir.join("checkpoints")
     }
 
-    /// The tokenizer of the actor's directory.
-    pub fn tokenizer(&self) -> Result<Arc<Tokenizer>> {
-        let dir = &self.config.model.actor;
-        Ok(Arc::new(self.ranks.all.agree(Tokenizer::load(dir))?))
-    }
-
     /// A role on every rank of this placement, of the model of `arch` in `dir`: loaded, or allocated where a checkpoint has its
     /// values.
     pub fn role(&self, name: &'static str, dir: &Path, arch: &Arch, head: Head, values: Values) -> Result<Role> {
@@ -232,14 +224,12 @@ impl Run {
     /// A learner of a role, with its optimizer state offloaded where the job says so, for a run of `updates` steps. All ranks of
     /// the role's placement call this.
     pub fn learner(&self, role: Role, optim: &OptimConfig, updates: u64, values: Values) -> Result<Learner> {
-        let make = match values {
-            Values::OfTheDirectory => Learner::with_state,
-            Values::ToRestore => Learner::to_restore,
-        };
         let (axes, gradient) = (&self.ranks.axes, &self.config.gradient);
-        let learner = make(self.state_location(), role, optim, gradient, updates, axes, self.ranks.layout().zero);
-        let mut learner = axes.all.agree(learner)?;
-        self.offload_learner(&mut learner)?;
+        let made =
+            Learner::unset(self.state_location(), role, optim, gradient, updates, axes, self.ranks.layout().zero);
+        let made = if values == Values::ToRestore { made } else { made.and_then(Learner::with_masters) };
+        let mut learner = axes.all.agree(made)?;
+        self.offload(Offload::Optimizer, learner.zero.buffers_mut())?;
         Ok(learner)
     }
 
@@ -343,7 +333,7 @@ fn begin_peaks(all: &Group, device: Device) -> u64 {
 }
 
 /// Opens the records in `dir`, and removes what a killed export left. All ranks call this.
-fn open_records(config: &Config, dir: &Path, world: &World, all: &Group) -> Result<Recorder> {
+fn open_records(config: &Config, dir: &Path, all: &Group) -> Result<Recorder> {
     let begun = || {
         std::fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
         if *dir != config.job.dir {
@@ -352,6 +342,6 @@ fn open_records(config: &Config, dir: &Path, world: &World, all: &Group) -> Resu
         remove_leftovers(&dir.join("export"))?;
         sys::files::write_atomic(&dir.join("config.resolved.toml"), config.to_toml().as_bytes())
     };
-    all.agree(if world.rank == 0 { begun() } else { Ok(()) })?;
-    all.agree(Recorder::open(dir, &config.metrics, world.rank, metrics::stderr_is_terminal()))
+    all.agree(if all.rank() == 0 { begun() } else { Ok(()) })?;
+    all.agree(Recorder::open(dir, &config.metrics, all.rank(), metrics::stderr_is_terminal()))
 }

@@ -3,6 +3,7 @@
 //! differ as bf16 rounds.
 
 use crate::comm::abort;
+use crate::config::mesh::RoleName;
 use crate::config::rollout::RolloutConfig;
 use crate::device::Device;
 use crate::device::cuda::{fast, gpu};
@@ -208,10 +209,10 @@ pub struct SelfTest {
 
 impl SelfTest {
     /// Compares the GPU of this process with the CPU on small models like `models`, with exact GEMMs.
-    pub fn exact(models: &[(Arch, Head)], graphs: bool) -> Result<Self> {
+    pub fn exact(models: &[(RoleName, Head, Arch)], graphs: bool) -> Result<Self> {
         let start = Instant::now();
         let mut distinct: Vec<(Arch, Head)> = Vec::new();
-        for (arch, head) in models.iter().map(|(arch, head)| (small(arch), *head)) {
+        for (arch, head) in models.iter().map(|(_, head, arch)| (small(arch), *head)) {
             if !distinct.iter().any(|(known, of)| *of == head && known.computes_as(&arch)) {
                 distinct.push((arch, head));
             }

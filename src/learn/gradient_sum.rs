@@ -64,9 +64,7 @@ impl GradientSum {
     pub fn finish(&mut self) {
         if self.order == GradientOrder::Fixed {
             for (u, tree) in self.trees.iter_mut().enumerate() {
-                let table = &self.grads.table;
-                let empty = TreeSum::new(table.device(), table.units()[u].len());
-                self.grads.replace(u, std::mem::replace(tree, empty).finish());
+                self.grads.replace(u, tree.finish());
             }
         }
         self.grads.reduce(self.order);

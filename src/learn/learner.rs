@@ -11,7 +11,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::learn::Role;
 use crate::model::params::ParamSpec;
-use crate::model::partition::{Partition, Shards};
+use crate::model::partition::Shards;
 use crate::optim::host_state::Vector;
 use crate::optim::schedule::lr_at;
 use crate::optim::zero::Zero;
@@ -64,26 +64,12 @@ impl Learner {
         axes: &Axes,
         stage: usize,
     ) -> Result<Self> {
-        Self::with_state(StateLocation::Device, role, optim, gradient, updates_total, axes, stage)
+        Self::unset(StateLocation::Device, role, optim, gradient, updates_total, axes, stage)?.with_masters()
     }
 
-    /// The same, with the optimizer's state at `location` between updates.
-    pub fn with_state(
-        location: StateLocation,
-        role: Role,
-        optim: &OptimConfig,
-        gradient: &GradientConfig,
-        updates_total: u64,
-        axes: &Axes,
-        stage: usize,
-    ) -> Result<Self> {
-        let mut learner = Self::to_restore(location, role, optim, gradient, updates_total, axes, stage)?;
-        learner.take_masters()?;
-        Ok(learner)
-    }
-
-    /// The same for a role whose weights are unspecified until `restore` sets them with the optimizer's state.
-    pub fn to_restore(
+    /// The same with the optimizer's state at `location` between updates, and masters that are unspecified until
+    /// `with_masters` or `restore` sets them.
+    pub fn unset(
         location: StateLocation,
         role: Role,
         optim: &OptimConfig,
@@ -113,10 +99,10 @@ impl Learner {
 
     /// Sets the masters, where the weights are not their own: to the numbers that the weights were rounded from, read piece by
     /// piece, or to the weights where those are no others.
-    fn take_masters(&mut self) -> Result<()> {
-        let Self { role, zero, shards, .. } = self;
+    pub fn with_masters(mut self) -> Result<Self> {
+        let Self { role, zero, shards, .. } = &mut self;
         if role.weights.dtype() == DType::F32 {
-            return Ok(());
+            return Ok(self);
         }
         let (source, mut values) = (role.source.take(), Vec::new());
         for u in 0..shards.updated.units() {
@@ -132,7 +118,7 @@ impl Learner {
                 zero.set_state(Vector::Master, u, part.start - own.start, &values);
             }
         }
-        Ok(())
+        Ok(self)
     }
 
     /// Makes the step behind gradients whose loss, the same on all ranks, was `loss`: not where that or the gradient is not finite.
@@ -182,11 +168,6 @@ impl Learner {
         zero.buffers().for_each(Buffer::evict);
         self.report = StepReport { grad_norm: stats.grad_norm, lr };
         Ok(())
-    }
-
-    /// What of each vector this rank writes into a checkpoint: its ranges, at stage 0 as at the others.
-    pub fn saved(&self) -> &Partition {
-        &self.shards.partition
     }
 
     /// The values of a vector of `VECTORS` that this rank writes, as (first flat element, values), in order, where they lie.

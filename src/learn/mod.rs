@@ -7,7 +7,6 @@ pub mod non_finite;
 pub mod packed;
 pub mod role;
 pub mod score;
-pub mod sequence_shard;
 pub mod sums;
 pub mod tree_sum;
 

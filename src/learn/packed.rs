@@ -1,6 +1,8 @@
 //! Packed rows: sequences one behind the other in one row of tokens, without padding; and the shards of a row that the ranks of
 //! the sequence axis hold.
 
+use crate::comm::{Group, records};
+use crate::device::null;
 use crate::model::Keys;
 use crate::ops::zigzag;
 
@@ -13,8 +15,6 @@ pub struct PackedRow {
     pub positions: Vec<u32>,
     /// [0, end of sequence 0, ..., tokens] of the whole row.
     pub cu_seqlens: Vec<usize>,
-    /// Tokens of sequence i are token_offsets[i] .. token_offsets[i + 1]: `cu_seqlens`, or that of the part.
-    pub token_offsets: Vec<usize>,
     /// Rows of the hidden state whose next token is predicted, in order.
     pub rows: Vec<u32>,
     /// The token that each of `rows` predicts.
@@ -29,7 +29,7 @@ pub struct PackedRow {
 
 impl PackedRow {
     pub fn new() -> Self {
-        Self { cu_seqlens: vec![0], token_offsets: vec![0], row_offsets: vec![0], ..Self::default() }
+        Self { cu_seqlens: vec![0], row_offsets: vec![0], ..Self::default() }
     }
 
     /// Appends a sequence; its tokens from index `first` on are predicted (`first` is at least 1).
@@ -43,7 +43,6 @@ impl PackedRow {
         self.tokens.extend_from_slice(tokens);
         self.positions.extend(0..tokens.len() as u32);
         self.cu_seqlens.push(self.tokens.len());
-        self.token_offsets.push(self.tokens.len());
         for i in (1..tokens.len()).filter(|&i| learned(i)) {
             self.row_indices.push(self.rows.len());
             self.rows.push((start + i - 1) as u32);
@@ -69,13 +68,9 @@ impl PackedRow {
             tokens: own.iter().map(|&row| self.tokens[row]).collect(),
             positions: own.iter().map(|&row| self.positions[row]).collect(),
             cu_seqlens: self.cu_seqlens.clone(),
-            token_offsets: vec![0],
             row_offsets: vec![0],
             ..Self::default()
         };
-        for end in &self.cu_seqlens[1..] {
-            part.token_offsets.push(own.partition_point(|row| row < end));
-        }
         // Both the predicted rows and the own ones ascend.
         let mut local = 0;
         for offsets in self.row_offsets.windows(2) {
@@ -93,13 +88,35 @@ impl PackedRow {
         part
     }
 
+    /// This rank's part of the row.
+    pub fn shard(&self, sequence: &Group) -> Self {
+        self.part(sequence.rank(), sequence.size())
+    }
+
+    /// The values of this part's predicted tokens, from one value per predicted token of the whole row. An empty list stays
+    /// empty.
+    pub fn select(&self, whole: &[f32]) -> Vec<f32> {
+        if whole.is_empty() { Vec::new() } else { self.row_indices.iter().map(|&place| whole[place]).collect() }
+    }
+
+    /// One value per predicted token of this row, which is whole, from those of each rank's part.
+    pub fn gather(&self, sequence: &Group, mine: &[f32]) -> Vec<f32> {
+        let mut joined = vec![0.0; self.rows.len()];
+        if null::is_active() {
+            // A null device has no peers, so there are no values to gather.
+            return joined;
+        }
+        for (rank, values) in records::gather_f32(sequence, mine).iter().enumerate() {
+            let places = self.part(rank, sequence.size()).row_indices;
+            assert_eq!(places.len(), values.len(), "a value for each predicted token of rank {rank}");
+            places.into_iter().zip(values).for_each(|(place, value)| joined[place] = *value);
+        }
+        joined
+    }
+
     /// Attention over exactly these sequences.
     pub fn keys(&self) -> Keys<'_> {
         Keys::Packed { cu_seqlens: &self.cu_seqlens }
-    }
-
-    pub fn sequences(&self) -> usize {
-        self.cu_seqlens.len() - 1
     }
 }
 
@@ -143,10 +160,8 @@ mod tests {
             let mut tokens: Vec<(u32, u32)> = Vec::new();
             let mut labels = vec![None; row.rows.len()];
             for part in &parts {
-                assert_eq!((&part.cu_seqlens, part.sequences()), (&row.cu_seqlens, row.sequences()));
+                assert_eq!(part.cu_seqlens, row.cu_seqlens);
                 assert_eq!(part.row_offsets.len(), row.row_offsets.len());
-                let of = |i: usize| &part.tokens[part.token_offsets[i]..part.token_offsets[i + 1]];
-                assert!((0..7).all(|i| of(i).iter().all(|token| *token as usize / 100 == i)));
                 tokens.extend(part.tokens.iter().copied().zip(part.positions.iter().copied()));
                 for (i, offsets) in part.row_offsets.windows(2).enumerate() {
                     for at in offsets[0]..offsets[1] {

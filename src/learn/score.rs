@@ -10,11 +10,10 @@ use crate::device::null;
 use crate::experience::Experience;
 use crate::learn::Role;
 use crate::learn::packed::PackedRow;
-use crate::learn::sequence_shard;
 use crate::ops::linear_logprob::Extra;
 use crate::ops::zigzag;
 use crate::tensor::arena::Buffer;
-use crate::tensor::{Flat, Later};
+use crate::tensor::{Flat, Later, Tensor};
 
 /// Log-probabilities of each sample's response tokens at the rollout's temperature. All ranks of the mesh call this.
 pub fn logprobs(
@@ -24,24 +23,16 @@ pub fn logprobs(
     temperature: f32,
     tokens_max: usize,
 ) -> Vec<Vec<f32>> {
-    over_plan(role, axes, samples, tokens_max, States::Behind, |row| {
-        let hidden = role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
-        role.transformer.logprobs_on_device(
-            &role.weights,
-            &hidden,
-            &row.rows,
-            &row.targets,
-            temperature,
-            Extra::Nothing,
-        )
+    let (model, w) = (&role.transformer, &role.weights);
+    over_plan(role, axes, samples, tokens_max, States::Behind, |row, hidden| {
+        model.logprobs_on_device(w, hidden, &row.rows, &row.targets, temperature, Extra::Nothing)
     })
 }
 
 /// Values of each sample: before each response token, and after the last. All ranks of the mesh call this.
 pub fn values(role: &Role, axes: &Axes, samples: &[Experience], tokens_max: usize) -> Vec<(Vec<f32>, f32)> {
-    let found = over_plan(role, axes, samples, tokens_max, States::All, |row| {
-        let hidden = role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
-        role.transformer.values_on_device(&role.weights, &hidden, &row.rows)
+    let found = over_plan(role, axes, samples, tokens_max, States::All, |row, hidden| {
+        role.transformer.values_on_device(&role.weights, hidden, &row.rows)
     });
     let split = |mut values: Vec<f32>| {
         let last = values.pop().unwrap_or_default();
@@ -84,14 +75,14 @@ impl States {
     }
 }
 
-/// One value for each state of every sample: `score` gives those of a packed row.
+/// One value for each state of every sample: `score` gives those of a packed row from its hidden state.
 fn over_plan(
     role: &Role,
     axes: &Axes,
     samples: &[Experience],
     tokens_max: usize,
     states: States,
-    score: impl Fn(&PackedRow) -> Flat,
+    score: impl Fn(&PackedRow, &Tensor) -> Flat,
 ) -> Vec<Vec<f32>> {
     let lengths: Vec<usize> = samples.iter().map(Experience::length).collect();
     let parts = axes.sequence.size();
@@ -102,8 +93,9 @@ fn over_plan(
     let mut before: Option<Later> = None;
     let own = &plan[axes.data.rank()];
     for (rows, times) in own.iter().zip(null::represented(own, &lengths)).filter(|(_, times)| *times > 0.0) {
-        let row = sequence_shard::shard(&states.pack(samples, rows), &axes.sequence);
-        let found = null::times(times, || score(&row)).later();
+        let row = states.pack(samples, rows).shard(&axes.sequence);
+        let forward = || role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
+        let found = null::times(times, || score(&row, &forward())).later();
         mine.extend(before.replace(found).map(Later::take).unwrap_or_default());
     }
     mine.extend(before.map(Later::take).unwrap_or_default());

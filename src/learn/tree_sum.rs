@@ -57,11 +57,6 @@ impl TreeSum {
         Flat::zeros(self.device, self.len)
     }
 
-    /// Sums that wait for their sibling.
-    pub fn waiting(&self) -> usize {
-        self.stack.len()
-    }
-
     /// Puts the gradient of a chunk at its leaf.
     ///
     /// # Panics
@@ -88,7 +83,7 @@ impl TreeSum {
 
     /// The sum of all chunks; zeros if there were none. No element is -0, so that a rank without chunks, whose zeros
     /// are added to the others', changes no bit.
-    pub fn finish(mut self) -> Flat {
+    pub fn finish(&mut self) -> Flat {
         while let [.., a, b] = self.stack.as_slice() {
             let level = meeting(a, b);
             self.merge(level);

@@ -3,7 +3,7 @@
 
 use super::params::{ParamId, ParamTable};
 use super::partition::{Partition, Shards};
-use crate::comm::{Axes, Group, Pending, Stream};
+use crate::comm::{Axes, Pending, Stream};
 use crate::config::optim::GradientOrder;
 use crate::device::Device;
 use crate::device::cuda::owned_by;
@@ -299,16 +299,6 @@ impl Gradients {
         let (u, range) = self.place(id);
         let end = range.start + self.table.spec(id).elements();
         self.unit_mut(u).slice_mut(range.start..end)
-    }
-
-    /// The gradient of a vector becomes the sum over the ranks of `group`, which all hold it.
-    pub fn sum_vector(&mut self, id: ParamId, group: &Group) {
-        group.sum_slice(self.vector_mut(id));
-    }
-
-    /// Sets the gradient of a vector to 0.
-    pub fn clear_vector(&mut self, id: ParamId) {
-        self.vector_mut(id).clear();
     }
 
     fn values_mut(&mut self, id: ParamId) -> SliceMut<'_> {

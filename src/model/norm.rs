@@ -52,9 +52,10 @@ impl Norm {
         (grads, tensor): (&mut Gradients, &Group),
     ) {
         if tensor.rank() > 0 {
-            grads.clear_vector(self.weight);
+            grads.vector_mut(self.weight).clear();
         }
         self.backward(w, x, rstd, dy, dx, grads);
-        grads.sum_vector(self.weight, tensor);
+        // All ranks of the axis hold it.
+        tensor.sum_slice(grads.vector_mut(self.weight));
     }
 }

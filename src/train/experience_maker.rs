@@ -2,7 +2,7 @@
 //! batches: those ranks score a batch while the actor answers the next one.
 
 use super::rollout::{Collector, RankResponses};
-use super::rollout_weights::RolloutWeights;
+use super::rollout_weights::{Gathered, RolloutWeights};
 use crate::comm::records;
 use crate::comm::{Group, Stream, phase};
 use crate::config::mesh::RoleName;
@@ -79,17 +79,15 @@ pub fn make_experience(
     finished: &[Response],
     phases: &mut Phases,
 ) -> Result<Collected> {
-    let gathered =
-        models.actor.map(|(actor, rollout_weights)| (rollout_weights.gather(actor, phases), actor, rollout_weights));
+    let gathered = models.actor.map(|(actor, rollout_weights)| rollout_weights.gather(actor, phases));
     let mut batch = Batch { samples: Vec::new(), complete: true, scores: Ok(Scores::default()) };
     let mut pending = Vec::new();
     let count = run.config.mesh.rollout_batches(prompts.len());
     for part in (0..count).map(|part| share(prompts.len(), 1, part, count)) {
         phase::set(step, "rollout");
         let mine = match &gathered {
-            Some((weights, actor, rollout_weights)) => {
-                let model = rollout_weights.model(actor, weights);
-                let rollout = || collector.rollout(run, model, step as u32, prompts, &part, finished);
+            Some(gathered) => {
+                let rollout = || collector.rollout(run, gathered.model(), step as u32, prompts, &part, finished);
                 phases.time(Phase::Rollout, rollout)?
             }
             None => RankResponses { complete: true, responses: Vec::new() },
@@ -108,7 +106,7 @@ pub fn make_experience(
             batch.score(run, models, collector, from, step, phases);
         }
     }
-    let moved = gathered.as_ref().and_then(|(weights, ..)| weights.moved());
+    let moved = gathered.as_ref().and_then(Gathered::moved);
     drop(gathered);
     for responses in pending {
         phases.time(Phase::Rollout, || batch.add(responses, prompts))?;

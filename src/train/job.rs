@@ -139,7 +139,7 @@ impl<J: Job> Opened<J> {
     /// Checks everything that a job can be refused for, then loads its models, or restores them from the newest checkpoint.
     fn open(run: &mut Run) -> Result<Self> {
         let config = run.config.clone();
-        let tokenizer = run.tokenizer()?;
+        let tokenizer = Arc::new(run.ranks.all.agree(Tokenizer::load(&config.model.actor))?);
         let check = |first: &Arch, model: &JobModel| J::check_models(&config, first, model);
         let models = run.ranks.all.agree(models::described(J::models(&config), &tokenizer, check))?;
         let arch = models[0].arch.clone();
@@ -169,7 +169,7 @@ impl<J: Job> Opened<J> {
             state = resumed.state.clone();
             run.ranks.all.agree(source.restore(&state.cursor, &state.ledger))?;
         }
-        let values = Values::of(resumed.is_some());
+        let values = if resumed.is_some() { Values::ToRestore } else { Values::OfTheDirectory };
         let roles = models::load(run, &models, values)?;
         let needs = J::needs(run, &arch, &source);
         models::check_resources(run, &models, &roles, values, needs.rollouts)?;

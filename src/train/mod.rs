@@ -59,9 +59,9 @@ pub fn models(config: &Config) -> Vec<ModelSpec> {
     of_kind!(config.job.kind, J => J::models(config))
 }
 
-/// The config.json and the head of each model.
-pub fn archs(config: &Config) -> Result<Vec<(Arch, Head)>> {
-    models(config).into_iter().map(|model| Ok((Arch::load(&model.dir)?, model.head))).collect()
+/// The head of each model and its config.json.
+pub fn archs(config: &Config) -> Result<Vec<(RoleName, Head, Arch)>> {
+    models(config).into_iter().map(|model| Ok((model.role, model.head, model.arch()?))).collect()
 }
 
 /// The same of a plan, which needs no weights, and of the job's reward model: that in `reward`, else the first of
@@ -69,7 +69,12 @@ pub fn archs(config: &Config) -> Result<Vec<(Arch, Head)>> {
 pub fn planned_archs(config: &Config, reward: Option<&Path>) -> Result<Archs> {
     let named = config.reward.models.first().map(|dir| config.base.join(dir));
     let reward = reward.map(Path::to_path_buf).or(named).filter(|_| shape(config).has_rollout());
-    Archs::read(models(config), reward.as_deref())
+    let mut all = archs(config)?;
+    if let Some(dir) = reward {
+        let arch = Arch::load(&dir).map_err(|e| e.within("reward model"))?;
+        all.push((RoleName::Reward, Head::Value, arch));
+    }
+    Ok(Archs(all))
 }
 
 /// How a step is cut.

@@ -23,6 +23,11 @@ impl ModelSpec {
     pub fn new(role: RoleName, dir: &Path, head: Head, optim: Option<&OptimConfig>) -> Self {
         Self { role, dir: dir.to_path_buf(), head, optim: optim.cloned() }
     }
+
+    /// Reads its config.json.
+    pub fn arch(&self) -> Result<Arch> {
+        Arch::load(&self.dir).map_err(|e| e.within(format!("model.{}", self.role.name())))
+    }
 }
 
 /// A model of a job, of any rank, and its config.json.
@@ -51,21 +56,6 @@ impl JobModel {
 pub struct Archs(pub Vec<(RoleName, Head, Arch)>);
 
 impl Archs {
-    /// Reads the config.json of each model, and of a reward model where there is one.
-    ///
-    /// # Errors
-    /// `Data` where a config.json is missing or cannot be used.
-    pub fn read(specs: Vec<ModelSpec>, reward: Option<&Path>) -> Result<Self> {
-        let read = |spec: ModelSpec| {
-            let arch = Arch::load(&spec.dir).map_err(|e| e.within(format!("model.{}", spec.role.name())))?;
-            Ok((spec.role, spec.head, arch))
-        };
-        let mut all = specs.into_iter().map(read).collect::<Result<Vec<_>>>()?;
-        let reward = reward.map(|dir| Arch::load(dir).map_err(|e| e.within("reward model"))).transpose()?;
-        all.extend(reward.map(|arch| (RoleName::Reward, Head::Value, arch)));
-        Ok(Self(all))
-    }
-
     /// The first model.
     pub fn actor(&self) -> &Arch {
         &self.0[0].2
@@ -109,13 +99,11 @@ pub fn described(
 ) -> Result<Vec<JobModel>> {
     let mut all: Vec<JobModel> = Vec::new();
     for spec in specs {
-        let name = spec.role.name();
-        let arch = Arch::load(&spec.dir).map_err(|e| e.within(format!("model.{name}")))?;
-        let model = JobModel { spec, arch };
+        let model = JobModel { arch: spec.arch()?, spec };
         match all.first() {
             None => check_vocabulary(&model.arch, &model.spec.dir, tokenizer)?,
             Some(first) => {
-                check_same_vocabulary(&first.arch, &model.arch, name)?;
+                check_same_vocabulary(&first.arch, &model.arch, model.spec.role.name())?;
                 check(&first.arch, &model)?;
             }
         }

@@ -4,7 +4,7 @@
 use super::job::{Ended, Job, Step};
 use super::models::{self, Archs, JobModel, ModelSpec};
 use super::timers::Timers;
-use crate::comm::{Axes, World, phase};
+use crate::comm::{World, phase};
 use crate::config::Config;
 use crate::config::mesh::{Offload, Placement, RoleName};
 use crate::config::reward::{RewardConfig, RuleConfig, RuleKind};
@@ -113,25 +113,17 @@ fn open(planned: &Planned) -> Result<Run> {
     config.reward = RewardConfig { rule, ..RewardConfig::default() };
     let size = planned.placements.iter().map(|(placement, _)| placement.ranks.end).max().unwrap_or(1);
     let world = World::null(planned.rank, size);
-    let mut own = None;
-    for (i, (placement, layout)) in planned.placements.iter().enumerate() {
-        own = own.or(world.axes_of(placement.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
-    }
-    let (placement, axes) = own.expect("every rank has a placement");
-    let layout = planned.placements[placement].1;
-    let alike = layout.rollout_tensor == layout.mesh.tensor;
-    let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &layout.rollout()) };
-    let (placements, layouts): (Vec<Placement>, Vec<Layout>) = planned.placements.iter().cloned().unzip();
+    let ranks = Ranks::new(world, planned.placements.clone())?;
     let recorder = Recorder::silent(&config.metrics);
     if planned.gpu.is_some() {
         config.job.check = false;
-        gpu::join(&config, &world, &layouts[placement], &axes, &rollout_axes)?;
+        gpu::join(&config, &ranks)?;
     }
     Ok(Run {
         config,
         config_hash: String::new(),
         dir: PathBuf::new(),
-        ranks: Ranks { all: world.group(), world, placements, placement, layouts, axes, rollout_axes },
+        ranks,
         machine: Machine::null(planned.gpu),
         plan: Expectations::none(),
         recorder,

@@ -4,7 +4,7 @@ use super::experience_maker::{Pipeline, RolloutModels, hold, make_experience};
 use super::job::{Ended, Job, Step};
 use super::models::{JobModel, ModelSpec, Models};
 use super::rollout::Collector;
-use super::rollout_weights::{RolloutWeights, rollout_bytes};
+use super::rollout_weights::{Gathered, RolloutWeights, rollout_bytes};
 use super::update::Update;
 use super::{evaluate, placement, report};
 use crate::advantage::AdvantageState;
@@ -199,11 +199,8 @@ impl Job for Ppo {
         let start = Instant::now();
         run.make_room(self.actor.as_mut(), self.critic.as_mut());
         let actor = self.actor.as_ref().map(|actor| &actor.role).zip(self.rollout_weights.as_ref());
-        let gathered = actor.map(|(actor, rollout_weights)| {
-            (rollout_weights.gather(actor, &mut Phases::start()), actor, rollout_weights)
-        });
-        let policy = gathered.as_ref().map(|(weights, actor, rollout_weights)| rollout_weights.model(actor, weights));
-        evaluate::evaluate(run, policy, &mut self.collector, step, start)
+        let gathered = actor.map(|(actor, rollout_weights)| rollout_weights.gather(actor, &mut Phases::start()));
+        evaluate::evaluate(run, gathered.as_ref().map(Gathered::model), &mut self.collector, step, start)
     }
 }
 

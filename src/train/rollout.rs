@@ -95,17 +95,9 @@ impl Collector {
     pub fn responses_of_all(&self, config: &RolloutConfig, prompts: &[Prompt], wave: &Range<usize>) -> RankResponses {
         let answer = |prompt: usize, sample: usize| {
             let tokens = rollout::new_tokens_max(config, prompts[prompt].tokens.len(), self.context);
-            let (tokens, logprobs) = (vec![0; tokens], vec![0.0; tokens]);
+            let (tokens, logprobs, sample_logprobs) = (vec![0; tokens], vec![0.0; tokens], vec![0.0; tokens]);
             let (sample, finish) = (sample as u32, Finish::Length);
-            Response {
-                prompt,
-                sample,
-                tokens,
-                sample_logprobs: logprobs.clone(),
-                logprobs,
-                finish,
-                text: String::new(),
-            }
+            Response { prompt, sample, tokens, logprobs, sample_logprobs, finish, text: String::new() }
         };
         let all = wave.clone().flat_map(|prompt| (0..config.samples_per_prompt).map(move |sample| (prompt, sample)));
         RankResponses { complete: true, responses: all.map(|(prompt, sample)| answer(prompt, sample)).collect() }

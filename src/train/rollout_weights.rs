@@ -40,7 +40,10 @@ impl Run {
 }
 
 /// Weights that were gathered for a phase.
-pub struct Gathered {
+pub struct Gathered<'a> {
+    actor: &'a Role,
+    transformer: &'a Transformer,
+    /// None where those of training are used in place.
     weights: Option<Weights>,
     /// Received by the rank that received the most.
     bytes: usize,
@@ -63,29 +66,27 @@ impl RolloutWeights {
     /// Ranks decode different numbers of tokens, so that none can wait for another's weights in between: where training
     /// shards them, or cuts them otherwise, they are brought together here, once. Else they are used where they are. All ranks
     /// of the actor call this.
-    pub fn gather(&self, actor: &Role, phases: &mut Phases) -> Gathered {
-        let Some(reshard) = &self.reshard else { return Gathered { weights: None, bytes: 0 } };
+    pub fn gather<'a>(&'a self, actor: &'a Role, phases: &mut Phases) -> Gathered<'a> {
+        let transformer = self.transformer(actor);
+        let Some(reshard) = &self.reshard else { return Gathered { actor, transformer, weights: None, bytes: 0 } };
         let (weights, bytes) =
             phases.time(Phase::Reshard, || owned_by("rollout weights", || reshard.weights(&actor.weights)));
         let mut received = [bytes as f64];
         self.all.all_reduce_max_f64(&mut received);
-        Gathered { weights: Some(weights), bytes: received[0] as usize }
+        Gathered { actor, transformer, weights: Some(weights), bytes: received[0] as usize }
     }
 
     /// The actor's transformer on the ranks of the rollout.
     pub fn transformer<'a>(&'a self, actor: &'a Role) -> &'a Transformer {
         self.transformer.as_ref().unwrap_or(&actor.transformer)
     }
-
-    pub fn model<'a>(&'a self, actor: &'a Role, gathered: &'a Gathered) -> RolloutModel<'a> {
-        RolloutModel {
-            transformer: self.transformer(actor),
-            weights: gathered.weights.as_ref().unwrap_or(&actor.weights),
-        }
-    }
 }
 
-impl Gathered {
+impl Gathered<'_> {
+    pub fn model(&self) -> RolloutModel<'_> {
+        RolloutModel { transformer: self.transformer, weights: self.weights.as_ref().unwrap_or(&self.actor.weights) }
+    }
+
     /// Bytes that a rank received for gathered weights; none where they are used in place.
     pub fn moved(&self) -> Option<f64> {
         self.weights.as_ref().map(|_| self.bytes as f64)

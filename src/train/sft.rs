@@ -13,7 +13,6 @@ use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::accumulation::{accumulate, microbatches};
 use crate::learn::packed::PackedRow;
-use crate::learn::sequence_shard;
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::loss::token::cross_entropy;
@@ -176,7 +175,7 @@ fn part(rows: &[SftRow], chosen: &[usize], on: LossOn, axes: &Axes) -> PackedRow
     for row in chosen.iter().map(|&i| &rows[i]) {
         packed.push_where(&row.tokens, |i| learned(row, on, i));
     }
-    sequence_shard::shard(&packed, &axes.sequence)
+    packed.shard(&axes.sequence)
 }
 
 /// Accumulates the gradient of one packed row; returns its share of the minibatch's loss.

@@ -8,7 +8,6 @@ use crate::experience::Experience;
 use crate::learn::accumulation::{accumulate, microbatches};
 use crate::learn::learner::{Learner, StepReport};
 use crate::learn::packed::PackedRow;
-use crate::learn::sequence_shard::{self, select};
 use crate::learn::sums::{Sums, larger};
 use crate::loss::aggregation::{self, Totals};
 use crate::loss::correction;
@@ -63,23 +62,13 @@ impl Update<'_> {
         let mut sums = Sums::default();
         if let Some(actor) = actor.into() {
             sums.add(&self.policy_gradient(actor, samples));
-            let StepReport { grad_norm, lr } = self.step(actor, sums.get(keys::LOSS), samples)?;
-            sums.add(&Sums::of([
-                (ACTOR_STEPS, 1.0),
-                (keys::GRAD_NORM_ACTOR, grad_norm),
-                (keys::GRAD_NORM_ACTOR_MAX, grad_norm),
-                (keys::LR_ACTOR, lr),
-            ]));
+            let keys = [ACTOR_STEPS, keys::GRAD_NORM_ACTOR, keys::GRAD_NORM_ACTOR_MAX, keys::LR_ACTOR];
+            sums.add(&self.step(actor, sums.get(keys::LOSS), samples, keys)?);
         }
         if let Some(critic) = critic {
             sums.add(&self.value_gradient(critic, samples));
-            let StepReport { grad_norm, lr } = self.step(critic, sums.get(keys::VALUE_LOSS), samples)?;
-            sums.add(&Sums::of([
-                (CRITIC_STEPS, 1.0),
-                (keys::GRAD_NORM_CRITIC, grad_norm),
-                (keys::GRAD_NORM_CRITIC_MAX, grad_norm),
-                (keys::LR_CRITIC, lr),
-            ]));
+            let keys = [CRITIC_STEPS, keys::GRAD_NORM_CRITIC, keys::GRAD_NORM_CRITIC_MAX, keys::LR_CRITIC];
+            sums.add(&self.step(critic, sums.get(keys::VALUE_LOSS), samples, keys)?);
         }
         Ok(sums)
     }
@@ -108,26 +97,24 @@ impl Update<'_> {
         })
     }
 
-    fn step(&self, learner: &mut Learner, loss: f64, samples: &[&Experience]) -> Result<StepReport> {
+    /// Makes the step behind gradients whose loss was `loss`; what it reports goes by `keys`.
+    fn step(&self, learner: &mut Learner, loss: f64, samples: &[&Experience], keys: [&str; 4]) -> Result<Sums> {
         let rows = |learner: &Learner| {
             let tokens_max = self.config.ppo.microbatch_tokens_max;
             let made = microbatches(learner, self.axes, &lengths(samples), tokens_max).into_iter();
-            made.map(|rows| self.shard(&pack(rows.into_iter().map(|i| samples[i])))).collect()
+            made.map(|rows| pack(rows.into_iter().map(|i| samples[i])).shard(&self.axes.sequence)).collect()
         };
         learner.step_if_finite(self.axes, self.config.gradient.recompute, loss, rows)?;
-        Ok(learner.report)
-    }
-
-    /// This rank's part of a packed row.
-    fn shard(&self, whole: &PackedRow) -> PackedRow {
-        sequence_shard::shard(whole, &self.axes.sequence)
+        let StepReport { grad_norm, lr } = learner.report;
+        let [steps, norm, norm_max, rate] = keys;
+        Ok(Sums::of([(steps, 1.0), (norm, grad_norm), (norm_max, grad_norm), (rate, lr)]))
     }
 
     fn policy_microbatch(&self, actor: &mut Learner, samples: &[&Experience], totals: Totals) -> Sums {
         let Learner { role, sum, .. } = actor;
         let (model, w, temperature) = (&role.transformer, &role.weights, self.config.rollout.temperature);
         let whole = PolicyBatch::new(self.config, samples, totals);
-        let batch = whole.part(self.shard(&whole.row));
+        let batch = whole.part(whole.row.shard(&self.axes.sequence));
         let row = &batch.row;
         let mut saved = Saved::new(self.config.gradient.recompute);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
@@ -137,7 +124,7 @@ impl Update<'_> {
             let (logprobs, entropy) = model.logprobs(w, &hidden, &row.rows, &row.targets, temperature, true);
             let (of_sequences, slopes) = self.sequence_loss(&whole, &logprobs, &entropy);
             found = of_sequences;
-            slopes.map(|slopes| select(row, &slopes))
+            slopes.map(|slopes| row.select(&slopes))
         });
         let mut loss = |range: Range<usize>, l: &[f32], h: &[f32], dl: &mut [f32], dh: &mut [f32]| match &slopes {
             Some([by_logprob, by_entropy]) => {
@@ -168,7 +155,7 @@ impl Update<'_> {
     /// each sequence counts on one of them.
     fn sequence_loss(&self, whole: &PolicyBatch, logprobs: &[f32], entropy: &[f32]) -> (PolicySums, [Vec<f32>; 2]) {
         let sequence: &Group = &self.axes.sequence;
-        let [logprobs, entropy] = [logprobs, entropy].map(|mine| sequence_shard::gather(&whole.row, sequence, mine));
+        let [logprobs, entropy] = [logprobs, entropy].map(|mine| whole.row.gather(sequence, mine));
         let mut sums = PolicySums::default();
         let (mut dl, mut dh) = (vec![0.0; logprobs.len()], vec![0.0; logprobs.len()]);
         for (i, ends) in whole.row.row_offsets.windows(2).enumerate() {
@@ -185,7 +172,7 @@ impl Update<'_> {
     fn value_microbatch(&self, critic: &mut Learner, samples: &[&Experience], totals: Totals) -> Sums {
         let Learner { role, sum, .. } = critic;
         let (model, w) = (&role.transformer, &role.weights);
-        let row = &self.shard(&pack(samples.iter().copied()));
+        let row = &pack(samples.iter().copied()).shard(&self.axes.sequence);
         let column = |of: fn(&Experience) -> &[f32]| samples.iter().flat_map(|sample| of(sample)).copied().collect();
         let (returns, old_values): (Vec<f32>, Vec<f32>) = (column(|s| &s.returns), column(|s| &s.values));
         let mut weights = Vec::new();
@@ -193,7 +180,7 @@ impl Update<'_> {
             // A mean over tokens, whatever the policy's aggregation.
             aggregation::weights(Aggregation::Token, &sample.mask, totals, 1, &mut weights);
         }
-        let [old_values, returns, weights] = [old_values, returns, weights].map(|x| select(row, &x));
+        let [old_values, returns, weights] = [old_values, returns, weights].map(|x| row.select(&x));
         let mut saved = Saved::new(self.config.gradient.recompute);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
         let values = model.values(w, &hidden, &row.rows);
@@ -265,11 +252,11 @@ impl PolicyBatch {
     /// What belongs to the tokens that the part `row` of the row predicts.
     fn part(&self, row: PackedRow) -> Self {
         Self {
-            old_logprobs: select(&row, &self.old_logprobs),
-            ref_logprobs: select(&row, &self.ref_logprobs),
-            advantages: select(&row, &self.advantages),
-            factors: select(&row, &self.factors),
-            weights: select(&row, &self.weights),
+            old_logprobs: row.select(&self.old_logprobs),
+            ref_logprobs: row.select(&self.ref_logprobs),
+            advantages: row.select(&self.advantages),
+            factors: row.select(&self.factors),
+            weights: row.select(&self.weights),
             row,
         }
     }

@@ -33,7 +33,8 @@ fn masters_on_the_gpu_and_away_from_it_begin_at_the_values_of_the_files() {
         assert!(want.iter().any(|x| x.to_bits() & 0xffff != 0), "of more digits than bf16 has");
         for state_location in [StateLocation::Device, StateLocation::Host] {
             let role = load(Device::Cuda, DType::Bf16);
-            let learner = Learner::with_state(state_location, role, &optim, &gradient, 1, &axes, 0).expect("a learner");
+            let learner = Learner::unset(state_location, role, &optim, &gradient, 1, &axes, 0).expect("a learner");
+            let learner = learner.with_masters().expect("its masters");
             assert!(master(&learner) == want, "{head:?}, {state_location:?}");
         }
     }

@@ -101,7 +101,7 @@ fn moves(world: &World) {
                 actor.weights = role(model, seed, &axes, stage).weights;
                 let mut phases = Phases::start();
                 let gathered = sampler.gather(&actor, &mut phases);
-                let policy = sampler.model(&actor, &gathered);
+                let policy = gathered.model();
                 assert_same(&what, policy.weights, &whole(&model.0, model.1, seed, to));
                 let (sharded, cut) = (actor.weights.is_sharded(), to.size != axes.tensor.size());
                 let in_place = std::ptr::eq(policy.weights, std::ptr::from_ref(&actor.weights));
