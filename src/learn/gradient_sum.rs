@@ -5,6 +5,7 @@ use crate::comm::Axes;
 use crate::config::job::GradientConfig;
 use crate::config::optim::GradientOrder;
 use crate::error::{Error, Result};
+use crate::mesh::Mesh;
 use crate::model::Gradients;
 use crate::model::params::ParamTable;
 use crate::model::partition::Shards;
@@ -80,19 +81,6 @@ fn check_fixed(config: &GradientConfig, shards: &Shards, axes: &Axes) -> Result<
         ))
         .hint("run on 1, 2, 4 ... ranks, or set gradient.order = \"fast\""));
     }
-    if shards.gradients() {
-        return Err(Error::usage(format!(
-            "gradient.order = \"fixed\" with mesh.zero = {}, which sums gradients as they come",
-            shards.stage()
-        ))
-        .hint("set mesh.zero = 1, or gradient.order = \"fast\""));
-    }
-    let (sequence, tensor) = (axes.sequence.size(), axes.tensor.size());
-    if sequence * tensor > 1 {
-        return Err(Error::usage(format!(
-            "gradient.order = \"fixed\" on {sequence} sequence x {tensor} tensor ranks, needed one of each"
-        ))
-        .hint("set mesh.sequence = 1 and mesh.tensor = 1, or gradient.order = \"fast\""));
-    }
-    Ok(())
+    let mesh = Mesh { data: ranks, pipeline: 1, sequence: axes.sequence.size(), tensor: axes.tensor.size() };
+    config.check_layout(&mesh, if shards.gradients() { shards.stage() } else { 0 })
 }
