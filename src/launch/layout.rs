@@ -32,6 +32,7 @@ impl Layout {
     }
 
     /// The same on `ranks` ranks, by another size of the data axis.
+    #[must_use]
     pub fn over(&self, ranks: usize) -> Self {
         let rest = self.mesh.ranks() / self.mesh.data;
         Self { mesh: Mesh { data: ranks / rest, ..self.mesh }, ..*self }

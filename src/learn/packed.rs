@@ -89,6 +89,7 @@ impl PackedRow {
     }
 
     /// This rank's part of the row.
+    #[must_use]
     pub fn shard(&self, sequence: &Group) -> Self {
         self.part(sequence.rank(), sequence.size())
     }
