@@ -1,7 +1,7 @@
 //! `job.device`: the device of a run's models.
 
 use super::layout::Expected;
-use super::run::Ranks;
+use super::ranks::Ranks;
 use super::self_test::SelfTest;
 use crate::comm::backends::{self, Axis};
 use crate::comm::self_test::{self, AxisUse};

@@ -7,6 +7,7 @@ pub mod inference;
 pub mod layout;
 pub mod limits;
 mod offload;
+pub mod ranks;
 pub mod run;
 pub mod run_lock;
 mod self_test;

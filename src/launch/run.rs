@@ -2,12 +2,13 @@
 
 use super::gemm::{self, GemmChoice};
 use super::gpu;
-use super::layout::{Expectations, Expected, Layout, Layouts};
+use super::layout::{Expectations, Expected, Layouts};
+use super::ranks::Ranks;
 use super::run_lock::{link_prepared, working_dir};
 use super::step_shape::StepShape;
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
-use crate::config::mesh::{Offload, Placement, RoleName};
+use crate::config::mesh::Offload;
 use crate::config::optim::OptimConfig;
 use crate::data::RowTokens;
 use crate::device::{Device, cuda, null};
@@ -36,45 +37,6 @@ pub struct Run {
     pub started: Instant,
     /// Whether an optimizer step was made since; only then do hours end the run.
     pub has_learned: bool,
-}
-
-pub struct Ranks {
-    pub world: World,
-    pub all: Group,
-    /// The roles of each range of ranks.
-    pub placements: Vec<Placement>,
-    /// This rank's index in `placements`.
-    pub placement: usize,
-    /// The layout of each placement.
-    pub layouts: Vec<Layout>,
-    /// This rank's groups within its placement.
-    pub axes: Axes,
-    /// Its groups in the rollout: those of training, where both shard matrices the same way.
-    pub rollout_axes: Axes,
-}
-
-impl Ranks {
-    /// This rank's groups, where roles are `placed` so. All ranks call this.
-    pub fn new(world: World, placed: Vec<(Placement, Layout)>) -> Result<Self> {
-        let mut own = None;
-        for (i, (placement, layout)) in placed.iter().enumerate() {
-            own = own.or(world.axes_of(placement.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
-        }
-        let (placement, axes) = own.expect("every rank has a placement");
-        let (placements, layouts): (Vec<Placement>, Vec<Layout>) = placed.into_iter().unzip();
-        let layout = &layouts[placement];
-        let is_same = layout.rollout_tensor == layout.mesh.tensor;
-        let rollout_axes = if is_same { axes.clone() } else { Axes::of(&axes.all, &layout.rollout()) };
-        Ok(Self { all: world.group(), world, placements, placement, layouts, axes, rollout_axes })
-    }
-
-    pub fn layout(&self) -> &Layout {
-        &self.layouts[self.placement]
-    }
-
-    pub fn has(&self, role: RoleName) -> bool {
-        self.placements[self.placement].roles.contains(&role)
-    }
 }
 
 /// The device of this rank.

@@ -3,7 +3,7 @@
 
 use crate::comm::records;
 use crate::error::Result;
-use crate::launch::run::Ranks;
+use crate::launch::ranks::Ranks;
 use crate::learn::sums::Sums;
 use crate::metrics::{Phase, Phases};
 use std::time::Duration;

@@ -6,7 +6,8 @@ use crate::checkpoint::{self, Checkpoint, Meta, ModelVectors, Payload, vector_na
 use crate::config::Config;
 use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Result};
-use crate::launch::run::{Ranks, Run};
+use crate::launch::ranks::Ranks;
+use crate::launch::run::Run;
 use crate::learn::learner::{Learner, VECTORS};
 use crate::model::Arch;
 use crate::model::export::small_files;

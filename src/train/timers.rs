@@ -2,7 +2,7 @@
 
 use crate::comm;
 use crate::config::mesh::RoleName;
-use crate::launch::run::Ranks;
+use crate::launch::ranks::Ranks;
 use crate::metrics::keys;
 use std::time::Instant;
 
