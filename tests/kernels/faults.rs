@@ -24,7 +24,11 @@ const CASES: [Case; 24] = [
         ("copy.cu", "b[i] += a[i]", "b[i] = a[i]"),
         " from ",
     ),
-    ("decode::rows_go_on_as_the_host_would_lead_them", ("decode.cu", "    slot.past++;\n", ""), "step 1, row 0 is fed"),
+    (
+        "rollout::responses_by_graphs_are_those_of_ordinary_steps_for_all_parameters_and_stops",
+        ("decode.cu", "    slot.past++;\n", ""),
+        ": request ",
+    ),
     (
         "embedding::rows_of_tokens_are_copied_those_of_other_ranks_are_zero_and_gradients_are_summed_in_the_order_of_rows",
         ("rows.cuh", "end = starts[blockIdx.x + 1];", "end = starts[blockIdx.x + 1] + 1;"),

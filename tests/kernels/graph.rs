@@ -2,7 +2,7 @@
 
 use crate::{device, numbers, refused};
 use rlhf_hpc::device::cuda::graph::Graphs;
-use rlhf_hpc::device::cuda::{Memory, Pinned, Stream, copy};
+use rlhf_hpc::device::cuda::{Memory, Stream, copy};
 use rlhf_hpc::dtype::DType;
 
 const LEN: usize = 4096;
@@ -121,31 +121,6 @@ fn what_a_replay_would_not_do_again_is_refused_in_a_capture() {
 }
 
 #[test]
-fn steps_that_repeat_take_no_new_memory() {
-    let (gpu, _one) = device();
-    let x = Memory::of(&numbers(5, LEN));
-    let step = || {
-        let mut y = x.clone();
-        let more = Memory::zeros(100_000);
-        add(&x, &mut y);
-        drop(more);
-    };
-    step();
-    let before = gpu.usage();
-    for _ in 0..5 {
-        step();
-    }
-    let mut after = gpu.usage();
-    if !crate::on_a_real_gpu() {
-        // An emulated GPU keeps nothing, or it would not see who touches freed memory. The pool's own tests count there.
-        after.requests = before.requests;
-    }
-    assert_eq!(after, before);
-    gpu.trim();
-    assert!(gpu.usage().held <= before.held, "what was free went back");
-}
-
-#[test]
 fn more_memory_than_the_limit_or_the_gpu_has_and_a_kernel_that_does_not_exist_are_errors_that_name_them() {
     let (gpu, _one) = device();
     let before = gpu.usage().in_use;
@@ -175,13 +150,4 @@ fn large_copies_arrive_whole_and_their_source_may_change_at_once() {
     gpu.wait_for(Stream::Tensor);
     assert!(x.read::<u32>(want.len()) == want, "values were lost on the way");
     assert_eq!(small.read::<u32>(1000), &values[..1000]);
-}
-
-#[test]
-fn values_go_to_the_host_beside_its_work() {
-    let (_gpu, _one) = device();
-    let values = numbers(6, LEN);
-    let x = Memory::of(&values);
-    let pinned = Pinned::new(4 * LEN).fetch(x.view(DType::F32)).finish();
-    assert_eq!(pinned.as_f32(), values);
 }

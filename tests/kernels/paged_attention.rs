@@ -123,27 +123,6 @@ fn split_decoding_has_the_bits_of_whole_decoding() {
 }
 
 #[test]
-fn a_long_context_alone_is_decoded_in_parts() {
-    let _one = device();
-    let shape = shape(4, 2, 64, None);
-    let batch = Batch::new(&shape, &[1100], 41);
-    let blocks: Vec<u32> = (0..35).rev().collect();
-    let mut cache = KvPages::new(35, &shape);
-    batch.append_to(&mut cache, &[PagedSequence { past: 0, tokens: 1100, blocks: &blocks }], &[0]);
-    let last = [PagedSequence { past: 1099, tokens: 1, blocks: &blocks }];
-    let q = Memory::of(&batch.q[0][1099 * 256..]);
-    let run = |table: &SequenceTable| {
-        let mut o = Memory::scratch(512);
-        paged_attention::forward(q.view(DType::Bf16), &cache, table, &shape, o.view_mut(DType::Bf16));
-        o.read::<u16>(256)
-    };
-    let chosen = SequenceTable::new(&last, &shape);
-    let whole = SequenceTable::with(&last, &shape, Decode::Whole);
-    assert!(run(&chosen) == run(&whole));
-    batch.assert_softmax(&run(&chosen), &[(1099, 1)]);
-}
-
-#[test]
 fn all_orders_of_threads_give_softmax() {
     let lengths = [70, 20, 140];
     in_every_order(|| {
@@ -156,29 +135,6 @@ fn all_orders_of_threads_give_softmax() {
             assert!(batch.decoded(Decode::Split).run(&chunks) == whole);
         }
     });
-}
-
-#[test]
-fn sequences_share_the_pages_of_a_prefix() {
-    let _one = device();
-    let shape = shape(4, 2, 64, None);
-    let (prefix, total) = (40, 45);
-    let own = Batch::new(&shape, &[total, total], 19);
-    // Both begin as the first: the second has its pages, but a copy of the one that it will write.
-    let batch = own.with_shared_prefix(prefix);
-    let mut cache = KvPages::new(8, &shape);
-    let first = [PagedSequence { past: 0, tokens: prefix, blocks: &[6, 2] }];
-    batch.append_to(&mut cache, &first, &[0]);
-    copy_page(&mut cache, 2, 5);
-    let both = [
-        PagedSequence { past: prefix, tokens: 5, blocks: &[6, 2] },
-        PagedSequence { past: prefix, tokens: 5, blocks: &[6, 5] },
-    ];
-    batch.append_to(&mut cache, &both, &[0, 1]);
-    let chunks = [(prefix, 5), (prefix, 5)];
-    let got = batch.attend(&cache, &both, &[0, 1]);
-    batch.assert_softmax(&got, &chunks);
-    assert!(got == batch.run(&chunks), "as with pages of their own");
 }
 
 /// The bits of a page's keys, [g][PAGE][e].

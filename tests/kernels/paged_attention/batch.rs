@@ -54,18 +54,6 @@ impl Batch {
         Self { how, ..self.clone() }
     }
 
-    /// All sequences begin as the first one.
-    pub fn with_shared_prefix(mut self, len: usize) -> Self {
-        let width = self.shape.kv_heads * self.shape.head_dim;
-        for x in [&mut self.k, &mut self.v] {
-            let (first, others) = x.split_at_mut(1);
-            for other in others {
-                other[..len * width].copy_from_slice(&first[0][..len * width]);
-            }
-        }
-        self
-    }
-
     /// Pages of each sequence, dealt backwards and in turns.
     fn tables(&self) -> (usize, Vec<Vec<u32>>) {
         let needed: Vec<usize> = self.lengths.iter().map(|len| len.div_ceil(PAGE)).collect();
