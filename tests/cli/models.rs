@@ -4,24 +4,6 @@ use super::fixture::Fixture;
 use serde_json::json;
 use std::fs;
 
-/// Refused as the actor of a job, and by `generate`.
-#[track_caller]
-fn refused(fixture: &Fixture, words: &[&str], hint: &str) {
-    fixture.refuses(65, &[], words).hinted(hint);
-    fixture.write("row.jsonl", "{\"tokens\": [5, 6]}\n");
-    let ended = fixture.run(&["generate", "--model", "model", "--input", "row.jsonl"]).refused(65, words).hinted(hint);
-    assert_eq!(ended.stdout, "", "nothing is generated");
-}
-
-const WEIGHTS: &str = "model/model.safetensors";
-
-#[test]
-fn missing_weights_are_named() {
-    let fixture = Fixture::new();
-    fs::remove_file(fixture.path(WEIGHTS)).unwrap();
-    refused(&fixture, &["holds no model.safetensors"], "Hugging Face model directory");
-}
-
 #[test]
 fn a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused() {
     let fixture = Fixture::new();

@@ -50,15 +50,15 @@ fn streams_that_do_not_wait_are_noticed_and_copies_may_be_as_early_as_they_like(
         "offload::kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind",
     ];
     for (name, fault, holds) in [
-        (go_on, "EMULATED_EARLY", true),
-        (back, "EMULATED_HASTY", false),
-        (updates, "EMULATED_HASTY", false),
-        (go_on, "EMULATED_HASTY", false),
+        (go_on, ("EMULATED_EARLY", "1"), true),
+        (back, ("EMULATED_FORGETS", "3"), false),
+        (updates, ("EMULATED_FORGETS", "3"), false),
+        (go_on, ("EMULATED_FORGETS", "3"), false),
         // Memory that is taken again before the copy of what it held has ended.
-        (go_on, "EMULATED_FORGETS", false),
+        (go_on, ("EMULATED_FORGETS", "1"), false),
     ] {
-        let (held, text) = said(test(name).env(fault, "1"));
-        assert!(held == holds && text.contains("running 1 test"), "{name} with {fault}:\n{text}");
+        let (held, text) = said(test(name).env(fault.0, fault.1));
+        assert!(held == holds && text.contains("running 1 test"), "{name} with {fault:?}:\n{text}");
     }
 }
 

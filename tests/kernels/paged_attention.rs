@@ -77,27 +77,6 @@ fn a_token_has_the_same_bits_by_training_by_prefill_by_decode_and_in_any_chunks(
 }
 
 #[test]
-fn a_result_does_not_depend_on_the_others_of_the_batch() {
-    let _one = device();
-    for head_dim in [64, 128] {
-        let lengths = [5, 150, 64, 33, 90];
-        let batch = Batch::new(&shape(4, 2, head_dim, None), &lengths, 13);
-        let chunks = [(4, 1), (100, 50), (63, 1), (0, 33), (89, 1)];
-        let (together, width) = (batch.run(&chunks), 4 * head_dim);
-        let mut row = 0;
-        for (i, &(past, tokens)) in chunks.iter().enumerate() {
-            let mut alone = [(0, 0); 5];
-            alone[i] = (past, tokens);
-            let part = &together[row * width..(row + tokens) * width];
-            assert!(batch.run(&alone) == part, "sequence {i} alone");
-            row += tokens;
-        }
-        // Elsewhere in the cache.
-        assert!(batch.moved(3).run(&chunks) == together);
-    }
-}
-
-#[test]
 fn split_decoding_has_the_bits_of_whole_decoding() {
     let _one = device();
     for (head_dim, heads, kv_heads, window) in [

@@ -4,7 +4,7 @@ use crate::ops::probe::{Matrix, Numbers, assert_near, bf16, same_bits, wide};
 use rlhf_hpc::device::cpu::softmax;
 use rlhf_hpc::device::simd::Level;
 use rlhf_hpc::ops::linear_logprob::{forward, forward_backward};
-use rlhf_hpc::tensor::{Layout, Tensor, WeightMut, arena};
+use rlhf_hpc::tensor::{Layout, Tensor, Weight, WeightMut, arena};
 use std::ops::Range;
 
 struct Case {
@@ -44,7 +44,7 @@ fn weights(i: usize) -> (f32, f32) {
     (1.0 - 0.3 * (i % 5) as f32, 0.2 * (i % 3) as f32 - 0.1)
 }
 
-fn run_both(case: &Case) -> (Vec<f32>, Vec<f32>, Tensor, Vec<f32>) {
+fn run_both(case: &Case, w: Weight) -> (Vec<f32>, Vec<f32>, Tensor, Vec<f32>) {
     let (t, d, v) = (case.h.rows(), case.h.width(), case.w.n);
     let (mut logprobs, mut entropy) = (vec![0.0; t], vec![0.0; t]);
     let mut dh = Tensor::from_slice(t, d, &vec![f32::NAN; t * d]);
@@ -60,7 +60,7 @@ fn run_both(case: &Case) -> (Vec<f32>, Vec<f32>, Tensor, Vec<f32>) {
     };
     forward_backward(
         &case.h,
-        case.w.f32(),
+        w,
         &case.targets,
         case.temperature,
         &mut loss,
@@ -91,7 +91,7 @@ fn forward_backward_records_the_bits_of_forward() {
         let case = Case::new(t, d, v, 0.9);
         let (mut logprobs, mut entropy) = (vec![0.0; t], vec![0.0; t]);
         forward(&case.h, case.w.f32(), &case.targets, case.temperature, &mut logprobs, &mut entropy);
-        let (trained, trained_entropy, ..) = run_both(&case);
+        let (trained, trained_entropy, ..) = run_both(&case, case.w.f32());
         same_bits("recorded", &trained, &logprobs);
         same_bits("recorded", &trained_entropy, &entropy);
     }
@@ -100,7 +100,7 @@ fn forward_backward_records_the_bits_of_forward() {
 #[test]
 fn gradients_equal_finite_differences_in_f64() {
     let case = Case::new(6, 8, 37, 0.7);
-    let (.., dh, dw) = run_both(&case);
+    let (.., dh, dw) = run_both(&case, case.w.f32());
     let (h, w) = (wide(case.h.data()), wide(&case.w.rows));
     let loss = |h: &[f64], w: &[f64]| {
         let (logprobs, entropy) = case.exact(h, w);
@@ -131,7 +131,7 @@ fn gradients_equal_finite_differences_in_f64() {
 #[test]
 fn gradients_over_several_chunks_equal_those_of_single_tokens() {
     let case = Case::new(700, 16, 9000, 1.3);
-    let (.., dh, dw) = run_both(&case);
+    let (.., dh, dw) = run_both(&case, case.w.f32());
     let mut summed = vec![0.0f64; dw.len()];
     for i in 0..700 {
         let mut one = vec![0.0; dw.len()];
@@ -170,20 +170,10 @@ fn a_bf16_head_gives_the_logprobs_and_gradients_of_its_rounded_inputs() {
         temperature: 1.0,
     };
     let (exact, exact_entropy) = case.exact(&wide(case.h.data()), &wide(&case.w.rows));
-    let (mut logprobs, mut entropy) = (vec![0.0; t], vec![0.0; t]);
-    let mut dh = Tensor::scratch(t, d);
-    let mut dw = vec![0.0; case.w.panels.len()];
-    let mut loss = |range: std::ops::Range<usize>, _: &[f32], _: &[f32], dlp: &mut [f32], dent: &mut [f32]| {
-        for (j, i) in range.enumerate() {
-            (dlp[j], dent[j]) = weights(i);
-        }
-    };
-    let view = WeightMut { n: v, k: d, layout: Layout::Panel, values: (&mut dw).into() };
-    let w = case.w.bf16();
-    forward_backward(&case.h, w, &case.targets, 1.0, &mut loss, &mut logprobs, &mut entropy, &mut dh, view);
+    let (logprobs, entropy, dh, dw) = run_both(&case, case.w.bf16());
     assert_near("logprobs", &logprobs, &exact, 3e-6);
     assert_near("entropy", &entropy, &exact_entropy, 3e-6);
-    let (.., dh_f32, dw_f32) = run_both(&case);
+    let (.., dh_f32, dw_f32) = run_both(&case, case.w.f32());
     // The gradients' own factors are rounded to 8 bits here.
     let off = |a: &[f32], b: &[f32]| {
         let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();

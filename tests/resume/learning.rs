@@ -13,6 +13,7 @@ fn learns(advantage: &str) {
     let rule = r#"reward.rule={ kind = "regex", pattern = "^[0-9]" }"#;
     let job = Job::ppo(&name).with(&sets).set(rule.to_string()).done();
     assert_eq!(job.numbers("logprob_gap_max"), [0.0; 40], "sampling and training agree to the bit in every step");
+    assert_eq!(job.numbers("value_loss").len(), if advantage == "gae" { 40 } else { 0 }, "{advantage}: a critic");
     let scores = job.numbers("score_mean");
     let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len() as f64;
     let (first, last) = (mean(&scores[..5]), mean(&scores[35..]));

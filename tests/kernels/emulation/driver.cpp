@@ -8,7 +8,7 @@
 // beyond EMULATED_BYTES. Beyond that it refuses copies of host memory that is not pinned, which a real one makes, but not beside
 // the host, and launches with another number of arguments than the kernel has. What it was asked for it writes to the file
 // EMULATED_LOG, a line each, a rank behind its number. With EMULATED_FORGETS=1 its first stream does not wait for others, with 2
-// those do not wait. It has EMULATED_GPUS GPUs; if unset one for each rank, 2 at least.
+// those do not wait, with 3 none does. It has EMULATED_GPUS GPUs; if unset one for each rank, 2 at least.
 //
 // A graph runs its nodes in an order that only its edges bind. Streams join a capture by an event of it and must be joined
 // again before it ends; an event of a capture is waited for nowhere else, and none of elsewhere within. A graph that is
@@ -189,7 +189,7 @@ void try_all() {
 // Whether a wait of the first stream, or of one beside it, is left out, as EMULATED_FORGETS says.
 bool is_forgotten(bool is_first) {
     static const char* told = std::getenv("EMULATED_FORGETS");
-    return told && !std::strcmp(told, is_first ? "1" : "2");
+    return told && (!std::strcmp(told, is_first ? "1" : "2") || !std::strcmp(told, "3"));
 }
 
 // Whether the GPU does nothing by itself: tests want it as late as can be (EMULATED_FORGETS is set, to anything).
@@ -228,26 +228,26 @@ void go_on() {
     }
 }
 
+// What begins at an address or before it, and nearest; the end where nothing does.
+template <class Runs> typename Runs::iterator before(Runs& runs, uint64_t address) {
+    auto after = runs.upper_bound(address);
+    return after == runs.begin() ? runs.end() : --after;
+}
+
 bool within(uint64_t address, size_t bytes) {
-    auto after = allocated.upper_bound(address);
-    if (after == allocated.begin()) return bytes == 0;
-    --after;
-    return address + bytes <= after->first + after->second.bytes;
+    auto run = before(allocated, address);
+    return run == allocated.end() ? bytes == 0 : address + bytes <= run->first + run->second.bytes;
 }
 
 bool is_pinned(uint64_t address, size_t bytes) {
-    auto after = pinned.upper_bound(address);
-    if (after == pinned.begin()) return false;
-    --after;
-    return address + bytes <= after->first + after->second;
+    auto run = before(pinned, address);
+    return run != pinned.end() && address + bytes <= run->first + run->second;
 }
 
 Use use_of(uint64_t address) {
-    auto after = allocated.upper_bound(address);
-    if (after == allocated.begin()) return {address, 0};
-    --after;
-    bool inside = address < after->first + after->second.bytes;
-    return {address, inside ? after->second.serial : 0};
+    auto run = before(allocated, address);
+    bool inside = run != allocated.end() && address < run->first + run->second.bytes;
+    return {address, inside ? run->second.serial : 0};
 }
 
 // Work of a node, which fails where memory that it was given has gone.
@@ -512,8 +512,6 @@ API cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
     READY;
     Stream* other = event->stream;
     uint64_t place = event->recorded;
-    // EMULATED_HASTY: a GPU on which nobody waits for another stream, for tests that must notice it.
-    if (setting("EMULATED_HASTY", 0)) return Success;
     // The first stream that was made is the one of all kernels.
     if (is_forgotten(stream == streams[0])) return Success;
     if (uint64_t id = event->capture) {

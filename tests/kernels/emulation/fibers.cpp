@@ -36,8 +36,6 @@ thread_local State* mine __attribute__((tls_model("initial-exec"))) = nullptr;
 
 namespace {
 
-void to_scheduler(State& s) { emulated_switch(&s.fibers[s.current].stack_pointer, s.scheduler); }
-
 void hand_over(State& s, int to) {
     void** from = &s.fibers[s.current].stack_pointer;
     s.current = to;
@@ -51,8 +49,6 @@ int following(const State& s, u32 ready, int l) {
     while (!(ready >> l & 1));
     return l;
 }
-
-bool takes_turns(const State& s) { return s.launch->order; }
 
 // All lanes of a warp have stopped: at one operation together, or one by one at the block's barrier or their end.
 // Whether they can go on.
@@ -82,7 +78,8 @@ void stop(State& s) {
     u32& ready = s.ready[i / LANES];
     ready &= ~(1u << i % LANES);
     if (ready) hand_over(s, first + following(s, ready, i % LANES));
-    else if (!settle(s, first) || takes_turns(s)) to_scheduler(s);
+    // In the other order warps take turns.
+    else if (!settle(s, first) || s.launch->order) emulated_switch(&s.fibers[i].stack_pointer, s.scheduler);
 }
 
 void run_fiber() {
@@ -111,9 +108,6 @@ void prepare(State& s, int i) {
     for (int k = 0; k < 6; k++) *--top = nullptr;
     f.stack_pointer = top;
 }
-
-// Which warp is the k-th to run.
-int nth_warp(const State& s, int k, int warps) { return s.launch->order ? warps - 1 - k : k; }
 
 // Whether all threads have come to the barrier, and go on.
 bool release_block(State& s) {
@@ -176,7 +170,7 @@ void run_block(State& s) {
         while (moved) {
             moved = false;
             for (int k = 0; k < warps; k++) {
-                int w = nth_warp(s, k, warps);
+                int w = s.launch->order ? warps - 1 - k : k;
                 if (!s.ready[w]) continue;
                 moved = true;
                 s.current = w * LANES + following(s, s.ready[w], LANES - 1);

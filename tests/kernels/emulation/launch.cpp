@@ -230,14 +230,11 @@ void emulated_set_order(int order) { emulated::order = order; }
 // From now on these blocks alone run (ascending; x goes first, then y, then z) of grids that have more than CHOSEN_FROM; none: all.
 void emulated_choose(const u64* blocks, u64 count) { emulated::wanted.assign(blocks, blocks + count); }
 
-// Runs a kernel over its grid. Returns null, or what was wrong; one call at a time.
+// Runs a kernel over its grid, which the driver has found to be within its limits. Returns null, or what was wrong; one call at a time.
 const char* emulated_launch(const void* kernel, const u32* grid, u32 block, u64 shared_bytes, void** arguments) {
     using namespace emulated;
     const Entry& entry = *static_cast<const Entry*>(kernel);
     if (block == 0 || block > THREADS_MAX || block % LANES) return "a block needs 32 to 1024 threads, whole warps";
-    if (shared_bytes > SHARED_MAX) return "more shared memory than a block can have";
-    if (grid[0] > 0x7fffffff) return "a grid of more than 2147483647 in x";
-    if (grid[1] > 65535 || grid[2] > 65535) return "a grid of more than 65535 in y or z";
     u64 blocks = (u64)grid[0] * grid[1] * grid[2];
     std::vector<u64> chosen;
     bool is_part = !wanted.empty() && blocks > CHOSEN_FROM;
@@ -248,7 +245,7 @@ const char* emulated_launch(const void* kernel, const u32* grid, u32 block, u64 
     // Records of earlier launches must look earlier: after so many blocks, count no further.
     if (serial + blocks > 0xffffffffull) return "more blocks than the emulated GPU can tell apart";
     Job job;
-    job.launch = {entry.name, entry.start, arguments, {grid[0], grid[1], grid[2]}, (int)block, shared_bytes, order, serial,
+    job.launch = {entry.start, arguments, {grid[0], grid[1], grid[2]}, (int)block, shared_bytes, order, serial,
                   is_part ? &chosen : nullptr};
     job.blocks = (u32)blocks;
     serial += job.blocks;

@@ -277,7 +277,6 @@ API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
     comm->rank = rank;
     comm->ranks = ranks;
     comm->shared = static_cast<Shared*>(at);
-    comm->bytes = bytes;
     for (auto* counts : {&comm->sent, &comm->received, &comm->captured_sent, &comm->captured_received}) {
         counts->resize(static_cast<size_t>(ranks));
     }

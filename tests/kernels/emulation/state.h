@@ -55,7 +55,6 @@ struct Variable {
 };
 
 struct Launch {
-    const char* name;
     void (*body)(void**);
     void** arguments;
     dim3 grid;

@@ -94,7 +94,6 @@ struct Header {
 struct Comm {
     int rank = 0, ranks = 0;
     Shared* shared = nullptr;
-    size_t bytes = 0;
     // Collectives that were called so far; sends to and receipts from each rank.
     uint64_t collectives = 0;
     std::vector<uint64_t> sent, received;

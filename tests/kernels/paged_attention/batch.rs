@@ -22,8 +22,6 @@ pub struct Batch {
     pub q: Vec<Vec<u16>>,
     pub k: Vec<Vec<u16>>,
     pub v: Vec<Vec<u16>>,
-    /// Where the pages begin to be dealt.
-    start: usize,
     how: Decode,
 }
 
@@ -41,12 +39,7 @@ impl Batch {
         // Louder queries: sharper softmax, maxima that move.
         let q = part(0, own).iter().map(|q| bf16(&q.iter().map(|x| value(*x) * 2.0).collect::<Vec<_>>())).collect();
         let (k, v) = (part(1, shared), part(2, shared));
-        Self { shape: *shape, lengths: lengths.to_vec(), q, k, v, start: 0, how: Decode::Whole }
-    }
-
-    /// The same with pages elsewhere.
-    pub fn moved(&self, start: usize) -> Self {
-        Self { start, ..self.clone() }
+        Self { shape: *shape, lengths: lengths.to_vec(), q, k, v, how: Decode::Whole }
     }
 
     /// The same, decoded otherwise.
@@ -57,8 +50,8 @@ impl Batch {
     /// Pages of each sequence, dealt backwards and in turns.
     fn tables(&self) -> (usize, Vec<Vec<u32>>) {
         let needed: Vec<usize> = self.lengths.iter().map(|len| len.div_ceil(PAGE)).collect();
-        let pages = needed.iter().sum::<usize>() + self.start + 1;
-        let (mut next, mut tables) = (pages - self.start, vec![Vec::new(); needed.len()]);
+        let pages = needed.iter().sum::<usize>() + 1;
+        let (mut next, mut tables) = (pages, vec![Vec::new(); needed.len()]);
         for round in 0..needed.iter().copied().max().unwrap_or(0) {
             for (table, needed) in tables.iter_mut().zip(&needed) {
                 if round < *needed {
