@@ -1,9 +1,8 @@
 //! The program, and what is asserted of its end.
 
 use crate::process::{Ended, Running, launched};
-use std::fs::File;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 /// The program in a directory under mpirun with `ranks` ranks, or alone with 0; to be started.
 pub fn program(dir: &Path, ranks: usize) -> Command {
@@ -24,19 +23,10 @@ pub fn mpirun(dir: &Path, ranks: usize, arguments: &[&str]) -> Ended {
     Running::new(command).end()
 }
 
-/// The program, alone, with its standard output on a device that is full.
-pub fn run_on_full(dir: &Path, arguments: &[&str]) -> Ended {
+/// The program, alone, with another standard output.
+pub fn run_onto(dir: &Path, stdout: impl Into<Stdio>, arguments: &[&str]) -> Ended {
     let mut command = program(dir, 0);
-    command.args(arguments).stdout(File::options().write(true).open("/dev/full").expect("Linux has it"));
-    Running::new(command).end()
-}
-
-/// The program, alone, with a standard output that nobody reads any more.
-pub fn run_on_closed(dir: &Path, arguments: &[&str]) -> Ended {
-    let (reader, writer) = std::io::pipe().expect("the system has pipes");
-    drop(reader);
-    let mut command = program(dir, 0);
-    command.args(arguments).stdout(writer);
+    command.args(arguments).stdout(stdout);
     Running::new(command).end()
 }
 

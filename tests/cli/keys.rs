@@ -200,16 +200,6 @@ fn values_out_of_range_are_refused_with_the_range() {
 }
 
 #[test]
-fn a_dry_run_says_what_would_run_and_runs_nothing() {
-    let fixture = Fixture::new();
-    let ended = fixture.job(&["--dry-run"]).well();
-    for words in ["ppo", "./model", "ready to start", "1 on 1 host", "2 steps", "planned per rank: weights"] {
-        assert!(ended.stderr.contains(words), "{words:?} is not in:\n{}", ended.stderr);
-    }
-    fixture.untouched();
-}
-
-#[test]
 fn a_dry_run_changes_nothing_in_the_run_directory() {
     let fixture = Fixture::new();
     fixture.jsonl("more.jsonl", &[serde_json::json!({ "prompt": "1+1=", "answer": "2" })]);

@@ -7,6 +7,7 @@ use rlhf_hpc::model::{Head, Keys, Transformer, Weights, load, packed_positions};
 use rlhf_hpc::tensor::{DType, Tensor};
 use rlhf_hpc::text::Tokenizer;
 use serde_json::{Value, json};
+use std::fs::File;
 
 /// What one good line gives, and what each bad line, put second, is refused for.
 fn check(verb: &[&str], good: &str, bad: &[(&str, &str)]) {
@@ -72,7 +73,8 @@ fn what_cannot_be_written_is_an_error() {
     let fixture = Fixture::new();
     fixture.write("rows.jsonl", "{\"tokens\": [1, 2]}\n");
     for line in TELLING {
-        let ended = command::run_on_full(fixture.root(), &line.split(' ').collect::<Vec<_>>());
+        let full = File::options().write(true).open("/dev/full").expect("Linux has it");
+        let ended = command::run_onto(fixture.root(), full, &line.split(' ').collect::<Vec<_>>());
         ended.refused(74, &["cannot write standard output", "No space left"]);
     }
 }
@@ -82,7 +84,9 @@ fn a_verb_whose_output_was_closed_ends_without_words() {
     let fixture = Fixture::new();
     fixture.write("rows.jsonl", "{\"tokens\": [1, 2]}\n");
     for line in TELLING {
-        let ended = command::run_on_closed(fixture.root(), &line.split(' ').collect::<Vec<_>>()).well();
+        let (reader, closed) = std::io::pipe().expect("the system has pipes");
+        drop(reader);
+        let ended = command::run_onto(fixture.root(), closed, &line.split(' ').collect::<Vec<_>>()).well();
         assert!(!ended.stderr.contains("panicked") && !ended.stderr.contains("rror"), "{line}: {}", ended.stderr);
     }
 }

@@ -171,7 +171,7 @@ fn new_weights_follow_name_and_place_alone_and_have_the_asked_spread() {
 #[test]
 fn padding_of_panels_stays_zero_in_weights_and_gradients() {
     let m = Model::load("llama3", Head::LanguageModel, DType::F32);
-    let (grads, ..) = m.language_model_backward(false);
+    let (grads, ..) = m.language_model_backward();
     for (i, spec) in m.weights.table.specs().iter().enumerate() {
         let (n, k) = spec.dims();
         let mut is_padding = vec![true; spec.len];

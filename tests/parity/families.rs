@@ -11,7 +11,7 @@ fn logprobs_entropies_and_gradients_agree_with_transformers_for_every_family() {
         let (hidden, (rows, targets)) = (m.hidden(None), m.rows());
         let (plain, _) = m.transformer.logprobs(&m.weights, &hidden, &rows, &targets, 1.0, false);
         assert!(gap(&plain, &m.golden.floats("logprobs")) <= 1e-4, "{name}: at temperature 1");
-        let (grads, logprobs, entropy) = m.language_model_backward(false);
+        let (grads, logprobs, entropy) = m.language_model_backward();
         assert!(gap(&logprobs, &m.golden.floats("logprobs_t")) <= 1e-4, "{name}");
         assert!(gap(&entropy, &m.golden.floats("entropy")) <= 1e-4, "{name}");
         check_gradients(name, &m.golden, &grads, 1e-3);
@@ -38,8 +38,8 @@ fn bf16_weights_give_nearly_the_f32_logprobs_and_gradients() {
     for name in LANGUAGE_MODELS {
         let (a, b) =
             (Model::load(name, Head::LanguageModel, DType::F32), Model::load(name, Head::LanguageModel, DType::Bf16));
-        let (exact, logprobs, _) = a.language_model_backward(false);
-        let (rounded, logprobs_bf16, _) = b.language_model_backward(false);
+        let (exact, logprobs, _) = a.language_model_backward();
+        let (rounded, logprobs_bf16, _) = b.language_model_backward();
         // bf16 has 8 bits: a few parts in 256 of log-probs whose size is about 5.
         assert!(gap(&logprobs, &logprobs_bf16) < 0.5, "{name}: {}", gap(&logprobs, &logprobs_bf16));
         let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|v| f64::from(v) * f64::from(v)).sum::<f64>().sqrt();

@@ -81,9 +81,9 @@ impl Model {
     }
 
     /// The gradients of the golden's loss; with them (logprobs, entropies).
-    pub fn language_model_backward(&self, recompute: bool) -> (Gradients, Vec<f32>, Vec<f32>) {
+    pub fn language_model_backward(&self) -> (Gradients, Vec<f32>, Vec<f32>) {
         let mut grads = Gradients::new(self.weights.table.clone());
-        let mut saved = Saved::new(recompute);
+        let mut saved = Saved::new(false);
         let hidden = self.hidden(Some(&mut saved));
         let (rows, targets) = self.rows();
         let mut loss = |range: std::ops::Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], de: &mut [f32]| {

@@ -5,7 +5,7 @@ use rlhf_hpc::model::{Head, Keys};
 use rlhf_hpc::ops::attention::{KvLayer, PagedSequence};
 use rlhf_hpc::tensor::{DType, Tensor};
 
-pub fn argmax(x: &[f32]) -> u32 {
+fn argmax(x: &[f32]) -> u32 {
     let best = x.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1));
     best.expect("a row is not empty").0 as u32
 }

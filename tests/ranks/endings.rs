@@ -75,13 +75,6 @@ pub const ENDINGS: &[Ending] = &[
         logged: Some((2, "row 7 is empty")),
     },
     Ending {
-        name: "an error that all ranks meet alike is shown once",
-        scene: "alike",
-        code: 2,
-        said: &["error: ", "steps = -1 is negative"],
-        logged: None,
-    },
-    Ending {
         name: "kill -9 of a rank ends the job within 10 s",
         scene: "killed",
         code: 137,
@@ -166,7 +159,6 @@ fn act(scene: &str, world: &World) -> error::Result<()> {
             stream.submit(|groups| groups[0].all_reduce_sum(&mut [0.0; 10])).wait();
         }
         "agreed" => group.agree(if me { Err(Error::data("row 7 is empty")) } else { Ok(()) })?,
-        "alike" => return Err(Error::usage("steps = -1 is negative")),
         "killed" if me => kill_me("KILL"),
         "stopped" if me => kill_me("STOP"),
         "busy" if me => std::thread::sleep(Duration::from_secs(30)),

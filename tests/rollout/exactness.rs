@@ -1,7 +1,7 @@
 //! The sampler and the trainer are the same function; nothing but the request decides what it gives.
 
 use crate::rollout::models::{
-    Tiny, config, llama, prompts, requested, responses, run, run_at_step, run_while, tiny, training_logprobs,
+    STEP, Tiny, config, llama, prompts, requested, responses, run, run_at_step, tiny, training_logprobs,
 };
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::device::cpu::pool;
@@ -125,7 +125,10 @@ fn samples_and_steps_differ_and_the_same_step_repeats() {
     }
     assert_eq!(responses(&tiny, &config(20, 4), &prompts), sampled);
     let requests = requested(&tiny, &prompts, &config(20, 4));
-    let later = run_at_step(&tiny, &config(20, 4), &requests, 4).expect("a rollout").complete().expect("all of them");
+    let later = run_at_step(&tiny, &config(20, 4), &requests, None, &|| false, 4)
+        .expect("a rollout")
+        .complete()
+        .expect("all of them");
     assert!(later.iter().zip(&sampled).all(|(a, b)| a.tokens != b.tokens));
 }
 
@@ -140,7 +143,7 @@ fn a_stopped_rollout_keeps_what_is_finished_and_the_rest_is_drawn_again_the_same
         asked.set(asked.get() + 1);
         asked.get() > 50
     };
-    let first = run_while(&tiny, &config, &requests, None, &stop).expect("a rollout");
+    let first = run_at_step(&tiny, &config, &requests, None, &stop, STEP).expect("a rollout");
     let rest = first.unfinished();
     assert!(!rest.is_empty() && rest.len() < 30, "{} of 30 unfinished", rest.len());
     let missing: Vec<_> = rest.iter().map(|&i| requests[i].clone()).collect();

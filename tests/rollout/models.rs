@@ -59,10 +59,6 @@ pub fn requested(tiny: &Tiny, prompts: &[Prompt], config: &RolloutConfig) -> Vec
     requests(prompts, config, &stop, tiny.transformer.arch.context).expect("legal prompts")
 }
 
-pub fn rng() -> Rng {
-    Rng::new(42, Purpose::Sample)
-}
-
 /// Runs `requests` to their end.
 pub fn run(
     tiny: &Tiny,
@@ -70,27 +66,13 @@ pub fn run(
     requests: &[Request],
     tokenizer: Option<&Tokenizer>,
 ) -> Result<Outcome> {
-    run_while(tiny, config, requests, tokenizer, &|| false)
-}
-
-pub fn run_while(
-    tiny: &Tiny,
-    config: &RolloutConfig,
-    requests: &[Request],
-    tokenizer: Option<&Tokenizer>,
-    stop: &dyn Fn() -> bool,
-) -> Result<Outcome> {
-    drive(tiny, config, requests, tokenizer, stop, STEP)
-}
-
-pub fn run_at_step(tiny: &Tiny, config: &RolloutConfig, requests: &[Request], step: u32) -> Result<Outcome> {
-    drive(tiny, config, requests, None, &|| false, step)
+    run_at_step(tiny, config, requests, tokenizer, &|| false, STEP)
 }
 
 /// The step of all runs that do not say otherwise.
-const STEP: u32 = 3;
+pub const STEP: u32 = 3;
 
-fn drive(
+pub fn run_at_step(
     tiny: &Tiny,
     config: &RolloutConfig,
     requests: &[Request],
@@ -98,10 +80,9 @@ fn drive(
     stop: &dyn Fn() -> bool,
     step: u32,
 ) -> Result<Outcome> {
-    let mut engine = Engine::new(config, 0);
     let model = Model { transformer: &tiny.transformer, weights: &tiny.weights, tokenizer };
     let mut hooks = Hooks { stop, progress: &mut |_| {}, finished: &mut |_, _| Ok(()) };
-    engine.generate(model, rng(), step, requests, &mut hooks)
+    Engine::new(config, 0).generate(model, Rng::new(42, Purpose::Sample), step, requests, &mut hooks)
 }
 
 pub fn responses(tiny: &Tiny, config: &RolloutConfig, prompts: &[Prompt]) -> Vec<Response> {
