@@ -95,17 +95,12 @@ fn no_tokenizer_and_a_vocabulary_without_room_for_the_bytes_are_refused() {
 #[test]
 fn streamed_text_keeps_the_spaces_between_words_that_a_decoder_drops_in_front() {
     let space = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true});
-    let tokenizer = json!({
-        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [
-            {"id": 4, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
-             "special": true},
-        ],
-        "normalizer": null, "pre_tokenizer": space, "post_processor": null, "decoder": space,
-        "model": {"type": "WordLevel", "vocab": {"▁a": 0, "▁b": 1, "c": 2, "▁": 3, "<s>": 4, "?": 5}, "unk_token": "?"},
-    });
-    let dir = tempfile::tempdir().unwrap();
-    fs::write(dir.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
-    let tokenizer = Tokenizer::load(dir.path()).unwrap();
+    let special = json!([{"id": 4, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
+        "normalized": false, "special": true}]);
+    let words = json!({"type": "WordLevel", "unk_token": "?",
+        "vocab": {"▁a": 0, "▁b": 1, "c": 2, "▁": 3, "<s>": 4, "?": 5}});
+    let parts = [("added_tokens", special), ("pre_tokenizer", space.clone()), ("decoder", space), ("model", words)];
+    let tokenizer = Tokenizer::load(by_hand(&parts).path()).unwrap();
     for tokens in [vec![0, 1, 1, 2, 0], vec![4, 0, 4, 1], vec![3, 0, 3, 3, 1, 2]] {
         let mut stream = StreamDecoder::new(true);
         let text: String = tokens.iter().map(|t| stream.push(&tokenizer, *t).unwrap()).collect();

@@ -2,21 +2,20 @@
 
 use crate::model::{llama, qwen3};
 use crate::ranks::{LATE, play, plays};
-use crate::rollout::{bits, request};
+use crate::rollout::{Part, bits, request};
 use crate::{device, nccl, numbers, on_a_real_gpu};
 use rlhf_hpc::comm::{Axes, Calls, Group, World, abort};
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::graph::Graphs;
 use rlhf_hpc::device::cuda::{Stream, fast, gpu};
-use rlhf_hpc::error::{Error, Result};
+use rlhf_hpc::error::Error;
 use rlhf_hpc::experience::{Finish, Response};
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::model::{Arch, Head, TensorPart, Transformer, Weights, init};
+use rlhf_hpc::model::Arch;
 use rlhf_hpc::ops::sample::SampleParams;
-use rlhf_hpc::rng::{Purpose, Rng};
-use rlhf_hpc::rollout::{Engine, Hooks, Model, Outcome, Request, Stop};
-use rlhf_hpc::tensor::{DType, Tensor};
+use rlhf_hpc::rollout::{Engine, Hooks, Outcome, Request, Stop};
+use rlhf_hpc::tensor::Tensor;
 use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,7 +39,7 @@ pub fn scene(name: &str, world: &World) {
         "forty tokens" => {
             let axes = if world.size == 1 { Axes::one() } else { axes(world) };
             let part = Part::of(&archs()[0], &axes);
-            let outcome = part.run(&mut Engine::new(&part.config(4, true), 0), &plain(4, |_| 40));
+            let outcome = part.run(&mut Engine::new(&part.config(4, 60, true), 0), &plain(4, |_| 40));
             assert_eq!((outcome.graph_steps, outcome.forwards), (39, 40));
         }
         other => panic!("no scene {other}"),
@@ -57,35 +56,6 @@ fn axes(world: &World) -> Axes {
 /// Heads for up to four ranks, of which pairs hold the same key/value head then.
 fn archs() -> [Arch; 2] {
     [llama(), qwen3()].map(|arch| Arch { heads: 4, kv_heads: 2, ..arch })
-}
-
-/// A rank's part of a model.
-struct Part {
-    transformer: Transformer,
-    weights: Weights,
-}
-
-impl Part {
-    fn of(arch: &Arch, axes: &Axes) -> Self {
-        let part = TensorPart::of(&axes.tensor);
-        let weights = init::init_on(Device::Cuda, arch, Head::LanguageModel, DType::Bf16, 11, part);
-        Self { transformer: Transformer::over(arch, &weights.table, axes), weights }
-    }
-
-    fn config(&self, batch_max: usize, graphs: bool) -> RolloutConfig {
-        let kv_bytes_max = 60 * self.transformer.kv_page_bytes() as u64;
-        RolloutConfig { batch_max, kv_bytes_max, prefill_tokens_max: 128, graphs, ..RolloutConfig::default() }
-    }
-
-    fn answers(&self, engine: &mut Engine, requests: &[Request], hooks: &mut Hooks) -> Result<Outcome> {
-        let model = Model { transformer: &self.transformer, weights: &self.weights, tokenizer: None };
-        engine.generate(model, Rng::new(42, Purpose::Sample), 3, requests, hooks)
-    }
-
-    fn run(&self, engine: &mut Engine, requests: &[Request]) -> Outcome {
-        let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, finished: &mut |_, _| Ok(()) };
-        self.answers(engine, requests, &mut hooks).expect("a rollout")
-    }
 }
 
 /// With penalties, banned stop tokens, greedy rows and filters.
@@ -108,7 +78,7 @@ fn same_bits(world: &World) {
     for arch in archs() {
         let part = Part::of(&arch, &axes);
         for (batch_max, requests) in [(7, requests(7, 14)), (3, requests(5, 9))] {
-            let run = |graphs| part.run(&mut Engine::new(&part.config(batch_max, graphs), 0), &requests);
+            let run = |graphs| part.run(&mut Engine::new(&part.config(batch_max, 60, graphs), 0), &requests);
             let (before, [by_graphs, ordinary]) = (gpu().replays(), [run(true), run(false)]);
             assert_eq!(bits(&by_graphs), bits(&ordinary), "{batch_max} lanes");
             assert_eq!(gpu().replays() - before, by_graphs.graph_steps as u64);
@@ -186,7 +156,7 @@ fn ends_together(world: &World) {
     let part = Part::of(&archs()[0], &axes);
     let long = |i: usize| Request { new_tokens_min: 99, new_tokens_max: 5 + 45 * (i % 2), ..request(i, 50) };
     let requests: Vec<Request> = (0..4).map(long).collect();
-    let whole = part.run(&mut Engine::new(&part.config(4, true), 0), &requests);
+    let whole = part.run(&mut Engine::new(&part.config(4, 60, true), 0), &requests);
     let asked = Cell::new(0);
     let stop = || {
         asked.set(asked.get() + 1);
@@ -194,14 +164,16 @@ fn ends_together(world: &World) {
         world.rank == 1 && asked.get() > 3
     };
     let mut hooks = Hooks { stop: &stop, progress: &mut |_| {}, finished: &mut |_, _| Ok(()) };
-    let outcome = part.answers(&mut Engine::new(&part.config(4, true), 0), &requests, &mut hooks).expect("stopped");
+    let outcome =
+        part.answers(None, &mut Engine::new(&part.config(4, 60, true), 0), &requests, &mut hooks).expect("stopped");
     assert_eq!((outcome.unfinished(), outcome.responses[0].as_ref()), (vec![1, 3], whole.responses[0].as_ref()));
     assert!(outcome.graph_steps > 5 && outcome.forwards < whole.forwards, "{} steps", outcome.forwards);
     let steps = world.group().all_gather_bytes(&outcome.forwards.to_le_bytes());
     assert!(steps.iter().all(|other| *other == steps[0]), "ranks ended after different steps");
     let refuses = |i: usize, _: &Response| if world.rank == 0 && i == 2 { Err(Error::usage("no")) } else { Ok(()) };
     let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, finished: &mut { refuses } };
-    let error = part.answers(&mut Engine::new(&part.config(4, true), 0), &requests, &mut hooks).expect_err("refused");
+    let error =
+        part.answers(None, &mut Engine::new(&part.config(4, 60, true), 0), &requests, &mut hooks).expect_err("refused");
     assert!(error.message.contains("no"), "{error}");
 }
 
@@ -215,7 +187,7 @@ fn moved(world: &World) {
     let axes = axes(world);
     let arch = &archs()[0];
     let (mut part, requests) = (Part::of(arch, &axes), requests(4, 12));
-    let mut engine = Engine::new(&part.config(4, true), 0);
+    let mut engine = Engine::new(&part.config(4, 60, true), 0);
     let first = bits(&part.run(&mut engine, &requests));
     let other = Part::of(arch, &axes);
     if world.rank == 0 {
@@ -280,7 +252,7 @@ fn with_fast_products_a_graph_is_an_ordinary_step_of_as_many_rows() {
     }
     let part = Part::of(&llama(), &Axes::one());
     let run = |batch_max, requests: &[Request], graphs| {
-        let config = RolloutConfig { kv_bytes_max: 1 << 28, ..part.config(batch_max, graphs) };
+        let config = RolloutConfig { kv_bytes_max: 1 << 28, ..part.config(batch_max, 60, graphs) };
         part.run(&mut Engine::new(&config, 0), requests)
     };
     let both = |batch_max, requests: &[Request]| {

@@ -14,8 +14,8 @@ use rlhf_hpc::dtype::DType;
 const DIMS: [usize; 6] = [32, 64, 80, 96, 128, 256];
 
 /// Everything at once: all tokens of all sequences in one call.
-fn whole(batch: &Batch) -> Vec<u16> {
-    let chunks: Vec<(usize, usize)> = batch.lengths.iter().map(|len| (0, *len)).collect();
+fn whole(batch: &Batch) -> Vec<f32> {
+    let chunks: Vec<(usize, usize)> = batch.lengths().iter().map(|len| (0, *len)).collect();
     batch.run(&chunks)
 }
 
@@ -28,16 +28,16 @@ fn prefill_and_decode_are_softmax() {
         for (heads, kv_heads, window) in
             [(1, 1, None), (4, 1, None), (14, 2, Some(70)), (16, 1, Some(1)), (8, 1, Some(33))]
         {
-            let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &lengths, 5);
+            let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &lengths);
             batch.assert_softmax(&batch.run(&last), &last);
         }
         for (heads, kv_heads, window) in [(2, 2, None), (6, 2, Some(40)), (7, 1, None)] {
-            let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &[70, 1, 20], 3);
+            let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &[70, 1, 20]);
             batch.assert_softmax(&whole(&batch), &[(0, 70), (0, 1), (0, 20)]);
         }
     }
     for window in [None, Some(50)] {
-        let batch = Batch::new(&shape(4, 2, 64, window), &[200, 100, 40, 90], 7);
+        let batch = Batch::new(&shape(4, 2, 64, window), &[200, 100, 40, 90]);
         // A long part, a part that ends a page, nothing new, and a few tokens that one decoding tile holds.
         let chunks = [(94, 106), (33, 63), (40, 0), (83, 7)];
         batch.assert_softmax(&batch.run(&chunks), &chunks);
@@ -58,10 +58,10 @@ fn a_token_has_the_same_bits_by_training_by_prefill_by_decode_and_in_any_chunks(
         (256, 2, 1, None),
     ] {
         let shape = shape(heads, kv_heads, head_dim, window);
-        let packed = Batch::new(&shape, &[150, 1, 67], 43);
+        let packed = Batch::new(&shape, &[150, 1, 67]);
         assert!(packed.packed() == whole(&packed), "{shape:?}: rows of training");
         let len = 135;
-        let batch = Batch::new(&shape, &[len], 11);
+        let batch = Batch::new(&shape, &[len]);
         let (want, width) = (whole(&batch), heads * head_dim);
         let holds = |at: usize, tokens: usize| {
             let got = batch.run(&[(at, tokens)]);
@@ -89,15 +89,15 @@ fn split_decoding_has_the_bits_of_whole_decoding() {
         (256, 3, 1, Some(1)),
     ] {
         let lengths = [600, 1, 64, 257, 130, 20];
-        let whole = Batch::new(&shape(heads, kv_heads, head_dim, window), &lengths, 37);
+        let whole = Batch::new(&shape(heads, kv_heads, head_dim, window), &lengths);
         // Two tokens of the last: where groups are large, a prefilling tile.
         let chunks = [(599, 1), (0, 1), (63, 1), (256, 1), (129, 1), (18, 2)];
-        let (split, want) = (whole.decoded(Decode::Split), whole.run(&chunks));
-        assert!(split.run(&chunks) == want, "{:?}", whole.shape);
+        let want = whole.run(&chunks);
+        assert!(whole.run_by(Decode::Split, &chunks) == want, "{:?}", whole.case.shape);
         let mut alone = [(0, 0); 6];
         alone[3] = chunks[3];
         let width = heads * head_dim;
-        assert!(split.run(&alone) == want[3 * width..4 * width], "{:?}", whole.shape);
+        assert!(whole.run_by(Decode::Split, &alone) == want[3 * width..4 * width], "{:?}", whole.case.shape);
     }
 }
 
@@ -106,20 +106,19 @@ fn all_orders_of_threads_give_softmax() {
     let lengths = [70, 20, 140];
     in_every_order(|| {
         for head_dim in DIMS {
-            let batch = Batch::new(&shape(4, 2, head_dim, Some(80)), &lengths, 17);
+            let batch = Batch::new(&shape(4, 2, head_dim, Some(80)), &lengths);
             // A prefilling tile with warps that have no rows, and decoding ones.
             let chunks = [(52, 18), (19, 1), (137, 3)];
             let whole = batch.run(&chunks);
             batch.assert_softmax(&whole, &chunks);
-            assert!(batch.decoded(Decode::Split).run(&chunks) == whole);
+            assert!(batch.run_by(Decode::Split, &chunks) == whole);
         }
     });
 }
 
-/// The bits of a page's keys, [g][PAGE][e].
-fn pages(cache: &KvPages) -> (Vec<u16>, Vec<u16>) {
-    let bits = |x: Vec<f32>| x.into_iter().map(|x| (x.to_bits() >> 16) as u16).collect();
-    (bits(cache.keys().to_f32()), bits(cache.values().to_f32()))
+/// Keys and values of all pages, [g][PAGE][e] each.
+fn pages(cache: &KvPages) -> (Vec<f32>, Vec<f32>) {
+    (cache.keys().to_f32(), cache.values().to_f32())
 }
 
 #[test]
@@ -127,22 +126,22 @@ fn rows_are_appended_where_the_table_says_and_nowhere_else_and_pages_are_copied_
     let shape = shape(6, 3, 80, None);
     let width = 240;
     in_every_order(|| {
-        let batch = Batch::new(&shape, &[37, 70], 23);
+        let batch = Batch::new(&shape, &[37, 70]);
         let mut cache = KvPages::new(7, &shape);
         let sequences = [
             PagedSequence { past: 30, tokens: 7, blocks: &[6, 1] },
             PagedSequence { past: 64, tokens: 2, blocks: &[0, 2, 5] },
         ];
-        batch.append_to(&mut cache, &sequences, &[0, 1]);
+        batch.append_to(&mut cache, &sequences);
         let (keys, values) = pages(&cache);
-        let mut want = (vec![0; keys.len()], vec![0; values.len()]);
+        let mut want = (vec![0.0; keys.len()], vec![0.0; values.len()]);
         for (i, sequence) in sequences.iter().enumerate() {
             for at in sequence.past..sequence.past + sequence.tokens {
                 for x in 0..width {
                     let page = sequence.blocks[at / 32] as usize;
                     let to = ((page * 3 + x / 80) * 32 + at % 32) * 80 + x % 80;
-                    want.0[to] = batch.k[i][at * width + x];
-                    want.1[to] = batch.v[i][at * width + x];
+                    want.0[to] = batch.case.k[(batch.ends[i] + at) * width + x];
+                    want.1[to] = batch.case.v[(batch.ends[i] + at) * width + x];
                 }
             }
         }

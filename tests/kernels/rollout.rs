@@ -7,6 +7,7 @@ use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::gpu;
 use rlhf_hpc::device::cuda::pool::Usage;
+use rlhf_hpc::error::Result;
 use rlhf_hpc::experience::{Finish, Response};
 use rlhf_hpc::model::{Arch, Head, TensorPart, Transformer, Weights, init};
 use rlhf_hpc::ops::attention::PAGE;
@@ -18,14 +19,54 @@ use rlhf_hpc::text::Tokenizer;
 use std::path::Path;
 use std::sync::Arc;
 
-struct Tiny {
+/// A rank's part of a model.
+pub struct Part {
     transformer: Transformer,
     weights: Weights,
 }
 
-fn tiny(arch: &Arch) -> Tiny {
-    let weights = init::init_on(Device::Cuda, arch, Head::LanguageModel, DType::Bf16, 11, TensorPart::whole());
-    Tiny { transformer: Transformer::over(arch, &weights.table, &Axes::one()), weights }
+impl Part {
+    pub fn of(arch: &Arch, axes: &Axes) -> Self {
+        let part = TensorPart::of(&axes.tensor);
+        let weights = init::init_on(Device::Cuda, arch, Head::LanguageModel, DType::Bf16, 11, part);
+        Self { transformer: Transformer::over(arch, &weights.table, axes), weights }
+    }
+
+    pub fn config(&self, batch_max: usize, pages: usize, graphs: bool) -> RolloutConfig {
+        let kv_bytes_max = (pages * self.transformer.kv_page_bytes()) as u64;
+        RolloutConfig { batch_max, kv_bytes_max, prefill_tokens_max: 128, graphs, ..RolloutConfig::default() }
+    }
+
+    pub fn answers(
+        &self,
+        tokenizer: Option<&Tokenizer>,
+        engine: &mut Engine,
+        requests: &[Request],
+        hooks: &mut Hooks,
+    ) -> Result<Outcome> {
+        let model = Model { transformer: &self.transformer, weights: &self.weights, tokenizer };
+        engine.generate(model, Rng::new(42, Purpose::Sample), 3, requests, hooks)
+    }
+
+    pub fn run(&self, engine: &mut Engine, requests: &[Request]) -> Outcome {
+        self.run_seen(None, engine, requests, &mut |_| {})
+    }
+
+    /// `seen` hears of every step.
+    fn run_seen(
+        &self,
+        tokenizer: Option<&Tokenizer>,
+        engine: &mut Engine,
+        requests: &[Request],
+        seen: &mut dyn FnMut(Progress),
+    ) -> Outcome {
+        let mut hooks = Hooks { stop: &|| false, progress: seen, finished: &mut |_, _| Ok(()) };
+        self.answers(tokenizer, engine, requests, &mut hooks).expect("a rollout")
+    }
+}
+
+fn tiny(arch: &Arch) -> Part {
+    Part::of(arch, &Axes::one())
 }
 
 /// Request `i`: sample `i % 3` of a prompt that three share, with parameters, stops and lengths of its own.
@@ -51,29 +92,6 @@ pub fn request(i: usize, new_tokens_max: usize) -> Request {
     }
 }
 
-fn config(batch_max: usize, pages: usize, tiny: &Tiny) -> RolloutConfig {
-    RolloutConfig {
-        batch_max,
-        kv_bytes_max: (pages * tiny.transformer.kv_page_bytes()) as u64,
-        prefill_tokens_max: 128,
-        ..RolloutConfig::default()
-    }
-}
-
-/// Runs the requests; `seen` hears of every step, with what the GPU's memory is used for.
-fn run(
-    engine: &mut Engine,
-    tiny: &Tiny,
-    requests: &[Request],
-    tokenizer: Option<&Tokenizer>,
-    seen: &mut dyn FnMut(Progress, Usage),
-) -> Outcome {
-    let model = Model { transformer: &tiny.transformer, weights: &tiny.weights, tokenizer };
-    let progress = &mut |progress| seen(progress, gpu().usage());
-    let mut hooks = Hooks { stop: &|| false, progress, finished: &mut |_, _| Ok(()) };
-    engine.generate(model, Rng::new(42, Purpose::Sample), 3, requests, &mut hooks).expect("a rollout")
-}
-
 /// A response to the last bit.
 pub type Bits = (Vec<u32>, Vec<u32>, Vec<u32>, Finish, String);
 
@@ -87,10 +105,10 @@ pub fn bits(outcome: &Outcome) -> Vec<Bits> {
 }
 
 /// The outcomes by graphs and by ordinary steps, which hold the same responses.
-fn both(config: &RolloutConfig, tiny: &Tiny, requests: &[Request], tokenizer: Option<&Tokenizer>) -> [Outcome; 2] {
+fn both(config: &RolloutConfig, tiny: &Part, requests: &[Request], tokenizer: Option<&Tokenizer>) -> [Outcome; 2] {
     let run = |graphs| {
         let mut engine = Engine::new(&RolloutConfig { graphs, ..config.clone() }, 0);
-        run(&mut engine, tiny, requests, tokenizer, &mut |_, _| {})
+        tiny.run_seen(tokenizer, &mut engine, requests, &mut |_| {})
     };
     let [by_graphs, ordinary] = [run(true), run(false)];
     for (i, (a, b)) in bits(&by_graphs).into_iter().zip(bits(&ordinary)).enumerate() {
@@ -113,7 +131,7 @@ fn responses_by_graphs_are_those_of_ordinary_steps_for_all_parameters_and_stops(
         for (i, request) in requests.iter_mut().enumerate() {
             request.params.repetition_penalty = [1.0, 1.3, 0.6][i % 3];
         }
-        let [outcome, _] = both(&config(9, 100, &tiny), &tiny, &requests, None);
+        let [outcome, _] = both(&tiny.config(9, 100, true), &tiny, &requests, None);
         assert!(outcome.graph_steps * 2 > outcome.forwards, "{} of {}", outcome.graph_steps, outcome.forwards);
         let finishes: Vec<Finish> = outcome.responses.iter().flatten().map(|r| r.finish).collect();
         assert!([Finish::Stop, Finish::Length].iter().all(|f| finishes.contains(f)), "{finishes:?}");
@@ -130,7 +148,7 @@ fn more_requests_than_lanes_are_all_answered_the_same() {
     let (_gpu, _one) = device();
     let tiny = tiny(&llama());
     let requests: Vec<Request> = (0..10).map(|i| request(i, 4 + i * 5 % 17)).collect();
-    let [outcome, ordinary] = both(&config(4, 100, &tiny), &tiny, &requests, None);
+    let [outcome, ordinary] = both(&tiny.config(4, 100, true), &tiny, &requests, None);
     assert!(outcome.graph_steps > 0);
     // A step too many where a set of rows ends by tokens that the host reads late.
     let most = ordinary.forwards + requests.len();
@@ -145,7 +163,7 @@ fn a_cache_that_is_too_small_takes_pages_away_and_responses_stay_the_same() {
     let length = |i: usize| if i < 9 { 2 } else { 45 };
     let requests: Vec<Request> =
         (0..13).map(|i| Request { new_tokens_min: length(i), ..request(i, length(i)) }).collect();
-    let [outcome, _] = both(&config(4, 7, &tiny), &tiny, &requests, None);
+    let [outcome, _] = both(&tiny.config(4, 7, true), &tiny, &requests, None);
     assert!(outcome.preemptions > 0 && outcome.graph_steps > 20, "{} preemptions", outcome.preemptions);
 }
 
@@ -174,7 +192,7 @@ fn stop_texts_are_found_a_step_late_and_what_was_drawn_behind_them_is_dropped() 
     let stop = Arc::new(Stop { tokens: vec![3], strings });
     let requests: Vec<Request> =
         (0..9).map(|i| Request { stop: stop.clone(), params: SampleParams::plain(1.0), ..request(i, 25) }).collect();
-    let [outcome, _] = both(&config(9, 100, &tiny), &tiny, &requests, Some(&tokenizer));
+    let [outcome, _] = both(&tiny.config(9, 100, true), &tiny, &requests, Some(&tokenizer));
     let by_text = outcome.responses.iter().flatten().filter(|r| r.finish == Finish::StopString).count();
     assert!(by_text > 3 && outcome.graph_steps > 0, "{by_text} ended by a text");
 }
@@ -185,7 +203,7 @@ fn a_context_that_grows_until_attention_is_split_has_the_same_bits() {
     let tiny = tiny(&Arch { context: 2048, ..llama() });
     let mut requests: Vec<Request> = (0..2).map(|i| Request { new_tokens_min: 99, ..request(3 * i, 12) }).collect();
     requests[1].tokens = (0..1019u32).map(|i| (i * 31 + 7) % VOCABULARY as u32).collect();
-    let config = RolloutConfig { prefill_tokens_max: 2048, ..config(2, 100, &tiny) };
+    let config = RolloutConfig { prefill_tokens_max: 2048, ..tiny.config(2, 100, true) };
     let [outcome, _] = both(&config, &tiny, &requests, None);
     assert_eq!((outcome.graph_steps, outcome.forwards), (11, 12));
 }
@@ -200,11 +218,11 @@ fn twelve_tokens() -> Vec<Request> {
 fn steps_that_repeat_ask_for_no_memory_and_graphs_stay_from_call_to_call() {
     let (_gpu, _one) = device();
     let tiny = tiny(&llama());
-    let mut engine = Engine::new(&config(4, 100, &tiny), 0);
+    let mut engine = Engine::new(&tiny.config(4, 100, true), 0);
     let mut calls = Vec::new();
     for _ in 0..2 {
         let mut seen: Vec<Usage> = Vec::new();
-        let outcome = run(&mut engine, &tiny, &twelve_tokens(), None, &mut |_, usage| seen.push(usage));
+        let outcome = tiny.run_seen(None, &mut engine, &twelve_tokens(), &mut |_| seen.push(gpu().usage()));
         assert_eq!((outcome.graph_steps, seen.len()), (11, 12));
         let steady = &seen[2..];
         assert!(steady.iter().all(|usage| usage.requests == steady[0].requests), "memory was asked for: {steady:?}");
@@ -218,7 +236,7 @@ fn steps_that_repeat_ask_for_no_memory_and_graphs_stay_from_call_to_call() {
     // Weights that have moved: a graph that reads the old ones reads freed memory.
     let moved = self::tiny(&llama());
     drop(tiny);
-    let outcome = run(&mut engine, &moved, &twelve_tokens(), None, &mut |_, _| {});
+    let outcome = moved.run(&mut engine, &twelve_tokens());
     assert_eq!(bits(&outcome), calls[0].2);
     engine.release();
     assert_eq!(engine.kv_bytes(), 0);

@@ -47,17 +47,6 @@ struct Case {
     d_o: Tensor,
 }
 
-struct Output {
-    o: Tensor,
-    lse: Tensor,
-}
-
-struct Gradients {
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-}
-
 impl Case {
     fn new(shape: AttentionShape, lengths: &[usize]) -> Self {
         let ends = cumulated(lengths);
@@ -73,33 +62,20 @@ impl Case {
         }
     }
 
-    fn forward(&self) -> Output {
-        let mut o = Tensor::scratch(self.q.rows(), self.q.width());
-        let mut lse = Tensor::scratch(self.q.rows(), self.shape.heads);
-        o.data_mut().fill(f32::NAN);
-        lse.data_mut().fill(f32::NAN);
+    /// o and lse.
+    fn forward(&self) -> [Tensor; 2] {
+        let [mut o, mut lse] = [self.q.width(), self.shape.heads].map(|width| unwritten(self.q.rows(), width));
         forward_packed(&self.q, &self.k, &self.v, &self.ends[..].into(), &self.shape, &mut o, &mut lse);
-        Output { o, lse }
+        [o, lse]
     }
 
-    fn backward(&self, output: &Output) -> Gradients {
-        let like = |x: &Tensor| Tensor::from_slice(x.rows(), x.width(), &vec![f32::NAN; x.data().len()]);
-        let (mut dq, mut dk, mut dv) = (like(&self.q), like(&self.k), like(&self.v));
-        let Output { o, lse } = output;
-        backward_packed(
-            &self.q,
-            &self.k,
-            &self.v,
-            o,
-            lse,
-            &self.d_o,
-            &self.ends[..].into(),
-            &self.shape,
-            &mut dq,
-            &mut dk,
-            &mut dv,
-        );
-        Gradients { dq, dk, dv }
+    /// o, lse, dq, dk, dv.
+    fn both_passes(&self) -> [Tensor; 5] {
+        let Self { shape, ends, q, k, v, d_o } = self;
+        let [o, lse] = self.forward();
+        let [mut dq, mut dk, mut dv] = [q, k, v].map(|x| unwritten(x.rows(), x.width()));
+        backward_packed(q, k, v, &o, &lse, d_o, &ends[..].into(), shape, &mut dq, &mut dk, &mut dv);
+        [o, lse, dq, dk, dv]
     }
 
     /// o, lse, dq, dk, dv in f64.
@@ -111,10 +87,13 @@ impl Case {
 
     /// All that the two passes and the paged cache give.
     fn all(&self) -> Vec<Vec<f32>> {
-        let output = self.forward();
-        let Gradients { dq, dk, dv } = self.backward(&output);
-        [output.o, output.lse, dq, dk, dv, chunked(self, 20)].map(|x| x.data().to_vec()).into()
+        self.both_passes().iter().chain([&chunked(self, 20)]).map(|x| x.data().to_vec()).collect()
     }
+}
+
+/// NaN, which what writes into it must leave nowhere.
+fn unwritten(rows: usize, width: usize) -> Tensor {
+    Tensor::from_slice(rows, width, &vec![f32::NAN; rows * width])
 }
 
 /// o, lse, dq, dk, dv in f64, where row t of q sees the keys `sees(t)`. One that sees none has o = 0 and lse = -inf.
@@ -240,7 +219,7 @@ fn chunked(case: &Case, chunk: usize) -> Tensor {
 fn packed_training_prefill_in_any_chunks_and_decode_agree_bitwise() {
     for shape in shapes() {
         let case = Case::new(shape, RAGGED);
-        let packed = case.forward().o;
+        let [packed, _] = case.forward();
         for chunk in [1, 5, 32, 33, 50, 1000] {
             same_bits(&format!("{shape:?}, chunks of {chunk}"), chunked(&case, chunk).data(), packed.data());
         }
@@ -251,8 +230,7 @@ fn packed_training_prefill_in_any_chunks_and_decode_agree_bitwise() {
 fn a_sequence_does_not_feel_its_companions() {
     for shape in shapes() {
         let case = Case::new(shape, RAGGED);
-        let output = case.forward();
-        let gradients = case.backward(&output);
+        let all = case.both_passes();
         for ends in case.ends.windows(2) {
             let cut = |x: &Tensor| {
                 let data = &x.data()[ends[0] * x.width()..ends[1] * x.width()];
@@ -266,10 +244,7 @@ fn a_sequence_does_not_feel_its_companions() {
                 v: cut(&case.v),
                 d_o: cut(&case.d_o),
             };
-            let output_alone = alone.forward();
-            let Gradients { dq, dk, dv } = alone.backward(&output_alone);
-            let all = [&output.o, &output.lse, &gradients.dq, &gradients.dk, &gradients.dv];
-            for (alone, all) in [&output_alone.o, &output_alone.lse, &dq, &dk, &dv].into_iter().zip(all) {
+            for (alone, all) in alone.both_passes().iter().zip(&all) {
                 same_bits("alone", alone.data(), cut(all).data());
             }
         }

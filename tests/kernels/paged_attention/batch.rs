@@ -1,55 +1,37 @@
-//! Sequences with numbers of their own, in a cache whose pages lie anywhere; and what attention should give.
+//! Sequences in a cache whose pages lie anywhere, and what attention should give.
 
-use crate::attention_reference::{Case, ends};
-use crate::{bf16, numbers};
+use crate::attention_reference::{self, Case, ends, whole};
+use crate::bf16;
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
-use rlhf_hpc::device::cuda::attention::{self, SpanTable};
 use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, kv_append};
 use rlhf_hpc::device::cuda::{Memory, paged_attention};
 use rlhf_hpc::dtype::DType;
 
 pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
     // More than 1 / sqrt(head_dim), so that some keys count for much more than others.
-    let scale = 2.5 / (head_dim as f32).sqrt();
-    AttentionShape { heads, kv_heads, head_dim, window, scale }
+    let scale = 1.7 / (head_dim as f32).sqrt();
+    AttentionShape { scale, ..attention_reference::shape(heads, kv_heads, head_dim, window) }
 }
 
-/// Whole sequences, as bf16 bits by sequence: q (len, h*e), k and v (len, g*e).
-#[derive(Clone)]
+/// Whole sequences, one behind the other.
 pub struct Batch {
-    pub shape: AttentionShape,
-    pub lengths: Vec<usize>,
-    pub q: Vec<Vec<u16>>,
-    pub k: Vec<Vec<u16>>,
-    pub v: Vec<Vec<u16>>,
-    how: Decode,
-}
-
-fn value(bits: u16) -> f32 {
-    f32::from_bits(u32::from(bits) << 16)
+    pub case: Case,
+    pub ends: Vec<usize>,
 }
 
 impl Batch {
-    pub fn new(shape: &AttentionShape, lengths: &[usize], seed: u32) -> Self {
-        let (own, shared) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
-        let part = |of: u32, width: usize| -> Vec<Vec<u16>> {
-            let sequence = |(i, len): (usize, &usize)| bf16(&numbers(seed * 1000 + of * 100 + i as u32, len * width));
-            lengths.iter().enumerate().map(sequence).collect()
-        };
-        // Louder queries: sharper softmax, maxima that move.
-        let q = part(0, own).iter().map(|q| bf16(&q.iter().map(|x| value(*x) * 2.0).collect::<Vec<_>>())).collect();
-        let (k, v) = (part(1, shared), part(2, shared));
-        Self { shape: *shape, lengths: lengths.to_vec(), q, k, v, how: Decode::Whole }
+    pub fn new(shape: &AttentionShape, lengths: &[usize]) -> Self {
+        let ends = ends(lengths);
+        Self { case: Case::new(ends[lengths.len()], *shape), ends }
     }
 
-    /// The same, decoded otherwise.
-    pub fn decoded(&self, how: Decode) -> Self {
-        Self { how, ..self.clone() }
+    pub fn lengths(&self) -> Vec<usize> {
+        self.ends.windows(2).map(|ends| ends[1] - ends[0]).collect()
     }
 
     /// Pages of each sequence, dealt backwards and in turns.
     fn tables(&self) -> (usize, Vec<Vec<u32>>) {
-        let needed: Vec<usize> = self.lengths.iter().map(|len| len.div_ceil(PAGE)).collect();
+        let needed: Vec<usize> = self.lengths().iter().map(|len| len.div_ceil(PAGE)).collect();
         let pages = needed.iter().sum::<usize>() + 1;
         let (mut next, mut tables) = (pages, vec![Vec::new(); needed.len()]);
         for round in 0..needed.iter().copied().max().unwrap_or(0) {
@@ -63,36 +45,31 @@ impl Batch {
         (pages, tables)
     }
 
-    /// The rows of `x` that are new in `sequences`, which are those of `which`.
-    fn rows(x: &[Vec<u16>], width: usize, sequences: &[PagedSequence], which: &[usize]) -> Memory {
-        let mut rows = Vec::new();
-        for (sequence, i) in sequences.iter().zip(which) {
-            rows.extend_from_slice(&x[*i][sequence.past * width..(sequence.past + sequence.tokens) * width]);
-        }
-        Memory::of(&rows)
+    /// The rows of `x` that are new in `sequences`.
+    fn rows(&self, x: &[f32], heads: usize, sequences: &[PagedSequence]) -> Memory {
+        let width = heads * self.case.shape.head_dim;
+        let rows = sequences.iter().zip(&self.ends).flat_map(|(sequence, first)| {
+            let from = first + sequence.past;
+            &x[from * width..(from + sequence.tokens) * width]
+        });
+        Memory::of(&bf16(&rows.copied().collect::<Vec<_>>()))
     }
 
-    pub fn append_to(&self, cache: &mut KvPages, sequences: &[PagedSequence], which: &[usize]) {
-        let table = SequenceTable::new(sequences, &self.shape);
-        let width = self.shape.kv_heads * self.shape.head_dim;
-        let (k, v) = (Self::rows(&self.k, width, sequences, which), Self::rows(&self.v, width, sequences, which));
-        kv_append(cache, k.view(DType::Bf16), v.view(DType::Bf16), &table, &self.shape);
+    pub fn append_to(&self, cache: &mut KvPages, sequences: &[PagedSequence]) {
+        let shape = &self.case.shape;
+        let [k, v] = [&self.case.k, &self.case.v].map(|x| self.rows(x, shape.kv_heads, sequences));
+        kv_append(cache, k.view(DType::Bf16), v.view(DType::Bf16), &SequenceTable::new(sequences, shape), shape);
     }
 
-    pub fn attend(&self, cache: &KvPages, sequences: &[PagedSequence], which: &[usize]) -> Vec<u16> {
-        let table = SequenceTable::with(sequences, &self.shape, self.how);
-        let width = self.shape.heads * self.shape.head_dim;
-        let q = Self::rows(&self.q, width, sequences, which);
-        let mut o = Memory::scratch(q.bytes());
-        paged_attention::forward(q.view(DType::Bf16), cache, &table, &self.shape, o.view_mut(DType::Bf16));
-        o.read(table.rows() * width)
+    /// o for `chunks`: (past, tokens) of each sequence; what is past comes to the cache first.
+    pub fn run(&self, chunks: &[(usize, usize)]) -> Vec<f32> {
+        self.run_by(Decode::Whole, chunks)
     }
 
-    /// Bits of o for `chunks`: (past, tokens) of each sequence; what is past comes to the cache first.
-    pub fn run(&self, chunks: &[(usize, usize)]) -> Vec<u16> {
-        let (pages, tables) = self.tables();
-        let mut cache = KvPages::new(pages, &self.shape);
-        let which: Vec<usize> = (0..chunks.len()).collect();
+    /// The same, decoded so.
+    pub fn run_by(&self, how: Decode, chunks: &[(usize, usize)]) -> Vec<f32> {
+        let (shape, (pages, tables)) = (&self.case.shape, self.tables());
+        let mut cache = KvPages::new(pages, shape);
         let sequences = |of: fn(&(usize, usize)) -> (usize, usize)| -> Vec<PagedSequence> {
             let place = |(chunk, blocks)| {
                 let (past, tokens) = of(chunk);
@@ -100,53 +77,40 @@ impl Batch {
             };
             chunks.iter().zip(&tables).map(|(chunk, blocks)| place((chunk, &blocks[..]))).collect()
         };
-        self.append_to(&mut cache, &sequences(|chunk| (0, chunk.0)), &which);
+        self.append_to(&mut cache, &sequences(|chunk| (0, chunk.0)));
         let new = sequences(|chunk| *chunk);
-        self.append_to(&mut cache, &new, &which);
-        self.attend(&cache, &new, &which)
+        self.append_to(&mut cache, &new);
+        let q = self.rows(&self.case.q, shape.heads, &new);
+        let mut o = Memory::scratch(q.bytes());
+        let table = SequenceTable::with(&new, shape, how);
+        paged_attention::forward(q.view(DType::Bf16), &cache, &table, shape, o.view_mut(DType::Bf16));
+        o.view(DType::Bf16).to_f32()
     }
 
-    /// Bits of o of all rows, as training computes them: packed, without a cache.
-    pub fn packed(&self) -> Vec<u16> {
-        let table = SpanTable::packed(&ends(&self.lengths), &self.shape);
-        let [q, k, v] = [&self.q, &self.k, &self.v].map(|x| Memory::of(&x.concat()));
-        let values = q.bytes() / 2;
-        let (mut o, mut lse) = (Memory::scratch(q.bytes()), Memory::scratch(values / self.shape.head_dim * 4));
-        let [q, k, v] = [&q, &k, &v].map(|x| x.view(DType::Bf16));
-        attention::forward(q, k, v, &table, false, o.view_mut(DType::Bf16), lse.view_mut(DType::F32));
-        o.read(values)
+    /// o of all rows, as training computes them: packed, without a cache.
+    pub fn packed(&self) -> Vec<f32> {
+        self.case.forward(&whole(&self.ends), DType::Bf16).0
     }
 
-    /// Bits of o of the first sequence's rows from `past` on, as training computes them.
-    pub fn trained(&self, past: usize) -> Vec<u16> {
-        let (keys, width) = (self.lengths[0], self.shape.heads * self.shape.head_dim);
-        let tokens = keys - past;
-        let table = SpanTable::new(&[Span { row: 0, tokens, past, key_row: 0, keys }], &self.shape);
-        let [q, k, v] = [&self.q[0][past * width..], &self.k[0], &self.v[0]].map(Memory::of);
-        let (mut o, mut lse) = (Memory::scratch(q.bytes()), Memory::scratch(tokens * self.shape.heads * 4));
-        let [q, k, v] = [&q, &k, &v].map(|x| x.view(DType::Bf16));
-        attention::forward(q, k, v, &table, false, o.view_mut(DType::Bf16), lse.view_mut(DType::F32));
-        o.read(tokens * width)
+    /// o of the rows of one sequence from `past` on, as training computes them.
+    pub fn trained(&self, past: usize) -> Vec<f32> {
+        let (keys, width) = (self.ends[1], self.case.shape.heads * self.case.shape.head_dim);
+        let span = Span { row: past, tokens: keys - past, past, key_row: 0, keys };
+        self.case.forward(&[span], DType::Bf16).0.split_off(past * width)
     }
 
     /// Asserts that `o` is softmax in f64 within its rounding.
-    pub fn assert_softmax(&self, o: &[u16], chunks: &[(usize, usize)]) {
-        let values = |x: &[Vec<u16>]| x.concat().iter().map(|bits| value(*bits)).collect();
-        let case = Case::of([values(&self.q), values(&self.k), values(&self.v)], self.shape);
-        let ends = ends(&self.lengths);
-        let spans: Vec<Span> = chunks
-            .iter()
-            .zip(&ends)
-            .map(|(&(past, tokens), &first)| Span {
-                row: first + past,
-                tokens,
-                past,
-                key_row: first,
-                keys: past + tokens,
-            })
-            .collect();
+    pub fn assert_softmax(&self, o: &[f32], chunks: &[(usize, usize)]) {
+        let span = |(&(past, tokens), &first): (&(usize, usize), &usize)| Span {
+            row: first + past,
+            tokens,
+            past,
+            key_row: first,
+            keys: past + tokens,
+        };
+        let spans: Vec<Span> = chunks.iter().zip(&self.ends).map(span).collect();
         let rows: Vec<usize> = spans.iter().flat_map(|span| span.row..span.row + span.tokens).collect();
-        let o: Vec<f32> = o.iter().map(|bits| value(*bits)).collect();
-        case.reference(&spans).of_rows(&rows, &self.shape).o_holds(&format!("{chunks:?} {:?}", self.shape), &o);
+        let what = format!("{chunks:?} {:?}", self.case.shape);
+        self.case.reference(&spans).of_rows(&rows, &self.case.shape).o_holds(&what, o);
     }
 }

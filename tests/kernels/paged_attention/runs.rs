@@ -9,14 +9,14 @@ const RUN: usize = 4096;
 
 /// The last `rows` tokens by training, by prefill and, the last alone, by both ways of decoding.
 fn agree(batch: &Batch, rows: usize) {
-    let (len, width) = (batch.lengths[0], batch.shape.heads * batch.shape.head_dim);
+    let (len, width) = (batch.ends[1], batch.case.shape.heads * batch.case.shape.head_dim);
     let past = len - rows;
     let want = batch.trained(past);
     batch.assert_softmax(&want, &[(past, rows)]);
-    assert!(batch.run(&[(past, rows)]) == want, "prefill of {rows} of {len} tokens, {:?}", batch.shape);
+    assert!(batch.run(&[(past, rows)]) == want, "prefill of {rows} of {len} tokens, {:?}", batch.case.shape);
     for how in [Decode::Whole, Decode::Split] {
-        let got = batch.decoded(how).run(&[(len - 1, 1)]);
-        assert!(got == want[want.len() - width..], "{how:?} decoding behind {len} tokens, {:?}", batch.shape);
+        let got = batch.run_by(how, &[(len - 1, 1)]);
+        assert!(got == want[want.len() - width..], "{how:?} decoding behind {len} tokens, {:?}", batch.case.shape);
     }
 }
 
@@ -32,7 +32,7 @@ fn rows_that_see_several_runs_have_the_same_bits_from_every_kernel() {
         (256, 2, 1, Some(RUN - 1), RUN + 100),
     ] {
         // The first of these rows see one run only.
-        agree(&Batch::new(&shape(heads, kv_heads, head_dim, window), &[len], 47), 20);
+        agree(&Batch::new(&shape(heads, kv_heads, head_dim, window), &[len]), 20);
     }
 }
 
@@ -40,15 +40,15 @@ fn rows_that_see_several_runs_have_the_same_bits_from_every_kernel() {
 fn sequences_of_different_runs_are_joined_each_for_itself() {
     let _one = device();
     let lengths = [RUN + 40, 30, RUN];
-    let batch = Batch::new(&shape(2, 1, 32, None), &lengths, 53);
+    let batch = Batch::new(&shape(2, 1, 32, None), &lengths);
     let last: Vec<(usize, usize)> = lengths.iter().map(|len| (len - 1, 1)).collect();
-    let (split, want) = (batch.decoded(Decode::Split), batch.run(&last));
+    let want = batch.run(&last);
     batch.assert_softmax(&want, &last);
-    assert!(split.run(&last) == want);
+    assert!(batch.run_by(Decode::Split, &last) == want);
 }
 
 #[test]
 fn no_order_of_threads_shows_in_rows_of_several_runs() {
-    let batch = Batch::new(&shape(9, 1, 32, None), &[RUN + 33], 59);
+    let batch = Batch::new(&shape(9, 1, 32, None), &[RUN + 33]);
     in_every_order(|| agree(&batch, 35));
 }
