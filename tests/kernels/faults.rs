@@ -25,9 +25,9 @@ const CASES: [Case; 24] = [
         " from ",
     ),
     (
-        "rollout::responses_by_graphs_are_those_of_ordinary_steps_for_all_parameters_and_stops",
-        ("decode.cu", "    slot.past++;\n", ""),
-        ": request ",
+        "decode::attention_by_these_tables_has_the_bits_of_attention_by_the_hosts",
+        ("decode.cu", "Sequence{(i32)slot.past, 1", "Sequence{(i32)slot.past / 2, 1"),
+        "cached, split for",
     ),
     (
         "embedding::rows_of_tokens_are_copied_those_of_other_ranks_are_zero_and_gradients_are_summed_in_the_order_of_rows",
