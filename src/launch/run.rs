@@ -130,7 +130,6 @@ impl Run {
             recorder.warn(TIGHT);
         }
         let checked = [checked.map(|checked| checked.description), checked_axes];
-        let resident_at_start = sys::memory::resident_bytes();
         let run = Self {
             config,
             config_hash,
@@ -143,7 +142,7 @@ impl Run {
                 gemm,
                 checked,
                 start_peak,
-                resident_at_start,
+                resident_at_start: sys::memory::resident_bytes(),
                 forward_bytes: None,
             },
             plan,
@@ -237,6 +236,11 @@ impl Run {
     /// What the plan expects the fullest rank to hold.
     pub fn expected_of_fullest(&self) -> Option<&Expected> {
         self.plan.expected.iter().flatten().max_by_key(|expected| expected.taken)
+    }
+
+    /// From now on there are models: what is resident before them no plan counts.
+    pub fn begin_models(&mut self) {
+        self.machine.resident_at_start = sys::memory::resident_bytes();
     }
 
     /// Bytes of its device that this rank has left.

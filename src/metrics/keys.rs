@@ -138,7 +138,7 @@ table! {
     RESHARD_BYTES = "reshard_bytes", "memory", Bytes,
         "Weights that a rank received between the layouts of training and rollout; of the rank with the most.";
     MEMORY_START_BYTES = "memory_start_bytes", "memory", Bytes,
-        "Resident memory of the largest rank when the run began, before its models: what `plan` does not count.";
+        "Resident memory of the largest rank just before its models, with tokenizer and data open: what `plan` does not count.";
     MEMORY_PEAK_BYTES = "memory_peak_bytes", "memory", Bytes,
         "Peak memory of the largest rank since the checks of the start: resident on a CPU; with job.device = \"gpu\", in use of its \
          GPU.";

@@ -170,6 +170,7 @@ impl<J: Job> Opened<J> {
             run.ranks.all.agree(source.restore(&state.cursor, &state.ledger))?;
         }
         let values = if resumed.is_some() { Values::ToRestore } else { Values::OfTheDirectory };
+        run.begin_models();
         let roles = models::load(run, &models, values)?;
         let needs = J::needs(run, &arch, &source);
         models::check_resources(run, &models, &roles, values, needs.rollouts)?;
