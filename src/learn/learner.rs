@@ -107,11 +107,11 @@ impl Learner {
         let (source, mut values) = (role.source.take(), Vec::new());
         for u in 0..shards.updated.units() {
             let own = shards.updated.own(u);
-            let Some(source) = &source else {
-                zero.set_master(u, &role.weights);
-                continue;
-            };
             for part in pieces(&own) {
+                let Some(source) = &source else {
+                    zero.set_master(u, part, &role.weights);
+                    continue;
+                };
                 values.resize(part.len(), 0.0);
                 let read = source.fill_f32(part.clone(), &mut values);
                 read.map_err(|e| e.within(format!("model.{}", role.name)))?;

@@ -264,14 +264,15 @@ impl Zero {
         }
     }
 
-    /// Sets the master of the own range of a unit, where there is one, to `weights`.
-    pub fn set_master(&mut self, unit: usize, weights: &Weights) {
-        let own = self.partition.own(unit);
-        match (weights.local(unit).part(&own), &mut self.master) {
+    /// Sets the master of a part of the own range of a unit, where there is one, to `weights`.
+    pub fn set_master(&mut self, unit: usize, part: Range<usize>, weights: &Weights) {
+        let first = part.start - self.partition.own(unit).start;
+        match (weights.local(unit).part(&part), &mut self.master) {
             (Slice::Cuda(values), Some(master)) => {
-                cuda::copy::cast(values, master.slice_mut(self.partition.held(unit)).cuda());
+                let start = self.partition.held(unit).start + first;
+                cuda::copy::cast(values, master.slice_mut(start..start + part.len()).cuda());
             }
-            _ => self.set_state(Vector::Master, unit, 0, &weights.to_master(own)),
+            _ => self.set_state(Vector::Master, unit, first, &weights.to_master(part)),
         }
     }
 
