@@ -85,16 +85,3 @@ pub fn open(
     ranks.say(&format!("{verb}: {each}{}", with_options(&inference.description)));
     Ok(inference)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn errors_of_keys_name_the_options() {
-        let error = Error::usage("a head dim of 48 with job.device = \"gpu\"").hint("set job.device = \"cpu\"");
-        let error = with_option_names(error);
-        assert_eq!(error.message, "a head dim of 48 with --device gpu");
-        assert_eq!(error.hint.as_deref(), Some("set --device cpu"));
-    }
-}

@@ -101,23 +101,3 @@ pub fn batches(lengths: impl IntoIterator<Item = usize>, budget: usize) -> Vec<s
 pub fn is_worker() -> bool {
     environment::launched_rank().is_none_or(|rank| rank == 0)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn batches_hold_every_row_once_and_respect_the_budget() {
-        assert_eq!(batches([5, 5, 1, 30, 2, 2], 10), [0..2, 2..3, 3..4, 4..6]);
-        assert!(batches([], 10).is_empty());
-    }
-
-    #[test]
-    fn token_ids_are_whole_numbers_and_nothing_else() {
-        let row = |text: &str| parse(text.as_bytes()).expect("an object");
-        assert_eq!(tokens(&row(r#"{"tokens": [1, 0, 7]}"#), "tokens"), Ok(vec![1, 0, 7]));
-        for bad in ["[1, -1]", "[1.5]", "[\"a\"]", "[true]", "\"1 2\"", "3", "null", "[5000000000]"] {
-            assert!(tokens(&row(&format!("{{\"tokens\": {bad}}}")), "tokens").is_err(), "{bad}");
-        }
-    }
-}

@@ -187,19 +187,8 @@ mod tests {
     }
 
     #[test]
-    fn a_number_outside_its_range_is_named_with_its_value_and_what_is_needed() {
-        for (key, value, message) in [
-            ("job.threads", serde_json::json!(100_000), "job.threads is 100000, needed a number from 0 to 4096"),
-            ("rollout.batch_max", serde_json::json!(0), "rollout.batch_max is 0, needed at least 1 and at most 65536"),
-            (
-                "reward.timeout_s",
-                Value::Null,
-                "reward.timeout_s is not finite, needed a number above 0, up to 31536000",
-            ),
-            ("ppo.gamma", f64::from(1.1f32).into(), "ppo.gamma is 1.1, needed a number from 0 to 1"),
-            ("optim.critic.lr", (-1.0).into(), "optim.critic.lr is -1, needed a number from 0 to 1000"),
-        ] {
-            assert_eq!(walk(key, &value).expect_err(key).message, message);
-        }
+    fn an_f32_outside_its_range_is_named_as_it_was_written() {
+        let error = walk("ppo.gamma", &f64::from(1.1f32).into()).expect_err("above 1");
+        assert_eq!(error.message, "ppo.gamma is 1.1, needed a number from 0 to 1");
     }
 }

@@ -141,34 +141,3 @@ fn edit_distance(a: &str, b: &str) -> usize {
     }
     row[b.len()]
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const LEAST: &str = "[job]\nkind = \"ppo\"\n[model]\nactor = \"m\"\n[data]\nprompts = [\"p\"]\n";
-
-    #[test]
-    fn overrides_set_nested_keys_with_toml_types_and_bare_strings() {
-        let overrides = ["job.steps=7".into(), "job.name=run-a".into(), "data.prompts=[\"x\", \"y\"]".into()];
-        let config = parse(LEAST, &overrides).unwrap();
-        assert_eq!((config.job.steps, config.job.name.as_str(), config.data.prompts.len()), (7, "run-a", 2));
-    }
-
-    #[test]
-    fn an_unknown_key_is_an_error_with_the_nearest_known_one() {
-        let error = parse(&format!("{LEAST}[eval]\nevery_step = 3\n"), &[]).unwrap_err();
-        assert_eq!(error.message, "line 8: `every_step = 3`: unknown key `every_step`");
-        assert_eq!(error.hint.as_deref(), Some("did you mean `every_steps`?"));
-        let error = parse(LEAST, &["eval.every_step=3".into()]).unwrap_err();
-        assert!(error.message.contains("unknown key `every_step`"), "{error}");
-    }
-
-    #[test]
-    fn a_missing_required_key_and_a_kind_to_come_are_refused_by_name() {
-        let error = parse("[job]\nkind = \"ppo\"\n[model]\nactor = \"m\"\n", &[]).unwrap_err();
-        assert_eq!(error.message, "data.prompts is missing");
-        let error = parse(LEAST, &["job.kind=dpo".into()]).unwrap_err();
-        assert_eq!(error.message, "job.kind = \"dpo\" is not in this release");
-    }
-}

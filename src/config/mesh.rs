@@ -219,48 +219,6 @@ mod tests {
     }
 
     #[test]
-    fn auto_is_one_but_for_data_which_takes_the_ranks_that_are_left() {
-        let mesh = |text: &str, world| parse(text).resolve(world);
-        assert_eq!(mesh("", 3), Ok(Mesh::data_only(3)));
-        assert_eq!(mesh("data = 2\ntensor = 1", 2), Ok(Mesh::data_only(2)));
-        let all = Mesh { data: 2, pipeline: 1, sequence: 2, tensor: 4 };
-        assert_eq!(mesh("sequence = 2\ntensor = 4", 16), Ok(all));
-        assert_eq!(mesh("data = 2\nsequence = 2\ntensor = 4", 16), Ok(all));
-    }
-
-    #[test]
-    fn axes_that_do_not_fit_or_do_not_exist_are_refused_by_name() {
-        let refused = |text: &str, world| parse(text).resolve(world).expect_err(text).to_string();
-        let error = refused("data = 4", 2);
-        assert!(error.contains("needs 4 ranks, mpirun started 2"), "{error}");
-        let error = refused("data = 2\nsequence = 2\ntensor = 8", 16);
-        assert!(error.contains("2 data x 1 pipeline x 2 sequence x 8 tensor needs 32 ranks"), "{error}");
-        assert!(error.contains("set mesh.tensor = 4, or run with -n 32"), "{error}");
-        let error = refused("sequence = 3", 8);
-        assert!(error.contains("3 data x 1 pipeline x 3 sequence x 1 tensor needs 9 ranks"), "{error}");
-        assert!(refused("tensor = 8", 1).contains("run with -n 8"));
-        for (text, message) in [
-            ("pipeline = 2", "mesh.pipeline = 2"),
-            ("zero = 4", "mesh.zero = 4"),
-            ("data = 0", "mesh.data = 0"),
-            ("tensor = 0", "mesh.tensor = 0"),
-            ("sequence = 1000000000000", "mesh.sequence = 1000000000000"),
-        ] {
-            assert!(refused(text, 2).contains(message), "{text}");
-        }
-        for bad in ["data = \"all\"", "data = -1", "data = 1.5", "tenser = 1"] {
-            assert!(toml::from_str::<MeshConfig>(bad).is_err(), "{bad}");
-        }
-    }
-
-    #[test]
-    fn zero_has_four_stages_and_shards_the_optimizer_by_default() {
-        let stage = |text: &str| parse(text).stage();
-        assert_eq!((stage(""), stage("zero = 0"), stage("zero = 3")), (Ok(1), Ok(0), Ok(3)));
-        assert!(stage("zero = 4").expect_err("no such stage").message.contains("0 to 3"));
-    }
-
-    #[test]
     fn places_cover_the_ranks_once_and_the_actor_has_the_first() {
         let placements = |text: &str| parse(&format!("placement = [{text}]")).placements(16);
         let all = parse("").placements(3).expect("everything everywhere");

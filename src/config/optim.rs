@@ -100,17 +100,4 @@ mod tests {
         assert_eq!(toml::from_str::<OptimRoles>(&text).expect("parses"), roles);
         assert!(toml::from_str::<OptimRoles>("[actor]\nlearning_rate = 1e-3").is_err());
     }
-
-    #[test]
-    fn values_that_adamw_cannot_work_with_are_refused_by_name() {
-        let check = |text: &str| toml::from_str::<OptimConfig>(text).expect("parses").check("optim.actor");
-        assert_eq!(check("lr = 1e-4"), Ok(()));
-        for bad in
-            ["lr = -1.0", "lr = nan", "betas = [0.9, 1.0]", "eps = 0.0", "warmup_ratio = 3.0", "clip_norm = -1.0"]
-        {
-            let key = bad.split(' ').next().expect("a key");
-            let error = check(bad).expect_err(bad).message;
-            assert!(error.starts_with(&format!("optim.actor.{key} is ")), "{error}");
-        }
-    }
 }

@@ -69,25 +69,3 @@ impl RolloutConfig {
         .hint(hint))
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_rollout_is_laid_out_as_training_is_where_nothing_is_said() {
-        let training = Mesh { data: 2, pipeline: 1, sequence: 2, tensor: 2 };
-        let layout = |text: &str| toml::from_str::<RolloutConfig>(text).expect("well-formed").layout(&training);
-        assert_eq!(layout(""), Ok(Mesh { tensor: 2, ..Mesh::data_only(4) }));
-        assert_eq!(layout("tensor = 4"), Ok(Mesh { tensor: 4, ..Mesh::data_only(2) }));
-        assert_eq!(layout("tensor = 1\ndata = 8"), Ok(Mesh::data_only(8)));
-        for (text, message) in [
-            ("tensor = 3", "rollout.tensor = 3"),
-            ("tensor = 2\ndata = 2", "needs 4 ranks, the mesh has 8"),
-            ("tensor = 0", "tensor = 0"),
-        ] {
-            let error = layout(text).expect_err(text);
-            assert!(error.message.contains(message) && error.hint.is_some(), "{error}");
-        }
-    }
-}

@@ -89,18 +89,3 @@ fn windows(prompt: usize, limit: usize, overlap: usize) -> Vec<(usize, usize)> {
     ranges.push((prompt - limit, prompt));
     ranges
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn windows_cover_the_prompt_and_overlap_at_least_as_asked() {
-        for (prompt, limit, overlap) in [(11, 5, 2), (10, 5, 0), (6, 5, 4), (100, 7, 3)] {
-            let ranges = windows(prompt, limit, overlap);
-            assert_eq!((ranges[0].0, ranges[ranges.len() - 1].1), (0, prompt));
-            assert!(ranges.iter().all(|(start, end)| end - start == limit));
-            assert!(ranges.windows(2).all(|w| w[0].1 >= w[1].0 + overlap && w[1].0 > w[0].0), "{ranges:?}");
-        }
-    }
-}

@@ -254,20 +254,3 @@ fn entries(bytes: &[u8]) -> impl Iterator<Item = Entry<'_>> {
         Entry { number, text, line, is_ended }
     })
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::error::Kind;
-
-    #[test]
-    fn a_full_disk_is_an_io_error_that_names_the_file() {
-        let file = OpenOptions::new().write(true).open("/dev/full").unwrap();
-        let path = PathBuf::from("run/metrics.jsonl");
-        let mut metrics = MetricsFile { path, file, seen: Seen::default() };
-        let error = metrics.append(&Line::new(1, 0.0, &[("loss", 1.0)])).unwrap_err();
-        assert_eq!(error.kind, Kind::Io);
-        assert!(error.message.contains("run/metrics.jsonl") && error.message.contains("No space left"), "{error}");
-        assert_eq!(metrics.seen.step_last(), 0);
-    }
-}

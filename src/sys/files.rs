@@ -209,37 +209,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_atomic_write_replaces_the_file_and_leaves_nothing_beside_it() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let path = dir.path().join("a.json");
-        write_atomic(&path, b"one").expect("writes");
-        write_atomic(&path, b"two").expect("writes");
-        assert_eq!(fs::read(&path).expect("reads"), b"two");
-        assert_eq!(fs::read_dir(dir.path()).expect("lists").count(), 1);
-    }
-
-    #[test]
-    fn a_failed_atomic_write_keeps_the_old_file() {
-        let dir = tempfile::tempdir().expect("a directory");
-        // A directory cannot be replaced by a file.
-        let path = dir.path().join("taken");
-        fs::create_dir(&path).expect("makes");
-        let error = write_atomic(&path, b"x").expect_err("it is a directory");
-        assert_eq!(error.kind, Kind::Io);
-        assert!(path.is_dir());
-        assert_eq!(fs::read_dir(dir.path()).expect("lists").count(), 1);
-    }
-
-    #[test]
-    fn more_than_the_free_space_is_refused_before_writing() {
-        let dir = tempfile::tempdir().expect("a directory");
-        assert_eq!(check_space(dir.path(), 1), Ok(()));
-        let error = check_space(dir.path(), u64::MAX).expect_err("no disk has that");
-        assert!(error.message.contains("needs 16777216.0 TiB") && error.message.ends_with("are free"), "{error}");
-        assert_eq!([17, 80 << 10, 3 << 29].map(format_bytes), ["17 bytes", "80.0 KiB", "1.5 GiB"]);
-    }
-
-    #[test]
     fn a_file_system_in_memory_is_told_from_a_disk() {
         assert!(!is_in_memory(Path::new("/proc")) && !is_in_memory(Path::new("/none/such")));
         if std::fs::read_to_string("/proc/mounts").is_ok_and(|text| text.contains(" /dev/shm tmpfs ")) {
