@@ -126,7 +126,7 @@ fn rows(args: &Args, config: &Config, shape: &StepShape, archs: &Archs, group: &
 
 /// Checks what a plan depends on: not where scores come from, nor where data is.
 fn check(config: &Config) -> Result<()> {
-    limits::check("", config)?;
+    config.check_ranges()?;
     if train::shape(config).has_rollout() {
         config.rollout.check()?;
         config.ppo.check()?;

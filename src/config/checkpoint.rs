@@ -1,5 +1,6 @@
 //! `[checkpoint]`: when a run saves and what it keeps.
 
+use super::limits::COUNT;
 use serde::{Deserialize, Serialize};
 
 /// What a resume does where models or data are others than those that the run was saved with.
@@ -13,9 +14,9 @@ pub enum ChangedInputs {
 
 table! {
     pub struct CheckpointConfig {
-        pub every_steps: u64 = 50,
-        pub keep_last: usize = 3,
-        pub max_hours: f64 = 0.0,
+        pub every_steps: u64 = 50 => 0.0..=COUNT,
+        pub keep_last: usize = 3 => 0.0..=COUNT,
+        pub max_hours: f64 = 0.0 => 0.0..=87_600.0,
         pub changed_inputs: ChangedInputs = ChangedInputs::Refuse,
     }
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::limits;
+use super::limits::{self, COUNT, TOKENS};
 use crate::error::{Error, Result};
 
 /// What happens to a prompt of more than `prompt_tokens_max` tokens. Always counted in the ledger.
@@ -56,8 +56,8 @@ table! {
     /// `[data.split]`
     pub struct SplitConfig {
         pub by: SplitBy = SplitBy::Source,
-        pub eval_ratio: f64 = 0.05,
-        pub seed: u64 = 0,
+        pub eval_ratio: f64 = 0.05 => 0.0..=1.0,
+        pub seed: u64 = 0 => 0.0..=i64::MAX as f64,
         pub field: String = "split".to_owned(),
         pub eval_files: Vec<String> = Vec::new(),
     }
@@ -76,12 +76,12 @@ table! {
         pub label_key: String = String::new(),
         pub messages_key: String = "messages".to_owned(),
         pub chat_template: bool = false,
-        pub prompt_tokens_max: usize = 1024,
+        pub prompt_tokens_max: usize = 1024 => 1.0..=TOKENS,
         pub long_prompts: LongPrompts = LongPrompts::Reject,
-        pub window_overlap_tokens: usize = 64,
-        pub row_tokens_max: usize = 0,
+        pub window_overlap_tokens: usize = 64 => 0.0..=TOKENS,
+        pub row_tokens_max: usize = 0 => 0.0..=TOKENS,
         pub order: Order = Order::Shuffled,
-        pub length_group_rows: usize = 1024,
+        pub length_group_rows: usize = 1024 => 1.0..=COUNT,
         pub curriculum_field: String = String::new(),
     }
 }
@@ -96,6 +96,7 @@ impl DataConfig {
 
     /// Checks what the types cannot: ranges, and keys that need each other.
     pub fn check(&self) -> Result<()> {
+        limits::check("data.split", &self.split)?;
         limits::check("data", self)?;
         let hint = "name shard prefixes or JSONL files";
         Error::need(!self.prompts.is_empty(), "data.prompts is empty").map_err(|e| e.hint(hint))?;

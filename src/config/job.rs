@@ -1,5 +1,6 @@
 //! `[job]`, `[sft]`, `[gradient]`, `[eval]`: what is run, and how steps are cut.
 
+use super::limits::{COUNT, FINITE, SAMPLES, THREADS_MAX, TOKENS};
 use super::optim::GradientOrder;
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
@@ -15,15 +16,6 @@ pub enum JobKind {
     /// Proximal policy optimisation and its relatives (`ppo.advantage`).
     #[default]
     Ppo,
-}
-
-impl JobKind {
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Sft => "sft",
-            Self::Ppo => "ppo",
-        }
-    }
 }
 
 /// What models are put on.
@@ -72,13 +64,13 @@ table! {
         pub kind: JobKind = JobKind::Ppo,
         pub name: String = "rlhf".into(),
         pub dir: PathBuf = "runs/rlhf".into(),
-        pub seed: u64 = 42,
-        pub steps: u64 = 0,
+        pub seed: u64 = 42 => 0.0..=i64::MAX as f64,
+        pub steps: u64 = 0 => 0.0..=COUNT,
         pub device: DeviceName = DeviceName::Auto,
         pub collectives: Collectives = Collectives::Auto,
         pub gemm: Gemm = Gemm::Auto,
         pub check: bool = true,
-        pub threads: usize = 0,
+        pub threads: usize = 0 => 0.0..=THREADS_MAX as f64,
         pub export: bool = true,
     }
 }
@@ -103,9 +95,9 @@ pub enum LossOn {
 
 table! {
     pub struct SftConfig {
-        pub epochs: f64 = 1.0,
-        pub minibatch_samples: usize = 64,
-        pub microbatch_tokens_max: usize = 8192,
+        pub epochs: f64 = 1.0 => 0.0..=1e6,
+        pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
+        pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
         pub loss_on: LossOn = LossOn::Response,
     }
 }
@@ -113,7 +105,7 @@ table! {
 table! {
     pub struct GradientConfig {
         pub order: GradientOrder = GradientOrder::Fast,
-        pub chunks: usize = 8,
+        pub chunks: usize = 8 => 1.0..=65_536.0,
         pub recompute: bool = false,
     }
 }
@@ -134,8 +126,8 @@ impl GradientConfig {
 
 table! {
     pub struct EvalConfig {
-        pub every_steps: u64 = 0,
-        pub samples_max: usize = 0,
-        pub correct_at: f32 = 1.0,
+        pub every_steps: u64 = 0 => 0.0..=COUNT,
+        pub samples_max: usize = 0 => 0.0..=COUNT,
+        pub correct_at: f32 = 1.0 => -FINITE..=FINITE,
     }
 }

@@ -1,26 +1,19 @@
 //! `[mesh]`: how the ranks of the world are arranged.
 
-use super::limits::RANKS_MAX;
+use super::limits::{BYTES, RANKS_MAX, YEAR_S};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::ops::Range;
 
 /// A number, or `"auto"`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Auto {
     #[default]
     Auto,
+    #[serde(untagged)]
     Is(usize),
-}
-
-impl Serialize for Auto {
-    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-        match self {
-            Self::Auto => serializer.serialize_str("auto"),
-            Self::Is(n) => serializer.serialize_u64(*n as u64),
-        }
-    }
 }
 
 impl<'de> Deserialize<'de> for Auto {
@@ -84,8 +77,8 @@ table! {
         pub zero: Auto = Auto::Auto,
         pub placement: Vec<PlacementConfig> = Vec::new(),
         pub offload: Vec<Offload> = Vec::new(),
-        pub arena_bytes_max: u64 = 0,
-        pub collective_timeout_s: f64 = 600.0,
+        pub arena_bytes_max: u64 = 0 => 0.0..=BYTES,
+        pub collective_timeout_s: f64 = 600.0 => 0.0..=YEAR_S,
     }
 }
 

@@ -1,11 +1,11 @@
 //! The one schema of a job. Every key has its type and default here; what it means, its unit, its legal values and its paper stand in
 //! `jobs/reference.toml` alone, and a test holds the keys and defaults of both equal.
 
-/// A table of a job: each key with its type and its default.
+/// A table of a job: each key with its type, its default and, where it is a number, its range.
 macro_rules! table {
     (
         $(#[$about:meta])*
-        pub struct $name:ident { $($(#[$about_key:meta])* pub $key:ident: $type:ty = $default:expr,)* }
+        pub struct $name:ident { $($(#[$about_key:meta])* pub $key:ident: $type:ty = $default:expr $(=> $range:expr)?,)* }
     ) => {
         $(#[$about])*
         #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
@@ -18,6 +18,11 @@ macro_rules! table {
             fn default() -> Self {
                 Self { $($key: $default,)* }
             }
+        }
+
+        impl crate::config::limits::Ranged for $name {
+            const RANGES: &'static [(&'static str, std::ops::RangeInclusive<f64>)] =
+                &[$($((stringify!($key), $range),)?)*];
         }
     };
 }
@@ -77,7 +82,7 @@ pub struct Config {
 impl Config {
     /// Checks what the types cannot: ranges, values that must fit each other, and what this release does not have.
     pub fn check(&self) -> Result<()> {
-        limits::check("", self)?;
+        self.check_ranges()?;
         self.data.check()?;
         self.optim.actor.check("optim.actor")?;
         if self.job.kind == JobKind::Ppo {
@@ -119,6 +124,24 @@ impl Config {
                 .hint("set job.gemm = \"exact\" or \"auto\", or job.device = \"gpu\""));
         }
         Ok(())
+    }
+
+    /// Refuses a number outside its range, whatever the job does with it.
+    pub fn check_ranges(&self) -> Result<()> {
+        limits::check("job", &self.job)?;
+        limits::check("mesh", &self.mesh)?;
+        limits::check("data.split", &self.data.split)?;
+        limits::check("data", &self.data)?;
+        limits::check("rollout", &self.rollout)?;
+        limits::check("reward", &self.reward)?;
+        limits::check("ppo", &self.ppo)?;
+        limits::check("sft", &self.sft)?;
+        limits::check("gradient", &self.gradient)?;
+        limits::check("optim.actor", &self.optim.actor)?;
+        limits::check("optim.critic", &self.optim.critic)?;
+        limits::check("eval", &self.eval)?;
+        limits::check("checkpoint", &self.checkpoint)?;
+        limits::check("metrics", &self.metrics)
     }
 
     /// Seconds for which one collective may wait, 0 for ever: at least as long as another rank's Python reward may take with all

@@ -1,6 +1,6 @@
 //! `[optim.actor]`, `[optim.critic]` and `gradient.order`: how gradients become updates.
 
-use super::limits;
+use super::limits::{self, FINITE};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -31,15 +31,15 @@ pub enum GradientOrder {
 table! {
     /// AdamW and its schedule for one model.
     pub struct OptimConfig {
-        pub lr: f64 = 1e-6,
+        pub lr: f64 = 1e-6 => 0.0..=1000.0,
         pub betas: [f64; 2] = [0.9, 0.95],
-        pub eps: f64 = 1e-8,
-        pub weight_decay: f64 = 0.0,
+        pub eps: f64 = 1e-8 => f64::MIN_POSITIVE..=FINITE,
+        pub weight_decay: f64 = 0.0 => 0.0..=FINITE,
         pub decay_vectors: bool = false,
-        pub clip_norm: f64 = 1.0,
+        pub clip_norm: f64 = 1.0 => 0.0..=FINITE,
         pub schedule: Schedule = Schedule::Cosine,
-        pub warmup_ratio: f64 = 0.03,
-        pub floor_ratio: f64 = 0.1,
+        pub warmup_ratio: f64 = 0.03 => 0.0..=1.0,
+        pub floor_ratio: f64 = 0.1 => 0.0..=1.0,
     }
 }
 

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::limits;
+use super::limits::{self, FINITE, SAMPLES, TOKENS};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 
@@ -152,38 +152,38 @@ table! {
     /// `[ppo]`.
     pub struct PpoConfig {
         pub advantage: Estimator = Estimator::Gae,
-        pub gamma: f32 = 1.0,
-        pub lambda: f32 = 1.0,
+        pub gamma: f32 = 1.0 => 0.0..=1.0,
+        pub lambda: f32 = 1.0 => 0.0..=1.0,
         pub truncation: Truncation = Truncation::Zero,
         pub advantage_std: bool = true,
 
         pub loss: PolicyLossKind = PolicyLossKind::Clip,
         pub aggregation: Aggregation = Aggregation::Token,
-        pub clip_low: f32 = 0.2,
-        pub clip_high: f32 = 0.2,
-        pub dual_clip: f32 = 0.0,
-        pub value_clip: f32 = 0.2,
-        pub entropy_coef: f32 = 0.0,
+        pub clip_low: f32 = 0.2 => 0.0..=1.0,
+        pub clip_high: f32 = 0.2 => 0.0..=FINITE,
+        pub dual_clip: f32 = 0.0 => 0.0..=FINITE,
+        pub value_clip: f32 = 0.2 => 0.0..=FINITE,
+        pub entropy_coef: f32 = 0.0 => -FINITE..=FINITE,
         pub correction: Correction = Correction::None,
-        pub correction_low: f32 = 0.5,
-        pub correction_high: f32 = 5.0,
+        pub correction_low: f32 = 0.5 => 0.0..=FINITE,
+        pub correction_high: f32 = 5.0 => 0.0..=FINITE,
 
-        pub kl_coef: f32 = 0.01,
+        pub kl_coef: f32 = 0.01 => 0.0..=FINITE,
         pub kl_estimator: KlEstimator = KlEstimator::K1,
         pub kl_in: KlIn = KlIn::Reward,
-        pub kl_target: f32 = 0.0,
-        pub kl_horizon: f32 = 10_000.0,
+        pub kl_target: f32 = 0.0 => 0.0..=FINITE,
+        pub kl_horizon: f32 = 10_000.0 => 1.0..=FINITE,
 
         pub reward_clip: [f32; 2] = [-10.0, 10.0],
         pub reward_normalize: bool = false,
-        pub overlong_buffer_tokens: usize = 0,
-        pub overlong_tokens_max: usize = 0,
-        pub overlong_penalty: f32 = 1.0,
-        pub truncated_score_coef: f32 = 1.0,
+        pub overlong_buffer_tokens: usize = 0 => 0.0..=TOKENS,
+        pub overlong_tokens_max: usize = 0 => 0.0..=TOKENS,
+        pub overlong_penalty: f32 = 1.0 => 0.0..=FINITE,
+        pub truncated_score_coef: f32 = 1.0 => -FINITE..=1.0,
 
-        pub epochs: usize = 1,
-        pub minibatch_samples: usize = 128,
-        pub microbatch_tokens_max: usize = 16_384,
+        pub epochs: usize = 1 => 1.0..=10_000.0,
+        pub minibatch_samples: usize = 128 => 1.0..=SAMPLES,
+        pub microbatch_tokens_max: usize = 16_384 => 1.0..=TOKENS,
         pub old_logprobs: OldLogprobs = OldLogprobs::Auto,
     }
 }

@@ -15,7 +15,7 @@ use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{Deserializer, Error as _, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
-use super::limits;
+use super::limits::{self, ABOVE_0, YEAR_S};
 use crate::error::Error;
 
 table! {
@@ -27,9 +27,9 @@ table! {
         pub python: Vec<PythonConfig> = Vec::new(),
         pub http: Vec<String> = Vec::new(),
         pub models: Vec<String> = Vec::new(),
-        pub timeout_s: f64 = 60.0,
-        pub start_timeout_s: f64 = 300.0,
-        pub retries: u32 = 2,
+        pub timeout_s: f64 = 60.0 => ABOVE_0..=YEAR_S,
+        pub start_timeout_s: f64 = 300.0 => ABOVE_0..=YEAR_S,
+        pub retries: u32 = 2 => 0.0..=1000.0,
     }
 }
 

@@ -1,6 +1,6 @@
 //! The `[rollout]` section of a job: how responses are sampled.
 
-use super::limits;
+use super::limits::{self, ABOVE_0, BYTES, COUNT, FINITE, SAMPLES, TOKENS};
 use super::mesh::{Auto, size};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
@@ -8,21 +8,21 @@ use crate::mesh::Mesh;
 table! {
     /// Sampling and batching of responses.
     pub struct RolloutConfig {
-        pub prompts_per_step: usize = 1024,
-        pub samples_per_prompt: usize = 1,
-        pub response_tokens_max: usize = 1024,
-        pub response_tokens_min: usize = 0,
-        pub temperature: f32 = 1.0,
-        pub top_k: usize = 0,
-        pub top_p: f32 = 1.0,
-        pub min_p: f32 = 0.0,
-        pub repetition_penalty: f32 = 1.0,
+        pub prompts_per_step: usize = 1024 => 1.0..=SAMPLES,
+        pub samples_per_prompt: usize = 1 => 1.0..=65_536.0,
+        pub response_tokens_max: usize = 1024 => 1.0..=TOKENS,
+        pub response_tokens_min: usize = 0 => 0.0..=TOKENS,
+        pub temperature: f32 = 1.0 => 0.0..=FINITE,
+        pub top_k: usize = 0 => 0.0..=COUNT,
+        pub top_p: f32 = 1.0 => 0.0..=1.0,
+        pub min_p: f32 = 0.0 => 0.0..=1.0,
+        pub repetition_penalty: f32 = 1.0 => ABOVE_0..=FINITE,
         pub stop: Vec<String> = Vec::new(),
         pub stop_token_ids: Vec<u32> = Vec::new(),
         pub ignore_eos: bool = false,
-        pub batch_max: usize = 256,
-        pub prefill_tokens_max: usize = 2048,
-        pub kv_bytes_max: u64 = 0,
+        pub batch_max: usize = 256 => 1.0..=65_536.0,
+        pub prefill_tokens_max: usize = 2048 => 1.0..=TOKENS,
+        pub kv_bytes_max: u64 = 0 => 0.0..=BYTES,
         pub graphs: bool = true,
         pub tensor: Auto = Auto::Auto,
         pub data: Auto = Auto::Auto,

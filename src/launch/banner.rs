@@ -4,6 +4,7 @@ use super::gemm::GemmChoice;
 use super::gpu;
 use super::layout::{Expected, Layout, Swap, describe_zero};
 use super::run::Run;
+use crate::config;
 use crate::config::mesh::Placement;
 use crate::device::{self, Device};
 use crate::error::format_bytes;
@@ -41,7 +42,7 @@ impl Run {
         let notes = self.notes().into_iter().chain(needs.notes).chain(self.describe_rollouts(needs.rollouts)).collect();
         let Expected { taken, groups, .. } = self.expected_of_fullest().cloned().unwrap_or_default();
         self.recorder.banner(&Banner {
-            job_kind: self.config.job.kind.name().to_string(),
+            job_kind: config::name(&self.config.job.kind),
             job_name: self.config.job.name.clone(),
             run_dir: self.config.job.dir.display().to_string(),
             seed: self.config.job.seed,

@@ -107,7 +107,7 @@ fn ways(job: &Job, world: usize, device: &Device) -> Vec<String> {
     if !config.gradient.recompute {
         lists.push(vec![(set("gradient.recompute", &true), world)]);
     }
-    let key = format!("{}.microbatch_tokens_max", config.job.kind.name());
+    let key = format!("{}.microbatch_tokens_max", config::name(&config.job.kind));
     let halves = std::iter::successors(Some(job.shape.microbatch_tokens_max / 2), |tokens| Some(tokens / 2));
     let halves = halves.take_while(|tokens| *tokens >= job.rows.longest_row().tokens().max(1));
     lists.push(halves.map(|tokens| (set(&key, &tokens), world)).collect());

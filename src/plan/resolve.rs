@@ -6,9 +6,9 @@ use super::job::{Job, no_place};
 use super::null::{Case, count};
 use super::rows::Rows;
 use crate::comm::World;
-use crate::config::Config;
 use crate::config::mesh::{Auto, Placement, RoleName};
 use crate::config::rollout::RolloutConfig;
+use crate::config::{self, Config};
 use crate::device::cpu::pool::pool;
 use crate::error::{Error, Result};
 use crate::launch::gpu::GpuOfRanks;
@@ -152,7 +152,7 @@ fn check_roles(config: &Config, roles: &[RoleName], placements: Vec<Placement>) 
         return Ok(placements);
     }
     if let [_] = roles {
-        let kind = config.job.kind.name();
+        let kind = config::name(&config.job.kind);
         return Err(
             Error::usage(format!("mesh.placement is set, a {kind} job has one role")).hint("leave mesh.placement out")
         );

@@ -6,6 +6,7 @@ use super::job::Job;
 use super::memory::{KvCache, Phase, rank_of};
 use super::rows::{Origin, Row};
 use super::time::{Part, Stage};
+use crate::config;
 use crate::config::mesh::RoleName;
 use crate::device::null::Peak;
 use crate::error::format_bytes;
@@ -62,7 +63,7 @@ fn wrap(out: &mut String, lead: &str, text: &str) {
 fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: usize) {
     let config = job.config;
     let nodes = world.div_ceil(device.ranks_per_node);
-    let (kind, name) = (config.job.kind.name(), &config.job.name);
+    let (kind, name) = (config::name(&config.job.kind), &config.job.name);
     let each = world.min(device.ranks_per_node);
     wrap(out, "", &format!("{kind} job {name} on {world} ranks of {} ({nodes} x {each})", device.name));
     for (role, head, arch) in &job.archs.0 {
@@ -307,7 +308,7 @@ fn others(out: &mut String, choice: &Choice) {
 /// The whole plan as an object.
 pub fn object(job: &Job, choice: &Choice, device: &Device, world: usize) -> Value {
     json!({
-        "job": job.config.job.name, "kind": job.config.job.kind.name(), "ranks": world,
+        "job": job.config.job.name, "kind": config::name(&job.config.job.kind), "ranks": world,
         "device": device_object(device),
         "rows": rows_object(job),
         "chosen": candidate(&choice.chosen), "why": choice.why,
