@@ -2,8 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::path::Path;
 
 use super::cut::{Entry, RowTokens};
 use super::hashes::Hashes;
@@ -59,14 +58,15 @@ pub fn look_ahead(
     for name in &jsonl {
         bytes += bytes_of(Path::new(name))?;
     }
-    let temp = TempDir::new()?;
+    let made = tempfile::Builder::new().prefix("rlhf-hpc-").tempdir();
+    let temp = made.map_err(|e| Error::io("create a directory in", std::env::temp_dir(), &e))?;
     let mut config = config.clone();
     let is_sample = bytes > WHOLE_BYTES_MAX;
     if is_sample {
         let most = WHOLE_BYTES_MAX / jsonl.len() as u64;
         for (i, name) in config.prompts.iter_mut().chain(&mut config.split.eval_files).enumerate() {
             if is_jsonl(Path::new(name)) && bytes_of(Path::new(name))? > most {
-                let few = temp.0.join(format!("{i}.jsonl"));
+                let few = temp.path().join(format!("{i}.jsonl"));
                 sample(Path::new(name), &few)?;
                 *name = few.display().to_string();
             }
@@ -74,7 +74,7 @@ pub fn look_ahead(
         // A small sample may hold no row of the eval split, and lengths do not need one.
         config.eval_split = String::new();
     }
-    let prepared = prepare(&config, part, tokenizer, vocabulary, &temp.0, &mut Hashes::default(), &alone)?;
+    let prepared = prepare(&config, part, tokenizer, vocabulary, temp.path(), &mut Hashes::default(), &alone)?;
     open(&config, &prepared)?.into_ahead(n, is_sample)
 }
 
@@ -133,24 +133,4 @@ fn sample(from: &Path, to: &Path) -> Result<()> {
     }
     let write = |e: std::io::Error| Error::io("write", to, &e);
     File::create(to).and_then(|mut file| file.write_all(&rows)).map_err(write)
-}
-
-/// A temporary directory.
-struct TempDir(PathBuf);
-
-impl TempDir {
-    fn new() -> Result<Self> {
-        static MADE: AtomicUsize = AtomicUsize::new(0);
-        let name = format!("rlhf-hpc-{}-{}", std::process::id(), MADE.fetch_add(1, Ordering::Relaxed));
-        let path = std::env::temp_dir().join(name);
-        fs::create_dir_all(&path).map_err(|e| Error::io("create", &path, &e))?;
-        Ok(Self(path))
-    }
-}
-
-impl Drop for TempDir {
-    fn drop(&mut self) {
-        // A directory that remains under the system's temporary one does no harm.
-        let _ = fs::remove_dir_all(&self.0);
-    }
 }

@@ -8,7 +8,7 @@ use std::time::Instant;
 use rayon::prelude::*;
 
 use super::rows::{Encoder, RowFormat};
-use super::shard::{Identity, ShardWriter, Sidecar};
+use super::shard::{ShardWriter, Sidecar};
 use super::split::SplitRule;
 use crate::error::{Error, Result};
 use crate::sys::files;
@@ -57,12 +57,13 @@ pub fn shard_jsonl(
     for input in inputs {
         shard_file(input, &encoder, &mut writer)?;
     }
-    let identity = Identity {
+    let known = Sidecar {
         tokenizer_sha256: tokenizer.sha256().to_owned(),
         split_rule: rule.describe(),
         inputs: inputs.iter().map(|input| input.path.display().to_string()).collect(),
+        ..Sidecar::default()
     };
-    let sidecar = writer.commit(identity)?;
+    let sidecar = writer.commit(known)?;
     Ok(Sharded { sidecar, seconds: start.elapsed().as_secs_f64() })
 }
 

@@ -48,11 +48,7 @@ impl Stamp {
 }
 
 /// The hashes that the first rank knows, and the files that are to be read, the largest first.
-#[derive(Serialize, Deserialize)]
-struct Plan {
-    found: BTreeMap<PathBuf, FileHash>,
-    unread: Vec<PathBuf>,
-}
+type Plan = (BTreeMap<PathBuf, FileHash>, Vec<PathBuf>);
 
 impl Hashes {
     pub fn read(cache: &Path) -> Self {
@@ -78,7 +74,7 @@ impl Hashes {
         let (stamps, plan) = if group.rank() == 0 { self.plan(&files) } else { Default::default() };
         let mut plan = serde_json::to_vec(&plan).map_err(|e| Error::fault(format!("hashes: {e}")))?;
         group.broadcast_bytes(0, &mut plan);
-        let Plan { mut found, unread } = serde_json::from_slice(&plan).expect("a peer of the same build wrote it");
+        let (mut found, unread): Plan = serde_json::from_slice(&plan).expect("a peer of the same build wrote it");
         let mine: Vec<&PathBuf> = unread.iter().skip(group.rank()).step_by(group.size()).collect();
         let mine = mine.par_iter().map(|path| FileHash::of(path)).collect::<Result<Vec<_>>>();
         let mine = serde_json::to_vec(&group.agree(mine)?).map_err(|e| Error::fault(format!("hashes: {e}")))?;
@@ -94,7 +90,7 @@ impl Hashes {
         Ok(found)
     }
 
-    fn plan(&self, files: &BTreeSet<&PathBuf>) -> (Vec<(PathBuf, Stamp)>, Option<Plan>) {
+    fn plan(&self, files: &BTreeSet<&PathBuf>) -> (Vec<(PathBuf, Stamp)>, Plan) {
         let (mut stamps, mut found, mut unread) = (Vec::new(), BTreeMap::new(), Vec::new());
         for &path in files {
             let stamp = Stamp::of(path);
@@ -106,7 +102,7 @@ impl Hashes {
             stamps.extend(stamp.map(|stamp| (path.clone(), stamp)));
         }
         unread.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
-        (stamps, Some(Plan { found, unread: unread.into_iter().map(|(_, path)| path).collect() }))
+        (stamps, (found, unread.into_iter().map(|(_, path)| path).collect()))
     }
 }
 

@@ -28,8 +28,6 @@ pub(super) struct Source {
     pub first_id: u64,
     /// The split of all rows, where files are splits.
     split: Option<&'static str>,
-    /// Whether it is one of `data.prompts`.
-    trains: bool,
 }
 
 /// The rows of a job: those that train, in order, and those that evaluate. Every rank opens the same and takes the same.
@@ -174,7 +172,7 @@ impl Rows {
         selection.filtered.iter().for_each(|(rule, rows)| ledger.filter(rule, *rows));
 
         let mut strata = Vec::new();
-        for (s, source) in sources.iter().enumerate().filter(|(_, source)| source.trains) {
+        for (s, source) in sources.iter().enumerate().filter(|(_, source)| source.split != Some(TEST)) {
             if !config.weights.is_empty() || strata.is_empty() {
                 let weight = config.weights.get(s).copied().unwrap_or(1.0);
                 strata.push(Stratum { weight, ..Stratum::default() });
@@ -297,16 +295,15 @@ fn open_sources(
     prepared: &Prepared,
 ) -> Result<Vec<Source>> {
     let by_file = config.split.by == SplitBy::File;
-    let train = config.prompts.iter().map(|name| (name, TRAIN, true));
-    let test = eval_files(config).iter().map(|name| (name, TEST, false));
+    let train = config.prompts.iter().map(|name| (name, TRAIN));
+    let test = eval_files(config).iter().map(|name| (name, TEST));
     let mut first_id = 0;
     let mut sources = Vec::new();
-    for ((name, split, trains), prefix) in train.chain(test).zip(&prepared.prefixes) {
+    for ((name, split), prefix) in train.chain(test).zip(&prepared.prefixes) {
         let shard = Shard::open(prefix, vocabulary)?;
         shard.check_tokenizer(tokenizer.sha256())?;
         let documents = shard.documents() as u64;
-        let split = by_file.then_some(split);
-        sources.push(Source { name: name.clone(), shard, first_id, split, trains });
+        sources.push(Source { name: name.clone(), shard, first_id, split: by_file.then_some(split) });
         first_id += documents;
     }
     Ok(sources)
@@ -393,7 +390,7 @@ impl Selection {
         for (s, source) in sources.iter().enumerate() {
             let documents = source.shard.documents() as u64;
             let evaluates: HashSet<u64> = eval[s].iter().copied().collect();
-            let mut rows: Vec<u64> = if !source.trains {
+            let mut rows: Vec<u64> = if source.split == Some(TEST) {
                 Vec::new()
             } else if config.prompt_split.is_empty() {
                 (0..documents).filter(|row| !evaluates.contains(row)).collect()

@@ -7,10 +7,12 @@ use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use console::Term;
 use indicatif::TermLike;
+
+use crate::sys::lock::lock;
 
 /// Columns where the terminal does not say.
 const COLUMNS: usize = 100;
@@ -101,17 +103,13 @@ impl Screen {
         self.width.columns()
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub fn write(&self, text: &str) {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         let _ = state.out.write_all(text.as_bytes()).and_then(|()| state.out.flush());
     }
 
     fn frame(&self, text: &str) {
-        self.state().frame.extend_from_slice(text.as_bytes());
+        lock(&self.state).frame.extend_from_slice(text.as_bytes());
     }
 
     fn cursor(&self, n: usize, direction: char) {
@@ -169,7 +167,7 @@ impl TermLike for Screen {
     }
 
     fn flush(&self) -> io::Result<()> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         let frame = std::mem::take(&mut state.frame);
         let _ = state.out.write_all(&frame).and_then(|()| state.out.flush());
         Ok(())

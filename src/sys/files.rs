@@ -89,9 +89,7 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
 }
 
 pub fn read_to_string(path: &Path) -> io::Result<String> {
-    let mut text = String::new();
-    open(path)?.read_to_string(&mut text)?;
-    Ok(text)
+    io::read_to_string(open(path)?)
 }
 
 /// A large file that is being written: its pages are written back meanwhile, so that little is left for its end and the page

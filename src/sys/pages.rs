@@ -2,14 +2,13 @@
 
 use crate::error::{Error, Kind, Result, format_bytes};
 use crate::sys::files;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Runs of at least this many bytes begin at a multiple of it and ask for huge pages.
 pub const HUGE: usize = 2 << 20;
@@ -63,7 +62,8 @@ impl Pages {
     /// dropped, or the process ends. Its blocks are taken on the disk at once.
     pub fn of_file(bytes: usize, dir: &Path) -> Result<Self> {
         check(bytes);
-        let file = nameless(dir)?;
+        fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
+        let file = tempfile::tempfile_in(dir).map_err(|e| Error::io("create a file in", dir, &e))?;
         // SAFETY: the file is open for writing.
         match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, bytes as libc::off_t) } {
             0 => {}
@@ -170,15 +170,6 @@ fn map_as(bytes: usize, sharing: i32, descriptor: i32) -> Option<NonNull<u8>> {
     // SAFETY: a new map at an address of the system's choice touches nothing that exists.
     let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, sharing, descriptor, 0) };
     if start == libc::MAP_FAILED { None } else { NonNull::new(start.cast()) }
-}
-
-/// A new file of this process alone, that no directory names.
-fn nameless(dir: &Path) -> Result<File> {
-    static COUNT: AtomicUsize = AtomicUsize::new(0);
-    fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
-    let path = dir.join(format!(".{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
-    let made = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
-    made.and_then(|file| fs::remove_file(&path).map(|()| file)).map_err(|e| Error::io("create", &path, &e))
 }
 
 #[cfg(test)]

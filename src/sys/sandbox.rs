@@ -7,13 +7,14 @@
 
 use super::faults::{self, Cause};
 use super::host::clock_s;
+use super::lock::lock;
 use crate::error::format_bytes;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::os::unix::thread::JoinHandleExt;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 /// What one piece of work may hold at a time.
@@ -112,16 +113,12 @@ struct Worker {
 /// Threads without work: as many as were ever at work at once.
 static IDLE: Mutex<Vec<Worker>> = Mutex::new(Vec::new());
 
-fn idle() -> std::sync::MutexGuard<'static, Vec<Worker>> {
-    IDLE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Runs `work` on a thread with bounds.
 ///
 /// # Errors
 /// Describes the bound that it exceeded: `needs more than 128.0 MiB of memory`.
 pub fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
-    let idle_one = idle().pop();
+    let idle_one = lock(&IDLE).pop();
     let worker = idle_one.map_or_else(Worker::start, Ok)?;
     let (answer, answers) = mpsc::channel();
     let begun = clock_s(worker.clock);
@@ -131,7 +128,7 @@ pub fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Resu
     loop {
         match answers.recv_timeout(TICK) {
             Ok(value) => {
-                idle().push(worker);
+                lock(&IDLE).push(worker);
                 return Ok(value);
             }
             Err(RecvTimeoutError::Disconnected) => return Err(ended()),

@@ -3,7 +3,7 @@ use std::path::Path;
 
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::data::Hashes;
-use rlhf_hpc::data::shard::{Identity, Meta, Shard, ShardWriter};
+use rlhf_hpc::data::shard::{Meta, Shard, ShardWriter, Sidecar};
 use rlhf_hpc::error::Kind;
 
 /// Documents of one to three sequences, in two splits.
@@ -19,7 +19,7 @@ fn write(prefix: &Path, vocabulary: usize) -> Vec<Vec<Vec<u32>>> {
         writer.push(Some(["train", "test"][side]), &document, &meta).unwrap();
         documents[side].push(document);
     }
-    writer.commit(Identity { tokenizer_sha256: "aaaa".to_owned(), ..Identity::default() }).unwrap();
+    writer.commit(Sidecar { tokenizer_sha256: "aaaa".to_owned(), ..Sidecar::default() }).unwrap();
     // Splits are ordered by name: test, then train.
     documents[1].iter().chain(&documents[0]).cloned().collect()
 }
@@ -67,7 +67,7 @@ fn the_index_has_megatrons_bytes() {
     let mut writer = ShardWriter::create(&prefix, 300).unwrap();
     writer.push(None, &[vec![1, 2, 299]], &Meta::default()).unwrap();
     writer.push(None, &[vec![4], vec![5, 6]], &Meta::default()).unwrap();
-    writer.commit(Identity::default()).unwrap();
+    writer.commit(Sidecar::default()).unwrap();
     let mut index = b"MMIDIDX\0\0".to_vec();
     index.extend(1_u64.to_le_bytes());
     index.push(8);
@@ -199,7 +199,7 @@ fn empty_documents_and_tokens_outside_the_vocabulary_are_not_written() {
     for document in [vec![], vec![vec![]], vec![vec![1], vec![]], vec![vec![10]]] {
         assert_eq!(writer.push(None, &document, &Meta::default()).unwrap_err().kind, Kind::Data);
     }
-    let error = writer.commit(Identity::default()).unwrap_err();
+    let error = writer.commit(Sidecar::default()).unwrap_err();
     assert!(error.message.contains("no rows"), "{error}");
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
 }

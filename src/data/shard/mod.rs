@@ -13,7 +13,7 @@ mod writer;
 pub use format::Width;
 pub use reader::{Shard, check, files};
 pub use sidecar::{FileHash, Meta, Sidecar, SplitRange};
-pub use writer::{Identity, ShardWriter};
+pub use writer::ShardWriter;
 
 use std::path::{Path, PathBuf};
 

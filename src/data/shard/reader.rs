@@ -239,15 +239,11 @@ fn scan(index: &Index, bin: &Map, prefix: &Path) -> Result<Sidecar> {
         .collect::<Result<_>>()?;
     Ok(Sidecar {
         version: VERSION,
-        tokenizer_sha256: String::new(),
-        vocabulary: 0,
         token_max: token_max as u32,
         documents: index.documents as u64,
         sequences: index.sequences as u64,
         tokens,
         files,
-        splits: Vec::new(),
-        split_rule: serde_json::Value::Null,
-        inputs: Vec::new(),
+        ..Sidecar::default()
     })
 }

@@ -35,7 +35,7 @@ pub struct SplitRange {
 }
 
 /// What is known of a shard beyond its tokens.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sidecar {
     pub version: u32,
     /// SHA-256 of `tokenizer.json`; empty for a shard that came from elsewhere.

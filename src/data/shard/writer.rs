@@ -4,8 +4,6 @@ use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
-
 use super::file_of;
 use super::format::{MAGIC, VERSION, Width};
 use super::sidecar::{FileHash, Meta, Sidecar, SplitRange};
@@ -14,13 +12,6 @@ use crate::sys::files;
 
 /// Splits that one shard may have; each keeps two files open while it is written.
 const SPLITS_MAX: usize = 128;
-
-#[derive(Clone, Debug, Default)]
-pub struct Identity {
-    pub tokenizer_sha256: String,
-    pub split_rule: Value,
-    pub inputs: Vec<String>,
-}
 
 /// Collects documents, split by split, and commits them as one shard in which each split lies together.
 #[derive(Debug)]
@@ -115,12 +106,13 @@ impl ShardWriter {
         self.splits.iter().map(|s| s.ends.len()).sum()
     }
 
-    /// Writes the shard and makes it visible. Splits are ordered by name.
+    /// Writes the shard and makes it visible. Splits are ordered by name. Of `known`, what was made of what is taken: tokenizer,
+    /// rule of the splits, inputs.
     ///
     /// # Errors
     /// Data, if there is no document; I/O. The old shard of that name, if any, is gone only once the new one is whole
     /// on disk.
-    pub fn commit(mut self, identity: Identity) -> Result<Sidecar> {
+    pub fn commit(mut self, known: Sidecar) -> Result<Sidecar> {
         if self.documents() == 0 {
             return Err(Error::data(format!("{}: there are no rows to write", self.prefix.display())));
         }
@@ -140,7 +132,7 @@ impl ShardWriter {
             file.finish()?;
             facts.insert((*suffix).to_owned(), FileHash::of(&file.path)?);
         }
-        let sidecar = self.sidecar(identity, facts);
+        let sidecar = self.sidecar(known, facts);
         // Without `.idx` there is no shard: it is removed first and renamed last.
         for suffix in [".idx", ".json"] {
             let path = file_of(&self.prefix, suffix);
@@ -161,7 +153,7 @@ impl ShardWriter {
         Ok(sidecar)
     }
 
-    fn sidecar(&self, identity: Identity, files: std::collections::BTreeMap<String, FileHash>) -> Sidecar {
+    fn sidecar(&self, known: Sidecar, files: std::collections::BTreeMap<String, FileHash>) -> Sidecar {
         let mut splits = Vec::new();
         let mut first = 0;
         for spool in &self.splits {
@@ -174,7 +166,6 @@ impl ShardWriter {
         let lengths = || self.splits.iter().flat_map(|s| &s.lengths);
         Sidecar {
             version: super::sidecar::VERSION,
-            tokenizer_sha256: identity.tokenizer_sha256,
             vocabulary: self.vocabulary as u64,
             token_max: self.token_max,
             documents: first,
@@ -182,8 +173,7 @@ impl ShardWriter {
             tokens: lengths().map(|n| *n as u64).sum(),
             files,
             splits,
-            split_rule: identity.split_rule,
-            inputs: identity.inputs,
+            ..known
         }
     }
 
@@ -225,38 +215,31 @@ impl ShardWriter {
 #[derive(Debug)]
 struct PartialFile {
     path: PathBuf,
-    file: Option<BufWriter<File>>,
+    file: BufWriter<File>,
 }
 
 impl PartialFile {
     fn create(path: PathBuf) -> Result<Self> {
         let file = File::create(&path).map_err(|e| Error::io("write", &path, &e))?;
-        Ok(Self { path, file: Some(BufWriter::with_capacity(1 << 20, file)) })
+        Ok(Self { path, file: BufWriter::with_capacity(1 << 20, file) })
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        let Some(file) = &mut self.file else { return Err(Error::fault("a finished file is not written to")) };
-        file.write_all(bytes).map_err(|e| Error::io("write", &self.path, &e))
+        self.file.write_all(bytes).map_err(|e| Error::io("write", &self.path, &e))
     }
 
     fn finish(&mut self) -> Result<()> {
-        let Some(file) = self.file.take() else { return Ok(()) };
-        let file = file.into_inner().map_err(|e| Error::io("write", &self.path, e.error()))?;
-        file.sync_all().map_err(|e| Error::io("write", &self.path, &e))
+        let written = self.file.flush().and_then(|()| self.file.get_ref().sync_all());
+        written.map_err(|e| Error::io("write", &self.path, &e))
     }
 
     fn append(&mut self, other: &mut Self) -> Result<()> {
-        if let Some(mut file) = other.file.take() {
-            file.flush().map_err(|e| Error::io("write", &other.path, &e))?;
-        }
+        other.file.flush().map_err(|e| Error::io("write", &other.path, &e))?;
         let mut from = File::open(&other.path).map_err(|e| Error::io("read", &other.path, &e))?;
-        let Some(file) = &mut self.file else { return Err(Error::fault("a finished file is not written to")) };
-        io::copy(&mut from, file).map_err(|e| Error::io("write", &self.path, &e))?;
-        Ok(())
+        io::copy(&mut from, &mut self.file).map(drop).map_err(|e| Error::io("write", &self.path, &e))
     }
 
-    fn rename(mut self, to: &Path) -> Result<()> {
-        self.finish()?;
+    fn rename(self, to: &Path) -> Result<()> {
         fs::rename(&self.path, to).map_err(|e| Error::io("write", to, &e))
     }
 }
