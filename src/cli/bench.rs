@@ -22,10 +22,13 @@ use measure::Meter;
 
 const REPEATS_MAX: usize = 100_000;
 
+/// The suite in which every rank of a launcher has a part.
+pub const COLLECTIVES: &str = "collectives";
+
 const SUITES: [&str; 5] = ["kernels", "rollout", "train", "ppo", "logprobs"];
 
 pub fn run(args: &Args) -> Result<()> {
-    if args.of_all_ranks() {
+    if args.suite == COLLECTIVES {
         return of_ranks(args);
     }
     if args.suite == "cuda" {

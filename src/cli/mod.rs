@@ -147,7 +147,7 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Run(args) => run::run(&args),
         Verb::Plan(args) => plan::run(&args),
         Verb::Info(args) => info::run(&args),
-        Verb::Bench(args) if args.of_all_ranks() => bench::run(&args),
+        Verb::Bench(args) if args.suite == bench::COLLECTIVES => bench::run(&args),
         // Verbs that run a model share the rows among the ranks.
         Verb::Generate(args) => generate::run(&args),
         Verb::Logprobs(args) => logprobs::run(&args),

@@ -137,16 +137,6 @@ pub fn limit_to_end(text: &str, columns: usize) -> String {
     limit(&reversed, columns).chars().rev().collect()
 }
 
-pub fn pad(text: &str, columns: usize) -> String {
-    let gap = columns.saturating_sub(width(text));
-    format!("{text}{}", " ".repeat(gap))
-}
-
-pub fn pad_left(text: &str, columns: usize) -> String {
-    let gap = columns.saturating_sub(width(text));
-    format!("{}{text}", " ".repeat(gap))
-}
-
 const BLOCKS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
 /// `values` as at most `columns` blocks between their least and greatest, each the mean of its share of them. A share without a
@@ -204,7 +194,6 @@ mod tests {
         for columns in 0..12 {
             assert!(width(&limit("日本語 text 👍👍", columns)) <= columns);
         }
-        assert_eq!(pad("你", 4), "你  ");
     }
 
     #[test]

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::display::pad;
 use super::screen::Screen;
 
 const DRAWS_PER_SECOND: u8 = 8;
@@ -78,13 +77,13 @@ impl Rows {
         let message = style("{msg}");
         let row = |_| all.add(ProgressBar::no_length().with_style(message.clone()));
         let curves = (0..curves).map(row).collect();
-        let job = format!("  {} {{bar:28}} {{pos}}/{{len}}  {}", ink.dim(&pad("steps", 9)), ink.dim("{msg}"));
+        let job = format!("  {} {{bar:28}} {{pos}}/{{len}}  {}", ink.dim(&format!("{:<9}", "steps")), ink.dim("{msg}"));
         let job = all.add(ProgressBar::new(0).with_style(style(&job)));
         Self { all, curves, job }
     }
 
     pub fn phase(&self, name: &str, total: u64, ink: Ink) -> Bar {
-        let label = ink.dim(&pad(name, 9));
+        let label = ink.dim(&format!("{name:<9}"));
         let template = match total {
             0 => format!("  {label} {{spinner}} {}", ink.dim("{elapsed}")),
             _ => format!("  {label} {{bar:28}} {{pos}}/{{len}}  {}", ink.dim("{elapsed}")),

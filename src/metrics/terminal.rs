@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::announce::{Banner, Finish, ledger_line};
 use super::curves::{CURVES, Curves};
-use super::display::{bytes, count, duration, grouped, limit, limit_to_end, number, one_line, pad, pad_left, percent};
+use super::display::{bytes, count, duration, grouped, limit, limit_to_end, number, one_line, percent};
 use super::display::{sparkline, width, wrapped};
 use super::jsonl::Line;
 use super::keys::{self, Unit};
@@ -104,7 +104,7 @@ impl Terminal {
         let lines = room.map_or_else(|| vec![value.to_owned()], |room| wrapped(value, room));
         for (i, line) in lines.iter().enumerate() {
             let label = if i == 0 { label } else { "" };
-            let _ = writeln!(out, "  {} {}", self.ink.dim(&pad(label, LABEL_COLUMNS)), line.trim_end());
+            let _ = writeln!(out, "  {} {}", self.ink.dim(&format!("{label:<LABEL_COLUMNS$}")), line.trim_end());
         }
     }
 
@@ -130,7 +130,7 @@ impl Terminal {
         let sizes = banner.models.iter().map(|m| count(m.parameters as f64).len());
         let size_columns = sizes.max().unwrap_or_default();
         for model in &banner.models {
-            let size = pad_left(&count(model.parameters as f64), size_columns);
+            let size = format!("{:>size_columns$}", count(model.parameters as f64));
             let path = one_line(&model.path);
             self.row(&mut out, &model.role, &format!("{size} parameters, {}  {path}", model.dtype));
         }
@@ -196,8 +196,8 @@ impl Terminal {
     /// `7/60`, as wide as the last step's.
     fn place(&self, step: u64) -> String {
         match self.steps {
-            0 => pad_left(&step.to_string(), 5),
-            steps => pad_left(&format!("{step}/{steps}"), 2 * steps.to_string().len() + 1),
+            0 => format!("{step:>5}"),
+            steps => format!("{:>1$}", format!("{step}/{steps}"), 2 * steps.to_string().len() + 1),
         }
     }
 
@@ -205,15 +205,15 @@ impl Terminal {
     fn fields(&self, line: &Line) -> Vec<Field> {
         let mut fields = Vec::new();
         if let Some(seconds) = line.get(keys::TIME_STEP_S) {
-            let shown = pad_left(&duration(seconds), 6);
+            let shown = format!("{:>6}", duration(seconds));
             fields.push(Field::new(shown.clone(), shown));
         }
         if let Some(rate) = line.get(keys::TOKENS_PER_S) {
-            let shown = pad_left(&count(rate), 5);
+            let shown = format!("{:>5}", count(rate));
             fields.push(Field::new(format!("{shown} tok/s"), format!("{shown} {}", self.ink.dim("tok/s"))));
         }
         let named = |key: &str, label: &str, value: f64| {
-            let shown = pad_left(&value_of(key, value), 7);
+            let shown = format!("{:>7}", value_of(key, value));
             let inked = match key {
                 _ if !value.is_finite() => self.ink.alarm(&shown),
                 keys::REWARD_MEAN | keys::LOSS => self.ink.bold(&shown),
@@ -236,7 +236,7 @@ impl Terminal {
         for (key, label, values) in of(true).chain(of(false)) {
             let spark = self.ink.spark(&sparkline(values, EVAL_SPARK_COLUMNS));
             if let Some(value) = line.get(key) {
-                let value = self.ink.bold(&pad_left(&value_of(key, value), 6));
+                let value = self.ink.bold(&format!("{:>6}", value_of(key, value)));
                 let _ = write!(shown, "  {} {value} {spark}", self.ink.dim(label));
             } else if self.rows.is_none() && !spark.is_empty() && !keys::is_eval(key) {
                 let _ = write!(shown, "  {} {spark}", self.ink.dim(label));
@@ -270,10 +270,10 @@ impl Terminal {
             let spark = sparkline(values, room);
             rows.push(format!(
                 "  {} {} {} {}  {}{gain}",
-                self.ink.dim(&pad(label, 17)),
-                pad_left(&value_of(key, first), 8),
+                self.ink.dim(&format!("{label:<17}")),
+                format!("{:>8}", value_of(key, first)),
                 self.ink.dim("->"),
-                self.ink.bold(&pad_left(&value_of(key, last), 8)),
+                self.ink.bold(&format!("{:>8}", value_of(key, last))),
                 self.ink.spark(&spark),
             ));
         }
@@ -297,7 +297,7 @@ impl Terminal {
             let answer = text_or_tokens(&response.text, &response.tokens);
             let _ = writeln!(out, "  {:>3}  {title}", i + 1);
             for (label, text) in [("prompt", limit_to_end(&prompt, room)), ("response", limit(&answer, room))] {
-                let _ = writeln!(out, "       {} {text}", self.ink.dim(&pad(label, 8)));
+                let _ = writeln!(out, "       {} {text}", self.ink.dim(&format!("{label:<8}")));
             }
         }
         self.print(&out);

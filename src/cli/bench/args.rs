@@ -54,10 +54,3 @@ pub struct Args {
     #[argh(switch)]
     pub processor_time: bool,
 }
-
-impl Args {
-    /// Whether every rank of a launcher has a part in it.
-    pub fn of_all_ranks(&self) -> bool {
-        self.suite == "collectives"
-    }
-}

@@ -18,13 +18,6 @@ const READ_BYTES: usize = 256 << 20;
 /// Shortest measured batch of calls, in seconds.
 const BATCH_S: f64 = 2e-3;
 
-#[derive(Clone, Debug, Default)]
-struct Peaks {
-    fma_gflops: Vec<f64>,
-    bf16_gflops: Vec<f64>,
-    read_gbs: Vec<f64>,
-}
-
 pub struct Meter {
     pub dtype: DType,
     repeats: usize,
@@ -38,7 +31,9 @@ pub struct Meter {
 #[derive(Default)]
 pub struct Measured {
     seconds: Vec<f64>,
-    peaks: Peaks,
+    fma_gflops: Vec<f64>,
+    bf16_gflops: Vec<f64>,
+    read_gbs: Vec<f64>,
 }
 
 pub fn median(values: &[f64]) -> f64 {
@@ -79,12 +74,12 @@ impl Meter {
         self.hold_memory();
         work(self)?;
         let mut measured = Measured::default();
-        self.sample_peaks(&mut measured.peaks, 3);
+        self.sample_peaks(&mut measured, 3);
         for _ in 0..self.repeats {
             let start = self.now();
             work(self)?;
             measured.seconds.push(self.now() - start);
-            self.sample_peaks(&mut measured.peaks, 3);
+            self.sample_peaks(&mut measured, 3);
         }
         Ok(measured)
     }
@@ -98,7 +93,7 @@ impl Meter {
         let calls = (BATCH_S / (self.now() - start).max(1e-8)).ceil();
         let mut measured = Measured::default();
         for _ in 0..self.repeats {
-            self.sample_peaks(&mut measured.peaks, 1);
+            self.sample_peaks(&mut measured, 1);
             work();
             let start = self.now();
             for _ in 0..calls as usize {
@@ -106,7 +101,7 @@ impl Meter {
             }
             measured.seconds.push((self.now() - start) / calls);
         }
-        self.sample_peaks(&mut measured.peaks, 1);
+        self.sample_peaks(&mut measured, 1);
         self.show(name, &measured, tokens, cost, &[]);
     }
 
@@ -118,15 +113,15 @@ impl Meter {
     }
 
     /// Samples the peaks, by the timer in use.
-    fn sample_peaks(&self, peaks: &mut Peaks, times: usize) {
+    fn sample_peaks(&self, measured: &mut Measured, times: usize) {
         for _ in 0..times {
-            peaks.fma_gflops.push(self.by_clock(|| peak::fma_gflops(PEAK_ROUNDS)));
+            measured.fma_gflops.push(self.by_clock(|| peak::fma_gflops(PEAK_ROUNDS)));
             if self.dtype == DType::Bf16 {
                 // Without such instructions bf16 products are f32 ones.
                 let peak = || peak::bf16_gflops(PEAK_ROUNDS).unwrap_or_else(|| peak::fma_gflops(PEAK_ROUNDS));
-                peaks.bf16_gflops.push(self.by_clock(peak));
+                measured.bf16_gflops.push(self.by_clock(peak));
             }
-            peaks.read_gbs.push(self.by_clock(|| peak::read_gbs(&self.memory)));
+            measured.read_gbs.push(self.by_clock(|| peak::read_gbs(&self.memory)));
         }
     }
 
@@ -140,9 +135,8 @@ impl Meter {
     /// Shows a result: seconds, rates, and the share of the roofline.
     pub fn show(&self, work: &str, measured: &Measured, tokens: Option<usize>, cost: Work, more: &[(&str, f64)]) {
         let median_s = median(&measured.seconds);
-        let peaks = &measured.peaks;
-        let (fma, read) = (median(&peaks.fma_gflops), median(&peaks.read_gbs));
-        let products = if self.dtype == DType::Bf16 { median(&peaks.bf16_gflops) } else { fma };
+        let (fma, read) = (median(&measured.fma_gflops), median(&measured.read_gbs));
+        let products = if self.dtype == DType::Bf16 { median(&measured.bf16_gflops) } else { fma };
         let flops_s = 1e-9 * (cost.products / products + cost.attention / fma);
         let bytes_s = 1e-9 * cost.bytes / read;
         let bound_s = flops_s.max(bytes_s);
@@ -179,13 +173,12 @@ impl Meter {
 
     pub fn show_peaks(&self, measured: &Measured) {
         if !self.json {
-            let peaks = &measured.peaks;
-            let bf16 = if peaks.bf16_gflops.is_empty() {
+            let bf16 = if measured.bf16_gflops.is_empty() {
                 String::new()
             } else {
-                format!(", bf16 {:.0} GFLOP/s", median(&peaks.bf16_gflops))
+                format!(", bf16 {:.0} GFLOP/s", median(&measured.bf16_gflops))
             };
-            let (fma, read) = (median(&peaks.fma_gflops), median(&peaks.read_gbs));
+            let (fma, read) = (median(&measured.fma_gflops), median(&measured.read_gbs));
             say!("    peaks here: f32 {fma:.0} GFLOP/s{bf16}, read {read:.0} GB/s");
         }
     }
