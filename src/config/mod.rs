@@ -199,7 +199,7 @@ impl Config {
     /// Makes relative paths start from `base`.
     fn resolve_paths(&mut self, base: &Path) {
         let absolute = |path: &mut PathBuf| {
-            if !path.as_os_str().is_empty() && path.is_relative() {
+            if !path.as_os_str().is_empty() {
                 *path = base.join(&*path);
             }
         };

@@ -11,7 +11,7 @@ pub struct RowTokens {
 
 /// A row, or a piece of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Entry {
+pub struct Entry {
     pub source: u32,
     pub document: u64,
     /// The kept tokens of the prompt.

@@ -21,7 +21,7 @@ pub use encode::{Input, Sharded, shard_jsonl};
 pub use feed::Cursor;
 pub use hashes::Hashes;
 pub use ledger::Ledger;
-pub use row_source::{PromptSource, RowSource, SftRow, SftSource};
+pub use row_source::{PromptSource, Row, RowSource, SftRow, SftSource};
 pub use rows::{Part, RowFormat};
 pub use sources::{Prepared, Rows, SourceFile, prepare};
 pub use split::{SplitRule, TEST, TRAIN};

@@ -1,5 +1,6 @@
 //! Rows as they are handed out: prompts for rollout, demonstrations for supervised fine-tuning.
 
+use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
@@ -19,7 +20,21 @@ const PIECE_SHIFT: u32 = 48;
 pub struct RowSource<T> {
     rows: Rows,
     tokenizer: Arc<Tokenizer>,
-    make: fn(&Self, &Entry) -> Result<T>,
+    made: PhantomData<T>,
+}
+
+/// A row as a method takes it.
+pub trait Row: Sized {
+    /// How much of a row of the data it is.
+    const PART: Part;
+    /// Tokens that it leaves free of the model's context, at least.
+    const FREE: usize;
+
+    /// Which keys make rows fit a context of so many tokens.
+    fn hint(context: usize) -> String;
+
+    /// The row, or piece of one, that is handed out as `entry`.
+    fn of(entry: &Entry, rows: &Rows, tokenizer: &Tokenizer) -> Result<Self>;
 }
 
 pub type PromptSource = RowSource<Prompt>;
@@ -50,25 +65,9 @@ impl<T> DerefMut for RowSource<T> {
     }
 }
 
-impl<T> RowSource<T> {
-    /// The next `n` rows. The last ones of an epoch and the first ones of the next may come together: none is dropped.
-    pub fn next(&mut self, n: usize) -> Result<Vec<T>> {
-        let mut next = || {
-            let entry = self.rows.feed.next();
-            (self.make)(self, &entry)
-        };
-        (0..n).map(|_| next()).collect()
-    }
-
-    /// All rows of the eval split, in the order of the sources; empty where there is none.
-    pub fn eval_rows(&self) -> Result<Vec<T>> {
-        self.rows.eval.iter().map(|entry| (self.make)(self, entry)).collect()
-    }
-}
-
-impl PromptSource {
-    /// Opens `config.prompts` for a model of `vocabulary` tokens; `prepared` are their shards, by `super::prepare` with
-    /// `Part::Prompt`. `seed` is the job's.
+impl<T: Row> RowSource<T> {
+    /// Opens `config.prompts` for a model of `vocabulary` tokens; `prepared` are their shards, by `super::prepare` with the part
+    /// of a row. `seed` is the job's.
     pub fn open(
         config: &DataConfig,
         tokenizer: &Arc<Tokenizer>,
@@ -76,28 +75,53 @@ impl PromptSource {
         prepared: &Prepared,
         seed: u64,
     ) -> Result<Self> {
-        let rows = Rows::open(config, Part::Prompt, tokenizer, vocabulary, prepared, seed)?;
-        Ok(Self { rows, tokenizer: Arc::clone(tokenizer), make: Self::prompt })
+        if T::PART == Part::Demonstration && config.long_prompts == LongPrompts::Window {
+            return Err(Error::usage("data.long_prompts = \"window\" would part a demonstration from its prompt")
+                .hint("use reject, truncate_left or truncate_right for sft"));
+        }
+        let rows = Rows::open(config, T::PART, tokenizer, vocabulary, prepared, seed)?;
+        Ok(Self { rows, tokenizer: Arc::clone(tokenizer), made: PhantomData })
     }
 
-    /// Refuses prompts that leave the model no space for one token.
+    /// Refuses rows that do not fit the model's context.
     pub fn check_context(&self, context: usize) -> Result<()> {
-        let most = context.saturating_sub(1);
-        let hint = format!(
-            "set data.prompt_tokens_max to at most {most}; data.long_prompts says what happens to longer prompts"
-        );
-        self.rows.check_context(context, 1, &hint)
+        self.rows.check_context(context, T::FREE, &T::hint(context))
     }
 
-    fn prompt(&self, entry: &Entry) -> Result<Prompt> {
-        let Some(source) = self.rows.sources.get(entry.source as usize) else {
+    /// The next `n` rows. The last ones of an epoch and the first ones of the next may come together: none is dropped.
+    pub fn next(&mut self, n: usize) -> Result<Vec<T>> {
+        let mut next = || {
+            let entry = self.rows.feed.next();
+            T::of(&entry, &self.rows, &self.tokenizer)
+        };
+        (0..n).map(|_| next()).collect()
+    }
+
+    /// All rows of the eval split, in the order of the sources; empty where there is none.
+    pub fn eval_rows(&self) -> Result<Vec<T>> {
+        self.rows.eval.iter().map(|entry| T::of(entry, &self.rows, &self.tokenizer)).collect()
+    }
+}
+
+impl Row for Prompt {
+    const PART: Part = Part::Prompt;
+    // One to answer with.
+    const FREE: usize = 1;
+
+    fn hint(context: usize) -> String {
+        let most = context.saturating_sub(1);
+        format!("set data.prompt_tokens_max to at most {most}; data.long_prompts says what happens to longer prompts")
+    }
+
+    fn of(entry: &Entry, rows: &Rows, tokenizer: &Tokenizer) -> Result<Self> {
+        let Some(source) = rows.sources.get(entry.source as usize) else {
             return Ok(Prompt { tokens: vec![0; entry.tokens()], ..Prompt::default() });
         };
         let document = entry.document as usize;
         let tokens = source.shard.prompt(document)?[entry.start as usize..entry.end as usize].to_vec();
         Ok(Prompt {
             id: source.first_id + entry.document + (u64::from(entry.piece) << PIECE_SHIFT),
-            text: self.tokenizer.decode_prompt(&tokens)?,
+            text: tokenizer.decode_prompt(&tokens)?,
             label: source.shard.meta(document)?.label,
             source: source.name.clone(),
             tokens,
@@ -105,31 +129,16 @@ impl PromptSource {
     }
 }
 
-impl SftSource {
-    /// As `PromptSource::open`, with `Part::Demonstration`.
-    pub fn open(
-        config: &DataConfig,
-        tokenizer: &Arc<Tokenizer>,
-        vocabulary: usize,
-        prepared: &Prepared,
-        seed: u64,
-    ) -> Result<Self> {
-        if config.long_prompts == LongPrompts::Window {
-            return Err(Error::usage("data.long_prompts = \"window\" would part a demonstration from its prompt")
-                .hint("use reject, truncate_left or truncate_right for sft"));
-        }
-        let rows = Rows::open(config, Part::Demonstration, tokenizer, vocabulary, prepared, seed)?;
-        Ok(Self { rows, tokenizer: Arc::clone(tokenizer), make: Self::row })
+impl Row for SftRow {
+    const PART: Part = Part::Demonstration;
+    const FREE: usize = 0;
+
+    fn hint(context: usize) -> String {
+        format!("set data.row_tokens_max = {context}; data.long_prompts says whether longer rows are cut")
     }
 
-    /// Refuses rows that are longer than the model's context.
-    pub fn check_context(&self, context: usize) -> Result<()> {
-        let hint = format!("set data.row_tokens_max = {context}; data.long_prompts says whether longer rows are cut");
-        self.rows.check_context(context, 0, &hint)
-    }
-
-    fn row(&self, entry: &Entry) -> Result<SftRow> {
-        let Some(source) = self.rows.sources.get(entry.source as usize) else {
+    fn of(entry: &Entry, rows: &Rows, _tokenizer: &Tokenizer) -> Result<Self> {
+        let Some(source) = rows.sources.get(entry.source as usize) else {
             let prompt = (entry.end - entry.start) as usize;
             let mask = (0..entry.tokens()).map(|i| u8::from(i >= prompt)).collect();
             return Ok(SftRow { id: 0, tokens: vec![0; entry.tokens()], mask });

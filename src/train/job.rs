@@ -8,7 +8,7 @@ use super::{export, placement};
 use crate::comm::phase;
 use crate::config::Config;
 use crate::config::mesh::RoleName;
-use crate::data::{Part, Prepared, RowSource, Rows};
+use crate::data::{Row, RowSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::launch::banner::Needs;
 use crate::launch::run::{Run, Values};
@@ -23,10 +23,8 @@ use std::sync::Arc;
 
 /// A training method: the models and rows that a job of it has, and what one step does.
 pub trait Job: Sized {
-    /// How much of a row of the data it reads.
-    const PART: Part;
     /// A row as the method takes it.
-    type Row;
+    type Row: Row;
 
     /// The models of the job, the one that is exported first; they are loaded in this order.
     fn models(config: &Config) -> Vec<ModelSpec>;
@@ -40,14 +38,6 @@ pub trait Job: Sized {
     fn check_models(_config: &Config, _first: &Arch, _other: &JobModel) -> Result<()> {
         Ok(())
     }
-
-    /// Opens the rows for a model of `arch`.
-    fn source(
-        config: &Config,
-        tokenizer: &Arc<Tokenizer>,
-        arch: &Arch,
-        rows: &Prepared,
-    ) -> Result<RowSource<Self::Row>>;
 
     fn steps(config: &Config, rows: &Rows) -> u64;
 
@@ -143,8 +133,10 @@ impl<J: Job> Opened<J> {
         let check = |first: &Arch, model: &JobModel| J::check_models(&config, first, model);
         let models = run.ranks.all.agree(models::described(J::models(&config), &tokenizer, check))?;
         let arch = models[0].arch.clone();
-        let (prepared, hashed) = Hashed::data(run, J::PART, &tokenizer, arch.vocabulary)?;
-        let mut source = run.ranks.all.agree(J::source(&config, &tokenizer, &arch, &prepared))?;
+        let (prepared, hashed) = Hashed::data(run, J::Row::PART, &tokenizer, arch.vocabulary)?;
+        let source = RowSource::<J::Row>::open(&config.data, &tokenizer, arch.vocabulary, &prepared, config.job.seed);
+        let checked = source.and_then(|source| source.check_context(arch.context).map(|()| source));
+        let mut source = run.ranks.all.agree(checked)?;
         let steps = J::steps(&config, &source);
         if steps == 0 {
             return run.ranks.all.agree(Err(Error::usage("the job has no step to make: job.steps is 0")));

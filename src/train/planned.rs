@@ -8,7 +8,7 @@ use crate::comm::{World, phase};
 use crate::config::Config;
 use crate::config::mesh::{Offload, Placement, RoleName};
 use crate::config::reward::{RewardConfig, RuleConfig, RuleKind};
-use crate::data::{Prepared, RowTokens};
+use crate::data::{Prepared, RowSource, RowTokens};
 use crate::device::cuda;
 use crate::error::{Error, Result};
 use crate::launch::gpu;
@@ -50,7 +50,8 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let arch = models[0].arch.clone();
     models[1..].iter().try_for_each(|model| J::check_models(&config, &arch, model))?;
     let prepared = Prepared::of_lengths(planned.rows, planned.eval);
-    let source = J::source(&config, &tokenizer, &arch, &prepared)?;
+    let source = RowSource::open(&config.data, &tokenizer, arch.vocabulary, &prepared, config.job.seed)?;
+    source.check_context(arch.context)?;
     let values = Values::OfTheDirectory;
     let roles = models::load(&run, &models, values)?;
     let models = models::learners(&run, &models, roles, planned.steps * J::shape(&config).updates() as u64, values)?;

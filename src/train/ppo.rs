@@ -13,7 +13,7 @@ use crate::comm::records;
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::ppo::KlIn;
-use crate::data::{Part, Prepared, PromptSource, Rows};
+use crate::data::{Part, PromptSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Prompt, Response};
 use crate::launch::banner::Needs;
@@ -69,7 +69,6 @@ struct UpdateWork {
 }
 
 impl Job for Ppo {
-    const PART: Part = Part::Prompt;
     type Row = Prompt;
 
     fn models(config: &Config) -> Vec<ModelSpec> {
@@ -102,11 +101,6 @@ impl Job for Ppo {
         .hint("lower data.prompt_tokens_max or rollout.response_tokens_max"))
     }
 
-    fn source(config: &Config, tokenizer: &Arc<Tokenizer>, arch: &Arch, rows: &Prepared) -> Result<PromptSource> {
-        let source = PromptSource::open(&config.data, tokenizer, arch.vocabulary, rows, config.job.seed)?;
-        source.check_context(arch.context).map(|()| source)
-    }
-
     fn steps(config: &Config, _rows: &Rows) -> u64 {
         config.job.steps
     }
@@ -114,7 +108,7 @@ impl Job for Ppo {
     fn shape(config: &Config) -> StepShape {
         let (ppo, rollout, critics) = (&config.ppo, &config.rollout, usize::from(config.ppo.advantage.has_critic()));
         StepShape {
-            part: Self::PART,
+            part: Part::Prompt,
             rows: rollout.prompts_per_step,
             samples_per_row: rollout.samples_per_prompt,
             minibatch: ppo.minibatch_samples.min(rollout.prompts_per_step * rollout.samples_per_prompt),

@@ -7,7 +7,7 @@ use crate::config::Config;
 use crate::config::job::LossOn;
 use crate::config::mesh::RoleName;
 use crate::data::balance::{self, Cost};
-use crate::data::{Part, Prepared, Rows, SftRow, SftSource};
+use crate::data::{Part, Rows, SftRow, SftSource};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
@@ -31,7 +31,6 @@ pub struct Sft {
 }
 
 impl Job for Sft {
-    const PART: Part = Part::Demonstration;
     type Row = SftRow;
 
     fn models(config: &Config) -> Vec<ModelSpec> {
@@ -39,15 +38,10 @@ impl Job for Sft {
         vec![ModelSpec::new(RoleName::Actor, &config.model.actor, Head::LanguageModel, Some(optim))]
     }
 
-    fn source(config: &Config, tokenizer: &Arc<Tokenizer>, arch: &Arch, rows: &Prepared) -> Result<SftSource> {
-        let source = SftSource::open(&config.data, tokenizer, arch.vocabulary, rows, config.job.seed)?;
-        source.check_context(arch.context).map(|()| source)
-    }
-
     fn shape(config: &Config) -> StepShape {
         let samples = config.sft.minibatch_samples;
         StepShape {
-            part: Self::PART,
+            part: Part::Demonstration,
             rows: samples,
             samples_per_row: 1,
             minibatch: samples,
