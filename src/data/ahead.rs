@@ -6,13 +6,10 @@ use std::path::Path;
 
 use super::cut::{Entry, RowTokens};
 use super::hashes::Hashes;
-use super::rows::Part;
-use super::sources::{Prepared, Rows, eval_files, is_jsonl, prepare};
+use super::sources::{Prepared, Reading, Rows, eval_files, is_jsonl, prepare};
 use crate::comm::Group;
-use crate::config::data::DataConfig;
 use crate::error::{Error, Result};
 use crate::sys::files;
-use crate::text::Tokenizer;
 
 /// JSONL that is encoded as a whole: a second or two of one core.
 const WHOLE_BYTES_MAX: u64 = 2 << 20;
@@ -31,26 +28,16 @@ pub struct Ahead {
 
 /// The lengths of `n` rows as a run with the same keys takes them from its start. JSONL that no run has encoded into `cache`
 /// yet is encoded into a temporary directory; of a large file only a sample.
-pub fn look_ahead(
-    config: &DataConfig,
-    part: Part,
-    tokenizer: &Tokenizer,
-    vocabulary: usize,
-    cache: &Path,
-    seed: u64,
-    n: usize,
-) -> Result<Ahead> {
-    let alone = Group::one();
-    let open =
-        |config: &DataConfig, prepared: &Prepared| Rows::open(config, part, tokenizer, vocabulary, prepared, seed);
-    let there = || Prepared::find(config, part, tokenizer, vocabulary, cache, &mut Hashes::default(), &alone);
+pub fn look_ahead(reading: Reading<'_>, cache: &Path, seed: u64, n: usize) -> Result<Ahead> {
+    let (alone, config) = (Group::one(), reading.config);
+    let there = || Rows::open(reading, &Prepared::find(reading, cache, &mut Hashes::default(), &alone)?, seed);
     let mut jsonl: Vec<&String> = config.prompts.iter().chain(eval_files(config)).collect();
     jsonl.retain(|name| is_jsonl(Path::new(name)));
     if jsonl.is_empty() {
-        return open(config, &there()?)?.into_ahead(n, false);
+        return there()?.into_ahead(n, false);
     }
     if cache.is_dir()
-        && let Ok(rows) = there().and_then(|prepared| open(config, &prepared))
+        && let Ok(rows) = there()
     {
         return rows.into_ahead(n, false);
     }
@@ -74,8 +61,9 @@ pub fn look_ahead(
         // A small sample may hold no row of the eval split, and lengths do not need one.
         config.eval_split = String::new();
     }
-    let prepared = prepare(&config, part, tokenizer, vocabulary, temp.path(), &mut Hashes::default(), &alone)?;
-    open(&config, &prepared)?.into_ahead(n, is_sample)
+    let reading = Reading { config: &config, ..reading };
+    let prepared = prepare(reading, temp.path(), &mut Hashes::default(), &alone)?;
+    Rows::open(reading, &prepared, seed)?.into_ahead(n, is_sample)
 }
 
 impl Rows {

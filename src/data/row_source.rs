@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::cut::Entry;
 use super::rows::Part;
-use super::sources::{Prepared, Rows};
+use super::sources::{Prepared, Reading, Rows};
 use crate::config::data::{DataConfig, LongPrompts};
 use crate::error::{Error, Result};
 use crate::experience::Prompt;
@@ -79,7 +79,7 @@ impl<T: Row> RowSource<T> {
             return Err(Error::usage("data.long_prompts = \"window\" would part a demonstration from its prompt")
                 .hint("use reject, truncate_left or truncate_right for sft"));
         }
-        let rows = Rows::open(config, T::PART, tokenizer, vocabulary, prepared, seed)?;
+        let rows = Rows::open(Reading { config, part: T::PART, tokenizer, vocabulary }, prepared, seed)?;
         Ok(Self { rows, tokenizer: Arc::clone(tokenizer), made: PhantomData })
     }
 

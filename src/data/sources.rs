@@ -19,6 +19,16 @@ use crate::sys::files::xxh3;
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 
+/// How the rows of a job are read.
+#[derive(Clone, Copy, Debug)]
+pub struct Reading<'a> {
+    pub config: &'a DataConfig,
+    pub part: Part,
+    pub tokenizer: &'a Tokenizer,
+    /// Tokens of the model.
+    pub vocabulary: usize,
+}
+
 /// An open entry of `data.prompts` or `data.split.eval_files`.
 #[derive(Debug)]
 pub(super) struct Source {
@@ -49,20 +59,13 @@ pub struct Prepared {
     lengths: Option<[Vec<RowTokens>; 2]>,
 }
 
-/// Finds the shards of all sources for a model of `vocabulary` tokens, and shards the JSONL files among them into `cache`,
+/// Finds the shards of all sources, and shards the JSONL files among them into `cache`,
 /// those that are not there yet: a file that changed, or other keys, give another shard. All ranks of `group` call this, and the
 /// first one shards; `hashes` tells whether a file changed.
-pub fn prepare(
-    config: &DataConfig,
-    part: Part,
-    tokenizer: &Tokenizer,
-    vocabulary: usize,
-    cache: &Path,
-    hashes: &mut Hashes,
-    group: &Group,
-) -> Result<Prepared> {
-    let mut prepared = Prepared::find(config, part, tokenizer, vocabulary, cache, hashes, group)?;
-    let (format, rule) = (row_format(config, part), SplitRule::of(&config.split));
+pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &Group) -> Result<Prepared> {
+    let mut prepared = Prepared::find(reading, cache, hashes, group)?;
+    let Reading { config, tokenizer, vocabulary, .. } = reading;
+    let (format, rule) = reading.format();
     let make = || -> Result<Vec<Sharded>> {
         let mut made = Vec::new();
         for (name, prefix) in names(config).zip(&prepared.prefixes) {
@@ -77,21 +80,32 @@ pub fn prepare(
     Ok(prepared)
 }
 
+impl Reading<'_> {
+    /// The fields of a row of text, and how it finds its split.
+    fn format(&self) -> (RowFormat, SplitRule) {
+        let Self { config, part, .. } = *self;
+        let kept = (config.order == Order::Curriculum).then(|| config.curriculum_field.clone());
+        let format = RowFormat {
+            part,
+            prompt_key: config.prompt_key.clone(),
+            response_key: if part == Part::Prompt { String::new() } else { config.response_key.clone() },
+            label_key: config.label_key.clone(),
+            messages_key: config.messages_key.clone(),
+            chat_template: config.chat_template,
+            kept_fields: kept.into_iter().collect(),
+        };
+        (format, SplitRule::of(&config.split))
+    }
+}
+
 impl Prepared {
     /// As `prepare`, for shards that exist.
-    pub(super) fn find(
-        config: &DataConfig,
-        part: Part,
-        tokenizer: &Tokenizer,
-        vocabulary: usize,
-        cache: &Path,
-        hashes: &mut Hashes,
-        group: &Group,
-    ) -> Result<Self> {
+    pub(super) fn find(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &Group) -> Result<Self> {
+        let Reading { config, tokenizer, vocabulary, .. } = reading;
         group.agree(config.check().and_then(|()| names(config).try_for_each(|name| check_file(name))))?;
         let files: Vec<PathBuf> = names(config).map(PathBuf::from).filter(|path| is_jsonl(path)).collect();
         let hashes = hashes.of(&files, group)?;
-        let (format, rule) = (row_format(config, part), SplitRule::of(&config.split));
+        let (format, rule) = reading.format();
         let prefix = |name: &String| {
             let path = Path::new(name);
             if !is_jsonl(path) {
@@ -155,18 +169,12 @@ pub struct SourceFile {
 
 impl Rows {
     /// Opens all sources, cuts splits and long prompts, and begins the ledger.
-    pub(super) fn open(
-        config: &DataConfig,
-        part: Part,
-        tokenizer: &Tokenizer,
-        vocabulary: usize,
-        prepared: &Prepared,
-        seed: u64,
-    ) -> Result<Self> {
+    pub(super) fn open(reading: Reading<'_>, prepared: &Prepared, seed: u64) -> Result<Self> {
+        let Reading { config, part, .. } = reading;
         if let Some([train, eval]) = &prepared.lengths {
             return Self::of_lengths(config, train, eval, seed);
         }
-        let sources = open_sources(config, tokenizer, vocabulary, prepared)?;
+        let sources = open_sources(reading, prepared)?;
         let selection = Selection::make(config, &sources)?;
         let mut ledger = Ledger { rows: sources.iter().map(|s| s.shard.documents() as u64).sum(), ..Ledger::default() };
         selection.filtered.iter().for_each(|(rule, rows)| ledger.filter(rule, *rows));
@@ -260,19 +268,6 @@ fn names(config: &DataConfig) -> impl Iterator<Item = &String> {
     config.prompts.iter().chain(eval_files(config))
 }
 
-fn row_format(config: &DataConfig, part: Part) -> RowFormat {
-    let kept = (config.order == Order::Curriculum).then(|| config.curriculum_field.clone());
-    RowFormat {
-        part,
-        prompt_key: config.prompt_key.clone(),
-        response_key: if part == Part::Prompt { String::new() } else { config.response_key.clone() },
-        label_key: config.label_key.clone(),
-        messages_key: config.messages_key.clone(),
-        chat_template: config.chat_template,
-        kept_fields: kept.into_iter().collect(),
-    }
-}
-
 /// Whether an entry of `data.prompts` is rows of text; else it is a shard.
 pub(super) fn is_jsonl(path: &Path) -> bool {
     matches!(path.extension().and_then(|e| e.to_str()), Some("jsonl" | "json" | "ndjson"))
@@ -288,12 +283,8 @@ fn check_file(name: &str) -> Result<()> {
     Ok(())
 }
 
-fn open_sources(
-    config: &DataConfig,
-    tokenizer: &Tokenizer,
-    vocabulary: usize,
-    prepared: &Prepared,
-) -> Result<Vec<Source>> {
+fn open_sources(reading: Reading<'_>, prepared: &Prepared) -> Result<Vec<Source>> {
+    let Reading { config, tokenizer, vocabulary, .. } = reading;
     let by_file = config.split.by == SplitBy::File;
     let train = config.prompts.iter().map(|name| (name, TRAIN));
     let test = eval_files(config).iter().map(|name| (name, TEST));

@@ -1,7 +1,7 @@
 //! How long the rows of a job are: as its data says, as was asked for, or the longest that it allows.
 
 use crate::config::Config;
-use crate::data::{self, RowTokens};
+use crate::data::{self, Reading, RowTokens};
 use crate::error::Result;
 use crate::launch::step_shape::StepShape;
 use crate::rollout::new_tokens_max;
@@ -97,7 +97,9 @@ impl Rows {
         let tokenizer = Tokenizer::load(&config.model.actor)?;
         let (cache, wanted) = (config.job.dir.join("data"), shape.rows_ahead(config));
         let (actor, seed) = (archs.actor(), config.job.seed);
-        let ahead = data::look_ahead(&config.data, shape.part, &tokenizer, actor.vocabulary, &cache, seed, wanted)?;
+        let reading =
+            Reading { config: &config.data, part: shape.part, tokenizer: &tokenizer, vocabulary: actor.vocabulary };
+        let ahead = data::look_ahead(reading, &cache, seed, wanted)?;
         let origin = if ahead.is_sample { Origin::Sampled } else { Origin::Drawn };
         Ok(Self { origin, ..Self::of(config, shape, actor.context, &ahead.rows, &ahead.eval) })
     }

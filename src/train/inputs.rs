@@ -5,7 +5,7 @@ use super::models::JobModel;
 use crate::config::Config;
 use crate::config::checkpoint::ChangedInputs;
 use crate::data::shard::FileHash;
-use crate::data::{self, Hashes, Part, Prepared, SourceFile};
+use crate::data::{self, Hashes, Part, Prepared, Reading, SourceFile};
 use crate::error::{Error, Result, format_bytes};
 use crate::launch::run::Run;
 use crate::launch::run_lock::{INPUTS, PREPARED};
@@ -36,7 +36,8 @@ impl Hashed {
         let started = Instant::now();
         let (config, shards) = (&run.config.data, run.dir.join(PREPARED));
         let mut hashes = Hashes::read(&run.dir.join(INPUTS));
-        let prepared = data::prepare(config, part, tokenizer, vocabulary, &shards, &mut hashes, &run.ranks.all)?;
+        let reading = Reading { config, part, tokenizer, vocabulary };
+        let prepared = data::prepare(reading, &shards, &mut hashes, &run.ranks.all)?;
         let mut hashed = Self { hashes, inputs: Inputs::new(), started };
         let found = hashed.add(run, || prepared.files(config))?;
         run.ranks.all.agree(prepared.check(config, &found))?;

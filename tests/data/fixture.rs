@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::config::data::DataConfig;
-use rlhf_hpc::data::{Hashes, Part, Prepared, PromptSource, SftSource, prepare};
+use rlhf_hpc::data::{Hashes, Part, Prepared, PromptSource, Reading, SftSource, prepare};
 use rlhf_hpc::error::Result;
 use rlhf_hpc::text::{Tokenizer, train_bpe};
 use serde_json::{Value, json};
@@ -50,7 +50,8 @@ impl Fixture {
     }
 
     pub fn prepared(&self, config: &DataConfig, part: Part) -> Result<Prepared> {
-        prepare(config, part, &self.tokenizer, self.vocabulary(), &self.cache(), &mut Hashes::default(), &Group::one())
+        let reading = Reading { config, part, tokenizer: &self.tokenizer, vocabulary: self.vocabulary() };
+        prepare(reading, &self.cache(), &mut Hashes::default(), &Group::one())
     }
 
     pub fn prompts(&self, config: &DataConfig, seed: u64) -> Result<PromptSource> {

@@ -5,7 +5,7 @@ use super::table::{plan, text};
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::config::job::JobKind;
 use rlhf_hpc::config::{self, Config};
-use rlhf_hpc::data::{self, Hashes, Input, Part, Prepared, PromptSource, RowFormat, SftSource, SplitRule, shard_jsonl};
+use rlhf_hpc::data::{self, Hashes, Input, Part, PromptSource, Reading, RowFormat, SftSource, SplitRule, shard_jsonl};
 use rlhf_hpc::plan::{Origin, Row, Rows};
 use rlhf_hpc::text::{Tokenizer, train_bpe};
 use rlhf_hpc::train::{self, Archs};
@@ -58,21 +58,14 @@ impl Fixture {
         Rows::read(config, &train::shape(config), &self.archs).expect("rows")
     }
 
-    /// The tokenized shards of a run.
-    fn prepared(&self, config: &Config, part: Part) -> Prepared {
-        let (cache, hashes) = (self.path("cache"), &mut Hashes::default());
-        data::prepare(&config.data, part, &self.tokenizer, self.vocabulary(), &cache, hashes, &Group::one())
-            .expect("shards")
-    }
-
-    fn vocabulary(&self) -> usize {
-        self.archs.actor().vocabulary
-    }
-
     /// What a run draws, by its own code.
     fn demonstrations(&self, config: &Config, n: usize) -> Vec<Row> {
-        let shards = self.prepared(config, Part::Demonstration);
-        let source = SftSource::open(&config.data, &self.tokenizer, self.vocabulary(), &shards, config.job.seed);
+        let (cache, vocabulary) = (self.path("cache"), self.archs.actor().vocabulary);
+        let part = Part::Demonstration;
+        let reading = Reading { config: &config.data, part, tokenizer: &self.tokenizer, vocabulary };
+        let shards = data::prepare(reading, &cache, &mut Hashes::default(), &Group::one());
+        let shards = shards.expect("shards");
+        let source = SftSource::open(&config.data, &self.tokenizer, vocabulary, &shards, config.job.seed);
         let rows = source.expect("a source").next(n).expect("rows");
         let of = |row: &data::SftRow| {
             let response = row.mask.iter().filter(|m| **m != 0).count();
@@ -83,8 +76,12 @@ impl Fixture {
     }
 
     fn prompts(&self, config: &Config, n: usize) -> Vec<usize> {
-        let shards = self.prepared(config, Part::Prompt);
-        let source = PromptSource::open(&config.data, &self.tokenizer, self.vocabulary(), &shards, config.job.seed);
+        let (cache, vocabulary) = (self.path("cache"), self.archs.actor().vocabulary);
+        let part = Part::Prompt;
+        let reading = Reading { config: &config.data, part, tokenizer: &self.tokenizer, vocabulary };
+        let shards = data::prepare(reading, &cache, &mut Hashes::default(), &Group::one());
+        let shards = shards.expect("shards");
+        let source = PromptSource::open(&config.data, &self.tokenizer, vocabulary, &shards, config.job.seed);
         source.expect("a source").next(n).expect("prompts").iter().map(|prompt| prompt.tokens.len()).collect()
     }
 }
@@ -115,8 +112,9 @@ fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
         kept_fields: Vec::new(),
     };
     let input = Input { path: fixture.path("rows.jsonl"), split: None };
-    let (prefix, vocabulary) = (fixture.path("shard"), fixture.vocabulary());
-    shard_jsonl(&[input], &prefix, &fixture.tokenizer, vocabulary, &format, &SplitRule::None).expect("a shard");
+    let vocabulary = fixture.archs.actor().vocabulary;
+    shard_jsonl(&[input], &fixture.path("shard"), &fixture.tokenizer, vocabulary, &format, &SplitRule::None)
+        .expect("a shard");
     let config = fixture.config("sft", "shard", &[]);
     assert_eq!(fixture.read(&config).drawn, fixture.demonstrations(&config, 6 * 12));
     assert!(!fixture.path("run").exists(), "a plan leaves nothing behind");

@@ -10,15 +10,16 @@ pub(super) const VERSION: u64 = 1;
 /// Bytes before the arrays.
 pub(super) const HEADER_BYTES: usize = 34;
 
-/// The integer that a token is stored as.
+/// The integer that a token is stored as, with its code in the header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
 pub enum Width {
-    U8,
-    I8,
-    I16,
-    I32,
-    I64,
-    U16,
+    U8 = 1,
+    I8 = 2,
+    I16 = 3,
+    I32 = 4,
+    I64 = 5,
+    U16 = 8,
 }
 
 impl Width {
@@ -36,19 +37,8 @@ impl Width {
         }
     }
 
-    pub fn code(self) -> u8 {
-        match self {
-            Self::U8 => 1,
-            Self::I8 => 2,
-            Self::I16 => 3,
-            Self::I32 => 4,
-            Self::I64 => 5,
-            Self::U16 => 8,
-        }
-    }
-
     pub(super) fn from_code(code: u8) -> Option<Self> {
-        [Self::U8, Self::I8, Self::I16, Self::I32, Self::I64, Self::U16].into_iter().find(|w| w.code() == code)
+        [Self::U8, Self::I8, Self::I16, Self::I32, Self::I64, Self::U16].into_iter().find(|w| *w as u8 == code)
     }
 
     /// Appends `tokens` in this width, which is one of `for_vocabulary`.

@@ -182,7 +182,7 @@ impl ShardWriter {
         let mut out = Vec::new();
         out.extend_from_slice(&MAGIC);
         out.extend_from_slice(&VERSION.to_le_bytes());
-        out.push(self.width.code());
+        out.push(self.width as u8);
         out.extend_from_slice(&(lengths().count() as u64).to_le_bytes());
         out.extend_from_slice(&(self.documents() as u64 + 1).to_le_bytes());
         lengths().for_each(|n| out.extend_from_slice(&n.to_le_bytes()));
