@@ -20,7 +20,6 @@ pub use announce::{Banner, BannerModel, Finish, ledger_line};
 pub use curves::Curves;
 pub use jsonl::Line;
 pub use recorder::Recorder;
-pub use rows::Bar;
 pub use screen::{Screen, colour_allowed, stderr_is_terminal};
 pub use terminal::Terminal;
 pub use throughput::{Phase, Phases};

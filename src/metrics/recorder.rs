@@ -5,11 +5,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use indicatif::ProgressBar;
+
 use super::announce::{Banner, Finish};
 use super::curves::Curves;
 use super::jsonl::{Line, MetricsFile};
 use super::rollouts::RolloutFiles;
-use super::rows::Bar;
 use super::tensorboard::EventsFile;
 use super::terminal::Terminal;
 use super::{display, keys};
@@ -82,8 +83,8 @@ impl Recorder {
     }
 
     /// A bar for a phase of `total` units (0: unknown), shown on a terminal until it is dropped.
-    pub fn phase(&self, name: &str, total: u64) -> Bar {
-        self.live.as_ref().map_or_else(Bar::default, |live| live.terminal.phase(name, total))
+    pub fn phase(&self, name: &str, total: u64) -> ProgressBar {
+        self.live.as_ref().map_or_else(ProgressBar::hidden, |live| live.terminal.phase(name, total))
     }
 
     /// Records the numbers of a step; keys are those of [`keys::TABLE`]. Warns of numbers that are not finite.

@@ -66,19 +66,17 @@ impl RolloutFiles {
     /// Finds the recorded steps of `run_dir`, of which the last `keep_last` are to be kept (0: all), removes what killed writers
     /// left, and brings `rollouts.h5` up to date.
     pub fn open(run_dir: &Path, keep_last: usize) -> Result<Self> {
-        let mut files = Self { run_dir: run_dir.to_owned(), steps: BTreeSet::new(), keep_last };
-        let folder = files.folder();
+        let mut found = Self { run_dir: run_dir.to_owned(), steps: BTreeSet::new(), keep_last };
+        let folder = found.folder();
         if folder.is_dir() {
             files::remove_partial(&folder)?;
-            for entry in fs::read_dir(&folder).map_err(|e| Error::io("read", &folder, &e))? {
-                let name = entry.map_err(|e| Error::io("read", &folder, &e))?.file_name();
-                files.steps.extend(step_of(&name.to_string_lossy()));
-            }
+            let paths = files::entries(&folder)?;
+            found.steps.extend(paths.iter().filter_map(|path| step_of(path.file_name()?.to_str()?)));
         }
-        if !files.steps.is_empty() {
-            files.link()?;
+        if !found.steps.is_empty() {
+            found.link()?;
         }
-        Ok(files)
+        Ok(found)
     }
 
     fn folder(&self) -> PathBuf {

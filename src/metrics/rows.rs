@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressFinish, ProgressStyle};
 
 use super::screen::Screen;
 
@@ -44,32 +44,6 @@ pub(super) struct Rows {
     pub job: ProgressBar,
 }
 
-/// The bar of a phase; it disappears when dropped. Silent ranks and plain output have one that shows nothing.
-#[derive(Debug, Default)]
-pub struct Bar(Option<ProgressBar>);
-
-impl Bar {
-    pub fn inc(&self, n: u64) {
-        if let Some(bar) = &self.0 {
-            bar.inc(n);
-        }
-    }
-
-    pub fn set(&self, n: u64) {
-        if let Some(bar) = &self.0 {
-            bar.set_position(n);
-        }
-    }
-}
-
-impl Drop for Bar {
-    fn drop(&mut self) {
-        if let Some(bar) = &self.0 {
-            bar.finish_and_clear();
-        }
-    }
-}
-
 impl Rows {
     pub fn new(screen: &Screen, curves: usize, ink: Ink) -> Self {
         let target = ProgressDrawTarget::term_like_with_hz(Box::new(screen.clone()), DRAWS_PER_SECOND);
@@ -82,15 +56,17 @@ impl Rows {
         Self { all, curves, job }
     }
 
-    pub fn phase(&self, name: &str, total: u64, ink: Ink) -> Bar {
+    /// The bar of a phase; it disappears when dropped.
+    pub fn phase(&self, name: &str, total: u64, ink: Ink) -> ProgressBar {
         let label = ink.dim(&format!("{name:<9}"));
         let template = match total {
             0 => format!("  {label} {{spinner}} {}", ink.dim("{elapsed}")),
             _ => format!("  {label} {{bar:28}} {{pos}}/{{len}}  {}", ink.dim("{elapsed}")),
         };
         let bar = self.all.add(ProgressBar::new(total).with_style(style(&template)));
+        let bar = bar.with_finish(ProgressFinish::AndClear);
         bar.enable_steady_tick(Duration::from_millis(250));
-        Bar(Some(bar))
+        bar
     }
 
     pub fn clear(&self) {

@@ -9,7 +9,7 @@
 //! messages only what a scalar and a text need is written: `Event { wall_time = 1, step = 2, file_version = 3, summary = 5,
 //! session_log = 7 }`, `Summary.Value { tag = 1, simple_value = 2, tensor = 8, metadata = 9 }`.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -77,14 +77,8 @@ fn file_name(now_unix_s: f64, old: &[PathBuf]) -> String {
 
 /// The events files in `directory`, in the order of their names.
 pub fn files_in(directory: &Path) -> Result<Vec<PathBuf>> {
-    let entries = fs::read_dir(directory).map_err(|e| Error::io("read", directory, &e))?;
-    let mut files = Vec::new();
-    for entry in entries {
-        let path = entry.map_err(|e| Error::io("read", directory, &e))?.path();
-        if path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PREFIX)) {
-            files.push(path);
-        }
-    }
+    let mut files = files::entries(directory)?;
+    files.retain(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PREFIX)));
     files.sort();
     Ok(files)
 }

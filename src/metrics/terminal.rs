@@ -3,13 +3,15 @@
 use std::fmt::Write;
 use std::time::Instant;
 
+use indicatif::ProgressBar;
+
 use super::announce::{Banner, Finish, ledger_line};
 use super::curves::{CURVES, Curves};
 use super::display::{bytes, count, duration, grouped, limit, limit_to_end, number, one_line, percent};
-use super::display::{sparkline, width, wrapped};
+use super::display::{sparkline, wrapped};
 use super::jsonl::Line;
 use super::keys::{self, Unit};
-use super::rows::{Bar, Ink, Rows};
+use super::rows::{Ink, Rows};
 use super::screen::{Screen, colour_allowed};
 use super::throughput::Phase;
 use crate::experience::Experience;
@@ -35,23 +37,12 @@ const COLUMNS: [(&str, &str); 7] = [
 ];
 const COLUMNS_BEHIND_SHARES: [(&str, &str); 2] = [(keys::GRAD_NORM, "grad norm"), (keys::VALUE_LOSS, "value loss")];
 
-struct Field {
-    /// Without colour.
-    plain: String,
-    inked: String,
-    /// Whether it is shown however narrow the terminal is.
-    is_kept: bool,
-}
+/// A field of a step's line, and whether it is shown however narrow the terminal is.
+type Field = (String, bool);
 
-impl Field {
-    fn new(plain: String, inked: String) -> Self {
-        Self { plain, inked, is_kept: false }
-    }
-
-    /// With what sets it off from the one before.
-    fn columns(&self) -> usize {
-        2 + width(&self.plain)
-    }
+/// Columns of a field, with what sets it off from the one before.
+fn columns_of(field: &str) -> usize {
+    2 + console::measure_text_width(field)
 }
 
 /// Draws to a screen; on a terminal with rows that live at the bottom.
@@ -157,8 +148,8 @@ impl Terminal {
     }
 
     /// A bar for a phase of `total` units; 0 where the number is not known.
-    pub fn phase(&self, name: &str, total: u64) -> Bar {
-        self.rows.as_ref().map_or_else(Bar::default, |rows| rows.phase(name, total, self.ink))
+    pub fn phase(&self, name: &str, total: u64) -> ProgressBar {
+        self.rows.as_ref().map_or_else(ProgressBar::hidden, |rows| rows.phase(name, total, self.ink))
     }
 
     /// The line of a step; `curves` include it.
@@ -169,17 +160,18 @@ impl Terminal {
         let mut used = 5 + place.len();
         let fields = self.fields(line);
         // The gap is always shown: the other numbers mean nothing unless sampling and training agree.
-        let mut kept: usize = fields.iter().filter(|field| field.is_kept).map(Field::columns).sum();
+        let mut kept: usize = fields.iter().filter(|(_, is_kept)| *is_kept).map(|(field, _)| columns_of(field)).sum();
         let mut is_full = false;
-        for field in fields {
-            kept -= if field.is_kept { field.columns() } else { 0 };
-            is_full |= used + field.columns() + kept > columns;
-            if is_full && !field.is_kept {
+        for (field, is_kept) in fields {
+            let wanted = columns_of(&field);
+            kept -= if is_kept { wanted } else { 0 };
+            is_full |= used + wanted + kept > columns;
+            if is_full && !is_kept {
                 continue;
             }
-            used += field.columns();
+            used += wanted;
             shown.push_str("  ");
-            shown.push_str(&field.inked);
+            shown.push_str(&field);
         }
         shown.push('\n');
         self.print(&shown);
@@ -205,26 +197,24 @@ impl Terminal {
     fn fields(&self, line: &Line) -> Vec<Field> {
         let mut fields = Vec::new();
         if let Some(seconds) = line.get(keys::TIME_STEP_S) {
-            let shown = format!("{:>6}", duration(seconds));
-            fields.push(Field::new(shown.clone(), shown));
+            fields.push((format!("{:>6}", duration(seconds)), false));
         }
         if let Some(rate) = line.get(keys::TOKENS_PER_S) {
-            let shown = format!("{:>5}", count(rate));
-            fields.push(Field::new(format!("{shown} tok/s"), format!("{shown} {}", self.ink.dim("tok/s"))));
+            fields.push((format!("{:>5} {}", count(rate), self.ink.dim("tok/s")), false));
         }
         let named = |key: &str, label: &str, value: f64| {
             let shown = format!("{:>7}", value_of(key, value));
             let inked = match key {
                 _ if !value.is_finite() => self.ink.alarm(&shown),
                 keys::REWARD_MEAN | keys::LOSS => self.ink.bold(&shown),
-                _ => shown.clone(),
+                _ => shown,
             };
-            Field::new(format!("{label} {shown}"), format!("{} {inked}", self.ink.dim(label)))
+            format!("{} {inked}", self.ink.dim(label))
         };
-        let field = |&(key, label): &(&str, &str)| Some(named(key, label, line.get(key)?));
+        let field = |&(key, label): &(&str, &str)| Some((named(key, label, line.get(key)?), false));
         fields.extend(COLUMNS.iter().filter_map(field));
-        fields.extend(phase_shares(line).map(|shares| Field::new(shares.clone(), self.ink.dim(&shares))));
-        fields.extend(gap(line).map(|gap| Field { is_kept: true, ..named(keys::LOGPROB_GAP_MAX, "gap", gap) }));
+        fields.extend(phase_shares(line).map(|shares| (self.ink.dim(&shares), false)));
+        fields.extend(gap(line).map(|gap| (named(keys::LOGPROB_GAP_MAX, "gap", gap), true)));
         fields.extend(COLUMNS_BEHIND_SHARES.iter().filter_map(field));
         fields
     }

@@ -258,7 +258,7 @@ impl Ppo {
         let per_epoch = work.experience.len().div_ceil(size);
         let total = epochs * per_epoch;
         let bar = run.recorder.phase(Phase::Train.name(), total as u64);
-        bar.set(work.minibatches as u64);
+        bar.set_position(work.minibatches as u64);
         while work.minibatches < total {
             if work.minibatches > 0 && run.stop_requested() {
                 let work = records::encode(&Work::Update(std::mem::take(work)));

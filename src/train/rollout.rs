@@ -141,7 +141,7 @@ impl Collector {
         let bar = run.recorder.phase(Phase::Rollout.name(), requests.len() as u64);
         let mut hooks = Hooks {
             stop: &|| run.stop_requested_here(),
-            progress: &mut |progress| bar.set(progress.finished as u64),
+            progress: &mut |progress| bar.set_position(progress.finished as u64),
             finished: &mut |_, _| Ok(()),
         };
         let outcome = self.engine.generate(model, self.rng, step, &requests, &mut hooks)?;

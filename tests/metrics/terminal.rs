@@ -175,7 +175,7 @@ fn bars_show_the_progress_of_a_phase_on_a_terminal() {
     let mut terminal = shown.terminal(true, 80);
     terminal.banner(&banner());
     let bar = terminal.phase("rollout", 32);
-    bar.set(16);
+    bar.set_position(16);
     std::thread::sleep(std::time::Duration::from_millis(600));
     assert!(shown.text().contains("16/32"), "{:?}", shown.text());
     drop(bar);
