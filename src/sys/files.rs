@@ -51,10 +51,15 @@ fn partial(path: &Path, tag: &str) -> PathBuf {
     parent(path).join(format!(".{name}{tag}{PARTIAL}"))
 }
 
+/// What is in a directory, in no order.
+pub fn entries(dir: &Path) -> Result<Vec<PathBuf>> {
+    let paths = fs::read_dir(dir).and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect());
+    paths.map_err(|e| Error::io("read", dir, &e))
+}
+
 /// Removes the unfinished files that killed writers left in `dir`.
 pub fn remove_partial(dir: &Path) -> Result<()> {
-    for entry in fs::read_dir(dir).map_err(|e| Error::io("read", dir, &e))? {
-        let path = entry.map_err(|e| Error::io("read", dir, &e))?.path();
+    for path in entries(dir)? {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         if name.starts_with('.') && name.ends_with(PARTIAL) {
             fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))?;
@@ -162,34 +167,25 @@ pub fn parent(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-fn c_name(path: &Path) -> io::Result<CString> {
-    Ok(CString::new(path.as_os_str().as_bytes())?)
-}
-
-/// Bytes that an ordinary user may still write on the file system of `path`.
-pub fn free_bytes(path: &Path) -> Result<u64> {
-    let io = |e: io::Error| Error::io("ask the free space of", path, &e);
-    let name = c_name(path).map_err(io)?;
-    // SAFETY: an all-zero statvfs is a value; the name ends with a zero byte.
-    let (code, stat) = unsafe {
-        let mut stat: libc::statvfs = std::mem::zeroed();
-        (libc::statvfs(name.as_ptr(), &raw mut stat), stat)
-    };
-    if code != 0 {
-        return Err(io(io::Error::last_os_error()));
-    }
-    Ok(stat.f_bavail * stat.f_frsize)
-}
-
-/// Whether files of `path` lie in memory themselves (tmpfs).
-pub fn is_in_memory(path: &Path) -> bool {
-    let Ok(name) = c_name(path) else { return false };
+fn statfs(path: &Path) -> io::Result<libc::statfs> {
+    let name = CString::new(path.as_os_str().as_bytes())?;
     // SAFETY: an all-zero statfs is a value; the name ends with a zero byte.
     let (code, stat) = unsafe {
         let mut stat: libc::statfs = std::mem::zeroed();
         (libc::statfs(name.as_ptr(), &raw mut stat), stat)
     };
-    code == 0 && stat.f_type == libc::TMPFS_MAGIC
+    if code == 0 { Ok(stat) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Bytes that an ordinary user may still write on the file system of `path`.
+pub fn free_bytes(path: &Path) -> Result<u64> {
+    let stat = statfs(path).map_err(|e| Error::io("ask the free space of", path, &e))?;
+    Ok(stat.f_bavail * stat.f_frsize as u64)
+}
+
+/// Whether files of `path` lie in memory themselves (tmpfs).
+pub fn is_in_memory(path: &Path) -> bool {
+    statfs(path).is_ok_and(|stat| stat.f_type == libc::TMPFS_MAGIC)
 }
 
 /// Refuses to begin writing `bytes` where they do not fit.

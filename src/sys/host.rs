@@ -4,14 +4,9 @@ use std::ffi::CString;
 
 /// The host name as the kernel has it; `localhost` where it has none.
 pub fn name() -> String {
-    let mut bytes = [0u8; 256];
-    // SAFETY: the kernel writes at most the given length, and the last byte stays zero.
-    let code = unsafe { libc::gethostname(bytes.as_mut_ptr().cast(), bytes.len() - 1) };
-    let length = bytes.iter().position(|&b| b == 0).unwrap_or(0);
-    if code != 0 || length == 0 {
-        return "localhost".to_string();
-    }
-    String::from_utf8_lossy(&bytes[..length]).into_owned()
+    let text = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let name = text.trim();
+    if name.is_empty() { "localhost".to_string() } else { name.to_string() }
 }
 
 /// Seconds by a clock of the system, such as `libc::CLOCK_MONOTONIC` or `libc::CLOCK_THREAD_CPUTIME_ID`.

@@ -21,12 +21,7 @@ pub fn begin_peak() -> bool {
 }
 
 pub fn resident_bytes() -> u64 {
-    let pages = fs::read_to_string("/proc/self/statm")
-        .ok()
-        .and_then(|text| text.split_whitespace().nth(1)?.parse::<u64>().ok())
-        .unwrap_or(0);
-    // SAFETY: reads a number.
-    pages * unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as u64
+    field("/proc/self/status", "VmRSS:").unwrap_or(0)
 }
 
 /// Memory that can still be had without swapping: the machine's, or what the cgroup's limit leaves.

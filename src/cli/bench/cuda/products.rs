@@ -18,12 +18,11 @@ pub(super) fn run(bench: &Bench) {
     }
     let products = Products::of(bench, large, n, k, 1);
     let cost = products.cost();
-    let mut slopes =
-        Slopes { dy: bench.random(large * n), dx: Memory::scratch(2 * large * k), dw: Memory::zeros(4 * n * k) };
+    let (dy, mut dx, mut dw) = (bench.random(large * n), Memory::scratch(2 * large * k), Memory::zeros(4 * n * k));
     for (mode, fast) in bench.modes() {
         let name = |of: &str| format!("product, {mode}, gradient of the {of}, {large} x {n} x {k}");
-        bench.measure(&name("input"), cost, None, || products.backward_input(&mut slopes, *fast));
-        bench.measure(&name("weight"), cost, None, || products.backward_weight(&mut slopes, *fast));
+        bench.measure(&name("input"), cost, None, || products.backward_input(&dy, &mut dx, *fast));
+        bench.measure(&name("weight"), cost, None, || products.backward_weight(&dy, &mut dw, *fast));
     }
 }
 
@@ -34,12 +33,6 @@ pub(super) struct Products {
     w: Vec<Memory>,
     turn: usize,
     y: Memory,
-}
-
-struct Slopes {
-    dy: Memory,
-    dx: Memory,
-    dw: Memory,
 }
 
 impl Products {
@@ -62,16 +55,16 @@ impl Products {
         forward(x, w, None, y, false);
     }
 
-    fn backward_input(&self, slopes: &mut Slopes, fast: bool) {
+    fn backward_input(&self, dy: &Memory, dx: &mut Memory, fast: bool) {
         let [m, n, k] = self.mnk;
-        let (dy, dx) = (Matrix::new(slopes.dy.view(Bf16), m, n), MatrixMut::new(slopes.dx.view_mut(Bf16), m, k));
+        let (dy, dx) = (Matrix::new(dy.view(Bf16), m, n), MatrixMut::new(dx.view_mut(Bf16), m, k));
         let backward = if fast { matmul::backward_input_fast } else { matmul::backward_input };
         backward(dy, Matrix::new(self.w[0].view(Bf16), n, k), dx, false);
     }
 
-    fn backward_weight(&self, slopes: &mut Slopes, fast: bool) {
+    fn backward_weight(&self, dy: &Memory, dw: &mut Memory, fast: bool) {
         let [m, n, k] = self.mnk;
-        let (dy, dw) = (Matrix::new(slopes.dy.view(Bf16), m, n), MatrixMut::new(slopes.dw.view_mut(F32), n, k));
+        let (dy, dw) = (Matrix::new(dy.view(Bf16), m, n), MatrixMut::new(dw.view_mut(F32), n, k));
         let backward = if fast { matmul::backward_weight_fast } else { matmul::backward_weight };
         backward(dy, Matrix::new(self.x.view(Bf16), m, k), dw);
     }
