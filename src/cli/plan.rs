@@ -1,7 +1,7 @@
 //! `plan`: memory and time of a job before it runs.
 
 use super::out::say;
-use crate::comm::{self, Group, World};
+use crate::comm::{self, Group, World, records};
 use crate::config::job::{DeviceName, Gemm};
 use crate::config::limits::{self, RANKS_MAX, TOKENS_MAX};
 use crate::config::{self, Config};
@@ -116,10 +116,8 @@ fn rows(args: &Args, config: &Config, shape: &StepShape, archs: &Archs, group: &
         Ok(rows) => (Some(rows), String::new()),
         Err(error) => (None, error.message),
     };
-    let mine = if group.rank() == 0 && !are_given { read() } else { (None, String::new()) };
-    let mine = serde_json::to_vec(&mine).map_err(|e| Error::fault(format!("lengths of rows: {e}")))?;
-    let (found, why): (Option<Rows>, String) = serde_json::from_slice(&group.all_gather_bytes(&mine)[0])
-        .map_err(|e| Error::fault(format!("lengths of rows: {e}")))?;
+    let mine = (group.rank() == 0).then(|| if are_given { (None, String::new()) } else { read() });
+    let (found, why): (Option<Rows>, String) = records::gather(group, mine.as_slice())?.swap_remove(0);
     let rows = found.unwrap_or_else(|| Rows::longest(config, shape, archs.actor().context, why));
     Ok(rows.with(prompt, response))
 }

@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::shard::FileHash;
-use crate::comm::Group;
+use crate::comm::{Group, records};
 use crate::error::{Error, Result};
 use crate::sys::files::write_atomic;
 
@@ -71,19 +71,16 @@ impl Hashes {
         // The first rank's listing counts: other hosts may still see older times. Times are read before contents:
         // the next start reads a file again that changes meanwhile.
         let files: BTreeSet<&PathBuf> = files.iter().collect();
-        let (stamps, plan) = if group.rank() == 0 { self.plan(&files) } else { Default::default() };
-        let mut plan = serde_json::to_vec(&plan).map_err(|e| Error::fault(format!("hashes: {e}")))?;
-        group.broadcast_bytes(0, &mut plan);
-        let (mut found, unread): Plan = serde_json::from_slice(&plan).expect("a peer of the same build wrote it");
+        let planned = (group.rank() == 0).then(|| self.plan(&files));
+        let (stamps, plan) = planned.unzip();
+        let (mut found, unread): Plan = records::gather(group, plan.as_slice())?.swap_remove(0);
         let mine: Vec<&PathBuf> = unread.iter().skip(group.rank()).step_by(group.size()).collect();
-        let mine = mine.par_iter().map(|path| FileHash::of(path)).collect::<Result<Vec<_>>>();
-        let mine = serde_json::to_vec(&group.agree(mine)?).map_err(|e| Error::fault(format!("hashes: {e}")))?;
-        for (rank, theirs) in group.all_gather_bytes(&mine).iter().enumerate() {
-            let theirs: Vec<FileHash> = serde_json::from_slice(theirs).expect("a peer of the same build wrote it");
-            self.read_bytes += theirs.iter().map(|file| file.bytes).sum::<u64>();
-            found.extend(unread.iter().skip(rank).step_by(group.size()).cloned().zip(theirs));
+        let mine = mine.par_iter().map(|&path| Ok((path.clone(), FileHash::of(path)?))).collect::<Result<Vec<_>>>();
+        for (path, file) in records::gather(group, &group.agree(mine)?)? {
+            self.read_bytes += file.bytes;
+            found.insert(path, file);
         }
-        for (path, stamp) in stamps {
+        for (path, stamp) in stamps.unwrap_or_default() {
             let contents = found[&path].clone();
             self.asked.insert(absolute(&path), Known { stamp, contents });
         }

@@ -204,20 +204,6 @@ mod tests {
     }
 
     #[test]
-    fn an_evicted_file_keeps_its_contents_but_no_page_and_has_no_name() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let mut pages = Pages::of_file(64 * page_size(), &dir.path().join("offload")).expect("disk space");
-        assert_eq!(fs::read_dir(dir.path().join("offload")).expect("made").count(), 0);
-        bytes_of(&mut pages).fill(3);
-        assert_eq!(pages.resident_bytes(), pages.bytes());
-        pages.evict();
-        assert_eq!(pages.resident_bytes(), 0);
-        pages.prefetch(false);
-        assert_eq!(pages.resident_bytes(), pages.bytes());
-        assert!(bytes_of(&mut pages).iter().all(|&b| b == 3));
-    }
-
-    #[test]
     fn a_full_disk_is_an_error_and_no_signal() {
         let dir = tempfile::tempdir().expect("a directory");
         let error = Pages::of_file(1 << 50, dir.path()).expect_err("no disk has that");
