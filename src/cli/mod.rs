@@ -97,13 +97,13 @@ fn parse(arguments: Vec<String>) -> Result<Parsed> {
         return Err(Error::usage(format!("the verb `{verb}` is not in this release"))
             .hint(format!("verbs of this release: {}", verbs().join(", "))));
     }
-    if let ["run", first, ..] = arguments.iter().map(String::as_str).collect::<Vec<_>>()[..]
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    if let ["run", first, ..] = words[..]
         && let Some(verb) = meant(first)
     {
         return Err(Error::usage(format!("`{first}` is no verb, and there is no job file of that name"))
             .hint(format!("did you mean `{verb}`?")));
     }
-    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match Arguments::from_args(&["rlhf-hpc"], &words) {
         Ok(arguments) => Ok(Parsed::Verb(Box::new(arguments.verb))),
         Err(exit) if exit.status.is_ok() => Ok(Parsed::Text(exit.output)),

@@ -30,15 +30,14 @@ pub fn parse(text: &str, overrides: &[String]) -> Result<Config> {
     let mut table: Table = text.parse().map_err(|e: toml::de::Error| Error::usage(one_line(&e, text)))?;
     refuse_kinds_to_come(&table)?;
     // The file is parsed alone first: its errors can name a line.
-    toml::from_str::<Config>(text).map_err(|e| explain(&e, text))?;
+    let mut config: Config = toml::from_str(text).map_err(|e| explain(&e, text))?;
     for item in overrides {
         apply(&mut table, item)?;
         refuse_kinds_to_come(&table)?;
         // One at a time, so that an error names the override that brought it.
-        Config::deserialize(Value::Table(table.clone()))
+        config = Config::deserialize(Value::Table(table.clone()))
             .map_err(|e| explain(&e, "").within(format!("override `{item}`")))?;
     }
-    let mut config = Config::deserialize(Value::Table(table.clone())).map_err(|e| explain(&e, ""))?;
     for key in ["job.kind", "model.actor", "data.prompts"] {
         if lookup(&table, key).is_none() {
             return Err(Error::usage(format!("{key} is missing"))

@@ -15,18 +15,14 @@ pub enum DTypeName {
     Bf16,
 }
 
-/// `[model]`. Directories are Hugging Face model directories.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct ModelConfig {
-    /// The model that is trained. Required.
-    pub actor: PathBuf,
-    /// What the KL penalty is measured against. Empty: the model of `actor`'s directory.
-    pub reference: PathBuf,
-    /// Model that the critic starts from; one without a value head gets a new one. Empty: the actor's directory.
-    pub critic: PathBuf,
-    /// f32, or bf16: weights in bf16; sums, gradients, optimizer state and master weights in f32. auto: what the device likes.
-    pub dtype: DTypeName,
+table! {
+    /// `[model]`. Directories are Hugging Face model directories.
+    pub struct ModelConfig {
+        pub actor: PathBuf = PathBuf::new(),
+        pub reference: PathBuf = PathBuf::new(),
+        pub critic: PathBuf = PathBuf::new(),
+        pub dtype: DTypeName = DTypeName::Auto,
+    }
 }
 
 impl ModelConfig {

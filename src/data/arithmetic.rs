@@ -110,12 +110,12 @@ pub fn corpus(config: &CorpusConfig) -> Result<Vec<Question>> {
 }
 
 fn find(rng: Rng, config: &CorpusConfig, i: usize, wanted: impl Fn(&Problem) -> bool) -> Result<Problem> {
-    let asked = |attempt: &u32| {
-        let problem = Problem::random(rng, config.digits, i, *attempt);
-        problem.has_trap() || rng.uniform([i as u32, *attempt, 0, DRAW_EASY]) < EASY_KEPT
+    let asked = |attempt: u32| {
+        let problem = Problem::random(rng, config.digits, i, attempt);
+        let is_asked = problem.has_trap() || rng.uniform([i as u32, attempt, 0, DRAW_EASY]) < EASY_KEPT;
+        is_asked.then_some(problem)
     };
-    let attempts = (0..ATTEMPTS_MAX).filter(asked);
-    attempts.map(|attempt| Problem::random(rng, config.digits, i, attempt)).find(wanted).ok_or_else(|| {
+    (0..ATTEMPTS_MAX).filter_map(asked).find(wanted).ok_or_else(|| {
         Error::usage(format!(
             "{} digits and an eval ratio of {} do not give {} training and {} distinct eval questions",
             config.digits, config.eval_ratio, config.rows, config.eval_rows
