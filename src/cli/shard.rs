@@ -2,6 +2,7 @@
 
 use super::out::note;
 use std::path::PathBuf;
+use std::time::Instant;
 
 use argh::FromArgs;
 
@@ -112,14 +113,14 @@ pub fn run(args: &Args) -> Result<()> {
     inputs.extend(named(&args.split_test, TEST));
     let vocabulary = args.vocabulary.unwrap_or_else(|| tokenizer.vocabulary());
     limits::check_option("--vocabulary", vocabulary, 1, VOCABULARY_MAX)?;
-    let sharded = shard_jsonl(&inputs, out, &tokenizer, vocabulary, &format, &rule)?;
-    let sidecar = &sharded.sidecar;
+    let start = Instant::now();
+    let sidecar = shard_jsonl(&inputs, out, &tokenizer, vocabulary, &format, &rule)?;
+    let seconds = start.elapsed().as_secs_f64();
     note!(
-        "shard: {} documents, {} tokens in {:.1} s ({:.2} million tokens/s), in {}",
+        "shard: {} documents, {} tokens in {seconds:.1} s ({:.2} million tokens/s), in {}",
         sidecar.documents,
         sidecar.tokens,
-        sharded.seconds,
-        sidecar.tokens as f64 / sharded.seconds / 1e6,
+        sidecar.tokens as f64 / seconds / 1e6,
         out.display()
     );
     for split in &sidecar.splits {

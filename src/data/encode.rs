@@ -3,7 +3,6 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::time::Instant;
 
 use rayon::prelude::*;
 
@@ -24,13 +23,6 @@ pub struct Input {
     pub split: Option<String>,
 }
 
-/// What became of the rows.
-#[derive(Clone, Debug)]
-pub struct Sharded {
-    pub sidecar: Sidecar,
-    pub seconds: f64,
-}
-
 /// Refuses a format of a later release by its name.
 pub(super) fn refuse_parquet(path: &Path) -> Result<()> {
     if path.extension().is_some_and(|e| e == "parquet") {
@@ -49,8 +41,7 @@ pub fn shard_jsonl(
     vocabulary: usize,
     format: &RowFormat,
     rule: &SplitRule,
-) -> Result<Sharded> {
-    let start = Instant::now();
+) -> Result<Sidecar> {
     inputs.iter().try_for_each(|input| refuse_parquet(&input.path))?;
     let encoder = Encoder { tokenizer, vocabulary, format, rule };
     let mut writer = ShardWriter::create(prefix, vocabulary)?;
@@ -63,8 +54,7 @@ pub fn shard_jsonl(
         inputs: inputs.iter().map(|input| input.path.display().to_string()).collect(),
         ..Sidecar::default()
     };
-    let sidecar = writer.commit(known)?;
-    Ok(Sharded { sidecar, seconds: start.elapsed().as_secs_f64() })
+    writer.commit(known)
 }
 
 fn shard_file(input: &Input, encoder: &Encoder<'_>, writer: &mut ShardWriter) -> Result<()> {

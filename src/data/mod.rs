@@ -17,7 +17,7 @@ mod split;
 
 pub use ahead::{Ahead, look_ahead};
 pub use cut::RowTokens;
-pub use encode::{Input, Sharded, shard_jsonl};
+pub use encode::{Input, shard_jsonl};
 pub use feed::Cursor;
 pub use hashes::Hashes;
 pub use ledger::Ledger;

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use super::cut::{Entry, RowTokens, cut};
-use super::encode::{Input, Sharded, refuse_parquet, shard_jsonl};
+use super::encode::{Input, refuse_parquet, shard_jsonl};
 use super::feed::{Cursor, Feed, Stratum};
 use super::hashes::Hashes;
 use super::ledger::Ledger;
@@ -53,8 +53,6 @@ pub struct Rows {
 pub struct Prepared {
     /// In the order of `data.prompts` and `data.split.eval_files`.
     prefixes: Vec<PathBuf>,
-    /// What was sharded for it, on the first rank.
-    pub made: Vec<Sharded>,
     /// Instead of that: rows that are known by their lengths alone.
     lengths: Option<[Vec<RowTokens>; 2]>,
 }
@@ -63,20 +61,19 @@ pub struct Prepared {
 /// those that are not there yet: a file that changed, or other keys, give another shard. All ranks of `group` call this, and the
 /// first one shards; `hashes` tells whether a file changed.
 pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &Group) -> Result<Prepared> {
-    let mut prepared = Prepared::find(reading, cache, hashes, group)?;
+    let prepared = Prepared::find(reading, cache, hashes, group)?;
     let Reading { config, tokenizer, vocabulary, .. } = reading;
     let (format, rule) = reading.format();
-    let make = || -> Result<Vec<Sharded>> {
-        let mut made = Vec::new();
+    let make = || -> Result<()> {
         for (name, prefix) in names(config).zip(&prepared.prefixes) {
             if is_jsonl(Path::new(name)) && Shard::open(prefix, vocabulary).is_err() {
                 let input = Input { path: PathBuf::from(name), split: None };
-                made.push(shard_jsonl(&[input], prefix, tokenizer, vocabulary, &format, &rule)?);
+                shard_jsonl(&[input], prefix, tokenizer, vocabulary, &format, &rule)?;
             }
         }
-        Ok(made)
+        Ok(())
     };
-    prepared.made = group.agree(if group.rank() == 0 { make() } else { Ok(Vec::new()) })?;
+    group.agree(if group.rank() == 0 { make() } else { Ok(()) })?;
     Ok(prepared)
 }
 
@@ -116,12 +113,12 @@ impl Prepared {
             let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or("rows");
             cache.join(format!("{stem}-{}", xxh3(recipe.as_bytes())))
         };
-        Ok(Self { prefixes: names(config).map(prefix).collect(), made: Vec::new(), lengths: None })
+        Ok(Self { prefixes: names(config).map(prefix).collect(), lengths: None })
     }
 
     /// Rows of these lengths, in this order, to train on and to evaluate; their tokens are all 0.
     pub fn of_lengths(train: Vec<RowTokens>, eval: Vec<RowTokens>) -> Self {
-        Self { prefixes: Vec::new(), made: Vec::new(), lengths: Some([train, eval]) }
+        Self { prefixes: Vec::new(), lengths: Some([train, eval]) }
     }
 
     /// The files that the sources are made of, those that there are. A shard that was made of JSONL has no key: it is no input
