@@ -167,7 +167,7 @@ pub struct SourceFile {
 impl Rows {
     /// Opens all sources, cuts splits and long prompts, and begins the ledger.
     pub(super) fn open(reading: Reading<'_>, prepared: &Prepared, seed: u64) -> Result<Self> {
-        let Reading { config, part, .. } = reading;
+        let config = reading.config;
         if let Some([train, eval]) = &prepared.lengths {
             return Self::of_lengths(config, train, eval, seed);
         }
@@ -183,16 +183,24 @@ impl Rows {
                 strata.push(Stratum { weight, ..Stratum::default() });
             }
             if let Some(stratum) = strata.last_mut() {
-                for document in &selection.train[s] {
-                    add_row(config, part, stratum, s, source, *document, &mut ledger)?;
+                for &document in &selection.train[s] {
+                    match entries_of(reading, s, source, document)? {
+                        Ok(entries) => {
+                            if config.order == Order::Curriculum {
+                                stratum.keys.push(curriculum_key(config, source, document)?);
+                            }
+                            stratum.rows.push(stratum.entries.len() as u32);
+                            stratum.entries.extend(entries);
+                        }
+                        Err(rule) => ledger.filter(rule, 1),
+                    }
                 }
             }
         }
         let mut eval = Vec::new();
         for (s, source) in sources.iter().enumerate() {
-            for document in &selection.eval[s] {
-                let (prompt, rest) = lengths(part, &source.shard, *document)?;
-                match cut(config, s, *document, prompt, rest) {
+            for &document in &selection.eval[s] {
+                match entries_of(reading, s, source, document)? {
                     Ok(entries) => eval.extend(entries),
                     Err(_) => ledger.filter("eval_split_too_long", 1),
                 }
@@ -297,44 +305,25 @@ fn open_sources(reading: Reading<'_>, prepared: &Prepared) -> Result<Vec<Source>
     Ok(sources)
 }
 
-/// Tokens of the prompt, and of what follows it where that is learned from.
-fn lengths(part: Part, shard: &Shard, document: u64) -> Result<(usize, usize)> {
-    if part == Part::Prompt {
-        return Ok((shard.prompt_tokens(document as usize)?, 0));
-    }
-    let lengths = shard.lengths(document as usize)?;
-    let rest = lengths[1..].iter().sum();
-    if rest == 0 {
-        return Err(Error::data(format!(
-            "{}: document {document} has a prompt and no response",
-            shard.prefix().display()
-        ))
-        .hint("shard it with --response-key, or with --chat-template and assistant turns"));
-    }
-    Ok((lengths[0], rest))
-}
-
-fn add_row(
-    config: &DataConfig,
-    part: Part,
-    stratum: &mut Stratum,
+/// The entries of a row, or the rule that filters it. What follows a prompt counts where it is learned from.
+fn entries_of(
+    reading: Reading<'_>,
     s: usize,
     source: &Source,
     document: u64,
-    ledger: &mut Ledger,
-) -> Result<()> {
-    let (prompt, rest) = lengths(part, &source.shard, document)?;
-    match cut(config, s, document, prompt, rest) {
-        Ok(entries) => {
-            if config.order == Order::Curriculum {
-                stratum.keys.push(curriculum_key(config, source, document)?);
-            }
-            stratum.rows.push(stratum.entries.len() as u32);
-            stratum.entries.extend(entries);
-        }
-        Err(rule) => ledger.filter(rule, 1),
+) -> Result<std::result::Result<Vec<Entry>, &'static str>> {
+    let shard = &source.shard;
+    let prompt = shard.prompt_tokens(document as usize)?;
+    let rest = match reading.part {
+        Part::Prompt => 0,
+        Part::Demonstration => shard.lengths(document as usize)?[1..].iter().sum(),
+    };
+    if rest == 0 && reading.part == Part::Demonstration {
+        let prefix = shard.prefix().display();
+        return Err(Error::data(format!("{prefix}: document {document} has a prompt and no response"))
+            .hint("shard it with --response-key, or with --chat-template and assistant turns"));
     }
-    Ok(())
+    Ok(cut(reading.config, s, document, prompt, rest))
 }
 
 fn curriculum_key(config: &DataConfig, source: &Source, document: u64) -> Result<f64> {
