@@ -31,11 +31,3 @@ impl Curves {
         CURVES.iter().zip(&self.0).map(|((key, label), values)| (*key, *label, values.as_slice()))
     }
 }
-
-impl<'a> FromIterator<&'a Line> for Curves {
-    fn from_iter<I: IntoIterator<Item = &'a Line>>(lines: I) -> Self {
-        let mut curves = Self::default();
-        lines.into_iter().for_each(|line| curves.add(line));
-        curves
-    }
-}

@@ -4,6 +4,12 @@ use rlhf_hpc::metrics::{Banner, BannerModel, Curves, Finish, Line};
 
 use crate::metrics::{Shown, sample};
 
+fn curves(lines: &[Line]) -> Curves {
+    let mut curves = Curves::default();
+    lines.iter().for_each(|line| curves.add(line));
+    curves
+}
+
 pub fn banner() -> Banner {
     Banner {
         job_kind: "ppo".into(),
@@ -117,7 +123,7 @@ fn elsewhere_than_on_a_terminal_a_step_is_one_clean_line() {
         let bar = terminal.phase("rollout", 10);
         bar.inc(10);
         drop(bar);
-        terminal.step(line, &lines[..=i].iter().collect());
+        terminal.step(line, &curves(&lines[..=i]));
     }
     let text = shown.text()[before..].to_owned();
     let rows: Vec<&str> = text.lines().collect();
@@ -212,7 +218,7 @@ fn the_summary_shows_each_course_with_its_first_and_last_number() {
         ledger: vec![("trained".into(), 3900), ("filtered: too_long".into(), 80), ("deferred".into(), 20)],
         notes: vec![("export".into(), "runs/x/export".into())],
     };
-    shown.terminal(false, 100).final_summary(&finish, &lines.iter().collect());
+    shown.terminal(false, 100).final_summary(&finish, &curves(&lines));
     let text = shown.text();
     assert!(text.contains("10 steps in 4 min 05 s"), "{text}");
     assert!(text.contains("3,900 trained, 80 filtered: too_long, 20 deferred"), "{text}");
