@@ -5,7 +5,9 @@ use super::table::{plan, text};
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::config::job::JobKind;
 use rlhf_hpc::config::{self, Config};
-use rlhf_hpc::data::{self, Hashes, Input, Part, PromptSource, Reading, RowFormat, SftSource, SplitRule, shard_jsonl};
+use rlhf_hpc::data::{
+    self, Hashes, Input, Part, Prepared, PromptSource, Reading, RowFormat, SftSource, SplitRule, shard_jsonl,
+};
 use rlhf_hpc::plan::{Origin, Row, Rows};
 use rlhf_hpc::text::{Tokenizer, train_bpe};
 use rlhf_hpc::train::{self, Archs};
@@ -58,13 +60,17 @@ impl Fixture {
         Rows::read(config, &train::shape(config), &self.archs).expect("rows")
     }
 
+    /// The tokenized shards of a run.
+    fn prepared(&self, config: &Config, part: Part) -> Prepared {
+        let vocabulary = self.archs.actor().vocabulary;
+        let reading = Reading { config: &config.data, part, tokenizer: &self.tokenizer, vocabulary };
+        data::prepare(reading, &self.path("cache"), &mut Hashes::default(), &Group::one()).expect("shards")
+    }
+
     /// What a run draws, by its own code.
     fn demonstrations(&self, config: &Config, n: usize) -> Vec<Row> {
-        let (cache, vocabulary) = (self.path("cache"), self.archs.actor().vocabulary);
-        let part = Part::Demonstration;
-        let reading = Reading { config: &config.data, part, tokenizer: &self.tokenizer, vocabulary };
-        let shards = data::prepare(reading, &cache, &mut Hashes::default(), &Group::one());
-        let shards = shards.expect("shards");
+        let shards = self.prepared(config, Part::Demonstration);
+        let vocabulary = self.archs.actor().vocabulary;
         let source = SftSource::open(&config.data, &self.tokenizer, vocabulary, &shards, config.job.seed);
         let rows = source.expect("a source").next(n).expect("rows");
         let of = |row: &data::SftRow| {
@@ -76,11 +82,8 @@ impl Fixture {
     }
 
     fn prompts(&self, config: &Config, n: usize) -> Vec<usize> {
-        let (cache, vocabulary) = (self.path("cache"), self.archs.actor().vocabulary);
-        let part = Part::Prompt;
-        let reading = Reading { config: &config.data, part, tokenizer: &self.tokenizer, vocabulary };
-        let shards = data::prepare(reading, &cache, &mut Hashes::default(), &Group::one());
-        let shards = shards.expect("shards");
+        let shards = self.prepared(config, Part::Prompt);
+        let vocabulary = self.archs.actor().vocabulary;
         let source = PromptSource::open(&config.data, &self.tokenizer, vocabulary, &shards, config.job.seed);
         source.expect("a source").next(n).expect("prompts").iter().map(|prompt| prompt.tokens.len()).collect()
     }
