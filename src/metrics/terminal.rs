@@ -259,9 +259,9 @@ impl Terminal {
             let room = self.columns().saturating_sub(44 + gain.len()).clamp(8, SPARK_COLUMNS);
             let spark = sparkline(values, room);
             rows.push(format!(
-                "  {} {} {} {}  {}{gain}",
+                "  {} {:>8} {} {}  {}{gain}",
                 self.ink.dim(&format!("{label:<17}")),
-                format!("{:>8}", value_of(key, first)),
+                value_of(key, first),
                 self.ink.dim("->"),
                 self.ink.bold(&format!("{:>8}", value_of(key, last))),
                 self.ink.spark(&spark),

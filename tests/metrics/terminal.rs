@@ -6,7 +6,9 @@ use crate::metrics::{Shown, sample};
 
 fn curves(lines: &[Line]) -> Curves {
     let mut curves = Curves::default();
-    lines.iter().for_each(|line| curves.add(line));
+    for line in lines {
+        curves.add(line);
+    }
     curves
 }
 
