@@ -2,7 +2,7 @@
 
 use super::manifest::{Entry, Manifest, Shard};
 use super::save::{clean, steps};
-use crate::comm::Group;
+use crate::comm::{Group, records};
 use crate::error::{Error, Result};
 use crate::sys::files::xxh3_of;
 use crate::sys::map::Map;
@@ -38,9 +38,7 @@ pub fn resume(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
 /// As `resume`, without removing anything: for a dry run.
 pub fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
     // Rank 0's listing counts: other hosts may still see an older one.
-    let mut listed = serde_json::to_vec(&steps(root)).expect("numbers serialise");
-    group.broadcast_bytes(0, &mut listed);
-    let listed: Vec<u64> = serde_json::from_slice(&listed).expect("rank 0 wrote it");
+    let listed: Vec<u64> = records::of_first(group, || steps(root));
     let mut skipped = Vec::new();
     for step in listed.into_iter().rev() {
         let dir = root.join(format!("step-{step}"));

@@ -21,6 +21,13 @@ pub fn gather<T: Serialize + DeserializeOwned>(group: &Group, mine: &[T]) -> Res
     Ok(all)
 }
 
+/// What `make` gives on the first rank, on every rank.
+pub fn of_first<T: Serialize + DeserializeOwned>(group: &Group, make: impl FnOnce() -> T) -> T {
+    let mut bytes = if group.rank() == 0 { encode(&make()) } else { Vec::new() };
+    group.broadcast_bytes(0, &mut bytes);
+    decode(&bytes).expect("a peer of the same build wrote it")
+}
+
 /// The values of all ranks, in rank order, on every rank.
 pub fn gather_f32(group: &Group, mine: &[f32]) -> Vec<Vec<f32>> {
     let all = group.all_gather_bytes(bytemuck::cast_slice(mine));

@@ -27,17 +27,9 @@ impl Run {
                 None => hosts.push((host.clone(), 1)),
             }
         }
-        let devices = match self.machine.device {
-            Device::Cpu => {
-                let no_gpu = self.machine.no_gpu.iter().map(|why| format!("no GPU: {why}"));
-                std::iter::once(device::describe()).chain(no_gpu).collect()
-            }
-            Device::Cuda => gpu::describe(
-                &self.ranks.all,
-                self.machine.checked.each_ref().map(Option::as_deref),
-                self.machine.start_peak,
-                &self.machine.backends,
-            ),
+        let devices = match self.device {
+            Device::Cpu => vec![device::describe()],
+            Device::Cuda => gpu::describe(&self.ranks.all),
         };
         let notes = self.notes().into_iter().chain(needs.notes).chain(self.describe_rollouts(needs.rollouts)).collect();
         let Expected { taken, groups, .. } = self.expected_of_fullest().cloned().unwrap_or_default();
@@ -50,7 +42,7 @@ impl Run {
             resumed_from,
             hosts,
             threads_per_rank: device::cpu::pool::pool().threads(),
-            devices,
+            devices: [devices, self.device_rows.clone()].concat(),
             meshes: self.of_placements(|layout| layout.mesh.to_string()),
             models,
             memory_planned: taken,
@@ -89,11 +81,11 @@ impl Run {
         let stages = self.of_placements(|layout| describe_zero(&layout.mesh, layout.zero)).into_iter().enumerate();
         let mut notes: Vec<(String, String)> =
             stages.map(|(i, description)| (if i == 0 { "zero" } else { "" }.to_string(), description)).collect();
-        if let Some(GemmChoice { description, measured, .. }) = &self.machine.gemm {
+        if let Some(GemmChoice { description, measured, .. }) = &self.gemm {
             notes.push(("gemm".to_string(), description.clone()));
             notes.extend(measured.map(|times| ("measured".to_string(), times.describe())));
         }
-        if self.machine.device == Device::Cuda && self.ranks.layout().swap != Swap::default() {
+        if self.device == Device::Cuda && self.ranks.layout().swap != Swap::default() {
             let waiting = match (self.ranks.layout().swap.optimizer, self.ranks.layout().swap.roles) {
                 (true, true) => "optimizer state, and weights of idle roles",
                 (true, false) => "optimizer state",

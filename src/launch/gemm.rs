@@ -2,20 +2,19 @@
 //! GEMMs predict it that the start times with the shapes of this job on this rank.
 
 use super::layout::Layout;
+use super::ranks::Ranks;
 use super::self_test::SelfTest;
 use super::step_shape::StepShape;
 use crate::checkpoint;
-use crate::comm::Group;
+use crate::comm::{Group, records};
 use crate::config::Config;
 use crate::config::job::Gemm;
-use crate::device::Device;
 use crate::device::cuda::matmul::{self, Matrix, MatrixMut};
 use crate::device::cuda::{Memory, fast, gpu};
 use crate::dtype::DType::{Bf16, F32};
 use crate::error::{Error, Result};
 use crate::model::{Arch, TensorPart};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 
 /// Share of a step's seconds that cuBLASLt must save: exact GEMMs promise more.
 const WORTH: f64 = 0.05;
@@ -25,16 +24,19 @@ const SAMPLES: usize = 3;
 const HEAD_COLUMNS_MAX: usize = 16384;
 const HEAD_ROWS_MAX: usize = 4096;
 
-/// How GEMMs are computed.
+/// How GEMMs are computed, and what a checkpoint keeps of it.
+#[derive(Default, Serialize, Deserialize)]
 pub struct GemmChoice {
     /// Whether those of many rows are cuBLASLt's.
     pub fast: bool,
-    /// Whether cuBLASLt was opened, if only to be timed: then it keeps its workspace.
-    pub is_open: bool,
-    /// For the banner: which, and why.
-    pub description: String,
     /// What this run measured, or the run that it resumes.
     pub measured: Option<Times>,
+    /// Whether cuBLASLt was opened, if only to be timed: then it keeps its workspace.
+    #[serde(skip)]
+    pub is_open: bool,
+    /// For the banner: which, and why.
+    #[serde(skip)]
+    pub description: String,
 }
 
 /// Seconds of two GEMMs with as many passes as a step makes.
@@ -66,34 +68,18 @@ impl Times {
     }
 }
 
-/// Chooses who computes GEMMs, the same on all ranks, and sets it in the configuration; none on CPUs. All ranks call this with
-/// the layout of the first placement after their GPUs have started.
-pub fn choose(
-    config: &mut Config,
-    all: &Group,
-    device: Device,
-    checked: Option<&SelfTest>,
-    shape: &StepShape,
-    layout: &Layout,
-) -> Result<Option<GemmChoice>> {
-    if device == Device::Cpu {
-        return Ok(None);
-    }
-    let chosen = decide(config, all, checked, shape, layout)?;
+/// Chooses who computes GEMMs, the same on all ranks, and sets it in the configuration. All ranks call this after their GPUs have
+/// started.
+pub fn choose(config: &mut Config, ranks: &Ranks, checked: Option<&SelfTest>, shape: &StepShape) -> Result<GemmChoice> {
+    let chosen = decide(config, ranks, checked, shape)?;
     fast::turn(chosen.fast).map_err(Error::usage)?;
     config.job.gemm = if chosen.fast { Gemm::Cublaslt } else { Gemm::Exact };
-    Ok(Some(chosen))
+    Ok(chosen)
 }
 
-fn decide(
-    config: &Config,
-    all: &Group,
-    checked: Option<&SelfTest>,
-    shape: &StepShape,
-    layout: &Layout,
-) -> Result<GemmChoice> {
-    let asked = config.job.gemm;
-    let exact = |description: String| Ok(GemmChoice { fast: false, is_open: false, description, measured: None });
+fn decide(config: &Config, ranks: &Ranks, checked: Option<&SelfTest>, shape: &StepShape) -> Result<GemmChoice> {
+    let (all, asked) = (&ranks.all, config.job.gemm);
+    let exact = |description: String| Ok(GemmChoice { description, ..GemmChoice::default() });
     if asked == Gemm::Exact {
         return exact("exact".into());
     }
@@ -105,20 +91,16 @@ fn decide(
     };
     let (fast, measured, began) = match saved(config, all) {
         _ if asked == Gemm::Cublaslt => (true, None, ""),
-        Some(SavedGemm { fast, measured }) => (fast, measured, ", as the run began"),
+        Some(GemmChoice { fast, measured, .. }) => (fast, measured, ", as the run began"),
         None => {
-            let times = times(config, all, shape, layout)?;
+            let times = times(config, ranks, shape)?;
             (times.is_cublaslt_worth_it(), Some(times), "")
         }
     };
     let rows = fast::EXACT_ROWS_MAX;
     let by_cublaslt = format!("cublaslt{began}: those of more than {rows} rows by {library}");
-    Ok(GemmChoice {
-        fast,
-        is_open: true,
-        description: if fast { by_cublaslt } else { format!("exact{began}") },
-        measured,
-    })
+    let description = if fast { by_cublaslt } else { format!("exact{began}") };
+    Ok(GemmChoice { fast, measured, is_open: true, description })
 }
 
 /// The name of every rank's library.
@@ -127,18 +109,16 @@ fn found(all: &Group) -> Result<String> {
         "cuBLASLt comes with CUDA, and with PyTorch (RLHF_CUBLASLT_LIB names its file); or set job.gemm = \"exact\"";
     let none = |why: String| Error::usage(format!("there is no cuBLASLt for this GPU: {why}")).hint(hint);
     let found = fast::open();
-    let missing = all.all_gather_bytes(found.as_ref().err().map_or(&[][..], |why| why.as_bytes()));
-    let missing = missing.into_iter().enumerate().find(|(_, why)| !why.is_empty());
-    match (found, missing) {
-        (Ok(library), None) => Ok(library),
-        (Err(why), _) => Err(none(why)),
-        (Ok(_), Some((rank, why))) => Err(none(format!("rank {rank}: {}", String::from_utf8_lossy(&why)))),
-    }
+    let of_ranks = all.all_gather_bytes(found.as_ref().err().map_or(&[][..], |why| why.as_bytes()));
+    let missing = of_ranks.iter().enumerate().find(|(_, why)| !why.is_empty());
+    let missing = missing.map(|(rank, why)| format!("rank {rank}: {}", String::from_utf8_lossy(why)));
+    found.and_then(|library| missing.map_or(Ok(library), Err)).map_err(none)
 }
 
-/// Times GEMMs of the actor on the slowest rank: with an MLP's matrix and with its head's, as they are sharded, for a
-/// micro-batch.
-fn times(config: &Config, all: &Group, shape: &StepShape, layout: &Layout) -> Result<Times> {
+/// Times GEMMs of the actor on the slowest rank: with an MLP's matrix and with its head's, as the first placement shards them, for
+/// a micro-batch.
+fn times(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<Times> {
+    let (all, layout) = (&ranks.all, &ranks.layouts[0]);
     let arch = all.agree(Arch::load(&config.model.actor))?;
     let tokens = shape.microbatch_tokens_max.div_ceil(layout.mesh.sequence).max(1);
     let part = TensorPart { rank: 0, size: layout.mesh.tensor };
@@ -199,29 +179,12 @@ fn median(mut work: impl FnMut()) -> f64 {
     samples[SAMPLES / 2]
 }
 
-#[derive(Serialize, Deserialize)]
-struct SavedGemm {
-    fast: bool,
-    measured: Option<Times>,
-}
-
 /// What the newest checkpoint was saved with, if that was on GPUs. The same on all ranks, who all call this.
-fn saved(config: &Config, all: &Group) -> Option<SavedGemm> {
-    let read = || {
+fn saved(config: &Config, all: &Group) -> Option<GemmChoice> {
+    records::of_first(all, || {
         let state = checkpoint::peek(&config.job.dir.join("checkpoints"))?;
-        serde_json::from_value::<SavedGemm>(state["gemm"].clone()).ok()
-    };
-    let mine = if all.rank() == 0 { read() } else { None };
-    let mut bytes = serde_json::to_vec(&mine).expect("numbers serialise");
-    all.broadcast_bytes(0, &mut bytes);
-    serde_json::from_slice(&bytes).expect("rank 0 wrote it")
-}
-
-impl GemmChoice {
-    /// What a checkpoint keeps.
-    pub fn state(&self) -> serde_json::Value {
-        json!(SavedGemm { fast: self.fast, measured: self.measured })
-    }
+        serde_json::from_value(state["gemm"].clone()).ok()
+    })
 }
 
 #[cfg(test)]

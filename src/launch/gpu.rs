@@ -35,6 +35,14 @@ pub struct Opened {
     pub checked: Option<SelfTest>,
 }
 
+impl Opened {
+    /// What the self-test found.
+    pub fn describe_kernels(&self) -> String {
+        let found = self.checked.as_ref().map(|test| test.description.clone());
+        found.unwrap_or_else(|| "kernels as they are (job.check = false)".into())
+    }
+}
+
 /// The GPU that each rank has.
 pub struct GpuOfRanks {
     pub name: String,
@@ -313,22 +321,14 @@ pub fn name() -> String {
     format!("{} at {}", properties.name, properties.pci)
 }
 
-/// Rows of the banner: the GPU of each rank, what the self-tests `checked`, their peak of GPU memory, and the backend of each
-/// axis's collectives. A collective.
-pub fn describe(all: &Group, checked: [Option<&str>; 2], start_peak: u64, axis_backends: &[String]) -> Vec<String> {
+/// Rows of the banner: the GPU of each rank, and its kernels. A collective.
+pub fn describe(all: &Group) -> Vec<String> {
     let gpu = cuda::gpu();
     let p = gpu.properties();
     let (total, limit) = (format_bytes(p.memory_bytes as u64), format_bytes(gpu.usage().limit as u64));
     let mine = format!("{}, {total} at {}, {}, {limit} of it per rank", p.name, p.pci, links::of(&p.pci));
     let mut rows = by_description(&all.all_gather_bytes(mine.as_bytes()));
     rows.push(format!("kernels from {}", gpu.origin()));
-    let [kernels, axes] = checked;
-    rows.push(kernels.unwrap_or("kernels as they are (job.check = false)").to_string());
-    rows.extend(axes.map(str::to_string));
-    rows.extend(
-        (start_peak > 0).then(|| format!("checks and timings took {} of a GPU at most", format_bytes(start_peak))),
-    );
-    rows.extend(axis_backends.iter().map(|backend| format!("collectives over {backend}")));
     rows
 }
 

@@ -40,11 +40,7 @@ impl InferenceModel {
         let device = if opened.gpu.is_some() { Device::Cuda } else { Device::Cpu };
         let dtype = config.model.dtype();
         let description = match device {
-            Device::Cuda => {
-                let checked = opened.checked.map(|test| test.description);
-                let checked = checked.unwrap_or_else(|| "kernels as they are (job.check = false)".into());
-                format!("{} in {}, {checked}", gpu::name(), dtype.name())
-            }
+            Device::Cuda => format!("{} in {}, {}", gpu::name(), dtype.name(), opened.describe_kernels()),
             Device::Cpu => {
                 let no_gpu = opened.no_gpu.map_or(String::new(), |why| format!(", no GPU: {why}"));
                 format!("{} in {}{no_gpu}", device::describe(), dtype.name())

@@ -1,7 +1,6 @@
 //! How a job lies on its ranks, and what a rank is expected to hold there.
 
 use crate::config::Config;
-use crate::config::mesh::Placement;
 use crate::data::RowTokens;
 use crate::mesh::Mesh;
 
@@ -82,13 +81,8 @@ pub struct Expected {
 /// chosen, and for rows of these lengths, the first ones of the job and those that it evaluates.
 pub type Count = Box<dyn Fn(&Config, Option<[bool; 2]>, &[RowTokens], &[RowTokens]) -> Vec<Option<Expected>>>;
 
-/// The layouts of a job as the plan resolves them, the same on all ranks.
-pub struct Layouts {
-    pub placed: Vec<(Placement, Layout)>,
-    pub plan: Expectations,
-}
-
-/// What the plan says of a run.
+/// What the plan says of a run, the same on all ranks.
+#[derive(Default)]
 pub struct Expectations {
     /// Of a rank of each placement.
     pub expected: Vec<Option<Expected>>,
@@ -97,14 +91,8 @@ pub struct Expectations {
     pub is_tight: bool,
     /// The rollout's tensor size and the reason, where the job leaves it to the plan.
     pub rollout_reason: Option<String>,
-    pub count: Count,
-}
-
-impl Expectations {
-    /// Of a job that is planned itself.
-    pub fn none() -> Self {
-        Self { expected: Vec::new(), is_tight: false, rollout_reason: None, count: Box::new(|_, _, _, _| Vec::new()) }
-    }
+    /// None where a model cannot be read.
+    pub count: Option<Count>,
 }
 
 /// `stage 2: optimizer state and gradients sharded over 4 ranks`

@@ -37,7 +37,7 @@ impl Run {
         // What is offloaded comes back a part at a time.
         let to_come = if self.ranks.layout().swap.optimizer { gradients } else { gradients + state };
         let ranks = self.ranks.world.local_size as u64;
-        let fits = match self.machine.device {
+        let fits = match self.device {
             Device::Cpu => {
                 let host = || fits(GRADIENTS_AND_STATE, (to_come + unwritten) as u64, ranks, memory::available_bytes());
                 within(to_come, arena::usage()).and_then(|()| host())

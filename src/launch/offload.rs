@@ -17,12 +17,12 @@ use crate::tensor::arena::Buffer;
 impl Run {
     /// Where the optimizer's state is between the updates of a GPU.
     pub fn state_location(&self) -> StateLocation {
-        let is_offloaded = self.machine.device == Device::Cuda && self.ranks.layout().swap.optimizer;
+        let is_offloaded = self.device == Device::Cuda && self.ranks.layout().swap.optimizer;
         if is_offloaded { StateLocation::Host } else { StateLocation::Device }
     }
 
     fn roles_wait(&self) -> bool {
-        self.machine.device == Device::Cuda && self.ranks.layout().swap.roles
+        self.device == Device::Cuda && self.ranks.layout().swap.roles
     }
 
     /// Before the rollout, on a rank that samples: offloads what only training needs. Nothing on the CPU.
@@ -56,8 +56,7 @@ impl Run {
     }
 
     pub(super) fn warn_of_offload(&self) {
-        if self.machine.device == Device::Cpu && !self.config.mesh.offload.is_empty() && files::is_in_memory(&self.dir)
-        {
+        if self.device == Device::Cpu && !self.config.mesh.offload.is_empty() && files::is_in_memory(&self.dir) {
             let dir = self.dir.display();
             self.recorder.warn(&format!("mesh.offload saves no memory: {dir} lies in memory itself (tmpfs)"));
         }
@@ -65,7 +64,7 @@ impl Run {
 
     /// Moves buffers into files, where the job says so of them. All ranks of the placement call this.
     pub(super) fn offload<'a>(&self, what: Offload, mut buffers: impl Iterator<Item = &'a mut Buffer>) -> Result<()> {
-        if self.machine.device == Device::Cuda || !self.config.mesh.offload.contains(&what) {
+        if self.device == Device::Cuda || !self.config.mesh.offload.contains(&what) {
             return Ok(());
         }
         let dir = self.dir.join("offload");

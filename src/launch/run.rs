@@ -2,17 +2,17 @@
 
 use super::gemm::{self, GemmChoice};
 use super::gpu;
-use super::layout::{Expectations, Expected, Layouts};
+use super::layout::{Count, Expectations, Expected, Layout};
 use super::ranks::Ranks;
 use super::run_lock::{link_prepared, working_dir};
 use super::step_shape::StepShape;
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
-use crate::config::mesh::Offload;
+use crate::config::mesh::{Offload, Placement};
 use crate::config::optim::OptimConfig;
 use crate::data::RowTokens;
 use crate::device::{Device, cuda, null};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, format_bytes};
 use crate::learn::{Learner, Role};
 use crate::metrics::{self, Recorder, keys};
 use crate::model::export::remove_leftovers;
@@ -29,7 +29,12 @@ pub struct Run {
     /// Where this start writes: `job.dir`, or a dry run's own directory.
     pub dir: PathBuf,
     pub ranks: Ranks,
-    pub machine: Machine,
+    /// The device of this rank.
+    pub device: Device,
+    /// Rows of the banner about it that are known before the first model.
+    pub device_rows: Vec<String>,
+    /// None on CPUs.
+    pub gemm: Option<GemmChoice>,
     pub plan: Expectations,
     pub recorder: Recorder,
     /// Check everything, then stop before the first step.
@@ -37,50 +42,8 @@ pub struct Run {
     pub started: Instant,
     /// Whether an optimizer step was made since; only then do hours end the run.
     pub has_learned: bool,
-}
-
-/// The device of this rank.
-pub struct Machine {
-    pub device: Device,
-    /// Why that is no GPU, under `auto`.
-    pub(super) no_gpu: Option<String>,
-    /// The backend of each axis's collectives, a row an axis.
-    pub(super) backends: Vec<String>,
-    pub gemm: Option<GemmChoice>,
-    /// The self-tests of kernels and of collectives, described.
-    pub(super) checked: [Option<String>; 2],
-    /// The peak of GPU memory before the first model: of self-tests and timings.
-    pub(super) start_peak: u64,
-    /// Resident memory before the first model.
-    resident_at_start: u64,
-    /// Bytes that the rollout's forwards take of a null GPU beside its cache.
-    pub forward_bytes: Option<usize>,
-}
-
-impl Machine {
-    /// One that computes nothing.
-    pub fn null(gpu: Option<PlannedGpu>) -> Self {
-        let (no_gpu, backends, checked) = Default::default();
-        let device = if gpu.is_some() { Device::Cuda } else { Device::Cpu };
-        let choice = |gpu: PlannedGpu| GemmChoice {
-            fast: gpu.fast,
-            is_open: gpu.workspace,
-            description: String::new(),
-            measured: None,
-        };
-        let (gemm, forward_bytes) = (gpu.map(choice), gpu.map(|gpu| gpu.forward_bytes));
-        Self { device, no_gpu, backends, gemm, checked, start_peak: 0, resident_at_start: 0, forward_bytes }
-    }
-}
-
-/// A GPU of a planned job.
-#[derive(Clone, Copy, Debug)]
-pub struct PlannedGpu {
-    /// Whether products of many rows are cuBLASLt's, and whether its workspace is kept.
-    pub fast: bool,
-    pub workspace: bool,
-    /// Bytes that the rollout's forwards take beside the cache, at most.
-    pub forward_bytes: usize,
+    /// Resident memory before the first model, which no plan counts.
+    pub resident_at_start: u64,
 }
 
 /// Where the values of a model come from.
@@ -96,69 +59,70 @@ const TIGHT: &str = "for the longest rows that the job allows the plan finds no 
                      shows why); starting with mesh.tensor and mesh.zero as low as they go";
 
 impl Run {
-    /// Makes the run directory and opens its records: of a job of steps of `shape`, on devices that were `opened` and in the
-    /// `layouts` that a plan made for them.
+    /// Makes the run directory and opens its records: of a job of steps of `shape`, on devices that were `opened`, where a plan has
+    /// `placed` its roles.
     pub fn open(
         mut config: Config,
         shape: &StepShape,
         opened: Result<gpu::Opened>,
-        layouts: Layouts,
+        (placed, plan): (Vec<(Placement, Layout)>, Expectations),
         world: World,
         dry_run: bool,
     ) -> Result<Self> {
-        let Layouts { placed, plan } = layouts;
         let ranks = Ranks::new(world, placed)?;
         let all = &ranks.all;
         all.agree(gpu::check(&config))?;
-        let gpu::Opened { gpu, no_gpu, checked } = all.agree(opened)?;
-        let device = if gpu.is_some() { Device::Cuda } else { Device::Cpu };
-        // Timings and self-tests free their memory before any is reserved.
-        let gemm = gemm::choose(&mut config, all, device, checked.as_ref(), shape, &ranks.layouts[0])?;
-        let (backends, checked_axes) = match device {
-            Device::Cpu => (Vec::new(), None),
-            Device::Cuda => gpu::join(&config, &ranks)?,
+        let opened = all.agree(opened)?;
+        let (device, gemm, device_rows) = if opened.gpu.is_none() {
+            arena::set_limit(config.mesh.arena_bytes_max);
+            begin_peaks(all, Device::Cpu);
+            (Device::Cpu, None, opened.no_gpu.iter().map(|why| format!("no GPU: {why}")).collect())
+        } else {
+            // Timings and self-tests free their memory before any is reserved.
+            let gemm = gemm::choose(&mut config, &ranks, opened.checked.as_ref(), shape)?;
+            let (backends, checked_axes) = gpu::join(&config, &ranks)?;
+            gpu::limit(&config, plan.expected[ranks.placement].as_ref());
+            let start_peak = begin_peaks(all, Device::Cuda);
+            let peak = format!("checks and timings took {} of a GPU at most", format_bytes(start_peak));
+            let mut rows = vec![opened.describe_kernels()];
+            rows.extend(checked_axes.into_iter().chain((start_peak > 0).then_some(peak)));
+            rows.extend(backends.iter().map(|backend| format!("collectives over {backend}")));
+            (Device::Cuda, Some(gemm), rows)
         };
-        match device {
-            Device::Cpu => arena::set_limit(config.mesh.arena_bytes_max),
-            Device::Cuda => gpu::limit(&config, plan.expected[ranks.placement].as_ref()),
-        }
-        let start_peak = begin_peaks(all, device);
         let dir = working_dir(&config.job.dir, dry_run);
         let config_hash = config.hash();
         let recorder = open_records(&config, &dir, all)?;
         if plan.is_tight {
             recorder.warn(TIGHT);
         }
-        let checked = [checked.map(|checked| checked.description), checked_axes];
         let run = Self {
             config,
             config_hash,
             dir,
             ranks,
-            machine: Machine {
-                device,
-                no_gpu,
-                backends,
-                gemm,
-                checked,
-                start_peak,
-                resident_at_start: sys::memory::resident_bytes(),
-                forward_bytes: None,
-            },
+            device,
+            device_rows,
+            gemm,
             plan,
             recorder,
             dry_run,
             started: Instant::now(),
             has_learned: false,
+            resident_at_start: 0,
         };
         run.warn_of_offload();
         Ok(run)
     }
 
+    /// Whether GEMMs of many rows are cuBLASLt's.
+    pub fn has_fast_gemm(&self) -> bool {
+        self.gemm.as_ref().is_some_and(|gemm| gemm.fast)
+    }
+
     /// Whether one more forward in training's layout computes the log-probabilities before the update.
     pub fn recomputes_old_logprobs(&self) -> bool {
-        let fast = self.machine.gemm.as_ref().is_some_and(|gemm| gemm.fast);
-        self.config.ppo.recomputes_old_logprobs(&self.ranks.layout().mesh, &self.ranks.layout().rollout(), fast)
+        let layout = self.ranks.layout();
+        self.config.ppo.recomputes_old_logprobs(&layout.mesh, &layout.rollout(), self.has_fast_gemm())
     }
 
     pub fn checkpoints(&self) -> PathBuf {
@@ -168,7 +132,7 @@ impl Run {
     /// A role on every rank of this placement, of the model of `arch` in `dir`: loaded, or allocated where a checkpoint has its
     /// values.
     pub fn role(&self, name: &'static str, dir: &Path, arch: &Arch, head: Head, values: Values) -> Result<Role> {
-        let (device, axes, stage) = (self.machine.device, &self.ranks.axes, self.ranks.layout().zero);
+        let (device, axes, stage) = (self.device, &self.ranks.axes, self.ranks.layout().zero);
         let (dtype, seed) = (self.config.model.dtype(), self.config.job.seed);
         let role = gpu::check_arch(device, arch, axes.tensor.size());
         let role = role.map_err(|e| e.within(format!("model.{name}"))).and_then(|()| match values {
@@ -224,11 +188,12 @@ impl Run {
     /// Layouts stay: they are chosen for the longest rows that the job allows, so that they do not change with the data, from start
     /// to start or on a resume, and what fits still fits when rows are longer.
     pub fn expect(&mut self, rows: &[RowTokens], eval: &[RowTokens]) {
-        let fast = self.machine.gemm.as_ref().map(|gemm| [gemm.fast, gemm.is_open]);
-        self.plan.expected = (self.plan.count)(&self.config, fast, rows, eval);
+        let fast = self.gemm.as_ref().map(|gemm| [gemm.fast, gemm.is_open]);
+        let count = |count: &Count| count(&self.config, fast, rows, eval);
+        self.plan.expected = self.plan.count.as_ref().map(count).unwrap_or_default();
     }
 
-    /// What the plan expects this rank to hold; none of a rank without a model, nor while a plan is made.
+    /// What the plan expects this rank to hold; none of a rank without a model.
     pub fn expected(&self) -> Option<&Expected> {
         self.plan.expected.get(self.ranks.placement)?.as_ref()
     }
@@ -238,15 +203,10 @@ impl Run {
         self.plan.expected.iter().flatten().max_by_key(|expected| expected.taken)
     }
 
-    /// From now on there are models: what is resident before them no plan counts.
-    pub fn begin_models(&mut self) {
-        self.machine.resident_at_start = sys::memory::resident_bytes();
-    }
-
     /// Bytes of its device that this rank has left.
     pub fn memory_free(&self) -> u64 {
         let of_machine = || sys::memory::available_bytes() / self.ranks.world.local_size as u64;
-        match self.machine.device {
+        match self.device {
             Device::Cpu => null::memory().unwrap_or_else(of_machine).min(arena::usage().left() as u64),
             Device::Cuda => gpu::memory_free(),
         }
@@ -254,23 +214,23 @@ impl Run {
 
     /// Bytes of a GPU that the rollout's cache may take beside its forwards, of which the plan knows; none on the CPU.
     pub fn cache_bytes(&self) -> Option<u64> {
-        let forwards = || self.expected().map(|expected| expected.forwards).or(self.machine.forward_bytes);
-        (self.machine.device == Device::Cuda).then(|| gpu::cache_bytes(forwards()))
+        let forwards = || self.expected().map(|expected| expected.forwards);
+        (self.device == Device::Cuda).then(|| gpu::cache_bytes(forwards()))
     }
 
     /// How a GPU launches decoding, in words; the same on all ranks.
     pub fn decoding(&self) -> Option<String> {
-        (self.machine.device == Device::Cuda).then(|| gpu::decoding(&self.config, &self.ranks.rollout_axes))
+        (self.device == Device::Cuda).then(|| gpu::decoding(&self.config, &self.ranks.rollout_axes))
     }
 
     /// Peak memory of the fullest rank: of its device, and with a GPU also of the host. A collective.
     pub fn memory_peaks(&self) -> Vec<(&'static str, f64)> {
-        let (resident, start) = (sys::memory::peak_bytes(), self.machine.resident_at_start);
-        let mut values = match self.machine.device {
+        let resident = sys::memory::peak_bytes();
+        let mut values = match self.device {
             Device::Cpu => vec![
                 (keys::MEMORY_PEAK_BYTES, resident as f64),
                 (keys::MEMORY_ARENA_PEAK_BYTES, arena::usage().peak as f64),
-                (keys::MEMORY_START_BYTES, start as f64),
+                (keys::MEMORY_START_BYTES, self.resident_at_start as f64),
             ],
             Device::Cuda => gpu::memory_values(resident),
         };

@@ -10,11 +10,10 @@ use crate::config::mesh::{Placement, RoleName};
 use crate::data::RowTokens;
 use crate::device::null::Null;
 use crate::launch::layout::Layout;
-use crate::launch::run::PlannedGpu;
 use crate::model::TensorPart;
 use crate::rollout::forward_bytes;
 use crate::tensor::arena;
-use crate::train::{self, Planned};
+use crate::train::{self, Planned, PlannedGpu};
 
 /// Steps that are taken at least of CPUs: what one leaves on free lists is there in the next.
 const STEPS_MIN: usize = 2;

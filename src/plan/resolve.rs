@@ -12,16 +12,19 @@ use crate::config::{self, Config};
 use crate::device::cpu::pool::pool;
 use crate::error::{Error, Result};
 use crate::launch::gpu::GpuOfRanks;
-use crate::launch::layout::{Count, Expectations, Expected, Layout, Layouts};
+use crate::launch::layout::{Count, Expectations, Expected, Layout};
 use crate::mesh::Mesh;
 use crate::sys::memory;
 use crate::train::{self, Archs};
+
+/// Placements with their layouts, and what the plan says of them.
+type Resolved = (Vec<(Placement, Layout)>, Expectations);
 
 /// The placements of a run of `roles` and their layouts, on this host's CPUs or on `gpu`. The same on all ranks, who all call this.
 ///
 /// # Errors
 /// `Usage` where the job cannot be laid out, or nothing fits, with what would.
-pub fn layouts(config: &Config, roles: &[RoleName], world: &World, gpu: Option<&GpuOfRanks>) -> Result<Layouts> {
+pub fn layouts(config: &Config, roles: &[RoleName], world: &World, gpu: Option<&GpuOfRanks>) -> Result<Resolved> {
     let free = memory::available_bytes() / world.local_size.max(1) as u64;
     // The fullest host decides for all.
     let mut least = [-(free as f64)];
@@ -36,7 +39,7 @@ pub fn layouts(config: &Config, roles: &[RoleName], world: &World, gpu: Option<&
     world.group().agree(placements.and_then(|placements| on(config, placements, &device)))
 }
 
-fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Layouts> {
+fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Resolved> {
     let mut axes = config.mesh.clone();
     let ranks: usize = placements.iter().map(|placement| placement.ranks.len()).sum();
     // Errors of the job's own axes come before those of the plan.
@@ -87,8 +90,8 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<La
     // Memory of a GPU is reserved before rows are known.
     let longest = archs.as_ref().ok().filter(|_| !device.is_cpu());
     let expected = longest.map_or(Vec::new(), |archs| expect(&Job::new(config, archs, None), &placed, device));
-    let count = archs.map_or(Expectations::none().count, |archs| counter(archs, placed.clone(), device.clone()));
-    Ok(Layouts { placed, plan: Expectations { expected, is_tight, rollout_reason, count } })
+    let count = archs.ok().map(|archs| counter(archs, placed.clone(), device.clone()));
+    Ok((placed, Expectations { expected, is_tight, rollout_reason, count }))
 }
 
 /// Counts for given rows.

@@ -17,6 +17,7 @@ use crate::learn::Learner;
 use crate::metrics::keys::{Metrics, named};
 use crate::metrics::{Phases, keys};
 use crate::model::Arch;
+use crate::sys::memory;
 use crate::text::Tokenizer;
 use serde_json::Value;
 use std::sync::Arc;
@@ -162,7 +163,7 @@ impl<J: Job> Opened<J> {
             run.ranks.all.agree(source.restore(&state.cursor, &state.ledger))?;
         }
         let values = if resumed.is_some() { Values::ToRestore } else { Values::OfTheDirectory };
-        run.begin_models();
+        run.resident_at_start = memory::resident_bytes();
         let roles = models::load(run, &models, values)?;
         let needs = J::needs(run, &arch, &source);
         models::check_resources(run, &models, &roles, values, needs.rollouts)?;

@@ -31,7 +31,7 @@ use std::path::Path;
 
 pub use export::check_export;
 pub use models::Archs;
-pub use planned::Planned;
+pub use planned::{Planned, PlannedGpu};
 
 /// The only match on the kind of a job: `$call` with `$job` as the method of `$kind`.
 macro_rules! of_kind {

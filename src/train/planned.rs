@@ -9,18 +9,29 @@ use crate::config::Config;
 use crate::config::mesh::{Offload, Placement, RoleName};
 use crate::config::reward::{RewardConfig, RuleConfig, RuleKind};
 use crate::data::{Prepared, RowSource, RowTokens};
-use crate::device::cuda;
+use crate::device::{Device, cuda};
 use crate::error::{Error, Result};
+use crate::launch::gemm::GemmChoice;
 use crate::launch::gpu;
-use crate::launch::layout::{Expectations, Layout};
+use crate::launch::layout::{Expectations, Expected, Layout};
 use crate::launch::ranks::Ranks;
-use crate::launch::run::{Machine, PlannedGpu, Run, Values};
+use crate::launch::run::{Run, Values};
 use crate::metrics::{Phases, Recorder};
 use crate::model::Head;
 use crate::text::Tokenizer;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
+
+/// A GPU of a planned job.
+#[derive(Clone, Copy, Debug)]
+pub struct PlannedGpu {
+    /// Whether products of many rows are cuBLASLt's, and whether its workspace is kept.
+    pub fast: bool,
+    pub workspace: bool,
+    /// Bytes that the rollout's forwards take beside the cache, at most.
+    pub forward_bytes: usize,
+}
 
 /// A job as a rank of it would run it.
 #[derive(Clone, Debug)]
@@ -121,16 +132,20 @@ fn open(planned: &Planned) -> Result<Run> {
         config.job.check = false;
         gpu::join(&config, &ranks)?;
     }
+    let forwards = planned.gpu.map(|gpu| Expected { forwards: gpu.forward_bytes, ..Expected::default() });
     Ok(Run {
         config,
         config_hash: String::new(),
         dir: PathBuf::new(),
+        device: if planned.gpu.is_some() { Device::Cuda } else { Device::Cpu },
+        device_rows: Vec::new(),
+        gemm: planned.gpu.map(|PlannedGpu { fast, .. }| GemmChoice { fast, ..GemmChoice::default() }),
+        plan: Expectations { expected: vec![forwards; ranks.placements.len()], ..Expectations::default() },
         ranks,
-        machine: Machine::null(planned.gpu),
-        plan: Expectations::none(),
         recorder,
         dry_run: false,
         started: Instant::now(),
         has_learned: false,
+        resident_at_start: 0,
     })
 }

@@ -47,10 +47,9 @@ pub fn update_values(sums: &Sums, kl_in_loss: bool) -> Metrics {
 /// Rows of the banner about the rollout.
 pub fn rollout_notes(run: &Run) -> Vec<(String, String)> {
     let mut notes = Vec::new();
-    let fast = run.machine.gemm.as_ref().is_some_and(|gemm| gemm.fast);
     let text = match run.recomputes_old_logprobs() {
         true => Some("recomputed by a forward of training (time_old_logprobs_s, sampler_gap_max)"),
-        false if fast => Some("as drawn, with other bits than training's (logprob_gap_max)"),
+        false if run.has_fast_gemm() => Some("as drawn, with other bits than training's (logprob_gap_max)"),
         false => None,
     };
     notes.extend(text.map(|text| ("old logprobs".to_string(), text.to_string())));

@@ -73,8 +73,8 @@ pub fn save(
     }
     files.extend(side.iter().map(|(name, bytes)| (name.clone(), Payload::bytes(bytes))));
     let mut json = serde_json::json!({ "run": state, "roles": learned, "config": run.config.to_toml() });
-    if let Some(gemm) = &run.machine.gemm {
-        json["gemm"] = gemm.state();
+    if let Some(gemm) = &run.gemm {
+        json["gemm"] = serde_json::json!(gemm);
     }
     let meta = Meta { mesh: run.ranks.layout().mesh, config_hash: run.config_hash.clone() };
     let keep = run.config.checkpoint.keep_last;
