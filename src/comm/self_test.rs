@@ -3,10 +3,10 @@
 
 use super::backends::Axis;
 use super::group::Group;
-use super::stream::Stream;
+use super::world::Axes;
 use crate::config::optim::GradientOrder;
 use crate::device::Device;
-use crate::device::cuda::{Memory, gpu, owned_by};
+use crate::device::cuda::{Memory, Stream, gpu, owned_by};
 use crate::dtype::DType::{self, Bf16, F32};
 use crate::error::{Error, Result};
 use crate::tensor::{Flat, Slice, SliceMut, Tensor};
@@ -19,17 +19,6 @@ const STALE: f32 = -1000.0;
 
 const HINT: &str = "NCCL_DEBUG=INFO tells how ranks are connected; job.collectives = \"mpi\" sends all of it through the host, \
                     job.check = false trains all the same";
-
-/// What a job does over an axis, and on which stream; without one, from this thread.
-#[derive(Clone, Copy, Debug)]
-pub enum AxisUse<'a> {
-    /// Sums of activations, gathers and exchanges of logits.
-    Tensor,
-    /// Blocks that travel around the ring.
-    Ring(&'a Stream),
-    /// Gradients that are summed, weights that are gathered.
-    Zero(&'a Stream, GradientOrder),
-}
 
 /// A function of `staged`.
 #[derive(Clone, Copy, Debug)]
@@ -71,19 +60,19 @@ fn on_gpu(values: &[f32], dtype: DType) -> Memory {
     memory
 }
 
-impl AxisUse<'_> {
-    /// Does `work` as the job will: behind what was started before it, and before what is started after it.
-    fn over<T: Send + 'static>(&self, group: &Group, work: impl FnOnce(&Group) -> T + Send + 'static) -> T {
-        match self {
-            Self::Tensor => work(group),
-            Self::Ring(stream) | Self::Zero(stream, _) => stream.submit(move |groups| work(&groups[0])).wait(),
-        }
+/// Does `work` as the job will, on a stream or from this thread: behind what was started before it, and before what is started
+/// after it.
+fn over<T: Send + 'static>(axis: &Axis, of: &Axes, work: impl FnOnce(&Group) -> T + Send + 'static) -> T {
+    match axis.stream {
+        Stream::Ring => of.ring_stream.submit(move |groups| work(&groups[0])).wait(),
+        Stream::Zero => of.zero_stream.submit(move |groups| work(&groups[0])).wait(),
+        _ => work(axis.group),
     }
 }
 
 /// Makes one call on this rank: what came, and what it should be. Values are written before, and read behind it.
-fn call(op: Op, usage: AxisUse, group: &Group) -> [Vec<f32>; 2] {
-    let (rank, size) = (group.rank(), group.size());
+fn call(op: Op, axis: &Axis, of: &Axes) -> [Vec<f32>; 2] {
+    let (rank, size) = (axis.group.rank(), axis.group.size());
     let share = (VALUES / size) | 1;
     let shares: Vec<Range<usize>> = (0..size).map(|r| r * share..(r + 1) * share).collect();
     let (mine, all) = (shares[rank].clone(), 0..size * share);
@@ -91,7 +80,7 @@ fn call(op: Op, usage: AxisUse, group: &Group) -> [Vec<f32>; 2] {
     match op {
         Op::AllReduce => {
             let mut x = on_gpu(&sent(rank, all.clone()), Bf16);
-            let x = usage.over(group, move |group| {
+            let x = over(axis, of, move |group| {
                 group.sum_slice(SliceMut::Cuda(x.view_mut(Bf16)));
                 x
             });
@@ -100,7 +89,7 @@ fn call(op: Op, usage: AxisUse, group: &Group) -> [Vec<f32>; 2] {
         }
         Op::ReduceScatter(order) => {
             let mut x = Flat::Cuda(on_gpu(&sent(rank, all), F32), F32);
-            let x = usage.over(group, move |group| {
+            let x = over(axis, of, move |group| {
                 group.sum_scattered(&mut x, &shares, order);
                 x
             });
@@ -111,7 +100,7 @@ fn call(op: Op, usage: AxisUse, group: &Group) -> [Vec<f32>; 2] {
             known[mine.clone()].copy_from_slice(&sent(rank, mine));
             let want = shares.iter().enumerate().flat_map(|(r, share)| sent(r, share.clone())).collect();
             let mut x = on_gpu(&known, dtype);
-            let x = usage.over(group, move |group| {
+            let x = over(axis, of, move |group| {
                 group.gather_view(&mut x.view_mut(dtype), &shares);
                 x
             });
@@ -119,7 +108,7 @@ fn call(op: Op, usage: AxisUse, group: &Group) -> [Vec<f32>; 2] {
         }
         Op::Shift => {
             let (x, mut y) = (on_gpu(&sent(rank, mine), Bf16), on_gpu(&vec![STALE; share], Bf16));
-            let y = usage.over(group, move |group| {
+            let y = over(axis, of, move |group| {
                 group.shift_slice(Slice::Cuda(x.view(Bf16)), SliceMut::Cuda(y.view_mut(Bf16)));
                 y
             });
@@ -130,15 +119,15 @@ fn call(op: Op, usage: AxisUse, group: &Group) -> [Vec<f32>; 2] {
             let mut x = Tensor::scratch_on(Device::Cuda, 1, 0).statistics(1, all.len());
             let mut y = x.statistics(1, all.len());
             x.cuda_mut().write(&sent(rank, all));
-            group.slice_to_all(x.slice(), &shares, y.slice_mut(), &shares);
+            axis.group.slice_to_all(x.slice(), &shares, y.slice_mut(), &shares);
             [y.to_host(), (0..size).flat_map(|r| sent(r, mine.clone())).collect()]
         }
     }
 }
 
 /// Compares a call over an axis; all its ranks call this.
-fn check_axis(axis: &Axis, usage: AxisUse, op: Op) -> Result<()> {
-    let [got, want] = call(op, usage, axis.group);
+fn check_axis(axis: &Axis, of: &Axes, op: Op) -> Result<()> {
+    let [got, want] = call(op, axis, of);
     let Some(i) = got.iter().zip(&want).position(|(a, b)| a.to_bits() != b.to_bits()) else { return Ok(()) };
     let (op, name, ranks) = (op.name(), axis.name, axis.group.describe_ranks());
     let way = if axis.group.has_nccl() { "NCCL" } else { "MPI, through the host," };
@@ -151,23 +140,24 @@ fn check_axis(axis: &Axis, usage: AxisUse, op: Op) -> Result<()> {
     .hint(HINT))
 }
 
-/// Each collective that a job calls over `axes`; the axes of several ranks that this rank has. All ranks of `all` call this, with
+/// Each collective that a job with gradients in `order` calls over `axes`, on the streams `of` its mesh; returns the names of those
+/// axes of several ranks that this rank has. All ranks of `all` call this, with
 /// axes in the same order.
 ///
 /// # Errors
 /// `Fault` on all ranks where one got other values than it should: which call, over which ranks.
-pub fn check(all: &Group, axes: &[(Axis, AxisUse)]) -> Result<Vec<&'static str>> {
+pub fn check(all: &Group, axes: &[Axis], of: &Axes, order: GradientOrder) -> Result<Vec<&'static str>> {
     let (mut found, mut names) = (Ok(()), Vec::new());
     owned_by("the self-test", || {
-        for (axis, usage) in axes.iter().filter(|(axis, _)| axis.group.size() > 1) {
-            let ops = match usage {
-                AxisUse::Tensor => vec![Op::AllReduce, Op::AllGather(F32), Op::AllToAll],
-                AxisUse::Ring(_) => vec![Op::Shift],
-                AxisUse::Zero(_, order) => vec![Op::ReduceScatter(*order), Op::AllGather(Bf16)],
+        for axis in axes.iter().filter(|axis| axis.group.size() > 1) {
+            let ops = match axis.stream {
+                Stream::Ring => vec![Op::Shift],
+                Stream::Zero => vec![Op::ReduceScatter(order), Op::AllGather(Bf16)],
+                _ => vec![Op::AllReduce, Op::AllGather(F32), Op::AllToAll],
             };
             // Calls go on behind a mismatch: other ranks may have none.
             for op in ops {
-                let checked = check_axis(axis, *usage, op);
+                let checked = check_axis(axis, of, op);
                 found = std::mem::replace(&mut found, Ok(())).and(checked);
             }
             names.push(axis.name);

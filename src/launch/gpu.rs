@@ -4,7 +4,7 @@ use super::layout::Expected;
 use super::ranks::Ranks;
 use super::self_test::SelfTest;
 use crate::comm::backends::{self, Axis};
-use crate::comm::self_test::{self, AxisUse};
+use crate::comm::self_test;
 use crate::comm::{Axes, Group, World, gpus, phase};
 use crate::config::Config;
 use crate::config::job::{Collectives, DeviceName};
@@ -18,7 +18,6 @@ use crate::device::cuda::sample::PARTS_MAX;
 use crate::device::cuda::{self, Gpu, Stream, devices, kv_cache, links};
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
-use crate::mesh::Mesh;
 use crate::metrics::keys;
 use crate::model::{Arch, Head, TensorPart};
 use crate::tensor::DType;
@@ -151,34 +150,25 @@ fn suits(config: &Config) -> Result<()> {
 pub fn join(config: &Config, ranks: &Ranks) -> Result<(Vec<String>, Option<String>)> {
     let Ranks { world, axes, rollout_axes, .. } = ranks;
     let gpu = format!("{} {}", world.hosts[world.rank], cuda::gpu().properties().pci);
-    let all = axes_of(&ranks.layout().mesh, axes, rollout_axes);
+    // A rollout that shards matrices as training does uses training's groups.
+    let apart = if rollout_axes.tensor.size() == axes.tensor.size() { &ALONE } else { &rollout_axes.tensor };
+    let zero = if axes.sequence.size() > 1 { "data x sequence" } else { "data" };
+    let all = [
+        Axis { name: "tensor", group: &axes.tensor, stream: Stream::Tensor },
+        Axis { name: "sequence", group: &axes.sequence, stream: Stream::Ring },
+        Axis { name: zero, group: &axes.zero, stream: Stream::Zero },
+        Axis { name: "rollout tensor", group: apart, stream: Stream::Tensor },
+    ];
     let rows = backends::choose(&ranks.all, &all, &gpu, config.job.collectives)?;
     if !config.job.check {
         return Ok((rows, None));
     }
     let start = Instant::now();
-    let [tensor, sequence, zero, apart] = all;
-    let uses = [
-        (tensor, AxisUse::Tensor),
-        (sequence, AxisUse::Ring(&axes.ring_stream)),
-        (zero, AxisUse::Zero(&axes.zero_stream, config.gradient.order)),
-        (apart, AxisUse::Tensor),
-    ];
-    let names = phase::before_steps("the self-test of the collectives", || self_test::check(&ranks.all, &uses))?;
+    let check = || self_test::check(&ranks.all, &all, axes, config.gradient.order);
+    let names = phase::before_steps("the self-test of the collectives", check)?;
     let seconds = start.elapsed().as_secs_f64();
     let message = format!("collectives checked over {} in {seconds:.2} s", names.join(", "));
     Ok((rows, (!names.is_empty()).then_some(message)))
-}
-
-/// The axes that tensors on GPUs are communicated over. A rollout that shards matrices as training does uses training's groups.
-fn axes_of<'a>(mesh: &Mesh, axes: &'a Axes, rollout: &'a Axes) -> [Axis<'a>; 4] {
-    let apart = if rollout.tensor.size() == axes.tensor.size() { &ALONE } else { &rollout.tensor };
-    [
-        Axis { name: "tensor", group: &axes.tensor, stream: Stream::Tensor },
-        Axis { name: "sequence", group: &axes.sequence, stream: Stream::Ring },
-        Axis { name: zero_name(mesh), group: &axes.zero, stream: Stream::Zero },
-        Axis { name: "rollout tensor", group: apart, stream: Stream::Tensor },
-    ]
 }
 
 static ALONE: LazyLock<Group> = LazyLock::new(Group::one);
@@ -191,11 +181,6 @@ pub fn decoding(config: &Config, rollout: &Axes) -> String {
         Ok(()) if rollout.tensor.size() > 1 => "CUDA graphs, which hold the collectives of the tensor axis".into(),
         Ok(()) => "CUDA graphs".into(),
     }
-}
-
-/// The axes that ZeRO shards over.
-fn zero_name(mesh: &Mesh) -> &'static str {
-    if mesh.sequence > 1 { "data x sequence" } else { "data" }
 }
 
 /// Bytes of its GPU that this rank may take for tensors.

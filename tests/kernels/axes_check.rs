@@ -5,7 +5,7 @@ use crate::emulation;
 use crate::jobs::{CONFIG, command, emulated, flat};
 use crate::ranks::{LATE, play};
 use rlhf_hpc::comm::backends::{self, Axis};
-use rlhf_hpc::comm::self_test::{AxisUse, check};
+use rlhf_hpc::comm::self_test::check;
 use rlhf_hpc::comm::{Axes, World, abort};
 use rlhf_hpc::config::job::Collectives;
 use rlhf_hpc::config::optim::GradientOrder;
@@ -31,17 +31,11 @@ pub fn scene(scene: &str, world: &World) {
     let wanted = if std::env::var(WAY).is_ok() { Collectives::Mpi } else { Collectives::Nccl };
     backends::choose(&world.group(), &all, &format!("GPU {}", world.rank), wanted).expect("a way");
     let order = if data.is_power_of_two() { GradientOrder::Fixed } else { GradientOrder::Fast };
-    let [tensor, ring, zero] = all;
-    let uses = [
-        (tensor, AxisUse::Tensor),
-        (ring, AxisUse::Ring(&axes.ring_stream)),
-        (zero, AxisUse::Zero(&axes.zero_stream, order)),
-    ];
     if let Ok(limit) = std::env::var(LIMIT_MS) {
         abort::install(world, None, Some(Duration::from_millis(limit.parse().expect("a time"))));
     }
     let held = cuda::gpu().usage();
-    let found = check(&world.group(), &uses);
+    let found = check(&world.group(), &all, &axes, order);
     assert_eq!(cuda::gpu().usage().in_use, held.in_use, "memory that stays");
     match found {
         Ok(names) => told(&format!("CHECKED {names:?}")),
