@@ -24,14 +24,14 @@ pub fn logprobs(
     tokens_max: usize,
 ) -> Vec<Vec<f32>> {
     let (model, w) = (&role.transformer, &role.weights);
-    over_plan(role, axes, samples, tokens_max, States::Behind, |row, hidden| {
+    over_plan(role, axes, samples, tokens_max, 0, |row, hidden| {
         model.logprobs_on_device(w, hidden, &row.rows, &row.targets, temperature, Extra::Nothing)
     })
 }
 
 /// Values of each sample: before each response token, and after the last. All ranks of the mesh call this.
 pub fn values(role: &Role, axes: &Axes, samples: &[Experience], tokens_max: usize) -> Vec<(Vec<f32>, f32)> {
-    let found = over_plan(role, axes, samples, tokens_max, States::All, |row, hidden| {
+    let found = over_plan(role, axes, samples, tokens_max, 1, |row, hidden| {
         role.transformer.values_on_device(&role.weights, hidden, &row.rows)
     });
     let split = |mut values: Vec<f32>| {
@@ -41,47 +41,30 @@ pub fn values(role: &Role, axes: &Axes, samples: &[Experience], tokens_max: usiz
     found.into_iter().map(split).collect()
 }
 
-/// The states of a response that are scored.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum States {
-    /// Those that have a response token behind them.
-    Behind,
-    /// That after the last token, too.
-    All,
-}
-
-impl States {
-    /// Their number, and the position of the first.
-    fn of(self, sample: &Experience) -> (usize, usize) {
-        let count = sample.response.tokens.len() + usize::from(self == Self::All);
-        (count, sample.prompt.tokens.len().saturating_sub(1))
-    }
-
-    /// The samples' tokens with these states as the rows that are scored.
-    fn pack(self, samples: &[Experience], rows: &[usize]) -> PackedRow {
-        let mut packed = PackedRow::new();
-        for &i in rows {
-            packed.push(&samples[i].tokens(), samples[i].prompt.tokens.len());
-            if self == Self::All {
-                // No token is behind the last one: only heads that need no target may score there.
-                packed.row_indices.push(packed.rows.len());
-                packed.rows.push(packed.tokens.len() as u32 - 1);
-                packed.targets.push(0);
-                packed.row_offsets.pop();
-                packed.row_offsets.push(packed.rows.len());
-            }
+/// The samples' tokens; scored are the states before response tokens and, where `last` is 1, that after the last one.
+fn pack(samples: &[Experience], rows: &[usize], last: usize) -> PackedRow {
+    let mut packed = PackedRow::new();
+    for &i in rows {
+        packed.push(&samples[i].tokens(), samples[i].prompt.tokens.len());
+        if last == 1 {
+            // No token is behind the last one: only heads that need no target may score there.
+            packed.row_indices.push(packed.rows.len());
+            packed.rows.push(packed.tokens.len() as u32 - 1);
+            packed.targets.push(0);
+            packed.row_offsets.pop();
+            packed.row_offsets.push(packed.rows.len());
         }
-        packed
     }
+    packed
 }
 
-/// One value for each state of every sample: `score` gives those of a packed row from its hidden state.
+/// One value for each state of every sample that `pack` scores: `score` gives those of a packed row from its hidden state.
 fn over_plan(
     role: &Role,
     axes: &Axes,
     samples: &[Experience],
     tokens_max: usize,
-    states: States,
+    last: usize,
     score: impl Fn(&PackedRow, &Tensor) -> Flat,
 ) -> Vec<Vec<f32>> {
     let lengths: Vec<usize> = samples.iter().map(Experience::length).collect();
@@ -93,7 +76,7 @@ fn over_plan(
     let mut before: Option<Later> = None;
     let own = &plan[axes.data.rank()];
     for (rows, times) in own.iter().zip(null::represented(own, &lengths)).filter(|(_, times)| *times > 0.0) {
-        let row = states.pack(samples, rows).shard(&axes.sequence);
+        let row = pack(samples, rows, last).shard(&axes.sequence);
         let forward = || role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
         let found = null::times(times, || score(&row, &forward())).later();
         mine.extend(before.replace(found).map(Later::take).unwrap_or_default());
@@ -101,7 +84,7 @@ fn over_plan(
     mine.extend(before.map(Later::take).unwrap_or_default());
     role.weights.release();
     role.weights.buffers().for_each(Buffer::evict);
-    let mut found: Vec<Vec<f32>> = samples.iter().map(|sample| vec![0.0; states.of(sample).0]).collect();
+    let mut found: Vec<Vec<f32>> = samples.iter().map(|s| vec![0.0; s.response.tokens.len() + last]).collect();
     let gathered = records::gather_f32(&axes.zero, &mine);
     if null::is_active() {
         // No rank is there but this one.
@@ -111,10 +94,10 @@ fn over_plan(
         let (data, part) = (rank / parts, rank % parts);
         let mut values = values.into_iter();
         for &i in plan[data].iter().flatten() {
-            let (count, first) = states.of(&samples[i]);
+            let first = samples[i].prompt.tokens.len().saturating_sub(1);
             for position in zigzag::positions(&[0, lengths[i]], part, parts) {
                 let state = (position as usize).wrapping_sub(first);
-                if state < count {
+                if state < found[i].len() {
                     found[i][state] = values.next().expect("a value for each state held there");
                 }
             }

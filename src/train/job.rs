@@ -7,7 +7,6 @@ use super::timers::Timers;
 use super::{export, placement};
 use crate::comm::phase;
 use crate::config::Config;
-use crate::config::mesh::RoleName;
 use crate::data::{Row, RowSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::launch::banner::Needs;
@@ -29,11 +28,6 @@ pub trait Job: Sized {
 
     /// The models of the job, the one that is exported first; they are loaded in this order.
     fn models(config: &Config) -> Vec<ModelSpec>;
-
-    /// The roles that need ranks: the models, and the rewards where there are any.
-    fn roles(config: &Config) -> Vec<RoleName> {
-        Self::models(config).into_iter().map(|model| model.role).collect()
-    }
 
     /// Refuses models that do not fit the first one in anything but the vocabulary.
     fn check_models(_config: &Config, _first: &Arch, _other: &JobModel) -> Result<()> {

@@ -49,9 +49,10 @@ macro_rules! of_kind {
     };
 }
 
-/// The roles that need ranks: models, and rewards.
+/// The roles that need ranks: models, and the rewards of responses.
 pub fn roles(config: &Config) -> Vec<RoleName> {
-    of_kind!(config.job.kind, J => J::roles(config))
+    let reward = shape(config).has_rollout().then_some(RoleName::Reward);
+    models(config).into_iter().map(|model| model.role).chain(reward).collect()
 }
 
 /// The models, in the order in which they are loaded.
