@@ -19,32 +19,18 @@ use crate::reward::Scored;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// How the responses of a batch of prompts reach all ranks.
-pub struct Pipeline {
-    /// None where all roles are on the same ranks: then there is one batch, and no rank waits.
-    stream: Option<Stream>,
-}
-
 /// Waits for the responses of all ranks to a batch.
 type Responses = Box<dyn FnOnce() -> Result<Vec<RankResponses>>>;
 
-impl Pipeline {
-    pub fn new(run: &Run) -> Self {
-        Self { stream: (run.ranks.placements.len() > 1).then(|| Stream::new("pipeline", &[&run.ranks.all])) }
-    }
-
-    fn all_gather(&self, all: &Group, mine: Vec<u8>) -> Responses {
-        let Some(stream) = &self.stream else {
-            let gathered = all.all_gather_bytes(&mine);
-            return Box::new(move || decode(&gathered));
-        };
-        let pending = stream.submit(move |groups| groups[0].all_gather_bytes(&mine));
-        Box::new(move || decode(&pending.wait()))
-    }
-}
-
-fn decode(of_ranks: &[Vec<u8>]) -> Result<Vec<RankResponses>> {
-    of_ranks.iter().map(|bytes| records::decode(bytes)).collect()
+fn all_gather(all: &Group, pipeline: Option<&Stream>, mine: &RankResponses) -> Responses {
+    let mine = records::encode(mine);
+    let decode = |of_ranks: Vec<Vec<u8>>| of_ranks.iter().map(|bytes| records::decode(bytes)).collect();
+    let Some(stream) = pipeline else {
+        let gathered = all.all_gather_bytes(&mine);
+        return Box::new(move || decode(gathered));
+    };
+    let pending = stream.submit(move |groups| groups[0].all_gather_bytes(&mine));
+    Box::new(move || decode(pending.wait()))
 }
 
 /// The models of this rank that generate and score.
@@ -68,12 +54,13 @@ pub struct Collected {
     pub moved: Option<f64>,
 }
 
-/// Answers and scores `prompts`; responses in `finished` are kept. All ranks of the run call this.
+/// Answers and scores `prompts`; responses in `finished` are kept. Responses reach all ranks over `pipeline`; without one all roles
+/// are on the same ranks: then there is one batch, and no rank waits. All ranks of the run call this.
 pub fn make_experience(
     run: &Run,
     models: &mut RolloutModels,
     collector: &mut Collector,
-    pipeline: &Pipeline,
+    pipeline: Option<&Stream>,
     step: u64,
     prompts: &[Prompt],
     finished: &[Response],
@@ -96,7 +83,7 @@ pub fn make_experience(
             let all = collector.responses_of_all(&run.config.rollout, prompts, &part);
             Box::new(move || Ok(vec![all]))
         } else {
-            pipeline.all_gather(&run.ranks.all, records::encode(&mine))
+            all_gather(&run.ranks.all, pipeline, &mine)
         };
         if gathered.is_some() {
             pending.push(responses);
@@ -184,15 +171,15 @@ pub fn hold(samples: &[Experience]) -> null::Held {
     null::hold("experience", 3 * samples.iter().map(Experience::bytes).sum::<usize>())
 }
 
-/// The scores of samples, in their order, by the roles of this placement.
+/// The scores of samples, in their order, by the roles of this placement; none by others.
 #[derive(Default, Serialize, Deserialize)]
 struct Scores {
-    scored: Option<Vec<Scored>>,
+    scored: Vec<Scored>,
     /// The actor's, where they are recomputed.
-    logprobs: Option<Vec<Vec<f32>>>,
-    ref_logprobs: Option<Vec<Vec<f32>>>,
+    logprobs: Vec<Vec<f32>>,
+    ref_logprobs: Vec<Vec<f32>>,
     /// Before each response token, and after the last.
-    values: Option<Vec<(Vec<f32>, f32)>>,
+    values: Vec<(Vec<f32>, f32)>,
 }
 
 fn score(
@@ -208,40 +195,34 @@ fn score(
     let mut scores = Scores::default();
     phase::set(step, "reward");
     if run.ranks.has(RoleName::Reward) {
-        scores.scored = Some(phases.time(Phase::Reward, || collector.reward(run, samples))?);
+        scores.scored = phases.time(Phase::Reward, || collector.reward(run, samples))?;
     }
     phase::set(step, "score");
     phases.time(Phase::Score, || {
         if let Some(reference) = &mut models.reference {
             run.onload(reference);
-            scores.ref_logprobs = Some(logprobs(reference));
+            scores.ref_logprobs = logprobs(reference);
             run.offload_weights(reference);
         }
         if let Some(critic) = &mut models.critic {
             run.onload(critic);
-            scores.values = Some(forward::values(critic, &run.ranks.axes, samples, tokens_max));
+            scores.values = forward::values(critic, &run.ranks.axes, samples, tokens_max);
         }
     });
     if run.recomputes_old_logprobs()
         && let Some((actor, _)) = models.actor
     {
-        scores.logprobs = Some(phases.time(Phase::OldLogprobs, || logprobs(actor)));
+        scores.logprobs = phases.time(Phase::OldLogprobs, || logprobs(actor));
     }
     Ok(scores)
 }
 
-fn append<T>(to: &mut Option<Vec<T>>, more: Option<Vec<T>>) {
-    if let Some(more) = more {
-        to.get_or_insert_default().extend(more);
-    }
-}
-
 impl Scores {
     fn extend(&mut self, more: Self) {
-        append(&mut self.scored, more.scored);
-        append(&mut self.logprobs, more.logprobs);
-        append(&mut self.ref_logprobs, more.ref_logprobs);
-        append(&mut self.values, more.values);
+        self.scored.extend(more.scored);
+        self.logprobs.extend(more.logprobs);
+        self.ref_logprobs.extend(more.ref_logprobs);
+        self.values.extend(more.values);
     }
 
     /// All ranks of a placement have the same scores: its first rank sends them.
@@ -261,24 +242,28 @@ impl Scores {
     /// Zeros for the scores of placements that a null device does not have.
     fn complete(&mut self, samples: &[Experience]) {
         let lengths = || samples.iter().map(|sample| vec![0.0; sample.response.tokens.len()]);
-        self.ref_logprobs.get_or_insert_with(|| lengths().collect());
-        self.values.get_or_insert_with(|| lengths().map(|values| (values, 0.0)).collect());
+        if self.ref_logprobs.is_empty() {
+            self.ref_logprobs = lengths().collect();
+        }
+        if self.values.is_empty() {
+            self.values = lengths().map(|values| (values, 0.0)).collect();
+        }
     }
 
     /// Moves the scores into the samples; returns the largest change of a log-probability, where they were recomputed.
     fn fill(&self, samples: &mut [Experience]) -> Option<f64> {
-        for (sample, scored) in samples.iter_mut().zip(self.scored.iter().flatten()) {
+        for (sample, scored) in samples.iter_mut().zip(&self.scored) {
             sample.score = scored.score;
         }
-        for (sample, logprobs) in samples.iter_mut().zip(self.ref_logprobs.iter().flatten()) {
+        for (sample, logprobs) in samples.iter_mut().zip(&self.ref_logprobs) {
             sample.ref_logprobs.clone_from(logprobs);
         }
-        for (sample, (values, last)) in samples.iter_mut().zip(self.values.iter().flatten()) {
+        for (sample, (values, last)) in samples.iter_mut().zip(&self.values) {
             sample.values.clone_from(values);
             sample.last_value = *last;
         }
-        let mut gap = self.logprobs.as_ref().map(|_| 0.0);
-        for (sample, logprobs) in samples.iter_mut().zip(self.logprobs.iter().flatten()) {
+        let mut gap = (!self.logprobs.is_empty()).then_some(0.0);
+        for (sample, logprobs) in samples.iter_mut().zip(&self.logprobs) {
             let gaps = sample.response.logprobs.iter().zip(logprobs).map(|(a, b)| f64::from((a - b).abs()));
             gap = gap.map(|gap| gaps.fold(gap, larger));
             sample.response.logprobs.clone_from(logprobs);
@@ -289,7 +274,7 @@ impl Scores {
     /// The mean of each extra number of the rewards.
     fn extra(&self) -> Vec<(String, f64)> {
         let mut sums: BTreeMap<&str, (f64, u64)> = BTreeMap::new();
-        for (name, value) in self.scored.iter().flatten().flat_map(|scored| &scored.extra) {
+        for (name, value) in self.scored.iter().flat_map(|scored| &scored.extra) {
             let sum = sums.entry(name).or_default();
             *sum = (sum.0 + f64::from(*value), sum.1 + 1);
         }

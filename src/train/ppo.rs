@@ -1,6 +1,6 @@
 //! PPO and its relatives on one page: prompts -> rollout -> reward -> advantage -> { loss -> gradient -> step }.
 
-use super::experience_maker::{Pipeline, RolloutModels, hold, make_experience};
+use super::experience_maker::{RolloutModels, hold, make_experience};
 use super::job::{Ended, Job, Step};
 use super::models::{JobModel, ModelSpec, Models};
 use super::rollout::Collector;
@@ -8,8 +8,7 @@ use super::rollout_weights::{Gathered, RolloutWeights, rollout_bytes};
 use super::update::Update;
 use super::{evaluate, placement, report};
 use crate::advantage::AdvantageState;
-use crate::comm::phase;
-use crate::comm::records;
+use crate::comm::{Stream, phase, records};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::ppo::KlIn;
@@ -38,7 +37,8 @@ pub struct Ppo {
     reference: Option<Role>,
     /// Where the actor is on this rank.
     rollout_weights: Option<RolloutWeights>,
-    pipeline: Pipeline,
+    /// Over which responses reach all ranks, where roles are on ranks of their own.
+    pipeline: Option<Stream>,
     collector: Collector,
     advantage: AdvantageState,
     /// The rest of a step that an earlier start interrupted.
@@ -81,10 +81,6 @@ impl Job for Ppo {
             all.push(ModelSpec::new(RoleName::Critic, model.critic_dir(), Head::Value, Some(&optim.critic)));
         }
         all
-    }
-
-    fn roles(config: &Config) -> Vec<RoleName> {
-        Self::models(config).into_iter().map(|model| model.role).chain([RoleName::Reward]).collect()
     }
 
     /// Refuses a model whose context is shorter than the longest rows of the actor.
@@ -139,7 +135,7 @@ impl Job for Ppo {
             critic: models.learner(RoleName::Critic),
             reference: models.frozen(RoleName::Reference),
             collector: Collector::new(run, source, tokenizer, arch, weights_bytes)?,
-            pipeline: Pipeline::new(run),
+            pipeline: (run.ranks.placements.len() > 1).then(|| Stream::new("pipeline", &[&run.ranks.all])),
             advantage: AdvantageState::new(&run.config.ppo),
             work: None,
             actor,
@@ -218,8 +214,8 @@ impl Ppo {
             reference: self.reference.as_mut(),
         };
         let collector = &mut self.collector;
-        let (number, phases) = (step.number, &mut step.phases);
-        let made = make_experience(run, &mut models, collector, &self.pipeline, number, &prompts, finished, phases)?;
+        let (number, phases, pipeline) = (step.number, &mut step.phases, self.pipeline.as_ref());
+        let made = make_experience(run, &mut models, collector, pipeline, number, &prompts, finished, phases)?;
         let unfinished = |samples: Vec<Experience>, error| {
             let responses = samples.into_iter().map(|sample| sample.response).collect();
             let work = records::encode(&Work::Rollout(responses));
