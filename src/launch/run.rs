@@ -150,8 +150,7 @@ impl Run {
     /// the role's placement call this.
     pub fn learner(&self, role: Role, optim: &OptimConfig, updates: u64, values: Values) -> Result<Learner> {
         let (axes, gradient) = (&self.ranks.axes, &self.config.gradient);
-        let made =
-            Learner::unset(self.state_location(), role, optim, gradient, updates, axes, self.ranks.layout().zero);
+        let made = Learner::new(self.state_location(), role, optim, gradient, updates, axes, self.ranks.layout().zero);
         let made = if values == Values::ToRestore { made } else { made.and_then(Learner::with_masters) };
         let mut learner = axes.all.agree(made)?;
         self.offload(Offload::Optimizer, learner.zero.buffers_mut())?;

@@ -55,21 +55,9 @@ const READ: usize = 1 << 20;
 pub const VECTORS: [&str; 3] = ["weights", "m", "v"];
 
 impl Learner {
-    /// `stage` is the one that the role was loaded with.
+    /// With the optimizer's state at `location` between updates, and masters that are unspecified until `with_masters` or
+    /// `restore` sets them. `stage` is the one that the role was loaded with.
     pub fn new(
-        role: Role,
-        optim: &OptimConfig,
-        gradient: &GradientConfig,
-        updates_total: u64,
-        axes: &Axes,
-        stage: usize,
-    ) -> Result<Self> {
-        Self::unset(StateLocation::Device, role, optim, gradient, updates_total, axes, stage)?.with_masters()
-    }
-
-    /// The same with the optimizer's state at `location` between updates, and masters that are unspecified until
-    /// `with_masters` or `restore` sets them.
-    pub fn unset(
         location: StateLocation,
         role: Role,
         optim: &OptimConfig,

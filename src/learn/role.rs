@@ -7,7 +7,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::model::load::Source;
 use crate::model::partition::Shards;
-use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights, init, load};
+use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights, load};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -63,22 +63,6 @@ impl Role {
         let shards = Shards::new(&table, axes, stage);
         let weights = owned_by(owner(name), || Weights::scratch(table, dtype, &shards));
         Ok(Self::new(name, dir, arch, weights, axes))
-    }
-
-    /// A model with new weights on `device`, drawn by `seed` alike on any mesh.
-    pub fn init(
-        device: Device,
-        name: &'static str,
-        arch: &Arch,
-        head: Head,
-        dtype: DType,
-        seed: u64,
-        axes: &Axes,
-        stage: usize,
-    ) -> Self {
-        let weights = init::init_on(device, arch, head, dtype, seed, TensorPart::of(&axes.tensor));
-        let shards = Shards::new(&weights.table, axes, stage);
-        Self::new(name, Path::new(""), arch, weights.shard(&shards), axes)
     }
 
     pub fn new(name: &'static str, dir: &Path, arch: &Arch, weights: Weights, axes: &Axes) -> Self {

@@ -10,16 +10,18 @@ use rlhf_hpc::data::balance::{self, Cost};
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::{Gpu, Memory};
 use rlhf_hpc::experience::{Experience, Prompt, Response};
+use rlhf_hpc::learn::learner::StateLocation;
 use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::learn::score;
 use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::loss::policy::{PolicyTokens, policy_loss};
-use rlhf_hpc::model::Head;
+use rlhf_hpc::model::{Head, TensorPart, init};
 use rlhf_hpc::ops::linear_logprob::{self, Extra, HeadPart};
 use rlhf_hpc::tensor::{DType, Layout, Slice, SliceMut, Tensor, Weight, WeightMut};
 use rlhf_hpc::train::update::Update;
 use std::cell::Cell;
 use std::ops::Range;
+use std::path::Path;
 
 const BETA: f32 = 0.2;
 
@@ -31,9 +33,16 @@ fn waited<R>(gpu: &Gpu, work: impl FnOnce() -> R) -> ([u64; 2], R) {
     ([after.drained - before.drained, after.fetched - before.fetched], result)
 }
 
+fn role(device: Device, head: Head, dtype: DType, axes: &Axes) -> Role {
+    let weights = init::init_on(device, &llama(), head, dtype, 5, TensorPart::whole());
+    Role::new("actor", Path::new(""), &llama(), weights, axes)
+}
+
 fn learner(head: Head, config: &Config, axes: &Axes) -> Learner {
-    let role = Role::init(Device::Cuda, "actor", &llama(), head, DType::Bf16, 5, axes, 0);
-    Learner::new(role, &OptimConfig::with_lr(1e-3), &config.gradient, 50, axes, 0).expect("a learner")
+    let optim = OptimConfig::with_lr(1e-3);
+    let role = role(Device::Cuda, head, DType::Bf16, axes);
+    let learner = Learner::new(StateLocation::Device, role, &optim, &config.gradient, 50, axes, 0);
+    learner.and_then(Learner::with_masters).expect("a learner")
 }
 
 /// Responses of one to nine tokens, some of them not learned from, and what a step computes of them.
@@ -186,7 +195,7 @@ fn the_likeliest_tokens_are_found_without_logits() {
     let (_gpu, _one) = device();
     let axes = Axes::one();
     let [on_gpu, on_cpu] = [(Device::Cuda, DType::Bf16), (Device::Cpu, DType::F32)]
-        .map(|(device, dtype)| Role::init(device, "actor", &llama(), Head::LanguageModel, dtype, 5, &axes, 0));
+        .map(|(device, dtype)| role(device, Head::LanguageModel, dtype, &axes));
     for tokens in [140, 9] {
         let mut row = PackedRow::new();
         for part in (0..tokens as u32).collect::<Vec<_>>().chunks(70) {

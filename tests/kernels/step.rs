@@ -28,12 +28,13 @@ fn masters_on_the_gpu_and_away_from_it_begin_at_the_values_of_the_files() {
     for head in [Head::LanguageModel, Head::Value] {
         let load = |device, dtype| Role::load(device, "critic", &model, head, dtype, 5, &axes, 0).expect("loads");
         let (optim, gradient) = (OptimConfig::with_lr(0.0), GradientConfig::default());
-        let cpu = Learner::new(load(Device::Cpu, DType::F32), &optim, &gradient, 1, &axes, 0).expect("a learner");
+        let cpu = Learner::new(StateLocation::Device, load(Device::Cpu, DType::F32), &optim, &gradient, 1, &axes, 0);
+        let cpu = cpu.expect("a learner");
         let want = master(&cpu);
         assert!(want.iter().any(|x| x.to_bits() & 0xffff != 0), "of more digits than bf16 has");
         for state_location in [StateLocation::Device, StateLocation::Host] {
             let role = load(Device::Cuda, DType::Bf16);
-            let learner = Learner::unset(state_location, role, &optim, &gradient, 1, &axes, 0).expect("a learner");
+            let learner = Learner::new(state_location, role, &optim, &gradient, 1, &axes, 0).expect("a learner");
             let learner = learner.with_masters().expect("its masters");
             assert!(master(&learner) == want, "{head:?}, {state_location:?}");
         }

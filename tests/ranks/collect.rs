@@ -11,7 +11,8 @@ use rlhf_hpc::learn::Role;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::collect::collect;
 use rlhf_hpc::model::export::{Export, export};
-use rlhf_hpc::model::{Arch, Head, init};
+use rlhf_hpc::model::partition::Shards;
+use rlhf_hpc::model::{Arch, Head, TensorPart, init};
 use rlhf_hpc::tensor::DType;
 use serde_json::json;
 use std::collections::HashSet;
@@ -66,7 +67,9 @@ fn exports(world: &World) {
             let axes = world.axes(mesh).expect("a mesh of these ranks");
             let mut roles = vec![load(&axes, *stage)];
             if head == Head::LanguageModel {
-                roles.push(Role::init(Device::Cpu, "actor", &arch, head, dtype, seed, &axes, *stage));
+                let made = init::init_on(Device::Cpu, &arch, head, dtype, seed, TensorPart::of(&axes.tensor));
+                let shards = Shards::new(&made.table, &axes, *stage);
+                roles.push(Role::new("actor", Path::new(""), &arch, made.shard(&shards), &axes));
             }
             for (j, role) in roles.iter().enumerate() {
                 let name = format!("layout-{i}-{j}");

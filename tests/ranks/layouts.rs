@@ -7,12 +7,15 @@ use rlhf_hpc::config::ppo::{Aggregation, Correction, KlEstimator, KlIn, PolicyLo
 use rlhf_hpc::device::Device;
 use rlhf_hpc::error::Result;
 use rlhf_hpc::experience::{Experience, Prompt, Response};
+use rlhf_hpc::learn::learner::StateLocation;
 use rlhf_hpc::learn::sums::Sums;
 use rlhf_hpc::learn::{Learner, Role};
-use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart};
+use rlhf_hpc::model::partition::Shards;
+use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, init};
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::DType;
 use rlhf_hpc::train::update::Update;
+use std::path::Path;
 
 const TOLERANCE: f64 = 1e-5;
 
@@ -78,8 +81,12 @@ pub struct Setting {
 impl Setting {
     pub fn learner(&self, seed: u64, axes: &Axes, stage: usize) -> Result<Learner> {
         let name = if self.head == Head::Value { "critic" } else { "actor" };
-        let role = Role::init(Device::Cpu, name, &self.arch, self.head, self.dtype, seed, axes, stage);
-        Learner::new(role, &self.config.optim.actor, &self.config.gradient, 100, axes, stage)
+        let part = TensorPart::of(&axes.tensor);
+        let weights = init::init_on(Device::Cpu, &self.arch, self.head, self.dtype, seed, part);
+        let shards = Shards::new(&weights.table, axes, stage);
+        let role = Role::new(name, Path::new(""), &self.arch, weights.shard(&shards), axes);
+        let (optim, gradient) = (&self.config.optim.actor, &self.config.gradient);
+        Learner::new(StateLocation::Device, role, optim, gradient, 100, axes, stage)?.with_masters()
     }
 
     /// Accumulates the gradient of a minibatch.
