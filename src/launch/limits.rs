@@ -6,7 +6,7 @@ use crate::config::rollout::RolloutConfig;
 use crate::device::{Device, cuda};
 use crate::error::{Error, Result, format_bytes};
 use crate::metrics::rollouts::step_bytes_max;
-use crate::model::{Arch, Transformer};
+use crate::model::Transformer;
 use crate::rollout;
 use crate::rollout::blocks::pages_of;
 use crate::rollout::scheduler::cached_tokens_max;
@@ -104,25 +104,15 @@ impl Run {
 /// job may come to, and stop tokens that the model does not know. `transformer` is the actor's in the layout of the rollout,
 /// `prompt_tokens` the longest prompt.
 pub fn check_sampling(config: &RolloutConfig, transformer: &Transformer, prompt_tokens: usize) -> Result<()> {
-    let arch = &transformer.arch;
-    check_stop_tokens(config, arch.vocabulary)?;
-    check_cache(config, arch, transformer.kv_page_bytes(), prompt_tokens)
-}
-
-fn check_stop_tokens(config: &RolloutConfig, vocabulary: usize) -> Result<()> {
-    match config.stop_token_ids.iter().find(|token| **token as usize >= vocabulary) {
-        None => Ok(()),
-        Some(token) => Err(Error::usage(format!(
-            "rollout.stop_token_ids has {token}, the vocabulary of model.actor ends at {}",
-            vocabulary - 1
-        ))),
+    let (arch, prompt) = (&transformer.arch, prompt_tokens);
+    if let Some(token) = config.stop_token_ids.iter().find(|token| **token as usize >= arch.vocabulary) {
+        let last = arch.vocabulary - 1;
+        let message = format!("rollout.stop_token_ids has {token}, the vocabulary of model.actor ends at {last}");
+        return Err(Error::usage(message));
     }
-}
-
-/// Refuses a cache that does not hold the longest prompt with the longest response. 0 bytes: it takes what it needs.
-fn check_cache(config: &RolloutConfig, arch: &Arch, page_bytes: usize, prompt: usize) -> Result<()> {
     let response = rollout::new_tokens_max(config, prompt, arch.context);
-    let needed = pages_of(cached_tokens_max(prompt, response)) * page_bytes;
+    let needed = pages_of(cached_tokens_max(prompt, response)) * transformer.kv_page_bytes();
+    // 0 bytes: it takes what it needs.
     if config.kv_bytes_max == 0 || needed as u64 <= config.kv_bytes_max {
         return Ok(());
     }

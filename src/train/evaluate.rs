@@ -1,12 +1,12 @@
 //! Evaluation of PPO: held-out prompts answered greedily and by sampling, and how many answers are right.
 
 use super::rollout::Collector;
-use super::rollout_weights::RolloutModel;
 use crate::comm::records;
 use crate::config::rollout::RolloutConfig;
 use crate::error::Result;
 use crate::launch::run::Run;
 use crate::metrics::keys::{self, Metrics, named};
+use crate::rollout::Model;
 use std::time::Instant;
 
 /// Keeps the random numbers of an evaluation apart from those of the step with the same number.
@@ -16,7 +16,7 @@ const EVAL_STEPS: u32 = 1 << 31;
 /// before all prompts were answered. All ranks of the run call this.
 pub fn evaluate(
     run: &Run,
-    model: Option<RolloutModel>,
+    model: Option<Model>,
     collector: &mut Collector,
     step: u64,
     start: Instant,

@@ -1,7 +1,7 @@
 //! What every job does around its steps, once for all methods: open, resume, evaluate, stop, checkpoint, record, export.
 
 use super::inputs::Hashed;
-use super::models::{self, JobModel, ModelSpec, Models};
+use super::models::{self, JobModel, ModelSpec};
 use super::state::{self, State};
 use super::timers::Timers;
 use super::{export, placement};
@@ -12,7 +12,7 @@ use crate::error::{Error, Kind, Result};
 use crate::launch::banner::Needs;
 use crate::launch::run::{Run, Values};
 use crate::launch::step_shape::StepShape;
-use crate::learn::Learner;
+use crate::learn::{Learner, Role};
 use crate::metrics::keys::{Metrics, named};
 use crate::metrics::{Phases, keys};
 use crate::model::Arch;
@@ -44,10 +44,12 @@ pub trait Job: Sized {
         Needs::default()
     }
 
+    /// With the models of this rank: those that learn, and those that do not.
     fn new(
         run: &Run,
         arch: &Arch,
-        models: Models,
+        learners: Vec<Learner>,
+        frozen: Vec<Role>,
         source: RowSource<Self::Row>,
         tokenizer: Arc<Tokenizer>,
     ) -> Result<Self>;
@@ -161,8 +163,9 @@ impl<J: Job> Opened<J> {
         let roles = models::load(run, &models, values)?;
         let needs = J::needs(run, &arch, &source);
         models::check_resources(run, &models, &roles, values, needs.rollouts)?;
-        let models_here = models::learners(run, &models, roles, steps * shape.updates() as u64, values)?;
-        let mut job = J::new(run, &arch, models_here, source, tokenizer)?;
+        let updates = steps * shape.updates() as u64;
+        let (learners, frozen) = models::learners(run, &models, roles, updates, values)?;
+        let mut job = J::new(run, &arch, learners, frozen, source, tokenizer)?;
         if let Some(resumed) = &mut resumed {
             resumed.fill(run, &learned, &mut job.learners())?;
             let restored = job.restore(state.method.clone(), resumed.work.as_deref());

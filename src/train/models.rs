@@ -70,26 +70,6 @@ pub fn learned(models: &[JobModel]) -> impl Iterator<Item = &JobModel> {
     models.iter().filter(|model| model.spec.optim.is_some())
 }
 
-#[derive(Default)]
-pub struct Models {
-    learners: Vec<Learner>,
-    frozen: Vec<Role>,
-}
-
-impl Models {
-    /// Takes out a model that learns, where it is on this rank.
-    pub fn learner(&mut self, role: RoleName) -> Option<Learner> {
-        let at = self.learners.iter().position(|learner| learner.role.name == role.name())?;
-        Some(self.learners.remove(at))
-    }
-
-    /// Takes out a model that does not learn, where it is on this rank.
-    pub fn frozen(&mut self, role: RoleName) -> Option<Role> {
-        let at = self.frozen.iter().position(|frozen| frozen.name == role.name())?;
-        Some(self.frozen.remove(at))
-    }
-}
-
 /// Reads the config.json of each model, and refuses those that do not fit the tokenizer or the first model; `check` adds the
 /// method's own conditions.
 pub fn described(
@@ -148,18 +128,24 @@ pub fn check_resources(
     run.check_resources(unwritten, elements, export_bytes, rollout_bytes)
 }
 
-/// Gives the models that learn gradients and optimizer state, for a run of `updates` optimizer steps.
-pub fn learners(run: &Run, models: &[JobModel], roles: Vec<Role>, updates: u64, values: Values) -> Result<Models> {
-    let mut here = Models::default();
+/// Gives the models that learn gradients and optimizer state, for a run of `updates` optimizer steps; and those that do not.
+pub fn learners(
+    run: &Run,
+    models: &[JobModel],
+    roles: Vec<Role>,
+    updates: u64,
+    values: Values,
+) -> Result<(Vec<Learner>, Vec<Role>)> {
+    let (mut learners, mut frozen) = (Vec::new(), Vec::new());
     // One after the other: where state is offloaded, that of the first is out of memory before the second needs it.
     for role in roles {
         let spec = models.iter().map(|model| &model.spec).find(|spec| spec.role.name() == role.name);
         match spec.and_then(|spec| spec.optim.as_ref()) {
-            Some(optim) => here.learners.push(run.learner(role, optim, updates, values)?),
-            None => here.frozen.push(role),
+            Some(optim) => learners.push(run.learner(role, optim, updates, values)?),
+            None => frozen.push(role),
         }
     }
-    Ok(here)
+    Ok((learners, frozen))
 }
 
 /// Refuses a tokenizer that knows more tokens than the model of `dir` embeds.

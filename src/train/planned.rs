@@ -65,7 +65,8 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     source.check_context(arch.context)?;
     let values = Values::OfTheDirectory;
     let roles = models::load(&run, &models, values)?;
-    let models = models::learners(&run, &models, roles, planned.steps * J::shape(&config).updates() as u64, values)?;
+    let updates = planned.steps * J::shape(&config).updates() as u64;
+    let (learners, frozen) = models::learners(&run, &models, roles, updates, values)?;
     // A reward model is no role of a run yet: its weights count.
     let has_reward = run.ranks.has(RoleName::Reward);
     let reward = planned.archs.of(RoleName::Reward).filter(|_| has_reward);
@@ -73,7 +74,7 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     if let Some(role) = &mut reward {
         run.offload_weights(role);
     }
-    let mut job = J::new(&run, &arch, models, source, tokenizer)?;
+    let mut job = J::new(&run, &arch, learners, frozen, source, tokenizer)?;
     if config.eval.every_steps > 0 {
         phase::set(0, "eval");
         job.evaluate(&mut run, 0)?;

@@ -2,9 +2,9 @@
 
 use super::experience_maker::{RolloutModels, hold, make_experience};
 use super::job::{Ended, Job, Step};
-use super::models::{JobModel, ModelSpec, Models};
+use super::models::{JobModel, ModelSpec};
 use super::rollout::Collector;
-use super::rollout_weights::{Gathered, RolloutWeights, rollout_bytes};
+use super::rollout_weights::{Gathered, RolloutWeights};
 use super::update::Update;
 use super::{evaluate, placement, report};
 use crate::advantage::AdvantageState;
@@ -16,6 +16,7 @@ use crate::data::{Part, PromptSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Prompt, Response};
 use crate::launch::banner::Needs;
+use crate::launch::limits::check_sampling;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::sums::Sums;
@@ -123,17 +124,26 @@ impl Job for Ppo {
     fn new(
         run: &Run,
         arch: &Arch,
-        mut models: Models,
+        mut learners: Vec<Learner>,
+        mut frozen: Vec<Role>,
         source: PromptSource,
         tokenizer: Arc<Tokenizer>,
     ) -> Result<Self> {
-        let actor = models.learner(RoleName::Actor);
+        let mut take = |role: RoleName| {
+            let at = learners.iter().position(|learner| learner.role.name == role.name())?;
+            Some(learners.remove(at))
+        };
+        let (actor, critic) = (take(RoleName::Actor), take(RoleName::Critic));
         let role = actor.as_ref().map(|actor| &actor.role);
-        let rollout_weights = run.rollout_weights(role, source.longest())?;
-        let weights_bytes = role.map_or(0, |actor| rollout_bytes(run, actor));
+        let rollout_weights = role.map(|actor| {
+            let made = RolloutWeights::new(actor, &run.ranks.axes, &run.ranks.rollout_axes)?;
+            check_sampling(&run.config.rollout, made.transformer(actor), source.longest()).map(|()| made)
+        });
+        let rollout_weights = run.ranks.all.agree(rollout_weights.transpose())?;
+        let weights_bytes = rollout_weights.as_ref().zip(role).map_or(0, |(weights, actor)| weights.bytes(actor));
         Ok(Self {
-            critic: models.learner(RoleName::Critic),
-            reference: models.frozen(RoleName::Reference),
+            critic,
+            reference: frozen.pop(),
             collector: Collector::new(run, source, tokenizer, arch, weights_bytes)?,
             pipeline: (run.ranks.placements.len() > 1).then(|| Stream::new("pipeline", &[&run.ranks.all])),
             advantage: AdvantageState::new(&run.config.ppo),

@@ -1,6 +1,5 @@
 //! Rollout and reward of one rank's share of the prompts.
 
-use super::rollout_weights::RolloutModel;
 use crate::comm::Group;
 use crate::comm::records;
 use crate::config::rollout::RolloutConfig;
@@ -68,7 +67,7 @@ impl Collector {
     pub fn rollout(
         &mut self,
         run: &Run,
-        model: RolloutModel,
+        model: Model,
         step: u32,
         prompts: &[Prompt],
         part: &Range<usize>,
@@ -119,7 +118,7 @@ impl Collector {
     fn generate(
         &mut self,
         run: &Run,
-        model: RolloutModel,
+        model: Model,
         step: u32,
         prompts: &[Prompt],
         own: &Range<usize>,
@@ -133,8 +132,7 @@ impl Collector {
             request.prompt_id = ids[request.prompt];
         }
         requests.retain(|r| !done.contains_key(&(r.prompt, r.sample)));
-        let RolloutModel { transformer, weights } = model;
-        let model = Model { transformer, weights, tokenizer: Some(&self.tokenizer) };
+        let model = Model { tokenizer: Some(&self.tokenizer), ..model };
         if let Some(bytes) = run.cache_bytes() {
             self.engine.allow(bytes);
         }
@@ -155,7 +153,7 @@ impl Collector {
     pub fn evaluate(
         &mut self,
         run: &Run,
-        model: RolloutModel,
+        model: Model,
         step: u32,
         prompts: &[Prompt],
         config: &RolloutConfig,

@@ -1,7 +1,7 @@
 //! Supervised fine-tuning on one page: rows -> loss -> gradient -> step.
 
 use super::job::{Ended, Job, Step};
-use super::models::{ModelSpec, Models};
+use super::models::ModelSpec;
 use crate::comm::{Axes, phase};
 use crate::config::Config;
 use crate::config::job::LossOn;
@@ -60,11 +60,12 @@ impl Job for Sft {
     fn new(
         _run: &Run,
         _arch: &Arch,
-        mut models: Models,
+        mut learners: Vec<Learner>,
+        _frozen: Vec<Role>,
         source: SftSource,
         _tokenizer: Arc<Tokenizer>,
     ) -> Result<Self> {
-        let learner = models.learner(RoleName::Actor).expect("a job without a placement has all models on each rank");
+        let learner = learners.pop().expect("a job without a placement has all models on each rank");
         Ok(Self { learner, source })
     }
 
