@@ -27,8 +27,10 @@ pub fn sums(ranks: &Ranks, here: Result<Sums>) -> Result<Sums> {
 pub fn phases(ranks: &Ranks, here: &Phases) -> Phases {
     let mut longest = here.clone();
     if ranks.placements.len() > 1 {
-        let row: Vec<f64> = Phase::ALL.map(|phase| here.spent(phase).as_secs_f64()).to_vec();
-        for row in of_first_ranks(ranks, &row) {
+        let row = Phase::ALL.map(|phase| here.spent(phase).as_secs_f64());
+        // The first rank of every placement tells.
+        let mine = if ranks.axes.all.rank() == 0 { &row[..] } else { &[] };
+        for row in ranks.all.all_gather_f64(mine) {
             for (phase, seconds) in Phase::ALL.into_iter().zip(row) {
                 let missing = Duration::from_secs_f64(seconds).saturating_sub(longest.spent(phase));
                 if !missing.is_zero() {
@@ -38,10 +40,4 @@ pub fn phases(ranks: &Ranks, here: &Phases) -> Phases {
         }
     }
     longest
-}
-
-/// The rows of the first rank of every placement, in order, on all ranks.
-fn of_first_ranks(ranks: &Ranks, row: &[f64]) -> Vec<Vec<f64>> {
-    let mine = if ranks.axes.all.rank() == 0 { row } else { &[] };
-    ranks.all.all_gather_f64(mine).into_iter().filter(|row| !row.is_empty()).collect()
 }

@@ -3,7 +3,6 @@
 use super::config_diff;
 use super::inputs::{self, Inputs};
 use crate::checkpoint::{self, Checkpoint, Meta, ModelVectors, Payload, vector_name};
-use crate::config::Config;
 use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Result};
 use crate::launch::ranks::Ranks;
@@ -123,7 +122,9 @@ pub fn find(run: &Run, first: &Arch, learned: &[&'static str], inputs: &Inputs) 
     for skipped in &checkpoint.skipped {
         run.recorder.warn(&format!("passed over a checkpoint that is not whole: {skipped}"));
     }
-    let known = changes(&checkpoint, &run.config).and_then(|mut changed| {
+    let saved = checkpoint.state();
+    let changes = |text| config_diff::check(text, &run.config, saved["run"]["has_work"] == true);
+    let known = saved["config"].as_str().map_or(Ok(Vec::new()), changes).and_then(|mut changed| {
         let (mut state, work) = state_of(learned, &checkpoint, first)?;
         let is_compared = !state.inputs.is_empty();
         changed.extend(inputs::compare(&mut state.inputs, inputs, run.config.checkpoint.changed_inputs)?);
@@ -156,13 +157,6 @@ impl Resumed {
         }
         Ok(())
     }
-}
-
-/// Changes of the configuration since the checkpoint.
-fn changes(from: &Checkpoint, now: &Config) -> Result<Vec<String>> {
-    let json = from.state();
-    let Some(saved) = json["config"].as_str() else { return Ok(Vec::new()) };
-    config_diff::check(saved, now, json["run"]["has_work"] == true)
 }
 
 fn state_of(learned: &[&str], from: &Checkpoint, first: &Arch) -> Result<(State, Option<Vec<u8>>)> {

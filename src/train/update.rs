@@ -137,7 +137,8 @@ impl Update<'_> {
         let (dhidden, logprobs, _) =
             model.logprobs_backward(w, &hidden, &row.rows, &row.targets, temperature, &mut loss, grads);
         model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
-        let gaps = logprobs.iter().zip(&batch.old_logprobs).map(|(a, b)| f64::from((a - b).abs()));
+        let [old_logprobs, ..] = &batch.columns;
+        let gaps = logprobs.iter().zip(old_logprobs).map(|(a, b)| f64::from((a - b).abs()));
         Sums::of([
             (keys::LOSS, found.loss),
             (keys::POLICY_LOSS, found.policy_loss),
@@ -215,15 +216,12 @@ fn pack<'a>(samples: impl Iterator<Item = &'a Experience>) -> PackedRow {
     row
 }
 
-/// What the actor's loss reads, flat over the response tokens of one packed row.
+/// What the actor's loss reads of the response tokens of one packed row.
 struct PolicyBatch {
     row: PackedRow,
-    old_logprobs: Vec<f32>,
-    ref_logprobs: Vec<f32>,
-    advantages: Vec<f32>,
-    /// Importance weights; none without a correction.
-    factors: Vec<f32>,
-    weights: Vec<f32>,
+    /// Old log-probabilities, those of the reference, advantages, importance weights and weights of the loss, flat over the
+    /// tokens; empty where there is none.
+    columns: [Vec<f32>; 5],
 }
 
 impl PolicyBatch {
@@ -239,39 +237,20 @@ impl PolicyBatch {
                 correction::factors(ppo.correction, range, old, sampled, &sample.mask, &mut factors);
             }
         }
-        Self {
-            row: pack(samples.iter().copied()),
-            old_logprobs: column(|s| &s.response.logprobs),
-            ref_logprobs: column(|s| &s.ref_logprobs),
-            advantages: column(|s| &s.advantages),
-            factors,
-            weights,
-        }
+        let [old, of_reference] = [column(|s| &s.response.logprobs), column(|s| &s.ref_logprobs)];
+        let columns = [old, of_reference, column(|s| &s.advantages), factors, weights];
+        Self { row: pack(samples.iter().copied()), columns }
     }
 
     /// What belongs to the tokens that the part `row` of the row predicts.
     fn part(&self, row: PackedRow) -> Self {
-        Self {
-            old_logprobs: row.select(&self.old_logprobs),
-            ref_logprobs: row.select(&self.ref_logprobs),
-            advantages: row.select(&self.advantages),
-            factors: row.select(&self.factors),
-            weights: row.select(&self.weights),
-            row,
-        }
+        Self { columns: self.columns.each_ref().map(|column| row.select(column)), row }
     }
 
     /// The slices of tokens `range` with the policy's current numbers.
     fn tokens<'a>(&'a self, range: Range<usize>, logprobs: &'a [f32], entropy: &'a [f32]) -> PolicyTokens<'a> {
-        let part = |x: &'a [f32]| if x.is_empty() { x } else { &x[range.clone()] };
-        PolicyTokens {
-            logprobs,
-            entropy,
-            old_logprobs: part(&self.old_logprobs),
-            advantages: part(&self.advantages),
-            ref_logprobs: part(&self.ref_logprobs),
-            factors: part(&self.factors),
-            weights: part(&self.weights),
-        }
+        let part = |x: &'a Vec<f32>| if x.is_empty() { &x[..] } else { &x[range.clone()] };
+        let [old_logprobs, ref_logprobs, advantages, factors, weights] = self.columns.each_ref().map(part);
+        PolicyTokens { logprobs, entropy, old_logprobs, advantages, ref_logprobs, factors, weights }
     }
 }
