@@ -35,15 +35,8 @@ fn reverse(i: usize, width: usize) -> usize {
 pub struct TreeSum {
     device: Device,
     len: usize,
-    stack: Vec<Subtree>,
-}
-
-#[derive(Debug)]
-struct Subtree {
-    /// The subtree holds the leaves `index << level .. (index + 1) << level`.
-    level: u32,
-    index: usize,
-    sum: Flat,
+    /// A leaf of each subtree, and its sum; neighbours lie the closer together the higher they are.
+    stack: Vec<(usize, Flat)>,
 }
 
 impl TreeSum {
@@ -52,68 +45,44 @@ impl TreeSum {
         Self { device, len, stack: Vec::new() }
     }
 
-    /// Zeros, for the gradient of the next chunk.
-    pub fn buffer(&self) -> Flat {
-        Flat::zeros(self.device, self.len)
-    }
-
-    /// Puts the gradient of a chunk at its leaf.
-    ///
-    /// # Panics
-    /// If leaves do not come in ascending order, or the length is another.
+    /// Puts the gradient of a chunk at its leaf; leaves come in ascending order.
     pub fn add(&mut self, leaf: usize, chunk: Flat) {
-        assert_eq!((chunk.device(), chunk.len()), (self.device, self.len), "the gradient of a chunk");
-        let last = self.stack.last().map(|top| (top.index + 1) << top.level);
-        assert!(last.is_none_or(|end| leaf >= end), "leaf {leaf} comes after those before {last:?}");
         self.settle(leaf);
-        self.stack.push(Subtree { level: 0, index: leaf, sum: chunk });
+        self.stack.push((leaf, chunk));
         self.settle(leaf + 1);
     }
 
-    /// Merges the subtrees that are complete when all leaves to come are `next` or later.
+    /// Merges the subtrees that are complete when all leaves to come are `next` or later: those that meet below it.
     fn settle(&mut self, next: usize) {
-        while let [.., a, b] = self.stack.as_slice() {
-            let level = meeting(a, b);
-            if next >> level == b.index >> (level - b.level) {
-                break;
-            }
-            self.merge(level);
+        while let [.., (a, into), (b, from)] = &mut self.stack[..]
+            && meeting(*a, *b) < meeting(*b, next)
+        {
+            residual::accumulate(from.slice(0..self.len), into.slice_mut(0..self.len));
+            self.stack.pop();
         }
     }
 
     /// The sum of all chunks; zeros if there were none. No element is -0, so that a rank without chunks, whose zeros
     /// are added to the others', changes no bit.
     pub fn finish(&mut self) -> Flat {
-        while let [.., a, b] = self.stack.as_slice() {
-            let level = meeting(a, b);
-            self.merge(level);
-        }
-        let Some(Subtree { mut sum, .. }) = self.stack.pop() else { return self.buffer() };
+        self.settle(usize::MAX);
+        let zeros = || Flat::zeros(self.device, self.len);
+        let Some((_, mut sum)) = self.stack.pop() else { return zeros() };
         match &mut sum {
             Flat::F32(sum) => pool().parts(sum, 1024, 1 << 15, &|_, part| {
                 for x in part {
                     *x += 0.0;
                 }
             }),
-            _ => residual::accumulate(self.buffer().slice(0..self.len), sum.slice_mut(0..self.len)),
+            _ => residual::accumulate(zeros().slice(0..self.len), sum.slice_mut(0..self.len)),
         }
         sum
     }
-
-    /// Replaces the two topmost subtrees by their sum, the subtree of `level` that holds both.
-    fn merge(&mut self, level: u32) {
-        let b = self.stack.pop().expect("two subtrees");
-        let a = self.stack.last_mut().expect("two subtrees");
-        residual::accumulate(b.sum.slice(0..self.len), a.sum.slice_mut(0..self.len));
-        a.index >>= level - a.level;
-        a.level = level;
-    }
 }
 
-/// The level of the smallest subtree that holds both.
-fn meeting(a: &Subtree, b: &Subtree) -> u32 {
-    let differing = (a.index << a.level) ^ (b.index << b.level);
-    usize::BITS - differing.leading_zeros()
+/// The level of the smallest subtree that holds both leaves.
+fn meeting(a: usize, b: usize) -> u32 {
+    usize::BITS - (a ^ b).leading_zeros()
 }
 
 #[cfg(test)]
@@ -145,7 +114,7 @@ mod tests {
     fn summed(chunks: usize, rank: usize, ranks: usize) -> Vec<f32> {
         let mut sum = TreeSum::new(Device::Cpu, LEN);
         for (leaf, chunk) in leaves(chunks, rank, ranks) {
-            let mut buffer = sum.buffer();
+            let mut buffer = Flat::zeros(Device::Cpu, LEN);
             residual::accumulate(gradient(chunk)[..].into(), buffer.slice_mut(0..LEN));
             sum.add(leaf, buffer);
         }
@@ -165,6 +134,8 @@ mod tests {
                 *x += 0.0;
             }
             for ranks in [1, 2, 4, 8, 64] {
+                let even = chunks / ranks..=chunks.div_ceil(ranks);
+                assert!((0..ranks).all(|r| even.contains(&leaves(chunks, r, ranks).len())), "dealt evenly");
                 let mut level: Vec<Vec<f32>> = (0..ranks).map(|r| summed(chunks, r, ranks)).collect();
                 while level.len() > 1 {
                     level = level.chunks(2).map(|p| p[0].iter().zip(&p[1]).map(|(a, b)| a + b).collect()).collect();
@@ -175,23 +146,10 @@ mod tests {
     }
 
     #[test]
-    fn every_chunk_is_dealt_once_and_evenly() {
-        for chunks in 1..40 {
-            for ranks in [1, 2, 4, 8] {
-                let dealt: Vec<Vec<(usize, usize)>> = (0..ranks).map(|r| leaves(chunks, r, ranks)).collect();
-                let mut all: Vec<usize> = dealt.iter().flatten().map(|&(_, chunk)| chunk).collect();
-                all.sort_unstable();
-                assert_eq!(all, (0..chunks).collect::<Vec<_>>());
-                assert!(dealt.iter().all(|d| d.len() >= chunks / ranks && d.len() <= chunks.div_ceil(ranks)));
-            }
-        }
-    }
-
-    #[test]
     fn few_buffers_live_at_a_time() {
         let mut sum = TreeSum::new(Device::Cpu, LEN);
         for (leaf, _) in leaves(64, 0, 1) {
-            sum.add(leaf, sum.buffer());
+            sum.add(leaf, Flat::zeros(Device::Cpu, LEN));
             assert!(sum.stack.len() <= 7);
         }
         assert_eq!(sum.stack.len(), 1);
