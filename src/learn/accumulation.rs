@@ -40,22 +40,10 @@ pub fn chunks(
     (0..ranks).map(|rank| leaves(count, rank, ranks).into_iter().map(chunk).collect()).collect()
 }
 
-/// The chunks of this rank. `tokens_max` is a rank's; a ring of ranks holds as many times more of a row.
-fn own_chunks(learner: &Learner, axes: &Axes, lengths: &[usize], tokens_max: usize) -> Vec<Chunk> {
-    let (sum, tokens_max) = (&learner.sum, tokens_max * axes.sequence.size());
-    let (cost, data) = (Cost::of(learner.role.arch()), &axes.data);
-    chunks(sum.order, sum.fixed_chunks, &cost, lengths, data.size(), tokens_max).swap_remove(data.rank())
-}
-
-/// The rows of each micro-batch that accumulation makes on this rank, in its order.
-pub fn microbatches(learner: &Learner, axes: &Axes, lengths: &[usize], tokens_max: usize) -> Vec<Vec<usize>> {
-    own_chunks(learner, axes, lengths, tokens_max).into_iter().flat_map(|chunk| chunk.microbatches).collect()
-}
-
 /// Makes the gradient of a minibatch of rows of `lengths` tokens, the same on all ranks of the mesh: `microbatch` adds
 /// the gradient of this rank's part of the given rows to `learner.sum.grads`, and returns what it measured. Gives the
 /// sums over all ranks: those of a chunk in its order, then chunk by chunk, whoever computed them. Ranks of the tensor
-/// axis have the same sums, which count once.
+/// axis have the same sums, which count once. `tokens_max` is a rank's; a ring of ranks holds as many times more of a row.
 pub fn accumulate(
     learner: &mut Learner,
     axes: &Axes,
@@ -63,10 +51,14 @@ pub fn accumulate(
     tokens_max: usize,
     mut microbatch: impl FnMut(&mut Learner, &[usize]) -> Sums,
 ) -> Sums {
-    let chunks = own_chunks(learner, axes, lengths, tokens_max);
-    let mut left: usize = chunks.iter().map(|chunk| chunk.microbatches.len()).sum();
+    let (sum, tokens_max) = (&learner.sum, tokens_max * axes.sequence.size());
+    let (cost, data) = (Cost::of(learner.role.arch()), &axes.data);
+    let of_ranks = chunks(sum.order, sum.fixed_chunks, &cost, lengths, data.size(), tokens_max);
+    let own = of_ranks.into_iter().nth(data.rank()).expect("chunks of each rank");
+    learner.microbatches = own.iter().flat_map(|chunk| &chunk.microbatches).cloned().collect();
+    let mut left = learner.microbatches.len();
     let mut mine = Vec::new();
-    for chunk in chunks {
+    for chunk in own {
         learner.sum.begin_chunk();
         let mut sums = Sums::default();
         let times = null::represented(&chunk.microbatches, lengths);

@@ -33,6 +33,8 @@ pub struct Learner {
     pub sum: GradientSum,
     pub zero: Zero,
     pub report: StepReport,
+    /// Rows of each micro-batch of this rank in the minibatch that was accumulated last, in their order.
+    pub microbatches: Vec<Vec<usize>>,
     shards: Shards,
     optim: OptimConfig,
     /// Optimiser steps of the whole run: the length of the schedule.
@@ -82,7 +84,8 @@ impl Learner {
         }
         let sum = GradientSum::new(table, gradient, &shards, axes)?;
         let optim = optim.clone();
-        Ok(Self { role, sum, zero, report: StepReport::default(), shards, optim, updates_total })
+        let (report, microbatches) = (StepReport::default(), Vec::new());
+        Ok(Self { role, sum, zero, report, microbatches, shards, optim, updates_total })
     }
 
     /// Sets the masters, where the weights are not their own: to the numbers that the weights were rounded from, read piece by
@@ -110,7 +113,7 @@ impl Learner {
     }
 
     /// Makes the step behind gradients whose loss, the same on all ranks, was `loss`: not where that or the gradient is not finite.
-    /// `rows` are this rank's micro-batches. All ranks call this.
+    /// `pack` gives this rank's part of a micro-batch of rows. All ranks call this.
     ///
     /// # Errors
     /// `Fault`, the same on all ranks, naming the first weight, result of the forward or gradient that is not finite.
@@ -119,20 +122,20 @@ impl Learner {
         axes: &Axes,
         recompute: bool,
         loss: f64,
-        rows: impl FnOnce(&Self) -> Vec<PackedRow>,
+        pack: impl Fn(&[usize]) -> PackedRow,
     ) -> Result<()> {
         let update = self.zero.updates + 1;
-        if loss.is_finite() {
-            return self.step(axes).or_else(|error| {
-                let what = format!("the gradient of update {update}");
-                non_finite::forward(&self.role, axes, recompute, &what, rows(self)).and(Err(error))
-            });
-        }
-        let what = format!("the loss of update {update}");
-        non_finite::forward(&self.role, axes, recompute, &what, rows(self))?;
-        let again =
-            format!("{}: {what} is not finite, and its forward is where it is computed once more", self.role.name);
-        Err(Error::fault(again).hint(non_finite::OF_MACHINE))
+        let (what, error) = if loss.is_finite() {
+            let Err(error) = self.step(axes) else { return Ok(()) };
+            (format!("the gradient of update {update}"), error)
+        } else {
+            let what = format!("the loss of update {update}");
+            let again =
+                format!("{}: {what} is not finite, and its forward is where it is computed once more", self.role.name);
+            (what, Error::fault(again).hint(non_finite::OF_MACHINE))
+        };
+        let rows = self.microbatches.iter().map(|rows| pack(rows));
+        non_finite::forward(&self.role, axes, recompute, &what, rows).and(Err(error))
     }
 
     /// Sums the gradient over ranks, clips it, and updates the weights of all ranks. A collective.

@@ -22,7 +22,13 @@ pub const OF_MACHINE: &str = "a fault of the GPU or of its memory: nvidia-smi -q
 ///
 /// # Errors
 /// `Fault`, the same on all ranks, naming the first weight or result of the forward that is not finite.
-pub fn forward(role: &Role, axes: &Axes, recompute: bool, what: &str, rows: Vec<PackedRow>) -> Result<()> {
+pub fn forward(
+    role: &Role,
+    axes: &Axes,
+    recompute: bool,
+    what: &str,
+    rows: impl Iterator<Item = PackedRow>,
+) -> Result<()> {
     let agreed = |message: Option<String>, hint: &str| {
         let error = |message| Error::fault(format!("{}: {what} is not finite: {message}", role.name)).hint(hint);
         axes.all.agree(message.map_or(Ok(()), |message| Err(error(message))))
@@ -42,26 +48,19 @@ pub fn forward(role: &Role, axes: &Axes, recompute: bool, what: &str, rows: Vec<
 
 /// Why a gradient, which is not finite on one of the ranks, is none, after a loss that is. All ranks call this.
 pub fn of_gradient(role: &Role, sum: &GradientSum, zero: &Zero, axes: &Axes) -> Error {
-    let (partition, table) = (zero.partition(), &role.weights.table);
+    let (partition, specs) = (zero.partition(), role.weights.table.specs());
     // From the head down, as a backward goes: the first is the nearest to the cause.
     let of_unit = |unit: usize| {
         let (own, values) = (partition.own(unit), sum.grads.own(unit).to_host());
-        let begins = table
-            .specs()
-            .iter()
-            .enumerate()
-            .rev()
-            .filter(|(_, spec)| own.contains(&spec.offset) || spec.range().contains(&own.start));
-        begins.map(|(i, spec)| (i, spec.range())).find_map(|(i, range)| {
-            let here = range.start.max(own.start) - own.start..range.end.min(own.end) - own.start;
-            first(&values[here]).map(|_| i)
+        (0..specs.len()).rev().find(|&i| {
+            let (start, end) = (specs[i].range().start.max(own.start), specs[i].range().end.min(own.end));
+            start < end && first(&values[start - own.start..end - own.start]).is_some()
         })
     };
     let mine = (0..partition.units()).rev().find_map(of_unit);
     let mut last = [mine.map_or(-1.0, |i| i as f64)];
     axes.all.all_reduce_max_f64(&mut last);
     let what = format!("{}: the gradient of update {} is not finite", role.name, zero.updates + 1);
-    let specs = table.specs();
     let message = match (last[0] >= 0.0).then(|| last[0] as usize) {
         Some(i) if i + 1 == specs.len() => format!("from that of {} on, the first of the backward", specs[i].name),
         Some(i) => {

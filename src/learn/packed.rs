@@ -138,24 +138,14 @@ mod tests {
         assert_eq!(row.row_indices, [0, 1, 2]);
     }
 
-    /// Sequences from none to many tokens, some of whose tokens are predicted.
-    fn ragged() -> PackedRow {
+    #[test]
+    fn parts_hold_every_token_and_every_label_once() {
+        // Sequences from none to many tokens, some of whose tokens are predicted.
         let mut row = PackedRow::new();
         for (i, length) in [1u32, 0, 40, 3, 2, 17, 9].into_iter().enumerate() {
             let tokens: Vec<u32> = (0..length).map(|at| 100 * i as u32 + at).collect();
             row.push_where(&tokens, |at| at % 5 != 3);
         }
-        row
-    }
-
-    #[test]
-    fn one_rank_has_the_row_itself() {
-        assert_eq!(ragged().part(0, 1), ragged());
-    }
-
-    #[test]
-    fn parts_hold_every_token_and_every_label_once() {
-        let row = ragged();
         for size in 1..10 {
             let parts: Vec<PackedRow> = (0..size).map(|rank| row.part(rank, size)).collect();
             let mut tokens: Vec<(u32, u32)> = Vec::new();

@@ -11,7 +11,7 @@ use crate::data::{Part, Rows, SftRow, SftSource};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
-use crate::learn::accumulation::{accumulate, microbatches};
+use crate::learn::accumulation::accumulate;
 use crate::learn::packed::PackedRow;
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
@@ -99,10 +99,7 @@ impl Job for Sft {
     /// Loss and accuracy of next tokens on the eval split.
     fn evaluate(&mut self, run: &mut Run, _step: u64) -> Result<Option<Metrics>> {
         let start = Instant::now();
-        let mut rows = run.ranks.all.agree(self.source.eval_rows())?;
-        if run.config.eval.samples_max > 0 {
-            rows.truncate(run.config.eval.samples_max);
-        }
+        let rows = run.ranks.all.agree(self.source.eval_rows(run.config.eval.samples_max))?;
         if rows.is_empty() {
             return Ok(Some(Vec::new()));
         }
@@ -137,16 +134,12 @@ impl Sft {
             return Err(Error::data("a minibatch has no token to learn").hint("are the responses of these rows empty?"));
         }
         let weight = 1.0 / total as f32;
-        let lengths = lengths(rows);
-        let sums = accumulate(&mut self.learner, axes, &lengths, sft.microbatch_tokens_max, |learner, chosen| {
-            microbatch(learner, &part(rows, chosen, sft.loss_on, axes), weight, recompute)
+        let part = |chosen: &[usize]| part(rows, chosen, sft.loss_on, axes);
+        let sums = accumulate(&mut self.learner, axes, &lengths(rows), sft.microbatch_tokens_max, |learner, chosen| {
+            microbatch(learner, &part(chosen), weight, recompute)
         });
         let loss = sums.get(keys::LOSS);
-        let rows = |learner: &Learner| {
-            let made = microbatches(learner, axes, &lengths, sft.microbatch_tokens_max).into_iter();
-            made.map(|chosen| part(rows, &chosen, sft.loss_on, axes)).collect()
-        };
-        self.learner.step_if_finite(axes, recompute, loss, rows)?;
+        self.learner.step_if_finite(axes, recompute, loss, part)?;
         Ok(loss)
     }
 }

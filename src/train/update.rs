@@ -5,7 +5,7 @@ use crate::config::Config;
 use crate::config::ppo::{Aggregation, Correction, PolicyLossKind};
 use crate::error::Result;
 use crate::experience::Experience;
-use crate::learn::accumulation::{accumulate, microbatches};
+use crate::learn::accumulation::accumulate;
 use crate::learn::learner::{Learner, StepReport};
 use crate::learn::packed::PackedRow;
 use crate::learn::sums::{Sums, larger};
@@ -75,36 +75,33 @@ impl Update<'_> {
 
     /// Accumulates the actor's gradient over the minibatch. All ranks of the actor's mesh call this.
     pub fn policy_gradient(&self, actor: &mut Learner, samples: &[&Experience]) -> Sums {
-        let totals = totals(samples);
-        self.accumulate(actor, samples, |actor, members| self.policy_microbatch(actor, members, totals))
+        self.accumulate(actor, samples, Self::policy_microbatch)
     }
 
     /// Accumulates the critic's gradient over the minibatch. All ranks of the critic's mesh call this.
     pub fn value_gradient(&self, critic: &mut Learner, samples: &[&Experience]) -> Sums {
-        let totals = totals(samples);
-        self.accumulate(critic, samples, |critic, members| self.value_microbatch(critic, members, totals))
+        self.accumulate(critic, samples, Self::value_microbatch)
     }
 
     fn accumulate(
         &self,
         learner: &mut Learner,
         samples: &[&Experience],
-        microbatch: impl Fn(&mut Learner, &[&Experience]) -> Sums,
+        microbatch: impl Fn(&Self, &mut Learner, &[&Experience], Totals) -> Sums,
     ) -> Sums {
+        let mut totals = Totals::default();
+        samples.iter().for_each(|sample| totals.add_mask(&sample.mask));
         let tokens_max = self.config.ppo.microbatch_tokens_max;
-        accumulate(learner, self.axes, &lengths(samples), tokens_max, |learner, rows| {
-            microbatch(learner, &rows.iter().map(|&i| samples[i]).collect::<Vec<_>>())
+        let lengths: Vec<usize> = samples.iter().map(|sample| sample.length()).collect();
+        accumulate(learner, self.axes, &lengths, tokens_max, |learner, rows| {
+            microbatch(self, learner, &rows.iter().map(|&i| samples[i]).collect::<Vec<_>>(), totals)
         })
     }
 
     /// Makes the step behind gradients whose loss was `loss`; what it reports goes by `keys`.
     fn step(&self, learner: &mut Learner, loss: f64, samples: &[&Experience], keys: [&str; 4]) -> Result<Sums> {
-        let rows = |learner: &Learner| {
-            let tokens_max = self.config.ppo.microbatch_tokens_max;
-            let made = microbatches(learner, self.axes, &lengths(samples), tokens_max).into_iter();
-            made.map(|rows| pack(rows.into_iter().map(|i| samples[i])).shard(&self.axes.sequence)).collect()
-        };
-        learner.step_if_finite(self.axes, self.config.gradient.recompute, loss, rows)?;
+        let part = |rows: &[usize]| pack(rows.iter().map(|&i| samples[i])).shard(&self.axes.sequence);
+        learner.step_if_finite(self.axes, self.config.gradient.recompute, loss, part)?;
         let StepReport { grad_norm, lr } = learner.report;
         let [steps, norm, norm_max, rate] = keys;
         Ok(Sums::of([(steps, 1.0), (norm, grad_norm), (norm_max, grad_norm), (rate, lr)]))
@@ -195,19 +192,6 @@ impl Update<'_> {
             (keys::VALUE_CLIP_RATIO, found.clipped as f64),
         ])
     }
-}
-
-/// The response tokens of a minibatch, over all ranks.
-fn totals(samples: &[&Experience]) -> Totals {
-    let mut totals = Totals::default();
-    for sample in samples {
-        totals.add_mask(&sample.mask);
-    }
-    totals
-}
-
-fn lengths(samples: &[&Experience]) -> Vec<usize> {
-    samples.iter().map(|sample| sample.length()).collect()
 }
 
 fn pack<'a>(samples: impl Iterator<Item = &'a Experience>) -> PackedRow {
