@@ -20,13 +20,7 @@ pub struct Needs {
 
 impl Run {
     pub fn banner(&mut self, steps: u64, resumed_from: Option<u64>, models: Vec<BannerModel>, needs: Needs) {
-        let mut hosts: Vec<(String, usize)> = Vec::new();
-        for host in &self.ranks.world.hosts {
-            match hosts.iter_mut().find(|(name, _)| name == host) {
-                Some((_, ranks)) => *ranks += 1,
-                None => hosts.push((host.clone(), 1)),
-            }
-        }
+        let hosts = gpu::alike(&self.ranks.world.hosts).into_iter();
         let devices = match self.device {
             Device::Cpu => vec![device::describe()],
             Device::Cuda => gpu::describe(&self.ranks.all),
@@ -40,7 +34,7 @@ impl Run {
             seed: self.config.job.seed,
             steps,
             resumed_from,
-            hosts,
+            hosts: hosts.map(|(name, ranks)| (name.clone(), ranks.len())).collect(),
             threads_per_rank: device::cpu::pool::pool().threads(),
             devices: [devices, self.device_rows.clone()].concat(),
             meshes: self.of_placements(|layout| layout.mesh.to_string()),

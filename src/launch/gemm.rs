@@ -1,7 +1,6 @@
 //! `job.gemm`: who computes GEMMs on a GPU, our exact kernels or cuBLASLt. `auto` takes the one with the shorter step, as two
 //! GEMMs predict it that the start times with the shapes of this job on this rank.
 
-use super::layout::Layout;
 use super::ranks::Ranks;
 use super::self_test::SelfTest;
 use super::step_shape::StepShape;
@@ -136,18 +135,14 @@ fn times(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<Times> {
     gpu().trim();
     all.all_reduce_max_f64(&mut seconds);
     let [exact, fast, exact_backward, fast_backward] = seconds;
-    let (trained, forwards) = passes(config, shape, layout);
-    Ok(Times::new(tokens, [[exact, fast], [exact_backward, fast_backward]], trained, forwards))
-}
-
-/// How often the tokens of a step pass models forward and backward, and forward alone with exact GEMMs and with cuBLASLt.
-fn passes(config: &Config, shape: &StepShape, layout: &Layout) -> (f64, [f64; 2]) {
-    let of = |is: bool| f64::from(u8::from(is));
-    let (trained, scored) = ((shape.epochs * shape.trained) as f64, shape.scored as f64);
-    let again = of(config.gradient.recompute) * trained;
-    let ppo = &config.ppo;
-    let old = |fast| of(shape.has_rollout() && ppo.recomputes_old_logprobs(&layout.mesh, &layout.rollout(), fast));
-    (trained, [false, true].map(|fast| again + scored + old(fast)))
+    // How often the tokens of a step pass models forward and backward, and forward alone.
+    let trained = shape.epochs * shape.trained;
+    let forwards = [false, true].map(|fast| {
+        let again = if config.gradient.recompute { trained } else { 0 };
+        let old = shape.has_rollout() && config.ppo.recomputes_old_logprobs(&layout.mesh, &layout.rollout(), fast);
+        (again + shape.scored + usize::from(old)) as f64
+    });
+    Ok(Times::new(tokens, [[exact, fast], [exact_backward, fast_backward]], trained as f64, forwards))
 }
 
 /// Seconds of y (m, n) = x (m, k) W (n, k)^T, and of the gradients of x and W.

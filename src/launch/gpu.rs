@@ -5,7 +5,7 @@ use super::ranks::Ranks;
 use super::self_test::SelfTest;
 use crate::comm::backends::{self, Axis};
 use crate::comm::self_test;
-use crate::comm::{Axes, Group, World, gpus, phase};
+use crate::comm::{Group, World, gpus, phase, records};
 use crate::config::Config;
 use crate::config::job::{Collectives, DeviceName};
 use crate::config::mesh::RoleName;
@@ -18,7 +18,6 @@ use crate::device::cuda::sample::PARTS_MAX;
 use crate::device::cuda::{self, Gpu, Stream, devices, kv_cache, links};
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
-use crate::metrics::keys;
 use crate::model::{Arch, Head, TensorPart};
 use crate::tensor::DType;
 use std::sync::{LazyLock, OnceLock};
@@ -64,8 +63,11 @@ pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opene
             Some(started.and_then(|()| checked(config, world, models)))
         }
         DeviceName::Auto => {
+            let present = world.group().agree(devices::devices().map(drop).map_err(Error::usage));
+            // The error without the device that the job did not ask for.
+            let unasked = |e: Error| Error { message: e.message.replace(" with job.device = \"gpu\"", ""), ..e };
             let suits = || world.group().agree(suits(config).map_err(unasked));
-            let started = present(world).and_then(|()| suits()).and_then(|()| start(world));
+            let started = present.and_then(|()| suits()).and_then(|()| start(world));
             Some(started.and_then(|()| checked(config, world, models)))
         }
     };
@@ -82,23 +84,27 @@ pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opene
         }
         return Ok(Opened { gpu: None, no_gpu, checked });
     }
+    Ok(Opened { gpu: Some(of_ranks(world)), no_gpu, checked })
+}
+
+/// What the ranks' GPUs are to a plan. All ranks call this.
+fn of_ranks(world: &World) -> GpuOfRanks {
     let gpu = cuda::gpu();
     // After this gather every rank has allocated what it needs besides tensors: what is free then is free for tensors.
     let pci = &gpu.properties().pci;
     let host_and_gpu = |host: &str, pci: &str| format!("{host} {pci}").into_bytes();
     let all = world.group().all_gather_bytes(&host_and_gpu(&world.hosts[world.rank], pci));
     let sharers = all.iter().filter(|other| **other == all[world.rank]).count() as u64;
-    let mine = *SHARE.get_or_init(|| share(gpu.free_bytes() as u64, sharers));
+    let mine = *SHARE.get_or_init(|| {
+        let each = gpu.free_bytes() as u64 / sharers.max(1);
+        each - LIBRARIES_BYTES.min(each / LIBRARIES_SHARE)
+    });
     let mut least = [-(mine as f64)];
     world.group().all_reduce_max_f64(&mut least);
-    let name = &gpu.properties().name;
     // All ranks plan for the first rank's kind of GPU and node, so that they choose the same layout.
-    let seen = world.group().all_gather_bytes(format!("{} {name}", world.local_size).as_bytes());
-    let first = String::from_utf8_lossy(&seen[0]).into_owned();
-    let (ranks_per_node, name) = first.split_once(' ').unwrap_or(("1", name));
-    let ranks_per_node = ranks_per_node.parse().unwrap_or(world.local_size);
-    let gpu = GpuOfRanks { name: name.to_string(), memory_bytes: -least[0] as u64, ranks_per_node };
-    Ok(Opened { gpu: Some(gpu), no_gpu, checked })
+    let of_first = || (gpu.properties().name.clone(), world.local_size);
+    let (name, ranks_per_node) = records::of_first(&world.group(), of_first);
+    GpuOfRanks { name, memory_bytes: -least[0] as u64, ranks_per_node }
 }
 
 /// Runs the self-test where the job wants it and its models suit GPUs: what does not suit them is refused elsewhere. All ranks
@@ -109,17 +115,6 @@ fn checked(config: &Config, world: &World, models: &Models) -> Result<Option<Sel
     let hint =
         "the log of the driver may know why; job.device = \"cpu\" computes without it, job.check = false all the same";
     world.group().agree(compared.map_err(|error| error.also(hint)))
-}
-
-/// Whether every rank sees a GPU; if not, the job's settings are not the reason. All ranks call this.
-fn present(world: &World) -> Result<()> {
-    world.group().agree(devices::devices().map(drop).map_err(Error::usage))
-}
-
-/// The error without the device that the job did not ask for.
-fn unasked(mut error: Error) -> Error {
-    error.message = error.message.replace(" with job.device = \"gpu\"", "");
-    error
 }
 
 /// Starts this rank's GPU. All ranks call this.
@@ -173,27 +168,12 @@ pub fn join(config: &Config, ranks: &Ranks) -> Result<(Vec<String>, Option<Strin
 
 static ALONE: LazyLock<Group> = LazyLock::new(Group::one);
 
-/// How decoding is launched, for the banner; the same on all ranks.
-pub fn decoding(config: &Config, rollout: &Axes) -> String {
-    match rollout.tensor.check_graphs() {
-        _ if !config.rollout.graphs => "kernel by kernel, as rollout.graphs = false".into(),
-        Err(why) => format!("kernel by kernel, because {why}"),
-        Ok(()) if rollout.tensor.size() > 1 => "CUDA graphs, which hold the collectives of the tensor axis".into(),
-        Ok(()) => "CUDA graphs".into(),
-    }
-}
-
 /// Bytes of its GPU that this rank may take for tensors.
 static SHARE: OnceLock<u64> = OnceLock::new();
 
 /// What NCCL, cuBLASLt and graphs take of a GPU besides tensors, and the largest share of the free memory that is kept for them.
 const LIBRARIES_BYTES: u64 = 1 << 30;
 const LIBRARIES_SHARE: u64 = 16;
-
-fn share(free: u64, sharers: u64) -> u64 {
-    let each = free / sharers.max(1);
-    each - LIBRARIES_BYTES.min(each / LIBRARIES_SHARE)
-}
 
 /// What CUDA, its libraries and NCCL's channels keep of a GPU, as a plan declares it.
 pub const PROGRAM_BYTES: usize = 1536 << 20;
@@ -213,34 +193,14 @@ pub fn limit(config: &Config, expected: Option<&Expected>) {
     cuda::gpu().reserve(usize::try_from(wanted.min(limit)).unwrap_or(0));
 }
 
-/// Bytes that the rollout's cache may take: what is left beside what forwards need, of which the plan knows; half where it does
-/// not.
-pub fn cache_bytes(forwards: Option<usize>) -> u64 {
-    forwards.map_or(memory_free() / 2, |bytes| cache_bytes_beside(bytes as u64))
-}
-
 /// Bytes that the KV cache may take where forwards take `bytes` at most.
-pub fn cache_bytes_beside(bytes: u64) -> u64 {
+pub fn cache_bytes(bytes: u64) -> u64 {
     let left = memory_free();
     left.saturating_sub(bytes + (bytes / 4).max(left / 32))
 }
 
 pub fn memory_free() -> u64 {
     null::memory_free().unwrap_or_else(|| cuda::gpu().usage().left() as u64)
-}
-
-/// Memory metrics of the GPU, and of the host; `resident`: the most that the process had resident.
-pub fn memory_values(resident: u64) -> Vec<(&'static str, f64)> {
-    let usage = cuda::gpu().usage();
-    vec![
-        (keys::MEMORY_PEAK_BYTES, usage.peak as f64),
-        (keys::MEMORY_ARENA_PEAK_BYTES, usage.peak as f64),
-        (keys::MEMORY_HOST_PEAK_BYTES, resident as f64),
-        (keys::MEMORY_PINNED_BYTES, usage.pinned as f64),
-        (keys::MEMORY_REQUESTS, (usage.requests + usage.pinned_requests) as f64),
-        (keys::GPU_GRAPH_LAUNCHES, cuda::gpu().replays() as f64),
-        (keys::GPU_HOST_WAITS, cuda::gpu().waits().drained as f64),
-    ]
 }
 
 /// Refuses settings that GPUs do not support yet.
@@ -300,36 +260,30 @@ pub fn check_cut(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
     .hint(format!("tensor can be {}", sizes.join(", "))))
 }
 
-/// This process's GPU and its PCI address.
-pub fn name() -> String {
-    let properties = cuda::gpu().properties();
-    format!("{} at {}", properties.name, properties.pci)
-}
-
 /// Rows of the banner: the GPU of each rank, and its kernels. A collective.
 pub fn describe(all: &Group) -> Vec<String> {
     let gpu = cuda::gpu();
     let p = gpu.properties();
     let (total, limit) = (format_bytes(p.memory_bytes as u64), format_bytes(gpu.usage().limit as u64));
     let mine = format!("{}, {total} at {}, {}, {limit} of it per rank", p.name, p.pci, links::of(&p.pci));
-    let mut rows = by_description(&all.all_gather_bytes(mine.as_bytes()));
-    rows.push(format!("kernels from {}", gpu.origin()));
-    rows
-}
-
-/// One row for each distinct description, with the ranks that have it.
-fn by_description(of_ranks: &[Vec<u8>]) -> Vec<String> {
-    let mut rows: Vec<(&[u8], Vec<usize>)> = Vec::new();
-    for (rank, description) in of_ranks.iter().enumerate() {
-        match rows.iter_mut().find(|(known, _)| known == description) {
-            Some((_, ranks)) => ranks.push(rank),
-            None => rows.push((description, vec![rank])),
-        }
-    }
-    let row = |(description, ranks): (&[u8], Vec<usize>)| {
+    let of_ranks = all.all_gather_bytes(mine.as_bytes());
+    let row = |(description, ranks): (&Vec<u8>, Vec<usize>)| {
         format!("{}: {}", list_ranks(&ranks), String::from_utf8_lossy(description))
     };
-    rows.into_iter().map(row).collect()
+    let kernels = format!("kernels from {}", gpu.origin());
+    alike(&of_ranks).into_iter().map(row).chain([kernels]).collect()
+}
+
+/// What ranks have, each once, with the ranks that have it.
+pub fn alike<T: PartialEq>(of_ranks: &[T]) -> Vec<(&T, Vec<usize>)> {
+    let mut all: Vec<(&T, Vec<usize>)> = Vec::new();
+    for (rank, of_rank) in of_ranks.iter().enumerate() {
+        match all.iter_mut().find(|(known, _)| *known == of_rank) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => all.push((of_rank, vec![rank])),
+        }
+    }
+    all
 }
 
 /// `rank 3`, `ranks 0 to 7`, `ranks 0, 8, 16`.
@@ -347,20 +301,23 @@ mod tests {
 
     #[test]
     fn ranks_whose_gpus_have_the_same_description_share_a_row() {
-        let rows =
-            |texts: &[&str]| by_description(&texts.iter().map(|text| text.as_bytes().to_vec()).collect::<Vec<_>>());
-        assert_eq!(rows(&["a", "a", "a"]), ["ranks 0 to 2: a"]);
-        assert_eq!(rows(&["at 1", "at 2", "at 1", "at 2"]), ["ranks 0, 2: at 1", "ranks 1, 3: at 2"]);
-        assert_eq!(rows(&["a"]), ["rank 0: a"]);
+        let ranks = |gpus: &[u8]| alike(gpus).iter().map(|(_, ranks)| list_ranks(ranks)).collect::<Vec<_>>();
+        assert_eq!(ranks(&[7, 7, 7]), ["ranks 0 to 2"]);
+        assert_eq!(ranks(&[1, 2, 1, 2]), ["ranks 0, 2", "ranks 1, 3"]);
+        assert_eq!(ranks(&[7]), ["rank 0"]);
+    }
+
+    fn largest() -> Arch {
+        let config = serde_json::json!({
+            "model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 1,
+            "num_attention_heads": 128, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 1 << 20
+        });
+        Arch::from_config(config.as_object().expect("an object")).expect("a known family")
     }
 
     #[test]
     fn shares_that_no_kernel_reads_are_refused_with_the_numbers_of_ranks_that_work() {
-        let config = serde_json::json!({
-            "model_type": "llama", "hidden_size": 512, "intermediate_size": 72, "num_hidden_layers": 1,
-            "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 50
-        });
-        let arch = Arch::from_config(config.as_object().expect("an object")).expect("a known family");
+        let arch = Arch { width: 512, mlp_width: 72, heads: 8, kv_heads: 2, head_dim: 64, vocabulary: 50, ..largest() };
         assert_eq!(check_arch(Device::Cuda, &arch, 1), Ok(()));
         let error = check_cut(Device::Cuda, &arch, 2).expect_err("36 is no multiple of 8");
         assert!(error.message.contains("tensor = 2 cuts intermediate_size = 72 into shares such as 36"), "{error}");
@@ -371,11 +328,7 @@ mod tests {
 
     #[test]
     fn sizes_that_no_kernel_takes_are_refused_before_the_first_step() {
-        let config = serde_json::json!({
-            "model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 1,
-            "num_attention_heads": 128, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 1 << 20
-        });
-        let arch = Arch::from_config(config.as_object().expect("an object")).expect("a known family");
+        let arch = largest();
         assert_eq!(check_arch(Device::Cuda, &arch, 64), Ok(()), "the largest");
         let message_of = |arch: Arch, tensor| check_arch(Device::Cuda, &arch, tensor).expect_err("too large").message;
         let wide = message_of(Arch { width: 16392, ..arch.clone() }, 1);

@@ -40,7 +40,10 @@ impl InferenceModel {
         let device = if opened.gpu.is_some() { Device::Cuda } else { Device::Cpu };
         let dtype = config.model.dtype();
         let description = match device {
-            Device::Cuda => format!("{} in {}, {}", gpu::name(), dtype.name(), opened.describe_kernels()),
+            Device::Cuda => {
+                let (gpu, kernels) = (cuda::gpu().properties(), opened.describe_kernels());
+                format!("{} at {} in {}, {kernels}", gpu.name, gpu.pci, dtype.name())
+            }
             Device::Cpu => {
                 let no_gpu = opened.no_gpu.map_or(String::new(), |why| format!(", no GPU: {why}"));
                 format!("{} in {}{no_gpu}", device::describe(), dtype.name())
@@ -62,7 +65,7 @@ impl InferenceModel {
     /// Bytes that the KV cache may take: on a GPU what forwards leave, on a CPU half of this rank's share of the free memory.
     pub fn cache_bytes(&self, config: &RolloutConfig, requests: &[Request]) -> u64 {
         if self.is_on_gpu() {
-            gpu::cache_bytes_beside(forward_bytes(&self.transformer.arch, 1, config, requests.len()))
+            gpu::cache_bytes(forward_bytes(&self.transformer.arch, 1, config, requests.len()))
         } else {
             memory::available_bytes() / self.local_size as u64 / 2
         }

@@ -12,7 +12,7 @@ use crate::rollout::blocks::pages_of;
 use crate::rollout::scheduler::cached_tokens_max;
 use crate::sys::{files, memory};
 use crate::tensor::arena::{self, Usage};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Bytes of a learned parameter in a checkpoint: f32 weight and both moments.
 const CHECKPOINT_BYTES: usize = 12;
@@ -56,7 +56,10 @@ impl Run {
     fn fits_disk(&self, learned: usize, export: usize, rollout_bytes: u64) -> Result<()> {
         let (checkpoints, metrics, steps) = (&self.config.checkpoint, &self.config.metrics, self.config.job.steps);
         let to_come = |dir: &Path, keep_last, every_steps| {
-            let there = std::fs::read_dir(dir).map_or(0, |dir| dir.flatten().filter(is_of_a_step).count());
+            // Checkpoints, or files of rollouts.
+            let is_of_a_step =
+                |path: &PathBuf| path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"step-"));
+            let there = files::entries(dir).map_or(0, |all| all.iter().filter(|path| is_of_a_step(path)).count());
             files_to_come(keep_last, every_steps, steps, there)
         };
         let count = to_come(&self.checkpoints(), checkpoints.keep_last, checkpoints.every_steps);
@@ -124,11 +127,6 @@ pub fn check_sampling(config: &RolloutConfig, transformer: &Transformer, prompt_
     .hint(format!(
         "set rollout.kv_bytes_max = {needed} at least, or 0, or lower data.prompt_tokens_max or rollout.response_tokens_max"
     )))
-}
-
-/// Whether a checkpoint, or a file of rollouts.
-fn is_of_a_step(entry: &std::fs::DirEntry) -> bool {
-    entry.file_name().to_string_lossy().starts_with("step-")
 }
 
 /// How many more checkpoints, or files of rollouts, a run will hold at once than there are: those that are kept, and the one that

@@ -9,18 +9,12 @@ use crate::config::mesh::{Offload, RoleName};
 use crate::device::Device;
 use crate::device::cuda::owned_by;
 use crate::error::Result;
-use crate::learn::Role;
-use crate::learn::learner::{Learner, StateLocation};
+use crate::learn::Learner;
+use crate::learn::role::{Role, owner};
 use crate::sys::files;
 use crate::tensor::arena::Buffer;
 
 impl Run {
-    /// Where the optimizer's state is between the updates of a GPU.
-    pub fn state_location(&self) -> StateLocation {
-        let is_offloaded = self.device == Device::Cuda && self.ranks.layout().swap.optimizer;
-        if is_offloaded { StateLocation::Host } else { StateLocation::Device }
-    }
-
     fn roles_wait(&self) -> bool {
         self.device == Device::Cuda && self.ranks.layout().swap.roles
     }
@@ -38,7 +32,7 @@ impl Run {
 
     /// Brings offloaded weights back.
     pub fn onload(&self, role: &mut Role) {
-        owned_by(role.owner(), || role.weights.onload());
+        owned_by(owner(role.name), || role.weights.onload());
     }
 
     /// Offloads the weights of a model that is not trained, where the job says so.

@@ -13,7 +13,8 @@ use crate::config::optim::OptimConfig;
 use crate::data::RowTokens;
 use crate::device::{Device, cuda, null};
 use crate::error::{Error, Kind, Result, format_bytes};
-use crate::learn::{Learner, Role};
+use crate::learn::Role;
+use crate::learn::learner::{Learner, StateLocation};
 use crate::metrics::{self, Recorder, keys};
 use crate::model::export::remove_leftovers;
 use crate::model::{Arch, Head, ParamTable, TensorPart};
@@ -149,8 +150,10 @@ impl Run {
     /// A learner of a role, with its optimizer state offloaded where the job says so, for a run of `updates` steps. All ranks of
     /// the role's placement call this.
     pub fn learner(&self, role: Role, optim: &OptimConfig, updates: u64, values: Values) -> Result<Learner> {
-        let (axes, gradient) = (&self.ranks.axes, &self.config.gradient);
-        let made = Learner::new(self.state_location(), role, optim, gradient, updates, axes, self.ranks.layout().zero);
+        let (axes, gradient, layout) = (&self.ranks.axes, &self.config.gradient, self.ranks.layout());
+        let waits = self.device == Device::Cuda && layout.swap.optimizer;
+        let location = if waits { StateLocation::Host } else { StateLocation::Device };
+        let made = Learner::new(location, role, optim, gradient, updates, axes, layout.zero);
         let made = if values == Values::ToRestore { made } else { made.and_then(Learner::with_masters) };
         let mut learner = axes.all.agree(made)?;
         self.offload(Offload::Optimizer, learner.zero.buffers_mut())?;
@@ -213,13 +216,21 @@ impl Run {
 
     /// Bytes of a GPU that the rollout's cache may take beside its forwards, of which the plan knows; none on the CPU.
     pub fn cache_bytes(&self) -> Option<u64> {
-        let forwards = || self.expected().map(|expected| expected.forwards);
-        (self.device == Device::Cuda).then(|| gpu::cache_bytes(forwards()))
+        let forwards = || self.expected().map(|expected| expected.forwards as u64);
+        // Half of what is left, where the plan does not know.
+        (self.device == Device::Cuda).then(|| forwards().map_or_else(|| gpu::memory_free() / 2, gpu::cache_bytes))
     }
 
     /// How a GPU launches decoding, in words; the same on all ranks.
     pub fn decoding(&self) -> Option<String> {
-        (self.device == Device::Cuda).then(|| gpu::decoding(&self.config, &self.ranks.rollout_axes))
+        let tensor = &self.ranks.rollout_axes.tensor;
+        let launched = || match tensor.check_graphs() {
+            _ if !self.config.rollout.graphs => "kernel by kernel, as rollout.graphs = false".into(),
+            Err(why) => format!("kernel by kernel, because {why}"),
+            Ok(()) if tensor.size() > 1 => "CUDA graphs, which hold the collectives of the tensor axis".into(),
+            Ok(()) => "CUDA graphs".into(),
+        };
+        (self.device == Device::Cuda).then(launched)
     }
 
     /// Peak memory of the fullest rank: of its device, and with a GPU also of the host. A collective.
@@ -231,7 +242,18 @@ impl Run {
                 (keys::MEMORY_ARENA_PEAK_BYTES, arena::usage().peak as f64),
                 (keys::MEMORY_START_BYTES, self.resident_at_start as f64),
             ],
-            Device::Cuda => gpu::memory_values(resident),
+            Device::Cuda => {
+                let (gpu, usage) = (cuda::gpu(), cuda::gpu().usage());
+                vec![
+                    (keys::MEMORY_PEAK_BYTES, usage.peak as f64),
+                    (keys::MEMORY_ARENA_PEAK_BYTES, usage.peak as f64),
+                    (keys::MEMORY_HOST_PEAK_BYTES, resident as f64),
+                    (keys::MEMORY_PINNED_BYTES, usage.pinned as f64),
+                    (keys::MEMORY_REQUESTS, (usage.requests + usage.pinned_requests) as f64),
+                    (keys::GPU_GRAPH_LAUNCHES, gpu.replays() as f64),
+                    (keys::GPU_HOST_WAITS, gpu.waits().drained as f64),
+                ]
+            }
         };
         let mut numbers: Vec<f64> = values.iter().map(|(_, bytes)| *bytes).collect();
         self.ranks.all.all_reduce_max_f64(&mut numbers);
