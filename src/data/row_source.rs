@@ -98,8 +98,9 @@ impl<T: Row> RowSource<T> {
     }
 
     /// All rows of the eval split, in the order of the sources; empty where there is none.
-    pub fn eval_rows(&self) -> Result<Vec<T>> {
-        self.rows.eval.iter().map(|entry| T::of(entry, &self.rows, &self.tokenizer)).collect()
+    pub fn eval_rows(&self, most: usize) -> Result<Vec<T>> {
+        let most = if most == 0 { usize::MAX } else { most };
+        self.rows.eval.iter().take(most).map(|entry| T::of(entry, &self.rows, &self.tokenizer)).collect()
     }
 }
 

@@ -70,11 +70,6 @@ impl Role {
         Self { name, dir: dir.to_path_buf(), transformer, weights, source: None }
     }
 
-    /// The owner that the memory of its weights is counted for.
-    pub fn owner(&self) -> &'static str {
-        owner(self.name)
-    }
-
     pub fn arch(&self) -> &Arch {
         &self.transformer.arch
     }
@@ -86,7 +81,7 @@ impl Role {
 }
 
 /// The owner that the memory of a role's weights is counted for.
-fn owner(role: &str) -> &'static str {
+pub fn owner(role: &str) -> &'static str {
     match role {
         "actor" => "weights of the actor",
         "critic" => "weights of the critic",

@@ -29,16 +29,11 @@ pub fn logprobs(
     })
 }
 
-/// Values of each sample: before each response token, and after the last. All ranks of the mesh call this.
-pub fn values(role: &Role, axes: &Axes, samples: &[Experience], tokens_max: usize) -> Vec<(Vec<f32>, f32)> {
-    let found = over_plan(role, axes, samples, tokens_max, 1, |row, hidden| {
+/// Values of each sample: before each response token, and one after the last. All ranks of the mesh call this.
+pub fn values(role: &Role, axes: &Axes, samples: &[Experience], tokens_max: usize) -> Vec<Vec<f32>> {
+    over_plan(role, axes, samples, tokens_max, 1, |row, hidden| {
         role.transformer.values_on_device(&role.weights, hidden, &row.rows)
-    });
-    let split = |mut values: Vec<f32>| {
-        let last = values.pop().unwrap_or_default();
-        (values, last)
-    };
-    found.into_iter().map(split).collect()
+    })
 }
 
 /// The samples' tokens; scored are the states before response tokens and, where `last` is 1, that after the last one.

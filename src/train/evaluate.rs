@@ -21,10 +21,7 @@ pub fn evaluate(
     step: u64,
     start: Instant,
 ) -> Result<Option<Metrics>> {
-    let mut prompts = run.ranks.all.agree(collector.source.eval_rows())?;
-    if run.config.eval.samples_max > 0 {
-        prompts.truncate(run.config.eval.samples_max);
-    }
+    let prompts = run.ranks.all.agree(collector.source.eval_rows(run.config.eval.samples_max))?;
     if prompts.is_empty() {
         return Ok(Some(Vec::new()));
     }

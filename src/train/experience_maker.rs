@@ -54,13 +54,12 @@ pub struct Collected {
     pub moved: Option<f64>,
 }
 
-/// Answers and scores `prompts`; responses in `finished` are kept. Responses reach all ranks over `pipeline`; without one all roles
-/// are on the same ranks: then there is one batch, and no rank waits. All ranks of the run call this.
+/// Answers and scores `prompts`; responses in `finished` are kept. Responses reach all ranks over the collector's pipeline; without one
+/// all roles are on the same ranks: then there is one batch, and no rank waits. All ranks of the run call this.
 pub fn make_experience(
     run: &Run,
     models: &mut RolloutModels,
     collector: &mut Collector,
-    pipeline: Option<&Stream>,
     step: u64,
     prompts: &[Prompt],
     finished: &[Response],
@@ -83,7 +82,7 @@ pub fn make_experience(
             let all = collector.responses_of_all(&run.config.rollout, prompts, &part);
             Box::new(move || Ok(vec![all]))
         } else {
-            all_gather(&run.ranks.all, pipeline, &mine)
+            all_gather(&run.ranks.all, collector.pipeline.as_ref(), &mine)
         };
         if gathered.is_some() {
             pending.push(responses);
@@ -178,8 +177,8 @@ struct Scores {
     /// The actor's, where they are recomputed.
     logprobs: Vec<Vec<f32>>,
     ref_logprobs: Vec<Vec<f32>>,
-    /// Before each response token, and after the last.
-    values: Vec<(Vec<f32>, f32)>,
+    /// Before each response token, and one after the last.
+    values: Vec<Vec<f32>>,
 }
 
 fn score(
@@ -241,12 +240,10 @@ impl Scores {
 
     /// Zeros for the scores of placements that a null device does not have.
     fn complete(&mut self, samples: &[Experience]) {
-        let lengths = || samples.iter().map(|sample| vec![0.0; sample.response.tokens.len()]);
-        if self.ref_logprobs.is_empty() {
-            self.ref_logprobs = lengths().collect();
-        }
-        if self.values.is_empty() {
-            self.values = lengths().map(|values| (values, 0.0)).collect();
+        for (scores, last) in [(&mut self.ref_logprobs, 0), (&mut self.values, 1)] {
+            if scores.is_empty() {
+                *scores = samples.iter().map(|sample| vec![0.0; sample.response.tokens.len() + last]).collect();
+            }
         }
     }
 
@@ -258,9 +255,9 @@ impl Scores {
         for (sample, logprobs) in samples.iter_mut().zip(&self.ref_logprobs) {
             sample.ref_logprobs.clone_from(logprobs);
         }
-        for (sample, (values, last)) in samples.iter_mut().zip(&self.values) {
-            sample.values.clone_from(values);
-            sample.last_value = *last;
+        for (sample, values) in samples.iter_mut().zip(&self.values) {
+            let (last, before) = values.split_last().expect("a value after the last token");
+            (sample.values, sample.last_value) = (before.to_vec(), *last);
         }
         let mut gap = (!self.logprobs.is_empty()).then_some(0.0);
         for (sample, logprobs) in samples.iter_mut().zip(&self.logprobs) {

@@ -2,6 +2,7 @@
 //! a resume notices other contents under the same path.
 
 use super::models::JobModel;
+use crate::comm::records;
 use crate::config::Config;
 use crate::config::checkpoint::ChangedInputs;
 use crate::data::shard::FileHash;
@@ -60,10 +61,7 @@ impl Hashed {
 
     /// Hashes the files that the first rank lists: other hosts may still see an older listing.
     fn add(&mut self, run: &Run, list: impl Fn() -> Vec<SourceFile>) -> Result<BTreeMap<PathBuf, FileHash>> {
-        let listed = if run.ranks.world.rank == 0 { list() } else { Vec::new() };
-        let mut listed = serde_json::to_vec(&listed).map_err(|e| Error::fault(format!("inputs: {e}")))?;
-        run.ranks.all.broadcast_bytes(0, &mut listed);
-        let files: Vec<SourceFile> = serde_json::from_slice(&listed).expect("a peer of the same build wrote it");
+        let files = records::of_first(&run.ranks.all, list);
         let paths: Vec<PathBuf> = files.iter().map(|file| file.path.clone()).collect();
         let found = self.hashes.of(&paths, &run.ranks.all)?;
         for SourceFile { key, file, path } in files.into_iter().filter(|file| !file.key.is_empty()) {

@@ -1,12 +1,10 @@
 //! The models of a job: described by their directories, checked against each other, and loaded.
 
-use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::optim::OptimConfig;
 use crate::error::{Error, Result};
 use crate::launch::run::{Run, Values};
 use crate::learn::{Learner, Role};
-use crate::metrics::BannerModel;
 use crate::model::{Arch, Head, ParamTable};
 use crate::text::Tokenizer;
 use std::path::{Path, PathBuf};
@@ -39,15 +37,6 @@ pub struct JobModel {
 impl JobModel {
     pub fn table(&self) -> ParamTable {
         ParamTable::new(&self.arch, self.spec.head)
-    }
-
-    pub fn shown(&self, config: &Config) -> BannerModel {
-        BannerModel {
-            role: self.spec.role.name().to_string(),
-            parameters: self.table().parameters() as u64,
-            dtype: config.model.dtype().name().to_string(),
-            path: self.spec.dir.display().to_string(),
-        }
     }
 }
 

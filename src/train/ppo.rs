@@ -8,7 +8,7 @@ use super::rollout_weights::{Gathered, RolloutWeights};
 use super::update::Update;
 use super::{evaluate, placement, report};
 use crate::advantage::AdvantageState;
-use crate::comm::{Stream, phase, records};
+use crate::comm::{phase, records};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::ppo::KlIn;
@@ -38,8 +38,6 @@ pub struct Ppo {
     reference: Option<Role>,
     /// Where the actor is on this rank.
     rollout_weights: Option<RolloutWeights>,
-    /// Over which responses reach all ranks, where roles are on ranks of their own.
-    pipeline: Option<Stream>,
     collector: Collector,
     advantage: AdvantageState,
     /// The rest of a step that an earlier start interrupted.
@@ -145,7 +143,6 @@ impl Job for Ppo {
             critic,
             reference: frozen.pop(),
             collector: Collector::new(run, source, tokenizer, arch, weights_bytes)?,
-            pipeline: (run.ranks.placements.len() > 1).then(|| Stream::new("pipeline", &[&run.ranks.all])),
             advantage: AdvantageState::new(&run.config.ppo),
             work: None,
             actor,
@@ -223,9 +220,8 @@ impl Ppo {
             critic: self.critic.as_mut().map(|critic| &mut critic.role),
             reference: self.reference.as_mut(),
         };
-        let collector = &mut self.collector;
-        let (number, phases, pipeline) = (step.number, &mut step.phases, self.pipeline.as_ref());
-        let made = make_experience(run, &mut models, collector, pipeline, number, &prompts, finished, phases)?;
+        let (collector, number, phases) = (&mut self.collector, step.number, &mut step.phases);
+        let made = make_experience(run, &mut models, collector, number, &prompts, finished, phases)?;
         let unfinished = |samples: Vec<Experience>, error| {
             let responses = samples.into_iter().map(|sample| sample.response).collect();
             let work = records::encode(&Work::Rollout(responses));

@@ -1,7 +1,6 @@
 //! Rollout and reward of one rank's share of the prompts.
 
-use crate::comm::Group;
-use crate::comm::records;
+use crate::comm::{Group, Stream, records};
 use crate::config::rollout::RolloutConfig;
 use crate::data::PromptSource;
 use crate::device::cpu::pool::share;
@@ -23,6 +22,8 @@ use std::sync::Arc;
 pub struct Collector {
     pub source: PromptSource,
     pub tokenizer: Arc<Tokenizer>,
+    /// Over which responses reach all ranks, where roles are on ranks of their own.
+    pub pipeline: Option<Stream>,
     engine: Engine,
     reward: Reward,
     stop: Arc<Stop>,
@@ -59,7 +60,9 @@ impl Collector {
         let stop = Arc::new(Stop::new(&config.rollout, &eos));
         let engine = Engine::new(&config.rollout, run.memory_free().saturating_sub(weights_bytes as u64));
         let rng = Rng::new(config.job.seed, Purpose::Sample);
-        Ok(Self { source, tokenizer, engine, reward, stop, rng, context: arch.context, graphs_logged: false })
+        let pipeline = (run.ranks.placements.len() > 1).then(|| Stream::new("pipeline", &[&run.ranks.all]));
+        let context = arch.context;
+        Ok(Self { source, tokenizer, pipeline, engine, reward, stop, rng, context, graphs_logged: false })
     }
 
     /// Samples responses to this rank's share of the prompts `part`; those in `finished` are kept. All ranks of the actor call

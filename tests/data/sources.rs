@@ -95,7 +95,7 @@ fn rows_stay_in_their_split_when_rows_are_added() {
     let rows = questions(400);
     let split = |n: usize, name: &str| {
         let source = fixture.prompts(&ratio(&fixture.jsonl(name, &rows[..n])), 0).unwrap();
-        texts(&source.eval_rows().unwrap())
+        texts(&source.eval_rows(0).unwrap())
     };
     let (few, many) = (split(250, "few.jsonl"), split(400, "many.jsonl"));
     assert!(few.len() > 20 && many.len() > few.len());
@@ -113,7 +113,7 @@ fn an_eval_row_never_trains_even_where_it_occurs_twice() {
     let split = SplitConfig { by: SplitBy::Field, ..SplitConfig::default() };
     let by_field = DataConfig { eval_split: "eval".to_owned(), split, ..ratio(&fixture.jsonl("q.jsonl", &rows)) };
     let mut source = fixture.prompts(&by_field, 0).unwrap();
-    let eval = texts(&source.eval_rows().unwrap());
+    let eval = texts(&source.eval_rows(0).unwrap());
     let train = texts(&source.next(48).unwrap());
     assert_eq!((eval.len(), train.len()), (12, 48));
     assert!(eval.is_disjoint(&train));
@@ -129,12 +129,12 @@ fn an_empty_prompt_split_means_every_row_that_does_not_evaluate_and_files_can_be
     let fixture = Fixture::new();
     let all = DataConfig { prompt_split: String::new(), ..ratio(&fixture.jsonl("q.jsonl", &questions(100))) };
     let source = fixture.prompts(&all, 0).unwrap();
-    assert_eq!(source.epoch_rows() + source.eval_rows().unwrap().len() as u64, 100);
+    assert_eq!(source.epoch_rows() + source.eval_rows(0).unwrap().len() as u64, 100);
     let (train, test) = (fixture.jsonl("a.jsonl", &questions(30)[10..]), fixture.jsonl("b.jsonl", &questions(10)));
     let split = SplitConfig { by: SplitBy::File, eval_files: vec![test], ..SplitConfig::default() };
     let source = fixture.prompts(&DataConfig { split, ..ratio(&train) }, 0).unwrap();
-    assert_eq!((source.epoch_rows(), source.eval_rows().unwrap().len()), (20, 10));
-    assert_eq!(source.eval_rows().unwrap()[0].id, 20);
+    assert_eq!((source.epoch_rows(), source.eval_rows(0).unwrap().len()), (20, 10));
+    assert_eq!(source.eval_rows(0).unwrap()[0].id, 20);
 }
 
 #[test]
@@ -169,7 +169,7 @@ fn splits_of_a_shard_are_used_by_name() {
         ..config(out.to_str().unwrap())
     };
     let mut source = fixture.prompts(&named, 0).unwrap();
-    assert_eq!(source.eval_rows().unwrap().len(), 10);
+    assert_eq!(source.eval_rows(0).unwrap().len(), 10);
     let handed = source.next(40).unwrap();
     let hardness: Vec<u64> = handed.iter().map(|p| (p.label.parse::<u64>().unwrap() / 2 * 37) % 101).collect();
     assert!(hardness.is_sorted(), "{hardness:?}");

@@ -87,8 +87,9 @@ impl Step {
         samples.iter_mut().zip(found).for_each(|(sample, logprobs)| sample.ref_logprobs = logprobs);
         at.push(meter.now());
         let found = score::values(&self.critic.role, &axes, &samples, tokens_max);
-        samples.iter_mut().zip(found).for_each(|(sample, (values, last))| {
-            (sample.values, sample.last_value) = (values, last);
+        samples.iter_mut().zip(found).for_each(|(sample, mut values)| {
+            sample.last_value = values.pop().expect("a value after the last token");
+            sample.values = values;
         });
         at.push(meter.now());
         let kl_beta = self.state.kl.beta;
