@@ -32,9 +32,16 @@ impl GradientSum {
     /// `Usage` where `order = "fixed"` meets a number of ranks that is no power of two, a stage that shards gradients, or
     /// ranks that share samples.
     pub fn new(table: &Arc<ParamTable>, config: &GradientConfig, shards: &Shards, axes: &Axes) -> Result<Self> {
-        if config.order == GradientOrder::Fixed {
-            check_fixed(config, shards, axes)?;
+        let ranks = axes.data.size();
+        if config.order == GradientOrder::Fixed && !ranks.is_power_of_two() {
+            let chunks = config.chunks;
+            return Err(Error::usage(format!(
+                "gradient.order = \"fixed\" with {chunks} chunks on {ranks} data ranks, needed a chunk and a power of two"
+            ))
+            .hint("run on 1, 2, 4 ... ranks, or set gradient.order = \"fast\""));
         }
+        let mesh = Mesh { data: ranks, pipeline: 1, sequence: axes.sequence.size(), tensor: axes.tensor.size() };
+        config.check_layout(&mesh, if shards.gradients() { shards.stage() } else { 0 })?;
         let grads = Gradients::over(table.clone(), shards);
         let trees = table.units().iter().map(|unit| TreeSum::new(table.device(), unit.len())).collect();
         Ok(Self { grads, order: config.order, trees, fixed_chunks: config.chunks })
@@ -70,17 +77,4 @@ impl GradientSum {
         }
         self.grads.reduce(self.order);
     }
-}
-
-fn check_fixed(config: &GradientConfig, shards: &Shards, axes: &Axes) -> Result<()> {
-    let ranks = axes.data.size();
-    if !ranks.is_power_of_two() || config.chunks == 0 {
-        return Err(Error::usage(format!(
-            "gradient.order = \"fixed\" with {} chunks on {ranks} data ranks, needed a chunk and a power of two",
-            config.chunks
-        ))
-        .hint("run on 1, 2, 4 ... ranks, or set gradient.order = \"fast\""));
-    }
-    let mesh = Mesh { data: ranks, pipeline: 1, sequence: axes.sequence.size(), tensor: axes.tensor.size() };
-    config.check_layout(&mesh, if shards.gradients() { shards.stage() } else { 0 })
 }

@@ -137,37 +137,4 @@ mod tests {
         assert_eq!(row.row_offsets, [0, 2, 3]);
         assert_eq!(row.row_indices, [0, 1, 2]);
     }
-
-    #[test]
-    fn parts_hold_every_token_and_every_label_once() {
-        // Sequences from none to many tokens, some of whose tokens are predicted.
-        let mut row = PackedRow::new();
-        for (i, length) in [1u32, 0, 40, 3, 2, 17, 9].into_iter().enumerate() {
-            let tokens: Vec<u32> = (0..length).map(|at| 100 * i as u32 + at).collect();
-            row.push_where(&tokens, |at| at % 5 != 3);
-        }
-        for size in 1..10 {
-            let parts: Vec<PackedRow> = (0..size).map(|rank| row.part(rank, size)).collect();
-            let mut tokens: Vec<(u32, u32)> = Vec::new();
-            let mut labels = vec![None; row.rows.len()];
-            for part in &parts {
-                assert_eq!(part.cu_seqlens, row.cu_seqlens);
-                assert_eq!(part.row_offsets.len(), row.row_offsets.len());
-                tokens.extend(part.tokens.iter().copied().zip(part.positions.iter().copied()));
-                for (i, offsets) in part.row_offsets.windows(2).enumerate() {
-                    for at in offsets[0]..offsets[1] {
-                        let place = part.row_indices[at];
-                        assert!((row.row_offsets[i]..row.row_offsets[i + 1]).contains(&place), "of sequence {i}");
-                        let label = (part.tokens[part.rows[at] as usize], part.targets[at]);
-                        assert_eq!(labels[place].replace(label), None, "a label twice");
-                    }
-                }
-            }
-            tokens.sort_unstable();
-            let whole: Vec<(u32, u32)> = row.tokens.iter().copied().zip(row.positions.iter().copied()).collect();
-            assert_eq!(tokens, whole, "the tokens of this row ascend");
-            let of_whole = |place: usize| Some((row.tokens[row.rows[place] as usize], row.targets[place]));
-            assert!((0..labels.len()).all(|place| labels[place] == of_whole(place)), "{size} ranks: {labels:?}");
-        }
-    }
 }

@@ -1,43 +1,40 @@
 //! What a method measures: a list of (key, sum) over tokens, micro-batches, ranks and the updates of a step.
 
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// Sums by key. A key that ends in `_max` keeps the largest number, all others add up.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Sums(Vec<(String, f64)>);
+pub struct Sums(BTreeMap<String, f64>);
 
 impl Sums {
     pub fn of<const N: usize>(list: [(&str, f64); N]) -> Self {
-        Self(list.map(|(key, value)| (key.to_string(), value)).to_vec())
+        Self(list.map(|(key, value)| (key.to_string(), value)).into())
     }
 
     /// What is known of `key`: 0 where nothing was added.
     pub fn get(&self, key: &str) -> f64 {
-        self.find(key).unwrap_or(0.0)
-    }
-
-    fn find(&self, key: &str) -> Option<f64> {
-        self.0.iter().find(|(known, _)| known == key).map(|(_, value)| *value)
+        self.0.get(key).copied().unwrap_or(0.0)
     }
 
     pub fn add(&mut self, more: &Self) {
         for (key, value) in &more.0 {
-            match self.0.iter_mut().find(|(known, _)| known == key) {
-                Some((_, max)) if key.ends_with("_max") => *max = larger(*max, *value),
-                Some((_, sum)) => *sum += value,
-                None => self.0.push((key.clone(), *value)),
+            match self.0.get_mut(key) {
+                Some(max) if key.ends_with("_max") => *max = larger(*max, *value),
+                Some(sum) => *sum += value,
+                None => drop(self.0.insert(key.clone(), *value)),
             }
         }
     }
 
     /// Forgets what is known of `key`.
     pub fn remove(&mut self, key: &str) {
-        self.0.retain(|(known, _)| known != key);
+        self.0.remove(key);
     }
 
     /// (key, its sum by that of the second key) of each pair whose key is known.
     pub fn means(&self, of: &[(&'static str, &str)]) -> Vec<(&'static str, f64)> {
-        of.iter().filter_map(|(key, count)| Some((*key, self.find(key)? / self.get(count).max(1.0)))).collect()
+        of.iter().filter_map(|(key, count)| Some((*key, self.0.get(*key)? / self.get(count).max(1.0)))).collect()
     }
 
     /// All keys with their sums.
