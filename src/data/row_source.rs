@@ -97,7 +97,7 @@ impl<T: Row> RowSource<T> {
         (0..n).map(|_| next()).collect()
     }
 
-    /// All rows of the eval split, in the order of the sources; empty where there is none.
+    /// Rows of the eval split, in the order of the sources: `most`, or all where that is 0; empty where there is none.
     pub fn eval_rows(&self, most: usize) -> Result<Vec<T>> {
         let most = if most == 0 { usize::MAX } else { most };
         self.rows.eval.iter().take(most).map(|entry| T::of(entry, &self.rows, &self.tokenizer)).collect()

@@ -11,7 +11,6 @@ use crate::device::cuda::owned_by;
 use crate::error::Result;
 use crate::learn::Learner;
 use crate::learn::role::{Role, owner};
-use crate::sys::files;
 use crate::tensor::arena::Buffer;
 
 impl Run {
@@ -47,13 +46,6 @@ impl Run {
     pub fn offload_role(&self, role: &mut Role) -> Result<()> {
         self.offload_weights(role);
         self.offload(Offload::Roles, role.weights.buffers_mut())
-    }
-
-    pub(super) fn warn_of_offload(&self) {
-        if self.device == Device::Cpu && !self.config.mesh.offload.is_empty() && files::is_in_memory(&self.dir) {
-            let dir = self.dir.display();
-            self.recorder.warn(&format!("mesh.offload saves no memory: {dir} lies in memory itself (tmpfs)"));
-        }
     }
 
     /// Moves buffers into files, where the job says so of them. All ranks of the placement call this.

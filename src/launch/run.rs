@@ -111,7 +111,10 @@ impl Run {
             has_learned: false,
             resident_at_start: 0,
         };
-        run.warn_of_offload();
+        if device == Device::Cpu && !run.config.mesh.offload.is_empty() && sys::files::is_in_memory(&run.dir) {
+            let dir = run.dir.display();
+            run.recorder.warn(&format!("mesh.offload saves no memory: {dir} lies in memory itself (tmpfs)"));
+        }
         Ok(run)
     }
 
@@ -136,13 +139,12 @@ impl Run {
         let (device, axes, stage) = (self.device, &self.ranks.axes, self.ranks.layout().zero);
         let (dtype, seed) = (self.config.model.dtype(), self.config.job.seed);
         let role = gpu::check_arch(device, arch, axes.tensor.size());
-        let role = role.map_err(|e| e.within(format!("model.{name}"))).and_then(|()| match values {
-            Values::OfTheDirectory if null::is_active() => {
-                let _files = null::hold("mapped files", file_bytes(arch, head, axes));
-                Role::allocate(device, name, dir, arch, head, dtype, axes, stage)
+        let role = role.map_err(|e| e.within(format!("model.{name}"))).and_then(|()| {
+            if values == Values::OfTheDirectory && !null::is_active() {
+                return Role::load(device, name, dir, head, dtype, seed, axes, stage);
             }
-            Values::OfTheDirectory => Role::load(device, name, dir, head, dtype, seed, axes, stage),
-            Values::ToRestore => Role::allocate(device, name, dir, arch, head, dtype, axes, stage),
+            let _files = null::hold("mapped files", file_bytes(arch, head, axes));
+            Role::allocate(device, name, dir, arch, head, dtype, axes, stage)
         });
         axes.all.agree(role)
     }

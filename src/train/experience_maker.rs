@@ -14,6 +14,7 @@ use crate::launch::run::Run;
 use crate::learn::Role;
 use crate::learn::score as forward;
 use crate::learn::sums::larger;
+use crate::metrics::keys::{self, Metrics};
 use crate::metrics::{Phase, Phases};
 use crate::reward::Scored;
 use serde::{Deserialize, Serialize};
@@ -46,12 +47,8 @@ pub struct Collected {
     pub samples: Vec<Experience>,
     /// False where ranks were asked to stop before all prompts were answered; then nothing is scored.
     pub complete: bool,
-    /// Means of the extra numbers that rewards returned; an error leaves the samples without scores.
-    pub extra: Result<Vec<(String, f64)>>,
-    /// Largest difference between the log-probabilities at sampling and the recomputed ones, where they were recomputed.
-    pub sampler_gap: Option<f64>,
-    /// Bytes that a rank received to have the actor's weights in the layout of the rollout.
-    pub moved: Option<f64>,
+    /// What was measured, and the means of the extra numbers that rewards returned; an error leaves the samples without scores.
+    pub values: Result<Metrics>,
 }
 
 /// Answers and scores `prompts`; responses in `finished` are kept. Responses reach all ranks over the collector's pipeline; without one
@@ -146,22 +143,23 @@ impl Batch {
         }
     }
 
-    /// Joins the scores of all placements.
+    /// Joins the scores of all placements. `moved`: bytes that a rank received to have the actor's weights in the layout of the
+    /// rollout.
     fn finish(mut self, run: &Run, moved: Option<f64>) -> Result<Collected> {
-        let mut sampler_gap = None;
-        let extra = match run.ranks.all.agree(self.scores) {
-            Err(error) => Err(error),
+        let values = match run.ranks.all.agree(self.scores) {
             Ok(scores) if self.complete => {
                 let mut scores = scores.of_all_placements(run)?;
                 if null::is_active() {
                     scores.complete(&self.samples);
                 }
-                sampler_gap = scores.fill(&mut self.samples);
-                Ok(scores.extra())
+                let gap = scores.fill(&mut self.samples);
+                let measured = [(keys::RESHARD_BYTES, moved), (keys::SAMPLER_GAP_MAX, gap)];
+                let measured = measured.into_iter().filter_map(|(key, value)| Some((key.to_string(), value?)));
+                Ok(measured.chain(scores.extra()).collect())
             }
-            Ok(_) => Ok(Vec::new()),
+            scores => scores.map(|_| Metrics::new()),
         };
-        Ok(Collected { samples: self.samples, complete: self.complete, extra, sampler_gap, moved })
+        Ok(Collected { samples: self.samples, complete: self.complete, values })
     }
 }
 
@@ -269,12 +267,12 @@ impl Scores {
     }
 
     /// The mean of each extra number of the rewards.
-    fn extra(&self) -> Vec<(String, f64)> {
+    fn extra(&self) -> impl Iterator<Item = (String, f64)> {
         let mut sums: BTreeMap<&str, (f64, u64)> = BTreeMap::new();
         for (name, value) in self.scored.iter().flat_map(|scored| &scored.extra) {
             let sum = sums.entry(name).or_default();
             *sum = (sum.0 + f64::from(*value), sum.1 + 1);
         }
-        sums.into_iter().map(|(name, (sum, count))| (name.to_string(), sum / count as f64)).collect()
+        sums.into_iter().map(|(name, (sum, count))| (format!("reward/{name}"), sum / count as f64))
     }
 }

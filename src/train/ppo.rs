@@ -230,9 +230,9 @@ impl Ppo {
         if !made.complete {
             return unfinished(made.samples, None);
         }
-        let extra = match made.extra {
+        let measured = match made.values {
             Err(error) if error.kind == Kind::Service => return unfinished(made.samples, Some(error)),
-            scored => scored?,
+            measured => measured?,
         };
         let mut experience = made.samples;
         let kl_beta = self.advantage.kl.beta;
@@ -240,9 +240,7 @@ impl Ppo {
         let shown = run.recorder.samples(number, &experience);
         run.ranks.all.agree(shown)?;
         let mut values = report::rollout_values(&stats, &experience, kl_beta);
-        values.extend(made.moved.map(|bytes| (keys::RESHARD_BYTES.to_string(), bytes)));
-        values.extend(made.sampler_gap.map(|gap| (keys::SAMPLER_GAP_MAX.to_string(), gap)));
-        values.extend(extra.into_iter().map(|(name, mean)| (format!("reward/{name}"), mean)));
+        values.extend(measured);
         Ok(UpdateWork { experience, kl_beta, values, ..UpdateWork::default() })
     }
 

@@ -95,14 +95,14 @@ impl Collector {
 
     /// The responses of all ranks to the prompts `batch` on a null device, which has no other ranks: each as long as it may be.
     pub fn responses_of_all(&self, config: &RolloutConfig, prompts: &[Prompt], wave: &Range<usize>) -> RankResponses {
-        let answer = |prompt: usize, sample: usize| {
+        let answers = |prompt: usize| {
             let tokens = rollout::new_tokens_max(config, prompts[prompt].tokens.len(), self.context);
             let (tokens, logprobs, sample_logprobs) = (vec![0; tokens], vec![0.0; tokens], vec![0.0; tokens]);
-            let (sample, finish) = (sample as u32, Finish::Length);
-            Response { prompt, sample, tokens, logprobs, sample_logprobs, finish, text: String::new() }
+            let finish = Finish::Length;
+            let one = Response { prompt, tokens, logprobs, sample_logprobs, finish, ..Response::default() };
+            (0..config.samples_per_prompt as u32).map(move |sample| Response { sample, ..one.clone() })
         };
-        let all = wave.clone().flat_map(|prompt| (0..config.samples_per_prompt).map(move |sample| (prompt, sample)));
-        RankResponses { complete: true, responses: all.map(|(prompt, sample)| answer(prompt, sample)).collect() }
+        RankResponses { complete: true, responses: wave.clone().flat_map(answers).collect() }
     }
 
     /// Logs once why decoding uses no graphs, where some rank could not capture one. All ranks of the actor call this.
