@@ -67,8 +67,7 @@ impl Times {
     }
 }
 
-/// Chooses who computes GEMMs, the same on all ranks, and sets it in the configuration. All ranks call this after their GPUs have
-/// started.
+/// Chooses who computes GEMMs, the same on all ranks, and sets it in the configuration. All ranks with GPUs call this.
 pub fn choose(config: &mut Config, ranks: &Ranks, checked: Option<&SelfTest>, shape: &StepShape) -> Result<GemmChoice> {
     let chosen = decide(config, ranks, checked, shape)?;
     fast::turn(chosen.fast).map_err(Error::usage)?;
@@ -114,8 +113,7 @@ fn found(all: &Group) -> Result<String> {
     found.and_then(|library| missing.map_or(Ok(library), Err)).map_err(none)
 }
 
-/// Times GEMMs of the actor on the slowest rank: with an MLP's matrix and with its head's, as the first placement shards them, for
-/// a micro-batch.
+/// Times GEMMs of a micro-batch on the slowest rank: with the actor's MLP and head, as the first placement shards them.
 fn times(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<Times> {
     let (all, layout) = (&ranks.all, &ranks.layouts[0]);
     let arch = all.agree(Arch::load(&config.model.actor))?;

@@ -107,8 +107,7 @@ fn of_ranks(world: &World) -> GpuOfRanks {
     GpuOfRanks { name, memory_bytes: -least[0] as u64, ranks_per_node }
 }
 
-/// Runs the self-test where the job wants it and its models suit GPUs: what does not suit them is refused elsewhere. All ranks
-/// call this.
+/// Runs the self-test where the job wants it and its models suit GPUs; others are refused elsewhere. All ranks call this.
 fn checked(config: &Config, world: &World, models: &Models) -> Result<Option<SelfTest>> {
     let test = || models(config).and_then(|models| SelfTest::exact(&models, config.rollout.graphs)).map(Some);
     let compared = if config.job.check && suits(config).is_ok() { test() } else { Ok(None) };
@@ -139,9 +138,8 @@ fn suits(config: &Config) -> Result<()> {
     dirs.try_for_each(|dir| check_arch(Device::Cuda, &Arch::load(dir)?, 1))
 }
 
-/// Initializes NCCL for this rank's GPU on each axis where that is possible, and runs the self-test of the collectives where the
-/// job wants it. Returns rows of the banner: one for each axis of several ranks, and one of the self-test. All ranks call this
-/// after `start`.
+/// Initializes NCCL on each axis where that is possible, and runs the self-test of the collectives where the job wants it. Returns
+/// rows of the banner: one for each axis of several ranks, and one of the self-test. All ranks call this after `start`.
 pub fn join(config: &Config, ranks: &Ranks) -> Result<(Vec<String>, Option<String>)> {
     let Ranks { world, axes, rollout_axes, .. } = ranks;
     let gpu = format!("{} {}", world.hosts[world.rank], cuda::gpu().properties().pci);

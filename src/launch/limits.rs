@@ -66,20 +66,14 @@ impl Run {
         let saved = (count * CHECKPOINT_BYTES * learned + export) as u64;
         let recorded =
             to_come(&self.dir.join("rollouts"), metrics.rollouts_keep_last, metrics.rollouts_every_steps) as u64;
-        // Responses are seldom all of the longest length: a job that keeps all rollouts is not refused for files that it may
-        // never write.
+        // Responses are seldom all of the longest length: where all rollouts are kept, those to come refuse no job.
         let counted = if metrics.rollouts_keep_last == 0 { 1 } else { recorded };
-        let what = |recorded| {
-            let message = format!("checkpoints ({count} more at once) and the export");
-            match rollout_bytes {
-                0 => message,
-                bytes => {
-                    format!(
-                        "{message}, and rollouts ({recorded} more at once, of at most {} each)",
-                        format_bytes(bytes)
-                    )
-                }
-            }
+        let each = format_bytes(rollout_bytes);
+        let what = |recorded| match rollout_bytes {
+            0 => format!("checkpoints ({count} more at once) and the export"),
+            _ => format!(
+                "checkpoints ({count} more at once) and the export, and rollouts ({recorded} more at once, of at most {each} each)"
+            ),
         };
         let refused = |e: Error| {
             let e = e.within(what(counted));

@@ -1,8 +1,6 @@
 //! Offloading (`mesh.offload`): the optimizer's state between updates, and the weights of models that are not trained between their
 //! forwards. On the CPU they are moved to mapped files; with a GPU, to pinned memory of the host, as are the critic's weights during
-//! the rollout. The memory of gradients is freed during the rollout.
-//!
-//! Buffers that are not offloaded are ordinary ones, for which all of this does nothing.
+//! the rollout. The memory of gradients is freed during the rollout. For all other buffers this does nothing.
 
 use super::run::Run;
 use crate::config::mesh::{Offload, RoleName};
@@ -41,8 +39,7 @@ impl Run {
         }
     }
 
-    /// Offloads the weights of a model that is not trained, where the job says so: to pinned memory, or into files. All ranks
-    /// call this.
+    /// The same to pinned memory, or into files. All ranks call this.
     pub fn offload_role(&self, role: &mut Role) -> Result<()> {
         self.offload_weights(role);
         self.offload(Offload::Roles, role.weights.buffers_mut())

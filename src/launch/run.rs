@@ -133,8 +133,8 @@ impl Run {
         self.config.job.dir.join("checkpoints")
     }
 
-    /// A role on every rank of this placement, of the model of `arch` in `dir`: loaded, or allocated where a checkpoint has its
-    /// values.
+    /// A role of the model of `arch` in `dir`: loaded, or allocated where a checkpoint has its values. All ranks of the placement
+    /// call this.
     pub fn role(&self, name: &'static str, dir: &Path, arch: &Arch, head: Head, values: Values) -> Result<Role> {
         let (device, axes, stage) = (self.device, &self.ranks.axes, self.ranks.layout().zero);
         let (dtype, seed) = (self.config.model.dtype(), self.config.job.seed);

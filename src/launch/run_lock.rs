@@ -50,8 +50,7 @@ pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Locks the directory for this run: two runs in one directory would remove each other's files. None where the file system has no
-/// locks.
+/// Locks the directory: two runs in one would remove each other's files. None where the file system has no locks.
 pub fn lock(dir: &Path) -> Result<Option<File>> {
     let refused = |e| Error::io("create", dir, &e).hint("job.dir must lie where this user may write");
     std::fs::create_dir_all(dir).map_err(refused)?;

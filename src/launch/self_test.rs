@@ -18,8 +18,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// How far values may be apart, and gradients, relative to the norm of the CPU's: bf16 keeps 8 bits, and its rounding adds up
-/// over two layers and a head.
+/// How far values may be apart, and gradients, relative to the CPU's norm: bf16 keeps 8 bits, and its rounding adds up.
 const APART: f64 = 0.02;
 const GRADIENT_APART: f64 = 0.05;
 
@@ -145,8 +144,7 @@ fn least(name: &str, of: &Passed) -> f64 {
     norm(matrix) / ((matrix.len() / bias.len().max(1)).max(1) as f64).sqrt()
 }
 
-/// Samples on the GPU, and compares the log-probabilities with those of a training forward over the same tokens, and with the
-/// CPU's.
+/// Samples on the GPU, and compares the log-probabilities with a training forward's over the same tokens, and with the CPU's.
 fn decode(there: &Small, cpu: &Small, graphs: bool, is_exact: bool) -> Result<()> {
     let vocabulary = there.model.arch.vocabulary;
     let of =

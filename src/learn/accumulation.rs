@@ -18,8 +18,8 @@ pub struct Chunk {
     pub microbatches: Vec<Vec<usize>>,
 }
 
-/// The chunks of each of `ranks` data ranks, in the order in which it computes them; `count` chunks under `order = "fixed"`, else one
-/// a rank. A micro-batch has at most `tokens_max` tokens.
+/// The chunks of each data rank, in its order; `count` under `order = "fixed"`, else one a rank. A micro-batch has at most
+/// `tokens_max` tokens.
 pub fn chunks(
     order: GradientOrder,
     count: usize,

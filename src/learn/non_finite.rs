@@ -18,10 +18,8 @@ const OF_COMPUTING: &str = "lower the learning rate, or look at rewards and adva
 pub const OF_MACHINE: &str = "a fault of the GPU or of its memory: nvidia-smi -q -d ECC and lines with Xid in the log of the node's \
                           kernel (dmesg) tell; weights and checkpoints are as they were before this update";
 
-/// Why `what` is not finite, as far as weights and forwards of `rows` tell. All ranks call this.
-///
-/// # Errors
-/// `Fault`, the same on all ranks, naming the first weight or result of the forward that is not finite.
+/// Why `what` is not finite, as far as weights and forwards of `rows` tell: a `Fault`, the same on all ranks, that names the first
+/// weight or result of the forward that is not finite. All ranks call this.
 pub fn forward(
     role: &Role,
     axes: &Axes,

@@ -94,8 +94,7 @@ impl PackedRow {
         self.part(sequence.rank(), sequence.size())
     }
 
-    /// The values of this part's predicted tokens, from one value per predicted token of the whole row. An empty list stays
-    /// empty.
+    /// The values of this part's predicted tokens, from one for each of the whole row. An empty list stays empty.
     pub fn select(&self, whole: &[f32]) -> Vec<f32> {
         if whole.is_empty() { Vec::new() } else { self.row_indices.iter().map(|&place| whole[place]).collect() }
     }

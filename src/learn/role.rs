@@ -46,8 +46,7 @@ impl Role {
         Ok(Self { source: Some(source).filter(|source| source.is_rounded(dtype)), ..role })
     }
 
-    /// Room for the model of `arch` in `dir`, whose values come from a checkpoint (`Learner::restore`): until then they are
-    /// unspecified.
+    /// Room for the model of `arch` in `dir`; its values are unspecified until `Learner::restore` reads a checkpoint's.
     pub fn allocate(
         device: Device,
         name: &'static str,

@@ -27,8 +27,7 @@ const NOT_OF_A_STEP: &[&str] = &[
 /// Values that name a file or a directory.
 const PATHS: &[&str] = &["model.", "data.prompts", "data.split.eval_files"];
 
-/// The changes from the configuration `saved` (TOML) to `now` with which a run may be resumed. `unfinished`: the checkpoint holds
-/// a step that the run will finish.
+/// The changes from `saved` (TOML) to `now` with which a run may be resumed, to finish a step where one is `unfinished`.
 pub fn check(saved: &str, now: &Config, unfinished: bool) -> Result<Vec<String>> {
     let (before, after) = (flat(saved), flat(&settled(now.clone()).to_toml()));
     let keys: std::collections::BTreeSet<&String> = before.keys().chain(after.keys()).collect();

@@ -143,8 +143,7 @@ impl Batch {
         }
     }
 
-    /// Joins the scores of all placements. `moved`: bytes that a rank received to have the actor's weights in the layout of the
-    /// rollout.
+    /// Joins the scores of all placements. `moved`: bytes that a rank received of the actor's weights for the rollout.
     fn finish(mut self, run: &Run, moved: Option<f64>) -> Result<Collected> {
         let values = match run.ranks.all.agree(self.scores) {
             Ok(scores) if self.complete => {

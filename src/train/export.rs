@@ -55,8 +55,7 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
     run.ranks.all.agree(finished)
 }
 
-/// The first of the actor's ranks writes the export, from rows that all ranks of the actor send to it: no rank holds the whole
-/// model, or a whole parameter.
+/// The actor's first rank writes the export, from rows that all its ranks send: none holds the whole model, or a parameter.
 fn write(run: &Run, actor: &Role, out: &Path) -> Result<()> {
     let (is_first, weights) = (run.ranks.axes.all.rank() == 0, &actor.weights);
     let (arch, dtype) = (actor.arch(), weights.dtype());

@@ -45,8 +45,7 @@ impl Hashed {
         Ok((prepared, hashed))
     }
 
-    /// Hashes models and rewards, too. A dry run keeps no hashes, and without checkpoints it needs none of these. All ranks call
-    /// this.
+    /// Hashes models and rewards, too; a dry run only where there are checkpoints, and it keeps no hashes. All ranks call this.
     pub fn all(mut self, run: &Run, models: &[JobModel]) -> Result<Inputs> {
         let is_needed = !run.dry_run || run.checkpoints().exists();
         self.add(run, || if is_needed { models_and_rewards(&run.config, models) } else { Vec::new() })?;

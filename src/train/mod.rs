@@ -83,10 +83,7 @@ pub fn shape(config: &Config) -> StepShape {
     of_kind!(config.job.kind, J => J::shape(config))
 }
 
-/// Runs the first steps of a job on a null device, for a plan.
-///
-/// # Errors
-/// Whatever a run of it would end with.
+/// Runs the first steps of a job on a null device, for a plan. Errors are those that a run of it would end with.
 pub fn plan(planned: Planned) -> Result<()> {
     of_kind!(planned.config.job.kind, J => planned::drive::<J>(planned))
 }

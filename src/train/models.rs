@@ -59,8 +59,7 @@ pub fn learned(models: &[JobModel]) -> impl Iterator<Item = &JobModel> {
     models.iter().filter(|model| model.spec.optim.is_some())
 }
 
-/// Reads the config.json of each model, and refuses those that do not fit the tokenizer or the first model; `check` adds the
-/// method's own conditions.
+/// Reads each model's config.json. Refused are those that do not fit the tokenizer or the first model, or that `check` refuses.
 pub fn described(
     specs: Vec<ModelSpec>,
     tokenizer: &Tokenizer,

@@ -49,9 +49,6 @@ pub struct Planned<'a> {
 }
 
 /// Opens a job on a null device and takes its steps.
-///
-/// # Errors
-/// Whatever a run of it would end with.
 pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let _program = planned.gpu.map(start_gpu).transpose()?;
     let mut run = open(&planned)?;

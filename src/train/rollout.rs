@@ -65,8 +65,7 @@ impl Collector {
         Ok(Self { source, tokenizer, pipeline, engine, reward, stop, rng, context, graphs_logged: false })
     }
 
-    /// Samples responses to this rank's share of the prompts `part`; those in `finished` are kept. All ranks of the actor call
-    /// this.
+    /// Samples responses to this rank's share of the prompts `part`, but for `finished` ones. All ranks of the actor call this.
     pub fn rollout(
         &mut self,
         run: &Run,

@@ -51,8 +51,7 @@ pub struct Update<'a> {
 }
 
 impl Update<'_> {
-    /// One optimizer step of each model that is on this rank. Every rank holds all samples of the minibatch and computes its own
-    /// micro-batches.
+    /// One optimizer step of each model on this rank, which holds all samples and computes its own micro-batches.
     pub fn minibatch<'l>(
         &self,
         actor: impl Into<Option<&'l mut Learner>>,
@@ -203,8 +202,7 @@ fn pack<'a>(samples: impl Iterator<Item = &'a Experience>) -> PackedRow {
 /// What the actor's loss reads of the response tokens of one packed row.
 struct PolicyBatch {
     row: PackedRow,
-    /// Old log-probabilities, those of the reference, advantages, importance weights and weights of the loss, flat over the
-    /// tokens; empty where there is none.
+    /// Old log-probabilities, the reference's, advantages, importance weights, weights of the loss; empty where there is none.
     columns: [Vec<f32>; 5],
 }
 
