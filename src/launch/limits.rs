@@ -97,9 +97,8 @@ impl Run {
     }
 }
 
-/// Refuses what no step of sampling could do: a cache of `rollout.kv_bytes_max` that does not hold the longest row that the
-/// job may come to, and stop tokens that the model does not know. `transformer` is the actor's in the layout of the rollout,
-/// `prompt_tokens` the longest prompt.
+/// Refuses what no step of sampling could do: a cache of `rollout.kv_bytes_max` that does not hold the longest row, and stop
+/// tokens that the model does not know. `transformer` is the actor's in the rollout, `prompt_tokens` the longest prompt.
 pub fn check_sampling(config: &RolloutConfig, transformer: &Transformer, prompt_tokens: usize) -> Result<()> {
     let (arch, prompt) = (&transformer.arch, prompt_tokens);
     if let Some(token) = config.stop_token_ids.iter().find(|token| **token as usize >= arch.vocabulary) {

@@ -1,7 +1,6 @@
 //! One pass over a minibatch: the micro-batches of this rank, and the sums over those of all ranks.
 
-use crate::comm::Axes;
-use crate::comm::records;
+use crate::comm::{Axes, records};
 use crate::config::optim::GradientOrder;
 use crate::data::balance::{self, Cost};
 use crate::data::packing;

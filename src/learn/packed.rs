@@ -1,5 +1,4 @@
-//! Packed rows: sequences one behind the other in one row of tokens, without padding; and the shards of a row that the ranks of
-//! the sequence axis hold.
+//! Packed rows: sequences one behind the other in one row of tokens, without padding; and the parts of the sequence axis' ranks.
 
 use crate::comm::{Group, records};
 use crate::device::null;

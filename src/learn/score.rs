@@ -3,8 +3,7 @@
 //! Every rank of the mesh holds all samples and takes the micro-batches that the plan over all data ranks gives it,
 //! whoever sampled them; all ranks get all results.
 
-use crate::comm::Axes;
-use crate::comm::records;
+use crate::comm::{Axes, records};
 use crate::data::balance::{self, Cost};
 use crate::device::null;
 use crate::experience::Experience;

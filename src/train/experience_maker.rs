@@ -3,8 +3,7 @@
 
 use super::rollout::{Collector, RankResponses};
 use super::rollout_weights::{Gathered, RolloutWeights};
-use crate::comm::records;
-use crate::comm::{Group, Stream, phase};
+use crate::comm::{Group, Stream, phase, records};
 use crate::config::mesh::RoleName;
 use crate::device::cpu::pool::share;
 use crate::device::null;
@@ -132,14 +131,11 @@ impl Batch {
         phases: &mut Phases,
     ) {
         // An incomplete batch is scored on resume.
-        if !self.complete {
-            return;
-        }
-        if let Ok(scores) = &mut self.scores {
-            match score(run, models, collector, &self.samples[from..], step, phases) {
-                Ok(more) => scores.extend(more),
-                Err(error) => self.scores = Err(error),
-            }
+        if self.complete
+            && let Ok(scores) = &mut self.scores
+        {
+            let more = score(run, models, collector, &self.samples[from..], step, phases);
+            self.scores = more.map(|more| std::mem::take(scores).with(more));
         }
     }
 
@@ -214,11 +210,12 @@ fn score(
 }
 
 impl Scores {
-    fn extend(&mut self, more: Self) {
+    fn with(mut self, more: Self) -> Self {
         self.scored.extend(more.scored);
         self.logprobs.extend(more.logprobs);
         self.ref_logprobs.extend(more.ref_logprobs);
         self.values.extend(more.values);
+        self
     }
 
     /// All ranks of a placement have the same scores: its first rank sends them.
@@ -226,13 +223,8 @@ impl Scores {
         if run.ranks.placements.len() == 1 {
             return Ok(self);
         }
-        let mine =
-            if run.ranks.axes.all.rank() == 0 { records::encode(&self) } else { records::encode(&Self::default()) };
-        let mut all = Self::default();
-        for bytes in run.ranks.all.all_gather_bytes(&mine) {
-            all.extend(records::decode(&bytes)?);
-        }
-        Ok(all)
+        let mine = if run.ranks.axes.all.rank() == 0 { vec![self] } else { Vec::new() };
+        Ok(records::gather(&run.ranks.all, &mine)?.into_iter().fold(Self::default(), Self::with))
     }
 
     /// Zeros for the scores of placements that a null device does not have.

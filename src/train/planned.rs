@@ -54,7 +54,11 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let mut run = open(&planned)?;
     let config = run.config.clone();
     let tokenizer = Arc::new(Tokenizer::none());
-    let models = models_of::<J>(&planned)?;
+    let model = |spec: ModelSpec| {
+        let missing = || Error::fault(format!("a plan without the {}", spec.role.name()));
+        Ok(JobModel { arch: planned.archs.of(spec.role).cloned().ok_or_else(missing)?, spec })
+    };
+    let models: Vec<JobModel> = J::models(planned.config).into_iter().map(model).collect::<Result<_>>()?;
     let arch = models[0].arch.clone();
     models[1..].iter().try_for_each(|model| J::check_models(&config, &arch, model))?;
     let prepared = Prepared::of_lengths(planned.rows, planned.eval);
@@ -99,15 +103,6 @@ fn start_gpu(planned: PlannedGpu) -> Result<Vec<cuda::Memory>> {
     let workspace = planned.workspace.then_some(("gemm workspace", cuda::fast::WORKSPACE_BYTES));
     let all = [Some(("program", gpu::PROGRAM_BYTES)), workspace].into_iter().flatten();
     Ok(all.map(|(owner, bytes)| cuda::owned_by(owner, || cuda::Memory::scratch(bytes))).collect())
-}
-
-fn models_of<J: Job>(planned: &Planned) -> Result<Vec<JobModel>> {
-    let model = |spec: ModelSpec| {
-        let missing = || Error::fault(format!("a plan without the {}", spec.role.name()));
-        let arch = planned.archs.of(spec.role).cloned().ok_or_else(missing)?;
-        Ok(JobModel { spec, arch })
-    };
-    J::models(planned.config).into_iter().map(model).collect()
 }
 
 /// As `Run::open`, of ranks that are not there.

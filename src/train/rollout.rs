@@ -14,7 +14,7 @@ use crate::rng::{Purpose, Rng};
 use crate::rollout::{self, Engine, Hooks, Model, Stop};
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -78,17 +78,13 @@ impl Collector {
         let own = prompts_of(run, part);
         let config = &run.config.rollout;
         let wanted = |r: &&Response| own.contains(&r.prompt) && (r.sample as usize) < config.samples_per_prompt;
-        let mut done: HashMap<(usize, u32), Response> =
-            finished.iter().filter(wanted).map(|r| ((r.prompt, r.sample), r.clone())).collect();
-        let responses = self.generate(run, model, step, prompts, &own, config, &done);
+        let mut all: Vec<Response> = finished.iter().filter(wanted).cloned().collect();
+        let responses = self.generate(run, model, step, prompts, &own, config, &all);
         let responses = run.ranks.axes.all.agree(responses)?;
         self.log_refused_graphs(run);
-        for response in responses.into_iter().flatten() {
-            done.insert((response.prompt, response.sample), response);
-        }
-        let complete = done.len() == own.len() * config.samples_per_prompt;
-        let mut all: Vec<Response> = done.into_values().collect();
+        all.extend(responses.into_iter().flatten());
         all.sort_by_key(|r| (r.prompt, r.sample));
+        let complete = all.len() == own.len() * config.samples_per_prompt;
         Ok(RankResponses { complete, responses: own_share(all, &run.ranks.rollout_axes.tensor) })
     }
 
@@ -125,7 +121,7 @@ impl Collector {
         prompts: &[Prompt],
         own: &Range<usize>,
         config: &RolloutConfig,
-        done: &HashMap<(usize, u32), Response>,
+        done: &[Response],
     ) -> Result<Vec<Option<Response>>> {
         let mut requests = rollout::requests(&prompts[own.clone()], config, &self.stop, self.context)?;
         let ids = random_ids(prompts);
@@ -133,7 +129,8 @@ impl Collector {
             request.prompt += own.start;
             request.prompt_id = ids[request.prompt];
         }
-        requests.retain(|r| !done.contains_key(&(r.prompt, r.sample)));
+        let done: HashSet<(usize, u32)> = done.iter().map(|r| (r.prompt, r.sample)).collect();
+        requests.retain(|r| !done.contains(&(r.prompt, r.sample)));
         let model = Model { tokenizer: Some(&self.tokenizer), ..model };
         if let Some(bytes) = run.cache_bytes() {
             self.engine.allow(bytes);
@@ -161,7 +158,7 @@ impl Collector {
         config: &RolloutConfig,
     ) -> Result<Option<Vec<(Response, f32)>>> {
         let own = prompts_of(run, &(0..prompts.len()));
-        let responses = self.generate(run, model, step, prompts, &own, config, &HashMap::new())?;
+        let responses = self.generate(run, model, step, prompts, &own, config, &[])?;
         let responses: Option<Vec<Response>> = responses.into_iter().collect();
         let Some(responses) = responses.map(|all| own_share(all, &run.ranks.rollout_axes.tensor)) else {
             return Ok(None);
