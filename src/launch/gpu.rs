@@ -19,7 +19,6 @@ use crate::device::cuda::{self, Gpu, Stream, devices, kv_cache, links};
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
 use crate::model::{Arch, Head, TensorPart};
-use crate::tensor::DType;
 use std::sync::{LazyLock, OnceLock};
 use std::time::Instant;
 
@@ -203,7 +202,7 @@ pub fn memory_free() -> u64 {
 
 /// Refuses settings that GPUs do not support yet.
 pub fn check(config: &Config) -> Result<()> {
-    if config.job.device == DeviceName::Cpu || config.model.dtype() == DType::Bf16 {
+    if config.job.device != DeviceName::Gpu || config.model.dtype != DTypeName::F32 {
         return Ok(());
     }
     Err(Error::usage("model.dtype = \"f32\" with job.device = \"gpu\"")

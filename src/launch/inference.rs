@@ -32,9 +32,7 @@ impl InferenceModel {
         let arch = Arch::load(&config.model.actor)?;
         if config.job.device == DeviceName::Gpu {
             // Wrong settings are reported before missing devices.
-            let mut asked = config.clone();
-            asked.settle_on(DeviceName::Gpu);
-            gpu::check(&asked).and_then(|()| gpu::check_arch(Device::Cuda, &arch, 1))?;
+            gpu::check(&config).and_then(|()| gpu::check_arch(Device::Cuda, &arch, 1))?;
         }
         let opened = gpu::open(&mut config, world, &|_| Ok(vec![(RoleName::Actor, head, arch.clone())]))?;
         let device = if opened.gpu.is_some() { Device::Cuda } else { Device::Cpu };

@@ -13,8 +13,7 @@ use crate::config::optim::OptimConfig;
 use crate::data::RowTokens;
 use crate::device::{Device, cuda, null};
 use crate::error::{Error, Kind, Result, format_bytes};
-use crate::learn::Role;
-use crate::learn::learner::{Learner, StateLocation};
+use crate::learn::{Learner, Role};
 use crate::metrics::{self, Recorder, keys};
 use crate::model::export::remove_leftovers;
 use crate::model::{Arch, Head, ParamTable, TensorPart};
@@ -153,9 +152,8 @@ impl Run {
     /// the role's placement call this.
     pub fn learner(&self, role: Role, optim: &OptimConfig, updates: u64, values: Values) -> Result<Learner> {
         let (axes, gradient, layout) = (&self.ranks.axes, &self.config.gradient, self.ranks.layout());
-        let waits = self.device == Device::Cuda && layout.swap.optimizer;
-        let location = if waits { StateLocation::Host } else { StateLocation::Device };
-        let made = Learner::new(location, role, optim, gradient, updates, axes, layout.zero);
+        let state_on = if layout.swap.optimizer { Device::Cpu } else { self.device };
+        let made = Learner::new(state_on, role, optim, gradient, updates, axes, layout.zero);
         let made = if values == Values::ToRestore { made } else { made.and_then(Learner::with_masters) };
         let mut learner = axes.all.agree(made)?;
         self.offload(Offload::Optimizer, learner.zero.buffers_mut())?;

@@ -6,6 +6,7 @@ use super::packed::PackedRow;
 use crate::comm::Axes;
 use crate::config::job::GradientConfig;
 use crate::config::optim::OptimConfig;
+use crate::device::Device;
 use crate::device::cuda::owned_by;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -41,15 +42,6 @@ pub struct Learner {
     updates_total: u64,
 }
 
-/// Where the optimizer's state lies between updates.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StateLocation {
-    /// With the weights.
-    Device,
-    /// In the host's memory, where the weights are on a GPU.
-    Host,
-}
-
 /// Elements that are read at a time from a checkpoint, or from the files of a model.
 const READ: usize = 1 << 20;
 
@@ -57,10 +49,10 @@ const READ: usize = 1 << 20;
 pub const VECTORS: [&str; 3] = ["weights", "m", "v"];
 
 impl Learner {
-    /// With the optimizer's state at `location` between updates, and masters that are unspecified until `with_masters` or
-    /// `restore` sets them. `stage` is the one that the role was loaded with.
+    /// With the optimizer's state on the device `state_on` between updates, the role's own or the CPU, and masters that are
+    /// unspecified until `with_masters` or `restore` sets them. `stage` is the one that the role was loaded with.
     pub fn new(
-        location: StateLocation,
+        state_on: Device,
         role: Role,
         optim: &OptimConfig,
         gradient: &GradientConfig,
@@ -73,12 +65,13 @@ impl Learner {
         let vectors: Vec<_> = table.specs().iter().filter(|s| !s.decays()).map(ParamSpec::range).collect();
         let copies: Vec<_> = table.specs().iter().map(|spec| (spec.range(), spec.copies)).collect();
         let device = table.device();
-        let zero = match location {
-            StateLocation::Device => Zero::new(device, optim, shards.updated.clone(), &vectors),
-            StateLocation::Host => Zero::on_host(optim, shards.updated.clone(), &vectors),
+        let zero = if state_on == device {
+            Zero::new(device, optim, shards.updated.clone(), &vectors)
+        } else {
+            Zero::on_host(optim, shards.updated.clone(), &vectors)
         };
         let mut zero = zero.with_copies(&copies);
-        if role.weights.dtype() == DType::Bf16 && location == StateLocation::Device {
+        if role.weights.dtype() == DType::Bf16 && state_on == device {
             let len = shards.updated.own_len();
             zero = zero.with_master(owned_by("optimizer state", || Flat::scratch(device, len)));
         }

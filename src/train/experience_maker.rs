@@ -2,7 +2,7 @@
 //! batches: those ranks score a batch while the actor answers the next one.
 
 use super::rollout::{Collector, RankResponses};
-use super::rollout_weights::{Gathered, RolloutWeights};
+use super::rollout_weights::RolloutWeights;
 use crate::comm::{Group, Stream, phase, records};
 use crate::config::mesh::RoleName;
 use crate::device::cpu::pool::share;
@@ -88,7 +88,7 @@ pub fn make_experience(
             batch.score(run, models, collector, from, step, phases);
         }
     }
-    let moved = gathered.as_ref().and_then(Gathered::moved);
+    let moved = gathered.as_ref().and_then(|gathered| gathered.moved);
     drop(gathered);
     for responses in pending {
         phases.time(Phase::Rollout, || batch.add(responses, prompts))?;

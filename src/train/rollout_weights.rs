@@ -22,8 +22,10 @@ pub struct RolloutWeights {
 pub struct Gathered<'a> {
     transformer: &'a Transformer,
     training: &'a Weights,
-    /// With the bytes that the rank received that received the most; none where those of training are used in place.
-    gathered: Option<(Weights, f64)>,
+    /// None where those of training are used in place.
+    gathered: Option<Weights>,
+    /// Bytes that the rank received that received the most.
+    pub moved: Option<f64>,
 }
 
 impl RolloutWeights {
@@ -51,7 +53,8 @@ impl RolloutWeights {
             self.all.all_reduce_max_f64(&mut received);
             (weights, received[0])
         });
-        Gathered { transformer: self.transformer(actor), training: &actor.weights, gathered }
+        let (gathered, moved) = gathered.unzip();
+        Gathered { transformer: self.transformer(actor), training: &actor.weights, gathered, moved }
     }
 
     /// Bytes of weights that a rank holds in addition to those of training while it samples.
@@ -68,12 +71,7 @@ impl RolloutWeights {
 impl Gathered<'_> {
     /// The model that samples, without a tokenizer.
     pub fn model(&self) -> Model<'_> {
-        let weights = self.gathered.as_ref().map_or(self.training, |(weights, _)| weights);
+        let weights = self.gathered.as_ref().unwrap_or(self.training);
         Model { transformer: self.transformer, weights, tokenizer: None }
-    }
-
-    /// Bytes that a rank received for gathered weights; none where they are used in place.
-    pub fn moved(&self) -> Option<f64> {
-        self.gathered.as_ref().map(|(_, bytes)| *bytes)
     }
 }

@@ -61,10 +61,8 @@ impl Timers {
 
 /// Seconds for which this rank waited for ranks of any placement: in collectives of all ranks, and for a batch of responses.
 fn exposed_to_placements() -> f64 {
-    let of_all = |((axis, _), totals): (&(&'static str, &'static str), &comm::accounting::Totals)| {
-        if *axis == "world" { totals.exposed } else { 0.0 }
-    };
-    comm::accounting().iter().map(of_all).sum()
+    let accounts = comm::accounting();
+    accounts.iter().filter(|((axis, _), _)| *axis == "world").map(|(_, totals)| totals.exposed).sum()
 }
 
 /// A placement is named by its first role.

@@ -10,7 +10,6 @@ use rlhf_hpc::data::balance::{self, Cost};
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::{Gpu, Memory};
 use rlhf_hpc::experience::{Experience, Prompt, Response};
-use rlhf_hpc::learn::learner::StateLocation;
 use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::learn::score;
 use rlhf_hpc::learn::{Learner, Role};
@@ -41,7 +40,7 @@ fn role(device: Device, head: Head, dtype: DType, axes: &Axes) -> Role {
 fn learner(head: Head, config: &Config, axes: &Axes) -> Learner {
     let optim = OptimConfig::with_lr(1e-3);
     let role = role(Device::Cuda, head, DType::Bf16, axes);
-    let learner = Learner::new(StateLocation::Device, role, &optim, &config.gradient, 50, axes, 0);
+    let learner = Learner::new(Device::Cuda, role, &optim, &config.gradient, 50, axes, 0);
     learner.and_then(Learner::with_masters).expect("a learner")
 }
 

@@ -6,8 +6,8 @@ use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::job::GradientConfig;
 use rlhf_hpc::config::optim::OptimConfig;
 use rlhf_hpc::device::Device;
+use rlhf_hpc::learn::Learner;
 use rlhf_hpc::learn::Role;
-use rlhf_hpc::learn::learner::{Learner, StateLocation};
 use rlhf_hpc::model::{Head, export, init};
 use rlhf_hpc::tensor::DType;
 
@@ -28,15 +28,15 @@ fn masters_on_the_gpu_and_away_from_it_begin_at_the_values_of_the_files() {
     for head in [Head::LanguageModel, Head::Value] {
         let load = |device, dtype| Role::load(device, "critic", &model, head, dtype, 5, &axes, 0).expect("loads");
         let (optim, gradient) = (OptimConfig::with_lr(0.0), GradientConfig::default());
-        let cpu = Learner::new(StateLocation::Device, load(Device::Cpu, DType::F32), &optim, &gradient, 1, &axes, 0);
+        let cpu = Learner::new(Device::Cpu, load(Device::Cpu, DType::F32), &optim, &gradient, 1, &axes, 0);
         let cpu = cpu.expect("a learner");
         let want = master(&cpu);
         assert!(want.iter().any(|x| x.to_bits() & 0xffff != 0), "of more digits than bf16 has");
-        for state_location in [StateLocation::Device, StateLocation::Host] {
+        for state_on in [Device::Cuda, Device::Cpu] {
             let role = load(Device::Cuda, DType::Bf16);
-            let learner = Learner::new(state_location, role, &optim, &gradient, 1, &axes, 0).expect("a learner");
+            let learner = Learner::new(state_on, role, &optim, &gradient, 1, &axes, 0).expect("a learner");
             let learner = learner.with_masters().expect("its masters");
-            assert!(master(&learner) == want, "{head:?}, {state_location:?}");
+            assert!(master(&learner) == want, "{head:?}, {state_on:?}");
         }
     }
 }

@@ -11,7 +11,6 @@ use rlhf_hpc::data::RowTokens;
 use rlhf_hpc::data::balance::{self, Cost};
 use rlhf_hpc::device::cpu::pool;
 use rlhf_hpc::launch::layout::{Layout, Swap};
-use rlhf_hpc::learn::learner::StateLocation;
 use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::mesh::Mesh;
@@ -50,7 +49,7 @@ fn counted(config: &Config, arch: &Arch, microbatches: &[Vec<usize>]) -> usize {
     let weights = init::init(arch, Head::LanguageModel, config.model.dtype(), 1);
     let role = Role::new("actor", Path::new(""), arch, weights, &axes);
     let (optim, gradient) = (OptimConfig::with_lr(1e-4), GradientConfig::default());
-    let mut learner = Learner::new(StateLocation::Device, role, &optim, &gradient, 10, &axes, 1)
+    let mut learner = Learner::new(role.weights.device(), role, &optim, &gradient, 10, &axes, 1)
         .and_then(Learner::with_masters)
         .expect("a learner");
     let tokens: Vec<u32> = (0..512).map(|i| i * 13 % 2000).collect();

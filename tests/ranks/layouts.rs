@@ -7,7 +7,6 @@ use rlhf_hpc::config::ppo::{Aggregation, Correction, KlEstimator, KlIn, PolicyLo
 use rlhf_hpc::device::Device;
 use rlhf_hpc::error::Result;
 use rlhf_hpc::experience::{Experience, Prompt, Response};
-use rlhf_hpc::learn::learner::StateLocation;
 use rlhf_hpc::learn::sums::Sums;
 use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::model::partition::Shards;
@@ -86,7 +85,7 @@ impl Setting {
         let shards = Shards::new(&weights.table, axes, stage);
         let role = Role::new(name, Path::new(""), &self.arch, weights.shard(&shards), axes);
         let (optim, gradient) = (&self.config.optim.actor, &self.config.gradient);
-        Learner::new(StateLocation::Device, role, optim, gradient, 100, axes, stage)?.with_masters()
+        Learner::new(Device::Cpu, role, optim, gradient, 100, axes, stage)?.with_masters()
     }
 
     /// Accumulates the gradient of a minibatch.

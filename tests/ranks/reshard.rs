@@ -106,10 +106,10 @@ fn moves(world: &World) {
                 let (sharded, cut) = (actor.weights.is_sharded(), to.size != axes.tensor.size());
                 let in_place = std::ptr::eq(policy.weights, std::ptr::from_ref(&actor.weights));
                 assert_eq!(in_place, !sharded && !cut, "{what}");
-                assert_eq!(gathered.moved().is_some(), sharded || cut, "{what}");
+                assert_eq!(gathered.moved.is_some(), sharded || cut, "{what}");
                 assert_eq!(phases.spent(Phase::Reshard).is_zero(), in_place, "{what}");
                 let sent = sharded || (cut && axes.tensor.size() > 1);
-                assert_eq!(gathered.moved().is_some_and(|bytes| bytes > 0.0), sent, "{what}");
+                assert_eq!(gathered.moved.is_some_and(|bytes| bytes > 0.0), sent, "{what}");
             }
         }
     }

@@ -7,7 +7,6 @@ use crate::comm::Axes;
 use crate::config::job::GradientConfig;
 use crate::config::optim::OptimConfig;
 use crate::error::Result;
-use crate::learn::learner::StateLocation;
 use crate::learn::packed::PackedRow;
 use crate::learn::{Learner, Role};
 use crate::loss::token::cross_entropy;
@@ -20,7 +19,7 @@ const TOKENS: usize = 256;
 /// A role that learns alone.
 pub fn learner(role: Role, lr: f64) -> Result<Learner> {
     let (optim, gradient) = (OptimConfig::with_lr(lr), GradientConfig::default());
-    Learner::new(StateLocation::Device, role, &optim, &gradient, 1_000_000, &Axes::one(), 1)?.with_masters()
+    Learner::new(role.weights.device(), role, &optim, &gradient, 1_000_000, &Axes::one(), 1)?.with_masters()
 }
 
 /// Parts of an update: forward, head (and loss), backward, update (clip and AdamW).
