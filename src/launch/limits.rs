@@ -36,18 +36,12 @@ impl Run {
         let Expected { gradients, state, host: pinned, .. } = self.expected().cloned().unwrap_or_default();
         // What is offloaded comes back a part at a time.
         let to_come = if self.ranks.layout().swap.optimizer { gradients } else { gradients + state };
-        let ranks = self.ranks.world.local_size as u64;
-        let fits = match self.device {
-            Device::Cpu => {
-                let host = || fits(GRADIENTS_AND_STATE, (to_come + unwritten) as u64, ranks, memory::available_bytes());
-                within(to_come, arena::usage()).and_then(|()| host())
-            }
-            Device::Cuda => {
-                let host = || fits(PINNED, pinned as u64, ranks, memory::available_bytes());
-                within_gpu(to_come).and_then(|()| host())
-            }
+        let (within, what, of_host) = match self.device {
+            Device::Cpu => (within(to_come, arena::usage()), GRADIENTS_AND_STATE, to_come + unwritten),
+            Device::Cuda => (within_gpu(to_come), PINNED, pinned),
         };
-        self.ranks.all.agree(fits)?;
+        let (ranks, available) = (self.ranks.world.local_size as u64, memory::available_bytes());
+        self.ranks.all.agree(within.and_then(|()| fits(what, of_host as u64, ranks, available)))?;
         let export = if self.config.job.export { export_bytes } else { 0 };
         let fits = if self.ranks.all.rank() == 0 { self.fits_disk(learned, export, rollout_bytes) } else { Ok(()) };
         self.ranks.all.agree(fits)

@@ -162,7 +162,11 @@ impl<J: Job> Opened<J> {
         run.resident_at_start = memory::resident_bytes();
         let roles = models::load(run, &models, values)?;
         let needs = J::needs(run, &arch, &source);
-        models::check_resources(run, &models, &roles, values, needs.rollouts)?;
+        let elements = models::learned(&models).map(|model| model.table().len()).sum();
+        let export_bytes = models[0].table().len() * config.model.dtype().bytes();
+        let to_restore = roles.iter().filter(|role| resumed.is_some() && learned.contains(&role.name));
+        let unwritten = to_restore.map(|role| role.weights.bytes()).sum();
+        run.check_resources(unwritten, elements, export_bytes, needs.rollouts)?;
         let updates = steps * shape.updates() as u64;
         let (learners, frozen) = models::learners(run, &models, roles, updates, values)?;
         let mut job = J::new(run, &arch, learners, frozen, source, tokenizer)?;

@@ -100,22 +100,6 @@ pub fn load(run: &Run, models: &[JobModel], values: Values) -> Result<Vec<Role>>
     Ok(roles)
 }
 
-/// Refuses a job whose memory or files do not fit (`Run::check_resources`). All ranks call this.
-pub fn check_resources(
-    run: &Run,
-    models: &[JobModel],
-    roles: &[Role],
-    values: Values,
-    rollout_bytes: u64,
-) -> Result<()> {
-    let elements = learned(models).map(|model| model.table().len()).sum();
-    let export_bytes = models[0].table().len() * run.config.model.dtype().bytes();
-    let learns = |role: &&Role| learned(models).any(|model| model.spec.role.name() == role.name);
-    let unwritten: usize = roles.iter().filter(learns).map(|role| role.weights.bytes()).sum();
-    let unwritten = if values == Values::ToRestore { unwritten } else { 0 };
-    run.check_resources(unwritten, elements, export_bytes, rollout_bytes)
-}
-
 /// Gives the models that learn gradients and optimizer state, for a run of `updates` optimizer steps; and those that do not.
 pub fn learners(
     run: &Run,
