@@ -91,8 +91,7 @@ fn of_ranks(world: &World) -> GpuOfRanks {
     let gpu = cuda::gpu();
     // After this gather every rank has allocated what it needs besides tensors: what is free then is free for tensors.
     let pci = &gpu.properties().pci;
-    let host_and_gpu = |host: &str, pci: &str| format!("{host} {pci}").into_bytes();
-    let all = world.group().all_gather_bytes(&host_and_gpu(&world.hosts[world.rank], pci));
+    let all = world.group().all_gather_bytes(format!("{} {pci}", world.hosts[world.rank]).as_bytes());
     let sharers = all.iter().filter(|other| **other == all[world.rank]).count() as u64;
     let mine = *SHARE.get_or_init(|| {
         let each = gpu.free_bytes() as u64 / sharers.max(1);

@@ -95,7 +95,11 @@ impl Run {
         if plan.is_tight {
             recorder.warn(TIGHT);
         }
-        let run = Self {
+        if device == Device::Cpu && !config.mesh.offload.is_empty() && sys::files::is_in_memory(&dir) {
+            let dir = dir.display();
+            recorder.warn(&format!("mesh.offload saves no memory: {dir} lies in memory itself (tmpfs)"));
+        }
+        Ok(Self {
             config,
             config_hash,
             dir,
@@ -109,12 +113,7 @@ impl Run {
             started: Instant::now(),
             has_learned: false,
             resident_at_start: 0,
-        };
-        if device == Device::Cpu && !run.config.mesh.offload.is_empty() && sys::files::is_in_memory(&run.dir) {
-            let dir = run.dir.display();
-            run.recorder.warn(&format!("mesh.offload saves no memory: {dir} lies in memory itself (tmpfs)"));
-        }
-        Ok(run)
+        })
     }
 
     /// Whether GEMMs of many rows are cuBLASLt's.
@@ -179,10 +178,8 @@ impl Run {
     pub fn stopped(&self, step: u64) -> Error {
         let over = self.config.checkpoint.max_hours > 0.0 && !sys::signals::stop_requested();
         let why = sys::signals::received().unwrap_or(if over { "checkpoint.max_hours are over" } else { "on request" });
-        Error::new(
-            Kind::Stopped,
-            format!("stopped at step {step} ({why}) with a checkpoint; run the same line to go on"),
-        )
+        let message = format!("stopped at step {step} ({why}) with a checkpoint; run the same line to go on");
+        Error::new(Kind::Stopped, message)
     }
 
     /// Updates the plan for rows of these lengths, the first ones of the job and those of its evaluations. The same on all ranks.

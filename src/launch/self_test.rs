@@ -192,18 +192,15 @@ impl SelfTest {
     /// Compares the GPU of this process with the CPU on small models like `models`, with exact GEMMs.
     pub fn exact(models: &[(RoleName, Head, Arch)], graphs: bool) -> Result<Self> {
         let start = Instant::now();
-        let mut distinct: Vec<(Arch, Head)> = Vec::new();
+        let mut test = Self { models: Vec::new(), graphs, description: String::new() };
         for (arch, head) in models.iter().map(|(_, head, arch)| (small(arch), *head)) {
-            if !distinct.iter().any(|(known, of)| *of == head && known.computes_as(&arch)) {
-                distinct.push((arch, head));
+            let same = |(cpu, _): &(Small, Passed)| cpu.w.table.head() == head && cpu.model.arch.computes_as(&arch);
+            if !test.models.iter().any(same) {
+                let cpu = Small::on(Device::Cpu, &arch, head);
+                let expected = pass(&cpu);
+                test.models.push((cpu, expected));
             }
         }
-        let on_cpu = |(arch, head): &(Arch, Head)| {
-            let cpu = Small::on(Device::Cpu, arch, *head);
-            let expected = pass(&cpu);
-            (cpu, expected)
-        };
-        let mut test = Self { models: distinct.iter().map(on_cpu).collect(), graphs, description: String::new() };
         let (share, name) =
             test.run(true).map_err(|error| error.within("the kernels of this GPU do not pass beside the CPU"))?;
         let (seconds, share) = (start.elapsed().as_secs_f64(), 100.0 * share);

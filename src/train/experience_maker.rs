@@ -85,7 +85,7 @@ pub fn make_experience(
         } else {
             let from = batch.samples.len();
             batch.add(responses, prompts)?;
-            batch.score(run, models, collector, from, step, phases);
+            batch.score(from, |samples| score(run, models, collector, samples, step, phases));
         }
     }
     let moved = gathered.as_ref().and_then(|gathered| gathered.moved);
@@ -95,7 +95,7 @@ pub fn make_experience(
     }
     let _held = hold(&batch.samples);
     if models.actor.is_some() {
-        batch.score(run, models, collector, 0, step, phases);
+        batch.score(0, |samples| score(run, models, collector, samples, step, phases));
     }
     batch.finish(run, moved)
 }
@@ -120,22 +120,13 @@ impl Batch {
         Ok(())
     }
 
-    /// Scores the samples from `from` on by the roles of this placement. All ranks of the placement call this.
-    fn score(
-        &mut self,
-        run: &Run,
-        models: &mut RolloutModels,
-        collector: &mut Collector,
-        from: usize,
-        step: u64,
-        phases: &mut Phases,
-    ) {
+    /// Adds the scores of the samples from `from` on. All ranks of the placement call this.
+    fn score(&mut self, from: usize, score: impl FnOnce(&[Experience]) -> Result<Scores>) {
         // An incomplete batch is scored on resume.
         if self.complete
             && let Ok(scores) = &mut self.scores
         {
-            let more = score(run, models, collector, &self.samples[from..], step, phases);
-            self.scores = more.map(|more| std::mem::take(scores).with(more));
+            self.scores = score(&self.samples[from..]).map(|more| std::mem::take(scores).with(more));
         }
     }
 
@@ -174,6 +165,7 @@ struct Scores {
     values: Vec<Vec<f32>>,
 }
 
+/// By the roles of this placement, all of whose ranks call this.
 fn score(
     run: &Run,
     models: &mut RolloutModels,

@@ -77,18 +77,15 @@ fn models_and_rewards(config: &Config, models: &[JobModel]) -> Vec<SourceFile> {
         // The tokenizer is that of the first model.
         let small: Vec<&str> = if i == 0 { small_files().collect() } else { vec!["config.json"] };
         for name in small.into_iter().map(str::to_owned).chain(weight_files(&spec.dir)) {
-            let path = spec.dir.join(&name);
-            if path.is_file() {
-                files.push(SourceFile { key: format!("model.{}", spec.role.name()), file: format!("/{name}"), path });
-            }
+            let (key, path) = (format!("model.{}", spec.role.name()), spec.dir.join(&name));
+            files.push(SourceFile { key, file: format!("/{name}"), path });
         }
     }
     for (i, python) in config.reward.python.iter().enumerate() {
-        let path = config.base.join(&python.file);
-        if path.is_file() {
-            files.push(SourceFile { key: format!("{REWARD}[{i}]"), file: String::new(), path });
-        }
+        let (key, path) = (format!("{REWARD}[{i}]"), config.base.join(&python.file));
+        files.push(SourceFile { key, file: String::new(), path });
     }
+    files.retain(|file| file.path.is_file());
     files
 }
 

@@ -68,12 +68,24 @@ pub fn described(
     let mut all: Vec<JobModel> = Vec::new();
     for spec in specs {
         let model = JobModel { arch: spec.arch()?, spec };
+        let (known, embedded) = (tokenizer.vocabulary(), model.arch.vocabulary);
+        let dir = model.spec.dir.display();
         match all.first() {
-            None => check_vocabulary(&model.arch, &model.spec.dir, tokenizer)?,
-            Some(first) => {
-                check_same_vocabulary(&first.arch, &model.arch, model.spec.role.name())?;
-                check(&first.arch, &model)?;
+            None if known > embedded => {
+                return Err(Error::data(format!(
+                    "the tokenizer of {dir} has {known} tokens, its model embeds {embedded}"
+                ))
+                .hint("put the tokenizer that belongs to the model into its directory"));
             }
+            None => {}
+            Some(JobModel { arch: Arch { vocabulary, .. }, .. }) if *vocabulary != embedded => {
+                let name = model.spec.role.name();
+                return Err(Error::data(format!(
+                    "model.{name} has a vocabulary of {embedded}, model.actor of {vocabulary}"
+                ))
+                .hint("both must come from models with the same tokenizer"));
+            }
+            Some(first) => check(&first.arch, &model)?,
         }
         all.push(model);
     }
@@ -118,24 +130,4 @@ pub fn learners(
         }
     }
     Ok((learners, frozen))
-}
-
-/// Refuses a tokenizer that knows more tokens than the model of `dir` embeds.
-fn check_vocabulary(arch: &Arch, dir: &Path, tokenizer: &Tokenizer) -> Result<()> {
-    let (known, embedded) = (tokenizer.vocabulary(), arch.vocabulary);
-    if known <= embedded {
-        return Ok(());
-    }
-    Err(Error::data(format!("the tokenizer of {} has {known} tokens, its model embeds {embedded}", dir.display()))
-        .hint("put the tokenizer that belongs to the model into its directory"))
-}
-
-/// Refuses another model, `name`, whose tokens are not the first one's.
-fn check_same_vocabulary(first: &Arch, other: &Arch, name: &str) -> Result<()> {
-    let (a, b) = (first.vocabulary, other.vocabulary);
-    if a == b {
-        return Ok(());
-    }
-    Err(Error::data(format!("model.{name} has a vocabulary of {b}, model.actor of {a}"))
-        .hint("both must come from models with the same tokenizer"))
 }

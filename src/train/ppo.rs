@@ -5,7 +5,7 @@ use super::job::{Ended, Job, Step};
 use super::models::{JobModel, ModelSpec};
 use super::rollout::Collector;
 use super::rollout_weights::{Gathered, RolloutWeights};
-use super::update::Update;
+use super::update::{REPORTED, Update};
 use super::{evaluate, placement, report};
 use crate::advantage::AdvantageState;
 use crate::comm::{phase, records};
@@ -21,7 +21,7 @@ use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
-use crate::metrics::keys::{self, Metrics};
+use crate::metrics::keys::{self, Metrics, named};
 use crate::metrics::{Phase, Phases};
 use crate::model::{Arch, Head};
 use crate::rng::{Purpose, Rng};
@@ -290,7 +290,9 @@ impl Ppo {
 fn metrics(run: &Run, step: &Step, work: &UpdateWork) -> Metrics {
     let mut values = work.values.clone();
     let kl_in_loss = run.config.ppo.kl_in == KlIn::Loss && run.config.needs_reference();
-    values.extend(report::update_values(&work.sums, kl_in_loss));
+    // Means over the updates, and the largest gap and norms.
+    let of_updates = work.sums.means(REPORTED).into_iter();
+    values.extend(named(of_updates.filter(|(key, _)| kl_in_loss || *key != keys::KL_LOSS)));
     let rollout_s = step.phases.spent(Phase::Rollout).as_secs_f64();
     if rollout_s > 0.0 {
         let sampled: usize = work.experience.iter().map(|e| e.response.tokens.len()).sum();

@@ -1,10 +1,8 @@
 //! The metrics of a step, and rows of the banner.
 
-use super::update::REPORTED;
 use crate::advantage::AdvantageStats;
 use crate::experience::{Experience, Finish};
 use crate::launch::run::Run;
-use crate::learn::sums::Sums;
 use crate::metrics::keys::{self, Metrics, named};
 
 /// Numbers that are known before training begins.
@@ -35,13 +33,6 @@ pub fn rollout_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f
         all.push((keys::VALUE_MEAN, values / responses.max(1) as f64));
     }
     named(all)
-}
-
-/// Means over the updates of a step, and the largest gap and norms; `kl_in_loss`: whether the loss has a KL term.
-pub fn update_values(sums: &Sums, kl_in_loss: bool) -> Metrics {
-    let mut values = sums.means(REPORTED);
-    values.retain(|(key, _)| kl_in_loss || *key != keys::KL_LOSS);
-    named(values)
 }
 
 /// Rows of the banner about the rollout.

@@ -188,9 +188,7 @@ fn prompts_of(run: &Run, part: &Range<usize>) -> Range<usize> {
 /// This rank's share of results that all ranks of `tensor` hold identically: with it each result is on one rank of the mesh, in order.
 fn own_share<T>(mut all: Vec<T>, tensor: &Group) -> Vec<T> {
     let own = share(all.len(), 1, tensor.rank(), tensor.size());
-    all.truncate(own.end);
-    all.drain(..own.start);
-    all
+    all.drain(own).collect()
 }
 
 /// The ids that key the random numbers of each prompt of a batch. A row that the batch holds twice (at the end of an epoch, or

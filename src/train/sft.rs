@@ -129,7 +129,8 @@ impl Sft {
     /// One optimizer step on `rows`; returns the mean loss over all learned tokens of the minibatch.
     fn update(&mut self, run: &Run, rows: &[SftRow]) -> Result<f64> {
         let (axes, sft, recompute) = (&run.ranks.axes, &run.config.sft, run.config.gradient.recompute);
-        let total: usize = rows.iter().map(|r| learned_tokens(r, sft.loss_on)).sum();
+        let total =
+            rows.iter().map(|r| (1..r.tokens.len()).filter(|&i| learned(r, sft.loss_on, i)).count()).sum::<usize>();
         if total == 0 {
             return Err(Error::data("a minibatch has no token to learn").hint("are the responses of these rows empty?"));
         }
@@ -147,10 +148,6 @@ impl Sft {
 /// Whether token i of a row is learned; the first never is: nothing predicts it.
 fn learned(row: &SftRow, on: LossOn, i: usize) -> bool {
     i > 0 && (on == LossOn::All || row.mask[i] != 0)
-}
-
-fn learned_tokens(row: &SftRow, on: LossOn) -> usize {
-    (1..row.tokens.len()).filter(|&i| learned(row, on, i)).count()
 }
 
 fn lengths(rows: &[SftRow]) -> Vec<usize> {

@@ -5,7 +5,6 @@ use super::inputs::{self, Inputs};
 use crate::checkpoint::{self, Checkpoint, Meta, ModelVectors, Payload, vector_name};
 use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Result};
-use crate::launch::ranks::Ranks;
 use crate::launch::run::Run;
 use crate::learn::learner::{Learner, VECTORS};
 use crate::model::Arch;
@@ -47,7 +46,10 @@ pub fn save(
 ) -> Result<()> {
     let synced = run.recorder.sync();
     run.ranks.all.agree(synced)?;
-    state.updates = updates(&run.ranks, learned, learners);
+    let of = |name: &&str| learners.iter().find(|l| l.role.name == *name).map_or(0.0, |l| l.zero.updates as f64);
+    let mut updates: Vec<f64> = learned.iter().map(of).collect();
+    run.ranks.all.all_reduce_max_f64(&mut updates);
+    state.updates = updates.into_iter().map(|updates| updates as u64).collect();
     state.has_work = work.is_some();
     let rank = run.ranks.world.rank;
     let side = if rank == 0 { side_files(&run.config.model.actor) } else { Ok(Vec::new()) };
@@ -80,14 +82,6 @@ pub fn save(
     checkpoint::save(&run.checkpoints(), state.step, &run.ranks.all, &files, &json, meta, keep)?;
     let written = if rank == 0 { state.ledger.write(&run.dir.join("ledger.json")) } else { Ok(()) };
     run.ranks.all.agree(written)
-}
-
-/// Optimizer steps of every learned role, of any rank. A collective.
-fn updates(ranks: &Ranks, learned: &[&'static str], learners: &[&mut Learner]) -> Vec<u64> {
-    let of = |name: &&str| learners.iter().find(|l| l.role.name == *name).map_or(0.0, |l| l.zero.updates as f64);
-    let mut all: Vec<f64> = learned.iter().map(of).collect();
-    ranks.all.all_reduce_max_f64(&mut all);
-    all.into_iter().map(|updates| updates as u64).collect()
 }
 
 /// config.json and the tokenizer files, so that a checkpoint can be exported without the directory it began from.
