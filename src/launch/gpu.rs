@@ -19,7 +19,7 @@ use crate::device::cuda::{self, Gpu, Stream, devices, kv_cache, links};
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
 use crate::model::{Arch, Head, TensorPart};
-use std::sync::{LazyLock, OnceLock};
+use std::sync::OnceLock;
 use std::time::Instant;
 
 /// The devices of the ranks of a run.
@@ -142,7 +142,8 @@ pub fn join(config: &Config, ranks: &Ranks) -> Result<(Vec<String>, Option<Strin
     let Ranks { world, axes, rollout_axes, .. } = ranks;
     let gpu = format!("{} {}", world.hosts[world.rank], cuda::gpu().properties().pci);
     // A rollout that shards matrices as training does uses training's groups.
-    let apart = if rollout_axes.tensor.size() == axes.tensor.size() { &ALONE } else { &rollout_axes.tensor };
+    let alone = Group::one();
+    let apart = if rollout_axes.tensor.size() == axes.tensor.size() { &alone } else { &rollout_axes.tensor };
     let zero = if axes.sequence.size() > 1 { "data x sequence" } else { "data" };
     let all = [
         Axis { name: "tensor", group: &axes.tensor, stream: Stream::Tensor },
@@ -161,8 +162,6 @@ pub fn join(config: &Config, ranks: &Ranks) -> Result<(Vec<String>, Option<Strin
     let message = format!("collectives checked over {} in {seconds:.2} s", names.join(", "));
     Ok((rows, (!names.is_empty()).then_some(message)))
 }
-
-static ALONE: LazyLock<Group> = LazyLock::new(Group::one);
 
 /// Bytes of its GPU that this rank may take for tensors.
 static SHARE: OnceLock<u64> = OnceLock::new();

@@ -56,13 +56,9 @@ impl InferenceModel {
         Ok(Self { transformer, weights, description, local_size: world.local_size.max(1) })
     }
 
-    fn is_on_gpu(&self) -> bool {
-        self.weights.device() == Device::Cuda
-    }
-
     /// Bytes that the KV cache may take: on a GPU what forwards leave, on a CPU half of this rank's share of the free memory.
     pub fn cache_bytes(&self, config: &RolloutConfig, requests: &[Request]) -> u64 {
-        if self.is_on_gpu() {
+        if self.weights.device() == Device::Cuda {
             gpu::cache_bytes(forward_bytes(&self.transformer.arch, 1, config, requests.len()))
         } else {
             memory::available_bytes() / self.local_size as u64 / 2
@@ -71,7 +67,7 @@ impl InferenceModel {
 
     /// The peak of GPU memory, as the end of a message; empty on a CPU.
     pub fn describe_memory(&self) -> String {
-        if !self.is_on_gpu() {
+        if self.weights.device() == Device::Cpu {
             return String::new();
         }
         format!(", {} of the GPU at most", format_bytes(cuda::gpu().usage().peak as u64))

@@ -17,7 +17,6 @@ use std::path::{Path, PathBuf};
 /// Bytes of a learned parameter in a checkpoint: f32 weight and both moments.
 const CHECKPOINT_BYTES: usize = 12;
 
-const GRADIENTS_AND_STATE: &str = "gradients and optimizer state";
 /// What is offloaded to the host, and copied.
 const PINNED: &str = "offloaded state and weights, in pinned memory,";
 
@@ -37,7 +36,7 @@ impl Run {
         // What is offloaded comes back a part at a time.
         let to_come = if self.ranks.layout().swap.optimizer { gradients } else { gradients + state };
         let (within, what, of_host) = match self.device {
-            Device::Cpu => (within(to_come, arena::usage()), GRADIENTS_AND_STATE, to_come + unwritten),
+            Device::Cpu => (within(to_come, arena::usage()), "gradients and optimizer state", to_come + unwritten),
             Device::Cuda => (within_gpu(to_come), PINNED, pinned),
         };
         let (ranks, available) = (self.ranks.world.local_size as u64, memory::available_bytes());

@@ -43,12 +43,11 @@ pub fn evaluate(
     }
     let n = prompts.len() as f64;
     let right = |rows: &[(f32, u64)]| rows.iter().filter(|r| r.0 >= run.config.eval.correct_at).count() as f64 / n;
-    let mean = |sum: f64| sum / n;
     Ok(Some(named([
         (keys::EVAL_ACCURACY_GREEDY, right(&results[0])),
         (keys::EVAL_ACCURACY_SAMPLED, right(&results[1])),
-        (keys::EVAL_REWARD_MEAN, mean(results[0].iter().map(|r| f64::from(r.0)).sum())),
-        (keys::EVAL_RESPONSE_TOKENS_MEAN, mean(results[0].iter().map(|r| r.1 as f64).sum())),
+        (keys::EVAL_REWARD_MEAN, results[0].iter().map(|r| f64::from(r.0)).sum::<f64>() / n),
+        (keys::EVAL_RESPONSE_TOKENS_MEAN, results[0].iter().map(|r| r.1 as f64).sum::<f64>() / n),
         (keys::EVAL_SAMPLES, n),
         (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
     ])))

@@ -143,14 +143,11 @@ impl<J: Job> Opened<J> {
         let (rows, eval) = run.ranks.all.agree(ahead)?;
         run.expect(&rows, &eval);
         let mut state = State {
-            step: 0,
             cursor: source.cursor().clone(),
             ledger: source.ledger().clone(),
-            method: Value::Null,
-            updates: Vec::new(),
-            has_work: false,
             eval_due: config.eval.every_steps > 0,
             inputs: hashed.all(run, &models)?,
+            ..State::default()
         };
         let learned: Vec<&str> = models::learned(&models).map(|model| model.spec.role.name()).collect();
         let mut resumed = state::find(run, &arch, &learned, &state.inputs)?;

@@ -122,16 +122,14 @@ impl Job for Ppo {
     fn new(
         run: &Run,
         arch: &Arch,
-        mut learners: Vec<Learner>,
+        learners: Vec<Learner>,
         mut frozen: Vec<Role>,
         source: PromptSource,
         tokenizer: Arc<Tokenizer>,
     ) -> Result<Self> {
-        let mut take = |role: RoleName| {
-            let at = learners.iter().position(|learner| learner.role.name == role.name())?;
-            Some(learners.remove(at))
-        };
-        let (actor, critic) = (take(RoleName::Actor), take(RoleName::Critic));
+        let is_actor = |learner: &Learner| learner.role.name == RoleName::Actor.name();
+        let (mut actors, mut critics): (Vec<_>, Vec<_>) = learners.into_iter().partition(is_actor);
+        let (actor, critic) = (actors.pop(), critics.pop());
         let role = actor.as_ref().map(|actor| &actor.role);
         let rollout_weights = role.map(|actor| {
             let made = RolloutWeights::new(actor, &run.ranks.axes, &run.ranks.rollout_axes)?;

@@ -15,7 +15,7 @@ use serde_json::Value;
 use std::path::Path;
 
 /// The small part of a checkpoint: JSON in its manifest.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct State {
     pub step: u64,
     pub cursor: Cursor,
