@@ -1,8 +1,6 @@
-//! A model that is not trained, for the verbs `generate`, `logprobs` and `reward`. Each rank has all of it.
-//!
-//! It is on the device where a job of the same settings would have its actor, with the same reasons and errors, and the self-test
-//! compares a GPU with the CPU before. GEMMs are exact: a log-probability has the same bits in every batch, and those that sampling
-//! recorded.
+//! A model that is not trained, for the verbs `generate`, `logprobs` and `reward`. Each rank has all of it, on the device where a job
+//! of the same settings would have its actor, with the same reasons and errors, and after the same self-test. GEMMs are exact: a
+//! log-probability has the same bits in every batch, and those that sampling recorded.
 
 use super::gpu;
 use crate::comm::World;

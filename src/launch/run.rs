@@ -184,8 +184,7 @@ impl Run {
 
     /// Updates the plan for rows of these lengths, the first ones of the job and those of its evaluations. The same on all ranks.
     ///
-    /// Layouts stay: they are chosen for the longest rows that the job allows, so that they do not change with the data, from start
-    /// to start or on a resume, and what fits still fits when rows are longer.
+    /// Layouts stay: they are chosen for the longest rows that the job allows, so that no start or resume changes them.
     pub fn expect(&mut self, rows: &[RowTokens], eval: &[RowTokens]) {
         let fast = self.gemm.as_ref().map(|gemm| [gemm.fast, gemm.is_open]);
         let count = |count: &Count| count(&self.config, fast, rows, eval);

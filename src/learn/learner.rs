@@ -65,10 +65,10 @@ impl Learner {
         let vectors: Vec<_> = table.specs().iter().filter(|s| !s.decays()).map(ParamSpec::range).collect();
         let copies: Vec<_> = table.specs().iter().map(|spec| (spec.range(), spec.copies)).collect();
         let device = table.device();
-        let zero = if state_on == device {
-            Zero::new(device, optim, shards.updated.clone(), &vectors)
-        } else {
-            Zero::on_host(optim, shards.updated.clone(), &vectors)
+        let updated = shards.updated.clone();
+        let zero = match state_on {
+            Device::Cpu if device == Device::Cuda => Zero::on_host(optim, updated, &vectors),
+            _ => Zero::new(device, optim, updated, &vectors),
         };
         let mut zero = zero.with_copies(&copies);
         if role.weights.dtype() == DType::Bf16 && state_on == device {

@@ -21,8 +21,7 @@ pub struct PackedRow {
     /// `rows` of sequence i are row_offsets[i] .. row_offsets[i + 1]: in a part, those of its tokens of the sequence, with
     /// gaps between them where other ranks predict.
     pub row_offsets: Vec<usize>,
-    /// The index of each of `rows` among those of the whole row: 0, 1, 2 ... there. What was computed per predicted
-    /// token of the whole row (advantages, old log-probabilities) is picked by it.
+    /// The index of each of `rows` among those of the whole row, by which what was computed of that is picked (`select`).
     pub row_indices: Vec<usize>,
 }
 

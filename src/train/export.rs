@@ -39,14 +39,13 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
     if wanted {
         notes.push(("export".to_string(), out.display().to_string()));
     }
-    let filtered: u64 = ledger.filtered.values().sum();
     let summary = Finish {
         steps,
         seconds: run.started.elapsed().as_secs_f64(),
         ledger: vec![
             ("trained".to_string(), ledger.trained),
             ("truncated".to_string(), ledger.truncated.rows),
-            ("filtered".to_string(), filtered),
+            ("filtered".to_string(), ledger.filtered.values().sum()),
             ("deferred".to_string(), ledger.deferred),
         ],
         notes,

@@ -69,8 +69,7 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let updates = planned.steps * J::shape(&config).updates() as u64;
     let (learners, frozen) = models::learners(&run, &models, roles, updates, values)?;
     // A reward model is no role of a run yet: its weights count.
-    let has_reward = run.ranks.has(RoleName::Reward);
-    let reward = planned.archs.of(RoleName::Reward).filter(|_| has_reward);
+    let reward = planned.archs.of(RoleName::Reward).filter(|_| run.ranks.has(RoleName::Reward));
     let mut reward = reward.map(|arch| run.role("reward", Path::new(""), arch, Head::Value, values)).transpose()?;
     if let Some(role) = &mut reward {
         run.offload_weights(role);

@@ -159,10 +159,8 @@ impl Collector {
     ) -> Result<Option<Vec<(Response, f32)>>> {
         let own = prompts_of(run, &(0..prompts.len()));
         let responses = self.generate(run, model, step, prompts, &own, config, &[])?;
-        let responses: Option<Vec<Response>> = responses.into_iter().collect();
-        let Some(responses) = responses.map(|all| own_share(all, &run.ranks.rollout_axes.tensor)) else {
-            return Ok(None);
-        };
+        let Some(responses) = responses.into_iter().collect() else { return Ok(None) };
+        let responses: Vec<Response> = own_share(responses, &run.ranks.rollout_axes.tensor);
         let asked: Vec<&Prompt> = responses.iter().map(|r| &prompts[r.prompt]).collect();
         let scored = self.reward.score(&asked, &responses.iter().collect::<Vec<_>>())?;
         Ok(Some(responses.into_iter().zip(scored).map(|(response, scored)| (response, scored.score)).collect()))

@@ -86,14 +86,11 @@ pub fn save(
 
 /// config.json and the tokenizer files, so that a checkpoint can be exported without the directory it began from.
 fn side_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
-    let mut files = Vec::new();
-    for name in small_files() {
+    let read = |name: &str| {
         let path = dir.join(name);
-        if path.exists() {
-            files.push((name.to_string(), std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?));
-        }
-    }
-    Ok(files)
+        Ok((name.to_string(), std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?))
+    };
+    small_files().filter(|name| dir.join(name).exists()).map(read).collect()
 }
 
 /// A checkpoint that a run resumes from, and its state.
