@@ -29,8 +29,7 @@ pub struct GradientSum {
 
 impl GradientSum {
     /// # Errors
-    /// `Usage` where `order = "fixed"` meets a number of ranks that is no power of two, a stage that shards gradients, or
-    /// ranks that share samples.
+    /// `Usage` where `order = "fixed"` meets a number of ranks that is no power of two, or a layout that shards more than state.
     pub fn new(table: &Arc<ParamTable>, config: &GradientConfig, shards: &Shards, axes: &Axes) -> Result<Self> {
         let ranks = axes.data.size();
         if config.order == GradientOrder::Fixed && !ranks.is_power_of_two() {

@@ -37,15 +37,12 @@ pub fn rollout_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f
 
 /// Rows of the banner about the rollout.
 pub fn rollout_notes(run: &Run) -> Vec<(String, String)> {
-    let mut notes = Vec::new();
-    let text = match run.recomputes_old_logprobs() {
-        true => Some("recomputed by a forward of training (time_old_logprobs_s, sampler_gap_max)"),
-        false if run.has_fast_gemm() => Some("as drawn, with other bits than training's (logprob_gap_max)"),
+    let old = match run.recomputes_old_logprobs() {
+        true => Some("recomputed by a forward of training (time_old_logprobs_s, sampler_gap_max)".to_string()),
+        false if run.has_fast_gemm() => Some("as drawn, with other bits than training's (logprob_gap_max)".to_string()),
         false => None,
     };
-    notes.extend(text.map(|text| ("old logprobs".to_string(), text.to_string())));
-    notes.extend(run.decoding().map(|text| ("decoding".to_string(), text)));
-    let text = run.plan.rollout_reason.as_ref().filter(|_| run.ranks.axes.all.size() > 1);
-    notes.extend(text.map(|text| ("rollout".to_string(), text.clone())));
-    notes
+    let reason = run.plan.rollout_reason.clone().filter(|_| run.ranks.axes.all.size() > 1);
+    let notes = [("old logprobs", old), ("decoding", run.decoding()), ("rollout", reason)];
+    notes.into_iter().filter_map(|(name, text)| Some((name.to_string(), text?))).collect()
 }

@@ -42,9 +42,8 @@ impl RolloutWeights {
         Ok(Self { reshard, transformer, all: training.all.clone() })
     }
 
-    /// Ranks decode different numbers of tokens, so that none can wait for another's weights in between: where training
-    /// shards them, or cuts them otherwise, they are brought together here, once. Else they are used where they are. All ranks
-    /// of the actor call this.
+    /// Ranks decode different numbers of tokens, so that none can wait for another's weights in between: those that training shards
+    /// or cuts otherwise are brought together here, once. All ranks of the actor call this.
     pub fn gather<'a>(&'a self, actor: &'a Role, phases: &mut Phases) -> Gathered<'a> {
         let gathered = self.reshard.as_ref().map(|reshard| {
             let gather = || owned_by("rollout weights", || reshard.weights(&actor.weights));

@@ -34,8 +34,8 @@ impl Timers {
         result
     }
 
-    /// Metrics of a step's ranks: the longest wait, how much longer the slowest rank computed than the mean of its placement, and
-    /// what share of the step each placement waited for others. All ranks call this.
+    /// Metrics of a step: the longest wait, the slowest rank's time by the mean of its placement, and what share of the step each
+    /// placement waited for others. All ranks call this.
     pub fn values(&self, ranks: &Ranks) -> Vec<(&'static str, f64)> {
         let exposed = comm::exposed_seconds() - self.exposed_before;
         let idle = (exposed_to_placements() - self.apart_before) / self.start.elapsed().as_secs_f64();
