@@ -59,8 +59,7 @@ const TIGHT: &str = "for the longest rows that the job allows the plan finds no 
                      shows why); starting with mesh.tensor and mesh.zero as low as they go";
 
 impl Run {
-    /// Makes the run directory and opens its records: of a job of steps of `shape`, on devices that were `opened`, where a plan has
-    /// `placed` its roles.
+    /// Makes the run directory and opens its records: of steps of `shape`, on `opened` devices, with roles `placed` by a plan.
     pub fn open(
         mut config: Config,
         shape: &StepShape,
@@ -131,8 +130,7 @@ impl Run {
         self.config.job.dir.join("checkpoints")
     }
 
-    /// A role of the model of `arch` in `dir`: loaded, or allocated where a checkpoint has its values. All ranks of the placement
-    /// call this.
+    /// A role of the model in `dir`: loaded, or allocated for a checkpoint's values. All ranks of the placement call this.
     pub fn role(&self, name: &'static str, dir: &Path, arch: &Arch, head: Head, values: Values) -> Result<Role> {
         let (device, axes, stage) = (self.device, &self.ranks.axes, self.ranks.layout().zero);
         let (dtype, seed) = (self.config.model.dtype(), self.config.job.seed);
@@ -147,8 +145,7 @@ impl Run {
         axes.all.agree(role)
     }
 
-    /// A learner of a role, with its optimizer state offloaded where the job says so, for a run of `updates` steps. All ranks of
-    /// the role's placement call this.
+    /// A learner of a role, for a run of `updates` optimizer steps. All ranks of the role's placement call this.
     pub fn learner(&self, role: Role, optim: &OptimConfig, updates: u64, values: Values) -> Result<Learner> {
         let (axes, gradient, layout) = (&self.ranks.axes, &self.config.gradient, self.ranks.layout());
         let state_on = if layout.swap.optimizer { Device::Cpu } else { self.device };

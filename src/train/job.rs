@@ -84,8 +84,7 @@ pub struct Step {
 
 /// Why a step did not finish.
 pub enum Ended {
-    /// Stopped on request, or by `error`, with `work` that the next start resumes from. The next start takes the step's rows
-    /// again unless `took_rows`.
+    /// Stopped on request, or by `error`, with `work` for the next start, which takes the step's rows again unless `took_rows`.
     Unfinished { work: Vec<u8>, took_rows: bool, error: Option<Error> },
     /// The run ends without a checkpoint.
     Failed(Error),

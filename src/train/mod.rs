@@ -65,8 +65,7 @@ pub fn archs(config: &Config) -> Result<Vec<(RoleName, Head, Arch)>> {
     models(config).into_iter().map(|model| Ok((model.role, model.head, model.arch()?))).collect()
 }
 
-/// The same of a plan, which needs no weights, and of the job's reward model: that in `reward`, else the first of
-/// `reward.models`.
+/// The same of a plan, which needs no weights, and of the reward model: that in `reward`, else `reward.models[0]`.
 pub fn planned_archs(config: &Config, reward: Option<&Path>) -> Result<Archs> {
     let named = config.reward.models.first().map(|dir| config.base.join(dir));
     let reward = reward.map(Path::to_path_buf).or(named).filter(|_| shape(config).has_rollout());
