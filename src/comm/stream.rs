@@ -9,9 +9,7 @@ use super::group::Group;
 use super::{accounting, background};
 use crate::device::cuda::{self, Work, gpu};
 use crate::device::null;
-use crate::sys::lock::lock;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -34,23 +32,17 @@ pub struct Stream {
 /// What a submitted job will return.
 #[must_use]
 pub struct Pending<T> {
-    slot: Arc<Slot<T>>,
+    value: Value<T>,
     axis: &'static str,
     stream: &'static str,
     /// What the job launched on a GPU.
     work: Option<Work>,
 }
 
-struct Slot<T> {
-    state: Mutex<State<T>>,
-    changed: Condvar,
-}
-
-enum State<T> {
-    Waiting,
-    Done(T),
-    /// The job panicked, or a job before it did.
-    Lost,
+enum Value<T> {
+    Here(T),
+    /// The stream's thread sends it; it hangs up where the job, or one before it, panicked.
+    Coming(Receiver<T>),
 }
 
 impl std::fmt::Debug for Stream {
@@ -95,21 +87,19 @@ impl Stream {
         if self.has_nccl() {
             let (value, work) = gpu().beside(self.of_gpu(), || null::hidden(|| job(&self.groups)));
             accounting::begin_async(accounting::as_of(self.axis, self.name), work.marks());
-            return self.pending(State::Done(value), Some(work));
+            return self.pending(Value::Here(value), Some(work));
         }
         let Some((sender, _)) = &self.thread else {
-            return self.pending(State::Done(null::hidden(|| job(&self.groups))), None);
+            return self.pending(Value::Here(null::hidden(|| job(&self.groups))), None);
         };
-        let pending = self.pending(State::Waiting, None);
-        let promise = Promise(pending.slot.clone());
-        // A thread that is gone drops the job, and its promise is lost: `wait` says so.
-        let _ = sender.send(Box::new(move |groups| promise.keep(job(groups))));
-        pending
+        let (done, receiver) = sync_channel(1);
+        // A thread that is gone drops the job: `wait` says so. Nobody has to wait for the value.
+        let _ = sender.send(Box::new(move |groups| drop(done.send(job(groups)))));
+        self.pending(Value::Coming(receiver), None)
     }
 
-    fn pending<T>(&self, state: State<T>, work: Option<Work>) -> Pending<T> {
-        let slot = Arc::new(Slot { state: Mutex::new(state), changed: Condvar::new() });
-        Pending { slot, axis: self.axis, stream: self.name, work }
+    fn pending<T>(&self, value: Value<T>, work: Option<Work>) -> Pending<T> {
+        Pending { value, axis: self.axis, stream: self.name, work }
     }
 }
 
@@ -133,8 +123,13 @@ impl Drop for Stream {
 
 impl<T> Pending<T> {
     /// Whether `wait` would return at once.
-    pub fn is_ready(&self) -> bool {
-        !matches!(*lock(&self.slot.state), State::Waiting)
+    pub fn is_ready(&mut self) -> bool {
+        if let Value::Coming(receiver) = &self.value
+            && let Ok(value) = receiver.try_recv()
+        {
+            self.value = Value::Here(value);
+        }
+        matches!(self.value, Value::Here(_))
     }
 
     /// What the job returned. The time until it has is exposed communication. On a GPU the compute stream waits for it, not
@@ -142,42 +137,20 @@ impl<T> Pending<T> {
     ///
     /// # Panics
     /// If the job panicked.
-    pub fn wait(mut self) -> T {
-        if let Some(work) = self.work.take() {
+    pub fn wait(self) -> T {
+        if let Some(work) = self.work {
             work.join();
         }
-        let mut state = lock(&self.slot.state);
-        if matches!(*state, State::Waiting) {
+        let receiver = match self.value {
+            Value::Here(value) => return value,
+            Value::Coming(receiver) => receiver,
+        };
+        let value = receiver.try_recv().or_else(|_| {
             let start = Instant::now();
-            let waiting = |state: &mut State<T>| matches!(state, State::Waiting);
-            state = background::awaiting(|| {
-                self.slot.changed.wait_while(state, waiting).unwrap_or_else(PoisonError::into_inner)
-            });
+            let value = background::awaiting(|| receiver.recv());
             accounting::waited(self.axis, self.stream, start.elapsed().as_secs_f64());
-        }
-        match std::mem::replace(&mut *state, State::Lost) {
-            State::Done(value) => value,
-            State::Waiting | State::Lost => panic!("a job of stream {} panicked", self.stream),
-        }
-    }
-}
-
-/// Belongs to a job; dropped unkept, it is lost.
-struct Promise<T>(Arc<Slot<T>>);
-
-impl<T> Promise<T> {
-    fn keep(&self, value: T) {
-        *lock(&self.0.state) = State::Done(value);
-        self.0.changed.notify_all();
-    }
-}
-
-impl<T> Drop for Promise<T> {
-    fn drop(&mut self) {
-        let mut state = lock(&self.0.state);
-        if matches!(*state, State::Waiting) {
-            *state = State::Lost;
-            self.0.changed.notify_all();
-        }
+            value
+        });
+        value.unwrap_or_else(|_| panic!("a job of stream {} panicked", self.stream))
     }
 }

@@ -250,7 +250,7 @@ mod tests {
             group.shift(&x, &mut got);
             assert_eq!(got, [1.5, 2.5, 0.0]);
             assert!(group.agree(Err::<(), _>(Error::data("row 7"))).is_err());
-            let summed = axes.zero_stream.submit(|groups| {
+            let mut summed = axes.zero_stream.submit(|groups| {
                 let mut x = [4.0; 9];
                 groups[0].all_reduce_sum(&mut x);
                 (x[0], std::thread::current().id())

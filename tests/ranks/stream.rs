@@ -92,7 +92,7 @@ fn exposed(world: &World) {
     let stream = Stream::new("hidden", &[&group]);
     let of = |op| accounting().get(&("exposure", op)).copied().unwrap_or_default();
     // A job on the stream, done long before it is waited for: the calls are counted, nothing is exposed.
-    let pending = stream.submit(|groups| groups[0].all_gather_f64(&[1.0]));
+    let mut pending = stream.submit(|groups| groups[0].all_gather_f64(&[1.0]));
     while !pending.is_ready() {
         std::thread::yield_now();
     }
@@ -108,7 +108,7 @@ fn exposed(world: &World) {
     assert_eq!(barrier.exposed > 0.0, world.size > 1);
     // A job that cannot end before it is waited for: the wait is exposed, the collective's own seconds are not.
     let (release, held) = channel::<()>();
-    let pending = stream.submit(move |groups| {
+    let mut pending = stream.submit(move |groups| {
         if groups[0].size() > 1 {
             held.recv().expect("released below");
         }
