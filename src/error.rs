@@ -1,10 +1,11 @@
 //! The one error type: what went wrong, what was needed, and a hint; with the exit code the process ends with.
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::Path;
 
 /// The class of an error decides the exit code of the process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kind {
     /// A broken invariant or a failed peer: exit code 1.
     Fault,
@@ -21,7 +22,7 @@ pub enum Kind {
 }
 
 /// An error shown to the user once: `error: MESSAGE`, then `hint: HINT` where there is one.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Error {
     pub kind: Kind,
     pub message: String,

@@ -1,7 +1,8 @@
 //! An error of one rank as an error of all ranks of its group.
 
 use super::group::{Group, Member};
-use crate::error::{Error, Kind, Result};
+use super::records;
+use crate::error::{Error, Result};
 use crate::sys::lock::lock;
 use std::sync::Mutex;
 
@@ -26,16 +27,9 @@ impl Group {
         if failed[0] == 0.0 {
             return local;
         }
-        let mine = local.err().map(|e| (e.exit_code(), e.message, e.hint));
-        let mine = serde_json::to_vec(&mine).expect("numbers and strings serialise");
-        let all: Vec<Option<Failure>> = self
-            .all_gather_bytes(&mine)
-            .iter()
-            .map(|bytes| serde_json::from_slice(bytes).expect("a peer of the same build wrote it"))
-            .collect();
+        let all: Vec<Option<Error>> = records::gather(self, &[local.err()])?;
         let rank = all.iter().position(Option::is_some).expect("someone failed");
-        let (code, message, hint) = all[rank].clone().expect("found above");
-        let mut error = Error { kind: kind_of(code), message, hint };
+        let mut error = all[rank].clone().expect("found above");
         if all.iter().any(|other| *other != all[rank]) {
             let Member { world_rank, host } = self.member(rank);
             error = error.within(format_args!("rank {world_rank} ({host})"));
@@ -43,14 +37,4 @@ impl Group {
         *lock(&AGREED) = Some((error.message.clone(), rank == self.rank()));
         Err(error)
     }
-}
-
-/// Exit code, message and hint of an error: what of it travels.
-type Failure = (i32, String, Option<String>);
-
-fn kind_of(exit_code: i32) -> Kind {
-    [Kind::Usage, Kind::Data, Kind::Io, Kind::Service, Kind::Stopped]
-        .into_iter()
-        .find(|&kind| Error::new(kind, "").exit_code() == exit_code)
-        .unwrap_or(Kind::Fault)
 }

@@ -245,14 +245,15 @@ fn whole(call: &str, start: impl FnOnce(*mut ffi::MPI_Request) -> c_int) {
     request.wait();
 }
 
-/// Bytes of a note: a short message whose receiver does not know that it comes.
+/// Bytes of a note at most: a short message whose receiver does not know that it comes.
 pub(super) const NOTE_BYTES: usize = 512;
 const NOTE_TAG: i32 = 11;
 
 impl Comm {
     /// Sends a note and forgets it: where the receiver is stopped or dead, it never arrives.
-    pub(super) fn post_note(self, to: usize, note: Box<[u8; NOTE_BYTES]>) {
-        let kept: &'static [u8] = Box::leak(note);
+    pub(super) fn post_note(self, to: usize, note: Vec<u8>) {
+        assert!(note.len() <= NOTE_BYTES);
+        let kept: &'static [u8] = note.leak();
         // SAFETY: the buffer lives forever, since nobody waits; notes are only sent by a job that is about to end.
         let request = unsafe { self.send(to, NOTE_TAG, kept) };
         drop(request);

@@ -11,6 +11,7 @@ use super::ending;
 use super::phase;
 use super::probe::Probe;
 use super::raw::{Comm, NOTE_BYTES};
+use super::records;
 use super::world::World;
 use crate::device::cuda::gpu::is_started;
 use crate::device::cuda::standing_still;
@@ -165,21 +166,14 @@ impl Watchdog {
         while !words.is_char_boundary(end) {
             end -= 1;
         }
-        let Some(channel) = self.channel else { return };
-        let mut note = Box::new([0u8; NOTE_BYTES]);
-        note[..8].copy_from_slice(&(self.rank as u64).to_le_bytes());
-        note[8] = u8::from(waits);
-        note[9..11].copy_from_slice(&(end as u16).to_le_bytes());
-        note[16..16 + end].copy_from_slice(&words.as_bytes()[..end]);
-        channel.post_note(to, note);
+        if let Some(channel) = self.channel {
+            channel.post_note(to, records::encode(&(self.rank, waits, &words[..end])));
+        }
     }
 
     /// (rank, waits past the limit, what it does)
     fn take(&self) -> Option<(usize, bool, String)> {
-        let note = self.channel?.take_note()?;
-        let rank = u64::from_le_bytes(note[..8].try_into().expect("8 bytes")) as usize;
-        let length = usize::from(u16::from_le_bytes([note[9], note[10]]));
-        Some((rank, note[8] == 1, String::from_utf8_lossy(&note[16..16 + length]).into_owned()))
+        records::decode(&self.channel?.take_note()?).ok()
     }
 
     /// `waits in all_reduce_sum over data (4194304 bytes) since 600.2 s; step 3, train`; where the host waits for its GPU, what for.
