@@ -26,13 +26,13 @@ impl Channel {
     /// exchanges in the same order, so the chunk that is waited for is always one that the peer comes to.
     pub(super) fn exchange_adding(&mut self, x: &mut [f32], give: (usize, Range<usize>), keep: (usize, Range<usize>)) {
         let Self { comm, scratch } = self;
-        scratch.resize(2 * CHUNK, 0.0);
         let ((to, give), (from, keep)) = (give, keep);
-        let (mut even, mut odd) = scratch.split_at_mut(CHUNK);
+        let (mut even, mut odd) = room(scratch, 2 * CHUNK).split_at_mut(CHUNK);
         let mut outstanding = None;
-        for i in 0..give.len().max(keep.len()).div_ceil(CHUNK) {
-            let (out, into) = (chunk(&give, i), chunk(&keep, i));
-            // SAFETY: both requests are waited for in the next turn or after the loop, before `x` and `scratch` are
+        // In the last turn both are empty: it finishes the one before.
+        for i in 0..=give.len().max(keep.len()).div_ceil(CHUNK) {
+            let (out, into) = (chunk(&give, i, CHUNK), chunk(&keep, i, CHUNK));
+            // SAFETY: both requests are waited for in the next turn, before `x` and `scratch` are
             // released; `give` and `keep` do not overlap (`check`), so what is being sent is not added to; `even` is not touched
             // until its request was waited for, because the halves swap each turn.
             let requests = unsafe {
@@ -44,9 +44,6 @@ impl Channel {
                 finish(requests, &mut x[range], odd);
             }
             std::mem::swap(&mut even, &mut odd);
-        }
-        if let Some((requests, range)) = outstanding {
-            finish(requests, &mut x[range], odd);
         }
     }
 
@@ -114,11 +111,7 @@ impl Channel {
     pub(super) fn sum_short(&mut self, x: &mut [f32], rank: usize, size: usize) {
         let whole = 1 << size.ilog2();
         let mut theirs = std::mem::take(&mut self.scratch);
-        if theirs.len() < x.len() {
-            theirs.resize(x.len(), 0.0);
-        }
-        let other = &mut theirs[..x.len()];
-        let add = |x: &mut [f32], other: &[f32]| x.iter_mut().zip(other).for_each(|(a, b)| *a += b);
+        let other = room(&mut theirs, x.len());
         if rank >= whole {
             self.swap(None, Some((rank - whole, x)));
             self.swap(Some((rank - whole, x)), None);
@@ -166,18 +159,12 @@ impl Channel {
     /// Everyone gets every rank's values of its own share of x, adds them in rank order while the next ones come, and gives
     /// the sums to all.
     pub(super) fn sum_ordered(&mut self, x: &mut [f32], rank: usize, size: usize) {
-        let at = |r: usize| r * x.len() / size;
-        let shares: Vec<Range<usize>> = (0..size).map(|r| at(r)..at(r + 1)).collect();
-        let piece = CHUNK.div_ceil(size);
-        let of = |share: &Range<usize>, i: usize| {
-            let at = |i: usize| (share.start + i * piece).min(share.end);
-            at(i)..at(i + 1)
-        };
+        let (shares, piece) = (shares(x.len(), size), CHUNK.div_ceil(size));
         let scratch = room(&mut self.scratch, 2 * size * piece);
         let (mut even, mut odd) = scratch.split_at_mut(size * piece);
         let mut outstanding: Option<(Vec<Request>, Range<usize>)> = None;
         for i in 0..x.len().div_ceil(size).div_ceil(piece) {
-            let mine = of(&shares[rank], i);
+            let mine = chunk(&shares[rank], i, piece);
             let mut requests = Vec::with_capacity(2 * size);
             for s in 1..size {
                 let (to, from) = ((rank + s) % size, (rank + size - s) % size);
@@ -186,7 +173,7 @@ impl Channel {
                 // requests were waited for, because the halves swap each turn, and each rank has a place of its own.
                 unsafe {
                     requests.push(self.comm.receive(from, TAG, &mut even[from * piece..from * piece + mine.len()]));
-                    requests.push(self.comm.send(to, TAG, &x[of(&shares[to], i)]));
+                    requests.push(self.comm.send(to, TAG, &x[chunk(&shares[to], i, piece)]));
                 }
             }
             if let Some((requests, range)) = outstanding.replace((requests, mine)) {
@@ -203,9 +190,20 @@ impl Channel {
     }
 }
 
-fn chunk(range: &Range<usize>, i: usize) -> Range<usize> {
-    let at = |i: usize| (range.start + i * CHUNK).min(range.end);
+/// Equal parts of `len` values, as near as can be: one a rank.
+pub(super) fn shares(len: usize, size: usize) -> Vec<Range<usize>> {
+    (0..size).map(|rank| rank * len / size..(rank + 1) * len / size).collect()
+}
+
+/// Values `i * len` to `(i + 1) * len` of a range, which may end before.
+pub(super) fn chunk(range: &Range<usize>, i: usize, len: usize) -> Range<usize> {
+    let at = |i: usize| (range.start + i * len).min(range.end);
     at(i)..at(i + 1)
+}
+
+/// to += from, as far as both go.
+fn add(to: &mut [f32], from: &[f32]) {
+    to.iter_mut().zip(from).for_each(|(a, b)| *a += b);
 }
 
 type Pair = (Option<Request>, Option<Request>);
@@ -213,7 +211,7 @@ type Pair = (Option<Request>, Option<Request>);
 fn finish((receive, send): Pair, into: &mut [f32], received: &[f32]) {
     if let Some(request) = receive {
         request.wait();
-        into.iter_mut().zip(received).for_each(|(a, b)| *a += b);
+        add(into, received);
     }
     if let Some(request) = send {
         request.wait();
@@ -222,7 +220,6 @@ fn finish((receive, send): Pair, into: &mut [f32], received: &[f32]) {
 
 /// x, rank `rank`'s values, becomes the sum in rank order with the others', which stand at multiples of `piece`.
 fn add_in_order(x: &mut [f32], rank: usize, others: &mut [f32], piece: usize) {
-    let add = |to: &mut [f32], from: &[f32]| to.iter_mut().zip(from).for_each(|(a, b)| *a += b);
     let (before, behind) = others.split_at_mut(rank * piece);
     if let Some((first, more)) = before.split_at_mut_checked(piece) {
         more.chunks_exact(piece).for_each(|other| add(first, &other[..x.len()]));
@@ -246,7 +243,5 @@ fn fold(x: &mut [f32], all: &[f32]) {
     }
     let (first, rest) = all.split_at(x.len());
     x.copy_from_slice(first);
-    for part in rest.chunks_exact(x.len()) {
-        x.iter_mut().zip(part).for_each(|(a, b)| *a += b);
-    }
+    rest.chunks_exact(x.len()).for_each(|part| add(x, part));
 }

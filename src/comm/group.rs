@@ -5,7 +5,7 @@
 
 use super::accounting::{Call, enter, note};
 use super::background;
-use super::channel::{CHUNK, Channel};
+use super::channel::{CHUNK, Channel, shares};
 use super::nccl_collectives::NcclGroup;
 use super::raw::{COUNT_MAX, Comm, Element, Request};
 use crate::device::cpu::copy;
@@ -28,22 +28,13 @@ pub struct Group(Arc<Inner>);
 struct Inner {
     axis: &'static str,
     rank: usize,
-    size: usize,
     /// World rank and host of each member.
     members: Vec<Member>,
-    peers: Peers,
+    /// To the peers: none where this rank is alone, or no peer is there, so that collectives are counted and return at once. The
+    /// lock keeps the collectives of two threads apart.
+    channel: Option<Mutex<Channel>>,
     /// The GPUs of the ranks, where they are joined. Twins share it.
     nccl: Arc<OnceLock<NcclGroup>>,
-}
-
-/// Who is at the other end of a collective.
-enum Peers {
-    /// This rank is alone: nothing to do.
-    None,
-    /// As many as the group's size, of whom none is there: collectives are counted and return at once.
-    Null,
-    /// The lock keeps the collectives of two threads apart.
-    Mpi(Mutex<Channel>),
 }
 
 #[derive(Clone, Debug)]
@@ -54,7 +45,7 @@ pub(super) struct Member {
 
 impl std::fmt::Debug for Group {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Group({}, rank {} of {})", self.0.axis, self.0.rank, self.0.size)
+        write!(f, "Group({}, rank {} of {})", self.0.axis, self.0.rank, self.size())
     }
 }
 
@@ -76,8 +67,7 @@ impl Group {
         assert!(rank < size, "rank {rank} of {size}");
         let host = crate::sys::host::name();
         let members = (0..size).map(|i| Member { world_rank: i * stride, host: host.clone() }).collect();
-        let peers = if size == 1 { Peers::None } else { Peers::Null };
-        Self(Arc::new(Inner { axis, rank, size, members, peers, nccl: Arc::default() }))
+        Self(Arc::new(Inner { axis, rank, members, channel: None, nccl: Arc::default() }))
     }
 
     pub(super) fn over(axis: &'static str, comm: Comm, members: Vec<Member>) -> Self {
@@ -85,10 +75,9 @@ impl Group {
     }
 
     fn with_nccl(axis: &'static str, comm: Comm, members: Vec<Member>, nccl: Arc<OnceLock<NcclGroup>>) -> Self {
-        let (rank, size) = (comm.rank(), comm.size());
-        assert_eq!(members.len(), size);
-        let peers = if size == 1 { Peers::None } else { Peers::Mpi(Mutex::new(Channel::over(comm))) };
-        Self(Arc::new(Inner { axis, rank, size, members, peers, nccl }))
+        assert_eq!(members.len(), comm.size());
+        let channel = (members.len() > 1).then(|| Mutex::new(Channel::over(comm)));
+        Self(Arc::new(Inner { axis, rank: comm.rank(), members, channel, nccl }))
     }
 
     /// The groups of an axis: ranks of equal `color` form one, ordered by `key`. All ranks of `self` call this.
@@ -100,7 +89,7 @@ impl Group {
         let Some(channel) = self.channel() else {
             assert_eq!(self.size(), 1, "a null group is split by its mesh");
             let (members, nccl) = (self.0.members.clone(), Arc::default());
-            return Self(Arc::new(Inner { axis, rank: 0, size: 1, members, peers: Peers::None, nccl }));
+            return Self(Arc::new(Inner { axis, rank: 0, members, channel: None, nccl }));
         };
         let comm = channel.comm.split(color, key);
         let mut ranks = vec![0u64; comm.size()];
@@ -117,7 +106,7 @@ impl Group {
 
     /// Whether its collectives are only counted.
     pub(super) fn is_null(&self) -> bool {
-        matches!(self.0.peers, Peers::Null)
+        self.0.channel.is_none() && self.size() > 1
     }
 
     /// Whether its GPUs are joined.
@@ -136,11 +125,10 @@ impl Group {
     /// # Errors
     /// Why not.
     pub fn check_graphs(&self) -> std::result::Result<(), String> {
-        match self.nccl() {
-            _ if self.size() == 1 => Ok(()),
-            Some(_) => Ok(()),
-            None => Err(format!("values on GPUs go over the {} axis by MPI, through the host", self.axis())),
+        if self.size() == 1 || self.nccl().is_some() {
+            return Ok(());
         }
+        Err(format!("values on GPUs go over the {} axis by MPI, through the host", self.axis()))
     }
 
     /// Joins the GPUs of this group and of its twins.
@@ -177,7 +165,7 @@ impl Group {
     }
 
     pub fn size(&self) -> usize {
-        self.0.size
+        self.0.members.len()
     }
 
     pub(super) fn member(&self, rank: usize) -> &Member {
@@ -186,8 +174,7 @@ impl Group {
 
     /// What goes to the peers; none where there are none.
     pub(super) fn channel(&self) -> Option<MutexGuard<'_, Channel>> {
-        let Peers::Mpi(channel) = &self.0.peers else { return None };
-        Some(lock(channel))
+        self.0.channel.as_ref().map(lock)
     }
 
     /// Enters a collective, which is counted as long as the call lives; none where no peer takes part.
@@ -222,10 +209,9 @@ impl Group {
     /// time of MPI_Allreduce on 2 and 4 ranks of one host; below, it is recursive doubling.
     pub fn all_reduce_sum(&self, x: &mut [f32]) {
         let Some((mut channel, _call)) = self.enter("all_reduce_sum", size_of_val(x)) else { return };
-        let (rank, size) = (self.0.rank, self.0.size);
+        let (rank, size) = (self.0.rank, self.size());
         if x.len() >= OWN_MIN * size {
-            let at = |r: usize| r * x.len() / size;
-            let ranges: Vec<Range<usize>> = (0..size).map(|r| at(r)..at(r + 1)).collect();
+            let ranges = shares(x.len(), size);
             channel.reduce_scatter(x, &ranges, rank);
             channel.gather(x, &ranges, rank);
         } else if !x.is_empty() {
@@ -245,10 +231,10 @@ impl Group {
 
     fn fold_f64(&self, op: &'static str, x: &mut [f64], f: impl Fn(f64, f64) -> f64) {
         let Some((channel, _call)) = self.enter(op, size_of_val(x)) else { return };
-        let unit = (CHUNK / self.0.size).max(1);
-        let mut all = vec![0.0; unit.min(x.len()) * self.0.size];
+        let unit = (CHUNK / self.size()).max(1);
+        let mut all = vec![0.0; unit.min(x.len()) * self.size()];
         for chunk in x.chunks_mut(unit) {
-            let all = &mut all[..chunk.len() * self.0.size];
+            let all = &mut all[..chunk.len() * self.size()];
             channel.comm.all_gather(chunk, all);
             let (first, rest) = all.split_at(chunk.len());
             chunk.copy_from_slice(first);
@@ -272,7 +258,7 @@ impl Group {
     /// If the size of the group is no power of two.
     pub fn reduce_scatter_tree(&self, x: &mut [f32], ranges: &[Range<usize>]) {
         self.check(x.len(), ranges);
-        let (rank, size) = (self.0.rank, self.0.size);
+        let (rank, size) = (self.0.rank, self.size());
         assert!(size.is_power_of_two(), "a tree sum over {size} ranks of axis {}", self.0.axis);
         let Some((mut channel, _call)) = self.enter("reduce_scatter_tree", size_of_val(x)) else { return };
         let mut held: Vec<usize> = (0..size).collect();
@@ -306,9 +292,9 @@ impl Group {
     /// Everyone's bytes, in rank order; lengths may differ and may pass 2 GiB.
     pub fn all_gather_bytes(&self, mine: &[u8]) -> Vec<Vec<u8>> {
         let Some((channel, _call)) = self.enter("all_gather_bytes", mine.len()) else {
-            return vec![mine.to_vec(); self.0.size];
+            return vec![mine.to_vec(); self.size()];
         };
-        let mut lengths = vec![0u64; self.0.size];
+        let mut lengths = vec![0u64; self.size()];
         channel.comm.all_gather(&[mine.len() as u64], &mut lengths);
         let mut end = 0;
         let ranges: Vec<Range<usize>> = lengths
@@ -387,7 +373,7 @@ impl Group {
     }
 
     pub(super) fn check(&self, len: usize, ranges: &[Range<usize>]) {
-        assert_eq!(ranges.len(), self.0.size, "one range a rank of axis {}", self.0.axis);
+        assert_eq!(ranges.len(), self.size(), "one range a rank of axis {}", self.0.axis);
         assert!(ranges.iter().all(|r| r.start <= r.end && r.end <= len), "ranges {ranges:?} within 0..{len}");
         assert!(ranges.windows(2).all(|w| w[0].end <= w[1].start), "ranges {ranges:?} ascend without overlap");
     }

@@ -2,6 +2,7 @@
 
 use super::accounting::{begin_async, launch, note};
 use super::captured_operations;
+use super::channel::chunk;
 use super::communicator::{Communicator, Span};
 use crate::device::cuda::rank_sum::{self, Parts};
 use crate::device::cuda::{Memory, Stream, View, ViewMut, gpu};
@@ -85,13 +86,8 @@ impl NcclGroup {
             let piece = (PIECE / size_of::<f32>() / ranks.size).max(1);
             let stride = piece.min(longest);
             let mut parts = Memory::scratch(ranks.size * stride * size_of::<f32>());
-            for start in (0..longest).step_by(piece) {
-                // The same piece of each rank's range, which may have ended.
-                let of = |range: &Range<usize>| {
-                    let at = |i: usize| (range.start + i).min(range.end);
-                    at(start)..at(start + piece)
-                };
-                let pieces: Vec<Range<usize>> = ranges.iter().map(of).collect();
+            for i in 0..longest.div_ceil(piece) {
+                let pieces: Vec<Range<usize>> = ranges.iter().map(|range| chunk(range, i, piece)).collect();
                 exchange(ranks, x, &pieces, &mut parts.view_mut(DType::F32), stride);
                 let values = parts.view(DType::F32);
                 let mine = x.reborrow().part(pieces[ranks.rank].clone());
