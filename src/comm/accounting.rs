@@ -143,21 +143,19 @@ pub(super) struct Call {
 }
 
 pub(super) fn enter(axis: &'static str, op: &'static str, bytes: usize) -> Call {
-    begin(axis, op, bytes, false)
-}
-
-/// The call of a collective that GPUs do beside the host.
-pub(super) fn launch(axis: &'static str, op: &'static str, bytes: usize) -> Call {
-    begin(axis, op, bytes, true)
-}
-
-fn begin(axis: &'static str, op: &'static str, bytes: usize, launches: bool) -> Call {
     let mut ledger = lock(&LEDGER);
     let entered = Entered { axis, op, bytes, since: Instant::now(), stream: background::current(), id: ledger.next_id };
     ledger.next_id += 1;
     ledger.under_way.push(entered.clone());
     ledger.last = Some(entered.clone());
-    Call { entered, launches }
+    Call { entered, launches: false }
+}
+
+/// The call of a collective that GPUs do beside the host.
+pub(super) fn launch(axis: &'static str, op: &'static str, bytes: usize) -> Call {
+    let mut call = enter(axis, op, bytes);
+    call.launches = true;
+    call
 }
 
 impl Call {
@@ -180,24 +178,19 @@ impl Drop for Call {
     }
 }
 
-/// A collective that GPUs are at, beside the host.
-struct InFlight {
-    entered: Entered,
-    marks: Arc<Marks>,
-}
-
-static IN_FLIGHT: Mutex<VecDeque<InFlight>> = Mutex::new(VecDeque::new());
+/// The collectives that GPUs are at, beside the host.
+static IN_FLIGHT: Mutex<VecDeque<(Entered, Arc<Marks>)>> = Mutex::new(VecDeque::new());
 
 /// Notes what was launched.
 pub(super) fn begin_async(entered: Entered, marks: Option<Arc<Marks>>) {
     let Some(marks) = marks.filter(|_| !null::is_active()) else { return };
     let mut in_flight = lock(&IN_FLIGHT);
-    in_flight.push_back(InFlight { entered, marks });
+    in_flight.push_back((entered, marks));
     // Two land for each that begins, so that there are never many more than the GPU has yet to do.
     let mut done = Vec::with_capacity(2);
     for _ in 0..2 {
-        let Some(waited) = in_flight.front().and_then(|operation| operation.marks.waited()) else { break };
-        done.extend(in_flight.pop_front().map(|operation| (operation.entered, waited)));
+        let Some(waited) = in_flight.front().and_then(|(_, marks)| marks.waited()) else { break };
+        done.extend(in_flight.pop_front().map(|(entered, _)| (entered, waited)));
     }
     drop(in_flight);
     book(done);
@@ -206,9 +199,9 @@ pub(super) fn begin_async(entered: Entered, marks: Option<Arc<Marks>>) {
 /// Books what the compute streams have waited, as far as they have come.
 fn book_done() {
     let mut done = Vec::new();
-    lock(&IN_FLIGHT).retain(|operation| {
-        let waited = operation.marks.waited();
-        done.extend(waited.map(|seconds| (operation.entered.clone(), seconds)));
+    lock(&IN_FLIGHT).retain(|(entered, marks)| {
+        let waited = marks.waited();
+        done.extend(waited.map(|seconds| (entered.clone(), seconds)));
         waited.is_none()
     });
     book(done);
@@ -227,7 +220,6 @@ fn book(done: Vec<(Entered, f64)>) {
 /// The one that has been under way for the longest time.
 pub(super) fn oldest_async() -> Option<Entered> {
     // Marks are looked at without the lock: a GPU that hangs may answer late.
-    let all: Vec<(Entered, Arc<Marks>)> =
-        lock(&IN_FLIGHT).iter().map(|operation| (operation.entered.clone(), operation.marks.clone())).collect();
+    let all = lock(&IN_FLIGHT).clone();
     all.into_iter().find(|(_, marks)| !marks.is_done()).map(|(entered, _)| entered)
 }

@@ -40,7 +40,7 @@ unsafe impl Sync for Handle {}
 
 pub(super) struct Communicator {
     /// None where there are no peers.
-    joined: Option<Arc<Joined>>,
+    joined: Option<Joined>,
     axis: &'static str,
     pub rank: usize,
     pub size: usize,
@@ -149,7 +149,7 @@ impl Communicator {
     /// Rank `rank` of `size` GPUs that joined as `comm`, which is this one's to leave.
     pub fn of(nccl: &Arc<Nccl>, comm: Handle, axis: &'static str, rank: usize, size: usize) -> Self {
         lock(&JOINED).push((Arc::clone(nccl), comm));
-        let joined = Some(Arc::new(Joined { nccl: Arc::clone(nccl), comm, calls: Mutex::new(()) }));
+        let joined = Some(Joined { nccl: Arc::clone(nccl), comm, calls: Mutex::new(()) });
         Self { joined, axis, rank, size, used: AtomicBool::new(false) }
     }
 
@@ -250,7 +250,7 @@ impl Drop for Communicator {
     fn drop(&mut self) {
         // What was used stays until the process ends: GPUs of other ranks may still be at its last collectives.
         let unused = self.joined.as_ref().filter(|_| !self.used.load(Ordering::Relaxed));
-        let Some(Joined { nccl, comm, .. }) = unused.map(Arc::as_ref) else { return };
+        let Some(Joined { nccl, comm, .. }) = unused else { return };
         let mut all = lock(&JOINED);
         let Some(at) = all.iter().position(|(_, other)| other == comm) else { return };
         all.remove(at);
