@@ -36,15 +36,7 @@ pub fn count(x: f64) -> String {
 
 /// A whole number with thin groups: `12,345`.
 pub fn grouped(n: u64) -> String {
-    let digits = n.to_string();
-    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
+    indicatif::HumanCount(n).to_string()
 }
 
 /// Bytes in binary units: `640 B`, `1.5 MiB`, `12 GiB`.

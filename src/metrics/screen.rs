@@ -44,30 +44,13 @@ fn launcher_terminal() -> Option<File> {
     file.is_terminal().then_some(file)
 }
 
-enum Width {
-    Fixed(usize),
-    /// Asked at each use: windows change.
-    Of(Term),
-}
-
-impl Width {
-    fn of_stderr() -> Self {
-        if io::stderr().is_terminal() {
-            return Self::Of(Term::stderr());
-        }
-        let pair = launcher_terminal().and_then(|file| Some((file.try_clone().ok()?, file)));
-        pair.map_or(Self::Fixed(COLUMNS), |(read, write)| Self::Of(Term::read_write_pair(read, write)))
+/// The terminal that shows what this process writes to standard error, to be asked for its width.
+fn terminal() -> Option<Term> {
+    if io::stderr().is_terminal() {
+        return Some(Term::stderr());
     }
-
-    fn columns(&self) -> usize {
-        match self {
-            Self::Fixed(columns) => *columns,
-            Self::Of(term) => {
-                let columns = term.size_checked().map_or(0, |(_, columns)| usize::from(columns));
-                if columns == 0 { COLUMNS } else { columns.max(COLUMNS_MIN) }
-            }
-        }
-    }
+    let file = launcher_terminal()?;
+    Some(Term::read_write_pair(file.try_clone().ok()?, file))
 }
 
 /// A shared handle; bars draw from threads of their own. Errors of writing are not errors of the run: a terminal that
@@ -75,7 +58,10 @@ impl Width {
 #[derive(Clone)]
 pub struct Screen {
     state: Arc<Mutex<State>>,
-    width: Arc<Width>,
+    /// Asked at each use: windows change.
+    terminal: Option<Term>,
+    /// Where no terminal says.
+    columns: usize,
 }
 
 struct State {
@@ -86,21 +72,20 @@ struct State {
 
 impl Screen {
     pub fn stderr() -> Self {
-        Self::with_width(Box::new(io::stderr()), Width::of_stderr())
+        Self { terminal: terminal(), ..Self::new(Box::new(io::stderr()), COLUMNS) }
     }
 
     /// Any stream, with the columns that it is to be filled to.
     pub fn new(out: Box<dyn Write + Send>, columns: usize) -> Self {
-        Self::with_width(out, Width::Fixed(columns))
-    }
-
-    fn with_width(out: Box<dyn Write + Send>, width: Width) -> Self {
-        Self { state: Arc::new(Mutex::new(State { out, frame: Vec::new() })), width: Arc::new(width) }
+        Self { state: Arc::new(Mutex::new(State { out, frame: Vec::new() })), terminal: None, columns }
     }
 
     /// Columns of a line, now.
     pub fn columns(&self) -> usize {
-        self.width.columns()
+        match self.terminal.as_ref().and_then(Term::size_checked) {
+            Some((_, columns)) if columns > 0 => usize::from(columns).max(COLUMNS_MIN),
+            _ => self.columns,
+        }
     }
 
     pub fn write(&self, text: &str) {

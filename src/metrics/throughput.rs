@@ -78,13 +78,10 @@ impl Phases {
         let moved = arena::moving_s() - self.moved_s;
         values.extend((moved > 0.0).then_some((keys::TIME_OFFLOAD_S, moved)));
         values.push((keys::TIME_STEP_S, step.as_secs_f64()));
-        values.push((keys::TOKENS_PER_S, per_second(tokens, step)));
+        let rate = if step.is_zero() { 0.0 } else { tokens as f64 / step.as_secs_f64() };
+        values.push((keys::TOKENS_PER_S, rate));
         values
     }
-}
-
-pub fn per_second(count: u64, time: Duration) -> f64 {
-    if time.is_zero() { 0.0 } else { count as f64 / time.as_secs_f64() }
 }
 
 #[cfg(test)]
