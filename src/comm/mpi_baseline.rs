@@ -2,6 +2,9 @@
 
 use super::channel::{Channel, TAG};
 use super::group::Group;
+use super::raw::{Element, check, count, start, start_mut};
+use mpi::ffi;
+use std::ffi::c_int;
 use std::sync::MutexGuard;
 
 /// A group's communicator, locked.
@@ -18,14 +21,25 @@ impl<'a> MpiBaseline<'a> {
         Some(Self { channel, rank: group.rank(), size: group.size() })
     }
 
-    /// MPI_Allreduce: `into` = sum over ranks of `from`.
+    /// MPI_Allreduce: `into` = sum over ranks of `from`, in MPI's order.
     pub fn all_reduce_sum(&self, from: &[f32], into: &mut [f32]) {
-        self.channel.comm.all_reduce_sum(from, into);
+        assert_eq!(from.len(), into.len());
+        let (n, kind, comm) = (count(from.len()), f32::datatype(), self.channel.comm.0);
+        // SAFETY: both buffers hold `n` elements of the datatype and do not overlap (one is borrowed mutably); a constant of the
+        // library.
+        check("MPI_Allreduce", unsafe {
+            ffi::MPI_Allreduce(start(from), start_mut(into), n, kind, ffi::RSMPI_SUM, comm)
+        });
     }
 
-    /// MPI_Reduce_scatter, equal parts: `into` = this rank's part of the sum over ranks of `from`.
+    /// MPI_Reduce_scatter: `into` = the sum over ranks of `from[r * n..][..n]` on rank r, n = `into.len()`, equal on all ranks.
     pub fn reduce_scatter_sum(&self, from: &[f32], into: &mut [f32]) {
-        self.channel.comm.reduce_scatter_sum(from, into);
+        assert_eq!(from.len(), into.len() * self.size);
+        let (counts, kind, comm) = (vec![count(into.len()); self.size], f32::datatype(), self.channel.comm.0);
+        // SAFETY: `from` has n elements a rank, `into` n, and they do not overlap; a constant of the library.
+        check("MPI_Reduce_scatter", unsafe {
+            ffi::MPI_Reduce_scatter(start(from), start_mut(into), counts.as_ptr(), kind, ffi::RSMPI_SUM, comm)
+        });
     }
 
     /// MPI_Allgather: `into` = everyone's `from`.
@@ -35,12 +49,21 @@ impl<'a> MpiBaseline<'a> {
 
     /// MPI_Sendrecv, to rank + 1 and from rank - 1.
     pub fn shift(&self, send: &[f32], receive: &mut [f32]) {
-        let (to, from) = ((self.rank + 1) % self.size, (self.rank + self.size - 1) % self.size);
-        self.channel.comm.send_receive(to, send, from, receive, TAG);
+        let [to, from] = [self.rank + 1, self.rank + self.size - 1].map(|rank| (rank % self.size) as c_int);
+        let ([sent, received], kind) = ([send.len(), receive.len()].map(count), f32::datatype());
+        let (send, receive, comm) = (start(send), start_mut(receive), self.channel.comm.0);
+        // SAFETY: both buffers have as many elements as said, and do not overlap; the status is ignored.
+        check("MPI_Sendrecv", unsafe {
+            let status = ffi::RSMPI_STATUS_IGNORE;
+            ffi::MPI_Sendrecv(send, sent, kind, to, TAG, receive, received, kind, from, TAG, comm, status)
+        });
     }
 
-    /// MPI_Alltoall, equal parts.
+    /// MPI_Alltoall: `into[r * n..][..n]` = rank r's `from[rank * n..][..n]`, n equal on all ranks.
     pub fn all_to_all(&self, from: &[f32], into: &mut [f32]) {
-        self.channel.comm.all_to_all(from, into);
+        assert!(from.len() == into.len() && from.len().is_multiple_of(self.size));
+        let (n, kind, comm) = (count(from.len() / self.size), f32::datatype(), self.channel.comm.0);
+        // SAFETY: both buffers have n elements a rank, and they do not overlap.
+        check("MPI_Alltoall", unsafe { ffi::MPI_Alltoall(start(from), n, kind, start_mut(into), n, kind, comm) });
     }
 }

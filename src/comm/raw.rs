@@ -27,7 +27,7 @@ element!(u8 => RSMPI_UINT8_T, u16 => RSMPI_UINT16_T, u64 => RSMPI_UINT64_T, f32 
 
 /// A communicator handle.
 #[derive(Clone, Copy)]
-pub(super) struct Comm(ffi::MPI_Comm);
+pub(super) struct Comm(pub(super) ffi::MPI_Comm);
 
 // SAFETY: a handle is a name, not memory of a thread; MPI is started with MPI_THREAD_MULTIPLE or refused.
 unsafe impl Send for Comm {}
@@ -39,7 +39,7 @@ pub(super) struct Request(ffi::MPI_Request);
 
 /// # Panics
 /// If `code` is not MPI_SUCCESS: a peer or the network failed, and the job cannot go on.
-fn check(call: &str, code: c_int) {
+pub(super) fn check(call: &str, code: c_int) {
     if code == ffi::MPI_SUCCESS as c_int {
         return;
     }
@@ -51,16 +51,16 @@ fn check(call: &str, code: c_int) {
     panic!("{call}: {}", String::from_utf8_lossy(&bytes));
 }
 
-fn count(n: usize) -> c_int {
+pub(super) fn count(n: usize) -> c_int {
     assert!(n <= COUNT_MAX, "{n} elements in one MPI call");
     n as c_int
 }
 
-fn start<T>(data: &[T]) -> *const c_void {
+pub(super) fn start<T>(data: &[T]) -> *const c_void {
     data.as_ptr().cast()
 }
 
-fn start_mut<T>(data: &mut [T]) -> *mut c_void {
+pub(super) fn start_mut<T>(data: &mut [T]) -> *mut c_void {
     data.as_mut_ptr().cast()
 }
 
@@ -134,16 +134,6 @@ impl Comm {
         whole("MPI_Ibarrier", |request| unsafe { ffi::MPI_Ibarrier(self.0, request) });
     }
 
-    /// `into` = sum over ranks of `from`, in MPI's order.
-    pub(super) fn all_reduce_sum(self, from: &[f32], into: &mut [f32]) {
-        assert_eq!(from.len(), into.len());
-        // SAFETY: both buffers hold `len` elements of the datatype and do not overlap (one is borrowed mutably); a
-        // constant of the library.
-        check("MPI_Allreduce", unsafe {
-            ffi::MPI_Allreduce(start(from), start_mut(into), count(from.len()), f32::datatype(), ffi::RSMPI_SUM, self.0)
-        });
-    }
-
     /// `into[r * n..][..n]` = rank r's `from`, n = `from.len()`, equal on all ranks.
     pub(super) fn all_gather<T: Element>(self, from: &[T], into: &mut [T]) {
         if background::current().is_none() {
@@ -163,40 +153,6 @@ impl Comm {
         let (n, kind) = (count(from.len()), T::datatype());
         // SAFETY: `from` has n elements, `into` n per rank, and they do not overlap.
         check("MPI_Allgather", unsafe { ffi::MPI_Allgather(start(from), n, kind, start_mut(into), n, kind, self.0) });
-    }
-
-    /// `into` = the sum over ranks of `from[r * n..][..n]` on rank r, n = `into.len()`, equal on all ranks.
-    pub(super) fn reduce_scatter_sum(self, from: &[f32], into: &mut [f32]) {
-        assert_eq!(from.len(), into.len() * self.size());
-        let counts = vec![count(into.len()); self.size()];
-        // SAFETY: `from` has n elements a rank, `into` n, and they do not overlap; a constant of the library.
-        check("MPI_Reduce_scatter", unsafe {
-            let (counts, kind) = (counts.as_ptr(), f32::datatype());
-            ffi::MPI_Reduce_scatter(start(from), start_mut(into), counts, kind, ffi::RSMPI_SUM, self.0)
-        });
-    }
-
-    /// `into[r * n..][..n]` = rank r's `from[rank * n..][..n]`, n equal on all ranks.
-    pub(super) fn all_to_all(self, from: &[f32], into: &mut [f32]) {
-        assert_eq!(from.len(), into.len());
-        assert!(from.len().is_multiple_of(self.size()));
-        let each = count(from.len() / self.size());
-        // SAFETY: both buffers have n elements a rank, and they do not overlap.
-        check("MPI_Alltoall", unsafe {
-            ffi::MPI_Alltoall(start(from), each, f32::datatype(), start_mut(into), each, f32::datatype(), self.0)
-        });
-    }
-
-    /// Sends to one rank and receives from another in one call.
-    pub(super) fn send_receive(self, to: usize, send: &[f32], from: usize, receive: &mut [f32], tag: i32) {
-        let ([sent, received], kind) = ([send.len(), receive.len()].map(count), f32::datatype());
-        let [to, from] = [to, from].map(|rank| rank as c_int);
-        let (send, receive) = (start(send), start_mut(receive));
-        // SAFETY: both buffers have as many elements as said, and do not overlap; the status is ignored.
-        check("MPI_Sendrecv", unsafe {
-            let status = ffi::RSMPI_STATUS_IGNORE;
-            ffi::MPI_Sendrecv(send, sent, kind, to, tag, receive, received, kind, from, tag, self.0, status)
-        });
     }
 
     pub(super) fn broadcast<T: Element>(self, root: usize, data: &mut [T]) {
