@@ -7,7 +7,6 @@ use super::communicator::{Communicator, Span};
 use crate::device::cuda::rank_sum::{self, Parts};
 use crate::device::cuda::{Memory, Stream, View, ViewMut, gpu};
 use crate::device::null;
-use crate::dtype::DType;
 use std::ops::Range;
 
 /// Bytes of all ranks together up to which everyone gets everything and adds by itself: one round, not two.
@@ -88,10 +87,7 @@ impl NcclGroup {
             let mut parts = Memory::scratch(ranks.size * stride * size_of::<f32>());
             for i in 0..longest.div_ceil(piece) {
                 let pieces: Vec<Range<usize>> = ranges.iter().map(|range| chunk(range, i, piece)).collect();
-                exchange(ranks, x, &pieces, &mut parts.view_mut(DType::F32), stride);
-                let values = parts.view(DType::F32);
-                let mine = x.reborrow().part(pieces[ranks.rank].clone());
-                rank_sum::in_tree(Parts { values, stride, rank: ranks.rank, ranks: ranks.size }, mine);
+                add_pieces(ranks, x, &pieces, &mut parts, stride, rank_sum::in_tree);
             }
         });
     }
@@ -158,17 +154,26 @@ fn sum_in_shares(ranks: &Communicator, x: &mut ViewMut) {
     let at = |rank: usize| (rank * stride).min(len);
     let shares: Vec<Range<usize>> = (0..size).map(|rank| at(rank)..at(rank + 1)).collect();
     let mut parts = Memory::scratch(size * stride * dtype.bytes());
-    exchange(ranks, x, &shares, &mut parts.view_mut(dtype), stride);
-    let mine = x.reborrow().part(shares[ranks.rank].clone());
-    rank_sum::in_order(Parts { values: parts.view(dtype), stride, rank: ranks.rank, ranks: size }, mine);
+    add_pieces(ranks, x, &shares, &mut parts, stride, rank_sum::in_order);
     gather(ranks, x, &shares);
 }
 
-/// `x[shares[r]]` goes to rank r; part r of `parts`, `stride` values apart, comes from rank r. This rank's own stays in x.
-fn exchange(ranks: &Communicator, x: &mut ViewMut, shares: &[Range<usize>], parts: &mut ViewMut, stride: usize) {
-    let (all, parts, mine) = (Span::of_mut(x), Span::of_mut(parts), shares[ranks.rank].len());
+/// `x[pieces[r]]` goes to rank r; part r of `parts`, `stride` values apart, comes from rank r, and `add` adds all to this rank's own
+/// piece, which stays in x.
+fn add_pieces(
+    ranks: &Communicator,
+    x: &mut ViewMut,
+    pieces: &[Range<usize>],
+    parts: &mut Memory,
+    stride: usize,
+    add: fn(Parts, ViewMut),
+) {
+    let (dtype, mine) = (x.dtype(), pieces[ranks.rank].clone());
+    let (all, received) = (Span::of_mut(x), Span::of_mut(&mut parts.view_mut(dtype)));
     let others = || (0..ranks.size).filter(|rank| *rank != ranks.rank);
-    let sends: Vec<(usize, Span)> = others().map(|rank| (rank, all.part(shares[rank].clone()))).collect();
-    let place = |rank: usize| parts.part(rank * stride..rank * stride + mine);
+    let sends: Vec<(usize, Span)> = others().map(|rank| (rank, all.part(pieces[rank].clone()))).collect();
+    let place = |rank: usize| received.part(rank * stride..rank * stride + mine.len());
     ranks.pass(&sends, &others().map(|rank| (rank, place(rank))).collect::<Vec<_>>());
+    let parts = Parts { values: parts.view(dtype), stride, rank: ranks.rank, ranks: ranks.size };
+    add(parts, x.reborrow().part(mine));
 }
