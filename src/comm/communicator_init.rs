@@ -8,6 +8,7 @@ use super::accounting::enter;
 use super::communicator::{Communicator, Handle};
 use super::group::Group;
 use super::nccl::Nccl;
+use super::records;
 use crate::device::cuda::gpu;
 use crate::error::{Error, Result};
 use cudarc::nccl::sys::{ncclComm_t, ncclUniqueId};
@@ -21,10 +22,6 @@ use std::time::Duration;
 /// The wait between two exchanges of progress, at first and at most.
 const FIRST_WAIT: Duration = Duration::from_micros(200);
 const LONGEST_WAIT: Duration = Duration::from_millis(20);
-
-/// The progress of a rank; one that failed sends `!` and why.
-const AT_IT: &[u8] = b"at it";
-const JOINED: &[u8] = b"joined";
 
 const CALL: &str = "ncclCommInitRank";
 
@@ -66,20 +63,17 @@ fn joined_by_all(nccl: &Arc<Nccl>, group: &Group, id: ncclUniqueId) -> Outcome {
     let mut outcome = started.err().map(|why| Err(format!("{CALL}, no thread for it: {why}")));
     let mut wait = FIRST_WAIT;
     loop {
-        let mine = match &outcome {
-            None => AT_IT.to_vec(),
-            Some(Ok(_)) => JOINED.to_vec(),
-            Some(Err(why)) => format!("!{why}").into_bytes(),
-        };
-        let all = group.all_gather_bytes(&mine);
-        if let Some((rank, why)) = all.iter().enumerate().find(|(_, progress)| progress.starts_with(b"!")) {
+        // Of one that is still at it none.
+        let mine = outcome.as_ref().map(|outcome| outcome.as_ref().map(|_| ()).map_err(String::clone));
+        let all = records::gather(group, &[mine]).expect("a peer of the same build wrote it");
+        if let Some((rank, Some(Err(why)))) = all.iter().enumerate().find(|(_, mine)| matches!(mine, Some(Err(_)))) {
             if let Some(Ok(comm)) = outcome.or_else(|| receiver.try_recv().ok()) {
                 leave(nccl, comm);
             }
             let rank = group.world_ranks().nth(rank).unwrap_or(rank);
-            return Err(format!("rank {rank}: {}", String::from_utf8_lossy(&why[1..])));
+            return Err(format!("rank {rank}: {why}"));
         }
-        if all.iter().all(|progress| progress == JOINED) {
+        if all.iter().all(Option::is_some) {
             return outcome.expect("this rank has joined, too");
         }
         std::thread::sleep(wait);

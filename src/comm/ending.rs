@@ -19,9 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 struct Setting {
-    rank: usize,
-    size: usize,
-    hosts: Vec<String>,
+    world: World,
     /// The run directory's `logs/`.
     logs: Option<PathBuf>,
 }
@@ -45,12 +43,11 @@ pub(super) fn prepare(world: &World, logs: Option<&Path>) {
         let _ = std::fs::remove_file(logs.join(FIRST_ERROR));
     }
     world.group().barrier();
-    let setting = Setting { rank: world.rank, size: world.size, hosts: world.hosts.clone(), logs };
-    assert!(SETTING.set(setting).is_ok(), "abort::install was called twice");
+    assert!(SETTING.set(Setting { world: world.clone(), logs }).is_ok(), "abort::install was called twice");
 }
 
 pub(super) fn is_rank_zero() -> bool {
-    SETTING.get().is_none_or(|setting| setting.rank == 0)
+    SETTING.get().is_none_or(|setting| setting.world.rank == 0)
 }
 
 /// Ends this rank behind the one at which `error` arose, which prints it.
@@ -97,9 +94,8 @@ fn leave(code: i32) -> ! {
 /// `error: rank 1 (node3), step 12, train: MESSAGE`, and the hint.
 fn described(error: &Error, named: bool) -> String {
     let mut place = Vec::new();
-    if let Some(s) = SETTING.get().filter(|s| s.size > 1 && !named) {
-        let host = s.hosts.get(s.rank).map_or("?", String::as_str);
-        place.push(format!("rank {} ({host})", s.rank));
+    if let Some(Setting { world, .. }) = SETTING.get().filter(|setting| setting.world.size > 1 && !named) {
+        place.push(format!("rank {} ({})", world.rank, world.hosts[world.rank]));
     }
     place.extend(phase::describe());
     if place.is_empty() { error.to_string() } else { error.clone().within(place.join(", ")).to_string() }
@@ -120,8 +116,8 @@ fn is_first(message: &str) -> bool {
         std::thread::sleep(Duration::from_secs(if environment::launched_rank().unwrap_or(0) > 0 { 3 } else { 0 }));
         return true;
     };
-    std::thread::sleep(Duration::from_millis(300 * setting.rank.min(8) as u64));
-    let Some(logs) = setting.logs.as_ref().filter(|_| setting.size > 1) else { return true };
+    std::thread::sleep(Duration::from_millis(300 * setting.world.rank.min(8) as u64));
+    let Some(logs) = setting.logs.as_ref().filter(|_| setting.world.size > 1) else { return true };
     match OpenOptions::new().write(true).create_new(true).open(logs.join(FIRST_ERROR)) {
         Ok(mut file) => {
             let _ = writeln!(file, "{message}");
@@ -145,9 +141,9 @@ fn exit_now(code: i32) -> ! {
 
 /// Appends to `logs/rank-N.log`, with the time in seconds since 1970. Failing to log does not hide the failure itself.
 pub(super) fn log(text: &str) {
-    let Some(Setting { rank, logs: Some(logs), .. }) = SETTING.get() else { return };
+    let Some(Setting { world, logs: Some(logs) }) = SETTING.get() else { return };
     let _ = std::fs::create_dir_all(logs);
-    let path = logs.join(format!("rank-{rank}.log"));
+    let path = logs.join(format!("rank-{}.log", world.rank));
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let mut line = String::new();
     let _ = writeln!(line, "[{seconds}] {}", text.trim_end());

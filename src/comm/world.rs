@@ -2,6 +2,7 @@
 
 use super::group::{Group, Member};
 use super::raw::{self, Comm};
+use super::records;
 use super::stream::{self, Stream};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
@@ -56,11 +57,7 @@ impl World {
         }
         let mine = Member { world_rank: rank, host: host::name() };
         let lonely = (0..size).map(|world_rank| Member { world_rank, ..mine.clone() }).collect();
-        let hosts: Vec<String> = Group::over("world", comm, lonely)
-            .all_gather_bytes(mine.host.as_bytes())
-            .iter()
-            .map(|bytes| String::from_utf8_lossy(bytes).into_owned())
-            .collect();
+        let hosts: Vec<String> = records::gather(&Group::over("world", comm, lonely), &[mine.host.clone()])?;
         let members = hosts.iter().enumerate().map(|(world_rank, host)| Member { world_rank, host: host.clone() });
         let group = Group::over("world", comm, members.collect());
         let on_this_host = |ranks: &[String]| ranks.iter().filter(|h| **h == mine.host).count();
@@ -94,9 +91,7 @@ impl World {
     /// this.
     pub fn threads(&self) -> Plan {
         let mask = affinity::mask();
-        let mut mine = self.hosts[self.rank].clone().into_bytes();
-        mine.push(0);
-        mine.extend(mask.iter().flat_map(|core| (*core as u32).to_le_bytes()));
+        let mine = records::encode(&(&self.hosts[self.rank], &mask));
         let sharing = self.group.all_gather_bytes(&mine).iter().filter(|other| **other == mine).count();
         affinity::plan(mask.len(), sharing, affinity::quota(), affinity::cores(), self.local_size)
     }
