@@ -64,12 +64,6 @@ pub(super) fn start_mut<T>(data: &mut [T]) -> *mut c_void {
     data.as_mut_ptr().cast()
 }
 
-/// A request that is null until a call makes it.
-fn no_request() -> ffi::MPI_Request {
-    // SAFETY: a value of the library.
-    unsafe { ffi::RSMPI_REQUEST_NULL }
-}
-
 /// A communicator that `make` writes, whose calls return their errors.
 fn made(call: &str, make: impl FnOnce(*mut ffi::MPI_Comm) -> c_int) -> Comm {
     let mut comm = std::mem::MaybeUninit::uninit();
@@ -131,7 +125,7 @@ impl Comm {
 
     pub(super) fn barrier(self) {
         // SAFETY: a live communicator.
-        whole("MPI_Ibarrier", |request| unsafe { ffi::MPI_Ibarrier(self.0, request) });
+        begun("MPI_Ibarrier", |request| unsafe { ffi::MPI_Ibarrier(self.0, request) }).wait();
     }
 
     /// `into[r * n..][..n]` = rank r's `from`, n = `from.len()`, equal on all ranks.
@@ -141,10 +135,11 @@ impl Comm {
         }
         assert_eq!(from.len() * self.size(), into.len());
         let (n, kind) = (count(from.len()), T::datatype());
-        // SAFETY: `from` has n elements, `into` n per rank; they do not overlap, and live until `whole` has waited.
-        whole("MPI_Iallgather", |request| unsafe {
+        // SAFETY: `from` has n elements, `into` n per rank; they do not overlap, and live until this has waited.
+        begun("MPI_Iallgather", |request| unsafe {
             ffi::MPI_Iallgather(start(from), n, kind, start_mut(into), n, kind, self.0, request)
-        });
+        })
+        .wait();
     }
 
     /// As `all_gather`, in the blocking call, which is the shorter way for a thread that has nothing else to do.
@@ -157,8 +152,9 @@ impl Comm {
 
     pub(super) fn broadcast<T: Element>(self, root: usize, data: &mut [T]) {
         let (at, n) = (start_mut(data), count(data.len()));
-        // SAFETY: `data` has as many elements as said and lives until `whole` has waited.
-        whole("MPI_Ibcast", |request| unsafe { ffi::MPI_Ibcast(at, n, T::datatype(), root as c_int, self.0, request) });
+        // SAFETY: `data` has as many elements as said and lives until this has waited.
+        begun("MPI_Ibcast", |request| unsafe { ffi::MPI_Ibcast(at, n, T::datatype(), root as c_int, self.0, request) })
+            .wait();
     }
 
     /// Returns when `data` may change. Short data mostly leaves at once; else this waits for the receive, which the
@@ -173,32 +169,26 @@ impl Comm {
     /// # Safety
     /// `data` lives and is not written until the request was waited for.
     pub(super) unsafe fn send<T: Element>(self, to: usize, tag: i32, data: &[T]) -> Request {
-        let mut request = no_request();
+        let (at, n, to) = (start(data), count(data.len()), to as c_int);
         // SAFETY: `data` has as many elements as said; its life is the caller's promise.
-        check("MPI_Isend", unsafe {
-            ffi::MPI_Isend(start(data), count(data.len()), T::datatype(), to as c_int, tag, self.0, &raw mut request)
-        });
-        Request(request)
+        begun("MPI_Isend", |request| unsafe { ffi::MPI_Isend(at, n, T::datatype(), to, tag, self.0, request) })
     }
 
     /// # Safety
     /// `data` lives and is not touched until the request was waited for.
     pub(super) unsafe fn receive<T: Element>(self, from: usize, tag: i32, data: &mut [T]) -> Request {
-        let mut request = no_request();
+        let (at, n, from) = (start_mut(data), count(data.len()), from as c_int);
         // SAFETY: `data` has as many elements as said; its life is the caller's promise.
-        check("MPI_Irecv", unsafe {
-            let (n, from) = (count(data.len()), from as c_int);
-            ffi::MPI_Irecv(start_mut(data), n, T::datatype(), from, tag, self.0, &raw mut request)
-        });
-        Request(request)
+        begun("MPI_Irecv", |request| unsafe { ffi::MPI_Irecv(at, n, T::datatype(), from, tag, self.0, request) })
     }
 }
 
-/// Starts a collective and waits for it as for a message, so that a stream's thread does not spin in it.
-fn whole(call: &str, start: impl FnOnce(*mut ffi::MPI_Request) -> c_int) {
-    let mut request = Request(no_request());
-    check(call, start(&raw mut request.0));
-    request.wait();
+/// The request that `start` writes. A collective that is waited for so does not spin on a stream's thread, as a message does not.
+fn begun(call: &str, start: impl FnOnce(*mut ffi::MPI_Request) -> c_int) -> Request {
+    // SAFETY: a value of the library.
+    let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
+    check(call, start(&raw mut request));
+    Request(request)
 }
 
 /// Bytes of a note at most: a short message whose receiver does not know that it comes.
