@@ -55,29 +55,33 @@ impl Channel {
         }
     }
 
-    /// Every rank's range goes to every other, at distance 1, 2, ...: one distance after the other, or, where little is
-    /// sent, all at once.
+    /// Every rank's range goes to every other: one distance after the other, or, where little is sent, all at once.
     pub(super) fn gather<T: Element>(&self, x: &mut [T], ranges: &[Range<usize>], rank: usize) {
-        let size = ranges.len();
-        let at_once = if size_of_val(x) <= AT_ONCE { size - 1 } else { 1 };
-        let (at, mine) = (x.as_mut_ptr(), ranges[rank].clone());
+        let at_once = if size_of_val(x) <= AT_ONCE { ranges.len() - 1 } else { 1 };
+        let mut parts = disjoint(x, ranges);
+        let mine = &*std::mem::take(&mut parts[rank]);
+        self.to_all(|_| mine, &mut parts, rank, at_once);
+    }
+
+    /// `send(r)` goes to every other rank r, `parts[r]` comes from there: at distance 1, 2, ..., so many of them at once.
+    pub(super) fn to_all<'a, T: Element + 'a>(
+        &self,
+        send: impl Fn(usize) -> &'a [T],
+        parts: &mut [&mut [T]],
+        rank: usize,
+        at_once: usize,
+    ) {
+        let size = parts.len();
         let mut requests = Vec::new();
-        for first in (1..size).step_by(at_once.max(1)) {
+        for first in (1..size).step_by(at_once) {
             let distances = first..size.min(first + at_once);
             for from in distances.clone().map(|s| (rank + size - s) % size) {
-                let range = ranges[from].clone();
-                // SAFETY: a range within `x` (`check`) that overlaps no other, waited for below, before `x` is released.
-                unsafe {
-                    let part = std::slice::from_raw_parts_mut(at.add(range.start), range.len());
-                    self.post_receive(from, part, &mut requests);
-                }
+                // SAFETY: all requests are waited for below, before the borrows end.
+                unsafe { self.post_receive(from, parts[from], &mut requests) };
             }
             for to in distances.map(|s| (rank + s) % size) {
-                // SAFETY: as above; this rank's range is only read.
-                unsafe {
-                    let part = std::slice::from_raw_parts(at.add(mine.start), mine.len());
-                    self.post_send(to, part, &mut requests);
-                }
+                // SAFETY: as above.
+                unsafe { self.post_send(to, send(to), &mut requests) };
             }
             requests.drain(..).for_each(Request::wait);
         }
@@ -244,4 +248,18 @@ fn fold(x: &mut [f32], all: &[f32]) {
     let (first, rest) = all.split_at(x.len());
     x.copy_from_slice(first);
     rest.chunks_exact(x.len()).for_each(|part| add(x, part));
+}
+
+/// The parts of `x` that `ranges` name, which do not overlap but may stand in any order.
+pub(super) fn disjoint<'a, T>(x: &'a mut [T], ranges: &[Range<usize>]) -> Vec<&'a mut [T]> {
+    let mut order: Vec<usize> = (0..ranges.len()).filter(|&r| !ranges[r].is_empty()).collect();
+    order.sort_by_key(|&r| ranges[r].start);
+    let mut parts: Vec<&mut [T]> = ranges.iter().map(|_| Default::default()).collect();
+    let (mut rest, mut done) = (x, 0);
+    for r in order {
+        assert!(ranges[r].start >= done, "ranges {ranges:?} overlap");
+        let (part, behind) = std::mem::take(&mut rest)[ranges[r].start - done..].split_at_mut(ranges[r].len());
+        (parts[r], rest, done) = (part, behind, ranges[r].end);
+    }
+    parts
 }

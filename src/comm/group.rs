@@ -5,9 +5,9 @@
 
 use super::accounting::{Call, enter, note};
 use super::background;
-use super::channel::{CHUNK, Channel, shares};
+use super::channel::{CHUNK, Channel, disjoint, shares};
 use super::nccl_collectives::NcclGroup;
-use super::raw::{COUNT_MAX, Comm, Element, Request};
+use super::raw::{COUNT_MAX, Comm, Element};
 use crate::device::cpu::copy;
 use crate::device::null;
 use crate::sys::lock::lock;
@@ -357,19 +357,8 @@ impl Group {
             receive[from[rank].clone()].copy_from_slice(&send[to[rank].clone()]);
         }
         let Some((channel, _call)) = self.enter("all_to_all", size_of_val(send)) else { return };
-        let mut requests = Vec::new();
         let mut parts = disjoint(receive, from);
-        for s in 1..size {
-            let peer = (rank + size - s) % size;
-            // SAFETY: all requests are waited for below, before the borrows end.
-            unsafe { channel.post_receive(peer, std::mem::take(&mut parts[peer]), &mut requests) };
-        }
-        for s in 1..size {
-            let peer = (rank + s) % size;
-            // SAFETY: as above.
-            unsafe { channel.post_send(peer, &send[to[peer].clone()], &mut requests) };
-        }
-        requests.into_iter().for_each(Request::wait);
+        channel.to_all(|peer| &send[to[peer].clone()], &mut parts, rank, size - 1);
     }
 
     pub(super) fn check(&self, len: usize, ranges: &[Range<usize>]) {
@@ -377,18 +366,4 @@ impl Group {
         assert!(ranges.iter().all(|r| r.start <= r.end && r.end <= len), "ranges {ranges:?} within 0..{len}");
         assert!(ranges.windows(2).all(|w| w[0].end <= w[1].start), "ranges {ranges:?} ascend without overlap");
     }
-}
-
-/// The parts of `x` that `ranges` name, which do not overlap but may stand in any order.
-fn disjoint<'a, T>(x: &'a mut [T], ranges: &[Range<usize>]) -> Vec<&'a mut [T]> {
-    let mut order: Vec<usize> = (0..ranges.len()).filter(|&r| !ranges[r].is_empty()).collect();
-    order.sort_by_key(|&r| ranges[r].start);
-    let mut parts: Vec<&mut [T]> = ranges.iter().map(|_| Default::default()).collect();
-    let (mut rest, mut done) = (x, 0);
-    for r in order {
-        assert!(ranges[r].start >= done, "ranges {ranges:?} overlap");
-        let (part, behind) = std::mem::take(&mut rest)[ranges[r].start - done..].split_at_mut(ranges[r].len());
-        (parts[r], rest, done) = (part, behind, ranges[r].end);
-    }
-    parts
 }
