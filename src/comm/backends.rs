@@ -54,7 +54,7 @@ fn join(all: &Group, axis: &Axis, gpu: &str, opened: &Opened) -> std::result::Re
     let group = axis.group;
     if group.is_null() {
         let communicator = Communicator::null(group.axis(), group.rank(), group.size());
-        group.set_nccl(NcclGroup::new(group.axis(), group.stride(), communicator, axis.stream));
+        group.set_nccl(NcclGroup::new(group.stride(), communicator, axis.stream));
         return Ok("NCCL".to_string());
     }
     let alone = group.size() == 1;
@@ -64,7 +64,7 @@ fn join(all: &Group, axis: &Axis, gpu: &str, opened: &Opened) -> std::result::Re
     let made = nccl.map(|nccl| join_group(&nccl, group).map_err(|error| error.message)).transpose();
     agreed(all, made.as_ref().err())?;
     if let Some(communicator) = made.expect("all ranks have joined") {
-        group.set_nccl(NcclGroup::new(group.axis(), group.stride(), communicator, axis.stream));
+        group.set_nccl(NcclGroup::new(group.stride(), communicator, axis.stream));
     }
     let version = opened.get().and_then(|nccl| nccl.as_ref().ok()).map_or(String::new(), |nccl| nccl.version_name());
     Ok(format!("NCCL {}", first(all, if alone { "" } else { &version }).expect("a rank has joined others")))

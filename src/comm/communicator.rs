@@ -41,7 +41,7 @@ unsafe impl Sync for Handle {}
 pub(super) struct Communicator {
     /// None where there are no peers.
     joined: Option<Joined>,
-    axis: &'static str,
+    pub axis: &'static str,
     pub rank: usize,
     pub size: usize,
     /// Whether anything was launched.
@@ -193,14 +193,17 @@ impl Communicator {
 
     /// Part r of x becomes rank r's, on all ranks; parts are of any lengths.
     pub fn broadcast_each(&self, x: Span, parts: &[Range<usize>]) {
-        let full = parts.iter().enumerate().filter(|(_, part)| !part.is_empty());
-        self.launch(&full.map(|(root, part)| Call::Broadcast { x: x.part(part.clone()), root }).collect::<Vec<_>>());
+        self.of_each(x, parts, |x, root| Call::Broadcast { x, root });
     }
 
     /// Part r of x becomes the sum over ranks, on rank r; parts are of any lengths.
     pub fn reduce_each(&self, x: Span, parts: &[Range<usize>]) {
+        self.of_each(x, parts, |x, root| Call::Reduce { x, root });
+    }
+
+    fn of_each(&self, x: Span, parts: &[Range<usize>], call: fn(Span, usize) -> Call) {
         let full = parts.iter().enumerate().filter(|(_, part)| !part.is_empty());
-        self.launch(&full.map(|(root, part)| Call::Reduce { x: x.part(part.clone()), root }).collect::<Vec<_>>());
+        self.launch(&full.map(|(root, part)| call(x.part(part.clone()), root)).collect::<Vec<_>>());
     }
 }
 

@@ -18,7 +18,6 @@ const SHARE_ALIGN: usize = 8;
 
 /// The NCCL communicator of a group, and the stream of its collectives.
 pub(super) struct NcclGroup {
-    axis: &'static str,
     /// From one of its ranks to the next.
     stride: usize,
     communicator: Communicator,
@@ -27,21 +26,21 @@ pub(super) struct NcclGroup {
 
 impl NcclGroup {
     /// `stream` is for collectives that no job of a stream calls.
-    pub fn new(axis: &'static str, stride: usize, communicator: Communicator, stream: Stream) -> Self {
-        Self { axis, stride, communicator, stream }
+    pub fn new(stride: usize, communicator: Communicator, stream: Stream) -> Self {
+        Self { stride, communicator, stream }
     }
 
     /// Launches a collective: in a job on the job's stream; else on this group's own, and the compute stream waits for it.
     fn run(&self, op: &'static str, bytes: usize, body: impl FnOnce(&Communicator)) {
         if null::is_active() {
-            note(op, self.axis, [self.communicator.size, self.stride], bytes);
+            note(op, self.communicator.axis, [self.communicator.size, self.stride], bytes);
         }
         if gpu().is_capturing() {
-            captured_operations::note(self.axis, op, bytes);
+            captured_operations::note(self.communicator.axis, op, bytes);
             return gpu().beside(self.stream, || body(&self.communicator)).1.join();
         }
         // On a null device it is no part of what this process did.
-        let call = (!null::is_active()).then(|| launch(self.axis, op, bytes));
+        let call = (!null::is_active()).then(|| launch(self.communicator.axis, op, bytes));
         if gpu().is_beside() {
             return body(&self.communicator);
         }

@@ -41,8 +41,7 @@ const GPU_HINT: &str = "a kernel that does not end: with CUDA_LAUNCH_BLOCKING=1 
 const NAMED_MAX: usize = 16;
 
 struct Watchdog {
-    rank: usize,
-    hosts: Vec<String>,
+    world: World,
     /// None where this rank is alone.
     channel: Option<Comm>,
     limit: Duration,
@@ -62,8 +61,7 @@ struct OnGpu {
 pub(super) fn start(world: &World, limit: Duration) {
     let of_gpu = || OnGpu { fault: communicator::fault(), oldest: oldest_async() };
     let gpu = RefCell::new(Probe::new(of_gpu, PATIENCE));
-    let (rank, hosts, channel) = (world.rank, world.hosts.clone(), world.note_channel());
-    let watchdog = Watchdog { rank, hosts, channel, limit, gpu };
+    let watchdog = Watchdog { world: world.clone(), channel: world.note_channel(), limit, gpu };
     let thread = std::thread::Builder::new()
         .name("watchdog".to_string())
         .spawn(move || watchdog.run())
@@ -83,7 +81,7 @@ pub(super) fn stop() {
 impl Watchdog {
     fn run(&self) {
         // Reports that came before this rank asked: a rank that waits past the limit sends one.
-        let mut reports: Vec<Option<(bool, String)>> = vec![None; self.hosts.len()];
+        let mut reports: Vec<Option<(bool, String)>> = vec![None; self.world.hosts.len()];
         let tick = (self.limit / 5).clamp(Duration::from_millis(20), Duration::from_millis(500));
         while !STOP.load(Ordering::SeqCst) {
             std::thread::park_timeout(tick);
@@ -116,8 +114,8 @@ impl Watchdog {
     /// Asks all ranks, waits for their answers, and ends the job.
     fn expire(&self, mut reports: Vec<Option<(bool, String)>>) -> ! {
         let mine = self.doing();
-        (0..self.hosts.len()).filter(|&r| r != self.rank).for_each(|r| self.send_report(r, true));
-        reports[self.rank] = Some((true, mine.clone()));
+        (0..self.world.hosts.len()).filter(|&r| r != self.world.rank).for_each(|r| self.send_report(r, true));
+        reports[self.world.rank] = Some((true, mine.clone()));
         let asked = Instant::now();
         while asked.elapsed() < GRACE && reports.iter().any(Option::is_none) {
             std::thread::sleep(Duration::from_millis(10));
@@ -130,7 +128,7 @@ impl Watchdog {
         let error =
             Error::fault(self.report(&reports)).hint(if self.channel.is_some() { RANKS_HINT } else { GPU_HINT });
         let first_waiting = reports.iter().position(|s| matches!(s, Some((true, _))));
-        if first_waiting != Some(self.rank) {
+        if first_waiting != Some(self.world.rank) {
             ending::log(&format!("{mine}, past the limit of {} s", self.limit.as_secs_f64()));
             ending::die_quietly(error.exit_code());
         }
@@ -151,7 +149,7 @@ impl Watchdog {
         ranks.sort_by_key(|&r| reports[r].as_ref().map_or(0, |(waits, _)| 1 + u8::from(*waits)));
         for &rank in ranks.iter().take(NAMED_MAX) {
             let words = reports[rank].as_ref().map_or("does not answer: stopped, dead or cut off", |(_, w)| w.as_str());
-            let _ = write!(text, "\n  rank {rank} ({}) {words}", self.hosts[rank]);
+            let _ = write!(text, "\n  rank {rank} ({}) {words}", self.world.hosts[rank]);
         }
         if ranks.len() > NAMED_MAX {
             let _ = write!(text, "\n  and {} more", ranks.len() - NAMED_MAX);
@@ -167,7 +165,7 @@ impl Watchdog {
             end -= 1;
         }
         if let Some(channel) = self.channel {
-            channel.post_note(to, records::encode(&(self.rank, waits, &words[..end])));
+            channel.post_note(to, records::encode(&(self.world.rank, waits, &words[..end])));
         }
     }
 

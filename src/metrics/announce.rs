@@ -1,7 +1,5 @@
 //! What a run shows at its start and at its end.
 
-use super::display::{grouped, one_line};
-
 #[derive(Clone, Debug, Default)]
 pub struct BannerModel {
     pub role: String,
@@ -45,9 +43,4 @@ pub struct Finish {
     pub ledger: Vec<(String, u64)>,
     /// Other rows, e.g. `("export", "runs/x/export")`.
     pub notes: Vec<(String, String)>,
-}
-
-pub fn ledger_line(counts: &[(String, u64)]) -> String {
-    let parts: Vec<String> = counts.iter().map(|(what, n)| format!("{} {}", grouped(*n), one_line(what))).collect();
-    parts.join(", ")
 }

@@ -16,7 +16,7 @@ pub mod tensorboard;
 mod terminal;
 pub mod throughput;
 
-pub use announce::{Banner, BannerModel, Finish, ledger_line};
+pub use announce::{Banner, BannerModel, Finish};
 pub use curves::Curves;
 pub use jsonl::Line;
 pub use recorder::Recorder;

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use indicatif::ProgressBar;
 
-use super::announce::{Banner, Finish, ledger_line};
+use super::announce::{Banner, Finish};
 use super::curves::{CURVES, Curves};
 use super::display::{bytes, count, duration, grouped, limit, limit_to_end, number, one_line, percent};
 use super::display::{sparkline, wrapped};
@@ -307,7 +307,9 @@ impl Terminal {
             out.push('\n');
         }
         if !finish.ledger.is_empty() {
-            self.row(&mut out, "ledger", &ledger_line(&finish.ledger));
+            let part = |(what, n): &(String, u64)| format!("{} {}", grouped(*n), one_line(what));
+            let parts: Vec<String> = finish.ledger.iter().map(part).collect();
+            self.row(&mut out, "ledger", &parts.join(", "));
         }
         for (label, value) in &finish.notes {
             self.row(&mut out, label, &one_line(value));
