@@ -5,6 +5,7 @@ use super::communicator_init::join_group;
 use super::group::Group;
 use super::nccl::Nccl;
 use super::nccl_collectives::NcclGroup;
+use super::records;
 use crate::config::job::Collectives;
 use crate::device::cuda::Stream;
 use crate::error::{Error, Result};
@@ -80,15 +81,14 @@ fn able(group: &Group, gpu: &str, opened: &Opened) -> std::result::Result<Arc<Nc
         }
     }
     let mine = opened.get_or_init(|| Nccl::open().map(Arc::new));
-    let known = mine.as_ref().map_or_else(|why| format!("!{why}"), |nccl| nccl.version_name());
-    let versions: Vec<String> =
-        group.all_gather_bytes(known.as_bytes()).iter().map(|v| String::from_utf8_lossy(v).into_owned()).collect();
+    let known = mine.as_ref().map(|nccl| nccl.version_name()).map_err(String::clone);
+    let versions = records::gather(group, &[known]).map_err(|error| error.message)?;
+    let mut first = None;
     for (version, rank) in versions.iter().zip(&ranks) {
-        if let Some(why) = version.strip_prefix('!') {
-            return Err(format!("rank {rank}: {why}"));
-        }
-        if *version != versions[0] {
-            return Err(format!("rank {} has NCCL {}, rank {rank} {version}", ranks[0], versions[0]));
+        let version = version.as_ref().map_err(|why| format!("rank {rank}: {why}"))?;
+        let first = *first.get_or_insert(version);
+        if version != first {
+            return Err(format!("rank {} has NCCL {first}, rank {rank} {version}", ranks[0]));
         }
     }
     mine.clone()

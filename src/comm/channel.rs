@@ -157,7 +157,9 @@ impl Channel {
     pub(super) fn sum_whole(&mut self, x: &mut [f32], size: usize) {
         let all = room(&mut self.scratch, size * x.len());
         self.comm.all_gather(x, all);
-        fold(x, all);
+        let (first, rest) = all.split_at(x.len());
+        x.copy_from_slice(first);
+        rest.chunks_exact(x.len().max(1)).for_each(|part| add(x, part));
     }
 
     /// Everyone gets every rank's values of its own share of x, adds them in rank order while the next ones come, and gives
@@ -238,16 +240,6 @@ fn room(scratch: &mut Vec<f32>, len: usize) -> &mut [f32] {
         scratch.resize(len, 0.0);
     }
     &mut scratch[..len]
-}
-
-/// x = the sum of the parts of `all`, each as long as x, in order.
-fn fold(x: &mut [f32], all: &[f32]) {
-    if x.is_empty() {
-        return;
-    }
-    let (first, rest) = all.split_at(x.len());
-    x.copy_from_slice(first);
-    rest.chunks_exact(x.len()).for_each(|part| add(x, part));
 }
 
 /// The parts of `x` that `ranges` name, which do not overlap but may stand in any order.

@@ -7,23 +7,19 @@ use std::sync::Mutex;
 /// No step: before the first one.
 static NOW: Mutex<Option<(Option<u64>, &'static str)>> = Mutex::new(None);
 
-fn now(now: Option<(Option<u64>, &'static str)>) {
-    *lock(&NOW) = now;
-}
-
 /// Step (from 1) and phase (`rollout`, `reward`, `score`, `train`, `checkpoint`, `eval` ...) from now on.
 pub fn set(step: u64, phase: &'static str) {
     if null::is_active() {
         return null::enter(phase);
     }
-    now(Some((Some(step), phase)));
+    *lock(&NOW) = Some((Some(step), phase));
 }
 
 /// Does `work`, before the first step.
 pub fn before_steps<T>(phase: &'static str, work: impl FnOnce() -> T) -> T {
-    now(Some((None, phase)));
+    *lock(&NOW) = Some((None, phase));
     let done = work();
-    now(None);
+    *lock(&NOW) = None;
     done
 }
 
