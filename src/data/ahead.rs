@@ -91,7 +91,7 @@ impl Rows {
                 response += if i % 2 == 1 { kept } else { 0 };
             }
         }
-        Ok(RowTokens { all: entry.tokens(), response })
+        Ok(RowTokens { prompt: entry.tokens() - response, response })
     }
 }
 

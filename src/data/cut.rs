@@ -1,12 +1,20 @@
 //! What is handed out of a row: all of it, a part, several pieces, or nothing.
 
+use serde::{Deserialize, Serialize};
+
 use crate::config::data::{DataConfig, LongPrompts};
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Tokens of a row: those of its prompts, and of its responses, if it has any.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RowTokens {
-    pub all: usize,
-    /// Those of responses; none where the row is a prompt.
+    pub prompt: usize,
     pub response: usize,
+}
+
+impl RowTokens {
+    pub fn all(self) -> usize {
+        self.prompt + self.response
+    }
 }
 
 /// A row, or a piece of one.
@@ -28,7 +36,7 @@ pub struct Entry {
 impl Entry {
     /// A row that is known by its length alone: what follows the prompt is the response.
     pub fn of_length(row: &RowTokens) -> Self {
-        let (end, rest) = ((row.all - row.response) as u32, row.response as u32);
+        let (end, rest) = (row.prompt as u32, row.response as u32);
         Self { source: 0, document: 0, start: 0, end, rest, piece: 0, pieces: 1, cut: 0 }
     }
 

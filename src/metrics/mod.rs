@@ -18,6 +18,7 @@ pub mod throughput;
 
 pub use announce::{Banner, BannerModel, Finish};
 pub use curves::Curves;
+pub use display::grouped;
 pub use jsonl::Line;
 pub use recorder::Recorder;
 pub use screen::{Screen, colour_allowed, stderr_is_terminal};

@@ -1,10 +1,11 @@
 //! What memory and time of a job follow from: its models, its rows, and how a step is cut.
 
-use super::rows::{Row, Rows};
+use super::rows::Rows;
 use crate::config::Config;
 use crate::config::job::Gemm;
 use crate::config::mesh::{Placement, RoleName};
 use crate::config::optim::GradientOrder;
+use crate::data::RowTokens;
 use crate::data::balance::Cost;
 use crate::error::{Error, Result};
 use crate::launch::layout::Layout;
@@ -65,7 +66,7 @@ impl<'a> Job<'a> {
     /// Tokens of each sample of step `step`, counted from 0, in the order of their rows.
     fn lengths_of(&self, step: usize) -> Vec<usize> {
         let StepShape { rows, samples_per_row, .. } = self.shape;
-        let length = |i: usize| self.rows.at(step * rows + i).tokens();
+        let length = |i: usize| self.rows.at(step * rows + i).all();
         (0..rows).flat_map(|i| std::iter::repeat_n(length(i), samples_per_row)).collect()
     }
 
@@ -140,8 +141,8 @@ impl<'a> Job<'a> {
     /// `Usage` or `Data`, naming the keys.
     pub fn check(&self) -> Result<()> {
         let context = self.archs.actor().context;
-        let wrong = |row: &&Row| row.prompt == 0 || row.response == 0 || row.tokens() > context;
-        let Some(Row { prompt, response }) = self.rows.drawn.iter().find(wrong) else { return Ok(()) };
+        let wrong = |row: &&RowTokens| row.prompt == 0 || row.response == 0 || row.all() > context;
+        let Some(RowTokens { prompt, response }) = self.rows.drawn.iter().find(wrong) else { return Ok(()) };
         let hint = if self.shape.has_rollout() {
             "lower data.prompt_tokens_max or rollout.response_tokens_max"
         } else {

@@ -29,5 +29,5 @@ pub use memory::{Memory, Phase};
 pub use null::{Case, count};
 pub use probe::{Sharing, probe};
 pub use resolve::layouts;
-pub use rows::{Origin, Row, Rows};
+pub use rows::{Origin, Rows};
 pub use time::{Part, Time};

@@ -3,7 +3,6 @@
 use super::devices::Device;
 use super::job::{Job, RolesOnRanks};
 use super::memory::Memory;
-use super::rows::Row;
 use super::time::Time;
 use crate::comm::abort;
 use crate::config::mesh::{Placement, RoleName};
@@ -36,13 +35,15 @@ pub fn count(case: Case, roles: &[RoleName]) -> (Memory, Time) {
     let start = parts.iter().find(|(there, _)| there.contains(&roles[0])).map_or(0, |(_, ranks)| ranks.start);
     let samples = job.shape.samples() / layout.rollout_data().max(1);
     let forward_bytes = forward_bytes(job.archs.actor(), layout.rollout_tensor, &job.config.rollout, samples) as usize;
+    let is_sampled = job.shape.has_rollout();
+    let data = |row: &RowTokens| RowTokens { response: if is_sampled { 0 } else { row.response }, ..*row };
     let planned = Planned {
         config: job.config,
         archs: job.archs,
         placements: placements(job, layout, &parts),
         rank: start + job.fullest_rank(&layout.mesh) * stride + part,
-        rows: job.rows.drawn.iter().map(|row| tokens(job, row)).collect(),
-        eval: job.rows.evaluated.iter().map(|row| tokens(job, row)).collect(),
+        rows: job.rows.drawn.iter().map(data).collect(),
+        eval: job.rows.evaluated.iter().map(data).collect(),
         steps: job.looked_at().max(if device.is_cpu() { STEPS_MIN } else { 1 }) as u64,
         gpu: device.gpu.map(|_| PlannedGpu { fast: job.fast, workspace: job.workspace, forward_bytes }),
     };
@@ -61,12 +62,4 @@ fn placements(job: &Job, layout: &Layout, parts: &[RolesOnRanks]) -> Vec<(Placem
         (Placement { roles, ranks: ranks.clone() }, layout.over(ranks.len()))
     };
     parts.iter().map(on).collect()
-}
-
-fn tokens(job: &Job, row: &Row) -> RowTokens {
-    if job.shape.has_rollout() {
-        RowTokens { all: row.prompt, response: 0 }
-    } else {
-        RowTokens { all: row.tokens(), response: row.response }
-    }
 }

@@ -109,7 +109,7 @@ fn ways(job: &Job, world: usize, device: &Device) -> Vec<String> {
     }
     let key = format!("{}.microbatch_tokens_max", config::name(&config.job.kind));
     let halves = std::iter::successors(Some(job.shape.microbatch_tokens_max / 2), |tokens| Some(tokens / 2));
-    let halves = halves.take_while(|tokens| *tokens >= job.rows.longest_row().tokens().max(1));
+    let halves = halves.take_while(|tokens| *tokens >= job.rows.longest_row().all().max(1));
     lists.push(halves.map(|tokens| (set(&key, &tokens), world)).collect());
     if device.is_cpu() && config.mesh.offload.is_empty() {
         lists.push(vec![(set("mesh.offload", &"[\"optimizer\", \"roles\"]"), world)]);

@@ -9,19 +9,6 @@ use crate::text::Tokenizer;
 use crate::train::Archs;
 use serde::{Deserialize, Serialize};
 
-/// Tokens of a row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Row {
-    pub prompt: usize,
-    pub response: usize,
-}
-
-impl Row {
-    pub fn tokens(self) -> usize {
-        self.prompt + self.response
-    }
-}
-
 /// Where lengths come from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Origin {
@@ -38,16 +25,16 @@ pub enum Origin {
 /// Rows in the order in which a job draws them. One that draws more begins again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rows {
-    pub drawn: Vec<Row>,
+    pub drawn: Vec<RowTokens>,
     /// What an evaluation goes over: all prompts that it answers, in order, or the longest demonstration, which nothing cuts.
-    pub evaluated: Vec<Row>,
+    pub evaluated: Vec<RowTokens>,
     pub origin: Origin,
     /// Responses are as long as was said, not as long as they may be.
     pub responses_are_given: bool,
 }
 
 impl Rows {
-    fn new(drawn: Vec<Row>, origin: Origin) -> Self {
+    fn new(drawn: Vec<RowTokens>, origin: Origin) -> Self {
         Self { drawn, evaluated: Vec::new(), origin, responses_are_given: false }
     }
 
@@ -55,11 +42,11 @@ impl Rows {
     pub fn longest(config: &Config, shape: &StepShape, context: usize, why: impl Into<String>) -> Self {
         let row = if shape.has_rollout() {
             let response = config.rollout.response_tokens_max.min(context.saturating_sub(1));
-            Row { prompt: config.data.prompt_tokens_max.min(context - response), response }
+            RowTokens { prompt: config.data.prompt_tokens_max.min(context - response), response }
         } else {
             let most = config.data.row_tokens_max;
             let tokens = if most == 0 { shape.microbatch_tokens_max } else { most }.min(context).max(2);
-            Row { prompt: tokens / 2, response: tokens - tokens / 2 }
+            RowTokens { prompt: tokens / 2, response: tokens - tokens / 2 }
         };
         Self::new(vec![row], Origin::Longest(why.into()))
     }
@@ -71,12 +58,9 @@ impl Rows {
     /// If there are none.
     pub fn of(config: &Config, shape: &StepShape, context: usize, tokens: &[RowTokens], eval: &[RowTokens]) -> Self {
         assert!(!tokens.is_empty(), "a job has rows");
-        let row = |&RowTokens { all, response }: &RowTokens| {
-            if shape.has_rollout() {
-                Row { prompt: all, response: new_tokens_max(&config.rollout, all, context) }
-            } else {
-                Row { prompt: all - response, response }
-            }
+        let row = |&RowTokens { prompt, response }: &RowTokens| {
+            let sampled = || new_tokens_max(&config.rollout, prompt, context);
+            RowTokens { prompt, response: if shape.has_rollout() { sampled() } else { response } }
         };
         let most = if config.eval.samples_max == 0 { eval.len() } else { config.eval.samples_max };
         let evaluated = if config.eval.every_steps == 0 {
@@ -84,7 +68,7 @@ impl Rows {
         } else if shape.has_rollout() {
             eval.iter().take(most).map(row).collect()
         } else {
-            eval.iter().max_by_key(|tokens| tokens.all).map(row).into_iter().collect()
+            eval.iter().max_by_key(|tokens| tokens.all()).map(row).into_iter().collect()
         };
         Self { evaluated, ..Self::new(tokens.iter().map(row).collect(), Origin::Drawn) }
     }
@@ -119,8 +103,8 @@ impl Rows {
         self
     }
 
-    /// Row `i` of those that are drawn.
-    pub fn at(&self, i: usize) -> Row {
+    /// RowTokens `i` of those that are drawn.
+    pub fn at(&self, i: usize) -> RowTokens {
         self.drawn[i % self.drawn.len()]
     }
 
@@ -130,13 +114,14 @@ impl Rows {
     }
 
     /// The row of most tokens.
-    pub fn longest_row(&self) -> Row {
-        *self.drawn.iter().max_by_key(|row| row.tokens()).expect("there are rows")
+    pub fn longest_row(&self) -> RowTokens {
+        *self.drawn.iter().max_by_key(|row| row.all()).expect("there are rows")
     }
 
     /// The mean of prompts and of responses.
     pub fn mean(&self) -> (f64, f64) {
-        let mean = |of: fn(&Row) -> usize| self.drawn.iter().map(of).sum::<usize>() as f64 / self.drawn.len() as f64;
+        let mean =
+            |of: fn(&RowTokens) -> usize| self.drawn.iter().map(of).sum::<usize>() as f64 / self.drawn.len() as f64;
         (mean(|row| row.prompt), mean(|row| row.response))
     }
 }

@@ -4,13 +4,15 @@ use super::choose::{Candidate, Choice, Placed};
 use super::devices::Device;
 use super::job::Job;
 use super::memory::{KvCache, Phase, rank_of};
-use super::rows::{Origin, Row};
+use super::rows::Origin;
 use super::time::{Part, Stage};
 use crate::config;
 use crate::config::mesh::RoleName;
+use crate::data::RowTokens;
 use crate::device::null::Peak;
 use crate::error::format_bytes;
 use crate::mesh::Mesh;
+use crate::metrics::grouped;
 use crate::model::ParamTable;
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -67,7 +69,7 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
     let each = world.min(device.ranks_per_node);
     wrap(out, "", &format!("{kind} job {name} on {world} ranks of {} ({nodes} x {each})", device.name));
     for (role, head, arch) in &job.archs.0 {
-        let parameters = group(ParamTable::new(arch, *head).parameters());
+        let parameters = grouped(ParamTable::new(arch, *head).parameters() as u64);
         wrap(out, &format!("  {:<10} ", role.name()), &format!("{parameters} parameters, {}", arch.shape()));
     }
     if job.shape.has_rollout() && job.archs.of(RoleName::Reward).is_none() {
@@ -94,18 +96,18 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
 fn step(out: &mut String, job: &Job, mesh: &Mesh) {
     let longest = job.rows.longest_row();
     let (prompt, response) = job.rows.mean();
-    let samples = group(job.shape.samples());
+    let samples = grouped(job.shape.samples() as u64);
     let step = match (job.shape.has_rollout(), job.rows.are_alike()) {
         (true, true) => format!("{samples} samples of {} + {} tokens", longest.prompt, longest.response),
         (true, false) => format!("{samples} samples of {prompt:.0} + {response:.0} tokens in the mean"),
-        (false, true) => format!("{samples} rows of {} tokens", longest.tokens()),
+        (false, true) => format!("{samples} rows of {} tokens", longest.all()),
         (false, false) => format!("{samples} rows of {:.0} tokens in the mean", prompt + response),
     };
     let batch = job.fullest(mesh);
     let batch = if job.rows.are_alike() {
         format!("micro-batches of {} rows", batch.rows)
     } else {
-        format!("micro-batches of at most {} tokens", group(batch.tokens))
+        format!("micro-batches of at most {} tokens", grouped(batch.tokens as u64))
     };
     let (updates, minibatch, dtype) = (job.shape.updates(), job.shape.minibatch, job.config.model.dtype().name());
     let again = if job.config.gradient.recompute { ", recomputed" } else { "" };
@@ -115,15 +117,12 @@ fn step(out: &mut String, job: &Job, mesh: &Mesh) {
 /// Where the lengths of rows come from.
 fn describe_rows(job: &Job) -> String {
     let rows = &job.rows.drawn;
-    let range = |of: fn(&Row) -> usize| {
+    let range = |of: fn(&RowTokens) -> usize| {
         let (least, most) = (rows.iter().map(of).min().unwrap_or(0), rows.iter().map(of).max().unwrap_or(0));
         if least == most { format!("{most} tokens") } else { format!("{least} to {most} tokens") }
     };
-    let (what, lengths) = if job.shape.has_rollout() {
-        ("prompts", range(|row| row.prompt))
-    } else {
-        ("rows", range(|row| row.tokens()))
-    };
+    let (what, lengths) =
+        if job.shape.has_rollout() { ("prompts", range(|row| row.prompt)) } else { ("rows", range(|row| row.all())) };
     let read = match &job.rows.origin {
         Origin::Longest(why) if why.is_empty() => return "all as long as the job allows".into(),
         Origin::Longest(why) => {
@@ -155,19 +154,6 @@ fn describe_layout(candidate: &Candidate) -> String {
         format!("{} on {}..{}: {}", roles.join(" and "), placed.ranks.start, placed.ranks.end, placed.layout.describe())
     });
     parts.collect::<Vec<_>>().join("; ")
-}
-
-/// Whole numbers in groups of three digits.
-fn group(n: usize) -> String {
-    let digits = n.to_string();
-    let mut out = String::new();
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
 }
 
 fn rate(bytes: f64) -> String {
@@ -220,7 +206,7 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed, device: &Device) {
     wrap(out, "", &text);
     if let Some(kv) = memory.kv {
         let KvCache { token_bytes, samples, at_once, waves, bytes_wanted, .. } = kv;
-        let (token_bytes, plural) = (group(token_bytes), if waves == 1 { "" } else { "s" });
+        let (token_bytes, plural) = (grouped(token_bytes as u64), if waves == 1 { "" } else { "s" });
         let text = format!(
             "kv cache: {token_bytes} bytes a token; {at_once} of {samples} samples at once, {waves} wave{plural}; \
              all at once would take {}",

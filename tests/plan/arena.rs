@@ -76,7 +76,7 @@ fn counted(config: &Config, arch: &Arch, microbatches: &[Vec<usize>]) -> usize {
 /// Rows of 20 to 300 tokens, as many as in four micro-batches of 4096.
 fn mixed() -> Vec<RowTokens> {
     let lengths = (0..96).map(|i: usize| 20 + i * i * 31 % 280);
-    lengths.map(|all| RowTokens { all, response: all - all / 2 }).collect()
+    lengths.map(|all| RowTokens { prompt: all / 2, response: all - all / 2 }).collect()
 }
 
 /// The peak only grows, so that the cases come in the order of their sizes; nothing else in these tests has tensors.
@@ -107,7 +107,7 @@ fn the_plan_counts_what_the_arena_counts_within_half_a_percent() {
     let rows = mixed();
     let mut config = sft(DType::F32, false, rows.len());
     config.sft.microbatch_tokens_max = 4096;
-    let lengths: Vec<usize> = rows.iter().map(|row| row.all).collect();
+    let lengths: Vec<usize> = rows.iter().map(|row| row.all()).collect();
     let cut = balance::plan(&lengths, 1, 4096, &Cost::of(&arch)).swap_remove(0);
     assert!(cut.len() > 2, "several micro-batches");
     let cut: Vec<Vec<usize>> = cut.into_iter().map(|rows| rows.into_iter().map(|i| lengths[i]).collect()).collect();

@@ -6,9 +6,9 @@ use rlhf_hpc::comm::Group;
 use rlhf_hpc::config::job::JobKind;
 use rlhf_hpc::config::{self, Config};
 use rlhf_hpc::data::{
-    self, Hashes, Input, Part, Prepared, PromptSource, Reading, RowFormat, SftSource, SplitRule, shard_jsonl,
+    self, Hashes, Input, Part, Prepared, PromptSource, Reading, RowFormat, RowTokens, SftSource, SplitRule, shard_jsonl,
 };
-use rlhf_hpc::plan::{Origin, Row, Rows};
+use rlhf_hpc::plan::{Origin, Rows};
 use rlhf_hpc::text::{Tokenizer, train_bpe};
 use rlhf_hpc::train::{self, Archs};
 use serde_json::{Value, json};
@@ -68,7 +68,7 @@ impl Fixture {
     }
 
     /// What a run draws, by its own code.
-    fn demonstrations(&self, config: &Config, n: usize) -> Vec<Row> {
+    fn demonstrations(&self, config: &Config, n: usize) -> Vec<RowTokens> {
         let shards = self.prepared(config, Part::Demonstration);
         let vocabulary = self.archs.actor().vocabulary;
         let source = SftSource::open(&config.data, &self.tokenizer, vocabulary, &shards, config.job.seed);
@@ -76,7 +76,7 @@ impl Fixture {
         let of = |row: &data::SftRow| {
             let response = row.mask.iter().filter(|m| **m != 0).count();
             let prompt = row.tokens.len() - response;
-            Row { prompt, response }
+            RowTokens { prompt, response }
         };
         rows.iter().map(of).collect()
     }
@@ -134,7 +134,7 @@ fn prompts_are_read_and_responses_count_as_the_longest_unless_told() {
     let told = rows.clone().with(None, Some(20));
     assert!(told.drawn.iter().zip(&rows.drawn).all(|(a, b)| (a.prompt, a.response) == (b.prompt, 20)));
     let told = rows.with(Some(10), Some(20));
-    assert_eq!(told.drawn, [Row { prompt: 10, response: 20 }]);
+    assert_eq!(told.drawn, [RowTokens { prompt: 10, response: 20 }]);
     assert_eq!(told.origin, Origin::Given);
 }
 
@@ -190,6 +190,6 @@ fn the_table_says_which_lengths_it_counts() {
 fn without_lengths_every_row_is_the_longest_that_the_job_allows() {
     let shape = train::shape(&job(&[]));
     let rows = Rows::longest(&job(&[]), &shape, 4096, "no data");
-    assert_eq!(rows.drawn, [Row { prompt: 1024, response: 1024 }]);
-    assert_eq!(Rows::longest(&job(&[]), &shape, 1500, "").longest_row().tokens(), 1500);
+    assert_eq!(rows.drawn, [RowTokens { prompt: 1024, response: 1024 }]);
+    assert_eq!(Rows::longest(&job(&[]), &shape, 1500, "").longest_row().all(), 1500);
 }
