@@ -54,34 +54,3 @@ impl BlockPool {
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_shared_page_is_free_only_after_its_last_holder_lets_go() {
-        let mut pool = BlockPool::new(2);
-        let page = pool.allocate().expect("two pages are free");
-        pool.retain(page);
-        pool.release(page);
-        assert_eq!(pool.free(), 1);
-        pool.release(page);
-        assert_eq!(pool.free(), 2);
-    }
-
-    #[test]
-    fn a_full_pool_gives_none_and_recycles_what_comes_back() {
-        let mut pool = BlockPool::new(3);
-        let pages: Vec<u32> = std::iter::from_fn(|| pool.allocate()).collect();
-        assert_eq!(pages, [0, 1, 2]);
-        assert_eq!(pool.allocate(), None);
-        pool.release(1);
-        assert_eq!(pool.allocate(), Some(1));
-    }
-
-    #[test]
-    fn pages_are_counted_up_to_the_last_partial_one() {
-        assert_eq!([0, 1, PAGE, PAGE + 1].map(pages_of), [0, 1, 1, 2]);
-    }
-}

@@ -3,9 +3,8 @@
 
 use super::Request;
 use super::blocks::pages_of;
-use super::decoder::Decoder;
 use super::live::Live;
-use super::run::{Hooks, Model, Outcome, Progress, Run, Scratch};
+use super::run::{Decoder, Hooks, Model, Outcome, Progress, Run, Scratch};
 use super::scheduler::{Limits, Scheduler, Spec, cached_tokens_max, pages_wanted};
 use crate::config::rollout::RolloutConfig;
 use crate::device::cuda::owned_by;

@@ -26,8 +26,7 @@
 //! ZeRO-3 or another layout of training makes the rollout gather anew for each phase, and the graphs are made again.
 
 use super::Request;
-use super::decoder::{Decoder, Shape};
-use super::run::{Hooks, Run};
+use super::run::{Decoder, Hooks, Run, Shape};
 use crate::comm::Calls;
 use crate::device::cuda::Pinned;
 use crate::device::cuda::decode::{Capacity, DecodeSlot, DecodeState, Draw, ENDED, UNCHANGED};

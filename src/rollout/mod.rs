@@ -5,23 +5,22 @@
 //! the number of threads. The recorded log-probabilities are bitwise those of the training forward.
 
 pub mod blocks;
-mod decoder;
 pub mod engine;
-mod forward_bytes;
 mod graphs;
 mod live;
 mod run;
 pub mod scheduler;
 
 pub use engine::Engine;
-pub use forward_bytes::forward_bytes;
 pub use graphs::bucket;
 pub use run::{Hooks, Model, Outcome, Progress};
 
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::experience::Prompt;
+use crate::model::{Arch, TensorPart};
 use crate::ops::sample::SampleParams;
+use crate::tensor::DType::Bf16;
 use std::sync::Arc;
 
 /// What ends a response before its longest length.
@@ -113,4 +112,20 @@ pub fn requests(prompts: &[Prompt], config: &RolloutConfig, stop: &Arc<Stop>, co
         }
     }
     Ok(all)
+}
+
+/// The most that a rank of `tensor` takes of a GPU beside weights and cache while it answers `samples` requests: the forward that reads
+/// prompts beside those that decode, what graphs of decoding keep (their small tables left out), and logits that are changed
+/// before a draw.
+pub fn forward_bytes(arch: &Arch, tensor: usize, rollout: &RolloutConfig, samples: usize) -> u64 {
+    let (part, rows) = (TensorPart::fullest(arch, tensor), samples.min(rollout.batch_max));
+    let (queries, keys) = (part.heads(arch).len() * arch.head_dim, part.kv_heads(arch).len() * arch.head_dim);
+    let row = 3 * arch.width + 2 * queries + 2 * keys + 3 * part.range(arch.mlp_width).len();
+    let logits = part.range(arch.vocabulary).len() * size_of::<f32>();
+    // `rows` of the tokens go through the head.
+    let forward = |tokens: usize| tokens * row * Bf16.bytes() + rows * (arch.width * Bf16.bytes() + logits);
+    let graphs = if rollout.graphs { forward(rows) } else { 0 };
+    let edits = rollout.repetition_penalty != 1.0 || rollout.response_tokens_min > 0;
+    let edited = if edits { rows * arch.vocabulary * size_of::<f32>() } else { 0 };
+    (forward(rollout.prefill_tokens_max + rows) + graphs + edited) as u64
 }

@@ -1,14 +1,17 @@
 //! One call of `generate`: forwards as the scheduler plans them, one draw for every sequence that is ready.
 
 use super::Request;
-use super::decoder::Decoder;
 use super::live::Live;
 use super::scheduler::{Feed, Scheduler};
+use crate::comm::Calls;
+use crate::device::cuda::decode::DecodeState;
+use crate::device::cuda::graph::Graphs;
+use crate::device::cuda::{Arg, Memory};
 use crate::device::null;
 use crate::error::{Error, Result};
 use crate::experience::Response;
 use crate::model::non_finite::Rows;
-use crate::model::{Keys, Transformer, Weights};
+use crate::model::{Arch, Keys, Transformer, Weights};
 use crate::ops::attention::{KvLayer, PagedSequence};
 use crate::ops::sample::{SampleRow, Sampled};
 use crate::rng::Rng;
@@ -83,6 +86,34 @@ pub(super) struct Scratch {
     ready: Vec<usize>,
     sample_rows: Vec<SampleRow<'static>>,
     drawn: Vec<Sampled>,
+}
+
+/// What an engine keeps for its graphs.
+#[derive(Debug)]
+pub(super) struct Decoder {
+    /// What graphs read beside the tables: they serve while it is the same.
+    pub model: (Arch, Vec<Arg>),
+    /// They go before what they read and write.
+    pub graphs: Graphs<Shape>,
+    pub tables: DecodeState,
+    /// The collectives of each.
+    pub calls: Vec<(Shape, Calls)>,
+    /// Where the parts of the vocabulary end, i32.
+    pub ends: Memory,
+    pub changes: Vec<u32>,
+}
+
+/// What one graph differs from another by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Shape {
+    /// Rows, those that fill up included.
+    pub rows: usize,
+    /// Attention is split, for contexts of up to as many tokens.
+    pub longest: Option<usize>,
+    /// A row may have stop tokens that are banned yet.
+    pub bans: bool,
+    /// A row's tokens are penalised when it has seen them.
+    pub sees: bool,
 }
 
 /// One call of `generate`.
