@@ -1,6 +1,5 @@
 //! JSONL files to a token shard, with all cores.
 
-use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
@@ -58,64 +57,35 @@ pub fn shard_jsonl(
 }
 
 fn shard_file(input: &Input, encoder: &Encoder<'_>, writer: &mut ShardWriter) -> Result<()> {
-    let name = input.path.display().to_string();
-    let mut lines = Lines::open(&input.path)?;
-    let mut first = 0;
+    let Input { path, split } = input;
+    let (name, read) = (path.display().to_string(), |e: std::io::Error| Error::io("read", path, &e));
+    let mut file = BufReader::with_capacity(1 << 20, files::open_input(path).map_err(read)?);
+    // Blank lines count only if another line follows.
+    let (mut line, mut blank, mut first) = (Vec::new(), 0, 0);
     loop {
-        let rows = lines.take(ROWS_AT_ONCE)?;
-        if rows.is_empty() && first == 0 {
-            return Err(Error::data(format!("{name} has no rows")));
+        let mut rows: Vec<Vec<u8>> = Vec::new();
+        while rows.len() < ROWS_AT_ONCE && file.read_until(b'\n', &mut line).map_err(read)? > 0 {
+            if line.trim_ascii().is_empty() {
+                blank += 1;
+                line.clear();
+                continue;
+            }
+            rows.extend(std::iter::repeat_n(Vec::new(), std::mem::take(&mut blank)));
+            rows.push(std::mem::take(&mut line));
         }
         if rows.is_empty() {
-            return Ok(());
+            return if first == 0 { Err(Error::data(format!("{name} has no rows"))) } else { Ok(()) };
         }
-        let encoded: Vec<Result<_>> = rows
-            .par_iter()
-            .enumerate()
-            .map(|(i, line)| {
-                let source = format!("{name}:{}", first + i + 1);
-                encoder.encode(line, source.clone(), input.split.as_deref()).map_err(|e| e.within(source))
-            })
-            .collect();
+        let encode = |(i, line): (usize, &Vec<u8>)| {
+            let source = format!("{name}:{}", first + i + 1);
+            encoder.encode(line, source.clone(), split.as_deref()).map_err(|e| e.within(source))
+        };
+        let encoded: Vec<Result<_>> = rows.par_iter().enumerate().map(encode).collect();
         for row in encoded {
             let row = row?;
             let source = &row.meta.source;
             writer.push(row.split.as_deref(), &row.sequences, &row.meta).map_err(|e| e.within(source))?;
         }
         first += rows.len();
-    }
-}
-
-/// The lines of a file, without those at its end that are blank.
-struct Lines<'a> {
-    path: &'a Path,
-    file: BufReader<File>,
-    // Blank lines that count only if another line follows.
-    blank: usize,
-}
-
-impl<'a> Lines<'a> {
-    fn open(path: &'a Path) -> Result<Self> {
-        let file = files::open_input(path).map_err(|e| Error::io("read", path, &e))?;
-        Ok(Self { path, file: BufReader::with_capacity(1 << 20, file), blank: 0 })
-    }
-
-    /// The next lines, about `n`; none at the end.
-    fn take(&mut self, n: usize) -> Result<Vec<Vec<u8>>> {
-        let mut lines = Vec::new();
-        while lines.len() < n {
-            let mut line = Vec::new();
-            let read = self.file.read_until(b'\n', &mut line).map_err(|e| Error::io("read", self.path, &e))?;
-            if read == 0 {
-                break;
-            }
-            if line.trim_ascii().is_empty() {
-                self.blank += 1;
-                continue;
-            }
-            lines.extend(std::iter::repeat_n(Vec::new(), std::mem::take(&mut self.blank)));
-            lines.push(line);
-        }
-        Ok(lines)
     }
 }

@@ -98,22 +98,24 @@ impl Encoder<'_> {
                 }
                 return self.turns(row, items);
             }
-            Value::Array(items) => token_ids(key, items)?,
-            Value::String(text) if text.is_empty() => return Err(empty(key)),
-            Value::String(text) if format.chat_template => {
+            Value::String(text) if format.chat_template && !text.is_empty() => {
                 return self.turns(row, &[json!({"role": "user", "content": text})]);
             }
-            Value::String(text) => self.tokenizer.encode(text, true)?,
-            other => return Err(Error::data(format!("field {key:?} is {}, needed a text", kind_of(other)))),
+            _ => self.tokens(key, prompt, Part::Prompt)?,
         };
-        if prompt_tokens.is_empty() {
-            return Err(empty(key));
-        }
         if format.part == Part::Prompt {
             return Ok(vec![prompt_tokens]);
         }
-        let response = match required(row, &format.response_key)? {
-            Value::String(text) if text.is_empty() => return Err(empty(&format.response_key)),
+        let key = &format.response_key;
+        Ok(vec![prompt_tokens, self.tokens(key, required(row, key)?, Part::Demonstration)?])
+    }
+
+    /// The tokens of a field, which is their ids or a text; that of a demonstration gets an end token.
+    fn tokens(&self, key: &str, value: &Value, part: Part) -> Result<Vec<u32>> {
+        let tokens = match value {
+            Value::Array(items) => token_ids(key, items)?,
+            Value::String(text) if text.is_empty() => return Err(empty(key)),
+            Value::String(text) if part == Part::Prompt => self.tokenizer.encode(text, true)?,
             Value::String(text) => {
                 let eos = self.tokenizer.eos_ids().first().ok_or_else(|| {
                     Error::data("the tokenizer names no end token, so a demonstration could not end")
@@ -124,16 +126,9 @@ impl Encoder<'_> {
                 tokens.push(*eos);
                 tokens
             }
-            Value::Array(items) => token_ids(&format.response_key, items)?,
-            other => {
-                let key = &format.response_key;
-                return Err(Error::data(format!("field {key:?} is {}, needed a text", kind_of(other))));
-            }
+            other => return Err(Error::data(format!("field {key:?} is {}, needed a text", kind_of(other)))),
         };
-        if response.is_empty() {
-            return Err(empty(&format.response_key));
-        }
-        Ok(vec![prompt_tokens, response])
+        if tokens.is_empty() { Err(empty(key)) } else { Ok(tokens) }
     }
 
     /// Messages through the chat template: what comes before an assistant's turn is prompt, the turn is response.
@@ -205,17 +200,11 @@ fn required<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a Value> {
 }
 
 fn token_ids(key: &str, items: &[Value]) -> Result<Vec<u32>> {
-    if items.is_empty() {
-        return Err(empty(key));
-    }
-    items
-        .iter()
-        .map(|item| {
-            item.as_u64()
-                .and_then(|id| u32::try_from(id).ok())
-                .ok_or_else(|| Error::data(format!("field {key:?} holds {item}, needed token ids or messages")))
-        })
-        .collect()
+    let id = |item: &Value| {
+        let id = item.as_u64().and_then(|id| u32::try_from(id).ok());
+        id.ok_or_else(|| Error::data(format!("field {key:?} holds {item}, needed token ids or messages")))
+    };
+    items.iter().map(id).collect()
 }
 
 fn empty(key: &str) -> Error {
