@@ -33,14 +33,14 @@ pub(super) struct Stratum {
     /// The curriculum's number of each row; empty in other orders.
     pub keys: Vec<f64>,
     pub weight: f64,
+    /// The epoch that is handed out, and the order of its entries.
+    pub order: Option<(u32, Vec<u32>)>,
 }
 
 /// Hands out entries and keeps the ledger.
 #[derive(Debug)]
 pub(super) struct Feed {
     strata: Vec<Stratum>,
-    // The order of each stratum's current epoch.
-    orders: Vec<Option<(u32, Vec<u32>)>>,
     order: Order,
     length_group_rows: usize,
     seed: u64,
@@ -57,16 +57,7 @@ impl Feed {
         ledger.deferred = strata.iter().map(|stratum| stratum.rows.len() as u64).sum();
         ledger.check()?;
         let cursor = Cursor { drawn: vec![0; strata.len()], rows_xxh3: fingerprint(&strata), ..Cursor::default() };
-        let orders = strata.iter().map(|_| None).collect();
-        Ok(Self {
-            strata,
-            orders,
-            order: config.order,
-            length_group_rows: config.length_group_rows,
-            seed,
-            cursor,
-            ledger,
-        })
+        Ok(Self { strata, order: config.order, length_group_rows: config.length_group_rows, seed, cursor, ledger })
     }
 
     /// Entries of one epoch.
@@ -85,11 +76,12 @@ impl Feed {
         let entries = self.strata[s].entries.len() as u64;
         let drawn = self.cursor.drawn[s];
         let epoch = (drawn / entries) as u32;
-        if self.orders[s].as_ref().is_none_or(|(of, _)| *of != epoch) {
-            self.orders[s] = Some((epoch, self.epoch_order(s, epoch)));
+        if self.strata[s].order.as_ref().is_none_or(|(of, _)| *of != epoch) {
+            self.strata[s].order = Some((epoch, self.epoch_order(s, epoch)));
         }
-        let order = self.orders[s].as_ref().map_or(&[][..], |(_, order)| order);
-        let entry = self.strata[s].entries[order[(drawn % entries) as usize] as usize];
+        let Stratum { entries: all, order, .. } = &self.strata[s];
+        let order = order.as_ref().map_or(&[][..], |(_, order)| order);
+        let entry = all[order[(drawn % entries) as usize] as usize];
         self.cursor.drawn[s] += 1;
         let total: u64 = self.cursor.drawn.iter().sum();
         let epoch_entries = self.epoch_entries();

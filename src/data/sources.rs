@@ -172,9 +172,8 @@ impl Rows {
             return Self::of_lengths(config, train, eval, seed);
         }
         let sources = open_sources(reading, prepared)?;
-        let selection = Selection::make(config, &sources)?;
         let mut ledger = Ledger { rows: sources.iter().map(|s| s.shard.documents() as u64).sum(), ..Ledger::default() };
-        selection.filtered.iter().for_each(|(rule, rows)| ledger.filter(rule, *rows));
+        let [train, evaluated] = select(config, &sources, &mut ledger)?;
 
         let mut strata = Vec::new();
         for (s, source) in sources.iter().enumerate().filter(|(_, source)| source.split != Some(TEST)) {
@@ -183,7 +182,7 @@ impl Rows {
                 strata.push(Stratum { weight, ..Stratum::default() });
             }
             if let Some(stratum) = strata.last_mut() {
-                for &document in &selection.train[s] {
+                for &document in &train[s] {
                     match entries_of(reading, s, source, document)? {
                         Ok(entries) => {
                             if config.order == Order::Curriculum {
@@ -199,7 +198,7 @@ impl Rows {
         }
         let mut eval = Vec::new();
         for (s, source) in sources.iter().enumerate() {
-            for &document in &selection.eval[s] {
+            for &document in &evaluated[s] {
                 match entries_of(reading, s, source, document)? {
                     Ok(entries) => eval.extend(entries),
                     Err(_) => ledger.filter("eval_split_too_long", 1),
@@ -335,64 +334,51 @@ fn curriculum_key(config: &DataConfig, source: &Source, document: u64) -> Result
     })
 }
 
-struct Selection {
-    train: Vec<Vec<u64>>,
-    eval: Vec<Vec<u64>>,
-    filtered: Vec<(&'static str, u64)>,
-}
-
-impl Selection {
-    fn make(config: &DataConfig, sources: &[Source]) -> Result<Self> {
-        let splits: Vec<Vec<(String, Vec<u64>)>> =
-            sources.iter().map(|source| splits_of(config, source)).collect::<Result<_>>()?;
-        for (key, name) in [("prompt_split", &config.prompt_split), ("eval_split", &config.eval_split)] {
-            if !name.is_empty() && !splits.iter().flatten().any(|(other, _)| other == name) {
-                return Err(no_such_split(key, name, &splits));
-            }
+/// The documents of each source that train, and those that evaluate; the ledger counts those that do not train.
+fn select(config: &DataConfig, sources: &[Source], ledger: &mut Ledger) -> Result<[Vec<Vec<u64>>; 2]> {
+    let splits: Vec<Vec<(String, Vec<u64>)>> =
+        sources.iter().map(|source| splits_of(config, source)).collect::<Result<_>>()?;
+    for (key, name) in [("prompt_split", &config.prompt_split), ("eval_split", &config.eval_split)] {
+        if !name.is_empty() && !splits.iter().flatten().any(|(other, _)| other == name) {
+            return Err(no_such_split(key, name, &splits));
         }
-        let named = |s: usize, name: &str| -> Vec<u64> {
-            splits[s].iter().filter(|(other, _)| other == name).flat_map(|(_, rows)| rows.iter().copied()).collect()
-        };
-        let eval: Vec<Vec<u64>> = (0..sources.len())
-            .map(|s| if config.eval_split.is_empty() { Vec::new() } else { named(s, &config.eval_split) })
-            .collect();
-        let mut held_out = HashSet::new();
-        for (source, rows) in sources.iter().zip(&eval) {
-            for row in rows {
-                held_out.insert(prompt_hash(&source.shard.prompt(*row as usize)?, 0));
-            }
-        }
-        let (mut other_split, mut same_prompt) = (0, 0);
-        let mut train = Vec::with_capacity(sources.len());
-        for (s, source) in sources.iter().enumerate() {
-            let documents = source.shard.documents() as u64;
-            let evaluates: HashSet<u64> = eval[s].iter().copied().collect();
-            let mut rows: Vec<u64> = if source.split == Some(TEST) {
-                Vec::new()
-            } else if config.prompt_split.is_empty() {
-                (0..documents).filter(|row| !evaluates.contains(row)).collect()
-            } else {
-                named(s, &config.prompt_split)
-            };
-            other_split += documents - evaluates.len() as u64 - rows.len() as u64;
-            if !held_out.is_empty() {
-                let before = rows.len();
-                let mut kept = Vec::with_capacity(before);
-                for row in rows {
-                    if !held_out.contains(&prompt_hash(&source.shard.prompt(row as usize)?, 0)) {
-                        kept.push(row);
-                    }
-                }
-                rows = kept;
-                same_prompt += (before - rows.len()) as u64;
-            }
-            train.push(rows);
-        }
-        let evaluated = eval.iter().map(|rows| rows.len() as u64).sum();
-        let filtered =
-            vec![("eval_split", evaluated), ("other_split", other_split), ("same_prompt_in_eval_split", same_prompt)];
-        Ok(Self { train, eval, filtered })
     }
+    let named = |s: usize, name: &str| -> Vec<u64> {
+        splits[s].iter().filter(|(other, _)| other == name).flat_map(|(_, rows)| rows.iter().copied()).collect()
+    };
+    let eval: Vec<Vec<u64>> = (0..sources.len())
+        .map(|s| if config.eval_split.is_empty() { Vec::new() } else { named(s, &config.eval_split) })
+        .collect();
+    let mut held_out = HashSet::new();
+    for (source, rows) in sources.iter().zip(&eval) {
+        for row in rows {
+            held_out.insert(prompt_hash(&source.shard.prompt(*row as usize)?, 0));
+        }
+    }
+    let mut train = Vec::with_capacity(sources.len());
+    for (s, source) in sources.iter().enumerate() {
+        let documents = source.shard.documents() as u64;
+        let evaluates: HashSet<u64> = eval[s].iter().copied().collect();
+        let rows: Vec<u64> = if source.split == Some(TEST) {
+            Vec::new()
+        } else if config.prompt_split.is_empty() {
+            (0..documents).filter(|row| !evaluates.contains(row)).collect()
+        } else {
+            named(s, &config.prompt_split)
+        };
+        ledger.filter("eval_split", eval[s].len() as u64);
+        ledger.filter("other_split", documents - evaluates.len() as u64 - rows.len() as u64);
+        let mut kept = Vec::with_capacity(rows.len());
+        for row in rows {
+            if !held_out.is_empty() && held_out.contains(&prompt_hash(&source.shard.prompt(row as usize)?, 0)) {
+                ledger.filter("same_prompt_in_eval_split", 1);
+            } else {
+                kept.push(row);
+            }
+        }
+        train.push(kept);
+    }
+    Ok([train, eval])
 }
 
 /// The splits of one source, with their documents in order.
