@@ -1,16 +1,12 @@
 //! `rlhf-hpc logprobs`: log-probabilities of rows of tokens.
 
-use super::device::{self, Options, device, dtype_name};
-use super::ranks::Ranks;
+use super::device::{Options, device, dtype_name};
 use super::rows;
 use super::scores::Scoring;
 use crate::config::job::DeviceName;
-use crate::config::limits::{self, TOKENS_MAX};
 use crate::config::model::DTypeName;
-use crate::config::rollout::RolloutConfig;
 use crate::error::Result;
 use crate::launch::inference::InferenceModel;
-use crate::learn::packed::PackedRow;
 use crate::model::{Arch, Head};
 use crate::ops::linear_logprob::Extra;
 use argh::FromArgs;
@@ -55,26 +51,20 @@ struct Line<'a> {
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    limits::check_option("--batch-tokens", args.batch_tokens, 1, TOKENS_MAX)?;
-    let mut ranks = Ranks::start(&args.input)?;
-    let all = ranks.agree(read(args))?;
-    let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
-    let head = Head::LanguageModel;
-    let inference = device::open("logprobs", &args.model, options, head, (RolloutConfig::default(), 0), &ranks)?;
-    let InferenceModel { transformer, weights, .. } = &inference;
-    let forward = |row: &PackedRow| {
-        let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
-        transformer.logprobs_on_device(weights, &hidden, &row.rows, &row.targets, 1.0, Extra::Nothing)
-    };
     let scoring = Scoring {
         verb: "logprobs",
+        model: &args.model,
+        head: Head::LanguageModel,
+        input: &args.input,
+        options: Options { device: args.device, dtype: args.dtype, check: !args.no_check },
         tokens_max: args.batch_tokens,
         count: |row| row.len() - 1,
-        forward: &forward,
-        input: &args.input,
+        forward: |InferenceModel { transformer, weights, .. }, row| {
+            let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
+            transformer.logprobs_on_device(weights, &hidden, &row.rows, &row.targets, 1.0, Extra::Nothing)
+        },
     };
-    scoring.over(&all, &inference, &mut ranks, |ranks, logprobs| ranks.write(&Line { logprobs }))?;
-    ranks.finish()
+    scoring.run(|| Ok((read(args)?, ())), |ranks, (), logprobs| ranks.write(&Line { logprobs }))
 }
 
 fn read(args: &Args) -> Result<Vec<Vec<u32>>> {

@@ -1,16 +1,12 @@
 //! `rlhf-hpc reward`: scores by a reward model.
 
-use super::device::{self, Options, device, dtype_name};
-use super::ranks::Ranks;
+use super::device::{Options, device, dtype_name};
 use super::rows::{self, Row};
 use super::scores::Scoring;
 use crate::config::job::DeviceName;
-use crate::config::limits::{self, TOKENS_MAX};
 use crate::config::model::DTypeName;
-use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
-use crate::learn::packed::PackedRow;
 use crate::model::{Arch, Head};
 use crate::text::Tokenizer;
 use argh::FromArgs;
@@ -61,23 +57,21 @@ struct Line {
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    limits::check_option("--batch-tokens", args.batch_tokens, 1, TOKENS_MAX)?;
-    let mut ranks = Ranks::start(&args.input)?;
-    let (all, [mean, std]) = ranks.agree(read(args))?;
-    let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
-    let head = Head::Value;
-    let inference = device::open("reward", &args.model, options, head, (RolloutConfig::default(), 0), &ranks)?;
-    let InferenceModel { transformer, weights, .. } = &inference;
-    let forward = |row: &PackedRow| {
-        let last: Vec<u32> = row.cu_seqlens[1..].iter().map(|&end| end as u32 - 1).collect();
-        let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
-        transformer.values_on_device(weights, &hidden, &last)
+    let scoring = Scoring {
+        verb: "reward",
+        model: &args.model,
+        head: Head::Value,
+        input: &args.input,
+        options: Options { device: args.device, dtype: args.dtype, check: !args.no_check },
+        tokens_max: args.batch_tokens,
+        count: |_| 1,
+        forward: |InferenceModel { transformer, weights, .. }, row| {
+            let last: Vec<u32> = row.cu_seqlens[1..].iter().map(|&end| end as u32 - 1).collect();
+            let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
+            transformer.values_on_device(weights, &hidden, &last)
+        },
     };
-    let scoring =
-        Scoring { verb: "reward", tokens_max: args.batch_tokens, count: |_| 1, forward: &forward, input: &args.input };
-    scoring
-        .over(&all, &inference, &mut ranks, |ranks, reward| ranks.write(&Line { reward: (reward[0] - mean) / std }))?;
-    ranks.finish()
+    scoring.run(|| read(args), |ranks, [mean, std], reward| ranks.write(&Line { reward: (reward[0] - mean) / std }))
 }
 
 /// The rows, and mean and standard deviation by which rewards are normalised.

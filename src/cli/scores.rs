@@ -3,8 +3,11 @@
 //! Memory does not grow with the rows: it holds one forward, of so many tokens or of one longer row, and the numbers of the forward
 //! before.
 
+use super::device::{self, Options};
 use super::ranks::Ranks;
 use super::rows;
+use crate::config::limits::{self, TOKENS_MAX};
+use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
 use crate::learn::packed::PackedRow;
@@ -17,18 +20,36 @@ use std::time::Instant;
 
 pub struct Scoring<'a> {
     pub verb: &'static str,
+    pub model: &'a Path,
+    pub head: Head,
+    pub input: &'a Path,
+    pub options: Options,
     /// Tokens of one forward; a longer row stands alone.
     pub tokens_max: usize,
     /// How many numbers a row has.
     pub count: fn(&[u32]) -> usize,
     /// The numbers of a packed row, sequence by sequence.
-    pub forward: &'a dyn Fn(&PackedRow) -> Flat,
-    pub input: &'a Path,
+    pub forward: fn(&InferenceModel, &PackedRow) -> Flat,
 }
 
 impl Scoring<'_> {
+    /// Scores the rows that `read` gives, with what `write` has to know beside the numbers of the next row.
+    pub fn run<T>(
+        &self,
+        read: impl FnOnce() -> Result<(Vec<Vec<u32>>, T)>,
+        write: impl Fn(&mut Ranks, &T, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        limits::check_option("--batch-tokens", self.tokens_max, 1, TOKENS_MAX)?;
+        let mut ranks = Ranks::start(self.input)?;
+        let (all, beside) = ranks.agree(read())?;
+        let settings = (RolloutConfig::default(), 0);
+        let inference = device::open(self.verb, self.model, self.options, self.head, settings, &ranks)?;
+        self.over(&all, &inference, &mut ranks, |ranks, numbers| write(ranks, &beside, numbers))?;
+        ranks.finish()
+    }
+
     /// Scores this rank's share of the rows in order, and logs the speed; `write` takes the numbers of the next row.
-    pub fn over(
+    fn over(
         &self,
         all: &[Vec<u32>],
         inference: &InferenceModel,
@@ -56,7 +77,7 @@ impl Scoring<'_> {
         for batch in rows::batches(own.iter().map(Vec::len), self.tokens_max) {
             let mut packed = PackedRow::new();
             own[batch.clone()].iter().for_each(|row| packed.push(row, 1));
-            let found = (self.forward)(&packed).later();
+            let found = (self.forward)(inference, &packed).later();
             before.replace((batch, found)).map_or(Ok(()), &mut write_batch)?;
         }
         before.map_or(Ok(()), write_batch)?;
