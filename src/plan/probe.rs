@@ -13,8 +13,9 @@ use crate::model::{Arch, Gradients, Head, Keys, Saved, Transformer, Weights, ini
 use crate::ops::adamw::{self, Hyper};
 use crate::ops::attention::{self, AttentionShape, PAGE, PagedSequence};
 use crate::ops::matmul::{self, Into};
-use crate::ops::sample::{self, SampleParams, SampleRow, Sampled};
+use crate::ops::sample::{self, SampleRow, Sampled};
 use crate::ops::{linear_logprob, norm};
+use crate::rollout;
 use crate::sys::memory;
 use crate::tensor::arena::{self, Buffer};
 use crate::tensor::{DType, Layout, Tensor, WeightMut};
@@ -347,14 +348,7 @@ impl<'a> Bench<'a> {
     fn sample(&self) -> [f64; 2] {
         let (rows, v) = (16, self.whole.vocabulary);
         let logits = filled(rows, v);
-        let rollout = &self.job.config.rollout;
-        let params = SampleParams {
-            top_k: rollout.top_k,
-            top_p: rollout.top_p,
-            min_p: rollout.min_p,
-            repetition_penalty: rollout.repetition_penalty,
-            ..SampleParams::plain(rollout.temperature)
-        };
+        let params = rollout::sample_params(&self.job.config.rollout);
         let row = SampleRow { params, uniform: 0.5, seen: &[], banned: &[] };
         let rows: Vec<SampleRow> = vec![row; rows];
         let mut drawn = vec![Sampled::default(); rows.len()];
