@@ -18,18 +18,14 @@ use std::collections::HashMap;
 /// Generates responses; keeps its KV cache and its buffers from call to call.
 #[derive(Debug)]
 pub struct Engine {
-    batch_max: usize,
-    prefill_tokens_max: usize,
+    config: RolloutConfig,
+    /// Bytes that the cache may take.
     kv_bytes_max: u64,
-    /// `kv_bytes_max` is that of the configuration.
-    is_given: bool,
     cache: Vec<KvLayer>,
     pages: usize,
     /// From the first step of decoding on, as long as the cache stays.
     decoder: Option<Decoder>,
-    /// Whether steps of decoding on a GPU are graphs.
-    graphs: bool,
-    /// Why they are not, once one could not be captured.
+    /// Why steps of decoding on a GPU are no graphs, once one could not be captured.
     refused: Option<String>,
     scratch: Scratch,
 }
@@ -38,14 +34,11 @@ impl Engine {
     /// `memory_free`: bytes that the cache may take half of where `kv_bytes_max` is 0.
     pub fn new(config: &RolloutConfig, memory_free: u64) -> Self {
         Self {
-            batch_max: config.batch_max,
-            prefill_tokens_max: config.prefill_tokens_max,
+            config: config.clone(),
             kv_bytes_max: if config.kv_bytes_max > 0 { config.kv_bytes_max } else { memory_free / 2 },
-            is_given: config.kv_bytes_max > 0,
             cache: Vec::new(),
             pages: 0,
             decoder: None,
-            graphs: config.graphs,
             refused: None,
             scratch: Scratch::default(),
         }
@@ -53,7 +46,7 @@ impl Engine {
 
     /// From the next call on the cache may take `bytes`, where the configuration does not say how many.
     pub fn allow(&mut self, bytes: u64) {
-        if !self.is_given {
+        if self.config.kv_bytes_max == 0 {
             self.kv_bytes_max = bytes;
         }
     }
@@ -96,8 +89,8 @@ impl Engine {
         self.make_cache(model.transformer, &specs);
         let longest = specs.iter().map(|spec| spec.prompt_tokens + spec.new_tokens_max).max();
         model.transformer.reserve_positions(longest.unwrap_or(0));
-        let limits =
-            Limits { batch_max: self.batch_max, prefill_tokens_max: self.prefill_tokens_max, pages: self.pages };
+        let RolloutConfig { batch_max, prefill_tokens_max, graphs, .. } = self.config;
+        let limits = Limits { batch_max, prefill_tokens_max, pages: self.pages };
         let scheduler = Scheduler::new(specs.iter().copied(), limits)?;
         let mut run = Run {
             model,
@@ -108,10 +101,9 @@ impl Engine {
             live: requests.iter().map(|_| Live::default()).collect(),
             prompt_logits: specs.iter().map(|_| None).collect(),
             cache: &mut self.cache,
-            decoder: self.graphs.then_some(&mut self.decoder),
+            decoder: graphs.then_some(&mut self.decoder),
             refused: &mut self.refused,
-            batch_max: self.batch_max,
-            pages: self.pages,
+            limits,
             scratch: &mut self.scratch,
             outcome: Outcome { responses: requests.iter().map(|_| None).collect(), ..Outcome::default() },
             progress: Progress { total: requests.len(), ..Progress::default() },
@@ -132,9 +124,10 @@ impl Engine {
     /// Pages for as many of the longest sequences as may run at once, within the bytes allowed. A cache that is large
     /// enough is kept.
     fn make_cache(&mut self, transformer: &Transformer, specs: &[Spec]) {
-        let needed = pages_wanted(specs.iter().copied(), self.batch_max);
-        let mut allowed = (self.kv_bytes_max / transformer.kv_page_bytes() as u64) as usize;
-        if null::is_active() && !self.is_given {
+        let (page_bytes, batch_max) = (transformer.kv_page_bytes(), self.config.batch_max);
+        let needed = pages_wanted(specs.iter().copied(), batch_max);
+        let mut allowed = (self.kv_bytes_max / page_bytes as u64) as usize;
+        if null::is_active() && self.config.kv_bytes_max == 0 {
             // A plan says by how much a job is too large: it goes on with room for one sequence.
             let longest =
                 specs.iter().map(|spec| pages_of(cached_tokens_max(spec.prompt_tokens, spec.new_tokens_max))).max();
@@ -144,27 +137,22 @@ impl Engine {
         let mut least = [-(needed.min(allowed) as f64)];
         transformer.tensor().all_reduce_max_f64(&mut least);
         let pages = -least[0] as usize;
-        note(transformer.kv_page_bytes(), [pages, needed], specs, self.batch_max);
+        if null::is_active() {
+            let all: usize = specs.iter().map(|spec| spec.prompt_tokens + spec.new_tokens_max).sum();
+            null::note_cache(Cache {
+                token_bytes: page_bytes / PAGE,
+                bytes: page_bytes * pages,
+                bytes_needed: page_bytes * needed,
+                bytes_wanted: page_bytes / PAGE * all,
+                samples: specs.len(),
+                batch_max,
+            });
+        }
         if pages > self.pages {
             self.release();
             self.cache = owned_by("kv cache", || transformer.kv_cache(pages));
             self.pages = pages;
         }
-    }
-}
-
-/// For a plan: a cache of as many pages, of which so many are needed.
-fn note(page_bytes: usize, [pages, needed]: [usize; 2], specs: &[Spec], batch_max: usize) {
-    let all = || specs.iter().map(|spec| spec.prompt_tokens + spec.new_tokens_max).sum::<usize>();
-    if null::is_active() {
-        null::note_cache(Cache {
-            token_bytes: page_bytes / PAGE,
-            bytes: page_bytes * pages,
-            bytes_needed: page_bytes * needed,
-            bytes_wanted: page_bytes / PAGE * all(),
-            samples: specs.len(),
-            batch_max,
-        });
     }
 }
 

@@ -117,7 +117,7 @@ impl Run<'_> {
         if !sequences.iter().all(|&s| self.scheduler.extend(s, self.live[s].tokens.len())) {
             return None;
         }
-        let bucket = bucket(sequences.len(), self.batch_max);
+        let bucket = bucket(sequences.len(), self.limits.batch_max);
         self.fill(&sequences, bucket);
         let rows = sequences.into_iter().map(|sequence| Row { sequence, state: State::GoesOn }).collect();
         Some(DecodeBatch { rows, bucket, launched: 0, idle: 0, is_over: false })
@@ -171,12 +171,12 @@ impl Run<'_> {
         // Graphs and tables of before go first.
         **kept = None;
         let longest = (0..self.requests.len()).map(|s| self.scheduler.pages_max(s)).max().unwrap_or(0);
-        let rows = bucket(self.batch_max.min(self.requests.len()), self.batch_max).max(needed.rows);
+        let rows = bucket(self.limits.batch_max.min(self.requests.len()), self.limits.batch_max).max(needed.rows);
         let pages = (rows * longest).max(needed.pages);
         let penalised = self.requests.iter().filter(|r| is_penalised(r)).map(|r| r.tokens.len() + r.new_tokens_max);
         let seen = (rows * penalised.max().unwrap_or(0)).max(needed.seen);
         let room = Capacity { rows, pages, stops: needed.stops.next_multiple_of(64), seen };
-        let cache_pages = self.pages;
+        let cache_pages = self.limits.pages;
         **kept = Some(Decoder {
             tables: DecodeState::new(room, cache_pages),
             graphs: Graphs::default(),
@@ -328,7 +328,7 @@ impl Run<'_> {
             }
         }
         let left = batch.rows.iter().filter(|row| row.state == State::GoesOn).count();
-        batch.is_over = left == 0 || bucket(left, self.batch_max) < batch.bucket || self.is_one_to_admit(batch);
+        batch.is_over = left == 0 || bucket(left, self.limits.batch_max) < batch.bucket || self.is_one_to_admit(batch);
         Ok(())
     }
 
@@ -336,7 +336,7 @@ impl Run<'_> {
     fn is_one_to_admit(&self, batch: &mut DecodeBatch) -> bool {
         let Some(lanes) = self.scheduler.admissible() else { return false };
         batch.idle += 1;
-        are_enough(lanes, self.batch_max, batch.idle)
+        are_enough(lanes, self.limits.batch_max, batch.idle)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::Request;
 use super::live::Live;
-use super::scheduler::{Feed, Scheduler};
+use super::scheduler::{Feed, Limits, Scheduler};
 use crate::comm::Calls;
 use crate::device::cuda::decode::DecodeState;
 use crate::device::cuda::graph::Graphs;
@@ -131,9 +131,7 @@ pub(super) struct Run<'a> {
     pub decoder: Option<&'a mut Option<Decoder>>,
     /// Why a graph could not be captured: then none is tried again.
     pub refused: &'a mut Option<String>,
-    pub batch_max: usize,
-    /// Pages of the cache.
-    pub pages: usize,
+    pub limits: Limits,
     pub scratch: &'a mut Scratch,
     pub outcome: Outcome,
     pub progress: Progress,
@@ -313,9 +311,7 @@ impl Run<'_> {
         self.outcome.responses[s] = Some(response);
         Ok(true)
     }
-}
 
-impl Run<'_> {
     /// Why there is no next token of a sequence: its logits were not finite. Ranks that draw together call this together.
     fn non_finite(&self, s: usize) -> Error {
         let (request, tokens, Model { transformer, weights, .. }) =

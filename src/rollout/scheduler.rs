@@ -82,7 +82,6 @@ enum State {
     /// Has a slot, and waits for another sample of its group to have read the prompt.
     Follower,
     Running,
-    Done,
 }
 
 #[derive(Debug)]
@@ -404,7 +403,6 @@ impl Scheduler {
             self.waiting.retain(|&w| w != s);
         }
         self.release_blocks(s);
-        self.sequences[s].state = State::Done;
         if self.sequences[s].forks {
             self.settle(s);
         }
@@ -450,13 +448,9 @@ impl Scheduler {
 
     fn drop_prefix(&mut self, group: usize) -> bool {
         let prefix = &mut self.groups[group].prefix;
-        if !matches!(prefix, Prefix::Ready(_)) {
-            return false;
-        }
-        let Prefix::Ready(pages) = std::mem::take(prefix) else { unreachable!("just matched") };
-        for page in pages {
-            self.pool.release(page);
-        }
+        let Prefix::Ready(pages) = prefix else { return false };
+        pages.iter().for_each(|page| self.pool.release(*page));
+        *prefix = Prefix::Absent;
         true
     }
 
