@@ -58,7 +58,6 @@ pub fn run(args: &Args) -> Result<()> {
         input: &args.input,
         options: Options { device: args.device, dtype: args.dtype, check: !args.no_check },
         tokens_max: args.batch_tokens,
-        count: |row| row.len() - 1,
         forward: |InferenceModel { transformer, weights, .. }, row| {
             let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
             transformer.logprobs_on_device(weights, &hidden, &row.rows, &row.targets, 1.0, Extra::Nothing)

@@ -64,7 +64,6 @@ pub fn run(args: &Args) -> Result<()> {
         input: &args.input,
         options: Options { device: args.device, dtype: args.dtype, check: !args.no_check },
         tokens_max: args.batch_tokens,
-        count: |_| 1,
         forward: |InferenceModel { transformer, weights, .. }, row| {
             let last: Vec<u32> = row.cu_seqlens[1..].iter().map(|&end| end as u32 - 1).collect();
             let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);

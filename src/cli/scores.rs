@@ -26,9 +26,7 @@ pub struct Scoring<'a> {
     pub options: Options,
     /// Tokens of one forward; a longer row stands alone.
     pub tokens_max: usize,
-    /// How many numbers a row has.
-    pub count: fn(&[u32]) -> usize,
-    /// The numbers of a packed row, sequence by sequence.
+    /// The numbers of a packed row, sequence by sequence: one of each from a value head, else one of each token behind another.
     pub forward: fn(&InferenceModel, &PackedRow) -> Flat,
 }
 
@@ -64,7 +62,7 @@ impl Scoring<'_> {
             let found = found.take();
             let mut left = &found[..];
             batch.clone().zip(&own[batch]).try_for_each(|(i, row)| {
-                let (numbers, rest) = left.split_at((self.count)(row));
+                let (numbers, rest) = left.split_at(if self.head == Head::Value { 1 } else { row.len() - 1 });
                 left = rest;
                 if numbers.iter().all(|x| x.is_finite()) {
                     return write(ranks, numbers);

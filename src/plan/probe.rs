@@ -4,14 +4,14 @@
 
 use super::devices::{Device, Efficiency, Latency};
 use super::job::Job;
-use super::synthetic::{Matrix, filled};
+use super::synthetic::{Matrix, attention_shape, filled};
 use crate::comm::{Group, World};
 use crate::device::cpu::{peak, pool};
 use crate::device::null::{self, Null, Task, Work};
 use crate::mesh::Mesh;
 use crate::model::{Arch, Gradients, Head, Keys, Saved, Transformer, Weights, init, packed_positions};
 use crate::ops::adamw::{self, Hyper};
-use crate::ops::attention::{self, AttentionShape, PAGE, PagedSequence};
+use crate::ops::attention::{self, PAGE, PagedSequence};
 use crate::ops::matmul::{self, Into};
 use crate::ops::sample::{self, SampleRow, Sampled};
 use crate::ops::{linear_logprob, norm};
@@ -260,14 +260,10 @@ impl<'a> Bench<'a> {
         })
     }
 
-    fn shape(&self) -> AttentionShape {
-        let Arch { heads, kv_heads, head_dim, ref windows, .. } = self.arch;
-        AttentionShape { heads, kv_heads, head_dim, window: windows[0], scale: 1.0 / (head_dim as f32).sqrt() }
-    }
-
     /// One layer's attention over the packed row, forward and backward.
     fn attention(&self) -> ([f64; 2], [f64; 2]) {
-        let (t, shape, ends) = (self.rows * self.length, self.shape(), self.ends());
+        let (t, shape, ends) =
+            (self.rows * self.length, attention_shape(&self.arch, self.arch.windows[0]), self.ends());
         let (q, kv) = (self.arch.q_width(), self.arch.kv_width());
         let [query, d_o] = [filled(t, q), filled(t, q)];
         let [key, value] = [filled(t, kv), filled(t, kv)];
@@ -302,7 +298,7 @@ impl<'a> Bench<'a> {
             let keys = Keys::Paged { cache: &mut cache, sequences: &sequences };
             drop(model.forward(weights, &tokens, &positions, keys, None));
         });
-        let shape = self.shape();
+        let shape = attention_shape(&self.arch, self.arch.windows[0]);
         let (q, mut o) = (filled(batch, self.arch.q_width()), Tensor::zeros(batch, self.arch.q_width()));
         let paged = sequences.as_slice().into();
         let attention_s =

@@ -1,5 +1,7 @@
 //! Tensors and matrices with made-up values, for measuring what kernels reach.
 
+use crate::model::Arch;
+use crate::ops::attention::AttentionShape;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, Layout, Slice, Tensor, Weight};
 
@@ -15,6 +17,12 @@ pub fn fill(values: &mut [f32]) {
     for (i, value) in values.iter_mut().enumerate() {
         *value = ((i.wrapping_mul(2_654_435_761) >> 5) % 4096) as f32 / 4096.0 - 0.5;
     }
+}
+
+/// The attention of a layer.
+pub fn attention_shape(arch: &Arch, window: Option<usize>) -> AttentionShape {
+    let Arch { heads, kv_heads, head_dim, .. } = *arch;
+    AttentionShape { heads, kv_heads, head_dim, window, scale: 1.0 / (head_dim as f32).sqrt() }
 }
 
 /// W[n][k] in panels, in either dtype.

@@ -6,11 +6,11 @@ use super::models::{Source, tokens};
 use crate::device::Device;
 use crate::model::Arch;
 use crate::ops::adamw::{self, Hyper};
-use crate::ops::attention::{self, AttentionShape, KvLayer, PAGE, PagedSequence};
+use crate::ops::attention::{self, KvLayer, PAGE, PagedSequence};
 use crate::ops::matmul::{self, Into};
 use crate::ops::ring_attention::{self, Backward, Steps};
 use crate::ops::{linear_logprob, norm, rmsnorm, swiglu, zigzag};
-use crate::plan::synthetic::{Matrix, fill, filled};
+use crate::plan::synthetic::{Matrix, attention_shape, fill, filled};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Layout, Tensor, WeightMut};
 use std::ops::Range;
@@ -66,18 +66,8 @@ fn products(meter: &mut Meter, name: &str, n: usize, k: usize) {
     }
 }
 
-fn shape(arch: &Arch) -> AttentionShape {
-    AttentionShape {
-        heads: arch.heads,
-        kv_heads: arch.kv_heads,
-        head_dim: arch.head_dim,
-        window: None,
-        scale: 1.0 / (arch.head_dim as f32).sqrt(),
-    }
-}
-
 fn packed_attention(meter: &mut Meter, name: &str, arch: &Arch) {
-    let (t, shape) = (BATCH * TOKENS, shape(arch));
+    let (t, shape) = (BATCH * TOKENS, attention_shape(arch, None));
     let (qw, kvw) = (arch.q_width(), arch.kv_width());
     let ends: Vec<usize> = (0..=BATCH).map(|i| i * TOKENS).collect();
     let (q, k, v, d_o) = (filled(t, qw), filled(t, kvw), filled(t, kvw), filled(t, qw));
@@ -96,7 +86,7 @@ fn packed_attention(meter: &mut Meter, name: &str, arch: &Arch) {
 
 /// What a rank of a ring computes, over all steps, of as many tokens as `packed_attention` has in one sequence.
 fn shared_attention(meter: &mut Meter, name: &str, arch: &Arch, size: usize) {
-    let (ends, shape) = ([0, BATCH * TOKENS], shape(arch));
+    let (ends, shape) = ([0, BATCH * TOKENS], attention_shape(arch, None));
     let Steps { steps, .. } = Steps::new(Device::Cpu, &ends, &shape, 0, size);
     let (t, qw, kvw) = (zigzag::tokens(&ends, 0, size), arch.q_width(), arch.kv_width());
     let (q, d_o) = (filled(t, qw), filled(t, qw));
@@ -124,7 +114,7 @@ fn shared_attention(meter: &mut Meter, name: &str, arch: &Arch, size: usize) {
 }
 
 fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
-    let shape = shape(arch);
+    let shape = attention_shape(arch, None);
     let pages = (PAST + 1).div_ceil(PAGE);
     let tables: Vec<Vec<u32>> = (0..DECODED).map(|s| (0..pages).map(|p| (s * pages + p) as u32).collect()).collect();
     let mut cache = KvLayer::new(Device::Cpu, DECODED * pages, &shape);
