@@ -4,7 +4,7 @@
 use super::Request;
 use super::blocks::pages_of;
 use super::live::Live;
-use super::run::{Decoder, Hooks, Model, Outcome, Progress, Run, Scratch};
+use super::run::{Decoder, Hooks, Model, Outcome, Progress, Run};
 use super::scheduler::{Limits, Scheduler, Spec, cached_tokens_max, pages_wanted};
 use crate::config::rollout::RolloutConfig;
 use crate::device::cuda::owned_by;
@@ -27,7 +27,6 @@ pub struct Engine {
     decoder: Option<Decoder>,
     /// Why steps of decoding on a GPU are no graphs, once one could not be captured.
     refused: Option<String>,
-    scratch: Scratch,
 }
 
 impl Engine {
@@ -40,7 +39,6 @@ impl Engine {
             pages: 0,
             decoder: None,
             refused: None,
-            scratch: Scratch::default(),
         }
     }
 
@@ -104,7 +102,6 @@ impl Engine {
             decoder: graphs.then_some(&mut self.decoder),
             refused: &mut self.refused,
             limits,
-            scratch: &mut self.scratch,
             outcome: Outcome { responses: requests.iter().map(|_| None).collect(), ..Outcome::default() },
             progress: Progress { total: requests.len(), ..Progress::default() },
             failed: Ok(()),

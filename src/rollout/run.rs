@@ -74,20 +74,6 @@ impl Outcome {
     }
 }
 
-/// Buffers of one step.
-#[derive(Debug, Default)]
-pub(super) struct Scratch {
-    feeds: Vec<Feed>,
-    tokens: Vec<u32>,
-    positions: Vec<u32>,
-    sequences: Vec<PagedSequence<'static>>,
-    /// Rows of hidden that a token is drawn from, and the sequences they belong to.
-    rows: Vec<u32>,
-    ready: Vec<usize>,
-    sample_rows: Vec<SampleRow<'static>>,
-    drawn: Vec<Sampled>,
-}
-
 /// What an engine keeps for its graphs.
 #[derive(Debug)]
 pub(super) struct Decoder {
@@ -132,7 +118,6 @@ pub(super) struct Run<'a> {
     /// Why a graph could not be captured: then none is tried again.
     pub refused: &'a mut Option<String>,
     pub limits: Limits,
-    pub scratch: &'a mut Scratch,
     pub outcome: Outcome,
     pub progress: Progress,
     /// The caller's error on a response; the tensor ranks agree on it before the next forward.
@@ -175,9 +160,9 @@ impl Run<'_> {
         for &s in &forks {
             self.live[s].begin(&self.requests[s]);
         }
-        self.draw(&logits, &forks);
-        for (i, &s) in forks.iter().enumerate() {
-            if !self.accept(s, self.scratch.drawn[i], hooks)?
+        let drawn = self.draw(&logits, &forks);
+        for (s, drawn) in forks.into_iter().zip(drawn) {
+            if !self.accept(s, drawn, hooks)?
                 && let Some((from, to)) = self.scheduler.share(s)
             {
                 self.model.transformer.kv_copy_page(self.cache, from, to);
@@ -192,37 +177,30 @@ impl Run<'_> {
 
     /// One forward of what the scheduler plans, and a draw for each sequence that it completes.
     pub fn forward(&mut self, hooks: &mut Hooks) -> Result<()> {
-        let mut feeds = std::mem::take(&mut self.scratch.feeds);
-        feeds.clear();
-        feeds.extend_from_slice(self.scheduler.plan());
-        if !feeds.is_empty() {
-            let decodes = feeds.iter().all(|feed| feed.tokens == 1 && feed.past > 0);
-            let times = self.begin_null(decodes, feeds.iter().map(|feed| feed.sequence));
-            let logits = null::times(times, || self.logits(&feeds));
-            let mut ready = std::mem::take(&mut self.scratch.ready);
-            ready.clear();
-            for &feed in &feeds {
-                if self.scheduler.fed(feed) {
-                    let row = logits.as_ref().expect("a complete feed has logits").row_copy(ready.len());
-                    self.prompt_logits[self.scheduler.group(feed.sequence)] = Some(row);
-                }
-                if feed.complete {
-                    ready.push(feed.sequence);
-                }
-            }
-            if let Some(logits) = logits {
-                null::times(times, || self.draw(&logits, &ready));
-            }
-            for (i, &s) in ready.iter().enumerate() {
-                let drawn = self.scratch.drawn[i];
-                self.accept(s, drawn, hooks)?;
-                if decodes && null::is_active() {
-                    self.skip(s, drawn);
-                }
-            }
-            self.scratch.ready = ready;
+        let feeds = self.scheduler.plan().to_vec();
+        if feeds.is_empty() {
+            return Ok(());
         }
-        self.scratch.feeds = feeds;
+        let decodes = feeds.iter().all(|feed| feed.tokens == 1 && feed.past > 0);
+        let times = self.begin_null(decodes, feeds.iter().map(|feed| feed.sequence));
+        let logits = null::times(times, || self.logits(&feeds));
+        let mut ready = Vec::with_capacity(feeds.len());
+        for feed in feeds {
+            if self.scheduler.fed(feed) {
+                let row = logits.as_ref().expect("a complete feed has logits").row_copy(ready.len());
+                self.prompt_logits[self.scheduler.group(feed.sequence)] = Some(row);
+            }
+            if feed.complete {
+                ready.push(feed.sequence);
+            }
+        }
+        let drawn = logits.map_or(Vec::new(), |logits| null::times(times, || self.draw(&logits, &ready)));
+        for (s, drawn) in ready.into_iter().zip(drawn) {
+            self.accept(s, drawn, hooks)?;
+            if decodes && null::is_active() {
+                self.skip(s, drawn);
+            }
+        }
         Ok(())
     }
 
@@ -253,43 +231,39 @@ impl Run<'_> {
 
     /// This rank's logits behind each feed that is complete, in order.
     fn logits(&mut self, feeds: &[Feed]) -> Option<Tensor> {
-        let scratch = &mut *self.scratch;
-        scratch.tokens.clear();
-        scratch.positions.clear();
-        scratch.rows.clear();
-        let mut sequences = recycled(std::mem::take(&mut scratch.sequences));
+        let (mut tokens, mut positions, mut rows) = (Vec::new(), Vec::new(), Vec::new());
+        let mut sequences = Vec::with_capacity(feeds.len());
         for feed in feeds {
             let (s, all) = (feed.sequence, feed.past..feed.past + feed.tokens);
             self.live[s].begin(&self.requests[s]);
-            scratch.tokens.extend_from_slice(&self.live[s].tokens[all.clone()]);
-            scratch.positions.extend(all.map(|i| i as u32));
+            tokens.extend_from_slice(&self.live[s].tokens[all.clone()]);
+            positions.extend(all.map(|i| i as u32));
             sequences.push(PagedSequence { past: feed.past, tokens: feed.tokens, blocks: self.scheduler.blocks(s) });
             if feed.complete {
-                scratch.rows.push(scratch.tokens.len() as u32 - 1);
+                rows.push(tokens.len() as u32 - 1);
             }
         }
         let Model { transformer, weights, .. } = self.model;
         let keys = Keys::Paged { cache: self.cache, sequences: &sequences };
-        let hidden = transformer.forward(weights, &scratch.tokens, &scratch.positions, keys, None);
+        let hidden = transformer.forward(weights, &tokens, &positions, keys, None);
         self.outcome.forwards += 1;
-        self.outcome.tokens_fed += scratch.tokens.len();
-        scratch.sequences = recycled(sequences);
-        (!scratch.rows.is_empty()).then(|| transformer.logits_part(weights, &hidden, &scratch.rows))
+        self.outcome.tokens_fed += tokens.len();
+        (!rows.is_empty()).then(|| transformer.logits_part(weights, &hidden, &rows))
     }
 
-    /// Draws a token for each of `sequences` from its row of logits, into `scratch.drawn`.
-    fn draw(&mut self, logits: &Tensor, sequences: &[usize]) {
-        let mut rows = recycled(std::mem::take(&mut self.scratch.sample_rows));
-        for &s in sequences {
+    /// A token for each of `sequences`, drawn from its row of logits.
+    fn draw(&self, logits: &Tensor, sequences: &[usize]) -> Vec<Sampled> {
+        let row = |&s: &usize| {
             let (request, live) = (&self.requests[s], &self.live[s]);
             let new = live.new_tokens(request);
             let uniform = self.rng.sample_uniform(self.step, request.prompt_id, request.sample, new as u32);
             let banned = if new < request.new_tokens_min { &request.stop.tokens[..] } else { &[] };
-            rows.push(SampleRow { params: request.params, uniform, seen: &live.tokens, banned });
-        }
-        self.scratch.drawn.resize(sequences.len(), Sampled::default());
-        self.model.transformer.sample(logits, &rows, &mut self.scratch.drawn);
-        self.scratch.sample_rows = recycled(rows);
+            SampleRow { params: request.params, uniform, seen: &live.tokens, banned }
+        };
+        let rows: Vec<SampleRow> = sequences.iter().map(row).collect();
+        let mut drawn = vec![Sampled::default(); rows.len()];
+        self.model.transformer.sample(logits, &rows, &mut drawn);
+        drawn
     }
 
     /// Adds a token to a sequence; true if the sequence ends with it.
@@ -343,9 +317,3 @@ const OF_COMPUTING: &str =
     "weights that are finite have grown until what they compute overflows: lower the learning rate";
 const OF_MACHINE: &str = "a fault of the GPU or of its memory: nvidia-smi -q -d ECC and lines with Xid in the log of the node's \
                           kernel (dmesg) tell; where it comes again, rollout.graphs = false goes without graphs";
-
-/// The same allocation for elements of the next step, which borrow from elsewhere.
-fn recycled<A, B>(mut used: Vec<A>) -> Vec<B> {
-    used.clear();
-    used.into_iter().map(|_| unreachable!("it is empty")).collect()
-}
