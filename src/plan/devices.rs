@@ -54,10 +54,8 @@ const NCCL_LATENCY: Latency = Latency { call_s: 10e-6, step_s: 1.9e-6, network_s
 pub struct Efficiency {
     /// Products of training, forward and backward.
     pub train: f64,
-    /// Products of forwards over packed rows.
+    /// Products of forwards over packed rows, and of reading prompts into the cache.
     pub score: f64,
-    /// Products of reading prompts into the cache.
-    pub prefill: f64,
     /// Forwards of one token a sequence, without their attention.
     pub decode: f64,
     /// Attention over packed rows, forward; its backward.
@@ -83,7 +81,6 @@ impl Efficiency {
         Self {
             train: 0.55,
             score: 0.55,
-            prefill: 0.55,
             decode: 0.75,
             attention: 0.45,
             attention_backward: 0.35,
@@ -101,7 +98,6 @@ impl Efficiency {
         Self {
             train: 0.7,
             score: 0.75,
-            prefill: 0.75,
             decode: 0.6,
             attention: 0.5,
             attention_backward: 0.4,

@@ -225,7 +225,6 @@ impl<'a> Bench<'a> {
         Efficiency {
             train,
             score,
-            prefill: score,
             decode: share(decode, 0.0),
             attention: share(attention, 0.0),
             attention_backward: share(backward, 0.0),

@@ -106,9 +106,8 @@ fn efficiency(e: &Efficiency, stage: Stage, op: &str) -> f64 {
         (null::HEAD_BACKWARD, _) => e.head_train,
         (null::SAMPLING, _) => e.sample,
         (null::OPTIMIZER, _) => e.optimizer,
-        (_, Stage::Prefill) => e.prefill,
         (_, Stage::Decode) => e.decode,
-        (_, Stage::Scoring) => e.score,
+        (_, Stage::Prefill | Stage::Scoring) => e.score,
         _ => e.train,
     }
 }
