@@ -82,10 +82,7 @@ pub struct Experience {
 impl Experience {
     /// Prompt and response in one row, as the training forward sees it.
     pub fn tokens(&self) -> Vec<u32> {
-        let mut row = Vec::with_capacity(self.length());
-        row.extend_from_slice(&self.prompt.tokens);
-        row.extend_from_slice(&self.response.tokens);
-        row
+        [&self.prompt.tokens[..], &self.response.tokens].concat()
     }
 
     /// Bytes of it outside of tensors, once all is filled in: of each response token its id, two log-probabilities at sampling,

@@ -14,7 +14,6 @@
 
 use std::cmp::Ordering;
 use std::collections::HashSet;
-use std::fmt::Write;
 
 use serde::Serialize;
 
@@ -210,9 +209,7 @@ struct Working {
 
 impl Working {
     fn text(&self) -> String {
-        let mut text = self.steps.join(" ");
-        let _ = write!(text, " {}", self.answer);
-        text
+        format!("{} {}", self.steps.join(" "), self.answer)
     }
 
     /// The same steps with another answer.

@@ -21,7 +21,6 @@ pub struct ShardWriter {
     width: Width,
     splits: Vec<Spool>,
     token_max: u32,
-    buffer: Vec<u8>,
 }
 
 /// The documents of one split, on disk next to the final shard.
@@ -47,7 +46,6 @@ impl ShardWriter {
             width: Width::for_vocabulary(vocabulary),
             splits: Vec::new(),
             token_max: 0,
-            buffer: Vec::new(),
         })
     }
 
@@ -56,7 +54,7 @@ impl ShardWriter {
         if sequences.is_empty() || sequences.iter().any(Vec::is_empty) {
             return Err(Error::data("a document needs at least one token in each of its sequences"));
         }
-        self.buffer.clear();
+        let mut bytes = Vec::new();
         for sequence in sequences {
             let token_max = sequence.iter().copied().max().unwrap_or(0);
             if token_max as usize >= self.vocabulary {
@@ -67,11 +65,11 @@ impl ShardWriter {
                 return Err(Error::data(format!("a sequence of {} tokens is too long for a shard", sequence.len())));
             }
             self.token_max = self.token_max.max(token_max);
-            self.width.write(sequence, &mut self.buffer);
+            self.width.write(sequence, &mut bytes);
         }
         let i = self.spool(split)?;
         let spool = &mut self.splits[i];
-        spool.bin.write(&self.buffer)?;
+        spool.bin.write(&bytes)?;
         spool.lengths.extend(sequences.iter().map(|s| s.len() as i32));
         spool.ends.push(spool.lengths.len() as u64);
         let mut line = serde_json::to_vec(meta).map_err(|e| Error::fault(format!("meta: {e}")))?;
