@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use argh::FromArgs;
 
 use crate::config::limits::{self, VOCABULARY_MAX};
+use crate::data::is_jsonl;
 use crate::error::{Error, Result};
 use crate::sys::files;
 use crate::text::train_bpe;
@@ -41,9 +42,8 @@ pub fn run(args: &Args) -> Result<()> {
     let mut texts = Vec::new();
     for path in &args.input {
         let text = files::read_to_string(path).map_err(|e| Error::io("read", path, &e))?;
-        let jsonl = matches!(path.extension().and_then(|e| e.to_str()), Some("jsonl" | "json" | "ndjson"));
         for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-            if jsonl {
+            if is_jsonl(path) {
                 let at = || format!("{}:{}", path.display(), i + 1);
                 texts.extend(fields_of(line, fields).map_err(|e| e.within(at()))?);
             } else {

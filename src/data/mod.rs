@@ -23,5 +23,6 @@ pub use hashes::Hashes;
 pub use ledger::Ledger;
 pub use row_source::{PromptSource, Row, RowSource, SftRow, SftSource};
 pub use rows::{Part, RowFormat};
+pub(crate) use sources::is_jsonl;
 pub use sources::{Prepared, Reading, Rows, SourceFile, prepare};
 pub use split::{SplitRule, TEST, TRAIN};

@@ -272,8 +272,8 @@ fn names(config: &DataConfig) -> impl Iterator<Item = &String> {
     config.prompts.iter().chain(eval_files(config))
 }
 
-/// Whether an entry of `data.prompts` is rows of text; else it is a shard.
-pub(super) fn is_jsonl(path: &Path) -> bool {
+/// Whether a file, such as an entry of `data.prompts`, is rows of text; else that is a shard.
+pub(crate) fn is_jsonl(path: &Path) -> bool {
     matches!(path.extension().and_then(|e| e.to_str()), Some("jsonl" | "json" | "ndjson"))
 }
 
