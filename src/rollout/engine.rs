@@ -2,10 +2,9 @@
 //! decoding is to be done on a GPU, `graphs` takes over.
 
 use super::Request;
-use super::blocks::pages_of;
 use super::live::Live;
 use super::run::{Decoder, Hooks, Model, Outcome, Progress, Run};
-use super::scheduler::{Limits, Scheduler, Spec, cached_tokens_max, pages_wanted};
+use super::scheduler::{Limits, Scheduler, Spec, pages_wanted};
 use crate::config::rollout::RolloutConfig;
 use crate::device::cuda::owned_by;
 use crate::device::null::{self, Cache};
@@ -126,9 +125,7 @@ impl Engine {
         let mut allowed = (self.kv_bytes_max / page_bytes as u64) as usize;
         if null::is_active() && self.config.kv_bytes_max == 0 {
             // A plan says by how much a job is too large: it goes on with room for one sequence.
-            let longest =
-                specs.iter().map(|spec| pages_of(cached_tokens_max(spec.prompt_tokens, spec.new_tokens_max))).max();
-            allowed = allowed.max(longest.unwrap_or(0));
+            allowed = specs.iter().map(Spec::pages_max).fold(allowed, usize::max);
         }
         // Where ranks have more and less free memory, the least decides for those that share a schedule.
         let mut least = [-(needed.min(allowed) as f64)];

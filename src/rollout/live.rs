@@ -41,9 +41,7 @@ impl Live {
     /// # Errors
     /// `Data` where the tokenizer cannot decode.
     pub fn push(&mut self, request: &Request, drawn: Sampled, tokenizer: Option<&Tokenizer>) -> Result<Option<Finish>> {
-        self.tokens.push(drawn.token);
-        self.logprobs.push(drawn.logprob);
-        self.sample_logprobs.push(drawn.sample_logprob);
+        self.record(drawn);
         let stopped = request.stop.tokens.contains(&drawn.token);
         let mut found = false;
         if let (Some(watch), Some(tokenizer)) = (&mut self.watch, tokenizer) {
@@ -60,12 +58,14 @@ impl Live {
     /// Tokens like `drawn`, up to the one before the last; how many those are.
     pub fn fill(&mut self, request: &Request, drawn: Sampled) -> usize {
         let missing = request.new_tokens_max.saturating_sub(self.new_tokens(request) + 1);
-        for _ in 0..missing {
-            self.tokens.push(drawn.token);
-            self.logprobs.push(drawn.logprob);
-            self.sample_logprobs.push(drawn.sample_logprob);
-        }
+        (0..missing).for_each(|_| self.record(drawn));
         missing
+    }
+
+    fn record(&mut self, drawn: Sampled) {
+        self.tokens.push(drawn.token);
+        self.logprobs.push(drawn.logprob);
+        self.sample_logprobs.push(drawn.sample_logprob);
     }
 
     /// The response, leaving nothing behind.

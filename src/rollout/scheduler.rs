@@ -28,8 +28,9 @@ pub struct Spec {
 }
 
 impl Spec {
-    fn cached_tokens_max(&self) -> usize {
-        cached_tokens_max(self.prompt_tokens, self.new_tokens_max)
+    /// Pages at its longest.
+    pub fn pages_max(&self) -> usize {
+        pages_of(cached_tokens_max(self.prompt_tokens, self.new_tokens_max))
     }
 }
 
@@ -44,7 +45,7 @@ pub fn cached_tokens_max(prompt_tokens: usize, new_tokens_max: usize) -> usize {
 pub fn pages_wanted(specs: impl IntoIterator<Item = Spec>, batch_max: usize) -> usize {
     let (mut needs, mut samples): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
     for spec in specs {
-        needs.push(pages_of(spec.cached_tokens_max()));
+        needs.push(spec.pages_max());
         if samples.len() <= spec.group {
             samples.resize(spec.group + 1, 0);
         }
@@ -139,7 +140,7 @@ impl Scheduler {
         let mut groups: Vec<Group> = Vec::new();
         let mut sequences = Vec::new();
         for spec in specs {
-            let pages = pages_of(spec.cached_tokens_max());
+            let pages = spec.pages_max();
             if pages > limits.pages {
                 let message = format!(
                     "a sequence of {} tokens needs {pages} KV pages of {PAGE} tokens, the cache has {}",
@@ -225,7 +226,7 @@ impl Scheduler {
             self.waiting.pop_front();
             self.running.push(s);
             let spec = self.sequences[s].spec;
-            self.sequences[s].blocks.reserve(pages_of(spec.cached_tokens_max()));
+            self.sequences[s].blocks.reserve(spec.pages_max());
             self.enter(s);
         }
         &self.forks
@@ -300,7 +301,7 @@ impl Scheduler {
 
     /// Pages that the sequence takes at its longest.
     pub fn pages_max(&self, s: usize) -> usize {
-        pages_of(self.sequences[s].spec.cached_tokens_max())
+        self.sequences[s].spec.pages_max()
     }
 
     /// After a step of decoding: the token that the sequence was fed is cached.
@@ -474,7 +475,7 @@ impl Scheduler {
         } else {
             (self.finished_new_tokens * 5 / (self.finished * 4) + 1).min(spec.new_tokens_max)
         };
-        let tokens = (spec.prompt_tokens + expected_new.max(1) - 1).max(sequence.length);
+        let tokens = cached_tokens_max(spec.prompt_tokens, expected_new).max(sequence.length);
         let fresh = sequence.length == spec.prompt_tokens && sequence.blocks.is_empty() && !sequence.leads;
         let shared = match self.groups[spec.group].prefix {
             Prefix::Pending | Prefix::Ready(_) if fresh => spec.prompt_tokens / PAGE,
