@@ -85,7 +85,17 @@ impl<T: Row> RowSource<T> {
 
     /// Refuses rows that do not fit the model's context.
     pub fn check_context(&self, context: usize) -> Result<()> {
-        self.rows.check_context(context, T::FREE, &T::hint(context))
+        let all = || self.rows.feed.entries().chain(&self.rows.eval);
+        let too_long = || all().filter(|entry| entry.tokens() + T::FREE > context);
+        let Some(longest) = too_long().max_by_key(|entry| entry.tokens()) else { return Ok(()) };
+        let source = &self.rows.sources[longest.source as usize];
+        let row = match source.shard.meta(longest.document as usize)?.source {
+            row if row.is_empty() => format!("document {} of {}", longest.document, source.name),
+            row => row,
+        };
+        let (count, tokens) = (too_long().count(), longest.tokens());
+        let what = format!("{count} rows do not fit the model's context of {context} tokens");
+        Err(Error::data(format!("{what}: the longest, {row}, has {tokens} tokens")).hint(T::hint(context)))
     }
 
     /// The next `n` rows. The last ones of an epoch and the first ones of the next may come together: none is dropped.

@@ -247,20 +247,6 @@ impl Rows {
     pub fn longest(&self) -> usize {
         self.feed.entries().chain(&self.eval).map(Entry::tokens).max().unwrap_or(0)
     }
-
-    /// Refuses rows that leave less than `free` tokens of the model's `context`; `hint` says which keys cut them.
-    pub(super) fn check_context(&self, context: usize, free: usize, hint: &str) -> Result<()> {
-        let too_long = || self.feed.entries().chain(&self.eval).filter(|entry| entry.tokens() + free > context);
-        let Some(longest) = too_long().max_by_key(|entry| entry.tokens()) else { return Ok(()) };
-        let source = &self.sources[longest.source as usize];
-        let row = match source.shard.meta(longest.document as usize)?.source {
-            row if row.is_empty() => format!("document {} of {}", longest.document, source.name),
-            row => row,
-        };
-        let (count, tokens) = (too_long().count(), longest.tokens());
-        let what = format!("{count} rows do not fit the model's context of {context} tokens");
-        Err(Error::data(format!("{what}: the longest, {row}, has {tokens} tokens")).hint(hint))
-    }
 }
 
 pub(super) fn eval_files(config: &DataConfig) -> &[String] {
