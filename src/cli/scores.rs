@@ -26,7 +26,7 @@ pub struct Scoring<'a> {
     pub options: Options,
     /// Tokens of one forward; a longer row stands alone.
     pub tokens_max: usize,
-    /// The numbers of a packed row, sequence by sequence: one of each from a value head, else one of each token behind another.
+    /// The numbers of a packed row, sequence by sequence: one from a value head, else one of each token but the first.
     pub forward: fn(&InferenceModel, &PackedRow) -> Flat,
 }
 
