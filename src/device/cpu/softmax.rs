@@ -126,7 +126,10 @@ pub fn row_stats(level: Level, row: &[f32], inverse_temperature: f32) -> RowStat
 }
 
 leveled! {
-    fn row_gradient(
+    /// Turns a row of logits into the row of d loss / d logits, in place:
+    /// (dlogprob (1[v = target] - s_v) - dentropy s_v (log s_v + entropy)) * inverse_temperature. The row may be a part of
+    /// the one that the statistics are of; a target behind its end is in another part.
+    pub fn row_backward(
         row: &mut [f32],
         stats: &RowStats,
         target: usize,
@@ -147,11 +150,4 @@ leveled! {
             *logit += dlogprob * inverse_temperature;
         }
     }
-}
-
-/// Turns a row of logits into the row of d loss / d logits, in place:
-/// (dlogprob (1[v = target] - s_v) - dentropy s_v (log s_v + entropy)) * inverse_temperature. The row may be a part of
-/// the one that the statistics are of; a target behind its end is in another part.
-pub fn row_backward(level: Level, row: &mut [f32], stats: &RowStats, target: usize, dlogprob: f32, dentropy: f32) {
-    row_gradient(level, row, stats, target, dlogprob, dentropy);
 }
