@@ -69,11 +69,10 @@ impl TreeSum {
         let zeros = || Flat::zeros(self.device, self.len);
         let Some((_, mut sum)) = self.stack.pop() else { return zeros() };
         match &mut sum {
-            Flat::F32(sum) => pool().parts(sum, 1024, 1 << 15, &|_, part| {
-                for x in part {
-                    *x += 0.0;
-                }
-            }),
+            Flat::F32(sum) => {
+                let small = sum.len() < 1 << 15;
+                pool().parts(sum, 1024, small, &|_, part| part.iter_mut().for_each(|x| *x += 0.0));
+            }
             _ => residual::accumulate(zeros().slice(0..self.len), sum.slice_mut(0..self.len)),
         }
         sum

@@ -12,9 +12,7 @@ use super::{check, linear_logprob_cuda as on_gpu};
 use crate::device::cpu::{linear_logprob as cpu, matmul as products};
 use crate::device::cuda::Memory;
 use crate::device::{Device, null};
-use crate::ops::matmul::{
-    backward_input_rows, backward_input_transposed_rows, backward_weight_rows, check_gradient, forward_rows, panels,
-};
+use crate::ops::matmul::{backward_input_rows, backward_weight_rows, check_gradient, forward_rows, panels};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, SliceMut, Tensor, Weight, WeightMut};
 use std::ops::Range;
@@ -264,11 +262,7 @@ pub fn forward_backward_part(
         dentropy.fill(0.0);
         loss(range.clone(), &logprobs[range.clone()], &entropy[range], dlogprobs, dentropy);
         cpu::gradient(logits, w.n, &stats, &places, dlogprobs, dentropy);
-        let dh = &mut dh.data_mut()[rows];
-        match &transposed {
-            Some(transposed) => backward_input_transposed_rows(logits, m, &head, transposed, dh),
-            None => backward_input_rows(logits, m, &head, dh, false),
-        }
+        backward_input_rows(logits, m, &head, transposed.as_deref(), &mut dh.data_mut()[rows], false);
         backward_weight_rows(logits, h, m, w.n, d, dw.values.reborrow().f32(), head.is_bf16());
     }
 }

@@ -85,21 +85,16 @@ pub(super) fn forward_rows(
 }
 
 /// `cpu::backward_input` on flat rows, with its scratch.
-pub(super) fn backward_input_rows(dy: &[f32], m: usize, w: &cpu::Panels, dx: &mut [f32], add: bool) {
-    let mut scratch = Buffer::scratch(cpu::backward_input_scratch(m, w));
-    cpu::backward_input(dy, m, w, dx, add, &mut scratch);
-}
-
-/// The same for a W that was transposed before.
-pub(super) fn backward_input_transposed_rows(
+pub(super) fn backward_input_rows(
     dy: &[f32],
     m: usize,
     w: &cpu::Panels,
-    transposed: &[f32],
+    transposed: Option<&[f32]>,
     dx: &mut [f32],
+    add: bool,
 ) {
-    let mut scratch = Buffer::scratch(cpu::backward_input_transposed_scratch(m, w));
-    cpu::backward_input_transposed(dy, m, w, transposed, dx, false, &mut scratch);
+    let mut scratch = Buffer::scratch(cpu::backward_input_scratch(m, w, transposed.is_some()));
+    cpu::backward_input(dy, m, w, transposed, dx, add, &mut scratch);
 }
 
 /// `cpu::backward_weight` on flat rows, with its scratch.
@@ -205,7 +200,7 @@ pub fn backward_input(dy: &Tensor, w: Weight, dx: &mut Tensor, into: Into) {
     check(OP, "dx", dx, m, w.k);
     note(m, &w);
     match dy.device() {
-        Device::Cpu => backward_input_rows(dy.data(), m, &panels(OP, &w), dx.data_mut(), into == Into::Add),
+        Device::Cpu => backward_input_rows(dy.data(), m, &panels(OP, &w), None, dx.data_mut(), into == Into::Add),
         Device::Cuda => {
             cuda::matmul::backward_input(matrix(dy), rows(OP, &w), matrix_mut(dx), into == Into::Add);
         }

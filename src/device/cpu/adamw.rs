@@ -40,7 +40,7 @@ pub fn step(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], factors: &Fa
     let level = level();
     let len = p.len();
     let (p, m, v) = (Shares::new(p), Shares::new(m), Shares::new(v));
-    pool().ranges(len, 1024, SERIAL_BELOW, &|part| {
+    pool().ranges(len, 1024, len < SERIAL_BELOW, &|part| {
         // SAFETY: parts of different shares do not overlap, and all slices have the length `len`.
         let (p, m, v) = unsafe { (p.slice(part.clone()), m.slice(part.clone()), v.slice(part.clone())) };
         update(level, p, &g[part], m, v, factors);

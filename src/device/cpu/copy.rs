@@ -8,14 +8,15 @@ const SERIAL_MAX: usize = 1 << 16;
 const LINE: usize = 16;
 
 pub fn fill(x: &mut [f32], value: f32) {
-    pool().parts(x, LINE, SERIAL_MAX, &|_, part| part.fill(value));
+    let small = x.len() < SERIAL_MAX;
+    pool().parts(x, LINE, small, &|_, part| part.fill(value));
 }
 
 /// # Panics
 /// If the lengths differ.
 pub fn copy(from: &[f32], to: &mut [f32]) {
     assert_eq!(from.len(), to.len(), "a copy into another length");
-    pool().parts(to, LINE, SERIAL_MAX, &|range, part| part.copy_from_slice(&from[range]));
+    pool().parts(to, LINE, from.len() < SERIAL_MAX, &|range, part| part.copy_from_slice(&from[range]));
 }
 
 /// y[i] = x[rows[i]], rows of `width` values.
@@ -24,7 +25,7 @@ pub fn copy(from: &[f32], to: &mut [f32]) {
 /// If y does not hold `rows.len()` rows, or a row is outside x.
 pub fn gather(x: &[f32], width: usize, rows: &[u32], y: &mut [f32]) {
     assert_eq!(y.len(), rows.len() * width, "a gather into another length");
-    pool().rows(y, width, SERIAL_MAX, &|i, row| {
+    pool().rows(y, width, rows.len() * width < SERIAL_MAX, &|i, row| {
         let from = rows[i] as usize * width;
         row.copy_from_slice(&x[from..from + width]);
     });
@@ -39,9 +40,8 @@ pub fn scatter(y: &[f32], width: usize, rows: &[u32], x: &mut [f32]) {
     assert!(rows.iter().all(|&row| (row as usize + 1) * width <= x.len()), "a scatter to a row outside");
     // A row that comes twice must not be added to by two threads.
     let ascending = rows.is_sorted_by(|a, b| a < b);
-    let serial = if y.len() < SERIAL_MAX || !ascending { rows.len() + 1 } else { 0 };
     let out = Shares::new(x);
-    pool().ranges(rows.len(), 1, serial, &|range| {
+    pool().ranges(rows.len(), 1, y.len() < SERIAL_MAX || !ascending, &|range| {
         for i in range {
             let to = rows[i] as usize * width;
             // SAFETY: rows lie within x, and those of different shares are different.

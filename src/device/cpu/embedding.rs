@@ -19,7 +19,8 @@ pub type Rows<'a> = dyn Fn(usize) -> Option<Place> + Sync + 'a;
 
 /// y[t][c] = w[place(token[t])][c], 0 where there is no such row.
 pub fn gather(w: &[f32], width: usize, place: &Rows, y: &mut [f32]) {
-    pool().rows(y, width, SERIAL_MAX, &|t, y| {
+    let small = y.len() < SERIAL_MAX;
+    pool().rows(y, width, small, &|t, y| {
         let Some(Place { start, step }) = place(t) else { return y.fill(0.0) };
         y.iter_mut().zip(w[start..].iter().step_by(step)).for_each(|(y, w)| *y = *w);
     });
@@ -27,7 +28,8 @@ pub fn gather(w: &[f32], width: usize, place: &Rows, y: &mut [f32]) {
 
 /// As `gather`, for bf16 panels: columns 2i and 2i+1 are neighbours, pairs are 2 * step apart.
 pub fn gather_bf16(w: &[u16], width: usize, place: &Rows, y: &mut [f32]) {
-    pool().rows(y, width, SERIAL_MAX, &|t, y| {
+    let small = y.len() < SERIAL_MAX;
+    pool().rows(y, width, small, &|t, y| {
         let Some(Place { start, step }) = place(t) else { return y.fill(0.0) };
         for (y, w) in y.chunks_mut(2).zip(w[start..].chunks(2 * step)) {
             y.iter_mut().zip(w).for_each(|(y, &w)| *y = f32::from_bits(u32::from(w) << 16));
@@ -40,7 +42,7 @@ pub fn scatter(dy: &[f32], width: usize, place: &Rows, dw: &mut [f32]) {
     let rows = dy.len() / width;
     let len = dw.len();
     let out = Shares::new(dw);
-    pool().ranges(width, 16, SERIAL_MAX.div_ceil(rows.max(1)), &|columns| {
+    pool().ranges(width, 16, width * rows < SERIAL_MAX, &|columns| {
         for t in 0..rows {
             let Some(Place { start, step }) = place(t) else { continue };
             for c in columns.clone() {

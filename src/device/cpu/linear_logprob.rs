@@ -10,10 +10,8 @@ const SERIAL_BELOW: usize = 4096;
 /// The statistics of each row of `logits` (rows, v).
 pub fn stats(logits: &[f32], v: usize, inverse_temperature: f32) -> Vec<RowStats> {
     let level = level();
-    let rows = logits.len() / v;
-    let mut all = vec![RowStats { inverse_temperature, max: 0.0, sum_exp: 1.0, dot: 0.0 }; rows];
-    let serial = if logits.len() < SERIAL_BELOW { rows + 1 } else { 0 };
-    pool().parts(&mut all, 1, serial, &|part, stats| {
+    let mut all = vec![RowStats { inverse_temperature, max: 0.0, sum_exp: 1.0, dot: 0.0 }; logits.len() / v];
+    pool().parts(&mut all, 1, logits.len() < SERIAL_BELOW, &|part, stats| {
         for (stats, row) in stats.iter_mut().zip(logits[part.start * v..part.end * v].chunks_exact(v)) {
             *stats = row_stats(level, row, inverse_temperature);
         }
@@ -31,7 +29,7 @@ pub fn gradient(
     dentropy: &[f32],
 ) {
     let level = level();
-    pool().rows(logits, v, SERIAL_BELOW, &|i, row| {
+    pool().rows(logits, v, stats.len() * v < SERIAL_BELOW, &|i, row| {
         row_backward(level, row, &stats[i], targets[i], dlogprobs[i], dentropy[i]);
     });
 }

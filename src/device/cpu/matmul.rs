@@ -11,9 +11,7 @@
 //! and threads. Scratch is the caller's: `*_scratch` says how many f32.
 
 pub use super::matmul_weight::{backward_bias, backward_weight, backward_weight_scratch};
-use super::microkernel::{
-    Arithmetic, LANES as KERNEL_LANES, Prefetch, ROWS, ROWS_PAIR, Tile, finish_row, finish_row_onto, run,
-};
+use super::microkernel::{Arithmetic, LANES as KERNEL_LANES, Prefetch, ROWS, ROWS_PAIR, Tile, finish_row, run};
 use super::panel;
 use super::pool::{Shares, pool, share};
 use crate::device::null;
@@ -216,48 +214,39 @@ impl Product<'_> {
                 // SAFETY: rows, steps and columns lie within the operands (checked where the product is made); these
                 // rows and columns of c belong to this task.
                 unsafe { run(level, self.arithmetic, &tile) };
-                if step_block + 1 == cut.step_blocks {
-                    match self.addend {
-                        Addend::Values(c) => self.finish_onto(level, &tile, c, r0 * self.n + panel * LANES),
-                        Addend::Nothing if self.bias.is_none() => {}
-                        Addend::Nothing | Addend::Result => self.finish(level, &tile, y, panel * LANES, in_place),
-                    }
+                let is_bare = matches!(self.addend, Addend::Nothing) && self.bias.is_none();
+                if step_block + 1 == cut.step_blocks && !is_bare {
+                    self.finish(level, &tile, r0 * self.n + panel * LANES);
                 }
             }
         }
     }
 
-    /// Adds the bias to a finished tile, and the tile to y where it is in place.
-    fn finish(&self, level: Level, tile: &Tile, y: *mut f32, column: usize, in_place: bool) {
-        let bias = self.bias.map(|b| &b[column..column + tile.columns]);
-        for i in 0..tile.rows {
-            // SAFETY: the tile's rows of c and of y, which belong to this task; where they are the same memory, only
-            // the copy in `chain` is read.
-            unsafe {
-                let mut chain = [0.0f32; 2 * LANES];
-                let from = tile.c.add(i * tile.c_row);
-                chain[..tile.columns].copy_from_slice(std::slice::from_raw_parts(from, tile.columns));
-                let y = std::slice::from_raw_parts_mut(y.add(i * self.n), tile.columns);
-                finish_row(level, &chain[..tile.columns], bias, y, in_place);
-            }
-        }
-    }
-
-    /// Adds the bias and c to a finished tile of y, whose first value is y's value `at`.
-    fn finish_onto(&self, level: Level, tile: &Tile, c: &[f32], at: usize) {
+    /// Adds the bias to a finished tile, whose first value is y's value `at`, and the tile to the addend.
+    fn finish(&self, level: Level, tile: &Tile, at: usize) {
         let column = at % self.n;
         let bias = self.bias.map(|b| &b[column..column + tile.columns]);
         for i in 0..tile.rows {
-            // SAFETY: the tile's rows of y, which belong to this task.
-            let y = unsafe { std::slice::from_raw_parts_mut(tile.c.add(i * tile.c_row), tile.columns) };
-            finish_row_onto(level, &c[at + i * self.n..][..tile.columns], bias, y);
+            let row = at + i * self.n..at + i * self.n + tile.columns;
+            let mut chain = [0.0f32; 2 * LANES];
+            let chain = &mut chain[..tile.columns];
+            // SAFETY: the tile's rows of c and of y, which belong to this task; where they are the same memory, only
+            // the copy in `chain` is read.
+            let y = unsafe {
+                chain.copy_from_slice(std::slice::from_raw_parts(tile.c.add(i * tile.c_row), tile.columns));
+                self.c.slice(row.clone())
+            };
+            if let Addend::Values(c) = self.addend {
+                y.copy_from_slice(&c[row]);
+            }
+            finish_row(level, chain, bias, y, !matches!(self.addend, Addend::Nothing));
         }
     }
 }
 
 /// f32 of scratch that `forward` needs.
 pub fn forward_scratch(m: usize, w: &Panels) -> usize {
-    if w.is_bf16() { m * words_of(Arithmetic::Bf16, w.k) } else { 0 }
+    row_words_scratch(w.arithmetic(), m, w.k)
 }
 
 /// One of several products with the same x.
@@ -287,10 +276,7 @@ pub fn forward_each<const N: usize>(x: &[f32], m: usize, outputs: [Output; N], a
     let (k, arithmetic) = (outputs[0].w.k, outputs[0].w.arithmetic());
     let steps = words_of(arithmetic, k);
     assert!(x.len() == m * k);
-    let a: *const u32 = match arithmetic {
-        Arithmetic::Bf16 => words_of_rows(level, x, m, k, scratch).as_ptr(),
-        Arithmetic::F32 => x.as_ptr().cast(),
-    };
+    let a = row_words(level, arithmetic, x, k, scratch);
     let products = outputs.map(|Output { w, bias, y }| {
         w.check();
         assert!((w.k, w.arithmetic()) == (k, arithmetic), "products of one x: W of another width or dtype");
@@ -314,13 +300,22 @@ pub fn forward_each<const N: usize>(x: &[f32], m: usize, outputs: [Output; N], a
     run_all(&products, level);
 }
 
-/// Rows of x as bf16 pairs.
-fn words_of_rows<'a>(level: Level, x: &[f32], m: usize, k: usize, scratch: &'a mut [f32]) -> &'a [u32] {
-    let row = words_of(Arithmetic::Bf16, k);
-    let words: &mut [u32] = bytemuck::cast_slice_mut(&mut scratch[..m * row]);
-    let serial = if m * k < SERIAL_BELOW { usize::MAX } else { 0 };
-    pool().rows(words, row, serial, &|i, words| panel::to_words(level, &x[i * k..(i + 1) * k], words));
-    words
+/// f32 of scratch that `row_words` needs.
+fn row_words_scratch(arithmetic: Arithmetic, m: usize, k: usize) -> usize {
+    if arithmetic == Arithmetic::Bf16 { m * words_of(arithmetic, k) } else { 0 }
+}
+
+/// The words of x (.., k), row after row: its own, or bf16 pairs in the scratch.
+fn row_words(level: Level, arithmetic: Arithmetic, x: &[f32], k: usize, scratch: &mut [f32]) -> *const u32 {
+    if arithmetic == Arithmetic::F32 {
+        return x.as_ptr().cast();
+    }
+    let row = words_of(arithmetic, k);
+    let words: &mut [u32] = bytemuck::cast_slice_mut(&mut scratch[..x.len() / k.max(1) * row]);
+    pool().rows(words, row, x.len() < SERIAL_BELOW, &|i, words| {
+        panel::to_words(level, &x[i * k..(i + 1) * k], words);
+    });
+    words.as_ptr()
 }
 
 /// Rows of W (along n) that are transposed at a time.
@@ -330,129 +325,93 @@ fn transposed_rows(w: &Panels) -> usize {
     rows.max(LANES).min(w.n.next_multiple_of(LANES))
 }
 
-/// f32 of scratch that `backward_input` needs.
-pub fn backward_input_scratch(m: usize, w: &Panels) -> usize {
-    let pairs = if w.is_bf16() { m * words_of(Arithmetic::Bf16, w.n) } else { 0 };
-    w.k.next_multiple_of(LANES) * words_of(w.arithmetic(), transposed_rows(w)) + pairs
+/// f32 of scratch that `backward_input` needs, `transposed` where it is given a W that was transposed before.
+pub fn backward_input_scratch(m: usize, w: &Panels, transposed: bool) -> usize {
+    let turned = if transposed { 0 } else { turned_words(w, transposed_rows(w)) };
+    turned + row_words_scratch(w.arithmetic(), m, w.n)
 }
 
-/// dx[m][k] = sum_n dy[m][n] W[n][k], n ascending from 0 (from dx where `add`).
-pub fn backward_input(dy: &[f32], m: usize, w: &Panels, dx: &mut [f32], add: bool, scratch: &mut [f32]) {
+/// Words that `rows` rows of W take once they are transposed.
+fn turned_words(w: &Panels, rows: usize) -> usize {
+    w.k.next_multiple_of(LANES) * words_of(w.arithmetic(), rows)
+}
+
+/// dx[m][k] = sum_n dy[m][n] W[n][k], n ascending from 0 (from dx where `add`). The bits do not depend on whether all of W was
+/// `transposed` before.
+pub fn backward_input(
+    dy: &[f32],
+    m: usize,
+    w: &Panels,
+    transposed: Option<&[f32]>,
+    dx: &mut [f32],
+    add: bool,
+    scratch: &mut [f32],
+) {
     w.check();
     assert!(dy.len() == m * w.n && dx.len() == m * w.k);
-    let level = level();
-    let rows = transposed_rows(w);
-    let (turned, rest) = scratch.split_at_mut(w.k.next_multiple_of(LANES) * words_of(w.arithmetic(), rows));
-    let turned: &mut [u32] = bytemuck::cast_slice_mut(turned);
-    let (a, a_row) = gradient_words(level, dy, m, w, rest);
+    assert!(transposed.is_none_or(|all| all.len() >= transposed_len(w)));
+    let (level, arithmetic) = (level(), w.arithmetic());
+    let rows = if transposed.is_some() { w.n.max(1) } else { transposed_rows(w) };
+    let (turned, rest) = scratch.split_at_mut(if transposed.is_some() { 0 } else { turned_words(w, rows) });
+    let a = row_words(level, arithmetic, dy, w.n, rest);
     let c = Shares::new(dx);
     for start in (0..w.n).step_by(rows) {
         let chunk = start..w.n.min(start + rows);
-        transpose_panels(level, w, chunk.clone(), turned);
-        input_product(w, chunk, turned, m, a, a_row, c, add).run(level);
-    }
-}
-
-/// dy as words: (words, words from row to row).
-fn gradient_words(level: Level, dy: &[f32], m: usize, w: &Panels, scratch: &mut [f32]) -> (*const u32, usize) {
-    match w.arithmetic() {
-        Arithmetic::F32 => (dy.as_ptr().cast(), w.n),
-        Arithmetic::Bf16 => (words_of_rows(level, dy, m, w.n, scratch).as_ptr(), words_of(Arithmetic::Bf16, w.n)),
-    }
-}
-
-/// The part of dx that rows `chunk` of W give, from panels that `transpose_panels` made.
-fn input_product<'a>(
-    w: &Panels,
-    chunk: Range<usize>,
-    turned: &[u32],
-    m: usize,
-    a: *const u32,
-    a_row: usize,
-    c: Shares<f32>,
-    add: bool,
-) -> Product<'a> {
-    let arithmetic = w.arithmetic();
-    let steps = words_of(arithmetic, chunk.len());
-    Product {
-        arithmetic,
-        m,
-        n: w.k,
-        steps,
-        a: a.wrapping_add(words_of(arithmetic, chunk.start)),
-        a_row,
-        b: turned.as_ptr(),
-        b_panel: steps * LANES,
-        c,
-        continued: add || chunk.start > 0,
-        bias: None,
-        addend: Addend::Nothing,
+        let steps = words_of(arithmetic, chunk.len());
+        let b = transposed.unwrap_or_else(|| {
+            transpose_panels(level, w, chunk, bytemuck::cast_slice_mut(turned));
+            turned
+        });
+        Product {
+            arithmetic,
+            m,
+            n: w.k,
+            steps,
+            a: a.wrapping_add(words_of(arithmetic, start)),
+            a_row: words_of(arithmetic, w.n),
+            b: b.as_ptr().cast(),
+            b_panel: steps * LANES,
+            c,
+            continued: add || start > 0,
+            bias: None,
+            addend: Addend::Nothing,
+        }
+        .run(level);
     }
 }
 
 /// f32 that `transpose` fills.
 pub fn transposed_len(w: &Panels) -> usize {
-    w.k.next_multiple_of(LANES) * words_of(w.arithmetic(), w.n)
+    turned_words(w, w.n)
 }
 
-/// The whole of W as `backward_input_transposed` wants it: for several products with one W.
+/// The whole of W as `backward_input` takes it: for several products with one W.
 pub fn transpose(w: &Panels, transposed: &mut [f32]) {
     w.check();
     transpose_panels(level(), w, 0..w.n, bytemuck::cast_slice_mut(&mut transposed[..transposed_len(w)]));
 }
 
-/// f32 of scratch that `backward_input_transposed` needs.
-pub fn backward_input_transposed_scratch(m: usize, w: &Panels) -> usize {
-    if w.is_bf16() { m * words_of(Arithmetic::Bf16, w.n) } else { 0 }
-}
-
-/// `backward_input` with W transposed before: the same bits.
-pub fn backward_input_transposed(
-    dy: &[f32],
-    m: usize,
-    w: &Panels,
-    transposed: &[f32],
-    dx: &mut [f32],
-    add: bool,
-    scratch: &mut [f32],
-) {
-    assert!(dy.len() == m * w.n && dx.len() == m * w.k && transposed.len() >= transposed_len(w));
-    let level = level();
-    let (a, a_row) = gradient_words(level, dy, m, w, scratch);
-    input_product(w, 0..w.n, bytemuck::cast_slice(transposed), m, a, a_row, Shares::new(dx), add).run(level);
-}
-
 /// Panels of lanes k over the steps n of `chunk`: [k/32][steps][32].
 fn transpose_panels(level: Level, w: &Panels, chunk: Range<usize>, turned: &mut [u32]) {
-    let steps = words_of(w.arithmetic(), chunk.len());
+    let (arithmetic, even_k) = (w.arithmetic(), w.k.next_multiple_of(2));
+    let (steps, block_steps) = (words_of(arithmetic, chunk.len()), words_of(arithmetic, LANES));
     let (across, down) = (w.k.div_ceil(LANES), chunk.len().div_ceil(LANES));
-    let even_k = w.k.next_multiple_of(2);
     let out = Shares::new(turned);
-    pool().ranges(across * down, 1, 0, &|blocks| {
+    pool().ranges(across * down, 1, false, &|blocks| {
         for block in blocks {
             let (from_panel, k0) = (chunk.start / LANES + block % down, block / down * LANES);
-            let inputs = (even_k - k0).min(LANES);
-            match w.values {
-                PanelValues::F32(v) => {
-                    let from = from_panel * even_k * LANES + k0 * LANES;
-                    let from = bytemuck::cast_slice(&v[from..from + inputs * LANES]);
-                    let from = <[u32]>::as_chunks(from).0;
-                    let at = block / down * steps + block % down * LANES;
-                    let lines = (steps - block % down * LANES).min(LANES);
-                    // SAFETY: blocks do not overlap.
-                    let to = unsafe { out.slice(at * LANES..(at + lines) * LANES) };
-                    panel::transpose_f32(level, from, to.as_chunks_mut().0);
-                }
-                PanelValues::Bf16(v) => {
-                    let from = from_panel * even_k * LANES + k0 * LANES;
-                    let from = bytemuck::cast_slice::<u16, u32>(&v[from..from + inputs * LANES]).as_chunks().0;
-                    let at = block / down * steps + block % down * LANES / 2;
-                    let lines = (steps - block % down * LANES / 2).min(LANES / 2);
-                    // SAFETY: blocks do not overlap.
-                    let to = unsafe { out.slice(at * LANES..(at + lines) * LANES) };
-                    panel::transpose_bf16(level, from, to.as_chunks_mut().0);
-                }
-            }
+            let from = (from_panel * even_k + k0) * LANES;
+            let from = from..from + (even_k - k0).min(LANES) * LANES;
+            let from: &[u32] = match w.values {
+                PanelValues::F32(v) => bytemuck::cast_slice(&v[from]),
+                PanelValues::Bf16(v) => bytemuck::cast_slice(&v[from]),
+            };
+            let step = block % down * block_steps;
+            let at = block / down * steps + step;
+            let lines = (steps - step).min(block_steps);
+            // SAFETY: blocks do not overlap.
+            let to = unsafe { out.slice(at * LANES..(at + lines) * LANES) };
+            panel::transpose(level, arithmetic, from.as_chunks().0, to.as_chunks_mut().0);
         }
     });
 }

@@ -116,29 +116,12 @@ impl WeightProduct<'_> {
             for first in tiles.clone().step_by(TILES) {
                 let tiles = first..tiles.end.min(first + TILES);
                 let columns = tiles.start * ROWS..self.k.min(tiles.end * ROWS);
-                match self.arithmetic {
-                    Arithmetic::F32 => {
-                        panel::interleave_f32(self.x, self.k, steps.clone(), columns, x_room, self.room.tile);
-                    }
-                    Arithmetic::Bf16 => {
-                        panel::interleave_bf16(
-                            self.level,
-                            self.x,
-                            self.k,
-                            steps.clone(),
-                            columns,
-                            x_room,
-                            self.room.tile,
-                        );
-                    }
-                }
+                let (level, arithmetic) = (self.level, self.arithmetic);
+                panel::interleave(level, arithmetic, self.x, self.k, steps.clone(), &columns, x_room, self.room.tile);
                 for p in panels.clone() {
                     let lanes = p * LANES..self.n.min((p + 1) * LANES);
                     let width = lanes.len();
-                    match self.arithmetic {
-                        Arithmetic::F32 => panel::panel_f32(self.dy, self.n, steps.clone(), lanes, panel),
-                        Arithmetic::Bf16 => panel::panel_bf16(self.level, self.dy, self.n, steps.clone(), lanes, panel),
-                    }
+                    panel::panel(level, arithmetic, self.dy, self.n, steps.clone(), &lanes, panel);
                     for tile in tiles.clone() {
                         if p + 1 < panels.end {
                             let part = share(steps.len(), 1, tile - tiles.start, tiles.len());
@@ -188,7 +171,7 @@ impl WeightProduct<'_> {
 /// db[n] += sum_m dy[m][n], rows in order
 pub fn backward_bias(dy: &[f32], m: usize, db: &mut [f32]) {
     let n = db.len();
-    pool().parts(db, 16, if m * n < SERIAL_BELOW { n + 1 } else { 0 }, &|columns, db| {
+    pool().parts(db, 16, m * n < SERIAL_BELOW, &|columns, db| {
         for i in 0..m {
             for (db, dy) in db.iter_mut().zip(&dy[i * n + columns.start..i * n + columns.end]) {
                 *db += dy;

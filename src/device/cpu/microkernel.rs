@@ -78,12 +78,3 @@ leveled! {
         }
     }
 }
-
-leveled! {
-    /// The same where y holds the chain: y = c + (chain + bias).
-    pub fn finish_row_onto(c: &[f32], bias: Option<&[f32]>, y: &mut [f32]) {
-        for (j, (y, &c)) in y.iter_mut().zip(c).enumerate() {
-            *y = c + (*y + bias.map_or(0.0, |b| b[j]));
-        }
-    }
-}

@@ -29,10 +29,8 @@ leveled! {
 /// One sum per block of `block` values; the last may be shorter.
 pub fn sums_of_squares(x: &[f32], block: usize) -> Vec<f64> {
     let level = level();
-    let blocks = x.len().div_ceil(block);
-    let mut sums = vec![0.0; blocks];
-    let serial = if x.len() < SERIAL_BELOW { blocks + 1 } else { 0 };
-    pool().parts(&mut sums, 1, serial, &|part, sums| {
+    let mut sums = vec![0.0; x.len().div_ceil(block)];
+    pool().parts(&mut sums, 1, x.len() < SERIAL_BELOW, &|part, sums| {
         for (sum, i) in sums.iter_mut().zip(part) {
             *sum = block_sum(level, &x[i * block..x.len().min((i + 1) * block)]);
         }

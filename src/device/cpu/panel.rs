@@ -1,6 +1,6 @@
 //! Rearranging operands for the tiles: bf16 pairs, interleaved rows, panels, and the transpose of panels.
 
-use super::microkernel::{LANES, ROWS};
+use super::microkernel::{Arithmetic, LANES, ROWS};
 use crate::device::simd::{Isa, Level, leveled};
 use std::ops::Range;
 
@@ -55,27 +55,6 @@ pub fn to_words(level: Level, x: &[f32], words: &mut [u32]) {
     row_to_words(level, x, words);
 }
 
-/// Rows `rows` and columns `columns` of x (m, k) as tiles of 8 columns, `tile` words apart: word (c, i) of a tile at
-/// i * 8 + c. Missing columns of the last tile are 0.
-pub fn interleave_f32(x: &[f32], k: usize, rows: Range<usize>, columns: Range<usize>, tiles: &mut [u32], tile: usize) {
-    // Row by row: the hardware foresees long rows, and the tiles stay in the second-level cache.
-    for (step, i) in rows.enumerate() {
-        let (whole, rest) = x[i * k + columns.start..i * k + columns.end].as_chunks::<ROWS>();
-        for (x, tile) in whole.iter().zip(tiles[step * ROWS..].chunks_mut(tile)) {
-            tile[..ROWS].copy_from_slice(&x.map(f32::to_bits));
-        }
-        if !rest.is_empty() {
-            tiles[whole.len() * tile + step * ROWS..][..ROWS].copy_from_slice(&padded(rest));
-        }
-    }
-}
-
-fn padded(x: &[f32]) -> [u32; ROWS] {
-    let mut words = [0; ROWS];
-    words.iter_mut().zip(x).for_each(|(word, x)| *word = x.to_bits());
-    words
-}
-
 leveled! {
     fn pair_rows_anywhere(even: &[f32], odd: &[f32], words: &mut [u32]) {
         for ((word, &even), &odd) in words.iter_mut().zip(even).zip(odd) {
@@ -115,27 +94,55 @@ fn pair_rows(level: Level, even: &[f32], odd: &[f32], words: &mut [u32]) {
     pair_rows_anywhere(level, even, odd, words);
 }
 
-/// Columns that `interleave_bf16` takes at most.
+/// Columns that `interleave` takes at most.
 pub const COLUMNS_MAX: usize = 512;
 
-/// Rows 2i and 2i + 1 rounded and paired, for i in `pairs`, as the tiles of `interleave_f32`; at most COLUMNS_MAX columns.
-pub fn interleave_bf16(
+/// Step `step` of columns `columns` of x (m, k): the values of that row, or rows 2 `step` and 2 `step` + 1 rounded and paired
+/// in `line`, a missing last row as zeros.
+#[inline]
+fn words_at<'a>(
     level: Level,
+    arithmetic: Arithmetic,
+    x: &'a [f32],
+    k: usize,
+    step: usize,
+    columns: &Range<usize>,
+    line: &'a mut [u32],
+) -> &'a [u32] {
+    let row = |r: usize| x.get(r * k + columns.start..r * k + columns.end);
+    match arithmetic {
+        Arithmetic::F32 => bytemuck::cast_slice(row(step).expect("the row of a step exists")),
+        Arithmetic::Bf16 => {
+            let (even, line) = (row(2 * step).expect("the first row of a pair exists"), &mut line[..columns.len()]);
+            pair_rows(level, even, row(2 * step + 1).unwrap_or(&[0.0; COLUMNS_MAX][..even.len()]), line);
+            line
+        }
+    }
+}
+
+/// Steps `steps` and columns `columns` (at most COLUMNS_MAX) of x (m, k) as tiles of 8 columns, `tile` words apart: word
+/// (c, step) of a tile at step * 8 + c. Missing columns of the last tile are 0.
+pub fn interleave(
+    level: Level,
+    arithmetic: Arithmetic,
     x: &[f32],
     k: usize,
-    pairs: Range<usize>,
-    columns: Range<usize>,
+    steps: Range<usize>,
+    columns: &Range<usize>,
     tiles: &mut [u32],
     tile: usize,
 ) {
     let mut line = [0u32; COLUMNS_MAX];
-    let line = &mut line[..columns.len().next_multiple_of(ROWS)];
-    let zeros = &[0.0; COLUMNS_MAX][..columns.len()];
-    for (step, i) in pairs.enumerate() {
-        let row = |r: usize| x.get(r * k + columns.start..r * k + columns.end);
-        pair_rows(level, row(2 * i).expect("the first row of a pair exists"), row(2 * i + 1).unwrap_or(zeros), line);
-        for (words, tile) in line.as_chunks::<ROWS>().0.iter().zip(tiles[step * ROWS..].chunks_mut(tile)) {
-            tile[..ROWS].copy_from_slice(words);
+    // Row by row: the hardware foresees long rows, and the tiles stay in the second-level cache.
+    for (at, step) in steps.enumerate() {
+        let (whole, rest) = words_at(level, arithmetic, x, k, step, columns, &mut line).as_chunks::<ROWS>();
+        for (words, to) in whole.iter().zip(tiles[at * ROWS..].chunks_mut(tile)) {
+            to[..ROWS].copy_from_slice(words);
+        }
+        if !rest.is_empty() {
+            let to = &mut tiles[whole.len() * tile + at * ROWS..][..ROWS];
+            to.fill(0);
+            to[..rest.len()].copy_from_slice(rest);
         }
     }
 }
@@ -153,33 +160,25 @@ pub fn prefetch(row: *const f32) {
     let _ = row;
 }
 
-/// Columns `columns` (at most 32) of rows `rows` of y (m, n) as a panel; missing lanes are 0.
-pub fn panel_f32(y: &[f32], n: usize, rows: Range<usize>, columns: Range<usize>, panel: &mut [[u32; LANES]]) {
-    for (words, i) in panel.iter_mut().zip(rows) {
-        let row = &y[i * n + columns.start..i * n + columns.end];
-        if let Ok(row) = <&[f32; LANES]>::try_from(row) {
-            *words = row.map(f32::to_bits);
-        } else {
-            words.fill(0);
-            words.iter_mut().zip(row).for_each(|(word, y)| *word = y.to_bits());
-        }
-    }
-}
-
-/// The same with rows 2i and 2i + 1 rounded and paired, for i in `pairs`.
-pub fn panel_bf16(
+/// Steps `steps` of columns `columns` (at most 32) of y (m, n) as a panel; missing lanes are 0.
+pub fn panel(
     level: Level,
+    arithmetic: Arithmetic,
     y: &[f32],
     n: usize,
-    pairs: Range<usize>,
-    columns: Range<usize>,
+    steps: Range<usize>,
+    columns: &Range<usize>,
     panel: &mut [[u32; LANES]],
 ) {
-    for (words, i) in panel.iter_mut().zip(pairs) {
-        let row = |r: usize| y.get(r * n + columns.start..r * n + columns.end);
-        let even = row(2 * i).expect("the first row of a pair exists");
-        words.fill(0);
-        pair_rows(level, even, row(2 * i + 1).unwrap_or(&[0.0; LANES][..even.len()]), words);
+    let mut line = [0u32; LANES];
+    for (words, step) in panel.iter_mut().zip(steps) {
+        let row = words_at(level, arithmetic, y, n, step, columns, &mut line);
+        if let Ok(row) = <&[u32; LANES]>::try_from(row) {
+            *words = *row;
+        } else {
+            words.fill(0);
+            words[..row.len()].copy_from_slice(row);
+        }
     }
 }
 
@@ -267,40 +266,37 @@ mod x86 {
     }
 }
 
-/// Transposes up to 32 inputs of one f32 panel: `from[c][lane]` to `to[lane][c]`, for as many lanes as `to` has;
-/// missing inputs become 0.
-pub fn transpose_f32(level: Level, from: &[[u32; LANES]], to: &mut [[u32; LANES]]) {
+/// Transposes up to 32 inputs of one panel, for as many lanes as `to` has; missing inputs become 0. f32: `from[c][lane]` to
+/// `to[lane][c]`. bf16: `from[c / 2][lane]` pairs inputs, `to[lane / 2][c]` pairs lanes.
+pub fn transpose(level: Level, arithmetic: Arithmetic, from: &[[u32; LANES]], to: &mut [[u32; LANES]]) {
     #[cfg(target_arch = "x86_64")]
-    if level.isa() == Isa::Avx512
-        && let (Ok(from), Ok(to)) = (from.try_into(), <&mut Block>::try_from(&mut *to))
-    {
-        // SAFETY: the level says that the processor has AVX-512.
-        return unsafe { x86::transpose(from, to) };
+    if level.isa() == Isa::Avx512 {
+        match arithmetic {
+            Arithmetic::F32 => {
+                if let (Ok(from), Ok(to)) = (from.try_into(), <&mut Block>::try_from(&mut *to)) {
+                    // SAFETY: the level says that the processor has AVX-512.
+                    return unsafe { x86::transpose(from, to) };
+                }
+            }
+            Arithmetic::Bf16 => {
+                if let (Ok(from), Ok(to)) = (from.try_into(), <&mut [_; LANES / 2]>::try_from(&mut *to)) {
+                    // SAFETY: the level says that the processor has AVX-512 (BW included).
+                    return unsafe { x86::transpose_pairs(from, to) };
+                }
+            }
+        }
     }
     let _ = level;
     for (lane, words) in to.iter_mut().enumerate() {
         *words = [0; LANES];
-        for (word, from) in words.iter_mut().zip(from) {
-            *word = from[lane];
-        }
-    }
-}
-
-/// The same for bf16 words: `from[c / 2][lane]` pairs inputs, `to[lane / 2][c]` pairs lanes.
-pub fn transpose_bf16(level: Level, from: &[[u32; LANES]], to: &mut [[u32; LANES]]) {
-    #[cfg(target_arch = "x86_64")]
-    if level.isa() == Isa::Avx512
-        && let (Ok(from), Ok(to)) = (from.try_into(), <&mut [_; LANES / 2]>::try_from(&mut *to))
-    {
-        // SAFETY: the level says that the processor has AVX-512 (BW included).
-        return unsafe { x86::transpose_pairs(from, to) };
-    }
-    let _ = level;
-    for (lanes, words) in to.iter_mut().enumerate() {
-        *words = [0; LANES];
-        for (pair, from) in words.as_chunks_mut::<2>().0.iter_mut().zip(from) {
-            let (even, odd) = (from[2 * lanes], from[2 * lanes + 1]);
-            *pair = [even & 0xffff | odd << 16, even >> 16 | odd & 0xffff_0000];
+        match arithmetic {
+            Arithmetic::F32 => words.iter_mut().zip(from).for_each(|(word, from)| *word = from[lane]),
+            Arithmetic::Bf16 => {
+                for (pair, from) in words.as_chunks_mut::<2>().0.iter_mut().zip(from) {
+                    let (even, odd) = (from[2 * lane], from[2 * lane + 1]);
+                    *pair = [even & 0xffff | odd << 16, even >> 16 | odd & 0xffff_0000];
+                }
+            }
         }
     }
 }

@@ -93,12 +93,12 @@ impl Pool {
     }
 
     /// Splits `0..len` into one contiguous range a thread, each a multiple of `unit` but for the last, and calls `f`
-    /// on those that are not empty. Serial below `len_min`.
-    pub fn ranges(&self, len: usize, unit: usize, len_min: usize, f: &(dyn Fn(Range<usize>) + Sync)) {
+    /// on those that are not empty. Where the work is `small`, one thread does it all.
+    pub fn ranges(&self, len: usize, unit: usize, small: bool, f: &(dyn Fn(Range<usize>) + Sync)) {
         if null::is_active() {
             return;
         }
-        if len < len_min || self.threads() == 1 {
+        if small || self.threads() == 1 {
             if len > 0 {
                 f(0..len);
             }
@@ -117,21 +117,21 @@ impl Pool {
         &self,
         slice: &mut [T],
         unit: usize,
-        len_min: usize,
+        small: bool,
         f: &(dyn Fn(Range<usize>, &mut [T]) + Sync),
     ) {
         let shares = Shares::new(slice);
-        self.ranges(slice.len(), unit, len_min, &|range| {
+        self.ranges(slice.len(), unit, small, &|range| {
             // SAFETY: ranges of different threads do not overlap and lie within the slice, which outlives the call.
             let part = unsafe { shares.slice(range.clone()) };
             f(range, part);
         });
     }
 
-    /// Calls `f` with each row of `width` values of a slice; serial below `len_min` values.
-    pub fn rows<T: Send>(&self, slice: &mut [T], width: usize, len_min: usize, f: &(dyn Fn(usize, &mut [T]) + Sync)) {
+    /// Calls `f` with each row of `width` values of a slice, as `ranges`.
+    pub fn rows<T: Send>(&self, slice: &mut [T], width: usize, small: bool, f: &(dyn Fn(usize, &mut [T]) + Sync)) {
         let (rows, shares) = (slice.len() / width.max(1), Shares::new(slice));
-        self.ranges(rows, 1, len_min.div_ceil(width.max(1)), &|range| {
+        self.ranges(rows, 1, small, &|range| {
             for i in range {
                 // SAFETY: rows do not overlap and lie within the slice, which outlives the call.
                 f(i, unsafe { shares.slice(i * width..(i + 1) * width) });
@@ -282,7 +282,7 @@ mod tests {
             for len in [0, 1, 7, 64, 1000] {
                 let mut hits = vec![0u8; len];
                 let out = Shares::new(&mut hits);
-                pool.ranges(len, 8, 0, &|r| {
+                pool.ranges(len, 8, false, &|r| {
                     // SAFETY: ranges of different shares do not overlap and lie in 0..len.
                     unsafe { out.slice(r) }.iter_mut().for_each(|h| *h += 1);
                 });

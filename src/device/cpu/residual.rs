@@ -17,5 +17,5 @@ leveled! {
 pub fn add(x: &[f32], y: &mut [f32]) {
     assert_eq!(x.len(), y.len());
     let level = level();
-    pool().parts(y, 1024, SERIAL_MAX, &|range, y| add_range(level, &x[range], y));
+    pool().parts(y, 1024, x.len() < SERIAL_MAX, &|range, y| add_range(level, &x[range], y));
 }

@@ -69,7 +69,7 @@ pub fn forward(x: &[f32], w: &[f32], eps: f32, y: &mut [f32], rstd: &mut [f32]) 
     assert!(y.len() == x.len() && rstd.len() * n == x.len());
     let level = level();
     let (y, rstd_of) = (Shares::new(y), Shares::new(rstd));
-    pool().ranges(x.len() / n, 1, SERIAL_MAX / n, &|groups| {
+    pool().ranges(x.len() / n, 1, x.len() / n < SERIAL_MAX / n, &|groups| {
         let values = groups.start * n..groups.end * n;
         // SAFETY: these groups belong to this share alone; y has the length of x, rstd a value per group.
         let (y, rstd) = unsafe { (y.slice(values.clone()), rstd_of.slice(groups)) };
@@ -107,7 +107,7 @@ pub fn backward(x: &[f32], width: usize, w: &[f32], rstd: &[f32], dy: &[f32], dx
     with_scratch(chunks * n, |parts| {
         parts.fill(0.0);
         let (dx, parts_of) = (Shares::new(dx), Shares::new(parts));
-        pool().ranges(chunks, 1, SERIAL_MAX.div_ceil(CHUNK * width), &|chunks| {
+        pool().ranges(chunks, 1, chunks * CHUNK * width < SERIAL_MAX, &|chunks| {
             for chunk in chunks {
                 let values = chunk * CHUNK * width..((chunk + 1) * CHUNK).min(rows) * width;
                 // SAFETY: chunks of different shares do not overlap; dx has the length of x, parts n values a chunk.

@@ -25,7 +25,7 @@ pub struct Angles<'a> {
 pub fn rotate(x: &mut [f32], width: usize, positions: &[u32], angles: Angles) {
     let level = level();
     let out = Shares::new(x);
-    pool().ranges(positions.len(), 1, SERIAL_MAX / width.max(1), &|rows| {
+    pool().ranges(positions.len(), 1, positions.len() < SERIAL_MAX / width.max(1), &|rows| {
         // SAFETY: these rows belong to this share alone and lie within x, which has a row per position.
         let x = unsafe { out.slice(rows.start * width..rows.end * width) };
         rotate_rows(level, x, width, &positions[rows], angles);

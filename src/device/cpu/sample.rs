@@ -91,9 +91,9 @@ thread_local! {
 /// One token a row: `rows.len()` rows of logits, one behind the other. See `ops::sample::forward_parts`.
 pub fn forward(logits: &[f32], ends: &[usize], rows: &[SampleRow], out: &mut [Sampled]) {
     let v = logits.len() / rows.len().max(1);
-    let serial_below = if logits.len() < SHARED_LOGITS_MIN { usize::MAX } else { 2 };
+    let small = logits.len() < SHARED_LOGITS_MIN || rows.len() < 2;
     let level = level();
-    pool().parts(out, 1, serial_below, &|range, out| {
+    pool().parts(out, 1, small, &|range, out| {
         SCRATCH.with_borrow_mut(|scratch| {
             for (i, out) in range.zip(out) {
                 *out = sample_row(level, &logits[i * v..(i + 1) * v], ends, &rows[i], scratch);

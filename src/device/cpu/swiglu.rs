@@ -20,7 +20,8 @@ leveled! {
 pub fn forward(gate: &[f32], up: &[f32], y: &mut [f32]) {
     assert!(up.len() == gate.len() && y.len() == gate.len());
     let level = level();
-    pool().parts(y, 1024, SERIAL_MAX, &|range, y| forward_range(level, &gate[range.clone()], &up[range], y));
+    pool()
+        .parts(y, 1024, gate.len() < SERIAL_MAX, &|range, y| forward_range(level, &gate[range.clone()], &up[range], y));
 }
 
 leveled! {
@@ -39,7 +40,7 @@ pub fn backward(gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &m
     assert!([up.len(), dy.len(), dgate.len(), dup.len()] == [gate.len(); 4]);
     let level = level();
     let (dgate, dup) = (Shares::new(dgate), Shares::new(dup));
-    pool().ranges(gate.len(), 1024, SERIAL_MAX, &|range| {
+    pool().ranges(gate.len(), 1024, gate.len() < SERIAL_MAX, &|range| {
         // SAFETY: ranges of different shares do not overlap and lie in 0..gate.len(), the length of both.
         let (dgate, dup) = unsafe { (dgate.slice(range.clone()), dup.slice(range.clone())) };
         backward_range(level, &gate[range.clone()], &up[range.clone()], &dy[range], dgate, dup);

@@ -43,8 +43,7 @@ leveled! {
 pub fn forward(h: &[f32], w: &[f32], values: &mut [f32]) {
     let level = level();
     let (t, d) = (values.len(), w.len());
-    let serial = if t * d < SERIAL_BELOW { t + 1 } else { 0 };
-    pool().parts(values, 1, serial, &|rows, values| {
+    pool().parts(values, 1, t * d < SERIAL_BELOW, &|rows, values| {
         for (value, i) in values.iter_mut().zip(rows) {
             *value = dot(level, &h[i * d..(i + 1) * d], w);
         }
@@ -55,9 +54,8 @@ pub fn forward(h: &[f32], w: &[f32], values: &mut [f32]) {
 pub fn backward(h: &[f32], w: &[f32], dvalues: &[f32], dh: &mut [f32], dw: &mut [f32]) {
     let level = level();
     let (t, d) = (dvalues.len(), w.len());
-    pool().rows(dh, d, SERIAL_BELOW, &|i, dh| scaled(level, dvalues[i], w, dh));
-    let serial = if t * d < SERIAL_BELOW { usize::MAX } else { 0 };
-    pool().parts(dw, 16, serial, &|columns, dw| {
+    pool().rows(dh, d, t * d < SERIAL_BELOW, &|i, dh| scaled(level, dvalues[i], w, dh));
+    pool().parts(dw, 16, t * d < SERIAL_BELOW, &|columns, dw| {
         for (i, &dvalue) in dvalues.iter().enumerate() {
             add_scaled(level, dvalue, &h[i * d + columns.start..i * d + columns.end], dw);
         }
