@@ -86,18 +86,10 @@ fn others(budget: f64) {
     }
     let len = 16 << 20;
     let (mut p, g, mut m, mut v) = (filled(len), filled(len), Buffer::zeros(len), Buffer::zeros(len));
-    let hyper = adamw::Hyper {
-        lr: 1e-3,
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: 1e-8,
-        weight_decay: 0.1,
-        bias1: 0.1,
-        bias2: 0.05,
-        grad_scale: 1.0,
-    };
+    let update =
+        adamw::Update { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, bias1: 0.1, bias2: 0.05, grad_scale: 1.0 };
     let bytes = 4.0 * len as f64;
-    let (step, _) = rate(budget, 7.0 * bytes, false, &mut || adamw::step(&mut p, &g, &mut m, &mut v, &hyper));
+    let (step, _) = rate(budget, 7.0 * bytes, false, &mut || adamw::step(&mut p, &g, &mut m, &mut v, &update, 0.1));
     let (norm, _) = rate(budget, bytes, false, &mut || assert!(norm::sums_of_squares(&g, 4096).len() == len / 4096));
     println!("adamw {step:.1} GB/s, sums of squares {norm:.1} GB/s, memory read {:.1} GB/s", peak::read_gbs(&g));
 }

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::model::Weights;
 use crate::model::partition::{BLOCK, Partition};
 use crate::ops;
-use crate::ops::adamw::Hyper;
+use crate::ops::adamw::Update;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Flat, Slice, SliceMut};
 use std::ops::Range;
@@ -55,10 +55,6 @@ pub struct StepStats {
     /// What the gradient was multiplied with: 1 unless it was clipped.
     pub clip_scale: f32,
 }
-
-/// One update under way: the factors that all its units share.
-#[derive(Clone, Copy, Debug)]
-pub struct Update(Hyper);
 
 impl Zero {
     /// Fresh state of the own ranges of `partition`. `vectors` are the flat ranges of norms and biases, ascending and
@@ -201,16 +197,15 @@ impl Zero {
         self.updates += 1;
         let t = self.updates as f64;
         let [beta1, beta2] = self.config.betas;
-        Update(Hyper {
+        Update {
             lr: lr as f32,
             beta1: beta1 as f32,
             beta2: beta2 as f32,
             eps: self.config.eps as f32,
-            weight_decay: self.config.weight_decay as f32,
             bias1: (1.0 - beta1.powf(t)) as f32,
             bias2: (1.0 - beta2.powf(t)) as f32,
             grad_scale: clip_scale,
-        })
+        }
     }
 
     /// Updates the own range of a unit of `weights`, and the master where it has one, from the sums `grads`.
@@ -234,9 +229,9 @@ impl Zero {
         assert!(params.len() == held.len() && grads.len() == held.len(), "unit {unit}: ranges of another length");
         let (m, v) = (self.m.slice_mut(held.clone()).f32(), self.v.slice_mut(held).f32());
         for Part { range, is: decays } in &self.parts[unit] {
-            let hyper = if *decays { update.0 } else { Hyper { weight_decay: 0.0, ..update.0 } };
+            let weight_decay = if *decays { self.config.weight_decay as f32 } else { 0.0 };
             let at = || range.clone();
-            ops::adamw::step(&mut params[at()], &grads[at()], &mut m[at()], &mut v[at()], &hyper);
+            ops::adamw::step(&mut params[at()], &grads[at()], &mut m[at()], &mut v[at()], &update, weight_decay);
         }
     }
 
@@ -247,14 +242,13 @@ impl Zero {
     pub fn apply_cuda(&mut self, update: Update, unit: usize, weights: ViewMut, grads: Slice) {
         let decays = &self.decays[unit];
         if let Some(host) = &mut self.host {
-            let step =
-                |[p, m, v]: [ViewMut; 3]| cuda::adamw::step(p, grads.cuda(), m, v, weights, decays, &update.0.on_gpu());
+            let step = |[p, m, v]: [ViewMut; 3]| cuda::adamw::step(p, grads.cuda(), m, v, weights, decays, &update);
             return host.update(unit, step);
         }
         let held = self.partition.held(unit);
         let master = self.master.as_mut().expect("the state has a master");
         let [p, m, v] = [master, &mut self.m, &mut self.v].map(|state| state.slice_mut(held.clone()).cuda());
-        cuda::adamw::step(p, grads.cuda(), m, v, weights, decays, &update.0.on_gpu());
+        cuda::adamw::step(p, grads.cuda(), m, v, weights, decays, &update);
     }
 
     /// Ends an update, when `apply_cuda` has taken every unit.

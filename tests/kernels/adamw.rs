@@ -3,7 +3,6 @@ use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::adamw::{self, Decays, Update};
 use rlhf_hpc::dtype::DType::{Bf16, F32};
 use rlhf_hpc::ops;
-use rlhf_hpc::ops::adamw::Hyper;
 
 const UPDATE: Update =
     Update { lr: 3e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, bias1: 0.19, bias2: 0.0975, grad_scale: 0.7 };
@@ -19,10 +18,8 @@ fn wanted(len: usize, parts: &[(usize, f32)]) -> [Vec<f32>; 4] {
     let [mut p, g, mut m, mut v] = state(len);
     let mut start = 0;
     for &(end, weight_decay) in parts {
-        let Update { lr, beta1, beta2, eps, bias1, bias2, grad_scale } = UPDATE;
-        let hyper = Hyper { lr, beta1, beta2, eps, weight_decay, bias1, bias2, grad_scale };
         let at = start..end;
-        ops::adamw::step(&mut p[at.clone()], &g[at.clone()], &mut m[at.clone()], &mut v[at], &hyper);
+        ops::adamw::step(&mut p[at.clone()], &g[at.clone()], &mut m[at.clone()], &mut v[at], &UPDATE, weight_decay);
         start = end;
     }
     [p, g, m, v]

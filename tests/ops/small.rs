@@ -3,21 +3,14 @@
 use crate::ops::probe::{Numbers, assert_near, same_on_threads_and_levels, tolerance, wide};
 use rlhf_hpc::device::cpu::pool::set_threads;
 use rlhf_hpc::device::simd::{Level, with_level};
-use rlhf_hpc::ops::adamw::{Hyper, step};
+use rlhf_hpc::ops::adamw::{Update, step};
 use rlhf_hpc::ops::norm::sums_of_squares;
 use rlhf_hpc::ops::value_head;
 use rlhf_hpc::tensor::Tensor;
 
-const HYPER: Hyper = Hyper {
-    lr: 1e-3,
-    beta1: 0.9,
-    beta2: 0.95,
-    eps: 1e-8,
-    weight_decay: 0.1,
-    bias1: 0.271,
-    bias2: 0.142_625,
-    grad_scale: 0.5,
-};
+const WEIGHT_DECAY: f32 = 0.1;
+const UPDATE: Update =
+    Update { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, bias1: 0.271, bias2: 0.142_625, grad_scale: 0.5 };
 
 fn moments(len: usize) -> [Vec<f32>; 4] {
     let mut numbers = Numbers::new(len as u64);
@@ -30,14 +23,14 @@ fn moments(len: usize) -> [Vec<f32>; 4] {
 fn adamw_equals_its_equation_in_f64() {
     let [mut p, g, mut m, mut v] = moments(1000);
     let (p0, m0, v0) = (p.clone(), m.clone(), v.clone());
-    step(&mut p, &g, &mut m, &mut v, &HYPER);
+    step(&mut p, &g, &mut m, &mut v, &UPDATE, WEIGHT_DECAY);
     let (mut ep, mut em, mut ev) = (Vec::new(), Vec::new(), Vec::new());
     for i in 0..1000 {
         let g = f64::from(g[i]) * 0.5;
-        let m = f64::from(HYPER.beta1) * f64::from(m0[i]) + (1.0 - f64::from(HYPER.beta1)) * g;
-        let v = f64::from(HYPER.beta2) * f64::from(v0[i]) + (1.0 - f64::from(HYPER.beta2)) * g * g;
-        let update = m / f64::from(HYPER.bias1) / ((v / f64::from(HYPER.bias2)).sqrt() + f64::from(HYPER.eps));
-        ep.push(f64::from(p0[i]) - f64::from(HYPER.lr) * (update + f64::from(HYPER.weight_decay) * f64::from(p0[i])));
+        let m = f64::from(UPDATE.beta1) * f64::from(m0[i]) + (1.0 - f64::from(UPDATE.beta1)) * g;
+        let v = f64::from(UPDATE.beta2) * f64::from(v0[i]) + (1.0 - f64::from(UPDATE.beta2)) * g * g;
+        let update = m / f64::from(UPDATE.bias1) / ((v / f64::from(UPDATE.bias2)).sqrt() + f64::from(UPDATE.eps));
+        ep.push(f64::from(p0[i]) - f64::from(UPDATE.lr) * (update + f64::from(WEIGHT_DECAY) * f64::from(p0[i])));
         em.push(m);
         ev.push(v);
     }
@@ -53,7 +46,7 @@ fn adamw_has_the_same_bits_however_it_is_cut_and_on_every_level() {
     let run = |cuts: &[usize]| {
         let (mut p, mut m, mut v) = (p0.clone(), m0.clone(), v0.clone());
         for (&a, &b) in cuts.iter().zip(&cuts[1..]) {
-            step(&mut p[a..b], &g[a..b], &mut m[a..b], &mut v[a..b], &HYPER);
+            step(&mut p[a..b], &g[a..b], &mut m[a..b], &mut v[a..b], &UPDATE, WEIGHT_DECAY);
         }
         vec![p, m, v]
     };

@@ -5,7 +5,7 @@ use super::measure::Meter;
 use super::models::{Source, tokens};
 use crate::device::Device;
 use crate::model::Arch;
-use crate::ops::adamw::{self, Hyper};
+use crate::ops::adamw::{self, Update};
 use crate::ops::attention::{self, KvLayer, PAGE, PagedSequence};
 use crate::ops::matmul::{self, Into};
 use crate::ops::ring_attention::{self, Backward, Steps};
@@ -184,7 +184,7 @@ fn streams(meter: &mut Meter, name: &str, arch: &Arch) {
     let (mut m, mut v) = (Buffer::zeros(n), Buffer::zeros(n));
     fill(&mut g);
     let (lr, beta1, beta2, eps) = (1e-5, 0.9, 0.95, 1e-8);
-    let hyper = Hyper { lr, beta1, beta2, eps, weight_decay: 0.0, bias1: 0.1, bias2: 0.05, grad_scale: 1.0 };
-    stream(&format!("adamw {n}"), 7 * n, &mut || adamw::step(&mut p, &g, &mut m, &mut v, &hyper));
+    let update = Update { lr, beta1, beta2, eps, bias1: 0.1, bias2: 0.05, grad_scale: 1.0 };
+    stream(&format!("adamw {n}"), 7 * n, &mut || adamw::step(&mut p, &g, &mut m, &mut v, &update, 0.0));
     stream(&format!("gradient norm {n}"), n, &mut || drop(norm::sums_of_squares(&g, 1 << 14)));
 }

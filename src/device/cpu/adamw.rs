@@ -3,32 +3,33 @@
 use super::pool::{Shares, pool};
 use crate::device::simd::{level, leveled};
 
-/// The numbers of an update as the loop uses them.
-#[derive(Clone, Copy, Debug)]
-pub struct Factors {
-    pub grad_scale: f32,
+/// The numbers of one update; t counts updates from 1.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Update {
+    pub lr: f32,
     pub beta1: f32,
     pub beta2: f32,
-    /// lr / bias1
-    pub step_size: f32,
-    /// 1 / sqrt(bias2)
-    pub inverse_sqrt_bias2: f32,
     pub eps: f32,
-    /// lr * weight_decay
-    pub decay: f32,
+    /// 1 - beta1^t
+    pub bias1: f32,
+    /// 1 - beta2^t
+    pub bias2: f32,
+    /// Multiplies the gradient first (clipping).
+    pub grad_scale: f32,
 }
 
 leveled! {
-    fn update(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], f: &Factors) {
+    fn update(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], f: &Update, weight_decay: f32) {
         let f = *f;
+        let (step_size, inverse_sqrt_bias2, decay) = (f.lr / f.bias1, 1.0 / f.bias2.sqrt(), f.lr * weight_decay);
         for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m.iter_mut()).zip(v.iter_mut()) {
             let g = g * f.grad_scale;
             let first = f.beta1.mul_add(*m, (1.0 - f.beta1) * g);
             let second = f.beta2.mul_add(*v, (1.0 - f.beta2) * g * g);
-            let denominator = second.sqrt().mul_add(f.inverse_sqrt_bias2, f.eps);
+            let denominator = second.sqrt().mul_add(inverse_sqrt_bias2, f.eps);
             *m = first;
             *v = second;
-            *p -= f.step_size.mul_add(first / denominator, f.decay * *p);
+            *p -= step_size.mul_add(first / denominator, decay * *p);
         }
     }
 }
@@ -36,13 +37,13 @@ leveled! {
 /// Values below which one thread does it all.
 const SERIAL_BELOW: usize = 16 << 10;
 
-pub fn step(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], factors: &Factors) {
+pub fn step(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], numbers: &Update, weight_decay: f32) {
     let level = level();
     let len = p.len();
     let (p, m, v) = (Shares::new(p), Shares::new(m), Shares::new(v));
     pool().ranges(len, 1024, len < SERIAL_BELOW, &|part| {
         // SAFETY: parts of different shares do not overlap, and all slices have the length `len`.
         let (p, m, v) = unsafe { (p.slice(part.clone()), m.slice(part.clone()), v.slice(part.clone())) };
-        update(level, p, &g[part], m, v, factors);
+        update(level, p, &g[part], m, v, numbers, weight_decay);
     });
 }

@@ -3,23 +3,9 @@
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
 use super::shape::{THREADS, count, grid_of_eights};
+pub use crate::device::cpu::adamw::Update;
 use crate::device::null;
 use crate::dtype::DType::{Bf16, F32};
-
-/// The numbers of one update, as `ops::adamw::Hyper` has them; the weight decay is a matter of the parts.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Update {
-    pub lr: f32,
-    pub beta1: f32,
-    pub beta2: f32,
-    pub eps: f32,
-    /// 1 - beta1^t
-    pub bias1: f32,
-    /// 1 - beta2^t
-    pub bias2: f32,
-    /// Multiplies the gradient first (clipping).
-    pub grad_scale: f32,
-}
 
 /// Parts of a flat run with a weight decay each; made once, used by every update.
 #[derive(Debug)]
