@@ -6,9 +6,9 @@
 
 use super::attention_tile::{AttentionShape, PAGE, Sequence, TILE, Tile};
 use super::pool::Shares;
-use super::scratch::{Rest, taken, with_scratch};
-use super::vector::{Product, Start, Vector, copy, prefetch, transpose};
-use crate::device::simd::{Isa, Level};
+use super::scratch::{Rest, taken};
+use super::vector::{self, Kernel, Product, Start, Vector, copy, prefetch, transpose};
+use crate::device::simd::Level;
 use std::ops::Range;
 
 /// One call of backward attention.
@@ -61,39 +61,25 @@ struct Work<'a> {
     ds: &'a mut [f32],
 }
 
+/// The parts that a thread does.
+struct Parts<'a> {
+    backward: &'a Backward<'a>,
+    parts: &'a [Part],
+}
+
+impl Kernel for Parts<'_> {
+    #[inline(always)]
+    unsafe fn work<V: Vector>(&self, scratch: &mut [f32]) {
+        // SAFETY: promised by the caller.
+        unsafe { self.backward.parts::<V>(self.parts, scratch) }
+    }
+}
+
 impl Backward<'_> {
     /// Does `parts`, one after the other.
     pub fn run(&self, level: Level, parts: &[Part]) {
-        // The scratch comes first: closures of the standard library are not compiled for the level.
         let len = self.scratch_len(parts.iter().map(|part| part.sequence));
-        with_scratch(len, |scratch| self.run_in(level, parts, scratch));
-    }
-
-    fn run_in(&self, level: Level, parts: &[Part], scratch: &mut [f32]) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::x86_64::{__m256, __m512};
-            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-            fn avx512(backward: &Backward, parts: &[Part], scratch: &mut [f32]) {
-                // SAFETY: this function is compiled for, and called with, AVX-512.
-                unsafe { backward.parts::<__m512>(parts, scratch) }
-            }
-            #[target_feature(enable = "avx2,fma")]
-            fn avx2(backward: &Backward, parts: &[Part], scratch: &mut [f32]) {
-                // SAFETY: this function is compiled for, and called with, AVX2 and FMA.
-                unsafe { backward.parts::<__m256>(parts, scratch) }
-            }
-            match level.isa() {
-                // SAFETY: a Level exists only where the processor has its instructions.
-                Isa::Avx512 => return unsafe { avx512(self, parts, scratch) },
-                // SAFETY: as above.
-                Isa::Avx2 => return unsafe { avx2(self, parts, scratch) },
-                Isa::Scalar => {}
-            }
-        }
-        let _ = level;
-        // SAFETY: needs no instructions beyond the baseline.
-        unsafe { self.parts::<super::vector::Plain>(parts, scratch) }
+        vector::run(level, len, &Parts { backward: self, parts });
     }
 
     /// Rows of the longest of `sequences`, in whole tiles.
@@ -184,13 +170,6 @@ impl Backward<'_> {
         Part { sequence, kv_head, blocks: block_at(from)..block_at(to), tiles: tile_at(from)..tile_at(to) }
     }
 
-    /// The row of q, in units of head dims, of row r of a sequence.
-    #[inline(always)]
-    fn at(&self, sequence: usize, kv_head: usize, r: usize) -> usize {
-        let group = self.shape.group();
-        (self.sequences[sequence].row + r / group) * self.shape.heads + kv_head * group + r % group
-    }
-
     /// Copies the rows of q, d_o and lse, computes delta, and begins dq.
     ///
     /// # Safety
@@ -204,8 +183,8 @@ impl Backward<'_> {
         let rows = self.sequences[sequence].tokens * self.shape.group();
         let [q_rows, d_o_rows] = [&mut work.q[..rows * d], &mut work.d_o[..rows * d]];
         for (r, (q, d_o)) in q_rows.chunks_exact_mut(d).zip(d_o_rows.chunks_exact_mut(d)).enumerate() {
-            let at = self.at(sequence, kv_head, r);
-            let next = self.at(sequence, kv_head, r + AHEAD) * e;
+            let at = self.sequences[sequence].at(self.shape, kv_head, r);
+            let next = self.sequences[sequence].at(self.shape, kv_head, r + AHEAD) * e;
             let range = at * e..(at + 1) * e;
             q[e..].fill(0.0);
             d_o[e..].fill(0.0);
@@ -223,7 +202,7 @@ impl Backward<'_> {
         work.dq[..rows * d].fill(0.0);
         if self.add {
             for r in part.tiles.start * TILE..rows.min(part.tiles.end * TILE) {
-                let at = self.at(sequence, kv_head, r) * e;
+                let at = self.sequences[sequence].at(self.shape, kv_head, r) * e;
                 // SAFETY: the rows of this part belong to this thread alone; instructions as promised.
                 unsafe { copy::<V>(self.dq.ptr().add(at), work.dq[r * d..r * d + e].as_mut_ptr(), e) };
             }
@@ -238,7 +217,7 @@ impl Backward<'_> {
         let d = e.next_multiple_of(PAGE);
         let rows = self.sequences[part.sequence].tokens * self.shape.group();
         for r in part.tiles.start * TILE..rows.min(part.tiles.end * TILE) {
-            let at = self.at(part.sequence, part.kv_head, r) * e;
+            let at = self.sequences[part.sequence].at(self.shape, part.kv_head, r) * e;
             let dq = &work.dq[r * d..r * d + e];
             // SAFETY: the rows of this part belong to this thread alone; instructions as promised.
             unsafe { copy::<V>(dq.as_ptr(), self.dq.ptr().add(at), e) };

@@ -6,9 +6,9 @@
 
 use super::attention_tile::{AttentionShape, PAGE, Sequence, TILE, Tile};
 use super::pool::Shares;
-use super::scratch::{Rest, taken, with_scratch};
-use super::vector::{Product, Start, Vector, copy, prefetch, transpose};
-use crate::device::simd::{Isa, Level};
+use super::scratch::{Rest, taken};
+use super::vector::{self, Kernel, Product, Start, Vector, copy, prefetch, transpose};
+use crate::device::simd::Level;
 use std::ops::Range;
 
 /// Below any score that softmax can tell from minus infinity; finite, so that m - m is 0, not NaN.
@@ -58,38 +58,24 @@ struct Work<'a> {
     held: (usize, usize, usize),
 }
 
+/// The tiles that a thread does.
+struct Tiles<'a> {
+    forward: &'a Forward<'a>,
+    tiles: &'a [Tile],
+}
+
+impl Kernel for Tiles<'_> {
+    #[inline(always)]
+    unsafe fn work<V: Vector>(&self, scratch: &mut [f32]) {
+        // SAFETY: promised by the caller.
+        unsafe { self.forward.tiles::<V>(self.tiles, scratch) }
+    }
+}
+
 impl Forward<'_> {
     /// Does `tiles`, one after the other.
     pub fn run(&self, level: Level, tiles: &[Tile]) {
-        // The scratch comes first: closures of the standard library are not compiled for the level.
-        with_scratch(self.scratch_len(tiles), |scratch| self.run_in(level, tiles, scratch));
-    }
-
-    fn run_in(&self, level: Level, tiles: &[Tile], scratch: &mut [f32]) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::x86_64::{__m256, __m512};
-            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-            fn avx512(forward: &Forward, tiles: &[Tile], scratch: &mut [f32]) {
-                // SAFETY: this function is compiled for, and called with, AVX-512.
-                unsafe { forward.tiles::<__m512>(tiles, scratch) }
-            }
-            #[target_feature(enable = "avx2,fma")]
-            fn avx2(forward: &Forward, tiles: &[Tile], scratch: &mut [f32]) {
-                // SAFETY: this function is compiled for, and called with, AVX2 and FMA.
-                unsafe { forward.tiles::<__m256>(tiles, scratch) }
-            }
-            match level.isa() {
-                // SAFETY: a Level exists only where the processor has its instructions.
-                Isa::Avx512 => return unsafe { avx512(self, tiles, scratch) },
-                // SAFETY: as above.
-                Isa::Avx2 => return unsafe { avx2(self, tiles, scratch) },
-                Isa::Scalar => {}
-            }
-        }
-        let _ = level;
-        // SAFETY: needs no instructions beyond the baseline.
-        unsafe { self.tiles::<super::vector::Plain>(tiles, scratch) }
+        vector::run(level, self.scratch_len(tiles), &Tiles { forward: self, tiles });
     }
 
     /// Transposed keys, or values, of the longest run.
@@ -145,7 +131,7 @@ impl Forward<'_> {
         let rows = tile.rows.len();
         let wide = e.next_multiple_of(PAGE);
         for (r, q) in tile.rows.clone().zip(work.q.chunks_exact_mut(wide)) {
-            let at = self.at(sequence, tile.kv_head, r) * e;
+            let at = sequence.at(self.shape, tile.kv_head, r) * e;
             let from = &self.q[at..at + e];
             // SAFETY: both hold e values; instructions as promised.
             unsafe { copy::<V>(from.as_ptr(), q.as_mut_ptr(), e) };
@@ -241,20 +227,13 @@ impl Forward<'_> {
         }
     }
 
-    /// The row of q and o, in units of head dims, of a tile's row.
-    #[inline(always)]
-    fn at(&self, sequence: &Sequence, kv_head: usize, r: usize) -> usize {
-        let group = self.shape.group();
-        (sequence.row + r / group) * self.shape.heads + kv_head * group + r % group
-    }
-
     /// # Safety
     /// As `tiles`.
     #[inline(always)]
     unsafe fn prefetch_queries<V: Vector>(&self, tile: &Tile) {
         let e = self.shape.head_dim;
         for r in tile.rows.clone() {
-            let at = self.at(&self.sequences[tile.sequence], tile.kv_head, r) * e;
+            let at = self.sequences[tile.sequence].at(self.shape, tile.kv_head, r) * e;
             // SAFETY: instructions as promised.
             unsafe { prefetch::<V>(self.q.as_ptr().wrapping_add(at), e) };
         }
@@ -385,7 +364,7 @@ impl Forward<'_> {
         let wide = e.next_multiple_of(PAGE);
         let sequence = &self.sequences[tile.sequence];
         for (i, r) in tile.rows.clone().enumerate() {
-            let at = self.at(sequence, tile.kv_head, r);
+            let at = sequence.at(self.shape, tile.kv_head, r);
             // SAFETY: instructions as promised; sums hold rows x PAGE, o rows x wide; this row of o and lse belongs to
             // this tile alone.
             unsafe {

@@ -55,6 +55,13 @@ impl Sequence<'_> {
         self.keys.min(position + 1)
     }
 
+    /// The row of q and o, in units of head dims, of row `r` under a key head.
+    #[inline(always)]
+    pub fn at(&self, shape: &AttentionShape, kv_head: usize, r: usize) -> usize {
+        let group = shape.group();
+        (self.row + r / group) * shape.heads + kv_head * group + r % group
+    }
+
     /// The lanes of key block `block` that the query at `position` sees.
     #[inline(always)]
     pub fn visible_bits(&self, shape: &AttentionShape, position: usize, block: usize) -> u32 {

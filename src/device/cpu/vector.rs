@@ -5,6 +5,8 @@
 //! of a kernel whose sums run in lanes modulo `BLOCK` has the same bits for every width.
 
 use super::exp;
+use super::scratch::with_scratch;
+use crate::device::simd::{Isa, Level};
 
 /// Lanes that a row of scores has, a multiple of every vector's width.
 pub const BLOCK: usize = 32;
@@ -39,6 +41,46 @@ pub trait Vector: Copy {
     unsafe fn prefetch(at: *const f32);
     /// See `Product`; `KS` is the distance of A[i][k] and A[i][k+1].
     unsafe fn product<const KS: usize>(product: &Product);
+}
+
+/// Work that is written once for all registers.
+pub trait Kernel {
+    /// # Safety
+    /// The processor has the instructions of `V`; no other thread does this work; `scratch` is as long as `run` was told.
+    unsafe fn work<V: Vector>(&self, scratch: &mut [f32]);
+}
+
+/// Does `kernel` with the registers of `level`, in `scratch_len` values of scratch.
+pub fn run(level: Level, scratch_len: usize, kernel: &impl Kernel) {
+    // The scratch comes first: closures of the standard library are not compiled for the level.
+    with_scratch(scratch_len, |scratch| run_in(level, kernel, scratch));
+}
+
+fn run_in<K: Kernel>(level: Level, kernel: &K, scratch: &mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{__m256, __m512};
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+        fn avx512<K: Kernel>(kernel: &K, scratch: &mut [f32]) {
+            // SAFETY: this function is compiled for, and called with, AVX-512.
+            unsafe { kernel.work::<__m512>(scratch) }
+        }
+        #[target_feature(enable = "avx2,fma")]
+        fn avx2<K: Kernel>(kernel: &K, scratch: &mut [f32]) {
+            // SAFETY: this function is compiled for, and called with, AVX2 and FMA.
+            unsafe { kernel.work::<__m256>(scratch) }
+        }
+        match level.isa() {
+            // SAFETY: a Level exists only where the processor has its instructions.
+            Isa::Avx512 => return unsafe { avx512(kernel, scratch) },
+            // SAFETY: as above.
+            Isa::Avx2 => return unsafe { avx2(kernel, scratch) },
+            Isa::Scalar => {}
+        }
+    }
+    let _ = level;
+    // SAFETY: needs no instructions beyond the baseline.
+    unsafe { kernel.work::<Plain>(scratch) }
 }
 
 /// What C holds before the sum.
