@@ -319,7 +319,7 @@ leveled! {
                 let value = exp((x - max) * inverse_temperature);
                 *e = if x >= x_min { value } else { 0.0 };
             }
-            *tile = sum_in_lanes(e);
+            *tile = sum_in_lanes(e, |e| e);
         }
     }
 }
@@ -331,7 +331,7 @@ leveled! {
             for e in e.iter_mut() {
                 *e = if *e >= border { *e } else { 0.0 };
             }
-            *tile = sum_in_lanes(e);
+            *tile = sum_in_lanes(e, |e| e);
         }
     }
 }
@@ -341,18 +341,8 @@ leveled! {
     fn mass_above(e: &[f32], levels: [f32; 4]) -> [f64; 4] {
         let mut masses = [0.0f64; 4];
         for tile in e.chunks(TILE) {
-            let (lanes, rest) = tile.as_chunks::<LANES>();
             for (mass, level) in masses.iter_mut().zip(levels) {
-                let mut sums = [0.0f32; LANES];
-                for e in lanes {
-                    for (sum, &e) in sums.iter_mut().zip(e) {
-                        *sum += if e > level { e } else { 0.0 };
-                    }
-                }
-                for (sum, &e) in sums.iter_mut().zip(rest) {
-                    *sum += if e > level { e } else { 0.0 };
-                }
-                *mass += f64::from(fold(sums));
+                *mass += f64::from(sum_in_lanes(tile, |e| if e > level { e } else { 0.0 }));
             }
         }
         masses
@@ -381,16 +371,16 @@ leveled! {
 }
 
 #[inline(always)]
-fn sum_in_lanes(e: &[f32]) -> f32 {
+fn sum_in_lanes(e: &[f32], term: impl Fn(f32) -> f32) -> f32 {
     let (lanes, rest) = e.as_chunks::<LANES>();
     let mut sums = [0.0f32; LANES];
     for e in lanes {
         for (sum, &e) in sums.iter_mut().zip(e) {
-            *sum += e;
+            *sum += term(e);
         }
     }
     for (sum, &e) in sums.iter_mut().zip(rest) {
-        *sum += e;
+        *sum += term(e);
     }
     fold(sums)
 }
