@@ -80,8 +80,7 @@ pub fn policy_loss(
     tokens.check(dlogprobs.len(), dentropy.len());
     let mut sums = PolicySums::default();
     match config.loss {
-        PolicyLossKind::Clip => clip_terms(config, tokens, dlogprobs, &mut sums),
-        PolicyLossKind::Cispo => cispo_terms(config, tokens, dlogprobs, &mut sums),
+        PolicyLossKind::Clip | PolicyLossKind::Cispo => token_terms(config, tokens, dlogprobs, &mut sums),
         PolicyLossKind::Gspo => gspo_terms(config, tokens, dlogprobs, &mut sums),
     }
     sums.loss = sums.policy_loss;
@@ -133,33 +132,25 @@ fn surrogate(config: &PpoConfig, r: f64, advantage: f64) -> (f64, f64, bool) {
     (value, slope, clipped < plain)
 }
 
-fn clip_terms(config: &PpoConfig, tokens: &PolicyTokens, dlogprobs: &mut [f32], sums: &mut PolicySums) {
-    dlogprobs.fill(0.0);
-    for t in tokens.learned() {
-        let log_ratio = tokens.log_ratio(t);
-        let (r, dr) = ratio(log_ratio);
-        let (value, slope, clipped) = surrogate(config, r, f64::from(tokens.advantages[t]));
-        let weight = f64::from(tokens.weights[t]) * tokens.factor(t);
-        sums.tokens += 1;
-        sums.clipped += u64::from(clipped);
-        sums.policy_kl -= log_ratio;
-        sums.policy_loss -= weight * value;
-        dlogprobs[t] = (-weight * slope * dr) as f32;
-    }
-}
-
-fn cispo_terms(config: &PpoConfig, tokens: &PolicyTokens, dlogprobs: &mut [f32], sums: &mut PolicySums) {
+/// The terms of `clip` and `cispo`: each token has a ratio of its own.
+fn token_terms(config: &PpoConfig, tokens: &PolicyTokens, dlogprobs: &mut [f32], sums: &mut PolicySums) {
     dlogprobs.fill(0.0);
     let high = 1.0 + f64::from(config.clip_high);
     for t in tokens.learned() {
         let log_ratio = tokens.log_ratio(t);
-        let (r, _) = ratio(log_ratio);
-        let weight = f64::from(tokens.weights[t]) * tokens.factor(t);
-        let slope = -weight * r.min(high) * f64::from(tokens.advantages[t]);
+        let (r, dr) = ratio(log_ratio);
+        let (advantage, weight) = (f64::from(tokens.advantages[t]), f64::from(tokens.weights[t]) * tokens.factor(t));
+        let (loss, slope, clipped) = if config.loss == PolicyLossKind::Cispo {
+            let slope = -weight * r.min(high) * advantage;
+            (slope * f64::from(tokens.logprobs[t]), slope, r > high)
+        } else {
+            let (value, slope, clipped) = surrogate(config, r, advantage);
+            (-(weight * value), -weight * slope * dr, clipped)
+        };
         sums.tokens += 1;
-        sums.clipped += u64::from(r > high);
+        sums.clipped += u64::from(clipped);
         sums.policy_kl -= log_ratio;
-        sums.policy_loss += slope * f64::from(tokens.logprobs[t]);
+        sums.policy_loss += loss;
         dlogprobs[t] = slope as f32;
     }
 }
