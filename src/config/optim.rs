@@ -1,6 +1,6 @@
 //! `[optim.actor]`, `[optim.critic]` and `gradient.order`: how gradients become updates.
 
-use super::limits::{self, FINITE};
+use super::limits::FINITE;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -54,7 +54,6 @@ impl OptimConfig {
 
     /// Refuses values that AdamW cannot work with; `table` names the table, e.g. `optim.actor`.
     pub fn check(&self, table: &str) -> Result<()> {
-        limits::check(table, self)?;
         let betas = &self.betas;
         Error::need(
             betas.iter().all(|b| (0.0..1.0).contains(b)),

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::limits::{self, FINITE, SAMPLES, TOKENS};
+use super::limits::{FINITE, SAMPLES, TOKENS};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 
@@ -204,9 +204,8 @@ impl PpoConfig {
         }
     }
 
-    /// Refuses values outside their range and combinations that have no meaning.
+    /// Refuses combinations that have no meaning.
     pub fn check(&self) -> Result<()> {
-        limits::check("ppo", self)?;
         let (low, high) = (self.correction_low, self.correction_high);
         Error::need(high >= low, format!("ppo.correction_high is {high}, needed at least correction_low = {low}"))?;
         let clip = self.dual_clip;
