@@ -7,7 +7,7 @@
 //! f32; a GPU rounds to bf16 what it rounds without a ring: probabilities as factors, and o once, at the end.
 
 use super::attention_shape::{AttentionShape, Span, check, check_heads, note_backward, note_pairs};
-use super::zigzag;
+use super::{residual, zigzag};
 use crate::device::cpu::attention::Rows;
 use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::{View, ViewMut};
@@ -246,10 +246,7 @@ impl<'a> Backward<'a> {
 /// If the shapes differ.
 pub fn add(block: &Tensor, sum: &mut Tensor) {
     check("the sum", sum, block.rows(), block.width());
-    match block.device() {
-        Device::Cpu => cpu::residual::add(block.data(), sum.data_mut()),
-        Device::Cuda => cuda::copy::add(block.cuda(), sum.cuda_mut()),
-    }
+    residual::accumulate(block.slice(), sum.slice_mut());
 }
 
 fn halves(block: &[f32]) -> (&[f32], &[f32]) {

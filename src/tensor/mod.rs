@@ -58,23 +58,15 @@ impl Tensor {
     /// The same, all zeros.
     #[must_use]
     pub fn zeros_like(&self, rows: usize, width: usize) -> Self {
-        match self.device() {
-            Device::Cpu => Self::zeros(rows, width),
-            Device::Cuda => {
-                let mut tensor = Self::on_gpu(rows, width, DType::Bf16);
-                tensor.cuda_mut().clear();
-                tensor
-            }
-        }
+        let mut tensor = self.like(rows, width);
+        tensor.data.clear();
+        tensor
     }
 
     /// f32 on the device of `self`: statistics of rows, or logits. Contents unspecified.
     #[must_use]
     pub fn statistics(&self, rows: usize, width: usize) -> Self {
-        match self.device() {
-            Device::Cpu => Self::scratch(rows, width),
-            Device::Cuda => Self::on_gpu(rows, width, DType::F32),
-        }
+        Self { rows, width, data: Flat::scratch(self.device(), rows * width) }
     }
 
     /// As wide as `self`, on its device and of its dtype. Contents unspecified.
@@ -103,12 +95,15 @@ impl Tensor {
         match device {
             _ if device == self.device() => self.clone(),
             Device::Cpu => Self::from_slice(self.rows, self.width, &self.to_host()),
-            Device::Cuda => {
-                let mut tensor = Self::on_gpu(self.rows, self.width, DType::Bf16);
-                tensor.cuda_mut().write(self.data());
-                tensor
-            }
+            Device::Cuda => self.written(DType::Bf16),
         }
+    }
+
+    /// A copy on a GPU of what is on the CPU.
+    fn written(&self, dtype: DType) -> Self {
+        let mut tensor = Self::on_gpu(self.rows, self.width, dtype);
+        tensor.cuda_mut().write(self.data());
+        tensor
     }
 
     /// One behind the other, as a tensor of their device and dtype.
@@ -208,11 +203,7 @@ impl Tensor {
     pub fn in_f32_on(self, device: Device) -> Self {
         match device {
             Device::Cpu => self,
-            Device::Cuda => {
-                let mut tensor = Self::on_gpu(self.rows, self.width, DType::F32);
-                tensor.cuda_mut().write(self.data());
-                tensor
-            }
+            Device::Cuda => self.written(DType::F32),
         }
     }
 

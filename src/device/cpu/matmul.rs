@@ -11,7 +11,9 @@
 //! and threads. Scratch is the caller's: `*_scratch` says how many f32.
 
 pub use super::matmul_weight::{backward_bias, backward_weight, backward_weight_scratch};
-use super::microkernel::{Arithmetic, LANES as KERNEL_LANES, Prefetch, ROWS, ROWS_PAIR, Tile, finish_row, run};
+/// Outputs of one panel.
+pub use super::microkernel::LANES;
+use super::microkernel::{Arithmetic, Prefetch, ROWS, ROWS_PAIR, Tile, finish_row, run};
 use super::panel;
 use super::pool::{Shares, pool, share};
 use crate::device::null;
@@ -19,8 +21,6 @@ use crate::device::simd::{Level, level};
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-/// Outputs of one panel.
-pub const LANES: usize = KERNEL_LANES;
 /// Steps of a block: 256 KiB of a panel, a quarter of a usual second-level cache.
 const STEPS_BLOCK: usize = 2048;
 /// Bytes of `a` that a block of rows keeps in the second-level cache while all panels pass.
