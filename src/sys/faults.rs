@@ -1,5 +1,6 @@
 //! Faults of memory that mean something: a sandboxed thread's stack that is used up, and a mapped file that shrank.
 
+use super::signals;
 use std::sync::OnceLock;
 
 /// The handlers of SIGSEGV and SIGBUS that stood there before.
@@ -23,20 +24,9 @@ static ANSWERS: [OnceLock<Answer>; 2] = [OnceLock::new(), OnceLock::new()];
 /// nothing.
 pub fn install(cause: Cause, answer_one: Answer) {
     ANSWERS[cause as usize].get_or_init(|| answer_one);
-    BEFORE.get_or_init(|| SIGNALS.map(|signal| replaced(signal, answer as *const () as usize)));
-}
-
-fn replaced(signal: libc::c_int, handler: usize) -> libc::sigaction {
-    // SAFETY: the structures are zeroed and then filled as sigaction(2) asks. The handler runs on the thread's
-    // alternate stack, which Rust gives every thread, as a stack that is used up needs it.
-    unsafe {
-        let (mut action, mut before): (libc::sigaction, libc::sigaction) = (std::mem::zeroed(), std::mem::zeroed());
-        action.sa_sigaction = handler;
-        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-        libc::sigemptyset(&raw mut action.sa_mask);
-        libc::sigaction(signal, &raw const action, &raw mut before);
-        before
-    }
+    // The handler runs on the thread's alternate stack, which Rust gives every thread, as a stack that is used up needs it.
+    let replaced = |signal| signals::set(signal, answer as *const () as usize, libc::SA_SIGINFO | libc::SA_ONSTACK);
+    BEFORE.get_or_init(|| SIGNALS.map(replaced));
 }
 
 extern "C" fn answer(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {

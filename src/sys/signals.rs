@@ -29,14 +29,16 @@ pub fn release() {
     }
 }
 
-fn set(signal: libc::c_int, handler: usize, flags: libc::c_int) {
-    // SAFETY: the handler only stores to an atomic; the structure is zeroed and then filled as sigaction(2) asks.
+/// The action of a signal from now on; the one before.
+pub(super) fn set(signal: libc::c_int, handler: usize, flags: libc::c_int) -> libc::sigaction {
+    // SAFETY: the structures are zeroed and then filled as sigaction(2) asks; what handlers may do is their authors' care.
     unsafe {
-        let mut action: libc::sigaction = std::mem::zeroed();
+        let (mut action, mut before): (libc::sigaction, libc::sigaction) = (std::mem::zeroed(), std::mem::zeroed());
         action.sa_sigaction = handler;
         action.sa_flags = flags;
         libc::sigemptyset(&raw mut action.sa_mask);
-        libc::sigaction(signal, &raw const action, std::ptr::null_mut());
+        libc::sigaction(signal, &raw const action, &raw mut before);
+        before
     }
 }
 
