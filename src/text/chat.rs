@@ -68,12 +68,7 @@ impl ChatTemplate {
         bos_token: Option<String>,
         eos_token: Option<String>,
     ) -> Result<Option<Self>> {
-        let path = dir.join("chat_template.jinja");
-        let text = match files::read_to_string(&path) {
-            Ok(text) => Some(text),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
-            Err(e) => return Err(Error::io("read", &path, &e)),
-        };
+        let text = read_text(&dir.join("chat_template.jinja"))?;
         let text = match (text, tokenizer_config.and_then(|v| v.get("chat_template"))) {
             (Some(text), _) => text,
             (None, Some(Value::String(text))) => text.clone(),
@@ -242,13 +237,17 @@ pub(super) fn token_text(token: &Value) -> Option<String> {
     token.as_str().or_else(|| token.get("content")?.as_str()).map(str::to_owned)
 }
 
+/// A file, or nothing where there is none.
+fn read_text(path: &Path) -> Result<Option<String>> {
+    match files::read_to_string(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        read => read.map(Some).map_err(|e| Error::io("read", path, &e)),
+    }
+}
+
 /// A JSON file, or nothing where there is none.
 pub(super) fn read_json(path: &Path) -> Result<Option<Value>> {
-    let text = match files::read_to_string(path) {
-        Ok(text) => text,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(Error::io("read", path, &e)),
-    };
+    let Some(text) = read_text(path)? else { return Ok(None) };
     serde_json::from_str(&text)
         .map(Some)
         .map_err(|e| Error::new(Kind::Data, format!("{} is not JSON: {e}", path.display())))
