@@ -248,6 +248,18 @@ impl DerefMut for Buffer {
     }
 }
 
+impl AsRef<[f32]> for Buffer {
+    fn as_ref(&self) -> &[f32] {
+        self
+    }
+}
+
+impl AsMut<[f32]> for Buffer {
+    fn as_mut(&mut self) -> &mut [f32] {
+        self
+    }
+}
+
 impl Clone for Buffer {
     fn clone(&self) -> Self {
         let mut other = Self::scratch(self.len);

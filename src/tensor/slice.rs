@@ -1,6 +1,5 @@
 //! Runs of values that an operation reads or writes, on the device where they lie.
 
-use super::arena::Buffer;
 use super::piece::{Piece, rows};
 use crate::device::Device;
 use crate::device::cuda::{View, ViewMut, copy};
@@ -205,38 +204,14 @@ impl<'a> SliceMut<'a> {
     }
 }
 
-impl<'a> From<&'a [f32]> for Slice<'a> {
-    fn from(values: &'a [f32]) -> Self {
-        Self::F32(values)
+impl<'a, T: AsRef<[f32]> + ?Sized> From<&'a T> for Slice<'a> {
+    fn from(values: &'a T) -> Self {
+        Self::F32(values.as_ref())
     }
 }
 
-impl<'a> From<&'a Vec<f32>> for Slice<'a> {
-    fn from(values: &'a Vec<f32>) -> Self {
-        Self::F32(values)
-    }
-}
-
-impl<'a> From<&'a Buffer> for Slice<'a> {
-    fn from(values: &'a Buffer) -> Self {
-        Self::F32(values)
-    }
-}
-
-impl<'a> From<&'a mut Buffer> for SliceMut<'a> {
-    fn from(values: &'a mut Buffer) -> Self {
-        Self::F32(values)
-    }
-}
-
-impl<'a> From<&'a mut [f32]> for SliceMut<'a> {
-    fn from(values: &'a mut [f32]) -> Self {
-        Self::F32(values)
-    }
-}
-
-impl<'a> From<&'a mut Vec<f32>> for SliceMut<'a> {
-    fn from(values: &'a mut Vec<f32>) -> Self {
-        Self::F32(values)
+impl<'a, T: AsMut<[f32]> + ?Sized> From<&'a mut T> for SliceMut<'a> {
+    fn from(values: &'a mut T) -> Self {
+        Self::F32(values.as_mut())
     }
 }
