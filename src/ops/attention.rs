@@ -5,7 +5,7 @@
 //! (arXiv:2205.14135), so packed training, prefill in any chunking, and decode agree bitwise.
 
 pub use super::attention_shape::{AttentionShape, PAGE, PagedSequence, Span, pairs};
-use super::attention_shape::{check, check_heads, note, note_backward, note_pairs};
+use super::attention_shape::{check, check_heads, delta, note, note_backward, note_pairs};
 use super::ring_attention::Steps;
 use crate::device::cpu::attention::Rows;
 use crate::device::cuda::attention::SpanTable;
@@ -150,8 +150,7 @@ pub fn backward_packed(
             dv.data_mut(),
         ),
         Device::Cuda => {
-            let mut delta = lse.statistics(lse.rows(), lse.width());
-            cuda::attention_backward::delta(o.cuda(), d_o.cuda(), shape, delta.cuda_mut());
+            let delta = delta(o, d_o, lse, shape);
             let (inputs, slopes) = ([q, k, v].map(Tensor::cuda), [lse, &delta, d_o].map(Tensor::cuda));
             let gradients = [dk.cuda_mut(), dv.cuda_mut()];
             let table = packed.cuda(shape);

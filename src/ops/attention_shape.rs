@@ -1,7 +1,7 @@
 //! Shape checks of all kinds of attention.
 
 pub use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
-use crate::device::null;
+use crate::device::{cuda, null};
 use crate::tensor::Tensor;
 
 pub(super) fn check(name: &str, x: &Tensor, rows: usize, width: usize) {
@@ -16,6 +16,13 @@ pub(super) fn check_heads(shape: &AttentionShape) {
         shape.kv_heads
     );
     assert!(shape.window != Some(0), "attention: a window of 0 keys sees nothing");
+}
+
+/// The sum of d_o o of each row and head, on a GPU.
+pub(super) fn delta(o: &Tensor, d_o: &Tensor, lse: &Tensor, shape: &AttentionShape) -> Tensor {
+    let mut delta = lse.statistics(lse.rows(), lse.width());
+    cuda::attention_backward::delta(o.cuda(), d_o.cuda(), shape, delta.cuda_mut());
+    delta
 }
 
 /// (query, key) pairs of `tokens` queries behind `past` keys: query i sees past + i + 1 keys, at most `window`.

@@ -6,7 +6,7 @@
 //! o = exp(l0 - l) o0 + exp(l1 - l) o1 (arXiv:2205.14135, section 3.1). The order of the blocks shows in the last bits of
 //! f32; a GPU rounds to bf16 what it rounds without a ring: probabilities as factors, and o once, at the end.
 
-use super::attention_shape::{AttentionShape, Span, check, check_heads, note_backward, note_pairs};
+use super::attention_shape::{AttentionShape, Span, check, check_heads, delta, note_backward, note_pairs};
 use super::{residual, zigzag};
 use crate::device::cpu::attention::Rows;
 use crate::device::cuda::attention::SpanTable;
@@ -186,11 +186,7 @@ impl<'a> Backward<'a> {
         check("o", o, q.rows(), q.width());
         check("lse", lse, q.rows(), shape.heads);
         check("d_o", d_o, q.rows(), q.width());
-        let delta = (q.device() == Device::Cuda).then(|| {
-            let mut delta = lse.statistics(lse.rows(), lse.width());
-            cuda::attention_backward::delta(o.cuda(), d_o.cuda(), shape, delta.cuda_mut());
-            delta
-        });
+        let delta = (q.device() == Device::Cuda).then(|| delta(o, d_o, lse, shape));
         Self { q, o, lse, d_o, delta }
     }
 

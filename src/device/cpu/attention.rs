@@ -46,25 +46,14 @@ pub enum Rows<'a> {
 
 impl Rows<'_> {
     fn sequences(&self) -> Vec<Sequence<'_>> {
+        let of = |Span { row, tokens, past, key_row, keys }| Sequence { row, past, tokens, key_row, keys, blocks: &[] };
+        let whole = |ends: &[usize]| {
+            let (row, tokens) = (ends[0], ends[1] - ends[0]);
+            of(Span { row, tokens, past: 0, key_row: row, keys: tokens })
+        };
         match self {
-            Self::Packed(cu_seqlens) => {
-                let place = |ends: &[usize]| {
-                    let (row, tokens) = (ends[0], ends[1] - ends[0]);
-                    Sequence { row, past: 0, tokens, key_row: row, keys: tokens, blocks: &[] }
-                };
-                cu_seqlens.windows(2).map(place).collect()
-            }
-            Self::Spans(spans) => {
-                let place = |&Span { row, tokens, past, key_row, keys }| Sequence {
-                    row,
-                    past,
-                    tokens,
-                    key_row,
-                    keys,
-                    blocks: &[],
-                };
-                spans.iter().map(place).collect()
-            }
+            Self::Packed(cu_seqlens) => cu_seqlens.windows(2).map(whole).collect(),
+            Self::Spans(spans) => spans.iter().copied().map(of).collect(),
         }
     }
 
