@@ -7,30 +7,23 @@ use crate::tensor::Slice;
 
 /// One f64 sum per block of `block` values of `x` (the last may be shorter), each in one fixed order.
 pub fn sums_of_squares<'a>(x: impl Into<Slice<'a>>, block: usize) -> Vec<f64> {
-    assert!(block > 0, "norm::sums_of_squares: blocks of 0 values");
-    let x = x.into();
-    note(&x);
-    match x {
-        Slice::Cuda(x) => cuda::norm::sums_of_squares(x, block),
-        x => cpu::sums_of_squares(x.f32(), block),
-    }
-}
-
-/// For a plan: the pass over gradients that clipping asks for.
-fn note(x: &Slice) {
-    null::note(null::OPTIMIZER, 0.0, (size_of::<f32>() * x.len()) as f64);
+    sums_of_each(&[x.into()], block)
 }
 
 /// `sums_of_squares` of several runs on one device, one behind the other: a GPU is waited for once.
 pub fn sums_of_each(runs: &[Slice], block: usize) -> Vec<f64> {
+    assert!(block > 0, "norm::sums_of_squares: blocks of 0 values");
+    // For a plan: the pass over gradients that clipping asks for.
+    for run in runs {
+        null::note(null::OPTIMIZER, 0.0, (size_of::<f32>() * run.len()) as f64);
+    }
     if !matches!(runs.first(), Some(Slice::Cuda(_))) {
-        return runs.iter().flat_map(|&run| sums_of_squares(run, block)).collect();
+        return runs.iter().flat_map(|run| cpu::sums_of_squares(run.f32(), block)).collect();
     }
     let blocks: usize = runs.iter().map(|run| run.len().div_ceil(block)).sum();
     let mut sums = Memory::scratch(blocks * size_of::<f64>());
     let mut first = 0;
     for run in runs {
-        note(run);
         cuda::norm::sums_into(run.cuda(), block, &mut sums, first);
         first += run.len().div_ceil(block);
     }
