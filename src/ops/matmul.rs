@@ -104,18 +104,7 @@ pub(super) fn backward_weight_rows(dy: &[f32], x: &[f32], m: usize, n: usize, k:
 /// y[m][n] (+)= (sum_k x[m][k] W[n][k]) + bias[n]; one ascending-k chain of fused multiply-adds per output.
 /// W in panel layout, f32 or bf16 (then x is rounded to bf16, accumulation is f32).
 pub fn forward(x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor, into: Into) {
-    check_forward(x, &w, bias, y);
-    note(x.rows(), &w);
-    match x.device() {
-        Device::Cpu => {
-            let addend = if into == Into::Add { cpu::Addend::Result } else { cpu::Addend::Nothing };
-            forward_rows(x.data(), x.rows(), &panels(FORWARD, &w), bias.map(Slice::f32), y.data_mut(), addend);
-        }
-        Device::Cuda => {
-            let (w, bias) = (rows(FORWARD, &w), bias.map(Slice::cuda));
-            cuda::matmul::forward(matrix(x), w, bias, matrix_mut(y), into == Into::Add);
-        }
-    }
+    product(x, w, bias, y, None, into);
 }
 
 /// y[m][n] = c[m][n] + ((sum_k x[m][k] W[n][k]) + bias[n]): the residual stream where what it held is kept. The bits are those of
@@ -125,17 +114,29 @@ pub fn forward(x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor, into:
 /// # Panics
 /// If shapes, devices or dtypes do not go together.
 pub fn forward_onto(c: &Tensor, x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor) {
-    check_forward(x, &w, bias, y);
     check(FORWARD, "c", c, x.rows(), w.n);
+    product(x, w, bias, y, Some(c), Into::Overwrite);
+}
+
+/// `forward_onto` where there is c, else `forward`.
+fn product(x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor, c: Option<&Tensor>, into: Into) {
+    check_forward(x, &w, bias, y);
     note(x.rows(), &w);
     match x.device() {
         Device::Cpu => {
-            let (w, bias) = (panels(FORWARD, &w), bias.map(Slice::f32));
-            forward_rows(x.data(), x.rows(), &w, bias, y.data_mut(), cpu::Addend::Values(c.data()));
+            let addend = match c {
+                Some(c) => cpu::Addend::Values(c.data()),
+                None if into == Into::Add => cpu::Addend::Result,
+                None => cpu::Addend::Nothing,
+            };
+            forward_rows(x.data(), x.rows(), &panels(FORWARD, &w), bias.map(Slice::f32), y.data_mut(), addend);
         }
         Device::Cuda => {
             let (w, bias) = (rows(FORWARD, &w), bias.map(Slice::cuda));
-            cuda::matmul::forward_onto(matrix(c), matrix(x), w, bias, matrix_mut(y));
+            match c {
+                Some(c) => cuda::matmul::forward_onto(matrix(c), matrix(x), w, bias, matrix_mut(y)),
+                None => cuda::matmul::forward(matrix(x), w, bias, matrix_mut(y), into == Into::Add),
+            }
         }
     }
 }

@@ -164,10 +164,6 @@ fn run_all(products: &[Product], level: Level) {
 }
 
 impl Product<'_> {
-    fn run(&self, level: Level) {
-        run_all(std::slice::from_ref(self), level);
-    }
-
     /// One block of rows over one panel (or two).
     fn task(&self, level: Level, cut: Cut, block: usize, group: usize) {
         let (start, end) = (block * self.m / cut.blocks, (block + 1) * self.m / cut.blocks);
@@ -362,7 +358,7 @@ pub fn backward_input(
             transpose_panels(level, w, chunk, bytemuck::cast_slice_mut(turned));
             turned
         });
-        Product {
+        let product = Product {
             arithmetic,
             m,
             n: w.k,
@@ -375,8 +371,8 @@ pub fn backward_input(
             continued: add || start > 0,
             bias: None,
             addend: Addend::Nothing,
-        }
-        .run(level);
+        };
+        run_all(&[product], level);
     }
 }
 
