@@ -41,8 +41,8 @@ enum Laid<'a> {
 impl<'a> Keys<'a> {
     fn laid(&self) -> Laid<'a> {
         match self {
-            Self::Packed { cu_seqlens } => Laid::Packed(Packed::new(cu_seqlens)),
-            Self::Paged { sequences, .. } => Laid::Paged(Paged::new(sequences)),
+            Self::Packed { cu_seqlens } => Laid::Packed(Packed::from(*cu_seqlens)),
+            Self::Paged { sequences, .. } => Laid::Paged(Paged::from(*sequences)),
         }
     }
 }
@@ -245,7 +245,7 @@ impl Transformer {
     ) {
         let (x, rstd) = saved.last.take().expect("the forward filled what the backward needs");
         let mut dx = x.zeros_like(x.rows(), x.width());
-        let packed = &Packed::new(cu_seqlens);
+        let packed = &Packed::from(cu_seqlens);
         let positions = &Indices::on(x.device(), &saved.positions);
         let last = self.last_unit();
         grads.begin(last);

@@ -46,11 +46,7 @@ pub struct Packed<'a> {
     steps: Tables<Steps>,
 }
 
-impl<'a> Packed<'a> {
-    pub fn new(cu_seqlens: &'a [usize]) -> Self {
-        Self { cu_seqlens, tables: Tables::default(), steps: Tables::default() }
-    }
-
+impl Packed<'_> {
     fn cuda(&self, shape: &AttentionShape) -> Arc<SpanTable> {
         self.tables.of(shape, || SpanTable::packed(self.cu_seqlens, shape))
     }
@@ -67,7 +63,7 @@ impl<'a> Packed<'a> {
 
 impl<'a> From<&'a [usize]> for Packed<'a> {
     fn from(cu_seqlens: &'a [usize]) -> Self {
-        Self::new(cu_seqlens)
+        Self { cu_seqlens, tables: Tables::default(), steps: Tables::default() }
     }
 }
 
@@ -224,10 +220,6 @@ enum Source<'a> {
 }
 
 impl<'a> Paged<'a> {
-    pub fn new(sequences: &'a [PagedSequence<'a>]) -> Self {
-        Self { source: Source::Host(sequences), tables: Tables::default() }
-    }
-
     /// The first `rows` sequences of tables that only the GPU reads; with `longest`, decoding is split for contexts of up to
     /// as many tokens.
     pub fn on_gpu(tables: &'a decode::DecodeState, rows: usize, longest: Option<usize>) -> Self {
@@ -269,7 +261,7 @@ impl<'a> Paged<'a> {
 
 impl<'a> From<&'a [PagedSequence<'a>]> for Paged<'a> {
     fn from(sequences: &'a [PagedSequence<'a>]) -> Self {
-        Self::new(sequences)
+        Self { source: Source::Host(sequences), tables: Tables::default() }
     }
 }
 
