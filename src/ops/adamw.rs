@@ -1,8 +1,7 @@
 //! AdamW with decoupled weight decay (arXiv:1711.05101), fused over flat slices.
 
 pub use crate::device::cpu::adamw::Update;
-use crate::device::cuda::adamw::Decays;
-use crate::device::{Device, cpu, null};
+use crate::device::{cpu, null};
 
 /// m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p -= lr (m/bias1 / (sqrt(v/bias2) + eps) + weight_decay p)
 ///
@@ -18,12 +17,4 @@ pub fn step(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], update: &Upd
     );
     null::note(null::OPTIMIZER, 0.0, (28 * len) as f64);
     cpu::adamw::step(p, g, m, v, update, weight_decay);
-}
-
-/// What kernels of a GPU take of parts (end, weight decay) of a run, ends ascending; nothing on the CPU.
-pub fn decays(device: Device, parts: &[(usize, f32)]) -> Option<Decays> {
-    match device {
-        Device::Cpu => None,
-        Device::Cuda => Some(Decays::of(parts)),
-    }
 }

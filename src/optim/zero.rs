@@ -80,7 +80,8 @@ impl Zero {
         let decay = |is| if is { config.weight_decay as f32 } else { 0.0 };
         let of =
             |parts: &Vec<Part<bool>>| parts.iter().map(|part| (part.range.end, decay(part.is))).collect::<Vec<_>>();
-        let decays = parts.iter().filter_map(|parts| ops::adamw::decays(device, &of(parts))).collect();
+        let of_gpu = if device == Device::Cuda { &parts[..] } else { &[] };
+        let decays = of_gpu.iter().map(|parts| Decays::of(&of(parts))).collect();
         Self {
             config: config.clone(),
             parts,
