@@ -76,29 +76,24 @@ pub fn forward_rows(
     forward(&Forward { q, keys: Keys::Packed { k, v }, sequences, shape, o, lse, merge });
 }
 
-pub fn forward_paged(
+pub fn forward_paged<'a>(
     q: &[f32],
     keys: &[f32],
     values: &[f32],
-    sequences: &[PagedSequence],
+    sequences: &[PagedSequence<'a>],
     shape: &AttentionShape,
     o: &mut [f32],
 ) {
-    let sequences = paged(sequences);
-    let o = Shares::new(o);
-    let keys = Keys::Paged { keys, values };
-    forward(&Forward { q, keys, sequences: &sequences, shape, o, lse: None, merge: false });
-}
-
-fn paged<'a>(sequences: &[PagedSequence<'a>]) -> Vec<Sequence<'a>> {
     let mut next = 0;
-    let place = sequences.iter().map(|sequence| {
-        let PagedSequence { past, tokens, blocks } = *sequence;
+    let place = |&PagedSequence { past, tokens, blocks }: &PagedSequence<'a>| {
         let row = next;
         next += tokens;
         Sequence { row, past, tokens, key_row: 0, keys: past + tokens, blocks }
-    });
-    place.collect()
+    };
+    let sequences: Vec<_> = sequences.iter().map(place).collect();
+    let o = Shares::new(o);
+    let keys = Keys::Paged { keys, values };
+    forward(&Forward { q, keys, sequences: &sequences, shape, o, lse: None, merge: false });
 }
 
 /// Cuts the rows into tiles, and the tiles into shares of equal work.
