@@ -3,9 +3,8 @@
 use super::Config;
 use super::job::KINDS_TO_COME;
 use crate::error::{Error, Result};
-use crate::sys::files;
 use serde::Deserialize;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
 /// Reads `path`, applies the overrides in order, checks every key, and makes paths absolute to the job file's folder.
@@ -20,7 +19,9 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
         _ => Error::io("read", path, &e),
     })?;
     let mut config = parse(&text, overrides).map_err(|e| e.within(path.display()))?;
-    config.resolve_paths(files::parent(path));
+    let base =
+        path.parent().filter(|p| !p.as_os_str().is_empty()).map_or_else(|| PathBuf::from("."), Path::to_path_buf);
+    config.resolve_paths(&base);
     Ok(config)
 }
 
