@@ -57,7 +57,8 @@ impl World {
         }
         let mine = Member { world_rank: rank, host: host::name() };
         let lonely = (0..size).map(|world_rank| Member { world_rank, ..mine.clone() }).collect();
-        let hosts: Vec<String> = records::gather(&Group::over("world", comm, lonely), &[mine.host.clone()])?;
+        let hosts: Vec<String> =
+            records::gather(&Group::over("world", comm, lonely), std::slice::from_ref(&mine.host))?;
         let members = hosts.iter().enumerate().map(|(world_rank, host)| Member { world_rank, host: host.clone() });
         let group = Group::over("world", comm, members.collect());
         let on_this_host = |ranks: &[String]| ranks.iter().filter(|h| **h == mine.host).count();

@@ -450,7 +450,9 @@ impl Scheduler {
     fn drop_prefix(&mut self, group: usize) -> bool {
         let prefix = &mut self.groups[group].prefix;
         let Prefix::Ready(pages) = prefix else { return false };
-        pages.iter().for_each(|page| self.pool.release(*page));
+        for page in pages.iter() {
+            self.pool.release(*page);
+        }
         *prefix = Prefix::Absent;
         true
     }

@@ -18,12 +18,12 @@ pub struct RolloutWeights {
     all: Group,
 }
 
-/// Weights that were gathered for a phase.
+/// Weights that were whole for a phase.
 pub struct Gathered<'a> {
     transformer: &'a Transformer,
     training: &'a Weights,
     /// None where those of training are used in place.
-    gathered: Option<Weights>,
+    whole: Option<Weights>,
     /// Bytes that the rank received that received the most.
     pub moved: Option<f64>,
 }
@@ -45,15 +45,15 @@ impl RolloutWeights {
     /// Ranks decode different numbers of tokens, so that none can wait for another's weights in between: those that training shards
     /// or cuts otherwise are brought together here, once. All ranks of the actor call this.
     pub fn gather<'a>(&'a self, actor: &'a Role, phases: &mut Phases) -> Gathered<'a> {
-        let gathered = self.reshard.as_ref().map(|reshard| {
+        let whole = self.reshard.as_ref().map(|reshard| {
             let gather = || owned_by("rollout weights", || reshard.weights(&actor.weights));
             let (weights, bytes) = phases.time(Phase::Reshard, gather);
             let mut received = [bytes as f64];
             self.all.all_reduce_max_f64(&mut received);
             (weights, received[0])
         });
-        let (gathered, moved) = gathered.unzip();
-        Gathered { transformer: self.transformer(actor), training: &actor.weights, gathered, moved }
+        let (whole, moved) = whole.unzip();
+        Gathered { transformer: self.transformer(actor), training: &actor.weights, whole, moved }
     }
 
     /// Bytes of weights that a rank holds in addition to those of training while it samples.
@@ -70,7 +70,7 @@ impl RolloutWeights {
 impl Gathered<'_> {
     /// The model that samples, without a tokenizer.
     pub fn model(&self) -> Model<'_> {
-        let weights = self.gathered.as_ref().unwrap_or(self.training);
+        let weights = self.whole.as_ref().unwrap_or(self.training);
         Model { transformer: self.transformer, weights, tokenizer: None }
     }
 }

@@ -89,7 +89,9 @@ impl Update<'_> {
         microbatch: impl Fn(&Self, &mut Learner, &[&Experience], Totals) -> Sums,
     ) -> Sums {
         let mut totals = Totals::default();
-        samples.iter().for_each(|sample| totals.add_mask(&sample.mask));
+        for sample in samples {
+            totals.add_mask(&sample.mask);
+        }
         let tokens_max = self.config.ppo.microbatch_tokens_max;
         let lengths: Vec<usize> = samples.iter().map(|sample| sample.length()).collect();
         accumulate(learner, self.axes, &lengths, tokens_max, |learner, rows| {
@@ -233,6 +235,6 @@ impl PolicyBatch {
     fn tokens<'a>(&'a self, range: Range<usize>, logprobs: &'a [f32], entropy: &'a [f32]) -> PolicyTokens<'a> {
         let part = |x: &'a Vec<f32>| if x.is_empty() { &x[..] } else { &x[range.clone()] };
         let [old_logprobs, ref_logprobs, advantages, factors, weights] = self.columns.each_ref().map(part);
-        PolicyTokens { logprobs, entropy, old_logprobs, advantages, ref_logprobs, factors, weights }
+        PolicyTokens { logprobs, old_logprobs, advantages, ref_logprobs, entropy, factors, weights }
     }
 }
