@@ -49,6 +49,5 @@ fn sequences_of_different_runs_are_joined_each_for_itself() {
 
 #[test]
 fn no_order_of_threads_shows_in_rows_of_several_runs() {
-    let batch = Batch::new(&shape(9, 1, 32, None), &[RUN + 33]);
-    in_every_order(|| agree(&batch, 35));
+    in_every_order(|| agree(&Batch::new(&shape(9, 1, 32, None), &[RUN + 33]), 35));
 }
