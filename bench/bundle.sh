@@ -58,6 +58,7 @@ chmod 755 "$out"/mpi/bin/*
 rm -rf "$out/wheel" "$out/unpacked" "$out/mpi/include" "$out/mpi/lib/libmpi.so"
 
 cp jobs/quickstart/{model.json,ppo.toml,sft.toml} "$out/quickstart/"
+python3 jobs/quickstart/corpus.py --rows 4000 --seed 1 --out "$out/quickstart/work/arithmetic.jsonl"
 cp bench/peers/gpu.py tests/gpu_verbs.sh "$out/"
 install -m 755 tests/gpu.sh "$out/gpu.sh"
 

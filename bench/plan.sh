@@ -133,7 +133,7 @@ measure() { # name ranks model kind overrides...; sets predicted_b predicted_s p
 }
 
 if [ ! -d tokenizer ]; then
-  "$ours" corpus --rows 2000 --seed 1 --out corpus.jsonl
+  python3 "$root/jobs/quickstart/corpus.py" --rows 2000 --seed 1 --out corpus.jsonl
   "$ours" tokenizer corpus.jsonl --vocabulary 264 --out tokenizer
 fi
 if [ ! -f rows.jsonl ]; then

@@ -34,7 +34,7 @@ prepare() {
  "max_position_embeddings": 1024, "tie_word_embeddings": false, "torch_dtype": "float32",
  "bos_token_id": 0, "eos_token_id": 1}
 JSON
-  "$ours" corpus --rows 2000 --seed 1 --out corpus.jsonl
+  python3 "$root/jobs/quickstart/corpus.py" --rows 2000 --seed 1 --out corpus.jsonl
   "$ours" tokenizer corpus.jsonl --vocabulary 264 --out tokenizer
   "$ours" init --config config.json --tokenizer tokenizer --out model
   local text

@@ -10,7 +10,7 @@ pub enum Purpose {
     Init = 2,
     Shuffle = 3,
     Split = 4,
-    Corpus = 5,
+    Synthetic = 5,
 }
 
 /// Ten rounds of Philox 4x32 on `counter` under `key`.

@@ -227,9 +227,8 @@ memcheck() {
 
 prepare() {
     cp -r "$here/quickstart" "$work/"
-    cd "$work/quickstart" && mkdir -p work || return 1
-    "$here/rlhf-hpc" corpus --rows 4000 --seed 1 --out work/arithmetic.jsonl &&
-        "$here/rlhf-hpc" tokenizer work/arithmetic.jsonl --vocabulary 264 --out work/tokenizer &&
+    cd "$work/quickstart" || return 1
+    "$here/rlhf-hpc" tokenizer work/arithmetic.jsonl --vocabulary 264 --out work/tokenizer &&
         "$here/rlhf-hpc" shard work/arithmetic.jsonl --tokenizer work/tokenizer --out work/shards/questions \
             --response-key demonstration --label-key answer --split-field split &&
         "$here/rlhf-hpc" init --config model.json --tokenizer work/tokenizer --out work/base --seed 1

@@ -37,7 +37,7 @@ small() { # NAME RANKS SETTINGS...: two steps of PPO on the quickstart's model
 
 all() {
   mkdir -p work
-  "$bin" corpus --rows 3000 --seed 1 --out work/arithmetic.jsonl >>"$log" 2>&1
+  python3 "$root/jobs/quickstart/corpus.py" --rows 3000 --seed 1 --out work/arithmetic.jsonl >>"$log" 2>&1
   "$bin" tokenizer work/arithmetic.jsonl --vocabulary 264 --out work/tokenizer >>"$log" 2>&1
   "$bin" shard work/arithmetic.jsonl --tokenizer work/tokenizer --out work/shards/questions \
     --response-key demonstration --label-key answer --split-field split >>"$log" 2>&1

@@ -15,7 +15,7 @@ say() { printf '\n== %s\n' "$*"; }
 
 if [ ! -f work/shards/questions.idx ]; then
   say "a corpus, a tokenizer, shards"
-  "$RLHF_HPC" corpus --rows 12000 --seed 1 --out work/arithmetic.jsonl
+  python3 corpus.py --rows 12000 --seed 1 --out work/arithmetic.jsonl
   shuf -n 4 --random-source=<(yes) work/arithmetic.jsonl
   "$RLHF_HPC" tokenizer work/arithmetic.jsonl --vocabulary 264 --out work/tokenizer
   "$RLHF_HPC" shard work/arithmetic.jsonl --tokenizer work/tokenizer --out work/shards/questions \

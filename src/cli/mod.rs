@@ -1,7 +1,6 @@
 //! Argument parsing and dispatch: a file per verb.
 
 pub mod bench;
-pub mod corpus;
 mod device;
 pub mod export;
 pub mod generate;
@@ -39,7 +38,6 @@ enum Verb {
     Plan(plan::Args),
     Init(init::Args),
     Shard(shard::Args),
-    Corpus(corpus::Args),
     Tokenizer(tokenizer::Args),
     Generate(generate::Args),
     Logprobs(logprobs::Args),
@@ -156,7 +154,6 @@ fn dispatch(verb: Verb) -> Result<()> {
         _ if !rows::is_worker() => Ok(()),
         Verb::Init(args) => init::run(&args),
         Verb::Shard(args) => shard::run(&args),
-        Verb::Corpus(args) => corpus::run(&args),
         Verb::Tokenizer(args) => tokenizer::run(&args),
         Verb::Export(args) => export::run(&args),
         Verb::Bench(args) => bench::run(&args),

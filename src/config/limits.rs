@@ -23,8 +23,6 @@ pub const THREADS_MAX: usize = 4096;
 pub const TOKENS_MAX: usize = 1 << 27;
 /// Tokens that a model may know.
 pub const VOCABULARY_MAX: usize = 1 << 24;
-/// Rows of a corpus that is made.
-pub const ROWS_MAX: usize = 100_000_000;
 /// A petabyte.
 pub(super) const BYTES: f64 = 1_125_899_906_842_624.0;
 pub(super) const YEAR_S: f64 = 31_536_000.0;

@@ -80,7 +80,7 @@ mod tests {
 
     /// 1024 rows, log-normal with median 300 and sigma 0.9, cut at 2048.
     fn heavy_tailed() -> Vec<usize> {
-        let rng = Rng::new(7, Purpose::Corpus);
+        let rng = Rng::new(7, Purpose::Synthetic);
         let normal = |i: u32| f64::from(rng.normal_pair([i, 0, 0, 0])[0]);
         (0..1024).map(|i| ((300.0f64.ln() + 0.9 * normal(i)).exp() as usize).clamp(8, 2048)).collect()
     }

@@ -1,7 +1,6 @@
 //! Rows of text to prompts and demonstrations: token shards, splits, order, packing, and the ledger of all rows.
 
 mod ahead;
-pub mod arithmetic;
 pub mod balance;
 mod cut;
 mod encode;

@@ -2,6 +2,7 @@
 
 mod binary;
 pub mod command;
+mod corpus;
 mod data;
 mod fixture;
 mod keys;

@@ -3,20 +3,8 @@
 use super::fixture::Fixture;
 use std::path::Path;
 
-const VERBS: [&str; 12] = [
-    "run",
-    "plan",
-    "init",
-    "shard",
-    "corpus",
-    "tokenizer",
-    "generate",
-    "logprobs",
-    "reward",
-    "export",
-    "bench",
-    "info",
-];
+const VERBS: [&str; 11] =
+    ["run", "plan", "init", "shard", "tokenizer", "generate", "logprobs", "reward", "export", "bench", "info"];
 
 fn run(arguments: &[&str]) -> crate::process::Ended {
     super::command::run(Path::new("/"), arguments)
@@ -75,7 +63,6 @@ const REFUSED: &[(&str, i32, &[&str], &str)] = &[
         "",
     ),
     ("shard --tokenizer model --out x", 2, &["at least one input file"], ""),
-    ("corpus --out c.jsonl --digits 0", 2, &["digits"], ""),
     ("tokenizer rows.jsonl --vocabulary 10 --out x", 2, &["10"], ""),
     // Inputs that do not exist.
     ("generate --model model --input nosuch", 74, &["cannot", "nosuch", "No such file"], ""),

@@ -1,7 +1,6 @@
 //! Tests of tokens, shards, splits, order and the account of rows.
 
 mod chat;
-mod corpus;
 mod fixture;
 mod rows;
 mod shard;

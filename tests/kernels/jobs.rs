@@ -183,7 +183,9 @@ pub fn assert_near(what: &str, got: &[Value], want: &[Value], keys: &[&str], (sh
 
 /// Writes rows, a tokenizer, a model of `config` as "model", and the jobs sft.toml and ppo.toml.
 pub fn prepare(dir: &Path, config: &str) {
-    rlhf_hpc(dir, &["corpus", "--rows", "200", "--seed", "1", "--out", "rows.jsonl"]);
+    let mut corpus = Command::new("python3");
+    corpus.args(["-c", include_str!("../../jobs/quickstart/corpus.py"), "--rows", "200", "--seed", "1"]);
+    well(corpus.current_dir(dir).args(["--out", "rows.jsonl"]));
     rlhf_hpc(dir, &["tokenizer", "rows.jsonl", "--vocabulary", "264", "--out", "tokenizer"]);
     for (name, text) in [("model.json", config), ("sft.toml", SFT), ("ppo.toml", PPO)] {
         std::fs::write(dir.join(name), text).expect("a file");

@@ -21,7 +21,7 @@ const TOLERANCE: f64 = 1e-5;
 /// A batch with everything that losses read, of such prompts and responses; numbers of plausible sizes that no two tokens
 /// share.
 pub fn samples(lengths: &[(usize, usize)]) -> Vec<Experience> {
-    let rng = Rng::new(23, Purpose::Corpus);
+    let rng = Rng::new(23, Purpose::Synthetic);
     let mut samples = Vec::new();
     for (i, &(prompt, response)) in lengths.iter().enumerate() {
         let token = |at| 3 + rng.below(94, [i as u32, at as u32, 0, 0]) as u32;

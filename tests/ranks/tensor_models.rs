@@ -110,7 +110,7 @@ impl Side {
 
 /// Sequences of random tokens, of which some predict nothing.
 pub fn row(arch: &Arch, lengths: &[usize]) -> PackedRow {
-    let rng = Rng::new(11, Purpose::Corpus);
+    let rng = Rng::new(11, Purpose::Synthetic);
     let mut row = PackedRow::new();
     for (i, &length) in lengths.iter().enumerate() {
         let token = |at| 3 + rng.below(arch.vocabulary as u64 - 3, [i as u32, at as u32, 0, 0]) as u32;

@@ -24,8 +24,8 @@ fn make_place() -> PathBuf {
         "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "initializer_range": 0.2, "tie_word_embeddings": false, "bos_token_id": 1, "eos_token_id": 0}"#;
     std::fs::write(place.join("config.json"), config).expect("writes");
+    crate::process::corpus(&place, "--out rows.jsonl --rows 120 --eval-rows 8 --digits 1");
     for verb in [
-        "corpus --out rows.jsonl --rows 120 --eval-rows 8 --digits 1",
         "tokenizer rows.jsonl --vocabulary 264 --out tokenizer",
         "init --config config.json --tokenizer tokenizer --out model",
         "shard rows.jsonl --tokenizer tokenizer --out questions --label-key answer --split-field split",

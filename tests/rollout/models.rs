@@ -34,7 +34,7 @@ pub fn llama() -> Tiny {
 
 /// Prompts of the given lengths, with random tokens.
 pub fn prompts(lengths: &[usize]) -> Vec<Prompt> {
-    let rng = Rng::new(5, Purpose::Corpus);
+    let rng = Rng::new(5, Purpose::Synthetic);
     let token = |i: usize, j: usize| 3 + rng.below(VOCABULARY as u64 - 3, [i as u32, j as u32, 0, 0]) as u32;
     let prompt = |(i, &n): (usize, &usize)| Prompt {
         id: 100 + i as u64,

@@ -60,7 +60,7 @@ pub fn sources(given: Option<&Path>) -> Result<Vec<Source>> {
 
 /// `n` random tokens of row `row`, none of the first three (special ones).
 pub fn tokens(n: usize, row: usize, vocabulary: usize) -> Vec<u32> {
-    let rng = Rng::new(SEED, Purpose::Corpus);
+    let rng = Rng::new(SEED, Purpose::Synthetic);
     let first = 3.min(vocabulary - 1);
     (0..n)
         .map(|i| (first as u64 + rng.below((vocabulary - first) as u64, [i as u32, row as u32, 0, 0])) as u32)
