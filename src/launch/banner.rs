@@ -6,9 +6,11 @@ use super::layout::{Expected, Layout, Swap, describe_zero};
 use super::run::Run;
 use crate::config;
 use crate::config::mesh::Placement;
+use crate::device::cpu::pool::pool;
 use crate::device::{self, Device};
 use crate::error::format_bytes;
-use crate::metrics::{Banner, BannerModel};
+use crate::metrics::count;
+use std::path::Path;
 
 /// What a method needs in addition to its models.
 #[derive(Default)]
@@ -19,30 +21,40 @@ pub struct Needs {
 }
 
 impl Run {
-    pub fn banner(&mut self, steps: u64, resumed_from: Option<u64>, models: Vec<BannerModel>, needs: Needs) {
+    /// Shows what runs where. Of each model its role, its parameters and its directory.
+    pub fn banner(&mut self, steps: u64, resumed_from: Option<u64>, models: &[(&str, usize, &Path)], needs: Needs) {
+        let (config, ranks, threads) = (&self.config, self.ranks.world.size, pool().threads());
         let hosts = gpu::alike(&self.ranks.world.hosts).into_iter();
+        let hosts: Vec<String> = hosts.map(|(name, ranks)| format!("{name} x {}", ranks.len())).collect();
+        let plural = if hosts.len() == 1 { "" } else { "s" };
         let devices = match self.device {
             Device::Cpu => vec![device::describe()],
             Device::Cuda => gpu::describe(&self.ranks.all),
         };
-        let notes = self.notes().into_iter().chain(needs.notes).chain(self.describe_rollouts(needs.rollouts)).collect();
+        let mut rows = vec![
+            row("ranks", format!("{ranks} on {} host{plural}: {}", hosts.len(), hosts.join(", "))),
+            row("threads", format!("{threads} per rank, {} in all", threads * ranks)),
+        ];
+        rows.extend(labelled("devices", [devices, self.device_rows.clone()].concat()));
+        rows.extend(labelled("mesh", self.of_placements(|layout| layout.mesh.to_string())));
+        let sizes: Vec<String> = models.iter().map(|(_, parameters, _)| count(*parameters as f64)).collect();
+        let columns = sizes.iter().map(String::len).max().unwrap_or(0);
+        for ((role, _, dir), size) in models.iter().zip(&sizes) {
+            let dtype = config.model.dtype().name();
+            rows.push(row(role, format!("{size:>columns$} parameters, {dtype}  {}", dir.display())));
+        }
         let Expected { taken, groups, .. } = self.expected_of_fullest().cloned().unwrap_or_default();
-        self.recorder.banner(&Banner {
-            job_kind: config::name(&self.config.job.kind),
-            job_name: self.config.job.name.clone(),
-            run_dir: self.config.job.dir.display().to_string(),
-            seed: self.config.job.seed,
-            steps,
-            resumed_from,
-            hosts: hosts.map(|(name, ranks)| (name.clone(), ranks.len())).collect(),
-            threads_per_rank: device::cpu::pool::pool().threads(),
-            devices: [devices, self.device_rows.clone()].concat(),
-            meshes: self.of_placements(|layout| layout.mesh.to_string()),
-            models,
-            memory_planned: taken,
-            memory: groups.into_iter().map(|(name, bytes)| (name.to_string(), bytes as u64)).collect(),
-            notes,
-        });
+        if !groups.is_empty() {
+            let parts = groups.iter().map(|(name, bytes)| format!("{name} {}", format_bytes(*bytes as u64)));
+            let parts = parts.collect::<Vec<_>>().join(", ");
+            rows.push(row("memory", format!("{} planned per rank: {parts}", format_bytes(taken))));
+        }
+        rows.extend(self.notes().into_iter().chain(needs.notes).chain(self.describe_rollouts(needs.rollouts)));
+        let from = resumed_from.map_or(String::new(), |step| format!(", resumed from step {step}"));
+        let (dir, seed) = (config.job.dir.display(), config.job.seed);
+        rows.push(row("run", format!("{dir}, {steps} steps, seed {seed}{from}")));
+        let job = format!("{} {}", config::name(&config.job.kind), config.job.name);
+        self.recorder.banner(&job, steps, resumed_from, &rows);
     }
 
     /// `describe` of each placement's layout; with its roles where there are several.
@@ -68,16 +80,15 @@ impl Run {
             every => format!("every {every} steps"),
         };
         let description = format!("at most {} on the disk for {every}, {kept}", format_bytes(rollout_bytes));
-        (rollout_bytes > 0).then(|| ("rollouts.h5".to_string(), description))
+        (rollout_bytes > 0).then(|| row("rollouts.h5", description))
     }
 
     fn notes(&self) -> Vec<(String, String)> {
-        let stages = self.of_placements(|layout| describe_zero(&layout.mesh, layout.zero)).into_iter().enumerate();
-        let mut notes: Vec<(String, String)> =
-            stages.map(|(i, description)| (if i == 0 { "zero" } else { "" }.to_string(), description)).collect();
+        let stages = self.of_placements(|layout| describe_zero(&layout.mesh, layout.zero));
+        let mut notes: Vec<(String, String)> = labelled("zero", stages).collect();
         if let Some(GemmChoice { description, measured, .. }) = &self.gemm {
-            notes.push(("gemm".to_string(), description.clone()));
-            notes.extend(measured.map(|times| ("measured".to_string(), times.describe())));
+            notes.push(row("gemm", description.clone()));
+            notes.extend(measured.map(|times| row("measured", times.describe())));
         }
         if self.device == Device::Cuda && self.ranks.layout().swap != Swap::default() {
             let waiting = match (self.ranks.layout().swap.optimizer, self.ranks.layout().swap.roles) {
@@ -86,9 +97,17 @@ impl Run {
                 _ => "weights of idle roles",
             };
             let pinned = self.plan.expected.iter().flatten().map(|expected| expected.host).max().unwrap_or(0);
-            let description = format!("{waiting}, {} of the host's memory pinned", format_bytes(pinned as u64));
-            notes.push(("host".to_string(), description));
+            notes.push(row("host", format!("{waiting}, {} of the host's memory pinned", format_bytes(pinned as u64))));
         }
         notes
     }
+}
+
+fn row(label: &str, value: String) -> (String, String) {
+    (label.to_string(), value)
+}
+
+/// A row for each value; the first one has the label.
+fn labelled(label: &str, values: Vec<String>) -> impl Iterator<Item = (String, String)> {
+    values.into_iter().enumerate().map(move |(i, value)| row(if i == 0 { label } else { "" }, value))
 }

@@ -1,6 +1,6 @@
 //! Numbers and foreign text in a fixed number of columns.
 
-use unicode_width::UnicodeWidthChar;
+use console::{measure_text_width, truncate_str};
 
 /// `x` in at most 7 columns with 4 significant digits: `0.4123`, `12.41`, `-3.1e-5`, `1.2e9`.
 pub fn number(x: f64) -> String {
@@ -39,20 +39,6 @@ pub fn grouped(n: u64) -> String {
     indicatif::HumanCount(n).to_string()
 }
 
-/// Bytes in binary units: `640 B`, `1.5 MiB`, `12 GiB`.
-pub fn bytes(n: u64) -> String {
-    let mut size = n as f64;
-    let mut unit = "B";
-    for next in ["KiB", "MiB", "GiB", "TiB"] {
-        if size < 1023.5 {
-            break;
-        }
-        size /= 1024.0;
-        unit = next;
-    }
-    if unit == "B" || size >= 9.95 { format!("{size:.0} {unit}") } else { format!("{size:.1} {unit}") }
-}
-
 /// Seconds as people say them: `0.42 s`, `12.3 s`, `4 min 05 s`, `3 h 12 min`.
 pub fn duration(seconds: f64) -> String {
     let whole = seconds.round() as u64;
@@ -83,37 +69,12 @@ fn is_invisible(c: char) -> bool {
         | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
-pub fn width(text: &str) -> usize {
-    text.chars().map(|c| c.width().unwrap_or(0)).sum()
-}
-
-/// `text` in at most `columns` columns; `…` stands for what did not fit.
-pub fn limit(text: &str, columns: usize) -> String {
-    if width(text) <= columns {
-        return text.to_owned();
-    }
-    let mut out = String::new();
-    let mut used = 0;
-    for c in text.chars() {
-        let w = c.width().unwrap_or(0);
-        if used + w + 1 > columns {
-            break;
-        }
-        used += w;
-        out.push(c);
-    }
-    if columns > 0 {
-        out.push('…');
-    }
-    out
-}
-
 /// The words of `text` in lines of at most `columns` columns; a word that is longer has a line of its own, whole.
 pub fn wrapped(text: &str, columns: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split(' ') {
         match lines.last_mut() {
-            Some(line) if width(line) + 1 + width(word) <= columns => {
+            Some(line) if measure_text_width(line) + 1 + measure_text_width(word) <= columns => {
                 line.push(' ');
                 line.push_str(word);
             }
@@ -126,7 +87,7 @@ pub fn wrapped(text: &str, columns: usize) -> Vec<String> {
 /// The end of `text` in at most `columns` columns; `…` stands for what came before.
 pub fn limit_to_end(text: &str, columns: usize) -> String {
     let reversed: String = text.chars().rev().collect();
-    limit(&reversed, columns).chars().rev().collect()
+    truncate_str(&reversed, columns, "…").chars().rev().collect()
 }
 
 const BLOCKS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
@@ -169,23 +130,10 @@ mod tests {
     }
 
     #[test]
-    fn counts_bytes_and_durations_read_naturally() {
+    fn counts_and_durations_read_naturally() {
         assert_eq!([950.0, 999.7, 12345.0, 5.24e6, 7.62e9].map(count), ["950", "1.00k", "12.3k", "5.24M", "7.62B"]);
-        assert_eq!([640, 1536, 12 << 30, 1 << 20].map(bytes), ["640 B", "1.5 KiB", "12 GiB", "1.0 MiB"]);
         assert_eq!([0.424, 12.34, 245.0, 11_520.0].map(duration), ["0.42 s", "12.3 s", "4 min 05 s", "3 h 12 min"]);
         assert_eq!([0, 999, 1000, 1_234_567].map(grouped), ["0", "999", "1,000", "1,234,567"]);
-    }
-
-    #[test]
-    fn text_is_limited_by_columns_not_bytes() {
-        assert_eq!(limit("héllo", 5), "héllo");
-        assert_eq!(limit("héllo wörld", 6), "héllo…");
-        assert_eq!(limit("你好世界", 5), "你好…");
-        assert_eq!(limit("你好世界", 8), "你好世界");
-        assert_eq!(limit("abc", 0), "");
-        for columns in 0..12 {
-            assert!(width(&limit("日本語 text 👍👍", columns)) <= columns);
-        }
     }
 
     #[test]

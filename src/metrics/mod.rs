@@ -2,7 +2,6 @@
 //!
 //! [`Recorder`] owns them all. Rank 0 writes; other ranks hold a silent one.
 
-mod announce;
 mod curves;
 mod display;
 pub mod jsonl;
@@ -16,9 +15,8 @@ pub mod tensorboard;
 mod terminal;
 pub mod throughput;
 
-pub use announce::{Banner, BannerModel, Finish};
 pub use curves::Curves;
-pub use display::grouped;
+pub use display::{count, grouped, wrapped};
 pub use jsonl::Line;
 pub use recorder::Recorder;
 pub use screen::{Screen, colour_allowed, stderr_is_terminal};

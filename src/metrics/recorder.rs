@@ -7,7 +7,6 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use indicatif::ProgressBar;
 
-use super::announce::{Banner, Finish};
 use super::curves::Curves;
 use super::jsonl::{Line, MetricsFile};
 use super::rollouts::RolloutFiles;
@@ -76,9 +75,10 @@ impl Recorder {
         live.begin_events(&self.config, step)
     }
 
-    pub fn banner(&mut self, banner: &Banner) {
+    /// Shows the rows of the start: [`Terminal::banner`].
+    pub fn banner(&mut self, job: &str, steps: u64, resumed_from: Option<u64>, rows: &[(String, String)]) {
         if let Some(live) = &mut self.live {
-            live.terminal.banner(banner);
+            live.terminal.banner(job, steps, resumed_from, rows);
         }
     }
 
@@ -155,9 +155,9 @@ impl Recorder {
     }
 
     /// Shows the final summary and waits until the records are on the disk.
-    pub fn finish(&mut self, finish: &Finish) -> Result<()> {
+    pub fn finish(&mut self, steps: u64, seconds: f64, rows: &[(String, String)]) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };
-        live.terminal.final_summary(finish, live.metrics.curves());
+        live.terminal.final_summary(steps, seconds, live.metrics.curves(), rows);
         live.metrics.sync()
     }
 }

@@ -3,12 +3,11 @@
 use std::fmt::Write;
 use std::time::Instant;
 
+use console::{measure_text_width, truncate_str};
 use indicatif::ProgressBar;
 
-use super::announce::{Banner, Finish};
 use super::curves::{CURVES, Curves};
-use super::display::{bytes, count, duration, grouped, limit, limit_to_end, number, one_line, percent};
-use super::display::{sparkline, wrapped};
+use super::display::{count, duration, grouped, limit_to_end, number, one_line, percent, sparkline, wrapped};
 use super::jsonl::Line;
 use super::keys::{self, Unit};
 use super::rows::{Ink, Rows};
@@ -42,7 +41,7 @@ type Field = (String, bool);
 
 /// Columns of a field, with what sets it off from the one before.
 fn columns_of(field: &str) -> usize {
-    2 + console::measure_text_width(field)
+    2 + measure_text_width(field)
 }
 
 /// Draws to a screen; on a terminal with rows that live at the bottom.
@@ -88,62 +87,32 @@ impl Terminal {
         self.print(&format!("{} {text}\n", self.ink.alarm("warning:")));
     }
 
-    /// `label` and its value, as rows of banner and summary: nothing is cut. A terminal gets it in lines that fit, set in as far as
-    /// the first; elsewhere it is one line, to be searched.
-    fn row(&self, out: &mut String, label: &str, value: &str) {
+    /// Labels and values of banner and summary: nothing is cut. A terminal gets a row in lines that fit, set in as far as the
+    /// first; elsewhere it is one line, to be searched.
+    fn put_rows(&self, out: &mut String, rows: &[(String, String)]) {
         let room = self.rows.as_ref().map(|_| self.screen.columns().max(ROW_COLUMNS_MIN) - LABEL_COLUMNS - 3);
-        let lines = room.map_or_else(|| vec![value.to_owned()], |room| wrapped(value, room));
-        for (i, line) in lines.iter().enumerate() {
-            let label = if i == 0 { label } else { "" };
-            let _ = writeln!(out, "  {} {}", self.ink.dim(&format!("{label:<LABEL_COLUMNS$}")), line.trim_end());
+        for (label, value) in rows {
+            let value = one_line(value);
+            let lines = room.map_or_else(|| vec![value.clone()], |room| wrapped(&value, room));
+            for (i, line) in lines.iter().enumerate() {
+                let label = if i == 0 { label } else { "" };
+                let _ = writeln!(out, "  {} {}", self.ink.dim(&format!("{label:<LABEL_COLUMNS$}")), line.trim_end());
+            }
         }
     }
 
-    /// The start banner; it also tells the length of the job for the step lines.
-    pub fn banner(&mut self, banner: &Banner) {
-        self.steps = banner.steps;
-        self.start = (Instant::now(), banner.resumed_from.unwrap_or(0));
-        let mut out = String::new();
+    /// The banner of a job of `steps` steps: its kind and name, and rows of labels and values.
+    pub fn banner(&mut self, job: &str, steps: u64, resumed_from: Option<u64>, rows: &[(String, String)]) {
+        let first = resumed_from.unwrap_or(0);
+        (self.steps, self.start) = (steps, (Instant::now(), first));
         let title = format!("rlhf-hpc {}", env!("CARGO_PKG_VERSION"));
-        let _ = writeln!(out, "{}  {} {}", self.ink.bold(&title), banner.job_kind, one_line(&banner.job_name));
-        let ranks: usize = banner.hosts.iter().map(|(_, ranks)| ranks).sum();
-        let hosts: Vec<String> = banner.hosts.iter().map(|(host, ranks)| format!("{host} x {ranks}")).collect();
-        let noun = |n: usize, noun: &str| if n == 1 { format!("1 {noun}") } else { format!("{n} {noun}s") };
-        let on = format!("{ranks} on {}: {}", noun(hosts.len(), "host"), hosts.join(", "));
-        self.row(&mut out, "ranks", &on);
-        let threads = banner.threads_per_rank;
-        self.row(&mut out, "threads", &format!("{threads} per rank, {} in all", threads * ranks));
-        for (label, rows) in [("devices", &banner.devices), ("mesh", &banner.meshes)] {
-            for (i, row) in rows.iter().enumerate() {
-                self.row(&mut out, if i == 0 { label } else { "" }, row);
-            }
-        }
-        let sizes = banner.models.iter().map(|m| count(m.parameters as f64).len());
-        let size_columns = sizes.max().unwrap_or_default();
-        for model in &banner.models {
-            let size = format!("{:>size_columns$}", count(model.parameters as f64));
-            let path = one_line(&model.path);
-            self.row(&mut out, &model.role, &format!("{size} parameters, {}  {path}", model.dtype));
-        }
-        if !banner.memory.is_empty() {
-            let parts: Vec<String> = banner.memory.iter().map(|(what, n)| format!("{what} {}", bytes(*n))).collect();
-            self.row(
-                &mut out,
-                "memory",
-                &format!("{} planned per rank: {}", bytes(banner.memory_planned), parts.join(", ")),
-            );
-        }
-        for (label, value) in &banner.notes {
-            self.row(&mut out, label, &one_line(value));
-        }
-        let from = banner.resumed_from.map_or(String::new(), |step| format!(", resumed from step {step}"));
-        let run = format!("{}, {} steps, seed {}{from}", one_line(&banner.run_dir), banner.steps, banner.seed);
-        self.row(&mut out, "run", &run);
+        let mut out = format!("{}  {}\n", self.ink.bold(&title), one_line(job));
+        self.put_rows(&mut out, rows);
         out.push('\n');
         self.print(&out);
         if let Some(rows) = &self.rows {
-            rows.job.set_length(banner.steps);
-            rows.job.set_position(banner.resumed_from.unwrap_or(0));
+            rows.job.set_length(steps);
+            rows.job.set_position(first);
         }
     }
 
@@ -282,38 +251,31 @@ impl Terminal {
             if !sample.prompt.label.is_empty() {
                 let _ = write!(title, ", label {}", one_line(&sample.prompt.label));
             }
-            let title = limit(&title, self.columns().saturating_sub(8).max(20));
+            let title = truncate_str(&title, self.columns().saturating_sub(8).max(20), "…");
             let prompt = text_or_tokens(&sample.prompt.text, &sample.prompt.tokens);
             let answer = text_or_tokens(&response.text, &response.tokens);
             let _ = writeln!(out, "  {:>3}  {title}", i + 1);
-            for (label, text) in [("prompt", limit_to_end(&prompt, room)), ("response", limit(&answer, room))] {
+            let answer = truncate_str(&answer, room, "…");
+            for (label, text) in [("prompt", &*limit_to_end(&prompt, room)), ("response", &*answer)] {
                 let _ = writeln!(out, "       {} {text}", self.ink.dim(&format!("{label:<8}")));
             }
         }
         self.print(&out);
     }
 
-    /// The end of a run: how each curve went, the ledger, and where things are.
-    pub fn final_summary(&self, finish: &Finish, curves: &Curves) {
+    /// The end of a run: how each curve went, and rows of labels and values.
+    pub fn final_summary(&self, steps: u64, seconds: f64, curves: &Curves, rows: &[(String, String)]) {
         if let Some(rows) = &self.rows {
             rows.clear();
         }
-        let mut out = String::from("\n");
-        let steps = if finish.steps == 1 { "step" } else { "steps" };
-        let title = format!("{} {steps} in {}", grouped(finish.steps), duration(finish.seconds));
-        let _ = writeln!(out, "{}", self.ink.bold(&title));
+        let plural = if steps == 1 { "" } else { "s" };
+        let title = format!("{} step{plural} in {}", grouped(steps), duration(seconds));
+        let mut out = format!("\n{}\n", self.ink.bold(&title));
         for row in self.curves(curves) {
             out.push_str(&row);
             out.push('\n');
         }
-        if !finish.ledger.is_empty() {
-            let part = |(what, n): &(String, u64)| format!("{} {}", grouped(*n), one_line(what));
-            let parts: Vec<String> = finish.ledger.iter().map(part).collect();
-            self.row(&mut out, "ledger", &parts.join(", "));
-        }
-        for (label, value) in &finish.notes {
-            self.row(&mut out, label, &one_line(value));
-        }
+        self.put_rows(&mut out, rows);
         self.print(&out);
     }
 }

@@ -12,7 +12,7 @@ use crate::data::RowTokens;
 use crate::device::null::Peak;
 use crate::error::format_bytes;
 use crate::mesh::Mesh;
-use crate::metrics::grouped;
+use crate::metrics::{grouped, wrapped};
 use crate::model::ParamTable;
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -48,18 +48,11 @@ fn rule(out: &mut String, title: &str) {
 
 /// `lead` and text in lines of at most `WIDTH`, those after the first set in as far as the lead is long.
 fn wrap(out: &mut String, lead: &str, text: &str) {
-    let mut current = lead.to_string();
     let indent = lead.chars().count();
-    for word in text.split(' ') {
-        if current.chars().count() > indent && current.chars().count() + 1 + word.chars().count() > WIDTH {
-            line(out, &current);
-            current = " ".repeat(indent);
-        } else if current.chars().count() > indent {
-            current.push(' ');
-        }
-        current.push_str(word);
+    for (i, text) in wrapped(text, WIDTH - indent).into_iter().enumerate() {
+        let lead = if i == 0 { lead } else { "" };
+        line(out, format!("{lead:<indent$}{text}"));
     }
-    line(out, &current);
 }
 
 fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: usize) {

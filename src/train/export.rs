@@ -5,7 +5,7 @@ use crate::data::Ledger;
 use crate::error::{Result, format_bytes};
 use crate::launch::run::Run;
 use crate::learn::Role;
-use crate::metrics::{Finish, keys};
+use crate::metrics::{grouped, keys};
 use crate::model::collect::collect;
 use crate::model::export::{self, Export};
 use std::path::Path;
@@ -31,26 +31,19 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
     let peaks = run.memory_peaks();
     let of = |key| peaks.iter().find(|(name, _)| *name == key).map_or(0.0, |(_, bytes)| *bytes) as u64;
     let measured = of(keys::MEMORY_PEAK_BYTES).saturating_sub(of(keys::MEMORY_START_BYTES));
-    let mut notes = Vec::new();
+    let (truncated, filtered) = (ledger.truncated.rows, ledger.filtered.values().sum());
+    let became =
+        [("trained", ledger.trained), ("truncated", truncated), ("filtered", filtered), ("deferred", ledger.deferred)];
+    let became = became.map(|(what, rows)| format!("{} {what}", grouped(rows)));
+    let mut rows = vec![("ledger".to_string(), became.join(", "))];
     if let Some(expected) = run.expected_of_fullest() {
         let (measured, planned) = (format_bytes(measured), format_bytes(expected.taken));
-        notes.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned per rank")));
+        rows.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned per rank")));
     }
     if wanted {
-        notes.push(("export".to_string(), out.display().to_string()));
+        rows.push(("export".to_string(), out.display().to_string()));
     }
-    let summary = Finish {
-        steps,
-        seconds: run.started.elapsed().as_secs_f64(),
-        ledger: vec![
-            ("trained".to_string(), ledger.trained),
-            ("truncated".to_string(), ledger.truncated.rows),
-            ("filtered".to_string(), ledger.filtered.values().sum()),
-            ("deferred".to_string(), ledger.deferred),
-        ],
-        notes,
-    };
-    let finished = run.recorder.finish(&summary);
+    let finished = run.recorder.finish(steps, run.started.elapsed().as_secs_f64(), &rows);
     run.ranks.all.agree(finished)
 }
 

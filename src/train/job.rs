@@ -14,7 +14,7 @@ use crate::launch::run::{Run, Values};
 use crate::launch::step_shape::StepShape;
 use crate::learn::{Learner, Role};
 use crate::metrics::keys::{Metrics, named};
-use crate::metrics::{BannerModel, Phases, keys};
+use crate::metrics::{Phases, keys};
 use crate::model::Arch;
 use crate::sys::memory;
 use crate::text::Tokenizer;
@@ -175,13 +175,8 @@ impl<J: Job> Opened<J> {
             let cut = run.recorder.cut_back(state.step);
             run.ranks.all.agree(cut)?;
         }
-        let shown = models.iter().map(|model| BannerModel {
-            role: model.spec.role.name().to_string(),
-            parameters: model.table().parameters() as u64,
-            dtype: config.model.dtype().name().to_string(),
-            path: model.spec.dir.display().to_string(),
-        });
-        run.banner(steps, resumed.map(|resumed| resumed.state.step), shown.collect(), needs);
+        let shown = models.iter().map(|model| (model.spec.role.name(), model.table().parameters(), &*model.spec.dir));
+        run.banner(steps, resumed.map(|resumed| resumed.state.step), &shown.collect::<Vec<_>>(), needs);
         Ok(Self { job, state, steps, learned })
     }
 

@@ -2,11 +2,10 @@ use std::fs;
 
 use rlhf_hpc::config::metrics::MetricsConfig;
 use rlhf_hpc::error::Kind;
+use rlhf_hpc::metrics::Recorder;
 use rlhf_hpc::metrics::tensorboard::files_in;
-use rlhf_hpc::metrics::{Finish, Recorder};
 
 use crate::metrics::tensorboard::{Values, shown};
-use crate::metrics::terminal::banner;
 use crate::metrics::{Shown, sample};
 
 fn run(recorder: &mut Recorder, steps: std::ops::RangeInclusive<u64>) {
@@ -70,7 +69,7 @@ fn the_courses_of_a_resumed_run_begin_before_it_and_a_look_at_the_records_change
     let mut resumed = open(&shown);
     resumed.cut_back(4).unwrap();
     run(&mut resumed, 5..=5);
-    resumed.finish(&Finish { steps: 5, ..Finish::default() }).unwrap();
+    resumed.finish(5, 0.0, &[]).unwrap();
     let text = shown.text();
     let row = text.lines().find(|row| row.trim_start().starts_with("reward")).unwrap();
     assert!(row.contains("1.0000 ->   5.0000") && row.ends_with("▁▃▅▇█"), "{text}");
@@ -82,10 +81,10 @@ fn other_ranks_write_nothing() {
     let run_dir = dir.path().join("run");
     let mut silent = Recorder::open(&run_dir, &config(), 1, true).unwrap();
     silent.cut_back(0).unwrap();
-    silent.banner(&banner());
+    silent.banner("ppo arithmetic", 60, None, &[]);
     run(&mut silent, 1..=3);
     silent.warn("nobody hears this");
-    silent.finish(&Finish::default()).unwrap();
+    silent.finish(3, 0.0, &[]).unwrap();
     assert!(!run_dir.exists());
     let due: Vec<u64> = (1..10).filter(|&step| config().samples_due(step)).collect();
     assert_eq!(due, [1, 3, 6, 9]);

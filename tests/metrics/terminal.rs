@@ -1,6 +1,5 @@
 use rlhf_hpc::experience::Experience;
-use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::metrics::{Banner, BannerModel, Curves, Finish, Line};
+use rlhf_hpc::metrics::{Curves, Line, Terminal};
 
 use crate::metrics::{Shown, sample};
 
@@ -12,28 +11,13 @@ fn curves(lines: &[Line]) -> Curves {
     curves
 }
 
-pub fn banner() -> Banner {
-    Banner {
-        job_kind: "ppo".into(),
-        job_name: "arithmetic".into(),
-        run_dir: "runs/arithmetic".into(),
-        seed: 42,
-        steps: 60,
-        resumed_from: Some(20),
-        hosts: vec![("node1".into(), 2), ("node2".into(), 2)],
-        threads_per_rank: 4,
-        devices: vec!["cpu (avx512, bf16)".into()],
-        meshes: vec![Mesh::data_only(4).to_string()],
-        models: vec![BannerModel {
-            role: "actor".into(),
-            parameters: 5_243_136,
-            dtype: "f32".into(),
-            path: "models/sft".into(),
-        }],
-        memory: vec![("weights".into(), 20 << 20), ("optimizer".into(), 44 << 20)],
-        memory_planned: 64 << 20,
-        notes: vec![("data".into(), "3,600 train and 400 eval prompts".into())],
-    }
+/// Rows as banner and summary take them.
+pub fn rows(rows: &[(&str, &str)]) -> Vec<(String, String)> {
+    rows.iter().map(|(label, value)| (label.to_string(), value.to_string())).collect()
+}
+
+fn banner(terminal: &mut Terminal, rows: &[(String, String)]) {
+    terminal.banner("ppo arithmetic", 60, Some(20), rows);
 }
 
 pub fn step(n: u64) -> Line {
@@ -53,59 +37,35 @@ pub fn step(n: u64) -> Line {
     Line::new(n, 0.0, &values)
 }
 
-#[test]
-fn the_banner_says_what_runs_where() {
-    let shown = Shown::default();
-    shown.terminal(false, 100).banner(&banner());
-    let text = shown.text();
-    for part in [
-        "ppo arithmetic",
-        "4 on 2 hosts: node1 x 2, node2 x 2",
-        "4 per rank, 16 in all",
-        "cpu (avx512, bf16)",
-        "4 data x 1 pipeline x 1 sequence x 1 tensor",
-        "5.24M parameters, f32  models/sft",
-        "64 MiB planned per rank: weights 20 MiB, optimizer 44 MiB",
-        "3,600 train",
-        "60 steps, seed 42, resumed from step 20",
-    ] {
-        assert!(text.contains(part), "{part} in\n{text}");
-    }
-}
-
 /// A banner with all that may make its rows long.
-fn long_banner() -> Banner {
+fn long_banner() -> Vec<(String, String)> {
     let why = "the driver shows 8 GPUs of a kind that none of the carried kernels is for, and no NVRTC was found that could \
                compile others, though it was looked for in /usr/local/cuda/lib64 and in the active Python environment";
     let path = format!("/{}/models", "a-directory-with-a-long-name/".repeat(5));
-    let gpu = |rank: usize| {
-        format!(
-            "rank {rank}: NVIDIA A800-SXM4-80GB, 79.3 GiB at 0000:{rank:02x}:00.0, 8 lanes, 78.3 GiB of it per rank"
-        )
-    };
-    Banner {
-        hosts: (0..16).map(|i| (format!("node-{i}.cluster"), 8)).collect(),
-        devices: (0..8).map(gpu).chain([format!("no GPU: {why}")]).collect(),
-        models: vec![BannerModel { path: path.clone(), ..banner().models[0].clone() }],
-        notes: vec![("old logprobs".into(), why.into()), ("rollout".into(), why.into())],
-        run_dir: path,
-        ..banner()
-    }
+    let hosts: Vec<String> = (0..16).map(|i| format!("node-{i}.cluster x 8")).collect();
+    rows(&[
+        ("ranks", &format!("128 on 16 hosts: {}", hosts.join(", "))),
+        ("devices", "rank 0: NVIDIA A800-SXM4-80GB, 79.3 GiB at 0000:00:00.0, 8 lanes, 78.3 GiB of it per rank"),
+        ("", &format!("no GPU: {why}")),
+        ("actor", &format!("5.24M parameters, f32  {path}")),
+        ("old logprobs", why),
+        ("run", &format!("{path}, 60 steps, seed 42, resumed from step 20")),
+    ])
 }
 
 #[test]
 fn the_banner_loses_no_word_whatever_the_terminal_is_wide() {
     let piped = Shown::default();
-    piped.terminal(false, 80).banner(&long_banner());
+    banner(&mut piped.terminal(false, 80), &long_banner());
     let whole = piped.text();
-    assert!(!whole.contains('…'), "{whole}");
+    assert!(!whole.contains('…') && whole.contains("ppo arithmetic\n"), "{whole}");
     // On a pipe a row is a line: labels stand in their column.
     let rows: Vec<&str> = whole.lines().skip(1).filter(|row| !row.is_empty()).collect();
     assert!(rows.iter().all(|row| row.starts_with("  ") && row.chars().nth(14) == Some(' ')), "{whole}");
     let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
     for columns in [60, 80, 100, 120] {
         let shown = Shown::default();
-        shown.terminal(true, columns).banner(&long_banner());
+        banner(&mut shown.terminal(true, columns), &long_banner());
         let text: String = shown.text().split('\x1b').map(|part| part.trim_start_matches("[2K")).collect();
         let lines: Vec<&str> = text.lines().skip(1).take_while(|line| !line.is_empty()).collect();
         let fits = |line: &&str| line.chars().count() <= columns || line.split_whitespace().count() <= 2;
@@ -118,7 +78,7 @@ fn the_banner_loses_no_word_whatever_the_terminal_is_wide() {
 fn elsewhere_than_on_a_terminal_a_step_is_one_clean_line() {
     let shown = Shown::default();
     let mut terminal = shown.terminal(false, 100);
-    terminal.banner(&banner());
+    banner(&mut terminal, &[]);
     let before = shown.text().len();
     let lines = [step(9), step(10)];
     for (i, line) in lines.iter().enumerate() {
@@ -181,13 +141,13 @@ fn the_gap_of_a_step_is_the_larger_one_and_no_terminal_is_too_narrow_for_it() {
 fn bars_show_the_progress_of_a_phase_on_a_terminal() {
     let shown = Shown::default();
     let mut terminal = shown.terminal(true, 80);
-    terminal.banner(&banner());
+    banner(&mut terminal, &[]);
     let bar = terminal.phase("rollout", 32);
     bar.set_position(16);
     std::thread::sleep(std::time::Duration::from_millis(600));
     assert!(shown.text().contains("16/32"), "{:?}", shown.text());
     drop(bar);
-    terminal.final_summary(&Finish::default(), &Curves::default());
+    terminal.final_summary(0, 0.0, &Curves::default(), &[]);
     let text = shown.text();
     let sequences = text.split('\x1b').skip(1).filter_map(|rest| rest.chars().find(char::is_ascii_alphabetic));
     assert!(sequences.clone().count() > 0 && sequences.clone().all(|end| end != 'm'), "colour that was not allowed");
@@ -214,16 +174,11 @@ fn the_summary_shows_each_course_with_its_first_and_last_number() {
     let mut lines: Vec<Line> = (1..=10).map(step).collect();
     lines.insert(0, Line::new(0, 0.0, &[("eval_accuracy_greedy", 0.412)]));
     lines.push(Line::new(10, 0.0, &[("eval_accuracy_greedy", 0.723)]));
-    let finish = Finish {
-        steps: 10,
-        seconds: 245.0,
-        ledger: vec![("trained".into(), 3900), ("filtered: too_long".into(), 80), ("deferred".into(), 20)],
-        notes: vec![("export".into(), "runs/x/export".into())],
-    };
-    shown.terminal(false, 100).final_summary(&finish, &curves(&lines));
+    let ledger = rows(&[("ledger", "3,900 trained, 80 filtered, 20 deferred"), ("export", "runs/x/export")]);
+    shown.terminal(false, 100).final_summary(10, 245.0, &curves(&lines), &ledger);
     let text = shown.text();
     assert!(text.contains("10 steps in 4 min 05 s"), "{text}");
-    assert!(text.contains("3,900 trained, 80 filtered: too_long, 20 deferred"), "{text}");
+    assert!(text.contains("  ledger       3,900 trained, 80 filtered, 20 deferred\n"), "{text}");
     let row = |label: &str| text.lines().find(|row| row.trim_start().starts_with(label)).unwrap();
     assert!(row("reward").contains("0.1000 ->   1.0000") && row("reward").contains("▁▁▂▃▄▅▆▇"), "{text}");
     assert!(row("entropy").contains('█') && row("kl").contains("->"), "{text}");
