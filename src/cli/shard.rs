@@ -7,9 +7,10 @@ use std::time::Instant;
 use argh::FromArgs;
 
 use super::out::say;
+use crate::config::data::{DataConfig, SplitBy, SplitConfig};
 use crate::config::limits::{self, VOCABULARY_MAX};
 use crate::data::shard::Shard;
-use crate::data::{Input, Part, RowFormat, SplitRule, TEST, TRAIN, shard_jsonl};
+use crate::data::{Part, Reading, TEST, TRAIN, shard_jsonl};
 use crate::error::{Error, Result};
 use crate::text::Tokenizer;
 
@@ -93,28 +94,25 @@ pub fn run(args: &Args) -> Result<()> {
     if args.input.is_empty() {
         return Err(Error::usage("shard needs at least one input file"));
     }
-    let rule = split_rule(args)?;
-    let tokenizer = Tokenizer::load(tokenizer)?;
-    let part = if args.response_key.is_some() || args.demonstrations { Part::Demonstration } else { Part::Prompt };
-    let format = RowFormat {
-        part,
+    let config = DataConfig {
         prompt_key: args.prompt_key.clone(),
         response_key: args.response_key.clone().unwrap_or_else(|| "response".to_owned()),
         label_key: args.label_key.clone().unwrap_or_default(),
         messages_key: args.messages_key.clone(),
         chat_template: args.chat_template,
-        kept_fields: args.keep_field.clone(),
+        split: split(args)?,
+        ..DataConfig::default()
     };
-    let named = |paths: &[PathBuf], split: &str| -> Vec<Input> {
-        let split = (rule == SplitRule::Input).then(|| split.to_owned());
-        paths.iter().map(|path| Input { path: path.clone(), split: split.clone() }).collect()
-    };
-    let mut inputs = named(&args.input, TRAIN);
-    inputs.extend(named(&args.split_test, TEST));
+    let tokenizer = &Tokenizer::load(tokenizer)?;
+    let part = if args.response_key.is_some() || args.demonstrations { Part::Demonstration } else { Part::Prompt };
+    let by_file = config.split.by == SplitBy::File;
+    let train = args.input.iter().map(|path| (&**path, by_file.then_some(TRAIN)));
+    let inputs: Vec<_> = train.chain(args.split_test.iter().map(|path| (&**path, Some(TEST)))).collect();
     let vocabulary = args.vocabulary.unwrap_or_else(|| tokenizer.vocabulary());
     limits::check_option("--vocabulary", vocabulary, 1, VOCABULARY_MAX)?;
     let start = Instant::now();
-    let sidecar = shard_jsonl(&inputs, out, &tokenizer, vocabulary, &format, &rule)?;
+    let reading = Reading { config: &config, part, tokenizer, vocabulary };
+    let sidecar = shard_jsonl(reading, &inputs, &args.keep_field, out)?;
     let seconds = start.elapsed().as_secs_f64();
     note!(
         "shard: {} documents, {} tokens in {seconds:.1} s ({:.2} million tokens/s), in {}",
@@ -144,13 +142,14 @@ fn verify(args: &Args) -> Result<()> {
     Ok(())
 }
 
-fn split_rule(args: &Args) -> Result<SplitRule> {
+fn split(args: &Args) -> Result<SplitConfig> {
+    let none = SplitConfig { seed: args.seed, ..SplitConfig::default() };
     match (&args.split_field, args.split_ratio, args.split_test.is_empty()) {
-        (None, None, true) => Ok(SplitRule::None),
-        (Some(field), None, true) => Ok(SplitRule::Field(field.clone())),
-        (None, None, false) => Ok(SplitRule::Input),
+        (None, None, true) => Ok(none),
+        (Some(field), None, true) => Ok(SplitConfig { by: SplitBy::Field, field: field.clone(), ..none }),
+        (None, None, false) => Ok(SplitConfig { by: SplitBy::File, ..none }),
         (None, Some(eval_ratio), true) if eval_ratio > 0.0 && eval_ratio < 1.0 => {
-            Ok(SplitRule::Ratio { eval_ratio, seed: args.seed })
+            Ok(SplitConfig { by: SplitBy::Ratio, eval_ratio, ..none })
         }
         (None, Some(eval_ratio), true) => {
             Err(Error::usage(format!("--split-ratio is {eval_ratio}, it must be between 0 and 1")))

@@ -6,7 +6,8 @@ use std::path::Path;
 
 use super::cut::{Entry, RowTokens};
 use super::hashes::Hashes;
-use super::sources::{Prepared, Reading, Rows, eval_files, is_jsonl, prepare};
+use super::rows::Reading;
+use super::sources::{Prepared, Rows, eval_files, is_jsonl, prepare};
 use crate::comm::Group;
 use crate::error::{Error, Result};
 use crate::sys::files;

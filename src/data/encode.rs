@@ -1,26 +1,18 @@
 //! JSONL files to a token shard, with all cores.
 
 use std::io::{BufRead, BufReader};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use rayon::prelude::*;
 
-use super::rows::{Encoder, RowFormat};
+use super::rows::{Encoder, Reading};
 use super::shard::{ShardWriter, Sidecar};
-use super::split::SplitRule;
+use super::split::describe;
 use crate::error::{Error, Result};
 use crate::sys::files;
-use crate::text::Tokenizer;
 
 /// Rows that are encoded at once: enough for the threads, little enough for the memory.
 const ROWS_AT_ONCE: usize = 8192;
-
-/// A JSONL file, and the split of all its rows where files are splits.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Input {
-    pub path: PathBuf,
-    pub split: Option<String>,
-}
 
 /// Refuses a format of a later release by its name.
 pub(super) fn refuse_parquet(path: &Path) -> Result<()> {
@@ -32,32 +24,30 @@ pub(super) fn refuse_parquet(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Writes the rows of `inputs` as the shard `prefix`, for a model of `vocabulary` tokens.
+/// Writes the rows of JSONL files, each with the split of all its rows where files are splits, as the shard `prefix`; of fields of
+/// the rows it keeps those that `kept` names.
 pub fn shard_jsonl(
-    inputs: &[Input],
+    reading: Reading<'_>,
+    inputs: &[(&Path, Option<&str>)],
+    kept: &[String],
     prefix: &Path,
-    tokenizer: &Tokenizer,
-    vocabulary: usize,
-    format: &RowFormat,
-    rule: &SplitRule,
 ) -> Result<Sidecar> {
-    inputs.iter().try_for_each(|input| refuse_parquet(&input.path))?;
-    let encoder = Encoder { tokenizer, vocabulary, format, rule };
-    let mut writer = ShardWriter::create(prefix, vocabulary)?;
-    for input in inputs {
-        shard_file(input, &encoder, &mut writer)?;
+    inputs.iter().try_for_each(|(path, _)| refuse_parquet(path))?;
+    let encoder = Encoder { reading, kept };
+    let mut writer = ShardWriter::create(prefix, reading.vocabulary)?;
+    for (path, split) in inputs {
+        shard_file(path, *split, &encoder, &mut writer)?;
     }
     let known = Sidecar {
-        tokenizer_sha256: tokenizer.sha256().to_owned(),
-        split_rule: rule.describe(),
-        inputs: inputs.iter().map(|input| input.path.display().to_string()).collect(),
+        tokenizer_sha256: reading.tokenizer.sha256().to_owned(),
+        split_rule: describe(&reading.config.split),
+        inputs: inputs.iter().map(|(path, _)| path.display().to_string()).collect(),
         ..Sidecar::default()
     };
     writer.commit(known)
 }
 
-fn shard_file(input: &Input, encoder: &Encoder<'_>, writer: &mut ShardWriter) -> Result<()> {
-    let Input { path, split } = input;
+fn shard_file(path: &Path, split: Option<&str>, encoder: &Encoder<'_>, writer: &mut ShardWriter) -> Result<()> {
     let (name, read) = (path.display().to_string(), |e: std::io::Error| Error::io("read", path, &e));
     let mut file = BufReader::with_capacity(1 << 20, files::open_input(path).map_err(read)?);
     // Blank lines count only if another line follows.
@@ -78,7 +68,7 @@ fn shard_file(input: &Input, encoder: &Encoder<'_>, writer: &mut ShardWriter) ->
         }
         let encode = |(i, line): (usize, &Vec<u8>)| {
             let source = format!("{name}:{}", first + i + 1);
-            encoder.encode(line, source.clone(), split.as_deref()).map_err(|e| e.within(source))
+            encoder.encode(line, source.clone(), split).map_err(|e| e.within(source))
         };
         let encoded: Vec<Result<_>> = rows.par_iter().enumerate().map(encode).collect();
         for row in encoded {

@@ -16,12 +16,12 @@ mod split;
 
 pub use ahead::{Ahead, look_ahead};
 pub use cut::RowTokens;
-pub use encode::{Input, shard_jsonl};
+pub use encode::shard_jsonl;
 pub use feed::Cursor;
 pub use hashes::Hashes;
 pub use ledger::Ledger;
 pub use row_source::{PromptSource, Row, RowSource, SftRow, SftSource};
-pub use rows::{Part, RowFormat};
+pub use rows::{Part, Reading};
 pub(crate) use sources::is_jsonl;
-pub use sources::{Prepared, Reading, Rows, SourceFile, prepare};
-pub use split::{SplitRule, TEST, TRAIN};
+pub use sources::{Prepared, Rows, SourceFile, prepare};
+pub use split::{TEST, TRAIN};

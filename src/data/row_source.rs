@@ -5,8 +5,8 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 use super::cut::Entry;
-use super::rows::Part;
-use super::sources::{Prepared, Reading, Rows};
+use super::rows::{Part, Reading};
+use super::sources::{Prepared, Rows};
 use crate::config::data::{DataConfig, LongPrompts};
 use crate::error::{Error, Result};
 use crate::experience::Prompt;

@@ -3,7 +3,8 @@
 use serde_json::{Map, Value, json};
 
 use super::shard::Meta;
-use super::split::{SplitRule, TEST, TRAIN, is_test};
+use super::split::{TEST, TRAIN, is_test};
+use crate::config::data::{DataConfig, SplitBy};
 use crate::error::{Error, Result};
 use crate::text::{Tokenizer, kind_of};
 
@@ -15,18 +16,14 @@ pub enum Part {
     Demonstration,
 }
 
-/// The fields of a row.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct RowFormat {
+/// How the rows of a job are read: which fields they have, and how they find their splits.
+#[derive(Clone, Copy, Debug)]
+pub struct Reading<'a> {
+    pub config: &'a DataConfig,
     pub part: Part,
-    pub prompt_key: String,
-    pub response_key: String,
-    /// Empty: no labels.
-    pub label_key: String,
-    pub messages_key: String,
-    pub chat_template: bool,
-    /// Fields that are kept in the shard's meta lines.
-    pub kept_fields: Vec<String>,
+    pub tokenizer: &'a Tokenizer,
+    /// Tokens of the model.
+    pub vocabulary: usize,
 }
 
 /// A row for the shard.
@@ -39,10 +36,9 @@ pub(super) struct Encoded {
 
 /// Turns rows to tokens; shared by the threads that encode.
 pub(super) struct Encoder<'a> {
-    pub tokenizer: &'a Tokenizer,
-    pub vocabulary: usize,
-    pub format: &'a RowFormat,
-    pub rule: &'a SplitRule,
+    pub reading: Reading<'a>,
+    /// Fields that are kept in the shard's meta lines.
+    pub kept: &'a [String],
 }
 
 impl Encoder<'_> {
@@ -56,36 +52,29 @@ impl Encoder<'_> {
             return Err(Error::data(format!("{} where a JSON object is needed", kind_of(&row))));
         };
         let sequences = self.sequences(&row)?;
-        for token in sequences.iter().flatten() {
-            if *token as usize >= self.vocabulary {
-                return Err(Error::data(format!(
-                    "token {token} is outside the model's vocabulary of {}",
-                    self.vocabulary
-                )));
-            }
+        let Reading { config, vocabulary, .. } = self.reading;
+        if let Some(token) = sequences.iter().flatten().find(|token| **token as usize >= vocabulary) {
+            return Err(Error::data(format!("token {token} is outside the model's vocabulary of {vocabulary}")));
         }
-        let split = match self.rule {
-            SplitRule::None => None,
-            SplitRule::Input => split.map(str::to_owned),
-            SplitRule::Ratio { eval_ratio, seed } => {
-                let test = is_test(&sequences[0], *eval_ratio, *seed);
-                Some(if test { TEST } else { TRAIN }.to_owned())
-            }
-            SplitRule::Field(field) => Some(scalar(field, required(&row, field)?)?),
+        let field = &config.split.field;
+        let split = match config.split.by {
+            SplitBy::Source | SplitBy::File => split.map(str::to_owned),
+            SplitBy::Ratio => Some(if is_test(&sequences[0], &config.split) { TEST } else { TRAIN }.to_owned()),
+            SplitBy::Field => Some(scalar(field, required(&row, field)?)?),
         };
-        let label = match self.format.label_key.as_str() {
+        let label = match config.label_key.as_str() {
             "" => String::new(),
             key => label_text(required(&row, key)?),
         };
         let mut fields = Map::new();
-        for field in &self.format.kept_fields {
+        for field in self.kept {
             fields.insert(field.clone(), required(&row, field)?.clone());
         }
         Ok(Encoded { sequences, meta: Meta { label, source, fields }, split })
     }
 
     fn sequences(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
-        let format = self.format;
+        let Reading { config: format, part, .. } = self.reading;
         let (key, prompt) = match row.get(&format.messages_key) {
             Some(messages) if format.chat_template => (&format.messages_key, messages),
             _ => (&format.prompt_key, required(row, &format.prompt_key)?),
@@ -103,7 +92,7 @@ impl Encoder<'_> {
             }
             _ => self.tokens(key, prompt, Part::Prompt)?,
         };
-        if format.part == Part::Prompt {
+        if part == Part::Prompt {
             return Ok(vec![prompt_tokens]);
         }
         let key = &format.response_key;
@@ -115,13 +104,13 @@ impl Encoder<'_> {
         let tokens = match value {
             Value::Array(items) => token_ids(key, items)?,
             Value::String(text) if text.is_empty() => return Err(empty(key)),
-            Value::String(text) if part == Part::Prompt => self.tokenizer.encode(text, true)?,
+            Value::String(text) if part == Part::Prompt => self.reading.tokenizer.encode(text, true)?,
             Value::String(text) => {
-                let eos = self.tokenizer.eos_ids().first().ok_or_else(|| {
+                let eos = self.reading.tokenizer.eos_ids().first().ok_or_else(|| {
                     Error::data("the tokenizer names no end token, so a demonstration could not end")
                         .hint("set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json")
                 })?;
-                let mut tokens = self.tokenizer.encode(text, false)?;
+                let mut tokens = self.reading.tokenizer.encode(text, false)?;
                 // The model learns to stop where the demonstration does.
                 tokens.push(*eos);
                 tokens
@@ -133,22 +122,23 @@ impl Encoder<'_> {
 
     /// Messages through the chat template: what comes before an assistant's turn is prompt, the turn is response.
     fn turns(&self, row: &Map<String, Value>, messages: &[Value]) -> Result<Vec<Vec<u32>>> {
+        let Reading { config, part, tokenizer, .. } = self.reading;
         let mut messages = messages.to_vec();
-        if self.format.part == Part::Prompt {
+        if part == Part::Prompt {
             while messages.last().is_some_and(is_assistant) {
                 messages.pop();
             }
             if messages.is_empty() {
                 return Err(Error::data("there is no message before the assistant's"));
             }
-            return Ok(vec![self.tokenizer.encode_chat(&Value::Array(messages), true)?]);
+            return Ok(vec![tokenizer.encode_chat(&Value::Array(messages), true)?]);
         }
         if !messages.iter().any(is_assistant) {
-            let response = required(row, &self.format.response_key)?;
+            let response = required(row, &config.response_key)?;
             let Some(text) = response.as_str().filter(|text| !text.is_empty()) else {
                 return Err(Error::data(format!(
                     "field {:?} is {}, needed a text that is not empty",
-                    self.format.response_key,
+                    config.response_key,
                     kind_of(response)
                 )));
             };
@@ -157,8 +147,7 @@ impl Encoder<'_> {
         let mut sequences: Vec<Vec<u32>> = Vec::new();
         let (mut done, mut tail) = (String::new(), Vec::new());
         for end in (0..messages.len()).filter(|i| is_assistant(&messages[*i])) {
-            let render =
-                |n: usize, open: bool| self.tokenizer.chat()?.apply(&Value::Array(messages[..n].to_vec()), open);
+            let render = |n: usize, open: bool| tokenizer.chat()?.apply(&Value::Array(messages[..n].to_vec()), open);
             let (before, with) = (render(end, true)?, render(end + 1, false)?);
             let (Some(prompt), Some(response)) = (before.strip_prefix(done.as_str()), with.strip_prefix(&before))
             else {
@@ -166,10 +155,10 @@ impl Encoder<'_> {
                     .hint("give one turn per row, or prompt and response fields"));
             };
             let mut prompt_tokens = std::mem::take(&mut tail);
-            prompt_tokens.extend(self.tokenizer.encode(prompt, false)?);
-            let mut response_tokens = self.tokenizer.encode(response, false)?;
+            prompt_tokens.extend(tokenizer.encode(prompt, false)?);
+            let mut response_tokens = tokenizer.encode(response, false)?;
             // What a template prints after the end token (a line break) is never sampled: it opens the next prompt.
-            let stop = response_tokens.iter().rposition(|t| self.tokenizer.eos_ids().contains(t));
+            let stop = response_tokens.iter().rposition(|t| tokenizer.eos_ids().contains(t));
             if let Some(stop) = stop {
                 tail = response_tokens.split_off(stop + 1);
             }

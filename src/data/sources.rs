@@ -5,29 +5,18 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use super::cut::{Entry, RowTokens, cut};
-use super::encode::{Input, refuse_parquet, shard_jsonl};
+use super::encode::{refuse_parquet, shard_jsonl};
 use super::feed::{Cursor, Feed, Stratum};
 use super::hashes::Hashes;
 use super::ledger::Ledger;
-use super::rows::{Part, RowFormat};
+use super::rows::{Part, Reading};
 use super::shard::{self, FileHash, Shard};
-use super::split::{SplitRule, TEST, TRAIN, is_test, prompt_hash};
+use super::split::{TEST, TRAIN, describe, is_test, prompt_hash};
 use crate::comm::Group;
 use crate::config::data::{DataConfig, Order, SplitBy};
 use crate::error::{Error, Result};
 use crate::sys::files::xxh3;
-use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
-
-/// How the rows of a job are read.
-#[derive(Clone, Copy, Debug)]
-pub struct Reading<'a> {
-    pub config: &'a DataConfig,
-    pub part: Part,
-    pub tokenizer: &'a Tokenizer,
-    /// Tokens of the model.
-    pub vocabulary: usize,
-}
 
 /// An open entry of `data.prompts` or `data.split.eval_files`.
 #[derive(Debug)]
@@ -62,13 +51,11 @@ pub struct Prepared {
 /// first one shards; `hashes` tells whether a file changed.
 pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &Group) -> Result<Prepared> {
     let prepared = Prepared::find(reading, cache, hashes, group)?;
-    let Reading { config, tokenizer, vocabulary, .. } = reading;
-    let (format, rule) = reading.format();
+    let Reading { config, vocabulary, .. } = reading;
     let make = || -> Result<()> {
         for (name, prefix) in names(config).zip(&prepared.prefixes) {
             if is_jsonl(Path::new(name)) && Shard::open(prefix, vocabulary).is_err() {
-                let input = Input { path: PathBuf::from(name), split: None };
-                shard_jsonl(&[input], prefix, tokenizer, vocabulary, &format, &rule)?;
+                shard_jsonl(reading, &[(Path::new(name), None)], kept_fields(config), prefix)?;
             }
         }
         Ok(())
@@ -77,39 +64,28 @@ pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &
     Ok(prepared)
 }
 
-impl Reading<'_> {
-    /// The fields of a row of text, and how it finds its split.
-    fn format(&self) -> (RowFormat, SplitRule) {
-        let Self { config, part, .. } = *self;
-        let kept = (config.order == Order::Curriculum).then(|| config.curriculum_field.clone());
-        let format = RowFormat {
-            part,
-            prompt_key: config.prompt_key.clone(),
-            response_key: if part == Part::Prompt { String::new() } else { config.response_key.clone() },
-            label_key: config.label_key.clone(),
-            messages_key: config.messages_key.clone(),
-            chat_template: config.chat_template,
-            kept_fields: kept.into_iter().collect(),
-        };
-        (format, SplitRule::of(&config.split))
-    }
+/// Fields of rows that the job looks at after they were sharded.
+fn kept_fields(config: &DataConfig) -> &[String] {
+    if config.order == Order::Curriculum { std::slice::from_ref(&config.curriculum_field) } else { &[] }
 }
 
 impl Prepared {
     /// As `prepare`, for shards that exist.
     pub(super) fn find(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &Group) -> Result<Self> {
-        let Reading { config, tokenizer, vocabulary, .. } = reading;
+        let Reading { config, part, tokenizer, vocabulary } = reading;
         group.agree(config.check().and_then(|()| names(config).try_for_each(|name| check_file(name))))?;
         let files: Vec<PathBuf> = names(config).map(PathBuf::from).filter(|path| is_jsonl(path)).collect();
         let hashes = hashes.of(&files, group)?;
-        let (format, rule) = reading.format();
+        let DataConfig { prompt_key, response_key, label_key, messages_key, chat_template, .. } = config;
+        let response_key = (part == Part::Demonstration).then_some(response_key);
+        let keys = (prompt_key, response_key, label_key, messages_key, chat_template, kept_fields(config));
+        let how = format!("{} {vocabulary} {keys:?} {}", tokenizer.sha256(), describe(&config.split));
         let prefix = |name: &String| {
             let path = Path::new(name);
             if !is_jsonl(path) {
                 return path.to_owned();
             }
-            let rows = &hashes[path].xxh3;
-            let recipe = format!("{rows} {} {vocabulary} {format:?} {rule:?}", tokenizer.sha256());
+            let recipe = format!("{} {how}", hashes[path].xxh3);
             let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or("rows");
             cache.join(format!("{stem}-{}", xxh3(recipe.as_bytes())))
         };
@@ -379,8 +355,7 @@ fn splits_of(config: &DataConfig, source: &Source) -> Result<Vec<(String, Vec<u6
         SplitBy::Source => Ok(recorded()),
         SplitBy::File => Ok(source.split.map(|name| (name.to_owned(), (0..documents).collect())).into_iter().collect()),
         SplitBy::Field => {
-            let rule = SplitRule::Field(config.split.field.clone()).describe();
-            if shard.sidecar().split_rule == rule {
+            if shard.sidecar().split_rule == describe(&config.split) {
                 return Ok(recorded());
             }
             Err(Error::data(format!("{} was not split by field {:?}", source.name, config.split.field))
@@ -389,9 +364,8 @@ fn splits_of(config: &DataConfig, source: &Source) -> Result<Vec<(String, Vec<u6
         SplitBy::Ratio => {
             let (mut train, mut test) = (Vec::new(), Vec::new());
             for row in 0..documents {
-                let prompt = shard.prompt(row as usize)?;
-                let side = is_test(&prompt, config.split.eval_ratio, config.split.seed);
-                if side { test.push(row) } else { train.push(row) }
+                let side = if is_test(&shard.prompt(row as usize)?, &config.split) { &mut test } else { &mut train };
+                side.push(row);
             }
             Ok(vec![(TRAIN.to_owned(), train), (TEST.to_owned(), test)])
         }

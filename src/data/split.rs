@@ -9,46 +9,22 @@ use crate::config::data::{SplitBy, SplitConfig};
 pub const TRAIN: &str = "train";
 pub const TEST: &str = "test";
 
-/// How a row finds its split while it is sharded.
-#[derive(Clone, Debug, PartialEq)]
-pub enum SplitRule {
-    None,
-    /// `test` for a share of the rows, by `is_test`.
-    Ratio {
-        eval_ratio: f64,
-        seed: u64,
-    },
-    /// The value of a field.
-    Field(String),
-    /// Each input file names the split of its rows.
-    Input,
-}
-
-impl SplitRule {
-    /// The rule for JSONL files that are sharded on the fly: files are whole splits there, so `file` needs none.
-    pub(super) fn of(config: &SplitConfig) -> Self {
-        match config.by {
-            SplitBy::Source | SplitBy::File => Self::None,
-            SplitBy::Ratio => Self::Ratio { eval_ratio: config.eval_ratio, seed: config.seed },
-            SplitBy::Field => Self::Field(config.field.clone()),
-        }
-    }
-
-    pub(super) fn describe(&self) -> Value {
-        match self {
-            Self::None => Value::Null,
-            Self::Ratio { eval_ratio, seed } => json!({"by": "ratio", "eval_ratio": eval_ratio, "seed": seed}),
-            Self::Field(field) => json!({"by": "field", "field": field}),
-            Self::Input => json!({"by": "file"}),
-        }
+/// The rule that makes the splits of rows while they are sharded, for the sidecar.
+pub(super) fn describe(rule: &SplitConfig) -> Value {
+    let SplitConfig { by, eval_ratio, seed, field, .. } = rule;
+    match by {
+        SplitBy::Source => Value::Null,
+        SplitBy::Ratio => json!({"by": "ratio", "eval_ratio": eval_ratio, "seed": seed}),
+        SplitBy::Field => json!({"by": "field", "field": field}),
+        SplitBy::File => json!({"by": "file"}),
     }
 }
 
 /// Whether a row falls into `test`: XXH3 of its prompt's tokens, seeded, below `eval_ratio` of the range. It depends
 /// on the row alone, so rows that are added later move no other row, and equal prompts always stay together.
-pub(super) fn is_test(prompt: &[u32], eval_ratio: f64, seed: u64) -> bool {
-    let share = prompt_hash(prompt, seed) as f64 / 18_446_744_073_709_551_616.0;
-    share < eval_ratio
+pub(super) fn is_test(prompt: &[u32], rule: &SplitConfig) -> bool {
+    let share = prompt_hash(prompt, rule.seed) as f64 / 18_446_744_073_709_551_616.0;
+    share < rule.eval_ratio
 }
 
 /// XXH3 (64 bits) of a prompt's tokens as little-endian u32, whatever width the shard stores.
@@ -59,11 +35,12 @@ pub(super) fn prompt_hash(prompt: &[u32], seed: u64) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::is_test;
+    use super::{SplitConfig, is_test};
 
     #[test]
     fn a_ratio_takes_about_its_share_and_another_seed_takes_others() {
-        let taken = |seed| (0..20_000_u32).filter(|i| is_test(&[*i, 7], 0.1, seed)).collect::<Vec<_>>();
+        let rule = |seed| SplitConfig { eval_ratio: 0.1, seed, ..SplitConfig::default() };
+        let taken = |seed| (0..20_000_u32).filter(|i| is_test(&[*i, 7], &rule(seed))).collect::<Vec<_>>();
         let (a, b) = (taken(0), taken(1));
         assert!((1800..2200).contains(&a.len()), "{}", a.len());
         let both = a.iter().filter(|i| b.contains(i)).count();

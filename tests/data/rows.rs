@@ -1,29 +1,22 @@
 use std::fs;
 
 use rlhf_hpc::cli::shard::{Args, run};
+use rlhf_hpc::config::data::DataConfig;
 use rlhf_hpc::data::shard::Shard;
-use rlhf_hpc::data::{Input, Part, RowFormat, SplitRule, shard_jsonl};
+use rlhf_hpc::data::{Part, Reading, shard_jsonl};
 use rlhf_hpc::error::{Error, Kind};
 use serde_json::{Value, json};
 
-use crate::data::fixture::{Fixture, questions};
+use crate::data::fixture::{Fixture, config, questions};
 
-fn format(part: Part) -> RowFormat {
-    RowFormat {
-        part,
-        prompt_key: "prompt".to_owned(),
-        response_key: "response".to_owned(),
-        label_key: "answer".to_owned(),
-        messages_key: "messages".to_owned(),
-        chat_template: false,
-        kept_fields: Vec::new(),
-    }
+fn chat() -> DataConfig {
+    DataConfig { chat_template: true, ..config("") }
 }
 
-fn shard(fixture: &Fixture, file: &str, format: &RowFormat) -> Result<Shard, Error> {
-    let input = Input { path: file.into(), split: None };
+fn shard(fixture: &Fixture, file: &str, part: Part, config: &DataConfig) -> Result<Shard, Error> {
     let prefix = fixture.path("shards/rows");
-    shard_jsonl(&[input], &prefix, &fixture.tokenizer, fixture.vocabulary(), format, &SplitRule::None)?;
+    let reading = Reading { config, part, tokenizer: &fixture.tokenizer, vocabulary: fixture.vocabulary() };
+    shard_jsonl(reading, &[(file.as_ref(), None)], &[], &prefix)?;
     Shard::open(&prefix, fixture.vocabulary())
 }
 
@@ -31,7 +24,7 @@ fn shard(fixture: &Fixture, file: &str, format: &RowFormat) -> Result<Shard, Err
 fn rows_become_prompts_with_labels_in_the_order_of_the_file() {
     let fixture = Fixture::new();
     let rows = questions(10_000);
-    let shard = shard(&fixture, &fixture.jsonl("q.jsonl", &rows), &format(Part::Prompt)).unwrap();
+    let shard = shard(&fixture, &fixture.jsonl("q.jsonl", &rows), Part::Prompt, &config("")).unwrap();
     assert_eq!(shard.documents(), 10_000);
     for i in [0, 1, 8191, 8192, 9999] {
         let prompt = rows[i]["prompt"].as_str().unwrap();
@@ -45,7 +38,7 @@ fn rows_become_prompts_with_labels_in_the_order_of_the_file() {
 #[test]
 fn a_demonstration_ends_with_the_end_token_and_its_prompt_with_none() {
     let fixture = Fixture::new();
-    let shard = shard(&fixture, &fixture.jsonl("q.jsonl", &questions(3)), &format(Part::Demonstration)).unwrap();
+    let shard = shard(&fixture, &fixture.jsonl("q.jsonl", &questions(3)), Part::Demonstration, &config("")).unwrap();
     let document = shard.document(2).unwrap();
     let (bos, eos) = (fixture.tokenizer.bos_id().unwrap(), fixture.tokenizer.eos_ids()[0]);
     assert_eq!(document.len(), 2);
@@ -66,8 +59,7 @@ fn turns_of_a_chat_alternate_and_join_to_the_rendered_chat() {
         {"role": "assistant", "content": "4"},
     ]);
     let rows = [json!({"messages": messages, "answer": "4"})];
-    let format = RowFormat { chat_template: true, ..format(Part::Demonstration) };
-    let shard = shard(&fixture, &fixture.jsonl("c.jsonl", &rows), &format).unwrap();
+    let shard = shard(&fixture, &fixture.jsonl("c.jsonl", &rows), Part::Demonstration, &chat()).unwrap();
     let document = shard.document(0).unwrap();
     assert_eq!(document.len(), 4);
     let whole = fixture.tokenizer.chat().unwrap().apply(&messages, false).unwrap();
@@ -86,8 +78,7 @@ fn a_chat_as_prompt_ends_where_the_assistant_begins() {
         json!({"prompt": "hi", "answer": 1}),
         json!({"prompt": [{"role": "user", "content": "hi"}], "answer": 1}),
     ];
-    let format = RowFormat { chat_template: true, ..format(Part::Prompt) };
-    let shard = shard(&fixture, &fixture.jsonl("c.jsonl", &rows), &format).unwrap();
+    let shard = shard(&fixture, &fixture.jsonl("c.jsonl", &rows), Part::Prompt, &chat()).unwrap();
     for i in 0..3 {
         let text = fixture.tokenizer.decode(&shard.prompt(i).unwrap(), false).unwrap();
         assert_eq!(text, "<|begin|><|user|>hi<|assistant|>");
@@ -114,7 +105,7 @@ fn a_bad_row_is_named_by_file_and_line_and_nothing_is_written() {
     ];
     for (line, message) in cases {
         let file = fixture.text("bad.jsonl", &format!("{good}\n{good}\n{line}\n{good}\n"));
-        let error = shard(&fixture, &file, &format(Part::Demonstration)).unwrap_err();
+        let error = shard(&fixture, &file, Part::Demonstration, &config("")).unwrap_err();
         assert_eq!(error.kind, Kind::Data, "{line}");
         assert!(error.to_string().contains("bad.jsonl:3: "), "{line}: {error}");
         assert!(error.to_string().contains(message), "{line}: {error}");
@@ -129,7 +120,7 @@ fn of_several_bad_rows_the_first_is_named() {
     let mut lines: Vec<String> = questions(200).iter().map(Value::to_string).collect();
     lines[150] = "no".to_owned();
     lines[90] = "{}".to_owned();
-    let error = shard(&fixture, &fixture.text("bad.jsonl", &lines.join("\n")), &format(Part::Prompt)).unwrap_err();
+    let error = shard(&fixture, &fixture.text("bad.jsonl", &lines.join("\n")), Part::Prompt, &config("")).unwrap_err();
     assert!(error.message.contains("bad.jsonl:91: "), "{error}");
 }
 
@@ -138,10 +129,10 @@ fn a_file_without_rows_and_a_missing_file_are_refused() {
     let fixture = Fixture::new();
     for text in ["", "\n", "  \n\n"] {
         // Blank lines at the end are no rows, so these files have none.
-        let error = shard(&fixture, &fixture.text("empty.jsonl", text), &format(Part::Prompt)).unwrap_err();
+        let error = shard(&fixture, &fixture.text("empty.jsonl", text), Part::Prompt, &config("")).unwrap_err();
         assert!(error.message.contains("empty.jsonl has no rows"), "{error}");
     }
-    let error = shard(&fixture, fixture.path("none.jsonl").to_str().unwrap(), &format(Part::Prompt)).unwrap_err();
+    let error = shard(&fixture, fixture.path("none.jsonl").to_str().unwrap(), Part::Prompt, &config("")).unwrap_err();
     assert_eq!(error.kind, Kind::Io);
 }
 

@@ -3,11 +3,10 @@
 use super::models::{archs, job, small};
 use super::table::{plan, text};
 use rlhf_hpc::comm::Group;
+use rlhf_hpc::config::data::DataConfig;
 use rlhf_hpc::config::job::JobKind;
 use rlhf_hpc::config::{self, Config};
-use rlhf_hpc::data::{
-    self, Hashes, Input, Part, Prepared, PromptSource, Reading, RowFormat, RowTokens, SftSource, SplitRule, shard_jsonl,
-};
+use rlhf_hpc::data::{self, Hashes, Part, Prepared, PromptSource, Reading, RowTokens, SftSource, shard_jsonl};
 use rlhf_hpc::plan::{Origin, Rows};
 use rlhf_hpc::text::{Tokenizer, train_bpe};
 use rlhf_hpc::train::{self, Archs};
@@ -105,19 +104,9 @@ fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
         assert!(!rows.are_alike());
         assert_eq!(rows.drawn, fixture.demonstrations(&config, 6 * 12), "{more:?}");
     }
-    let format = RowFormat {
-        part: Part::Demonstration,
-        prompt_key: "prompt".into(),
-        response_key: "response".into(),
-        label_key: String::new(),
-        messages_key: "messages".into(),
-        chat_template: false,
-        kept_fields: Vec::new(),
-    };
-    let input = Input { path: fixture.path("rows.jsonl"), split: None };
-    let vocabulary = fixture.archs.actor().vocabulary;
-    shard_jsonl(&[input], &fixture.path("shard"), &fixture.tokenizer, vocabulary, &format, &SplitRule::None)
-        .expect("a shard");
+    let (config, vocabulary) = (DataConfig::default(), fixture.archs.actor().vocabulary);
+    let reading = Reading { config: &config, part: Part::Demonstration, tokenizer: &fixture.tokenizer, vocabulary };
+    shard_jsonl(reading, &[(&fixture.path("rows.jsonl"), None)], &[], &fixture.path("shard")).expect("a shard");
     let config = fixture.config("sft", "shard", &[]);
     assert_eq!(fixture.read(&config).drawn, fixture.demonstrations(&config, 6 * 12));
     assert!(!fixture.path("run").exists(), "a plan leaves nothing behind");
