@@ -3,12 +3,12 @@
 use super::limits::{BYTES, RANKS_MAX, YEAR_S};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// A number, or `"auto"`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase", try_from = "toml::Value")]
 pub enum Auto {
     #[default]
     Auto,
@@ -16,25 +16,15 @@ pub enum Auto {
     Is(usize),
 }
 
-impl<'de> Deserialize<'de> for Auto {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        struct Visitor;
-        impl serde::de::Visitor<'_> for Visitor {
-            type Value = Auto;
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("\"auto\" or a whole number")
-            }
-            fn visit_i64<E: serde::de::Error>(self, n: i64) -> std::result::Result<Auto, E> {
-                usize::try_from(n).map(Auto::Is).map_err(|_| E::invalid_value(serde::de::Unexpected::Signed(n), &self))
-            }
-            fn visit_u64<E: serde::de::Error>(self, n: u64) -> std::result::Result<Auto, E> {
-                Ok(Auto::Is(n as usize))
-            }
-            fn visit_str<E: serde::de::Error>(self, s: &str) -> std::result::Result<Auto, E> {
-                if s == "auto" { Ok(Auto::Auto) } else { Err(E::invalid_value(serde::de::Unexpected::Str(s), &self)) }
-            }
+impl TryFrom<toml::Value> for Auto {
+    type Error = String;
+
+    fn try_from(value: toml::Value) -> std::result::Result<Self, String> {
+        match value {
+            toml::Value::String(word) if word == "auto" => Ok(Self::Auto),
+            toml::Value::Integer(n @ 0..) => Ok(Self::Is(n as usize)),
+            other => Err(format!("invalid value: {other}, expected \"auto\" or a whole number")),
         }
-        deserializer.deserialize_any(Visitor)
     }
 }
 

@@ -8,7 +8,7 @@
 use super::devices::Device;
 use super::job::{Job, RolesOnRanks};
 use super::memory::Memory;
-use super::null::{Case, count};
+use super::null::count;
 use super::refuse;
 use super::rows::Origin;
 use super::time::{Stage, Time};
@@ -207,7 +207,7 @@ fn candidates(job: &Job, parts: &[RolesOnRanks], layouts: &[Layout], device: &De
 pub fn candidate(job: &Job, parts: &[RolesOnRanks], layout: &Layout, device: &Device) -> Candidate {
     let placed = parts.iter().map(|(roles, ranks)| {
         let layout = layout.over(ranks.len());
-        let (memory, time) = count(Case { job, layout: &layout, device }, roles);
+        let (memory, time) = count(job, &layout, device, roles);
         Placed { roles: roles.clone(), ranks: ranks.clone(), layout, memory, time }
     });
     Candidate { placed: placed.collect() }

@@ -26,7 +26,7 @@ pub use choose::{Choice, RunnerUp, choose};
 pub use devices::{Device, Efficiency};
 pub use job::{Job, Microbatch};
 pub use memory::{Memory, Phase};
-pub use null::{Case, count};
+pub use null::count;
 pub use probe::{Sharing, probe};
 pub use resolve::layouts;
 pub use rows::{Origin, Rows};

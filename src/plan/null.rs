@@ -17,17 +17,8 @@ use crate::train::{self, Planned, PlannedGpu};
 /// Steps that are taken at least of CPUs: what one leaves on free lists is there in the next.
 const STEPS_MIN: usize = 2;
 
-/// A rank of a job on a layout.
-#[derive(Clone, Copy, Debug)]
-pub struct Case<'a> {
-    pub job: &'a Job<'a>,
-    pub layout: &'a Layout,
-    pub device: &'a Device,
-}
-
 /// Memory and time of the fullest of the ranks that have `roles`.
-pub fn count(case: Case, roles: &[RoleName]) -> (Memory, Time) {
-    let Case { job, layout, device } = case;
+pub fn count(job: &Job, layout: &Layout, device: &Device, roles: &[RoleName]) -> (Memory, Time) {
     let part = TensorPart::fullest(job.archs.actor(), layout.mesh.tensor).rank;
     let stride = layout.mesh.ranks() / layout.mesh.data;
     let world = job.config.mesh.placed_ranks().unwrap_or(layout.mesh.ranks());

@@ -3,7 +3,7 @@
 use super::choose::{self, Candidate};
 use super::devices::Device;
 use super::job::{Job, no_place};
-use super::null::{Case, count};
+use super::null::count;
 use super::rows::Rows;
 use crate::comm::World;
 use crate::config::mesh::{Auto, Placement, RoleName};
@@ -109,7 +109,7 @@ fn expect(job: &Job, placed: &[(Placement, Layout)], device: &Device) -> Vec<Opt
     let of = |(placement, layout): &(Placement, Layout)| {
         let there = job.archs.0.iter().map(|(role, ..)| *role);
         let roles: Vec<RoleName> = there.filter(|role| placement.roles.contains(role)).collect();
-        let memory = || count(Case { job, layout, device }, &roles).0;
+        let memory = || count(job, layout, device, &roles).0;
         (!roles.is_empty()).then(|| memory().expected(device.is_cpu()))
     };
     placed.iter().map(of).collect()

@@ -103,7 +103,7 @@ struct Watch {
 impl Watch {
     fn new(strings: &[String]) -> Self {
         let keep = strings.iter().map(String::len).max().unwrap_or(1).saturating_sub(1);
-        Self { decoder: StreamDecoder::new(false), tail: String::new(), keep }
+        Self { decoder: StreamDecoder::default(), tail: String::new(), keep }
     }
 
     fn push(&mut self, tokenizer: &Tokenizer, token: u32, strings: &[String]) -> Result<bool> {

@@ -78,13 +78,6 @@ impl ChatTemplate {
         Self::new(&text, bos_token, eos_token).map(Some).map_err(|e| e.within(dir.display()))
     }
 
-    pub fn load(dir: &Path) -> Result<Self> {
-        let config = read_json(&dir.join("tokenizer_config.json"))?;
-        let token = |name: &str| config.as_ref()?.get(name).and_then(token_text);
-        Self::find(dir, config.as_ref(), token("bos_token"), token("eos_token"))?
-            .ok_or_else(|| Error::data(format!("{} has no chat template", dir.display())))
-    }
-
     /// Fixes the time of `strftime_now`, in seconds since 1970: shards and tests want the same text every day.
     #[must_use]
     pub fn at(self, seconds: i64) -> Self {

@@ -96,26 +96,17 @@ impl Style {
     }
 
     fn string(&self, text: &str, out: &mut String) {
-        out.push('"');
-        for c in text.chars() {
-            match c {
-                '"' => out.push_str("\\\""),
-                '\\' => out.push_str("\\\\"),
-                '\n' => out.push_str("\\n"),
-                '\r' => out.push_str("\\r"),
-                '\t' => out.push_str("\\t"),
-                '\u{8}' => out.push_str("\\b"),
-                '\u{c}' => out.push_str("\\f"),
-                c if c < ' ' || (self.ascii && !(' '..='~').contains(&c)) => {
-                    let mut units = [0u16; 2];
-                    for unit in c.encode_utf16(&mut units) {
-                        let _ = write!(out, "\\u{unit:04x}");
-                    }
+        // Escapes are Python's: short ones, and `\u001f` in lower case.
+        for c in Value::from(text).to_string().chars() {
+            if self.ascii && !(' '..='~').contains(&c) {
+                let mut units = [0u16; 2];
+                for unit in c.encode_utf16(&mut units) {
+                    let _ = write!(out, "\\u{unit:04x}");
                 }
-                c => out.push(c),
+            } else {
+                out.push(c);
             }
         }
-        out.push('"');
     }
 }
 

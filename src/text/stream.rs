@@ -4,10 +4,9 @@ use super::tokenizer::Tokenizer;
 use crate::error::Result;
 
 /// Decodes token after token. A character that several tokens make up appears with its last one, so what was given
-/// out never changes; all pieces, with `finish`, join to `Tokenizer::decode` of all tokens.
+/// out never changes; all pieces, with `finish`, join to `Tokenizer::decode` of all tokens, special ones included.
 #[derive(Clone, Debug, Default)]
 pub struct StreamDecoder {
-    skip_special: bool,
     tokens: Vec<u32>,
     // tokens[context..given] were given out; they are decoded again with what follows, because some decoders treat the
     // first token of a text differently (a leading space is dropped).
@@ -16,14 +15,10 @@ pub struct StreamDecoder {
 }
 
 impl StreamDecoder {
-    pub fn new(skip_special: bool) -> Self {
-        Self { skip_special, ..Self::default() }
-    }
-
     /// The text that `token` completes; empty while a character is incomplete.
     pub fn push(&mut self, tokenizer: &Tokenizer, token: u32) -> Result<String> {
         self.tokens.push(token);
-        let all = tokenizer.decode(&self.tokens[self.context..], self.skip_special)?;
+        let all = tokenizer.decode(&self.tokens[self.context..], false)?;
         if all.ends_with(char::REPLACEMENT_CHARACTER) {
             return Ok(String::new());
         }
@@ -32,12 +27,12 @@ impl StreamDecoder {
 
     /// The text still held back: an incomplete character at the end shows as U+FFFD.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<String> {
-        let all = tokenizer.decode(&self.tokens[self.context..], self.skip_special)?;
+        let all = tokenizer.decode(&self.tokens[self.context..], false)?;
         self.give(tokenizer, &all)
     }
 
     fn give(&mut self, tokenizer: &Tokenizer, all: &str) -> Result<String> {
-        let known = tokenizer.decode(&self.tokens[self.context..self.given], self.skip_special)?;
+        let known = tokenizer.decode(&self.tokens[self.context..self.given], false)?;
         let new = all.get(known.len()..).unwrap_or_default().to_owned();
         if !new.is_empty() {
             self.context = self.given;

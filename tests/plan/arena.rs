@@ -15,7 +15,7 @@ use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Arch, Head, Saved, init};
-use rlhf_hpc::plan::{self, Case, Device, Job, Rows};
+use rlhf_hpc::plan::{self, Device, Job, Rows};
 use rlhf_hpc::tensor::{DType, arena};
 use rlhf_hpc::train::{self, Archs};
 use std::path::Path;
@@ -39,7 +39,7 @@ fn planned(config: &Config, arch: &Arch, rows: Rows) -> usize {
     let mesh = Mesh::data_only(1);
     let layout = Layout { mesh, zero: 1, rollout_tensor: 1, swap: Swap::default() };
     let device = Device { threads: THREADS, ..Device::cpu(1 << 40, 1) };
-    plan::count(Case { job: &job, layout: &layout, device: &device }, &[RoleName::Actor]).0.arena
+    plan::count(&job, &layout, &device, &[RoleName::Actor]).0.arena
 }
 
 /// Loads nothing: random weights, one update over micro-batches of rows of these lengths, of which the second half is

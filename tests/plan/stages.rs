@@ -6,7 +6,7 @@ use rlhf_hpc::config::mesh::RoleName;
 use rlhf_hpc::launch::layout::{Layout, Swap};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::Head;
-use rlhf_hpc::plan::{self, Case, Device, Job, Memory, Phase};
+use rlhf_hpc::plan::{self, Device, Job, Memory, Phase};
 use rlhf_hpc::train::Archs;
 
 const ROLES: [RoleName; 3] = [RoleName::Actor, RoleName::Reference, RoleName::Critic];
@@ -18,7 +18,7 @@ fn layout(mesh: Mesh, zero: usize) -> Layout {
 fn count(config: &Config, archs: &Archs, layout: &Layout, device: &Device) -> Memory {
     let job = Job::new(config, archs, None);
     let device = Device { threads: 2, ..device.clone() };
-    plan::count(Case { job: &job, layout, device: &device }, &ROLES).0
+    plan::count(&job, layout, &device, &ROLES).0
 }
 
 /// Bytes in one phase of the owners whose names begin so.
