@@ -25,13 +25,6 @@ pub fn launched(program: &Path, ranks: usize) -> Command {
     command
 }
 
-/// The quickstart's questions, with these options, for a job in `dir`.
-pub fn corpus(dir: &Path, options: &str) -> Ended {
-    let mut python = launched(Path::new("python3"), 0);
-    python.args(["-c", include_str!("../jobs/quickstart/corpus.py")]).args(options.split(' ')).current_dir(dir);
-    Running::new(python).end()
-}
-
 #[derive(Debug)]
 pub struct Ended {
     pub code: Option<i32>,

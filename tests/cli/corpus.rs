@@ -1,13 +1,21 @@
 //! The quickstart's corpus: questions whose answers are right, and demonstrations that are wrong as often as they should be.
 
-use crate::process;
+use crate::process::{Ended, Running, launched};
 use serde_json::Value;
 use std::collections::HashSet;
+use std::path::Path;
+
+/// The script, with these options, for a job in `dir`.
+pub fn make(dir: &Path, options: &str) -> Ended {
+    let mut python = launched(Path::new("python3"), 0);
+    python.args(["-c", include_str!("../../jobs/quickstart/corpus.py")]).args(options.split(' ')).current_dir(dir);
+    Running::new(python).end()
+}
 
 /// The rows of a corpus with these options besides the usual ones.
 fn corpus(options: &str) -> Vec<Value> {
     let dir = tempfile::tempdir().unwrap();
-    let ended = process::corpus(dir.path(), &format!("--out rows.jsonl --seed 3 {options}"));
+    let ended = make(dir.path(), &format!("--out rows.jsonl --seed 3 {options}"));
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     let text = std::fs::read_to_string(dir.path().join("rows.jsonl")).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
@@ -109,7 +117,7 @@ fn a_corpus_that_cannot_be_made_is_refused() {
         ("--out rows.jsonl --digits 1 --eval-rows 5000", "distinct eval questions"),
         ("--out rows.jsonl --digits 0", "1 to 6 digits"),
     ] {
-        let ended = process::corpus(&std::env::temp_dir(), options);
+        let ended = make(&std::env::temp_dir(), options);
         assert!(ended.code != Some(0) && ended.stderr.contains(words), "{}", ended.stderr);
     }
 }

@@ -2,7 +2,7 @@
 
 mod binary;
 pub mod command;
-mod corpus;
+pub mod corpus;
 mod data;
 mod fixture;
 mod keys;

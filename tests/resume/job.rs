@@ -1,6 +1,6 @@
 //! A job file, its runs, and what they leave.
 
-use crate::cli::command;
+use crate::cli::{command, corpus};
 use crate::process::{Ended, LIMIT, Running};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -24,7 +24,8 @@ fn make_place() -> PathBuf {
         "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "initializer_range": 0.2, "tie_word_embeddings": false, "bos_token_id": 1, "eos_token_id": 0}"#;
     std::fs::write(place.join("config.json"), config).expect("writes");
-    crate::process::corpus(&place, "--out rows.jsonl --rows 120 --eval-rows 8 --digits 1");
+    let made = corpus::make(&place, "--out rows.jsonl --rows 120 --eval-rows 8 --digits 1");
+    assert_eq!(made.code, Some(0), "{}", made.stderr);
     for verb in [
         "tokenizer rows.jsonl --vocabulary 264 --out tokenizer",
         "init --config config.json --tokenizer tokenizer --out model",
