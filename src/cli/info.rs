@@ -87,7 +87,7 @@ fn cuda(found: &Found, mine: Option<usize>) -> Vec<String> {
     }
     lines.push(format!("carried    {}", embedded::describe()));
     if let Some(index) = mine {
-        let loaded = Gpu::open(index).map(|gpu| gpu.origin());
+        let loaded = Gpu::open(index).map(|gpu| gpu.origin().to_owned());
         lines.push(format!("loaded     {}", loaded.unwrap_or_else(|error| format!("nothing: {}", error.message))));
     }
     let none = |why: String| format!("none: {why}");

@@ -132,7 +132,7 @@ impl Span {
 
     pub fn of_mut(values: &mut ViewMut) -> Self {
         let dtype = values.dtype();
-        gpu().uses_mut(values);
+        gpu().uses(&values.as_view());
         Self { address: address(values.arg(dtype)), len: values.len(), dtype }
     }
 
@@ -162,7 +162,7 @@ impl Communicator {
     fn launch(&self, calls: &[Call]) {
         let Some(joined) = &self.joined else { return };
         self.used.store(true, Ordering::Relaxed);
-        if let Err(why) = gpu().enter().and_then(|()| joined.launch(calls, gpu().queue())) {
+        if let Err(why) = gpu().enter().and_then(|()| joined.launch(calls, gpu().queue().cast())) {
             let message = format!("NCCL over the {} axis, {} ranks: {why}", self.axis, self.size);
             if !gpu().is_noted(&message) {
                 let hint = "job.collectives = \"mpi\" does without NCCL";

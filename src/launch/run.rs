@@ -243,8 +243,8 @@ impl Run {
                     (keys::MEMORY_HOST_PEAK_BYTES, resident as f64),
                     (keys::MEMORY_PINNED_BYTES, usage.pinned as f64),
                     (keys::MEMORY_REQUESTS, (usage.requests + usage.pinned_requests) as f64),
-                    (keys::GPU_GRAPH_LAUNCHES, gpu.replays() as f64),
-                    (keys::GPU_HOST_WAITS, gpu.waits().drained as f64),
+                    (keys::GPU_GRAPH_LAUNCHES, gpu.counts.replayed.get() as f64),
+                    (keys::GPU_HOST_WAITS, gpu.counts.drained.get() as f64),
                 ]
             }
         };

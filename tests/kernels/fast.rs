@@ -102,13 +102,13 @@ fn a_layer_that_is_computed_again_leaves_out_its_last_product_and_has_the_same_g
     let Some(on) = Fast::on() else { return };
     for arch in [model::llama(), model::qwen3()] {
         let (layers, qkv) = (arch.layers as u64, 3);
-        let before = on.gpu.copied_within();
+        let before = on.gpu.counts.within.get();
         let [kept, again] = [false, true].map(|recompute| {
             let mut gradients = Vec::new();
             let asked = grown([c"forward"], || gradients = model::gradients(&arch, &[0, 30, 71, 110], recompute));
             (gradients, asked.map(|[forward]| forward))
         });
-        assert_eq!(on.gpu.copied_within(), before, "the residual stream is not copied");
+        assert_eq!(on.gpu.counts.within.get(), before, "the residual stream is not copied");
         // q, k, v, o, gate, up, down; again all but down.
         let products = [layers * (qkv + 4), layers * (qkv + 4) + layers * (qkv + 3)];
         assert_eq!([kept.1.unwrap_or(products[0]), again.1.unwrap_or(products[1])], products);

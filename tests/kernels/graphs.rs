@@ -79,9 +79,9 @@ fn same_bits(world: &World) {
         let part = Part::of(&arch, &axes);
         for (batch_max, requests) in [(7, requests(7, 14)), (3, requests(5, 9))] {
             let run = |graphs| part.run(&mut Engine::new(&part.config(batch_max, 60, graphs), 0), &requests);
-            let (before, [by_graphs, ordinary]) = (gpu().replays(), [run(true), run(false)]);
+            let (before, [by_graphs, ordinary]) = (gpu().counts.replayed.get(), [run(true), run(false)]);
             assert_eq!(bits(&by_graphs), bits(&ordinary), "{batch_max} lanes");
-            assert_eq!(gpu().replays() - before, by_graphs.graph_steps as u64);
+            assert_eq!(gpu().counts.replayed.get() - before, by_graphs.graph_steps as u64);
             assert!(by_graphs.graph_steps * 2 > by_graphs.forwards && ordinary.graph_steps == 0);
             agreed(world, &by_graphs);
         }
@@ -89,7 +89,7 @@ fn same_bits(world: &World) {
     // Each launch was booked with its collectives: an embedding, two sums a layer, logits dealt out and draws told.
     let booked = rlhf_hpc::comm::accounting();
     let calls = |op: &'static str| booked.get(&("tensor", op)).map_or(0, |totals| totals.calls);
-    let replays = gpu().replays();
+    let replays = gpu().counts.replayed.get();
     assert!(calls("sum_ordered") >= 5 * replays, "{booked:?}");
     assert!(calls("all_to_all") >= replays && calls("gather") >= replays, "{booked:?}");
 }

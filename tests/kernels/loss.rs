@@ -26,10 +26,11 @@ const BETA: f32 = 0.2;
 
 /// How often `work` waits for all that was started, and for a copy beside the host.
 fn waited<R>(gpu: &Gpu, work: impl FnOnce() -> R) -> ([u64; 2], R) {
-    let before = gpu.waits();
+    let counts = || [gpu.counts.drained.get(), gpu.counts.fetched.get()];
+    let before = counts();
     let result = work();
-    let after = gpu.waits();
-    ([after.drained - before.drained, after.fetched - before.fetched], result)
+    let after = counts();
+    ([after[0] - before[0], after[1] - before[1]], result)
 }
 
 fn role(device: Device, head: Head, dtype: DType, axes: &Axes) -> Role {

@@ -123,9 +123,10 @@ pub fn scene(world: &World) {
                 let to = TensorPart::of(&rollout.tensor);
                 let what = format!("{mesh} stage {stage} to tensor {}, joined {joined:?}", to.size);
                 let reshard = Reshard::new(&transformer, &weights.table, &axes, to);
-                let before = gpu().copied();
+                let copied = || [gpu().counts.up.get(), gpu().counts.down.get()];
+                let before = copied();
                 let (got, received) = reshard.weights(&weights);
-                let through_host = gpu().copied() != before;
+                let through_host = copied() != before;
                 assert_same(&what, &got, &self::weights(&arch, to));
                 let missing = 2 * missing(&arch, &weights, to);
                 let is_whole = to.size <= mesh.tensor && weights.is_sharded();

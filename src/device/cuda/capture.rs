@@ -8,15 +8,27 @@
 //! What fails to be captured, a kernel or a collective, ends the capture and nothing else: nothing was run, so that whoever
 //! captured can do the same without a graph.
 
-use super::driver::Captured;
-use super::gpu::{Gpu, must};
+use super::gpu::Gpu;
 use super::pool::Run;
-use super::streams::{Marks, Stream};
+use super::status::check;
+use super::streams::Stream;
+use super::sys::{self, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode, Handle};
 use crate::error::Result;
 use crate::sys::lock::lock;
-use std::sync::Arc;
+use std::ptr;
 use std::sync::atomic::Ordering;
 use std::thread::ThreadId;
+
+/// A graph that was captured.
+#[derive(Debug)]
+pub struct Captured(Handle<CUgraphExec>);
+
+impl Drop for Captured {
+    fn drop(&mut self) {
+        // SAFETY: made by `end_capture`, destroyed once; the driver waits for a replay that is under way.
+        let _ = unsafe { sys::cuGraphExecDestroy(self.0.0) };
+    }
+}
 
 impl Gpu {
     /// Whether this thread captures a graph.
@@ -61,7 +73,10 @@ impl Gpu {
         // A capture cannot wait for a copy.
         self.settle_copies();
         self.pool().begin_capture(held);
-        match self.driver.begin_capture() {
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: a stream that lives.
+        let begin = || unsafe { sys::cuStreamBeginCapture_v2(self.stream(Stream::Compute), mode) };
+        match self.call(|| check("cuStreamBeginCapture", begin())) {
             Ok(()) => self.capture.begin(),
             Err(why) => return Err((why.message, self.pool().end_capture())),
         }
@@ -70,7 +85,7 @@ impl Gpu {
 
     /// What was noted, or why there is no graph; and the memory that was freed within the capture.
     pub(super) fn captured(&self) -> (std::result::Result<Captured, String>, Vec<Run>) {
-        let steps = self.driver.end_capture().map_err(|error| error.message);
+        let steps = self.call(|| self.end_capture()).map_err(|error| error.message);
         // What failed first is why the rest did.
         let steps = match self.capture.end() {
             Some(why) => Err(why),
@@ -79,18 +94,35 @@ impl Gpu {
         (steps, self.pool().end_capture())
     }
 
+    fn end_capture(&self) -> Result<Captured> {
+        let stream = self.stream(Stream::Compute);
+        let mut graph: CUgraph = ptr::null_mut();
+        let mut exec: CUgraphExec = ptr::null_mut();
+        // SAFETY: the stream is being captured; each call writes a handle, and the graph is destroyed once.
+        unsafe {
+            check("cuStreamEndCapture", sys::cuStreamEndCapture(stream, &raw mut graph))?;
+            let made = check("cuGraphInstantiate", sys::cuGraphInstantiateWithFlags(&raw mut exec, graph, 0));
+            check("cuGraphDestroy", sys::cuGraphDestroy(graph))?;
+            made?;
+            let captured = Captured(Handle(exec));
+            check("cuGraphUpload", sys::cuGraphUpload(exec, stream))?;
+            Ok(captured)
+        }
+    }
+
     pub(super) fn replay(&self, graph: &Captured) {
         self.outside_captures("a replay");
         self.counts.started.add(1);
         self.counts.replayed.add(1);
-        must(self.driver.replay(graph), || "a graph's replay".into());
-    }
-
-    /// Marks by which one sees when all that the compute stream was given until now is done.
-    pub fn mark_here(&self) -> Arc<Marks> {
-        let marks = self.mark(Stream::Compute);
-        must(self.wait_on(&marks), || "a mark".into());
-        marks.join();
-        Arc::new(marks)
+        let replay = || {
+            // SAFETY: handles that live; the graph holds the memory that its kernels use.
+            let status = unsafe { sys::cuGraphLaunch(graph.0.0, self.stream(Stream::Compute)) };
+            let is_full = status == CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+            // Nothing is lost with that: another way does the same.
+            let hint = "rollout.graphs = false starts the same kernels one by one";
+            check("cuGraphLaunch", status).map_err(|error| if is_full { error.hint(hint) } else { error })
+        };
+        self.must(|| "a graph's replay".into(), replay);
+        self.note_started("a graph");
     }
 }

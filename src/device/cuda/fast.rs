@@ -145,7 +145,7 @@ pub(super) fn start(call: Call) {
     if is_empty || null::is_active() {
         return;
     }
-    let started = products().and_then(|products| gpu().enter().and_then(|()| products.start(&call, gpu().queue())));
+    let started = products().and_then(|products| gpu().enter().and_then(|()| products.start(&call, gpu().queue().cast())));
     if let Err(why) = started {
         let Call { form, strides: [a, b, d], dtype, addend, .. } = call;
         let bias = if call.bias.is_some() { " with a bias" } else { "" };

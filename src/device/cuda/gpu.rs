@@ -1,44 +1,60 @@
-//! The GPU of this process: memory, copies, and kernels in the order of one stream.
+//! The GPU of this process: its context, its kernels and its memory. All of it in the order of one stream, but for what is
+//! started beside (`work`).
 
 pub use super::arg::Arg;
-use super::devices::Properties;
-use super::driver::Driver;
+use super::devices::{self, Properties};
+use super::kernels::Kernels;
 use super::null_driver;
-use super::pool::{Pool, Run, Usage};
-use super::staging::{Event, Pages, STAGING_BYTES};
+use super::pool::{Backing, Pool, Run, Usage};
+use super::staging::{Event, STAGING_BYTES, Staging};
+use super::status::{check, describe};
 pub use super::streams::Stream;
 use super::streams::{Capture, InFlight, Works};
-use super::waits::{self, Copied, Counts, Waits};
-use crate::device::null;
+use super::sys::{self, CUcontext, CUresult, CUstream, CUstream_flags, Handle};
+use super::waits::{self, Counts};
 use crate::error::{Error, Result, format_bytes};
 use crate::sys::lock::lock;
 use std::cell::Cell;
-use std::ffi::c_void;
+use std::collections::VecDeque;
+use std::ffi::c_int;
+use std::ptr;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
-/// A device and how it is reached.
+/// How many of the kernels that were started last are named where the GPU fails.
+const NAMED: usize = 4;
+
+/// A GPU and its streams. It lives as long as the process.
 #[derive(Debug)]
 pub struct Gpu {
-    pub(super) driver: Driver,
+    properties: Properties,
+    context: Handle<CUcontext>,
+    /// In the order of `Stream`.
+    streams: [Handle<CUstream>; 6],
+    /// One for each stream.
+    pub(super) marks: Mutex<Vec<Event>>,
+    pub(super) kernels: Kernels,
+    pub(super) staging: Mutex<Staging>,
+    /// The kernels that were started last.
+    recent: Mutex<VecDeque<&'static str>>,
     pool: Mutex<Pool>,
     pub(super) capture: Capture,
     pub(super) works: Works,
     pub(super) in_flight: InFlight,
-    pub(super) counts: Counts,
+    /// What was counted since it was opened.
+    pub counts: Counts,
     /// Whether products of many rows are cuBLASLt's.
     pub(super) is_fast: AtomicBool,
 }
-
-/// Blocks of a grid at most, in x, y and z.
-const GRID_MAX: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
 
 static GPU: OnceLock<Gpu> = OnceLock::new();
 
 thread_local! {
     /// The null GPU of this thread, which it keeps for its next plan.
     static NULL: Cell<Option<&'static Gpu>> = const { Cell::new(None) };
+    /// Whether this thread has the context.
+    static ENTERED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// The GPU that this process computes on.
@@ -62,9 +78,7 @@ pub fn is_started() -> bool {
 /// Since when a thread has stood still for the GPU, of several the first; and what for, with what may be why.
 pub fn standing_still() -> Option<(Instant, String)> {
     let (since, what) = waits::first()?;
-    let driver = &opened()?.driver;
-    let (name, last) = (driver.name(), driver.last_kernels());
-    Some((since, format!("{what} ({name}{last})")))
+    Some((since, format!("{what} ({})", opened()?.name_and_last())))
 }
 
 /// Makes `gpu` the one of this process. The first one stays.
@@ -91,32 +105,123 @@ pub fn start_null() -> Result<()> {
     Ok(())
 }
 
-/// Ends the job with what the GPU says: no layer can do without it, so none could go on.
-pub(super) fn must<T>(result: Result<T>, doing: impl FnOnce() -> String) -> T {
-    result.unwrap_or_else(|error| std::panic::panic_any(error.within(doing())))
-}
-
 impl Gpu {
-    /// The GPU number `index` of those that the driver shows to this process.
+    /// Takes the GPU number `index` of those that the driver shows to this process, and gives it the kernels.
     ///
     /// # Errors
-    /// `Usage` where there is none, or it cannot run the kernels.
+    /// `Usage` where there is no such GPU, or it cannot run the kernels.
     pub fn open(index: usize) -> Result<Self> {
-        let driver = Driver::open(index)?;
+        let (version, all) = devices::devices().map_err(|why| Error::usage(format!("no GPU: {why}")))?;
+        let count = all.len();
+        let properties = all.into_iter().nth(index);
+        let properties = properties
+            .ok_or_else(|| Error::usage(format!("GPU {index} was asked for, and this process sees {count}")))?;
+        let device = devices::handle(index as c_int)?;
+        let mut context: CUcontext = ptr::null_mut();
+        // SAFETY: a device that is there; writes a handle.
+        let retained = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
+        check("cuDevicePrimaryCtxRetain", retained).map_err(|error| {
+            if !devices::is_exclusive(device) {
+                return error;
+            }
+            Error::usage(format!("{}; the compute mode of GPU {index} is exclusive", error.message))
+                .hint("another process has it: give each rank a GPU of its own, or let ranks share it (nvidia-smi -c DEFAULT)")
+        })?;
+        // SAFETY: a context that lives as long as the process; it becomes this thread's.
+        check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(context) })?;
+        let kernels = Kernels::load(&properties, version)?;
         let (pool, capture, works, in_flight, counts, is_fast) = Default::default();
-        let gpu = Self { driver, pool, capture, works, in_flight, counts, is_fast };
+        let gpu = Self {
+            properties,
+            context: Handle(context),
+            streams: streams()?,
+            marks: Mutex::new((0..6).map(|_| Event::new()).collect::<Result<_>>()?),
+            kernels,
+            staging: Mutex::new(Staging::new()?),
+            recent: Mutex::new(VecDeque::with_capacity(NAMED)),
+            pool,
+            capture,
+            works,
+            in_flight,
+            counts,
+            is_fast,
+        };
         gpu.pool().usage.pinned += STAGING_BYTES;
         Ok(gpu)
     }
 
     /// What the driver says of it.
     pub fn properties(&self) -> &Properties {
-        &self.driver.properties
+        &self.properties
     }
 
     /// From where its kernels came, in words.
-    pub fn origin(&self) -> String {
-        self.driver.origin().to_string()
+    pub fn origin(&self) -> &str {
+        &self.kernels.origin
+    }
+
+    /// Gives this thread the GPU's context, which libraries of CUDA look for.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn enter(&self) -> std::result::Result<(), String> {
+        self.set_context().map_err(|error| error.to_string())
+    }
+
+    /// Every thread names the context once.
+    fn set_context(&self) -> Result<()> {
+        if ENTERED.get() || null_driver::is_active() {
+            return Ok(());
+        }
+        // SAFETY: a context that lives as long as the process.
+        check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context.0) })?;
+        ENTERED.set(true);
+        Ok(())
+    }
+
+    /// Makes calls of the driver in the GPU's context. An error names the GPU, and what may have failed: the driver tells of a
+    /// kernel's fault at a later call.
+    pub(super) fn call<T>(&self, calls: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.set_context()?;
+        calls().map_err(|mut error| {
+            error.message = format!("{}, on {}", error.message, self.name_and_last());
+            error
+        })
+    }
+
+    /// As `call`, where the job ends with what the driver says.
+    pub(super) fn must<T>(&self, doing: impl FnOnce() -> String, calls: impl FnOnce() -> Result<T>) -> T {
+        self.call(calls).unwrap_or_else(|error| std::panic::panic_any(error.within(doing())))
+    }
+
+    /// `GPU 0 at 0000:3b:00.0`, as this process counts.
+    fn name(&self) -> String {
+        format!("GPU {} at {}", self.properties.index, self.properties.pci)
+    }
+
+    /// `GPU 0 at 0000:3b:00.0; kernels started last: rope_rotate, attention_forward_64`.
+    fn name_and_last(&self) -> String {
+        let recent = lock(&self.recent).iter().copied().collect::<Vec<_>>().join(", ");
+        let last = if recent.is_empty() { recent } else { format!("; kernels started last: {recent}") };
+        self.name() + &last
+    }
+
+    pub(super) fn note_started(&self, kernel: &'static str) {
+        let mut recent = lock(&self.recent);
+        if recent.len() == NAMED {
+            recent.pop_front();
+        }
+        recent.push_back(kernel);
+    }
+
+    /// The driver's handle of the stream to which this thread starts things now, for libraries of CUDA, too.
+    pub fn queue(&self) -> CUstream {
+        self.stream(Stream::Compute.here())
+    }
+
+    /// The driver's handle of a stream.
+    pub fn stream(&self, stream: Stream) -> CUstream {
+        self.streams[stream as usize].0
     }
 
     pub(super) fn pool(&self) -> MutexGuard<'_, Pool> {
@@ -139,12 +244,12 @@ impl Gpu {
         let limit = if bytes == 0 { usize::MAX } else { usize::try_from(bytes).unwrap_or(usize::MAX) };
         let mut pool = self.pool();
         pool.usage.limit = limit;
-        pool.shrink(limit, &self.driver);
+        pool.shrink(limit, self);
     }
 
     /// Asks the driver at once for what this process will need, so that it is not asked again.
     pub fn reserve(&self, bytes: usize) {
-        self.pool().reserve(bytes, &self.driver);
+        self.pool().reserve(bytes, self);
     }
 
     /// Who uses how much of its memory, the most first.
@@ -154,12 +259,12 @@ impl Gpu {
 
     /// Bytes of its memory that no process has taken.
     pub fn free_bytes(&self) -> usize {
-        must(self.driver.free_bytes(), || "how much of the GPU is free".into())
+        self.must(|| "how much of the GPU is free".into(), || self.ask_free())
     }
 
     /// Gives kept memory back to the driver.
     pub fn trim(&self) {
-        self.pool().shrink(0, &self.driver);
+        self.pool().shrink(0, self);
     }
 
     /// The address of `bytes` of memory for `owner`, aligned to 256, which `stream` uses first. Contents unspecified.
@@ -168,7 +273,7 @@ impl Gpu {
     /// `Usage` where there is not as much.
     pub(super) fn allocate(&self, bytes: usize, owner: &'static str, stream: Stream) -> Result<u64> {
         let mut pool = self.pool();
-        let address = pool.take(bytes, owner, &self.driver)?;
+        let address = pool.take(bytes, owner, self)?;
         let end = address + pool.size_of(address) as u64;
         drop(pool);
         self.behind_copies(address..end, stream);
@@ -180,178 +285,58 @@ impl Gpu {
         let mut pool = self.pool();
         let end = address + pool.size_of(address) as u64;
         if !self.works.keep(address..end) {
-            pool.give(address, &self.driver);
+            pool.give(address, self);
         }
     }
 
-    /// Copies to the device, behind what was started before. `from` may change when this returns.
-    pub(super) fn upload(&self, to: u64, from: &[u8]) {
-        self.outside_captures("an upload");
-        self.counts.up.add(from.len());
-        must(self.driver.upload(to, from), || format!("{} bytes to the GPU", from.len()));
-    }
-
-    /// Copies from the device when all that was started before has ended.
-    pub(super) fn download(&self, to: &mut [u8], from: u64) {
-        self.outside_captures("a download");
-        self.counts.drained.add(1);
-        self.counts.down.add(to.len());
-        let bytes = to.len();
-        must(self.driver.download(to, from), || format!("{bytes} bytes from the GPU"));
-    }
-
-    /// Copies within the device, behind what was started before.
-    pub(super) fn copy(&self, to: u64, from: u64, bytes: usize) {
-        self.works.note([to, from]);
-        self.counts.within.add(bytes);
-        if bytes > 0 {
-            self.must_start(self.driver.copy(to, from, bytes), || format!("{bytes} bytes within the GPU"));
-        }
-    }
-
-    /// Sets `bytes` to 0, behind what was started before.
-    pub(super) fn clear(&self, at: u64, bytes: usize) {
-        self.works.note([at]);
-        if bytes > 0 {
-            self.must_start(self.driver.clear(at, bytes), || format!("{bytes} bytes to 0"));
-        }
-    }
-
-    /// Starts a kernel behind what was started before. Blocks are of `block` threads in x. A grid without blocks starts
-    /// nothing.
-    ///
-    /// # Panics
-    /// With an [`Error`] as payload, where there is no such kernel, or it fails: it names the kernel, its grid and its arguments.
-    pub fn launch(&self, kernel: &'static str, grid: [usize; 3], block: usize, shared_bytes: usize, args: &[Arg]) {
-        if grid.contains(&0) {
-            return;
-        }
-        self.works.note(args.iter().filter_map(|arg| if let Arg::Address(at) = arg { Some(*at) } else { None }));
-        self.counts.started.add(1);
-        let [x, y, z] = grid;
-        let launch = |(grid, block)| self.driver.launch(kernel, grid, block, shared_bytes, args);
-        let started = counted(grid, block).and_then(launch);
-        // What failed comes before what the kernel was given, which may be long.
-        let started = started.map_err(|mut error| {
-            let given = args.iter().map(Arg::to_string).collect::<Vec<_>>().join(", ");
-            error.message = format!("{}; it was given {given}", error.message);
-            error
-        });
-        self.must_start(started, || format!("kernel {kernel}, grid {x} x {y} x {z} of {block} threads"));
-    }
-
-    /// Waits until all that was started on the compute stream has ended.
-    pub fn wait(&self) {
-        self.wait_for(Stream::Compute);
-    }
-
-    /// Waits until all that was started on `stream` has ended.
-    pub fn wait_for(&self, stream: Stream) {
-        self.outside_captures("a wait");
-        self.counts.drained.add(1);
-        must(self.driver.wait(stream), || format!("waiting for the {stream:?} stream"));
-    }
-
-    /// Seconds that the compute stream is at what `work` starts there, between two of its own marks: without what the host
-    /// takes to start and to wait. The host waits.
-    ///
-    /// # Panics
-    /// If a graph is being captured.
-    pub fn seconds(&self, work: impl FnOnce()) -> f64 {
-        self.outside_captures("a measurement");
-        let mark = || must(self.driver.timed_mark(), || "a mark".into());
-        let begun = mark();
-        work();
-        let ended = mark();
-        self.wait();
-        must(ended.seconds_since(&begun), || "the time between two marks".into())
-    }
-
-    /// Graphs that were launched since the GPU was opened.
-    pub fn replays(&self) -> u64 {
-        self.counts.replayed.get()
-    }
-
-    pub fn copied(&self) -> Copied {
-        Copied { up: self.counts.up.get(), down: self.counts.down.get() }
-    }
-
-    /// Bytes that were copied within the GPU since it was opened, other than by kernels.
-    pub fn copied_within(&self) -> u64 {
-        self.counts.within.get()
-    }
-
-    pub fn waits(&self) -> Waits {
-        Waits { drained: self.counts.drained.get(), fetched: self.counts.fetched.get() }
-    }
-
-    /// What is started on `then` from now on waits for what was started on `first`.
-    pub fn order(&self, first: Stream, then: Stream) {
-        self.must_start(self.driver.order(first, then), || format!("{then:?} behind {first:?}"));
-    }
-
-    /// The driver's handle of the stream to which this thread starts things now, for libraries of CUDA.
-    pub fn queue(&self) -> *mut c_void {
-        self.stream(super::streams::stream())
-    }
-
-    /// The driver's handle of a stream, for libraries of CUDA.
-    pub fn stream(&self, stream: Stream) -> *mut c_void {
-        self.driver.stream(stream).cast()
-    }
-
-    /// Gives this thread the GPU's context, which libraries of CUDA look for.
-    ///
-    /// # Errors
-    /// What the driver says.
-    pub fn enter(&self) -> std::result::Result<(), String> {
-        self.driver.enter().map_err(|error| error.to_string())
+    fn ask_free(&self) -> Result<usize> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: writes two numbers.
+        check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
+        Ok(free)
     }
 
     pub(super) fn release(&self, runs: Vec<Run>) {
-        self.pool().release(runs, &self.driver);
-    }
-
-    pub(super) fn pinned(&self, bytes: usize) -> Pages {
-        let pages = self.driver.pinned(bytes).map_err(|mut error| {
-            let has = format_bytes(self.usage().pinned as u64);
-            error.message = format!("{}; this process has pinned {has}", error.message);
-            error
-        });
-        let pages = pages.unwrap_or_else(|error| std::panic::panic_any(error));
-        let usage = &mut self.pool().usage;
-        usage.pinned += bytes;
-        null::hold_on_host(usage.pinned);
-        usage.pinned_requests += 1;
-        pages
-    }
-
-    /// Lets this thread wait for an event; `what` is waited for.
-    pub(super) fn await_event(&self, event: &Event, what: &'static str) {
-        must(self.driver.await_event(event, what), || what.into());
-    }
-
-    pub(super) fn unpinned(&self, bytes: usize) {
-        self.pool().usage.pinned -= bytes;
-    }
-
-    pub(super) fn fetch(&self, to: &mut Pages, from: u64, bytes: usize, stream: Stream) -> Event {
-        self.outside_captures("a download");
-        must(self.driver.fetch(to, from, bytes, stream), || format!("{bytes} bytes from the GPU"))
-    }
-
-    pub(super) fn put(&self, to: u64, from: &Pages, bytes: usize, stream: Stream) -> Event {
-        self.outside_captures("an upload");
-        must(self.driver.put(to, from, bytes, stream), || format!("{bytes} bytes to the GPU"))
+        self.pool().release(runs, self);
     }
 }
 
-/// A grid and the threads of a block as GPUs take them.
-fn counted(grid: [usize; 3], block: usize) -> Result<([u32; 3], u32)> {
-    if grid.iter().zip(GRID_MAX).any(|(blocks, most)| *blocks > most as usize) {
-        let [x, y, z] = GRID_MAX;
-        return Err(Error::fault(format!("a GPU takes a grid of {x} x {y} x {z} blocks at most")));
+/// One of each `Stream`: collectives of the tensor axis come before all else.
+fn streams() -> Result<[Handle<CUstream>; 6]> {
+    let (mut least, mut greatest) = (0, 0);
+    // SAFETY: writes two numbers.
+    let status = unsafe { sys::cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest) };
+    check("cuCtxGetStreamPriorityRange", status)?;
+    let mut streams = [Handle(ptr::null_mut()); 6];
+    for (i, stream) in streams.iter_mut().enumerate() {
+        let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        let priority = if i == Stream::Tensor as usize { greatest } else { least };
+        // SAFETY: writes a handle.
+        let status = unsafe { sys::cuStreamCreateWithPriority(&raw mut stream.0, flags, priority) };
+        check("cuStreamCreateWithPriority", status)?;
     }
-    let threads = u32::try_from(block).map_err(|_| Error::fault(format!("a GPU takes no block of {block} threads")))?;
-    Ok((grid.map(|blocks| blocks as u32), threads))
+    Ok(streams)
+}
+
+impl Backing for Gpu {
+    fn allocate(&self, bytes: usize) -> Result<u64> {
+        let (mut address, mut status) = (0, CUresult::CUDA_SUCCESS);
+        let given = self.call(|| {
+            // SAFETY: writes a number. The driver aligns to 256 bytes at least.
+            status = unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes) };
+            check("cuMemAlloc", status)
+        });
+        if status != CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            return given.map(|()| address);
+        }
+        let size = |bytes: usize| format_bytes(bytes as u64);
+        let (free, all) = (size(self.call(|| self.ask_free())?), size(self.properties.memory_bytes));
+        Err(Error::usage(format!("cuMemAlloc: {}: {free} of the {all} of {} are free", describe(status), self.name())))
+    }
+
+    fn free(&self, address: u64, _bytes: usize) {
+        // SAFETY: came from `allocate`, is freed once; the driver waits until the GPU has done with it. A failure is told
+        // by the next call, too.
+        let _ = unsafe { sys::cuMemFree_v2(address) };
+    }
 }

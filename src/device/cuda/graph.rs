@@ -1,6 +1,6 @@
 //! Rows of launches that are started as one, and copies that run beside the host.
 
-use super::driver::Captured;
+use super::capture::Captured;
 use super::gpu::gpu;
 use super::memory::View;
 use super::pool::Run;

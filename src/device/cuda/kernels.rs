@@ -4,10 +4,10 @@ use super::cache;
 use super::devices::Properties;
 use super::embedded::KERNELS;
 use super::fx::Table;
-use super::module::{Images, Origin, compiled_images, embedded_images};
+use super::module::{Images, compiled_images, embedded_images};
 use super::null_driver;
 use super::status::check;
-use super::sys::{self, CUfunction, CUfunction_attribute as Attribute, CUmodule};
+use super::sys::{self, CUfunction, CUfunction_attribute as Attribute, CUmodule, Handle};
 use crate::error::{Error, Result};
 use std::ffi::{CString, c_int};
 use std::ptr;
@@ -15,39 +15,16 @@ use std::ptr;
 #[derive(Debug)]
 pub struct Kernels {
     functions: Table<&'static str, Function>,
-    pub origin: Origin,
+    /// From where they came, in words.
+    pub origin: String,
 }
 
 /// A kernel on the GPU, and what it allows.
 #[derive(Debug)]
-pub struct Function {
-    handle: CUfunction,
+struct Function {
+    handle: Handle<CUfunction>,
     threads_max: usize,
     shared_bytes_max: usize,
-}
-
-// SAFETY: the driver's handles may be used from every thread.
-unsafe impl Send for Function {}
-// SAFETY: as above.
-unsafe impl Sync for Function {}
-
-impl Function {
-    pub fn handle(&self) -> CUfunction {
-        self.handle
-    }
-
-    /// # Errors
-    /// What the kernel or the GPU does not allow.
-    pub fn check(&self, block: u32, shared_bytes: usize) -> std::result::Result<(), String> {
-        let (threads, shared) = (self.threads_max, self.shared_bytes_max);
-        if block as usize > threads {
-            return Err(format!("its blocks have at most {threads} threads on this GPU"));
-        }
-        if shared_bytes > shared {
-            return Err(format!("it needs {shared_bytes} bytes of shared memory a block, this GPU has {shared}"));
-        }
-        Ok(())
-    }
 }
 
 impl Kernels {
@@ -55,7 +32,7 @@ impl Kernels {
     pub fn load(gpu: &Properties, driver: (i32, i32)) -> Result<Self> {
         if null_driver::is_active() {
             let found = KERNELS.iter().map(|kernel| Ok((kernel.name, function(ptr::null_mut(), kernel.name, gpu)?)));
-            return Ok(Self { functions: found.collect::<Result<_>>()?, origin: Origin::Embedded { arch: "no GPU" } });
+            return Ok(Self { functions: found.collect::<Result<_>>()?, origin: "no GPU".into() });
         }
         let embedded = embedded_images(gpu.capability).and_then(|(images, origin)| {
             let functions = functions(&images, gpu).map_err(|error| error.message)?;
@@ -76,10 +53,21 @@ impl Kernels {
         })
     }
 
+    /// The kernel of this name, for blocks of `threads` with as much shared memory.
+    ///
     /// # Errors
-    /// Where there is no such kernel.
-    pub fn function(&self, name: &str) -> std::result::Result<&Function, String> {
-        self.functions.get(name).ok_or_else(|| "there is no such kernel".into())
+    /// Where there is none, or what it or the GPU does not allow.
+    pub fn function(&self, name: &str, threads: usize, shared_bytes: usize) -> Result<CUfunction> {
+        let function = self.functions.get(name).ok_or_else(|| Error::fault("there is no such kernel"))?;
+        let (threads_max, shared) = (function.threads_max, function.shared_bytes_max);
+        if threads > threads_max {
+            return Err(Error::fault(format!("its blocks have at most {threads_max} threads on this GPU")));
+        }
+        if shared_bytes > shared {
+            let needed = format!("it needs {shared_bytes} bytes of shared memory a block, this GPU has {shared}");
+            return Err(Error::fault(needed));
+        }
+        Ok(function.handle.0)
     }
 }
 
@@ -119,5 +107,5 @@ fn function(module: CUmodule, name: &str, gpu: &Properties) -> Result<Function> 
     let status = unsafe { sys::cuFuncSetAttribute(handle, most, shared_bytes_max as c_int) };
     check("cuFuncSetAttribute", status)?;
     let threads_max = attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?;
-    Ok(Function { handle, threads_max, shared_bytes_max })
+    Ok(Function { handle: Handle(handle), threads_max, shared_bytes_max })
 }

@@ -191,10 +191,6 @@ macro_rules! shared_by_views {
                 }
             }
 
-            pub(super) fn address(&self) -> u64 {
-                self.address
-            }
-
             fn checked(&self, range: &Range<usize>) -> u64 {
                 let within = range.start <= range.end && range.end <= self.len;
                 assert!(within, "values {range:?} of {}", self.len);
@@ -208,6 +204,10 @@ shared_by_views!(View);
 shared_by_views!(ViewMut);
 
 impl View<'_> {
+    pub(super) fn address(&self) -> u64 {
+        self.address
+    }
+
     /// The values as they are, on the host. Waits for the GPU.
     ///
     /// # Panics

@@ -5,32 +5,10 @@ use super::embedded::{self, CUBINS};
 use super::library;
 use super::nvrtc::Nvrtc;
 use std::borrow::Cow;
-use std::ffi::OsString;
-use std::fmt;
 use std::path::Path;
 
 /// Machine code of all sources for one GPU: (source, cubin).
 pub type Images = Vec<(&'static str, Cow<'static, [u8]>)>;
-
-/// From where a GPU's kernels came.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Origin {
-    Embedded { arch: &'static str },
-    Compiled { arch: String, library: OsString, version: (i32, i32), compiled: usize, of: usize, why: String },
-}
-
-impl fmt::Display for Origin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Embedded { arch } => write!(f, "the binary's cubins for {arch}"),
-            Self::Compiled { arch, library, version: (major, minor), compiled, of, why } => {
-                let kept = of - compiled;
-                write!(f, "NVRTC {major}.{minor} ({}) for {arch}: ", library.display())?;
-                write!(f, "{compiled} sources compiled now, {kept} taken from the disk ({why})")
-            }
-        }
-    }
-}
 
 /// The architecture of which the binary may carry cubins, for a GPU of this compute capability.
 ///
@@ -57,11 +35,11 @@ pub fn compiled_arch(capability: (u32, u32)) -> Result<String, String> {
     }
 }
 
-/// What the binary carries for this GPU.
+/// What the binary carries for this GPU, and that in words.
 ///
 /// # Errors
 /// Why it carries nothing.
-pub fn embedded_images(capability: (u32, u32)) -> Result<(Images, Origin), String> {
+pub fn embedded_images(capability: (u32, u32)) -> Result<(Images, String), String> {
     let (major, minor) = capability;
     let arch =
         embedded_arch(capability).ok_or(format!("the binary has none for compute capability {major}.{minor}"))?;
@@ -70,10 +48,10 @@ pub fn embedded_images(capability: (u32, u32)) -> Result<(Images, Origin), Strin
     if images.is_empty() {
         return Err(format!("the binary carries no cubins for {arch}: {}", embedded::COMPILER));
     }
-    Ok((images, Origin::Embedded { arch }))
+    Ok((images, format!("the binary's cubins for {arch}")))
 }
 
-/// What the site's NVRTC makes for this GPU; `why` says why it must. `driver` is the newest CUDA that the driver knows:
+/// What the site's NVRTC makes for this GPU, and that in words; `why` says why it must. `driver` is the newest CUDA that the driver knows:
 /// it loads cubins of every minor of its major, and of none after.
 ///
 /// # Errors
@@ -83,7 +61,7 @@ pub fn compiled_images(
     driver: (i32, i32),
     cache: Option<&Path>,
     why: String,
-) -> Result<(Images, Origin), String> {
+) -> Result<(Images, String), String> {
     let arch = compiled_arch(capability)?;
     let (library, nvrtc) = library::NVRTC.open(|path| {
         let nvrtc = Nvrtc::open(path)?;
@@ -93,9 +71,12 @@ pub fn compiled_images(
             .ok_or(format!("is of CUDA {major}.{minor}, the driver of {}.{}", driver.0, driver.1))
     })?;
     let made = cache::cubins(&nvrtc, &arch, cache)?;
-    let (compiled, of) = (made.compiled, made.list.len());
-    let images = made.list.into_iter().map(|(source, cubin)| (source, Cow::Owned(cubin))).collect();
-    Ok((images, Origin::Compiled { arch, library, version: nvrtc.version, compiled, of, why }))
+    let (compiled, kept, (major, minor)) = (made.compiled, made.list.len() - made.compiled, nvrtc.version);
+    let origin = format!(
+        "NVRTC {major}.{minor} ({}) for {arch}: {compiled} sources compiled now, {kept} taken from the disk ({why})",
+        library.display()
+    );
+    Ok((made.list.into_iter().map(|(source, cubin)| (source, Cow::Owned(cubin))).collect(), origin))
 }
 
 #[cfg(test)]

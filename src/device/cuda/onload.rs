@@ -4,11 +4,10 @@
 //! Memory of the GPU belongs to the compute stream. So a copy begins behind what that has been given. Where values come, what it
 //! is given from `land` on comes behind the copy; where they leave, what gets their memory next (`leaving`): nothing else waits.
 
-use super::gpu::{Gpu, Stream, gpu, must};
+use super::gpu::{Gpu, Stream, gpu};
 use super::graph::Pinned;
 use super::memory::Memory;
 use super::staging::Event;
-use super::streams::stream as current_stream;
 use crate::device::null;
 use crate::sys::lock::lock;
 use std::ops::Range;
@@ -190,7 +189,7 @@ impl Gpu {
             return self.hold(end);
         }
         lock(&self.in_flight).push((run, end.clone()));
-        self.pool().give_in_flight(address, &self.driver);
+        self.pool().give_in_flight(address, self);
     }
 
     /// Lets `stream`, which gets the memory `run`, wait for what copies of it are under way.
@@ -199,10 +198,9 @@ impl Gpu {
         if all.is_empty() {
             return;
         }
-        let stream = if stream == Stream::Compute { current_stream() } else { stream };
         all.retain(|(_, end)| !self.is_past(end));
         for (_, end) in all.iter().filter(|(other, _)| other.start < run.end && run.start < other.end) {
-            self.hold_on(stream, end);
+            self.hold_on(stream.here(), end);
         }
     }
 
@@ -221,6 +219,6 @@ impl Gpu {
 
     /// What is started on `stream` from now on waits for a copy.
     pub(super) fn hold_on(&self, stream: Stream, end: &Event) {
-        must(self.driver.hold_on(stream, end), || format!("the {stream:?} stream behind a copy"));
+        self.must(|| format!("the {stream:?} stream behind a copy"), || end.hold(self.stream(stream)));
     }
 }

@@ -2,7 +2,7 @@
 
 use super::null_driver;
 use super::status::check;
-use super::sys::{self, CUevent, CUevent_flags, CUresult, CUstream};
+use super::sys::{self, CUevent, CUevent_flags, CUresult, CUstream, Handle};
 use crate::error::{Result, format_bytes};
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
@@ -75,12 +75,7 @@ impl Drop for Pages {
 
 /// A point in a stream.
 #[derive(Debug)]
-pub struct Event(CUevent);
-
-// SAFETY: the driver's handles may be used from every thread.
-unsafe impl Send for Event {}
-// SAFETY: as above.
-unsafe impl Sync for Event {}
+pub struct Event(Handle<CUevent>);
 
 impl Event {
     pub fn new() -> Result<Self> {
@@ -96,13 +91,13 @@ impl Event {
         let mut event: CUevent = ptr::null_mut();
         // SAFETY: writes a handle.
         check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, flags as u32) })?;
-        Ok(Self(event))
+        Ok(Self(Handle(event)))
     }
 
     /// Whether the stream has come by. The GPU's context must be current.
     pub fn is_past(&self) -> Result<bool> {
         // SAFETY: a handle that lives.
-        match unsafe { sys::cuEventQuery(self.0) } {
+        match unsafe { sys::cuEventQuery(self.0.0) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             status => check("cuEventQuery", status).map(|()| true),
         }
@@ -112,33 +107,38 @@ impl Event {
     pub fn seconds_since(&self, earlier: &Self) -> Result<f64> {
         let mut milliseconds = 0.0;
         // SAFETY: handles that live; writes a number.
-        let status = unsafe { sys::cuEventElapsedTime(&raw mut milliseconds, earlier.0, self.0) };
+        let status = unsafe { sys::cuEventElapsedTime(&raw mut milliseconds, earlier.0.0, self.0.0) };
         check("cuEventElapsedTime", status).map(|()| f64::from(milliseconds) / 1e3)
+    }
+
+    /// It, at the end of what `stream` has been given.
+    pub fn recorded(self, stream: CUstream) -> Result<Self> {
+        self.record(stream).map(|()| self)
     }
 
     /// Moves to the end of what `stream` has been given.
     pub fn record(&self, stream: CUstream) -> Result<()> {
         // SAFETY: handles that live.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(self.0, stream) })
+        check("cuEventRecord", unsafe { sys::cuEventRecord(self.0.0, stream) })
     }
 
     /// Lets `stream` wait for it.
     pub fn hold(&self, stream: CUstream) -> Result<()> {
         // SAFETY: handles that live.
-        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, self.0, 0) })
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, self.0.0, 0) })
     }
 
     /// Lets this thread wait for it.
     pub fn wait(&self) -> Result<()> {
         // SAFETY: a handle that lives.
-        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.0) })
+        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.0.0) })
     }
 }
 
 impl Drop for Event {
     fn drop(&mut self) {
         // SAFETY: made above, destroyed once.
-        let _ = unsafe { sys::cuEventDestroy_v2(self.0) };
+        let _ = unsafe { sys::cuEventDestroy_v2(self.0.0) };
     }
 }
 

@@ -34,9 +34,11 @@ thread_local! {
     static ACTIVE: Cell<Option<(Stream, u64)>> = const { Cell::new(None) };
 }
 
-/// The stream to which this thread starts kernels and copies.
-pub(super) fn stream() -> Stream {
-    ACTIVE.get().map_or(Stream::Compute, |(stream, _)| stream)
+impl Stream {
+    /// The stream by its name; that of all kernels is where this thread starts things now.
+    pub(super) fn here(self) -> Self {
+        ACTIVE.get().filter(|_| self == Self::Compute).map_or(self, |(stream, _)| stream)
+    }
 }
 
 /// When a work ended, and when the compute stream came to wait for it.

@@ -16,6 +16,15 @@ use std::sync::OnceLock;
 #[repr(transparent)]
 pub struct CUresult(pub u32);
 
+/// A handle of a library of CUDA.
+#[derive(Clone, Copy, Debug)]
+pub struct Handle<T>(pub T);
+
+// SAFETY: the libraries' handles may be used from every thread.
+unsafe impl<T> Send for Handle<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Handle<T> {}
+
 macro_rules! statuses {
     ($($name:ident)*) => {
         impl CUresult {

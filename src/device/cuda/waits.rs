@@ -51,23 +51,26 @@ pub(super) fn first() -> Option<(Instant, &'static str)> {
 
 /// What is counted since the GPU was opened.
 #[derive(Debug, Default)]
-pub(super) struct Counts {
+pub struct Counts {
     /// Kernels.
     pub started: Count,
+    /// Waits of the host for all kernels that were started: the GPU has nothing to do then.
     pub drained: Count,
+    /// Waits for a copy that others were started behind (`Pinned`): the GPU goes on with those.
     pub fetched: Count,
-    /// Graphs.
+    /// Graphs that were launched.
     pub replayed: Count,
+    /// Bytes that were copied to the GPU, from it and within it, other than by `Pinned` and by kernels.
     pub up: Count,
     pub down: Count,
     pub within: Count,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Count(AtomicU64);
+pub struct Count(AtomicU64);
 
 impl Count {
-    pub fn add(&self, n: usize) {
+    pub(super) fn add(&self, n: usize) {
         self.0.fetch_add(n as u64, Ordering::Relaxed);
     }
 
@@ -78,26 +81,10 @@ impl Count {
 
 impl Counts {
     /// A copy is waited for, which began when as many kernels had been `started`.
-    pub fn add_copy(&self, started: u64) {
+    pub(super) fn add_copy(&self, started: u64) {
         let count = if self.started.get() == started { &self.drained } else { &self.fetched };
         count.add(1);
     }
-}
-
-/// How often the host has waited since the GPU was opened.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Waits {
-    /// For all kernels that were started: the GPU has nothing to do then.
-    pub drained: u64,
-    /// For a copy that others were started behind (`Pinned`): the GPU goes on with those.
-    pub fetched: u64,
-}
-
-/// Bytes that were copied between the host and the GPU since it was opened, other than by `Pinned`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Copied {
-    pub up: u64,
-    pub down: u64,
 }
 
 #[cfg(test)]

@@ -4,12 +4,15 @@
 //! `Work::join` lets the compute stream wait for it; the host waits for neither. Memory that the work uses is not given to
 //! anybody else before it is joined, whoever drops it meanwhile.
 
-use super::gpu::{Gpu, gpu, must};
-use super::memory::{View, ViewMut};
+use super::gpu::{Gpu, gpu};
+use super::memory::View;
 use super::staging::Event;
+use super::status::check;
 pub use super::streams::Marks;
 use super::streams::{self, Stream};
-use crate::error::Result;
+use super::sys;
+use super::waits::waiting;
+use crate::sys::lock::lock;
 use std::sync::Arc;
 
 /// Work that the compute stream does not wait for yet. Dropped, it is joined.
@@ -40,7 +43,7 @@ impl Gpu {
     /// Runs `body`, and lets all that it starts run on `stream`, behind what was started until now. Where a graph is captured it
     /// is a part of that: `stream` parts from the captured one here, and the work is joined before the capture ends.
     pub fn beside<T>(&self, stream: Stream, body: impl FnOnce() -> T) -> (T, Work) {
-        self.order(streams::stream(), stream);
+        self.order(Stream::Compute.here(), stream);
         let id = self.works.open();
         let active = streams::active(stream, id);
         let value = body();
@@ -51,19 +54,69 @@ impl Gpu {
         (value, Work { id, marks, captured, joined: false })
     }
 
-    /// Marks the end of what `stream` was given.
-    pub(super) fn mark(&self, stream: Stream) -> Marks {
-        must(self.driver.marks(stream), || format!("a mark on {stream:?}"))
+    /// What is started on `then` from now on waits for what was started on `first`.
+    pub fn order(&self, first: Stream, then: Stream) {
+        let ordered = self.call(|| {
+            let marks = lock(&self.marks);
+            marks[first as usize].record(self.stream(first))?;
+            marks[first as usize].hold(self.stream(then))
+        });
+        self.must_start(ordered, || format!("{then:?} behind {first:?}"));
     }
 
-    /// Lets what this thread starts from now on wait for a mark.
-    pub(super) fn wait_on(&self, marks: &Marks) -> Result<()> {
-        self.driver.wait_on(marks)
+    /// Waits until all that was started on the compute stream has ended.
+    pub fn wait(&self) {
+        self.wait_for(Stream::Compute);
+    }
+
+    /// Waits until all that was started on `stream` has ended.
+    pub fn wait_for(&self, stream: Stream) {
+        self.outside_captures("a wait");
+        self.counts.drained.add(1);
+        let _waiting = waiting("a stream");
+        // SAFETY: a stream that lives.
+        let wait = || check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.stream(stream)) });
+        self.must(|| format!("waiting for the {stream:?} stream"), wait);
+    }
+
+    /// Seconds that the compute stream is at what `work` starts there, between two of its own marks: without what the host
+    /// takes to start and to wait. The host waits.
+    ///
+    /// # Panics
+    /// If a graph is being captured.
+    pub fn seconds(&self, work: impl FnOnce()) -> f64 {
+        self.outside_captures("a measurement");
+        let mark = || self.must(|| "a mark".into(), || Event::timed()?.recorded(self.stream(Stream::Compute)));
+        let begun = mark();
+        work();
+        let ended = mark();
+        self.wait();
+        self.must(|| "the time between two marks".into(), || ended.seconds_since(&begun))
+    }
+
+    /// Marks the end of what `stream` was given.
+    fn mark(&self, stream: Stream) -> Marks {
+        let mark = || Marks::unrecorded().and_then(|marks| marks.done().record(self.stream(stream)).map(|()| marks));
+        self.must(|| format!("a mark on {stream:?}"), mark)
+    }
+
+    /// Marks by which one sees when all that the compute stream was given until now is done.
+    pub fn mark_here(&self) -> Arc<Marks> {
+        let marks = self.mark(Stream::Compute);
+        self.wait_on(&marks, "a mark");
+        Arc::new(marks)
+    }
+
+    /// Lets the stream to which this thread starts things wait for a mark, and notes when it came there.
+    fn wait_on(&self, marks: &Marks, what: &str) {
+        let wait = || marks.arrived().record(self.queue()).and_then(|()| marks.done().hold(self.queue()));
+        self.must(|| what.into(), wait);
+        marks.join();
     }
 
     /// Whether the GPU has come by an event, or has failed.
     pub(super) fn is_past(&self, event: &Event) -> bool {
-        self.driver.is_past(event).unwrap_or(true)
+        self.call(|| event.is_past()).unwrap_or(true)
     }
 
     /// Whether this thread is starting work beside the compute stream.
@@ -73,11 +126,6 @@ impl Gpu {
 
     /// Notes that the work which is being started uses these values, by a library of CUDA.
     pub fn uses(&self, values: &View) {
-        self.works.note([values.address()]);
-    }
-
-    /// As `uses`, of values that are written.
-    pub fn uses_mut(&self, values: &ViewMut) {
         self.works.note([values.address()]);
     }
 }
@@ -101,8 +149,7 @@ impl Work {
             gpu().order(stream, Stream::Compute);
         }
         if let Some(marks) = &self.marks {
-            gpu().wait_on(marks).unwrap_or_else(|error| std::panic::panic_any(error.within("a work beside the host")));
-            marks.join();
+            gpu().wait_on(marks, "a work beside the host");
         }
         for address in gpu().works.close(self.id) {
             gpu().free(address);

@@ -1,0 +1,118 @@
+//! Bytes that go to the GPU, from it and within it.
+
+use super::gpu::Gpu;
+use super::staging::{Event, Pages};
+use super::status::check;
+use super::streams::Stream;
+use super::sys::{self, CUresult};
+use super::waits::waiting;
+use crate::device::null;
+use crate::error::{Result, format_bytes};
+use crate::sys::lock::lock;
+
+impl Gpu {
+    /// Copies to the device, behind what was started before. `from` may change when this returns.
+    pub(super) fn upload(&self, to: u64, from: &[u8]) {
+        self.outside_captures("an upload");
+        self.counts.up.add(from.len());
+        let _waiting = waiting("a copy to the GPU");
+        let stream = self.stream(Stream::Compute);
+        let upload = || self.on_compute(|| lock(&self.staging).upload(to, from, stream));
+        self.must(|| format!("{} bytes to the GPU", from.len()), upload);
+    }
+
+    /// Copies from the device when all that was started before has ended.
+    pub(super) fn download(&self, to: &mut [u8], from: u64) {
+        self.outside_captures("a download");
+        self.counts.drained.add(1);
+        self.counts.down.add(to.len());
+        let _waiting = waiting("a copy from the GPU");
+        let (bytes, stream) = (to.len(), self.stream(Stream::Compute));
+        let download = || self.on_compute(|| lock(&self.staging).download(to, from, stream));
+        self.must(|| format!("{bytes} bytes from the GPU"), download);
+    }
+
+    /// Copies through the staging memory are told apart on the compute stream: what another one is at comes before and
+    /// behind them.
+    fn on_compute(&self, copy: impl FnOnce() -> Result<()>) -> Result<()> {
+        let stream = Stream::Compute.here();
+        if stream == Stream::Compute {
+            return copy();
+        }
+        self.order(stream, Stream::Compute);
+        copy()?;
+        self.order(Stream::Compute, stream);
+        Ok(())
+    }
+
+    /// Copies within the device, behind what was started before.
+    pub(super) fn copy(&self, to: u64, from: u64, bytes: usize) {
+        self.works.note([to, from]);
+        self.counts.within.add(bytes);
+        // SAFETY: views hold their bounds.
+        let copy = || unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.queue()) };
+        self.fill("cuMemcpyDtoDAsync", bytes, "within the GPU", copy);
+    }
+
+    /// Sets `bytes` to 0, behind what was started before.
+    pub(super) fn clear(&self, at: u64, bytes: usize) {
+        self.works.note([at]);
+        // SAFETY: views hold their bounds.
+        let clear = || unsafe { sys::cuMemsetD8Async(at, 0, bytes, self.queue()) };
+        self.fill("cuMemsetD8Async", bytes, "to 0", clear);
+    }
+
+    fn fill(&self, name: &str, bytes: usize, how: &str, call: impl FnOnce() -> CUresult) {
+        if bytes > 0 {
+            self.must_start(self.call(|| check(name, call())), || format!("{bytes} bytes {how}"));
+        }
+    }
+
+    pub(super) fn pinned(&self, bytes: usize) -> Pages {
+        let pages = self.call(|| Pages::new(bytes)).map_err(|mut error| {
+            let has = format_bytes(self.usage().pinned as u64);
+            error.message = format!("{}; this process has pinned {has}", error.message);
+            error
+        });
+        let pages = pages.unwrap_or_else(|error| std::panic::panic_any(error));
+        let usage = &mut self.pool().usage;
+        usage.pinned += bytes;
+        null::hold_on_host(usage.pinned);
+        usage.pinned_requests += 1;
+        pages
+    }
+
+    pub(super) fn unpinned(&self, bytes: usize) {
+        self.pool().usage.pinned -= bytes;
+    }
+
+    /// Begins to copy `bytes` from the GPU into pinned memory, where they are when the event is past.
+    pub(super) fn fetch(&self, to: &mut Pages, from: u64, bytes: usize, stream: Stream) -> Event {
+        self.outside_captures("a download");
+        let queue = self.stream(stream.here());
+        let fetch = || {
+            // SAFETY: the caller holds both runs until the event is past, and as many bytes are there.
+            check("cuMemcpyDtoHAsync", unsafe { sys::cuMemcpyDtoHAsync_v2(to.address(), from, bytes, queue) })?;
+            Event::new()?.recorded(queue)
+        };
+        self.must(|| format!("{bytes} bytes from the GPU"), fetch)
+    }
+
+    /// Begins to copy `bytes` of pinned memory to the GPU. The event is past when they may change.
+    pub(super) fn put(&self, to: u64, from: &Pages, bytes: usize, stream: Stream) -> Event {
+        self.outside_captures("an upload");
+        let queue = self.stream(stream.here());
+        let put = || {
+            // SAFETY: as in `fetch`.
+            check("cuMemcpyHtoDAsync", unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.address(), bytes, queue) })?;
+            Event::new()?.recorded(queue)
+        };
+        self.must(|| format!("{bytes} bytes to the GPU"), put)
+    }
+
+    /// Lets this thread wait for an event; `what` is waited for.
+    pub(super) fn await_event(&self, event: &Event, what: &'static str) {
+        let _waiting = waiting(what);
+        self.must(|| what.into(), || event.wait());
+    }
+}
