@@ -8,7 +8,7 @@ use crate::checkpoint;
 use crate::comm::{Group, records};
 use crate::config::Config;
 use crate::config::job::Gemm;
-use crate::device::cuda::matmul::{self, Matrix, MatrixMut};
+use crate::device::cuda::matmul::{self, Addend, Matrix, MatrixMut, Way};
 use crate::device::cuda::{Memory, fast, gpu};
 use crate::dtype::DType::{Bf16, F32};
 use crate::error::{Error, Result};
@@ -156,10 +156,12 @@ fn measure([m, n, k]: [usize; 3]) -> [f64; 2] {
     let [x, w] = [(&x, m), (&w, n)].map(|(memory, rows)| Matrix::new(memory.view(Bf16), rows, k));
     let dy = Matrix::new(dy.view(Bf16), m, n);
     let (mut y, mut dx, mut dw) = (Memory::scratch(2 * m * n), Memory::scratch(2 * m * k), Memory::zeros(4 * n * k));
-    let forward = median(|| matmul::forward(x, w, None, MatrixMut::new(y.view_mut(Bf16), m, n), false));
+    let forward = median(|| {
+        matmul::forward(Way::Chosen, x, w, None, Addend::Nothing, MatrixMut::new(y.view_mut(Bf16), m, n));
+    });
     let backward = median(|| {
-        matmul::backward_input(dy, w, MatrixMut::new(dx.view_mut(Bf16), m, k), false);
-        matmul::backward_weight(dy, x, MatrixMut::new(dw.view_mut(F32), n, k));
+        matmul::backward_input(Way::Chosen, dy, w, MatrixMut::new(dx.view_mut(Bf16), m, k), false);
+        matmul::backward_weight(Way::Chosen, dy, x, MatrixMut::new(dw.view_mut(F32), n, k));
     });
     [forward, backward]
 }

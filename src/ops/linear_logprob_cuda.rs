@@ -6,7 +6,7 @@ use super::matmul::rows;
 use crate::device::cuda::fast;
 use crate::device::cuda::linear_logprob::{self as cuda, Logits};
 use crate::device::cuda::linear_logprob_fused as fused;
-use crate::device::cuda::matmul::{self, Matrix, MatrixMut};
+use crate::device::cuda::matmul::{self, Addend, Matrix, MatrixMut, Way};
 use crate::device::cuda::readback::Late;
 use crate::device::cuda::{Memory, View, ViewMut};
 use crate::tensor::{DType, Tensor, Weight, WeightMut};
@@ -87,7 +87,8 @@ impl<'a> Head<'a> {
     fn stats(&self, range: &Range<usize>, places: &Memory, room: &mut Memory) -> Memory {
         let (m, v, stride) = (range.len(), self.w.rows, self.stride());
         let values = room.view_mut(DType::F32).part(0..m * stride);
-        matmul::forward(self.x(range), self.w, None, MatrixMut { values, rows: m, width: v, stride }, false);
+        let y = MatrixMut { values, rows: m, width: v, stride };
+        matmul::forward(Way::Chosen, self.x(range), self.w, None, Addend::Nothing, y);
         let mut stats = cuda::stats_room(m);
         cuda::stats(self.logits(room, m), self.inverse_temperature, places, &mut stats);
         self.combine(m, &mut stats);
@@ -172,8 +173,8 @@ pub(super) fn forward_backward(
         let m = whole.len();
         let dlogits = Matrix { values: dlogits.view(DType::Bf16).part(0..m * stride), rows: m, width: v, stride };
         let to = dh.reborrow().part(whole.start * d..whole.end * d);
-        matmul::backward_input(dlogits, head.w, MatrixMut::new(to, m, d), false);
-        matmul::backward_weight(dlogits, head.x(&whole), MatrixMut::new(dw.reborrow(), n, k));
+        matmul::backward_input(Way::Chosen, dlogits, head.w, MatrixMut::new(to, m, d), false);
+        matmul::backward_weight(Way::Chosen, dlogits, head.x(&whole), MatrixMut::new(dw.reborrow(), n, k));
     }
 }
 

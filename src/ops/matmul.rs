@@ -7,7 +7,7 @@
 
 use super::check;
 use crate::device::cpu::matmul as cpu;
-use crate::device::cuda::matmul::{Matrix, MatrixMut};
+use crate::device::cuda::matmul::{Addend, Matrix, MatrixMut, Way};
 use crate::device::{Device, cuda, null};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, Layout, PANEL, Slice, SliceMut, Tensor, Weight, WeightMut};
@@ -133,10 +133,12 @@ fn product(x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor, c: Option
         }
         Device::Cuda => {
             let (w, bias) = (rows(FORWARD, &w), bias.map(Slice::cuda));
-            match c {
-                Some(c) => cuda::matmul::forward_onto(matrix(c), matrix(x), w, bias, matrix_mut(y)),
-                None => cuda::matmul::forward(matrix(x), w, bias, matrix_mut(y), into == Into::Add),
-            }
+            let addend = match c {
+                Some(c) => Addend::Matrix(matrix(c)),
+                None if into == Into::Add => Addend::Result,
+                None => Addend::Nothing,
+            };
+            cuda::matmul::forward(Way::Chosen, matrix(x), w, bias, addend, matrix_mut(y));
         }
     }
 }
@@ -201,7 +203,7 @@ pub fn backward_input(dy: &Tensor, w: Weight, dx: &mut Tensor, into: Into) {
     match dy.device() {
         Device::Cpu => backward_input_rows(dy.data(), m, &panels(OP, &w), None, dx.data_mut(), into == Into::Add),
         Device::Cuda => {
-            cuda::matmul::backward_input(matrix(dy), rows(OP, &w), matrix_mut(dx), into == Into::Add);
+            cuda::matmul::backward_input(Way::Chosen, matrix(dy), rows(OP, &w), matrix_mut(dx), into == Into::Add);
         }
     }
 }
@@ -216,7 +218,7 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dw: WeightMut, dtype: DType) {
     null::note(null::GEMM, 2.0 * (m * n * k) as f64, (n * k * dtype.bytes()) as f64);
     match dy.device() {
         Device::Cpu => backward_weight_rows(dy.data(), x.data(), m, n, k, dw.values.f32(), dtype == DType::Bf16),
-        Device::Cuda => cuda::matmul::backward_weight(matrix(dy), matrix(x), gradient(dw)),
+        Device::Cuda => cuda::matmul::backward_weight(Way::Chosen, matrix(dy), matrix(x), gradient(dw)),
     }
 }
 

@@ -4,11 +4,8 @@
 use crate::matmul::{Bf16Matrix, Written, bits, forward_holds, gradients_hold, onto_is_a_copy_and_a_sum};
 use crate::{device, emulation, model, on_a_real_gpu};
 use rlhf_hpc::device::cuda::graph::Graphs;
-use rlhf_hpc::device::cuda::matmul::{
-    Matrix, MatrixMut, backward_input_fast, backward_weight, backward_weight_fast, forward, forward_by, forward_fast,
-    forward_onto_fast,
-};
-use rlhf_hpc::device::cuda::{Gpu, Memory, fast, matmul::Family};
+use rlhf_hpc::device::cuda::matmul::{Addend, Matrix, MatrixMut, Tile, Way, backward_input, backward_weight, forward};
+use rlhf_hpc::device::cuda::{Gpu, Memory, fast};
 use rlhf_hpc::dtype::DType;
 use std::ffi::{CStr, c_char};
 use std::sync::MutexGuard;
@@ -74,9 +71,9 @@ fn products_and_gradients_equal_f64_with_and_without_bias_and_sum() {
             (DType::F32, [false, true], 1),
             (DType::F32, [false, false], 0),
         ] {
-            forward_holds((m, n, k), [8, 0, gap], dtype, with, "fast", &forward_fast);
+            forward_holds((m, n, k), [8, 0, gap], dtype, with, Way::Fast);
         }
-        gradients_hold((m, n, k), "fast", &backward_input_fast, &backward_weight_fast);
+        gradients_hold((m, n, k), Way::Fast);
     }
 }
 
@@ -91,8 +88,8 @@ fn a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place() {
         onto_is_a_copy_and_a_sum(
             (m, n),
             dtype,
-            |y, has| forward_fast(x.matrix(), w.matrix(), bias(has), y, true),
-            |c, y, has| forward_onto_fast(c, x.matrix(), w.matrix(), bias(has), y),
+            |y, has| forward(Way::Fast, x.matrix(), w.matrix(), bias(has), Addend::Result, y),
+            |c, y, has| forward(Way::Fast, x.matrix(), w.matrix(), bias(has), Addend::Matrix(c), y),
         );
     }
 }
@@ -124,11 +121,8 @@ fn products_of_few_rows_stay_exact_and_so_do_all_where_the_mode_is_off() {
     let run = |m: usize, exact: bool, biased: bool| {
         let mut y = Written::new(4, m, n, n, DType::F32);
         let bias = biased.then(|| bias.memory.view(DType::Bf16));
-        if exact {
-            forward_by(Family::of(m, n), x.rows(0, m), w.matrix(), bias, y.matrix(), false);
-        } else {
-            forward(x.rows(0, m), w.matrix(), bias, y.matrix(), false);
-        }
+        let way = if exact { Way::Exact(Tile::of(m, n)) } else { Way::Chosen };
+        forward(way, x.rows(0, m), w.matrix(), bias, Addend::Nothing, y.matrix());
         bits(&y.read())
     };
     // cuBLASLt adds no bias of bf16 to a result of f32.
@@ -169,7 +163,7 @@ fn nothing_is_made_for_a_call_once_the_shapes_were_seen() {
             };
             y_of(&mut y, n);
             y_of(&mut y, k);
-            backward_weight(dy.rows(0, m), x.rows(0, m), MatrixMut::new(dw.view_mut(DType::F32), n, k));
+            backward_weight(Way::Chosen, dy.rows(0, m), x.rows(0, m), MatrixMut::new(dw.view_mut(DType::F32), n, k));
         }
     };
     let made = [
@@ -194,7 +188,11 @@ fn nothing_is_made_for_a_call_once_the_shapes_were_seen() {
 /// y (m, n) = x W^T, or dx (m, k) = dy W, by the width of the result.
 fn forward_or_input(y: &mut Memory, (x, dy): (Matrix, Matrix), w: Matrix, m: usize, width: usize) {
     let y = MatrixMut::new(y.view_mut(DType::Bf16).part(0..m * width), m, width);
-    if width == w.rows { forward_fast(x, w, None, y, false) } else { backward_input_fast(dy, w, y, false) }
+    if width == w.rows {
+        forward(Way::Fast, x, w, None, Addend::Nothing, y);
+    } else {
+        backward_input(Way::Fast, dy, w, y, false);
+    }
 }
 
 #[test]
@@ -205,10 +203,13 @@ fn a_product_waits_its_turn_and_is_done_again_at_each_replay_of_a_graph() {
     let other = Bf16Matrix::new(5, m, k, k);
     let mut y = Written::new(3, m, n, n, DType::Bf16);
     // Both descriptions are made here, and set to another number of rows behind the capture.
-    forward(x.matrix(), w.matrix(), None, y.matrix(), false);
+    forward(Way::Chosen, x.matrix(), w.matrix(), None, Addend::Nothing, y.matrix());
     let mut graphs = Graphs::default();
-    graphs.capture((), || forward(x.matrix(), w.matrix(), None, y.matrix(), false)).expect("a graph");
-    forward(x.rows(0, 66), w.matrix(), None, Written::new(6, 66, n, n, DType::Bf16).matrix(), false);
+    graphs
+        .capture((), || forward(Way::Chosen, x.matrix(), w.matrix(), None, Addend::Nothing, y.matrix()))
+        .expect("a graph");
+    let mut fewer = Written::new(6, 66, n, n, DType::Bf16);
+    forward(Way::Chosen, x.rows(0, 66), w.matrix(), None, Addend::Nothing, fewer.matrix());
     y.matrix().values.clear();
     x.memory.view_mut(DType::Bf16).copy_from(other.memory.view(DType::Bf16));
     graphs.replay(&());

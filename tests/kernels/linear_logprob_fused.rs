@@ -2,7 +2,7 @@ use crate::{bf16, in_every_order, numbers, rounded};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::linear_logprob::{self, Logits};
 use rlhf_hpc::device::cuda::linear_logprob_fused as fused;
-use rlhf_hpc::device::cuda::matmul::{self, Matrix, MatrixMut};
+use rlhf_hpc::device::cuda::matmul::{self, Addend, Matrix, MatrixMut, Way};
 use rlhf_hpc::dtype::DType;
 
 /// Hidden rows and a head, as f32 of bf16.
@@ -33,7 +33,7 @@ fn of_stored(h: &[f32], w: &[f32], k: usize, inverse_temperature: f32, places: &
     let mut logits = Memory::scratch(4 * rows * stride);
     let (h, w) = (Matrix::new(h.view(DType::Bf16), rows, k), Matrix::new(w.view(DType::Bf16), v, k));
     let y = MatrixMut { values: logits.view_mut(DType::F32), rows, width: v, stride };
-    matmul::forward(h, w, None, y, false);
+    matmul::forward(Way::Chosen, h, w, None, Addend::Nothing, y);
     let mut stats = linear_logprob::stats_room(rows);
     let logits = Logits { values: logits.view(DType::F32), rows, v, stride };
     linear_logprob::stats(logits, inverse_temperature, &places, &mut stats);

@@ -1,10 +1,10 @@
 //! y = x W^T and its gradients: right against f64, and the bits that must not move.
 
 use crate::{bf16, device, in_every_order, numbers, rounded};
+use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::matmul::{
-    Family, Matrix, MatrixMut, Size, backward_bias, backward_input_by, backward_weight_by, forward_by, forward_onto_by,
+    Addend, Matrix, MatrixMut, Tile, Way, backward_bias, backward_input, backward_weight, forward,
 };
-use rlhf_hpc::device::cuda::{Memory, View};
 use rlhf_hpc::dtype::DType;
 
 /// Rows at which families begin and end, and their tails.
@@ -114,8 +114,10 @@ pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }
 
-/// A way to compute y (m, n) = x W^T + bias, onto what stands there if the last says so.
-pub type Forward<'a> = &'a dyn Fn(Matrix, Matrix, Option<View>, MatrixMut, bool);
+/// What a sum is added to that is added to the result, or to nothing.
+pub fn addend<'a>(add: bool) -> Addend<'a> {
+    if add { Addend::Result } else { Addend::Nothing }
+}
 
 /// Holds a forward product to f64. Nothing is read or written between rows, which lie `gaps` of x, W and y apart.
 pub fn forward_holds(
@@ -123,42 +125,37 @@ pub fn forward_holds(
     gaps: [usize; 3],
     dtype: DType,
     [has_bias, add]: [bool; 2],
-    how: &str,
-    run: Forward,
+    way: Way,
 ) {
     let (x, w) = (Bf16Matrix::new(1, m, k, k + gaps[0]), Bf16Matrix::new(2, n, k, k + gaps[1]));
     let bias = Bf16Matrix::new(3, 1, n, n);
     let mut y = Written::new(4, m, n, n + gaps[2], dtype);
-    run(x.matrix(), w.matrix(), has_bias.then(|| bias.memory.view(DType::Bf16)), y.matrix(), add);
+    let given = has_bias.then(|| bias.memory.view(DType::Bf16));
+    forward(way, x.matrix(), w.matrix(), given, addend(add), y.matrix());
     let others = |i: usize, j: usize| {
         let bias = if has_bias { bias.at(0, j) } else { 0.0 };
         bias + if add { f64::from(y.before[i * n + j]) } else { 0.0 }
     };
-    let what = format!("({m}, {n}, {k}) {how} {dtype:?} bias {has_bias} add {add}");
+    let what = format!("({m}, {n}, {k}) {way:?} {dtype:?} bias {has_bias} add {add}");
     y.check(&what, others, |i, j| (0..k).map(|c| (x.at(i, c), w.at(j, c))).collect());
 }
 
-/// Holds gradients to f64, whatever stands behind rows: `input` is given dy, W, dx and whether to add, `weight` dy, x, dW. Their bits.
-pub fn gradients_hold(
-    (m, n, k): (usize, usize, usize),
-    how: &str,
-    input: &dyn Fn(Matrix, Matrix, MatrixMut, bool),
-    weight: &dyn Fn(Matrix, Matrix, MatrixMut),
-) -> Vec<Vec<u32>> {
+/// Holds gradients to f64, whatever stands behind rows. Their bits.
+pub fn gradients_hold((m, n, k): (usize, usize, usize), way: Way) -> Vec<Vec<u32>> {
     let (dy, x) = (Bf16Matrix::new(1, m, n, n.next_multiple_of(8) + 8), Bf16Matrix::new(2, m, k, k + 8));
     let w = Bf16Matrix::new(3, n, k, k);
-    let what = format!("({m}, {n}, {k}) {how}");
+    let what = format!("({m}, {n}, {k}) {way:?}");
     let mut all = Vec::new();
     for add in [false, true] {
         let mut dx = Written::new(4, m, k, k + 8, DType::Bf16);
-        input(dy.matrix(), w.matrix(), dx.matrix(), add);
+        backward_input(way, dy.matrix(), w.matrix(), dx.matrix(), add);
         let others = |i: usize, j: usize| if add { f64::from(dx.before[i * k + j]) } else { 0.0 };
         let factors = |i: usize, j: usize| (0..n).map(|r| (dy.at(i, r), w.at(r, j))).collect();
         dx.check(&format!("dx of {what} add {add}"), others, factors);
         all.push(bits(&dx.read()));
     }
     let mut dw = Written::new(5, n, k, k + 3, DType::F32);
-    weight(dy.matrix(), x.matrix(), dw.matrix());
+    backward_weight(way, dy.matrix(), x.matrix(), dw.matrix());
     let factors = |i: usize, j: usize| (0..m).map(|r| (dy.at(r, i), x.at(r, j))).collect();
     dw.check(&format!("dW of {what}"), |i, j| f64::from(dw.before[i * k + j]), factors);
     all.push(bits(&dw.read()));
@@ -182,11 +179,10 @@ fn forward_equals_the_f64_product_in_every_family_dtype_and_order_of_threads() {
         .into_iter()
         .enumerate()
         {
-            for (j, family) in Family::ALL.into_iter().enumerate() {
+            for (j, family) in Tile::ALL.into_iter().enumerate() {
                 let dtypes = if (i + j) % 2 == 0 { [DType::Bf16, DType::F32] } else { [DType::F32, DType::Bf16] };
                 for (dtype, with) in dtypes.into_iter().zip([[true, true], [false, j >= 2]]) {
-                    let run: Forward = &|x, w, bias, y, add| forward_by(family, x, w, bias, y, add);
-                    forward_holds(shape, gaps, dtype, with, &format!("{family:?}"), run);
+                    forward_holds(shape, gaps, dtype, with, Way::Exact(family));
                 }
             }
         }
@@ -201,11 +197,11 @@ fn a_row_has_the_same_bits_in_every_family_at_every_place_among_any_others() {
     let (x, w) = (Bf16Matrix::new(1, rows, k, k), Bf16Matrix::new(2, n, k, k));
     let run = |family, first: usize, m: usize| {
         let mut y = Written::new(5, m, n, n, DType::F32);
-        forward_by(family, x.rows(first, m), w.matrix(), None, y.matrix(), false);
+        forward(Way::Exact(family), x.rows(first, m), w.matrix(), None, Addend::Nothing, y.matrix());
         bits(&y.read())
     };
-    let all = run(Family::Rows16, 0, rows);
-    for (m, family) in ROWS.into_iter().flat_map(|m| Family::ALL.map(|family| (m, family))) {
+    let all = run(Tile::Rows16, 0, rows);
+    for (m, family) in ROWS.into_iter().flat_map(|m| Tile::ALL.map(|family| (m, family))) {
         // The last rows as well as the first, so that a row stands at another place of its tile.
         for first in [0, rows - m] {
             assert_eq!(run(family, first, m), all[first * n..(first + m) * n], "{m} rows from {first}, {family:?}");
@@ -218,10 +214,11 @@ fn a_finished_sum_is_added_in_one_rounding() {
     let (_gpu, _one) = device();
     let (m, n, k) = (5, 24, 48);
     let (x, w, bias) = (Bf16Matrix::new(1, m, k, k), Bf16Matrix::new(2, n, k, k), Bf16Matrix::new(3, 1, n, n));
-    for family in Family::ALL {
+    for family in Tile::ALL {
         let [(sum, _), (got, before)] = [(DType::F32, false), (DType::Bf16, true)].map(|(dtype, add)| {
             let mut y = Written::new(4, m, n, n, dtype);
-            forward_by(family, x.matrix(), w.matrix(), Some(bias.memory.view(DType::Bf16)), y.matrix(), add);
+            let bias = Some(bias.memory.view(DType::Bf16));
+            forward(Way::Exact(family), x.matrix(), w.matrix(), bias, addend(add), y.matrix());
             (y.read(), y.before)
         });
         let want: Vec<f32> = before.iter().zip(sum).map(|(before, sum)| before + sum).collect();
@@ -256,14 +253,14 @@ pub fn onto_is_a_copy_and_a_sum(
 fn a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place() {
     let (_gpu, _one) = device();
     let (n, k) = (44, 40);
-    for (i, (m, family)) in [9, 40, 70, 130].into_iter().zip(Family::ALL).enumerate() {
+    for (i, (m, family)) in [9, 40, 70, 130].into_iter().zip(Tile::ALL).enumerate() {
         let (x, w, bias) = (Bf16Matrix::new(1, m, k, k), Bf16Matrix::new(2, n, k, k), Bf16Matrix::new(3, 1, n, n));
         let bias = |has: bool| has.then(|| bias.memory.view(DType::Bf16));
         onto_is_a_copy_and_a_sum(
             (m, n),
             [DType::Bf16, DType::F32][i % 2],
-            |y, has| forward_by(family, x.matrix(), w.matrix(), bias(has), y, true),
-            |c, y, has| forward_onto_by(family, c, x.matrix(), w.matrix(), bias(has), y),
+            |y, has| forward(Way::Exact(family), x.matrix(), w.matrix(), bias(has), Addend::Result, y),
+            |c, y, has| forward(Way::Exact(family), x.matrix(), w.matrix(), bias(has), Addend::Matrix(c), y),
         );
     }
 }
@@ -274,17 +271,17 @@ fn a_sum_onto_a_matrix_of_other_strides_is_refused() {
     let (_gpu, _one) = device();
     let (x, w, c) = (Bf16Matrix::new(1, 3, 24, 24), Bf16Matrix::new(2, 40, 24, 24), Bf16Matrix::new(3, 3, 40, 40));
     let mut y = Written::new(4, 3, 40, 48, DType::Bf16);
-    forward_onto_by(Family::Rows16, c.matrix(), x.matrix(), w.matrix(), None, y.matrix());
+    forward(Way::Exact(Tile::Rows16), x.matrix(), w.matrix(), None, Addend::Matrix(c.matrix()), y.matrix());
 }
 
 #[test]
 fn the_family_is_a_function_of_shapes_and_large_tiles_are_for_many() {
-    let of = |m| Family::of(m, 4096);
+    let of = |m| Tile::of(m, 4096);
     let few = [1, 16, 17, 32, 33, 64].map(of);
-    let [a, b, c] = [Family::Rows16, Family::Rows32, Family::Rows64];
+    let [a, b, c] = [Tile::Rows16, Tile::Rows32, Tile::Rows64];
     assert_eq!(few, [a, a, b, b, c, c]);
-    assert_eq!([of(65), of(512), of(640), of(8192)], [c, c, Family::Rows128, Family::Rows128]);
-    assert_eq!(Family::of(8192, 128), c, "64 large tiles do not fill a GPU");
+    assert_eq!([of(65), of(512), of(640), of(8192)], [c, c, Tile::Rows128, Tile::Rows128]);
+    assert_eq!(Tile::of(8192, 128), c, "64 large tiles do not fill a GPU");
 }
 
 #[test]
@@ -293,16 +290,7 @@ fn gradients_are_added_and_equal_f64_with_the_same_bits_by_tiles_of_both_sizes_i
     // n odd and even, every tail.
     let shapes = [(1, 1, 8), (3, 33, 24), (65, 40, 72), (17, 131, 136), (130, 24, 16), (72, 67, 128), (200, 135, 72)];
     in_every_order(|| {
-        let sizes = Size::ALL.map(|size| {
-            shapes.map(|shape| {
-                gradients_hold(
-                    shape,
-                    &format!("{size:?}"),
-                    &|dy, w, dx, add| backward_input_by(size, dy, w, dx, add),
-                    &|dy, x, dw| backward_weight_by(size, dy, x, dw),
-                )
-            })
-        });
+        let sizes = Tile::OF_GRADIENTS.map(|size| shapes.map(|shape| gradients_hold(shape, Way::Exact(size))));
         assert!(sizes[0] == sizes[1], "tiles of both sizes");
         assert!(*first.get_or_init(|| sizes.clone()) == sizes, "another order");
         for (m, n) in [(1, 1), (3, 33), (64, 32), (200, 71)] {

@@ -3,6 +3,7 @@
 use super::devices;
 use super::library::{CUBLASLT, functions};
 use super::nvrtc::reason;
+use super::sys::Handle;
 use crate::dtype::DType;
 use cudarc::cublaslt::sys::{
     cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
@@ -22,18 +23,19 @@ pub type Outcome<T> = std::result::Result<T, String>;
 /// The oldest release that is taken, of CUDA 11.4: the first that has words for its statuses.
 const OLDEST: usize = 11_601;
 
-/// As cublasLtMatmulHeuristicResult_t, with a status that may have any value.
+/// How a product is computed, and the bytes of workspace for that: as cublasLtMatmulHeuristicResult_t, with a status that may have
+/// any value.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(super) struct Heuristic {
+pub(super) struct Algorithm {
     algorithm: cublasLtMatmulAlgo_t,
-    workspace: usize,
+    pub workspace: usize,
     state: Status,
     waves: f32,
     reserved: [c_int; 4],
 }
 
-impl Heuristic {
+impl Algorithm {
     fn none() -> Self {
         let algorithm = cublasLtMatmulAlgo_t { data: [0; 8] };
         Self { algorithm, workspace: 0, state: 0, waves: 0.0, reserved: [0; 4] }
@@ -55,10 +57,10 @@ functions! {
     forget: b"cublasLtMatmulPreferenceDestroy\0" (cublasLtMatmulPreference_t) -> Status;
     heuristic: b"cublasLtMatmulAlgoGetHeuristic\0"
         (cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
-         cublasLtMatrixLayout_t, cublasLtMatmulPreference_t, c_int, *mut Heuristic, *mut c_int) -> Status;
+         cublasLtMatrixLayout_t, cublasLtMatmulPreference_t, c_int, *mut Algorithm, *mut c_int) -> Status;
     suits: b"cublasLtMatmulAlgoCheck\0"
         (cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
-         cublasLtMatrixLayout_t, *const cublasLtMatmulAlgo_t, *mut Heuristic) -> Status;
+         cublasLtMatrixLayout_t, *const cublasLtMatmulAlgo_t, *mut Algorithm) -> Status;
     matmul: b"cublasLtMatmul\0"
         (cublasLtHandle_t, cublasLtMatmulDesc_t, *const c_void, *const c_void, cublasLtMatrixLayout_t, *const c_void,
          cublasLtMatrixLayout_t, *const c_void, *const c_void, cublasLtMatrixLayout_t, *mut c_void,
@@ -73,26 +75,15 @@ pub struct CublasLt {
     _library: Library,
 }
 
-/// The library's state for a GPU.
-#[derive(Clone, Copy)]
-pub(super) struct Handle(cublasLtHandle_t);
-
-/// What is multiplied how: transpositions and epilogue, and the matrices D = A B + C, where C lies as D does.
+/// What is multiplied how: transpositions and epilogue, and the matrices A, B and D of D = A B + C, where C lies as D does.
 #[derive(Clone, Copy)]
 pub(super) struct Product {
     how: cublasLtMatmulDesc_t,
-    a: cublasLtMatrixLayout_t,
-    b: cublasLtMatrixLayout_t,
-    d: cublasLtMatrixLayout_t,
+    matrices: [cublasLtMatrixLayout_t; 3],
 }
 
-/// One of `Product`'s matrices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Factor {
-    A,
-    B,
-    D,
-}
+// SAFETY: the library's handles may be used from every thread; who changes descriptions does so under a lock.
+unsafe impl Send for Product {}
 
 /// A matrix as the library counts: column-major, `stride` values from column to column.
 #[derive(Clone, Copy, Debug)]
@@ -102,20 +93,6 @@ pub(super) struct ColumnMajor {
     pub columns: usize,
     pub stride: usize,
 }
-
-/// How a product is computed, and the bytes of workspace for that.
-#[derive(Clone, Copy)]
-pub(super) struct Algorithm {
-    algorithm: cublasLtMatmulAlgo_t,
-    pub workspace: usize,
-}
-
-// SAFETY: the library's handles may be used from every thread; who changes descriptions does so under a lock.
-unsafe impl Send for Handle {}
-// SAFETY: as above.
-unsafe impl Sync for Handle {}
-// SAFETY: as above.
-unsafe impl Send for Product {}
 
 fn data_type(dtype: DType) -> cudaDataType {
     match dtype {
@@ -192,33 +169,32 @@ impl CublasLt {
     }
 
     /// For the GPU whose context this thread has.
-    pub(super) fn handle(&self) -> Outcome<Handle> {
+    pub(super) fn handle(&self) -> Outcome<Handle<cublasLtHandle_t>> {
         let mut handle: cublasLtHandle_t = ptr::null_mut();
         // SAFETY: writes a handle.
         self.check("cublasLtCreate", unsafe { (self.functions.create)(&raw mut handle) })?;
         Ok(Handle(handle))
     }
 
-    /// D = op(A) op(B), sums in f32; 1: transposed.
-    pub(super) fn product(&self, transposed: [i32; 2], [a, b, d]: [ColumnMajor; 3]) -> Outcome<Product> {
+    /// D = op(A) op(B), sums in f32; 1: transposed. Where it is `biased`, values of D's dtype are added to each column of D.
+    pub(super) fn product(&self, transposed: [i32; 2], of: [ColumnMajor; 3], biased: bool) -> Outcome<Product> {
+        use cudarc::cublaslt::sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
         let mut how: cublasLtMatmulDesc_t = ptr::null_mut();
         let (sums, scale) = (cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType::CUDA_R_32F);
         // SAFETY: writes a handle.
         let status = unsafe { (self.functions.product)(&raw mut how, sums, scale) };
         self.check("cublasLtMatmulDescCreate", status)?;
-        let product = Product { how, a: self.layout(a)?, b: self.layout(b)?, d: self.layout(d)? };
+        let [a, b, d] = of.map(|matrix| self.layout(matrix));
+        let product = Product { how, matrices: [a?, b?, d?] };
         self.set(&product, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &transposed[0])?;
         self.set(&product, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &transposed[1])?;
+        if biased {
+            self.set(&product, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &CUBLASLT_EPILOGUE_BIAS)?;
+        }
         Ok(product)
     }
 
-    /// Adds to each column of D the values at `address`, of D's dtype.
-    pub(super) fn add_bias(&self, product: &Product, address: u64) -> Outcome<()> {
-        use cudarc::cublaslt::sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
-        self.set(product, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &CUBLASLT_EPILOGUE_BIAS)?;
-        self.set_bias(product, address)
-    }
-
+    /// Where the values of a bias lie.
     pub(super) fn set_bias(&self, product: &Product, address: u64) -> Outcome<()> {
         self.set(product, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &pointer(address))
     }
@@ -241,12 +217,8 @@ impl CublasLt {
     }
 
     /// Gives one of the matrices another number of columns.
-    pub(super) fn set_columns(&self, product: &Product, factor: Factor, columns: usize) -> Outcome<()> {
-        let layout = match factor {
-            Factor::A => product.a,
-            Factor::B => product.b,
-            Factor::D => product.d,
-        };
+    pub(super) fn set_columns(&self, product: &Product, matrix: usize, columns: usize) -> Outcome<()> {
+        let layout = product.matrices[matrix];
         let (attribute, columns) = (LayoutAttribute::CUBLASLT_MATRIX_LAYOUT_COLS, columns as u64);
         // SAFETY: a handle that lives, and a value of the attribute's type.
         let status = unsafe { (self.functions.set_layout)(layout, attribute, ptr::from_ref(&columns).cast(), 8) };
@@ -257,7 +229,7 @@ impl CublasLt {
     /// sums in f32. `aligns`: bytes that the addresses of A, B, C and D are multiples of.
     pub(super) fn choose(
         &self,
-        handle: Handle,
+        handle: Handle<cublasLtHandle_t>,
         product: &Product,
         aligns: [u32; 4],
         workspace: usize,
@@ -281,10 +253,10 @@ impl CublasLt {
             let status = unsafe { (f.prefer)(preference, attribute, value, bytes) };
             self.check(format_args!("cublasLtMatmulPreferenceSetAttribute, {attribute:?}"), status)
         });
-        let (mut best, mut found) = (Heuristic::none(), 0);
+        let (mut best, mut found) = (Algorithm::none(), 0);
         // SAFETY: handles that live; room for the one answer that is asked for.
         let status = unsafe {
-            let Product { how, a, b, d } = *product;
+            let Product { how, matrices: [a, b, d] } = *product;
             (f.heuristic)(handle.0, how, a, b, d, d, preference, 1, &raw mut best, &raw mut found)
         };
         // SAFETY: made above, destroyed once.
@@ -296,13 +268,18 @@ impl CublasLt {
             return Err("cublasLtMatmulAlgoGetHeuristic: no algorithm".into());
         }
         self.check("cublasLtMatmulAlgoGetHeuristic, its first answer", best.state)?;
-        Ok(Algorithm { algorithm: best.algorithm, workspace: best.workspace })
+        Ok(best)
     }
 
     /// The same algorithm for a product whose number of columns has changed; none where it does not suit that.
-    pub(super) fn again(&self, handle: Handle, product: &Product, algorithm: &Algorithm) -> Option<Algorithm> {
-        let mut found = Heuristic::none();
-        let Product { how, a, b, d } = *product;
+    pub(super) fn again(
+        &self,
+        handle: Handle<cublasLtHandle_t>,
+        product: &Product,
+        algorithm: &Algorithm,
+    ) -> Option<Algorithm> {
+        let mut found = Algorithm::none();
+        let Product { how, matrices: [a, b, d] } = *product;
         // SAFETY: handles that live; room for the answer.
         let status = unsafe {
             (self.functions.suits)(handle.0, how, a, b, d, d, &raw const algorithm.algorithm, &raw mut found)
@@ -313,7 +290,7 @@ impl CublasLt {
     /// Starts D = A B, + C where it `adds`, on a stream of the handle's GPU.
     pub(super) fn start(
         &self,
-        handle: Handle,
+        handle: Handle<cublasLtHandle_t>,
         of: &Product,
         [a, b, c, d]: [u64; 4],
         adds: bool,
@@ -321,6 +298,7 @@ impl CublasLt {
         workspace: u64,
         stream: *mut c_void,
     ) -> Outcome<()> {
+        let Product { how, matrices: [a_layout, b_layout, d_layout] } = *of;
         let (one, beta) = (1.0f32, if adds { 1.0f32 } else { 0.0 });
         let (one, beta) = (ptr::from_ref(&one).cast(), ptr::from_ref(&beta).cast());
         // SAFETY: handles that live; the caller holds matrices of the described sizes, and a workspace that belongs to the
@@ -328,17 +306,17 @@ impl CublasLt {
         let status = unsafe {
             (self.functions.matmul)(
                 handle.0,
-                of.how,
+                how,
                 one,
                 pointer(a),
-                of.a,
+                a_layout,
                 pointer(b),
-                of.b,
+                b_layout,
                 beta,
                 pointer(c),
-                of.d,
+                d_layout,
                 pointer(d),
-                of.d,
+                d_layout,
                 &raw const algorithm.algorithm,
                 pointer(workspace),
                 algorithm.workspace,

@@ -10,13 +10,15 @@
 //! Nothing is made for a call: what the library keeps for a shape stands in a table, for all m of a class ([`class`]) together,
 //! and only the columns of two matrices are set anew where m has changed.
 
-use super::cublaslt::{Algorithm, ColumnMajor, CublasLt, Factor, Handle, Outcome, Product};
+use super::cublaslt::{Algorithm, ColumnMajor, CublasLt, Outcome, Product};
 use super::gpu::{Arg, gpu};
 use super::memory::Memory;
+use super::sys::Handle;
 use crate::device::null;
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::sys::lock::lock;
+use cudarc::cublaslt::sys::cublasLtHandle_t;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::c_void;
@@ -72,6 +74,16 @@ pub(super) enum Form {
     Weight,
 }
 
+impl Form {
+    pub fn op(self) -> &'static str {
+        match self {
+            Self::Forward => "matmul::forward",
+            Self::Input => "matmul::backward_input",
+            Self::Weight => "matmul::backward_weight",
+        }
+    }
+}
+
 /// A product to start. Factors as the library takes them: W x, W dy, x dy.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Call {
@@ -106,7 +118,7 @@ struct Shape {
 /// What is kept for a shape.
 struct Plan {
     product: Product,
-    /// The one that was chosen for the class.
+    /// That of the class.
     algorithm: Algorithm,
     /// What the descriptions are set to: m, and the algorithm as it suits that.
     at: (usize, Algorithm),
@@ -115,7 +127,7 @@ struct Plan {
 /// The library with the GPU of this process.
 struct Products {
     library: CublasLt,
-    handle: Handle,
+    handle: Handle<cublasLtHandle_t>,
     /// Belongs to the compute stream.
     workspace: Memory,
     plans: Mutex<HashMap<Shape, Plan>>,
@@ -145,7 +157,8 @@ pub(super) fn start(call: Call) {
     if is_empty || null::is_active() {
         return;
     }
-    let started = products().and_then(|products| gpu().enter().and_then(|()| products.start(&call, gpu().queue().cast())));
+    let started =
+        products().and_then(|products| gpu().enter().and_then(|()| products.start(&call, gpu().queue().cast())));
     if let Err(why) = started {
         let Call { form, strides: [a, b, d], dtype, addend, .. } = call;
         let bias = if call.bias.is_some() { " with a bias" } else { "" };
@@ -165,10 +178,6 @@ pub(super) fn start(call: Call) {
     }
 }
 
-fn address(arg: Arg) -> u64 {
-    arg.word()
-}
-
 fn align(address: u64) -> u32 {
     (1u64 << address.trailing_zeros().min(63)).min(ALIGN_MAX) as u32
 }
@@ -177,7 +186,7 @@ impl Call {
     /// Addresses of D = A B + C; C is D where nothing is added.
     fn matrices(&self) -> [u64; 4] {
         let Self { factors: [a, b], addend, result, .. } = *self;
-        [a, b, addend.unwrap_or(result), result].map(address)
+        [a, b, addend.unwrap_or(result), result].map(Arg::word)
     }
 }
 
@@ -193,7 +202,7 @@ impl Shape {
             strides: call.strides,
             dtype: call.dtype,
             adds: call.addend.is_some(),
-            aligns: [a, b, c, d, call.bias.map_or(0, |bias| align(address(bias)))],
+            aligns: [a, b, c, d, call.bias.map_or(0, |bias| align(bias.word()))],
         }
     }
 
@@ -212,12 +221,9 @@ impl Shape {
         (transposed, [columns(0, DType::Bf16), columns(1, DType::Bf16), columns(2, self.dtype)])
     }
 
-    /// The matrices that have m columns.
-    fn of_m_columns(&self) -> [Factor; 2] {
-        match self.form {
-            Form::Forward | Form::Input => [Factor::B, Factor::D],
-            Form::Weight => [Factor::A, Factor::B],
-        }
+    /// The matrices that have m columns: of A, B and D.
+    fn of_m_columns(&self) -> [usize; 2] {
+        if self.form == Form::Weight { [0, 1] } else { [1, 2] }
     }
 }
 
@@ -231,11 +237,11 @@ impl Products {
 
     fn start(&self, call: &Call, stream: *mut c_void) -> Outcome<()> {
         let shape = Shape::of(call);
-        let bias = call.bias.map(address);
+        let bias = call.bias.map(Arg::word);
         let mut plans = lock(&self.plans);
         let plan = match plans.entry(shape) {
             Entry::Occupied(plan) => plan.into_mut(),
-            Entry::Vacant(free) => free.insert(self.plan(&shape, bias)?),
+            Entry::Vacant(free) => free.insert(self.plan(&shape)?),
         };
         if plan.at.0 != call.mnk[0] {
             self.fit(&shape, plan, call.mnk[0])?;
@@ -243,16 +249,13 @@ impl Products {
         if let Some(bias) = bias {
             self.library.set_bias(&plan.product, bias)?;
         }
-        let (addresses, workspace) = (call.matrices(), address(self.workspace.arg()));
+        let (addresses, workspace) = (call.matrices(), self.workspace.address());
         self.library.start(self.handle, &plan.product, addresses, shape.adds, &plan.at.1, workspace, stream)
     }
 
-    fn plan(&self, shape: &Shape, bias: Option<u64>) -> Outcome<Plan> {
+    fn plan(&self, shape: &Shape) -> Outcome<Plan> {
         let (transposed, matrices) = shape.matrices();
-        let product = self.library.product(transposed, matrices)?;
-        if let Some(bias) = bias {
-            self.library.add_bias(&product, bias)?;
-        }
+        let product = self.library.product(transposed, matrices, shape.aligns[4] > 0)?;
         let algorithm = self.choose(shape, &product)?;
         Ok(Plan { product, algorithm, at: (shape.class, algorithm) })
     }
@@ -270,8 +273,8 @@ impl Products {
     fn fit(&self, shape: &Shape, plan: &mut Plan, m: usize) -> Outcome<()> {
         // Where a step of this fails, the next call begins anew.
         plan.at.0 = 0;
-        for factor in shape.of_m_columns() {
-            self.library.set_columns(&plan.product, factor, m)?;
+        for matrix in shape.of_m_columns() {
+            self.library.set_columns(&plan.product, matrix, m)?;
         }
         let again = self.library.again(self.handle, &plan.product, &plan.algorithm);
         let algorithm = match again.filter(|again| again.workspace <= WORKSPACE_BYTES) {

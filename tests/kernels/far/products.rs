@@ -3,7 +3,7 @@
 use super::{Pair, Wide, get, has_room, holds, only, small};
 use crate::{bf16, device, numbers};
 use rlhf_hpc::device::cuda::Memory;
-use rlhf_hpc::device::cuda::matmul::{self, Family, Matrix, MatrixMut, Size};
+use rlhf_hpc::device::cuda::matmul::{self, Addend, Matrix, MatrixMut, Tile, Way};
 use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 
 /// Values from row to row, and rows beyond all bounds: those of a small product are a part of each.
@@ -26,8 +26,7 @@ fn strided_mut(values: &mut Memory, dtype: DType, rows: usize, width: usize) -> 
 #[ignore = "long: tensors beyond 2^31 values"]
 fn far_rows_are_multiplied() {
     const K: usize = 128;
-    let families =
-        [(Family::Rows16, 16, 32), (Family::Rows32, 32, 64), (Family::Rows64, 64, 64), (Family::Rows128, 128, 128)];
+    let families = [(Tile::Rows16, 16, 32), (Tile::Rows32, 32, 64), (Tile::Rows64, 64, 64), (Tile::Rows128, 128, 128)];
     for (family, rows, n) in families {
         let tensors: [Wide; 2] = [(Bf16, STRIDE), (if rows == 64 { F32 } else { Bf16 }, STRIDE)];
         let dtype = tensors[1].0;
@@ -35,17 +34,18 @@ fn far_rows_are_multiplied() {
             let (from, to) = x.split_at_mut(1);
             let (w, bias) = (small(7, n * K), small(8, n));
             let (w, y) = (Matrix::new(w.view(Bf16), n, K), strided_mut(&mut to[0], dtype, all.len, n));
-            matmul::forward_by(family, strided(&from[0], all.len, K), w, Some(bias.view(Bf16)), y, true);
+            let (way, x, bias) = (Way::Exact(family), strided(&from[0], all.len, K), Some(bias.view(Bf16)));
+            matmul::forward(way, x, w, bias, Addend::Result, y);
         });
     }
-    for (size, rows) in [(Size::Small, 64), (Size::Large, 128)] {
+    for (size, rows) in [(Tile::Rows64, 64), (Tile::Rows128, 128)] {
         for n in [64, 70] {
             let tensors: [Wide; 2] = [(Bf16, STRIDE), (Bf16, STRIDE)];
             holds(&format!("backward {size:?} of {n}"), &tensors, ROWS, rows, |x, all| {
                 let (from, to) = x.split_at_mut(1);
                 let w = small(7, n * rows);
                 let (w, dx) = (Matrix::new(w.view(Bf16), n, rows), strided_mut(&mut to[0], Bf16, all.len, rows));
-                matmul::backward_input_by(size, strided(&from[0], all.len, n), w, dx, true);
+                matmul::backward_input(Way::Exact(size), strided(&from[0], all.len, n), w, dx, true);
             });
         }
     }
@@ -63,7 +63,8 @@ fn products_with_far_weights_are_those_with_the_same_weights() {
     let product = |w: &Memory, n: usize| {
         let mut y = Memory::scratch(4 * M * n);
         let to = MatrixMut::new(y.view_mut(F32), M, n);
-        matmul::forward_by(Family::Rows16, Matrix::new(x.view(Bf16), M, K), strided(w, n, K), None, to, false);
+        let (way, x) = (Way::Exact(Tile::Rows16), Matrix::new(x.view(Bf16), M, K));
+        matmul::forward(way, x, strided(w, n, K), None, Addend::Nothing, to);
         y
     };
     let far = only(&pair.numbers(32), || product(&pair.far[0], ROWS));
@@ -84,7 +85,7 @@ fn products_with_far_weights_are_those_with_the_same_weights() {
 fn gradients_of_far_weights_are_those_of_the_same_weights() {
     const M: usize = 64;
     let (_gpu, _one) = device();
-    for (size, rows) in [(Size::Small, 64), (Size::Large, 128)] {
+    for (size, rows) in [(Tile::Rows64, 64), (Tile::Rows128, 128)] {
         let Some(mut pair) = Pair::new(&[(F32, STRIDE)], ROWS, rows) else { return };
         let (x, dy) = (small(3, M * rows), bf16(&numbers(4, M * pair.rows.len())));
         let near_dy = Memory::of(&dy);
@@ -100,7 +101,7 @@ fn gradients_of_far_weights_are_those_of_the_same_weights() {
             // Rows of dy begin at multiples of eight values.
             assert!(n.is_multiple_of(8));
             let (dy, x) = (Matrix::new(dy.view(Bf16), M, n), Matrix::new(x.view(Bf16), M, rows));
-            matmul::backward_weight_by(size, dy, x, strided_mut(dw, F32, n, rows));
+            matmul::backward_weight(Way::Exact(size), dy, x, strided_mut(dw, F32, n, rows));
         };
         let (chosen, rows_near) = (pair.numbers(rows), pair.rows.len());
         only(&chosen, || work(&far_dy, &mut pair.far[0], ROWS));
@@ -127,16 +128,16 @@ fn chains_over_far_lines_are_those_over_the_same_lines() {
     if !has_room(4 * LINES * APART) {
         return;
     }
-    for (size, n) in [(Size::Small, 64), (Size::Large, 128)] {
+    for (size, n) in [(Tile::Rows64, 64), (Tile::Rows128, 128)] {
         let ((far_dy, near_dy), (far_x, near_x)) = (lines(1, n), lines(2, n));
         let chains = |dy: &Memory, x: &Memory, stride: usize| {
             let [dy, x] = [dy, x].map(|values| Matrix { values: values.view(Bf16), rows: LINES, width: n, stride });
             let [mut db, mut dw, mut dx] = [4 * n, 4 * n * n, 2 * 40 * n].map(Memory::zeros);
             matmul::backward_bias(dy, db.view_mut(F32));
-            matmul::backward_weight_by(size, dy, x, MatrixMut::new(dw.view_mut(F32), n, n));
+            matmul::backward_weight(Way::Exact(size), dy, x, MatrixMut::new(dw.view_mut(F32), n, n));
             // Of the products with W, dx is a chain over its rows.
             let (short, to) = (small(5, 40 * LINES), MatrixMut::new(dx.view_mut(Bf16), 40, n));
-            matmul::backward_input_by(size, Matrix::new(short.view(Bf16), 40, LINES), x, to, false);
+            matmul::backward_input(Way::Exact(size), Matrix::new(short.view(Bf16), 40, LINES), x, to, false);
             (db.read::<u32>(n), dw.read::<u32>(n * n), dx.read::<u16>(40 * n))
         };
         assert!(chains(&far_dy, &far_x, APART) == chains(&near_dy, &near_x, n), "{size:?}");

@@ -3,7 +3,7 @@
 use super::bench::{Bench, Timed, Work};
 use crate::cli::out::say;
 use crate::device::cuda::Memory;
-use crate::device::cuda::matmul::{self, Matrix, MatrixMut};
+use crate::device::cuda::matmul::{self, Addend, Matrix, MatrixMut, Way};
 use crate::tensor::DType::{Bf16, F32};
 
 pub(super) fn run(bench: &Bench) {
@@ -24,6 +24,11 @@ pub(super) fn run(bench: &Bench) {
         bench.measure(&name("input"), cost, None, || products.backward_input(&dy, &mut dx, *fast));
         bench.measure(&name("weight"), cost, None, || products.backward_weight(&dy, &mut dw, *fast));
     }
+}
+
+/// The mode is off: what is not asked to be fast is exact.
+fn way(fast: bool) -> Way {
+    if fast { Way::Fast } else { Way::Chosen }
 }
 
 /// The products of one shape: y (m, n) = x (m, k) W (n, k)^T and its gradients. Several W take turns.
@@ -51,22 +56,19 @@ impl Products {
         self.turn = (self.turn + 1) % self.w.len();
         let (x, w) = (Matrix::new(self.x.view(Bf16), m, k), Matrix::new(self.w[self.turn].view(Bf16), n, k));
         let y = MatrixMut::new(self.y.view_mut(Bf16), m, n);
-        let forward = if fast { matmul::forward_fast } else { matmul::forward };
-        forward(x, w, None, y, false);
+        matmul::forward(way(fast), x, w, None, Addend::Nothing, y);
     }
 
     fn backward_input(&self, dy: &Memory, dx: &mut Memory, fast: bool) {
         let [m, n, k] = self.mnk;
         let (dy, dx) = (Matrix::new(dy.view(Bf16), m, n), MatrixMut::new(dx.view_mut(Bf16), m, k));
-        let backward = if fast { matmul::backward_input_fast } else { matmul::backward_input };
-        backward(dy, Matrix::new(self.w[0].view(Bf16), n, k), dx, false);
+        matmul::backward_input(way(fast), dy, Matrix::new(self.w[0].view(Bf16), n, k), dx, false);
     }
 
     fn backward_weight(&self, dy: &Memory, dw: &mut Memory, fast: bool) {
         let [m, n, k] = self.mnk;
         let (dy, dw) = (Matrix::new(dy.view(Bf16), m, n), MatrixMut::new(dw.view_mut(F32), n, k));
-        let backward = if fast { matmul::backward_weight_fast } else { matmul::backward_weight };
-        backward(dy, Matrix::new(self.x.view(Bf16), m, k), dw);
+        matmul::backward_weight(way(fast), dy, Matrix::new(self.x.view(Bf16), m, k), dw);
     }
 }
 
