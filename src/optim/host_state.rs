@@ -3,7 +3,7 @@
 //! While a unit is updated the next one is onloaded and the one before is offloaded: the GPU holds the state of at most
 //! [`UNITS_AT_ONCE`] neighbours.
 
-use crate::device::cuda::{Offloading, Onloaded, Pinned, ViewMut, owned_by};
+use crate::device::cuda::{HostCopy, Memory, ViewMut, owned_by};
 use crate::device::null;
 use crate::model::partition::Partition;
 use crate::tensor::arena;
@@ -30,18 +30,19 @@ const VECTORS: usize = 3;
 
 #[derive(Debug)]
 pub struct HostState {
-    /// Of each unit the vectors in the order of `Vector`, end to end; none while it is on the GPU.
-    units: Vec<Option<Pinned>>,
+    /// Of each unit the vectors in the order of `Vector`, end to end.
+    units: Vec<HostCopy>,
     lens: Vec<usize>,
-    onloading: Option<(usize, Onloaded)>,
-    offloading: VecDeque<(usize, Offloading)>,
+    /// Their memory on the GPU.
+    onloading: Option<(usize, Memory)>,
+    offloading: VecDeque<(usize, Memory)>,
 }
 
 impl HostState {
     /// All zeros, for the own ranges of `partition`.
     pub fn zeros(partition: &Partition) -> Self {
         let lens: Vec<usize> = (0..partition.units()).map(|u| partition.own(u).len()).collect();
-        let units = lens.iter().map(|len| Some(Pinned::new(VECTORS * len * size_of::<f32>()))).collect();
+        let units = lens.iter().map(|len| HostCopy::zeros(VECTORS * len * size_of::<f32>())).collect();
         Self { units, lens, onloading: None, offloading: VecDeque::new() }
     }
 
@@ -57,8 +58,7 @@ impl HostState {
 
     /// The values of a vector in a unit.
     pub fn slice(&self, what: Vector, unit: usize) -> Slice<'_> {
-        let pinned = self.units[unit].as_ref().expect("between updates all of it is here");
-        Slice::F32(&pinned.as_f32()[self.place(what, unit)])
+        Slice::F32(&self.units[unit].as_f32()[self.place(what, unit)])
     }
 
     /// Replaces values of a vector in a unit, from its element `at` on.
@@ -70,16 +70,15 @@ impl HostState {
             return;
         }
         let place = self.place(what, unit);
-        let pinned = self.units[unit].as_mut().expect("between updates all of it is here");
-        pinned.as_f32_mut()[place][at..at + values.len()].copy_from_slice(values);
+        self.units[unit].as_f32_mut()[place][at..at + values.len()].copy_from_slice(values);
     }
 
     /// Calls `work` with master, first and second moments of a unit on the GPU. All units take their turn in order; then
     /// `finish_update`.
     pub fn update(&mut self, unit: usize, work: impl FnOnce([ViewMut; VECTORS])) {
         let start = Instant::now();
-        let mut onloaded = match self.onloading.take() {
-            Some((onloading, onloaded)) if onloading == unit => onloaded,
+        let mut memory = match self.onloading.take() {
+            Some((onloading, memory)) if onloading == unit => memory,
             _ => self.onload(unit),
         };
         self.free_but(1);
@@ -87,32 +86,36 @@ impl HostState {
             self.onloading = Some((unit + 1, self.onload(unit + 1)));
         }
         let len = self.lens[unit];
-        let mut state = onloaded.wait().view_mut(DType::F32);
+        self.units[unit].wait();
+        let mut state = memory.view_mut(DType::F32);
         let (mut p, mut moments) = state.split_at(len);
         let (m, v) = moments.split_at(len);
         arena::count_moving(start);
         work([p.reborrow(), m, v]);
         let start = Instant::now();
-        self.offloading.push_back((unit, onloaded.offload()));
+        self.units[unit].begin_offload(&memory);
+        self.offloading.push_back((unit, memory));
         arena::count_moving(start);
     }
 
-    fn onload(&mut self, unit: usize) -> Onloaded {
-        let pinned = self.units[unit].take().expect("a unit comes once an update");
-        owned_by("optimizer state", || Onloaded::begin(pinned))
+    fn onload(&mut self, unit: usize) -> Memory {
+        owned_by("optimizer state", || self.units[unit].onload())
     }
 
     /// Frees the GPU memory of all units that are offloaded but the last `most`.
     fn free_but(&mut self, most: usize) {
         let free = self.offloading.len().saturating_sub(most);
-        self.offloading.iter_mut().take(free).for_each(|(_, leaving)| leaving.release());
+        for (unit, memory) in self.offloading.iter_mut().take(free) {
+            self.units[*unit].release(memory);
+        }
     }
 
     /// Ends an update: waits until all state is on the host.
     pub fn finish_update(&mut self) {
         let start = Instant::now();
-        for (unit, leaving) in self.offloading.drain(..) {
-            self.units[unit] = Some(leaving.finish());
+        for (unit, mut memory) in self.offloading.drain(..) {
+            self.units[unit].release(&mut memory);
+            self.units[unit].finish();
         }
         arena::count_moving(start);
     }

@@ -4,8 +4,7 @@ use super::capture::Captured;
 use super::gpu::gpu;
 use super::memory::View;
 use super::pool::Run;
-use super::staging::Event;
-use super::staging::Pages;
+use super::staging::{Event, Pages};
 use super::streams::Stream;
 
 /// Graphs that are never replayed beside each other, found by a key; one writes where the others have written.
@@ -85,19 +84,6 @@ impl Pinned {
 
     pub fn as_slice(&self) -> &[u8] {
         self.pages.as_slice()
-    }
-
-    pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        self.pages.as_mut_slice()
-    }
-
-    /// As values of f32.
-    pub fn as_f32(&self) -> &[f32] {
-        bytemuck::cast_slice(self.as_slice())
-    }
-
-    pub fn as_f32_mut(&mut self) -> &mut [f32] {
-        bytemuck::cast_slice_mut(self.as_mut_slice())
     }
 
     /// Begins to copy the values of `from` here, behind what was started before.

@@ -61,7 +61,7 @@ pub mod work;
 pub use gpu::{Arg, Gpu, Stream, gpu, standing_still};
 pub use graph::Pinned;
 pub use memory::{Memory, View, ViewMut, owned_by, owner};
-pub use onload::{HostCopy, Offloading, Onloaded};
+pub use onload::HostCopy;
 pub use scatter_lists::ScatterLists;
 pub use staging::STAGING_BYTES;
 pub use work::Work;

@@ -46,71 +46,6 @@ fn wait(event: &mut Option<Arc<Event>>) {
     }
 }
 
-/// Values on the GPU that came from pinned memory and go back there.
-#[derive(Debug)]
-pub struct Onloaded {
-    memory: Memory,
-    pinned: Pinned,
-    up_copy: Option<Event>,
-}
-
-impl Onloaded {
-    /// Takes memory for all of `pinned`, and begins to copy it there.
-    ///
-    /// # Panics
-    /// With an [`crate::error::Error`] as payload, where the GPU has not as much left.
-    pub fn begin(pinned: Pinned) -> Self {
-        let memory = Memory::scratch_for(Stream::Up, pinned.bytes);
-        let up_copy = up(&pinned, &memory);
-        Self { memory, pinned, up_copy }
-    }
-
-    /// The values; what is started from now on comes behind their copy.
-    pub fn wait(&mut self) -> &mut Memory {
-        hold(&mut self.up_copy);
-        &mut self.memory
-    }
-
-    /// Begins to copy the values back, behind what was started before.
-    pub fn offload(mut self) -> Offloading {
-        hold(&mut self.up_copy);
-        let Self { memory, mut pinned, .. } = self;
-        let down_copy = down(&memory, &mut pinned);
-        Offloading { memory, pinned: Some(pinned), down_copy }
-    }
-}
-
-/// Values on their way back.
-#[derive(Debug)]
-pub struct Offloading {
-    memory: Memory,
-    pinned: Option<Pinned>,
-    down_copy: Option<Arc<Event>>,
-}
-
-impl Offloading {
-    /// Frees the memory of the GPU; who gets it next works behind the copy.
-    pub fn release(&mut self) {
-        self.memory.free_behind(self.down_copy.as_ref());
-    }
-
-    /// Waits until the values are in the host's memory.
-    pub fn finish(mut self) -> Pinned {
-        self.release();
-        wait(&mut self.down_copy);
-        self.pinned.take().expect("values leave once")
-    }
-}
-
-impl Drop for Offloading {
-    fn drop(&mut self) {
-        if !std::thread::panicking() {
-            self.release();
-            wait(&mut self.down_copy);
-        }
-    }
-}
-
 /// Pinned memory in which values wait while their memory of the GPU is `Memory::none`.
 #[derive(Debug)]
 pub struct HostCopy {
@@ -120,20 +55,39 @@ pub struct HostCopy {
 }
 
 impl HostCopy {
+    /// Zeros.
+    pub fn zeros(bytes: usize) -> Self {
+        Self { pinned: Pinned::new(bytes), up_copy: Mutex::new(None), down_copy: None }
+    }
+
     /// Takes the values of `memory` in, and frees it; who gets it next works behind the copy.
     pub fn of(memory: &mut Memory) -> Self {
-        let mut host_copy = Self { pinned: Pinned::new(memory.bytes()), up_copy: Mutex::new(None), down_copy: None };
+        let mut host_copy = Self::zeros(memory.bytes());
         host_copy.offload(memory, true);
         host_copy
     }
 
     /// As `of`, for values that came from here. Where they have not changed since there is nothing to copy.
     pub fn offload(&mut self, memory: &mut Memory, have_changed: bool) {
+        self.wait();
+        if have_changed {
+            self.begin_offload(memory);
+            self.release(memory);
+        } else {
+            memory.free_behind(None);
+        }
+    }
+
+    /// Begins to copy the values back, behind what was started before.
+    pub fn begin_offload(&mut self, memory: &Memory) {
         assert_eq!(memory.bytes(), self.pinned.bytes, "values of another length come back");
         self.wait();
-        let down_copy = if have_changed { down(memory, &mut self.pinned) } else { None };
-        memory.free_behind(down_copy.as_ref());
-        self.down_copy = down_copy.or(self.down_copy.take());
+        self.down_copy = down(memory, &mut self.pinned);
+    }
+
+    /// Frees the memory from which they are copied; who gets it next works behind the copy.
+    pub fn release(&self, memory: &mut Memory) {
+        memory.free_behind(self.down_copy.as_ref());
     }
 
     /// Whether the copy here has ended.
@@ -160,10 +114,24 @@ impl HostCopy {
         hold(&mut lock(&self.up_copy));
     }
 
+    /// Waits until the values are here.
+    pub fn finish(&mut self) {
+        wait(&mut self.down_copy);
+    }
+
     /// The values as they lie here, when they have come.
     pub fn read(&mut self) -> &[u8] {
-        wait(&mut self.down_copy);
+        self.finish();
         self.pinned.as_slice()
+    }
+
+    /// The same as f32, where `finish` has waited for them.
+    pub fn as_f32(&self) -> &[f32] {
+        bytemuck::cast_slice(self.pinned.as_slice())
+    }
+
+    pub fn as_f32_mut(&mut self) -> &mut [f32] {
+        bytemuck::cast_slice_mut(self.pinned.pages.as_mut_slice())
     }
 }
 
