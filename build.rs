@@ -6,8 +6,6 @@
 
 #[path = "src/device/cuda/nvrtc.rs"]
 mod nvrtc;
-#[path = "src/device/cuda/resources.rs"]
-mod resources;
 
 use nvrtc::Nvrtc;
 use std::collections::hash_map::DefaultHasher;
@@ -47,7 +45,7 @@ fn main() {
     let dir = Path::new(&env::var("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("cuda");
     let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets it"));
     println!("cargo::rerun-if-changed={}", dir.display());
-    for file in ["build.rs", "src/device/cuda/nvrtc.rs", "src/device/cuda/resources.rs"] {
+    for file in ["build.rs", "src/device/cuda/nvrtc.rs"] {
         println!("cargo::rerun-if-changed={file}");
     }
     for setting in SETTINGS {
@@ -208,7 +206,7 @@ fn tables(sources: &[Source], made: &[Made], words: &str) -> String {
     }
     text.push_str("];\npub static KERNELS: &[Kernel] = &[\n");
     for source in sources.iter().filter(|source| source.is_unit) {
-        for kernel in resources::kernels(&source.text) {
+        for kernel in kernels(&source.text) {
             let _ = writeln!(text, "    Kernel {{ name: {kernel:?}, source: {:?} }},", source.name);
         }
     }
@@ -218,12 +216,86 @@ fn tables(sources: &[Source], made: &[Made], words: &str) -> String {
         let bytes = format!("bytes: include_bytes!({file:?})");
         let _ = writeln!(text, "    Cubin {{ source: {source:?}, arch: {arch:?}, {bytes} }},");
     }
-    text.push_str("];\npub static RESOURCES: &[Taken] = &[\n");
-    for Made { arch, report, .. } in made {
-        for taken in resources::parse(report) {
-            let _ = writeln!(text, "    ({arch:?}, {taken:?}),");
+    let _ = writeln!(text, "];\npub const COMPILER: &str = {words:?};");
+    let _ = writeln!(text, "pub static RESOURCES: &str = {:?};", resources(sources, made, words));
+    text
+}
+
+/// What a kernel takes of a multiprocessor on one architecture, as `ptxas -v` reports it.
+struct Resources<'a> {
+    kernel: &'a str,
+    /// Of a thread.
+    registers: u32,
+    /// Of a block, beside what the launch asks for.
+    shared_bytes: u32,
+    /// Of a thread, in memory: arrays and spilled registers.
+    stack_bytes: u32,
+    /// Stores and loads of spilled registers, in the text of the kernel.
+    spill_bytes: u32,
+}
+
+/// What each kernel takes, as a table in Markdown; nothing where no compiler told.
+fn resources(sources: &[Source], made: &[Made], words: &str) -> String {
+    let all: Vec<(&str, Resources)> =
+        made.iter().flat_map(|made| parse(&made.report).into_iter().map(|taken| (made.arch, taken))).collect();
+    if all.is_empty() {
+        return String::new();
+    }
+    let mut text = format!(
+        "# What the kernels take\n\n\
+         As ptxas reports it, {words}. Registers of a thread; shared memory of a block in bytes, beside what a launch asks \
+         for;\nthe stack of a thread and spilled registers in bytes. `bench/kernels-resources.sh` writes this file.\n\n\
+         | kernel | architecture | registers | shared | stack | spills |\n|---|---|---:|---:|---:|---:|\n"
+    );
+    for kernel in sources.iter().filter(|source| source.is_unit).flat_map(|source| kernels(&source.text)) {
+        for (arch, r) in all.iter().filter(|(_, taken)| taken.kernel == kernel) {
+            let Resources { kernel, registers, shared_bytes, stack_bytes, spill_bytes } = r;
+            let _ =
+                writeln!(text, "| {kernel} | {arch} | {registers} | {shared_bytes} | {stack_bytes} | {spill_bytes} |");
         }
     }
-    let _ = writeln!(text, "];\npub const COMPILER: &str = {words:?};");
     text
+}
+
+/// The kernels of a report, in its order.
+fn parse(report: &str) -> Vec<Resources<'_>> {
+    let mut found: Vec<Resources> = Vec::new();
+    for line in report.lines() {
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            let kernel = rest.split('\'').next().unwrap_or_default();
+            found.push(Resources { kernel, registers: 0, shared_bytes: 0, stack_bytes: 0, spill_bytes: 0 });
+        }
+        let Some(last) = found.last_mut() else { continue };
+        if line.contains("bytes stack frame") {
+            last.stack_bytes = before(line, "bytes stack frame");
+            last.spill_bytes = before(line, "bytes spill stores") + before(line, "bytes spill loads");
+        }
+        if line.contains(": Used ") {
+            last.registers = before(line, "registers");
+            last.shared_bytes = before(line, "bytes smem");
+        }
+    }
+    found
+}
+
+/// The number that stands before `words`; 0 where they do not occur.
+fn before(line: &str, words: &str) -> u32 {
+    let place = line.find(words).map(|at| &line[..at]);
+    place.and_then(|text| text.split_whitespace().next_back()?.parse().ok()).unwrap_or(0)
+}
+
+/// The name on a line that begins a kernel: `KERNEL name(` or `KERNEL __launch_bounds__(256) name(`.
+fn name(line: &str) -> Option<&str> {
+    let rest = line.strip_prefix("KERNEL ")?;
+    let rest = match rest.strip_prefix("__launch_bounds__") {
+        Some(bounds) => bounds.split_once(')')?.1,
+        None => rest,
+    };
+    let name = rest.split('(').next()?.trim();
+    (!name.is_empty()).then_some(name)
+}
+
+/// The names of a source's kernels, in its order.
+fn kernels(text: &str) -> Vec<&str> {
+    text.lines().filter_map(name).collect()
 }

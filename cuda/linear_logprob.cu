@@ -47,19 +47,16 @@ KERNEL linear_logprob_combine(const Stats* parts, i32 count, u64 rows, Stats* st
     if (row < rows) stats[row] = combined(parts + row, count, rows);
 }
 
-// linear_logprob_read  logprob = (z[target] - max) - ln sum_exp; entropy = ln sum_exp - dot / sum_exp;
-//                      lse = max + ln sum_exp
-// stats (rows, 4) f32; logprobs, entropy, lse (rows) f32, of which the last two may be null
+// linear_logprob_read  logprob = (z[target] - max) - ln sum_exp; entropy = ln sum_exp - dot / sum_exp
+// stats (rows, 4) f32; logprobs, entropy (rows) f32, of which the last may be null
 // grid ceil(rows / 128), block 128
-// roofline 28 rows bytes
-KERNEL linear_logprob_read(const Stats* stats, u64 rows, float inverse_temperature, float* logprobs, float* entropy,
-                           float* lse) {
+// roofline 24 rows bytes
+KERNEL linear_logprob_read(const Stats* stats, u64 rows, float inverse_temperature, float* logprobs, float* entropy) {
     u64 row = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
     Stats of = stats[row];
     logprobs[row] = logprob_of(of.target, inverse_temperature, of);
     if (entropy) entropy[row] = entropy_of(of);
-    if (lse) lse[row] = of.max + logf(of.sum_exp);
 }
 
 // linear_logprob_top  1 where no column is likelier than the target, else 0

@@ -121,7 +121,7 @@ pub(super) fn forward(head: &Head, mut logprobs: ViewMut, kind: Extra, mut extra
         if let Some(top) = extra.take_if(|_| kind == Extra::Top) {
             cuda::top(stats, head.inverse_temperature, top);
         }
-        cuda::read(stats, head.inverse_temperature, logprobs.reborrow().part(range.clone()), extra, None);
+        cuda::read(stats, head.inverse_temperature, logprobs.reborrow().part(range.clone()), extra);
     };
     if head.tokens >= FUSED_ROWS && fused::fits() && !fast::is_on() {
         let rows = head.fused_rows();
@@ -192,7 +192,7 @@ fn through_the_host(
     let m = range.len();
     let mut both = numbers.view_mut(DType::F32).part(0..2 * m);
     let (l, h) = both.split_at(m);
-    cuda::read(stats, inverse_temperature, l, Some(h), None);
+    cuda::read(stats, inverse_temperature, l, Some(h));
     let found = Late::of(both.as_view()).take();
     logprobs.copy_from_slice(&found[..m]);
     entropy.copy_from_slice(&found[m..]);

@@ -53,7 +53,5 @@ pub fn drawn(logits: &Tensor, ends: &[usize], rows: &[SampleRow]) -> Option<Draw
     note(logits);
     let (rows, v) = (Rows::of(rows), logits.width());
     let ends = Memory::of(&ends.iter().map(|&end| end as i32).collect::<Vec<_>>());
-    let (mut scratch, mut drawn) = (Memory::scratch(rows.scratch_bytes(rows.len(), v)), Drawn::room(rows.len()));
-    cuda::sample::forward(logits.cuda(), v, v, &ends, &rows, &mut scratch, &mut drawn);
-    Some(drawn)
+    Some(cuda::sample::forward(logits.cuda(), v, v, &ends, &rows))
 }

@@ -150,7 +150,7 @@ impl Run<'_> {
             pages.extend_from_slice(self.scheduler.blocks(s));
             pages.resize(end.max(pages.len()), 0);
         }
-        lanes.resize(bucket, DecodeSlot::IDLE);
+        lanes.resize(bucket, DecodeSlot::idle());
         params.resize(bucket, SampleParams::greedy());
         self.make_room(Capacity { rows: bucket, pages: pages.len(), stops: stops.tokens.len(), seen: seen.len() });
         self.decoder().tables.fill(&lanes, &params, &stops.tokens, &seen, &pages);

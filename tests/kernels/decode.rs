@@ -4,7 +4,7 @@
 use crate::{bf16, device, numbers};
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
 use rlhf_hpc::device::cuda::decode::{Capacity, DecodeSlot, DecodeState};
-use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, kv_append};
+use rlhf_hpc::device::cuda::kv_cache::{KvPages, SequenceTable, kv_append};
 use rlhf_hpc::device::cuda::{Memory, paged_attention};
 use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::sample::SampleParams;
@@ -13,10 +13,16 @@ use rlhf_hpc::ops::sample::SampleParams;
 fn filled(pasts: &[usize], blocks: &[Vec<u32>], bucket: usize, cache_pages: usize) -> DecodeState {
     let (mut slots, mut pages) = (Vec::new(), Vec::new());
     for (past, blocks) in pasts.iter().zip(blocks) {
-        slots.push(DecodeSlot { past: *past as u32, left: 5, pages: pages.len() as u32, ended: 0, ..DecodeSlot::IDLE });
+        slots.push(DecodeSlot {
+            past: *past as u32,
+            left: 5,
+            pages: pages.len() as u32,
+            ended: 0,
+            ..DecodeSlot::idle()
+        });
         pages.extend_from_slice(blocks);
     }
-    slots.resize(bucket, DecodeSlot::IDLE);
+    slots.resize(bucket, DecodeSlot::idle());
     let room = Capacity { rows: bucket + 3, pages: pages.len() + 5, stops: 1, seen: 1 };
     let mut tables = DecodeState::new(room, cache_pages);
     tables.fill(&slots, &vec![SampleParams::greedy(); bucket], &[], &[], &pages);
@@ -48,7 +54,7 @@ fn attended(shape: &AttentionShape, pasts: &[usize], longest: Option<usize>) -> 
     };
     let new: Vec<PagedSequence> =
         pasts.iter().zip(&blocks).map(|(&past, blocks)| PagedSequence { past, tokens: 1, blocks }).collect();
-    let by_host = attend(&SequenceTable::with(&new, shape, Decode::Whole), pasts.len());
+    let by_host = attend(&SequenceTable::with(&new, shape, false), pasts.len());
     let mut tables = filled(pasts, &blocks, bucket, pages);
     tables.begin(bucket);
     let by_gpu = attend(&tables.sequences(bucket, longest, shape), bucket);

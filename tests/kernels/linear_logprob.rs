@@ -53,14 +53,14 @@ impl Case {
     }
 }
 
-/// (logprob, entropy, log-sum-exp, softmax) in f64.
-fn exact(row: &[f32], place: usize, temperature: f32) -> (f64, f64, f64, Vec<f64>) {
+/// (logprob, entropy, softmax) in f64.
+fn exact(row: &[f32], place: usize, temperature: f32) -> (f64, f64, Vec<f64>) {
     let z: Vec<f64> = row.iter().map(|&x| f64::from(x) / f64::from(temperature)).collect();
     let max = z.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b));
     let lse = max + z.iter().map(|z| (z - max).exp()).sum::<f64>().ln();
     let s: Vec<f64> = z.iter().map(|z| (z - lse).exp()).collect();
     let entropy = lse - s.iter().zip(&z).filter(|(s, _)| **s > 0.0).map(|(s, z)| s * z).sum::<f64>();
-    (z[place] - lse, entropy, lse, s)
+    (z[place] - lse, entropy, s)
 }
 
 fn near(got: f32, want: f64, within: f64, what: &str) {
@@ -76,11 +76,17 @@ fn on_gpu(case: &Case, dtype: DType, temperature: f32) -> (Memory, Memory, Memor
     (memory, places, stats)
 }
 
-/// (logprobs, entropies, log-sum-exps)
-fn read(stats: &Memory, rows: usize, temperature: f32) -> [Vec<f32>; 3] {
-    let mut out = [(); 3].map(|()| Memory::scratch(4 * rows));
-    let [a, b, c] = out.each_mut().map(|memory| memory.view_mut(DType::F32));
-    linear_logprob::read(stats, 1.0 / temperature, a, Some(b), Some(c));
+/// Statistics of rows and their targets' logits, on the host.
+fn read_back(stats: &Memory, rows: usize, inverse_temperature: f32) -> (Vec<RowStats>, Vec<f32>) {
+    let numbers = stats.read::<[f32; 4]>(rows).into_iter();
+    numbers.map(|[max, sum_exp, dot, target]| (RowStats { inverse_temperature, max, sum_exp, dot }, target)).unzip()
+}
+
+/// (logprobs, entropies)
+fn read(stats: &Memory, rows: usize, temperature: f32) -> [Vec<f32>; 2] {
+    let mut out = [(); 2].map(|()| Memory::scratch(4 * rows));
+    let [a, b] = out.each_mut().map(|memory| memory.view_mut(DType::F32));
+    linear_logprob::read(stats, 1.0 / temperature, a, Some(b));
     out.map(|memory| memory.read(rows))
 }
 
@@ -90,15 +96,14 @@ const POWERS: f64 = 2.25 / (1 << 22) as f64;
 
 fn check(case: &Case, dtype: DType, temperature: f32) {
     let (_, _, stats) = on_gpu(case, dtype, temperature);
-    let [logprobs, entropy, lse] = read(&stats, case.rows, temperature);
-    let (on_host, targets) = linear_logprob::read_back(&stats, case.rows, 1.0 / temperature);
+    let [logprobs, entropy] = read(&stats, case.rows, temperature);
+    let (on_host, targets) = read_back(&stats, case.rows, 1.0 / temperature);
     for (i, place) in case.places().into_iter().enumerate() {
         let what = format!("{} columns at {temperature}, row {i}", case.v);
         let want = exact(case.row(i), place, temperature);
         // z is rounded once: half a unit in the last place of up to 72 is 4e-6.
         near(logprobs[i], want.0, 4e-6, &what);
         near(entropy[i], want.1, 4e-6, &what);
-        near(lse[i], want.2, 4e-6, &what);
         let of_cpu = cpu::softmax::row_stats(level(), case.row(i), 1.0 / temperature);
         assert_eq!((on_host[i].max, targets[i]), (of_cpu.max, case.row(i)[place]), "{what}");
         // Each adds up to 50,257 columns in f32.
@@ -179,11 +184,10 @@ fn logits_that_are_not_finite_show() {
         *x = if i == places[3] { 1.5 } else { f32::NEG_INFINITY };
     }
     let (_, _, stats) = on_gpu(&case, DType::F32, 1.0);
-    let [logprobs, entropy, lse] = read(&stats, 4, 1.0);
+    let [logprobs, entropy] = read(&stats, 4, 1.0);
     assert!(logprobs[..3].iter().all(|x| x.is_nan()), "{logprobs:?}");
     // A power of 2 times that of its opposite is 1 but for what GPUs are off; its logarithm is what is left of it.
     near(logprobs[3], 0.0, POWERS, "the only token");
-    near(lse[3], 1.5, POWERS, "the only token's logit");
     near(entropy[3], 0.0, POWERS, "no choice");
 }
 
@@ -202,17 +206,20 @@ fn parts_of_a_vocabulary_come_together_as_on_the_cpu() {
             let values = whole.view(DType::F32).part(start..case.rows * case.stride);
             let logits = Logits { values, rows: case.rows, v: end - start, stride: case.stride };
             linear_logprob::stats(logits, 1.0 / temperature, &places, &mut stats);
-            of_parts.push(linear_logprob::read_back(&stats, case.rows, 1.0 / temperature));
+            of_parts.push(read_back(&stats, case.rows, 1.0 / temperature));
             start = end;
         }
         let mut parts = linear_logprob::stats_room(3 * case.rows);
-        let (rows, targets): (Vec<RowStats>, Vec<f32>) =
-            of_parts.iter().flat_map(|(rows, targets)| rows.iter().copied().zip(targets.iter().copied())).unzip();
-        linear_logprob::upload(&rows, &targets, &mut parts);
+        let numbers: Vec<[f32; 4]> = of_parts
+            .iter()
+            .flat_map(|(rows, targets)| rows.iter().zip(targets))
+            .map(|(row, target)| [row.max, row.sum_exp, row.dot, *target])
+            .collect();
+        parts.write(&numbers);
         let mut stats = linear_logprob::stats_room(case.rows);
         linear_logprob::combine(&parts, 3, case.rows, &mut stats);
-        let (together, targets) = linear_logprob::read_back(&stats, case.rows, 1.0 / temperature);
-        let [logprobs, entropy, _] = read(&stats, case.rows, temperature);
+        let (together, targets) = read_back(&stats, case.rows, 1.0 / temperature);
+        let [logprobs, entropy] = read(&stats, case.rows, temperature);
         for (i, place) in case.places().into_iter().enumerate() {
             let of_row: Vec<RowStats> = of_parts.iter().map(|(rows, _)| rows[i]).collect();
             assert_eq!(together[i], RowStats::combined(&of_row), "row {i}");
@@ -247,7 +254,7 @@ fn check_gradient(case: &Case, dtype: DType, temperature: f32, dstride: usize) {
     let got = gradient(case, dtype, temperature, dstride, &d);
     for (i, place) in case.places().into_iter().enumerate() {
         let row = &got[i * dstride..][..dstride];
-        let (_, entropy, _, s) = exact(case.row(i), place, temperature);
+        let (_, entropy, s) = exact(case.row(i), place, temperature);
         let (dlogprob, dentropy) = (f64::from(d[0][i]), f64::from(d[1][i]));
         for (column, &got) in row.iter().enumerate() {
             let Some(&s) = s.get(column) else {

@@ -11,7 +11,9 @@ fn sums_of_squares_have_the_bits_of_the_cpu() {
             let x = numbers(1, len + 3);
             let on_gpu = Memory::of(&x);
             for block in [32, 100, 4096] {
-                let got = norm::sums_of_squares(on_gpu.view(F32).part(3..len + 3), block);
+                let mut sums = Memory::zeros(8 * len.div_ceil(block));
+                norm::sums_into(on_gpu.view(F32).part(3..len + 3), block, &mut sums, 0);
+                let got: Vec<f64> = sums.read(len.div_ceil(block));
                 let want = ops::norm::sums_of_squares(&x[3..], block);
                 assert_eq!(got.len(), want.len(), "{len} values, blocks of {block}");
                 let same = got.iter().zip(&want).all(|(got, want)| got.to_bits() == want.to_bits());

@@ -6,7 +6,7 @@ mod runs;
 use crate::{device, in_every_order, refused};
 use batch::{Batch, shape};
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PagedSequence};
-use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, copy_page, copy_pages, kv_append};
+use rlhf_hpc::device::cuda::kv_cache::{KvPages, SequenceTable, copy_page, kv_append};
 use rlhf_hpc::device::cuda::{Memory, paged_attention};
 use rlhf_hpc::dtype::DType;
 
@@ -93,11 +93,11 @@ fn split_decoding_has_the_bits_of_whole_decoding() {
         // Two tokens of the last: where groups are large, a prefilling tile.
         let chunks = [(599, 1), (0, 1), (63, 1), (256, 1), (129, 1), (18, 2)];
         let want = whole.run(&chunks);
-        assert!(whole.run_by(Decode::Split, &chunks) == want, "{:?}", whole.case.shape);
+        assert!(whole.run_by(true, &chunks) == want, "{:?}", whole.case.shape);
         let mut alone = [(0, 0); 6];
         alone[3] = chunks[3];
         let width = heads * head_dim;
-        assert!(whole.run_by(Decode::Split, &alone) == want[3 * width..4 * width], "{:?}", whole.case.shape);
+        assert!(whole.run_by(true, &alone) == want[3 * width..4 * width], "{:?}", whole.case.shape);
     }
 }
 
@@ -111,7 +111,7 @@ fn all_orders_of_threads_give_softmax() {
             let chunks = [(52, 18), (19, 1), (137, 3)];
             let whole = batch.run(&chunks);
             batch.assert_softmax(&whole, &chunks);
-            assert!(batch.run_by(Decode::Split, &chunks) == whole);
+            assert!(batch.run_by(true, &chunks) == whole);
         }
     });
 }
@@ -146,7 +146,8 @@ fn rows_are_appended_where_the_table_says_and_nowhere_else_and_pages_are_copied_
             }
         }
         assert!(keys == want.0 && values == want.1);
-        copy_pages(&mut cache, &[(1, 4), (5, 3)]);
+        copy_page(&mut cache, 1, 4);
+        copy_page(&mut cache, 5, 3);
         let len = cache.page_len();
         for x in [&mut want.0, &mut want.1] {
             x.copy_within(len..2 * len, 4 * len);
@@ -182,6 +183,6 @@ fn what_does_not_fit_is_refused_in_words() {
     refused("head dim 72, needs one of [32", || forward(&KvPages::new(4, &odd), &table_of_odd, &odd, 5 * 288));
     let mut cache = cache;
     refused("5 x 128", || kv_append(&mut cache, q.view(DType::Bf16), q.view(DType::Bf16), &table, &shape));
-    refused("page 1 is written beside", || copy_pages(&mut cache, &[(0, 1), (1, 2)]));
+    refused("page 1 to page 1 of a cache of 4", || copy_page(&mut cache, 1, 1));
     refused("page 0 to page 4 of a cache of 4", || copy_page(&mut cache, 0, 4));
 }

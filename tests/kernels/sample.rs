@@ -1,7 +1,7 @@
 use crate::{device, in_every_order, numbers};
 use rlhf_hpc::device::cpu;
 use rlhf_hpc::device::cuda::linear_logprob::{self, Logits};
-use rlhf_hpc::device::cuda::sample::{self, Drawn, Rows};
+use rlhf_hpc::device::cuda::sample::{self, Rows};
 use rlhf_hpc::device::cuda::{Memory, View};
 use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::sample::{SampleParams, SampleRow, Sampled};
@@ -11,10 +11,7 @@ const BORDER: f32 = 1e-5;
 
 /// Draws on the GPU from rows of `v` logits that stand `stride` apart.
 fn on_gpu(logits: View, stride: usize, v: usize, ends: &[i32], rows: &[SampleRow]) -> Vec<Sampled> {
-    let (tables, ends, mut out) = (Rows::of(rows), Memory::of(ends), Drawn::room(rows.len()));
-    let mut scratch = Memory::scratch(tables.scratch_bytes(tables.len(), v));
-    sample::forward(logits, stride, v, &ends, &tables, &mut scratch, &mut out);
-    out.read(rows.len())
+    sample::forward(logits, stride, v, &Memory::of(ends), &Rows::of(rows)).read(rows.len())
 }
 
 fn draw(logits: &[f32], v: usize, rows: &[SampleRow]) -> Vec<Sampled> {
@@ -152,7 +149,7 @@ fn the_recorded_logprob_is_bitwise_what_the_scorer_computes() {
         let drawn = on_gpu(memory.view(DType::F32), stride, v, &ends, &rows);
         let mut parts = linear_logprob::stats_room(ends.len() * count);
         let mut start = 0;
-        let (mut of_parts, mut targets) = (Vec::new(), Vec::new());
+        let mut of_parts: Vec<[f32; 4]> = Vec::new();
         for &end in &ends {
             let places: Vec<usize> = drawn.iter().map(|drawn| (drawn.token as usize).wrapping_sub(start)).collect();
             let part = end as usize - start;
@@ -160,16 +157,14 @@ fn the_recorded_logprob_is_bitwise_what_the_scorer_computes() {
             let values = memory.view(DType::F32).part(start..count * stride);
             let of = Logits { values, rows: count, v: part, stride };
             linear_logprob::stats(of, 1.0 / 0.7, &linear_logprob::places(&places, part), &mut stats);
-            let (rows, of_targets) = linear_logprob::read_back(&stats, count, 1.0 / 0.7);
-            of_parts.extend(rows);
-            targets.extend(of_targets);
+            of_parts.extend(stats.read::<[f32; 4]>(count));
             start = end as usize;
         }
-        linear_logprob::upload(&of_parts, &targets, &mut parts);
+        parts.write(&of_parts);
         let mut stats = linear_logprob::stats_room(count);
         linear_logprob::combine(&parts, ends.len(), count, &mut stats);
         let mut logprobs = Memory::scratch(4 * count);
-        linear_logprob::read(&stats, 1.0 / 0.7, logprobs.view_mut(DType::F32), None, None);
+        linear_logprob::read(&stats, 1.0 / 0.7, logprobs.view_mut(DType::F32), None);
         let sampled: Vec<u32> = drawn.iter().map(|drawn| drawn.logprob.to_bits()).collect();
         assert_eq!(sampled, logprobs.read::<u32>(count), "{} parts", ends.len());
     }

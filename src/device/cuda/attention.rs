@@ -66,7 +66,12 @@ impl SpanTable {
             check_span(span, shape);
         }
         let all = [spans, &unseen(spans, keys)].concat();
-        let tiles = sorted(cut_rows(spans, forward_rows(shape)), &|tile| seen_keys(tile, shape));
+        let mut tiles = cut_rows(spans, forward_rows(shape));
+        // Heaviest first, so that the GPU ends evenly; equal ones as they came.
+        tiles.sort_by_key(|tile| {
+            let (first, end) = seen(tile, shape);
+            first as i64 - end as i64
+        });
         let runs = key_segments::launches(&tiles.iter().map(|tile| seen(tile, shape)).collect::<Vec<_>>());
         let words: Vec<i32> = tiles.iter().flat_map(Tile::words).collect();
         Self {
@@ -166,18 +171,6 @@ fn unseen(spans: &[Span], keys: usize) -> Vec<Span> {
     left
 }
 
-/// Heaviest first, so that the GPU ends evenly; equal ones as they came.
-fn sorted(mut tiles: Vec<Tile>, cost: &dyn Fn(&Tile) -> i64) -> Vec<Tile> {
-    tiles.sort_by_key(|tile| -cost(tile));
-    tiles
-}
-
-/// Keys between the first and the last that a row of the tile sees.
-fn seen_keys(tile: &Tile, shape: &AttentionShape) -> i64 {
-    let (first, end) = seen(tile, shape);
-    end as i64 - first as i64
-}
-
 /// The first key that a row of the tile sees, and one past the last.
 fn seen(tile: &Tile, shape: &AttentionShape) -> (usize, usize) {
     let end = (tile.past + tile.rows as i64).min(tile.keys as i64);
@@ -233,7 +226,7 @@ pub fn forward(q: View, k: View, v: View, table: &SpanTable, merge: bool, mut o:
     let dtype = o.dtype();
     let [q, k, v] = [q, k, v].map(|view| view.arg(DType::Bf16));
     let [first, of_heads, group] = [0, shape.heads, shape.heads / shape.kv_heads].map(|n| dim(OP, n));
-    let (window, scale) = (table.window(), shape.scale.into());
+    let (window, scale) = (table.window(), Arg::F32(shape.scale));
     let (o, lse) = (o.arg(dtype), lse.arg(DType::F32));
     // A row in shared memory is 8 values longer than the head.
     let shared = (forward_rows(shape) + 2 * forward_keys(shape)) * (shape.head_dim + 8) * 2;

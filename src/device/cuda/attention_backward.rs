@@ -4,7 +4,7 @@
 //! its turn, by the order of keys, in f32: so the sum of a row has one order, whatever order blocks run in.
 
 use super::attention::{SpanTable, check_len, form};
-use super::gpu::gpu;
+use super::gpu::{Arg, gpu};
 use super::key_tiles::{EIGHT, ROWS, keys};
 use super::memory::{Memory, View, ViewMut};
 use super::shape::{dim, kernel_of};
@@ -80,7 +80,7 @@ pub fn backward(
     let (of_q, of_k) = (dq.dtype(), dk.dtype());
     let [tiles, counters, sums] = [of.tiles.arg(), of.counters.arg(), sums.arg_mut()];
     let [dq, dk, dv] = [dq.arg(of_q), dk.arg(of_k), dv.arg(of_k)];
-    let inputs = [q, k, v, d_o, lse, delta, tiles, counters, sums, heads, group, table.window(), shape.scale.into()];
+    let inputs = [q, k, v, d_o, lse, delta, tiles, counters, sums, heads, group, table.window(), Arg::F32(shape.scale)];
     let args = [inputs.as_slice(), &[dq, forms[0], dk, dv, forms[1]]].concat();
     let blocks = of.count * shape.kv_heads;
     gpu().launch(

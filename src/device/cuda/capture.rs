@@ -10,9 +10,8 @@
 
 use super::gpu::Gpu;
 use super::pool::Run;
-use super::status::check;
 use super::streams::Stream;
-use super::sys::{self, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode, Handle};
+use super::sys::{self, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode, Handle, check};
 use crate::error::Result;
 use crate::sys::lock::lock;
 use std::ptr;

@@ -3,7 +3,7 @@
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
 use super::scatter_lists::ScatterLists;
-use super::shape::{THREADS, check, check_aligned, check_width, count, grid_of_eights, is_aligned};
+use super::shape::{THREADS, check, check_aligned, check_width, count, grid_of, grid_of_eights, is_aligned};
 use crate::dtype::DType::{self, Bf16, F32};
 
 /// y = y + x in f32; any length and alignment.
@@ -77,10 +77,8 @@ pub fn gather(x: View, width: usize, rows: &Memory, mut y: ViewMut) {
     assert!(rows.bytes() >= 4 * n, "{OP}: {} bytes of rows for {n}", rows.bytes());
     let (x, y) = (x.arg(Bf16), y.arg(Bf16));
     check_aligned(OP, &[x, y]);
-    let threads = n * (width / 8);
-    let _ = count(OP, threads);
     let args = [x, rows.arg(), y, count(OP, n), count(OP, width / 8)];
-    gpu().launch("gather_rows", [threads.div_ceil(THREADS), 1, 1], THREADS, 0, &args);
+    gpu().launch("gather_rows", grid_of(OP, n * (width / 8)), THREADS, 0, &args);
 }
 
 /// The transpose of `gather`: x[rows[i]] += y[i], for `rows` as lists; what comes to one row is summed in f32 in ascending i
@@ -91,10 +89,10 @@ pub fn gather(x: View, width: usize, rows: &Memory, mut y: ViewMut) {
 pub fn scatter(y: View, width: usize, rows: &ScatterLists, mut x: ViewMut) {
     const OP: &str = "copy::scatter";
     check_width(OP, width);
-    check(OP, "y", y.len(), rows.len(), width);
+    check(OP, "y", y.len(), rows.len, width);
     let n = x.len() / width;
     check(OP, "x", x.len(), n, width);
-    assert!(rows.key_max().is_none_or(|row| (row as usize) < n), "{OP}: row {:?} of {n}", rows.key_max());
+    assert!(rows.key_max.is_none_or(|row| (row as usize) < n), "{OP}: row {:?} of {n}", rows.key_max);
     let (y, x) = (y.arg(Bf16), x.arg(Bf16));
     check_aligned(OP, &[y, x]);
     rows.launch(OP, "scatter_rows", y, x, [0, n, width]);

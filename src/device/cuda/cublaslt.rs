@@ -28,7 +28,7 @@ const OLDEST: usize = 11_601;
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Algorithm {
-    algorithm: cublasLtMatmulAlgo_t,
+    how: cublasLtMatmulAlgo_t,
     pub workspace: usize,
     state: Status,
     waves: f32,
@@ -37,8 +37,8 @@ pub(super) struct Algorithm {
 
 impl Algorithm {
     fn none() -> Self {
-        let algorithm = cublasLtMatmulAlgo_t { data: [0; 8] };
-        Self { algorithm, workspace: 0, state: 0, waves: 0.0, reserved: [0; 4] }
+        let how = cublasLtMatmulAlgo_t { data: [0; 8] };
+        Self { how, workspace: 0, state: 0, waves: 0.0, reserved: [0; 4] }
     }
 }
 
@@ -281,9 +281,8 @@ impl CublasLt {
         let mut found = Algorithm::none();
         let Product { how, matrices: [a, b, d] } = *product;
         // SAFETY: handles that live; room for the answer.
-        let status = unsafe {
-            (self.functions.suits)(handle.0, how, a, b, d, d, &raw const algorithm.algorithm, &raw mut found)
-        };
+        let status =
+            unsafe { (self.functions.suits)(handle.0, how, a, b, d, d, &raw const algorithm.how, &raw mut found) };
         (status == 0 && found.state == 0).then_some(Algorithm { workspace: found.workspace, ..*algorithm })
     }
 
@@ -317,7 +316,7 @@ impl CublasLt {
                 d_layout,
                 pointer(d),
                 d_layout,
-                &raw const algorithm.algorithm,
+                &raw const algorithm.how,
                 pointer(workspace),
                 algorithm.workspace,
                 stream,

@@ -8,9 +8,8 @@
 use super::gpu::gpu;
 use super::graph::{Pinned, Transfer};
 use super::key_segments;
-use super::kv_cache::{SequenceTable, Tiles, group_of, is_decoding, prefill_rows};
+use super::kv_cache::{SequenceTable, Split, Tiles, group_of, is_decoding, prefill_rows};
 use super::memory::{Memory, View, ViewMut};
-use super::paged_split::Split;
 use super::sample::{self, Params, Rows};
 use super::shape::{dim, to_i32};
 use crate::device::cpu::attention::{AttentionShape, PAGE};
@@ -52,18 +51,9 @@ pub struct DecodeSlot {
 
 impl DecodeSlot {
     /// A row that fills up a batch.
-    pub const IDLE: Self = Self {
-        counter: [0; 4],
-        key: [0; 2],
-        token: 0,
-        past: 0,
-        left: 0,
-        banned: 0,
-        stops: [0; 2],
-        pages: 0,
-        ended: 1,
-        seen: [0; 2],
-    };
+    pub fn idle() -> Self {
+        Self { ended: 1, ..Self::default() }
+    }
 }
 
 /// What a row drew in a step.
@@ -138,7 +128,7 @@ impl DecodeState {
         let tiles: Vec<[i32; 2]> = (0..room.rows).map(|row| [to_i32(OP, row), 0]).collect();
         Self {
             room,
-            decode_slots: Memory::of(&vec![DecodeSlot::IDLE; room.rows]),
+            decode_slots: Memory::of(&vec![DecodeSlot::idle(); room.rows]),
             changes: Memory::of(&vec![UNCHANGED; room.rows]),
             pages: Arc::new(Memory::zeros(4 * room.pages)),
             tokens: words(1),
@@ -235,7 +225,7 @@ impl DecodeState {
     /// Runs `step` with rows that are all idle, of which nothing stays.
     pub fn rehearse(&mut self, step: impl FnOnce(&mut Self)) {
         let decode_slots = self.decode_slots.clone();
-        self.decode_slots.write(&vec![DecodeSlot::IDLE; self.room.rows]);
+        self.decode_slots.write(&vec![DecodeSlot::idle(); self.room.rows]);
         step(self);
         self.decode_slots.view_mut(DType::F32).copy_from(decode_slots.view(DType::F32));
     }
@@ -263,8 +253,7 @@ impl DecodeState {
     pub fn draw(&mut self, logits: View, share: Range<usize>, v: usize, ends: &Memory, edits: bool) {
         self.rows.edits = edits;
         null::note(null::SAMPLING, 0.0, (8 * share.len() * v) as f64);
-        let mut scratch = Memory::scratch(self.rows.scratch_bytes(share.len(), v));
-        sample::share(logits, v, ends, &self.rows, share, &mut scratch, &mut self.sampled);
+        sample::share(logits, v, ends, &self.rows, share, &mut self.sampled);
     }
 
     /// What was drawn: of each share, one behind the other, its tokens, log-probabilities and those of what was drawn from. As

@@ -1,7 +1,6 @@
 //! The GPUs that the driver shows, without starting work on any.
 
-use super::status::check;
-use super::sys::{self, CUcomputemode, CUdevice, CUdevice_attribute as Attribute, CUresult};
+use super::sys::{self, CUcomputemode, CUdevice, CUdevice_attribute as Attribute, CUresult, check};
 use crate::error::{Error, Result};
 use std::ffi::{CStr, c_char, c_int};
 use std::path::Path;

@@ -1,8 +1,5 @@
 //! What the binary carries of `cuda/`: all sources, and cubins of them where it was built with a compiler of CUDA.
 
-use super::resources::Resources;
-use std::fmt::Write as _;
-
 /// A file of `cuda/`.
 #[derive(Clone, Copy, Debug)]
 pub struct Source {
@@ -21,9 +18,6 @@ pub struct Cubin {
     pub bytes: &'static [u8],
 }
 
-/// What a kernel takes on one kind of GPU.
-pub type Taken = (&'static str, Resources<'static>);
-
 /// A kernel and the source in which it stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kernel {
@@ -31,8 +25,8 @@ pub struct Kernel {
     pub source: &'static str,
 }
 
-// SOURCES, KERNELS, CUBINS, RESOURCES where nvcc told, and COMPILER: who made the cubins, or why there are none. Written by
-// build.rs.
+// SOURCES, KERNELS, CUBINS, COMPILER: who made the cubins, or why there are none, and RESOURCES: what kernels take, where nvcc
+// told. Written by build.rs.
 include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
 /// Sources that hold kernels.
@@ -66,22 +60,6 @@ pub fn describe() -> String {
 ///
 /// # Errors
 /// Why the binary does not know.
-pub fn resources() -> Result<String, String> {
-    if RESOURCES.is_empty() {
-        return Err(format!("only nvcc tells what kernels take: {COMPILER}"));
-    }
-    let mut text = format!(
-        "# What the kernels take\n\n\
-         As ptxas reports it, {COMPILER}. Registers of a thread; shared memory of a block in bytes, beside what a launch asks \
-         for;\nthe stack of a thread and spilled registers in bytes. `bench/kernels-resources.sh` writes this file.\n\n\
-         | kernel | architecture | registers | shared | stack | spills |\n|---|---|---:|---:|---:|---:|\n"
-    );
-    for kernel in KERNELS {
-        for (arch, r) in RESOURCES.iter().filter(|(_, taken)| taken.kernel == kernel.name) {
-            let Resources { kernel, registers, shared_bytes, stack_bytes, spill_bytes } = r;
-            let _ =
-                writeln!(text, "| {kernel} | {arch} | {registers} | {shared_bytes} | {stack_bytes} | {spill_bytes} |");
-        }
-    }
-    Ok(text)
+pub fn resources() -> Result<&'static str, String> {
+    if RESOURCES.is_empty() { Err(format!("only nvcc tells what kernels take: {COMPILER}")) } else { Ok(RESOURCES) }
 }

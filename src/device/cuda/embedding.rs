@@ -3,7 +3,7 @@
 use super::gpu::gpu;
 use super::memory::{Memory, View, ViewMut};
 use super::scatter_lists::ScatterLists;
-use super::shape::{THREADS, check, check_aligned, check_width, count};
+use super::shape::{THREADS, check, check_aligned, check_width, count, grid_of};
 use crate::dtype::DType::{Bf16, F32};
 
 /// y (t, d) bf16 for `tokens` (at least t u32) and W (n, d) bf16, the rows of the tokens from `first` on: 0 for others.
@@ -17,10 +17,8 @@ pub fn forward(tokens: &Memory, first: usize, w: View, d: usize, mut y: ViewMut)
     assert!(tokens.bytes() >= 4 * t, "{OP}: {} bytes of tokens for {t} rows", tokens.bytes());
     let (w, y) = (w.arg(Bf16), y.arg(Bf16));
     check_aligned(OP, &[w, y]);
-    let threads = t * (d / 8);
-    let _ = count(OP, threads);
+    let grid = grid_of(OP, t * (d / 8));
     let [t, eights, first, n] = [t, d / 8, first, n].map(|n| count(OP, n));
-    let grid = [threads.div_ceil(THREADS), 1, 1];
     gpu().launch("embedding_forward", grid, THREADS, 0, &[tokens.arg(), w, y, t, eights, first, n]);
 }
 
@@ -32,7 +30,7 @@ pub fn forward(tokens: &Memory, first: usize, w: View, d: usize, mut y: ViewMut)
 pub fn backward(tokens: &ScatterLists, first: usize, dy: View, d: usize, mut dw: ViewMut) {
     const OP: &str = "embedding::backward";
     let n = rows(OP, dw.len(), d);
-    check(OP, "dy", dy.len(), tokens.len(), d);
+    check(OP, "dy", dy.len(), tokens.len, d);
     let (dy, dw) = (dy.arg(Bf16), dw.arg(F32));
     check_aligned(OP, &[dy, dw]);
     tokens.launch(OP, "embedding_backward", dy, dw, [first, n, d]);

@@ -1,22 +1,21 @@
 //! The GPU of this process: its context, its kernels and its memory. All of it in the order of one stream, but for what is
 //! started beside (`work`).
 
-pub use super::arg::Arg;
 use super::devices::{self, Properties};
 use super::kernels::Kernels;
 use super::null_driver;
 use super::pool::{Backing, Pool, Run, Usage};
 use super::staging::{Event, STAGING_BYTES, Staging};
-use super::status::{check, describe};
 pub use super::streams::Stream;
 use super::streams::{Capture, InFlight, Works};
-use super::sys::{self, CUcontext, CUresult, CUstream, CUstream_flags, Handle};
+use super::sys::{self, CUcontext, CUresult, CUstream, CUstream_flags, Handle, check, describe};
 use super::waits::{self, Counts};
 use crate::error::{Error, Result, format_bytes};
 use crate::sys::lock::lock;
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::ffi::c_int;
+use std::fmt;
 use std::ptr;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, MutexGuard, OnceLock};
@@ -259,7 +258,7 @@ impl Gpu {
 
     /// Bytes of its memory that no process has taken.
     pub fn free_bytes(&self) -> usize {
-        self.must(|| "how much of the GPU is free".into(), || self.ask_free())
+        self.must(|| "how much of the GPU is free".into(), ask_free)
     }
 
     /// Gives kept memory back to the driver.
@@ -289,16 +288,16 @@ impl Gpu {
         }
     }
 
-    fn ask_free(&self) -> Result<usize> {
-        let (mut free, mut total) = (0, 0);
-        // SAFETY: writes two numbers.
-        check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
-        Ok(free)
-    }
-
     pub(super) fn release(&self, runs: Vec<Run>) {
         self.pool().release(runs, self);
     }
+}
+
+fn ask_free() -> Result<usize> {
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: writes two numbers.
+    check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
+    Ok(free)
 }
 
 /// One of each `Stream`: collectives of the tensor axis come before all else.
@@ -330,7 +329,7 @@ impl Backing for Gpu {
             return given.map(|()| address);
         }
         let size = |bytes: usize| format_bytes(bytes as u64);
-        let (free, all) = (size(self.call(|| self.ask_free())?), size(self.properties.memory_bytes));
+        let (free, all) = (size(self.call(ask_free)?), size(self.properties.memory_bytes));
         Err(Error::usage(format!("cuMemAlloc: {}: {free} of the {all} of {} are free", describe(status), self.name())))
     }
 
@@ -338,5 +337,46 @@ impl Backing for Gpu {
         // SAFETY: came from `allocate`, is freed once; the driver waits until the GPU has done with it. A failure is told
         // by the next call, too.
         let _ = unsafe { sys::cuMemFree_v2(address) };
+    }
+}
+
+/// An argument of a kernel, as its parameter list has it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Arg {
+    Address(u64),
+    I32(i32),
+    U32(u32),
+    U64(u64),
+    F32(f32),
+}
+
+impl Arg {
+    /// Its bits, in the lower bytes.
+    pub(super) fn word(self) -> u64 {
+        match self {
+            Self::Address(x) | Self::U64(x) => x,
+            Self::I32(x) => u64::from(x as u32),
+            Self::U32(x) => u64::from(x),
+            Self::F32(x) => u64::from(x.to_bits()),
+        }
+    }
+}
+
+impl fmt::Display for Arg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Address(x) => write!(f, "{x:#x}"),
+            Self::I32(x) => x.fmt(f),
+            Self::U32(x) => x.fmt(f),
+            Self::U64(x) => x.fmt(f),
+            Self::F32(x) => x.fmt(f),
+        }
+    }
+}
+
+impl From<usize> for Arg {
+    /// Lengths go to kernels as u64; dims that kernels take as int are `i32`.
+    fn from(x: usize) -> Self {
+        Self::U64(x as u64)
     }
 }

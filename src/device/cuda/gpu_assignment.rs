@@ -68,39 +68,27 @@ mod tests {
         choose(ranks).into_iter().map(|at| at.expect("each rank sees a GPU")).collect()
     }
 
-    #[test]
-    fn ranks_that_are_not_bound_take_the_gpu_of_their_number() {
-        let gpus = board([0, 0, 1, 1]);
-        assert_eq!(chosen(&[(); 4].map(|()| rank(&[0, 1], &gpus))), [0, 1, 2, 3]);
-        assert_eq!(chosen(&[(); 2].map(|()| rank(&[0, 1], &gpus))), [0, 1]);
-    }
+    /// What it is, the nodes of the GPUs, those of each rank, and the GPUs that the ranks take.
+    type Case<'a> = (&'a str, [usize; 4], &'a [&'a [usize]], &'a [usize]);
 
     #[test]
-    fn ranks_bound_to_a_socket_take_its_gpus() {
-        let gpus = board([1, 0, 1, 0]);
-        let ranks = [&[0][..], &[0], &[1], &[1]].map(|nodes| rank(nodes, &gpus));
-        assert_eq!(chosen(&ranks), [1, 3, 0, 2]);
-    }
-
-    #[test]
-    fn a_bound_rank_chooses_before_one_that_is_not() {
-        let gpus = board([0, 0, 1, 1]);
-        let ranks = [&[0, 1][..], &[0, 1], &[0], &[0]].map(|nodes| rank(nodes, &gpus));
-        assert_eq!(chosen(&ranks), [2, 3, 0, 1]);
-    }
-
-    #[test]
-    fn no_gpu_idles_while_another_has_two_ranks() {
-        let gpus = board([0, 0, 1, 1]);
-        let all_on_one_socket = [(); 4].map(|()| rank(&[0], &gpus));
-        assert_eq!(chosen(&all_on_one_socket), [0, 1, 2, 3]);
-    }
-
-    #[test]
-    fn more_ranks_than_gpus_share_them_evenly() {
-        let gpus = board([0, 0, 1, 1]);
-        let on = chosen(&[(); 8].map(|()| rank(&[0, 1], &gpus[..2])));
-        assert_eq!(on, [0, 1, 0, 1, 0, 1, 0, 1]);
+    fn ranks_take_near_gpus_first_and_no_gpu_idles_while_another_has_two() {
+        let (node_0, node_1, both) = (&[0][..], &[1][..], &[0, 1][..]);
+        let cases: [Case; 6] = [
+            ("ranks that are not bound take the GPU of their number", [0, 0, 1, 1], &[both; 4], &[0, 1, 2, 3]),
+            ("and so do fewer of them", [0, 0, 1, 1], &[both; 2], &[0, 1]),
+            ("bound to a socket", [1, 0, 1, 0], &[node_0, node_0, node_1, node_1], &[1, 3, 0, 2]),
+            ("a bound rank chooses first", [0, 0, 1, 1], &[both, both, node_0, node_0], &[2, 3, 0, 1]),
+            ("all on one socket", [0, 0, 1, 1], &[node_0; 4], &[0, 1, 2, 3]),
+            ("more ranks than GPUs share them evenly", [0, 0, 1, 1], &[both; 8], &[0, 1, 2, 3, 0, 1, 2, 3]),
+        ];
+        for (what, nodes, ranks, want) in cases {
+            let gpus = board(nodes);
+            let ranks: Vec<Bound> = ranks.iter().map(|nodes| rank(nodes, &gpus)).collect();
+            assert_eq!(chosen(&ranks), want, "{what}");
+        }
+        let unknown: Vec<Seat> = board([0; 4]).into_iter().map(|seat| Seat { numa: None, ..seat }).collect();
+        assert_eq!(chosen(&[(); 4].map(|()| rank(&[1], &unknown))), [0, 1, 2, 3], "nodes that are unknown bind nobody");
     }
 
     #[test]
@@ -109,11 +97,5 @@ mod tests {
         let ranks: Vec<Bound> = gpus.iter().rev().map(|gpu| rank(&[0, 1], std::slice::from_ref(gpu))).collect();
         assert_eq!(chosen(&ranks), [0, 0, 0, 0]);
         assert_eq!(choose(&[rank(&[0], &[]), rank(&[0], &gpus)]), [None, Some(0)]);
-    }
-
-    #[test]
-    fn a_board_whose_nodes_are_unknown_binds_nobody() {
-        let gpus: Vec<Seat> = board([0; 4]).into_iter().map(|seat| Seat { numa: None, ..seat }).collect();
-        assert_eq!(chosen(&[(); 4].map(|()| rank(&[1], &gpus))), [0, 1, 2, 3]);
     }
 }

@@ -21,14 +21,6 @@ impl<K> Default for Graphs<K> {
 }
 
 impl<K: PartialEq> Graphs<K> {
-    pub fn len(&self) -> usize {
-        self.graphs.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.graphs.is_empty()
-    }
-
     pub fn has(&self, key: &K) -> bool {
         self.graphs.iter().any(|(of, _)| of == key)
     }

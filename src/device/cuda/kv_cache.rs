@@ -1,14 +1,13 @@
 //! The KV cache of one layer, and where the sequences of a paged batch have their tokens in it.
 
 use super::gpu::gpu;
-use super::key_segments::{self, Run};
+use super::key_segments::{self, RUN, Run};
 use super::memory::{Memory, View};
-use super::paged_split::Split;
-use super::shape::{dim, to_i32};
+use super::shape::{dim, kernel_of, to_i32};
 use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
 use crate::dtype::DType;
 use std::cmp::Reverse;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// Values of one block: 256 threads, eight each.
 const BLOCK_VALUES: usize = 2048;
@@ -31,15 +30,6 @@ pub struct KvPages {
     pub(super) pages: usize,
     pub(super) kv_heads: usize,
     pub(super) head_dim: usize,
-}
-
-/// How the few rows of a decoding sequence are computed. Results have the same bits either way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Decode {
-    /// One kernel, a block of threads for each sequence and key/value head.
-    Whole,
-    /// Two: scores cut by keys, then results cut by columns. For few sequences with long contexts.
-    Split,
 }
 
 /// Rows of a sequence under one key/value head, computed together.
@@ -187,15 +177,16 @@ impl SequenceTable {
         let decoding = |s: &&PagedSequence| s.tokens > 0 && s.tokens * group_of(shape) <= DECODE_ROWS;
         let (rows, longest) = (sequences.iter().filter(decoding).count(), sequences.iter().filter(decoding));
         let longest = longest.map(|s| s.past + s.tokens).max().unwrap_or(0);
-        let split = is_split_best(rows, shape.kv_heads, longest);
-        Self::with(sequences, shape, if split { Decode::Split } else { Decode::Whole })
+        Self::with(sequences, shape, is_split_best(rows, shape.kv_heads, longest))
     }
 
-    /// As `new`, with a choice that is otherwise made by size.
+    /// As `new`, with a choice that is otherwise made by size: the few rows of a decoding sequence are computed by one kernel, a
+    /// block of threads for each sequence and key/value head, or `split` over two: scores cut by keys, then results cut by columns.
+    /// For few sequences with long contexts; results have the same bits either way.
     ///
     /// # Panics
     /// As `new`.
-    pub fn with(sequences: &[PagedSequence], shape: &AttentionShape, how: Decode) -> Self {
+    pub fn with(sequences: &[PagedSequence], shape: &AttentionShape, split: bool) -> Self {
         let group = group_of(shape);
         let (mut entries, mut blocks, mut slots) = (Vec::new(), Vec::new(), Vec::new());
         let (mut decode, mut prefill) = (Vec::new(), Vec::new());
@@ -218,7 +209,7 @@ impl SequenceTable {
             };
             tiles.extend((0..rows).step_by(step).map(tile));
         }
-        let split = (how == Decode::Split && !decode.is_empty()).then(|| {
+        let split = (split && !decode.is_empty()).then(|| {
             let longest = decode.iter().map(|tile| tile.keys).max().unwrap_or(0);
             let rows = decode.iter().map(|tile| tile.rows).max().unwrap_or(0);
             Split::new(decode.len(), rows, longest, shape)
@@ -237,17 +228,6 @@ impl SequenceTable {
             split,
             shape: *shape,
         }
-    }
-
-    /// Past, tokens, first row and start of the pages of each sequence, and the slot of each row.
-    pub fn to_host(&self) -> (Vec<[i32; 4]>, Vec<i32>) {
-        let sequences = self.sequences.bytes() / size_of::<[i32; 4]>();
-        (self.sequences.read(sequences), self.slots.read(self.rows))
-    }
-
-    /// New rows of all sequences.
-    pub fn rows(&self) -> usize {
-        self.rows
     }
 }
 
@@ -275,33 +255,74 @@ pub fn kv_append(cache: &mut KvPages, k: View, v: View, table: &SequenceTable, s
     gpu().launch(OP, [table.rows, width.div_ceil(BLOCK_VALUES), 1], 256, 0, &args);
 }
 
-/// Copies page `from` to page `to` for each (from, to): shared prefixes whose last page will be written by several
-/// sequences.
+/// Copies page `from` to page `to`: a shared prefix whose last page will be written by several sequences.
 ///
 /// # Panics
-/// If a page is not there, or is both read and written, or written twice.
-pub fn copy_pages(cache: &mut KvPages, pairs: &[(u32, u32)]) {
-    for (i, &(from, to)) in pairs.iter().enumerate() {
-        let pages = cache.pages;
-        let there = (from as usize) < pages && (to as usize) < pages;
-        assert!(there, "kv_copy_pages: page {from} to page {to} of a cache of {pages}");
-        let met = pairs.iter().enumerate().any(|(j, pair)| pair.0 == to || (i != j && pair.1 == to));
-        assert!(!met, "kv_copy_pages: page {to} is written beside another use of it");
-    }
-    let flat: Vec<i32> =
-        pairs.iter().flat_map(|&(from, to)| [from, to].map(|page| to_i32(TABLE, page as usize))).collect();
-    let flat = uploaded(flat);
-    let len = cache.page_len();
-    let args = [cache.keys.arg_mut(), cache.values.arg_mut(), flat.arg(), len.into()];
-    gpu().launch("kv_copy_pages", [pairs.len(), len.div_ceil(BLOCK_VALUES), 1], 256, 0, &args);
+/// If a page is not there, or both are the same.
+pub fn copy_page(cache: &mut KvPages, from: u32, to: u32) {
+    let pages = cache.pages;
+    let there = (from as usize) < pages && (to as usize) < pages && from != to;
+    assert!(there, "kv_copy_pages: page {from} to page {to} of a cache of {pages}");
+    let (pair, len) = (Memory::of(&[from, to]), cache.page_len());
+    let args = [cache.keys.arg_mut(), cache.values.arg_mut(), pair.arg(), len.into()];
+    gpu().launch("kv_copy_pages", [1, len.div_ceil(BLOCK_VALUES), 1], 256, 0, &args);
 }
 
-/// Copies page `from` to page `to`.
-///
-/// # Panics
-/// As `copy_pages`.
-pub fn copy_page(cache: &mut KvPages, from: u32, to: u32) {
-    copy_pages(cache, &[(from, to)]);
+/// Blocks of keys of a stage where decoding is split.
+pub(super) const SPLIT_BLOCKS: usize = 4;
+
+/// The kernels of a head dim.
+pub(super) struct Kernels {
+    pub decode: &'static str,
+    pub prefill: &'static str,
+    pub scores: &'static str,
+    pub values: &'static str,
+    /// Keys of a block of the softmax.
+    pub keys: usize,
+    /// Columns of the result that a block of threads computes, where decoding is split.
+    pub columns: usize,
+}
+
+pub(super) fn kernels(head_dim: usize) -> Kernels {
+    Kernels {
+        decode: kernel_of!("paged_decode_", head_dim),
+        prefill: kernel_of!("paged_prefill_", head_dim),
+        scores: kernel_of!("paged_scores_", head_dim),
+        values: kernel_of!("paged_values_", head_dim),
+        keys: if head_dim <= 128 { 64 } else { 32 },
+        columns: if head_dim == 80 { 16 } else { 32 },
+    }
+}
+
+/// Scores of decoding tiles, between the kernel that makes them and the one that reads them.
+#[derive(Debug)]
+pub(super) struct Split {
+    /// One launch at a time writes and reads them: scores, maxima, and results of runs.
+    pub between: Mutex<[Memory; 3]>,
+    pub rows: usize,
+    /// Keys of a row, whole stages.
+    pub stride: usize,
+    pub stages: usize,
+    /// Runs of a tile, at most.
+    pub runs: usize,
+}
+
+impl Split {
+    /// For tiles of up to `rows` rows, and up to `longest` keys.
+    pub fn new(tiles: usize, rows: usize, longest: usize, shape: &AttentionShape) -> Self {
+        let stage = kernels(shape.head_dim).keys * SPLIT_BLOCKS;
+        // Keys before the window are left out, up to the start of a stage; the rows of a tile are up to 16 tokens.
+        let seen = shape.window.map_or(longest, |window| longest.min(window.saturating_add(2 * stage)));
+        let runs = longest.div_ceil(RUN).min(seen.div_ceil(RUN) + 1);
+        let stages = seen.div_ceil(stage);
+        let stride = stages * stage;
+        let maxima = stride / (stage / SPLIT_BLOCKS) * 16;
+        let tiles = tiles * shape.kv_heads;
+        let floats = |each: usize| Memory::scratch(tiles * each * size_of::<f32>());
+        let parts = if runs > 1 { key_segments::bytes(tiles * runs * rows, shape.head_dim) } else { 0 };
+        let between = Mutex::new([floats(rows * stride), floats(maxima), Memory::scratch(parts)]);
+        Self { between, rows, stride, stages, runs }
+    }
 }
 
 /// On the GPU; one value where there is none, since memory of no bytes has no address.

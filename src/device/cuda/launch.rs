@@ -2,8 +2,7 @@
 
 use super::gpu::{Arg, Gpu};
 use super::null_driver;
-use super::status::check;
-use super::sys;
+use super::sys::{self, check};
 use super::waits::waiting;
 use crate::error::{Error, Result};
 use std::ffi::c_void;

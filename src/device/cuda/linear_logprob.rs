@@ -1,13 +1,12 @@
 //! Selective log-softmax over logits: statistics of rows, what is read off them, and the gradient.
 //!
-//! Statistics stay on the GPU: `rows` times (max, sum_exp, dot, the target's logit), f32. `read_back` gives them to the host,
-//! `upload` takes them from there: between the two, or in `combine`, those of a vocabulary's parts are put together.
+//! Statistics stay on the GPU: `rows` times (max, sum_exp, dot, the target's logit), f32. `combine` puts those of a vocabulary's
+//! parts together.
 //! Cross-entropy is a logprob whose gradient is -weight.
 
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
 use super::shape::{check_aligned, dim, to_i32};
-use crate::device::cpu::softmax::RowStats;
 use crate::dtype::DType;
 
 /// Columns of a row that a warp takes.
@@ -75,7 +74,7 @@ pub fn stats(logits: Logits, inverse_temperature: f32, places: &Memory, stats: &
     let (kernel, values) = logits.kernel("linear_logprob_stats_f32", "linear_logprob_stats_bf16");
     let spans = logits.v.div_ceil(SPAN);
     let args =
-        [values, logits.stride.into(), dim(OP, logits.v), inverse_temperature.into(), places.arg(), stats.arg_mut()];
+        [values, logits.stride.into(), dim(OP, logits.v), Arg::F32(inverse_temperature), places.arg(), stats.arg_mut()];
     gpu().launch(kernel, [logits.rows, 1, 1], 32 * spans.min(8), STATS_BYTES * spans, &args);
 }
 
@@ -90,32 +89,17 @@ pub fn combine(of_parts: &Memory, parts: usize, rows: usize, stats: &mut Memory)
     gpu().launch("linear_logprob_combine", [rows.div_ceil(ROWS), 1, 1], ROWS, 0, &args);
 }
 
-/// Log-probabilities of the targets, and where wanted entropies and log-sum-exps, of `logprobs.len()` rows. The sampler
-/// computes its log-probability by the same device function; a host's logarithm may differ in the last bit.
-pub fn read(
-    stats: &Memory,
-    inverse_temperature: f32,
-    mut logprobs: ViewMut,
-    entropy: Option<ViewMut>,
-    lse: Option<ViewMut>,
-) {
+/// Log-probabilities of the targets, and where wanted entropies, of `logprobs.len()` rows. The sampler computes its
+/// log-probability by the same device function; a host's logarithm may differ in the last bit.
+pub fn read(stats: &Memory, inverse_temperature: f32, mut logprobs: ViewMut, entropy: Option<ViewMut>) {
     const OP: &str = "linear_logprob::read";
     let rows = logprobs.len();
     check_per_row(OP, "stats", stats, rows, STATS_BYTES);
-    let optional = |view: Option<ViewMut>| {
-        view.map_or(Arg::Address(0), |mut view| {
-            assert!(view.len() == rows, "{OP}: room for {} rows, needed {rows}", view.len());
-            view.arg(DType::F32)
-        })
-    };
-    let args = [
-        stats.arg(),
-        rows.into(),
-        inverse_temperature.into(),
-        logprobs.arg(DType::F32),
-        optional(entropy),
-        optional(lse),
-    ];
+    let entropy = entropy.map_or(Arg::Address(0), |mut view| {
+        assert!(view.len() == rows, "{OP}: room for {} rows, needed {rows}", view.len());
+        view.arg(DType::F32)
+    });
+    let args = [stats.arg(), rows.into(), Arg::F32(inverse_temperature), logprobs.arg(DType::F32), entropy];
     gpu().launch("linear_logprob_read", [rows.div_ceil(ROWS), 1, 1], ROWS, 0, &args);
 }
 
@@ -123,25 +107,8 @@ pub fn read(
 pub fn top(stats: &Memory, inverse_temperature: f32, mut top: ViewMut) {
     let rows = top.len();
     check_per_row("linear_logprob::top", "stats", stats, rows, STATS_BYTES);
-    let args = [stats.arg(), rows.into(), inverse_temperature.into(), top.arg(DType::F32)];
+    let args = [stats.arg(), rows.into(), Arg::F32(inverse_temperature), top.arg(DType::F32)];
     gpu().launch("linear_logprob_top", [rows.div_ceil(ROWS), 1, 1], ROWS, 0, &args);
-}
-
-/// Statistics and target logits on the host.
-pub fn read_back(stats: &Memory, rows: usize, inverse_temperature: f32) -> (Vec<RowStats>, Vec<f32>) {
-    let numbers: Vec<[f32; 4]> = stats.read(rows);
-    numbers
-        .iter()
-        .map(|&[max, sum_exp, dot, target]| (RowStats { inverse_temperature, max, sum_exp, dot }, target))
-        .unzip()
-}
-
-/// Statistics and target logits from the host.
-pub fn upload(rows: &[RowStats], targets: &[f32], stats: &mut Memory) {
-    assert!(rows.len() == targets.len(), "linear_logprob::upload: {} targets of {} rows", targets.len(), rows.len());
-    let numbers: Vec<[f32; 4]> =
-        rows.iter().zip(targets).map(|(row, &target)| [row.max, row.sum_exp, row.dot, target]).collect();
-    stats.write(&numbers);
 }
 
 /// dlogits[v] = (dlogprob (1[v = target] - s_v) - dentropy s_v (log s_v + entropy)) * `inverse_temperature`, rounded to
@@ -172,7 +139,7 @@ pub fn gradient(
         values,
         logits.stride.into(),
         dim(OP, v),
-        inverse_temperature.into(),
+        Arg::F32(inverse_temperature),
         stats.arg(),
         places.arg(),
         dlogprobs.arg(DType::F32),

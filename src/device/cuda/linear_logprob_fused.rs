@@ -1,7 +1,7 @@
 //! Statistics of logits = h W^T that are never stored (scoring): bitwise those of `linear_logprob::stats` over the logits of
 //! the exact product.
 
-use super::gpu::gpu;
+use super::gpu::{Arg, gpu};
 use super::linear_logprob::{SPAN, STATS_BYTES, check_per_row};
 use super::memory::{Memory, View};
 use super::shape::dim;
@@ -53,7 +53,7 @@ pub fn stats(
         rows.into(),
         dim(OP, v),
         dim(OP, k),
-        inverse_temperature.into(),
+        Arg::F32(inverse_temperature),
         places.arg(),
         sums,
         targets,

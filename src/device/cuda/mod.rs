@@ -4,7 +4,6 @@
 //! calls, on an emulated GPU: a driver for the CPU that `RLHF_CUDA_LIB` names (`tests/kernels/emulation`).
 
 pub mod adamw;
-mod arg;
 pub mod attention;
 pub mod attention_backward;
 pub mod cache;
@@ -32,24 +31,20 @@ pub mod linear_logprob_fused;
 pub mod links;
 pub mod matmul;
 pub mod memory;
-pub mod module;
 pub mod norm;
 mod null_driver;
 pub mod nvrtc;
 pub mod onload;
 pub mod paged_attention;
-mod paged_split;
 pub mod pool;
 pub mod rank_sum;
 pub mod readback;
-pub mod resources;
 pub mod rmsnorm;
 pub mod rope;
 pub mod sample;
 pub mod scatter_lists;
 mod shape;
 mod staging;
-mod status;
 mod streams;
 pub mod swiglu;
 mod sys;
@@ -63,5 +58,4 @@ pub use graph::Pinned;
 pub use memory::{Memory, View, ViewMut, owned_by, owner};
 pub use onload::HostCopy;
 pub use scatter_lists::ScatterLists;
-pub use staging::STAGING_BYTES;
 pub use work::Work;

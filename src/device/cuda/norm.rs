@@ -8,16 +8,8 @@ use crate::dtype::DType::F32;
 /// Blocks of values that a block of threads takes: a warp each.
 const BLOCKS: usize = THREADS / 32;
 
-/// One f64 sum per block of `block` values of `x` (f32; the last block may be shorter), with the bits of the CPU's. Waits
-/// for the GPU.
-pub fn sums_of_squares(x: View, block: usize) -> Vec<f64> {
-    let blocks = x.len().div_ceil(block.max(1));
-    let mut sums = Memory::scratch(8 * blocks);
-    sums_into(x, block, &mut sums, 0);
-    sums.read(blocks)
-}
-
-/// The same into `sums` (f64) from number `first` on, without waiting: for several runs that are read back together.
+/// One f64 sum per block of `block` values of `x` (f32; the last block may be shorter), with the bits of the CPU's, into `sums` from
+/// number `first` on, without waiting: for several runs that are read back together.
 ///
 /// # Panics
 /// If `block` is 0, or `sums` is too short.

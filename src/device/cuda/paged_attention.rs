@@ -2,9 +2,8 @@
 
 use super::gpu::{Arg, gpu};
 use super::key_segments;
-use super::kv_cache::{KvPages, SequenceTable, Tiles, prefill_rows};
+use super::kv_cache::{KvPages, SPLIT_BLOCKS, SequenceTable, Tiles, kernels, prefill_rows};
 use super::memory::{View, ViewMut};
-use super::paged_split::{SPLIT_BLOCKS, kernels};
 use super::shape::dim;
 use crate::device::cpu::attention::AttentionShape;
 use crate::dtype::DType;
@@ -43,8 +42,8 @@ pub fn forward(q: View, cache: &KvPages, table: &SequenceTable, shape: &Attentio
             tiles.memory.arg(),
             dim(OP, g),
             dim(OP, shape.heads / g),
-            window.into(),
-            (shape.scale * LOG2_E).into(),
+            Arg::I32(window),
+            Arg::F32(shape.scale * LOG2_E),
         ]
     };
     // Bytes of rows of a tile, which stand 16 bytes further apart than they are long.

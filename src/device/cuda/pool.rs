@@ -109,11 +109,6 @@ impl Default for Pool {
 }
 
 impl Pool {
-    /// One that rounds no size and keeps nothing.
-    pub fn exact() -> Self {
-        Self { exact: true, ..Self::default() }
-    }
-
     /// One of a null GPU.
     pub fn null() -> Self {
         Self { exact: true, is_null: true, ..Self::default() }
@@ -243,14 +238,18 @@ impl Pool {
             backing.allocate(size).map(|address| (address, size))
         });
         let (address, taken) = taken.map_err(|error| self.refused(size, owner, error))?;
-        self.usage.held += taken;
+        self.hold(address, taken);
+        if self.exact { Ok(address) } else { Ok(self.cut(size).expect("the new stretch has room")) }
+    }
+
+    /// Notes what the driver gave.
+    fn hold(&mut self, address: u64, bytes: usize) {
+        self.usage.held += bytes;
         self.usage.requests += 1;
-        if self.exact {
-            return Ok(address);
+        if !self.exact {
+            self.chunks.insert(address, bytes);
+            self.insert_free(address, bytes);
         }
-        self.chunks.insert(address, taken);
-        self.insert_free(address, taken);
-        Ok(self.cut(size).expect("the new stretch has room"))
     }
 
     /// What the driver said when it was asked for `size`, with who uses what.
@@ -273,10 +272,7 @@ impl Pool {
             return;
         }
         if let Ok(address) = backing.allocate(more) {
-            self.usage.held += more;
-            self.usage.requests += 1;
-            self.chunks.insert(address, more);
-            self.insert_free(address, more);
+            self.hold(address, more);
         }
     }
 

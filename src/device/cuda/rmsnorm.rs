@@ -43,7 +43,7 @@ pub fn backward(x: View, w: View, rstd: View, dy: View, mut dx: ViewMut, dw: Vie
     check(OP, "dw", dw.len(), 1, n);
     let Share { kernel, threads, each } = share(n, groups);
     let blocks = groups.div_ceil(each);
-    let mut sums = Memory::scratch(backward_scratch(n, groups));
+    let mut sums = Memory::scratch(4 * blocks * n);
     let [x, w, dy, dx] = [x.arg(Bf16), w.arg(Bf16), dy.arg(Bf16), dx.arg(Bf16)];
     check_aligned(OP, &[x, w, dy, dx]);
     let (rstd, to, width, over) = (rstd.arg(F32), sums.arg_mut(), dim(OP, n), over(n));
@@ -55,11 +55,6 @@ pub fn backward(x: View, w: View, rstd: View, dy: View, mut dx: ViewMut, dw: Vie
         launch(&[x, w, rstd, dy, dx, to, width, over, groups, each]);
     }
     column_sums::add(OP, &sums, blocks, dw);
-}
-
-/// Bytes of what `backward` sums up before it adds to dw.
-pub fn backward_scratch(n: usize, groups: usize) -> usize {
-    4 * groups.div_ceil(share(n, groups).each) * n
 }
 
 /// 2^shift lanes share a group of n values.

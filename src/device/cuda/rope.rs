@@ -2,7 +2,7 @@
 
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, ViewMut};
-use super::shape::{THREADS, check_aligned, count};
+use super::shape::{THREADS, check_aligned, count, grid_of};
 use crate::dtype::DType::Bf16;
 
 /// Heads that share what a thread reads of the table.
@@ -66,9 +66,7 @@ fn rotate(mut q: ViewMut, mut k: Option<ViewMut>, t: usize, positions: &Memory, 
         return;
     }
     let (heads, kv_heads) = (q.len() / (t * e), k_len / (t * e));
-    let threads = t * (heads + kv_heads).div_ceil(HEADS) * (e / 16);
-    // Checked as a whole: the kernel counts its threads in 32 bits.
-    let _ = count(OP, threads);
+    let grid = grid_of(OP, t * (heads + kv_heads).div_ceil(HEADS) * (e / 16));
     let q = q.arg(Bf16);
     // Never read where there are no heads of it.
     let k = k.as_mut().map_or(q, |k| k.arg(Bf16));
@@ -76,5 +74,5 @@ fn rotate(mut q: ViewMut, mut k: Option<ViewMut>, t: usize, positions: &Memory, 
     let [rows, heads, kv_heads, half] = [t, heads, kv_heads, e / 2].map(|n| count(OP, n));
     let (positions, cos, sin) = (positions.arg(), table.cos.arg(), table.sin.arg());
     let args = [q, k, positions, cos, sin, Arg::F32(sign), rows, heads, kv_heads, half];
-    gpu().launch("rope_rotate", [threads.div_ceil(THREADS), 1, 1], THREADS, 0, &args);
+    gpu().launch("rope_rotate", grid, THREADS, 0, &args);
 }

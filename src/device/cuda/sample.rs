@@ -42,7 +42,7 @@ impl From<&SampleParams> for Params {
 /// What rows need besides their logits, on the GPU.
 #[derive(Debug)]
 pub struct Rows {
-    pub(super) len: usize,
+    len: usize,
     pub(super) params: Memory,
     /// f32, a row each; `uniforms` draws new ones without the host.
     pub uniforms: Memory,
@@ -103,19 +103,6 @@ impl Rows {
             edits: false,
         }
     }
-
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Bytes of scratch that a draw for `rows` of them needs over a vocabulary of `v`.
-    pub fn scratch_bytes(&self, rows: usize, v: usize) -> usize {
-        if self.edits { rows * v * size_of::<f32>() } else { 0 }
-    }
 }
 
 /// What was drawn, on the GPU: tokens u32, log-probabilities f32.
@@ -127,12 +114,6 @@ pub struct Drawn {
 }
 
 impl Drawn {
-    /// Room for `rows` rows.
-    pub fn room(rows: usize) -> Self {
-        let memory = || Memory::scratch(4 * rows);
-        Self { tokens: memory(), logprobs: memory(), sample_logprobs: memory() }
-    }
-
     /// The first `rows`, on the host.
     pub fn read(&self, rows: usize) -> Vec<Sampled> {
         let tokens: Vec<u32> = self.tokens.read(rows);
@@ -149,38 +130,22 @@ impl Drawn {
 
 /// One token per row of f32 logits, `stride` apart, of a vocabulary whose parts end at `ends` (i32): as
 /// `ops::sample::forward_parts`. Seen and banned tokens outside the vocabulary are passed over.
-pub fn forward(
-    logits: View,
-    stride: usize,
-    v: usize,
-    ends: &Memory,
-    rows: &Rows,
-    scratch: &mut Memory,
-    out: &mut Drawn,
-) {
-    let len = rows.len;
-    assert!(out.tokens.bytes() >= 4 * len, "{OP}: room for {} tokens, needed {len}", out.tokens.bytes() / 4);
-    let out = [out.tokens.arg_mut(), out.logprobs.arg_mut(), out.sample_logprobs.arg_mut()];
-    start(logits, [stride, v], ends, rows, 0..len, scratch, out);
+pub fn forward(logits: View, stride: usize, v: usize, ends: &Memory, rows: &Rows) -> Drawn {
+    let [mut tokens, mut logprobs, mut sample_logprobs] = [(); 3].map(|()| Memory::scratch(4 * rows.len));
+    let out = [&mut tokens, &mut logprobs, &mut sample_logprobs].map(Memory::arg_mut);
+    start(logits, [stride, v], ends, rows, 0..rows.len, out);
+    Drawn { tokens, logprobs, sample_logprobs }
 }
 
 /// The same for the rows `share` alone, whose logits (share, v) come first. Into `sampled`, three words a row of all rows, behind
 /// those of the rows before: their tokens, then their log-probabilities, then those of what was drawn from.
-pub fn share(
-    logits: View,
-    v: usize,
-    ends: &Memory,
-    rows: &Rows,
-    share: Range<usize>,
-    scratch: &mut Memory,
-    sampled: &mut Memory,
-) {
+pub fn share(logits: View, v: usize, ends: &Memory, rows: &Rows, share: Range<usize>, sampled: &mut Memory) {
     let (first, n, words) = (3 * share.start, share.len(), sampled.bytes() / 4);
     assert!(words >= 3 * share.end, "{OP}: room for {} rows, needed {}", words / 3, share.end);
     let mut values = sampled.view_mut(DType::F32);
     let mut part = |i: usize| values.reborrow().part(first + i * n..first + (i + 1) * n).arg(DType::F32);
     let out = [part(0), part(1), part(2)];
-    start(logits, [v, v], ends, rows, share, scratch, out);
+    start(logits, [v, v], ends, rows, share, out);
 }
 
 const OP: &str = "sample::forward";
@@ -191,7 +156,6 @@ fn start(
     ends: &Memory,
     rows: &Rows,
     share: Range<usize>,
-    scratch: &mut Memory,
     [tokens, logprobs, sample_logprobs]: [Arg; 3],
 ) {
     let (len, parts) = (share.len(), ends.bytes() / size_of::<i32>());
@@ -203,8 +167,8 @@ fn start(
         logits.len()
     );
     assert!((1..=PARTS_MAX).contains(&parts), "{OP}: {parts} parts of the vocabulary, needed 1 to {PARTS_MAX}");
-    let wanted = rows.scratch_bytes(len, v);
-    assert!(scratch.bytes() >= wanted, "{OP}: scratch of {} bytes, needed {wanted}", scratch.bytes());
+    // Where logits are edited.
+    let mut scratch = Memory::scratch(if rows.edits { len * v * size_of::<f32>() } else { 0 });
     let from = |memory: &Memory, bytes: usize| {
         let first = share.start * bytes / 4;
         memory.view(DType::F32).part(first..first + len * bytes / 4).arg(DType::F32)

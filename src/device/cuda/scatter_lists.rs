@@ -10,8 +10,10 @@ pub struct ScatterLists {
     /// Destinations (lists), where the rows of each begin (lists + 1), rows (len): one upload.
     tables: Memory,
     lists: usize,
-    len: usize,
-    key_max: Option<u32>,
+    /// Rows in all lists.
+    pub(super) len: usize,
+    /// The largest destination.
+    pub(super) key_max: Option<u32>,
 }
 
 impl ScatterLists {
@@ -28,20 +30,6 @@ impl ScatterLists {
         starts.push(keys.len() as u32);
         let (lists, key_max) = (of_lists.len(), of_lists.last().copied());
         Self { tables: Memory::of(&[of_lists, starts, rows].concat()), lists, len: keys.len(), key_max }
-    }
-
-    /// Rows in all lists.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// The largest destination.
-    pub fn key_max(&self) -> Option<u32> {
-        self.key_max
     }
 
     /// Starts a kernel of `cuda/rows.cuh`: `from` goes to rows first..first + n of `to`, rows of `width` values.

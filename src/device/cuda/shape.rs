@@ -11,6 +11,11 @@ pub(super) fn grid_of_eights(values: usize) -> [usize; 3] {
     [values.div_ceil(8 * THREADS), 1, 1]
 }
 
+/// The grid of as many threads, which the kernel counts in 32 bits.
+pub(super) fn grid_of(op: &str, threads: usize) -> [usize; 3] {
+    [to_u32(op, threads).div_ceil(THREADS as u32) as usize, 1, 1]
+}
+
 /// A number that a kernel takes in 32 bits, in an argument or in a table.
 ///
 /// # Panics

@@ -1,8 +1,7 @@
 //! Host memory that the GPU copies from and to by itself (pinned).
 
 use super::null_driver;
-use super::status::check;
-use super::sys::{self, CUevent, CUevent_flags, CUresult, CUstream, Handle};
+use super::sys::{self, CUevent, CUevent_flags, CUresult, CUstream, Handle, check};
 use crate::error::{Result, format_bytes};
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};

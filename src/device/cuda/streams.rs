@@ -44,9 +44,8 @@ impl Stream {
 /// When a work ended, and when the compute stream came to wait for it.
 #[derive(Debug)]
 pub struct Marks {
-    done: Option<Event>,
-    /// Recorded when the work is joined.
-    arrived: Option<Event>,
+    /// The second one is recorded when the work is joined.
+    events: Vec<Event>,
     joined: AtomicBool,
 }
 
@@ -59,15 +58,15 @@ impl Marks {
         // A null GPU leaves those of the real one where they are.
         let kept = || if null_driver::is_active() { None } else { lock(&SPARE).pop() };
         let event = || kept().map_or_else(Event::timed, Ok);
-        Ok(Self { done: Some(event()?), arrived: Some(event()?), joined: AtomicBool::new(false) })
+        Ok(Self { events: vec![event()?, event()?], joined: AtomicBool::new(false) })
     }
 
     pub(super) fn done(&self) -> &Event {
-        self.done.as_ref().expect("there until it is dropped")
+        &self.events[0]
     }
 
     pub(super) fn arrived(&self) -> &Event {
-        self.arrived.as_ref().expect("there until it is dropped")
+        &self.events[1]
     }
 
     pub(super) fn is_joined(&self) -> bool {
@@ -83,8 +82,9 @@ impl Marks {
 impl Drop for Marks {
     fn drop(&mut self) {
         // Who waits for one waits for where it was, also when it is recorded elsewhere.
-        let events = self.done.take().into_iter().chain(self.arrived.take());
-        lock(&SPARE).extend(events.filter(|_| !null_driver::is_active()));
+        if !null_driver::is_active() {
+            lock(&SPARE).append(&mut self.events);
+        }
     }
 }
 

@@ -5,10 +5,12 @@ use super::library::is_absent;
 use super::null_driver as null;
 use super::nvrtc::reason;
 // What is declared below hides the bindings' functions of these names, and their `CUresult`.
+use crate::error::Error;
 pub use cudarc::driver::sys::*;
 use libloading::Library;
 use std::env;
-use std::ffi::{OsString, c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
+use std::ffi::{CStr, OsString, c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
+use std::ptr;
 use std::sync::OnceLock;
 
 /// A status of the driver, known to the bindings or not.
@@ -194,4 +196,74 @@ functions! {
     cuGraphExecDestroy(graph: CUgraphExec);
     cuGraphUpload(graph: CUgraphExec, stream: CUstream);
     cuGraphLaunch(graph: CUgraphExec, stream: CUstream);
+}
+
+/// An error that names the call where it did not succeed, and what to do where there is something.
+pub fn check(call: &str, status: CUresult) -> crate::error::Result<()> {
+    if status == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let error = Error::fault(format!("{call}: {}", describe(status)));
+    Err(match status.hint() {
+        Some(hint) => error.hint(hint),
+        None => error,
+    })
+}
+
+impl CUresult {
+    /// What a user can do about a status, as the driver's documentation (`CUresult`) has its causes.
+    fn hint(self) -> Option<&'static str> {
+        match self {
+            Self::CUDA_ERROR_ILLEGAL_ADDRESS
+            | Self::CUDA_ERROR_LAUNCH_FAILED
+            | Self::CUDA_ERROR_ASSERT
+            | Self::CUDA_ERROR_HARDWARE_STACK_ERROR
+            | Self::CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | Self::CUDA_ERROR_MISALIGNED_ADDRESS
+            | Self::CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | Self::CUDA_ERROR_INVALID_PC => Some(
+                "the GPU failed in work that was started before: with CUDA_LAUNCH_BLOCKING=1 in the environment and \
+                 rollout.graphs = false the call that fails is the culprit; lines with Xid in the log of the node's kernel \
+                 (dmesg) tell a fault of the machine",
+            ),
+            Self::CUDA_ERROR_ECC_UNCORRECTABLE => Some(
+                "the GPU's memory is damaged (nvidia-smi -q -d ECC): have it taken out of service; the same line on another \
+                 node goes on from the last checkpoint",
+            ),
+            Self::CUDA_ERROR_OUT_OF_MEMORY => Some(
+                "the GPU has too little memory left beside this run's: end other processes on it (nvidia-smi names them), or \
+                 lower mesh.arena_bytes_max",
+            ),
+            Self::CUDA_ERROR_DEVICE_UNAVAILABLE => {
+                Some("another process may have the GPU for itself: nvidia-smi names processes and the compute mode")
+            }
+            Self::CUDA_ERROR_SYSTEM_NOT_READY => {
+                Some("GPUs behind an NVSwitch need the fabric manager: systemctl status nvidia-fabricmanager")
+            }
+            Self::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH => {
+                Some("libcuda.so and the node's kernel module are of different drivers: the node has to be restarted")
+            }
+            Self::CUDA_ERROR_UNKNOWN | Self::CUDA_ERROR_LAUNCH_TIMEOUT => {
+                Some("nvidia-smi, and lines with Xid in the log of the node's kernel (dmesg), may tell why")
+            }
+            _ => None,
+        }
+    }
+}
+
+/// The driver's name and message for a status: `CUDA_ERROR_INVALID_VALUE (invalid argument)`; its number where it has no name.
+pub fn describe(status: CUresult) -> String {
+    let text = |ask: unsafe fn(CUresult, *mut *const c_char) -> CUresult| {
+        let mut at: *const c_char = ptr::null();
+        // SAFETY: writes a pointer to a string of the driver, or none for a status that it does not know.
+        unsafe {
+            let known = ask(status, &raw mut at) == CUresult::CUDA_SUCCESS && !at.is_null();
+            known.then(|| CStr::from_ptr(at).to_string_lossy().into_owned())
+        }
+    };
+    let name = text(cuGetErrorName).unwrap_or_else(|| format!("status {}", status.0));
+    match text(cuGetErrorString) {
+        Some(meaning) => format!("{name} ({meaning})"),
+        None => name,
+    }
 }

@@ -2,9 +2,8 @@
 
 use super::gpu::Gpu;
 use super::staging::{Event, Pages};
-use super::status::check;
 use super::streams::Stream;
-use super::sys::{self, CUresult};
+use super::sys::{self, CUresult, check};
 use super::waits::waiting;
 use crate::device::null;
 use crate::error::{Result, format_bytes};

@@ -27,16 +27,6 @@ pub fn forward(h: View, w: View, mut values: ViewMut) {
     gpu().launch("value_head_forward", [t.div_ceil(ROWS), 1, 1], THREADS, 0, &args);
 }
 
-/// Rows of a block of `backward`.
-fn each(t: usize) -> usize {
-    t.div_ceil(BLOCKS_MAX).max(EACH_MIN)
-}
-
-/// Bytes of what `backward` sums up before it adds to dw.
-pub fn backward_scratch(t: usize, d: usize) -> usize {
-    4 * t.div_ceil(each(t)) * d
-}
-
 /// dh[t][d] = dvalues[t] w[d] (overwritten, bf16), dw[d] (f32) += sum_t dvalues[t] h[t][d], in an order that depends on
 /// the number of rows alone.
 ///
@@ -49,9 +39,9 @@ pub fn backward(h: View, w: View, dvalues: View, mut dh: ViewMut, dw: ViewMut) {
     check(OP, "h", h.len(), t, d);
     check(OP, "dh", dh.len(), t, d);
     check(OP, "dw", dw.len(), 1, d);
-    let each = each(t);
+    let each = t.div_ceil(BLOCKS_MAX).max(EACH_MIN);
     let blocks = t.div_ceil(each);
-    let mut sums = Memory::scratch(backward_scratch(t, d));
+    let mut sums = Memory::scratch(4 * blocks * d);
     let (h, w, dh) = (h.arg(Bf16), w.arg(Bf16), dh.arg(Bf16));
     check_aligned(OP, &[h, w, dh]);
     let dims = [t, d, each].map(|n| count(OP, n));

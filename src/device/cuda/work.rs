@@ -7,10 +7,9 @@
 use super::gpu::{Gpu, gpu};
 use super::memory::View;
 use super::staging::Event;
-use super::status::check;
 pub use super::streams::Marks;
 use super::streams::{self, Stream};
-use super::sys;
+use super::sys::{self, check};
 use super::waits::waiting;
 use crate::sys::lock::lock;
 use std::sync::Arc;

@@ -4,7 +4,7 @@ use super::{Pair, Wide, has_room, only, small};
 use crate::device;
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
 use rlhf_hpc::device::cuda::attention::{self, SpanTable};
-use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, copy_pages, kv_append};
+use rlhf_hpc::device::cuda::kv_cache::{KvPages, SequenceTable, copy_page, kv_append};
 use rlhf_hpc::device::cuda::{Memory, attention_backward, paged_attention};
 use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 use rlhf_hpc::ops::attention::Span;
@@ -83,7 +83,9 @@ fn cached(pages: usize, tables: [&[u32]; 2], pairs: &[(u32, u32)]) -> Vec<Vec<u1
     let tokens: usize = lengths.iter().sum();
     let (k, v) = (small(1, tokens * of_k), small(2, tokens * of_k));
     kv_append(&mut cache, k.view(Bf16), v.view(Bf16), &SequenceTable::new(&all, &shape), &shape);
-    copy_pages(&mut cache, pairs);
+    for (from, to) in pairs {
+        copy_page(&mut cache, *from, *to);
+    }
     let attended = |how, last: [usize; 2]| {
         let new = [0, 1].map(|i| PagedSequence { past: lengths[i] - last[i], tokens: last[i], blocks: tables[i] });
         let table = SequenceTable::with(&new, &shape, how);
@@ -97,8 +99,7 @@ fn cached(pages: usize, tables: [&[u32]; 2], pairs: &[(u32, u32)]) -> Vec<Vec<u1
         cache.values().part(at..at + page.len()).read_bits(&mut page);
         page
     });
-    let mut found =
-        vec![attended(Decode::Whole, [1, 1]), attended(Decode::Split, [1, 1]), attended(Decode::Whole, [20, 9])];
+    let mut found = vec![attended(false, [1, 1]), attended(true, [1, 1]), attended(false, [20, 9])];
     found.extend(copies);
     found
 }

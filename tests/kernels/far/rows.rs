@@ -7,7 +7,7 @@ use rlhf_hpc::device::cuda::linear_logprob::{self as head, Logits};
 use rlhf_hpc::device::cuda::linear_logprob_fused as fused;
 use rlhf_hpc::device::cuda::rank_sum::{self, Parts};
 use rlhf_hpc::device::cuda::rope::{self, Table};
-use rlhf_hpc::device::cuda::sample::{self, Drawn};
+use rlhf_hpc::device::cuda::sample;
 use rlhf_hpc::device::cuda::{Arg, Memory, ScatterLists, copy, embedding, gpu, norm, rmsnorm, swiglu, value_head};
 use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 use rlhf_hpc::ops::sample::{SampleParams, SampleRow};
@@ -72,7 +72,10 @@ fn far_parameters_are_updated_with_the_decay_of_their_part_and_their_squares_are
     let Some(pair) = Pair::new(&[(F32, 1)], VALUES, 8 * SQUARES) else { return };
     let mut sums = Memory::zeros(8 * (3 + VALUES.div_ceil(SQUARES)));
     only(&pair.numbers(8 * SQUARES), || norm::sums_into(pair.far[0].view(F32), SQUARES, &mut sums, 3));
-    let near = norm::sums_of_squares(pair.near[0].view(F32), SQUARES);
+    let blocks = (pair.near[0].bytes() / 4).div_ceil(SQUARES);
+    let mut of_near = Memory::zeros(8 * blocks);
+    norm::sums_into(pair.near[0].view(F32), SQUARES, &mut of_near, 0);
+    let near: Vec<f64> = of_near.read(blocks);
     let all: Vec<f64> = sums.read(3 + VALUES.div_ceil(SQUARES));
     let places = pair.groups.iter().flat_map(|(first, n)| (first / SQUARES)..(first + n).div_ceil(SQUARES));
     let far: Vec<f64> = places.map(|place| all[3 + place]).collect();
@@ -256,9 +259,7 @@ fn far_logits_have_the_statistics_gradients_and_draws_of_the_same_logits() {
             seen: &[],
             banned: &banned[row % 2],
         }));
-        let (ends, mut out) = (Memory::of(&[V as i32]), Drawn::room(rows.len));
-        let mut scratch = Memory::scratch(drawn_rows.scratch_bytes(rows.len, V));
-        sample::forward(logits.view(F32), V, V, &ends, &drawn_rows, &mut scratch, &mut out);
+        let out = sample::forward(logits.view(F32), V, V, &Memory::of(&[V as i32]), &drawn_rows);
         for (to, from) in [(tokens, &out.tokens), (logprobs, &out.logprobs), (sample_logprobs, &out.sample_logprobs)] {
             to.view_mut(F32).copy_from(from.view(F32));
         }

@@ -3,7 +3,7 @@
 use crate::attention_reference::{self, Case, ends, whole};
 use crate::bf16;
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
-use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, kv_append};
+use rlhf_hpc::device::cuda::kv_cache::{KvPages, SequenceTable, kv_append};
 use rlhf_hpc::device::cuda::{Memory, paged_attention};
 use rlhf_hpc::dtype::DType;
 
@@ -63,11 +63,11 @@ impl Batch {
 
     /// o for `chunks`: (past, tokens) of each sequence; what is past comes to the cache first.
     pub fn run(&self, chunks: &[(usize, usize)]) -> Vec<f32> {
-        self.run_by(Decode::Whole, chunks)
+        self.run_by(false, chunks)
     }
 
     /// The same, decoded so.
-    pub fn run_by(&self, how: Decode, chunks: &[(usize, usize)]) -> Vec<f32> {
+    pub fn run_by(&self, split: bool, chunks: &[(usize, usize)]) -> Vec<f32> {
         let (shape, (pages, tables)) = (&self.case.shape, self.tables());
         let mut cache = KvPages::new(pages, shape);
         let sequences = |of: fn(&(usize, usize)) -> (usize, usize)| -> Vec<PagedSequence> {
@@ -82,7 +82,7 @@ impl Batch {
         self.append_to(&mut cache, &new);
         let q = self.rows(&self.case.q, shape.heads, &new);
         let mut o = Memory::scratch(q.bytes());
-        let table = SequenceTable::with(&new, shape, how);
+        let table = SequenceTable::with(&new, shape, split);
         paged_attention::forward(q.view(DType::Bf16), &cache, &table, shape, o.view_mut(DType::Bf16));
         o.view(DType::Bf16).to_f32()
     }

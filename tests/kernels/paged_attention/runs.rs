@@ -2,7 +2,6 @@
 
 use super::batch::{Batch, shape};
 use crate::{device, in_every_order};
-use rlhf_hpc::device::cuda::kv_cache::Decode;
 
 /// Keys of a run, as the kernels have them.
 const RUN: usize = 4096;
@@ -14,9 +13,13 @@ fn agree(batch: &Batch, rows: usize) {
     let want = batch.trained(past);
     batch.assert_softmax(&want, &[(past, rows)]);
     assert!(batch.run(&[(past, rows)]) == want, "prefill of {rows} of {len} tokens, {:?}", batch.case.shape);
-    for how in [Decode::Whole, Decode::Split] {
-        let got = batch.run_by(how, &[(len - 1, 1)]);
-        assert!(got == want[want.len() - width..], "{how:?} decoding behind {len} tokens, {:?}", batch.case.shape);
+    for split in [false, true] {
+        let got = batch.run_by(split, &[(len - 1, 1)]);
+        assert!(
+            got == want[want.len() - width..],
+            "split {split}, decoding behind {len} tokens, {:?}",
+            batch.case.shape
+        );
     }
 }
 
@@ -44,7 +47,7 @@ fn sequences_of_different_runs_are_joined_each_for_itself() {
     let last: Vec<(usize, usize)> = lengths.iter().map(|len| (len - 1, 1)).collect();
     let want = batch.run(&last);
     batch.assert_softmax(&want, &last);
-    assert!(batch.run_by(Decode::Split, &last) == want);
+    assert!(batch.run_by(true, &last) == want);
 }
 
 #[test]

@@ -53,7 +53,7 @@ fn log_softmax(bench: &Bench) {
         bench.measure(&format!("log-softmax, {t} x {v} {}", dtype.name()), cost, OF_COPY, || {
             let logits = Logits { values: logits.view(dtype), rows: t, v, stride: v };
             linear_logprob::stats(logits, 1.0, &places, &mut stats);
-            linear_logprob::read(&stats, 1.0, logprobs.view_mut(F32), None, None);
+            linear_logprob::read(&stats, 1.0, logprobs.view_mut(F32), None);
         });
     }
 }

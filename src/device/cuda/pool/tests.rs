@@ -147,7 +147,7 @@ fn what_a_capture_freed_serves_the_capture_and_nobody_else_while_the_graph_lives
 
 #[test]
 fn runs_without_caching_are_as_long_as_they_were_asked_for_and_go_back_at_once() {
-    let (mut pool, gpu) = (Pool::exact(), Counted::of(1 << 20));
+    let (mut pool, gpu) = (Pool { exact: true, ..Pool::default() }, Counted::of(1 << 20));
     let run = take(&mut pool, 1000, &gpu);
     assert_eq!((pool.usage.in_use, pool.usage.held), (1000, 1000));
     pool.give(run, &gpu);
