@@ -110,7 +110,9 @@ pub struct Transfer {
 impl Transfer {
     /// Waits for its end.
     pub fn finish(mut self) -> Pinned {
-        gpu().counts.add_copy(self.started);
+        let counts = &gpu().counts;
+        let count = if counts.started.get() == self.started { &counts.drained } else { &counts.fetched };
+        count.add(1);
         self.wait();
         self.pinned.take().expect("a transfer ends once")
     }

@@ -79,14 +79,6 @@ impl Count {
     }
 }
 
-impl Counts {
-    /// A copy is waited for, which began when as many kernels had been `started`.
-    pub(super) fn add_copy(&self, started: u64) {
-        let count = if self.started.get() == started { &self.drained } else { &self.fetched };
-        count.add(1);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
