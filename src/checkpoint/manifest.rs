@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::sys::files::xxh3;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::Value;
 use std::collections::HashSet;
 use std::path::Path;
 
@@ -15,14 +15,6 @@ pub(super) const NAME: &str = "manifest.json";
 const FORMAT: u32 = 2;
 /// Far more than a manifest needs; a larger file is not read.
 const BYTES_MAX: u64 = 1 << 30;
-
-/// What a run says about itself.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Meta {
-    pub mesh: Mesh,
-    /// Hash of the resolved configuration.
-    pub config_hash: String,
-}
 
 /// The elements of a flat f32 vector that a file holds; several files make up the vector.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,31 +32,22 @@ pub struct Entry {
     pub name: String,
     pub bytes: u64,
     pub xxh3: String,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard: Option<Shard>,
 }
 
-#[derive(Clone, Debug, PartialEq)]
+/// Numbers of ranks and the hash are for people: a resume needs none of them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
+    format: u32,
     pub step: u64,
-    pub ranks: usize,
-    pub meta: Meta,
+    pub(super) ranks: usize,
+    /// data, pipeline, sequence, tensor
+    mesh: [usize; 4],
+    /// Hash of the resolved configuration.
+    config_hash: String,
     /// RNG, cursors, controllers: whatever the run needs to resume.
     pub state: Value,
     pub files: Vec<Entry>,
-}
-
-#[derive(Serialize, Deserialize)]
-struct OnDisk {
-    xxh3: String,
-    format: u32,
-    step: u64,
-    ranks: usize,
-    /// data, pipeline, sequence, tensor
-    mesh: [usize; 4],
-    config_hash: String,
-    state: Value,
-    files: Vec<Entry>,
 }
 
 fn first_line(hash: &str) -> String {
@@ -72,18 +55,15 @@ fn first_line(hash: &str) -> String {
 }
 
 impl Manifest {
+    /// Without files, which `save` writes and adds.
+    pub fn new(step: u64, mesh: &Mesh, config_hash: &str, state: Value) -> Self {
+        let (&Mesh { data, pipeline, sequence, tensor }, config_hash) = (mesh, config_hash.to_string());
+        let mesh = [data, pipeline, sequence, tensor];
+        Self { format: FORMAT, step, ranks: 0, mesh, config_hash, state, files: Vec::new() }
+    }
+
     pub(super) fn to_bytes(&self) -> Vec<u8> {
-        let Mesh { data, pipeline, sequence, tensor } = self.meta.mesh;
-        let body = json!({
-            "format": FORMAT,
-            "step": self.step,
-            "ranks": self.ranks,
-            "mesh": [data, pipeline, sequence, tensor],
-            "config_hash": self.meta.config_hash,
-            "state": self.state,
-            "files": self.files,
-        });
-        let body = serde_json::to_string_pretty(&body).expect("a JSON value serialises");
+        let body = serde_json::to_string_pretty(self).expect("a manifest serialises");
         let rest = body.strip_prefix("{\n").expect("an object");
         format!("{}{rest}\n", first_line(&xxh3(format!("{rest}\n").as_bytes()))).into_bytes()
     }
@@ -101,24 +81,17 @@ impl Manifest {
         if format!("{first}\n") != first_line(&xxh3(rest.as_bytes())) {
             return Err(bad("its hash does not match its contents".to_string()));
         }
-        let disk: OnDisk = serde_json::from_str(&text).map_err(|e| bad(e.to_string()))?;
-        if disk.format != FORMAT {
-            return Err(bad(format!("format {}, this version reads {FORMAT}", disk.format)));
+        let manifest: Self = serde_json::from_str(&text).map_err(|e| bad(e.to_string()))?;
+        if manifest.format != FORMAT {
+            return Err(bad(format!("format {}, this version reads {FORMAT}", manifest.format)));
         }
-        for entry in &disk.files {
+        for entry in &manifest.files {
             check_name(&entry.name).map_err(|e| e.within(path.display()))?;
         }
-        if let Some(name) = repeated(&disk.files) {
+        if let Some(name) = repeated(&manifest.files) {
             return Err(bad(format!("{name} is listed twice")));
         }
-        let [data, pipeline, sequence, tensor] = disk.mesh;
-        Ok(Self {
-            step: disk.step,
-            ranks: disk.ranks,
-            meta: Meta { mesh: Mesh { data, pipeline, sequence, tensor }, config_hash: disk.config_hash },
-            state: disk.state,
-            files: disk.files,
-        })
+        Ok(manifest)
     }
 }
 
@@ -140,6 +113,7 @@ pub(super) fn check_name(name: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     #[test]
     fn every_float_of_the_state_survives_bit_for_bit() {
@@ -152,13 +126,8 @@ mod tests {
             .filter(|f| f.is_finite())
             .collect();
         let state = json!({ "a": floats, "nested": [{ "b": 0.1, "c": null, "d": "text" }], "n": 7 });
-        let manifest = Manifest {
-            step: 3,
-            ranks: 2,
-            meta: Meta { mesh: Mesh::data_only(2), config_hash: "h".to_string() },
-            state,
-            files: vec![Entry { name: "a.bin".to_string(), bytes: 4, xxh3: xxh3(b"abcd"), shard: None }],
-        };
+        let files = vec![Entry { name: "a.bin".to_string(), bytes: 4, xxh3: xxh3(b"abcd"), shard: None }];
+        let manifest = Manifest { files, ..Manifest::new(3, &Mesh::data_only(2), "h", state) };
         let dir = tempfile::tempdir().expect("a directory");
         std::fs::write(dir.path().join(NAME), manifest.to_bytes()).expect("writes");
         assert_eq!(Manifest::read(dir.path()).expect("reads"), manifest);

@@ -17,7 +17,7 @@ pub mod resume;
 pub mod save;
 pub mod vector;
 
-pub use manifest::{Entry, Manifest, Meta, Shard};
+pub use manifest::{Entry, Manifest, Shard};
 pub use parts::{ModelVectors, vector_name};
 pub use payload::Payload;
 pub use resume::{Checkpoint, find, newest, peek, resume};

@@ -48,7 +48,7 @@ impl<'a> ModelVectors<'a> {
         let mut others = Vec::new();
         if (saved, device) != ours {
             arch.check_tensor(saved)
-                .map_err(|e| Error::data(format!("checkpoint {}: {}", from.dir().display(), e.message)))?;
+                .map_err(|e| Error::data(format!("checkpoint {}: {}", from.dir.display(), e.message)))?;
             let part = |rank| ParamTable::on(device, arch, own.head(), TensorPart { rank, size: saved });
             others = (0..saved).map(part).collect();
         }
@@ -120,7 +120,7 @@ fn parts_of(from: &Checkpoint, vector: &str) -> Option<(usize, Device)> {
             return Some((1, device));
         }
         let first = format!("{vector}.tensor-0-of-");
-        let mut shards = from.manifest().files.iter().filter_map(|entry| entry.shard.as_ref());
+        let mut shards = from.manifest.files.iter().filter_map(|entry| entry.shard.as_ref());
         shards.find_map(|shard| Some((shard.vector.strip_prefix(&first)?.parse().ok()?, device)))
     })
 }

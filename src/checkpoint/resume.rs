@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
-    dir: PathBuf,
-    manifest: Manifest,
+    pub dir: PathBuf,
+    pub manifest: Manifest,
     /// Newer ones that do not verify, and why.
     pub skipped: Vec<String>,
 }
@@ -43,11 +43,11 @@ pub fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
     for step in listed.into_iter().rev() {
         let dir = root.join(format!("step-{step}"));
         let checked = Checkpoint::open(&dir).and_then(|c| {
-            c.verify_share(group.rank(), group.size())?;
-            if c.step() == step {
+            c.verify(group)?;
+            if c.manifest.step == step {
                 Ok(c)
             } else {
-                Err(Error::data(format!("{} holds step {}", dir.display(), c.step())))
+                Err(Error::data(format!("{} holds step {}", dir.display(), c.manifest.step)))
             }
         });
         match group.agree(checked) {
@@ -63,17 +63,14 @@ pub fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
 }
 
 impl Checkpoint {
-    /// Reads the manifest; `verify` also checks the files. `dir` may be the `latest` link.
+    /// Reads the manifest; `verify` checks the files. `dir` may be the `latest` link.
     pub fn open(dir: &Path) -> Result<Self> {
         Ok(Self { dir: dir.to_path_buf(), manifest: Manifest::read(dir)?, skipped: Vec::new() })
     }
 
-    pub fn verify(&self) -> Result<()> {
-        self.verify_share(0, 1)
-    }
-
-    fn verify_share(&self, rank: usize, ranks: usize) -> Result<()> {
-        for entry in self.manifest.files.iter().skip(rank).step_by(ranks) {
+    /// Hashes this rank's share of the files.
+    pub fn verify(&self, group: &Group) -> Result<()> {
+        for entry in self.manifest.files.iter().skip(group.rank()).step_by(group.size()) {
             let path = self.sized(entry)?;
             if xxh3_of(&path)?.1 != entry.xxh3 {
                 return Err(Error::data(format!("{}: its hash is not the manifest's", path.display())));
@@ -90,26 +87,6 @@ impl Checkpoint {
             return Ok(path);
         }
         Err(Error::data(format!("{}: {bytes} bytes, the manifest says {}", path.display(), entry.bytes)))
-    }
-
-    pub fn dir(&self) -> &Path {
-        &self.dir
-    }
-
-    pub fn manifest(&self) -> &Manifest {
-        &self.manifest
-    }
-
-    pub fn step(&self) -> u64 {
-        self.manifest.step
-    }
-
-    pub fn state(&self) -> &Value {
-        &self.manifest.state
-    }
-
-    pub fn has(&self, name: &str) -> bool {
-        self.manifest.files.iter().any(|e| e.name == name)
     }
 
     /// The bytes of a file, mapped. Page-aligned: `bytemuck::cast_slice` gives its numbers.

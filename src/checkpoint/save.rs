@@ -1,43 +1,35 @@
 //! The commit: shards aside, sync, agreement of all ranks, manifest, sync, rename, sync, `latest`, and only then what
 //! is too old goes.
 
-use super::manifest::{self, Entry, Manifest, Meta, check_name, repeated};
+use super::manifest::{self, Entry, Manifest, check_name, repeated};
 use super::payload::Payload;
-use crate::comm::Group;
+use crate::comm::{Group, records};
 use crate::error::{Error, Kind, Result};
 use crate::sys::files::{check_space, fsync_dir, write_atomic};
-use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 const LATEST: &str = "latest";
 
-/// Commits `root/step-N`. Every rank of `group` calls this with its own files, whose names are its own too (for
-/// example `actor.m.rank-0003.bin`); `state` is rank 0's. `root` is the same directory for all ranks. An older
-/// checkpoint of the same step is replaced. Afterwards the newest `keep_last` checkpoints stay (0: all).
+/// Commits `root/step-N` of `manifest`, which is rank 0's. Every rank of `group` calls this with its own files, whose names are its
+/// own too (for example `actor.m.rank-0003.bin`). `root` is the same directory for all ranks. An older checkpoint of the same step
+/// is replaced. Afterwards the newest `keep_last` checkpoints stay (0: all).
 ///
 /// # Errors
 /// The same on all ranks, naming the rank where it arose: `Io` for a full disk or a directory that cannot be written.
 /// Then every earlier checkpoint is as it was, and nothing of this one stays.
 pub fn save(
     root: &Path,
-    step: u64,
     group: &Group,
     files: &[(String, Payload)],
-    state: &Value,
-    meta: Meta,
+    mut manifest: Manifest,
     keep_last: usize,
 ) -> Result<PathBuf> {
+    let step = manifest.step;
     let (partial, last) = (root.join(format!(".step-{step}.partial")), root.join(format!("step-{step}")));
-    let written = write_shards(root, &partial, group, files);
-    let committed = written.and_then(|entries| {
-        let local = if group.rank() == 0 {
-            let manifest = Manifest { step, ranks: group.size(), meta, state: state.clone(), files: entries };
-            commit(root, &partial, &last, &manifest)
-        } else {
-            Ok(())
-        };
-        group.agree(local)
+    let committed = write_shards(root, &partial, group, files).and_then(|files| {
+        (manifest.ranks, manifest.files) = (group.size(), files);
+        group.agree(if group.rank() == 0 { commit(root, &partial, &last, &manifest) } else { Ok(()) })
     });
     if group.rank() == 0 {
         if committed.is_err() {
@@ -56,12 +48,7 @@ fn write_shards(root: &Path, partial: &Path, group: &Group, files: &[(String, Pa
     let begun = if group.rank() == 0 { begin(root, partial, bytes[0] as u64) } else { Ok(()) };
     group.agree(begun)?;
     let entries = group.agree(write_own(partial, files))?;
-    let mine = serde_json::to_vec(&entries).expect("entries serialise");
-    let all: Vec<Entry> = group
-        .all_gather_bytes(&mine)
-        .iter()
-        .flat_map(|bytes| serde_json::from_slice::<Vec<Entry>>(bytes).expect("a peer of the same build wrote it"))
-        .collect();
+    let all = records::gather(group, &entries)?;
     match repeated(&all) {
         Some(name) => Err(Error::fault(format!("two files of this checkpoint are named {name}"))),
         None => Ok(all),
@@ -78,14 +65,8 @@ fn begin(root: &Path, partial: &Path, bytes: u64) -> Result<()> {
 }
 
 fn write_own(partial: &Path, files: &[(String, Payload)]) -> Result<Vec<Entry>> {
-    let entries: Result<Vec<Entry>> = files
-        .iter()
-        .map(|(name, payload)| {
-            check_name(name)?;
-            payload.write(partial, name)
-        })
-        .collect();
-    let entries = entries?;
+    let write = |(name, payload): &(String, Payload)| check_name(name).and_then(|()| payload.write(partial, name));
+    let entries = files.iter().map(write).collect::<Result<_>>()?;
     fsync_dir(partial)?;
     Ok(entries)
 }

@@ -32,17 +32,10 @@ struct Source {
     map: OnceLock<Map>,
 }
 
-impl Checkpoint {
-    /// Fills `out` with elements `range` of a flat vector of `len` elements, whatever ranks saved its shards.
-    pub fn read_vector(&self, vector: &str, len: usize, range: Range<usize>, out: &mut [f32]) -> Result<()> {
-        SavedVector::open(self, vector, len)?.read(range, out)
-    }
-}
-
 impl SavedVector {
     /// Opens a vector of `len` elements, whose shards must be all of it.
-    pub(super) fn open(from: &Checkpoint, vector: &str, len: usize) -> Result<Self> {
-        let bad = |why: String| Error::data(format!("{}: {vector} {why}", from.dir().display()));
+    pub fn open(from: &Checkpoint, vector: &str, len: usize) -> Result<Self> {
+        let bad = |why: String| Error::data(format!("{}: {vector} {why}", from.dir.display()));
         match from.vector_len(vector) {
             Some(saved) if saved != len => {
                 return Err(bad(format!("has {saved} elements, needed are {len}")).hint(

@@ -3,6 +3,7 @@
 use super::device::dtype;
 use super::out::note;
 use crate::checkpoint::{Checkpoint, ModelVectors, newest};
+use crate::comm::Group;
 use crate::error::{Error, Result};
 use crate::model::export::Export;
 use crate::model::{Arch, Head, ParamTable, UnitValues};
@@ -34,31 +35,31 @@ pub struct Args {
 
 pub fn run(args: &Args) -> Result<()> {
     let checkpoint = find(&args.checkpoint)?;
-    checkpoint.verify()?;
+    checkpoint.verify(&Group::one())?;
     let head = match args.role.as_str() {
         "actor" => Head::LanguageModel,
         "critic" => Head::Value,
         other => return Err(Error::usage(format!("--role {other}: needed is actor or critic"))),
     };
-    let arch = Arch::load(checkpoint.dir())?;
+    let arch = Arch::load(&checkpoint.dir)?;
     let table = Arc::new(ParamTable::new(&arch, head));
     let vectors = ModelVectors::open(&checkpoint, &args.role, &arch, &table)?;
-    let mut export = Export::begin(&args.out, &arch, &table, args.dtype, Some(checkpoint.dir()))?;
+    let mut export = Export::begin(&args.out, &arch, &table, args.dtype, Some(&checkpoint.dir))?;
     for (u, unit) in table.units().iter().enumerate() {
         let mut values = UnitValues::scratch(&table, u, DType::F32);
         vectors.read("weights", unit.clone(), values.slice_mut().f32()).map_err(|e| {
-            let roles = checkpoint.state()["roles"].to_string();
+            let roles = checkpoint.manifest.state["roles"].to_string();
             e.hint(format!("the checkpoint holds the roles {roles}"))
         })?;
         if !values.slice().f32().iter().all(|x| x.is_finite()) {
-            let dir = checkpoint.dir().display();
+            let dir = checkpoint.dir.display();
             return Err(Error::data(format!("{dir}: weights of the {} are not finite", args.role))
                 .hint("the training diverged before this step: export an earlier checkpoint"));
         }
         export.unit(&values)?;
     }
     export.commit()?;
-    let (step, n, out) = (checkpoint.step(), table.parameters(), args.out.display());
+    let (step, n, out) = (checkpoint.manifest.step, table.parameters(), args.out.display());
     note!("export: {} of step {step}, {n} parameters, in {out}", args.role);
     Ok(())
 }

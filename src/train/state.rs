@@ -2,7 +2,7 @@
 
 use super::config_diff;
 use super::inputs::{self, Inputs};
-use crate::checkpoint::{self, Checkpoint, Meta, ModelVectors, Payload, vector_name};
+use crate::checkpoint::{self, Checkpoint, Manifest, ModelVectors, Payload, vector_name};
 use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
@@ -77,9 +77,8 @@ pub fn save(
     if let Some(gemm) = &run.gemm {
         json["gemm"] = serde_json::json!(gemm);
     }
-    let meta = Meta { mesh: run.ranks.layout().mesh, config_hash: run.config_hash.clone() };
-    let keep = run.config.checkpoint.keep_last;
-    checkpoint::save(&run.checkpoints(), state.step, &run.ranks.all, &files, &json, meta, keep)?;
+    let manifest = Manifest::new(state.step, &run.ranks.layout().mesh, &run.config_hash, json);
+    checkpoint::save(&run.checkpoints(), &run.ranks.all, &files, manifest, run.config.checkpoint.keep_last)?;
     let written = if rank == 0 { state.ledger.write(&run.dir.join("ledger.json")) } else { Ok(()) };
     run.ranks.all.agree(written)
 }
@@ -113,7 +112,7 @@ pub fn find(run: &Run, first: &Arch, learned: &[&'static str], inputs: &Inputs) 
     for skipped in &checkpoint.skipped {
         run.recorder.warn(&format!("passed over a checkpoint that is not whole: {skipped}"));
     }
-    let saved = checkpoint.state();
+    let saved = &checkpoint.manifest.state;
     let changes = |text| config_diff::check(text, &run.config, saved["run"]["has_work"] == true);
     let known = saved["config"].as_str().map_or(Ok(Vec::new()), changes).and_then(|mut changed| {
         let (mut state, work) = state_of(learned, &checkpoint, first)?;
@@ -151,15 +150,15 @@ impl Resumed {
 }
 
 fn state_of(learned: &[&str], from: &Checkpoint, first: &Arch) -> Result<(State, Option<Vec<u8>>)> {
-    let malformed = |what: &str| Error::data(format!("checkpoint {}: {what}", from.dir().display()));
-    let json = from.state();
+    let malformed = |what: &str| Error::data(format!("checkpoint {}: {what}", from.dir.display()));
+    let json = &from.manifest.state;
     let state: State =
         serde_json::from_value(json["run"].clone()).map_err(|e| malformed(&format!("its state is malformed: {e}")))?;
     if json["roles"] != serde_json::json!(learned) || state.updates.len() != learned.len() {
         return Err(malformed(&format!("it holds {}, this job trains {learned:?}", json["roles"]))
             .hint("give the run a job.dir of its own, or the configuration it was saved with"));
     }
-    let saved = Arch::load(from.dir())?;
+    let saved = Arch::load(&from.dir)?;
     if !saved.computes_as(first) {
         let (was, is) = (saved.shape(), first.shape());
         let what = if was == is {

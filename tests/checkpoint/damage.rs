@@ -1,6 +1,6 @@
 //! A damaged checkpoint is skipped by name; a save that fails loses nothing.
 
-use crate::checkpoint::{ROOT, meta, save_step};
+use crate::checkpoint::{ROOT, manifest, save_step};
 use crate::names;
 use rlhf_hpc::checkpoint::{Payload, newest, resume, save};
 use rlhf_hpc::comm::Group;
@@ -36,7 +36,7 @@ fn the_newest_whole_checkpoint_is_taken_and_the_skipped_are_named() {
         save_step(root.path(), 2, 3).expect("saves");
         damage(&root.path().join("step-2"));
         let checkpoint = newest(root.path()).expect("step 1 is whole").expect("step 1 is there");
-        assert_eq!(checkpoint.step(), 1);
+        assert_eq!(checkpoint.manifest.step, 1);
         assert_eq!(checkpoint.skipped.len(), 1);
         assert!(
             checkpoint.skipped[0].starts_with("step-2: ") && checkpoint.skipped[0].contains(word),
@@ -74,9 +74,9 @@ fn what_a_killed_run_left_is_cleaned_at_the_next_start_only() {
     save_step(root.path(), 3, 3).expect("saves");
     fs::rename(root.path().join("step-3"), root.path().join(".step-3.old")).expect("renames");
     fs::write(root.path().join("notes.txt"), "mine").expect("writes");
-    assert_eq!(newest(root.path()).expect("readable").expect("there").step(), 1);
+    assert_eq!(newest(root.path()).expect("readable").expect("there").manifest.step, 1);
     assert_eq!(names(root.path()).len(), 6, "looking changes nothing");
-    assert_eq!(resume(root.path(), &Group::one()).expect("readable").expect("there").step(), 3);
+    assert_eq!(resume(root.path(), &Group::one()).expect("readable").expect("there").manifest.step, 3);
     assert_eq!(names(root.path()), ["latest", "notes.txt", "step-1", "step-3"]);
 }
 
@@ -96,7 +96,7 @@ fn names_that_lead_elsewhere_and_names_given_twice_are_refused() {
     save_step(root.path(), 1, 3).expect("saves");
     for files in [vec!["../evil.bin"], vec!["a.bin", "a.bin"]] {
         let files: Vec<(String, Payload)> = files.into_iter().map(|n| (n.to_string(), Payload::bytes(b"x"))).collect();
-        save(root.path(), 2, &Group::one(), &files, &json!({}), meta(), 3).expect_err("refused");
+        save(root.path(), &Group::one(), &files, manifest(2, json!({})), 3).expect_err("refused");
     }
     assert_eq!(names(root.path()), ["latest", "step-1"]);
 }
@@ -126,5 +126,5 @@ fn a_write_that_fails_midway_loses_nothing() {
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && said.contains("refused: error: cannot write"), "{said}");
     assert_eq!(names(root.path()), ["latest", "step-1"]);
-    assert_eq!(newest(root.path()).expect("readable").expect("there").step(), 1);
+    assert_eq!(newest(root.path()).expect("readable").expect("there").manifest.step, 1);
 }

@@ -1,7 +1,7 @@
 //! kill -9 at any moment.
 
 use crate::checkpoint::{LEN, ROOT, save_step, weights};
-use rlhf_hpc::checkpoint::{newest, resume};
+use rlhf_hpc::checkpoint::{SavedVector, newest, resume};
 use rlhf_hpc::comm::Group;
 use serde_json::json;
 use std::io::{BufRead, BufReader, Write};
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 /// Goes on from the newest checkpoint and commits step after step until it is killed, saying each.
 fn save_until_killed(root: &Path) {
-    let from = resume(root, &Group::one()).expect("whole or absent").map_or(0, |c| c.step());
+    let from = resume(root, &Group::one()).expect("whole or absent").map_or(0, |c| c.manifest.step);
     let mut said = std::io::stdout();
     writeln!(said, "began after {from}").expect("the parent reads");
     for step in from + 1.. {
@@ -65,11 +65,13 @@ fn killed(lives: u64) {
             continue;
         }
         let checkpoint = newest(root.path()).expect("whole").expect("what was committed is there");
-        assert!(checkpoint.step() >= committed && checkpoint.skipped.is_empty(), "{checkpoint:?}");
+        assert!(checkpoint.manifest.step >= committed && checkpoint.skipped.is_empty(), "{checkpoint:?}");
         let mut values = vec![0.0; LEN];
-        checkpoint.read_vector("actor", LEN, 0..LEN, &mut values).expect("covered");
-        assert_eq!(values, weights(checkpoint.step(), LEN));
-        assert_eq!(checkpoint.state()["step"], json!(checkpoint.step()));
+        SavedVector::open(&checkpoint, "actor", LEN)
+            .and_then(|saved| saved.read(0..LEN, &mut values))
+            .expect("covered");
+        assert_eq!(values, weights(checkpoint.manifest.step, LEN));
+        assert_eq!(checkpoint.manifest.state["step"], json!(checkpoint.manifest.step));
     }
     assert!(committed > 0, "some checkpoints were committed");
     assert!(u64::from(kills_inside) > lives / 12, "only {kills_inside} of {lives} kills hit a save");

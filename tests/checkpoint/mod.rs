@@ -4,18 +4,18 @@ mod damage;
 mod kill;
 mod round_trip;
 
-use rlhf_hpc::checkpoint::{Meta, Payload, save};
+use rlhf_hpc::checkpoint::{Manifest, Payload, save};
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::error::Result;
 use rlhf_hpc::mesh::Mesh;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 /// Set in processes that a test of this folder starts: the test once more, where the checkpoints are.
 const ROOT: &str = "CHECKPOINT_ROOT";
 
-fn meta() -> Meta {
-    Meta { mesh: Mesh::data_only(1), config_hash: "c0ffee".to_string() }
+fn manifest(step: u64, state: Value) -> Manifest {
+    Manifest::new(step, &Mesh::data_only(1), "c0ffee", state)
 }
 
 /// Values that tell which step they are of.
@@ -32,5 +32,6 @@ fn save_step(root: &Path, step: u64, keep_last: usize) -> Result<PathBuf> {
         ("actor.rank-0000.bin".to_string(), Payload::shards("actor", [(0, &values[..])], LEN)),
         ("cursor.bin".to_string(), Payload::bytes(b"row 7")),
     ];
-    save(root, step, &Group::one(), &files, &json!({ "step": step, "kl_coef": 0.1 + step as f64 }), meta(), keep_last)
+    let state = json!({ "step": step, "kl_coef": 0.1 + step as f64 });
+    save(root, &Group::one(), &files, manifest(step, state), keep_last)
 }

@@ -1,8 +1,8 @@
 //! What is saved is read back, and old checkpoints go when newer ones are committed.
 
-use crate::checkpoint::{LEN, meta, save_step, weights};
+use crate::checkpoint::{LEN, manifest, save_step, weights};
 use crate::names;
-use rlhf_hpc::checkpoint::{Checkpoint, Payload, newest, resume, save};
+use rlhf_hpc::checkpoint::{Checkpoint, Payload, SavedVector, newest, resume, save};
 use rlhf_hpc::comm::Group;
 use serde_json::json;
 use std::cell::RefCell;
@@ -13,15 +13,13 @@ fn a_saved_checkpoint_reads_back_bit_for_bit() {
     let dir = save_step(root.path(), 5, 3).expect("saves");
     assert_eq!(dir, root.path().join("step-5"));
     let checkpoint = newest(root.path()).expect("readable").expect("one is there");
-    assert_eq!((checkpoint.step(), checkpoint.skipped.len()), (5, 0));
-    assert_eq!(checkpoint.state(), &json!({ "step": 5, "kl_coef": 5.1 }));
-    assert_eq!(checkpoint.manifest().meta, meta());
+    assert_eq!((checkpoint.manifest.step, checkpoint.skipped.len()), (5, 0));
+    assert_eq!(checkpoint.manifest.state, json!({ "step": 5, "kl_coef": 5.1 }));
     assert_eq!(&checkpoint.file("cursor.bin").expect("listed")[..], b"row 7");
     let bytes = checkpoint.file("actor.rank-0000.bin").expect("listed");
     assert_eq!(bytemuck::cast_slice::<u8, f32>(&bytes), weights(5, LEN));
-    assert!(checkpoint.has("cursor.bin") && !checkpoint.has("nothing.bin"));
     assert!(checkpoint.file("nothing.bin").expect_err("not listed").message.contains("nothing.bin"));
-    assert_eq!(Checkpoint::open(&root.path().join("latest")).expect("the link leads there").step(), 5);
+    assert_eq!(Checkpoint::open(&root.path().join("latest")).expect("the link leads there").manifest.step, 5);
 }
 
 #[test]
@@ -31,7 +29,7 @@ fn each_file_is_on_the_disk_when_what_it_was_written_from_may_go() {
     let there = || -> usize { std::fs::read_dir(root.path().join(".step-1.partial")).map_or(0, Iterator::count) };
     let note = || seen.borrow_mut().push(there());
     let files = ["a.bin", "b.bin", "c.bin"].map(|name| (name.to_string(), Payload::bytes(b"words").and_then(&note)));
-    save(root.path(), 1, &Group::one(), &files, &json!({}), meta(), 1).expect("saves");
+    save(root.path(), &Group::one(), &files, manifest(1, json!({})), 1).expect("saves");
     assert_eq!(*seen.borrow(), [1, 2, 3], "files that were there");
 }
 
@@ -54,17 +52,18 @@ fn any_range_of_a_vector_is_put_together_from_its_shards() {
             (format!("actor.m.rank-{r:04}.bin"), payload)
         })
         .collect();
-    save(root.path(), 1, &Group::one(), &files, &json!({}), meta(), 1).expect("saves");
+    save(root.path(), &Group::one(), &files, manifest(1, json!({})), 1).expect("saves");
     let checkpoint = newest(root.path()).expect("readable").expect("one is there");
     assert_eq!(checkpoint.vector_len("actor.m"), Some(1000));
+    let vector = |name, len| SavedVector::open(&checkpoint, name, len);
     for range in [0..1000, 0..10, 5..15, 399..401, 700..700, 999..1000] {
         let mut out = vec![f32::NAN; range.len()];
-        checkpoint.read_vector("actor.m", 1000, range.clone(), &mut out).expect("covered");
+        vector("actor.m", 1000).and_then(|saved| saved.read(range.clone(), &mut out)).expect("covered");
         assert_eq!(out, values[range]);
     }
-    let other = checkpoint.read_vector("actor.m", 999, 0..1, &mut [0.0]).expect_err("another length");
+    let other = vector("actor.m", 999).expect_err("another length");
     assert!(other.message.contains("has 1000 elements, needed are 999"), "{other}");
-    let none = checkpoint.read_vector("critic.m", 999, 0..1, &mut [0.0]).expect_err("another vector");
+    let none = vector("critic.m", 999).expect_err("another vector");
     assert!(none.message.contains("was not saved"), "{none}");
 }
 
@@ -83,7 +82,7 @@ fn the_newest_keep_last_checkpoints_stay() {
 fn a_second_save_of_a_step_replaces_the_first() {
     let root = tempfile::tempdir().expect("a directory");
     save_step(root.path(), 4, 3).expect("saves");
-    save(root.path(), 4, &Group::one(), &[], &json!("second"), meta(), 3).expect("saves again");
+    save(root.path(), &Group::one(), &[], manifest(4, json!("second")), 3).expect("saves again");
     assert_eq!(names(root.path()), ["latest", "step-4"]);
-    assert_eq!(newest(root.path()).expect("readable").expect("there").state(), &json!("second"));
+    assert_eq!(newest(root.path()).expect("readable").expect("there").manifest.state, json!("second"));
 }

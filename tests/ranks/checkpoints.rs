@@ -1,7 +1,7 @@
 //! Checkpoints that several ranks write together.
 
 use crate::Test;
-use rlhf_hpc::checkpoint::{Meta, Payload, resume, save};
+use rlhf_hpc::checkpoint::{Manifest, Payload, resume, save};
 use rlhf_hpc::comm::World;
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::mesh::Mesh;
@@ -14,10 +14,6 @@ pub const TESTS: &[Test] = &[
 ];
 
 const LEN: usize = 3 * 4096 + 1000;
-
-fn meta(world: &World) -> Meta {
-    Meta { mesh: Mesh::data_only(world.size), config_hash: "c0ffee".to_string() }
-}
 
 /// One directory for all ranks; rank 0 removes it in the end.
 pub struct Shared(PathBuf, World);
@@ -55,7 +51,8 @@ fn save_step(world: &World, root: &Shared, step: u64, name: &str) -> rlhf_hpc::e
     let all = values(step as usize);
     let (start, end) = (world.rank * LEN / world.size, (world.rank + 1) * LEN / world.size);
     let files = [(name.to_string(), Payload::shards("actor", [(start, &all[start..end])], LEN))];
-    save(&root.0, step, &world.group(), &files, &json!({ "step": step }), meta(world), 3)
+    let manifest = Manifest::new(step, &Mesh::data_only(world.size), "c0ffee", json!({ "step": step }));
+    save(&root.0, &world.group(), &files, manifest, 3)
 }
 
 fn own_name(world: &World) -> String {
@@ -74,7 +71,7 @@ fn one_fails(world: &World) {
     world.group().barrier();
     let left: Vec<_> = std::fs::read_dir(&root.0).expect("there").map(|e| e.expect("an entry").file_name()).collect();
     assert_eq!(left.len(), 2, "{left:?} has more than step-1 and latest");
-    assert_eq!(resume(&root.0, &world.group()).expect("readable").expect("there").step(), 1);
+    assert_eq!(resume(&root.0, &world.group()).expect("readable").expect("there").manifest.step, 1);
 }
 
 fn damaged(world: &World) {
@@ -90,6 +87,6 @@ fn damaged(world: &World) {
     }
     world.group().barrier();
     let checkpoint = resume(&root.0, &world.group()).expect("step 1 is whole").expect("there");
-    assert_eq!((checkpoint.step(), checkpoint.skipped.len()), (1, 1));
+    assert_eq!((checkpoint.manifest.step, checkpoint.skipped.len()), (1, 1));
     assert!(checkpoint.skipped[0].contains("actor.rank-0001.bin"), "{:?}", checkpoint.skipped);
 }

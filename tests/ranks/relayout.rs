@@ -4,7 +4,7 @@ use crate::Test;
 use crate::checkpoints::Shared;
 use crate::layouts::{Setting, config, samples, whole};
 use crate::models::arch;
-use rlhf_hpc::checkpoint::{Checkpoint, Meta, ModelVectors, Payload, newest, save, vector_name};
+use rlhf_hpc::checkpoint::{Checkpoint, Manifest, ModelVectors, Payload, newest, save, vector_name};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::ppo::PolicyLossKind;
 use rlhf_hpc::learn::learner::{Learner, VECTORS};
@@ -58,8 +58,7 @@ fn saved(world: &World, root: &Shared, learner: &Learner, mesh: Mesh) -> Checkpo
         (format!("{vector}.rank-{:04}.bin", world.rank), shard)
     };
     let files: Vec<_> = VECTORS.iter().map(|what| file(what)).collect();
-    let meta = Meta { mesh, config_hash: "c0ffee".to_string() };
-    save(root.path(), 1, &world.group(), &files, &json!({}), meta, 1).expect("saves");
+    save(root.path(), &world.group(), &files, Manifest::new(1, &mesh, "c0ffee", json!({})), 1).expect("saves");
     newest(root.path()).expect("readable").expect("saved")
 }
 

@@ -1,14 +1,14 @@
 //! Runs on different numbers of ranks.
 
 use crate::resume::job::{Job, place};
-use rlhf_hpc::checkpoint::newest;
+use rlhf_hpc::checkpoint::{SavedVector, newest};
 
 /// A flat vector of the last checkpoint, whatever ranks saved it.
 fn bits(job: &Job, name: &str) -> Vec<u32> {
     let checkpoint = newest(&job.checkpoints()).expect("whole").expect("committed");
     let len = checkpoint.vector_len(name).unwrap_or_else(|| panic!("{name} was saved"));
     let mut values = vec![0.0f32; len];
-    checkpoint.read_vector(name, len, 0..len, &mut values).expect("covered");
+    SavedVector::open(&checkpoint, name, len).and_then(|saved| saved.read(0..len, &mut values)).expect("covered");
     values.into_iter().map(f32::to_bits).collect()
 }
 

@@ -3,6 +3,7 @@
 use crate::process::Running;
 use crate::resume::job::{Job, place, with_context};
 use rlhf_hpc::checkpoint::newest;
+use rlhf_hpc::comm::Group;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
@@ -48,8 +49,8 @@ fn a_reward_that_fails_on_one_rank_ends_the_run_with_a_checkpoint_and_the_rerun_
     let log = String::from_utf8(job.read("logs/rank-1.log")).expect("text");
     assert!(log.contains("the scorer is out of tea"), "{log}");
     let saved = newest(&job.checkpoints()).expect("whole").expect("it was saved although none was due");
-    assert!(saved.has("work.bin") && saved.step() >= 2, "step {}", saved.step());
-    assert_eq!(saved.step(), job.metrics().len() as u64, "no finished step is lost");
+    assert!(saved.file("work.bin").is_ok() && saved.manifest.step >= 2, "step {}", saved.manifest.step);
+    assert_eq!(saved.manifest.step, job.metrics().len() as u64, "no finished step is lost");
     std::fs::remove_file(fails).expect("there");
     job.done().assert_same(&whole);
 }
@@ -69,7 +70,7 @@ fn a_reward_that_fails_in_an_evaluation_ends_the_run_with_a_checkpoint_and_the_r
     std::fs::write(&arm, "").expect("writes");
     let _ = std::fs::remove_file(&armed);
     job.run().assert(75, &["ValueError: no eval today", "a checkpoint holds all work so far"]);
-    assert_eq!(newest(&job.checkpoints()).expect("whole").expect("saved").step(), 1);
+    assert_eq!(newest(&job.checkpoints()).expect("whole").expect("saved").manifest.step, 1);
     std::fs::remove_file(arm).expect("there");
     std::fs::remove_file(armed).expect("there");
     job.done().assert_same(&whole);
@@ -127,7 +128,7 @@ fn a_full_disk_is_an_io_error_and_leaves_the_older_checkpoints_whole() {
         };
         Running::new(command).end().assert(74, &["error: "]);
         let left = newest(&kept).expect("what is there verifies").expect("earlier checkpoints are there");
-        assert!(left.step() >= 3 && left.skipped.is_empty(), "step {}", left.step());
+        assert!(left.manifest.step >= 3 && left.skipped.is_empty(), "step {}", left.manifest.step);
         let names: Vec<String> = std::fs::read_dir(&kept)
             .expect("lists")
             .map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned())
@@ -136,7 +137,7 @@ fn a_full_disk_is_an_io_error_and_leaves_the_older_checkpoints_whole() {
         assert!(steps.len() >= 3, "{names:?}");
         for step in steps {
             let older = rlhf_hpc::checkpoint::Checkpoint::open(&kept.join(format!("step-{step}"))).expect("committed");
-            older.verify().expect("whole");
+            older.verify(&Group::one()).expect("whole");
         }
         assert!(!names.iter().any(|name| name.contains("partial")), "{names:?}");
     }

@@ -33,8 +33,8 @@ enum Place {
 /// number.
 fn interrupted_in(job: &Job) -> Place {
     let checkpoint = newest(&job.checkpoints()).expect("whole").expect("one was saved");
-    if !checkpoint.has("work.bin") {
-        let due = checkpoint.state()["run"]["eval_due"] == true;
+    if checkpoint.file("work.bin").is_err() {
+        let due = checkpoint.manifest.state["run"]["eval_due"] == true;
         return if due { Place::Evaluation } else { Place::BetweenSteps };
     }
     let work = checkpoint.file("work.bin").expect("listed");
@@ -173,7 +173,11 @@ fn killed(job: &Job, whole: &Job) {
         assert!(committed.iter().all(|s| left.contains(s)), "{committed:?} were committed, {left:?} are left");
         if let Some(last) = left.last() {
             let found = newest(&job.checkpoints()).expect("they verify").expect("there is one");
-            assert!(found.step() == *last && found.skipped.is_empty(), "step {} of {left:?}", found.step());
+            assert!(
+                found.manifest.step == *last && found.skipped.is_empty(),
+                "step {} of {left:?}",
+                found.manifest.step
+            );
         }
         if ended.code == Some(0) {
             assert!(kills > 0, "the job was never killed");
