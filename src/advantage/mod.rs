@@ -6,7 +6,6 @@
 pub mod gae;
 pub mod group;
 pub mod kl;
-pub mod returns;
 pub mod scores;
 pub mod whitening;
 
@@ -86,25 +85,19 @@ pub fn compute_step(
     Ok(stats)
 }
 
-/// Advantages and returns of one sample from its rewards, before whitening.
+/// Advantages and returns of one sample from its rewards, before whitening. Without a critic values are 0 and lambda is 1: both are
+/// the discounted sum of the rewards from a token on.
 fn estimate(config: &PpoConfig, sample: &mut Experience) {
-    match config.advantage {
-        Estimator::Gae => {
-            let cut = sample.response.finish == Finish::Length;
-            let last = if cut && config.truncation == Truncation::Bootstrap { sample.last_value } else { 0.0 };
-            let [gamma, lambda] = [f64::from(config.gamma), f64::from(config.lambda)];
-            (sample.advantages, sample.returns) =
-                gae::gae(gamma, lambda, &sample.rewards, &sample.values, last, &sample.mask);
-        }
-        Estimator::ReinforcePp => {
-            sample.returns = returns::discounted(f64::from(config.gamma), &sample.rewards, &sample.mask);
-            sample.advantages = sample.returns.clone();
-        }
-        Estimator::ReinforcePpBaseline | Estimator::Rloo | Estimator::Grpo | Estimator::DrGrpo => {
-            sample.returns = returns::discounted(1.0, &sample.rewards, &sample.mask);
-            sample.advantages = sample.returns.clone();
-        }
-    }
+    let zeros = vec![0.0; sample.mask.len()];
+    let (gamma, lambda, values) = match config.advantage {
+        Estimator::Gae => (f64::from(config.gamma), f64::from(config.lambda), &sample.values),
+        Estimator::ReinforcePp => (f64::from(config.gamma), 1.0, &zeros),
+        Estimator::ReinforcePpBaseline | Estimator::Rloo | Estimator::Grpo | Estimator::DrGrpo => (1.0, 1.0, &zeros),
+    };
+    let bootstraps = config.advantage.has_critic() && config.truncation == Truncation::Bootstrap;
+    let is_cut = sample.response.finish == Finish::Length;
+    let last = if bootstraps && is_cut { sample.last_value } else { 0.0 };
+    (sample.advantages, sample.returns) = gae::gae(gamma, lambda, &sample.rewards, values, last, &sample.mask);
 }
 
 /// Whitens where configured; completes `stats` by what tokens say.

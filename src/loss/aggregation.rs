@@ -1,7 +1,5 @@
 //! Per-token weights: what turns a mean over tokens or sequences into a plain sum.
 
-use std::ops::AddAssign;
-
 use crate::config::ppo::Aggregation;
 
 /// What a minibatch holds over all ranks and its whole accumulation window.
@@ -19,13 +17,6 @@ impl Totals {
         let tokens = mask.iter().filter(|&&m| m != 0).count() as u64;
         self.tokens += tokens;
         self.sequences += u64::from(tokens > 0);
-    }
-}
-
-impl AddAssign for Totals {
-    fn add_assign(&mut self, other: Self) {
-        self.tokens += other.tokens;
-        self.sequences += other.sequences;
     }
 }
 

@@ -1,7 +1,5 @@
 //! The critic's loss.
 
-use std::ops::AddAssign;
-
 /// What the value loss says about a range of tokens; sums, so that ranges add up.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ValueSums {
@@ -11,14 +9,6 @@ pub struct ValueSums {
     pub tokens: u64,
     /// Tokens at which the clipped term is the larger, so that no gradient flows.
     pub clipped: u64,
-}
-
-impl AddAssign for ValueSums {
-    fn add_assign(&mut self, other: Self) {
-        self.loss += other.loss;
-        self.tokens += other.tokens;
-        self.clipped += other.clipped;
-    }
 }
 
 /// Loss = sum_t w_t 1/2 max((C_t - R_t)^2, (V_t - R_t)^2), C_t = O_t + clamp(V_t - O_t, -clip, clip), with V the
