@@ -8,9 +8,11 @@
 //! `seconds` are not measured.
 
 use super::background;
+use crate::device::cuda::gpu;
 use crate::device::cuda::work::Marks;
 use crate::device::null;
 use crate::sys::lock::lock;
+use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -79,27 +81,6 @@ pub(super) fn as_of(axis: &'static str, stream: &'static str) -> Entered {
     Entered { axis, op, bytes, since: Instant::now(), stream: Some(stream), id: u64::MAX }
 }
 
-/// Collectives over `axis` that one launch of a graph does together.
-pub(super) fn of_graph(axis: &'static str, op: &'static str, bytes: usize) -> Entered {
-    let entered = Entered { axis, op, bytes, since: Instant::now(), stream: None, id: u64::MAX };
-    if !null::is_active() {
-        lock(&LEDGER).last = Some(entered.clone());
-    }
-    entered
-}
-
-/// Books calls that a graph did, with their bytes.
-pub(super) fn launched(all: &BTreeMap<(&'static str, &'static str), (u64, u64)>) {
-    if null::is_active() {
-        return;
-    }
-    let mut ledger = lock(&LEDGER);
-    for (key, (calls, bytes)) in all {
-        let totals = ledger.totals.entry(*key).or_default();
-        (totals.calls, totals.bytes) = (totals.calls + calls, totals.bytes + bytes);
-    }
-}
-
 /// The collective that this rank's host has been in for the longest time.
 pub(super) fn oldest_of_host() -> Option<Entered> {
     lock(&LEDGER).under_way.first().cloned()
@@ -137,7 +118,7 @@ pub(super) fn note(op: &'static str, axis: &'static str, [size, stride]: [usize;
 
 /// Lives as long as one call of a collective.
 pub(super) struct Call {
-    entered: Entered,
+    pub(super) entered: Entered,
     /// Whether the call returns when the collective is launched, not when it is done.
     launches: bool,
 }
@@ -156,12 +137,6 @@ pub(super) fn launch(axis: &'static str, op: &'static str, bytes: usize) -> Call
     let mut call = enter(axis, op, bytes);
     call.launches = true;
     call
-}
-
-impl Call {
-    pub(super) fn entered(&self) -> Entered {
-        self.entered.clone()
-    }
 }
 
 impl Drop for Call {
@@ -222,4 +197,52 @@ pub(super) fn oldest_async() -> Option<Entered> {
     // Marks are looked at without the lock: a GPU that hangs may answer late.
     let all = lock(&IN_FLIGHT).clone();
     all.into_iter().find(|(_, marks)| !marks.is_done()).map(|(entered, _)| entered)
+}
+
+/// What a graph calls at each launch: (axis, operation) to the number of calls and their bytes. They are called when it is captured,
+/// and done when it is launched.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Calls(BTreeMap<(&'static str, &'static str), (u64, u64)>);
+
+thread_local! {
+    /// Those of the capture that this thread is at.
+    static CAPTURED: RefCell<Calls> = RefCell::default();
+}
+
+/// Notes a collective that is being captured.
+pub(super) fn note_captured(axis: &'static str, op: &'static str, bytes: usize) {
+    CAPTURED.with_borrow_mut(|captured| {
+        let (calls, sum) = captured.0.entry((axis, op)).or_default();
+        (*calls, *sum) = (*calls + 1, *sum + bytes as u64);
+    });
+}
+
+impl Calls {
+    /// The collectives that `work` captures.
+    pub fn of<T>(work: impl FnOnce() -> T) -> (T, Self) {
+        CAPTURED.take();
+        let value = work();
+        (value, CAPTURED.take())
+    }
+
+    /// Books them, behind the launch of the graph that holds them: it is under way until the GPU has done it, and the watchdog
+    /// knows of it. What a compute stream waits within a graph is not measured.
+    pub fn launched(&self) {
+        let Some(((axis, _), _)) = self.0.first_key_value() else { return };
+        let marks = gpu().mark_here();
+        if null::is_active() {
+            return;
+        }
+        let bytes: u64 = self.0.values().map(|(_, bytes)| bytes).sum();
+        let (op, bytes) = ("a graph of collectives", bytes as usize);
+        let entered = Entered { axis, op, bytes, since: Instant::now(), stream: None, id: u64::MAX };
+        let mut ledger = lock(&LEDGER);
+        ledger.last = Some(entered.clone());
+        for (key, (calls, bytes)) in &self.0 {
+            let totals = ledger.totals.entry(*key).or_default();
+            (totals.calls, totals.bytes) = (totals.calls + calls, totals.bytes + bytes);
+        }
+        drop(ledger);
+        begin_async(entered, Some(marks));
+    }
 }

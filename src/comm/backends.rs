@@ -53,9 +53,9 @@ type Opened = OnceCell<std::result::Result<Arc<Nccl>, String>>;
 /// The version of NCCL that joins the GPUs of an axis, or why none does: the same on all ranks of `all`.
 fn join(all: &Group, axis: &Axis, gpu: &str, opened: &Opened) -> std::result::Result<String, String> {
     let group = axis.group;
+    let set = |communicator| group.set_nccl(NcclGroup { stride: group.stride(), communicator, stream: axis.stream });
     if group.is_null() {
-        let communicator = Communicator::null(group.axis(), group.rank(), group.size());
-        group.set_nccl(NcclGroup::new(group.stride(), communicator, axis.stream));
+        set(Communicator::null(group.axis(), group.rank(), group.size()));
         return Ok("NCCL".to_string());
     }
     let alone = group.size() == 1;
@@ -64,9 +64,7 @@ fn join(all: &Group, axis: &Axis, gpu: &str, opened: &Opened) -> std::result::Re
     let nccl = able.expect("all ranks are able");
     let made = nccl.map(|nccl| join_group(&nccl, group).map_err(|error| error.message)).transpose();
     agreed(all, made.as_ref().err())?;
-    if let Some(communicator) = made.expect("all ranks have joined") {
-        group.set_nccl(NcclGroup::new(group.stride(), communicator, axis.stream));
-    }
+    made.expect("all ranks have joined").into_iter().for_each(set);
     let version = opened.get().and_then(|nccl| nccl.as_ref().ok()).map_or(String::new(), |nccl| nccl.version_name());
     Ok(format!("NCCL {}", first(all, if alone { "" } else { &version }).expect("a rank has joined others")))
 }

@@ -97,30 +97,39 @@ pub(super) struct Span {
     dtype: DType,
 }
 
-/// A call of the library.
+/// A call of the library, with values of this rank and those of all, which are the same in a call that has no others. `peer` is the
+/// other rank, or the root.
 #[derive(Clone, Copy, Debug)]
-enum Call {
-    Receive { to: Span, peer: usize },
-    Send { from: Span, peer: usize },
-    AllGather { mine: Span, all: Span },
-    ReduceScatter { all: Span, mine: Span },
-    Broadcast { x: Span, root: usize },
-    Reduce { x: Span, root: usize },
+struct Call {
+    op: Op,
+    mine: Span,
+    all: Span,
+    peer: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Op {
+    Receive,
+    Send,
+    AllGather,
+    ReduceScatter,
+    Broadcast,
+    Reduce,
 }
 
 impl fmt::Display for Call {
     /// `ncclRecv of 256 f32 values from rank 0 of the group`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (name, span, peer) = match self {
-            Self::Receive { to, peer } => ("ncclRecv", to, Some(("from", peer))),
-            Self::Send { from, peer } => ("ncclSend", from, Some(("to", peer))),
-            Self::AllGather { mine, .. } => ("ncclAllGather", mine, None),
-            Self::ReduceScatter { mine, .. } => ("ncclReduceScatter", mine, None),
-            Self::Broadcast { x, root } => ("ncclBroadcast", x, Some(("of", root))),
-            Self::Reduce { x, root } => ("ncclReduce", x, Some(("to", root))),
+        let (name, way) = match self.op {
+            Op::Receive => ("ncclRecv", "from"),
+            Op::Send => ("ncclSend", "to"),
+            Op::AllGather => ("ncclAllGather", ""),
+            Op::ReduceScatter => ("ncclReduceScatter", ""),
+            Op::Broadcast => ("ncclBroadcast", "of"),
+            Op::Reduce => ("ncclReduce", "to"),
         };
-        write!(f, "{name} of {} {} values", span.len, span.dtype.name())?;
-        peer.map_or(Ok(()), |(way, rank)| write!(f, " {way} rank {rank} of the group"))
+        write!(f, "{name} of {} {} values", self.mine.len, self.mine.dtype.name())?;
+        if way.is_empty() { Ok(()) } else { write!(f, " {way} rank {} of the group", self.peer) }
     }
 }
 
@@ -174,36 +183,28 @@ impl Communicator {
     /// Each (rank, values) of `sends` goes there, each of `receives` comes from there; empty ones are passed over.
     pub fn pass(&self, sends: &[(usize, Span)], receives: &[(usize, Span)]) {
         let full = |(_, span): &&(usize, Span)| span.len > 0;
-        let receives = receives.iter().filter(full).map(|&(peer, to)| Call::Receive { to, peer });
-        let sends = sends.iter().filter(full).map(|&(peer, from)| Call::Send { from, peer });
+        let call = |op: Op| move |&(peer, span): &(usize, Span)| Call { op, mine: span, all: span, peer };
+        let receives = receives.iter().filter(full).map(call(Op::Receive));
+        let sends = sends.iter().filter(full).map(call(Op::Send));
         self.launch(&receives.chain(sends).collect::<Vec<_>>());
     }
 
-    /// all = the ranks' `mine`, in rank order; they are equally long. `mine` may be this rank's part of `all`.
-    pub fn all_gather(&self, mine: Span, all: Span) {
-        assert_eq!((all.len, all.dtype), (mine.len * self.size, mine.dtype), "all_gather: {mine:?} into {all:?}");
-        self.launch(&[Call::AllGather { mine, all }]);
+    /// Of `Op::AllGather`, all = the ranks' `mine`, in rank order. Of `Op::ReduceScatter`, mine = this rank's part of the sum over ranks
+    /// of `all`. Parts are equally long; `mine` may be this rank's part of `all`.
+    pub fn share(&self, op: Op, mine: Span, all: Span) {
+        assert_eq!((all.len, all.dtype), (mine.len * self.size, mine.dtype), "{op:?}: {mine:?} of {all:?}");
+        self.launch(&[Call { op, mine, all, peer: 0 }]);
     }
 
-    /// mine = this rank's part of the sum over ranks of `all`; parts are equally long. `mine` may be that part of `all`.
-    pub fn reduce_scatter(&self, all: Span, mine: Span) {
-        assert_eq!((all.len, all.dtype), (mine.len * self.size, mine.dtype), "reduce_scatter: {all:?} into {mine:?}");
-        self.launch(&[Call::ReduceScatter { all, mine }]);
-    }
-
-    /// Part r of x becomes rank r's, on all ranks; parts are of any lengths.
-    pub fn broadcast_each(&self, x: Span, parts: &[Range<usize>]) {
-        self.of_each(x, parts, |x, root| Call::Broadcast { x, root });
-    }
-
-    /// Part r of x becomes the sum over ranks, on rank r; parts are of any lengths.
-    pub fn reduce_each(&self, x: Span, parts: &[Range<usize>]) {
-        self.of_each(x, parts, |x, root| Call::Reduce { x, root });
-    }
-
-    fn of_each(&self, x: Span, parts: &[Range<usize>], call: fn(Span, usize) -> Call) {
+    /// Part r of x becomes rank r's on all ranks (`Op::Broadcast`), or the sum over ranks on rank r (`Op::Reduce`); parts are of any
+    /// lengths.
+    pub fn each(&self, op: Op, x: Span, parts: &[Range<usize>]) {
         let full = parts.iter().enumerate().filter(|(_, part)| !part.is_empty());
-        self.launch(&full.map(|(root, part)| call(x.part(part.clone()), root)).collect::<Vec<_>>());
+        let call = |(peer, part): (usize, &Range<usize>)| {
+            let span = x.part(part.clone());
+            Call { op, mine: span, all: span, peer }
+        };
+        self.launch(&full.map(call).collect::<Vec<_>>());
     }
 }
 
@@ -225,25 +226,22 @@ impl Joined {
 
     fn call(&self, call: &Call, queue: *mut c_void) -> Status {
         let (f, comm, sum) = (&self.nccl.functions, self.comm.0, ncclRedOp_t::ncclSum);
-        let at = |span: &Span| span.address as *mut c_void;
+        let Call { op, mine: Span { address, len, dtype }, all, peer } = *call;
+        let (mine, all, peer) = (address as *mut c_void, all.address as *mut c_void, peer as c_int);
+        let kind = match dtype {
+            DType::Bf16 => ncclDataType_t::ncclBfloat16,
+            DType::F32 => ncclDataType_t::ncclFloat32,
+        };
         // SAFETY: spans hold as many values of their type. Their memory stays until the work is joined, or as long as the graph
         // that holds the call.
         unsafe {
-            match call {
-                Call::Receive { to, peer } => (f.receive)(at(to), to.len, data_type(to), *peer as c_int, comm, queue),
-                Call::Send { from, peer } => (f.send)(at(from), from.len, data_type(from), *peer as c_int, comm, queue),
-                Call::AllGather { mine, all } => {
-                    (f.all_gather)(at(mine), at(all), mine.len, data_type(mine), comm, queue)
-                }
-                Call::ReduceScatter { all, mine } => {
-                    (f.reduce_scatter)(at(all), at(mine), mine.len, data_type(mine), sum, comm, queue)
-                }
-                Call::Broadcast { x, root } => {
-                    (f.broadcast)(at(x), at(x), x.len, data_type(x), *root as c_int, comm, queue)
-                }
-                Call::Reduce { x, root } => {
-                    (f.reduce)(at(x), at(x), x.len, data_type(x), sum, *root as c_int, comm, queue)
-                }
+            match op {
+                Op::Receive => (f.receive)(mine, len, kind, peer, comm, queue),
+                Op::Send => (f.send)(mine, len, kind, peer, comm, queue),
+                Op::AllGather => (f.all_gather)(mine, all, len, kind, comm, queue),
+                Op::ReduceScatter => (f.reduce_scatter)(all, mine, len, kind, sum, comm, queue),
+                Op::Broadcast => (f.broadcast)(mine, mine, len, kind, peer, comm, queue),
+                Op::Reduce => (f.reduce)(mine, mine, len, kind, sum, peer, comm, queue),
             }
         }
     }
@@ -267,12 +265,5 @@ fn address(arg: Arg) -> u64 {
     match arg {
         Arg::Address(address) => address,
         other => unreachable!("a view is passed by its address, not as {other:?}"),
-    }
-}
-
-fn data_type(span: &Span) -> ncclDataType_t {
-    match span.dtype {
-        DType::Bf16 => ncclDataType_t::ncclBfloat16,
-        DType::F32 => ncclDataType_t::ncclFloat32,
     }
 }

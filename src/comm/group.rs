@@ -11,6 +11,7 @@ use super::raw::{COUNT_MAX, Comm, Element};
 use crate::device::cpu::copy;
 use crate::device::null;
 use crate::sys::lock::lock;
+use bytemuck::Pod;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
@@ -70,11 +71,8 @@ impl Group {
         Self(Arc::new(Inner { axis, rank, members, channel: None, nccl: Arc::default() }))
     }
 
-    pub(super) fn over(axis: &'static str, comm: Comm, members: Vec<Member>) -> Self {
-        Self::with_nccl(axis, comm, members, Arc::default())
-    }
-
-    fn with_nccl(axis: &'static str, comm: Comm, members: Vec<Member>, nccl: Arc<OnceLock<NcclGroup>>) -> Self {
+    /// Over `nccl`, where the GPUs of these ranks are joined already.
+    pub(super) fn over(axis: &'static str, comm: Comm, members: Vec<Member>, nccl: Arc<OnceLock<NcclGroup>>) -> Self {
         assert_eq!(members.len(), comm.size());
         let channel = (members.len() > 1).then(|| Mutex::new(Channel::over(comm)));
         Self(Arc::new(Inner { axis, rank: comm.rank(), members, channel, nccl }))
@@ -95,13 +93,13 @@ impl Group {
         let mut ranks = vec![0u64; comm.size()];
         comm.all_gather(&[self.0.rank as u64], &mut ranks);
         let members = ranks.iter().map(|&r| self.0.members[r as usize].clone()).collect();
-        Self::over(axis, comm, members)
+        Self::over(axis, comm, members, Arc::default())
     }
 
     /// The same ranks with a channel of its own, for another thread. All ranks of `self` call this.
     pub(super) fn duplicate(&self) -> Self {
         let Some(channel) = self.channel() else { return self.clone() };
-        Self::with_nccl(self.0.axis, channel.comm.duplicate(), self.0.members.clone(), self.0.nccl.clone())
+        Self::over(self.0.axis, channel.comm.duplicate(), self.0.members.clone(), self.0.nccl.clone())
     }
 
     /// Whether its collectives are only counted.
@@ -141,19 +139,15 @@ impl Group {
         self.0.members.iter().map(|member| member.world_rank)
     }
 
-    /// `ranks 4..8 (node1)`, `ranks 0, 2, 4 (node1, node2 and 6 more)`: its ranks in the world, and their hosts.
+    /// `ranks 4 to 7 (node1)`, `ranks 0, 2, 4 (node1, node2 and 6 more)`: its ranks in the world, and their hosts.
     pub fn describe_ranks(&self) -> String {
         let ranks: Vec<usize> = self.world_ranks().collect();
-        let (first, last) = (ranks[0], ranks[ranks.len() - 1]);
-        let is_run = ranks.windows(2).all(|pair| pair[1] == pair[0] + 1);
-        let names: Vec<String> = ranks.iter().map(usize::to_string).collect();
-        let ranks = if is_run { format!("{first}..{}", last + 1) } else { names.join(", ") };
         let mut hosts: Vec<&str> = self.0.members.iter().map(|member| &*member.host).collect();
         hosts.dedup();
         let more = hosts.len().saturating_sub(HOSTS_NAMED);
         hosts.truncate(HOSTS_NAMED);
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        format!("ranks {ranks} ({}{more})", hosts.join(", "))
+        format!("{} ({}{more})", list_ranks(&ranks), hosts.join(", "))
     }
 
     pub fn axis(&self) -> &'static str {
@@ -282,11 +276,9 @@ impl Group {
     }
 
     /// Everyone's numbers, in rank order; lengths may differ.
-    pub fn all_gather_f64(&self, mine: &[f64]) -> Vec<Vec<f64>> {
-        self.all_gather_bytes(bytemuck::cast_slice(mine))
-            .iter()
-            .map(|bytes| bytes.chunks_exact(8).map(|b| f64::from_ne_bytes(b.try_into().expect("8 bytes"))).collect())
-            .collect()
+    pub fn all_gather_numbers<T: Pod>(&self, mine: &[T]) -> Vec<Vec<T>> {
+        let numbers = |bytes: &Vec<u8>| bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect();
+        self.all_gather_bytes(bytemuck::cast_slice(mine)).iter().map(numbers).collect()
     }
 
     /// Everyone's bytes, in rank order; lengths may differ and may pass 2 GiB.
@@ -297,14 +289,11 @@ impl Group {
         let mut lengths = vec![0u64; self.size()];
         channel.comm.all_gather(&[mine.len() as u64], &mut lengths);
         let mut end = 0;
-        let ranges: Vec<Range<usize>> = lengths
-            .iter()
-            .map(|&n| {
-                let start = end;
-                end += n as usize;
-                start..end
-            })
-            .collect();
+        let range = |n: &u64| {
+            end += *n as usize;
+            end - *n as usize..end
+        };
+        let ranges: Vec<Range<usize>> = lengths.iter().map(range).collect();
         let mut all = vec![0u8; end];
         all[ranges[self.0.rank].clone()].copy_from_slice(mine);
         channel.gather(&mut all, &ranges, self.0.rank);
@@ -365,5 +354,14 @@ impl Group {
         assert_eq!(ranges.len(), self.size(), "one range a rank of axis {}", self.0.axis);
         assert!(ranges.iter().all(|r| r.start <= r.end && r.end <= len), "ranges {ranges:?} within 0..{len}");
         assert!(ranges.windows(2).all(|w| w[0].end <= w[1].start), "ranges {ranges:?} ascend without overlap");
+    }
+}
+
+/// `rank 3`, `ranks 0 to 7`, `ranks 0, 8, 16`: of ranks that ascend.
+pub fn list_ranks(ranks: &[usize]) -> String {
+    match ranks {
+        [one] => format!("rank {one}"),
+        [first, .., last] if last - first == ranks.len() - 1 => format!("ranks {first} to {last}"),
+        _ => format!("ranks {}", ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")),
     }
 }

@@ -2,11 +2,9 @@
 //! (`nccl_collectives`); else they are staged through the host. Ordered sums have the same bits either way.
 
 use super::group::Group;
-use super::raw::Element;
 use crate::config::optim::GradientOrder;
 use crate::device::cuda::{View, ViewMut};
 use crate::tensor::{DType, Flat, Slice, SliceMut, Tensor};
-use bytemuck::Pod;
 use std::ops::Range;
 
 impl Group {
@@ -97,29 +95,25 @@ impl Group {
                     "one range a rank of axis {}",
                     self.axis()
                 );
-                match (self.nccl(), send.dtype()) {
-                    (Some(nccl), _) => nccl.all_to_all(send, to, &mut receive, from),
-                    (None, DType::F32) => self.through_the_host::<f32>(send, to, &mut receive, from),
-                    (None, DType::Bf16) => self.through_the_host::<u16>(send, to, &mut receive, from),
+                match self.nccl() {
+                    Some(nccl) => nccl.all_to_all(send, to, &mut receive, from),
+                    None => self.through_the_host(send, to, &mut receive, from),
                 }
             }
             (send, receive) => panic!("{send:?} into {receive:?}"),
         }
     }
 
-    fn through_the_host<T: Element + Pod>(
-        &self,
-        send: View,
-        to: &[Range<usize>],
-        receive: &mut ViewMut,
-        from: &[Range<usize>],
-    ) {
+    fn through_the_host(&self, send: View, to: &[Range<usize>], receive: &mut ViewMut, from: &[Range<usize>]) {
+        let bytes = send.dtype().bytes();
+        let in_bytes = |ranges: &[Range<usize>]| ranges.iter().map(|r| r.start * bytes..r.end * bytes).collect();
+        let (from_bytes, to_bytes): (Vec<_>, Vec<_>) = (in_bytes(from), in_bytes(to));
         let end = |ranges: &[Range<usize>]| ranges.iter().map(|range| range.end).max().unwrap_or(0);
-        let [mut values, mut received] = [end(to), end(from)].map(|len| vec![T::zeroed(); len]);
-        send.part(0..values.len()).read_bits(&mut values);
-        self.all_to_all(&values, to, &mut received, from);
-        for range in from.iter().filter(|range| !range.is_empty()) {
-            receive.reborrow().part(range.clone()).write_bits(&received[range.clone()]);
+        let [mut values, mut received] = [&to_bytes, &from_bytes].map(|ranges| vec![0u8; end(ranges)]);
+        send.part(0..end(to)).read_bits(&mut values);
+        self.all_to_all(&values, &to_bytes, &mut received, &from_bytes);
+        for (range, bytes) in from.iter().zip(from_bytes).filter(|(range, _)| !range.is_empty()) {
+            receive.reborrow().part(range.clone()).write_bits(&received[bytes]);
         }
     }
 

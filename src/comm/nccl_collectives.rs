@@ -1,9 +1,8 @@
 //! Collectives of values on GPUs that have joined NCCL: what `host_staged` does through the host. Ordered sums have the same bits.
 
-use super::accounting::{begin_async, launch, note};
-use super::captured_operations;
+use super::accounting::{begin_async, launch, note, note_captured};
 use super::channel::chunk;
-use super::communicator::{Communicator, Span};
+use super::communicator::{Communicator, Op, Span};
 use crate::device::cuda::rank_sum::{self, Parts};
 use crate::device::cuda::{Memory, Stream, View, ViewMut, gpu};
 use crate::device::null;
@@ -19,24 +18,20 @@ const SHARE_ALIGN: usize = 8;
 /// The NCCL communicator of a group, and the stream of its collectives.
 pub(super) struct NcclGroup {
     /// From one of its ranks to the next.
-    stride: usize,
-    communicator: Communicator,
-    stream: Stream,
+    pub stride: usize,
+    pub communicator: Communicator,
+    /// Of collectives that no job of a stream calls.
+    pub stream: Stream,
 }
 
 impl NcclGroup {
-    /// `stream` is for collectives that no job of a stream calls.
-    pub fn new(stride: usize, communicator: Communicator, stream: Stream) -> Self {
-        Self { stride, communicator, stream }
-    }
-
     /// Launches a collective: in a job on the job's stream; else on this group's own, and the compute stream waits for it.
     fn run(&self, op: &'static str, bytes: usize, body: impl FnOnce(&Communicator)) {
         if null::is_active() {
             note(op, self.communicator.axis, [self.communicator.size, self.stride], bytes);
         }
         if gpu().is_capturing() {
-            captured_operations::note(self.communicator.axis, op, bytes);
+            note_captured(self.communicator.axis, op, bytes);
             return gpu().beside(self.stream, || body(&self.communicator)).1.join();
         }
         // On a null device it is no part of what this process did.
@@ -46,7 +41,7 @@ impl NcclGroup {
         }
         let ((), work) = gpu().beside(self.stream, || body(&self.communicator));
         if let Some(call) = call {
-            begin_async(call.entered(), work.marks());
+            begin_async(call.entered.clone(), work.marks());
         }
         work.join();
     }
@@ -71,8 +66,8 @@ impl NcclGroup {
         self.run("sum_scattered", x.len() * x.dtype().bytes(), |ranks| {
             let all = Span::of_mut(x);
             match equal(ranges) {
-                Some(whole) => ranks.reduce_scatter(all.part(whole), all.part(ranges[ranks.rank].clone())),
-                None => ranks.reduce_each(all, ranges),
+                Some(whole) => ranks.share(Op::ReduceScatter, all.part(ranges[ranks.rank].clone()), all.part(whole)),
+                None => ranks.each(Op::Reduce, all, ranges),
             }
         });
     }
@@ -129,8 +124,8 @@ fn equal(ranges: &[Range<usize>]) -> Option<Range<usize>> {
 fn gather(ranks: &Communicator, x: &mut ViewMut, ranges: &[Range<usize>]) {
     let all = Span::of_mut(x);
     match equal(ranges) {
-        Some(whole) => ranks.all_gather(all.part(ranges[ranks.rank].clone()), all.part(whole)),
-        None => ranks.broadcast_each(all, ranges),
+        Some(whole) => ranks.share(Op::AllGather, all.part(ranges[ranks.rank].clone()), all.part(whole)),
+        None => ranks.each(Op::Broadcast, all, ranges),
     }
 }
 
@@ -141,7 +136,7 @@ fn sum_whole(ranks: &Communicator, x: &mut ViewMut) {
         return;
     }
     let mut all = Memory::scratch(ranks.size * len * dtype.bytes());
-    ranks.all_gather(Span::of_mut(x), Span::of_mut(&mut all.view_mut(dtype)));
+    ranks.share(Op::AllGather, Span::of_mut(x), Span::of_mut(&mut all.view_mut(dtype)));
     let parts = Parts { values: all.view(dtype), stride: len, rank: ranks.rank, ranks: ranks.size };
     rank_sum::in_order(parts, x.reborrow());
 }

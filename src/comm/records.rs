@@ -27,10 +27,3 @@ pub fn of_first<T: Serialize + DeserializeOwned>(group: &Group, make: impl FnOnc
     group.broadcast_bytes(0, &mut bytes);
     decode(&bytes).expect("a peer of the same build wrote it")
 }
-
-/// The values of all ranks, in rank order, on every rank.
-pub fn gather_f32(group: &Group, mine: &[f32]) -> Vec<Vec<f32>> {
-    let all = group.all_gather_bytes(bytemuck::cast_slice(mine));
-    let float = |b: &[u8]| f32::from_ne_bytes(b.try_into().expect("4 bytes"));
-    all.iter().map(|bytes| bytes.chunks_exact(4).map(float).collect()).collect()
-}

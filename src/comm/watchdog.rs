@@ -9,7 +9,6 @@ use super::accounting::{Entered, last_entered, oldest_async, oldest_of_host};
 use super::communicator;
 use super::ending;
 use super::phase;
-use super::probe::Probe;
 use super::raw::{Comm, NOTE_BYTES};
 use super::records;
 use super::world::World;
@@ -21,6 +20,7 @@ use std::cell::RefCell;
 use std::fmt::Write as _;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -45,7 +45,8 @@ struct Watchdog {
     /// None where this rank is alone.
     channel: Option<Comm>,
     limit: Duration,
-    gpu: RefCell<Probe<OnGpu>>,
+    /// The question to the driver that it has not answered yet.
+    asked: RefCell<Option<Receiver<OnGpu>>>,
 }
 
 /// What only the GPU's driver and NCCL can tell.
@@ -59,9 +60,8 @@ struct OnGpu {
 
 /// Watches the collectives of a world, and this rank's GPU. All ranks call this.
 pub(super) fn start(world: &World, limit: Duration) {
-    let of_gpu = || OnGpu { fault: communicator::fault(), oldest: oldest_async() };
-    let gpu = RefCell::new(Probe::new(of_gpu, PATIENCE));
-    let watchdog = Watchdog { world: world.clone(), channel: world.note_channel(), limit, gpu };
+    let channel = (world.size > 1).then(Comm::world);
+    let watchdog = Watchdog { world: world.clone(), channel, limit, asked: RefCell::default() };
     let thread = std::thread::Builder::new()
         .name("watchdog".to_string())
         .spawn(move || watchdog.run())
@@ -106,9 +106,23 @@ impl Watchdog {
         }
     }
 
-    /// None where the driver does not answer.
+    /// None where the driver does not answer: then it is waited for once, and asked again when its late answer, which is dropped,
+    /// has come.
     fn on_gpu(&self) -> Option<OnGpu> {
-        if is_started() { self.gpu.borrow_mut().ask() } else { Some(OnGpu::default()) }
+        if !is_started() {
+            return Some(OnGpu::default());
+        }
+        let mut asked = self.asked.borrow_mut();
+        if let Some(late) = &*asked {
+            late.try_recv().ok()?;
+        }
+        let (answer, answers) = channel();
+        // A thread of its own, never joined: a driver that hangs may never answer.
+        let ask = move || answer.send(OnGpu { fault: communicator::fault(), oldest: oldest_async() });
+        std::thread::Builder::new().name("probe".to_string()).spawn(ask).ok()?;
+        let answer = answers.recv_timeout(PATIENCE).ok();
+        *asked = answer.is_none().then_some(answers);
+        answer
     }
 
     /// Asks all ranks, waits for their answers, and ends the job.

@@ -10,14 +10,10 @@ use crate::sys::affinity::{self, Plan};
 use crate::sys::{environment, host};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
-/// MPI may be started once in a process, and not again after it ended.
-static STATE: AtomicU8 = AtomicU8::new(NOT_STARTED);
-const NOT_STARTED: u8 = 0;
-const ALONE: u8 = 1;
-const RUNNING: u8 = 2;
-const ENDED: u8 = 3;
+/// Whether MPI was started and has not ended. It may be started once in a process, and not again after it ended.
+static RUNNING: AtomicBool = AtomicBool::new(false);
 
 /// This rank's place among all ranks.
 #[derive(Clone, Debug)]
@@ -39,11 +35,8 @@ impl World {
     /// `Usage` if the launcher started another number of ranks than MPI sees (the binary was built against another
     /// MPI than the launcher's), or if MPI allows only one thread.
     pub fn start() -> Result<Self> {
-        let launched = environment::launched_ranks();
-        let state = if launched.is_some() { RUNNING } else { ALONE };
-        let before = STATE.swap(state, Ordering::SeqCst);
-        assert_eq!(before, NOT_STARTED, "World::start was called twice");
-        let Some(expected) = launched else { return Ok(Self::alone()) };
+        let Some(expected) = environment::launched_ranks() else { return Ok(Self::null(0, 1)) };
+        assert!(!RUNNING.swap(true, Ordering::SeqCst), "World::start was called twice");
         if !raw::init() {
             return Err(Error::fault("this MPI was built without MPI_THREAD_MULTIPLE")
                 .hint("use an MPI built with thread support (Open MPI has it by default)"));
@@ -58,17 +51,13 @@ impl World {
         let mine = Member { world_rank: rank, host: host::name() };
         let lonely = (0..size).map(|world_rank| Member { world_rank, ..mine.clone() }).collect();
         let hosts: Vec<String> =
-            records::gather(&Group::over("world", comm, lonely), std::slice::from_ref(&mine.host))?;
+            records::gather(&Group::over("world", comm, lonely, Arc::default()), std::slice::from_ref(&mine.host))?;
         let members = hosts.iter().enumerate().map(|(world_rank, host)| Member { world_rank, host: host.clone() });
-        let group = Group::over("world", comm, members.collect());
+        let group = Group::over("world", comm, members.collect(), Arc::default());
         let on_this_host = |ranks: &[String]| ranks.iter().filter(|h| **h == mine.host).count();
         let local_rank = environment::local_rank().unwrap_or_else(|| on_this_host(&hosts[..rank]));
         let local_size = environment::local_ranks().unwrap_or_else(|| on_this_host(&hosts));
         Ok(Self { rank, size, local_rank, local_size, hosts, group })
-    }
-
-    fn alone() -> Self {
-        Self { group: Group::one(), ..Self::null(0, 1) }
     }
 
     /// A rank of as many, each on a host of its own, that are not there: for a plan. MPI is not started, and collectives
@@ -76,11 +65,6 @@ impl World {
     pub fn null(rank: usize, size: usize) -> Self {
         let group = Group::null("world", rank, size);
         Self { rank, size, local_rank: 0, local_size: 1, hosts: vec![host::name(); size], group }
-    }
-
-    /// A communicator of all ranks for the watchdog's own notes; none in a world of one. All ranks call this.
-    pub(super) fn note_channel(&self) -> Option<Comm> {
-        (self.size > 1).then(Comm::world)
     }
 
     /// All ranks.
@@ -164,14 +148,6 @@ impl Axes {
         Self::of(&Group::one(), &Mesh::data_only(1))
     }
 
-    /// Those of `rank` in a mesh whose other ranks are not there (`Group::null`).
-    ///
-    /// # Panics
-    /// If the mesh has no such rank.
-    pub fn null(mesh: &Mesh, rank: usize) -> Self {
-        Self::of(&Group::null("all", rank, mesh.ranks()), mesh)
-    }
-
     /// The axes of a mesh of all ranks of `all`, who all call this.
     ///
     /// # Panics
@@ -202,14 +178,14 @@ impl Axes {
 
 /// Ends every rank of the job with this exit code, where MPI is running; else returns.
 pub(super) fn abort(code: i32) {
-    if STATE.load(Ordering::SeqCst) == RUNNING {
+    if RUNNING.load(Ordering::SeqCst) {
         raw::abort(code);
     }
 }
 
 /// Ends MPI, if it was started and has not ended.
 pub(super) fn finalize() {
-    if STATE.swap(ENDED, Ordering::SeqCst) == RUNNING {
+    if RUNNING.swap(false, Ordering::SeqCst) {
         raw::finalize();
     }
 }
@@ -227,7 +203,7 @@ mod tests {
             (Mesh { data: 2, pipeline: 1, sequence: 2, tensor: 1 }, 2, (2, 4), (0, 1)),
             (Mesh { data: 1024, pipeline: 1, sequence: 1, tensor: 8 }, 8, (1, 1024), (0, 8)),
         ] {
-            let axes = Axes::null(&mesh, rank);
+            let axes = Axes::of(&Group::null("all", rank, mesh.ranks()), &mesh);
             let place = |group: &Group| (group.rank(), group.size());
             assert_eq!(
                 [place(&axes.zero), place(&axes.tensor), place(&axes.all)],

@@ -4,6 +4,7 @@ use super::layout::Expected;
 use super::ranks::Ranks;
 use super::self_test::SelfTest;
 use crate::comm::backends::{self, Axis};
+use crate::comm::group::list_ranks;
 use crate::comm::self_test;
 use crate::comm::{Group, World, gpus, phase, records};
 use crate::config::Config;
@@ -279,15 +280,6 @@ pub fn alike<T: PartialEq>(of_ranks: &[T]) -> Vec<(&T, Vec<usize>)> {
         }
     }
     all
-}
-
-/// `rank 3`, `ranks 0 to 7`, `ranks 0, 8, 16`.
-fn list_ranks(ranks: &[usize]) -> String {
-    match ranks {
-        [one] => format!("rank {one}"),
-        [first, .., last] if last - first == ranks.len() - 1 => format!("ranks {first} to {last}"),
-        _ => format!("ranks {}", ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")),
-    }
 }
 
 #[cfg(test)]

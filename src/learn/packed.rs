@@ -1,6 +1,6 @@
 //! Packed rows: sequences one behind the other in one row of tokens, without padding; and the parts of the sequence axis' ranks.
 
-use crate::comm::{Group, records};
+use crate::comm::Group;
 use crate::device::null;
 use crate::model::Keys;
 use crate::ops::zigzag;
@@ -104,7 +104,7 @@ impl PackedRow {
             // A null device has no peers, so there are no values to gather.
             return joined;
         }
-        for (rank, values) in records::gather_f32(sequence, mine).iter().enumerate() {
+        for (rank, values) in sequence.all_gather_numbers(mine).iter().enumerate() {
             let places = self.part(rank, sequence.size()).row_indices;
             assert_eq!(places.len(), values.len(), "a value for each predicted token of rank {rank}");
             places.into_iter().zip(values).for_each(|(place, value)| joined[place] = *value);

@@ -3,7 +3,7 @@
 //! Every rank of the mesh holds all samples and takes the micro-batches that the plan over all data ranks gives it,
 //! whoever sampled them; all ranks get all results.
 
-use crate::comm::{Axes, records};
+use crate::comm::Axes;
 use crate::data::balance::{self, Cost};
 use crate::device::null;
 use crate::experience::Experience;
@@ -79,7 +79,7 @@ fn over_plan(
     role.weights.release();
     role.weights.buffers().for_each(Buffer::evict);
     let mut found: Vec<Vec<f32>> = samples.iter().map(|s| vec![0.0; s.response.tokens.len() + last]).collect();
-    let gathered = records::gather_f32(&axes.zero, &mine);
+    let gathered = axes.zero.all_gather_numbers(&mine);
     if null::is_active() {
         // No rank is there but this one.
         return found;

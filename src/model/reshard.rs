@@ -72,9 +72,9 @@ impl Reshard {
         };
         let size = axes.tensor.size();
         let from = (0..size).map(|rank| part(TensorPart { rank, size })).collect();
-        let peers = axes.tensor.all_gather_f64(&[to.rank as f64]).concat();
+        let peers = axes.tensor.all_gather_numbers(&[to.rank as f64]).concat();
         let of = |ranks: Vec<f64>| ranks.iter().map(|rank| part(TensorPart { rank: *rank as usize, ..to })).collect();
-        let all = axes.zero.all_gather_f64(&peers).into_iter().map(of).collect();
+        let all = axes.zero.all_gather_numbers(&peers).into_iter().map(of).collect();
         let stream = |group| Stream::new("reshard", &[group]);
         let (zero, tensor) = (stream(&axes.zero), stream(&axes.tensor));
         Self { zero, tensor, zero_rank: axes.zero.rank(), from, rank: axes.tensor.rank(), to: part(to), all }

@@ -177,7 +177,7 @@ impl Zero {
         if partition.ranks() == 1 || null::is_active() {
             return mine.iter().sum();
         }
-        let all = zero.all_gather_f64(&mine);
+        let all = zero.all_gather_numbers(&mine);
         let mut left: Vec<&[f64]> = all.iter().map(Vec::as_slice).collect();
         let mut sum = 0.0;
         for u in 0..partition.units() {

@@ -30,7 +30,7 @@ pub fn phases(ranks: &Ranks, here: &Phases) -> Phases {
         let row = Phase::ALL.map(|phase| here.spent(phase).as_secs_f64());
         // The first rank of every placement tells.
         let mine = if ranks.axes.all.rank() == 0 { &row[..] } else { &[] };
-        for row in ranks.all.all_gather_f64(mine) {
+        for row in ranks.all.all_gather_numbers(mine) {
             for (phase, seconds) in Phase::ALL.into_iter().zip(row) {
                 let missing = Duration::from_secs_f64(seconds).saturating_sub(longest.spent(phase));
                 if !missing.is_zero() {

@@ -39,7 +39,7 @@ impl Timers {
     pub fn values(&self, ranks: &Ranks) -> Vec<(&'static str, f64)> {
         let exposed = comm::exposed_seconds() - self.exposed_before;
         let idle = (exposed_to_placements() - self.apart_before) / self.start.elapsed().as_secs_f64();
-        let all = ranks.all.all_gather_f64(&[exposed, self.computed, idle]);
+        let all = ranks.all.all_gather_numbers(&[exposed, self.computed, idle]);
         let mut values = vec![(keys::TIME_COMM_EXPOSED_S, all.iter().map(|rank| rank[0]).fold(0.0, f64::max))];
         let mut slowest: f64 = 0.0;
         for placement in &ranks.placements {

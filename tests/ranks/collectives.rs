@@ -124,7 +124,7 @@ fn gather_any(world: &World) {
     let all = world.group().all_gather_bytes(&of(world.rank));
     assert!(all == (0..world.size).map(of).collect::<Vec<_>>());
     let of = |rank: usize| vec![rank as f64 + 0.25; 3 - rank % 3];
-    assert_eq!(world.group().all_gather_f64(&of(world.rank)), (0..world.size).map(of).collect::<Vec<_>>());
+    assert_eq!(world.group().all_gather_numbers(&of(world.rank)), (0..world.size).map(of).collect::<Vec<_>>());
 }
 
 fn broadcast(world: &World) {

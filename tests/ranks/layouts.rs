@@ -110,7 +110,7 @@ pub fn whole(learner: &Learner, what: &str, axes: &Axes) -> Vec<(String, Vec<f32
         sent.extend([start as f64, values.len() as f64]);
         sent.extend(values.iter().map(|&x| f64::from(x)));
     }
-    for ranges in axes.zero.all_gather_f64(&sent) {
+    for ranges in axes.zero.all_gather_numbers(&sent) {
         let mut rest = &ranges[..];
         while let [start, len, after @ ..] = rest {
             let (values, others) = after.split_at(*len as usize);
@@ -125,7 +125,7 @@ pub fn whole(learner: &Learner, what: &str, axes: &Axes) -> Vec<(String, Vec<f32
     let table = |rank| ParamTable::part(role.arch(), head, TensorPart { rank, size });
     let tables: Vec<ParamTable> = (0..size).map(table).collect();
     let parts: Vec<Vec<f32>> =
-        axes.tensor.all_gather_f64(&mine).iter().map(|part| part.iter().map(|&x| x as f32).collect()).collect();
+        axes.tensor.all_gather_numbers(&mine).iter().map(|part| part.iter().map(|&x| x as f32).collect()).collect();
     let join = |(i, spec): (usize, &ParamSpec)| {
         let specs = tables.iter().map(|table| &table.specs()[i]);
         let pieces: Vec<(&ParamSpec, &[f32])> =

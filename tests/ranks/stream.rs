@@ -92,7 +92,7 @@ fn exposed(world: &World) {
     let stream = Stream::new("hidden", &[&group]);
     let of = |op| accounting().get(&("exposure", op)).copied().unwrap_or_default();
     // A job on the stream, done long before it is waited for: the calls are counted, nothing is exposed.
-    let mut pending = stream.submit(|groups| groups[0].all_gather_f64(&[1.0]));
+    let mut pending = stream.submit(|groups| groups[0].all_gather_numbers(&[1.0]));
     while !pending.is_ready() {
         std::thread::yield_now();
     }
@@ -181,7 +181,7 @@ fn all_to_all(world: &World) {
 }
 
 fn members(group: &Group, world: &World) -> Vec<usize> {
-    group.all_gather_f64(&[world.rank as f64]).iter().map(|r| r[0] as usize).collect()
+    group.all_gather_numbers(&[world.rank as f64]).iter().map(|r| r[0] as usize).collect()
 }
 
 fn parts(world: &World) {
@@ -193,7 +193,7 @@ fn parts(world: &World) {
     let axes: Axes = of_first.or(of_last).expect("one of the two");
     assert_eq!(members(&axes.all, world), if world.rank < cut { (0..cut).collect() } else { vec![cut] });
     assert_eq!(members(&axes.data, world), members(&axes.all, world));
-    let job = axes.zero_stream.submit(|groups| groups[0].all_gather_f64(&[1.0]).len());
+    let job = axes.zero_stream.submit(|groups| groups[0].all_gather_numbers(&[1.0]).len());
     assert_eq!(job.wait(), axes.all.size());
     let whole = world.axes_of(0..world.size, &Mesh::data_only(world.size)).expect("all ranks");
     assert_eq!(whole.expect("everyone").data.size(), world.size);

@@ -130,7 +130,7 @@ fn unequal(world: &World) {
     // The last rank has room for few pages: fewer sequences run at a time, on all ranks.
     let outcome = with_pages(if world.rank == world.size - 1 { 5 } else { 60 });
     assert!(outcome.forwards > ample.forwards, "{} forwards against {}", outcome.forwards, ample.forwards);
-    let forwards = world.group().all_gather_f64(&[outcome.forwards as f64, outcome.tokens_fed as f64]);
+    let forwards = world.group().all_gather_numbers(&[outcome.forwards as f64, outcome.tokens_fed as f64]);
     assert!(forwards.iter().all(|f| *f == forwards[0]));
     same(name, &outcome.complete().expect("all"), &responses(&whole, &config(1.0)));
 }
