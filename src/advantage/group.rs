@@ -9,11 +9,7 @@ use crate::experience::Experience;
 /// - `rloo`: R_i - mean of the others (arXiv:2402.14740)
 /// - `grpo`: (R_i - m) / (s + 1e-9) (arXiv:2402.03300)
 /// - `dr-grpo`, `reinforce++-baseline`: R_i - m (arXiv:2503.20783, arXiv:2501.03262)
-/// - `gae`, `reinforce++`: R_i
-pub fn shape_group(estimator: Estimator, scores: &mut [f64]) {
-    if !estimator.is_grouped() {
-        return;
-    }
+fn shape_group(estimator: Estimator, scores: &mut [f64]) {
     assert!(scores.len() > 1, "a group of one has no baseline");
     let n = scores.len() as f64;
     let sum: f64 = scores.iter().sum();

@@ -40,8 +40,10 @@ impl Channel {
                 let send = (!out.is_empty()).then(|| comm.send(to, TAG, &x[out]));
                 (receive, send)
             };
-            if let Some((requests, range)) = outstanding.replace((requests, into)) {
-                finish(requests, &mut x[range], odd);
+            if let Some(((receive, send), range)) = outstanding.replace((requests, into)) {
+                receive.into_iter().for_each(Request::wait);
+                add(&mut x[range], odd);
+                send.into_iter().for_each(Request::wait);
             }
             std::mem::swap(&mut even, &mut odd);
         }
@@ -210,18 +212,6 @@ pub(super) fn chunk(range: &Range<usize>, i: usize, len: usize) -> Range<usize> 
 /// to += from, as far as both go.
 fn add(to: &mut [f32], from: &[f32]) {
     to.iter_mut().zip(from).for_each(|(a, b)| *a += b);
-}
-
-type Pair = (Option<Request>, Option<Request>);
-
-fn finish((receive, send): Pair, into: &mut [f32], received: &[f32]) {
-    if let Some(request) = receive {
-        request.wait();
-        add(into, received);
-    }
-    if let Some(request) = send {
-        request.wait();
-    }
 }
 
 /// x, rank `rank`'s values, becomes the sum in rank order with the others', which stand at multiples of `piece`.

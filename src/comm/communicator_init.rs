@@ -12,7 +12,7 @@ use super::records;
 use crate::device::cuda::gpu;
 use crate::error::{Error, Result};
 use cudarc::nccl::sys::{ncclComm_t, ncclUniqueId};
-use std::ffi::{c_char, c_int};
+use std::ffi::c_int;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, TryRecvError, channel};
@@ -41,11 +41,9 @@ pub(super) fn join_group(nccl: &Arc<Nccl>, group: &Group) -> Result<Communicator
         _ => Ok(()),
     };
     group.agree(made.map_err(fault))?;
-    let mut bytes: Vec<u8> = id.internal.iter().map(|byte| *byte as u8).collect();
+    let mut bytes = bytemuck::cast_slice(&id.internal).to_vec();
     group.broadcast_bytes(0, &mut bytes);
-    for (to, from) in id.internal.iter_mut().zip(&bytes) {
-        *to = *from as c_char;
-    }
+    id.internal.copy_from_slice(bytemuck::cast_slice(&bytes));
     let own = joined_by_all(nccl, group, id).map_err(fault);
     group.agree(own.map(|comm| Communicator::of(nccl, comm, axis, rank, size)))
 }

@@ -10,7 +10,6 @@ use super::phase;
 use super::world::{self, World};
 use crate::error::Error;
 use crate::sys::{environment, stderr};
-use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -145,8 +144,6 @@ pub(super) fn log(text: &str) {
     let _ = std::fs::create_dir_all(logs);
     let path = logs.join(format!("rank-{}.log", world.rank));
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let mut line = String::new();
-    let _ = writeln!(line, "[{seconds}] {}", text.trim_end());
-    let written = File::options().append(true).create(true).open(path).and_then(|mut f| f.write_all(line.as_bytes()));
-    drop(written);
+    let line = format!("[{seconds}] {}\n", text.trim_end());
+    let _ = File::options().append(true).create(true).open(path).and_then(|mut f| f.write_all(line.as_bytes()));
 }

@@ -106,11 +106,7 @@ fn found(all: &Group) -> Result<String> {
     let hint =
         "cuBLASLt comes with CUDA, and with PyTorch (RLHF_CUBLASLT_LIB names its file); or set job.gemm = \"exact\"";
     let none = |why: String| Error::usage(format!("there is no cuBLASLt for this GPU: {why}")).hint(hint);
-    let found = fast::open();
-    let of_ranks = all.all_gather_bytes(found.as_ref().err().map_or(&[][..], |why| why.as_bytes()));
-    let missing = of_ranks.iter().enumerate().find(|(_, why)| !why.is_empty());
-    let missing = missing.map(|(rank, why)| format!("rank {rank}: {}", String::from_utf8_lossy(why)));
-    found.and_then(|library| missing.map_or(Ok(library), Err)).map_err(none)
+    all.agree(fast::open().map_err(none))
 }
 
 /// Times GEMMs of a micro-batch on the slowest rank: with the actor's MLP and head, as the first placement shards them.

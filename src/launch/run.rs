@@ -134,15 +134,14 @@ impl Run {
     pub fn role(&self, name: &'static str, dir: &Path, arch: &Arch, head: Head, values: Values) -> Result<Role> {
         let (device, axes, stage) = (self.device, &self.ranks.axes, self.ranks.layout().zero);
         let (dtype, seed) = (self.config.model.dtype(), self.config.job.seed);
-        let role = gpu::check_arch(device, arch, axes.tensor.size());
-        let role = role.map_err(|e| e.within(format!("model.{name}"))).and_then(|()| {
+        let role = gpu::check_arch(device, arch, axes.tensor.size()).and_then(|()| {
             if values == Values::OfTheDirectory && !null::is_active() {
                 return Role::load(device, name, dir, head, dtype, seed, axes, stage);
             }
             let _files = null::hold("mapped files", file_bytes(arch, head, axes));
             Role::allocate(device, name, dir, arch, head, dtype, axes, stage)
         });
-        axes.all.agree(role)
+        axes.all.agree(role.map_err(|e| e.within(format!("model.{name}"))))
     }
 
     /// A learner of a role, for a run of `updates` optimizer steps. All ranks of the role's placement call this.

@@ -4,7 +4,7 @@ use crate::comm::Axes;
 use crate::device::Device;
 use crate::device::cuda::owned_by;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::model::load::Source;
 use crate::model::partition::Shards;
 use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights, load};
@@ -33,15 +33,14 @@ impl Role {
         axes: &Axes,
         stage: usize,
     ) -> Result<Self> {
-        let within = |e: Error| e.within(format!("model.{name}"));
-        let source = load::open(device, dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
+        let source = load::open(device, dir, head, seed, TensorPart::of(&axes.tensor))?;
         let shards = Shards::new(&source.table, axes, stage);
         let values = |unit, part: Option<Range<usize>>| match part {
             Some(part) => source.part(part, dtype),
             None => source.unit(unit, dtype),
         };
         let build = || Weights::build(source.table.clone(), dtype, &shards, values);
-        let weights = owned_by(owner(name), build).map_err(within)?;
+        let weights = owned_by(owner(name), build)?;
         let role = Self::new(name, dir, &source.arch, weights, axes);
         Ok(Self { source: Some(source).filter(|source| source.is_rounded(dtype)), ..role })
     }
@@ -57,8 +56,7 @@ impl Role {
         axes: &Axes,
         stage: usize,
     ) -> Result<Self> {
-        let table = load::table_on(device, dir, arch, head, TensorPart::of(&axes.tensor));
-        let table = table.map_err(|e| e.within(format!("model.{name}")))?;
+        let table = load::table_on(device, dir, arch, head, TensorPart::of(&axes.tensor))?;
         let shards = Shards::new(&table, axes, stage);
         let weights = owned_by(owner(name), || Weights::scratch(table, dtype, &shards));
         Ok(Self::new(name, dir, arch, weights, axes))

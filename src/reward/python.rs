@@ -46,21 +46,17 @@ const STDERR_LINES_SHOWN: usize = 12;
 /// A Python file's reward function and the child that runs it.
 #[derive(Debug)]
 pub struct PythonReward {
-    launch: Launch,
+    file: PathBuf,
+    interpreter: PathBuf,
+    /// What the driver is told, in JSON.
+    settings: String,
+    pass_env: Vec<String>,
+    start_timeout: Duration,
     timeout: Duration,
     retries: u32,
     function: String,
     child: Option<LineChild>,
     requests: u64,
-}
-
-#[derive(Debug)]
-struct Launch {
-    file: PathBuf,
-    interpreter: PathBuf,
-    settings: String,
-    pass_env: Vec<String>,
-    timeout: Duration,
 }
 
 /// The first line of a child.
@@ -83,17 +79,9 @@ struct Reply {
 impl PythonReward {
     /// Starts a child, again where it fails, and learns which function it will call.
     pub fn new(config: &RewardConfig, python: &PythonConfig, base_dir: &Path) -> Result<Self> {
-        let launch = Launch::new(config, python, base_dir)?;
-        let mut reward = Self {
-            launch,
-            timeout: Duration::from_secs_f64(config.timeout_s),
-            retries: config.retries,
-            function: String::new(),
-            child: None,
-            requests: 0,
-        };
+        let mut reward = Self::described(config, python, base_dir)?;
         reward.retried(Self::start).map_err(|(message, times)| {
-            Error::usage(format!("reward.python {}: {message}", reward.launch.file.display()))
+            Error::usage(format!("reward.python {}: {message}", reward.file.display()))
                 .hint("a file needs reward_func(queries, prompts, labels) or f(prompts, completions, **kwargs)")
                 .also(&format!("see reward.start_timeout_s and reward.retries: it was started in {times}"))
         })?;
@@ -110,7 +98,7 @@ impl PythonReward {
     /// `Service`, once the retries are used up, with what happened and the last lines of the child.
     pub fn score(&mut self, prompts: &[&Prompt], responses: &[&Response]) -> Result<Vec<RewardOutput>> {
         self.retried(|own| own.ask(prompts, responses)).map_err(|(message, times)| {
-            let file = self.launch.file.display();
+            let file = self.file.display();
             Error::service(format!("reward {} of {file} failed in {times}: {message}", self.function))
                 .hint("reward.timeout_s and reward.retries say how long and how often it is tried")
         })
@@ -140,11 +128,11 @@ impl PythonReward {
     }
 
     fn start(&mut self) -> std::result::Result<(), String> {
-        let mut child = self.launch.spawn()?;
-        let deadline = Instant::now() + self.launch.timeout;
+        let mut child = self.spawn()?;
+        let deadline = Instant::now() + self.start_timeout;
         let line = match child.exchange(&[], deadline, REPLY_BYTES_MAX) {
             Ok(line) => line,
-            Err(broken) => return Err(describe(&mut child, &broken, "loading", self.launch.timeout)),
+            Err(broken) => return Err(describe(&mut child, &broken, "loading", self.start_timeout)),
         };
         let hello: Hello = parse(&line).map_err(|message| with_stderr(&mut child, message))?;
         if let Some(error) = hello.error {
@@ -173,10 +161,9 @@ impl PythonReward {
         let outputs = parse(&line).and_then(|reply| outputs(reply, self.requests, responses.len()));
         outputs.map_err(|message| with_stderr(child, message))
     }
-}
 
-impl Launch {
-    fn new(config: &RewardConfig, python: &PythonConfig, base_dir: &Path) -> Result<Self> {
+    /// Without a child.
+    fn described(config: &RewardConfig, python: &PythonConfig, base_dir: &Path) -> Result<Self> {
         if python.file.is_empty() {
             return Err(Error::usage("reward.python names no file").hint("set reward.python = \"reward.py\""));
         }
@@ -214,8 +201,13 @@ impl Launch {
             interpreter,
             settings: settings.to_string(),
             pass_env: python.pass_env.clone(),
-            timeout: Duration::from_secs_f64(config.start_timeout_s),
             file,
+            start_timeout: Duration::from_secs_f64(config.start_timeout_s),
+            timeout: Duration::from_secs_f64(config.timeout_s),
+            retries: config.retries,
+            function: String::new(),
+            child: None,
+            requests: 0,
         })
     }
 

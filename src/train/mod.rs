@@ -10,7 +10,6 @@ pub mod models;
 mod placement;
 mod planned;
 pub mod ppo;
-mod report;
 mod rollout;
 pub mod rollout_weights;
 pub mod sft;

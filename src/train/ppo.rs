@@ -6,15 +6,15 @@ use super::models::{JobModel, ModelSpec};
 use super::rollout::Collector;
 use super::rollout_weights::{Gathered, RolloutWeights};
 use super::update::{REPORTED, Update};
-use super::{evaluate, placement, report};
-use crate::advantage::AdvantageState;
+use super::{evaluate, placement};
+use crate::advantage::{AdvantageState, AdvantageStats};
 use crate::comm::{phase, records};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::ppo::KlIn;
 use crate::data::{Part, PromptSource, Rows};
 use crate::error::{Error, Kind, Result};
-use crate::experience::{Experience, Prompt, Response};
+use crate::experience::{Experience, Finish, Prompt, Response};
 use crate::launch::banner::Needs;
 use crate::launch::limits::check_sampling;
 use crate::launch::run::Run;
@@ -116,7 +116,7 @@ impl Job for Ppo {
 
     fn needs(run: &Run, arch: &Arch, rows: &Rows) -> Needs {
         let rollouts = run.rollout_bytes_max(rows.longest(), arch.context);
-        Needs { rollouts, notes: report::rollout_notes(run) }
+        Needs { rollouts, notes: rollout_notes(run) }
     }
 
     fn new(
@@ -237,7 +237,7 @@ impl Ppo {
         let stats = crate::advantage::compute_step(&config.ppo, &mut self.advantage, &mut experience)?;
         let shown = run.recorder.samples(number, &experience);
         run.ranks.all.agree(shown)?;
-        let mut values = report::rollout_values(&stats, &experience, kl_beta);
+        let mut values = rollout_values(&stats, &experience, kl_beta);
         values.extend(measured);
         Ok(UpdateWork { experience, kl_beta, values, ..UpdateWork::default() })
     }
@@ -297,4 +297,46 @@ fn metrics(run: &Run, step: &Step, work: &UpdateWork) -> Metrics {
         values.push((keys::ROLLOUT_TOKENS_PER_S.to_string(), sampled as f64 / rollout_s));
     }
     values
+}
+
+/// Numbers that are known before training begins.
+fn rollout_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) -> Metrics {
+    let n = samples.len() as f64;
+    let (mut tokens, mut responses, mut cut, mut values) = (0usize, 0usize, 0usize, 0.0);
+    for sample in samples {
+        tokens += sample.length();
+        responses += sample.response.tokens.len();
+        cut += usize::from(sample.response.finish == Finish::Length);
+        values += sample.values.iter().map(|v| f64::from(*v)).sum::<f64>();
+    }
+    let mut all = vec![
+        (keys::REWARD_MEAN, stats.reward_mean),
+        (keys::REWARD_STD, stats.reward_std),
+        (keys::SCORE_MEAN, stats.score_mean),
+        (keys::KL_MEAN, stats.kl_mean),
+        (keys::KL_COEF, f64::from(kl_beta)),
+        (keys::ADVANTAGE_MEAN, stats.advantage_mean),
+        (keys::ADVANTAGE_STD, stats.advantage_std),
+        (keys::RETURN_MEAN, stats.return_mean),
+        (keys::SAMPLES, n),
+        (keys::TOKENS, tokens as f64),
+        (keys::RESPONSE_TOKENS_MEAN, responses as f64 / n),
+        (keys::RESPONSE_TRUNCATED_RATIO, cut as f64 / n),
+    ];
+    if samples.iter().any(|s| !s.values.is_empty()) {
+        all.push((keys::VALUE_MEAN, values / responses.max(1) as f64));
+    }
+    named(all)
+}
+
+/// Rows of the banner about the rollout.
+fn rollout_notes(run: &Run) -> Vec<(String, String)> {
+    let old = match run.recomputes_old_logprobs() {
+        true => Some("recomputed by a forward of training (time_old_logprobs_s, sampler_gap_max)".to_string()),
+        false if run.has_fast_gemm() => Some("as drawn, with other bits than training's (logprob_gap_max)".to_string()),
+        false => None,
+    };
+    let reason = run.plan.rollout_reason.clone().filter(|_| run.ranks.axes.all.size() > 1);
+    let notes = [("old logprobs", old), ("decoding", run.decoding()), ("rollout", reason)];
+    notes.into_iter().filter_map(|(name, text)| Some((name.to_string(), text?))).collect()
 }

@@ -5,8 +5,8 @@ use crate::config::Config;
 use crate::config::ppo::{Aggregation, Correction, PolicyLossKind};
 use crate::error::Result;
 use crate::experience::Experience;
+use crate::learn::Learner;
 use crate::learn::accumulation::accumulate;
-use crate::learn::learner::{Learner, StepReport};
 use crate::learn::packed::PackedRow;
 use crate::learn::sums::{Sums, larger};
 use crate::loss::aggregation::{self, Totals};
@@ -14,7 +14,7 @@ use crate::loss::correction;
 use crate::loss::policy::{PolicySums, PolicyTokens, policy_loss};
 use crate::loss::value::value_loss;
 use crate::metrics::keys;
-use crate::model::Saved;
+use crate::model::{Head, Saved};
 use std::ops::Range;
 
 /// What sums are divided by: tokens that are learned from, and optimizer steps.
@@ -22,6 +22,11 @@ const POLICY_TOKENS: &str = "policy_tokens";
 const VALUE_TOKENS: &str = "value_tokens";
 const ACTOR_STEPS: &str = "actor_steps";
 const CRITIC_STEPS: &str = "critic_steps";
+
+/// Keys of a model's loss, steps, norm of the gradient, its maximum, and learning rate.
+const OF_ACTOR: [&str; 5] = [keys::LOSS, ACTOR_STEPS, keys::GRAD_NORM_ACTOR, keys::GRAD_NORM_ACTOR_MAX, keys::LR_ACTOR];
+const OF_CRITIC: [&str; 5] =
+    [keys::VALUE_LOSS, CRITIC_STEPS, keys::GRAD_NORM_CRITIC, keys::GRAD_NORM_CRITIC_MAX, keys::LR_CRITIC];
 
 /// What a step reports of its updates: keys, and what their sums are divided by.
 pub const REPORTED: &[(&str, &str)] = &[
@@ -55,39 +60,31 @@ impl Update<'_> {
     pub fn minibatch<'l>(
         &self,
         actor: impl Into<Option<&'l mut Learner>>,
-        critic: Option<&mut Learner>,
+        critic: Option<&'l mut Learner>,
         samples: &[&Experience],
     ) -> Result<Sums> {
         let mut sums = Sums::default();
-        if let Some(actor) = actor.into() {
-            sums.add(&self.policy_gradient(actor, samples));
-            let keys = [ACTOR_STEPS, keys::GRAD_NORM_ACTOR, keys::GRAD_NORM_ACTOR_MAX, keys::LR_ACTOR];
-            sums.add(&self.step(actor, sums.get(keys::LOSS), samples, keys)?);
-        }
-        if let Some(critic) = critic {
-            sums.add(&self.value_gradient(critic, samples));
-            let keys = [CRITIC_STEPS, keys::GRAD_NORM_CRITIC, keys::GRAD_NORM_CRITIC_MAX, keys::LR_CRITIC];
-            sums.add(&self.step(critic, sums.get(keys::VALUE_LOSS), samples, keys)?);
+        for learner in actor.into().into_iter().chain(critic) {
+            let [loss, steps, norm, norm_max, lr] = match learner.role.weights.table.head() {
+                Head::LanguageModel => OF_ACTOR,
+                Head::Value => OF_CRITIC,
+            };
+            sums.add(&self.gradient(learner, samples));
+            let part = |rows: &[usize]| pack(rows.iter().map(|&i| samples[i])).shard(&self.axes.sequence);
+            learner.step_if_finite(self.axes, self.config.gradient.recompute, sums.get(loss), part)?;
+            let report = learner.report;
+            let of_step = [(steps, 1.0), (norm, report.grad_norm), (norm_max, report.grad_norm), (lr, report.lr)];
+            sums.add(&Sums::of(of_step));
         }
         Ok(sums)
     }
 
-    /// Accumulates the actor's gradient over the minibatch. All ranks of the actor's mesh call this.
-    pub fn policy_gradient(&self, actor: &mut Learner, samples: &[&Experience]) -> Sums {
-        self.accumulate(actor, samples, Self::policy_microbatch)
-    }
-
-    /// Accumulates the critic's gradient over the minibatch. All ranks of the critic's mesh call this.
-    pub fn value_gradient(&self, critic: &mut Learner, samples: &[&Experience]) -> Sums {
-        self.accumulate(critic, samples, Self::value_microbatch)
-    }
-
-    fn accumulate(
-        &self,
-        learner: &mut Learner,
-        samples: &[&Experience],
-        microbatch: impl Fn(&Self, &mut Learner, &[&Experience], Totals) -> Sums,
-    ) -> Sums {
+    /// Accumulates the gradient of the actor or the critic over the minibatch. All ranks of its mesh call this.
+    pub fn gradient(&self, learner: &mut Learner, samples: &[&Experience]) -> Sums {
+        let microbatch = match learner.role.weights.table.head() {
+            Head::LanguageModel => Self::policy_microbatch,
+            Head::Value => Self::value_microbatch,
+        };
         let mut totals = Totals::default();
         for sample in samples {
             totals.add_mask(&sample.mask);
@@ -97,15 +94,6 @@ impl Update<'_> {
         accumulate(learner, self.axes, &lengths, tokens_max, |learner, rows| {
             microbatch(self, learner, &rows.iter().map(|&i| samples[i]).collect::<Vec<_>>(), totals)
         })
-    }
-
-    /// Makes the step behind gradients whose loss was `loss`; what it reports goes by `keys`.
-    fn step(&self, learner: &mut Learner, loss: f64, samples: &[&Experience], keys: [&str; 4]) -> Result<Sums> {
-        let part = |rows: &[usize]| pack(rows.iter().map(|&i| samples[i])).shard(&self.axes.sequence);
-        learner.step_if_finite(self.axes, self.config.gradient.recompute, loss, part)?;
-        let StepReport { grad_norm, lr } = learner.report;
-        let [steps, norm, norm_max, rate] = keys;
-        Ok(Sums::of([(steps, 1.0), (norm, grad_norm), (norm_max, grad_norm), (rate, lr)]))
     }
 
     fn policy_microbatch(&self, actor: &mut Learner, samples: &[&Experience], totals: Totals) -> Sums {

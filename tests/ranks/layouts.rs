@@ -92,10 +92,7 @@ impl Setting {
     pub fn gradient(&self, learner: &mut Learner, axes: &Axes, samples: &[Experience]) {
         let update = Update { config: &self.config, axes, kl_beta: 0.05 };
         let samples: Vec<&Experience> = samples.iter().collect();
-        match self.head {
-            Head::LanguageModel => update.policy_gradient(learner, &samples),
-            Head::Value => update.value_gradient(learner, &samples),
-        };
+        update.gradient(learner, &samples);
     }
 }
 
