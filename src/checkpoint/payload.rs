@@ -61,12 +61,6 @@ impl<'a> From<Slice<'a>> for Part<'a> {
     }
 }
 
-impl std::fmt::Debug for Payload<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Payload({} bytes, {:?})", self.size(), self.shard)
-    }
-}
-
 impl<'a> Payload<'a> {
     fn of(parts: Vec<Part<'a>>, shard: Option<Shard>) -> Self {
         Self { parts, shard, written: None, name_at: None }

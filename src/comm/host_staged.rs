@@ -4,15 +4,10 @@
 use super::group::Group;
 use crate::config::optim::GradientOrder;
 use crate::device::cuda::{View, ViewMut};
-use crate::tensor::{DType, Flat, Slice, SliceMut, Tensor};
+use crate::tensor::{DType, Flat, Slice, SliceMut};
 use std::ops::Range;
 
 impl Group {
-    /// `all_reduce_sum_ordered` of a tensor.
-    pub fn sum_ordered(&self, x: &mut Tensor) {
-        self.sum_slice(x.slice_mut());
-    }
-
     /// `all_reduce_sum_ordered` of a run of values.
     pub fn sum_slice(&self, x: SliceMut) {
         match x {
@@ -42,13 +37,6 @@ impl Group {
             GradientOrder::Fast => self.reduce_scatter_sum(x, ranges),
             GradientOrder::Fixed => self.reduce_scatter_tree(x, ranges),
         });
-    }
-
-    /// `all_gather` of f32 values.
-    pub fn gather_flat(&self, x: &mut Flat, ranges: &[Range<usize>]) {
-        if self.size() > 1 {
-            self.gather_slice(x.all_mut(), ranges);
-        }
     }
 
     /// `all_gather` of values on the GPU.

@@ -30,19 +30,6 @@ enum Op {
     AllToAll,
 }
 
-impl Op {
-    fn name(self) -> &'static str {
-        match self {
-            Self::AllReduce => "all-reduce of bf16 values",
-            Self::ReduceScatter(_) => "reduce-scatter of f32 values",
-            Self::AllGather(F32) => "all-gather of f32 values",
-            Self::AllGather(Bf16) => "all-gather of bf16 values",
-            Self::Shift => "send and receive around the ring of bf16 values",
-            Self::AllToAll => "all-to-all of f32 values",
-        }
-    }
-}
-
 /// Value `i` that `rank` sends: a whole number that bf16 holds, other between ranks and places. Sums are exact in every order.
 fn value(rank: usize, i: usize) -> f32 {
     ((i * 7 + rank * 31 + i / 251) % 251) as f32 - 100.0
@@ -70,14 +57,14 @@ fn over<T: Send + 'static>(axis: &Axis, of: &Axes, work: impl FnOnce(&Group) -> 
     }
 }
 
-/// Makes one call on this rank: what came, and what it should be. Values are written before, and read behind it.
-fn call(op: Op, axis: &Axis, of: &Axes) -> [Vec<f32>; 2] {
+/// Makes one call on this rank: its name, what came, and what it should be. Values are written before, and read behind it.
+fn call(op: Op, axis: &Axis, of: &Axes) -> (String, [Vec<f32>; 2]) {
     let (rank, size) = (axis.group.rank(), axis.group.size());
     let share = (VALUES / size) | 1;
     let shares: Vec<Range<usize>> = (0..size).map(|r| r * share..(r + 1) * share).collect();
     let (mine, all) = (shares[rank].clone(), 0..size * share);
     let sum = |range: Range<usize>| range.map(|i| (0..size).map(|r| value(r, i)).sum()).collect::<Vec<f32>>();
-    match op {
+    let (name, dtype, values) = match op {
         Op::AllReduce => {
             let mut x = on_gpu(&sent(rank, all.clone()), Bf16);
             let x = over(axis, of, move |group| {
@@ -85,7 +72,7 @@ fn call(op: Op, axis: &Axis, of: &Axes) -> [Vec<f32>; 2] {
                 x
             });
             let want = sum(all).into_iter().map(|x| half::bf16::from_f32(x).to_f32()).collect();
-            [x.view(Bf16).to_f32(), want]
+            ("all-reduce", Bf16, [x.view(Bf16).to_f32(), want])
         }
         Op::ReduceScatter(order) => {
             let mut x = Flat::Cuda(on_gpu(&sent(rank, all), F32), F32);
@@ -93,7 +80,7 @@ fn call(op: Op, axis: &Axis, of: &Axes) -> [Vec<f32>; 2] {
                 group.sum_scattered(&mut x, &shares, order);
                 x
             });
-            [x.slice(mine.clone()).to_host(), sum(mine)]
+            ("reduce-scatter", F32, [x.slice(mine.clone()).to_host(), sum(mine)])
         }
         Op::AllGather(dtype) => {
             let mut known = vec![STALE; all.len()];
@@ -104,7 +91,7 @@ fn call(op: Op, axis: &Axis, of: &Axes) -> [Vec<f32>; 2] {
                 group.gather_view(&mut x.view_mut(dtype), &shares);
                 x
             });
-            [x.view(dtype).to_f32(), want]
+            ("all-gather", dtype, [x.view(dtype).to_f32(), want])
         }
         Op::Shift => {
             let (x, mut y) = (on_gpu(&sent(rank, mine), Bf16), on_gpu(&vec![STALE; share], Bf16));
@@ -113,23 +100,25 @@ fn call(op: Op, axis: &Axis, of: &Axes) -> [Vec<f32>; 2] {
                 y
             });
             let before = (rank + size - 1) % size;
-            [y.view(Bf16).to_f32(), sent(before, shares[before].clone())]
+            let values = [y.view(Bf16).to_f32(), sent(before, shares[before].clone())];
+            ("send and receive around the ring", Bf16, values)
         }
         Op::AllToAll => {
             let mut x = Tensor::scratch_on(Device::Cuda, 1, 0).statistics(1, all.len());
             let mut y = x.statistics(1, all.len());
             x.cuda_mut().write(&sent(rank, all));
             axis.group.slice_to_all(x.slice(), &shares, y.slice_mut(), &shares);
-            [y.to_host(), (0..size).flat_map(|r| sent(r, mine.clone())).collect()]
+            ("all-to-all", F32, [y.to_host(), (0..size).flat_map(|r| sent(r, mine.clone())).collect()])
         }
-    }
+    };
+    (format!("{name} of {} values", dtype.name()), values)
 }
 
 /// Compares a call over an axis; all its ranks call this.
 fn check_axis(axis: &Axis, of: &Axes, op: Op) -> Result<()> {
-    let [got, want] = call(op, axis, of);
+    let (op, [got, want]) = call(op, axis, of);
     let Some(i) = got.iter().zip(&want).position(|(a, b)| a.to_bits() != b.to_bits()) else { return Ok(()) };
-    let (op, name, ranks) = (op.name(), axis.name, axis.group.describe_ranks());
+    let (name, ranks) = (axis.name, axis.group.describe_ranks());
     let way = if axis.group.has_nccl() { "NCCL" } else { "MPI, through the host," };
     Err(Error::fault(format!(
         "{op} over {way} on the {name} axis of {ranks} gave {} at element {i} of {}, where {} is right",

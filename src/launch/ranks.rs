@@ -1,9 +1,10 @@
 //! The ranks of a job: who is where, and the groups of this one.
 
 use super::layout::Layout;
-use crate::comm::{Axes, Group, World};
+use crate::comm::{Axes, Group, World, records};
 use crate::config::mesh::{Placement, RoleName};
 use crate::error::Result;
+use serde::{Serialize, de::DeserializeOwned};
 
 /// All ranks, their placements, and this rank's groups.
 pub struct Ranks {
@@ -34,6 +35,15 @@ impl Ranks {
         let is_same = layout.rollout_tensor == layout.mesh.tensor;
         let rollout_axes = if is_same { axes.clone() } else { Axes::of(&axes.all, &layout.rollout()) };
         Ok(Self { all: world.group(), world, placements, placement, layouts, axes, rollout_axes })
+    }
+
+    /// What the first rank of each placement has, on all ranks, who all call this; with one placement nothing is exchanged.
+    pub fn of_placements<T: Serialize + DeserializeOwned>(&self, here: T) -> Result<Vec<T>> {
+        if self.placements.len() == 1 {
+            return Ok(vec![here]);
+        }
+        let mine = if self.axes.all.rank() == 0 { vec![here] } else { Vec::new() };
+        records::gather(&self.all, &mine)
     }
 
     pub fn layout(&self) -> &Layout {

@@ -156,7 +156,7 @@ impl Attention {
         self.copies.sum(&self.tensor, [&mut dk, &mut dv]);
         self.k.backward_weight(c.w, &n, &dk, grads);
         self.v.backward_weight(c.w, &n, &dv, grads);
-        self.tensor.sum_ordered(&mut dn);
+        self.tensor.sum_slice(dn.slice_mut());
         dn
     }
 }
@@ -214,7 +214,7 @@ impl KvCopies {
         };
         let parts: Vec<_> = gradients.iter().map(|gradient| &**gradient).enumerate().flat_map(of).collect();
         columns::sum(&parts, &mut all, self.head_dim);
-        tensor.sum_ordered(&mut all);
+        tensor.sum_slice(all.slice_mut());
         for (i, gradient) in gradients.into_iter().enumerate() {
             self.places(i).for_each(|(own, at)| columns::copy(&all, at, gradient, own, self.head_dim));
         }

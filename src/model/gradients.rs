@@ -170,7 +170,7 @@ impl Gradients {
             let job = self.stream.submit(move |groups| {
                 groups[0].sum_scattered(&mut sum, partition.cuts(u), order);
                 if everywhere {
-                    groups[0].gather_flat(&mut sum, partition.cuts(u));
+                    groups[0].gather_slice(sum.all_mut(), partition.cuts(u));
                 }
                 sum
             });

@@ -97,7 +97,7 @@ impl Transformer {
             linear_logprob::forward_backward_part(&h, head, part, targets, temperature, loss, l, e, &mut dh, dw);
         });
         grads.finish(unit);
-        self.tensor.sum_ordered(&mut dh);
+        self.tensor.sum_slice(dh.slice_mut());
         (scatter(&dh, rows, hidden.rows()), logprobs, entropy)
     }
 

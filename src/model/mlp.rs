@@ -69,7 +69,7 @@ impl Mlp {
         let mut dn = n.like(t, n.width());
         self.gate.backward(c.w, &n, &dgate, &mut dn, Into::Overwrite, grads);
         self.up.backward(c.w, &n, &dup, &mut dn, Into::Add, grads);
-        self.tensor.sum_ordered(&mut dn);
+        self.tensor.sum_slice(dn.slice_mut());
         dn
     }
 }

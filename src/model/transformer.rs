@@ -203,7 +203,7 @@ impl Transformer {
         w.prefetch(FIRST_LAYER);
         embedding::forward_part(&tokens, self.vocabulary().start, unit.weight(self.slots.embedding), &mut x);
         drop((unit, tokens));
-        self.tensor.sum_ordered(&mut x);
+        self.tensor.sum_slice(x.slice_mut());
         x
     }
 

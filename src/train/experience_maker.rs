@@ -134,7 +134,8 @@ impl Batch {
     fn finish(mut self, run: &Run, moved: Option<f64>) -> Result<Collected> {
         let values = match run.ranks.all.agree(self.scores) {
             Ok(scores) if self.complete => {
-                let mut scores = scores.of_all_placements(run)?;
+                // All ranks of a placement have the same scores.
+                let mut scores = run.ranks.of_placements(scores)?.into_iter().fold(Scores::default(), Scores::with);
                 if null::is_active() {
                     scores.complete(&self.samples);
                 }
@@ -208,15 +209,6 @@ impl Scores {
         self.ref_logprobs.extend(more.ref_logprobs);
         self.values.extend(more.values);
         self
-    }
-
-    /// All ranks of a placement have the same scores: its first rank sends them.
-    fn of_all_placements(self, run: &Run) -> Result<Self> {
-        if run.ranks.placements.len() == 1 {
-            return Ok(self);
-        }
-        let mine = if run.ranks.axes.all.rank() == 0 { vec![self] } else { Vec::new() };
-        Ok(records::gather(&run.ranks.all, &mine)?.into_iter().fold(Self::default(), Self::with))
     }
 
     /// Zeros for the scores of placements that a null device does not have.

@@ -270,7 +270,7 @@ impl<J: Job> Opened<J> {
 
 fn record(run: &mut Run, step: &Step, mut metrics: Metrics) -> Result<()> {
     let tokens = metrics.iter().find(|(key, _)| key == keys::TOKENS).map_or(0.0, |(_, tokens)| *tokens);
-    metrics.extend(named(placement::phases(&run.ranks, &step.phases).values(tokens as u64)));
+    metrics.extend(named(placement::phases(&run.ranks, &step.phases)?.values(tokens as u64)));
     metrics.extend(named(step.timers.values(&run.ranks)));
     metrics.extend(named(run.memory_peaks()));
     let recorded = run.recorder.step(step.number, &metrics);

@@ -74,8 +74,8 @@ fn same_bits(both: &Both) {
         for f32 in [false, true] {
             let on_gpu = || if f32 { x.clone().in_f32_on(Device::Cuda) } else { x.to(Device::Cuda) };
             let [mut a, mut b] = [on_gpu(), on_gpu()];
-            both.linked.sum_ordered(&mut a);
-            both.apart.sum_ordered(&mut b);
+            both.linked.sum_slice(a.slice_mut());
+            both.apart.sum_slice(b.slice_mut());
             assert_eq!(bits(&a), bits(&b), "the sum of {rows} x {width}, f32: {f32}");
         }
     }
@@ -96,7 +96,7 @@ fn same_bits(both: &Both) {
             }
             let gathered = |group: &Group| {
                 let mut x = flat();
-                group.gather_flat(&mut x, &cuts);
+                group.gather_slice(x.all_mut(), &cuts);
                 x.slice(0..len).to_host()
             };
             assert_eq!(gathered(&both.linked), gathered(&both.apart), "a gather over {cuts:?}");
@@ -166,7 +166,7 @@ fn streams(world: &World) {
     let job = |from: usize| {
         let (mut x, ranges) = (Flat::Cuda(Memory::of(&values(rank + from, len)), DType::F32), ranges.clone());
         stream.submit(move |groups| {
-            groups[0].gather_flat(&mut x, &ranges);
+            groups[0].gather_slice(x.all_mut(), &ranges);
             x
         })
     };
@@ -179,7 +179,7 @@ fn streams(world: &World) {
     // What nobody waits for gives its memory back when it is dropped, not before.
     drop(job(0));
     let (mut before, ranges) = (Flat::Cuda(Memory::of(&values(rank, len)), DType::F32), ranges);
-    let pending = stream.submit(move |groups| groups[0].gather_flat(&mut before, &ranges));
+    let pending = stream.submit(move |groups| groups[0].gather_slice(before.all_mut(), &ranges));
     assert_eq!(cuda::gpu().usage().in_use, held + 4 * len, "memory that a collective uses was given away");
     pending.wait();
     assert_eq!(cuda::gpu().usage().in_use, held);
@@ -245,7 +245,7 @@ fn some_share(world: &World) {
     let ranges = [0..500, 500..1000];
     let gathered = |group: &Group, seed: usize| {
         let mut x = Flat::Cuda(Memory::of(&values(10 * seed + group.rank(), 1000)), DType::F32);
-        group.gather_flat(&mut x, &ranges);
+        group.gather_slice(x.all_mut(), &ranges);
         x
     };
     let want =
@@ -255,7 +255,7 @@ fn some_share(world: &World) {
         let pending = stream.submit(move |groups| {
             let mut both =
                 [0, 1].map(|i| Flat::Cuda(Memory::of(&values(10 * seed + groups[i].rank(), 1000)), DType::F32));
-            groups.iter().zip(&mut both).for_each(|(group, x)| group.gather_flat(x, &ranges));
+            groups.iter().zip(&mut both).for_each(|(group, x)| group.gather_slice(x.all_mut(), &ranges));
             both
         });
         assert_eq!(gathered(&zero, seed + 1).slice(0..1000).to_host(), want(seed + 1));
