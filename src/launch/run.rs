@@ -258,7 +258,7 @@ impl Run {
 fn file_bytes(arch: &Arch, head: Head, axes: &Axes) -> usize {
     let named = arch.source.get("torch_dtype").or_else(|| arch.source.get("dtype"));
     let bytes = if named.and_then(serde_json::Value::as_str) == Some("float32") { 4 } else { 2 };
-    ParamTable::part(arch, head, TensorPart::of(&axes.tensor)).parameters() * bytes
+    ParamTable::on(Device::Cpu, arch, head, TensorPart::of(&axes.tensor)).parameters() * bytes
 }
 
 /// Resets the peaks of memory; returns the most that a rank's GPU has held until now. A collective.

@@ -192,6 +192,14 @@ impl Arch {
         Ok(())
     }
 
+    /// The tensor of a head of its own.
+    pub(super) fn head_name(&self, head: Head) -> String {
+        match head {
+            Head::LanguageModel => "lm_head.weight".to_owned(),
+            Head::Value => format!("{}.weight", self.value_head),
+        }
+    }
+
     /// Columns of all query heads.
     pub fn q_width(&self) -> usize {
         self.heads * self.head_dim

@@ -5,7 +5,7 @@
 use super::arch::Arch;
 use super::linear::Linear;
 use super::norm::Norm;
-use super::params::AttentionSlots;
+use super::params::ParamTable;
 use super::part::TensorPart;
 use super::ring::Ring;
 use super::weights::{Gradients, Unit};
@@ -78,8 +78,8 @@ struct Raw {
 }
 
 impl Attention {
-    pub(super) fn new(arch: &Arch, layer: usize, slots: AttentionSlots, tensor: Group, ring: Ring) -> Self {
-        let part = TensorPart::of(&tensor);
+    pub(super) fn new(arch: &Arch, table: &ParamTable, layer: usize, name: &str, tensor: &Group, ring: &Ring) -> Self {
+        let part = TensorPart::of(tensor);
         let copies = KvCopies::new(arch, part);
         let shape = AttentionShape {
             heads: part.heads(arch).len(),
@@ -88,18 +88,19 @@ impl Attention {
             window: arch.windows[layer],
             scale: 1.0 / (arch.head_dim as f32).sqrt(),
         };
-        let linear = |slots| Linear::new(slots, &tensor);
+        let linear = |part| Linear::new(table, &format!("{name}.{part}_proj"), tensor);
+        let norm = |part, heads| Norm::find(table, &format!("{name}.{part}_norm"), arch.norm_eps, heads);
         Self {
-            q: linear(slots.q),
-            k: linear(slots.k),
-            v: linear(slots.v),
-            o: linear(slots.o),
-            q_norm: slots.q_norm.map(|weight| Norm::new(weight, arch.norm_eps, shape.heads)),
-            k_norm: slots.k_norm.map(|weight| Norm::new(weight, arch.norm_eps, shape.kv_heads)),
+            q: linear("q"),
+            k: linear("k"),
+            v: linear("v"),
+            o: linear("o"),
+            q_norm: norm("q", shape.heads),
+            k_norm: norm("k", shape.kv_heads),
             shape,
             copies,
-            tensor,
-            ring,
+            tensor: tensor.clone(),
+            ring: ring.clone(),
         }
     }
 

@@ -5,7 +5,7 @@ use super::arch::Arch;
 use super::attention::{Attention, AttentionSaved, Context, LayerKeys};
 use super::mlp::{Mlp, MlpSaved};
 use super::norm::Norm;
-use super::params::LayerSlots;
+use super::params::ParamTable;
 use super::ring::Ring;
 use super::weights::Gradients;
 use crate::comm::Group;
@@ -77,13 +77,14 @@ pub(super) enum Keep {
 }
 
 impl Block {
-    pub(super) fn new(arch: &Arch, layer: usize, slots: LayerSlots, tensor: &Group, ring: Ring) -> Self {
-        let norm = |weight| Norm::new(weight, arch.norm_eps, 1);
+    pub(super) fn new(arch: &Arch, table: &ParamTable, layer: usize, tensor: &Group, ring: &Ring) -> Self {
+        let name = |part: &str| format!("model.layers.{layer}.{part}");
+        let norm = |part| Norm::new(table, &name(part), arch.norm_eps);
         Self {
-            attention_norm: norm(slots.attention_norm),
-            attention: Attention::new(arch, layer, slots.attention, tensor.clone(), ring),
-            mlp_norm: norm(slots.mlp_norm),
-            mlp: Mlp::new(slots.mlp, tensor.clone()),
+            attention_norm: norm("input_layernorm"),
+            attention: Attention::new(arch, table, layer, &name("self_attn"), tensor, ring),
+            mlp_norm: norm("post_attention_layernorm"),
+            mlp: Mlp::new(table, &name("mlp"), tensor),
         }
     }
 

@@ -10,7 +10,7 @@ use crate::tensor::{Flat, Indices, Tensor};
 
 impl Transformer {
     fn head_unit<'a>(&self, w: &'a Weights) -> Unit<'a> {
-        w.unit(w.table.unit_of(self.slots.head))
+        w.unit(w.table.unit_of(self.head))
     }
 
     /// The logits of the tokens whose rows of the head this rank holds, for `sample`.
@@ -22,7 +22,7 @@ impl Transformer {
     pub(super) fn logits_of(&self, w: &Weights, h: &Tensor) -> Tensor {
         check_head(w, Head::LanguageModel);
         let unit = self.head_unit(w);
-        let head = unit.weight(self.slots.head);
+        let head = unit.weight(self.head);
         // f32 on every device: what is drawn and what is scored are of the same logits.
         let mut logits = h.statistics(h.rows(), head.n);
         matmul::forward(h, head, None, &mut logits, Into::Overwrite);
@@ -62,7 +62,7 @@ impl Transformer {
         let mut both = scored.slice_mut(0..len);
         let (logprobs, extra) = both.split_at(rows.len());
         let unit = self.head_unit(w);
-        let head = unit.weight(self.slots.head);
+        let head = unit.weight(self.head);
         let h = gather(hidden, rows);
         self.with_head_part(|part| {
             linear_logprob::forward_part(&h, head, part, targets, temperature, logprobs, kind, extra);
@@ -87,12 +87,12 @@ impl Transformer {
         let h = gather(hidden, rows);
         let mut dh = h.like(h.rows(), h.width());
         let (mut logprobs, mut entropy) = (vec![0.0; rows.len()], vec![0.0; rows.len()]);
-        let unit = w.table.unit_of(self.slots.head);
+        let unit = w.table.unit_of(self.head);
         grads.begin(unit);
         let values = w.unit(unit);
         self.prefetch_backward(w);
         self.with_head_part(|part| {
-            let (head, dw) = (values.weight(self.slots.head), grads.weight_mut(self.slots.head));
+            let (head, dw) = (values.weight(self.head), grads.weight_mut(self.head));
             let (l, e) = (&mut logprobs, &mut entropy);
             linear_logprob::forward_backward_part(&h, head, part, targets, temperature, loss, l, e, &mut dh, dw);
         });
@@ -111,7 +111,7 @@ impl Transformer {
         check_head(w, Head::Value);
         let mut values = Flat::scratch(hidden.device(), rows.len());
         let head = self.head_unit(w);
-        value_head::forward(&gather(hidden, rows), head.vector(self.slots.head), values.slice_mut(0..rows.len()));
+        value_head::forward(&gather(hidden, rows), head.vector(self.head), values.slice_mut(0..rows.len()));
         values
     }
 
@@ -128,12 +128,12 @@ impl Transformer {
         assert_eq!(rows.len(), dvalues.len(), "a gradient for each row");
         let h = gather(hidden, rows);
         let mut dh = h.like(h.rows(), h.width());
-        let unit = w.table.unit_of(self.slots.head);
+        let unit = w.table.unit_of(self.head);
         grads.begin(unit);
-        let dw = grads.vector_mut(self.slots.head);
+        let dw = grads.vector_mut(self.head);
         let values = w.unit(unit);
         self.prefetch_backward(w);
-        value_head::backward(&h, values.vector(self.slots.head), dvalues, &mut dh, dw);
+        value_head::backward(&h, values.vector(self.head), dvalues, &mut dh, dw);
         grads.finish(unit);
         scatter(&dh, rows, hidden.rows())
     }

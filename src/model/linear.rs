@@ -3,7 +3,7 @@
 //! The ranks of the tensor axis hold parts of W: of its outputs, so that each rank has outputs of its own and the gradient of x is
 //! a sum over ranks; or of its inputs, so that y is such a sum (arXiv:1909.08053, section 3).
 
-use super::params::{LinearSlots, ParamId};
+use super::params::{ParamId, ParamTable};
 use super::weights::{Gradients, Unit};
 use crate::comm::Group;
 use crate::ops::matmul::{self, Into, Output};
@@ -18,8 +18,10 @@ pub(super) struct Linear {
 }
 
 impl Linear {
-    pub(super) fn new(slots: LinearSlots, tensor: &Group) -> Self {
-        Self { weight: slots.weight, bias: slots.bias, tensor: tensor.clone() }
+    /// That whose parameters are `name.weight` and, where the table has it, `name.bias`.
+    pub(super) fn new(table: &ParamTable, name: &str, tensor: &Group) -> Self {
+        let (weight, bias) = (table.id(&format!("{name}.weight")), table.find(&format!("{name}.bias")));
+        Self { weight, bias, tensor: tensor.clone() }
     }
 
     /// y_i = x W_i^T + b_i, of projections whose outputs are cut.

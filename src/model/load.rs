@@ -195,8 +195,7 @@ impl Source {
 /// Compares names, shapes and types of the files with the table, before anything is allocated. Returns the value head
 /// if it is to be made new.
 fn check(dir: &Path, arch: &Arch, table: &ParamTable, checkpoint: &Checkpoint) -> Result<Option<ParamId>> {
-    let value_head = format!("{}.weight", arch.value_head);
-    let is_new = |spec: &ParamSpec| spec.name == value_head && arch.head == Head::LanguageModel;
+    let is_new = |spec: &ParamSpec| spec.name == arch.head_name(Head::Value) && arch.head == Head::LanguageModel;
     let mut missing = Vec::new();
     let mut new_head = None;
     for (i, spec) in table.specs().iter().enumerate() {

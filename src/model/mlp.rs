@@ -2,7 +2,7 @@
 
 use super::attention::Context;
 use super::linear::Linear;
-use super::params::MlpSlots;
+use super::params::ParamTable;
 use super::weights::Gradients;
 use crate::comm::Group;
 use crate::ops::matmul::Into;
@@ -38,9 +38,9 @@ impl MlpSaved {
 }
 
 impl Mlp {
-    pub(super) fn new(slots: MlpSlots, tensor: Group) -> Self {
-        let [gate, up, down] = [slots.gate, slots.up, slots.down].map(|slots| Linear::new(slots, &tensor));
-        Self { gate, up, down, tensor }
+    pub(super) fn new(table: &ParamTable, name: &str, tensor: &Group) -> Self {
+        let linear = |part| Linear::new(table, &format!("{name}.{part}_proj"), tensor);
+        Self { gate: linear("gate"), up: linear("up"), down: linear("down"), tensor: tensor.clone() }
     }
 
     /// All of it but the last product, which `add` does.

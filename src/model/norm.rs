@@ -1,6 +1,6 @@
 //! RMSNorm: y = x / rms(x) * w, over all of a row or over each head in it.
 
-use super::params::ParamId;
+use super::params::{ParamId, ParamTable};
 use super::weights::{Gradients, Unit};
 use crate::comm::Group;
 use crate::ops::rmsnorm;
@@ -15,8 +15,14 @@ pub(super) struct Norm {
 }
 
 impl Norm {
-    pub(super) fn new(weight: ParamId, eps: f32, heads: usize) -> Self {
-        Self { weight, eps, heads }
+    /// That whose parameter is `name.weight`, over each of `heads` runs of a row; none where the table does not have it.
+    pub(super) fn find(table: &ParamTable, name: &str, eps: f32, heads: usize) -> Option<Self> {
+        table.find(&format!("{name}.weight")).map(|weight| Self { weight, eps, heads })
+    }
+
+    /// One over all of a row.
+    pub(super) fn new(table: &ParamTable, name: &str, eps: f32) -> Self {
+        Self::find(table, name, eps, 1).unwrap_or_else(|| panic!("the table has no {name}.weight"))
     }
 
     /// (y, 1 / rms(x) of each head (t, heads))

@@ -2,24 +2,11 @@
 //! Loading, initialisation, sharding, the optimizer, checkpoints and export all read this one list.
 
 use super::arch::{Arch, Head};
-use super::part::{Dim, Held, Parts, TensorPart};
+use super::part::{Dim, TensorPart};
 use crate::device::Device;
 use crate::tensor::{FLAT_ALIGN, Layout};
 use std::collections::HashMap;
 use std::ops::Range;
-
-/// How the tensor axis cuts a parameter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Shard {
-    /// By outputs (rows of W, or elements of a bias).
-    Column,
-    /// By inputs (columns of W).
-    Row,
-    /// By rows of the vocabulary.
-    Vocab,
-    /// Every rank holds all of it.
-    Replicate,
-}
 
 /// How a new parameter starts.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -51,7 +38,6 @@ pub struct ParamSpec {
     pub columns: Range<usize>,
     /// How many copies of each element the tensor ranks hold together: sums over all ranks count it so often.
     pub copies: usize,
-    pub shard: Shard,
     pub layout: Layout,
     pub init: Init,
     /// Whether updates change it: a frozen one has no gradient and no weight decay.
@@ -102,50 +88,8 @@ impl ParamSpec {
     }
 }
 
-/// The parameters of a projection.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct LinearSlots {
-    pub weight: ParamId,
-    pub bias: Option<ParamId>,
-}
-
-/// The parameters of attention in one layer.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct AttentionSlots {
-    pub q: LinearSlots,
-    pub k: LinearSlots,
-    pub v: LinearSlots,
-    pub o: LinearSlots,
-    pub q_norm: Option<ParamId>,
-    pub k_norm: Option<ParamId>,
-}
-
-/// The parameters of the MLP in one layer.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct MlpSlots {
-    pub gate: LinearSlots,
-    pub up: LinearSlots,
-    pub down: LinearSlots,
-}
-
-/// The parameters of one layer: each branch has a norm before it.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct LayerSlots {
-    pub attention_norm: ParamId,
-    pub attention: AttentionSlots,
-    pub mlp_norm: ParamId,
-    pub mlp: MlpSlots,
-}
-
-/// Where the transformer finds its parameters.
-#[derive(Clone, Debug)]
-pub(super) struct Slots {
-    pub embedding: ParamId,
-    pub layers: Vec<LayerSlots>,
-    pub norm: ParamId,
-    /// The language-model head (the embedding where tied), or the value head's vector.
-    pub head: ParamId,
-}
+/// The embedding's name.
+pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 
 /// The list, in the order of the flat buffer: embedding, layers, final norm, head.
 #[derive(Clone, Debug)]
@@ -153,7 +97,6 @@ pub struct ParamTable {
     head: Head,
     specs: Vec<ParamSpec>,
     by_name: HashMap<String, ParamId>,
-    slots: Slots,
     units: Vec<Range<usize>>,
     len: usize,
     part: TensorPart,
@@ -163,60 +106,104 @@ pub struct ParamTable {
 impl ParamTable {
     /// The whole model on one rank.
     pub fn new(arch: &Arch, head: Head) -> Self {
-        Self::part(arch, head, TensorPart::whole())
+        Self::on(Device::Cpu, arch, head, TensorPart::whole())
     }
 
-    /// What a rank of the tensor axis holds.
+    /// What a rank of the tensor axis holds, laid out for a device: on a GPU all matrices lie row by row.
     ///
     /// # Panics
     /// If the architecture cannot be cut into so many parts (`Arch::check_tensor`).
-    pub fn part(arch: &Arch, head: Head, part: TensorPart) -> Self {
-        Self::on(Device::Cpu, arch, head, part)
-    }
-
-    /// The same, laid out for a device: on a GPU all matrices lie row by row.
-    ///
-    /// # Panics
-    /// As `part`.
     pub fn on(device: Device, arch: &Arch, head: Head, part: TensorPart) -> Self {
         if let Err(error) = arch.check_tensor(part.size) {
             panic!("{error}");
         }
-        let parts = Parts::new(arch, part);
-        let mut list = Listing { specs: Vec::new(), offset: 0, std: arch.init_std, parts, device };
-        let d = Dim::Whole(arch.width);
-        let full = [arch.vocabulary, arch.width];
-        let shares_head = arch.tied && head == Head::LanguageModel;
+        let (specs, by_name, units) = (Vec::new(), HashMap::new(), Vec::new());
+        let mut table = Self { head, specs, by_name, units, len: 0, part, device };
+        let normal = Init::Normal { std: arch.init_std };
+        let matrix = [Dim::Vocabulary, Dim::Whole(arch.width)];
         // A matrix that is only looked up lies row by row; one that is also multiplied lies in panels.
-        let layout = if shares_head { Layout::Panel } else { Layout::Row };
-        let held = list.parts.held(Dim::Vocabulary, d);
-        let embedding =
-            list.add("model.embed_tokens.weight", &full, held.clone(), (Shard::Vocab, layout), list.normal());
-        let mut ends = vec![list.offset];
-        let layers = (0..arch.layers).map(|i| {
-            let slots = list.layer(i, arch);
-            ends.push(list.offset);
-            slots
-        });
-        let layers = layers.collect();
-        let norm = list.norm("model.norm.weight", arch.width);
-        let head_id = match head {
-            Head::LanguageModel if shares_head => embedding,
-            Head::LanguageModel => {
-                list.add("lm_head.weight", &full, held, (Shard::Vocab, Layout::Panel), list.normal())
-            }
+        let is_multiplied = arch.tied && head == Head::LanguageModel;
+        table.add(arch, EMBEDDING, &matrix, if is_multiplied { Layout::Panel } else { Layout::Row }, normal);
+        table.end_unit();
+        for layer in 0..arch.layers {
+            table.add_layer(arch, &format!("model.layers.{layer}"));
+            table.end_unit();
+        }
+        table.add_norm(arch, "model.norm", arch.width);
+        match head {
+            Head::LanguageModel if arch.tied => {}
+            Head::LanguageModel => table.add(arch, &arch.head_name(head), &matrix, Layout::Panel, normal),
             Head::Value => {
                 let init = Init::Normal { std: 1.0 / (arch.width as f32 + 1.0) };
-                let (name, held) = (format!("{}.weight", arch.value_head), list.parts.held(Dim::Whole(1), d));
-                list.add(&name, &[1, arch.width], held, (Shard::Replicate, Layout::Row), init)
+                table.add(arch, &arch.head_name(head), &[Dim::Whole(1), matrix[1]], Layout::Row, init);
             }
-        };
-        let by_name = list.specs.iter().enumerate().map(|(i, s)| (s.name.clone(), ParamId(i))).collect();
-        let slots = Slots { embedding, layers, norm, head: head_id };
-        ends.push(list.offset);
-        let starts = std::iter::once(0).chain(ends.iter().copied());
-        let units = starts.zip(&ends).map(|(start, &end)| start..end).collect();
-        Self { head, specs: list.specs, by_name, slots, units, len: list.offset, part, device }
+        }
+        table.end_unit();
+        table
+    }
+
+    fn add_layer(&mut self, arch: &Arch, layer: &str) {
+        let hidden = Dim::Whole(arch.width);
+        self.add_norm(arch, &format!("{layer}.input_layernorm"), arch.width);
+        for (name, outputs) in [("q_proj", Dim::Heads), ("k_proj", Dim::KvHeads), ("v_proj", Dim::KvHeads)] {
+            self.add_linear(arch, &format!("{layer}.self_attn.{name}"), [outputs, hidden], arch.qkv_bias);
+        }
+        for name in ["q_norm", "k_norm"].into_iter().filter(|_| arch.qk_norm) {
+            self.add_norm(arch, &format!("{layer}.self_attn.{name}"), arch.head_dim);
+        }
+        self.add_linear(arch, &format!("{layer}.self_attn.o_proj"), [hidden, Dim::Heads], arch.o_bias);
+        self.add_norm(arch, &format!("{layer}.post_attention_layernorm"), arch.width);
+        for name in ["gate_proj", "up_proj"] {
+            self.add_linear(arch, &format!("{layer}.mlp.{name}"), [Dim::Mlp, hidden], arch.mlp_bias);
+        }
+        self.add_linear(arch, &format!("{layer}.mlp.down_proj"), [hidden, Dim::Mlp], arch.mlp_bias);
+    }
+
+    fn add_norm(&mut self, arch: &Arch, name: &str, width: usize) {
+        self.add(arch, &format!("{name}.weight"), &[Dim::Whole(width)], Layout::Row, Init::Ones);
+    }
+
+    /// A matrix of outputs and inputs and, where there is one, its bias, which is cut with the outputs. Where the inputs are cut it
+    /// is added once, after the sum over ranks.
+    fn add_linear(&mut self, arch: &Arch, name: &str, dims: [Dim; 2], bias: bool) {
+        let init = Init::Normal { std: arch.init_std };
+        self.add(arch, &format!("{name}.weight"), &dims, Layout::Panel, init);
+        if bias {
+            self.add(arch, &format!("{name}.bias"), &dims[..1], Layout::Row, Init::Zeros);
+        }
+    }
+
+    /// A vector or a matrix, of whose dims at most one is cut.
+    fn add(&mut self, arch: &Arch, name: &str, dims: &[Dim], layout: Layout, init: Init) {
+        let (n, rows) = dims[0].held(arch, self.part);
+        let (k, columns) = dims.get(1).unwrap_or(&Dim::Whole(1)).held(arch, self.part);
+        let [columns] = &columns[..] else { unreachable!("columns in {} pieces", columns.len()) };
+        let columns = columns.clone();
+        let copies = dims.iter().map(|dim| dim.copies(arch, self.part)).min().unwrap_or(1);
+        let held = [rows.iter().map(Range::len).sum(), columns.len()];
+        let layout = layout.on(self.device);
+        let len = layout.len(held[0], held[1]);
+        debug_assert!(len.is_multiple_of(FLAT_ALIGN));
+        self.by_name.insert(name.to_owned(), ParamId(self.specs.len()));
+        self.specs.push(ParamSpec {
+            name: name.to_owned(),
+            shape: held[..dims.len()].to_vec(),
+            full: [n, k][..dims.len()].to_vec(),
+            rows,
+            columns,
+            copies,
+            layout,
+            init,
+            trainable: true,
+            offset: self.len,
+            len,
+        });
+        self.len += len;
+    }
+
+    fn end_unit(&mut self) {
+        let start = self.units.last().map_or(0, |unit| unit.end);
+        self.units.push(start..self.len);
     }
 
     /// What parameters are laid out for.
@@ -277,6 +264,14 @@ impl ParamTable {
         self.by_name.get(name).copied()
     }
 
+    /// The parameter of that name.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub(super) fn id(&self, name: &str) -> ParamId {
+        self.find(name).unwrap_or_else(|| panic!("the table has no {name}"))
+    }
+
     /// Flat ranges of the units that are gathered and reduced at a time: the embedding, each layer, the final norm with
     /// the head. They cover the flat buffer in order.
     pub fn units(&self) -> &[Range<usize>] {
@@ -287,101 +282,5 @@ impl ParamTable {
     pub fn unit_of(&self, id: ParamId) -> usize {
         let offset = self.spec(id).offset;
         self.units.partition_point(|unit| unit.end <= offset)
-    }
-
-    pub(super) fn slots(&self) -> &Slots {
-        &self.slots
-    }
-}
-
-struct Listing {
-    specs: Vec<ParamSpec>,
-    offset: usize,
-    std: f32,
-    parts: Parts,
-    device: Device,
-}
-
-impl Listing {
-    fn normal(&self) -> Init {
-        Init::Normal { std: self.std }
-    }
-
-    /// A parameter whose whole shape is `full`.
-    fn add(&mut self, name: &str, full: &[usize], held: Held, kind: (Shard, Layout), init: Init) -> ParamId {
-        let ((shard, panels), Held { rows, columns, copies }) = (kind, held);
-        let layout = panels.on(self.device);
-        let (n, k) = (rows.iter().map(Range::len).sum(), columns.len());
-        let (_, inner) = full.split_first().expect("a parameter has a dim");
-        let shape = match inner {
-            [] => vec![n],
-            // Of columns that are cut one dim is left.
-            _ if k < inner.iter().product() => vec![n, k],
-            _ => [&[n], inner].concat(),
-        };
-        let len = layout.len(n, k);
-        debug_assert!(len.is_multiple_of(FLAT_ALIGN));
-        let (name, full, offset) = (name.to_owned(), full.to_vec(), self.offset);
-        let trainable = true;
-        self.specs.push(ParamSpec {
-            name,
-            shape,
-            full,
-            rows,
-            columns,
-            copies,
-            shard,
-            layout,
-            init,
-            trainable,
-            offset,
-            len,
-        });
-        self.offset += len;
-        ParamId(self.specs.len() - 1)
-    }
-
-    fn norm(&mut self, name: &str, width: usize) -> ParamId {
-        let held = self.parts.held(Dim::Whole(width), Dim::Whole(1));
-        self.add(name, &[width], held, (Shard::Replicate, Layout::Row), Init::Ones)
-    }
-
-    /// A matrix of `full` outputs and inputs, which are `dims`, and, where there is one, its bias.
-    fn linear(&mut self, name: &str, full: [usize; 2], dims: (Dim, Dim), bias: bool) -> LinearSlots {
-        let (outputs, inputs) = dims;
-        // A bias is cut with the outputs; where the inputs are cut it is added once, after the sum over ranks.
-        let (shard, bias_shard) = if matches!(outputs, Dim::Whole(_)) {
-            (Shard::Row, Shard::Replicate)
-        } else {
-            (Shard::Column, Shard::Column)
-        };
-        let held = self.parts.held(outputs, inputs);
-        let weight = self.add(&format!("{name}.weight"), &full, held, (shard, Layout::Panel), self.normal());
-        let bias = bias.then(|| {
-            let held = self.parts.held(outputs, Dim::Whole(1));
-            self.add(&format!("{name}.bias"), &full[..1], held, (bias_shard, Layout::Row), Init::Zeros)
-        });
-        LinearSlots { weight, bias }
-    }
-
-    fn layer(&mut self, index: usize, arch: &Arch) -> LayerSlots {
-        let (d, f) = (arch.width, arch.mlp_width);
-        let (qw, kvw) = (arch.q_width(), arch.kv_width());
-        let base = format!("model.layers.{index}");
-        let name = |part: &str| format!("{base}.{part}");
-        let hidden = Dim::Whole(d);
-        let attention_norm = self.norm(&name("input_layernorm.weight"), d);
-        let q = self.linear(&name("self_attn.q_proj"), [qw, d], (Dim::Heads, hidden), arch.qkv_bias);
-        let k = self.linear(&name("self_attn.k_proj"), [kvw, d], (Dim::KvHeads, hidden), arch.qkv_bias);
-        let v = self.linear(&name("self_attn.v_proj"), [kvw, d], (Dim::KvHeads, hidden), arch.qkv_bias);
-        let q_norm = arch.qk_norm.then(|| self.norm(&name("self_attn.q_norm.weight"), arch.head_dim));
-        let k_norm = arch.qk_norm.then(|| self.norm(&name("self_attn.k_norm.weight"), arch.head_dim));
-        let o = self.linear(&name("self_attn.o_proj"), [d, qw], (hidden, Dim::Heads), arch.o_bias);
-        let attention = AttentionSlots { q, k, v, o, q_norm, k_norm };
-        let mlp_norm = self.norm(&name("post_attention_layernorm.weight"), d);
-        let gate = self.linear(&name("mlp.gate_proj"), [f, d], (Dim::Mlp, hidden), arch.mlp_bias);
-        let up = self.linear(&name("mlp.up_proj"), [f, d], (Dim::Mlp, hidden), arch.mlp_bias);
-        let down = self.linear(&name("mlp.down_proj"), [d, f], (hidden, Dim::Mlp), arch.mlp_bias);
-        LayerSlots { attention_norm, attention, mlp_norm, mlp: MlpSlots { gate, up, down } }
     }
 }

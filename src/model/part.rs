@@ -108,25 +108,7 @@ impl Arch {
     }
 }
 
-/// The rows and columns of a whole parameter that a rank holds; the elements of a vector count as rows of one column.
-#[derive(Clone, Debug)]
-pub(super) struct Held {
-    pub rows: Vec<Range<usize>>,
-    pub columns: Range<usize>,
-    pub copies: usize,
-}
-
-/// What a rank holds of everything that can be cut.
-pub(super) struct Parts {
-    part: TensorPart,
-    heads: Range<usize>,
-    kv_heads: Vec<Range<usize>>,
-    kv_copies: usize,
-    mlp: Range<usize>,
-    vocabulary: Range<usize>,
-}
-
-/// What the rows or columns of a matrix are.
+/// What the rows or columns of a matrix are; the elements of a vector count as rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Dim {
     Heads,
@@ -137,48 +119,35 @@ pub(super) enum Dim {
     Whole(usize),
 }
 
-impl Parts {
-    pub(super) fn new(arch: &Arch, part: TensorPart) -> Self {
+impl Dim {
+    /// How many there are in the whole model, and those that a rank holds, in the order in which it holds them.
+    pub(super) fn held(self, arch: &Arch, part: TensorPart) -> (usize, Vec<Range<usize>>) {
         let e = arch.head_dim;
-        let heads = part.heads(arch);
-        let mut kv_heads: Vec<Range<usize>> = Vec::new();
-        for head in part.kv_heads(arch) {
-            match kv_heads.last_mut() {
-                Some(last) if last.end == head * e => last.end += e,
-                _ => kv_heads.push(head * e..(head + 1) * e),
+        let (whole, held) = match self {
+            Self::Heads => (arch.q_width(), part.heads(arch).start * e..part.heads(arch).end * e),
+            Self::Mlp => (arch.mlp_width, part.range(arch.mlp_width)),
+            Self::Vocabulary => (arch.vocabulary, part.range(arch.vocabulary)),
+            Self::Whole(n) => (n, 0..n),
+            Self::KvHeads => {
+                let mut held: Vec<Range<usize>> = Vec::new();
+                for head in part.kv_heads(arch) {
+                    match held.last_mut() {
+                        Some(last) if last.end == head * e => last.end += e,
+                        _ => held.push(head * e..(head + 1) * e),
+                    }
+                }
+                return (arch.kv_width(), held);
             }
-        }
-        Self {
-            part,
-            heads: heads.start * e..heads.end * e,
-            kv_heads,
-            kv_copies: part.kv_copies(arch),
-            mlp: part.range(arch.mlp_width),
-            vocabulary: part.range(arch.vocabulary),
-        }
+        };
+        (whole, vec![held])
     }
 
-    /// What is held of a matrix with such rows and columns, of which at most one kind is cut.
-    pub(super) fn held(&self, rows: Dim, columns: Dim) -> Held {
-        let copies = match (rows, columns) {
-            (Dim::Whole(_), Dim::Whole(_)) => self.part.size,
-            (Dim::KvHeads, _) => self.kv_copies,
+    /// How many copies of each there are on all ranks.
+    pub(super) fn copies(self, arch: &Arch, part: TensorPart) -> usize {
+        match self {
+            Self::Whole(_) => part.size,
+            Self::KvHeads => part.kv_copies(arch),
             _ => 1,
-        };
-        let columns = match &self.ranges(columns)[..] {
-            [one] => one.clone(),
-            several => unreachable!("columns in {} pieces", several.len()),
-        };
-        Held { rows: self.ranges(rows), columns, copies }
-    }
-
-    fn ranges(&self, dim: Dim) -> Vec<Range<usize>> {
-        match dim {
-            Dim::KvHeads => self.kv_heads.clone(),
-            Dim::Heads => vec![self.heads.clone()],
-            Dim::Mlp => vec![self.mlp.clone()],
-            Dim::Vocabulary => vec![self.vocabulary.clone()],
-            Dim::Whole(n) => std::iter::once(0..n).collect(),
         }
     }
 }
@@ -186,6 +155,7 @@ impl Parts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::Device;
     use crate::model::{Head, ParamTable};
 
     fn arch(heads: usize, kv_heads: usize) -> Arch {
@@ -247,7 +217,7 @@ mod tests {
         let arch = arch(12, 3);
         let k = "model.layers.0.self_attn.k_proj.weight";
         let of = |table: ParamTable| table.spec(table.find(k).expect("keys")).clone();
-        let part = of(ParamTable::part(&arch, Head::Value, TensorPart { rank: 0, size: 2 }));
+        let part = of(ParamTable::on(Device::Cpu, &arch, Head::Value, TensorPart { rank: 0, size: 2 }));
         let whole = of(ParamTable::new(&arch, Head::Value));
         assert_eq!((part.shape.clone(), part.rows.clone()), (whole.shape.clone(), vec![0..8, 0..16]));
     }

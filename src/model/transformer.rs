@@ -4,7 +4,7 @@ use super::arch::Arch;
 use super::attention::{Context, LayerKeys};
 use super::block::{Block, BlockSaved, Keep};
 use super::norm::Norm;
-use super::params::{ParamTable, Slots};
+use super::params::{self, ParamId, ParamTable};
 use super::part::TensorPart;
 use super::ring::Ring;
 use super::rope::Rope;
@@ -51,7 +51,9 @@ impl<'a> Keys<'a> {
 #[derive(Clone, Debug)]
 pub struct Transformer {
     pub arch: Arch,
-    pub(super) slots: Slots,
+    embedding: ParamId,
+    /// The language-model head (the embedding where tied), or the value head's vector.
+    pub(super) head: ParamId,
     /// The ranks that share the rows of embedding and head.
     pub(super) tensor: Group,
     blocks: Vec<Block>,
@@ -101,11 +103,17 @@ impl Transformer {
     pub fn over(arch: &Arch, table: &ParamTable, axes: &Axes) -> Self {
         let (tensor, ring) = (&axes.tensor, Ring::new(axes));
         assert_eq!(table.tensor_part(), TensorPart::of(tensor), "the table's part and this rank's");
-        let slots = table.slots().clone();
-        let block = |(i, layer): (usize, &_)| Block::new(arch, i, *layer, tensor, ring.clone());
-        let blocks = slots.layers.iter().enumerate().map(block).collect();
-        let (norm, rope) = (Norm::new(slots.norm, arch.norm_eps, 1), rope_table(arch));
-        Self { arch: arch.clone(), slots, tensor: tensor.clone(), blocks, norm, rope, device: table.device() }
+        let embedding = table.id(params::EMBEDDING);
+        Self {
+            arch: arch.clone(),
+            embedding,
+            head: table.find(&arch.head_name(table.head())).unwrap_or(embedding),
+            tensor: tensor.clone(),
+            blocks: (0..arch.layers).map(|layer| Block::new(arch, table, layer, tensor, &ring)).collect(),
+            norm: Norm::new(table, "model.norm", arch.norm_eps),
+            rope: rope_table(arch),
+            device: table.device(),
+        }
     }
 
     /// The hidden state (t, d) after the final norm, of `tokens` at `positions` (t each).
@@ -201,7 +209,7 @@ impl Transformer {
         let unit = w.unit(EMBEDDING);
         let mut x = Tensor::scratch_on(self.device, tokens.len(), self.arch.width);
         w.prefetch(FIRST_LAYER);
-        embedding::forward_part(&tokens, self.vocabulary().start, unit.weight(self.slots.embedding), &mut x);
+        embedding::forward_part(&tokens, self.vocabulary().start, unit.weight(self.embedding), &mut x);
         drop((unit, tokens));
         self.tensor.sum_slice(x.slice_mut());
         x
@@ -266,7 +274,7 @@ impl Transformer {
             grads.finish(unit);
         }
         grads.begin(EMBEDDING);
-        let dw = grads.weight_mut(self.slots.embedding);
+        let dw = grads.weight_mut(self.embedding);
         embedding::backward_part(&saved.tokens, self.vocabulary().start, &dx, dw);
         grads.finish(EMBEDDING);
     }
@@ -309,7 +317,7 @@ impl Transformer {
     fn prefetch_after(&self, w: &Weights, unit: usize) {
         w.prefetch(unit + 1);
         if unit + 1 == self.last_unit() {
-            w.prefetch(w.table.unit_of(self.slots.head));
+            w.prefetch(w.table.unit_of(self.head));
         }
     }
 

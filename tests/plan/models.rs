@@ -64,7 +64,7 @@ recompute = true
 
 /// Ranks that share `arch`, padding included: the flat vector of one of them.
 pub fn table(arch: &Arch, head: Head, tensor: usize) -> ParamTable {
-    ParamTable::part(arch, head, TensorPart { rank: 0, size: tensor })
+    ParamTable::on(rlhf_hpc::device::Device::Cpu, arch, head, TensorPart { rank: 0, size: tensor })
 }
 
 pub fn a800() -> Device {

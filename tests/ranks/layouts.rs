@@ -119,7 +119,7 @@ pub fn whole(learner: &Learner, what: &str, axes: &Axes) -> Vec<(String, Vec<f32
     }
     assert!(mine.iter().all(|x| !x.is_nan()), "{what} is not saved whole");
     let (head, size) = (role.weights.table.head(), axes.tensor.size());
-    let table = |rank| ParamTable::part(role.arch(), head, TensorPart { rank, size });
+    let table = |rank| ParamTable::on(Device::Cpu, role.arch(), head, TensorPart { rank, size });
     let tables: Vec<ParamTable> = (0..size).map(table).collect();
     let parts: Vec<Vec<f32>> =
         axes.tensor.all_gather_numbers(&mine).iter().map(|part| part.iter().map(|&x| x as f32).collect()).collect();
