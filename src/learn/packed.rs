@@ -114,7 +114,7 @@ impl PackedRow {
 
     /// Attention over exactly these sequences.
     pub fn keys(&self) -> Keys<'_> {
-        Keys::Packed { cu_seqlens: &self.cu_seqlens }
+        Keys::Packed(self.cu_seqlens.as_slice().into())
     }
 }
 

@@ -33,7 +33,7 @@ impl Transformer {
     /// layer. The forward is computed for this. All ranks that share matrices, units or rows call this.
     pub fn not_finite(&self, w: &Weights, of: Rows, recompute: bool) -> Option<String> {
         let mut saved = Saved::new(recompute);
-        let keys = Keys::Packed { cu_seqlens: of.cu_seqlens };
+        let keys = Keys::Packed(of.cu_seqlens.into());
         let hidden = self.forward(w, of.tokens, of.positions, keys, Some(&mut saved));
         let answers = match w.table.head() {
             Head::LanguageModel => self.logprobs(w, &hidden, of.rows, of.targets, 1.0, false).0,

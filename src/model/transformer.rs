@@ -12,7 +12,7 @@ use super::weights::{Gradients, Unit, Weights};
 use crate::comm::{Axes, Group};
 use crate::device::cuda::{Arg, Memory, decode};
 use crate::device::{Device, null};
-use crate::ops::attention::{KvLayer, PAGE, Packed, Paged, PagedSequence, kv_copy_page};
+use crate::ops::attention::{KvLayer, PAGE, Packed, Paged, kv_copy_page};
 use crate::ops::embedding;
 use crate::ops::rope::RopeTable;
 use crate::sys::lock::lock;
@@ -26,23 +26,17 @@ const FIRST_LAYER: usize = 1;
 
 /// Where the keys and values come from.
 pub enum Keys<'a> {
-    /// Whole sequences, one behind the other: [0, end of sequence 0, end of sequence 1, ...].
-    Packed { cu_seqlens: &'a [usize] },
-    /// New rows behind the cached tokens of their sequences; one cache a layer.
-    Paged { cache: &'a mut [KvLayer], sequences: &'a [PagedSequence<'a>] },
-}
-
-/// `Keys` as the device looks them up.
-enum Laid<'a> {
+    /// Whole sequences, one behind the other.
     Packed(Packed<'a>),
-    Paged(Paged<'a>),
+    /// New rows behind the cached tokens of their sequences; one cache a layer.
+    Paged(&'a mut [KvLayer], Paged<'a>),
 }
 
-impl<'a> Keys<'a> {
-    fn laid(&self) -> Laid<'a> {
+impl Keys<'_> {
+    fn of_layer(&mut self, layer: usize) -> LayerKeys<'_> {
         match self {
-            Self::Packed { cu_seqlens } => Laid::Packed(Packed::from(*cu_seqlens)),
-            Self::Paged { sequences, .. } => Laid::Paged(Paged::from(*sequences)),
+            Self::Packed(packed) => LayerKeys::Packed(packed),
+            Self::Paged(cache, paged) => LayerKeys::Paged(&mut cache[layer], paged),
         }
     }
 }
@@ -129,7 +123,7 @@ impl Transformer {
         saved: Option<&mut Saved>,
     ) -> Tensor {
         self.check_rows(tokens, positions);
-        assert!(saved.is_none() || matches!(keys, Keys::Packed { .. }), "only packed keys have a backward");
+        assert!(saved.is_none() || matches!(keys, Keys::Packed(_)), "only packed keys have a backward");
         let keep = match &saved {
             None => Keep::Nothing,
             Some(saved) if saved.recompute => Keep::Input,
@@ -137,12 +131,7 @@ impl Transformer {
         };
         let x = self.embedded(w, Indices::on(self.device, tokens));
         let positions = &Indices::on(self.device, positions);
-        let laid = keys.laid();
-        let cache: &mut [KvLayer] = match &mut keys {
-            Keys::Paged { cache, .. } => cache,
-            Keys::Packed { .. } => &mut [],
-        };
-        let (hidden, last, kept) = self.through(w, x, positions, &laid, cache, keep);
+        let (hidden, last, kept) = self.through(w, x, positions, &mut keys, keep);
         if let Some(saved) = saved {
             saved.tokens = tokens.to_vec();
             saved.positions = positions.to_vec();
@@ -174,8 +163,8 @@ impl Transformer {
         let x = self.embedded(w, Indices::on_gpu(tables.tokens(), rows));
         let hidden = {
             let positions = &Indices::on_gpu(tables.positions(), rows);
-            let laid = Laid::Paged(Paged::on_gpu(tables, rows, longest));
-            self.through(w, x, positions, &laid, cache, Keep::Nothing).0
+            let mut keys = Keys::Paged(cache, Paged::on_gpu(tables, rows, longest));
+            self.through(w, x, positions, &mut keys, Keep::Nothing).0
         };
         self.draw_on_gpu(&self.logits_of(w, &hidden), rows, ends, edits, tables);
         tables.end(rows, self.tensor.size());
@@ -221,19 +210,14 @@ impl Transformer {
         w: &Weights,
         mut x: Tensor,
         positions: &Indices,
-        laid: &Laid,
-        cache: &mut [KvLayer],
+        keys: &mut Keys,
         keep: Keep,
     ) -> (Tensor, (Tensor, Tensor), Vec<BlockSaved>) {
         let mut kept = Vec::new();
         for (i, block) in self.blocks.iter().enumerate() {
-            let keys = match laid {
-                Laid::Packed(packed) => LayerKeys::Packed(packed),
-                Laid::Paged(paged) => LayerKeys::Paged(&mut cache[i], paged),
-            };
             let unit = w.unit(FIRST_LAYER + i);
             self.prefetch_after(w, FIRST_LAYER + i);
-            kept.extend(block.forward(self.context(&unit, positions), &mut x, keys, keep));
+            kept.extend(block.forward(self.context(&unit, positions), &mut x, keys.of_layer(i), keep));
         }
         let (hidden, rstd) = self.norm.forward(&w.unit(self.last_unit()), &x);
         (hidden, (x, rstd), kept)

@@ -251,7 +251,7 @@ impl<'a> Bench<'a> {
         let (tokens, positions) = (self.tokens(self.rows * self.length), packed_positions(&ends));
         self.measured(null::GEMM, || {
             let mut saved = grads.is_some().then(|| Saved::new(self.job.config.gradient.recompute));
-            let keys = Keys::Packed { cu_seqlens: &ends };
+            let keys = Keys::Packed(ends.as_slice().into());
             let hidden = model.forward(weights, &tokens, &positions, keys, saved.as_mut());
             if let (Some(grads), Some(saved)) = (&mut grads, saved) {
                 model.backward(weights, saved, &ends, hidden, grads);
@@ -294,7 +294,7 @@ impl<'a> Bench<'a> {
         let mut cache = model.kv_cache(batch * pages);
         let (tokens, positions) = (self.tokens(batch), vec![past as u32; batch]);
         let [whole, body] = self.measured(null::GEMM, || {
-            let keys = Keys::Paged { cache: &mut cache, sequences: &sequences };
+            let keys = Keys::Paged(&mut cache, sequences.as_slice().into());
             drop(model.forward(weights, &tokens, &positions, keys, None));
         });
         let shape = attention_shape(&self.arch, self.arch.windows[0]);

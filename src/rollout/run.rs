@@ -244,7 +244,7 @@ impl Run<'_> {
             }
         }
         let Model { transformer, weights, .. } = self.model;
-        let keys = Keys::Paged { cache: self.cache, sequences: &sequences };
+        let keys = Keys::Paged(self.cache, sequences.as_slice().into());
         let hidden = transformer.forward(weights, &tokens, &positions, keys, None);
         self.outcome.forwards += 1;
         self.outcome.tokens_fed += tokens.len();

@@ -208,7 +208,7 @@ fn rows_of(tokens: &[Vec<u32>]) -> Vec<Value> {
 fn forward(fixture: &Fixture, name: &str, head: Head, tokens: &[u32]) -> (Transformer, Weights, Tensor) {
     let (arch, weights) = load::load(Device::Cpu, &fixture.path(name), head, DType::F32, 0).expect("a model");
     let (transformer, cu_seqlens) = (Transformer::new(&arch, &weights.table), [0, tokens.len()]);
-    let keys = Keys::Packed { cu_seqlens: &cu_seqlens };
+    let keys = Keys::Packed(cu_seqlens.as_slice().into());
     let hidden = transformer.forward(&weights, tokens, &packed_positions(&cu_seqlens), keys, None);
     (transformer, weights, hidden)
 }

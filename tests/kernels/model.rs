@@ -93,7 +93,7 @@ pub fn follow_the_cpu(ends: &[usize]) {
         let weights = numbers(3, picked.len());
         let run = |(model, w): &(Transformer, Weights)| {
             let mut saved = Saved::new(false);
-            let keys = || Keys::Packed { cu_seqlens: ends };
+            let keys = || Keys::Packed(ends.into());
             let hidden = model.forward(w, &tokens, &positions, keys(), Some(&mut saved));
             let scored = model.logprobs(w, &hidden, &picked, &targets, 0.8, true);
             let mut grads = Gradients::new(w.table.clone());
@@ -126,7 +126,7 @@ pub fn gradients(arch: &Arch, ends: &[usize], recompute: bool) -> Vec<f32> {
     let model = Transformer::over(arch, &w.table, &Axes::one());
     let (t, positions) = (ends[ends.len() - 1], packed_positions(ends));
     let mut saved = Saved::new(recompute);
-    let hidden = model.forward(&w, &tokens(t), &positions, Keys::Packed { cu_seqlens: ends }, Some(&mut saved));
+    let hidden = model.forward(&w, &tokens(t), &positions, Keys::Packed(ends.into()), Some(&mut saved));
     let mut grads = Gradients::new(w.table.clone());
     model.backward(&w, saved, ends, hidden, &mut grads);
     grads.to_vec()
@@ -140,7 +140,7 @@ fn values_and_their_gradients_are_those_of_the_cpu_up_to_bf16() {
     let (tokens, positions, picked) = (tokens(17), packed_positions(&ends), [0, 4, 8, 9, 16]);
     let run = |(model, w): &(Transformer, Weights)| {
         let mut saved = Saved::new(true);
-        let hidden = model.forward(w, &tokens, &positions, Keys::Packed { cu_seqlens: &ends }, Some(&mut saved));
+        let hidden = model.forward(w, &tokens, &positions, Keys::Packed(ends.as_slice().into()), Some(&mut saved));
         let values = model.values(w, &hidden, &picked);
         let mut grads = Gradients::new(w.table.clone());
         let dhidden = model.values_backward(w, &hidden, &picked, &[0.5, -1.0, 0.25, 2.0, -0.75], &mut grads);
@@ -171,7 +171,7 @@ fn a_drawn_token_has_the_log_probability_that_training_computes_bit_for_bit() {
         for piece in [20, 17, 1, 1, 1, 1] {
             let sequences = [PagedSequence { past, tokens: piece, blocks: &blocks }];
             let positions: Vec<u32> = (past as u32..(past + piece) as u32).collect();
-            let keys = Keys::Paged { cache: &mut cache, sequences: &sequences };
+            let keys = Keys::Paged(&mut cache, sequences.as_slice().into());
             let hidden = model.forward(&w, &fed[past..past + piece], &positions, keys, None);
             past += piece;
             if past < prompt.len() {
@@ -188,7 +188,7 @@ fn a_drawn_token_has_the_log_probability_that_training_computes_bit_for_bit() {
         let ends = [0, fed.len() - 1];
         let (rows, targets): (Vec<u32>, Vec<u32>) =
             (prompt.len() - 1..fed.len() - 1).map(|row| (row as u32, fed[row + 1])).unzip();
-        let keys = Keys::Packed { cu_seqlens: &ends };
+        let keys = Keys::Packed(ends.as_slice().into());
         let hidden = model.forward(&w, &fed[..fed.len() - 1], &packed_positions(&ends), keys, None);
         let (logprobs, _) = model.logprobs(&w, &hidden, &rows, &targets, 1.0, false);
         let at_sampling: Vec<f32> = drawn.iter().map(|drawn| drawn.logprob).collect();

@@ -131,7 +131,7 @@ fn draws_on_the_gpu_are_those_of_the_cpu_but_near_a_border_of_the_distribution()
         let all = [&prompt[..], &new].concat();
         let ends = [0, all.len()];
         let hidden =
-            transformer.forward(&weights, &all, &packed_positions(&ends), Keys::Packed { cu_seqlens: &ends }, None);
+            transformer.forward(&weights, &all, &packed_positions(&ends), Keys::Packed(ends.as_slice().into()), None);
         let places: Vec<u32> = (0..new.len()).map(|j| (prompt.len() + j - 1) as u32).collect();
         let logits = transformer.logits_part(&weights, &hidden, &places);
         for (j, (row, logprob)) in logits.data().chunks(logits.width()).zip(floats(&line["logprobs"])).enumerate() {

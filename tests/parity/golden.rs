@@ -68,7 +68,7 @@ impl Model {
     }
 
     pub fn hidden(&self, saved: Option<&mut Saved>) -> Tensor {
-        let keys = Keys::Packed { cu_seqlens: &self.cu_seqlens };
+        let keys = Keys::Packed(self.cu_seqlens.as_slice().into());
         self.transformer.forward(&self.weights, &self.tokens, &self.positions, keys, saved)
     }
 

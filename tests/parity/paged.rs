@@ -14,7 +14,7 @@ fn argmax(x: &[f32]) -> u32 {
 fn extend(m: &Model, cache: &mut [KvLayer], blocks: &[u32], tokens: &[u32], past: usize) -> Tensor {
     let positions: Vec<u32> = (past as u32..tokens.len() as u32).collect();
     let sequences = [PagedSequence { past, tokens: tokens.len() - past, blocks }];
-    let keys = Keys::Paged { cache, sequences: &sequences };
+    let keys = Keys::Paged(cache, sequences.as_slice().into());
     m.transformer.forward(&m.weights, &tokens[past..], &positions, keys, None)
 }
 

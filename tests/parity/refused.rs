@@ -239,7 +239,7 @@ fn a_reward_model_is_no_language_model_and_must_have_its_head() {
 /// A forward of one golden model over one token at a position.
 fn forward_of(token: u32, position: u32) {
     let m = Model::load("llama3", Head::LanguageModel, DType::F32);
-    let keys = Keys::Packed { cu_seqlens: &[0, 1] };
+    let keys = Keys::Packed([0, 1].as_slice().into());
     drop(m.transformer.forward(&m.weights, &[token], &[position], keys, None));
 }
 
