@@ -2,16 +2,15 @@
 //! not depend on the layout, the dtype, the number of ranks or the other parameters.
 
 use super::arch::{Arch, Head};
-use super::pack::{Element, pack_part};
+use super::pack;
 use super::params::{Init, ParamSpec, ParamTable};
 use super::part::TensorPart;
-use super::unit::{UnitValues, parts};
+use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::device::Device;
 use crate::rng::{Purpose, Rng};
-use crate::tensor::{DType, SliceMut};
+use crate::tensor::DType;
 use std::convert::Infallible;
-use std::ops::Range;
 use std::sync::Arc;
 
 /// New weights: matrices normal(0, init_std), norms 1, biases 0, a value head normal(0, 1/(d+1)).
@@ -29,37 +28,25 @@ pub fn init_on(device: Device, arch: &Arch, head: Head, dtype: DType, seed: u64,
 /// One unit of them.
 pub fn unit(table: &Arc<ParamTable>, unit: usize, dtype: DType, seed: u64) -> UnitValues {
     let filled = UnitValues::scratch(table, unit, dtype).filled(|range, to| {
-        match to {
-            SliceMut::F32(to) => fill_range(table, range, seed, to),
-            SliceMut::Bf16(to) => fill_range(table, range, seed, to),
-            SliceMut::Cuda(_) => unreachable!("values are made on the host"),
-        }
+        let not_finite = pack::fill(table, &range, to, |spec| drawn(spec, seed));
+        debug_assert!(not_finite.is_none());
         Ok::<_, Infallible>(())
     });
     let Ok(values) = filled;
     values
 }
 
-fn fill_range<T: Element>(table: &ParamTable, range: Range<usize>, seed: u64, to: &mut [T]) {
-    for (id, part) in parts(table, &range) {
-        let spec = table.spec(id);
-        let place = &mut to[part.start - range.start..part.end - range.start];
-        fill(spec, seed, part.start - spec.offset..part.end - spec.offset, place);
-    }
-}
-
-/// Writes elements `part` of a new parameter's place in the flat buffer.
-pub(super) fn fill<T: Element>(spec: &ParamSpec, seed: u64, part: Range<usize>, to: &mut [T]) {
-    let finite = match spec.init {
-        Init::Zeros => pack_part(spec, &|_, to| to.fill(0.0), part, to),
-        Init::Ones => pack_part(spec, &|_, to| to.fill(1.0), part, to),
+/// The values of a new parameter.
+pub(super) fn drawn<'a>(spec: &ParamSpec, seed: u64) -> Box<pack::Source<'a>> {
+    match spec.init {
+        Init::Zeros => Box::new(|_, to| to.fill(0.0)),
+        Init::Ones => Box::new(|_, to| to.fill(1.0)),
         Init::Normal { std } => {
             let rng = Rng::new(seed, Purpose::Init);
             let name = twox_hash::XxHash3_64::oneshot(spec.name.as_bytes());
-            pack_part(spec, &|start, to| normal(rng, name, std, start, to), part, to)
+            Box::new(move |start, to| normal(rng, name, std, start, to))
         }
-    };
-    debug_assert!(finite);
+    }
 }
 
 /// Elements `start` and on; elements 2i and 2i + 1 are a pair.

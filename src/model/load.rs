@@ -4,17 +4,16 @@
 use super::arch::{Arch, Head};
 use super::files::Checkpoint;
 use super::init;
-use super::pack::{Disk, Element, pack_part, stored, whole_rows};
+use super::pack::{self, Disk, stored, whole_rows};
 use super::params::{ParamId, ParamSpec, ParamTable};
 use super::part::TensorPart;
 use super::partition::Shards;
-use super::unit::{UnitValues, parts};
+use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::comm::Axes;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::{DType, SliceMut};
-use rayon::prelude::*;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -108,7 +107,7 @@ impl Source {
         if let Some(next) = self.table.units().get(unit + 1) {
             self.will_need(next);
         }
-        self.filled(UnitValues::scratch(&self.table, unit, dtype))
+        UnitValues::scratch(&self.table, unit, dtype).filled(|range, to| self.fill(&range, to))
     }
 
     /// A range of a unit, without the f32 copies that layers need: of the files no more is read than that.
@@ -117,12 +116,12 @@ impl Source {
     /// As `unit`.
     pub fn part(&self, range: Range<usize>, dtype: DType) -> Result<UnitValues> {
         self.will_need(&range);
-        self.filled(UnitValues::part_scratch(&self.table, range, dtype))
+        UnitValues::part_scratch(&self.table, range, dtype).filled(|range, to| self.fill(&range, to))
     }
 
     /// Has the system read what a flat range is made of while something else is done.
     fn will_need(&self, range: &Range<usize>) {
-        for (id, part) in parts(&self.table, range) {
+        for (id, part) in self.table.parts(range) {
             let spec = self.table.spec(id);
             let Some(bytes) = self.checkpoint.get(&spec.name).and_then(|t| Some(t.disk(&spec.name).ok()?.bytes()))
             else {
@@ -131,14 +130,6 @@ impl Source {
             let rows = whole_rows(spec, part.start - spec.offset..part.end - spec.offset);
             self.checkpoint.will_need(&spec.name, rows.start * bytes..rows.end * bytes);
         }
-    }
-
-    fn filled(&self, values: UnitValues) -> Result<UnitValues> {
-        values.filled(|range, to| match to {
-            SliceMut::F32(to) => self.fill(range, to),
-            SliceMut::Bf16(to) => self.fill(range, to),
-            SliceMut::Cuda(_) => unreachable!("files are read on the host"),
-        })
     }
 
     /// Whether weights of `dtype` are other numbers than those of the files, or of the head that is drawn.
@@ -156,38 +147,24 @@ impl Source {
     /// `Data` where a value is NaN or infinite.
     pub fn fill_f32(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         self.will_need(&range);
-        self.fill(range, out)
+        self.fill(&range, SliceMut::F32(out))
     }
 
     /// Fills a range of the flat vector.
-    fn fill<T: Element>(&self, range: Range<usize>, flat: &mut [T]) -> Result<()> {
-        assert_eq!(range.len(), flat.len(), "room for {range:?}");
-        let mut rest = flat;
-        let mut places = Vec::new();
-        for (id, part) in parts(&self.table, &range) {
-            let (place, after) = rest.split_at_mut(part.len());
-            places.push((self.table.spec(id), part, place));
-            rest = after;
-        }
-        let filled = places.into_par_iter().try_for_each(|(spec, part, place)| {
-            self.fill_one(spec, part.start - spec.offset..part.end - spec.offset, place)
+    fn fill(&self, range: &Range<usize>, to: SliceMut) -> Result<()> {
+        let stored_of = |name: &str| self.checkpoint.get(name).expect("`check` found every parameter");
+        let not_finite = pack::fill(&self.table, range, to, |spec| {
+            if self.new_head.is_some_and(|id| self.table.spec(id).name == spec.name) {
+                return init::drawn(spec, self.seed);
+            }
+            let tensor = stored_of(&spec.name);
+            Box::new(stored(tensor.disk(&spec.name).expect("`check` knows its type"), tensor.bytes))
         });
         // Else the files would lie in memory beside what is made of them.
         self.checkpoint.release();
-        filled
-    }
-
-    /// Fills elements `part` of a parameter's place.
-    fn fill_one<T: Element>(&self, spec: &ParamSpec, part: Range<usize>, to: &mut [T]) -> Result<()> {
-        if self.new_head.is_some_and(|id| self.table.spec(id).name == spec.name) {
-            init::fill(spec, self.seed, part, to);
-            return Ok(());
-        }
-        let tensor = self.checkpoint.get(&spec.name).expect("`check` found every parameter");
-        if pack_part(spec, &stored(tensor.disk(&spec.name)?, tensor.bytes), part, to) {
-            return Ok(());
-        }
-        Err(Error::data(format!("{}: tensor {} holds NaN or infinite values", tensor.path.display(), spec.name))
+        let Some(id) = not_finite else { return Ok(()) };
+        let name = &self.table.spec(id).name;
+        Err(Error::data(format!("{}: tensor {name} holds NaN or infinite values", stored_of(name).path.display()))
             .hint("the model is damaged, or its training diverged"))
     }
 }

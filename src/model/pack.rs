@@ -1,8 +1,8 @@
 //! Between row-major values, as on disk, and the layouts of the flat buffer.
 
 use super::bf16::narrow;
-use super::params::ParamSpec;
-use crate::tensor::{Layout, PANEL};
+use super::params::{ParamId, ParamSpec, ParamTable};
+use crate::tensor::{Layout, PANEL, SliceMut};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -50,7 +50,7 @@ impl Disk {
 }
 
 /// An element of the flat buffer: f32, or a bf16 in its u16.
-pub(super) trait Element: Copy + Send + Sync {
+trait Element: Copy + Send + Sync {
     /// Stores f32 values that lie in f32 order of `layout`; whole multiples of 64 in panels.
     fn store(layout: Layout, from: &[f32], to: &mut [Self]);
 }
@@ -75,9 +75,45 @@ pub(super) fn stored(disk: Disk, bytes: &[u8]) -> impl Fn(usize, &mut [f32]) + S
     move |start, to| disk.decode(&bytes[start * disk.bytes()..(start + to.len()) * disk.bytes()], to)
 }
 
+/// Fills a flat range, cut at multiples of `FLAT_ALIGN`, padding included, with parameters whose values `source` gives. Returns the
+/// first that has NaN or infinite values.
+pub(super) fn fill<'a>(
+    table: &ParamTable,
+    range: &Range<usize>,
+    to: SliceMut,
+    source: impl Fn(&ParamSpec) -> Box<Source<'a>> + Sync,
+) -> Option<ParamId> {
+    match to {
+        SliceMut::F32(to) => fill_with(table, range, to, source),
+        SliceMut::Bf16(to) => fill_with(table, range, to, source),
+        SliceMut::Cuda(_) => unreachable!("values are made on the host"),
+    }
+}
+
+fn fill_with<'a, T: Element>(
+    table: &ParamTable,
+    range: &Range<usize>,
+    to: &mut [T],
+    source: impl Fn(&ParamSpec) -> Box<Source<'a>> + Sync,
+) -> Option<ParamId> {
+    assert_eq!(range.len(), to.len(), "room for {range:?}");
+    let (mut rest, mut places) = (to, Vec::new());
+    for (id, part) in table.parts(range) {
+        let (place, after) = rest.split_at_mut(part.len());
+        places.push((id, part, place));
+        rest = after;
+    }
+    let filled = places.into_par_iter().filter_map(|(id, part, place)| {
+        let spec = table.spec(id);
+        let part = part.start - spec.offset..part.end - spec.offset;
+        (!pack_part(spec, &*source(spec), part, place)).then_some(id)
+    });
+    filled.min()
+}
+
 /// Writes elements `part` of a parameter's place, counted from its first and cut at multiples of `FLAT_ALIGN`, to `to`, padding
 /// included: of the source no more is read than the tiles that they lie in. Returns false if a value is NaN or infinite.
-pub(super) fn pack_part<T: Element>(spec: &ParamSpec, source: &Source, part: Range<usize>, to: &mut [T]) -> bool {
+fn pack_part<T: Element>(spec: &ParamSpec, source: &Source, part: Range<usize>, to: &mut [T]) -> bool {
     assert!(part.end <= spec.len && to.len() == part.len(), "room for {part:?} of {}", spec.name);
     // Pieces of row-major values, or what lies in one panel.
     let piece = match spec.layout {

@@ -278,6 +278,14 @@ impl ParamTable {
         &self.units
     }
 
+    /// The parameters that a flat range touches, with the part of it that lies in each.
+    pub(super) fn parts(&self, range: &Range<usize>) -> impl Iterator<Item = (ParamId, Range<usize>)> {
+        let Range { start, end } = *range;
+        let first = self.specs.partition_point(|s| s.offset + s.len <= start);
+        let touched = self.specs[first..].iter().enumerate().take_while(move |(_, s)| s.offset < end);
+        touched.map(move |(i, s)| (ParamId(first + i), start.max(s.offset)..end.min(s.offset + s.len)))
+    }
+
     /// The unit that a parameter is in.
     pub fn unit_of(&self, id: ParamId) -> usize {
         let offset = self.spec(id).offset;

@@ -3,7 +3,7 @@
 use super::bf16::round;
 use super::pack::unpack_rows;
 use super::params::{ParamSpec, ParamTable};
-use super::unit::{UnitValues, parts};
+use super::unit::UnitValues;
 use crate::error::{Error, Result};
 use crate::sys::files::LargeFile;
 use crate::tensor::{DType, Layout, PANEL};
@@ -90,7 +90,7 @@ impl TensorFiles {
     /// If it is another than the next one, or not whole.
     pub(super) fn unit(&mut self, values: &UnitValues) -> Result<()> {
         let (table, mut staging) = (self.table.clone(), std::mem::take(&mut self.staging));
-        for (id, part) in parts(&table, &values.range()) {
+        for (id, part) in table.parts(&values.range()) {
             let spec = table.spec(id);
             assert!(id.0 == self.next && part == spec.range(), "{} comes out of turn", spec.name);
             let (n, k) = spec.dims();

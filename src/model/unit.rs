@@ -1,7 +1,7 @@
 //! The values of one unit of the parameter table, or of this rank's range of it, in the working dtype.
 
 use super::bf16::{narrow, widen};
-use super::params::{ParamId, ParamSpec, ParamTable};
+use super::params::{ParamId, ParamTable};
 use crate::comm::Group;
 use crate::device::Device;
 use crate::device::cuda::{Arg, HostCopy};
@@ -47,7 +47,7 @@ impl UnitValues {
     pub fn scratch(table: &Arc<ParamTable>, unit: usize, dtype: DType) -> Self {
         let range = table.units()[unit].clone();
         let (mut starts, mut len) = (Vec::new(), 0);
-        for (id, _) in parts(table, &range) {
+        for (id, _) in table.parts(&range) {
             let spec = table.spec(id);
             if spec.layout == Layout::Row {
                 starts.push((id, len));
@@ -276,7 +276,7 @@ impl UnitValues {
             _ if null::is_active() => {}
             Slice::F32(values) => out.copy_from_slice(values),
             Slice::Bf16(values) => {
-                for (id, part) in parts(&self.table, range) {
+                for (id, part) in self.table.parts(range) {
                     let at = part.start - range.start..part.end - range.start;
                     let layout = self.table.spec(id).layout;
                     let pairs = out[at.clone()].par_chunks_mut(CHUNK).zip(values[at].par_chunks(CHUNK));
@@ -295,7 +295,7 @@ impl UnitValues {
             SliceMut::F32(values) => values.copy_from_slice(master),
             SliceMut::Bf16(values) => {
                 let copies = self.copies.as_mut().expect("bf16 values of the CPU have f32 copies");
-                for (id, part) in parts(&self.table, range) {
+                for (id, part) in self.table.parts(range) {
                     let spec = self.table.spec(id);
                     let at = part.start - range.start..part.end - range.start;
                     let pairs = values[at.clone()].par_chunks_mut(CHUNK).zip(master[at.clone()].par_chunks(CHUNK));
@@ -309,15 +309,6 @@ impl UnitValues {
             SliceMut::Cuda(mut view) => view.write(master),
         }
     }
-}
-
-/// The parameters that a flat range touches, with the part of it that lies in each.
-pub(super) fn parts(table: &ParamTable, range: &Range<usize>) -> impl Iterator<Item = (ParamId, Range<usize>)> {
-    let Range { start, end } = *range;
-    let specs: &[ParamSpec] = table.specs();
-    let first = specs.partition_point(|s| s.offset + s.len <= start);
-    let touched = specs[first..].iter().enumerate().take_while(move |(_, s)| s.offset < end);
-    touched.map(move |(i, s)| (ParamId(first + i), start.max(s.offset)..end.min(s.offset + s.len)))
 }
 
 pub(super) fn check_cut(range: &Range<usize>) {

@@ -212,11 +212,6 @@ impl Tensor {
         self.data.all().to_host()
     }
 
-    /// Calls `work` with the values on the host: a copy that is written back, where they lie on a GPU.
-    pub fn on_host<R>(&mut self, work: impl FnOnce(&mut [f32]) -> R) -> R {
-        self.data.on_host(work)
-    }
-
     /// # Panics
     /// As `data`.
     pub fn row(&self, i: usize) -> &[f32] {
