@@ -20,12 +20,15 @@ pub struct Gradients {
     device: Device,
     partition: Arc<Partition>,
     stream: Arc<Stream>,
+    /// Units whose sums over ranks are under way.
+    in_flight: VecDeque<(usize, Pending<Flat>)>,
     mode: Mode,
 }
 
 enum Mode {
     Whole(Whole),
-    Ranges(Ranges),
+    /// The unit that is added to now lies in a buffer of its own.
+    Ranges(Option<(usize, Flat)>),
 }
 
 /// Units are reduced once, each as soon as it is complete.
@@ -38,13 +41,6 @@ struct Whole {
     lowest: usize,
     /// Next unit to be reduced, counted from the last down; all ranks reduce in this order.
     next: usize,
-    in_flight: Vec<(usize, Pending<Flat>)>,
-}
-
-/// The unit that is added to now lies in a buffer of its own.
-struct Ranges {
-    open: Option<(usize, Flat)>,
-    in_flight: VecDeque<(usize, Pending<Flat>)>,
 }
 
 impl Gradients {
@@ -63,13 +59,12 @@ impl Gradients {
         let ranges = shards.gradients();
         let sums = (0..partition.units()).map(|_| Flat::none()).collect();
         let mode = if ranges {
-            Mode::Ranges(Ranges { open: None, in_flight: VecDeque::new() })
+            Mode::Ranges(None)
         } else {
             let next = partition.units();
-            let everywhere = !shards.optimizer();
-            Mode::Whole(Whole { everywhere, last: false, lowest: next, next, in_flight: Vec::new() })
+            Mode::Whole(Whole { everywhere: !shards.optimizer(), last: false, lowest: next, next })
         };
-        let mut all = Self { table, sums, device, partition, stream, mode };
+        let mut all = Self { table, sums, device, partition, stream, in_flight: VecDeque::new(), mode };
         // On a GPU they take memory from the first minibatch on.
         if !device.frees_between_phases() {
             all.take_memory();
@@ -137,14 +132,13 @@ impl Gradients {
                     self.reduce_above(1, GradientOrder::Fast);
                 }
             }
-            Mode::Ranges(ranges) if ranges.open.as_ref().is_some_and(|(open, _)| *open == index) => {}
+            Mode::Ranges(Some((open, _))) if *open == index => {}
             Mode::Ranges(_) => {
                 self.send_open();
                 self.wait_for_all_but(1);
                 let len = self.partition.unit(index).len();
                 let buffer = owned_by("gradients", || Flat::zeros(self.device, len));
-                let Mode::Ranges(ranges) = &mut self.mode else { unreachable!("matched above") };
-                ranges.open = Some((index, buffer));
+                self.mode = Mode::Ranges(Some((index, buffer)));
             }
         }
     }
@@ -163,49 +157,28 @@ impl Gradients {
         let Mode::Whole(whole) = &mut self.mode else { return };
         while whole.last && whole.next > first {
             whole.next -= 1;
-            let u = whole.next;
-            let mut sum = std::mem::replace(&mut self.sums[u], Flat::scratch(self.device, 0));
-            clear_frozen(&self.table, u, &mut sum);
-            let (partition, everywhere) = (self.partition.clone(), whole.everywhere);
-            let job = self.stream.submit(move |groups| {
-                groups[0].sum_scattered(&mut sum, partition.cuts(u), order);
-                if everywhere {
-                    groups[0].gather_slice(sum.all_mut(), partition.cuts(u));
-                }
-                sum
-            });
-            whole.in_flight.push((u, job));
+            let (u, everywhere) = (whole.next, whole.everywhere);
+            let sum = std::mem::replace(&mut self.sums[u], Flat::scratch(self.device, 0));
+            self.in_flight.push_back((u, send(&self.table, &self.partition, &self.stream, u, sum, order, everywhere)));
         }
     }
 
     /// Stages 2 and 3: starts to reduce the unit that was added to last.
     fn send_open(&mut self) {
-        let Mode::Ranges(ranges) = &mut self.mode else { return };
-        let Some((u, mut buffer)) = ranges.open.take() else { return };
-        clear_frozen(&self.table, u, &mut buffer);
-        let partition = self.partition.clone();
-        let job = self.stream.submit(move |groups| {
-            groups[0].sum_scattered(&mut buffer, partition.cuts(u), GradientOrder::Fast);
-            buffer
-        });
-        ranges.in_flight.push_back((u, job));
+        let Mode::Ranges(open) = &mut self.mode else { return };
+        let Some((u, sum)) = open.take() else { return };
+        let job = send(&self.table, &self.partition, &self.stream, u, sum, GradientOrder::Fast, false);
+        self.in_flight.push_back((u, job));
     }
 
     /// Waits until at most `most` units are in flight.
     fn wait_for_all_but(&mut self, most: usize) {
-        match &mut self.mode {
-            Mode::Whole(whole) => {
-                for (u, job) in whole.in_flight.drain(..) {
-                    self.sums[u] = job.wait();
-                }
-            }
-            Mode::Ranges(ranges) => {
-                while ranges.in_flight.len() > most {
-                    let (u, job) = ranges.in_flight.pop_front().expect("one is in flight");
-                    let (sum, buffer) = (&mut self.sums[u], job.wait());
-                    let len = sum.len();
-                    residual::accumulate(buffer.slice(self.partition.own_cut(u)), sum.slice_mut(0..len));
-                }
+        while self.in_flight.len() > most {
+            let (u, job) = self.in_flight.pop_front().expect("one is in flight");
+            let (sum, unit) = (&mut self.sums[u], job.wait());
+            match &self.mode {
+                Mode::Whole(_) => *sum = unit,
+                Mode::Ranges(_) => residual::accumulate(unit.slice(self.partition.own_cut(u)), sum.all_mut()),
             }
         }
     }
@@ -236,29 +209,18 @@ impl Gradients {
         let sum = &self.sums[unit];
         match &self.mode {
             Mode::Whole(whole) if !whole.everywhere => sum.slice(self.partition.own_cut(unit)),
-            _ => sum.slice(0..sum.len()),
+            _ => sum.all(),
         }
     }
 
-    /// Bytes that stay on this rank, and of the units that are added to or in flight.
+    /// Bytes of the sums that stay on this rank.
     pub fn bytes(&self) -> usize {
-        let unit_len = |unit: usize| self.partition.unit(unit).len();
-        let kept: usize = match &self.mode {
-            Mode::Whole(_) => (0..self.partition.units()).map(unit_len).sum(),
-            Mode::Ranges(ranges) => {
-                let in_flight: usize = ranges.in_flight.iter().map(|(unit, _)| unit_len(*unit)).sum();
-                self.partition.own_len() + in_flight + ranges.open.as_ref().map_or(0, |(_, buffer)| buffer.len())
-            }
-        };
-        kept * size_of::<f32>()
+        self.sums.iter().map(Flat::bytes).sum()
     }
 
-    /// Units whose sums over ranks are in flight.
+    /// Units whose sums over ranks are under way.
     pub fn under_way(&self) -> usize {
-        match &self.mode {
-            Mode::Whole(whole) => whole.in_flight.len(),
-            Mode::Ranges(ranges) => ranges.in_flight.len(),
-        }
+        self.in_flight.len()
     }
 
     /// Takes the sums of a whole unit out; `zero` makes new ones.
@@ -279,7 +241,7 @@ impl Gradients {
     /// All of it, in the order of the table, where units are whole.
     pub fn to_vec(&self) -> Vec<f32> {
         assert!(!self.is_sharded(), "gradients of other ranks' ranges are not here");
-        self.sums.iter().flat_map(|sum| sum.slice(0..sum.len()).to_host()).collect()
+        self.sums.iter().flat_map(|sum| sum.all().to_host()).collect()
     }
 
     /// The gradient of a parameter, padding included, where units are whole.
@@ -289,28 +251,22 @@ impl Gradients {
     }
 
     pub fn weight_mut(&mut self, id: ParamId) -> WeightMut<'_> {
-        let (n, k) = self.table.spec(id).dims();
-        let layout = self.table.spec(id).layout;
-        WeightMut { n, k, layout, values: self.values_mut(id) }
+        let (u, range) = self.place(id);
+        let ((n, k), layout) = (self.table.spec(id).dims(), self.table.spec(id).layout);
+        WeightMut { n, k, layout, values: self.unit_mut(u).slice_mut(range) }
     }
 
     /// The gradient of a norm, a bias or a value head.
     pub fn vector_mut(&mut self, id: ParamId) -> SliceMut<'_> {
-        let (u, range) = self.place(id);
-        let end = range.start + self.table.spec(id).elements();
-        self.unit_mut(u).slice_mut(range.start..end)
-    }
-
-    fn values_mut(&mut self, id: ParamId) -> SliceMut<'_> {
-        let (u, range) = self.place(id);
-        self.unit_mut(u).slice_mut(range)
+        let elements = 0..self.table.spec(id).elements();
+        self.weight_mut(id).values.part(elements)
     }
 
     /// What is added to in unit `u`.
     fn unit_mut(&mut self, u: usize) -> &mut Flat {
         match &mut self.mode {
             Mode::Whole(_) => &mut self.sums[u],
-            Mode::Ranges(Ranges { open: Some((open, buffer)), .. }) if *open == u => buffer,
+            Mode::Ranges(Some((open, buffer))) if *open == u => buffer,
             Mode::Ranges(_) => panic!("unit {u} is added to, but was not begun"),
         }
     }
@@ -323,9 +279,26 @@ impl Gradients {
     }
 }
 
-/// What is frozen has no gradient, whatever its backward added.
-fn clear_frozen(table: &ParamTable, unit: usize, sums: &mut Flat) {
-    table.frozen(unit).for_each(|range| sums.slice_mut(range).clear());
+/// Starts to sum a unit over ranks: each gets its range, or `everywhere` all of it. What is frozen has no gradient, whatever its
+/// backward added.
+fn send(
+    table: &ParamTable,
+    partition: &Arc<Partition>,
+    stream: &Stream,
+    unit: usize,
+    mut sum: Flat,
+    order: GradientOrder,
+    everywhere: bool,
+) -> Pending<Flat> {
+    table.frozen(unit).for_each(|range| sum.slice_mut(range).clear());
+    let partition = partition.clone();
+    stream.submit(move |groups| {
+        groups[0].sum_scattered(&mut sum, partition.cuts(unit), order);
+        if everywhere {
+            groups[0].gather_slice(sum.all_mut(), partition.cuts(unit));
+        }
+        sum
+    })
 }
 
 #[cfg(test)]
@@ -346,7 +319,7 @@ mod tests {
         grads.begin_microbatch(false);
         for id in (0..grads.table.specs().len()).map(ParamId) {
             grads.begin(grads.table.unit_of(id));
-            let SliceMut::F32(values) = grads.values_mut(id) else { unreachable!("a model on the CPU") };
+            let SliceMut::F32(values) = grads.weight_mut(id).values else { unreachable!("a model on the CPU") };
             values.fill(1.0);
         }
         grads.reduce(GradientOrder::Fixed);

@@ -29,12 +29,9 @@ pub struct Zero {
     copies: Vec<Vec<Part<usize>>>,
     /// The same parts for the kernels of a GPU; none on the CPU.
     decays: Vec<Decays>,
-    /// First and second moments.
-    pub m: Flat,
-    pub v: Flat,
-    /// f32 copy of the weights, where the weights themselves are bf16.
-    pub master: Option<Flat>,
-    /// All of it, where it is offloaded to the host between updates; the vectors above are empty then.
+    /// By `Vector`: no master where the weights are their own.
+    vectors: [Option<Flat>; 3],
+    /// Instead of these, where they are offloaded to the host between updates.
     host: Option<HostState>,
     /// Updates made so far.
     pub updates: u64,
@@ -60,14 +57,13 @@ impl Zero {
     /// Fresh state of the own ranges of `partition`. `vectors` are the flat ranges of norms and biases, ascending and
     /// disjoint: they have no weight decay unless `config.decay_vectors`.
     pub fn new(device: Device, config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
-        let zeros = |len| owned_by("optimizer state", || Flat::zeros(device, len));
-        let own_len = partition.own_len();
-        let (m, v) = (zeros(own_len), zeros(own_len));
-        Self::of([m, v], device, config, partition, vectors)
+        let zeros = || Some(owned_by("optimizer state", || Flat::zeros(device, partition.own_len())));
+        let moments = [None, zeros(), zeros()];
+        Self::of((moments, None), device, config, partition, vectors)
     }
 
     fn of(
-        [m, v]: [Flat; 2],
+        (state, host): ([Option<Flat>; 3], Option<HostState>),
         device: Device,
         config: &OptimConfig,
         partition: Arc<Partition>,
@@ -87,10 +83,8 @@ impl Zero {
             parts,
             decays,
             copies: vec![Vec::new(); partition.units()],
-            m,
-            v,
-            master: None,
-            host: None,
+            vectors: state,
+            host,
             updates: 0,
             partition,
         }
@@ -99,8 +93,7 @@ impl Zero {
     /// State for a GPU that lies in the host's memory between updates: all zeros, the master too.
     pub fn on_host(config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
         let host = Some(HostState::zeros(&partition));
-        let nothing = [Flat::none(), Flat::none()];
-        Self { host, ..Self::of(nothing, Device::Cuda, config, partition, vectors) }
+        Self::of(([None, None, None], host), Device::Cuda, config, partition, vectors)
     }
 
     /// Flat ranges, ascending and disjoint, of which `copies` ranks of the tensor axis hold the same values: each counts
@@ -119,7 +112,7 @@ impl Zero {
     #[must_use]
     pub fn with_master(mut self, master: Flat) -> Self {
         assert_eq!(master.len(), self.partition.own_len(), "a master of another length");
-        self.master = Some(master);
+        self.vectors[Vector::Master as usize] = Some(master);
         self
     }
 
@@ -130,19 +123,16 @@ impl Zero {
 
     /// The buffers of state that lies on the CPU.
     pub fn buffers(&self) -> impl Iterator<Item = &Buffer> {
-        [&self.m, &self.v].into_iter().chain(&self.master).filter_map(Flat::buffer)
+        self.vectors.iter().flatten().filter_map(Flat::buffer)
     }
 
     pub fn buffers_mut(&mut self) -> impl Iterator<Item = &mut Buffer> {
-        [&mut self.m, &mut self.v].into_iter().chain(&mut self.master).filter_map(Flat::buffer_mut)
+        self.vectors.iter_mut().flatten().filter_map(Flat::buffer_mut)
     }
 
     pub fn bytes(&self) -> usize {
-        if let Some(host) = &self.host {
-            return host.bytes();
-        }
-        let buffers = if self.master.is_some() { 3 } else { 2 };
-        buffers * self.m.len() * size_of::<f32>()
+        let here: usize = self.vectors.iter().flatten().map(Flat::bytes).sum();
+        here + self.host.as_ref().map_or(0, HostState::bytes)
     }
 
     /// The global norm of a gradient of which `own(unit)` are this rank's sums, and how far it is clipped. `zero` are the
@@ -150,13 +140,8 @@ impl Zero {
     ///
     /// # Errors
     /// `Fault`, the same on all ranks, if the gradient is not finite.
-    pub fn measure<'a, S: Into<Slice<'a>>>(
-        &self,
-        own: impl Fn(usize) -> S,
-        zero: &Group,
-        tensor: &Group,
-    ) -> Result<StepStats> {
-        let mut square = [self.square(|u| own(u).into(), zero)];
+    pub fn measure<'a>(&self, own: impl Fn(usize) -> Slice<'a>, zero: &Group, tensor: &Group) -> Result<StepStats> {
+        let mut square = [self.square(own, zero)];
         tensor.all_reduce_sum_f64(&mut square);
         let grad_norm = square[0].sqrt();
         if !grad_norm.is_finite() {
@@ -216,11 +201,12 @@ impl Zero {
             SliceMut::Cuda(values) => self.apply_cuda(update, unit, values, grads),
             SliceMut::F32(values) => self.apply_f32(update, unit, values, grads.f32()),
             SliceMut::Bf16(_) => {
-                let mut master = self.master.take().expect("the state of bf16 weights has a master");
+                let mut master =
+                    self.vectors[Vector::Master as usize].take().expect("the state of bf16 weights has a master");
                 let values = master.slice_mut(self.partition.held(unit)).f32();
                 self.apply_f32(update, unit, values, grads.f32());
                 weights.store_master(own, values);
-                self.master = Some(master);
+                self.vectors[Vector::Master as usize] = Some(master);
             }
         }
     }
@@ -228,7 +214,8 @@ impl Zero {
     fn apply_f32(&mut self, update: Update, unit: usize, params: &mut [f32], grads: &[f32]) {
         let held = self.partition.held(unit);
         assert!(params.len() == held.len() && grads.len() == held.len(), "unit {unit}: ranges of another length");
-        let (m, v) = (self.m.slice_mut(held.clone()).f32(), self.v.slice_mut(held).f32());
+        let [_, Some(m), Some(v)] = &mut self.vectors else { panic!("the state is not here") };
+        let [m, v] = [m, v].map(|moments| moments.slice_mut(held.clone()).f32());
         for Part { range, is: decays } in &self.parts[unit] {
             let weight_decay = if *decays { self.config.weight_decay as f32 } else { 0.0 };
             let at = || range.clone();
@@ -247,8 +234,8 @@ impl Zero {
             return host.update(unit, step);
         }
         let held = self.partition.held(unit);
-        let master = self.master.as_mut().expect("the state has a master");
-        let [p, m, v] = [master, &mut self.m, &mut self.v].map(|state| state.slice_mut(held.clone()).cuda());
+        let [Some(p), Some(m), Some(v)] = &mut self.vectors else { panic!("the state has no master") };
+        let [p, m, v] = [p, m, v].map(|state| state.slice_mut(held.clone()).cuda());
         cuda::adamw::step(p, grads.cuda(), m, v, weights, decays, &update);
     }
 
@@ -262,7 +249,7 @@ impl Zero {
     /// Sets the master of a part of the own range of a unit, where there is one, to `weights`.
     pub fn set_master(&mut self, unit: usize, part: Range<usize>, weights: &Weights) {
         let first = part.start - self.partition.own(unit).start;
-        match (weights.local(unit).part(&part), &mut self.master) {
+        match (weights.local(unit).part(&part), &mut self.vectors[Vector::Master as usize]) {
             (Slice::Cuda(values), Some(master)) => {
                 let start = self.partition.held(unit).start + first;
                 cuda::copy::cast(values, master.slice_mut(start..start + part.len()).cuda());
@@ -271,19 +258,11 @@ impl Zero {
         }
     }
 
-    fn vector(&self, what: Vector) -> Option<&Flat> {
-        match what {
-            Vector::Master => self.master.as_ref(),
-            Vector::First => Some(&self.m),
-            Vector::Second => Some(&self.v),
-        }
-    }
-
     /// The state of the own range of a unit, wherever it lies; no master where the weights are their own.
     pub fn state(&self, what: Vector, unit: usize) -> Option<Slice<'_>> {
         match &self.host {
             Some(host) => Some(host.slice(what, unit)),
-            None => self.vector(what).map(|vector| vector.slice(self.partition.held(unit))),
+            None => self.vectors[what as usize].as_ref().map(|vector| vector.slice(self.partition.held(unit))),
         }
     }
 
@@ -297,12 +276,7 @@ impl Zero {
         if let Some(host) = &mut self.host {
             return host.write(what, unit, at, values);
         }
-        let vector = match what {
-            Vector::Master => self.master.as_mut(),
-            Vector::First => Some(&mut self.m),
-            Vector::Second => Some(&mut self.v),
-        };
-        if let Some(vector) = vector {
+        if let Some(vector) = &mut self.vectors[what as usize] {
             vector.write(held.start + at..held.start + at + values.len(), values);
         }
     }
@@ -387,18 +361,19 @@ mod tests {
         let mut state = Zero::new(Device::Cpu, &config, Arc::new(Partition::whole(&[0..2, 2..4])), &[]);
         let mut params = [1.0, 2.0, 3.0, 4.0];
         let grads = [3.0, 0.0, 4.0, 0.0];
-        let stats = state.measure(|u| &grads[2 * u..2 * u + 2], &alone, &alone).expect("finite");
+        let stats = state.measure(|u| Slice::F32(&grads[2 * u..2 * u + 2]), &alone, &alone).expect("finite");
         assert_eq!(stats.grad_norm, 5.0);
         assert!((stats.clip_scale - 0.2).abs() < 1e-6);
         let update = state.begin(0.1, stats.clip_scale);
         for u in 0..2 {
             state.apply_f32(update, u, &mut params[2 * u..2 * u + 2], &grads[2 * u..2 * u + 2]);
         }
-        let (m, v) = (state.m.slice(0..4).f32(), state.v.slice(0..4).f32());
-        assert!((m[0] - 0.1 * 0.6).abs() < 1e-6 && (v[2] - 0.05 * 0.64).abs() < 1e-6);
+        let first = |what, u| state.state(what, u).expect("it is here").f32()[0];
+        assert!((first(Vector::First, 0) - 0.1 * 0.6).abs() < 1e-6);
+        assert!((first(Vector::Second, 1) - 0.05 * 0.64).abs() < 1e-6);
         // The first update of Adam is lr in the gradient's direction, and the decay is lr x decay x p.
         assert!((params[0] - (1.0 - 0.1 - 0.01)).abs() < 1e-5 && (params[1] - (2.0 - 0.02)).abs() < 1e-6);
-        let error = state.measure(|_| &[f32::NAN, 0.0][..], &alone, &alone).expect_err("NaN");
+        let error = state.measure(|_| Slice::F32(&[f32::NAN, 0.0]), &alone, &alone).expect_err("NaN");
         assert!(error.message.contains("update 2 is not finite"));
         assert_eq!(state.updates, 1);
     }
@@ -413,7 +388,7 @@ mod tests {
         let alone = Group::one();
         let of = |range: &Range<usize>| own[range.clone()].iter().map(|x| f64::from(x * x)).sum::<f64>();
         let want = of(&(0..own.len())) - 0.75 * of(&copied[0].0) - 0.5 * of(&copied[1].0);
-        let norm = state.measure(|u| &own[units[u].clone()], &alone, &alone).expect("finite").grad_norm;
+        let norm = state.measure(|u| Slice::F32(&own[units[u].clone()]), &alone, &alone).expect("finite").grad_norm;
         assert!((norm - want.sqrt()).abs() < 1e-9 * norm, "{norm} against {}", want.sqrt());
     }
 }
