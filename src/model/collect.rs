@@ -7,7 +7,7 @@ use super::arch::Arch;
 use super::bf16::widen;
 use super::moves::without;
 use super::pack::unpack_rows;
-use super::params::{ParamSpec, ParamTable};
+use super::params::{ParamId, ParamSpec, ParamTable};
 use super::part::TensorPart;
 use super::partition::Partition;
 use super::weights::Weights;
@@ -33,26 +33,18 @@ pub fn collect(arch: &Arch, weights: &Weights, axes: &Axes, mut take: impl FnMut
     let mut staging = Staging::default();
     for index in 0..tables[0].specs().len() {
         let specs: Vec<&ParamSpec> = tables.iter().map(|table| &table.specs()[index]).collect();
-        let unit = tables[0].units().partition_point(|unit| unit.end <= specs[0].offset);
-        let owners: Vec<Owners> =
-            partitions.iter().map(|p| Owners { start: p.unit(unit).start, cuts: p.cuts(unit) }).collect();
+        let unit = tables[0].unit_of(ParamId(index));
         let (n, width) = specs[0].full_dims();
         let each = (PIECE / width.max(1) / PANEL).max(1) * PANEL;
         for first in (0..n).step_by(each) {
             let rows = first..(first + each).min(n);
             let takes = takes(&specs, &rows);
-            staging.bring(weights, unit, axes, &owners, &takes);
+            staging.bring(weights, unit, axes, &partitions, &takes);
             if axes.all.rank() == 0 {
                 take(index, staging.put_together(weights.dtype(), &takes, &rows, width));
             }
         }
     }
-}
-
-/// The ranges of a unit of one tensor rank that each rank of the ZeRO axis has.
-struct Owners<'a> {
-    start: usize,
-    cuts: &'a [Range<usize>],
 }
 
 /// Rows of a parameter that come from one tensor rank.
@@ -63,21 +55,6 @@ struct Take<'a> {
     held: Range<usize>,
     /// The first of them in the whole parameter.
     row: usize,
-}
-
-impl Take<'_> {
-    /// The flat range of that tensor rank in which they lie: whole panels.
-    fn flat(&self) -> Range<usize> {
-        let (k, Range { start, end }) = (self.spec.columns.len(), self.held.clone());
-        let place = match self.spec.layout {
-            Layout::Row => start * k..end * k,
-            Layout::Panel => {
-                let row = k.next_multiple_of(2);
-                start / PANEL * PANEL * row..end.next_multiple_of(PANEL) * row
-            }
-        };
-        self.spec.offset + place.start..self.spec.offset + place.end
-    }
 }
 
 /// The sources of `rows` of a whole parameter: each element once, from the last tensor rank that holds it.
@@ -116,7 +93,7 @@ struct Staging {
 
 impl Staging {
     /// Sends this rank's values of `takes` to the first rank, which receives those of all.
-    fn bring(&mut self, weights: &Weights, unit: usize, axes: &Axes, owners: &[Owners], takes: &[Take]) {
+    fn bring(&mut self, weights: &Weights, unit: usize, axes: &Axes, partitions: &[Partition], takes: &[Take]) {
         let (all, size) = (&axes.all, axes.tensor.size());
         let words = weights.dtype().bytes() / size_of::<u16>();
         // What each rank sends, in the order of takes and, within one, of flat ranges.
@@ -124,8 +101,9 @@ impl Staging {
         let mut own = Vec::new();
         let mut pieces: Vec<(usize, usize, Range<usize>)> = Vec::new();
         for (i, take) in takes.iter().enumerate() {
-            let (flat, Owners { start, cuts }) = (take.flat(), &owners[take.tensor]);
-            for (zero, cut) in cuts.iter().enumerate() {
+            let (flat, partition) = (take.spec.flat_rows(&take.held), &partitions[take.tensor]);
+            let start = partition.unit(unit).start;
+            for (zero, cut) in partition.cuts(unit).iter().enumerate() {
                 let part = flat.start.max(start + cut.start)..flat.end.min(start + cut.end);
                 if part.start < part.end {
                     let rank = zero * size + take.tensor;
@@ -168,7 +146,7 @@ impl Staging {
         self.rows.resize(rows.len() * width, 0.0);
         let received: &[u16] = bytemuck::cast_slice(&self.receive);
         for (take, places) in takes.iter().zip(&self.places) {
-            let (spec, k, len) = (take.spec, take.spec.columns.len(), take.flat().len());
+            let (spec, k, len) = (take.spec, take.spec.columns.len(), take.spec.flat_rows(&take.held).len());
             self.flat.resize(len, 0.0);
             let mut at = 0;
             for place in places {

@@ -3,13 +3,14 @@
 
 use super::arch::{Arch, Head, read_object};
 use super::params::ParamTable;
-use super::tensor_files::{TensorFiles, write_json, write_synced};
+use super::tensor_files::{TensorFiles, write_json};
 use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::error::{Error, Result};
+use crate::sys::files::{fsync_dir, write_atomic};
 use crate::tensor::DType;
 use serde_json::{Map, Value, json};
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -125,9 +126,9 @@ impl Export {
     /// `Io`.
     pub fn commit(mut self) -> Result<()> {
         self.files.finish()?;
-        sync(&self.fresh)?;
+        fsync_dir(&self.fresh)?;
         swap(&self.fresh, &self.out, &self.old)?;
-        sync(&self.parent)
+        fsync_dir(&self.parent)
     }
 }
 
@@ -280,12 +281,8 @@ fn generation_config(arch: &Arch) -> Map<String, Value> {
 /// Copies a file where there is one.
 fn copy(from: &Path, to: &Path) -> Result<()> {
     match fs::read(from) {
-        Ok(bytes) => write_synced(to, &bytes),
+        Ok(bytes) => write_atomic(to, &bytes),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
         Err(e) => Err(Error::io("read", from, &e)),
     }
-}
-
-fn sync(dir: &Path) -> Result<()> {
-    File::open(dir).and_then(|d| d.sync_all()).map_err(|e| Error::io("write", dir, &e))
 }

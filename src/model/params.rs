@@ -4,7 +4,7 @@
 use super::arch::{Arch, Head};
 use super::part::{Dim, TensorPart};
 use crate::device::Device;
-use crate::tensor::{FLAT_ALIGN, Layout};
+use crate::tensor::{FLAT_ALIGN, Layout, PANEL};
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -76,6 +76,19 @@ impl ParamSpec {
 
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.len
+    }
+
+    /// The flat range in which some of the held rows lie: in panels, whole ones.
+    pub(super) fn flat_rows(&self, rows: &Range<usize>) -> Range<usize> {
+        let (k, Range { start, end }) = (self.columns.len(), rows.clone());
+        let place = match self.layout {
+            Layout::Row => start * k..end * k,
+            Layout::Panel => {
+                let row = k.next_multiple_of(2);
+                start / PANEL * PANEL * row..end.next_multiple_of(PANEL) * row
+            }
+        };
+        self.offset + place.start..self.offset + place.end
     }
 
     /// The runs of rows of the whole that this rank holds, each with the index of its first row among those held.

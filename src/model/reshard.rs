@@ -7,7 +7,7 @@
 //! keep their dtype and their bits. The next unit is in transfer while one is unpacked.
 
 use super::moves::{Take, len, pack, takes, union, unpack, within};
-use super::params::{ParamSpec, ParamTable};
+use super::params::ParamTable;
 use super::part::TensorPart;
 use super::partition::Partition;
 use super::transformer::Transformer;
@@ -15,6 +15,7 @@ use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::comm::{Axes, Pending, Stream};
 use crate::tensor::{DType, Flat, Layout, Piece, Slice};
+use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -31,29 +32,28 @@ pub struct Reshard {
     to: Arc<ParamTable>,
     /// The new part of each rank: by its rank on the axis of ZeRO, and on the tensor axis.
     all: Vec<Vec<Arc<ParamTable>>>,
+    /// Elements that have come from other ranks for the weights that are under way.
+    received: Cell<usize>,
 }
 
 /// A unit in transfer.
-enum Transfer<'a> {
-    /// This rank has all that it needs.
-    Here(&'a UnitValues),
-    /// The transfer gives the new part itself.
+enum Transfer {
+    /// The new part itself.
     Same(Pending<UnitValues>),
+    /// What the new part needs of the other old ones, where it needs any; here is all of this rank's.
+    Sent(Option<Pending<Flat>>),
     /// All of this rank's old part.
     Gathered(Pending<Flat>),
     /// What this rank's tensor axis needs of its old part, without its own range of it.
-    Shared(Pending<Flat>, &'a UnitValues, Arc<Partition>),
-    /// What the new part needs of the other old ones; here is all of this rank's.
-    Sent(Pending<Flat>, &'a UnitValues),
+    Shared(Pending<Flat>),
 }
 
 /// The values that a new part is made of.
-enum Parts<'a> {
+enum Parts {
     /// The new part itself.
     Whole(UnitValues),
-    /// What is needed of this rank's old part, where it lies in that; and what is needed of others, end to end.
-    Own(&'a UnitValues, Option<Flat>),
-    Came(Flat, Option<Flat>),
+    /// This rank's old part where it came from others, and what is needed of the other old ones, end to end.
+    Of(Option<Flat>, Option<Flat>),
 }
 
 impl Reshard {
@@ -77,7 +77,16 @@ impl Reshard {
         let all = axes.zero.all_gather_numbers(&peers).into_iter().map(of).collect();
         let stream = |group| Stream::new("reshard", &[group]);
         let (zero, tensor) = (stream(&axes.zero), stream(&axes.tensor));
-        Self { zero, tensor, zero_rank: axes.zero.rank(), from, rank: axes.tensor.rank(), to: part(to), all }
+        Self {
+            zero,
+            tensor,
+            zero_rank: axes.zero.rank(),
+            from,
+            rank: axes.tensor.rank(),
+            to: part(to),
+            all,
+            received: Cell::new(0),
+        }
     }
 
     /// What this rank holds afterwards.
@@ -88,44 +97,28 @@ impl Reshard {
     /// This rank's part in the new layout of weights in the old one, and the bytes that it received for it. A collective of
     /// all ranks.
     pub fn weights(&self, from: &Weights) -> (Weights, usize) {
-        let mut units = Vec::with_capacity(self.to.units().len());
-        let received = self.each(from, |_, values| units.push(values));
-        (Weights::of(self.to.clone(), from.dtype(), units), received)
-    }
-
-    /// Gives the new part of each unit in turn to `take`; returns the bytes that this rank received. A collective of all
-    /// ranks.
-    pub fn each(&self, from: &Weights, mut take: impl FnMut(usize, UnitValues)) -> usize {
         let count = self.to.units().len();
+        self.received.set(0);
+        let mut units = Vec::with_capacity(count);
         let mut next = Some(self.start(from, 0));
         for u in 0..count {
-            let parts = self.finish(next.take().expect("started in the turn before"), u, from.dtype());
+            let transfer = next.take().expect("started in the turn before");
+            let parts = self.finish(from, u, transfer);
             // Not before this one is here: two old units at a time, the one that is cut and the one on its way.
             next = (u + 1 < count).then(|| self.start(from, u + 1));
-            take(u, self.put_together(u, parts, from.dtype()));
+            units.push(match parts {
+                Parts::Whole(values) => values,
+                Parts::Of(came, others) => {
+                    let own = came.as_ref().map_or_else(|| from.local(u).slice(), Flat::all);
+                    self.put_together(u, own, others.as_ref(), from.dtype())
+                }
+            });
         }
-        (0..count).map(|u| self.received(from, u)).sum::<usize>() * from.dtype().bytes()
+        (Weights::of(self.to.clone(), from.dtype(), units), self.received.get() * from.dtype().bytes())
     }
 
-    /// Elements of a unit that come from other ranks.
-    fn received(&self, from: &Weights, unit: usize) -> usize {
-        let table = self.own_table();
-        let own = from.local(unit).range().len();
-        if self.same() {
-            return table.units()[unit].len() - own;
-        }
-        let dtype = from.dtype();
-        let others = |take: &Take| take.source.is_some_and(|source| source != self.rank);
-        let sent = self.takes(unit, dtype).iter().filter(|take| others(take)).map(|take| take.to.len()).sum::<usize>();
-        let Some(partition) = from.partition() else { return sent };
-        let shared = match self.all_needed(unit, dtype) {
-            Some(needed) => {
-                let needed = &needed[self.zero_rank];
-                len(needed) - len(&within(needed, &partition.own_cut(unit)))
-            }
-            None => table.units()[unit].len() - own,
-        };
-        sent + shared
+    fn receives(&self, elements: usize) {
+        self.received.set(self.received.get() + elements);
     }
 
     /// Whether the tensor axis is cut alike in both layouts.
@@ -154,29 +147,27 @@ impl Reshard {
     fn all_needed(&self, unit: usize, dtype: DType) -> Option<Vec<Vec<Piece>>> {
         let all: Vec<Vec<Piece>> = (0..self.all.len()).map(|zero| self.needed(zero, unit, dtype)).collect();
         let table = self.own_table();
-        let begins = &table.units()[unit];
-        let specs = table.specs().iter().filter(|spec| begins.contains(&spec.offset));
-        let whole: usize = specs.map(ParamSpec::elements).sum();
+        let whole: usize = table.parts(&table.units()[unit]).map(|(id, _)| table.spec(id).elements()).sum();
         all.iter().any(|needed| len(needed) < whole).then_some(all)
     }
 
     /// Starts the transfer of a unit.
-    fn start<'a>(&self, from: &'a Weights, unit: usize) -> Transfer<'a> {
+    fn start(&self, from: &Weights, unit: usize) -> Transfer {
         let (own, dtype) = (from.local(unit), from.dtype());
-        let Some(partition) = from.partition().cloned() else {
-            return match self.from.len() {
-                1 => Transfer::Here(own),
-                _ if self.same() => Transfer::Same(self.gather_part(own, None, unit)),
-                _ => Transfer::Sent(self.send(unit, own.slice(), dtype), own),
-            };
+        let partition = from.partition();
+        let begins = &self.own_table().units()[unit];
+        if self.same() && (partition.is_some() || self.from.len() > 1) {
+            self.receives(begins.len() - own.range().len());
+            return Transfer::Same(self.gather_part(own, partition.cloned(), unit));
+        }
+        let Some(partition) = partition.cloned() else {
+            return Transfer::Sent((self.from.len() > 1).then(|| self.send(unit, own.slice(), dtype)));
         };
-        if self.same() {
-            return Transfer::Same(self.gather_part(own, Some(partition), unit));
-        }
         if let Some(needed) = self.all_needed(unit, dtype) {
-            return Transfer::Shared(self.share(&needed, own, &partition, unit), own, partition);
+            return Transfer::Shared(self.share(&needed, own, &partition, unit));
         }
-        let mut all = Flat::weights(own.device(), dtype, self.own_table().units()[unit].len());
+        self.receives(begins.len() - own.range().len());
+        let mut all = Flat::weights(own.device(), dtype, begins.len());
         let at = partition.own_cut(unit).start;
         all.all_mut().copy_from(own.slice(), &run(0, own), &run(at, own));
         Transfer::Gathered(self.zero.submit(move |groups| {
@@ -208,6 +199,7 @@ impl Reshard {
         let sends = needed.iter().enumerate().map(|(r, all)| if r == rank { vec![] } else { from_here(all) });
         let lens = cuts.iter().enumerate().map(|(r, cut)| if r == rank { 0 } else { len(&within(&needed[rank], cut)) });
         let (sends, lens): (Vec<_>, Vec<_>) = (sends.collect(), lens.collect());
+        self.receives(lens.iter().sum());
         exchange(&self.zero, own.slice(), own.dtype(), &sends, &lens)
     }
 
@@ -222,24 +214,27 @@ impl Reshard {
             .collect();
         let all = self.takes(unit, dtype);
         let lens = (0..sends.len()).map(|rank| if rank == self.rank { 0 } else { len(&places(&all, rank)) });
-        exchange(&self.tensor, own, dtype, &sends, &lens.collect::<Vec<_>>())
+        let lens: Vec<usize> = lens.collect();
+        self.receives(lens.iter().sum());
+        exchange(&self.tensor, own, dtype, &sends, &lens)
     }
 
-    fn finish<'a>(&self, transfer: Transfer<'a>, unit: usize, dtype: DType) -> Parts<'a> {
+    fn finish(&self, from: &Weights, unit: usize, transfer: Transfer) -> Parts {
+        let (own, dtype) = (from.local(unit), from.dtype());
         let came = match transfer {
-            Transfer::Here(own) => return Parts::Own(own, None),
             Transfer::Same(pending) => return Parts::Whole(pending.wait()),
-            Transfer::Sent(pending, own) => return Parts::Own(own, Some(pending.wait())),
+            Transfer::Sent(pending) => return Parts::Of(None, pending.map(Pending::wait)),
             Transfer::Gathered(pending) => pending.wait(),
-            Transfer::Shared(pending, own, partition) => {
+            Transfer::Shared(pending) => {
                 let shared = pending.wait();
                 let begins = &self.own_table().units()[unit];
                 let mut part = Flat::weights(own.device(), dtype, begins.len());
                 let mut place = part.all_mut();
                 place.copy_from(own.slice(), &run(0, own), &run(own.range().start - begins.start, own));
                 let needed = self.needed(self.zero_rank, unit, dtype);
+                let cuts = from.partition().expect("what is shared has a partition").cuts(unit);
                 let mut start = 0;
-                for (_, cut) in partition.cuts(unit).iter().enumerate().filter(|(rank, _)| *rank != self.zero_rank) {
+                for (_, cut) in cuts.iter().enumerate().filter(|(rank, _)| *rank != self.zero_rank) {
                     let pieces = within(&needed, cut);
                     unpack(&pieces, shared.all().part(start..start + len(&pieces)), &mut place);
                     start += len(&pieces);
@@ -248,24 +243,16 @@ impl Reshard {
             }
         };
         let others = (self.from.len() > 1).then(|| self.send(unit, came.all(), dtype).wait());
-        Parts::Came(came, others)
+        Parts::Of(Some(came), others)
     }
 
-    /// The new part of a unit.
-    fn put_together(&self, unit: usize, parts: Parts, dtype: DType) -> UnitValues {
-        let (own, others) = match &parts {
-            Parts::Whole(_) => {
-                let Parts::Whole(values) = parts else { unreachable!("matched above") };
-                return values;
-            }
-            Parts::Own(own, others) => (own.slice(), others),
-            Parts::Came(own, others) => (own.all(), others),
-        };
+    /// The new part of a unit, from this rank's old one and what is needed of others.
+    fn put_together(&self, unit: usize, own: Slice, others: Option<&Flat>, dtype: DType) -> UnitValues {
         let mut out = UnitValues::scratch(&self.to, unit, dtype);
         let range = out.range();
         let mut place = out.slice_mut();
-        for spec in self.to.specs().iter().filter(|spec| range.contains(&spec.offset)) {
-            let at = spec.offset - range.start;
+        for (id, part) in self.to.parts(&range) {
+            let (spec, at) = (self.to.spec(id), part.start - range.start);
             // In panels what fills up lies between values.
             let values = if spec.layout == Layout::Row { spec.elements() } else { 0 };
             if spec.len > spec.elements() {
@@ -318,13 +305,13 @@ fn exchange(stream: &Stream, from: Slice, dtype: DType, sends: &[Vec<Piece>], le
     for (pieces, range) in packed {
         pack(pieces, from, &mut send.all_mut().part(range));
     }
-    let mut received = 0;
+    let mut end = 0;
     let begins = lens.iter().map(|len| {
-        received += len;
-        received - len..received
+        end += len;
+        end - len..end
     });
     let places: Vec<Range<usize>> = begins.collect();
-    let mut receive = Flat::weights(from.device(), dtype, received);
+    let mut receive = Flat::weights(from.device(), dtype, end);
     stream.submit(move |groups| {
         groups[0].slice_to_all(send.all(), &to, receive.all_mut(), &places);
         receive

@@ -4,13 +4,11 @@ use super::bf16::round;
 use super::pack::unpack_rows;
 use super::params::{ParamSpec, ParamTable};
 use super::unit::UnitValues;
-use crate::error::{Error, Result};
-use crate::sys::files::LargeFile;
+use crate::error::Result;
+use crate::sys::files::{self, LargeFile};
 use crate::tensor::{DType, Layout, PANEL};
 use rayon::prelude::*;
 use serde_json::{Map, Value, json};
-use std::fs::File;
-use std::io::Write;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -172,14 +170,7 @@ impl Staging {
     fn bytes(&mut self, spec: &ParamSpec, values: &UnitValues, rows: Range<usize>, dtype: DType) -> &[u8] {
         let (_, k) = spec.dims();
         let len = rows.len() * k;
-        let place = match spec.layout {
-            Layout::Row => rows.start * k..rows.end * k,
-            Layout::Panel => {
-                let row = k.next_multiple_of(2);
-                rows.start * row..rows.end.next_multiple_of(PANEL) * row
-            }
-        };
-        let range = spec.offset + place.start..spec.offset + place.end;
+        let range = spec.flat_rows(&rows);
         if [values.dtype(), dtype] == [DType::Bf16; 2] && spec.layout == Layout::Row {
             self.bits.resize(len, 0);
             values.read_bits(&range, &mut self.bits);
@@ -225,13 +216,5 @@ fn header(specs: &[ParamSpec], dtype: DType) -> Vec<u8> {
 }
 
 pub(super) fn write_json(path: &Path, value: &Value) -> Result<()> {
-    write_synced(path, format!("{value:#}\n").as_bytes())
-}
-
-pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
-    let written = File::create(path).and_then(|mut file| {
-        file.write_all(bytes)?;
-        file.sync_all()
-    });
-    written.map_err(|e| Error::io("write", path, &e))
+    files::write_atomic(path, format!("{value:#}\n").as_bytes())
 }

@@ -76,16 +76,6 @@ impl UnitValues {
         Self { table: table.clone(), range, values, copies, host_copy: None }
     }
 
-    /// All zeros.
-    pub fn zeros(table: &Arc<ParamTable>, unit: usize, dtype: DType) -> Self {
-        let mut values = Self::scratch(table, unit, dtype);
-        values.values.clear();
-        if let Some(copies) = &mut values.copies {
-            crate::device::cpu::copy::fill(&mut copies.values, 0.0);
-        }
-        values
-    }
-
     /// Replaces all values: `fill` writes those of one range of the flat vector after another, in f32 or bf16 on the host. Those
     /// of a GPU are uploaded a few MiB at a time.
     ///
@@ -245,14 +235,6 @@ impl UnitValues {
     pub(super) fn take(&mut self, other: &Self) {
         let (at, len) = (self.here(&other.range).start, other.range.len());
         self.slice_mut().copy_from(other.slice(), &Piece::run(0, len), &Piece::run(at, len));
-    }
-
-    /// The part of these values that lies in `range`, without f32 copies.
-    pub(super) fn cut(&self, range: Range<usize>) -> Self {
-        let (at, len) = (self.here(&range).start, range.len());
-        let mut part = Self::part_scratch(&self.table, range, self.dtype());
-        part.slice_mut().copy_from(self.slice(), &Piece::run(at, len), &Piece::run(0, len));
-        part
     }
 
     /// Gathers each rank's `cuts`, counted from the unit's start, to all ranks.

@@ -1,13 +1,13 @@
 //! The values of a model's parameters, unit by unit: all of them on this rank, or its range of each unit (ZeRO stage 3).
 
 use super::gathered::Gathered;
-use super::params::{ParamId, ParamTable};
+use super::params::ParamTable;
 use super::partition::{Partition, Shards};
 use super::unit::check_cut;
 use crate::comm::Pending;
 use crate::device::Device;
+use crate::tensor::DType;
 use crate::tensor::arena::{self, Buffer};
-use crate::tensor::{DType, Slice};
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 use std::time::Instant;
@@ -33,12 +33,6 @@ impl std::fmt::Debug for Weights {
 }
 
 impl Weights {
-    /// All zeros, all on this rank.
-    pub fn zeros(table: Arc<ParamTable>, dtype: DType) -> Self {
-        let units = (0..table.units().len()).map(|u| UnitValues::zeros(&table, u, dtype)).collect();
-        Self { table, dtype, units, gathered: None, gathering: Vec::new() }
-    }
-
     /// Weights that are all on this rank, from the values of each unit.
     pub(super) fn of(table: Arc<ParamTable>, dtype: DType, units: Vec<UnitValues>) -> Self {
         let ranges = units.iter().map(|values| (values.dtype(), values.range()));
@@ -83,21 +77,6 @@ impl Weights {
         };
         let Ok(weights) = Self::build(table, dtype, shards, values);
         weights
-    }
-
-    /// This rank's ranges of weights that are all here; themselves below stage 3.
-    #[must_use]
-    pub fn shard(self, shards: &Shards) -> Self {
-        let mut units = self.units.into_iter();
-        let next = |_, part| {
-            let all: UnitValues = units.next().expect("one a unit");
-            Ok::<_, std::convert::Infallible>(match part {
-                Some(part) => all.cut(part),
-                None => all,
-            })
-        };
-        let Ok(own) = Self::build(self.table, self.dtype, shards, next);
-        own
     }
 
     /// How units are dealt to ranks, where each holds its ranges only.
@@ -178,11 +157,6 @@ impl Weights {
     /// Bytes that stay on this rank; units that are gathered for use come on top.
     pub fn bytes(&self) -> usize {
         self.units.iter().map(UnitValues::bytes).sum()
-    }
-
-    /// A norm, a bias or a value head of weights that are all here: its elements, padding excluded.
-    pub fn vector(&self, id: ParamId) -> Slice<'_> {
-        self.here(self.table.unit_of(id)).vector(id)
     }
 
     /// The values of a unit that are on this rank.

@@ -16,7 +16,6 @@ pub use slice::{Slice, SliceMut};
 use crate::device::cuda::{View, ViewMut};
 use crate::device::{Device, cpu};
 use arena::Buffer;
-use std::borrow::Cow;
 
 /// A dense row-major activation, usually (rows, width): f32 on the CPU; on a GPU bf16, and f32 where it holds statistics.
 #[derive(Clone, Debug)]
@@ -116,12 +115,9 @@ impl Tensor {
         let mut at = 0;
         for tensor in tensors {
             assert_eq!(tensor.width, first.width, "tensors of one width");
-            let range = at..at + tensor.rows * tensor.width;
-            match tensor.device() {
-                Device::Cpu => cpu::copy::copy(tensor.data(), &mut all.data_mut()[range.clone()]),
-                Device::Cuda => all.cuda_mut().part(range.clone()).copy_from(tensor.cuda()),
-            }
-            at = range.end;
+            let len = tensor.rows * tensor.width;
+            all.slice_mut().copy_from(tensor.slice(), &Piece::run(0, len), &Piece::run(at, len));
+            at += len;
         }
         all
     }
@@ -132,14 +128,9 @@ impl Tensor {
     /// If there is no such row.
     #[must_use]
     pub fn row_copy(&self, i: usize) -> Self {
-        match self.device() {
-            Device::Cpu => Self::from_slice(1, self.width, self.row(i)),
-            Device::Cuda => {
-                let mut row = self.as_wide(1);
-                row.cuda_mut().copy_from(self.cuda().part(i * self.width..(i + 1) * self.width));
-                row
-            }
-        }
+        let mut row = self.as_wide(1);
+        row.slice_mut().copy_from(self.slice(), &Piece::run(i * self.width, self.width), &Piece::run(0, self.width));
+        row
     }
 
     pub fn rows(&self) -> usize {
@@ -185,14 +176,6 @@ impl Tensor {
 
     pub fn slice_mut(&mut self) -> SliceMut<'_> {
         self.data.all_mut()
-    }
-
-    /// The values on the host, where they may lie already.
-    pub fn host(&self) -> Cow<'_, [f32]> {
-        match self.device() {
-            Device::Cpu => Cow::Borrowed(self.data()),
-            Device::Cuda => Cow::Owned(self.to_host()),
-        }
     }
 
     /// The same values in f32 on `device`.

@@ -44,13 +44,6 @@ impl<'a> Slice<'a> {
     }
 
     /// # Panics
-    /// If the values are not bf16 on the CPU.
-    pub fn bf16(self) -> &'a [u16] {
-        let Self::Bf16(values) = self else { panic!("values of the GPU, or in f32, are needed in bf16 on the CPU") };
-        values
-    }
-
-    /// # Panics
     /// If the values are on the CPU.
     pub fn cuda(self) -> View<'a> {
         let Self::Cuda(view) = self else { panic!("values of the CPU are needed on the GPU") };

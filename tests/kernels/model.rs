@@ -5,7 +5,7 @@ use rlhf_hpc::comm::Axes;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::model::params::ParamSpec;
 use rlhf_hpc::model::{
-    Arch, Gradients, Head, Keys, ParamTable, Saved, TensorPart, Transformer, Weights, init, packed_positions,
+    Arch, Gradients, Head, Keys, ParamTable, Saved, Shards, TensorPart, Transformer, Weights, init, packed_positions,
 };
 use rlhf_hpc::ops::attention::PagedSequence;
 use rlhf_hpc::ops::sample::{SampleParams, SampleRow, Sampled};
@@ -51,7 +51,7 @@ impl Twins {
         let on_gpu = init::init_on(Device::Cuda, arch, head, DType::Bf16, SEED, TensorPart::whole());
         let table = Arc::new(ParamTable::new(arch, head));
         let rounded = init::init(arch, head, DType::Bf16, SEED);
-        let mut on_cpu = Weights::zeros(table.clone(), DType::F32);
+        let mut on_cpu = Weights::scratch(table.clone(), DType::F32, &Shards::new(&table, &Axes::one(), 0));
         on_cpu.store_master(0..table.len(), &rounded.to_master(0..table.len()));
         let over = |weights: &Weights| Transformer::over(arch, &weights.table, &Axes::one());
         Self { gpu: (over(&on_gpu), on_gpu), cpu: (over(&on_cpu), on_cpu) }

@@ -14,6 +14,12 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+/// The elements of a norm, a bias or a value head.
+pub fn vector(w: &Weights, name: &str) -> Vec<f32> {
+    let id = w.table.find(name).unwrap();
+    w.local(w.table.unit_of(id)).vector(id).to_host()
+}
+
 /// (dtype, shape, bytes) of every tensor in a directory's safetensors.
 fn tensors(dir: &Path) -> BTreeMap<String, (String, Vec<usize>, Vec<u8>)> {
     let mut all = BTreeMap::new();
@@ -128,12 +134,12 @@ fn an_export_replaces_an_export_but_nothing_else_and_leaves_nothing_beside_it() 
 fn a_critic_made_from_a_language_model_has_a_new_head_and_exports_as_a_reward_model() {
     let (arch, critic) = load::load(Device::Cpu, &directory("llama2"), Head::Value, DType::F32, 9).unwrap();
     let (_, actor) = load::load(Device::Cpu, &directory("llama2"), Head::LanguageModel, DType::F32, 9).unwrap();
-    let head = critic.vector(critic.table.find("score.weight").unwrap()).to_host();
+    let head = vector(&critic, "score.weight");
     let std = (head.iter().map(|x| x * x).sum::<f32>() / 48.0).sqrt();
     assert!((0.5..1.5).contains(&(std * 49.0)), "std {std}, wanted about 1/49");
     let other = load::load(Device::Cpu, &directory("llama2"), Head::Value, DType::F32, 10).unwrap().1;
-    assert_ne!(head, other.vector(other.table.find("score.weight").unwrap()).f32());
-    let norm = |w: &Weights| w.vector(w.table.find("model.norm.weight").unwrap()).to_host();
+    assert_ne!(head, vector(&other, "score.weight"));
+    let norm = |w: &Weights| vector(w, "model.norm.weight");
     assert_eq!(norm(&critic), norm(&actor));
 
     let dir = tempfile::tempdir().unwrap();

@@ -232,7 +232,7 @@ fn a_reward_model_is_no_language_model_and_must_have_its_head() {
     let (arch, weights) = load::load(Device::Cpu, dir.path(), Head::Value, DType::F32, 0).unwrap();
     let (_, original) = load::load(Device::Cpu, &directory("reward"), Head::Value, DType::F32, 0).unwrap();
     assert_eq!(arch.value_head, "value_head");
-    let head = |w: &rlhf_hpc::model::Weights, name: &str| w.vector(w.table.find(name).unwrap()).to_host();
+    let head = |w: &rlhf_hpc::model::Weights, name: &str| super::exported::vector(w, name);
     assert_eq!(head(&weights, "value_head.weight"), head(&original, "score.weight"));
 }
 

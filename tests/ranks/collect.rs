@@ -2,6 +2,7 @@
 
 use crate::Test;
 use crate::checkpoints::Shared;
+use crate::layouts::sharded;
 use crate::models::arch;
 use rlhf_hpc::comm::{Axes, Group, World, accounting};
 use rlhf_hpc::data::Hashes;
@@ -69,7 +70,7 @@ fn exports(world: &World) {
             if head == Head::LanguageModel {
                 let made = init::init_on(Device::Cpu, &arch, head, dtype, seed, TensorPart::of(&axes.tensor));
                 let shards = Shards::new(&made.table, &axes, *stage);
-                roles.push(Role::new("actor", Path::new(""), &arch, made.shard(&shards), &axes));
+                roles.push(Role::new("actor", Path::new(""), &arch, sharded(&made, &shards), &axes));
             }
             for (j, role) in roles.iter().enumerate() {
                 let name = format!("layout-{i}-{j}");

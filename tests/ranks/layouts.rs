@@ -10,7 +10,7 @@ use rlhf_hpc::experience::{Experience, Prompt, Response};
 use rlhf_hpc::learn::sums::Sums;
 use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::model::partition::Shards;
-use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, init};
+use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, Weights, init};
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::DType;
 use rlhf_hpc::train::update::Update;
@@ -77,13 +77,21 @@ pub struct Setting {
     pub config: Config,
 }
 
+/// This rank's ranges of weights that are all here; as many as they are below stage 3.
+pub fn sharded(all: &Weights, shards: &Shards) -> Weights {
+    let (table, len) = (all.table.clone(), all.table.len());
+    let mut own = Weights::scratch(table, all.dtype(), shards);
+    own.store_master(0..len, &all.to_master(0..len));
+    own
+}
+
 impl Setting {
     pub fn learner(&self, seed: u64, axes: &Axes, stage: usize) -> Result<Learner> {
         let name = if self.head == Head::Value { "critic" } else { "actor" };
         let part = TensorPart::of(&axes.tensor);
         let weights = init::init_on(Device::Cpu, &self.arch, self.head, self.dtype, seed, part);
         let shards = Shards::new(&weights.table, axes, stage);
-        let role = Role::new(name, Path::new(""), &self.arch, weights.shard(&shards), axes);
+        let role = Role::new(name, Path::new(""), &self.arch, sharded(&weights, &shards), axes);
         let (optim, gradient) = (&self.config.optim.actor, &self.config.gradient);
         Learner::new(Device::Cpu, role, optim, gradient, 100, axes, stage)?.with_masters()
     }

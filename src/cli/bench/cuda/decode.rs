@@ -8,6 +8,7 @@ use crate::config::rollout::RolloutConfig;
 use crate::device::Device;
 use crate::error::Result;
 use crate::experience::Prompt;
+use crate::model::partition::Shards;
 use crate::model::{Head, ParamTable, TensorPart, Transformer, Weights};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{Engine, Hooks, Model, Stop, requests};
@@ -27,7 +28,7 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
     if !bench.has_room("decode 7B", 2 * table.parameters() + CACHE_BYTES) {
         return Ok(());
     }
-    let weights = weights(bench, table);
+    let weights = weights(bench, &table);
     let model = Model { transformer: &transformer, weights: &weights, tokenizer: None };
     let new = n(64, 3);
     for batch in [1, n(16, 2), n(64, 3)] {
@@ -53,9 +54,9 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
 }
 
 /// A model with random weights.
-pub(super) fn weights(bench: &Bench, table: Arc<ParamTable>) -> Weights {
+pub(super) fn weights(bench: &Bench, table: &Arc<ParamTable>) -> Weights {
     let units = table.units().to_vec();
-    let mut weights = Weights::zeros(table, DType::Bf16);
+    let mut weights = Weights::scratch(table.clone(), DType::Bf16, &Shards::new(table, &Axes::one(), 0));
     for (u, unit) in units.iter().enumerate() {
         bench.fill_weights(weights.local_mut(u).part_mut(unit).cuda());
     }
