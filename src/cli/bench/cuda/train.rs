@@ -29,7 +29,7 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
     if !bench.has_room("training step 1B", BYTES_PER_PARAMETER * table.parameters() + ACTIVATION_BYTES) {
         return Ok(());
     }
-    let role = Role::new("actor", Path::new(""), &arch, weights(bench, table), &Axes::one());
+    let role = Role::new("actor", Path::new(""), &arch, weights(bench, &table), &Axes::one());
     let mut learner = learner(role, 1e-6)?;
     let each = n(2048, 24);
     let mut row = PackedRow::new();
