@@ -91,7 +91,7 @@ impl TensorFiles {
         for (id, part) in table.parts(&values.range()) {
             let spec = table.spec(id);
             assert!(id.0 == self.next && part == spec.range(), "{} comes out of turn", spec.name);
-            let (n, k) = spec.dims();
+            let (n, k) = spec.full_dims();
             let each = (PIECE / k.max(1) / PANEL).max(1) * PANEL;
             for first in (0..n).step_by(each) {
                 let rows = first..(first + each).min(n);
@@ -168,8 +168,7 @@ impl TensorFiles {
 impl Staging {
     /// Rows of a parameter as they stand in a file; they begin where a panel does.
     fn bytes(&mut self, spec: &ParamSpec, values: &UnitValues, rows: Range<usize>, dtype: DType) -> &[u8] {
-        let (_, k) = spec.dims();
-        let len = rows.len() * k;
+        let len = rows.len() * spec.columns.len();
         let range = spec.flat_rows(&rows);
         if [values.dtype(), dtype] == [DType::Bf16; 2] && spec.layout == Layout::Row {
             self.bits.resize(len, 0);
