@@ -5,6 +5,8 @@
 //! multiply-adds, ascending j or ascending r.
 
 use super::attention_tile::{AttentionShape, PAGE, Sequence, TILE, Tile};
+use super::exp::exp_lanes;
+use super::lanes;
 use super::pool::Shares;
 use super::scratch::{Rest, taken};
 use super::vector::{self, Kernel, Product, Start, Vector, copy, prefetch, transpose};
@@ -195,8 +197,8 @@ impl Backward<'_> {
                 }
                 copy::<V>(self.q[range.clone()].as_ptr(), q.as_mut_ptr(), e);
                 copy::<V>(self.d_o[range.clone()].as_ptr(), d_o.as_mut_ptr(), e);
-                work.delta[r] = dot::<V>(&self.o[range], d_o);
             }
+            work.delta[r] = lanes::dot::<16>(&self.o[range], &d_o[..e]);
             work.lse[r] = self.lse[at];
         }
         work.dq[..rows * d].fill(0.0);
@@ -371,7 +373,7 @@ impl Backward<'_> {
                 for lane in (0..PAGE).step_by(V::LANES) {
                     let p_at = work.p.as_mut_ptr().add(r * PAGE + lane);
                     let ds_at = work.ds.as_mut_ptr().add(r * PAGE + lane);
-                    let mut p = V::load(p_at).fma(scale, lse).exp();
+                    let mut p = exp_lanes(V::load(p_at).fma(scale, lse));
                     if !all {
                         p = p.keep(bits >> lane, zero);
                     }
@@ -380,24 +382,5 @@ impl Backward<'_> {
                 }
             }
         }
-    }
-}
-
-/// a.b, in sixteen lanes modulo PAGE / 2, each one chain, folded by halves.
-///
-/// # Safety
-/// The processor has the instructions of `V`; `b` holds a.len() values, rounded up to whole vectors.
-#[inline(always)]
-unsafe fn dot<V: Vector>(a: &[f32], b: &[f32]) -> f32 {
-    const LANES: usize = PAGE / 2;
-    // SAFETY: offsets lie below a.len(), those of b below whole vectors.
-    unsafe {
-        let mut sums = [V::splat(0.0); LANES / 8];
-        let count = LANES / V::LANES;
-        for at in (0..a.len()).step_by(V::LANES) {
-            let sum = &mut sums[at / V::LANES % count];
-            *sum = V::load_part(a.as_ptr().add(at), a.len() - at).fma(V::load(b.as_ptr().add(at)), *sum);
-        }
-        if count == 2 { sums[0].add(sums[1]).reduce_add() } else { sums[0].reduce_add() }
     }
 }

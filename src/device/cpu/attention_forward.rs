@@ -5,6 +5,8 @@
 //! dim. Scores lie [r][j], keys transposed [e][j], values [j][e].
 
 use super::attention_tile::{AttentionShape, PAGE, Sequence, TILE, Tile};
+use super::exp::exp_lanes;
+use super::lanes::fold;
 use super::pool::Shares;
 use super::scratch::{Rest, taken};
 use super::vector::{self, Kernel, Product, Start, Vector, copy, prefetch, transpose};
@@ -297,7 +299,7 @@ impl Forward<'_> {
             }
             for r in (0..blocks.len() * rows).step_by(V::LANES) {
                 let at = work.decay.as_mut_ptr().add(r);
-                V::load(at).exp().store(at);
+                exp_lanes(V::load(at)).store(at);
             }
             for i in 0..blocks.len() {
                 // The maximum of a row that stands behind this block may come from a later one: it is kept per block.
@@ -306,7 +308,7 @@ impl Forward<'_> {
                     for lane in (0..PAGE).step_by(V::LANES) {
                         let at = work.p.as_mut_ptr().add((i * rows + r) * PAGE + lane);
                         let sum = work.sums.as_mut_ptr().add(r * PAGE + lane);
-                        let p = V::load(at).sub(max).exp();
+                        let p = exp_lanes(V::load(at).sub(max));
                         p.store(at);
                         V::load(sum).fma(decay, p).store(sum);
                     }
@@ -368,7 +370,7 @@ impl Forward<'_> {
             // SAFETY: instructions as promised; sums hold rows x PAGE, o rows x wide; this row of o and lse belongs to
             // this tile alone.
             unsafe {
-                let sum = fold::<V>(&work.sums[i * PAGE..(i + 1) * PAGE]);
+                let sum = fold(work.sums.as_chunks::<PAGE>().0[i]);
                 let (inverse, zero) = (V::splat(1.0 / sum), V::splat(0.0));
                 for lane in (0..wide).step_by(V::LANES) {
                     let at = work.o.as_mut_ptr().add(i * wide + lane);
@@ -410,28 +412,5 @@ impl Forward<'_> {
             }
         }
         total
-    }
-}
-
-/// The sum of PAGE lanes, by halves.
-///
-/// # Safety
-/// The processor has the instructions of `V`; `lanes` holds PAGE values.
-#[inline(always)]
-unsafe fn fold<V: Vector>(lanes: &[f32]) -> f32 {
-    // SAFETY: promised by the caller.
-    unsafe {
-        let mut sums = [V::splat(0.0); PAGE / 8];
-        let mut count = PAGE / V::LANES;
-        for (i, sum) in sums[..count].iter_mut().enumerate() {
-            *sum = V::load(lanes.as_ptr().add(i * V::LANES));
-        }
-        while count > 1 {
-            count /= 2;
-            for i in 0..count {
-                sums[i] = sums[i].add(sums[i + count]);
-            }
-        }
-        sums[0].reduce_add()
     }
 }

@@ -15,3 +15,19 @@ pub fn fold<T: Copy + AddAssign, const N: usize>(mut lanes: [T; N]) -> T {
     }
     lanes[0]
 }
+
+/// sum_i x[i] w[i], in lanes i % N, each one ascending chain of fused multiply-adds.
+#[inline(always)]
+pub fn dot<const N: usize>(x: &[f32], w: &[f32]) -> f32 {
+    let mut lanes = [0.0f32; N];
+    let ((xs, x_tail), (ws, w_tail)) = (x.as_chunks::<N>(), w.as_chunks::<N>());
+    for (x, w) in xs.iter().zip(ws) {
+        for j in 0..N {
+            lanes[j] = x[j].mul_add(w[j], lanes[j]);
+        }
+    }
+    for ((lane, &x), &w) in lanes.iter_mut().zip(x_tail).zip(w_tail) {
+        *lane = x.mul_add(w, *lane);
+    }
+    fold(lanes)
+}

@@ -13,8 +13,6 @@ pub mod linear_logprob;
 pub mod matmul;
 mod matmul_weight;
 mod microkernel;
-#[cfg(target_arch = "x86_64")]
-mod microkernel_x86;
 pub mod norm;
 mod panel;
 pub mod peak;
@@ -26,6 +24,5 @@ pub mod sample;
 mod scratch;
 pub mod softmax;
 pub mod swiglu;
-mod tile;
 pub mod value_head;
 mod vector;

@@ -1,14 +1,14 @@
 //! What this machine can do at best, measured with the pool's threads: the denominators of the benchmarks.
 
 use super::pool::{Shares, pool};
-use crate::device::simd::{Isa, level};
+use super::vector::{Kernel, Vector, run_in};
+use crate::device::simd::level;
 use std::hint::black_box;
 use std::time::Instant;
 
 /// Chains of one measuring loop: enough to hide the latency of the instruction, few enough for the registers.
-const CHAINS_512: usize = 16;
+const CHAINS: usize = 12;
 const CHAINS_DOT: usize = 24;
-const CHAINS_256: usize = 12;
 
 /// Runs `work(id)` (which returns an amount) on every thread and adds the rates, in amounts per second.
 fn rate(work: &(dyn Fn(usize) -> f64 + Sync)) -> f64 {
@@ -25,64 +25,53 @@ fn rate(work: &(dyn Fn(usize) -> f64 + Sync)) -> f64 {
     rates.iter().sum()
 }
 
-macro_rules! chains {
-    ($name:ident, $features:literal, $chains:ident, $lanes:literal, $zero:ident, |$acc:ident| $step:expr) => {
-        /// The multiply-adds done.
-        #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = $features)]
-        fn $name(rounds: usize) -> f64 {
-            use std::arch::x86_64::*;
-            let mut acc = [black_box($zero()); $chains];
-            for _ in 0..rounds {
-                for $acc in &mut acc {
-                    *$acc = $step;
+/// Multiply-adds: `rounds` of each chain.
+struct Chains {
+    rounds: usize,
+}
+
+impl Kernel for Chains {
+    #[inline(always)]
+    unsafe fn work<V: Vector>(&self, done: &mut [f32]) {
+        // SAFETY: instructions as promised.
+        unsafe {
+            let mut acc = [black_box(V::splat(0.0)); CHAINS];
+            for _ in 0..self.rounds {
+                for acc in &mut acc {
+                    *acc = V::splat(0.5).fma(V::splat(0.25), *acc);
                 }
             }
             black_box(acc);
-            (rounds * $chains * $lanes) as f64
         }
-    };
+        done[0] = (CHAINS * V::LANES) as f32;
+    }
 }
 
-chains!(fma_512, "avx512f", CHAINS_512, 16, _mm512_setzero_ps, |acc| _mm512_fmadd_ps(
-    _mm512_set1_ps(0.5),
-    _mm512_set1_ps(0.25),
-    *acc
-));
-chains!(fma_256, "avx2,fma", CHAINS_256, 8, _mm256_setzero_ps, |acc| _mm256_fmadd_ps(
-    _mm256_set1_ps(0.5),
-    _mm256_set1_ps(0.25),
-    *acc
-));
-chains!(dot_512, "avx512f,avx512bf16", CHAINS_DOT, 32, _mm512_setzero_ps, |acc| {
+/// The multiply-adds done.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn dot_512(rounds: usize) -> f64 {
+    use std::arch::x86_64::{__m512bh, __m512i, _mm512_dpbf16_ps, _mm512_set1_epi32, _mm512_setzero_ps};
     // SAFETY: both are 64 bytes of plain bits.
     let half = unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(0x3f00_3f00)) };
-    _mm512_dpbf16_ps(*acc, half, half)
-});
-
-fn fma_scalar(rounds: usize) -> f64 {
-    let mut acc = [0.0f32; CHAINS_256];
+    let mut acc = [black_box(_mm512_setzero_ps()); CHAINS_DOT];
     for _ in 0..rounds {
         for acc in &mut acc {
-            *acc = black_box(0.5f32).mul_add(0.25, *acc);
+            *acc = _mm512_dpbf16_ps(*acc, half, half);
         }
     }
     black_box(acc);
-    (rounds * CHAINS_256) as f64
+    (rounds * CHAINS_DOT * 32) as f64
 }
 
 /// f32 multiply-adds at the level in use, all threads, in GFLOP/s; `rounds` of a dozen or two of vectors each (a million
 /// take about 2 ms).
 pub fn fma_gflops(rounds: usize) -> f64 {
     let level = level();
-    2e-9 * rate(&|_| match level.isa() {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: the level says that the processor has these instructions.
-        Isa::Avx512 => unsafe { fma_512(rounds) },
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: as above.
-        Isa::Avx2 => unsafe { fma_256(rounds) },
-        _ => fma_scalar(rounds),
+    2e-9 * rate(&|_| {
+        let mut of_round = [0.0];
+        run_in(level, &Chains { rounds }, &mut of_round);
+        rounds as f64 * f64::from(of_round[0])
     })
 }
 

@@ -1,6 +1,6 @@
 //! The dot product of each row with one vector: lane i mod 32 holds element i, lanes ascend, halves are added.
 
-use super::lanes::fold;
+use super::lanes;
 use super::pool::pool;
 use crate::device::simd::{level, leveled};
 
@@ -10,17 +10,7 @@ const SERIAL_BELOW: usize = 16 << 10;
 
 leveled! {
     fn dot(x: &[f32], w: &[f32]) -> f32 {
-        let mut lanes = [0.0f32; LANES];
-        let ((xs, x_tail), (ws, w_tail)) = (x.as_chunks::<LANES>(), w.as_chunks::<LANES>());
-        for (x, w) in xs.iter().zip(ws) {
-            for j in 0..LANES {
-                lanes[j] = x[j].mul_add(w[j], lanes[j]);
-            }
-        }
-        for ((lane, &x), &w) in lanes.iter_mut().zip(x_tail).zip(w_tail) {
-            *lane = x.mul_add(w, *lane);
-        }
-        fold(lanes)
+        lanes::dot::<LANES>(x, w)
     }
 }
 

@@ -1,15 +1,16 @@
 //! Vectors of f32 as registers, for kernels written once and compiled per instruction set, and the small matrix product
 //! that attention is made of.
 //!
-//! Every operation acts on lanes alone, but for the two reductions, whose order is one tree by halves. So the result
-//! of a kernel whose sums run in lanes modulo `BLOCK` has the same bits for every width.
+//! Every operation acts on lanes alone. So the result of a kernel whose sums run in lanes modulo `BLOCK`, folded by halves,
+//! has the same bits for every width.
 
-use super::exp;
 use super::scratch::with_scratch;
 use crate::device::simd::{Isa, Level};
 
 /// Lanes that a row of scores has, a multiple of every vector's width.
 pub const BLOCK: usize = 32;
+/// 1.5 * 2^23: adding it leaves the nearest integer in the low bits of the sum.
+pub const ROUND: f32 = 12_582_912.0;
 
 /// A register of `LANES` floats.
 ///
@@ -23,18 +24,29 @@ pub trait Vector: Copy {
     /// The first `n` lanes; zero behind them, where memory is not touched. `n` may exceed `LANES`.
     unsafe fn load_part(from: *const f32, n: usize) -> Self;
     unsafe fn store(self, to: *mut f32);
+    /// Stores the first `n` lanes; memory behind them is not touched. `n` may exceed `LANES`.
+    unsafe fn store_part(self, to: *mut f32, n: usize);
     unsafe fn add(self, other: Self) -> Self;
     unsafe fn sub(self, other: Self) -> Self;
     unsafe fn mul(self, other: Self) -> Self;
+    /// The other where either is NaN, as `min`.
     unsafe fn max(self, other: Self) -> Self;
+    unsafe fn min(self, other: Self) -> Self;
     /// self * factor + sum, rounded once.
     unsafe fn fma(self, factor: Self, sum: Self) -> Self;
-    unsafe fn exp(self) -> Self;
+    /// self * 2^n for n = shifted - ROUND, rounded once.
+    unsafe fn times_power(self, shifted: Self) -> Self;
+    /// Of words that are pairs of bf16: the odd ones, in the high halves, as floats.
+    unsafe fn odd(self) -> Self;
+    /// The even ones.
+    unsafe fn even(self) -> Self;
+    /// self + odd * odd, then + even * even, of two words of bf16, by the instruction for that.
+    unsafe fn add_pairs(self, _x: Self, _w: Self) -> Self {
+        unreachable!("only 512 bits have the instruction")
+    }
     /// The lanes whose bit is set, the others from `other`.
     unsafe fn keep(self, bits: u32, other: Self) -> Self;
     unsafe fn reduce_max(self) -> f32;
-    /// By halves: lane i + lane i + LANES/2, and so on.
-    unsafe fn reduce_add(self) -> f32;
     /// to[i * to_stride + j] = from[j * from_stride + i] for i, j < 8.
     unsafe fn transpose8(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
     /// Asks for the cache line of an address, valid or not.
@@ -56,7 +68,8 @@ pub fn run(level: Level, scratch_len: usize, kernel: &impl Kernel) {
     with_scratch(scratch_len, |scratch| run_in(level, kernel, scratch));
 }
 
-fn run_in<K: Kernel>(level: Level, kernel: &K, scratch: &mut [f32]) {
+/// `run` without scratch.
+pub fn run_in<K: Kernel>(level: Level, kernel: &K, scratch: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{__m256, __m512};
@@ -80,7 +93,7 @@ fn run_in<K: Kernel>(level: Level, kernel: &K, scratch: &mut [f32]) {
     }
     let _ = level;
     // SAFETY: needs no instructions beyond the baseline.
-    unsafe { kernel.work::<Plain>(scratch) }
+    unsafe { kernel.work::<f32>(scratch) }
 }
 
 /// What C holds before the sum.
@@ -289,48 +302,30 @@ macro_rules! method {
     };
 }
 
-/// Eight lanes without vector instructions.
-#[derive(Clone, Copy, Debug)]
-pub struct Plain([f32; 8]);
-
-impl Plain {
-    #[inline(always)]
-    fn each(self, other: Self, f: impl Fn(f32, f32) -> f32) -> Self {
-        Self(std::array::from_fn(|i| f(self.0[i], other.0[i])))
-    }
-
-    #[inline(always)]
-    fn halves(mut self, f: impl Fn(f32, f32) -> f32) -> f32 {
-        for half in [4, 2, 1] {
-            for i in 0..half {
-                self.0[i] = f(self.0[i], self.0[i + half]);
-            }
-        }
-        self.0[0]
-    }
-}
-
-impl Vector for Plain {
-    const LANES: usize = 8;
-    method! { splat(x: f32) -> Self { Self([x; 8]) } }
-    method! { load(from: *const f32) -> Self { Self(from.cast::<[f32; 8]>().read_unaligned()) } }
-    method! { load_part(from: *const f32, n: usize) -> Self {
-        Self(std::array::from_fn(|i| if i < n { from.add(i).read() } else { 0.0 }))
+impl Vector for f32 {
+    const LANES: usize = 1;
+    method! { splat(x: f32) -> Self { x } }
+    method! { load(from: *const f32) -> Self { from.read_unaligned() } }
+    method! { load_part(from: *const f32, n: usize) -> Self { if n > 0 { *from } else { 0.0 } } }
+    method! { store(self, to: *mut f32) -> () = x { *to = x } }
+    method! { store_part(self, to: *mut f32, n: usize) -> () = x { if n > 0 { *to = x } } }
+    method! { add(self, other: Self) -> Self = x { x + other } }
+    method! { sub(self, other: Self) -> Self = x { x - other } }
+    method! { mul(self, other: Self) -> Self = x { x * other } }
+    method! { max(self, other: Self) -> Self = x { if x > other { x } else { other } } }
+    method! { min(self, other: Self) -> Self = x { if x < other { x } else { other } } }
+    method! { fma(self, factor: Self, sum: Self) -> Self = x { x.mul_add(factor, sum) } }
+    method! { times_power(self, shifted: Self) -> Self = x {
+        // Two factors, each a normal number: the first product is exact, the second rounds once.
+        let n = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
+        let half = n >> 1;
+        let power = |n: i32| f32::from_bits((n.wrapping_add(127) << 23) as u32);
+        x * power(half) * power(n.wrapping_sub(half))
     } }
-    method! { store(self, to: *mut f32) -> () = x { to.cast::<[f32; 8]>().write_unaligned(x.0) } }
-    method! { add(self, other: Self) -> Self = x { x.each(other, |a, b| a + b) } }
-    method! { sub(self, other: Self) -> Self = x { x.each(other, |a, b| a - b) } }
-    method! { mul(self, other: Self) -> Self = x { x.each(other, |a, b| a * b) } }
-    method! { max(self, other: Self) -> Self = x { x.each(other, |a, b| if a > b { a } else { b }) } }
-    method! { fma(self, factor: Self, sum: Self) -> Self = x {
-        Self(std::array::from_fn(|i| x.0[i].mul_add(factor.0[i], sum.0[i])))
-    } }
-    method! { exp(self) -> Self = x { Self(x.0.map(exp::exp)) } }
-    method! { keep(self, bits: u32, other: Self) -> Self = x {
-        Self(std::array::from_fn(|i| if bits >> i & 1 == 1 { x.0[i] } else { other.0[i] }))
-    } }
-    method! { reduce_max(self) -> f32 = x { x.halves(|a, b| if a > b { a } else { b }) } }
-    method! { reduce_add(self) -> f32 = x { x.halves(|a, b| a + b) } }
+    method! { odd(self) -> Self = x { f32::from_bits(x.to_bits() & 0xffff_0000) } }
+    method! { even(self) -> Self = x { f32::from_bits(x.to_bits() << 16) } }
+    method! { keep(self, bits: u32, other: Self) -> Self = x { if bits & 1 == 1 { x } else { other } } }
+    method! { reduce_max(self) -> f32 = x { x } }
     method! { transpose8(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) -> () {
         for (i, j) in (0..8).flat_map(|i| (0..8).map(move |j| (i, j))) {
             *to.add(i * to_stride + j) = *from.add(j * from_stride + i);
@@ -345,9 +340,22 @@ impl Vector for Plain {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{Product, Vector, exp, product_by};
+    use super::{Product, ROUND, Vector, product_by};
     #[allow(clippy::wildcard_imports, reason = "an instruction set is imported whole")]
     use std::arch::x86_64::*;
+
+    /// The first `n` of sixteen lanes.
+    #[inline(always)]
+    fn first16(n: usize) -> u16 {
+        if n < 16 { (1 << n) - 1 } else { u16::MAX }
+    }
+
+    /// The first `n` of eight lanes.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn first8(n: usize) -> __m256i {
+        _mm256_cmpgt_epi32(_mm256_set1_epi32(n.min(8) as i32), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
+    }
 
     /// # Safety
     /// The processor has AVX2; 8 x 8 values may be read and written.
@@ -384,24 +392,30 @@ mod x86 {
         const LANES: usize = 16;
         method! { splat(x: f32) -> Self { _mm512_set1_ps(x) } }
         method! { load(from: *const f32) -> Self { _mm512_loadu_ps(from) } }
-        method! { load_part(from: *const f32, n: usize) -> Self {
-            _mm512_maskz_loadu_ps(if n < 16 { (1u16 << n) - 1 } else { u16::MAX }, from)
-        } }
+        method! { load_part(from: *const f32, n: usize) -> Self { _mm512_maskz_loadu_ps(first16(n), from) } }
         method! { store(self, to: *mut f32) -> () = x { _mm512_storeu_ps(to, x) } }
+        method! { store_part(self, to: *mut f32, n: usize) -> () = x { _mm512_mask_storeu_ps(to, first16(n), x) } }
         method! { add(self, other: Self) -> Self = x { _mm512_add_ps(x, other) } }
         method! { sub(self, other: Self) -> Self = x { _mm512_sub_ps(x, other) } }
         method! { mul(self, other: Self) -> Self = x { _mm512_mul_ps(x, other) } }
         method! { max(self, other: Self) -> Self = x { _mm512_max_ps(x, other) } }
+        method! { min(self, other: Self) -> Self = x { _mm512_min_ps(x, other) } }
         method! { fma(self, factor: Self, sum: Self) -> Self = x { _mm512_fmadd_ps(x, factor, sum) } }
-        method! { exp(self) -> Self = x { exp::exp_avx512(x) } }
+        method! { times_power(self, shifted: Self) -> Self = x {
+            _mm512_scalef_ps(x, _mm512_sub_ps(shifted, _mm512_set1_ps(ROUND)))
+        } }
+        method! { odd(self) -> Self = x {
+            let high = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+            _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), high))
+        } }
+        method! { even(self) -> Self = x { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_castps_si512(x))) } }
+        method! { add_pairs(self, x: Self, w: Self) -> Self = sum {
+            _mm512_dpbf16_ps(sum, std::mem::transmute::<__m512, __m512bh>(x), std::mem::transmute::<__m512, __m512bh>(w))
+        } }
         method! { keep(self, bits: u32, other: Self) -> Self = x { _mm512_mask_blend_ps(bits as u16, other, x) } }
         method! { reduce_max(self) -> f32 = x {
             let high = _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b01_00_11_10>(_mm512_castps_pd(x), _mm512_castps_pd(x)));
             _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_castps512_ps256(high)).reduce_max()
-        } }
-        method! { reduce_add(self) -> f32 = x {
-            let high = _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b01_00_11_10>(_mm512_castps_pd(x), _mm512_castps_pd(x)));
-            _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_castps512_ps256(high)).reduce_add()
         } }
         method! { transpose8(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) -> () {
             transpose8(from, from_stride, to, to_stride);
@@ -422,17 +436,29 @@ mod x86 {
         const LANES: usize = 8;
         method! { splat(x: f32) -> Self { _mm256_set1_ps(x) } }
         method! { load(from: *const f32) -> Self { _mm256_loadu_ps(from) } }
-        method! { load_part(from: *const f32, n: usize) -> Self {
-            let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-            _mm256_maskload_ps(from, _mm256_cmpgt_epi32(_mm256_set1_epi32(n.min(8) as i32), lanes))
-        } }
+        method! { load_part(from: *const f32, n: usize) -> Self { _mm256_maskload_ps(from, first8(n)) } }
         method! { store(self, to: *mut f32) -> () = x { _mm256_storeu_ps(to, x) } }
+        method! { store_part(self, to: *mut f32, n: usize) -> () = x { _mm256_maskstore_ps(to, first8(n), x) } }
         method! { add(self, other: Self) -> Self = x { _mm256_add_ps(x, other) } }
         method! { sub(self, other: Self) -> Self = x { _mm256_sub_ps(x, other) } }
         method! { mul(self, other: Self) -> Self = x { _mm256_mul_ps(x, other) } }
         method! { max(self, other: Self) -> Self = x { _mm256_max_ps(x, other) } }
+        method! { min(self, other: Self) -> Self = x { _mm256_min_ps(x, other) } }
         method! { fma(self, factor: Self, sum: Self) -> Self = x { _mm256_fmadd_ps(x, factor, sum) } }
-        method! { exp(self) -> Self = x { exp::exp_avx2(x) } }
+        method! { times_power(self, shifted: Self) -> Self = x {
+            // As for one lane.
+            let n = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(ROUND.to_bits() as i32));
+            let half = _mm256_srai_epi32(n, 1);
+            let bias = _mm256_set1_epi32(127);
+            let a = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
+            let b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(n, half), bias), 23));
+            _mm256_mul_ps(_mm256_mul_ps(x, a), b)
+        } }
+        method! { odd(self) -> Self = x {
+            let high = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+            _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(x), high))
+        } }
+        method! { even(self) -> Self = x { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_castps_si256(x))) } }
         method! { keep(self, bits: u32, other: Self) -> Self = x {
             let of_lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
             let set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits as i32), of_lane), of_lane);
@@ -442,11 +468,6 @@ mod x86 {
             let x = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
             let x = _mm_max_ps(x, _mm_movehl_ps(x, x));
             _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)))
-        } }
-        method! { reduce_add(self) -> f32 = x {
-            let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
-            let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-            _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)))
         } }
         method! { transpose8(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) -> () {
             transpose8(from, from_stride, to, to_stride);
