@@ -28,10 +28,6 @@ impl Device {
 /// What this process computes on, in words: `cpu (avx512, bf16)`.
 pub fn describe() -> String {
     let level = simd::level();
-    let isa = match level.isa() {
-        simd::Isa::Scalar => "scalar",
-        simd::Isa::Avx2 => "avx2",
-        simd::Isa::Avx512 => "avx512",
-    };
+    let isa = format!("{:?}", level.isa()).to_lowercase();
     format!("cpu ({isa}{})", if level.bf16_dot() { ", bf16" } else { "" })
 }

@@ -132,24 +132,14 @@ pub fn is_active() -> bool {
     DEVICE.get().is_some()
 }
 
-/// Threads that a kernel of CPUs would have.
-pub fn threads() -> Option<usize> {
-    DEVICE.get().map(|device| device.threads)
-}
-
-/// Bytes that the device has, where it is a null device.
-pub fn memory() -> Option<u64> {
-    DEVICE.get().map(|device| device.memory_bytes)
+/// The device that this thread's work is counted for.
+pub fn device() -> Option<Null> {
+    DEVICE.get()
 }
 
 /// Bytes of it that are not in use.
 pub fn memory_free() -> Option<u64> {
-    memory().map(|bytes| bytes.saturating_sub(SCOPE.with_borrow(|scope| scope.in_use) as u64))
-}
-
-/// The GPU that it stands for.
-pub fn gpu() -> Option<NullGpu> {
-    DEVICE.get().and_then(|device| device.gpu)
+    device().map(|device| device.memory_bytes.saturating_sub(SCOPE.with_borrow(|scope| scope.in_use) as u64))
 }
 
 /// Counts an operation of `flops` that passes over `bytes` of memory.
@@ -242,7 +232,7 @@ fn with(work: impl FnOnce(&mut Scope)) {
 
 /// What is held of the host's memory counts where that is the device's.
 fn with_host(work: impl FnOnce(&mut Scope)) {
-    if gpu().is_none() {
+    if device().is_some_and(|device| device.gpu.is_none()) {
         with(work);
     }
 }
@@ -306,7 +296,7 @@ pub struct Held {
 
 /// Counts `bytes` outside of the arena as `owner`'s; nothing where work is real.
 pub fn hold(owner: &'static str, bytes: usize) -> Held {
-    if !is_active() || gpu().is_some() {
+    if device().is_none_or(|device| device.gpu.is_some()) {
         return Held::default();
     }
     with(|scope| {
@@ -331,7 +321,7 @@ impl Drop for Held {
 /// Each thread works in `bytes`, and keeps the most that it ever worked in.
 pub fn work_in(bytes: usize) {
     with_host(|scope| {
-        let more = bytes.saturating_sub(scope.scratch) * threads().unwrap_or(1);
+        let more = bytes.saturating_sub(scope.scratch) * device().map_or(1, |device| device.threads);
         if more > 0 {
             scope.scratch = bytes;
             scope.outside += more;

@@ -35,8 +35,7 @@ impl Level {
 
     /// What the processor has, whatever `RLHF_SIMD` says.
     pub fn detected() -> Self {
-        static DETECTED: OnceLock<Level> = OnceLock::new();
-        *DETECTED.get_or_init(detect)
+        detect()
     }
 
     /// Every level this processor can run, strongest first; AVX-512 with and without AVX512-BF16.

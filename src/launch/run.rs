@@ -201,7 +201,9 @@ impl Run {
     pub fn memory_free(&self) -> u64 {
         let of_machine = || sys::memory::available_bytes() / self.ranks.world.local_size as u64;
         match self.device {
-            Device::Cpu => null::memory().unwrap_or_else(of_machine).min(arena::usage().left() as u64),
+            Device::Cpu => {
+                null::device().map_or_else(of_machine, |device| device.memory_bytes).min(arena::usage().left() as u64)
+            }
             Device::Cuda => gpu::memory_free(),
         }
     }

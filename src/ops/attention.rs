@@ -5,9 +5,8 @@
 //! (arXiv:2205.14135), so packed training, prefill in any chunking, and decode agree bitwise.
 
 pub use super::attention_shape::{AttentionShape, PAGE, PagedSequence, Span, pairs};
-use super::attention_shape::{check, check_heads, delta, note, note_backward, note_pairs};
+use super::attention_shape::{check, check_heads, delta, note_backward, note_pairs};
 use super::ring_attention::Steps;
-use crate::device::cpu::attention::Rows;
 use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::decode;
 use crate::device::cuda::kv_cache::{KvPages, SequenceTable};
@@ -42,17 +41,14 @@ impl<T> Tables<T> {
 #[derive(Debug)]
 pub struct Packed<'a> {
     pub cu_seqlens: &'a [usize],
+    spans: Vec<Span>,
     tables: Tables<SpanTable>,
     steps: Tables<Steps>,
 }
 
 impl Packed<'_> {
     fn cuda(&self, shape: &AttentionShape) -> Arc<SpanTable> {
-        self.tables.of(shape, || SpanTable::packed(self.cu_seqlens, shape))
-    }
-
-    fn lengths(&self) -> impl Iterator<Item = usize> {
-        self.cu_seqlens.windows(2).map(|pair| pair[1] - pair[0])
+        self.tables.of(shape, || SpanTable::new(&self.spans, shape))
     }
 
     /// The steps of rank `rank` of `size` that share the sequences; a process is one of them.
@@ -63,7 +59,7 @@ impl Packed<'_> {
 
 impl<'a> From<&'a [usize]> for Packed<'a> {
     fn from(cu_seqlens: &'a [usize]) -> Self {
-        Self { cu_seqlens, tables: Tables::default(), steps: Tables::default() }
+        Self { cu_seqlens, spans: Span::whole(cu_seqlens), tables: Tables::default(), steps: Tables::default() }
     }
 }
 
@@ -84,13 +80,14 @@ pub fn forward_packed(
     check_packed(q, k, v, packed.cu_seqlens, shape);
     check("o", o, q.rows(), q.width());
     check("lse", lse, q.rows(), shape.heads);
-    note(shape, packed.lengths().map(|tokens| (0, tokens)));
+    note_pairs(shape, pairs_of(packed, shape), 0.0);
     match q.device() {
         Device::Cpu => cpu::attention::forward_rows(
             q.data(),
             k.data(),
             v.data(),
-            Rows::Packed(packed.cu_seqlens),
+            &packed.spans,
+            false,
             shape,
             o.data_mut(),
             lse.data_mut(),
@@ -128,22 +125,15 @@ pub fn backward_packed(
     check("dq", dq, q.rows(), q.width());
     check("dk", dk, k.rows(), k.width());
     check("dv", dv, k.rows(), k.width());
-    if null::is_active() {
-        note_backward(shape, packed.lengths().map(|tokens| pairs(0, tokens, shape.window)).sum());
-    }
+    note_backward(shape, pairs_of(packed, shape));
     match q.device() {
         Device::Cpu => cpu::attention::backward_rows(
-            q.data(),
-            k.data(),
-            v.data(),
-            o.data(),
-            lse.data(),
-            d_o.data(),
-            Rows::Packed(packed.cu_seqlens),
+            [q, k, v].map(Tensor::data),
+            [o, lse, d_o].map(Tensor::data),
+            &packed.spans,
+            false,
             shape,
-            dq.data_mut(),
-            dk.data_mut(),
-            dv.data_mut(),
+            [dq, dk, dv].map(Tensor::data_mut),
         ),
         Device::Cuda => {
             let delta = delta(o, d_o, lse, shape);
@@ -318,6 +308,11 @@ pub fn kv_copy_page(cache: &mut KvLayer, from: u32, to: u32, shape: &AttentionSh
         }
         KvLayer::Cuda(pages) => cuda::kv_cache::copy_page(pages, from, to),
     }
+}
+
+/// For a plan: pairs of a query and a key.
+fn pairs_of(packed: &Packed, shape: &AttentionShape) -> f64 {
+    if null::is_active() { packed.spans.iter().map(|span| pairs(0, span.tokens, shape.window)).sum() } else { 0.0 }
 }
 
 fn check_packed(q: &Tensor, k: &Tensor, v: &Tensor, cu_seqlens: &[usize], shape: &AttentionShape) {

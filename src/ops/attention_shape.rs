@@ -33,16 +33,8 @@ pub fn pairs(past: usize, tokens: usize, window: Option<usize>) -> f64 {
     sum(growing) - sum(past) + (past + tokens - growing) as f64 * window as f64
 }
 
-/// For a plan: attention of sequences of `tokens` queries behind `past` keys, forward: q k^T and p v are two FLOPs each for every
-/// pair and column of q.
-pub(super) fn note(shape: &AttentionShape, sequences: impl Iterator<Item = (usize, usize)>) {
-    if null::is_active() {
-        let pairs: f64 = sequences.map(|(past, tokens)| pairs(past, tokens, shape.window)).sum();
-        note_pairs(shape, pairs, 0.0);
-    }
-}
-
-/// The same of as many pairs, with `bytes` of keys and values read.
+/// For a plan: attention of as many pairs of a query and a key, with `bytes` of keys and values read, forward: q k^T and p v are
+/// two FLOPs each for every pair and column of q.
 pub(super) fn note_pairs(shape: &AttentionShape, pairs: f64, bytes: f64) {
     null::note(null::ATTENTION, 4.0 * (shape.heads * shape.head_dim) as f64 * pairs, bytes);
 }

@@ -9,7 +9,7 @@
 pub use crate::device::cpu::softmax::RowStats;
 
 use super::{check, linear_logprob_cuda as on_gpu};
-use crate::device::cpu::{linear_logprob as cpu, matmul as products};
+use crate::device::cpu::{matmul as products, softmax};
 use crate::device::cuda::Memory;
 use crate::device::{Device, null};
 use crate::ops::matmul::{backward_input_rows, backward_weight_rows, check_gradient, forward_rows, panels};
@@ -68,15 +68,26 @@ impl HeadPart<'_> {
         targets.iter().map(|&target| (target as usize).checked_sub(self.first).unwrap_or(usize::MAX)).collect()
     }
 
-    /// The statistics and target logits of whole rows, from a chunk of logits (rows, v).
-    fn stats(&self, logits: &[f32], v: usize, inverse_temperature: f32, places: &[usize]) -> (Vec<RowStats>, Vec<f32>) {
-        let mut stats = cpu::stats(logits, v, inverse_temperature);
+    /// The places of a chunk's targets, and the statistics and target logits of whole rows, from its logits (rows, v) = x W^T,
+    /// which it fills.
+    fn stats(
+        &self,
+        x: &[f32],
+        head: products::Panels,
+        inverse_temperature: f32,
+        targets: &[u32],
+        logits: &mut [f32],
+    ) -> (Vec<usize>, Vec<RowStats>, Vec<f32>) {
+        let (v, places) = (head.n, self.places(targets));
+        let output = products::Output { w: head, bias: None, y: &mut *logits };
+        forward_rows(x, targets.len(), [output], products::Addend::Nothing);
+        let mut stats = softmax::stats_of_rows(logits, v, inverse_temperature);
         let target = |(i, &place): (usize, &usize)| if place < v { logits[i * v + place] } else { 0.0 };
-        let mut targets: Vec<f32> = places.iter().enumerate().map(target).collect();
+        let mut found: Vec<f32> = places.iter().enumerate().map(target).collect();
         if let Some(combine) = self.combine {
-            combine(&mut stats, &mut targets);
+            combine(&mut stats, &mut found);
         }
-        (stats, targets)
+        (places, stats, found)
     }
 }
 
@@ -166,10 +177,8 @@ pub fn forward_part(
         let range = start..t.min(start + rows);
         let logits = &mut logits[..range.len() * w.n];
         let h = &h.data()[range.start * d..range.end * d];
-        forward_rows(h, range.len(), &head, None, logits, products::Addend::Nothing);
-        let places = part.places(&targets[range.clone()]);
-        let (stats, logits) = part.stats(logits, w.n, 1.0 / temperature, &places);
-        for ((i, stats), &logit) in range.zip(&stats).zip(&logits) {
+        let (_, stats, found) = part.stats(h, head, 1.0 / temperature, &targets[range.clone()], logits);
+        for ((i, stats), &logit) in range.zip(&stats).zip(&found) {
             logprobs[i] = stats.logprob(logit);
             match kind {
                 Extra::Nothing => {}
@@ -251,17 +260,15 @@ pub fn forward_backward_part(
         let (dlogprobs, dentropy) = (&mut dlogprobs[..m], &mut dentropy[..m]);
         let rows = range.start * d..range.end * d;
         let h = &h.data()[rows.clone()];
-        forward_rows(h, m, &head, None, logits, products::Addend::Nothing);
-        let places = part.places(&targets[range.clone()]);
-        let (stats, target_logits) = part.stats(logits, w.n, 1.0 / temperature, &places);
-        for ((i, stats), &logit) in range.clone().zip(&stats).zip(&target_logits) {
+        let (places, stats, found) = part.stats(h, head, 1.0 / temperature, &targets[range.clone()], logits);
+        for ((i, stats), &logit) in range.clone().zip(&stats).zip(&found) {
             logprobs[i] = stats.logprob(logit);
             entropy[i] = stats.entropy();
         }
         dlogprobs.fill(0.0);
         dentropy.fill(0.0);
         loss(range.clone(), &logprobs[range.clone()], &entropy[range], dlogprobs, dentropy);
-        cpu::gradient(logits, w.n, &stats, &places, dlogprobs, dentropy);
+        softmax::backward_rows(logits, w.n, &stats, &places, dlogprobs, dentropy);
         backward_input_rows(logits, m, &head, transposed.as_deref(), &mut dh.data_mut()[rows], false);
         backward_weight_rows(logits, h, m, w.n, d, dw.values.reborrow().f32(), head.is_bf16());
     }

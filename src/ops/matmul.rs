@@ -68,18 +68,11 @@ pub(super) fn check_gradient(op: &str, dw: &WeightMut, n: usize, k: usize) {
 }
 
 /// `cpu::forward` on flat rows, with its scratch.
-pub(super) fn forward_rows(
-    x: &[f32],
-    m: usize,
-    w: &cpu::Panels,
-    bias: Option<&[f32]>,
-    y: &mut [f32],
-    addend: cpu::Addend,
-) {
-    let len = cpu::forward_scratch(m, w);
+pub(super) fn forward_rows<const N: usize>(x: &[f32], m: usize, outputs: [cpu::Output; N], addend: cpu::Addend) {
+    let len = cpu::forward_scratch(m, &outputs[0].w);
     // f32 needs none, and decoding calls this for microseconds of work.
     let mut scratch = (len > 0).then(|| Buffer::scratch(len));
-    cpu::forward(x, m, w, bias, y, addend, scratch.as_deref_mut().unwrap_or_default());
+    cpu::forward(x, m, outputs, addend, scratch.as_deref_mut().unwrap_or_default());
 }
 
 /// `cpu::backward_input` on flat rows, with its scratch.
@@ -104,7 +97,7 @@ pub(super) fn backward_weight_rows(dy: &[f32], x: &[f32], m: usize, n: usize, k:
 /// y[m][n] (+)= (sum_k x[m][k] W[n][k]) + bias[n]; one ascending-k chain of fused multiply-adds per output.
 /// W in panel layout, f32 or bf16 (then x is rounded to bf16, accumulation is f32).
 pub fn forward(x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor, into: Into) {
-    product(x, w, bias, y, None, into);
+    products(x, [Output { w, bias, y }], None, into);
 }
 
 /// y[m][n] = c[m][n] + ((sum_k x[m][k] W[n][k]) + bias[n]): the residual stream where what it held is kept. The bits are those of
@@ -115,13 +108,20 @@ pub fn forward(x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor, into:
 /// If shapes, devices or dtypes do not go together.
 pub fn forward_onto(c: &Tensor, x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor) {
     check(FORWARD, "c", c, x.rows(), w.n);
-    product(x, w, bias, y, Some(c), Into::Overwrite);
+    products(x, [Output { w, bias, y }], Some(c), Into::Overwrite);
 }
 
 /// `forward_onto` where there is c, else `forward`.
-fn product(x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor, c: Option<&Tensor>, into: Into) {
-    check_forward(x, &w, bias, y);
-    note(x.rows(), &w);
+fn products<const N: usize>(x: &Tensor, outputs: [Output; N], c: Option<&Tensor>, into: Into) {
+    let m = x.rows();
+    for Output { w, bias, y } in &outputs {
+        check(FORWARD, "x", x, m, w.k);
+        check(FORWARD, "y", y, m, w.n);
+        if let Some(bias) = bias {
+            assert!(bias.len() == w.n, "{FORWARD}: bias has {} values, needed {}", bias.len(), w.n);
+        }
+        note(m, w);
+    }
     match x.device() {
         Device::Cpu => {
             let addend = match c {
@@ -129,16 +129,22 @@ fn product(x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor, c: Option
                 None if into == Into::Add => cpu::Addend::Result,
                 None => cpu::Addend::Nothing,
             };
-            forward_rows(x.data(), x.rows(), &panels(FORWARD, &w), bias.map(Slice::f32), y.data_mut(), addend);
+            let on_cpu = |Output { w, bias, y }| {
+                let (w, bias) = (panels(FORWARD, &w), bias.map(Slice::f32));
+                cpu::Output { w, bias, y: Tensor::data_mut(y) }
+            };
+            forward_rows(x.data(), m, outputs.map(on_cpu), addend);
         }
         Device::Cuda => {
-            let (w, bias) = (rows(FORWARD, &w), bias.map(Slice::cuda));
-            let addend = match c {
-                Some(c) => Addend::Matrix(matrix(c)),
-                None if into == Into::Add => Addend::Result,
-                None => Addend::Nothing,
-            };
-            cuda::matmul::forward(Way::Chosen, matrix(x), w, bias, addend, matrix_mut(y));
+            for Output { w, bias, y } in outputs {
+                let addend = match c {
+                    Some(c) => Addend::Matrix(matrix(c)),
+                    None if into == Into::Add => Addend::Result,
+                    None => Addend::Nothing,
+                };
+                let (w, bias) = (rows(FORWARD, &w), bias.map(Slice::cuda));
+                cuda::matmul::forward(Way::Chosen, matrix(x), w, bias, addend, matrix_mut(y));
+            }
         }
     }
 }
@@ -149,14 +155,6 @@ const FORWARD: &str = "matmul::forward";
 fn note(m: usize, w: &Weight) {
     let elements = (w.n * w.k) as f64;
     null::note(null::GEMM, 2.0 * m as f64 * elements, elements * w.dtype().bytes() as f64);
-}
-
-fn check_forward(x: &Tensor, w: &Weight, bias: Option<Slice>, y: &Tensor) {
-    check(FORWARD, "x", x, x.rows(), w.k);
-    check(FORWARD, "y", y, x.rows(), w.n);
-    if let Some(bias) = bias {
-        assert!(bias.len() == w.n, "{FORWARD}: bias has {} values, needed {}", bias.len(), w.n);
-    }
 }
 
 /// One of several products of the same x: y = x W^T + bias.
@@ -170,27 +168,7 @@ pub struct Output<'a> {
 /// `forward` for several W of one width and dtype, bit for bit, at one call of the threads: with few rows such a call
 /// costs as much as a small product.
 pub fn forward_each<const N: usize>(x: &Tensor, outputs: [Output; N]) {
-    const OP: &str = "matmul::forward_each";
-    let m = x.rows();
-    for Output { w, y, .. } in &outputs {
-        check(OP, "x", x, m, w.k);
-        check(OP, "y", y, m, w.n);
-    }
-    match x.device() {
-        Device::Cpu => {
-            for output in &outputs {
-                note(m, &output.w);
-            }
-            let outputs = outputs.map(|Output { w, bias, y }| cpu::Output {
-                w: panels(OP, &w),
-                bias: bias.map(Slice::f32),
-                y: y.data_mut(),
-            });
-            let mut scratch = Buffer::scratch(cpu::forward_scratch(m, &outputs[0].w));
-            cpu::forward_each(x.data(), m, outputs, cpu::Addend::Nothing, &mut scratch);
-        }
-        Device::Cuda => outputs.into_iter().for_each(|Output { w, bias, y }| forward(x, w, bias, y, Into::Overwrite)),
-    }
+    products(x, outputs, None, Into::Overwrite);
 }
 
 /// dx[m][k] (+)= sum_n dy[m][n] W[n][k]; with `Into::Add` the chain starts from dx. A bf16 W rounds dy to bf16.

@@ -8,7 +8,6 @@
 
 use super::attention_shape::{AttentionShape, Span, check, check_heads, delta, note_backward, note_pairs};
 use super::{residual, zigzag};
-use crate::device::cpu::attention::Rows;
 use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::{View, ViewMut};
 use crate::device::{Device, cpu, cuda, null};
@@ -154,7 +153,7 @@ pub fn forward(q: &Tensor, block: &Tensor, step: &Step, sum: &mut Tensor, lse: &
             let (k, v) = halves(block.data());
             for pass in passes {
                 let (sum, lse) = (sum.data_mut(), lse.data_mut());
-                cpu::attention::forward_rows(q.data(), k, v, Rows::Spans(pass), &step.shape, sum, lse);
+                cpu::attention::forward_rows(q.data(), k, v, pass, true, &step.shape, sum, lse);
             }
         }
         Seen::Cuda(tables) => {
@@ -214,9 +213,10 @@ impl<'a> Backward<'a> {
         }
         let (k, v) = halves(block.data());
         let (dk, dv) = dblock.data_mut().split_at_mut(k.len());
-        let [q, o, lse, d_o] = [self.q, self.o, self.lse, self.d_o].map(Tensor::data);
+        let results = [self.o, self.lse, self.d_o].map(Tensor::data);
         for pass in passes {
-            cpu::attention::backward_rows(q, k, v, o, lse, d_o, Rows::Spans(pass), &step.shape, dq.data_mut(), dk, dv);
+            let gradients = [dq.data_mut(), &mut *dk, &mut *dv];
+            cpu::attention::backward_rows([self.q.data(), k, v], results, pass, true, &step.shape, gradients);
         }
     }
 

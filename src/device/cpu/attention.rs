@@ -2,98 +2,49 @@
 
 use super::attention_backward::{Backward, Part};
 use super::attention_forward::{Forward, Keys};
-pub use super::attention_tile::{AttentionShape, PAGE};
-use super::attention_tile::{Sequence, TILE, Tile};
+pub use super::attention_tile::{AttentionShape, PAGE, PagedSequence, Span};
+use super::attention_tile::{TILE, Tile};
 use super::pool::{Shares, pool};
 use super::scratch;
+use super::vector::run;
 use crate::device::null;
 use crate::device::simd::level;
 use std::ops::Range;
 
-/// One sequence of a paged batch: `tokens` new rows after `past` cached ones; `blocks[i]` is the page of tokens
-/// i*PAGE .. (i+1)*PAGE, and covers past + tokens.
-#[derive(Clone, Debug)]
-pub struct PagedSequence<'a> {
-    pub past: usize,
-    pub tokens: usize,
-    pub blocks: &'a [u32],
-}
-
-/// Rows of q and a run of keys of the same sequence, of which every row sees at least one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Span {
-    /// The first row of q.
-    pub row: usize,
-    pub tokens: usize,
-    /// Position of the first row, counted from the first key.
-    pub past: usize,
-    /// The first row of k and v.
-    pub key_row: usize,
-    pub keys: usize,
-}
-
 /// Multiply-adds, in units of a key block times a row, below which one thread is faster than waking the others.
 const SERIAL_MAX: usize = 64;
 
-/// Which rows of q see which rows of k and v.
-#[derive(Clone, Copy, Debug)]
-pub enum Rows<'a> {
-    /// Whole sequences, one behind the other: [0, end of sequence 0, ...]. Results are overwritten.
-    Packed(&'a [usize]),
-    /// Spans that share no row of q and, in a backward, no row of k. Forward merges into (o, lse), backward adds.
-    Spans(&'a [Span]),
-}
-
-impl Rows<'_> {
-    fn sequences(&self) -> Vec<Sequence<'_>> {
-        let of = |Span { row, tokens, past, key_row, keys }| Sequence { row, past, tokens, key_row, keys, blocks: &[] };
-        let whole = |ends: &[usize]| {
-            let (row, tokens) = (ends[0], ends[1] - ends[0]);
-            of(Span { row, tokens, past: 0, key_row: row, keys: tokens })
-        };
-        match self {
-            Self::Packed(cu_seqlens) => cu_seqlens.windows(2).map(whole).collect(),
-            Self::Spans(spans) => spans.iter().copied().map(of).collect(),
-        }
-    }
-
-    fn are_added(&self) -> bool {
-        matches!(self, Self::Spans(_))
-    }
-}
-
+/// Attention of `spans` that share no row of q: overwrites (o, lse), or is merged into what they hold.
 pub fn forward_rows(
     q: &[f32],
     k: &[f32],
     v: &[f32],
-    rows: Rows,
+    spans: &[Span],
+    merge: bool,
     shape: &AttentionShape,
     o: &mut [f32],
     lse: &mut [f32],
 ) {
-    let (sequences, merge) = (&rows.sequences()[..], rows.are_added());
     let (o, lse) = (Shares::new(o), Some(Shares::new(lse)));
-    forward(&Forward { q, keys: Keys::Packed { k, v }, sequences, shape, o, lse, merge });
+    forward(&Forward { q, keys: Keys::Packed { k, v }, spans, shape, o, lse, merge });
 }
 
-pub fn forward_paged<'a>(
+pub fn forward_paged(
     q: &[f32],
     keys: &[f32],
     values: &[f32],
-    sequences: &[PagedSequence<'a>],
+    sequences: &[PagedSequence],
     shape: &AttentionShape,
     o: &mut [f32],
 ) {
-    let mut next = 0;
-    let place = |&PagedSequence { past, tokens, blocks }: &PagedSequence<'a>| {
-        let row = next;
-        next += tokens;
-        Sequence { row, past, tokens, key_row: 0, keys: past + tokens, blocks }
+    let mut row = 0;
+    let span = |&PagedSequence { past, tokens, .. }: &PagedSequence| {
+        row += tokens;
+        Span { row: row - tokens, tokens, past, key_row: 0, keys: past + tokens }
     };
-    let sequences: Vec<_> = sequences.iter().map(place).collect();
-    let o = Shares::new(o);
-    let keys = Keys::Paged { keys, values };
-    forward(&Forward { q, keys, sequences: &sequences, shape, o, lse: None, merge: false });
+    let spans: Vec<_> = sequences.iter().map(span).collect();
+    let keys = Keys::Paged { keys, values, sequences };
+    forward(&Forward { q, keys, spans: &spans, shape, o: Shares::new(o), lse: None, merge: false });
 }
 
 /// Cuts the rows into tiles, and the tiles into shares of equal work.
@@ -101,19 +52,19 @@ fn forward(forward: &Forward) {
     let shape = forward.shape;
     let mut tiles = Vec::new();
     if null::is_active() {
-        tiles.extend((0..forward.sequences.len()).map(|sequence| Tile { sequence, kv_head: 0, rows: 0..1 }));
+        tiles.extend((0..forward.spans.len()).map(|sequence| Tile { sequence, kv_head: 0, rows: 0..1 }));
         return null::work_in(scratch::bytes(forward.scratch_len(&tiles)));
     }
-    for (i, sequence) in forward.sequences.iter().enumerate() {
+    for (i, sequence) in forward.spans.iter().enumerate() {
         let rows = sequence.tokens * shape.group();
         for kv_head in 0..shape.kv_heads {
             let starts = (0..rows).step_by(TILE);
             tiles.extend(starts.map(|at| Tile { sequence: i, kv_head, rows: at..(at + TILE).min(rows) }));
         }
     }
-    let cost = |tile: &Tile| tile.rows.len() * tile.blocks(&forward.sequences[tile.sequence], shape).len();
+    let cost = |tile: &Tile| tile.rows.len() * tile.blocks(&forward.spans[tile.sequence], shape).len();
     let level = level();
-    balanced(&tiles, &cost, &|tiles| forward.run(level, tiles));
+    balanced(&tiles, &cost, &|tiles| run(level, forward.scratch_len(tiles), &(forward, tiles)));
 }
 
 /// Runs `f` on one contiguous part of `items` a thread, parts of about equal cost.
@@ -150,35 +101,30 @@ fn cuts(ends: &[usize], threads: usize) -> Vec<usize> {
     (0..=threads).map(cut).collect()
 }
 
+/// Gradients of `forward_rows`, of spans that share no row of k either: overwrites dq, dk and dv, or adds to them.
 pub fn backward_rows(
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    o: &[f32],
-    lse: &[f32],
-    d_o: &[f32],
-    rows: Rows,
+    [q, k, v]: [&[f32]; 3],
+    [o, lse, d_o]: [&[f32]; 3],
+    spans: &[Span],
+    add: bool,
     shape: &AttentionShape,
-    dq: &mut [f32],
-    dk: &mut [f32],
-    dv: &mut [f32],
+    [dq, dk, dv]: [&mut [f32]; 3],
 ) {
-    let (sequences, add) = (&rows.sequences()[..], rows.are_added());
-    let (dq, dk, dv) = (Shares::new(dq), Shares::new(dk), Shares::new(dv));
-    backward(&Backward { q, k, v, o, lse, d_o, sequences, shape, dq, dk, dv, add });
+    let [dq, dk, dv] = [dq, dk, dv].map(Shares::new);
+    backward(&Backward { q, k, v, o, lse, d_o, spans, shape, dq, dk, dv, add });
 }
 
 fn backward(backward: &Backward) {
     let (level, pool) = (level(), pool());
     if null::is_active() {
-        return null::work_in(scratch::bytes(backward.scratch_len(0..backward.sequences.len())));
+        return null::work_in(scratch::bytes(backward.scratch_len(0..backward.spans.len())));
     }
     let shares = divided(backward, pool.threads());
-    if let [share] = &shares[..] {
-        backward.run(level, share);
-    } else {
-        pool.run(&|id| backward.run(level, &shares[id]));
-    }
+    let work = |id: usize| {
+        let parts = &shares[id][..];
+        run(level, backward.scratch_len(parts.iter().map(|part| part.sequence)), &(backward, parts));
+    };
+    if shares.len() == 1 { work(0) } else { pool.run(&work) }
 }
 
 /// The parts that each thread does. Whole sequences and key heads where that is balanced to a quarter; else some are cut
@@ -187,7 +133,7 @@ fn divided(backward: &Backward, threads: usize) -> Vec<Vec<Part>> {
     let shape = backward.shape;
     let heads = 0..shape.kv_heads;
     let items: Vec<(usize, usize)> =
-        (0..backward.sequences.len()).flat_map(|i| heads.clone().map(move |kv_head| (i, kv_head))).collect();
+        (0..backward.spans.len()).flat_map(|i| heads.clone().map(move |kv_head| (i, kv_head))).collect();
     let ends = cumulated(items.iter().map(|item| backward.pairs(item.0)));
     let total = ends[items.len()];
     if total * TILE < SERIAL_MAX || threads == 1 {

@@ -4,13 +4,12 @@
 //! Dims as in `attention_forward`; d = e rounded up to whole blocks of lanes. Every dq[r], dk[j], dv[j] is one chain of
 //! multiply-adds, ascending j or ascending r.
 
-use super::attention_tile::{AttentionShape, PAGE, Sequence, TILE, Tile};
+use super::attention_tile::{AttentionShape, PAGE, Span, TILE, Tile};
 use super::exp::exp_lanes;
 use super::lanes;
 use super::pool::Shares;
 use super::scratch::{Rest, taken};
-use super::vector::{self, Kernel, Product, Start, Vector, copy, prefetch, transpose};
-use crate::device::simd::Level;
+use super::vector::{Kernel, Product, Start, Vector, copy, prefetch, transpose};
 use std::ops::Range;
 
 /// One call of backward attention.
@@ -22,7 +21,7 @@ pub(super) struct Backward<'a> {
     pub o: &'a [f32],
     pub lse: &'a [f32],
     pub d_o: &'a [f32],
-    pub sequences: &'a [Sequence<'a>],
+    pub spans: &'a [Span],
     pub shape: &'a AttentionShape,
     pub dq: Shares<f32>,
     pub dk: Shares<f32>,
@@ -35,7 +34,7 @@ pub(super) struct Backward<'a> {
 /// tile is computed where either is wanted.
 #[derive(Clone, Debug)]
 pub(super) struct Part {
-    sequence: usize,
+    pub sequence: usize,
     kv_head: usize,
     blocks: Range<usize>,
     tiles: Range<usize>,
@@ -63,30 +62,19 @@ struct Work<'a> {
     ds: &'a mut [f32],
 }
 
-/// The parts that a thread does.
-struct Parts<'a> {
-    backward: &'a Backward<'a>,
-    parts: &'a [Part],
-}
-
-impl Kernel for Parts<'_> {
+/// The parts that a thread does, one after the other.
+impl Kernel for (&Backward<'_>, &[Part]) {
     #[inline(always)]
     unsafe fn work<V: Vector>(&self, scratch: &mut [f32]) {
         // SAFETY: promised by the caller.
-        unsafe { self.backward.parts::<V>(self.parts, scratch) }
+        unsafe { self.0.parts::<V>(self.1, scratch) }
     }
 }
 
 impl Backward<'_> {
-    /// Does `parts`, one after the other.
-    pub fn run(&self, level: Level, parts: &[Part]) {
-        let len = self.scratch_len(parts.iter().map(|part| part.sequence));
-        vector::run(level, len, &Parts { backward: self, parts });
-    }
-
     /// Rows of the longest of `sequences`, in whole tiles.
     fn rows_max(&self, sequences: impl Iterator<Item = usize>) -> usize {
-        let longest = sequences.map(|i| self.sequences[i].tokens).max().unwrap_or(0);
+        let longest = sequences.map(|i| self.spans[i].tokens).max().unwrap_or(0);
         (longest * self.shape.group()).next_multiple_of(TILE)
     }
 
@@ -130,12 +118,12 @@ impl Backward<'_> {
     }
 
     fn block_count(&self, sequence: usize) -> usize {
-        self.sequences[sequence].keys.div_ceil(PAGE)
+        self.spans[sequence].keys.div_ceil(PAGE)
     }
 
     /// The tiles with a query that sees the block.
     fn tiles_of(&self, sequence: usize, block: usize) -> Range<usize> {
-        let (Sequence { past, tokens, keys, .. }, group) = (self.sequences[sequence], self.shape.group());
+        let (Span { past, tokens, keys, .. }, group) = (self.spans[sequence], self.shape.group());
         // From the first query not before the block to the last that sees the block's last key.
         let start = (block * PAGE).saturating_sub(past);
         let last = |window: usize| keys.min((block + 1) * PAGE).saturating_add(window - 1).saturating_sub(past);
@@ -153,7 +141,7 @@ impl Backward<'_> {
     pub fn part(&self, sequence: usize, kv_head: usize, from: usize, to: usize, of: usize) -> Part {
         let count = self.block_count(sequence);
         let tiles: Vec<Range<usize>> = (0..count).map(|block| self.tiles_of(sequence, block)).collect();
-        let tile_count = (self.sequences[sequence].tokens * self.shape.group()).div_ceil(TILE);
+        let tile_count = (self.spans[sequence].tokens * self.shape.group()).div_ceil(TILE);
         let of_tile = |tile: usize| tiles.iter().filter(|tiles| tiles.contains(&tile)).count();
         let total = self.pairs(sequence);
         // The first index before which there is the share `at` / `of` of the pairs; both neighbours find the same.
@@ -182,11 +170,11 @@ impl Backward<'_> {
         let Part { sequence, kv_head, .. } = *part;
         let e = self.shape.head_dim;
         let d = e.next_multiple_of(PAGE);
-        let rows = self.sequences[sequence].tokens * self.shape.group();
+        let rows = self.spans[sequence].tokens * self.shape.group();
         let [q_rows, d_o_rows] = [&mut work.q[..rows * d], &mut work.d_o[..rows * d]];
         for (r, (q, d_o)) in q_rows.chunks_exact_mut(d).zip(d_o_rows.chunks_exact_mut(d)).enumerate() {
-            let at = self.sequences[sequence].at(self.shape, kv_head, r);
-            let next = self.sequences[sequence].at(self.shape, kv_head, r + AHEAD) * e;
+            let at = self.spans[sequence].at(self.shape, kv_head, r);
+            let next = self.spans[sequence].at(self.shape, kv_head, r + AHEAD) * e;
             let range = at * e..(at + 1) * e;
             q[e..].fill(0.0);
             d_o[e..].fill(0.0);
@@ -204,7 +192,7 @@ impl Backward<'_> {
         work.dq[..rows * d].fill(0.0);
         if self.add {
             for r in part.tiles.start * TILE..rows.min(part.tiles.end * TILE) {
-                let at = self.sequences[sequence].at(self.shape, kv_head, r) * e;
+                let at = self.spans[sequence].at(self.shape, kv_head, r) * e;
                 // SAFETY: the rows of this part belong to this thread alone; instructions as promised.
                 unsafe { copy::<V>(self.dq.ptr().add(at), work.dq[r * d..r * d + e].as_mut_ptr(), e) };
             }
@@ -217,9 +205,9 @@ impl Backward<'_> {
     unsafe fn scatter<V: Vector>(&self, part: &Part, work: &Work) {
         let e = self.shape.head_dim;
         let d = e.next_multiple_of(PAGE);
-        let rows = self.sequences[part.sequence].tokens * self.shape.group();
+        let rows = self.spans[part.sequence].tokens * self.shape.group();
         for r in part.tiles.start * TILE..rows.min(part.tiles.end * TILE) {
-            let at = self.sequences[part.sequence].at(self.shape, part.kv_head, r) * e;
+            let at = self.spans[part.sequence].at(self.shape, part.kv_head, r) * e;
             let dq = &work.dq[r * d..r * d + e];
             // SAFETY: the rows of this part belong to this thread alone; instructions as promised.
             unsafe { copy::<V>(dq.as_ptr(), self.dq.ptr().add(at), e) };
@@ -241,7 +229,7 @@ impl Backward<'_> {
         }
         let (g, e) = (self.shape.kv_heads, self.shape.head_dim);
         let d = e.next_multiple_of(PAGE);
-        let place = &self.sequences[part.sequence];
+        let place = &self.spans[part.sequence];
         let count = PAGE.min(place.keys - block * PAGE);
         let first = ((place.key_row + block * PAGE) * g + part.kv_head) * e;
         let rows = first..first + (count - 1) * g * e + e;
@@ -292,7 +280,7 @@ impl Backward<'_> {
     unsafe fn tile<V: Vector>(&self, part: &Part, tile: usize, block: usize, count: usize, work: &mut Work) {
         let (g, e) = (self.shape.kv_heads, self.shape.head_dim);
         let d = e.next_multiple_of(PAGE);
-        let place = &self.sequences[part.sequence];
+        let place = &self.spans[part.sequence];
         let (want_keys, want_queries) = (part.blocks.contains(&block), part.tiles.contains(&tile));
         let rows = tile * TILE..((tile + 1) * TILE).min(place.tokens * self.shape.group());
         let tile = &Tile { sequence: part.sequence, kv_head: part.kv_head, rows };
@@ -360,7 +348,7 @@ impl Backward<'_> {
     /// As `parts`.
     #[inline(always)]
     unsafe fn probabilities<V: Vector>(&self, tile: &Tile, block: usize, work: &mut Work) {
-        let (place, group) = (&self.sequences[tile.sequence], self.shape.group());
+        let (place, group) = (&self.spans[tile.sequence], self.shape.group());
         let (first, last) = tile.positions(place, group);
         let bits = |position| place.visible_bits(self.shape, position, block);
         let all = bits(first) & bits(last) == u32::MAX;

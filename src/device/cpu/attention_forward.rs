@@ -4,13 +4,12 @@
 //! Dims: r rows of a tile (a row is a query of one head; heads of a group share their keys), j keys of a block, e head
 //! dim. Scores lie [r][j], keys transposed [e][j], values [j][e].
 
-use super::attention_tile::{AttentionShape, PAGE, Sequence, TILE, Tile};
+use super::attention_tile::{AttentionShape, PAGE, PagedSequence, Span, TILE, Tile};
 use super::exp::exp_lanes;
 use super::lanes::fold;
 use super::pool::Shares;
 use super::scratch::{Rest, taken};
-use super::vector::{self, Kernel, Product, Start, Vector, copy, prefetch, transpose};
-use crate::device::simd::Level;
+use super::vector::{Kernel, Product, Start, Vector, copy, prefetch, transpose};
 use std::ops::Range;
 
 /// Below any score that softmax can tell from minus infinity; finite, so that m - m is 0, not NaN.
@@ -22,7 +21,7 @@ pub(super) enum Keys<'a> {
     /// k and v (t, g*e)
     Packed { k: &'a [f32], v: &'a [f32] },
     /// Pages: keys [g][e][PAGE], values [g][PAGE][e].
-    Paged { keys: &'a [f32], values: &'a [f32] },
+    Paged { keys: &'a [f32], values: &'a [f32], sequences: &'a [PagedSequence<'a>] },
 }
 
 /// One call of forward attention.
@@ -30,7 +29,7 @@ pub(super) enum Keys<'a> {
 pub(super) struct Forward<'a> {
     pub q: &'a [f32],
     pub keys: Keys<'a>,
-    pub sequences: &'a [Sequence<'a>],
+    pub spans: &'a [Span],
     pub shape: &'a AttentionShape,
     pub o: Shares<f32>,
     pub lse: Option<Shares<f32>>,
@@ -60,31 +59,21 @@ struct Work<'a> {
     held: (usize, usize, usize),
 }
 
-/// The tiles that a thread does.
-struct Tiles<'a> {
-    forward: &'a Forward<'a>,
-    tiles: &'a [Tile],
-}
-
-impl Kernel for Tiles<'_> {
+/// The tiles that a thread does, one after the other.
+impl Kernel for (&Forward<'_>, &[Tile]) {
     #[inline(always)]
     unsafe fn work<V: Vector>(&self, scratch: &mut [f32]) {
         // SAFETY: promised by the caller.
-        unsafe { self.forward.tiles::<V>(self.tiles, scratch) }
+        unsafe { self.0.tiles::<V>(self.1, scratch) }
     }
 }
 
 impl Forward<'_> {
-    /// Does `tiles`, one after the other.
-    pub fn run(&self, level: Level, tiles: &[Tile]) {
-        vector::run(level, self.scratch_len(tiles), &Tiles { forward: self, tiles });
-    }
-
     /// Transposed keys, or values, of the longest run.
     fn keys_len(&self, tiles: &[Tile]) -> usize {
         match self.keys {
             Keys::Packed { .. } => {
-                let longest = tiles.iter().map(|tile| self.sequences[tile.sequence].keys).max().unwrap_or(0);
+                let longest = tiles.iter().map(|tile| self.spans[tile.sequence].keys).max().unwrap_or(0);
                 longest.next_multiple_of(PAGE) * self.shape.head_dim
             }
             Keys::Paged { .. } => 0,
@@ -129,7 +118,7 @@ impl Forward<'_> {
     #[inline(always)]
     unsafe fn tile<V: Vector>(&self, tile: &Tile, work: &mut Work) {
         let (shape, e) = (self.shape, self.shape.head_dim);
-        let sequence = &self.sequences[tile.sequence];
+        let sequence = &self.spans[tile.sequence];
         let rows = tile.rows.len();
         let wide = e.next_multiple_of(PAGE);
         for (r, q) in tile.rows.clone().zip(work.q.chunks_exact_mut(wide)) {
@@ -160,7 +149,7 @@ impl Forward<'_> {
     /// Keys of a block up to the last one that the tile sees.
     #[inline(always)]
     fn count(&self, tile: &Tile, block: usize) -> usize {
-        let sequence = &self.sequences[tile.sequence];
+        let sequence = &self.spans[tile.sequence];
         let (_, last) = tile.positions(sequence, self.shape.group());
         PAGE.min(sequence.end(last) - block * PAGE)
     }
@@ -235,7 +224,7 @@ impl Forward<'_> {
     unsafe fn prefetch_queries<V: Vector>(&self, tile: &Tile) {
         let e = self.shape.head_dim;
         for r in tile.rows.clone() {
-            let at = self.sequences[tile.sequence].at(self.shape, tile.kv_head, r) * e;
+            let at = self.spans[tile.sequence].at(self.shape, tile.kv_head, r) * e;
             // SAFETY: instructions as promised.
             unsafe { prefetch::<V>(self.q.as_ptr().wrapping_add(at), e) };
         }
@@ -248,7 +237,7 @@ impl Forward<'_> {
     #[inline(always)]
     unsafe fn block<V: Vector>(&self, tile: &Tile, block: usize, work: &mut Work) -> (*const f32, *const f32, usize) {
         let (g, e) = (self.shape.kv_heads, self.shape.head_dim);
-        let sequence = &self.sequences[tile.sequence];
+        let sequence = &self.spans[tile.sequence];
         match self.keys {
             Keys::Packed { k, v } => {
                 if (work.held.0, work.held.1) != (tile.sequence, tile.kv_head) {
@@ -277,8 +266,8 @@ impl Forward<'_> {
                 }
                 (work.keys[block * PAGE * e..].as_ptr(), work.values[block * PAGE * e..].as_ptr(), e)
             }
-            Keys::Paged { keys, values } => {
-                let at = (sequence.blocks[block] as usize * g + tile.kv_head) * e * PAGE;
+            Keys::Paged { keys, values, sequences } => {
+                let at = (sequences[tile.sequence].blocks[block] as usize * g + tile.kv_head) * e * PAGE;
                 (keys[at..].as_ptr(), values[at..].as_ptr(), e)
             }
         }
@@ -327,7 +316,7 @@ impl Forward<'_> {
     #[inline(always)]
     unsafe fn maxima<V: Vector>(&self, tile: &Tile, block: usize, base: usize, work: &mut Work) {
         let (rows, group) = (tile.rows.len(), self.shape.group());
-        let sequence = &self.sequences[tile.sequence];
+        let sequence = &self.spans[tile.sequence];
         let (first, last) = tile.positions(sequence, group);
         let bits = |position| sequence.visible_bits(self.shape, position, block);
         let all = bits(first) & bits(last) == u32::MAX;
@@ -364,7 +353,7 @@ impl Forward<'_> {
     unsafe fn finish<V: Vector>(&self, tile: &Tile, work: &mut Work) {
         let e = self.shape.head_dim;
         let wide = e.next_multiple_of(PAGE);
-        let sequence = &self.sequences[tile.sequence];
+        let sequence = &self.spans[tile.sequence];
         for (i, r) in tile.rows.clone().enumerate() {
             let at = sequence.at(self.shape, tile.kv_head, r);
             // SAFETY: instructions as promised; sums hold rows x PAGE, o rows x wide; this row of o and lse belongs to

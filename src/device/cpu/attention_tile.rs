@@ -31,40 +31,57 @@ impl AttentionShape {
     }
 }
 
-/// Rows of a tile.
-pub(super) const TILE: usize = 32;
-
-/// Rows of one sequence, and a run of its keys. Positions count from the first key of the run.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Sequence<'a> {
-    /// Its first row of q, at position `past`.
-    pub row: usize,
+/// One sequence of a paged batch: `tokens` new rows after `past` cached ones; `blocks[i]` is the page of tokens
+/// i*PAGE .. (i+1)*PAGE, and covers past + tokens.
+#[derive(Clone, Debug)]
+pub struct PagedSequence<'a> {
     pub past: usize,
     pub tokens: usize,
-    /// The first row of k and v; 0 where keys are paged.
-    pub key_row: usize,
-    pub keys: usize,
-    /// Pages of the cache; empty where keys are packed.
     pub blocks: &'a [u32],
 }
 
-impl Sequence<'_> {
+/// Rows of a tile.
+pub(super) const TILE: usize = 32;
+
+/// Rows of q and a run of keys of the same sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// The first row of q.
+    pub row: usize,
+    pub tokens: usize,
+    /// Position of the first row, counted from the first key.
+    pub past: usize,
+    /// The first row of k and v; 0 where keys are paged.
+    pub key_row: usize,
+    pub keys: usize,
+}
+
+impl Span {
+    /// Whole sequences that lie one behind the other: `cu_seqlens` = [0, end of sequence 0, ...].
+    pub fn whole(cu_seqlens: &[usize]) -> Vec<Self> {
+        let of = |ends: &[usize]| {
+            let (row, tokens) = (ends[0], ends[1] - ends[0]);
+            Self { row, tokens, past: 0, key_row: row, keys: tokens }
+        };
+        cu_seqlens.windows(2).map(of).filter(|span| span.tokens > 0).collect()
+    }
+
     /// One past the last key that the query at `position` may see.
     #[inline(always)]
-    pub fn end(&self, position: usize) -> usize {
+    pub(super) fn end(&self, position: usize) -> usize {
         self.keys.min(position + 1)
     }
 
     /// The row of q and o, in units of head dims, of row `r` under a key head.
     #[inline(always)]
-    pub fn at(&self, shape: &AttentionShape, kv_head: usize, r: usize) -> usize {
+    pub(super) fn at(&self, shape: &AttentionShape, kv_head: usize, r: usize) -> usize {
         let group = shape.group();
         (self.row + r / group) * shape.heads + kv_head * group + r % group
     }
 
     /// The lanes of key block `block` that the query at `position` sees.
     #[inline(always)]
-    pub fn visible_bits(&self, shape: &AttentionShape, position: usize, block: usize) -> u32 {
+    pub(super) fn visible_bits(&self, shape: &AttentionShape, position: usize, block: usize) -> u32 {
         let visible = shape.visible(position).start..self.end(position);
         let (start, end) = (block * PAGE, (block + 1) * PAGE);
         if visible.end <= start || visible.start >= end {
@@ -86,12 +103,12 @@ pub(super) struct Tile {
 
 impl Tile {
     /// Positions of the first and of the last row.
-    pub fn positions(&self, sequence: &Sequence, group: usize) -> (usize, usize) {
+    pub fn positions(&self, sequence: &Span, group: usize) -> (usize, usize) {
         (sequence.past + self.rows.start / group, sequence.past + (self.rows.end - 1) / group)
     }
 
     /// The key blocks that any row sees.
-    pub fn blocks(&self, sequence: &Sequence, shape: &AttentionShape) -> Range<usize> {
+    pub fn blocks(&self, sequence: &Span, shape: &AttentionShape) -> Range<usize> {
         let (first, last) = self.positions(sequence, shape.group());
         shape.visible(first).start / PAGE..sequence.end(last).div_ceil(PAGE)
     }

@@ -1,6 +1,7 @@
-//! Filling and copying, shared out over the pool: one thread alone reaches a part of the memory's bandwidth.
+//! Filling, copying and adding, shared out over the pool: one thread alone reaches a part of the memory's bandwidth.
 
 use super::pool::{Shares, pool};
+use crate::device::simd::{level, leveled};
 
 /// Values below which one thread does it all.
 const SERIAL_MAX: usize = 1 << 16;
@@ -17,6 +18,22 @@ pub fn fill(x: &mut [f32], value: f32) {
 pub fn copy(from: &[f32], to: &mut [f32]) {
     assert_eq!(from.len(), to.len(), "a copy into another length");
     pool().parts(to, LINE, from.len() < SERIAL_MAX, &|range, part| part.copy_from_slice(&from[range]));
+}
+
+leveled! {
+    fn add_range(x: &[f32], y: &mut [f32]) {
+        y.iter_mut().zip(x).for_each(|(y, x)| *y += x);
+    }
+}
+
+/// y += x
+///
+/// # Panics
+/// If the lengths differ.
+pub fn add(x: &[f32], y: &mut [f32]) {
+    assert_eq!(x.len(), y.len(), "a sum of other lengths");
+    let level = level();
+    pool().parts(y, 1024, x.len() < SERIAL_MAX / 4, &|range, y| add_range(level, &x[range], y));
 }
 
 /// y[i] = x[rows[i]], rows of `width` values.

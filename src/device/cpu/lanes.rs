@@ -1,4 +1,4 @@
-//! Sums that run in lanes.
+//! Sums that run in lanes, which the compiler vectorises inside `leveled!`.
 
 use std::ops::AddAssign;
 
@@ -14,6 +14,35 @@ pub fn fold<T: Copy + AddAssign, const N: usize>(mut lanes: [T; N]) -> T {
         half /= 2;
     }
     lanes[0]
+}
+
+/// `add` over x, in lanes i % N, each ascending, then folded.
+#[inline(always)]
+pub fn sum<T: Copy + Default + AddAssign, const N: usize>(x: &[f32], add: impl Fn(T, f32) -> T) -> T {
+    let mut lanes = [T::default(); N];
+    let (blocks, tail) = x.as_chunks::<N>();
+    for block in blocks {
+        for j in 0..N {
+            lanes[j] = add(lanes[j], block[j]);
+        }
+    }
+    for (lane, &x) in lanes.iter_mut().zip(tail) {
+        *lane = add(*lane, x);
+    }
+    fold(lanes)
+}
+
+/// The largest of x; NaN is passed over.
+#[inline(always)]
+pub fn max<const N: usize>(x: &[f32]) -> f32 {
+    let (blocks, tail) = x.as_chunks::<N>();
+    let mut lanes = [f32::NEG_INFINITY; N];
+    for block in blocks {
+        for j in 0..N {
+            lanes[j] = if block[j] > lanes[j] { block[j] } else { lanes[j] };
+        }
+    }
+    lanes.iter().chain(tail).fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a })
 }
 
 /// sum_i x[i] w[i], in lanes i % N, each one ascending chain of fused multiply-adds.

@@ -253,21 +253,9 @@ pub struct Output<'a> {
     pub y: &'a mut [f32],
 }
 
-/// y[m][n] = addend + (chain + bias[n]): chain = sum_k x[m][k] W[n][k], k ascending from 0.
-pub fn forward(
-    x: &[f32],
-    m: usize,
-    w: &Panels,
-    bias: Option<&[f32]>,
-    y: &mut [f32],
-    addend: Addend,
-    scratch: &mut [f32],
-) {
-    forward_each(x, m, [Output { w: *w, bias, y }], addend, scratch);
-}
-
-/// `forward` for several W of one width and dtype: the same bits, the threads are called once.
-pub fn forward_each<const N: usize>(x: &[f32], m: usize, outputs: [Output; N], addend: Addend, scratch: &mut [f32]) {
+/// y[m][n] = addend + (chain + bias[n]): chain = sum_k x[m][k] W[n][k], k ascending from 0. For several W of one width and
+/// dtype the threads are called once.
+pub fn forward<const N: usize>(x: &[f32], m: usize, outputs: [Output; N], addend: Addend, scratch: &mut [f32]) {
     let level = level();
     let (k, arithmetic) = (outputs[0].w.k, outputs[0].w.arithmetic());
     let steps = words_of(arithmetic, k);

@@ -1,7 +1,7 @@
 //! Sums of squares in f64, in one order: element i of a block belongs to lane i mod 32, each lane ascends, then the
 //! upper half of the lanes is added to the lower half until one is left.
 
-use super::lanes::fold;
+use super::lanes;
 use super::pool::pool;
 use crate::device::simd::{level, leveled};
 
@@ -11,18 +11,7 @@ const SERIAL_BELOW: usize = 32 << 10;
 
 leveled! {
     fn block_sum(x: &[f32]) -> f64 {
-        let (blocks, tail) = x.as_chunks::<LANES>();
-        let mut lanes = [0.0f64; LANES];
-        for block in blocks {
-            for j in 0..LANES {
-                let x = f64::from(block[j]);
-                lanes[j] = x.mul_add(x, lanes[j]);
-            }
-        }
-        for (lane, &x) in lanes.iter_mut().zip(tail) {
-            *lane = f64::from(x).mul_add(f64::from(x), *lane);
-        }
-        fold(lanes)
+        lanes::sum::<f64, LANES>(x, |sum, x| f64::from(x).mul_add(f64::from(x), sum))
     }
 }
 

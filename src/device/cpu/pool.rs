@@ -61,7 +61,7 @@ impl Pool {
     }
 
     pub fn threads(&self) -> usize {
-        null::threads().unwrap_or(self.workers.len() + 1)
+        null::device().map_or(self.workers.len() + 1, |device| device.threads)
     }
 
     /// Calls `f(0) .. f(threads - 1)`, each once, and returns when all are done. While another thread is inside `run`
@@ -164,12 +164,16 @@ impl Drop for Waiter<'_> {
         let mut spins = 0u32;
         while self.0.left.load(Ordering::Acquire) != 0 {
             spins += 1;
-            if spins.is_multiple_of(YIELD) {
-                std::thread::yield_now();
-            } else {
-                std::hint::spin_loop();
-            }
+            spin(spins);
         }
+    }
+}
+
+fn spin(spins: u32) {
+    if spins.is_multiple_of(YIELD) {
+        std::thread::yield_now();
+    } else {
+        std::hint::spin_loop();
     }
 }
 
@@ -180,11 +184,7 @@ fn worker(shared: &Shared, id: usize) {
         while shared.epoch.load(Ordering::SeqCst) == seen {
             spins += 1;
             if spins < SPINS {
-                if spins.is_multiple_of(YIELD) {
-                    std::thread::yield_now();
-                } else {
-                    std::hint::spin_loop();
-                }
+                spin(spins);
                 continue;
             }
             shared.asleep[id - 1].store(true, Ordering::SeqCst);

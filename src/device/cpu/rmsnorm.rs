@@ -1,6 +1,6 @@
 //! y = x * rstd * w over groups of w.len() values.
 
-use super::lanes::fold;
+use super::lanes;
 use super::pool::{Shares, pool};
 use super::scratch::with_scratch;
 use crate::device::null;
@@ -28,30 +28,14 @@ fn sum_of_products(x: &[f32], a: &[f32], b: &[f32]) -> f32 {
     for (((sum, x), a), b) in sums.iter_mut().zip(x_rest).zip(a_rest).zip(b_rest) {
         *sum += x * a * b;
     }
-    fold(sums)
-}
-
-/// sum_i x[i]^2, in the same order.
-#[inline(always)]
-fn sum_of_squares(x: &[f32]) -> f32 {
-    let mut sums = [0.0f32; LANES];
-    let (x, rest) = x.as_chunks::<LANES>();
-    for x in x {
-        for i in 0..LANES {
-            sums[i] += x[i] * x[i];
-        }
-    }
-    for (sum, x) in sums.iter_mut().zip(rest) {
-        *sum += x * x;
-    }
-    fold(sums)
+    lanes::fold(sums)
 }
 
 leveled! {
     fn forward_groups(x: &[f32], w: &[f32], eps: f32, y: &mut [f32], rstd: &mut [f32]) {
         let n = w.len();
         for ((x, y), rstd) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)).zip(rstd) {
-            let scale = 1.0 / (sum_of_squares(x) / n as f32 + eps).sqrt();
+            let scale = 1.0 / (lanes::sum::<f32, LANES>(x, |sum, x| sum + x * x) / n as f32 + eps).sqrt();
             *rstd = scale;
             for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
                 *y = x * scale * w;

@@ -4,7 +4,7 @@
 //! whatever instruction set runs it: 16 lanes within a tile, tiles and then tokens ascending in f64.
 
 use super::exp::exp;
-use super::lanes::fold;
+use super::lanes;
 use super::pool::pool;
 use super::softmax::{RowStats, row_stats};
 use crate::device::simd::{Level, level, leveled};
@@ -300,14 +300,7 @@ fn draw(e: &[f32], tiles: &[f32], uniform: f32) -> (usize, f64) {
 
 leveled! {
     fn maximum(x: &[f32]) -> f32 {
-        let (lanes, rest) = x.as_chunks::<LANES>();
-        let mut best = [f32::NEG_INFINITY; LANES];
-        for x in lanes {
-            for (best, &x) in best.iter_mut().zip(x) {
-                *best = if x > *best { x } else { *best };
-            }
-        }
-        best.iter().chain(rest).fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a })
+        lanes::max::<LANES>(x)
     }
 }
 
@@ -319,7 +312,7 @@ leveled! {
                 let value = exp((x - max) * inverse_temperature);
                 *e = if x >= x_min { value } else { 0.0 };
             }
-            *tile = sum_in_lanes(e, |e| e);
+            *tile = lanes::sum::<f32, LANES>(e, |sum, e| sum + e);
         }
     }
 }
@@ -331,7 +324,7 @@ leveled! {
             for e in e.iter_mut() {
                 *e = if *e >= border { *e } else { 0.0 };
             }
-            *tile = sum_in_lanes(e, |e| e);
+            *tile = lanes::sum::<f32, LANES>(e, |sum, e| sum + e);
         }
     }
 }
@@ -342,7 +335,7 @@ leveled! {
         let mut masses = [0.0f64; 4];
         for tile in e.chunks(TILE) {
             for (mass, level) in masses.iter_mut().zip(levels) {
-                *mass += f64::from(sum_in_lanes(tile, |e| if e > level { e } else { 0.0 }));
+                *mass += f64::from(lanes::sum::<f32, LANES>(tile, |sum, e| sum + if e > level { e } else { 0.0 }));
             }
         }
         masses
@@ -368,19 +361,4 @@ leveled! {
             *e = if *e == border { 0.0 } else { *e };
         }
     }
-}
-
-#[inline(always)]
-fn sum_in_lanes(e: &[f32], term: impl Fn(f32) -> f32) -> f32 {
-    let (lanes, rest) = e.as_chunks::<LANES>();
-    let mut sums = [0.0f32; LANES];
-    for e in lanes {
-        for (sum, &e) in sums.iter_mut().zip(e) {
-            *sum += term(e);
-        }
-    }
-    for (sum, &e) in sums.iter_mut().zip(rest) {
-        *sum += term(e);
-    }
-    fold(sums)
 }

@@ -4,10 +4,13 @@
 //! lanes is added to the lower half until one is left. All instruction levels do exactly this.
 
 use super::exp::{LOWEST, exp};
-use super::lanes::fold;
-use crate::device::simd::{Level, leveled};
+use super::lanes::{self, fold};
+use super::pool::pool;
+use crate::device::simd::{Level, level, leveled};
 
 const LANES: usize = 64;
+/// Values of several rows below which one thread does them all.
+const SERIAL_BELOW: usize = 4096;
 
 /// Of z = logits * inverse_temperature.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -71,17 +74,7 @@ pub fn logprob(logit: f32, inverse_temperature: f32, max: f32, sum_exp: f32) -> 
 leveled! {
     /// The largest logit (the order does not matter to a maximum). NaN is ignored here and shows in the sums.
     fn row_max(row: &[f32]) -> f32 {
-        let (blocks, tail) = row.as_chunks::<LANES>();
-        let mut lanes = [f32::NEG_INFINITY; LANES];
-        for block in blocks {
-            for j in 0..LANES {
-                lanes[j] = if block[j] > lanes[j] { block[j] } else { lanes[j] };
-            }
-        }
-        for (lane, &z) in lanes.iter_mut().zip(tail) {
-            *lane = if z > *lane { z } else { *lane };
-        }
-        lanes.iter().fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a })
+        lanes::max::<LANES>(row)
     }
 }
 
@@ -150,4 +143,31 @@ leveled! {
             *logit += dlogprob * inverse_temperature;
         }
     }
+}
+
+/// The statistics of each row of `logits` (rows, v).
+pub fn stats_of_rows(logits: &[f32], v: usize, inverse_temperature: f32) -> Vec<RowStats> {
+    let level = level();
+    let mut all = vec![RowStats { inverse_temperature, max: 0.0, sum_exp: 1.0, dot: 0.0 }; logits.len() / v];
+    pool().parts(&mut all, 1, logits.len() < SERIAL_BELOW, &|part, stats| {
+        for (stats, row) in stats.iter_mut().zip(logits[part.start * v..part.end * v].chunks_exact(v)) {
+            *stats = row_stats(level, row, inverse_temperature);
+        }
+    });
+    all
+}
+
+/// Turns each row of logits into its gradient (`row_backward`).
+pub fn backward_rows(
+    logits: &mut [f32],
+    v: usize,
+    stats: &[RowStats],
+    targets: &[usize],
+    dlogprobs: &[f32],
+    dentropy: &[f32],
+) {
+    let level = level();
+    pool().rows(logits, v, stats.len() * v < SERIAL_BELOW, &|i, row| {
+        row_backward(level, row, &stats[i], targets[i], dlogprobs[i], dentropy[i]);
+    });
 }

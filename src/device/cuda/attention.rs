@@ -91,12 +91,7 @@ impl SpanTable {
     /// # Panics
     /// As `new`.
     pub fn packed(cu_seqlens: &[usize], shape: &AttentionShape) -> Self {
-        let whole = |ends: &[usize]| {
-            let (row, tokens) = (ends[0], ends[1] - ends[0]);
-            Span { row, tokens, past: 0, key_row: row, keys: tokens }
-        };
-        let spans: Vec<Span> = cu_seqlens.windows(2).map(whole).filter(|span| span.tokens > 0).collect();
-        Self::new(&spans, shape)
+        Self::new(&Span::whole(cu_seqlens), shape)
     }
 
     /// Panics where q, k, v are not of this table. The rows of q, times heads.

@@ -26,7 +26,7 @@ thread_local! {
 }
 
 pub fn memory_bytes() -> usize {
-    null::memory().unwrap_or(0) as usize
+    null::device().map_or(0, |device| device.memory_bytes as usize)
 }
 
 pub fn address(bytes: usize) -> CUdeviceptr {
@@ -58,7 +58,7 @@ pub unsafe fn read(to: *mut u8, bytes: usize) {
 }
 
 pub fn attribute(attribute: Attribute) -> c_int {
-    let Some(gpu) = null::gpu() else { return 0 };
+    let Some(gpu) = null::device().and_then(|device| device.gpu) else { return 0 };
     let value = match attribute {
         Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => gpu.capability.0 as usize,
         Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => gpu.capability.1 as usize,
