@@ -35,7 +35,16 @@ impl Level {
 
     /// What the processor has, whatever `RLHF_SIMD` says.
     pub fn detected() -> Self {
-        detect()
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            let avx512 = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl");
+            let isa = if avx512 { Isa::Avx512 } else { Isa::Avx2 };
+            return Self { isa, bf16: avx512 && is_x86_feature_detected!("avx512bf16") };
+        }
+        Self { isa: Isa::Scalar, bf16: false }
     }
 
     /// Every level this processor can run, strongest first; AVX-512 with and without AVX512-BF16.
@@ -50,29 +59,6 @@ impl Level {
         }
         levels
     }
-}
-
-#[cfg(target_arch = "x86_64")]
-fn detect() -> Level {
-    let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
-    let avx512 = avx2
-        && is_x86_feature_detected!("avx512f")
-        && is_x86_feature_detected!("avx512bw")
-        && is_x86_feature_detected!("avx512dq")
-        && is_x86_feature_detected!("avx512vl");
-    let isa = if avx512 {
-        Isa::Avx512
-    } else if avx2 {
-        Isa::Avx2
-    } else {
-        Isa::Scalar
-    };
-    Level { isa, bf16: avx512 && is_x86_feature_detected!("avx512bf16") }
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn detect() -> Level {
-    Level { isa: Isa::Scalar, bf16: false }
 }
 
 thread_local! {

@@ -155,8 +155,16 @@ pub(super) fn forward_backward(
             let m = range.len();
             let places = head.places(&range);
             let stats = head.stats(&range, &places, &mut room);
-            let (l, h) = (&mut logprobs[range.clone()], &mut entropy[range.clone()]);
-            through_the_host(loss, &range, &stats, head.inverse_temperature, l, h, &mut numbers);
+            let mut both = numbers.view_mut(DType::F32).part(0..2 * m);
+            let (l, h) = both.split_at(m);
+            cuda::read(&stats, head.inverse_temperature, l, Some(h));
+            let found = Late::of(both.as_view()).take();
+            logprobs[range.clone()].copy_from_slice(&found[..m]);
+            entropy[range.clone()].copy_from_slice(&found[m..]);
+            let mut slopes = vec![0.0; 2 * m];
+            let (dlogprobs, dentropy) = slopes.split_at_mut(m);
+            loss(range.clone(), &logprobs[range.clone()], &entropy[range.clone()], dlogprobs, dentropy);
+            both.write(&slopes);
             let slopes = |at: usize| numbers.view(DType::F32).part(at * m..(at + 1) * m);
             let at = start - whole.start;
             cuda::gradient(
@@ -176,28 +184,4 @@ pub(super) fn forward_backward(
         matmul::backward_input(Way::Chosen, dlogits, head.w, MatrixMut::new(to, m, d), false);
         matmul::backward_weight(Way::Chosen, dlogits, head.x(&whole), MatrixMut::new(dw.reborrow(), n, k));
     }
-}
-
-/// Reads the log-probabilities and entropies of a chunk off its statistics, brings them to the host, and leaves the derivatives
-/// of the loss by both in `numbers`, one behind the other.
-fn through_the_host(
-    loss: &mut TokenLoss,
-    range: &Range<usize>,
-    stats: &Memory,
-    inverse_temperature: f32,
-    logprobs: &mut [f32],
-    entropy: &mut [f32],
-    numbers: &mut Memory,
-) {
-    let m = range.len();
-    let mut both = numbers.view_mut(DType::F32).part(0..2 * m);
-    let (l, h) = both.split_at(m);
-    cuda::read(stats, inverse_temperature, l, Some(h));
-    let found = Late::of(both.as_view()).take();
-    logprobs.copy_from_slice(&found[..m]);
-    entropy.copy_from_slice(&found[m..]);
-    let mut slopes = vec![0.0; 2 * m];
-    let (dlogprobs, dentropy) = slopes.split_at_mut(m);
-    loss(range.clone(), logprobs, entropy, dlogprobs, dentropy);
-    both.write(&slopes);
 }

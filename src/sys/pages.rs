@@ -5,7 +5,6 @@ use crate::sys::files;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::OnceLock;
@@ -135,18 +134,6 @@ impl Pages {
             unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, advice) };
         }
     }
-
-    /// Bytes of this run that the process has in its page tables, of the machine's memory; 0 where the system does not
-    /// report it.
-    pub fn resident_bytes(&self) -> usize {
-        const PRESENT: u64 = 1 << 63;
-        let page = page_size();
-        let mut entries = vec![0; self.bytes / page * 8];
-        let first = (self.start.as_ptr() as usize / page * 8) as u64;
-        let read = File::open("/proc/self/pagemap").and_then(|map| map.read_exact_at(&mut entries, first));
-        let entries = if read.is_ok() { entries.as_chunks::<8>().0 } else { &[] };
-        entries.iter().filter(|entry| u64::from_ne_bytes(**entry) & PRESENT != 0).count() * page
-    }
 }
 
 impl Drop for Pages {
@@ -185,7 +172,6 @@ mod tests {
     fn pages_are_zero_and_large_runs_are_aligned_to_huge_pages() {
         let mut pages = Pages::anonymous(HUGE + page_size()).expect("some memory");
         assert_eq!(pages.start.as_ptr() as usize % HUGE, 0);
-        assert_eq!(pages.resident_bytes(), 0, "untouched");
         assert!(bytes_of(&mut pages).iter().all(|&b| b == 0));
     }
 

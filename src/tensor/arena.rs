@@ -204,11 +204,6 @@ impl Buffer {
         count_moving(start);
     }
 
-    /// Bytes of it that are resident in memory, as the system reports them.
-    pub fn resident_bytes(&self) -> usize {
-        self.pages().resident_bytes()
-    }
-
     fn pages(&self) -> &Pages {
         self.pages.as_ref().expect("only a dropped buffer has no pages")
     }

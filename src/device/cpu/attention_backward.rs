@@ -66,31 +66,9 @@ struct Work<'a> {
 impl Kernel for (&Backward<'_>, &[Part]) {
     #[inline(always)]
     unsafe fn work<V: Vector>(&self, scratch: &mut [f32]) {
-        // SAFETY: promised by the caller.
-        unsafe { self.0.parts::<V>(self.1, scratch) }
-    }
-}
-
-impl Backward<'_> {
-    /// Rows of the longest of `sequences`, in whole tiles.
-    fn rows_max(&self, sequences: impl Iterator<Item = usize>) -> usize {
-        let longest = sequences.map(|i| self.spans[i].tokens).max().unwrap_or(0);
-        (longest * self.shape.group()).next_multiple_of(TILE)
-    }
-
-    pub fn scratch_len(&self, sequences: impl Iterator<Item = usize>) -> usize {
-        let e = self.shape.head_dim;
-        let d = e.next_multiple_of(PAGE);
-        let rows = self.rows_max(sequences);
-        3 * taken(rows * d) + 2 * (taken(rows) + taken(e * PAGE) + taken(PAGE * d) + taken(TILE * PAGE))
-    }
-
-    /// # Safety
-    /// The processor has the instructions of `V`; no other thread does any of `parts`; `scratch` is `scratch_len` long.
-    #[inline(always)]
-    unsafe fn parts<V: Vector>(&self, parts: &[Part], scratch: &mut [f32]) {
-        let e = self.shape.head_dim;
-        let (d, rows) = (e.next_multiple_of(PAGE), self.rows_max(parts.iter().map(|part| part.sequence)));
+        let (backward, parts) = *self;
+        let e = backward.shape.head_dim;
+        let (d, rows) = (e.next_multiple_of(PAGE), backward.rows_max(parts.iter().map(|part| part.sequence)));
         let mut rest = Rest(scratch);
         let mut work = Work {
             q: rest.take(rows * d),
@@ -108,13 +86,28 @@ impl Backward<'_> {
         for part in parts {
             // SAFETY: promised by the caller.
             unsafe {
-                self.gather::<V>(part, &mut work);
-                for block in 0..self.block_count(part.sequence) {
-                    self.block::<V>(part, block, &mut work);
+                backward.gather::<V>(part, &mut work);
+                for block in 0..backward.block_count(part.sequence) {
+                    backward.block::<V>(part, block, &mut work);
                 }
-                self.scatter::<V>(part, &work);
+                backward.own_queries::<V>(part, &mut work, false);
             }
         }
+    }
+}
+
+impl Backward<'_> {
+    /// Rows of the longest of `sequences`, in whole tiles.
+    fn rows_max(&self, sequences: impl Iterator<Item = usize>) -> usize {
+        let longest = sequences.map(|i| self.spans[i].tokens).max().unwrap_or(0);
+        (longest * self.shape.group()).next_multiple_of(TILE)
+    }
+
+    pub fn scratch_len(&self, sequences: impl Iterator<Item = usize>) -> usize {
+        let e = self.shape.head_dim;
+        let d = e.next_multiple_of(PAGE);
+        let rows = self.rows_max(sequences);
+        3 * taken(rows * d) + 2 * (taken(rows) + taken(e * PAGE) + taken(PAGE * d) + taken(TILE * PAGE))
     }
 
     fn block_count(&self, sequence: usize) -> usize {
@@ -163,7 +156,7 @@ impl Backward<'_> {
     /// Copies the rows of q, d_o and lse, computes delta, and begins dq.
     ///
     /// # Safety
-    /// As `parts`.
+    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn gather<V: Vector>(&self, part: &Part, work: &mut Work) {
         const AHEAD: usize = 16;
@@ -191,33 +184,52 @@ impl Backward<'_> {
         }
         work.dq[..rows * d].fill(0.0);
         if self.add {
-            for r in part.tiles.start * TILE..rows.min(part.tiles.end * TILE) {
-                let at = self.spans[sequence].at(self.shape, kv_head, r) * e;
-                // SAFETY: the rows of this part belong to this thread alone; instructions as promised.
-                unsafe { copy::<V>(self.dq.ptr().add(at), work.dq[r * d..r * d + e].as_mut_ptr(), e) };
-            }
+            // SAFETY: promised by the caller.
+            unsafe { self.own_queries::<V>(part, work, true) };
         }
     }
 
+    /// Reads the rows of dq that the part wants, or writes them.
+    ///
     /// # Safety
-    /// As `parts`.
+    /// As `Kernel::work`.
     #[inline(always)]
-    unsafe fn scatter<V: Vector>(&self, part: &Part, work: &Work) {
+    unsafe fn own_queries<V: Vector>(&self, part: &Part, work: &mut Work, read: bool) {
+        let Span { tokens, .. } = self.spans[part.sequence];
+        let rows = part.tiles.start * TILE..(tokens * self.shape.group()).min(part.tiles.end * TILE);
+        let at = |r| self.spans[part.sequence].at(self.shape, part.kv_head, r) * self.shape.head_dim;
+        // SAFETY: the rows of this part belong to this thread alone; instructions as promised.
+        unsafe { self.copy_rows::<V>(rows, at, self.dq, work.dq, read) };
+    }
+
+    /// Reads `rows` of `held` ([r][d]) from e values at `at` of a gradient, or writes them there.
+    ///
+    /// # Safety
+    /// As `Kernel::work`; the rows belong to this thread alone.
+    #[inline(always)]
+    unsafe fn copy_rows<V: Vector>(
+        &self,
+        rows: Range<usize>,
+        at: impl Fn(usize) -> usize,
+        gradient: Shares<f32>,
+        held: &mut [f32],
+        read: bool,
+    ) {
         let e = self.shape.head_dim;
-        let d = e.next_multiple_of(PAGE);
-        let rows = self.spans[part.sequence].tokens * self.shape.group();
-        for r in part.tiles.start * TILE..rows.min(part.tiles.end * TILE) {
-            let at = self.spans[part.sequence].at(self.shape, part.kv_head, r) * e;
-            let dq = &work.dq[r * d..r * d + e];
-            // SAFETY: the rows of this part belong to this thread alone; instructions as promised.
-            unsafe { copy::<V>(dq.as_ptr(), self.dq.ptr().add(at), e) };
+        for r in rows {
+            let row = held[r * e.next_multiple_of(PAGE)..][..e].as_mut_ptr();
+            // SAFETY: both have e values; promised by the caller.
+            unsafe {
+                let of = gradient.ptr().add(at(r));
+                if read { copy::<V>(of, row, e) } else { copy::<V>(row, of, e) }
+            }
         }
     }
 
     /// dk and dv of a key block, and what it adds to dq, as far as the part wants them.
     ///
     /// # Safety
-    /// As `parts`.
+    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn block<V: Vector>(&self, part: &Part, block: usize, work: &mut Work) {
         let mut tiles = self.tiles_of(part.sequence, block);
@@ -228,7 +240,6 @@ impl Backward<'_> {
             return;
         }
         let (g, e) = (self.shape.kv_heads, self.shape.head_dim);
-        let d = e.next_multiple_of(PAGE);
         let place = &self.spans[part.sequence];
         let count = PAGE.min(place.keys - block * PAGE);
         let first = ((place.key_row + block * PAGE) * g + part.kv_head) * e;
@@ -245,37 +256,29 @@ impl Backward<'_> {
         work.dk.fill(0.0);
         work.dv.fill(0.0);
         let wanted = part.blocks.contains(&block);
+        let at = |j| first + j * g * e;
         if wanted && self.add {
-            for j in 0..count {
-                let at = first + j * g * e;
-                let (dk, dv) = (&mut work.dk[j * d..j * d + e], &mut work.dv[j * d..j * d + e]);
-                // SAFETY: the key blocks of this part belong to this thread alone; instructions as promised.
-                unsafe {
-                    copy::<V>(self.dk.ptr().add(at), dk.as_mut_ptr(), e);
-                    copy::<V>(self.dv.ptr().add(at), dv.as_mut_ptr(), e);
-                }
+            // SAFETY: the key blocks of this part belong to this thread alone; instructions as promised.
+            unsafe {
+                self.copy_rows::<V>(0..count, at, self.dk, work.dk, true);
+                self.copy_rows::<V>(0..count, at, self.dv, work.dv, true);
             }
         }
         for tile in tiles {
             // SAFETY: promised by the caller.
             unsafe { self.tile::<V>(part, tile, block, count, work) };
         }
-        if !wanted {
-            return;
-        }
-        for j in 0..count {
-            let at = first + j * g * e;
-            let (dk, dv) = (&work.dk[j * d..j * d + e], &work.dv[j * d..j * d + e]);
+        if wanted {
             // SAFETY: as above.
             unsafe {
-                copy::<V>(dk.as_ptr(), self.dk.ptr().add(at), e);
-                copy::<V>(dv.as_ptr(), self.dv.ptr().add(at), e);
+                self.copy_rows::<V>(0..count, at, self.dk, work.dk, false);
+                self.copy_rows::<V>(0..count, at, self.dv, work.dv, false);
             }
         }
     }
 
     /// # Safety
-    /// As `parts`.
+    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn tile<V: Vector>(&self, part: &Part, tile: usize, block: usize, count: usize, work: &mut Work) {
         let (g, e) = (self.shape.kv_heads, self.shape.head_dim);
@@ -345,7 +348,7 @@ impl Backward<'_> {
     /// p = exp(scale s - lse) from p = s; ds = p (ds - delta) scale from ds = d_o.v.
     ///
     /// # Safety
-    /// As `parts`.
+    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn probabilities<V: Vector>(&self, tile: &Tile, block: usize, work: &mut Work) {
         let (place, group) = (&self.spans[tile.sequence], self.shape.group());

@@ -63,8 +63,29 @@ struct Work<'a> {
 impl Kernel for (&Forward<'_>, &[Tile]) {
     #[inline(always)]
     unsafe fn work<V: Vector>(&self, scratch: &mut [f32]) {
-        // SAFETY: promised by the caller.
-        unsafe { self.0.tiles::<V>(self.1, scratch) }
+        let (forward, tiles) = *self;
+        let wide = forward.shape.head_dim.next_multiple_of(PAGE);
+        let mut rest = Rest(scratch);
+        let mut work = Work {
+            q: rest.take(TILE * wide),
+            p: rest.take(TILE * PAGE),
+            o: rest.take(TILE * wide),
+            sums: rest.take(TILE * PAGE),
+            max: rest.take(TILE),
+            decay: rest.take(TILE),
+            keys: rest.take(forward.keys_len(tiles)),
+            values: rest.take(forward.keys_len(tiles)),
+            held: (usize::MAX, 0, 0),
+        };
+        for (i, tile) in tiles.iter().enumerate() {
+            // SAFETY: promised by the caller.
+            unsafe {
+                if let Some(next) = tiles.get(i + 1) {
+                    forward.prefetch_queries::<V>(next);
+                }
+                forward.tile::<V>(tile, &mut work);
+            }
+        }
     }
 }
 
@@ -86,35 +107,7 @@ impl Forward<'_> {
     }
 
     /// # Safety
-    /// The processor has the instructions of `V`; no other thread does any of `tiles`; `scratch` is `scratch_len` long.
-    #[inline(always)]
-    unsafe fn tiles<V: Vector>(&self, tiles: &[Tile], scratch: &mut [f32]) {
-        let wide = self.shape.head_dim.next_multiple_of(PAGE);
-        let mut rest = Rest(scratch);
-        let mut work = Work {
-            q: rest.take(TILE * wide),
-            p: rest.take(TILE * PAGE),
-            o: rest.take(TILE * wide),
-            sums: rest.take(TILE * PAGE),
-            max: rest.take(TILE),
-            decay: rest.take(TILE),
-            keys: rest.take(self.keys_len(tiles)),
-            values: rest.take(self.keys_len(tiles)),
-            held: (usize::MAX, 0, 0),
-        };
-        for (i, tile) in tiles.iter().enumerate() {
-            // SAFETY: promised by the caller.
-            unsafe {
-                if let Some(next) = tiles.get(i + 1) {
-                    self.prefetch_queries::<V>(next);
-                }
-                self.tile::<V>(tile, &mut work);
-            }
-        }
-    }
-
-    /// # Safety
-    /// As `tiles`.
+    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn tile<V: Vector>(&self, tile: &Tile, work: &mut Work) {
         let (shape, e) = (self.shape, self.shape.head_dim);
@@ -157,7 +150,7 @@ impl Forward<'_> {
     /// p = q k^T for each block.
     ///
     /// # Safety
-    /// As `tiles`.
+    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn scores<V: Vector>(&self, tile: &Tile, blocks: Range<usize>, work: &mut Work) {
         let (rows, e) = (tile.rows.len(), self.shape.head_dim);
@@ -192,7 +185,7 @@ impl Forward<'_> {
     /// o = o decay + p v for each block.
     ///
     /// # Safety
-    /// As `tiles`.
+    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn values<V: Vector>(&self, tile: &Tile, blocks: Range<usize>, work: &mut Work) {
         let (rows, e) = (tile.rows.len(), self.shape.head_dim);
@@ -219,7 +212,7 @@ impl Forward<'_> {
     }
 
     /// # Safety
-    /// As `tiles`.
+    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn prefetch_queries<V: Vector>(&self, tile: &Tile) {
         let e = self.shape.head_dim;
@@ -233,7 +226,7 @@ impl Forward<'_> {
     /// The transposed keys and the values of a block, and the distance of two values.
     ///
     /// # Safety
-    /// As `tiles`.
+    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn block<V: Vector>(&self, tile: &Tile, block: usize, work: &mut Work) -> (*const f32, *const f32, usize) {
         let (g, e) = (self.shape.kv_heads, self.shape.head_dim);
@@ -276,7 +269,7 @@ impl Forward<'_> {
     /// Scores to probabilities, by the new maximum of each row; sums them up by lane.
     ///
     /// # Safety
-    /// As `tiles`.
+    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn softmax<V: Vector>(&self, tile: &Tile, blocks: Range<usize>, work: &mut Work) {
         let rows = tile.rows.len();
@@ -312,7 +305,7 @@ impl Forward<'_> {
     /// old maximum - new maximum.
     ///
     /// # Safety
-    /// As `tiles`.
+    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn maxima<V: Vector>(&self, tile: &Tile, block: usize, base: usize, work: &mut Work) {
         let (rows, group) = (tile.rows.len(), self.shape.group());
@@ -348,7 +341,7 @@ impl Forward<'_> {
     /// l = ln(exp l0 + exp l1), o = exp(l0 - l) o0 + exp(l1 - l) o1.
     ///
     /// # Safety
-    /// As `tiles`.
+    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn finish<V: Vector>(&self, tile: &Tile, work: &mut Work) {
         let e = self.shape.head_dim;
@@ -382,7 +375,7 @@ impl Forward<'_> {
     /// Merges into `o`, of log-sum-exp `new`, the result of log-sum-exp `old` that stands in row `at`; that of both.
     ///
     /// # Safety
-    /// As `tiles`; the row belongs to the caller alone, and `o` has room for whole vectors.
+    /// As `Kernel::work`; the row belongs to the caller alone, and `o` has room for whole vectors.
     #[inline(always)]
     unsafe fn merged<V: Vector>(&self, at: usize, old: f32, new: f32, o: &mut [f32]) -> f32 {
         if old == f32::NEG_INFINITY {

@@ -70,6 +70,7 @@ mod tests {
         let x = probes();
         let mut y = x.clone();
         exp_all(level(), &mut y);
+        assert_eq!([0.0, -0.0, f32::NEG_INFINITY, f32::INFINITY].map(exp), [1.0, 1.0, 0.0, f32::INFINITY]);
         for (&x, &y) in x.iter().zip(&y) {
             let exact = f64::from(x).exp();
             if x.is_nan() {
@@ -83,13 +84,6 @@ mod tests {
                 assert!(off <= 1.5, "exp({x:e}) = {y:e}, {off} ulp from {exact:e}");
             }
         }
-    }
-
-    #[test]
-    fn exp_of_zero_is_one_and_of_minus_infinity_zero() {
-        let mut y = [0.0, -0.0, f32::NEG_INFINITY, f32::INFINITY];
-        exp_all(level(), &mut y);
-        assert_eq!(y, [1.0, 1.0, 0.0, f32::INFINITY]);
     }
 
     #[test]

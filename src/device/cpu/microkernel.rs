@@ -10,7 +10,7 @@
 //! AVX-512 does a tile at once (8 rows x 32 lanes in 16 registers, or 4 x 64), narrower registers in parts.
 
 use super::vector::{Kernel, Vector, run_in};
-use crate::device::simd::{Level, leveled};
+use crate::device::simd::{Isa, Level, leveled};
 
 /// Lanes of a panel.
 pub const LANES: usize = 32;
@@ -65,19 +65,13 @@ pub struct Tile {
 /// # Safety
 /// All words and values that the tile's fields describe are in bounds, c for writing and by this thread alone.
 pub unsafe fn run(level: Level, arithmetic: Arithmetic, tile: &Tile) {
-    match arithmetic {
-        Arithmetic::F32 => run_in(level, &Steps::<F32>(tile), &mut []),
-        #[cfg(target_arch = "x86_64")]
-        Arithmetic::Bf16 if level.bf16_dot() => {
-            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
-            fn dot(tile: &Tile) {
-                // SAFETY: this function is compiled for, and called with, AVX512-BF16; bounds are promised to `run`.
-                unsafe { Steps::<DOT>(tile).work::<std::arch::x86_64::__m512>(&mut []) }
-            }
-            // SAFETY: the level says that the processor has AVX512-BF16.
-            unsafe { dot(tile) }
+    // SAFETY: promised by the caller.
+    unsafe {
+        match arithmetic {
+            Arithmetic::F32 => in_parts::<F32>(level, tile),
+            Arithmetic::Bf16 if level.bf16_dot() => in_parts::<DOT>(level, tile),
+            Arithmetic::Bf16 => in_parts::<PAIR>(level, tile),
         }
-        Arithmetic::Bf16 => run_in(level, &Steps::<PAIR>(tile), &mut []),
     }
 }
 
@@ -86,42 +80,55 @@ const F32: u8 = 0;
 const PAIR: u8 = 1;
 const DOT: u8 = 2;
 
-struct Steps<'a, const STEP: u8>(&'a Tile);
-
 /// Picks the kernel of the row count.
 macro_rules! by_rows {
-    ($part:expr, $v:ident, $step:ident, $nv:literal, $packed:literal, $stream:literal: $($rows:literal)*) => {
+    ($level:ident, $part:ident, $step:ident, $nv:literal, $packed:literal, $stream:literal: $($rows:literal)*) => {
         match $part.rows {
-            $($rows => $part.run::<$v, $step, $rows, $nv, $packed, $stream>(),)*
+            $($rows => start($level, &Shape::<$step, $rows, $nv, $packed, $stream>($part)),)*
             rows => unreachable!("a tile of {rows} rows over {} vectors", $nv),
         }
     };
 }
 
-impl<const STEP: u8> Kernel for Steps<'_, STEP> {
-    #[inline(always)]
-    unsafe fn work<V: Vector>(&self, _: &mut [f32]) {
-        let tile = self.0;
-        // As many sums as there are registers for.
-        let (rows_max, vectors) = if V::LANES == 16 { (ROWS, if tile.pair { 4 } else { 2 }) } else { (4, 2) };
-        for lane in (0..tile.columns).step_by(vectors * V::LANES) {
-            for row in (0..tile.rows).step_by(rows_max) {
-                let part = Part { tile, row, rows: (tile.rows - row).min(rows_max), lane };
-                // SAFETY: promised to `microkernel::run`; instructions as promised.
-                unsafe {
-                    match (tile.packed, tile.prefetch) {
-                        _ if vectors == 4 => by_rows!(part, V, STEP, 4, false, true: 1 2 3 4),
-                        (true, _) => by_rows!(part, V, STEP, 2, true, false: 1 2 3 4 5 6 7 8),
-                        (_, Prefetch::Stream) => by_rows!(part, V, STEP, 2, false, true: 1 2 3 4 5 6 7 8),
-                        (_, Prefetch::Next { .. }) => by_rows!(part, V, STEP, 2, false, false: 1 2 3 4 5 6 7 8),
-                    }
-                }
-            }
+/// # Safety
+/// As `run`.
+unsafe fn in_parts<const STEP: u8>(level: Level, tile: &Tile) {
+    // As many sums as there are registers for.
+    let (rows_max, lanes) = match level.isa() {
+        Isa::Avx512 => {
+            let part = Part { tile, row: 0, rows: tile.rows, lane: 0 };
+            // SAFETY: promised by the caller.
+            return unsafe { by_shape::<STEP>(level, part, tile.pair) };
+        }
+        Isa::Avx2 => (4, 16),
+        Isa::Scalar => (4, 2),
+    };
+    for lane in (0..tile.columns).step_by(lanes) {
+        for row in (0..tile.rows).step_by(rows_max) {
+            let part = Part { tile, row, rows: (tile.rows - row).min(rows_max), lane };
+            // SAFETY: promised by the caller.
+            unsafe { by_shape::<STEP>(level, part, false) };
+        }
+    }
+}
+
+/// # Safety
+/// As `run`, for a part that the level has registers for.
+#[inline]
+unsafe fn by_shape<const STEP: u8>(level: Level, part: Part, pair: bool) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        match (part.tile.packed, part.tile.prefetch) {
+            _ if pair => by_rows!(level, part, STEP, 4, false, true: 1 2 3 4),
+            (true, _) => by_rows!(level, part, STEP, 2, true, false: 1 2 3 4 5 6 7 8),
+            (_, Prefetch::Stream) => by_rows!(level, part, STEP, 2, false, true: 1 2 3 4 5 6 7 8),
+            (_, Prefetch::Next { .. }) => by_rows!(level, part, STEP, 2, false, false: 1 2 3 4 5 6 7 8),
         }
     }
 }
 
 /// Rows of a tile from `row` on, and as many lanes from `lane` on as fill some vectors.
+#[derive(Clone, Copy)]
 struct Part<'a> {
     tile: &'a Tile,
     row: usize,
@@ -129,37 +136,32 @@ struct Part<'a> {
     lane: usize,
 }
 
-impl Part<'_> {
-    /// MR rows of NV vectors; PACKED: rows of `a` interleave; STREAM: `Prefetch::Stream`.
-    ///
-    /// # Safety
-    /// As `microkernel::run`, and the processor has the instructions of `V`.
+/// MR rows of NV vectors; PACKED: rows of `a` interleave; STREAM: `Prefetch::Stream`.
+struct Shape<'a, const STEP: u8, const MR: usize, const NV: usize, const PACKED: bool, const STREAM: bool>(Part<'a>);
+
+impl<const STEP: u8, const MR: usize, const NV: usize, const PACKED: bool, const STREAM: bool> Kernel
+    for Shape<'_, STEP, MR, NV, PACKED, STREAM>
+{
     #[inline(always)]
-    unsafe fn run<
-        V: Vector,
-        const STEP: u8,
-        const MR: usize,
-        const NV: usize,
-        const PACKED: bool,
-        const STREAM: bool,
-    >(
-        &self,
-    ) {
-        let t = self.tile;
+    unsafe fn work<V: Vector>(&self, _: &mut [f32]) {
+        assert!(V::LANES == 16 || MR <= 4 && NV == 2 && STEP != DOT, "more sums than registers");
+        let Part { tile: t, row, lane, .. } = self.0;
+        // Wide registers take a tile at once.
+        let (row, lane) = if V::LANES == 16 { (0, 0) } else { (row, lane) };
         let (mut next, next_step) = match t.prefetch {
             Prefetch::Next { from, step } => (from, step),
             Prefetch::Stream => (t.b, 0),
         };
         let (row_step, step) = if PACKED { (1, ROWS) } else { (t.a_row, 1) };
-        let left = t.columns - self.lane;
+        let left = t.columns - lane;
         // SAFETY: the bounds are promised to `microkernel::run`; masks keep off columns that are not ours, and
         // prefetches may point anywhere.
         unsafe {
-            let a = t.a.add(self.row * row_step);
-            let c = t.c.add(self.row * t.c_row + self.lane);
+            let a = t.a.add(row * row_step);
+            let c = t.c.add(row * t.c_row + lane);
             let mut b = [t.b; NV];
             for (j, b) in b.iter_mut().enumerate() {
-                let lane = self.lane + j * V::LANES;
+                let lane = lane + j * V::LANES;
                 *b = b.wrapping_add(lane / LANES * t.b_panel + lane % LANES);
             }
             let mut acc = [[V::splat(0.0); NV]; MR];
@@ -207,6 +209,26 @@ impl Part<'_> {
             }
         }
     }
+}
+
+/// # Safety
+/// As `run`, for a step and a shape of the level.
+#[inline(always)]
+unsafe fn start<const STEP: u8, const MR: usize, const NV: usize, const PACKED: bool, const STREAM: bool>(
+    level: Level,
+    shape: &Shape<'_, STEP, MR, NV, PACKED, STREAM>,
+) {
+    #[cfg(target_arch = "x86_64")]
+    if STEP == DOT {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
+        fn dot(shape: &impl Kernel) {
+            // SAFETY: this function is compiled for, and called with, AVX512-BF16; bounds are promised to `run`.
+            unsafe { shape.work::<std::arch::x86_64::__m512>(&mut []) }
+        }
+        // SAFETY: the step says that the processor has AVX512-BF16.
+        return unsafe { dot(shape) };
+    }
+    run_in(level, shape, &mut []);
 }
 
 /// sum + x w

@@ -70,6 +70,12 @@ pub fn run(level: Level, scratch_len: usize, kernel: &impl Kernel) {
 
 /// `run` without scratch.
 pub fn run_in<K: Kernel>(level: Level, kernel: &K, scratch: &mut [f32]) {
+    // Apart, so that its registers are not saved where wider ones do the work.
+    #[inline(never)]
+    fn plain<K: Kernel>(kernel: &K, scratch: &mut [f32]) {
+        // SAFETY: needs no instructions beyond the baseline.
+        unsafe { kernel.work::<f32>(scratch) }
+    }
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{__m256, __m512};
@@ -92,8 +98,7 @@ pub fn run_in<K: Kernel>(level: Level, kernel: &K, scratch: &mut [f32]) {
         }
     }
     let _ = level;
-    // SAFETY: needs no instructions beyond the baseline.
-    unsafe { kernel.work::<f32>(scratch) }
+    plain(kernel, scratch);
 }
 
 /// What C holds before the sum.
