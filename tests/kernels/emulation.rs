@@ -1,45 +1,40 @@
 //! The emulated GPU: builds the shared library that stands in for the driver, cuBLASLt and NCCL, with the kernels of `cuda/`
 //! compiled for the CPU, and gives it to this process and to others.
 
+use crate::faults::{self, Fault};
 use libloading::Library;
 use rlhf_hpc::device::cuda::Gpu;
 use rlhf_hpc::device::cuda::embedded::CUBINS;
 use rlhf_hpc::error::Result;
 use sha2::{Digest, Sha256};
-use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::fs;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-
-/// A change to a source that a test must notice: (file, what stands there once, what is put there instead).
-pub type Fault = (&'static str, &'static str, &'static str);
 
 /// Names the library of a child process of a test.
 pub const LIBRARY: &str = "EMULATED_GPU";
+/// The number of a fault of `faults.rs`: the kernels have that one.
+pub const FAULT: &str = "EMULATED_FAULT";
 /// Set: the driver of this process is as late as a real one may be, and memory is cut as on a real GPU.
 pub const LATE: &str = "EMULATED_LATE";
 
-/// The library of this process: the one that was named, else that of the kernels as they are.
+/// The library of this process: the one that was named, else one that is built where it is not there yet.
 pub fn gpu() -> PathBuf {
-    std::env::var_os(LIBRARY).map_or_else(|| library(&[]), PathBuf::from)
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    std::env::var_os(LIBRARY).map_or_else(|| BUILT.get_or_init(library).clone(), PathBuf::from)
 }
 
 /// What another process needs to find the emulated GPU.
 pub fn environment() -> Vec<(&'static str, OsString)> {
-    environment_of(&gpu())
-}
-
-/// The same of a library with a fault.
-pub fn environment_of(library: &Path) -> Vec<(&'static str, OsString)> {
-    let mut set: Vec<(&str, OsString)> = vec![("RLHF_CUDA_LIB", library.into()), ("RLHF_CUBLASLT_LIB", library.into())];
+    let library = OsString::from(gpu());
+    let mut set = vec![("RLHF_CUDA_LIB", library.clone()), ("RLHF_CUBLASLT_LIB", library.clone())];
     if CUBINS.is_empty() {
         let cache = directory().join("cache");
-        set.extend([("RLHF_NVRTC", library.into()), ("XDG_CACHE_HOME", cache.into_os_string())]);
+        set.extend([("RLHF_NVRTC", library), ("XDG_CACHE_HOME", cache.into_os_string())]);
     }
     set
 }
@@ -90,41 +85,26 @@ pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The library of all kernels, with faults planted; built where it is not there yet.
-pub fn library(faults: &[Fault]) -> PathBuf {
-    library_of(faults, |_| true).0
-}
-
-/// The same without those kernels of sources with a fault, or of sources that include one, that `wanted` leaves out: each
-/// takes seconds to compile, and a test asks for few of them. Which they are, too.
-pub fn library_of(faults: &[Fault], wanted: impl Fn(&str) -> bool) -> (PathBuf, Vec<String>) {
+/// The library of all kernels and of what they run on.
+fn library() -> PathBuf {
     let (cuda, own) = (root().join("cuda"), root().join("tests/kernels/emulation"));
     let mut headers: Vec<(String, String)> = sources(&cuda, &["cuh"]);
     headers.extend(sources(&own, &["h"]));
     let mut units = sources(&cuda, &["cu"]);
-    units.extend(sources(&own, &["cu"]));
-    plant(faults, headers.iter_mut().chain(&mut units));
-    let (mut kept, mut left_out) = (Vec::new(), Vec::new());
-    for (name, text) in &units {
-        let files = included(text, &headers);
-        let is = |file: &str| name == file || files.iter().any(|(name, _)| name == file);
-        let is_faulty = faults.iter().any(|(file, ..)| is(file));
-        let (with, without): (Vec<Kernel>, Vec<Kernel>) =
-            kernels(text).into_iter().partition(|kernel| !is_faulty || wanted(&kernel.name));
-        assert!(!with.is_empty() || !without.is_empty(), "{name} has no kernel");
-        // Where some are left out, each stands alone: one more that is wanted is then all there is to compile.
-        let alone = if without.is_empty() { with.len() } else { 1 };
-        kept.extend(with.chunks(alone).map(|kernels| (name.clone(), with_kernels(name, text, kernels))));
-        left_out.extend(without.into_iter().map(|kernel| kernel.name));
+    for (i, fault) in faults::all().enumerate() {
+        plant(i + 1, fault, headers.iter_mut().chain(&mut units));
     }
-    kept.extend(sources(&own, &["cpp"]));
-    let objects = for_each(&kept, |(name, text)| object(name, text, &headers));
+    for (name, text) in &mut units {
+        *text = registered(name, text);
+    }
+    units.extend(sources(&own, &["cpp"]));
+    let objects = for_each(&units, |(name, text)| object(name, text, &headers));
     let names: String = objects.iter().map(|object| object.display().to_string()).collect();
     let library = directory().join(format!("kernels-{}.so", key([&names])));
     // Calls go straight to what they name: hooks are called too often for a table of addresses.
     let link = ["-shared", "-pthread", "-Wl,-Bsymbolic", "-o"];
     once(&library, |made| run(Command::new("g++").args(link).arg(made).args(&objects)));
-    (library, left_out)
+    library
 }
 
 fn directory() -> PathBuf {
@@ -149,13 +129,8 @@ fn object(name: &str, text: &String, headers: &[(String, String)]) -> PathBuf {
     object
 }
 
-/// Files that are being made. Tests ask from several threads.
-static MAKING: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
-
-/// Has `make` write a file that then becomes `path`, unless it is there: one thread alone, while others make other files.
-pub fn once(path: &Path, make: impl FnOnce(&Path)) {
-    let lock = MAKING.lock().unwrap_or_else(PoisonError::into_inner).entry(path.to_owned()).or_default().clone();
-    let _one = lock.lock().unwrap_or_else(PoisonError::into_inner);
+/// Has `make` write a file that then becomes `path`, unless it is there.
+fn once(path: &Path, make: impl FnOnce(&Path)) {
     if !path.exists() {
         let made = path.with_extension(format!("{}.partial", std::process::id()));
         make(&made);
@@ -183,19 +158,22 @@ pub fn for_each<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) ->
     done.into_iter().map(|(_, made)| made).collect()
 }
 
-/// Changes the sources (name, text) by `faults`.
-pub fn plant<'a>(faults: &[Fault], sources: impl Iterator<Item = &'a mut (String, String)>) {
-    let mut sources: Vec<_> = sources.collect();
-    for (file, from, to) in faults {
-        let place = sources.iter_mut().find(|(name, _)| name == file);
-        let (_, text) = place.unwrap_or_else(|| panic!("no source {file}"));
-        assert_eq!(text.matches(from).count(), 1, "{file} has another number of `{from}` than one");
-        *text = text.replace(from, to);
-    }
+/// Puts the wrong code of a fault beside the right one, by its number at run time.
+fn plant<'a>(number: usize, fault: &Fault, mut sources: impl Iterator<Item = &'a mut (String, String)>) {
+    let (file, place, right, wrong) = fault;
+    let (_, text) = sources.find(|(name, _)| name == file).unwrap_or_else(|| panic!("no source {file}"));
+    let from = place.replace('@', right);
+    assert_eq!(text.matches(&from).count(), 1, "{file} has another number of `{from}` than one");
+    let both = if right.ends_with(';') {
+        format!("{{ if (emulated::planted({number})) {{ {wrong} }} else {{ {right} }} }}")
+    } else {
+        format!("(emulated::planted({number}) ? ({wrong}) : ({right}))")
+    };
+    *text = text.replace(&from, &place.replace('@', &both));
 }
 
 /// What stands for texts in a path.
-pub fn key<'a>(texts: impl IntoIterator<Item = &'a String>) -> String {
+fn key<'a>(texts: impl IntoIterator<Item = &'a String>) -> String {
     let hash = texts.into_iter().fold(Sha256::new(), |hash, text| hash.chain_update(text).chain_update([0]));
     hash.finalize().iter().take(8).fold(String::new(), |mut hex, byte| {
         let _ = write!(hex, "{byte:02x}");
@@ -204,7 +182,7 @@ pub fn key<'a>(texts: impl IntoIterator<Item = &'a String>) -> String {
 }
 
 /// The headers that `text` includes, and those that these include: nothing else can change what it compiles to.
-pub fn included<'a>(text: &str, headers: &'a [(String, String)]) -> Vec<&'a (String, String)> {
+fn included<'a>(text: &str, headers: &'a [(String, String)]) -> Vec<&'a (String, String)> {
     let mut found: Vec<&(String, String)> = Vec::new();
     let mut open = vec![text];
     while let Some(text) = open.pop() {
@@ -237,13 +215,13 @@ fn compile(dir: &Path, source: &Path, object: &Path, is_kernel: bool) {
     run(command.arg("-I").arg(dir).arg("-c").arg(source).arg("-o").arg(object));
 }
 
-pub fn run(command: &mut Command) {
+fn run(command: &mut Command) {
     let status = command.status().unwrap_or_else(|e| panic!("{command:?}: {e} (g++ is needed)"));
     assert!(status.success(), "{command:?}: {status}");
 }
 
 /// Files of a directory by ending: (name, text), in order of their names.
-pub fn sources(dir: &Path, endings: &[&str]) -> Vec<(String, String)> {
+fn sources(dir: &Path, endings: &[&str]) -> Vec<(String, String)> {
     let entries = fs::read_dir(dir).unwrap_or_else(|e| panic!("{}: {e}", dir.display()));
     let mut files: Vec<(String, String)> = entries
         .filter_map(|entry| {
@@ -273,54 +251,14 @@ fn with_shared_variables(text: &str) -> String {
     text.lines().map(|line| rewritten(line).unwrap_or_else(|| line.to_owned()) + "\n").collect()
 }
 
-/// A kernel of a source.
-struct Kernel {
-    name: String,
-    /// Where its text stands.
-    lines: Range<usize>,
-}
-
-/// The kernels of a source, each from its own line on.
-fn kernels(text: &str) -> Vec<Kernel> {
-    let lines: Vec<&str> = text.lines().collect();
-    let mut found = Vec::new();
-    for (at, line) in lines.iter().enumerate() {
-        let Some(rest) = line.strip_prefix("KERNEL ") else { continue };
+/// The text of a source that lets the host find its kernels.
+fn registered(file: &str, text: &str) -> String {
+    let mut all = format!("#line 1 \"{file}\"\n{}", with_shared_variables(text));
+    for line in text.lines().filter_map(|line| line.strip_prefix("KERNEL ")) {
         // Launch bounds may stand between.
-        let rest = rest
-            .strip_prefix("__launch_bounds__")
-            .map_or(rest, |rest| rest.split_once(')').map_or(rest, |(_, after)| after));
-        let name = rest.trim_start().split('(').next().unwrap_or_default().trim().to_owned();
-        // Parameters, then a body, which may be a macro's.
-        let (mut open, mut end) = (0, at);
-        loop {
-            let line = lines.get(end).unwrap_or_else(|| panic!("{name} does not end"));
-            open += line.matches(['(', '{']).count();
-            open -= line.matches([')', '}']).count();
-            end += 1;
-            if open == 0 && lines.get(end).is_none_or(|next| !next.starts_with('{')) {
-                break;
-            }
-        }
-        found.push(Kernel { name, lines: at..end });
+        let bounds = line.strip_prefix("__launch_bounds__").and_then(|rest| rest.split_once(')'));
+        let name = bounds.map_or(line, |(_, after)| after).split('(').next().unwrap_or_default().trim();
+        let _ = writeln!(all, "static emulated::Registered<&{name}> registered_{name}(\"{name}\");");
     }
-    found
-}
-
-/// The text of a source that has these of its kernels, and lets the host find them.
-fn with_kernels(file: &str, text: &str, wanted: &[Kernel]) -> String {
-    let all = kernels(text);
-    let is_left_out = |line: usize| {
-        let of = all.iter().find(|kernel| kernel.lines.contains(&line));
-        of.is_some_and(|kernel| wanted.iter().all(|wanted| wanted.name != kernel.name))
-    };
-    // Lines keep their numbers.
-    let lines = text.lines().enumerate().map(|(i, line)| if is_left_out(i) { "" } else { line });
-    let lines: String = lines.flat_map(|line| [line, "\n"]).collect();
-    let mut text = format!("#line 1 \"{file}\"\n{}", with_shared_variables(&lines));
-    for Kernel { name, .. } in wanted {
-        let _ = write!(text, "\nstatic emulated::Registered<&{name}> registered_{name}(\"{name}\");");
-    }
-    text.push('\n');
-    text
+    all
 }

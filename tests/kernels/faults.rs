@@ -1,9 +1,13 @@
 //! Faults that are planted in the kernels, one in each source, which a test must notice: so the tests are known to look.
 //!
-//! A test runs once more in a child process, on kernels with the fault.
+//! A test runs once more in a child process, on kernels with the fault. The emulated kernels have all of them, each beside the right
+//! code; the environment names the one that counts.
 
-use crate::emulation::{self, Fault, LIBRARY};
+use crate::emulation::{self, FAULT, LIBRARY};
 use std::process::Command;
+
+/// Wrong code in a source: file, what stands there once, with `@` where the expression or statement is, that as it is, and the wrong one.
+pub type Fault = (&'static str, &'static str, &'static str, &'static str);
 
 /// A test of this target, what it must notice, and words in which it does: of its assertion, or of the emulated GPU.
 type Case = (&'static str, Fault, &'static str);
@@ -11,159 +15,166 @@ type Case = (&'static str, Fault, &'static str);
 const CASES: [Case; 24] = [
     (
         "adamw::an_update_has_the_bits_of_the_cpu_for_parts_that_end_anywhere",
-        ("adamw.cu", "while (at + i >= end &&", "while (at + i > end &&"),
+        ("adamw.cu", "while (@ &&", "at + i >= end", "at + i > end"),
         "p of 3001 from 0",
     ),
     (
         "attention::the_order_of_threads_and_blocks_does_not_show_in_a_bit",
-        ("attention_backward.cuh", "while (lane_id() == 0 && !is_turn()) pause();", ""),
+        ("attention_backward.cuh", "while (lane_id() == 0 && @) pause();", "!is_turn()", "false"),
         "in this launch (block",
     ),
     (
         "copy::runs_of_any_length_and_beginning_are_cast_and_added_whole",
-        ("copy.cu", "b[i] += a[i]", "b[i] = a[i]"),
+        ("copy.cu", "@", "b[i] += a[i]", "b[i] = a[i]"),
         " from ",
     ),
     (
         "decode::attention_by_these_tables_has_the_bits_of_attention_by_the_hosts",
-        ("decode.cu", "Sequence{(i32)slot.past, 1", "Sequence{(i32)slot.past / 2, 1"),
+        ("decode.cu", "Sequence{@, 1", "(i32)slot.past", "(i32)slot.past / 2"),
         "cached, split for",
     ),
     (
         "embedding::rows_of_tokens_are_copied_those_of_other_ranks_are_zero_and_gradients_are_summed_in_the_order_of_rows",
-        ("rows.cuh", "end = starts[blockIdx.x + 1];", "end = starts[blockIdx.x + 1] + 1;"),
+        ("rows.cuh", "end = @;", "starts[blockIdx.x + 1]", "starts[blockIdx.x + 1] + 1"),
         "rows.cuh:",
     ),
     (
         "linear_logprob::gradients_are_those_of_f64",
-        ("linear_logprob.cu", "first + i == place", "first + i == place + 1"),
+        ("linear_logprob.cu", "@", "first + i == place", "first + i == place + 1"),
         "row 0 column 0 of 1: ",
     ),
     (
         "linear_logprob_fused::statistics_are_bitwise_those_of_stored_logits_in_every_order_alone_and_among_other_rows",
-        (
-            "linear_logprob_fused.cu",
-            "put(sums, logits, strip);\n            SYNC_BLOCK();",
-            "put(sums, logits, strip);",
-        ),
+        ("linear_logprob_fused.cu", "put(sums, logits, strip);\n            @", "SYNC_BLOCK();", ""),
         "with no barrier between",
     ),
     (
         "linear_logprob::statistics_are_those_of_f64_and_of_the_cpu",
-        ("softmax.cuh", "load(row + at + i) : -infinity()", "load(row + at + i) : 0.0f"),
+        ("softmax.cuh", "load(row + at + i) : @", "-infinity()", "0.0f"),
         "1 columns at 0.3, row 1: ",
     ),
     (
         "matmul::forward_equals_the_f64_product_in_every_family_dtype_and_order_of_threads",
-        ("tile.cuh", "lane / 16 * 8 + lane % 8, 2 * step ^ lane / 8 % 2", "lane % 16, 2 * step ^ lane / 16"),
+        ("tile.cuh", "place(row + @, 2 * step ^ lane / 8 % 2)", "lane / 16 * 8 + lane % 8", "lane % 16"),
         ", needed ",
     ),
     (
         "matmul::a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place",
-        ("matmul.cuh", "load_four(y.addend + at)", "load_four(to)"),
+        ("matmul.cuh", "@", "load_four(y.addend + at)", "load_four(to)"),
         "gap 0 shift 0",
     ),
     (
         "norm::sums_of_squares_have_the_bits_of_the_cpu",
-        ("norm.cu", "sum += (double)x[at] * x[at];", "sum += (double)(x[at] * x[at]);"),
+        ("norm.cu", "sum += @;", "(double)x[at] * x[at]", "(double)(x[at] * x[at])"),
         " values, blocks of ",
     ),
     (
         "paged_attention::prefill_and_decode_are_softmax",
-        ("paged_attention.cu", "if (b == warp) low", "if (b == 0) low"),
+        ("paged_attention.cu", "if (@) low", "b == warp", "b == 0"),
         ": o[",
     ),
     (
         "paged_attention::prefill_and_decode_are_softmax",
-        ("paged_prefill.cu", "first + KEYS > seen.top", "first + KEYS > seen.top + 1"),
+        ("paged_prefill.cu", "@", "first + KEYS > seen.top", "first + KEYS > seen.top + 1"),
         ": o[",
     ),
     (
         "paged_attention::a_token_has_the_same_bits_by_training_by_prefill_by_decode_and_in_any_chunks",
-        ("flash.cuh", "sum[i % 2] += s[n][i];", "sum[0] += s[n][i];"),
+        ("flash.cuh", "@", "sum[i % 2] += s[n][i];", "sum[0] += s[n][i];"),
         ": rows of training",
     ),
     (
         "paged_attention::a_token_has_the_same_bits_by_training_by_prefill_by_decode_and_in_any_chunks",
-        ("paged.cuh", "/ KEYS * KEYS", "/ PAGE * PAGE"),
+        ("paged.cuh", "@", "seen_from(work, work.row) / KEYS * KEYS", "seen_from(work, work.row) / PAGE * PAGE"),
         ": rows of training",
     ),
     (
         "paged_attention::split_decoding_has_the_bits_of_whole_decoding",
-        ("paged_split.cu", "values + (stage + 2) % 3", "values + (stage + 1) % 3"),
+        ("paged_split.cu", "values + @ % 3", "(stage + 2)", "(stage + 1)"),
         "with no barrier between",
     ),
     (
         "paged_attention::rows_are_appended_where_the_table_says_and_nowhere_else_and_pages_are_copied_whole",
-        ("kv_cache.cu", "at / dim * PAGE + slot % PAGE", "at / dim * PAGE + slot / PAGE % PAGE"),
+        ("kv_cache.cu", "at / dim * PAGE + @", "slot % PAGE", "slot / PAGE % PAGE"),
         "in this launch (block",
     ),
     (
         "rank_sum::parts_are_added_in_the_order_of_ranks",
-        ("rank_sum.cu", "first + j), count, false", "ranks - first - j), count, false"),
+        ("rank_sum.cu", "@), count, false", "first + j", "ranks - first - j"),
         "300 of 5",
     ),
-    ("ring::blocks_of_a_ring_make_the_whole", ("attention.cu", "by[m][h] *= expf(all - both);", ""), ": o["),
+    ("ring::blocks_of_a_ring_make_the_whole", ("attention.cu", "@", "by[m][h] *= expf(all - both);", ""), ": o["),
     (
         "rmsnorm::groups_of_every_width_have_the_norm_of_the_formula_alone_and_among_others",
-        ("rmsnorm.cu", "other > 0; other /= 2", "other > 1; other /= 2"),
+        ("rmsnorm.cu", "@; other /= 2", "other > 0", "other > 1"),
         "forward, 1 groups of ",
     ),
     (
         "rope::every_head_is_turned_by_the_angle_of_its_position_whatever_the_other_rows_are",
-        ("rope.cu", "-y * turn", "y * turn"),
+        ("rope.cu", "@", "-y * turn", "y * turn"),
         ", needs ",
     ),
     (
         "sample::equal_probabilities_are_cut_at_the_lowest_tokens",
-        ("select.cuh", "token <= row.last", "token < row.last"),
+        ("select.cuh", "@", "token <= row.last", "token < row.last"),
         "row 0 of 1 values",
     ),
-    ("swiglu::outputs_and_gradients_are_those_of_the_formula", ("swiglu.cu", "(1.0f - s)", "(1.0f + s)"), "dgate: "),
+    (
+        "swiglu::outputs_and_gradients_are_those_of_the_formula",
+        ("swiglu.cu", "@", "(1.0f - s)", "(1.0f + s)"),
+        "dgate: ",
+    ),
     (
         "value_head::values_and_gradients_are_those_of_the_formula_and_a_row_does_not_depend_on_the_others",
-        ("column_sums.cu", "SYNC_BLOCK();", ""),
+        ("column_sums.cu", "@", "SYNC_BLOCK();", ""),
         "with no barrier between",
     ),
 ];
+
+/// Kernels with one thing wrong, and what the start of a run says of each.
+pub const OF_STARTS: [(Fault, &str); 3] = [
+    (("attention.cu", "most(0, @)", "end_key(tile, r) - first", "end_key(tile, r) + 1 - first"), "the hidden state"),
+    (
+        ("attention_backward.cuh", "(u32)(@)", "ahead - later + n * 8 + i", "ahead - later + n * 8 + i + 1"),
+        "the gradient of model.layers.1.",
+    ),
+    (("decode.cu", "@", "slot.past++;", ""), "after a prompt of 70"),
+];
+
+/// All of them: the first has number 1.
+pub fn all() -> impl Iterator<Item = &'static Fault> {
+    CASES.iter().map(|(_, fault, _)| fault).chain(OF_STARTS.iter().map(|(fault, _)| fault))
+}
+
+/// The number of the fault of a start.
+pub fn of_start(i: usize) -> usize {
+    CASES.len() + 1 + i
+}
 
 #[test]
 fn a_fault_in_any_source_of_kernels_is_noticed() {
     if crate::on_a_real_gpu() {
         return;
     }
-    let missed: Vec<String> = emulation::for_each(&CASES, |(test, fault, words)| noticed(test, *fault, words))
-        .into_iter()
-        .flatten()
-        .collect();
+    let cases: Vec<_> = CASES.iter().zip(1..).collect();
+    let missed: Vec<String> = emulation::for_each(&cases, noticed).into_iter().flatten().collect();
     assert!(missed.is_empty(), "{}", missed.join("\n"));
 }
 
-/// Why a test does not notice a fault; none where it does. Kernels that the fault may touch are compiled as the test asks for them:
-/// it ends at the first one that it lacks, and begins anew with it.
-pub fn noticed(test: &str, fault: Fault, words: &str) -> Option<String> {
-    let mut asked: Vec<String> = Vec::new();
-    loop {
-        let (library, left_out) = emulation::library_of(&[fault], |kernel| asked.iter().any(|name| name == kernel));
-        let mut child = Command::new(std::env::current_exe().expect("the path of this target"));
-        child.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(LIBRARY, library);
-        // Where it failed is nobody's question, and takes longer to find out than many a test.
-        let done = child.env("RUST_BACKTRACE", "0").output().expect("this target starts once more");
-        let [said, complained] = [&done.stdout, &done.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-        let (file, from, to) = fault;
-        let how = format!("{test} with `{to}` for `{from}` in {file}");
-        if !said.contains("running 1 test") {
-            return Some(format!("there is no test {test}: {said}"));
-        }
-        if done.status.success() {
-            return Some(format!("{how} passes"));
-        }
-        let lacks = complained.lines().filter(|line| line.contains("there is no such kernel"));
-        let named = |line: &str| left_out.iter().find(|name| line.contains(&format!("kernel {name},"))).cloned();
-        let lacks: Vec<String> = lacks.filter_map(named).filter(|name| !asked.contains(name)).collect();
-        if lacks.is_empty() {
-            return (!complained.contains(words)).then(|| format!("{how} fails, not by `{words}`:\n{complained}"));
-        }
-        asked.extend(lacks);
+/// Why a test does not notice the fault of this number; none where it does.
+fn noticed(((test, (file, _, right, wrong), words), number): &(&Case, usize)) -> Option<String> {
+    let mut child = Command::new(std::env::current_exe().expect("the path of this target"));
+    child.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(LIBRARY, emulation::gpu());
+    // Where it failed is nobody's question, and takes longer to find out than many a test.
+    let done = child.env(FAULT, number.to_string()).env("RUST_BACKTRACE", "0").output();
+    let done = done.expect("this target starts once more");
+    let [said, complained] = [&done.stdout, &done.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    let how = format!("{test} with `{wrong}` for `{right}` in {file}");
+    if !said.contains("running 1 test") {
+        return Some(format!("there is no test {test}: {said}"));
     }
+    if done.status.success() {
+        return Some(format!("{how} passes"));
+    }
+    (!complained.contains(words)).then(|| format!("{how} fails, not by `{words}`:\n{complained}"))
 }

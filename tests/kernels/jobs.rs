@@ -5,6 +5,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::OnceLock;
 use tempfile::TempDir;
 
 pub const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,
@@ -66,7 +67,7 @@ pub fn binary() -> PathBuf {
 /// The binary in `dir` on `ranks` ranks, with an emulated GPU each where there is no real one; under the launcher where they are several.
 pub fn command(ranks: usize, dir: &Path, args: &[&str]) -> Command {
     if ranks == 1 {
-        return command_on(Some(&emulation::gpu()), dir, args);
+        return command_on(Some(SOUND), dir, args);
     }
     let mut command = launched(ranks);
     command.arg(binary()).current_dir(dir).args(args);
@@ -76,14 +77,17 @@ pub fn command(ranks: usize, dir: &Path, args: &[&str]) -> Command {
     command
 }
 
-/// The binary in `dir` on the GPU that a library emulates, or on none.
-pub fn command_on(library: Option<&Path>, dir: &Path, args: &[&str]) -> Command {
+/// The number of no fault.
+pub const SOUND: usize = 0;
+
+/// The binary in `dir` on an emulated GPU whose kernels have the fault of this number, or on none.
+pub fn command_on(fault: Option<usize>, dir: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(binary());
     command.current_dir(dir).args(args);
-    match library {
+    match fault {
         _ if on_a_real_gpu() => {}
-        Some(library) => {
-            command.envs(emulation::environment_of(library));
+        Some(fault) => {
+            command.envs(emulation::environment()).env(emulation::FAULT, fault.to_string());
         }
         None => {
             command.env_remove("RLHF_CUDA_LIB");
@@ -181,14 +185,30 @@ pub fn assert_near(what: &str, got: &[Value], want: &[Value], keys: &[&str], (sh
     }
 }
 
+/// Rows and a tokenizer: name and contents of each file, made once.
+fn made() -> &'static [(PathBuf, Vec<u8>)] {
+    static MADE: OnceLock<Vec<(PathBuf, Vec<u8>)>> = OnceLock::new();
+    MADE.get_or_init(|| {
+        let dir = tempfile::tempdir().expect("a directory");
+        let at = dir.path();
+        let mut corpus = Command::new("python3");
+        corpus.args(["-c", include_str!("../../jobs/quickstart/corpus.py"), "--rows", "200", "--seed", "1"]);
+        well(corpus.current_dir(at).args(["--out", "rows.jsonl"]));
+        rlhf_hpc(at, &["tokenizer", "rows.jsonl", "--vocabulary", "264", "--out", "tokenizer"]);
+        let tokenizer = std::fs::read_dir(at.join("tokenizer")).expect("a tokenizer");
+        let files = tokenizer.map(|file| Path::new("tokenizer").join(file.expect("a file").file_name()));
+        let read = |name: PathBuf| (name.clone(), std::fs::read(at.join(name)).expect("a file"));
+        files.chain(["rows.jsonl".into()]).map(read).collect()
+    })
+}
+
 /// Writes rows, a tokenizer, a model of `config` as "model", and the jobs sft.toml and ppo.toml.
 pub fn prepare(dir: &Path, config: &str) {
-    let mut corpus = Command::new("python3");
-    corpus.args(["-c", include_str!("../../jobs/quickstart/corpus.py"), "--rows", "200", "--seed", "1"]);
-    well(corpus.current_dir(dir).args(["--out", "rows.jsonl"]));
-    rlhf_hpc(dir, &["tokenizer", "rows.jsonl", "--vocabulary", "264", "--out", "tokenizer"]);
-    for (name, text) in [("model.json", config), ("sft.toml", SFT), ("ppo.toml", PPO)] {
-        std::fs::write(dir.join(name), text).expect("a file");
+    std::fs::create_dir(dir.join("tokenizer")).expect("a directory");
+    let texts = [("model.json", config), ("sft.toml", SFT), ("ppo.toml", PPO)];
+    let texts = texts.map(|(name, text)| (Path::new(name), text.as_bytes()));
+    for (name, bytes) in made().iter().map(|(name, bytes)| (name.as_path(), &bytes[..])).chain(texts) {
+        std::fs::write(dir.join(name), bytes).expect("a file");
     }
     rlhf_hpc(dir, &["init", "--config", "model.json", "--tokenizer", "tokenizer", "--out", "model"]);
 }

@@ -1,22 +1,23 @@
 //! How a run starts on a GPU: its kernels are compared with the CPU, and what is `auto` becomes what is best.
 
-use crate::emulation::{self, Fault};
-use crate::jobs::{CONFIG, binary, command_on, emulated, flat, launched, metrics, number};
-use std::path::{Path, PathBuf};
+use crate::emulation;
+use crate::faults::{OF_STARTS, of_start};
+use crate::jobs::{CONFIG, SOUND, binary, command_on, emulated, flat, launched, metrics, number};
+use std::path::Path;
 use std::process::Output;
 
 /// The keys that `jobs` sets for other tests, as they are by default.
 const DEFAULTS: [&str; 4] = ["job.device=auto", "model.dtype=auto", "job.gemm=auto", "job.check=true"];
 
-/// Runs a job on the GPU that `library` plays, or on none.
-fn run(dir: &Path, library: Option<&Path>, args: &[&str], env: &[(&str, &str)]) -> Output {
-    let mut command = command_on(library, dir, &[&["run"], args].concat());
+/// Runs a job on a GPU with the fault of this number, or on none.
+fn run(dir: &Path, gpu: Option<usize>, args: &[&str], env: &[(&str, &str)]) -> Output {
+    let mut command = command_on(gpu, dir, &[&["run"], args].concat());
     command.envs(env.iter().copied()).output().expect("the binary starts")
 }
 
 /// `run` of a job that must come to its end.
-fn ends(dir: &Path, library: Option<&Path>, args: &[&str], env: &[(&str, &str)]) -> String {
-    let done = run(dir, library, args, env);
+fn ends(dir: &Path, gpu: Option<usize>, args: &[&str], env: &[(&str, &str)]) -> String {
+    let done = run(dir, gpu, args, env);
     assert!(done.status.success(), "{args:?}: {}\n{}", done.status, flat(&done));
     flat(&done)
 }
@@ -29,30 +30,13 @@ fn losses(dir: &Path, job: &str) -> Vec<u64> {
     metrics(dir, job).iter().map(|step| number(step, "loss").to_bits()).collect()
 }
 
-/// A library with a fault, whose attention is that of the jobs' head dim alone: others take long to compile.
-pub fn faulty(fault: Fault) -> PathBuf {
-    let others = ["_32", "_80", "_96", "_128", "_256"];
-    emulation::library_of(&[fault], |kernel| !others.iter().any(|dim| kernel.ends_with(dim))).0
-}
-
-/// Kernels with one thing wrong, and what the start says of each.
-pub const FAULTS: [(Fault, &str); 3] = [
-    (("attention.cu", "end_key(tile, r) - first)", "end_key(tile, r) + 1 - first)"), "the hidden state"),
-    (
-        ("attention_backward.cuh", "ahead - later + n * 8 + i)", "ahead - later + n * 8 + i + 1)"),
-        "the gradient of model.layers.1.",
-    ),
-    (("decode.cu", "    slot.past++;\n", ""), "after a prompt of 70"),
-];
-
 #[test]
 fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them_or_not_taken() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
-    for (i, (fault, what)) in FAULTS.into_iter().enumerate() {
-        let library = faulty(fault);
+    for (i, (fault, what)) in OF_STARTS.into_iter().enumerate() {
         let to = format!("job.dir=refused-{i}");
-        let done = run(at, Some(&library), &["sft.toml", "job.check=true", "job.steps=1", &to], &[]);
+        let done = run(at, Some(of_start(i)), &["sft.toml", "job.check=true", "job.steps=1", &to], &[]);
         let words = flat(&done);
         eprintln!("{}: {words}", fault.0);
         assert_eq!(done.status.code(), Some(1), "{fault:?}: {words}");
@@ -61,10 +45,10 @@ fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them_or_not_tak
         assert!(!at.join(format!("refused-{i}/metrics.jsonl")).exists(), "{fault:?}: something was trained");
     }
     // Without the look nobody sees it.
-    let library = faulty(FAULTS[1].0);
-    ends(at, Some(&library), &["sft.toml", "job.check=false", "job.steps=1", "job.dir=unseen"], &[]);
+    let ill = Some(of_start(1));
+    ends(at, ill, &["sft.toml", "job.check=false", "job.steps=1", "job.dir=unseen"], &[]);
     // What is free to choose takes the CPU.
-    let words = ends(at, Some(&library), &[&["sft.toml", "job.dir=chosen"], &DEFAULTS[..]].concat(), &[]);
+    let words = ends(at, ill, &[&["sft.toml", "job.dir=chosen"], &DEFAULTS[..]].concat(), &[]);
     assert!(words.contains("no GPU: the kernels of this GPU do not pass beside the CPU: the gradient of"), "{words}");
     ends(at, None, &[&["sft.toml", "job.dir=cpu"], &DEFAULTS[..]].concat(), &[]);
     assert_eq!(losses(at, "chosen"), losses(at, "cpu"));
@@ -75,7 +59,7 @@ fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() 
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let job = |to: &'static str| [&["sft.toml", "job.steps=2", to], &DEFAULTS[..]].concat();
-    let words = ends(at, Some(&emulation::gpu()), &job("job.dir=gpu"), &[]);
+    let words = ends(at, Some(SOUND), &job("job.dir=gpu"), &[]);
     assert!(words.contains("kernels checked against the CPU in ") && words.contains(" bf16 "), "{words}");
     for line in ["device = \"gpu\"", "dtype = \"bf16\"", "gemm = \"cublaslt\""] {
         assert!(resolved(at, "gpu").lines().any(|l| l == line), "no {line}:\n{}", resolved(at, "gpu"));
@@ -94,10 +78,9 @@ fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() 
     }
     assert_eq!(metrics(at, "gpu").len(), 3);
     // What no GPU holds.
-    let gpu = emulation::gpu();
-    let words = ends(at, Some(&gpu), &["sft.toml", "--dry-run", "job.device=auto", "model.dtype=f32"], &[]);
+    let words = ends(at, Some(SOUND), &["sft.toml", "--dry-run", "job.device=auto", "model.dtype=f32"], &[]);
     assert!(words.contains("no GPU: model.dtype = \"f32\", and GPUs hold"), "{words}");
-    let done = run(at, Some(&gpu), &["sft.toml", "--dry-run", "model.dtype=f32"], &[]);
+    let done = run(at, Some(SOUND), &["sft.toml", "--dry-run", "model.dtype=f32"], &[]);
     assert!(done.status.code() == Some(2) && flat(&done).contains("set model.dtype = \"bf16\""), "{}", flat(&done));
 }
 
@@ -107,25 +90,25 @@ fn automatic_products_are_those_with_which_a_step_is_faster_and_stay_so() {
     let at = dir.path();
     let slow = [("EMULATED_CUBLASLT_DELAY_MS", "100")];
     let job = |steps: &'static str, to: &'static str| ["sft.toml", "sft.loss_on=all", "job.gemm=auto", steps, to];
-    let words = ends(at, Some(&emulation::gpu()), &job("job.steps=2", "job.dir=exact"), &slow);
+    let words = ends(at, Some(SOUND), &job("job.steps=2", "job.dir=exact"), &slow);
     assert!(words.contains("gemm exact measured a step's passes of 128 tokens through two matrices: "), "{words}");
     assert!(resolved(at, "exact").contains("gemm = \"exact\""));
-    let words = ends(at, Some(&emulation::gpu()), &job("job.steps=2", "job.dir=fast"), &[]);
+    let words = ends(at, Some(SOUND), &job("job.steps=2", "job.dir=fast"), &[]);
     assert!(words.contains("gemm cublaslt: those of more than 64 rows by cuBLASLt 12.8.3"), "{words}");
     assert!(words.contains(" measured a step's passes of 128 tokens through two matrices: "), "{words}");
     // A resume goes on with what the run began with, whatever it would measure now.
-    let words = ends(at, Some(&emulation::gpu()), &job("job.steps=3", "job.dir=exact"), &[]);
+    let words = ends(at, Some(SOUND), &job("job.steps=3", "job.dir=exact"), &[]);
     assert!(
         words.contains("gemm exact, as the run began measured a step's passes of 128 tokens through two matrices: "),
         "{words}"
     );
-    let words = ends(at, Some(&emulation::gpu()), &job("job.steps=3", "job.dir=fast"), &slow);
+    let words = ends(at, Some(SOUND), &job("job.steps=3", "job.dir=fast"), &slow);
     assert!(words.contains("gemm cublaslt, as the run began: those of more than 64 rows"), "{words}");
     assert!(resolved(at, "exact").contains("gemm = \"exact\""));
     assert!(resolved(at, "fast").contains("gemm = \"cublaslt\""));
     // Bit for bit, as if it had been said.
     let said = ["sft.toml", "sft.loss_on=all", "job.gemm=exact", "job.steps=3", "job.dir=said"];
-    ends(at, Some(&emulation::gpu()), &said, &[]);
+    ends(at, Some(SOUND), &said, &[]);
     assert_eq!(losses(at, "exact"), losses(at, "said"));
 }
 
@@ -133,10 +116,10 @@ fn automatic_products_are_those_with_which_a_step_is_faster_and_stay_so() {
 fn all_ranks_leave_their_gpus_where_one_computes_other_things() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
-    let ill = faulty(FAULTS[1].0);
     let own = format!(
-        "if [ $OMPI_COMM_WORLD_RANK = 1 ]; then export RLHF_CUDA_LIB={}; fi; exec \"$0\" \"$@\"",
-        ill.display()
+        "if [ $OMPI_COMM_WORLD_RANK = 1 ]; then export {}={}; fi; exec \"$0\" \"$@\"",
+        emulation::FAULT,
+        of_start(1)
     );
     let ranks = |args: &[&str]| {
         let mut mpirun = launched(2);
@@ -188,7 +171,7 @@ fn models_of_all_kinds_pass_with_both_products() {
         crate::jobs::rlhf_hpc(at, &["init", "--config", "other.json", "--tokenizer", "tokenizer", "--out", kind]);
         let (actor, to) = (format!("model.actor={kind}"), format!("job.dir=of-{kind}"));
         let job = ["ppo.toml", "job.check=true", "job.gemm=cublaslt", "--dry-run", &actor, &to];
-        let words = ends(at, Some(&emulation::gpu()), &job, &[]);
+        let words = ends(at, Some(SOUND), &job, &[]);
         let gap = words.split("largest gap").nth(1).and_then(|words| words.split(" %").next());
         let gap = gap.and_then(|words| words.rsplit(' ').next());
         let gap: f64 = gap.and_then(|gap| gap.parse().ok()).unwrap_or_else(|| panic!("{words}"));

@@ -1,8 +1,8 @@
 //! The verbs that ask a model on the GPU: what they answer is what they answer on the CPU.
 
-use crate::jobs::{command, command_on, prepare, words};
-use crate::run_start::{FAULTS, faulty};
-use crate::{device, emulation, on_a_real_gpu};
+use crate::faults::{OF_STARTS, of_start};
+use crate::jobs::{SOUND, command, command_on, prepare, words};
+use crate::{device, on_a_real_gpu};
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::device::Device;
@@ -27,10 +27,10 @@ const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "l
 const NATS: f64 = 0.12;
 const BORDER: f64 = 0.01;
 
-/// A verb on the model `model` and the rows of `input`, on the emulated GPU, or on none.
-fn verb(at: &Path, verb: &str, model: &str, input: &str, library: Option<&Path>, more: &[&str]) -> Output {
+/// A verb on the model `model` and the rows of `input`, on an emulated GPU with the fault of this number.
+fn verb(at: &Path, verb: &str, model: &str, input: &str, fault: usize, more: &[&str]) -> Output {
     let args = [&[verb, "--model", model, "--input", input], more].concat();
-    command_on(library, at, &args).output().expect("the binary starts")
+    command_on(Some(fault), at, &args).output().expect("the binary starts")
 }
 
 fn lines(done: &Output) -> Vec<Value> {
@@ -41,8 +41,7 @@ fn lines(done: &Output) -> Vec<Value> {
 
 /// What a verb answers on the GPU without a comparison before, and on the CPU.
 fn both(at: &Path, name: &str, model: &str, input: &str, more: &[&str]) -> [Vec<Value>; 2] {
-    let library = emulation::gpu();
-    let on = |device: &[&str]| verb(at, name, model, input, Some(&library), &[more, device].concat());
+    let on = |device: &[&str]| verb(at, name, model, input, SOUND, &[more, device].concat());
     let (gpu, cpu) = (on(&["--device", "gpu", "--no-check"]), on(&["--device", "cpu"]));
     assert!(words(&gpu).contains(" in bf16, kernels as they are (--no-check)"), "{}", words(&gpu));
     assert!(words(&cpu).contains(" in f32\n"), "{}", words(&cpu));
@@ -191,10 +190,9 @@ fn a_score_has_the_same_bits_in_every_batch_and_memory_does_not_grow_with_the_ro
     let lengths = [70, 1, 30, 17, 48, 5, 5, 38, 60, 9].repeat(4);
     write(at, "many.jsonl", &rows(&lengths));
     write(at, "few.jsonl", &rows(&lengths[..10]));
-    let library = emulation::gpu();
     let run = |input: &str, tokens: &str| {
         let more = ["--device", "gpu", "--no-check", "--batch-tokens", tokens];
-        verb(at, "logprobs", "model", input, Some(&library), &more)
+        verb(at, "logprobs", "model", input, SOUND, &more)
     };
     // Rows that are longer than that, too.
     let (few, many) = (run("few.jsonl", "48"), run("many.jsonl", "48"));
@@ -246,25 +244,24 @@ fn a_gpu_that_computes_other_things_gives_no_answers_and_is_left_where_the_verb_
     }
     let dir = prepared();
     let at = dir.path();
-    let hidden = faulty(FAULTS[0].0);
-    let run = |name: &str, library: &Path, more: &[&str]| verb(at, name, "model", "rows.jsonl", Some(library), more);
+    let [hidden, draws] = [0, 2].map(of_start);
+    let run = |name: &str, fault, more: &[&str]| verb(at, name, "model", "rows.jsonl", fault, more);
     let wrong = "the kernels of this GPU do not pass beside the CPU: ";
     for name in ["generate", "logprobs"] {
-        let done = run(name, &hidden, &["--device", "gpu"]);
+        let done = run(name, hidden, &["--device", "gpu"]);
         let told = words(&done);
         assert!(done.status.code() == Some(1) && told.contains(wrong) && told.contains("the hidden state"), "{told}");
         assert!(told.contains("--no-check") && told.contains("--device cpu") && !told.contains("job."), "{told}");
         assert!(done.stdout.is_empty(), "a wrong GPU answers");
     }
     // What may be chosen answers on the CPU, and says why.
-    let chosen = run("logprobs", &hidden, &[]);
+    let chosen = run("logprobs", hidden, &[]);
     assert!(words(&chosen).contains(&format!(" in f32, no GPU: {wrong}")), "{}", words(&chosen));
-    assert_eq!(lines(&chosen), lines(&run("logprobs", &hidden, &["--device", "cpu"])));
+    assert_eq!(lines(&chosen), lines(&run("logprobs", hidden, &["--device", "cpu"])));
     // Without the comparison nobody sees it.
-    assert_ne!(lines(&run("logprobs", &hidden, &["--device", "gpu", "--no-check"])), lines(&chosen));
-    let draws = faulty(FAULTS[2].0);
-    let done = run("generate", &draws, &["--device", "gpu"]);
-    assert!(done.status.code() == Some(1) && words(&done).contains(FAULTS[2].1), "{}", words(&done));
+    assert_ne!(lines(&run("logprobs", hidden, &["--device", "gpu", "--no-check"])), lines(&chosen));
+    let done = run("generate", draws, &["--device", "gpu"]);
+    assert!(done.status.code() == Some(1) && words(&done).contains(OF_STARTS[2].1), "{}", words(&done));
 }
 
 #[test]
@@ -273,8 +270,7 @@ fn a_model_that_no_kernel_knows_is_answered_by_the_cpu_or_refused_with_what_is_n
     let at = dir.path();
     prepare(at, &CONFIG.replace("\"head_dim\": 64", "\"head_dim\": 48"));
     write(at, "rows.jsonl", &rows(&[3, 9]));
-    let library = emulation::gpu();
-    let run = |more: &[&str]| verb(at, "logprobs", "model", "rows.jsonl", Some(&library), more);
+    let run = |more: &[&str]| verb(at, "logprobs", "model", "rows.jsonl", SOUND, more);
     let known = "needed one of 32, 64, 80, 96, 128, 256";
     let done = run(&[]);
     assert!(words(&done).contains(&format!(" in f32, no GPU: a head dim of 48, {known}")), "{}", words(&done));

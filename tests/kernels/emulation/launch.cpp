@@ -156,6 +156,11 @@ void fail(const void* at, const char* format, ...) {
     std::abort();
 }
 
+bool planted(int fault) {
+    static const char* number = std::getenv("EMULATED_FAULT");
+    return number && std::atoi(number) == fault;
+}
+
 // ---- shared memory ----
 
 void fail_in_arena(State& s, const char* did, u64 address, size_t bytes, const void* at) {
