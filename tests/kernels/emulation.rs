@@ -3,6 +3,7 @@
 
 use crate::faults::{self, Fault};
 use libloading::Library;
+use rayon::prelude::*;
 use rlhf_hpc::device::cuda::Gpu;
 use rlhf_hpc::device::cuda::embedded::CUBINS;
 use rlhf_hpc::error::Result;
@@ -13,7 +14,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Names the library of a child process of a test.
 pub const LIBRARY: &str = "EMULATED_GPU";
@@ -98,7 +98,7 @@ fn library() -> PathBuf {
         *text = registered(name, text);
     }
     units.extend(sources(&own, &["cpp"]));
-    let objects = for_each(&units, |(name, text)| object(name, text, &headers));
+    let objects: Vec<PathBuf> = units.par_iter().map(|(name, text)| object(name, text, &headers)).collect();
     let names: String = objects.iter().map(|object| object.display().to_string()).collect();
     let library = directory().join(format!("kernels-{}.so", key([&names])));
     // Calls go straight to what they name: hooks are called too often for a table of addresses.
@@ -136,26 +136,6 @@ fn once(path: &Path, make: impl FnOnce(&Path)) {
         make(&made);
         fs::rename(&made, path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     }
-}
-
-/// Does `work` for each of `items`, on as many threads as there are cores.
-pub fn for_each<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
-    let next = AtomicUsize::new(0);
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let mut done: Vec<(usize, R)> = std::thread::scope(|scope| {
-        let take = || {
-            let mut own = Vec::new();
-            loop {
-                let i = next.fetch_add(1, Ordering::Relaxed);
-                let Some(item) = items.get(i) else { return own };
-                own.push((i, work(item)));
-            }
-        };
-        let running: Vec<_> = (0..threads).map(|_| scope.spawn(take)).collect();
-        running.into_iter().flat_map(|thread| thread.join().expect("a source compiles")).collect()
-    });
-    done.sort_by_key(|(i, _)| *i);
-    done.into_iter().map(|(_, made)| made).collect()
 }
 
 /// Puts the wrong code of a fault beside the right one, by its number at run time.

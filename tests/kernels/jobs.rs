@@ -13,11 +13,14 @@ pub const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type"
  "vocab_size": 264, "max_position_embeddings": 128, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
  "bos_token_id": 0, "eos_token_id": 1}"#;
 
-pub const SFT: &str = r#"
+/// A job file: what all have, and `more`, which begins within the table of data.
+fn job(kind: &str, steps: usize, more: &str) -> String {
+    format!(
+        r#"
 [job]
-kind = "sft"
-dir = "sft"
-steps = 3
+kind = "{kind}"
+dir = "{kind}"
+steps = {steps}
 device = "gpu"
 gemm = "exact"
 check = false
@@ -27,36 +30,24 @@ dtype = "bf16"
 [data]
 prompts = ["rows.jsonl"]
 prompt_key = "prompt"
-response_key = "response"
-[sft]
-minibatch_samples = 4
+{more}
 microbatch_tokens_max = 128
-"#;
+"#
+    )
+}
 
-pub const PPO: &str = r#"
-[job]
-kind = "ppo"
-dir = "ppo"
-steps = 2
-device = "gpu"
-gemm = "exact"
-check = false
-[model]
-actor = "model"
-dtype = "bf16"
-[data]
-prompts = ["rows.jsonl"]
-prompt_key = "prompt"
-[rollout]
+const SFT: &str = r#"response_key = "response"
+[sft]
+minibatch_samples = 4"#;
+
+const PPO: &str = r#"[rollout]
 prompts_per_step = 2
 samples_per_prompt = 2
 response_tokens_max = 8
 [[reward.rule]]
 kind = "length"
 [ppo]
-minibatch_samples = 2
-microbatch_tokens_max = 128
-"#;
+minibatch_samples = 2"#;
 
 /// The binary beside this target where both were brought to another machine, else the one that was built.
 pub fn binary() -> PathBuf {
@@ -205,7 +196,8 @@ fn made() -> &'static [(PathBuf, Vec<u8>)] {
 /// Writes rows, a tokenizer, a model of `config` as "model", and the jobs sft.toml and ppo.toml.
 pub fn prepare(dir: &Path, config: &str) {
     std::fs::create_dir(dir.join("tokenizer")).expect("a directory");
-    let texts = [("model.json", config), ("sft.toml", SFT), ("ppo.toml", PPO)];
+    let (sft, ppo) = (job("sft", 3, SFT), job("ppo", 2, PPO));
+    let texts = [("model.json", config), ("sft.toml", &sft), ("ppo.toml", &ppo)];
     let texts = texts.map(|(name, text)| (Path::new(name), text.as_bytes()));
     for (name, bytes) in made().iter().map(|(name, bytes)| (name.as_path(), &bytes[..])).chain(texts) {
         std::fs::write(dir.join(name), bytes).expect("a file");

@@ -72,23 +72,16 @@ void store_release(u32* to, u32 x);
 u32 load_acquire(const u32* from);
 void pause();
 
-template <class T> T shuffle(T x, int from) {
+template <u64 (*MOVED)(u64, int), class T> T moved(T x, int by) {
     static_assert(sizeof(T) <= 8, "a shuffle moves up to 8 bytes");
     u64 bits = 0;
     std::memcpy(&bits, &x, sizeof x);
-    bits = shuffle_bits(bits, from);
+    bits = MOVED(bits, by);
     std::memcpy(&x, &bits, sizeof x);
     return x;
 }
-
-template <class T> T shuffle_xor(T x, int lanes) {
-    static_assert(sizeof(T) <= 8, "a shuffle moves up to 8 bytes");
-    u64 bits = 0;
-    std::memcpy(&bits, &x, sizeof x);
-    bits = shuffle_xor_bits(bits, lanes);
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-}
+template <class T> T shuffle(T x, int from) { return moved<shuffle_bits>(x, from); }
+template <class T> T shuffle_xor(T x, int lanes) { return moved<shuffle_xor_bits>(x, lanes); }
 
 inline __attribute__((always_inline)) void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     F4 sum = mma_values(F4{d[0], d[1], d[2], d[3]}, U4{a[0], a[1], a[2], a[3]}, b[0] | (u64)b[1] << 32);
