@@ -9,7 +9,6 @@ pub enum Purpose {
     Sample = 1,
     Init = 2,
     Shuffle = 3,
-    Split = 4,
     Synthetic = 5,
 }
 

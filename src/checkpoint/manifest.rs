@@ -12,7 +12,7 @@ use std::collections::HashSet;
 use std::path::Path;
 
 pub(super) const NAME: &str = "manifest.json";
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
 /// Far more than a manifest needs; a larger file is not read.
 const BYTES_MAX: u64 = 1 << 30;
 

@@ -1,5 +1,6 @@
 //! JSON lines of the offline verbs: every row is checked before the work starts, and an error names it.
 
+use crate::data::rows::{required, token_ids};
 use crate::error::{Error, Result};
 use crate::model::Arch;
 use crate::sys::{environment, files};
@@ -41,24 +42,16 @@ fn parse(line: &[u8]) -> Result<Row> {
 }
 
 pub fn text<'a>(row: &'a Row, key: &str) -> Result<&'a str> {
-    match row.get(key) {
-        Some(Value::String(text)) => Ok(text),
-        Some(other) => Err(Error::data(format!("{key} is {}, needed is a string", kind_of(other)))),
-        None => Err(Error::data(format!("the row has no {key}"))),
-    }
+    let value = required(row, key)?;
+    let other = || Error::data(format!("field {key:?} is {}, needed a text", kind_of(value)));
+    value.as_str().ok_or_else(other)
 }
 
 pub fn tokens(row: &Row, key: &str) -> Result<Vec<u32>> {
-    let list = match row.get(key) {
-        Some(Value::Array(list)) => list,
-        Some(other) => return Err(Error::data(format!("{key} is {}, needed is a list of token ids", kind_of(other)))),
-        None => return Err(Error::data(format!("the row has no {key}"))),
-    };
-    let token = |(i, value): (usize, &Value)| match value.as_u64() {
-        Some(id) => u32::try_from(id).map_err(|_| Error::data(format!("{key}[{i}] = {id} is no token id"))),
-        None => Err(Error::data(format!("{key}[{i}] is {value}, needed is a token id"))),
-    };
-    list.iter().enumerate().map(token).collect()
+    match required(row, key)? {
+        Value::Array(items) => token_ids(key, items),
+        other => Err(Error::data(format!("field {key:?} is {}, needed a list of token ids", kind_of(other)))),
+    }
 }
 
 /// Refuses rows that the model cannot read: no tokens, tokens outside the vocabulary, more than its context.

@@ -1,4 +1,4 @@
-//! An error of one rank as an error of all ranks of its group.
+//! What all ranks of a group learn of one: an error, a number, whether something is so.
 
 use super::group::{Group, Member};
 use super::records;
@@ -16,15 +16,25 @@ pub(super) fn arose_here(error: &Error) -> Option<bool> {
 }
 
 impl Group {
+    /// The largest of all ranks' numbers. A collective.
+    pub fn max(&self, mine: f64) -> f64 {
+        let mut most = [mine];
+        self.all_reduce_max_f64(&mut most);
+        most[0]
+    }
+
+    /// Whether it is so on any rank. A collective.
+    pub fn any(&self, mine: bool) -> bool {
+        self.max(f64::from(u8::from(mine))) > 0.0
+    }
+
     /// All ranks learn of any rank's error. Where one fails each returns an error: the lowest failing rank's, which
     /// names that rank and its host unless all ranks failed alike.
     pub fn agree<T>(&self, local: Result<T>) -> Result<T> {
         if self.size() == 1 {
             return local;
         }
-        let mut failed = [f64::from(u8::from(local.is_err()))];
-        self.all_reduce_max_f64(&mut failed);
-        if failed[0] == 0.0 {
+        if !self.any(local.is_err()) {
             return local;
         }
         let all: Vec<Option<Error>> = records::gather(self, &[local.err()])?;

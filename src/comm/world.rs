@@ -20,8 +20,6 @@ static RUNNING: AtomicBool = AtomicBool::new(false);
 pub struct World {
     pub rank: usize,
     pub size: usize,
-    /// Place among the ranks of this host.
-    pub local_rank: usize,
     pub local_size: usize,
     /// The host of each rank.
     pub hosts: Vec<String>,
@@ -55,16 +53,15 @@ impl World {
         let members = hosts.iter().enumerate().map(|(world_rank, host)| Member { world_rank, host: host.clone() });
         let group = Group::over("world", comm, members.collect(), Arc::default());
         let on_this_host = |ranks: &[String]| ranks.iter().filter(|h| **h == mine.host).count();
-        let local_rank = environment::local_rank().unwrap_or_else(|| on_this_host(&hosts[..rank]));
         let local_size = environment::local_ranks().unwrap_or_else(|| on_this_host(&hosts));
-        Ok(Self { rank, size, local_rank, local_size, hosts, group })
+        Ok(Self { rank, size, local_size, hosts, group })
     }
 
     /// A rank of as many, each on a host of its own, that are not there: for a plan. MPI is not started, and collectives
     /// return at once (`Group::null`).
     pub fn null(rank: usize, size: usize) -> Self {
         let group = Group::null("world", rank, size);
-        Self { rank, size, local_rank: 0, local_size: 1, hosts: vec![host::name(); size], group }
+        Self { rank, size, local_size: 1, hosts: vec![host::name(); size], group }
     }
 
     /// All ranks.

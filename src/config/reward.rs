@@ -50,6 +50,7 @@ impl RewardConfig {
             ));
         }
         limits::check("reward", self)?;
+        self.python.iter().try_for_each(|python| limits::check("reward.python", python))?;
         let weights = self.rule.iter().map(|r| r.weight).chain(self.python.iter().map(|p| p.weight));
         Error::need(weights.clone().all(f32::is_finite), "a reward's weight is not a finite number")?;
         Error::need(weights.clone().any(|w| w != 0.0), "every reward has weight 0, so that every score would be 0")
@@ -102,7 +103,7 @@ table! {
         pub interpreter: String = "python3".to_string(),
         pub label_argument: String = String::new(),
         pub pass_env: Vec<String> = Vec::new(),
-        pub memory_max_gib: f64 = 64.0,
+        pub memory_max_gib: f64 = 64.0 => 0.0..=1e6,
     }
 }
 

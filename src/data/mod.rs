@@ -9,7 +9,7 @@ mod hashes;
 pub mod ledger;
 pub mod packing;
 mod row_source;
-mod rows;
+pub mod rows;
 pub mod shard;
 mod sources;
 mod split;

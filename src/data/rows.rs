@@ -181,14 +181,14 @@ fn is_assistant(message: &Value) -> bool {
     message.get("role").and_then(Value::as_str) == Some("assistant")
 }
 
-fn required<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a Value> {
+pub fn required<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a Value> {
     row.get(key).ok_or_else(|| {
         let there: Vec<&str> = row.keys().map(String::as_str).collect();
         Error::data(format!("there is no field {key:?}; the row has: {}", there.join(", ")))
     })
 }
 
-fn token_ids(key: &str, items: &[Value]) -> Result<Vec<u32>> {
+pub fn token_ids(key: &str, items: &[Value]) -> Result<Vec<u32>> {
     let id = |item: &Value| {
         let id = item.as_u64().and_then(|id| u32::try_from(id).ok());
         id.ok_or_else(|| Error::data(format!("field {key:?} holds {item}, needed token ids or messages")))

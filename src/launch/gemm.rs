@@ -13,6 +13,7 @@ use crate::device::cuda::{Memory, fast, gpu};
 use crate::dtype::DType::{Bf16, F32};
 use crate::error::{Error, Result};
 use crate::model::{Arch, TensorPart};
+use crate::sys::host::median;
 use serde::{Deserialize, Serialize};
 
 /// Share of a step's seconds that cuBLASLt must save: exact GEMMs promise more.
@@ -152,10 +153,10 @@ fn measure([m, n, k]: [usize; 3]) -> [f64; 2] {
     let [x, w] = [(&x, m), (&w, n)].map(|(memory, rows)| Matrix::new(memory.view(Bf16), rows, k));
     let dy = Matrix::new(dy.view(Bf16), m, n);
     let (mut y, mut dx, mut dw) = (Memory::scratch(2 * m * n), Memory::scratch(2 * m * k), Memory::zeros(4 * n * k));
-    let forward = median(|| {
+    let forward = seconds(|| {
         matmul::forward(Way::Chosen, x, w, None, Addend::Nothing, MatrixMut::new(y.view_mut(Bf16), m, n));
     });
-    let backward = median(|| {
+    let backward = seconds(|| {
         matmul::backward_input(Way::Chosen, dy, w, MatrixMut::new(dx.view_mut(Bf16), m, k), false);
         matmul::backward_weight(Way::Chosen, dy, x, MatrixMut::new(dw.view_mut(F32), n, k));
     });
@@ -163,11 +164,9 @@ fn measure([m, n, k]: [usize; 3]) -> [f64; 2] {
 }
 
 /// The median of some samples, after a first call that selects its kernel.
-fn median(mut work: impl FnMut()) -> f64 {
+fn seconds(mut work: impl FnMut()) -> f64 {
     work();
-    let mut samples = [(); SAMPLES].map(|()| gpu().seconds(&mut work));
-    samples.sort_unstable_by(f64::total_cmp);
-    samples[SAMPLES / 2]
+    median((0..SAMPLES).map(|_| gpu().seconds(&mut work)))
 }
 
 /// What the newest checkpoint was saved with, if that was on GPUs. The same on all ranks, who all call this.

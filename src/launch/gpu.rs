@@ -16,7 +16,7 @@ use crate::device::cuda::attention::HEAD_DIMS;
 use crate::device::cuda::linear_logprob::VOCABULARY_MAX;
 use crate::device::cuda::rmsnorm::WIDTH_MAX;
 use crate::device::cuda::sample::PARTS_MAX;
-use crate::device::cuda::{self, Gpu, Stream, devices, kv_cache, links};
+use crate::device::cuda::{self, Gpu, Stream, devices, kv_cache};
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
 use crate::model::{Arch, Head, TensorPart};
@@ -98,12 +98,11 @@ fn of_ranks(world: &World) -> GpuOfRanks {
         let each = gpu.free_bytes() as u64 / sharers.max(1);
         each - LIBRARIES_BYTES.min(each / LIBRARIES_SHARE)
     });
-    let mut least = [-(mine as f64)];
-    world.group().all_reduce_max_f64(&mut least);
+    let least = -world.group().max(-(mine as f64));
     // All ranks plan for the first rank's kind of GPU and node, so that they choose the same layout.
     let of_first = || (gpu.properties().name.clone(), world.local_size);
     let (name, ranks_per_node) = records::of_first(&world.group(), of_first);
-    GpuOfRanks { name, memory_bytes: -least[0] as u64, ranks_per_node }
+    GpuOfRanks { name, memory_bytes: least as u64, ranks_per_node }
 }
 
 /// Runs the self-test where the job wants it and its models suit GPUs; others are refused elsewhere. All ranks call this.
@@ -261,7 +260,7 @@ pub fn describe(all: &Group) -> Vec<String> {
     let gpu = cuda::gpu();
     let p = gpu.properties();
     let (total, limit) = (format_bytes(p.memory_bytes as u64), format_bytes(gpu.usage().limit as u64));
-    let mine = format!("{}, {total} at {}, {}, {limit} of it per rank", p.name, p.pci, links::of(&p.pci));
+    let mine = format!("{}, {total} at {}, {limit} of it per rank", p.name, p.pci);
     let of_ranks = all.all_gather_bytes(mine.as_bytes());
     let row = |(description, ranks): (&Vec<u8>, Vec<usize>)| {
         format!("{}: {}", list_ranks(&ranks), String::from_utf8_lossy(description))

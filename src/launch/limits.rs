@@ -36,7 +36,11 @@ impl Run {
         // What is offloaded comes back a part at a time.
         let to_come = if self.ranks.layout().swap.optimizer { gradients } else { gradients + state };
         let (within, what, of_host) = match self.device {
-            Device::Cpu => (within(to_come, arena::usage()), "gradients and optimizer state", to_come + unwritten),
+            Device::Cpu => (
+                within(to_come, arena::usage(), "each rank's memory", arena::HINT),
+                "gradients and optimizer state",
+                to_come + unwritten,
+            ),
             Device::Cuda => (within_gpu(to_come), PINNED, pinned),
         };
         let (ranks, available) = (self.ranks.world.local_size as u64, memory::available_bytes());
@@ -123,34 +127,27 @@ fn files_to_come(keep_last: usize, every_steps: u64, steps: u64, there: usize) -
     held.saturating_sub(there).max(1)
 }
 
-/// Refuses `bytes` that the arena's limit does not leave.
-fn within(bytes: usize, arena: Usage) -> Result<()> {
-    if bytes <= arena.left() {
-        return Ok(());
-    }
-    let [needed, used, limit] = [bytes, arena.in_use, arena.limit].map(|b| format_bytes(b as u64));
-    Err(Error::usage(format!(
-        "gradients and optimizer state need {needed} on each rank; {used} are in use, and mesh.arena_bytes_max allows {limit}"
-    ))
-    .hint(arena::HINT))
-}
-
-/// Refuses `bytes` that the limit of this rank's GPU does not leave.
-fn within_gpu(bytes: usize) -> Result<()> {
-    let gpu = cuda::gpu();
-    let usage = gpu.usage();
+/// Refuses `bytes` that the limit on a rank's memory does not leave.
+fn within(bytes: usize, usage: Usage, what: &str, hint: &str) -> Result<()> {
     if bytes <= usage.left() {
         return Ok(());
     }
-    let format = |bytes: usize| format_bytes(bytes as u64);
-    let who: Vec<String> = gpu.owners().iter().map(|(name, bytes)| format!("{name} {}", format(*bytes))).collect();
-    let [needed, used, limit, left] = [bytes, usage.in_use, usage.limit, usage.left()].map(format);
+    let [needed, used, limit, left] =
+        [bytes, usage.in_use, usage.limit, usage.left()].map(|bytes| format_bytes(bytes as u64));
     Err(Error::usage(format!(
-        "gradients and optimizer state need {needed} of each rank's GPU; {used} are in use ({}), the limit of this rank is \
-         {limit}, and {left} would fit",
-        who.join(", ")
+        "gradients and optimizer state need {needed} of {what}; {used} are in use, the limit of this rank is {limit}, and \
+         {left} would fit"
     ))
-    .hint(cuda::pool::HINT))
+    .hint(hint))
+}
+
+/// The same of this rank's GPU.
+fn within_gpu(bytes: usize) -> Result<()> {
+    let gpu = cuda::gpu();
+    let name = |(name, bytes): &(_, usize)| format!("{name} {}", format_bytes(*bytes as u64));
+    let who: Vec<String> = gpu.owners().iter().map(name).collect();
+    within(bytes, gpu.usage(), "each rank's GPU", cuda::pool::HINT)
+        .map_err(|e| e.also(&format!("in use: {}", who.join(", "))))
 }
 
 /// Refuses `bytes` on each of `ranks` of a host where `available` are left for all of them.
@@ -179,12 +176,12 @@ mod tests {
 
     #[test]
     fn the_limit_of_the_arena_counts_what_is_in_use_already() {
-        let arena = |limit| Usage { in_use: 3 << 20, peak: 0, held: 0, resident: 0, evicted: 0, limit, requests: 0 };
-        assert_eq!(within(usize::MAX / 2, arena(usize::MAX)), Ok(()));
-        assert_eq!(within(5 << 20, arena(8 << 20)), Ok(()));
-        let error = within(6 << 20, arena(8 << 20)).expect_err("1 MiB too many");
+        let arena = |limit| Usage { in_use: 3 << 20, limit, ..Usage::NONE };
+        assert_eq!(within(usize::MAX / 2, arena(usize::MAX), "", ""), Ok(()));
+        assert_eq!(within(5 << 20, arena(8 << 20), "", ""), Ok(()));
+        let error = within(6 << 20, arena(8 << 20), "it", "").expect_err("1 MiB too many");
         assert_eq!(error.exit_code(), 2);
-        assert!(error.message.contains("need 6.0 MiB on each rank; 3.0 MiB are in use"), "{error}");
+        assert!(error.message.contains("need 6.0 MiB of it; 3.0 MiB are in use"), "{error}");
     }
 
     #[test]

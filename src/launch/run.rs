@@ -157,9 +157,7 @@ impl Run {
 
     /// Whether any rank was asked to stop, or the time is over. The same on all ranks; a collective.
     pub fn stop_requested(&self) -> bool {
-        let mut any = [f64::from(u8::from(self.stop_requested_here()))];
-        self.ranks.all.all_reduce_max_f64(&mut any);
-        any[0] > 0.0
+        self.ranks.all.any(self.stop_requested_here())
     }
 
     /// Whether this rank was asked to stop, or its time is over.
@@ -268,9 +266,7 @@ fn begin_peaks(all: &Group, device: Device) -> u64 {
     arena::trim();
     arena::begin_peak();
     sys::memory::begin_peak();
-    let mut most = [if device == Device::Cuda { cuda::gpu().begin_peak() as f64 } else { 0.0 }];
-    all.all_reduce_max_f64(&mut most);
-    most[0] as u64
+    all.max(if device == Device::Cuda { cuda::gpu().begin_peak() as f64 } else { 0.0 }) as u64
 }
 
 /// Opens the records in `dir`, and removes what a killed export left. All ranks call this.

@@ -45,9 +45,6 @@ pub struct Learner {
 /// Elements that are read at a time from a checkpoint, or from the files of a model.
 const READ: usize = 1 << 20;
 
-/// Vectors of a learner that a checkpoint holds.
-pub const VECTORS: [&str; 3] = ["weights", "m", "v"];
-
 impl Learner {
     /// With the optimizer's state on the device `state_on` between updates, the role's own or the CPU, and masters that are
     /// unspecified until `with_masters` or `restore` sets them. `stage` is the one that the role was loaded with.
@@ -154,14 +151,14 @@ impl Learner {
         Ok(())
     }
 
-    /// The values of a vector of `VECTORS` that this rank writes, as (first flat element, values), in order, where they lie.
-    pub fn stretches(&self, what: &str) -> Vec<(usize, Slice<'_>)> {
+    /// The values of a vector that this rank writes, as (first flat element, values), in order, where they lie.
+    pub fn stretches(&self, what: Vector) -> Vec<(usize, Slice<'_>)> {
         let (saved, updated) = (&self.shards.partition, &self.shards.updated);
         let all = (0..saved.units()).map(|u| {
             let (range, own) = (saved.own(u), updated.own(u));
             // At stage 0 the state covers the unit, and the range is a part of it.
             let at = range.start - own.start;
-            let values = match self.zero.state(vector_of(what), u) {
+            let values = match self.zero.state(what, u) {
                 Some(state) => state.part(at..at + range.len()),
                 None => Slice::F32(self.role.weights.local(u).part(&range).f32()),
             };
@@ -170,32 +167,32 @@ impl Learner {
         all.filter(|(_, values)| !values.is_empty()).collect()
     }
 
-    /// Describes element `at` of a vector of `VECTORS`: `a weight of the actor's lm_head.weight`.
-    pub fn describe_element(&self, what: &str, at: usize) -> String {
+    /// Describes element `at` of a vector: `a weight of the actor's lm_head.weight`.
+    pub fn describe_element(&self, what: Vector, at: usize) -> String {
         let what = match what {
-            "m" => "a first moment",
-            "v" => "a second moment",
-            _ => "a weight",
+            Vector::Master => "a weight",
+            Vector::First => "a first moment",
+            Vector::Second => "a second moment",
         };
         format!("{what} of the {}'s {}", self.role.name, self.role.weights.table.name_at(at))
     }
 
-    /// Sets this rank's ranges of weights and optimiser state: `read(what, flat range, out)` gives the numbers of the vectors
-    /// of `VECTORS`, a few MiB at a time. `all_gather` then gives the weights to all ranks.
+    /// Sets this rank's ranges of weights and optimiser state: `read(what, flat range, out)` gives the numbers of the vectors, a
+    /// few MiB at a time. `all_gather` then gives the weights to all ranks.
     pub fn restore(
         &mut self,
         updates: u64,
-        mut read: impl FnMut(&str, Range<usize>, &mut [f32]) -> Result<()>,
+        mut read: impl FnMut(Vector, Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<()> {
         self.zero.updates = updates;
         let mut room = Vec::new();
         for u in 0..self.shards.updated.units() {
             let own = self.shards.updated.own(u);
-            for (part, what) in pieces(&own).flat_map(|part| VECTORS.map(|what| (part.clone(), what))) {
+            for (part, what) in pieces(&own).flat_map(|part| Vector::ALL.map(|what| (part.clone(), what))) {
                 room.resize(part.len(), 0.0);
                 read(what, part.clone(), &mut room)?;
-                self.zero.set_state(vector_of(what), u, part.start - own.start, &room);
-                if what == "weights" {
+                self.zero.set_state(what, u, part.start - own.start, &room);
+                if what == Vector::Master {
                     self.role.weights.store_master(part, &room);
                 }
             }
@@ -217,14 +214,4 @@ impl Learner {
 fn pieces(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = range.end;
     range.clone().step_by(READ).map(move |start| start..(start + READ).min(end))
-}
-
-/// The state that a vector of `VECTORS` is, where the weights are not their own master.
-fn vector_of(what: &str) -> Vector {
-    match what {
-        "weights" => Vector::Master,
-        "m" => Vector::First,
-        "v" => Vector::Second,
-        _ => panic!("a learner has no vector {what}"),
-    }
 }

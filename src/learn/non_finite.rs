@@ -56,10 +56,9 @@ pub fn of_gradient(role: &Role, sum: &GradientSum, zero: &Zero, axes: &Axes) -> 
         })
     };
     let mine = (0..partition.units()).rev().find_map(of_unit);
-    let mut last = [mine.map_or(-1.0, |i| i as f64)];
-    axes.all.all_reduce_max_f64(&mut last);
+    let last = axes.all.max(mine.map_or(-1.0, |i| i as f64));
     let what = format!("{}: the gradient of update {} is not finite", role.name, zero.updates + 1);
-    let message = match (last[0] >= 0.0).then(|| last[0] as usize) {
+    let message = match (last >= 0.0).then_some(last as usize) {
         Some(i) if i + 1 == specs.len() => format!("from that of {} on, the first of the backward", specs[i].name),
         Some(i) => {
             format!("that of {} is the first, and that of {} before it is finite", specs[i].name, specs[i + 1].name)

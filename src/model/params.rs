@@ -264,10 +264,6 @@ impl ParamTable {
         self.len
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
     /// Parameters as papers count them: without padding.
     pub fn parameters(&self) -> usize {
         self.specs.iter().map(ParamSpec::elements).sum()

@@ -191,15 +191,6 @@ mod tests {
     }
 
     #[test]
-    fn one_rank_holds_the_row_itself() {
-        let ends = ends(LENGTHS);
-        assert_eq!(rows(&ends, 0, 1), (0..ends[LENGTHS.len()]).collect::<Vec<_>>());
-        let whole = pieces(&ends, 0, 1);
-        assert_eq!(whole.len(), LENGTHS.iter().filter(|&&n| n > 0).count());
-        assert!(whole.iter().all(|p| p.start == 0 && p.row == ends[p.sequence]));
-    }
-
-    #[test]
     fn waves_hold_every_visible_pair_once_and_no_piece_twice() {
         let ends = ends(&[1, 5, 40, 0, 23]);
         for (size, window) in [1, 2, 3, 4].into_iter().flat_map(|s| [None, Some(1), Some(6), Some(30)].map(|w| (s, w)))

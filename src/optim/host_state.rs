@@ -26,6 +26,15 @@ pub enum Vector {
     Second,
 }
 
+impl Vector {
+    pub const ALL: [Self; VECTORS] = [Self::Master, Self::First, Self::Second];
+
+    /// What a checkpoint calls it.
+    pub fn name(self) -> &'static str {
+        ["weights", "m", "v"][self as usize]
+    }
+}
+
 const VECTORS: usize = 3;
 
 #[derive(Debug)]

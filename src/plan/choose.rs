@@ -228,7 +228,7 @@ pub fn is_legal(job: &Job, tensor: usize) -> bool {
 }
 
 /// Every layout that the job's axes and heads allow.
-fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> {
+pub fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> {
     let mesh = &job.config.mesh;
     let (sequence, pipeline) = (fixed(mesh.sequence).unwrap_or(1), fixed(mesh.pipeline).unwrap_or(1));
     // Parts of a placement have the same tensor and sequence axes.

@@ -4,23 +4,23 @@
 
 use super::devices::{Device, Efficiency, Latency};
 use super::job::Job;
-use super::synthetic::{Matrix, attention_shape, filled};
+use super::synthetic::{self, Matrix, Measure, attention_shape, filled, packed_attention};
 use crate::comm::{Group, World};
 use crate::device::cpu::{peak, pool};
 use crate::device::null::{self, Null, Task, Work};
 use crate::mesh::Mesh;
 use crate::model::{Arch, Gradients, Head, Keys, Saved, Transformer, Weights, init, packed_positions};
-use crate::ops::adamw::{self, Update};
+use crate::ops::adamw;
 use crate::ops::attention::{self, PAGE, PagedSequence};
 use crate::ops::matmul::{self, Into};
+use crate::ops::norm;
 use crate::ops::sample::{self, SampleRow, Sampled};
-use crate::ops::{linear_logprob, norm};
 use crate::rollout;
+use crate::sys::host::median;
 use crate::sys::memory;
 use crate::tensor::arena::{self, Buffer};
-use crate::tensor::{DType, Layout, Tensor, WeightMut};
+use crate::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
 
@@ -57,12 +57,6 @@ fn seconds(mut work: impl FnMut()) -> f64 {
         work();
         start.elapsed().as_secs_f64()
     }))
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut all: Vec<f64> = values.collect();
-    all.sort_by(f64::total_cmp);
-    all[all.len() / 2]
 }
 
 /// How the cores of a node are shared: measured by the ranks that were started, told of those that are planned.
@@ -208,20 +202,28 @@ impl<'a> Bench<'a> {
         [seconds(&mut work), self.floor(op, work)]
     }
 
+    /// What `works` measures: a forward, then its backward.
+    fn both(&self, works: impl FnOnce(&mut Measure)) -> [[f64; 2]; 2] {
+        let mut found = Vec::with_capacity(2);
+        works(&mut |op, work| found.push(self.measured(op, work)));
+        [found[0], found[1]]
+    }
+
     fn efficiency(&self) -> Efficiency {
         let weights = init::init(&self.arch, Head::Value, self.dtype, 0);
         let model = Transformer::new(&self.arch, &weights.table);
         let layers = self.arch.layers as f64;
         let forwards = if self.job.config.gradient.recompute { 2.0 } else { 1.0 };
         let share = |[spent, floor]: [f64; 2], others_s: f64| (floor / (spent - others_s).max(1e-9)).clamp(0.01, 1.5);
-        let (attention, backward) = self.attention();
+        let (window, packed) = (self.arch.windows[0], [self.rows, self.length]);
+        let [attention, backward] = self.both(|measure| packed_attention(&self.arch, window, packed, measure));
         let attention_s = attention[0] * layers;
         let score = share(self.pass(&model, &weights, None), attention_s);
         let grads = Some(Gradients::new(weights.table.clone()));
         let train = share(self.pass(&model, &weights, grads), forwards * attention_s + backward[0] * layers);
         let (decode, attention_decode) = self.decode(&model, &weights);
         drop(weights);
-        let (head, head_train) = self.head();
+        let [head, head_train] = self.head();
         Efficiency {
             train,
             score,
@@ -257,27 +259,6 @@ impl<'a> Bench<'a> {
                 model.backward(weights, saved, &ends, hidden, grads);
             }
         })
-    }
-
-    /// One layer's attention over the packed row, forward and backward.
-    fn attention(&self) -> ([f64; 2], [f64; 2]) {
-        let (t, shape, ends) =
-            (self.rows * self.length, attention_shape(&self.arch, self.arch.windows[0]), self.ends());
-        let (q, kv) = (self.arch.q_width(), self.arch.kv_width());
-        let [query, d_o] = [filled(t, q), filled(t, q)];
-        let [key, value] = [filled(t, kv), filled(t, kv)];
-        let (mut o, mut lse) = (Tensor::zeros(t, q), Tensor::zeros(t, shape.heads));
-        let packed = ends.as_slice().into();
-        let forward = self.measured(null::ATTENTION, || {
-            attention::forward_packed(&query, &key, &value, &packed, &shape, &mut o, &mut lse);
-        });
-        let (mut dq, mut dk, mut dv) = (Tensor::zeros(t, q), Tensor::zeros(t, kv), Tensor::zeros(t, kv));
-        let backward = self.measured(null::ATTENTION_BACKWARD, || {
-            attention::backward_packed(
-                &query, &key, &value, &o, &lse, &d_o, &packed, &shape, &mut dq, &mut dk, &mut dv,
-            );
-        });
-        (forward, backward)
     }
 
     /// A forward of one token a sequence of the whole model: the products with the head's, and attention.
@@ -316,28 +297,10 @@ impl<'a> Bench<'a> {
     }
 
     /// Log-probabilities, and those with gradients.
-    fn head(&self) -> ([f64; 2], [f64; 2]) {
+    fn head(&self) -> [[f64; 2]; 2] {
         let (d, v) = (self.whole.width, self.whole.vocabulary.min(STREAMED_BYTES / 4 / self.whole.width).max(1));
         let rows = ((FLOPS / (6.0 * (d * v) as f64)) as usize).clamp(64, 2048);
-        let matrix = Matrix::new(v, d, self.dtype);
-        let h = filled(rows, d);
-        let targets: Vec<u32> = (0..rows).map(|i| (i * 31 % v) as u32).collect();
-        let (mut logprobs, mut entropy) = (vec![0.0; rows], vec![0.0; rows]);
-        let forward = self.measured(null::HEAD, || {
-            linear_logprob::forward(&h, matrix.weight(), &targets, 1.0, &mut logprobs, &mut []);
-        });
-        let mut dh = Tensor::zeros(rows, d);
-        let mut gradient = Buffer::zeros(Layout::Panel.len(v, d));
-        let mut loss = |_: Range<usize>, _: &[f32], _: &[f32], dlogprobs: &mut [f32], dentropy: &mut [f32]| {
-            dlogprobs.fill(-1.0);
-            dentropy.fill(0.0);
-        };
-        let both = self.measured(null::HEAD_BACKWARD, || {
-            let dw = WeightMut { n: v, k: d, layout: Layout::Panel, values: (&mut gradient).into() };
-            let (l, e) = (&mut logprobs, &mut entropy);
-            linear_logprob::forward_backward(&h, matrix.weight(), &targets, 1.0, &mut loss, l, e, &mut dh, dw);
-        });
-        (forward, both)
+        self.both(|measure| synthetic::head(rows, &Matrix::new(v, d, self.dtype), measure))
     }
 
     fn sample(&self) -> [f64; 2] {
@@ -352,11 +315,10 @@ impl<'a> Bench<'a> {
 
     fn optimizer(&self) -> [f64; 2] {
         let [mut p, mut g, mut m, mut v] = [(); 4].map(|()| Buffer::zeros(UPDATED));
-        let update = Update { lr: 1e-6, beta1: 0.9, beta2: 0.95, eps: 1e-8, bias1: 0.1, bias2: 0.05, grad_scale: 1.0 };
         self.measured(null::OPTIMIZER, || {
             g.fill(1e-3);
             drop(norm::sums_of_squares(&g, 4096));
-            adamw::step(&mut p, &g, &mut m, &mut v, &update, 0.0);
+            adamw::step(&mut p, &g, &mut m, &mut v, &synthetic::UPDATE, 0.0);
         })
     }
 }

@@ -1,13 +1,12 @@
 //! Refusals, with what would fit.
 
-use super::choose::{Candidate, asked, candidate, divisors, fixed, is_legal};
+use super::choose::{Candidate, asked, candidate, divisors, fixed, is_legal, layouts};
 use super::devices::Device;
 use super::job::Job;
 use crate::config;
 use crate::config::mesh::Auto;
 use crate::error::{Error, format_bytes};
 use crate::launch::layout::{Layout, Swap};
-use crate::mesh::Mesh;
 use crate::tensor::DType;
 use std::fmt::Display;
 
@@ -134,21 +133,14 @@ fn fits(sets: &[String], world: usize, job: &Job, device: &Device) -> bool {
     let rows = Some(job.rows.clone());
     let job = Job { fast: job.fast, workspace: job.workspace, ..Job::new(&config, job.archs, rows) };
     let Ok(parts) = job.parts(world) else { return false };
-    let smallest = parts.iter().map(|(_, ranks)| ranks.len()).min().unwrap_or(world);
-    let sequence = fixed(config.mesh.sequence).unwrap_or(1);
-    let tensors = fixed(config.mesh.tensor).map_or(vec![1, 2, 4, 8], |tensor| vec![tensor]);
-    let zero = fixed(config.mesh.zero).unwrap_or(3).min(3);
-    let both = !device.is_cpu() && job.shape.has_rollout();
-    let asked = asked(&config);
+    let Ok(all) = layouts(&job, world, device) else { return false };
+    let (both, asked) = (!device.is_cpu() && job.shape.has_rollout(), asked(&config));
     let swap = Swap { optimizer: both || asked.optimizer, roles: both || asked.roles };
-    tensors.into_iter().any(|tensor| {
-        let rest = tensor * sequence;
-        if rest == 0 || !smallest.is_multiple_of(rest) || !is_legal(&job, tensor) {
-            return false;
-        }
-        let data = fixed(config.mesh.data).unwrap_or(world / rest);
-        let mesh = Mesh { data, pipeline: 1, sequence, tensor };
-        let layout = Layout { mesh, zero, rollout_tensor: fixed(config.rollout.tensor).unwrap_or(tensor), swap };
-        mesh.ranks() == world && candidate(&job, &parts, &layout, device).fits()
-    })
+    // What takes the least is enough.
+    let zero = all.iter().map(|layout| layout.zero).max();
+    let is_least = |layout: &&Layout| {
+        let is_rollout_alike = layout.rollout_tensor == layout.mesh.tensor || fixed(config.rollout.tensor).is_some();
+        Some(layout.zero) == zero && is_rollout_alike
+    };
+    all.iter().filter(is_least).any(|layout| candidate(&job, &parts, &Layout { swap, ..*layout }, device).fits())
 }

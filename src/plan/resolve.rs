@@ -27,10 +27,9 @@ type Resolved = (Vec<(Placement, Layout)>, Expectations);
 pub fn layouts(config: &Config, roles: &[RoleName], world: &World, gpu: Option<&GpuOfRanks>) -> Result<Resolved> {
     let free = memory::available_bytes() / world.local_size.max(1) as u64;
     // The fullest host decides for all.
-    let mut least = [-(free as f64)];
-    world.group().all_reduce_max_f64(&mut least);
+    let least = -world.group().max(-(free as f64));
     let device = gpu.map_or_else(
-        || Device::cpu(-least[0] as u64, world.local_size),
+        || Device::cpu(least as u64, world.local_size),
         |gpu| Device::gpu_of(&gpu.name, gpu.memory_bytes, gpu.ranks_per_node),
     );
     let device = Device { threads: pool().threads(), ..device };

@@ -1,9 +1,13 @@
 //! Tensors and matrices with made-up values, for measuring what kernels reach.
 
+use crate::device::null;
 use crate::model::Arch;
-use crate::ops::attention::AttentionShape;
+use crate::ops::adamw::Update;
+use crate::ops::attention::{self, AttentionShape};
+use crate::ops::linear_logprob;
 use crate::tensor::arena::Buffer;
-use crate::tensor::{DType, Layout, Slice, Tensor, Weight};
+use crate::tensor::{DType, Layout, Slice, Tensor, Weight, WeightMut};
+use std::ops::Range;
 
 /// A tensor (rows, width) of values in -0.5 .. 0.5.
 pub fn filled(rows: usize, width: usize) -> Tensor {
@@ -19,10 +23,55 @@ pub fn fill(values: &mut [f32]) {
     }
 }
 
+/// An update of AdamW like any other.
+pub const UPDATE: Update =
+    Update { lr: 1e-6, beta1: 0.9, beta2: 0.95, eps: 1e-8, bias1: 0.1, bias2: 0.05, grad_scale: 1.0 };
+
 /// The attention of a layer.
 pub fn attention_shape(arch: &Arch, window: Option<usize>) -> AttentionShape {
     let Arch { heads, kv_heads, head_dim, .. } = *arch;
     AttentionShape { heads, kv_heads, head_dim, window, scale: 1.0 / (head_dim as f32).sqrt() }
+}
+
+/// Measures a work, given the operation in it by its name on a null device.
+pub type Measure<'a> = dyn FnMut(&'static str, &mut dyn FnMut()) + 'a;
+
+/// Attention of a layer over `rows` sequences of `length` tokens each, packed: forward, then backward.
+pub fn packed_attention(arch: &Arch, window: Option<usize>, [rows, length]: [usize; 2], measure: &mut Measure) {
+    let (t, shape) = (rows * length, attention_shape(arch, window));
+    let ends: Vec<usize> = (0..=rows).map(|i| i * length).collect();
+    let (qw, kvw) = (arch.q_width(), arch.kv_width());
+    let (q, k, v, d_o) = (filled(t, qw), filled(t, kvw), filled(t, kvw), filled(t, qw));
+    let (mut o, mut lse) = (Tensor::zeros(t, qw), Tensor::zeros(t, arch.heads));
+    let packed = ends.as_slice().into();
+    measure(null::ATTENTION, &mut || {
+        attention::forward_packed(&q, &k, &v, &packed, &shape, &mut o, &mut lse);
+    });
+    let (mut dq, mut dk, mut dv) = (Tensor::zeros(t, qw), Tensor::zeros(t, kvw), Tensor::zeros(t, kvw));
+    measure(null::ATTENTION_BACKWARD, &mut || {
+        attention::backward_packed(&q, &k, &v, &o, &lse, &d_o, &packed, &shape, &mut dq, &mut dk, &mut dv);
+    });
+}
+
+/// Log-probabilities of `rows` tokens through the head (v, d) = `matrix`, then those with gradients.
+pub fn head(rows: usize, matrix: &Matrix, measure: &mut Measure) {
+    let Matrix { n: v, k: d, .. } = *matrix;
+    let h = filled(rows, d);
+    let targets: Vec<u32> = (0..rows).map(|i| (i * 31 % v) as u32).collect();
+    let (mut logprobs, mut entropy) = (vec![0.0; rows], vec![0.0; rows]);
+    measure(null::HEAD, &mut || {
+        linear_logprob::forward(&h, matrix.weight(), &targets, 1.0, &mut logprobs, &mut []);
+    });
+    let (mut dh, mut gradient) = (Tensor::zeros(rows, d), Buffer::zeros(Layout::Panel.len(v, d)));
+    let mut loss = |_: Range<usize>, _: &[f32], _: &[f32], dlogprobs: &mut [f32], dentropy: &mut [f32]| {
+        dlogprobs.fill(-1.0 / rows as f32);
+        dentropy.fill(0.0);
+    };
+    measure(null::HEAD_BACKWARD, &mut || {
+        let dw = WeightMut { n: v, k: d, layout: Layout::Panel, values: (&mut gradient).into() };
+        let (l, e) = (&mut logprobs, &mut entropy);
+        linear_logprob::forward_backward(&h, matrix.weight(), &targets, 1.0, &mut loss, l, e, &mut dh, dw);
+    });
 }
 
 /// W[n][k] in panels, in either dtype.

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
@@ -175,12 +175,6 @@ impl PythonReward {
         if !file.is_file() {
             return Err(Error::usage(format!("reward.python: {} is no file", file.display())));
         }
-        let memory_gib = python.memory_max_gib;
-        if !(0.0..=1e6).contains(&memory_gib) {
-            return Err(Error::usage(format!(
-                "reward.python.memory_max_gib is {memory_gib}, needed 0 (no limit) or more"
-            )));
-        }
         // A bare name is looked up in PATH; a path is relative to the job file, like all paths.
         let interpreter = if python.interpreter.contains('/') {
             let path = base_dir.join(&python.interpreter);
@@ -195,7 +189,7 @@ impl PythonReward {
             "file": file_name,
             "function": python.function,
             "label_argument": python.label_argument,
-            "memory_bytes": (memory_gib * 1_073_741_824.0) as u64,
+            "memory_bytes": (python.memory_max_gib * 1_073_741_824.0) as u64,
         });
         Ok(Self {
             interpreter,
@@ -287,22 +281,13 @@ fn outputs(reply: Reply, id: u64, count: usize) -> std::result::Result<Vec<Rewar
 
 fn describe(child: &mut LineChild, broken: &Broken, doing: &str, timeout: Duration) -> String {
     let message = match broken {
-        Broken::Ended(Some(status)) => format!("its process ended while {doing} ({})", describe_status(*status)),
+        Broken::Ended(Some(status)) => format!("its process ended while {doing} ({status})"),
         Broken::Ended(None) => format!("it closed its output while {doing}"),
         Broken::Deadline => format!("no answer within {} s while {doing}", timeout.as_secs_f64()),
         Broken::TooLong => format!("it wrote more than an answer can be while {doing}"),
         Broken::Io(e) => format!("its pipes failed while {doing}: {e}"),
     };
     with_stderr(child, message)
-}
-
-fn describe_status(status: ExitStatus) -> String {
-    use std::os::unix::process::ExitStatusExt;
-    match (status.code(), status.signal()) {
-        (Some(code), _) => format!("exit code {code}"),
-        (_, Some(signal)) => format!("signal {signal}"),
-        _ => status.to_string(),
-    }
 }
 
 fn with_stderr(child: &mut LineChild, message: String) -> String {

@@ -128,9 +128,7 @@ impl Engine {
             allowed = specs.iter().map(Spec::pages_max).fold(allowed, usize::max);
         }
         // Where ranks have more and less free memory, the least decides for those that share a schedule.
-        let mut least = [-(needed.min(allowed) as f64)];
-        transformer.tensor().all_reduce_max_f64(&mut least);
-        let pages = -least[0] as usize;
+        let pages = -transformer.tensor().max(-(needed.min(allowed) as f64)) as usize;
         if null::is_active() {
             let all: usize = specs.iter().map(|spec| spec.prompt_tokens + spec.new_tokens_max).sum();
             null::note_cache(Cache {

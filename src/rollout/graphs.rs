@@ -163,9 +163,7 @@ impl Run<'_> {
         let kept = self.decoder.as_mut().expect("graphs are wanted");
         let serves = kept.as_ref().is_some_and(|kept| kept.model == places && kept.tables.room().holds(&needed));
         // Addresses are this rank's own matter: where they have changed on one, all capture anew.
-        let mut moved = [f64::from(u8::from(!serves))];
-        model.tensor().all_reduce_max_f64(&mut moved);
-        if moved[0] == 0.0 {
+        if !model.tensor().any(!serves) {
             return;
         }
         // Graphs and tables of before go first.
@@ -203,9 +201,7 @@ impl Run<'_> {
             return true;
         }
         self.stopped |= (hooks.stop)();
-        let mut ends = [f64::from(u8::from(self.stopped || self.failed.is_err()))];
-        tensor.all_reduce_max_f64(&mut ends);
-        ends[0] == 0.0
+        !tensor.any(self.stopped || self.failed.is_err())
     }
 
     /// Starts a step, if a row is known to have one and pages are there; `ahead` steps are under way.

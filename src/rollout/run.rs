@@ -63,11 +63,6 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Indices of the requests that have no response yet.
-    pub fn unfinished(&self) -> Vec<usize> {
-        (0..self.responses.len()).filter(|&i| self.responses[i].is_none()).collect()
-    }
-
     /// The responses, in the order of the requests, where the call was not stopped.
     pub fn complete(self) -> Option<Vec<Response>> {
         self.responses.into_iter().collect()

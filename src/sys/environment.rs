@@ -44,11 +44,7 @@ pub fn launched_rank() -> Option<usize> {
     first(&real, &["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"])
 }
 
-/// Index among the ranks of this host.
-pub fn local_rank() -> Option<usize> {
-    local_rank_in(&real)
-}
-
+/// Ranks of this host.
 pub fn local_ranks() -> Option<usize> {
     first(&real, &["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"])
 }
@@ -61,11 +57,6 @@ fn ranks_in(lookup: Lookup) -> Option<usize> {
         let in_step = in_step || lookup("PMIX_RANK").is_some();
         in_step.then(|| first(lookup, &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"])).flatten()
     })
-}
-
-/// Open MPI's variables come first: under mpirun inside sbatch, SLURM_LOCALID is 0 on every rank.
-fn local_rank_in(lookup: Lookup) -> Option<usize> {
-    first(lookup, &["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"])
 }
 
 #[cfg(test)]
@@ -91,12 +82,5 @@ mod tests {
     #[test]
     fn a_batch_script_without_srun_is_a_world_of_one() {
         assert_eq!(ranks_in(&with(&[("SLURM_JOB_ID", "7"), ("SLURM_PROCID", "0"), ("SLURM_NTASKS", "16")])), None);
-    }
-
-    #[test]
-    fn under_mpirun_inside_sbatch_the_local_rank_is_that_of_open_mpi() {
-        let set = with(&[("SLURM_LOCALID", "0"), ("OMPI_COMM_WORLD_LOCAL_RANK", "5")]);
-        assert_eq!(local_rank_in(&set), Some(5));
-        assert_eq!(local_rank_in(&with(&[("SLURM_LOCALID", "2")])), Some(2));
     }
 }

@@ -1,5 +1,6 @@
 //! The name of this machine, and its clocks.
 
+use std::borrow::Borrow;
 use std::ffi::CString;
 
 /// The host name as the kernel has it; `localhost` where it has none.
@@ -15,6 +16,13 @@ pub fn clock_s(clock: libc::clockid_t) -> f64 {
     // SAFETY: `now` is a valid timespec, and the kernel writes nothing else.
     unsafe { libc::clock_gettime(clock, &raw mut now) };
     now.tv_sec as f64 + now.tv_nsec as f64 * 1e-9
+}
+
+/// The upper median of measured numbers; NaN where there is none.
+pub fn median(values: impl IntoIterator<Item: Borrow<f64>>) -> f64 {
+    let mut sorted: Vec<f64> = values.into_iter().map(|x| *x.borrow()).collect();
+    sorted.sort_unstable_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// `seconds` since 1970-01-01T00:00Z by a format of the C library's `strftime`, in UTC.

@@ -2,6 +2,47 @@
 
 use std::fs;
 
+/// What of a memory, of the host or of a GPU, is in use: bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Usage {
+    /// Of what lives, and their peak since start, or since `begin_peak`.
+    pub in_use: usize,
+    pub peak: usize,
+    /// Taken from the system or the driver, live and kept.
+    pub held: usize,
+    /// What of the held ones was ever asked for, so that the system backs it.
+    pub resident: usize,
+    /// Of mapped buffers that are evicted, which count in none of the others.
+    pub evicted: usize,
+    /// `usize::MAX`: none.
+    pub limit: usize,
+    /// How often the system or the driver was asked for memory.
+    pub requests: u64,
+    /// Pinned for a GPU, and how often the driver was asked for it.
+    pub pinned: usize,
+    pub pinned_requests: u64,
+}
+
+impl Usage {
+    /// Nothing is in use, and no limit set.
+    pub const NONE: Self = Self {
+        in_use: 0,
+        peak: 0,
+        held: 0,
+        resident: 0,
+        evicted: 0,
+        limit: usize::MAX,
+        requests: 0,
+        pinned: 0,
+        pinned_requests: 0,
+    };
+
+    /// Bytes that may still come into use.
+    pub fn left(&self) -> usize {
+        self.limit.saturating_sub(self.in_use)
+    }
+}
+
 /// Most memory that this process has had resident. 0 where the system does not say.
 pub fn peak_bytes() -> u64 {
     field("/proc/self/status", "VmHWM:").unwrap_or(0)

@@ -27,7 +27,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-pub use super::free_list::{HINT, Usage, bound, size_class};
+pub use super::free_list::{HINT, bound, size_class};
+pub use crate::sys::memory::Usage;
 
 /// Values that are copied to a file before their pages are evicted.
 const MOVED_AT_ONCE: usize = 16 << 20;

@@ -2,30 +2,9 @@
 
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
+use crate::sys::memory::Usage;
 use crate::sys::pages::{HUGE, Pages, page_size};
 use std::collections::{BTreeMap, VecDeque};
-
-/// Bytes of live buffers, their peak since start (or `arena::begin_peak`), and bytes held from the system (live and kept);
-/// what of the held ones was ever asked for, so that the system backs it; bytes of mapped buffers that are evicted, which count in
-/// none of the others; the limit (`usize::MAX`: none); and how often
-/// the system was asked for memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Usage {
-    pub in_use: usize,
-    pub peak: usize,
-    pub held: usize,
-    pub resident: usize,
-    pub evicted: usize,
-    pub limit: usize,
-    pub requests: u64,
-}
-
-impl Usage {
-    /// Bytes that may still come into use.
-    pub fn left(&self) -> usize {
-        self.limit.saturating_sub(self.in_use)
-    }
-}
 
 /// What helps where the limit is too low.
 pub const HINT: &str = "more sequence or tensor ranks, a higher mesh.zero, mesh.offload, gradient.recompute = true or a \
@@ -57,7 +36,7 @@ pub fn size_class(bytes: usize) -> usize {
 
 impl FreeList {
     pub const fn new() -> Self {
-        let usage = Usage { in_use: 0, peak: 0, held: 0, resident: 0, evicted: 0, limit: usize::MAX, requests: 0 };
+        let usage = Usage::NONE;
         Self { kept: BTreeMap::new(), tails: BTreeMap::new(), time: 0, usage }
     }
 

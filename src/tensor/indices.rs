@@ -46,10 +46,6 @@ impl<'a> Indices<'a> {
         self.len
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
     /// The largest that the host knows, found once: all layers hold it to the same bound.
     pub fn largest(&self) -> Option<u32> {
         *self.largest.get_or_init(|| self.host.iter().copied().max())

@@ -21,10 +21,6 @@ impl Piece {
         self.rows * self.width
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
     /// `len` values from `at` on.
     pub fn run(at: usize, len: usize) -> Self {
         Self { at, stride: len, rows: 1, width: len }

@@ -104,10 +104,6 @@ impl<'a> SliceMut<'a> {
         self.as_slice().len()
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
     pub fn as_slice(&self) -> Slice<'_> {
         match self {
             Self::F32(values) => Slice::F32(values),

@@ -1,7 +1,6 @@
 //! Evaluation of PPO: held-out prompts answered greedily and by sampling, and how many answers are right.
 
 use super::rollout::Collector;
-use crate::comm::records;
 use crate::config::rollout::RolloutConfig;
 use crate::error::Result;
 use crate::launch::run::Run;
@@ -29,17 +28,9 @@ pub fn evaluate(
     let greedy = RolloutConfig { temperature: 0.0, ..sampled.clone() };
     let mut results = Vec::new();
     for config in [&greedy, &sampled] {
-        let answer = |model| collector.evaluate(run, model, EVAL_STEPS + step as u32, &prompts, config);
-        let mine = model.map_or(Ok(Some(Vec::new())), answer);
-        let mine = run.ranks.all.agree(mine)?;
-        let mut stopped = [f64::from(u8::from(mine.is_none()))];
-        run.ranks.all.all_reduce_max_f64(&mut stopped);
-        if stopped[0] > 0.0 {
-            return Ok(None);
-        }
-        let mine = mine.unwrap_or_default();
-        let rows: Vec<(f32, u64)> = mine.iter().map(|(r, score)| (*score, r.tokens.len() as u64)).collect();
-        results.push(records::gather(&run.ranks.all, &rows)?);
+        let found = collector.evaluate(run, model, EVAL_STEPS + step as u32, &prompts, config)?;
+        let Some(found) = found else { return Ok(None) };
+        results.push(found);
     }
     let n = prompts.len() as f64;
     let right = |rows: &[(f32, u64)]| rows.iter().filter(|r| r.0 >= run.config.eval.correct_at).count() as f64 / n;

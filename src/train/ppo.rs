@@ -48,8 +48,6 @@ pub struct Ppo {
 enum Work {
     /// In rollout: the finished responses.
     Rollout(Vec<Response>),
-    /// In training, as written by versions whose sums had no names; refused.
-    Unnamed,
     /// In training: the experience, where the updates stand, and what was measured so far.
     Update(UpdateWork),
 }
@@ -164,14 +162,6 @@ impl Job for Ppo {
         self.advantage =
             serde_json::from_value(state).map_err(|e| Error::data(format!("the checkpoint's state: {e}")))?;
         self.work = work.map(records::decode).transpose()?;
-        if matches!(self.work, Some(Work::Unnamed)) {
-            return Err(Error::data(
-                "the checkpoint stands between two updates of a step, in the form of an older version",
-            )
-            .hint(
-                "finish the step with that version, or remove the checkpoint: the run goes on from the one before it",
-            ));
-        }
         Ok(())
     }
 
@@ -179,7 +169,6 @@ impl Job for Ppo {
         let mut work = match self.work.take() {
             Some(Work::Update(work)) => work,
             Some(Work::Rollout(finished)) => self.collect(run, step, &finished)?,
-            Some(Work::Unnamed) => unreachable!("refused when it was restored"),
             None => self.collect(run, step, &[])?,
         };
         let _held = hold(&work.experience);

@@ -147,23 +147,31 @@ impl Collector {
         Ok(outcome.responses)
     }
 
-    /// Responses to `prompts` with one sample each, and their scores (evaluation), each on one rank; `None` where this rank was
-    /// asked to stop before all were answered.
+    /// Scores and lengths of responses to `prompts`, one sample each, each on one rank; `None` where a rank was asked to stop before
+    /// all were answered. `model`: the actor, where it is on this rank. All ranks of the run call this.
     pub fn evaluate(
         &mut self,
         run: &Run,
-        model: Model,
+        model: Option<Model>,
         step: u32,
         prompts: &[Prompt],
         config: &RolloutConfig,
-    ) -> Result<Option<Vec<(Response, f32)>>> {
+    ) -> Result<Option<Vec<(f32, u64)>>> {
         let own = prompts_of(run, &(0..prompts.len()));
-        let responses = self.generate(run, model, step, prompts, &own, config, &[])?;
-        let Some(responses) = responses.into_iter().collect() else { return Ok(None) };
-        let responses: Vec<Response> = own_share(responses, &run.ranks.rollout_axes.tensor);
-        let asked: Vec<&Prompt> = responses.iter().map(|r| &prompts[r.prompt]).collect();
-        let scored = self.reward.score(&asked, &responses.iter().collect::<Vec<_>>())?;
-        Ok(Some(responses.into_iter().zip(scored).map(|(response, scored)| (response, scored.score)).collect()))
+        let mut answer = |model| {
+            let responses = self.generate(run, model, step, prompts, &own, config, &[])?;
+            let Some(responses) = responses.into_iter().collect() else { return Ok(None) };
+            let responses: Vec<Response> = own_share(responses, &run.ranks.rollout_axes.tensor);
+            let asked: Vec<&Prompt> = responses.iter().map(|r| &prompts[r.prompt]).collect();
+            let scored = self.reward.score(&asked, &responses.iter().collect::<Vec<_>>())?;
+            let tokens = responses.iter().map(|response| response.tokens.len() as u64);
+            Ok(Some(scored.iter().map(|scored| scored.score).zip(tokens).collect()))
+        };
+        let mine = run.ranks.all.agree(model.map_or(Ok(Some(Vec::new())), &mut answer))?;
+        if run.ranks.all.any(mine.is_none()) {
+            return Ok(None);
+        }
+        records::gather(&run.ranks.all, &mine.unwrap_or_default()).map(Some)
     }
 
     /// The rewards of all `samples`. All ranks of the reward's placement call this with the same samples; each scores its share.

@@ -48,9 +48,7 @@ impl RolloutWeights {
         let whole = self.reshard.as_ref().map(|reshard| {
             let gather = || owned_by("rollout weights", || reshard.weights(&actor.weights));
             let (weights, bytes) = phases.time(Phase::Reshard, gather);
-            let mut received = [bytes as f64];
-            self.all.all_reduce_max_f64(&mut received);
-            (weights, received[0])
+            (weights, self.all.max(bytes as f64))
         });
         let (whole, moved) = whole.unzip();
         Gathered { transformer: self.transformer(actor), training: &actor.weights, whole, moved }

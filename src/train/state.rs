@@ -6,9 +6,10 @@ use crate::checkpoint::{self, Checkpoint, Manifest, ModelVectors, Payload, vecto
 use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
-use crate::learn::learner::{Learner, VECTORS};
+use crate::learn::Learner;
 use crate::model::Arch;
 use crate::model::export::small_files;
+use crate::optim::host_state::Vector;
 use crate::tensor::arena::Buffer;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -21,17 +22,14 @@ pub struct State {
     pub cursor: Cursor,
     pub ledger: Ledger,
     /// The method's own state: for ppo the KL controller and the reward moments.
-    #[serde(alias = "advantage")]
     pub method: Value,
     /// Optimizer steps of each learner.
     pub updates: Vec<u64>,
     /// Whether `work.bin` holds an unfinished step.
     pub has_work: bool,
     /// Whether the evaluation after `step` is still due.
-    #[serde(default)]
     pub eval_due: bool,
-    /// Hashes of the job's inputs; none in checkpoints of older versions.
-    #[serde(default)]
+    /// Hashes of the job's inputs.
     pub inputs: Inputs,
 }
 
@@ -58,13 +56,13 @@ pub fn save(
     let evict = learners.iter().map(|learner| || learner.zero.buffers().for_each(Buffer::evict));
     let evict: Vec<_> = evict.collect();
     let names =
-        learners.iter().flat_map(|learner| VECTORS.map(|what| move |at: usize| learner.describe_element(what, at)));
+        learners.iter().flat_map(|learner| Vector::ALL.map(|what| move |at: usize| learner.describe_element(what, at)));
     let names: Vec<_> = names.collect();
     let mut files: Vec<(String, Payload)> = Vec::new();
-    for ((learner, evict), names) in learners.iter().zip(&evict).zip(names.chunks(VECTORS.len())) {
-        for (what, name) in VECTORS.into_iter().zip(names) {
+    for ((learner, evict), names) in learners.iter().zip(&evict).zip(names.chunks(Vector::ALL.len())) {
+        for (what, name) in Vector::ALL.into_iter().zip(names) {
             let table = &learner.role.weights.table;
-            let vector = vector_name(&format!("{}.{what}", learner.role.name), table);
+            let vector = vector_name(&format!("{}.{}", learner.role.name, what.name()), table);
             let shard = Payload::shards(&vector, learner.stretches(what), table.len());
             files.push((format!("{vector}.rank-{rank:04}.bin"), shard.finite(name).and_then(evict)));
         }
@@ -116,17 +114,12 @@ pub fn find(run: &Run, first: &Arch, learned: &[&'static str], inputs: &Inputs) 
     let changes = |text| config_diff::check(text, &run.config, saved["run"]["has_work"] == true);
     let known = saved["config"].as_str().map_or(Ok(Vec::new()), changes).and_then(|mut changed| {
         let (mut state, work) = state_of(learned, &checkpoint, first)?;
-        let is_compared = !state.inputs.is_empty();
         changed.extend(inputs::compare(&mut state.inputs, inputs, run.config.checkpoint.changed_inputs)?);
-        Ok((changed, state, work, is_compared))
+        Ok((changed, state, work))
     });
-    let (changed, state, work, is_compared) = run.ranks.all.agree(known)?;
+    let (changed, state, work) = run.ranks.all.agree(known)?;
     if !changed.is_empty() {
         run.recorder.say(&format!("goes on with changes: {}", changed.join(", ")));
-    }
-    if !is_compared {
-        run.recorder
-            .say("the checkpoint holds no hashes of models and data: whether they changed could not be checked");
     }
     Ok(Some(Resumed { checkpoint, state, work }))
 }
@@ -139,7 +132,7 @@ impl Resumed {
             let updates = self.state.updates[index.expect("a learner has a learned role")];
             let (table, arch) = (learner.role.weights.table.clone(), learner.role.arch().clone());
             let vectors = ModelVectors::open(&self.checkpoint, learner.role.name, &arch, &table)?;
-            learner.restore(updates, |what, range, out| vectors.read(what, range, out))
+            learner.restore(updates, |what, range, out| vectors.read(what.name(), range, out))
         });
         run.ranks.all.agree(filled)?;
         for learner in learners {

@@ -39,13 +39,6 @@ pub fn environment() -> Vec<(&'static str, OsString)> {
     set
 }
 
-/// A folder in `at` where the system's loader finds the library under the name of NVML, too.
-pub fn nvml(at: &Path) -> PathBuf {
-    let link = at.join("libnvidia-ml.so.1");
-    std::os::unix::fs::symlink(gpu(), link).expect("a link");
-    at.to_owned()
-}
-
 /// Opens the emulated GPU in this process. Work is done at once and every value is an allocation of its own, so that a kernel that
 /// fails is told with what it was given, and what runs over an end is seen; unless `LATE` is set.
 pub fn open() -> Result<Gpu> {

@@ -57,7 +57,8 @@ fn values_come_back_as_they_left_and_their_memory_serves_others_meanwhile() {
     let twice = sums(&a, &once);
     assert_eq!(y.read::<f32>(LEN), twice, "what changed meanwhile");
     host_copy.offload(&mut y, false);
-    assert_eq!(host_copy.read(), bytemuck::cast_slice::<f32, u8>(&twice));
+    host_copy.finish();
+    assert_eq!(host_copy.as_f32(), twice);
     drop(host_copy);
     assert_eq!(gpu.usage().pinned, before.pinned);
 }
@@ -91,7 +92,8 @@ fn kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind() {
         assert!(others.len() < 20_000, "nobody gets the memory of what left");
     }
     let sums: Vec<f32> = a.iter().zip(&b).map(|(x, y)| x + y).collect();
-    assert_eq!(host_copy.read(), bytemuck::cast_slice::<f32, u8>(&sums));
+    host_copy.finish();
+    assert_eq!(host_copy.as_f32(), sums);
     assert_eq!(z.read::<f32>(LEN), sums);
     // It comes back behind the copy that brought it there, though nobody has waited for that.
     y = host_copy.onload();

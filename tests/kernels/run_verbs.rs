@@ -316,5 +316,5 @@ fn what_an_engine_takes_beside_weights_and_cache_is_at_most_what_the_cache_leave
     gpu().set_limit(0);
     let outcome = outcome.expect("it fits");
     assert_eq!(engine.kv_bytes() as u64, cache);
-    assert!(outcome.graph_steps > 0 && outcome.unfinished().is_empty());
+    assert!(outcome.graph_steps > 0 && !outcome.responses.contains(&None));
 }

@@ -9,11 +9,13 @@ use rlhf_hpc::device::Device;
 use rlhf_hpc::learn::Learner;
 use rlhf_hpc::learn::Role;
 use rlhf_hpc::model::{Head, export, init};
+use rlhf_hpc::optim::host_state::Vector;
 use rlhf_hpc::tensor::DType;
 
 /// The f32 weights, parameter by parameter and row by row, however they lie on the device.
 fn master(learner: &Learner) -> Vec<f32> {
-    let flat: Vec<f32> = learner.stretches("weights").into_iter().flat_map(|(_, values)| values.to_host()).collect();
+    let flat: Vec<f32> =
+        learner.stretches(Vector::Master).into_iter().flat_map(|(_, values)| values.to_host()).collect();
     learner.role.weights.table.specs().iter().flat_map(|spec| rows_of(spec, &flat)).collect()
 }
 

@@ -11,6 +11,7 @@ use rlhf_hpc::learn::sums::Sums;
 use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::model::partition::Shards;
 use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, Weights, init};
+use rlhf_hpc::optim::host_state::Vector;
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::DType;
 use rlhf_hpc::train::update::Update;
@@ -106,7 +107,7 @@ impl Setting {
 
 /// A vector of the learner by parameter, put together from the ranges and parts of all ranks, bit for bit. Copies of tensor ranks
 /// that sum gradients with others may part by rounding.
-pub fn whole(learner: &Learner, what: &str, axes: &Axes) -> Vec<(String, Vec<f32>)> {
+pub fn whole(learner: &Learner, what: Vector, axes: &Axes) -> Vec<(String, Vec<f32>)> {
     let role = &learner.role;
     let mut mine = vec![f64::NAN; role.weights.table.len()];
     let mut sent = Vec::new();
@@ -120,12 +121,12 @@ pub fn whole(learner: &Learner, what: &str, axes: &Axes) -> Vec<(String, Vec<f32
         while let [start, len, after @ ..] = rest {
             let (values, others) = after.split_at(*len as usize);
             let place = &mut mine[*start as usize..][..values.len()];
-            assert!(place.iter().all(|x| x.is_nan()), "{what} is saved twice at {start}");
+            assert!(place.iter().all(|x| x.is_nan()), "{what:?} is saved twice at {start}");
             place.copy_from_slice(values);
             rest = others;
         }
     }
-    assert!(mine.iter().all(|x| !x.is_nan()), "{what} is not saved whole");
+    assert!(mine.iter().all(|x| !x.is_nan()), "{what:?} is not saved whole");
     let (head, size) = (role.weights.table.head(), axes.tensor.size());
     let table = |rank| ParamTable::on(Device::Cpu, role.arch(), head, TensorPart { rank, size });
     let tables: Vec<ParamTable> = (0..size).map(table).collect();
@@ -135,7 +136,7 @@ pub fn whole(learner: &Learner, what: &str, axes: &Axes) -> Vec<(String, Vec<f32
         let specs = tables.iter().map(|table| &table.specs()[i]);
         let pieces: Vec<(&ParamSpec, &[f32])> =
             specs.zip(&parts).map(|(spec, part)| (spec, &part[spec.range()])).collect();
-        (format!("{} {what} {}", role.name, spec.name), gather(&pieces, spec, axes.zero.size() == 1))
+        (format!("{} {} {}", role.name, what.name(), spec.name), gather(&pieces, spec, axes.zero.size() == 1))
     };
     role.whole().specs().iter().enumerate().map(join).collect()
 }
@@ -156,7 +157,7 @@ pub fn update(arch: &Arch, config: &Config, samples: &[Experience], axes: &Axes,
     });
     let update = Update { config, axes, kl_beta: 0.05 };
     let sums = update.minibatch(&mut actor, Some(&mut critic), &chosen).expect("a finite gradient");
-    let kept = [(&actor, "m"), (&actor, "weights"), (&critic, "m"), (&critic, "weights")];
+    let kept = [(&actor, Vector::First), (&actor, Vector::Master), (&critic, Vector::First), (&critic, Vector::Master)];
     let vectors = kept.into_iter().flat_map(|(learner, what)| whole(learner, what, axes)).collect();
     Left { sums, norms: [actor.report.grad_norm, critic.report.grad_norm], vectors }
 }

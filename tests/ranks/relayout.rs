@@ -7,9 +7,10 @@ use crate::models::arch;
 use rlhf_hpc::checkpoint::{Checkpoint, Manifest, ModelVectors, Payload, newest, save, vector_name};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::ppo::PolicyLossKind;
-use rlhf_hpc::learn::learner::{Learner, VECTORS};
+use rlhf_hpc::learn::Learner;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Head, Reshard, TensorPart};
+use rlhf_hpc::optim::host_state::Vector;
 use rlhf_hpc::tensor::DType;
 use serde_json::json;
 
@@ -30,14 +31,14 @@ fn restored(setting: &Setting, axes: &Axes, stage: usize, from: &Checkpoint) -> 
     let mut learner = setting.learner(99, axes, stage).expect("a learner");
     let table = learner.role.weights.table.clone();
     let vectors = ModelVectors::open(from, "model", &setting.arch, &table).expect("a legal cut");
-    learner.restore(1, |what, range, out| vectors.read(what, range, out)).expect("saved whole");
+    learner.restore(1, |what, range, out| vectors.read(what.name(), range, out)).expect("saved whole");
     learner.all_gather();
     learner
 }
 
 /// The bits of all vectors by parameter, and of the weights that layers read, on every rank.
 fn state(learner: &Learner, axes: &Axes) -> Vec<(String, Vec<u32>)> {
-    let vectors = VECTORS.iter().flat_map(|what| whole(learner, what, axes));
+    let vectors = Vector::ALL.into_iter().flat_map(|what| whole(learner, what, axes));
     let mut all: Vec<_> =
         vectors.map(|(name, values)| (name, values.into_iter().map(f32::to_bits).collect::<Vec<u32>>())).collect();
     let role = &learner.role;
@@ -52,12 +53,12 @@ fn state(learner: &Learner, axes: &Axes) -> Vec<(String, Vec<u32>)> {
 
 fn saved(world: &World, root: &Shared, learner: &Learner, mesh: Mesh) -> Checkpoint {
     let table = &learner.role.weights.table;
-    let file = |what: &str| {
-        let vector = vector_name(&format!("model.{what}"), table);
+    let file = |what: Vector| {
+        let vector = vector_name(&format!("model.{}", what.name()), table);
         let shard = Payload::shards(&vector, learner.stretches(what), table.len());
         (format!("{vector}.rank-{:04}.bin", world.rank), shard)
     };
-    let files: Vec<_> = VECTORS.iter().map(|what| file(what)).collect();
+    let files: Vec<_> = Vector::ALL.into_iter().map(file).collect();
     save(root.path(), &world.group(), &files, Manifest::new(1, &mesh, "c0ffee", json!({})), 1).expect("saves");
     newest(root.path()).expect("readable").expect("saved")
 }

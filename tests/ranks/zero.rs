@@ -8,13 +8,14 @@ use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::optim::{GradientOrder, OptimConfig};
 use rlhf_hpc::config::ppo::PolicyLossKind;
 use rlhf_hpc::experience::Experience;
+use rlhf_hpc::learn::Learner;
 use rlhf_hpc::learn::Role;
-use rlhf_hpc::learn::learner::{Learner, VECTORS};
 use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::reshard::Reshard;
 use rlhf_hpc::model::{Arch, Head, Saved, TensorPart};
 use rlhf_hpc::optim::BLOCK;
+use rlhf_hpc::optim::host_state::Vector;
 use rlhf_hpc::tensor::DType;
 use serde_json::json;
 use std::ops::Range;
@@ -90,7 +91,7 @@ struct Outcome {
 impl Outcome {
     fn of(learner: &Learner, axes: &Axes, norms: Vec<f64>) -> Self {
         let vector = |what| whole(learner, what, axes).into_iter().flat_map(|(_, values)| values).collect();
-        Self { vectors: VECTORS.map(vector), norms }
+        Self { vectors: Vector::ALL.map(vector), norms }
     }
 
     fn bits(&self) -> (Vec<u32>, Vec<u64>) {
@@ -126,7 +127,7 @@ fn assert_close(setting: &Setting, got: &Outcome, want: &Outcome, bound: f64, wh
     let scales = [moved, length(&want.vectors[1]), length(&want.vectors[2])];
     for (i, scale) in scales.into_iter().enumerate() {
         let off = distance(&got.vectors[i], &want.vectors[i]) / scale;
-        assert!(off <= bound, "{what}: {} are off by {off:e}", VECTORS[i]);
+        assert!(off <= bound, "{what}: {} are off by {off:e}", Vector::ALL[i].name());
     }
     for (got, want) in got.norms.iter().zip(&want.norms) {
         assert!((got - want).abs() <= bound * want, "{what}: norms {got} and {want}");

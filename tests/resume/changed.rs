@@ -202,21 +202,3 @@ fn a_reward_file_that_changed_is_announced() {
     elsewhere.current_dir("/");
     Running::new(elsewhere).end().assert(0, &["goes on with changes: ", "other contents of reward.python[0]"]);
 }
-
-#[test]
-fn a_checkpoint_without_hashes_goes_on_and_that_is_announced() {
-    let job = Job::sft("without-hashes");
-    job.clone().with("job.steps=2").done();
-    let path = job.checkpoints().join("step-2/manifest.json");
-    let text = std::fs::read_to_string(&path).expect("there");
-    let (_, body) = text.split_once('\n').expect("lines");
-    let mut body: serde_json::Value = serde_json::from_str(&format!("{{{body}")).expect("JSON");
-    body["state"]["run"].as_object_mut().expect("an object").remove("inputs").expect("it is kept");
-    let body = body.to_string();
-    let rest = body.strip_prefix('{').expect("an object");
-    let hash = rlhf_hpc::sys::files::xxh3(rest.as_bytes());
-    std::fs::write(&path, format!("{{\"xxh3\":\"{hash}\",\n{rest}")).expect("writes");
-    job.clone().with("job.steps=3").run().assert(0, &["holds no hashes of models and data"]);
-    let again = job.with("job.steps=4").run();
-    assert!(again.code == Some(0) && !again.stderr.contains("no hashes"), "{}", again.stderr);
-}

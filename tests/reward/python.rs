@@ -247,7 +247,7 @@ fn any_fault_is_tried_again_in_a_fresh_child() {
 fn retries_are_bounded_and_the_error_says_how_many() {
     let job = failing_first(99, "print('my last words'); os._exit(3)");
     let error = job.service_error("retries = 2");
-    says(&error, &["f of ", "reward.py", "3 attempts", "exit code 3", "my last words"]);
+    says(&error, &["f of ", "reward.py", "3 attempts", "exit status: 3", "my last words"]);
     assert_eq!(std::fs::read(job.path("calls")).unwrap().len(), 3);
     assert_eq!(error.exit_code(), 75);
 }
@@ -255,7 +255,7 @@ fn retries_are_bounded_and_the_error_says_how_many() {
 #[test]
 fn a_child_that_dies_hangs_or_raises_is_named() {
     let job = failing_first(99, "os.kill(os.getpid(), signal.SIGKILL)");
-    says(&job.service_error(""), &["1 attempt", "signal 9", "scoring"]);
+    says(&job.service_error(""), &["1 attempt", "signal: 9", "scoring"]);
     let job = failing_first(99, "print('thinking'); time.sleep(1000)");
     says(&job.service_error("timeout_s = 1.0"), &["no answer within 1 s", "thinking"]);
     let job = failing_first(99, "sys.exit('enough')");
@@ -361,7 +361,7 @@ fn files_that_cannot_be_used_are_refused_before_work_starts() {
         ("def f(completions:", "", "SyntaxError"),
         ("import no_such_module", "", "ModuleNotFoundError"),
         ("raise SystemExit(4)", "", "SystemExit"),
-        ("import os; os._exit(5)", "", "exit code 5"),
+        ("import os; os._exit(5)", "", "exit status: 5"),
         ("import time; time.sleep(1000)", "start_timeout_s = 1.0", "no answer within 1 s while loading"),
         ("", "python = \"nowhere.py\"", "nowhere.py"),
         ("", "python = { file = \"reward.py\", interpreter = \"no-such-python\" }", "no-such-python"),

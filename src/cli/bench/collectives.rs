@@ -5,12 +5,12 @@
 //! bytes / seconds, the caller's view, not the wire's.
 
 use super::args::Args;
-use super::measure::median;
 use crate::cli::out::say;
 use crate::comm::accounting::{Totals, accounting};
 use crate::comm::mpi_baseline::MpiBaseline;
 use crate::comm::{Group, Stream, World};
 use crate::device::cpu::peak;
+use crate::sys::host::median;
 use crate::sys::{affinity, host};
 use serde_json::{Value, json};
 use std::ops::Range;
@@ -133,9 +133,7 @@ impl Suite<'_> {
     }
 
     fn slowest(&self, seconds: f64) -> f64 {
-        let mut seconds = [seconds];
-        self.group.all_reduce_max_f64(&mut seconds);
-        seconds[0]
+        self.group.max(seconds)
     }
 
     /// Seconds of one round of computing.

@@ -2,18 +2,17 @@
 
 use super::cost::Work;
 use super::measure::Meter;
-use super::models::{Source, tokens};
-use crate::device::Device;
+use super::models::Source;
+use crate::device::{Device, null};
 use crate::model::Arch;
-use crate::ops::adamw::{self, Update};
+use crate::ops::adamw;
 use crate::ops::attention::{self, KvLayer, PAGE, PagedSequence};
 use crate::ops::matmul::{self, Into};
 use crate::ops::ring_attention::{self, Backward, Steps};
-use crate::ops::{linear_logprob, norm, rmsnorm, swiglu, zigzag};
-use crate::plan::synthetic::{Matrix, attention_shape, fill, filled};
+use crate::ops::{norm, rmsnorm, swiglu, zigzag};
+use crate::plan::synthetic::{self, Matrix, attention_shape, fill, filled};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Layout, Tensor, WeightMut};
-use std::ops::Range;
 
 const ROWS: [usize; 8] = [1, 4, 8, 16, 32, 64, 512, 2048];
 /// Training: sequences of a packed row.
@@ -67,20 +66,12 @@ fn products(meter: &mut Meter, name: &str, n: usize, k: usize) {
 }
 
 fn packed_attention(meter: &mut Meter, name: &str, arch: &Arch) {
-    let (t, shape) = (BATCH * TOKENS, attention_shape(arch, None));
-    let (qw, kvw) = (arch.q_width(), arch.kv_width());
-    let ends: Vec<usize> = (0..=BATCH).map(|i| i * TOKENS).collect();
-    let (q, k, v, d_o) = (filled(t, qw), filled(t, kvw), filled(t, kvw), filled(t, qw));
-    let (mut o, mut lse) = (Tensor::zeros(t, qw), Tensor::zeros(t, arch.heads));
-    let (mut dq, mut dk, mut dv) = (Tensor::zeros(t, qw), Tensor::zeros(t, kvw), Tensor::zeros(t, kvw));
-    let packed = ends.as_slice().into();
-    let flops = 4.0 * (qw * BATCH) as f64 * attention::pairs(0, TOKENS, None);
+    let flops = 4.0 * (arch.q_width() * BATCH) as f64 * attention::pairs(0, TOKENS, None);
     let cost = Work { attention: flops, ..Work::default() };
-    meter.short(&format!("{name} attention {BATCH} x {TOKENS}"), Some(t), cost, || {
-        attention::forward_packed(&q, &k, &v, &packed, &shape, &mut o, &mut lse);
-    });
-    meter.short(&format!("{name} attention backward {BATCH} x {TOKENS}"), Some(t), cost + cost, || {
-        attention::backward_packed(&q, &k, &v, &o, &lse, &d_o, &packed, &shape, &mut dq, &mut dk, &mut dv);
+    synthetic::packed_attention(arch, None, [BATCH, TOKENS], &mut |op, work| {
+        let is_forward = op == null::ATTENTION;
+        let (what, cost) = if is_forward { ("attention", cost) } else { ("attention backward", cost + cost) };
+        meter.short(&format!("{name} {what} {BATCH} x {TOKENS}"), Some(BATCH * TOKENS), cost, work);
     });
 }
 
@@ -140,24 +131,10 @@ fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
 
 fn head(meter: &mut Meter, name: &str, arch: &Arch) {
     let (t, d, v) = (BATCH * TOKENS, arch.width, arch.vocabulary);
-    let matrix = Matrix::new(v, d, meter.dtype);
-    let (h, targets) = (filled(t, d), tokens(t, 0, v));
-    let mut logprobs = vec![0.0; t];
-    let mut entropy = vec![0.0; t];
     let cost = Work::of(0.0, 2.0 * (t * d * v) as f64);
-    meter.short(&format!("{name} head {t} x {v} x {d}"), Some(t), cost, || {
-        linear_logprob::forward(&h, matrix.weight(), &targets, 1.0, &mut logprobs, &mut []);
-    });
-    let mut dh = Tensor::zeros(t, d);
-    let mut gradient = Buffer::zeros(Layout::Panel.len(v, d));
-    let mut loss = |_: Range<usize>, _: &[f32], _: &[f32], dlogprobs: &mut [f32], dentropy: &mut [f32]| {
-        dlogprobs.fill(-1.0 / t as f32);
-        dentropy.fill(0.0);
-    };
-    meter.short(&format!("{name} head and gradient {t} x {v} x {d}"), Some(t), cost + cost + cost, || {
-        let dw = WeightMut { n: v, k: d, layout: Layout::Panel, values: (&mut gradient).into() };
-        let (l, e) = (&mut logprobs, &mut entropy);
-        linear_logprob::forward_backward(&h, matrix.weight(), &targets, 1.0, &mut loss, l, e, &mut dh, dw);
+    synthetic::head(t, &Matrix::new(v, d, meter.dtype), &mut |op, work| {
+        let (what, cost) = if op == null::HEAD { ("head", cost) } else { ("head and gradient", cost + cost + cost) };
+        meter.short(&format!("{name} {what} {t} x {v} x {d}"), Some(t), cost, work);
     });
 }
 
@@ -183,8 +160,6 @@ fn streams(meter: &mut Meter, name: &str, arch: &Arch) {
     let (mut p, mut g) = (Buffer::zeros(n), Buffer::scratch(n));
     let (mut m, mut v) = (Buffer::zeros(n), Buffer::zeros(n));
     fill(&mut g);
-    let (lr, beta1, beta2, eps) = (1e-5, 0.9, 0.95, 1e-8);
-    let update = Update { lr, beta1, beta2, eps, bias1: 0.1, bias2: 0.05, grad_scale: 1.0 };
-    stream(&format!("adamw {n}"), 7 * n, &mut || adamw::step(&mut p, &g, &mut m, &mut v, &update, 0.0));
+    stream(&format!("adamw {n}"), 7 * n, &mut || adamw::step(&mut p, &g, &mut m, &mut v, &synthetic::UPDATE, 0.0));
     stream(&format!("gradient norm {n}"), n, &mut || drop(norm::sums_of_squares(&g, 1 << 14)));
 }

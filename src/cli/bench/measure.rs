@@ -6,6 +6,7 @@ use crate::cli::out::say;
 use crate::device::cpu::peak;
 use crate::device::cpu::pool::pool;
 use crate::error::Result;
+use crate::sys::host::median;
 use crate::tensor::DType;
 use crate::tensor::arena::Buffer;
 use serde_json::json;
@@ -36,15 +37,9 @@ pub struct Measured {
     read_gbs: Vec<f64>,
 }
 
-pub fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
 /// The median of each part in milliseconds, over `parts` of repeats behind the one that warms up; with its name.
 pub fn medians_ms<const N: usize>(names: [&'static str; N], parts: &[[f64; N]]) -> Vec<(&'static str, f64)> {
-    let part = |i: usize| 1e3 * median(&parts[1..].iter().map(|parts| parts[i]).collect::<Vec<_>>());
+    let part = |i: usize| 1e3 * median(parts[1..].iter().map(|parts| parts[i]));
     names.into_iter().enumerate().map(|(i, name)| (name, part(i))).collect()
 }
 

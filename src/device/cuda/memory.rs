@@ -167,10 +167,6 @@ macro_rules! shared_by_views {
                 self.len
             }
 
-            pub fn is_empty(&self) -> bool {
-                self.len == 0
-            }
-
             pub fn dtype(&self) -> DType {
                 self.dtype
             }

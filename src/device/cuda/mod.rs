@@ -28,7 +28,6 @@ mod launch;
 pub mod library;
 pub mod linear_logprob;
 pub mod linear_logprob_fused;
-pub mod links;
 pub mod matmul;
 pub mod memory;
 pub mod norm;

@@ -119,13 +119,7 @@ impl HostCopy {
         wait(&mut self.down_copy);
     }
 
-    /// The values as they lie here, when they have come.
-    pub fn read(&mut self) -> &[u8] {
-        self.finish();
-        self.pinned.as_slice()
-    }
-
-    /// The same as f32, where `finish` has waited for them.
+    /// The values as they lie here, where `finish` has waited for them.
     pub fn as_f32(&self) -> &[f32] {
         bytemuck::cast_slice(self.pinned.as_slice())
     }

@@ -17,6 +17,7 @@
 use super::fx::Table;
 use crate::device::null;
 use crate::error::{Error, Kind, Result};
+pub use crate::sys::memory::Usage;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Where runs come from and go back to.
@@ -27,27 +28,6 @@ pub trait Backing {
     /// `Usage` where there are not as many; others where nothing can be asked any more.
     fn allocate(&self, bytes: usize) -> Result<u64>;
     fn free(&self, address: u64, bytes: usize);
-}
-
-/// Bytes of live runs, their peak since start (or `Gpu::begin_peak`), and bytes held from the driver (live and free); the limit
-/// (`usize::MAX`: none); how often the driver was asked for memory of the GPU, and for pinned memory of the host, and bytes of
-/// that.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Usage {
-    pub in_use: usize,
-    pub peak: usize,
-    pub held: usize,
-    pub limit: usize,
-    pub requests: u64,
-    pub pinned: usize,
-    pub pinned_requests: u64,
-}
-
-impl Usage {
-    /// Bytes that may still come into use.
-    pub fn left(&self) -> usize {
-        self.limit.saturating_sub(self.in_use)
-    }
 }
 
 /// A run, by its address and its size.
@@ -91,8 +71,7 @@ const NO_CACHING: &str = "RLHF_NO_CUDA_MEMORY_CACHING";
 
 impl Default for Pool {
     fn default() -> Self {
-        let usage =
-            Usage { in_use: 0, peak: 0, held: 0, limit: usize::MAX, requests: 0, pinned: 0, pinned_requests: 0 };
+        let usage = Usage::NONE;
         Self {
             chunks: BTreeMap::new(),
             free: BTreeMap::new(),

@@ -621,21 +621,6 @@ API emulated_enqueue(Stream* stream, int (*work)(void*), void* data) {
 
 #include "graphs.h"
 
-// ---- NVML ----
-
-API nvmlInit_v2() { return Success; }
-
-API nvmlDeviceGetHandleByPciBusId_v2(const char* pci, void** device) {
-    *device = reinterpret_cast<void*>(std::strstr(pci, "3b") ? 1 : 2);
-    return Success;
-}
-
-// The first GPU has twelve links, of which one is down; the other none.
-API nvmlDeviceGetNvLinkState(void* device, unsigned link, unsigned* up) {
-    *up = link != 3;
-    return reinterpret_cast<uintptr_t>(device) == 1 && link < 12 ? Success : InvalidValue;
-}
-
 // ---- kernels ----
 
 // What the emulated NVRTC makes of any source.

@@ -2,9 +2,9 @@
 
 use crate::cli::bench::args::Args;
 pub(super) use crate::cli::bench::cost::Work;
-use crate::cli::bench::measure::median;
 use crate::cli::out::say;
 use crate::device::cuda::{Gpu, Memory, View, ViewMut};
+use crate::sys::host::median;
 use crate::tensor::DType::{Bf16, F32};
 use serde_json::json;
 use std::cell::{Cell, RefCell};

@@ -3,6 +3,7 @@
 use super::bench::{Bench, Target, Work};
 use crate::device::cuda::linear_logprob::{self, Logits};
 use crate::device::cuda::{Memory, adamw, linear_logprob_fused, rmsnorm, swiglu};
+use crate::plan::synthetic::UPDATE;
 use crate::tensor::DType::{Bf16, F32};
 
 const OF_COPY: Option<Target> = Some(Target::Copy(0.85));
@@ -34,12 +35,10 @@ fn optimizer(bench: &Bench) {
     let [mut p, mut m, mut v, g] = [(); 4].map(|()| bench.random_f32(len));
     let mut weights = Memory::zeros(2 * len);
     let decays = adamw::Decays::of(&[(len, 0.01)]);
-    let update =
-        adamw::Update { lr: 1e-6, beta1: 0.9, beta2: 0.95, eps: 1e-8, bias1: 0.1, bias2: 0.05, grad_scale: 1.0 };
     let cost = Work::of(30.0 * len as f64, 0.0);
     bench.measure(&format!("adamw, {len} parameters"), cost, OF_COPY, || {
         let [p, m, v] = [p.view_mut(F32), m.view_mut(F32), v.view_mut(F32)];
-        adamw::step(p, g.view(F32), m, v, weights.view_mut(Bf16), &decays, &update);
+        adamw::step(p, g.view(F32), m, v, weights.view_mut(Bf16), &decays, &UPDATE);
     });
 }
 
