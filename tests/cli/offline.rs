@@ -50,9 +50,9 @@ fn generate_names_the_row_that_it_cannot_read() {
 fn logprobs_names_the_row_that_it_cannot_read() {
     let long = format!("{{\"tokens\": {:?}}}", vec![1; 257]);
     let bad = [
-        ("{\"tokens\": \"1 2\"}", "tokens is a string, needed is a list"),
-        ("{\"prompt\": \"a\"}", "the row has no tokens"),
-        ("{\"tokens\": [-1]}", "tokens[0] is -1"),
+        ("{\"tokens\": \"1 2\"}", "field \"tokens\" is a string, needed a list of token ids"),
+        ("{\"prompt\": \"a\"}", "there is no field \"tokens\"; the row has: prompt"),
+        ("{\"tokens\": [-1]}", "field \"tokens\" holds -1"),
         (&long, "257 tokens, the model's max_position_embeddings is 256"),
     ];
     check(&["logprobs"], "{\"tokens\": [1, 2, 3]}", &bad);
