@@ -1,7 +1,9 @@
 //! Rust source as these checks see it: code without comments, strings and character literals.
 
+use regex::{Captures, Regex};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 
 pub fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -46,57 +48,17 @@ pub fn walk(dir: &Path, visit: &mut dyn FnMut(&Path)) {
     }
 }
 
+/// Comments, strings with and without escapes, and characters; a lifetime is none.
+static LITERAL: LazyLock<Regex> = LazyLock::new(|| {
+    let pattern = r#"(?sx) //[^\n]* | /\*.*?\*/ | \bb?r"[^"]*" | \bb?r\x23".*?"\x23 | \bb?r\x23\x23".*?"\x23\x23
+        | "(?:\\.|[^"\\])*" | '(?:\\.[^']*|[^'\\])'"#;
+    Regex::new(pattern).expect("a pattern")
+});
+
 /// The text with comments, strings and character literals blanked out; lines stay lines and bytes stay in place.
 pub fn code(text: &str) -> String {
-    let bytes = text.as_bytes();
-    let mut out = bytes.to_vec();
-    let mut i = 0;
-    while i < bytes.len() {
-        let end = i + literal(&bytes[i..], i > 0 && is_word(bytes[i - 1])).max(1);
-        if end > i + 1 {
-            out[i..end].iter_mut().filter(|b| **b != b'\n').for_each(|b| *b = b' ');
-        }
-        i = end;
-    }
-    String::from_utf8(out).expect("blanks are text")
-}
-
-fn is_word(b: u8) -> bool {
-    b.is_ascii_alphanumeric() || b == b'_'
-}
-
-/// Length of the comment, string or character literal that begins here; 0: none does.
-fn literal(s: &[u8], in_word: bool) -> usize {
-    let until = |from: usize, end: &[u8]| {
-        s[from..].windows(end.len()).position(|w| w == end).map_or(s.len(), |at| from + at + end.len())
-    };
-    if s.starts_with(b"//") {
-        return s.iter().position(|b| *b == b'\n').unwrap_or(s.len());
-    }
-    if s.starts_with(b"/*") {
-        return until(2, b"*/");
-    }
-    if !in_word && (s.starts_with(b"r\"") || s.starts_with(b"r#") || s.starts_with(b"br\"") || s.starts_with(b"br#")) {
-        let start = 1 + usize::from(s[0] == b'b');
-        let hashes = s[start..].iter().take_while(|b| **b == b'#').count();
-        if s.get(start + hashes) == Some(&b'"') {
-            return until(start + hashes + 1, &[&b"\""[..], &vec![b'#'; hashes]].concat());
-        }
-    }
-    if s[0] == b'"' {
-        return quoted(s, b'"');
-    }
-    // A character, not a lifetime: closed within a few bytes.
-    let is_character = s[0] == b'\'' && s.len() > 2 && (s[1] == b'\\' || s[2..s.len().min(6)].contains(&b'\''));
-    if is_character && (s[1] == b'\\' || s[2] == b'\'' || !s[1].is_ascii()) { quoted(s, b'\'') } else { 0 }
-}
-
-fn quoted(s: &[u8], quote: u8) -> usize {
-    let mut i = 1;
-    while i < s.len() && s[i] != quote {
-        i += 1 + usize::from(s[i] == b'\\');
-    }
-    (i + 1).min(s.len())
+    let blank = |found: &Captures| found[0].bytes().map(|b| if b == b'\n' { '\n' } else { ' ' }).collect::<String>();
+    LITERAL.replace_all(text, blank).into_owned()
 }
 
 /// The functions of a formatted file: first line (from 1), number of lines, and the line itself.
