@@ -84,6 +84,14 @@ impl Fixture {
         fs::write(path, bytes).expect("a file");
     }
 
+    /// The files of a folder in another, beside what is there.
+    pub fn copy(&self, from: &str, to: &str) {
+        for (path, bytes) in self.files(from) {
+            let name = path.strip_prefix(from).expect("it lies below");
+            self.write(&format!("{to}/{}", name.display()), bytes);
+        }
+    }
+
     pub fn read(&self, name: &str) -> Vec<u8> {
         fs::read(self.path(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
     }

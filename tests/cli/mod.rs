@@ -4,7 +4,7 @@ mod binary;
 pub mod command;
 pub mod corpus;
 mod data;
-mod fixture;
+pub mod fixture;
 mod keys;
 mod manual;
 mod models;

@@ -9,9 +9,7 @@ fn a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused() {
     let fixture = Fixture::new();
     fixture.edit("config.json", |config| config["vocab_size"] = json!(200));
     fixture.run(&["init", "--config", "config.json", "--out", "small"]).well();
-    for file in ["tokenizer.json", "tokenizer_config.json"] {
-        fixture.write(&format!("small/{file}"), fixture.read(&format!("model/{file}")));
-    }
+    fixture.copy("tokenizer", "small");
     let words = ["tokens, its model embeds 200"];
     fixture.refuses(65, &["model.actor=small"], &words).hinted("tokenizer that belongs to the model");
     let again = fixture.run(&["init", "--config", "config.json", "--tokenizer", "tokenizer", "--out", "x"]);
@@ -42,9 +40,8 @@ fn a_critic_or_reference_with_other_tokens_is_refused() {
 #[test]
 fn the_role_of_a_bad_directory_is_named() {
     let fixture = Fixture::new();
+    fixture.copy("tokenizer", "bad");
     for role in ["actor", "critic", "reference"] {
-        fs::create_dir_all(fixture.path("bad")).unwrap();
-        fixture.write("bad/tokenizer.json", fixture.read("model/tokenizer.json"));
         fixture.refuses(65, &[&format!("model.{role}=bad")], &[&format!("model.{role}: "), "bad", "config.json"]);
     }
 }

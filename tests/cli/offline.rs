@@ -160,9 +160,7 @@ fn files_that_are_no_files_are_refused_by_name_and_hang_nothing() {
     let made = std::process::Command::new("mkfifo").arg(fixture.path("fifo")).status().expect("mkfifo runs");
     assert!(made.success());
     let copy = |name: &str, file: &str| {
-        for other in ["config.json", "model.safetensors", "tokenizer.json"] {
-            fixture.write(&format!("{name}/{other}"), fixture.read(&format!("model/{other}")));
-        }
+        fixture.copy("model", name);
         let path = fixture.path(&format!("{name}/{file}"));
         std::fs::remove_file(&path).expect("it was there");
         std::os::unix::fs::symlink(fixture.path("fifo"), path).expect("a link");

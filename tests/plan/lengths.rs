@@ -1,58 +1,53 @@
 //! How long rows are: read from the job's own data, and counted as the run cuts them.
 
 use super::models::{archs, job, small};
-use super::table::{plan, text};
+use crate::cli::fixture::Fixture;
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::config::data::DataConfig;
-use rlhf_hpc::config::job::JobKind;
 use rlhf_hpc::config::{self, Config};
 use rlhf_hpc::data::{self, Hashes, Part, Prepared, PromptSource, Reading, RowTokens, SftSource, shard_jsonl};
 use rlhf_hpc::plan::{Origin, Rows};
-use rlhf_hpc::text::{Tokenizer, train_bpe};
+use rlhf_hpc::text::Tokenizer;
 use rlhf_hpc::train::{self, Archs};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
-use tempfile::TempDir;
 
-/// A model's folder with config.json and tokenizer, and rows of mixed lengths.
-struct Fixture {
-    dir: TempDir,
+/// A job with rows of mixed lengths, of no split and no label.
+const SETS: &str = "model.actor=planned job.steps=6 data.label_key= data.prompt_split= data.eval_split= data.prompt_tokens_max=40 \
+                    data.long_prompts=truncate_left data.row_tokens_max=300 rollout.prompts_per_step=8 \
+                    rollout.samples_per_prompt=2 rollout.response_tokens_max=50 ppo.minibatch_samples=8 \
+                    ppo.microbatch_tokens_max=256 sft.minibatch_samples=12 sft.microbatch_tokens_max=512 eval.every_steps=0";
+
+fn sets(kind: &str, data: &str, more: &[&str]) -> Vec<String> {
+    let of = [format!("job.kind={kind}"), format!("data.prompts=[\"{data}\"]")];
+    SETS.split_whitespace().chain(more.iter().copied()).map(String::from).chain(of).collect()
+}
+
+/// A folder `planned` with config.json and tokenizer, and rows of mixed lengths.
+struct Lengths {
+    fixture: Fixture,
     archs: Archs,
     tokenizer: Arc<Tokenizer>,
 }
 
-impl Fixture {
+impl Lengths {
     fn new(rows: usize) -> Self {
-        let dir = tempfile::tempdir().expect("a folder");
-        let model = dir.path().join("model");
-        let texts: Vec<String> = (0..100).map(|i| format!("what is {i} and {}?", i * 7)).collect();
-        train_bpe(&texts, 300, &model).expect("a tokenizer");
-        fs::write(model.join("config.json"), small().to_string()).expect("a file");
-        let lines: Vec<String> = (0..rows).map(|i| row(i).to_string()).collect();
-        fs::write(dir.path().join("rows.jsonl"), lines.join("\n")).expect("a file");
-        let tokenizer = Arc::new(Tokenizer::load(&model).expect("a tokenizer"));
-        let archs = Archs(archs(&small(), false).0[..1].to_vec());
-        Self { dir, archs, tokenizer }
+        let fixture = Fixture::new();
+        fixture.copy("tokenizer", "planned");
+        fixture.write("planned/config.json", small().to_string());
+        fixture.jsonl("mixed.jsonl", &(0..rows).map(row).collect::<Vec<_>>());
+        let tokenizer = Arc::new(Tokenizer::load(&fixture.path("planned")).expect("a tokenizer"));
+        Self { fixture, archs: Archs(archs(&small(), false).0[..1].to_vec()), tokenizer }
     }
 
     fn path(&self, name: &str) -> PathBuf {
-        self.dir.path().join(name)
+        self.fixture.path(name)
     }
 
     fn config(&self, kind: &str, data: &str, more: &[&str]) -> Config {
-        let words = format!(
-            "[job]\nkind = \"{kind}\"\nsteps = 6\ndir = \"{}\"\n[model]\nactor = \"{}\"\n[data]\nprompts = [\"{}\"]\n\
-             prompt_tokens_max = 40\nlong_prompts = \"truncate_left\"\nrow_tokens_max = 300\n[rollout]\n\
-             prompts_per_step = 8\nsamples_per_prompt = 2\nresponse_tokens_max = 50\n[ppo]\nminibatch_samples = 8\n\
-             microbatch_tokens_max = 256\n[sft]\nminibatch_samples = 12\nmicrobatch_tokens_max = 512\n",
-            self.path("run").display(),
-            self.path("model").display(),
-            self.path(data).display()
-        );
-        let more: Vec<String> = more.iter().map(ToString::to_string).collect();
-        config::parse(&words, &more).expect("a job")
+        config::load(&self.path("job.toml"), &sets(kind, data, more)).expect("a job")
     }
 
     fn read(&self, config: &Config) -> Rows {
@@ -96,9 +91,9 @@ fn row(i: usize) -> Value {
 
 #[test]
 fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
-    let fixture = Fixture::new(300);
+    let fixture = Lengths::new(300);
     for more in [&[][..], &["sft.loss_on=all"], &["data.order=length_grouped", "job.seed=7"]] {
-        let config = fixture.config("sft", "rows.jsonl", more);
+        let config = fixture.config("sft", "mixed.jsonl", more);
         let rows = fixture.read(&config);
         assert_eq!((rows.origin.clone(), rows.drawn.len()), (Origin::Drawn, 6 * 12));
         assert!(!rows.are_alike());
@@ -106,7 +101,7 @@ fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
     }
     let (config, vocabulary) = (DataConfig::default(), fixture.archs.actor().vocabulary);
     let reading = Reading { config: &config, part: Part::Demonstration, tokenizer: &fixture.tokenizer, vocabulary };
-    shard_jsonl(reading, &[(&fixture.path("rows.jsonl"), None)], &[], &fixture.path("shard")).expect("a shard");
+    shard_jsonl(reading, &[(&fixture.path("mixed.jsonl"), None)], &[], &fixture.path("shard")).expect("a shard");
     let config = fixture.config("sft", "shard", &[]);
     assert_eq!(fixture.read(&config).drawn, fixture.demonstrations(&config, 6 * 12));
     assert!(!fixture.path("run").exists(), "a plan leaves nothing behind");
@@ -114,8 +109,8 @@ fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
 
 #[test]
 fn prompts_are_read_and_responses_count_as_the_longest_unless_told() {
-    let fixture = Fixture::new(200);
-    let config = fixture.config("ppo", "rows.jsonl", &[]);
+    let fixture = Lengths::new(200);
+    let config = fixture.config("ppo", "mixed.jsonl", &[]);
     let rows = fixture.read(&config);
     let prompts: Vec<usize> = rows.drawn.iter().map(|row| row.prompt).collect();
     assert_eq!(prompts, fixture.prompts(&config, 6 * 8));
@@ -130,11 +125,10 @@ fn prompts_are_read_and_responses_count_as_the_longest_unless_told() {
 #[test]
 fn of_much_text_a_sample_over_all_of_it_is_read() {
     // Prompts grow from the first row to the last.
-    let fixture = Fixture::new(1);
+    let fixture = Lengths::new(1);
     let count = 12_000;
-    let line = |i: usize| json!({ "prompt": "x ".repeat(1 + i / 200), "response": "7 ".repeat(100) }).to_string();
-    let lines: Vec<String> = (0..count).map(line).collect();
-    fs::write(fixture.path("much.jsonl"), lines.join("\n")).expect("a file");
+    let row = |i: usize| json!({ "prompt": "x ".repeat(1 + i / 200), "response": "7 ".repeat(100) });
+    fixture.fixture.jsonl("much.jsonl", &(0..count).map(row).collect::<Vec<_>>());
     assert!(fs::metadata(fixture.path("much.jsonl")).expect("a file").len() > 3 << 20);
     let config = fixture.config("ppo", "much.jsonl", &["data.prompt_tokens_max=400", "job.steps=64"]);
     let rows = fixture.read(&config);
@@ -148,28 +142,26 @@ fn of_much_text_a_sample_over_all_of_it_is_read() {
 
 #[test]
 fn the_table_says_which_lengths_it_counts() {
-    let fixture = Fixture::new(100);
-    let kind = |config: &Config| if config.job.kind == JobKind::Ppo { "ppo" } else { "sft" };
-    let said = |config: &Config, more: &[&str]| {
-        let file = fixture.path(&format!("{}.toml", kind(config)));
-        fs::write(&file, config.to_toml()).expect("a file");
-        let ended = plan(&file, &[&["--gpu", "h100", "--ranks", "1"], more].concat());
-        assert_eq!(ended.status.code(), Some(0), "{}", text(&ended.stderr));
-        text(&ended.stdout).split_whitespace().collect::<Vec<_>>().join(" ")
+    let fixture = Lengths::new(100);
+    let said = |kind: &str, data: &str, more: &[&str]| {
+        let sets = sets(kind, data, more);
+        let arguments = ["plan", "job.toml", "--gpu", "h100", "--ranks", "1"].into_iter();
+        let ended = fixture.fixture.run(&arguments.chain(sets.iter().map(String::as_str)).collect::<Vec<_>>());
+        ended.well().stdout.split_whitespace().collect::<Vec<_>>().join(" ")
     };
-    let (sft, ppo) = (fixture.config("sft", "rows.jsonl", &[]), fixture.config("ppo", "rows.jsonl", &[]));
-    let table = said(&sft, &[]);
+    let ppo = |more: &[&str]| said("ppo", "mixed.jsonl", more);
+    let table = said("sft", "mixed.jsonl", &[]);
     assert!(table.contains("rows lengths are those of the 72 rows that the job draws first: "), "{table}");
-    let table = said(&ppo, &[]);
+    let table = ppo(&[]);
     assert!(table.contains("lengths are those of the 48 prompts that the job draws first: "), "{table}");
     assert!(table.contains("nobody knows before the run, all count as the longest: 50 tokens"), "{table}");
-    assert!(said(&ppo, &["--response-tokens", "20"]).contains("responses as the command line says: 20 tokens"));
-    let given = said(&ppo, &["--response-tokens", "20", "--prompt-tokens", "10"]);
+    assert!(ppo(&["--response-tokens", "20"]).contains("responses as the command line says: 20 tokens"));
+    let given = ppo(&["--response-tokens", "20", "--prompt-tokens", "10"]);
     assert!(
         given.contains("samples of 10 + 20 tokens") && given.contains("as long as the command line says"),
         "{given}"
     );
-    let table = said(&fixture.config("sft", "nosuch.jsonl", &[]), &[]);
+    let table = said("sft", "nosuch.jsonl", &[]);
     assert!(table.contains("all counted as long as the job allows, as lengths could not be read: "), "{table}");
     assert!(table.contains("12 rows of 300 tokens") && table.contains("nosuch.jsonl"), "{table}");
 }

@@ -1,45 +1,38 @@
 //! The verb: the table of the reference workload from a config.json alone, as text and for machines.
 
 use super::models::{llama2_7b, small};
+use crate::cli::fixture::Fixture;
+use crate::process::Ended;
 use serde_json::Value;
-use std::fs;
-use std::path::Path;
-use std::process::{Command, Output, Stdio};
-use tempfile::TempDir;
 
-pub fn plan(job: &Path, arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf-hpc"));
-    command.arg("plan").arg(job).args(arguments).stdin(Stdio::null());
-    command.output().expect("the program starts")
-}
-
-pub fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).expect("text")
-}
-
-/// A folder `model` with nothing but a config.json.
-fn fixture(config: &Value) -> TempDir {
-    let dir = tempfile::tempdir().expect("a folder");
-    fs::create_dir(dir.path().join("model")).expect("a folder");
-    fs::write(dir.path().join("model/config.json"), config.to_string()).expect("a file");
-    dir
+/// A folder `planned` with nothing but a config.json.
+fn fixture(config: &Value) -> Fixture {
+    let fixture = Fixture::new();
+    fixture.write("planned/config.json", config.to_string());
+    fixture
 }
 
 /// The reference workload on 16 A800-80G, with a reward model.
-fn reference(dir: &TempDir, more: &[&str]) -> Output {
-    let model = dir.path().join("model").display().to_string();
+fn reference(fixture: &Fixture, more: &[&str]) -> Ended {
+    let model = fixture.path("planned").display().to_string();
     let roles = ["actor", "critic", "reference"].map(|role| format!("model.{role}={model}"));
-    let mut arguments: Vec<&str> = roles.iter().map(String::as_str).collect();
-    arguments.extend(["--ranks", "16", "--gpu", "a800-80g", "--reward-model", &model]);
-    arguments.extend(more);
-    plan(&Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs/llama2-7b.toml"), &arguments)
+    let job = ["plan", concat!(env!("CARGO_MANIFEST_DIR"), "/jobs/llama2-7b.toml")];
+    let arguments = ["--ranks", "16", "--gpu", "a800-80g", "--reward-model", &model];
+    fixture.run(&[&job[..], &roles.each_ref().map(String::as_str), &arguments, more].concat())
+}
+
+/// Its table, of which no line but one with a long name has more than 100 columns.
+fn table(fixture: &Fixture, more: &[&str]) -> String {
+    let table = reference(fixture, more).well().stdout;
+    for line in table.lines().filter(|line| !line.contains("a-long-name")) {
+        assert!(line.chars().count() <= 100, "{line}");
+    }
+    table
 }
 
 #[test]
-fn the_reference_workload_has_every_phase_tensor_and_second_in_100_columns() {
-    let ended = reference(&fixture(&llama2_7b()), &[]);
-    let table = text(&ended.stdout);
-    assert_eq!(ended.status.code(), Some(0), "{}", text(&ended.stderr));
+fn the_reference_workload_has_every_phase_tensor_and_second() {
+    let table = table(&fixture(&llama2_7b()), &[]);
     for words in [
         "on 16 ranks of a800-80g (2 x 8)",
         "6,738,415,616 parameters",
@@ -66,9 +59,6 @@ fn the_reference_workload_has_every_phase_tensor_and_second_in_100_columns() {
     ] {
         assert!(table.contains(words), "{words:?} is not in\n{table}");
     }
-    for line in table.lines() {
-        assert!(line.chars().count() <= 100, "{line}");
-    }
 }
 
 #[test]
@@ -78,25 +68,17 @@ fn no_line_is_longer_than_100_columns_and_no_part_loses_the_end_of_its_name() {
                  { roles = [\"critic\", \"reward\"], ranks = \"8..16\" }]";
     let fixture = fixture(&llama2_7b());
     let fewer = "rollout.prompts_per_step=128";
-    for more in [&["mesh.zero=1", "mesh.offload=[\"optimizer\",\"roles\"]", &long, fewer][..], &[place, fewer]] {
-        let ended = reference(&fixture, more);
-        let table = text(&ended.stdout);
-        assert_eq!(ended.status.code(), Some(0), "{}", text(&ended.stderr));
-        for line in table.lines().filter(|line| !line.contains("a-long-name")) {
-            assert!(line.chars().count() <= 100, "{line}");
-        }
-        let names = ["train: gather over zero", "train in and out"];
-        for name in names.iter().filter(|_| more.len() == 4) {
-            assert!(table.contains(name), "{name:?} is not in\n{table}");
-        }
+    table(&fixture, &[place, fewer]);
+    let table = table(&fixture, &["mesh.zero=1", "mesh.offload=[\"optimizer\",\"roles\"]", &long, fewer]);
+    for name in ["train: gather over zero", "train in and out"] {
+        assert!(table.contains(name), "{name:?} is not in\n{table}");
     }
 }
 
 #[test]
 fn the_object_for_machines_says_the_same() {
-    let ended = reference(&fixture(&llama2_7b()), &["--json", "rollout.prompts_per_step=128"]);
-    assert_eq!(ended.status.code(), Some(0), "{}", text(&ended.stderr));
-    let plan: Value = serde_json::from_slice(&ended.stdout).expect("JSON");
+    let ended = reference(&fixture(&llama2_7b()), &["--json", "rollout.prompts_per_step=128"]).well();
+    let plan: Value = serde_json::from_str(&ended.stdout).expect("JSON");
     let chosen = &plan["chosen"];
     assert_eq!((&plan["ranks"], &chosen["fits"]), (&Value::from(16), &Value::from(true)));
     let stages = ["prefill", "decode", "scoring", "training", "communication_exposed", "host_memory"];
@@ -124,53 +106,24 @@ fn the_object_for_machines_says_the_same() {
 
 #[test]
 fn a_job_that_does_not_fit_ends_with_2_and_says_what_would_fit() {
-    let ended = reference(&fixture(&llama2_7b()), &["mesh.zero=0", "mesh.tensor=1", "rollout.prompts_per_step=128"]);
-    let said = text(&ended.stderr);
-    assert_eq!((ended.status.code(), ended.stdout.is_empty()), (Some(2), true), "{said}");
-    assert!(said.contains("error: the job does not fit 16 ranks of a800-80g"), "{said}");
-    assert!(said.contains("hint: it fits with mesh.zero = "), "{said}");
+    let sets = ["mesh.zero=0", "mesh.tensor=1", "rollout.prompts_per_step=128"];
+    let ended = reference(&fixture(&llama2_7b()), &sets).refused(2, &["the job does not fit 16 ranks of a800-80g"]);
+    assert!(ended.hinted("it fits with mesh.zero = ").stdout.is_empty());
 }
 
 #[test]
 fn models_and_gpus_that_are_not_there_are_named() {
     let fixture = fixture(&small());
-    let ended = reference(&fixture, &["model.critic=nosuch"]);
-    assert_eq!(ended.status.code(), Some(65));
-    assert!(text(&ended.stderr).contains("model.critic"), "{}", text(&ended.stderr));
-    let job = Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs/llama2-7b.toml");
-    let model = format!("model.actor={}", fixture.path().join("model").display());
-    let ended = plan(&job, &[&model, "--gpu", "abacus"]);
-    assert_eq!(ended.status.code(), Some(65), "the critic's directory is missing");
+    reference(&fixture, &["model.critic=nosuch"]).refused(65, &["model.critic"]);
+    let ended = fixture.run(&["plan", "job.toml", "model.actor=planned", "--ranks", "1", "--gpu", "abacus"]);
+    ended.refused(2, &["no GPU type abacus is known"]).hinted("a800-80g");
 }
 
 /// The CPU is measured on the spot: all that is held here is that every number is there and positive.
 #[test]
 fn a_plan_for_this_cpu_measures_its_peaks() {
-    let fixture = fixture(&small());
-    let job = fixture.path().join("job.toml");
-    let words = r#"
-[job]
-kind = "ppo"
-steps = 1
-threads = 1
-[model]
-actor = "model"
-[data]
-prompts = ["prompts"]
-prompt_tokens_max = 32
-[rollout]
-prompts_per_step = 8
-response_tokens_max = 16
-[reward]
-rule = "exact"
-[ppo]
-minibatch_samples = 8
-microbatch_tokens_max = 512
-"#;
-    fs::write(&job, words).expect("a file");
-    let ended = plan(&job, &["--json"]);
-    assert_eq!(ended.status.code(), Some(0), "{}", text(&ended.stderr));
-    let plan: Value = serde_json::from_slice(&ended.stdout).expect("JSON");
+    let ended = fixture(&small()).run(&["plan", "job.toml", "model.actor=planned", "--json"]).well();
+    let plan: Value = serde_json::from_str(&ended.stdout).expect("JSON");
     for key in ["flops", "memory_bytes_per_s", "memory_bytes"] {
         assert!(plan["device"][key].as_f64() > Some(0.0), "{key}");
     }
