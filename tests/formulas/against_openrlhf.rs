@@ -8,10 +8,10 @@ use rlhf_hpc::loss::policy::{PolicySums, PolicyTokens, policy_loss};
 use rlhf_hpc::loss::value::value_loss;
 use rlhf_hpc::loss::{correction, token};
 
-use crate::formulas::golden::{Case, Golden, close, close_rows, mask, row, rows};
+use crate::formulas::golden::{Case, Golden, close, close_rows, mask, read, rows};
 
 fn aggregation(case: &Case) -> Aggregation {
-    let sequence = case.flag("token_level_loss") == Some(false) || case.word("policy_loss_type") == Some("gspo");
+    let sequence = case.args["token_level_loss"] == false || case.args["policy_loss_type"] == "gspo";
     if sequence { Aggregation::Sequence } else { Aggregation::Token }
 }
 
@@ -40,12 +40,12 @@ fn policy_config(case: &Case) -> PpoConfig {
     config.clip_high = case.arg("clip_eps_high").map_or(config.clip_high, |x| x as f32);
     config.dual_clip = case.arg("dual_clip").unwrap_or(0.0) as f32;
     config.aggregation = aggregation(case);
-    if case.word("policy_loss_type") == Some("gspo") {
+    if case.args["policy_loss_type"] == "gspo" {
         config.loss = PolicyLossKind::Gspo;
     }
-    if let Some([low, high]) = case.pair("vllm_is_truncated_threshold") {
+    if let Some([low, high]) = read::<Option<[f32; 2]>>(&case.args["vllm_is_truncated_threshold"]) {
         (config.correction_low, config.correction_high) = (low, high);
-        config.correction = match case.word("vllm_is_correction_type") {
+        config.correction = match case.args["vllm_is_correction_type"].as_str() {
             None => Correction::Tis,
             Some("icepop") => Correction::Icepop,
             Some("seq-mask-tis") => Correction::SequenceMask,
@@ -104,11 +104,11 @@ fn policy_loss_and_gradient_agree() {
             }
             grads.push(dlogprobs);
         }
-        let (what, out) = (case.args(), case.out());
+        let (what, out) = (case.args, case.out);
         close(sums.loss, out["loss"].as_f64().unwrap(), what);
         close(sums.clipped as f64 / sums.tokens as f64, out["clip_ratio"].as_f64().unwrap(), what);
         close(sums.policy_kl / sums.tokens as f64, out["ppo_kl"].as_f64().unwrap(), what);
-        close_rows(&grads, &case.grad_rows("log_probs"), what);
+        close_rows(&grads, &rows(&case.grad["log_probs"]), what);
     }
 }
 
@@ -127,8 +127,8 @@ fn value_loss_and_gradient_agree() {
             loss += value_loss(clip, &values[i], &old[i], &returns[i], &weights[i], &mut dvalues).loss;
             grads.push(dvalues);
         }
-        close(loss, case.out()["loss"].as_f64().unwrap(), case.args());
-        close_rows(&grads, &case.grad_rows("values"), case.args());
+        close(loss, case.out["loss"].as_f64().unwrap(), case.args);
+        close_rows(&grads, &rows(&case.grad["values"]), case.args);
     }
 }
 
@@ -153,8 +153,8 @@ fn aggregation_and_cross_entropy_agree() {
                 loss += token::cross_entropy(row, weights, &mut d);
                 grads.push(d.iter().map(|x| sign * x).collect::<Vec<_>>());
             }
-            close(loss, case.out()["loss"].as_f64().unwrap(), &name);
-            close_rows(&grads, &case.grad_rows(tokens), &name);
+            close(loss, case.out["loss"].as_f64().unwrap(), &name);
+            close_rows(&grads, &rows(&case.grad[tokens]), &name);
         }
     }
 }
@@ -164,7 +164,7 @@ fn kl_estimators_and_their_gradients_agree() {
     let golden = Golden::load();
     for name in ["approx_kl", "approx_kl_clamp"] {
         for case in golden.cases(name) {
-            let estimator = match case.word("kl_estimator") {
+            let estimator = match case.args["kl_estimator"].as_str() {
                 Some("k1") => KlEstimator::K1,
                 Some("k2") => KlEstimator::K2,
                 _ => KlEstimator::K3,
@@ -176,8 +176,8 @@ fn kl_estimators_and_their_gradients_agree() {
                     l.iter().zip(&base).map(pair).map(|(kl, slope)| (kl as f32, slope as f32)).unzip()
                 })
                 .unzip();
-            close_rows(&kl, &case.out_rows("kl"), case.args());
-            close_rows(&slope, &case.grad_rows("log_probs"), case.args());
+            close_rows(&kl, &rows(&case.out["kl"]), case.args);
+            close_rows(&slope, &rows(&case.grad["log_probs"]), case.args);
         }
     }
 }
@@ -190,10 +190,10 @@ fn adaptive_kl_controller_agrees() {
         config.kl_target = case.arg("target").unwrap() as f32;
         config.kl_horizon = case.arg("horizon").unwrap() as f32;
         let mut controller = KlController::new(&config);
-        let measured = row(&case.args()["current"]);
-        for (kl, want) in measured.iter().zip(case.out().as_array().unwrap()) {
-            controller.update(f64::from(*kl), case.arg("n_steps").unwrap() as usize);
-            close(f64::from(controller.beta), want.as_f64().unwrap(), case.args());
+        let [measured, betas]: [Vec<f64>; 2] = [&case.args["current"], case.out].map(read);
+        for (kl, want) in measured.into_iter().zip(betas) {
+            controller.update(kl, case.arg("n_steps").unwrap() as usize);
+            close(f64::from(controller.beta), want, case.args);
         }
     }
 }
@@ -212,19 +212,19 @@ fn gae_returns_and_rewards_per_token_agree() {
         let (gamma, lambda) = (case.arg("gamma").unwrap(), case.arg("lambd").unwrap());
         let (advantages, returns): (Vec<_>, Vec<_>) =
             (0..masks.len()).map(|i| gae::gae(gamma, lambda, &rewards[i], &values[i], 0.0, &masks[i])).unzip();
-        close_rows(&advantages, &case.out_rows("advantages"), case.args());
-        close_rows(&returns, &case.out_rows("returns"), case.args());
+        close_rows(&advantages, &rows(&case.out["advantages"]), case.args);
+        close_rows(&returns, &rows(&case.out["returns"]), case.args);
     }
     for case in golden.cases("reinforce_returns") {
         let pairs = case.rows("rewards").into_iter().zip(case.masks("action_mask"));
         let got: Vec<_> =
             pairs.map(|(r, m)| gae::gae(case.arg("gamma").unwrap(), 1.0, &r, &vec![0.0; r.len()], 0.0, &m).1).collect();
-        close_rows(&got, &case.out_rows("returns"), case.args());
+        close_rows(&got, &rows(&case.out["returns"]), case.args);
     }
     for case in golden.cases("compute_reward") {
         let masks = case.masks("action_mask");
-        let [low, high] = case.pair("clip").unwrap_or([f32::MIN, f32::MAX]).map(f64::from);
-        let numbers: Vec<f64> = case.row("r").iter().map(|&x| f64::from(x).clamp(low, high)).collect();
+        let [low, high] = read::<Option<[f64; 2]>>(&case.args["clip"]).unwrap_or([f64::MIN, f64::MAX]);
+        let numbers: Vec<f64> = read::<Vec<f64>>(&case.inputs["r"]).iter().map(|x| x.clamp(low, high)).collect();
         let place = |i: usize| {
             let kl = case.rows("kl")[i].clone();
             let mut sample = Experience { kl, mask: masks[i].clone(), ..Experience::default() };
@@ -234,7 +234,7 @@ fn gae_returns_and_rewards_per_token_agree() {
         };
         let got: Vec<_> = (0..masks.len()).map(place).collect();
         // Outside the mask theirs holds -beta * kl, ours 0.
-        close_rows(&got, &only_masked(&case.out_rows("reward"), &masks), case.args());
+        close_rows(&got, &only_masked(&rows(&case.out["reward"]), &masks), case.args);
     }
 }
 
@@ -242,17 +242,17 @@ fn gae_returns_and_rewards_per_token_agree() {
 fn whitening_agrees() {
     let golden = Golden::load();
     for case in golden.cases("masked_normalize") {
-        let (rows, masks) = (case.rows("tensor"), case.masks("mask"));
+        let (tensor, masks) = (case.rows("tensor"), case.masks("mask"));
         // Theirs is over each row here; ours is over the batch, so a batch of one row.
-        for i in 0..rows.len() {
-            let mut one = [Experience { advantages: rows[i].clone(), mask: masks[i].clone(), ..Experience::default() }];
-            let learned = rows[i].iter().zip(&masks[i]).filter(|&(_, &m)| m != 0).map(|(&x, _)| f64::from(x));
+        for i in 0..tensor.len() {
+            let mut one =
+                [Experience { advantages: tensor[i].clone(), mask: masks[i].clone(), ..Experience::default() }];
+            let learned = tensor[i].iter().zip(&masks[i]).filter(|&(_, &m)| m != 0).map(|(&x, _)| f64::from(x));
             let (mean, std) = whitening::moments(learned);
             whitening::whiten(true, mean, std, &mut one);
-            let want: Vec<f32> =
-                case.out_rows("out")[i].iter().zip(&masks[i]).map(|(x, &m)| x * f32::from(m)).collect();
+            let want = only_masked(&rows(&case.out["out"])[i..=i], &masks[i..=i]);
             let got = only_masked(&[one[0].advantages.clone()], &masks[i..=i]);
-            close_rows(&got, &[want], case.args());
+            close_rows(&got, &want, case.args);
         }
     }
 }
@@ -271,10 +271,11 @@ fn length_penalties_agree() {
             let response = Response { tokens: vec![0; *len as usize], ..Response::default() };
             Experience { response, ..Experience::default() }
         };
-        let samples: Vec<_> = case.row("response_length").iter().map(sample).collect();
-        let mut numbers: Vec<f64> = case.row("rewards").iter().map(|&x| f64::from(x)).collect();
+        let samples: Vec<_> = read::<Vec<f32>>(&case.inputs["response_length"]).iter().map(sample).collect();
+        let mut numbers: Vec<f64> = read(&case.inputs["rewards"]);
         scores::penalize_overlong(&config, &mut numbers, &samples).unwrap();
-        numbers.iter().zip(row(&case.out()["rewards"])).for_each(|(&a, b)| close(a, f64::from(b), case.args()));
+        let want: Vec<f64> = read(&case.out["rewards"]);
+        numbers.iter().zip(want).for_each(|(&a, b)| close(a, b, case.args));
     }
     for case in golden.cases("stop_properly") {
         let coef = case.arg("coef").unwrap() as f32;
@@ -283,10 +284,11 @@ fn length_penalties_agree() {
             let finish = if *cut == 1 { Finish::Length } else { Finish::Stop };
             Experience { response: Response { finish, ..Response::default() }, ..Experience::default() }
         };
-        let samples: Vec<_> = mask(&case.inputs()["truncated"]).iter().map(sample).collect();
-        let mut numbers: Vec<f64> = case.row("rewards").iter().map(|&x| f64::from(x)).collect();
+        let samples: Vec<_> = mask(&case.inputs["truncated"]).iter().map(sample).collect();
+        let mut numbers: Vec<f64> = read(&case.inputs["rewards"]);
         scores::shape_truncated(&config, &mut numbers, &samples);
-        numbers.iter().zip(row(&case.out()["rewards"])).for_each(|(&a, b)| close(a, f64::from(b), case.args()));
+        let want: Vec<f64> = read(&case.out["rewards"]);
+        numbers.iter().zip(want).for_each(|(&a, b)| close(a, b, case.args));
     }
 }
 
@@ -294,9 +296,9 @@ fn length_penalties_agree() {
 fn whole_batch(case: &Case, has_critic: bool) -> Vec<(Experience, Vec<f32>, Vec<f32>)> {
     let group_size = case.arg("n_samples_per_prompt").unwrap() as usize;
     let mut all = Vec::new();
-    for (batch, out) in case.inputs().as_array().unwrap().iter().zip(case.out().as_array().unwrap()) {
-        let (kl, values) = (rows(&batch["kl"]), rows(&batch["values"]));
-        let (advantages, returns) = (rows(&out["advantages"]), rows(&out["returns"]));
+    for (batch, out) in case.inputs.as_array().unwrap().iter().zip(case.out.as_array().unwrap()) {
+        let [kl, values] = ["kl", "values"].map(|name| rows(&batch[name]));
+        let [advantages, returns] = ["advantages", "returns"].map(|name| rows(&out[name]));
         for (i, index) in batch["index"].as_array().unwrap().iter().enumerate() {
             let (index, n) = (index.as_u64().unwrap() as usize, kl[i].len());
             let sample = Experience {
@@ -309,7 +311,7 @@ fn whole_batch(case: &Case, has_critic: bool) -> Vec<(Experience, Vec<f32>, Vec<
                     logprobs: kl[i].clone(),
                     ..Response::default()
                 },
-                score: row(&batch["rewards"])[i],
+                score: read::<Vec<f32>>(&batch["rewards"])[i],
                 ref_logprobs: vec![0.0; n],
                 values: if has_critic { values[i].clone() } else { Vec::new() },
                 mask: mask(&batch["action_mask"][i]),
@@ -326,7 +328,7 @@ fn whole_batch(case: &Case, has_critic: bool) -> Vec<(Experience, Vec<f32>, Vec<
 fn every_estimator_agrees_on_a_ragged_batch() {
     let golden = Golden::load();
     for case in golden.cases("advantages") {
-        let advantage = match case.word("estimator").unwrap() {
+        let advantage = match case.args["estimator"].as_str().unwrap() {
             "gae" => Estimator::Gae,
             "reinforce" => Estimator::ReinforcePp,
             "reinforce_baseline" => Estimator::ReinforcePpBaseline,
@@ -339,8 +341,8 @@ fn every_estimator_agrees_on_a_ragged_batch() {
             advantage,
             gamma: case.arg("gamma").unwrap() as f32,
             lambda: case.arg("lambd").unwrap() as f32,
-            advantage_std: case.flag("no_std_norm") == Some(false),
-            reward_clip: case.pair("reward_clip_range").unwrap_or([f32::MIN, f32::MAX]),
+            advantage_std: case.args["no_std_norm"] == false,
+            reward_clip: read::<Option<_>>(&case.args["reward_clip_range"]).unwrap_or([f32::MIN, f32::MAX]),
             ..PpoConfig::default()
         };
         let batch = whole_batch(&case, advantage.has_critic());
@@ -351,9 +353,9 @@ fn every_estimator_agrees_on_a_ragged_batch() {
         let want: Vec<_> = batch.iter().map(|entry| entry.1.clone()).collect();
         let got: Vec<_> = samples.iter().map(|s| s.advantages.clone()).collect();
         // Their whitening writes values outside the mask, which their losses then mask; ours writes none.
-        close_rows(&got, &only_masked(&want, &masks), case.args());
+        close_rows(&got, &only_masked(&want, &masks), case.args);
         let want: Vec<_> = batch.iter().map(|entry| entry.2.clone()).collect();
         let got: Vec<_> = samples.iter().map(|s| s.returns.clone()).collect();
-        close_rows(&got, &only_masked(&want, &masks), case.args());
+        close_rows(&got, &only_masked(&want, &masks), case.args);
     }
 }

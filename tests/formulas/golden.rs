@@ -1,5 +1,6 @@
 //! The checked-in numbers of OpenRLHF (tests/golden/openrlhf.json; its header names revision and torch version).
 
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 pub struct Golden {
@@ -7,8 +8,10 @@ pub struct Golden {
 }
 
 pub struct Case<'a> {
-    root: &'a Value,
-    case: &'a Value,
+    pub inputs: &'a Value,
+    pub args: &'a Value,
+    pub out: &'a Value,
+    pub grad: &'a Value,
 }
 
 impl Golden {
@@ -19,75 +22,42 @@ impl Golden {
 
     /// All cases of a name; at least one, so that a test cannot pass by comparing nothing.
     pub fn cases(&self, name: &str) -> Vec<Case<'_>> {
-        let all = self.root["cases"].as_array().unwrap();
-        let cases: Vec<_> =
-            all.iter().filter(|c| c["name"] == name).map(|case| Case { root: &self.root, case }).collect();
+        let all = self.root["cases"].as_array().unwrap().iter().filter(|case| case["name"] == name);
+        let cases: Vec<_> = all
+            .map(|case| {
+                let inputs = case["in"].as_u64().map_or(&Value::Null, |i| &self.root["inputs"][i as usize]);
+                Case { inputs, args: &case["args"], out: &case["out"], grad: &case["grad"] }
+            })
+            .collect();
         assert!(!cases.is_empty(), "no case {name}");
         cases
     }
 }
 
-impl<'a> Case<'a> {
-    pub fn inputs(&self) -> &'a Value {
-        &self.root["inputs"][self.case["in"].as_u64().unwrap() as usize]
-    }
-
+impl Case<'_> {
     pub fn rows(&self, name: &str) -> Vec<Vec<f32>> {
-        rows(&self.inputs()[name])
+        rows(&self.inputs[name])
     }
 
     pub fn masks(&self, name: &str) -> Vec<Vec<u8>> {
-        self.inputs()[name].as_array().unwrap().iter().map(mask).collect()
-    }
-
-    pub fn row(&self, name: &str) -> Vec<f32> {
-        row(&self.inputs()[name])
-    }
-
-    pub fn out(&self) -> &'a Value {
-        &self.case["out"]
-    }
-
-    pub fn out_rows(&self, name: &str) -> Vec<Vec<f32>> {
-        rows(&self.case["out"][name])
-    }
-
-    pub fn grad_rows(&self, name: &str) -> Vec<Vec<f32>> {
-        rows(&self.case["grad"][name])
+        self.inputs[name].as_array().unwrap().iter().map(mask).collect()
     }
 
     pub fn arg(&self, name: &str) -> Option<f64> {
-        self.case["args"][name].as_f64()
-    }
-
-    pub fn flag(&self, name: &str) -> Option<bool> {
-        self.case["args"][name].as_bool()
-    }
-
-    pub fn word(&self, name: &str) -> Option<&'a str> {
-        self.case["args"][name].as_str()
-    }
-
-    pub fn pair(&self, name: &str) -> Option<[f32; 2]> {
-        let pair = self.case["args"][name].as_array()?;
-        Some([pair[0].as_f64()? as f32, pair[1].as_f64()? as f32])
-    }
-
-    pub fn args(&self) -> &'a Value {
-        &self.case["args"]
+        self.args[name].as_f64()
     }
 }
 
-pub fn row(value: &Value) -> Vec<f32> {
-    value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32).collect()
+pub fn read<T: DeserializeOwned>(value: &Value) -> T {
+    serde_json::from_value(value.clone()).unwrap()
 }
 
 pub fn rows(value: &Value) -> Vec<Vec<f32>> {
-    value.as_array().unwrap().iter().map(row).collect()
+    read(value)
 }
 
 pub fn mask(value: &Value) -> Vec<u8> {
-    value.as_array().unwrap().iter().map(|x| u8::from(x == &Value::Bool(true) || x.as_u64() == Some(1))).collect()
+    value.as_array().unwrap().iter().map(|x| u8::from(x == true || x == 1)).collect()
 }
 
 /// 1e-5, relative above 1.
