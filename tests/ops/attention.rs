@@ -38,28 +38,30 @@ fn cumulated(lengths: &[usize]) -> Vec<usize> {
     ends
 }
 
-struct Case {
-    shape: AttentionShape,
+/// Random queries of sequences that end at `ends`, keys and values, and the gradient of o.
+pub struct Case {
+    pub shape: AttentionShape,
     ends: Vec<usize>,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    d_o: Tensor,
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+    pub d_o: Tensor,
 }
 
 impl Case {
     fn new(shape: AttentionShape, lengths: &[usize]) -> Self {
         let ends = cumulated(lengths);
-        let t = ends[lengths.len()];
+        let tokens = ends[lengths.len()];
+        Self { ends, ..Self::of(shape, tokens, tokens) }
+    }
+
+    /// So many queries and so many keys.
+    pub fn of(shape: AttentionShape, rows: usize, keys: usize) -> Self {
         let (wide, narrow) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
-        Self {
-            shape,
-            ends,
-            q: Tensor::from_slice(t, wide, &normals(1, t * wide, 1.5)),
-            k: Tensor::from_slice(t, narrow, &normals(2, t * narrow, 1.5)),
-            v: Tensor::from_slice(t, narrow, &normals(3, t * narrow, 1.0)),
-            d_o: Tensor::from_slice(t, wide, &normals(4, t * wide, 1.0)),
-        }
+        let tensor =
+            |seed, rows: usize, width: usize, std| Tensor::from_slice(rows, width, &normals(seed, rows * width, std));
+        let (q, d_o) = (tensor(1, rows, wide, 1.5), tensor(4, rows, wide, 1.0));
+        Self { shape, ends: Vec::new(), q, k: tensor(2, keys, narrow, 1.5), v: tensor(3, keys, narrow, 1.0), d_o }
     }
 
     /// o and lse.
@@ -78,11 +80,43 @@ impl Case {
         [o, lse, dq, dk, dv]
     }
 
-    /// o, lse, dq, dk, dv in f64.
-    fn naive(&self) -> [Vec<f64>; 5] {
-        let start = |t: usize| *self.ends.iter().rfind(|end| **end <= t).expect("ends begin with 0");
-        let sees = |t: usize| (start(t)..=t).filter(|j| self.shape.window.is_none_or(|w| t - j < w)).collect();
-        naive(&self.shape, [&self.q, &self.k, &self.v, &self.d_o], sees)
+    /// o, lse, dq, dk, dv in f64, where row t of q sees the keys `sees(t)`. One that sees none has o = 0 and lse = -inf.
+    pub fn naive(&self, sees: impl Fn(usize) -> Vec<usize>) -> [Vec<f64>; 5] {
+        let AttentionShape { heads: h, kv_heads: g, head_dim: e, scale, .. } = self.shape;
+        let rows = self.q.rows();
+        let [q, k, v, d_o] = [&self.q, &self.k, &self.v, &self.d_o].map(|x| wide(x.data()));
+        let zeros = |x: &Vec<f64>| vec![0.0; x.len()];
+        let (mut o, mut lse) = (zeros(&q), vec![f64::NEG_INFINITY; rows * h]);
+        let (mut dq, mut dk, mut dv) = (zeros(&q), zeros(&k), zeros(&v));
+        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+        for (t, head) in (0..rows).flat_map(|t| (0..h).map(move |head| (t, head))) {
+            let visible = sees(t);
+            if visible.is_empty() {
+                continue;
+            }
+            let row = (t * h + head) * e;
+            let row = row..row + e;
+            let key = |j: usize| (j * g + head / (h / g)) * e..(j * g + head / (h / g) + 1) * e;
+            let scores: Vec<f64> =
+                visible.iter().map(|&j| f64::from(scale) * dot(&q[row.clone()], &k[key(j)])).collect();
+            let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+            lse[t * h + head] = max + total.ln();
+            let p: Vec<f64> = scores.iter().map(|s| (s - max).exp() / total).collect();
+            for (&j, p) in visible.iter().zip(&p) {
+                (0..e).for_each(|i| o[row.start + i] += p * v[key(j).start + i]);
+            }
+            let delta = dot(&o[row.clone()], &d_o[row.clone()]);
+            for (&j, p) in visible.iter().zip(&p) {
+                let ds = f64::from(scale) * p * (dot(&d_o[row.clone()], &v[key(j)]) - delta);
+                for i in 0..e {
+                    dq[row.start + i] += ds * k[key(j).start + i];
+                    dk[key(j).start + i] += ds * q[row.start + i];
+                    dv[key(j).start + i] += p * d_o[row.start + i];
+                }
+            }
+        }
+        [o, lse, dq, dk, dv]
     }
 
     /// All that the two passes and the paged cache give.
@@ -96,53 +130,13 @@ fn unwritten(rows: usize, width: usize) -> Tensor {
     Tensor::from_slice(rows, width, &vec![f32::NAN; rows * width])
 }
 
-/// o, lse, dq, dk, dv in f64, where row t of q sees the keys `sees(t)`. One that sees none has o = 0 and lse = -inf.
-pub fn naive(
-    shape: &AttentionShape,
-    [q, k, v, d_o]: [&Tensor; 4],
-    sees: impl Fn(usize) -> Vec<usize>,
-) -> [Vec<f64>; 5] {
-    let AttentionShape { heads: h, kv_heads: g, head_dim: e, scale, .. } = *shape;
-    let rows = q.rows();
-    let [q, k, v, d_o] = [q, k, v, d_o].map(|x| wide(x.data()));
-    let zeros = |x: &Vec<f64>| vec![0.0; x.len()];
-    let (mut o, mut lse) = (zeros(&q), vec![f64::NEG_INFINITY; rows * h]);
-    let (mut dq, mut dk, mut dv) = (zeros(&q), zeros(&k), zeros(&v));
-    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-    for (t, head) in (0..rows).flat_map(|t| (0..h).map(move |head| (t, head))) {
-        let visible = sees(t);
-        if visible.is_empty() {
-            continue;
-        }
-        let row = (t * h + head) * e;
-        let row = row..row + e;
-        let key = |j: usize| (j * g + head / (h / g)) * e..(j * g + head / (h / g) + 1) * e;
-        let scores: Vec<f64> = visible.iter().map(|&j| f64::from(scale) * dot(&q[row.clone()], &k[key(j)])).collect();
-        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
-        lse[t * h + head] = max + total.ln();
-        let p: Vec<f64> = scores.iter().map(|s| (s - max).exp() / total).collect();
-        for (&j, p) in visible.iter().zip(&p) {
-            (0..e).for_each(|i| o[row.start + i] += p * v[key(j).start + i]);
-        }
-        let delta = dot(&o[row.clone()], &d_o[row.clone()]);
-        for (&j, p) in visible.iter().zip(&p) {
-            let ds = f64::from(scale) * p * (dot(&d_o[row.clone()], &v[key(j)]) - delta);
-            for i in 0..e {
-                dq[row.start + i] += ds * k[key(j).start + i];
-                dk[key(j).start + i] += ds * q[row.start + i];
-                dv[key(j).start + i] += p * d_o[row.start + i];
-            }
-        }
-    }
-    [o, lse, dq, dk, dv]
-}
-
 #[test]
 fn packed_attention_equals_the_plain_sum_and_its_gradients() {
     for shape in shapes() {
         let case = Case::new(shape, RAGGED);
-        for (i, (got, want)) in case.all().iter().zip(case.naive()).enumerate() {
+        let start = |t: usize| *case.ends.iter().rfind(|end| **end <= t).expect("ends begin with 0");
+        let sees = |t: usize| (start(t)..=t).filter(|j| shape.window.is_none_or(|w| t - j < w)).collect();
+        for (i, (got, want)) in case.all().iter().zip(case.naive(sees)).enumerate() {
             let what = ["o", "lse", "dq", "dk", "dv"][i];
             assert_near(&format!("{what} {shape:?}"), got, &want, if i < 2 { 2e-6 } else { 1e-5 });
         }

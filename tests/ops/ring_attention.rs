@@ -1,84 +1,56 @@
 //! Attention over blocks of keys, merged, against plain f64 loops.
 
 use rlhf_hpc::device::Device;
-use rlhf_hpc::ops::attention::{AttentionShape, Span};
+use rlhf_hpc::ops::attention::Span;
 use rlhf_hpc::ops::ring_attention::{self, Backward, Step};
 use rlhf_hpc::ops::zigzag;
 use rlhf_hpc::tensor::Tensor;
 
-use super::attention::{self, shape};
-use super::probe::{assert_near, normals, same_on_threads_and_levels};
+use super::attention::{Case, shape};
+use super::probe::{assert_near, same_on_threads_and_levels};
 
-/// Made-up queries, and one block of made-up keys and values.
-struct Case {
-    shape: AttentionShape,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    d_o: Tensor,
+fn forward(case: &Case, passes: &[Vec<Span>]) -> [Tensor; 2] {
+    let mut o = Tensor::scratch(case.q.rows(), case.q.width());
+    let mut lse = Tensor::scratch(case.q.rows(), case.shape.heads);
+    let block = ring_attention::block(&case.k, &case.v);
+    ring_attention::forward(&case.q, &block, &step(case, passes, true), &mut o, &mut lse);
+    [o, lse]
 }
 
-impl Case {
-    fn new(shape: AttentionShape, rows: usize, keys: usize) -> Self {
-        let (wide, narrow) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
-        Self {
-            shape,
-            q: Tensor::from_slice(rows, wide, &normals(1, rows * wide, 1.5)),
-            k: Tensor::from_slice(keys, narrow, &normals(2, keys * narrow, 1.5)),
-            v: Tensor::from_slice(keys, narrow, &normals(3, keys * narrow, 1.0)),
-            d_o: Tensor::from_slice(rows, wide, &normals(4, rows * wide, 1.0)),
-        }
-    }
+fn step(case: &Case, passes: &[Vec<Span>], is_first: bool) -> Step {
+    Step::new(Device::Cpu, passes.to_vec(), &case.shape, case.k.rows(), is_first)
+}
 
-    fn forward(&self, passes: &[Vec<Span>]) -> [Tensor; 2] {
-        let mut o = Tensor::scratch(self.q.rows(), self.q.width());
-        let mut lse = Tensor::scratch(self.q.rows(), self.shape.heads);
-        let block = ring_attention::block(&self.k, &self.v);
-        ring_attention::forward(&self.q, &block, &self.step(passes, true), &mut o, &mut lse);
-        [o, lse]
-    }
+/// dq, dk, dv, of a first step or added to `before`.
+fn backward(case: &Case, passes: &[Vec<Span>], [o, lse]: &[Tensor; 2], before: Option<f32>) -> [Tensor; 3] {
+    let mut dq = Tensor::scratch(case.q.rows(), case.q.width());
+    dq.data_mut().fill(before.unwrap_or(f32::NAN));
+    let block = ring_attention::block(&case.k, &case.v);
+    let backward = Backward::new([&case.q, o, lse, &case.d_o], &case.shape);
+    let dblock = backward.step(&block, &step(case, passes, before.is_none()), &mut dq);
+    let [dk, dv] = ring_attention::unblock(&dblock);
+    [dq, dk, dv]
+}
 
-    fn step(&self, passes: &[Vec<Span>], is_first: bool) -> Step {
-        Step::new(Device::Cpu, passes.to_vec(), &self.shape, self.k.rows(), is_first)
+/// Against f64, where row i of q, at position `at[i]`, sees the key j of position `key_at[j]`, with both in the same sequence.
+fn check(case: &Case, what: &str, passes: &[Vec<Span>], at: &[(usize, usize)], key_at: &[(usize, usize)]) {
+    let output = forward(case, passes);
+    let gradients = backward(case, passes, &output, None);
+    let sees = |t: usize, (sequence, key): (usize, usize)| {
+        sequence == at[t].0 && key <= at[t].1 && case.shape.window.is_none_or(|w| at[t].1 - key < w)
+    };
+    let [o, lse, dq, dk, dv] = case.naive(|t| (0..key_at.len()).filter(|&j| sees(t, key_at[j])).collect());
+    let what = format!("{what} {:?}", case.shape);
+    // Rows that see nothing have lse = -inf; of the others the numbers are compared.
+    let (mut seen, mut got) = (lse.clone(), output[1].data().to_vec());
+    for (got, want) in got.iter_mut().zip(&mut seen).filter(|(_, want)| **want == f64::NEG_INFINITY) {
+        assert!(*got == f32::NEG_INFINITY, "{what}: a row that sees nothing has lse {got}");
+        (*got, *want) = (0.0, 0.0);
     }
-
-    /// dq, dk, dv, of a first step or added to `before`.
-    fn backward(&self, passes: &[Vec<Span>], [o, lse]: &[Tensor; 2], before: Option<f32>) -> [Tensor; 3] {
-        let mut dq = Tensor::scratch(self.q.rows(), self.q.width());
-        dq.data_mut().fill(before.unwrap_or(f32::NAN));
-        let block = ring_attention::block(&self.k, &self.v);
-        let backward = Backward::new([&self.q, o, lse, &self.d_o], &self.shape);
-        let dblock = backward.step(&block, &self.step(passes, before.is_none()), &mut dq);
-        let [dk, dv] = ring_attention::unblock(&dblock);
-        [dq, dk, dv]
-    }
-
-    /// o, lse, dq, dk, dv in f64, where row i of q, at position `at[i]`, sees the key j of position `key_at[j]`, with
-    /// both in the same sequence.
-    fn naive(&self, at: &[(usize, usize)], key_at: &[(usize, usize)]) -> [Vec<f64>; 5] {
-        let sees = |t: usize, (sequence, key): (usize, usize)| {
-            sequence == at[t].0 && key <= at[t].1 && self.shape.window.is_none_or(|w| at[t].1 - key < w)
-        };
-        let visible = |t: usize| (0..key_at.len()).filter(|&j| sees(t, key_at[j])).collect();
-        attention::naive(&self.shape, [&self.q, &self.k, &self.v, &self.d_o], visible)
-    }
-
-    fn check(&self, what: &str, passes: &[Vec<Span>], at: &[(usize, usize)], key_at: &[(usize, usize)]) {
-        let output = self.forward(passes);
-        let gradients = self.backward(passes, &output, None);
-        let [o, lse, dq, dk, dv] = self.naive(at, key_at);
-        let what = format!("{what} {:?}", self.shape);
-        // Rows that see nothing have lse = -inf; of the others the numbers are compared.
-        let (mut seen, mut got) = (lse.clone(), output[1].data().to_vec());
-        for (got, want) in got.iter_mut().zip(&mut seen).filter(|(_, want)| **want == f64::NEG_INFINITY) {
-            assert!(*got == f32::NEG_INFINITY, "{what}: a row that sees nothing has lse {got}");
-            (*got, *want) = (0.0, 0.0);
-        }
-        assert_near(&format!("lse {what}"), &got, &seen, 3e-6);
-        assert_near(&format!("o {what}"), output[0].data(), &o, 3e-6);
-        for (name, got, want) in [("dq", &gradients[0], dq), ("dk", &gradients[1], dk), ("dv", &gradients[2], dv)] {
-            assert_near(&format!("{name} {what}"), got.data(), &want, 1e-5);
-        }
+    assert_near(&format!("lse {what}"), &got, &seen, 3e-6);
+    assert_near(&format!("o {what}"), output[0].data(), &o, 3e-6);
+    for (name, got, want) in [("dq", &gradients[0], dq), ("dk", &gradients[1], dk), ("dv", &gradients[2], dv)] {
+        assert_near(&format!("{name} {what}"), got.data(), &want, 1e-5);
     }
 }
 
@@ -98,9 +70,15 @@ fn a_run_of_queries_sees_of_a_run_of_keys_what_it_should_at_any_distance() {
         for ((tokens, keys), start) in runs.into_iter().flat_map(|run| starts.map(|start| (run, start))) {
             let query = [zigzag::Piece { sequence: 0, start, tokens, row: 0 }];
             let key = [zigzag::Piece { sequence: 0, start: 50, tokens: keys, row: 0 }];
-            let case = Case::new(shape, tokens, keys);
+            let case = Case::of(shape, tokens, keys);
             let passes = zigzag::passes(&query, &key, &shape);
-            case.check(&format!("{tokens} queries from {start}, {keys} keys"), &passes, &places(&query), &places(&key));
+            check(
+                &case,
+                &format!("{tokens} queries from {start}, {keys} keys"),
+                &passes,
+                &places(&query),
+                &places(&key),
+            );
         }
     }
 }
@@ -114,9 +92,9 @@ fn a_rank_sees_of_every_other_rank_what_the_whole_row_says() {
         for (rank, from) in (0..size).flat_map(|rank| (0..size).map(move |from| (rank, from))) {
             let (queries, keys) = (zigzag::pieces(ENDS, rank, size), zigzag::pieces(ENDS, from, size));
             let (at, key_at) = (places(&queries), places(&keys));
-            let case = Case::new(shape, at.len(), key_at.len());
+            let case = Case::of(shape, at.len(), key_at.len());
             let passes = zigzag::passes(&queries, &keys, &shape);
-            case.check(&format!("rank {rank} of {size}, keys of {from}"), &passes, &at, &key_at);
+            check(&case, &format!("rank {rank} of {size}, keys of {from}"), &passes, &at, &key_at);
         }
     }
 }
@@ -125,11 +103,11 @@ fn a_rank_sees_of_every_other_rank_what_the_whole_row_says() {
 fn neither_threads_nor_instructions_change_a_bit() {
     for shape in [shape(2, 1, 32, None), shape(8, 4, 12, Some(40))] {
         let (queries, keys) = (zigzag::pieces(ENDS, 1, 2), zigzag::pieces(ENDS, 0, 2));
-        let case = Case::new(shape, zigzag::tokens(ENDS, 1, 2), zigzag::tokens(ENDS, 0, 2));
+        let case = Case::of(shape, zigzag::tokens(ENDS, 1, 2), zigzag::tokens(ENDS, 0, 2));
         let passes = zigzag::passes(&queries, &keys, &shape);
         same_on_threads_and_levels(&format!("{shape:?}"), || {
-            let output = case.forward(&passes);
-            let gradients = case.backward(&passes, &output, Some(0.25));
+            let output = forward(&case, &passes);
+            let gradients = backward(&case, &passes, &output, Some(0.25));
             output.iter().chain(&gradients).map(|x| x.data().to_vec()).collect()
         });
     }
@@ -139,6 +117,6 @@ fn neither_threads_nor_instructions_change_a_bit() {
 #[should_panic(expected = "Span")]
 fn a_span_outside_of_the_block_is_refused() {
     let shape = shape(2, 1, 8, None);
-    let case = Case::new(shape, 4, 4);
-    case.forward(&[vec![Span { row: 0, tokens: 4, past: 0, key_row: 1, keys: 4 }]]);
+    let case = Case::of(shape, 4, 4);
+    forward(&case, &[vec![Span { row: 0, tokens: 4, past: 0, key_row: 1, keys: 4 }]]);
 }
