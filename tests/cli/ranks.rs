@@ -34,6 +34,8 @@ fn a_mesh_that_needs_other_ranks_than_were_started_is_refused() {
         .hinted("1, 2, 4");
     let layout = |ranks, sets: &[&str]| command::mpirun(fixture.root(), ranks, &[&["run", "job.toml"], sets].concat());
     layout(3, &["mesh.tensor=3"]).refused(2, &["tensor = 3", "heads"]).hinted("tensor can be");
+    let rollout = ["mesh.tensor=1", "rollout.tensor=2", "rollout.data=2"];
+    layout(2, &rollout).refused(2, &["needs 4 ranks, the mesh has 2"]);
     for (key, words) in [("mesh.sequence=2", "2 sequence"), ("mesh.tensor=2", "2 tensor"), ("mesh.zero=2", "zero = 2")]
     {
         let words = ["gradient.order = \"fixed\"", words];

@@ -5,4 +5,4 @@ mod fixture;
 mod rows;
 mod shard;
 mod sources;
-mod text;
+pub mod text;

@@ -328,10 +328,7 @@ fn sources_that_cannot_be_are_refused_before_work_starts() {
     let fixture = Fixture::new();
     let file = fixture.jsonl("q.jsonl", &questions(20));
     let message = |config: &DataConfig| fixture.prompts(config, 0).unwrap_err();
-    assert!(message(&DataConfig::default()).message.contains("data.prompts is empty"));
-    assert!(message(&config("nowhere.jsonl")).message.contains("nowhere.jsonl"));
     assert!(message(&config("nowhere")).message.contains("nowhere.idx"));
-    assert_eq!(message(&config("rows.parquet")).kind, Kind::Usage);
     let tiny = DataConfig { prompt_tokens_max: 1, ..config(&file) };
     assert!(message(&tiny).message.contains("no row is left to train on"));
     let overlap = DataConfig {
@@ -343,8 +340,6 @@ fn sources_that_cannot_be_are_refused_before_work_starts() {
     assert!(message(&overlap).message.contains("window_overlap_tokens"));
     let weights = DataConfig { weights: vec![1.0, 2.0], ..config(&file) };
     assert!(message(&weights).message.contains("data.weights"));
-    let unknown: Result<DataConfig, _> = toml::from_str("prompt_tokens = 3");
-    assert!(unknown.unwrap_err().to_string().contains("prompt_tokens"));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use rlhf_hpc::ops::attention::{
 };
 use rlhf_hpc::tensor::Tensor;
 
-use super::probe::{assert_near, normals, same_bits, same_on_threads_and_levels, wide};
+use super::probe::{assert_near, same_bits, same_on_threads_and_levels, tensor, wide};
 
 const RAGGED: &[usize] = &[1, 31, 32, 33, 64, 65, 7, 130];
 
@@ -58,8 +58,6 @@ impl Case {
     /// So many queries and so many keys.
     pub fn of(shape: AttentionShape, rows: usize, keys: usize) -> Self {
         let (wide, narrow) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
-        let tensor =
-            |seed, rows: usize, width: usize, std| Tensor::from_slice(rows, width, &normals(seed, rows * width, std));
         let (q, d_o) = (tensor(1, rows, wide, 1.5), tensor(4, rows, wide, 1.0));
         Self { shape, ends: Vec::new(), q, k: tensor(2, keys, narrow, 1.5), v: tensor(3, keys, narrow, 1.0), d_o }
     }

@@ -38,8 +38,9 @@ fn f64_product(x: &[f32], w: &[f32], m: usize, n: usize, k: usize) -> Vec<f64> {
     y
 }
 
-fn rounded(x: &[f32]) -> Vec<f32> {
-    x.iter().map(|&x| bf16(x)).collect()
+/// What a product with weights of this dtype computes with.
+fn used(x: &Tensor, dtype: DType) -> Vec<f32> {
+    x.data().iter().map(|&x| if dtype == DType::Bf16 { bf16(x) } else { x }).collect()
 }
 
 #[test]
@@ -49,11 +50,7 @@ fn forward_equals_the_f64_product_for_every_shape_and_dtype() {
         let (x, w, bias) = (numbers.tensor(m, k), Matrix::rounded(n, k, &mut numbers), numbers.vec(n));
         let before = numbers.tensor(m, n);
         for dtype in [DType::F32, DType::Bf16] {
-            let (weight, x_used) = match dtype {
-                DType::F32 => (w.f32(), x.data().to_vec()),
-                DType::Bf16 => (w.bf16(), rounded(x.data())),
-            };
-            let product = f64_product(&x_used, &w.rows, m, n, k);
+            let (weight, product) = (w.of(dtype), f64_product(&used(&x, dtype), &w.rows, m, n, k));
             let mut y = Tensor::from_slice(m, n, &vec![f32::NAN; m * n]);
             forward(&x, weight, None, &mut y, Into::Overwrite);
             assert_near(&format!("{m} {n} {k} {dtype:?}"), y.data(), &product, tolerance(k));
@@ -109,11 +106,7 @@ fn backward_input_equals_the_f64_product() {
         let before = numbers.tensor(m, k);
         let transposed: Vec<f32> = (0..n * k).map(|i| w.rows[i % n * k + i / n]).collect();
         for dtype in [DType::F32, DType::Bf16] {
-            let (weight, dy_used) = match dtype {
-                DType::F32 => (w.f32(), dy.data().to_vec()),
-                DType::Bf16 => (w.bf16(), rounded(dy.data())),
-            };
-            let expected = f64_product(&dy_used, &transposed, m, k, n);
+            let (weight, expected) = (w.of(dtype), f64_product(&used(&dy, dtype), &transposed, m, k, n));
             for level in Level::available() {
                 let mut dx = Tensor::from_slice(m, k, &vec![f32::NAN; m * k]);
                 with_level(level, || backward_input(&dy, weight, &mut dx, Into::Overwrite));
@@ -134,9 +127,10 @@ fn backward_weight_adds_the_f64_product_and_leaves_padding_alone() {
         let (dy, x) = (numbers.tensor(m, n), numbers.tensor(m, k));
         let start = Matrix::new(n, k, &mut numbers);
         for dtype in [DType::F32, DType::Bf16] {
-            let used = |t: &Tensor| if dtype == DType::Bf16 { rounded(t.data()) } else { t.data().to_vec() };
-            let transposed = |x: &[f32], width: usize| (0..m * width).map(|i| x[i % m * width + i / m]).collect();
-            let (dy_used, x_used): (Vec<f32>, Vec<f32>) = (transposed(&used(&dy), n), transposed(&used(&x), k));
+            let [dy_used, x_used] = [&dy, &x].map(|t| {
+                let (used, width) = (used(t, dtype), t.width());
+                (0..m * width).map(|i| used[i % m * width + i / m]).collect::<Vec<f32>>()
+            });
             let product = f64_product(&dy_used, &x_used, n, k, m);
             let expected: Vec<f64> = product.iter().zip(&start.rows).map(|(p, &s)| p + f64::from(s)).collect();
             for level in Level::available() {
@@ -159,12 +153,12 @@ fn gradients_have_the_same_bits_on_any_number_of_threads_and_any_level() {
     for (m, n, k) in SHAPES {
         let mut numbers = Numbers::new((m + n + k) as u64);
         let (dy, x, w) = (numbers.tensor(m, n), numbers.tensor(m, k), Matrix::new(n, k, &mut numbers));
-        for (weight, dtype) in [(w.f32(), DType::F32), (w.bf16(), DType::Bf16)] {
+        for dtype in [DType::F32, DType::Bf16] {
             same_on_threads_and_levels(&format!("{m} {n} {k} {dtype:?}"), || {
                 let mut dx = Tensor::scratch(m, k);
                 let mut dw = vec![0.0; w.panels.len()];
                 let view = WeightMut { n, k, layout: Layout::Panel, values: (&mut dw).into() };
-                backward_input(&dy, weight, &mut dx, Into::Overwrite);
+                backward_input(&dy, w.of(dtype), &mut dx, Into::Overwrite);
                 backward_weight(&dy, &x, view, dtype);
                 vec![dx.data().to_vec(), dw]
             });

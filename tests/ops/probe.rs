@@ -3,7 +3,7 @@
 use rlhf_hpc::device::cpu::pool::set_threads;
 use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::rng::{Purpose, Rng};
-use rlhf_hpc::tensor::{Layout, Slice, Tensor, Weight};
+use rlhf_hpc::tensor::{DType, Layout, Slice, Tensor, Weight};
 
 /// Uniform numbers in [-1, 1) from a fixed seed.
 pub struct Numbers(u64);
@@ -77,12 +77,20 @@ impl Matrix {
     pub fn bf16(&self) -> Weight<'_> {
         Weight { n: self.n, k: self.k, layout: Layout::Panel, values: Slice::Bf16(&self.halves) }
     }
+
+    pub fn of(&self, dtype: DType) -> Weight<'_> {
+        if dtype == DType::Bf16 { self.bf16() } else { self.f32() }
+    }
 }
 
 /// `len` normal numbers of standard deviation `std`, those of `seed`.
 pub fn normals(seed: u64, len: usize, std: f32) -> Vec<f32> {
     let rng = Rng::new(seed, Purpose::Init);
     (0..len).map(|i| std * rng.normal_pair([i as u32 / 2, 0, 0, 0])[i % 2]).collect()
+}
+
+pub fn tensor(seed: u64, rows: usize, width: usize, std: f32) -> Tensor {
+    Tensor::from_slice(rows, width, &normals(seed, rows * width, std))
 }
 
 pub fn same_bits(what: &str, got: &[f32], want: &[f32]) {

@@ -1,6 +1,6 @@
 //! The norm against plain f64 loops.
 
-use super::probe::{assert_near, normals, same_on_threads_and_levels, wide};
+use super::probe::{assert_near, normals, same_on_threads_and_levels, tensor, wide};
 use rlhf_hpc::ops::rmsnorm::{backward, forward};
 use rlhf_hpc::tensor::Tensor;
 
@@ -20,9 +20,8 @@ struct Case {
 
 impl Case {
     fn new(rows: usize, groups: usize, n: usize) -> Self {
-        let width = groups * n;
-        let tensor = |seed| Tensor::from_slice(rows, width, &normals(seed, rows * width, 1.0));
-        Self { x: tensor(1), w: normals(2, n, 1.0), dy: tensor(3), dx: tensor(4), dw: normals(5, n, 1.0) }
+        let [x, dy, dx] = [1, 3, 4].map(|seed| tensor(seed, rows, groups * n, 1.0));
+        Self { x, w: normals(2, n, 1.0), dy, dx, dw: normals(5, n, 1.0) }
     }
 
     /// y, dx, dw.

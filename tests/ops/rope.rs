@@ -1,6 +1,6 @@
 //! The rotation against f64.
 
-use super::probe::{assert_near, normals, same_bits};
+use super::probe::{assert_near, normals, same_bits, tensor, wide};
 use rlhf_hpc::ops::rope::{RopeTable, backward, forward};
 use rlhf_hpc::tensor::Tensor;
 
@@ -42,8 +42,7 @@ fn each_pair_turns_by_position_times_frequency() {
 fn backward_is_the_transpose() {
     let (rows, width) = (50, 96);
     let table = RopeTable::new(&frequencies(32), 1.0, 512);
-    let x = Tensor::from_slice(rows, width, &normals(1, rows * width, 1.0));
-    let dy = Tensor::from_slice(rows, width, &normals(2, rows * width, 1.0));
+    let [x, dy] = [1, 2].map(|seed| tensor(seed, rows, width, 1.0));
     let (mut y, mut dx) = (x.clone(), dy.clone());
     let (mut k, mut dk) = (x.clone(), dy.clone());
     forward(&mut y, &mut k, &positions(rows)[..].into(), &table);
@@ -55,8 +54,7 @@ fn backward_is_the_transpose() {
     assert!((dot(&y, &dy) - dot(&x, &dx)).abs() < 1e-4);
     // And the inverse, since it is a rotation.
     backward(&mut y, &mut k, &positions(rows)[..].into(), &table);
-    let want: Vec<f64> = x.data().iter().map(|&x| f64::from(x)).collect();
-    assert_near("x", y.data(), &want, 1e-6);
+    assert_near("x", y.data(), &wide(x.data()), 1e-6);
 }
 
 #[test]
@@ -76,7 +74,7 @@ fn a_table_holds_the_positions_that_were_asked_for_and_not_its_whole_context() {
     let table = RopeTable::new(&frequencies(64), 1.0, context);
     let all = RopeTable::new(&frequencies(64), 1.0, 5000);
     all.reserve(5000);
-    let x = Tensor::from_slice(2, 64, &normals(1, 128, 1.0));
+    let x = tensor(1, 2, 64, 1.0);
     for (last, held) in [(3, 1024), (1023, 1024), (1024, 2048), (4999, 8192), (9_999_999, context)] {
         let at = [0, last];
         let (mut y, mut k) = (x.clone(), x.clone());

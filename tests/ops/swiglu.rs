@@ -1,12 +1,8 @@
 //! The gate against f64.
 
-use super::probe::{assert_near, normals, same_bits, same_on_threads_and_levels};
+use super::probe::{assert_near, same_bits, same_on_threads_and_levels, tensor};
 use rlhf_hpc::ops::swiglu::{backward, forward};
 use rlhf_hpc::tensor::Tensor;
-
-fn tensor(rows: usize, width: usize, seed: u64) -> Tensor {
-    Tensor::from_slice(rows, width, &normals(seed, rows * width, 3.0))
-}
 
 /// y, dgate, dup.
 fn run(gate: &Tensor, up: &Tensor, dy: &Tensor) -> [Tensor; 3] {
@@ -19,7 +15,7 @@ fn run(gate: &Tensor, up: &Tensor, dy: &Tensor) -> [Tensor; 3] {
 #[test]
 fn the_gate_equals_its_equation_and_its_gradients_are_finite_differences() {
     for (rows, width) in [(1, 1), (3, 7), (16, 33), (64, 688)] {
-        let (gate, up, dy) = (tensor(rows, width, 1), tensor(rows, width, 2), tensor(rows, width, 3));
+        let [gate, up, dy] = [1, 2, 3].map(|seed| tensor(seed, rows, width, 3.0));
         let value = |gate: f64, up: f64| gate / (1.0 + (-gate).exp()) * up;
         let each = |f: &dyn Fn(f64, f64, f64) -> f64| -> Vec<f64> {
             let values = gate.data().iter().zip(up.data()).zip(dy.data());
@@ -48,7 +44,7 @@ fn far_values_of_the_gate_stay_finite() {
 #[test]
 fn neither_companions_nor_threads_nor_instructions_change_a_row() {
     for (rows, width) in [(200, 344), (7, 33)] {
-        let [gate, up, dy] = [1, 2, 3].map(|seed| tensor(rows, width, seed));
+        let [gate, up, dy] = [1, 2, 3].map(|seed| tensor(seed, rows, width, 3.0));
         let all = run(&gate, &up, &dy);
         same_on_threads_and_levels("all rows", || run(&gate, &up, &dy).map(|x| x.data().to_vec()).into());
         let cut = |x: &Tensor| Tensor::from_slice(1, width, x.row(rows / 2));

@@ -67,7 +67,7 @@ fn stages_shard_state_then_gradients_then_weights_on_1_2_and_4_ranks() {
 }
 
 #[test]
-fn the_cache_takes_waves_where_it_may_not_take_all() {
+fn the_cache_takes_waves_where_it_may_not_take_all_and_has_room_for_the_longest_row_at_least() {
     let archs = archs(&llama2_7b(), true);
     let layout = layout(Mesh::data_only(16), 3);
     let kv = |more: &[&str]| count(&job(more), &archs, &layout, &a800()).kv.expect("a cache");
@@ -81,15 +81,7 @@ fn the_cache_takes_waves_where_it_may_not_take_all() {
     // The engine fills the batch, and the last wave is what is left.
     let most = kv(&["rollout.batch_max=40"]);
     assert_eq!((most.at_once, most.waves, most.bytes), (40, 2, 40 << 30));
-    let none = count(&job(&["rollout.kv_bytes_max=1000"]), &archs, &layout, &a800());
-    assert!(!none.fits, "not one sample has room");
-}
-
-/// `rollout.kv_bytes_max` of a run must hold 64 pages of 32 tokens, 16 MiB each, for its longest row.
-#[test]
-fn a_cache_that_a_run_accepts_is_one_that_the_plan_accepts() {
-    let archs = archs(&llama2_7b(), true);
-    let layout = layout(Mesh::data_only(16), 3);
+    // A run accepts a cache that holds 64 pages of 32 tokens, 16 MiB each, for its longest row, and so does the plan.
     for (bytes, fits) in [(1usize << 30, true), ((1 << 30) - 1, false)] {
         let found = count(&job(&[&format!("rollout.kv_bytes_max={bytes}")]), &archs, &layout, &a800());
         assert_eq!(found.fits, fits, "{bytes} bytes");

@@ -87,15 +87,3 @@ fn a_run_goes_on_on_another_layout_and_says_what_changed() {
         }
     }
 }
-
-#[test]
-fn a_layout_that_cannot_be_is_refused_with_what_can() {
-    for (ranks, layout, words) in [
-        (4, "rollout.tensor=3", "rollout.tensor = 3"),
-        (4, "rollout.tensor=2 rollout.data=4", "needs 8 ranks, the mesh has 4"),
-        (8, "rollout.tensor=8", "tensor can be 1, 2, 4"),
-    ] {
-        let job = Job::ppo("resharded-refused").on(ranks).with("mesh.tensor=1 mesh.zero=1").with(layout);
-        job.dry().run().assert(2, &[words]);
-    }
-}

@@ -47,16 +47,3 @@ fn a_run_goes_on_with_other_places_and_with_none() {
     let uneven = placed("places-uneven", 1).done();
     assert_eq!(uneven.metrics().len(), whole.metrics().len());
 }
-
-#[test]
-fn places_that_cannot_work_are_refused_with_what_is_missing() {
-    let entry = |roles: &str, ranks: &str| format!("{{ roles = [{roles}], ranks = \"{ranks}\" }}");
-    for (entries, words) in [
-        (entry("\"actor\", \"reward\"", "0..2"), "no place for the critic"),
-        (entry("\"critic\", \"reward\", \"reference\"", "0..2"), "the actor is not on rank 0"),
-        (entry("\"actor\", \"critic\", \"reward\", \"reference\"", "0..3"), "is of 3 ranks, mpirun started 2"),
-    ] {
-        let job = Job::ppo("places-refused").on(2).set(format!("mesh.placement=[{entries}]"));
-        job.run().refused(2, &[words]);
-    }
-}

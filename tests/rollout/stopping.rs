@@ -1,12 +1,13 @@
 //! What ends a response, and what is refused before it begins.
 
+use crate::data::text::by_hand;
 use crate::rollout::models::{CONTEXT, config, llama, prompts, requested, responses, run};
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::experience::{Finish, Prompt, Response};
 use rlhf_hpc::rollout::{Stop, requests};
 use rlhf_hpc::text::Tokenizer;
-use std::path::Path;
+use serde_json::json;
 use std::sync::Arc;
 
 #[test]
@@ -59,7 +60,10 @@ fn a_cache_too_small_for_one_sequence_is_refused_with_the_key_to_raise() {
     let (tiny, prompts) = (llama(), prompts(&[100]));
     let config = RolloutConfig { kv_bytes_max: 2 * tiny.transformer.kv_page_bytes() as u64, ..config(60, 1) };
     let error = run(&tiny, &config, &requested(&tiny, &prompts, &config), None).expect_err("five pages in two");
-    assert!(error.to_string().contains("rollout.kv_bytes_max"), "{error}");
+    assert!(
+        error.message.contains("needs 5 KV pages") && error.to_string().contains("rollout.kv_bytes_max"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -74,8 +78,8 @@ fn weights_that_are_not_finite_end_the_rollout_with_a_clear_fault() {
     assert!(error.message.contains("not finite"), "{error}");
 }
 
-/// A tokenizer whose token i, from 3 on, is one of a few texts; 0, 1, 2 are special. Written into `dir`.
-fn write_tokenizer(dir: &Path) -> Tokenizer {
+/// A tokenizer whose token i, from 3 on, is one of a few texts; 0, 1, 2 are special.
+fn tokenizer() -> Tokenizer {
     let pieces = ["a", "b", "c", "d", " e", "ab", "cd", "é"];
     let special = ["<unk>", "<s>", "</s>"];
     let mut vocab = serde_json::Map::new();
@@ -85,25 +89,13 @@ fn write_tokenizer(dir: &Path) -> Tokenizer {
         let text = if vocab.contains_key(piece) { format!("{piece}{i}") } else { piece.to_owned() };
         vocab.insert(text, i.into());
     }
-    let added: Vec<_> = (0..3)
-        .map(|i| {
-            serde_json::json!({"id": i, "content": special[i], "special": true, "single_word": false, "lstrip": false,
-                "rstrip": false, "normalized": false})
-        })
-        .collect();
-    let json = serde_json::json!({
-        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null,
-        "pre_tokenizer": null, "post_processor": null, "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
+    let added = [0, 1, 2].map(|i| {
+        json!({"id": i, "content": special[i], "special": true, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false})
     });
-    std::fs::write(dir.join("tokenizer.json"), json.to_string()).expect("a file");
-    Tokenizer::load(dir).expect("a tokenizer")
-}
-
-fn tokenizer() -> (tempfile::TempDir, Tokenizer) {
-    let dir = tempfile::tempdir().expect("a directory");
-    let tokenizer = write_tokenizer(dir.path());
-    (dir, tokenizer)
+    let model = json!({"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"});
+    let dir = by_hand(&[("added_tokens", json!(added)), ("decoder", json!({"type": "Fuse"})), ("model", model)]);
+    Tokenizer::load(dir.path()).expect("a tokenizer")
 }
 
 fn stopped_by(strings: &[&str], tokenizer: &Tokenizer) -> (Vec<Response>, Vec<Response>) {
@@ -119,7 +111,7 @@ fn stopped_by(strings: &[&str], tokenizer: &Tokenizer) -> (Vec<Response>, Vec<Re
 
 #[test]
 fn a_stop_text_ends_a_response_also_across_tokens_and_is_cut_from_the_text() {
-    let (_dir, tokenizer) = tokenizer();
+    let tokenizer = tokenizer();
     for strings in [&["ba"][..], &["d11 e", "c"], &["bcd", "ea"]] {
         let (free, stopped) = stopped_by(strings, &tokenizer);
         let mut hits = 0;
@@ -145,7 +137,7 @@ fn a_stop_text_ends_a_response_also_across_tokens_and_is_cut_from_the_text() {
 
 #[test]
 fn a_special_token_can_be_named_as_stop_text() {
-    let (_dir, tokenizer) = tokenizer();
+    let tokenizer = tokenizer();
     let (tiny, prompts) = (llama(), prompts(&[5; 30]));
     let config = RolloutConfig { ignore_eos: true, stop: vec!["</s>".to_owned()], ..config(40, 1) };
     let requests = requested(&tiny, &prompts, &config);
