@@ -1,6 +1,7 @@
 //! Checkpoints that several ranks write together.
 
 use crate::Test;
+use crate::collectives::values;
 use rlhf_hpc::checkpoint::{Manifest, Payload, resume, save};
 use rlhf_hpc::comm::World;
 use rlhf_hpc::error::Kind;
@@ -43,12 +44,8 @@ impl Drop for Shared {
     }
 }
 
-fn values(seed: usize) -> Vec<f32> {
-    (0..LEN).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 * 1e-3 - 1.0).collect()
-}
-
 fn save_step(world: &World, root: &Shared, step: u64, name: &str) -> rlhf_hpc::error::Result<PathBuf> {
-    let all = values(step as usize);
+    let all = values(step as usize, LEN);
     let (start, end) = (world.rank * LEN / world.size, (world.rank + 1) * LEN / world.size);
     let files = [(name.to_string(), Payload::shards("actor", [(start, &all[start..end])], LEN))];
     let manifest = Manifest::new(step, &Mesh::data_only(world.size), "c0ffee", json!({ "step": step }));

@@ -23,7 +23,7 @@ pub const TESTS: &[Test] = &[
 const LENGTHS: &[usize] = &[0, 1, 5, 4096, (1 << 18) - 1, (1 << 18) + 3, (1 << 20) + 17];
 
 /// Values whose sums round, different on every rank.
-fn values(rank: usize, len: usize) -> Vec<f32> {
+pub fn values(rank: usize, len: usize) -> Vec<f32> {
     (0..len).map(|i| ((i * 2654435761 + rank * 40503 + 7) % 100_003) as f32 * 1e-3 - 37.0).collect()
 }
 

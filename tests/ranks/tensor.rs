@@ -1,6 +1,7 @@
 //! Models cut over the tensor axis, and rows cut over the sequence axis, against the same model on one rank.
 
 use crate::Test;
+use crate::collectives::values;
 use crate::models::arch;
 use crate::tensor_models::{Side, assert_near, bits, cut_shapes, row, shard};
 use rlhf_hpc::comm::{Axes, World};
@@ -24,10 +25,6 @@ pub const TESTS: &[Test] = &[
     Test { name: "in bf16 a cut model is the whole one to bf16's precision", ranks: &[4], check: half_precision },
     Test { name: "a ring's log-probabilities and gradients are those of one rank", ranks: &[3], check: rings },
 ];
-
-fn values(rank: usize, len: usize) -> Vec<f32> {
-    (0..len).map(|i| ((i * 7919 + rank * 40_503) % 10_007) as f32 * 1.7e-3 - 8.0).collect()
-}
 
 fn ordered(world: &World) {
     for len in [0, 1, 7, 1000, 5000, (1 << 18) + 77] {

@@ -1,19 +1,18 @@
 //! Rollout on ranks that share heads and vocabulary: what is drawn, what is recorded, and how all of them end together.
 
 use crate::Test;
+use crate::models::{prompts, recorded_and_trained, requested};
 use crate::tensor_models::{Side, bits, cut_shapes, shapes};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::error::{Error, Result};
-use rlhf_hpc::experience::{Prompt, Response};
-use rlhf_hpc::learn::packed::PackedRow;
+use rlhf_hpc::experience::Response;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::Arch;
 use rlhf_hpc::rng::{Purpose, Rng};
-use rlhf_hpc::rollout::{Engine, Hooks, Model, Outcome, Progress, Stop, requests};
+use rlhf_hpc::rollout::{Engine, Hooks, Model, Outcome, Progress};
 use rlhf_hpc::tensor::DType;
 use std::cell::Cell;
-use std::sync::Arc;
 
 pub const TESTS: &[Test] = &[
     Test { name: "sampled generation on tensor ranks is one rank's", ranks: &[2, 8], check: sampled },
@@ -27,15 +26,7 @@ pub const TESTS: &[Test] = &[
     Test { name: "one tensor rank's stop and one tensor rank's error end all", ranks: &[2], check: together },
 ];
 
-fn prompts(arch: &Arch) -> Vec<Prompt> {
-    let token = |i: usize, j: usize| (3 + (i * 31 + j * j * 7) % (arch.vocabulary - 3)) as u32;
-    let prompt = |(i, &n): (usize, &usize)| Prompt {
-        id: 100 + i as u64,
-        tokens: (0..n).map(|j| token(i, j)).collect(),
-        ..Prompt::default()
-    };
-    [3, 40, 16, 1, 9].iter().enumerate().map(prompt).collect()
-}
+const PROMPTS: &[usize] = &[3, 40, 16, 1, 9];
 
 fn config(temperature: f32) -> RolloutConfig {
     RolloutConfig {
@@ -51,9 +42,7 @@ fn config(temperature: f32) -> RolloutConfig {
 
 fn drive(side: &Side, config: &RolloutConfig, hooks: &mut Hooks) -> Result<Outcome> {
     let Side { transformer, weights, .. } = side;
-    let stop = Arc::new(Stop::new(config, &transformer.arch.eos_tokens));
-    let requests =
-        requests(&prompts(&transformer.arch), config, &stop, transformer.arch.context).expect("legal prompts");
+    let requests = requested(transformer, &prompts(PROMPTS), config);
     let model = Model { transformer, weights, tokenizer: None };
     Engine::new(config, 0).generate(model, Rng::new(42, Purpose::Sample), 3, &requests, hooks)
 }
@@ -96,25 +85,14 @@ fn sampled(world: &World) {
     }
 }
 
-/// The log-probabilities of the responses' tokens in one packed training forward.
-fn training(side: &Side, responses: &[Response], temperature: f32) -> Vec<f32> {
-    let (prompts, mut row) = (prompts(&side.transformer.arch), PackedRow::new());
-    for response in responses {
-        let prompt = &prompts[response.prompt].tokens;
-        row.push(&[prompt, &response.tokens[..]].concat(), prompt.len());
-    }
-    let Side { transformer, weights, .. } = side;
-    let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
-    transformer.logprobs(weights, &hidden, &row.rows, &row.targets, temperature, false).0
-}
-
 fn recorded(world: &World) {
     for (name, arch) in cut_shapes(world.size) {
         for dtype in [DType::F32, DType::Bf16] {
             let [part, _] = sides(world, &arch, dtype);
             let responses = responses(&part, &config(0.7));
-            let logprobs: Vec<f32> = responses.iter().flat_map(|r| r.logprobs.iter().copied()).collect();
-            assert_eq!(bits(&logprobs), bits(&training(&part, &responses, 0.7)), "{name} {dtype:?}");
+            let [recorded, trained] =
+                recorded_and_trained(&part.transformer, &part.weights, &prompts(PROMPTS), &responses, 0.7);
+            assert_eq!(bits(&recorded), bits(&trained), "{name} {dtype:?}");
         }
     }
 }

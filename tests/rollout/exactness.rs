@@ -1,8 +1,7 @@
 //! The sampler and the trainer are the same function; nothing but the request decides what it gives.
 
-use crate::rollout::models::{
-    STEP, Tiny, config, llama, prompts, requested, responses, run, run_at_step, tiny, training_logprobs,
-};
+use crate::models::{prompts, recorded_and_trained, requested};
+use crate::rollout::models::{STEP, Tiny, complete, config, llama, responses, run, run_at_step, tiny};
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::device::cpu::pool;
 use rlhf_hpc::experience::Response;
@@ -29,11 +28,10 @@ fn recorded_logprobs_equal_the_training_forward_bitwise() {
             for temperature in [1.0, 0.7] {
                 let config = RolloutConfig { temperature, prefill_tokens_max: 40, ..config(45, 2) };
                 let sampled = responses(&tiny, &config, &prompts);
-                let trained = training_logprobs(&tiny, &prompts, &sampled, temperature);
-                for (response, trained) in sampled.iter().zip(&trained) {
-                    assert_eq!(&response.logprobs, trained, "{name} {dtype:?} at temperature {temperature}");
-                    assert_eq!(response.logprobs, response.sample_logprobs);
-                }
+                let [recorded, trained] =
+                    recorded_and_trained(&tiny.transformer, &tiny.weights, &prompts, &sampled, temperature);
+                assert_eq!(recorded, trained, "{name} {dtype:?} at temperature {temperature}");
+                assert!(sampled.iter().all(|response| response.logprobs == response.sample_logprobs));
             }
         }
     }
@@ -47,11 +45,10 @@ fn filters_and_greedy_decoding_leave_the_recorded_logprob_that_of_the_plain_soft
     let greedy = RolloutConfig { temperature: 0.0, ..config(30, 1) };
     for config in [filtered, greedy] {
         let sampled = responses(&tiny, &config, &prompts);
-        let trained = training_logprobs(&tiny, &prompts, &sampled, 1.0);
-        for (response, trained) in sampled.iter().zip(&trained) {
-            assert_eq!(&response.logprobs, trained);
-            assert!(response.sample_logprobs.iter().zip(trained).all(|(s, l)| s > l), "filters raise what they keep");
-        }
+        let [recorded, trained] = recorded_and_trained(&tiny.transformer, &tiny.weights, &prompts, &sampled, 1.0);
+        assert_eq!(recorded, trained);
+        let mut pairs = sampled.iter().flat_map(|response| response.sample_logprobs.iter().zip(&response.logprobs));
+        assert!(pairs.all(|(s, l)| s > l), "filters raise what they keep");
     }
 }
 
@@ -82,7 +79,7 @@ fn responses_are_the_same_for_any_batch_chunk_cache_size_and_thread_count() {
 fn a_full_cache_takes_pages_away_and_the_responses_stay_the_same() {
     let tiny = llama();
     let prompts = prompts(&[20; 24]);
-    let requests = requested(&tiny, &prompts, &config(150, 1));
+    let requests = requested(&tiny.transformer, &prompts, &config(150, 1));
     // Eight short responses make the scheduler expect short ones; the long ones then meet a full cache.
     let mixed: Vec<_> = requests
         .into_iter()
@@ -104,15 +101,14 @@ fn a_full_cache_takes_pages_away_and_the_responses_stay_the_same() {
 fn a_response_does_not_depend_on_the_other_requests_or_their_order() {
     let (tiny, prompts) = (llama(), prompts(&[8, 50, 33]));
     let config = config(25, 3);
-    let all = requested(&tiny, &prompts, &config);
-    let expected = run(&tiny, &config, &all, None).expect("a rollout").complete().expect("all of them");
+    let all = requested(&tiny.transformer, &prompts, &config);
+    let expected = complete(&tiny, &config, &all);
     let backwards: Vec<_> = all.iter().rev().cloned().collect();
-    let mut reversed = run(&tiny, &config, &backwards, None).expect("a rollout").complete().expect("all of them");
+    let mut reversed = complete(&tiny, &config, &backwards);
     reversed.reverse();
     assert_eq!(reversed, expected);
     for (request, expected) in all.iter().zip(&expected) {
-        let alone = run(&tiny, &config, std::slice::from_ref(request), None).expect("a rollout");
-        assert_eq!(alone.responses[0].as_ref(), Some(expected));
+        assert_eq!(&complete(&tiny, &config, std::slice::from_ref(request)), std::slice::from_ref(expected));
     }
 }
 
@@ -124,7 +120,7 @@ fn samples_and_steps_differ_and_the_same_step_repeats() {
         assert!((0..a).all(|b| sampled[a].tokens != sampled[b].tokens));
     }
     assert_eq!(responses(&tiny, &config(20, 4), &prompts), sampled);
-    let requests = requested(&tiny, &prompts, &config(20, 4));
+    let requests = requested(&tiny.transformer, &prompts, &config(20, 4));
     let later = run_at_step(&tiny, &config(20, 4), &requests, None, &|| false, 4)
         .expect("a rollout")
         .complete()
@@ -136,8 +132,8 @@ fn samples_and_steps_differ_and_the_same_step_repeats() {
 fn a_stopped_rollout_keeps_what_is_finished_and_the_rest_is_drawn_again_the_same() {
     let (tiny, prompts) = (llama(), prompts(&[5; 30]));
     let config = RolloutConfig { batch_max: 4, ..config(20, 1) };
-    let requests = requested(&tiny, &prompts, &config);
-    let whole = run(&tiny, &config, &requests, None).expect("a rollout").complete().expect("all of them");
+    let requests = requested(&tiny.transformer, &prompts, &config);
+    let whole = complete(&tiny, &config, &requests);
     let asked = Cell::new(0);
     let stop = || {
         asked.set(asked.get() + 1);
@@ -147,7 +143,7 @@ fn a_stopped_rollout_keeps_what_is_finished_and_the_rest_is_drawn_again_the_same
     let rest: Vec<usize> = (0..30).filter(|&i| first.responses[i].is_none()).collect();
     assert!(!rest.is_empty() && rest.len() < 30, "{} of 30 unfinished", rest.len());
     let missing: Vec<_> = rest.iter().map(|&i| requests[i].clone()).collect();
-    let second = run(&tiny, &config, &missing, None).expect("a rollout").complete().expect("all of them");
+    let second = complete(&tiny, &config, &missing);
     let mut joined: Vec<Option<Response>> = first.responses;
     for (i, response) in rest.into_iter().zip(second) {
         joined[i] = Some(response);

@@ -1,7 +1,8 @@
 //! What ends a response, and what is refused before it begins.
 
 use crate::data::text::by_hand;
-use crate::rollout::models::{CONTEXT, config, llama, prompts, requested, responses, run};
+use crate::models::{prompts, requested};
+use crate::rollout::models::{CONTEXT, config, llama, responses, run};
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::experience::{Finish, Prompt, Response};
@@ -59,7 +60,8 @@ fn empty_prompts_and_prompts_as_long_as_the_context_are_refused_by_id() {
 fn a_cache_too_small_for_one_sequence_is_refused_with_the_key_to_raise() {
     let (tiny, prompts) = (llama(), prompts(&[100]));
     let config = RolloutConfig { kv_bytes_max: 2 * tiny.transformer.kv_page_bytes() as u64, ..config(60, 1) };
-    let error = run(&tiny, &config, &requested(&tiny, &prompts, &config), None).expect_err("five pages in two");
+    let error =
+        run(&tiny, &config, &requested(&tiny.transformer, &prompts, &config), None).expect_err("five pages in two");
     assert!(
         error.message.contains("needs 5 KV pages") && error.to_string().contains("rollout.kv_bytes_max"),
         "{error}"
@@ -73,7 +75,7 @@ fn weights_that_are_not_finite_end_the_rollout_with_a_clear_fault() {
         (tiny.weights.table.specs().last().expect("a parameter").offset, tiny.weights.table.units().len() - 1);
     tiny.weights.local_mut(unit).part_mut(&(place..place + 1)).f32()[0] = f32::NAN;
     let config = config(5, 1);
-    let requests = requested(&tiny, &prompts(&[4]), &config);
+    let requests = requested(&tiny.transformer, &prompts(&[4]), &config);
     let error = run(&tiny, &config, &requests, None).expect_err("NaN in the head");
     assert!(error.message.contains("not finite"), "{error}");
 }
@@ -103,7 +105,7 @@ fn stopped_by(strings: &[&str], tokenizer: &Tokenizer) -> (Vec<Response>, Vec<Re
     let free = config(40, 1);
     let stopping = RolloutConfig { stop: strings.iter().map(|&s| s.to_owned()).collect(), ..free.clone() };
     let all = |config: &RolloutConfig| {
-        let requests = requested(&tiny, &prompts, config);
+        let requests = requested(&tiny.transformer, &prompts, config);
         run(&tiny, config, &requests, Some(tokenizer)).expect("a rollout").complete().expect("all of them")
     };
     (all(&free), all(&stopping))
@@ -140,7 +142,7 @@ fn a_special_token_can_be_named_as_stop_text() {
     let tokenizer = tokenizer();
     let (tiny, prompts) = (llama(), prompts(&[5; 30]));
     let config = RolloutConfig { ignore_eos: true, stop: vec!["</s>".to_owned()], ..config(40, 1) };
-    let requests = requested(&tiny, &prompts, &config);
+    let requests = requested(&tiny.transformer, &prompts, &config);
     let outcome = run(&tiny, &config, &requests, Some(&tokenizer)).expect("a rollout");
     let all = outcome.complete().expect("all of them");
     for response in &all {
@@ -155,6 +157,6 @@ fn a_special_token_can_be_named_as_stop_text() {
 fn stop_texts_without_a_tokenizer_are_refused() {
     let (tiny, prompts) = (llama(), prompts(&[5]));
     let config = RolloutConfig { stop: vec!["x".to_owned()], ..config(5, 1) };
-    let error = run(&tiny, &config, &requested(&tiny, &prompts, &config), None).expect_err("no tokenizer");
+    let error = run(&tiny, &config, &requested(&tiny.transformer, &prompts, &config), None).expect_err("no tokenizer");
     assert!(error.kind == Kind::Usage && error.message.contains("tokenizer"), "{error}");
 }
