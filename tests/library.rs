@@ -31,3 +31,15 @@ fn alone(name: &str, body: fn()) {
     assert!(done.status.success(), "{}: {words}", done.status);
     assert!(String::from_utf8_lossy(&done.stdout).contains("1 passed"), "there is no test {name}");
 }
+
+/// Limits the size of files that this process writes, as a disk does that becomes full under it.
+fn limit_files(bytes: u64) {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: an ignored signal has no handler, and the others read and write one value.
+    unsafe {
+        libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
+        assert_eq!(libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit), 0);
+        limit.rlim_cur = bytes.min(limit.rlim_max);
+        assert_eq!(libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit), 0);
+    }
+}

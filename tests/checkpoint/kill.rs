@@ -1,6 +1,6 @@
 //! kill -9 at any moment.
 
-use crate::checkpoint::{LEN, ROOT, save_step, weights};
+use crate::checkpoint::{LEN, save_step, weights};
 use rlhf_hpc::checkpoint::{SavedVector, newest, resume};
 use rlhf_hpc::comm::Group;
 use serde_json::json;
@@ -8,6 +8,9 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
+
+/// Set in the processes that the test starts: where the checkpoints are.
+const ROOT: &str = "CHECKPOINT_ROOT";
 
 /// Goes on from the newest checkpoint and commits step after step until it is killed, saying each.
 fn save_until_killed(root: &Path) {

@@ -11,9 +11,6 @@ use rlhf_hpc::mesh::Mesh;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// Set in processes that a test of this folder starts: the test once more, where the checkpoints are.
-const ROOT: &str = "CHECKPOINT_ROOT";
-
 fn manifest(step: u64, state: Value) -> Manifest {
     Manifest::new(step, &Mesh::data_only(1), "c0ffee", state)
 }

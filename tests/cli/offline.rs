@@ -6,6 +6,7 @@ use rlhf_hpc::device::Device;
 use rlhf_hpc::model::{Head, Keys, Transformer, Weights, load, packed_positions};
 use rlhf_hpc::tensor::{DType, Tensor};
 use rlhf_hpc::text::Tokenizer;
+use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 use std::fs::File;
 
@@ -143,13 +144,11 @@ fn a_model_that_overflows_on_a_row_is_refused_with_the_row_and_the_layer() {
 
 /// The bytes of a tensor of a safetensors file, or of one of its rows.
 fn tensor(file: &[u8], name: &str, row: Option<usize>) -> std::ops::Range<usize> {
-    let header = u64::from_le_bytes(file[..8].try_into().expect("8 bytes")) as usize;
-    let tensors: Value = serde_json::from_slice(&file[8..8 + header]).expect("JSON");
-    let tensor = &tensors[name];
-    assert_eq!(tensor["dtype"], "F32");
-    let number = |value: &Value| value.as_u64().expect("a number") as usize;
-    let [start, end] = [0, 1].map(|i| 8 + header + number(&tensor["data_offsets"][i]));
-    let width = 4 * number(&tensor["shape"][1]);
+    let (header, tensors) = SafeTensors::read_metadata(file).expect("safetensors");
+    let tensor = tensors.info(name).expect("it is there");
+    assert_eq!(tensor.dtype, Dtype::F32);
+    let [start, end] = <[usize; 2]>::from(tensor.data_offsets).map(|at| 8 + header + at);
+    let width = 4 * tensor.shape[1];
     row.map_or(start..end, |row| start + row * width..start + (row + 1) * width)
 }
 

@@ -13,11 +13,7 @@ fn batch() -> Vec<Experience> {
     [(3, 4), (1, 1), (8, 6)].map(|(id, n)| sample(id, n)).into()
 }
 
-fn floats(group: &hdf5::Group, name: &str) -> Vec<f32> {
-    group.dataset(name).unwrap().read_raw().unwrap()
-}
-
-fn longs(group: &hdf5::Group, name: &str) -> Vec<i64> {
+fn read<T: hdf5::H5Type>(group: &hdf5::Group, name: &str) -> Vec<T> {
     group.dataset(name).unwrap().read_raw().unwrap()
 }
 
@@ -38,9 +34,10 @@ fn every_array_reads_back_through_the_links() {
     let config_hash: VarLenUnicode = group.attr("config_hash").unwrap().read_scalar().unwrap();
     assert_eq!(config_hash.as_str(), "sha256:abc");
 
-    let tokens: Vec<i32> = group.dataset("tokens").unwrap().read_raw().unwrap();
-    let (token_offsets, response_offsets) = (longs(&group, "token_offsets"), longs(&group, "response_offsets"));
-    let prompt_tokens: Vec<i32> = group.dataset("prompt_tokens").unwrap().read_raw().unwrap();
+    let tokens = read::<i32>(&group, "tokens");
+    let (token_offsets, response_offsets) =
+        (read::<i64>(&group, "token_offsets"), read::<i64>(&group, "response_offsets"));
+    let prompt_tokens = read::<i32>(&group, "prompt_tokens");
     assert_eq!((token_offsets.len(), response_offsets.len(), prompt_tokens.len()), (4, 4, 3));
     let arrays: [(&str, Get); 8] = [
         ("logprobs", |e| &e.response.logprobs),
@@ -52,7 +49,7 @@ fn every_array_reads_back_through_the_links() {
         ("advantages", |e| &e.advantages),
         ("returns", |e| &e.returns),
     ];
-    let mask: Vec<u8> = group.dataset("mask").unwrap().read_raw().unwrap();
+    let mask = read::<u8>(&group, "mask");
     for (i, sample) in batch.iter().enumerate() {
         let row: Vec<u32> =
             tokens[token_offsets[i] as usize..token_offsets[i + 1] as usize].iter().map(|&t| t as u32).collect();
@@ -60,15 +57,15 @@ fn every_array_reads_back_through_the_links() {
         assert_eq!(prompt_tokens[i] as usize, sample.prompt.tokens.len());
         let range = response_offsets[i] as usize..response_offsets[i + 1] as usize;
         for (name, get) in arrays {
-            assert_eq!(floats(&group, name)[range.clone()], get(sample)[..], "{name} of sample {i}");
+            assert_eq!(read::<f32>(&group, name)[range.clone()], get(sample)[..], "{name} of sample {i}");
         }
         assert_eq!(mask[range], sample.mask);
     }
     let score: Vec<f32> = batch.iter().map(|e| e.score).collect();
-    assert_eq!(floats(&group, "score"), score);
-    assert_eq!(longs(&group, "prompt_id"), [3, 1, 8]);
-    assert_eq!(group.dataset("sample").unwrap().read_raw::<i32>().unwrap(), [1, 1, 0]);
-    assert_eq!(group.dataset("finish").unwrap().read_raw::<u8>().unwrap(), [1, 1, 0]);
+    assert_eq!(read::<f32>(&group, "score"), score);
+    assert_eq!(read::<i64>(&group, "prompt_id"), [3, 1, 8]);
+    assert_eq!(read::<i32>(&group, "sample"), [1, 1, 0]);
+    assert_eq!(read::<u8>(&group, "finish"), [1, 1, 0]);
     let [int, long, byte, float] = [
         hdf5::Datatype::from_type::<i32>(),
         hdf5::Datatype::from_type::<i64>(),
@@ -96,7 +93,7 @@ fn arrays_that_a_job_has_not_are_nan_and_wrong_lengths_are_refused() {
     }
     files.write(1, &batch, 0, "").unwrap();
     let group = File::open(files.step_path(1)).unwrap().group("step_000001").unwrap();
-    let values = floats(&group, "values");
+    let values = read::<f32>(&group, "values");
     assert!(values.len() == 11 && values.iter().all(|v| v.is_nan()));
     batch[1].kl.push(0.0);
     let error = files.write(2, &batch, 0, "").unwrap_err();
@@ -129,7 +126,6 @@ fn a_kill_at_any_point_leaves_readable_records() {
     assert_eq!(count(), 3);
 }
 
-/// A limit on the size of files lets through as much of a file as a disk does that becomes full under it.
 #[test]
 fn a_disk_that_becomes_full_anywhere_in_a_file_is_an_io_error_and_leaves_the_older_files_whole() {
     let name = "a_disk_that_becomes_full_anywhere_in_a_file_is_an_io_error_and_leaves_the_older_files_whole";
@@ -137,16 +133,6 @@ fn a_disk_that_becomes_full_anywhere_in_a_file_is_an_io_error_and_leaves_the_old
 }
 
 fn records_are_refused_under_every_limit() {
-    // SAFETY: an ignored signal has no handler.
-    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
-    // All of this process is limited.
-    // SAFETY: the calls read and write one value.
-    let limit = |bytes: u64| unsafe {
-        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-        assert_eq!(libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit), 0);
-        limit.rlim_cur = bytes.min(limit.rlim_max);
-        assert_eq!(libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit), 0);
-    };
     let dir = tempfile::tempdir().unwrap();
     let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
     files.write(1, &batch(), 0, "").unwrap();
@@ -154,10 +140,10 @@ fn records_are_refused_under_every_limit() {
     for (name, is_step) in [("rollouts/step-1.h5", true), ("rollouts.h5", false)] {
         let size = fs::metadata(dir.path().join(name)).unwrap().len();
         for bytes in (0..size).step_by(size as usize / 16) {
-            limit(bytes);
+            crate::limit_files(bytes);
             let tried_here =
                 if is_step { files.write(2, &batch(), 0, "") } else { RolloutFiles::open(dir.path(), 0).map(drop) };
-            limit(u64::MAX);
+            crate::limit_files(u64::MAX);
             let error = tried_here.unwrap_err();
             let named = if is_step { "rollouts/step-2.h5" } else { "rollouts.h5" };
             assert!(error.kind == Kind::Io && error.message.contains(named), "{bytes} bytes: {error}");
@@ -165,7 +151,7 @@ fn records_are_refused_under_every_limit() {
             assert_eq!(names(dir.path()), ["rollouts", "rollouts.h5"], "{bytes} bytes");
             assert_eq!(names(&dir.path().join("rollouts")), ["step-1.h5"], "{bytes} bytes");
             let group = File::open(dir.path().join("rollouts.h5")).unwrap().group("step_000001").unwrap();
-            assert_eq!(floats(&group, "score"), [2.5, 0.5, 7.5], "{bytes} bytes");
+            assert_eq!(read::<f32>(&group, "score"), [2.5, 0.5, 7.5], "{bytes} bytes");
             tried += 1;
         }
     }
@@ -218,7 +204,7 @@ fn the_file_of_a_step_is_no_larger_than_its_longest_rows_make_it_and_not_much_sm
         files.write(1, &batch, 42, &"f".repeat(64)).unwrap();
         let bytes = fs::metadata(files.step_path(1)).unwrap().len();
         let group = File::open(files.step_path(1)).unwrap().group(&group_name(1)).unwrap();
-        assert_eq!(floats(&group, "advantages").len(), samples as usize * response);
+        assert_eq!(read::<f32>(&group, "advantages").len(), samples as usize * response);
         let most = step_bytes_max(samples as usize, prompt, response);
         assert!(bytes <= most && most <= bytes + (32 << 10), "{samples} samples: {bytes} bytes, {most} at most");
     }

@@ -6,6 +6,7 @@ use rlhf_hpc::model::{Arch, Head, ParamTable, TensorPart};
 use rlhf_hpc::plan::Device;
 use rlhf_hpc::train::Archs;
 use serde_json::{Value, json};
+use std::path::Path;
 
 /// The shape of Llama-2-7B.
 pub fn llama2_7b() -> Value {
@@ -37,29 +38,13 @@ pub fn archs(config: &Value, reward: bool) -> Archs {
     Archs(all.map(|(role, head)| (role, head, arch(config))).collect())
 }
 
-/// The reference workload's keys, and `more`.
+/// The reference workload.
+pub const REFERENCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/jobs/llama2-7b.toml");
+
+/// Its keys, and `more`.
 pub fn job(more: &[&str]) -> Config {
-    let text = r#"
-[job]
-kind = "ppo"
-steps = 1
-[model]
-actor = "model"
-dtype = "bf16"
-[data]
-prompts = ["prompts"]
-prompt_tokens_max = 1024
-[rollout]
-prompts_per_step = 1024
-response_tokens_max = 1024
-[ppo]
-minibatch_samples = 128
-microbatch_tokens_max = 8192
-[gradient]
-recompute = true
-"#;
     let more: Vec<String> = more.iter().map(ToString::to_string).collect();
-    config::parse(text, &more).expect("a job")
+    config::load(Path::new(REFERENCE), &more).expect("a job")
 }
 
 /// Ranks that share `arch`, padding included: the flat vector of one of them.

@@ -1,6 +1,6 @@
 //! The verb: the table of the reference workload from a config.json alone, as text and for machines.
 
-use super::models::{llama2_7b, small};
+use super::models::{REFERENCE, llama2_7b, small};
 use crate::cli::fixture::Fixture;
 use crate::process::Ended;
 use serde_json::Value;
@@ -16,9 +16,8 @@ fn fixture(config: &Value) -> Fixture {
 fn reference(fixture: &Fixture, more: &[&str]) -> Ended {
     let model = fixture.path("planned").display().to_string();
     let roles = ["actor", "critic", "reference"].map(|role| format!("model.{role}={model}"));
-    let job = ["plan", concat!(env!("CARGO_MANIFEST_DIR"), "/jobs/llama2-7b.toml")];
     let arguments = ["--ranks", "16", "--gpu", "a800-80g", "--reward-model", &model];
-    fixture.run(&[&job[..], &roles.each_ref().map(String::as_str), &arguments, more].concat())
+    fixture.run(&[&["plan", REFERENCE][..], &roles.each_ref().map(String::as_str), &arguments, more].concat())
 }
 
 /// Its table, of which no line but one with a long name has more than 100 columns.

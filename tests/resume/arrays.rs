@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 /// One recorded step: arrays by name, all of whose numbers f64 holds exactly.
-pub struct Arrays(BTreeMap<String, Vec<f64>>);
+pub type Arrays = BTreeMap<String, Vec<f64>>;
 
 /// Every step of `rollouts.h5`, by group name.
 pub fn read(path: &Path) -> BTreeMap<String, Arrays> {
@@ -19,27 +19,16 @@ pub fn read(path: &Path) -> BTreeMap<String, Arrays> {
             (array.clone(), values.unwrap_or_else(|e| panic!("{name}/{array}: {e}")))
         };
         let arrays = group.member_names().expect("a group lists its members").into_iter().map(read).collect();
-        (name, Arrays(arrays))
+        (name, arrays)
     };
     file.member_names().expect("a file lists its members").into_iter().map(step).collect()
 }
 
-impl Arrays {
-    pub fn get(&self, name: &str) -> &[f64] {
-        &self.0[name]
-    }
-
-    /// A number of an array of whole numbers.
-    pub fn index(&self, name: &str, i: usize) -> usize {
-        self.0[name][i] as usize
-    }
-
-    /// Equal to the bit.
-    pub fn assert_same(&self, other: &Self, who: &str) {
-        assert_eq!(self.0.len(), other.0.len(), "{who}");
-        for (name, mine) in &self.0 {
-            let bits = |x: &[f64]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-            assert!(bits(mine) == bits(&other.0[name]), "{who}: {name} is {mine:?} and {:?}", other.0[name]);
-        }
+/// Equal to the bit.
+pub fn assert_same(mine: &Arrays, theirs: &Arrays, who: &str) {
+    assert_eq!(mine.len(), theirs.len(), "{who}");
+    for (name, mine) in mine {
+        let bits = |x: &[f64]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert!(bits(mine) == bits(&theirs[name]), "{who}: {name} is {mine:?} and {:?}", theirs[name]);
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::cli::{command, corpus};
 use crate::process::{Ended, LIMIT, Running};
+use crate::resume::arrays::{self, Arrays, assert_same};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -34,9 +35,7 @@ fn make_place() -> PathBuf {
     ] {
         command::run(&place, &verb.split(' ').collect::<Vec<_>>()).well();
     }
-    for (name, text) in [("ppo.toml", PPO), ("sft.toml", SFT)] {
-        std::fs::write(place.join(name), text).expect("writes");
-    }
+    std::fs::write(place.join("job.toml"), JOB).expect("writes");
     place
 }
 
@@ -54,7 +53,7 @@ pub fn with_context(name: &str, context: usize) {
 }
 
 /// Some token ids stop a response, so that lengths differ although the weights are random.
-const PPO: &str = r#"
+const JOB: &str = r#"
 [job]
 kind = "ppo"
 steps = 4
@@ -76,6 +75,9 @@ rule = { kind = "regex", pattern = "[0-9a-f]" }
 epochs = 2
 minibatch_samples = 8
 microbatch_tokens_max = 64
+[sft]
+minibatch_samples = 16
+microbatch_tokens_max = 64
 [optim.actor]
 lr = 1e-3
 [optim.critic]
@@ -86,31 +88,10 @@ every_steps = 1
 samples_every_steps = 0
 "#;
 
-const SFT: &str = r#"
-[job]
-kind = "sft"
-steps = 8
-threads = 1
-[model]
-actor = "model"
-[data]
-prompts = ["demonstrations"]
-prompt_split = "train"
-eval_split = "eval"
-[sft]
-minibatch_samples = 16
-microbatch_tokens_max = 64
-[optim.actor]
-lr = 1e-3
-[checkpoint]
-every_steps = 2
-"#;
-
 /// A job with a run directory of its own.
 #[derive(Clone)]
 pub struct Job {
     pub dir: PathBuf,
-    file: &'static str,
     ranks: usize,
     sets: Vec<String>,
     dry: bool,
@@ -118,17 +99,11 @@ pub struct Job {
 
 impl Job {
     pub fn ppo(name: &str) -> Self {
-        Self::of("ppo.toml", name)
+        Self { dir: place().join("runs").join(name), ranks: 0, sets: Vec::new(), dry: false }
     }
 
     pub fn sft(name: &str) -> Self {
-        Self::of("sft.toml", name)
-    }
-
-    /// The job of another file in `place`.
-    pub fn of(file: &'static str, name: &str) -> Self {
-        let dir = place().join("runs").join(name);
-        Self { dir, file, ranks: 0, sets: Vec::new(), dry: false }
+        Self::ppo(name).with("job.kind=sft job.steps=8 data.prompts=[\"demonstrations\"] checkpoint.every_steps=2")
     }
 
     /// Under mpirun with `ranks` ranks; without this, alone.
@@ -162,7 +137,7 @@ impl Job {
         if self.dry {
             command.arg("--dry-run");
         }
-        command.arg(place().join(self.file)).arg(format!("job.dir={}", self.dir.display())).args(&self.sets);
+        command.arg(place().join("job.toml")).arg(format!("job.dir={}", self.dir.display())).args(&self.sets);
         command
     }
 
@@ -233,13 +208,13 @@ impl Job {
         let (mine, theirs) = (self.rollouts(), other.rollouts());
         assert_eq!(mine.keys().collect::<Vec<_>>(), theirs.keys().collect::<Vec<_>>(), "{who}: recorded steps");
         for (step, arrays) in mine {
-            arrays.assert_same(&theirs[&step], &format!("{who}, {step}"));
+            assert_same(&arrays, &theirs[&step], &format!("{who}, {step}"));
         }
     }
 
     /// The groups of `rollouts.h5` by name.
-    pub fn rollouts(&self) -> BTreeMap<String, crate::resume::arrays::Arrays> {
-        crate::resume::arrays::read(&self.dir.join("rollouts.h5"))
+    pub fn rollouts(&self) -> BTreeMap<String, Arrays> {
+        arrays::read(&self.dir.join("rollouts.h5"))
     }
 }
 

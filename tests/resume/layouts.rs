@@ -32,7 +32,7 @@ fn a_ppo_step_on_any_layout_has_the_samples_and_the_numbers_of_one_rank() {
             let job = Job::ppo(&format!("layout-{loss}-{i}")).on(*ranks).with(&sets).with(layout).done();
             let (mine, theirs) = (&job.rollouts()["step_000001"], &alone.rollouts()["step_000001"]);
             for what in ["tokens", "token_offsets", "response_offsets", "prompt_id", "sample", "finish"] {
-                assert_eq!(mine.get(what), theirs.get(what), "{what} on {layout}");
+                assert_eq!(mine[what], theirs[what], "{what} on {layout}");
             }
             assert_near(&job, &alone, layout);
             let has = |word: &str| layout.contains(word);

@@ -13,7 +13,7 @@ fn near(a: f64, b: f64, what: &str) {
 
 /// The response tokens of each sample.
 fn responses(step: &Arrays) -> Vec<std::ops::Range<usize>> {
-    step.get("response_offsets").windows(2).map(|w| w[0] as usize..w[1] as usize).collect()
+    step["response_offsets"].windows(2).map(|w| w[0] as usize..w[1] as usize).collect()
 }
 
 #[test]
@@ -35,29 +35,30 @@ fn recorded_arrays_suffice_to_recompute_advantages_and_losses() {
             let n = range.len() as f64;
             policy -= range.clone().map(|t| advantages[t]).sum::<f64>() / n / all.len() as f64;
             for t in range.clone() {
-                value += 0.5 * (step.get("values")[t] - step.get("returns")[t]).powi(2);
+                value += 0.5 * (step["values"][t] - step["returns"][t]).powi(2);
                 tokens += 1.0;
             }
         }
         near(metric("policy_loss"), policy, "policy_loss");
         near(metric("value_loss"), value / tokens, "value_loss");
-        let kl = step.get("kl").iter().sum::<f64>() / tokens;
+        let kl = step["kl"].iter().sum::<f64>() / tokens;
         near(metric("kl_mean"), kl, "kl_mean");
         near(metric("response_tokens_mean"), tokens / all.len() as f64, "response_tokens_mean");
-        let score = step.get("score").iter().sum::<f64>() / all.len() as f64;
+        let score = step["score"].iter().sum::<f64>() / all.len() as f64;
         near(metric("score_mean"), score, "score_mean");
     }
 }
 
 /// Prompts and responses as they were sampled.
 fn check_responses(step: &Arrays) {
+    let index = |name: &str, i: usize| step[name][i] as usize;
     for (i, range) in responses(step).iter().enumerate() {
-        let end = step.index("token_offsets", i + 1);
-        assert_eq!(end - step.index("token_offsets", i) - step.index("prompt_tokens", i), range.len());
-        assert_eq!(step.index("sample", i), i % 2);
-        assert_eq!(step.index("prompt_id", i), step.index("prompt_id", i / 2 * 2));
-        let last = step.index("tokens", end - 1);
-        match step.index("finish", i) {
+        let end = index("token_offsets", i + 1);
+        assert_eq!(end - index("token_offsets", i) - index("prompt_tokens", i), range.len());
+        assert_eq!(index("sample", i), i % 2);
+        assert_eq!(index("prompt_id", i), index("prompt_id", i / 2 * 2));
+        let last = index("tokens", end - 1);
+        match index("finish", i) {
             0 => assert!(last <= 1 || (40..60).contains(&last), "token {last} does not stop"),
             1 => assert_eq!(range.len(), 12),
             other => panic!("finish {other}"),
@@ -67,8 +68,8 @@ fn check_responses(step: &Arrays) {
 
 /// Rewards, returns and whitened advantages from logprobs, ref_logprobs, values, score and mask.
 fn check_advantages(step: &Arrays) -> Vec<f64> {
-    let get = |name: &str, t: usize| step.get(name)[t];
-    let mut raw = vec![0.0; step.get("advantages").len()];
+    let get = |name: &str, t: usize| step[name][t];
+    let mut raw = vec![0.0; step["advantages"].len()];
     for (sample, range) in responses(step).into_iter().enumerate() {
         let (mut next_value, mut advantage) = (0.0, 0.0);
         for t in range.clone().rev() {
