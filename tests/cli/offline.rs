@@ -70,24 +70,17 @@ const TELLING: [&str; 6] = [
 ];
 
 #[test]
-fn what_cannot_be_written_is_an_error() {
+fn what_cannot_be_written_is_an_error_and_an_output_that_was_closed_ends_a_verb_without_words() {
     let fixture = Fixture::new();
     fixture.write("rows.jsonl", "{\"tokens\": [1, 2]}\n");
     for line in TELLING {
+        let arguments: Vec<&str> = line.split(' ').collect();
         let full = File::options().write(true).open("/dev/full").expect("Linux has it");
-        let ended = command::run_onto(fixture.root(), full, &line.split(' ').collect::<Vec<_>>());
+        let ended = command::run_onto(fixture.root(), full, &arguments);
         ended.refused(74, &["cannot write standard output", "No space left"]);
-    }
-}
-
-#[test]
-fn a_verb_whose_output_was_closed_ends_without_words() {
-    let fixture = Fixture::new();
-    fixture.write("rows.jsonl", "{\"tokens\": [1, 2]}\n");
-    for line in TELLING {
         let (reader, closed) = std::io::pipe().expect("the system has pipes");
         drop(reader);
-        let ended = command::run_onto(fixture.root(), closed, &line.split(' ').collect::<Vec<_>>()).well();
+        let ended = command::run_onto(fixture.root(), closed, &arguments).well();
         assert!(!ended.stderr.contains("panicked") && !ended.stderr.contains("rror"), "{line}: {}", ended.stderr);
     }
 }

@@ -54,8 +54,7 @@ fn chats_are_rendered_and_tokenized_as_transformers_does() {
 
 #[test]
 fn a_template_that_is_none_and_one_that_is_broken_are_named() {
-    let golden = golden();
-    let dir = directory(&golden, "inst");
+    let dir = directory(&golden(), "inst");
     fs::write(dir.path().join("chat_template.jinja"), "{% if %}").unwrap();
     let error = Tokenizer::load(dir.path()).unwrap_err();
     assert!(error.message.contains("chat template"), "{error}");
@@ -67,8 +66,7 @@ fn a_template_that_is_none_and_one_that_is_broken_are_named() {
 
 #[test]
 fn the_template_file_and_the_default_of_a_list_are_found() {
-    let golden = golden();
-    let dir = directory(&golden, "inst");
+    let dir = directory(&golden(), "inst");
     let named = json!({"chat_template": [
         {"name": "tool_use", "template": "tools"}, {"name": "default", "template": "listed"},
     ]});
@@ -81,8 +79,7 @@ fn the_template_file_and_the_default_of_a_list_are_found() {
 
 #[test]
 fn a_chat_that_would_begin_with_two_begin_tokens_is_refused() {
-    let golden = golden();
-    let dir = directory(&golden, "inst");
+    let dir = directory(&golden(), "inst");
     let twice = "{{ bos_token }}{{ bos_token }}{{ messages[0].content }}";
     fs::write(dir.path().join("chat_template.jinja"), twice).unwrap();
     let tokenizer = Tokenizer::load(dir.path()).unwrap();

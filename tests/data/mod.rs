@@ -2,7 +2,7 @@
 
 mod chat;
 mod fixture;
-mod rows;
+pub mod rows;
 mod shard;
 mod sources;
 pub mod text;

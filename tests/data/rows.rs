@@ -136,7 +136,8 @@ fn a_file_without_rows_and_a_missing_file_are_refused() {
     assert_eq!(error.kind, Kind::Io);
 }
 
-fn args(fixture: &Fixture, input: &str, more: &[&str]) -> Args {
+/// Of the verb, which writes the shard `out/rows`.
+pub fn args(fixture: &Fixture, input: &str, more: &[&str]) -> Args {
     let (tokenizer, out) = (fixture.path("tokenizer"), fixture.path("out/rows"));
     let mut all = vec![input, "--tokenizer", tokenizer.to_str().unwrap(), "--out", out.to_str().unwrap()];
     all.extend(more);

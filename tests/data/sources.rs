@@ -8,6 +8,7 @@ use rlhf_hpc::experience::Prompt;
 use serde_json::json;
 
 use crate::data::fixture::{Fixture, config, questions};
+use crate::data::rows::args;
 
 fn ratio(path: &str) -> DataConfig {
     DataConfig {
@@ -156,17 +157,14 @@ fn a_split_that_does_not_exist_is_refused_with_those_that_do() {
 fn splits_of_a_shard_are_used_by_name() {
     let fixture = Fixture::new();
     let file = fixture.jsonl("q.jsonl", &questions(50));
-    let (tokenizer, out) = (fixture.path("tokenizer"), fixture.path("shards/q"));
-    let args = [&file, "--tokenizer", tokenizer.to_str().unwrap(), "--out", out.to_str().unwrap()];
     let more = ["--split-field", "split", "--label-key", "answer", "--keep-field", "hardness"];
-    let args: Vec<&str> = args.into_iter().chain(more).collect();
-    rlhf_hpc::cli::shard::run(&argh::FromArgs::from_args(&["shard"], &args).unwrap()).unwrap();
+    rlhf_hpc::cli::shard::run(&args(&fixture, &file, &more)).unwrap();
     let named = DataConfig {
         prompt_split: "train".to_owned(),
         eval_split: "eval".to_owned(),
         order: Order::Curriculum,
         curriculum_field: "hardness".to_owned(),
-        ..config(out.to_str().unwrap())
+        ..config(fixture.path("out/rows").to_str().unwrap())
     };
     let mut source = fixture.prompts(&named, 0).unwrap();
     assert_eq!(source.eval_rows(0).unwrap().len(), 10);

@@ -8,7 +8,7 @@ use rlhf_hpc::loss::policy::{PolicySums, PolicyTokens, policy_loss};
 use rlhf_hpc::loss::value::value_loss;
 use rlhf_hpc::loss::{correction, token};
 
-use crate::formulas::golden::{Case, Golden, close, close_rows, mask, read, rows};
+use crate::formulas::golden::{Case, cases, close, close_rows, mask, read, rows};
 
 fn aggregation(case: &Case) -> Aggregation {
     let sequence = case.args["token_level_loss"] == false || case.args["policy_loss_type"] == "gspo";
@@ -76,8 +76,7 @@ fn their_factors(config: &PpoConfig, old: &[f32], sample: &[f32], mask: &[u8]) -
 
 #[test]
 fn policy_loss_and_gradient_agree() {
-    let golden = Golden::load();
-    for case in golden.cases("policy_loss") {
+    for case in cases("policy_loss") {
         let config = policy_config(&case);
         let (logprobs, old) = (case.rows("log_probs"), case.rows("old_log_probs"));
         let (advantages, sample) = (case.rows("advantages"), case.rows("rollout_log_probs"));
@@ -104,7 +103,7 @@ fn policy_loss_and_gradient_agree() {
             }
             grads.push(dlogprobs);
         }
-        let (what, out) = (case.args, case.out);
+        let (what, out) = (&case.args, &case.out);
         close(sums.loss, out["loss"].as_f64().unwrap(), what);
         close(sums.clipped as f64 / sums.tokens as f64, out["clip_ratio"].as_f64().unwrap(), what);
         close(sums.policy_kl / sums.tokens as f64, out["ppo_kl"].as_f64().unwrap(), what);
@@ -114,8 +113,7 @@ fn policy_loss_and_gradient_agree() {
 
 #[test]
 fn value_loss_and_gradient_agree() {
-    let golden = Golden::load();
-    for case in golden.cases("value_loss") {
+    for case in cases("value_loss") {
         let (values, old, returns) = (case.rows("values"), case.rows("old_values"), case.rows("returns"));
         let masks = case.masks("action_mask");
         let weights = row_weights(&case, &masks);
@@ -127,20 +125,19 @@ fn value_loss_and_gradient_agree() {
             loss += value_loss(clip, &values[i], &old[i], &returns[i], &weights[i], &mut dvalues).loss;
             grads.push(dvalues);
         }
-        close(loss, case.out["loss"].as_f64().unwrap(), case.args);
-        close_rows(&grads, &rows(&case.grad["values"]), case.args);
+        close(loss, case.out["loss"].as_f64().unwrap(), &case.args);
+        close_rows(&grads, &rows(&case.grad["values"]), &case.args);
     }
 }
 
 #[test]
 fn aggregation_and_cross_entropy_agree() {
-    let golden = Golden::load();
     for (name, tokens, mask_name, sign) in [
         ("aggregate_loss", "loss", "loss_mask", -1.0),
         ("aggregate_loss_empty_seq", "loss", "loss_mask", -1.0),
         ("sft_loss", "lp", "m", 1.0),
     ] {
-        for case in golden.cases(name) {
+        for case in cases(name) {
             // Cross-entropy aggregates minus the log-probability; theirs aggregates any loss.
             let numbers: Vec<Vec<f32>> =
                 case.rows(tokens).iter().map(|row| row.iter().map(|x| sign * x).collect()).collect();
@@ -161,9 +158,8 @@ fn aggregation_and_cross_entropy_agree() {
 
 #[test]
 fn kl_estimators_and_their_gradients_agree() {
-    let golden = Golden::load();
     for name in ["approx_kl", "approx_kl_clamp"] {
-        for case in golden.cases(name) {
+        for case in cases(name) {
             let estimator = match case.args["kl_estimator"].as_str() {
                 Some("k1") => KlEstimator::K1,
                 Some("k2") => KlEstimator::K2,
@@ -176,24 +172,23 @@ fn kl_estimators_and_their_gradients_agree() {
                     l.iter().zip(&base).map(pair).map(|(kl, slope)| (kl as f32, slope as f32)).unzip()
                 })
                 .unzip();
-            close_rows(&kl, &rows(&case.out["kl"]), case.args);
-            close_rows(&slope, &rows(&case.grad["log_probs"]), case.args);
+            close_rows(&kl, &rows(&case.out["kl"]), &case.args);
+            close_rows(&slope, &rows(&case.grad["log_probs"]), &case.args);
         }
     }
 }
 
 #[test]
 fn adaptive_kl_controller_agrees() {
-    let golden = Golden::load();
-    for case in golden.cases("adaptive_kl") {
+    for case in cases("adaptive_kl") {
         let mut config = PpoConfig { kl_coef: case.arg("init").unwrap() as f32, ..PpoConfig::default() };
         config.kl_target = case.arg("target").unwrap() as f32;
         config.kl_horizon = case.arg("horizon").unwrap() as f32;
         let mut controller = KlController::new(&config);
-        let [measured, betas]: [Vec<f64>; 2] = [&case.args["current"], case.out].map(read);
+        let [measured, betas]: [Vec<f64>; 2] = [&case.args["current"], &case.out].map(read);
         for (kl, want) in measured.into_iter().zip(betas) {
             controller.update(kl, case.arg("n_steps").unwrap() as usize);
-            close(f64::from(controller.beta), want, case.args);
+            close(f64::from(controller.beta), want, &case.args);
         }
     }
 }
@@ -206,22 +201,21 @@ fn only_masked(rows: &[Vec<f32>], masks: &[Vec<u8>]) -> Vec<Vec<f32>> {
 
 #[test]
 fn gae_returns_and_rewards_per_token_agree() {
-    let golden = Golden::load();
-    for case in golden.cases("gae") {
+    for case in cases("gae") {
         let (values, rewards, masks) = (case.rows("values"), case.rows("rewards"), case.masks("action_mask"));
         let (gamma, lambda) = (case.arg("gamma").unwrap(), case.arg("lambd").unwrap());
         let (advantages, returns): (Vec<_>, Vec<_>) =
             (0..masks.len()).map(|i| gae::gae(gamma, lambda, &rewards[i], &values[i], 0.0, &masks[i])).unzip();
-        close_rows(&advantages, &rows(&case.out["advantages"]), case.args);
-        close_rows(&returns, &rows(&case.out["returns"]), case.args);
+        close_rows(&advantages, &rows(&case.out["advantages"]), &case.args);
+        close_rows(&returns, &rows(&case.out["returns"]), &case.args);
     }
-    for case in golden.cases("reinforce_returns") {
+    for case in cases("reinforce_returns") {
         let pairs = case.rows("rewards").into_iter().zip(case.masks("action_mask"));
         let got: Vec<_> =
             pairs.map(|(r, m)| gae::gae(case.arg("gamma").unwrap(), 1.0, &r, &vec![0.0; r.len()], 0.0, &m).1).collect();
-        close_rows(&got, &rows(&case.out["returns"]), case.args);
+        close_rows(&got, &rows(&case.out["returns"]), &case.args);
     }
-    for case in golden.cases("compute_reward") {
+    for case in cases("compute_reward") {
         let masks = case.masks("action_mask");
         let [low, high] = read::<Option<[f64; 2]>>(&case.args["clip"]).unwrap_or([f64::MIN, f64::MAX]);
         let numbers: Vec<f64> = read::<Vec<f64>>(&case.inputs["r"]).iter().map(|x| x.clamp(low, high)).collect();
@@ -234,14 +228,13 @@ fn gae_returns_and_rewards_per_token_agree() {
         };
         let got: Vec<_> = (0..masks.len()).map(place).collect();
         // Outside the mask theirs holds -beta * kl, ours 0.
-        close_rows(&got, &only_masked(&rows(&case.out["reward"]), &masks), case.args);
+        close_rows(&got, &only_masked(&rows(&case.out["reward"]), &masks), &case.args);
     }
 }
 
 #[test]
 fn whitening_agrees() {
-    let golden = Golden::load();
-    for case in golden.cases("masked_normalize") {
+    for case in cases("masked_normalize") {
         let (tensor, masks) = (case.rows("tensor"), case.masks("mask"));
         // Theirs is over each row here; ours is over the batch, so a batch of one row.
         for i in 0..tensor.len() {
@@ -252,15 +245,14 @@ fn whitening_agrees() {
             whitening::whiten(true, mean, std, &mut one);
             let want = only_masked(&rows(&case.out["out"])[i..=i], &masks[i..=i]);
             let got = only_masked(&[one[0].advantages.clone()], &masks[i..=i]);
-            close_rows(&got, &want, case.args);
+            close_rows(&got, &want, &case.args);
         }
     }
 }
 
 #[test]
 fn length_penalties_agree() {
-    let golden = Golden::load();
-    for case in golden.cases("overlong_penalty") {
+    for case in cases("overlong_penalty") {
         let config = PpoConfig {
             overlong_buffer_tokens: case.arg("overlong_buffer_len").unwrap() as usize,
             overlong_tokens_max: case.arg("max_new_tokens").unwrap() as usize,
@@ -275,9 +267,9 @@ fn length_penalties_agree() {
         let mut numbers: Vec<f64> = read(&case.inputs["rewards"]);
         scores::penalize_overlong(&config, &mut numbers, &samples).unwrap();
         let want: Vec<f64> = read(&case.out["rewards"]);
-        numbers.iter().zip(want).for_each(|(&a, b)| close(a, b, case.args));
+        numbers.iter().zip(want).for_each(|(&a, b)| close(a, b, &case.args));
     }
-    for case in golden.cases("stop_properly") {
+    for case in cases("stop_properly") {
         let coef = case.arg("coef").unwrap() as f32;
         let config = PpoConfig { truncated_score_coef: coef, ..PpoConfig::default() };
         let sample = |cut: &u8| {
@@ -288,7 +280,7 @@ fn length_penalties_agree() {
         let mut numbers: Vec<f64> = read(&case.inputs["rewards"]);
         scores::shape_truncated(&config, &mut numbers, &samples);
         let want: Vec<f64> = read(&case.out["rewards"]);
-        numbers.iter().zip(want).for_each(|(&a, b)| close(a, b, case.args));
+        numbers.iter().zip(want).for_each(|(&a, b)| close(a, b, &case.args));
     }
 }
 
@@ -326,8 +318,7 @@ fn whole_batch(case: &Case, has_critic: bool) -> Vec<(Experience, Vec<f32>, Vec<
 
 #[test]
 fn every_estimator_agrees_on_a_ragged_batch() {
-    let golden = Golden::load();
-    for case in golden.cases("advantages") {
+    for case in cases("advantages") {
         let advantage = match case.args["estimator"].as_str().unwrap() {
             "gae" => Estimator::Gae,
             "reinforce" => Estimator::ReinforcePp,
@@ -353,9 +344,9 @@ fn every_estimator_agrees_on_a_ragged_batch() {
         let want: Vec<_> = batch.iter().map(|entry| entry.1.clone()).collect();
         let got: Vec<_> = samples.iter().map(|s| s.advantages.clone()).collect();
         // Their whitening writes values outside the mask, which their losses then mask; ours writes none.
-        close_rows(&got, &only_masked(&want, &masks), case.args);
+        close_rows(&got, &only_masked(&want, &masks), &case.args);
         let want: Vec<_> = batch.iter().map(|entry| entry.2.clone()).collect();
         let got: Vec<_> = samples.iter().map(|s| s.returns.clone()).collect();
-        close_rows(&got, &only_masked(&want, &masks), case.args);
+        close_rows(&got, &only_masked(&want, &masks), &case.args);
     }
 }

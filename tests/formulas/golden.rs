@@ -3,38 +3,28 @@
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-pub struct Golden {
-    root: Value,
+pub struct Case {
+    pub inputs: Value,
+    pub args: Value,
+    pub out: Value,
+    pub grad: Value,
 }
 
-pub struct Case<'a> {
-    pub inputs: &'a Value,
-    pub args: &'a Value,
-    pub out: &'a Value,
-    pub grad: &'a Value,
+/// All cases of a name; at least one, so that a test cannot pass by comparing nothing.
+pub fn cases(name: &str) -> Vec<Case> {
+    let golden: Value = serde_json::from_str(include_str!("../golden/openrlhf.json")).unwrap();
+    let all = golden["cases"].as_array().unwrap().iter().filter(|case| case["name"] == name);
+    let of = |case: &Value| {
+        let inputs = case["in"].as_u64().map_or(Value::Null, |i| golden["inputs"][i as usize].clone());
+        let [args, out, grad] = ["args", "out", "grad"].map(|key| case[key].clone());
+        Case { inputs, args, out, grad }
+    };
+    let cases: Vec<_> = all.map(of).collect();
+    assert!(!cases.is_empty(), "no case {name}");
+    cases
 }
 
-impl Golden {
-    pub fn load() -> Self {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/openrlhf.json");
-        Self { root: serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap() }
-    }
-
-    /// All cases of a name; at least one, so that a test cannot pass by comparing nothing.
-    pub fn cases(&self, name: &str) -> Vec<Case<'_>> {
-        let all = self.root["cases"].as_array().unwrap().iter().filter(|case| case["name"] == name);
-        let cases: Vec<_> = all
-            .map(|case| {
-                let inputs = case["in"].as_u64().map_or(&Value::Null, |i| &self.root["inputs"][i as usize]);
-                Case { inputs, args: &case["args"], out: &case["out"], grad: &case["grad"] }
-            })
-            .collect();
-        assert!(!cases.is_empty(), "no case {name}");
-        cases
-    }
-}
-
-impl Case<'_> {
+impl Case {
     pub fn rows(&self, name: &str) -> Vec<Vec<f32>> {
         rows(&self.inputs[name])
     }

@@ -65,15 +65,18 @@ impl Sequence {
     }
 }
 
-/// Central difference of `loss` by entry t of `row`.
-fn difference(row: &mut [f32], t: usize, mut loss: impl FnMut(&[f32]) -> f64) -> f64 {
-    let x = row[t];
+type Row = fn(&mut Sequence) -> &mut Vec<f32>;
+
+/// Central difference of the loss by entry t of a row.
+fn difference(sequence: &mut Sequence, row: Row, t: usize, config: &PpoConfig) -> f64 {
+    let x = row(sequence)[t];
+    let mut loss = |x: f32| {
+        row(sequence)[t] = x;
+        sequence.loss(config).0.loss
+    };
     let (up, down) = (x + STEP, x - STEP);
-    row[t] = up;
-    let high = loss(row);
-    row[t] = down;
-    let low = loss(row);
-    row[t] = x;
+    let (high, low) = (loss(up), loss(down));
+    row(sequence)[t] = x;
     (high - low) / (f64::from(up) - f64::from(down))
 }
 
@@ -104,22 +107,14 @@ fn policy_derivatives_equal_finite_differences() {
         let (_, dlogprobs, dentropy) = sequence.loss(&config);
         let mut moving = 0;
         for t in 0..N {
-            let mut row = sequence.logprobs.clone();
             let scale = f64::from(sequence.weights[t]).max(1e-3);
-            let want = difference(&mut row, t, |row| {
-                sequence.logprobs.copy_from_slice(row);
-                sequence.loss(&config).0.loss
-            });
-            sequence.logprobs = row;
-            same_slope(dlogprobs[t], want, scale, &format!("{name}, logprob {t}"));
+            let rows: [(&str, f32, Row); 2] =
+                [("logprob", dlogprobs[t], |s| &mut s.logprobs), ("entropy", dentropy[t], |s| &mut s.entropy)];
+            for (what, slope, row) in rows {
+                let want = difference(&mut sequence, row, t, &config);
+                same_slope(slope, want, scale, &format!("{name}, {what} {t}"));
+            }
             moving += usize::from(dlogprobs[t] != 0.0);
-            let mut row = sequence.entropy.clone();
-            let want = difference(&mut row, t, |row| {
-                sequence.entropy.copy_from_slice(row);
-                sequence.loss(&config).0.loss
-            });
-            sequence.entropy = row;
-            same_slope(dentropy[t], want, scale, &format!("{name}, entropy {t}"));
         }
         assert!(moving > N / 4, "{name}: only {moving} tokens have a gradient");
     }

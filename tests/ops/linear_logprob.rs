@@ -1,6 +1,6 @@
 //! Selective log-softmax against f64, finite differences, and bitwise equality of its two passes.
 
-use crate::ops::probe::{Matrix, Numbers, assert_near, bf16, same_bits, wide};
+use crate::ops::probe::{Matrix, Numbers, assert_near, same_bits, wide};
 use rlhf_hpc::device::cpu::softmax;
 use rlhf_hpc::device::simd::Level;
 use rlhf_hpc::ops::linear_logprob::{forward, forward_backward};
@@ -37,6 +37,14 @@ impl Case {
         }
         out
     }
+}
+
+/// (logprobs, entropy) by `forward`.
+fn scored(case: &Case) -> (Vec<f32>, Vec<f32>) {
+    let t = case.h.rows();
+    let (mut logprobs, mut entropy) = (vec![0.0; t], vec![0.0; t]);
+    forward(&case.h, case.w.f32(), &case.targets, case.temperature, &mut logprobs, &mut entropy);
+    (logprobs, entropy)
 }
 
 /// The loss sum_t a_t logprob_t + b_t entropy_t with these a and b.
@@ -77,8 +85,7 @@ fn run_both(case: &Case, w: Weight) -> (Vec<f32>, Vec<f32>, Tensor, Vec<f32>) {
 fn logprobs_and_entropy_equal_the_f64_log_softmax() {
     for (t, d, v, temperature) in [(5, 24, 50, 1.0), (300, 33, 1000, 0.7), (1, 8, 1, 1.0), (9, 12, 65, 2.5)] {
         let case = Case::new(t, d, v, temperature);
-        let (mut logprobs, mut entropy) = (vec![0.0; t], vec![0.0; t]);
-        forward(&case.h, case.w.f32(), &case.targets, temperature, &mut logprobs, &mut entropy);
+        let (logprobs, entropy) = scored(&case);
         let (exact, exact_entropy) = case.exact(&wide(case.h.data()), &wide(&case.w.rows));
         assert_near("logprobs", &logprobs, &exact, 3e-6);
         assert_near("entropy", &entropy, &exact_entropy, 3e-6);
@@ -89,8 +96,7 @@ fn logprobs_and_entropy_equal_the_f64_log_softmax() {
 fn forward_backward_records_the_bits_of_forward() {
     for (t, d, v) in [(700, 16, 9000), (33, 40, 70), (2, 8, 33)] {
         let case = Case::new(t, d, v, 0.9);
-        let (mut logprobs, mut entropy) = (vec![0.0; t], vec![0.0; t]);
-        forward(&case.h, case.w.f32(), &case.targets, case.temperature, &mut logprobs, &mut entropy);
+        let (logprobs, entropy) = scored(&case);
         let (trained, trained_entropy, ..) = run_both(&case, case.w.f32());
         same_bits("recorded", &trained, &logprobs);
         same_bits("recorded", &trained_entropy, &entropy);
@@ -161,10 +167,7 @@ fn a_bf16_head_gives_the_logprobs_and_gradients_of_its_rounded_inputs() {
     let (t, d, v) = (40, 24, 300);
     let mut numbers = Numbers::new(9);
     let case = Case {
-        h: {
-            let rounded: Vec<f32> = numbers.vec(t * d).into_iter().map(bf16).collect();
-            Tensor::from_slice(t, d, &rounded)
-        },
+        h: Tensor::from_slice(t, d, &Matrix::rounded(t, d, &mut numbers).rows),
         w: Matrix::rounded(v, d, &mut numbers),
         targets: (0..t).map(|i| (i * 7 % v) as u32).collect(),
         temperature: 1.0,
@@ -199,7 +202,7 @@ fn scoring_a_large_vocabulary_takes_at_most_64_mb() {
     let case = Case::new(t, d, v, 1.0);
     arena::trim();
     let before = arena::usage().held;
-    forward(&case.h, case.w.f32(), &case.targets, 1.0, &mut vec![0.0; t], &mut vec![0.0; t]);
+    scored(&case);
     let taken = arena::usage().held - before;
     assert!(taken <= 64_000_000, "{taken} bytes");
 }
