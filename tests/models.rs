@@ -13,14 +13,8 @@ use std::sync::Arc;
 /// of the tensor axis up to 8 is legal and copies heads from 4 on; neither the vocabulary nor the MLP divides evenly. Initial values
 /// are so large that distributions are not flat.
 pub fn arch(family: &str, more: &Value) -> Arch {
-    let class = match family {
-        "mistral" => "MistralForCausalLM",
-        "qwen2" => "Qwen2ForCausalLM",
-        "qwen3" => "Qwen3ForCausalLM",
-        _ => "LlamaForCausalLM",
-    };
     let mut config = json!({
-        "model_type": family, "architectures": [class], "hidden_size": 48, "intermediate_size": 100,
+        "model_type": family, "hidden_size": 48, "intermediate_size": 100,
         "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6,
         "vocab_size": 97, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "tie_word_embeddings": family == "qwen3", "initializer_range": 0.15, "eos_token_id": 2,
@@ -64,4 +58,16 @@ pub fn recorded_and_trained(
     let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
     let (trained, _) = transformer.logprobs(weights, &hidden, &row.rows, &row.targets, temperature, false);
     [responses.iter().flat_map(|response| response.logprobs.clone()).collect(), trained]
+}
+
+/// ||x||
+pub fn norm(x: impl Iterator<Item = f32>) -> f64 {
+    x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt()
+}
+
+/// ||got - want|| / ||want||
+pub fn relative_gap(got: &[f32], want: &[f32]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let gap = norm(got.iter().zip(want).map(|(a, b)| a - b));
+    if gap == 0.0 { 0.0 } else { gap / norm(want.iter().copied()) }
 }

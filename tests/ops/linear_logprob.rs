@@ -1,5 +1,6 @@
 //! Selective log-softmax against f64, finite differences, and bitwise equality of its two passes.
 
+use crate::models::relative_gap;
 use crate::ops::probe::{Matrix, Numbers, assert_near, same_bits, wide};
 use rlhf_hpc::device::cpu::softmax;
 use rlhf_hpc::device::simd::Level;
@@ -178,12 +179,8 @@ fn a_bf16_head_gives_the_logprobs_and_gradients_of_its_rounded_inputs() {
     assert_near("entropy", &entropy, &exact_entropy, 3e-6);
     let (.., dh_f32, dw_f32) = run_both(&case, case.w.f32());
     // The gradients' own factors are rounded to 8 bits here.
-    let off = |a: &[f32], b: &[f32]| {
-        let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
-        norm(&mut a.iter().zip(b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
-    };
-    assert!(off(dh.data(), dh_f32.data()) < 4e-3, "dh off by {}", off(dh.data(), dh_f32.data()));
-    assert!(off(&dw, &dw_f32) < 4e-3, "dW off by {}", off(&dw, &dw_f32));
+    let off = [relative_gap(dh.data(), dh_f32.data()), relative_gap(&dw, &dw_f32)];
+    assert!(off.iter().all(|off| *off < 4e-3), "dh and dW are off by {off:?}");
 }
 
 #[test]

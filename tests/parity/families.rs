@@ -1,5 +1,6 @@
 //! Numbers of whole models against transformers, and in bf16 against those in f32.
 
+use crate::models::relative_gap;
 use crate::parity::golden::{LANGUAGE_MODELS, Model, check_gradients, gap, weights};
 use rlhf_hpc::model::{Gradients, Head, Saved};
 use rlhf_hpc::tensor::DType;
@@ -42,9 +43,7 @@ fn bf16_weights_give_nearly_the_f32_logprobs_and_gradients() {
         let (rounded, logprobs_bf16, _) = b.language_model_backward();
         // bf16 has 8 bits: a few parts in 256 of log-probs whose size is about 5.
         assert!(gap(&logprobs, &logprobs_bf16) < 0.5, "{name}: {}", gap(&logprobs, &logprobs_bf16));
-        let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|v| f64::from(v) * f64::from(v)).sum::<f64>().sqrt();
-        let size = norm(&mut exact.to_vec().into_iter());
-        let apart = norm(&mut exact.to_vec().iter().zip(rounded.to_vec()).map(|(x, y)| x - y));
-        assert!(apart < 0.1 * size, "{name}: gradients part by {apart} of {size}");
+        let apart = relative_gap(&rounded.to_vec(), &exact.to_vec());
+        assert!(apart < 0.1, "{name}: gradients part by {apart}");
     }
 }

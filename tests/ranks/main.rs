@@ -72,69 +72,53 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let filter = arguments.iter().find(|a| !a.starts_with('-')).map_or("", String::as_str);
-    let mut report = Report { passed: 0, failed: 0 };
+    let mut passed = Vec::new();
     let worlds: BTreeSet<usize> = tests().iter().flat_map(|f| f.ranks.iter().copied()).collect();
     for ranks in worlds {
         let names: Vec<&str> =
             tests().iter().filter(|f| f.ranks.contains(&ranks) && f.name.contains(filter)).map(|f| f.name).collect();
-        check_on(ranks, &names, &mut report);
+        check_on(ranks, &names, &mut passed);
     }
     let endings = ENDINGS.iter().map(|ending| (ending.name, Box::new(|logs: &Path| ending.check(logs)) as Check));
     let alone = ("without a launcher there is a world of one, without MPI", Box::new(endings::alone) as Check);
     let endings: Vec<_> = endings.chain([alone]).filter(|(name, _)| name.contains(filter)).collect();
     for some in endings.chunks(ENDINGS_AT_A_TIME) {
-        let ended = |check: &Check| {
+        let in_its_logs = |check: &Check| {
             let logs = tempfile::tempdir().expect("a temporary directory");
             check(&logs.path().join("logs"))
         };
         let results: Vec<Result<(), String>> = std::thread::scope(|scope| {
-            let running: Vec<_> = some.iter().map(|(_, check)| scope.spawn(|| ended(check))).collect();
+            let running: Vec<_> = some.iter().map(|(_, check)| scope.spawn(|| in_its_logs(check))).collect();
             running.into_iter().map(|thread| thread.join().expect("an ending gives a result")).collect()
         });
-        for ((name, _), result) in some.iter().zip(results) {
-            report.add(name, result);
-        }
+        passed.extend(some.iter().zip(results).map(|((name, _), result)| ended(name, result)));
     }
-    println!("\n{} passed, {} failed", report.passed, report.failed);
-    if report.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    let failed = passed.iter().filter(|passed| !**passed).count();
+    println!("\n{} passed, {failed} failed", passed.len() - failed);
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-struct Report {
-    passed: usize,
-    failed: usize,
-}
-
-impl Report {
-    fn add(&mut self, name: &str, result: Result<(), String>) {
-        match result {
-            Ok(()) => {
-                self.passed += 1;
-                println!("{name} ... ok");
-            }
-            Err(why) => {
-                self.failed += 1;
-                println!("{name} ... FAILED\n{why}");
-            }
-        }
-    }
+/// Says how a test ended, and whether it passed.
+fn ended(name: &str, result: Result<(), String>) -> bool {
+    let is_ok = result.is_ok();
+    println!("{name} ... {}", result.map_or_else(|why| format!("FAILED\n{why}"), |()| "ok".into()));
+    is_ok
 }
 
 /// One mpirun for all tests of a world size; where a test ends it, another one for those after it.
-fn check_on(ranks: usize, names: &[&str], report: &mut Report) {
+fn check_on(ranks: usize, names: &[&str], passed: &mut Vec<bool>) {
     let mut left = names;
     while let Some(&first) = left.first() {
         let mut command = process::launched(&std::env::current_exe().expect("this program has a path"), ranks);
         command.env("RANKS_FACTS", left.join("\n"));
         let job = process::Running::new(command).end();
         let done = left.iter().take_while(|name| job.stdout.lines().any(|l| l == format!("held: {name}"))).count();
-        for name in &left[..done] {
-            report.add(&format!("{ranks} ranks: {name}"), Ok(()));
-        }
+        passed.extend(left[..done].iter().map(|name| ended(&format!("{ranks} ranks: {name}"), Ok(()))));
         if done < left.len() {
             let why = format!("exit {:?}\n{}{}", job.code, job.stdout, job.stderr);
-            report.add(&format!("{ranks} ranks: {}", left[done]), Err(why));
+            passed.push(ended(&format!("{ranks} ranks: {}", left[done]), Err(why)));
         } else if job.code != Some(0) {
-            report.add(&format!("{ranks} ranks: the world that began with {first} ends well"), Err(job.stderr));
+            passed.push(ended(&format!("{ranks} ranks: the world that began with {first} ends well"), Err(job.stderr)));
         }
         left = &left[(done + 1).min(left.len())..];
     }

@@ -129,18 +129,12 @@ pub fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
 }
 
-/// ||x||
-pub fn norm(x: impl Iterator<Item = f32>) -> f64 {
-    x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt()
-}
-
 /// ||got - want|| <= tolerance ||want||; returns how far they are apart, relative.
 #[track_caller]
 pub fn assert_near(what: &str, got: &[f32], want: &[f32], tolerance: f64) -> f64 {
-    assert_eq!(got.len(), want.len(), "{what}");
-    let (gap, whole) = (norm(got.iter().zip(want).map(|(a, b)| a - b)), norm(want.iter().copied()));
-    assert!(gap <= tolerance * whole, "{what}: {gap:e} apart, {whole:e} long");
-    if gap == 0.0 { 0.0 } else { gap / whole }
+    let gap = models::relative_gap(got, want);
+    assert!(gap <= tolerance, "{what}: {gap:e} apart");
+    gap
 }
 
 /// The values of a part, from those of the whole parameter.

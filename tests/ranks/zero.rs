@@ -2,8 +2,8 @@
 
 use crate::Test;
 use crate::layouts::{Setting, config, samples, whole};
-use crate::models;
-use crate::tensor_models::{floats, norm, row};
+use crate::models::{self, norm};
+use crate::tensor_models::{floats, row};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::optim::{GradientOrder, OptimConfig};
 use rlhf_hpc::config::ppo::PolicyLossKind;
