@@ -30,6 +30,13 @@ pub fn run_onto(dir: &Path, stdout: impl Into<Stdio>, arguments: &[&str]) -> End
     Running::new(command).end()
 }
 
+/// Copies files and folders of `dir`, named as in a shell, into the folder `to`.
+pub fn copy(dir: &Path, names: &str, to: &Path) {
+    let line = format!("mkdir -p \"$0\" && cp -r {names} \"$0\"");
+    let status = Command::new("sh").args(["-c", &line]).arg(to).current_dir(dir).status();
+    assert!(status.is_ok_and(|status| status.success()), "{names} to {}", to.display());
+}
+
 impl Ended {
     /// Ended well.
     #[track_caller]

@@ -7,11 +7,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 use tempfile::TempDir;
-
-/// Files of the shared place, by how their names begin.
-const MADE: [&str; 4] = ["config.json", "rows.jsonl", "questions.", "demonstrations."];
 
 /// Two steps of PPO that end within a second.
 const JOB: &str = r#"
@@ -49,23 +45,9 @@ pub struct Fixture {
 
 impl Fixture {
     pub fn new() -> Self {
-        static FILES: OnceLock<Vec<(PathBuf, Vec<u8>)>> = OnceLock::new();
-        let files = FILES.get_or_init(|| {
-            let place = place();
-            let mut files = Vec::new();
-            for name in ["model", "tokenizer"] {
-                collect(place, &place.join(name), &mut files);
-            }
-            let made = fs::read_dir(place).expect("a folder").flatten().map(|entry| entry.file_name());
-            for name in made.filter(|name| MADE.iter().any(|made| name.to_string_lossy().starts_with(made))) {
-                files.push((name.clone().into(), fs::read(place.join(name)).expect("a file")));
-            }
-            files
-        });
         let fixture = Self { dir: tempfile::tempdir().expect("a folder for the test") };
-        for (name, bytes) in files {
-            fixture.write(name.to_str().expect("names are text"), bytes);
-        }
+        let made = "model tokenizer config.json rows.jsonl questions.* demonstrations.*";
+        command::copy(place(), made, fixture.root());
         fixture.write("job.toml", JOB);
         fixture
     }
@@ -86,10 +68,7 @@ impl Fixture {
 
     /// The files of a folder in another, beside what is there.
     pub fn copy(&self, from: &str, to: &str) {
-        for (path, bytes) in self.files(from) {
-            let name = path.strip_prefix(from).expect("it lies below");
-            self.write(&format!("{to}/{}", name.display()), bytes);
-        }
+        command::copy(self.root(), &format!("{from}/."), &self.path(to));
     }
 
     pub fn read(&self, name: &str) -> Vec<u8> {

@@ -11,12 +11,7 @@ use rlhf_hpc::model::Arch;
 use serde_json::json;
 
 pub const TESTS: &[Test] = &[
-    Test { name: "every product of axes on eight ranks has llama's clipped step of one", ranks: &[8], check: llama },
-    Test {
-        name: "every product of axes on eight ranks has qwen3's step of whole sequences",
-        ranks: &[8],
-        check: qwen3,
-    },
+    Test { name: "every product of axes on eight ranks has the step of one", ranks: &[8], check: everywhere },
     Test { name: "a step clipped by its norm is one rank's on any product of axes", ranks: &[8], check: clipped },
 ];
 
@@ -74,18 +69,13 @@ fn compare(world: &World, arch: &Arch, mut config: Config, layouts: &[(Mesh, &[u
     }
 }
 
-fn everywhere(world: &World, stages: &'static [usize]) -> Vec<(Mesh, &'static [usize])> {
-    let all: Vec<(Mesh, &[usize])> = products(world.size).into_iter().map(|mesh| (mesh, stages)).collect();
-    assert_eq!(all.len(), 10, "8 = data x sequence x tensor");
-    all
-}
-
-fn llama(world: &World) {
-    compare(world, &arch("llama", &json!({})), config(PolicyLossKind::Clip), &everywhere(world, &[1, 3]));
-}
-
-fn qwen3(world: &World) {
-    compare(world, &arch("qwen3", &json!({})), config(PolicyLossKind::Gspo), &everywhere(world, &[0, 2]));
+/// Of clipped tokens, and of whole sequences.
+fn everywhere(world: &World) {
+    for (family, loss, stages) in [("llama", PolicyLossKind::Clip, &[1, 3]), ("qwen3", PolicyLossKind::Gspo, &[0, 2])] {
+        let all: Vec<(Mesh, &[usize])> = products(world.size).into_iter().map(|mesh| (mesh, &stages[..])).collect();
+        assert_eq!(all.len(), 10, "8 = data x sequence x tensor");
+        compare(world, &arch(family, &json!({})), config(loss), &all);
+    }
 }
 
 /// The norm is over all ranks, copies counted once; what it scales is everyone's.

@@ -1,5 +1,6 @@
 //! A run that goes on with another configuration than it was saved with.
 
+use crate::cli::command;
 use crate::process::Running;
 use crate::resume::job::{Job, place, verb};
 
@@ -53,11 +54,7 @@ fn an_interrupted_step_goes_on_as_it_began() {
 fn copied(name: &str) -> std::path::PathBuf {
     let copy = place().join(name);
     let _ = std::fs::remove_dir_all(&copy);
-    std::fs::create_dir_all(&copy).expect("writes");
-    for entry in std::fs::read_dir(place().join("model")).expect("there") {
-        let entry = entry.expect("an entry");
-        std::fs::copy(entry.path(), copy.join(entry.file_name())).expect("copies");
-    }
+    command::copy(place(), "model/.", &copy);
     copy
 }
 
