@@ -3,12 +3,6 @@
 use super::fixture::Fixture;
 use serde_json::{Value, json};
 
-const ALL_ROWS: [&str; 2] = ["data.prompt_split=", "data.eval_split="];
-
-fn with<'a>(more: &[&'a str]) -> Vec<&'a str> {
-    [&ALL_ROWS, more].concat()
-}
-
 #[test]
 fn data_is_looked_at_before_the_weights_of_a_model() {
     let fixture = Fixture::new();
@@ -17,7 +11,8 @@ fn data_is_looked_at_before_the_weights_of_a_model() {
     fixture.write("bad.jsonl", "{\"prompt\": \"2+2=\", \"answer\": 4, \"response\": \"4\"}\nno row\n");
     for kind in ["ppo", "sft"] {
         let kind = format!("job.kind={kind}");
-        fixture.refuses(65, &with(&["data.prompts=[\"bad.jsonl\"]", &kind]), &["bad.jsonl:2", "not JSON"]);
+        let bad = ["data.prompts=[\"bad.jsonl\"]", "data.prompt_split=", "data.eval_split=", &kind];
+        fixture.refuses(65, &bad, &["bad.jsonl:2", "not JSON"]);
         fixture.refuses(65, &["data.prompts=[\"nosuch.jsonl\"]", &kind], &["there is no file", "nosuch.jsonl"]);
     }
     fixture.refuses(65, &["job.kind=sft"], &["has a prompt and no response"]).hinted("--response-key");

@@ -9,7 +9,6 @@ summary, and exits 1 if any differs where transformers itself was not within 1e-
 import json
 import subprocess
 import sys
-import tempfile
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,13 +20,9 @@ def main():
     prompts = [json.loads(line)["prompt"] for line in open(prompts_file, encoding="utf-8")]
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
-    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as asked:
-        for prompt in prompts:
-            asked.write(json.dumps({"prompt": prompt}) + "\n")
-        asked.flush()
-        command = [binary, "generate", "--model", directory, "--input", asked.name, "--temperature", "0",
-                   "--max-new-tokens", str(new_tokens)]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    command = [binary, "generate", "--model", directory, "--input", prompts_file, "--temperature", "0",
+               "--max-new-tokens", str(new_tokens)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     ours = [json.loads(line)["tokens"] for line in output.splitlines()]
     equal, ties, wrong = 0, 0, 0
     for prompt, mine in zip(prompts, ours, strict=True):
