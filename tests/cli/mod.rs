@@ -6,7 +6,6 @@ pub mod corpus;
 mod data;
 pub mod fixture;
 mod keys;
-mod manual;
 mod models;
 mod offline;
 mod process;

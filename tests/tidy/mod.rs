@@ -1,7 +1,8 @@
-//! The style of the repository, held by tests: import levels, cycles between files, dead files, sizes, where `unsafe` may stand, banned names, and what every
-//! folder must hold.
+//! The style of the repository, held by tests: import levels, cycles between files, dead files, sizes, where `unsafe` may stand, banned names, what every
+//! folder must hold, and a manual of every key.
 
 mod imports;
+mod manual;
 mod source;
 mod tree;
 

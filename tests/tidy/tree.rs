@@ -5,10 +5,6 @@ use super::source::{code, files, root, walk};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
-fn read(name: &str) -> String {
-    fs::read_to_string(root().join(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
-}
-
 #[test]
 fn every_golden_has_the_script_that_makes_it_and_is_small() {
     let dir = root().join("tests/golden");
@@ -73,7 +69,7 @@ fn no_file_names_the_place_where_it_was_written() {
 #[test]
 fn every_number_in_the_readme_that_claims_speed_links_to_a_recorded_run() {
     let mut faults = Vec::new();
-    for (number, line) in read("README.md").lines().enumerate() {
+    for (number, line) in fs::read_to_string(root().join("README.md")).unwrap().lines().enumerate() {
         for part in line.split("](bench/runs/").skip(1) {
             let target = format!("bench/runs/{}", part.split([')', '#']).next().unwrap());
             if !root().join(&target).exists() {

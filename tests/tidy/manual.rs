@@ -1,16 +1,12 @@
 //! `jobs/reference.toml` is the manual: it holds every key of the schema, its default and its legal values.
 
+use super::source::{files, root};
 use rlhf_hpc::config::reward::{PythonConfig, RuleConfig};
 use rlhf_hpc::config::{self, Config};
 use std::fs;
-use std::path::{Path, PathBuf};
 
 /// Keys without a default: the manual shows an example.
 const REQUIRED: [&str; 3] = ["job.kind", "model.actor", "data.prompts"];
-
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-}
 
 fn manual() -> String {
     fs::read_to_string(root().join("jobs/reference.toml")).unwrap()
@@ -109,22 +105,11 @@ fn the_manual_shows_the_tables_of_rewards_with_their_defaults() {
     }
 }
 
-fn jobs(dir: &Path, found: &mut Vec<PathBuf>) {
-    for path in fs::read_dir(dir).unwrap().flatten().map(|entry| entry.path()) {
-        if path.is_dir() && path.file_name().is_some_and(|name| name != "work") {
-            jobs(&path, found);
-        } else if path.extension().is_some_and(|e| e == "toml") {
-            found.push(path);
-        }
-    }
-}
-
 #[test]
 fn every_job_in_the_tree_is_a_good_one() {
-    let mut found = Vec::new();
-    jobs(&root().join("jobs"), &mut found);
-    assert!(found.len() >= 4, "{found:?}");
-    for path in found {
+    let found = files("jobs", &[".toml"]);
+    assert!(found.len() >= 4, "{} jobs", found.len());
+    for path in found.iter().map(|file| root().join(&file.name)) {
         // The manual names no reward: its defaults are not a job yet.
         let overrides: &[String] = if path.ends_with("reference.toml") {
             &["reward.rule=exact".to_owned(), "job.steps=1".to_owned()]
