@@ -211,7 +211,7 @@ memcheck() {
         skipped "Memcheck" "there is no compute-sanitizer in PATH or /usr/local/cuda/bin"
         return
     fi
-    for module in $(modules -e '^(copy|rmsnorm)$'); do filters+=("$module::" --skip "_$module::"); done
+    for module in $(modules -e '^(copy|ops)$'); do filters+=("$module::" --skip "_$module::"); done
     if [ "${#filters[@]}" = 0 ]; then
         skipped "Memcheck" "its modules were not asked for"
         return

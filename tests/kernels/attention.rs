@@ -1,6 +1,6 @@
-//! Attention against naive f64 loops over the same bf16 values.
+//! Attention against the CPU's over the same bf16 values.
 
-use crate::attention_reference::{Case, ends, gathered, shape, whole};
+use crate::attention_reference::{Case, Passed, ends, shape};
 use crate::{device, in_every_order, numbers, refused, rounded};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::attention::{self, SpanTable};
@@ -9,29 +9,28 @@ use rlhf_hpc::ops::attention::{AttentionShape, Span};
 
 /// Around every tile and every step of a tensor core.
 const TAILS: &[usize] = &[1, 0, 15, 16, 17, 31, 32, 33, 63, 64, 65, 0, 127, 128, 129, 130];
-/// Holds what attention and its gradients give over some spans to f64. A second backward over the same table has the same bits,
+
+/// Holds what attention and its gradients give over some spans to the CPU. A second backward over the same table has the same bits,
 /// whatever the first one left; they are returned.
 fn spans_hold(case: &Case, spans: &[Span], what: &str) -> [Vec<f32>; 3] {
-    let (o, lse) = case.forward(spans, DType::Bf16);
-    let reference = case.reference(spans);
-    reference.holds(what, &o, &lse);
-    let o = rounded(&reference.o.iter().map(|x| *x as f32).collect::<Vec<_>>());
-    let lse: Vec<f32> = reference.lse.iter().map(|x| *x as f32).collect();
-    let d_o = rounded(&numbers(4, o.len()));
+    let (o, lse) = case.forward(spans);
+    case.holds(what, spans, &o, &lse);
+    let (o, lse) = case.wanted(spans);
+    let (o, d_o) = (rounded(&o), rounded(&numbers(4, o.len())));
     let table = SpanTable::new(spans, &case.shape);
-    let [first, second] = [(); 2].map(|()| case.backward_over(&table, &o, &lse, &d_o));
-    case.gradients(spans, &o, &lse, &d_o).hold(what, &first);
+    let [first, second] = [(); 2].map(|()| case.backward(&table, &o, &lse, &d_o));
+    case.gradients_hold(what, spans, [&o, &lse, &d_o], &first);
     assert!(first == second, "{what}: a second backward differs");
     first
 }
 
 fn holds(lengths: &[usize], shape: AttentionShape) -> [Vec<f32>; 3] {
     let ends = ends(lengths);
-    spans_hold(&Case::new(ends[lengths.len()], shape), &whole(&ends), &format!("{lengths:?} {shape:?}"))
+    spans_hold(&Case::new(ends[lengths.len()], shape), &Span::whole(&ends), &format!("{lengths:?} {shape:?}"))
 }
 
 #[test]
-fn attention_and_its_gradients_are_those_of_f64_for_every_tail_head_dim_group_and_window() {
+fn attention_and_its_gradients_are_those_of_the_cpu_for_every_tail_head_dim_group_and_window() {
     let (_gpu, _one) = device();
     holds(TAILS, shape(1, 1, 64, None));
     // Groups of 1 to 7 heads.
@@ -62,7 +61,7 @@ fn the_order_of_threads_and_blocks_does_not_show_in_a_bit() {
 }
 
 #[test]
-fn gradients_of_rows_that_continue_are_those_of_f64() {
+fn gradients_of_rows_that_continue_are_those_of_the_cpu() {
     let (_gpu, _one) = device();
     for (past, tokens, keys, window) in
         [(139, 61, 200, None), (130, 70, 150, None), (300, 20, 290, Some(170)), (64, 9, 73, None)]
@@ -80,31 +79,20 @@ fn rows_that_saw_nothing_leave_gradients_finite() {
     let (_gpu, _one) = device();
     let case = Case::new(150, shape(1, 1, 64, None));
     let zeros = vec![0.0; case.q.len()];
-    let got = case.backward(&whole(&[0, 150]), &zeros, &[f32::NEG_INFINITY; 150], &rounded(&numbers(4, zeros.len())));
+    let table = SpanTable::packed(&[0, 150], &case.shape);
+    let got = case.backward(&table, &zeros, &[f32::NEG_INFINITY; 150], &rounded(&numbers(4, zeros.len())));
     assert!(got.iter().flatten().all(|x| *x == 0.0), "gradients of rows without keys");
 }
 
 #[test]
 fn a_sequence_does_not_see_what_it_is_packed_with() {
     let (_gpu, _one) = device();
-    let shape = shape(2, 1, 80, None);
     let ends = ends(&[33, 140, 129]);
-    let case = Case::new(ends[3], shape);
-    let d_o = rounded(&numbers(4, case.q.len()));
-    let all = case.forward(&whole(&ends), DType::Bf16);
-    let gradients = case.backward(&whole(&ends), &all.0, &all.1, &d_o);
-    for rows in ends.windows(2).map(|w| (w[0]..w[1]).collect::<Vec<_>>()) {
-        let alone = case.part(&rows, &rows);
-        let part = |x: &[f32], width: usize| gathered(x, &rows, width);
-        let (of_q, of_k) = (2 * 80, 80);
-        let spans = whole(&[0, rows.len()]);
-        let (o, lse) = alone.forward(&spans, DType::Bf16);
-        assert!(o == part(&all.0, of_q) && lse == part(&all.1, 2), "forward of {} rows", rows.len());
-        let got = alone.backward(&spans, &o, &lse, &part(&d_o, of_q));
-        for (i, width) in [of_q, of_k, of_k].into_iter().enumerate() {
-            assert!(got[i] == part(&gradients[i], width), "gradient {i} of {} rows", rows.len());
-        }
-    }
+    Case::new(ends[3], shape(2, 1, 80, None)).is_apart(&ends, |case, ends, d_o| {
+        let (o, lse) = case.forward(&Span::whole(ends));
+        let gradients = case.backward(&SpanTable::packed(ends, &case.shape), &o, &lse, d_o);
+        Passed { o, lse, gradients }
+    });
 }
 
 #[test]
@@ -112,10 +100,10 @@ fn a_sequence_in_chunks_is_bitwise_the_whole_and_other_rows_stay() {
     let (_gpu, _one) = device();
     for (head_dim, window) in [(32, Some(90)), (64, None), (64, Some(50)), (256, Some(70))] {
         let case = Case::new(200, shape(1, 1, head_dim, window));
-        let (o, lse) = case.forward(&whole(&[0, 200]), DType::Bf16);
+        let (o, lse) = case.forward(&Span::whole(&[0, 200]));
         for (start, end) in [(0, 1), (1, 61), (61, 199), (199, 200)] {
             let span = Span { row: start, tokens: end - start, past: start, key_row: 0, keys: end };
-            let (got, got_lse) = case.forward(&[span], DType::Bf16);
+            let (got, got_lse) = case.forward(&[span]);
             let rows = start * head_dim..end * head_dim;
             assert!(got[rows.clone()] == o[rows.clone()] && got_lse[start..end] == lse[start..end], "{span:?}");
             let untouched = |i: usize, x: &f32| rows.contains(&i) || *x == 0.0;
@@ -125,7 +113,7 @@ fn a_sequence_in_chunks_is_bitwise_the_whole_and_other_rows_stay() {
 }
 
 #[test]
-fn rows_that_see_several_runs_of_keys_are_those_of_f64() {
+fn rows_that_see_several_runs_of_keys_are_those_of_the_cpu() {
     let (_gpu, _one) = device();
     for (head_dim, window) in [(32, None), (128, Some(4100))] {
         let (past, tokens) = (8180, 20);
@@ -133,8 +121,8 @@ fn rows_that_see_several_runs_of_keys_are_those_of_f64() {
         let rows: Vec<usize> = (past..past + tokens).collect();
         let case = all.part(&rows, &(0..past + tokens).collect::<Vec<_>>());
         let span = [Span { row: 0, tokens, past, key_row: 0, keys: past + tokens }];
-        let (o, lse) = case.forward(&span, DType::Bf16);
-        case.reference(&span).holds(&format!("{tokens} behind {past}, {window:?}"), &o, &lse);
+        let (o, lse) = case.forward(&span);
+        case.holds(&format!("{tokens} behind {past}, {window:?}"), &span, &o, &lse);
     }
 }
 

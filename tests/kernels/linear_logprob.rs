@@ -40,6 +40,11 @@ impl Case {
         &self.values[i * self.stride..][..self.v]
     }
 
+    /// Of the CPU, which tests/ops holds to f64.
+    fn stats(&self, i: usize, temperature: f32) -> RowStats {
+        cpu::softmax::row_stats(level(), self.row(i), 1.0 / temperature)
+    }
+
     fn memory(&self, dtype: DType) -> Memory {
         if dtype == DType::F32 { Memory::of(&self.values) } else { Memory::of(&bf16(&self.values)) }
     }
@@ -51,16 +56,6 @@ impl Case {
     fn places(&self) -> Vec<usize> {
         (0..self.rows).map(|i| if i % 3 == 0 { (i * 31 + 5) % self.v } else { (i * 13 + 1) % self.v }).collect()
     }
-}
-
-/// (logprob, entropy, softmax) in f64.
-fn exact(row: &[f32], place: usize, temperature: f32) -> (f64, f64, Vec<f64>) {
-    let z: Vec<f64> = row.iter().map(|&x| f64::from(x) / f64::from(temperature)).collect();
-    let max = z.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b));
-    let lse = max + z.iter().map(|z| (z - max).exp()).sum::<f64>().ln();
-    let s: Vec<f64> = z.iter().map(|z| (z - lse).exp()).collect();
-    let entropy = lse - s.iter().zip(&z).filter(|(s, _)| **s > 0.0).map(|(s, z)| s * z).sum::<f64>();
-    (z[place] - lse, entropy, s)
 }
 
 fn near(got: f32, want: f64, within: f64, what: &str) {
@@ -100,12 +95,11 @@ fn check(case: &Case, dtype: DType, temperature: f32) {
     let (on_host, targets) = read_back(&stats, case.rows, 1.0 / temperature);
     for (i, place) in case.places().into_iter().enumerate() {
         let what = format!("{} columns at {temperature}, row {i}", case.v);
-        let want = exact(case.row(i), place, temperature);
+        let (of_cpu, logit) = (case.stats(i, temperature), case.row(i)[place]);
         // z is rounded once: half a unit in the last place of up to 72 is 4e-6.
-        near(logprobs[i], want.0, 4e-6, &what);
-        near(entropy[i], want.1, 4e-6, &what);
-        let of_cpu = cpu::softmax::row_stats(level(), case.row(i), 1.0 / temperature);
-        assert_eq!((on_host[i].max, targets[i]), (of_cpu.max, case.row(i)[place]), "{what}");
+        near(logprobs[i], of_cpu.logprob(logit).into(), 4e-6, &what);
+        near(entropy[i], of_cpu.entropy().into(), 4e-6, &what);
+        assert_eq!((on_host[i].max, targets[i]), (of_cpu.max, logit), "{what}");
         // Each adds up to 50,257 columns in f32.
         near(on_host[i].sum_exp, f64::from(of_cpu.sum_exp), 3e-6 + POWERS, &what);
         near(on_host[i].dot, f64::from(of_cpu.dot), 1e-5 + POWERS, &what);
@@ -136,7 +130,7 @@ fn the_likeliest_targets_are_those_that_no_column_is_above() {
 }
 
 #[test]
-fn statistics_are_those_of_f64_and_of_the_cpu() {
+fn statistics_are_those_of_the_cpu() {
     let (_gpu, _one) = device();
     for v in VOCABULARIES {
         for temperature in [0.3, 1.0, 2.0] {
@@ -224,9 +218,9 @@ fn parts_of_a_vocabulary_come_together_as_on_the_cpu() {
             let of_row: Vec<RowStats> = of_parts.iter().map(|(rows, _)| rows[i]).collect();
             assert_eq!(together[i], RowStats::combined(&of_row), "row {i}");
             assert_eq!(targets[i], case.row(i)[place], "row {i}");
-            let want = exact(case.row(i), place, temperature);
-            near(logprobs[i], want.0, 4e-6, "logprob");
-            near(entropy[i], want.1, 4e-6, "entropy");
+            let whole = case.stats(i, temperature);
+            near(logprobs[i], whole.logprob(case.row(i)[place]).into(), 4e-6, "logprob");
+            near(entropy[i], whole.entropy().into(), 4e-6, "entropy");
         }
     });
 }
@@ -254,26 +248,25 @@ fn check_gradient(case: &Case, dtype: DType, temperature: f32, dstride: usize) {
     let got = gradient(case, dtype, temperature, dstride, &d);
     for (i, place) in case.places().into_iter().enumerate() {
         let row = &got[i * dstride..][..dstride];
-        let (_, entropy, s) = exact(case.row(i), place, temperature);
-        let (dlogprob, dentropy) = (f64::from(d[0][i]), f64::from(d[1][i]));
+        let (stats, mut want) = (case.stats(i, temperature), case.row(i).to_vec());
+        cpu::softmax::row_backward(level(), &mut want, &stats, place, d[0][i], d[1][i]);
         for (column, &got) in row.iter().enumerate() {
-            let Some(&s) = s.get(column) else {
+            let Some((&want, &logit)) = want.get(column).zip(case.row(i).get(column)) else {
                 assert_eq!(got, 0, "column {column} of {}", case.v);
                 continue;
             };
-            let hot = f64::from(u8::from(column == place));
-            let log = if s > 0.0 { s.ln() } else { 0.0 };
-            let want = (dlogprob * (hot - s) - dentropy * s * (log + entropy)) / f64::from(temperature);
-            let got = f64::from(half::bf16::from_bits(got).to_f32());
+            let (hot, s) = (f32::from(u8::from(column == place)), stats.logprob(logit).exp());
+            let got = half::bf16::from_bits(got).to_f32();
             // Half a unit in the last place of bf16; f32 cancels to 1e-6 of its terms before that.
-            let within = want.abs() / 256.0 + 1e-6 * (hot + s * (1.0 + entropy)) * 2.0 / f64::from(temperature) + 1e-30;
+            let terms = (hot + s * (1.0 + stats.entropy())) * 2.0 / temperature;
+            let within = want.abs() / 256.0 + 1e-6 * terms + 1e-30;
             assert!((got - want).abs() <= within, "row {i} column {column} of {}: {got} against {want}", case.v);
         }
     }
 }
 
 #[test]
-fn gradients_are_those_of_f64() {
+fn gradients_are_those_of_the_cpu() {
     let (_gpu, _one) = device();
     for v in VOCABULARIES {
         for temperature in [0.3, 1.0, 2.0] {

@@ -1,4 +1,4 @@
-//! The kernels of `cuda/` against naive f64 loops and the CPU's operations.
+//! The kernels of `cuda/` against the CPU's operations and naive f64 loops.
 //!
 //! They run on an emulated GPU, in two orders of its threads; with `RLHF_HPC_KERNELS=gpu` on a real one.
 
@@ -10,7 +10,6 @@ mod copy;
 mod decode;
 mod driver;
 mod embedded;
-mod embedding;
 mod emulation;
 mod failing;
 mod far;
@@ -25,17 +24,15 @@ mod loss;
 mod matmul;
 mod model;
 mod nccl;
-mod near;
 mod norm;
 mod offload;
+mod ops;
 mod paged_attention;
 mod rank_sum;
 mod ranks;
 mod reshard;
 mod ring;
-mod rmsnorm;
 mod rollout;
-mod rope;
 mod run_fast;
 mod run_host;
 mod run_layouts;
@@ -46,8 +43,6 @@ mod run_verbs;
 mod sample;
 mod step;
 mod stopped;
-mod swiglu;
-mod value_head;
 
 use rlhf_hpc::device::cuda::{Gpu, gpu};
 use rlhf_hpc::error::Error;

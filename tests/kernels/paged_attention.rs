@@ -1,4 +1,4 @@
-//! Attention over the paged cache against softmax in f64, and against itself: however a token came to its result.
+//! Attention over the paged cache against training's: a token has the same bits however it came to its result.
 
 pub mod batch;
 mod runs;
@@ -13,14 +13,8 @@ use rlhf_hpc::dtype::DType;
 /// Head dims, with blocks of keys of 64 and of 32.
 const DIMS: [usize; 6] = [32, 64, 80, 96, 128, 256];
 
-/// Everything at once: all tokens of all sequences in one call.
-fn whole(batch: &Batch) -> Vec<f32> {
-    let chunks: Vec<(usize, usize)> = batch.lengths().iter().map(|len| (0, *len)).collect();
-    batch.run(&chunks)
-}
-
 #[test]
-fn prefill_and_decode_are_softmax() {
+fn prefill_and_decode_have_the_bits_of_training() {
     let _one = device();
     let lengths = [1, 2, 31, 32, 33, 64, 65, 128, 129, 257, 300];
     let last = lengths.map(|len| (len - 1, 1));
@@ -28,24 +22,21 @@ fn prefill_and_decode_are_softmax() {
         for (heads, kv_heads, window) in
             [(1, 1, None), (4, 1, None), (14, 2, Some(70)), (16, 1, Some(1)), (8, 1, Some(33))]
         {
-            let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &lengths);
-            batch.assert_softmax(&batch.run(&last), &last);
+            Batch::new(&shape(heads, kv_heads, head_dim, window), &lengths).holds(&last);
         }
         for (heads, kv_heads, window) in [(2, 2, None), (6, 2, Some(40)), (7, 1, None)] {
-            let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &[70, 1, 20]);
-            batch.assert_softmax(&whole(&batch), &[(0, 70), (0, 1), (0, 20)]);
+            Batch::new(&shape(heads, kv_heads, head_dim, window), &[70, 1, 20]).holds(&[(0, 70), (0, 1), (0, 20)]);
         }
     }
     for window in [None, Some(50)] {
-        let batch = Batch::new(&shape(4, 2, 64, window), &[200, 100, 40, 90]);
         // A long part, a part that ends a page, nothing new, and a few tokens that one decoding tile holds.
-        let chunks = [(94, 106), (33, 63), (40, 0), (83, 7)];
-        batch.assert_softmax(&batch.run(&chunks), &chunks);
+        let batch = Batch::new(&shape(4, 2, 64, window), &[200, 100, 40, 90]);
+        batch.holds(&[(94, 106), (33, 63), (40, 0), (83, 7)]);
     }
 }
 
 #[test]
-fn a_token_has_the_same_bits_by_training_by_prefill_by_decode_and_in_any_chunks() {
+fn a_token_has_the_same_bits_in_any_chunks() {
     let _one = device();
     for (head_dim, heads, kv_heads, window) in [
         (32, 5, 1, Some(80)),
@@ -58,11 +49,10 @@ fn a_token_has_the_same_bits_by_training_by_prefill_by_decode_and_in_any_chunks(
         (256, 2, 1, None),
     ] {
         let shape = shape(heads, kv_heads, head_dim, window);
-        let packed = Batch::new(&shape, &[150, 1, 67]);
-        assert!(packed.packed() == whole(&packed), "{shape:?}: rows of training");
+        Batch::new(&shape, &[150, 1, 67]).holds(&[(0, 150), (0, 1), (0, 67)]);
         let len = 135;
         let batch = Batch::new(&shape, &[len]);
-        let (want, width) = (whole(&batch), heads * head_dim);
+        let (want, width) = (batch.trained(&[(0, len)]), heads * head_dim);
         let holds = |at: usize, tokens: usize| {
             let got = batch.run(&[(at, tokens)]);
             assert!(got == want[at * width..(at + tokens) * width], "{head_dim}: tokens {at} + {tokens}");
@@ -77,7 +67,7 @@ fn a_token_has_the_same_bits_by_training_by_prefill_by_decode_and_in_any_chunks(
 }
 
 #[test]
-fn split_decoding_has_the_bits_of_whole_decoding() {
+fn split_decoding_has_the_bits_of_training() {
     let _one = device();
     for (head_dim, heads, kv_heads, window) in [
         (32, 4, 2, None),
@@ -88,30 +78,19 @@ fn split_decoding_has_the_bits_of_whole_decoding() {
         (128, 16, 1, None),
         (256, 3, 1, Some(1)),
     ] {
-        let lengths = [600, 1, 64, 257, 130, 20];
-        let whole = Batch::new(&shape(heads, kv_heads, head_dim, window), &lengths);
+        let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &[600, 1, 64, 257, 130, 20]);
         // Two tokens of the last: where groups are large, a prefilling tile.
-        let chunks = [(599, 1), (0, 1), (63, 1), (256, 1), (129, 1), (18, 2)];
-        let want = whole.run(&chunks);
-        assert!(whole.run_by(true, &chunks) == want, "{:?}", whole.case.shape);
-        let mut alone = [(0, 0); 6];
-        alone[3] = chunks[3];
-        let width = heads * head_dim;
-        assert!(whole.run_by(true, &alone) == want[3 * width..4 * width], "{:?}", whole.case.shape);
+        batch.holds(&[(599, 1), (0, 1), (63, 1), (256, 1), (129, 1), (18, 2)]);
+        batch.holds(&[(0, 0), (0, 0), (0, 0), (256, 1), (0, 0), (0, 0)]);
     }
 }
 
 #[test]
-fn all_orders_of_threads_give_softmax() {
-    let lengths = [70, 20, 140];
+fn no_order_of_threads_shows_in_a_bit() {
     in_every_order(|| {
         for head_dim in DIMS {
-            let batch = Batch::new(&shape(4, 2, head_dim, Some(80)), &lengths);
             // A prefilling tile with warps that have no rows, and decoding ones.
-            let chunks = [(52, 18), (19, 1), (137, 3)];
-            let whole = batch.run(&chunks);
-            batch.assert_softmax(&whole, &chunks);
-            assert!(batch.run_by(true, &chunks) == whole);
+            Batch::new(&shape(4, 2, head_dim, Some(80)), &[70, 20, 140]).holds(&[(52, 18), (19, 1), (137, 3)]);
         }
     });
 }

@@ -1,28 +1,16 @@
-//! Attention over blocks that travel around a ring: all steps of all ranks, played in one process, against naive f64 loops
+//! Attention over blocks that travel around a ring: all steps of all ranks, played in one process, against the CPU's
 //! over whole sequences.
 
-use crate::attention_reference::{Case, ends, gathered, shape, whole};
+use crate::attention_reference::{Case, Passed, ends, gathered, shape};
 use crate::{device, in_every_order, numbers, rounded};
 use rlhf_hpc::device::Device;
-use rlhf_hpc::ops::attention::AttentionShape;
+use rlhf_hpc::ops::attention::{AttentionShape, Span};
 use rlhf_hpc::ops::ring_attention::{self, Backward, Steps};
 use rlhf_hpc::ops::zigzag;
 use rlhf_hpc::tensor::Tensor;
 
-/// Rows of a row's results, on the host.
-struct Passed {
-    o: Vec<f32>,
-    lse: Vec<f32>,
-    /// dq, dk, dv
-    gradients: [Vec<f32>; 3],
-}
-
 fn on_gpu(values: &[f32], width: usize) -> Tensor {
     Tensor::from_slice(values.len() / width, width, values).to(Device::Cuda)
-}
-
-fn widths(shape: &AttentionShape) -> [usize; 3] {
-    [shape.heads, shape.kv_heads, shape.kv_heads].map(|heads| heads * shape.head_dim)
 }
 
 /// What the ranks of a ring hold, in the order of the whole row.
@@ -42,7 +30,7 @@ fn joined(parts: &[Tensor], rows: &[Vec<usize>]) -> Vec<f32> {
 /// What `size` ranks make of the row: as `model::ring`, the ranks one after the other.
 fn around(case: &Case, ends: &[usize], size: usize, d_o: &[f32]) -> Passed {
     let (shape, ranks) = (&case.shape, 0..size);
-    let [of_q, of_k, _] = widths(shape);
+    let [of_q, of_k, _] = case.widths();
     let rows: Vec<Vec<usize>> = ranks.clone().map(|rank| zigzag::rows(ends, rank, size)).collect();
     let parts = |x: &[f32], width| rows.iter().map(|own| on_gpu(&gathered(x, own, width), width)).collect::<Vec<_>>();
     let (q, d_o) = (parts(&case.q, of_q), parts(d_o, of_q));
@@ -85,8 +73,9 @@ fn ring_holds(lengths: &[usize], size: usize, shape: AttentionShape) {
     let d_o = rounded(&numbers(4, case.q.len()));
     let what = format!("{size} ranks, {lengths:?} {shape:?}");
     let got = around(&case, &ends, size, &d_o);
-    case.reference(&whole(&ends)).holds(&what, &got.o, &got.lse);
-    case.gradients(&whole(&ends), &got.o, &got.lse, &d_o).hold(&what, &got.gradients);
+    let spans = Span::whole(&ends);
+    case.holds(&what, &spans, &got.o, &got.lse);
+    case.gradients_hold(&what, &spans, [&got.o, &got.lse, &d_o], &got.gradients);
 }
 
 #[test]
@@ -114,21 +103,9 @@ fn blocks_of_a_ring_make_the_whole() {
 #[test]
 fn a_sequence_does_not_see_what_shares_its_ring() {
     let (_gpu, _one) = device();
-    let lengths = [33, 140, 1, 70];
+    let ends = ends(&[33, 140, 1, 70]);
     for (size, window) in [(2, None), (3, Some(50))] {
-        let shape = shape(2, 1, 64, window);
-        let packed = ends(&lengths);
-        let case = Case::new(packed[lengths.len()], shape);
-        let d_o = rounded(&numbers(4, case.q.len()));
-        let all = around(&case, &packed, size, &d_o);
-        for rows in packed.windows(2).map(|w| (w[0]..w[1]).collect::<Vec<_>>()) {
-            let part = |x: &[f32], width: usize| gathered(x, &rows, width);
-            let [of_q, of_k, _] = widths(&shape);
-            let alone = around(&case.part(&rows, &rows), &[0, rows.len()], size, &part(&d_o, of_q));
-            assert!(alone.o == part(&all.o, of_q) && alone.lse == part(&all.lse, shape.heads), "{} rows", rows.len());
-            for ((got, all), width) in alone.gradients.iter().zip(&all.gradients).zip([of_q, of_k, of_k]) {
-                assert!(*got == part(all, width), "a gradient of {} rows", rows.len());
-            }
-        }
+        let case = Case::new(ends[4], shape(2, 1, 64, window));
+        case.is_apart(&ends, |case, ends, d_o| around(case, ends, size, d_o));
     }
 }

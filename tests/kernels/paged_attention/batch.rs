@@ -1,6 +1,6 @@
 //! Sequences in a cache whose pages lie anywhere, and what attention should give.
 
-use crate::attention_reference::{self, Case, ends, whole};
+use crate::attention_reference::{self, Case, ends, gathered};
 use crate::bf16;
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
 use rlhf_hpc::device::cuda::kv_cache::{KvPages, SequenceTable, kv_append};
@@ -87,20 +87,8 @@ impl Batch {
         o.view(DType::Bf16).to_f32()
     }
 
-    /// o of all rows, as training computes them: packed, without a cache.
-    pub fn packed(&self) -> Vec<f32> {
-        self.case.forward(&whole(&self.ends), DType::Bf16).0
-    }
-
-    /// o of the rows of one sequence from `past` on, as training computes them.
-    pub fn trained(&self, past: usize) -> Vec<f32> {
-        let (keys, width) = (self.ends[1], self.case.shape.heads * self.case.shape.head_dim);
-        let span = Span { row: past, tokens: keys - past, past, key_row: 0, keys };
-        self.case.forward(&[span], DType::Bf16).0.split_off(past * width)
-    }
-
-    /// Asserts that `o` is softmax in f64 within its rounding.
-    pub fn assert_softmax(&self, o: &[f32], chunks: &[(usize, usize)]) {
+    /// The same as training computes it, without a cache, held to the CPU.
+    pub fn trained(&self, chunks: &[(usize, usize)]) -> Vec<f32> {
         let span = |(&(past, tokens), &first): (&(usize, usize), &usize)| Span {
             row: first + past,
             tokens,
@@ -108,9 +96,19 @@ impl Batch {
             key_row: first,
             keys: past + tokens,
         };
-        let spans: Vec<Span> = chunks.iter().zip(&self.ends).map(span).collect();
+        let spans: Vec<Span> = chunks.iter().zip(&self.ends).map(span).filter(|span| span.tokens > 0).collect();
+        let (o, lse) = self.case.forward(&spans);
+        self.case.holds(&format!("{chunks:?} {:?}", self.case.shape), &spans, &o, &lse);
         let rows: Vec<usize> = spans.iter().flat_map(|span| span.row..span.row + span.tokens).collect();
-        let what = format!("{chunks:?} {:?}", self.case.shape);
-        self.case.reference(&spans).of_rows(&rows, &self.case.shape).o_holds(&what, o);
+        gathered(&o, &rows, self.case.widths()[0])
+    }
+
+    /// Asserts that the tokens of `chunks` have the bits of training, decoded whole and decoded split.
+    pub fn holds(&self, chunks: &[(usize, usize)]) {
+        let want = self.trained(chunks);
+        for split in [false, true] {
+            let got = self.run_by(split, chunks);
+            assert!(got == want, "{chunks:?}, split {split}, {:?}: other bits than training's", self.case.shape);
+        }
     }
 }

@@ -1,0 +1,221 @@
+//! Operations on rows, of values that bf16 holds, beside the same calls on the CPU, which tests/ops holds to f64.
+
+use crate::{device, in_every_order, numbers, rounded};
+use rlhf_hpc::device::Device;
+use rlhf_hpc::device::cuda::{self, Memory};
+use rlhf_hpc::ops::rope::RopeTable;
+use rlhf_hpc::ops::{embedding, rmsnorm, rope, swiglu, value_head};
+use rlhf_hpc::tensor::{DType, Indices, Layout, Tensor, Weight, WeightMut};
+use std::ops::Range;
+
+/// One rounding to bf16, by up to 2^-8, of a value that f32 arithmetic left within 2^-17 of the true one.
+const BF16: f64 = 1.0 / 256.0 + 1.0 / 131_072.0;
+/// A few roundings of f32.
+const F32: f64 = 4e-7;
+
+fn written(device: Device, rows: usize, width: usize, values: &[f32]) -> Tensor {
+    Tensor::from_slice(rows, width, &rounded(values)).to(device)
+}
+
+/// Some rows of the numbers of a seed.
+fn tensor(device: Device, seed: u32, rows: Range<usize>, width: usize) -> Tensor {
+    written(device, rows.len(), width, &numbers(seed, rows.end * width)[rows.start * width..])
+}
+
+fn in_f32(device: Device, seed: u32, len: usize) -> Tensor {
+    Tensor::from_slice(1, len, &numbers(seed, len)).in_f32_on(device)
+}
+
+/// Holds what `run` gives on the GPU, which is returned, to what it gives on the CPU. Of each result: its name, and how far a
+/// value may be off, relative to itself, or at all where it is small.
+fn holds<const N: usize>(
+    what: &str,
+    bounds: [(&str, f64, f64); N],
+    run: impl Fn(Device) -> [Tensor; N],
+) -> [Vec<f32>; N] {
+    let [got, want] = [Device::Cuda, Device::Cpu].map(|device| run(device).map(|x| x.to_host()));
+    for ((name, relative, absolute), (got, want)) in bounds.into_iter().zip(got.iter().zip(&want)) {
+        assert_eq!(got.len(), want.len(), "{what}: {name}");
+        for (i, (got, want)) in got.iter().zip(want).enumerate() {
+            let error = (f64::from(*got) - f64::from(*want)).abs();
+            // NaN is not near.
+            let is_near = error <= relative * f64::from(want.abs()) + absolute;
+            assert!(is_near, "{what}: {name}[{i}] is {got}, needs {want}");
+        }
+    }
+    got
+}
+
+/// That a row has the bits alone that it has among others; `run` does some rows on the GPU.
+fn is_apart(rows: usize, run: impl Fn(Range<usize>) -> Tensor) {
+    let (all, at) = (run(0..rows).to_host(), rows.saturating_sub(2));
+    let (alone, width) = (run(at..at + rows.min(1)).to_host(), all.len() / rows.max(1));
+    assert_eq!(alone, all[at * width..][..alone.len()], "row {at} of {rows}");
+}
+
+const EPS: f32 = 1e-6;
+const WIDTHS: [usize; 11] = [8, 24, 64, 96, 128, 256, 264, 1000, 2056, 4096, 8200];
+
+/// rstd, y, dx and dw of `groups` groups of `n`; the gradients are added to what was there.
+fn norms(groups: usize, n: usize) -> [Vec<f32>; 4] {
+    // Terms of up to 4 may cancel: what f32 rounds of them stays.
+    let of_dw = ("dw", 1e-6, 2e-7 * (groups as f64 + 8.0));
+    let bounds = [("rstd", F32, 0.0), ("y", BF16, 0.0), ("dx", BF16, 2e-6), of_dw];
+    holds(&format!("norm of {groups} groups of {n}"), bounds, |device| {
+        let [x, dy, mut dx] = [3, 7, 8].map(|seed| tensor(device, seed, 0..groups, n));
+        let (w, mut dw) = (tensor(device, 4, 0..1, n), in_f32(device, 9, n));
+        let [y, rstd] = normed(&x, &w);
+        rmsnorm::backward(&x, w.slice(), &rstd, &dy, &mut dx, dw.slice_mut());
+        [rstd, y, dx, dw]
+    })
+}
+
+fn normed(x: &Tensor, w: &Tensor) -> [Tensor; 2] {
+    let (mut y, mut rstd) = (x.as_wide(x.rows()), x.statistics(x.rows(), 1));
+    rmsnorm::forward(x, w.slice(), EPS, &mut y, &mut rstd);
+    [y, rstd]
+}
+
+#[test]
+fn groups_of_every_width_are_normed_as_on_the_cpu_with_the_same_bits_in_every_order_and_alone() {
+    let first = std::cell::OnceCell::new();
+    in_every_order(|| {
+        // As many groups as several blocks have where they are short.
+        let groups = |n| [0, 1, 3, if n <= 256 { 150 } else { 19 }];
+        let shapes = WIDTHS.into_iter().flat_map(|n| groups(n).map(|groups| (groups, n)));
+        let bits = shapes.map(|(groups, n)| {
+            let part = |rows| normed(&tensor(Device::Cuda, 3, rows, n), &tensor(Device::Cuda, 4, 0..1, n));
+            is_apart(groups, |rows| {
+                let [y, _] = part(rows);
+                y
+            });
+            is_apart(groups, |rows| {
+                let [_, rstd] = part(rows);
+                rstd
+            });
+            norms(groups, n)
+        });
+        let bits: Vec<_> = bits.collect();
+        assert!(*first.get_or_init(|| bits.clone()) == bits, "another order, other bits");
+    });
+    // More groups than one round of blocks takes at a time.
+    let (_gpu, _one) = device();
+    norms(4000, 16);
+}
+
+fn positions(rows: Range<usize>) -> Vec<u32> {
+    rows.map(|row| (row * 7 % 50) as u32).collect()
+}
+
+fn table(e: usize) -> RopeTable {
+    let frequencies: Vec<f32> = (0..e / 2).map(|i| 10f32.powf(-(i as f32) / 4.0)).collect();
+    RopeTable::new(&frequencies, 1.0, 64)
+}
+
+#[test]
+fn every_head_is_turned_by_the_angle_of_its_position_whatever_the_other_rows_are() {
+    in_every_order(|| {
+        for e in [16, 64, 80, 96, 128, 256] {
+            for (t, heads, kv_heads) in [(0, 4, 1), (1, 1, 1), (3, 4, 4), (9, 5, 1), (30, 6, 2)] {
+                // Two products of up to 1 may cancel.
+                let what = format!("{t} rows, {heads} and {kv_heads} heads of {e}");
+                holds(&what, ["q", "k", "q back", "k back"].map(|name| (name, BF16, 2e-7)), |device| {
+                    let (table, positions) = (table(e), positions(0..t));
+                    let at = Indices::on(device, &positions);
+                    let [[mut q, mut k], [mut dq, mut dk]] =
+                        [(); 2].map(|()| [(1, heads), (2, kv_heads)].map(|(s, h)| tensor(device, s, 0..t, h * e)));
+                    rope::forward(&mut q, &mut k, &at, &table);
+                    rope::backward(&mut dq, &mut dk, &at, &table);
+                    [q, k, dq, dk]
+                });
+            }
+        }
+        is_apart(30, |rows| {
+            let [mut q, mut k] = [1, 2].map(|seed| tensor(Device::Cuda, seed, rows.clone(), 3 * 64));
+            rope::forward(&mut q, &mut k, &Indices::on(Device::Cuda, &positions(rows)), &table(64));
+            q
+        });
+    });
+}
+
+/// Gates between -20 and 20, and some where the exponential leaves the range of f32.
+fn gates(len: usize) -> Vec<f32> {
+    let far = [-200.0, 200.0, -90.0, 88.0, 0.0];
+    let near = numbers(1, len).into_iter().map(|x| 20.0 * x);
+    near.enumerate().map(|(i, x)| if i % 7 == 3 { far[i / 7 % far.len()] } else { x }).collect()
+}
+
+#[test]
+fn gates_and_their_gradients_are_those_of_the_cpu() {
+    in_every_order(|| {
+        for len in [0, 8, 24, 96, 3000, 2 * 4096] {
+            // What is less than the smallest normal f32 may be 0. Where gate is about -1.28 the two terms of dgate cancel.
+            let bounds = [("y", BF16, 1e-36), ("dgate", BF16, 1e-7), ("dup", BF16, 1e-36)];
+            holds(&format!("{len} gates"), bounds, |device| {
+                let [up, dy] = [2, 3].map(|seed| tensor(device, seed, 0..1, len));
+                let gate = written(device, 1, len, &gates(len));
+                let [mut y, mut dgate, mut dup] = [(); 3].map(|()| gate.as_wide(1));
+                swiglu::forward(&gate, &up, &mut y);
+                swiglu::backward(&gate, &up, &dy, &mut dgate, &mut dup);
+                [y, dgate, dup]
+            });
+        }
+    });
+}
+
+#[test]
+#[should_panic(expected = "swiglu::forward: up has 16 values, gate 8")]
+fn other_lengths_are_refused() {
+    let (_gpu, _one) = device();
+    let [gate, up, mut y] = [8, 16, 8].map(|len| Memory::zeros(2 * len));
+    cuda::swiglu::forward(gate.view(DType::Bf16), up.view(DType::Bf16), y.view_mut(DType::Bf16));
+}
+
+fn predicted(h: &Tensor, w: &Tensor) -> Tensor {
+    let mut values = h.statistics(h.rows(), 1);
+    value_head::forward(h, w.slice(), values.slice_mut());
+    values
+}
+
+#[test]
+fn values_and_their_gradients_are_those_of_the_cpu_and_a_row_does_not_depend_on_the_others() {
+    in_every_order(|| {
+        for (d, t) in [(8, 300), (24, 17), (64, 0), (96, 3), (1000, 40), (4096, 1), (4096, 20)] {
+            // Chains of at most d / 32 terms below 1, and five sums more.
+            let of_values = ("values", 1e-6, 6e-8 * (d as f64 / 32.0 + 8.0).powf(1.5));
+            let of_dw = ("dw", 1e-6, 6e-8 * (16.0 + t as f64 / 16.0));
+            holds(&format!("{t} rows of {d}"), [of_values, ("dh", BF16, 0.0), of_dw], |device| {
+                let (h, w) = (tensor(device, 1, 0..t, d), tensor(device, 2, 0..1, d));
+                let (mut dh, mut dw) = (h.as_wide(t), in_f32(device, 4, d));
+                value_head::backward(&h, w.slice(), &numbers(3, t), &mut dh, dw.slice_mut());
+                [predicted(&h, &w), dh, dw]
+            });
+        }
+        is_apart(20, |rows| predicted(&tensor(Device::Cuda, 1, rows, 1000), &tensor(Device::Cuda, 2, 0..1, 1000)));
+    });
+}
+
+/// Rows of a vocabulary, of which some come often and some never.
+const V: usize = 37;
+
+/// Sums in f32, one row after another: the order is part of the promise.
+#[test]
+fn rows_of_tokens_are_copied_those_of_other_ranks_are_zero_and_gradients_are_summed_in_the_order_of_rows() {
+    in_every_order(|| {
+        for (d, t) in [(8, 300), (24, 3), (64, 0), (96, 20), (1000, 1), (1000, 40), (4096, 9)] {
+            for (first, n) in [(0, V), (5, 20)] {
+                let tokens: Vec<u32> = (0..t as u32).map(|i| if i % 3 == 0 { 5 } else { i * 11 % V as u32 }).collect();
+                let what = format!("{t} tokens of width {d}, rows {first} to {}", first + n);
+                holds(&what, ["y", "dw"].map(|name| (name, 0.0, 0.0)), |device| {
+                    let (w, dy) = (tensor(device, 1, first..first + n, d), tensor(device, 2, 0..t, d));
+                    let (mut y, mut dw, layout) = (dy.as_wide(t), in_f32(device, 3, n * d), Layout::Row);
+                    let part = Weight { n, k: d, layout, values: w.slice() };
+                    embedding::forward_part(&Indices::on(device, &tokens), first, part, &mut y);
+                    let part = WeightMut { n, k: d, layout, values: dw.slice_mut() };
+                    embedding::backward_part(&tokens, first, &dy, part);
+                    [y, dw]
+                });
+            }
+        }
+    });
+}
