@@ -23,6 +23,8 @@ mod linear_logprob_fused;
 mod loss;
 mod matmul;
 mod model;
+#[path = "../models.rs"]
+mod models;
 mod nccl;
 mod norm;
 mod offload;
@@ -43,6 +45,8 @@ mod run_verbs;
 mod sample;
 mod step;
 mod stopped;
+#[path = "../weights.rs"]
+mod weights;
 
 use rlhf_hpc::device::cuda::{Gpu, gpu};
 use rlhf_hpc::error::Error;

@@ -2,8 +2,8 @@
 
 use crate::Test;
 use crate::checkpoints::Shared;
-use crate::layouts::sharded;
 use crate::models::arch;
+use crate::weights::sharded;
 use rlhf_hpc::comm::{Axes, Group, World, accounting};
 use rlhf_hpc::data::Hashes;
 use rlhf_hpc::device::Device;

@@ -1,6 +1,7 @@
 //! PPO's update on a layout of several ranks, on the same samples.
 
 use crate::tensor_models::{self, gather};
+use crate::weights::sharded;
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::Config;
 use rlhf_hpc::config::ppo::{Aggregation, Correction, KlEstimator, KlIn, PolicyLossKind};
@@ -10,7 +11,7 @@ use rlhf_hpc::experience::{Experience, Prompt, Response};
 use rlhf_hpc::learn::sums::Sums;
 use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::model::partition::Shards;
-use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, Weights, init};
+use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, init};
 use rlhf_hpc::optim::host_state::Vector;
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::DType;
@@ -76,14 +77,6 @@ pub struct Setting {
     pub head: Head,
     pub dtype: DType,
     pub config: Config,
-}
-
-/// This rank's ranges of weights that are all here; as many as they are below stage 3.
-pub fn sharded(all: &Weights, shards: &Shards) -> Weights {
-    let (table, len) = (all.table.clone(), all.table.len());
-    let mut own = Weights::scratch(table, all.dtype(), shards);
-    own.store_master(0..len, &all.to_master(0..len));
-    own
 }
 
 impl Setting {

@@ -22,6 +22,8 @@ mod stream;
 mod tensor;
 mod tensor_models;
 mod tensor_rollout;
+#[path = "../weights.rs"]
+mod weights;
 mod zero;
 
 use endings::ENDINGS;

@@ -1,16 +1,15 @@
 //! Weights brought from training's layout into the rollout's, against the same weights made in that layout.
 
 use crate::Test;
-use crate::layouts::sharded;
 use crate::models::arch;
-use crate::tensor_models::weights;
+use crate::weights::{assert_same, layouts, rollouts, sharded, weights};
 use rlhf_hpc::comm::{Axes, World};
+use rlhf_hpc::device::Device;
 use rlhf_hpc::learn::Role;
-use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::metrics::{Phase, Phases};
 use rlhf_hpc::model::{Arch, Head, Reshard, Shards, TensorPart, Weights};
+use rlhf_hpc::tensor::DType;
 use rlhf_hpc::tensor::arena::{self, Buffer};
-use rlhf_hpc::tensor::{DType, Slice};
 use rlhf_hpc::train::rollout_weights::RolloutWeights;
 use serde_json::json;
 use std::path::Path;
@@ -37,55 +36,13 @@ fn models() -> Vec<(Arch, DType)> {
 }
 
 fn whole(arch: &Arch, dtype: DType, seed: u64, part: TensorPart) -> Weights {
-    weights(arch, Head::LanguageModel, dtype, seed, part)
+    weights(Device::Cpu, arch, Head::LanguageModel, dtype, seed, part)
 }
 
 fn role((arch, dtype): &(Arch, DType), seed: u64, axes: &Axes, stage: usize) -> Role {
     let weights = whole(arch, *dtype, seed, TensorPart::of(&axes.tensor));
     let shards = Shards::new(&weights.table, axes, stage);
     Role::new("actor", Path::new("none"), arch, sharded(&weights, &shards), axes)
-}
-
-/// The layouts of training that the tests look at: some of each kind, on any world.
-fn layouts(world: &World) -> Vec<(Mesh, usize)> {
-    let n = world.size;
-    let mesh = |sequence: usize, tensor: usize| Mesh { data: n / sequence / tensor, pipeline: 1, sequence, tensor };
-    let mut all = vec![(mesh(1, 1), 1), (mesh(1, 1), 3), (mesh(1, n), 0)];
-    if n >= 2 {
-        all.extend([(mesh(2, 1), 2), (mesh(1, 2), 1), (mesh(1, 2), 3)]);
-    }
-    if n >= 4 {
-        all.extend([(mesh(2, 2), 3), (mesh(n / 2, 1), 3), (mesh(1, n / 2), 3)]);
-    }
-    all
-}
-
-fn rollouts(world: &World) -> Vec<Axes> {
-    let fitting = [1, 2, 4, 8].into_iter().filter(|t| world.size.is_multiple_of(*t));
-    let mesh = |tensor| Mesh { tensor, ..Mesh::data_only(world.size / tensor) };
-    fitting.map(|tensor| world.axes(&mesh(tensor)).expect("all ranks")).collect()
-}
-
-/// The values bit by bit, and those in f32 that layers read.
-fn assert_same(what: &str, got: &Weights, want: &Weights) {
-    assert_eq!((got.dtype(), got.is_sharded()), (want.dtype(), false), "{what}");
-    assert_eq!(got.table.specs(), want.table.specs(), "{what}");
-    for u in 0..want.table.units().len() {
-        let (got, want) = (got.local(u), want.local(u));
-        let same = match want.dtype() {
-            DType::F32 => {
-                bytemuck::cast_slice::<f32, u32>(got.slice().f32())
-                    == bytemuck::cast_slice::<f32, u32>(want.slice().f32())
-            }
-            DType::Bf16 => matches!((got.slice(), want.slice()), (Slice::Bf16(got), Slice::Bf16(want)) if got == want),
-        };
-        assert!(same, "{what}: unit {u}");
-    }
-    let vectors = want.table.specs().iter().filter(|spec| spec.shape.len() == 1);
-    for id in vectors.filter_map(|spec| want.table.find(&spec.name)) {
-        let [got, want] = [got, want].map(|w| w.local(w.table.unit_of(id)).vector(id).f32());
-        assert_eq!(got, want, "{what}: parameter {id:?}");
-    }
 }
 
 /// A second phase brings other weights; where nothing has to move, nothing does.

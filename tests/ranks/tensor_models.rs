@@ -1,11 +1,12 @@
 //! Models on one rank, and their parts on a mesh.
 
 use crate::models;
+use crate::weights::weights;
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::model::pack::{held_at, pack_f32, unpack};
-use rlhf_hpc::model::{Arch, Gradients, Head, ParamSpec, Saved, TensorPart, Transformer, Weights, init};
+use rlhf_hpc::model::{Arch, Gradients, Head, ParamSpec, Saved, TensorPart, Transformer, Weights};
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::DType;
 use serde_json::{Value, json};
@@ -42,20 +43,6 @@ pub fn cut_shapes(tensor: usize) -> Vec<(&'static str, Arch)> {
     shapes().into_iter().filter(|(_, arch)| arch.check_tensor(tensor).is_ok()).collect()
 }
 
-/// A part of random weights, in which no two elements of a norm or a bias are alike either.
-pub fn weights(arch: &Arch, head: Head, dtype: DType, seed: u64, part: TensorPart) -> Weights {
-    let mut weights = init::init_on(Device::Cpu, arch, head, dtype, seed, part);
-    let table = weights.table.clone();
-    let mut master = weights.to_master(0..table.len());
-    for spec in table.specs().iter().filter(|spec| spec.shape.len() == 1) {
-        let rows = spec.rows.iter().cloned().flatten();
-        let values = master[spec.offset..].iter_mut().zip(rows);
-        values.for_each(|(x, row)| *x += 0.3 * (row as f32 * 1.3 + seed as f32).sin());
-    }
-    weights.store_master(0..table.len(), &master);
-    weights
-}
-
 /// This rank's part of a language model.
 pub struct Side {
     pub transformer: Transformer,
@@ -73,7 +60,7 @@ pub struct Passed {
 
 impl Side {
     pub fn new(arch: &Arch, dtype: DType, axes: &Axes) -> Self {
-        let weights = weights(arch, Head::LanguageModel, dtype, 7, TensorPart::of(&axes.tensor));
+        let weights = weights(Device::Cpu, arch, Head::LanguageModel, dtype, 7, TensorPart::of(&axes.tensor));
         Self { transformer: Transformer::over(arch, &weights.table, axes), weights, axes: axes.clone() }
     }
 
