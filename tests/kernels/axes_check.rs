@@ -110,7 +110,7 @@ fn a_job_says_what_it_has_checked_over_its_axes_and_ends_where_values_do_not_arr
 
 #[test]
 fn a_rank_that_never_comes_to_a_call_is_told_with_the_call_and_the_axis() {
-    let Some((well, said)) = play(3, "axes: 3 1 1", &[("EMULATED_NCCL_FAULT", "hang"), (LIMIT_MS, "1500")]) else {
+    let Some((well, said)) = play(3, "axes: 3 1 1", &[("EMULATED_FAILS", "ncclReduceScatter:1+:hang@1"), (LIMIT_MS, "1500")]) else {
         return;
     };
     assert!(!well && said.contains("waits in sum_scattered over zero ("), "{said}");

@@ -88,17 +88,18 @@ fn what_keeps_a_gpu_away_is_named_with_what_to_do() {
         return;
     }
     let cache = tempfile::tempdir().expect("a directory");
-    let with = |args: &[&str], name: &str, value: &str| {
-        said(command(env!("CARGO_BIN_EXE_rlhf-hpc"), "13000", cache.path(), args).env(name, value))
+    let with = |args: &[&str], fails: &str| {
+        let mut command = command(env!("CARGO_BIN_EXE_rlhf-hpc"), "13000", cache.path(), args);
+        said(command.env("EMULATED_FAILS", fails).env("EMULATED_MODE", "3"))
     };
     // A status that is newer than what this binary was built with is told by its number.
-    let (_, text) = with(&["info"], "EMULATED_STATUS", "911");
+    let (_, text) = with(&["info"], "cuInit:1:911");
     assert!(line(&text, "cuda").contains("none: the driver does not start: cuInit: status 911;"), "{text}");
     // Calls of the stub answer with a status of which it knows no words.
-    let (_, text) = with(&["info"], "EMULATED_STATUS", "34");
+    let (_, text) = with(&["info"], "cuInit:1:34");
     let why = "cuda       none: the driver does not start: the libcuda.so that is found first is the stub";
     assert!(line(&text, "cuda").starts_with(why) && text.contains("LD_LIBRARY_PATH"), "{text}");
-    let (starts, text) = with(&["bench", "cuda", "--small"], "EMULATED_MODE", "3");
+    let (starts, text) = with(&["bench", "cuda", "--small"], "cuDevicePrimaryCtxRetain:1:46");
     let why = "cuDevicePrimaryCtxRetain: CUDA_ERROR_DEVICE_UNAVAILABLE";
     assert!(!starts && text.contains(why) && text.contains("the compute mode of GPU 0 is exclusive"), "{text}");
 }
@@ -110,7 +111,7 @@ fn a_driver_without_a_gpu_without_a_function_or_of_another_machine_leaves_the_cp
     let at = dir.path();
     let cuda = |library: &Path, status: &str| {
         let mut info = command(env!("CARGO_BIN_EXE_rlhf-hpc"), "13000", at, &["info"]);
-        let text = written(info.env("RLHF_CUDA_LIB", library).env("EMULATED_STATUS", status));
+        let text = written(info.env("RLHF_CUDA_LIB", library).env("EMULATED_FAILS", format!("cuInit:1:{status}")));
         line(&text, "cuda").strip_prefix("cuda       none: ").unwrap_or_else(|| panic!("{text}")).to_owned()
     };
     let why = cuda(&emulation::gpu(), "100");

@@ -188,7 +188,7 @@ fn a_job_by_graphs_is_that_by_ordinary_steps_which_says_why_it_is_ordinary() {
         (
             "refused",
             &[],
-            &[("EMULATED_NCCL_CAPTURES_NOT", "1")],
+            &[("EMULATED_FAILS", "capture:1+:1@1")],
             "decoding goes on kernel by kernel, as a CUDA graph cannot be captured: NCCL over the tensor axis",
         ),
     ] {

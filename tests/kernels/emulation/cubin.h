@@ -5,6 +5,7 @@
 #include <cstring>
 #include <string>
 #include <vector>
+#include "emulate.h"
 
 namespace {
 
@@ -14,7 +15,7 @@ struct Module {
 
 // What its cubin says of a kernel: threads of a block, and bytes of shared memory before those that a launch asks for.
 struct Function {
-    const void* kernel;
+    const emulated::Entry* kernel;
     std::string name;
     int threads_max = 1024, fixed = 0, shared_max = 48 << 10;
 };

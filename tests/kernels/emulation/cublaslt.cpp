@@ -11,8 +11,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 #include "failing.h"
@@ -76,9 +74,6 @@ struct Heuristic {
     float waves;
     int reserved[4];
 };
-
-std::recursive_mutex library;
-#define LOCK std::lock_guard<std::recursive_mutex> lock(library)
 
 // The reason of a refusal, which a status alone does not tell.
 int refused(Status status, const char* why) {
@@ -237,14 +232,12 @@ extern "C" const char* cublasLtGetStatusName(int status) {
 extern "C" const char* cublasLtGetStatusString(int) { return "as emulated"; }
 
 API cublasLtCreate(Handle** handle) {
-    LOCK;
     TOLD;
     *handle = new Handle;
     return Success;
 }
 
 API cublasLtMatmulDescCreate(Product** product, int compute, int scale) {
-    LOCK;
     TOLD;
     if (compute != COMPUTE_32F || scale != F32) return refused(NotSupported, "sums that are not f32");
     *product = new Product;
@@ -252,7 +245,6 @@ API cublasLtMatmulDescCreate(Product** product, int compute, int scale) {
 }
 
 API cublasLtMatmulDescSetAttribute(Product* product, int attribute, const void* value, size_t bytes) {
-    LOCK;
     TOLD;
     switch (attribute) {
         case 3: return set(&product->transposed[0], value, bytes);
@@ -264,7 +256,6 @@ API cublasLtMatmulDescSetAttribute(Product* product, int attribute, const void* 
 }
 
 API cublasLtMatrixLayoutCreate(Layout** layout, int type, uint64_t rows, uint64_t columns, int64_t stride) {
-    LOCK;
     TOLD;
     if (type != F32 && type != Bf16) return refused(NotSupported, "values that are neither f32 nor bf16");
     if (stride < 0 || static_cast<uint64_t>(stride) < rows) return refused(InvalidValue, "columns that overlap");
@@ -273,21 +264,18 @@ API cublasLtMatrixLayoutCreate(Layout** layout, int type, uint64_t rows, uint64_
 }
 
 API cublasLtMatrixLayoutSetAttribute(Layout* layout, int attribute, const void* value, size_t bytes) {
-    LOCK;
     TOLD;
     if (attribute != 3) return refused(InvalidValue, "an attribute of layouts that is not emulated");
     return set(&layout->columns, value, bytes);
 }
 
 API cublasLtMatmulPreferenceCreate(Preference** preference) {
-    LOCK;
     TOLD;
     *preference = new Preference;
     return Success;
 }
 
 API cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attribute, const void* value, size_t bytes) {
-    LOCK;
     TOLD;
     switch (attribute) {
         case 1: return set(&preference->workspace, value, bytes);
@@ -298,7 +286,6 @@ API cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attribute, 
 }
 
 API cublasLtMatmulPreferenceDestroy(Preference* preference) {
-    LOCK;
     TOLD;
     delete preference;
     return Success;
@@ -306,7 +293,6 @@ API cublasLtMatmulPreferenceDestroy(Preference* preference) {
 
 API cublasLtMatmulAlgoGetHeuristic(Handle*, Product* product, Layout* a, Layout* b, Layout* c, Layout* d,
                                    Preference* preference, int, Heuristic* out, int* found) {
-    LOCK;
     TOLD;
     *found = 0;
     Sizes s;
@@ -331,7 +317,6 @@ API cublasLtMatmulAlgoGetHeuristic(Handle*, Product* product, Layout* a, Layout*
 
 API cublasLtMatmulAlgoCheck(Handle*, Product* product, Layout* a, Layout* b, Layout* c, Layout* d,
                             const Algorithm* algorithm, Heuristic* out) {
-    LOCK;
     TOLD;
     Sizes s;
     if (sizes(*product, *a, *b, *c, *d, &s) || algorithm->product != identity(*product, *a, *b, *d, s)) return InvalidValue;
@@ -344,7 +329,6 @@ API cublasLtMatmulAlgoCheck(Handle*, Product* product, Layout* a, Layout* b, Lay
 API cublasLtMatmul(Handle*, Product* product, const float* alpha, const void* a_at, Layout* a, const void* b_at, Layout* b,
                    const float* beta, const void* c_at, Layout* c, void* d_at, Layout* d, const Algorithm* algorithm,
                    void* workspace, size_t workspace_bytes, void* stream) {
-    LOCK;
     TOLD;
     Sizes s;
     if (const char* why = sizes(*product, *a, *b, *c, *d, &s)) return refused(InvalidValue, why);
@@ -371,10 +355,8 @@ API cublasLtMatmul(Handle*, Product* product, const float* alpha, const void* a_
     failing::next(product->transposed[0] ? "forward" : product->transposed[1] ? "weight" : "input");
     if (*beta != 0) failing::next("added");
     if (d->type == F32) failing::next("in_f32");
-    Work work{*product, *a, *b, *d, s, a_at, b_at, c_at, d_at, workspace, *alpha, *beta, *algorithm};
     // The stream does it when its turn comes; in a graph, at each replay.
-    static std::vector<std::unique_ptr<Work>> all;
-    all.push_back(std::make_unique<Work>(work));
-    int status = cuLaunchHostFunc(stream, [](void* of) { compute(*static_cast<Work*>(of)); }, all.back().get());
+    Work* work = new Work{*product, *a, *b, *d, s, a_at, b_at, c_at, d_at, workspace, *alpha, *beta, *algorithm};
+    int status = cuLaunchHostFunc(stream, [](void* of) { compute(*static_cast<Work*>(of)); }, work);
     return status ? refused(ExecutionFailed, "the driver takes no work") : static_cast<int>(Success);
 }

@@ -34,11 +34,8 @@
 
 // The kernels (launch.cpp, memory.cpp).
 extern "C" {
-const void* emulated_find(const char* name);
-uint32_t emulated_parameters(const void* kernel);
-uint32_t emulated_parameter_bytes(const void* kernel, uint32_t i);
-bool emulated_parameter_is_address(const void* kernel, uint32_t i);
-const char* emulated_launch(const void* kernel, const uint32_t* grid, uint32_t block, uint64_t shared_bytes, void** arguments);
+const emulated::Entry* emulated_find(const char* name);
+const char* emulated_launch(const emulated::Entry& kernel, const uint32_t* grid, uint32_t block, uint64_t shared_bytes, void** arguments);
 void* emulated_allocate(uint64_t bytes);
 void emulated_free(void* memory, uint64_t bytes);
 void emulated_clear(uint64_t address, uint64_t bytes);
@@ -288,6 +285,11 @@ using std::size_t;
 #define LOCK std::lock_guard<std::recursive_mutex> lock(driver)
 #define TOLD \
     if (int status = told(__func__)) return status
+// A call that frees, also of a thread that it should not come from.
+#define FREES                                      \
+    LOCK;                                          \
+    if (int status = gone(__func__)) return status; \
+    TOLD
 #define READY                               \
     LOCK;                                   \
     if (int status = ready()) return status; \
@@ -296,9 +298,6 @@ using std::size_t;
 API cuInit(unsigned) {
     LOCK;
     TOLD;
-    // EMULATED_STATUS: what it answers; no words are known for it. Each call of the library that CUDA brings to link against
-    // answers 34.
-    if (int status = setting("EMULATED_STATUS", 0)) return status;
     const char* bytes = std::getenv("EMULATED_BYTES");
     total = bytes ? std::strtoull(bytes, nullptr, 10) : size_t{1} << 30;
     used = static_cast<size_t>(setting("EMULATED_TAKEN", 0));
@@ -314,18 +313,15 @@ API cuDriverGetVersion(int* version) {
 }
 
 API cuGetErrorName(int status, const char** words) {
-    if (status == setting("EMULATED_STATUS", -1)) return InvalidValue;
     const Words* known = words_of(status);
-    *words = known ? known->name : "CUDA_ERROR_EMULATED";
-    return Success;
+    if (known) *words = known->name;
+    return known ? Success : InvalidValue;
 }
 
 API cuGetErrorString(int status, const char** words) {
-    if (status == setting("EMULATED_STATUS", -1)) return InvalidValue;
     const Words* known = words_of(status);
-    *words = known ? known->meaning : "of the emulation";
-    if (status == LaunchFailed && !complaint.empty()) *words = complaint.c_str();
-    return Success;
+    if (known) *words = status == LaunchFailed && !complaint.empty() ? complaint.c_str() : known->meaning;
+    return known ? Success : InvalidValue;
 }
 
 // ---- devices ----
@@ -374,8 +370,6 @@ API cuDeviceGetAttribute(int* value, int attribute, int) {
 
 API cuDevicePrimaryCtxRetain(void** context, int) {
     TOLD;
-    // EMULATED_MODE=3: one process alone may have the GPU, and another one has it.
-    if (setting("EMULATED_MODE", 0) == 3) return Unavailable;
     *context = &driver;
     return Success;
 }
@@ -446,9 +440,7 @@ API cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
 }
 
 API cuMemFreeHost(void* memory) {
-    LOCK;
-    if (int status = gone("cuMemFreeHost")) return status;
-    TOLD;
+    FREES;
     pinned.erase(reinterpret_cast<uint64_t>(memory));
     std::free(memory);
     return fault;
@@ -588,9 +580,7 @@ API cuEventElapsedTime(float* milliseconds, Event* start, Event* end) {
 
 // An event may be destroyed before its stream has come to it, so it stays.
 API cuEventDestroy_v2(Event*) {
-    LOCK;
-    if (int status = gone("cuEventDestroy")) return status;
-    TOLD;
+    FREES;
     return fault;
 }
 
@@ -633,12 +623,8 @@ API cuModuleLoadData(Module** module, const void* data) {
     bool is_cubin = !std::memcmp(image, "\177ELF", 4) && static_cast<unsigned char>(image[18]) == 190;
     // Cubins of CUDA 13 are of ABI 8.
     if (!is_cubin || (image[8] >= 8 && setting("EMULATED_CUDA", 13000) < 13000)) return InvalidImage;
-    uint64_t sections_at;
-    uint16_t section_bytes, sections;
-    std::memcpy(&sections_at, image + 40, 8);
-    std::memcpy(&section_bytes, image + 58, 2);
-    std::memcpy(&sections, image + 60, 2);
-    size_t bytes = sections_at + size_t{section_bytes} * sections;
+    size_t sections = size_t{number_at<uint16_t>(image + 58)} * number_at<uint16_t>(image + 60);
+    size_t bytes = number_at<uint64_t>(image + 40) + sections;
     *module = new Module{std::vector<char>(image, image + bytes)};
     return Success;
 }
@@ -675,9 +661,9 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
     bool fits = x && y && z && x <= INT32_MAX && y <= BLOCKS_OVER && z <= BLOCKS_OVER;
     fits = fits && block && static_cast<int>(block) <= function->threads_max && block_y == 1 && block_z == 1 && !extra;
     if (!fits || static_cast<int>(shared) > function->shared_max) return InvalidValue;
-    const void* kernel = function->kernel;
+    const emulated::Entry* kernel = function->kernel;
     complaint = kernel ? "" : "there is no such kernel";
-    uint32_t count = kernel ? emulated_parameters(kernel) : 0;
+    uint32_t count = kernel ? kernel->parameters : 0;
     // The caller's list ends with a null.
     for (uint32_t i = 0; kernel && i <= count; i++) {
         if (!arguments[i] == (i < count)) complaint = "the kernel has " + std::to_string(count) + " parameters";
@@ -688,14 +674,14 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
     std::vector<uint64_t> words(count);
     std::vector<Use> uses;
     for (uint32_t i = 0; i < count; i++) {
-        std::memcpy(&words[i], arguments[i], emulated_parameter_bytes(kernel, i));
-        if (stream->capture && emulated_parameter_is_address(kernel, i) && words[i]) uses.push_back(use_of(words[i]));
+        std::memcpy(&words[i], arguments[i], kernel->types[i].bytes);
+        if (stream->capture && kernel->types[i].is_address && words[i]) uses.push_back(use_of(words[i]));
     }
     Work run = [=]() mutable {
         std::vector<void*> places;
         for (uint64_t& word : words) places.push_back(&word);
         uint32_t grid[3] = {x, y, z};
-        if (const char* why = emulated_launch(kernel, grid, block, shared, places.data())) {
+        if (const char* why = emulated_launch(*kernel, grid, block, shared, places.data())) {
             complaint = "kernel " + function->name + ": " + why;
             std::fprintf(stderr, "emulated GPU: %s\n", complaint.c_str());
             fault = LaunchFailed;

@@ -63,9 +63,7 @@ API cuGraphLaunch(Graph* graph, Stream* stream) {
 }
 
 API cuGraphExecDestroy(Graph* graph) {
-    LOCK;
-    if (int status = gone("cuGraphExecDestroy")) return status;
-    TOLD;
+    FREES;
     delete graph;
     return fault;
 }

@@ -213,19 +213,10 @@ void* shared_variable(const char* name, size_t bytes) {
 extern "C" {
 
 // The kernel `name`, or null.
-const void* emulated_find(const char* name) {
-    for (const emulated::Entry* e = emulated::entries; e; e = e->next) {
-        if (!std::strcmp(e->name, name)) return e;
-    }
-    return nullptr;
-}
-
-u32 emulated_parameters(const void* kernel) { return static_cast<const emulated::Entry*>(kernel)->parameters; }
-
-u32 emulated_parameter_bytes(const void* kernel, u32 i) { return static_cast<const emulated::Entry*>(kernel)->types[i].bytes; }
-
-bool emulated_parameter_is_address(const void* kernel, u32 i) {
-    return static_cast<const emulated::Entry*>(kernel)->types[i].is_address;
+const emulated::Entry* emulated_find(const char* name) {
+    const emulated::Entry* e = emulated::entries;
+    while (e && std::strcmp(e->name, name)) e = e->next;
+    return e;
 }
 
 // 0: blocks, warps and lanes forwards, each warp as far ahead as it goes, copies land when they are waited for. 1: blocks and warps
@@ -236,9 +227,8 @@ void emulated_set_order(int order) { emulated::order = order; }
 void emulated_choose(const u64* blocks, u64 count) { emulated::wanted.assign(blocks, blocks + count); }
 
 // Runs a kernel over its grid, which the driver has found to be within its limits. Returns null, or what was wrong; one call at a time.
-const char* emulated_launch(const void* kernel, const u32* grid, u32 block, u64 shared_bytes, void** arguments) {
+const char* emulated_launch(const emulated::Entry& entry, const u32* grid, u32 block, u64 shared_bytes, void** arguments) {
     using namespace emulated;
-    const Entry& entry = *static_cast<const Entry*>(kernel);
     if (block == 0 || block > THREADS_MAX || block % LANES) return "a block needs 32 to 1024 threads, whole warps";
     u64 blocks = (u64)grid[0] * grid[1] * grid[2];
     std::vector<u64> chosen;

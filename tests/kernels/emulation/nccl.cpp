@@ -6,9 +6,8 @@
 // r-2 ... as the host's reduce-scatter does, so that the two can be compared bit by bit.
 //
 // A call is put into its stream and done when somebody waits for it. On a stream that is captured it becomes a node of the graph,
-// and is done at each launch. All ranks capture the same collectives together, or the call fails, as it may hang with a real one;
-// what graphs hold has numbers of its own, so that ranks which launch them in different orders are told. EMULATED_NCCL_CAPTURES_NOT
-// is a rank that fails to capture. With EMULATED_STRICT a message of a kind that two ranks did not pass before is refused in a
+// and is done at each launch. What graphs hold has numbers of its own, so that ranks which capture or launch other calls are told. With
+// EMULATED_STRICT a message of a kind that two ranks did not pass before is refused in a
 // capture: a real one connects them there, and takes memory.
 #include <algorithm>
 #include <map>
@@ -38,34 +37,10 @@ Work& work_on(Comm* comm, void* queue) {
 
 bool is_captured(void* queue) { return emulated_capture(queue); }
 
-uint64_t next(Comm* comm, void* queue) {
-    return is_captured(queue) ? CAPTURED | comm->captured++ : comm->collectives++;
-}
-
-// All ranks capture the same collective together.
-int agreed(Comm* comm, const Header& header) {
-    Shared* shared = comm->shared;
-    uint64_t call = header.kind + 31ull * (header.type + 31ull * (header.root + 31ull * header.count));
-    uint64_t number = (header.number & ~CAPTURED) + 1;
-    shared->calls[comm->rank][number % 2] = call;
-    shared->captured[comm->rank] = number;
-    time_t since = std::time(nullptr);
-    int idle = 0;
-    for (int r = 0; r < comm->ranks; r++) {
-        while (shared->captured[r] < number && !shared->refuses) {
-            if (comm->broken()) return failed(RemoteError, "rank %d: the group was left or broken", comm->rank);
-            if (later_than(PATIENCE_S, since)) {
-                return failed(InvalidUsage, "rank %d captures %s of %llu, rank %d does not", comm->rank, KINDS[header.kind],
-                              (unsigned long long)header.count, r);
-            }
-            pause(idle);
-        }
-        if (!shared->refuses && shared->calls[r][number % 2] != call) {
-            return failed(InvalidUsage, "rank %d captures %s of %llu, rank %d another call", comm->rank, KINDS[header.kind],
-                          (unsigned long long)header.count, r);
-        }
-    }
-    return Success;
+// The number of a call, which keeps it at each launch of a graph.
+uint64_t next(Comm* comm, void* queue, int of = -1) {
+    uint64_t number = comm->numbers[{is_captured(queue), of}]++;
+    return is_captured(queue) ? CAPTURED | number : number;
 }
 
 int told_of(int status) {
@@ -104,26 +79,11 @@ std::set<std::tuple<uint32_t, int, bool>> messages(const Work& work) {
 
 int capture(std::unique_ptr<Work> work) {
     Comm* comm = work->comm;
-    const char* refuses = std::getenv("EMULATED_NCCL_CAPTURES_NOT");
-    if (refuses && std::atoi(refuses) == comm->rank) {
-        comm->shared->refuses = 1;
-        return failed(UnhandledCudaError, "rank %d cannot capture, as it was told", comm->rank);
-    }
+    // EMULATED_FAILS=capture:1+:1 refuses all captures of a rank.
+    if (int status = failing::next("capture").status) return failed(status, "rank %d cannot capture, as it was told", comm->rank);
     for (const auto& met : messages(*work)) {
         if (!std::getenv("EMULATED_STRICT") || comm->met.count(met)) continue;
         return failed(InvalidUsage, "%s to or from rank %d for the first time, in a capture", KINDS[std::get<0>(met)], std::get<1>(met));
-    }
-    // Each collective by its number: it has one header towards all peers.
-    std::map<uint64_t, Header> calls;
-    for (auto* all : {&work->sends, &work->receives}) {
-        for (const auto& line : *all) {
-            for (const Transfer& transfer : line) {
-                if (transfer.header.kind != Sends) calls.emplace(transfer.header.number, transfer.header);
-            }
-        }
-    }
-    for (const auto& [number, header] : calls) {
-        if (int status = agreed(comm, header)) return status;
     }
     std::vector<uint64_t> uses;
     for (const Run& run : work->runs) uses.push_back(reinterpret_cast<uint64_t>(run.at));
@@ -221,6 +181,7 @@ void reduce_to(Work& work, const Header& header, const void* own, void* to, size
 #define CHECKED(...)                                                            \
     do {                                                                        \
         failing::Answer told = failing::next(__func__);                         \
+        if (told.hangs) sleep(60);                                              \
         if (told.late) comm->fault = told.status, comm->lost = true;            \
         else if (told.status) return ended(failed(told.status, "%s fails, as it was told", __func__)); \
         if (int status = checked(__VA_ARGS__)) return ended(status);            \
@@ -265,20 +226,24 @@ API ncclGetUniqueId(Id* id) {
 
 API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
     TOLD;
-    if (ranks < 1 || ranks > RANKS_MAX || rank < 0 || rank >= ranks) return failed(InvalidArgument, "rank %d of %d", rank, ranks);
+    if (ranks < 1 || rank < 0 || rank >= ranks) return failed(InvalidArgument, "rank %d of %d", rank, ranks);
     if (std::strncmp(id.name, "/emulated-nccl-", 13)) return failed(InvalidArgument, "an id of nobody");
-    size_t bytes = sizeof(Shared) + sizeof(Channel) * static_cast<size_t>(ranks * ranks);
     int file = shm_open(id.name, O_CREAT | O_RDWR, 0600);
-    if (file < 0 || ftruncate(file, static_cast<off_t>(bytes))) return failed(SystemError, "no shared memory %s", id.name);
-    void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (file < 0 || ftruncate(file, sizeof(Shared))) return failed(SystemError, "no shared memory %s", id.name);
+    void* at = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     close(file);
-    if (at == MAP_FAILED) return failed(SystemError, "%zu bytes of shared memory", bytes);
+    if (at == MAP_FAILED) return failed(SystemError, "no shared memory");
     auto* comm = new Comm;
     comm->rank = rank;
     comm->ranks = ranks;
     comm->shared = static_cast<Shared*>(at);
-    for (auto* counts : {&comm->sent, &comm->received, &comm->captured_sent, &comm->captured_received}) {
-        counts->resize(static_cast<size_t>(ranks));
+    std::vector<std::string> names;
+    for (int i = 0; i < ranks * ranks; i++) {
+        names.push_back("/tmp" + std::string(id.name) + "-" + std::to_string(i));
+        mkfifo(names[i].c_str(), 0600);
+        comm->pipes.push_back(open(names[i].c_str(), O_RDWR | O_NONBLOCK));
+        if (comm->pipes[i] < 0) return failed(SystemError, "no pipe %s", names[i].c_str());
+        fcntl(comm->pipes[i], F_SETPIPE_SZ, 1 << 18);
     }
     comm->shared->joined++;
     time_t since = std::time(nullptr);
@@ -290,7 +255,10 @@ API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
         }
         pause(idle);
     }
-    if (rank == 0) shm_unlink(id.name);
+    if (rank == 0) {
+        shm_unlink(id.name);
+        for (const std::string& name : names) unlink(name.c_str());
+    }
     *out = comm;
     return Success;
 }
@@ -330,7 +298,7 @@ API ncclSend(const void* data, size_t count, int type, int peer, Comm* comm, voi
     CHECKED(comm, count, type, peer, {data});
     Work& work = work_on(comm, queue);
     APART(work.takes(data, count * bytes_of(type), false));
-    Header header{Sends, static_cast<uint32_t>(type), 0, count, is_captured(queue) ? CAPTURED | comm->captured_sent[peer]++ : comm->sent[peer]++};
+    Header header{Sends, static_cast<uint32_t>(type), 0, count, next(comm, queue, 2 * peer)};
     work.send(peer, header, data, count * bytes_of(type));
     return ended(Success);
 }
@@ -339,7 +307,7 @@ API ncclRecv(void* data, size_t count, int type, int peer, Comm* comm, void* que
     CHECKED(comm, count, type, peer, {data});
     Work& work = work_on(comm, queue);
     APART(work.takes(data, count * bytes_of(type), true));
-    Header header{Sends, static_cast<uint32_t>(type), 0, count, is_captured(queue) ? CAPTURED | comm->captured_received[peer]++ : comm->received[peer]++};
+    Header header{Sends, static_cast<uint32_t>(type), 0, count, next(comm, queue, 2 * peer + 1)};
     size_t bytes = count * bytes_of(type);
     work.receive(peer, header, is_wrong("receive") ? work.scratch(bytes) : data, bytes);
     return ended(Success);
@@ -380,7 +348,6 @@ API ncclBroadcast(const void* data, void* to, size_t count, int type, int root, 
 }
 
 API ncclReduceScatter(const void* all, void* mine, size_t count, int type, int op, Comm* comm, void* queue) {
-    if (is_wrong("hang") && comm->rank == 1) sleep(60);
     CHECKED(comm, count, type, 0, {all, mine});
     if (op != Sum) return ended(failed(InvalidArgument, "operation %d", op));
     size_t bytes = count * bytes_of(type);

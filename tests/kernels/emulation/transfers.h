@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <atomic>
 #include <cstdarg>
@@ -14,6 +15,7 @@
 #include <ctime>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -52,7 +54,7 @@ size_t bytes_of(int type) { return type == F32 ? 4 : type == Bf16 ? 2 : 0; }
 
 // What a library does wrong, where a test wants it so (EMULATED_NCCL_FAULT): "places" puts what an all-gather brings of a rank in
 // another one's place, "chunk" loses 512 bytes of long messages, "receive" leaves what ncclRecv should bring in a buffer of its
-// own, "hang" lets rank 1 never come to a reduce-scatter.
+// own.
 bool is_wrong(const char* what) {
     static const char* told = std::getenv("EMULATED_NCCL_FAULT");
     return told && !std::strcmp(told, what);
@@ -62,22 +64,8 @@ constexpr size_t LOST_FROM = 65536, LOST_TO = LOST_FROM + 512;
 
 // ---- what processes share ----
 
-constexpr size_t ROOM = 1 << 18;
-
-// Bytes from one rank to another, in order.
-struct Channel {
-    std::atomic<uint64_t> written, read;
-    uint8_t bytes[ROOM];
-};
-
-constexpr int RANKS_MAX = 64;
-
 struct Shared {
     std::atomic<uint32_t> joined, broken;
-    // How many calls each rank has captured, and the last two of them; whether one refuses to.
-    std::atomic<uint64_t> captured[RANKS_MAX], calls[RANKS_MAX][2];
-    std::atomic<uint32_t> refuses;
-    Channel channels[1];
 };
 
 // How long a rank waits for others without a byte that moves, in seconds.
@@ -94,20 +82,18 @@ struct Header {
 struct Comm {
     int rank = 0, ranks = 0;
     Shared* shared = nullptr;
-    // Collectives that were called so far; sends to and receipts from each rank.
-    uint64_t collectives = 0;
-    std::vector<uint64_t> sent, received;
-    // The same of calls that were captured, which keep their numbers at each launch.
-    uint64_t captured = 0;
+    // Named pipes from each rank to each: what one writes another reads, in order.
+    std::vector<int> pipes;
+    // How many calls there were of each kind: of a capture or not, collectives (-1) or sends to and receipts from each rank.
+    std::map<std::pair<bool, int>, uint64_t> numbers;
     // Which kinds of messages went to and came from whom outside of captures: kind, peer, whether it was sent.
     std::set<std::tuple<uint32_t, int, bool>> met;
-    std::vector<uint64_t> captured_sent, captured_received;
     std::atomic<bool> aborted{false};
     std::atomic<int> fault{Success};
     // A connection that broke beside the host: nothing comes any more, until somebody leaves.
     std::atomic<bool> lost{false};
 
-    Channel& channel(int from, int to) { return shared->channels[from * ranks + to]; }
+    int pipe(int from, int to) { return pipes[from * ranks + to]; }
     bool broken() { return aborted || shared->broken.load() != 0; }
 };
 
@@ -127,6 +113,8 @@ struct Transfer {
     Header header;
     uint8_t* data;
     size_t bytes, done = 0;
+    // What the other rank says of it.
+    Header theirs{};
 };
 
 struct Run {
@@ -174,44 +162,29 @@ struct Work {
     }
 
     int move(Transfer& t, bool& moved) {
-        Channel& c = t.sends ? comm->channel(comm->rank, t.peer) : comm->channel(t.peer, comm->rank);
+        int pipe = t.sends ? comm->pipe(comm->rank, t.peer) : comm->pipe(t.peer, comm->rank);
         size_t whole = sizeof(Header) + t.bytes;
+        uint8_t lost[LOST_TO - LOST_FROM];
         while (t.done < whole) {
-            uint64_t written = c.written.load(std::memory_order_acquire), read = c.read.load(std::memory_order_acquire);
             bool in_header = t.done < sizeof(Header);
-            uint8_t* at = in_header ? reinterpret_cast<uint8_t*>(&t.header) + t.done : t.data + t.done - sizeof(Header);
-            size_t place = (t.sends ? written : read) % ROOM;
-            size_t ready = t.sends ? ROOM - (written - read) : written - read;
-            size_t n = (in_header ? sizeof(Header) : whole) - t.done;
-            // A header is looked at in one piece.
-            if (!t.sends && in_header && ready < sizeof(Header)) break;
-            n = std::min(std::min(n, ready), ROOM - place);
-            if (n == 0) break;
-            if (t.sends) {
-                std::memcpy(c.bytes + place, at, n);
-                c.written.store(written + n, std::memory_order_release);
-            } else if (in_header) {
-                // Never split by the end of the ring: see `pad`.
-                Header theirs;
-                std::memcpy(&theirs, c.bytes + place, sizeof theirs);
-                if (int status = compared(t, theirs)) return status;
-                c.read.store(read + n, std::memory_order_release);
-            } else {
-                size_t first = t.done - sizeof(Header), end = first + n;
-                size_t lost = is_wrong("chunk") ? std::min(std::max(first, LOST_FROM), end) : end;
-                size_t again = is_wrong("chunk") ? std::max(first, std::min(LOST_TO, end)) : end;
-                std::memcpy(at, c.bytes + place, lost - first);
-                std::memcpy(at + (again - first), c.bytes + place + (again - first), end - again);
-                c.read.store(read + n, std::memory_order_release);
+            size_t at = in_header ? t.done : t.done - sizeof(Header), n = (in_header ? sizeof(Header) : t.bytes) - at;
+            uint8_t* bytes = (in_header ? reinterpret_cast<uint8_t*>(t.sends ? &t.header : &t.theirs) : t.data) + at;
+            if (is_wrong("chunk") && !t.sends && !in_header && at < LOST_TO) {
+                bytes = at < LOST_FROM ? bytes : lost;
+                n = std::min(n, (at < LOST_FROM ? LOST_FROM : LOST_TO) - at);
             }
-            t.done += n;
+            ssize_t some = t.sends ? write(pipe, bytes, n) : read(pipe, bytes, n);
+            if (some <= 0) break;
+            t.done += static_cast<size_t>(some);
             moved = true;
+            if (t.sends || t.done != sizeof(Header)) continue;
+            if (int status = compared(t)) return status;
         }
         return Success;
     }
 
-    int compared(const Transfer& t, const Header& theirs) {
-        const Header& mine = t.header;
+    int compared(const Transfer& t) {
+        const Header &mine = t.header, &theirs = t.theirs;
         if (!std::memcmp(&mine, &theirs, sizeof mine)) return Success;
         const char* kind = theirs.kind < 6 ? KINDS[theirs.kind] : "noise";
         return failed(InvalidUsage,
@@ -235,8 +208,6 @@ struct Work {
                         Transfer& front = line.front();
                         if (int status = move(front, moved)) return broke(status);
                         if (front.done < sizeof(Header) + front.bytes) break;
-                        // So that headers begin at multiples of their size.
-                        if (!pad(front)) break;
                         line.pop_front();
                     }
                     open |= !line.empty();
@@ -259,23 +230,11 @@ struct Work {
         return Success;
     }
 
-    // Moves the ring on to the next multiple of a header's size behind a message.
-    bool pad(Transfer& t) {
-        Channel& c = t.sends ? comm->channel(comm->rank, t.peer) : comm->channel(t.peer, comm->rank);
-        std::atomic<uint64_t>& end = t.sends ? c.written : c.read;
-        uint64_t at = end.load(), next = (at + sizeof(Header) - 1) / sizeof(Header) * sizeof(Header);
-        bool there = t.sends ? next - c.read.load() <= ROOM : next <= c.written.load();
-        if (there) end.store(next, std::memory_order_release);
-        return there;
-    }
-
     int broke(int status) {
         comm->fault = status;
         comm->shared->broken = 1;
         return status;
     }
 };
-
-static_assert(ROOM % sizeof(Header) == 0, "headers are never split");
 
 }  // namespace
