@@ -5,7 +5,7 @@ use crate::faults::{self, Fault};
 use libloading::Library;
 use rayon::prelude::*;
 use rlhf_hpc::device::cuda::Gpu;
-use rlhf_hpc::device::cuda::embedded::CUBINS;
+use rlhf_hpc::device::cuda::embedded::{CUBINS, KERNELS, Kernel};
 use rlhf_hpc::error::Result;
 use sha2::{Digest, Sha256};
 use std::ffi::OsString;
@@ -28,10 +28,15 @@ pub fn gpu() -> PathBuf {
     std::env::var_os(LIBRARY).map_or_else(|| BUILT.get_or_init(library).clone(), PathBuf::from)
 }
 
+/// Variables that name the library, as each that it stands in for.
+const LIBRARIES: [&str; 3] = ["RLHF_CUDA_LIB", "RLHF_CUBLASLT_LIB", "RLHF_NCCL_LIB"];
+
 /// What another process needs to find the emulated GPU.
 pub fn environment() -> Vec<(&'static str, OsString)> {
     let library = OsString::from(gpu());
-    let mut set = vec![("RLHF_CUDA_LIB", library.clone()), ("RLHF_CUBLASLT_LIB", library.clone())];
+    let mut set = Vec::from(LIBRARIES.map(|name| (name, library.clone())));
+    // Threads without a block sleep: many processes share the cores.
+    set.push(("OMP_WAIT_POLICY", "passive".into()));
     if CUBINS.is_empty() {
         let cache = directory().join("cache");
         set.extend([("RLHF_NVRTC", library), ("XDG_CACHE_HOME", cache.into_os_string())]);
@@ -51,9 +56,8 @@ pub fn open() -> Result<Gpu> {
     // SAFETY: other threads of this process wait for the GPU, or ask for variables through the standard library.
     libraries.iter().chain(&set).for_each(|(name, value)| unsafe { std::env::set_var(name, value) });
     let opened = Gpu::open(0);
-    // Other processes get what their tests give them; cuBLASLt is opened later.
-    let kept = ["RLHF_CUDA_LIB", "RLHF_CUBLASLT_LIB"];
-    let gone = libraries.iter().chain(&set).filter(|(name, _)| !kept.contains(name));
+    // Other processes get what their tests give them; cuBLASLt and NCCL are opened later.
+    let gone = libraries.iter().chain(&set).filter(|(name, _)| !LIBRARIES.contains(name));
     // SAFETY: as above.
     gone.for_each(|(name, _)| unsafe { std::env::remove_var(name) });
     opened
@@ -95,7 +99,7 @@ fn library() -> PathBuf {
     let names: String = objects.iter().map(|object| object.display().to_string()).collect();
     let library = directory().join(format!("kernels-{}.so", key([&names])));
     // Calls go straight to what they name: hooks are called too often for a table of addresses.
-    let link = ["-shared", "-pthread", "-Wl,-Bsymbolic", "-o"];
+    let link = ["-shared", "-fopenmp", "-Wl,-Bsymbolic", "-o"];
     once(&library, |made| run(Command::new("g++").args(link).arg(made).args(&objects)));
     library
 }
@@ -172,7 +176,8 @@ fn included<'a>(text: &str, headers: &'a [(String, String)]) -> Vec<&'a (String,
 }
 
 /// No products fused into sums behind the source's back: every machine has the same results.
-const FLAGS: &[&str] = &["-std=c++17", "-O2", "-g1", "-march=x86-64-v3", "-ffp-contract=off", "-fPIC", "-DEMULATED"];
+const FLAGS: &[&str] =
+    &["-std=c++17", "-O2", "-g1", "-march=x86-64-v3", "-ffp-contract=off", "-fPIC", "-fopenmp", "-DEMULATED"];
 const WARNINGS: &[&str] = &["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi"];
 /// Hooks at each load and store, and checks of what C++ leaves undefined, answered by `memory.cpp`. Warnings are the
 /// business of the real compilers: these checks make some of their own.
@@ -227,10 +232,7 @@ fn with_shared_variables(text: &str) -> String {
 /// The text of a source that lets the host find its kernels.
 fn registered(file: &str, text: &str) -> String {
     let mut all = format!("#line 1 \"{file}\"\n{}", with_shared_variables(text));
-    for line in text.lines().filter_map(|line| line.strip_prefix("KERNEL ")) {
-        // Launch bounds may stand between.
-        let bounds = line.strip_prefix("__launch_bounds__").and_then(|rest| rest.split_once(')'));
-        let name = bounds.map_or(line, |(_, after)| after).split('(').next().unwrap_or_default().trim();
+    for Kernel { name, .. } in KERNELS.iter().filter(|kernel| kernel.source == file) {
         let _ = writeln!(all, "static emulated::Registered<&{name}> registered_{name}(\"{name}\");");
     }
     all

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <string>
 #include <vector>
+#include "bf16.h"
 #include "failing.h"
 
 extern "C" {
@@ -121,24 +122,10 @@ size_t workspace_of(const Algorithm& algorithm, const Layout& d) {
 bool suits(const Algorithm& algorithm, const Layout& b) { return algorithm.cuts != 3 || b.columns % 2 == 0; }
 
 float number(const void* memory, int type, uint64_t at) {
-    if (type == F32) return static_cast<const float*>(memory)[at];
-    uint32_t bits = uint32_t{static_cast<const uint16_t*>(memory)[at]} << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
+    return type == F32 ? static_cast<const float*>(memory)[at] : widened(static_cast<const uint16_t*>(memory)[at]);
 }
 
-uint16_t to_bf16(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    if (value != value) return 0x7fff;
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-float rounded(float value, int type) {
-    uint16_t bits = to_bf16(value);
-    return type == F32 ? value : number(&bits, Bf16, 0);
-}
+float rounded(float value, int type) { return type == F32 ? value : widened(narrowed(value)); }
 
 struct Work {
     Product product;
@@ -190,7 +177,7 @@ void compute(const Work& w) {
             if (w.beta != 0) value += w.beta * number(w.c_at, w.d.type, at);
             if (w.product.epilogue == EPILOGUE_BIAS) value += number(w.product.bias, Bf16, i);
             if (w.d.type == F32) static_cast<float*>(w.d_at)[at] = value;
-            else static_cast<uint16_t*>(w.d_at)[at] = to_bf16(value);
+            else static_cast<uint16_t*>(w.d_at)[at] = narrowed(value);
         }
     }
 }

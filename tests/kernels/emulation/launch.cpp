@@ -2,13 +2,13 @@
 #include "state.h"
 
 #include <dlfcn.h>
+#include <omp.h>
+#include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
-#include <thread>
 
 extern "C" {
 void emulated_switch(void** from, void* to);
@@ -81,53 +81,16 @@ void work(State& s, Job& job) {
     mine = nullptr;
 }
 
-// Threads that help the one which launches. Never destroyed: they wait when the process ends.
-struct Crew {
-    std::mutex one;
-    std::condition_variable called, left;
-    Job* job = nullptr;
-    u64 jobs = 0;
-    int at_work = 0;
-    State own;
-
-    Crew() {
-        unsigned cores = std::thread::hardware_concurrency();
-        for (unsigned i = 1; i < cores && i < 16; i++) std::thread([this] { help(); }).detach();
+// Blocks are dealt to threads with a state each. One launch at a time, so states serve the next one.
+void run(Job& job) {
+    static State* states[16];
+    int threads = std::min({16, omp_get_num_procs(), (int)job.blocks});
+#pragma omp parallel num_threads(std::max(1, threads))
+    {
+        State*& own = states[omp_get_thread_num()];
+        if (!own) own = new State;
+        work(*own, job);
     }
-
-    void help() {
-        State* s = new State;
-        u64 seen = 0;
-        std::unique_lock<std::mutex> lock(one);
-        for (;;) {
-            called.wait(lock, [&] { return job && jobs != seen; });
-            seen = jobs;
-            Job* mine = job;
-            at_work++;
-            lock.unlock();
-            work(*s, *mine);
-            lock.lock();
-            if (--at_work == 0) left.notify_all();
-        }
-    }
-
-    void run(Job& next) {
-        if (next.blocks > 1) {
-            std::lock_guard<std::mutex> lock(one);
-            job = &next;
-            jobs++;
-            called.notify_all();
-        }
-        work(own, next);
-        std::unique_lock<std::mutex> lock(one);
-        job = nullptr;
-        left.wait(lock, [&] { return at_work == 0; });
-    }
-};
-
-Crew& crew() {
-    static Crew* crew = new Crew;
-    return *crew;
 }
 
 u32 serial = 1;
@@ -244,7 +207,7 @@ const char* emulated_launch(const emulated::Entry& entry, const u32* grid, u32 b
                   is_part ? &chosen : nullptr};
     job.blocks = (u32)blocks;
     serial += job.blocks;
-    crew().run(job);
+    run(job);
     if (job.failed == ~0u) return nullptr;
     std::snprintf(complaint, sizeof complaint, "%s", job.message);
     return complaint;

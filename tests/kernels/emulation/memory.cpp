@@ -1,8 +1,12 @@
 // Memory of the emulated GPU, and the answers to the compiler's hooks: every load and store of a kernel comes through here.
+//
+// What it gives out begins on pages of its own, each run ends close to one that cannot be touched, and what is given back is taken
+// from the machine and never given out again: so freed memory is known.
 #include "state.h"
-#include "pages.h"
 
+#include <sys/mman.h>
 #include <cstdio>
+#include <cstdlib>
 #include <deque>
 #include <mutex>
 
@@ -13,21 +17,32 @@ struct Allocation {
     bool live;
 };
 
-// One run of addresses for all memory, two records for every two bytes of it, and the allocation that each page belongs to.
+constexpr u64 REGION = 4ull << 40;
+// Where runs begin: multiples of so many bytes.
+constexpr u64 ALIGN = 256;
+// Runs of as many bytes or more begin as zeros: of them only what is touched takes memory of the machine, so that tensors may be
+// as large as those of real jobs.
+constexpr u64 SPARSE = 256ull << 20;
+
+// Addresses, or zeros where they may be read and written, that take memory only where they are touched.
+template <class T> T* reserve(u64 count, int protection = PROT_READ | PROT_WRITE) {
+    void* at = mmap(nullptr, count * sizeof(T), protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) std::abort();
+    return static_cast<T*>(at);
+}
+
+// One run of addresses for all memory, taken from its begin on, two records for every two bytes of it, and the allocation that each
+// page belongs to.
 struct Region {
-    pages::Region addresses;
-    const u64 base = addresses.base;
-    Record *writes, *reads;
-    u32* owners;
+    const u64 base = (u64)reserve<u8>(REGION, PROT_NONE);
+    u64 used = PAGE;
+    Record *writes = reserve<Record>(REGION / 2), *reads = reserve<Record>(REGION / 2);
+    u32* owners = reserve<u32>(REGION / PAGE);
     std::mutex one;
     std::deque<Allocation> allocations{{0, 0, false}};
-    Region();
 };
 
 namespace {
-
-constexpr u64 REGION = pages::REGION;
-static_assert(PAGE == pages::BYTES);
 
 Region& region() {
     static Region* region = new Region;
@@ -209,12 +224,6 @@ void touch_atomic(const void* address, size_t bytes, const void* at) {
 
 void touch_write(const void* row, Record kind, const void* at) { seen_write(*mine, row, ROW, kind, at); }
 
-Region::Region() {
-    writes = static_cast<Record*>(pages::reserve_zeros(REGION / 2 * sizeof(Record)));
-    reads = static_cast<Record*>(pages::reserve_zeros(REGION / 2 * sizeof(Record)));
-    owners = static_cast<u32*>(pages::reserve_zeros(REGION / PAGE * sizeof(u32)));
-}
-
 void open_region(State& s) {
     s.region = &region();
     s.recent_start = s.recent_end = 0;
@@ -264,10 +273,12 @@ void* emulated_allocate(u64 bytes) {
     bytes = bytes > 0 ? bytes : 1;
     Region& r = region();
     std::lock_guard<std::mutex> one(r.one);
-    // The page that cannot be touched is for the host's copies; kernels are checked to the byte.
-    u64 first, count, start = r.addresses.take(bytes, first, count);
-    if (!start) return nullptr;
-    if (bytes < pages::SPARSE) std::memset((void*)start, 0xff, bytes);
+    // The page behind, which cannot be touched, is for the host's copies; kernels are checked to the byte.
+    u64 first = r.used / PAGE, count = (bytes + ALIGN + PAGE - 1) / PAGE, begin = r.base + r.used;
+    if (r.used + (count + 1) * PAGE > REGION || mprotect((void*)begin, count * PAGE, PROT_READ | PROT_WRITE)) return nullptr;
+    r.used += (count + 1) * PAGE;
+    u64 start = (begin + count * PAGE - bytes) / ALIGN * ALIGN;
+    if (bytes < SPARSE) std::memset((void*)start, 0xff, bytes);
     r.allocations.push_back({start, start + bytes, true});
     for (u64 i = 0; i < count; i++) r.owners[first + i] = (u32)r.allocations.size() - 1;
     return (void*)start;
@@ -285,13 +296,25 @@ void emulated_free(void* memory, u64 bytes) {
         std::abort();
     }
     a.live = false;
-    u64 first, count;
-    r.addresses.give_back(start, bytes, first, count);
-    for (Record* records : {r.writes, r.reads}) pages::forget(records, first, count);
+    u64 first = (start - r.base) / PAGE, count = (start + bytes - r.base + PAGE - 1) / PAGE - first;
+    void* pages = (void*)(r.base + first * PAGE);
+    mprotect(pages, count * PAGE, PROT_NONE);
+    madvise(pages, count * PAGE, MADV_DONTNEED);
+    for (Record* records : {r.writes, r.reads}) {
+        madvise(records + first * PAGE / 2, count * PAGE / 2 * sizeof(Record), MADV_DONTNEED);
+    }
     for (u64 i = 0; i < count; i++) r.owners[first + i] = 0;
 }
 
-void emulated_clear(u64 address, u64 bytes) { pages::clear(address, bytes); }
+// Sets bytes to 0; of a sparse run whole pages take no memory of the machine until they are touched again.
+void emulated_clear(u64 address, u64 bytes) {
+    using namespace emulated;
+    u64 end = address + bytes, first = (address + PAGE - 1) / PAGE * PAGE, last = end / PAGE * PAGE;
+    if (bytes < SPARSE) return (void)std::memset((void*)address, 0, bytes);
+    std::memset((void*)address, 0, first - address);
+    madvise((void*)first, last - first, MADV_DONTNEED);
+    std::memset((void*)last, 0, end - last);
+}
 
 // Whether these bytes lie in one allocation that lives.
 bool emulated_holds(u64 address, u64 bytes) {

@@ -11,6 +11,7 @@
 // capture: a real one connects them there, and takes memory.
 #include <algorithm>
 #include <map>
+#include "bf16.h"
 #include "failing.h"
 #include "transfers.h"
 
@@ -126,20 +127,6 @@ int checked(Comm* comm, size_t count, int type, int root, std::initializer_list<
         if (reinterpret_cast<uint64_t>(at) % bytes_of(type)) return failed(InvalidArgument, "values that are not aligned");
     }
     return Success;
-}
-
-float widened(uint16_t x) {
-    uint32_t bits = uint32_t{x} << 16;
-    float wide;
-    std::memcpy(&wide, &bits, 4);
-    return wide;
-}
-
-uint16_t narrowed(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    if (x != x) return static_cast<uint16_t>(bits >> 16 | 0x40);
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
 void add(void* to, const void* from, size_t count, int type) {
