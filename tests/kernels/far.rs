@@ -79,29 +79,29 @@ fn get(view: View, at: usize, len: usize) -> Vec<u8> {
 type Wide = (DType, usize);
 
 /// Far tensors of `rows` rows, of which the groups of `each` rows that meet bounds have values, and small ones of these rows alone.
-struct Pair {
-    tensors: Vec<Wide>,
+struct Pair<const N: usize> {
+    tensors: [Wide; N],
     rows: Vec<usize>,
     /// The first row and the number of rows of each group.
     groups: Vec<(usize, usize)>,
-    far: Vec<Memory>,
-    near: Vec<Memory>,
+    far: [Memory; N],
+    near: [Memory; N],
 }
 
-impl Pair {
+impl<const N: usize> Pair<N> {
     /// None where the GPU has no room.
-    fn new(tensors: &[Wide], rows: usize, each: usize) -> Option<Self> {
-        let bytes = tensors.iter().map(|(dtype, width)| rows * width * dtype.bytes());
-        if !has_room(bytes.clone().sum()) {
+    fn new(tensors: [Wide; N], rows: usize, each: usize) -> Option<Self> {
+        let bytes = tensors.map(|(dtype, width)| rows * width * dtype.bytes());
+        if !has_room(bytes.iter().sum()) {
             return None;
         }
         let widest = tensors.iter().map(|(_, width)| *width).max().expect("tensors");
         let groups: Vec<(usize, usize)> =
             met(rows, each, widest).into_iter().map(|g| (g * each, each.min(rows - g * each))).collect();
         let chosen: Vec<usize> = groups.iter().flat_map(|&(first, n)| first..first + n).collect();
-        let mut far: Vec<Memory> = bytes.map(Memory::scratch).collect();
-        let mut near = Vec::new();
-        for (i, (&(dtype, width), far)) in tensors.iter().zip(&mut far).enumerate() {
+        let mut far = bytes.map(Memory::scratch);
+        let near = std::array::from_fn(|i| {
+            let ((dtype, width), far) = (tensors[i], &mut far[i]);
             // Above 0, as second moments and norms are.
             let values: Vec<f32> = numbers(i as u32 + 1, chosen.len() * width).iter().map(|x| x.abs() + 0.01).collect();
             let values = bits(dtype, &values);
@@ -111,9 +111,9 @@ impl Pair {
                 put(far, dtype, first * width, own);
                 rest = behind;
             }
-            near.push(Memory::of(&values));
-        }
-        Some(Self { tensors: tensors.to_vec(), rows: chosen, groups, far, near })
+            Memory::of(&values)
+        });
+        Some(Self { tensors, rows: chosen, groups, far, near })
     }
 
     /// The numbers of the groups among all.
@@ -154,13 +154,13 @@ impl Rows<'_> {
 
 /// Does `work` over far tensors, where the blocks of rows that meet bounds run, and over small ones of the same rows. `blocks` says
 /// which blocks of the grid a group of `each` rows is.
-fn holds_of(
+fn holds_of<const N: usize>(
     what: &str,
-    tensors: &[Wide],
+    tensors: [Wide; N],
     rows: usize,
     each: usize,
     blocks: impl Fn(usize) -> Vec<usize>,
-    work: impl Fn(&mut [Memory], Rows),
+    work: impl Fn(&mut [Memory; N], Rows),
 ) {
     let (_gpu, _one) = device();
     let Some(mut pair) = Pair::new(tensors, rows, each) else { return };
@@ -171,7 +171,13 @@ fn holds_of(
 }
 
 /// The same where a block of the grid is a group.
-fn holds(what: &str, tensors: &[Wide], rows: usize, each: usize, work: impl Fn(&mut [Memory], Rows)) {
+fn holds<const N: usize>(
+    what: &str,
+    tensors: [Wide; N],
+    rows: usize,
+    each: usize,
+    work: impl Fn(&mut [Memory; N], Rows),
+) {
     holds_of(what, tensors, rows, each, |group| vec![group], work);
 }
 

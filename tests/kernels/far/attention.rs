@@ -21,10 +21,10 @@ fn shape(window: Option<usize>) -> AttentionShape {
 const OF_ROWS: [Wide; 6] = [(Bf16, WIDE), (Bf16, WIDE), (F32, 16), (F32, 16), (Bf16, WIDE), (Bf16, WIDE)];
 const OF_KEYS: [Wide; 4] = [(Bf16, NARROW); 4];
 
-fn attend(of_rows: &mut [Memory], of_keys: &mut [Memory], spans: &[Span], window: Option<usize>) {
+fn attend(of_rows: &mut [Memory; 6], of_keys: &mut [Memory; 4], spans: &[Span], window: Option<usize>) {
     let table = SpanTable::new(spans, &shape(window));
-    let [q, d_o, lse, delta, o, dq] = of_rows else { unreachable!("six tensors") };
-    let [k, v, dk, dv] = of_keys else { unreachable!("four tensors") };
+    let [q, d_o, lse, delta, o, dq] = of_rows;
+    let [k, v, dk, dv] = of_keys;
     let [q, k, v, d_o] = [q, k, v, d_o].map(|x| x.view(Bf16));
     attention::forward(q, k, v, &table, false, o.view_mut(Bf16), lse.view_mut(F32));
     // A run of keys is a matter of forward alone.
@@ -52,8 +52,8 @@ fn far_rows_attend_to_far_keys_and_walk_back() {
     let (_gpu, _one) = device();
     for (window, tokens, keys) in [(None, 40, 140), (Some(64), 12, 4102)] {
         let all = |width: usize, each: usize| ((1 << 32) / width).next_multiple_of(each) + each;
-        let Some(mut rows) = Pair::new(&OF_ROWS, all(WIDE, tokens), tokens) else { return };
-        let Some(mut seen) = Pair::new(&OF_KEYS, all(NARROW, keys), keys) else { return };
+        let Some(mut rows) = Pair::new(OF_ROWS, all(WIDE, tokens), tokens) else { return };
+        let Some(mut seen) = Pair::new(OF_KEYS, all(NARROW, keys), keys) else { return };
         let span = |row, key_row| Span { row, tokens, past: keys - tokens, key_row, keys };
         let groups = rows.groups.iter().zip(&seen.groups);
         let far: Vec<Span> = groups.map(|((row, _), (key, _))| span(*row, *key)).collect();

@@ -1,6 +1,6 @@
 //! Products of far rows, and with far weights.
 
-use super::{Pair, Wide, get, has_room, holds, only, small};
+use super::{Pair, get, has_room, holds, only, small};
 use crate::{bf16, device, numbers};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::matmul::{self, Addend, Matrix, MatrixMut, Tile, Way};
@@ -28,24 +28,20 @@ fn far_rows_are_multiplied() {
     const K: usize = 128;
     let families = [(Tile::Rows16, 16, 32), (Tile::Rows32, 32, 64), (Tile::Rows64, 64, 64), (Tile::Rows128, 128, 128)];
     for (family, rows, n) in families {
-        let tensors: [Wide; 2] = [(Bf16, STRIDE), (if rows == 64 { F32 } else { Bf16 }, STRIDE)];
-        let dtype = tensors[1].0;
-        holds(&format!("forward {family:?}"), &tensors, ROWS, rows, |x, all| {
-            let (from, to) = x.split_at_mut(1);
+        let dtype = if rows == 64 { F32 } else { Bf16 };
+        holds(&format!("forward {family:?}"), [(Bf16, STRIDE), (dtype, STRIDE)], ROWS, rows, |[x, y], all| {
             let (w, bias) = (small(7, n * K), small(8, n));
-            let (w, y) = (Matrix::new(w.view(Bf16), n, K), strided_mut(&mut to[0], dtype, all.len, n));
-            let (way, x, bias) = (Way::Exact(family), strided(&from[0], all.len, K), Some(bias.view(Bf16)));
+            let (w, y) = (Matrix::new(w.view(Bf16), n, K), strided_mut(y, dtype, all.len, n));
+            let (way, x, bias) = (Way::Exact(family), strided(x, all.len, K), Some(bias.view(Bf16)));
             matmul::forward(way, x, w, bias, Addend::Result, y);
         });
     }
     for (size, rows) in [(Tile::Rows64, 64), (Tile::Rows128, 128)] {
         for n in [64, 70] {
-            let tensors: [Wide; 2] = [(Bf16, STRIDE), (Bf16, STRIDE)];
-            holds(&format!("backward {size:?} of {n}"), &tensors, ROWS, rows, |x, all| {
-                let (from, to) = x.split_at_mut(1);
+            holds(&format!("backward {size:?} of {n}"), [(Bf16, STRIDE); 2], ROWS, rows, |[dy, dx], all| {
                 let w = small(7, n * rows);
-                let (w, dx) = (Matrix::new(w.view(Bf16), n, rows), strided_mut(&mut to[0], Bf16, all.len, rows));
-                matmul::backward_input(Way::Exact(size), strided(&from[0], all.len, n), w, dx, true);
+                let (w, dx) = (Matrix::new(w.view(Bf16), n, rows), strided_mut(dx, Bf16, all.len, rows));
+                matmul::backward_input(Way::Exact(size), strided(dy, all.len, n), w, dx, true);
             });
         }
     }
@@ -58,7 +54,7 @@ fn products_with_far_weights_are_those_with_the_same_weights() {
     const K: usize = 128;
     const M: usize = 16;
     let (_gpu, _one) = device();
-    let Some(pair) = Pair::new(&[(Bf16, STRIDE)], ROWS, 32) else { return };
+    let Some(pair) = Pair::new([(Bf16, STRIDE)], ROWS, 32) else { return };
     let x = small(3, M * K);
     let product = |w: &Memory, n: usize| {
         let mut y = Memory::scratch(4 * M * n);
@@ -86,7 +82,7 @@ fn gradients_of_far_weights_are_those_of_the_same_weights() {
     const M: usize = 64;
     let (_gpu, _one) = device();
     for (size, rows) in [(Tile::Rows64, 64), (Tile::Rows128, 128)] {
-        let Some(mut pair) = Pair::new(&[(F32, STRIDE)], ROWS, rows) else { return };
+        let Some(mut pair) = Pair::new([(F32, STRIDE)], ROWS, rows) else { return };
         let (x, dy) = (small(3, M * rows), bf16(&numbers(4, M * pair.rows.len())));
         let near_dy = Memory::of(&dy);
         let mut far_dy = Memory::zeros(2 * M * ROWS);

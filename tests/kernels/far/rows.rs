@@ -1,6 +1,6 @@
 //! Flat runs of values, rows of activations and of embeddings, and rows of logits.
 
-use super::{BOUNDS, Pair, Rows, VALUES, Wide, bits, get, has_room, holds, holds_of, only, put, small};
+use super::{BOUNDS, Pair, Rows, VALUES, bits, get, has_room, holds, holds_of, only, put, small};
 use crate::{bf16, device, numbers};
 use rlhf_hpc::device::cuda::adamw::{self, Decays, Update};
 use rlhf_hpc::device::cuda::linear_logprob::{self as head, Logits};
@@ -24,33 +24,23 @@ const HEAD: usize = 128;
 const V: usize = 20_008;
 const ROWS_V: usize = (1 << 32) / V + 7;
 
-fn flat(what: &str, dtypes: &[DType], work: impl Fn(&mut [Memory])) {
-    let tensors: Vec<Wide> = dtypes.iter().map(|dtype| (*dtype, 1)).collect();
-    holds(what, &tensors, VALUES, EACH, |x, _| work(x));
+fn flat<const N: usize>(what: &str, dtypes: [DType; N], work: impl Fn(&mut [Memory; N])) {
+    holds(what, dtypes.map(|dtype| (dtype, 1)), VALUES, EACH, |x, _| work(x));
 }
 
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
 fn far_values_are_added_cast_and_gated() {
-    flat("add", &[F32, F32], |x| {
-        let (from, to) = x.split_at_mut(1);
-        copy::add(from[0].view(F32), to[0].view_mut(F32));
-    });
+    flat("add", [F32, F32], |[from, to]| copy::add(from.view(F32), to.view_mut(F32)));
     for (from_dtype, to_dtype) in [(F32, Bf16), (Bf16, F32), (Bf16, Bf16), (F32, F32)] {
-        flat("cast", &[from_dtype, to_dtype], |x| {
-            let (from, to) = x.split_at_mut(1);
-            copy::cast(from[0].view(from_dtype), to[0].view_mut(to_dtype));
-        });
+        flat("cast", [from_dtype, to_dtype], |[from, to]| copy::cast(from.view(from_dtype), to.view_mut(to_dtype)));
     }
-    flat("swiglu", &[Bf16; 3], |x| {
-        let (from, to) = x.split_at_mut(2);
-        swiglu::forward(from[0].view(Bf16), from[1].view(Bf16), to[0].view_mut(Bf16));
+    flat("swiglu", [Bf16; 3], |[gate, up, y]| {
+        swiglu::forward(gate.view(Bf16), up.view(Bf16), y.view_mut(Bf16));
     });
-    flat("swiglu backward", &[Bf16; 5], |x| {
-        let (from, to) = x.split_at_mut(3);
-        let [gate, up, dy] = [0, 1, 2].map(|i| from[i].view(Bf16));
-        let (dgate, dup) = to.split_at_mut(1);
-        swiglu::backward(gate, up, dy, dgate[0].view_mut(Bf16), dup[0].view_mut(Bf16));
+    flat("swiglu backward", [Bf16; 5], |[gate, up, dy, dgate, dup]| {
+        let [gate, up, dy] = [gate, up, dy].map(|x| x.view(Bf16));
+        swiglu::backward(gate, up, dy, dgate.view_mut(Bf16), dup.view_mut(Bf16));
     });
 }
 
@@ -59,17 +49,16 @@ fn far_values_are_added_cast_and_gated() {
 #[ignore = "long: tensors beyond 2^31 values"]
 fn far_parameters_are_updated_with_the_decay_of_their_part_and_their_squares_are_summed() {
     let update = Update { lr: 3e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, bias1: 0.19, bias2: 0.1, grad_scale: 0.7 };
-    flat("adamw", &[F32, F32, F32, F32, Bf16], |x| {
-        let len = x[0].bytes() / 4;
+    flat("adamw", [F32, F32, F32, F32, Bf16], |[p, g, m, v, w]| {
+        let len = p.bytes() / 4;
         // Of the small tensors, the blocks before the bound are all before it but the last five.
         let end = if len == VALUES { BOUNDS[1] } else { len.div_ceil(EACH).saturating_sub(4) * EACH };
         let decays = Decays::of(&[(end, 0.1), (len, 0.7)]);
-        let [p, g, m, v, w] = x else { unreachable!("five tensors") };
         let [p, m, v] = [p, m, v].map(|x| x.view_mut(F32));
         adamw::step(p, g.view(F32), m, v, w.view_mut(Bf16), &decays, &update);
     });
     let (_gpu, _one) = device();
-    let Some(pair) = Pair::new(&[(F32, 1)], VALUES, 8 * SQUARES) else { return };
+    let Some(pair) = Pair::new([(F32, 1)], VALUES, 8 * SQUARES) else { return };
     let mut sums = Memory::zeros(8 * (3 + VALUES.div_ceil(SQUARES)));
     only(&pair.numbers(8 * SQUARES), || norm::sums_into(pair.far[0].view(F32), SQUARES, &mut sums, 3));
     let blocks = (pair.near[0].bytes() / 4).div_ceil(SQUARES);
@@ -129,9 +118,7 @@ fn far_groups_are_normed_and_walked_back() {
     // (values of a group, groups, groups of a block); the last has as many heads as have 2^32 threads.
     let heads = (1 << 32) / HEAD + 37;
     for (n, groups, each) in [(WIDTH, ROWS, 1), (HEAD, heads, 16), (256, (1 << 27) + 8, 8)] {
-        let tensors: [Wide; 3] = [(Bf16, n), (Bf16, n), (F32, 1)];
-        holds("rmsnorm", &tensors, groups, each, |x, _| {
-            let [x, y, rstd] = x else { unreachable!("three tensors") };
+        holds("rmsnorm", [(Bf16, n), (Bf16, n), (F32, 1)], groups, each, |[x, y, rstd], _| {
             let w = small(9, n);
             rmsnorm::forward(x.view(Bf16), w.view(Bf16), 1e-6, y.view_mut(Bf16), rstd.view_mut(F32));
         });
@@ -142,9 +129,7 @@ fn far_groups_are_normed_and_walked_back() {
         ("rmsnorm_backward_4", 2 * WIDTH, ROWS / 2 + 3, 8),
         ("rmsnorm_backward_narrow", HEAD, heads, 64),
     ] {
-        let tensors: [Wide; 4] = [(Bf16, n), (F32, 1), (Bf16, n), (Bf16, n)];
-        holds(kernel, &tensors, groups, each, |x, groups| {
-            let [x, rstd, dy, dx] = x else { unreachable!("four tensors") };
+        holds(kernel, [(Bf16, n), (F32, 1), (Bf16, n), (Bf16, n)], groups, each, |[x, rstd, dy, dx], groups| {
             let (w, blocks) = (small(9, n), groups.len.div_ceil(each));
             let mut parts = Memory::scratch(4 * blocks * n);
             let (threads, shift) = if n == HEAD { (256, Some(Arg::U32(4))) } else { (512, None) };
@@ -161,10 +146,9 @@ fn far_groups_are_normed_and_walked_back() {
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
 fn far_heads_are_turned() {
-    let tensors: [Wide; 2] = [(Bf16, 60 * HEAD), (Bf16, 4 * HEAD)];
+    let tensors = [(Bf16, 60 * HEAD), (Bf16, 4 * HEAD)];
     let angles = numbers(5, 1000 * HEAD / 2);
-    holds("rope", &tensors, (1 << 32) / (60 * HEAD) + 7, 2, |x, rows| {
-        let [q, k] = x else { unreachable!("two tensors") };
+    holds("rope", tensors, (1 << 32) / (60 * HEAD) + 7, 2, |[q, k], rows| {
         let positions = Memory::of(&rows.map(|row| (row * 7 % 1000) as u32));
         let table = Table::new(HEAD, &angles, &angles);
         rope::forward(q.view_mut(Bf16), Some(k.view_mut(Bf16)), rows.len, &positions, &table);
@@ -175,15 +159,12 @@ fn far_heads_are_turned() {
 #[ignore = "long: tensors beyond 2^31 values"]
 fn far_values_are_predicted_and_walked_back() {
     const EACH: usize = 16;
-    let tensors: [Wide; 2] = [(Bf16, WIDTH), (F32, 1)];
-    holds("value head", &tensors, ROWS, 8, |x, _| {
-        let [h, values] = x else { unreachable!("two tensors") };
+    holds("value head", [(Bf16, WIDTH), (F32, 1)], ROWS, 8, |[h, values], _| {
         value_head::forward(h.view(Bf16), small(9, WIDTH).view(Bf16), values.view_mut(F32));
     });
-    let tensors: [Wide; 3] = [(Bf16, WIDTH), (F32, 1), (Bf16, WIDTH)];
+    let tensors = [(Bf16, WIDTH), (F32, 1), (Bf16, WIDTH)];
     let blocks = |group: usize| (0..4).map(|y| y * ROWS.div_ceil(EACH) + group).collect::<Vec<_>>();
-    holds_of("value head backward", &tensors, ROWS, EACH, blocks, |x, rows| {
-        let [h, dvalues, dh] = x else { unreachable!("three tensors") };
+    holds_of("value head backward", tensors, ROWS, EACH, blocks, |[h, dvalues, dh], rows| {
         let (w, blocks) = (small(9, WIDTH), rows.len.div_ceil(EACH));
         let mut parts = Memory::scratch(4 * blocks * WIDTH);
         let mut args = vec![h.arg(), w.arg(), dvalues.arg(), dh.arg_mut(), parts.arg_mut()];
@@ -200,17 +181,14 @@ fn far_rows_are_fetched_and_summed() {
     // Four blocks have a row.
     let blocks = |row: usize| (4 * row..4 * row + 4).collect::<Vec<_>>();
     let all = |rows: Rows| Memory::of(&(0..rows.len as u32).collect::<Vec<_>>());
-    holds_of("gather", &[(Bf16, WIDTH); 2], ROWS, 1, blocks, |x, rows| {
-        let (from, to) = x.split_at_mut(1);
-        copy::gather(from[0].view(Bf16), WIDTH, &all(rows), to[0].view_mut(Bf16));
+    holds_of("gather", [(Bf16, WIDTH); 2], ROWS, 1, blocks, |[from, to], rows| {
+        copy::gather(from.view(Bf16), WIDTH, &all(rows), to.view_mut(Bf16));
     });
-    holds_of("embedding", &[(Bf16, WIDTH); 2], ROWS, 1, blocks, |x, rows| {
-        let (from, to) = x.split_at_mut(1);
-        embedding::forward(&all(rows), 0, from[0].view(Bf16), WIDTH, to[0].view_mut(Bf16));
+    holds_of("embedding", [(Bf16, WIDTH); 2], ROWS, 1, blocks, |[from, to], rows| {
+        embedding::forward(&all(rows), 0, from.view(Bf16), WIDTH, to.view_mut(Bf16));
     });
     // Rows that nobody looks at belong to a token of another part: the lists have few, and all of their blocks run.
-    holds("sums of rows", &[(Bf16, WIDTH), (F32, WIDTH), (Bf16, WIDTH)], ROWS, 1, |x, rows| {
-        let [dy, dw, sums] = x else { unreachable!("three tensors") };
+    holds("sums of rows", [(Bf16, WIDTH), (F32, WIDTH), (Bf16, WIDTH)], ROWS, 1, |[dy, dw, sums], rows| {
         let is_met = |row: usize| !rows.is_far || rows.met.binary_search(&row).is_ok();
         let keys: Vec<u32> = (0..rows.len).map(|row| if is_met(row) { row as u32 } else { u32::MAX }).collect();
         embedding::backward(&ScatterLists::of(&keys), 0, dy.view(Bf16), WIDTH, dw.view_mut(F32));
@@ -221,10 +199,9 @@ fn far_rows_are_fetched_and_summed() {
     for (each, width) in [(8, 2048), (1, 256)] {
         let per_row = width / each / 256;
         let blocks = |row: usize| (row * per_row..(row + 1) * per_row).collect::<Vec<_>>();
-        holds_of("columns", &[(Bf16, WIDTH), (F32, WIDTH)], ROWS, 1, blocks, |x, rows| {
-            let (from, to) = x.split_at_mut(1);
+        holds_of("columns", [(Bf16, WIDTH), (F32, WIDTH)], ROWS, 1, blocks, |[from, to], rows| {
             let part = if each == 8 { 16 } else { 17 }..rows.len * WIDTH;
-            let (from, to) = (from[0].view(Bf16).part(part.clone()), to[0].view_mut(F32).part(part));
+            let (from, to) = (from.view(Bf16).part(part.clone()), to.view_mut(F32).part(part));
             copy::columns(from, WIDTH, to, WIDTH, rows.len, width);
         });
     }
@@ -234,11 +211,10 @@ fn far_rows_are_fetched_and_summed() {
 #[ignore = "long: tensors beyond 2^31 values"]
 fn far_logits_have_the_statistics_gradients_and_draws_of_the_same_logits() {
     for dtype in [F32, Bf16] {
-        let tensors: [Wide; 5] = [(dtype, V), (F32, 4), (F32, 1), (F32, 1), (Bf16, V)];
+        let tensors = [(dtype, V), (F32, 4), (F32, 1), (F32, 1), (Bf16, V)];
         // The gradient has a row of blocks for each 8192 columns.
         let blocks = |row: usize| (0..3).map(|part| part * ROWS_V + row).collect::<Vec<_>>();
-        holds_of("logits", &tensors, ROWS_V, 1, blocks, |x, rows| {
-            let [logits, stats, dlogprobs, dentropy, dlogits] = x else { unreachable!("five tensors") };
+        holds_of("logits", tensors, ROWS_V, 1, blocks, |[logits, stats, dlogprobs, dentropy, dlogits], rows| {
             let places = head::places(&rows.map(|row| row * 7919 % V), V);
             let logits = Logits { values: logits.view(dtype), rows: rows.len, v: V, stride: V };
             head::stats(logits, 0.7, &places, stats);
@@ -250,8 +226,8 @@ fn far_logits_have_the_statistics_gradients_and_draws_of_the_same_logits() {
     if !has_room(8 * ROWS_V * V) {
         return;
     }
-    holds("draws", &[(F32, V), (F32, 1), (F32, 1), (F32, 1)], ROWS_V, 1, |x, rows| {
-        let [logits, tokens, logprobs, sample_logprobs] = x else { unreachable!("four tensors") };
+    let tensors = [(F32, V), (F32, 1), (F32, 1), (F32, 1)];
+    holds("draws", tensors, ROWS_V, 1, |[logits, tokens, logprobs, sample_logprobs], rows| {
         let banned = [[3u32, 77], [5, 12_345]];
         let drawn_rows = sample::Rows::of(&rows.map(|row| SampleRow {
             params: SampleParams { temperature: 0.8, top_k: 50, top_p: 0.9, ..SampleParams::greedy() },
@@ -277,11 +253,10 @@ fn far_rows_are_scored_without_logits() {
     }
     // The second kernel has a warp a row, four in a block; where a tile of the first one is.
     let blocks = |tile: usize| std::iter::once(tile).chain(32 * tile..32 * tile + 32).collect::<Vec<_>>();
-    holds_of("scores", &[(Bf16, K), (F32, 4)], (1 << 32) / K + 40, 128, blocks, |x, rows| {
-        let (h, stats) = x.split_at_mut(1);
+    holds_of("scores", [(Bf16, K), (F32, 4)], (1 << 32) / K + 40, 128, blocks, |[h, stats], rows| {
         let w = Memory::of(&bf16(&numbers(4, WORDS * K)));
         let places = Memory::of(&rows.map(|row| (row % WORDS) as i32));
         let mut scratch = Memory::scratch(fused::scratch_bytes(rows.len, WORDS));
-        fused::stats(h[0].view(Bf16), w.view(Bf16), K, 1.3, &places, &mut scratch, &mut stats[0]);
+        fused::stats(h.view(Bf16), w.view(Bf16), K, 1.3, &places, &mut scratch, stats);
     });
 }
