@@ -50,7 +50,7 @@ pub fn layouts(world: &World) -> Vec<(Mesh, usize)> {
         all.extend([(mesh(2, 1), 2), (mesh(1, 2), 1), (mesh(1, 2), 3)]);
     }
     if n >= 4 {
-        all.extend([(mesh(2, 2), 3), (mesh(n / 2, 1), 3), (mesh(1, n / 2), 3)]);
+        all.extend([(mesh(2, 2), 3), (mesh(n / 2, 1), 3)]);
     }
     all
 }

@@ -2,7 +2,7 @@
 
 use crate::model::{llama, qwen3};
 use crate::ranks::{LATE, play, plays};
-use crate::rollout::{Part, bits, request};
+use crate::rollout::{Part, bits, plain, request};
 use crate::{device, nccl, numbers, on_a_real_gpu};
 use rlhf_hpc::comm::{Axes, Calls, Group, World, abort};
 use rlhf_hpc::config::rollout::RolloutConfig;
@@ -13,11 +13,9 @@ use rlhf_hpc::error::Error;
 use rlhf_hpc::experience::{Finish, Response};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::Arch;
-use rlhf_hpc::ops::sample::SampleParams;
-use rlhf_hpc::rollout::{Engine, Hooks, Outcome, Request, Stop};
+use rlhf_hpc::rollout::{Engine, Hooks, Outcome, Request};
 use rlhf_hpc::tensor::Tensor;
 use std::cell::Cell;
-use std::sync::Arc;
 use std::time::Duration;
 
 /// What a process does that a test starts on several ranks.
@@ -39,7 +37,7 @@ pub fn scene(name: &str, world: &World) {
         "forty tokens" => {
             let axes = if world.size == 1 { Axes::one() } else { axes(world) };
             let part = Part::of(&archs()[0], &axes);
-            let outcome = part.run(&mut Engine::new(&part.config(4, 60, true), 0), &plain(4, |_| 40));
+            let outcome = part.run(&mut part.engine(4, true), &plain(4, |_| 40));
             assert_eq!((outcome.graph_steps, outcome.forwards), (39, 40));
         }
         other => panic!("no scene {other}"),
@@ -78,7 +76,7 @@ fn same_bits(world: &World) {
     for arch in archs() {
         let part = Part::of(&arch, &axes);
         for (batch_max, requests) in [(7, requests(7, 14)), (3, requests(5, 9))] {
-            let run = |graphs| part.run(&mut Engine::new(&part.config(batch_max, 60, graphs), 0), &requests);
+            let run = |graphs| part.run(&mut part.engine(batch_max, graphs), &requests);
             let (before, [by_graphs, ordinary]) = (gpu().counts.replayed.get(), [run(true), run(false)]);
             assert_eq!(bits(&by_graphs), bits(&ordinary), "{batch_max} lanes");
             assert_eq!(gpu().counts.replayed.get() - before, by_graphs.graph_steps as u64);
@@ -156,7 +154,7 @@ fn ends_together(world: &World) {
     let part = Part::of(&archs()[0], &axes);
     let long = |i: usize| Request { new_tokens_min: 99, new_tokens_max: 5 + 45 * (i % 2), ..request(i, 50) };
     let requests: Vec<Request> = (0..4).map(long).collect();
-    let whole = part.run(&mut Engine::new(&part.config(4, 60, true), 0), &requests);
+    let whole = part.run(&mut part.engine(4, true), &requests);
     let asked = Cell::new(0);
     let stop = || {
         asked.set(asked.get() + 1);
@@ -164,8 +162,7 @@ fn ends_together(world: &World) {
         world.rank == 1 && asked.get() > 3
     };
     let mut hooks = Hooks { stop: &stop, progress: &mut |_| {}, finished: &mut |_, _| Ok(()) };
-    let outcome =
-        part.answers(None, &mut Engine::new(&part.config(4, 60, true), 0), &requests, &mut hooks).expect("stopped");
+    let outcome = part.answers(None, &mut part.engine(4, true), &requests, &mut hooks).expect("stopped");
     assert_eq!([0, 1, 2, 3].map(|i| outcome.responses[i].is_some()), [true, false, true, false]);
     assert_eq!(outcome.responses[0], whole.responses[0]);
     assert!(outcome.graph_steps > 5 && outcome.forwards < whole.forwards, "{} steps", outcome.forwards);
@@ -173,8 +170,7 @@ fn ends_together(world: &World) {
     assert!(steps.iter().all(|other| *other == steps[0]), "ranks ended after different steps");
     let refuses = |i: usize, _: &Response| if world.rank == 0 && i == 2 { Err(Error::usage("no")) } else { Ok(()) };
     let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, finished: &mut { refuses } };
-    let error =
-        part.answers(None, &mut Engine::new(&part.config(4, 60, true), 0), &requests, &mut hooks).expect_err("refused");
+    let error = part.answers(None, &mut part.engine(4, true), &requests, &mut hooks).expect_err("refused");
     assert!(error.message.contains("no"), "{error}");
 }
 
@@ -188,7 +184,7 @@ fn moved(world: &World) {
     let axes = axes(world);
     let arch = &archs()[0];
     let (mut part, requests) = (Part::of(arch, &axes), requests(4, 12));
-    let mut engine = Engine::new(&part.config(4, 60, true), 0);
+    let mut engine = part.engine(4, true);
     let first = bits(&part.run(&mut engine, &requests));
     let other = Part::of(arch, &axes);
     if world.rank == 0 {
@@ -216,19 +212,6 @@ fn summed(world: &World) -> (Calls, Graphs<()>, Tensor) {
 fn a_rank_that_does_not_launch_a_graph_is_told() {
     let Some((well, said)) = play(2, "graphs: one rank does not launch", &[LATE]) else { return };
     assert!(!well && said.contains("waits in a graph of collectives over tensor"), "{said}");
-}
-
-/// Prompts of their own, and a draw from the whole distribution.
-fn plain(count: usize, length: impl Fn(usize) -> usize) -> Vec<Request> {
-    let of = |i: usize| Request {
-        new_tokens_min: 99,
-        new_tokens_max: length(i),
-        params: SampleParams::plain(1.0),
-        stop: Arc::new(Stop::default()),
-        tokens: (0..=(i % 3) as u32).map(|j| (i as u32 * 5 + j) % 77).collect(),
-        ..request(3 * i, 1)
-    };
-    (0..count).map(of).collect()
 }
 
 /// What two runs have in common where their sums are in different orders: equal tokens have log-probabilities that differ by no

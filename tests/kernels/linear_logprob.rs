@@ -185,33 +185,34 @@ fn logits_that_are_not_finite_show() {
     near(entropy[3], 0.0, POWERS, "no choice");
 }
 
+/// Statistics of logits of which the parts that end there are of several ranks, and of each of these.
+pub fn of_parts(logits: Logits, ends: &[usize], inverse_temperature: f32, places: &[usize]) -> (Memory, Vec<Memory>) {
+    let (rows, stride) = (logits.rows, logits.stride);
+    let part = |i: usize| {
+        let (start, end) = (if i == 0 { 0 } else { ends[i - 1] }, ends[i]);
+        let places: Vec<usize> = places.iter().map(|place| place.wrapping_sub(start)).collect();
+        let mut stats = linear_logprob::stats_room(rows);
+        let values = logits.values.part(start..rows * stride);
+        let (logits, places) =
+            (Logits { values, rows, v: end - start, stride }, linear_logprob::places(&places, end - start));
+        linear_logprob::stats(logits, inverse_temperature, &places, &mut stats);
+        stats
+    };
+    let parts: Vec<Memory> = (0..ends.len()).map(part).collect();
+    let all: Vec<[f32; 4]> = parts.iter().flat_map(|part| part.read(rows)).collect();
+    let mut stats = linear_logprob::stats_room(rows);
+    linear_logprob::combine(&Memory::of(&all), ends.len(), rows, &mut stats);
+    (stats, parts)
+}
+
 #[test]
 fn parts_of_a_vocabulary_come_together_as_on_the_cpu() {
     in_every_order(|| {
         let (case, temperature) = (Case::new(6, 2500), 0.7);
-        let ends = [900, 901, 2500];
         let whole = case.memory(DType::F32);
-        let mut of_parts = Vec::new();
-        let mut start = 0;
-        for end in ends {
-            let places: Vec<usize> = case.places().iter().map(|p| p.wrapping_sub(start)).collect();
-            let places = linear_logprob::places(&places, end - start);
-            let mut stats = linear_logprob::stats_room(case.rows);
-            let values = whole.view(DType::F32).part(start..case.rows * case.stride);
-            let logits = Logits { values, rows: case.rows, v: end - start, stride: case.stride };
-            linear_logprob::stats(logits, 1.0 / temperature, &places, &mut stats);
-            of_parts.push(read_back(&stats, case.rows, 1.0 / temperature));
-            start = end;
-        }
-        let mut parts = linear_logprob::stats_room(3 * case.rows);
-        let numbers: Vec<[f32; 4]> = of_parts
-            .iter()
-            .flat_map(|(rows, targets)| rows.iter().zip(targets))
-            .map(|(row, target)| [row.max, row.sum_exp, row.dot, *target])
-            .collect();
-        parts.write(&numbers);
-        let mut stats = linear_logprob::stats_room(case.rows);
-        linear_logprob::combine(&parts, 3, case.rows, &mut stats);
+        let (stats, of_parts) =
+            of_parts(case.logits(&whole, DType::F32), &[900, 901, 2500], 1.0 / temperature, &case.places());
+        let of_parts: Vec<_> = of_parts.iter().map(|part| read_back(part, case.rows, 1.0 / temperature)).collect();
         let (together, targets) = read_back(&stats, case.rows, 1.0 / temperature);
         let [logprobs, entropy] = read(&stats, case.rows, temperature);
         for (i, place) in case.places().into_iter().enumerate() {

@@ -1,5 +1,6 @@
 //! Heads whose loss the host computes between the two halves of a chunk, and what that costs in waits.
 
+use crate::matmul::bits;
 use crate::model::{VOCABULARY, llama};
 use crate::{bf16, device, numbers, rounded};
 use rlhf_hpc::comm::Axes;
@@ -162,8 +163,7 @@ fn the_host_computes_the_loss_of_a_chunk_and_waits_for_its_numbers_alone() {
         let gradient = WeightMut { n: v, k: d, layout: Layout::Row, values: SliceMut::Cuda(dw.view_mut(DType::F32)) };
         let (scored, beside) = (&mut l, &mut e);
         linear_logprob::forward_backward_part(&h, w, part, &targets, 0.8, &mut loss, scored, beside, &mut dh, gradient);
-        let scored: Vec<u32> = l.iter().chain(&e).map(|x| x.to_bits()).collect();
-        (scored, dh, dw)
+        (bits(&[l, e].concat()), dh, dw)
     };
     let read = |(scored, dh, dw): (Vec<u32>, Tensor, Memory)| (scored, dh.to_host(), dw.read::<f32>(v * d));
     let (waits, found) = waited(gpu, || pass(part));
@@ -179,15 +179,14 @@ fn the_host_computes_the_loss_of_a_chunk_and_waits_for_its_numbers_alone() {
     let [mut l, mut e] = [vec![0.0; t], vec![0.0; t]];
     let (waits, ()) = waited(gpu, || linear_logprob::forward(&h, w, &targets, 0.8, &mut l, &mut e));
     assert_eq!(waits, [1, 0], "one download for all of it");
-    let scored: Vec<u32> = l.iter().chain(&e).map(|x| x.to_bits()).collect();
-    assert_eq!(scored, found.0);
+    assert_eq!(bits(&[l, e].concat()), found.0);
     // Few rows are scored through stored logits.
     let few = 5;
     let mut first = Tensor::scratch_on(Device::Cuda, few, d);
     first.cuda_mut().copy_from(h.cuda().part(0..few * d));
     let mut l = vec![0.0; few];
     linear_logprob::forward(&first, w, &targets[..few], 0.8, &mut l, &mut []);
-    assert_eq!(l.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), found.0[..few]);
+    assert_eq!(bits(&l), found.0[..few]);
 }
 
 #[test]

@@ -14,6 +14,13 @@ const NAN: u16 = 0xffff;
 /// What stands where nothing may be written.
 const GUARD: f32 = 7.0;
 
+/// Rows that begin `stride` apart, of a matrix of one row at least, with `between` between them.
+fn apart<T: Copy>(values: &[T], width: usize, stride: usize, between: T) -> Vec<T> {
+    let row = |i: usize| values.iter().copied().skip(i * width).take(width);
+    let rows = values.len().checked_div(width).unwrap_or(0).max(1);
+    (0..rows).flat_map(|i| row(i).chain(std::iter::repeat(between)).take(stride)).collect()
+}
+
 /// A bf16 matrix on the GPU and its values, with NaN between its rows.
 pub struct Bf16Matrix {
     rows: usize,
@@ -26,11 +33,8 @@ pub struct Bf16Matrix {
 impl Bf16Matrix {
     pub fn new(seed: u32, rows: usize, width: usize, stride: usize) -> Self {
         let values = rounded(&numbers(seed, rows * width));
-        let mut all = vec![NAN; rows.max(1) * stride];
-        for i in 0..rows {
-            all[i * stride..i * stride + width].copy_from_slice(&bf16(&values[i * width..(i + 1) * width]));
-        }
-        Self { rows, width, stride, values, memory: Memory::of(&all) }
+        let memory = Memory::of(&apart(&bf16(&values), width, stride, NAN));
+        Self { rows, width, stride, values, memory }
     }
 
     pub fn at(&self, row: usize, column: usize) -> f64 {
@@ -60,10 +64,7 @@ pub struct Written {
 impl Written {
     pub fn new(seed: u32, rows: usize, width: usize, stride: usize, dtype: DType) -> Self {
         let before = rounded(&numbers(seed, rows * width));
-        let mut all = vec![GUARD; rows.max(1) * stride];
-        for i in 0..rows {
-            all[i * stride..i * stride + width].copy_from_slice(&before[i * width..(i + 1) * width]);
-        }
+        let all = apart(&before, width, stride, GUARD);
         let memory = match dtype {
             DType::F32 => Memory::of(&all),
             DType::Bf16 => Memory::of(&bf16(&all)),

@@ -51,10 +51,19 @@ impl Twins {
         let over = |weights: &Weights| Transformer::over(arch, &weights.table, &Axes::one());
         Self { gpu: (over(&on_gpu), on_gpu), cpu: (over(&on_cpu), on_cpu) }
     }
+
+    /// Holds the gradient of each parameter to the CPU's.
+    fn gradients_hold(&self, on_gpu: &[f32], on_cpu: &[f32]) {
+        let [of_gpu, of_cpu] = [&self.gpu, &self.cpu].map(|(_, weights)| weights.table.specs());
+        for (gpu, cpu) in of_gpu.iter().zip(of_cpu) {
+            let gap = apart(&rows(gpu, on_gpu), &rows(cpu, on_cpu));
+            assert!(gap < 4e-2, "{}: {gap}", gpu.name);
+        }
+    }
 }
 
 /// ||a - b|| / ||b||
-pub fn apart(a: &[f32], b: &[f32]) -> f64 {
+fn apart(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     let square = |x: f32| f64::from(x) * f64::from(x);
     let gap: f64 = a.iter().zip(b).map(|(a, b)| square(a - b)).sum();
@@ -100,18 +109,14 @@ pub fn follow_the_cpu(ends: &[usize]) {
                 model.logprobs_backward(w, &hidden, &picked, &targets, 0.8, &mut loss, &mut grads);
             model.backward(w, saved, ends, dhidden, &mut grads);
             assert_eq!(scored.0, logprobs, "scoring and training see the same log-probabilities");
-            let flat = grads.to_vec();
-            let by_name: Vec<_> = w.table.specs().iter().map(|s| (s.name.clone(), rows(s, &flat))).collect();
-            (hidden.to_host(), scored, by_name)
+            (hidden.to_host(), scored, grads.to_vec())
         };
         let (on_gpu, on_cpu) = (run(&twins.gpu), run(&twins.cpu));
         assert!(apart(&on_gpu.0, &on_cpu.0) < 2e-2, "hidden {}", apart(&on_gpu.0, &on_cpu.0));
         let gap = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(gap(&on_gpu.1.0, &on_cpu.1.0) < 0.06, "log-probabilities {}", gap(&on_gpu.1.0, &on_cpu.1.0));
         assert!(gap(&on_gpu.1.1, &on_cpu.1.1) < 0.06, "entropies {}", gap(&on_gpu.1.1, &on_cpu.1.1));
-        for ((name, a), (_, b)) in on_gpu.2.iter().zip(&on_cpu.2) {
-            assert!(apart(a, b) < 4e-2, "{name}: {}", apart(a, b));
-        }
+        twins.gradients_hold(&on_gpu.2, &on_cpu.2);
     }
 }
 
@@ -140,14 +145,11 @@ fn values_and_their_gradients_are_those_of_the_cpu_up_to_bf16() {
         let mut grads = Gradients::new(w.table.clone());
         let dhidden = model.values_backward(w, &hidden, &picked, &[0.5, -1.0, 0.25, 2.0, -0.75], &mut grads);
         model.backward(w, saved, &ends, dhidden, &mut grads);
-        let flat = grads.to_vec();
-        (values, w.table.specs().iter().map(|s| (s.name.clone(), rows(s, &flat))).collect::<Vec<_>>())
+        (values, grads.to_vec())
     };
     let (on_gpu, on_cpu) = (run(&twins.gpu), run(&twins.cpu));
     assert!(apart(&on_gpu.0, &on_cpu.0) < 2e-2, "{:?} against {:?}", on_gpu.0, on_cpu.0);
-    for ((name, a), (_, b)) in on_gpu.1.iter().zip(&on_cpu.1) {
-        assert!(apart(a, b) < 4e-2, "{name}: {}", apart(a, b));
-    }
+    twins.gradients_hold(&on_gpu.1, &on_cpu.1);
 }
 
 /// What makes a second forward over old samples superfluous (exact products).

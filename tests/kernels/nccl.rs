@@ -23,6 +23,13 @@ struct Both {
     apart: Group,
 }
 
+impl Both {
+    /// That `run` has the same bits whichever way values go.
+    fn agree<T: PartialEq + std::fmt::Debug>(&self, what: &str, run: impl Fn(&Group) -> T) {
+        assert_eq!(run(&self.linked), run(&self.apart), "{what}");
+    }
+}
+
 /// Joins the GPUs of a group of all ranks, whose axis is named so.
 pub fn link(world: &World, name: &'static str, group: &Group, stream: cuda::Stream) {
     let gpu = format!("GPU {}", world.rank);
@@ -73,10 +80,11 @@ fn same_bits(both: &Both) {
         let x = Tensor::from_slice(rows, width, &values(rank, rows * width));
         for f32 in [false, true] {
             let on_gpu = || if f32 { x.clone().in_f32_on(Device::Cuda) } else { x.to(Device::Cuda) };
-            let [mut a, mut b] = [on_gpu(), on_gpu()];
-            both.linked.sum_slice(a.slice_mut());
-            both.apart.sum_slice(b.slice_mut());
-            assert_eq!(bits(&a), bits(&b), "the sum of {rows} x {width}, f32: {f32}");
+            both.agree(&format!("the sum of {rows} x {width}, f32: {f32}"), |group| {
+                let mut x = on_gpu();
+                group.sum_slice(x.slice_mut());
+                bits(&x)
+            });
         }
     }
     for len in [4 * size, 5003, 64 * size] {
@@ -87,25 +95,22 @@ fn same_bits(both: &Both) {
             let mut orders = vec![GradientOrder::Fast];
             orders.extend(size.is_power_of_two().then_some(GradientOrder::Fixed));
             for order in orders {
-                let sum = |group: &Group| {
+                both.agree(&format!("{order:?} over {cuts:?}"), |group| {
                     let mut x = flat();
                     group.sum_scattered(&mut x, &cuts, order);
                     x.slice(own.clone()).to_host()
-                };
-                assert_eq!(sum(&both.linked), sum(&both.apart), "{order:?} over {cuts:?}");
+                });
             }
-            let gathered = |group: &Group| {
+            both.agree(&format!("a gather over {cuts:?}"), |group| {
                 let mut x = flat();
                 group.gather_slice(x.all_mut(), &cuts);
                 x.slice(0..len).to_host()
-            };
-            assert_eq!(gathered(&both.linked), gathered(&both.apart), "a gather over {cuts:?}");
-            let weights = |group: &Group| {
+            });
+            both.agree(&format!("weights over {cuts:?}"), |group| {
                 let mut x = Memory::of(&bf16(&x));
                 group.gather_view(&mut x.view_mut(DType::Bf16), &cuts);
                 x.read::<u16>(len)
-            };
-            assert_eq!(weights(&both.linked), weights(&both.apart), "weights over {cuts:?}");
+            });
         }
     }
     exchanged(both, rank, size);
@@ -116,14 +121,13 @@ fn exchanged(both: &Both, rank: usize, size: usize) {
     let lens = |r: usize| 8 * (r + 1);
     let from = (rank + size - 1) % size;
     for dtype in [DType::Bf16, DType::F32] {
-        let shifted = |group: &Group| {
+        both.agree("around the ring", |group| {
             let x = values(rank, lens(rank));
             let send = if dtype == DType::F32 { Memory::of(&x) } else { Memory::of(&bf16(&x)) };
             let mut receive = Memory::zeros(lens(from) * dtype.bytes());
             group.shift_slice(Slice::Cuda(send.view(dtype)), SliceMut::Cuda(receive.view_mut(dtype)));
             receive.view(dtype).to_f32()
-        };
-        assert_eq!(shifted(&both.linked), shifted(&both.apart), "around the ring");
+        });
     }
     // Rank a sends 3 a + b values to rank b, from places that overlap.
     let x = Tensor::from_slice(1, 64, &values(rank, 64)).in_f32_on(Device::Cuda);
@@ -135,18 +139,16 @@ fn exchanged(both: &Both, rank: usize, size: usize) {
             end - 3 * a - rank..end
         })
         .collect();
-    let sent = |group: &Group| {
+    both.agree("to all", |group| {
         let mut receive = Tensor::from_slice(1, end + 2, &vec![0.5; end + 2]).in_f32_on(Device::Cuda);
         group.slice_to_all(x.slice(), &to, receive.slice_mut(), &from);
         bits(&receive)
-    };
-    assert_eq!(sent(&both.linked), sent(&both.apart), "to all");
-    let run = |group: &Group| {
+    });
+    both.agree("a run that begins anywhere", |group| {
         let mut x = Memory::of(&values(rank, 99));
         group.sum_slice(SliceMut::Cuda(x.view_mut(DType::F32).part(3..80)));
         x.read::<u32>(99)
-    };
-    assert_eq!(run(&both.linked), run(&both.apart), "a run that begins anywhere");
+    });
 }
 
 #[test]

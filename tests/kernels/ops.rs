@@ -47,10 +47,12 @@ fn holds<const N: usize>(
 }
 
 /// That a row has the bits alone that it has among others; `run` does some rows on the GPU.
-fn is_apart(rows: usize, run: impl Fn(Range<usize>) -> Tensor) {
-    let (all, at) = (run(0..rows).to_host(), rows.saturating_sub(2));
-    let (alone, width) = (run(at..at + rows.min(1)).to_host(), all.len() / rows.max(1));
-    assert_eq!(alone, all[at * width..][..alone.len()], "row {at} of {rows}");
+fn is_apart<const N: usize>(rows: usize, run: impl Fn(Range<usize>) -> [Tensor; N]) {
+    let at = rows.saturating_sub(2);
+    for (all, alone) in run(0..rows).iter().zip(run(at..at + rows.min(1))) {
+        let (all, alone) = (all.to_host(), alone.to_host());
+        assert_eq!(alone, all[at * alone.len()..][..alone.len()], "row {at} of {rows}");
+    }
 }
 
 const EPS: f32 = 1e-6;
@@ -84,15 +86,8 @@ fn groups_of_every_width_are_normed_as_on_the_cpu_with_the_same_bits_in_every_or
         let groups = |n| [0, 1, 3, if n <= 256 { 150 } else { 19 }];
         let shapes = WIDTHS.into_iter().flat_map(|n| groups(n).map(|groups| (groups, n)));
         let bits = shapes.map(|(groups, n)| {
-            let part = |rows| normed(&tensor(Device::Cuda, 3, rows, n), &tensor(Device::Cuda, 4, 0..1, n));
-            is_apart(groups, |rows| {
-                let [y, _] = part(rows);
-                y
-            });
-            is_apart(groups, |rows| {
-                let [_, rstd] = part(rows);
-                rstd
-            });
+            let w = tensor(Device::Cuda, 4, 0..1, n);
+            is_apart(groups, |rows| normed(&tensor(Device::Cuda, 3, rows, n), &w));
             norms(groups, n)
         });
         let bits: Vec<_> = bits.collect();
@@ -133,7 +128,7 @@ fn every_head_is_turned_by_the_angle_of_its_position_whatever_the_other_rows_are
         is_apart(30, |rows| {
             let [mut q, mut k] = [1, 2].map(|seed| tensor(Device::Cuda, seed, rows.clone(), 3 * 64));
             rope::forward(&mut q, &mut k, &Indices::on(Device::Cuda, &positions(rows)), &table(64));
-            q
+            [q, k]
         });
     });
 }
@@ -191,7 +186,8 @@ fn values_and_their_gradients_are_those_of_the_cpu_and_a_row_does_not_depend_on_
                 [predicted(&h, &w), dh, dw]
             });
         }
-        is_apart(20, |rows| predicted(&tensor(Device::Cuda, 1, rows, 1000), &tensor(Device::Cuda, 2, 0..1, 1000)));
+        let w = tensor(Device::Cuda, 2, 0..1, 1000);
+        is_apart(20, |rows| [predicted(&tensor(Device::Cuda, 1, rows, 1000), &w)]);
     });
 }
 

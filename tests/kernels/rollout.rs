@@ -37,6 +37,10 @@ impl Part {
         RolloutConfig { batch_max, kv_bytes_max, prefill_tokens_max: 128, graphs, ..RolloutConfig::default() }
     }
 
+    pub fn engine(&self, batch_max: usize, graphs: bool) -> Engine {
+        Engine::new(&self.config(batch_max, 60, graphs), 0)
+    }
+
     pub fn answers(
         &self,
         tokenizer: Option<&Tokenizer>,
@@ -208,10 +212,17 @@ fn a_context_that_grows_until_attention_is_split_has_the_same_bits() {
     assert_eq!((outcome.graph_steps, outcome.forwards), (11, 12));
 }
 
-/// Four prompts of their own, 12 tokens behind each.
-fn twelve_tokens() -> Vec<Request> {
-    let plain = |i: usize| Request { new_tokens_min: 99, params: SampleParams::plain(1.0), ..request(3 * i, 12) };
-    (0..4).map(plain).collect()
+/// Prompts of their own, and a draw from the whole distribution.
+pub fn plain(count: usize, length: impl Fn(usize) -> usize) -> Vec<Request> {
+    let of = |i: usize| Request {
+        new_tokens_min: 99,
+        new_tokens_max: length(i),
+        params: SampleParams::plain(1.0),
+        stop: Arc::new(Stop::default()),
+        tokens: (0..=(i % 3) as u32).map(|j| (i as u32 * 5 + j) % VOCABULARY as u32).collect(),
+        ..request(3 * i, 1)
+    };
+    (0..count).map(of).collect()
 }
 
 #[test]
@@ -222,7 +233,7 @@ fn steps_that_repeat_ask_for_no_memory_and_graphs_stay_from_call_to_call() {
     let mut calls = Vec::new();
     for _ in 0..2 {
         let mut seen: Vec<Usage> = Vec::new();
-        let outcome = tiny.run_seen(None, &mut engine, &twelve_tokens(), &mut |_| seen.push(gpu().usage()));
+        let outcome = tiny.run_seen(None, &mut engine, &plain(4, |_| 12), &mut |_| seen.push(gpu().usage()));
         assert_eq!((outcome.graph_steps, seen.len()), (11, 12));
         let steady = &seen[2..];
         assert!(steady.iter().all(|usage| usage.requests == steady[0].requests), "memory was asked for: {steady:?}");
@@ -236,7 +247,7 @@ fn steps_that_repeat_ask_for_no_memory_and_graphs_stay_from_call_to_call() {
     // Weights that have moved: a graph that reads the old ones reads freed memory.
     let moved = self::tiny(&llama());
     drop(tiny);
-    let outcome = moved.run(&mut engine, &twelve_tokens());
+    let outcome = moved.run(&mut engine, &plain(4, |_| 12));
     assert_eq!(bits(&outcome), calls[0].2);
     engine.release();
     assert_eq!(engine.kv_bytes(), 0);

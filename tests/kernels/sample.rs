@@ -1,3 +1,4 @@
+use crate::linear_logprob::of_parts;
 use crate::{device, in_every_order, numbers};
 use rlhf_hpc::device::cpu;
 use rlhf_hpc::device::cuda::linear_logprob::{self, Logits};
@@ -145,24 +146,12 @@ fn the_recorded_logprob_is_bitwise_what_the_scorer_computes() {
     let rows = rows(&lists, &numbers(1, count), |i| SampleParams { temperature: 0.7, ..params(i) });
     let memory = Memory::of(&logits(2, count * stride, 8.0));
     // Parts of several spans of 2048: a span's sums lie where those of the part before did.
-    for ends in [vec![5001], vec![1999, 4096, 5001], vec![2100, 4300, 5001]] {
-        let drawn = on_gpu(memory.view(DType::F32), stride, v, &ends, &rows);
-        let mut parts = linear_logprob::stats_room(ends.len() * count);
-        let mut start = 0;
-        let mut of_parts: Vec<[f32; 4]> = Vec::new();
-        for &end in &ends {
-            let places: Vec<usize> = drawn.iter().map(|drawn| (drawn.token as usize).wrapping_sub(start)).collect();
-            let part = end as usize - start;
-            let mut stats = linear_logprob::stats_room(count);
-            let values = memory.view(DType::F32).part(start..count * stride);
-            let of = Logits { values, rows: count, v: part, stride };
-            linear_logprob::stats(of, 1.0 / 0.7, &linear_logprob::places(&places, part), &mut stats);
-            of_parts.extend(stats.read::<[f32; 4]>(count));
-            start = end as usize;
-        }
-        parts.write(&of_parts);
-        let mut stats = linear_logprob::stats_room(count);
-        linear_logprob::combine(&parts, ends.len(), count, &mut stats);
+    for ends in [&[5001][..], &[1999, 4096, 5001], &[2100, 4300, 5001]] {
+        let on_host: Vec<i32> = ends.iter().map(|end| *end as i32).collect();
+        let drawn = on_gpu(memory.view(DType::F32), stride, v, &on_host, &rows);
+        let tokens: Vec<usize> = drawn.iter().map(|drawn| drawn.token as usize).collect();
+        let logits = Logits { values: memory.view(DType::F32), rows: count, v, stride };
+        let (stats, _) = of_parts(logits, ends, 1.0 / 0.7, &tokens);
         let mut logprobs = Memory::scratch(4 * count);
         linear_logprob::read(&stats, 1.0 / 0.7, logprobs.view_mut(DType::F32), None);
         let sampled: Vec<u32> = drawn.iter().map(|drawn| drawn.logprob.to_bits()).collect();

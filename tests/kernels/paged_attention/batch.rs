@@ -13,6 +13,12 @@ pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usiz
     AttentionShape { scale, ..attention_reference::shape(heads, kv_heads, head_dim, window) }
 }
 
+/// (past, tokens) of each sequence, and the pages where it lies.
+fn sequences<'a>(chunks: &[(usize, usize)], tables: &'a [Vec<u32>]) -> Vec<PagedSequence<'a>> {
+    let of = |(&(past, tokens), blocks): (&(usize, usize), &'a Vec<u32>)| PagedSequence { past, tokens, blocks };
+    chunks.iter().zip(tables).map(of).collect()
+}
+
 /// Whole sequences, one behind the other.
 pub struct Batch {
     pub case: Case,
@@ -30,7 +36,7 @@ impl Batch {
     }
 
     /// Pages of each sequence, dealt backwards and in turns.
-    fn tables(&self) -> (usize, Vec<Vec<u32>>) {
+    pub fn tables(&self) -> (usize, Vec<Vec<u32>>) {
         let needed: Vec<usize> = self.lengths().iter().map(|len| len.div_ceil(PAGE)).collect();
         let pages = needed.iter().sum::<usize>() + 1;
         let (mut next, mut tables) = (pages, vec![Vec::new(); needed.len()]);
@@ -68,22 +74,25 @@ impl Batch {
 
     /// The same, decoded so.
     pub fn run_by(&self, split: bool, chunks: &[(usize, usize)]) -> Vec<f32> {
-        let (shape, (pages, tables)) = (&self.case.shape, self.tables());
-        let mut cache = KvPages::new(pages, shape);
-        let sequences = |of: fn(&(usize, usize)) -> (usize, usize)| -> Vec<PagedSequence> {
-            let place = |(chunk, blocks)| {
-                let (past, tokens) = of(chunk);
-                PagedSequence { past, tokens, blocks }
-            };
-            chunks.iter().zip(&tables).map(|(chunk, blocks)| place((chunk, &blocks[..]))).collect()
-        };
-        self.append_to(&mut cache, &sequences(|chunk| (0, chunk.0)));
-        let new = sequences(|chunk| *chunk);
+        let (_, tables) = self.tables();
+        let (cache, q) = self.cached(chunks);
+        self.attended(&q, &cache, &SequenceTable::with(&sequences(chunks, &tables), &self.case.shape, split))
+    }
+
+    /// The cache of what is past and of `chunks`, and q of these.
+    pub fn cached(&self, chunks: &[(usize, usize)]) -> (KvPages, Memory) {
+        let (pages, tables) = self.tables();
+        let mut cache = KvPages::new(pages, &self.case.shape);
+        let past: Vec<(usize, usize)> = chunks.iter().map(|chunk| (0, chunk.0)).collect();
+        self.append_to(&mut cache, &sequences(&past, &tables));
+        let new = sequences(chunks, &tables);
         self.append_to(&mut cache, &new);
-        let q = self.rows(&self.case.q, shape.heads, &new);
+        (cache, self.rows(&self.case.q, self.case.shape.heads, &new))
+    }
+
+    pub fn attended(&self, q: &Memory, cache: &KvPages, table: &SequenceTable) -> Vec<f32> {
         let mut o = Memory::scratch(q.bytes());
-        let table = SequenceTable::with(&new, shape, split);
-        paged_attention::forward(q.view(DType::Bf16), &cache, &table, shape, o.view_mut(DType::Bf16));
+        paged_attention::forward(q.view(DType::Bf16), cache, table, &self.case.shape, o.view_mut(DType::Bf16));
         o.view(DType::Bf16).to_f32()
     }
 
