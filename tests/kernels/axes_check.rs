@@ -1,7 +1,6 @@
 //! What a run sends over its axes before it trains: healthy ways pass, and each thing that a library or an event does wrong is
 //! named with the call, the axis, its ranks and the first value.
 
-use crate::emulation;
 use crate::jobs::{CONFIG, command, emulated, flat};
 use crate::ranks::{LATE, play};
 use rlhf_hpc::comm::backends::{self, Axis};
@@ -93,16 +92,15 @@ fn axes_that_carry_what_is_sent_pass_and_what_does_not_arrive_is_named_with_the_
 #[test]
 fn a_job_says_what_it_has_checked_over_its_axes_and_ends_where_values_do_not_arrive() {
     let Some(dir) = emulated(CONFIG) else { return };
-    let job = |ranks, sets: &[&str], fault: &str| {
-        let own = ["run", "sft.toml", "job.steps=1", "job.check=true", "mesh.tensor=2"];
-        let mut command = command(ranks, dir.path(), &[&own[..], sets].concat());
-        command.env("RLHF_NCCL_LIB", emulation::gpu()).env("EMULATED_NCCL_FAULT", fault);
-        let done = command.output().expect("mpirun starts");
+    let job = |ranks, sets: &str, fault: &str| {
+        let line = format!("run sft.toml job.steps=1 job.check=true mesh.tensor=2 {sets}");
+        let mut command = command(ranks, dir.path(), &line);
+        let done = command.env("EMULATED_NCCL_FAULT", fault).output().expect("mpirun starts");
         (done.status.success(), flat(&done))
     };
-    let (ran, words) = job(4, &["mesh.data=2", "mesh.zero=2", "job.collectives=nccl", "job.dir=well"], "");
+    let (ran, words) = job(4, "mesh.data=2 mesh.zero=2 job.collectives=nccl job.dir=well", "");
     assert!(ran && words.contains("collectives checked over tensor, data in "), "{words}");
-    let (ran, words) = job(2, &["job.dir=lost"], "chunk");
+    let (ran, words) = job(2, "job.dir=lost", "chunk");
     assert!(!ran && words.matches(" at element ").count() == 1, "{words}");
     let named = words.contains("over NCCL on the tensor axis of ranks ") && words.contains("job.collectives = \"mpi\"");
     assert!(named, "{words}");
@@ -110,7 +108,9 @@ fn a_job_says_what_it_has_checked_over_its_axes_and_ends_where_values_do_not_arr
 
 #[test]
 fn a_rank_that_never_comes_to_a_call_is_told_with_the_call_and_the_axis() {
-    let Some((well, said)) = play(3, "axes: 3 1 1", &[("EMULATED_FAILS", "ncclReduceScatter:1+:hang@1"), (LIMIT_MS, "1500")]) else {
+    let Some((well, said)) =
+        play(3, "axes: 3 1 1", &[("EMULATED_FAILS", "ncclReduceScatter:1+:hang@1"), (LIMIT_MS, "1500")])
+    else {
         return;
     };
     assert!(!well && said.contains("waits in sum_scattered over zero ("), "{said}");

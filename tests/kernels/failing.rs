@@ -2,7 +2,6 @@
 //! leave NaN (`EMULATED_SPOILS`): each job ends by itself with the exit code that belongs to it and one message,
 //! which says what failed, on which GPU, what the driver said and what to do; what was committed goes on.
 
-use crate::emulation;
 use crate::jobs::{self, CONFIG, command, emulated, metrics, words};
 use rlhf_hpc::device::cuda::embedded::CUBINS;
 use std::collections::BTreeMap;
@@ -10,8 +9,7 @@ use std::fs;
 use std::path::Path;
 
 /// A job of two steps with a checkpoint behind each.
-const JOB: [&str; 5] =
-    ["run", "ppo.toml", "rollout.response_tokens_max=4", "checkpoint.every_steps=1", "mesh.collective_timeout_s=5"];
+const JOB: &str = "run ppo.toml rollout.response_tokens_max=4 checkpoint.every_steps=1 mesh.collective_timeout_s=5";
 
 /// How two ranks share the job between them.
 pub const TENSOR: &str = "mesh.tensor=2 rollout.tensor=2 job.collectives=nccl";
@@ -32,17 +30,19 @@ struct Ended {
 fn job(at: &Path, ranks: usize, name: &str, sets: &str, env: &[(&str, &str)]) -> Ended {
     let failed = at.join("failed");
     let _ = fs::remove_file(&failed);
-    let to = format!("job.dir={name}");
-    let sets: Vec<&str> = sets.split_whitespace().collect();
-    let mut command = command(ranks, at, &[&JOB[..], &[&to], &sets].concat());
-    command.env("RLHF_NCCL_LIB", emulation::gpu()).env("EMULATED_FAILED", &failed);
-    let done = command.envs(env.iter().copied()).output().expect("it starts");
+    let mut command = command(ranks, at, &format!("{JOB} job.dir={name} {sets}"));
+    let done = command.env("EMULATED_FAILED", &failed).envs(env.iter().copied()).output().expect("it starts");
     Ended { code: done.status.code(), said: words(&done), flat: jobs::flat(&done), failed: failed.exists() }
 }
 
+/// Two where something is of rank 1 alone.
+fn ranks_of(fails: &str) -> usize {
+    if fails.ends_with("@1") { 2 } else { 1 }
+}
+
 /// A job in which calls fail (`EMULATED_FAILS`).
-fn failing(at: &Path, ranks: usize, name: &str, sets: &str, fails: &str) -> Ended {
-    job(at, ranks, name, sets, &[("EMULATED_FAILS", fails)])
+fn failing(at: &Path, name: &str, sets: &str, fails: &str) -> Ended {
+    job(at, ranks_of(fails), name, sets, &[("EMULATED_FAILS", fails)])
 }
 
 /// Whether a job that had to fail ended with this exit code, and words of its error, parted by bars; else why not.
@@ -78,17 +78,15 @@ fn goes_on(at: &Path, ranks: usize, name: &str, sets: &str) -> Result<(), String
 const GEMM: &str = "job.gemm=cublaslt rollout.prompts_per_step=4 ppo.minibatch_samples=4";
 const LIMIT: &str = "mesh.collective_timeout_s=2";
 
-/// Ranks, settings of the job, what fails, how it ends, and words of the error.
-const CASES: [(usize, &str, &str, i32, &str); 18] = [
+/// On two ranks where one of them is named: settings of the job, what fails, how it ends, and words of the error.
+const CASES: [(&str, &str, i32, &str); 18] = [
     (
-        1,
         "",
         "cuLaunchKernel:400:719",
         1,
         "train: kernel | threads: cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED (unspecified launch failure), | on GPU 0 at 0000:3b:00.0",
     ),
     (
-        1,
         "",
         "cuLaunchKernel:400:700:late",
         1,
@@ -96,15 +94,13 @@ const CASES: [(usize, &str, &str, i32, &str); 18] = [
          hint: the GPU failed in work that was started before: with CUDA_LAUNCH_",
     ),
     (
-        1,
         "",
         "cuGraphLaunch:2:214:late",
         1,
         "CUDA_ERROR_ECC_UNCORRECTABLE | on GPU 0 at 0000:3b:00.0 | a graph | nvidia-smi -q -d ECC",
     ),
-    (1, "", "cuGraphLaunch:2:2", 1, "cuGraphLaunch: CUDA_ERROR_OUT_OF_MEMORY | hint: rollout.graphs = false"),
+    ("", "cuGraphLaunch:2:2", 1, "cuGraphLaunch: CUDA_ERROR_OUT_OF_MEMORY | hint: rollout.graphs = false"),
     (
-        1,
         "",
         "cuMemAlloc_v2:1+:2",
         2,
@@ -113,22 +109,19 @@ const CASES: [(usize, &str, &str, i32, &str); 18] = [
          nvidia-smi names them | mesh.offload",
     ),
     (
-        1,
         "",
         "cuMemAlloc_v2:1+:719",
         1,
         "of GPU memory for weights of the actor: cuMemAlloc: CUDA_ERROR_LAUNCH_FAILED | on GPU 0 at 0000:3b:00.0",
     ),
     (
-        1,
         "",
         "cuMemHostAlloc:5+:2",
         1,
         "64.0 KiB of pinned host memory: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY | on GPU 0 | ulimit -l | --mem",
     ),
-    (1, "", "cuEventCreate:14:999", 1, "cuEventCreate: CUDA_ERROR_UNKNOWN (unknown error) | on GPU 0 at | dmesg"),
+    ("", "cuEventCreate:14:999", 1, "cuEventCreate: CUDA_ERROR_UNKNOWN (unknown error) | on GPU 0 at | dmesg"),
     (
-        1,
         "",
         "cuInit:1:803",
         2,
@@ -136,21 +129,18 @@ const CASES: [(usize, &str, &str, i32, &str); 18] = [
          hint: set job.device",
     ),
     (
-        1,
         GEMM,
         "cublasLtMatmul:20:14",
         1,
         "matmul, | , rows | cublasLtMatmul: CUBLAS_STATUS_INTERNAL_ERROR | hint: job.gemm = \"exact\" does without",
     ),
     (
-        1,
         GEMM,
         "cublasLtMatmulPreferenceSetAttribute:7:7",
         1,
         "matmul, | cublasLtMatmulPreferenceSetAttribute, CUBLASLT_MATMUL_PREF_",
     ),
     (
-        1,
         LIMIT,
         "cuLaunchKernel:375:hang",
         1,
@@ -158,29 +148,26 @@ const CASES: [(usize, &str, &str, i32, &str); 18] = [
          (GPU 0 at 0000:3b:00.0; kernels started last: | hint: a kernel that does not end",
     ),
     (
-        1,
         LIMIT,
         "cuGraphLaunch:2:hang",
         1,
         "error: step | the GPU took longer than 2 s: this process stands still for a copy",
     ),
     (
-        2,
         "mesh.collective_timeout_s=2 mesh.data=2",
         "cuLaunchKernel:375:hang@1",
         1,
         "took longer than 2 s | rank 1 ( | stands still for a copy | 0000:af:00.0; kernels started last: ",
     ),
-    (2, TENSOR, "ncclCommInitRank:1:2@1", 2, "rank 1: ncclCommInitRank | as it was told"),
+    (TENSOR, "ncclCommInitRank:1:2@1", 2, "rank 1: ncclCommInitRank | as it was told"),
     (
-        2,
         TENSOR,
         "ncclAllGather:40:1@1",
         1,
         "rank 1 ( | NCCL over the tensor axis, 2 ranks: ncclAllGather of | does without NCCL",
     ),
-    (2, ZERO, "ncclBroadcast:50:6:late@1", 1, "rank 1 ( | a collective between GPUs failed: | does without NCCL"),
-    (2, ZERO, "cuLaunchKernel:300:700:late@1", 1, "rank 1 ( | CUDA_ERROR_ILLEGAL_ADDRESS | GPU 1 at 0000:af:00.0"),
+    (ZERO, "ncclBroadcast:50:6:late@1", 1, "rank 1 ( | a collective between GPUs failed: | does without NCCL"),
+    (ZERO, "cuLaunchKernel:300:700:late@1", 1, "rank 1 ( | CUDA_ERROR_ILLEGAL_ADDRESS | GPU 1 at 0000:af:00.0"),
 ];
 
 #[test]
@@ -188,9 +175,9 @@ fn a_call_that_fails_or_never_ends_ends_all_ranks_with_what_failed_where_and_wha
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let mut wrong = Vec::new();
-    for (i, (ranks, sets, fails, code, words)) in CASES.into_iter().enumerate() {
+    for (i, (sets, fails, code, words)) in CASES.into_iter().enumerate() {
         let name = format!("one-{i}");
-        let ended = failing(at, ranks, &name, sets, fails);
+        let ended = failing(at, &name, sets, fails);
         wrong.extend(judged(at, &name, &ended, code, words).err().map(|why| format!("{fails}: {why}")));
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
@@ -200,63 +187,57 @@ fn a_call_that_fails_or_never_ends_ends_all_ranks_with_what_failed_where_and_wha
     judged(at, "full", &Ended { failed: true, ..ended }, 2, words).unwrap_or_else(|why| panic!("{why}"));
     // What one rank cannot join goes another way where the job leaves it open.
     let auto = "mesh.tensor=2 rollout.tensor=2 job.steps=1";
-    let Ended { code, said, .. } = failing(at, 2, "apart", auto, "ncclCommInitRank:1:2@1");
+    let Ended { code, said, .. } = failing(at, "apart", auto, "ncclCommInitRank:1:2@1");
     assert!(code == Some(0) && said.contains("tensor: MPI through the host, because "), "{said}");
     assert!(said.contains("rank 1: ncclCommInitRank"), "{said}");
 }
 
-/// Ranks, settings, what leaves NaN, words of the error.
-const NAN: [(usize, &str, &str, &str); 8] = [
+/// As `CASES`: settings, what leaves NaN, words of the error.
+const NAN: [(&str, &str, &str); 8] = [
     (
         // A graph's: once.
-        1,
         "",
         "rope_rotate:16:1",
         "error: step 2, rollout: the logits after | are not finite, and they are in a forward over its tokens | Xid",
     ),
     (
-        1,
         "",
         "rope_rotate:16+:1",
         "error: step 2, rollout: the logits after | are not finite: the first of a forward over its tokens is | \
          all weights are finite | hint: weights that are finite have grown",
     ),
     (
-        1,
         "",
         "rope_rotate:23+:1",
         "error: step 2, train: critic: the loss of update 3 is not finite: | \
          the first of its forward is keys of layer 0, row 0, all weights are finite",
     ),
     (
-        1,
         "",
         "rope_rotate:23:1",
         "error: step 2, train: critic: the loss of update 3 is not finite, and its forward is where | Xid",
     ),
     (
-        1,
         "",
         "swiglu_backward:6+:3",
         "error: step 2, train: critic: the gradient of update 3 is not finite: | \
          that of model.layers.0.mlp.gate_proj.weight is the first, and that of model.layers.0.mlp.up_proj.weight before",
     ),
     (
-        1,
         "",
         "adamw_step:16:0",
         "error: step 2, checkpoint: a weight of the critic's model.embed_tokens.weight is NaN, and no checkpoint",
     ),
-    (2, TENSOR, "adamw_step:1+:0@1", "rank 1 ( | checkpoint: | is NaN, and no checkpoint is made of that"),
-    (2, ZERO, "swiglu_backward:1+:3@1", "train: | the gradient of update 1 is not finite: "),
+    (TENSOR, "adamw_step:1+:0@1", "rank 1 ( | checkpoint: | is NaN, and no checkpoint is made of that"),
+    (ZERO, "swiglu_backward:1+:3@1", "train: | the gradient of update 1 is not finite: "),
 ];
 
 #[test]
 fn what_a_kernel_leaves_that_is_no_number_ends_the_run_where_it_arises_and_the_last_checkpoint_goes_on() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
-    for (i, (ranks, sets, spoils, words)) in NAN.into_iter().enumerate() {
-        let name = format!("nan-{i}");
+    for (i, (sets, spoils, words)) in NAN.into_iter().enumerate() {
+        let (ranks, name) = (ranks_of(spoils), format!("nan-{i}"));
         let ended = job(at, ranks, &name, sets, &[("EMULATED_SPOILS", spoils)]);
         judged(at, &name, &ended, 1, words).unwrap_or_else(|why| panic!("{spoils}: {why}"));
         let [first, second] = ["step-1", "step-2"].map(|step| at.join(&name).join("checkpoints").join(step).exists());
@@ -272,7 +253,7 @@ fn what_was_committed_before_the_gpu_failed_goes_on() {
     // Behind the checkpoint of the first step, of a kernel, of a copy that the checkpoint of the second one waits for.
     for (i, fails) in ["cuGraphLaunch:5:719", "cuLaunchKernel:580:700:late"].into_iter().enumerate() {
         let name = format!("late-{i}");
-        let ended = failing(at, 1, &name, "", fails);
+        let ended = failing(at, &name, "", fails);
         judged(at, &name, &ended, 1, "error: step 2, | on GPU 0 at 0000:3b:00.0")
             .unwrap_or_else(|why| panic!("{fails}: {why}"));
         assert!(at.join(&name).join("checkpoints/step-1").exists(), "{fails}: nothing was committed");
@@ -291,7 +272,7 @@ fn a_graph_that_the_driver_refuses_is_said_and_its_kernels_are_started_one_by_on
     assert_eq!(job(at, 1, "ordinary", "rollout.graphs=false", &[]).code, Some(0));
     for (i, fails) in ["cuStreamEndCapture:1:901", "cuGraphInstantiateWithFlags:1:2"].into_iter().enumerate() {
         let name = format!("refused-{i}");
-        let Ended { code, said, failed, .. } = failing(at, 1, &name, "", fails);
+        let Ended { code, said, failed, .. } = failing(at, &name, "", fails);
         assert!(failed && code == Some(0) && !said.contains("error: "), "{fails}: {said}");
         let call = fails.split([':', '_']).next().expect("a call").trim_end_matches("WithFlags");
         assert!(said.contains(call) && said.contains("CUDA_ERROR_"), "{fails} is not said: {said}");
@@ -366,7 +347,7 @@ fn a_job_ends_in_order_whichever_call_of_a_function_fails() {
                 let name = "swept";
                 let _ = fs::remove_dir_all(at.join(name));
                 let fails = format!("{call}:{at_call}:{status}{}", if ranks > 1 { "@1" } else { "" });
-                let ended = failing(at, ranks, name, sets, &fails);
+                let ended = failing(at, name, sets, &fails);
                 // What goes another way, as a choice of cuBLASLt that is asked for again, comes to its end.
                 let code = ended.code.unwrap_or(-1);
                 let outcome =

@@ -13,6 +13,13 @@ pub const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type"
  "vocab_size": 264, "max_position_embeddings": 128, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
  "bos_token_id": 0, "eos_token_id": 1}"#;
 
+/// A config.json with other values.
+pub fn with(config: &str, others: &Value) -> String {
+    let mut config: Value = serde_json::from_str(config).expect("JSON");
+    config.as_object_mut().expect("an object").extend(others.as_object().expect("an object").clone());
+    config.to_string()
+}
+
 /// A job file: what all have, and `more`, which begins within the table of data.
 fn job(kind: &str, steps: usize, more: &str) -> String {
     format!(
@@ -55,13 +62,13 @@ pub fn binary() -> PathBuf {
     if beside.exists() { beside } else { PathBuf::from(env!("CARGO_BIN_EXE_rlhf-hpc")) }
 }
 
-/// The binary in `dir` on `ranks` ranks, with an emulated GPU each where there is no real one; under the launcher where they are several.
-pub fn command(ranks: usize, dir: &Path, args: &[&str]) -> Command {
+/// The binary in `dir` on `ranks` ranks, with arguments that spaces part and an emulated GPU each where there is no real one; under the launcher where they are several.
+pub fn command(ranks: usize, dir: &Path, line: &str) -> Command {
     if ranks == 1 {
-        return command_on(Some(SOUND), dir, args);
+        return command_on(Some(SOUND), dir, line);
     }
     let mut command = launched(ranks);
-    command.arg(binary()).current_dir(dir).args(args);
+    command.arg(binary()).current_dir(dir).args(line.split_whitespace());
     if !on_a_real_gpu() {
         command.envs(emulation::environment());
     }
@@ -72,9 +79,9 @@ pub fn command(ranks: usize, dir: &Path, args: &[&str]) -> Command {
 pub const SOUND: usize = 0;
 
 /// The binary in `dir` on an emulated GPU whose kernels have the fault of this number, or on none.
-pub fn command_on(fault: Option<usize>, dir: &Path, args: &[&str]) -> Command {
+pub fn command_on(fault: Option<usize>, dir: &Path, line: &str) -> Command {
     let mut command = Command::new(binary());
-    command.current_dir(dir).args(args);
+    command.current_dir(dir).args(line.split_whitespace());
     match fault {
         _ if on_a_real_gpu() => {}
         Some(fault) => {
@@ -112,8 +119,8 @@ pub fn well(command: &mut Command) -> String {
     words(&done)
 }
 
-pub fn rlhf_hpc(dir: &Path, args: &[&str]) {
-    well(&mut command(1, dir, args));
+pub fn rlhf_hpc(dir: &Path, line: &str) {
+    well(&mut command(1, dir, line));
 }
 
 /// A directory with what `prepare` writes.
@@ -185,7 +192,7 @@ fn made() -> &'static [(PathBuf, Vec<u8>)] {
         let mut corpus = Command::new("python3");
         corpus.args(["-c", include_str!("../../jobs/quickstart/corpus.py"), "--rows", "200", "--seed", "1"]);
         well(corpus.current_dir(at).args(["--out", "rows.jsonl"]));
-        rlhf_hpc(at, &["tokenizer", "rows.jsonl", "--vocabulary", "264", "--out", "tokenizer"]);
+        rlhf_hpc(at, "tokenizer rows.jsonl --vocabulary 264 --out tokenizer");
         let tokenizer = std::fs::read_dir(at.join("tokenizer")).expect("a tokenizer");
         let files = tokenizer.map(|file| Path::new("tokenizer").join(file.expect("a file").file_name()));
         let read = |name: PathBuf| (name.clone(), std::fs::read(at.join(name)).expect("a file"));
@@ -202,7 +209,7 @@ pub fn prepare(dir: &Path, config: &str) {
     for (name, bytes) in made().iter().map(|(name, bytes)| (name.as_path(), &bytes[..])).chain(texts) {
         std::fs::write(dir.join(name), bytes).expect("a file");
     }
-    rlhf_hpc(dir, &["init", "--config", "model.json", "--tokenizer", "tokenizer", "--out", "model"]);
+    rlhf_hpc(dir, "init --config model.json --tokenizer tokenizer --out model");
 }
 
 /// How often rank `rank` called each function of the emulated libraries, by what its processes left in `EMULATED_CALLS`.
@@ -232,13 +239,6 @@ pub const TELLING: [&str; 7] = [
 ];
 
 /// Fewer lanes than samples, an end before the longest length, filters, and stop tokens that are banned at first.
-pub const SAMPLING: [&str; 8] = [
-    "rollout.batch_max=5",
-    "rollout.samples_per_prompt=3",
-    "rollout.response_tokens_max=20",
-    "rollout.response_tokens_min=3",
-    "rollout.stop=[\"a\"]",
-    "rollout.stop_token_ids=[40, 41, 42, 43, 44, 45]",
-    "rollout.top_p=0.97",
-    "ppo.minibatch_samples=3",
-];
+pub const SAMPLING: &str = "rollout.batch_max=5 rollout.samples_per_prompt=3 rollout.response_tokens_max=20 \
+     rollout.response_tokens_min=3 rollout.stop=[\"a\"] rollout.stop_token_ids=[40,41,42,43,44,45] rollout.top_p=0.97 \
+     ppo.minibatch_samples=3";

@@ -20,7 +20,6 @@ pub fn play(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Option<(bool, St
         .arg(std::env::current_exe().expect("the path of this target"))
         .args(["ranks::a_rank_plays_its_part", "--exact", "--nocapture", "--test-threads=1"])
         .env(emulation::LIBRARY, emulation::gpu())
-        .env("RLHF_NCCL_LIB", emulation::gpu())
         .env(SCENE, scene);
     let out = command.envs(env.iter().copied()).output().expect("mpirun starts");
     let said = [out.stdout, out.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();

@@ -6,17 +6,8 @@ use rlhf_hpc::device::cuda::cublaslt::CublasLt;
 use serde_json::Value;
 
 /// Enough tokens of each row for products of many rows; all samples of a step in one batch, in scoring and in training.
-const PPO: [&str; 9] = [
-    "ppo.toml",
-    "model.actor=sft/export",
-    "job.steps=1",
-    "rollout.prompts_per_step=4",
-    "rollout.response_tokens_max=24",
-    "rollout.response_tokens_min=12",
-    "ppo.minibatch_samples=8",
-    "ppo.microbatch_tokens_max=1024",
-    "optim.actor.lr=1e-4",
-];
+const PPO: &str = "ppo.toml model.actor=sft/export job.steps=1 rollout.prompts_per_step=4 rollout.response_tokens_max=24 \
+                   rollout.response_tokens_min=12 ppo.minibatch_samples=8 ppo.microbatch_tokens_max=1024 optim.actor.lr=1e-4";
 
 #[test]
 fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabilities() {
@@ -27,26 +18,26 @@ fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabi
         return;
     }
     let counts = at.join("counts");
-    let run = |ranks, own: &[&str], more: &[&str]| {
-        well(command(ranks, at, &[&["run"], own, more].concat()).env("EMULATED_CALLS", &counts))
+    let run = |ranks, own: &str, more: &str| {
+        well(command(ranks, at, &format!("run {own} {more}")).env("EMULATED_CALLS", &counts))
     };
-    let sft = |more: &[&str]| run(1, &["sft.toml", "sft.loss_on=all"], more);
-    sft(&[]);
-    let said = sft(&["job.gemm=cublaslt", "job.dir=sft-fast"]);
+    let sft = |more: &str| run(1, "sft.toml sft.loss_on=all", more);
+    sft("");
+    let said = sft("job.gemm=cublaslt job.dir=sft-fast");
     assert!(said.contains("cublaslt: those of more than 64 rows by cuBLASLt "), "{said}");
     assert!(!said.contains("old logprobs"), "sft has none: {said}");
     assert_near("fast", &metrics(at, "sft-fast"), &metrics(at, "sft"), &["loss", "grad_norm"], (0.02, 0.02));
 
-    run(1, &PPO, &[]);
+    run(1, PPO, "");
     let exact = metrics(at, "ppo");
     for step in &exact {
         assert!(number(step, "logprob_gap_max") == 0.0 && step["sampler_gap_max"].is_null(), "{step}");
     }
-    let said = run(1, &PPO, &["job.gemm=cublaslt", "job.dir=fast"]);
+    let said = run(1, PPO, "job.gemm=cublaslt job.dir=fast");
     assert!(said.contains("recomputed by a forward of training"), "{said}");
     recomputed(&metrics(at, "fast"), &exact);
     // Who takes the rollout's all the same has ratios that do not begin at one.
-    let said = run(1, &PPO, &["job.gemm=cublaslt", "ppo.old_logprobs=rollout", "job.dir=rollout"]);
+    let said = run(1, PPO, "job.gemm=cublaslt ppo.old_logprobs=rollout job.dir=rollout");
     assert!(said.contains("as drawn, with other bits than training's"), "{said}");
     assert!(metrics(at, "rollout").iter().all(|step| number(step, "logprob_gap_max") > 0.0));
     if on_a_real_gpu() {
@@ -56,7 +47,7 @@ fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabi
         assert!(calls(&counts, "0").contains_key(form), "no {form} by the library");
     }
     std::fs::remove_file(&counts).expect("counts");
-    run(2, &PPO, &["job.gemm=cublaslt", "mesh.tensor=2", "job.dir=two"]);
+    run(2, PPO, "job.gemm=cublaslt mesh.tensor=2 job.dir=two");
     recomputed(&metrics(at, "two"), &exact);
     let handles = ["0", "1"].map(|rank| calls(&counts, rank)["cublasLtCreate"]);
     assert_eq!(handles, [1, 1], "one of each rank");
@@ -79,8 +70,8 @@ fn recomputed(fast: &[Value], exact: &[Value]) {
 fn a_library_that_is_missing_old_or_broken_is_an_error_of_fast_and_a_word_of_auto() {
     let Some(dir) = emulated(CONFIG) else { return };
     let run = |sets: &str, (name, value): (&str, &str)| {
-        let args: Vec<&str> = ["run", "--dry-run", "sft.toml"].into_iter().chain(sets.split(' ')).collect();
-        let done = command(1, dir.path(), &args).env(name, value).output().expect("the binary starts");
+        let mut command = command(1, dir.path(), &format!("run --dry-run sft.toml {sets}"));
+        let done = command.env(name, value).output().expect("the binary starts");
         (done.status.code(), flat(&done))
     };
     let nowhere = ("RLHF_CUBLASLT_LIB", "/nowhere/libcublasLt.so");

@@ -1,7 +1,10 @@
 //! Whole jobs whose state waits in the host's memory while the GPU does not need it, and what they may take of the GPU.
 
-use crate::jobs::{CONFIG, assert_same, command, computed, emulated, metrics, number, prepared, rlhf_hpc, well, words};
+use crate::jobs::{
+    CONFIG, assert_same, command, computed, emulated, metrics, number, prepared, rlhf_hpc, well, with, words,
+};
 use crate::on_a_real_gpu;
+use serde_json::json;
 use std::path::Path;
 use std::process::Command;
 
@@ -9,7 +12,7 @@ const OFFLOAD: &str = "mesh.offload=[\"optimizer\",\"roles\"]";
 
 /// The config.json of a model whose weights and state outweigh what a step holds beside them.
 fn deep() -> String {
-    CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 6")
+    with(CONFIG, &json!({"num_hidden_layers": 6}))
 }
 
 #[test]
@@ -17,10 +20,10 @@ fn what_waits_at_the_host_changes_no_bit_takes_less_of_the_gpu_and_what_does_not
     let dir = prepared(&deep());
     let at = dir.path();
     // Schedules that do not follow job.steps.
-    let ppo = ["run", "ppo.toml", "optim.actor.schedule=constant", "optim.critic.schedule=constant"];
-    let job = |more: &[&str]| command(1, at, &[&ppo, more].concat());
-    well(&mut job(&["job.dir=away", "job.steps=3", OFFLOAD]));
-    well(&mut job(&["job.dir=here", "mesh.offload=[]"]));
+    let ppo = "run ppo.toml optim.actor.schedule=constant optim.critic.schedule=constant";
+    let job = |more: &str| command(1, at, &format!("{ppo} {more}"));
+    well(&mut job(&format!("job.dir=away job.steps=3 {OFFLOAD}")));
+    well(&mut job("job.dir=here mesh.offload=[]"));
     let (here, away) = (metrics(at, "here"), metrics(at, "away"));
     let peaks = [&here, &away].map(|steps| number(&steps[1], "memory_peak_bytes"));
     eprintln!("peak bytes of the GPU: {} here, {} with what waits at the host", peaks[0], peaks[1]);
@@ -35,15 +38,15 @@ fn what_waits_at_the_host_changes_no_bit_takes_less_of_the_gpu_and_what_does_not
     let tokens: Vec<f64> = away.iter().map(|step| number(step, "tokens")).collect();
     assert!(tokens.iter().any(|n| *n != tokens[0]), "steps of one size prove little: {tokens:?}");
     // What the run leaves goes on on the other side.
-    well(&mut job(&["job.dir=here", "job.steps=3", OFFLOAD]));
+    well(&mut job(&format!("job.dir=here job.steps=3 {OFFLOAD}")));
     assert_same(at, "here", "away");
     // What would fit with the state at the host goes there by itself: so less than that is refused, or all of it there already.
     for (offload, limit, said) in [
         ("mesh.offload=[]", peaks[0] / 3.0, "gradients and optimizer state need"),
         (OFFLOAD, peaks[1] * 0.98, "of GPU memory for optimizer state do not fit"),
     ] {
-        let limit = format!("mesh.arena_bytes_max={}", limit as u64);
-        let done = job(&[offload, "job.dir=refused", &limit]).output().expect("it starts");
+        let refused = format!("{offload} job.dir=refused mesh.arena_bytes_max={}", limit as u64);
+        let done = job(&refused).output().expect("it starts");
         let text = words(&done);
         assert_eq!(done.status.code(), Some(2), "{text}");
         let who = text.contains("weights of the actor ") && text.contains("would fit") && text.contains("mesh.offload");
@@ -53,7 +56,7 @@ fn what_waits_at_the_host_changes_no_bit_takes_less_of_the_gpu_and_what_does_not
         return;
     }
     // What the plan counts with the state at the host, and half again; a sixteenth is the libraries'.
-    let text = well(job(&["job.dir=tight", "job.steps=3"]).env("EMULATED_BYTES", (9 << 20).to_string()));
+    let text = well(job("job.dir=tight job.steps=3").env("EMULATED_BYTES", (9 << 20).to_string()));
     assert!(text.contains(" optimizer state, "), "{text}");
     assert_same(at, "tight", "away");
     let tight = metrics(at, "tight");
@@ -63,11 +66,10 @@ fn what_waits_at_the_host_changes_no_bit_takes_less_of_the_gpu_and_what_does_not
 
 #[test]
 fn ranks_that_share_state_leave_it_at_their_hosts_bitwise() {
-    let Some(dir) = emulated(&CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 3")) else { return };
+    let Some(dir) = emulated(&with(CONFIG, &json!({"num_hidden_layers": 3}))) else { return };
     let at = dir.path();
     for (name, more) in [("here", "mesh.offload=[]"), ("away", OFFLOAD)] {
-        let own = ["run", "ppo.toml", "mesh.data=2", "mesh.zero=2", "job.steps=1"];
-        well(&mut command(2, at, &[&own[..], &[&format!("job.dir={name}"), more]].concat()));
+        well(&mut command(2, at, &format!("run ppo.toml mesh.data=2 mesh.zero=2 job.steps=1 job.dir={name} {more}")));
     }
     assert_same(at, "here", "away");
 }
@@ -75,14 +77,14 @@ fn ranks_that_share_state_leave_it_at_their_hosts_bitwise() {
 #[test]
 #[ignore = "long: caches that outweigh training, half a minute"]
 fn a_rollout_whose_cache_does_not_fit_at_once_runs_in_waves_to_the_same_samples() {
-    let dir = prepared(&deep().replace("\"num_key_value_heads\": 1", "\"num_key_value_heads\": 2"));
+    let dir = prepared(&with(&deep(), &json!({"num_key_value_heads": 2})));
     let at = dir.path();
-    let few = ["rollout.prompts_per_step=1", "rollout.samples_per_prompt=64", "ppo.minibatch_samples=64"];
-    let job = |more: &[&str]| rlhf_hpc(at, &[&["run", "ppo.toml", OFFLOAD, "job.steps=1"], &few[..], more].concat());
-    job(&["job.dir=free"]);
+    let few = "rollout.prompts_per_step=1 rollout.samples_per_prompt=64 ppo.minibatch_samples=64";
+    let job = |more: &str| rlhf_hpc(at, &format!("run ppo.toml {OFFLOAD} job.steps=1 {few} {more}"));
+    job("job.dir=free");
     let free = number(&metrics(at, "free")[0], "memory_peak_bytes");
     let limit = free * 0.85;
-    job(&["job.dir=tight", &format!("mesh.arena_bytes_max={}", limit as u64)]);
+    job(&format!("job.dir=tight mesh.arena_bytes_max={}", limit as u64));
     assert_eq!(computed(at, "free"), computed(at, "tight"));
     let tight = number(&metrics(at, "tight")[0], "memory_peak_bytes");
     assert!(tight <= limit, "{tight} of {limit}");
@@ -95,8 +97,8 @@ fn ranks_that_share_a_gpu_share_what_is_free_and_each_is_described_once() {
     }
     let dir = prepared(&deep());
     let at = dir.path();
-    let job = ["run", "ppo.toml", "--dry-run", "mesh.arena_bytes_max=4000000000"];
-    let text = well(command(3, at, &job).env("EMULATED_GPUS", "2"));
+    let job = "run ppo.toml --dry-run mesh.arena_bytes_max=4000000000";
+    let text = well(command(3, at, job).env("EMULATED_GPUS", "2"));
     // Two GPUs of 1 GiB each, of which libraries keep a sixteenth.
     for row in [
         "ranks 0, 2: Emulated GPU, 1.0 GiB at 0000:3b:00.0, 480.0 MiB of it per rank",
@@ -114,9 +116,9 @@ fn listens(status: &str) -> bool {
 
 /// The most memory that a job had resident before it ended so; it is looked at all the while. It is asked to stop as soon as
 /// it listens.
-fn resident(at: &Path, args: &[&str], ends: i32) -> u64 {
+fn resident(at: &Path, line: &str, ends: i32) -> u64 {
     let said = std::fs::File::create(at.join("said")).expect("a file");
-    let mut child = command(1, at, args).stderr(said).spawn().expect("the binary starts");
+    let mut child = command(1, at, line).stderr(said).spawn().expect("the binary starts");
     let (id, mut asked) = (child.id().to_string(), false);
     let status = format!("/proc/{id}/status");
     let mut most = 0;
@@ -133,7 +135,7 @@ fn resident(at: &Path, args: &[&str], ends: i32) -> u64 {
         std::thread::sleep(std::time::Duration::from_millis(2));
     };
     let text = || std::fs::read_to_string(at.join("said")).unwrap_or_default();
-    assert_eq!(ended.code(), Some(ends), "{args:?}: {}", text());
+    assert_eq!(ended.code(), Some(ends), "{line}: {}", text());
     most
 }
 
@@ -144,15 +146,11 @@ fn a_checkpoint_of_a_gpu_passes_through_a_few_pieces_of_the_hosts_memory() {
     }
     // An emulated GPU has its memory where the host has, so what a save takes of that is what it takes beyond the same job
     // without one. The signal stops it before the first step.
-    let wide = CONFIG
-        .replace("\"hidden_size\": 64", "\"hidden_size\": 1024")
-        .replace("\"intermediate_size\": 96", "\"intermediate_size\": 4096");
-    let dir = prepared(&wide);
+    let dir = prepared(&with(CONFIG, &json!({"hidden_size": 1024, "intermediate_size": 4096})));
     let at = dir.path();
-    let split = ["data.eval_split=test", "data.split.by=ratio", "data.split.eval_ratio=0.1", "eval.every_steps=1"];
-    let job = [&["run", "sft.toml"], &split[..]].concat();
-    let without = resident(at, &[&job[..], &["job.dir=without", "--dry-run"]].concat(), 0);
-    let with = resident(at, &[&job[..], &["job.dir=with"]].concat(), 85);
+    let job = "run sft.toml data.eval_split=test data.split.by=ratio data.split.eval_ratio=0.1 eval.every_steps=1 job.dir=with";
+    let without = resident(at, &format!("{job}out --dry-run"), 0);
+    let with = resident(at, job, 85);
     let files = std::fs::read_dir(at.join("with/checkpoints/step-0")).expect("a checkpoint");
     let bytes: u64 = files.map(|file| file.expect("a file").metadata().expect("its size").len()).sum();
     eprintln!("{bytes} bytes were saved; {without} resident without, {with} with");

@@ -1,8 +1,8 @@
 //! Whole jobs in every layout of ranks, each with an emulated GPU, joined by the emulated NCCL or by MPI through the host: with the
 //! numbers of one rank, and of the CPU as near as bf16 allows.
 
+use crate::jobs;
 use crate::jobs::{assert_near, assert_same, command, copied, emulated, flat, metrics, number, well};
-use crate::{emulation, jobs};
 use serde_json::Value;
 use std::path::Path;
 
@@ -20,9 +20,7 @@ const SAMPLER_GAP: f64 = 0.1;
 
 /// The metrics of a job on `ranks` ranks in a directory of its own, with further settings; what it says.
 fn run(at: &Path, ranks: usize, job: &str, dir: &str, sets: &str) -> (Vec<Value>, String) {
-    let dir_set = format!("job.dir={dir}");
-    let args: Vec<&str> = ["run", job, &dir_set].into_iter().chain(sets.split_whitespace()).collect();
-    let said = well(command(ranks, at, &args).env("RLHF_NCCL_LIB", emulation::gpu()));
+    let said = well(&mut command(ranks, at, &format!("run {job} job.dir={dir} {sets}")));
     (metrics(at, dir), said)
 }
 
@@ -43,7 +41,7 @@ fn ppo_has_the_numbers_of_one_rank_in_every_layout_and_the_same_bits_over_nccl_a
         ("joined", 2, "mesh.tensor=2 mesh.data=1 rollout.tensor=1", &alone, Some(true), false),
         ("other", 4, "mesh.tensor=2 mesh.data=2 mesh.zero=3 rollout.tensor=4", &alone, Some(true), true),
         ("ring", 4, "mesh.sequence=2 mesh.data=2 mesh.zero=3", &alone, None, true),
-        ("ring of cut matrices", 4, "mesh.sequence=2 mesh.tensor=2 mesh.zero=1 rollout.tensor=2", &cut, None, false),
+        ("ring-of-cut-matrices", 4, "mesh.sequence=2 mesh.tensor=2 mesh.zero=1 rollout.tensor=2", &cut, None, false),
     ] {
         let (got, said) = ppo(ranks, name, &format!("job.collectives=nccl {mesh}"));
         assert!(!said.contains("collectives checked"), "jobs of tests have job.check = false: {said}");
@@ -60,7 +58,7 @@ fn ppo_has_the_numbers_of_one_rank_in_every_layout_and_the_same_bits_over_nccl_a
         let cut = mesh.contains("rollout.tensor") && !mesh.contains("rollout.tensor=1");
         assert_eq!(said.contains("CUDA graphs, which hold the collectives of the tensor axis"), cut, "{name}: {said}");
         if through_host {
-            let by_mpi = format!("{name} by MPI");
+            let by_mpi = format!("{name}-by-mpi");
             let (_, said) = ppo(ranks, &by_mpi, &format!("job.collectives=mpi {mesh}"));
             let why = "because values on GPUs go over the tensor axis by MPI, through the host";
             assert!(!cut || said.contains(why), "{name}: {said}");
@@ -84,7 +82,7 @@ fn sft_has_the_numbers_of_one_rank_and_of_the_cpu_in_every_layout() {
     };
     let [alone, cpu] = [("alone", ""), ("cpu", "job.device=cpu")].map(|(name, sets)| sft(1, name, sets));
     for (name, mesh) in
-        [("cut", "mesh.sequence=2 mesh.tensor=2 mesh.zero=1"), ("one ring", "mesh.sequence=4 mesh.zero=2")]
+        [("cut", "mesh.sequence=2 mesh.tensor=2 mesh.zero=1"), ("one-ring", "mesh.sequence=4 mesh.zero=2")]
     {
         let got = sft(4, name, mesh);
         assert_near(name, &got, &alone, &["loss", "grad_norm", "eval_loss"], (4e-3, 0.1));
@@ -159,9 +157,8 @@ fn the_banner_says_how_collectives_go_and_why_not_otherwise() {
         ("job.collectives=nccl", nowhere, false, "because rank 0: /nowhere/libnccl"),
         ("job.collectives=nccl job.device=cpu", one, false, "NCCL is between GPUs"),
     ] {
-        let args: Vec<&str> = ["run", "--dry-run", "sft.toml"].into_iter().chain(sets.split(' ')).collect();
-        let mut command = command(2, dir.path(), &args);
-        let done = command.env("RLHF_NCCL_LIB", emulation::gpu()).env(env.0, env.1).output().expect("mpirun starts");
+        let mut command = command(2, dir.path(), &format!("run --dry-run sft.toml {sets}"));
+        let done = command.env(env.0, env.1).output().expect("mpirun starts");
         assert!(done.status.success() == runs && flat(&done).contains(words), "{sets:?}: {}", flat(&done));
     }
 }
@@ -171,23 +168,22 @@ fn the_banner_says_how_collectives_go_and_why_not_otherwise() {
 fn a_job_by_graphs_is_that_by_ordinary_steps_which_says_why_it_is_ordinary() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
-    let job = |name: &str, sets: &[&str], env: &[(&str, &str)]| {
-        let to = format!("job.dir={name}");
-        let own =
-            ["run", "ppo.toml", "job.steps=1", "rollout.repetition_penalty=1.05", "mesh.tensor=2", "rollout.tensor=2"];
-        let mut command = command(2, at, &[&own, &jobs::SAMPLING[..], &[&to, "job.collectives=nccl"], sets].concat());
-        let said = well(command.env("RLHF_NCCL_LIB", emulation::gpu()).envs(env.iter().copied()));
+    let own =
+        "run ppo.toml job.steps=1 rollout.repetition_penalty=1.05 mesh.tensor=2 rollout.tensor=2 job.collectives=nccl";
+    let job = |name: &str, sets: &str, env: &[(&str, &str)]| {
+        let mut command = command(2, at, &format!("{own} {} job.dir={name} {sets}", jobs::SAMPLING));
+        let said = well(command.envs(env.iter().copied()));
         let step = metrics(at, name).remove(0);
         let counts = ["gpu_graph_launches", "gpu_host_waits"].map(|key| number(&step, key));
         (said, counts, step)
     };
-    let (_, got, by_graphs) = job("graphs", &[], &[]);
+    let (_, got, by_graphs) = job("graphs", "", &[]);
     assert!(got[0] > 10.0, "{got:?} graphs and waits");
     for (name, sets, env, words) in [
-        ("plain", &["rollout.graphs=false"][..], &[][..], "kernel by kernel, as rollout.graphs = false"),
+        ("plain", "rollout.graphs=false", &[][..], "kernel by kernel, as rollout.graphs = false"),
         (
             "refused",
-            &[],
+            "",
             &[("EMULATED_FAILS", "capture:1+:1@1")],
             "decoding goes on kernel by kernel, as a CUDA graph cannot be captured: NCCL over the tensor axis",
         ),

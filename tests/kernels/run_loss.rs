@@ -17,21 +17,17 @@ const KEYS: [(&str, f64, f64); 6] = [
 fn every_loss_runs_as_on_the_cpu() {
     let dir = prepared(CONFIG);
     let at = dir.path();
-    rlhf_hpc(at, &["run", "sft.toml", "sft.loss_on=all"]);
-    let far: &[&str] = &["model.actor=sft/export", "ppo.epochs=2", "optim.actor.lr=1e-3", "job.steps=1"];
-    let losses: [(&str, &[&str]); 5] = [
-        ("clip", &[]),
-        ("dual", &["ppo.dual_clip=1.05", "ppo.correction=icepop"]),
-        ("cispo", &["ppo.loss=cispo", "ppo.correction=tis"]),
-        ("gspo", &["ppo.loss=gspo"]),
-        ("kl", &["ppo.kl_in=loss", "ppo.kl_estimator=k3", "ppo.entropy_coef=0.02"]),
-    ];
-    for (name, set) in losses {
-        let dir = format!("job.dir={name}");
-        let on_cpu = format!("job.dir={name}-cpu");
-        let all = [&["run", "ppo.toml"], far, set].concat();
-        rlhf_hpc(at, &[&all[..], &[dir.as_str()]].concat());
-        rlhf_hpc(at, &[&all[..], &[on_cpu.as_str(), "job.device=cpu"]].concat());
+    rlhf_hpc(at, "run sft.toml sft.loss_on=all");
+    let far = "run ppo.toml model.actor=sft/export ppo.epochs=2 optim.actor.lr=1e-3 job.steps=1";
+    for (name, set) in [
+        ("clip", ""),
+        ("dual", "ppo.dual_clip=1.05 ppo.correction=icepop"),
+        ("cispo", "ppo.loss=cispo ppo.correction=tis"),
+        ("gspo", "ppo.loss=gspo"),
+        ("kl", "ppo.kl_in=loss ppo.kl_estimator=k3 ppo.entropy_coef=0.02"),
+    ] {
+        rlhf_hpc(at, &format!("{far} {set} job.dir={name}"));
+        rlhf_hpc(at, &format!("{far} {set} job.dir={name}-cpu job.device=cpu"));
         let (on_gpu, on_cpu) = (metrics(at, name), metrics(at, &format!("{name}-cpu")));
         assert_eq!(on_gpu.len(), on_cpu.len());
         for (a, b) in on_gpu.iter().zip(&on_cpu) {

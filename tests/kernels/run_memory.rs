@@ -1,23 +1,22 @@
 //! What the plan counts beside what whole jobs take of a GPU, and the tensor size that it gives to a rollout.
 
-use crate::emulation;
-use crate::jobs::{CONFIG as CONFIG_OF_JOBS, command, emulated, metrics, number, rlhf_hpc, well};
+use crate::jobs::{CONFIG, command, emulated, metrics, number, rlhf_hpc, well, with};
+use serde_json::json;
 use std::path::Path;
 
 /// Several units, of which two tensor ranks share heads.
-const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 6,
- "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
- "vocab_size": 265, "max_position_embeddings": 128, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
- "bos_token_id": 0, "eos_token_id": 1}"#;
+fn config() -> String {
+    let heads = json!({"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6, "vocab_size": 265});
+    with(CONFIG, &heads)
+}
 
 /// Responses of a known length.
-const KNOWN: [&str; 2] = ["rollout.ignore_eos=true", "checkpoint.every_steps=0"];
+const KNOWN: &str = "rollout.ignore_eos=true checkpoint.every_steps=0";
 
-/// `ranks` of a job with further settings, over an NCCL that is emulated; what they say.
+/// `ranks` of a job with further settings; what they say.
 fn said(at: &Path, ranks: usize, job: &str, sets: &str) -> String {
-    let known = KNOWN.into_iter().filter(|_| job == "ppo.toml");
-    let args: Vec<&str> = ["run", job].into_iter().chain(known).chain(sets.split_whitespace()).collect();
-    well(command(ranks, at, &args).env("RLHF_NCCL_LIB", emulation::gpu()))
+    let known = if job == "ppo.toml" { KNOWN } else { "" };
+    well(&mut command(ranks, at, &format!("run {job} {known} {sets}")))
 }
 
 /// The bytes of words like `4.8 MiB`.
@@ -73,7 +72,7 @@ const EVALUATES: &str = "eval.every_steps=1 eval.samples_max=64 data.eval_split=
 #[test]
 #[ignore = "long: whole jobs of every layout, several minutes"]
 fn the_plan_counts_what_jobs_take_within_two_percent_both_ways() {
-    let Some(dir) = emulated(CONFIG) else { return };
+    let Some(dir) = emulated(&config()) else { return };
     let at = dir.path();
     let two = "mesh.data=2 mesh.tensor=1";
     let fixed = "gradient.order=fixed gradient.chunks=4";
@@ -128,7 +127,7 @@ fn the_plan_counts_what_jobs_take_within_two_percent_both_ways() {
 
 #[test]
 fn what_the_self_test_takes_is_told_and_given_back() {
-    let Some(dir) = emulated(CONFIG_OF_JOBS) else { return };
+    let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let text = said(at, 1, "sft.toml", "job.steps=1 job.check=true");
     let [measured, planned] = measured_and_planned(&text);
@@ -149,19 +148,17 @@ fn what_the_self_test_takes_is_told_and_given_back() {
 #[test]
 fn rows_that_are_cut_into_runs_of_keys_take_what_the_plan_counts() {
     // A short window: few keys to compute.
-    let config = CONFIG
-        .replace("Llama", "Mistral")
-        .replace("\"llama\"", "\"mistral\", \"sliding_window\": 16")
-        .replace("\"num_hidden_layers\": 6", "\"num_hidden_layers\": 1")
-        .replace("\"hidden_size\": 64, \"intermediate_size\": 96", "\"hidden_size\": 32, \"intermediate_size\": 32")
-        .replace("\"num_key_value_heads\": 2, \"head_dim\": 64", "\"num_key_value_heads\": 1, \"head_dim\": 32")
-        .replace("\"max_position_embeddings\": 128", "\"max_position_embeddings\": 8192");
-    let of_heads =
-        |heads: usize| config.replace("\"num_attention_heads\": 4", &format!("\"num_attention_heads\": {heads}"));
+    let of_heads = |heads: usize| {
+        let others = json!({
+            "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16, "hidden_size": 32,
+            "intermediate_size": 32, "num_attention_heads": heads, "head_dim": 32, "max_position_embeddings": 8192,
+        });
+        with(CONFIG, &others)
+    };
     let Some(dir) = emulated(&of_heads(1)) else { return };
     let at = dir.path();
     std::fs::write(at.join("reference.json"), of_heads(32)).expect("a file");
-    rlhf_hpc(at, &["init", "--config", "reference.json", "--tokenizer", "tokenizer", "--out", "reference"]);
+    rlhf_hpc(at, "init --config reference.json --tokenizer tokenizer --out reference");
     // Capitals stand in none of the tokenizer's merges: a token each.
     let prompt: String = (0..4200).map(|i| char::from(b'A' + (i * i % 23) as u8)).collect();
     std::fs::write(at.join("rows.jsonl"), format!("{{\"prompt\": \"{prompt}\"}}\n")).expect("a file");
@@ -178,7 +175,7 @@ fn rows_that_are_cut_into_runs_of_keys_take_what_the_plan_counts() {
 /// A rollout of fewer tensor ranks than training has tells less, and is predicted to be faster: the run does as the plan says.
 #[test]
 fn where_the_job_leaves_it_open_the_rollout_has_the_tensor_size_of_the_plan_and_the_banner_says_why() {
-    let Some(dir) = emulated(CONFIG) else { return };
+    let Some(dir) = emulated(&config()) else { return };
     let at = dir.path();
     // Most of a step are steps of decoding, in each of which tensor ranks tell each other twice a layer.
     let named = "job.steps=1 mesh.tensor=2 mesh.data=1 mesh.zero=0 rollout.prompts_per_step=2 \

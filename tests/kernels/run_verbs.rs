@@ -1,7 +1,7 @@
 //! The verbs that ask a model on the GPU: what they answer is what they answer on the CPU.
 
 use crate::faults::{OF_STARTS, of_start};
-use crate::jobs::{SOUND, command, command_on, prepare, words};
+use crate::jobs::{SOUND, command, command_on, prepare, with, words};
 use crate::{device, on_a_real_gpu};
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::rollout::RolloutConfig;
@@ -28,9 +28,9 @@ const NATS: f64 = 0.12;
 const BORDER: f64 = 0.01;
 
 /// A verb on the model `model` and the rows of `input`, on an emulated GPU with the fault of this number.
-fn verb(at: &Path, verb: &str, model: &str, input: &str, fault: usize, more: &[&str]) -> Output {
-    let args = [&[verb, "--model", model, "--input", input], more].concat();
-    command_on(Some(fault), at, &args).output().expect("the binary starts")
+fn verb(at: &Path, verb: &str, model: &str, input: &str, fault: usize, more: &str) -> Output {
+    let line = format!("{verb} --model {model} --input {input} {more}");
+    command_on(Some(fault), at, &line).output().expect("the binary starts")
 }
 
 fn lines(done: &Output) -> Vec<Value> {
@@ -40,9 +40,9 @@ fn lines(done: &Output) -> Vec<Value> {
 }
 
 /// What a verb answers on the GPU without a comparison before, and on the CPU.
-fn both(at: &Path, name: &str, model: &str, input: &str, more: &[&str]) -> [Vec<Value>; 2] {
-    let on = |device: &[&str]| verb(at, name, model, input, SOUND, &[more, device].concat());
-    let (gpu, cpu) = (on(&["--device", "gpu", "--no-check"]), on(&["--device", "cpu"]));
+fn both(at: &Path, name: &str, model: &str, input: &str, more: &str) -> [Vec<Value>; 2] {
+    let on = |device: &str| verb(at, name, model, input, SOUND, &format!("{more} --device {device}"));
+    let (gpu, cpu) = (on("gpu --no-check"), on("cpu"));
     assert!(words(&gpu).contains(" in bf16, kernels as they are (--no-check)"), "{}", words(&gpu));
     assert!(words(&cpu).contains(" in f32\n"), "{}", words(&cpu));
     [lines(&gpu), lines(&cpu)]
@@ -82,8 +82,9 @@ fn prepared() -> tempfile::TempDir {
 #[test]
 fn the_bench_measures_every_kernel_that_it_names() {
     let dir = tempfile::tempdir().expect("a directory");
-    let args = ["bench", "cuda", "--small", "--repeats", "1", "--json", "--record", "record"];
-    let done = command(1, dir.path(), &args).output().expect("the binary starts");
+    let done = command(1, dir.path(), "bench cuda --small --repeats 1 --json --record record")
+        .output()
+        .expect("the binary starts");
     let lines = lines(&done);
     assert!(lines.len() >= 40, "{} works", lines.len());
     assert!(lines.iter().all(|line| line["seconds"].as_f64().is_some_and(|s| s > 0.0)));
@@ -116,8 +117,8 @@ fn the_bench_measures_every_kernel_that_it_names() {
 fn draws_on_the_gpu_are_those_of_the_cpu_but_near_a_border_of_the_distribution() {
     let dir = prepared();
     let at = dir.path();
-    let options = ["--max-new-tokens", "8", "--samples", "2", "--ignore-eos", "--seed", "5"];
-    let [gpu, cpu] = both(at, "generate", "model", "rows.jsonl", &options);
+    let options = "--max-new-tokens 8 --samples 2 --ignore-eos --seed 5";
+    let [gpu, cpu] = both(at, "generate", "model", "rows.jsonl", options);
     let (arch, weights) =
         load::load(Device::Cpu, &at.join("model"), Head::LanguageModel, DType::F32, 0).expect("a model");
     let transformer = Transformer::new(&arch, &weights.table);
@@ -150,8 +151,7 @@ fn draws_on_the_gpu_are_those_of_the_cpu_but_near_a_border_of_the_distribution()
     let alike = gpu.iter().zip(&cpu).filter(|(a, b)| a["tokens"][0] == b["tokens"][0]).count();
     assert!(alike * 3 > gpu.len() * 2, "{alike} of {} responses begin as those of the CPU", gpu.len());
     // A temperature of 0 takes the likeliest: where another is, both are nearly as likely.
-    let [gpu, cpu] =
-        both(at, "generate", "model", "rows.jsonl", &["--max-new-tokens", "8", "--temperature", "0", "--ignore-eos"]);
+    let [gpu, cpu] = both(at, "generate", "model", "rows.jsonl", "--max-new-tokens 8 --temperature 0 --ignore-eos");
     for (a, b) in gpu.iter().zip(&cpu) {
         let (x, y) = (ids(&a["tokens"]), ids(&b["tokens"]));
         let first = (0..8).find(|&j| x[j] != y[j]).unwrap_or(7);
@@ -164,13 +164,13 @@ fn draws_on_the_gpu_are_those_of_the_cpu_but_near_a_border_of_the_distribution()
 fn log_probabilities_of_generated_rows_have_the_bits_that_generate_told() {
     let dir = prepared();
     let at = dir.path();
-    let options = ["--max-new-tokens", "20", "--samples", "2"];
-    let [gpu, _] = both(at, "generate", "model", "rows.jsonl", &options);
+    let options = "--max-new-tokens 20 --samples 2";
+    let [gpu, _] = both(at, "generate", "model", "rows.jsonl", options);
     let rows = rows(&LENGTHS);
     let whole: Vec<Vec<u32>> =
         gpu.iter().enumerate().map(|(i, line)| [&rows[i / 2][..], &ids(&line["tokens"])].concat()).collect();
     write(at, "whole.jsonl", &whole);
-    let [scored, on_cpu] = both(at, "logprobs", "model", "whole.jsonl", &[]);
+    let [scored, on_cpu] = both(at, "logprobs", "model", "whole.jsonl", "");
     let mut farthest = 0.0_f64;
     for (i, (line, made)) in scored.iter().zip(&gpu).enumerate() {
         let (all, new) = (floats(&line["logprobs"]), floats(&made["logprobs"]));
@@ -191,7 +191,7 @@ fn a_score_has_the_same_bits_in_every_batch_and_memory_does_not_grow_with_the_ro
     write(at, "many.jsonl", &rows(&lengths));
     write(at, "few.jsonl", &rows(&lengths[..10]));
     let run = |input: &str, tokens: &str| {
-        let more = ["--device", "gpu", "--no-check", "--batch-tokens", tokens];
+        let more = format!("--device gpu --no-check --batch-tokens {tokens}");
         verb(at, "logprobs", "model", input, SOUND, &more)
     };
     // Rows that are longer than that, too.
@@ -211,9 +211,8 @@ fn a_score_has_the_same_bits_in_every_batch_and_memory_does_not_grow_with_the_ro
 
 /// A reward model of the same kind as "reward", with mean and std.
 fn reward_model(at: &Path) {
-    let mut config: Value = serde_json::from_str(CONFIG).expect("JSON");
-    config["architectures"] = json!(["LlamaForSequenceClassification"]);
-    (config["mean"], config["std"]) = (json!(0.5), json!(0.25));
+    let others = json!({"architectures": ["LlamaForSequenceClassification"], "mean": 0.5, "std": 0.25});
+    let config: Value = serde_json::from_str(&with(CONFIG, &others)).expect("JSON");
     let arch = Arch::from_config(config.as_object().expect("an object")).expect("a reward model");
     let weights = init::init(&arch, Head::Value, DType::F32, 3);
     export::export(&at.join("reward"), &arch, &weights, DType::F32, None).expect("an export");
@@ -224,14 +223,14 @@ fn rewards_on_the_gpu_are_those_of_the_cpu() {
     let dir = prepared();
     let at = dir.path();
     reward_model(at);
-    let [gpu, cpu] = both(at, "reward", "reward", "rows.jsonl", &["--batch-tokens", "64"]);
+    let [gpu, cpu] = both(at, "reward", "reward", "rows.jsonl", "--batch-tokens 64");
     let of = |lines: &[Value]| -> Vec<f64> { lines.iter().map(|l| l["reward"].as_f64().expect("a number")).collect() };
     let (gpu, cpu) = (of(&gpu), of(&cpu));
     assert_eq!(gpu.len(), LENGTHS.len());
     let norm = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>().sqrt();
     let gaps: Vec<f64> = gpu.iter().zip(&cpu).map(|(a, b)| a - b).collect();
     assert!(norm(&gaps) < 0.02 * norm(&cpu), "{gpu:?} on the GPU, {cpu:?} on the CPU");
-    let [normalised, _] = both(at, "reward", "reward", "rows.jsonl", &["--normalize"]);
+    let [normalised, _] = both(at, "reward", "reward", "rows.jsonl", "--normalize");
     for (a, b) in of(&normalised).iter().zip(&gpu) {
         assert!((a - (b - 0.5) / 0.25).abs() < 1e-5, "{a} of {b}");
     }
@@ -245,22 +244,22 @@ fn a_gpu_that_computes_other_things_gives_no_answers_and_is_left_where_the_verb_
     let dir = prepared();
     let at = dir.path();
     let [hidden, draws] = [0, 2].map(of_start);
-    let run = |name: &str, fault, more: &[&str]| verb(at, name, "model", "rows.jsonl", fault, more);
+    let run = |name: &str, fault, more: &str| verb(at, name, "model", "rows.jsonl", fault, more);
     let wrong = "the kernels of this GPU do not pass beside the CPU: ";
     for name in ["generate", "logprobs"] {
-        let done = run(name, hidden, &["--device", "gpu"]);
+        let done = run(name, hidden, "--device gpu");
         let told = words(&done);
         assert!(done.status.code() == Some(1) && told.contains(wrong) && told.contains("the hidden state"), "{told}");
         assert!(told.contains("--no-check") && told.contains("--device cpu") && !told.contains("job."), "{told}");
         assert!(done.stdout.is_empty(), "a wrong GPU answers");
     }
     // What may be chosen answers on the CPU, and says why.
-    let chosen = run("logprobs", hidden, &[]);
+    let chosen = run("logprobs", hidden, "");
     assert!(words(&chosen).contains(&format!(" in f32, no GPU: {wrong}")), "{}", words(&chosen));
-    assert_eq!(lines(&chosen), lines(&run("logprobs", hidden, &["--device", "cpu"])));
+    assert_eq!(lines(&chosen), lines(&run("logprobs", hidden, "--device cpu")));
     // Without the comparison nobody sees it.
-    assert_ne!(lines(&run("logprobs", hidden, &["--device", "gpu", "--no-check"])), lines(&chosen));
-    let done = run("generate", draws, &["--device", "gpu"]);
+    assert_ne!(lines(&run("logprobs", hidden, "--device gpu --no-check")), lines(&chosen));
+    let done = run("generate", draws, "--device gpu");
     assert!(done.status.code() == Some(1) && words(&done).contains(OF_STARTS[2].1), "{}", words(&done));
 }
 
@@ -268,14 +267,14 @@ fn a_gpu_that_computes_other_things_gives_no_answers_and_is_left_where_the_verb_
 fn a_model_that_no_kernel_knows_is_answered_by_the_cpu_or_refused_with_what_is_needed() {
     let dir = tempfile::tempdir().expect("a directory");
     let at = dir.path();
-    prepare(at, &CONFIG.replace("\"head_dim\": 64", "\"head_dim\": 48"));
+    prepare(at, &with(CONFIG, &json!({"head_dim": 48})));
     write(at, "rows.jsonl", &rows(&[3, 9]));
-    let run = |more: &[&str]| verb(at, "logprobs", "model", "rows.jsonl", SOUND, more);
+    let run = |more: &str| verb(at, "logprobs", "model", "rows.jsonl", SOUND, more);
     let known = "needed one of 32, 64, 80, 96, 128, 256";
-    let done = run(&[]);
+    let done = run("");
     assert!(words(&done).contains(&format!(" in f32, no GPU: a head dim of 48, {known}")), "{}", words(&done));
     assert_eq!(lines(&done).len(), 2);
-    let done = run(&["--device", "gpu"]);
+    let done = run("--device gpu");
     assert!(
         done.status.code() == Some(2)
             && words(&done).contains(&format!("error: a head dim of 48 with --device gpu, {known}")),
@@ -283,7 +282,7 @@ fn a_model_that_no_kernel_knows_is_answered_by_the_cpu_or_refused_with_what_is_n
         words(&done)
     );
     // Weights in f32 are the CPU's alone.
-    let done = run(&["--dtype", "f32"]);
+    let done = run("--dtype f32");
     assert!(words(&done).contains(" in f32, no GPU: --dtype f32, and GPUs hold"), "{}", words(&done));
 }
 

@@ -1,7 +1,6 @@
 //! Signals while graphs run and while state waits in the host's memory: a job that is stopped, killed or held in turn ends each
 //! time as the README says, and goes on to the bits of one that nothing interrupted.
 
-use crate::emulation;
 use crate::failing::{TENSOR, ZERO};
 use crate::jobs::{CONFIG, TELLING, command, emulated, export, metrics};
 use std::path::Path;
@@ -24,12 +23,10 @@ const INTERRUPTIONS: [Interruption; 4] = [
 ];
 
 fn start(at: &Path, name: &str, sets: &str) -> Child {
-    let own = ["run", "ppo.toml", "job.steps=6", "rollout.response_tokens_max=12"];
-    let saves = ["checkpoint.every_steps=1", "mesh.collective_timeout_s=10", "metrics.rollouts_every_steps=0"];
-    let to = format!("job.dir={name}");
-    let sets: Vec<&str> = sets.split(' ').collect();
-    let mut command = command(2, at, &[&own[..], &saves, &[&to], &sets].concat());
-    command.env("RLHF_NCCL_LIB", emulation::gpu()).stdin(Stdio::null()).stdout(Stdio::null());
+    let own = "run ppo.toml job.steps=6 rollout.response_tokens_max=12 checkpoint.every_steps=1 \
+               mesh.collective_timeout_s=10 metrics.rollouts_every_steps=0";
+    let mut command = command(2, at, &format!("{own} job.dir={name} {sets}"));
+    command.stdin(Stdio::null()).stdout(Stdio::null());
     command.stderr(std::fs::File::create(at.join("said")).expect("a file")).spawn().expect("mpirun starts")
 }
 
