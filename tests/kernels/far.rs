@@ -91,13 +91,17 @@ struct Pair<const N: usize> {
 impl<const N: usize> Pair<N> {
     /// None where the GPU has no room.
     fn new(tensors: [Wide; N], rows: usize, each: usize) -> Option<Self> {
+        let widest = tensors.iter().map(|(_, width)| *width).max().expect("tensors");
+        let groups = met(rows, each, widest).into_iter().map(|g| (g * each, each.min(rows - g * each)));
+        Self::of(tensors, rows, groups.collect())
+    }
+
+    /// The same of these groups.
+    fn of(tensors: [Wide; N], rows: usize, groups: Vec<(usize, usize)>) -> Option<Self> {
         let bytes = tensors.map(|(dtype, width)| rows * width * dtype.bytes());
         if !has_room(bytes.iter().sum()) {
             return None;
         }
-        let widest = tensors.iter().map(|(_, width)| *width).max().expect("tensors");
-        let groups: Vec<(usize, usize)> =
-            met(rows, each, widest).into_iter().map(|g| (g * each, each.min(rows - g * each))).collect();
         let chosen: Vec<usize> = groups.iter().flat_map(|&(first, n)| first..first + n).collect();
         let mut far = bytes.map(Memory::scratch);
         let near = std::array::from_fn(|i| {

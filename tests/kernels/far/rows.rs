@@ -1,6 +1,6 @@
 //! Flat runs of values, rows of activations and of embeddings, and rows of logits.
 
-use super::{BOUNDS, Pair, Rows, VALUES, bits, get, has_room, holds, holds_of, only, put, small};
+use super::{BOUNDS, Pair, Rows, VALUES, has_room, holds, holds_of, only, small};
 use crate::{bf16, device, numbers};
 use rlhf_hpc::device::cuda::adamw::{self, Decays, Update};
 use rlhf_hpc::device::cuda::linear_logprob::{self as head, Logits};
@@ -79,22 +79,11 @@ fn far_parts_of_ranks_are_summed() {
     const LEN: usize = (1 << 30) + 5 * EACH;
     let (_gpu, _one) = device();
     let blocks = [0, (1 << 30) / EACH - 1, (1 << 30) / EACH, LEN / EACH - 1];
+    let of_ranks =
+        |ranks: usize| (0..ranks).flat_map(|rank| blocks.map(|block| (rank * LEN + block * EACH, EACH))).collect();
     for (dtype, in_tree) in [(F32, false), (Bf16, false), (F32, true)] {
-        if !has_room((RANKS + 1) * LEN * dtype.bytes()) {
-            return;
-        }
-        let len = blocks.len() * EACH;
-        let values = |seed: usize| bits(dtype, &numbers(seed as u32, len));
-        let window = EACH * dtype.bytes();
-        let (mut x, mut parts) = (Memory::scratch(LEN * dtype.bytes()), Memory::scratch(RANKS * LEN * dtype.bytes()));
-        for (i, block) in blocks.iter().enumerate() {
-            put(&mut x, dtype, block * EACH, &values(9)[i * window..][..window]);
-            for rank in 0..RANKS {
-                put(&mut parts, dtype, rank * LEN + block * EACH, &values(rank)[i * window..][..window]);
-            }
-        }
-        let mut near = Memory::of(&values(9));
-        let all = Memory::of(&(0..RANKS).map(values).collect::<Vec<_>>().concat());
+        let Some(mut x) = Pair::of([(dtype, 1)], LEN, of_ranks(1)) else { return };
+        let Some(parts) = Pair::of([(dtype, 1)], RANKS * LEN, of_ranks(RANKS)) else { return };
         let sum = |x: &mut Memory, parts: &Memory, stride| {
             let parts = Parts { values: parts.view(dtype), stride, rank: 1, ranks: RANKS };
             let x = x.view_mut(dtype);
@@ -103,12 +92,9 @@ fn far_parts_of_ranks_are_summed() {
         // A thread of the tree has one value.
         let chosen: Vec<usize> =
             if in_tree { blocks.iter().flat_map(|b| 8 * b..8 * b + 8).collect() } else { blocks.to_vec() };
-        only(&chosen, || sum(&mut x, &parts, LEN));
-        sum(&mut near, &all, len);
-        for (i, block) in blocks.iter().enumerate() {
-            let (far, near) = (get(x.view(dtype), block * EACH, EACH), get(near.view(dtype), i * EACH, EACH));
-            assert_eq!(far, near, "{dtype:?}, block {block}");
-        }
+        only(&chosen, || sum(&mut x.far[0], &parts.far[0], LEN));
+        sum(&mut x.near[0], &parts.near[0], blocks.len() * EACH);
+        x.agree(&format!("parts in {dtype:?}, in a tree: {in_tree}"));
     }
 }
 
