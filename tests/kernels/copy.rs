@@ -1,15 +1,8 @@
-use crate::{bf16, device, in_every_order, numbers, rounded};
+use crate::{bf16, device, in_every_order, numbers, on_gpu, rounded};
 use rlhf_hpc::device::cuda::{Memory, ScatterLists, copy};
 use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 
 const LENS: [usize; 8] = [0, 1, 7, 8, 9, 300, 2048, 5003];
-
-fn on_gpu(dtype: DType, values: &[f32]) -> Memory {
-    match dtype {
-        F32 => Memory::of(values),
-        Bf16 => Memory::of(&bf16(values)),
-    }
-}
 
 /// `values` as a memory of `dtype` holds them.
 fn held(dtype: DType, values: &[f32]) -> Vec<f32> {

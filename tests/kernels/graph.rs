@@ -7,11 +7,11 @@ use rlhf_hpc::dtype::DType;
 
 const LEN: usize = 4096;
 
-fn add(x: &Memory, y: &mut Memory) {
+pub fn add(x: &Memory, y: &mut Memory) {
     copy::add(x.view(DType::F32), y.view_mut(DType::F32));
 }
 
-fn sums(x: &[f32], y: &[f32]) -> Vec<f32> {
+pub fn sums(x: &[f32], y: &[f32]) -> Vec<f32> {
     x.iter().zip(y).map(|(x, y)| x + y).collect()
 }
 

@@ -1,4 +1,4 @@
-use crate::{bf16, device, in_every_order, numbers, rounded};
+use crate::{device, in_every_order, numbers, rounded};
 use rlhf_hpc::device::cpu;
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::linear_logprob::{self, Logits};
@@ -45,10 +45,6 @@ impl Case {
         cpu::softmax::row_stats(level(), self.row(i), 1.0 / temperature)
     }
 
-    fn memory(&self, dtype: DType) -> Memory {
-        if dtype == DType::F32 { Memory::of(&self.values) } else { Memory::of(&bf16(&self.values)) }
-    }
-
     fn logits<'a>(&self, memory: &'a Memory, dtype: DType) -> Logits<'a> {
         Logits { values: memory.view(dtype), rows: self.rows, v: self.v, stride: self.stride }
     }
@@ -65,7 +61,7 @@ fn near(got: f32, want: f64, within: f64, what: &str) {
 
 /// Statistics of a case on the GPU, and its places there.
 fn on_gpu(case: &Case, dtype: DType, temperature: f32) -> (Memory, Memory, Memory) {
-    let (memory, places) = (case.memory(dtype), linear_logprob::places(&case.places(), case.v));
+    let (memory, places) = (crate::on_gpu(dtype, &case.values), linear_logprob::places(&case.places(), case.v));
     let mut stats = linear_logprob::stats_room(case.rows);
     linear_logprob::stats(case.logits(&memory, dtype), 1.0 / temperature, &places, &mut stats);
     (memory, places, stats)
@@ -209,7 +205,7 @@ pub fn of_parts(logits: Logits, ends: &[usize], inverse_temperature: f32, places
 fn parts_of_a_vocabulary_come_together_as_on_the_cpu() {
     in_every_order(|| {
         let (case, temperature) = (Case::new(6, 2500), 0.7);
-        let whole = case.memory(DType::F32);
+        let whole = crate::on_gpu(DType::F32, &case.values);
         let (stats, of_parts) =
             of_parts(case.logits(&whole, DType::F32), &[900, 901, 2500], 1.0 / temperature, &case.places());
         let of_parts: Vec<_> = of_parts.iter().map(|part| read_back(part, case.rows, 1.0 / temperature)).collect();

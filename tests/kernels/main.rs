@@ -48,7 +48,8 @@ mod stopped;
 #[path = "../weights.rs"]
 mod weights;
 
-use rlhf_hpc::device::cuda::{Gpu, gpu};
+use rlhf_hpc::device::cuda::{Gpu, Memory, gpu};
+use rlhf_hpc::dtype::DType;
 use rlhf_hpc::error::Error;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
@@ -118,6 +119,14 @@ pub fn numbers(seed: u32, len: usize) -> Vec<f32> {
 /// The nearest bf16 values, as their bits.
 pub fn bf16(values: &[f32]) -> Vec<u16> {
     values.iter().map(|x| half::bf16::from_f32(*x).to_bits()).collect()
+}
+
+/// `values` on the GPU, as a dtype has them.
+pub fn on_gpu(dtype: DType, values: &[f32]) -> Memory {
+    match dtype {
+        DType::F32 => Memory::of(values),
+        DType::Bf16 => Memory::of(&bf16(values)),
+    }
 }
 
 /// `values` rounded to bf16, as f32.

@@ -1,6 +1,6 @@
 //! y = x W^T and its gradients: right against f64, and the bits that must not move.
 
-use crate::{bf16, device, in_every_order, numbers, rounded};
+use crate::{bf16, device, in_every_order, numbers, on_gpu, rounded};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::matmul::{
     Addend, Matrix, MatrixMut, Tile, Way, backward_bias, backward_input, backward_weight, forward,
@@ -65,10 +65,7 @@ impl Written {
     pub fn new(seed: u32, rows: usize, width: usize, stride: usize, dtype: DType) -> Self {
         let before = rounded(&numbers(seed, rows * width));
         let all = apart(&before, width, stride, GUARD);
-        let memory = match dtype {
-            DType::F32 => Memory::of(&all),
-            DType::Bf16 => Memory::of(&bf16(&all)),
-        };
+        let memory = on_gpu(dtype, &all);
         Self { rows, width, stride, dtype, before, memory }
     }
 
@@ -240,7 +237,7 @@ pub fn onto_is_a_copy_and_a_sum(
         let mut want = Written::new(4, m, n, n + gap, dtype);
         let all = want.memory.view(dtype).to_f32();
         let shifted: Vec<f32> = [vec![GUARD; shift], all].concat();
-        let c = if dtype == DType::F32 { Memory::of(&shifted) } else { Memory::of(&bf16(&shifted)) };
+        let c = on_gpu(dtype, &shifted);
         in_place(want.matrix(), bias);
         let mut got = Written::new(6, m, n, n + gap, dtype);
         let values = c.view(dtype).part(shift..shifted.len());

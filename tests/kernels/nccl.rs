@@ -2,7 +2,7 @@
 //! host.
 
 use crate::ranks::{LATE, play, plays};
-use crate::{bf16, numbers};
+use crate::{bf16, numbers, on_gpu};
 use rlhf_hpc::comm::backends::{self, Axis};
 use rlhf_hpc::comm::nccl::Nccl;
 use rlhf_hpc::comm::{self, Group, Stream, World};
@@ -122,8 +122,7 @@ fn exchanged(both: &Both, rank: usize, size: usize) {
     let from = (rank + size - 1) % size;
     for dtype in [DType::Bf16, DType::F32] {
         both.agree("around the ring", |group| {
-            let x = values(rank, lens(rank));
-            let send = if dtype == DType::F32 { Memory::of(&x) } else { Memory::of(&bf16(&x)) };
+            let send = on_gpu(dtype, &values(rank, lens(rank)));
             let mut receive = Memory::zeros(lens(from) * dtype.bytes());
             group.shift_slice(Slice::Cuda(send.view(dtype)), SliceMut::Cuda(receive.view_mut(dtype)));
             receive.view(dtype).to_f32()

@@ -1,10 +1,11 @@
 //! Values that wait in the host's memory and come to the GPU while they are needed, on every device: also over a driver that
 //! does what it is given as late, or as early, as it may (`driver.rs`).
 
+use crate::graph::{add, sums};
 use crate::{device, numbers};
 use rlhf_hpc::config::optim::OptimConfig;
 use rlhf_hpc::device::Device;
-use rlhf_hpc::device::cuda::{HostCopy, Memory, copy};
+use rlhf_hpc::device::cuda::{HostCopy, Memory};
 use rlhf_hpc::dtype::DType;
 use rlhf_hpc::model::partition::Partition;
 use rlhf_hpc::ops::norm;
@@ -15,10 +16,6 @@ use std::ops::Range;
 use std::sync::Arc;
 
 const LEN: usize = 40_000;
-
-fn add(x: &Memory, y: &mut Memory) {
-    copy::add(x.view(DType::F32), y.view_mut(DType::F32));
-}
 
 /// Takes what was freed and writes over it.
 fn spoil() {
@@ -33,7 +30,6 @@ fn spoil() {
 fn values_come_back_as_they_left_and_their_memory_serves_others_meanwhile() {
     let (gpu, _one) = device();
     let (a, b) = (numbers(1, LEN), numbers(2, LEN));
-    let sums = |x: &[f32], y: &[f32]| -> Vec<f32> { x.iter().zip(y).map(|(x, y)| x + y).collect() };
     let (once, x) = (sums(&a, &b), Memory::of(&a));
     let mut y = Memory::of(&b);
     add(&x, &mut y);
@@ -91,10 +87,10 @@ fn kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind() {
         others.push(other);
         assert!(others.len() < 20_000, "nobody gets the memory of what left");
     }
-    let sums: Vec<f32> = a.iter().zip(&b).map(|(x, y)| x + y).collect();
+    let once = sums(&a, &b);
     host_copy.finish();
-    assert_eq!(host_copy.as_f32(), sums);
-    assert_eq!(z.read::<f32>(LEN), sums);
+    assert_eq!(host_copy.as_f32(), once);
+    assert_eq!(z.read::<f32>(LEN), once);
     // It comes back behind the copy that brought it there, though nobody has waited for that.
     y = host_copy.onload();
     host_copy.wait();
@@ -102,8 +98,7 @@ fn kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind() {
     host_copy.offload(&mut y, true);
     y = host_copy.onload();
     host_copy.wait();
-    let twice: Vec<f32> = a.iter().zip(&sums).map(|(x, y)| x + y).collect();
-    assert_eq!(y.read::<f32>(LEN), twice);
+    assert_eq!(y.read::<f32>(LEN), sums(&a, &once));
 }
 
 /// Units of several lengths, one of them of nothing.

@@ -209,11 +209,14 @@ fn a_score_has_the_same_bits_in_every_batch_and_memory_does_not_grow_with_the_ro
     }
 }
 
+fn arch(config: &str) -> Arch {
+    Arch::from_config(&serde_json::from_str(config).expect("an object")).expect("a known family")
+}
+
 /// A reward model of the same kind as "reward", with mean and std.
 fn reward_model(at: &Path) {
     let others = json!({"architectures": ["LlamaForSequenceClassification"], "mean": 0.5, "std": 0.25});
-    let config: Value = serde_json::from_str(&with(CONFIG, &others)).expect("JSON");
-    let arch = Arch::from_config(config.as_object().expect("an object")).expect("a reward model");
+    let arch = arch(&with(CONFIG, &others));
     let weights = init::init(&arch, Head::Value, DType::F32, 3);
     export::export(&at.join("reward"), &arch, &weights, DType::F32, None).expect("an export");
 }
@@ -292,8 +295,7 @@ fn what_an_engine_takes_beside_weights_and_cache_is_at_most_what_the_cache_leave
     if on_a_real_gpu() {
         return;
     }
-    let config: Value = serde_json::from_str(CONFIG).expect("JSON");
-    let arch = Arch::from_config(config.as_object().expect("an object")).expect("a known family");
+    let arch = arch(CONFIG);
     let weights = init::init_on(Device::Cuda, &arch, Head::LanguageModel, DType::Bf16, 1, TensorPart::whole());
     let transformer = Transformer::over(&arch, &weights.table, &Axes::one());
     let config = RolloutConfig { response_tokens_max: 6, repetition_penalty: 1.2, ..RolloutConfig::default() };
