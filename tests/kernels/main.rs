@@ -23,6 +23,7 @@ mod linear_logprob_fused;
 mod loss;
 mod matmul;
 mod model;
+#[expect(dead_code, reason = "other targets use the rest")]
 #[path = "../models.rs"]
 mod models;
 mod nccl;
