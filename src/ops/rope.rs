@@ -152,7 +152,7 @@ fn rotate(both: [&mut Tensor; 2], positions: &Indices, table: &RopeTable, back: 
         Device::Cuda => {
             let rotate = if back { cuda::rope::backward } else { cuda::rope::forward };
             let [q, k] = both.map(Tensor::cuda_mut);
-            rotate(q, Some(k), rows, positions.cuda(), angles.cuda(table.head_dim));
+            rotate(q, k, rows, positions.cuda(), angles.cuda(table.head_dim));
         }
     }
 }

@@ -35,12 +35,12 @@ impl Table {
     }
 }
 
-/// Turns each head of q (t, heads * e) and, where there is one, k (t, kv_heads * e) by the angle of its row's position.
+/// Turns each head of q (t, heads * e) and k (t, kv_heads * e) by the angle of its row's position.
 /// `positions` holds at least t u32, all below the table's end.
 ///
 /// # Panics
 /// If the shapes do not fit.
-pub fn forward(q: ViewMut, k: Option<ViewMut>, t: usize, positions: &Memory, table: &Table) {
+pub fn forward(q: ViewMut, k: ViewMut, t: usize, positions: &Memory, table: &Table) {
     rotate(q, k, t, positions, table, 1.0);
 }
 
@@ -48,14 +48,14 @@ pub fn forward(q: ViewMut, k: Option<ViewMut>, t: usize, positions: &Memory, tab
 ///
 /// # Panics
 /// As `forward`.
-pub fn backward(dq: ViewMut, dk: Option<ViewMut>, t: usize, positions: &Memory, table: &Table) {
+pub fn backward(dq: ViewMut, dk: ViewMut, t: usize, positions: &Memory, table: &Table) {
     rotate(dq, dk, t, positions, table, -1.0);
 }
 
-fn rotate(mut q: ViewMut, mut k: Option<ViewMut>, t: usize, positions: &Memory, table: &Table, sign: f32) {
+fn rotate(mut q: ViewMut, mut k: ViewMut, t: usize, positions: &Memory, table: &Table, sign: f32) {
     const OP: &str = "rope";
     let e = table.head_dim;
-    let k_len = k.as_ref().map_or(0, ViewMut::len);
+    let k_len = k.len();
     assert!(
         (t * e == 0 && q.len() + k_len == 0) || (q.len().is_multiple_of(t * e) && k_len.is_multiple_of(t * e)),
         "{OP}: q has {} values, k {k_len}, for {t} rows and head dim {e}",
@@ -67,9 +67,7 @@ fn rotate(mut q: ViewMut, mut k: Option<ViewMut>, t: usize, positions: &Memory, 
     }
     let (heads, kv_heads) = (q.len() / (t * e), k_len / (t * e));
     let grid = grid_of(OP, t * (heads + kv_heads).div_ceil(HEADS) * (e / 16));
-    let q = q.arg(Bf16);
-    // Never read where there are no heads of it.
-    let k = k.as_mut().map_or(q, |k| k.arg(Bf16));
+    let [q, k] = [q.arg(Bf16), k.arg(Bf16)];
     check_aligned(OP, &[q, k]);
     let [rows, heads, kv_heads, half] = [t, heads, kv_heads, e / 2].map(|n| count(OP, n));
     let (positions, cos, sin) = (positions.arg(), table.cos.arg(), table.sin.arg());
