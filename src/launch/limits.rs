@@ -37,7 +37,7 @@ impl Run {
         let to_come = if self.ranks.layout().swap.optimizer { gradients } else { gradients + state };
         let (within, what, of_host) = match self.device {
             Device::Cpu => (
-                within(to_come, arena::usage(), ["each rank", "mesh.arena_bytes_max allows", arena::HINT]),
+                within(to_come, arena::usage(), ["on each rank", "mesh.arena_bytes_max allows", arena::HINT]),
                 "gradients and optimizer state",
                 to_come + unwritten,
             ),
@@ -135,7 +135,7 @@ fn within(bytes: usize, usage: Usage, [of, limited, hint]: [&str; 3]) -> Result<
     let [needed, used, limit, left] =
         [bytes, usage.in_use, usage.limit, usage.left()].map(|bytes| format_bytes(bytes as u64));
     Err(Error::usage(format!(
-        "gradients and optimizer state need {needed} on {of}; {used} are in use, {limited} {limit}, and {left} would fit"
+        "gradients and optimizer state need {needed} {of}; {used} are in use, {limited} {limit}, and {left} would fit"
     ))
     .hint(hint))
 }
@@ -145,7 +145,7 @@ fn within_gpu(bytes: usize) -> Result<()> {
     let gpu = cuda::gpu();
     let name = |(name, bytes): &(_, usize)| format!("{name} {}", format_bytes(*bytes as u64));
     let who: Vec<String> = gpu.owners().iter().map(name).collect();
-    within(bytes, gpu.usage(), ["each rank's GPU", "the limit of this rank is", cuda::pool::HINT])
+    within(bytes, gpu.usage(), ["of each rank's GPU", "the limit of this rank is", cuda::pool::HINT])
         .map_err(|e| e.also(&format!("in use: {}", who.join(", "))))
 }
 
@@ -178,7 +178,7 @@ mod tests {
         let arena = |limit| Usage { in_use: 3 << 20, limit, ..Usage::NONE };
         assert_eq!(within(usize::MAX / 2, arena(usize::MAX), [""; 3]), Ok(()));
         assert_eq!(within(5 << 20, arena(8 << 20), [""; 3]), Ok(()));
-        let error = within(6 << 20, arena(8 << 20), ["it"; 3]).expect_err("1 MiB too many");
+        let error = within(6 << 20, arena(8 << 20), ["on it"; 3]).expect_err("1 MiB too many");
         assert_eq!(error.exit_code(), 2);
         assert!(error.message.contains("need 6.0 MiB on it; 3.0 MiB are in use"), "{error}");
     }

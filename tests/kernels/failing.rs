@@ -183,7 +183,7 @@ fn a_call_that_fails_or_never_ends_ends_all_ranks_with_what_failed_where_and_wha
     assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
     // Memory that another process has.
     let ended = job(at, 1, "full", "", &[("EMULATED_FAILS", "cuInit:99:1"), ("EMULATED_TAKEN", "1073000000")]);
-    let words = "of each rank's GPU | the limit of this rank is | other processes on it (nvidia-smi names them)";
+    let words = "of each rank's GPU; | the limit of this rank is | other processes on it (nvidia-smi names them)";
     judged(at, "full", &Ended { failed: true, ..ended }, 2, words).unwrap_or_else(|why| panic!("{why}"));
     // What one rank cannot join goes another way where the job leaves it open.
     let auto = "mesh.tensor=2 rollout.tensor=2 job.steps=1";
