@@ -37,7 +37,7 @@ impl Run {
         let to_come = if self.ranks.layout().swap.optimizer { gradients } else { gradients + state };
         let (within, what, of_host) = match self.device {
             Device::Cpu => (
-                within(to_come, arena::usage(), ["on each rank", "mesh.arena_bytes_max allows", arena::HINT]),
+                within(to_come, arena::usage(), ["on each rank", "", "mesh.arena_bytes_max allows", arena::HINT]),
                 "gradients and optimizer state",
                 to_come + unwritten,
             ),
@@ -127,15 +127,15 @@ fn files_to_come(keep_last: usize, every_steps: u64, steps: u64, there: usize) -
     held.saturating_sub(there).max(1)
 }
 
-/// Refuses `bytes` that the limit on a rank's memory does not leave; whose memory it is, who limits it, and what helps.
-fn within(bytes: usize, usage: Usage, [of, limited, hint]: [&str; 3]) -> Result<()> {
+/// Refuses `bytes` that the limit on a rank's memory does not leave: whose it is, who uses it, what limits it, and what helps.
+fn within(bytes: usize, usage: Usage, [of, who, limited, hint]: [&str; 4]) -> Result<()> {
     if bytes <= usage.left() {
         return Ok(());
     }
     let [needed, used, limit, left] =
         [bytes, usage.in_use, usage.limit, usage.left()].map(|bytes| format_bytes(bytes as u64));
     Err(Error::usage(format!(
-        "gradients and optimizer state need {needed} {of}; {used} are in use, {limited} {limit}, and {left} would fit"
+        "gradients and optimizer state need {needed} {of}; {used} are in use{who}, {limited} {limit}, and {left} would fit"
     ))
     .hint(hint))
 }
@@ -145,8 +145,8 @@ fn within_gpu(bytes: usize) -> Result<()> {
     let gpu = cuda::gpu();
     let name = |(name, bytes): &(_, usize)| format!("{name} {}", format_bytes(*bytes as u64));
     let who: Vec<String> = gpu.owners().iter().map(name).collect();
-    within(bytes, gpu.usage(), ["of each rank's GPU", "the limit of this rank is", cuda::pool::HINT])
-        .map_err(|e| e.also(&format!("in use: {}", who.join(", "))))
+    let who = format!(" ({})", who.join(", "));
+    within(bytes, gpu.usage(), ["of each rank's GPU", &who, "the limit of this rank is", cuda::pool::HINT])
 }
 
 /// Refuses `bytes` on each of `ranks` of a host where `available` are left for all of them.
@@ -176,9 +176,9 @@ mod tests {
     #[test]
     fn the_limit_of_the_arena_counts_what_is_in_use_already() {
         let arena = |limit| Usage { in_use: 3 << 20, limit, ..Usage::NONE };
-        assert_eq!(within(usize::MAX / 2, arena(usize::MAX), [""; 3]), Ok(()));
-        assert_eq!(within(5 << 20, arena(8 << 20), [""; 3]), Ok(()));
-        let error = within(6 << 20, arena(8 << 20), ["on it"; 3]).expect_err("1 MiB too many");
+        assert_eq!(within(usize::MAX / 2, arena(usize::MAX), [""; 4]), Ok(()));
+        assert_eq!(within(5 << 20, arena(8 << 20), [""; 4]), Ok(()));
+        let error = within(6 << 20, arena(8 << 20), ["on it", "", "", ""]).expect_err("1 MiB too many");
         assert_eq!(error.exit_code(), 2);
         assert!(error.message.contains("need 6.0 MiB on it; 3.0 MiB are in use"), "{error}");
     }
