@@ -68,9 +68,9 @@ pub unsafe fn run(level: Level, arithmetic: Arithmetic, tile: &Tile) {
     // SAFETY: promised by the caller.
     unsafe {
         match arithmetic {
-            Arithmetic::F32 => in_parts::<F32>(level, tile),
-            Arithmetic::Bf16 if level.bf16_dot() => in_parts::<DOT>(level, tile),
-            Arithmetic::Bf16 => in_parts::<PAIR>(level, tile),
+            Arithmetic::F32 => by_level::<F32>(level, tile),
+            Arithmetic::Bf16 if level.bf16_dot() => by_level::<DOT>(level, tile),
+            Arithmetic::Bf16 => by_level::<PAIR>(level, tile),
         }
     }
 }
@@ -92,17 +92,24 @@ macro_rules! by_rows {
 
 /// # Safety
 /// As `run`.
-unsafe fn in_parts<const STEP: u8>(level: Level, tile: &Tile) {
-    // As many sums as there are registers for.
-    let (rows_max, lanes) = match level.isa() {
-        Isa::Avx512 => {
-            let part = Part { tile, row: 0, rows: tile.rows, lane: 0 };
-            // SAFETY: promised by the caller.
-            return unsafe { by_shape::<STEP>(level, part, tile.pair) };
+#[inline(always)]
+unsafe fn by_level<const STEP: u8>(level: Level, tile: &Tile) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        match level.isa() {
+            Isa::Avx512 => by_shape::<STEP>(level, Part { tile, row: 0, rows: tile.rows, lane: 0 }, tile.pair),
+            Isa::Avx2 => in_parts::<STEP>(level, tile, 4, 16),
+            Isa::Scalar => in_parts::<STEP>(level, tile, 4, 2),
         }
-        Isa::Avx2 => (4, 16),
-        Isa::Scalar => (4, 2),
-    };
+    }
+}
+
+/// As many sums at once as there are registers for.
+///
+/// # Safety
+/// As `run`.
+#[inline(never)]
+unsafe fn in_parts<const STEP: u8>(level: Level, tile: &Tile, rows_max: usize, lanes: usize) {
     for lane in (0..tile.columns).step_by(lanes) {
         for row in (0..tile.rows).step_by(rows_max) {
             let part = Part { tile, row, rows: (tile.rows - row).min(rows_max), lane };
@@ -114,7 +121,7 @@ unsafe fn in_parts<const STEP: u8>(level: Level, tile: &Tile) {
 
 /// # Safety
 /// As `run`, for a part that the level has registers for.
-#[inline]
+#[inline(always)]
 unsafe fn by_shape<const STEP: u8>(level: Level, part: Part, pair: bool) {
     // SAFETY: promised by the caller.
     unsafe {
