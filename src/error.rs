@@ -62,6 +62,18 @@ impl Error {
         Self::new(Kind::Io, format!("cannot {action} {}: {source}", path.as_ref().display()))
     }
 
+    /// Several mistakes of one input as one error; none where there are none.
+    pub fn all(mut mistakes: Vec<Self>) -> Result<()> {
+        if mistakes.len() < 2 {
+            return mistakes.pop().map_or(Ok(()), Err);
+        }
+        let row = |Self { message, hint, .. }: &Self| match hint {
+            Some(hint) => format!("\n  {message} ({hint})"),
+            None => format!("\n  {message}"),
+        };
+        Err(Self::usage(format!("{} mistakes{}", mistakes.len(), mistakes.iter().map(row).collect::<String>())))
+    }
+
     /// Adds the hint line.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {

@@ -35,11 +35,12 @@ pub trait Ranged: Serialize {
     const RANGES: &'static [(&'static str, RangeInclusive<f64>)];
 }
 
-/// Refuses the first number of `table`, which holds the settings `settings`, that is outside its range.
+/// Refuses the numbers of `table`, which holds the settings `settings`, that are outside their ranges.
 pub fn check<T: Ranged>(table: &str, settings: &T) -> Result<()> {
     let values = serde_json::to_value(settings).map_err(|e| Error::fault(format!("[{table}]: {e}")))?;
     // A float that is not finite is null here.
-    T::RANGES.iter().try_for_each(|(key, range)| refuse_outside(&format!("{table}.{key}"), &values[key], range))
+    let outside = |(key, range): &(&str, _)| refuse_outside(&format!("{table}.{key}"), &values[key], range).err();
+    Error::all(T::RANGES.iter().filter_map(outside).collect())
 }
 
 /// The same of a number of the command line: `option` is at least `low` and at most `high`.

@@ -1,10 +1,13 @@
-//! From a TOML file and `key.path=value` overrides to a `Config`, with errors that say what was meant.
+//! From a TOML file and `key.path=value` overrides to a `Config`. All mistakes are told at once, each with its line or override and
+//! with what was meant.
 
 use super::Config;
 use super::job::KINDS_TO_COME;
+use super::words::{elsewhere, nearest};
 use crate::error::{Error, Result};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
+use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
 
 /// Reads `path`, applies the overrides in order, checks every key, and makes paths absolute to the job file's folder.
@@ -27,40 +30,93 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
 
 /// `load` without a file: paths stay as they are.
 pub fn parse(text: &str, overrides: &[String]) -> Result<Config> {
-    let mut table: Table = text.parse().map_err(|e: toml::de::Error| Error::usage(one_line(&e, text)))?;
-    refuse_kinds_to_come(&table)?;
-    // The file is parsed alone first: its errors can name a line.
-    let mut config: Config = toml::from_str(text).map_err(|e| explain(&e, text))?;
+    let known = Table::try_from(Config::default()).expect("a configuration is TOML");
+    let as_one_line = |e: toml::de::Error| {
+        let mistake = Error::usage(e.message().replace('\n', " "));
+        e.span().map_or(mistake.clone(), |span| mistake.within(line_at(text, span.start)))
+    };
+    let places = DeTable::parse(text).map_err(as_one_line)?;
+    let mut table: Table = text.parse().map_err(as_one_line)?;
+    let mut mistakes = Vec::new();
+    let place = |path: &[&str]| place_of(places.get_ref(), path).unwrap_or(0);
+    check(&mut table, &known, &mut Vec::new(), &mut |path, mistake| mistakes.push((place(path), mistake)));
+    mistakes.sort_by_key(|(place, _)| *place);
+    let mut mistakes: Vec<Error> =
+        mistakes.into_iter().map(|(place, mistake)| mistake.within(line_at(text, place))).collect();
     for item in overrides {
-        apply(&mut table, item)?;
-        refuse_kinds_to_come(&table)?;
-        // One at a time, so that an error names the override that brought it.
-        config = Config::deserialize(Value::Table(table.clone()))
-            .map_err(|e| explain(&e, "").within(format!("override `{item}`")))?;
+        let mut given = Table::new();
+        if let Err(mistake) = apply(&mut given, item).and_then(|()| apply(&mut table, item)) {
+            mistakes.push(mistake);
+            continue;
+        }
+        let wrong = &mut |_: &[&str], mistake: Error| mistakes.push(mistake.within(format_args!("override `{item}`")));
+        check(&mut given, &known, &mut Vec::new(), wrong);
     }
     for key in ["job.kind", "model.actor", "data.prompts"] {
-        if lookup(&table, key).is_none() {
-            return Err(Error::usage(format!("{key} is missing"))
-                .hint("job.kind, model.actor and data.prompts have no default; jobs/reference.toml has every key"));
+        let (of, name) = key.split_once('.').expect("a key of a table");
+        if table.get(of).and_then(|table| table.get(name)).is_none() {
+            let hint = "job.kind, model.actor and data.prompts have no default; jobs/reference.toml has every key";
+            mistakes.push(Error::usage(format!("{key} is missing")).hint(hint));
         }
     }
+    Error::all(mistakes)?;
+    // Overrides have lists in place of single values, too.
+    check(&mut table, &known, &mut Vec::new(), &mut |_, _| ());
+    let mut config =
+        Config::deserialize(table).map_err(|e| Error::usage(e.message().lines().collect::<Vec<_>>().join(" ")))?;
     config.settle();
     Ok(config)
 }
 
-fn lookup<'a>(table: &'a Table, path: &str) -> Option<&'a Value> {
-    let (first, rest) = path.split_once('.').map_or((path, None), |(a, b)| (a, Some(b)));
-    let value = table.get(first)?;
-    rest.map_or(Some(value), |rest| lookup(value.as_table()?, rest))
+/// Looks at each key of `given` beside those that are `known`, and at its value alone. A single value where a list is meant becomes
+/// one of itself. `wrong` takes the path of a mistake and what it is.
+fn check<'a>(given: &'a mut Table, known: &Table, path: &mut Vec<&'a str>, wrong: &mut dyn FnMut(&[&str], Error)) {
+    for (key, value) in given.iter_mut() {
+        path.push(key);
+        match known.get(key) {
+            None => {
+                let names: Vec<&str> = known.keys().map(String::as_str).collect();
+                let hint = elsewhere(&path[..path.len() - 1], key, &names);
+                wrong(path, Error::usage(format!("unknown key `{key}`")).hint(hint));
+            }
+            Some(Value::Table(known)) => match value {
+                Value::Table(inner) => check(inner, known, path, wrong),
+                other => {
+                    let (name, found) = (path.join("."), other.type_str());
+                    let error = Error::usage(format!("{key} is a table, found a value ({found})"));
+                    wrong(path, error.hint(format!("write [{name}] with its keys below, or {name}.KEY = VALUE")));
+                }
+            },
+            Some(default) => {
+                if default.is_array() && !value.is_array() && !value.is_table() {
+                    *value = Value::Array(vec![value.clone()]);
+                }
+                let alone = path.iter().rev().fold(value.clone(), |value, key| {
+                    Value::Table(std::iter::once(((*key).to_string(), value)).collect())
+                });
+                if let Err(e) = Config::deserialize(alone) {
+                    wrong(path, explain(&path.join("."), value, e.message()));
+                }
+            }
+        }
+        path.pop();
+    }
 }
 
-fn refuse_kinds_to_come(table: &Table) -> Result<()> {
-    let kind = lookup(table, "job.kind").and_then(Value::as_str).unwrap_or("");
-    if KINDS_TO_COME.contains(&kind) {
-        return Err(Error::usage(format!("job.kind = \"{kind}\" is not in this release"))
-            .hint("this release runs \"sft\" and \"ppo\""));
+/// Where the value of `path` begins in the file.
+fn place_of(table: &DeTable, path: &[&str]) -> Option<usize> {
+    let (first, rest) = path.split_first()?;
+    let (key, value) = table.iter().find(|(key, _)| key.get_ref() == first)?;
+    match value.get_ref() {
+        DeValue::Table(inner) if !rest.is_empty() => place_of(inner, rest),
+        _ => Some(key.span().start),
     }
-    Ok(())
+}
+
+/// ``line 7: `steps = 2` ``
+fn line_at(text: &str, at: usize) -> String {
+    let line = text[..at.min(text.len())].matches('\n').count();
+    format!("line {}: `{}`", line + 1, text.lines().nth(line).unwrap_or("").trim())
 }
 
 /// Sets `a.b.c=value`; the value is TOML, or a plain string where it does not parse as TOML.
@@ -91,52 +147,59 @@ fn apply(table: &mut Table, item: &str) -> Result<()> {
     Ok(())
 }
 
-fn one_line(e: &toml::de::Error, text: &str) -> String {
-    let position = e.span().filter(|_| !text.is_empty()).map(|span| {
-        let line = text[..span.start.min(text.len())].matches('\n').count();
-        let source = text.lines().nth(line).unwrap_or("").trim();
-        format!("line {}: `{source}`: ", line + 1)
-    });
-    format!("{}{}", position.unwrap_or_default(), e.message().replace('\n', " "))
+/// What serde says of the value of a key, in the words of a user.
+fn explain(key: &str, value: &Value, message: &str) -> Error {
+    let message = message.replace('\n', " ");
+    let names: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
+    if let (true, Some((wrong, known))) = (message.starts_with("unknown "), names.split_first()) {
+        return unknown_word(key, value, message.starts_with("unknown field"), wrong, known);
+    }
+    let Some((found, expected)) = message
+        .strip_prefix("invalid type: ")
+        .or(message.strip_prefix("invalid value: "))
+        .and_then(|m| m.split_once(", expected "))
+    else {
+        return Error::usage(message);
+    };
+    let expected = match expected {
+        "u8" | "u16" | "u32" | "u64" | "usize" if found.contains("`-") => "a whole number from 0 up",
+        "u8" | "u16" | "u32" | "u64" | "usize" | "i32" | "i64" => "a whole number",
+        "f32" | "f64" => "a number",
+        "a boolean" => "true or false",
+        "a string" | "path string" => "a text",
+        "a sequence" => "a list",
+        other => other,
+    };
+    let kinds = [
+        ("string", "a text"),
+        ("integer", "a whole number"),
+        ("floating point", "a number with a fraction"),
+        ("boolean", "a truth"),
+        ("sequence", "a list"),
+        ("map", "a table"),
+    ];
+    let found = kinds.iter().find_map(|(kind, words)| found.strip_prefix(kind).map(|rest| format!("{words}{rest}")));
+    let found = found.unwrap_or_else(|| value.to_string());
+    Error::usage(format!("{key}: expected {expected}, found {found}"))
 }
 
-/// Rewrites serde's "unknown field `x`, expected one of ..." as an unknown key with the nearest known one.
-fn explain(e: &toml::de::Error, text: &str) -> Error {
-    let message = one_line(e, text);
-    let unknown = message.find("unknown field").or_else(|| message.find("unknown variant"));
-    let Some(at) = unknown else { return Error::usage(message) };
-    let names: Vec<&str> = message[at..].split('`').skip(1).step_by(2).collect();
-    let Some((wrong, known)) = names.split_first() else { return Error::usage(message) };
-    let what = if message[at..].starts_with("unknown field") { "unknown key" } else { "unknown value" };
-    let error = Error::usage(format!("{}{what} `{wrong}`", &message[..at]));
+/// A word that is not among the `known` ones.
+fn unknown_word(key: &str, value: &Value, is_key: bool, wrong: &str, known: &[&str]) -> Error {
+    if key == "job.kind" && KINDS_TO_COME.contains(&wrong) {
+        return Error::usage(format!("job.kind = \"{wrong}\" is not in this release"))
+            .hint("this release runs \"sft\" and \"ppo\"");
+    }
+    let error = Error::usage(format!("{key}: unknown {} `{wrong}`", if is_key { "key" } else { "value" }));
+    // The field calls a kind of job what is an estimator or a loss of PPO here.
+    for of in ["advantage", "loss"] {
+        let ppo = Table::from_iter([(of.to_string(), value.clone())]);
+        let job = Table::from_iter([("ppo".to_string(), Value::Table(ppo))]);
+        if key == "job.kind" && Config::deserialize(job).is_ok() {
+            return error.hint(format!("set job.kind = \"ppo\" and ppo.{of} = \"{wrong}\""));
+        }
+    }
     match nearest(wrong, known) {
         Some(near) => error.hint(format!("did you mean `{near}`?")),
         None => error.hint(format!("known here: {}", known.join(", "))),
     }
-}
-
-/// The known name within edit distance 1 + a third of its length, if any.
-pub fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
-    known
-        .iter()
-        .map(|name| (edit_distance(wrong, name), *name))
-        .min()
-        .filter(|(distance, name)| *distance <= 1 + name.len() / 3)
-        .map(|(_, name)| name)
-}
-
-/// Levenshtein distance by one row of the dynamic programme.
-fn edit_distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, ca) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, cb) in b.iter().enumerate() {
-            let substitute = diagonal + usize::from(ca != *cb);
-            diagonal = row[j + 1];
-            row[j + 1] = substitute.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
 }

@@ -39,8 +39,10 @@ pub mod optim;
 pub mod ppo;
 pub mod reward;
 pub mod rollout;
+mod words;
 
-pub use load::{load, nearest, parse};
+pub use load::{load, parse};
+pub use words::nearest;
 
 use crate::error::{Error, Result};
 use job::{DeviceName, EvalConfig, Gemm, GradientConfig, JobConfig, JobKind, SftConfig};
@@ -126,22 +128,25 @@ impl Config {
         Ok(())
     }
 
-    /// Refuses a number outside its range, whatever the job does with it.
+    /// Refuses the numbers outside their ranges, whatever the job does with them.
     pub fn check_ranges(&self) -> Result<()> {
-        limits::check("job", &self.job)?;
-        limits::check("mesh", &self.mesh)?;
-        limits::check("data.split", &self.data.split)?;
-        limits::check("data", &self.data)?;
-        limits::check("rollout", &self.rollout)?;
-        limits::check("reward", &self.reward)?;
-        limits::check("ppo", &self.ppo)?;
-        limits::check("sft", &self.sft)?;
-        limits::check("gradient", &self.gradient)?;
-        limits::check("optim.actor", &self.optim.actor)?;
-        limits::check("optim.critic", &self.optim.critic)?;
-        limits::check("eval", &self.eval)?;
-        limits::check("checkpoint", &self.checkpoint)?;
-        limits::check("metrics", &self.metrics)
+        let checked = [
+            limits::check("job", &self.job),
+            limits::check("mesh", &self.mesh),
+            limits::check("data.split", &self.data.split),
+            limits::check("data", &self.data),
+            limits::check("rollout", &self.rollout),
+            limits::check("reward", &self.reward),
+            limits::check("ppo", &self.ppo),
+            limits::check("sft", &self.sft),
+            limits::check("gradient", &self.gradient),
+            limits::check("optim.actor", &self.optim.actor),
+            limits::check("optim.critic", &self.optim.critic),
+            limits::check("eval", &self.eval),
+            limits::check("checkpoint", &self.checkpoint),
+            limits::check("metrics", &self.metrics),
+        ];
+        Error::all(checked.into_iter().filter_map(Result::err).collect())
     }
 
     /// Seconds for which one collective may wait, 0 for ever: at least as long as another rank's Python reward may take with all

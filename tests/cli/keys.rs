@@ -19,10 +19,13 @@ const EDITS: &[(&str, &str, &[&str], &str)] = &[
         "prompts_per_step",
         "promts_per_step",
         &["job.toml", "line 17", "unknown key `promts_per_step`"],
-        "`prompts_per_step`",
+        "`rollout.prompts_per_step`",
     ),
     ("[job]", "[optm.actor]\nlr = 1e-5\n[job]", &["unknown key `optm`"], "`optim`"),
-    ("\nsteps = 2", "\nsteps = \"two\"", &["line 6", "string \"two\"", "u64"], ""),
+    ("\nsteps = 2", "\nsteps = \"two\"", &["line 6", "job.steps: expected a whole number, found a text \"two\""], ""),
+    ("[job]", "mesh = 2\n[job]", &["line 2: `mesh = 2`: mesh is a table"], "write [mesh]"),
+    ("kind = \"ppo\"", "kind = \"grpo\"", &["line 3", "unknown value `grpo`"], "ppo.advantage = \"grpo\""),
+    ("kind = \"ppo\"", "kind = \"gspo\"", &["line 3", "unknown value `gspo`"], "ppo.loss = \"gspo\""),
     ("kind = \"ppo\"", "", &["job.kind is missing"], "jobs/reference.toml"),
     ("actor = \"model\"", "", &["model.actor is missing"], "jobs/reference.toml"),
     ("prompts = [\"questions\"]", "", &["data.prompts is missing"], "jobs/reference.toml"),
@@ -46,18 +49,19 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     (
         &["job.seed=1", "optim.actor.learning_rat=1"],
         &["override `optim.actor.learning_rat=1`", "unknown key `learning_rat`"],
-        "known here: lr, betas",
+        "`optim.actor.lr`",
     ),
-    (&["ppo.kl_coeff=0.1"], &["`kl_coeff`"], "`kl_coef`"),
+    (&["ppo.kl_coeff=0.1"], &["`kl_coeff`"], "`ppo.kl_coef`"),
+    (&["job.no_such_thing_at_all=1"], &["unknown key `no_such_thing_at_all`"], "known here: check, collectives"),
     (&["job.kind.deep=1"], &["override `job.kind.deep=1`", "kind is not a table"], ""),
     (&["job.steps"], &["`job.steps` has no `=`"], "key.path=value"),
     (&["job..steps=1"], &["`job..steps=1` has an empty key"], "key.path=value"),
     // Another type, an unknown word, nothing.
-    (&["job.steps=many"], &["job.steps=many", "string \"many\"", "u64"], ""),
-    (&["job.export=1"], &["job.export=1", "integer `1`", "boolean"], ""),
-    (&["data.prompts=questions"], &["string \"questions\"", "sequence"], ""),
-    (&["ppo.gamma=high"], &["string \"high\"", "f32"], ""),
-    (&["job.steps=-1"], &["integer `-1`", "u64"], ""),
+    (&["job.steps=many"], &["job.steps=many", "expected a whole number, found a text \"many\""], ""),
+    (&["job.export=1"], &["job.export: expected true or false, found a whole number `1`"], ""),
+    (&["data.prompts={}"], &["data.prompts: expected a list, found a table"], ""),
+    (&["ppo.gamma=high"], &["ppo.gamma: expected a number, found a text \"high\""], ""),
+    (&["job.steps=-1"], &["expected a whole number from 0 up, found a whole number `-1`"], ""),
     (&["ppo.advantage=gea"], &["unknown value `gea`"], "did you mean `gae`?"),
     (&["data.order=zigzag"], &["unknown value `zigzag`"], "sequential, shuffled"),
     (&["reward.rule=exakt"], &["unknown value \"exakt\"", "exact | number | regex | format | length"], ""),
@@ -116,6 +120,58 @@ fn what_an_override_says_wrongly_is_refused_with_what_would_be_right() {
     for (overrides, words, hint) in OVERRIDES {
         fixture.refuses(2, overrides, words).hinted(hint);
     }
+}
+
+/// Keys as other systems call them, in the table where a user might write them, and what is said.
+const WORDS: &[(&str, &str)] = &[
+    ("ppo.learning_rate", "`optim.actor.lr`"),
+    ("job.lr", "`optim.actor.lr` or `optim.critic.lr`"),
+    ("rollout.max_new_tokens", "`rollout.response_tokens_max`"),
+    ("job.rollout_batch_size", "`rollout.prompts_per_step`"),
+    ("optim.actor.max_grad_norm", "`optim.actor.clip_norm`"),
+    ("job.gradient_checkpointing", "`gradient.recompute`"),
+    ("ppo.init_kl_coef", "`ppo.kl_coef`"),
+    ("ppo.eps_clip", "`ppo.clip_low`"),
+    ("job.micro_train_batch_size", "`ppo.microbatch_tokens_max` or `sft.microbatch_tokens_max`"),
+    ("job.num-generations", "`rollout.samples_per_prompt`"),
+    ("model.lora_rank", "adapters are not in this release"),
+    ("model.load_in_4bit", "quantised weights are not in this release"),
+    ("metrics.wandb", "metrics.jsonl and TensorBoard"),
+    ("job.temperature", "`rollout.temperature`"),
+];
+
+#[test]
+fn words_of_other_systems_are_answered_with_our_key() {
+    let fixture = Fixture::new();
+    for (key, hint) in WORDS {
+        fixture.refuses(2, &[&format!("{key}=1")], &["unknown key"]).hinted(hint);
+    }
+}
+
+#[test]
+fn all_mistakes_of_a_job_are_told_at_once() {
+    let fixture = Fixture::new();
+    let wrong = fixture.text("job.toml").replace("seed = 5", "sede = 5").replace("\nsteps = 2", "\nsteps = true");
+    fixture.write("job.toml", wrong);
+    let words = [
+        "job.toml: 3 mistakes",
+        "line 5: `sede = 5`: unknown key `sede` (did you mean `job.seed`?)",
+        "line 6: `steps = true`: job.steps: expected a whole number, found a truth `true`",
+        "override `ppo.lr=1`: unknown key `lr` (did you mean `optim.actor.lr` or `optim.critic.lr`?)",
+    ];
+    fixture.refuses(2, &["ppo.lr=1"], &words);
+    let fixture = Fixture::new();
+    let numbers = ["ppo.gamma=2.0", "data.split.eval_ratio=3.0"];
+    fixture.refuses(2, &numbers, &["2 mistakes", "ppo.gamma is 2", "data.split.eval_ratio is 3"]);
+}
+
+#[test]
+fn one_text_is_taken_where_a_list_is_meant() {
+    let fixture = Fixture::new();
+    let listed = fixture.text("job.toml");
+    fixture.write("job.toml", listed.replace("prompts = [\"questions\"]", "prompts = \"questions\""));
+    fixture.job(&["rollout.stop=x", "--dry-run"]).well();
+    fixture.job(&["data.prompts=questions", "--dry-run"]).well();
 }
 
 #[test]

@@ -1,0 +1,213 @@
+//! What a key is called elsewhere: by OpenRLHF, TRL, verl, NeMo-RL and transformers.
+
+use super::Config;
+use toml::{Table, Value};
+
+/// Keys of ours, and what other systems call them.
+const ALIASES: &[(&str, &str)] = &[
+    ("job.kind", "algorithm method trainer trainer_type task"),
+    ("job.name", "run_name experiment_name wandb_run_name"),
+    ("job.dir", "output_dir save_path ckpt_path default_local_dir logging_dir"),
+    ("job.seed", "random_seed data_seed"),
+    ("job.steps", "max_steps num_steps total_training_steps train_steps num_episodes total_episodes total_epochs"),
+    ("model.actor", "pretrain model_name_or_path model_path model_name actor_path policy_model sft_model"),
+    ("model.reference", "ref_model ref_pretrain ref_model_path reference_model sft_model_path"),
+    ("model.critic", "critic_pretrain value_model critic_model value_model_path"),
+    ("model.dtype", "bf16 fp16 precision param_dtype torch_dtype mixed_precision"),
+    ("mesh.data", "dp dp_size data_parallel_size"),
+    (
+        "mesh.tensor",
+        "tp tp_size tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size ds_tensor_parallel_size",
+    ),
+    (
+        "mesh.sequence",
+        "ring_attn_size cp cp_size context_parallel_size ulysses_sequence_parallel_size sequence_parallel_size",
+    ),
+    ("mesh.pipeline", "pp pp_size pipeline_parallel_size pipeline_model_parallel_size"),
+    ("mesh.zero", "zero_stage zero_optimization stage fsdp"),
+    ("mesh.offload", "adam_offload ref_reward_offload optimizer_offload param_offload cpu_offload offload_optimizer"),
+    ("mesh.placement", "colocate_all_models colocate_actor_ref actor_num_gpus_per_node placement_group"),
+    ("data.prompts", "prompt_data dataset dataset_name train_files train_data data_path prompt_dataset"),
+    ("data.weights", "prompt_data_probs dataset_probs probs mixer"),
+    ("data.prompt_key", "input_key prompt_column question_key"),
+    ("data.response_key", "output_key completion_key target_key"),
+    ("data.label_key", "answer_key ground_truth reference_key solution_key"),
+    ("data.chat_template", "apply_chat_template use_chat_template"),
+    ("data.prompt_tokens_max", "prompt_max_len max_prompt_length max_input_length"),
+    ("data.row_tokens_max", "max_len max_length max_seq_length max_seq_len block_size cutoff_len"),
+    ("data.eval_split", "eval_dataset val_files test_split validation_split"),
+    ("rollout.prompts_per_step", "rollout_batch_size num_prompts_per_step gen_batch_size"),
+    (
+        "rollout.samples_per_prompt",
+        "n_samples_per_prompt num_generations num_generations_per_prompt rollout_n num_return_sequences",
+    ),
+    (
+        "rollout.response_tokens_max",
+        "max_new_tokens generate_max_len max_completion_length max_response_length response_length max_tokens",
+    ),
+    ("rollout.response_tokens_min", "min_new_tokens min_tokens"),
+    ("rollout.stop", "stop_strings stop_words"),
+    ("rollout.repetition_penalty", "rep_penalty"),
+    ("rollout.kv_bytes_max", "gpu_memory_utilization vllm_gpu_memory_utilization"),
+    ("rollout.batch_max", "max_num_seqs micro_rollout_batch_size"),
+    ("reward.python", "reward_funcs reward_func reward_function remote_rm_url custom_reward_function reward_fn"),
+    ("ppo.advantage", "advantage_estimator adv_estimator"),
+    ("ppo.lambda", "lambd gae_lambda lam"),
+    (
+        "ppo.clip_low",
+        "eps_clip cliprange clip_range clip_ratio clip_eps epsilon eps_clip_low ratio_clip_min clip_ratio_low",
+    ),
+    ("ppo.clip_high", "eps_clip_high epsilon_high ratio_clip_max clip_ratio_high"),
+    ("ppo.dual_clip", "clip_ratio_c ratio_clip_c delta"),
+    ("ppo.value_clip", "cliprange_value value_clip_range vf_clip"),
+    ("ppo.entropy_coef", "entropy_loss_coef entropy_coeff ent_coef"),
+    ("ppo.kl_coef", "init_kl_coef kl_loss_coef beta kl_penalty kl_ctrl_coef reference_policy_kl_penalty"),
+    ("ppo.kl_in", "use_kl_loss use_kl_in_reward"),
+    ("ppo.kl_target", "target_kl target"),
+    ("ppo.kl_horizon", "horizon"),
+    ("ppo.reward_clip", "reward_clip_range cliprange_reward"),
+    ("ppo.reward_normalize", "normalize_reward whiten_rewards scale_rewards"),
+    ("ppo.aggregation", "loss_agg_mode loss_type token_level_loss"),
+    ("ppo.correction", "enable_vllm_is_correction tis rollout_is importance_sampling_correction"),
+    ("ppo.overlong_penalty", "overlong_penalty_factor"),
+    ("ppo.overlong_buffer_tokens", "overlong_buffer_len overlong_buffer"),
+    ("ppo.epochs", "num_ppo_epochs ppo_epochs max_epochs num_iterations"),
+    ("ppo.minibatch_samples", "train_batch_size ppo_mini_batch_size mini_batch_size train_global_batch_size"),
+    (
+        "ppo.microbatch_tokens_max",
+        "micro_train_batch_size per_device_train_batch_size gradient_accumulation_steps ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu train_micro_batch_size train_max_tokens_per_gpu",
+    ),
+    ("sft.epochs", "num_train_epochs num_epochs"),
+    ("sft.loss_on", "pretrain_mode completion_only_loss assistant_only_loss train_on_input"),
+    ("gradient.recompute", "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing"),
+    ("optim.actor.lr", "lr learning_rate actor_learning_rate actor_lr policy_lr"),
+    ("optim.critic.lr", "critic_learning_rate critic_lr value_lr"),
+    ("optim.actor.betas", "adam_betas adam_beta1 adam_beta2"),
+    ("optim.actor.eps", "adam_epsilon adam_eps"),
+    ("optim.actor.weight_decay", "l2 wd"),
+    ("optim.actor.clip_norm", "max_grad_norm max_norm grad_clip gradient_clipping clip_grad"),
+    ("optim.actor.schedule", "lr_scheduler lr_scheduler_type lr_schedule"),
+    ("optim.actor.warmup_ratio", "lr_warmup_ratio warmup_steps lr_warmup_steps"),
+    ("optim.actor.floor_ratio", "min_lr min_lr_ratio"),
+    ("eval.every_steps", "eval_steps test_freq eval_strategy val_period"),
+    ("checkpoint.every_steps", "save_steps save_freq save_period save_interval"),
+    ("checkpoint.keep_last", "max_ckpt_num save_total_limit keep_top_k"),
+    ("metrics.samples_every_steps", "logging_steps log_completions num_completions_to_print"),
+    ("metrics.tensorboard", "use_tensorboard report_to logger"),
+];
+
+/// What needs no key here, or has none yet.
+const ANSWERS: &[(&str, &str)] = &[
+    ("adapters are not in this release", "lora lora_rank lora_alpha lora_dropout target_modules use_peft peft_config"),
+    ("quantised weights are not in this release", "load_in_4bit load_in_8bit quantization nf4"),
+    (
+        "wandb is not in this release: metrics.jsonl and TensorBoard events have all metrics",
+        "wandb use_wandb wandb_project wandb_org wandb_group mlflow swanlab",
+    ),
+    ("rows are always packed", "packing packing_samples use_remove_padding padding_free"),
+    ("attention is always fused", "flash_attn attn_implementation use_flash_attention"),
+    (
+        "the process that trains samples, too: there is no inference server to set",
+        "vllm_num_engines use_vllm vllm_mode vllm_sync_backend enable_prefix_caching vllm_enable_sleep enforce_eager sglang",
+    ),
+    (
+        "nothing of Ray or DeepSpeed is needed: mpirun starts the ranks",
+        "ray deepspeed deepspeed_config ds_config num_nodes nnodes n_gpus_per_node",
+    ),
+    ("an average of the actor's weights is not in this release", "enable_ema ema_beta ema"),
+];
+
+/// What is meant by `wrong`, which is no key of the table `of`, whose keys are `known`.
+pub(super) fn elsewhere(of: &[&str], wrong: &str, known: &[&str]) -> String {
+    let word = wrong.to_lowercase().replace('-', "_");
+    let has = |words: &str| words.split(' ').any(|other| other == word);
+    if let Some((answer, _)) = ANSWERS.iter().find(|(_, words)| has(words)) {
+        return (*answer).to_string();
+    }
+    let within = |key: &str| of.iter().chain([&key]).copied().collect::<Vec<_>>().join(".");
+    let keys = keys();
+    let called_so = ALIASES.iter().filter(|(_, words)| has(words)).flat_map(|(key, _)| {
+        // Batches and epochs are of both kinds of job.
+        let of_sft = key.strip_prefix("ppo.").map(|name| format!("sft.{name}")).filter(|key| keys.contains(key));
+        std::iter::once((*key).to_string()).chain(of_sft)
+    });
+    let elsewhere = keys.iter().filter(|key| key.rsplit('.').next() == Some(&word)).cloned();
+    let mut meant: Vec<String> = called_so.collect();
+    let others: Vec<String> = elsewhere.filter(|key| !meant.contains(key)).collect();
+    meant.extend(others);
+    if meant.is_empty() {
+        meant.extend(nearest(wrong, known).map(within));
+    }
+    if meant.is_empty() {
+        let nearly = |other: &str| other.len() > 4 && edit_distance(&word, other) == 1;
+        let of = ALIASES.iter().find(|(_, words)| words.split(' ').any(nearly));
+        meant.extend(of.map(|(key, _)| (*key).to_string()));
+    }
+    if meant.is_empty() {
+        let last: Vec<&str> = keys.iter().filter_map(|key| key.rsplit('.').next()).collect();
+        let near = nearest(wrong, &last);
+        meant.extend(keys.iter().filter(|key| key.rsplit('.').next() == near).cloned());
+    }
+    match meant.as_slice() {
+        [] => format!("known here: {}", known.join(", ")),
+        meant => {
+            let meant: Vec<String> = meant.iter().map(|key| format!("`{key}`")).collect();
+            format!("did you mean {}?", meant.join(" or "))
+        }
+    }
+}
+
+/// The paths of all keys.
+fn keys() -> Vec<String> {
+    fn below(table: &Table, path: &str, keys: &mut Vec<String>) {
+        for (key, value) in table {
+            let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+            match value {
+                Value::Table(inner) => below(inner, &path, keys),
+                _ => keys.push(path),
+            }
+        }
+    }
+    let mut keys = Vec::new();
+    below(&Table::try_from(Config::default()).expect("a configuration is TOML"), "", &mut keys);
+    keys
+}
+
+/// The known name within edit distance 1 + a third of its length, if any.
+pub fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
+    let near = known.iter().map(|name| (edit_distance(wrong, name), *name)).min();
+    near.filter(|(distance, name)| *distance <= 1 + name.len() / 3).map(|(_, name)| name)
+}
+
+/// Levenshtein distance by one row of the dynamic programme.
+fn edit_distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, ca) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, cb) in b.iter().enumerate() {
+            let substitute = diagonal + usize::from(ca != *cb);
+            diagonal = row[j + 1];
+            row[j + 1] = substitute.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_of_other_systems_lead_to_keys_that_there_are() {
+        let keys = keys();
+        for (key, words) in ALIASES {
+            assert!(keys.contains(&(*key).to_string()), "{key} for {words}");
+        }
+        let all: Vec<&str> = ALIASES.iter().chain(ANSWERS).flat_map(|(_, words)| words.split(' ')).collect();
+        let twice: Vec<&&str> =
+            all.iter().filter(|word| all.iter().filter(|other| other == word).count() > 1).collect();
+        assert!(twice.is_empty(), "{twice:?}");
+    }
+}
