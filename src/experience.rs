@@ -1,6 +1,7 @@
 //! The plain nouns that the stations exchange.
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 /// One row of the prompt data, ready for rollout.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -14,6 +15,15 @@ pub struct Prompt {
     pub label: String,
     /// The shard prefix or file that the row came from.
     pub source: String,
+}
+
+/// A row of the prompt data as its file has it, for reward functions.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct RowFields {
+    /// A text, or the messages before the assistant's answer; null where the shard keeps no fields.
+    pub prompt: Value,
+    /// All other fields.
+    pub columns: Map<String, Value>,
 }
 
 /// Why a response ended.

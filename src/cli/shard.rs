@@ -58,7 +58,7 @@ pub struct Args {
     #[argh(switch)]
     pub demonstrations: bool,
 
-    /// field to keep in the shard's meta lines, may be repeated
+    /// field to keep for rewards and curricula (all: every field), may be repeated
     #[argh(option)]
     pub keep_field: Vec<String>,
 

@@ -4,6 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::data::{DataConfig, LongPrompts};
 
+/// Bit of `Prompt::id` from which the number of a window's piece stands.
+pub(super) const PIECE_SHIFT: u32 = 48;
+
 /// Tokens of a row: those of its prompts, and of its responses, if it has any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RowTokens {

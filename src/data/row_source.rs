@@ -4,16 +4,13 @@ use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-use super::cut::Entry;
+use super::cut::{Entry, PIECE_SHIFT};
 use super::rows::{Part, Reading};
 use super::sources::{Prepared, Rows};
 use crate::config::data::{DataConfig, LongPrompts};
 use crate::error::{Error, Result};
 use crate::experience::Prompt;
 use crate::text::Tokenizer;
-
-/// Bit of `Prompt::id` from which the number of a window's piece stands.
-const PIECE_SHIFT: u32 = 48;
 
 /// Hands out rows in the order of the epochs. Every rank opens the same source and takes the same rows.
 #[derive(Debug)]

@@ -6,6 +6,7 @@ use super::shard::Meta;
 use super::split::{TEST, TRAIN, is_test};
 use crate::config::data::{DataConfig, SplitBy};
 use crate::error::{Error, Result};
+use crate::experience::RowFields;
 use crate::text::{Tokenizer, kind_of};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -26,6 +27,9 @@ pub struct Reading<'a> {
     pub vocabulary: usize,
 }
 
+/// In place of the names of fields that a shard keeps: all of them.
+pub const ALL_FIELDS: &str = "all";
+
 /// A row for the shard.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Encoded {
@@ -37,7 +41,7 @@ pub(super) struct Encoded {
 /// Turns rows to tokens; shared by the threads that encode.
 pub(super) struct Encoder<'a> {
     pub reading: Reading<'a>,
-    /// Fields that are kept in the shard's meta lines.
+    /// Fields that are kept in the shard's meta lines; `ALL_FIELDS` alone: all.
     pub kept: &'a [String],
 }
 
@@ -66,10 +70,12 @@ impl Encoder<'_> {
             "" => String::new(),
             key => label_text(required(&row, key)?),
         };
-        let mut fields = Map::new();
-        for field in self.kept {
-            fields.insert(field.clone(), required(&row, field)?.clone());
-        }
+        let fields = if self.kept == [ALL_FIELDS] {
+            row
+        } else {
+            let kept = self.kept.iter().map(|field| Ok((field.clone(), required(&row, field)?.clone())));
+            kept.collect::<Result<_>>()?
+        };
         Ok(Encoded { sequences, meta: Meta { label, source, fields }, split })
     }
 
@@ -171,6 +177,18 @@ impl Encoder<'_> {
         }
         Ok(sequences)
     }
+}
+
+/// The row of a prompt document as its file has it, from the fields that its shard keeps.
+pub(super) fn row_fields(mut fields: Map<String, Value>, config: &DataConfig) -> RowFields {
+    let messages = config.chat_template.then(|| fields.remove(&config.messages_key)).flatten();
+    let mut prompt = messages.or_else(|| fields.remove(&config.prompt_key)).unwrap_or_default();
+    if let Value::Array(items) = &mut prompt {
+        while items.last().is_some_and(is_assistant) {
+            items.pop();
+        }
+    }
+    RowFields { prompt, columns: fields }
 }
 
 fn is_messages(items: &[Value]) -> bool {

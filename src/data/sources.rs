@@ -3,18 +3,20 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use super::cut::{Entry, RowTokens, cut};
+use super::cut::{Entry, PIECE_SHIFT, RowTokens, cut};
 use super::encode::{refuse_parquet, shard_jsonl};
 use super::feed::{Cursor, Feed, Stratum};
 use super::hashes::Hashes;
 use super::ledger::Ledger;
-use super::rows::{Part, Reading};
+use super::rows::{ALL_FIELDS, Part, Reading, row_fields};
 use super::shard::{self, FileHash, Shard};
 use super::split::{TEST, TRAIN, describe, is_test, prompt_hash};
 use crate::comm::Group;
 use crate::config::data::{DataConfig, Order, SplitBy};
 use crate::error::{Error, Result};
+use crate::experience::RowFields;
 use crate::sys::files::xxh3;
 use serde::{Deserialize, Serialize};
 
@@ -32,7 +34,7 @@ pub(super) struct Source {
 /// The rows of a job: those that train, in order, and those that evaluate. Every rank opens the same and takes the same.
 #[derive(Debug)]
 pub struct Rows {
-    pub(super) sources: Vec<Source>,
+    pub(super) sources: Arc<[Source]>,
     pub(super) feed: Feed,
     pub(super) eval: Vec<Entry>,
 }
@@ -55,7 +57,7 @@ pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &
     let make = || -> Result<()> {
         for (name, prefix) in names(config).zip(&prepared.prefixes) {
             if is_jsonl(Path::new(name)) && Shard::open(prefix, vocabulary).is_err() {
-                shard_jsonl(reading, &[(Path::new(name), None)], kept_fields(config), prefix)?;
+                shard_jsonl(reading, &[(Path::new(name), None)], &kept_fields(reading), prefix)?;
             }
         }
         Ok(())
@@ -64,9 +66,13 @@ pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &
     Ok(prepared)
 }
 
-/// Fields of rows that the job looks at after they were sharded.
-fn kept_fields(config: &DataConfig) -> &[String] {
-    if config.order == Order::Curriculum { std::slice::from_ref(&config.curriculum_field) } else { &[] }
+/// Fields of rows that the job looks at after they were sharded: rewards are told all of a prompt's.
+fn kept_fields(Reading { config, part, .. }: Reading<'_>) -> Vec<String> {
+    match part {
+        Part::Prompt => vec![ALL_FIELDS.into()],
+        Part::Demonstration if config.order == Order::Curriculum => vec![config.curriculum_field.clone()],
+        Part::Demonstration => Vec::new(),
+    }
 }
 
 impl Prepared {
@@ -78,7 +84,7 @@ impl Prepared {
         let hashes = hashes.of(&files, group)?;
         let DataConfig { prompt_key, response_key, label_key, messages_key, chat_template, .. } = config;
         let response_key = (part == Part::Demonstration).then_some(response_key);
-        let keys = (prompt_key, response_key, label_key, messages_key, chat_template, kept_fields(config));
+        let keys = (prompt_key, response_key, label_key, messages_key, chat_template, kept_fields(reading));
         let how = format!("{} {vocabulary} {keys:?} {}", tokenizer.sha256(), describe(&config.split));
         let prefix = |name: &String| {
             let path = Path::new(name);
@@ -189,7 +195,7 @@ impl Rows {
             return Err(Error::data(format!("data.eval_split = {:?} has no rows to evaluate", config.eval_split)));
         }
         let feed = Feed::new(config, strata, seed, ledger)?;
-        Ok(Self { sources, feed, eval })
+        Ok(Self { sources: sources.into(), feed, eval })
     }
 
     fn of_lengths(config: &DataConfig, train: &[RowTokens], eval: &[RowTokens], seed: u64) -> Result<Self> {
@@ -199,7 +205,24 @@ impl Rows {
         let stratum = Stratum { entries: entries(train), rows, weight: 1.0, ..Stratum::default() };
         let ledger = Ledger { rows: train.len() as u64, ..Ledger::default() };
         let feed = Feed::new(&config, vec![stratum], seed, ledger)?;
-        Ok(Self { sources: Vec::new(), feed, eval: entries(eval) })
+        Ok(Self { sources: Arc::default(), feed, eval: entries(eval) })
+    }
+
+    /// The id of the first row of each source.
+    pub fn first_ids(&self) -> impl Iterator<Item = u64> {
+        self.sources.iter().map(|source| source.first_id)
+    }
+
+    /// Gives rows of prompts as their files have them, by `Prompt::id`; `config` is the one they were opened with.
+    pub fn lookup(&self, config: &DataConfig) -> impl Fn(u64) -> Result<RowFields> + Send + Sync + 'static {
+        let (sources, config) = (self.sources.clone(), config.clone());
+        move |id| {
+            let row = id & ((1 << PIECE_SHIFT) - 1);
+            let Some(source) = sources.iter().rfind(|source| source.first_id <= row) else {
+                return Ok(RowFields::default());
+            };
+            Ok(row_fields(source.shard.meta((row - source.first_id) as usize)?.fields, &config))
+        }
     }
 
     /// Rows (or pieces of long prompts) in an epoch.

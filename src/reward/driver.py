@@ -1,6 +1,7 @@
 """Runs a user's reward function for rlhf-hpc: JSON lines in on standard input, JSON lines out on standard output.
 
-Started as `python3 -X utf8 -c THIS SETTINGS`, SETTINGS being JSON: file, function, label_argument, memory_bytes.
+Started as `python3 -X utf8 -c THIS SETTINGS`, SETTINGS being JSON: file, function, label_argument, columns (of the
+rows), memory_bytes.
 The first line out says which function was found, or why none was; then one line out per line in.
 
 The protocol's streams are moved away from descriptors 0 and 1 before any user code runs, so that whatever the user's
@@ -133,7 +134,7 @@ def style_of(function):
     return None
 
 
-SIGNATURES = "reward_func(queries, prompts, labels, **kwargs) or f(prompts, completions, **kwargs)"
+SIGNATURES = "reward_func(queries, prompts, labels, **kwargs) or f(prompts, completions, **columns)"
 
 
 def find(module, wanted):
@@ -161,32 +162,47 @@ def find(module, wanted):
     raise Unusable(f"no function has a known signature: {SIGNATURES}")
 
 
-def columns_of(request, label_argument):
-    """What a function may ask for by name."""
+def columns_of(request, label_argument, known=()):
+    """What a function may ask for by name: our own columns, and the fields of the rows, which win."""
     columns = {
-        "prompts": request["prompts"],
-        "completions": request["responses"],
         "responses": request["responses"],
         "label": request["labels"],
         "labels": request["labels"],
         "source": request["sources"],
         "prompt_id": request["prompt_ids"],
         "prompt_tokens": request["prompt_tokens"],
-        "completion_ids": request["tokens"],
         "finish": request["finish"],
     }
+    rows = [row["columns"] for row in request["rows"]]
+    names = dict.fromkeys([*known, *(name for row in rows for name in row)])
+    columns.update((name, [row.get(name) for row in rows]) for name in names)
+    columns.update(prompts=request["prompts"], completions=request["responses"], completion_ids=request["tokens"])
     if label_argument:
         columns[label_argument] = request["labels"]
     return columns
 
 
+def as_trl(request):
+    """Prompts and completions in TRL's form: a row of messages has lists of messages for both."""
+    prompts, completions = [], []
+    for row, text, response in zip(request["rows"], request["prompts"], request["responses"]):
+        prompt = row["prompt"]
+        is_chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+        prompts.append(prompt if is_chat or isinstance(prompt, str) else text)
+        completions.append([{"role": "assistant", "content": response}] if is_chat else response)
+    return {"prompts": prompts, "completions": completions}
+
+
 EMPTY = {key: [] for key in
-         ("prompts", "responses", "labels", "sources", "prompt_ids", "prompt_tokens", "tokens", "finish")}
+         ("rows", "prompts", "responses", "labels", "sources", "prompt_ids", "prompt_tokens", "tokens", "finish")}
 
 
-def arguments(function, style, request, label_argument):
+def arguments(function, style, request, settings):
     """Positional and named arguments; raises Unusable where the function requires what nobody has."""
-    columns = columns_of(request, label_argument)
+    columns = columns_of(request, settings["label_argument"], settings["columns"])
+    known = ", ".join(columns)
+    if style == "trl":
+        columns.update(as_trl(request))
     parameters = list(inspect.signature(function).parameters.values())
     positional = []
     if style == "openrlhf":
@@ -206,9 +222,9 @@ def arguments(function, style, request, label_argument):
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in columns
                and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if missing:
-        raise Unusable(f"it requires the argument '{missing[0]}', which nothing fills; known are "
-                       f"{', '.join(columns_of(EMPTY, label_argument))}; "
-                       f"set reward.python.label_argument = \"{missing[0]}\" if it means the labels")
+        raise Unusable(f"it requires the argument '{missing[0]}', which nothing fills; known are {known}; "
+                       f"set reward.python.label_argument = \"{missing[0]}\" if it means the labels, "
+                       f"or keep the field in the shard: --keep-field {missing[0]}")
     return positional, named
 
 
@@ -266,9 +282,9 @@ def logged(value, count, name):
     return entries
 
 
-def answer(function, style, request, label_argument):
+def answer(function, style, request, settings):
     count = len(request["prompts"])
-    positional, named = arguments(function, style, request, label_argument)
+    positional, named = arguments(function, style, request, settings)
     result = function(*positional, **named)
     if inspect.isawaitable(result):
         import asyncio  # Slow to load, and seldom needed.
@@ -303,7 +319,7 @@ def load(settings):
     spec.loader.exec_module(module)
     found, function, style = find(module, settings["function"])
     try:
-        arguments(function, style, EMPTY, settings["label_argument"])
+        arguments(function, style, EMPTY, settings)
     except Unusable as error:
         raise Unusable(f"'{found}': {error}") from None
     return found, function, style
@@ -339,7 +355,7 @@ def main():
     for line in requests:
         request = json.loads(line)
         try:
-            message = answer(function, style, request, settings["label_argument"])
+            message = answer(function, style, request, settings)
         except BaseException as error:
             message = {"id": request["id"], "error": why(error)}
         reply(message)

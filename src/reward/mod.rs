@@ -8,11 +8,12 @@ pub mod rules;
 
 pub use mixture::{RewardOutput, Scored};
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use crate::config::{self, reward::RewardConfig};
 use crate::error::Result;
-use crate::experience::{Prompt, Response};
+use crate::experience::{Prompt, Response, RowFields};
 
 #[derive(Debug)]
 pub struct Reward {
@@ -32,10 +33,23 @@ enum Source {
     Python(Box<python::PythonReward>),
 }
 
+/// What Python rewards are given of a run.
+#[derive(Default)]
+pub struct RewardContext {
+    /// The row of a prompt, by its id.
+    pub rows: Option<Lookup>,
+    /// Fields that a row has besides the prompt.
+    pub columns: Vec<String>,
+    /// Where what the functions print goes; nowhere, but for errors, where there is none.
+    pub log: Option<PathBuf>,
+}
+
+pub type Lookup = Arc<dyn Fn(u64) -> Result<RowFields> + Send + Sync>;
+
 impl Reward {
     /// Checks the configuration, compiles patterns, and starts each Python file far enough to know its function. Paths
     /// are relative to `base_dir`, the job file's directory.
-    pub fn new(config: &RewardConfig, base_dir: &Path) -> Result<Self> {
+    pub fn new(config: &RewardConfig, base_dir: &Path, context: &RewardContext) -> Result<Self> {
         config.check()?;
         let mut parts: Vec<Part> = Vec::new();
         for rule in &config.rule {
@@ -44,7 +58,7 @@ impl Reward {
             parts.push(Part { name, weight: rule.weight, source });
         }
         for python in &config.python {
-            let source = python::PythonReward::new(config, python, base_dir)?;
+            let source = python::PythonReward::new(config, python, base_dir, context)?;
             let name = if python.name.is_empty() { source.function() } else { &python.name }.to_string();
             parts.push(Part { name, weight: python.weight, source: Source::Python(Box::new(source)) });
         }

@@ -5,6 +5,7 @@
 //! error that says what happened.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -14,8 +15,8 @@ use serde_json::{Map, Value, json};
 
 use crate::config::reward::{PythonConfig, RewardConfig};
 use crate::error::{Error, Result};
-use crate::experience::{Prompt, Response};
-use crate::reward::RewardOutput;
+use crate::experience::{Prompt, Response, RowFields};
+use crate::reward::{Lookup, RewardContext, RewardOutput};
 use crate::sys::process::{Broken, LineChild};
 
 const DRIVER: &str = include_str!("driver.py");
@@ -44,7 +45,6 @@ const REPLY_BYTES_MAX_EACH: usize = 1 << 14;
 const STDERR_LINES_SHOWN: usize = 12;
 
 /// A Python file's reward function and the child that runs it.
-#[derive(Debug)]
 pub struct PythonReward {
     file: PathBuf,
     interpreter: PathBuf,
@@ -57,6 +57,8 @@ pub struct PythonReward {
     function: String,
     child: Option<LineChild>,
     requests: u64,
+    rows: Option<Lookup>,
+    log: Option<PathBuf>,
 }
 
 /// The first line of a child.
@@ -76,13 +78,24 @@ struct Reply {
     extra: BTreeMap<String, Vec<Option<f64>>>,
 }
 
+impl fmt::Debug for PythonReward {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.debug_struct("PythonReward").field("file", &self.file).finish_non_exhaustive()
+    }
+}
+
 impl PythonReward {
     /// Starts a child, again where it fails, and learns which function it will call.
-    pub fn new(config: &RewardConfig, python: &PythonConfig, base_dir: &Path) -> Result<Self> {
-        let mut reward = Self::described(config, python, base_dir)?;
+    pub fn new(config: &RewardConfig, python: &PythonConfig, base_dir: &Path, context: &RewardContext) -> Result<Self> {
+        let mut reward = Self::described(config, python, base_dir, context)?;
         reward.retried(Self::start).map_err(|(message, times)| {
+            let hint = if message.contains("ModuleNotFoundError") {
+                "the interpreter lacks it: reward.python = { file = \"reward.py\", interpreter = \"venv/bin/python\" }"
+            } else {
+                "a file needs reward_func(queries, prompts, labels) or f(prompts, completions, **columns)"
+            };
             Error::usage(format!("reward.python {}: {message}", reward.file.display()))
-                .hint("a file needs reward_func(queries, prompts, labels) or f(prompts, completions, **kwargs)")
+                .hint(hint)
                 .also(&format!("see reward.start_timeout_s and reward.retries: it was started in {times}"))
         })?;
         Ok(reward)
@@ -149,9 +162,12 @@ impl PythonReward {
         if self.child.is_none() {
             self.start()?;
         }
+        let row = |prompt: &&Prompt| self.rows.as_ref().map_or(Ok(RowFields::default()), |rows| rows(prompt.id));
+        let rows: Result<Vec<RowFields>> = prompts.iter().map(row).collect();
+        let rows = rows.map_err(|error| error.to_string())?;
         let Some(child) = self.child.as_mut() else { return Err("no child process".into()) };
         self.requests += 1;
-        let request = request_line(self.requests, prompts, responses);
+        let request = request_line(self.requests, prompts, responses, &rows);
         let deadline = Instant::now() + self.timeout;
         let bytes_max = REPLY_BYTES_MAX + REPLY_BYTES_MAX_EACH * responses.len();
         let line = match child.exchange(&request, deadline, bytes_max) {
@@ -163,7 +179,12 @@ impl PythonReward {
     }
 
     /// Without a child.
-    fn described(config: &RewardConfig, python: &PythonConfig, base_dir: &Path) -> Result<Self> {
+    fn described(
+        config: &RewardConfig,
+        python: &PythonConfig,
+        base_dir: &Path,
+        context: &RewardContext,
+    ) -> Result<Self> {
         if python.file.is_empty() {
             return Err(Error::usage("reward.python names no file").hint("set reward.python = \"reward.py\""));
         }
@@ -189,6 +210,7 @@ impl PythonReward {
             "file": file_name,
             "function": python.function,
             "label_argument": python.label_argument,
+            "columns": context.columns,
             "memory_bytes": (python.memory_max_gib * 1_073_741_824.0) as u64,
         });
         Ok(Self {
@@ -202,6 +224,8 @@ impl PythonReward {
             function: String::new(),
             child: None,
             requests: 0,
+            rows: context.rows.clone(),
+            log: context.log.clone(),
         })
     }
 
@@ -216,13 +240,15 @@ impl PythonReward {
         if let Some(dir) = self.file.parent() {
             command.current_dir(dir);
         }
-        LineChild::spawn(&mut command).map_err(|e| format!("cannot start {}: {e}", self.interpreter.display()))
+        LineChild::spawn(&mut command, self.log.as_deref())
+            .map_err(|e| format!("cannot start {}: {e}", self.interpreter.display()))
     }
 }
 
-fn request_line(id: u64, prompts: &[&Prompt], responses: &[&Response]) -> Vec<u8> {
+fn request_line(id: u64, prompts: &[&Prompt], responses: &[&Response], rows: &[RowFields]) -> Vec<u8> {
     let mut request = Map::new();
     request.insert("id".into(), id.into());
+    request.insert("rows".into(), json!(rows));
     let mut column = |key: &str, values: Vec<Value>| request.insert(key.into(), values.into());
     column("prompts", prompts.iter().map(|p| p.text.as_str().into()).collect());
     column("labels", prompts.iter().map(|p| p.label.as_str().into()).collect());

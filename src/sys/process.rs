@@ -2,9 +2,11 @@
 //! a size. A child that is dismissed is asked by SIGTERM to end its descendants, then killed with its process group.
 
 use std::collections::VecDeque;
+use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -44,6 +46,8 @@ pub struct LineChild {
     line_bytes_max: Arc<AtomicUsize>,
     stderr: ChildStderr,
     stderr_tail: VecDeque<u8>,
+    /// Where all of it goes.
+    log: Option<File>,
     /// Whether its status was taken: then its id may belong to another process.
     reaped: bool,
 }
@@ -51,8 +55,9 @@ pub struct LineChild {
 impl LineChild {
     /// Starts `command` with pipes and as leader of a new process group. (A group by `posix_spawn` needs no code
     /// between fork and exec, which a process with MPI and GPU memory should not run; limits are the child's own
-    /// first act.)
-    pub fn spawn(command: &mut Command) -> io::Result<Self> {
+    /// first act.) What it writes to standard error is appended to `log`, too.
+    pub fn spawn(command: &mut Command, log: Option<&Path>) -> io::Result<Self> {
+        let log = log.map(|path| OpenOptions::new().create(true).append(true).open(path)).transpose()?;
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
         let mut child = command.spawn()?;
         let missing = || io::Error::other("a piped stream is missing");
@@ -69,7 +74,7 @@ impl LineChild {
         let most = Arc::clone(&line_bytes_max);
         thread::Builder::new().name("reward output".into()).spawn(move || read_lines(stdout, &most, &found))?;
         let (requests, stderr_tail) = (Some(requests), VecDeque::new());
-        Ok(Self { child, requests, lines, line_bytes_max, stderr, stderr_tail, reaped: false })
+        Ok(Self { child, requests, lines, line_bytes_max, stderr, stderr_tail, log, reaped: false })
     }
 
     /// Sends `request` (which brings its own end of line; empty to only listen) and returns the next line, without its
@@ -113,6 +118,10 @@ impl LineChild {
         let mut chunk = [0; 16_384];
         for _ in 0..256 {
             let Ok(n @ 1..) = self.stderr.read(&mut chunk) else { return };
+            if let Some(log) = &mut self.log {
+                // A full disk under a log ends no reward.
+                let _ = log.write_all(&chunk[..n]);
+            }
             self.stderr_tail.extend(&chunk[..n]);
             let surplus = self.stderr_tail.len().saturating_sub(STDERR_BYTES_MAX);
             self.stderr_tail.drain(..surplus);

@@ -1,20 +1,22 @@
 //! Rollout and reward of one rank's share of the prompts.
 
 use crate::comm::{Group, Stream, records};
+use crate::config::Config;
 use crate::config::rollout::RolloutConfig;
 use crate::data::PromptSource;
 use crate::device::cpu::pool::share;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::experience::{Experience, Finish, Prompt, Response};
 use crate::launch::run::Run;
 use crate::metrics::Phase;
 use crate::model::Arch;
-use crate::reward::{Reward, Scored};
+use crate::reward::{Reward, RewardContext, Scored};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{self, Engine, Hooks, Model, Stop};
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
+use std::fs;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -54,7 +56,7 @@ impl Collector {
     ) -> Result<Self> {
         let config = &run.config;
         config.rollout.check()?;
-        let reward = run.ranks.all.agree(Reward::new(&config.reward, &config.base))?;
+        let reward = run.ranks.all.agree(reward(run, &source))?;
         let mut eos = arch.eos_tokens.clone();
         eos.extend(tokenizer.eos_ids().iter().filter(|id| !arch.eos_tokens.contains(id)));
         let stop = Arc::new(Stop::new(&config.rollout, &eos));
@@ -182,6 +184,24 @@ impl Collector {
         let scored = axes.agree(self.reward.score(&prompts, &responses))?;
         records::gather(axes, &scored)
     }
+}
+
+/// The reward, which sees the rows of `source` and logs beside this rank.
+fn reward(run: &Run, source: &PromptSource) -> Result<Reward> {
+    let Config { data, reward, base, .. } = &run.config;
+    let rows = source.lookup(data);
+    let logs = run.dir.join("logs");
+    let is_logged = !run.dry_run && !reward.python.is_empty();
+    if is_logged {
+        fs::create_dir_all(&logs).map_err(|e| Error::io("create", &logs, &e))?;
+    }
+    let mut columns: Vec<String> = Vec::new();
+    for id in source.first_ids() {
+        columns.extend(rows(id)?.columns.into_iter().map(|(name, _)| name));
+    }
+    let log = is_logged.then(|| logs.join(format!("reward-rank-{}.log", run.ranks.world.rank)));
+    let context = RewardContext { rows: Some(Arc::new(rows)), columns, log };
+    Reward::new(reward, base, &context)
 }
 
 /// The prompts of `part` that this rank answers: ranks that share its matrices in the rollout answer the same.

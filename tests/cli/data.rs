@@ -20,6 +20,35 @@ fn data_is_looked_at_before_the_weights_of_a_model() {
 }
 
 #[test]
+fn a_python_reward_gets_every_field_of_jsonl_rows_and_those_that_a_shard_keeps() {
+    let fixture = Fixture::new();
+    fixture.write(
+        "reward.py",
+        "def f(prompts, completions, weight, **columns):\n    print(sorted(set(columns) - {'finish'}), prompts[0])\n    \
+         return [float(w) for w in weight]",
+    );
+    let row = |i: usize| json!({"prompt": format!("{i}+1="), "answer": i + 1, "weight": 0.5, "level": "easy"});
+    fixture.write("rows.jsonl", (0..8).map(|i| row(i).to_string() + "\n").collect::<String>());
+    let shard = ["shard", "rows.jsonl", "--tokenizer", "model", "--out", "kept", "--label-key", "answer"];
+    fixture.run(&[&shard[..], &["--keep-field", "weight"]].concat()).well();
+    let job = |prompts: &str, dir: &str| {
+        let prompts = format!("data.prompts=[\"{prompts}\"]");
+        let dir = format!("job.dir={dir}");
+        let more = ["reward.rule=[]", "reward.python=reward.py", "eval.every_steps=0", &prompts, &dir];
+        fixture.job(&with(&more))
+    };
+    for (prompts, dir, seen) in [("rows.jsonl", "a", "'level'"), ("kept", "b", "")] {
+        job(prompts, dir).well();
+        let line = String::from_utf8(fixture.read(&format!("{dir}/metrics.jsonl"))).unwrap();
+        assert!(line.lines().all(|line| line.contains("\"score_mean\":0.5")), "{line}");
+        let log = String::from_utf8(fixture.read(&format!("{dir}/logs/reward-rank-0.log"))).unwrap();
+        assert!(log.contains("+1=") && log.contains(seen) && log.contains("'level'") == (dir == "a"), "{log}");
+    }
+    fixture.run(&[&shard[..5], &["without", "--label-key", "answer"]].concat()).well();
+    job("without", "c").refused(2, &["requires the argument 'weight'", "--keep-field weight"]);
+}
+
+#[test]
 fn parquet_is_refused_by_name() {
     let fixture = Fixture::new();
     fixture.write("rows.parquet", "PAR1");

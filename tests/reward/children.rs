@@ -2,7 +2,7 @@
 
 use crate::reward::config;
 use crate::reward::python::{Job, score, scores};
-use rlhf_hpc::reward::Reward;
+use rlhf_hpc::reward::{Reward, RewardContext};
 use std::path::{Path, PathBuf};
 
 /// Leaves a daemon behind (two forks, a session of its own, and the pipe of the answers) that notes its id.
@@ -72,7 +72,8 @@ fn comes_true(what: &str, test: impl Fn() -> bool) {
 fn a_killed_trainer_leaves_no_child_behind() {
     // The trainer that this test starts and kills.
     if let Some(dir) = std::env::var_os("REWARD_TEST_DIR") {
-        let mut reward = Reward::new(&config("python = \"reward.py\""), &PathBuf::from(dir)).unwrap();
+        let mut reward =
+            Reward::new(&config("python = \"reward.py\""), &PathBuf::from(dir), &RewardContext::default()).unwrap();
         score(&mut reward).unwrap_err();
         return;
     }

@@ -1,7 +1,7 @@
 use std::path::Path;
 
 use rlhf_hpc::error::Kind;
-use rlhf_hpc::reward::{Reward, RewardOutput, mixture::mix};
+use rlhf_hpc::reward::{Reward, RewardContext, RewardOutput, mixture::mix};
 
 use crate::reward::{config, prompt, response};
 
@@ -12,7 +12,7 @@ fn says(score: Option<f32>) -> RewardOutput {
 #[test]
 fn rewards_mix_by_weight_and_each_is_logged_under_its_name() {
     let toml = "rule = [{ kind = \"number\", weight = 2.0 }, { kind = \"regex\", pattern = 'so', weight = 0.5, name = \"style\" }]";
-    let mut reward = Reward::new(&config(toml), Path::new(".")).unwrap();
+    let mut reward = Reward::new(&config(toml), Path::new("."), &RewardContext::default()).unwrap();
     let prompts = [prompt(0, "", "7"), prompt(1, "", "8")];
     let responses = [response("so 7", 1), response("so 7", 1)];
     let scored = reward.score(&prompts.each_ref(), &responses.each_ref()).unwrap();
@@ -22,7 +22,8 @@ fn rewards_mix_by_weight_and_each_is_logged_under_its_name() {
 
 #[test]
 fn rewards_of_one_name_are_told_apart() {
-    let mut reward = Reward::new(&config("rule = [\"exact\", \"exact\"]"), Path::new(".")).unwrap();
+    let mut reward =
+        Reward::new(&config("rule = [\"exact\", \"exact\"]"), Path::new("."), &RewardContext::default()).unwrap();
     let scored = reward.score(&[&prompt(0, "", "7")], &[&response("7", 1)]).unwrap();
     assert_eq!(scored[0].extra.keys().collect::<Vec<_>>(), ["exact", "exact_2"]);
     assert!(reward.score(&[], &[]).unwrap().is_empty(), "no responses need no scores");

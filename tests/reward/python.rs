@@ -1,8 +1,10 @@
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use rlhf_hpc::error::{Error, Kind, Result};
-use rlhf_hpc::experience::{Prompt, Response};
-use rlhf_hpc::reward::{Reward, Scored};
+use rlhf_hpc::experience::{Prompt, Response, RowFields};
+use rlhf_hpc::reward::{Reward, RewardContext, Scored};
+use serde_json::json;
 use tempfile::TempDir;
 
 use crate::reward::{config, prompt, response};
@@ -25,9 +27,13 @@ impl Job {
 
     /// With short pauses, and by default no second try, so that each test sees its fault once.
     pub fn reward(&self, more: &str) -> Result<Reward> {
+        self.in_run(more, &RewardContext::default())
+    }
+
+    pub fn in_run(&self, more: &str, context: &RewardContext) -> Result<Reward> {
         let python = if more.contains("python") { "" } else { "python = \"reward.py\"\n" };
         let retries = if more.contains("retries") { "" } else { "retries = 0\n" };
-        Reward::new(&config(&format!("{python}{retries}{more}")), self.dir.path())
+        Reward::new(&config(&format!("{python}{retries}{more}")), self.dir.path(), context)
     }
 
     #[track_caller]
@@ -359,7 +365,7 @@ fn files_that_cannot_be_used_are_refused_before_work_starts() {
         ("def reward_func(queries): pass", "", "not (queries, prompts, labels)"),
         ("def f(completions, images): pass", "", "requires the argument 'images'"),
         ("def f(completions:", "", "SyntaxError"),
-        ("import no_such_module", "", "ModuleNotFoundError"),
+        ("import no_such_module", "", "No module named 'no_such_module'"),
         ("raise SystemExit(4)", "", "SystemExit"),
         ("import os; os._exit(5)", "", "exit status: 5"),
         ("import time; time.sleep(1000)", "start_timeout_s = 1.0", "no answer within 1 s while loading"),
@@ -368,7 +374,10 @@ fn files_that_cannot_be_used_are_refused_before_work_starts() {
         ("", "python = { file = \"reward.py\", interpreter = \"./reward.py\" }", "cannot start"),
         ("", "python = { weight = 2.0 }", "names no file"),
     ] {
-        says(&Job::new(source).usage_error(more), &[words]);
+        let error = Job::new(source).usage_error(more);
+        says(&error, &[words]);
+        let hint = error.hint.unwrap_or_default();
+        assert_eq!(hint.contains("interpreter = \"venv/bin/python\""), source.contains("no_such_module"), "{hint}");
     }
 }
 
@@ -387,4 +396,103 @@ fn an_interpreter_that_is_something_else_is_caught() {
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
         says(&job.usage_error("python = { file = \"reward.py\", interpreter = \"./fake\" }"), &[words]);
     }
+}
+
+/// Rows of two prompts with what their files hold.
+fn rows(first: serde_json::Value, second: serde_json::Value) -> RewardContext {
+    let rows = [first, second].map(|mut row| RowFields {
+        prompt: row["prompt"].take(),
+        columns: row["columns"].as_object().cloned().unwrap_or_default(),
+    });
+    let columns = rows.iter().flat_map(|row| row.columns.keys().cloned()).collect();
+    RewardContext { rows: Some(Arc::new(move |id| Ok(rows[id as usize].clone()))), columns, log: None }
+}
+
+/// The examples of TRL's and OpenRLHF's documentation, in our words: a file, what the rows hold, the responses, the scores.
+#[test]
+fn the_examples_of_other_frameworks_run_as_they_are() {
+    let text = |prompt: &str, columns: serde_json::Value| json!({"prompt": prompt, "columns": columns});
+    let chat = |say: &str| json!({"prompt": [{"role": "user", "content": say}], "columns": {}});
+    let cases = [
+        (
+            "def punish_long(completions, **kwargs):\n    return [-float(len(c)) for c in completions]",
+            [text("a", json!({})), text("b", json!({}))],
+            ["four", "seventh"],
+            [-4.0, -7.0],
+        ),
+        (
+            "import re\ndef accuracy(completions, ground_truth, **kwargs):\n    \
+             found = [re.search(r'\\\\boxed\\{(.*?)\\}', c) for c in completions]\n    \
+             return [1.0 if m and m.group(1) == t else 0.0 for m, t in zip(found, ground_truth)]",
+            [text("a", json!({"ground_truth": "4"})), text("b", json!({"ground_truth": "5"}))],
+            ["so \\boxed{4}", "so \\boxed{7}"],
+            [1.0, 0.0],
+        ),
+        (
+            "import re\ndef shape(completions, **kwargs):\n    \
+             said = [messages[0]['content'] for messages in completions]\n    \
+             return [float(bool(re.match('<think>.*?</think><answer>.*?</answer>$', t))) for t in said]",
+            [chat("Add 1 and 2."), chat("Add 3 and 4.")],
+            ["<think>1+2</think><answer>3</answer>", "7"],
+            [1.0, 0.0],
+        ),
+        (
+            "def last_word(prompts, completions, **kwargs):\n    \
+             assert [m[-1]['role'] for m in prompts] == ['user', 'user'] and completions[0][0]['role'] == 'assistant'\n    \
+             return [float(c[0]['content'] in p[-1]['content']) for p, c in zip(prompts, completions)]",
+            [chat("say yes"), chat("say no")],
+            ["yes", "yes"],
+            [1.0, 0.0],
+        ),
+        (
+            "def reward_func(queries, prompts, labels, **kwargs):\n    \
+             rewards = [float(q.endswith(l)) for q, l in zip(queries, labels)]\n    \
+             return {'rewards': rewards, 'scores': rewards, 'extra_logs': {'level': kwargs['level']}}",
+            [text("a", json!({"level": 1})), text("b", json!({"level": 2}))],
+            ["is 2", "is 2"],
+            [1.0, 0.0],
+        ),
+    ];
+    for (source, [first, second], answers, want) in cases {
+        let mut reward = Job::new(source).in_run("", &rows(first, second)).unwrap_or_else(|e| panic!("{source}: {e}"));
+        let prompts = [prompt(0, "1+1=", "2"), prompt(1, "2+3=", "5")];
+        let responses = answers.map(|answer| response(answer, 1));
+        let scored =
+            reward.score(&prompts.each_ref(), &responses.each_ref()).unwrap_or_else(|e| panic!("{source}: {e}"));
+        assert_eq!(scores(&scored), want, "{source}");
+    }
+}
+
+#[test]
+fn a_field_that_some_rows_lack_is_none_there_and_one_that_no_row_has_is_named() {
+    let job = Job::new("def by_task(completions, task):\n    return [1.0 if t == 'math' else None for t in task]");
+    let of = |columns| json!({"prompt": "a", "columns": columns});
+    let with_rule = "python = \"reward.py\"\nrule = \"exact\"";
+    let mut reward = job.in_run(with_rule, &rows(of(json!({"task": "math"})), of(json!({})))).unwrap();
+    assert_eq!(scores(&score(&mut reward).unwrap()), [2.0, 0.0]);
+    let error = job.in_run("", &rows(of(json!({"kind": "math"})), of(json!({})))).unwrap_err();
+    says(&error, &["requires the argument 'task'", "known are", "kind", "--keep-field task"]);
+}
+
+#[test]
+fn a_function_that_the_file_imports_is_found_by_name() {
+    let job = Job::new("from judges import length");
+    std::fs::write(
+        job.path("judges.py"),
+        "def length(completions, **kwargs):\n    return [len(c) for c in completions]",
+    )
+    .unwrap();
+    assert_eq!(scores(&job.score("python = { file = \"reward.py\", function = \"length\" }").unwrap()), [1.0, 1.0]);
+}
+
+#[test]
+fn what_a_function_prints_goes_to_its_log() {
+    let job = Job::new(
+        "print('ready')\ndef f(completions, **kwargs):\n    print('asked', len(completions))\n    return [0, 0]",
+    );
+    let log = job.path("reward.log");
+    let mut reward = job.in_run("", &RewardContext { log: Some(log.clone()), ..RewardContext::default() }).unwrap();
+    score(&mut reward).unwrap();
+    drop(reward);
+    assert_eq!(std::fs::read_to_string(log).unwrap(), "ready\nasked 2\n");
 }

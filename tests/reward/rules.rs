@@ -2,14 +2,14 @@ use std::path::Path;
 
 use rlhf_hpc::config::reward::{RewardConfig, RuleKind};
 use rlhf_hpc::error::Kind;
-use rlhf_hpc::reward::Reward;
+use rlhf_hpc::reward::{Reward, RewardContext};
 
 use crate::reward::{config, prompt, response};
 
 /// The score of one response to a prompt with this label.
 #[track_caller]
 fn score(toml: &str, label: &str, text: &str) -> f32 {
-    let mut reward = Reward::new(&config(toml), Path::new(".")).unwrap();
+    let mut reward = Reward::new(&config(toml), Path::new("."), &RewardContext::default()).unwrap();
     let scored = reward.score(&[&prompt(3, "", label)], &[&response(text, 5)]).unwrap();
     scored[0].score
 }
@@ -87,7 +87,7 @@ fn label_in_a_pattern_stands_for_its_own_text() {
 #[test]
 fn length_is_full_within_its_range_and_falls_linearly_outside() {
     let rule = "rule = { kind = \"length\", tokens_min = 2, tokens_max = 6, tokens_slack = 4, wrong = -1.0 }";
-    let mut reward = Reward::new(&config(rule), Path::new(".")).unwrap();
+    let mut reward = Reward::new(&config(rule), Path::new("."), &RewardContext::default()).unwrap();
     for (tokens, want) in [(2, 1.0), (6, 1.0), (1, 0.5), (7, 0.5), (8, 0.0), (10, -1.0), (99, -1.0)] {
         let scored = reward.score(&[&prompt(0, "", "")], &[&response("", tokens)]).unwrap();
         assert_eq!(scored[0].score, want, "{tokens} tokens");
@@ -96,11 +96,11 @@ fn length_is_full_within_its_range_and_falls_linearly_outside() {
 
 #[test]
 fn a_missing_label_is_an_error_and_not_a_zero() {
-    let mut reward = Reward::new(&config("rule = \"exact\""), Path::new(".")).unwrap();
+    let mut reward = Reward::new(&config("rule = \"exact\""), Path::new("."), &RewardContext::default()).unwrap();
     let error = reward.score(&[&prompt(3, "", "")], &[&response("42", 1)]).unwrap_err();
     assert_eq!(error.kind, Kind::Data);
     assert!(error.message.contains("prompt 3") && error.hint.unwrap().contains("label_key"));
-    let mut reward = Reward::new(&config("rule = \"number\""), Path::new(".")).unwrap();
+    let mut reward = Reward::new(&config("rule = \"number\""), Path::new("."), &RewardContext::default()).unwrap();
     let error = reward.score(&[&prompt(3, "", "many")], &[&response("42", 1)]).unwrap_err();
     assert!(error.message.contains("\"many\" has no number"), "{error}");
 }
@@ -114,7 +114,7 @@ fn configurations_that_cannot_work_are_refused_by_name() {
         ("rule = { right = nan }", "reward.rule.right"),
         ("rule = { kind = \"length\", tokens_min = 9, tokens_max = 3 }", "tokens_min"),
     ] {
-        let error = Reward::new(&config(toml), Path::new("/nonexistent")).unwrap_err();
+        let error = Reward::new(&config(toml), Path::new("/nonexistent"), &RewardContext::default()).unwrap_err();
         assert_eq!(error.kind, Kind::Usage, "{toml}");
         assert!(error.message.contains(word), "{toml}: {error}");
     }
