@@ -26,8 +26,8 @@ use std::time::Instant;
 #[argh(subcommand, name = "generate")]
 #[argh(
     note = "A row has prompt (text, encoded with the tokenizer's own special tokens), messages (a list, through the chat
-template) or tokens. A result has the new tokens, their text, their log-probabilities, and finish: stop,
-length or stop_string."
+template) or tokens. A result has prompt_tokens, the new tokens, their text, their log-probabilities, and
+finish: stop, length or stop_string. logprobs and reward take such lines as they are."
 )]
 pub struct Args {
     /// a Hugging Face model directory
@@ -97,6 +97,7 @@ pub struct Args {
 
 #[derive(Serialize)]
 struct Line<'a> {
+    prompt_tokens: &'a [u32],
     tokens: &'a [u32],
     /// Null where the directory has no tokenizer.
     text: Option<&'a str>,
@@ -150,6 +151,7 @@ fn answer(
         waiting[i] = Some(response.clone());
         while let Some(response) = waiting.get_mut(next).and_then(Option::take) {
             ranks.write(&Line {
+                prompt_tokens: &requests[next].tokens,
                 tokens: &response.tokens,
                 text: tokenizer.is_some().then_some(&response.text),
                 logprobs: &response.logprobs,
@@ -223,9 +225,7 @@ fn prompt_tokens(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
     if key == "tokens" {
         return rows::tokens(row, key);
     }
-    let tokenizer = tokenizer.ok_or_else(|| {
-        Error::data(format!("the row has {key}, and the model directory no tokenizer.json")).hint("give tokens")
-    })?;
+    let tokenizer = rows::needed(tokenizer, key)?;
     if key == "prompt" {
         let text = rows::text(row, key)?;
         return if text.is_empty() { Err(Error::data("the prompt is empty")) } else { tokenizer.encode(text, true) };

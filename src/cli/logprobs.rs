@@ -1,14 +1,15 @@
 //! `rlhf-hpc logprobs`: log-probabilities of rows of tokens.
 
 use super::device::{Options, device, dtype_name};
-use super::rows;
-use super::scores::Scoring;
+use super::rows::{self, Row};
+use super::scores::{ScoredRow, Scoring};
 use crate::config::job::DeviceName;
 use crate::config::model::DTypeName;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
 use crate::model::{Arch, Head};
 use crate::ops::linear_logprob::Extra;
+use crate::text::Tokenizer;
 use argh::FromArgs;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -17,7 +18,9 @@ use std::path::PathBuf;
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "logprobs")]
 #[argh(
-    note = "A row has tokens, a list of n ids. A result has logprobs, a list of n - 1 numbers: the first token has none."
+    note = "A row has tokens, a list of n ids: then logprobs is a list of n - 1 numbers, as the first token has none. Or it has
+prompt and response (texts, the prompt encoded with the tokenizer's own special tokens), or is a line of
+generate, with prompt_tokens and tokens: then logprobs is a list of the response's, and tokens says which."
 )]
 pub struct Args {
     /// a Hugging Face model directory
@@ -47,6 +50,9 @@ pub struct Args {
 
 #[derive(Serialize)]
 struct Line<'a> {
+    /// Of a response, whose logprobs these are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tokens: Option<&'a [u32]>,
     logprobs: &'a [f32],
 }
 
@@ -63,14 +69,37 @@ pub fn run(args: &Args) -> Result<()> {
             transformer.logprobs_on_device(weights, &hidden, &row.rows, &row.targets, 1.0, Extra::Nothing)
         },
     };
-    scoring.run(|| Ok((read(args)?, ())), |ranks, (), logprobs| ranks.write(&Line { logprobs }))
+    scoring.run(
+        || Ok((read(args)?, ())),
+        |ranks, (), row, logprobs| {
+            let tokens = row.response.map(|first| &row.tokens[first..]);
+            ranks.write(&Line { tokens, logprobs })
+        },
+    )
 }
 
-fn read(args: &Args) -> Result<Vec<Vec<u32>>> {
+fn read(args: &Args) -> Result<Vec<ScoredRow>> {
     let arch = Arch::load(&args.model)?;
+    let tokenizer = Tokenizer::find(&args.model)?;
     rows::read(&args.input, |row| {
-        let tokens = rows::tokens(row, "tokens")?;
-        rows::check(&tokens, &arch)?;
-        Ok(tokens)
+        let row = scored(row, tokenizer.as_ref())?;
+        rows::check(&row.tokens, &arch)?;
+        Ok(row)
     })
+}
+
+fn scored(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<ScoredRow> {
+    let [prompt, response] = if row.contains_key("prompt_tokens") {
+        [rows::tokens(row, "prompt_tokens")?, rows::tokens(row, "tokens")?]
+    } else if row.contains_key("prompt") && !row.contains_key("tokens") {
+        let tokenizer = rows::needed(tokenizer, "prompt")?;
+        let [prompt, response] = [rows::text(row, "prompt")?, rows::text(row, "response")?];
+        [tokenizer.encode(prompt, true)?, tokenizer.encode(response, false)?]
+    } else {
+        return Ok(ScoredRow { tokens: rows::tokens(row, "tokens")?, response: None });
+    };
+    if prompt.is_empty() || response.is_empty() {
+        return Err(Error::data("prompt or response is empty, at least a token of each is needed"));
+    }
+    Ok(ScoredRow { response: Some(prompt.len()), tokens: [prompt, response].concat() })
 }

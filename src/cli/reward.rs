@@ -2,7 +2,7 @@
 
 use super::device::{Options, device, dtype_name};
 use super::rows::{self, Row};
-use super::scores::Scoring;
+use super::scores::{ScoredRow, Scoring};
 use crate::config::job::DeviceName;
 use crate::config::model::DTypeName;
 use crate::error::{Error, Result};
@@ -17,9 +17,9 @@ use std::path::PathBuf;
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "reward")]
 #[argh(
-    note = "A row has tokens, or prompt and response. A result has reward: the head's output at the last token. prompt and
-response are joined and encoded with the tokenizer's own special tokens; nothing else is added, so write the
-end token into the response where the model was trained with one."
+    note = "A row has tokens (behind prompt_tokens, where it has them), or prompt and response. A result has reward: the
+head's output at the last token. prompt and response are joined and encoded with the tokenizer's own special
+tokens; nothing else is added, so write the end token into the response where the model was trained with one."
 )]
 pub struct Args {
     /// a Hugging Face directory of a reward model
@@ -70,11 +70,11 @@ pub fn run(args: &Args) -> Result<()> {
             transformer.values_on_device(weights, &hidden, &last)
         },
     };
-    scoring.run(|| read(args), |ranks, [mean, std], reward| ranks.write(&Line { reward: (reward[0] - mean) / std }))
+    scoring.run(|| read(args), |ranks, [mean, std], _, reward| ranks.write(&Line { reward: (reward[0] - mean) / std }))
 }
 
 /// The rows, and mean and standard deviation by which rewards are normalised.
-fn read(args: &Args) -> Result<(Vec<Vec<u32>>, [f32; 2])> {
+fn read(args: &Args) -> Result<(Vec<ScoredRow>, [f32; 2])> {
     let arch = Arch::load(&args.model)?;
     let dir = args.model.display();
     if arch.head != Head::Value {
@@ -93,19 +93,18 @@ fn read(args: &Args) -> Result<(Vec<Vec<u32>>, [f32; 2])> {
     let all = rows::read(&args.input, |row| {
         let tokens = row_tokens(row, tokenizer.as_ref())?;
         rows::check(&tokens, &arch)?;
-        Ok(tokens)
+        Ok(ScoredRow { tokens, response: None })
     })?;
     Ok((all, mean_std))
 }
 
 fn row_tokens(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
     if row.contains_key("tokens") {
-        return rows::tokens(row, "tokens");
+        let prompt = if row.contains_key("prompt_tokens") { rows::tokens(row, "prompt_tokens")? } else { Vec::new() };
+        return Ok([prompt, rows::tokens(row, "tokens")?].concat());
     }
     let (prompt, response) = (rows::text(row, "prompt")?, rows::text(row, "response")?);
-    let tokenizer = tokenizer.ok_or_else(|| {
-        Error::data("the row has texts, and the model directory no tokenizer.json").hint("give tokens")
-    })?;
+    let tokenizer = rows::needed(tokenizer, "texts")?;
     if prompt.is_empty() && response.is_empty() {
         return Err(Error::data("prompt and response are empty"));
     }

@@ -4,7 +4,7 @@ use crate::data::rows::{required, token_ids};
 use crate::error::{Error, Result};
 use crate::model::Arch;
 use crate::sys::{environment, files};
-use crate::text::kind_of;
+use crate::text::{Tokenizer, kind_of};
 use serde_json::{Map, Value};
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -52,6 +52,12 @@ pub fn tokens(row: &Row, key: &str) -> Result<Vec<u32>> {
         Value::Array(items) => token_ids(key, items),
         other => Err(Error::data(format!("field {key:?} is {}, needed a list of token ids", kind_of(other)))),
     }
+}
+
+/// The tokenizer, which a row needs for its texts.
+pub fn needed<'a>(tokenizer: Option<&'a Tokenizer>, key: &str) -> Result<&'a Tokenizer> {
+    let none = || Error::data(format!("the row has {key}, and the model directory no tokenizer.json"));
+    tokenizer.ok_or_else(|| none().hint("give tokens"))
 }
 
 /// Refuses rows that the model cannot read: no tokens, tokens outside the vocabulary, more than its context.

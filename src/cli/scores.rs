@@ -18,6 +18,20 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
 
+/// A row to score: each token given those before.
+pub struct ScoredRow {
+    pub tokens: Vec<u32>,
+    /// Where the response begins that alone is scored; none: all but the first token are.
+    pub response: Option<usize>,
+}
+
+impl ScoredRow {
+    /// The first token that is scored.
+    fn first(&self) -> usize {
+        self.response.unwrap_or(1)
+    }
+}
+
 pub struct Scoring<'a> {
     pub verb: &'static str,
     pub model: &'a Path,
@@ -26,7 +40,7 @@ pub struct Scoring<'a> {
     pub options: Options,
     /// Tokens of one forward; a longer row stands alone.
     pub tokens_max: usize,
-    /// The numbers of a packed row, sequence by sequence: one from a value head, else one of each token but the first.
+    /// The numbers of a packed row, sequence by sequence: one from a value head, else one of each token that is scored.
     pub forward: fn(&InferenceModel, &PackedRow) -> Flat,
 }
 
@@ -34,47 +48,52 @@ impl Scoring<'_> {
     /// Scores the rows that `read` gives, with what `write` has to know beside the numbers of the next row.
     pub fn run<T>(
         &self,
-        read: impl FnOnce() -> Result<(Vec<Vec<u32>>, T)>,
-        write: impl Fn(&mut Ranks, &T, &[f32]) -> Result<()>,
+        read: impl FnOnce() -> Result<(Vec<ScoredRow>, T)>,
+        write: impl Fn(&mut Ranks, &T, &ScoredRow, &[f32]) -> Result<()>,
     ) -> Result<()> {
         limits::check_option("--batch-tokens", self.tokens_max, 1, TOKENS_MAX)?;
         let mut ranks = Ranks::start(self.input)?;
         let (all, beside) = ranks.agree(read())?;
         let settings = (RolloutConfig::default(), 0);
         let inference = device::open(self.verb, self.model, self.options, self.head, settings, &ranks)?;
-        self.over(&all, &inference, &mut ranks, |ranks, numbers| write(ranks, &beside, numbers))?;
+        self.over(&all, &inference, &mut ranks, |ranks, row, numbers| write(ranks, &beside, row, numbers))?;
         ranks.finish()
     }
 
     /// Scores this rank's share of the rows in order, and logs the speed; `write` takes the numbers of the next row.
     fn over(
         &self,
-        all: &[Vec<u32>],
+        all: &[ScoredRow],
         inference: &InferenceModel,
         ranks: &mut Ranks,
-        mut write: impl FnMut(&mut Ranks, &[f32]) -> Result<()>,
+        mut write: impl FnMut(&mut Ranks, &ScoredRow, &[f32]) -> Result<()>,
     ) -> Result<()> {
         let start = Instant::now();
-        let lengths: Vec<usize> = all.iter().map(Vec::len).collect();
+        let lengths: Vec<usize> = all.iter().map(|row| row.tokens.len()).collect();
         let share = ranks.share(&lengths);
         let own = &all[share.clone()];
         let mut write_batch = |(batch, found): (Range<usize>, Later)| {
             let found = found.take();
             let mut left = &found[..];
             batch.clone().zip(&own[batch]).try_for_each(|(i, row)| {
-                let (numbers, rest) = left.split_at(if self.head == Head::Value { 1 } else { row.len() - 1 });
+                let (numbers, rest) =
+                    left.split_at(if self.head == Head::Value { 1 } else { row.tokens.len() - row.first() });
                 left = rest;
                 if numbers.iter().all(|x| x.is_finite()) {
-                    return write(ranks, numbers);
+                    return write(ranks, row, numbers);
                 }
-                Err(overflow(inference, row).within(format!("{} line {}", self.input.display(), share.start + i + 1)))
+                Err(overflow(inference, &row.tokens).within(format!(
+                    "{} line {}",
+                    self.input.display(),
+                    share.start + i + 1
+                )))
             })
         };
         // The numbers of a forward are written when a GPU has the next one to compute.
         let mut before: Option<(Range<usize>, Later)> = None;
-        for batch in rows::batches(own.iter().map(Vec::len), self.tokens_max) {
+        for batch in rows::batches(own.iter().map(|row| row.tokens.len()), self.tokens_max) {
             let mut packed = PackedRow::new();
-            own[batch.clone()].iter().for_each(|row| packed.push(row, 1));
+            own[batch.clone()].iter().for_each(|row| packed.push(&row.tokens, row.first()));
             let found = (self.forward)(inference, &packed).later();
             before.replace((batch, found)).map_or(Ok(()), &mut write_batch)?;
         }

@@ -52,7 +52,9 @@ fn logprobs_names_the_row_that_it_cannot_read() {
     let long = format!("{{\"tokens\": {:?}}}", vec![1; 257]);
     let bad = [
         ("{\"tokens\": \"1 2\"}", "field \"tokens\" is a string, needed a list of token ids"),
-        ("{\"prompt\": \"a\"}", "there is no field \"tokens\"; the row has: prompt"),
+        ("{\"prompt\": \"a\"}", "there is no field \"response\"; the row has: prompt"),
+        ("{\"text\": \"a\"}", "there is no field \"tokens\"; the row has: text"),
+        ("{\"prompt_tokens\": [], \"tokens\": [1]}", "prompt or response is empty"),
         ("{\"tokens\": [-1]}", "field \"tokens\" holds -1"),
         (&long, "257 tokens, the model's max_position_embeddings is 256"),
     ];
@@ -225,11 +227,10 @@ fn generate_records_what_logprobs_gives_repeats_with_its_seed_and_decodes_and_st
     let drawn = generate(&[]);
     assert_eq!(drawn.len(), 15);
     let ids = |answer: &Value| -> Vec<u32> { floats(&answer["tokens"]).into_iter().map(|id| id as u32).collect() };
-    let whole = |i: usize| [&token_rows()[i / 3][..], &ids(&drawn[i])].concat();
-    let scored = answers(&fixture, "logprobs", "model", &rows_of(&(0..15).map(whole).collect::<Vec<_>>()), &[]);
+    let scored = answers(&fixture, "logprobs", "model", &drawn, &[]);
     for (answer, scored) in drawn.iter().zip(&scored) {
-        let (logprobs, scored, tokens) = (floats(&answer["logprobs"]), floats(&scored["logprobs"]), ids(answer));
-        assert_eq!(logprobs, scored[scored.len() - logprobs.len()..]);
+        let tokens = ids(answer);
+        assert_eq!((&scored["logprobs"], &scored["tokens"]), (&answer["logprobs"], &answer["tokens"]));
         let stopped = answer["finish"] == "stop";
         assert!(stopped || (answer["finish"] == "length" && tokens.len() == 20), "{answer}");
     }
@@ -244,6 +245,11 @@ fn generate_records_what_logprobs_gives_repeats_with_its_seed_and_decodes_and_st
     assert_eq!(by_text[0]["text"], tokenizer.decode(&ids(&by_text[0]), true).expect("text"));
     assert_eq!(free(json!({"tokens": tokenizer.encode("1+1=", true).expect("tokens")}), &[]), by_text);
     let text = by_text[0]["text"].as_str().expect("text");
+    let of_text = answers(&fixture, "logprobs", "model", &[json!({"prompt": "1+1=", "response": "12"})], &[]);
+    let tokens = ["1+1=", "12"].map(|text| tokenizer.encode(text, text == "1+1=").expect("tokens"));
+    let by_tokens = json!({"prompt_tokens": tokens[0], "tokens": tokens[1]});
+    assert_eq!(ids(&of_text[0]), tokens[1]);
+    assert_eq!(of_text, answers(&fixture, "logprobs", "model", &[by_tokens], &[]));
     let stop: String = text.chars().skip(10).take(3).collect();
     let stopped = free(json!({"prompt": "1+1="}), &["--stop", &stop]);
     assert_eq!(stopped[0]["finish"], "stop_string");
