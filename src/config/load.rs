@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
 
-/// Reads `path`, applies the overrides in order, checks every key, and makes paths absolute to the job file's folder.
+/// Reads `path`, applies the overrides in order, and checks every key. Paths of the file start from its folder, those of overrides from
+/// the current one.
 pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
     // Opening a FIFO would block until a writer opens it.
     if std::fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
@@ -21,7 +22,8 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
             .hint("give the path of a TOML job, e.g. `rlhf-hpc ppo.toml`; `rlhf-hpc --help` lists the verbs"),
         _ => Error::io("read", path, &e),
     })?;
-    let mut config = parse(&text, overrides).map_err(|e| e.within(path.display()))?;
+    let here = std::env::current_dir().map_err(|e| Error::io("find", Path::new("."), &e))?;
+    let mut config = read(&text, overrides, &here).map_err(|e| e.within(path.display()))?;
     let base =
         path.parent().filter(|p| !p.as_os_str().is_empty()).map_or_else(|| PathBuf::from("."), Path::to_path_buf);
     config.resolve_paths(&base);
@@ -30,6 +32,10 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
 
 /// `load` without a file: paths stay as they are.
 pub fn parse(text: &str, overrides: &[String]) -> Result<Config> {
+    read(text, overrides, Path::new(""))
+}
+
+fn read(text: &str, overrides: &[String], here: &Path) -> Result<Config> {
     let known = Table::try_from(Config::default()).expect("a configuration is TOML");
     let as_one_line = |e: toml::de::Error| {
         let mistake = Error::usage(e.message().replace('\n', " "));
@@ -45,7 +51,7 @@ pub fn parse(text: &str, overrides: &[String]) -> Result<Config> {
         mistakes.into_iter().map(|(place, mistake)| mistake.within(line_at(text, place))).collect();
     for item in overrides {
         let mut given = Table::new();
-        if let Err(mistake) = apply(&mut given, item).and_then(|()| apply(&mut table, item)) {
+        if let Err(mistake) = apply(&mut given, item, here).and_then(|()| apply(&mut table, item, here)) {
             mistakes.push(mistake);
             continue;
         }
@@ -119,8 +125,36 @@ fn line_at(text: &str, at: usize) -> String {
     format!("line {}: `{}`", line + 1, text.lines().nth(line).unwrap_or("").trim())
 }
 
-/// Sets `a.b.c=value`; the value is TOML, or a plain string where it does not parse as TOML.
-fn apply(table: &mut Table, item: &str) -> Result<()> {
+/// Keys whose values are paths.
+const PATHS: [&str; 8] = [
+    "job.dir",
+    "model.actor",
+    "model.reference",
+    "model.critic",
+    "data.prompts",
+    "data.split.eval_files",
+    "reward.python",
+    "reward.python.file",
+];
+
+/// The same with paths that start from `here`; of tables those of their `file`.
+fn from_here(value: Value, here: &Path) -> Value {
+    match value {
+        Value::String(path) if !path.is_empty() => Value::String(here.join(path).display().to_string()),
+        Value::Array(all) => Value::Array(all.into_iter().map(|one| from_here(one, here)).collect()),
+        Value::Table(table) => {
+            let of = |(key, value): (String, Value)| match key.as_str() {
+                "file" => (key, from_here(value, here)),
+                _ => (key, value),
+            };
+            Value::Table(table.into_iter().map(of).collect())
+        }
+        other => other,
+    }
+}
+
+/// Sets `a.b.c=value`; the value is TOML, or a plain string where it does not parse as TOML. A path starts from `here`.
+fn apply(table: &mut Table, item: &str, here: &Path) -> Result<()> {
     let Some((path, raw)) = item.split_once('=') else {
         return Err(Error::usage(format!("override `{item}` has no `=`"))
             .hint("write key.path=value, e.g. optim.actor.lr=3e-6"));
@@ -131,6 +165,7 @@ fn apply(table: &mut Table, item: &str) -> Result<()> {
         .filter(|t| t.len() == 1)
         .and_then(|mut t| t.remove("v"))
         .unwrap_or_else(|| Value::String(raw.to_string()));
+    let value = if PATHS.contains(&path.trim()) { from_here(value, here) } else { value };
     let mut keys: Vec<&str> = path.split('.').map(str::trim).collect();
     if keys.iter().any(|key| key.is_empty()) {
         return Err(

@@ -8,6 +8,7 @@ pub mod layout;
 pub mod limits;
 mod offload;
 pub mod ranks;
+mod resolved;
 pub mod run;
 pub mod run_lock;
 mod self_test;

@@ -250,6 +250,7 @@ impl Run {
         let mut numbers: Vec<f64> = values.iter().map(|(_, bytes)| *bytes).collect();
         self.ranks.all.all_reduce_max_f64(&mut numbers);
         values.iter_mut().zip(numbers).for_each(|((_, value), most)| *value = most);
+        values.extend(self.expected_of_fullest().map(|planned| (keys::MEMORY_PLANNED_BYTES, planned.taken as f64)));
         values
     }
 }
@@ -276,9 +277,10 @@ fn open_records(config: &Config, dir: &Path, all: &Group) -> Result<Recorder> {
         if *dir != config.job.dir {
             return link_prepared(&config.job.dir, dir);
         }
-        remove_leftovers(&dir.join("export"))?;
-        sys::files::write_atomic(&dir.join("config.resolved.toml"), config.to_toml().as_bytes())
+        remove_leftovers(&dir.join("export"))
     };
     all.agree(if all.rank() == 0 { begun() } else { Ok(()) })?;
-    all.agree(Recorder::open(dir, &config.metrics, all.rank(), metrics::stderr_is_terminal()))
+    let opened = Recorder::open(dir, &config.metrics, all.rank(), metrics::stderr_is_terminal());
+    let job = serde_json::to_value(config).map_err(|e| Error::fault(format!("the configuration: {e}")))?;
+    all.agree(opened.map(|recorder| recorder.of_job(job)))
 }

@@ -22,7 +22,9 @@ pub struct Curves([Vec<f64>; CURVES.len()]);
 impl Curves {
     pub fn add(&mut self, line: &Line) {
         for ((key, _), values) in CURVES.iter().zip(&mut self.0) {
-            values.extend(line.get(key));
+            // Where there is a reward, the loss says little.
+            let is_shown = *key != keys::LOSS || line.get(keys::REWARD_MEAN).is_none();
+            values.extend(line.get(key).filter(|_| is_shown));
         }
     }
 

@@ -1,10 +1,11 @@
-//! `metrics.jsonl`: one JSON object a line, a line per step and one per evaluation. It is the truth that every other
-//! record of the numbers derives from.
+//! `metrics.jsonl`: one JSON object a line, a line a step, in which the numbers of an evaluation after it stand too; one before
+//! the first step has line 0. It is the truth that every other record of the numbers derives from.
 //!
-//! A line is appended in one write, so a kill leaves at most a torn last line.
+//! A line is appended in one write, and written over in one where its evaluation comes: a kill leaves at most a torn last line.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::curves::Curves;
@@ -21,6 +22,8 @@ pub struct MetricsFile {
     path: PathBuf,
     file: File,
     seen: Seen,
+    /// Bytes of the file.
+    end: u64,
 }
 
 /// What is known of the lines of a file.
@@ -29,7 +32,8 @@ struct Seen {
     curves: Curves,
     /// Recorded steps as runs without a gap, first and last, in the order of the file.
     runs: Vec<(u64, u64)>,
-    eval_last: Option<u64>,
+    /// The last line, and where it begins.
+    last: Option<(u64, Line)>,
     /// The first damaged lines, described, and how many there are.
     damaged: Vec<String>,
     damaged_count: usize,
@@ -41,15 +45,19 @@ struct Seen {
 const NAMED_MAX: usize = 4;
 
 impl Seen {
-    fn add(&mut self, line: &Line) {
-        self.curves.add(line);
-        if line.is_eval() {
-            self.eval_last = self.eval_last.max(Some(line.step));
-            return;
+    /// Adds a line that begins at byte `at`.
+    fn add(&mut self, line: Line, at: u64) {
+        self.curves.add(&line);
+        if line.is_of_step() {
+            self.add_step(line.step);
         }
+        self.last = Some((at, line));
+    }
+
+    fn add_step(&mut self, step: u64) {
         match self.runs.last_mut() {
-            Some((_, last)) if line.step.checked_sub(1) == Some(*last) => *last = line.step,
-            _ => self.runs.push((line.step, line.step)),
+            Some((_, last)) if step.checked_sub(1) == Some(*last) => *last = step,
+            _ => self.runs.push((step, step)),
         }
     }
 
@@ -84,10 +92,13 @@ impl Seen {
 impl MetricsFile {
     /// Opens or creates `path`, and reads what it holds. Nothing in it changes before a line is written or cut.
     pub fn open(path: &Path) -> Result<Self> {
-        let mut metrics = Self { path: path.to_owned(), file: append_to(path)?, seen: Seen::default() };
-        for entry in entries(&read(path)?) {
+        let file = OpenOptions::new().write(true).create(true).truncate(false).open(path);
+        let file = file.map_err(|e| Error::io("write", path, &e))?;
+        let bytes = read(path)?;
+        let mut metrics = Self { path: path.to_owned(), file, seen: Seen::default(), end: bytes.len() as u64 };
+        for entry in entries(&bytes) {
             match entry.line {
-                Ok(line) => metrics.seen.add(&line),
+                Ok(line) => metrics.seen.add(line, entry.at),
                 Err(error) => metrics.seen.add_damaged(entry.number, &error.message),
             }
             metrics.seen.is_open = !entry.is_ended;
@@ -115,6 +126,10 @@ impl MetricsFile {
         &self.seen.curves
     }
 
+    pub fn step_last(&self) -> u64 {
+        self.seen.step_last()
+    }
+
     /// All lines that are whole, oldest first, read from the file.
     pub fn lines(&self) -> Result<Vec<Line>> {
         Ok(entries(&read(&self.path)?).filter_map(|entry| entry.line.ok()).collect())
@@ -129,22 +144,37 @@ impl MetricsFile {
         self.write(line)
     }
 
-    /// Appends the line of an evaluation. Where `step` already has one (a resume may repeat it), it is replaced.
-    pub fn append_eval(&mut self, line: &Line) -> Result<()> {
-        if self.seen.eval_last.is_some_and(|last| line.step <= last) && self.rewrite(u64::MAX, Some(line))? {
+    /// Puts the numbers of an evaluation into the line of its step; where there is none they have a line of their own. Those of an
+    /// earlier evaluation of the step (a resume may repeat it) are replaced.
+    pub fn append_eval(&mut self, eval: &Line) -> Result<()> {
+        let Some((at, last)) = self.seen.last.clone().filter(|(_, last)| last.step >= eval.step) else {
+            return self.write(eval);
+        };
+        if last.step == eval.step && !last.is_evaluated() && !self.is_damaged() {
+            let merged = last.with(eval);
+            self.put(&merged, at)?;
+            self.seen.curves.add(eval);
+            self.seen.last = Some((at, merged));
             return Ok(());
         }
-        self.write(line)
+        if self.rewrite(u64::MAX, Some(eval))? { Ok(()) } else { self.write(eval) }
     }
 
     fn write(&mut self, line: &Line) -> Result<()> {
         if self.is_damaged() {
             self.rewrite(u64::MAX, None)?;
         }
-        let mut text = line.to_json();
-        text.push('\n');
-        self.file.write_all(text.as_bytes()).map_err(|e| Error::io("write", &self.path, &e))?;
-        self.seen.add(line);
+        let at = self.end;
+        self.put(line, at)?;
+        self.seen.add(line.clone(), at);
+        Ok(())
+    }
+
+    /// Writes the last line, which begins at byte `at` and is no shorter than what is there.
+    fn put(&mut self, line: &Line, at: u64) -> Result<()> {
+        let text = line.to_json() + "\n";
+        self.file.write_all_at(text.as_bytes(), at).map_err(|e| Error::io("write", &self.path, &e))?;
+        self.end = at + text.len() as u64;
         Ok(())
     }
 
@@ -155,7 +185,10 @@ impl MetricsFile {
     /// Drops every line after `step`, atomically: what a resume from the checkpoint of `step` will write again. Returns the
     /// warning of steps up to there that have no line, if any.
     pub fn cut_back(&mut self, step: u64) -> Result<Option<String>> {
-        if self.is_damaged() || self.seen.step_last().max(self.seen.eval_last.unwrap_or(0)) > step {
+        if self.is_damaged()
+            || self.seen.last.as_ref().is_some_and(|(_, last)| last.step > step)
+            || self.seen.step_last() > step
+        {
             self.rewrite(step, None)?;
         }
         let missing = self.seen.missing(step);
@@ -172,40 +205,34 @@ impl MetricsFile {
         }))
     }
 
-    /// Writes the file anew, line by line: of those up to `step_last`, with the evaluation `eval` in place of the one of its step.
-    /// Whether there was one. Lines that are damaged go to a file of their own.
+    /// Writes the file anew, line by line: of those up to `step_last`, with the evaluation `eval` in the line of its step. Whether
+    /// there is one. Lines that are damaged go to a file of their own.
     fn rewrite(&mut self, step_last: u64, eval: Option<&Line>) -> Result<bool> {
         let whole = read(&self.path)?;
-        let (mut seen, mut is_replaced) = (Seen::default(), false);
+        let (mut seen, mut is_replaced, mut end) = (Seen::default(), false, 0);
         let damaged_path = damaged_path(&self.path);
         let mut damaged = None;
         files::replace_with(&self.path, |out| {
-            let mut put = |text: &[u8]| {
-                let written = out.write_all(text).and_then(|()| out.write_all(b"\n"));
-                written.map_err(|e| Error::io("write", &self.path, &e))
-            };
             for entry in entries(&whole) {
                 let Ok(line) = entry.line else {
                     keep(&damaged_path, &mut damaged, entry.text)?;
                     continue;
                 };
-                match eval {
-                    Some(eval) if line.is_eval() && line.step == eval.step => {
-                        is_replaced = true;
-                        seen.add(eval);
-                        put(eval.to_json().as_bytes())?;
-                    }
-                    _ if line.step <= step_last => {
-                        seen.add(&line);
-                        put(entry.text)?;
-                    }
-                    _ => {}
+                if line.step > step_last {
+                    continue;
                 }
+                let merged = eval.filter(|eval| eval.step == line.step).map(|eval| line.with(eval));
+                is_replaced |= merged.is_some();
+                let text = merged.as_ref().map_or_else(|| entry.text.to_vec(), |merged| merged.to_json().into_bytes());
+                let text = [text, vec![b'\n']].concat();
+                out.write_all(&text).map_err(|e| Error::io("write", &self.path, &e))?;
+                seen.add(merged.unwrap_or(line), end);
+                end += text.len() as u64;
             }
             damaged.map_or(Ok(()), |file| file.sync_all().map_err(|e| Error::io("write", &damaged_path, &e)))
         })?;
-        self.file = append_to(&self.path)?;
-        self.seen = seen;
+        self.file = OpenOptions::new().write(true).open(&self.path).map_err(|e| Error::io("write", &self.path, &e))?;
+        (self.seen, self.end) = (seen, end);
         Ok(is_replaced)
     }
 
@@ -235,6 +262,8 @@ fn keep(path: &Path, file: &mut Option<File>, text: &[u8]) -> Result<()> {
 struct Entry<'a> {
     /// From 1.
     number: usize,
+    /// Its first byte.
+    at: u64,
     text: &'a [u8],
     line: Result<Line>,
     /// Whether it has a line break.
@@ -247,10 +276,15 @@ fn read(path: &Path) -> Result<Vec<u8>> {
 
 /// The lines of a file without the blank ones.
 fn entries(bytes: &[u8]) -> impl Iterator<Item = Entry<'_>> {
-    let lines = bytes.split_inclusive(|byte| *byte == b'\n').zip(1..);
-    lines.filter(|(text, _)| !text.trim_ascii().is_empty()).map(|(text, number)| {
+    let mut next = 0;
+    let lines = bytes.split_inclusive(|byte| *byte == b'\n').zip(1..).map(move |(text, number)| {
+        let at = next;
+        next += text.len() as u64;
+        (text, number, at)
+    });
+    lines.filter(|(text, ..)| !text.trim_ascii().is_empty()).map(|(text, number, at)| {
         let (text, is_ended) = text.strip_suffix(b"\n").map_or((text, false), |text| (text, true));
         let line = std::str::from_utf8(text).map_err(|e| Error::data(e.to_string())).and_then(Line::parse);
-        Entry { number, text, line, is_ended }
+        Entry { number, at, text, line, is_ended }
     })
 }

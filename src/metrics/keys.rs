@@ -63,7 +63,7 @@ table! {
     CHOSEN_REWARD_MEAN = "chosen_reward_mean", "reward", One, "Mean reward of the chosen responses.";
     REJECTED_REWARD_MEAN = "rejected_reward_mean", "reward", One, "Mean reward of the rejected responses.";
 
-    LOSS = "loss", "loss", Nats, "The loss of a job that has only one (sft, reward_model, dpo, kto, distill).";
+    LOSS = "loss", "loss", Nats, "The loss that model.actor learns by: of the step's updates the mean.";
     POLICY_LOSS = "policy_loss", "loss", One, "Policy loss of a minibatch, as ppo.aggregation divides it; mean over the step's updates.";
     VALUE_LOSS = "value_loss", "loss", One,
         "Value loss of a minibatch, mean over its response tokens whatever ppo.aggregation says; mean over the step's updates.";
@@ -91,15 +91,15 @@ table! {
         "Mean over samples of the sum of the rewards: shaped, clipped, with the KL where it is in the reward.";
 
     GRAD_NORM = "grad_norm", "optim", One,
-        "Global gradient norm before the clip, of the step's one update (jobs with one model).";
+        "Global gradient norm of model.actor before the clip, mean over the step's updates: in every kind of job.";
     GRAD_NORM_ACTOR = "grad_norm_actor", "optim", One,
-        "Global gradient norm of the actor before the clip, mean over the step's updates.";
+        "The same as grad_norm, where rollouts are learned from.";
     GRAD_NORM_ACTOR_MAX = "grad_norm_actor_max", "optim", One, "The largest of the same.";
     GRAD_NORM_CRITIC = "grad_norm_critic", "optim", One,
         "Global gradient norm of the critic before the clip, mean over the step's updates.";
     GRAD_NORM_CRITIC_MAX = "grad_norm_critic_max", "optim", One, "The largest of the same.";
-    LR = "lr", "optim", One, "Learning rate of the step's one update (jobs with one model).";
-    LR_ACTOR = "lr_actor", "optim", One, "Learning rate of the actor, mean over the step's updates.";
+    LR = "lr", "optim", One, "Learning rate of model.actor, mean over the step's updates: in every kind of job.";
+    LR_ACTOR = "lr_actor", "optim", One, "The same as lr, where rollouts are learned from.";
     LR_CRITIC = "lr_critic", "optim", One, "Learning rate of the critic, mean over the step's updates.";
 
     SAMPLES = "samples", "rollout", Count, "Samples that this step learned from.";
@@ -139,6 +139,8 @@ table! {
         "Weights that a rank received between the layouts of training and rollout; of the rank with the most.";
     MEMORY_START_BYTES = "memory_start_bytes", "memory", Bytes,
         "Resident memory of the largest rank just before its models, with tokenizer and data open: what `plan` does not count.";
+    MEMORY_PLANNED_BYTES = "memory_planned_bytes", "memory", Bytes,
+        "What the plan expects the fullest rank to take, as banner and end say it: compare memory_peak_bytes - memory_start_bytes.";
     MEMORY_PEAK_BYTES = "memory_peak_bytes", "memory", Bytes,
         "Peak memory of the largest rank since the checks of the start: resident on a CPU; with job.device = \"gpu\", in use of its \
          GPU.";

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 const NONFINITE: &str = "nonfinite";
 
-/// One line: the numbers of a step, or of an evaluation after it.
+/// One line: the numbers of a step, and of an evaluation after it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Line {
     pub step: u64,
@@ -38,8 +38,21 @@ impl Line {
         self.values.iter().find(|(known, _)| known == key).map(|&(_, value)| value)
     }
 
-    pub fn is_eval(&self) -> bool {
+    /// Whether it holds more than an evaluation.
+    pub fn is_of_step(&self) -> bool {
+        self.values.is_empty() || self.values.iter().any(|(key, _)| !keys::is_eval(key))
+    }
+
+    pub fn is_evaluated(&self) -> bool {
         self.values.iter().any(|(key, _)| keys::is_eval(key))
+    }
+
+    /// The same line with the numbers of an evaluation, in place of those that it has.
+    #[must_use]
+    pub fn with(&self, eval: &Self) -> Self {
+        let own = self.values.iter().filter(|(key, _)| !keys::is_eval(key));
+        let all: Vec<(&str, f64)> = own.chain(&eval.values).map(|(key, value)| (key.as_str(), *value)).collect();
+        Self::new(self.step, self.time_unix_s, &all)
     }
 
     pub fn to_json(&self) -> String {

@@ -1,6 +1,5 @@
 //! The owner of all records: rank 0 writes and shows, other ranks have a silent recorder with the same methods.
 
-use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -17,11 +16,14 @@ use crate::config::metrics::MetricsConfig;
 use crate::error::{Error, Result};
 use crate::experience::Experience;
 use crate::sys::files;
+use serde_json::Value;
 
 /// Records and shows a run. Every rank has one and calls it alike.
 #[derive(Debug)]
 pub struct Recorder {
     config: MetricsConfig,
+    /// The whole job, which TensorBoard shows.
+    job: Value,
     live: Option<Box<Live>>,
 }
 
@@ -47,7 +49,7 @@ impl Recorder {
     }
 
     pub fn silent(config: &MetricsConfig) -> Self {
-        Self { config: config.clone(), live: None }
+        Self { config: config.clone(), job: Value::Null, live: None }
     }
 
     /// Opens the records as rank 0 does, showing on `terminal`.
@@ -60,7 +62,14 @@ impl Recorder {
             terminal.warn(&damage);
         }
         let live = Live { metrics, events: None, rollouts, terminal, run_dir: run_dir.to_owned() };
-        Ok(Self { config: config.clone(), live: Some(Box::new(live)) })
+        Ok(Self { config: config.clone(), job: Value::Null, live: Some(Box::new(live)) })
+    }
+
+    /// Shows the keys of a job beside its numbers.
+    #[must_use]
+    pub fn of_job(mut self, job: Value) -> Self {
+        self.job = job;
+        self
     }
 
     /// Removes every record after `step`: a run that resumes from the checkpoint of that step writes them again. A run
@@ -72,7 +81,7 @@ impl Recorder {
         }
         live.rollouts.cut_back(step)?;
         live.events = None;
-        live.begin_events(&self.config, step)
+        live.begin_events(&self.config, &self.job, step)
     }
 
     /// Shows the rows of the start: [`Terminal::banner`].
@@ -111,7 +120,7 @@ impl Recorder {
         let values: Vec<(&str, f64)> = values.iter().map(|(key, value)| (key.as_ref(), *value)).collect();
         let line = Line::new(step, now_unix_s(), &values);
         live.warn_of_nonfinite(&line);
-        live.begin_events(&self.config, u64::MAX)?;
+        live.begin_events(&self.config, &self.job, u64::MAX)?;
         append(&mut live.metrics, &line)?;
         show(&live.terminal, &line, live.metrics.curves());
         live.events.as_mut().map_or(Ok(()), |events| events.append(&line))
@@ -125,9 +134,11 @@ impl Recorder {
         }
         let shown = &batch[..batch.len().min(self.config.samples_count)];
         live.terminal.samples(step, shown);
-        let text = markdown(shown);
-        live.begin_events(&self.config, u64::MAX)?;
-        live.events.as_mut().map_or(Ok(()), |events| events.append_text(now_unix_s(), step, "rollout/samples", &text))
+        live.begin_events(&self.config, &self.job, u64::MAX)?;
+        let Some(events) = &mut live.events else { return Ok(()) };
+        (1..).zip(shown).try_for_each(|(i, sample)| {
+            events.append_text(now_unix_s(), step, &format!("samples/{i}"), &markdown(sample))
+        })
     }
 
     pub fn rollouts(&mut self, step: u64, batch: &[Experience], seed: u64, config_hash: &str) -> Result<()> {
@@ -164,10 +175,15 @@ impl Recorder {
 
 impl Live {
     /// Makes the events file of this start, where there is to be one and is none yet: what is shown up to `step_last` stays.
-    fn begin_events(&mut self, config: &MetricsConfig, step_last: u64) -> Result<()> {
+    fn begin_events(&mut self, config: &MetricsConfig, job: &Value, step_last: u64) -> Result<()> {
         if config.tensorboard && self.events.is_none() {
             let lines = self.metrics.lines()?;
-            self.events = Some(EventsFile::create(&self.run_dir, &lines, step_last, now_unix_s())?);
+            let now = now_unix_s();
+            let mut events = EventsFile::create(&self.run_dir, job, &lines, step_last, now)?;
+            if let Ok(text) = toml::to_string(job) {
+                events.append_text(now, step_last.min(self.metrics.step_last()), "job/config", &indented(&text))?;
+            }
+            self.events = Some(events);
         }
         Ok(())
     }
@@ -179,15 +195,15 @@ impl Live {
     }
 }
 
-/// Samples for TensorBoard: indented, so that markdown takes the text as it is.
-fn markdown(samples: &[Experience]) -> String {
-    let mut out = String::new();
-    for sample in samples {
-        let prompt = display::one_line(&sample.prompt.text);
-        let response = display::one_line(&sample.response.text);
-        let _ = writeln!(out, "score {}\n\n    {prompt}\n\n    {response}\n", sample.score);
-    }
-    out
+/// A sample for TensorBoard.
+fn markdown(Experience { prompt, response, score, .. }: &Experience) -> String {
+    let [prompt, response] = [&prompt.text, &response.text].map(|text| indented(text));
+    format!("score {score}\n\nprompt\n\n{prompt}\n\nresponse\n\n{response}\n")
+}
+
+/// Indented, so that markdown takes the text as it is, without control characters.
+fn indented(text: &str) -> String {
+    text.lines().map(|line| format!("    {}\n", display::one_line(line))).collect()
 }
 
 fn now_unix_s() -> f64 {

@@ -17,14 +17,21 @@ use super::jsonl::Line;
 use super::keys;
 use crate::error::{Error, Result};
 use crate::sys::{files, host};
+use serde_json::Value;
 
 const PREFIX: &str = "events.out.tfevents.";
 
 /// The section of keys that are not in the table.
 const OTHER_SECTION: &str = "extra";
 
+/// `reward/mean` of `reward_mean`, `time/step_s` of `time_step_s`; keys with a section of their own (`reward/style`) stay.
 pub fn tag(key: &str) -> String {
-    format!("{}/{key}", keys::find(key).map_or(OTHER_SECTION, |key| key.section))
+    let section = match keys::find(key) {
+        None if key.contains('/') => return key.to_owned(),
+        found => found.map_or(OTHER_SECTION, |key| key.section),
+    };
+    let name = key.strip_prefix(section).and_then(|rest| rest.strip_prefix('_')).unwrap_or(key);
+    format!("{section}/{name}")
 }
 
 #[derive(Debug)]
@@ -35,11 +42,12 @@ pub struct EventsFile {
 
 impl EventsFile {
     /// Begins a new events file in `directory`. `lines` are those of `metrics.jsonl`; of earlier files and of them, what is up to
-    /// `step_last` stays.
-    pub fn create(directory: &Path, lines: &[Line], step_last: u64, now_unix_s: f64) -> Result<Self> {
+    /// `step_last` stays. `config` is the job, which is shown as text and as hyperparameters.
+    pub fn create(directory: &Path, config: &Value, lines: &[Line], step_last: u64, now_unix_s: f64) -> Result<Self> {
         let old = files_in(directory)?;
         let path = directory.join(file_name(now_unix_s, &old));
         let mut content = [version(now_unix_s), session_start(now_unix_s, step_last.saturating_add(1))].concat();
+        content.extend(hparams(now_unix_s, config));
         if old.is_empty() {
             lines.iter().filter(|line| line.step <= step_last).for_each(|line| content.extend(scalars(line)));
         }
@@ -113,6 +121,42 @@ pub fn text(wall_time: f64, step: u64, tag: &str, markdown: &str) -> Vec<u8> {
     summary(wall_time, step, &Message::default().bytes(1, tag.as_bytes()).bytes(8, &tensor.0).bytes(9, &metadata.0))
 }
 
+/// Keys of a job as the hyperparameters of TensorBoard's page of that name: `Value { tag, metadata { plugin_data { plugin_name:
+/// "hparams", content: HParamsPluginData { session_start_info = 3 { map hparams = 1, start_time_secs = 5 } } } } }`, each with a
+/// `google.protobuf.Value { number_value = 2, string_value = 3, bool_value = 4 }` (tensorboard/plugins/hparams/plugin_data.proto).
+pub fn hparams(wall_time: f64, config: &Value) -> Vec<u8> {
+    let mut info = Message::default();
+    for (key, value) in flat(config) {
+        let value = match value {
+            Value::Bool(x) => Message::default().varint(4, u64::from(*x)),
+            Value::Number(x) => Message::default().f64(2, x.as_f64().unwrap_or(f64::NAN)),
+            Value::String(x) => Message::default().bytes(3, x.as_bytes()),
+            other => Message::default().bytes(3, other.to_string().as_bytes()),
+        };
+        info = info.bytes(1, &Message::default().bytes(1, key.as_bytes()).bytes(2, &value.0).0);
+    }
+    let info = info.f64(5, wall_time);
+    let data = Message::default().varint(1, 0).bytes(3, &info.0);
+    let plugin = Message::default().bytes(1, b"hparams").bytes(2, &data.0);
+    let metadata = Message::default().bytes(1, &plugin.0);
+    summary(wall_time, 0, &Message::default().bytes(1, b"_hparams_/session_start_info").bytes(9, &metadata.0))
+}
+
+/// Keys of all tables, `ppo.clip_low`, with their values.
+fn flat(config: &Value) -> Vec<(String, &Value)> {
+    let Value::Object(tables) = config else { return Vec::new() };
+    let mut all = Vec::new();
+    for (name, value) in tables {
+        match value {
+            Value::Object(_) => {
+                all.extend(flat(value).into_iter().map(|(key, value)| (format!("{name}.{key}"), value)))
+            }
+            value => all.push((name.clone(), value)),
+        }
+    }
+    all
+}
+
 fn summary(wall_time: f64, step: u64, value: &Message) -> Vec<u8> {
     record(&event(wall_time, step).bytes(5, &Message::default().bytes(1, &value.0).0))
 }
@@ -157,6 +201,10 @@ impl Message {
 
     fn bytes(self, field: u64, value: &[u8]) -> Self {
         self.key(field, 2).number(value.len() as u64).raw(value)
+    }
+
+    fn f64(self, field: u64, value: f64) -> Self {
+        self.key(field, 1).raw(&value.to_le_bytes())
     }
 
     fn f32(self, field: u64, value: f32) -> Self {

@@ -180,7 +180,11 @@ impl Terminal {
             };
             format!("{} {inked}", self.ink.dim(label))
         };
-        let field = |&(key, label): &(&str, &str)| Some((named(key, label, line.get(key)?), false));
+        let has_reward = line.get(keys::REWARD_MEAN).is_some();
+        // Where there is a reward, the loss and the gradient's norm say little.
+        let is_shown = |key: &str| !has_reward || ![keys::LOSS, keys::GRAD_NORM].contains(&key);
+        let field =
+            |&(key, label): &(&str, &str)| Some((named(key, label, line.get(key).filter(|_| is_shown(key))?), false));
         fields.extend(COLUMNS.iter().filter_map(field));
         fields.extend(phase_shares(line).map(|shares| (self.ink.dim(&shares), false)));
         fields.extend(gap(line).map(|gap| (named(keys::LOGPROB_GAP_MAX, "gap", gap), true)));

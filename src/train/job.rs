@@ -137,6 +137,7 @@ impl<J: Job> Opened<J> {
         if steps == 0 {
             return run.ranks.all.agree(Err(Error::usage("the job has no step to make: job.steps is 0")));
         }
+        run.write_resolved(steps)?;
         let shape = J::shape(&config);
         let ahead = source.ahead(shape.rows_ahead(&config)).and_then(|rows| Ok((rows, source.eval_tokens()?)));
         let (rows, eval) = run.ranks.all.agree(ahead)?;

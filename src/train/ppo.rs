@@ -280,6 +280,12 @@ fn metrics(run: &Run, step: &Step, work: &UpdateWork) -> Metrics {
     // Means over the updates, and the largest gap and norms.
     let of_updates = work.sums.means(REPORTED).into_iter();
     values.extend(named(of_updates.filter(|(key, _)| kl_in_loss || *key != keys::KL_LOSS)));
+    // What every kind of job tells of model.actor.
+    for (key, of_actor) in [(keys::LR, keys::LR_ACTOR), (keys::GRAD_NORM, keys::GRAD_NORM_ACTOR)] {
+        values.extend(
+            work.sums.means(REPORTED).into_iter().filter(|(k, _)| *k == of_actor).map(|(_, x)| (key.into(), x)),
+        );
+    }
     let rollout_s = step.phases.spent(Phase::Rollout).as_secs_f64();
     if rollout_s > 0.0 {
         let sampled: usize = work.experience.iter().map(|e| e.response.tokens.len()).sum();

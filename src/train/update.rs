@@ -30,6 +30,7 @@ const OF_CRITIC: [&str; 5] =
 
 /// What a step reports of its updates: keys, and what their sums are divided by.
 pub const REPORTED: &[(&str, &str)] = &[
+    (keys::LOSS, ACTOR_STEPS),
     (keys::POLICY_LOSS, ACTOR_STEPS),
     (keys::ENTROPY, POLICY_TOKENS),
     (keys::CLIP_RATIO, POLICY_TOKENS),

@@ -34,8 +34,8 @@ fn a_python_reward_gets_every_field_of_jsonl_rows_and_those_that_a_shard_keeps()
     let job = |prompts: &str, dir: &str| {
         let prompts = format!("data.prompts=[\"{prompts}\"]");
         let dir = format!("job.dir={dir}");
-        let more = ["reward.rule=[]", "reward.python=reward.py", "eval.every_steps=0", &prompts, &dir];
-        fixture.job(&with(&more))
+        let all = ["data.prompt_split=", "data.eval_split=", "eval.every_steps=0"];
+        fixture.job(&[&all[..], &["reward.rule=[]", "reward.python=reward.py", &prompts, &dir]].concat())
     };
     for (prompts, dir, seen) in [("rows.jsonl", "a", "'level'"), ("kept", "b", "")] {
         job(prompts, dir).well();

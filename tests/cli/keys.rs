@@ -2,6 +2,8 @@
 
 use super::command;
 use super::fixture::Fixture;
+use rlhf_hpc::error::format_bytes;
+use serde_json::Value;
 
 #[test]
 fn a_job_file_that_cannot_be_read_is_named() {
@@ -290,6 +292,33 @@ fn what_a_killed_export_left_is_removed_by_the_next_start_and_the_export_before_
 }
 
 #[test]
+fn the_resolved_job_runs_as_the_one_that_it_was_made_of_and_leaves_nothing_open() {
+    let fixture = Fixture::new();
+    let job = fixture.job(&["ppo.loss=gspo", "job.steps=2"]).well();
+    let resolved = fixture.text("run/config.resolved.toml");
+    assert!(!resolved.contains("\"auto\""), "{resolved}");
+    for line in
+        ["threads = 1", "aggregation = \"sequence\"", "old_logprobs = \"rollout\"", "zero = 1", "collectives = \"mpi\""]
+    {
+        assert!(resolved.lines().any(|written| written == line), "no {line} in\n{resolved}");
+    }
+    let [reference, actor] = ["reference", "actor"].map(|key| {
+        let line = resolved.lines().find_map(|line| line.strip_prefix(&format!("{key} = ")));
+        line.expect("a model").to_string()
+    });
+    assert_eq!(reference, actor);
+    fixture.run(&["run/config.resolved.toml", "job.dir=again"]).well();
+    assert_eq!(fixture.read("run/export/model.safetensors"), fixture.read("again/export/model.safetensors"));
+    // One figure is the planned memory: in the banner, at the end, and in each line.
+    let lines = fixture.text("run/metrics.jsonl");
+    let lines = lines.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
+    let planned: Vec<String> =
+        lines.filter_map(|line| line["memory_planned_bytes"].as_u64()).map(format_bytes).collect();
+    let said = job.stderr.lines().filter(|line| line.contains(&format!(" {} planned per rank", planned[0])));
+    assert_eq!((planned.len(), said.count(), &planned[0]), (2, 2, &planned[1]), "{}", job.stderr);
+}
+
+#[test]
 fn paths_start_from_the_folder_of_the_job_file() {
     let fixture = Fixture::new();
     let elsewhere = tempfile::tempdir().unwrap();
@@ -297,4 +326,11 @@ fn paths_start_from_the_folder_of_the_job_file() {
     command::run(elsewhere.path(), &[job.to_str().unwrap(), "job.steps=1"]).well();
     assert!(fixture.path("run/config.resolved.toml").exists());
     assert_eq!(std::fs::read_dir(elsewhere.path()).unwrap().count(), 0);
+    // Those of the command line start from the current folder.
+    std::fs::create_dir(elsewhere.path().join("data")).unwrap();
+    std::fs::copy(fixture.path("rows.jsonl"), elsewhere.path().join("data/rows.jsonl")).unwrap();
+    let prompts = ["data.prompts=[\"data/rows.jsonl\"]", "data.prompt_split=", "data.eval_split="];
+    let line = [&[job.to_str().unwrap(), "job.steps=1", "job.dir=here"], &prompts[..]].concat();
+    command::run(elsewhere.path(), &line).well();
+    assert!(elsewhere.path().join("here/config.resolved.toml").exists());
 }

@@ -147,7 +147,7 @@ fn cutting_back_drops_later_lines_and_leaves_the_others_byte_for_byte() {
 }
 
 #[test]
-fn a_step_is_recorded_once_and_a_repeated_evaluation_replaces() {
+fn a_step_has_one_line_with_its_evaluation_and_a_repeated_one_replaces() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
     let mut file = MetricsFile::open(&path).unwrap();
@@ -157,7 +157,14 @@ fn a_step_is_recorded_once_and_a_repeated_evaluation_replaces() {
     assert!(error.kind == Kind::Fault && error.message.contains("step 1"), "{error}");
     file.append_eval(&Line::new(1, 0.0, &[("eval_loss", 2.0)])).unwrap();
     file.append_eval(&Line::new(1, 0.0, &[("eval_loss", 1.0)])).unwrap();
-    let lines = MetricsFile::open(&path).unwrap();
-    let losses: Vec<_> = lines.lines().unwrap().iter().map(|l| l.get("eval_loss")).collect();
-    assert_eq!(losses, [Some(3.0), None, Some(1.0)]);
+    file.append(&line(2)).unwrap();
+    file.append_eval(&Line::new(0, 0.0, &[("eval_loss", 4.0), ("eval_accuracy", 0.5)])).unwrap();
+    file.append_eval(&Line::new(2, 0.0, &[("eval_loss", 0.5)])).unwrap();
+    file.append(&line(3)).unwrap();
+    let lines = MetricsFile::open(&path).unwrap().lines().unwrap();
+    let losses: Vec<_> = lines.iter().map(|line| (line.step, line.get("eval_loss"))).collect();
+    assert_eq!(losses, [(0, Some(4.0)), (1, Some(1.0)), (2, Some(0.5)), (3, None)]);
+    let numbers: Vec<_> =
+        lines[1..].iter().zip(1..).map(|(now, step)| (now.get("loss"), line(step).get("loss"))).collect();
+    assert!(numbers.iter().all(|(now, then)| now == then && now.is_some()), "{numbers:?}");
 }

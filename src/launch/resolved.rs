@@ -1,0 +1,45 @@
+//! `config.resolved.toml`: the job with what was chosen for it, so that the file alone says what ran.
+
+use super::run::Run;
+use crate::config::Config;
+use crate::config::job::Collectives;
+use crate::config::mesh::{Auto, Offload};
+use crate::config::ppo::OldLogprobs;
+use crate::device::Device;
+use crate::device::cpu::pool::pool;
+use crate::error::Result;
+use crate::sys::files::write_atomic;
+
+impl Run {
+    /// Writes it in the directory of a run of `steps` steps; a dry run has none. All ranks call this.
+    pub fn write_resolved(&self, steps: u64) -> Result<()> {
+        let is_writer = self.ranks.all.rank() == 0 && !self.dry_run;
+        let write = || write_atomic(&self.dir.join("config.resolved.toml"), self.resolved(steps).to_toml().as_bytes());
+        self.ranks.all.agree(if is_writer { write() } else { Ok(()) })
+    }
+
+    /// Values in place of "auto", and of defaults that mean the value of another key.
+    fn resolved(&self, steps: u64) -> Config {
+        let (mut config, layout) = (self.config.clone(), *self.ranks.layout());
+        (config.job.steps, config.job.threads) = (steps, pool().threads());
+        if self.device == Device::Cpu {
+            config.job.collectives = Collectives::Mpi;
+        }
+        config.model.reference = config.model.reference_dir().to_path_buf();
+        config.model.critic = config.model.critic_dir().to_path_buf();
+        config.ppo.aggregation = config.ppo.aggregation_in_force();
+        let is_recomputed = self.recomputes_old_logprobs();
+        config.ppo.old_logprobs = if is_recomputed { OldLogprobs::Recompute } else { OldLogprobs::Rollout };
+        let mesh = &mut config.mesh;
+        (mesh.pipeline, mesh.sequence) = (Auto::Is(layout.mesh.pipeline), Auto::Is(layout.mesh.sequence));
+        (mesh.tensor, mesh.zero) = (Auto::Is(layout.mesh.tensor), Auto::Is(layout.zero));
+        config.rollout.tensor = Auto::Is(layout.rollout_tensor);
+        // Parts of a placement may have data axes of different sizes.
+        if self.ranks.placements.len() == 1 {
+            (mesh.data, config.rollout.data) = (Auto::Is(layout.mesh.data), Auto::Is(layout.rollout_data()));
+        }
+        let waits = [(layout.swap.optimizer, Offload::Optimizer), (layout.swap.roles, Offload::Roles)];
+        mesh.offload = waits.into_iter().filter(|(does, _)| *does).map(|(_, what)| what).collect();
+        config
+    }
+}
