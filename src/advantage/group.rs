@@ -46,3 +46,15 @@ pub fn shape(estimator: Estimator, scores: &mut [f64], samples: &[Experience]) -
     }
     Ok(())
 }
+
+/// Share of prompts with several samples whose scores are all equal; none where no prompt has several.
+pub fn equal_ratio(scores: &[f64], samples: &[Experience]) -> Option<f64> {
+    let (mut groups, mut equal, mut start) = (0, 0, 0);
+    for group in samples.chunk_by(|a, b| a.response.prompt == b.response.prompt) {
+        let own = &scores[start..start + group.len()];
+        start += group.len();
+        groups += usize::from(own.len() > 1);
+        equal += usize::from(own.len() > 1 && own.iter().all(|score| *score == own[0]));
+    }
+    (groups > 0).then(|| equal as f64 / groups as f64)
+}

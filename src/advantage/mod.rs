@@ -23,6 +23,10 @@ pub struct AdvantageStats {
     /// Scores after running normalisation and length penalties, before group shaping, clipping and KL.
     pub reward_mean: f64,
     pub reward_std: f64,
+    /// Share of samples whose shaped score the clip has changed.
+    pub clipped_ratio: f64,
+    /// Share of prompts with several samples of which all have the same score; none where each has one.
+    pub equal_groups_ratio: Option<f64>,
     /// Mean KL per token against the reference, by the configured estimator.
     pub kl_mean: f64,
     /// Mean sum of a sample's per-token rewards: shaped, clipped, with KL where it is in the reward.
@@ -69,18 +73,28 @@ pub fn compute_step(
     scores::penalize_overlong(config, &mut scores, samples)?;
     scores::shape_truncated(config, &mut scores, samples);
     let (reward_mean, reward_std) = whitening::moments(scores.iter().copied());
+    let equal_groups_ratio = group::equal_ratio(&scores, samples);
     if config.advantage.is_grouped() {
         group::shape(config.advantage, &mut scores, samples)?;
     }
     let [low, high] = config.reward_clip.map(f64::from);
+    let clipped = scores.iter().filter(|score| **score < low || **score > high).count();
+    let clipped_ratio = clipped as f64 / samples.len().max(1) as f64;
     let beta = if config.kl_in == KlIn::Reward { f64::from(state.kl.beta) } else { 0.0 };
     for (sample, score) in samples.iter_mut().zip(scores) {
         kl::fill(config.kl_estimator, sample);
         scores::place(beta, score.clamp(low, high), sample);
         estimate(config, sample);
     }
-    let stats =
-        finish(config, samples, AdvantageStats { score_mean, reward_mean, reward_std, ..AdvantageStats::default() });
+    let known = AdvantageStats {
+        score_mean,
+        reward_mean,
+        reward_std,
+        clipped_ratio,
+        equal_groups_ratio,
+        ..AdvantageStats::default()
+    };
+    let stats = finish(config, samples, known);
     state.kl.update(stats.kl_mean, samples.len());
     Ok(stats)
 }

@@ -47,7 +47,7 @@ pub use words::nearest;
 use crate::error::{Error, Result};
 use job::{DeviceName, EvalConfig, Gemm, GradientConfig, JobConfig, JobKind, SftConfig};
 use model::DTypeName;
-use ppo::KlIn;
+use ppo::{Estimator, KlIn, PolicyLossKind};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -165,6 +165,25 @@ impl Config {
             reward.timeout_s, reward.retries
         );
         (raised, (given < answers).then_some(why))
+    }
+
+    /// The method by the name that the field has for it.
+    pub fn method(&self) -> String {
+        if self.job.kind != JobKind::Ppo {
+            return name(&self.job.kind).to_uppercase();
+        }
+        let of_estimator = match self.ppo.advantage {
+            Estimator::Gae => "PPO",
+            Estimator::ReinforcePp => "REINFORCE++",
+            Estimator::ReinforcePpBaseline => "REINFORCE++-baseline",
+            Estimator::Rloo => "RLOO",
+            Estimator::Grpo => "GRPO",
+            Estimator::DrGrpo => "Dr. GRPO",
+        };
+        match self.ppo.loss {
+            PolicyLossKind::Clip => of_estimator.to_string(),
+            other => format!("{of_estimator} with the {} loss", name(&other).to_uppercase()),
+        }
     }
 
     /// Whether a reference model is loaded: not where no KL is asked for and none is named.

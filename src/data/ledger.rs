@@ -25,7 +25,7 @@ pub struct Windowed {
     pub pieces: u64,
 }
 
-/// What became of the rows: `rows = trained + truncated.rows + filtered + deferred`, always.
+/// What became of the rows: `rows = trained + truncated.rows + held_out + filtered + deferred`, always.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ledger {
@@ -34,6 +34,8 @@ pub struct Ledger {
     pub trained: u64,
     /// Rows handed out after a cut.
     pub truncated: Truncated,
+    /// Rows that evaluate, and never train.
+    pub held_out: u64,
     /// Rows that will never be handed out, by the rule that took them out.
     pub filtered: BTreeMap<String, u64>,
     /// Rows that were not handed out yet.
@@ -52,7 +54,7 @@ impl Ledger {
     }
 
     pub fn accounted(&self) -> u64 {
-        self.trained + self.truncated.rows + self.filtered.values().sum::<u64>() + self.deferred
+        self.trained + self.truncated.rows + self.held_out + self.filtered.values().sum::<u64>() + self.deferred
     }
 
     pub fn check(&self) -> Result<()> {
@@ -74,6 +76,7 @@ impl fmt::Display for Ledger {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} rows: {} trained", self.rows, self.trained)?;
         write!(f, ", {} truncated by {} tokens", self.truncated.rows, self.truncated.tokens)?;
+        write!(f, ", {} held out", self.held_out)?;
         write!(f, ", {} filtered", self.filtered.values().sum::<u64>())?;
         if !self.filtered.is_empty() {
             let rules: Vec<String> = self.filtered.iter().map(|(rule, rows)| format!("{rule} {rows}")).collect();

@@ -17,8 +17,10 @@ use crate::comm::Group;
 use crate::config::data::{DataConfig, Order, SplitBy};
 use crate::error::{Error, Result};
 use crate::experience::RowFields;
-use crate::sys::files::xxh3;
+use crate::sys::files::{self, xxh3};
 use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::io::Write;
 
 /// An open entry of `data.prompts` or `data.split.eval_files`.
 #[derive(Debug)]
@@ -37,7 +39,11 @@ pub struct Rows {
     pub(super) sources: Arc<[Source]>,
     pub(super) feed: Feed,
     pub(super) eval: Vec<Entry>,
+    filtered: Vec<Filtered>,
 }
+
+/// A document that is never handed out, by its source's number, and the rule that took it out.
+type Filtered = (usize, u64, &'static str);
 
 /// The shards of a job's sources.
 #[derive(Clone, Debug)]
@@ -155,7 +161,8 @@ impl Rows {
         }
         let sources = open_sources(reading, prepared)?;
         let mut ledger = Ledger { rows: sources.iter().map(|s| s.shard.documents() as u64).sum(), ..Ledger::default() };
-        let [train, evaluated] = select(config, &sources, &mut ledger)?;
+        let mut filtered = Vec::new();
+        let [train, evaluated] = select(config, &sources, &mut filtered)?;
 
         let mut strata = Vec::new();
         for (s, source) in sources.iter().enumerate().filter(|(_, source)| source.split != Some(TEST)) {
@@ -173,7 +180,7 @@ impl Rows {
                             stratum.rows.push(stratum.entries.len() as u32);
                             stratum.entries.extend(entries);
                         }
-                        Err(rule) => ledger.filter(rule, 1),
+                        Err(rule) => filtered.push((s, document, rule)),
                     }
                 }
             }
@@ -182,20 +189,22 @@ impl Rows {
         for (s, source) in sources.iter().enumerate() {
             for &document in &evaluated[s] {
                 match entries_of(reading, s, source, document)? {
-                    Ok(entries) => eval.extend(entries),
-                    Err(_) => ledger.filter("eval_split_too_long", 1),
+                    Ok(entries) => {
+                        ledger.held_out += 1;
+                        eval.extend(entries);
+                    }
+                    Err(_) => filtered.push((s, document, "eval_split_too_long")),
                 }
             }
         }
-        let too_long = ledger.filtered.get("eval_split_too_long").copied().unwrap_or(0);
-        if let Some(rows) = ledger.filtered.get_mut("eval_split") {
-            *rows -= too_long;
+        for (_, _, rule) in &filtered {
+            ledger.filter(rule, 1);
         }
         if eval.is_empty() && !config.eval_split.is_empty() {
             return Err(Error::data(format!("data.eval_split = {:?} has no rows to evaluate", config.eval_split)));
         }
         let feed = Feed::new(config, strata, seed, ledger)?;
-        Ok(Self { sources: sources.into(), feed, eval })
+        Ok(Self { sources: sources.into(), feed, eval, filtered })
     }
 
     fn of_lengths(config: &DataConfig, train: &[RowTokens], eval: &[RowTokens], seed: u64) -> Result<Self> {
@@ -205,7 +214,18 @@ impl Rows {
         let stratum = Stratum { entries: entries(train), rows, weight: 1.0, ..Stratum::default() };
         let ledger = Ledger { rows: train.len() as u64, ..Ledger::default() };
         let feed = Feed::new(&config, vec![stratum], seed, ledger)?;
-        Ok(Self { sources: Arc::default(), feed, eval: entries(eval) })
+        Ok(Self { sources: Arc::default(), feed, eval: entries(eval), filtered: Vec::new() })
+    }
+
+    /// Writes the filtered rows to `path`, a JSON line each: the file and line that it came from, and the rule that took it out.
+    pub fn write_filtered(&self, path: &Path) -> Result<()> {
+        files::replace_with(path, |out| {
+            self.filtered.iter().try_for_each(|(source, document, rule)| {
+                let line =
+                    json!({"source": self.sources[*source].shard.meta(*document as usize)?.source, "rule": rule});
+                writeln!(out, "{line}").map_err(|e| Error::io("write", path, &e))
+            })
+        })
     }
 
     /// The id of the first row of each source.
@@ -319,8 +339,8 @@ fn curriculum_key(config: &DataConfig, source: &Source, document: u64) -> Result
     })
 }
 
-/// The documents of each source that train, and those that evaluate; the ledger counts those that do not train.
-fn select(config: &DataConfig, sources: &[Source], ledger: &mut Ledger) -> Result<[Vec<Vec<u64>>; 2]> {
+/// The documents of each source that train, and those that evaluate; others are `filtered`.
+fn select(config: &DataConfig, sources: &[Source], filtered: &mut Vec<Filtered>) -> Result<[Vec<Vec<u64>>; 2]> {
     let splits: Vec<Vec<(String, Vec<u64>)>> =
         sources.iter().map(|source| splits_of(config, source)).collect::<Result<_>>()?;
     for (key, name) in [("prompt_split", &config.prompt_split), ("eval_split", &config.eval_split)] {
@@ -351,12 +371,13 @@ fn select(config: &DataConfig, sources: &[Source], ledger: &mut Ledger) -> Resul
         } else {
             named(s, &config.prompt_split)
         };
-        ledger.filter("eval_split", eval[s].len() as u64);
-        ledger.filter("other_split", documents - evaluates.len() as u64 - rows.len() as u64);
         let mut kept = Vec::with_capacity(rows.len());
-        for row in rows {
-            if !held_out.is_empty() && held_out.contains(&prompt_hash(&source.shard.prompt(row as usize)?, 0)) {
-                ledger.filter("same_prompt_in_eval_split", 1);
+        for row in (0..documents).filter(|row| !evaluates.contains(row)) {
+            let is_known = || Ok(held_out.contains(&prompt_hash(&source.shard.prompt(row as usize)?, 0)));
+            if rows.binary_search(&row).is_err() {
+                filtered.push((s, row, "other_split"));
+            } else if !held_out.is_empty() && is_known()? {
+                filtered.push((s, row, "same_prompt_in_eval_split"));
             } else {
                 kept.push(row);
             }

@@ -4,7 +4,6 @@ use super::gemm::GemmChoice;
 use super::gpu;
 use super::layout::{Expected, Layout, Swap, describe_zero};
 use super::run::Run;
-use crate::config;
 use crate::config::mesh::Placement;
 use crate::device::cpu::pool::pool;
 use crate::device::{self, Device};
@@ -17,6 +16,8 @@ use std::path::Path;
 pub struct Needs {
     /// Bytes that the rollouts of a step take of the disk at most.
     pub rollouts: u64,
+    /// What is learned from, and how.
+    pub about: Vec<(String, String)>,
     pub notes: Vec<(String, String)>,
 }
 
@@ -49,12 +50,12 @@ impl Run {
             let parts = parts.collect::<Vec<_>>().join(", ");
             rows.push(row("memory", format!("{} planned per rank: {parts}", format_bytes(taken))));
         }
+        rows.extend(needs.about);
         rows.extend(self.notes().into_iter().chain(needs.notes).chain(self.describe_rollouts(needs.rollouts)));
         let from = resumed_from.map_or(String::new(), |step| format!(", resumed from step {step}"));
         let (dir, seed) = (config.job.dir.display(), config.job.seed);
         rows.push(row("run", format!("{dir}, {steps} steps, seed {seed}{from}")));
-        let job = format!("{} {}", config::name(&config.job.kind), config.job.name);
-        self.recorder.banner(&job, steps, resumed_from, &rows);
+        self.recorder.banner(steps, resumed_from, &rows);
     }
 
     /// `describe` of each placement's layout; with its roles where there are several.

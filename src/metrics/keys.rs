@@ -57,6 +57,10 @@ table! {
     REWARD_MEAN = "reward_mean", "reward", One,
         "Mean over samples of the score after normalisation and length penalties, before group shaping, clip and KL.";
     REWARD_STD = "reward_std", "reward", One, "Standard deviation over samples of the same.";
+    REWARD_CLIPPED_RATIO = "reward_clipped_ratio", "reward", Ratio,
+        "Share of samples whose reward ppo.reward_clip has cut, after group shaping.";
+    EQUAL_GROUPS_RATIO = "equal_groups_ratio", "reward", Ratio,
+        "Share of prompts whose samples all have the same reward: with an estimator that compares them they teach nothing.";
     SCORE_MEAN = "score_mean", "reward", One, "Mean over samples of what the reward function returned.";
     ACCURACY = "accuracy", "reward", Ratio,
         "Share of predictions that are right: next tokens (sft), chosen above rejected (preference jobs).";

@@ -85,9 +85,9 @@ impl Recorder {
     }
 
     /// Shows the rows of the start: [`Terminal::banner`].
-    pub fn banner(&mut self, job: &str, steps: u64, resumed_from: Option<u64>, rows: &[(String, String)]) {
+    pub fn banner(&mut self, steps: u64, resumed_from: Option<u64>, rows: &[(String, String)]) {
         if let Some(live) = &mut self.live {
-            live.terminal.banner(job, steps, resumed_from, rows);
+            live.terminal.banner(steps, resumed_from, rows);
         }
     }
 
@@ -203,7 +203,8 @@ fn markdown(Experience { prompt, response, score, .. }: &Experience) -> String {
 
 /// Indented, so that markdown takes the text as it is, without control characters.
 fn indented(text: &str) -> String {
-    text.lines().map(|line| format!("    {}\n", display::one_line(line))).collect()
+    let lines: Vec<String> = text.lines().map(|line| format!("    {}", display::one_line(line))).collect();
+    lines.join("\n")
 }
 
 fn now_unix_s() -> f64 {

@@ -149,7 +149,7 @@ fn flat(config: &Value) -> Vec<(String, &Value)> {
     for (name, value) in tables {
         match value {
             Value::Object(_) => {
-                all.extend(flat(value).into_iter().map(|(key, value)| (format!("{name}.{key}"), value)))
+                all.extend(flat(value).into_iter().map(|(key, value)| (format!("{name}.{key}"), value)));
             }
             value => all.push((name.clone(), value)),
         }

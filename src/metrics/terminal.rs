@@ -101,12 +101,17 @@ impl Terminal {
         }
     }
 
-    /// The banner of a job of `steps` steps: its kind and name, and rows of labels and values.
-    pub fn banner(&mut self, job: &str, steps: u64, resumed_from: Option<u64>, rows: &[(String, String)]) {
+    /// The first line of a run: its method and its name.
+    pub fn title(&self, job: &str) {
+        let title = format!("rlhf-hpc {}", env!("CARGO_PKG_VERSION"));
+        self.print(&format!("{}  {}\n", self.ink.bold(&title), one_line(job)));
+    }
+
+    /// The banner of a job of `steps` steps: rows of labels and values.
+    pub fn banner(&mut self, steps: u64, resumed_from: Option<u64>, rows: &[(String, String)]) {
         let first = resumed_from.unwrap_or(0);
         (self.steps, self.start) = (steps, (Instant::now(), first));
-        let title = format!("rlhf-hpc {}", env!("CARGO_PKG_VERSION"));
-        let mut out = format!("{}  {}\n", self.ink.bold(&title), one_line(job));
+        let mut out = String::new();
         self.put_rows(&mut out, rows);
         out.push('\n');
         self.print(&out);

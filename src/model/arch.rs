@@ -70,10 +70,7 @@ impl Arch {
     /// # Errors
     /// `Data` where the file is missing or says something this program cannot do; `Io` where it cannot be read.
     pub fn load(dir: &Path) -> Result<Self> {
-        let config = read_object(&dir.join("config.json"))?.ok_or_else(|| {
-            let what = if dir.is_dir() { "holds no config.json" } else { "is no directory" };
-            Error::data(format!("{} {what}", dir.display())).hint("give a Hugging Face model directory")
-        })?;
+        let config = read_object(&dir.join("config.json"))?.ok_or_else(|| no_model(dir))?;
         let mut arch = Self::from_config(&config).map_err(|e| e.within(dir.display()))?;
         if let Some(generation) = read_object(&dir.join("generation_config.json"))? {
             let tokens = Reader::new(&generation).tokens("eos_token_id").map_err(|e| e.within(dir.display()))?;
@@ -209,6 +206,29 @@ impl Arch {
     pub fn kv_width(&self) -> usize {
         self.kv_heads * self.head_dim
     }
+}
+
+/// What a directory is that is no model, and what helps.
+pub(super) fn no_model(dir: &Path) -> Error {
+    let (shown, has) = (dir.display(), |name: &str| dir.join(name).exists());
+    if has("manifest.json") {
+        return Error::data(format!("{shown} is a checkpoint, no model"))
+            .hint(format!("rlhf-hpc export {shown} --out MODEL writes the model that it holds"));
+    }
+    if has("checkpoints") || has("config.resolved.toml") {
+        return Error::data(format!("{shown} is the directory of a run, no model")).hint(if has("export") {
+            format!("its model is {shown}/export")
+        } else {
+            format!("rlhf-hpc export {shown} --out MODEL writes the model of its last checkpoint")
+        });
+    }
+    if dir.is_dir() {
+        return Error::data(format!("{shown} holds no config.json")).hint("give a Hugging Face model directory");
+    }
+    let what = if dir.exists() { "is no directory" } else { "does not exist" };
+    Error::data(format!("{shown} {what}")).hint(
+        "give a Hugging Face model directory; a model of the Hub is fetched by `hf download ORG/NAME --local-dir DIR`",
+    )
 }
 
 /// The JSON object in `path`; `None` where there is no such file.

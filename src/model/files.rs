@@ -1,5 +1,6 @@
 //! The safetensors files of a model directory: found, mapped and checked before a byte of theirs is believed.
 
+use super::arch::no_model;
 use super::arch::read_object;
 use super::pack::Disk;
 use crate::error::{Error, Result};
@@ -154,6 +155,9 @@ fn weight_map<'a>(
 }
 
 fn no_safetensors(dir: &Path) -> Error {
+    if dir.join("manifest.json").is_file() {
+        return no_model(dir);
+    }
     let pickled = std::fs::read_dir(dir).ok().into_iter().flatten().flatten().find(|entry| {
         let path = entry.path();
         path.extension().is_some_and(|e| ["bin", "pt", "pth"].iter().any(|p| e.eq_ignore_ascii_case(p)))

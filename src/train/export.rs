@@ -32,8 +32,13 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
     let of = |key| peaks.iter().find(|(name, _)| *name == key).map_or(0.0, |(_, bytes)| *bytes) as u64;
     let measured = of(keys::MEMORY_PEAK_BYTES).saturating_sub(of(keys::MEMORY_START_BYTES));
     let (truncated, filtered) = (ledger.truncated.rows, ledger.filtered.values().sum());
-    let became =
-        [("trained", ledger.trained), ("truncated", truncated), ("filtered", filtered), ("deferred", ledger.deferred)];
+    let became = [
+        ("trained", ledger.trained),
+        ("truncated", truncated),
+        ("held out", ledger.held_out),
+        ("filtered", filtered),
+        ("deferred", ledger.deferred),
+    ];
     let became = became.map(|(what, rows)| format!("{} {what}", grouped(rows)));
     let mut rows = vec![("ledger".to_string(), became.join(", "))];
     if let Some(expected) = run.expected_of_fullest() {

@@ -4,6 +4,7 @@ use super::inputs::Hashed;
 use super::models::{self, JobModel, ModelSpec};
 use super::state::{self, State};
 use super::timers::Timers;
+use super::warnings::{self, Warnings};
 use super::{export, placement};
 use crate::comm::phase;
 use crate::config::Config;
@@ -14,7 +15,7 @@ use crate::launch::run::{Run, Values};
 use crate::launch::step_shape::StepShape;
 use crate::learn::{Learner, Role};
 use crate::metrics::keys::{Metrics, named};
-use crate::metrics::{Phases, keys};
+use crate::metrics::{Phases, grouped, keys};
 use crate::model::Arch;
 use crate::sys::memory;
 use crate::text::Tokenizer;
@@ -99,6 +100,10 @@ impl From<Error> for Ended {
 /// Runs a job: opens, resumes, trains, exports.
 pub fn run<J: Job>(mut run: Run) -> Result<()> {
     let mut opened = Opened::<J>::open(&mut run)?;
+    if opened.state.step >= opened.steps && !run.dry_run {
+        let (step, steps) = (opened.state.step, opened.steps);
+        run.recorder.say(&format!("already done ({step} of {steps} steps); raise job.steps to go on"));
+    }
     if run.dry_run {
         run.recorder.say("dry run: the job is ready to start");
         return Ok(());
@@ -117,6 +122,7 @@ struct Opened<J> {
     job: J,
     state: State,
     steps: u64,
+    warnings: Warnings,
     /// Names of all models that learn, of any rank.
     learned: Vec<&'static str>,
 }
@@ -129,6 +135,7 @@ impl<J: Job> Opened<J> {
         let check = |first: &Arch, model: &JobModel| J::check_models(&config, first, model);
         let models = run.ranks.all.agree(models::described(J::models(&config), &tokenizer, check))?;
         let arch = models[0].arch.clone();
+        run.recorder.say(&format!("opening the data: {}", config.data.prompts.join(", ")));
         let (prepared, hashed) = Hashed::data(run, J::Row::PART, &tokenizer, arch.vocabulary)?;
         let source = RowSource::<J::Row>::open(&config.data, &tokenizer, arch.vocabulary, &prepared, config.job.seed);
         let checked = source.and_then(|source| source.check_context(arch.context).map(|()| source));
@@ -157,8 +164,11 @@ impl<J: Job> Opened<J> {
         }
         let values = if resumed.is_some() { Values::ToRestore } else { Values::OfTheDirectory };
         run.resident_at_start = memory::resident_bytes();
+        let names: Vec<&str> = models.iter().map(|model| model.spec.role.name()).collect();
+        run.recorder.say(&format!("loading the models: {}", names.join(", ")));
         let roles = models::load(run, &models, values)?;
-        let needs = J::needs(run, &arch, &source);
+        let mut needs = J::needs(run, &arch, &source);
+        needs.about.splice(0..0, about(&config, &shape, &source, steps));
         let elements = models::learned(&models).map(|model| model.table().len()).sum();
         let export_bytes = models[0].table().len() * config.model.dtype().bytes();
         let to_restore = roles.iter().filter(|role| resumed.is_some() && learned.contains(&role.name));
@@ -173,12 +183,18 @@ impl<J: Job> Opened<J> {
             run.ranks.all.agree(restored)?;
         }
         if !run.dry_run {
+            let is_writer = run.ranks.world.rank == 0;
+            let filtered = run.dir.join("ledger.jsonl");
+            run.ranks.all.agree(if is_writer { job.rows().write_filtered(&filtered) } else { Ok(()) })?;
             let cut = run.recorder.cut_back(state.step);
             run.ranks.all.agree(cut)?;
         }
         let shown = models.iter().map(|model| (model.spec.role.name(), model.table().parameters(), &*model.spec.dir));
         run.banner(steps, resumed.map(|resumed| resumed.state.step), &shown.collect::<Vec<_>>(), needs);
-        Ok(Self { job, state, steps, learned })
+        for text in warnings::of_start(run, job.rows(), arch.context) {
+            run.recorder.warn(&text);
+        }
+        Ok(Self { job, state, steps, learned, warnings: Warnings::default() })
     }
 
     fn train(&mut self, run: &mut Run) -> Result<()> {
@@ -207,6 +223,9 @@ impl<J: Job> Opened<J> {
             };
             self.take_rows();
             self.state.step = step.number;
+            for text in self.warnings.of_step(&run.config, &metrics) {
+                run.recorder.warn(&text);
+            }
             record(run, &step, metrics)?;
             self.between_steps(run)?;
         }
@@ -267,6 +286,39 @@ impl<J: Job> Opened<J> {
         let learners = self.job.learners();
         state::save(run, &mut self.state, &self.learned, &learners, work)
     }
+}
+
+/// Rows of the banner: what becomes of the data, and how steps are cut and learned from.
+fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64) -> [(String, String); 3] {
+    let ledger = rows.ledger();
+    let filtered: u64 = ledger.filtered.values().sum();
+    let kept = ledger.rows - ledger.held_out - filtered;
+    let share = 100.0 * filtered as f64 / ledger.rows.max(1) as f64;
+    let rules: Vec<String> = ledger.filtered.iter().map(|(rule, rows)| format!("{rule} {}", grouped(*rows))).collect();
+    let by_rule = if rules.is_empty() { String::new() } else { format!(" ({share:.1} %: {})", rules.join(", ")) };
+    let [kept, held_out, filtered] = [kept, ledger.held_out, filtered].map(grouped);
+    let StepShape { rows: of_step, samples_per_row, minibatch, epochs, .. } = *shape;
+    let samples = if samples_per_row > 1 { format!(" x {samples_per_row} samples") } else { String::new() };
+    let updates = shape.updates();
+    let passes = (steps * of_step as u64) as f64 / rows.epoch_rows().max(1) as f64;
+    let plural = if updates == 1 { "" } else { "s" };
+    let rates = [Some(("actor", &config.optim.actor)), (shape.trained > 1).then_some(("critic", &config.optim.critic))];
+    let rates = rates.into_iter().flatten().map(|(role, optim)| {
+        let schedule = crate::config::name(&optim.schedule);
+        format!("{role} {:e}, {schedule} behind a warm-up of {} %", optim.lr, 100.0 * optim.warmup_ratio)
+    });
+    let row = |label: &str, value: String| (label.to_string(), value);
+    [
+        row("rows", format!("{kept} train, {held_out} held out, {filtered} filtered{by_rule}")),
+        row(
+            "a step",
+            format!(
+                "{of_step} rows{samples}, {updates} update{plural} of {minibatch} samples, {epochs} epoch(s) over them; \
+                 {passes:.2} passes over the data in all"
+            ),
+        ),
+        row("lr", rates.collect::<Vec<_>>().join("; ")),
+    ]
 }
 
 fn record(run: &mut Run, step: &Step, mut metrics: Metrics) -> Result<()> {

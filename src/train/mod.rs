@@ -16,6 +16,7 @@ pub mod sft;
 pub mod state;
 mod timers;
 pub mod update;
+mod warnings;
 
 use crate::config::Config;
 use crate::config::job::JobKind;

@@ -114,7 +114,11 @@ impl Job for Ppo {
 
     fn needs(run: &Run, arch: &Arch, rows: &Rows) -> Needs {
         let rollouts = run.rollout_bytes_max(rows.longest(), arch.context);
-        Needs { rollouts, notes: rollout_notes(run) }
+        Needs {
+            rollouts,
+            about: vec![("rewards".to_string(), run.config.reward.describe())],
+            notes: rollout_notes(run),
+        }
     }
 
     fn new(
@@ -307,6 +311,7 @@ fn rollout_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) 
     let mut all = vec![
         (keys::REWARD_MEAN, stats.reward_mean),
         (keys::REWARD_STD, stats.reward_std),
+        (keys::REWARD_CLIPPED_RATIO, stats.clipped_ratio),
         (keys::SCORE_MEAN, stats.score_mean),
         (keys::KL_MEAN, stats.kl_mean),
         (keys::KL_COEF, f64::from(kl_beta)),
@@ -318,6 +323,7 @@ fn rollout_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) 
         (keys::RESPONSE_TOKENS_MEAN, responses as f64 / n),
         (keys::RESPONSE_TRUNCATED_RATIO, cut as f64 / n),
     ];
+    all.extend(stats.equal_groups_ratio.map(|ratio| (keys::EQUAL_GROUPS_RATIO, ratio)));
     if samples.iter().any(|s| !s.values.is_empty()) {
         all.push((keys::VALUE_MEAN, values / responses.max(1) as f64));
     }

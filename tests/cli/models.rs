@@ -45,3 +45,27 @@ fn the_role_of_a_bad_directory_is_named() {
         fixture.refuses(65, &[&format!("model.{role}=bad")], &[&format!("model.{role}: "), "bad", "config.json"]);
     }
 }
+
+#[test]
+fn what_is_no_model_is_named_for_what_it_is() {
+    let fixture = Fixture::new();
+    fixture.job(&["job.steps=1"]).well();
+    fixture.write("prompts.jsonl", "{\"prompt\": \"1+1=\"}\n");
+    for (dir, what, hint) in [
+        ("run", "run is the directory of a run", "its model is "),
+        ("run/checkpoints/step-1", "step-1 is a checkpoint", "rlhf-hpc export "),
+        ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B does not exist", "hf download ORG/NAME"),
+        ("job.toml", "job.toml is no directory", "Hugging Face model directory"),
+    ] {
+        fixture.refuses(65, &[&format!("model.actor={dir}"), "job.dir=other"], &[what]).hinted(hint);
+        fixture.run(&["generate", "--model", dir, "--input", "prompts.jsonl"]).refused(65, &[what]).hinted(hint);
+    }
+}
+
+#[test]
+fn a_job_that_is_done_says_so() {
+    let fixture = Fixture::new();
+    fixture.job(&["job.steps=1"]).well();
+    let again = fixture.job(&["job.steps=1"]).well();
+    assert!(again.stderr.contains("already done (1 of 1 steps); raise job.steps to go on"), "{}", again.stderr);
+}

@@ -119,10 +119,14 @@ fn an_eval_row_never_trains_even_where_it_occurs_twice() {
     assert_eq!((eval.len(), train.len()), (12, 48));
     assert!(eval.is_disjoint(&train));
     assert_eq!(source.epoch_rows(), 48);
-    let filtered = &source.ledger().filtered;
-    assert_eq!(filtered["eval_split"], 12);
-    assert_eq!(filtered["same_prompt_in_eval_split"], 1);
+    assert_eq!((source.ledger().held_out, source.ledger().filtered["same_prompt_in_eval_split"]), (12, 1));
     source.ledger().check().unwrap();
+    // Which row that was, and why, can be looked up.
+    let path = fixture.path("ledger.jsonl");
+    source.write_filtered(&path).unwrap();
+    let line: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    assert!(line["source"].as_str().is_some_and(|source| source.ends_with("q.jsonl:61")), "{line}");
+    assert_eq!(line["rule"], "same_prompt_in_eval_split");
 }
 
 #[test]

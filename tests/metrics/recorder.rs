@@ -81,7 +81,7 @@ fn other_ranks_write_nothing() {
     let run_dir = dir.path().join("run");
     let mut silent = Recorder::open(&run_dir, &config(), 1, true).unwrap();
     silent.cut_back(0).unwrap();
-    silent.banner("ppo arithmetic", 60, None, &[]);
+    silent.banner(60, None, &[]);
     run(&mut silent, 1..=3);
     silent.warn("nobody hears this");
     silent.finish(3, 0.0, &[]).unwrap();

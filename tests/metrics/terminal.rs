@@ -17,7 +17,8 @@ pub fn rows(rows: &[(&str, &str)]) -> Vec<(String, String)> {
 }
 
 fn banner(terminal: &mut Terminal, rows: &[(String, String)]) {
-    terminal.banner("ppo arithmetic", 60, Some(20), rows);
+    terminal.title("PPO arithmetic");
+    terminal.banner(60, Some(20), rows);
 }
 
 pub fn step(n: u64) -> Line {
@@ -58,7 +59,7 @@ fn the_banner_loses_no_word_whatever_the_terminal_is_wide() {
     let piped = Shown::default();
     banner(&mut piped.terminal(false, 80), &long_banner());
     let whole = piped.text();
-    assert!(!whole.contains('…') && whole.contains("ppo arithmetic\n"), "{whole}");
+    assert!(!whole.contains('…') && whole.contains("PPO arithmetic\n"), "{whole}");
     // On a pipe a row is a line: labels stand in their column.
     let rows: Vec<&str> = whole.lines().skip(1).filter(|row| !row.is_empty()).collect();
     assert!(rows.iter().all(|row| row.starts_with("  ") && row.chars().nth(14) == Some(' ')), "{whole}");

@@ -65,7 +65,7 @@ fn rename(header: &mut Value, from: &str, to: &str) {
 fn a_directory_without_config_or_weights_is_refused() {
     let empty = tempfile::tempdir().unwrap();
     refuses(empty.path(), &["holds no config.json", "hint: "]);
-    refuses(&empty.path().join("nowhere"), &["nowhere is no directory"]);
+    refuses(&empty.path().join("nowhere"), &["nowhere does not exist", "hf download"]);
     fs::copy(directory("llama2").join("config.json"), empty.path().join("config.json")).unwrap();
     refuses(empty.path(), &["holds no model.safetensors", "hint: "]);
 }

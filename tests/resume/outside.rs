@@ -102,7 +102,7 @@ fn every_row_is_in_the_ledger_before_and_after_the_end_of_an_epoch() {
         let count = |key: &str| ledger[key].as_u64().expect("a count");
         let filtered: u64 =
             ledger["filtered"].as_object().expect("by rule").values().filter_map(serde_json::Value::as_u64).sum();
-        assert_eq!((count("rows"), count("trained"), filtered), (128, trained, 8), "{ledger}");
+        assert_eq!((count("rows"), count("trained"), count("held_out"), filtered), (128, trained, 8, 0), "{ledger}");
         assert_eq!((count("deferred"), count("handed_out")), (120 - trained, steps * 8), "{ledger}");
     }
 }
