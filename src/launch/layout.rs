@@ -93,6 +93,8 @@ pub struct Expectations {
     pub rollout_reason: Option<String>,
     /// None where a model cannot be read.
     pub count: Option<Count>,
+    /// FLOP/s that a rank's GPU has at its peak; none on CPUs.
+    pub gpu_flops: Option<f64>,
 }
 
 /// `stage 2: optimizer state and gradients sharded over 4 ranks`

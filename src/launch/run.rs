@@ -11,13 +11,16 @@ use crate::config::Config;
 use crate::config::mesh::{Offload, Placement};
 use crate::config::optim::OptimConfig;
 use crate::data::RowTokens;
+use crate::device::cpu::peak;
 use crate::device::{Device, cuda, null};
+use crate::dtype::DType;
 use crate::error::{Error, Kind, Result, format_bytes};
 use crate::learn::{Learner, Role};
 use crate::metrics::{self, Recorder, keys};
 use crate::model::export::remove_leftovers;
 use crate::model::{Arch, Head, ParamTable, TensorPart};
 use crate::sys;
+use crate::sys::host::median;
 use crate::tensor::arena;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -44,6 +47,8 @@ pub struct Run {
     pub has_learned: bool,
     /// Resident memory before the first model, which no plan counts.
     pub resident_at_start: u64,
+    /// FLOP/s of all ranks' devices at their peaks.
+    pub peak_flops: f64,
 }
 
 /// Where the values of a model come from.
@@ -53,6 +58,9 @@ pub enum Values {
     /// From a checkpoint.
     ToRestore,
 }
+
+/// Multiply-adds of a sample of a processor's peak: about a millisecond.
+const PEAK_ROUNDS: usize = 400_000;
 
 /// Warned where no layout fits.
 const TIGHT: &str = "for the longest rows that the job allows the plan finds no layout that fits this memory (rlhf-hpc plan \
@@ -88,6 +96,7 @@ impl Run {
             rows.extend(backends.iter().map(|backend| format!("collectives over {backend}")));
             (Device::Cuda, Some(gemm), rows)
         };
+        let peak_flops = peak_flops(&config, &plan, all);
         let dir = working_dir(&config.job.dir, dry_run);
         let config_hash = config.hash();
         let recorder = open_records(&config, &dir, all)?;
@@ -112,6 +121,7 @@ impl Run {
             started: Instant::now(),
             has_learned: false,
             resident_at_start: 0,
+            peak_flops,
         })
     }
 
@@ -260,6 +270,18 @@ fn file_bytes(arch: &Arch, head: Head, axes: &Axes) -> usize {
     let named = arch.source.get("torch_dtype").or_else(|| arch.source.get("dtype"));
     let bytes = if named.and_then(serde_json::Value::as_str) == Some("float32") { 4 } else { 2 };
     ParamTable::on(Device::Cpu, arch, head, TensorPart::of(&axes.tensor)).parameters() * bytes
+}
+
+/// FLOP/s of all devices together at their peaks; what this rank's processor reaches is measured in some milliseconds. A collective.
+fn peak_flops(config: &Config, plan: &Expectations, all: &Group) -> f64 {
+    let products = || match config.model.dtype() {
+        DType::Bf16 => peak::bf16_gflops(PEAK_ROUNDS).unwrap_or_else(|| peak::fma_gflops(PEAK_ROUNDS)),
+        DType::F32 => peak::fma_gflops(PEAK_ROUNDS),
+    };
+    let mine = plan.gpu_flops.unwrap_or_else(|| 1e9 * median([(); 3].map(|()| products())));
+    let mut sum = [mine];
+    all.all_reduce_sum_f64(&mut sum);
+    sum[0]
 }
 
 /// Resets the peaks of memory; returns the most that a rank's GPU has held until now. A collective.

@@ -139,6 +139,12 @@ table! {
     ROLLOUT_TOKENS_PER_S = "rollout_tokens_per_s", "time", TokensPerSecond,
         "Sampled tokens over all ranks, by the rollout's time.";
 
+    TIME_PER_TOKEN_MS = "time_per_token_ms", "time", One, "time_rollout_s by the sampled tokens of all ranks, in milliseconds.";
+    MFU = "mfu", "time", Ratio,
+        "Model FLOPs of the step by time_step_s and the peak of all devices: forwards of rollout and scores, three for each training \
+         pass; other models count as model.actor does, recomputed activations not. The peak of a CPU is measured at the start, a \
+         GPU's is its maker's.";
+
     RESHARD_BYTES = "reshard_bytes", "memory", Bytes,
         "Weights that a rank received between the layouts of training and rollout; of the rank with the most.";
     MEMORY_START_BYTES = "memory_start_bytes", "memory", Bytes,

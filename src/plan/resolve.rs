@@ -90,7 +90,8 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
     let longest = archs.as_ref().ok().filter(|_| !device.is_cpu());
     let expected = longest.map_or(Vec::new(), |archs| expect(&Job::new(config, archs, None), &placed, device));
     let count = archs.ok().map(|archs| counter(archs, placed.clone(), device.clone()));
-    Ok((placed, Expectations { expected, is_tight, rollout_reason, count }))
+    let gpu_flops = (!device.is_cpu()).then_some(device.flops);
+    Ok((placed, Expectations { expected, is_tight, rollout_reason, count, gpu_flops }))
 }
 
 /// Counts for given rows.

@@ -1,4 +1,4 @@
-//! Requests to stop: SIGUSR1 (Slurm's notice before the time limit) and SIGTERM.
+//! Requests to stop: SIGUSR1 (Slurm's notice before the time limit), SIGTERM, and SIGINT (Ctrl-C).
 
 use std::sync::atomic::{AtomicI32, Ordering};
 
@@ -6,22 +6,30 @@ static RECEIVED: AtomicI32 = AtomicI32::new(0);
 
 extern "C" fn note(signal: libc::c_int) {
     RECEIVED.store(signal, Ordering::SeqCst);
+    if signal == libc::SIGINT {
+        let text = b"\nstopping with a checkpoint behind this update; Ctrl-C again ends it at once\n";
+        // SAFETY: a call that a handler may make, of bytes that live for ever.
+        unsafe { libc::write(2, text.as_ptr().cast(), text.len()) };
+    }
 }
 
-/// From now on SIGUSR1 and the first SIGTERM only set the flag; a second SIGTERM ends the process as usual. Call it first in
+/// From now on SIGUSR1 and the first SIGTERM or SIGINT only set the flag; a second one ends the process as usual. Call it first in
 /// `main`: a signal that comes before kills. A write beyond a limit on the size of files (SIGXFSZ) fails from now on as
 /// one to a full disk does, with an error that names the file.
 pub fn install() {
     set(libc::SIGUSR1, note as *const () as usize, libc::SA_RESTART);
-    set(libc::SIGTERM, note as *const () as usize, libc::SA_RESTART | libc::SA_RESETHAND);
+    for signal in [libc::SIGTERM, libc::SIGINT] {
+        set(signal, note as *const () as usize, libc::SA_RESTART | libc::SA_RESETHAND);
+    }
     set(libc::SIGXFSZ, libc::SIG_IGN, 0);
 }
 
-/// SIGUSR1 and SIGTERM end the process as usual again, also one that came since `install`: for work that has no
+/// SIGUSR1, SIGTERM and SIGINT end the process as usual again, also one that came since `install`: for work that has no
 /// checkpoint to stop with.
 pub fn release() {
-    set(libc::SIGUSR1, libc::SIG_DFL, 0);
-    set(libc::SIGTERM, libc::SIG_DFL, 0);
+    for signal in [libc::SIGUSR1, libc::SIGTERM, libc::SIGINT] {
+        set(signal, libc::SIG_DFL, 0);
+    }
     let received = RECEIVED.swap(0, Ordering::SeqCst);
     if received != 0 {
         // SAFETY: sends this thread a signal, whose action is the default.
@@ -48,11 +56,12 @@ pub fn stop_requested() -> bool {
     RECEIVED.load(Ordering::SeqCst) != 0
 }
 
-/// `SIGUSR1` or `SIGTERM`, once received.
+/// `SIGUSR1`, `SIGTERM` or `Ctrl-C`, once received.
 pub fn received() -> Option<&'static str> {
     match RECEIVED.load(Ordering::SeqCst) {
         0 => None,
         libc::SIGUSR1 => Some("SIGUSR1"),
+        libc::SIGINT => Some("Ctrl-C"),
         _ => Some("SIGTERM"),
     }
 }

@@ -8,6 +8,7 @@ use super::warnings::{self, Warnings};
 use super::{export, placement};
 use crate::comm::phase;
 use crate::config::Config;
+use crate::data::balance::Cost;
 use crate::data::{Row, RowSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::launch::banner::Needs;
@@ -81,6 +82,8 @@ pub struct Step {
     pub number: u64,
     pub phases: Phases,
     pub timers: Timers,
+    /// Tokens of each sample that it learned from, prompt included.
+    pub lengths: Vec<usize>,
 }
 
 /// Why a step did not finish.
@@ -122,6 +125,7 @@ struct Opened<J> {
     job: J,
     state: State,
     steps: u64,
+    arch: Arch,
     warnings: Warnings,
     /// Names of all models that learn, of any rank.
     learned: Vec<&'static str>,
@@ -194,7 +198,7 @@ impl<J: Job> Opened<J> {
         for text in warnings::of_start(run, job.rows(), arch.context) {
             run.recorder.warn(&text);
         }
-        Ok(Self { job, state, steps, learned, warnings: Warnings::default() })
+        Ok(Self { job, state, steps, arch, learned, warnings: Warnings::default() })
     }
 
     fn train(&mut self, run: &mut Run) -> Result<()> {
@@ -206,7 +210,12 @@ impl<J: Job> Opened<J> {
             }
         }
         while self.state.step < self.steps {
-            let mut step = Step { number: self.state.step + 1, phases: Phases::start(), timers: Timers::start() };
+            let mut step = Step {
+                number: self.state.step + 1,
+                phases: Phases::start(),
+                timers: Timers::start(),
+                lengths: Vec::new(),
+            };
             let metrics = match self.job.step(run, &mut step) {
                 Ok(metrics) => metrics,
                 Err(Ended::Failed(error)) => return Err(error),
@@ -226,7 +235,7 @@ impl<J: Job> Opened<J> {
             for text in self.warnings.of_step(&run.config, &metrics) {
                 run.recorder.warn(&text);
             }
-            record(run, &step, metrics)?;
+            record(run, &step, metrics, flops(run, &self.arch, &J::shape(&run.config), &step.lengths))?;
             self.between_steps(run)?;
         }
         Ok(())
@@ -321,9 +330,22 @@ fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64) -> [(Strin
     ]
 }
 
-fn record(run: &mut Run, step: &Step, mut metrics: Metrics) -> Result<()> {
+/// Model FLOPs of a step with samples of `lengths` tokens, as if all its models had the shape `arch`.
+fn flops(run: &Run, arch: &Arch, shape: &StepShape, lengths: &[usize]) -> f64 {
+    let cost = Cost::of(arch);
+    let forward: f64 = lengths.iter().map(|&tokens| 2.0 * (cost.row(tokens) * arch.width) as f64).sum();
+    let old = shape.has_rollout() && run.recomputes_old_logprobs();
+    let forwards =
+        usize::from(shape.has_rollout()) + usize::from(old) + shape.scored + 3 * shape.epochs * shape.trained;
+    forward * forwards as f64
+}
+
+fn record(run: &mut Run, step: &Step, mut metrics: Metrics, flops: f64) -> Result<()> {
     let tokens = metrics.iter().find(|(key, _)| key == keys::TOKENS).map_or(0.0, |(_, tokens)| *tokens);
     metrics.extend(named(placement::phases(&run.ranks, &step.phases)?.values(tokens as u64)));
+    let seconds = metrics.iter().find(|(key, _)| key == keys::TIME_STEP_S).map_or(0.0, |(_, seconds)| *seconds);
+    let peak = seconds * run.peak_flops;
+    metrics.extend((peak > 0.0).then(|| (keys::MFU.to_string(), flops / peak)));
     metrics.extend(named(step.timers.values(&run.ranks)));
     metrics.extend(named(run.memory_peaks()));
     let recorded = run.recorder.step(step.number, &metrics);

@@ -80,7 +80,7 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
         job.evaluate(&mut run, 0)?;
     }
     for number in 1..=planned.steps {
-        let mut step = Step { number, phases: Phases::start(), timers: Timers::start() };
+        let mut step = Step { number, phases: Phases::start(), timers: Timers::start(), lengths: Vec::new() };
         if let Err(Ended::Failed(error) | Ended::Unfinished { error: Some(error), .. }) = job.step(&mut run, &mut step)
         {
             return Err(error);
@@ -139,5 +139,6 @@ fn open(planned: &Planned) -> Result<Run> {
         started: Instant::now(),
         has_learned: false,
         resident_at_start: 0,
+        peak_flops: 0.0,
     })
 }

@@ -180,6 +180,7 @@ impl Job for Ppo {
         let recorded = run.recorder.rollouts(step.number, &work.experience, run.config.job.seed, &run.config_hash);
         run.ranks.all.agree(recorded)?;
         self.learn(run, step, &mut work)?;
+        step.lengths = work.experience.iter().map(Experience::length).collect();
         Ok(metrics(run, step, &work))
     }
 
@@ -294,6 +295,7 @@ fn metrics(run: &Run, step: &Step, work: &UpdateWork) -> Metrics {
     if rollout_s > 0.0 {
         let sampled: usize = work.experience.iter().map(|e| e.response.tokens.len()).sum();
         values.push((keys::ROLLOUT_TOKENS_PER_S.to_string(), sampled as f64 / rollout_s));
+        values.push((keys::TIME_PER_TOKEN_MS.to_string(), 1e3 * rollout_s / sampled.max(1) as f64));
     }
     values
 }

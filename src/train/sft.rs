@@ -84,7 +84,8 @@ impl Job for Sft {
         let timers = &mut step.timers;
         let loss = step.phases.time(Phase::Train, || timers.train(|| self.update(run, &rows)))?;
         run.has_learned = true;
-        let tokens: usize = rows.iter().map(|r| r.tokens.len()).sum();
+        step.lengths = lengths(&rows);
+        let tokens: usize = step.lengths.iter().sum();
         let report = self.learner.report;
         Ok(named([
             (keys::LOSS, loss),

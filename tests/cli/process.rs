@@ -63,7 +63,7 @@ fn a_mapped_file_that_shrinks_ends_the_program_with_its_name() {
 #[test]
 fn a_verb_without_a_checkpoint_dies_of_signals_as_usual() {
     let fixture = Fixture::new();
-    for (name, number) in [("USR1", 10), ("TERM", 15)] {
+    for (name, number) in [("USR1", 10), ("TERM", 15), ("INT", 2)] {
         for after_ms in [0, 20, 300] {
             let mut verb = program(fixture.root(), 0);
             verb.args(["logprobs", "--model", "model", "--input", "-", "--device", "cpu"]);

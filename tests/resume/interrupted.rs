@@ -120,6 +120,19 @@ fn a_signal_to_one_rank_stops_all_of_them() {
 }
 
 #[test]
+fn ctrl_c_saves_and_a_second_one_ends_at_once() {
+    for (presses, code, words) in [(1, Some(85), "(Ctrl-C) with a checkpoint"), (2, None, "Ctrl-C again ends it")] {
+        let job = Job::ppo(&format!("ctrl-c-{presses}")).with(LONG_TRAINING).with("job.steps=100000");
+        let mut running = job.start();
+        running.wait_until(|| !job.metrics().is_empty());
+        (0..presses).for_each(|_| assert!(signal("INT", running.pid())));
+        let ended = running.end();
+        assert!(ended.code == code && ended.stderr.contains(words), "{:?}: {}", ended.code, ended.stderr);
+        assert_eq!(job.committed().is_empty(), presses == 2);
+    }
+}
+
+#[test]
 fn hours_that_are_over_at_once_let_every_start_make_an_optimizer_step() {
     let ppo = |name: &str| Job::ppo(name).on(2).with("ppo.epochs=1 ppo.minibatch_samples=16");
     let jobs = [ppo("at-once-whole"), ppo("at-once"), Job::sft("at-once-sft-whole"), Job::sft("at-once-sft")];
