@@ -4,6 +4,7 @@ use super::device::{self, Options, device, dtype_name};
 use super::out::note;
 use super::ranks::Ranks;
 use super::rows::{self, Row};
+use super::talk::Talk;
 use crate::config::job::DeviceName;
 use crate::config::model::DTypeName;
 use crate::config::rollout::RolloutConfig;
@@ -36,7 +37,11 @@ pub struct Args {
 
     /// rows as JSON lines; - is standard input
     #[argh(option)]
-    pub input: PathBuf,
+    pub input: Option<PathBuf>,
+
+    /// instead of rows: one prompt, whose response is written as text while it is drawn
+    #[argh(option)]
+    pub prompt: Option<String>,
 
     /// most new tokens of a response (default: 128)
     #[argh(option, default = "128")]
@@ -112,19 +117,35 @@ pub fn run(args: &Args) -> Result<()> {
         );
     }
     let config = config(args)?;
-    let ranks = Ranks::start(&args.input)?;
-    let (tokenizer, requests) = ranks.agree(read(args, &config, &ranks))?;
     let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
+    let input = match (&args.input, &args.prompt) {
+        (Some(input), None) => input,
+        (None, Some(prompt)) => return show(args, config, options, prompt),
+        _ => return Err(Error::usage("generate needs one of the options --input and --prompt")),
+    };
+    let ranks = Ranks::start(input)?;
+    let (tokenizer, requests) = ranks.agree(read(args, input, &config, &ranks))?;
     let head = Head::LanguageModel;
     let inference = device::open("generate", &args.model, options, head, (config.clone(), args.seed), &ranks)?;
     answer(args, &config, (&inference, tokenizer.as_ref()), &requests, ranks)
 }
 
+/// Writes the responses to one prompt as they are drawn.
+fn show(args: &Args, config: RolloutConfig, options: Options, prompt: &str) -> Result<()> {
+    let config = RolloutConfig { samples_per_prompt: 1, ..config };
+    let mut talk = Talk::open("generate", &args.model, options, config, args.seed)?;
+    let tokens = talk.tokenizer.encode(prompt, true)?;
+    for _ in 0..args.samples {
+        talk.answer(tokens.clone())?;
+    }
+    talk.finish()
+}
+
 /// The tokenizer of the model, if it has one, and the requests of this rank.
-fn read(args: &Args, config: &RolloutConfig, ranks: &Ranks) -> Result<(Option<Tokenizer>, Vec<Request>)> {
+fn read(args: &Args, input: &Path, config: &RolloutConfig, ranks: &Ranks) -> Result<(Option<Tokenizer>, Vec<Request>)> {
     let arch = Arch::load(&args.model)?;
     let tokenizer = Tokenizer::find(&args.model)?;
-    let prompts = prompts(&args.input, &arch, tokenizer.as_ref())?;
+    let prompts = prompts(input, &arch, tokenizer.as_ref())?;
     let stop = Arc::new(Stop::new(config, &arch.eos_tokens));
     let weights: Vec<usize> = prompts.iter().map(|p| p.tokens.len() + args.samples * args.max_new_tokens).collect();
     let own = ranks.share(&weights);
@@ -161,7 +182,7 @@ fn answer(
         }
         Ok(())
     };
-    let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, finished: &mut finished };
+    let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut finished };
     let rng = Rng::new(args.seed, Purpose::Sample);
     let done = engine.generate(model, rng, 0, requests, &mut hooks).map_err(device::with_option_names);
     ranks.agree(done)?;
@@ -190,7 +211,11 @@ fn config(args: &Args) -> Result<RolloutConfig> {
         ignore_eos: args.ignore_eos,
         ..RolloutConfig::default()
     };
-    // Errors name options instead of a job's keys.
+    checked(config)
+}
+
+/// Refuses sampling that has no meaning; errors name options instead of a job's keys.
+pub(super) fn checked(config: RolloutConfig) -> Result<RolloutConfig> {
     config.check().map_err(|mut error| {
         for (key, option) in [("samples_per_prompt", "samples"), ("response_tokens_max", "max-new-tokens")] {
             error.message = error.message.replace(&format!("rollout.{key}"), &format!("--{option}"));

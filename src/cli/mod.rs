@@ -1,6 +1,7 @@
 //! Argument parsing and dispatch: a file per verb.
 
 pub mod bench;
+pub mod chat;
 mod device;
 pub mod export;
 pub mod generate;
@@ -15,6 +16,7 @@ pub mod rows;
 pub mod run;
 mod scores;
 pub mod shard;
+mod talk;
 pub mod tokenizer;
 
 use crate::comm::abort;
@@ -40,6 +42,7 @@ enum Verb {
     Shard(shard::Args),
     Tokenizer(tokenizer::Args),
     Generate(generate::Args),
+    Chat(chat::Args),
     Logprobs(logprobs::Args),
     Reward(reward::Args),
     Export(export::Args),
@@ -148,6 +151,7 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Bench(args) if args.suite == bench::COLLECTIVES => bench::run(&args),
         // Verbs that run a model share the rows among the ranks.
         Verb::Generate(args) => generate::run(&args),
+        Verb::Chat(args) => chat::run(&args),
         Verb::Logprobs(args) => logprobs::run(&args),
         Verb::Reward(args) => reward::run(&args),
         // Other offline verbs are the work of one process: under a launcher the other ranks have nothing to do.

@@ -34,14 +34,6 @@ table! {
 }
 
 impl RewardConfig {
-    /// `number, style.py x 0.5`
-    pub fn describe(&self) -> String {
-        let rules = self.rule.iter().map(|rule| (super::name(&rule.kind), rule.weight));
-        let python = self.python.iter().map(|python| (python.file.clone(), python.weight));
-        let weighed = |(name, weight)| if weight == 1.0 { name } else { format!("{name} x {weight}") };
-        rules.chain(python).map(weighed).collect::<Vec<_>>().join(", ")
-    }
-
     /// Refuses a job without a reward, sources of a later release, and numbers out of range.
     pub fn check(&self) -> crate::error::Result<()> {
         for (key, sources) in [("http", &self.http), ("models", &self.models)] {

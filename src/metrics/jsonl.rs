@@ -126,10 +126,6 @@ impl MetricsFile {
         &self.seen.curves
     }
 
-    pub fn step_last(&self) -> u64 {
-        self.seen.step_last()
-    }
-
     /// All lines that are whole, oldest first, read from the file.
     pub fn lines(&self) -> Result<Vec<Line>> {
         Ok(entries(&read(&self.path)?).filter_map(|entry| entry.line.ok()).collect())

@@ -181,7 +181,7 @@ impl Live {
             let now = now_unix_s();
             let mut events = EventsFile::create(&self.run_dir, job, &lines, step_last, now)?;
             if let Ok(text) = toml::to_string(job) {
-                events.append_text(now, step_last.min(self.metrics.step_last()), "job/config", &indented(&text))?;
+                events.append_text(now, 0, "job/config", &indented(&text))?;
             }
             self.events = Some(events);
         }

@@ -2,18 +2,19 @@
 //!
 //! A reward that fails is an error: there is no score that nobody gave.
 
+mod context;
 pub mod mixture;
 pub mod python;
 pub mod rules;
 
+pub use context::{Lookup, RewardContext};
 pub use mixture::{RewardOutput, Scored};
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::Path;
 
 use crate::config::{self, reward::RewardConfig};
 use crate::error::Result;
-use crate::experience::{Prompt, Response, RowFields};
+use crate::experience::{Prompt, Response};
 
 #[derive(Debug)]
 pub struct Reward {
@@ -32,19 +33,6 @@ enum Source {
     Rule(Box<rules::Rule>),
     Python(Box<python::PythonReward>),
 }
-
-/// What Python rewards are given of a run.
-#[derive(Default)]
-pub struct RewardContext {
-    /// The row of a prompt, by its id.
-    pub rows: Option<Lookup>,
-    /// Fields that a row has besides the prompt.
-    pub columns: Vec<String>,
-    /// Where what the functions print goes; nowhere, but for errors, where there is none.
-    pub log: Option<PathBuf>,
-}
-
-pub type Lookup = Arc<dyn Fn(u64) -> Result<RowFields> + Send + Sync>;
 
 impl Reward {
     /// Checks the configuration, compiles patterns, and starts each Python file far enough to know its function. Paths

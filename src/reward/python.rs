@@ -16,7 +16,8 @@ use serde_json::{Map, Value, json};
 use crate::config::reward::{PythonConfig, RewardConfig};
 use crate::error::{Error, Result};
 use crate::experience::{Prompt, Response, RowFields};
-use crate::reward::{Lookup, RewardContext, RewardOutput};
+use crate::reward::context::{Lookup, RewardContext};
+use crate::reward::mixture::RewardOutput;
 use crate::sys::process::{Broken, LineChild};
 
 const DRIVER: &str = include_str!("driver.py");

@@ -43,6 +43,8 @@ pub struct Hooks<'a> {
     pub stop: &'a dyn Fn() -> bool,
     /// Called after every forward.
     pub progress: &'a mut dyn FnMut(Progress),
+    /// Called with the index of a request and each token that is drawn for it.
+    pub drawn: &'a mut dyn FnMut(usize, u32),
     /// Called with the index of a request and its response as soon as it has ended; an error ends the call.
     pub finished: &'a mut dyn FnMut(usize, &Response) -> Result<()>,
 }
@@ -270,6 +272,7 @@ impl Run<'_> {
         let ends = self.live[s].push(request, drawn, self.model.tokenizer)?;
         self.scheduler.accept(s);
         self.progress.new_tokens += 1;
+        (hooks.drawn)(s, drawn.token);
         let Some(finish) = ends else { return Ok(false) };
         self.scheduler.finish(s);
         let response = self.live[s].finish(request, finish, self.model.tokenizer)?;

@@ -9,9 +9,9 @@ use super::update::{REPORTED, Update};
 use super::{evaluate, placement};
 use crate::advantage::{AdvantageState, AdvantageStats};
 use crate::comm::{phase, records};
-use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::ppo::KlIn;
+use crate::config::{self, Config};
 use crate::data::{Part, PromptSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Finish, Prompt, Response};
@@ -114,11 +114,7 @@ impl Job for Ppo {
 
     fn needs(run: &Run, arch: &Arch, rows: &Rows) -> Needs {
         let rollouts = run.rollout_bytes_max(rows.longest(), arch.context);
-        Needs {
-            rollouts,
-            about: vec![("rewards".to_string(), run.config.reward.describe())],
-            notes: rollout_notes(run),
-        }
+        Needs { rollouts, about: vec![("rewards".to_string(), rewards(&run.config))], notes: rollout_notes(run) }
     }
 
     fn new(
@@ -330,6 +326,14 @@ fn rollout_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) 
         all.push((keys::VALUE_MEAN, values / responses.max(1) as f64));
     }
     named(all)
+}
+
+/// `number, style.py x 0.5`
+fn rewards(Config { reward, .. }: &Config) -> String {
+    let rules = reward.rule.iter().map(|rule| (config::name(&rule.kind), rule.weight));
+    let python = reward.python.iter().map(|python| (python.file.clone(), python.weight));
+    let weighed = |(name, weight)| if weight == 1.0 { name } else { format!("{name} x {weight}") };
+    rules.chain(python).map(weighed).collect::<Vec<_>>().join(", ")
 }
 
 /// Rows of the banner about the rollout.

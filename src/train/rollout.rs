@@ -141,6 +141,7 @@ impl Collector {
         let mut hooks = Hooks {
             stop: &|| run.stop_requested_here(),
             progress: &mut |progress| bar.set_position(progress.finished as u64),
+            drawn: &mut |_, _| {},
             finished: &mut |_, _| Ok(()),
         };
         let outcome = self.engine.generate(model, self.rng, step, &requests, &mut hooks)?;

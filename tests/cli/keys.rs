@@ -204,7 +204,7 @@ fn overrides_are_texts_numbers_truths_and_lists() {
         "recompute = true",
         "kind = \"number\"",
         "stop = [\"!\", \"??\"]",
-        "data = \"auto\"",
+        "data = 1",
         "tensor = 1",
         // The penalty on long responses ends at the longest one by default.
         "overlong_tokens_max = 4",

@@ -2,6 +2,7 @@
 
 use super::command;
 use super::fixture::Fixture;
+use crate::process::Running;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::model::{Head, Keys, Transformer, Weights, load, packed_positions};
 use rlhf_hpc::tensor::{DType, Tensor};
@@ -329,4 +330,24 @@ fn the_device_is_said_and_one_that_is_not_there_or_not_fit_is_refused() {
         run(&["--device", "tpu"]).refused(2, &["tpu is no device"]);
         run(&["--dtype", "f16"]).refused(2, &["f16 is no dtype of weights"]);
     }
+}
+
+#[test]
+fn a_prompt_of_the_command_line_and_messages_of_a_chat_are_answered_as_text_while_it_is_drawn() {
+    let fixture = Fixture::new();
+    let greedy = ["--temperature", "0", "--max-new-tokens", "12"];
+    let text = |row: Value| {
+        let answer = answers(&fixture, "generate", "model", &[row], &greedy)[0]["text"].as_str().map(str::to_owned);
+        answer.expect("text") + "\n"
+    };
+    let by_prompt = fixture.run(&[&["generate", "--model", "model", "--prompt", "1+1="], &greedy[..]].concat()).well();
+    assert_eq!(by_prompt.stdout, text(json!({"prompt": "1+1="})));
+    fixture.run(&["generate", "--model", "model"]).refused(2, &["one of the options --input and --prompt"]);
+    fixture.write("said", "what is 1+1\n\n/reset\nwhat is 2+2\n");
+    let mut chat = command::program(fixture.root(), 0);
+    let said = File::open(fixture.path("said")).expect("it was written");
+    chat.args([&["chat", "--model", "model"], &greedy[..]].concat()).stdin(said);
+    let ended = Running::new(chat).end().well();
+    let of = |content: &str| text(json!({"messages": [{"role": "user", "content": content}]}));
+    assert_eq!(ended.stdout, of("what is 1+1") + &of("what is 2+2"), "{}", ended.stderr);
 }

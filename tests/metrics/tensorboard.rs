@@ -119,7 +119,7 @@ fn where_there_are_no_events_yet_they_begin_with_all_lines() {
     let dir = tempfile::tempdir().unwrap();
     EventsFile::create(dir.path(), &json!({}), &[line(1), line(2), line(3)], 2, 1e9).unwrap();
     let steps: Vec<u64> = shown(dir.path()).keys().map(|(step, _)| *step).collect();
-    assert_eq!(steps, [1, 1, 2, 2]);
+    assert_eq!(steps, [0, 1, 1, 2, 2], "the job, then its lines");
 }
 
 #[test]
@@ -139,9 +139,8 @@ fn tags_name_their_section_once_and_the_job_is_shown_as_hyperparameters() {
     let plugin = one(&one(&value, 9), 1);
     assert_eq!(one(&plugin, 1), b"hparams");
     let info = one(&one(&plugin, 2), 3);
-    let all: Vec<(String, Vec<(u64, Vec<u8>)>)> = inner(&info, 1)
-        .map(|entry| (String::from_utf8(one(&entry, 1)).expect("a name"), fields(&one(&entry, 2))))
-        .collect();
+    let named = |entry: Vec<u8>| (String::from_utf8(one(&entry, 1)).expect("a name"), fields(&one(&entry, 2)));
+    let all: Vec<_> = inner(&info, 1).map(named).collect();
     let want = [
         ("ppo.clip_low", 2, 0.5f64.to_le_bytes().to_vec()),
         ("ppo.advantage", 3, b"grpo".to_vec()),

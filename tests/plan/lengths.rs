@@ -47,7 +47,10 @@ impl Lengths {
     }
 
     fn config(&self, kind: &str, data: &str, more: &[&str]) -> Config {
-        config::load(&self.path("job.toml"), &sets(kind, data, more)).expect("a job")
+        // Paths of overrides start from the current folder.
+        let mut sets = sets(kind, &self.path(data).display().to_string(), more);
+        sets.push(format!("model.actor={}", self.path("planned").display()));
+        config::load(&self.path("job.toml"), &sets).expect("a job")
     }
 
     fn read(&self, config: &Config) -> Rows {

@@ -188,13 +188,13 @@ fn a_reward_file_that_changed_is_announced() {
     };
     let job = |steps: u32| {
         Job::ppo("changing-reward")
-            .with("reward.rule=[] reward.python=changing-reward.py")
+            .with(&format!("reward.rule=[] reward.python={}", file.display()))
             .with(&format!("job.steps={steps}"))
     };
     write(1);
     job(1).done();
     write(2);
-    // The file is relative to the job file, wherever the run is started.
+    // Wherever the run is started.
     let mut elsewhere = job(2).command();
     elsewhere.current_dir("/");
     Running::new(elsewhere).end().assert(0, &["goes on with changes: ", "other contents of reward.python[0]"]);

@@ -180,7 +180,7 @@ impl Job {
         let mut lines = self.metrics();
         for line in &mut lines {
             let of_times = |key: &str| key.contains("time_") || key.ends_with("per_s") || key.starts_with("idle_");
-            line.retain(|key, _| !of_times(key) && !key.starts_with("memory_"));
+            line.retain(|key, _| !of_times(key) && key != "mfu" && !key.starts_with("memory_"));
         }
         lines
     }

@@ -1,0 +1,116 @@
+//! `rlhf-hpc chat`: a conversation with a model through its chat template.
+
+use super::device::{Options, device, dtype_name};
+use super::out::note;
+use super::talk::Talk;
+use crate::config::job::DeviceName;
+use crate::config::model::DTypeName;
+use crate::config::rollout::RolloutConfig;
+use crate::error::{Error, Result};
+use argh::FromArgs;
+use serde_json::{Value, json};
+use std::io::{BufRead, IsTerminal};
+use std::path::PathBuf;
+
+/// Talk to a model through its chat template: a line of standard input is a message, its answer is written as it is drawn.
+#[derive(FromArgs, Debug)]
+#[argh(subcommand, name = "chat")]
+#[argh(
+    note = "/reset begins anew, the end of the input (Ctrl-D) ends. What no longer fits the model's context is forgotten, the
+oldest messages first."
+)]
+pub struct Args {
+    /// a Hugging Face model directory with a chat template
+    #[argh(option)]
+    pub model: PathBuf,
+
+    /// the system's message
+    #[argh(option)]
+    pub system: Option<String>,
+
+    /// most new tokens of an answer (default: 512)
+    #[argh(option, default = "512")]
+    pub max_new_tokens: usize,
+
+    /// divides the logits; 0 is greedy (default: 0.7)
+    #[argh(option, default = "0.7")]
+    pub temperature: f32,
+
+    /// draw among the most likely tokens whose mass reaches p (default: 1, off)
+    #[argh(option, default = "1.0")]
+    pub top_p: f32,
+
+    /// seed of the draws (default: 0)
+    #[argh(option, default = "0")]
+    pub seed: u64,
+
+    /// cpu, gpu or auto: a GPU where there is one that suits the model and computes what the CPU does (default: auto)
+    #[argh(option, default = "DeviceName::Auto", from_str_fn(device))]
+    pub device: DeviceName,
+
+    /// f32, bf16 or auto: what the weights are held in; auto is bf16 on a GPU and f32 on a CPU (default: auto)
+    #[argh(option, default = "DTypeName::Auto", from_str_fn(dtype_name))]
+    pub dtype: DTypeName,
+
+    /// do not compare a GPU with the CPU before, which takes about a second
+    #[argh(switch)]
+    pub no_check: bool,
+}
+
+pub fn run(args: &Args) -> Result<()> {
+    let config = RolloutConfig {
+        response_tokens_max: args.max_new_tokens,
+        temperature: args.temperature,
+        top_p: args.top_p,
+        ..RolloutConfig::default()
+    };
+    let config = super::generate::checked(config)?;
+    let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
+    let mut talk = Talk::open("chat", &args.model, options, config, args.seed)?;
+    let begun: Vec<Value> = args.system.iter().map(|text| json!({"role": "system", "content": text})).collect();
+    // A directory without a template is refused before the first message.
+    talk.tokenizer.chat()?;
+    let mut messages = begun.clone();
+    let is_terminal = std::io::stdin().is_terminal();
+    let ask = || {
+        if is_terminal {
+            eprint_prompt();
+        }
+    };
+    ask();
+    for line in std::io::stdin().lock().lines() {
+        let line = line.map_err(|e| Error::io("read", "standard input", &e))?;
+        match line.trim() {
+            "" => {}
+            "/reset" => messages.clone_from(&begun),
+            text => {
+                messages.push(json!({"role": "user", "content": text}));
+                let tokens = fitting(&talk, &mut messages, begun.len())?;
+                let response = talk.answer(tokens)?;
+                messages.push(json!({"role": "assistant", "content": response.text}));
+            }
+        }
+        ask();
+    }
+    talk.finish()
+}
+
+/// The tokens of the conversation; its oldest messages behind the first `kept` go where there are too many.
+fn fitting(talk: &Talk, messages: &mut Vec<Value>, kept: usize) -> Result<Vec<u32>> {
+    loop {
+        let tokens = talk.tokenizer.encode_chat(&Value::Array(messages.clone()), true)?;
+        // A message and its answer go together.
+        if tokens.len() < talk.context() || messages.len() < kept + 3 {
+            return Ok(tokens);
+        }
+        messages.drain(kept..kept + 2);
+        note!("chat: the oldest messages are forgotten, the model's context is {} tokens", talk.context());
+    }
+}
+
+fn eprint_prompt() {
+    use std::io::Write;
+    let mut err = std::io::stderr();
+    // A prompt that cannot be shown ends no conversation.
+    let _ = err.write_all(b"> ").and_then(|()| err.flush());
+}

@@ -1,0 +1,82 @@
+//! A model that answers one prompt at a time and shows the text as it grows: for `chat`, and `generate --prompt`.
+
+use super::device::{self, Options};
+use super::out;
+use super::ranks::Ranks;
+use crate::config::rollout::RolloutConfig;
+use crate::error::{Error, Result};
+use crate::experience::{Prompt, Response};
+use crate::launch::inference::InferenceModel;
+use crate::model::Head;
+use crate::rng::{Purpose, Rng};
+use crate::rollout::{self, Engine, Hooks, Model, Stop};
+use crate::text::{StreamDecoder, Tokenizer};
+use std::path::Path;
+use std::sync::Arc;
+
+pub struct Talk {
+    pub tokenizer: Tokenizer,
+    ranks: Ranks,
+    inference: InferenceModel,
+    engine: Engine,
+    config: RolloutConfig,
+    stop: Arc<Stop>,
+    rng: Rng,
+    /// Answers so far: each draws numbers of its own.
+    answers: u32,
+}
+
+impl Talk {
+    pub fn open(verb: &str, model: &Path, options: Options, config: RolloutConfig, seed: u64) -> Result<Self> {
+        let ranks = Ranks::start(Path::new(""))?;
+        if ranks.world.size > 1 {
+            return Err(Error::usage(format!("{verb} answers on one process, {} were started", ranks.world.size))
+                .hint("start it without mpirun"));
+        }
+        let tokenizer = Tokenizer::load(model)?;
+        let inference = device::open(verb, model, options, Head::LanguageModel, (config.clone(), seed), &ranks)?;
+        let mut ends = inference.transformer.arch.eos_tokens.clone();
+        ends.extend(tokenizer.eos_ids().iter().filter(|id| !inference.transformer.arch.eos_tokens.contains(id)));
+        let stop = Arc::new(Stop::new(&config, &ends));
+        let (engine, rng) = (Engine::new(&config, 0), Rng::new(seed, Purpose::Sample));
+        Ok(Self { tokenizer, ranks, inference, engine, config, stop, rng, answers: 0 })
+    }
+
+    /// Tokens of the longest row.
+    pub fn context(&self) -> usize {
+        self.inference.transformer.arch.context
+    }
+
+    /// The response to a prompt; its text is written to standard output while it grows, and ends with a line end.
+    pub fn answer(&mut self, tokens: Vec<u32>) -> Result<Response> {
+        let (arch, tokenizer) = (&self.inference.transformer.arch, &self.tokenizer);
+        let prompt = Prompt { tokens, source: "standard input".into(), ..Prompt::default() };
+        let requests = rollout::requests(&[prompt], &self.config, &self.stop, arch.context)?;
+        self.engine.allow(self.inference.cache_bytes(&self.config, &requests));
+        let (mut decoder, mut failed) = (StreamDecoder::default(), Ok(()));
+        let mut shown = |text: Result<String>| {
+            let written = text.and_then(|text| out::write(text.as_bytes()));
+            failed = std::mem::replace(&mut failed, Ok(())).and(written);
+        };
+        let mut drawn = |_: usize, token: u32| {
+            if !self.stop.tokens.contains(&token) {
+                shown(decoder.push(tokenizer, token));
+            }
+        };
+        let mut hooks =
+            Hooks { stop: &|| false, progress: &mut |_| {}, drawn: &mut drawn, finished: &mut |_, _| Ok(()) };
+        let InferenceModel { transformer, weights, .. } = &self.inference;
+        let model = Model { transformer, weights, tokenizer: Some(tokenizer) };
+        let outcome = self.engine.generate(model, self.rng, self.answers, &requests, &mut hooks);
+        self.answers += 1;
+        shown(decoder.finish(tokenizer));
+        shown(Ok("\n".to_string()));
+        failed?;
+        let responses = outcome.map_err(device::with_option_names)?.complete();
+        responses.and_then(|mut all| all.pop()).ok_or_else(|| Error::fault("a response did not end"))
+    }
+
+    pub fn finish(self) -> Result<()> {
+        self.ranks.finish()
+    }
+}
