@@ -95,6 +95,17 @@ ensure_nvcc() {
   export RLHF_NVCC=$dir/nvidia/cu13/bin/nvcc RLHF_NVRTC=$dir/nvidia/cuda_nvrtc/lib/libnvrtc.so.12
 }
 
+# A browser, for the tests that look at a report.
+ensure_chromium() {
+  [ -z "${RLHF_CHROMIUM:-}" ] || return 0
+  command -v chromium >/dev/null || apt_install chromium || {
+    echo "error: chromium is missing, with which the tests look at a report" >&2
+    echo "hint: sudo apt-get install chromium, or name a browser of its kind with RLHF_CHROMIUM" >&2
+    exit 2
+  }
+  export RLHF_CHROMIUM=chromium
+}
+
 # Builds the release binary and sets RLHF_HPC to its path.
 build() {
   ensure_packages

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 
 /// One row of the prompt data, ready for rollout.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -74,6 +75,8 @@ pub struct Experience {
     pub response: Response,
     /// What the reward function returned.
     pub score: f32,
+    /// The score of each reward by its name, before they are added up; without those that abstained.
+    pub scores: BTreeMap<String, f32>,
     pub ref_logprobs: Vec<f32>,
     /// Value of the state before each response token; empty where the estimator has no critic.
     pub values: Vec<f32>,

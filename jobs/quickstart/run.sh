@@ -40,4 +40,4 @@ for model in sft ppo; do
     sed 's/.*"text":\("[^"]*"\).*/  \1/' | paste -d' ' <(sed 's/.*"prompt":\("[^"]*"\).*/  \1/' work/ask.jsonl) -
 done
 echo
-echo "the run: $here/work/ppo (metrics.jsonl, rollouts.h5, checkpoints/, export/ for transformers)"
+echo "the run: $here/work/ppo (report.html to look at, metrics.jsonl, rollouts.h5, checkpoints/, export/ for transformers)"

@@ -11,9 +11,11 @@ pub mod logprobs;
 mod out;
 pub mod plan;
 mod ranks;
+pub mod report;
 pub mod reward;
 pub mod rows;
 pub mod run;
+pub mod samples;
 mod scores;
 pub mod shard;
 mod talk;
@@ -46,6 +48,8 @@ enum Verb {
     Logprobs(logprobs::Args),
     Reward(reward::Args),
     Export(export::Args),
+    Report(report::Args),
+    Samples(samples::Args),
     Info(info::Args),
     Bench(bench::Args),
 }
@@ -55,7 +59,7 @@ fn verbs() -> Vec<&'static str> {
 }
 
 /// Verbs of the interface that a later release brings: refused by name.
-const VERBS_TO_COME: [&str; 3] = ["report", "verify", "migrate"];
+const VERBS_TO_COME: [&str; 2] = ["verify", "migrate"];
 
 /// Runs one command line (without the program's name) and returns the exit code.
 pub fn main(arguments: Vec<impl Into<OsString>>) -> i32 {
@@ -160,6 +164,8 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Shard(args) => shard::run(&args),
         Verb::Tokenizer(args) => tokenizer::run(&args),
         Verb::Export(args) => export::run(&args),
+        Verb::Report(args) => report::run(&args),
+        Verb::Samples(args) => samples::run(&args),
         Verb::Bench(args) => bench::run(&args),
     }
 }

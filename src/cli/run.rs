@@ -1,5 +1,7 @@
 //! `run`: the job of a TOML file, alone or under mpirun.
 
+use super::out::note;
+use super::report;
 use crate::comm::{self, World, abort};
 use crate::config::{self, Config};
 use crate::device::cpu::pool;
@@ -49,12 +51,28 @@ fn start(config: Config, world: World, dry_run: bool) -> Result<()> {
     let locked = || run_lock::lock(&dir).and_then(|lock| train::check_export(&config).map(|()| lock));
     let lock = if is_first { locked() } else { Ok(None) };
     std::mem::forget(world.group().agree(lock)?);
+    let wants_report = config.metrics.report && is_first && !dry_run;
     let done = job(config, world, &dir, dry_run);
     if dry_run && is_first {
         let _ = std::fs::remove_dir_all(&dir);
     }
+    if wants_report && done.is_ok() {
+        write_report(&dir);
+    }
     done
 }
+
+/// A run without its page has ended well nevertheless.
+fn write_report(dir: &Path) {
+    let out = report::beside(dir);
+    match abort::caught(|| report::write(&[dir.to_path_buf()], &out)) {
+        Ok(_) => note!("  {:<REPORT_COLUMNS$} {}", "report", out.display()),
+        Err(error) => note!("warning: no report: {}; `rlhf-hpc report {}` tries again", error.message, dir.display()),
+    }
+}
+
+/// As wide as the labels of the summary above it.
+const REPORT_COLUMNS: usize = 12;
 
 fn job(mut config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()> {
     if world.rank == 0 {

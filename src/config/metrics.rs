@@ -6,10 +6,11 @@ table! {
     /// What a run records besides `metrics.jsonl` (which is always written) and how often it shows samples.
     pub struct MetricsConfig {
         pub rollouts_every_steps: u64 = 1 => 0.0..=COUNT,
-        pub rollouts_keep_last: usize = 0 => 0.0..=COUNT,
+        pub rollouts_keep_last: usize = 100 => 0.0..=COUNT,
         pub samples_every_steps: u64 = 10 => 0.0..=COUNT,
         pub samples_count: usize = 2 => 0.0..=COUNT,
         pub tensorboard: bool = true,
+        pub report: bool = true,
     }
 }
 

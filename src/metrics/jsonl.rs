@@ -128,7 +128,7 @@ impl MetricsFile {
 
     /// All lines that are whole, oldest first, read from the file.
     pub fn lines(&self) -> Result<Vec<Line>> {
-        Ok(entries(&read(&self.path)?).filter_map(|entry| entry.line.ok()).collect())
+        lines(&self.path)
     }
 
     pub fn append(&mut self, line: &Line) -> Result<()> {
@@ -236,6 +236,11 @@ impl MetricsFile {
     pub fn sync(&self) -> Result<()> {
         self.file.sync_data().map_err(|e| Error::io("write", &self.path, &e))
     }
+}
+
+/// All lines of the file at `path` that are whole, oldest first.
+pub fn lines(path: &Path) -> Result<Vec<Line>> {
+    Ok(entries(&read(path)?).filter_map(|entry| entry.line.ok()).collect())
 }
 
 fn append_to(path: &Path) -> Result<File> {

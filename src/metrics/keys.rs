@@ -37,6 +37,7 @@ pub struct Key {
     pub name: &'static str,
     pub section: &'static str,
     pub unit: Unit,
+    pub meaning: &'static str,
 }
 
 macro_rules! table {
@@ -45,7 +46,7 @@ macro_rules! table {
 
         /// Every key, in the order in which lines are written.
         pub const TABLE: &[Key] = &[
-            $(Key { name: $name, section: $section, unit: Unit::$unit },)*
+            $(Key { name: $name, section: $section, unit: Unit::$unit, meaning: $meaning },)*
         ];
     };
 }
@@ -53,6 +54,8 @@ macro_rules! table {
 table! {
     STEP = "step", "run", Count, "The step, from 1; 0 for an evaluation before the first step.";
     TIME_UNIX_S = "time_unix_s", "run", Seconds, "When the line was written, seconds since 1970 (UTC).";
+    RESTARTS = "restarts", "run", Count,
+        "How often the run was resumed before the line was written, as far as the lines before it tell; not there before the first time.";
 
     REWARD_MEAN = "reward_mean", "reward", One,
         "Mean over samples of the score after normalisation and length penalties, before group shaping, clip and KL.";

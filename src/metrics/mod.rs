@@ -7,6 +7,7 @@ mod display;
 pub mod jsonl;
 pub mod keys;
 mod line;
+pub mod recorded;
 mod recorder;
 pub mod rollouts;
 mod rows;
@@ -16,7 +17,7 @@ mod terminal;
 pub mod throughput;
 
 pub use curves::Curves;
-pub use display::{count, grouped, wrapped};
+pub use display::{count, duration, grouped, number, one_line, percent, wrapped};
 pub use jsonl::Line;
 pub use recorder::Recorder;
 pub use screen::{Screen, colour_allowed, stderr_is_terminal};

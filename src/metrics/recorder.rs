@@ -36,6 +36,8 @@ struct Live {
     rollouts: RolloutFiles,
     terminal: Terminal,
     run_dir: PathBuf,
+    /// How often the run was resumed, this start included.
+    restarts: u64,
 }
 
 impl Recorder {
@@ -61,7 +63,7 @@ impl Recorder {
         if let Some(damage) = metrics.damage() {
             terminal.warn(&damage);
         }
-        let live = Live { metrics, events: None, rollouts, terminal, run_dir: run_dir.to_owned() };
+        let live = Live { metrics, events: None, rollouts, terminal, run_dir: run_dir.to_owned(), restarts: 0 };
         Ok(Self { config: config.clone(), job: Value::Null, live: Some(Box::new(live)) })
     }
 
@@ -80,6 +82,8 @@ impl Recorder {
             live.terminal.warn(&missing);
         }
         live.rollouts.cut_back(step)?;
+        let before = live.metrics.lines()?.last().map(|line| line.get(keys::RESTARTS).unwrap_or(0.0) as u64);
+        live.restarts = before.map_or(0, |before| before + 1);
         live.events = None;
         live.begin_events(&self.config, &self.job, step)
     }
@@ -117,7 +121,8 @@ impl Recorder {
         show: fn(&Terminal, &Line, &Curves),
     ) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };
-        let values: Vec<(&str, f64)> = values.iter().map(|(key, value)| (key.as_ref(), *value)).collect();
+        let mut values: Vec<(&str, f64)> = values.iter().map(|(key, value)| (key.as_ref(), *value)).collect();
+        values.extend((live.restarts > 0).then_some((keys::RESTARTS, live.restarts as f64)));
         let line = Line::new(step, now_unix_s(), &values);
         live.warn_of_nonfinite(&line);
         live.begin_events(&self.config, &self.job, u64::MAX)?;

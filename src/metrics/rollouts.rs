@@ -16,8 +16,11 @@
 //! | `prompt_id` | i64, N | identity of the prompt's row |
 //! | `sample` | i32, N | number among the samples of its prompt |
 //! | `finish` | u8, N | 0 stop, 1 length, 2 stop string |
+//! | `prompt` `response` `label` `source` | UTF-8 strings, N | the texts, and the shard or file that the row came from |
+//! | `scores/NAME` | f32, N | score of the reward NAME before rewards are added up; NaN where it abstained |
 //!
-//! Attributes of the group: `step` (u64), `seed` (u64), `config_hash` (string).
+//! Attributes of the group: `step` (u64), `seed` (u64), `config_hash` (string). Each dataset has the strings `unit` and `meaning`.
+//! HDF5's strings end at a NUL: `␀` stands for it. `/` in a reward's name is `_`, as groups are parted by it.
 //!
 //! HDF5 makes each file in memory and writes none: after a failed write of its own it keeps what it could not write, and
 //! flushing or closing the file then ends the process by a signal. Its bytes are written here like those of any other file. A
@@ -25,14 +28,14 @@
 //!
 //! The HDF5 library is not thread-safe by itself; the binding holds one lock around every call.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::Write;
 use std::iter::repeat_n;
 use std::path::{Path, PathBuf};
 
 use hdf5::types::VarLenUnicode;
-use hdf5::{Group, H5Type};
+use hdf5::{Group, H5Type, Location};
 
 use crate::error::{Error, Result};
 use crate::experience::Experience;
@@ -46,17 +49,21 @@ pub struct RolloutFiles {
     keep_last: usize,
 }
 
-/// Most bytes of the file of a step of `samples` samples with prompts and responses of these lengths.
+/// Most bytes of the file of a step of `samples` samples with prompts and responses of these lengths, whose texts have at most
+/// [`TOKEN_TEXT_BYTES`] a token and whose labels and sources are short.
 pub fn step_bytes_max(samples: usize, prompt_tokens: usize, response_tokens: usize) -> u64 {
-    let tokens = size_of::<i32>() * (prompt_tokens + response_tokens);
+    let tokens = (size_of::<i32>() + TOKEN_TEXT_BYTES) * (prompt_tokens + response_tokens);
     let per_response = (PER_TOKEN.len() * size_of::<f32>() + size_of::<u8>()) * response_tokens;
     (FILE_BYTES + samples * (tokens + per_response + SAMPLE_BYTES)) as u64
 }
 
-/// Of each sample: two offsets, prompt_tokens, score, prompt_id, sample, finish.
-const SAMPLE_BYTES: usize = 8 + 8 + 4 + 4 + 8 + 4 + 1;
-/// Of each file, whatever it holds: HDF5's own tables of groups and datasets.
-const FILE_BYTES: usize = 32 << 10;
+/// Bytes of text that a token has at most, on average over a step: about twice what languages need.
+pub const TOKEN_TEXT_BYTES: usize = 8;
+/// Of each sample: two offsets, prompt_tokens, score, prompt_id, sample, finish; four strings with HDF5's words about each, label and
+/// source of up to 128 bytes together; and the scores of up to four rewards.
+const SAMPLE_BYTES: usize = 8 + 8 + 4 + 4 + 8 + 4 + 1 + 4 * 48 + 128 + 4 * 4;
+/// Of each file, whatever it holds: HDF5's own tables of groups, datasets and attributes.
+const FILE_BYTES: usize = 48 << 10;
 
 pub fn group_name(step: u64) -> String {
     format!("step_{step:06}")
@@ -84,7 +91,7 @@ impl RolloutFiles {
     }
 
     pub fn step_path(&self, step: u64) -> PathBuf {
-        self.folder().join(format!("step-{step}.h5"))
+        step_path(&self.run_dir, step)
     }
 
     pub fn steps(&self) -> impl Iterator<Item = u64> + '_ {
@@ -100,8 +107,7 @@ impl RolloutFiles {
             let group = file.create_group(&group_name(step))?;
             attribute(&group, "step", &step)?;
             attribute(&group, "seed", &seed)?;
-            let config_hash: VarLenUnicode = config_hash.parse().map_err(|e| hdf5::Error::from(format!("{e}")))?;
-            attribute(&group, "config_hash", &config_hash)?;
+            attribute(&group, "config_hash", &string(config_hash)?)?;
             write_batch(&group, batch)
         })?;
         let is_new = self.steps.insert(step);
@@ -138,7 +144,12 @@ impl RolloutFiles {
     }
 }
 
-fn step_of(name: &str) -> Option<u64> {
+/// The file of a recorded step.
+pub(super) fn step_path(run_dir: &Path, step: u64) -> PathBuf {
+    run_dir.join("rollouts").join(format!("step-{step}.h5"))
+}
+
+pub(super) fn step_of(name: &str) -> Option<u64> {
     name.strip_prefix("step-")?.strip_suffix(".h5")?.parse().ok()
 }
 
@@ -153,26 +164,67 @@ fn write_file(path: &Path, fill: impl FnOnce(&hdf5::File) -> hdf5::Result<()>) -
     })
 }
 
-fn attribute<T: H5Type>(group: &Group, name: &str, value: &T) -> hdf5::Result<()> {
-    group.new_attr::<T>().create(name)?.write_scalar(value)
+fn attribute<T: H5Type>(of: &Location, name: &str, value: &T) -> hdf5::Result<()> {
+    of.new_attr::<T>().create(name)?.write_scalar(value)
 }
 
-fn dataset<T: H5Type>(group: &Group, name: &str, values: impl Iterator<Item = T>) -> hdf5::Result<()> {
-    group.new_dataset_builder().with_data(&values.collect::<Vec<T>>()).create(name).map(|_| ())
+/// A string of HDF5, which ends at a NUL.
+fn string(text: &str) -> hdf5::Result<VarLenUnicode> {
+    text.replace('\0', "␀").parse().map_err(|e| hdf5::Error::from(format!("{e}")))
 }
 
-type PerToken = (&'static str, fn(&Experience) -> &[f32]);
+/// Name, unit and meaning of an array.
+type Array = (&'static str, &'static str, &'static str);
+
+fn dataset<T: H5Type>(
+    group: &Group,
+    (name, unit, meaning): (&str, &str, &str),
+    values: impl Iterator<Item = T>,
+) -> hdf5::Result<()> {
+    let made = group.new_dataset_builder().with_data(&values.collect::<Vec<T>>()).create(name)?;
+    attribute(&made, "unit", &string(unit)?)?;
+    attribute(&made, "meaning", &string(meaning)?)
+}
+
+const TOKENS: Array = ("tokens", "token id", "prompt and response of each sample, one after another");
+const TOKEN_OFFSETS: Array = ("token_offsets", "index", "sample i has tokens[token_offsets[i]:token_offsets[i + 1]]");
+const PROMPT_TOKENS: Array = ("prompt_tokens", "tokens", "how many tokens of a sample are its prompt's");
+const RESPONSE_OFFSETS: Array = (
+    "response_offsets",
+    "index",
+    "sample i has [response_offsets[i]:response_offsets[i + 1]] of the arrays per response token",
+);
+const MASK: Array = ("mask", "1", "1 where a response token is learned from, else 0");
+const SCORE: Array = ("score", "1", "what the reward function returned; of several, their weighted sum");
+const PROMPT_ID: Array = ("prompt_id", "index", "identity of the prompt's row in the data");
+const SAMPLE: Array = ("sample", "index", "number among the samples of its prompt");
+const FINISH: Array = ("finish", "code", "why a response ended: 0 end token, 1 length, 2 stop string");
+
+type Text = (Array, fn(&Experience) -> &str);
+
+const TEXTS: [Text; 4] = [
+    (("prompt", "text", "the prompt as reward functions see it"), |e| &e.prompt.text),
+    (("response", "text", "the response without special tokens"), |e| &e.response.text),
+    (("label", "text", "what the answer is compared with; empty where the data has none"), |e| &e.prompt.label),
+    (("source", "path", "the shard or file that the prompt's row came from"), |e| &e.prompt.source),
+];
+
+type PerToken = (Array, fn(&Experience) -> &[f32]);
 
 /// The per-token arrays. The first two always exist; the others may be absent from a job, for all its samples.
 const PER_TOKEN: [PerToken; 8] = [
-    ("logprobs", |e| &e.response.logprobs),
-    ("sample_logprobs", |e| &e.response.sample_logprobs),
-    ("ref_logprobs", |e| &e.ref_logprobs),
-    ("values", |e| &e.values),
-    ("kl", |e| &e.kl),
-    ("rewards", |e| &e.rewards),
-    ("advantages", |e| &e.advantages),
-    ("returns", |e| &e.returns),
+    (("logprobs", "nats", "log-probability of a response token before the update"), |e| &e.response.logprobs),
+    (("sample_logprobs", "nats", "log-probability of a response token where it was drawn from"), |e| {
+        &e.response.sample_logprobs
+    }),
+    (("ref_logprobs", "nats", "log-probability of a response token by the reference model"), |e| &e.ref_logprobs),
+    (("values", "reward", "value before a response token, by the critic"), |e| &e.values),
+    (("kl", "nats", "estimate of the KL divergence from the reference at a response token"), |e| &e.kl),
+    (("rewards", "reward", "reward of a response token, with the KL penalty where it is in the reward"), |e| {
+        &e.rewards
+    }),
+    (("advantages", "1", "advantage of a response token, as the loss takes it"), |e| &e.advantages),
+    (("returns", "reward", "return of a response token: what the critic learns"), |e| &e.returns),
 ];
 const ALWAYS: usize = 2;
 
@@ -180,7 +232,7 @@ const ALWAYS: usize = 2;
 fn check(batch: &[Experience]) -> Result<()> {
     for (i, sample) in batch.iter().enumerate() {
         let len = sample.response.tokens.len();
-        let arrays = PER_TOKEN.iter().enumerate().map(|(j, (name, of))| (*name, of(sample).len(), j < ALWAYS));
+        let arrays = PER_TOKEN.iter().enumerate().map(|(j, ((name, ..), of))| (*name, of(sample).len(), j < ALWAYS));
         for (name, got, is_needed) in arrays.chain([("mask", sample.mask.len(), true)]) {
             if got != len && (is_needed || got > 0) {
                 let what = format!("sample {i} has {len} response tokens, but {got} entries in `{name}`");
@@ -193,20 +245,43 @@ fn check(batch: &[Experience]) -> Result<()> {
 
 fn write_batch(group: &Group, batch: &[Experience]) -> hdf5::Result<()> {
     let tokens = batch.iter().flat_map(|e| e.prompt.tokens.iter().chain(&e.response.tokens).map(|&token| token as i32));
-    dataset(group, "tokens", tokens)?;
-    dataset(group, "token_offsets", offsets(batch, Experience::length))?;
-    dataset(group, "prompt_tokens", batch.iter().map(|e| e.prompt.tokens.len() as i32))?;
-    dataset(group, "response_offsets", offsets(batch, |e| e.response.tokens.len()))?;
-    for (name, of) in PER_TOKEN {
+    dataset(group, TOKENS, tokens)?;
+    dataset(group, TOKEN_OFFSETS, offsets(batch, Experience::length))?;
+    dataset(group, PROMPT_TOKENS, batch.iter().map(|e| e.prompt.tokens.len() as i32))?;
+    dataset(group, RESPONSE_OFFSETS, offsets(batch, |e| e.response.tokens.len()))?;
+    for (array, of) in PER_TOKEN {
         let missing = |e: &Experience| if of(e).is_empty() { e.response.tokens.len() } else { 0 };
         let values = batch.iter().flat_map(|e| of(e).iter().copied().chain(repeat_n(f32::NAN, missing(e))));
-        dataset(group, name, values)?;
+        dataset(group, array, values)?;
     }
-    dataset(group, "mask", batch.iter().flat_map(|e| e.mask.iter().copied()))?;
-    dataset(group, "score", batch.iter().map(|e| e.score))?;
-    dataset(group, "prompt_id", batch.iter().map(|e| e.prompt.id as i64))?;
-    dataset(group, "sample", batch.iter().map(|e| e.response.sample as i32))?;
-    dataset(group, "finish", batch.iter().map(|e| e.response.finish as u8))
+    dataset(group, MASK, batch.iter().flat_map(|e| e.mask.iter().copied()))?;
+    dataset(group, SCORE, batch.iter().map(|e| e.score))?;
+    dataset(group, PROMPT_ID, batch.iter().map(|e| e.prompt.id as i64))?;
+    dataset(group, SAMPLE, batch.iter().map(|e| e.response.sample as i32))?;
+    dataset(group, FINISH, batch.iter().map(|e| e.response.finish as u8))?;
+    for (array, of) in TEXTS {
+        let texts: Vec<VarLenUnicode> = batch.iter().map(|e| string(of(e))).collect::<hdf5::Result<_>>()?;
+        dataset(group, array, texts.into_iter())?;
+    }
+    write_scores(&group.create_group("scores")?, batch)
+}
+
+/// An array for each reward that scored any of the samples.
+fn write_scores(group: &Group, batch: &[Experience]) -> hdf5::Result<()> {
+    let names: BTreeSet<&str> = batch.iter().flat_map(|e| e.scores.keys()).map(String::as_str).collect();
+    let mut written: BTreeMap<String, usize> = BTreeMap::new();
+    for name in names {
+        let mut array = if name == "." { "_".to_string() } else { name.replace(['/', '\0'], "_") };
+        let same = written.entry(array.clone()).or_default();
+        *same += 1;
+        if *same > 1 {
+            array = format!("{array}_{same}");
+        }
+        let meaning = format!("score of the reward {name} before rewards are added up; NaN where it abstained");
+        let values = batch.iter().map(|e| e.scores.get(name).copied().unwrap_or(f32::NAN));
+        dataset(group, (&array, "1", &meaning), values)?;
+    }
+    Ok(())
 }
 
 /// Where each sample begins in a flat array that has `len` values of it, and where the last one ends.

@@ -9,6 +9,8 @@ use std::collections::BTreeMap;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Scored {
     pub score: f32,
+    /// The score of each reward by its name, before mixing; without those that abstained.
+    pub parts: BTreeMap<String, f32>,
     /// Named numbers for the logs; a name may be missing where it has no number.
     pub extra: BTreeMap<String, f32>,
 }
@@ -33,6 +35,7 @@ pub fn mix(parts: &[(&str, f32)], outputs: Vec<Vec<RewardOutput>>, prompts: &[&P
         for ((output, sum), scored) in outputs.into_iter().zip(&mut sums).zip(&mut scored) {
             if let Some(score) = output.score {
                 *sum = Some(sum.unwrap_or(0.0) + f64::from(weight) * f64::from(score));
+                scored.parts.insert(name.to_string(), score);
             }
             if parts.len() == 1 {
                 scored.extra = output.extra;

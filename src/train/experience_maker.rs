@@ -224,6 +224,7 @@ impl Scores {
     fn fill(&self, samples: &mut [Experience]) -> Option<f64> {
         for (sample, scored) in samples.iter_mut().zip(&self.scored) {
             sample.score = scored.score;
+            sample.scores.clone_from(&scored.parts);
         }
         for (sample, logprobs) in samples.iter_mut().zip(&self.ref_logprobs) {
             sample.ref_logprobs.clone_from(logprobs);

@@ -10,4 +10,5 @@ mod models;
 mod offline;
 mod process;
 mod ranks;
+mod report;
 mod verbs;

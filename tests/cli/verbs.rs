@@ -3,8 +3,21 @@
 use super::fixture::Fixture;
 use std::path::Path;
 
-const VERBS: [&str; 11] =
-    ["run", "plan", "init", "shard", "tokenizer", "generate", "logprobs", "reward", "export", "bench", "info"];
+const VERBS: [&str; 13] = [
+    "run",
+    "plan",
+    "init",
+    "shard",
+    "tokenizer",
+    "generate",
+    "logprobs",
+    "reward",
+    "export",
+    "report",
+    "samples",
+    "bench",
+    "info",
+];
 
 fn run(arguments: &[&str]) -> crate::process::Ended {
     super::command::run(Path::new("/"), arguments)
@@ -37,7 +50,6 @@ fn the_version_is_that_of_the_package() {
 /// Command lines, the exit code, and the words of the refusal and of its hint.
 const REFUSED: &[(&str, i32, &[&str], &str)] = &[
     // Verbs of a later release, and misspelt ones.
-    ("report x.toml --ranks 4", 2, &["the verb `report` is not in this release"], "verbs of this release: run, "),
     ("verify x.toml --ranks 4", 2, &["the verb `verify` is not in this release"], "verbs of this release: run, "),
     ("migrate x.toml --ranks 4", 2, &["the verb `migrate` is not in this release"], "verbs of this release: run, "),
     ("genrate --model m", 2, &["`genrate` is no verb"], "`generate`"),
@@ -71,6 +83,12 @@ const REFUSED: &[(&str, i32, &[&str], &str)] = &[
     ("tokenizer nosuch --vocabulary 300 --out x", 74, &["cannot", "nosuch", "No such file"], ""),
     ("init --config nosuch --out x", 74, &["cannot", "nosuch", "No such file"], ""),
     ("export nosuch --out x", 65, &["nosuch holds no checkpoint"], "manifest.json"),
+    ("report nosuch --out x", 2, &["nosuch is no directory"], "job.dir"),
+    ("report model --out x", 65, &["model has no metrics.jsonl"], "run directory"),
+    ("report --out x", 2, &["at least one run directory"], ""),
+    ("samples nosuch", 2, &["nosuch is no directory"], "job.dir"),
+    ("samples model", 65, &["model has no rollouts"], "metrics.rollouts_every_steps"),
+    ("samples model --best 1 --worst 1", 2, &["only one of --worst, --best and --prompt"], ""),
 ];
 
 #[test]

@@ -141,12 +141,12 @@ pub fn copied(from: &Path, to: &Path) {
     assert!(done.success(), "{} to {}", from.display(), to.display());
 }
 
-/// What a job measured in each step, but for times and memory and the way that weights took.
+/// What a job measured in each step, but for times, memory, restarts and the way that weights took.
 pub fn computed(dir: &Path, job: &str) -> Vec<Value> {
     let aside = |key: &str| {
         ["time_", "memory_", "gpu_"].iter().any(|of| key.starts_with(of))
             || key.contains("per_s")
-            || key == "reshard_bytes"
+            || ["mfu", "reshard_bytes", "restarts"].contains(&key)
     };
     let mut steps = metrics(dir, job);
     for step in &mut steps {

@@ -48,7 +48,7 @@ fn sample(id: u64, n: usize) -> Experience {
             tokens: prompt_tokens,
             text: format!("prompt {id}"),
             label: "4".into(),
-            source: String::new(),
+            source: "data/questions".into(),
         },
         response: Response {
             prompt: id as usize,
@@ -60,6 +60,7 @@ fn sample(id: u64, n: usize) -> Experience {
             text: format!("response {id}"),
         },
         score: id as f32 - 0.5,
+        scores: [("style/ü", 0.25 * id as f32), ("number", 1.0)].map(|(name, score)| (name.to_string(), score)).into(),
         ref_logprobs: array(-3.0),
         values: array(10.0),
         last_value: 10.0 + id as f32,

@@ -25,17 +25,17 @@ fn config() -> MetricsConfig {
     MetricsConfig { rollouts_every_steps: 2, samples_every_steps: 3, samples_count: 1, ..MetricsConfig::default() }
 }
 
-/// metrics.jsonl without the times, and what TensorBoard shows.
+/// metrics.jsonl and what TensorBoard shows, without the times and how often the run was resumed.
 fn records(dir: &std::path::Path) -> (Vec<serde_json::Value>, Values) {
     let text = fs::read_to_string(dir.join("metrics.jsonl")).unwrap();
     let lines = text.lines().map(|line| {
         let mut json: serde_json::Value = serde_json::from_str(line).unwrap();
-        json.as_object_mut().unwrap().retain(|key, _| !key.starts_with("time_"));
+        json.as_object_mut().unwrap().retain(|key, _| !key.starts_with("time_") && key != "restarts");
         json
     });
     let mut shown = shown(dir);
     // The hyperparameters tell when a run began.
-    shown.retain(|(_, tag), _| tag != "_hparams_/session_start_info");
+    shown.retain(|(_, tag), _| tag != "_hparams_/session_start_info" && tag != "run/restarts");
     (lines.collect(), shown)
 }
 
@@ -51,6 +51,13 @@ fn a_resumed_run_leaves_the_records_of_an_uninterrupted_one() {
     resumed.cut_back(3).unwrap();
     run(&mut resumed, 4..=6);
     assert_eq!(records(parts.path()), records(whole.path()));
+    let restarted = |dir: &tempfile::TempDir| {
+        let text = fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap();
+        text.lines().map(|line| line.contains("\"restarts\":1,")).collect::<Vec<_>>()
+    };
+    // Steps 1 to 3 and the evaluation after 2 are of the first start.
+    assert_eq!(restarted(&parts), [false, false, false, false, true, true, true, true, true]);
+    assert!(!restarted(&whole).contains(&true));
     let links =
         |dir: &tempfile::TempDir| hdf5::File::open(dir.path().join("rollouts.h5")).unwrap().member_names().unwrap();
     assert_eq!(links(&parts), links(&whole));

@@ -1,5 +1,6 @@
 //! The arrays of `rollouts.h5`.
 
+use hdf5::types::VarLenUnicode;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -14,14 +15,26 @@ pub fn read(path: &Path) -> BTreeMap<String, Arrays> {
     let file = hdf5::File::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let step = |name: String| {
         let group = file.group(&name).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let names = |group: &hdf5::Group| group.member_names().expect("a group lists its members").into_iter();
+        let scores = group.group("scores").expect("the scores of each reward");
+        let scores = names(&scores).map(|reward| format!("scores/{reward}"));
         let read = |array: String| {
-            let values = group.dataset(&array).and_then(|set| set.read_raw::<f64>());
+            let values = numbers(&group.dataset(&array).expect("an array"));
             (array.clone(), values.unwrap_or_else(|e| panic!("{name}/{array}: {e}")))
         };
-        let arrays = group.member_names().expect("a group lists its members").into_iter().map(read).collect();
-        (name, arrays)
+        let arrays = names(&group).filter(|array| array != "scores").chain(scores).map(read).collect();
+        (name.clone(), arrays)
     };
     file.member_names().expect("a file lists its members").into_iter().map(step).collect()
+}
+
+/// Texts as the bytes that they are made of.
+fn numbers(set: &hdf5::Dataset) -> hdf5::Result<Vec<f64>> {
+    if set.dtype()? != hdf5::Datatype::from_type::<VarLenUnicode>()? {
+        return set.read_raw();
+    }
+    let texts = set.read_raw::<VarLenUnicode>()?;
+    Ok(texts.iter().flat_map(|text| text.bytes().chain([0])).map(f64::from).collect())
 }
 
 /// Equal to the bit.

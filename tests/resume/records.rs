@@ -94,7 +94,8 @@ fn rollouts_that_the_disk_cannot_hold_are_refused_or_warned_of_at_the_start() {
     );
     // All of them are kept, but each may be small.
     let many = "job.steps=1000000000";
-    dry(many).assert(0, &["warning: checkpoints (", "and rollouts (1000000000 more at once, of at most "]);
+    dry(&format!("{many} metrics.rollouts_keep_last=0"))
+        .assert(0, &["warning: checkpoints (", "and rollouts (1000000000 more at once, of at most "]);
     for few in ["metrics.rollouts_keep_last=3", "metrics.rollouts_every_steps=0"] {
         let ended = dry(&format!("{many} {few}"));
         assert!(ended.code == Some(0) && !ended.stderr.contains("warning: checkpoints"), "{}", ended.stderr);

@@ -1,0 +1,350 @@
+//! The sections of the page.
+
+use super::bars;
+use super::facts;
+use super::numbers::scale;
+use super::plot::{Curve, Mark, Plot, swatch};
+use super::samples;
+use super::source::{Source, flat, is_result, keys_of, title_of};
+use super::text::{escape, put};
+use crate::config::Config;
+use crate::metrics::keys;
+use sha2::{Digest, Sha256};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Points of a curve, and of all curves of a page.
+const CURVE_POINTS: usize = 2000;
+const PAGE_POINTS: usize = 120_000;
+
+/// Plots of learning and of updates: title, and keys that share its axis.
+const LEARNING: &[(&str, &[&str])] = &[
+    ("Accuracy", &[keys::ACCURACY]),
+    ("KL to the reference, per token", &[keys::KL_MEAN]),
+    ("Entropy, per token", &[keys::ENTROPY]),
+    ("Response length", &[keys::RESPONSE_TOKENS_MEAN]),
+    ("Truncated and clipped", &[keys::RESPONSE_TRUNCATED_RATIO, keys::CLIP_RATIO, keys::VALUE_CLIP_RATIO]),
+];
+const UPDATES: &[(&str, &[&str])] = &[
+    ("Loss", &[keys::LOSS]),
+    ("Policy loss", &[keys::POLICY_LOSS]),
+    ("Value loss", &[keys::VALUE_LOSS]),
+    ("KL loss", &[keys::KL_LOSS]),
+    ("Gradient norm", &[keys::GRAD_NORM]),
+    ("Gradient norm, actor", &[keys::GRAD_NORM_ACTOR, keys::GRAD_NORM_ACTOR_MAX]),
+    ("Gradient norm, critic", &[keys::GRAD_NORM_CRITIC, keys::GRAD_NORM_CRITIC_MAX]),
+    ("Learning rate", &[keys::LR]),
+    ("Learning rate, actor", &[keys::LR_ACTOR]),
+    ("Learning rate, critic", &[keys::LR_CRITIC]),
+];
+const SPEED: &[(&str, &[&str])] = &[
+    ("Throughput", &[keys::TOKENS_PER_S]),
+    ("Throughput of the rollout", &[keys::ROLLOUT_TOKENS_PER_S]),
+    ("Model FLOP/s of the machine's peak", &["mfu"]),
+];
+
+/// The page as it is built: each key that has a plot is taken out of the rest.
+struct Page<'a> {
+    sources: &'a [Source],
+    marks: Vec<Mark>,
+    rest: BTreeSet<String>,
+    points_max: usize,
+    sections: Vec<(&'static str, String)>,
+}
+
+/// The whole page.
+pub fn of(sources: &mut [Source]) -> String {
+    let scores: Vec<_> =
+        sources.iter_mut().map(|source| source.try_read(bars::scores(source)).unwrap_or_default()).collect();
+    let n = sources.len();
+    let read = |source: &mut Source| {
+        let read = samples::html(source, n);
+        source.try_read(read).unwrap_or_default()
+    };
+    let samples: String = sources.iter_mut().map(read).collect();
+    let sources = &*sources;
+    let keys = keys_of(sources);
+    let marks =
+        sources.iter().enumerate().flat_map(|(run, source)| source.restarts().into_iter().map(move |at| (at, run)));
+    let mut page = Page {
+        sources,
+        marks: marks.collect(),
+        points_max: (PAGE_POINTS / (keys.len() * n).max(1)).clamp(50, CURVE_POINTS),
+        rest: keys.iter().cloned().collect(),
+        sections: Vec::new(),
+    };
+    page.learning(&scores);
+    page.evaluations(&keys);
+    let updates = page.plots(UPDATES);
+    page.section("Updates", &updates, "");
+    page.times();
+    page.memory_and_rows();
+    page.samples(&samples);
+    page.others(&keys);
+    page.settings();
+    page.words(&keys);
+    page.whole()
+}
+
+/// From the first step of some runs to the last; two at least.
+fn steps_of<'a>(sources: impl Iterator<Item = &'a Source>) -> (f64, f64) {
+    let steps = sources.flat_map(|source| &source.lines).map(|line| line.step as f64);
+    let (first, last) = steps.fold((f64::INFINITY, 0.0f64), |(first, last), step| (first.min(step), last.max(step)));
+    (first.min(last - 1.0), last)
+}
+
+impl Page<'_> {
+    /// A plot of one or more keys over all runs; none where no run has a number of them.
+    fn plot(&mut self, title: &str, of: &[&str], is_small: bool) -> Option<String> {
+        let mut curves = Vec::new();
+        for (dash, key) in of.iter().enumerate() {
+            self.rest.remove(*key);
+            for (run, source) in self.sources.iter().enumerate() {
+                let points = source.points(key);
+                if !points.is_empty() {
+                    let (name, colour, band) = (self.name(run, key), self.colour(run, dash), self.band(source, key));
+                    curves.push(Curve { name, colour, dash, points, band });
+                }
+            }
+        }
+        let key = of.first()?;
+        let is_shown = |source: &Source| of.iter().any(|key| source.has(key));
+        let steps = steps_of(self.sources.iter().filter(|source| is_shown(source)));
+        let marks: Vec<Mark> = self.marks.iter().filter(|(_, run)| is_shown(&self.sources[*run])).copied().collect();
+        Plot { title, key, curves, marks: &marks, steps, is_small }.html(self.points_max)
+    }
+
+    fn colour(&self, run: usize, dash: usize) -> usize {
+        if self.sources.len() == 1 { dash } else { run }
+    }
+
+    /// The key of one run, and of several runs the run, too.
+    fn name(&self, run: usize, key: &str) -> String {
+        if self.sources.len() == 1 { key.to_string() } else { format!("{} · {key}", self.sources[run].name) }
+    }
+
+    /// One standard deviation around the rewards of a run alone.
+    fn band(&self, source: &Source, key: &str) -> Vec<f64> {
+        let is_alone = self.sources.len() == 1 && key == keys::REWARD_MEAN;
+        let deviations = source.points(keys::REWARD_STD).into_iter().map(|(_, y)| if y.is_finite() { y } else { 0.0 });
+        if is_alone { deviations.collect() } else { Vec::new() }
+    }
+
+    fn section(&mut self, title: &'static str, figures: &str, note: &str) {
+        if !figures.is_empty() {
+            let note = if note.is_empty() { String::new() } else { format!("<p class=\"note\">{note}</p>") };
+            let legend = self.legend();
+            self.sections.push((title, format!("{note}{legend}<div class=\"figures\">{figures}</div>")));
+        }
+    }
+
+    /// Which colour is which run.
+    fn legend(&self) -> String {
+        if self.sources.len() == 1 {
+            return String::new();
+        }
+        let of = |(run, source): (usize, &Source)| format!("<span>{}{}</span>", swatch(run, 0), escape(&source.name));
+        let runs: Vec<String> = self.sources.iter().enumerate().map(of).collect();
+        format!("<p class=\"legend\">{}</p>", runs.concat())
+    }
+
+    fn plots(&mut self, plots: &[(&str, &[&str])]) -> String {
+        plots.iter().filter_map(|(title, keys)| self.plot(title, keys, false)).collect()
+    }
+
+    fn learning(&mut self, scores: &[Vec<(u64, Vec<f32>)>]) {
+        let reward = self.plot("Reward", &[keys::REWARD_MEAN], false).unwrap_or_default();
+        let is_alone = self.sources.len() == 1 && reward.contains("class=\"band");
+        let band = "The band around the reward is one standard deviation over the samples of a step.";
+        let restart = "A dotted upright line is a restart.";
+        let notes = [(is_alone, band), (!self.marks.is_empty(), restart)].into_iter().filter(|(is_so, _)| *is_so);
+        let note = notes.map(|(_, note)| note).collect::<Vec<_>>().join(" ");
+        let figures = [reward, self.histograms(scores), self.plots(LEARNING)].concat();
+        self.section("Learning", &figures, &note);
+    }
+
+    fn evaluations(&mut self, keys: &[String]) {
+        let results = keys.iter().filter(|key| is_result(key));
+        let figures: String = results.filter_map(|key| self.plot(&title_of(key), &[key], false)).collect();
+        self.section("Evaluation", &figures, "On the evaluation split, which never trains.");
+    }
+
+    fn histograms(&self, scores: &[Vec<(u64, Vec<f32>)>]) -> String {
+        let all = || scores.iter().flatten().flat_map(|(_, scores)| scores).map(|score| f64::from(*score));
+        let between = (all().fold(f64::INFINITY, f64::min), all().fold(f64::NEG_INFINITY, f64::max));
+        let figure = |(source, scores): (&Source, &Vec<_>)| {
+            bars::histogram(&self.title("Scores of the samples", source), between, scores)
+        };
+        self.sources.iter().zip(scores).filter_map(figure).collect()
+    }
+
+    /// The title of a figure of one run.
+    fn title(&self, title: &str, source: &Source) -> String {
+        if self.sources.len() == 1 { title.to_string() } else { format!("{title}, {}", source.name) }
+    }
+
+    fn times(&mut self) {
+        let phases: String = self
+            .sources
+            .iter()
+            .filter_map(|source| bars::phases(source, &self.title("Phases of a step", source)))
+            .collect();
+        let figures = phases + &self.plots(SPEED);
+        self.section("Time and throughput", &figures, "");
+    }
+
+    /// What the plan expects beside what is measured: on a CPU, above what was there before the models.
+    fn memory(&self) -> String {
+        let mut curves = Vec::new();
+        for (run, source) in self.sources.iter().enumerate() {
+            let start: BTreeMap<u64, f64> =
+                source.points(keys::MEMORY_START_BYTES).into_iter().map(|(x, y)| (x as u64, y)).collect();
+            let peak = source.points(keys::MEMORY_PEAK_BYTES).into_iter();
+            let measured = peak.map(|(x, y)| (x, (y - start.get(&(x as u64)).unwrap_or(&0.0)).max(0.0))).collect();
+            let planned = source.points(keys::MEMORY_PLANNED_BYTES);
+            for (dash, (name, points)) in [("measured", measured), ("planned", planned)].into_iter().enumerate() {
+                if !points.is_empty() {
+                    let (name, colour) = (self.name(run, name), self.colour(run, dash));
+                    curves.push(Curve { name, colour, dash, points, band: Vec::new() });
+                }
+            }
+        }
+        let (key, marks, steps) = (keys::MEMORY_PEAK_BYTES, &*self.marks, steps_of(self.sources.iter()));
+        let plot = Plot { title: "Memory above the start", key, curves, marks, steps, is_small: false };
+        plot.html(self.points_max).unwrap_or_default()
+    }
+
+    fn memory_and_rows(&mut self) {
+        let mut figures = self.memory();
+        for source in self.sources {
+            if let Some(ledger) = &source.ledger {
+                let title = self.title("What became of the rows", source);
+                put!(figures, "<figure class=\"plot\"><figcaption><b>{}</b></figcaption>", escape(&title));
+                figures += &facts::rows(ledger);
+                figures += "</figure>";
+            }
+        }
+        let note = "Memory is the most that a rank has held so far, and what the plan expects the fullest to hold.";
+        self.section("Memory and rows", &figures, note);
+    }
+
+    fn samples(&mut self, steps: &str) {
+        if !steps.is_empty() {
+            let controls = include_str!("controls.html");
+            self.sections.push(("Samples", format!("{controls}{steps}")));
+        }
+    }
+
+    /// A small plot of every key that has none yet, by section.
+    fn others(&mut self, keys: &[String]) {
+        let mut by_section: Vec<(String, String)> = Vec::new();
+        for key in keys.iter().filter(|key| *key != keys::RESTARTS) {
+            if !self.rest.contains(key) {
+                continue;
+            }
+            let Some(figure) = self.plot(key, &[key], true) else { continue };
+            let own = key.split_once('/').map_or("other", |(section, _)| section);
+            let section = keys::find(key).map_or(own, |key| key.section);
+            match by_section.iter_mut().find(|(known, _)| known == section) {
+                Some((_, figures)) => figures.push_str(&figure),
+                None => by_section.push((section.to_string(), figure)),
+            }
+        }
+        let of = |(section, figures): &(String, String)| {
+            format!("<h3>{}</h3><div class=\"figures small\">{figures}</div>", escape(section))
+        };
+        let all: String = by_section.iter().map(of).collect();
+        let legend = self.legend();
+        self.sections.extend((!all.is_empty()).then(|| ("All other numbers", format!("{legend}{all}"))));
+    }
+
+    /// Settings that a run changes, those in which runs differ first.
+    fn settings(&mut self) {
+        // Through its text, in which a number has the digits that the run wrote.
+        let defaults = flat(&Config::default().to_toml().parse().expect("a configuration is TOML"));
+        let configs = || self.sources.iter().map(|source| &source.config);
+        let keys: BTreeSet<&String> = configs().flat_map(BTreeMap::keys).collect();
+        let (mut differing, mut same) = (String::new(), String::new());
+        for key in keys {
+            let values: Vec<Option<&String>> = configs().map(|config| config.get(key)).collect();
+            let is_same = values.iter().all(|value| *value == values[0]);
+            if is_same && values[0] == defaults.get(key) {
+                continue;
+            }
+            let cells = values.iter().map(|value| format!("<td>{}</td>", escape(value.map_or("", |v| v))));
+            let cells = cells.collect::<Vec<_>>().concat();
+            let row = format!(
+                "<tr{}><th>{}</th>{cells}</tr>\n",
+                if is_same { "" } else { " class=\"differs\"" },
+                escape(key)
+            );
+            if is_same { same += &row } else { differing += &row }
+        }
+        if differing.is_empty() && same.is_empty() {
+            return;
+        }
+        let names = self.sources.iter().map(|source| format!("<th>{}</th>", escape(&source.name)));
+        let names = names.collect::<Vec<_>>().concat();
+        let head = if self.sources.len() == 1 { String::new() } else { format!("<tr><th></th>{names}</tr>") };
+        let table = format!("<div class=\"wide\"><table class=\"settings\">{head}{differing}{same}</table></div>");
+        let note = "<p class=\"note\">What config.resolved.toml sets to other values than the defaults.</p>";
+        self.sections.push(("Settings", format!("{note}{table}")));
+    }
+
+    fn words(&mut self, keys: &[String]) {
+        let known = keys.iter().filter_map(|key| keys::find(key));
+        let of = |key: &keys::Key| {
+            let unit = scale(key.unit, 0.0).unit;
+            let unit = if unit.is_empty() { String::new() } else { format!(" <i>{unit}</i>") };
+            format!("<dt><code>{}</code>{unit}</dt><dd>{}</dd>\n", key.name, escape(key.meaning))
+        };
+        let all: String = known.map(of).collect();
+        self.sections
+            .extend((!all.is_empty()).then(|| ("What the numbers mean", format!("<dl class=\"words\">{all}</dl>"))));
+    }
+
+    fn whole(self) -> String {
+        let names: Vec<String> = self.sources.iter().map(|source| escape(&source.name)).collect();
+        let title = names.join(", ");
+        let mut body = format!("<header class=\"top\"><h1>{title}</h1>\n");
+        let links = self.sections.iter().map(|(name, _)| format!("<a href=\"#{}\">{name}</a>", id_of(name)));
+        put!(body, "<nav>{}</nav></header>", links.collect::<Vec<_>>().join(" "));
+        for source in self.sources {
+            body += &facts::about(source, self.sources.len() > 1);
+        }
+        for lack in self.sources.iter().flat_map(|source| &source.lacks) {
+            put!(body, "<p class=\"lack\">Left out: {}</p>", escape(lack));
+        }
+        for (name, section) in &self.sections {
+            put!(body, "<section id=\"{}\"><h2>{name}</h2>\n{section}</section>", id_of(name));
+        }
+        let seal = Sha256::digest(body.as_bytes());
+        let nonce = seal.iter().take(16).map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().concat();
+        let (style, script) = (include_str!("page.css"), include_str!("page.js"));
+        let parts: [(&str, &str); 5] = [
+            ("TITLE", &format!("{title} · report")),
+            ("NONCE", &nonce),
+            ("STYLE", style),
+            ("SCRIPT", script),
+            ("BODY", &body),
+        ];
+        fill(include_str!("page.html"), &parts)
+    }
+}
+
+/// A template with `{{NAME}}` replaced; what is put in is not looked at again.
+fn fill(template: &str, parts: &[(&str, &str)]) -> String {
+    let mut out = String::new();
+    for (i, piece) in template.split("{{").enumerate() {
+        let Some((name, rest)) = piece.split_once("}}").filter(|_| i > 0) else {
+            out += piece;
+            continue;
+        };
+        out += parts.iter().find(|(known, _)| *known == name).map_or("", |(_, part)| part);
+        out += rest;
+    }
+    out
+}
+
+fn id_of(name: &str) -> String {
+    name.to_lowercase().replace(' ', "-")
+}

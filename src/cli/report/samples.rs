@@ -1,0 +1,155 @@
+//! Samples to read: the responses to a prompt side by side, token by token where the tokenizer is there.
+
+use super::super::samples::{groups, short_number};
+use super::numbers::{short, spread};
+use super::source::Source;
+use super::text::{escape, put};
+use crate::error::Result;
+use crate::metrics::recorded::{RecordedSample, RecordedStep, RecordedTokens};
+use crate::text::Tokenizer;
+use crate::text::stream::StreamDecoder;
+
+/// Samples of a page, and tokens of their responses, each of which takes about 25 bytes.
+const SAMPLES: usize = 200;
+const TOKENS: usize = 60_000;
+/// Steps of all runs, of which each has two at least.
+const STEPS_MAX: usize = 8;
+/// Responses to one prompt.
+const GROUP_MAX: usize = 8;
+/// Characters that are shown of a prompt, its last ones.
+const PROMPT_CHARS: usize = 3000;
+/// Tokens that are shown of a response, its first ones, or 4 times as many characters.
+const RESPONSE_TOKENS: std::ops::RangeInclusive<usize> = 64..=2000;
+
+/// The samples of some recorded steps of a run, one of `runs` on the page, within its share.
+pub fn html(source: &Source, runs: usize) -> Result<String> {
+    let chosen = spread(source.recorded.len(), (STEPS_MAX / runs).max(2));
+    let n = runs * chosen.len().max(1);
+    let (samples_max, tokens_max) = (SAMPLES / n, TOKENS / n);
+    let mut out = String::new();
+    for step in chosen.into_iter().map(|i| source.recorded[i]) {
+        let recorded = RecordedStep::open(&source.dir, step)?;
+        let all = groups(recorded.samples()?);
+        let (prompts, samples) = (all.len(), all.iter().map(Vec::len).sum::<usize>());
+        let shown = among(all, samples_max, tokens_max);
+        let shown_samples: usize = shown.iter().map(Vec::len).sum();
+        let each = (tokens_max / shown_samples.max(1)).clamp(*RESPONSE_TOKENS.start(), *RESPONSE_TOKENS.end());
+        let name = escape(&source.name);
+        put!(out, "<div class=\"step\"><h3>{name}, step {step}</h3>");
+        put!(
+            out,
+            "<p class=\"note\">{shown_samples} of {samples} samples, {} of {prompts} prompts, the lowest mean score first.</p>",
+            shown.len()
+        );
+        for group in shown {
+            show(&mut out, source, &recorded, &group, each)?;
+        }
+        out += "</div>\n";
+    }
+    Ok(out)
+}
+
+/// Groups from the lowest mean score to the highest, at most so many samples and tokens, but one group at least; of large ones
+/// some samples.
+fn among(mut all: Vec<Vec<RecordedSample>>, samples: usize, tokens: usize) -> Vec<Vec<RecordedSample>> {
+    let mean =
+        |group: &[RecordedSample]| group.iter().map(|sample| f64::from(sample.score)).sum::<f64>() / group.len() as f64;
+    all.sort_by(|a, b| mean(a).total_cmp(&mean(b)));
+    let size = all.iter().map(|group| group.len().min(GROUP_MAX)).max().unwrap_or(1);
+    let longest = all.iter().flatten().map(|sample| sample.response_tokens.min(*RESPONSE_TOKENS.end())).max();
+    let count = (samples / size).min(tokens / (size * longest.unwrap_or(1).max(1))).max(1);
+    let chosen = spread(all.len(), count).into_iter().map(|i| {
+        let group = &all[i];
+        spread(group.len(), GROUP_MAX).into_iter().map(|at| group[at].clone()).collect()
+    });
+    chosen.collect()
+}
+
+fn show(
+    out: &mut String,
+    source: &Source,
+    step: &RecordedStep,
+    group: &[RecordedSample],
+    tokens_max: usize,
+) -> Result<()> {
+    let first = &group[0];
+    put!(out, "<article><header><b>prompt {}</b>", first.prompt_id);
+    for (name, value) in [("label", &first.label), ("from", &first.source)] {
+        if !value.is_empty() {
+            put!(out, "<span>{name} <bdi>{}</bdi></span>", escape(value));
+        }
+    }
+    let chars = first.prompt.chars().count();
+    let from = first.prompt.char_indices().nth(chars.saturating_sub(PROMPT_CHARS)).map_or(0, |(at, _)| at);
+    let before = if from > 0 { format!("<i>{} characters before</i> ", chars - PROMPT_CHARS) } else { String::new() };
+    put!(
+        out,
+        "</header><div class=\"text prompt\">{before}<bdi>{}</bdi></div><div class=\"responses\">",
+        escape(&first.prompt[from..])
+    );
+    for sample in group {
+        out.push_str("<div class=\"response\"><div class=\"about\">");
+        put!(out, "<b>{}</b>", short_number(sample.score));
+        for (name, score) in sample.scores.iter().filter(|_| sample.scores.len() > 1) {
+            put!(out, "<span>{} {}</span>", escape(name), short_number(*score));
+        }
+        put!(
+            out,
+            "<span>{} tokens</span><span>{}</span></div>",
+            sample.response_tokens,
+            sample.finish.replace('_', " ")
+        );
+        response(out, source, step, sample, tokens_max)?;
+        *out += "</div>\n";
+    }
+    *out += "</div></article>\n";
+    Ok(())
+}
+
+/// The text of a response; with the lengths of its tokens in UTF-16 and their numbers, where they can be told.
+fn response(
+    out: &mut String,
+    source: &Source,
+    step: &RecordedStep,
+    sample: &RecordedSample,
+    tokens_max: usize,
+) -> Result<()> {
+    let tokens = step.tokens(sample.index)?;
+    let pieces = source.tokenizer.as_ref().and_then(|tokenizer| pieces(tokenizer, &tokens.tokens, &sample.response));
+    let Some(pieces) = pieces else {
+        let shown: String = sample.response.chars().take(4 * tokens_max).collect();
+        let more = if shown.len() < sample.response.len() { " <i>and more</i>" } else { "" };
+        put!(out, "<div class=\"text\"><bdi>{}</bdi>{more}</div>", escape(&shown));
+        return Ok(());
+    };
+    let shown = &pieces[..pieces.len().min(tokens_max)];
+    let lengths: Vec<String> = shown.iter().map(|piece| piece.encode_utf16().count().to_string()).collect();
+    let RecordedTokens { advantages, logprobs, kl, .. } = &tokens;
+    let numbers = [("a", advantages), ("l", logprobs), ("k", kl)].map(|(name, values)| {
+        let values: Vec<String> = values
+            .iter()
+            .take(shown.len())
+            .map(|x| if x.is_finite() { short(f64::from(*x), 3) } else { "x".into() })
+            .collect();
+        format!(" data-{name}=\"{}\"", values.join(" "))
+    });
+    let more = match pieces.len() - shown.len() {
+        0 => String::new(),
+        more => format!(" <i>{more} tokens more</i>"),
+    };
+    let (lengths, numbers, text) = (lengths.join(" "), numbers.concat(), escape(&shown.concat()));
+    put!(out, "<div class=\"text\"><bdi data-cuts=\"{lengths}\"{numbers}>{text}</bdi>{more}</div>");
+    Ok(())
+}
+
+/// The text of each token, of all that a character takes with the last one; none where they do not make up the recorded text.
+fn pieces(tokenizer: &Tokenizer, tokens: &[u32], text: &str) -> Option<Vec<String>> {
+    if tokenizer.decode(tokens, true).ok()?.replace('\0', "␀") != text {
+        return None;
+    }
+    let mut decoder = StreamDecoder::default();
+    let pieces: Result<Vec<String>> = tokens.iter().map(|token| decoder.push(tokenizer, *token)).collect();
+    let (mut pieces, rest) = (pieces.ok()?, decoder.finish(tokenizer).ok()?);
+    pieces.last_mut()?.push_str(&rest);
+    Some(pieces)
+}

@@ -1,0 +1,183 @@
+//! What a run directory holds, read for a page. What is missing or damaged is left out, and said.
+
+use crate::data::Ledger;
+use crate::error::{Error, Result};
+use crate::metrics::keys::{self, Unit};
+use crate::metrics::{Line, jsonl, recorded};
+use crate::sys::files;
+use crate::text::Tokenizer;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use toml::{Table, Value};
+
+pub struct Source {
+    /// The job's name, or the directory's.
+    pub name: String,
+    pub dir: PathBuf,
+    /// `config.resolved.toml`, `job.kind` and its like by their paths.
+    pub config: BTreeMap<String, String>,
+    pub lines: Vec<Line>,
+    /// Step and value of each key.
+    points: BTreeMap<String, Vec<(f64, f64)>>,
+    pub ledger: Option<Ledger>,
+    /// The recorded steps, ascending.
+    pub recorded: Vec<u64>,
+    pub tokenizer: Option<Tokenizer>,
+    /// What the page lacks, and why.
+    pub lacks: Vec<String>,
+}
+
+impl Source {
+    pub fn read(dir: &Path) -> Result<Self> {
+        if !dir.is_dir() {
+            return Err(Error::usage(format!("{} is no directory", dir.display())).hint("give the job.dir of a run"));
+        }
+        let metrics = dir.join("metrics.jsonl");
+        if !metrics.exists() {
+            return Err(Error::data(format!("{} has no metrics.jsonl", dir.display())).hint("give a run directory"));
+        }
+        let lines = jsonl::lines(&metrics)?;
+        if lines.is_empty() {
+            return Err(Error::data(format!("{} has no line yet", metrics.display()))
+                .hint("the run records one at the end of each step"));
+        }
+        let (dir, lacks) = (dir.to_owned(), Vec::new());
+        let mut source = Self {
+            name: String::new(),
+            config: BTreeMap::new(),
+            points: points_of(&lines),
+            lines,
+            ledger: None,
+            recorded: Vec::new(),
+            tokenizer: None,
+            lacks,
+            dir,
+        };
+        source.config = source.try_read(settings(&source.dir)).unwrap_or_default();
+        let named = source.config.get("job.name").filter(|name| !name.is_empty()).cloned();
+        source.name = named.unwrap_or_else(|| name_of(&source.dir));
+        source.ledger = source.try_read(ledger(&source.dir)).flatten();
+        source.recorded = source.try_read(recorded::steps(&source.dir)).unwrap_or_default();
+        if !source.recorded.is_empty() {
+            source.tokenizer = source.try_read(source.find_tokenizer()).flatten();
+        }
+        Ok(source)
+    }
+
+    /// What was read, or none and a word about it on the page.
+    pub fn try_read<T>(&mut self, read: Result<T>) -> Option<T> {
+        read.map_err(|e| self.lacks.push(e.message)).ok()
+    }
+
+    /// The tokenizer of the export, or of the model that the run began with.
+    fn find_tokenizer(&self) -> Result<Option<Tokenizer>> {
+        let began = self.config.get("model.actor").map(PathBuf::from);
+        let mut found = [Some(self.dir.join("export")), began].into_iter().flatten().map(|dir| Tokenizer::find(&dir));
+        found.find_map(Result::transpose).transpose()
+    }
+
+    /// Step and value of a key in the lines that have it, of steps and of evaluations; NaN for a value that is not finite.
+    pub fn points(&self, key: &str) -> Vec<(f64, f64)> {
+        self.points.get(key).cloned().unwrap_or_default()
+    }
+
+    pub fn has(&self, key: &str) -> bool {
+        self.points.contains_key(key)
+    }
+
+    /// The finite ones alone.
+    pub fn values(&self, key: &str) -> Vec<f64> {
+        self.points(key).into_iter().map(|(_, value)| value).filter(|value| value.is_finite()).collect()
+    }
+
+    /// The first steps behind a restart.
+    pub fn restarts(&self) -> Vec<u64> {
+        let mut before = 0.0;
+        let mut is_new = |line: &&Line| {
+            let now = line.get(keys::RESTARTS).unwrap_or(0.0);
+            std::mem::replace(&mut before, now) != now
+        };
+        self.lines.iter().filter(|line| is_new(line)).map(|line| line.step).collect()
+    }
+
+    /// The last step of all.
+    pub fn step(&self) -> u64 {
+        self.lines.iter().map(|line| line.step).max().unwrap_or(0)
+    }
+}
+
+fn points_of(lines: &[Line]) -> BTreeMap<String, Vec<(f64, f64)>> {
+    let mut all: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
+    for line in lines {
+        for (key, value) in &line.values {
+            let value = if value.is_finite() { *value } else { f64::NAN };
+            all.entry(key.clone()).or_default().push((line.step as f64, value));
+        }
+    }
+    all
+}
+
+/// The name of a directory, `.` among them.
+fn name_of(dir: &Path) -> String {
+    let whole = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
+    whole.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned())
+}
+
+/// Every path of `config.resolved.toml` with its value.
+fn settings(dir: &Path) -> Result<BTreeMap<String, String>> {
+    let path = dir.join("config.resolved.toml");
+    let text = files::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
+    let table: Table = text.parse().map_err(|e: toml::de::Error| Error::data(e.message()).within(path.display()))?;
+    Ok(flat(&table))
+}
+
+pub fn flat(table: &Table) -> BTreeMap<String, String> {
+    let mut all = BTreeMap::new();
+    for (key, value) in table {
+        match value {
+            Value::Table(inner) => all.extend(flat(inner).into_iter().map(|(rest, v)| (format!("{key}.{rest}"), v))),
+            Value::String(text) => drop(all.insert(key.clone(), text.clone())),
+            other => drop(all.insert(key.clone(), other.to_string())),
+        }
+    }
+    all
+}
+
+/// `ledger.json`, which a run writes with its checkpoints.
+fn ledger(dir: &Path) -> Result<Option<Ledger>> {
+    let path = dir.join("ledger.json");
+    if !path.exists() {
+        return Ok(None);
+    }
+    let bytes = files::read(&path).map_err(|e| Error::io("read", &path, &e))?;
+    serde_json::from_slice(&bytes).map(Some).map_err(|e| Error::data(format!("{}: {e}", path.display())))
+}
+
+/// Runs of one name are named by their directories.
+pub fn name_apart(sources: &mut [Source]) {
+    let names: Vec<String> = sources.iter().map(|source| source.name.clone()).collect();
+    for source in sources.iter_mut().filter(|source| names.iter().filter(|name| **name == source.name).count() > 1) {
+        source.name = source.dir.display().to_string();
+    }
+}
+
+/// Every key that a line of any run has: those of the table in its order, then others by name.
+pub fn keys_of(sources: &[Source]) -> Vec<String> {
+    let found: BTreeSet<&str> = sources.iter().flat_map(|source| source.points.keys()).map(String::as_str).collect();
+    let known = keys::TABLE.iter().map(|key| key.name).filter(|key| found.contains(key));
+    let others = found.iter().copied().filter(|key| keys::find(key).is_none());
+    known.chain(others).map(str::to_owned).collect()
+}
+
+/// Whether a key is a result of an evaluation: neither how many were asked nor how long that took.
+pub fn is_result(key: &str) -> bool {
+    let unit = super::numbers::unit_of(key);
+    keys::is_eval(key) && !matches!(unit, Unit::Count | Unit::Seconds)
+}
+
+/// `eval_accuracy_greedy` as words.
+pub fn title_of(key: &str) -> String {
+    let words = key.trim_start_matches("eval_").replace('_', " ");
+    let mut chars = words.chars();
+    chars.next().map_or(words.clone(), |first| first.to_uppercase().chain(chars).collect())
+}

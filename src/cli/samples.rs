@@ -1,0 +1,234 @@
+//! `rlhf-hpc samples`: what a run has sampled in a recorded step, to read.
+
+use super::out;
+use crate::error::{Error, Result};
+use crate::metrics::recorded::{self, RecordedSample, RecordedStep};
+use crate::metrics::{grouped, number, one_line};
+use argh::FromArgs;
+use serde_json::{Map, Value, json};
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+/// Show the prompts, responses and scores of a recorded step, the samples of a prompt together.
+#[derive(FromArgs, Debug)]
+#[argh(subcommand, name = "samples")]
+pub struct Args {
+    /// a run directory
+    #[argh(positional)]
+    pub run: PathBuf,
+
+    /// a recorded step (default: the last)
+    #[argh(option)]
+    pub step: Option<u64>,
+
+    /// only so many samples, those of the lowest scores
+    #[argh(option)]
+    pub worst: Option<usize>,
+
+    /// only so many samples, those of the highest scores
+    #[argh(option)]
+    pub best: Option<usize>,
+
+    /// only the samples of a prompt, by the id that is shown
+    #[argh(option)]
+    pub prompt: Option<i64>,
+
+    /// a JSON line per sample, with the exact texts
+    #[argh(switch)]
+    pub json: bool,
+}
+
+pub fn run(args: &Args) -> Result<()> {
+    let asked = [args.worst.is_some(), args.best.is_some(), args.prompt.is_some()];
+    if asked.into_iter().filter(|asked| *asked).count() > 1 {
+        return Err(Error::usage("only one of --worst, --best and --prompt can be asked for"));
+    }
+    let step = open(&args.run, args.step)?;
+    let all = step.samples()?;
+    let groups = groups(chosen(args, &step, all.clone())?);
+    if args.json {
+        let lines = groups.iter().flatten().map(|sample| printable(&as_json(step.step, sample).to_string()) + "\n");
+        return out::write(lines.collect::<String>().as_bytes());
+    }
+    let mut text = format!("{}\n", summary(step.step, &all));
+    for group in &groups {
+        show(&mut text, group);
+    }
+    out::write(text.as_bytes())
+}
+
+/// The recorded step that is asked for, or the last one.
+fn open(run: &Path, step: Option<u64>) -> Result<RecordedStep> {
+    if !run.is_dir() {
+        return Err(Error::usage(format!("{} is no directory", run.display())).hint("give the job.dir of a run"));
+    }
+    let steps = recorded::steps(run)?;
+    let Some(last) = steps.last() else {
+        return Err(Error::data(format!("{} has no rollouts", run.display()))
+            .hint("ppo jobs record them, with metrics.rollouts_every_steps above 0"));
+    };
+    let step = step.unwrap_or(*last);
+    if !steps.contains(&step) {
+        let (run, named) = (run.display(), named(&steps));
+        return Err(Error::usage(format!("step {step} is not recorded in {run}"))
+            .hint(format!("recorded are: {named} (metrics.rollouts_every_steps and rollouts_keep_last choose them)")));
+    }
+    RecordedStep::open(run, step)
+}
+
+/// Most runs of steps that an error names.
+const NAMED_MAX: usize = 20;
+
+/// `1 to 40, 50, 60`: ascending steps, neighbours as one.
+fn named(steps: &[u64]) -> String {
+    let neighbours = steps.chunk_by(|a, b| a + 1 == *b);
+    let mut runs: Vec<String> = neighbours
+        .map(|run| match run {
+            [first, .., last] => format!("{first} to {last}"),
+            one => one[0].to_string(),
+        })
+        .collect();
+    if runs.len() > NAMED_MAX {
+        let last = runs.pop().expect("there are many");
+        runs.truncate(NAMED_MAX - 1);
+        runs.extend(["...".to_string(), last]);
+    }
+    runs.join(", ")
+}
+
+fn chosen(args: &Args, step: &RecordedStep, mut samples: Vec<RecordedSample>) -> Result<Vec<RecordedSample>> {
+    if let Some(prompt) = args.prompt {
+        samples.retain(|sample| sample.prompt_id == prompt);
+        if samples.is_empty() {
+            return Err(Error::usage(format!("step {} has no sample of a prompt {prompt}", step.step))
+                .hint("without --prompt all are shown, each with its prompt's id"));
+        }
+    }
+    if let Some(most) = args.worst.or(args.best) {
+        samples.sort_by(|a, b| a.score.total_cmp(&b.score));
+        if args.best.is_some() {
+            samples.reverse();
+        }
+        samples.truncate(most);
+    }
+    Ok(samples)
+}
+
+/// The samples of a prompt together, in the order in which the prompts first occur.
+pub(super) fn groups(samples: Vec<RecordedSample>) -> Vec<Vec<RecordedSample>> {
+    let mut groups: Vec<Vec<RecordedSample>> = Vec::new();
+    let mut places = std::collections::HashMap::new();
+    for sample in samples {
+        let place = *places.entry(sample.prompt_id).or_insert_with(|| {
+            groups.push(Vec::new());
+            groups.len() - 1
+        });
+        groups[place].push(sample);
+    }
+    for group in &mut groups {
+        group.sort_by_key(|sample| sample.sample);
+    }
+    groups
+}
+
+/// A number as short as it is: `1`, `0.25`, `-3.1e-5`.
+pub(super) fn short_number(x: impl Into<f64>) -> String {
+    let text = number(x.into());
+    if text.contains('.') && !text.contains('e') {
+        text.trim_end_matches('0').trim_end_matches('.').to_string()
+    } else {
+        text
+    }
+}
+
+fn summary(step: u64, all: &[RecordedSample]) -> String {
+    let prompts = groups(all.to_vec()).len();
+    let scores = all.iter().map(|sample| f64::from(sample.score));
+    let mean = scores.clone().sum::<f64>() / all.len().max(1) as f64;
+    let (least, most) = (scores.clone().fold(f64::INFINITY, f64::min), scores.fold(f64::NEG_INFINITY, f64::max));
+    let (samples, prompts) = (grouped(all.len() as u64), grouped(prompts as u64));
+    let [mean, least, most] = [mean, least, most].map(short_number);
+    format!("step {step}: {samples} samples of {prompts} prompts, score {mean} on average, {least} to {most}")
+}
+
+fn show(text: &mut String, group: &[RecordedSample]) {
+    let first = &group[0];
+    let _ = write!(text, "\nprompt {}", first.prompt_id);
+    for (name, value) in [("label", &first.label), ("from", &first.source)] {
+        if !value.is_empty() {
+            let _ = write!(text, "  {name} {}", one_line(value));
+        }
+    }
+    text.push('\n');
+    put(text, &first.prompt);
+    for sample in group {
+        let score = short_number(sample.score);
+        let _ = write!(text, "  - score {score}");
+        if sample.scores.len() > 1 {
+            let of = |(name, score): &(String, f32)| format!("{} {}", one_line(name), short_number(*score));
+            let _ = write!(text, " ({})", sample.scores.iter().map(of).collect::<Vec<_>>().join(", "));
+        }
+        let _ = writeln!(text, ", {} tokens, {}", sample.response_tokens, sample.finish);
+        put(text, &sample.response);
+    }
+}
+
+/// A text with its line breaks, set in, safe on a terminal.
+fn put(text: &mut String, of: &str) {
+    for line in of.replace("\r\n", "\n").split('\n') {
+        let line = format!("      {}", one_line(line));
+        let _ = writeln!(text, "{}", line.trim_end());
+    }
+}
+
+fn as_json(step: u64, sample: &RecordedSample) -> Value {
+    // JSON has no NaN, which stands for a reward that abstained.
+    let scores: Map<String, Value> =
+        sample.scores.iter().map(|(name, score)| (name.clone(), shortest(*score))).collect();
+    json!({
+        "step": step,
+        "prompt_id": sample.prompt_id,
+        "sample": sample.sample,
+        "source": sample.source,
+        "label": sample.label,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "score": shortest(sample.score),
+        "scores": scores,
+        "finish": sample.finish,
+        "prompt_tokens": sample.prompt_tokens,
+        "response_tokens": sample.response_tokens,
+    })
+}
+
+/// 0.1 for the f32 that is shown as 0.1.
+fn shortest(x: f32) -> Value {
+    x.to_string().parse::<f64>().map_or(Value::Null, Value::from)
+}
+
+/// JSON without control characters and invisible marks of a text: escaped, so that it means the same.
+fn printable(json: &str) -> String {
+    let mut text = String::with_capacity(json.len());
+    for c in json.chars() {
+        if one_line(c.encode_utf8(&mut [0; 4])).is_empty() || c.is_control() {
+            for unit in c.encode_utf16(&mut [0; 2]) {
+                let _ = write!(text, "\\u{unit:04x}");
+            }
+        } else {
+            text.push(c);
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbouring_steps_are_named_as_one_and_of_many_the_first_and_the_last() {
+        assert_eq!(named(&[1, 2, 3, 5, 10, 11]), "1 to 3, 5, 10 to 11");
+        let tens: Vec<u64> = (1..100).map(|i| 10 * i).collect();
+        assert!(named(&tens).starts_with("10, 20, ") && named(&tens).ends_with("190, ..., 990"));
+    }
+}

@@ -1,0 +1,171 @@
+//! The recorded steps of a run, read back from `rollouts/step-N.h5`.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use hdf5::types::VarLenUnicode;
+use hdf5::{File, Group, H5Type};
+
+use super::rollouts::{group_name, step_of, step_path};
+use crate::error::{Error, Result};
+use crate::experience::Finish;
+use crate::sys::files;
+
+/// One sample without what it has for each token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RecordedSample {
+    /// Its place in the step's arrays.
+    pub index: usize,
+    pub prompt_id: i64,
+    /// Number among the samples of its prompt.
+    pub sample: i32,
+    pub source: String,
+    pub label: String,
+    pub prompt: String,
+    pub response: String,
+    pub score: f32,
+    /// The score of each reward by its name; NaN where it abstained.
+    pub scores: Vec<(String, f32)>,
+    pub finish: &'static str,
+    pub prompt_tokens: usize,
+    pub response_tokens: usize,
+}
+
+/// What a sample has for each token of its response.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RecordedTokens {
+    pub tokens: Vec<u32>,
+    pub logprobs: Vec<f32>,
+    pub kl: Vec<f32>,
+    pub advantages: Vec<f32>,
+}
+
+/// A recorded step, open for reading.
+#[derive(Debug)]
+pub struct RecordedStep {
+    pub step: u64,
+    path: PathBuf,
+    group: Group,
+}
+
+/// The recorded steps of `run_dir`, ascending; none where it has recorded none.
+pub fn steps(run_dir: &Path) -> Result<Vec<u64>> {
+    let folder = run_dir.join("rollouts");
+    if !folder.is_dir() {
+        return Ok(Vec::new());
+    }
+    let steps = files::entries(&folder)?.into_iter().filter_map(|path| step_of(path.file_name()?.to_str()?));
+    Ok(steps.collect::<BTreeSet<u64>>().into_iter().collect())
+}
+
+impl RecordedStep {
+    pub fn open(run_dir: &Path, step: u64) -> Result<Self> {
+        let path = step_path(run_dir, step);
+        let group =
+            File::open(&path).and_then(|file| file.group(&group_name(step))).map_err(|e| unreadable(&path, &e))?;
+        Ok(Self { step, path, group })
+    }
+
+    /// The scores of all samples, in their order.
+    pub fn scores(&self) -> Result<Vec<f32>> {
+        self.array("score")
+    }
+
+    /// All samples, in their order.
+    pub fn samples(&self) -> Result<Vec<RecordedSample>> {
+        let (scores, finish) = (self.scores()?, self.array::<u8>("finish")?);
+        let (prompt_ids, samples) = (self.array::<i64>("prompt_id")?, self.array::<i32>("sample")?);
+        let prompt_tokens = self.array::<i32>("prompt_tokens")?;
+        let offsets = self.array::<i64>("response_offsets")?;
+        let [prompts, responses, labels, sources] =
+            ["prompt", "response", "label", "source"].map(|name| self.texts(name));
+        let (prompts, responses, labels, sources) = (prompts?, responses?, labels?, sources?);
+        let parts = self.parts()?;
+        let n = scores.len();
+        let lengths = [finish.len(), prompt_ids.len(), samples.len(), prompt_tokens.len(), offsets.len().max(1) - 1];
+        let of_texts = [&prompts, &responses, &labels, &sources].map(Vec::len);
+        let of_parts = parts.iter().map(|(_, values)| values.len());
+        if lengths.into_iter().chain(of_texts).chain(of_parts).any(|length| length != n) {
+            return Err(Error::data(format!(
+                "{} has arrays of other lengths than its {n} samples",
+                self.path.display()
+            )));
+        }
+        let sample = |i: usize| RecordedSample {
+            index: i,
+            prompt_id: prompt_ids[i],
+            sample: samples[i],
+            source: sources[i].clone(),
+            label: labels[i].clone(),
+            prompt: prompts[i].clone(),
+            response: responses[i].clone(),
+            score: scores[i],
+            scores: parts.iter().map(|(name, values)| (name.clone(), values[i])).collect(),
+            finish: [Finish::Stop, Finish::Length, Finish::StopString]
+                .into_iter()
+                .find(|known| *known as u8 == finish[i])
+                .map_or("unknown", Finish::name),
+            prompt_tokens: prompt_tokens[i].max(0) as usize,
+            response_tokens: (offsets[i + 1] - offsets[i]).max(0) as usize,
+        };
+        Ok((0..n).map(sample).collect())
+    }
+
+    /// What sample `index` has for each token of its response.
+    pub fn tokens(&self, index: usize) -> Result<RecordedTokens> {
+        let (token_offsets, offsets) = (self.array::<i64>("token_offsets")?, self.array::<i64>("response_offsets")?);
+        let ends = |offsets: &[i64]| Some((*offsets.get(index)? as usize, *offsets.get(index + 1)? as usize));
+        let (Some((from, to)), Some((_, end))) = (ends(&offsets), ends(&token_offsets)) else {
+            return Err(Error::data(format!("{} has no sample {index}", self.path.display())));
+        };
+        let length = to.saturating_sub(from);
+        let tokens: Vec<i32> = self.part("tokens", end.saturating_sub(length), end)?;
+        Ok(RecordedTokens {
+            tokens: tokens.into_iter().map(|token| token as u32).collect(),
+            logprobs: self.part("logprobs", from, to)?,
+            kl: self.part("kl", from, to)?,
+            advantages: self.part("advantages", from, to)?,
+        })
+    }
+
+    /// The scores of each reward.
+    fn parts(&self) -> Result<Vec<(String, Vec<f32>)>> {
+        let read = || -> hdf5::Result<Vec<(String, Vec<f32>)>> {
+            let group = self.group.group("scores")?;
+            let of = |name: String| Ok((name.clone(), group.dataset(&name)?.read_raw()?));
+            group.member_names()?.into_iter().map(of).collect()
+        };
+        read().map_err(|e| self.without_texts("scores", &e))
+    }
+
+    fn array<T: H5Type>(&self, name: &str) -> Result<Vec<T>> {
+        let read = self.group.dataset(name).and_then(|set| set.read_raw());
+        read.map_err(|e| unreadable(&self.path, &e))
+    }
+
+    fn part<T: H5Type>(&self, name: &str, from: usize, to: usize) -> Result<Vec<T>> {
+        if from >= to {
+            return Ok(Vec::new());
+        }
+        let read = self.group.dataset(name).and_then(|set| set.read_slice_1d(from..to));
+        read.map(|values| values.into_raw_vec_and_offset().0).map_err(|e| unreadable(&self.path, &e))
+    }
+
+    fn texts(&self, name: &str) -> Result<Vec<String>> {
+        let read = self.group.dataset(name).and_then(|set| set.read_raw::<VarLenUnicode>());
+        let texts = read.map_err(|e| self.without_texts(name, &e))?;
+        Ok(texts.into_iter().map(|text| text.as_str().to_owned()).collect())
+    }
+
+    fn without_texts(&self, name: &str, source: &hdf5::Error) -> Error {
+        if self.group.link_exists(name) {
+            return unreadable(&self.path, source);
+        }
+        Error::data(format!("{} has no `{name}`: it was recorded by an earlier release", self.path.display()))
+            .hint("its tokens are there: `tokens`, `token_offsets` and `prompt_tokens`")
+    }
+}
+
+fn unreadable(path: &Path, source: &hdf5::Error) -> Error {
+    Error::data(format!("cannot read {}: {source}", path.display()))
+}

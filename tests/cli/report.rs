@@ -1,0 +1,125 @@
+//! Samples and reports of a run whose data is hostile, as text, as JSON, and in a browser.
+
+use super::fixture::Fixture;
+use serde_json::{Value, json};
+use std::process::Command;
+
+const HOSTILE: &str = "</script><img src=x onerror=\"document.title='hit'\">\u{1b}[31m";
+
+/// Two recorded steps of two prompts with two responses each, asked and labelled with `HOSTILE`.
+fn run() -> Fixture {
+    let fixture = Fixture::new();
+    let row = |i: usize| json!({"prompt": format!("{i}{HOSTILE}"), "answer": HOSTILE, "split": if i < 6 { "train" } else { "eval" }});
+    fixture.jsonl("hostile.jsonl", &(0..8).map(row).collect::<Vec<_>>());
+    let shard = "shard hostile.jsonl --tokenizer tokenizer --out hostile --label-key answer --split-field split";
+    fixture.run(&shard.split(' ').collect::<Vec<_>>()).well();
+    let sets =
+        "data.prompts=hostile data.prompt_tokens_max=128 rollout.prompts_per_step=2 rollout.samples_per_prompt=2";
+    let ended = fixture.job(&sets.split(' ').collect::<Vec<_>>()).well();
+    assert!(ended.stderr.lines().any(|line| line.trim() == "report       ./run/report.html"), "{}", ended.stderr);
+    fixture
+}
+
+#[test]
+fn samples_of_a_recorded_step_are_shown_together_and_as_json_to_the_letter() {
+    let fixture = run();
+    let samples = |options: &str| {
+        let words = ["samples", "run"].into_iter().chain(options.split_whitespace());
+        fixture.run(&words.collect::<Vec<_>>())
+    };
+    let text = samples("").well().stdout;
+    assert!(text.starts_with("step 2: 4 samples of 2 prompts, score "), "{text}");
+    assert!(!text.contains('\u{1b}') && text.contains("[31m"), "{text}");
+    assert_eq!((text.matches("\nprompt ").count(), text.matches("  - score ").count()), (2, 4), "{text}");
+    let rows = |options: &str| {
+        let out = samples(&format!("--json {options}")).well().stdout;
+        out.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON")).collect::<Vec<_>>()
+    };
+    let all = rows("--step 1");
+    assert_eq!(all.len(), 4);
+    for (i, row) in all.iter().enumerate() {
+        assert!(row["prompt"].as_str().is_some_and(|prompt| prompt.ends_with(HOSTILE)), "{row}");
+        assert_eq!(
+            (&row["label"], row["step"].as_u64(), row["sample"].as_u64()),
+            (&json!(HOSTILE), Some(1), Some(i as u64 % 2))
+        );
+        assert_eq!(row["scores"]["exact"], row["score"]);
+        assert!(
+            row["source"].as_str().is_some_and(|source| source.contains("hostile"))
+                && row["response_tokens"].as_u64() > Some(0)
+        );
+    }
+    assert_eq!(all[0]["prompt_id"], all[1]["prompt_id"]);
+    let prompt = all[2]["prompt_id"].as_i64().expect("an id");
+    assert_eq!(rows(&format!("--step 1 --prompt {prompt}")), all[2..]);
+    assert_eq!((rows("--worst 1").len(), rows("--best 3").len()), (1, 3));
+    samples("--step 7").refused(2, &["step 7 is not recorded in run"]).hinted("recorded are: 1 to 2");
+    samples("--prompt 99").refused(2, &["no sample of a prompt 99"]);
+}
+
+/// The page as a browser has it once its script has run, and the script's complaints; none where there is no browser.
+fn browsed(fixture: &Fixture, page: &str) -> Option<(String, String)> {
+    let browser = std::env::var("RLHF_CHROMIUM").unwrap_or_else(|_| "chromium".into());
+    let profile = fixture.path("profile");
+    let mut command = Command::new(&browser);
+    command.args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"]);
+    command.arg(format!("--user-data-dir={}", profile.display())).arg("--dump-dom");
+    let url = format!("file://{}", fixture.path(page).canonicalize().expect("the page").display());
+    match command.arg(url).output() {
+        Ok(ended) => {
+            let [dom, said] = [ended.stdout, ended.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+            Some((dom, said.lines().filter(|line| line.contains("CONSOLE")).collect::<Vec<_>>().join("\n")))
+        }
+        Err(error) => {
+            let is_needed = std::env::var("RLHF_REQUIRE_CHROMIUM").is_ok_and(|needed| needed == "1");
+            assert!(!is_needed, "{browser}: {error}");
+            eprintln!("skipped: {browser}: {error}");
+            None
+        }
+    }
+}
+
+/// What stands between each `from` and the next `to`.
+fn between<'a>(text: &'a str, from: &str, to: &str) -> Vec<&'a str> {
+    text.split(from).skip(1).map(|rest| rest.split(to).next().unwrap_or(rest)).collect()
+}
+
+#[test]
+fn a_report_has_marks_in_every_plot_and_hostile_text_stays_text_in_a_browser() {
+    let fixture = run();
+    let extra =
+        "{\"step\":1,\"reward_mean\":0.5,\"time_step_s\":1.0,\"restarts\":1,\"mine/<b>x\":3,\"eval_mine\":0.5}\n";
+    fixture.write("other/metrics.jsonl", extra);
+    let page = fixture.text("run/report.html");
+    assert!(page.len() < 1 << 20 && !page.contains("<img") && !page.contains("http://"), "{} bytes", page.len());
+    fixture.run(&["report", "run", "other", "--out", "both.html"]).well();
+    let both = fixture.text("both.html");
+    for words in ["restarted at step 1<", "data-name=\"other · mine/&lt;b&gt;x\"", "data-name=\"other · eval_mine\""]
+    {
+        assert!(both.contains(words), "{words}");
+    }
+    fixture.job(&["job.dir=quiet", "job.steps=1", "metrics.report=false"]).well();
+    assert!(!fixture.path("quiet/report.html").exists());
+    for (name, tables) in [("run/report.html", 1), ("both.html", 1)] {
+        let Some((dom, complaints)) = browsed(&fixture, name) else { return };
+        assert_eq!(complaints, "", "{name}");
+        assert!(dom.contains("<form id=\"controls\">"), "{name}: the script has not run to its end");
+        let plots = between(&dom, "<svg class=\"chart\"", "</svg>");
+        assert!(plots.len() > 25, "{name}: {} plots", plots.len());
+        for plot in plots {
+            assert!(between(plot, "class=\"curve", ">").iter().any(|curve| curve.contains(" d=\"M")), "{name}: {plot}");
+        }
+        let columns = between(&dom, "<svg class=\"columns\"", "</svg>");
+        assert!(columns.len() >= 2 && columns.iter().all(|picture| picture.contains("<rect")), "{name}");
+        assert_eq!(dom.matches("<table class=\"rows\">").count(), tables, "{name}");
+        assert!(!dom.contains("<img") && !dom.contains("<title>hit"), "{name}: markup of a sample came to life");
+        assert!(dom.contains("&lt;/script&gt;&lt;img src=x onerror="), "{name}");
+        // Each token of a response that is shown is an element of its own.
+        let tokens = between(&dom, "<bdi data-cuts=", "</bdi>");
+        assert!(
+            tokens.iter().filter(|text| text.contains("class=\"cut\"")).all(|text| text.contains("<span")),
+            "{name}"
+        );
+        assert!(dom.contains("class=\"cut\""), "{name}: no response is shown by tokens");
+    }
+}
