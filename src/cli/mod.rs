@@ -5,6 +5,7 @@ pub mod chat;
 mod device;
 pub mod export;
 pub mod generate;
+mod help;
 pub mod info;
 pub mod init;
 pub mod logprobs;
@@ -103,6 +104,17 @@ fn parse(arguments: Vec<String>) -> Result<Parsed> {
             .hint(format!("verbs of this release: {}", verbs().join(", "))));
     }
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    match words[..] {
+        ["--help"] => return Ok(Parsed::Text(help::overview())),
+        ["help"] => return Ok(Parsed::Text(help::topics())),
+        ["help", topic, ..] => {
+            return match help::page(topic, &verbs())? {
+                Some(page) => Ok(Parsed::Text(page.to_owned())),
+                None => parse(vec![topic.to_owned(), "--help".to_owned()]),
+            };
+        }
+        _ => {}
+    }
     if let ["run", first, ..] = words[..]
         && let Some(verb) = meant(first)
     {
@@ -176,6 +188,16 @@ mod tests {
 
     fn words(line: &str) -> Vec<String> {
         line.split_whitespace().map(String::from).collect()
+    }
+
+    #[test]
+    fn the_help_lists_every_verb_once() {
+        let mut listed: Vec<&str> =
+            help::GROUPS.iter().flat_map(|(_, verbs)| verbs.iter().map(|(verb, _)| *verb)).collect();
+        let mut known = [verbs(), vec!["help"]].concat();
+        listed.sort_unstable();
+        known.sort_unstable();
+        assert_eq!(listed, known);
     }
 
     #[test]

@@ -27,7 +27,7 @@ const ALIASES: &[(&str, &str)] = &[
     ("mesh.zero", "zero_stage zero_optimization stage fsdp"),
     ("mesh.offload", "adam_offload ref_reward_offload optimizer_offload param_offload cpu_offload offload_optimizer"),
     ("mesh.placement", "colocate_all_models colocate_actor_ref actor_num_gpus_per_node placement_group"),
-    ("data.prompts", "prompt_data dataset dataset_name train_files train_data data_path prompt_dataset"),
+    ("data.prompts", "prompt_data dataset dataset_name train_files train_data train_dataset data_path prompt_dataset"),
     ("data.weights", "prompt_data_probs dataset_probs probs mixer"),
     ("data.prompt_key", "input_key prompt_column question_key"),
     ("data.response_key", "output_key completion_key target_key"),
@@ -55,7 +55,7 @@ const ALIASES: &[(&str, &str)] = &[
     ("ppo.lambda", "lambd gae_lambda lam"),
     (
         "ppo.clip_low",
-        "eps_clip cliprange clip_range clip_ratio clip_eps epsilon eps_clip_low ratio_clip_min clip_ratio_low",
+        "eps_clip cliprange clip_range clip_ratio clip_eps epsilon eps_clip_low eps_clip_low_high ratio_clip_min clip_ratio_low",
     ),
     ("ppo.clip_high", "eps_clip_high epsilon_high ratio_clip_max clip_ratio_high"),
     ("ppo.dual_clip", "clip_ratio_c ratio_clip_c delta"),

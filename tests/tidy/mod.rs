@@ -3,6 +3,7 @@
 
 mod imports;
 mod manual;
+mod pages;
 mod source;
 mod tree;
 

@@ -1,0 +1,144 @@
+//! README and the manual's pages name only keys, verbs and options that there are.
+
+use super::none;
+use super::source::{File, files, root};
+use regex::Regex;
+use rlhf_hpc::config::{self, Config};
+use std::collections::BTreeSet;
+use std::fs;
+use std::process::Command;
+
+const README_LINES_MAX: usize = 200;
+
+/// Options of other programs.
+const FOREIGN: &str = "--bind-to --map-by --mpi --cpus-per-task --gpus-per-node --nodes --ntasks-per-node --requeue --signal \
+                       --open-mode --nv --bind --release --locked --version";
+
+fn pages() -> Vec<File> {
+    files("src/cli/help", &[".md"])
+}
+
+fn topic(page: &File) -> &str {
+    page.name.trim_start_matches("src/cli/help/").trim_end_matches(".md")
+}
+
+fn texts() -> Vec<File> {
+    let readme = File { name: "README.md".to_owned(), text: fs::read_to_string(root().join("README.md")).unwrap() };
+    std::iter::once(readme).chain(pages()).collect()
+}
+
+fn printed(arguments: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_rlhf-hpc")).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn found<'a>(pattern: &str, text: &'a str) -> Vec<&'a str> {
+    Regex::new(pattern).unwrap().captures_iter(text).map(|found| found.get(1).unwrap().as_str()).collect()
+}
+
+#[test]
+fn the_readme_is_short_and_help_lists_every_page_and_prints_it() {
+    assert!(texts()[0].lines().len() <= README_LINES_MAX);
+    let listed = printed(&["help"]);
+    for page in pages() {
+        let topic = topic(&page);
+        let title = page.text.lines().next().unwrap().trim_start_matches("# ");
+        assert!(
+            listed.lines().any(|line| line.trim().starts_with(topic) && line.ends_with(title)),
+            "{topic} in\n{listed}"
+        );
+        assert_eq!(printed(&["help", topic]).trim(), page.text.trim());
+        assert!(page.text.contains("\n## Read next\n") && page.lines().len() <= 120, "{topic}");
+    }
+}
+
+#[test]
+fn the_pages_name_only_keys_that_there_are() {
+    let reference = fs::read_to_string(root().join("jobs/reference.toml")).unwrap();
+    let (mut table, mut keys, mut tables) = (String::new(), BTreeSet::new(), BTreeSet::new());
+    let name_of = Regex::new(r"^\[+([a-z_.]+)\]+$").unwrap();
+    for line in reference.lines().map(|line| line.trim_start_matches("# ")) {
+        // Comments begin with brackets, too.
+        if let Some(name) = name_of.captures(line) {
+            table = name[1].to_owned();
+            keys.insert(table.clone());
+            tables.insert(table.split('.').next().unwrap().to_owned());
+        } else if let Some((key, _)) = line.split_once(" = ") {
+            keys.insert(format!("{table}.{key}"));
+        }
+    }
+    let tables = Vec::from_iter(tables).join("|");
+    let named = format!(r"(?:^|[^\w./-])((?:{tables})(?:\.[a-z_]+)+)");
+    let is_file = |key: &str| key.split('.').any(|part| ["py", "jsonl", "json", "toml"].contains(&part));
+    none(texts().into_iter().flat_map(|File { name, text }| {
+        let unknown = found(&named, &text).into_iter().filter(|key| !keys.contains(*key) && !is_file(key));
+        unknown.map(|key| format!("{name}: {key} is no key")).collect::<Vec<_>>()
+    }));
+}
+
+#[test]
+fn the_jobs_of_the_pages_are_toml_of_known_keys() {
+    for File { name, text } in texts() {
+        for job in found("(?s)```toml\n(.*?)```", &text) {
+            toml::from_str::<Config>(job).unwrap_or_else(|error| panic!("{name}: {error}\n{job}"));
+        }
+    }
+}
+
+#[test]
+fn the_pages_name_only_verbs_options_and_pages_that_there_are() {
+    let help = printed(&["--help"]);
+    let verbs = found(r"(?m)^  ([a-z]+) ", help.split("Examples:").next().unwrap());
+    let options = |text: &str| found(r"(--[a-z][a-z-]*)", text).into_iter().map(str::to_owned).collect::<BTreeSet<_>>();
+    let of_verb = |verb: &&str| options(&printed(&[verb, "--help"]));
+    let known: Vec<BTreeSet<String>> = verbs.iter().filter(|verb| **verb != "help").map(of_verb).collect();
+    let topics: Vec<String> = pages().iter().map(|page| topic(page).to_owned()).collect();
+    let mut faults = Vec::new();
+    for File { name, text } in texts() {
+        let text = text.replace("\\\n", " ");
+        // Between backticks, or an indented line of its own.
+        for call in found(r"(?m)(?:`|^    .*?)rlhf-hpc ([a-z]+(?: [^`|>\n]*)?)[`|>\n]", &text) {
+            let (verb, rest) = call.split_once(' ').unwrap_or((call, ""));
+            match verbs.iter().filter(|verb| **verb != "help").position(|known| *known == verb) {
+                Some(i) => {
+                    faults.extend(options(rest).difference(&known[i]).map(|o| format!("{name}: {verb} has no {o}")));
+                }
+                None if verb == "help"
+                    && (topics.iter().any(|topic| topic == rest) || ["TOPIC", ""].contains(&rest)) => {}
+                None => faults.push(format!("{name}: no {call}")),
+            }
+        }
+        let is_known = |option: &String| {
+            known.iter().any(|of| of.contains(option)) || FOREIGN.split_whitespace().any(|other| other == option)
+        };
+        let named = if name.contains("/from-") { BTreeSet::new() } else { options(&text) };
+        faults.extend(named.iter().filter(|option| !is_known(option)).map(|option| format!("{name}: no {option}")));
+    }
+    none(faults);
+}
+
+/// A row of the pages for users of other systems: a word of theirs in a job is an error that names our key.
+#[test]
+fn what_other_systems_call_a_key_leads_to_the_key_that_the_page_names() {
+    let (mut faults, mut rows) = (Vec::new(), 0);
+    for page in pages().iter().filter(|page| page.name.contains("/from-")) {
+        for line in page.lines().into_iter().filter(|line| line.starts_with("| `")) {
+            let cells: Vec<&str> = line.split('|').collect();
+            let keys = found(r"`([a-z]+\.[a-z_.]+)`", cells[2]);
+            if cells.len() < 5 || keys.is_empty() {
+                continue;
+            }
+            for word in found("`-*([A-Za-z_0-9]+)`", cells[1]) {
+                rows += 1;
+                let error = config::parse(&format!("{word} = 1\n"), &[]).unwrap_err();
+                let told = format!("{} {}", error.message, error.hint.unwrap_or_default());
+                if !keys.iter().any(|key| told.contains(&format!("`{key}`"))) {
+                    faults.push(format!("{}: {word} is not {keys:?}: {told}", page.name));
+                }
+            }
+        }
+    }
+    none(faults);
+    assert!(rows > 80, "only {rows} words");
+}
