@@ -8,6 +8,7 @@ pub mod generate;
 mod help;
 pub mod info;
 pub mod init;
+pub mod jobs;
 pub mod logprobs;
 mod out;
 pub mod plan;
@@ -17,6 +18,7 @@ pub mod reward;
 pub mod rows;
 pub mod run;
 pub mod samples;
+pub mod schema;
 mod scores;
 pub mod shard;
 mod talk;
@@ -51,6 +53,8 @@ enum Verb {
     Export(export::Args),
     Report(report::Args),
     Samples(samples::Args),
+    Jobs(jobs::Args),
+    Schema(schema::Args),
     Info(info::Args),
     Bench(bench::Args),
 }
@@ -178,6 +182,8 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Export(args) => export::run(&args),
         Verb::Report(args) => report::run(&args),
         Verb::Samples(args) => samples::run(&args),
+        Verb::Jobs(args) => jobs::run(&args),
+        Verb::Schema(args) => schema::run(&args),
         Verb::Bench(args) => bench::run(&args),
     }
 }

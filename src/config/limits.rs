@@ -30,17 +30,28 @@ pub(super) const FINITE: f64 = f32::MAX as f64;
 /// The smallest f32 above 0 that is no subnormal: for ranges that leave 0 out.
 pub(super) const ABOVE_0: f64 = f32::MIN_POSITIVE as f64;
 
+/// Below this, a range that leaves 0 out begins.
+pub(super) const NEARLY_0: f64 = 1e-30;
+
+/// Numbers of a table, each with its range.
+pub type Ranges = &'static [(&'static str, RangeInclusive<f64>)];
+
 /// A table of a job, with the range of each of its numbers.
 pub trait Ranged: Serialize {
-    const RANGES: &'static [(&'static str, RangeInclusive<f64>)];
+    const RANGES: Ranges;
 }
 
 /// Refuses the numbers of `table`, which holds the settings `settings`, that are outside their ranges.
 pub fn check<T: Ranged>(table: &str, settings: &T) -> Result<()> {
     let values = serde_json::to_value(settings).map_err(|e| Error::fault(format!("[{table}]: {e}")))?;
+    check_values(table, &values, T::RANGES)
+}
+
+/// The same of the settings as JSON.
+pub(super) fn check_values(table: &str, values: &Value, ranges: Ranges) -> Result<()> {
     // A float that is not finite is null here.
     let outside = |(key, range): &(&str, _)| refuse_outside(&format!("{table}.{key}"), &values[key], range).err();
-    Error::all(T::RANGES.iter().filter_map(outside).collect())
+    Error::all(ranges.iter().filter_map(outside).collect())
 }
 
 /// The same of a number of the command line: `option` is at least `low` and at most `high`.
@@ -61,8 +72,8 @@ fn refuse_outside(key: &str, value: &Value, range: &RangeInclusive<f64>) -> Resu
     let needed = match (*range.start(), *range.end()) {
         (low, high) if low == -FINITE && high == FINITE => "a finite number".to_string(),
         (low, high) if low == -FINITE => format!("a number up to {high}"),
-        (low, high) if low > 0.0 && low < 1e-30 && high == FINITE => "a number above 0".to_string(),
-        (low, high) if low > 0.0 && low < 1e-30 => format!("a number above 0, up to {high}"),
+        (low, high) if low > 0.0 && low < NEARLY_0 && high == FINITE => "a number above 0".to_string(),
+        (low, high) if low > 0.0 && low < NEARLY_0 => format!("a number above 0, up to {high}"),
         (low, high) if high == FINITE => format!("a number from {low} up"),
         (1.0, high) => format!("at least 1 and at most {high}"),
         (low, high) => format!("a number from {low} to {high}"),

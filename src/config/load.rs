@@ -10,6 +10,9 @@ use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
 
+/// Keys without a default.
+pub(super) const REQUIRED: [&str; 3] = ["job.kind", "model.actor", "data.prompts"];
+
 /// Reads `path`, applies the overrides in order, and checks every key. Paths of the file start from its folder, those of overrides from
 /// the current one.
 pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
@@ -58,7 +61,7 @@ fn read(text: &str, overrides: &[String], here: &Path) -> Result<Config> {
         let wrong = &mut |_: &[&str], mistake: Error| mistakes.push(mistake.within(format_args!("override `{item}`")));
         check(&mut given, &known, &mut Vec::new(), wrong);
     }
-    for key in ["job.kind", "model.actor", "data.prompts"] {
+    for key in REQUIRED {
         let (of, name) = key.split_once('.').expect("a key of a table");
         if table.get(of).and_then(|table| table.get(name)).is_none() {
             let hint = "job.kind, model.actor and data.prompts have no default; jobs/reference.toml has every key";

@@ -21,8 +21,7 @@ macro_rules! table {
         }
 
         impl crate::config::limits::Ranged for $name {
-            const RANGES: &'static [(&'static str, std::ops::RangeInclusive<f64>)] =
-                &[$($((stringify!($key), $range),)?)*];
+            const RANGES: crate::config::limits::Ranges = &[$($((stringify!($key), $range),)?)*];
         }
     };
 }
@@ -39,13 +38,16 @@ pub mod optim;
 pub mod ppo;
 pub mod reward;
 pub mod rollout;
+mod schema;
 mod words;
 
 pub use load::{load, parse};
+pub use schema::schema;
 pub use words::nearest;
 
 use crate::error::{Error, Result};
 use job::{DeviceName, EvalConfig, Gemm, GradientConfig, JobConfig, JobKind, SftConfig};
+use limits::{Ranged, Ranges};
 use model::DTypeName;
 use ppo::{Estimator, KlIn, PolicyLossKind};
 use serde::{Deserialize, Serialize};
@@ -58,6 +60,24 @@ pub fn name(value: &impl Serialize) -> String {
 
 /// What a collective waits beyond the longest reward.
 const COLLECTIVE_MARGIN_S: f64 = 30.0;
+
+/// The tables of a job that hold numbers, with their ranges.
+const TABLES: [(&str, Ranges); 14] = [
+    ("job", JobConfig::RANGES),
+    ("mesh", mesh::MeshConfig::RANGES),
+    ("data.split", data::SplitConfig::RANGES),
+    ("data", data::DataConfig::RANGES),
+    ("rollout", rollout::RolloutConfig::RANGES),
+    ("reward", reward::RewardConfig::RANGES),
+    ("ppo", ppo::PpoConfig::RANGES),
+    ("sft", SftConfig::RANGES),
+    ("gradient", GradientConfig::RANGES),
+    ("optim.actor", optim::OptimConfig::RANGES),
+    ("optim.critic", optim::OptimConfig::RANGES),
+    ("eval", EvalConfig::RANGES),
+    ("checkpoint", checkpoint::CheckpointConfig::RANGES),
+    ("metrics", metrics::MetricsConfig::RANGES),
+];
 
 /// A whole job.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -130,23 +150,12 @@ impl Config {
 
     /// Refuses the numbers outside their ranges, whatever the job does with them.
     pub fn check_ranges(&self) -> Result<()> {
-        let checked = [
-            limits::check("job", &self.job),
-            limits::check("mesh", &self.mesh),
-            limits::check("data.split", &self.data.split),
-            limits::check("data", &self.data),
-            limits::check("rollout", &self.rollout),
-            limits::check("reward", &self.reward),
-            limits::check("ppo", &self.ppo),
-            limits::check("sft", &self.sft),
-            limits::check("gradient", &self.gradient),
-            limits::check("optim.actor", &self.optim.actor),
-            limits::check("optim.critic", &self.optim.critic),
-            limits::check("eval", &self.eval),
-            limits::check("checkpoint", &self.checkpoint),
-            limits::check("metrics", &self.metrics),
-        ];
-        Error::all(checked.into_iter().filter_map(Result::err).collect())
+        let values = serde_json::to_value(self).map_err(|e| Error::fault(e.to_string()))?;
+        let check = |(table, ranges): &(&str, Ranges)| {
+            let settings = table.split('.').fold(&values, |values, name| &values[name]);
+            limits::check_values(table, settings, ranges).err()
+        };
+        Error::all(TABLES.iter().filter_map(check).collect())
     }
 
     /// Seconds for which one collective may wait, 0 for ever: at least as long as another rank's Python reward may take with all

@@ -15,6 +15,8 @@ const VERBS: [&str; 13] = [
     "export",
     "report",
     "samples",
+    "jobs",
+    "schema",
     "bench",
     "info",
 ];
@@ -79,6 +81,9 @@ const REFUSED: &[(&str, i32, &[&str], &str)] = &[
     ),
     ("shard --tokenizer model --out x", 2, &["at least one input file"], ""),
     ("tokenizer rows.jsonl --vocabulary 10 --out x", 2, &["10"], ""),
+    ("jobs copy gpro", 2, &["no recipe `gpro`"], "`grpo`"),
+    ("jobs copy nothing-like-it", 2, &["no recipe"], "recipes: sft, "),
+    ("jobs copy sft --to job.toml", 2, &["job.toml exists already"], "--to"),
     // Inputs that do not exist.
     ("generate --model model --input nosuch", 74, &["cannot", "nosuch", "No such file"], ""),
     ("logprobs --model model --input nosuch", 74, &["cannot", "nosuch", "No such file"], ""),

@@ -3,6 +3,7 @@
 mod lines;
 mod recorder;
 mod rollouts;
+mod services;
 mod tensorboard;
 mod terminal;
 

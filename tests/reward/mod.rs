@@ -20,3 +20,10 @@ pub fn prompt(id: u64, text: &str, label: &str) -> Prompt {
 pub fn response(text: &str, tokens: usize) -> Response {
     Response { text: text.into(), tokens: vec![7; tokens], ..Response::default() }
 }
+
+#[test]
+fn the_function_of_the_recipe_scores_the_last_number_and_takes_a_little_off_for_length() {
+    let job = python::Job::new(include_str!("../../jobs/recipes/reward.py"));
+    let scored = python::scores(&job.score("").unwrap());
+    assert!(scored[0] > 0.9 && scored[0] < 1.0 && scored[1] <= 0.0, "{scored:?}");
+}

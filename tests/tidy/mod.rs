@@ -4,6 +4,7 @@
 mod imports;
 mod manual;
 mod pages;
+mod schema;
 mod source;
 mod tree;
 

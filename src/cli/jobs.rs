@@ -1,0 +1,201 @@
+//! `jobs`: the recipes that the binary carries, to start a job of one's own from.
+
+use super::out::{note, say};
+use crate::config;
+use crate::error::{Error, Result};
+use argh::FromArgs;
+use std::fs::{self, File};
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+/// List the recipes of jobs, or copy one to edit: `rlhf-hpc jobs copy grpo`.
+#[derive(FromArgs, Debug)]
+#[argh(subcommand, name = "jobs")]
+pub struct Args {
+    #[argh(subcommand)]
+    what: Option<What>,
+}
+
+#[derive(FromArgs, Debug)]
+#[argh(subcommand)]
+enum What {
+    Copy(CopyArgs),
+}
+
+/// Write a recipe to edit, with the files that it names, and say what to change in it and how it is started. A file that is
+/// there already stays as it is.
+#[derive(FromArgs, Debug)]
+#[argh(subcommand, name = "copy")]
+struct CopyArgs {
+    /// the recipe, as `rlhf-hpc jobs` lists it
+    #[argh(positional)]
+    name: String,
+    /// the file to write, or a directory for it (default: NAME.toml in the current directory)
+    #[argh(option)]
+    to: Option<PathBuf>,
+}
+
+struct Recipe {
+    name: &'static str,
+    about: &'static str,
+    file: &'static str,
+    text: &'static str,
+    /// Files that the recipe names, which are written beside it.
+    beside: &'static [(&'static str, &'static str)],
+    change: &'static str,
+    /// The next command; FILE and DIR stand for where the recipe was written.
+    next: &'static str,
+}
+
+macro_rules! text {
+    ($path:literal) => {
+        include_str!(concat!("../../jobs/", $path))
+    };
+}
+
+const REWARD: (&str, &str) = ("reward.py", text!("recipes/reward.py"));
+const RL_CHANGE: &str = "model.actor, data.prompts and data.label_key, reward";
+const DRY_RUN: &str = "rlhf-hpc run FILE --dry-run";
+
+const RECIPES: &[Recipe] = &[
+    Recipe {
+        name: "sft",
+        about: "supervised fine-tuning on prompts with responses",
+        file: "sft.toml",
+        text: text!("recipes/sft.toml"),
+        beside: &[],
+        change: "model.actor, data.prompts",
+        next: DRY_RUN,
+    },
+    Recipe {
+        name: "grpo",
+        about: "GRPO: groups of answers to each prompt, a rule as reward, no critic",
+        file: "grpo.toml",
+        text: text!("recipes/grpo.toml"),
+        beside: &[],
+        change: RL_CHANGE,
+        next: DRY_RUN,
+    },
+    Recipe {
+        name: "rloo",
+        about: "RLOO: the other answers to a prompt as baseline, no critic",
+        file: "rloo.toml",
+        text: text!("recipes/rloo.toml"),
+        beside: &[],
+        change: RL_CHANGE,
+        next: DRY_RUN,
+    },
+    Recipe {
+        name: "reinforce++",
+        about: "REINFORCE++: one answer to each prompt, no critic and no groups",
+        file: "reinforce++.toml",
+        text: text!("recipes/reinforce++.toml"),
+        beside: &[],
+        change: RL_CHANGE,
+        next: DRY_RUN,
+    },
+    Recipe {
+        name: "ppo-python-reward",
+        about: "PPO with a critic, scored by a Python function (reward.py)",
+        file: "ppo-python-reward.toml",
+        text: text!("recipes/ppo-python-reward.toml"),
+        beside: &[REWARD],
+        change: "model.actor, data.prompts and data.label_key, the function in reward.py",
+        next: DRY_RUN,
+    },
+    Recipe {
+        name: "long-context",
+        about: "rows of 32,768 tokens shared by several ranks: the sequence axis, ring attention",
+        file: "long-context.toml",
+        text: text!("recipes/long-context.toml"),
+        beside: &[],
+        change: "model.actor, data.prompts, mesh.sequence for your rows and GPUs",
+        next: DRY_RUN,
+    },
+    Recipe {
+        name: "ppo-7b",
+        about: "PPO of Llama-2-7B with a critic on 2 nodes x 8 GPUs, and its plan without weights",
+        file: "ppo-7b.toml",
+        text: text!("llama2-7b.toml"),
+        beside: &[
+            REWARD,
+            ("models/llama2-7b-sft/config.json", text!("models/llama2-7b-sft/config.json")),
+            ("models/llama2-7b-rm/config.json", text!("models/llama2-7b-rm/config.json")),
+        ],
+        change: "model.actor, model.reference and model.critic, data.prompts, the function in reward.py",
+        next: "rlhf-hpc plan FILE --ranks 16 --gpu a800-80g --reward-model DIR/models/llama2-7b-rm",
+    },
+    Recipe {
+        name: "slurm",
+        about: "a batch script: starts the ranks, saves before the time limit, goes back to the queue",
+        file: "ppo.sbatch",
+        text: text!("ppo.sbatch"),
+        beside: &[],
+        change: "the #SBATCH lines: nodes, ranks of a node, cores, time, and your site's partition, account and GPUs",
+        next: "RLHF_HPC=BINARY RLHF_JOB=JOB.toml sbatch FILE",
+    },
+    Recipe {
+        name: "quickstart",
+        about: "PPO of a small model on arithmetic, as jobs/quickstart/run.sh runs it on a CPU",
+        file: "quickstart.toml",
+        text: text!("quickstart/ppo.toml"),
+        beside: &[],
+        change: "nothing in jobs/quickstart, whose run.sh makes model and data; elsewhere model.actor and data.prompts",
+        next: DRY_RUN,
+    },
+];
+
+pub fn run(args: &Args) -> Result<()> {
+    if let Some(What::Copy(copy)) = &args.what {
+        return self::copy(copy);
+    }
+    let width = RECIPES.iter().map(|recipe| recipe.name.len()).max().unwrap_or(0);
+    for Recipe { name, about, .. } in RECIPES {
+        say!("{name:width$}  {about}");
+    }
+    note!("`rlhf-hpc jobs copy NAME [--to FILE]` writes one to edit");
+    Ok(())
+}
+
+fn copy(args: &CopyArgs) -> Result<()> {
+    let names: Vec<&str> = RECIPES.iter().map(|recipe| recipe.name).collect();
+    let recipe = RECIPES.iter().find(|recipe| recipe.name == args.name).ok_or_else(|| {
+        let error = Error::usage(format!("there is no recipe `{}`", args.name));
+        match config::nearest(&args.name, &names) {
+            Some(near) => error.hint(format!("did you mean `{near}`?")),
+            None => error.hint(format!("recipes: {}", names.join(", "))),
+        }
+    })?;
+    let file = match &args.to {
+        Some(to) if to.is_dir() || to.as_os_str().to_string_lossy().ends_with('/') => to.join(recipe.file),
+        Some(to) => to.clone(),
+        None => PathBuf::from(recipe.file),
+    };
+    let dir = file.parent().unwrap_or(Path::new(""));
+    if !write_new(&file, recipe.text)? {
+        return Err(Error::usage(format!("{} exists already", file.display())).hint("name another file with --to"));
+    }
+    note!("{}: the recipe `{}`", file.display(), recipe.name);
+    for (name, text) in recipe.beside {
+        let path = dir.join(name);
+        let was_written = write_new(&path, text)?;
+        note!("{}: {}", path.display(), if was_written { "beside it" } else { "is there already, and stays as it is" });
+    }
+    note!("change: {}", recipe.change);
+    let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
+    let next = recipe.next.replace("FILE", &file.display().to_string()).replace("DIR", &dir.display().to_string());
+    note!("next:   {next}");
+    Ok(())
+}
+
+/// Writes a file that is not there yet, with the directories above it; false where there is one of that name.
+fn write_new(path: &Path, text: &str) -> Result<bool> {
+    if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
+        fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
+    }
+    match File::create_new(path) {
+        Ok(mut file) => file.write_all(text.as_bytes()).map(|()| true).map_err(|e| Error::io("write", path, &e)),
+        Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(false),
+        Err(e) => Err(Error::io("create", path, &e)),
+    }
+}

@@ -1,0 +1,196 @@
+//! The JSON schema of a job, for editors: what a key means stands in the manual, its range beside its type, and what else it takes
+//! is asked of serde, so that nothing is said twice.
+
+use super::load::REQUIRED;
+use super::mesh::RoleName;
+use super::reward::PythonConfig;
+use super::{Config, TABLES, limits};
+use crate::config::limits::{FINITE, Ranged, Ranges};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use toml::Value as Toml;
+
+const MANUAL: &str = include_str!("../../jobs/reference.toml");
+
+/// A key of the manual; of a table where `default` is none.
+struct Entry<'a> {
+    table: &'a str,
+    key: &'a str,
+    default: Option<Toml>,
+    about: String,
+}
+
+/// The keys of a text in which every value stands on one line and below its comment. A comment of its own right below a table's
+/// name is about the table.
+fn entries(text: &str) -> Vec<Entry<'_>> {
+    let (mut table, mut about, mut all) = ("", Vec::new(), Vec::new());
+    let mut is_new = false;
+    for line in text.lines() {
+        if let Some(words) = line.strip_prefix('#') {
+            about.push(words.trim());
+        } else if let Some(name) = line.strip_prefix('[') {
+            (table, is_new) = (name.trim_matches(['[', ']']), true);
+            about.clear();
+        } else {
+            let about = std::mem::take(&mut about).join(" ");
+            if let Some((key, value)) = line.split_once(" = ") {
+                let default = format!("v = {value}").parse::<toml::Table>().ok().and_then(|mut of| of.remove("v"));
+                all.push(Entry { table, key, default, about });
+            } else if is_new {
+                all.push(Entry { table, key: "", default: None, about });
+            }
+            is_new = false;
+        }
+    }
+    all
+}
+
+/// The commented example of a table, without its `# `.
+fn example(table: &str) -> String {
+    let inner = MANUAL.lines().skip_while(|line| *line != format!("# [[{table}]]")).skip(1);
+    inner.map_while(|line| line.strip_prefix("# ")).collect::<Vec<_>>().join("\n")
+}
+
+/// What serde says of a job with `value` alone at `path`, where it does not take it.
+fn refusal(path: &[&str], value: Toml) -> Option<String> {
+    let alone =
+        path.iter().rev().fold(value, |value, key| Toml::Table(toml::Table::from_iter([((*key).into(), value)])));
+    Config::deserialize(alone).err().map(|e| e.message().to_string())
+}
+
+/// What a place takes: `refused` says why it does not take a value. Numbers are within `range`.
+fn takes(refused: &dyn Fn(Toml) -> Option<String>, range: Option<&std::ops::RangeInclusive<f64>>) -> Value {
+    let fits = |value: Toml| refused(value).is_none();
+    if fits(true.into()) {
+        return json!({ "type": "boolean" });
+    }
+    match refused("-".into()) {
+        None => return json!({ "type": "string" }),
+        // unknown variant `-`, expected one of `a`, `b`
+        Some(message) if message.starts_with("unknown variant") => {
+            let words: Vec<&str> = message.split('`').skip(3).step_by(2).collect();
+            return json!({ "type": "string", "enum": words });
+        }
+        Some(_) => {}
+    }
+    if fits(1.into()) {
+        let is_whole = !fits(0.5.into());
+        let mut number = json!({ "type": if is_whole { "integer" } else { "number" } });
+        if !fits((-1).into()) {
+            number["minimum"] = 0.into();
+        }
+        if let Some(range) = range {
+            bound(&mut number, *range.start(), *range.end(), is_whole);
+        }
+        return if fits("auto".into()) { json!({ "anyOf": [number, { "const": "auto" }] }) } else { number };
+    }
+    let sizes = if fits(Toml::Array(Vec::new())) { [1, 0] } else { [2, 2] };
+    let one = takes(&|value| refused(Toml::Array(vec![value; sizes[0]])), range);
+    list(one, sizes[1])
+}
+
+/// A list of what `one` is: of `size`, or of any size (0), for which a single value does, too.
+fn list(one: Value, size: usize) -> Value {
+    if size > 0 {
+        return json!({ "type": "array", "items": one, "minItems": size, "maxItems": size });
+    }
+    json!({ "anyOf": [{ "type": "array", "items": one.clone() }, one] })
+}
+
+fn bound(number: &mut Value, low: f64, high: f64, is_whole: bool) {
+    let json = |x: f64| if is_whole { Value::from(x as i64) } else { Value::from(x) };
+    if low > 0.0 && low < limits::NEARLY_0 {
+        number["exclusiveMinimum"] = 0.into();
+    } else if low > -FINITE {
+        number["minimum"] = json(low);
+    }
+    // No integer of TOML is above it.
+    if high < FINITE && high < i64::MAX as f64 {
+        number["maximum"] = json(high);
+    }
+}
+
+fn key(entry: &Entry, path: &[&str], ranges: Ranges) -> Value {
+    let range = ranges.iter().find(|(key, _)| *key == entry.key).map(|(_, range)| range);
+    let full = path.join(".");
+    let mut schema = match full.as_str() {
+        "mesh.placement" => list(placement(), 0),
+        "reward.rule" => source(&full, "kind", &[]),
+        "reward.python" => source(&full, "file", PythonConfig::RANGES),
+        _ => takes(&|value| refusal(path, value), range),
+    };
+    schema["description"] = entry.about.clone().into();
+    let default = serde_json::to_value(&entry.default).expect("TOML is JSON");
+    if REQUIRED.contains(&full.as_str()) {
+        schema["examples"] = json!([default]);
+    } else {
+        schema["default"] = default;
+    }
+    schema
+}
+
+fn placement() -> Value {
+    let roles = RoleName::ALL.map(RoleName::name);
+    object(
+        json!({
+            "roles": { "type": "array", "items": { "type": "string", "enum": roles } },
+            "ranks": { "type": "string", "pattern": r"^\s*[0-9]+\s*\.\.\s*[0-9]+\s*$" },
+        }),
+        &["roles", "ranks"],
+    )
+}
+
+/// A source of rewards: a word, which is the value of `word`, a table, or a list of either.
+fn source(path: &str, word: &str, ranges: Ranges) -> Value {
+    let text = example(path);
+    let of_table = entries(&text).into_iter().map(|entry| {
+        let full: Vec<&str> = path.split('.').chain([entry.key]).collect();
+        (entry.key.to_string(), key(&entry, &full, ranges))
+    });
+    let keys: Map<String, Value> = of_table.collect();
+    let mut short = keys[word].clone();
+    short.as_object_mut().expect("an object").retain(|name, _| name == "type" || name == "enum");
+    let required: &[&str] = if word == "file" { &["file"] } else { &[] };
+    list(json!({ "anyOf": [short, object(keys.into(), required)] }), 0)
+}
+
+fn object(properties: Value, required: &[&str]) -> Value {
+    let mut object = json!({ "type": "object", "properties": properties, "additionalProperties": false });
+    if !required.is_empty() {
+        object["required"] = json!(required);
+    }
+    object
+}
+
+/// The JSON schema (draft 2020-12) of a job file.
+pub fn schema() -> Value {
+    let mut root = object(json!({}), &[]);
+    for entry in entries(MANUAL) {
+        let path: Vec<&str> = entry.table.split('.').collect();
+        let mut at = &mut root;
+        for name in &path {
+            let tables = at["properties"].as_object_mut().expect("a table");
+            at = tables.entry(*name).or_insert_with(|| object(json!({}), &[]));
+        }
+        if entry.default.is_none() {
+            at["description"] = entry.about.into();
+            continue;
+        }
+        let ranges = TABLES.iter().find(|(table, _)| *table == entry.table).map_or(&[][..], |(_, ranges)| ranges);
+        let full: Vec<&str> = path.iter().copied().chain([entry.key]).collect();
+        at["properties"][entry.key] = key(&entry, &full, ranges);
+    }
+    for (table, key) in REQUIRED.iter().filter_map(|key| key.split_once('.')) {
+        root["properties"][table]["required"] = json!([key]);
+    }
+    let tables: Vec<&str> = REQUIRED.iter().filter_map(|key| Some(key.split_once('.')?.0)).collect();
+    root["required"] = json!(tables);
+    let about = json!({
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A job of rlhf-hpc",
+        "description": "jobs/reference.toml is the manual of these keys.",
+    });
+    let Value::Object(mut schema) = about else { unreachable!("an object") };
+    schema.extend(root.as_object_mut().map(std::mem::take).unwrap_or_default());
+    schema.into()
+}
