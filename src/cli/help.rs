@@ -11,6 +11,8 @@ pub(super) const GROUPS: &[(&str, &[(&str, &str)])] = &[
         &[
             ("run", "run a job, or resume it (--dry-run: only check it)"),
             ("plan", "memory and seconds of a job before it runs; needs no GPU and no weights"),
+            ("jobs", "list recipes of jobs, or copy one to edit"),
+            ("schema", "JSON schema of a job, for editors"),
         ],
     ),
     (
@@ -24,7 +26,8 @@ pub(super) const GROUPS: &[(&str, &[(&str, &str)])] = &[
         "Models",
         &[
             ("init", "make a model with random weights from a config.json"),
-            ("generate", "responses of a model to rows of prompts"),
+            ("generate", "responses of a model to rows of prompts, or to one prompt"),
+            ("chat", "talk to a model through its chat template"),
             ("logprobs", "log-probabilities of given tokens or responses"),
             ("reward", "scores of responses by a reward model"),
             ("export", "Hugging Face directory from a checkpoint"),
@@ -33,6 +36,8 @@ pub(super) const GROUPS: &[(&str, &[(&str, &str)])] = &[
     (
         "Inspect",
         &[
+            ("report", "an HTML page of runs: curves, phases, memory, samples to read"),
+            ("samples", "prompts, responses and scores of a recorded step"),
             ("info", "the build, MPI, GPUs, and the threads of each rank"),
             ("bench", "speed of this machine beside its peaks"),
             ("help", "the manual: `rlhf-hpc help` lists its pages"),

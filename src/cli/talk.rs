@@ -59,7 +59,8 @@ impl Talk {
             failed = std::mem::replace(&mut failed, Ok(())).and(written);
         };
         let mut drawn = |_: usize, token: u32| {
-            if !self.stop.tokens.contains(&token) {
+            // Special tokens are no text.
+            if tokenizer.decode(&[token], true).is_ok_and(|text| !text.is_empty()) {
                 shown(decoder.push(tokenizer, token));
             }
         };

@@ -229,6 +229,18 @@ impl Config {
         }
     }
 
+    /// Makes all paths absolute, those of rewards too: a file that holds them may lie anywhere.
+    pub fn make_absolute(&mut self, here: &Path) {
+        let base = here.join(&self.base);
+        self.resolve_paths(here);
+        for python in &mut self.reward.python {
+            python.file = base.join(&python.file).display().to_string();
+            if python.interpreter.contains('/') {
+                python.interpreter = base.join(&python.interpreter).display().to_string();
+            }
+        }
+    }
+
     /// Makes relative paths start from `base`.
     fn resolve_paths(&mut self, base: &Path) {
         let absolute = |path: &mut PathBuf| {

@@ -86,15 +86,15 @@ fn takes(refused: &dyn Fn(Toml) -> Option<String>, range: Option<&std::ops::Rang
     }
     let sizes = if fits(Toml::Array(Vec::new())) { [1, 0] } else { [2, 2] };
     let one = takes(&|value| refused(Toml::Array(vec![value; sizes[0]])), range);
-    list(one, sizes[1])
+    list(&one, sizes[1])
 }
 
 /// A list of what `one` is: of `size`, or of any size (0), for which a single value does, too.
-fn list(one: Value, size: usize) -> Value {
+fn list(one: &Value, size: usize) -> Value {
     if size > 0 {
         return json!({ "type": "array", "items": one, "minItems": size, "maxItems": size });
     }
-    json!({ "anyOf": [{ "type": "array", "items": one.clone() }, one] })
+    json!({ "anyOf": [{ "type": "array", "items": one }, one] })
 }
 
 fn bound(number: &mut Value, low: f64, high: f64, is_whole: bool) {
@@ -114,7 +114,7 @@ fn key(entry: &Entry, path: &[&str], ranges: Ranges) -> Value {
     let range = ranges.iter().find(|(key, _)| *key == entry.key).map(|(_, range)| range);
     let full = path.join(".");
     let mut schema = match full.as_str() {
-        "mesh.placement" => list(placement(), 0),
+        "mesh.placement" => list(&placement(), 0),
         "reward.rule" => source(&full, "kind", &[]),
         "reward.python" => source(&full, "file", PythonConfig::RANGES),
         _ => takes(&|value| refusal(path, value), range),
@@ -132,7 +132,7 @@ fn key(entry: &Entry, path: &[&str], ranges: Ranges) -> Value {
 fn placement() -> Value {
     let roles = RoleName::ALL.map(RoleName::name);
     object(
-        json!({
+        &json!({
             "roles": { "type": "array", "items": { "type": "string", "enum": roles } },
             "ranks": { "type": "string", "pattern": r"^\s*[0-9]+\s*\.\.\s*[0-9]+\s*$" },
         }),
@@ -151,10 +151,10 @@ fn source(path: &str, word: &str, ranges: Ranges) -> Value {
     let mut short = keys[word].clone();
     short.as_object_mut().expect("an object").retain(|name, _| name == "type" || name == "enum");
     let required: &[&str] = if word == "file" { &["file"] } else { &[] };
-    list(json!({ "anyOf": [short, object(keys.into(), required)] }), 0)
+    list(&json!({ "anyOf": [short, object(&keys.into(), required)] }), 0)
 }
 
-fn object(properties: Value, required: &[&str]) -> Value {
+fn object(properties: &Value, required: &[&str]) -> Value {
     let mut object = json!({ "type": "object", "properties": properties, "additionalProperties": false });
     if !required.is_empty() {
         object["required"] = json!(required);
@@ -164,13 +164,13 @@ fn object(properties: Value, required: &[&str]) -> Value {
 
 /// The JSON schema (draft 2020-12) of a job file.
 pub fn schema() -> Value {
-    let mut root = object(json!({}), &[]);
+    let mut root = object(&json!({}), &[]);
     for entry in entries(MANUAL) {
         let path: Vec<&str> = entry.table.split('.').collect();
         let mut at = &mut root;
         for name in &path {
             let tables = at["properties"].as_object_mut().expect("a table");
-            at = tables.entry(*name).or_insert_with(|| object(json!({}), &[]));
+            at = tables.entry(*name).or_insert_with(|| object(&json!({}), &[]));
         }
         if entry.default.is_none() {
             at["description"] = entry.about.into();

@@ -101,7 +101,7 @@ const ANSWERS: &[(&str, &str)] = &[
     ("adapters are not in this release", "lora lora_rank lora_alpha lora_dropout target_modules use_peft peft_config"),
     ("quantised weights are not in this release", "load_in_4bit load_in_8bit quantization nf4"),
     (
-        "wandb is not in this release: metrics.jsonl and TensorBoard events have all metrics",
+        "jobs/tools/metrics_to.py sends metrics.jsonl to Weights & Biases or MLflow",
         "wandb use_wandb wandb_project wandb_org wandb_group mlflow swanlab",
     ),
     ("rows are always packed", "packing packing_samples use_remove_padding padding_free"),

@@ -22,6 +22,9 @@ impl Run {
     fn resolved(&self, steps: u64) -> Config {
         let (mut config, layout) = (self.config.clone(), *self.ranks.layout());
         (config.job.steps, config.job.threads) = (steps, pool().threads());
+        if let Ok(here) = std::env::current_dir() {
+            config.make_absolute(&here);
+        }
         if self.device == Device::Cpu {
             config.job.collectives = Collectives::Mpi;
         }

@@ -135,6 +135,8 @@ impl<J: Job> Opened<J> {
     /// Checks everything that a job can be refused for, then loads its models, or restores them from the newest checkpoint.
     fn open(run: &mut Run) -> Result<Self> {
         let config = run.config.clone();
+        // What is no model at all has no tokenizer either.
+        run.ranks.all.agree(Arch::load(&config.model.actor).map_err(|e| e.within("model.actor")))?;
         let tokenizer = Arc::new(run.ranks.all.agree(Tokenizer::load(&config.model.actor))?);
         let check = |first: &Arch, model: &JobModel| J::check_models(&config, first, model);
         let models = run.ranks.all.agree(models::described(J::models(&config), &tokenizer, check))?;

@@ -138,7 +138,7 @@ const WORDS: &[(&str, &str)] = &[
     ("job.num-generations", "`rollout.samples_per_prompt`"),
     ("model.lora_rank", "adapters are not in this release"),
     ("model.load_in_4bit", "quantised weights are not in this release"),
-    ("metrics.wandb", "metrics.jsonl and TensorBoard"),
+    ("metrics.wandb", "jobs/tools/metrics_to.py"),
     ("job.temperature", "`rollout.temperature`"),
 ];
 

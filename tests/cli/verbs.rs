@@ -3,13 +3,14 @@
 use super::fixture::Fixture;
 use std::path::Path;
 
-const VERBS: [&str; 13] = [
+const VERBS: [&str; 16] = [
     "run",
     "plan",
     "init",
     "shard",
     "tokenizer",
     "generate",
+    "chat",
     "logprobs",
     "reward",
     "export",

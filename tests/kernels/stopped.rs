@@ -1,5 +1,5 @@
 //! Signals while graphs run and while state waits in the host's memory: a job that is stopped, killed or held in turn ends each
-//! time as the README says, and goes on to the bits of one that nothing interrupted.
+//! time as the manual says, and goes on to the bits of one that nothing interrupted.
 
 use crate::failing::{TENSOR, ZERO};
 use crate::jobs::{CONFIG, TELLING, command, emulated, export, metrics};

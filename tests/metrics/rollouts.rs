@@ -130,8 +130,11 @@ fn texts_and_the_score_of_each_reward_read_back_and_every_array_says_what_it_is(
     assert_eq!((texts("label")[0].as_str(), texts("source")[1].as_str()), ("4", "data/questions"));
     let scores = group.group("scores").unwrap();
     assert_eq!(scores.member_names().unwrap(), ["number", "style_ü"]);
-    assert!(floats(&scores, "number")[0] == 1.0 && floats(&scores, "number")[1].is_nan(), "a reward that abstains");
-    assert_eq!(floats(&scores, "style_ü"), [0.75, 0.25, 2.0]);
+    assert!(
+        read::<f32>(&scores, "number")[0] == 1.0 && read::<f32>(&scores, "number")[1].is_nan(),
+        "a reward that abstains"
+    );
+    assert_eq!(read::<f32>(&scores, "style_ü"), [0.75, 0.25, 2.0]);
     for set in group.datasets().unwrap().into_iter().chain(scores.datasets().unwrap()) {
         for name in ["unit", "meaning"] {
             let said: VarLenUnicode = set.attr(name).unwrap().read_scalar().unwrap();
