@@ -5,6 +5,7 @@ use super::limits::COUNT;
 table! {
     /// What a run records besides `metrics.jsonl` (which is always written) and how often it shows samples.
     pub struct MetricsConfig {
+        pub print_every: u64 = 1 => 0.0..=COUNT,
         pub rollouts_every_steps: u64 = 1 => 0.0..=COUNT,
         pub rollouts_keep_last: usize = 100 => 0.0..=COUNT,
         pub samples_every_steps: u64 = 10 => 0.0..=COUNT,
@@ -19,6 +20,11 @@ impl MetricsConfig {
     /// join in gathering it.
     pub fn rollouts_due(&self, step: u64) -> bool {
         self.rollouts_every_steps > 0 && step.is_multiple_of(self.rollouts_every_steps)
+    }
+
+    /// Whether the line of `step` (from 1) of `steps` is shown: the first, the last, and every `print_every`-th.
+    pub fn print_due(&self, step: u64, steps: u64) -> bool {
+        self.print_every > 0 && (step == 1 || step == steps || step.is_multiple_of(self.print_every))
     }
 
     /// Whether samples of `step` (from 1) are shown: the first step and then every `samples_every_steps`.

@@ -55,7 +55,8 @@ impl Recorder {
     }
 
     /// Opens the records as rank 0 does, showing on `terminal`.
-    pub fn open_on(run_dir: &Path, config: &MetricsConfig, terminal: Terminal) -> Result<Self> {
+    pub fn open_on(run_dir: &Path, config: &MetricsConfig, mut terminal: Terminal) -> Result<Self> {
+        terminal.printed = config.clone();
         fs::create_dir_all(run_dir).map_err(|e| Error::io("create", run_dir, &e))?;
         files::remove_partial(run_dir)?;
         let metrics = MetricsFile::open(&run_dir.join("metrics.jsonl"))?;

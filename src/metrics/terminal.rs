@@ -13,10 +13,12 @@ use super::keys::{self, Unit};
 use super::rows::{Ink, Rows};
 use super::screen::{Screen, colour_allowed};
 use super::throughput::Phase;
+use crate::config::metrics::MetricsConfig;
 use crate::experience::Experience;
+use crate::sys::host;
 
 /// Columns of a line where there is no terminal to fit.
-const PLAIN_COLUMNS: usize = 170;
+const PLAIN_COLUMNS: usize = 190;
 /// Columns of a row's label, and the fewest that a whole row is laid out for.
 const LABEL_COLUMNS: usize = 12;
 const ROW_COLUMNS_MIN: usize = 40;
@@ -50,6 +52,8 @@ pub struct Terminal {
     screen: Screen,
     ink: Ink,
     rows: Option<Rows>,
+    /// Which steps have a line.
+    pub printed: MetricsConfig,
     /// Steps of the whole job; 0 where the banner has not said.
     steps: u64,
     /// When this process began, and after which step.
@@ -63,7 +67,14 @@ impl Terminal {
 
     pub fn new(screen: Screen, is_terminal: bool, colour: bool) -> Self {
         let rows = is_terminal.then(|| Rows::new(&screen, CURVES.len(), Ink { colour }));
-        Self { screen, ink: Ink { colour }, rows, steps: 0, start: (Instant::now(), 0) }
+        Self {
+            screen,
+            ink: Ink { colour },
+            rows,
+            printed: MetricsConfig::default(),
+            steps: 0,
+            start: (Instant::now(), 0),
+        }
     }
 
     /// Columns of a line: those of the terminal, or plenty.
@@ -83,8 +94,14 @@ impl Terminal {
         self.print(&format!("{text}\n"));
     }
 
+    /// On a terminal in lines that fit.
     pub fn warn(&self, text: &str) {
-        self.print(&format!("{} {text}\n", self.ink.alarm("warning:")));
+        let text = format!("{} {text}", self.ink.alarm("warning:"));
+        let lines: Vec<String> = match &self.rows {
+            Some(_) => text.lines().flat_map(|line| wrapped(line, self.columns() - 2)).collect(),
+            None => vec![text],
+        };
+        self.print(&format!("{}\n", lines.join("\n  ")));
     }
 
     /// Labels and values of banner and summary: nothing is cut. A terminal gets a row in lines that fit, set in as far as the
@@ -126,13 +143,37 @@ impl Terminal {
         self.rows.as_ref().map_or_else(ProgressBar::hidden, |rows| rows.phase(name, total, self.ink))
     }
 
-    /// The line of a step; `curves` include it.
+    /// The line of a step; `curves` include it. A batch log, which has no bar of the job, gets the time of day and what is left.
     pub fn step(&self, line: &Line, curves: &Curves) {
-        let place = self.place(line.step);
-        let mut shown = format!("{} {}", self.ink.dim("step"), self.ink.bold(&place));
+        let left = format!("{} left", duration(self.seconds_left(line.step)));
+        if self.printed.print_due(line.step, self.steps) {
+            let mut fields = self.fields(line);
+            if self.rows.is_none() && self.steps > 0 {
+                fields.insert(fields.len().min(2), (self.ink.dim(&format!("{left:>12}")), false));
+            }
+            self.print_line("step", line.step, fields);
+        }
+        if let Some(rows) = &self.rows {
+            rows.job.set_message(left);
+            rows.job.set_position(line.step);
+        }
+        self.show_curves(curves);
+    }
+
+    /// Seconds to the last step, where each takes as long as those of this process so far.
+    fn seconds_left(&self, step: u64) -> f64 {
+        let (begin, first) = self.start;
+        let done = step.saturating_sub(first).max(1) as f64;
+        begin.elapsed().as_secs_f64() / done * self.steps.saturating_sub(step) as f64
+    }
+
+    /// A line that begins with a step, and has as many of the fields as fit.
+    fn print_line(&self, what: &str, step: u64, fields: Vec<Field>) {
+        let place = self.place(step);
+        let clock = if self.rows.is_none() { format!("{} ", host::time_of_day()) } else { String::new() };
+        let mut shown = format!("{}{} {}", self.ink.dim(&clock), self.ink.dim(what), self.ink.bold(&place));
         let columns = self.columns();
-        let mut used = 5 + place.len();
-        let fields = self.fields(line);
+        let mut used = clock.len() + what.len() + 1 + place.len();
         // The gap is always shown: the other numbers mean nothing unless sampling and training agree.
         let mut kept: usize = fields.iter().filter(|(_, is_kept)| *is_kept).map(|(field, _)| columns_of(field)).sum();
         let mut is_full = false;
@@ -149,14 +190,6 @@ impl Terminal {
         }
         shown.push('\n');
         self.print(&shown);
-        if let Some(rows) = &self.rows {
-            let (begin, first) = self.start;
-            let done = line.step.saturating_sub(first).max(1) as f64;
-            let left = begin.elapsed().as_secs_f64() / done * self.steps.saturating_sub(line.step) as f64;
-            rows.job.set_message(format!("{} left", duration(left)));
-            rows.job.set_position(line.step);
-        }
-        self.show_curves(curves);
     }
 
     /// `7/60`, as wide as the last step's.
@@ -199,19 +232,18 @@ impl Terminal {
 
     /// The line of an evaluation. Where no rows live below it, it also shows how the training went so far.
     pub fn eval(&self, line: &Line, curves: &Curves) {
-        let mut shown = format!("{} {}", self.ink.dim("eval"), self.place(line.step));
+        let mut fields = Vec::new();
         let of = |eval: bool| curves.all().filter(move |(key, ..)| keys::is_eval(key) == eval);
         for (key, label, values) in of(true).chain(of(false)) {
             let spark = self.ink.spark(&sparkline(values, EVAL_SPARK_COLUMNS));
             if let Some(value) = line.get(key) {
                 let value = self.ink.bold(&format!("{:>6}", value_of(key, value)));
-                let _ = write!(shown, "  {} {value} {spark}", self.ink.dim(label));
+                fields.push((format!("{} {value} {spark}", self.ink.dim(label)), false));
             } else if self.rows.is_none() && !spark.is_empty() && !keys::is_eval(key) {
-                let _ = write!(shown, "  {} {spark}", self.ink.dim(label));
+                fields.push((format!("{} {spark}", self.ink.dim(label)), false));
             }
         }
-        shown.push('\n');
-        self.print(&shown);
+        self.print_line("eval", line.step, fields);
         self.show_curves(curves);
     }
 

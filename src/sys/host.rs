@@ -27,14 +27,27 @@ pub fn median(values: impl IntoIterator<Item: Borrow<f64>>) -> f64 {
 
 /// `seconds` since 1970-01-01T00:00Z by a format of the C library's `strftime`, in UTC.
 pub fn strftime(format: &str, seconds: i64) -> String {
+    format_time(format, seconds, false)
+}
+
+/// The time of day here, as `14:05:31`.
+pub fn time_of_day() -> String {
+    format_time("%H:%M:%S", clock_s(libc::CLOCK_REALTIME) as i64, true)
+}
+
+fn format_time(format: &str, seconds: i64, is_local: bool) -> String {
     let Ok(c_format) = CString::new(format) else { return format.to_string() };
     // A width in the format can ask for more than this: then nothing is written.
     let mut text = vec![0u8; 256 + 64 * format.len()];
-    // SAFETY: an all-zero tm is a value that gmtime_r fills; strftime writes at most the given length and returns how much.
+    // SAFETY: an all-zero tm is a value that these functions fill; strftime writes at most the given length and returns how much.
     let length = unsafe {
         let mut time: libc::tm = std::mem::zeroed();
-        libc::gmtime_r(&raw const seconds, &raw mut time);
-        time.tm_zone = c"UTC".as_ptr();
+        if is_local {
+            libc::localtime_r(&raw const seconds, &raw mut time);
+        } else {
+            libc::gmtime_r(&raw const seconds, &raw mut time);
+            time.tm_zone = c"UTC".as_ptr();
+        }
         libc::strftime(text.as_mut_ptr().cast(), text.len(), c_format.as_ptr(), &raw const time)
     };
     String::from_utf8_lossy(&text[..length]).into_owned()

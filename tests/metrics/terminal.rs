@@ -92,7 +92,11 @@ fn elsewhere_than_on_a_terminal_a_step_is_one_clean_line() {
     let rows: Vec<&str> = text.lines().collect();
     assert_eq!(rows.len(), 2, "{text}");
     assert!(!text.contains('\x1b') && !text.contains('\r'));
-    assert!(rows.iter().all(|row| row.chars().count() <= 170), "{text}");
+    assert!(rows.iter().all(|row| row.chars().count() <= 190), "{text}");
+    for row in &rows {
+        let clock: String = row[..9].chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect();
+        assert!(clock == "00:00:00 " && row.contains(" s left"), "{row}");
+    }
     for part in [
         "step 10/60",
         "1.20 s",
@@ -135,6 +139,48 @@ fn the_gap_of_a_step_is_the_larger_one_and_no_terminal_is_too_narrow_for_it() {
             assert!(row.chars().count() <= columns.max(30), "{columns}: {row}");
             assert_eq!(row.contains("value loss"), columns == 170, "{columns}: {row}");
         }
+    }
+}
+
+#[test]
+fn a_log_may_have_the_line_of_every_tenth_step_only() {
+    let (shown, lines) = (Shown::default(), (1..=25).map(step).collect::<Vec<_>>());
+    let mut terminal = shown.terminal(false, 100);
+    terminal.printed.print_every = 10;
+    terminal.banner(25, None, &[]);
+    for (i, line) in lines.iter().enumerate() {
+        terminal.step(line, &curves(&lines[..=i]));
+    }
+    let text = shown.text();
+    let steps: Vec<&str> =
+        text.lines().filter_map(|row| row.split("step ").nth(1)?.split_once('/')).map(|s| s.0).collect();
+    assert_eq!(steps.iter().map(|step| step.trim()).collect::<Vec<_>>(), ["1", "10", "20", "25"], "{text}");
+}
+
+/// What stands in a row behind commands to the cursor, each of which ends with a letter.
+fn without_moves(row: &str) -> &str {
+    let last =
+        row.rsplit_once('\x1b').and_then(|(_, behind)| behind.split_at_checked(behind.find(char::is_alphabetic)? + 1));
+    last.map_or(row, |(_, text)| text)
+}
+
+#[test]
+fn an_evaluation_and_a_warning_fit_the_terminal() {
+    let eval = ["eval_accuracy_greedy", "eval_accuracy_sampled"].map(|key| (key, 0.5));
+    let eval = Line::new(10, 0.0, &eval);
+    let lines: Vec<Line> = (1..=40).map(step).chain((0..40).map(|_| eval.clone())).collect();
+    for columns in [60, 80, 100] {
+        let shown = Shown::default();
+        let mut terminal = shown.terminal(true, columns);
+        banner(&mut terminal, &[]);
+        terminal.eval(&eval, &curves(&lines));
+        terminal.warn(&"reward.timeout_s is a key ".repeat(12));
+        let text = shown.text();
+        let rows: Vec<&str> = text.split(['\n', '\r']).map(without_moves).collect();
+        let rows: Vec<&str> =
+            rows.into_iter().filter(|row| row.starts_with("eval ") || row.contains("a key")).collect();
+        assert!(rows[0].starts_with("eval ") && rows[0].contains("greedy") && rows.len() > 2, "{text}");
+        assert!(rows.iter().all(|row| row.chars().count() <= columns), "{columns} columns:\n{text}");
     }
 }
 
