@@ -34,11 +34,15 @@ say "PPO against the right answer"
 launch 2 ppo.toml "$@"
 
 say "the same questions before and after"
-grep -m 6 '"split":"eval"' work/arithmetic.jsonl | sed 's/.*"prompt":\("[^"]*"\).*/{"prompt":\1}/' > work/ask.jsonl
+grep -m 8 '"split":"eval"' work/arithmetic.jsonl > work/ask.jsonl
 for model in sft ppo; do
-  echo "$model:"
-  "$RLHF_HPC" generate --model "work/$model/export" --input work/ask.jsonl --temperature 0 --max-new-tokens 32 2>/dev/null |
-    sed 's/.*"text":\("[^"]*"\).*/  \1/' | paste -d' ' <(sed 's/.*"prompt":\("[^"]*"\).*/  \1/' work/ask.jsonl) -
+  "$RLHF_HPC" generate --model "work/$model/export" --input work/ask.jsonl --temperature 0 --max-new-tokens 32 \
+    > "work/$model.jsonl" 2> work/generate.log || { cat work/generate.log >&2; exit 1; }
 done
-echo
-echo "the run: $here/work/ppo (report.html to look at, metrics.jsonl, rollouts.h5, checkpoints/, export/ for transformers)"
+python3 compare.py work/ask.jsonl work/sft.jsonl work/ppo.jsonl
+
+say "what to try next, in $root"
+program=${RLHF_HPC#"$root/"}
+echo "  $program generate --model jobs/quickstart/work/ppo/export --prompt '58+67='"
+echo "  $program samples jobs/quickstart/work/ppo --worst 5"
+echo "  $program jobs copy grpo"
