@@ -12,6 +12,7 @@ use crate::config::limits::{self, VOCABULARY_MAX};
 use crate::data::shard::Shard;
 use crate::data::{Part, Reading, TEST, TRAIN, shard_jsonl};
 use crate::error::{Error, Result};
+use crate::metrics::one_line;
 use crate::text::Tokenizer;
 
 /// Turn JSONL rows into a memory-mapped token shard (Megatron .bin and .idx with a sidecar).
@@ -74,6 +75,10 @@ pub struct Args {
     #[argh(option)]
     pub split_test: Vec<PathBuf>,
 
+    /// print so many rows as the model sees them, what is learned in ⟦⟧
+    #[argh(option, default = "0")]
+    pub show: usize,
+
     /// seed of --split-ratio (default: 0)
     #[argh(option, default = "0")]
     pub seed: u64,
@@ -123,6 +128,19 @@ pub fn run(args: &Args) -> Result<()> {
     );
     for split in &sidecar.splits {
         note!("shard: split {:?} has {} documents", split.name, split.documents);
+    }
+    show(args.show, &Shard::open(out, vocabulary)?, tokenizer)
+}
+
+/// The first `most` rows.
+fn show(most: usize, shard: &Shard, tokenizer: &Tokenizer) -> Result<()> {
+    for i in 0..most.min(shard.documents()) {
+        let (document, meta) = (shard.document(i)?, shard.meta(i)?);
+        // Prompts and responses alternate.
+        let parts = document.iter().enumerate().map(|(i, tokens)| (&tokens[..], i % 2 == 1));
+        let label = if meta.label.is_empty() { String::new() } else { format!(", label {}", one_line(&meta.label)) };
+        let tokens: usize = document.iter().map(Vec::len).sum();
+        say!("{}: {tokens} tokens{label}\n  {}", meta.source, one_line(&tokenizer.marked(parts)?));
     }
     Ok(())
 }

@@ -30,6 +30,9 @@ pub trait Row: Sized {
     /// Which keys make rows fit a context of so many tokens.
     fn hint(context: usize) -> String;
 
+    /// Its tokens in parts, and whether each is learned; and a label, or an empty text.
+    fn parts(&self) -> (Vec<(&[u32], bool)>, &str);
+
     /// The row, or piece of one, that is handed out as `entry`.
     fn of(entry: &Entry, rows: &Rows, tokenizer: &Tokenizer) -> Result<Self>;
 }
@@ -104,6 +107,15 @@ impl<T: Row> RowSource<T> {
         (0..n).map(|_| next()).collect()
     }
 
+    /// The row that is next, as the model sees it, by `Tokenizer::marked`.
+    pub fn shown(&mut self) -> Result<String> {
+        let Some(entry) = self.rows.feed.ahead(1).pop() else { return Ok(String::new()) };
+        let row = T::of(&entry, &self.rows, &self.tokenizer)?;
+        let (parts, label) = row.parts();
+        let text = self.tokenizer.marked(parts)?;
+        Ok(if label.is_empty() { text } else { format!("{text}  label {label}") })
+    }
+
     /// Rows of the eval split, in the order of the sources: `most`, or all where that is 0; empty where there is none.
     pub fn eval_rows(&self, most: usize) -> Result<Vec<T>> {
         let most = if most == 0 { usize::MAX } else { most };
@@ -119,6 +131,10 @@ impl Row for Prompt {
     fn hint(context: usize) -> String {
         let most = context.saturating_sub(1);
         format!("set data.prompt_tokens_max to at most {most}; data.long_prompts says what happens to longer prompts")
+    }
+
+    fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
+        (vec![(&self.tokens[..], false)], &self.label)
     }
 
     fn of(entry: &Entry, rows: &Rows, tokenizer: &Tokenizer) -> Result<Self> {
@@ -143,6 +159,17 @@ impl Row for SftRow {
 
     fn hint(context: usize) -> String {
         format!("set data.row_tokens_max = {context}; data.long_prompts says whether longer rows are cut")
+    }
+
+    fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
+        let mut rest = &self.tokens[..];
+        let mut parts = Vec::new();
+        for run in self.mask.chunk_by(|a, b| a == b) {
+            let (own, behind) = rest.split_at(run.len());
+            parts.push((own, run[0] != 0));
+            rest = behind;
+        }
+        (parts, "")
     }
 
     fn of(entry: &Entry, rows: &Rows, _tokenizer: &Tokenizer) -> Result<Self> {

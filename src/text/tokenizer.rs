@@ -114,6 +114,15 @@ impl Tokenizer {
         self.decode(text, false)
     }
 
+    /// Parts of a row as text, special tokens and all; those with true, which a model learns, stand between ⟦ and ⟧.
+    pub fn marked<'a>(&self, parts: impl IntoIterator<Item = (&'a [u32], bool)>) -> Result<String> {
+        let of = |(tokens, is_learned): (&[u32], bool)| {
+            let text = self.decode(tokens, false)?;
+            Ok(if is_learned { format!("⟦{text}⟧") } else { text })
+        };
+        parts.into_iter().map(of).collect()
+    }
+
     /// A tokenizer without tokens, for a plan whose rows only have lengths.
     pub fn none() -> Self {
         let inner = tokenizers::Tokenizer::new(tokenizers::models::bpe::BPE::default());

@@ -16,7 +16,7 @@ use crate::launch::run::{Run, Values};
 use crate::launch::step_shape::StepShape;
 use crate::learn::{Learner, Role};
 use crate::metrics::keys::{Metrics, named};
-use crate::metrics::{Phases, grouped, keys};
+use crate::metrics::{Phases, grouped, keys, one_line};
 use crate::model::Arch;
 use crate::sys::memory;
 use crate::text::Tokenizer;
@@ -121,6 +121,15 @@ pub fn run<J: Job>(mut run: Run) -> Result<()> {
     export::finish(&mut run, exported.map(|learner| &learner.role), state.step, &ledger)
 }
 
+/// A dry run shows the first row as the model sees it.
+fn show_first<T: Row>(run: &Run, source: &mut RowSource<T>) -> Result<()> {
+    if run.dry_run {
+        let row = run.ranks.all.agree(source.shown())?;
+        run.recorder.say(&format!("the first row, what is learned in ⟦⟧: {}", one_line(&row)));
+    }
+    Ok(())
+}
+
 struct Opened<J> {
     job: J,
     state: State,
@@ -146,6 +155,7 @@ impl<J: Job> Opened<J> {
         let source = RowSource::<J::Row>::open(&config.data, &tokenizer, arch.vocabulary, &prepared, config.job.seed);
         let checked = source.and_then(|source| source.check_context(arch.context).map(|()| source));
         let mut source = run.ranks.all.agree(checked)?;
+        show_first(run, &mut source)?;
         let steps = J::steps(&config, &source);
         if steps == 0 {
             return run.ranks.all.agree(Err(Error::usage("the job has no step to make: job.steps is 0")));

@@ -49,6 +49,22 @@ fn a_python_reward_gets_every_field_of_jsonl_rows_and_those_that_a_shard_keeps()
 }
 
 #[test]
+fn rows_are_shown_as_the_model_sees_them_with_what_it_learns_marked() {
+    let fixture = Fixture::new();
+    let shard =
+        "shard rows.jsonl --tokenizer tokenizer --response-key demonstration --label-key answer --out shown --show 2";
+    let shown = fixture.run(&shard.split(' ').collect::<Vec<_>>()).well().stdout;
+    assert!(shown.contains("rows.jsonl:1: ") && shown.contains(" tokens, label 10\n"), "{shown}");
+    assert!(shown.contains("6+4=⟦6+4=10 20<|end|>⟧\n") && shown.matches('⟦').count() == 2, "{shown}");
+    let sft = ["job.kind=sft", "data.prompts=[\"demonstrations\"]"];
+    let dry = |more: &[&str]| fixture.run(&[&["run", "job.toml", "--dry-run"], more].concat()).well().stderr;
+    let (sft, ppo) = (dry(&sft), dry(&[]));
+    let row = |text: &str| text.lines().find(|line| line.starts_with("the first row")).unwrap_or_default().to_string();
+    assert!(row(&sft).contains("=⟦") && row(&sft).ends_with("⟧"), "{sft}");
+    assert!(row(&ppo).contains("=  label ") && row(&ppo).matches('⟦').count() == 1, "{ppo}");
+}
+
+#[test]
 fn parquet_is_refused_by_name() {
     let fixture = Fixture::new();
     fixture.write("rows.parquet", "PAR1");
