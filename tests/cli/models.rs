@@ -57,7 +57,7 @@ fn what_is_no_model_is_named_for_what_it_is() {
         ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B does not exist", "hf download ORG/NAME"),
         ("job.toml", "job.toml is no directory", "Hugging Face model directory"),
     ] {
-        fixture.refuses(65, &[&format!("model.actor={dir}"), "job.dir=other"], &[what]).hinted(hint);
+        fixture.job(&[&format!("model.actor={dir}"), "job.dir=other"]).refused(65, &[what]).hinted(hint);
         fixture.run(&["generate", "--model", dir, "--input", "prompts.jsonl"]).refused(65, &[what]).hinted(hint);
     }
 }
