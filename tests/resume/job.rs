@@ -251,9 +251,12 @@ pub fn signal(name: &str, pid: u32) -> bool {
     sent.is_ok_and(|status| status.success())
 }
 
-/// Whether a process has a handler for SIGUSR1.
+/// Whether a process is ours and has a handler for SIGUSR1: before it becomes ours, a child of mpirun has mpirun's.
 pub fn listens(pid: u32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    if !status.starts_with("Name:\trlhf-hpc\n") {
+        return false;
+    }
     let caught = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("SigCgt:")?.trim(), 16).ok());
     caught.is_some_and(|signals| signals >> (10 - 1) & 1 == 1)
 }
