@@ -50,6 +50,7 @@ use job::{DeviceName, EvalConfig, Gemm, GradientConfig, JobConfig, JobKind, SftC
 use limits::{Ranged, Ranges};
 use model::DTypeName;
 use ppo::{Estimator, KlIn, PolicyLossKind};
+use reward::{OnFailure, SEARCH_TIMEOUTS};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -166,7 +167,8 @@ impl Config {
             return (given, None);
         }
         let retries = f64::from(reward.retries);
-        let answers = (retries + 1.0) * reward.timeout_s;
+        let search = if reward.on_failure == OnFailure::Drop { f64::from(SEARCH_TIMEOUTS) } else { 0.0 };
+        let answers = (retries + 1.0 + search) * reward.timeout_s;
         let raised = given.max(answers + retries * reward.start_timeout_s + COLLECTIVE_MARGIN_S);
         let why = format!(
             "mesh.collective_timeout_s = {given} is raised to {raised}: other ranks wait for a reward that may take {answers} s \

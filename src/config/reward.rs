@@ -30,6 +30,7 @@ table! {
         pub timeout_s: f64 = 60.0 => ABOVE_0..=YEAR_S,
         pub start_timeout_s: f64 = 300.0 => ABOVE_0..=YEAR_S,
         pub retries: u32 = 2 => 0.0..=1000.0,
+        pub on_failure: OnFailure = OnFailure::Stop,
     }
 }
 
@@ -55,6 +56,20 @@ impl RewardConfig {
         Error::need(weights.clone().all(f32::is_finite), "a reward's weight is not a finite number")?;
         Error::need(weights.clone().any(|w| w != 0.0), "every reward has weight 0, so that every score would be 0")
     }
+}
+
+/// How many times `reward.timeout_s` a search for the responses that fail may take: one of 1000 takes 11.
+pub const SEARCH_TIMEOUTS: u32 = 16;
+
+/// What becomes of a response that a Python reward fails on, also when it is tried again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnFailure {
+    /// The run ends, and the same line goes on from there.
+    #[default]
+    Stop,
+    /// Nothing is learned from it.
+    Drop,
 }
 
 /// What a rule looks at.

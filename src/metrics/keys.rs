@@ -110,6 +110,8 @@ table! {
     LR_CRITIC = "lr_critic", "optim", One, "Learning rate of the critic, mean over the step's updates.";
 
     SAMPLES = "samples", "rollout", Count, "Samples that this step learned from.";
+    SAMPLES_DROPPED = "samples_dropped", "rollout", Count,
+        "Samples that this step did not learn from, as a reward failed on them or on others of their prompt.";
     RESPONSE_TOKENS_MEAN = "response_tokens_mean", "rollout", Tokens, "Mean length of a response.";
     RESPONSE_TRUNCATED_RATIO = "response_truncated_ratio", "rollout", Ratio,
         "Share of responses that were cut by length.";
@@ -180,7 +182,7 @@ table! {
     EVAL_LOSS = "eval_loss", "eval", Nats, "`loss` on the evaluation split.";
     EVAL_RESPONSE_TOKENS_MEAN = "eval_response_tokens_mean", "eval", Tokens,
         "Mean length of a greedy response on the evaluation split.";
-    EVAL_SAMPLES = "eval_samples", "eval", Count, "Evaluation prompts.";
+    EVAL_SAMPLES = "eval_samples", "eval", Count, "Evaluation prompts whose answers were scored.";
     EVAL_TIME_S = "eval_time_s", "eval", Seconds, "The whole evaluation.";
 }
 

@@ -13,6 +13,8 @@ pub struct Scored {
     pub parts: BTreeMap<String, f32>,
     /// Named numbers for the logs; a name may be missing where it has no number.
     pub extra: BTreeMap<String, f32>,
+    /// Why there is no score: a reward failed on this response.
+    pub failed: Option<String>,
 }
 
 /// The score of one reward for one response, before mixing.
@@ -21,6 +23,8 @@ pub struct RewardOutput {
     /// None: this reward abstains.
     pub score: Option<f32>,
     pub extra: BTreeMap<String, f32>,
+    /// Why it has no score, where it should have one.
+    pub failed: Option<String>,
 }
 
 /// score_i = sum over the rewards that do not abstain of weight * score. Abstention takes a reward out of the sum;
@@ -37,6 +41,7 @@ pub fn mix(parts: &[(&str, f32)], outputs: Vec<Vec<RewardOutput>>, prompts: &[&P
                 *sum = Some(sum.unwrap_or(0.0) + f64::from(weight) * f64::from(score));
                 scored.parts.insert(name.to_string(), score);
             }
+            scored.failed = scored.failed.take().or(output.failed.map(|why| format!("{name}: {why}")));
             if parts.len() == 1 {
                 scored.extra = output.extra;
             } else {
@@ -46,6 +51,9 @@ pub fn mix(parts: &[(&str, f32)], outputs: Vec<Vec<RewardOutput>>, prompts: &[&P
         }
     }
     for (i, sum) in sums.into_iter().enumerate() {
+        if scored[i].failed.is_some() {
+            continue;
+        }
         let id = prompts[i].id;
         let Some(sum) = sum else {
             return Err(Error::service(format!("every reward abstained from a response to prompt {id}"))

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -13,7 +14,7 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use crate::config::reward::{PythonConfig, RewardConfig};
+use crate::config::reward::{OnFailure, PythonConfig, RewardConfig, SEARCH_TIMEOUTS};
 use crate::error::{Error, Result};
 use crate::experience::{Prompt, Response, RowFields};
 use crate::reward::context::{Lookup, RewardContext};
@@ -55,6 +56,7 @@ pub struct PythonReward {
     start_timeout: Duration,
     timeout: Duration,
     retries: u32,
+    on_failure: OnFailure,
     function: String,
     child: Option<LineChild>,
     requests: u64,
@@ -106,16 +108,43 @@ impl PythonReward {
         &self.function
     }
 
-    /// Asks the function for all responses at once.
+    /// Asks the function for all responses at once; where that fails and `on_failure` is drop, for ever smaller parts of them,
+    /// and marks those that fail alone.
     ///
     /// # Errors
     /// `Service`, once the retries are used up, with what happened and the last lines of the child.
     pub fn score(&mut self, prompts: &[&Prompt], responses: &[&Response]) -> Result<Vec<RewardOutput>> {
-        self.retried(|own| own.ask(prompts, responses)).map_err(|(message, times)| {
-            let file = self.file.display();
-            Error::service(format!("reward {} of {file} failed in {times}: {message}", self.function))
-                .hint("reward.timeout_s and reward.retries say how long and how often it is tried")
-        })
+        let (message, times) = match self.retried(|own| own.ask(prompts, responses)) {
+            Ok(outputs) => return Ok(outputs),
+            Err(failed) => failed,
+        };
+        if self.on_failure == OnFailure::Drop {
+            let until = Instant::now() + self.timeout * SEARCH_TIMEOUTS;
+            return Ok(self.halves(prompts, responses, message, until));
+        }
+        let file = self.file.display();
+        Err(Error::service(format!("reward {} of {file} failed in {times}: {message}", self.function))
+            .hint("reward.timeout_s and reward.retries say how long and how often it is tried"))
+    }
+
+    /// What the function says of responses on which it failed together (`why`), asked for each half of them, and so on down to
+    /// single ones, until `until`.
+    fn halves(
+        &mut self,
+        prompts: &[&Prompt],
+        responses: &[&Response],
+        why: String,
+        until: Instant,
+    ) -> Vec<RewardOutput> {
+        if responses.len() == 1 || Instant::now() > until {
+            return vec![RewardOutput { failed: Some(why), ..RewardOutput::default() }; responses.len()];
+        }
+        let middle = responses.len() / 2;
+        let mut half = |own: Range<usize>| {
+            let (prompts, responses) = (&prompts[own.clone()], &responses[own]);
+            self.ask(prompts, responses).unwrap_or_else(|why| self.halves(prompts, responses, why, until))
+        };
+        [half(0..middle), half(middle..responses.len())].concat()
     }
 
     /// What the first attempt that succeeds gives, each failed one followed by a fresh child; else why the last one failed, and how
@@ -173,7 +202,11 @@ impl PythonReward {
         let bytes_max = REPLY_BYTES_MAX + REPLY_BYTES_MAX_EACH * responses.len();
         let line = match child.exchange(&request, deadline, bytes_max) {
             Ok(line) => line,
-            Err(broken) => return Err(describe(child, &broken, "scoring", self.timeout)),
+            Err(broken) => {
+                let message = describe(child, &broken, "scoring", self.timeout);
+                self.child = None;
+                return Err(message);
+            }
         };
         let outputs = parse(&line).and_then(|reply| outputs(reply, self.requests, responses.len()));
         outputs.map_err(|message| with_stderr(child, message))
@@ -222,6 +255,7 @@ impl PythonReward {
             start_timeout: Duration::from_secs_f64(config.start_timeout_s),
             timeout: Duration::from_secs_f64(config.timeout_s),
             retries: config.retries,
+            on_failure: config.on_failure,
             function: String::new(),
             child: None,
             requests: 0,

@@ -32,14 +32,17 @@ pub fn evaluate(
         let Some(found) = found else { return Ok(None) };
         results.push(found);
     }
-    let n = prompts.len() as f64;
-    let right = |rows: &[(f32, u64)]| rows.iter().filter(|r| r.0 >= run.config.eval.correct_at).count() as f64 / n;
+    // Where a reward failed on a response, that counts nowhere.
+    let mean = |rows: &[(f32, u64)], of: &dyn Fn(&(f32, u64)) -> f64| {
+        rows.iter().map(of).sum::<f64>() / rows.len().max(1) as f64
+    };
+    let right = |row: &(f32, u64)| f64::from(u8::from(row.0 >= run.config.eval.correct_at));
     Ok(Some(named([
-        (keys::EVAL_ACCURACY_GREEDY, right(&results[0])),
-        (keys::EVAL_ACCURACY_SAMPLED, right(&results[1])),
-        (keys::EVAL_REWARD_MEAN, results[0].iter().map(|r| f64::from(r.0)).sum::<f64>() / n),
-        (keys::EVAL_RESPONSE_TOKENS_MEAN, results[0].iter().map(|r| r.1 as f64).sum::<f64>() / n),
-        (keys::EVAL_SAMPLES, n),
+        (keys::EVAL_ACCURACY_GREEDY, mean(&results[0], &right)),
+        (keys::EVAL_ACCURACY_SAMPLED, mean(&results[1], &right)),
+        (keys::EVAL_REWARD_MEAN, mean(&results[0], &|row| f64::from(row.0))),
+        (keys::EVAL_RESPONSE_TOKENS_MEAN, mean(&results[0], &|row| row.1 as f64)),
+        (keys::EVAL_SAMPLES, results[0].len() as f64),
         (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
     ])))
 }

@@ -5,9 +5,10 @@ use super::rollout::{Collector, RankResponses};
 use super::rollout_weights::RolloutWeights;
 use crate::comm::{Group, Stream, phase, records};
 use crate::config::mesh::RoleName;
+use crate::config::reward::OnFailure;
 use crate::device::cpu::pool::share;
 use crate::device::null;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::experience::{Experience, Prompt, Response};
 use crate::launch::run::Run;
 use crate::learn::Role;
@@ -140,7 +141,9 @@ impl Batch {
                     scores.complete(&self.samples);
                 }
                 let gap = scores.fill(&mut self.samples);
-                let measured = [(keys::RESHARD_BYTES, moved), (keys::SAMPLER_GAP_MAX, gap)];
+                let dropped = scores.drop_failed(run, &mut self.samples)?;
+                let measured =
+                    [(keys::RESHARD_BYTES, moved), (keys::SAMPLER_GAP_MAX, gap), (keys::SAMPLES_DROPPED, dropped)];
                 let measured = measured.into_iter().filter_map(|(key, value)| Some((key.to_string(), value?)));
                 Ok(measured.chain(scores.extra()).collect())
             }
@@ -240,6 +243,33 @@ impl Scores {
             sample.response.logprobs.clone_from(logprobs);
         }
         gap
+    }
+
+    /// Takes out the samples on which a reward failed, and with each the others of its prompt where the estimator compares them;
+    /// how many, where the job allows it.
+    fn drop_failed(&self, run: &Run, samples: &mut Vec<Experience>) -> Result<Option<f64>> {
+        if run.config.reward.on_failure == OnFailure::Stop {
+            return Ok(None);
+        }
+        let failed = |(sample, scored): (&Experience, &Scored)| Some((sample.response.prompt, scored.failed.clone()?));
+        let failed: Vec<(usize, String)> = samples.iter().zip(&self.scored).filter_map(failed).collect();
+        let (before, is_grouped) = (samples.len(), run.config.ppo.advantage.is_grouped());
+        let mut scored = self.scored.iter();
+        samples.retain(|sample| {
+            let own = scored.next().is_some_and(|scored| scored.failed.is_some());
+            let in_group = is_grouped && failed.iter().any(|(prompt, _)| *prompt == sample.response.prompt);
+            !(own || in_group)
+        });
+        let dropped = before - samples.len();
+        if let Some((_, why)) = failed.first() {
+            let message =
+                format!("{dropped} of {before} samples are dropped, as a reward failed on {}: {why}", failed.len());
+            if samples.is_empty() {
+                return Err(Error::service(message).hint("nothing is left to learn from: mend the reward"));
+            }
+            run.recorder.warn(&message);
+        }
+        Ok(Some(dropped as f64))
     }
 
     /// The mean of each extra number of the rewards.

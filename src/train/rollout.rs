@@ -150,8 +150,8 @@ impl Collector {
         Ok(outcome.responses)
     }
 
-    /// Scores and lengths of responses to `prompts`, one sample each, each on one rank; `None` where a rank was asked to stop before
-    /// all were answered. `model`: the actor, where it is on this rank. All ranks of the run call this.
+    /// Scores and lengths of responses to `prompts`, one sample each, each on one rank, without those that a reward failed on;
+    /// `None` where a rank was asked to stop before all were answered. `model`: the actor, where it is on this rank. All ranks of the run call this.
     pub fn evaluate(
         &mut self,
         run: &Run,
@@ -168,7 +168,8 @@ impl Collector {
             let asked: Vec<&Prompt> = responses.iter().map(|r| &prompts[r.prompt]).collect();
             let scored = self.reward.score(&asked, &responses.iter().collect::<Vec<_>>())?;
             let tokens = responses.iter().map(|response| response.tokens.len() as u64);
-            Ok(Some(scored.iter().map(|scored| scored.score).zip(tokens).collect()))
+            let known = scored.iter().zip(tokens).filter(|(scored, _)| scored.failed.is_none());
+            Ok(Some(known.map(|(scored, tokens)| (scored.score, tokens)).collect()))
         };
         let mine = run.ranks.all.agree(model.map_or(Ok(Some(Vec::new())), &mut answer))?;
         if run.ranks.all.any(mine.is_none()) {

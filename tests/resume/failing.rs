@@ -76,6 +76,27 @@ fn a_reward_that_fails_in_an_evaluation_ends_the_run_with_a_checkpoint_and_the_r
     job.done().assert_same(&whole);
 }
 
+#[test]
+fn nothing_is_learned_from_the_groups_of_responses_that_a_reward_fails_on_where_these_are_dropped() {
+    let reward = "def reward_func(queries, prompts, labels, prompt_id, **kwargs):\n    \
+                  if any(id % 3 == 0 for id in prompt_id): raise ValueError('not this one')\n    \
+                  return [len(q) + 0.5 for q in queries]";
+    let dir = place().join("reward-drops");
+    std::fs::create_dir_all(&dir).expect("writes");
+    std::fs::write(dir.join("reward.py"), reward).expect("writes");
+    let sets = "job.steps=2 ppo.advantage=grpo eval.every_steps=0 gradient.order=fixed reward.rule=[] reward.on_failure=drop reward.retries=0";
+    let of = |name: &str, ranks| Job::ppo(name).on(ranks).with(sets).set("reward.python=reward-drops/reward.py".into());
+    let alone = of("drops-1", 0);
+    let ended = alone.run();
+    let is_said = ended.stderr.contains("samples are dropped, as a reward failed on ");
+    assert!(ended.code == Some(0) && is_said && ended.stderr.contains("not this one"), "{}", ended.stderr);
+    for line in alone.metrics() {
+        let [kept, dropped] = ["samples", "samples_dropped"].map(|key| line[key].as_f64().expect("it is recorded"));
+        assert!(kept + dropped == 16.0 && dropped > 0.0 && dropped % 2.0 == 0.0, "{kept} kept, {dropped} dropped");
+    }
+    of("drops-2", 2).done().assert_same(&alone);
+}
+
 /// A shell in a mount namespace of its own, where `place/small` is a file system of `size` bytes; none where the
 /// system allows no such thing.
 fn on_a_small_disk(size: &str, script: &str) -> Option<Command> {
