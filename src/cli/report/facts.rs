@@ -64,7 +64,7 @@ fn facts(source: &Source) -> Vec<(String, String)> {
     let tokens = total(keys::TOKENS);
     put("tokens learned from", (tokens > 0.0).then(|| count(tokens)));
     put("tokens/s, median", median(values(keys::TOKENS_PER_S)).map(count));
-    put("share of peak FLOP/s, median", median(values("mfu")).map(percent));
+    put("share of peak FLOP/s, median", median(values(keys::MFU)).map(percent));
     let largest = |key: &str| values(key).into_iter().reduce(f64::max);
     let start = largest(keys::MEMORY_START_BYTES).unwrap_or(0.0);
     let peak = largest(keys::MEMORY_PEAK_BYTES).map(|peak| format_bytes((peak - start).max(0.0) as u64));
@@ -84,7 +84,9 @@ pub fn rows(ledger: &Ledger) -> String {
     let mut rows =
         vec![("trained".to_string(), ledger.trained), ("trained after a cut".to_string(), ledger.truncated.rows)];
     rows.extend(ledger.filtered.iter().map(|(rule, rows)| (format!("filtered: {rule}"), *rows)));
-    rows.extend([("deferred: not handed out yet".to_string(), ledger.deferred)]);
+    let others =
+        [("held out: evaluates, never trains", ledger.held_out), ("deferred: not handed out yet", ledger.deferred)];
+    rows.extend(others.map(|(name, rows)| (name.to_string(), rows)));
     let mut out = String::from("<table class=\"rows\"><tr><th>rows</th><th></th><th></th></tr>");
     let whole = ledger.rows.max(1) as f64;
     for (name, rows) in rows.into_iter().filter(|(_, rows)| *rows > 0) {

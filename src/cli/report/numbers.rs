@@ -15,7 +15,7 @@ pub fn unit_of(key: &str) -> Unit {
     let ends = |ending: &str| key.ends_with(ending);
     match keys::find(key) {
         Some(key) => key.unit,
-        None if key == "mfu" || ends("_ratio") || ends("accuracy") => Unit::Ratio,
+        None if ends("_ratio") || ends("accuracy") => Unit::Ratio,
         None if ends("_bytes") => Unit::Bytes,
         None if ends("tokens_per_s") => Unit::TokensPerSecond,
         None if ends("_s") && !ends("_per_s") => Unit::Seconds,

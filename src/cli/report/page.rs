@@ -39,7 +39,7 @@ const UPDATES: &[(&str, &[&str])] = &[
 const SPEED: &[(&str, &[&str])] = &[
     ("Throughput", &[keys::TOKENS_PER_S]),
     ("Throughput of the rollout", &[keys::ROLLOUT_TOKENS_PER_S]),
-    ("Model FLOP/s of the machine's peak", &["mfu"]),
+    ("Model FLOP/s of the machine's peak", &[keys::MFU]),
 ];
 
 /// The page as it is built: each key that has a plot is taken out of the rest.
