@@ -1,7 +1,7 @@
 //! `rlhf-hpc generate`: responses of a model to rows of prompts.
 
 use super::device::{self, Options, device, dtype_name};
-use super::out::note;
+use super::out::{note, progress};
 use super::ranks::Ranks;
 use super::rows::{self, Row};
 use super::talk::Talk;
@@ -182,9 +182,16 @@ fn answer(
         }
         Ok(())
     };
-    let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut finished };
+    let bar = progress("generate", requests.len());
+    let mut hooks = Hooks {
+        stop: &|| false,
+        progress: &mut |now| bar.set_position(now.finished as u64),
+        drawn: &mut |_, _| {},
+        finished: &mut finished,
+    };
     let rng = Rng::new(args.seed, Purpose::Sample);
     let done = engine.generate(model, rng, 0, requests, &mut hooks).map_err(device::with_option_names);
+    drop(bar);
     ranks.agree(done)?;
     if let Some(why) = engine.refused() {
         note!("generate: decoding kernel by kernel, because {why}");

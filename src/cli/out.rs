@@ -5,7 +5,8 @@
 use crate::comm;
 use crate::error::{Error, Result};
 use crate::sys::environment;
-use std::io::{ErrorKind, Write};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressFinish, ProgressStyle};
+use std::io::{ErrorKind, IsTerminal, Write};
 
 /// Writes whole lines at once.
 ///
@@ -20,6 +21,18 @@ pub fn write(lines: &[u8]) -> Result<()> {
         }
         written => written.map_err(|error| Error::io("write", "standard output", &error)),
     }
+}
+
+/// A bar for `total` rows on standard error; none where that is no terminal, or the rows themselves go to one.
+pub fn progress(verb: &'static str, total: usize) -> ProgressBar {
+    if std::io::stdout().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let style = ProgressStyle::with_template("{prefix}: {bar:28} {pos}/{len}  {elapsed}, {eta} left");
+    ProgressBar::with_draw_target(Some(total as u64), ProgressDrawTarget::stderr())
+        .with_style(style.expect("the template parses").progress_chars("━╸─"))
+        .with_prefix(verb)
+        .with_finish(ProgressFinish::AndClear)
 }
 
 /// Writes a line of a verb's output; where that cannot be written, the program ends with the error of `write`.

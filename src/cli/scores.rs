@@ -4,6 +4,7 @@
 //! before.
 
 use super::device::{self, Options};
+use super::out::progress;
 use super::ranks::Ranks;
 use super::rows;
 use crate::config::limits::{self, TOKENS_MAX};
@@ -91,12 +92,15 @@ impl Scoring<'_> {
         };
         // The numbers of a forward are written when a GPU has the next one to compute.
         let mut before: Option<(Range<usize>, Later)> = None;
+        let bar = progress(self.verb, own.len());
         for batch in rows::batches(own.iter().map(|row| row.tokens.len()), self.tokens_max) {
             let mut packed = PackedRow::new();
             own[batch.clone()].iter().for_each(|row| packed.push(&row.tokens, row.first()));
             let found = (self.forward)(inference, &packed).later();
+            bar.set_position(batch.start as u64);
             before.replace((batch, found)).map_or(Ok(()), &mut write_batch)?;
         }
+        drop(bar);
         before.map_or(Ok(()), write_batch)?;
         // The seconds are those of the slowest rank.
         ranks.world.group().barrier();

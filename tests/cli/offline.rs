@@ -351,3 +351,26 @@ fn a_prompt_of_the_command_line_and_messages_of_a_chat_are_answered_as_text_whil
     let of = |content: &str| text(json!({"messages": [{"role": "user", "content": content}]}));
     assert_eq!(ended.stdout, of("what is 1+1") + &of("what is 2+2"), "{}", ended.stderr);
 }
+
+#[test]
+fn how_far_an_input_is_shows_on_a_terminal_that_does_not_get_the_rows_themselves() {
+    let fixture = Fixture::new();
+    fixture.write("rows.jsonl", "{\"prompt\": \"1+1=\"}\n".repeat(40));
+    for (verb, more) in [("generate", "--max-new-tokens 16"), ("logprobs", "--batch-tokens 16")] {
+        if verb == "logprobs" {
+            fixture.write("rows.jsonl", "{\"tokens\": [1, 2, 3]}\n".repeat(40));
+        }
+        let line = format!("{} {verb} --model model --input rows.jsonl {more}", env!("CARGO_BIN_EXE_rlhf-hpc"));
+        let shown = |line: &str| {
+            let mut script = std::process::Command::new("script");
+            script.args(["-qec", line, "shown"]).current_dir(fixture.root()).env("TERM", "xterm");
+            let status = script.stdin(std::process::Stdio::null()).stdout(std::process::Stdio::null()).status();
+            assert!(status.expect("util-linux has it").success(), "{line}");
+            fixture.text("shown")
+        };
+        let text = shown(&format!("{line} > rows"));
+        assert!(text.contains(&format!("{verb}: ")) && text.contains("/40"), "{text:?}");
+        assert_eq!(fixture.text("rows").lines().count(), 40, "{verb}");
+        assert!(!shown(&line).contains("/40"), "rows and bar on one terminal");
+    }
+}
