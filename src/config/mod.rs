@@ -167,9 +167,11 @@ impl Config {
             return (given, None);
         }
         let retries = f64::from(reward.retries);
-        let search = if reward.on_failure == OnFailure::Drop { f64::from(SEARCH_TIMEOUTS) } else { 0.0 };
-        let answers = (retries + 1.0 + search) * reward.timeout_s;
-        let raised = given.max(answers + retries * reward.start_timeout_s + COLLECTIVE_MARGIN_S);
+        // A search ends with the question in which its time is over.
+        let [asked, started] =
+            if reward.on_failure == OnFailure::Drop { [f64::from(SEARCH_TIMEOUTS) + 1.0, 2.0] } else { [0.0; 2] };
+        let answers = (retries + 1.0 + asked) * reward.timeout_s;
+        let raised = given.max(answers + (retries + started) * reward.start_timeout_s + COLLECTIVE_MARGIN_S);
         let why = format!(
             "mesh.collective_timeout_s = {given} is raised to {raised}: other ranks wait for a reward that may take {answers} s \
              (reward.timeout_s = {}, reward.retries = {})",

@@ -58,7 +58,8 @@ impl RewardConfig {
     }
 }
 
-/// How many times `reward.timeout_s` a search for the responses that fail may take: one of 1000 takes 11.
+/// How many times `reward.timeout_s` a search for the responses that fail may take, beside `reward.start_timeout_s` for new child
+/// processes: one response of 1000 takes 11.
 pub const SEARCH_TIMEOUTS: u32 = 16;
 
 /// What becomes of a response that a Python reward fails on, also when it is tried again.

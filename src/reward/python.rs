@@ -119,8 +119,8 @@ impl PythonReward {
             Err(failed) => failed,
         };
         if self.on_failure == OnFailure::Drop {
-            let until = Instant::now() + self.timeout * SEARCH_TIMEOUTS;
-            return Ok(self.halves(prompts, responses, message, until));
+            let until = Instant::now() + self.timeout * SEARCH_TIMEOUTS + self.start_timeout;
+            return Ok(self.halves(prompts, responses, &message, until));
         }
         let file = self.file.display();
         Err(Error::service(format!("reward {} of {file} failed in {times}: {message}", self.function))
@@ -129,20 +129,18 @@ impl PythonReward {
 
     /// What the function says of responses on which it failed together (`why`), asked for each half of them, and so on down to
     /// single ones, until `until`.
-    fn halves(
-        &mut self,
-        prompts: &[&Prompt],
-        responses: &[&Response],
-        why: String,
-        until: Instant,
-    ) -> Vec<RewardOutput> {
-        if responses.len() == 1 || Instant::now() > until {
-            return vec![RewardOutput { failed: Some(why), ..RewardOutput::default() }; responses.len()];
+    fn halves(&mut self, prompts: &[&Prompt], responses: &[&Response], why: &str, until: Instant) -> Vec<RewardOutput> {
+        let failed = |n: usize| vec![RewardOutput { failed: Some(why.to_string()), ..RewardOutput::default() }; n];
+        if responses.len() == 1 {
+            return failed(1);
         }
         let middle = responses.len() / 2;
         let mut half = |own: Range<usize>| {
             let (prompts, responses) = (&prompts[own.clone()], &responses[own]);
-            self.ask(prompts, responses).unwrap_or_else(|why| self.halves(prompts, responses, why, until))
+            if Instant::now() > until {
+                return failed(responses.len());
+            }
+            self.ask(prompts, responses).unwrap_or_else(|why| self.halves(prompts, responses, &why, until))
         };
         [half(0..middle), half(middle..responses.len())].concat()
     }

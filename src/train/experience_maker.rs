@@ -18,7 +18,7 @@ use crate::metrics::keys::{self, Metrics};
 use crate::metrics::{Phase, Phases};
 use crate::reward::Scored;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 /// Waits for the responses of all ranks to a batch.
 type Responses = Box<dyn FnOnce() -> Result<Vec<RankResponses>>>;
@@ -251,17 +251,19 @@ impl Scores {
         if run.config.reward.on_failure == OnFailure::Stop {
             return Ok(None);
         }
-        let failed = |(sample, scored): (&Experience, &Scored)| Some((sample.response.prompt, scored.failed.clone()?));
-        let failed: Vec<(usize, String)> = samples.iter().zip(&self.scored).filter_map(failed).collect();
+        let failed =
+            |(sample, scored): (&Experience, &Scored)| scored.failed.is_some().then_some(sample.response.prompt);
+        let failed: Vec<usize> = samples.iter().zip(&self.scored).filter_map(failed).collect();
+        let prompts: HashSet<usize> = failed.iter().copied().collect();
         let (before, is_grouped) = (samples.len(), run.config.ppo.advantage.is_grouped());
         let mut scored = self.scored.iter();
         samples.retain(|sample| {
             let own = scored.next().is_some_and(|scored| scored.failed.is_some());
-            let in_group = is_grouped && failed.iter().any(|(prompt, _)| *prompt == sample.response.prompt);
+            let in_group = is_grouped && prompts.contains(&sample.response.prompt);
             !(own || in_group)
         });
         let dropped = before - samples.len();
-        if let Some((_, why)) = failed.first() {
+        if let Some(why) = self.scored.iter().find_map(|scored| scored.failed.as_ref()) {
             let message =
                 format!("{dropped} of {before} samples are dropped, as a reward failed on {}: {why}", failed.len());
             if samples.is_empty() {
