@@ -71,8 +71,8 @@ fn read(text: &str, overrides: &[String], here: &Path) -> Result<Config> {
     Error::all(mistakes)?;
     // Overrides have lists in place of single values, too.
     check(&mut table, &known, &mut Vec::new(), &mut |_, _| ());
-    let mut config =
-        Config::deserialize(table).map_err(|e| Error::usage(e.message().lines().collect::<Vec<_>>().join(" ")))?;
+    let mut config = Config::deserialize(Value::Table(table))
+        .map_err(|e| Error::usage(e.message().lines().collect::<Vec<_>>().join(" ")))?;
     config.settle();
     Ok(config)
 }
@@ -232,7 +232,7 @@ fn unknown_word(key: &str, value: &Value, is_key: bool, wrong: &str, known: &[&s
     for of in ["advantage", "loss"] {
         let ppo = Table::from_iter([(of.to_string(), value.clone())]);
         let job = Table::from_iter([("ppo".to_string(), Value::Table(ppo))]);
-        if key == "job.kind" && Config::deserialize(job).is_ok() {
+        if key == "job.kind" && Config::deserialize(Value::Table(job)).is_ok() {
             return error.hint(format!("set job.kind = \"ppo\" and ppo.{of} = \"{wrong}\""));
         }
     }

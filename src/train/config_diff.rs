@@ -2,6 +2,7 @@
 
 use crate::config::Config;
 use crate::error::{Error, Result};
+use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::Path;
 use toml::Value;
@@ -74,10 +75,10 @@ fn flat(text: &str) -> BTreeMap<String, Value> {
         }
     }
     // Keys that are newer than the checkpoint have their defaults.
-    let known = toml::from_str::<Config>(text).map(|config| settled(config).to_toml());
-    let table: toml::Table = known.as_deref().unwrap_or(text).parse().unwrap_or_default();
+    let given = Value::Table(text.parse().unwrap_or_default());
+    let known = Config::deserialize(given.clone()).ok().and_then(|config| Value::try_from(settled(config)).ok());
     let mut keys = BTreeMap::new();
-    walk("", Value::Table(table), &mut keys);
+    walk("", known.unwrap_or(given), &mut keys);
     keys
 }
 

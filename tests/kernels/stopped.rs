@@ -57,12 +57,12 @@ fn interrupted(at: &Path, name: &str, sets: &str, from: usize, (signal, rank, co
     assert!(said.matches("error: ").count() <= 1, "{signal}: {said}");
 }
 
-fn goes_on_bitwise(sets: &str) {
+fn goes_on_bitwise(sets: &str, interruptions: &[Interruption]) {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     assert!(start(at, "whole", sets).wait().expect("it ends").success());
-    for interruption in INTERRUPTIONS {
-        interrupted(at, "cut", sets, lines(at, "cut"), interruption);
+    for interruption in interruptions {
+        interrupted(at, "cut", sets, lines(at, "cut"), *interruption);
     }
     let last = start(at, "cut", sets).wait().expect("it ends");
     assert!(last.success(), "{}", std::fs::read_to_string(at.join("said")).unwrap_or_default());
@@ -77,12 +77,13 @@ fn goes_on_bitwise(sets: &str) {
 }
 
 #[test]
-#[ignore = "long: as the other, of tensor ranks"]
-fn a_job_of_graphs_that_hold_collectives_goes_on_bitwise_whatever_interrupts_it() {
-    goes_on_bitwise(TENSOR);
+#[ignore = "long: whole jobs, six times each"]
+fn a_job_goes_on_bitwise_whatever_interrupts_it() {
+    goes_on_bitwise(TENSOR, &INTERRUPTIONS);
+    goes_on_bitwise(ZERO, &INTERRUPTIONS);
 }
 
 #[test]
-fn a_job_whose_state_and_weights_are_at_the_host_goes_on_bitwise_whatever_interrupts_it() {
-    goes_on_bitwise(ZERO);
+fn a_job_whose_state_and_weights_are_at_the_host_goes_on_bitwise_where_a_rank_is_killed() {
+    goes_on_bitwise(ZERO, &INTERRUPTIONS[2..3]);
 }
