@@ -75,10 +75,10 @@ fn flat(text: &str) -> BTreeMap<String, Value> {
         }
     }
     // Keys that are newer than the checkpoint have their defaults.
-    let given = Value::Table(text.parse().unwrap_or_default());
-    let known = Config::deserialize(given.clone()).ok().and_then(|config| Value::try_from(settled(config)).ok());
+    let read = |text: &str| Value::Table(text.parse().unwrap_or_default());
+    let known = Config::deserialize(read(text)).map(|config| settled(config).to_toml());
     let mut keys = BTreeMap::new();
-    walk("", known.unwrap_or(given), &mut keys);
+    walk("", read(known.as_deref().unwrap_or(text)), &mut keys);
     keys
 }
 
