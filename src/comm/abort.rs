@@ -72,8 +72,8 @@ fn meant(panic: &PanicHookInfo) -> Error {
     Error::fault(format!("{}{place}", error.message)).hint("this is a fault of the program, not of its input")
 }
 
-/// Ends the job with `error`: prints it once, logs it, ends all ranks. `Kind::Stopped` is no failure: all ranks are
-/// expected here, MPI ends in order, and rank 0 prints.
+/// Ends the job with `error`: prints it once, logs it, ends all ranks; in order where all know it, so that no launcher tells of an
+/// abort. `Kind::Stopped` is no failure: all ranks are expected here, MPI ends in order, and rank 0 prints.
 pub fn fail(error: &Error) -> ! {
     if error.kind == Kind::Stopped {
         if ending::is_rank_zero() {
@@ -82,8 +82,12 @@ pub fn fail(error: &Error) -> ! {
         shutdown();
         std::process::exit(error.exit_code());
     }
-    match agree::arose_here(error) {
-        Some(false) => ending::follow(error),
+    match agree::agreed(error) {
+        Some(agreed) if agreed.by_all => {
+            watchdog::stop();
+            ending::together(error, agreed.here)
+        }
+        Some(agreed) if !agreed.here => ending::follow(error),
         agreed => end(error, agreed.is_some(), ""),
     }
 }

@@ -1,18 +1,27 @@
 //! What all ranks of a group learn of one: an error, a number, whether something is so.
 
 use super::group::{Group, Member};
+use super::raw::Comm;
 use super::records;
 use crate::error::{Error, Result};
 use crate::sys::lock::lock;
 use std::sync::Mutex;
 
-/// The last error that all ranks of a group agreed on, and whether it arose here.
-static AGREED: Mutex<Option<(String, bool)>> = Mutex::new(None);
+/// An error that all ranks of a group know.
+#[derive(Clone)]
+pub(super) struct Agreed {
+    message: String,
+    /// Whether it arose on this rank.
+    pub here: bool,
+    /// Whether the group is all ranks of the job.
+    pub by_all: bool,
+}
 
-/// Whether `error` is one that ranks agreed on, and if so, whether it arose here.
-pub(super) fn arose_here(error: &Error) -> Option<bool> {
-    let agreed = lock(&AGREED).clone();
-    agreed.filter(|(message, _)| error.message.contains(message)).map(|(_, here)| here)
+static LAST_AGREED: Mutex<Option<Agreed>> = Mutex::new(None);
+
+/// How `error` was agreed on, if it was.
+pub(super) fn agreed(error: &Error) -> Option<Agreed> {
+    lock(&LAST_AGREED).clone().filter(|agreed| error.message.contains(&agreed.message))
 }
 
 impl Group {
@@ -44,7 +53,8 @@ impl Group {
             let Member { world_rank, host } = self.member(rank);
             error = error.within(format_args!("rank {world_rank} ({host})"));
         }
-        *lock(&AGREED) = Some((error.message.clone(), rank == self.rank()));
+        let by_all = self.size() == Comm::world().size();
+        *lock(&LAST_AGREED) = Some(Agreed { message: error.message.clone(), here: rank == self.rank(), by_all });
         Err(error)
     }
 }

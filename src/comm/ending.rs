@@ -55,6 +55,20 @@ pub(super) fn follow(error: &Error) -> ! {
     die_quietly(error.exit_code())
 }
 
+/// Ends this rank in order, as all others end theirs: each has `error`, and the one at which it arose (`here`) prints it.
+pub(super) fn together(error: &Error, here: bool) -> ! {
+    let message = described(error, true);
+    log(&message);
+    if here {
+        stderr::line(&message);
+    }
+    // Another rank may meet another error on the way here, or a collective that never ends.
+    exit_after(KILLED_WITHIN, error.exit_code());
+    communicator::abort_all();
+    world::finalize();
+    exit_now(error.exit_code())
+}
+
 /// Prints, logs and ends the job. `named`: the message says already where it arose.
 pub(super) fn end(error: &Error, named: bool, details: &str) -> ! {
     if FAILING.swap(true, Ordering::SeqCst) {
@@ -74,20 +88,28 @@ pub(super) fn end(error: &Error, named: bool, details: &str) -> ! {
 
 /// Ends what GPUs are at, then all ranks; this process even where neither returns.
 fn leave(code: i32) -> ! {
-    // A system that has no more threads must not make this a panic within a panic.
-    let beside = |work: Box<dyn FnOnce() + Send>| drop(std::thread::Builder::new().spawn(work));
-    beside(Box::new(move || {
-        std::thread::sleep(ABORTED_WITHIN);
-        exit_now(code);
-    }));
+    exit_after(ABORTED_WITHIN, code);
     let (left, all_left) = std::sync::mpsc::channel();
-    beside(Box::new(move || {
+    beside(move || {
         communicator::abort_all();
         let _ = left.send(());
-    }));
+    });
     let _ = all_left.recv_timeout(LEFT_WITHIN);
     world::abort(code);
     exit_now(code)
+}
+
+/// On a thread of its own. A system that has no more threads must not make this a panic within a panic.
+fn beside(work: impl FnOnce() + Send + 'static) {
+    drop(std::thread::Builder::new().spawn(work));
+}
+
+/// This process ends then, if nothing ends it before.
+fn exit_after(time: Duration, code: i32) {
+    beside(move || {
+        std::thread::sleep(time);
+        exit_now(code);
+    });
 }
 
 /// `error: rank 1 (node3), step 12, train: MESSAGE`, and the hint.

@@ -195,7 +195,8 @@ impl Ending {
             return Err(format!("'{text}' expected {} times, {said}", times(text)));
         }
         let in_panic = self.scene == "full" && ended.stderr.contains("panicked");
-        if in_panic { Err(said) } else { self.logged.map_or(Ok(()), |(rank, text)| logged(logs, rank, text)) }
+        let aborts = self.scene == "agreed" && ended.stderr.contains("MPI_ABORT");
+        if in_panic || aborts { Err(said) } else { self.logged.map_or(Ok(()), |(rank, text)| logged(logs, rank, text)) }
     }
 }
 
