@@ -44,6 +44,9 @@ pub struct Ledger {
     pub windowed: Windowed,
     /// Prompts or demonstrations handed out, repeats of later epochs included.
     pub handed_out: u64,
+    /// Samples of the rows handed out that were left out, as a reward failed on them or on one of their group.
+    #[serde(default)]
+    pub samples_dropped: u64,
 }
 
 impl Ledger {

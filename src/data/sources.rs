@@ -258,6 +258,11 @@ impl Rows {
         &self.feed.ledger
     }
 
+    /// Counts samples that a step left out.
+    pub fn drop_samples(&mut self, samples: u64) {
+        self.feed.ledger.samples_dropped += samples;
+    }
+
     pub fn restore(&mut self, cursor: &Cursor, ledger: &Ledger) -> Result<()> {
         self.feed.restore(cursor, ledger)
     }

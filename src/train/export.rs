@@ -40,7 +40,9 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
         ("deferred", ledger.deferred),
     ];
     let became = became.map(|(what, rows)| format!("{} {what}", grouped(rows)));
-    let mut rows = vec![("ledger".to_string(), became.join(", "))];
+    let dropped =
+        (ledger.samples_dropped > 0).then(|| format!("; {} samples dropped", grouped(ledger.samples_dropped)));
+    let mut rows = vec![("ledger".to_string(), became.join(", ") + &dropped.unwrap_or_default())];
     if let Some(expected) = run.expected_of_fullest() {
         let (measured, planned) = (format_bytes(measured), format_bytes(expected.taken));
         rows.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned per rank")));

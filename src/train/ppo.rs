@@ -222,6 +222,8 @@ impl Ppo {
             Err(error) if error.kind == Kind::Service => return unfinished(made.samples, Some(error)),
             measured => measured?,
         };
+        let dropped = measured.iter().filter(|(key, _)| key == keys::SAMPLES_DROPPED);
+        self.collector.source.drop_samples(dropped.map(|(_, samples)| *samples as u64).sum());
         let mut experience = made.samples;
         let kl_beta = self.advantage.kl.beta;
         let stats = crate::advantage::compute_step(&config.ppo, &mut self.advantage, &mut experience)?;

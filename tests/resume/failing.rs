@@ -90,10 +90,14 @@ fn nothing_is_learned_from_the_groups_of_responses_that_a_reward_fails_on_where_
     let ended = alone.run();
     let is_said = ended.stderr.contains("samples are dropped, as a reward failed on ");
     assert!(ended.code == Some(0) && is_said && ended.stderr.contains("not this one"), "{}", ended.stderr);
+    let mut all = 0.0;
     for line in alone.metrics() {
         let [kept, dropped] = ["samples", "samples_dropped"].map(|key| line[key].as_f64().expect("it is recorded"));
         assert!(kept + dropped == 16.0 && dropped > 0.0 && dropped % 2.0 == 0.0, "{kept} kept, {dropped} dropped");
+        all += dropped;
     }
+    let ledger: serde_json::Value = serde_json::from_slice(&alone.read("ledger.json")).expect("JSON");
+    assert_eq!(ledger["samples_dropped"].as_f64(), Some(all), "{ledger}");
     of("drops-2", 2).done().assert_same(&alone);
 }
 

@@ -103,5 +103,9 @@ pub fn rows(ledger: &Ledger) -> String {
         "<p class=\"note\">{} prompts or demonstrations were handed out, with the repeats of later epochs.</p>",
         grouped(ledger.handed_out)
     );
+    if ledger.samples_dropped > 0 {
+        let dropped = grouped(ledger.samples_dropped);
+        put!(out, "<p class=\"note\">{dropped} samples were dropped, as a reward failed on them or beside them.</p>");
+    }
     out
 }
