@@ -59,6 +59,22 @@ pub struct Args {
     #[argh(switch)]
     pub demonstrations: bool,
 
+    /// rows are preferences: prompt, chosen, rejected
+    #[argh(switch)]
+    pub pairs: bool,
+
+    /// field with the preferred response (default: chosen)
+    #[argh(option, default = "String::from(\"chosen\")")]
+    pub chosen_key: String,
+
+    /// field with the other response (default: rejected)
+    #[argh(option, default = "String::from(\"rejected\")")]
+    pub rejected_key: String,
+
+    /// field with a number by which the preferred one is better
+    #[argh(option, default = "String::new()")]
+    pub margin_key: String,
+
     /// field to keep for rewards and curricula (all: every field), may be repeated
     #[argh(option)]
     pub keep_field: Vec<String>,
@@ -102,6 +118,9 @@ pub fn run(args: &Args) -> Result<()> {
     let config = DataConfig {
         prompt_key: args.prompt_key.clone(),
         response_key: args.response_key.clone().unwrap_or_else(|| "response".to_owned()),
+        chosen_key: args.chosen_key.clone(),
+        rejected_key: args.rejected_key.clone(),
+        margin_key: args.margin_key.clone(),
         label_key: args.label_key.clone().unwrap_or_default(),
         messages_key: args.messages_key.clone(),
         chat_template: args.chat_template,
@@ -109,7 +128,11 @@ pub fn run(args: &Args) -> Result<()> {
         ..DataConfig::default()
     };
     let tokenizer = &Tokenizer::load(tokenizer)?;
-    let part = if args.response_key.is_some() || args.demonstrations { Part::Demonstration } else { Part::Prompt };
+    let part = match args.response_key.is_some() || args.demonstrations {
+        _ if args.pairs => Part::Pair,
+        true => Part::Demonstration,
+        false => Part::Prompt,
+    };
     let by_file = config.split.by == SplitBy::File;
     let train = args.input.iter().map(|path| (&**path, by_file.then_some(TRAIN)));
     let inputs: Vec<_> = train.chain(args.split_test.iter().map(|path| (&**path, Some(TEST)))).collect();

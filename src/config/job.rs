@@ -13,6 +13,10 @@ use std::path::PathBuf;
 pub enum JobKind {
     /// Supervised fine-tuning: token cross-entropy.
     Sft,
+    /// A model that scores, trained on preferences.
+    RewardModel,
+    /// A policy trained on preferences themselves: DPO and its relatives (`dpo.loss`).
+    Dpo,
     /// Proximal policy optimisation and its relatives (`ppo.advantage`).
     #[default]
     Ppo,
@@ -57,7 +61,7 @@ pub enum Gemm {
 }
 
 /// Kinds of the schema that a later release brings: refused by name, not as unknown.
-pub const KINDS_TO_COME: [&str; 5] = ["reward_model", "step_reward", "dpo", "kto", "distill"];
+pub const KINDS_TO_COME: [&str; 3] = ["step_reward", "kto", "distill"];
 
 table! {
     pub struct JobConfig {

@@ -36,6 +36,7 @@ pub mod metrics;
 pub mod model;
 pub mod optim;
 pub mod ppo;
+pub mod preference;
 pub mod reward;
 pub mod rollout;
 mod schema;
@@ -50,6 +51,7 @@ use job::{DeviceName, EvalConfig, Gemm, GradientConfig, JobConfig, JobKind, SftC
 use limits::{Ranged, Ranges};
 use model::DTypeName;
 use ppo::{Estimator, KlIn, PolicyLossKind};
+use preference::{DpoConfig, PreferenceLoss, RewardModelConfig};
 use reward::{OnFailure, SEARCH_TIMEOUTS};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -63,7 +65,7 @@ pub fn name(value: &impl Serialize) -> String {
 const COLLECTIVE_MARGIN_S: f64 = 30.0;
 
 /// The tables of a job that hold numbers, with their ranges.
-const TABLES: [(&str, Ranges); 14] = [
+const TABLES: [(&str, Ranges); 16] = [
     ("job", JobConfig::RANGES),
     ("mesh", mesh::MeshConfig::RANGES),
     ("data.split", data::SplitConfig::RANGES),
@@ -72,6 +74,8 @@ const TABLES: [(&str, Ranges); 14] = [
     ("reward", reward::RewardConfig::RANGES),
     ("ppo", ppo::PpoConfig::RANGES),
     ("sft", SftConfig::RANGES),
+    ("reward_model", RewardModelConfig::RANGES),
+    ("dpo", DpoConfig::RANGES),
     ("gradient", GradientConfig::RANGES),
     ("optim.actor", optim::OptimConfig::RANGES),
     ("optim.critic", optim::OptimConfig::RANGES),
@@ -92,6 +96,8 @@ pub struct Config {
     pub reward: reward::RewardConfig,
     pub ppo: ppo::PpoConfig,
     pub sft: SftConfig,
+    pub reward_model: RewardModelConfig,
+    pub dpo: DpoConfig,
     pub gradient: GradientConfig,
     pub optim: optim::OptimRoles,
     pub eval: EvalConfig,
@@ -133,10 +139,10 @@ impl Config {
             let is_random = self.rollout.temperature > 0.0;
             Error::need(is_random, "rollout.temperature is 0, a ppo job samples: needed above 0")?;
         } else {
-            let epochs = self.sft.epochs;
+            let (of, epochs) = (name(&self.job.kind), self.epochs());
             Error::need(
                 self.job.steps > 0 || epochs > 0.0,
-                format!("sft.epochs is {epochs} and job.steps is 0, needed one above 0"),
+                format!("{of}.epochs is {epochs} and job.steps is 0, needed one above 0"),
             )?;
         }
         for (key, path) in [("job.dir", &self.job.dir), ("model.actor", &self.model.actor)] {
@@ -180,10 +186,26 @@ impl Config {
         (raised, (given < answers).then_some(why))
     }
 
+    /// Passes over the data of a job that learns from rows as they are.
+    pub fn epochs(&self) -> f64 {
+        match self.job.kind {
+            JobKind::Sft | JobKind::Ppo => self.sft.epochs,
+            JobKind::RewardModel => self.reward_model.epochs,
+            JobKind::Dpo => self.dpo.epochs,
+        }
+    }
+
     /// The method by the name that the field has for it.
     pub fn method(&self) -> String {
-        if self.job.kind != JobKind::Ppo {
-            return name(&self.job.kind).to_uppercase();
+        match (self.job.kind, self.dpo.loss) {
+            (JobKind::Ppo, _) => {}
+            (JobKind::Sft, _) => return "SFT".to_string(),
+            (JobKind::RewardModel, _) => return "reward model".to_string(),
+            (JobKind::Dpo, PreferenceLoss::Sigmoid) if self.dpo.label_smoothing > 0.0 => return "cDPO".to_string(),
+            (JobKind::Dpo, PreferenceLoss::Sigmoid) => return "DPO".to_string(),
+            (JobKind::Dpo, PreferenceLoss::Ipo) => return "IPO".to_string(),
+            (JobKind::Dpo, PreferenceLoss::Simpo) => return "SimPO".to_string(),
+            (JobKind::Dpo, PreferenceLoss::Orpo) => return "ORPO".to_string(),
         }
         let of_estimator = match self.ppo.advantage {
             Estimator::Gae => "PPO",
@@ -201,7 +223,8 @@ impl Config {
 
     /// Whether a reference model is loaded: not where no KL is asked for and none is named.
     pub fn needs_reference(&self) -> bool {
-        self.ppo.kl_in != KlIn::None || !self.model.reference.as_os_str().is_empty()
+        self.job.kind == JobKind::Ppo && (self.ppo.kl_in != KlIn::None || !self.model.reference.as_os_str().is_empty())
+            || self.job.kind == JobKind::Dpo && self.dpo.has_reference()
     }
 
     /// The whole configuration as TOML, every key with its value.

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::cut::{Entry, RowTokens};
 use super::hashes::Hashes;
-use super::rows::Reading;
+use super::rows::{Part, Reading};
 use super::sources::{Prepared, Rows, eval_files, is_jsonl, prepare};
 use crate::comm::Group;
 use crate::error::{Error, Result};
@@ -85,11 +85,11 @@ impl Rows {
         let (mut left, mut response) = (entry.rest as usize, 0);
         if left > 0 {
             let lengths = self.sources[entry.source as usize].shard.lengths(entry.document as usize)?;
-            // Prompts and responses alternate.
+            // Prompts and responses alternate, but in pairs.
             for (i, tokens) in lengths.into_iter().enumerate().skip(1) {
                 let kept = tokens.min(left);
                 left -= kept;
-                response += if i % 2 == 1 { kept } else { 0 };
+                response += if i % 2 == 1 || self.part == Part::Pair { kept } else { 0 };
             }
         }
         Ok(RowTokens { prompt: entry.tokens() - response, response })

@@ -27,6 +27,11 @@ pub trait Row: Sized {
     /// Tokens that it leaves free of the model's context, at least.
     const FREE: usize;
 
+    /// Tokens of the longest sequence that it makes.
+    fn longest(entry: &Entry, _rows: &Rows) -> Result<usize> {
+        Ok(entry.tokens())
+    }
+
     /// Which keys make rows fit a context of so many tokens.
     fn hint(context: usize) -> String;
 
@@ -75,9 +80,9 @@ impl<T: Row> RowSource<T> {
         prepared: &Prepared,
         seed: u64,
     ) -> Result<Self> {
-        if T::PART == Part::Demonstration && config.long_prompts == LongPrompts::Window {
-            return Err(Error::usage("data.long_prompts = \"window\" would part a demonstration from its prompt")
-                .hint("use reject, truncate_left or truncate_right for sft"));
+        if T::PART != Part::Prompt && config.long_prompts == LongPrompts::Window {
+            return Err(Error::usage("data.long_prompts = \"window\" would part a response from its prompt")
+                .hint("use reject, truncate_left or truncate_right"));
         }
         let rows = Rows::open(Reading { config, part: T::PART, tokenizer, vocabulary }, prepared, seed)?;
         Ok(Self { rows, tokenizer: Arc::clone(tokenizer), made: PhantomData })
@@ -85,15 +90,20 @@ impl<T: Row> RowSource<T> {
 
     /// Refuses rows that do not fit the model's context.
     pub fn check_context(&self, context: usize) -> Result<()> {
-        let all = || self.rows.feed.entries().chain(&self.rows.eval);
-        let too_long = || all().filter(|entry| entry.tokens() + T::FREE > context);
-        let Some(longest) = too_long().max_by_key(|entry| entry.tokens()) else { return Ok(()) };
+        let (mut count, mut longest) = (0, None);
+        for entry in self.rows.feed.entries().chain(&self.rows.eval).filter(|e| e.tokens() + T::FREE > context) {
+            let tokens = T::longest(entry, &self.rows)?;
+            if tokens + T::FREE > context {
+                count += 1;
+                longest = longest.filter(|(most, _)| *most >= tokens).or(Some((tokens, entry)));
+            }
+        }
+        let Some((tokens, longest)) = longest else { return Ok(()) };
         let source = &self.rows.sources[longest.source as usize];
         let row = match source.shard.meta(longest.document as usize)?.source {
             row if row.is_empty() => format!("document {} of {}", longest.document, source.name),
             row => row,
         };
-        let (count, tokens) = (too_long().count(), longest.tokens());
         let what = format!("{count} rows do not fit the model's context of {context} tokens");
         Err(Error::data(format!("{what}: the longest, {row}, has {tokens} tokens")).hint(T::hint(context)))
     }
@@ -189,5 +199,70 @@ impl Row for SftRow {
         tokens.truncate(entry.tokens());
         mask.truncate(entry.tokens());
         Ok(SftRow { id: source.first_id + entry.document, tokens, mask })
+    }
+}
+
+/// Two responses to a prompt, one of which was preferred. Both hold the prompt.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PairRow {
+    /// Identity of the row over the whole run.
+    pub id: u64,
+    pub prompt_tokens: usize,
+    pub chosen: Vec<u32>,
+    pub rejected: Vec<u32>,
+    /// By how much the chosen one is better; 0 where the data does not say.
+    pub margin: f32,
+    /// The margin as the data has it.
+    label: String,
+}
+
+impl PairRow {
+    /// Tokens of both sides, the prompt twice.
+    pub fn length(&self) -> usize {
+        self.chosen.len() + self.rejected.len()
+    }
+}
+
+/// Tokens of the chosen and of the rejected response that are kept of an entry.
+fn kept(entry: &Entry, rows: &Rows) -> Result<[usize; 2]> {
+    let rest = entry.rest as usize;
+    let Some(source) = rows.sources.get(entry.source as usize) else { return Ok([rest - rest / 2, rest / 2]) };
+    let lengths = source.shard.lengths(entry.document as usize)?;
+    // Both were cut to the same length, those that were longer.
+    let short = lengths[1].min(lengths[2]).min(rest / 2);
+    Ok(if lengths[1] <= lengths[2] { [short, rest - short] } else { [rest - short, short] })
+}
+
+impl Row for PairRow {
+    const PART: Part = Part::Pair;
+    const FREE: usize = 0;
+
+    fn longest(entry: &Entry, rows: &Rows) -> Result<usize> {
+        let [chosen, rejected] = kept(entry, rows)?;
+        Ok((entry.end - entry.start) as usize + chosen.max(rejected))
+    }
+
+    fn hint(context: usize) -> String {
+        SftRow::hint(context)
+    }
+
+    fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
+        let (prompt, chosen) = self.chosen.split_at(self.prompt_tokens);
+        (vec![(prompt, false), (chosen, true), (&self.rejected[self.prompt_tokens..], false)], &self.label)
+    }
+
+    fn of(entry: &Entry, rows: &Rows, _tokenizer: &Tokenizer) -> Result<Self> {
+        let (prompt_tokens, [chosen, rejected]) = ((entry.end - entry.start) as usize, kept(entry, rows)?);
+        let Some(source) = rows.sources.get(entry.source as usize) else {
+            let side = |tokens| vec![0; prompt_tokens + tokens];
+            return Ok(Self { prompt_tokens, chosen: side(chosen), rejected: side(rejected), ..Self::default() });
+        };
+        let document = source.shard.document(entry.document as usize)?;
+        let prompt = &document[0][entry.start as usize..entry.end as usize];
+        let side = |i: usize, tokens: usize| [prompt, &document[i][..tokens]].concat();
+        let label = source.shard.meta(entry.document as usize)?.label;
+        let margin = label.parse().unwrap_or(0.0);
+        let id = source.first_id + entry.document;
+        Ok(Self { id, prompt_tokens, chosen: side(1, chosen), rejected: side(2, rejected), margin, label })
     }
 }

@@ -15,6 +15,8 @@ pub enum Part {
     Prompt,
     /// Prompt and demonstration: documents are [prompt, response], alternating for several turns.
     Demonstration,
+    /// Prompt and two responses: documents are [prompt, chosen, rejected].
+    Pair,
 }
 
 /// How the rows of a job are read: which fields they have, and how they find their splits.
@@ -66,9 +68,10 @@ impl Encoder<'_> {
             SplitBy::Ratio => Some(if is_test(&sequences[0], &config.split) { TEST } else { TRAIN }.to_owned()),
             SplitBy::Field => Some(scalar(field, required(&row, field)?)?),
         };
-        let label = match config.label_key.as_str() {
-            "" => String::new(),
-            key => label_text(required(&row, key)?),
+        let label = match (self.reading.part, config.label_key.as_str(), config.margin_key.as_str()) {
+            (Part::Pair, _, "") | (Part::Prompt | Part::Demonstration, "", _) => String::new(),
+            (Part::Pair, _, key) => margin_text(key, required(&row, key)?)?,
+            (_, key, _) => label_text(required(&row, key)?),
         };
         let fields = if self.kept == [ALL_FIELDS] {
             row
@@ -81,6 +84,9 @@ impl Encoder<'_> {
 
     fn sequences(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
         let Reading { config: format, part, .. } = self.reading;
+        if part == Part::Pair {
+            return self.pair(row);
+        }
         let (key, prompt) = match row.get(&format.messages_key) {
             Some(messages) if format.chat_template => (&format.messages_key, messages),
             _ => (&format.prompt_key, required(row, &format.prompt_key)?),
@@ -105,7 +111,72 @@ impl Encoder<'_> {
         Ok(vec![prompt_tokens, self.tokens(key, required(row, key)?, Part::Demonstration)?])
     }
 
-    /// The tokens of a field, which is their ids or a text; that of a demonstration gets an end token.
+    /// Prompt, chosen and rejected. Where a row has no prompt, both sides are whole, and what they begin with alike is the prompt: the
+    /// messages before the last answer, or tokens.
+    fn pair(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
+        let config = self.reading.config;
+        let prompt = row.get(&config.messages_key).filter(|_| config.chat_template);
+        let prompt = prompt.map(|messages| (&config.messages_key, messages));
+        let prompt = prompt.or_else(|| row.get(&config.prompt_key).map(|prompt| (&config.prompt_key, prompt)));
+        let sides = [&config.chosen_key, &config.rejected_key];
+        let [chosen, rejected] = [required(row, sides[0])?, required(row, sides[1])?];
+        if chosen == rejected {
+            return Err(Error::data(format!("fields {:?} and {:?} are the same", sides[0], sides[1])));
+        }
+        let [(one, chosen), (other, rejected)] =
+            [self.side(row, prompt, sides[0], chosen)?, self.side(row, prompt, sides[1], rejected)?];
+        if one == other && !one.is_empty() {
+            return Ok(vec![one, chosen, rejected]);
+        }
+        let [chosen, rejected] = [[one, chosen].concat(), [other, rejected].concat()];
+        let alike = chosen.iter().zip(&rejected).take_while(|(a, b)| a == b).count();
+        let prompt = alike.min(chosen.len() - 1).min(rejected.len() - 1);
+        if prompt == 0 {
+            return Err(Error::data(format!("fields {:?} and {:?} do not begin alike", sides[0], sides[1]))
+                .hint(format!("give the prompt a field of its own, {:?} (data.prompt_key)", config.prompt_key)));
+        }
+        Ok(vec![chosen[..prompt].to_vec(), chosen[prompt..].to_vec(), rejected[prompt..].to_vec()])
+    }
+
+    /// The tokens before the last answer of a side of a pair, as far as they are known, and those behind them.
+    fn side(
+        &self,
+        row: &Map<String, Value>,
+        prompt: Option<(&String, &Value)>,
+        key: &str,
+        side: &Value,
+    ) -> Result<(Vec<u32>, Vec<u32>)> {
+        let is_chat = self.reading.config.chat_template;
+        let messages = |value: &Value, role: &str| match value {
+            Value::Array(items) if is_messages(items) => Some(items.clone()),
+            Value::String(text) if is_chat && !text.is_empty() => Some(vec![json!({"role": role, "content": text})]),
+            _ => None,
+        };
+        let before = prompt.map_or(Some(Vec::new()), |(_, prompt)| messages(prompt, "user"));
+        match (before, messages(side, "assistant")) {
+            (Some(before), Some(answer)) if prompt.is_some() || side.is_array() => {
+                if !is_chat {
+                    return Err(Error::data(format!("field {key:?} is a list of messages"))
+                        .hint("set chat_template = true (or --chat-template)"));
+                }
+                let all = [before, answer].concat();
+                if !all.last().is_some_and(is_assistant) {
+                    return Err(Error::data(format!("field {key:?} does not end with an assistant's message")));
+                }
+                let mut sequences = self.turns(row, &all)?;
+                let answer = sequences.pop().unwrap_or_default();
+                Ok((sequences.concat(), answer))
+            }
+            _ => match prompt {
+                Some((name, prompt)) => {
+                    Ok((self.tokens(name, prompt, Part::Prompt)?, self.tokens(key, side, Part::Demonstration)?))
+                }
+                None => Ok((Vec::new(), self.tokens(key, side, Part::Pair)?)),
+            },
+        }
+    }
+
+    /// The tokens of a field, which is their ids or a text; that of a demonstration, or of a side that is whole, gets an end token.
     fn tokens(&self, key: &str, value: &Value, part: Part) -> Result<Vec<u32>> {
         let tokens = match value {
             Value::Array(items) => token_ids(key, items)?,
@@ -116,7 +187,7 @@ impl Encoder<'_> {
                     Error::data("the tokenizer names no end token, so a demonstration could not end")
                         .hint("set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json")
                 })?;
-                let mut tokens = self.reading.tokenizer.encode(text, false)?;
+                let mut tokens = self.reading.tokenizer.encode(text, part == Part::Pair)?;
                 // The model learns to stop where the demonstration does.
                 tokens.push(*eos);
                 tokens
@@ -225,6 +296,13 @@ fn scalar(key: &str, value: &Value) -> Result<String> {
         Value::Bool(flag) => Ok(flag.to_string()),
         other => Err(Error::data(format!("field {key:?} is {other}, needed the name of a split"))),
     }
+}
+
+fn margin_text(key: &str, value: &Value) -> Result<String> {
+    let margin = value.as_f64().filter(|margin| margin.is_finite());
+    margin
+        .map(|margin| margin.to_string())
+        .ok_or_else(|| Error::data(format!("field {key:?} is {value}, needed a number")))
 }
 
 fn label_text(value: &Value) -> String {

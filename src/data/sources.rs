@@ -39,6 +39,7 @@ pub struct Rows {
     pub(super) sources: Arc<[Source]>,
     pub(super) feed: Feed,
     pub(super) eval: Vec<Entry>,
+    pub(super) part: Part,
     filtered: Vec<Filtered>,
 }
 
@@ -76,8 +77,8 @@ pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &
 fn kept_fields(Reading { config, part, .. }: Reading<'_>) -> Vec<String> {
     match part {
         Part::Prompt => vec![ALL_FIELDS.into()],
-        Part::Demonstration if config.order == Order::Curriculum => vec![config.curriculum_field.clone()],
-        Part::Demonstration => Vec::new(),
+        _ if config.order == Order::Curriculum => vec![config.curriculum_field.clone()],
+        Part::Demonstration | Part::Pair => Vec::new(),
     }
 }
 
@@ -90,7 +91,9 @@ impl Prepared {
         let hashes = hashes.of(&files, group)?;
         let DataConfig { prompt_key, response_key, label_key, messages_key, chat_template, .. } = config;
         let response_key = (part == Part::Demonstration).then_some(response_key);
-        let keys = (prompt_key, response_key, label_key, messages_key, chat_template, kept_fields(reading));
+        let DataConfig { chosen_key, rejected_key, margin_key, .. } = config;
+        let pair_keys = (part == Part::Pair).then_some((chosen_key, rejected_key, margin_key));
+        let keys = (prompt_key, response_key, pair_keys, label_key, messages_key, chat_template, kept_fields(reading));
         let how = format!("{} {vocabulary} {keys:?} {}", tokenizer.sha256(), describe(&config.split));
         let prefix = |name: &String| {
             let path = Path::new(name);
@@ -157,7 +160,7 @@ impl Rows {
     pub(super) fn open(reading: Reading<'_>, prepared: &Prepared, seed: u64) -> Result<Self> {
         let config = reading.config;
         if let Some([train, eval]) = &prepared.lengths {
-            return Self::of_lengths(config, train, eval, seed);
+            return Self::of_lengths(reading, train, eval, seed);
         }
         let sources = open_sources(reading, prepared)?;
         let mut ledger = Ledger { rows: sources.iter().map(|s| s.shard.documents() as u64).sum(), ..Ledger::default() };
@@ -204,17 +207,17 @@ impl Rows {
             return Err(Error::data(format!("data.eval_split = {:?} has no rows to evaluate", config.eval_split)));
         }
         let feed = Feed::new(config, strata, seed, ledger)?;
-        Ok(Self { sources: sources.into(), feed, eval, filtered })
+        Ok(Self { sources: sources.into(), feed, eval, part: reading.part, filtered })
     }
 
-    fn of_lengths(config: &DataConfig, train: &[RowTokens], eval: &[RowTokens], seed: u64) -> Result<Self> {
-        let config = DataConfig { order: Order::Sequential, weights: Vec::new(), ..config.clone() };
+    fn of_lengths(reading: Reading<'_>, train: &[RowTokens], eval: &[RowTokens], seed: u64) -> Result<Self> {
+        let config = DataConfig { order: Order::Sequential, weights: Vec::new(), ..reading.config.clone() };
         let entries = |rows: &[RowTokens]| rows.iter().map(Entry::of_length).collect::<Vec<_>>();
         let rows = (0..train.len() as u32).collect();
         let stratum = Stratum { entries: entries(train), rows, weight: 1.0, ..Stratum::default() };
         let ledger = Ledger { rows: train.len() as u64, ..Ledger::default() };
         let feed = Feed::new(&config, vec![stratum], seed, ledger)?;
-        Ok(Self { sources: Arc::default(), feed, eval: entries(eval), filtered: Vec::new() })
+        Ok(Self { sources: Arc::default(), feed, eval: entries(eval), part: reading.part, filtered: Vec::new() })
     }
 
     /// Writes the filtered rows to `path`, a JSON line each: the file and line that it came from, and the rule that took it out.
@@ -323,12 +326,33 @@ fn entries_of(
 ) -> Result<std::result::Result<Vec<Entry>, &'static str>> {
     let shard = &source.shard;
     let prompt = shard.prompt_tokens(document as usize)?;
+    let lengths = || shard.lengths(document as usize);
+    let prefix = shard.prefix().display();
+    if reading.part == Part::Pair {
+        let lengths = lengths()?;
+        let &[_, chosen, rejected] = &lengths[..] else {
+            return Err(Error::data(format!(
+                "{prefix}: document {document} has {} sequences, needed prompt, chosen and rejected",
+                lengths.len()
+            ))
+            .hint("shard it with --pairs"));
+        };
+        let entries = cut(reading.config, s, document, prompt, chosen.max(rejected));
+        return Ok(entries.map(|mut entries| {
+            for entry in &mut entries {
+                // Each side is cut as the longer one is.
+                let both = chosen.min(entry.rest as usize) + rejected.min(entry.rest as usize);
+                entry.cut += (chosen + rejected - both) as u32 - (chosen.max(rejected) as u32 - entry.rest);
+                entry.rest = both as u32;
+            }
+            entries
+        }));
+    }
     let rest = match reading.part {
         Part::Prompt => 0,
-        Part::Demonstration => shard.lengths(document as usize)?[1..].iter().sum(),
+        Part::Demonstration | Part::Pair => lengths()?[1..].iter().sum(),
     };
     if rest == 0 && reading.part == Part::Demonstration {
-        let prefix = shard.prefix().display();
         return Err(Error::data(format!("{prefix}: document {document} has a prompt and no response"))
             .hint("shard it with --response-key, or with --chat-template and assistant turns"));
     }

@@ -49,6 +49,22 @@ impl PackedRow {
         self.row_offsets.push(self.rows.len());
     }
 
+    /// Appends a sequence whose last token alone is looked at, by a head that needs no target.
+    pub fn push_end(&mut self, tokens: &[u32]) {
+        self.push_where(tokens, |_| false);
+        self.look_at_end();
+    }
+
+    /// Adds the last token so far to the rows of its sequence: no token is behind it, so that only a head that needs no target may
+    /// look there.
+    pub fn look_at_end(&mut self) {
+        self.row_indices.push(self.rows.len());
+        self.rows.push(self.tokens.len() as u32 - 1);
+        self.targets.push(0);
+        self.row_offsets.pop();
+        self.row_offsets.push(self.rows.len());
+    }
+
     /// What rank `rank` of the `size` ranks of the sequence axis holds of this row, which is whole (see `ops::zigzag`).
     /// Targets stay with the row that predicts them, so that a label across the border of two ranks is not lost.
     ///

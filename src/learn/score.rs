@@ -14,11 +14,32 @@ use crate::ops::zigzag;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Flat, Later, Tensor};
 
+/// A sequence whose tokens behind a prompt are scored.
+pub trait Sequence {
+    fn tokens(&self) -> Vec<u32>;
+    fn prompt_tokens(&self) -> usize;
+    fn length(&self) -> usize;
+}
+
+impl Sequence for Experience {
+    fn tokens(&self) -> Vec<u32> {
+        Experience::tokens(self)
+    }
+
+    fn prompt_tokens(&self) -> usize {
+        self.prompt.tokens.len()
+    }
+
+    fn length(&self) -> usize {
+        Experience::length(self)
+    }
+}
+
 /// Log-probabilities of each sample's response tokens at the rollout's temperature. All ranks of the mesh call this.
 pub fn logprobs(
     role: &Role,
     axes: &Axes,
-    samples: &[Experience],
+    samples: &[impl Sequence],
     temperature: f32,
     tokens_max: usize,
 ) -> Vec<Vec<f32>> {
@@ -29,24 +50,19 @@ pub fn logprobs(
 }
 
 /// Values of each sample: before each response token, and one after the last. All ranks of the mesh call this.
-pub fn values(role: &Role, axes: &Axes, samples: &[Experience], tokens_max: usize) -> Vec<Vec<f32>> {
+pub fn values(role: &Role, axes: &Axes, samples: &[impl Sequence], tokens_max: usize) -> Vec<Vec<f32>> {
     over_plan(role, axes, samples, tokens_max, 1, |row, hidden| {
         role.transformer.values_on_device(&role.weights, hidden, &row.rows)
     })
 }
 
 /// The samples' tokens; scored are the states before response tokens and, where `last` is 1, that after the last one.
-fn pack(samples: &[Experience], rows: &[usize], last: usize) -> PackedRow {
+fn pack(samples: &[impl Sequence], rows: &[usize], last: usize) -> PackedRow {
     let mut packed = PackedRow::new();
     for &i in rows {
-        packed.push(&samples[i].tokens(), samples[i].prompt.tokens.len());
+        packed.push(&samples[i].tokens(), samples[i].prompt_tokens());
         if last == 1 {
-            // No token is behind the last one: only heads that need no target may score there.
-            packed.row_indices.push(packed.rows.len());
-            packed.rows.push(packed.tokens.len() as u32 - 1);
-            packed.targets.push(0);
-            packed.row_offsets.pop();
-            packed.row_offsets.push(packed.rows.len());
+            packed.look_at_end();
         }
     }
     packed
@@ -56,12 +72,12 @@ fn pack(samples: &[Experience], rows: &[usize], last: usize) -> PackedRow {
 fn over_plan(
     role: &Role,
     axes: &Axes,
-    samples: &[Experience],
+    samples: &[impl Sequence],
     tokens_max: usize,
     last: usize,
     score: impl Fn(&PackedRow, &Tensor) -> Flat,
 ) -> Vec<Vec<f32>> {
-    let lengths: Vec<usize> = samples.iter().map(Experience::length).collect();
+    let lengths: Vec<usize> = samples.iter().map(Sequence::length).collect();
     let parts = axes.sequence.size();
     let plan = balance::plan(&lengths, axes.data.size(), tokens_max * parts, &Cost::of(role.arch()));
     role.weights.buffers().for_each(Buffer::prefetch);
@@ -78,7 +94,7 @@ fn over_plan(
     mine.extend(before.map(Later::take).unwrap_or_default());
     role.weights.release();
     role.weights.buffers().for_each(Buffer::evict);
-    let mut found: Vec<Vec<f32>> = samples.iter().map(|s| vec![0.0; s.response.tokens.len() + last]).collect();
+    let mut found: Vec<Vec<f32>> = samples.iter().map(|s| vec![0.0; s.length() - s.prompt_tokens() + last]).collect();
     let gathered = axes.zero.all_gather_numbers(&mine);
     if null::is_active() {
         // No rank is there but this one.
@@ -88,7 +104,7 @@ fn over_plan(
         let (data, part) = (rank / parts, rank % parts);
         let mut values = values.into_iter();
         for &i in plan[data].iter().flatten() {
-            let first = samples[i].prompt.tokens.len().saturating_sub(1);
+            let first = samples[i].prompt_tokens().saturating_sub(1);
             for position in zigzag::positions(&[0, lengths[i]], part, parts) {
                 let state = (position as usize).wrapping_sub(first);
                 if state < found[i].len() {

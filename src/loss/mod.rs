@@ -7,5 +7,6 @@
 pub mod aggregation;
 pub mod correction;
 pub mod policy;
+pub mod preference;
 pub mod token;
 pub mod value;

@@ -69,6 +69,7 @@ table! {
         "Share of predictions that are right: next tokens (sft), chosen above rejected (preference jobs).";
     CHOSEN_REWARD_MEAN = "chosen_reward_mean", "reward", One, "Mean reward of the chosen responses.";
     REJECTED_REWARD_MEAN = "rejected_reward_mean", "reward", One, "Mean reward of the rejected responses.";
+    MARGIN_MEAN = "margin_mean", "reward", One, "Mean of the chosen response's reward less the rejected one's.";
 
     LOSS = "loss", "loss", Nats, "The loss that model.actor learns by: of the step's updates the mean.";
     POLICY_LOSS = "policy_loss", "loss", One, "Policy loss of a minibatch, as ppo.aggregation divides it; mean over the step's updates.";
@@ -178,6 +179,7 @@ table! {
     EVAL_ACCURACY_SAMPLED = "eval_accuracy_sampled", "eval", Ratio,
         "Share of evaluation prompts whose sampled answer is right.";
     EVAL_ACCURACY = "eval_accuracy", "eval", Ratio, "`accuracy` on the evaluation split.";
+    EVAL_MARGIN_MEAN = "eval_margin_mean", "eval", One, "`margin_mean` on the evaluation split.";
     EVAL_REWARD_MEAN = "eval_reward_mean", "eval", One, "Mean score of greedy responses on the evaluation split.";
     EVAL_LOSS = "eval_loss", "eval", Nats, "`loss` on the evaluation split.";
     EVAL_RESPONSE_TOKENS_MEAN = "eval_response_tokens_mean", "eval", Tokens,

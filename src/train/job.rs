@@ -36,7 +36,11 @@ pub trait Job: Sized {
         Ok(())
     }
 
-    fn steps(config: &Config, rows: &Rows) -> u64;
+    /// Unless a method says otherwise: those of job.steps, or of its epochs over the rows.
+    fn steps(config: &Config, rows: &Rows) -> u64 {
+        let epochs = || config.epochs() * rows.epoch_rows() as f64 / Self::shape(config).rows as f64;
+        if config.job.steps > 0 { config.job.steps } else { epochs().ceil() as u64 }
+    }
 
     /// How a step is cut.
     fn shape(config: &Config) -> StepShape;

@@ -7,9 +7,12 @@ mod export;
 mod inputs;
 pub mod job;
 pub mod models;
+mod pairs;
 mod placement;
 mod planned;
 pub mod ppo;
+pub mod preference;
+pub mod reward_model;
 mod rollout;
 pub mod rollout_weights;
 pub mod sft;
@@ -39,6 +42,14 @@ macro_rules! of_kind {
         match $kind {
             JobKind::Sft => {
                 type $job = sft::Sft;
+                $call
+            }
+            JobKind::RewardModel => {
+                type $job = reward_model::RewardModel;
+                $call
+            }
+            JobKind::Dpo => {
+                type $job = preference::Preference;
                 $call
             }
             JobKind::Ppo => {

@@ -52,11 +52,6 @@ impl Job for Sft {
         }
     }
 
-    fn steps(config: &Config, rows: &Rows) -> u64 {
-        let epochs = || config.sft.epochs * rows.epoch_rows() as f64 / config.sft.minibatch_samples as f64;
-        if config.job.steps > 0 { config.job.steps } else { epochs().ceil() as u64 }
-    }
-
     fn new(
         _run: &Run,
         _arch: &Arch,

@@ -1,0 +1,116 @@
+//! What methods that learn from pairs share: how pairs are cut into micro-batches, counted and evaluated.
+
+use crate::config::Config;
+use crate::data::balance::{self, Cost};
+use crate::data::{PairRow, Part, RowSource};
+use crate::error::Result;
+use crate::launch::run::Run;
+use crate::launch::step_shape::StepShape;
+use crate::learn::sums::Sums;
+use crate::learn::{Learner, Role};
+use crate::loss::preference::Pair;
+use crate::metrics::keys::{self, Metrics, named};
+
+/// Pairs that were counted.
+const PAIRS: &str = "pairs";
+
+/// What is measured of pairs in training, and what of those that are held out.
+const TRAINED: [(&str, &str); 4] = [
+    (keys::ACCURACY, PAIRS),
+    (keys::CHOSEN_REWARD_MEAN, PAIRS),
+    (keys::REJECTED_REWARD_MEAN, PAIRS),
+    (keys::MARGIN_MEAN, PAIRS),
+];
+
+/// The shape of a step of `samples` pairs, of `trained` models and others that score.
+pub fn shape(samples: usize, microbatch_tokens_max: usize, scored: usize) -> StepShape {
+    let part = Part::Pair;
+    StepShape {
+        part,
+        rows: samples,
+        samples_per_row: 1,
+        minibatch: samples,
+        epochs: 1,
+        microbatch_tokens_max,
+        trained: 1,
+        scored,
+    }
+}
+
+/// Tokens of each pair, both sides.
+pub fn lengths(pairs: &[PairRow]) -> Vec<usize> {
+    pairs.iter().map(PairRow::length).collect()
+}
+
+/// Adds a pair, whose loss has this weight.
+pub fn count(sums: &mut Sums, pair: Pair, weight: f64) {
+    let margin = pair.chosen_reward - pair.rejected_reward;
+    sums.add(&Sums::of([
+        (keys::LOSS, weight * pair.loss),
+        (PAIRS, 1.0),
+        (keys::ACCURACY, f64::from(u8::from(margin > 0.0))),
+        (keys::CHOSEN_REWARD_MEAN, pair.chosen_reward),
+        (keys::REJECTED_REWARD_MEAN, pair.rejected_reward),
+        (keys::MARGIN_MEAN, margin),
+    ]));
+}
+
+/// The numbers of a step that learned from `pairs`.
+pub fn metrics(learner: &Learner, sums: &Sums, pairs: &[PairRow], step: u64, source: &RowSource<PairRow>) -> Metrics {
+    let report = learner.report;
+    let tokens: usize = lengths(pairs).iter().sum();
+    let mut all = named(sums.means(&TRAINED));
+    all.extend(named([
+        (keys::LOSS, sums.get(keys::LOSS)),
+        (keys::GRAD_NORM, report.grad_norm),
+        (keys::LR, report.lr),
+        (keys::SAMPLES, pairs.len() as f64),
+        (keys::TOKENS, tokens as f64),
+        (keys::EPOCH, (step * pairs.len() as u64) as f64 / source.epoch_rows() as f64),
+    ]));
+    all
+}
+
+/// Sums over held-out pairs, of which `measure` takes a micro-batch at a time: those of all ranks; none where the run was asked to stop.
+/// All ranks call this.
+pub fn evaluate(
+    run: &Run,
+    role: &Role,
+    pairs: &[PairRow],
+    tokens_max: usize,
+    mut measure: impl FnMut(&[usize]) -> Sums,
+) -> Result<Option<Sums>> {
+    let axes = &run.ranks.axes;
+    let tokens_max = tokens_max * axes.sequence.size();
+    let plan = balance::plan(&lengths(pairs), axes.data.size(), tokens_max, &Cost::of(role.arch()));
+    let mut mine = Sums::default();
+    for chosen in &plan[axes.data.rank()] {
+        if run.stop_requested() {
+            return Ok(None);
+        }
+        mine.add(&measure(chosen));
+    }
+    let mut all = Sums::default();
+    for sums in crate::comm::records::gather(&axes.zero, &[mine])? {
+        all.add(&sums);
+    }
+    Ok(Some(all))
+}
+
+/// The numbers of an evaluation that took so many seconds.
+pub fn eval_metrics(sums: &Sums, pairs: usize, seconds: f64) -> Metrics {
+    let of = |key| sums.get(key) / pairs.max(1) as f64;
+    named([
+        (keys::EVAL_LOSS, of(keys::LOSS)),
+        (keys::EVAL_ACCURACY, of(keys::ACCURACY)),
+        (keys::EVAL_MARGIN_MEAN, of(keys::MARGIN_MEAN)),
+        (keys::EVAL_SAMPLES, pairs as f64),
+        (keys::EVAL_TIME_S, seconds),
+    ])
+}
+
+/// How many of the eval split are taken.
+pub fn eval_pairs(run: &Run, source: &RowSource<PairRow>) -> Result<Vec<PairRow>> {
+    let config: &Config = &run.config;
+    run.ranks.all.agree(source.eval_rows(config.eval.samples_max))
+}

@@ -1,0 +1,214 @@
+//! DPO and its relatives on one page: pairs -> log-probabilities of both sides -> loss -> gradient -> step (arXiv:2305.18290).
+
+use super::job::{Ended, Job, Step};
+use super::models::ModelSpec;
+use super::pairs;
+use crate::comm::{Axes, phase};
+use crate::config::Config;
+use crate::config::mesh::RoleName;
+use crate::data::{PairRow, RowSource, Rows};
+use crate::device::null;
+use crate::error::Result;
+use crate::launch::run::Run;
+use crate::launch::step_shape::StepShape;
+use crate::learn::accumulation::accumulate;
+use crate::learn::packed::PackedRow;
+use crate::learn::score::{self, Sequence};
+use crate::learn::sums::Sums;
+use crate::learn::{Learner, Role};
+use crate::loss::preference::{PairLogprobs, preference_loss};
+use crate::metrics::keys::{self, Metrics};
+use crate::metrics::{Phase, Phases};
+use crate::model::{Arch, Head, Saved};
+use crate::text::Tokenizer;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+pub struct Preference {
+    learner: Learner,
+    /// None where the loss has no reference.
+    reference: Option<Role>,
+    source: RowSource<PairRow>,
+    /// Sums of the reference's log-probabilities of each pair that was seen, by its row: it never changes.
+    known: HashMap<u64, [f64; 2]>,
+}
+
+impl Job for Preference {
+    type Row = PairRow;
+
+    fn models(config: &Config) -> Vec<ModelSpec> {
+        let (model, optim) = (&config.model, &config.optim.actor);
+        let actor = ModelSpec::new(RoleName::Actor, &model.actor, Head::LanguageModel, Some(optim));
+        let reference = || ModelSpec::new(RoleName::Reference, model.reference_dir(), Head::LanguageModel, None);
+        [Some(actor), config.dpo.has_reference().then(reference)].into_iter().flatten().collect()
+    }
+
+    fn shape(config: &Config) -> StepShape {
+        let scored = usize::from(config.dpo.has_reference());
+        pairs::shape(config.dpo.minibatch_samples, config.dpo.microbatch_tokens_max, scored)
+    }
+
+    fn new(
+        _run: &Run,
+        _arch: &Arch,
+        mut learners: Vec<Learner>,
+        mut frozen: Vec<Role>,
+        source: RowSource<PairRow>,
+        _tokenizer: Arc<Tokenizer>,
+    ) -> Result<Self> {
+        let learner = learners.pop().expect("a job without a placement has all models on each rank");
+        Ok(Self { learner, reference: frozen.pop(), source, known: HashMap::new() })
+    }
+
+    fn rows(&self) -> &Rows {
+        &self.source
+    }
+
+    fn learners(&mut self) -> Vec<&mut Learner> {
+        vec![&mut self.learner]
+    }
+
+    fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
+        phase::set(step.number, "score");
+        let rows = self.source.next(run.config.dpo.minibatch_samples);
+        let rows = run.ranks.all.agree(rows)?;
+        let reference = self.reference(run, &rows, &mut step.phases);
+        phase::set(step.number, "train");
+        let timers = &mut step.timers;
+        let sums = step.phases.time(Phase::Train, || timers.train(|| self.update(run, &rows, &reference)))?;
+        run.has_learned = true;
+        step.lengths = rows.iter().flat_map(|row| [row.chosen.len(), row.rejected.len()]).collect();
+        Ok(pairs::metrics(&self.learner, &sums, &rows, step.number, &self.source))
+    }
+
+    /// Loss, accuracy and margin on held-out pairs.
+    fn evaluate(&mut self, run: &mut Run, _step: u64) -> Result<Option<Metrics>> {
+        let start = Instant::now();
+        let rows = pairs::eval_pairs(run, &self.source)?;
+        if rows.is_empty() {
+            return Ok(Some(Vec::new()));
+        }
+        let reference = self.reference(run, &rows, &mut Phases::start());
+        let (config, axes, role) = (&run.config, &run.ranks.axes, &self.learner.role);
+        let sums = pairs::evaluate(run, role, &rows, config.dpo.microbatch_tokens_max, |chosen| {
+            let whole = pack(&rows, chosen);
+            let row = whole.shard(&axes.sequence);
+            let (model, w) = (&role.transformer, &role.weights);
+            let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
+            let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &row.targets, 1.0, false);
+            loss(config, axes, &whole, &logprobs, chosen.iter().map(|&i| reference[i]), 1.0).0
+        })?;
+        Ok(sums.map(|sums| pairs::eval_metrics(&sums, rows.len(), start.elapsed().as_secs_f64())))
+    }
+}
+
+impl Preference {
+    /// Sums of the reference's log-probabilities of both sides of each pair; 0 where there is no reference. All ranks call this.
+    fn reference(&mut self, run: &Run, rows: &[PairRow], phases: &mut Phases) -> Vec<[f64; 2]> {
+        let Some(reference) = &mut self.reference else { return vec![[0.0; 2]; rows.len()] };
+        // Rows of a plan are nobody's.
+        let is_new = |row: &&PairRow| null::is_active() || !self.known.contains_key(&row.id);
+        let new: Vec<&PairRow> = rows.iter().filter(is_new).collect();
+        if !new.is_empty() {
+            let sides: Vec<Side> = new.iter().flat_map(|row| sides(row)).collect();
+            let tokens_max = run.config.dpo.microbatch_tokens_max;
+            let logprobs = phases.time(Phase::Score, || {
+                run.onload(reference);
+                let found = score::logprobs(reference, &run.ranks.axes, &sides, 1.0, tokens_max);
+                run.offload_weights(reference);
+                found
+            });
+            for (row, both) in new.iter().zip(logprobs.chunks(2)) {
+                self.known.insert(row.id, [0, 1].map(|side| both[side].iter().map(|l| f64::from(*l)).sum()));
+            }
+        }
+        rows.iter().map(|row| self.known[&row.id]).collect()
+    }
+
+    /// One optimizer step on `rows`.
+    fn update(&mut self, run: &Run, rows: &[PairRow], reference: &[[f64; 2]]) -> Result<Sums> {
+        let (config, axes) = (&run.config, &run.ranks.axes);
+        let (recompute, tokens_max) = (config.gradient.recompute, config.dpo.microbatch_tokens_max);
+        let weight = 1.0 / rows.len() as f64;
+        let sums = accumulate(&mut self.learner, axes, &pairs::lengths(rows), tokens_max, |learner, chosen| {
+            let Learner { role, sum, .. } = learner;
+            let (model, w) = (&role.transformer, &role.weights);
+            let whole = pack(rows, chosen);
+            let row = whole.shard(&axes.sequence);
+            let mut saved = Saved::new(recompute);
+            let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+            // The loss is of whole responses: all log-probabilities are needed before any derivative.
+            let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &row.targets, 1.0, false);
+            let (sums, slopes) = loss(config, axes, &whole, &logprobs, chosen.iter().map(|&i| reference[i]), weight);
+            let slopes = row.select(&slopes);
+            let mut known = |range: Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], _: &mut [f32]| {
+                dl.copy_from_slice(&slopes[range]);
+            };
+            let grads = &mut sum.grads;
+            let (dhidden, ..) = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut known, grads);
+            model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
+            sums
+        });
+        let part = |chosen: &[usize]| pack(rows, chosen).shard(&axes.sequence);
+        self.learner.step_if_finite(axes, recompute, sums.get(keys::LOSS), part)?;
+        Ok(sums)
+    }
+}
+
+/// A side of a pair: prompt and response, and the tokens of the prompt.
+struct Side<'a>(&'a [u32], usize);
+
+fn sides(row: &PairRow) -> [Side<'_>; 2] {
+    [Side(&row.chosen, row.prompt_tokens), Side(&row.rejected, row.prompt_tokens)]
+}
+
+impl Sequence for Side<'_> {
+    fn tokens(&self) -> Vec<u32> {
+        self.0.to_vec()
+    }
+
+    fn prompt_tokens(&self) -> usize {
+        self.1
+    }
+
+    fn length(&self) -> usize {
+        self.0.len()
+    }
+}
+
+/// Both sides of the pairs `rows[chosen]`, one behind the other; predicted are the responses.
+fn pack(rows: &[PairRow], chosen: &[usize]) -> PackedRow {
+    let mut packed = PackedRow::new();
+    for Side(tokens, prompt) in chosen.iter().flat_map(|&i| sides(&rows[i])) {
+        packed.push(tokens, prompt);
+    }
+    packed
+}
+
+/// What this rank counts of the pairs in `whole`, given the log-probabilities of its own tokens; and the derivatives of the loss by
+/// those of all tokens, which ranks of a ring compute alike.
+fn loss(
+    config: &Config,
+    axes: &Axes,
+    whole: &PackedRow,
+    logprobs: &[f32],
+    reference: impl Iterator<Item = [f64; 2]>,
+    weight: f64,
+) -> (Sums, Vec<f32>) {
+    let logprobs = whole.gather(&axes.sequence, logprobs);
+    let (mut sums, mut slopes) = (Sums::default(), vec![0.0; logprobs.len()]);
+    for (reference, ends) in reference.zip(whole.row_offsets.windows(3).step_by(2)) {
+        let [chosen, rejected] = [ends[0]..ends[1], ends[1]..ends[2]];
+        let of_pair =
+            PairLogprobs { chosen: &logprobs[chosen.clone()], rejected: &logprobs[rejected.clone()], reference };
+        let (pair, by_token) = preference_loss(&config.dpo, of_pair);
+        slopes[chosen].fill((weight * by_token[0]) as f32);
+        slopes[rejected].fill((weight * by_token[1]) as f32);
+        if axes.sequence.rank() == 0 {
+            pairs::count(&mut sums, pair, weight);
+        }
+    }
+    (sums, slopes)
+}
