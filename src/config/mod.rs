@@ -227,6 +227,15 @@ impl Config {
             || self.job.kind == JobKind::Dpo && self.dpo.has_reference()
     }
 
+    /// What the critic is made of: where nothing is named, the first reward model, else the actor.
+    pub fn critic_dir(&self) -> &Path {
+        match (self.model.critic.as_os_str().is_empty(), self.reward.models.first()) {
+            (false, _) => &self.model.critic,
+            (true, Some(model)) => &model.dir,
+            (true, None) => &self.model.actor,
+        }
+    }
+
     /// The whole configuration as TOML, every key with its value.
     pub fn to_toml(&self) -> String {
         toml::to_string(self).expect("a configuration is TOML")
@@ -279,6 +288,7 @@ impl Config {
         absolute(&mut self.model.actor);
         absolute(&mut self.model.reference);
         absolute(&mut self.model.critic);
+        self.reward.models.iter_mut().for_each(|model| absolute(&mut model.dir));
         self.data.relative_to(base);
         self.base = base.to_path_buf();
     }

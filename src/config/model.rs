@@ -37,8 +37,4 @@ impl ModelConfig {
     pub fn reference_dir(&self) -> &Path {
         if self.reference.as_os_str().is_empty() { &self.actor } else { &self.reference }
     }
-
-    pub fn critic_dir(&self) -> &Path {
-        if self.critic.as_os_str().is_empty() { &self.actor } else { &self.critic }
-    }
 }

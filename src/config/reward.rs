@@ -10,6 +10,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::path::PathBuf;
 
 use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{Deserializer, Error as _, IntoDeserializer, MapAccess, SeqAccess, Visitor};
@@ -26,7 +27,8 @@ table! {
         #[serde(deserialize_with = "one_or_many")]
         pub python: Vec<PythonConfig> = Vec::new(),
         pub http: Vec<String> = Vec::new(),
-        pub models: Vec<String> = Vec::new(),
+        #[serde(deserialize_with = "one_or_many")]
+        pub models: Vec<ModelRewardConfig> = Vec::new(),
         pub timeout_s: f64 = 60.0 => ABOVE_0..=YEAR_S,
         pub start_timeout_s: f64 = 300.0 => ABOVE_0..=YEAR_S,
         pub retries: u32 = 2 => 0.0..=1000.0,
@@ -35,24 +37,30 @@ table! {
 }
 
 impl RewardConfig {
+    /// How many rewards are added up.
+    pub fn sources(&self) -> usize {
+        self.rule.len() + self.python.len() + self.models.len()
+    }
+
     /// Refuses a job without a reward, sources of a later release, and numbers out of range.
     pub fn check(&self) -> crate::error::Result<()> {
-        for (key, sources) in [("http", &self.http), ("models", &self.models)] {
-            if let Some(first) = sources.first() {
-                return Err(Error::usage(format!(
-                    "reward.{key} = [\"{first}\"]: these rewards come with a later release"
-                ))
-                .hint("set reward.rule or reward.python"));
-            }
+        if let Some(first) = self.http.first() {
+            return Err(Error::usage(format!("reward.http = [\"{first}\"]: these rewards come with a later release"))
+                .hint("set reward.rule, reward.python or reward.models"));
         }
-        if self.rule.is_empty() && self.python.is_empty() {
+        if self.sources() == 0 {
             return Err(Error::usage("no reward is set").hint(
-                "set reward.rule = \"exact\" (or number, regex, format, length) or reward.python = \"reward.py\"",
+                "set reward.rule = \"exact\" (or number, regex, format, length), reward.python = \"reward.py\" or \
+                 reward.models = \"DIR\"",
             ));
+        }
+        for model in &self.models {
+            Error::need(!model.dir.as_os_str().is_empty(), "a reward model's dir is empty, needed a directory")?;
         }
         limits::check("reward", self)?;
         self.python.iter().try_for_each(|python| limits::check("reward.python", python))?;
         let weights = self.rule.iter().map(|r| r.weight).chain(self.python.iter().map(|p| p.weight));
+        let weights = weights.chain(self.models.iter().map(|m| m.weight));
         Error::need(weights.clone().all(f32::is_finite), "a reward's weight is not a finite number")?;
         Error::need(weights.clone().any(|w| w != 0.0), "every reward has weight 0, so that every score would be 0")
     }
@@ -134,6 +142,36 @@ impl FromWord for RuleConfig {
     fn from_word(word: &str) -> Option<Self> {
         let kind: Result<_, serde::de::value::Error> = RuleKind::deserialize(word.into_deserializer());
         Some(Self { kind: kind.ok()?, ..Self::default() })
+    }
+}
+
+table! {
+    /// One reward model.
+    pub struct ModelRewardConfig {
+        pub dir: PathBuf = PathBuf::new(),
+        pub name: String = String::new(),
+        pub weight: f32 = 1.0,
+        pub normalize: bool = false,
+    }
+}
+
+impl ModelRewardConfig {
+    /// The given name, else that of the directory; `i`: its place.
+    pub fn name(&self, i: usize) -> String {
+        let of_dir =
+            self.dir.file_name().map_or_else(|| "model".to_string(), |name| name.to_string_lossy().into_owned());
+        match (&*self.name, i) {
+            ("", 0) => of_dir,
+            ("", i) => format!("{of_dir}_{}", i + 1),
+            (given, _) => given.to_string(),
+        }
+    }
+}
+
+impl FromWord for ModelRewardConfig {
+    const EXPECTED: &'static str = "the directory of a reward model";
+    fn from_word(word: &str) -> Option<Self> {
+        Some(Self { dir: word.into(), ..Self::default() })
     }
 }
 

@@ -29,7 +29,7 @@ impl Run {
             config.job.collectives = Collectives::Mpi;
         }
         config.model.reference = config.model.reference_dir().to_path_buf();
-        config.model.critic = config.model.critic_dir().to_path_buf();
+        config.model.critic = config.critic_dir().to_path_buf();
         config.ppo.aggregation = config.ppo.aggregation_in_force();
         let is_recomputed = self.recomputes_old_logprobs();
         config.ppo.old_logprobs = if is_recomputed { OldLogprobs::Recompute } else { OldLogprobs::Rollout };

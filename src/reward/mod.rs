@@ -73,6 +73,10 @@ impl Reward {
         if prompts.is_empty() {
             return Ok(Vec::new());
         }
+        if self.parts.is_empty() {
+            // Models alone score.
+            return Ok(vec![Scored::default(); prompts.len()]);
+        }
         let mut outputs = Vec::with_capacity(self.parts.len());
         for part in &mut self.parts {
             outputs.push(match &mut part.source {

@@ -59,7 +59,7 @@ pub fn check(saved: &str, now: &Config, unfinished: bool) -> Result<Vec<String>>
 /// Fills in the keys whose default is another key's value.
 fn settled(mut config: Config) -> Config {
     config.model.reference = config.model.reference_dir().to_path_buf();
-    config.model.critic = config.model.critic_dir().to_path_buf();
+    config.model.critic = config.critic_dir().to_path_buf();
     config
 }
 

@@ -5,8 +5,13 @@ use crate::config::rollout::RolloutConfig;
 use crate::error::Result;
 use crate::launch::run::Run;
 use crate::metrics::keys::{self, Metrics, named};
+use crate::reward::Scored;
 use crate::rollout::Model;
+use std::collections::BTreeSet;
 use std::time::Instant;
+
+/// What stands before the name of one of several rewards: its mean score of greedy responses.
+const EVAL_REWARD_OF: &str = "eval_reward/";
 
 /// Keeps the random numbers of an evaluation apart from those of the step with the same number.
 const EVAL_STEPS: u32 = 1 << 31;
@@ -33,16 +38,23 @@ pub fn evaluate(
         results.push(found);
     }
     // Where a reward failed on a response, that counts nowhere.
-    let mean = |rows: &[(f32, u64)], of: &dyn Fn(&(f32, u64)) -> f64| {
+    let mean = |rows: &[(Scored, u64)], of: &dyn Fn(&(Scored, u64)) -> f64| {
         rows.iter().map(of).sum::<f64>() / rows.len().max(1) as f64
     };
-    let right = |row: &(f32, u64)| f64::from(u8::from(row.0 >= run.config.eval.correct_at));
-    Ok(Some(named([
+    let right = |row: &(Scored, u64)| f64::from(u8::from(row.0.score >= run.config.eval.correct_at));
+    let mut all = named([
         (keys::EVAL_ACCURACY_GREEDY, mean(&results[0], &right)),
         (keys::EVAL_ACCURACY_SAMPLED, mean(&results[1], &right)),
-        (keys::EVAL_REWARD_MEAN, mean(&results[0], &|row| f64::from(row.0))),
+        (keys::EVAL_REWARD_MEAN, mean(&results[0], &|row| f64::from(row.0.score))),
         (keys::EVAL_RESPONSE_TOKENS_MEAN, mean(&results[0], &|row| row.1 as f64)),
         (keys::EVAL_SAMPLES, results[0].len() as f64),
         (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
-    ])))
+    ]);
+    if run.config.reward.sources() > 1 {
+        let names: BTreeSet<&String> = results[0].iter().flat_map(|(scored, _)| scored.parts.keys()).collect();
+        let of =
+            |name: &String| mean(&results[0], &|(scored, _)| f64::from(scored.parts.get(name).copied().unwrap_or(0.0)));
+        all.extend(names.into_iter().map(|name| (format!("{EVAL_REWARD_OF}{name}"), of(name))));
+    }
+    Ok(Some(all))
 }

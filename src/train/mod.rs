@@ -13,6 +13,7 @@ mod planned;
 pub mod ppo;
 pub mod preference;
 pub mod reward_model;
+mod reward_models;
 mod rollout;
 pub mod rollout_weights;
 pub mod sft;
@@ -63,7 +64,9 @@ macro_rules! of_kind {
 /// The roles that need ranks: models, and the rewards of responses.
 pub fn roles(config: &Config) -> Vec<RoleName> {
     let reward = shape(config).has_rollout().then_some(RoleName::Reward);
-    models(config).into_iter().map(|model| model.role).chain(reward).collect()
+    let mut all: Vec<RoleName> = models(config).into_iter().map(|model| model.role).chain(reward).collect();
+    all.dedup();
+    all
 }
 
 /// The models, in the order in which they are loaded.
@@ -76,13 +79,12 @@ pub fn archs(config: &Config) -> Result<Vec<(RoleName, Head, Arch)>> {
     models(config).into_iter().map(|model| Ok((model.role, model.head, model.arch()?))).collect()
 }
 
-/// The same of a plan, which needs no weights, and of the reward model: that in `reward`, else `reward.models[0]`.
+/// The same of a plan, which needs no weights, and of the reward model in `reward`, where the job names none.
 pub fn planned_archs(config: &Config, reward: Option<&Path>) -> Result<Archs> {
-    let named = config.reward.models.first().map(|dir| config.base.join(dir));
-    let reward = reward.map(Path::to_path_buf).or(named).filter(|_| shape(config).has_rollout());
+    let reward = reward.filter(|_| shape(config).has_rollout() && config.reward.models.is_empty());
     let mut all = archs(config)?;
     if let Some(dir) = reward {
-        let arch = Arch::load(&dir).map_err(|e| e.within("reward model"))?;
+        let arch = Arch::load(dir).map_err(|e| e.within("reward model"))?;
         all.push((RoleName::Reward, Head::Value, arch));
     }
     Ok(Archs(all))

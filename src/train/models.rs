@@ -78,7 +78,9 @@ pub fn described(
                 .hint("put the tokenizer that belongs to the model into its directory"));
             }
             None => {}
-            Some(JobModel { arch: Arch { vocabulary, .. }, .. }) if *vocabulary != embedded => {
+            Some(JobModel { arch: Arch { vocabulary, .. }, .. })
+                if *vocabulary != embedded && model.spec.role != RoleName::Reward =>
+            {
                 let name = model.spec.role.name();
                 return Err(Error::data(format!(
                     "model.{name} has a vocabulary of {embedded}, model.actor of {vocabulary}"

@@ -54,11 +54,13 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let mut run = open(&planned)?;
     let config = run.config.clone();
     let tokenizer = Arc::new(Tokenizer::none());
-    let model = |spec: ModelSpec| {
+    let model = |(i, spec): (usize, ModelSpec)| {
         let missing = || Error::fault(format!("a plan without the {}", spec.role.name()));
-        Ok(JobModel { arch: planned.archs.of(spec.role).cloned().ok_or_else(missing)?, spec })
+        let same_place = planned.archs.0.get(i).filter(|(role, ..)| *role == spec.role).map(|(.., arch)| arch);
+        let arch = same_place.or_else(|| planned.archs.of(spec.role)).cloned();
+        Ok(JobModel { arch: arch.ok_or_else(missing)?, spec })
     };
-    let models: Vec<JobModel> = J::models(planned.config).into_iter().map(model).collect::<Result<_>>()?;
+    let models: Vec<JobModel> = J::models(planned.config).into_iter().enumerate().map(model).collect::<Result<_>>()?;
     let arch = models[0].arch.clone();
     models[1..].iter().try_for_each(|model| J::check_models(&config, &arch, model))?;
     let prepared = Prepared::of_lengths(planned.rows, planned.eval);
@@ -68,8 +70,9 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let roles = models::load(&run, &models, values)?;
     let updates = planned.steps * J::shape(&config).updates() as u64;
     let (learners, frozen) = models::learners(&run, &models, roles, updates, values)?;
-    // A reward model is no role of a run yet: its weights count.
-    let reward = planned.archs.of(RoleName::Reward).filter(|_| run.ranks.has(RoleName::Reward));
+    // A reward model that the job does not name: its weights count.
+    let is_extra = config.reward.models.is_empty() && run.ranks.has(RoleName::Reward);
+    let reward = planned.archs.of(RoleName::Reward).filter(|_| is_extra);
     let mut reward = reward.map(|arch| run.role("reward", Path::new(""), arch, Head::Value, values)).transpose()?;
     if let Some(role) = &mut reward {
         run.offload_weights(role);
@@ -115,7 +118,7 @@ fn open(planned: &Planned) -> Result<Run> {
     let waits = [(swap.optimizer, Offload::Optimizer), (swap.roles, Offload::Roles)];
     config.mesh.offload = waits.into_iter().filter(|(does, _)| *does).map(|(_, what)| what).collect();
     let rule = vec![RuleConfig { kind: RuleKind::Length, ..RuleConfig::default() }];
-    config.reward = RewardConfig { rule, ..RewardConfig::default() };
+    config.reward = RewardConfig { rule, models: std::mem::take(&mut config.reward.models), ..RewardConfig::default() };
     let size = planned.placements.iter().map(|(placement, _)| placement.ranks.end).max().unwrap_or(1);
     let world = World::null(planned.rank, size);
     let ranks = Ranks::new(world, planned.placements.clone())?;

@@ -3,6 +3,7 @@
 use super::experience_maker::{RolloutModels, hold, make_experience};
 use super::job::{Ended, Job, Step};
 use super::models::{JobModel, ModelSpec};
+use super::reward_models::{self, RewardModels};
 use super::rollout::Collector;
 use super::rollout_weights::{Gathered, RolloutWeights};
 use super::update::{REPORTED, Update};
@@ -11,6 +12,7 @@ use crate::advantage::{AdvantageState, AdvantageStats};
 use crate::comm::{phase, records};
 use crate::config::mesh::RoleName;
 use crate::config::ppo::KlIn;
+use crate::config::reward::ModelRewardConfig;
 use crate::config::{self, Config};
 use crate::data::{Part, PromptSource, Rows};
 use crate::error::{Error, Kind, Result};
@@ -75,13 +77,24 @@ impl Job for Ppo {
             all.push(ModelSpec::new(RoleName::Reference, model.reference_dir(), Head::LanguageModel, None));
         }
         if config.ppo.advantage.has_critic() {
-            all.push(ModelSpec::new(RoleName::Critic, model.critic_dir(), Head::Value, Some(&optim.critic)));
+            all.push(ModelSpec::new(RoleName::Critic, config.critic_dir(), Head::Value, Some(&optim.critic)));
         }
+        let reward = |model: &ModelRewardConfig| ModelSpec::new(RoleName::Reward, &model.dir, Head::Value, None);
+        all.extend(config.reward.models.iter().map(reward));
         all
     }
 
     /// Refuses a model whose context is shorter than the longest rows of the actor.
     fn check_models(config: &Config, actor: &Arch, other: &JobModel) -> Result<()> {
+        if other.spec.role == RoleName::Reward {
+            let is_it = |model: &&ModelRewardConfig| model.dir == other.spec.dir;
+            return config
+                .reward
+                .models
+                .iter()
+                .filter(is_it)
+                .try_for_each(|m| reward_models::check(m, &other.arch, actor));
+        }
         let (prompt, response) = (config.data.prompt_tokens_max, config.rollout.response_tokens_max);
         let (longest, context) = ((prompt + response).min(actor.context), other.arch.context);
         if longest <= context {
@@ -121,13 +134,16 @@ impl Job for Ppo {
         run: &Run,
         arch: &Arch,
         learners: Vec<Learner>,
-        mut frozen: Vec<Role>,
+        frozen: Vec<Role>,
         source: PromptSource,
         tokenizer: Arc<Tokenizer>,
     ) -> Result<Self> {
         let is_actor = |learner: &Learner| learner.role.name == RoleName::Actor.name();
         let (mut actors, mut critics): (Vec<_>, Vec<_>) = learners.into_iter().partition(is_actor);
         let (actor, critic) = (actors.pop(), critics.pop());
+        let is_reference = |role: &Role| role.name == RoleName::Reference.name();
+        let (mut references, rewards): (Vec<_>, Vec<_>) = frozen.into_iter().partition(is_reference);
+        let rewards = run.ranks.all.agree(RewardModels::new(run, rewards, &tokenizer))?;
         let role = actor.as_ref().map(|actor| &actor.role);
         let rollout_weights = role.map(|actor| {
             let made = RolloutWeights::new(actor, &run.ranks.axes, &run.ranks.rollout_axes)?;
@@ -137,8 +153,8 @@ impl Job for Ppo {
         let weights_bytes = rollout_weights.as_ref().zip(role).map_or(0, |(weights, actor)| weights.bytes(actor));
         Ok(Self {
             critic,
-            reference: frozen.pop(),
-            collector: Collector::new(run, source, tokenizer, arch, weights_bytes)?,
+            reference: references.pop(),
+            collector: Collector::new(run, source, tokenizer, arch, weights_bytes, rewards)?,
             advantage: AdvantageState::new(&run.config.ppo),
             work: None,
             actor,
@@ -334,8 +350,9 @@ fn rollout_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) 
 fn rewards(Config { reward, .. }: &Config) -> String {
     let rules = reward.rule.iter().map(|rule| (config::name(&rule.kind), rule.weight));
     let python = reward.python.iter().map(|python| (python.file.clone(), python.weight));
+    let models = reward.models.iter().enumerate().map(|(i, model)| (format!("model {}", model.name(i)), model.weight));
     let weighed = |(name, weight)| if weight == 1.0 { name } else { format!("{name} x {weight}") };
-    rules.chain(python).map(weighed).collect::<Vec<_>>().join(", ")
+    rules.chain(python).chain(models).map(weighed).collect::<Vec<_>>().join(", ")
 }
 
 /// Rows of the banner about the rollout.

@@ -1,10 +1,13 @@
 //! Rollout and reward of one rank's share of the prompts.
 
+use super::reward_models::RewardModels;
 use crate::comm::{Group, Stream, records};
 use crate::config::Config;
+use crate::config::mesh::RoleName;
 use crate::config::rollout::RolloutConfig;
 use crate::data::PromptSource;
 use crate::device::cpu::pool::share;
+use crate::device::null;
 use crate::error::{Error, Result};
 use crate::experience::{Experience, Finish, Prompt, Response};
 use crate::launch::run::Run;
@@ -28,6 +31,7 @@ pub struct Collector {
     pub pipeline: Option<Stream>,
     engine: Engine,
     reward: Reward,
+    reward_models: RewardModels,
     stop: Arc<Stop>,
     rng: Rng,
     /// Tokens of the actor's longest row.
@@ -53,6 +57,7 @@ impl Collector {
         tokenizer: Arc<Tokenizer>,
         arch: &Arch,
         weights_bytes: usize,
+        reward_models: RewardModels,
     ) -> Result<Self> {
         let config = &run.config;
         config.rollout.check()?;
@@ -64,7 +69,18 @@ impl Collector {
         let rng = Rng::new(config.job.seed, Purpose::Sample);
         let pipeline = (run.ranks.placements.len() > 1).then(|| Stream::new("pipeline", &[&run.ranks.all]));
         let context = arch.context;
-        Ok(Self { source, tokenizer, pipeline, engine, reward, stop, rng, context, graphs_logged: false })
+        Ok(Self {
+            source,
+            tokenizer,
+            pipeline,
+            engine,
+            reward,
+            reward_models,
+            stop,
+            rng,
+            context,
+            graphs_logged: false,
+        })
     }
 
     /// Samples responses to this rank's share of the prompts `part`, but for `finished` ones. All ranks of the actor call this.
@@ -159,7 +175,7 @@ impl Collector {
         step: u32,
         prompts: &[Prompt],
         config: &RolloutConfig,
-    ) -> Result<Option<Vec<(f32, u64)>>> {
+    ) -> Result<Option<Vec<(Scored, u64)>>> {
         let own = prompts_of(run, &(0..prompts.len()));
         let mut answer = |model| {
             let responses = self.generate(run, model, step, prompts, &own, config, &[])?;
@@ -167,15 +183,33 @@ impl Collector {
             let responses: Vec<Response> = own_share(responses, &run.ranks.rollout_axes.tensor);
             let asked: Vec<&Prompt> = responses.iter().map(|r| &prompts[r.prompt]).collect();
             let scored = self.reward.score(&asked, &responses.iter().collect::<Vec<_>>())?;
-            let tokens = responses.iter().map(|response| response.tokens.len() as u64);
-            let known = scored.iter().zip(tokens).filter(|(scored, _)| scored.failed.is_none());
-            Ok(Some(known.map(|(scored, tokens)| (scored.score, tokens)).collect()))
+            Ok(Some(scored.into_iter().zip(responses).collect()))
         };
-        let mine = run.ranks.all.agree(model.map_or(Ok(Some(Vec::new())), &mut answer))?;
+        let mine: Option<Vec<(Scored, Response)>> =
+            run.ranks.all.agree(model.map_or(Ok(Some(Vec::new())), &mut answer))?;
         if run.ranks.all.any(mine.is_none()) {
             return Ok(None);
         }
-        records::gather(&run.ranks.all, &mine.unwrap_or_default()).map(Some)
+        let all = records::gather(&run.ranks.all, &mine.unwrap_or_default())?;
+        let lengths: Vec<u64> = all.iter().map(|(_, response)| response.tokens.len() as u64).collect();
+        let (mut scored, responses): (Vec<Scored>, Vec<Response>) = all.into_iter().unzip();
+        if !run.config.reward.models.is_empty() {
+            let of = |response: Response| Experience {
+                prompt: prompts[response.prompt].clone(),
+                response,
+                ..Experience::default()
+            };
+            let samples: Vec<Experience> = responses.into_iter().map(of).collect();
+            let found = if run.ranks.has(RoleName::Reward) {
+                self.reward_models.score(run, &samples, &mut scored).map(|()| scored)
+            } else {
+                Ok(Vec::new())
+            };
+            let of_placements = run.ranks.of_placements(run.ranks.all.agree(found)?)?;
+            scored = of_placements.into_iter().find(|scored| !scored.is_empty()).unwrap_or_default();
+        }
+        let known = scored.into_iter().zip(lengths).filter(|(scored, _)| scored.failed.is_none());
+        Ok(Some(known.collect()))
     }
 
     /// The rewards of all `samples`. All ranks of the reward's placement call this with the same samples; each scores its share.
@@ -184,7 +218,13 @@ impl Collector {
         let own = &samples[share(samples.len(), 1, axes.rank(), axes.size())];
         let (prompts, responses): (Vec<_>, Vec<_>) = own.iter().map(|s| (&s.prompt, &s.response)).unzip();
         let scored = axes.agree(self.reward.score(&prompts, &responses))?;
-        records::gather(axes, &scored)
+        let mut scored = records::gather(axes, &scored)?;
+        if null::is_active() {
+            // A null device has no peers, whose scores are missing.
+            scored.resize(samples.len(), Scored::default());
+        }
+        axes.agree(self.reward_models.score(run, samples, &mut scored))?;
+        Ok(scored)
     }
 }
 

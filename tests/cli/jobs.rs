@@ -10,7 +10,19 @@ fn every_recipe_is_copied_with_its_files_and_is_a_job() {
     let names: Vec<&str> = listed.stdout.lines().map(|line| line.split("  ").next().expect("a name")).collect();
     assert_eq!(
         names,
-        ["sft", "reward-model", "dpo", "grpo", "rloo", "reinforce++", "ppo-python-reward", "long-context", "ppo-7b", "slurm", "quickstart"]
+        [
+            "sft",
+            "reward-model",
+            "dpo",
+            "grpo",
+            "rloo",
+            "reinforce++",
+            "ppo-python-reward",
+            "long-context",
+            "ppo-7b",
+            "slurm",
+            "quickstart"
+        ]
     );
     for name in names {
         let to = format!("copied/{name}/");

@@ -1,0 +1,112 @@
+//! Reward models in the loop: each scores the last token of prompt and response, on all ranks that hold it.
+
+use crate::config::reward::ModelRewardConfig;
+use crate::error::{Error, Result};
+use crate::experience::{Experience, Finish};
+use crate::launch::run::Run;
+use crate::learn::Role;
+use crate::learn::score::{self, Sequence};
+use crate::model::Arch;
+use crate::reward::Scored;
+use crate::text::Tokenizer;
+
+/// The reward models of this rank.
+#[derive(Default)]
+pub struct RewardModels(Vec<RewardModel>);
+
+struct RewardModel {
+    role: Role,
+    config: ModelRewardConfig,
+    /// None where tokens are the actor's: else texts go through this one.
+    tokenizer: Option<Tokenizer>,
+}
+
+/// Refuses a reward model whose rows cannot be made, or that is none.
+pub fn check(config: &ModelRewardConfig, arch: &Arch, actor: &Arch) -> Result<()> {
+    let dir = config.dir.display();
+    if arch.vocabulary != actor.vocabulary && Tokenizer::find(&config.dir)?.is_none() {
+        let [own, other] = [arch.vocabulary, actor.vocabulary];
+        return Err(Error::data(format!(
+            "reward.models: {dir} has a vocabulary of {own} and no tokenizer, model.actor has one of {other}"
+        ))
+        .hint("put the tokenizer that belongs to the model into its directory"));
+    }
+    match arch.reward_mean_std {
+        _ if !config.normalize => Ok(()),
+        Some((_, std)) if std > 0.0 => Ok(()),
+        _ => Err(Error::data(format!("reward.models: {dir}/config.json has no mean and positive std"))
+            .hint("set normalize = false, or train it with data.eval_split, which measures them")),
+    }
+}
+
+impl RewardModels {
+    /// Of the `roles` of this rank, in the order of reward.models. A model that has the actor's tokenizer reads its tokens.
+    pub fn new(run: &Run, roles: Vec<Role>, actor: &Tokenizer) -> Result<Self> {
+        let with_config = |(role, config): (Role, &ModelRewardConfig)| {
+            let own = Tokenizer::find(&config.dir)?.filter(|own| own.sha256() != actor.sha256());
+            Ok(RewardModel { role, config: config.clone(), tokenizer: own })
+        };
+        roles.into_iter().zip(&run.config.reward.models).map(with_config).collect::<Result<_>>().map(Self)
+    }
+
+    /// Adds the weighted scores of `samples`. All ranks that hold the models call this.
+    ///
+    /// # Errors
+    /// `Data` where a text is longer than a model's context.
+    pub fn score(&mut self, run: &Run, samples: &[Experience], scored: &mut [Scored]) -> Result<()> {
+        for (i, RewardModel { role, config, tokenizer }) in self.0.iter_mut().enumerate() {
+            let rows: Vec<Whole> = samples.iter().map(|s| row(s, tokenizer.as_ref())).collect::<Result<_>>()?;
+            let (longest, context) = (rows.iter().map(|row| row.0.len()).max().unwrap_or(0), role.arch().context);
+            if longest > context {
+                let dir = config.dir.display();
+                return Err(Error::data(format!(
+                    "{dir}: a prompt with its response has {longest} tokens, this reward model reads {context}"
+                ))
+                .hint("lower data.prompt_tokens_max or rollout.response_tokens_max"));
+            }
+            let (mean, std) = role.arch().reward_mean_std.filter(|_| config.normalize).unwrap_or((0.0, 1.0));
+            run.onload(role);
+            let found = score::values(role, &run.ranks.axes, &rows, run.config.ppo.microbatch_tokens_max);
+            run.offload_weights(role);
+            let name = config.name(i);
+            for (scored, value) in scored.iter_mut().zip(found) {
+                let score = (value[0] - mean) / std;
+                scored.score += config.weight * score;
+                scored.parts.insert(name.clone(), score);
+            }
+        }
+        if run.config.reward.sources() > 1 {
+            for Scored { parts, extra, .. } in scored {
+                extra.extend(parts.iter().map(|(name, score)| (name.clone(), *score)));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A row whose last token is scored.
+struct Whole(Vec<u32>);
+
+impl Sequence for Whole {
+    fn tokens(&self) -> Vec<u32> {
+        self.0.clone()
+    }
+
+    fn prompt_tokens(&self) -> usize {
+        self.0.len()
+    }
+
+    fn length(&self) -> usize {
+        self.0.len()
+    }
+}
+
+/// Prompt and response; by another tokenizer their texts, with its end token where the response has one.
+fn row(sample: &Experience, tokenizer: Option<&Tokenizer>) -> Result<Whole> {
+    let Some(tokenizer) = tokenizer else { return Ok(Whole(sample.tokens())) };
+    let mut tokens = tokenizer.encode(&format!("{}{}", sample.prompt.text, sample.response.text), true)?;
+    if sample.response.finish == Finish::Stop {
+        tokens.extend(tokenizer.eos_ids().first());
+    }
+    Ok(Whole(tokens))
+}
