@@ -141,7 +141,7 @@ const RECIPES: &[Recipe] = &[
             ("models/llama2-7b-rm/config.json", text!("models/llama2-7b-rm/config.json")),
         ],
         change: "model.actor, model.reference and model.critic, data.prompts, the function in reward.py",
-        next: "rlhf-hpc plan FILE --ranks 16 --gpu a800-80g --reward-model DIR/models/llama2-7b-rm",
+        next: "rlhf-hpc plan FILE --ranks 16 --gpu a800-80g",
     },
     Recipe {
         name: "slurm",

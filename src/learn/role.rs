@@ -83,6 +83,7 @@ pub fn owner(role: &str) -> &'static str {
         "actor" => "weights of the actor",
         "critic" => "weights of the critic",
         "reference" => "weights of the reference",
+        "reward" => "weights of the reward model",
         _ => "weights",
     }
 }

@@ -44,6 +44,7 @@ const OWNERS: [(&str, &str); 16] = [
     ("weights of the actor", "weights"),
     ("weights of the critic", "weights"),
     ("weights of the reference", "weights"),
+    ("weights of the reward model", "weights"),
     ("weights", "weights"),
     ("gradients", "gradients"),
     ("optimizer state", "optimizer"),
