@@ -4,6 +4,7 @@ mod advantages;
 mod against_openrlhf;
 mod golden;
 mod losses;
+mod preference;
 
 use rlhf_hpc::advantage::{AdvantageState, AdvantageStats, compute_step};
 use rlhf_hpc::config::ppo::PpoConfig;
