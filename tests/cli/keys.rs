@@ -45,6 +45,9 @@ fn what_a_job_file_says_wrongly_is_refused_by_line_or_key() {
     }
 }
 
+/// What is said of kinds of jobs that are not.
+const RELEASED: &str = "this release runs \"sft\", \"reward_model\", \"dpo\" and \"ppo\"";
+
 /// Overrides of the command line, and the words of the refusal and of its hint.
 const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     // No such key, no assignment.
@@ -71,11 +74,9 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     (&["model.actor="], &["model.actor is empty"], ""),
     (&["job.dir="], &["job.dir is empty"], ""),
     // Of a later release.
-    (&["job.kind=dpo"], &["job.kind = \"dpo\" is not in this release"], "\"sft\" and \"ppo\""),
-    (&["job.kind=kto"], &["job.kind = \"kto\" is not in this release"], "\"sft\" and \"ppo\""),
-    (&["job.kind=reward_model"], &["job.kind = \"reward_model\" is not in this release"], "\"sft\" and \"ppo\""),
-    (&["job.kind=step_reward"], &["job.kind = \"step_reward\" is not in this release"], "\"sft\" and \"ppo\""),
-    (&["job.kind=distill"], &["job.kind = \"distill\" is not in this release"], "\"sft\" and \"ppo\""),
+    (&["job.kind=kto"], &["job.kind = \"kto\" is not in this release"], RELEASED),
+    (&["job.kind=step_reward"], &["job.kind = \"step_reward\" is not in this release"], RELEASED),
+    (&["job.kind=distill"], &["job.kind = \"distill\" is not in this release"], RELEASED),
     (&["job.kind=ppp"], &["unknown value `ppp`"], "`ppo`"),
     (&["reward.http=[\"http://localhost:1\"]"], &["reward.http", "later release"], "reward.rule"),
     (&["reward.models=[\"rm\"]"], &["reward.models", "later release"], "reward.python"),
@@ -113,6 +114,12 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
         "",
     ),
     (&["job.kind=sft", "job.steps=0", "sft.epochs=0.0"], &["sft.epochs is 0", "above 0"], ""),
+    (&["job.kind=dpo", "job.steps=0", "dpo.epochs=0.0"], &["dpo.epochs is 0", "above 0"], ""),
+    (
+        &["job.kind=reward_model", "job.steps=0", "reward_model.epochs=0.0"],
+        &["reward_model.epochs is 0", "above 0"],
+        "",
+    ),
     (&["job.steps=0", "--dry-run"], &["job.steps is 0"], ""),
 ];
 

@@ -82,7 +82,7 @@ const REFUSED: &[(&str, i32, &[&str], &str)] = &[
     ),
     ("shard --tokenizer model --out x", 2, &["at least one input file"], ""),
     ("tokenizer rows.jsonl --vocabulary 10 --out x", 2, &["10"], ""),
-    ("jobs copy gpro", 2, &["no recipe `gpro`"], "`grpo`"),
+    ("jobs copy grppo", 2, &["no recipe `grppo`"], "`grpo`"),
     ("jobs copy nothing-like-it", 2, &["no recipe"], "recipes: sft, "),
     ("jobs copy sft --to job.toml", 2, &["job.toml exists already"], "--to"),
     // Inputs that do not exist.
