@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::config::data::DataConfig;
-use rlhf_hpc::data::{Hashes, Part, Prepared, PromptSource, Reading, SftSource, prepare};
+use rlhf_hpc::data::{Hashes, Part, Prepared, PromptSource, Reading, Row, RowSource, SftSource, prepare};
 use rlhf_hpc::error::Result;
 use rlhf_hpc::text::{Tokenizer, train_bpe};
 use serde_json::{Value, json};
@@ -55,13 +55,16 @@ impl Fixture {
     }
 
     pub fn prompts(&self, config: &DataConfig, seed: u64) -> Result<PromptSource> {
-        let prepared = self.prepared(config, Part::Prompt)?;
-        PromptSource::open(config, &self.tokenizer, self.vocabulary(), &prepared, seed)
+        self.rows(config, seed)
     }
 
     pub fn sft(&self, config: &DataConfig, seed: u64) -> Result<SftSource> {
-        let prepared = self.prepared(config, Part::Demonstration)?;
-        SftSource::open(config, &self.tokenizer, self.vocabulary(), &prepared, seed)
+        self.rows(config, seed)
+    }
+
+    pub fn rows<T: Row>(&self, config: &DataConfig, seed: u64) -> Result<RowSource<T>> {
+        let prepared = self.prepared(config, T::PART)?;
+        RowSource::open(config, &self.tokenizer, self.vocabulary(), &prepared, seed)
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod chat;
 mod fixture;
+mod pairs;
 pub mod rows;
 mod shard;
 mod sources;

@@ -9,11 +9,11 @@ use serde_json::{Value, json};
 
 use crate::data::fixture::{Fixture, config, questions};
 
-fn chat() -> DataConfig {
+pub fn chat() -> DataConfig {
     DataConfig { chat_template: true, ..config("") }
 }
 
-fn shard(fixture: &Fixture, file: &str, part: Part, config: &DataConfig) -> Result<Shard, Error> {
+pub fn shard(fixture: &Fixture, file: &str, part: Part, config: &DataConfig) -> Result<Shard, Error> {
     let prefix = fixture.path("shards/rows");
     let reading = Reading { config, part, tokenizer: &fixture.tokenizer, vocabulary: fixture.vocabulary() };
     shard_jsonl(reading, &[(file.as_ref(), None)], &[], &prefix)?;

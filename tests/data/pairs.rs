@@ -1,0 +1,187 @@
+use rlhf_hpc::config::data::{DataConfig, LongPrompts};
+use rlhf_hpc::data::{PairRow, Part};
+use rlhf_hpc::error::Kind;
+use serde_json::{Value, json};
+
+use crate::data::fixture::{Fixture, config, questions};
+use crate::data::rows::{chat, shard};
+
+/// Prompt, chosen and rejected of a row.
+fn pair(fixture: &Fixture, row: &Value, config: &DataConfig) -> Vec<Vec<u32>> {
+    let shard = shard(fixture, &fixture.jsonl("p.jsonl", std::slice::from_ref(row)), Part::Pair, config).unwrap();
+    shard.document(0).unwrap()
+}
+
+fn says(role: &str, text: &str) -> Value {
+    json!({"role": role, "content": text})
+}
+
+#[test]
+fn texts_become_prompt_chosen_and_rejected_that_end_with_the_end_token() {
+    let fixture = Fixture::new();
+    let encode = |text: &str, begin: bool| fixture.tokenizer.encode(text, begin).unwrap();
+    let eos = fixture.tokenizer.eos_ids()[0];
+    let ended = |text: &str| [encode(text, false), vec![eos]].concat();
+    let row = json!({"prompt": "1+1=", "chosen": "it is 2", "rejected": "3"});
+    let want = [encode("1+1=", true), ended("it is 2"), ended("3")];
+    assert_eq!(pair(&fixture, &row, &config("")), want);
+    let named = json!({"question": "1+1=", "right": "it is 2", "wrong": "3"});
+    let keys = DataConfig {
+        prompt_key: "question".to_owned(),
+        chosen_key: "right".to_owned(),
+        rejected_key: "wrong".to_owned(),
+        ..config("")
+    };
+    assert_eq!(pair(&fixture, &named, &keys), want);
+    let ids = json!({"prompt": [5, 6], "chosen": [7], "rejected": [8, 9]});
+    assert_eq!(pair(&fixture, &ids, &config("")), [vec![5, 6], vec![7], vec![8, 9]], "ids are taken as they are");
+}
+
+#[test]
+fn with_a_chat_template_texts_and_messages_say_the_same() {
+    let fixture = Fixture::new();
+    let user = says("user", "hi");
+    let [ho, no] = ["ho", "no"].map(|text| json!([says("assistant", text)]));
+    let [whole_ho, whole_no] = ["ho", "no"].map(|text| json!([user, says("assistant", text)]));
+    for row in [
+        json!({"prompt": "hi", "chosen": "ho", "rejected": "no"}),
+        json!({"prompt": [user], "chosen": "ho", "rejected": "no"}),
+        json!({"prompt": "hi", "chosen": ho, "rejected": no}),
+        json!({"prompt": [user], "chosen": ho, "rejected": "no"}),
+        json!({"messages": [user], "chosen": "ho", "rejected": no}),
+        json!({"chosen": whole_ho, "rejected": whole_no}),
+    ] {
+        let document = pair(&fixture, &row, &chat());
+        let texts: Vec<_> = document.iter().map(|s| fixture.tokenizer.decode(s, false).unwrap()).collect();
+        assert_eq!(texts, ["<|begin|><|user|>hi<|assistant|>", "ho<|end|>", "no<|end|>"], "{row}");
+    }
+}
+
+#[test]
+fn what_whole_conversations_and_texts_begin_with_alike_is_their_prompt() {
+    let fixture = Fixture::new();
+    let before = [says("user", "1?"), says("assistant", "one"), says("user", "2?")];
+    let whole = |last: &str| Value::from([&before[..], &[says("assistant", last)]].concat());
+    // The answers begin alike: they are apart from the last message on.
+    let row = json!({"chosen": whole("two, yes"), "rejected": whole("two, no")});
+    let document = pair(&fixture, &row, &chat());
+    let text = |i: usize| fixture.tokenizer.decode(&document[i], false).unwrap();
+    assert_eq!(text(0), "<|begin|><|user|>1?<|assistant|>one<|end|><|user|>2?<|assistant|>");
+    assert_eq!([text(1), text(2)], ["two, yes<|end|>", "two, no<|end|>"]);
+    for config in [config(""), chat()] {
+        let row = json!({"chosen": "Q: 1+1? A: 2", "rejected": "Q: 1+1? A: 3 or 4"});
+        let document = pair(&fixture, &row, &config);
+        let eos = fixture.tokenizer.eos_ids()[0];
+        for (side, key) in [(1, "chosen"), (2, "rejected")] {
+            let text = row[key].as_str().unwrap();
+            let whole = [fixture.tokenizer.encode(text, true).unwrap(), vec![eos]].concat();
+            assert_eq!([&document[0][..], &document[side]].concat(), whole);
+        }
+        assert_ne!(document[1][0], document[2][0], "all that is alike is prompt");
+    }
+    // Of a side that the other begins with, a token stays.
+    let row = json!({"chosen": [5, 6], "rejected": [5, 6, 7]});
+    assert_eq!(pair(&fixture, &row, &config("")), [vec![5], vec![6], vec![6, 7]]);
+}
+
+/// Rows that are no pairs, whether they are read as chats, and what is said.
+const BAD: &[(&str, bool, &str)] = &[
+    (r#"{"prompt": "x", "chosen": "y"}"#, false, "no field \"rejected\"; the row has: "),
+    (r#"{"prompt": "x", "rejected": "y"}"#, false, "no field \"chosen\"; the row has: "),
+    (r#"{"prompt": "x", "chosen": "y", "rejected": "y"}"#, false, "\"chosen\" and \"rejected\" are the same"),
+    (r#"{"prompt": "x", "chosen": "y", "rejected": 3}"#, false, "\"rejected\" is a number, needed a text"),
+    (r#"{"prompt": "x", "chosen": 3, "rejected": "y"}"#, true, "\"chosen\" is a number, needed a text"),
+    (r#"{"prompt": "x", "chosen": "y", "rejected": ""}"#, false, "\"rejected\" is empty"),
+    (r#"{"prompt": "x", "chosen": "", "rejected": "y"}"#, true, "\"chosen\" is empty"),
+    (r#"{"prompt": "", "chosen": "y", "rejected": "z"}"#, false, "\"prompt\" is empty"),
+    (r#"{"chosen": [5, 6], "rejected": [7, 8]}"#, false, "\"chosen\" and \"rejected\" do not begin alike"),
+    (r#"{"prompt": "x", "chosen": [5, 100000], "rejected": [7]}"#, false, "token 100000 is outside"),
+    (
+        r#"{"chosen": [{"role": "user", "content": "x"}], "rejected": [{"role": "user", "content": "y"}]}"#,
+        false,
+        "chat_template = true",
+    ),
+    (
+        r#"{"prompt": "x", "chosen": [{"role": "user", "content": "y"}], "rejected": "z"}"#,
+        true,
+        "\"chosen\" does not end with an assistant's message",
+    ),
+];
+
+#[test]
+fn a_row_that_is_no_pair_is_named_with_what_is_wrong() {
+    let fixture = Fixture::new();
+    let good = r#"{"prompt": "x", "chosen": "y", "rejected": "z", "margin": 1}"#;
+    let refused = |line: &str, config: &DataConfig, message: &str| {
+        let file = fixture.text("bad.jsonl", &format!("{good}\n{line}\n"));
+        let error = shard(&fixture, &file, Part::Pair, config).unwrap_err();
+        assert_eq!(error.kind, Kind::Data, "{line}");
+        for words in ["bad.jsonl:2: ", message] {
+            assert!(error.to_string().contains(words), "{line}: {error}");
+        }
+    };
+    for (line, is_chat, message) in BAD {
+        refused(line, &if *is_chat { chat() } else { config("") }, message);
+    }
+    let margin = DataConfig { margin_key: "margin".to_owned(), ..config("") };
+    let with = |margin: &str| good.replace('1', margin);
+    refused(&with("\"big\""), &margin, "\"margin\" is \"big\", needed a number");
+    refused(&with("null"), &margin, "\"margin\" is null, needed a number");
+    refused(BAD[0].0, &margin, "no field \"rejected\"");
+    refused(r#"{"prompt": "x", "chosen": "y", "rejected": "z"}"#, &margin, "no field \"margin\"");
+}
+
+#[test]
+fn a_shard_without_pairs_is_refused_where_pairs_are_needed() {
+    let fixture = Fixture::new();
+    for (part, sequences) in [(Part::Prompt, 1), (Part::Demonstration, 2)] {
+        shard(&fixture, &fixture.jsonl("q.jsonl", &questions(3)), part, &config("")).unwrap();
+        let prefix = fixture.path("shards/rows");
+        let error = fixture.rows::<PairRow>(&config(prefix.to_str().unwrap()), 0).unwrap_err();
+        assert!(error.message.contains(&format!("document 0 has {sequences} sequences")), "{error}");
+        assert!(error.hint.is_some_and(|hint| hint.contains("--pairs")));
+    }
+}
+
+/// Tokens of chosen and rejected, and what is kept of them where a row has 4 behind its prompt.
+const CUTS: [([usize; 2], [usize; 2]); 7] = [
+    ([2, 9], [2, 4]),
+    ([9, 2], [4, 2]),
+    ([9, 8], [4, 4]),
+    ([8, 9], [4, 4]),
+    ([4, 4], [4, 4]),
+    ([4, 3], [4, 3]),
+    ([1, 5], [1, 4]),
+];
+
+#[test]
+fn a_long_pair_loses_of_its_longer_side_only_what_is_too_much_or_is_filtered() {
+    let fixture = Fixture::new();
+    let side = |first: u32, n: usize| (first..).take(n).collect::<Vec<u32>>();
+    let row = |([chosen, rejected], _): &([usize; 2], [usize; 2])| json!({"prompt": [5, 6, 7], "chosen": side(10, *chosen), "rejected": side(40, *rejected), "margin": 0.5});
+    let file = fixture.jsonl("long.jsonl", &CUTS.iter().map(row).collect::<Vec<_>>());
+    for long_prompts in [LongPrompts::TruncateLeft, LongPrompts::TruncateRight] {
+        let cut = DataConfig { row_tokens_max: 7, long_prompts, margin_key: "margin".to_owned(), ..config(&file) };
+        let mut source = fixture.rows::<PairRow>(&cut, 0).unwrap();
+        for row in source.next(CUTS.len()).unwrap() {
+            let (_, [chosen, rejected]) = CUTS[row.id as usize];
+            let of = |first, n| [side(5, 3), side(first, n)].concat();
+            assert_eq!(
+                (&row.chosen, &row.rejected),
+                (&of(10, chosen), &of(40, rejected)),
+                "{:?}",
+                CUTS[row.id as usize]
+            );
+            assert_eq!((row.prompt_tokens, row.length(), row.margin), (3, 6 + chosen + rejected, 0.5));
+        }
+        let lost: usize = CUTS.iter().map(|(all, kept)| all[0] + all[1] - kept[0] - kept[1]).sum();
+        assert_eq!(source.ledger().truncated.tokens as usize, lost);
+    }
+    let reject = DataConfig { row_tokens_max: 7, long_prompts: LongPrompts::Reject, ..config(&file) };
+    let mut source = fixture.rows::<PairRow>(&reject, 0).unwrap();
+    let long = CUTS.iter().filter(|(all, kept)| all != kept).count();
+    assert_eq!(source.ledger().filtered["row_tokens_max"], long as u64);
+    assert!(source.next(2).unwrap().iter().all(|row| row.margin == 0.0), "no field was named");
+    let window = DataConfig { long_prompts: LongPrompts::Window, ..config(&file) };
+    assert_eq!(fixture.rows::<PairRow>(&window, 0).unwrap_err().kind, Kind::Usage);
+}
