@@ -135,8 +135,17 @@ fn ctrl_c_saves_and_a_second_one_ends_at_once() {
 #[test]
 fn hours_that_are_over_at_once_let_every_start_make_an_optimizer_step() {
     let ppo = |name: &str| Job::ppo(name).on(2).with("ppo.epochs=1 ppo.minibatch_samples=16");
-    let jobs = [ppo("at-once-whole"), ppo("at-once"), Job::sft("at-once-sft-whole"), Job::sft("at-once-sft")];
-    for pair in jobs.map(|job| job.with("job.steps=3 eval.every_steps=1")).chunks(2) {
+    let scorer = |name: &str| Job::pairs(name, "job.kind=reward_model");
+    let dpo = |name: &str| Job::pairs(name, "job.kind=dpo").on(2);
+    let jobs = [
+        [ppo("at-once-whole"), ppo("at-once")],
+        [Job::sft("at-once-sft-whole"), Job::sft("at-once-sft")],
+        [scorer("at-once-scorer-whole"), scorer("at-once-scorer")],
+        [dpo("at-once-dpo-whole"), dpo("at-once-dpo")],
+    ];
+    for pair in
+        jobs.concat().into_iter().map(|job| job.with("job.steps=3 eval.every_steps=1")).collect::<Vec<_>>().chunks(2)
+    {
         let (whole, job) = (pair[0].clone().done(), &pair[1]);
         // Each evaluation is begun after a step, and made by the next start before its own.
         let hurried = job.clone().with("checkpoint.max_hours=1e-9");

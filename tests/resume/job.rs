@@ -3,14 +3,14 @@
 use crate::cli::{command, corpus};
 use crate::process::{Ended, LIMIT, Running};
 use crate::resume::arrays::{self, Arrays, assert_same};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// The directory with `model`, `questions` and `demonstrations`, made once.
+/// The directory with `model`, `questions`, `demonstrations` and `pairs`, made once.
 pub fn place() -> &'static Path {
     static PLACE: OnceLock<PathBuf> = OnceLock::new();
     PLACE.get_or_init(make_place)
@@ -27,16 +27,34 @@ fn make_place() -> PathBuf {
     std::fs::write(place.join("config.json"), config).expect("writes");
     let made = corpus::make(&place, "--out rows.jsonl --rows 120 --eval-rows 8 --digits 1");
     assert_eq!(made.code, Some(0), "{}", made.stderr);
+    write_pairs(&place);
     for verb in [
         "tokenizer rows.jsonl --vocabulary 264 --out tokenizer",
         "init --config config.json --tokenizer tokenizer --out model",
         "shard rows.jsonl --tokenizer tokenizer --out questions --label-key answer --split-field split",
         "shard rows.jsonl --tokenizer tokenizer --out demonstrations --response-key demonstration --split-field split",
+        "shard pairs.jsonl --tokenizer tokenizer --out pairs --pairs --split-field split",
     ] {
         command::run(&place, &verb.split(' ').collect::<Vec<_>>()).well();
     }
     std::fs::write(place.join("job.toml"), JOB).expect("writes");
     place
+}
+
+/// Of each row the right response against that of the next row, or a digit too much where that is the same.
+fn write_pairs(place: &Path) {
+    let text = std::fs::read_to_string(place.join("rows.jsonl")).expect("it was made");
+    let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let pair = |(row, other): (&Value, &Value)| {
+        let response = |row: &Value| row["response"].as_str().expect("a text").to_owned();
+        let (chosen, mut rejected) = (response(row), response(other));
+        if chosen == rejected {
+            rejected.push('0');
+        }
+        json!({"prompt": row["prompt"], "chosen": chosen, "rejected": rejected, "split": row["split"]}).to_string()
+    };
+    let pairs: Vec<String> = rows.iter().zip(rows.iter().cycle().skip(1)).map(pair).collect();
+    std::fs::write(place.join("pairs.jsonl"), pairs.join("\n")).expect("writes");
 }
 
 /// Another verb in the place.
@@ -78,6 +96,12 @@ microbatch_tokens_max = 64
 [sft]
 minibatch_samples = 16
 microbatch_tokens_max = 64
+[reward_model]
+minibatch_samples = 8
+microbatch_tokens_max = 64
+[dpo]
+minibatch_samples = 8
+microbatch_tokens_max = 64
 [optim.actor]
 lr = 1e-3
 [optim.critic]
@@ -104,6 +128,11 @@ impl Job {
 
     pub fn sft(name: &str) -> Self {
         Self::ppo(name).with("job.kind=sft job.steps=8 data.prompts=[\"demonstrations\"] checkpoint.every_steps=2")
+    }
+
+    /// A job that learns from pairs; `sets` name its kind.
+    pub fn pairs(name: &str, sets: &str) -> Self {
+        Self::ppo(name).with("data.prompts=[\"pairs\"] eval.every_steps=2").with(sets)
     }
 
     /// Under mpirun with `ranks` ranks; without this, alone.

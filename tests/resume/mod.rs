@@ -11,6 +11,7 @@ mod layouts;
 mod learning;
 mod memory;
 mod outside;
+mod pairs;
 mod placement;
 mod records;
 mod variants;

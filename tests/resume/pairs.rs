@@ -1,0 +1,121 @@
+//! Whole jobs that learn from pairs: alike on every axis of the mesh, alike after an interruption, and what a reward model scores.
+
+use crate::cli::command;
+use crate::resume::job::{Job, place};
+use rlhf_hpc::data::shard::Shard;
+use serde_json::{Value, json};
+
+/// Names and keys of the kinds. With so large an eps a step of AdamW is smooth in the gradient, and rounding stays rounding.
+const KINDS: &[(&str, &str)] =
+    &[("reward-model", "job.kind=reward_model"), ("dpo", "job.kind=dpo"), ("simpo", "job.kind=dpo dpo.loss=simpo")];
+const SMOOTH: &str =
+    "optim.actor.eps=0.1 optim.actor.lr=0.05 optim.actor.schedule=constant optim.actor.warmup_ratio=0.0";
+
+/// Axes of two ranks.
+const LAYOUTS: &[&str] = &["mesh.data=2", "mesh.sequence=2", "mesh.tensor=2", "mesh.data=2 mesh.zero=3"];
+
+#[test]
+fn steps_and_evaluations_on_any_layout_have_the_numbers_of_one_rank() {
+    let keys =
+        ["loss", "grad_norm", "margin_mean", "chosen_reward_mean", "eval_loss", "eval_accuracy", "eval_margin_mean"];
+    for (name, kind) in KINDS {
+        let job = |layout: &str| {
+            let name = format!("pairs-{name}-{}", layout.replace(' ', "-"));
+            Job::pairs(&name, kind).with("job.steps=2 checkpoint.every_steps=0").with(SMOOTH).with(layout)
+        };
+        let alone = job("").done();
+        for layout in LAYOUTS {
+            let job = job(layout).on(2).done();
+            for key in keys {
+                let (mine, theirs) = (job.numbers(key), alone.numbers(key));
+                assert_eq!((mine.len(), theirs.is_empty()), (theirs.len(), false), "{name}: {key} on {layout}");
+                for (i, (a, b)) in mine.into_iter().zip(theirs).enumerate() {
+                    let within = if i == 0 && !key.starts_with("eval") { 1e-5 } else { 1e-4 };
+                    // Before the first step a policy is its reference: what is not 0 is rounding.
+                    assert!((a - b).abs() <= within * b.abs().max(0.1), "{name}: {key} on {layout}: {a} against {b}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_job_of_pairs_goes_on_bitwise() {
+    for (name, kind) in KINDS {
+        let job = |which: &str| Job::pairs(&format!("pairs-{name}-{which}"), kind).with("job.steps=5");
+        let (whole, begun) = (job("whole").done(), job("resumed").done());
+        // In the middle; and behind the end, where mean and std of the last evaluation come from its checkpoint.
+        for first in [3, 6] {
+            for step in first..=5 {
+                std::fs::remove_dir_all(begun.checkpoints().join(format!("step-{step}"))).expect("it was committed");
+            }
+            std::fs::remove_dir_all(begun.dir.join("export")).expect("it was written");
+            let again = begun.clone().done();
+            again.assert_same(&whole);
+            assert!(again.read("export/config.json") == whole.read("export/config.json"), "{name} from {first}");
+        }
+    }
+}
+
+#[test]
+fn every_loss_of_pairs_falls_on_pairs_that_are_seen_again() {
+    for sets in [
+        "reward_model",
+        "reward_model reward_model.loss=logexp",
+        "dpo dpo.label_smoothing=0.1 dpo.nll_coef=0.1",
+        "dpo dpo.loss=ipo",
+        "dpo dpo.loss=simpo",
+        "dpo dpo.loss=orpo",
+    ] {
+        // A step is an epoch.
+        let sets = format!("job.kind={sets} job.steps=6 dpo.minibatch_samples=120 reward_model.minibatch_samples=120");
+        let name = sets.replace([' ', '='], "-");
+        let job = Job::pairs(&format!("pairs-{name}"), &sets).with("checkpoint.every_steps=0").done();
+        let (losses, margins) = (job.numbers("loss"), job.numbers("margin_mean"));
+        assert!(
+            losses.len() == 6 && losses[5] < losses[0] && margins[5] > margins[0],
+            "{sets}: {losses:?}, {margins:?}"
+        );
+    }
+}
+
+#[test]
+fn mean_and_std_of_a_reward_model_are_those_of_the_scores_of_held_out_responses() {
+    let job = Job::pairs("pairs-scores", "job.kind=reward_model job.steps=2").done();
+    let shard = Shard::open(&place().join("pairs"), 272).expect("it was made");
+    let eval = shard.sidecar().splits.iter().find(|split| split.name == "eval").expect("there is one");
+    let mut rows = Vec::new();
+    for i in eval.first..eval.first + eval.documents {
+        let document = shard.document(i as usize).expect("whole");
+        rows.extend(document[1..].iter().map(|side| json!({"prompt_tokens": document[0], "tokens": side}).to_string()));
+    }
+    let input = job.dir.join("held-out.jsonl");
+    std::fs::write(&input, rows.join("\n")).expect("writes");
+    let export = job.dir.join("export");
+    let paths = [&export, &input].map(|path| path.to_str().expect("text"));
+    let verb = ["reward", "--model", paths[0], "--input", paths[1], "--device", "cpu"];
+    let scores = |more: &[&str]| -> Vec<f64> {
+        let ended = command::run(place(), &[&verb, more].concat()).well();
+        let rewards = ended.stdout.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
+        rewards.map(|line| line["reward"].as_f64().expect("a number")).collect()
+    };
+    let moments = |scores: &[f64]| {
+        let n = scores.len() as f64;
+        let mean = scores.iter().sum::<f64>() / n;
+        [mean, (scores.iter().map(|score| (score - mean).powi(2)).sum::<f64>() / (n - 1.0)).sqrt()]
+    };
+    let near = |got: [f64; 2], want: [f64; 2]| {
+        let close = got.iter().zip(want).all(|(a, b)| (a - b).abs() <= 1e-4 * b.abs().max(1.0));
+        assert!(close, "mean and std are {got:?} and not {want:?}");
+    };
+    let config: Value = serde_json::from_slice(&job.read("export/config.json")).expect("JSON");
+    let named = ["mean", "std"].map(|key| config[key].as_f64().expect("a number"));
+    let raw = scores(&[]);
+    assert!(raw.len() == rows.len() && named[1] > 0.0, "{raw:?}, {named:?}");
+    near(named, moments(&raw));
+    near(moments(&scores(&["--normalize"])), [0.0, 1.0]);
+    let (margins, last) =
+        (raw.chunks(2).map(|pair| pair[0] - pair[1]).collect::<Vec<f64>>(), job.numbers("eval_accuracy"));
+    let right = margins.iter().filter(|margin| **margin > 0.0).count() as f64 / margins.len() as f64;
+    assert_eq!(last.last(), Some(&right), "{margins:?}");
+}
