@@ -18,6 +18,7 @@ use crate::text::Tokenizer;
 /// Turn JSONL rows into a memory-mapped token shard (Megatron .bin and .idx with a sidecar).
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "shard")]
+#[allow(clippy::struct_excessive_bools)]
 pub struct Args {
     /// JSONL files; with --verify: prefixes of shards
     #[argh(positional)]

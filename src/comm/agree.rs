@@ -1,9 +1,9 @@
 //! What all ranks of a group learn of one: an error, a number, whether something is so.
 
 use super::group::{Group, Member};
-use super::raw::Comm;
 use super::records;
 use crate::error::{Error, Result};
+use crate::sys::environment;
 use crate::sys::lock::lock;
 use std::sync::Mutex;
 
@@ -53,7 +53,7 @@ impl Group {
             let Member { world_rank, host } = self.member(rank);
             error = error.within(format_args!("rank {world_rank} ({host})"));
         }
-        let by_all = self.size() == Comm::world().size();
+        let by_all = !self.is_null() && environment::launched_ranks() == Some(self.size());
         *lock(&LAST_AGREED) = Some(Agreed { message: error.message.clone(), here: rank == self.rank(), by_all });
         Err(error)
     }

@@ -156,10 +156,10 @@ table! {
 }
 
 impl ModelRewardConfig {
-    /// The given name, else that of the directory; `i`: its place.
+    /// The given name, else that of the directory, or of the run that exported it; `i`: its place.
     pub fn name(&self, i: usize) -> String {
-        let of_dir =
-            self.dir.file_name().map_or_else(|| "model".to_string(), |name| name.to_string_lossy().into_owned());
+        let mut names = self.dir.iter().rev().map(|name| name.to_string_lossy().into_owned());
+        let of_dir = names.find(|name| name != "export").unwrap_or_else(|| "model".to_string());
         match (&*self.name, i) {
             ("", 0) => of_dir,
             ("", i) => format!("{of_dir}_{}", i + 1),

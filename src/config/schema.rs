@@ -3,7 +3,7 @@
 
 use super::load::REQUIRED;
 use super::mesh::RoleName;
-use super::reward::PythonConfig;
+use super::reward::{ModelRewardConfig, PythonConfig};
 use super::{Config, TABLES, limits};
 use crate::config::limits::{FINITE, Ranged, Ranges};
 use serde::Deserialize;
@@ -117,6 +117,7 @@ fn key(entry: &Entry, path: &[&str], ranges: Ranges) -> Value {
         "mesh.placement" => list(&placement(), 0),
         "reward.rule" => source(&full, "kind", &[]),
         "reward.python" => source(&full, "file", PythonConfig::RANGES),
+        "reward.models" => source(&full, "dir", ModelRewardConfig::RANGES),
         _ => takes(&|value| refusal(path, value), range),
     };
     schema["description"] = entry.about.clone().into();

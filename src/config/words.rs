@@ -50,6 +50,7 @@ const ALIASES: &[(&str, &str)] = &[
     ("rollout.repetition_penalty", "rep_penalty"),
     ("rollout.kv_bytes_max", "gpu_memory_utilization vllm_gpu_memory_utilization"),
     ("rollout.batch_max", "max_num_seqs micro_rollout_batch_size"),
+    ("reward.models", "reward_pretrain reward_model_path"),
     ("reward.python", "reward_funcs reward_func reward_function remote_rm_url custom_reward_function reward_fn"),
     ("ppo.advantage", "advantage_estimator adv_estimator"),
     ("ppo.lambda", "lambd gae_lambda lam"),

@@ -120,22 +120,29 @@ impl Encoder<'_> {
         let prompt = prompt.or_else(|| row.get(&config.prompt_key).map(|prompt| (&config.prompt_key, prompt)));
         let sides = [&config.chosen_key, &config.rejected_key];
         let [chosen, rejected] = [required(row, sides[0])?, required(row, sides[1])?];
-        if chosen == rejected {
-            return Err(Error::data(format!("fields {:?} and {:?} are the same", sides[0], sides[1])));
-        }
+        let is_whole = prompt.is_none() && !(is_conversation(chosen) && is_conversation(rejected));
         let [(one, chosen), (other, rejected)] =
             [self.side(row, prompt, sides[0], chosen)?, self.side(row, prompt, sides[1], rejected)?];
-        if one == other && !one.is_empty() {
-            return Ok(vec![one, chosen, rejected]);
+        let parts = if is_whole {
+            let known = if row[sides[0]].is_string() { self.reading.tokenizer.encode("", true)?.len() } else { 0 };
+            let alike = chosen.iter().zip(&rejected).take_while(|(a, b)| a == b).count();
+            let prompt = alike.min(chosen.len() - 1).min(rejected.len() - 1);
+            // What every text begins with is no prompt.
+            if prompt <= known && chosen != rejected {
+                return Err(Error::data(format!("fields {:?} and {:?} do not begin alike", sides[0], sides[1]))
+                    .hint(format!("give the prompt a field of its own, {:?} (data.prompt_key)", config.prompt_key)));
+            }
+            [&chosen[..prompt], &chosen[prompt..], &rejected[prompt..]].map(<[u32]>::to_vec)
+        } else if one == other {
+            [one, chosen, rejected]
+        } else {
+            return Err(Error::data(format!("fields {:?} and {:?} answer different prompts", sides[0], sides[1]))
+                .hint("both sides are of one kind, and conversations differ in the last answer alone"));
+        };
+        if parts[1] == parts[2] {
+            return Err(Error::data(format!("fields {:?} and {:?} are the same", sides[0], sides[1])));
         }
-        let [chosen, rejected] = [[one, chosen].concat(), [other, rejected].concat()];
-        let alike = chosen.iter().zip(&rejected).take_while(|(a, b)| a == b).count();
-        let prompt = alike.min(chosen.len() - 1).min(rejected.len() - 1);
-        if prompt == 0 {
-            return Err(Error::data(format!("fields {:?} and {:?} do not begin alike", sides[0], sides[1]))
-                .hint(format!("give the prompt a field of its own, {:?} (data.prompt_key)", config.prompt_key)));
-        }
-        Ok(vec![chosen[..prompt].to_vec(), chosen[prompt..].to_vec(), rejected[prompt..].to_vec()])
+        Ok(parts.to_vec())
     }
 
     /// The tokens before the last answer of a side of a pair, as far as they are known, and those behind them.
@@ -159,7 +166,15 @@ impl Encoder<'_> {
                     return Err(Error::data(format!("field {key:?} is a list of messages"))
                         .hint("set chat_template = true (or --chat-template)"));
                 }
-                let all = [before, answer].concat();
+                let all = match answer.strip_prefix(&before[..]) {
+                    _ if before.is_empty() => answer,
+                    // A conversation may begin with the prompt.
+                    Some(_) => answer,
+                    None if answer.iter().all(is_assistant) => [before, answer].concat(),
+                    None => {
+                        return Err(Error::data(format!("field {key:?} does not begin with the prompt's messages")));
+                    }
+                };
                 if !all.last().is_some_and(is_assistant) {
                     return Err(Error::data(format!("field {key:?} does not end with an assistant's message")));
                 }
@@ -264,6 +279,10 @@ pub(super) fn row_fields(mut fields: Map<String, Value>, config: &DataConfig) ->
 
 fn is_messages(items: &[Value]) -> bool {
     !items.is_empty() && items.iter().all(Value::is_object)
+}
+
+fn is_conversation(value: &Value) -> bool {
+    value.as_array().is_some_and(|items| is_messages(items))
 }
 
 fn is_assistant(message: &Value) -> bool {

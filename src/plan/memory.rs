@@ -40,7 +40,7 @@ impl Phase {
 }
 
 /// Owners of memory, by group and in the order in which tables show them; what is none of these is of activations.
-const OWNERS: [(&str, &str); 16] = [
+const OWNERS: [(&str, &str); 17] = [
     ("weights of the actor", "weights"),
     ("weights of the critic", "weights"),
     ("weights of the reference", "weights"),

@@ -24,7 +24,9 @@ impl ModelSpec {
 
     /// Reads its config.json.
     pub fn arch(&self) -> Result<Arch> {
-        Arch::load(&self.dir).map_err(|e| e.within(format!("model.{}", self.role.name())))
+        let key =
+            if self.role == RoleName::Reward { "reward.models".into() } else { format!("model.{}", self.role.name()) };
+        Arch::load(&self.dir).map_err(|e| e.within(key))
     }
 }
 

@@ -79,7 +79,6 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     (&["job.kind=distill"], &["job.kind = \"distill\" is not in this release"], RELEASED),
     (&["job.kind=ppp"], &["unknown value `ppp`"], "`ppo`"),
     (&["reward.http=[\"http://localhost:1\"]"], &["reward.http", "later release"], "reward.rule"),
-    (&["reward.models=[\"rm\"]"], &["reward.models", "later release"], "reward.python"),
     // Meshes.
     (&["mesh.pipeline=2"], &["mesh.pipeline = 2"], "mesh.pipeline = 1"),
     (&["mesh.sequence=2"], &["2 sequence x 1 tensor needs 2 ranks, mpirun started 1"], "mesh.sequence = 1"),

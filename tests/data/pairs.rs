@@ -50,6 +50,8 @@ fn with_a_chat_template_texts_and_messages_say_the_same() {
         json!({"prompt": [user], "chosen": ho, "rejected": "no"}),
         json!({"messages": [user], "chosen": "ho", "rejected": no}),
         json!({"chosen": whole_ho, "rejected": whole_no}),
+        json!({"prompt": "hi", "chosen": whole_ho, "rejected": whole_no}),
+        json!({"prompt": [user], "chosen": whole_ho, "rejected": no}),
     ] {
         let document = pair(&fixture, &row, &chat());
         let texts: Vec<_> = document.iter().map(|s| fixture.tokenizer.decode(s, false).unwrap()).collect();
@@ -102,9 +104,26 @@ const BAD: &[(&str, bool, &str)] = &[
         "chat_template = true",
     ),
     (
-        r#"{"prompt": "x", "chosen": [{"role": "user", "content": "y"}], "rejected": "z"}"#,
+        r#"{"prompt": "x", "chosen": [{"role": "user", "content": "x"}], "rejected": "z"}"#,
         true,
         "\"chosen\" does not end with an assistant's message",
+    ),
+    (r#"{"chosen": "ab c", "rejected": "xy z"}"#, false, "do not begin alike"),
+    (r#"{"prompt": "x", "chosen": "y", "rejected": [5, 6]}"#, true, "answer different prompts"),
+    (
+        r#"{"prompt": "x", "chosen": "y", "rejected": [{"role": "assistant", "content": "y"}]}"#,
+        true,
+        "\"chosen\" and \"rejected\" are the same",
+    ),
+    (
+        r#"{"chosen": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "a"}], "rejected": [{"role": "user", "content": "y"}, {"role": "assistant", "content": "b"}]}"#,
+        true,
+        "answer different prompts",
+    ),
+    (
+        r#"{"prompt": "x", "chosen": [{"role": "user", "content": "y"}, {"role": "assistant", "content": "a"}], "rejected": "b"}"#,
+        true,
+        "\"chosen\" does not begin with the prompt's messages",
     ),
 ];
 

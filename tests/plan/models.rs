@@ -41,9 +41,10 @@ pub fn archs(config: &Value, reward: bool) -> Archs {
 /// The reference workload.
 pub const REFERENCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/jobs/llama2-7b.toml");
 
-/// Its keys, and `more`.
+/// Its keys, without its reward model, and `more`.
 pub fn job(more: &[&str]) -> Config {
-    let more: Vec<String> = more.iter().map(ToString::to_string).collect();
+    let more: Vec<String> =
+        ["reward.models=[]", "reward.rule=length"].iter().chain(more).map(ToString::to_string).collect();
     config::load(Path::new(REFERENCE), &more).expect("a job")
 }
 

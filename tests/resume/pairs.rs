@@ -119,3 +119,41 @@ fn mean_and_std_of_a_reward_model_are_those_of_the_scores_of_held_out_responses(
     let right = margins.iter().filter(|margin| **margin > 0.0).count() as f64 / margins.len() as f64;
     assert_eq!(last.last(), Some(&right), "{margins:?}");
 }
+
+/// How two ranks share a job with a reward model: as one rank does it, but for the order of sums.
+const SHARED: &[&str] = &[
+    "mesh.data=2",
+    "mesh.tensor=2",
+    "mesh.sequence=2",
+    "mesh.data=2 mesh.zero=3 mesh.offload=[\"roles\"]",
+    "mesh.placement=[{roles=[\"actor\",\"reference\"],ranks=\"0..1\"},{roles=[\"critic\",\"reward\"],ranks=\"1..2\"}]",
+];
+
+#[test]
+fn ppo_against_reward_models_has_the_numbers_of_one_rank_and_goes_on_bitwise() {
+    let trained = Job::pairs("pairs-in-the-loop", "job.kind=reward_model job.steps=2").done();
+    let dir = trained.dir.join("export").display().to_string();
+    let models = format!("reward.models=[{{dir=\"{dir}\",normalize=true}},{{dir=\"{dir}\",name=\"raw\",weight=0.5}}]");
+    let job = |name: &str, ranks: usize, sets: &str| {
+        let job = Job::ppo(&format!("against-{name}")).on(ranks).with("job.steps=2 eval.every_steps=1").with(sets);
+        job.set(models.clone())
+    };
+    let alone = job("alone", 0, "").done();
+    let keys = ["score_mean", "reward/raw", "reward/regex", "eval_reward/raw", "eval_reward_mean", "value_loss"];
+    let scores: Vec<f64> = keys.iter().map(|key| alone.numbers(key)[0]).collect();
+    let [sum, raw, rule] = [scores[0], scores[1], scores[2]];
+    let config: Value = serde_json::from_slice(&trained.read("export/config.json")).expect("JSON");
+    let [mean, std] = ["mean", "std"].map(|key| config[key].as_f64().expect("a number"));
+    assert!((sum - (rule + (raw - mean) / std + 0.5 * raw)).abs() < 1e-4, "{sum} of {rule} and {raw}");
+    for (i, sets) in SHARED.iter().enumerate() {
+        let shared = job(&i.to_string(), 2, sets).done();
+        for key in keys {
+            let (mine, theirs) = (shared.numbers(key)[0], alone.numbers(key)[0]);
+            assert!((mine - theirs).abs() <= 1e-3 * theirs.abs().max(0.1), "{key} with {sets}: {mine}, not {theirs}");
+        }
+    }
+    let again = job("again", 0, "").done();
+    std::fs::remove_dir_all(again.checkpoints().join("step-2")).expect("it was committed");
+    std::fs::remove_dir_all(again.dir.join("export")).expect("it was written");
+    again.clone().done().assert_same(&alone);
+}

@@ -1,7 +1,7 @@
 //! `jobs/reference.toml` is the manual: it holds every key of the schema, its default and its legal values.
 
 use super::source::{files, root};
-use rlhf_hpc::config::reward::{PythonConfig, RuleConfig};
+use rlhf_hpc::config::reward::{ModelRewardConfig, PythonConfig, RuleConfig};
 use rlhf_hpc::config::{self, Config};
 use std::fs;
 
@@ -100,7 +100,10 @@ fn the_manual_shows_the_tables_of_rewards_with_their_defaults() {
     let python = example("reward.python");
     assert_eq!(toml::from_str::<PythonConfig>(&python).unwrap(), PythonConfig::default());
     assert_eq!(paths(&python), paths(&toml::to_string(&PythonConfig::default()).unwrap()));
-    for line in lines(&rule).iter().chain(&lines(&python)) {
+    let models = example("reward.models");
+    assert_eq!(toml::from_str::<ModelRewardConfig>(&models).unwrap(), ModelRewardConfig::default());
+    assert_eq!(paths(&models), paths(&toml::to_string(&ModelRewardConfig::default()).unwrap()));
+    for line in lines(&rule).iter().chain(&lines(&python)).chain(&lines(&models)) {
         assert!(line.comment.trim().len() >= 10, "{} has no words", line.path);
     }
 }
