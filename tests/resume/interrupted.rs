@@ -128,7 +128,8 @@ fn ctrl_c_saves_and_a_second_one_ends_at_once() {
         (0..presses).for_each(|_| assert!(signal("INT", running.pid())));
         let ended = running.end();
         assert!(ended.code == code && ended.stderr.contains(words), "{:?}: {}", ended.code, ended.stderr);
-        assert_eq!(job.committed().is_empty(), presses == 2);
+        // The second one may come when the first has saved.
+        assert!(presses == 2 || !job.committed().is_empty());
     }
 }
 
