@@ -57,6 +57,7 @@ pub(super) fn follow(error: &Error) -> ! {
 
 /// Ends this rank in order, as all others end theirs: each has `error`, and the one at which it arose (`here`) prints it.
 pub(super) fn together(error: &Error, here: bool) -> ! {
+    claim();
     let message = described(error, true);
     log(&message);
     if here {
@@ -69,14 +70,16 @@ pub(super) fn together(error: &Error, here: bool) -> ! {
     exit_now(error.exit_code())
 }
 
+/// Goes on on the first thread of this process that ends it; others wait for that.
+fn claim() {
+    while FAILING.swap(true, Ordering::SeqCst) {
+        std::thread::sleep(Duration::from_secs(60));
+    }
+}
+
 /// Prints, logs and ends the job. `named`: the message says already where it arose.
 pub(super) fn end(error: &Error, named: bool, details: &str) -> ! {
-    if FAILING.swap(true, Ordering::SeqCst) {
-        // Another thread of this process is ending it.
-        loop {
-            std::thread::sleep(Duration::from_secs(60));
-        }
-    }
+    claim();
     let message = described(error, named);
     log(&format!("{message}\n{}\n{details}", describe_last_collective()));
     if !is_first(&message) {

@@ -15,7 +15,7 @@ use crate::device::cpu::peak;
 use crate::device::{Device, cuda, null};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result, format_bytes};
-use crate::learn::{Learner, Role};
+use crate::learn::{Learner, Role, role};
 use crate::metrics::{self, Recorder, keys};
 use crate::model::export::remove_leftovers;
 use crate::model::{Arch, Head, ParamTable, TensorPart};
@@ -151,7 +151,7 @@ impl Run {
             let _files = null::hold("mapped files", file_bytes(arch, head, axes));
             Role::allocate(device, name, dir, arch, head, dtype, axes, stage)
         });
-        axes.all.agree(role.map_err(|e| e.within(format!("model.{name}"))))
+        axes.all.agree(role.map_err(|e| e.within(role::key(name))))
     }
 
     /// A learner of a role, for a run of `updates` optimizer steps. All ranks of the role's placement call this.

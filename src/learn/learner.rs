@@ -11,6 +11,7 @@ use crate::device::cuda::owned_by;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::learn::Role;
+use crate::learn::role::key;
 use crate::model::params::ParamSpec;
 use crate::model::partition::Shards;
 use crate::optim::host_state::Vector;
@@ -95,7 +96,7 @@ impl Learner {
                 };
                 values.resize(part.len(), 0.0);
                 let read = source.fill_f32(part.clone(), &mut values);
-                read.map_err(|e| e.within(format!("model.{}", role.name)))?;
+                read.map_err(|e| e.within(key(role.name)))?;
                 zero.set_state(Vector::Master, u, part.start - own.start, &values);
             }
         }

@@ -13,6 +13,7 @@ use crate::ops::linear_logprob::Extra;
 use crate::ops::zigzag;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Flat, Later, Tensor};
+use std::borrow::Cow;
 
 /// A sequence whose tokens behind a prompt are scored.
 pub trait Sequence {
@@ -32,6 +33,26 @@ impl Sequence for Experience {
 
     fn length(&self) -> usize {
         Experience::length(self)
+    }
+}
+
+/// Tokens, of which the first `prompt_tokens` are the prompt.
+pub struct Tokens<'a> {
+    pub tokens: Cow<'a, [u32]>,
+    pub prompt_tokens: usize,
+}
+
+impl Sequence for Tokens<'_> {
+    fn tokens(&self) -> Vec<u32> {
+        self.tokens.to_vec()
+    }
+
+    fn prompt_tokens(&self) -> usize {
+        self.prompt_tokens
+    }
+
+    fn length(&self) -> usize {
+        self.tokens.len()
     }
 }
 

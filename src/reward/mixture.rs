@@ -30,8 +30,15 @@ pub struct RewardOutput {
 /// score_i = sum over the rewards that do not abstain of weight * score. Abstention takes a reward out of the sum;
 /// weights are not rescaled (as TRL does). `parts` are (name, weight); `outputs[reward][response]`.
 ///
+/// Where all abstain the score is 0, if there are `others` that score; else that is an error.
+///
 /// With several rewards, `extra` holds each reward's score under its name and its own extras as `NAME_KEY`.
-pub fn mix(parts: &[(&str, f32)], outputs: Vec<Vec<RewardOutput>>, prompts: &[&Prompt]) -> Result<Vec<Scored>> {
+pub fn mix(
+    parts: &[(&str, f32)],
+    outputs: Vec<Vec<RewardOutput>>,
+    prompts: &[&Prompt],
+    others: bool,
+) -> Result<Vec<Scored>> {
     let mut sums = vec![None::<f64>; prompts.len()];
     let mut scored = vec![Scored::default(); prompts.len()];
     for (&(name, weight), outputs) in parts.iter().zip(outputs) {
@@ -55,7 +62,7 @@ pub fn mix(parts: &[(&str, f32)], outputs: Vec<Vec<RewardOutput>>, prompts: &[&P
             continue;
         }
         let id = prompts[i].id;
-        let Some(sum) = sum else {
+        let Some(sum) = sum.or(others.then_some(0.0)) else {
             return Err(Error::service(format!("every reward abstained from a response to prompt {id}"))
                 .hint("a function may return None only where another reward scores the response"));
         };

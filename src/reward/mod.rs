@@ -19,6 +19,8 @@ use crate::experience::{Prompt, Response};
 #[derive(Debug)]
 pub struct Reward {
     parts: Vec<Part>,
+    /// Whether reward models score beside them.
+    has_models: bool,
 }
 
 #[derive(Debug)]
@@ -56,7 +58,7 @@ impl Reward {
                 parts[i].name = format!("{}_{}", parts[i].name, same + 1);
             }
         }
-        Ok(Self { parts })
+        Ok(Self { parts, has_models: !config.models.is_empty() })
     }
 
     /// Scores `responses[i]` to `prompts[i]`, in that order. With several rewards `extra` also holds the score of each
@@ -73,10 +75,6 @@ impl Reward {
         if prompts.is_empty() {
             return Ok(Vec::new());
         }
-        if self.parts.is_empty() {
-            // Models alone score.
-            return Ok(vec![Scored::default(); prompts.len()]);
-        }
         let mut outputs = Vec::with_capacity(self.parts.len());
         for part in &mut self.parts {
             outputs.push(match &mut part.source {
@@ -85,6 +83,6 @@ impl Reward {
             });
         }
         let names: Vec<(&str, f32)> = self.parts.iter().map(|p| (p.name.as_str(), p.weight)).collect();
-        mixture::mix(&names, outputs, prompts)
+        mixture::mix(&names, outputs, prompts, self.has_models)
     }
 }

@@ -4,7 +4,7 @@ use crate::config::mesh::RoleName;
 use crate::config::optim::OptimConfig;
 use crate::error::{Error, Result};
 use crate::launch::run::{Run, Values};
-use crate::learn::{Learner, Role};
+use crate::learn::{Learner, Role, role};
 use crate::model::{Arch, Head, ParamTable};
 use crate::text::Tokenizer;
 use std::path::{Path, PathBuf};
@@ -24,9 +24,7 @@ impl ModelSpec {
 
     /// Reads its config.json.
     pub fn arch(&self) -> Result<Arch> {
-        let key =
-            if self.role == RoleName::Reward { "reward.models".into() } else { format!("model.{}", self.role.name()) };
-        Arch::load(&self.dir).map_err(|e| e.within(key))
+        Arch::load(&self.dir).map_err(|e| e.within(role::key(self.role.name())))
     }
 }
 

@@ -1,6 +1,7 @@
 //! What methods that learn from pairs share: how pairs are cut into micro-batches, counted and evaluated.
 
-use crate::config::Config;
+use super::job::Step;
+use crate::comm::records;
 use crate::data::balance::{self, Cost};
 use crate::data::{PairRow, Part, RowSource};
 use crate::error::Result;
@@ -14,8 +15,8 @@ use crate::metrics::keys::{self, Metrics, named};
 /// Pairs that were counted.
 const PAIRS: &str = "pairs";
 
-/// What is measured of pairs in training, and what of those that are held out.
-const TRAINED: [(&str, &str); 4] = [
+/// What a step reports of its pairs: keys, and what their sums are divided by.
+const REPORTED: [(&str, &str); 4] = [
     (keys::ACCURACY, PAIRS),
     (keys::CHOSEN_REWARD_MEAN, PAIRS),
     (keys::REJECTED_REWARD_MEAN, PAIRS),
@@ -55,18 +56,27 @@ pub fn count(sums: &mut Sums, pair: Pair, weight: f64) {
     ]));
 }
 
-/// The numbers of a step that learned from `pairs`.
-pub fn metrics(learner: &Learner, sums: &Sums, pairs: &[PairRow], step: u64, source: &RowSource<PairRow>) -> Metrics {
+/// Ends a step that learned from `pairs`: its numbers.
+pub fn learned(
+    run: &mut Run,
+    step: &mut Step,
+    learner: &Learner,
+    sums: &Sums,
+    pairs: &[PairRow],
+    source: &RowSource<PairRow>,
+) -> Metrics {
+    run.has_learned = true;
+    step.lengths = pairs.iter().flat_map(|pair| [pair.chosen.len(), pair.rejected.len()]).collect();
     let report = learner.report;
-    let tokens: usize = lengths(pairs).iter().sum();
-    let mut all = named(sums.means(&TRAINED));
+    let tokens: usize = step.lengths.iter().sum();
+    let mut all = named(sums.means(&REPORTED));
     all.extend(named([
         (keys::LOSS, sums.get(keys::LOSS)),
         (keys::GRAD_NORM, report.grad_norm),
         (keys::LR, report.lr),
         (keys::SAMPLES, pairs.len() as f64),
         (keys::TOKENS, tokens as f64),
-        (keys::EPOCH, (step * pairs.len() as u64) as f64 / source.epoch_rows() as f64),
+        (keys::EPOCH, (step.number * pairs.len() as u64) as f64 / source.epoch_rows() as f64),
     ]));
     all
 }
@@ -91,7 +101,7 @@ pub fn evaluate(
         mine.add(&measure(chosen));
     }
     let mut all = Sums::default();
-    for sums in crate::comm::records::gather(&axes.zero, &[mine])? {
+    for sums in records::gather(&axes.zero, &[mine])? {
         all.add(&sums);
     }
     Ok(Some(all))
@@ -107,10 +117,4 @@ pub fn eval_metrics(sums: &Sums, pairs: usize, seconds: f64) -> Metrics {
         (keys::EVAL_SAMPLES, pairs as f64),
         (keys::EVAL_TIME_S, seconds),
     ])
-}
-
-/// How many of the eval split are taken.
-pub fn eval_pairs(run: &Run, source: &RowSource<PairRow>) -> Result<Vec<PairRow>> {
-    let config: &Config = &run.config;
-    run.ranks.all.agree(source.eval_rows(config.eval.samples_max))
 }

@@ -13,7 +13,7 @@ use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::accumulation::accumulate;
 use crate::learn::packed::PackedRow;
-use crate::learn::score::{self, Sequence};
+use crate::learn::score::{self, Tokens};
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::loss::preference::{PairLogprobs, preference_loss};
@@ -78,15 +78,13 @@ impl Job for Preference {
         phase::set(step.number, "train");
         let timers = &mut step.timers;
         let sums = step.phases.time(Phase::Train, || timers.train(|| self.update(run, &rows, &reference)))?;
-        run.has_learned = true;
-        step.lengths = rows.iter().flat_map(|row| [row.chosen.len(), row.rejected.len()]).collect();
-        Ok(pairs::metrics(&self.learner, &sums, &rows, step.number, &self.source))
+        Ok(pairs::learned(run, step, &self.learner, &sums, &rows, &self.source))
     }
 
     /// Loss, accuracy and margin on held-out pairs.
     fn evaluate(&mut self, run: &mut Run, _step: u64) -> Result<Option<Metrics>> {
         let start = Instant::now();
-        let rows = pairs::eval_pairs(run, &self.source)?;
+        let rows = run.ranks.all.agree(self.source.eval_rows(run.config.eval.samples_max))?;
         if rows.is_empty() {
             return Ok(Some(Vec::new()));
         }
@@ -112,7 +110,7 @@ impl Preference {
         let is_new = |row: &&PairRow| null::is_active() || !self.known.contains_key(&row.id);
         let new: Vec<&PairRow> = rows.iter().filter(is_new).collect();
         if !new.is_empty() {
-            let sides: Vec<Side> = new.iter().flat_map(|row| sides(row)).collect();
+            let sides: Vec<Tokens> = new.iter().flat_map(|row| sides(row)).collect();
             let tokens_max = run.config.dpo.microbatch_tokens_max;
             let logprobs = phases.time(Phase::Score, || {
                 run.onload(reference);
@@ -157,32 +155,15 @@ impl Preference {
     }
 }
 
-/// A side of a pair: prompt and response, and the tokens of the prompt.
-struct Side<'a>(&'a [u32], usize);
-
-fn sides(row: &PairRow) -> [Side<'_>; 2] {
-    [Side(&row.chosen, row.prompt_tokens), Side(&row.rejected, row.prompt_tokens)]
-}
-
-impl Sequence for Side<'_> {
-    fn tokens(&self) -> Vec<u32> {
-        self.0.to_vec()
-    }
-
-    fn prompt_tokens(&self) -> usize {
-        self.1
-    }
-
-    fn length(&self) -> usize {
-        self.0.len()
-    }
+fn sides(row: &PairRow) -> [Tokens<'_>; 2] {
+    [&row.chosen, &row.rejected].map(|side| Tokens { tokens: side.into(), prompt_tokens: row.prompt_tokens })
 }
 
 /// Both sides of the pairs `rows[chosen]`, one behind the other; predicted are the responses.
 fn pack(rows: &[PairRow], chosen: &[usize]) -> PackedRow {
     let mut packed = PackedRow::new();
-    for Side(tokens, prompt) in chosen.iter().flat_map(|&i| sides(&rows[i])) {
-        packed.push(tokens, prompt);
+    for Tokens { tokens, prompt_tokens } in chosen.iter().flat_map(|&i| sides(&rows[i])) {
+        packed.push(&tokens, prompt_tokens);
     }
     packed
 }

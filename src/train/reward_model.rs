@@ -16,7 +16,7 @@ use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::loss::preference::pair_loss;
 use crate::metrics::Phase;
-use crate::metrics::keys::Metrics;
+use crate::metrics::keys::{self, Metrics};
 use crate::model::{Arch, Head, Saved};
 use crate::text::Tokenizer;
 use serde_json::{Value, json};
@@ -80,15 +80,13 @@ impl Job for RewardModel {
         let rows = run.ranks.all.agree(rows)?;
         let timers = &mut step.timers;
         let sums = step.phases.time(Phase::Train, || timers.train(|| self.update(run, &rows)))?;
-        run.has_learned = true;
-        step.lengths = rows.iter().flat_map(|row| [row.chosen.len(), row.rejected.len()]).collect();
-        Ok(pairs::metrics(&self.learner, &sums, &rows, step.number, &self.source))
+        Ok(pairs::learned(run, step, &self.learner, &sums, &rows, &self.source))
     }
 
     /// Loss, accuracy and margin on held-out pairs; and how scores are distributed there, by which others normalise them.
     fn evaluate(&mut self, run: &mut Run, _step: u64) -> Result<Option<Metrics>> {
         let start = Instant::now();
-        let rows = pairs::eval_pairs(run, &self.source)?;
+        let rows = run.ranks.all.agree(self.source.eval_rows(run.config.eval.samples_max))?;
         if rows.is_empty() {
             return Ok(Some(Vec::new()));
         }
@@ -136,7 +134,7 @@ impl RewardModel {
             sums
         });
         let part = |chosen: &[usize]| pack(rows, chosen).shard(&axes.sequence);
-        self.learner.step_if_finite(axes, recompute, sums.get(crate::metrics::keys::LOSS), part)?;
+        self.learner.step_if_finite(axes, recompute, sums.get(keys::LOSS), part)?;
         Ok(sums)
     }
 }

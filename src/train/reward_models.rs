@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::experience::{Experience, Finish};
 use crate::launch::run::Run;
 use crate::learn::Role;
-use crate::learn::score::{self, Sequence};
+use crate::learn::score::{self, Tokens};
 use crate::model::Arch;
 use crate::reward::Scored;
 use crate::text::Tokenizer;
@@ -55,8 +55,11 @@ impl RewardModels {
     /// `Data` where a text is longer than a model's context.
     pub fn score(&mut self, run: &Run, samples: &[Experience], scored: &mut [Scored]) -> Result<()> {
         for (i, RewardModel { role, config, tokenizer }) in self.0.iter_mut().enumerate() {
-            let rows: Vec<Whole> = samples.iter().map(|s| row(s, tokenizer.as_ref())).collect::<Result<_>>()?;
-            let (longest, context) = (rows.iter().map(|row| row.0.len()).max().unwrap_or(0), role.arch().context);
+            // The last token alone is scored: all is prompt.
+            let row = |tokens: Vec<u32>| Tokens { prompt_tokens: tokens.len(), tokens: tokens.into() };
+            let rows = samples.iter().map(|sample| tokens(sample, tokenizer.as_ref()).map(row));
+            let rows: Vec<Tokens> = rows.collect::<Result<_>>()?;
+            let (longest, context) = (rows.iter().map(|row| row.tokens.len()).max().unwrap_or(0), role.arch().context);
             if longest > context {
                 let dir = config.dir.display();
                 return Err(Error::data(format!(
@@ -84,29 +87,12 @@ impl RewardModels {
     }
 }
 
-/// A row whose last token is scored.
-struct Whole(Vec<u32>);
-
-impl Sequence for Whole {
-    fn tokens(&self) -> Vec<u32> {
-        self.0.clone()
-    }
-
-    fn prompt_tokens(&self) -> usize {
-        self.0.len()
-    }
-
-    fn length(&self) -> usize {
-        self.0.len()
-    }
-}
-
 /// Prompt and response; by another tokenizer their texts, with its end token where the response has one.
-fn row(sample: &Experience, tokenizer: Option<&Tokenizer>) -> Result<Whole> {
-    let Some(tokenizer) = tokenizer else { return Ok(Whole(sample.tokens())) };
+fn tokens(sample: &Experience, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
+    let Some(tokenizer) = tokenizer else { return Ok(sample.tokens()) };
     let mut tokens = tokenizer.encode(&format!("{}{}", sample.prompt.text, sample.response.text), true)?;
     if sample.response.finish == Finish::Stop {
         tokens.extend(tokenizer.eos_ids().first());
     }
-    Ok(Whole(tokens))
+    Ok(tokens)
 }

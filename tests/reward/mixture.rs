@@ -34,7 +34,7 @@ fn a_reward_that_abstains_leaves_the_sum_to_the_others() {
     let parts = [("a", 2.0), ("b", 3.0)];
     let prompts = [prompt(0, "", ""), prompt(1, "", "")];
     let outputs = vec![vec![says(None), says(Some(1.0))], vec![says(Some(0.5)), says(Some(1.0))]];
-    let scored = mix(&parts, outputs, &prompts.each_ref()).unwrap();
+    let scored = mix(&parts, outputs, &prompts.each_ref(), false).unwrap();
     assert_eq!((scored[0].score, scored[1].score), (1.5, 5.0));
     assert!(!scored[0].extra.contains_key("a"), "an abstention has no number");
 }
@@ -42,7 +42,9 @@ fn a_reward_that_abstains_leaves_the_sum_to_the_others() {
 #[test]
 fn a_response_from_which_all_abstain_is_an_error_and_not_a_zero() {
     let prompts = [prompt(0, "", ""), prompt(9, "", "")];
-    let error = mix(&[("a", 1.0)], vec![vec![says(Some(1.0)), says(None)]], &prompts.each_ref()).unwrap_err();
+    let mixed = |others| mix(&[("a", 1.0)], vec![vec![says(Some(1.0)), says(None)]], &prompts.each_ref(), others);
+    assert_eq!(mixed(true).unwrap()[1].score, 0.0, "a reward model scores it");
+    let error = mixed(false).unwrap_err();
     assert_eq!(error.kind, Kind::Service);
     assert!(error.message.contains("prompt 9"), "{error}");
 }
