@@ -301,9 +301,12 @@ fn generated_rows_are_scored_and_selected_with_all_their_fields_as_rows_to_train
     fixture.job(&[]).well();
     fixture.run(&["export", "run", "--out", "critic", "--role", "critic"]).well();
     let asked: Vec<Value> = (1..6).map(|i| json!({"prompt": format!("{i}+{i}="), "answer": 2 * i})).collect();
-    let options = ["--samples", "6", "--max-new-tokens", "6", "--ignore-eos", "--stop", "1"];
-    let scored = answers(&fixture, "reward", "critic", &answers(&fixture, "generate", "model", &asked, &options), &[]);
+    let options = ["--samples", "6", "--max-new-tokens", "6", "--ignore-eos"];
+    let drawn = answers(&fixture, "generate", "model", &asked, &options);
+    let mut scored = answers(&fixture, "reward", "critic", &drawn, &[]);
     assert_eq!(scored.len(), 30);
+    // As a trained model would have ended them: but for each third one.
+    scored.iter_mut().enumerate().filter(|(i, _)| i % 3 > 0).for_each(|(_, row)| row["finish"] = json!("stop"));
     let of = |prompt: &Value| -> Vec<&Value> { scored.iter().filter(|row| row["prompt"] == *prompt).collect() };
     let reward = |row: &Value| row["reward"].as_f64().expect("a number");
     let is_whole = |row: &&&Value| row["finish"] != "length" && row["text"] != "";
@@ -330,6 +333,7 @@ fn generated_rows_are_scored_and_selected_with_all_their_fields_as_rows_to_train
             "--dry-run",
             "job.kind=\"dpo\"",
             "data.prompts=[\"pairs.jsonl\"]",
+            "data.prompt_split=\"\"",
             "data.eval_split=\"\"",
         ])
         .well();
