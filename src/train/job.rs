@@ -36,6 +36,11 @@ pub trait Job: Sized {
         Ok(())
     }
 
+    /// Refuses rows that it cannot learn from, before any weights are loaded.
+    fn check_rows(_config: &Config, _source: &RowSource<Self::Row>, _tokenizer: &Tokenizer) -> Result<()> {
+        Ok(())
+    }
+
     /// Unless a method says otherwise: those of job.steps, or of its epochs over the rows.
     fn steps(config: &Config, rows: &Rows) -> u64 {
         let epochs = || config.epochs() * rows.epoch_rows() as f64 / Self::shape(config).rows as f64;
@@ -157,7 +162,10 @@ impl<J: Job> Opened<J> {
         run.recorder.say(&format!("opening the data: {}", config.data.prompts.join(", ")));
         let (prepared, hashed) = Hashed::data(run, J::Row::PART, &tokenizer, arch.vocabulary)?;
         let source = RowSource::<J::Row>::open(&config.data, &tokenizer, arch.vocabulary, &prepared, config.job.seed);
-        let checked = source.and_then(|source| source.check_context(arch.context).map(|()| source));
+        let checked = source.and_then(|source| {
+            source.check_context(arch.context)?;
+            J::check_rows(&config, &source, &tokenizer).map(|()| source)
+        });
         let mut source = run.ranks.all.agree(checked)?;
         show_first(run, &mut source)?;
         let steps = J::steps(&config, &source);

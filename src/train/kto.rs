@@ -58,20 +58,23 @@ impl Job for Kto {
         supervised::shape(Part::Labelled, config.kto.minibatch_samples, config.kto.microbatch_tokens_max, 3)
     }
 
+    fn check_rows(_config: &Config, source: &RowSource<LabelledRow>, _tokenizer: &Tokenizer) -> Result<()> {
+        let mut found = [false; 2];
+        source.check_each(|row| {
+            found[usize::from(row.is_desirable)] = true;
+            Ok(())
+        })?;
+        both_labels(found)
+    }
+
     fn new(
-        run: &Run,
+        _run: &Run,
         _arch: &Arch,
         mut learners: Vec<Learner>,
         mut frozen: Vec<Role>,
         source: RowSource<LabelledRow>,
         _tokenizer: Arc<Tokenizer>,
     ) -> Result<Self> {
-        let mut found = [false; 2];
-        let checked = source.check_each(|row| {
-            found[usize::from(row.is_desirable)] = true;
-            Ok(())
-        });
-        run.ranks.all.agree(checked.and_then(|()| both_labels(found)))?;
         let all = "a job without a placement has all models on each rank";
         let (learner, reference) = (learners.pop().expect(all), Reference::new(frozen.pop().expect(all)));
         Ok(Self { learner, reference, source })

@@ -60,6 +60,11 @@ impl Job for StepReward {
         supervised::shape(Part::Steps, of.minibatch_samples, of.microbatch_tokens_max, 0)
     }
 
+    fn check_rows(config: &Config, source: &RowSource<StepRow>, tokenizer: &Tokenizer) -> Result<()> {
+        let marks = Marks::new(&config.step_reward, tokenizer)?;
+        source.check_each(|row| marks.steps(&row).map(|_| ()))
+    }
+
     fn new(
         run: &Run,
         _arch: &Arch,
@@ -68,8 +73,7 @@ impl Job for StepReward {
         source: RowSource<StepRow>,
         tokenizer: Arc<Tokenizer>,
     ) -> Result<Self> {
-        let marks = run.ranks.all.agree(Marks::new(&run.config.step_reward, &tokenizer))?;
-        run.ranks.all.agree(source.check_each(|row| marks.steps(&row).map(|_| ())))?;
+        let marks = Marks::new(&run.config.step_reward, &tokenizer)?;
         let learner = learners.pop().expect("a job without a placement has all models on each rank");
         Ok(Self { learner, source, marks })
     }
