@@ -57,7 +57,7 @@ const BAD: &[(Part, &str, &str)] = &[
     (Part::Labelled, r#"{"prompt": "x", "response": 3, "label": true}"#, "\"response\" is a number, needed a text"),
     (Part::Steps, r#"{"prompt": "x"}"#, "no field \"label\"; the row has: "),
     (Part::Steps, r#"{"label": ["+"]}"#, "no field \"prompt\"; the row has: "),
-    (Part::Steps, r#"{"prompt": "x", "label": "+"}"#, "\"label\" is a text, needed a list of labels"),
+    (Part::Steps, r#"{"prompt": "x", "label": "+"}"#, "\"label\" is a string, needed a list of labels"),
     (Part::Steps, r#"{"prompt": "x", "label": []}"#, "\"label\" is empty"),
     (
         Part::Steps,
