@@ -66,7 +66,7 @@ fn write_preferences(place: &Path) {
         let (mut text, mut good) = (pair["prompt"].as_str().expect("a text").to_owned(), Vec::new());
         for (j, step) in steps {
             let is_right = (i + j) % 2 == 0;
-            text += &format!("{step}{};", if is_right { "" } else { "x" });
+            text.extend([step, if is_right { ";" } else { "x;" }]);
             // A probability, too, is a label.
             good.push(if is_right { json!("+") } else { json!(0.125) });
         }
