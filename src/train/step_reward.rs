@@ -184,7 +184,9 @@ impl Marks {
     /// The steps of a row, each with its label; of one that was cut, those that are left.
     fn steps(&self, row: &StepRow) -> Result<Vec<Placed>> {
         if null::is_active() {
-            let ends = (PLANNED_STEP_TOKENS - 1..row.tokens.len()).step_by(PLANNED_STEP_TOKENS);
+            // The last one ends with the row.
+            let first = row.tokens.len().saturating_sub(1) % PLANNED_STEP_TOKENS;
+            let ends = (first..row.tokens.len()).step_by(PLANNED_STEP_TOKENS);
             return ends.map(|at| Ok((at as u32, self.wanted(&StepLabel::Soft(1.0))?))).collect();
         }
         let places = (0..row.tokens.len()).filter(|&i| row.tokens[i] == self.placeholder);

@@ -16,7 +16,7 @@ const KINDS: &[(&str, &str, &[&str])] = &[
     ("reward-model", "job.kind=reward_model", OF_PAIRS),
     ("dpo", "job.kind=dpo", OF_PAIRS),
     ("simpo", "job.kind=dpo dpo.loss=simpo", OF_PAIRS),
-    ("kto", "job.kind=kto data.prompts=[\"labelled\"]", OF_LABELS),
+    ("kto", "job.kind=kto data.prompts=[\"labelled\"] kto.undesirable_weight=0.25", OF_LABELS),
     ("step-reward", "job.kind=step_reward data.prompts=[\"steps\"]", OF_STEPS),
 ];
 /// With so large an eps a step of AdamW is smooth in the gradient, and rounding stays rounding.
@@ -46,6 +46,16 @@ fn steps_and_evaluations_on_any_layout_have_the_numbers_of_one_rank() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn every_kind_of_preferences_is_planned() {
+    for (_, kind, _) in KINDS {
+        let sets = ["data.prompts=[\"pairs\"]"].into_iter().chain(kind.split(' '));
+        let plan = ["plan", "job.toml", "--ranks", "2"].into_iter().chain(sets);
+        let planned = command::run(place(), &plan.collect::<Vec<_>>()).well().stdout;
+        assert!(planned.contains("the job draws first") && planned.contains("peak "), "{kind}: {planned}");
     }
 }
 
