@@ -66,7 +66,8 @@ table! {
         "Share of prompts whose samples all have the same reward: with an estimator that compares them they teach nothing.";
     SCORE_MEAN = "score_mean", "reward", One, "Mean over samples of what the reward function returned.";
     ACCURACY = "accuracy", "reward", Ratio,
-        "Share of predictions that are right: next tokens (sft), chosen above rejected (preference jobs), labels of steps (step_reward).";
+        "Share of predictions that are right: next tokens (sft), chosen above rejected (preference jobs), labels of steps (step_reward), \
+         rewards above beta times the KL where desirable and below where not (kto).";
     CHOSEN_REWARD_MEAN = "chosen_reward_mean", "reward", One, "Mean reward of the chosen responses.";
     REJECTED_REWARD_MEAN = "rejected_reward_mean", "reward", One, "Mean reward of the rejected responses.";
     DESIRABLE_REWARD_MEAN = "desirable_reward_mean", "reward", One, "Mean reward of the desirable responses (kto).";
@@ -180,7 +181,7 @@ table! {
         "Share of evaluation prompts whose greedy answer is right.";
     EVAL_ACCURACY_SAMPLED = "eval_accuracy_sampled", "eval", Ratio,
         "Share of evaluation prompts whose sampled answer is right.";
-    EVAL_ACCURACY = "eval_accuracy", "eval", Ratio, "`accuracy` on the evaluation split; kto: share of responses whose reward is above beta times the KL, or below where undesirable.";
+    EVAL_ACCURACY = "eval_accuracy", "eval", Ratio, "`accuracy` on the evaluation split.";
     EVAL_MARGIN_MEAN = "eval_margin_mean", "eval", One, "`margin_mean` on the evaluation split.";
     EVAL_REWARD_MEAN = "eval_reward_mean", "eval", One, "Mean score of greedy responses on the evaluation split.";
     EVAL_LOSS = "eval_loss", "eval", Nats, "`loss` on the evaluation split.";

@@ -98,7 +98,8 @@ impl Job for Kto {
         let sums = step.phases.time(Phase::Train, || timers.train(|| self.update(run, &rows, &known)))?;
         let mut numbers =
             sums.means(&[(keys::DESIRABLE_REWARD_MEAN, DESIRABLE), (keys::UNDESIRABLE_REWARD_MEAN, UNDESIRABLE)]);
-        numbers.extend([(keys::LOSS, sums.get(keys::LOSS)), (keys::KL_MEAN, known.kl)]);
+        let accuracy = sums.get(keys::ACCURACY) / rows.len() as f64;
+        numbers.extend([(keys::LOSS, sums.get(keys::LOSS)), (keys::ACCURACY, accuracy), (keys::KL_MEAN, known.kl)]);
         Ok(supervised::learned(run, step, &self.learner, numbers, rows.len(), lengths(&rows), &self.source))
     }
 

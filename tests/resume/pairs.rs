@@ -7,8 +7,16 @@ use serde_json::{Value, json};
 
 const OF_PAIRS: &[&str] =
     &["loss", "grad_norm", "margin_mean", "chosen_reward_mean", "eval_loss", "eval_accuracy", "eval_margin_mean"];
-const OF_LABELS: &[&str] =
-    &["loss", "grad_norm", "kl_mean", "desirable_reward_mean", "undesirable_reward_mean", "eval_loss", "eval_accuracy"];
+const OF_LABELS: &[&str] = &[
+    "loss",
+    "accuracy",
+    "grad_norm",
+    "kl_mean",
+    "desirable_reward_mean",
+    "undesirable_reward_mean",
+    "eval_loss",
+    "eval_accuracy",
+];
 const OF_STEPS: &[&str] = &["loss", "grad_norm", "accuracy", "eval_loss", "eval_accuracy"];
 
 /// Names and keys of the kinds, and what they measure.
