@@ -64,6 +64,14 @@ pub struct Args {
     #[argh(switch)]
     pub pairs: bool,
 
+    /// rows are a prompt, a response and a label, true or false (kto)
+    #[argh(switch)]
+    pub labelled: bool,
+
+    /// rows are a text with a placeholder behind each step, and a list of their labels (step_reward)
+    #[argh(switch)]
+    pub steps: bool,
+
     /// field with the preferred response (default: chosen)
     #[argh(option, default = "String::from(\"chosen\")")]
     pub chosen_key: String,
@@ -131,6 +139,8 @@ pub fn run(args: &Args) -> Result<()> {
     let tokenizer = &Tokenizer::load(tokenizer)?;
     let part = match args.response_key.is_some() || args.demonstrations {
         _ if args.pairs => Part::Pair,
+        _ if args.labelled => Part::Labelled,
+        _ if args.steps => Part::Steps,
         true => Part::Demonstration,
         false => Part::Prompt,
     };

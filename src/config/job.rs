@@ -17,6 +17,10 @@ pub enum JobKind {
     RewardModel,
     /// A policy trained on preferences themselves: DPO and its relatives (`dpo.loss`).
     Dpo,
+    /// A policy trained on single responses that are labelled good or bad.
+    Kto,
+    /// A process reward model: it labels the steps of a response.
+    StepReward,
     /// Proximal policy optimisation and its relatives (`ppo.advantage`).
     #[default]
     Ppo,
@@ -61,7 +65,7 @@ pub enum Gemm {
 }
 
 /// Kinds of the schema that a later release brings: refused by name, not as unknown.
-pub const KINDS_TO_COME: [&str; 3] = ["step_reward", "kto", "distill"];
+pub const KINDS_TO_COME: [&str; 1] = ["distill"];
 
 table! {
     pub struct JobConfig {

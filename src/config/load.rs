@@ -225,7 +225,7 @@ fn explain(key: &str, value: &Value, message: &str) -> Error {
 fn unknown_word(key: &str, value: &Value, is_key: bool, wrong: &str, known: &[&str]) -> Error {
     if key == "job.kind" && KINDS_TO_COME.contains(&wrong) {
         return Error::usage(format!("job.kind = \"{wrong}\" is not in this release"))
-            .hint("this release runs \"sft\", \"reward_model\", \"dpo\" and \"ppo\"");
+            .hint("this release runs \"sft\", \"reward_model\", \"step_reward\", \"dpo\", \"kto\" and \"ppo\"");
     }
     let error = Error::usage(format!("{key}: unknown {} `{wrong}`", if is_key { "key" } else { "value" }));
     // The field calls a kind of job what is an estimator or a loss of PPO here.

@@ -29,6 +29,7 @@ macro_rules! table {
 pub mod checkpoint;
 pub mod data;
 pub mod job;
+pub mod labelled;
 pub mod limits;
 mod load;
 pub mod mesh;
@@ -48,6 +49,7 @@ pub use words::nearest;
 
 use crate::error::{Error, Result};
 use job::{DeviceName, EvalConfig, Gemm, GradientConfig, JobConfig, JobKind, SftConfig};
+use labelled::{KtoConfig, StepRewardConfig};
 use limits::{Ranged, Ranges};
 use model::DTypeName;
 use ppo::{Estimator, KlIn, PolicyLossKind};
@@ -65,7 +67,7 @@ pub fn name(value: &impl Serialize) -> String {
 const COLLECTIVE_MARGIN_S: f64 = 30.0;
 
 /// The tables of a job that hold numbers, with their ranges.
-const TABLES: [(&str, Ranges); 16] = [
+const TABLES: [(&str, Ranges); 18] = [
     ("job", JobConfig::RANGES),
     ("mesh", mesh::MeshConfig::RANGES),
     ("data.split", data::SplitConfig::RANGES),
@@ -76,6 +78,8 @@ const TABLES: [(&str, Ranges); 16] = [
     ("sft", SftConfig::RANGES),
     ("reward_model", RewardModelConfig::RANGES),
     ("dpo", DpoConfig::RANGES),
+    ("kto", KtoConfig::RANGES),
+    ("step_reward", StepRewardConfig::RANGES),
     ("gradient", GradientConfig::RANGES),
     ("optim.actor", optim::OptimConfig::RANGES),
     ("optim.critic", optim::OptimConfig::RANGES),
@@ -98,6 +102,8 @@ pub struct Config {
     pub sft: SftConfig,
     pub reward_model: RewardModelConfig,
     pub dpo: DpoConfig,
+    pub kto: KtoConfig,
+    pub step_reward: StepRewardConfig,
     pub gradient: GradientConfig,
     pub optim: optim::OptimRoles,
     pub eval: EvalConfig,
@@ -144,6 +150,9 @@ impl Config {
                 self.job.steps > 0 || epochs > 0.0,
                 format!("{of}.epochs is {epochs} and job.steps is 0, needed one above 0"),
             )?;
+            if self.job.kind == JobKind::StepReward {
+                self.step_reward.check()?;
+            }
         }
         for (key, path) in [("job.dir", &self.job.dir), ("model.actor", &self.model.actor)] {
             Error::need(!path.as_os_str().is_empty(), format!("{key} is empty, needed a directory"))?;
@@ -192,6 +201,8 @@ impl Config {
             JobKind::Sft | JobKind::Ppo => self.sft.epochs,
             JobKind::RewardModel => self.reward_model.epochs,
             JobKind::Dpo => self.dpo.epochs,
+            JobKind::Kto => self.kto.epochs,
+            JobKind::StepReward => self.step_reward.epochs,
         }
     }
 
@@ -201,6 +212,8 @@ impl Config {
             (JobKind::Ppo, _) => {}
             (JobKind::Sft, _) => return "SFT".to_string(),
             (JobKind::RewardModel, _) => return "reward model".to_string(),
+            (JobKind::Kto, _) => return "KTO".to_string(),
+            (JobKind::StepReward, _) => return "process reward model".to_string(),
             (JobKind::Dpo, PreferenceLoss::Sigmoid) if self.dpo.label_smoothing > 0.0 => return "cDPO".to_string(),
             (JobKind::Dpo, PreferenceLoss::Sigmoid) => return "DPO".to_string(),
             (JobKind::Dpo, PreferenceLoss::Ipo) => return "IPO".to_string(),
@@ -225,6 +238,7 @@ impl Config {
     pub fn needs_reference(&self) -> bool {
         self.job.kind == JobKind::Ppo && (self.ppo.kl_in != KlIn::None || !self.model.reference.as_os_str().is_empty())
             || self.job.kind == JobKind::Dpo && self.dpo.has_reference()
+            || self.job.kind == JobKind::Kto
     }
 
     /// What the critic is made of: where nothing is named, the first reward model, else the actor.

@@ -78,6 +78,7 @@ const ALIASES: &[(&str, &str)] = &[
         "ppo.microbatch_tokens_max",
         "micro_train_batch_size per_device_train_batch_size gradient_accumulation_steps ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu train_micro_batch_size train_max_tokens_per_gpu",
     ),
+    ("step_reward.placeholder", "placeholder_token step_separator"),
     ("sft.epochs", "num_train_epochs num_epochs"),
     ("sft.loss_on", "pretrain_mode completion_only_loss assistant_only_loss train_on_input"),
     ("gradient.recompute", "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing"),

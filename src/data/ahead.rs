@@ -83,7 +83,9 @@ impl Rows {
 
     fn tokens_of(&self, entry: &Entry) -> Result<RowTokens> {
         let (mut left, mut response) = (entry.rest as usize, 0);
-        if left > 0 {
+        if self.part == Part::Steps {
+            response = left;
+        } else if left > 0 {
             let lengths = self.sources[entry.source as usize].shard.lengths(entry.document as usize)?;
             // Prompts and responses alternate, but in pairs.
             for (i, tokens) in lengths.into_iter().enumerate().skip(1) {

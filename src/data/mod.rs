@@ -20,7 +20,7 @@ pub use encode::shard_jsonl;
 pub use feed::Cursor;
 pub use hashes::Hashes;
 pub use ledger::Ledger;
-pub use row_source::{PairRow, PromptSource, Row, RowSource, SftRow, SftSource};
+pub use row_source::{LabelledRow, PairRow, PromptSource, Row, RowSource, SftRow, SftSource, StepLabel, StepRow};
 pub use rows::{Part, Reading};
 pub(crate) use sources::is_jsonl;
 pub use sources::{Prepared, Rows, SourceFile, prepare};

@@ -17,6 +17,10 @@ pub enum Part {
     Demonstration,
     /// Prompt and two responses: documents are [prompt, chosen, rejected].
     Pair,
+    /// Prompt and a response that is labelled true or false: documents are [prompt, response].
+    Labelled,
+    /// A text with a list of labels, one for each of its steps: documents are [text].
+    Steps,
 }
 
 /// How the rows of a job are read: which fields they have, and how they find their splits.
@@ -71,6 +75,11 @@ impl Encoder<'_> {
         let label = match (self.reading.part, config.label_key.as_str(), config.margin_key.as_str()) {
             (Part::Pair, _, "") | (Part::Prompt | Part::Demonstration, "", _) => String::new(),
             (Part::Pair, _, key) => margin_text(key, required(&row, key)?)?,
+            (Part::Labelled | Part::Steps, "", _) => {
+                return Err(Error::usage("no field of labels is named").hint("set data.label_key (or --label-key)"));
+            }
+            (Part::Labelled, key, _) => truth(key, required(&row, key)?)?.to_string(),
+            (Part::Steps, key, _) => step_labels(key, required(&row, key)?)?,
             (_, key, _) => label_text(required(&row, key)?),
         };
         let fields = if self.kept == [ALL_FIELDS] {
@@ -84,8 +93,10 @@ impl Encoder<'_> {
 
     fn sequences(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
         let Reading { config: format, part, .. } = self.reading;
-        if part == Part::Pair {
-            return self.pair(row);
+        match part {
+            Part::Pair => return self.pair(row),
+            Part::Labelled => return self.labelled(row),
+            Part::Prompt | Part::Demonstration | Part::Steps => {}
         }
         let (key, prompt) = match row.get(&format.messages_key) {
             Some(messages) if format.chat_template => (&format.messages_key, messages),
@@ -104,7 +115,7 @@ impl Encoder<'_> {
             }
             _ => self.tokens(key, prompt, Part::Prompt)?,
         };
-        if part == Part::Prompt {
+        if part != Part::Demonstration {
             return Ok(vec![prompt_tokens]);
         }
         let key = &format.response_key;
@@ -115,9 +126,7 @@ impl Encoder<'_> {
     /// messages before the last answer, or tokens.
     fn pair(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
         let config = self.reading.config;
-        let prompt = row.get(&config.messages_key).filter(|_| config.chat_template);
-        let prompt = prompt.map(|messages| (&config.messages_key, messages));
-        let prompt = prompt.or_else(|| row.get(&config.prompt_key).map(|prompt| (&config.prompt_key, prompt)));
+        let prompt = self.prompt(row);
         let sides = [&config.chosen_key, &config.rejected_key];
         let [chosen, rejected] = [required(row, sides[0])?, required(row, sides[1])?];
         let is_whole = prompt.is_none() && !(is_conversation(chosen) && is_conversation(rejected));
@@ -143,6 +152,25 @@ impl Encoder<'_> {
             return Err(Error::data(format!("fields {:?} and {:?} are the same", sides[0], sides[1])));
         }
         Ok(parts.to_vec())
+    }
+
+    /// Prompt and response. Where a row has no response, its messages end with it.
+    fn labelled(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
+        let (config, prompt) = (self.reading.config, self.prompt(row));
+        let (before, response) = match (row.get(&config.response_key), prompt) {
+            (None, Some((key, whole))) if is_conversation(whole) => self.side(row, None, key, whole)?,
+            (None, _) => return Err(no_field(row, &config.response_key)),
+            (Some(response), _) => self.side(row, prompt, &config.response_key, response)?,
+        };
+        if before.is_empty() { Err(no_field(row, &config.prompt_key)) } else { Ok(vec![before, response]) }
+    }
+
+    /// The prompt of a row, if it has one, and its field.
+    fn prompt<'a>(&'a self, row: &'a Map<String, Value>) -> Option<(&'a String, &'a Value)> {
+        let config = self.reading.config;
+        let messages = row.get(&config.messages_key).filter(|_| config.chat_template);
+        let messages = messages.map(|messages| (&config.messages_key, messages));
+        messages.or_else(|| row.get(&config.prompt_key).map(|prompt| (&config.prompt_key, prompt)))
     }
 
     /// The tokens before the last answer of a side of a pair, as far as they are known, and those behind them.
@@ -216,6 +244,9 @@ impl Encoder<'_> {
     fn turns(&self, row: &Map<String, Value>, messages: &[Value]) -> Result<Vec<Vec<u32>>> {
         let Reading { config, part, tokenizer, .. } = self.reading;
         let mut messages = messages.to_vec();
+        if part == Part::Steps {
+            return Ok(vec![tokenizer.encode_chat(&Value::Array(messages), false)?]);
+        }
         if part == Part::Prompt {
             while messages.last().is_some_and(is_assistant) {
                 messages.pop();
@@ -290,10 +321,12 @@ fn is_assistant(message: &Value) -> bool {
 }
 
 pub fn required<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a Value> {
-    row.get(key).ok_or_else(|| {
-        let there: Vec<&str> = row.keys().map(String::as_str).collect();
-        Error::data(format!("there is no field {key:?}; the row has: {}", there.join(", ")))
-    })
+    row.get(key).ok_or_else(|| no_field(row, key))
+}
+
+fn no_field(row: &Map<String, Value>, key: &str) -> Error {
+    let there: Vec<&str> = row.keys().map(String::as_str).collect();
+    Error::data(format!("there is no field {key:?}; the row has: {}", there.join(", ")))
 }
 
 pub fn token_ids(key: &str, items: &[Value]) -> Result<Vec<u32>> {
@@ -322,6 +355,30 @@ fn margin_text(key: &str, value: &Value) -> Result<String> {
     margin
         .map(|margin| margin.to_string())
         .ok_or_else(|| Error::data(format!("field {key:?} is {value}, needed a number")))
+}
+
+fn truth(key: &str, value: &Value) -> Result<bool> {
+    match value {
+        Value::Bool(label) => Ok(*label),
+        Value::Number(label) if label.as_f64() == Some(1.0) => Ok(true),
+        Value::Number(label) if label.as_f64() == Some(0.0) => Ok(false),
+        Value::String(label) if label == "true" => Ok(true),
+        Value::String(label) if label == "false" => Ok(false),
+        other => Err(Error::data(format!("field {key:?} is {other}, needed true or false"))),
+    }
+}
+
+/// Texts of tokens, or numbers.
+fn step_labels(key: &str, value: &Value) -> Result<String> {
+    let Value::Array(labels) = value else {
+        return Err(Error::data(format!("field {key:?} is {}, needed a list of labels", kind_of(value))));
+    };
+    let is_soft = |label: &Value| label.as_f64().is_some_and(|p| (0.0..=1.0).contains(&p));
+    match labels.iter().find(|label| !label.is_string() && !is_soft(label)) {
+        _ if labels.is_empty() => Err(empty(key)),
+        Some(label) => Err(Error::data(format!("field {key:?} holds {label}, needed texts, or numbers from 0 to 1"))),
+        None => Ok(value.to_string()),
+    }
 }
 
 fn label_text(value: &Value) -> String {

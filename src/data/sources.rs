@@ -78,7 +78,7 @@ fn kept_fields(Reading { config, part, .. }: Reading<'_>) -> Vec<String> {
     match part {
         Part::Prompt => vec![ALL_FIELDS.into()],
         _ if config.order == Order::Curriculum => vec![config.curriculum_field.clone()],
-        Part::Demonstration | Part::Pair => Vec::new(),
+        Part::Demonstration | Part::Pair | Part::Labelled | Part::Steps => Vec::new(),
     }
 }
 
@@ -90,11 +90,12 @@ impl Prepared {
         let files: Vec<PathBuf> = names(config).map(PathBuf::from).filter(|path| is_jsonl(path)).collect();
         let hashes = hashes.of(&files, group)?;
         let DataConfig { prompt_key, response_key, label_key, messages_key, chat_template, .. } = config;
-        let response_key = (part == Part::Demonstration).then_some(response_key);
+        let response_key = matches!(part, Part::Demonstration | Part::Labelled).then_some(response_key);
         let DataConfig { chosen_key, rejected_key, margin_key, .. } = config;
         let pair_keys = (part == Part::Pair).then_some((chosen_key, rejected_key, margin_key));
         let keys = (prompt_key, response_key, pair_keys, label_key, messages_key, chat_template, kept_fields(reading));
-        let how = format!("{} {vocabulary} {keys:?} {}", tokenizer.sha256(), describe(&config.split));
+        let of_labels = matches!(part, Part::Labelled | Part::Steps).then(|| format!(" {part:?}")).unwrap_or_default();
+        let how = format!("{} {vocabulary} {keys:?} {}{of_labels}", tokenizer.sha256(), describe(&config.split));
         let prefix = |name: &String| {
             let path = Path::new(name);
             if !is_jsonl(path) {
@@ -248,6 +249,15 @@ impl Rows {
         }
     }
 
+    /// File and line of a row, or its place in a shard that does not say.
+    pub(super) fn line_of(&self, entry: &Entry) -> Result<String> {
+        let source = &self.sources[entry.source as usize];
+        Ok(match source.shard.meta(entry.document as usize)?.source {
+            line if line.is_empty() => format!("document {} of {}", entry.document, source.name),
+            line => line,
+        })
+    }
+
     /// Rows (or pieces of long prompts) in an epoch.
     pub fn epoch_rows(&self) -> u64 {
         self.feed.epoch_entries()
@@ -328,15 +338,21 @@ fn entries_of(
     let prompt = shard.prompt_tokens(document as usize)?;
     let lengths = || shard.lengths(document as usize);
     let prefix = shard.prefix().display();
+    let needed = match reading.part {
+        Part::Pair => Some((3, "prompt, chosen and rejected", "--pairs")),
+        Part::Labelled => Some((2, "prompt and response", "--labelled")),
+        Part::Steps => Some((1, "one text", "--steps")),
+        Part::Prompt | Part::Demonstration => None,
+    };
+    if let Some((sequences, what, option)) = needed {
+        let found = lengths()?.len();
+        if found != sequences {
+            return Err(Error::data(format!("{prefix}: document {document} has {found} sequences, needed {what}"))
+                .hint(format!("shard it with {option}")));
+        }
+    }
     if reading.part == Part::Pair {
-        let lengths = lengths()?;
-        let &[_, chosen, rejected] = &lengths[..] else {
-            return Err(Error::data(format!(
-                "{prefix}: document {document} has {} sequences, needed prompt, chosen and rejected",
-                lengths.len()
-            ))
-            .hint("shard it with --pairs"));
-        };
+        let [chosen, rejected] = [lengths()?[1], lengths()?[2]];
         let entries = cut(reading.config, s, document, prompt, chosen.max(rejected));
         return Ok(entries.map(|mut entries| {
             for entry in &mut entries {
@@ -348,9 +364,11 @@ fn entries_of(
             entries
         }));
     }
-    let rest = match reading.part {
-        Part::Prompt => 0,
-        Part::Demonstration | Part::Pair => lengths()?[1..].iter().sum(),
+    let (prompt, rest) = match reading.part {
+        Part::Prompt => (prompt, 0),
+        // Of a text that is cut the end goes.
+        Part::Steps => (prompt.min(1), prompt.saturating_sub(1)),
+        Part::Demonstration | Part::Labelled | Part::Pair => (prompt, lengths()?[1..].iter().sum()),
     };
     if rest == 0 && reading.part == Part::Demonstration {
         return Err(Error::data(format!("{prefix}: document {document} has a prompt and no response"))

@@ -66,9 +66,12 @@ table! {
         "Share of prompts whose samples all have the same reward: with an estimator that compares them they teach nothing.";
     SCORE_MEAN = "score_mean", "reward", One, "Mean over samples of what the reward function returned.";
     ACCURACY = "accuracy", "reward", Ratio,
-        "Share of predictions that are right: next tokens (sft), chosen above rejected (preference jobs).";
+        "Share of predictions that are right: next tokens (sft), chosen above rejected (preference jobs), labels of steps (step_reward), \
+         rewards above beta times the KL where desirable and below where not (kto).";
     CHOSEN_REWARD_MEAN = "chosen_reward_mean", "reward", One, "Mean reward of the chosen responses.";
     REJECTED_REWARD_MEAN = "rejected_reward_mean", "reward", One, "Mean reward of the rejected responses.";
+    DESIRABLE_REWARD_MEAN = "desirable_reward_mean", "reward", One, "Mean reward of the desirable responses (kto).";
+    UNDESIRABLE_REWARD_MEAN = "undesirable_reward_mean", "reward", One, "Mean reward of the undesirable responses (kto).";
     MARGIN_MEAN = "margin_mean", "reward", One, "Mean of the chosen response's reward less the rejected one's.";
 
     LOSS = "loss", "loss", Nats, "The loss that model.actor learns by: of the step's updates the mean.";
@@ -77,7 +80,7 @@ table! {
         "Value loss of a minibatch, mean over its response tokens whatever ppo.aggregation says; mean over the step's updates.";
     KL_LOSS = "kl_loss", "loss", Nats, "KL term of the loss before its coefficient, where the KL is in the loss.";
 
-    KL_MEAN = "kl_mean", "policy", Nats, "Mean KL estimate against the reference per response token, at sampling.";
+    KL_MEAN = "kl_mean", "policy", Nats, "Mean KL estimate against the reference per response token, at sampling; kto: that of its loss, per response.";
     KL_COEF = "kl_coef", "policy", One, "Coefficient of the KL penalty used in this step.";
     ENTROPY = "entropy", "policy", Nats,
         "Mean entropy of the trained distribution, softmax(logits / rollout.temperature) over the whole vocabulary, before top_k, \

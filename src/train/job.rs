@@ -9,7 +9,7 @@ use super::{export, placement};
 use crate::comm::phase;
 use crate::config::Config;
 use crate::data::balance::Cost;
-use crate::data::{Row, RowSource, Rows};
+use crate::data::{Prepared, Row, RowSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::launch::banner::Needs;
 use crate::launch::run::{Run, Values};
@@ -33,6 +33,11 @@ pub trait Job: Sized {
 
     /// Refuses models that do not fit the first one in anything but the vocabulary.
     fn check_models(_config: &Config, _first: &Arch, _other: &JobModel) -> Result<()> {
+        Ok(())
+    }
+
+    /// Refuses rows that it cannot learn from, before any weights are loaded.
+    fn check_rows(_config: &Config, _source: &RowSource<Self::Row>, _tokenizer: &Tokenizer) -> Result<()> {
         Ok(())
     }
 
@@ -125,6 +130,19 @@ pub fn run<J: Job>(mut run: Run) -> Result<()> {
     export::finish(&mut run, exported.map(|learner| &learner.role), state.step, &ledger)
 }
 
+/// Opens the rows, and refuses those that model or method cannot learn from.
+fn open_rows<J: Job>(
+    config: &Config,
+    arch: &Arch,
+    tokenizer: &Arc<Tokenizer>,
+    prepared: &Prepared,
+) -> Result<RowSource<J::Row>> {
+    let source = RowSource::open(&config.data, tokenizer, arch.vocabulary, prepared, config.job.seed)?;
+    source.check_context(arch.context)?;
+    J::check_rows(config, &source, tokenizer)?;
+    Ok(source)
+}
+
 /// A dry run shows the first row as the model sees it.
 fn show_first<T: Row>(run: &Run, source: &mut RowSource<T>) -> Result<()> {
     if run.dry_run {
@@ -156,9 +174,7 @@ impl<J: Job> Opened<J> {
         let arch = models[0].arch.clone();
         run.recorder.say(&format!("opening the data: {}", config.data.prompts.join(", ")));
         let (prepared, hashed) = Hashed::data(run, J::Row::PART, &tokenizer, arch.vocabulary)?;
-        let source = RowSource::<J::Row>::open(&config.data, &tokenizer, arch.vocabulary, &prepared, config.job.seed);
-        let checked = source.and_then(|source| source.check_context(arch.context).map(|()| source));
-        let mut source = run.ranks.all.agree(checked)?;
+        let mut source = run.ranks.all.agree(open_rows::<J>(&config, &arch, &tokenizer, &prepared))?;
         show_first(run, &mut source)?;
         let steps = J::steps(&config, &source);
         if steps == 0 {

@@ -6,18 +6,22 @@ mod experience_maker;
 mod export;
 mod inputs;
 pub mod job;
+pub mod kto;
 pub mod models;
 mod pairs;
 mod placement;
 mod planned;
 pub mod ppo;
 pub mod preference;
+mod reference;
 pub mod reward_model;
 mod reward_models;
 mod rollout;
 pub mod rollout_weights;
 pub mod sft;
 pub mod state;
+pub mod step_reward;
+mod supervised;
 mod timers;
 pub mod update;
 mod warnings;
@@ -51,6 +55,14 @@ macro_rules! of_kind {
             }
             JobKind::Dpo => {
                 type $job = preference::Preference;
+                $call
+            }
+            JobKind::Kto => {
+                type $job = kto::Kto;
+                $call
+            }
+            JobKind::StepReward => {
+                type $job = step_reward::StepReward;
                 $call
             }
             JobKind::Ppo => {

@@ -46,7 +46,7 @@ fn what_a_job_file_says_wrongly_is_refused_by_line_or_key() {
 }
 
 /// What is said of kinds of jobs that are not.
-const RELEASED: &str = "this release runs \"sft\", \"reward_model\", \"dpo\" and \"ppo\"";
+const RELEASED: &str = "this release runs \"sft\", \"reward_model\", \"step_reward\", \"dpo\", \"kto\" and \"ppo\"";
 
 /// Overrides of the command line, and the words of the refusal and of its hint.
 const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
@@ -74,8 +74,6 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     (&["model.actor="], &["model.actor is empty"], ""),
     (&["job.dir="], &["job.dir is empty"], ""),
     // Of a later release.
-    (&["job.kind=kto"], &["job.kind = \"kto\" is not in this release"], RELEASED),
-    (&["job.kind=step_reward"], &["job.kind = \"step_reward\" is not in this release"], RELEASED),
     (&["job.kind=distill"], &["job.kind = \"distill\" is not in this release"], RELEASED),
     (&["job.kind=ppp"], &["unknown value `ppp`"], "`ppo`"),
     (&["reward.http=[\"http://localhost:1\"]"], &["reward.http", "later release"], "reward.rule"),
@@ -119,6 +117,9 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
         &["reward_model.epochs is 0", "above 0"],
         "",
     ),
+    (&["job.kind=kto", "kto.minibatch_samples=1"], &["kto.minibatch_samples is 1", "2"], ""),
+    (&["job.kind=step_reward", "step_reward.reward_tokens=[\"+\"]"], &["reward_tokens is [\"+\"]", "at least two"], ""),
+    (&["job.kind=step_reward", "step_reward.reward_tokens=[\"+\", \"+\"]"], &["has \"+\" twice"], ""),
     (&["job.steps=0", "--dry-run"], &["job.steps is 0"], ""),
 ];
 
@@ -144,6 +145,7 @@ const WORDS: &[(&str, &str)] = &[
     ("job.num-generations", "`rollout.samples_per_prompt`"),
     ("model.lora_rank", "adapters are not in this release"),
     ("model.load_in_4bit", "quantised weights are not in this release"),
+    ("step_reward.placeholder_token", "`step_reward.placeholder`"),
     ("metrics.wandb", "jobs/tools/metrics_to.py"),
     ("job.temperature", "`rollout.temperature`"),
 ];

@@ -2,6 +2,7 @@
 
 mod chat;
 mod fixture;
+mod labelled;
 mod pairs;
 pub mod rows;
 mod shard;
