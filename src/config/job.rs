@@ -132,6 +132,7 @@ table! {
     pub struct EvalConfig {
         pub every_steps: u64 = 0 => 0.0..=COUNT,
         pub samples_max: usize = 0 => 0.0..=COUNT,
+        pub patience: u64 = 0 => 0.0..=COUNT,
         pub correct_at: f32 = 1.0 => -FINITE..=FINITE,
     }
 }

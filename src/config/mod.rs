@@ -114,6 +114,7 @@ impl Config {
         self.check_ranges()?;
         self.data.check()?;
         self.optim.actor.check("optim.actor")?;
+        self.checkpoint.check(&self.eval)?;
         if self.job.kind == JobKind::Ppo {
             Error::need(self.job.steps > 0, "job.steps is 0, a ppo job needs at least 1")?;
             self.reward.check()?;

@@ -59,7 +59,8 @@ impl Run {
             let there = files::entries(dir).map_or(0, |all| all.iter().filter(|path| is_of_a_step(path)).count());
             files_to_come(keep_last, every_steps, steps, there)
         };
-        let count = to_come(&self.checkpoints(), checkpoints.keep_last, checkpoints.every_steps);
+        let best = usize::from(!checkpoints.best_metric.is_empty());
+        let count = to_come(&self.checkpoints(), checkpoints.keep_last, checkpoints.every_steps) + best;
         let saved = (count * CHECKPOINT_BYTES * learned + export) as u64;
         let recorded =
             to_come(&self.dir.join("rollouts"), metrics.rollouts_keep_last, metrics.rollouts_every_steps) as u64;

@@ -21,7 +21,14 @@ pub fn check_export(config: &Config) -> Result<()> {
     export::check_target(&config.job.dir.join(EXPORT)).map_err(|e| e.also("set another job.dir, or job.export = false"))
 }
 
-pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) -> Result<()> {
+/// `ended`: rows of the summary about how the run ended.
+pub fn finish(
+    run: &mut Run,
+    actor: Option<&Role>,
+    steps: u64,
+    ledger: &Ledger,
+    ended: Vec<(String, String)>,
+) -> Result<()> {
     let out = run.dir.join(EXPORT);
     let wanted = run.config.job.export;
     let exported = actor.filter(|_| wanted).map_or(Ok(()), |actor| write(run, actor, &out));
@@ -47,6 +54,7 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
         let (measured, planned) = (format_bytes(measured), format_bytes(expected.taken));
         rows.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned per rank")));
     }
+    rows.extend(ended);
     if wanted {
         rows.push(("export".to_string(), out.display().to_string()));
     }

@@ -1,5 +1,6 @@
 //! The algorithms, one on a page, and the state that a resume restores.
 
+mod best;
 mod config_diff;
 mod evaluate;
 mod experience_maker;

@@ -1,8 +1,9 @@
 //! Everything that a resume must restore, and its form in a checkpoint.
 
+use super::best::Best;
 use super::config_diff;
 use super::inputs::{self, Inputs};
-use crate::checkpoint::{self, Checkpoint, Manifest, ModelVectors, Payload, vector_name};
+use crate::checkpoint::{self, Checkpoint, Keep, Manifest, ModelVectors, Payload, vector_name};
 use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
@@ -29,6 +30,8 @@ pub struct State {
     pub has_work: bool,
     /// Whether the evaluation after `step` is still due.
     pub eval_due: bool,
+    #[serde(default)]
+    pub best: Best,
     /// Hashes of the job's inputs.
     pub inputs: Inputs,
 }
@@ -76,7 +79,8 @@ pub fn save(
         json["gemm"] = serde_json::json!(gemm);
     }
     let manifest = Manifest::new(state.step, &run.ranks.layout().mesh, &run.config_hash, json);
-    checkpoint::save(&run.checkpoints(), &run.ranks.all, &files, manifest, run.config.checkpoint.keep_last)?;
+    let keep = Keep { last: run.config.checkpoint.keep_last, best: state.best.step() };
+    checkpoint::save(&run.checkpoints(), &run.ranks.all, &files, manifest, keep)?;
     let written = if rank == 0 { state.ledger.write(&run.dir.join("ledger.json")) } else { Ok(()) };
     run.ranks.all.agree(written)
 }
@@ -121,6 +125,15 @@ pub fn find(run: &Run, first: &Arch, learned: &[&'static str], inputs: &Inputs) 
     if !changed.is_empty() {
         run.recorder.say(&format!("goes on with changes: {}", changed.join(", ")));
     }
+    Ok(Some(Resumed { checkpoint, state, work }))
+}
+
+/// Opens the checkpoint of the best evaluation, of the run that has just ended. All ranks call this.
+pub fn best(run: &Run, best: &Best, first: &Arch, learned: &[&'static str]) -> Result<Option<Resumed>> {
+    let Some(step) = best.step() else { return Ok(None) };
+    let checkpoint = run.ranks.all.agree(Checkpoint::open(&checkpoint::best_of(&run.checkpoints(), step)))?;
+    run.ranks.all.agree(checkpoint.verify(&run.ranks.all))?;
+    let (state, work) = run.ranks.all.agree(state_of(learned, &checkpoint, first))?;
     Ok(Some(Resumed { checkpoint, state, work }))
 }
 

@@ -3,6 +3,7 @@
 
 mod alike;
 mod arrays;
+mod best;
 mod changed;
 mod failing;
 mod interrupted;
