@@ -127,8 +127,8 @@ pub fn run<J: Job>(mut run: Run) -> Result<()> {
     job.learners().into_iter().for_each(|learner| learner.sum.grads.free());
     let (ledger, exported) = (job.rows().ledger().clone(), J::models(&run.config)[0].role.name());
     let learners = job.learners();
-    let exported = learners.iter().find(|learner| learner.role.name == exported);
-    export::finish(&mut run, exported.map(|learner| &learner.role), state.step, &ledger, ended)
+    let exported = learners.into_iter().find(|learner| learner.role.name == exported);
+    export::finish(&mut run, exported, state.step, &ledger, ended)
 }
 
 /// A dry run shows the first row as the model sees it.
@@ -195,11 +195,11 @@ impl<J: Job> Opened<J> {
         let roles = models::load(run, &models, values)?;
         let mut needs = J::needs(run, &arch, &source);
         needs.about.splice(0..0, about(&config, &shape, &source, steps));
-        let elements = models::learned(&models).map(|model| model.table().len()).sum();
-        let export_bytes = models[0].table().len() * config.model.dtype().bytes();
+        let exports = 1 + usize::from(config.optim.actor.ema_beta > 0.0);
+        let export_bytes = exports * models[0].table().len() * config.model.dtype().bytes();
         let to_restore = roles.iter().filter(|role| resumed.is_some() && learned.contains(&role.name));
         let unwritten = to_restore.map(|role| role.weights.bytes()).sum();
-        run.check_resources(unwritten, elements, export_bytes, needs.rollouts)?;
+        run.check_resources(unwritten, models::saved_bytes(&models), export_bytes, needs.rollouts)?;
         let updates = steps * shape.updates() as u64;
         let (learners, frozen) = models::learners(run, &models, roles, updates, values)?;
         let mut job = J::new(run, &arch, learners, frozen, source, tokenizer)?;

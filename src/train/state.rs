@@ -58,15 +58,18 @@ pub fn save(
     // Of state that is offloaded to mapped files one vector is in memory at a time.
     let evict = learners.iter().map(|learner| || learner.zero.buffers().for_each(Buffer::evict));
     let evict: Vec<_> = evict.collect();
-    let names =
-        learners.iter().flat_map(|learner| Vector::ALL.map(|what| move |at: usize| learner.describe_element(what, at)));
-    let names: Vec<_> = names.collect();
+    let names = learners.iter().map(|learner| {
+        let learner: &Learner = learner;
+        let name = |what| (what, move |at: usize| learner.describe_element(what, at));
+        learner.vectors().map(name).collect()
+    });
+    let names: Vec<Vec<_>> = names.collect();
     let mut files: Vec<(String, Payload)> = Vec::new();
-    for ((learner, evict), names) in learners.iter().zip(&evict).zip(names.chunks(Vector::ALL.len())) {
-        for (what, name) in Vector::ALL.into_iter().zip(names) {
+    for ((learner, evict), names) in learners.iter().zip(&evict).zip(&names) {
+        for (what, name) in names {
             let table = &learner.role.weights.table;
             let vector = vector_name(&format!("{}.{}", learner.role.name, what.name()), table);
-            let shard = Payload::shards(&vector, learner.stretches(what), table.len());
+            let shard = Payload::shards(&vector, learner.stretches(*what), table.len());
             files.push((format!("{vector}.rank-{rank:04}.bin"), shard.finite(name).and_then(evict)));
         }
     }
@@ -145,7 +148,10 @@ impl Resumed {
             let updates = self.state.updates[index.expect("a learner has a learned role")];
             let (table, arch) = (learner.role.weights.table.clone(), learner.role.arch().clone());
             let vectors = ModelVectors::open(&self.checkpoint, learner.role.name, &arch, &table)?;
-            learner.restore(updates, |what, range, out| vectors.read(what.name(), range, out))
+            // An average that is kept from now on begins with the weights.
+            let begins = !vectors.has(Vector::Average.name());
+            let saved = |what| if what == Vector::Average && begins { Vector::Master } else { what };
+            learner.restore(updates, |what, range, out| vectors.read(saved(what).name(), range, out))
         });
         run.ranks.all.agree(filled)?;
         for learner in learners {
