@@ -29,10 +29,10 @@ table! {
     pub struct CheckpointConfig {
         pub every_steps: u64 = 50 => 0.0..=COUNT,
         pub keep_last: usize = 3 => 0.0..=COUNT,
-        pub max_hours: f64 = 0.0 => 0.0..=87_600.0,
         pub best_metric: String = String::new(),
         pub best_mode: BestMode = BestMode::Auto,
         pub export_best: bool = false,
+        pub max_hours: f64 = 0.0 => 0.0..=87_600.0,
         pub changed_inputs: ChangedInputs = ChangedInputs::Refuse,
     }
 }

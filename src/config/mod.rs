@@ -137,6 +137,11 @@ impl Config {
                 ))
                 .hint("this estimator compares the samples of a prompt with each other"));
             }
+            let has_texts = !self.data.pretrain.is_empty();
+            Error::need(
+                self.ppo.ptx_coef == 0.0 || has_texts,
+                "ppo.ptx_coef is above 0, needed texts in data.pretrain",
+            )?;
             let is_random = self.rollout.temperature > 0.0;
             Error::need(is_random, "rollout.temperature is 0, a ppo job samples: needed above 0")?;
         } else {
@@ -215,6 +220,7 @@ impl Config {
             Estimator::Rloo => "RLOO",
             Estimator::Grpo => "GRPO",
             Estimator::DrGrpo => "Dr. GRPO",
+            Estimator::Remax => "ReMax",
         };
         match self.ppo.loss {
             PolicyLossKind::Clip => of_estimator.to_string(),
@@ -226,6 +232,11 @@ impl Config {
     pub fn needs_reference(&self) -> bool {
         self.job.kind == JobKind::Ppo && (self.ppo.kl_in != KlIn::None || !self.model.reference.as_os_str().is_empty())
             || self.job.kind == JobKind::Dpo && self.dpo.has_reference()
+    }
+
+    /// Responses to each prompt of a step: the samples, and behind them the greedy one where the estimator needs it.
+    pub fn responses_per_prompt(&self) -> usize {
+        self.rollout.samples_per_prompt + usize::from(self.ppo.advantage.has_greedy())
     }
 
     /// What the critic is made of: where nothing is named, the first reward model, else the actor.

@@ -65,6 +65,8 @@ table! {
     EQUAL_GROUPS_RATIO = "equal_groups_ratio", "reward", Ratio,
         "Share of prompts whose samples all have the same reward: with an estimator that compares them they teach nothing.";
     SCORE_MEAN = "score_mean", "reward", One, "Mean over samples of what the reward function returned.";
+    SCORE_GREEDY_MEAN = "score_greedy_mean", "reward", One,
+        "Mean over samples of the score of the greedy response to their prompt, which is the baseline (ppo.advantage = \"remax\").";
     ACCURACY = "accuracy", "reward", Ratio,
         "Share of predictions that are right: next tokens (sft), chosen above rejected (preference jobs).";
     CHOSEN_REWARD_MEAN = "chosen_reward_mean", "reward", One, "Mean reward of the chosen responses.";
@@ -76,6 +78,9 @@ table! {
     VALUE_LOSS = "value_loss", "loss", One,
         "Value loss of a minibatch, mean over its response tokens whatever ppo.aggregation says; mean over the step's updates.";
     KL_LOSS = "kl_loss", "loss", Nats, "KL term of the loss before its coefficient, where the KL is in the loss.";
+
+    PTX_LOSS = "ptx_loss", "loss", Nats,
+        "Mean cross-entropy of the next tokens of data.pretrain, before ppo.ptx_coef; mean over the step's updates.";
 
     KL_MEAN = "kl_mean", "policy", Nats, "Mean KL estimate against the reference per response token, at sampling.";
     KL_COEF = "kl_coef", "policy", One, "Coefficient of the KL penalty used in this step.";

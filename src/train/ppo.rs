@@ -14,7 +14,8 @@ use crate::config::mesh::RoleName;
 use crate::config::ppo::KlIn;
 use crate::config::reward::ModelRewardConfig;
 use crate::config::{self, Config};
-use crate::data::{Part, PromptSource, Rows};
+use crate::data::{Part, PromptSource, Rows, SftRow};
+use crate::device::null;
 use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Finish, Prompt, Response};
 use crate::launch::banner::Needs;
@@ -250,6 +251,16 @@ impl Ppo {
         Ok(UpdateWork { experience, kl_beta, values, ..UpdateWork::default() })
     }
 
+    /// The pretraining rows of an update: as many as a minibatch has samples, where they are learned from (PPO-ptx).
+    fn texts(&mut self, config: &Config, step: u64, minibatch: usize) -> Result<Vec<SftRow>> {
+        if config.ppo.ptx_coef == 0.0 {
+            return Ok(Vec::new());
+        }
+        let shape = Self::shape(config);
+        let update = (step - 1) * shape.updates() as u64 + minibatch as u64 + 1;
+        self.collector.source.pretrain(update, shape.minibatch)
+    }
+
     /// Epochs over minibatches of a global, seeded shuffle that does not depend on the ranks. It can stop between two updates.
     fn learn(&mut self, run: &mut Run, step: &mut Step, work: &mut UpdateWork) -> std::result::Result<(), Ended> {
         phase::set(step.number, "train");
@@ -263,6 +274,8 @@ impl Ppo {
         // Counted in the batch: the configuration may have changed since the batch was saved.
         let per_epoch = work.experience.len().div_ceil(size);
         let total = epochs * per_epoch;
+        // A plan is of the steps behind the warm-up.
+        let warms_up = step.number <= config.ppo.critic_warmup_steps && !null::is_active();
         let bar = run.recorder.phase(Phase::Train.name(), total as u64);
         bar.set_position(work.minibatches as u64);
         while work.minibatches < total {
@@ -274,8 +287,11 @@ impl Ppo {
             let order = rng.permutation(work.experience.len(), (step.number as usize * epochs + epoch) as u32);
             let chosen = order.chunks(size).nth(index).unwrap_or_default();
             let samples: Vec<&Experience> = chosen.iter().map(|&i| &work.experience[i]).collect();
-            let update = Update { config: &config, axes: &run.ranks.axes, kl_beta: work.kl_beta };
-            let (actor, critic, timers) = (self.actor.as_mut(), self.critic.as_mut(), &mut step.timers);
+            let texts = if warms_up { Ok(Vec::new()) } else { self.texts(&config, step.number, work.minibatches) };
+            let texts = &run.ranks.all.agree(texts)?;
+            let update = Update { config: &config, axes: &run.ranks.axes, kl_beta: work.kl_beta, texts };
+            let actor = self.actor.as_mut().filter(|_| !warms_up);
+            let (critic, timers) = (self.critic.as_mut(), &mut step.timers);
             let mut found = step.phases.time(Phase::Train, || {
                 let found = timers.train(|| update.minibatch(actor, critic, &samples));
                 placement::sums(&run.ranks, found)
@@ -339,6 +355,7 @@ fn rollout_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) 
         (keys::RESPONSE_TOKENS_MEAN, responses as f64 / n),
         (keys::RESPONSE_TRUNCATED_RATIO, cut as f64 / n),
     ];
+    all.extend(stats.greedy_mean.map(|mean| (keys::SCORE_GREEDY_MEAN, mean)));
     all.extend(stats.equal_groups_ratio.map(|ratio| (keys::EQUAL_GROUPS_RATIO, ratio)));
     if samples.iter().any(|s| !s.values.is_empty()) {
         all.push((keys::VALUE_MEAN, values / responses.max(1) as f64));

@@ -100,7 +100,7 @@ fn an_update_waits_for_the_numbers_of_its_losses_and_for_the_norm_of_each_gradie
         let count = microbatches(&config, &samples).len() as u64;
         assert!(count > 2, "several micro-batches");
         let [mut actor, mut critic] = [Head::LanguageModel, Head::Value].map(|head| learner(head, &config, &axes));
-        let update = Update { config: &config, axes: &axes, kl_beta: BETA };
+        let update = Update { config: &config, axes: &axes, kl_beta: BETA, texts: &[] };
         let (waits, sums) = waited(gpu, || update.minibatch(&mut actor, Some(&mut critic), &samples));
         let sums = sums.expect("finite");
         // For the numbers of each pass and of the critic, and for two norms.
