@@ -20,7 +20,7 @@ pub enum ChangedInputs {
 pub enum BestMode {
     /// The lower one of a loss or a KL, the higher one of anything else.
     #[default]
-    Auto,
+    ByMetric,
     Max,
     Min,
 }
@@ -30,7 +30,7 @@ table! {
         pub every_steps: u64 = 50 => 0.0..=COUNT,
         pub keep_last: usize = 3 => 0.0..=COUNT,
         pub best_metric: String = String::new(),
-        pub best_mode: BestMode = BestMode::Auto,
+        pub best_mode: BestMode = BestMode::ByMetric,
         pub export_best: bool = false,
         pub max_hours: f64 = 0.0 => 0.0..=87_600.0,
         pub changed_inputs: ChangedInputs = ChangedInputs::Refuse,

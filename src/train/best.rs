@@ -47,7 +47,7 @@ impl Best {
             return Ok(false);
         }
         let lower = match config.checkpoint.best_mode {
-            BestMode::Auto => metric.ends_with("loss") || metric.contains("kl"),
+            BestMode::ByMetric => metric.ends_with("loss") || metric.contains("kl"),
             mode => mode == BestMode::Min,
         };
         let improves = if lower { *value < self.value } else { *value > self.value };

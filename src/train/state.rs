@@ -134,7 +134,10 @@ pub fn find(run: &Run, first: &Arch, learned: &[&'static str], inputs: &Inputs) 
 /// Opens the checkpoint of the best evaluation, of the run that has just ended. All ranks call this.
 pub fn best(run: &Run, best: &Best, first: &Arch, learned: &[&'static str]) -> Result<Option<Resumed>> {
     let Some(step) = best.step() else { return Ok(None) };
-    let checkpoint = run.ranks.all.agree(Checkpoint::open(&checkpoint::best_of(&run.checkpoints(), step)))?;
+    let gone =
+        "where the best checkpoint is gone, the same line with checkpoint.export_best=false exports the last one";
+    let opened = Checkpoint::open(&checkpoint::best_of(&run.checkpoints(), step)).map_err(|e| e.hint(gone));
+    let checkpoint = run.ranks.all.agree(opened)?;
     run.ranks.all.agree(checkpoint.verify(&run.ranks.all))?;
     let (state, work) = run.ranks.all.agree(state_of(learned, &checkpoint, first))?;
     Ok(Some(Resumed { checkpoint, state, work }))

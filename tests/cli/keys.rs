@@ -111,7 +111,11 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     (&["ppo.ptx_coef=0.1"], &["ppo.ptx_coef is above 0", "data.pretrain"], ""),
     (&["optim.critic.ema_beta=1"], &["optim.critic.ema_beta is 1"], ""),
     (&["eval.patience=2"], &["eval.patience above 0 without checkpoint.best_metric"], "eval_loss"),
-    (&["checkpoint.best_metric=eval_loss"], &["\"eval_loss\" with eval.every_steps = 0"], "eval.every_steps"),
+    (
+        &["checkpoint.best_metric=eval_loss", "eval.every_steps=0"],
+        &["\"eval_loss\" with eval.every_steps = 0"],
+        "eval.every_steps",
+    ),
     (
         &["ppo.overlong_buffer_tokens=9", "ppo.overlong_tokens_max=8"],
         &["ppo.overlong_tokens_max is 8", "at least", "9"],

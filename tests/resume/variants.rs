@@ -3,6 +3,7 @@
 use crate::cli::command;
 use crate::resume::job::{Job, place};
 use rlhf_hpc::checkpoint::{Checkpoint, SavedVector};
+use serde_json::{Value, json};
 
 /// Runs alone with `sets`; every number that was recorded is finite, and sampling and training agree to the bit.
 fn steps(name: &str, sets: &str) -> Job {
@@ -61,31 +62,31 @@ fn scores_are_shaped_as_configured() {
 
 #[test]
 fn the_baseline_of_remax_is_the_score_of_the_greedy_response_which_is_not_learned_from() {
-    // The same rows train and are evaluated.
-    let rows = ["train", "eval"].map(|split| {
-        [0, 1, 2, 3, 4, 5, 6, 7].map(|i| format!("{{\"prompt\": \"{i}+{i}=\", \"split\": \"{split}\"}}\n")).concat()
-    });
-    std::fs::write(place().join("twice.jsonl"), rows.concat()).expect("writes");
-    let sets = "ppo.advantage=remax ppo.kl_in=none eval.every_steps=1 data.prompts=[\"twice.jsonl\"] data.split.by=field \
-                data.split.field=split";
-    let job = Job::ppo("remax").with("job.steps=2 checkpoint.every_steps=0").with(sets).done();
-    let (baseline, greedy) = (job.numbers("score_greedy_mean"), job.numbers("eval_reward_mean"));
-    assert!(baseline.len() == 2 && greedy.len() == 3, "{baseline:?}, {greedy:?}");
-    for step in 0..2 {
-        // Those of an evaluation are of the weights that the next step samples from.
-        assert!((baseline[step] - greedy[step]).abs() < 1e-9, "{baseline:?}, {greedy:?}");
-        let gap = job.numbers("score_mean")[step] - baseline[step];
-        assert_eq!(job.numbers("samples")[step], 16.0, "the greedy responses are none of them");
-        let arrays = &job.rollouts()[&format!("step_{:06}", step + 1)];
-        let (advantages, offsets) = (&arrays["advantages"], &arrays["response_offsets"]);
-        let first: Vec<f64> = offsets[..16].iter().map(|&at| advantages[at as usize]).collect();
-        assert!((first.iter().sum::<f64>() / 16.0 - gap).abs() < 1e-6, "{first:?}, {gap}");
-        let (scores, per_prompt) = (&arrays["score"], 2);
-        for (scores, advantages) in scores.chunks(per_prompt).zip(first.chunks(per_prompt)) {
-            let baselines: Vec<f64> = scores.iter().zip(advantages).map(|(score, a)| score - a).collect();
-            assert!((baselines[0] - baselines[1]).abs() < 1e-6, "samples of a prompt share it: {baselines:?}");
-        }
+    let sets = "ppo.advantage=remax ppo.kl_in=none rollout.stop_token_ids=[]";
+    let job = steps("remax", sets);
+    let arrays = &job.rollouts()["step_000001"];
+    let whole = |name: &str| arrays[name].iter().map(|&x| x as usize).collect::<Vec<usize>>();
+    let (starts, prompts) = (whole("token_offsets"), whole("prompt_tokens"));
+    assert_eq!((prompts.len(), job.numbers("samples")[0]), (16, 16.0), "the greedy responses are none of the samples");
+    let prompt = |i: usize| &arrays["tokens"][starts[i]..starts[i] + prompts[i]];
+    let rows = (0..16).step_by(2).map(|i| json!({"tokens": prompt(i).iter().map(|&t| t as u32).collect::<Vec<_>>()}));
+    std::fs::write(job.dir.join("prompts.jsonl"), rows.map(|row| row.to_string() + "\n").collect::<String>())
+        .expect("writes");
+    let input = job.dir.join("prompts.jsonl").display().to_string();
+    let verb = ["generate", "--model", "model", "--input", &input, "--max-new-tokens", "12", "--temperature", "0"];
+    let greedy = command::run(place(), &verb).well().stdout;
+    let score = |line: &str| {
+        let line: Value = serde_json::from_str(line).expect("JSON");
+        f64::from(u8::from(line["text"].as_str().expect("a text").contains(|c: char| "0123456789abcdef".contains(c))))
+    };
+    let baselines: Vec<f64> = greedy.lines().map(score).collect();
+    assert_eq!(baselines.len(), 8);
+    for (i, first) in whole("response_offsets")[..16].iter().enumerate() {
+        let wanted = arrays["score"][i] - baselines[i / 2];
+        assert!((arrays["advantages"][*first] - wanted).abs() < 1e-6, "sample {i}: not {wanted}, {baselines:?}");
     }
+    let mean = baselines.iter().sum::<f64>() / 8.0;
+    assert!((job.numbers("score_greedy_mean")[0] - mean).abs() < 1e-9, "{baselines:?}");
 }
 
 #[test]
