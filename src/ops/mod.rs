@@ -11,6 +11,8 @@ pub mod attention;
 mod attention_shape;
 pub mod columns;
 pub mod embedding;
+pub mod linear_divergence;
+mod linear_divergence_cuda;
 pub mod linear_logprob;
 mod linear_logprob_cuda;
 pub mod matmul;
