@@ -64,8 +64,10 @@ impl DistillConfig {
             return Ok(());
         }
         if !self.on_policy {
-            return Err(Error::usage("distill.full_vocabulary = false looks at sampled tokens alone, but the rows are not sampled")
-                .hint("set distill.on_policy = true, or leave distill.full_vocabulary out"));
+            return Err(Error::usage(
+                "distill.full_vocabulary = false looks at sampled tokens alone, but the rows are not sampled",
+            )
+            .hint("set distill.on_policy = true, or leave distill.full_vocabulary out"));
         }
         if self.divergence != Divergence::ReverseKl {
             let name = super::name(&self.divergence);

@@ -38,7 +38,8 @@ impl ModelConfig {
 
     /// The weight of each teacher: those that are given, or equal ones, divided by their sum.
     pub fn teacher_weights(&self) -> Vec<f64> {
-        let given = if self.teacher_weights.is_empty() { &vec![1.0; self.teachers.len()] } else { &self.teacher_weights };
+        let given =
+            if self.teacher_weights.is_empty() { &vec![1.0; self.teachers.len()] } else { &self.teacher_weights };
         given.iter().map(|weight| weight / given.iter().sum::<f64>()).collect()
     }
 

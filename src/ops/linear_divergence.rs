@@ -69,7 +69,13 @@ impl<'a> Against<'a> {
     }
 
     /// Compares the student's logits of tokens `range` with all teachers, and adds to their dlogits, where there are any.
-    pub(super) fn compare(&mut self, part: HeadPart, range: Range<usize>, student: &[f32], mut dlogits: Option<&mut [f32]>) {
+    pub(super) fn compare(
+        &mut self,
+        part: HeadPart,
+        range: Range<usize>,
+        student: &[f32],
+        mut dlogits: Option<&mut [f32]>,
+    ) {
         let Teachers { all, divergence, temperature } = self.teachers;
         let (v, inverse_temperature) = (student.len() / range.len(), 1.0 / temperature);
         let stats = |logits: &[f32]| part.combined(softmax::stats_of_rows(logits, v, inverse_temperature));

@@ -32,8 +32,7 @@ impl Against<'_> {
             let mut room = head.room();
             let of_teacher = head.stats(range, places, &mut room);
             let teacher = head.logits(&room, m);
-            let pair =
-                Pair { student, teacher, inverse_temperature, of_student: &of_student, of_teacher: &of_teacher };
+            let pair = Pair { student, teacher, inverse_temperature, of_student: &of_student, of_teacher: &of_teacher };
             let mut sums = logprob::stats_room(m);
             pair.sums(divergence, &mut sums);
             own.combine(m, &mut sums);

@@ -8,8 +8,16 @@ use std::path::Path;
 use toml::Value;
 
 /// Keys that the meaning of the state depends on.
-const OF_THE_STATE: &[&str] =
-    &["job.kind", "job.seed", "model.actor", "model.reference", "model.critic", "model.teachers", "ppo.advantage", "data."];
+const OF_THE_STATE: &[&str] = &[
+    "job.kind",
+    "job.seed",
+    "model.actor",
+    "model.reference",
+    "model.critic",
+    "model.teachers",
+    "ppo.advantage",
+    "data.",
+];
 /// Keys of `[data]` that training does not read.
 const NOT_OF_THE_STATE: &[&str] = &["data.eval_split"];
 /// Where the run directory is, and how the run resumes.
