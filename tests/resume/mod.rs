@@ -4,6 +4,7 @@
 mod alike;
 mod arrays;
 mod changed;
+mod distill;
 mod failing;
 mod interrupted;
 pub mod job;
