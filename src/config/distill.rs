@@ -70,11 +70,10 @@ impl DistillConfig {
             .hint("set distill.on_policy = true, or leave distill.full_vocabulary out"));
         }
         if self.divergence != Divergence::ReverseKl {
-            let name = super::name(&self.divergence);
-            return Err(Error::usage(format!(
-                "distill.full_vocabulary = false with distill.divergence = \"{name}\": the student's samples tell of the reverse KL"
-            ))
-            .hint("set distill.divergence = \"reverse_kl\", or distill.full_vocabulary = true"));
+            let message =
+                "distill.full_vocabulary = false looks at the student's samples alone, which tell of the reverse KL";
+            return Err(Error::usage(message)
+                .hint("set distill.divergence = \"reverse_kl\", or distill.full_vocabulary = true"));
         }
         let (sampled, compared) = (rollout.temperature, self.temperature);
         Error::need(

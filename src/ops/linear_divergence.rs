@@ -10,16 +10,20 @@
 pub use crate::config::distill::Divergence;
 
 use super::check;
-use super::linear_divergence_cuda as on_gpu;
 use super::linear_logprob::{
-    CHUNK_BYTES, HeadPart, RowStats, TokenLoss, check_inputs, chunk_rows, forward_backward_part,
+    CHUNK_BYTES, Comparison, HeadPart, RowStats, TokenLoss, check_inputs, chunk_rows, forward_backward_part,
 };
+use super::linear_logprob_cuda::Head;
 use super::matmul::{forward_rows, panels};
 use crate::device::cpu::linear_divergence::Pair;
 use crate::device::cpu::{matmul as products, softmax};
+use crate::device::cuda::linear_divergence::Pair as PairOnGpu;
+use crate::device::cuda::linear_logprob::{self as on_gpu, Logits};
+use crate::device::cuda::readback::Late;
+use crate::device::cuda::{Memory, ViewMut};
 use crate::device::{Device, null};
 use crate::tensor::arena::Buffer;
-use crate::tensor::{Tensor, Weight, WeightMut};
+use crate::tensor::{DType, Tensor, Weight, WeightMut};
 use std::ops::Range;
 
 const OP: &str = "linear_divergence";
@@ -48,11 +52,11 @@ pub struct Divergences {
 }
 
 /// A comparison that goes on over chunks of tokens.
-pub struct Against<'a> {
-    pub(super) teachers: Teachers<'a>,
+struct Against<'a> {
+    teachers: Teachers<'a>,
     /// What dlogits of a token's divergence are multiplied by.
-    pub(super) scale: f32,
-    pub(super) found: Divergences,
+    scale: f32,
+    found: Divergences,
 }
 
 impl<'a> Against<'a> {
@@ -69,13 +73,7 @@ impl<'a> Against<'a> {
     }
 
     /// Compares the student's logits of tokens `range` with all teachers, and adds to their dlogits, where there are any.
-    pub(super) fn compare(
-        &mut self,
-        part: HeadPart,
-        range: Range<usize>,
-        student: &[f32],
-        mut dlogits: Option<&mut [f32]>,
-    ) {
+    fn compare(&mut self, part: HeadPart, range: Range<usize>, student: &[f32], mut dlogits: Option<&mut [f32]>) {
         let Teachers { all, divergence, temperature } = self.teachers;
         let (v, inverse_temperature) = (student.len() / range.len(), 1.0 / temperature);
         let stats = |logits: &[f32]| part.combined(softmax::stats_of_rows(logits, v, inverse_temperature));
@@ -95,8 +93,41 @@ impl<'a> Against<'a> {
         }
     }
 
+    /// As `compare`, with the chunk's part of the student's head and the places of its targets.
+    fn compare_on_gpu(
+        &mut self,
+        own: &Head,
+        range: &Range<usize>,
+        places: &Memory,
+        student: Logits,
+        mut dlogits: Option<ViewMut>,
+    ) {
+        let Teachers { all, divergence, temperature } = self.teachers;
+        let (m, inverse_temperature) = (range.len(), 1.0 / temperature);
+        let mut of_student = on_gpu::stats_room(m);
+        on_gpu::stats(student, inverse_temperature, places, &mut of_student);
+        own.combine(m, &mut of_student);
+        for Teacher { h, w, weight } in all {
+            let head = Head::new(OP, h, w, own.part, own.targets, temperature);
+            let mut room = head.room();
+            let of_teacher = head.stats(range, places, &mut room);
+            let teacher = head.logits(&room, m);
+            let pair =
+                PairOnGpu { student, teacher, inverse_temperature, of_student: &of_student, of_teacher: &of_teacher };
+            let mut sums = on_gpu::stats_room(m);
+            pair.sums(divergence, &mut sums);
+            own.combine(m, &mut sums);
+            if let Some(dlogits) = &mut dlogits {
+                let scale = self.scale * weight * inverse_temperature;
+                pair.add(divergence, &sums, scale, dlogits.reborrow(), own.stride());
+            }
+            let sums = Late::of(sums.view(DType::F32).part(0..4 * m)).take();
+            self.count(range, *weight, sums.as_chunks::<4>().0.iter().map(|[_, first, second, _]| [*first, *second]));
+        }
+    }
+
     /// Adds what the two sums of each token of `range` say of a teacher.
-    pub(super) fn count(&mut self, range: &Range<usize>, weight: f32, sums: impl Iterator<Item = [f32; 2]>) {
+    fn count(&mut self, range: &Range<usize>, weight: f32, sums: impl Iterator<Item = [f32; 2]>) {
         for (i, [first, second]) in range.clone().zip(sums) {
             let (value, loss) = match self.teachers.divergence {
                 Divergence::ForwardKl => (first, second),
@@ -106,6 +137,16 @@ impl<'a> Against<'a> {
             self.found.values[i] += weight * value;
             self.found.losses[i] += weight * loss;
         }
+    }
+}
+
+impl Comparison for Against<'_> {
+    fn chunk(&mut self, part: HeadPart, range: Range<usize>, logits: &[f32], dlogits: &mut [f32]) {
+        self.compare(part, range, logits, Some(dlogits));
+    }
+
+    fn chunk_on_gpu(&mut self, head: &Head, range: &Range<usize>, places: &Memory, logits: Logits, dlogits: ViewMut) {
+        self.compare_on_gpu(head, range, places, logits, Some(dlogits));
     }
 }
 
@@ -124,7 +165,7 @@ pub fn forward(
     let mut against = Against::new(teachers, h, &w, 0.0);
     null::note(null::HEAD, 2.0 * (t * w.n * w.k) as f64, 0.0);
     if h.device() == Device::Cuda {
-        on_gpu::forward(h, &w, part, targets, &mut against, logprobs);
+        forward_on_gpu(h, &w, part, targets, &mut against, logprobs);
         return against.found;
     }
     let head = panels(OP, &w);
@@ -163,4 +204,25 @@ pub fn forward_backward(
     let loss: &mut TokenLoss = &mut |_, _, _, dlogprobs, _| dlogprobs.fill(-ce);
     forward_backward_part(h, w, part, targets, 1.0, loss, Some(&mut against), logprobs, &mut entropy, dh, dw);
     against.found
+}
+
+/// `forward` with the logits of a chunk in f32; the host waits for the sums of each.
+fn forward_on_gpu(
+    h: &Tensor,
+    w: &Weight,
+    part: HeadPart,
+    targets: &[u32],
+    against: &mut Against,
+    logprobs: &mut [f32],
+) {
+    let head = Head::new(OP, h, w, part, targets, 1.0);
+    let mut room = head.room();
+    for range in head.chunks(head.chunk_rows()) {
+        let (m, places) = (range.len(), head.places(&range));
+        let stats = head.stats(&range, &places, &mut room);
+        let mut found = Memory::scratch(m * size_of::<f32>());
+        on_gpu::read(&stats, 1.0, found.view_mut(DType::F32), None);
+        logprobs[range.clone()].copy_from_slice(&Late::of(found.view(DType::F32).part(0..m)).take());
+        against.compare_on_gpu(&head, &range, &places, head.logits(&room, m), None);
+    }
 }

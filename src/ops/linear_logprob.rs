@@ -8,10 +8,10 @@
 
 pub use crate::device::cpu::softmax::RowStats;
 
-use super::linear_divergence::Against;
 use super::{check, linear_logprob_cuda as on_gpu};
 use crate::device::cpu::{copy, matmul as products, softmax};
-use crate::device::cuda::Memory;
+use crate::device::cuda::linear_logprob::Logits;
+use crate::device::cuda::{Memory, ViewMut};
 use crate::device::{Device, null};
 use crate::ops::matmul::{backward_input_rows, backward_weight_rows, check_gradient, forward_rows, panels};
 use crate::tensor::arena::Buffer;
@@ -203,6 +203,22 @@ pub fn forward_part(
 /// writes (d loss / d logprob, d loss / d entropy), which are 0 before.
 pub type TokenLoss<'a> = dyn FnMut(Range<usize>, &[f32], &[f32], &mut [f32], &mut [f32]) + 'a;
 
+/// What compares the logits of a chunk of tokens with others', and adds to their gradient.
+pub trait Comparison {
+    /// Given the logits of tokens `range` on one part of the head, and their gradient so far.
+    fn chunk(&mut self, part: HeadPart, range: Range<usize>, logits: &[f32], dlogits: &mut [f32]);
+
+    /// The same on a GPU, with the places of the targets.
+    fn chunk_on_gpu(
+        &mut self,
+        head: &on_gpu::Head,
+        range: &Range<usize>,
+        places: &Memory,
+        logits: Logits,
+        dlogits: ViewMut,
+    );
+}
+
 /// The head transposed, where several chunks will use it and it is not too large.
 fn transposed_once(head: &products::Panels, several: bool) -> Option<Buffer> {
     let len = products::transposed_len(head);
@@ -242,7 +258,7 @@ pub fn forward_backward_part(
     targets: &[u32],
     temperature: f32,
     loss: &mut TokenLoss,
-    mut against: Option<&mut Against>,
+    mut against: Option<&mut dyn Comparison>,
     logprobs: &mut [f32],
     entropy: &mut [f32],
     dh: &mut Tensor,
@@ -286,7 +302,7 @@ pub fn forward_backward_part(
         loss(range.clone(), &logprobs[range.clone()], &entropy[range.clone()], dlogprobs, dentropy);
         softmax::backward_rows(logits, w.n, &stats, &places, dlogprobs, dentropy);
         if let Some(against) = &mut against {
-            against.compare(part, range, &kept[..m * w.n], Some(logits));
+            against.chunk(part, range, &kept[..m * w.n], logits);
         }
         backward_input_rows(logits, m, &head, transposed.as_deref(), &mut dh.data_mut()[rows], false);
         backward_weight_rows(logits, h, m, w.n, d, dw.values.reborrow().f32(), head.is_bf16());

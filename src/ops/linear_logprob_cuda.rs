@@ -1,8 +1,7 @@
 //! `linear_logprob` on a GPU: the same chunks, with logits in f32 and their gradients in bf16. Where a loss follows, the host
 //! waits for the log-probabilities of a chunk.
 
-use super::linear_divergence::Against;
-use super::linear_logprob::{Extra, HeadPart, TokenLoss};
+use super::linear_logprob::{Comparison, Extra, HeadPart, TokenLoss};
 use super::matmul::rows;
 use crate::device::cuda::fast;
 use crate::device::cuda::linear_logprob::{self as cuda, Logits};
@@ -23,7 +22,7 @@ const FUSED_BYTES: usize = 64 << 20;
 const FUSED_ROWS: usize = 128;
 
 /// A head, and the rows that go through it.
-pub(super) struct Head<'a> {
+pub struct Head<'a> {
     h: View<'a>,
     tokens: usize,
     width: usize,
@@ -137,7 +136,7 @@ pub(super) fn forward(head: &Head, mut logprobs: ViewMut, kind: Extra, mut extra
 pub(super) fn forward_backward(
     head: &Head,
     loss: &mut TokenLoss,
-    mut against: Option<&mut Against>,
+    mut against: Option<&mut dyn Comparison>,
     logprobs: &mut [f32],
     entropy: &mut [f32],
     dh: &mut Tensor,
@@ -181,7 +180,7 @@ pub(super) fn forward_backward(
             );
             if let Some(against) = &mut against {
                 let dlogits = dlogits.view_mut(DType::Bf16).part(at * stride..(at + m) * stride);
-                against.compare_on_gpu(head, &range, &places, head.logits(&room, m), Some(dlogits));
+                against.chunk_on_gpu(head, &range, &places, head.logits(&room, m), dlogits);
             }
         }
         let m = whole.len();

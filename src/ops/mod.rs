@@ -12,7 +12,6 @@ mod attention_shape;
 pub mod columns;
 pub mod embedding;
 pub mod linear_divergence;
-mod linear_divergence_cuda;
 pub mod linear_logprob;
 mod linear_logprob_cuda;
 pub mod matmul;

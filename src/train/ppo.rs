@@ -399,7 +399,7 @@ fn advantage_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32
     ];
     all.extend(stats.equal_groups_ratio.map(|ratio| (keys::EQUAL_GROUPS_RATIO, ratio)));
     if samples.iter().any(|s| !s.values.is_empty()) {
-        let values = samples.iter().flat_map(|s| &s.values).map(|v| f64::from(*v)).sum::<f64>();
+        let values: f64 = samples.iter().map(|s| s.values.iter().map(|v| f64::from(*v)).sum::<f64>()).sum();
         let responses: usize = samples.iter().map(|s| s.response.tokens.len()).sum();
         all.push((keys::VALUE_MEAN, values / responses.max(1) as f64));
     }

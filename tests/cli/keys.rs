@@ -130,7 +130,7 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     ),
     (
         &["job.kind=distill", "model.teachers=[\"model\"]", "distill.full_vocabulary=false", "distill.on_policy=true"],
-        &["distill.divergence = \"forward_kl\"", "reverse KL"],
+        &["distill.full_vocabulary = false", "reverse KL"],
         "distill.divergence = \"reverse_kl\"",
     ),
     (

@@ -360,7 +360,7 @@ fn every_estimator_agrees_on_a_ragged_batch() {
 fn loss_and_gradient_of_distillation_agree() {
     for case in cases("kd_loss") {
         let [student, teacher] = ["s", "t"].map(|name| read::<Vec<Vec<Vec<f32>>>>(&case.inputs[name]).concat());
-        let labels = read::<Vec<Vec<i64>>>(&case.inputs["label"]).concat();
+        let labels = read::<Vec<Vec<i64>>>(&case.args["label"]).concat();
         let learned: Vec<usize> = (0..labels.len()).filter(|&i| labels[i] >= 0).collect();
         let targets: Vec<u32> = learned.iter().map(|&i| labels[i] as u32).collect();
         let (t, v) = (learned.len(), student[0].len());

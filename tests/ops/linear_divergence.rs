@@ -201,6 +201,9 @@ fn a_student_that_is_its_teacher_has_nothing_to_learn() {
     }
 }
 
+/// What a part of a vocabulary tells the others of its rows.
+type Told = (Vec<RowStats>, Vec<f32>);
+
 #[test]
 fn parts_of_a_vocabulary_have_the_divergences_and_gradients_of_the_whole() {
     let (t, d, v, cut) = (6, 10, 130, 77);
@@ -208,7 +211,7 @@ fn parts_of_a_vocabulary_have_the_divergences_and_gradients_of_the_whole() {
     for of in ALL {
         let (whole, _, dh, dw) = case.backward(of);
         // Each part is computed twice: once to learn what it tells the others, then with what they told, in the same order.
-        let told: RefCell<Vec<Vec<(Vec<RowStats>, Vec<f32>)>>> = RefCell::new(vec![Vec::new(); 2]);
+        let told: RefCell<[Vec<Told>; 2]> = RefCell::default();
         let pass = |part: usize| {
             let rows = if part == 0 { 0..cut } else { cut..v };
             let of_part =
@@ -248,7 +251,7 @@ fn parts_of_a_vocabulary_have_the_divergences_and_gradients_of_the_whole() {
         };
         // Statistics are known after the first round, sums that rest on them after the second.
         (0..3).for_each(|_| (0..2).for_each(|part| drop(pass(part))));
-        let parts = [0, 1].map(|part| pass(part));
+        let parts = [0, 1].map(pass);
         assert_eq!(parts[0].0, parts[1].0, "all parts know the same");
         assert_near("divergences", &parts[0].0.values, &wide(&whole.values), 2e-6);
         assert_near("losses", &parts[0].0.losses, &wide(&whole.losses), 2e-6);

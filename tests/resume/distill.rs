@@ -18,12 +18,8 @@ const SMOOTH: &str =
     "optim.actor.eps=0.1 optim.actor.lr=0.05 optim.actor.schedule=constant optim.actor.warmup_ratio=0.0";
 
 /// Axes of two ranks.
-const LAYOUTS: &[&str] = &[
-    "mesh.data=2",
-    "mesh.sequence=2",
-    "mesh.tensor=2",
-    "mesh.data=2 mesh.zero=3 mesh.offload=[\"roles\"]",
-];
+const LAYOUTS: &[&str] =
+    &["mesh.data=2", "mesh.sequence=2", "mesh.tensor=2", "mesh.data=2 mesh.zero=3 mesh.offload=[\"roles\"]"];
 
 /// A wider model, and one whose head is its embedding, with other weights than the student's.
 fn make_teachers() {
@@ -62,7 +58,10 @@ fn distillation_on_any_layout_has_the_numbers_of_one_rank() {
             let shared = job(layout).on(2).done();
             for key in ["loss", "kl_mean", "ce_mean", "grad_norm", "eval_loss", "eval_kl_mean"] {
                 let (mine, theirs) = (shared.numbers(key), alone.numbers(key));
-                assert!(mine.len() == theirs.len() && (key == "ce_mean" || !mine.is_empty()), "{name}: {key} on {layout}");
+                assert!(
+                    mine.len() == theirs.len() && (key == "ce_mean" || !mine.is_empty()),
+                    "{name}: {key} on {layout}"
+                );
                 // What is sampled may part after an update.
                 let steps = if sets.contains("on_policy") { 1 } else { mine.len() };
                 for (i, (a, b)) in mine.into_iter().zip(theirs).take(steps).enumerate() {
@@ -97,8 +96,10 @@ fn a_student_gets_nearer_to_its_teacher_by_every_divergence() {
         "distill.on_policy=true distill.divergence=reverse_kl distill.full_vocabulary=false rollout.prompts_per_step=64",
     ] {
         let name = format!("learns-{}", sets.replace([' ', '='], "-"));
-        let job = job(&name, sets).with("model.teachers=[\"tied\"] job.steps=16 eval.every_steps=16 optim.actor.lr=1e-2");
-        let job = job.with("distill.minibatch_samples=64 distill.microbatch_tokens_max=1024 checkpoint.every_steps=0").done();
+        let job =
+            job(&name, sets).with("model.teachers=[\"tied\"] job.steps=16 eval.every_steps=16 optim.actor.lr=1e-2");
+        let job =
+            job.with("distill.minibatch_samples=64 distill.microbatch_tokens_max=1024 checkpoint.every_steps=0").done();
         let found = job.numbers("eval_kl_mean");
         println!("{sets}: {found:.4?}");
         assert!(found.len() == 2 && found[1] < 0.8 * found[0], "{sets}: {found:?}");

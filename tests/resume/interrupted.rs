@@ -95,7 +95,8 @@ fn a_ppo_run_stopped_in_rollout_goes_on_bitwise_on_2_ranks() {
 
 #[test]
 fn on_policy_distillation_stopped_in_rollout_goes_on_bitwise() {
-    let sets = "job.kind=distill distill.on_policy=true model.teachers=[\"model\"] distill.minibatch_samples=16 job.steps=8";
+    let sets =
+        "job.kind=distill distill.on_policy=true model.teachers=[\"model\"] distill.minibatch_samples=16 job.steps=8";
     usr1("usr1-distill", |name| Job::ppo(name).with(LONG_ROLLOUT).with(sets), Place::Rollout { finished: true });
 }
 
