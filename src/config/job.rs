@@ -17,6 +17,8 @@ pub enum JobKind {
     RewardModel,
     /// A policy trained on preferences themselves: DPO and its relatives (`dpo.loss`).
     Dpo,
+    /// A student that learns the distributions of teachers, on rows or on its own samples (`distill.on_policy`).
+    Distill,
     /// Proximal policy optimisation and its relatives (`ppo.advantage`).
     #[default]
     Ppo,
@@ -61,7 +63,7 @@ pub enum Gemm {
 }
 
 /// Kinds of the schema that a later release brings: refused by name, not as unknown.
-pub const KINDS_TO_COME: [&str; 3] = ["step_reward", "kto", "distill"];
+pub const KINDS_TO_COME: [&str; 2] = ["step_reward", "kto"];
 
 table! {
     pub struct JobConfig {

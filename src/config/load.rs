@@ -129,11 +129,12 @@ fn line_at(text: &str, at: usize) -> String {
 }
 
 /// Keys whose values are paths.
-const PATHS: [&str; 8] = [
+const PATHS: [&str; 9] = [
     "job.dir",
     "model.actor",
     "model.reference",
     "model.critic",
+    "model.teachers",
     "data.prompts",
     "data.split.eval_files",
     "reward.python",
@@ -225,7 +226,7 @@ fn explain(key: &str, value: &Value, message: &str) -> Error {
 fn unknown_word(key: &str, value: &Value, is_key: bool, wrong: &str, known: &[&str]) -> Error {
     if key == "job.kind" && KINDS_TO_COME.contains(&wrong) {
         return Error::usage(format!("job.kind = \"{wrong}\" is not in this release"))
-            .hint("this release runs \"sft\", \"reward_model\", \"dpo\" and \"ppo\"");
+            .hint("this release runs \"sft\", \"reward_model\", \"dpo\", \"distill\" and \"ppo\"");
     }
     let error = Error::usage(format!("{key}: unknown {} `{wrong}`", if is_key { "key" } else { "value" }));
     // The field calls a kind of job what is an estimator or a loss of PPO here.

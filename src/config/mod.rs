@@ -28,6 +28,7 @@ macro_rules! table {
 
 pub mod checkpoint;
 pub mod data;
+pub mod distill;
 pub mod job;
 pub mod limits;
 mod load;
@@ -47,6 +48,7 @@ pub use schema::schema;
 pub use words::nearest;
 
 use crate::error::{Error, Result};
+use distill::DistillConfig;
 use job::{DeviceName, EvalConfig, Gemm, GradientConfig, JobConfig, JobKind, SftConfig};
 use limits::{Ranged, Ranges};
 use model::DTypeName;
@@ -65,7 +67,7 @@ pub fn name(value: &impl Serialize) -> String {
 const COLLECTIVE_MARGIN_S: f64 = 30.0;
 
 /// The tables of a job that hold numbers, with their ranges.
-const TABLES: [(&str, Ranges); 16] = [
+const TABLES: [(&str, Ranges); 17] = [
     ("job", JobConfig::RANGES),
     ("mesh", mesh::MeshConfig::RANGES),
     ("data.split", data::SplitConfig::RANGES),
@@ -76,6 +78,7 @@ const TABLES: [(&str, Ranges); 16] = [
     ("sft", SftConfig::RANGES),
     ("reward_model", RewardModelConfig::RANGES),
     ("dpo", DpoConfig::RANGES),
+    ("distill", DistillConfig::RANGES),
     ("gradient", GradientConfig::RANGES),
     ("optim.actor", optim::OptimConfig::RANGES),
     ("optim.critic", optim::OptimConfig::RANGES),
@@ -98,6 +101,7 @@ pub struct Config {
     pub sft: SftConfig,
     pub reward_model: RewardModelConfig,
     pub dpo: DpoConfig,
+    pub distill: DistillConfig,
     pub gradient: GradientConfig,
     pub optim: optim::OptimRoles,
     pub eval: EvalConfig,
@@ -145,6 +149,9 @@ impl Config {
             let is_random = self.rollout.temperature > 0.0;
             Error::need(is_random, "rollout.temperature is 0, a ppo job samples: needed above 0")?;
         } else {
+            if self.job.kind == JobKind::Distill {
+                self.check_distill()?;
+            }
             let (of, epochs) = (name(&self.job.kind), self.epochs());
             Error::need(
                 self.job.steps > 0 || epochs > 0.0,
@@ -161,6 +168,25 @@ impl Config {
         Ok(())
     }
 
+    fn check_distill(&self) -> Result<()> {
+        self.distill.check(&self.model, &self.rollout)?;
+        if !self.mesh.placement.is_empty() {
+            return Err(Error::usage("mesh.placement is set, a distill job has its roles on all ranks")
+                .hint("leave mesh.placement out; mesh.zero and mesh.tensor share the teachers' weights, too"));
+        }
+        if !self.samples() {
+            return Ok(());
+        }
+        self.rollout.check()?;
+        Error::need(self.rollout.temperature > 0.0, "rollout.temperature is 0, a distill job samples: needed above 0")?;
+        if self.reward.is_set() { self.reward.check() } else { Ok(()) }
+    }
+
+    /// Whether responses are sampled to learn from.
+    pub fn samples(&self) -> bool {
+        self.job.kind == JobKind::Ppo || self.job.kind == JobKind::Distill && self.distill.on_policy
+    }
+
     /// Refuses the numbers outside their ranges, whatever the job does with them.
     pub fn check_ranges(&self) -> Result<()> {
         let values = serde_json::to_value(self).map_err(|e| Error::fault(e.to_string()))?;
@@ -175,7 +201,7 @@ impl Config {
     /// its retries and the starts of its child. Where the retries alone take longer than `mesh.collective_timeout_s`, why.
     pub fn collective_timeout_s(&self) -> (f64, Option<String>) {
         let (given, reward) = (self.mesh.collective_timeout_s, &self.reward);
-        if given == 0.0 || self.job.kind != JobKind::Ppo || reward.python.is_empty() {
+        if given == 0.0 || !self.samples() || reward.python.is_empty() {
             return (given, None);
         }
         let retries = f64::from(reward.retries);
@@ -198,6 +224,7 @@ impl Config {
             JobKind::Sft | JobKind::Ppo => self.sft.epochs,
             JobKind::RewardModel => self.reward_model.epochs,
             JobKind::Dpo => self.dpo.epochs,
+            JobKind::Distill => self.distill.epochs,
         }
     }
 
@@ -207,6 +234,8 @@ impl Config {
             (JobKind::Ppo, _) => {}
             (JobKind::Sft, _) => return "SFT".to_string(),
             (JobKind::RewardModel, _) => return "reward model".to_string(),
+            (JobKind::Distill, _) if self.distill.on_policy => return "on-policy distillation".to_string(),
+            (JobKind::Distill, _) => return "distillation".to_string(),
             (JobKind::Dpo, PreferenceLoss::Sigmoid) if self.dpo.label_smoothing > 0.0 => return "cDPO".to_string(),
             (JobKind::Dpo, PreferenceLoss::Sigmoid) => return "DPO".to_string(),
             (JobKind::Dpo, PreferenceLoss::Ipo) => return "IPO".to_string(),
@@ -236,7 +265,12 @@ impl Config {
 
     /// Responses to each prompt of a step: the samples, and behind them the greedy one where the estimator needs it.
     pub fn responses_per_prompt(&self) -> usize {
-        self.rollout.samples_per_prompt + usize::from(self.ppo.advantage.has_greedy())
+        self.rollout.samples_per_prompt + usize::from(self.has_greedy())
+    }
+
+    /// Whether each prompt of a step is answered greedily, too.
+    pub fn has_greedy(&self) -> bool {
+        self.job.kind == JobKind::Ppo && self.ppo.advantage.has_greedy()
     }
 
     /// What the critic is made of: where nothing is named, the first reward model, else the actor.
@@ -272,6 +306,10 @@ impl Config {
 
     /// Fills in keys whose default is another key's value.
     fn settle(&mut self) {
+        if self.job.kind == JobKind::Distill {
+            // Nothing is compared with what they were when the tokens were drawn.
+            self.ppo.old_logprobs = ppo::OldLogprobs::Rollout;
+        }
         if self.ppo.overlong_buffer_tokens > 0 && self.ppo.overlong_tokens_max == 0 {
             self.ppo.overlong_tokens_max = self.rollout.response_tokens_max;
         }
@@ -300,6 +338,7 @@ impl Config {
         absolute(&mut self.model.actor);
         absolute(&mut self.model.reference);
         absolute(&mut self.model.critic);
+        self.model.teachers.iter_mut().for_each(absolute);
         self.reward.models.iter_mut().for_each(|model| absolute(&mut model.dir));
         self.data.relative_to(base);
         self.base = base.to_path_buf();

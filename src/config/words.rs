@@ -13,6 +13,7 @@ const ALIASES: &[(&str, &str)] = &[
     ("model.actor", "pretrain model_name_or_path model_path model_name actor_path policy_model sft_model"),
     ("model.reference", "ref_model ref_pretrain ref_model_path reference_model sft_model_path"),
     ("model.critic", "critic_pretrain value_model critic_model value_model_path"),
+    ("model.teachers", "teacher teacher_model teacher_model_name_or_path teacher_path"),
     ("model.dtype", "bf16 fp16 precision param_dtype torch_dtype mixed_precision"),
     ("mesh.data", "dp dp_size data_parallel_size"),
     (
@@ -83,6 +84,9 @@ const ALIASES: &[(&str, &str)] = &[
     ),
     ("sft.epochs", "num_train_epochs num_epochs"),
     ("sft.loss_on", "pretrain_mode completion_only_loss assistant_only_loss train_on_input"),
+    ("distill.on_policy", "lmbda on_policy_distillation"),
+    ("distill.divergence", "kl_type distill_loss"),
+    ("distill.ce_coef", "kd_coef kd_ratio"),
     ("gradient.recompute", "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing"),
     ("optim.actor.lr", "lr learning_rate actor_learning_rate actor_lr policy_lr"),
     ("optim.critic.lr", "critic_learning_rate critic_lr value_lr"),

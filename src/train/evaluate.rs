@@ -14,7 +14,7 @@ use std::time::Instant;
 const EVAL_REWARD_OF: &str = "eval_reward/";
 
 /// Keeps the random numbers of an evaluation apart from those of the step with the same number.
-const EVAL_STEPS: u32 = 1 << 31;
+pub(super) const EVAL_STEPS: u32 = 1 << 31;
 
 /// `model`: the actor, where it is on this rank; `start`: when its preparations began. None where the run was asked to stop
 /// before all prompts were answered. All ranks of the run call this.

@@ -188,7 +188,7 @@ fn score(
     }
     // Greedy responses are not learned from.
     let is_sample = |sample: &&Experience| (sample.response.sample as usize) < run.config.rollout.samples_per_prompt;
-    let samples = &match run.config.ppo.advantage.has_greedy() {
+    let samples = &match run.config.has_greedy() {
         true => Cow::Owned(samples.iter().filter(is_sample).cloned().collect::<Vec<_>>()),
         false => Cow::Borrowed(samples),
     };
@@ -225,7 +225,7 @@ impl Scores {
     /// Takes the greedy responses from between the samples, whose baselines they are. Where a reward failed on one, it failed on
     /// all samples of its prompt.
     fn take_greedy(&mut self, run: &Run, samples: &mut Vec<Experience>) {
-        if !run.config.ppo.advantage.has_greedy() {
+        if !run.config.has_greedy() {
             return;
         }
         // A null device has not all scores.

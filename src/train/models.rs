@@ -87,9 +87,9 @@ pub fn described(
             Some(JobModel { arch: Arch { vocabulary, .. }, .. })
                 if *vocabulary != embedded && model.spec.role != RoleName::Reward =>
             {
-                let name = model.spec.role.name();
+                let name = role::key(model.spec.role.name());
                 return Err(Error::data(format!(
-                    "model.{name} has a vocabulary of {embedded}, model.actor of {vocabulary}"
+                    "{name} has a vocabulary of {embedded}, model.actor of {vocabulary} ({dir})"
                 ))
                 .hint("both must come from models with the same tokenizer"));
             }

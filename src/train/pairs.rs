@@ -81,18 +81,18 @@ pub fn learned(
     all
 }
 
-/// Sums over held-out pairs, of which `measure` takes a micro-batch at a time: those of all ranks; none where the run was asked to stop.
+/// Sums over held-out rows of `lengths` tokens, of which `measure` takes a micro-batch at a time: those of all ranks; none where the run was asked to stop.
 /// All ranks call this.
 pub fn evaluate(
     run: &Run,
     role: &Role,
-    pairs: &[PairRow],
+    lengths: &[usize],
     tokens_max: usize,
     mut measure: impl FnMut(&[usize]) -> Sums,
 ) -> Result<Option<Sums>> {
     let axes = &run.ranks.axes;
     let tokens_max = tokens_max * axes.sequence.size();
-    let plan = balance::plan(&lengths(pairs), axes.data.size(), tokens_max, &Cost::of(role.arch()));
+    let plan = balance::plan(lengths, axes.data.size(), tokens_max, &Cost::of(role.arch()));
     let mut mine = Sums::default();
     for chosen in &plan[axes.data.rank()] {
         if run.stop_requested() {

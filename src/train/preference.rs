@@ -90,7 +90,7 @@ impl Job for Preference {
         }
         let reference = self.reference(run, &rows, &mut Phases::start());
         let (config, axes, role) = (&run.config, &run.ranks.axes, &self.learner.role);
-        let sums = pairs::evaluate(run, role, &rows, config.dpo.microbatch_tokens_max, |chosen| {
+        let sums = pairs::evaluate(run, role, &pairs::lengths(&rows), config.dpo.microbatch_tokens_max, |chosen| {
             let whole = pack(&rows, chosen);
             let row = whole.shard(&axes.sequence);
             let (model, w) = (&role.transformer, &role.weights);

@@ -92,19 +92,20 @@ impl Job for RewardModel {
         }
         let (config, axes) = (&run.config, &run.ranks.axes);
         let role = &self.learner.role;
-        let sums = pairs::evaluate(run, role, &rows, config.reward_model.microbatch_tokens_max, |chosen| {
-            let whole = pack(&rows, chosen);
-            let row = whole.shard(&axes.sequence);
-            let (model, w) = (&role.transformer, &role.weights);
-            let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
-            let scores = whole.gather(&axes.sequence, &model.values(w, &hidden, &row.rows));
-            let mut sums = loss(config, axes, &rows, chosen, &scores, 1.0).0;
-            for score in scores.iter().filter(|_| axes.sequence.rank() == 0) {
-                let score = f64::from(*score);
-                sums.add(&Sums::of([(SCORE, score), (SCORE_SQUARE, score * score)]));
-            }
-            sums
-        })?;
+        let sums =
+            pairs::evaluate(run, role, &pairs::lengths(&rows), config.reward_model.microbatch_tokens_max, |chosen| {
+                let whole = pack(&rows, chosen);
+                let row = whole.shard(&axes.sequence);
+                let (model, w) = (&role.transformer, &role.weights);
+                let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
+                let scores = whole.gather(&axes.sequence, &model.values(w, &hidden, &row.rows));
+                let mut sums = loss(config, axes, &rows, chosen, &scores, 1.0).0;
+                for score in scores.iter().filter(|_| axes.sequence.rank() == 0) {
+                    let score = f64::from(*score);
+                    sums.add(&Sums::of([(SCORE, score), (SCORE_SQUARE, score * score)]));
+                }
+                sums
+            })?;
         let Some(sums) = sums else { return Ok(None) };
         let n = 2.0 * rows.len() as f64;
         let mean = sums.get(SCORE) / n;

@@ -99,7 +99,7 @@ impl Collector {
         let wanted = |r: &&Response| own.contains(&r.prompt) && (r.sample as usize) < of_each;
         let mut all: Vec<Response> = finished.iter().filter(wanted).cloned().collect();
         let greedy = greedy(config);
-        let configs = if run.config.ppo.advantage.has_greedy() { &[config, &greedy][..] } else { &[config] };
+        let configs = if run.config.has_greedy() { &[config, &greedy][..] } else { &[config] };
         let responses = self.generate(run, model, step, prompts, &own, configs, &all);
         let responses = run.ranks.axes.all.agree(responses)?;
         self.log_refused_graphs(run);

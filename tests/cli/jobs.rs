@@ -14,6 +14,8 @@ fn every_recipe_is_copied_with_its_files_and_is_a_job() {
             "sft",
             "reward-model",
             "dpo",
+            "distill",
+            "distill-on-policy",
             "grpo",
             "rloo",
             "reinforce++",

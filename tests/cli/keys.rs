@@ -46,7 +46,7 @@ fn what_a_job_file_says_wrongly_is_refused_by_line_or_key() {
 }
 
 /// What is said of kinds of jobs that are not.
-const RELEASED: &str = "this release runs \"sft\", \"reward_model\", \"dpo\" and \"ppo\"";
+const RELEASED: &str = "this release runs \"sft\", \"reward_model\", \"dpo\", \"distill\" and \"ppo\"";
 
 /// Overrides of the command line, and the words of the refusal and of its hint.
 const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
@@ -76,7 +76,6 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     // Of a later release.
     (&["job.kind=kto"], &["job.kind = \"kto\" is not in this release"], RELEASED),
     (&["job.kind=step_reward"], &["job.kind = \"step_reward\" is not in this release"], RELEASED),
-    (&["job.kind=distill"], &["job.kind = \"distill\" is not in this release"], RELEASED),
     (&["job.kind=ppp"], &["unknown value `ppp`"], "`ppo`"),
     (&["reward.http=[\"http://localhost:1\"]"], &["reward.http", "later release"], "reward.rule"),
     // Meshes.
@@ -122,6 +121,32 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
         "",
     ),
     (&["job.kind=sft", "job.steps=0", "sft.epochs=0.0"], &["sft.epochs is 0", "above 0"], ""),
+    (&["job.kind=distill"], &["model.teachers is empty", "at least one teacher"], "model.teachers = [\"DIR\"]"),
+    (
+        &["job.kind=distill", "model.teachers=[\"model\"]", "model.teacher_weights=[1,2]"],
+        &["model.teacher_weights has 2 numbers for 1 entries of model.teachers"],
+        "",
+    ),
+    (
+        &["job.kind=distill", "model.teachers=[\"model\"]", "model.teacher_weights=[0]"],
+        &["model.teacher_weights must be positive"],
+        "",
+    ),
+    (
+        &["job.kind=distill", "model.teachers=[\"model\"]", "distill.full_vocabulary=false"],
+        &["the rows are not sampled"],
+        "distill.on_policy = true",
+    ),
+    (
+        &["job.kind=distill", "model.teachers=[\"model\"]", "distill.full_vocabulary=false", "distill.on_policy=true"],
+        &["distill.full_vocabulary = false", "reverse KL"],
+        "distill.divergence = \"reverse_kl\"",
+    ),
+    (
+        &["job.kind=distill", "model.teachers=[\"model\"]", "mesh.placement=[{roles=[\"actor\"],ranks=\"0..1\"}]"],
+        &["mesh.placement is set, a distill job has its roles on all ranks"],
+        "leave mesh.placement out",
+    ),
     (&["job.kind=dpo", "job.steps=0", "dpo.epochs=0.0"], &["dpo.epochs is 0", "above 0"], ""),
     (
         &["job.kind=reward_model", "job.steps=0", "reward_model.epochs=0.0"],

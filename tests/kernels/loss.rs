@@ -162,7 +162,9 @@ fn the_host_computes_the_loss_of_a_chunk_and_waits_for_its_numbers_alone() {
         let mut dw = Memory::zeros(4 * len);
         let gradient = WeightMut { n: v, k: d, layout: Layout::Row, values: SliceMut::Cuda(dw.view_mut(DType::F32)) };
         let (scored, beside) = (&mut l, &mut e);
-        linear_logprob::forward_backward_part(&h, w, part, &targets, 0.8, &mut loss, scored, beside, &mut dh, gradient);
+        linear_logprob::forward_backward_part(
+            &h, w, part, &targets, 0.8, &mut loss, None, scored, beside, &mut dh, gradient,
+        );
         (bits(&[l, e].concat()), dh, dw)
     };
     let read = |(scored, dh, dw): (Vec<u32>, Tensor, Memory)| (scored, dh.to_host(), dw.read::<f32>(v * d));

@@ -95,6 +95,13 @@ fn a_ppo_run_stopped_in_rollout_goes_on_bitwise_on_2_ranks() {
 }
 
 #[test]
+fn on_policy_distillation_stopped_in_rollout_goes_on_bitwise() {
+    let sets =
+        "job.kind=distill distill.on_policy=true model.teachers=[\"model\"] distill.minibatch_samples=16 job.steps=8";
+    usr1("usr1-distill", |name| Job::ppo(name).with(LONG_ROLLOUT).with(sets), Place::Rollout { finished: true });
+}
+
+#[test]
 fn a_ppo_run_stopped_between_minibatches_goes_on_bitwise() {
     let sets = format!("{LONG_TRAINING} ppo.critic_warmup_steps=2 ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"]");
     ppo_usr1("usr1-train-alone", 0, &sets, Place::Training);

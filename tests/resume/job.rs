@@ -105,6 +105,9 @@ microbatch_tokens_max = 64
 [dpo]
 minibatch_samples = 8
 microbatch_tokens_max = 64
+[distill]
+minibatch_samples = 8
+microbatch_tokens_max = 64
 [optim.actor]
 lr = 1e-3
 [optim.critic]

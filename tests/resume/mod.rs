@@ -5,6 +5,7 @@ mod alike;
 mod arrays;
 mod best;
 mod changed;
+mod distill;
 mod failing;
 mod interrupted;
 pub mod job;
