@@ -101,9 +101,9 @@ pub fn compute_step(
     }
     let known = AdvantageStats {
         score_mean,
-        greedy_mean,
         reward_mean,
         reward_std,
+        greedy_mean,
         clipped_ratio,
         equal_groups_ratio,
         ..AdvantageStats::default()

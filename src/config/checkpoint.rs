@@ -41,7 +41,7 @@ impl CheckpointConfig {
     /// Refuses what asks for the best of evaluations that are not made.
     pub fn check(&self, eval: &EvalConfig) -> Result<()> {
         let asks = [(self.export_best, "checkpoint.export_best = true"), (eval.patience > 0, "eval.patience above 0")];
-        for (_, what) in asks.iter().filter(|(asks, _)| *asks && self.best_metric.is_empty()) {
+        if let Some((_, what)) = asks.iter().find(|(asks, _)| *asks && self.best_metric.is_empty()) {
             return Err(Error::usage(format!("{what} without checkpoint.best_metric"))
                 .hint("name a number of the evaluation, e.g. checkpoint.best_metric = \"eval_loss\""));
         }

@@ -99,7 +99,7 @@ impl Prepared {
         let hashes = hashes.of(&files, group)?;
         let DataConfig { prompt_key, response_key, label_key, messages_key, chat_template, .. } = config;
         let response_key = (part == Part::Demonstration).then_some(response_key);
-        let is_text = (part == Part::Text).then_some("text").unwrap_or_default();
+        let is_text = if part == Part::Text { "text" } else { "" };
         let DataConfig { chosen_key, rejected_key, margin_key, .. } = config;
         let pair_keys = (part == Part::Pair).then_some((chosen_key, rejected_key, margin_key));
         let keys = (prompt_key, response_key, pair_keys, label_key, messages_key, chat_template, kept_fields(reading));

@@ -126,7 +126,9 @@ impl Learner {
             for part in pieces(&own) {
                 let at = part.start - own.start..part.end - own.start;
                 let values = self.zero.state(Vector::Average, u).map(|average| average.part(at).to_host());
-                values.into_iter().for_each(|values| self.role.weights.store_master(part.clone(), &values));
+                if let Some(values) = values {
+                    self.role.weights.store_master(part.clone(), &values);
+                }
             }
         }
         self.all_gather();

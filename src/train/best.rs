@@ -34,9 +34,10 @@ impl Best {
         }
         let Some((_, value)) = metrics.iter().find(|(name, _)| name == metric) else {
             let names: Vec<&str> = metrics.iter().map(|(name, _)| &**name).filter(|name| is_eval(name)).collect();
-            let hint = match names.is_empty() {
-                true => "there are no rows to evaluate: set data.eval_split".to_string(),
-                false => format!("evaluations of this job have {}", names.join(", ")),
+            let hint = if names.is_empty() {
+                "there are no rows to evaluate: set data.eval_split".to_string()
+            } else {
+                format!("evaluations of this job have {}", names.join(", "))
             };
             return Err(Error::usage(format!("checkpoint.best_metric is {metric}, an evaluation has none")).hint(hint));
         };

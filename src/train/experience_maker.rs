@@ -188,9 +188,10 @@ fn score(
     }
     // Greedy responses are not learned from.
     let is_sample = |sample: &&Experience| (sample.response.sample as usize) < run.config.rollout.samples_per_prompt;
-    let samples = &match run.config.has_greedy() {
-        true => Cow::Owned(samples.iter().filter(is_sample).cloned().collect::<Vec<_>>()),
-        false => Cow::Borrowed(samples),
+    let samples = &if run.config.has_greedy() {
+        Cow::Owned(samples.iter().filter(is_sample).cloned().collect::<Vec<_>>())
+    } else {
+        Cow::Borrowed(samples)
     };
     let logprobs = |role: &Role| forward::logprobs(role, &run.ranks.axes, samples, temperature, tokens_max);
     phase::set(step, "score");

@@ -78,9 +78,11 @@ impl Update<'_> {
             };
             sums.add(&self.gradient(learner, samples));
             let part = |rows: &[usize]| {
-                let (samples, texts) = self.split(samples, rows);
+                let (samples, texts) = split(samples, rows);
                 let mut row = pack(samples.into_iter());
-                texts.into_iter().for_each(|i| row.push(&self.texts[i].tokens, 1));
+                for i in texts {
+                    row.push(&self.texts[i].tokens, 1);
+                }
                 row.shard(&self.axes.sequence)
             };
             learner.step_if_finite(self.axes, self.config.gradient.recompute, sums.get(loss), part)?;
@@ -113,19 +115,13 @@ impl Update<'_> {
             tokens_max,
             passes,
             |learner, rows, pass| {
-                let (samples, chosen) = self.split(samples, rows);
+                let (samples, chosen) = split(samples, rows);
                 match pass {
                     0 => microbatch(self, learner, &samples, totals),
                     _ => self.text_microbatch(learner, &chosen),
                 }
             },
         )
-    }
-
-    /// Rows of the minibatch, whose samples come first: samples, and places of pretraining rows.
-    fn split<'e>(&self, samples: &[&'e Experience], rows: &[usize]) -> (Vec<&'e Experience>, Vec<usize>) {
-        let (own, texts): (Vec<usize>, Vec<usize>) = rows.iter().partition(|&&i| i < samples.len());
-        (own.into_iter().map(|i| samples[i]).collect(), texts.into_iter().map(|i| i - samples.len()).collect())
     }
 
     /// + ptx_coef * cross-entropy of the pretraining tokens, a mean over those of the minibatch
@@ -223,6 +219,12 @@ impl Update<'_> {
             (keys::VALUE_CLIP_RATIO, found.clipped as f64),
         ])
     }
+}
+
+/// Rows of the minibatch, whose samples come first: samples, and places of pretraining rows.
+fn split<'e>(samples: &[&'e Experience], rows: &[usize]) -> (Vec<&'e Experience>, Vec<usize>) {
+    let (own, texts): (Vec<usize>, Vec<usize>) = rows.iter().partition(|&&i| i < samples.len());
+    (own.into_iter().map(|i| samples[i]).collect(), texts.into_iter().map(|i| i - samples.len()).collect())
 }
 
 fn pack<'a>(samples: impl Iterator<Item = &'a Experience>) -> PackedRow {
