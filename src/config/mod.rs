@@ -141,10 +141,10 @@ impl Config {
                 ))
                 .hint("this estimator compares the samples of a prompt with each other"));
             }
-            let has_texts = !self.data.pretrain.is_empty();
+            let (has_texts, coef) = (!self.data.pretrain.is_empty(), self.ppo.ptx_coef);
             Error::need(
-                self.ppo.ptx_coef == 0.0 || has_texts,
-                "ppo.ptx_coef is above 0, needed texts in data.pretrain",
+                has_texts == (coef > 0.0),
+                format!("ppo.ptx_coef is {coef}, needed above 0 where data.pretrain names texts, and 0 where not"),
             )?;
             let is_random = self.rollout.temperature > 0.0;
             Error::need(is_random, "rollout.temperature is 0, a ppo job samples: needed above 0")?;

@@ -107,7 +107,8 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     ),
     (&["ppo.kl_in=loss"], &["kl_in = \"loss\"", "k1"], "k2"),
     (&["ppo.advantage=reinforce++", "ppo.critic_warmup_steps=3"], &["no critic to warm up"], ""),
-    (&["ppo.ptx_coef=0.1"], &["ppo.ptx_coef is above 0", "data.pretrain"], ""),
+    (&["ppo.ptx_coef=0.1"], &["ppo.ptx_coef is 0.1", "data.pretrain"], ""),
+    (&["data.pretrain=[\"x.jsonl\"]"], &["ppo.ptx_coef is 0", "data.pretrain"], ""),
     (&["optim.critic.ema_beta=1"], &["optim.critic.ema_beta is 1"], ""),
     (&["eval.patience=2"], &["eval.patience above 0 without checkpoint.best_metric"], "eval_loss"),
     (
