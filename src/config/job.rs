@@ -21,6 +21,8 @@ pub enum JobKind {
     Kto,
     /// A process reward model: it labels the steps of a response.
     StepReward,
+    /// A student that learns the distributions of teachers, on rows or on its own samples (`distill.on_policy`).
+    Distill,
     /// Proximal policy optimisation and its relatives (`ppo.advantage`).
     #[default]
     Ppo,
@@ -64,8 +66,6 @@ pub enum Gemm {
     Auto,
 }
 
-/// Kinds of the schema that a later release brings: refused by name, not as unknown.
-pub const KINDS_TO_COME: [&str; 1] = ["distill"];
 
 table! {
     pub struct JobConfig {
@@ -136,6 +136,7 @@ table! {
     pub struct EvalConfig {
         pub every_steps: u64 = 0 => 0.0..=COUNT,
         pub samples_max: usize = 0 => 0.0..=COUNT,
+        pub patience: u64 = 0 => 0.0..=COUNT,
         pub correct_at: f32 = 1.0 => -FINITE..=FINITE,
     }
 }

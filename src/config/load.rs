@@ -2,7 +2,6 @@
 //! with what was meant.
 
 use super::Config;
-use super::job::KINDS_TO_COME;
 use super::words::{elsewhere, nearest};
 use crate::error::{Error, Result};
 use serde::Deserialize;
@@ -129,11 +128,12 @@ fn line_at(text: &str, at: usize) -> String {
 }
 
 /// Keys whose values are paths.
-const PATHS: [&str; 8] = [
+const PATHS: [&str; 9] = [
     "job.dir",
     "model.actor",
     "model.reference",
     "model.critic",
+    "model.teachers",
     "data.prompts",
     "data.split.eval_files",
     "reward.python",
@@ -223,10 +223,6 @@ fn explain(key: &str, value: &Value, message: &str) -> Error {
 
 /// A word that is not among the `known` ones.
 fn unknown_word(key: &str, value: &Value, is_key: bool, wrong: &str, known: &[&str]) -> Error {
-    if key == "job.kind" && KINDS_TO_COME.contains(&wrong) {
-        return Error::usage(format!("job.kind = \"{wrong}\" is not in this release"))
-            .hint("this release runs \"sft\", \"reward_model\", \"step_reward\", \"dpo\", \"kto\" and \"ppo\"");
-    }
     let error = Error::usage(format!("{key}: unknown {} `{wrong}`", if is_key { "key" } else { "value" }));
     // The field calls a kind of job what is an estimator or a loss of PPO here.
     for of in ["advantage", "loss"] {

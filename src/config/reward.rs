@@ -42,6 +42,11 @@ impl RewardConfig {
         self.rule.len() + self.python.len() + self.models.len()
     }
 
+    /// Whether the job names any reward.
+    pub fn is_set(&self) -> bool {
+        self.sources() > 0 || !self.http.is_empty()
+    }
+
     /// Refuses a job without a reward, sources of a later release, and numbers out of range.
     pub fn check(&self) -> crate::error::Result<()> {
         if let Some(first) = self.http.first() {

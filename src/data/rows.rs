@@ -21,6 +21,8 @@ pub enum Part {
     Labelled,
     /// A text with a list of labels, one for each of its steps: documents are [text].
     Steps,
+    /// Plain text, which is learned as a whole: documents are [text].
+    Text,
 }
 
 /// How the rows of a job are read: which fields they have, and how they find their splits.
@@ -73,7 +75,7 @@ impl Encoder<'_> {
             SplitBy::Field => Some(scalar(field, required(&row, field)?)?),
         };
         let label = match (self.reading.part, config.label_key.as_str(), config.margin_key.as_str()) {
-            (Part::Pair, _, "") | (Part::Prompt | Part::Demonstration, "", _) => String::new(),
+            (Part::Pair, _, "") | (Part::Prompt | Part::Demonstration | Part::Text, "", _) => String::new(),
             (Part::Pair, _, key) => margin_text(key, required(&row, key)?)?,
             (Part::Labelled | Part::Steps, "", _) => {
                 return Err(Error::usage("no field of labels is named").hint("set data.label_key (or --label-key)"));
@@ -96,6 +98,7 @@ impl Encoder<'_> {
         match part {
             Part::Pair => return self.pair(row),
             Part::Labelled => return self.labelled(row),
+            Part::Text => return Ok(vec![self.tokens(&format.prompt_key, required(row, &format.prompt_key)?, part)?]),
             Part::Prompt | Part::Demonstration | Part::Steps => {}
         }
         let (key, prompt) = match row.get(&format.messages_key) {
@@ -219,7 +222,7 @@ impl Encoder<'_> {
         }
     }
 
-    /// The tokens of a field, which is their ids or a text; that of a demonstration, or of a side that is whole, gets an end token.
+    /// The tokens of a field, which is their ids or a text; all texts but prompts get an end token.
     fn tokens(&self, key: &str, value: &Value, part: Part) -> Result<Vec<u32>> {
         let tokens = match value {
             Value::Array(items) => token_ids(key, items)?,
@@ -230,7 +233,7 @@ impl Encoder<'_> {
                     Error::data("the tokenizer names no end token, so a demonstration could not end")
                         .hint("set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json")
                 })?;
-                let mut tokens = self.reading.tokenizer.encode(text, part == Part::Pair)?;
+                let mut tokens = self.reading.tokenizer.encode(text, part != Part::Demonstration)?;
                 // The model learns to stop where the demonstration does.
                 tokens.push(*eos);
                 tokens

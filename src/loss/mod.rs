@@ -6,6 +6,7 @@
 
 pub mod aggregation;
 pub mod correction;
+pub mod distill;
 pub mod labelled;
 pub mod policy;
 pub mod preference;

@@ -38,9 +38,11 @@ enum Source {
 
 impl Reward {
     /// Checks the configuration, compiles patterns, and starts each Python file far enough to know its function. Paths
-    /// are relative to `base_dir`, the job file's directory.
+    /// are relative to `base_dir`, the job file's directory. A job that needs no reward may name none.
     pub fn new(config: &RewardConfig, base_dir: &Path, context: &RewardContext) -> Result<Self> {
-        config.check()?;
+        if config.is_set() {
+            config.check()?;
+        }
         let mut parts: Vec<Part> = Vec::new();
         for rule in &config.rule {
             let name = if rule.name.is_empty() { config::name(&rule.kind) } else { rule.name.clone() };
@@ -62,7 +64,7 @@ impl Reward {
     }
 
     /// Scores `responses[i]` to `prompts[i]`, in that order. With several rewards `extra` also holds the score of each
-    /// under its name.
+    /// under its name. Without any reward all scores are 0.
     ///
     /// # Errors
     /// `Service` where a Python reward failed after its retries, or every reward abstained from a response; `Data`
@@ -74,6 +76,9 @@ impl Reward {
         assert_eq!(prompts.len(), responses.len(), "one prompt per response");
         if prompts.is_empty() {
             return Ok(Vec::new());
+        }
+        if self.parts.is_empty() && !self.has_models {
+            return Ok(vec![Scored::default(); prompts.len()]);
         }
         let mut outputs = Vec::with_capacity(self.parts.len());
         for part in &mut self.parts {

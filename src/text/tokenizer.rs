@@ -84,6 +84,11 @@ impl Tokenizer {
         if dir.join("tokenizer.json").exists() { Self::load(dir).map(Some) } else { Ok(None) }
     }
 
+    /// Whether both name the same tokens by the same ids.
+    pub fn has_tokens_of(&self, other: &Self) -> bool {
+        self.sha256 == other.sha256 || self.inner.get_vocab(true) == other.inner.get_vocab(true)
+    }
+
     /// Token ids of `text`; with `special`, those that the tokenizer itself puts around a text (BOS, mostly).
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let tokens = guarded(&self.path, format_args!("cannot tokenize {:?}", excerpt(text)), || {

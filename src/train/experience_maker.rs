@@ -9,7 +9,7 @@ use crate::config::reward::OnFailure;
 use crate::device::cpu::pool::share;
 use crate::device::null;
 use crate::error::{Error, Result};
-use crate::experience::{Experience, Prompt, Response};
+use crate::experience::{Experience, Greedy, Prompt, Response};
 use crate::launch::run::Run;
 use crate::learn::Role;
 use crate::learn::score as forward;
@@ -18,6 +18,7 @@ use crate::metrics::keys::{self, Metrics};
 use crate::metrics::{Phase, Phases};
 use crate::reward::Scored;
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
 
 /// Waits for the responses of all ranks to a batch.
@@ -76,7 +77,7 @@ pub fn make_experience(
             None => RankResponses { complete: true, responses: Vec::new() },
         };
         let responses: Responses = if null::is_active() {
-            let all = collector.responses_of_all(&run.config.rollout, prompts, &part);
+            let all = collector.responses_of_all(&run.config, prompts, &part);
             Box::new(move || Ok(vec![all]))
         } else {
             all_gather(&run.ranks.all, collector.pipeline.as_ref(), &mine)
@@ -137,6 +138,7 @@ impl Batch {
             Ok(scores) if self.complete => {
                 // All ranks of a placement have the same scores.
                 let mut scores = run.ranks.of_placements(scores)?.into_iter().fold(Scores::default(), Scores::with);
+                scores.take_greedy(run, &mut self.samples);
                 if null::is_active() {
                     scores.complete(&self.samples);
                 }
@@ -179,12 +181,19 @@ fn score(
     phases: &mut Phases,
 ) -> Result<Scores> {
     let (tokens_max, temperature) = (run.config.ppo.microbatch_tokens_max, run.config.rollout.temperature);
-    let logprobs = |role: &Role| forward::logprobs(role, &run.ranks.axes, samples, temperature, tokens_max);
     let mut scores = Scores::default();
     phase::set(step, "reward");
     if run.ranks.has(RoleName::Reward) {
         scores.scored = phases.time(Phase::Reward, || collector.reward(run, samples))?;
     }
+    // Greedy responses are not learned from.
+    let is_sample = |sample: &&Experience| (sample.response.sample as usize) < run.config.rollout.samples_per_prompt;
+    let samples = &if run.config.has_greedy() {
+        Cow::Owned(samples.iter().filter(is_sample).cloned().collect::<Vec<_>>())
+    } else {
+        Cow::Borrowed(samples)
+    };
+    let logprobs = |role: &Role| forward::logprobs(role, &run.ranks.axes, samples, temperature, tokens_max);
     phase::set(step, "score");
     phases.time(Phase::Score, || {
         if let Some(reference) = &mut models.reference {
@@ -212,6 +221,34 @@ impl Scores {
         self.ref_logprobs.extend(more.ref_logprobs);
         self.values.extend(more.values);
         self
+    }
+
+    /// Takes the greedy responses from between the samples, whose baselines they are. Where a reward failed on one, it failed on
+    /// all samples of its prompt.
+    fn take_greedy(&mut self, run: &Run, samples: &mut Vec<Experience>) {
+        if !run.config.has_greedy() {
+            return;
+        }
+        // A null device has not all scores.
+        self.scored.resize(samples.len(), Scored::default());
+        let all = std::mem::take(samples).into_iter().zip(std::mem::take(&mut self.scored));
+        let is_sample = |(sample, _): &(Experience, Scored)| {
+            (sample.response.sample as usize) < run.config.rollout.samples_per_prompt
+        };
+        let (sampled, greedy): (Vec<_>, Vec<_>) = all.partition(is_sample);
+        let known = greedy.into_iter().map(|(Experience { response, .. }, scored)| {
+            let greedy = Greedy { score: scored.score, tokens: response.tokens.len(), finish: response.finish };
+            (response.prompt, (greedy, scored.failed))
+        });
+        let known: BTreeMap<usize, (Greedy, Option<String>)> = known.collect();
+        for (mut sample, mut scored) in sampled {
+            if let Some((greedy, failed)) = known.get(&sample.response.prompt) {
+                sample.greedy = Some(*greedy);
+                scored.failed = scored.failed.or_else(|| failed.clone());
+            }
+            samples.push(sample);
+            self.scored.push(scored);
+        }
     }
 
     /// Zeros for the scores of placements that a null device does not have.

@@ -15,7 +15,7 @@ use crate::metrics::Phase;
 use crate::model::Arch;
 use crate::reward::{Reward, RewardContext, Scored};
 use crate::rng::{Purpose, Rng};
-use crate::rollout::{self, Engine, Hooks, Model, Stop};
+use crate::rollout::{self, Engine, Hooks, Model, Request, Stop};
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
@@ -95,25 +95,28 @@ impl Collector {
     ) -> Result<RankResponses> {
         let own = prompts_of(run, part);
         let config = &run.config.rollout;
-        let wanted = |r: &&Response| own.contains(&r.prompt) && (r.sample as usize) < config.samples_per_prompt;
+        let of_each = run.config.responses_per_prompt();
+        let wanted = |r: &&Response| own.contains(&r.prompt) && (r.sample as usize) < of_each;
         let mut all: Vec<Response> = finished.iter().filter(wanted).cloned().collect();
-        let responses = self.generate(run, model, step, prompts, &own, config, &all);
+        let greedy = greedy(config);
+        let configs = if run.config.has_greedy() { &[config, &greedy][..] } else { &[config] };
+        let responses = self.generate(run, model, step, prompts, &own, configs, &all);
         let responses = run.ranks.axes.all.agree(responses)?;
         self.log_refused_graphs(run);
         all.extend(responses.into_iter().flatten());
         all.sort_by_key(|r| (r.prompt, r.sample));
-        let complete = all.len() == own.len() * config.samples_per_prompt;
+        let complete = all.len() == own.len() * of_each;
         Ok(RankResponses { complete, responses: own_share(all, &run.ranks.rollout_axes.tensor) })
     }
 
     /// The responses of all ranks to the prompts `batch` on a null device, which has no other ranks: each as long as it may be.
-    pub fn responses_of_all(&self, config: &RolloutConfig, prompts: &[Prompt], wave: &Range<usize>) -> RankResponses {
+    pub fn responses_of_all(&self, config: &Config, prompts: &[Prompt], wave: &Range<usize>) -> RankResponses {
         let answers = |prompt: usize| {
-            let tokens = rollout::new_tokens_max(config, prompts[prompt].tokens.len(), self.context);
+            let tokens = rollout::new_tokens_max(&config.rollout, prompts[prompt].tokens.len(), self.context);
             let (tokens, logprobs, sample_logprobs) = (vec![0; tokens], vec![0.0; tokens], vec![0.0; tokens]);
             let finish = Finish::Length;
             let one = Response { prompt, tokens, logprobs, sample_logprobs, finish, ..Response::default() };
-            (0..config.samples_per_prompt as u32).map(move |sample| Response { sample, ..one.clone() })
+            (0..config.responses_per_prompt() as u32).map(move |sample| Response { sample, ..one.clone() })
         };
         RankResponses { complete: true, responses: wave.clone().flat_map(answers).collect() }
     }
@@ -130,7 +133,8 @@ impl Collector {
         self.graphs_logged = true;
     }
 
-    /// Responses to `prompts[own]`, with `prompt` counted in `prompts`; `None` for those that did not finish before a stop.
+    /// Responses to `prompts[own]`, with `prompt` counted in `prompts`; `None` for those that did not finish before a stop. Those
+    /// of each of `configs` are numbered behind those of the one before.
     fn generate(
         &mut self,
         run: &Run,
@@ -138,10 +142,16 @@ impl Collector {
         step: u32,
         prompts: &[Prompt],
         own: &Range<usize>,
-        config: &RolloutConfig,
+        configs: &[&RolloutConfig],
         done: &[Response],
     ) -> Result<Vec<Option<Response>>> {
-        let mut requests = rollout::requests(&prompts[own.clone()], config, &self.stop, self.context)?;
+        let mut requests: Vec<Request> = Vec::new();
+        for config in configs {
+            let first = requests.last().map_or(0, |last| last.sample + 1);
+            let more = rollout::requests(&prompts[own.clone()], config, &self.stop, self.context)?;
+            requests.extend(more.into_iter().map(|request| Request { sample: first + request.sample, ..request }));
+        }
+        requests.sort_by_key(|request| request.prompt);
         let ids = random_ids(prompts);
         for request in &mut requests {
             request.prompt += own.start;
@@ -178,7 +188,7 @@ impl Collector {
     ) -> Result<Option<Vec<(Scored, u64)>>> {
         let own = prompts_of(run, &(0..prompts.len()));
         let mut answer = |model| {
-            let responses = self.generate(run, model, step, prompts, &own, config, &[])?;
+            let responses = self.generate(run, model, step, prompts, &own, &[config], &[])?;
             let Some(responses) = responses.into_iter().collect() else { return Ok(None) };
             let responses: Vec<Response> = own_share(responses, &run.ranks.rollout_axes.tensor);
             let asked: Vec<&Prompt> = responses.iter().map(|r| &prompts[r.prompt]).collect();
@@ -226,6 +236,11 @@ impl Collector {
         axes.agree(self.reward_models.score(run, samples, &mut scored))?;
         Ok(scored)
     }
+}
+
+/// One response to each prompt, of the tokens that are most likely.
+pub fn greedy(config: &RolloutConfig) -> RolloutConfig {
+    RolloutConfig { samples_per_prompt: 1, temperature: 0.0, ..config.clone() }
 }
 
 /// The reward, which sees the rows of `source` and logs beside this rank.

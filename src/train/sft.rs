@@ -151,7 +151,7 @@ fn lengths(rows: &[SftRow]) -> Vec<usize> {
 }
 
 /// This rank's part of the packed row of `rows[chosen]`.
-fn part(rows: &[SftRow], chosen: &[usize], on: LossOn, axes: &Axes) -> PackedRow {
+pub(super) fn part(rows: &[SftRow], chosen: &[usize], on: LossOn, axes: &Axes) -> PackedRow {
     let mut packed = PackedRow::new();
     for row in chosen.iter().map(|&i| &rows[i]) {
         packed.push_where(&row.tokens, |i| learned(row, on, i));
@@ -160,7 +160,7 @@ fn part(rows: &[SftRow], chosen: &[usize], on: LossOn, axes: &Axes) -> PackedRow
 }
 
 /// Accumulates the gradient of one packed row; returns its share of the minibatch's loss.
-fn microbatch(learner: &mut Learner, row: &PackedRow, weight: f32, recompute: bool) -> Sums {
+pub(super) fn microbatch(learner: &mut Learner, row: &PackedRow, weight: f32, recompute: bool) -> Sums {
     let Learner { role, sum, .. } = learner;
     let (model, w) = (&role.transformer, &role.weights);
     let mut saved = Saved::new(recompute);

@@ -16,6 +16,8 @@ fn every_recipe_is_copied_with_its_files_and_is_a_job() {
             "dpo",
             "kto",
             "step-reward",
+            "distill",
+            "distill-on-policy",
             "grpo",
             "rloo",
             "reinforce++",

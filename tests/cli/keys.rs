@@ -45,9 +45,6 @@ fn what_a_job_file_says_wrongly_is_refused_by_line_or_key() {
     }
 }
 
-/// What is said of kinds of jobs that are not.
-const RELEASED: &str = "this release runs \"sft\", \"reward_model\", \"step_reward\", \"dpo\", \"kto\" and \"ppo\"";
-
 /// Overrides of the command line, and the words of the refusal and of its hint.
 const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     // No such key, no assignment.
@@ -74,7 +71,6 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     (&["model.actor="], &["model.actor is empty"], ""),
     (&["job.dir="], &["job.dir is empty"], ""),
     // Of a later release.
-    (&["job.kind=distill"], &["job.kind = \"distill\" is not in this release"], RELEASED),
     (&["job.kind=ppp"], &["unknown value `ppp`"], "`ppo`"),
     (&["reward.http=[\"http://localhost:1\"]"], &["reward.http", "later release"], "reward.rule"),
     // Meshes.
@@ -105,12 +101,48 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
         "",
     ),
     (&["ppo.kl_in=loss"], &["kl_in = \"loss\"", "k1"], "k2"),
+    (&["ppo.advantage=reinforce++", "ppo.critic_warmup_steps=3"], &["no critic to warm up"], ""),
+    (&["ppo.ptx_coef=0.1"], &["ppo.ptx_coef is 0.1", "data.pretrain"], ""),
+    (&["data.pretrain=[\"x.jsonl\"]"], &["ppo.ptx_coef is 0", "data.pretrain"], ""),
+    (&["optim.critic.ema_beta=1"], &["optim.critic.ema_beta is 1"], ""),
+    (&["eval.patience=2"], &["eval.patience above 0 without checkpoint.best_metric"], "eval_loss"),
+    (
+        &["checkpoint.best_metric=eval_loss", "eval.every_steps=0"],
+        &["\"eval_loss\" with eval.every_steps = 0"],
+        "eval.every_steps",
+    ),
     (
         &["ppo.overlong_buffer_tokens=9", "ppo.overlong_tokens_max=8"],
         &["ppo.overlong_tokens_max is 8", "at least", "9"],
         "",
     ),
     (&["job.kind=sft", "job.steps=0", "sft.epochs=0.0"], &["sft.epochs is 0", "above 0"], ""),
+    (&["job.kind=distill"], &["model.teachers is empty", "at least one teacher"], "model.teachers = [\"DIR\"]"),
+    (
+        &["job.kind=distill", "model.teachers=[\"model\"]", "model.teacher_weights=[1,2]"],
+        &["model.teacher_weights has 2 numbers for 1 entries of model.teachers"],
+        "",
+    ),
+    (
+        &["job.kind=distill", "model.teachers=[\"model\"]", "model.teacher_weights=[0]"],
+        &["model.teacher_weights must be positive"],
+        "",
+    ),
+    (
+        &["job.kind=distill", "model.teachers=[\"model\"]", "distill.full_vocabulary=false"],
+        &["the rows are not sampled"],
+        "distill.on_policy = true",
+    ),
+    (
+        &["job.kind=distill", "model.teachers=[\"model\"]", "distill.full_vocabulary=false", "distill.on_policy=true"],
+        &["distill.full_vocabulary = false", "reverse KL"],
+        "distill.divergence = \"reverse_kl\"",
+    ),
+    (
+        &["job.kind=distill", "model.teachers=[\"model\"]", "mesh.placement=[{roles=[\"actor\"],ranks=\"0..1\"}]"],
+        &["mesh.placement is set, a distill job has its roles on all ranks"],
+        "leave mesh.placement out",
+    ),
     (&["job.kind=dpo", "job.steps=0", "dpo.epochs=0.0"], &["dpo.epochs is 0", "above 0"], ""),
     (
         &["job.kind=reward_model", "job.steps=0", "reward_model.epochs=0.0"],

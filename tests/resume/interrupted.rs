@@ -90,12 +90,21 @@ fn ppo_usr1(name: &str, ranks: usize, sets: &str, wanted: Place) {
 
 #[test]
 fn a_ppo_run_stopped_in_rollout_goes_on_bitwise_on_2_ranks() {
-    ppo_usr1("usr1-rollout-2", 2, LONG_ROLLOUT, Place::Rollout { finished: true });
+    let sets = format!("{LONG_ROLLOUT} ppo.advantage=remax");
+    ppo_usr1("usr1-rollout-2", 2, &sets, Place::Rollout { finished: true });
+}
+
+#[test]
+fn on_policy_distillation_stopped_in_rollout_goes_on_bitwise() {
+    let sets =
+        "job.kind=distill distill.on_policy=true model.teachers=[\"model\"] distill.minibatch_samples=16 job.steps=8";
+    usr1("usr1-distill", |name| Job::ppo(name).with(LONG_ROLLOUT).with(sets), Place::Rollout { finished: true });
 }
 
 #[test]
 fn a_ppo_run_stopped_between_minibatches_goes_on_bitwise() {
-    ppo_usr1("usr1-train-alone", 0, LONG_TRAINING, Place::Training);
+    let sets = format!("{LONG_TRAINING} ppo.critic_warmup_steps=2 ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"]");
+    ppo_usr1("usr1-train-alone", 0, &sets, Place::Training);
 }
 
 #[test]

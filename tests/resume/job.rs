@@ -10,7 +10,8 @@ use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// The directory with `model`, and shards of `questions`, `demonstrations`, `pairs`, `labelled` responses and `steps`, made once.
+/// The directory with `model`, shards of `questions`, `demonstrations`, `pairs`, `labelled` responses and `steps`, and `texts.jsonl`, made
+/// once.
 pub fn place() -> &'static Path {
     static PLACE: OnceLock<PathBuf> = OnceLock::new();
     PLACE.get_or_init(make_place)
@@ -28,6 +29,9 @@ fn make_place() -> PathBuf {
     let made = corpus::make(&place, "--out rows.jsonl --rows 120 --eval-rows 8 --digits 1");
     assert_eq!(made.code, Some(0), "{}", made.stderr);
     write_preferences(&place);
+    let texts: Vec<String> =
+        (0..20).map(|i| json!({"text": "a text of words ".repeat(1 + i % 4)}).to_string()).collect();
+    std::fs::write(place.join("texts.jsonl"), texts.join("\n")).expect("writes");
     for verb in [
         "tokenizer rows.jsonl --vocabulary 264 --out tokenizer",
         "init --config config.json --tokenizer tokenizer --out model",
@@ -132,6 +136,9 @@ minibatch_samples = 8
 microbatch_tokens_max = 64
 [step_reward]
 placeholder = ";"
+minibatch_samples = 8
+microbatch_tokens_max = 64
+[distill]
 minibatch_samples = 8
 microbatch_tokens_max = 64
 [optim.actor]

@@ -22,11 +22,12 @@ fn assert_near(job: &Job, alone: &Job, layout: &str) {
 
 #[test]
 fn a_ppo_step_on_any_layout_has_the_samples_and_the_numbers_of_one_rank() {
-    for (loss, layouts) in [("clip", LAYOUTS.len()), ("gspo", 2)] {
+    for (loss, layouts) in [("clip", LAYOUTS.len()), ("gspo ppo.advantage=remax", 2)] {
         let sets = format!(
             "job.steps=1 ppo.epochs=1 ppo.loss={loss} ppo.entropy_coef=0.01 ppo.kl_in=loss ppo.kl_estimator=k3 \
-             rollout.top_k=100 ppo.minibatch_samples=16"
+             rollout.top_k=100 ppo.minibatch_samples=16 ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"]"
         );
+        let loss = &loss[..4];
         let alone = Job::ppo(&format!("layout-{loss}-alone")).with(&sets).done();
         for (i, (ranks, layout)) in LAYOUTS.iter().take(layouts).enumerate() {
             let job = Job::ppo(&format!("layout-{loss}-{i}")).on(*ranks).with(&sets).with(layout).done();

@@ -3,7 +3,9 @@
 
 mod alike;
 mod arrays;
+mod best;
 mod changed;
+mod distill;
 mod failing;
 mod interrupted;
 pub mod job;
