@@ -332,6 +332,7 @@ fn generated_rows_are_scored_and_selected_with_all_their_fields_as_rows_to_train
             "job.toml",
             "--dry-run",
             "job.kind=\"dpo\"",
+            "job.dir=\"round\"",
             "data.prompts=[\"pairs.jsonl\"]",
             "data.prompt_split=\"\"",
             "data.eval_split=\"\"",

@@ -23,6 +23,13 @@ pub struct Properties {
     pub numa: Option<usize>,
 }
 
+impl Properties {
+    /// Whether kernels of its architecture multiply by wgmma (sm_90a; later chips have other instructions).
+    pub fn has_wgmma(&self) -> bool {
+        self.capability == (9, 0)
+    }
+}
+
 /// Opens the driver: the newest CUDA that it knows, and its GPUs.
 ///
 /// # Errors

@@ -1,8 +1,8 @@
 //! Products in the `fast` mode: cuBLASLt, which chooses a way for each shape. Its sums depend on the number of rows, so that a
-//! row's bits may differ from one batch to another; for one shape on one kind of GPU they are always the same.
+//! row's bits may differ from one batch to another, and from one place in memory to another.
 //!
 //! Which products are cuBLASLt's is a rule by shape (`takes`): those of more than 64 rows. With fewer, as in decoding, the time is
-//! that of reading W, for which the exact kernels have tiles of their own (`bench cuda` measures both; not yet run on a GPU).
+//! that of reading W, for which the exact kernels have tiles of their own, as fast on an H200 (`bench cuda` measures both).
 //!
 //! Matrices are row-major here and column-major there: a row-major (r, c) is a column-major (c, r), so each product is asked for
 //! transposed, with its factors exchanged.

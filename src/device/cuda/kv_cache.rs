@@ -11,10 +11,8 @@ use std::sync::{Arc, Mutex};
 
 /// Values of one block: 256 threads, eight each.
 const BLOCK_VALUES: usize = 2048;
-/// Blocks of threads that read the cache fast enough together, and keys below which a second kernel is not worth its
-/// start. Reckoned, not measured.
-const WHOLE_MIN: usize = 48;
-const SPLIT_MIN: usize = 1024;
+/// Blocks of threads that read the cache fast enough together, and keys below which a second kernel is not worth its start.
+const WHOLE_MIN: [(usize, usize); 2] = [(48, 1024), (96, 4096)];
 /// The operation of what tables hold.
 const TABLE: &str = "kv_cache";
 /// Rows of a decoding tile, as the kernels have them.
@@ -152,7 +150,7 @@ pub fn group_max(head_dim: usize) -> usize {
 
 /// Whether so few decoding rows have such long contexts that they are split over more blocks of threads.
 pub fn is_split_best(rows: usize, kv_heads: usize, longest: usize) -> bool {
-    rows * kv_heads < WHOLE_MIN && longest >= SPLIT_MIN
+    WHOLE_MIN.iter().any(|&(blocks, keys)| rows * kv_heads < blocks && longest >= keys)
 }
 
 /// Whether a tile of the decoding kernel holds one token's rows.

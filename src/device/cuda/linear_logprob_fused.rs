@@ -12,6 +12,7 @@ const TILE_ROWS: usize = 128;
 const GROUP: usize = 8;
 /// Four stages of copies, and the sums of each lane of each row.
 const SHARED_BYTES: usize = 4 * (TILE_ROWS + 256) * 32 * 2 + TILE_ROWS * 32 * STATS_BYTES;
+const WIDE_SHARED_BYTES: usize = 4 * (TILE_ROWS + 128) * 64 * 2 + TILE_ROWS * 32 * STATS_BYTES;
 /// Rows of a block of the second kernel, a warp each.
 const FINISH_ROWS: usize = 4;
 
@@ -59,7 +60,12 @@ pub fn stats(
         targets,
     ];
     let blocks = rows.div_ceil(TILE_ROWS).next_multiple_of(GROUP) * spans;
-    gpu().launch("linear_logprob_fused", [blocks, 1, 1], 256, SHARED_BYTES, &args);
+    let (kernel, shared_bytes) = if gpu().properties().has_wgmma() {
+        ("linear_logprob_fused_wide", WIDE_SHARED_BYTES)
+    } else {
+        ("linear_logprob_fused", SHARED_BYTES)
+    };
+    gpu().launch(kernel, [blocks, 1, 1], 256, shared_bytes, &args);
     let args = [sums, dim(OP, spans), targets, places.arg(), rows.into(), dim(OP, v), stats.arg_mut()];
     gpu().launch("linear_logprob_finish", [rows.div_ceil(FINISH_ROWS), 1, 1], 32 * FINISH_ROWS, 0, &args);
 }

@@ -81,13 +81,12 @@ impl Tile {
     /// The tile for a product of m rows and n columns on this process's GPU.
     fn chosen(form: Form, rows: usize, columns: usize) -> Self {
         let properties = gpu().properties();
-        match (form, properties.capability) {
-            (Form::Forward, (9, 0)) if rows > 32 => {
-                Self::of_wide(&Self::ALL[4..], rows, columns, properties.multiprocessors)
-            }
-            (Form::Input | Form::Weight, (9, 0)) => Self::of_gradient(rows, columns, properties.multiprocessors),
+        let count = properties.multiprocessors;
+        match (form, properties.has_wgmma()) {
+            (Form::Forward, true) if rows > 32 => Self::of_wide(&Self::ALL[4..], rows, columns, count),
             (Form::Forward, _) => Self::of(rows, columns),
-            (Form::Input | Form::Weight, _) => Self::of_many(rows, columns),
+            (Form::Input | Form::Weight, true) => Self::of_gradient(rows, columns, count),
+            (Form::Input | Form::Weight, false) => Self::of_many(rows, columns),
         }
     }
 
