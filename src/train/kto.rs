@@ -208,7 +208,9 @@ fn mismatch(row: &LabelledRow, other: &LabelledRow, context: usize) -> Tokens<'s
 /// The rows `rows[chosen]`, one behind the other; predicted are the responses.
 fn pack(rows: &[LabelledRow], chosen: &[usize]) -> PackedRow {
     let mut packed = PackedRow::new();
-    chosen.iter().for_each(|&i| packed.push(&rows[i].tokens, rows[i].prompt_tokens));
+    for &i in chosen {
+        packed.push(&rows[i].tokens, rows[i].prompt_tokens);
+    }
     packed
 }
 
