@@ -1,7 +1,7 @@
 //! From prompts to scored samples. Where critic, reference or reward have ranks of their own, the prompts are answered in
 //! batches: those ranks score a batch while the actor answers the next one.
 
-use super::rollout::{Collector, RankResponses};
+use super::rollout::{self, Collector, Key, RankResponses};
 use super::rollout_weights::RolloutWeights;
 use crate::comm::{Group, Stream, phase, records};
 use crate::config::mesh::RoleName;
@@ -18,7 +18,7 @@ use crate::metrics::keys::{self, Metrics};
 use crate::metrics::{Phase, Phases};
 use crate::reward::Scored;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Waits for the responses of all ranks to a batch.
 type Responses = Box<dyn FnOnce() -> Result<Vec<RankResponses>>>;
@@ -98,7 +98,7 @@ pub fn make_experience(
     if models.actor.is_some() {
         batch.score(0, |samples| score(run, models, collector, samples, step, phases));
     }
-    batch.finish(run, moved)
+    batch.finish(run, collector, moved, phases)
 }
 
 struct Batch {
@@ -131,12 +131,28 @@ impl Batch {
         }
     }
 
-    /// Joins the scores of all placements. `moved`: bytes that a rank received of the actor's weights for the rollout.
-    fn finish(mut self, run: &Run, moved: Option<f64>) -> Result<Collected> {
-        let values = match run.ranks.all.agree(self.scores) {
-            Ok(scores) if self.complete => {
+    /// Waits for the rewards, and joins the scores of all placements. `moved`: bytes that a rank received of the actor's weights for
+    /// the rollout.
+    fn finish(
+        mut self,
+        run: &Run,
+        collector: &mut Collector,
+        moved: Option<f64>,
+        phases: &mut Phases,
+    ) -> Result<Collected> {
+        let streamed = if self.complete {
+            phases.time(Phase::Reward, || collector.scored(run))
+        } else {
+            collector.cancel();
+            Ok(None)
+        };
+        self.complete &= !matches!(streamed, Ok(None));
+        let scores = self.scores.and_then(|scores| Ok((scores, streamed?)));
+        let values = match run.ranks.all.agree(scores) {
+            Ok((scores, Some(streamed))) => {
                 // All ranks of a placement have the same scores.
                 let mut scores = run.ranks.of_placements(scores)?.into_iter().fold(Scores::default(), Scores::with);
+                scores.add(&self.samples, streamed);
                 if null::is_active() {
                     scores.complete(&self.samples);
                 }
@@ -183,6 +199,9 @@ fn score(
     let mut scores = Scores::default();
     phase::set(step, "reward");
     if run.ranks.has(RoleName::Reward) {
+        if models.actor.is_none() {
+            collector.push(run, samples);
+        }
         scores.scored = phases.time(Phase::Reward, || collector.reward(run, samples))?;
     }
     phase::set(step, "score");
@@ -212,6 +231,14 @@ impl Scores {
         self.ref_logprobs.extend(more.ref_logprobs);
         self.values.extend(more.values);
         self
+    }
+
+    /// Adds what the rewards said while others worked.
+    fn add(&mut self, samples: &[Experience], mut streamed: HashMap<Key, Scored>) {
+        self.scored.resize(samples.len(), Scored::default());
+        for (sample, scored) in samples.iter().zip(&mut self.scored) {
+            *scored = rollout::take(&mut streamed, sample.key()).plus(std::mem::take(scored));
+        }
     }
 
     /// Zeros for the scores of placements that a null device does not have.

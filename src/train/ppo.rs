@@ -350,9 +350,10 @@ fn rollout_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) 
 fn rewards(Config { reward, .. }: &Config) -> String {
     let rules = reward.rule.iter().map(|rule| (config::name(&rule.kind), rule.weight));
     let python = reward.python.iter().map(|python| (python.file.clone(), python.weight));
+    let http = reward.http.iter().map(|http| (http.url.join(" | "), http.weight));
     let models = reward.models.iter().enumerate().map(|(i, model)| (format!("model {}", model.name(i)), model.weight));
     let weighed = |(name, weight)| if weight == 1.0 { name } else { format!("{name} x {weight}") };
-    rules.chain(python).chain(models).map(weighed).collect::<Vec<_>>().join(", ")
+    rules.chain(python).chain(http).chain(models).map(weighed).collect::<Vec<_>>().join(", ")
 }
 
 /// Rows of the banner about the rollout.
