@@ -118,6 +118,7 @@ fn key(entry: &Entry, path: &[&str], ranges: Ranges) -> Value {
         "reward.rule" => source(&full, "kind", &[]),
         "reward.python" => source(&full, "file", PythonConfig::RANGES),
         "reward.http" => source(&full, "url", HttpConfig::RANGES),
+        "reward.http.url" => list(&json!({ "type": "string" }), 0),
         "reward.models" => source(&full, "dir", ModelRewardConfig::RANGES),
         _ => takes(&|value| refusal(path, value), range),
     };
@@ -150,7 +151,8 @@ fn source(path: &str, word: &str, ranges: Ranges) -> Value {
         (entry.key.to_string(), key(&entry, &full, ranges))
     });
     let keys: Map<String, Value> = of_table.collect();
-    let mut short = keys[word].clone();
+    // Of a list one value.
+    let mut short = keys[word].get("anyOf").map_or(&keys[word], |forms| &forms[1]).clone();
     short.as_object_mut().expect("an object").retain(|name, _| name == "type" || name == "enum");
     let required: &[&str] = if matches!(word, "file" | "url") { std::slice::from_ref(&word) } else { &[] };
     list(&json!({ "anyOf": [short, object(&keys.into(), required)] }), 0)

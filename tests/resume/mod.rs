@@ -14,4 +14,5 @@ mod outside;
 mod pairs;
 mod placement;
 mod records;
+mod rewards;
 mod variants;

@@ -68,7 +68,7 @@ pub fn scores(scored: &[Scored]) -> Vec<f32> {
 }
 
 #[track_caller]
-fn says(error: &Error, words: &[&str]) {
+pub fn says(error: &Error, words: &[&str]) {
     for word in words {
         assert!(error.message.contains(word), "no {word:?} in: {error}");
     }

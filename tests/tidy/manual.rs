@@ -1,7 +1,7 @@
 //! `jobs/reference.toml` is the manual: it holds every key of the schema, its default and its legal values.
 
 use super::source::{files, root};
-use rlhf_hpc::config::reward::{ModelRewardConfig, PythonConfig, RuleConfig};
+use rlhf_hpc::config::reward::{HttpConfig, ModelRewardConfig, PythonConfig, RuleConfig};
 use rlhf_hpc::config::{self, Config};
 use std::fs;
 
@@ -103,7 +103,10 @@ fn the_manual_shows_the_tables_of_rewards_with_their_defaults() {
     let models = example("reward.models");
     assert_eq!(toml::from_str::<ModelRewardConfig>(&models).unwrap(), ModelRewardConfig::default());
     assert_eq!(paths(&models), paths(&toml::to_string(&ModelRewardConfig::default()).unwrap()));
-    for line in lines(&rule).iter().chain(&lines(&python)).chain(&lines(&models)) {
+    let http = example("reward.http");
+    assert_eq!(toml::from_str::<HttpConfig>(&http).unwrap(), HttpConfig::default());
+    assert_eq!(paths(&http), paths(&toml::to_string(&HttpConfig::default()).unwrap()));
+    for line in lines(&rule).iter().chain(&lines(&python)).chain(&lines(&models)).chain(&lines(&http)) {
         assert!(line.comment.trim().len() >= 10, "{} has no words", line.path);
     }
 }

@@ -1,0 +1,95 @@
+//! Runs whose responses go to functions and services while others are drawn.
+
+use crate::resume::job::{Job, place, signal};
+use crate::server::Server;
+use rlhf_hpc::checkpoint::newest;
+use std::path::{Path, PathBuf};
+
+/// Notes its calls in a file, and hangs while there is the file `hangs`.
+const REWARD: &str = "import os, time\n\
+                      def reward_func(queries, prompts, labels, **kwargs):\n    \
+                          open('called', 'w').close()\n    \
+                          while os.path.exists('hangs'): time.sleep(0.01)\n    \
+                          return [len(q) - len(p) + 0.5 for q, p in zip(queries, prompts)]";
+
+/// The directory of a job's reward.
+fn reward(name: &str) -> PathBuf {
+    let dir = place().join(name);
+    let _ = std::fs::remove_dir_all(&dir);
+    std::fs::create_dir_all(&dir).expect("writes");
+    std::fs::write(dir.join("reward.py"), REWARD).expect("writes");
+    dir
+}
+
+fn job(name: &str, source: String) -> Job {
+    Job::ppo(name).with("reward.rule=[] job.steps=2 gradient.order=fixed").set(source)
+}
+
+fn python(dir: &Path, batch: usize) -> String {
+    format!("reward.python={{ file = \"{}\", batch = {batch} }}", dir.join("reward.py").display())
+}
+
+fn http(server: &Server, behaviour: &str) -> String {
+    format!("reward.http={{ url = \"{}\", name = \"reward_func\" }}", server.url(behaviour))
+}
+
+#[test]
+fn samples_and_scores_do_not_depend_on_ranks_workers_batches_or_who_scores() {
+    let (dir, server) = (reward("streams"), Server::start());
+    let sets = "eval.every_steps=1 checkpoint.every_steps=0";
+    let alone = job("streams-1", python(&dir, 1)).with(sets).done();
+    for (name, source, ranks, more) in [
+        ("streams-batch", python(&dir, 4), 0, "reward.workers=2"),
+        ("streams-ranks", python(&dir, 3), 2, "reward.workers=2"),
+        ("streams-tensor", python(&dir, 0), 2, "mesh.tensor=2"),
+        ("streams-http", http(&server, "right"), 2, "reward.workers=2"),
+    ] {
+        job(name, source).on(ranks).with(sets).with(more).done().assert_same(&alone);
+    }
+}
+
+/// Steps whose sampling takes far longer than a score.
+const LONG: &str = "job.steps=1 rollout.prompts_per_step=40 rollout.samples_per_prompt=1 rollout.response_tokens_max=200 \
+                    rollout.stop_token_ids=[] rollout.ignore_eos=true rollout.batch_max=1 eval.every_steps=0";
+
+#[test]
+fn a_response_is_scored_before_the_rollout_has_ended() {
+    let dir = reward("early");
+    let job = job("early", python(&dir, 1)).with(LONG);
+    let mut running = job.start();
+    running.wait_until(|| dir.join("called").exists());
+    signal("USR1", running.pid());
+    running.end().assert(85, &["stopped at step "]);
+    let saved = newest(&job.checkpoints()).expect("whole").expect("saved");
+    let work = saved.file("work.bin").expect("listed");
+    assert!(work[0] == 0 && (1..40).contains(&work[1]), "{} responses are finished", work[1]);
+    job.done();
+}
+
+#[test]
+fn a_reward_that_hangs_or_fails_ends_the_run_as_declared_or_on_request_and_the_mended_one_goes_on() {
+    let (dir, server) = (reward("mended"), Server::start());
+    let fault = dir.join("hangs");
+    let while_fault = |mode: &str| http(&server, &format!("{mode}{}", fault.display()));
+    let whole = job("mended-whole", python(&dir, 1)).done();
+    let short = "reward.timeout_s=1 reward.retries=0";
+    for (name, source, sets, words) in [
+        ("mended-hang", python(&dir, 1), short, &["75", "no answer within 1 s while scoring"]),
+        ("mended-slow", while_fault("slow"), short, &["75", "no answer within 1 s"]),
+        ("mended-500", while_fault("500"), "", &["75", "failed in 3 attempts: ", "it answered 500"][..2]),
+        ("mended-asked", python(&dir, 1), "", &["85", "stopped at step 0"]),
+    ] {
+        std::fs::write(&fault, "").expect("writes");
+        let _ = std::fs::remove_file(dir.join("called"));
+        let job = job(name, source).on(2).with(sets);
+        let mut running = job.start();
+        if words[0] == "85" {
+            running.wait_until(|| dir.join("called").exists());
+            signal("USR1", running.pid());
+        }
+        running.end().assert(words[0].parse().expect("a code"), &words[1..]);
+        assert!(newest(&job.checkpoints()).expect("whole").expect("saved").file("work.bin").is_ok(), "{name}");
+        std::fs::remove_file(&fault).expect("there");
+        job.done().assert_same(&whole);
+    }
+}
