@@ -73,23 +73,41 @@ fn a_reward_that_hangs_or_fails_ends_the_run_as_declared_or_on_request_and_the_m
     let while_fault = |mode: &str| http(&server, &format!("{mode}{}", fault.display()));
     let whole = job("mended-whole", python(&dir, 1)).done();
     let short = "reward.timeout_s=1 reward.retries=0";
-    for (name, source, sets, words) in [
-        ("mended-hang", python(&dir, 1), short, &["75", "no answer within 1 s while scoring"]),
-        ("mended-slow", while_fault("slow"), short, &["75", "no answer within 1 s"]),
-        ("mended-500", while_fault("500"), "", &["75", "failed in 3 attempts: ", "it answered 500"][..2]),
-        ("mended-asked", python(&dir, 1), "", &["85", "stopped at step 0"]),
+    for (name, source, sets, code, words) in [
+        ("mended-hang", python(&dir, 1), short, 75, "failed in 1 attempt: no answer within 1 s while scoring"),
+        ("mended-slow", while_fault("slow"), short, 75, "no answer within 1 s"),
+        ("mended-500", while_fault("500"), "", 75, "it answered 500"),
+        ("mended-asked", python(&dir, 1), "", 85, "stopped at step 0"),
     ] {
         std::fs::write(&fault, "").expect("writes");
         let _ = std::fs::remove_file(dir.join("called"));
         let job = job(name, source).on(2).with(sets);
         let mut running = job.start();
-        if words[0] == "85" {
+        if code == 85 {
             running.wait_until(|| dir.join("called").exists());
             signal("USR1", running.pid());
         }
-        running.end().assert(words[0].parse().expect("a code"), &words[1..]);
+        running.end().assert(code, &[words]);
         assert!(newest(&job.checkpoints()).expect("whole").expect("saved").file("work.bin").is_ok(), "{name}");
         std::fs::remove_file(&fault).expect("there");
         job.done().assert_same(&whole);
     }
+}
+
+#[test]
+fn a_response_on_which_a_reward_always_hangs_ends_no_run_that_goes_on_with_drop() {
+    let dir = reward("stuck");
+    let stuck = "import time\n\
+                 def reward_func(queries, prompts, labels, prompt_id, **kwargs):\n    \
+                     if prompt_id[0] % 7 == 0: time.sleep(1000)\n    \
+                     return [len(q) - len(p) + 0.5 for q, p in zip(queries, prompts)]";
+    std::fs::write(dir.join("reward.py"), stuck).expect("writes");
+    let of = |name: &str| job(name, python(&dir, 1)).with("reward.timeout_s=0.3 reward.retries=0 eval.every_steps=0");
+    let whole = of("stuck-whole").with("reward.on_failure=drop").done();
+    of("stuck").run().assert(75, &["no answer within 0.3 s"]);
+    let dropped = of("stuck").with("reward.on_failure=drop").done();
+    dropped.assert_same(&whole);
+    let count = |line: &serde_json::Map<String, serde_json::Value>| line["samples_dropped"].as_f64().expect("a number");
+    assert!(dropped.metrics().iter().map(count).sum::<f64>() > 0.0);
+    assert_eq!(dropped.read("ledger.json"), whole.read("ledger.json"));
 }
