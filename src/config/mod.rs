@@ -276,6 +276,7 @@ impl Config {
         absolute(&mut self.model.reference);
         absolute(&mut self.model.critic);
         self.reward.models.iter_mut().for_each(|model| absolute(&mut model.dir));
+        self.reward.judge.iter_mut().for_each(|judge| absolute(&mut judge.dir));
         self.data.relative_to(base);
         self.base = base.to_path_buf();
     }

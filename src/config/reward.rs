@@ -10,7 +10,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{Deserializer, Error as _, IntoDeserializer, MapAccess, SeqAccess, Visitor};
@@ -30,6 +30,8 @@ table! {
         pub http: Vec<HttpConfig> = Vec::new(),
         #[serde(deserialize_with = "one_or_many")]
         pub models: Vec<ModelRewardConfig> = Vec::new(),
+        #[serde(deserialize_with = "one_or_many")]
+        pub judge: Vec<JudgeConfig> = Vec::new(),
         pub workers: usize = 1 => 1.0..=limits::THREADS_MAX as f64,
         pub timeout_s: f64 = 60.0 => ABOVE_0..=YEAR_S,
         pub start_timeout_s: f64 = 300.0 => ABOVE_0..=YEAR_S,
@@ -41,7 +43,12 @@ table! {
 impl RewardConfig {
     /// How many rewards are added up.
     pub fn sources(&self) -> usize {
-        self.rule.len() + self.python.len() + self.http.len() + self.models.len()
+        self.rule.len() + self.python.len() + self.http.len() + self.models.len() + self.judge.len()
+    }
+
+    /// Whether models of the job score.
+    pub fn has_models(&self) -> bool {
+        !self.models.is_empty() || !self.judge.is_empty()
     }
 
     /// Refuses a job without a reward, and numbers out of range.
@@ -49,7 +56,7 @@ impl RewardConfig {
         if self.sources() == 0 {
             return Err(Error::usage("no reward is set").hint(
                 "set reward.rule = \"exact\" (or number, regex, format, length), reward.python = \"reward.py\", \
-                 reward.http = \"http://HOST:PORT/PATH\" or reward.models = \"DIR\"",
+                 reward.http = \"http://HOST:PORT/PATH\", reward.models = \"DIR\" or reward.judge = \"DIR\"",
             ));
         }
         for model in &self.models {
@@ -59,7 +66,9 @@ impl RewardConfig {
         self.python.iter().try_for_each(|python| limits::check("reward.python", python))?;
         self.http.iter().try_for_each(HttpConfig::check)?;
         let weights = self.rule.iter().map(|r| r.weight).chain(self.python.iter().map(|p| p.weight));
+        self.judge.iter().try_for_each(JudgeConfig::check)?;
         let weights = weights.chain(self.http.iter().map(|h| h.weight)).chain(self.models.iter().map(|m| m.weight));
+        let weights = weights.chain(self.judge.iter().map(|j| j.weight));
         Error::need(weights.clone().all(f32::is_finite), "a reward's weight is not a finite number")?;
         Error::need(weights.clone().any(|w| w != 0.0), "every reward has weight 0, so that every score would be 0")
     }
@@ -166,13 +175,57 @@ table! {
 impl ModelRewardConfig {
     /// The given name, else that of the directory, or of the run that exported it; `i`: its place.
     pub fn name(&self, i: usize) -> String {
-        let mut names = self.dir.iter().rev().map(|name| name.to_string_lossy().into_owned());
-        let of_dir = names.find(|name| name != "export").unwrap_or_else(|| "model".to_string());
-        match (&*self.name, i) {
-            ("", 0) => of_dir,
-            ("", i) => format!("{of_dir}_{}", i + 1),
-            (given, _) => given.to_string(),
-        }
+        named(&self.name, &self.dir, i)
+    }
+}
+
+fn named(name: &str, dir: &Path, i: usize) -> String {
+    let mut names = dir.iter().rev().map(|name| name.to_string_lossy().into_owned());
+    let of_dir = names.find(|name| name != "export").unwrap_or_else(|| "model".to_string());
+    match (name, i) {
+        ("", 0) => of_dir,
+        ("", i) => format!("{of_dir}_{}", i + 1),
+        (given, _) => given.to_string(),
+    }
+}
+
+const JUDGE_PROMPT: &str = "Question:\n{prompt}\n\nAnswer:\n{response}\n\n\
+     How good is the answer, from 0 to 10? End with \"Score: \" and the number.\n";
+
+table! {
+    /// One judge: a generative model that answers to `prompt`, with its score where `pattern` matches.
+    pub struct JudgeConfig {
+        pub dir: PathBuf = PathBuf::new(),
+        pub prompt: String = JUDGE_PROMPT.to_string(),
+        pub chat_template: bool = false,
+        pub pattern: String = r"(?i)score:\s*(-?[0-9]+(?:\.[0-9]+)?)".to_string(),
+        pub tokens_max: usize = 256 => 1.0..=limits::TOKENS,
+        pub name: String = String::new(),
+        pub weight: f32 = 1.0,
+    }
+}
+
+impl JudgeConfig {
+    /// As that of a reward model.
+    pub fn name(&self, i: usize) -> String {
+        named(&self.name, &self.dir, i)
+    }
+
+    fn check(&self) -> crate::error::Result<()> {
+        limits::check("reward.judge", self)?;
+        Error::need(!self.dir.as_os_str().is_empty(), "a judge's dir is empty, needed a directory")?;
+        let has_response = self.prompt.contains("{response}");
+        Error::need(has_response, "reward.judge: its prompt does not hold {response}, so that it would judge nothing")?;
+        regex::Regex::new(&self.pattern)
+            .map(|_| ())
+            .map_err(|e| Error::usage(format!("reward.judge: its pattern is none: {e}")))
+    }
+}
+
+impl FromWord for JudgeConfig {
+    const EXPECTED: &'static str = "the directory of a language model";
+    fn from_word(word: &str) -> Option<Self> {
+        Some(Self { dir: word.into(), ..Self::default() })
     }
 }
 

@@ -53,6 +53,7 @@ const ALIASES: &[(&str, &str)] = &[
     ("reward.models", "reward_pretrain reward_model_path"),
     ("reward.python", "reward_funcs reward_func reward_function custom_reward_function reward_fn"),
     ("reward.http", "remote_rm_url rm_url reward_url remote_reward_url"),
+    ("reward.judge", "judges llm_judge judge_model generative_reward_model"),
     ("reward.timeout_s", "reward_timeout remote_rm_timeout"),
     ("reward.workers", "num_reward_workers reward_num_workers"),
     ("ppo.advantage", "advantage_estimator adv_estimator"),

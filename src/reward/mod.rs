@@ -74,7 +74,7 @@ impl Reward {
                 parts[i].name = format!("{}_{}", parts[i].name, same + 1);
             }
         }
-        Ok(Self { parts, has_models: !config.models.is_empty(), asked: Vec::new() })
+        Ok(Self { parts, has_models: config.has_models(), asked: Vec::new() })
     }
 
     fn pools(&mut self) -> impl Iterator<Item = &mut Pool> {

@@ -6,6 +6,7 @@ mod experience_maker;
 mod export;
 mod inputs;
 pub mod job;
+mod judges;
 pub mod models;
 mod pairs;
 mod placement;
@@ -81,7 +82,7 @@ pub fn archs(config: &Config) -> Result<Vec<(RoleName, Head, Arch)>> {
 
 /// The same of a plan, which needs no weights, and of the reward model in `reward`, where the job names none.
 pub fn planned_archs(config: &Config, reward: Option<&Path>) -> Result<Archs> {
-    let reward = reward.filter(|_| shape(config).has_rollout() && config.reward.models.is_empty());
+    let reward = reward.filter(|_| shape(config).has_rollout() && !config.reward.has_models());
     let mut all = archs(config)?;
     if let Some(dir) = reward {
         let arch = Arch::load(dir).map_err(|e| e.within("reward model"))?;

@@ -12,7 +12,7 @@ use crate::advantage::{AdvantageState, AdvantageStats};
 use crate::comm::{phase, records};
 use crate::config::mesh::RoleName;
 use crate::config::ppo::KlIn;
-use crate::config::reward::ModelRewardConfig;
+use crate::config::reward::{JudgeConfig, ModelRewardConfig};
 use crate::config::{self, Config};
 use crate::data::{Part, PromptSource, Rows};
 use crate::error::{Error, Kind, Result};
@@ -81,11 +81,16 @@ impl Job for Ppo {
         }
         let reward = |model: &ModelRewardConfig| ModelSpec::new(RoleName::Reward, &model.dir, Head::Value, None);
         all.extend(config.reward.models.iter().map(reward));
+        let judge = |judge: &JudgeConfig| ModelSpec::new(RoleName::Reward, &judge.dir, Head::LanguageModel, None);
+        all.extend(config.reward.judge.iter().map(judge));
         all
     }
 
     /// Refuses a model whose context is shorter than the longest rows of the actor.
     fn check_models(config: &Config, actor: &Arch, other: &JobModel) -> Result<()> {
+        if other.spec.role == RoleName::Reward && other.spec.head == Head::LanguageModel {
+            return reward_models::check_judge(&other.spec.dir, &other.arch, actor);
+        }
         if other.spec.role == RoleName::Reward {
             let is_it = |model: &&ModelRewardConfig| model.dir == other.spec.dir;
             return config
@@ -143,7 +148,7 @@ impl Job for Ppo {
         let (actor, critic) = (actors.pop(), critics.pop());
         let is_reference = |role: &Role| role.name == RoleName::Reference.name();
         let (mut references, rewards): (Vec<_>, Vec<_>) = frozen.into_iter().partition(is_reference);
-        let rewards = run.ranks.all.agree(RewardModels::new(run, rewards, &tokenizer))?;
+        let rewards = run.ranks.all.agree(RewardModels::new(run, rewards, &tokenizer, &source))?;
         let role = actor.as_ref().map(|actor| &actor.role);
         let rollout_weights = role.map(|actor| {
             let made = RolloutWeights::new(actor, &run.ranks.axes, &run.ranks.rollout_axes)?;
@@ -353,7 +358,8 @@ fn rewards(Config { reward, .. }: &Config) -> String {
     let http = reward.http.iter().map(|http| (http.url.join(" | "), http.weight));
     let models = reward.models.iter().enumerate().map(|(i, model)| (format!("model {}", model.name(i)), model.weight));
     let weighed = |(name, weight)| if weight == 1.0 { name } else { format!("{name} x {weight}") };
-    rules.chain(python).chain(http).chain(models).map(weighed).collect::<Vec<_>>().join(", ")
+    let judges = reward.judge.iter().map(|judge| (format!("judge {}", judge.dir.display()), judge.weight));
+    rules.chain(python).chain(http).chain(models).chain(judges).map(weighed).collect::<Vec<_>>().join(", ")
 }
 
 /// Rows of the banner about the rollout.

@@ -13,7 +13,7 @@ use crate::experience::{Experience, Finish, Prompt, Response};
 use crate::launch::run::Run;
 use crate::metrics::Phase;
 use crate::model::Arch;
-use crate::reward::{Reward, RewardContext, Scored};
+use crate::reward::{Lookup, Reward, RewardContext, Scored};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{self, Engine, Hooks, Model, Stop};
 use crate::text::Tokenizer;
@@ -272,7 +272,7 @@ impl Collector {
         let responses: Vec<Response> = records::gather(&run.ranks.all, &mine.unwrap_or_default())?;
         let mut scored: Vec<Scored> = responses.iter().map(|r| take(&mut by_key, (r.prompt, r.sample))).collect();
         let lengths: Vec<u64> = responses.iter().map(|response| response.tokens.len() as u64).collect();
-        if !run.config.reward.models.is_empty() {
+        if run.config.reward.has_models() {
             let of = |response: Response| Experience {
                 prompt: prompts[response.prompt].clone(),
                 response,
@@ -307,33 +307,39 @@ pub fn take(scored: &mut HashMap<Key, Scored>, key: Key) -> Scored {
     found.unwrap_or_default()
 }
 
+/// The rows of `source`, and the fields that they have besides the prompt.
+pub fn rows_of(run: &Run, source: &PromptSource) -> Result<(Lookup, Vec<String>)> {
+    let rows = source.lookup(&run.config.data);
+    let mut columns: Vec<String> = Vec::new();
+    for id in source.first_ids() {
+        columns.extend(rows(id)?.columns.into_iter().map(|(name, _)| name));
+    }
+    Ok((Arc::new(rows), columns))
+}
+
 /// The reward, which sees the rows of `source` and logs beside this rank.
 fn reward(run: &Run, source: &PromptSource) -> Result<Reward> {
-    let Config { data, reward, base, .. } = &run.config;
-    let rows = source.lookup(data);
+    let Config { reward, base, .. } = &run.config;
     let logs = run.dir.join("logs");
     let is_logged = !run.dry_run && !reward.python.is_empty();
     if is_logged {
         fs::create_dir_all(&logs).map_err(|e| Error::io("create", &logs, &e))?;
     }
-    let mut columns: Vec<String> = Vec::new();
-    for id in source.first_ids() {
-        columns.extend(rows(id)?.columns.into_iter().map(|(name, _)| name));
-    }
+    let (rows, columns) = rows_of(run, source)?;
     let log = is_logged.then(|| logs.join(format!("reward-rank-{}.log", run.ranks.world.rank)));
-    let context = RewardContext { rows: Some(Arc::new(rows)), columns, log, offline: run.dry_run };
+    let context = RewardContext { rows: Some(rows), columns, log, offline: run.dry_run };
     Reward::new(reward, base, &context)
 }
 
 /// The prompts of `part` that this rank answers: ranks that share its matrices in the rollout answer the same.
-fn prompts_of(run: &Run, part: &Range<usize>) -> Range<usize> {
+pub fn prompts_of(run: &Run, part: &Range<usize>) -> Range<usize> {
     let sharing = &run.ranks.rollout_axes.zero;
     let own = share(part.len(), 1, sharing.rank(), sharing.size());
     part.start + own.start..part.start + own.end
 }
 
 /// This rank's share of results that all ranks of `tensor` hold identically: with it each result is on one rank of the mesh, in order.
-fn own_share<T>(mut all: Vec<T>, tensor: &Group) -> Vec<T> {
+pub fn own_share<T>(mut all: Vec<T>, tensor: &Group) -> Vec<T> {
     all.drain(share_of(all.len(), tensor)).collect()
 }
 

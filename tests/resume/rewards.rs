@@ -116,6 +116,27 @@ fn a_response_on_which_a_reward_always_hangs_ends_no_run_that_goes_on_with_drop(
     for file in ["export/model.safetensors", "ledger.json"] {
         assert!(dropped.read(file) == whole.read(file), "{file} differs");
     }
-    let count = |line: &serde_json::Map<String, serde_json::Value>| line["samples_dropped"].as_f64().expect("a number");
-    assert!(dropped.metrics().iter().map(count).sum::<f64>() > 0.0);
+    assert!(dropped.numbers("samples_dropped").iter().sum::<f64>() > 0.0);
+}
+
+#[test]
+fn a_judge_scores_what_it_answers_on_any_ranks_and_an_answer_without_a_score_is_a_failure() {
+    let judge = |pattern: &str, prompt: &str| {
+        format!(
+            "reward.judge={{ dir = \"model\", prompt = '{prompt}', pattern = '{pattern}', tokens_max = 24, weight = 0.5 }}"
+        )
+    };
+    let of = |name: &str, pattern: &str, prompt: &str| job(name, judge(pattern, prompt)).with("eval.every_steps=2");
+    let (digit, prompt) = ("[0-9]", "{prompt}{response} of {label}: ");
+    let drops = |name: &str| of(name, digit, prompt).with("reward.on_failure=drop");
+    let alone = drops("judge-1").done();
+    assert!(alone.numbers("reward_std")[0] > 0.0 && alone.numbers("eval_samples")[0] > 0.0);
+    drops("judge-2").on(2).done().assert_same(&alone);
+    let placement =
+        r#"mesh.placement=[{roles=["actor","reference"],ranks="0..1"},{roles=["critic","reward"],ranks="1..2"}]"#;
+    drops("judge-placed").on(2).with(placement).done().assert_same(&alone);
+    of("judge-none", "never said", prompt).run().assert(75, &["judge model on a response to prompt ", "has no score"]);
+    of("judge-none", digit, prompt).with("reward.on_failure=drop").done().assert_same(&alone);
+    of("judge-field", digit, "{response}{nosuch}").run().assert(2, &["prompt has {nosuch}, which no row fills"]);
+    of("judge-blind", digit, "{prompt}").run().assert(2, &["its prompt does not hold {response}"]);
 }
