@@ -1,14 +1,14 @@
 //! Judges in the loop: generative models that read prompt and response in a template and answer with a score, on all ranks that hold
 //! them.
 
-use super::rollout::{own_share, prompts_of};
 use super::rollout_weights::RolloutWeights;
+use super::shares::{own_share, prompts_of};
 use crate::comm::records;
 use crate::config::reward::{JudgeConfig, OnFailure};
 use crate::config::rollout::RolloutConfig;
 use crate::device::null;
 use crate::error::{Error, Result};
-use crate::experience::{Experience, Prompt, Response};
+use crate::experience::{Experience, Prompt};
 use crate::launch::run::Run;
 use crate::learn::Role;
 use crate::metrics::Phases;
@@ -22,6 +22,8 @@ use std::sync::{Arc, LazyLock};
 
 /// What a template holds of a row.
 static FIELD: LazyLock<Regex> = LazyLock::new(|| Regex::new(r"\{(\w+)\}").expect("it compiles"));
+/// A score, or why there is none.
+type Found = std::result::Result<f32, String>;
 /// What is shown of an answer without a score.
 const TEXT_CHARS_MAX: usize = 200;
 
@@ -86,37 +88,12 @@ impl Judge {
     /// that hold the judge call this with the same samples.
     ///
     /// # Errors
-    /// `Service` where an answer has no score and `on_failure` is stop; `Data` where a row is longer than the judge's context.
+    /// `Service` where an answer has no score, or what the judge would read does not fit its context, and `on_failure` is stop.
     pub fn score(&mut self, run: &Run, samples: &[Experience], scored: &mut [Scored]) -> Result<()> {
-        let all = &run.ranks.axes.all;
         let own = prompts_of(run, &(0..samples.len()));
-        let prompts = samples[own.clone()].iter().map(|sample| self.prompt(sample)).collect::<Result<Vec<Prompt>>>();
-        let requests = prompts.and_then(|prompts| {
-            rollout::requests(&prompts, &self.sampling, &self.stop, self.role.arch().context)
-                .map_err(|e| e.within("reward.judge"))
-        });
-        let requests = all.agree(requests)?;
-        run.onload(&mut self.role);
-        if let Some(bytes) = run.cache_bytes() {
-            self.engine.allow(bytes);
-        }
-        let gathered = self.weights.gather(&self.role, &mut Phases::start());
-        let model = Model { tokenizer: Some(&self.tokenizer), ..gathered.model() };
-        let mut hooks =
-            Hooks { stop: &|| false, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()) };
-        let rng = Rng::new(run.config.job.seed, Purpose::Sample);
-        let answers = self.engine.generate(model, rng, 0, &requests, &mut hooks);
-        drop(gathered);
-        self.engine.release();
-        run.offload_weights(&mut self.role);
-        let answers: Vec<Response> = all.agree(answers)?.complete().expect("nothing stopped it");
-        if null::is_active() {
-            return Ok(());
-        }
-        let parsed =
-            answers.into_iter().enumerate().map(|(i, answer)| (own.start + i, score(&self.pattern, &answer.text)));
-        let parsed: Vec<(usize, std::result::Result<f32, String>)> = parsed.collect();
-        for (i, score) in records::gather(all, &own_share(parsed, &run.ranks.rollout_axes.tensor))? {
+        let found = own.clone().zip(self.answers(run, &samples[own])?).collect();
+        let mine: Vec<(usize, Found)> = own_share(found, &run.ranks.rollout_axes.tensor);
+        for (i, score) in records::gather(&run.ranks.axes.all, &mine)? {
             let scored = &mut scored[i];
             match score {
                 Ok(score) => {
@@ -136,6 +113,37 @@ impl Judge {
             }
         }
         Ok(())
+    }
+
+    /// What the judge says of this rank's `samples`. All ranks that hold it call this.
+    fn answers(&mut self, run: &Run, samples: &[Experience]) -> Result<Vec<Found>> {
+        let (all, context) = (&run.ranks.axes.all, self.role.arch().context);
+        let prompts = samples.iter().map(|sample| self.prompt(sample)).collect::<Result<Vec<Prompt>>>();
+        let prompts = all.agree(prompts)?;
+        let lengths: Vec<usize> = prompts.iter().map(|prompt| prompt.tokens.len()).collect();
+        let fits: Vec<Prompt> = prompts.into_iter().filter(|prompt| prompt.tokens.len() < context).collect();
+        let requests = all.agree(rollout::requests(&fits, &self.sampling, &self.stop, context))?;
+        run.onload(&mut self.role);
+        if let Some(bytes) = run.cache_bytes() {
+            self.engine.allow(bytes);
+        }
+        let gathered = self.weights.gather(&self.role, &mut Phases::start());
+        let model = Model { tokenizer: Some(&self.tokenizer), ..gathered.model() };
+        let mut hooks =
+            Hooks { stop: &|| false, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()) };
+        let rng = Rng::new(run.config.job.seed, Purpose::Sample);
+        let answers = self.engine.generate(model, rng, 0, &requests, &mut hooks);
+        drop(gathered);
+        self.engine.release();
+        run.offload_weights(&mut self.role);
+        let mut answers = all.agree(answers)?.complete().expect("nothing stopped it").into_iter();
+        let found = lengths.into_iter().map(|length| match length < context {
+            // A plan has no texts.
+            true if null::is_active() => Ok(0.0),
+            true => score(&self.pattern, &answers.next().expect("one a prompt").text),
+            false => Err(format!("it would read {length} tokens, its context is {context}")),
+        });
+        Ok(found.collect())
     }
 
     /// The template with the fields of a sample, as the judge reads it.
@@ -171,7 +179,7 @@ fn fill(template: &str, sample: &Experience, columns: &Map<String, Value>) -> St
 }
 
 /// The number in the first group of the pattern's last match, or in the whole match.
-fn score(pattern: &Regex, answer: &str) -> std::result::Result<f32, String> {
+fn score(pattern: &Regex, answer: &str) -> Found {
     let found = pattern.captures_iter(answer).last();
     let found = found.and_then(|found| found.get(1).or_else(|| found.get(0)));
     let number = found.and_then(|found| found.as_str().trim().parse().ok()).filter(|x: &f32| x.is_finite());

@@ -18,6 +18,7 @@ mod reward_models;
 mod rollout;
 pub mod rollout_weights;
 pub mod sft;
+mod shares;
 pub mod state;
 mod timers;
 pub mod update;

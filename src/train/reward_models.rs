@@ -1,7 +1,6 @@
 //! Reward models in the loop: each scores the last token of prompt and response, on all ranks that hold it. And judges.
 
 use super::judges::Judge;
-use super::rollout;
 use crate::config::reward::{JudgeConfig, ModelRewardConfig};
 use crate::data::PromptSource;
 use crate::error::{Error, Result};
@@ -10,7 +9,7 @@ use crate::launch::run::Run;
 use crate::learn::Role;
 use crate::learn::score::{self, Tokens};
 use crate::model::{Arch, Head};
-use crate::reward::Scored;
+use crate::reward::{Lookup, Scored};
 use crate::text::Tokenizer;
 use std::path::Path;
 use std::sync::Arc;
@@ -69,7 +68,8 @@ impl RewardModels {
     pub fn new(run: &Run, mut roles: Vec<Role>, actor: &Arc<Tokenizer>, source: &PromptSource) -> Result<Self> {
         let reward = &run.config.reward;
         let judges = roles.split_off(reward.models.len().min(roles.len()));
-        let rows = rollout::rows_of(run, source)?;
+        let data = &run.config.data;
+        let rows: (Lookup, _) = (Arc::new(source.lookup(data)), source.columns(data)?);
         let judge = |(i, (role, config)): (usize, (Role, &JudgeConfig))| {
             Judge::new(run, role, config, config.name(reward.models.len() + i), actor, &rows)
         };

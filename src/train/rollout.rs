@@ -1,19 +1,19 @@
 //! Rollout and reward of one rank's share of the prompts.
 
 use super::reward_models::RewardModels;
-use crate::comm::{Group, Stream, records};
+use super::shares::{own_share, prompts_of, share_of};
+use crate::comm::{Stream, records};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::rollout::RolloutConfig;
 use crate::data::PromptSource;
-use crate::device::cpu::pool::share;
 use crate::device::null;
 use crate::error::{Error, Result};
 use crate::experience::{Experience, Finish, Prompt, Response};
 use crate::launch::run::Run;
 use crate::metrics::Phase;
 use crate::model::Arch;
-use crate::reward::{Lookup, Reward, RewardContext, Scored};
+use crate::reward::{Reward, RewardContext, Scored};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{self, Engine, Hooks, Model, Stop};
 use crate::text::Tokenizer;
@@ -307,45 +307,18 @@ pub fn take(scored: &mut HashMap<Key, Scored>, key: Key) -> Scored {
     found.unwrap_or_default()
 }
 
-/// The rows of `source`, and the fields that they have besides the prompt.
-pub fn rows_of(run: &Run, source: &PromptSource) -> Result<(Lookup, Vec<String>)> {
-    let rows = source.lookup(&run.config.data);
-    let mut columns: Vec<String> = Vec::new();
-    for id in source.first_ids() {
-        columns.extend(rows(id)?.columns.into_iter().map(|(name, _)| name));
-    }
-    Ok((Arc::new(rows), columns))
-}
-
 /// The reward, which sees the rows of `source` and logs beside this rank.
 fn reward(run: &Run, source: &PromptSource) -> Result<Reward> {
-    let Config { reward, base, .. } = &run.config;
+    let Config { data, reward, base, .. } = &run.config;
     let logs = run.dir.join("logs");
     let is_logged = !run.dry_run && !reward.python.is_empty();
     if is_logged {
         fs::create_dir_all(&logs).map_err(|e| Error::io("create", &logs, &e))?;
     }
-    let (rows, columns) = rows_of(run, source)?;
+    let (rows, columns) = (Arc::new(source.lookup(data)), source.columns(data)?);
     let log = is_logged.then(|| logs.join(format!("reward-rank-{}.log", run.ranks.world.rank)));
     let context = RewardContext { rows: Some(rows), columns, log, offline: run.dry_run };
     Reward::new(reward, base, &context)
-}
-
-/// The prompts of `part` that this rank answers: ranks that share its matrices in the rollout answer the same.
-pub fn prompts_of(run: &Run, part: &Range<usize>) -> Range<usize> {
-    let sharing = &run.ranks.rollout_axes.zero;
-    let own = share(part.len(), 1, sharing.rank(), sharing.size());
-    part.start + own.start..part.start + own.end
-}
-
-/// This rank's share of results that all ranks of `tensor` hold identically: with it each result is on one rank of the mesh, in order.
-pub fn own_share<T>(mut all: Vec<T>, tensor: &Group) -> Vec<T> {
-    all.drain(share_of(all.len(), tensor)).collect()
-}
-
-/// What this rank takes of `count` things that are divided among a group.
-fn share_of(count: usize, group: &Group) -> Range<usize> {
-    share(count, 1, group.rank(), group.size())
 }
 
 /// The ids that key the random numbers of each prompt of a batch. A row that the batch holds twice (at the end of an epoch, or

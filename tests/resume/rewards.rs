@@ -137,6 +137,8 @@ fn a_judge_scores_what_it_answers_on_any_ranks_and_an_answer_without_a_score_is_
     drops("judge-placed").on(2).with(placement).done().assert_same(&alone);
     of("judge-none", "never said", prompt).run().assert(75, &["judge model on a response to prompt ", "has no score"]);
     of("judge-none", digit, prompt).with("reward.on_failure=drop").done().assert_same(&alone);
+    let long = "{prompt}".repeat(100) + "{response}";
+    of("judge-long", digit, &long).run().assert(75, &["judge model on a response to prompt ", "its context is 256"]);
     of("judge-field", digit, "{response}{nosuch}").run().assert(2, &["prompt has {nosuch}, which no row fills"]);
     of("judge-blind", digit, "{prompt}").run().assert(2, &["its prompt does not hold {response}"]);
 }

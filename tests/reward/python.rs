@@ -483,10 +483,8 @@ fn a_function_that_the_file_imports_is_found_by_name() {
         "def length(completions, **kwargs):\n    return [len(c) for c in completions]",
     )
     .unwrap();
-    assert_eq!(
-        scores(&job.score("python = { file = \"reward.py\", batch = 0, function = \"length\" }").unwrap()),
-        [1.0, 1.0]
-    );
+    let python = "python = { file = \"reward.py\", batch = 0, function = \"length\" }";
+    assert_eq!(scores(&job.score(python).unwrap()), [1.0, 1.0]);
 }
 
 #[test]
