@@ -76,8 +76,11 @@ pub fn run(args: &Args) -> Result<()> {
         }
         if args.pairs { selected.extend(pair(group, args)) } else { selected.extend(best(group, args)?) }
     }
-    let lines: String = selected.iter().map(|row| format!("{}\n", Value::Object(row.clone()))).collect();
-    out::write(lines.as_bytes())?;
+    let mut lines = Vec::new();
+    for row in &selected {
+        lines.extend(Value::Object(row.clone()).to_string().bytes().chain([b'\n']));
+    }
+    out::write(&lines)?;
     let what = if args.pairs { "pairs" } else { "rows" };
     let without = if useless > 0 { format!("; {useless} responses are empty or cut off") } else { String::new() };
     note!("select: {} {what} of {total} responses to {prompts} prompts{without}", selected.len());
@@ -110,7 +113,7 @@ fn scored(row: &Row, by: &str) -> Result<Scored> {
         }
     };
     let is_useless = is_cut || is_empty(&response);
-    ["prompt_tokens", "tokens", "text", "logprobs", "finish"].iter().for_each(|key| drop(row.remove(*key)));
+    row.retain(|key, _| !["prompt_tokens", "tokens", "text", "logprobs", "finish"].contains(&key.as_str()));
     row.insert("response".into(), response);
     Ok(Scored { prompt: row[key].to_string(), reward, is_useless, row })
 }
