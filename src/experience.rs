@@ -104,6 +104,11 @@ pub struct Experience {
 }
 
 impl Experience {
+    /// The index of the prompt in the batch that was rolled out, and the number of the response among its samples.
+    pub fn key(&self) -> (usize, u32) {
+        (self.response.prompt, self.response.sample)
+    }
+
     /// Prompt and response in one row, as the training forward sees it.
     pub fn tokens(&self) -> Vec<u32> {
         [&self.prompt.tokens[..], &self.response.tokens].concat()

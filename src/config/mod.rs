@@ -56,7 +56,6 @@ use limits::{Ranged, Ranges};
 use model::DTypeName;
 use ppo::{Estimator, KlIn, PolicyLossKind};
 use preference::{DpoConfig, PreferenceLoss, RewardModelConfig};
-use reward::{OnFailure, SEARCH_TIMEOUTS};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -206,25 +205,13 @@ impl Config {
         Error::all(TABLES.iter().filter_map(check).collect())
     }
 
-    /// Seconds for which one collective may wait, 0 for ever: at least as long as another rank's Python reward may take with all
-    /// its retries and the starts of its child. Where the retries alone take longer than `mesh.collective_timeout_s`, why.
-    pub fn collective_timeout_s(&self) -> (f64, Option<String>) {
+    /// Seconds for which one collective may wait, 0 for ever: at least as long as another rank's Python reward may take to start.
+    pub fn collective_timeout_s(&self) -> f64 {
         let (given, reward) = (self.mesh.collective_timeout_s, &self.reward);
         if given == 0.0 || !self.samples() || reward.python.is_empty() {
-            return (given, None);
+            return given;
         }
-        let retries = f64::from(reward.retries);
-        // A search ends with the question in which its time is over.
-        let [asked, started] =
-            if reward.on_failure == OnFailure::Drop { [f64::from(SEARCH_TIMEOUTS) + 1.0, 2.0] } else { [0.0; 2] };
-        let answers = (retries + 1.0 + asked) * reward.timeout_s;
-        let raised = given.max(answers + (retries + started) * reward.start_timeout_s + COLLECTIVE_MARGIN_S);
-        let why = format!(
-            "mesh.collective_timeout_s = {given} is raised to {raised}: other ranks wait for a reward that may take {answers} s \
-             (reward.timeout_s = {}, reward.retries = {})",
-            reward.timeout_s, reward.retries
-        );
-        (raised, (given < answers).then_some(why))
+        given.max((f64::from(reward.retries) + 1.0) * reward.start_timeout_s + COLLECTIVE_MARGIN_S)
     }
 
     /// Passes over the data of a job that learns from rows as they are.
@@ -354,6 +341,7 @@ impl Config {
         absolute(&mut self.model.critic);
         self.model.teachers.iter_mut().for_each(absolute);
         self.reward.models.iter_mut().for_each(|model| absolute(&mut model.dir));
+        self.reward.judge.iter_mut().for_each(|judge| absolute(&mut judge.dir));
         self.data.relative_to(base);
         self.base = base.to_path_buf();
     }

@@ -53,7 +53,11 @@ const ALIASES: &[(&str, &str)] = &[
     ("rollout.kv_bytes_max", "gpu_memory_utilization vllm_gpu_memory_utilization"),
     ("rollout.batch_max", "max_num_seqs micro_rollout_batch_size"),
     ("reward.models", "reward_pretrain reward_model_path"),
-    ("reward.python", "reward_funcs reward_func reward_function remote_rm_url custom_reward_function reward_fn"),
+    ("reward.python", "reward_funcs reward_func reward_function custom_reward_function reward_fn"),
+    ("reward.http", "remote_rm_url rm_url reward_url remote_reward_url"),
+    ("reward.judge", "judges llm_judge judge_model generative_reward_model"),
+    ("reward.timeout_s", "reward_timeout remote_rm_timeout"),
+    ("reward.workers", "num_reward_workers reward_num_workers"),
     ("ppo.advantage", "advantage_estimator adv_estimator"),
     ("ppo.lambda", "lambd gae_lambda lam"),
     (

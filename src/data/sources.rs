@@ -258,11 +258,6 @@ impl Rows {
         })
     }
 
-    /// The id of the first row of each source.
-    pub fn first_ids(&self) -> impl Iterator<Item = u64> {
-        self.sources.iter().map(|source| source.first_id)
-    }
-
     /// Gives rows of prompts as their files have them, by `Prompt::id`; `config` is the one they were opened with.
     pub fn lookup(&self, config: &DataConfig) -> impl Fn(u64) -> Result<RowFields> + Send + Sync + 'static {
         let (sources, config) = (self.sources.clone(), config.clone());
@@ -282,6 +277,14 @@ impl Rows {
             line if line.is_empty() => format!("document {} of {}", entry.document, source.name),
             line => line,
         })
+    }
+
+    /// Names of the fields that the first row of each source has besides the prompt.
+    pub fn columns(&self, config: &DataConfig) -> Result<Vec<String>> {
+        let rows = self.lookup(config);
+        let of = |source: &Source| Ok(rows(source.first_id)?.columns.into_iter().map(|(name, _)| name));
+        let all: Vec<_> = self.sources.iter().map(of).collect::<Result<_>>()?;
+        Ok(all.into_iter().flatten().collect())
     }
 
     /// Rows (or pieces of long prompts) in an epoch.

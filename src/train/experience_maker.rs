@@ -1,7 +1,7 @@
 //! From prompts to scored samples. Where critic, reference or reward have ranks of their own, the prompts are answered in
 //! batches: those ranks score a batch while the actor answers the next one.
 
-use super::rollout::{Collector, RankResponses};
+use super::rollout::{self, Collector, Key, RankResponses};
 use super::rollout_weights::RolloutWeights;
 use crate::comm::{Group, Stream, phase, records};
 use crate::config::mesh::RoleName;
@@ -19,7 +19,7 @@ use crate::metrics::{Phase, Phases};
 use crate::reward::Scored;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Waits for the responses of all ranks to a batch.
 type Responses = Box<dyn FnOnce() -> Result<Vec<RankResponses>>>;
@@ -99,7 +99,7 @@ pub fn make_experience(
     if models.actor.is_some() {
         batch.score(0, |samples| score(run, models, collector, samples, step, phases));
     }
-    batch.finish(run, moved)
+    batch.finish(run, collector, moved, phases)
 }
 
 struct Batch {
@@ -132,12 +132,28 @@ impl Batch {
         }
     }
 
-    /// Joins the scores of all placements. `moved`: bytes that a rank received of the actor's weights for the rollout.
-    fn finish(mut self, run: &Run, moved: Option<f64>) -> Result<Collected> {
-        let values = match run.ranks.all.agree(self.scores) {
-            Ok(scores) if self.complete => {
+    /// Waits for the rewards, and joins the scores of all placements. `moved`: bytes that a rank received of the actor's weights for
+    /// the rollout.
+    fn finish(
+        mut self,
+        run: &Run,
+        collector: &mut Collector,
+        moved: Option<f64>,
+        phases: &mut Phases,
+    ) -> Result<Collected> {
+        let streamed = if self.complete {
+            phases.time(Phase::Reward, || collector.scored(run))
+        } else {
+            collector.cancel();
+            Ok(None)
+        };
+        self.complete &= !matches!(streamed, Ok(None));
+        let scores = self.scores.and_then(|scores| Ok((scores, streamed?)));
+        let values = match run.ranks.all.agree(scores) {
+            Ok((scores, Some(streamed))) => {
                 // All ranks of a placement have the same scores.
                 let mut scores = run.ranks.of_placements(scores)?.into_iter().fold(Scores::default(), Scores::with);
+                scores.add(&self.samples, streamed);
                 scores.take_greedy(run, &mut self.samples);
                 if null::is_active() {
                     scores.complete(&self.samples);
@@ -184,6 +200,9 @@ fn score(
     let mut scores = Scores::default();
     phase::set(step, "reward");
     if run.ranks.has(RoleName::Reward) {
+        if models.actor.is_none() {
+            collector.push(run, samples);
+        }
         scores.scored = phases.time(Phase::Reward, || collector.reward(run, samples))?;
     }
     // Greedy responses are not learned from.
@@ -229,8 +248,6 @@ impl Scores {
         if !run.config.has_greedy() {
             return;
         }
-        // A null device has not all scores.
-        self.scored.resize(samples.len(), Scored::default());
         let all = std::mem::take(samples).into_iter().zip(std::mem::take(&mut self.scored));
         let is_sample = |(sample, _): &(Experience, Scored)| {
             (sample.response.sample as usize) < run.config.rollout.samples_per_prompt
@@ -248,6 +265,14 @@ impl Scores {
             }
             samples.push(sample);
             self.scored.push(scored);
+        }
+    }
+
+    /// Adds what the rewards said while others worked.
+    fn add(&mut self, samples: &[Experience], mut streamed: HashMap<Key, Scored>) {
+        self.scored.resize(samples.len(), Scored::default());
+        for (sample, scored) in samples.iter().zip(&mut self.scored) {
+            *scored = rollout::take(&mut streamed, sample.key()).plus(std::mem::take(scored));
         }
     }
 

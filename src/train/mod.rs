@@ -8,6 +8,7 @@ mod experience_maker;
 mod export;
 mod inputs;
 pub mod job;
+mod judges;
 pub mod kto;
 pub mod models;
 mod on_policy;
@@ -22,6 +23,7 @@ mod reward_models;
 mod rollout;
 pub mod rollout_weights;
 pub mod sft;
+mod shares;
 pub mod state;
 pub mod step_reward;
 mod supervised;
@@ -104,7 +106,7 @@ pub fn archs(config: &Config) -> Result<Vec<(RoleName, Head, Arch)>> {
 
 /// The same of a plan, which needs no weights, and of the reward model in `reward`, where the job names none.
 pub fn planned_archs(config: &Config, reward: Option<&Path>) -> Result<Archs> {
-    let reward = reward.filter(|_| shape(config).has_rollout() && config.reward.models.is_empty());
+    let reward = reward.filter(|_| shape(config).has_rollout() && !config.reward.has_models());
     let mut all = archs(config)?;
     if let Some(dir) = reward {
         let arch = Arch::load(dir).map_err(|e| e.within("reward model"))?;

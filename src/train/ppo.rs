@@ -12,7 +12,7 @@ use crate::advantage::{AdvantageState, AdvantageStats};
 use crate::comm::{phase, records};
 use crate::config::mesh::RoleName;
 use crate::config::ppo::KlIn;
-use crate::config::reward::ModelRewardConfig;
+use crate::config::reward::{JudgeConfig, ModelRewardConfig};
 use crate::config::{self, Config};
 use crate::data::{Part, PromptSource, Rows, SftRow};
 use crate::device::null;
@@ -86,6 +86,9 @@ impl Job for Ppo {
 
     /// Refuses a model whose context is shorter than the longest rows of the actor.
     fn check_models(config: &Config, actor: &Arch, other: &JobModel) -> Result<()> {
+        if other.spec.role == RoleName::Reward && other.spec.head == Head::LanguageModel {
+            return reward_models::check_judge(&other.spec.dir, &other.arch, actor);
+        }
         if other.spec.role == RoleName::Reward {
             let is_it = |model: &&ModelRewardConfig| model.dir == other.spec.dir;
             return config
@@ -143,7 +146,7 @@ impl Job for Ppo {
         let (actor, critic) = (actors.pop(), critics.pop());
         let is_reference = |role: &Role| role.name == RoleName::Reference.name();
         let (mut references, rewards): (Vec<_>, Vec<_>) = frozen.into_iter().partition(is_reference);
-        let rewards = run.ranks.all.agree(RewardModels::new(run, rewards, &tokenizer))?;
+        let rewards = run.ranks.all.agree(RewardModels::new(run, rewards, &tokenizer, &source))?;
         let role = actor.as_ref().map(|actor| &actor.role);
         let rollout_weights = role.map(|actor| {
             let made = RolloutWeights::new(actor, &run.ranks.axes, &run.ranks.rollout_axes)?;
@@ -214,7 +217,8 @@ impl Job for Ppo {
 impl Ppo {
     pub(super) fn reward_models(config: &Config) -> impl Iterator<Item = ModelSpec> {
         let reward = |model: &ModelRewardConfig| ModelSpec::new(RoleName::Reward, &model.dir, Head::Value, None);
-        config.reward.models.iter().map(reward)
+        let judge = |judge: &JudgeConfig| ModelSpec::new(RoleName::Reward, &judge.dir, Head::LanguageModel, None);
+        config.reward.models.iter().map(reward).chain(config.reward.judge.iter().map(judge))
     }
 
     /// What a step learns from, recorded: what an earlier start left of it, or what is sampled, of which `prepare` gives metrics and
@@ -427,9 +431,11 @@ fn advantage_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32
 fn rewards(Config { reward, .. }: &Config) -> String {
     let rules = reward.rule.iter().map(|rule| (config::name(&rule.kind), rule.weight));
     let python = reward.python.iter().map(|python| (python.file.clone(), python.weight));
+    let http = reward.http.iter().map(|http| (http.url.join(" | "), http.weight));
     let models = reward.models.iter().enumerate().map(|(i, model)| (format!("model {}", model.name(i)), model.weight));
     let weighed = |(name, weight)| if weight == 1.0 { name } else { format!("{name} x {weight}") };
-    rules.chain(python).chain(models).map(weighed).collect::<Vec<_>>().join(", ")
+    let judges = reward.judge.iter().map(|judge| (format!("judge {}", judge.dir.display()), judge.weight));
+    rules.chain(python).chain(http).chain(models).chain(judges).map(weighed).collect::<Vec<_>>().join(", ")
 }
 
 /// Rows of the banner about the rollout.

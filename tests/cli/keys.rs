@@ -72,7 +72,6 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     (&["job.dir="], &["job.dir is empty"], ""),
     // Of a later release.
     (&["job.kind=ppp"], &["unknown value `ppp`"], "`ppo`"),
-    (&["reward.http=[\"http://localhost:1\"]"], &["reward.http", "later release"], "reward.rule"),
     // Meshes.
     (&["mesh.pipeline=2"], &["mesh.pipeline = 2"], "mesh.pipeline = 1"),
     (&["mesh.sequence=2"], &["2 sequence x 1 tensor needs 2 ranks, mpirun started 1"], "mesh.sequence = 1"),
@@ -89,6 +88,11 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     // Rewards and estimators.
     (&["reward.rule=regex"], &["reward.rule \"regex\" needs a pattern"], "pattern ="),
     (&["reward.python=nosuch.py"], &["nosuch.py"], ""),
+    (&["reward.http=judge"], &["reward.http = \"judge\" is no URL"], "http://HOST:PORT/PATH"),
+    (&["reward.http=http://a b/"], &["reward.http = \"http://a b/\" is no URL (invalid uri"], "http://HOST:PORT/PATH"),
+    (&["reward.http=[\"http://a:1\", \"https://b:1/score\"]"], &["https is not in this release"], "write http://"),
+    (&["reward.http={ weight = 0.5 }"], &["reward.http names no url"], ""),
+    (&["reward.remote_rm_url=http://a:1"], &["unknown key `remote_rm_url`"], "`reward.http`"),
     (&["reward.rule={ kind = \"exact\", weight = 0.0 }"], &["every reward has weight 0"], ""),
     (&["ppo.advantage=reinforce++-baseline"], &["\"reinforce++-baseline\"", "at least 2"], "compares the samples"),
     (&["ppo.advantage=rloo"], &["ppo.advantage = \"rloo\"", "at least 2"], "compares the samples"),

@@ -16,4 +16,5 @@ mod outside;
 mod pairs;
 mod placement;
 mod records;
+mod rewards;
 mod variants;

@@ -105,6 +105,8 @@ fn the_schema_takes_the_short_forms_and_refuses_what_a_start_refuses() {
         "reward.rule = \"exact\"",
         "reward.rule = [\"exact\", { kind = \"length\", weight = 0.1 }]",
         "reward.python = { file = \"a.py\", pass_env = [\"KEY\"] }",
+        "reward.http = \"http://a:1/b\"",
+        "reward.http = [{ url = [\"http://a:1/b\", \"http://c:1/b\"], batch = 8 }, { url = \"http://a:1/c\", weight = 0.5 }]",
         "mesh.placement = [{ roles = [\"actor\"], ranks = \"0..8\" }]",
         "mesh.tensor = 2",
         "rollout.stop = \"END\"",
@@ -123,6 +125,7 @@ fn the_schema_takes_the_short_forms_and_refuses_what_a_start_refuses() {
         "reward.rule = \"exactly\"",
         "reward.python = { weight = 1.0 }",
         "reward.python = { file = \"a.py\", memory_max_gib = -1.0 }",
+        "reward.http = { weight = 1.0 }",
         "rollout.max_tokens = 3",
         "data.weights = [\"1\"]",
     ] {
