@@ -67,6 +67,9 @@ table! {
     /// `[data]`
     pub struct DataConfig {
         pub prompts: Vec<String> = Vec::new(),
+        pub pretrain: Vec<String> = Vec::new(),
+        pub pretrain_key: String = "text".to_owned(),
+        pub pretrain_tokens_max: usize = 1024 => 1.0..=TOKENS,
         pub weights: Vec<f64> = Vec::new(),
         pub prompt_split: String = String::new(),
         pub eval_split: String = String::new(),
@@ -92,9 +95,21 @@ table! {
 impl DataConfig {
     /// Puts relative paths under `dir`, the directory of the job file.
     pub fn relative_to(&mut self, dir: &Path) {
-        for path in self.prompts.iter_mut().chain(&mut self.split.eval_files) {
+        for path in self.prompts.iter_mut().chain(&mut self.pretrain).chain(&mut self.split.eval_files) {
             *path = dir.join(path.as_str()).display().to_string();
         }
+    }
+
+    /// How `pretrain` is read, where there is any: every token of its texts is handed out, in pieces.
+    pub fn of_pretrain(&self) -> Option<Self> {
+        (!self.pretrain.is_empty()).then(|| Self {
+            prompts: self.pretrain.clone(),
+            prompt_key: self.pretrain_key.clone(),
+            prompt_tokens_max: self.pretrain_tokens_max,
+            long_prompts: LongPrompts::Window,
+            window_overlap_tokens: 0,
+            ..Self::default()
+        })
     }
 
     /// Checks what the types cannot: ranges, and keys that need each other.

@@ -9,6 +9,7 @@ use super::hashes::Hashes;
 use super::rows::{Part, Reading};
 use super::sources::{Prepared, Rows, eval_files, is_jsonl, prepare};
 use crate::comm::Group;
+use crate::config::data::DataConfig;
 use crate::error::{Error, Result};
 use crate::sys::files;
 
@@ -48,7 +49,7 @@ pub fn look_ahead(reading: Reading<'_>, cache: &Path, seed: u64, n: usize) -> Re
     }
     let made = tempfile::Builder::new().prefix("rlhf-hpc-").tempdir();
     let temp = made.map_err(|e| Error::io("create a directory in", std::env::temp_dir(), &e))?;
-    let mut config = config.clone();
+    let mut config = DataConfig { pretrain: Vec::new(), ..config.clone() };
     let is_sample = bytes > WHOLE_BYTES_MAX;
     if is_sample {
         let most = WHOLE_BYTES_MAX / jsonl.len() as u64;

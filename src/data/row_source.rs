@@ -90,6 +90,11 @@ impl<T: Row> RowSource<T> {
 
     /// Refuses rows that do not fit the model's context.
     pub fn check_context(&self, context: usize) -> Result<()> {
+        let pieces = self.rows.pretrain.as_ref().map_or(0, |texts| texts.longest());
+        if pieces > context {
+            let what = format!("rows of data.pretrain have {pieces} tokens, the model's context is {context}");
+            return Err(Error::data(what).hint(format!("set data.pretrain_tokens_max = {context}")));
+        }
         let (mut count, mut longest) = (0, None);
         for entry in self.rows.feed.entries().chain(&self.rows.eval).filter(|e| e.tokens() + T::FREE > context) {
             let tokens = T::longest(entry, &self.rows)?;
@@ -115,6 +120,15 @@ impl<T: Row> RowSource<T> {
             T::of(&entry, &self.rows, &self.tokenizer)
         };
         (0..n).map(|_| next()).collect()
+    }
+
+    /// The `n` rows of `data.pretrain` that step `step` (from 1) learns from: they follow from its number, so no checkpoint keeps
+    /// where they stand.
+    pub fn pretrain(&mut self, step: u64, n: usize) -> Result<Vec<SftRow>> {
+        let Some(texts) = &mut self.rows.pretrain else { return Ok(Vec::new()) };
+        let entries = texts.feed.at((step - 1) * n as u64, n);
+        let all_learned = |row: SftRow| SftRow { mask: vec![1; row.tokens.len()], ..row };
+        entries.iter().map(|entry| SftRow::of(entry, texts, &self.tokenizer).map(all_learned)).collect()
     }
 
     /// The row that is next, as the model sees it, by `Tokenizer::marked`.

@@ -17,6 +17,8 @@ pub enum Part {
     Demonstration,
     /// Prompt and two responses: documents are [prompt, chosen, rejected].
     Pair,
+    /// Plain text, which is learned as a whole: documents are [text].
+    Text,
 }
 
 /// How the rows of a job are read: which fields they have, and how they find their splits.
@@ -69,7 +71,7 @@ impl Encoder<'_> {
             SplitBy::Field => Some(scalar(field, required(&row, field)?)?),
         };
         let label = match (self.reading.part, config.label_key.as_str(), config.margin_key.as_str()) {
-            (Part::Pair, _, "") | (Part::Prompt | Part::Demonstration, "", _) => String::new(),
+            (Part::Pair, _, "") | (Part::Prompt | Part::Demonstration | Part::Text, "", _) => String::new(),
             (Part::Pair, _, key) => margin_text(key, required(&row, key)?)?,
             (_, key, _) => label_text(required(&row, key)?),
         };
@@ -86,6 +88,9 @@ impl Encoder<'_> {
         let Reading { config: format, part, .. } = self.reading;
         if part == Part::Pair {
             return self.pair(row);
+        }
+        if part == Part::Text {
+            return Ok(vec![self.tokens(&format.prompt_key, required(row, &format.prompt_key)?, part)?]);
         }
         let (key, prompt) = match row.get(&format.messages_key) {
             Some(messages) if format.chat_template => (&format.messages_key, messages),
@@ -191,7 +196,7 @@ impl Encoder<'_> {
         }
     }
 
-    /// The tokens of a field, which is their ids or a text; that of a demonstration, or of a side that is whole, gets an end token.
+    /// The tokens of a field, which is their ids or a text; all texts but prompts get an end token.
     fn tokens(&self, key: &str, value: &Value, part: Part) -> Result<Vec<u32>> {
         let tokens = match value {
             Value::Array(items) => token_ids(key, items)?,
@@ -202,7 +207,7 @@ impl Encoder<'_> {
                     Error::data("the tokenizer names no end token, so a demonstration could not end")
                         .hint("set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json")
                 })?;
-                let mut tokens = self.reading.tokenizer.encode(text, part == Part::Pair)?;
+                let mut tokens = self.reading.tokenizer.encode(text, part != Part::Demonstration)?;
                 // The model learns to stop where the demonstration does.
                 tokens.push(*eos);
                 tokens

@@ -40,6 +40,8 @@ pub struct Rows {
     pub(super) feed: Feed,
     pub(super) eval: Vec<Entry>,
     pub(super) part: Part,
+    /// Those of `data.pretrain`.
+    pub(super) pretrain: Option<Box<Rows>>,
     filtered: Vec<Filtered>,
 }
 
@@ -53,13 +55,15 @@ pub struct Prepared {
     prefixes: Vec<PathBuf>,
     /// Instead of that: rows that are known by their lengths alone.
     lengths: Option<[Vec<RowTokens>; 2]>,
+    /// The shards of `data.pretrain`.
+    pretrain: Option<Box<Prepared>>,
 }
 
 /// Finds the shards of all sources, and shards the JSONL files among them into `cache`,
 /// those that are not there yet: a file that changed, or other keys, give another shard. All ranks of `group` call this, and the
 /// first one shards; `hashes` tells whether a file changed.
 pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &Group) -> Result<Prepared> {
-    let prepared = Prepared::find(reading, cache, hashes, group)?;
+    let mut prepared = Prepared::find(reading, cache, hashes, group)?;
     let Reading { config, vocabulary, .. } = reading;
     let make = || -> Result<()> {
         for (name, prefix) in names(config).zip(&prepared.prefixes) {
@@ -70,6 +74,10 @@ pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &
         Ok(())
     };
     group.agree(if group.rank() == 0 { make() } else { Ok(()) })?;
+    if let Some(config) = &config.of_pretrain() {
+        let texts = prepare(Reading { config, part: Part::Text, ..reading }, cache, hashes, group);
+        prepared.pretrain = Some(Box::new(texts.map_err(|e| e.within("data.pretrain"))?));
+    }
     Ok(prepared)
 }
 
@@ -78,7 +86,7 @@ fn kept_fields(Reading { config, part, .. }: Reading<'_>) -> Vec<String> {
     match part {
         Part::Prompt => vec![ALL_FIELDS.into()],
         _ if config.order == Order::Curriculum => vec![config.curriculum_field.clone()],
-        Part::Demonstration | Part::Pair => Vec::new(),
+        Part::Demonstration | Part::Pair | Part::Text => Vec::new(),
     }
 }
 
@@ -91,10 +99,11 @@ impl Prepared {
         let hashes = hashes.of(&files, group)?;
         let DataConfig { prompt_key, response_key, label_key, messages_key, chat_template, .. } = config;
         let response_key = (part == Part::Demonstration).then_some(response_key);
+        let is_text = (part == Part::Text).then_some("text").unwrap_or_default();
         let DataConfig { chosen_key, rejected_key, margin_key, .. } = config;
         let pair_keys = (part == Part::Pair).then_some((chosen_key, rejected_key, margin_key));
         let keys = (prompt_key, response_key, pair_keys, label_key, messages_key, chat_template, kept_fields(reading));
-        let how = format!("{} {vocabulary} {keys:?} {}", tokenizer.sha256(), describe(&config.split));
+        let how = format!("{} {vocabulary} {keys:?} {}{is_text}", tokenizer.sha256(), describe(&config.split));
         let prefix = |name: &String| {
             let path = Path::new(name);
             if !is_jsonl(path) {
@@ -104,12 +113,12 @@ impl Prepared {
             let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or("rows");
             cache.join(format!("{stem}-{}", xxh3(recipe.as_bytes())))
         };
-        Ok(Self { prefixes: names(config).map(prefix).collect(), lengths: None })
+        Ok(Self { prefixes: names(config).map(prefix).collect(), lengths: None, pretrain: None })
     }
 
     /// Rows of these lengths, in this order, to train on and to evaluate; their tokens are all 0.
     pub fn of_lengths(train: Vec<RowTokens>, eval: Vec<RowTokens>) -> Self {
-        Self { prefixes: Vec::new(), lengths: Some([train, eval]) }
+        Self { prefixes: Vec::new(), lengths: Some([train, eval]), pretrain: None }
     }
 
     /// The files that the sources are made of, those that there are. A shard that was made of JSONL has no key: it is no input
@@ -130,6 +139,10 @@ impl Prepared {
                 files.push(SourceFile { key: key.clone(), file: suffix.to_owned(), path });
             }
         }
+        if let (Some(texts), Some(config)) = (&self.pretrain, config.of_pretrain()) {
+            let rename = |file: SourceFile| SourceFile { key: file.key.replace("prompts", "pretrain"), ..file };
+            files.extend(texts.files(&config).into_iter().map(rename));
+        }
         files
     }
 
@@ -142,7 +155,9 @@ impl Prepared {
             }
             let hint = format!("remove {}.*: the next start shards {name} again", prefix.display());
             checked.map_err(|e| e.hint(hint))
-        })
+        })?;
+        let texts = self.pretrain.as_ref().zip(config.of_pretrain());
+        texts.map_or(Ok(()), |(texts, config)| texts.check(&config, found))
     }
 }
 
@@ -207,7 +222,13 @@ impl Rows {
             return Err(Error::data(format!("data.eval_split = {:?} has no rows to evaluate", config.eval_split)));
         }
         let feed = Feed::new(config, strata, seed, ledger)?;
-        Ok(Self { sources: sources.into(), feed, eval, part: reading.part, filtered })
+        let pretrain = match (&prepared.pretrain, &config.of_pretrain()) {
+            (Some(texts), Some(config)) => {
+                Some(Box::new(Self::open(Reading { config, part: Part::Text, ..reading }, texts, seed)?))
+            }
+            _ => None,
+        };
+        Ok(Self { sources: sources.into(), feed, eval, part: reading.part, pretrain, filtered })
     }
 
     fn of_lengths(reading: Reading<'_>, train: &[RowTokens], eval: &[RowTokens], seed: u64) -> Result<Self> {
@@ -217,7 +238,13 @@ impl Rows {
         let stratum = Stratum { entries: entries(train), rows, weight: 1.0, ..Stratum::default() };
         let ledger = Ledger { rows: train.len() as u64, ..Ledger::default() };
         let feed = Feed::new(&config, vec![stratum], seed, ledger)?;
-        Ok(Self { sources: Arc::default(), feed, eval: entries(eval), part: reading.part, filtered: Vec::new() })
+        let pretrain = reading.config.of_pretrain().map(|config| {
+            let longest = RowTokens { prompt: config.prompt_tokens_max, response: 0 };
+            let reading = Reading { config: &config, part: Part::Text, ..reading };
+            Self::of_lengths(reading, &[longest], &[], seed).map(Box::new)
+        });
+        let (part, pretrain, filtered) = (reading.part, pretrain.transpose()?, Vec::new());
+        Ok(Self { sources: Arc::default(), feed, eval: entries(eval), part, pretrain, filtered })
     }
 
     /// Writes the filtered rows to `path`, a JSON line each: the file and line that it came from, and the rule that took it out.
@@ -349,7 +376,7 @@ fn entries_of(
         }));
     }
     let rest = match reading.part {
-        Part::Prompt => 0,
+        Part::Prompt | Part::Text => 0,
         Part::Demonstration | Part::Pair => lengths()?[1..].iter().sum(),
     };
     if rest == 0 && reading.part == Part::Demonstration {

@@ -26,7 +26,7 @@ const NOT_OF_A_STEP: &[&str] = &[
     "rollout.data",
 ];
 /// Values that name a file or a directory.
-const PATHS: &[&str] = &["model.", "data.prompts", "data.split.eval_files"];
+const PATHS: &[&str] = &["model.", "data.prompts", "data.pretrain", "data.split.eval_files"];
 
 /// The changes from `saved` (TOML) to `now` with which a run may be resumed, to finish a step where one is `unfinished`.
 pub fn check(saved: &str, now: &Config, unfinished: bool) -> Result<Vec<String>> {
