@@ -1,4 +1,4 @@
-//! `rlhf-hpc shard`: JSONL to a memory-mapped token shard, or a comparison of shards with their hashes.
+//! `rlhf-hpc shard`: files of rows to a memory-mapped token shard, or a comparison of shards with their hashes.
 
 use super::out::note;
 use std::path::PathBuf;
@@ -10,17 +10,17 @@ use super::out::say;
 use crate::config::data::{DataConfig, SplitBy, SplitConfig};
 use crate::config::limits::{self, VOCABULARY_MAX};
 use crate::data::shard::Shard;
-use crate::data::{Part, Reading, TEST, TRAIN, shard_jsonl};
+use crate::data::{Part, Reading, TEST, TRAIN, shard_rows};
 use crate::error::{Error, Result};
 use crate::metrics::one_line;
 use crate::text::Tokenizer;
 
-/// Turn JSONL rows into a memory-mapped token shard (Megatron .bin and .idx with a sidecar).
+/// Turn rows of JSONL, Parquet or Arrow into a memory-mapped token shard (Megatron .bin and .idx with a sidecar).
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "shard")]
 #[allow(clippy::struct_excessive_bools)]
 pub struct Args {
-    /// JSONL files; with --verify: prefixes of shards
+    /// JSONL or Parquet files, folders of save_to_disk; with --verify: prefixes of shards
     #[argh(positional)]
     pub input: Vec<PathBuf>,
 
@@ -88,7 +88,7 @@ pub struct Args {
     #[argh(option)]
     pub split_ratio: Option<f64>,
 
-    /// JSONL file whose rows are split test (all others are train), may be repeated
+    /// file whose rows are split test (all others are train), may be repeated
     #[argh(option)]
     pub split_test: Vec<PathBuf>,
 
@@ -141,7 +141,7 @@ pub fn run(args: &Args) -> Result<()> {
     limits::check_option("--vocabulary", vocabulary, 1, VOCABULARY_MAX)?;
     let start = Instant::now();
     let reading = Reading { config: &config, part, tokenizer, vocabulary };
-    let sidecar = shard_jsonl(reading, &inputs, &args.keep_field, out)?;
+    let sidecar = shard_rows(reading, &inputs, &args.keep_field, out)?;
     let seconds = start.elapsed().as_secs_f64();
     note!(
         "shard: {} documents, {} tokens in {seconds:.1} s ({:.2} million tokens/s), in {}",

@@ -1,4 +1,4 @@
-//! One JSONL row to one document of tokens.
+//! One row to one document of tokens.
 
 use serde_json::{Map, Value, json};
 
@@ -50,15 +50,8 @@ pub(super) struct Encoder<'a> {
 }
 
 impl Encoder<'_> {
-    /// The document of one line. `source` is its file and line; `split` is the input's own split, if it has one.
-    pub fn encode(&self, line: &[u8], source: String, split: Option<&str>) -> Result<Encoded> {
-        if line.trim_ascii().is_empty() {
-            return Err(Error::data("the line is empty, needed a JSON object"));
-        }
-        let row: Value = serde_json::from_slice(line).map_err(|e| Error::data(format!("not JSON: {e}")))?;
-        let Value::Object(row) = row else {
-            return Err(Error::data(format!("{} where a JSON object is needed", kind_of(&row))));
-        };
+    /// The document of one row. `source` is its file and line; `split` is the input's own split, if it has one.
+    pub fn encode(&self, row: Map<String, Value>, source: String, split: Option<&str>) -> Result<Encoded> {
         let sequences = self.sequences(&row)?;
         let Reading { config, vocabulary, .. } = self.reading;
         if let Some(token) = sequences.iter().flatten().find(|token| **token as usize >= vocabulary) {

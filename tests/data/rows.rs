@@ -3,7 +3,7 @@ use std::fs;
 use rlhf_hpc::cli::shard::{Args, run};
 use rlhf_hpc::config::data::DataConfig;
 use rlhf_hpc::data::shard::Shard;
-use rlhf_hpc::data::{Part, Reading, shard_jsonl};
+use rlhf_hpc::data::{Part, Reading, shard_rows};
 use rlhf_hpc::error::{Error, Kind};
 use serde_json::{Value, json};
 
@@ -16,7 +16,7 @@ pub fn chat() -> DataConfig {
 pub fn shard(fixture: &Fixture, file: &str, part: Part, config: &DataConfig) -> Result<Shard, Error> {
     let prefix = fixture.path("shards/rows");
     let reading = Reading { config, part, tokenizer: &fixture.tokenizer, vocabulary: fixture.vocabulary() };
-    shard_jsonl(reading, &[(file.as_ref(), None)], &[], &prefix)?;
+    shard_rows(reading, &[(file.as_ref(), None)], &[], &prefix)?;
     Shard::open(&prefix, fixture.vocabulary())
 }
 

@@ -57,7 +57,7 @@ fn an_epoch_hands_out_every_row_once_and_the_next_one_in_another_order() {
 #[test]
 fn rows_of_pretraining_follow_from_the_step_and_hold_every_token_of_their_texts() {
     let fixture = Fixture::new();
-    let text = |i: usize| (0..7 * i + 1).map(|j| format!("{} ", 100 * i + j)).collect::<String>();
+    let text = |i: usize| (0..=7 * i).map(|j| (100 * i + j).to_string()).collect::<Vec<_>>().join(" ");
     let texts: Vec<_> = (0..7).map(|i| json!({"text": text(i)})).collect();
     let pretrain = vec![fixture.jsonl("t.jsonl", &texts)];
     let config = DataConfig { pretrain, pretrain_tokens_max: 16, ..config(&fixture.jsonl("q.jsonl", &questions(9))) };
