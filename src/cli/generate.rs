@@ -27,7 +27,7 @@ use std::time::Instant;
 #[argh(subcommand, name = "generate")]
 #[argh(
     note = "A row has prompt (text, encoded with the tokenizer's own special tokens), messages (a list, through the chat
-template) or tokens. A result has prompt_tokens, the new tokens, their text, their log-probabilities, and
+template) or tokens. A result is the row with prompt_tokens, the new tokens, their text, their log-probabilities, and
 finish: stop, length or stop_string. logprobs and reward take such lines as they are."
 )]
 pub struct Args {
@@ -100,8 +100,13 @@ pub struct Args {
     pub no_check: bool,
 }
 
+/// Fields of a result, which replace those of the row that have their names.
+const FIELDS: [&str; 5] = ["prompt_tokens", "tokens", "text", "logprobs", "finish"];
+
 #[derive(Serialize)]
 struct Line<'a> {
+    #[serde(flatten)]
+    row: &'a Row,
     prompt_tokens: &'a [u32],
     tokens: &'a [u32],
     /// Null where the directory has no tokenizer.
@@ -124,10 +129,10 @@ pub fn run(args: &Args) -> Result<()> {
         _ => return Err(Error::usage("generate needs one of the options --input and --prompt")),
     };
     let ranks = Ranks::start(input)?;
-    let (tokenizer, requests) = ranks.agree(read(args, input, &config, &ranks))?;
+    let (tokenizer, asked) = ranks.agree(read(args, input, &config, &ranks))?;
     let head = Head::LanguageModel;
     let inference = device::open("generate", &args.model, options, head, (config.clone(), args.seed), &ranks)?;
-    answer(args, &config, (&inference, tokenizer.as_ref()), &requests, ranks)
+    answer(args, &config, (&inference, tokenizer.as_ref()), &asked, ranks)
 }
 
 /// Writes the responses to one prompt as they are drawn.
@@ -141,16 +146,22 @@ fn show(args: &Args, config: RolloutConfig, options: Options, prompt: &str) -> R
     talk.finish()
 }
 
-/// The tokenizer of the model, if it has one, and the requests of this rank.
-fn read(args: &Args, input: &Path, config: &RolloutConfig, ranks: &Ranks) -> Result<(Option<Tokenizer>, Vec<Request>)> {
+/// The rows of this rank, and what is asked of the model for each: `--samples` requests a row.
+struct Asked {
+    rows: Vec<Row>,
+    requests: Vec<Request>,
+}
+
+/// The tokenizer of the model, if it has one, and what this rank answers.
+fn read(args: &Args, input: &Path, config: &RolloutConfig, ranks: &Ranks) -> Result<(Option<Tokenizer>, Asked)> {
     let arch = Arch::load(&args.model)?;
     let tokenizer = Tokenizer::find(&args.model)?;
-    let prompts = prompts(input, &arch, tokenizer.as_ref())?;
+    let (mut rows, prompts): (Vec<Row>, Vec<Prompt>) = prompts(input, &arch, tokenizer.as_ref())?.into_iter().unzip();
     let stop = Arc::new(Stop::new(config, &arch.eos_tokens));
     let weights: Vec<usize> = prompts.iter().map(|p| p.tokens.len() + args.samples * args.max_new_tokens).collect();
     let own = ranks.share(&weights);
-    let requests = rollout::requests(&prompts[own], config, &stop, arch.context)?;
-    Ok((tokenizer, requests))
+    let requests = rollout::requests(&prompts[own.clone()], config, &stop, arch.context)?;
+    Ok((tokenizer, Asked { rows: rows.drain(own).collect(), requests }))
 }
 
 /// Answers the requests of this rank, and writes all responses in the order of the rows.
@@ -158,7 +169,7 @@ fn answer(
     args: &Args,
     config: &RolloutConfig,
     (inference, tokenizer): (&InferenceModel, Option<&Tokenizer>),
-    requests: &[Request],
+    Asked { rows, requests }: &Asked,
     mut ranks: Ranks,
 ) -> Result<()> {
     let start = Instant::now();
@@ -172,6 +183,7 @@ fn answer(
         waiting[i] = Some(response.clone());
         while let Some(response) = waiting.get_mut(next).and_then(Option::take) {
             ranks.write(&Line {
+                row: &rows[requests[next].prompt],
                 prompt_tokens: &requests[next].tokens,
                 tokens: &response.tokens,
                 text: tokenizer.is_some().then_some(&response.text),
@@ -233,8 +245,8 @@ pub(super) fn checked(config: RolloutConfig) -> Result<RolloutConfig> {
     Ok(config)
 }
 
-/// The rows as prompts; their ids, which key the random numbers, are their line numbers from 0.
-fn prompts(input: &Path, arch: &Arch, tokenizer: Option<&Tokenizer>) -> Result<Vec<Prompt>> {
+/// The rows, without what a result replaces, and their prompts; ids, which key the random numbers, are line numbers from 0.
+fn prompts(input: &Path, arch: &Arch, tokenizer: Option<&Tokenizer>) -> Result<Vec<(Row, Prompt)>> {
     let mut id = 0;
     rows::read(input, |row| {
         let tokens = prompt_tokens(row, tokenizer)?;
@@ -244,7 +256,9 @@ fn prompts(input: &Path, arch: &Arch, tokenizer: Option<&Tokenizer>) -> Result<V
                 .hint("shorten it: at least one new token needs room"));
         }
         id += 1;
-        Ok(Prompt { id: id - 1, tokens, source: input.display().to_string(), ..Prompt::default() })
+        let kept = row.iter().filter(|(key, _)| !FIELDS.contains(&key.as_str()));
+        let row = kept.map(|(key, value)| (key.clone(), value.clone())).collect();
+        Ok((row, Prompt { id: id - 1, tokens, source: input.display().to_string(), ..Prompt::default() }))
     })
 }
 

@@ -30,6 +30,7 @@ pub(super) const GROUPS: &[(&str, &[(&str, &str)])] = &[
             ("chat", "talk to a model through its chat template"),
             ("logprobs", "log-probabilities of given tokens or responses"),
             ("reward", "scores of responses by a reward model"),
+            ("select", "the best of scored responses, or pairs of them, to train on"),
             ("export", "Hugging Face directory from a checkpoint"),
         ],
     ),

@@ -96,10 +96,10 @@ fn scored(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<ScoredRow> {
         let [prompt, response] = [rows::text(row, "prompt")?, rows::text(row, "response")?];
         [tokenizer.encode(prompt, true)?, tokenizer.encode(response, false)?]
     } else {
-        return Ok(ScoredRow { tokens: rows::tokens(row, "tokens")?, response: None });
+        return Ok(ScoredRow { tokens: rows::tokens(row, "tokens")?, response: None, fields: Row::new() });
     };
     if prompt.is_empty() || response.is_empty() {
         return Err(Error::data("prompt or response is empty, at least a token of each is needed"));
     }
-    Ok(ScoredRow { response: Some(prompt.len()), tokens: [prompt, response].concat() })
+    Ok(ScoredRow { response: Some(prompt.len()), tokens: [prompt, response].concat(), fields: Row::new() })
 }

@@ -20,6 +20,7 @@ pub mod run;
 pub mod samples;
 pub mod schema;
 mod scores;
+pub mod select;
 pub mod shard;
 mod talk;
 pub mod tokenizer;
@@ -50,6 +51,7 @@ enum Verb {
     Chat(chat::Args),
     Logprobs(logprobs::Args),
     Reward(reward::Args),
+    Select(select::Args),
     Export(export::Args),
     Report(report::Args),
     Samples(samples::Args),
@@ -174,6 +176,7 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Chat(args) => chat::run(&args),
         Verb::Logprobs(args) => logprobs::run(&args),
         Verb::Reward(args) => reward::run(&args),
+        Verb::Select(args) => select::run(&args),
         // Other offline verbs are the work of one process: under a launcher the other ranks have nothing to do.
         _ if !rows::is_worker() => Ok(()),
         Verb::Init(args) => init::run(&args),

@@ -17,8 +17,8 @@ use std::path::PathBuf;
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "reward")]
 #[argh(
-    note = "A row has tokens (behind prompt_tokens, where it has them), or prompt and response. A result has reward: the
-head's output at the last token. prompt and response are joined and encoded with the tokenizer's own special
+    note = "A row has tokens (behind prompt_tokens, where it has them), or prompt and response. A result is the row with
+reward: the head's output at the last token. prompt and response are joined and encoded with the tokenizer's own special
 tokens; nothing else is added, so write the end token into the response where the model was trained with one."
 )]
 pub struct Args {
@@ -52,7 +52,9 @@ pub struct Args {
 }
 
 #[derive(Serialize)]
-struct Line {
+struct Line<'a> {
+    #[serde(flatten)]
+    row: &'a Row,
     reward: f32,
 }
 
@@ -70,7 +72,12 @@ pub fn run(args: &Args) -> Result<()> {
             transformer.values_on_device(weights, &hidden, &last)
         },
     };
-    scoring.run(|| read(args), |ranks, [mean, std], _, reward| ranks.write(&Line { reward: (reward[0] - mean) / std }))
+    scoring.run(
+        || read(args),
+        |ranks, [mean, std], scored, reward| {
+            ranks.write(&Line { row: &scored.fields, reward: (reward[0] - mean) / std })
+        },
+    )
 }
 
 /// The rows, and mean and standard deviation by which rewards are normalised.
@@ -93,7 +100,9 @@ fn read(args: &Args) -> Result<(Vec<ScoredRow>, [f32; 2])> {
     let all = rows::read(&args.input, |row| {
         let tokens = row_tokens(row, tokenizer.as_ref())?;
         rows::check(&tokens, &arch)?;
-        Ok(ScoredRow { tokens, response: None })
+        let mut fields = row.clone();
+        fields.remove("reward");
+        Ok(ScoredRow { tokens, response: None, fields })
     })?;
     Ok((all, mean_std))
 }

@@ -6,14 +6,14 @@
 use super::device::{self, Options};
 use super::out::progress;
 use super::ranks::Ranks;
-use super::rows;
+use super::rows::{self, Row};
 use crate::config::limits::{self, TOKENS_MAX};
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
 use crate::learn::packed::PackedRow;
 use crate::model::Head;
-use crate::model::non_finite::Rows;
+use crate::model::non_finite;
 use crate::tensor::{Flat, Later};
 use std::ops::Range;
 use std::path::Path;
@@ -24,6 +24,8 @@ pub struct ScoredRow {
     pub tokens: Vec<u32>,
     /// Where the response begins that alone is scored; none: all but the first token are.
     pub response: Option<usize>,
+    /// What the result repeats of the row.
+    pub fields: Row,
 }
 
 impl ScoredRow {
@@ -121,7 +123,7 @@ fn overflow(inference: &InferenceModel, row: &[u32]) -> Error {
         packed.rows = vec![row.len() as u32 - 1];
     }
     let PackedRow { tokens, positions, cu_seqlens, rows, targets, .. } = &packed;
-    let of = Rows { tokens, positions, cu_seqlens, rows, targets };
+    let of = non_finite::Rows { tokens, positions, cu_seqlens, rows, targets };
     let first = weights.not_finite().or_else(|| transformer.not_finite(weights, of, false));
     let first = first.map_or(String::new(), |first| format!(": the first is {first}"));
     Error::data(format!("what the model computes of this row is not finite{first}")).hint(

@@ -194,7 +194,7 @@ fn token_rows() -> Vec<Vec<u32>> {
 }
 
 fn rows_of(tokens: &[Vec<u32>]) -> Vec<Value> {
-    tokens.iter().map(|tokens| json!({"tokens": tokens, "other": "is kept out of it"})).collect()
+    tokens.iter().map(|tokens| json!({"tokens": tokens, "id": tokens.len()})).collect()
 }
 
 /// A model of the fixture in memory, and the hidden state of a row of tokens.
@@ -244,7 +244,11 @@ fn generate_records_what_logprobs_gives_repeats_with_its_seed_and_decodes_and_st
         |row: Value, more: &[&str]| answers(&fixture, "generate", "model", &[row], &[&["--ignore-eos"], more].concat());
     let by_text = free(json!({"prompt": "1+1="}), &[]);
     assert_eq!(by_text[0]["text"], tokenizer.decode(&ids(&by_text[0]), true).expect("text"));
-    assert_eq!(free(json!({"tokens": tokenizer.encode("1+1=", true).expect("tokens")}), &[]), by_text);
+    let by_ids = free(json!({"tokens": tokenizer.encode("1+1=", true).expect("tokens")}), &[]);
+    assert_eq!(
+        (&by_ids[0]["prompt_tokens"], &by_ids[0]["tokens"]),
+        (&by_text[0]["prompt_tokens"], &by_text[0]["tokens"])
+    );
     let text = by_text[0]["text"].as_str().expect("text");
     let of_text = answers(&fixture, "logprobs", "model", &[json!({"prompt": "1+1=", "response": "12"})], &[]);
     let tokens = ["1+1=", "12"].map(|text| tokenizer.encode(text, text == "1+1=").expect("tokens"));
@@ -278,11 +282,79 @@ fn a_trained_critic_is_exported_as_a_reward_model_whose_head_scores_raw_or_norma
     let tokens =
         Tokenizer::load(&fixture.path("model")).and_then(|tokenizer| tokenizer.encode("1+1=2", true)).expect("tokens");
     let joined = answers(&fixture, "reward", "critic", &[json!({"prompt": "1+1=", "response": "2"})], &[]);
-    assert_eq!(joined, answers(&fixture, "reward", "critic", &rows_of(&[tokens]), &[]));
+    assert_eq!(joined[0]["reward"], answers(&fixture, "reward", "critic", &rows_of(&[tokens]), &[])[0]["reward"]);
     fixture.run(&["reward", "--model", "model", "--input", "rows.jsonl"]).refused(65, &["holds a language model"]);
     fixture.jsonl("rows.jsonl", &[json!({"prompt": "a"})]);
     fixture.run(&["reward", "--model", "critic", "--input", "rows.jsonl"]).refused(65, &["line 1", "response"]);
     fixture.run(&["export", "run", "--out", "x", "--role", "judge"]).refused(2, &["--role judge", "actor or critic"]);
+}
+
+/// Lines of a verb that reads the file `rows.jsonl`.
+fn piped(fixture: &Fixture, arguments: &[&str]) -> Vec<Value> {
+    let ended = fixture.run(&[arguments, &["--input", "rows.jsonl"]].concat()).well();
+    ended.stdout.lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect()
+}
+
+#[test]
+fn generated_rows_are_scored_and_selected_with_all_their_fields_as_rows_to_train_on() {
+    let fixture = Fixture::new();
+    fixture.job(&[]).well();
+    fixture.run(&["export", "run", "--out", "critic", "--role", "critic"]).well();
+    let asked: Vec<Value> = (1..6).map(|i| json!({"prompt": format!("{i}+{i}="), "answer": 2 * i})).collect();
+    let options = ["--samples", "6", "--max-new-tokens", "6", "--ignore-eos"];
+    let drawn = answers(&fixture, "generate", "model", &asked, &options);
+    let mut scored = answers(&fixture, "reward", "critic", &drawn, &[]);
+    assert_eq!(scored.len(), 30);
+    // As a trained model would have ended them: but for each third one.
+    scored.iter_mut().enumerate().filter(|(i, _)| i % 3 > 0).for_each(|(_, row)| row["finish"] = json!("stop"));
+    let of = |prompt: &Value| -> Vec<&Value> { scored.iter().filter(|row| row["prompt"] == *prompt).collect() };
+    let reward = |row: &Value| row["reward"].as_f64().expect("a number");
+    let is_whole = |row: &&&Value| row["finish"] != "length" && row["text"] != "";
+    fixture.jsonl("rows.jsonl", &scored);
+    let chosen = piped(&fixture, &["select", "--best", "1"]);
+    assert!(!chosen.is_empty());
+    for row in &chosen {
+        let best = of(&row["prompt"]).iter().filter(is_whole).map(|row| reward(row)).fold(f64::MIN, f64::max);
+        assert_eq!(reward(row), best);
+        assert!(row["answer"].is_number() && row.get("tokens").is_none(), "{row}");
+    }
+    let pairs = piped(&fixture, &["select", "--pairs"]);
+    for row in &pairs {
+        let worst = of(&row["prompt"]).iter().map(|row| reward(row)).fold(f64::MAX, f64::min);
+        let better = scored.iter().find(|one| one["prompt"] == row["prompt"] && one["text"] == row["chosen"]);
+        assert_eq!(row["margin"], json!(reward(better.expect("a response")) - worst));
+    }
+    // What is selected trains.
+    fixture.jsonl("pairs.jsonl", &pairs);
+    fixture
+        .run(&[
+            "run",
+            "job.toml",
+            "--dry-run",
+            "job.kind=\"dpo\"",
+            "data.prompts=[\"pairs.jsonl\"]",
+            "data.prompt_split=\"\"",
+            "data.eval_split=\"\"",
+        ])
+        .well();
+    let least = reward(&chosen[0]);
+    let least = piped(&fixture, &["select", "--min", &least.to_string()]);
+    assert!(least.iter().all(|row| reward(row) >= reward(&chosen[0])));
+    let messages =
+        json!({"messages": [{"role": "user", "content": "1+1"}], "text": "2", "reward": 0.5, "finish": "stop"});
+    fixture.jsonl("rows.jsonl", &[messages, json!({"prompt": "a", "response": "b", "reward": -1})]);
+    let conditioned = piped(&fixture, &["select", "--template", "{input} <score>: {reward} "]);
+    let expected = json!([{"role": "user", "content": "1+1 <score>: 0.50 "}, {"role": "assistant", "content": "2"}]);
+    assert_eq!((&conditioned[0]["messages"], &conditioned[1]["prompt"]), (&expected, &json!("a <score>: -1.00 ")));
+    for (row, words) in [
+        (json!({"prompt": "a", "response": "b"}), "no field \"reward\""),
+        (json!({"prompt": "a", "response": "b", "reward": "high"}), "needed a number"),
+        (json!({"response": "b", "reward": 1}), "prompt_tokens"),
+        (json!({"prompt": "a", "response": "", "reward": 1}), "nothing is selected"),
+    ] {
+        fixture.jsonl("rows.jsonl", &[row]);
+        fixture.run(&["select", "--input", "rows.jsonl"]).refused(65, &[words]);
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use super::fixture::Fixture;
 use std::path::Path;
 
-const VERBS: [&str; 16] = [
+const VERBS: [&str; 17] = [
     "run",
     "plan",
     "init",
@@ -13,6 +13,7 @@ const VERBS: [&str; 16] = [
     "chat",
     "logprobs",
     "reward",
+    "select",
     "export",
     "report",
     "samples",
