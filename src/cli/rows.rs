@@ -40,6 +40,11 @@ pub fn read<T>(path: &Path, mut make: impl FnMut(&Row) -> Result<T>) -> Result<V
     Ok(rows)
 }
 
+/// Of an option: an object of JSON.
+pub fn object(text: &str) -> std::result::Result<Row, String> {
+    serde_json::from_str(text).map_err(|e| format!("no object of JSON: {e}"))
+}
+
 pub fn text<'a>(row: &'a Row, key: &str) -> Result<&'a str> {
     let value = required(row, key)?;
     let other = || Error::data(format!("field {key:?} is {}, needed a text", kind_of(value)));

@@ -7,6 +7,7 @@ use std::time::Instant;
 use argh::FromArgs;
 
 use super::out::say;
+use super::rows::{Row, object};
 use crate::config::data::{DataConfig, SplitBy, SplitConfig};
 use crate::config::limits::{self, VOCABULARY_MAX};
 use crate::data::shard::Shard;
@@ -55,6 +56,14 @@ pub struct Args {
     /// put rows through the tokenizer's chat template
     #[argh(switch)]
     pub chat_template: bool,
+
+    /// with --chat-template: what the template is told beside the messages, e.g. '{"enable_thinking": false}'
+    #[argh(option, default = "Row::new()", from_str_fn(object))]
+    pub chat_template_args: Row,
+
+    /// rows are plain text, learned as a whole (for data.pretrain): the field is --prompt-key
+    #[argh(switch)]
+    pub text: bool,
 
     /// with --chat-template: the assistant's turns in messages are demonstrations
     #[argh(switch)]
@@ -116,6 +125,8 @@ pub fn run(args: &Args) -> Result<()> {
     if args.input.is_empty() {
         return Err(Error::usage("shard needs at least one input file"));
     }
+    let is_told = args.chat_template || args.chat_template_args.is_empty();
+    Error::need(is_told, "--chat-template-args needs --chat-template")?;
     let config = DataConfig {
         prompt_key: args.prompt_key.clone(),
         response_key: args.response_key.clone().unwrap_or_else(|| "response".to_owned()),
@@ -125,12 +136,14 @@ pub fn run(args: &Args) -> Result<()> {
         label_key: args.label_key.clone().unwrap_or_default(),
         messages_key: args.messages_key.clone(),
         chat_template: args.chat_template,
+        chat_template_args: args.chat_template_args.clone(),
         split: split(args)?,
         ..DataConfig::default()
     };
     let tokenizer = &Tokenizer::load(tokenizer)?;
     let part = match args.response_key.is_some() || args.demonstrations {
         _ if args.pairs => Part::Pair,
+        _ if args.text => Part::Text,
         true => Part::Demonstration,
         false => Part::Prompt,
     };

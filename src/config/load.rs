@@ -88,7 +88,7 @@ fn check<'a>(given: &'a mut Table, known: &Table, path: &mut Vec<&'a str>, wrong
                 let hint = elsewhere(&path[..path.len() - 1], key, &names);
                 wrong(path, Error::usage(format!("unknown key `{key}`")).hint(hint));
             }
-            Some(Value::Table(known)) => match value {
+            Some(Value::Table(known)) if !known.is_empty() => match value {
                 Value::Table(inner) => check(inner, known, path, wrong),
                 other => {
                     let (name, found) = (path.join("."), other.type_str());
@@ -129,12 +129,13 @@ fn line_at(text: &str, at: usize) -> String {
 }
 
 /// Keys whose values are paths.
-const PATHS: [&str; 8] = [
+const PATHS: [&str; 9] = [
     "job.dir",
     "model.actor",
     "model.reference",
     "model.critic",
     "data.prompts",
+    "data.pretrain",
     "data.split.eval_files",
     "reward.python",
     "reward.python.file",

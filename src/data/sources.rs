@@ -104,7 +104,12 @@ impl Prepared {
         let DataConfig { chosen_key, rejected_key, margin_key, .. } = config;
         let pair_keys = (part == Part::Pair).then_some((chosen_key, rejected_key, margin_key));
         let keys = (prompt_key, response_key, pair_keys, label_key, messages_key, chat_template, kept_fields(reading));
-        let how = format!("{} {vocabulary} {keys:?} {}{is_text}", tokenizer.sha256(), describe(&config.split));
+        let args = if config.chat_template_args.is_empty() {
+            String::new()
+        } else {
+            format!(" {:?}", config.chat_template_args)
+        };
+        let how = format!("{} {vocabulary} {keys:?} {}{is_text}{args}", tokenizer.sha256(), describe(&config.split));
         let prefix = |(name, files): (&String, &Vec<InputFile>)| {
             let path = Path::new(name);
             if files.is_empty() {

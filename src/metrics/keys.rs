@@ -77,6 +77,9 @@ table! {
         "Value loss of a minibatch, mean over its response tokens whatever ppo.aggregation says; mean over the step's updates.";
     KL_LOSS = "kl_loss", "loss", Nats, "KL term of the loss before its coefficient, where the KL is in the loss.";
 
+    PTX_LOSS = "ptx_loss", "loss", Nats,
+        "Mean cross-entropy of the next tokens of data.pretrain, before its coefficient; mean over the step's updates.";
+
     KL_MEAN = "kl_mean", "policy", Nats, "Mean KL estimate against the reference per response token, at sampling.";
     KL_COEF = "kl_coef", "policy", One, "Coefficient of the KL penalty used in this step.";
     ENTROPY = "entropy", "policy", Nats,

@@ -70,7 +70,7 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     (&["ppo.advantage=gea"], &["unknown value `gea`"], "did you mean `gae`?"),
     (&["data.order=zigzag"], &["unknown value `zigzag`"], "sequential, shuffled"),
     (&["reward.rule=exakt"], &["unknown value \"exakt\"", "exact | number | regex | format | length"], ""),
-    (&["data.prompts=[]"], &["data.prompts is empty"], "shard prefixes or JSONL files"),
+    (&["data.prompts=[]"], &["data.prompts is empty"], "shard prefixes or files of rows"),
     (&["model.actor="], &["model.actor is empty"], ""),
     (&["job.dir="], &["job.dir is empty"], ""),
     // Of a later release.
@@ -119,6 +119,10 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
         &["reward_model.epochs is 0", "above 0"],
         "",
     ),
+    (&["job.kind=sft", "sft.pretrain_coef=0.5"], &["sft.pretrain_coef is 0.5", "data.pretrain names texts"], ""),
+    (&["job.kind=dpo", "data.pretrain=[\"a.jsonl\"]"], &["data.pretrain names texts", "dpo job learns nothing"], ""),
+    (&["data.chat_template_args.messages=1"], &["data.chat_template_args has \"messages\""], ""),
+    (&["data.chat_template_args.thinks=true"], &["needs data.chat_template = true"], ""),
     (&["job.steps=0", "--dry-run"], &["job.steps is 0"], ""),
 ];
 

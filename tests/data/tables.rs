@@ -86,7 +86,8 @@ fn splits_of_a_folder_train_and_evaluate_and_weights_mix_formats() {
     let mut source = fixture.rows::<PairRow>(&DataConfig { rejected_key: "prompt".to_owned(), ..pairs }, 3).unwrap();
     let firsts: Vec<u64> = source.first_ids().collect();
     let drawn = source.next(400).unwrap();
-    let of = |s: usize| drawn.iter().filter(|pair| firsts.iter().rposition(|first| *first <= pair.id) == Some(s)).count();
+    let of =
+        |s: usize| drawn.iter().filter(|pair| firsts.iter().rposition(|first| *first <= pair.id) == Some(s)).count();
     assert!((160..240).contains(&of(0)) && (70..130).contains(&of(1)), "{} {} {}", of(0), of(1), of(2));
 }
 

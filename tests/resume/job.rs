@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// The directory with `model`, `questions`, `demonstrations` and `pairs`, made once.
+/// The directory with `model`, `questions`, `demonstrations`, `texts` and `pairs`, made once.
 pub fn place() -> &'static Path {
     static PLACE: OnceLock<PathBuf> = OnceLock::new();
     PLACE.get_or_init(make_place)
@@ -33,6 +33,7 @@ fn make_place() -> PathBuf {
         "init --config config.json --tokenizer tokenizer --out model",
         "shard rows.jsonl --tokenizer tokenizer --out questions --label-key answer --split-field split",
         "shard rows.jsonl --tokenizer tokenizer --out demonstrations --response-key demonstration --split-field split",
+        "shard rows.jsonl --tokenizer tokenizer --out texts --text --prompt-key demonstration",
         "shard pairs.jsonl --tokenizer tokenizer --out pairs --pairs --split-field split",
     ] {
         command::run(&place, &verb.split(' ').collect::<Vec<_>>()).well();
