@@ -18,7 +18,7 @@ pub(super) const GROUPS: &[(&str, &[(&str, &str)])] = &[
     (
         "Data",
         &[
-            ("shard", "turn JSONL rows into a token shard, or verify shards"),
+            ("shard", "turn rows of text into a token shard, or verify shards"),
             ("tokenizer", "train a byte-level BPE tokenizer"),
         ],
     ),

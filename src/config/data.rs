@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use super::limits::{self, COUNT, TOKENS};
 use crate::error::{Error, Result};
@@ -82,6 +83,7 @@ table! {
         pub label_key: String = String::new(),
         pub messages_key: String = "messages".to_owned(),
         pub chat_template: bool = false,
+        pub chat_template_args: Map<String, Value> = Map::new(),
         pub prompt_tokens_max: usize = 1024 => 1.0..=TOKENS,
         pub long_prompts: LongPrompts = LongPrompts::Reject,
         pub window_overlap_tokens: usize = 64 => 0.0..=TOKENS,
@@ -116,7 +118,7 @@ impl DataConfig {
     pub fn check(&self) -> Result<()> {
         limits::check("data.split", &self.split)?;
         limits::check("data", self)?;
-        let hint = "name shard prefixes or JSONL files";
+        let hint = "name shard prefixes or files of rows";
         Error::need(!self.prompts.is_empty(), "data.prompts is empty").map_err(|e| e.hint(hint))?;
         let (overlap, longest) = (self.window_overlap_tokens, self.prompt_tokens_max);
         Error::need(
@@ -141,6 +143,12 @@ impl DataConfig {
                 self.eval_split
             ),
         )?;
+        let own =
+            ["messages", "add_generation_prompt"].into_iter().find(|own| self.chat_template_args.contains_key(*own));
+        let own = own.unwrap_or_default();
+        Error::need(own.is_empty(), format!("data.chat_template_args has {own:?}, which every row sets itself"))?;
+        let is_told = self.chat_template || self.chat_template_args.is_empty();
+        Error::need(is_told, "data.chat_template_args needs data.chat_template = true")?;
         let ratio = self.split.eval_ratio;
         match self.split.by {
             SplitBy::Ratio => Error::need(

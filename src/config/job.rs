@@ -97,6 +97,8 @@ pub enum LossOn {
     /// Every response (assistant) token.
     #[default]
     Response,
+    /// The last response of a row of several.
+    LastResponse,
     /// All tokens: continued pretraining.
     All,
 }
@@ -107,6 +109,7 @@ table! {
         pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
         pub loss_on: LossOn = LossOn::Response,
+        pub pretrain_coef: f32 = 0.0 => 0.0..=FINITE,
     }
 }
 

@@ -87,7 +87,7 @@ fn check<'a>(given: &'a mut Table, known: &Table, path: &mut Vec<&'a str>, wrong
                 let hint = elsewhere(&path[..path.len() - 1], key, &names);
                 wrong(path, Error::usage(format!("unknown key `{key}`")).hint(hint));
             }
-            Some(Value::Table(known)) => match value {
+            Some(Value::Table(known)) if !known.is_empty() => match value {
                 Value::Table(inner) => check(inner, known, path, wrong),
                 other => {
                     let (name, found) = (path.join("."), other.type_str());
@@ -135,6 +135,7 @@ const PATHS: [&str; 9] = [
     "model.critic",
     "model.teachers",
     "data.prompts",
+    "data.pretrain",
     "data.split.eval_files",
     "reward.python",
     "reward.python.file",

@@ -158,6 +158,16 @@ impl Config {
                 self.check_distill()?;
             }
             let (of, epochs) = (name(&self.job.kind), self.epochs());
+            let (is_sft, has_texts, coef) =
+                (self.job.kind == JobKind::Sft, !self.data.pretrain.is_empty(), self.sft.pretrain_coef);
+            Error::need(
+                !is_sft || has_texts == (coef > 0.0),
+                format!("sft.pretrain_coef is {coef}, needed above 0 where data.pretrain names texts, and 0 where not"),
+            )?;
+            Error::need(
+                is_sft || !has_texts,
+                format!("data.pretrain names texts, of which a {of} job learns nothing"),
+            )?;
             Error::need(
                 self.job.steps > 0 || epochs > 0.0,
                 format!("{of}.epochs is {epochs} and job.steps is 0, needed one above 0"),

@@ -179,6 +179,9 @@ pub fn schema() -> Value {
         }
         if entry.default.is_none() {
             at["description"] = entry.about.into();
+            if entry.table == "data.chat_template_args" {
+                at["additionalProperties"] = true.into();
+            }
             continue;
         }
         let ranges = TABLES.iter().find(|(table, _)| *table == entry.table).map_or(&[][..], |(_, ranges)| ranges);

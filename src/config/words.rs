@@ -35,6 +35,9 @@ const ALIASES: &[(&str, &str)] = &[
     ("data.response_key", "output_key completion_key target_key"),
     ("data.label_key", "answer_key ground_truth reference_key solution_key"),
     ("data.chat_template", "apply_chat_template use_chat_template"),
+    ("data.chat_template_args", "chat_template_kwargs enable_thinking"),
+    ("data.pretrain", "pretrain_data"),
+    ("sft.pretrain_coef", "ptx_coef"),
     ("data.prompt_tokens_max", "prompt_max_len max_prompt_length max_input_length"),
     ("data.row_tokens_max", "max_len max_length max_seq_length max_seq_len block_size cutoff_len"),
     ("data.eval_split", "eval_dataset val_files test_split validation_split"),
@@ -88,7 +91,7 @@ const ALIASES: &[(&str, &str)] = &[
     ),
     ("step_reward.placeholder", "placeholder_token step_separator"),
     ("sft.epochs", "num_train_epochs num_epochs"),
-    ("sft.loss_on", "pretrain_mode completion_only_loss assistant_only_loss train_on_input"),
+    ("sft.loss_on", "pretrain_mode completion_only_loss assistant_only_loss train_on_input train_on train_on_inputs"),
     ("distill.on_policy", "lmbda on_policy_distillation"),
     ("distill.divergence", "kl_type distill_loss"),
     ("distill.ce_coef", "kd_coef kd_ratio"),
@@ -122,7 +125,10 @@ const ANSWERS: &[(&str, &str)] = &[
         "jobs/tools/metrics_to.py sends metrics.jsonl to Weights & Biases or MLflow",
         "wandb use_wandb wandb_project wandb_org wandb_group mlflow swanlab",
     ),
-    ("rows are always packed", "packing packing_samples use_remove_padding padding_free"),
+    (
+        "rows are always packed; with microbatch_tokens_max = 1 each has a pass of its own",
+        "packing packing_samples use_remove_padding padding_free",
+    ),
     ("attention is always fused", "flash_attn attn_implementation use_flash_attention"),
     (
         "the process that trains samples, too: there is no inference server to set",
@@ -180,7 +186,8 @@ fn keys() -> Vec<String> {
         for (key, value) in table {
             let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
             match value {
-                Value::Table(inner) => below(inner, &path, keys),
+                // An empty one takes any keys.
+                Value::Table(inner) if !inner.is_empty() => below(inner, &path, keys),
                 _ => keys.push(path),
             }
         }

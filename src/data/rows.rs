@@ -1,4 +1,4 @@
-//! One JSONL row to one document of tokens.
+//! One row to one document of tokens.
 
 use serde_json::{Map, Value, json};
 
@@ -54,15 +54,8 @@ pub(super) struct Encoder<'a> {
 }
 
 impl Encoder<'_> {
-    /// The document of one line. `source` is its file and line; `split` is the input's own split, if it has one.
-    pub fn encode(&self, line: &[u8], source: String, split: Option<&str>) -> Result<Encoded> {
-        if line.trim_ascii().is_empty() {
-            return Err(Error::data("the line is empty, needed a JSON object"));
-        }
-        let row: Value = serde_json::from_slice(line).map_err(|e| Error::data(format!("not JSON: {e}")))?;
-        let Value::Object(row) = row else {
-            return Err(Error::data(format!("{} where a JSON object is needed", kind_of(&row))));
-        };
+    /// The document of one row. `source` is its file and line; `split` is the input's own split, if it has one.
+    pub fn encode(&self, row: Map<String, Value>, source: String, split: Option<&str>) -> Result<Encoded> {
         let sequences = self.sequences(&row)?;
         let Reading { config, vocabulary, .. } = self.reading;
         if let Some(token) = sequences.iter().flatten().find(|token| **token as usize >= vocabulary) {
@@ -100,6 +93,9 @@ impl Encoder<'_> {
             Part::Labelled => return self.labelled(row),
             Part::Text => return Ok(vec![self.tokens(&format.prompt_key, required(row, &format.prompt_key)?, part)?]),
             Part::Prompt | Part::Demonstration | Part::Steps => {}
+        }
+        if part == Part::Text {
+            return Ok(vec![self.tokens(&format.prompt_key, required(row, &format.prompt_key)?, part)?]);
         }
         let (key, prompt) = match row.get(&format.messages_key) {
             Some(messages) if format.chat_template => (&format.messages_key, messages),
@@ -246,9 +242,9 @@ impl Encoder<'_> {
     /// Messages through the chat template: what comes before an assistant's turn is prompt, the turn is response.
     fn turns(&self, row: &Map<String, Value>, messages: &[Value]) -> Result<Vec<Vec<u32>>> {
         let Reading { config, part, tokenizer, .. } = self.reading;
-        let mut messages = messages.to_vec();
+        let (mut messages, more) = (messages.to_vec(), template_variables(row, &config.chat_template_args)?);
         if part == Part::Steps {
-            return Ok(vec![tokenizer.encode_chat(&Value::Array(messages), false)?]);
+            return Ok(vec![tokenizer.encode_chat(&Value::Array(messages), &more, false)?]);
         }
         if part == Part::Prompt {
             while messages.last().is_some_and(is_assistant) {
@@ -257,8 +253,9 @@ impl Encoder<'_> {
             if messages.is_empty() {
                 return Err(Error::data("there is no message before the assistant's"));
             }
-            return Ok(vec![tokenizer.encode_chat(&Value::Array(messages), true)?]);
+            return Ok(vec![tokenizer.encode_chat(&Value::Array(messages), &more, true)?]);
         }
+        let is_learned = |message: &Value| is_assistant(message) && (part == Part::Pair || !is_left_out(message));
         if !messages.iter().any(is_assistant) {
             let response = required(row, &config.response_key)?;
             let Some(text) = response.as_str().filter(|text| !text.is_empty()) else {
@@ -272,8 +269,9 @@ impl Encoder<'_> {
         }
         let mut sequences: Vec<Vec<u32>> = Vec::new();
         let (mut done, mut tail) = (String::new(), Vec::new());
-        for end in (0..messages.len()).filter(|i| is_assistant(&messages[*i])) {
-            let render = |n: usize, open: bool| tokenizer.chat()?.apply(&Value::Array(messages[..n].to_vec()), open);
+        for end in (0..messages.len()).filter(|i| is_learned(&messages[*i])) {
+            let render =
+                |n: usize, open: bool| tokenizer.chat()?.apply(&Value::Array(messages[..n].to_vec()), &more, open);
             let (before, with) = (render(end, true)?, render(end + 1, false)?);
             let (Some(prompt), Some(response)) = (before.strip_prefix(done.as_str()), with.strip_prefix(&before))
             else {
@@ -295,8 +293,27 @@ impl Encoder<'_> {
             sequences.push(response_tokens);
             done = with;
         }
+        if sequences.is_empty() {
+            return Err(Error::data("every message of the assistant has train = false or weight = 0"));
+        }
         Ok(sequences)
     }
+}
+
+/// What a row and the job tell the chat template beside the messages.
+pub fn template_variables(row: &Map<String, Value>, args: &Map<String, Value>) -> Result<Map<String, Value>> {
+    let mut variables = args.clone();
+    let tools = match row.get("tools") {
+        None | Some(Value::Null) => return Ok(variables),
+        // Arrow has one type for a column, so that schemas of many shapes are written as texts.
+        Some(Value::String(text)) => serde_json::from_str(text).unwrap_or_else(|_| Value::from(&**text)),
+        Some(tools) => tools.clone(),
+    };
+    if !tools.as_array().is_some_and(|tools| tools.iter().all(Value::is_object)) {
+        return Err(Error::data(format!("field \"tools\" is {}, needed a list of JSON schemas", kind_of(&tools))));
+    }
+    variables.insert("tools".to_owned(), tools);
+    Ok(variables)
 }
 
 /// The row of a prompt document as its file has it, from the fields that its shard keeps.
@@ -321,6 +338,11 @@ fn is_conversation(value: &Value) -> bool {
 
 fn is_assistant(message: &Value) -> bool {
     message.get("role").and_then(Value::as_str) == Some("assistant")
+}
+
+/// Whether a message says of itself that it is not learned.
+fn is_left_out(message: &Value) -> bool {
+    message.get("train") == Some(&Value::Bool(false)) || message.get("weight").and_then(Value::as_f64) == Some(0.0)
 }
 
 pub fn required<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a Value> {

@@ -1,4 +1,4 @@
-//! The entries of `data.prompts`: shards as they are, JSONL files sharded into the run directory; and which of their
+//! The entries of `data.prompts`: shards as they are, files of rows sharded into the run directory; and which of their
 //! rows train.
 
 use std::collections::{BTreeMap, HashSet};
@@ -6,9 +6,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::cut::{Entry, PIECE_SHIFT, RowTokens, cut};
-use super::encode::{refuse_parquet, shard_jsonl};
+use super::encode::shard_rows;
 use super::feed::{Cursor, Feed, Stratum};
 use super::hashes::Hashes;
+use super::input::{InputFile, input_files, is_rows};
 use super::ledger::Ledger;
 use super::rows::{ALL_FIELDS, Part, Reading, row_fields};
 use super::shard::{self, FileHash, Shard};
@@ -59,16 +60,15 @@ pub struct Prepared {
     pretrain: Option<Box<Prepared>>,
 }
 
-/// Finds the shards of all sources, and shards the JSONL files among them into `cache`,
-/// those that are not there yet: a file that changed, or other keys, give another shard. All ranks of `group` call this, and the
-/// first one shards; `hashes` tells whether a file changed.
+/// Finds the shards of all sources, and shards the files of rows among them into `cache`, those that are not there yet: a file that
+/// changed, or other keys, give another shard. All ranks of `group` call this, and the first one shards; `hashes` tells whether a file changed.
 pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &Group) -> Result<Prepared> {
     let mut prepared = Prepared::find(reading, cache, hashes, group)?;
     let Reading { config, vocabulary, .. } = reading;
     let make = || -> Result<()> {
         for (name, prefix) in names(config).zip(&prepared.prefixes) {
-            if is_jsonl(Path::new(name)) && Shard::open(prefix, vocabulary).is_err() {
-                shard_jsonl(reading, &[(Path::new(name), None)], &kept_fields(reading), prefix)?;
+            if is_rows(Path::new(name)) && Shard::open(prefix, vocabulary).is_err() {
+                shard_rows(reading, &[(Path::new(name), None)], &kept_fields(reading), prefix)?;
             }
         }
         Ok(())
@@ -95,25 +95,35 @@ impl Prepared {
     pub(super) fn find(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &Group) -> Result<Self> {
         let Reading { config, part, tokenizer, vocabulary } = reading;
         group.agree(config.check().and_then(|()| names(config).try_for_each(|name| check_file(name))))?;
-        let files: Vec<PathBuf> = names(config).map(PathBuf::from).filter(|path| is_jsonl(path)).collect();
-        let hashes = hashes.of(&files, group)?;
+        let files = group.agree(names(config).map(|name| files_of(name)).collect::<Result<Vec<_>>>())?;
+        let paths: Vec<PathBuf> = files.iter().flatten().map(|file| file.path.clone()).collect();
+        let hashes = hashes.of(&paths, group)?;
         let DataConfig { prompt_key, response_key, label_key, messages_key, chat_template, .. } = config;
         let response_key = matches!(part, Part::Demonstration | Part::Labelled).then_some(response_key);
+        let by_part = matches!(part, Part::Labelled | Part::Steps | Part::Text).then(|| format!(" {part:?}")).unwrap_or_default();
         let DataConfig { chosen_key, rejected_key, margin_key, .. } = config;
         let pair_keys = (part == Part::Pair).then_some((chosen_key, rejected_key, margin_key));
         let keys = (prompt_key, response_key, pair_keys, label_key, messages_key, chat_template, kept_fields(reading));
-        let of_labels = matches!(part, Part::Labelled | Part::Steps | Part::Text).then(|| format!(" {part:?}")).unwrap_or_default();
-        let how = format!("{} {vocabulary} {keys:?} {}{of_labels}", tokenizer.sha256(), describe(&config.split));
-        let prefix = |name: &String| {
+        let args = if config.chat_template_args.is_empty() {
+            String::new()
+        } else {
+            format!(" {:?}", config.chat_template_args)
+        };
+        let how = format!("{} {vocabulary} {keys:?} {}{by_part}{args}", tokenizer.sha256(), describe(&config.split));
+        let prefix = |(name, files): (&String, &Vec<InputFile>)| {
             let path = Path::new(name);
-            if !is_jsonl(path) {
+            if files.is_empty() {
                 return path.to_owned();
             }
-            let recipe = format!("{} {how}", hashes[path].xxh3);
+            let contents = files.iter().map(|file| {
+                let split = file.split.as_deref().unwrap_or_default();
+                format!("{split}{} ", hashes[&file.path].xxh3)
+            });
+            let recipe = format!("{}{how}", contents.collect::<String>());
             let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or("rows");
             cache.join(format!("{stem}-{}", xxh3(recipe.as_bytes())))
         };
-        Ok(Self { prefixes: names(config).map(prefix).collect(), lengths: None, pretrain: None })
+        Ok(Self { prefixes: names(config).zip(&files).map(prefix).collect(), lengths: None, pretrain: None })
     }
 
     /// Rows of these lengths, in this order, to train on and to evaluate; their tokens are all 0.
@@ -128,13 +138,13 @@ impl Prepared {
         let prompts = (0..config.prompts.len()).map(|i| format!("data.prompts[{i}]"));
         let keys = prompts.chain((0..eval_files(config).len()).map(|i| format!("data.split.eval_files[{i}]")));
         for ((name, prefix), mut key) in names(config).zip(&self.prefixes).zip(keys) {
-            if is_jsonl(Path::new(name)) {
-                files.push(SourceFile {
-                    key: std::mem::take(&mut key),
-                    file: String::new(),
-                    path: PathBuf::from(name),
-                });
-            }
+            // Of a folder that cannot be listed any more there is nothing to hash.
+            let rows = files_of(name).unwrap_or_default();
+            let own = if rows.is_empty() { key.clone() } else { std::mem::take(&mut key) };
+            files.extend(rows.into_iter().map(|InputFile { path, .. }| {
+                let file = path.strip_prefix(name).map_or(String::new(), |file| file.display().to_string());
+                SourceFile { key: own.clone(), file, path }
+            }));
             for (suffix, path) in shard::files(prefix).filter(|(_, path)| path.is_file()) {
                 files.push(SourceFile { key: key.clone(), file: suffix.to_owned(), path });
             }
@@ -150,7 +160,7 @@ impl Prepared {
     pub fn check(&self, config: &DataConfig, found: &BTreeMap<PathBuf, FileHash>) -> Result<()> {
         names(config).zip(&self.prefixes).try_for_each(|(name, prefix)| {
             let checked = shard::check(prefix, found);
-            if !is_jsonl(Path::new(name)) {
+            if !is_rows(Path::new(name)) {
                 return checked;
             }
             let hint = format!("remove {}.*: the next start shards {name} again", prefix.display());
@@ -324,16 +334,15 @@ fn names(config: &DataConfig) -> impl Iterator<Item = &String> {
     config.prompts.iter().chain(eval_files(config))
 }
 
-/// Whether a file, such as an entry of `data.prompts`, is rows of text; else that is a shard.
-pub(crate) fn is_jsonl(path: &Path) -> bool {
-    matches!(path.extension().and_then(|e| e.to_str()), Some("jsonl" | "json" | "ndjson"))
+/// The files of rows of an entry; none where it is a shard.
+pub(super) fn files_of(name: &str) -> Result<Vec<InputFile>> {
+    if is_rows(Path::new(name)) { input_files(Path::new(name)) } else { Ok(Vec::new()) }
 }
 
 /// Refuses an entry that is neither a shard nor a file of rows.
 fn check_file(name: &str) -> Result<()> {
     let path = Path::new(name);
-    refuse_parquet(path)?;
-    if is_jsonl(path) && !path.is_file() {
+    if is_rows(path) && !path.exists() {
         return Err(Error::data(format!("there is no file {name}")).hint("look at data.prompts"));
     }
     Ok(())

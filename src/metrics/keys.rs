@@ -83,7 +83,7 @@ table! {
     CE_MEAN = "ce_mean", "loss", Nats, "Mean cross-entropy of the rows' response tokens, in distill jobs: the part of loss that distill.ce_coef weighs.";
     KL_LOSS = "kl_loss", "loss", Nats, "KL term of the loss before its coefficient, where the KL is in the loss.";
     PTX_LOSS = "ptx_loss", "loss", Nats,
-        "Mean cross-entropy of the next tokens of data.pretrain, before ppo.ptx_coef; mean over the step's updates.";
+        "Mean cross-entropy of the next tokens of data.pretrain, before its coefficient; mean over the step's updates.";
 
     KL_MEAN = "kl_mean", "policy", Nats, "Mean KL estimate against the reference per response token, at sampling; kto: that of its loss, per response; \
          distill: the mean divergence from the teachers (distill.divergence), of sampled tokens its estimate.";

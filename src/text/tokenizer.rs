@@ -4,7 +4,7 @@
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
 use super::chat::{ChatTemplate, read_json, token_text};
@@ -160,9 +160,14 @@ impl Tokenizer {
         })
     }
 
-    /// Token ids of `messages` through the chat template and nothing more.
-    pub fn encode_chat(&self, messages: &Value, add_generation_prompt: bool) -> Result<Vec<u32>> {
-        self.encode(&self.chat()?.apply(messages, add_generation_prompt)?, false)
+    /// Token ids of `messages` through the chat template, whose further variables are `more`.
+    pub fn encode_chat(
+        &self,
+        messages: &Value,
+        more: &Map<String, Value>,
+        add_generation_prompt: bool,
+    ) -> Result<Vec<u32>> {
+        self.encode(&self.chat()?.apply(messages, more, add_generation_prompt)?, false)
     }
 }
 

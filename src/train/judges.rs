@@ -157,7 +157,7 @@ impl Judge {
         }
         let text = fill(&self.config.prompt, sample, &(self.rows)(*id)?.columns);
         let tokens = if self.config.chat_template {
-            self.tokenizer.encode_chat(&json!([{ "role": "user", "content": text }]), true)
+            self.tokenizer.encode_chat(&json!([{ "role": "user", "content": text }]), &Map::new(), true)
         } else {
             self.tokenizer.encode(&text, true)
         };

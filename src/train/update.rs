@@ -3,7 +3,6 @@
 use super::sft;
 use crate::comm::{Axes, Group};
 use crate::config::Config;
-use crate::config::job::LossOn;
 use crate::config::ppo::{Aggregation, Correction, PolicyLossKind};
 use crate::data::SftRow;
 use crate::error::Result;
@@ -126,12 +125,11 @@ impl Update<'_> {
 
     /// + ptx_coef * cross-entropy of the pretraining tokens, a mean over those of the minibatch
     fn text_microbatch(&self, actor: &mut Learner, chosen: &[usize]) -> Sums {
-        let row = sft::part(self.texts, chosen, LossOn::All, self.axes);
+        let row = sft::pack(self.texts, chosen).shard(&self.axes.sequence);
         let tokens: usize = self.texts.iter().map(|text| text.tokens.len().saturating_sub(1)).sum();
-        let coef = self.config.ppo.ptx_coef;
-        let mut sums = sft::microbatch(actor, &row, coef / tokens.max(1) as f32, self.config.gradient.recompute);
-        sums.add(&Sums::of([(keys::PTX_LOSS, sums.get(keys::LOSS) / f64::from(coef))]));
-        sums
+        let weights = |weight: f32| vec![weight / tokens.max(1) as f32; row.rows.len()];
+        let (coef, recompute) = (self.config.ppo.ptx_coef, self.config.gradient.recompute);
+        sft::microbatch(actor, &row, &weights(coef), &weights(1.0), recompute)
     }
 
     fn policy_microbatch(&self, actor: &mut Learner, samples: &[&Experience], totals: Totals) -> Sums {

@@ -110,12 +110,12 @@ fn rows_are_shown_as_the_model_sees_them_with_what_it_learns_marked() {
 }
 
 #[test]
-fn parquet_is_refused_by_name() {
+fn a_parquet_file_that_is_not_whole_is_refused_by_name() {
     let fixture = Fixture::new();
     fixture.write("rows.parquet", "PAR1");
-    let words = ["rows.parquet", "Parquet is not in this release"];
-    fixture.refuses(2, &["data.prompts=[\"rows.parquet\"]"], &words).hinted("JSONL");
-    fixture.run(&["shard", "rows.parquet", "--tokenizer", "model", "--out", "x"]).refused(2, &words).hinted("JSONL");
+    let words = ["rows.parquet", "no whole Parquet file of 4 bytes"];
+    fixture.refuses(65, &["data.prompts=[\"rows.parquet\"]"], &words).hinted("cut short");
+    fixture.run(&["shard", "rows.parquet", "--tokenizer", "model", "--out", "x"]).refused(65, &words);
     assert!(!fixture.path("x.idx").exists());
 }
 

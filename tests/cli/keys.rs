@@ -67,7 +67,7 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     (&["ppo.advantage=gea"], &["unknown value `gea`"], "did you mean `gae`?"),
     (&["data.order=zigzag"], &["unknown value `zigzag`"], "sequential, shuffled"),
     (&["reward.rule=exakt"], &["unknown value \"exakt\"", "exact | number | regex | format | length"], ""),
-    (&["data.prompts=[]"], &["data.prompts is empty"], "shard prefixes or JSONL files"),
+    (&["data.prompts=[]"], &["data.prompts is empty"], "shard prefixes or files of rows"),
     (&["model.actor="], &["model.actor is empty"], ""),
     (&["job.dir="], &["job.dir is empty"], ""),
     // Of a later release.
@@ -156,6 +156,10 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     (&["job.kind=kto", "kto.minibatch_samples=1"], &["kto.minibatch_samples is 1", "2"], ""),
     (&["job.kind=step_reward", "step_reward.reward_tokens=[\"+\"]"], &["reward_tokens is [\"+\"]", "at least two"], ""),
     (&["job.kind=step_reward", "step_reward.reward_tokens=[\"+\", \"+\"]"], &["has \"+\" twice"], ""),
+    (&["job.kind=sft", "sft.pretrain_coef=0.5"], &["sft.pretrain_coef is 0.5", "data.pretrain names texts"], ""),
+    (&["job.kind=dpo", "data.pretrain=[\"a.jsonl\"]"], &["data.pretrain names texts", "dpo job learns nothing"], ""),
+    (&["data.chat_template_args.messages=1"], &["data.chat_template_args has \"messages\""], ""),
+    (&["data.chat_template_args.thinks=true"], &["needs data.chat_template = true"], ""),
     (&["job.steps=0", "--dry-run"], &["job.steps is 0"], ""),
 ];
 

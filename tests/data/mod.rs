@@ -7,4 +7,5 @@ mod pairs;
 pub mod rows;
 mod shard;
 mod sources;
+mod tables;
 pub mod text;

@@ -145,11 +145,13 @@ fn ctrl_c_saves_and_a_second_one_ends_at_once() {
 #[test]
 fn hours_that_are_over_at_once_let_every_start_make_an_optimizer_step() {
     let ppo = |name: &str| Job::ppo(name).on(2).with("ppo.epochs=1 ppo.minibatch_samples=16");
+    let texts = "data.pretrain=[\"texts\"] data.pretrain_tokens_max=48 sft.pretrain_coef=0.5";
+    let sft = |name: &str| Job::sft(name).with(texts);
     let scorer = |name: &str| Job::pairs(name, "job.kind=reward_model");
     let dpo = |name: &str| Job::pairs(name, "job.kind=dpo").on(2);
     let jobs = [
         [ppo("at-once-whole"), ppo("at-once")],
-        [Job::sft("at-once-sft-whole"), Job::sft("at-once-sft")],
+        [sft("at-once-sft-whole"), sft("at-once-sft")],
         [scorer("at-once-scorer-whole"), scorer("at-once-scorer")],
         [dpo("at-once-dpo-whole"), dpo("at-once-dpo")],
     ];

@@ -37,6 +37,7 @@ fn make_place() -> PathBuf {
         "init --config config.json --tokenizer tokenizer --out model",
         "shard rows.jsonl --tokenizer tokenizer --out questions --label-key answer --split-field split",
         "shard rows.jsonl --tokenizer tokenizer --out demonstrations --response-key demonstration --split-field split",
+        "shard rows.jsonl --tokenizer tokenizer --out texts --text --prompt-key demonstration",
         "shard pairs.jsonl --tokenizer tokenizer --out pairs --pairs --split-field split",
         "shard labelled.jsonl --tokenizer tokenizer --out labelled --labelled --label-key good --split-field split",
         "shard steps.jsonl --tokenizer tokenizer --out steps --steps --label-key good --split-field split",

@@ -54,9 +54,15 @@ fn a_ppo_step_on_any_layout_has_the_samples_and_the_numbers_of_one_rank() {
 
 #[test]
 fn an_sft_step_and_evaluation_on_any_layout_have_the_numbers_of_one_rank() {
-    let sets = "job.steps=2 eval.every_steps=2";
+    let texts = "data.pretrain=[\"texts\"] data.pretrain_tokens_max=48 sft.pretrain_coef=0.5";
+    let sets = &format!("job.steps=2 eval.every_steps=2 {texts}");
     let alone = Job::sft("layout-sft-alone").with(sets).done();
-    for (i, (ranks, layout)) in LAYOUTS.iter().take(2).enumerate() {
+    assert!(
+        alone.numbers("ptx_loss").iter().zip(alone.numbers("loss")).all(|(ptx, all)| *ptx > 0.5 && all > 0.5 * ptx)
+    );
+    // A budget of one token packs no rows together.
+    let unpacked = (1, "sft.microbatch_tokens_max=1");
+    for (i, (ranks, layout)) in LAYOUTS.iter().take(2).chain([&unpacked]).enumerate() {
         let job = Job::sft(&format!("layout-sft-{i}")).on(*ranks).with(sets).with(layout).done();
         assert_near(&job, &alone, layout);
         let last = |job: &Job| job.metrics().iter().filter_map(|line| line.get("eval_loss")?.as_f64()).next_back();
