@@ -3,6 +3,8 @@
 // Few rows (16, 32, 64): the time is that of reading W once. Tiles are narrow, so that n = 4096 already keeps all SMs reading;
 // a block has 60 KiB of W and x under way. Tensor cores wait most of the time: the padding of a row or two to 16 costs
 // nothing. Many rows (128): 64 x 64 outputs of a warp, 64 tensor core instructions to 16 loads of fragments.
+//
+// On sm_90a the wide tiles take their place from 33 rows on: there a block has an SM for itself and 110 to 170 KiB under way.
 #include "matmul.cuh"
 
 // Values of k in a whole number of slices of every family: all of them take the same steps, also over zeros.
@@ -13,6 +15,11 @@ using Forward16 = Tile<16, 32, 128, 1, 2, 6>;    // 72 KiB, 2
 using Forward32 = Tile<32, 64, 64, 1, 4, 6>;     // 72 KiB, 2
 using Forward64 = Tile<64, 64, 64, 2, 2, 5>;     // 80 KiB, 2
 using Forward128 = Tile<128, 128, 32, 2, 2, 4>;  // 64 KiB, 2 (registers)
+// Of an H200 (227 KiB).
+using Wide64x32 = Tile<64, 32, 64, 4, 1, 12>;     // 144 KiB, 1
+using Wide64x128 = Tile<64, 128, 64, 4, 1, 8>;    // 192 KiB, 1
+using Wide128x128 = Tile<128, 128, 64, 8, 1, 6>;  // 192 KiB, 1
+using Wide256x128 = Tile<256, 128, 64, 16, 1, 4>; // 192 KiB, 1
 
 #define PARAMETERS(Y)                                                                                                \
     const bf16 *x, const bf16 *w, const bf16 *bias, const Y *c, Y *y, int m, int n, int k, int x_stride, int w_stride, \
@@ -29,10 +36,10 @@ template <class TILE, class Y> DEVICE void matmul_forward(PARAMETERS(Y)) {
 // c (m, n) or null, with the strides of y: y itself, or a matrix that shares no memory with it
 // grid ceil(m / 16) ceil(n / 32), block 64; needs k % 8 == 0, strides of x and W % 8 == 0, their 16-byte alignment
 // roofline 2 n k bytes for few rows, 2 m n k flops for many
-KERNEL __launch_bounds__(64) matmul_forward_16(PARAMETERS(bf16)) { matmul_forward<Forward16>(ARGUMENTS); }
+KERNEL __launch_bounds__(64, 2) matmul_forward_16(PARAMETERS(bf16)) { matmul_forward<Forward16>(ARGUMENTS); }
 
 // matmul_forward_f32_16  as above, y f32: the sums as they are
-KERNEL __launch_bounds__(64) matmul_forward_f32_16(PARAMETERS(float)) { matmul_forward<Forward16>(ARGUMENTS); }
+KERNEL __launch_bounds__(64, 2) matmul_forward_f32_16(PARAMETERS(float)) { matmul_forward<Forward16>(ARGUMENTS); }
 
 // matmul_forward_32  as matmul_forward_16; grid ceil(m / 32) ceil(n / 64), block 128
 KERNEL __launch_bounds__(128) matmul_forward_32(PARAMETERS(bf16)) { matmul_forward<Forward32>(ARGUMENTS); }
@@ -51,3 +58,43 @@ KERNEL __launch_bounds__(128) matmul_forward_128(PARAMETERS(bf16)) { matmul_forw
 
 // matmul_forward_f32_128  as above, y f32
 KERNEL __launch_bounds__(128) matmul_forward_f32_128(PARAMETERS(float)) { matmul_forward<Forward128>(ARGUMENTS); }
+
+// matmul_forward_64x32  as matmul_forward_16; grid ceil(m / 64) ceil(n / 32), block 128
+KERNEL __launch_bounds__(128, 1) matmul_forward_64x32(PARAMETERS(bf16)) {
+    matmul_forward<Wide64x32>(ARGUMENTS);
+}
+
+// matmul_forward_f32_64x32  as above, y f32
+KERNEL __launch_bounds__(128, 1) matmul_forward_f32_64x32(PARAMETERS(float)) {
+    matmul_forward<Wide64x32>(ARGUMENTS);
+}
+
+// matmul_forward_64x128  as matmul_forward_16; grid ceil(m / 64) ceil(n / 128), block 128
+KERNEL __launch_bounds__(128, 1) matmul_forward_64x128(PARAMETERS(bf16)) {
+    matmul_forward<Wide64x128>(ARGUMENTS);
+}
+
+// matmul_forward_f32_64x128  as above, y f32
+KERNEL __launch_bounds__(128, 1) matmul_forward_f32_64x128(PARAMETERS(float)) {
+    matmul_forward<Wide64x128>(ARGUMENTS);
+}
+
+// matmul_forward_128x128  as matmul_forward_16; grid ceil(m / 128) ceil(n / 128), block 256
+KERNEL __launch_bounds__(256, 1) matmul_forward_128x128(PARAMETERS(bf16)) {
+    matmul_forward<Wide128x128>(ARGUMENTS);
+}
+
+// matmul_forward_f32_128x128  as above, y f32
+KERNEL __launch_bounds__(256, 1) matmul_forward_f32_128x128(PARAMETERS(float)) {
+    matmul_forward<Wide128x128>(ARGUMENTS);
+}
+
+// matmul_forward_256x128  as matmul_forward_16; grid ceil(m / 256) ceil(n / 128), block 512
+KERNEL __launch_bounds__(512, 1) matmul_forward_256x128(PARAMETERS(bf16)) {
+    matmul_forward<Wide256x128>(ARGUMENTS);
+}
+
+// matmul_forward_f32_256x128  as above, y f32
+KERNEL __launch_bounds__(512, 1) matmul_forward_f32_256x128(PARAMETERS(float)) {
+    matmul_forward<Wide256x128>(ARGUMENTS);
+}

@@ -9,6 +9,11 @@ template <bool RAGGED> using Input64 = Tile<64, 64, 64, 2, 2, 5, ALONG, ACROSS, 
 template <bool RAGGED> using Input128 = Tile<128, 128, 32, 2, 2, 4, ALONG, ACROSS, RAGGED>;  // 64 KiB, 2 (registers)
 using Weight64 = Tile<64, 64, 64, 2, 2, 5, ACROSS, ACROSS>;                                  // 80 KiB, 2
 using Weight128 = Tile<128, 128, 32, 2, 2, 4, ACROSS, ACROSS>;                               // 64 KiB, 2 (registers)
+// Of an H200 (227 KiB), as in matmul.cu.
+template <bool RAGGED> using WideInput128 = Tile<128, 128, 64, 8, 1, 6, ALONG, ACROSS, RAGGED>;  // 192 KiB, 1
+template <bool RAGGED> using WideInput256 = Tile<256, 128, 64, 16, 1, 4, ALONG, ACROSS, RAGGED>; // 192 KiB, 1
+using WideWeight128 = Tile<128, 128, 64, 8, 1, 6, ACROSS, ACROSS>;                               // 192 KiB, 1
+using WideWeight256 = Tile<256, 128, 64, 16, 1, 4, ACROSS, ACROSS>;                              // 192 KiB, 1
 
 #define INPUT_PARAMETERS                                                                                             \
     const bf16 *dy, const bf16 *w, bf16 *dx, int m, int n, int k, int dy_stride, int w_stride, int dx_stride, int add
@@ -52,6 +57,26 @@ KERNEL __launch_bounds__(128) matmul_backward_input_ragged_128(INPUT_PARAMETERS)
     matmul_backward_input<Input128<true>>(INPUT_ARGUMENTS);
 }
 
+// matmul_backward_input_128x128  as above, the same bits; grid ceil(m / 128) ceil(k / 128), block 256, n % 8 == 0
+KERNEL __launch_bounds__(256, 1) matmul_backward_input_128x128(INPUT_PARAMETERS) {
+    matmul_backward_input<WideInput128<false>>(INPUT_ARGUMENTS);
+}
+
+// matmul_backward_input_ragged_128x128  as above, the same bits, any n
+KERNEL __launch_bounds__(256, 1) matmul_backward_input_ragged_128x128(INPUT_PARAMETERS) {
+    matmul_backward_input<WideInput128<true>>(INPUT_ARGUMENTS);
+}
+
+// matmul_backward_input_256x128  as above, the same bits; grid ceil(m / 256) ceil(k / 128), block 512, n % 8 == 0
+KERNEL __launch_bounds__(512, 1) matmul_backward_input_256x128(INPUT_PARAMETERS) {
+    matmul_backward_input<WideInput256<false>>(INPUT_ARGUMENTS);
+}
+
+// matmul_backward_input_ragged_256x128  as above, the same bits, any n
+KERNEL __launch_bounds__(512, 1) matmul_backward_input_ragged_256x128(INPUT_PARAMETERS) {
+    matmul_backward_input<WideInput256<true>>(INPUT_ARGUMENTS);
+}
+
 // matmul_backward_weight_64  dW[n][k] += sum_m dy[m][n] x[m][k]
 // dy (m, n) bf16, x (m, k) bf16, dW (n, k) f32
 // grid ceil(n / 64) ceil(k / 64), block 128; needs k % 8 == 0, strides of dy and x % 8 == 0, 16-byte alignment
@@ -63,6 +88,16 @@ KERNEL __launch_bounds__(128) matmul_backward_weight_64(WEIGHT_PARAMETERS) {
 // matmul_backward_weight_128  as above, the same bits; grid ceil(n / 128) ceil(k / 128)
 KERNEL __launch_bounds__(128) matmul_backward_weight_128(WEIGHT_PARAMETERS) {
     matmul_backward_weight<Weight128>(WEIGHT_ARGUMENTS);
+}
+
+// matmul_backward_weight_128x128  as above, the same bits; grid ceil(n / 128) ceil(k / 128), block 256
+KERNEL __launch_bounds__(256, 1) matmul_backward_weight_128x128(WEIGHT_PARAMETERS) {
+    matmul_backward_weight<WideWeight128>(WEIGHT_ARGUMENTS);
+}
+
+// matmul_backward_weight_256x128  as above, the same bits; grid ceil(n / 256) ceil(k / 128), block 512
+KERNEL __launch_bounds__(512, 1) matmul_backward_weight_256x128(WEIGHT_PARAMETERS) {
+    matmul_backward_weight<WideWeight256>(WEIGHT_ARGUMENTS);
 }
 
 // matmul_backward_bias  db[n] += sum_m dy[m][n]

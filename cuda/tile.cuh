@@ -6,7 +6,8 @@
 // the rows of an mma, columns its columns. So neither the family of tiles nor the row's place can show in its bits.
 //
 // A block's operands come in slices of DEPTH values of s, by asynchronous copies into a ring of STAGES stages; there is one
-// barrier per slice. Fragments of the next step are loaded while the tensor cores work on this one.
+// barrier per slice. Fragments of the next step are loaded while the tensor cores work on this one; or four warps hand whole
+// slices to the tensor cores (wgmma, where the chip has it), which gives the same bits.
 #pragma once
 #include "common.cuh"
 
@@ -24,7 +25,8 @@ struct Operand {
 // ROWS x DEPTH values of an operand, in lines as in memory, in chunks of 16 bytes.
 //
 // Chunks are permuted within a line, so that eight neighbouring lines have the same chunk in eight different eighths of
-// 128 bytes: load_matrices and the copies then meet no bank twice. Lines of 64 bytes share 128 bytes in pairs.
+// 128 bytes: load_matrices and the copies then meet no bank twice. Lines of 64 bytes share 128 bytes in pairs; of longer ones
+// the first 128 bytes of all lines come first.
 template <int ROWS, int DEPTH, Lies LIES> struct Slice {
     static constexpr int LINES = LIES == ALONG ? ROWS : DEPTH;
     static constexpr int CHUNKS = (LIES == ALONG ? DEPTH : ROWS) / 8;
@@ -32,8 +34,8 @@ template <int ROWS, int DEPTH, Lies LIES> struct Slice {
 
     // Bytes from the slice's start to a chunk.
     DEVICE u32 place(u32 line, u32 chunk) {
-        u32 turn = CHUNKS >= 8 ? line % 8 : line / 2 % 4;
-        return (line * CHUNKS + (chunk ^ turn)) * 16;
+        if (CHUNKS >= 8) return (chunk / 8 * LINES + line) * 128 + (chunk % 8 ^ line % 8) * 16;
+        return (line * CHUNKS + (chunk ^ line / 2 % 4)) * 16;
     }
 
     // The 16 x 16 factors `a` of an mma: rows `row`.., values 16 step.. of s.
@@ -88,7 +90,7 @@ template <class SLICE, int THREADS, bool RAGGED> struct Copier {
 #pragma unroll
             for (int i = 0; i < SLICE::LINES; i += DOWN) {
                 const bf16* from = c.at + (i64)i * c.from.stride + 8 * j;
-                copy_async(slice + c.place + (i * SLICE::CHUNKS + j) * 16, from, c.line + i < c.from.lines && left > 0);
+                copy_async(slice + c.place + (i * OVER + j * SLICE::LINES) * 16, from, c.line + i < c.from.lines && left > 0);
             }
         }
         c.line += lines;
@@ -106,7 +108,7 @@ template <class SLICE, int THREADS, bool RAGGED> struct Copier {
             for (int k = 0; k < 8; k++) values[k] = k < left && c.line + i < c.from.lines ? from[k].bits : 0;
             Eight some;
             for (int k = 0; k < 4; k++) some.pair[k] = values[2 * k] | (u32)values[2 * k + 1] << 16;
-            *(Eight*)(slice + c.place + (i * SLICE::CHUNKS + j) * 16) = some;
+            *(Eight*)(slice + c.place + (i * OVER + j * SLICE::LINES) * 16) = some;
         }
     }
 };
@@ -124,6 +126,8 @@ struct Tile {
     static constexpr int MMA_DOWN = WARP_ROWS / 16, MMA_OVER = WARP_COLUMNS / 8;
     static constexpr int STEPS = DEPTH / 16;
     static constexpr Lies LIES_A = A_LIES, LIES_B = B_LIES;
+    // Whether each four warps have 64 rows and all columns, as wgmma works.
+    static constexpr bool IS_WIDE = OVER == 1 && WARP_ROWS == 16 && DOWN % 4 == 0 && DEPTH == 64;
     using A = Slice<ROWS, DEPTH, A_LIES>;
     using B = Slice<COLUMNS, DEPTH, B_LIES>;
     using CopierA = Copier<A, THREADS, RAGGED>;
@@ -169,26 +173,69 @@ template <class TILE> DEVICE void multiply(Sums<TILE>& sums, const Fragments<TIL
     }
 }
 
+// Copies a slice of both operands to a stage, where `is_there` says that there is one, as a group.
+template <class TILE>
+DEVICE void copy_slices(u8* stage, typename TILE::CopierA& from_a, typename TILE::CopierB& from_b, bool is_there) {
+    constexpr int A_LINES = TILE::LIES_A == ALONG ? 0 : TILE::DEPTH, B_LINES = TILE::LIES_B == ALONG ? 0 : TILE::DEPTH;
+    if (is_there) {
+        TILE::CopierA::copy(from_a, stage, A_LINES, TILE::DEPTH - A_LINES);
+        TILE::CopierB::copy(from_b, stage + TILE::A::BYTES, B_LINES, TILE::DEPTH - B_LINES);
+    }
+    copy_commit();
+}
+
+#ifdef HAS_WGMMA
+// As multiply_slices. The tensor cores work on one slice while the next is waited for, so copies keep two slices' distance.
+template <class TILE>
+DEVICE void multiply_slices_wide(u8* shared, typename TILE::CopierA& from_a, typename TILE::CopierB& from_b, int slices,
+                                 Sums<TILE>& sums) {
+    constexpr int STAGES = TILE::STAGES, A_ACROSS = TILE::LIES_A == ACROSS, B_ACROSS = TILE::LIES_B == ACROSS;
+    // Bytes from one step of 16 values of s to the next.
+    constexpr int A_STEP = A_ACROSS ? 16 * 128 : 32, B_STEP = B_ACROSS ? 16 * 128 : 32;
+    static_assert(TILE::DEPTH * 128 == WGMMA_BLOCK && (!B_ACROSS || TILE::COLUMNS % 64 == 0), "blocks of 64 rows");
+#pragma unroll
+    for (int i = 0; i < STAGES - 2; i++) copy_slices<TILE>(shared + i * TILE::STAGE_BYTES, from_a, from_b, i < slices);
+    // The 64 rows of these four warps are a block of their own, however they lie.
+    const u8* a = shared + warp_id() / 4 * WGMMA_BLOCK;
+    const u8* b = shared + TILE::A::BYTES;
+    int read = 0, write = STAGES - 2;
+    for (int slice = 0; slice < slices; slice++) {
+        copy_wait<STAGES - 3>();
+        wgmma_publish();
+        SYNC_BLOCK();  // this slice is there, and nobody works on the one before the last
+        wgmma_begin();
+#pragma unroll
+        for (int step = 0; step < TILE::STEPS; step++) {
+            const int at = read * TILE::STAGE_BYTES;
+            wgmma<A_ACROSS, B_ACROSS>(sums.at[0], wgmma_factor(a + at + step * A_STEP), wgmma_factor(b + at + step * B_STEP));
+        }
+        wgmma_commit();
+        copy_slices<TILE>(shared + write * TILE::STAGE_BYTES, from_a, from_b, slice + STAGES - 2 < slices);
+        wgmma_wait<1>();
+        read = read == STAGES - 1 ? 0 : read + 1;
+        write = write == STAGES - 1 ? 0 : write + 1;
+    }
+    wgmma_wait<0>();
+    SYNC_BLOCK();
+}
+#endif
+
 // sums += a b^T over `slices` slices, from where the copiers stand; what lies outside the operands counts as zero. Afterwards no
 // warp needs the shared memory.
 template <class TILE>
 DEVICE void multiply_slices(u8* shared, typename TILE::CopierA& from_a, typename TILE::CopierB& from_b, int slices,
                             Sums<TILE>& sums) {
-    constexpr int A_LINES = TILE::LIES_A == ALONG ? 0 : TILE::DEPTH, B_LINES = TILE::LIES_B == ALONG ? 0 : TILE::DEPTH;
+#ifdef HAS_WGMMA
+    if constexpr (TILE::IS_WIDE) return multiply_slices_wide<TILE>(shared, from_a, from_b, slices, sums);
+#endif
+    constexpr int AHEAD = TILE::STAGES - 1;
 #pragma unroll
-    for (int i = 0; i < TILE::STAGES - 1; i++) {
-        if (i < slices) {
-            u8* stage = shared + i * TILE::STAGE_BYTES;
-            TILE::CopierA::copy(from_a, stage, A_LINES, TILE::DEPTH - A_LINES);
-            TILE::CopierB::copy(from_b, stage + TILE::A::BYTES, B_LINES, TILE::DEPTH - B_LINES);
-        }
-        copy_commit();
-    }
+    for (int i = 0; i < AHEAD; i++) copy_slices<TILE>(shared + i * TILE::STAGE_BYTES, from_a, from_b, i < slices);
     Fragments<TILE> fragments[2];
     copy_wait<TILE::STAGES - 2>();
     SYNC_BLOCK();
     load_fragments(fragments[0], shared, 0);
-    int read = 0, write = TILE::STAGES - 1;
+    int read = 0, write = AHEAD;
     for (int slice = 0; slice < slices; slice++) {
 #pragma unroll
         for (int step = 0; step < TILE::STEPS; step++) {
@@ -200,12 +247,7 @@ DEVICE void multiply_slices(u8* shared, typename TILE::CopierA& from_a, typename
             }
             load_fragments(fragments[(step + 1) % 2], shared + read * TILE::STAGE_BYTES, (step + 1) % TILE::STEPS);
             if (step == 0) {
-                if (slice + TILE::STAGES - 1 < slices) {
-                    u8* stage = shared + write * TILE::STAGE_BYTES;
-                    TILE::CopierA::copy(from_a, stage, A_LINES, TILE::DEPTH - A_LINES);
-                    TILE::CopierB::copy(from_b, stage + TILE::A::BYTES, B_LINES, TILE::DEPTH - B_LINES);
-                }
-                copy_commit();
+                copy_slices<TILE>(shared + write * TILE::STAGE_BYTES, from_a, from_b, slice + AHEAD < slices);
                 write = write == TILE::STAGES - 1 ? 0 : write + 1;
             }
             multiply(sums, fragments[step % 2]);

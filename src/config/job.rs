@@ -66,7 +66,6 @@ pub enum Gemm {
     Auto,
 }
 
-
 table! {
     pub struct JobConfig {
         pub kind: JobKind = JobKind::Ppo,

@@ -128,7 +128,7 @@ fn line_at(text: &str, at: usize) -> String {
 }
 
 /// Keys whose values are paths.
-const PATHS: [&str; 9] = [
+const PATHS: [&str; 10] = [
     "job.dir",
     "model.actor",
     "model.reference",

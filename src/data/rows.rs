@@ -91,7 +91,9 @@ impl Encoder<'_> {
         match part {
             Part::Pair => return self.pair(row),
             Part::Labelled => return self.labelled(row),
-            Part::Text => return Ok(vec![self.tokens(&format.prompt_key, required(row, &format.prompt_key)?, part)?]),
+            Part::Text => {
+                return Ok(vec![self.tokens(&format.prompt_key, required(row, &format.prompt_key)?, part)?]);
+            }
             Part::Prompt | Part::Demonstration | Part::Steps => {}
         }
         if part == Part::Text {

@@ -100,7 +100,8 @@ impl Prepared {
         let hashes = hashes.of(&paths, group)?;
         let DataConfig { prompt_key, response_key, label_key, messages_key, chat_template, .. } = config;
         let response_key = matches!(part, Part::Demonstration | Part::Labelled).then_some(response_key);
-        let by_part = matches!(part, Part::Labelled | Part::Steps | Part::Text).then(|| format!(" {part:?}")).unwrap_or_default();
+        let by_part =
+            matches!(part, Part::Labelled | Part::Steps | Part::Text).then(|| format!(" {part:?}")).unwrap_or_default();
         let DataConfig { chosen_key, rejected_key, margin_key, .. } = config;
         let pair_keys = (part == Part::Pair).then_some((chosen_key, rejected_key, margin_key));
         let keys = (prompt_key, response_key, pair_keys, label_key, messages_key, chat_template, kept_fields(reading));

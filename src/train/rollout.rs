@@ -160,11 +160,7 @@ impl Collector {
         streams: bool,
     ) -> Result<Vec<Option<Response>>> {
         let of_each: usize = configs.iter().map(|config| config.samples_per_prompt).sum();
-        let share = if streams {
-            share_of(own.len() * of_each, &run.ranks.rollout_axes.tensor)
-        } else {
-            0..0
-        };
+        let share = if streams { share_of(own.len() * of_each, &run.ranks.rollout_axes.tensor) } else { 0..0 };
         let key = |i: usize| (own.start + i / of_each, (i % of_each) as u32);
         let first = self.expect(share.clone().map(key));
         let place = |response: &Response| {

@@ -191,7 +191,13 @@ pub(super) fn pack(rows: &[SftRow], chosen: &[usize]) -> PackedRow {
 
 /// Accumulates the gradient of one packed row, whose predicted tokens have `weights`; returns its share of the minibatch's loss, and
 /// of the mean loss of texts, in which they weigh `of_texts`.
-pub(super) fn microbatch(learner: &mut Learner, row: &PackedRow, weights: &[f32], of_texts: &[f32], recompute: bool) -> Sums {
+pub(super) fn microbatch(
+    learner: &mut Learner,
+    row: &PackedRow,
+    weights: &[f32],
+    of_texts: &[f32],
+    recompute: bool,
+) -> Sums {
     let Learner { role, sum, .. } = learner;
     let (model, w) = (&role.transformer, &role.weights);
     let mut saved = Saved::new(recompute);

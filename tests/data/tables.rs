@@ -83,8 +83,14 @@ fn splits_of_a_folder_train_and_evaluate_and_weights_mix_formats() {
     let pairs = DataConfig { chosen_key, rejected_key, ..mixed.clone() };
     let error = fixture.rows::<PairRow>(&pairs, 3).unwrap_err();
     assert!(error.message.contains("rows.parquet:2: ") && error.message.contains("no field \"note\""), "{error}");
-    let mut source = fixture.rows::<PairRow>(&DataConfig { rejected_key: "prompt".to_owned(), ..pairs }, 3).unwrap();
-    let firsts: Vec<u64> = source.first_ids().collect();
+    let pairs = DataConfig { rejected_key: "prompt".to_owned(), ..pairs };
+    // Rows are numbered through the sources.
+    let mut firsts = vec![0];
+    for one in &pairs.prompts[..2] {
+        let alone = DataConfig { prompts: vec![one.clone()], weights: Vec::new(), ..pairs.clone() };
+        firsts.push(firsts[firsts.len() - 1] + fixture.rows::<PairRow>(&alone, 3).unwrap().epoch_rows() as u64);
+    }
+    let mut source = fixture.rows::<PairRow>(&pairs, 3).unwrap();
     let drawn = source.next(400).unwrap();
     let of =
         |s: usize| drawn.iter().filter(|pair| firsts.iter().rposition(|first| *first <= pair.id) == Some(s)).count();

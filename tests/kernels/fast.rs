@@ -82,12 +82,14 @@ fn a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place() {
     let Some(_on) = Fast::on() else { return };
     let (m, n, k) = (90, 44, 136);
     let (x, w, bias) = (Bf16Matrix::new(1, m, k, k), Bf16Matrix::new(2, n, k, k), Bf16Matrix::new(3, 1, n, n));
-    for dtype in [DType::Bf16, DType::F32] {
+    // The library may choose another way to add for a matrix of another alignment.
+    for (dtype, within) in [(DType::Bf16, 1e-2), (DType::F32, 1e-5)] {
         // A bias is of the result's own dtype.
         let bias = |has: bool| (has && dtype == DType::Bf16).then(|| bias.memory.view(DType::Bf16));
         onto_is_a_copy_and_a_sum(
             (m, n),
             dtype,
+            within,
             |y, has| forward(Way::Fast, x.matrix(), w.matrix(), bias(has), Addend::Result, y),
             |c, y, has| forward(Way::Fast, x.matrix(), w.matrix(), bias(has), Addend::Matrix(c), y),
         );
@@ -109,7 +111,11 @@ fn a_layer_that_is_computed_again_leaves_out_its_last_product_and_has_the_same_g
         // q, k, v, o, gate, up, down; again all but down.
         let products = [layers * (qkv + 4), layers * (qkv + 4) + layers * (qkv + 3)];
         assert_eq!([kept.1.unwrap_or(products[0]), again.1.unwrap_or(products[1])], products);
-        assert!(kept.0.iter().any(|x| *x != 0.0) && bits(&kept.0) == bits(&again.0), "gradients");
+        let largest = kept.0.iter().fold(0.0, |most: f32, x| most.max(x.abs()));
+        let apart = kept.0.iter().zip(&again.0).fold(0.0, |most: f32, (a, b)| most.max((a - b).abs()));
+        // The library's ways may differ in their last bits, where a sum is kept or begins anew.
+        assert!(largest > 0.0 && apart <= 0.01 * largest, "gradients of up to {largest}, {apart} apart");
+        println!("gradients of up to {largest}, {apart} apart");
     }
 }
 
@@ -213,7 +219,7 @@ fn a_product_waits_its_turn_and_is_done_again_at_each_replay_of_a_graph() {
     y.matrix().values.clear();
     x.memory.view_mut(DType::Bf16).copy_from(other.memory.view(DType::Bf16));
     graphs.replay(&());
-    y.check("replayed", |_, _| 0.0, |i, j| (0..k).map(|c| (other.at(i, c), w.at(j, c))).collect());
+    y.check("replayed", true, |_, _| 0.0, |i, j| (0..k).map(|c| (other.at(i, c), w.at(j, c))).collect());
     x.memory.view_mut(DType::Bf16).clear();
     graphs.replay(&());
     assert!(y.read().iter().all(|y| *y == 0.0));

@@ -87,10 +87,11 @@ impl Written {
 
     /// Holds the values to `factors(i, j)`: pairs whose products are summed, added to `others(i, j)`. The error of a chain of f32
     /// sums is less than its length times 2^-24 of the sum of all parts, with tensor cores that cut instead of rounding twice as
-    /// much; bf16 is off by 2^-8 at most.
+    /// much; bf16 is off by 2^-8 at most. cuBLASLt (fast) may round the sum to bf16 before it adds to it: seen with 13.1.
     pub fn check(
         &self,
         what: &str,
+        is_fast: bool,
         others: impl Fn(usize, usize) -> f64,
         factors: impl Fn(usize, usize) -> Vec<(f64, f64)>,
     ) {
@@ -100,7 +101,9 @@ impl Written {
             let want = other + pairs.iter().map(|(a, b)| a * b).sum::<f64>();
             let parts = other.abs() + pairs.iter().map(|(a, b)| (a * b).abs()).sum::<f64>();
             let sums = parts * (pairs.len() + 4) as f64 * f64::exp2(-23.0);
-            let rounding = if self.dtype == DType::Bf16 { want.abs() * f64::exp2(-8.0) } else { 0.0 };
+            // A bias and an addend are up to 1 each.
+            let rounded = want.abs() + if is_fast { parts + 2.0 } else { 0.0 };
+            let rounding = if self.dtype == DType::Bf16 { rounded * f64::exp2(-8.0) } else { 0.0 };
             let error = (f64::from(got) - want).abs();
             assert!(error <= sums + rounding, "{what}: ({i}, {j}) is {got}, needed {want}");
         }
@@ -135,7 +138,7 @@ pub fn forward_holds(
         bias + if add { f64::from(y.before[i * n + j]) } else { 0.0 }
     };
     let what = format!("({m}, {n}, {k}) {way:?} {dtype:?} bias {has_bias} add {add}");
-    y.check(&what, others, |i, j| (0..k).map(|c| (x.at(i, c), w.at(j, c))).collect());
+    y.check(&what, matches!(way, Way::Fast), others, |i, j| (0..k).map(|c| (x.at(i, c), w.at(j, c))).collect());
 }
 
 /// Holds gradients to f64, whatever stands behind rows. Their bits.
@@ -149,13 +152,13 @@ pub fn gradients_hold((m, n, k): (usize, usize, usize), way: Way) -> Vec<Vec<u32
         backward_input(way, dy.matrix(), w.matrix(), dx.matrix(), add);
         let others = |i: usize, j: usize| if add { f64::from(dx.before[i * k + j]) } else { 0.0 };
         let factors = |i: usize, j: usize| (0..n).map(|r| (dy.at(i, r), w.at(r, j))).collect();
-        dx.check(&format!("dx of {what} add {add}"), others, factors);
+        dx.check(&format!("dx of {what} add {add}"), matches!(way, Way::Fast), others, factors);
         all.push(bits(&dx.read()));
     }
     let mut dw = Written::new(5, n, k, k + 3, DType::F32);
     backward_weight(way, dy.matrix(), x.matrix(), dw.matrix());
     let factors = |i: usize, j: usize| (0..m).map(|r| (dy.at(r, i), x.at(r, j))).collect();
-    dw.check(&format!("dW of {what}"), |i, j| f64::from(dw.before[i * k + j]), factors);
+    dw.check(&format!("dW of {what}"), false, |i, j| f64::from(dw.before[i * k + j]), factors);
     all.push(bits(&dw.read()));
     all
 }
@@ -224,11 +227,13 @@ fn a_finished_sum_is_added_in_one_rounding() {
     }
 }
 
-/// Holds a sum onto a matrix apart from its result to a copy and a sum in place, bit for bit: `onto` and `in_place` are given
-/// (c, y) and y, and whether there is a bias. c begins at any multiple of its values, and stays as it is.
+/// Holds a sum onto a matrix apart from its result to a copy and a sum in place: bit for bit, or `within` that share of the
+/// largest value. `onto` and `in_place` are given (c, y) and y, and whether there is a bias. c begins at any multiple of its
+/// values, and stays as it is.
 pub fn onto_is_a_copy_and_a_sum(
     (m, n): (usize, usize),
     dtype: DType,
+    within: f32,
     in_place: impl Fn(MatrixMut, bool),
     onto: impl Fn(Matrix, MatrixMut, bool),
 ) {
@@ -242,7 +247,10 @@ pub fn onto_is_a_copy_and_a_sum(
         let mut got = Written::new(6, m, n, n + gap, dtype);
         let values = c.view(dtype).part(shift..shifted.len());
         onto(Matrix { values, rows: m, width: n, stride: n + gap }, got.matrix(), bias);
-        assert_eq!(bits(&got.read()), bits(&want.read()), "{what}");
+        let (got, want) = (got.read(), want.read());
+        let largest = want.iter().fold(0.0, |most: f32, x| most.max(x.abs()));
+        let is_near = got.iter().zip(&want).all(|(got, want)| (got - want).abs() <= within * largest);
+        assert!(is_near, "{what}: {got:?} against {want:?}");
         assert_eq!(c.view(dtype).to_f32(), shifted, "{what}: c has changed");
     }
 }
@@ -251,12 +259,13 @@ pub fn onto_is_a_copy_and_a_sum(
 fn a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place() {
     let (_gpu, _one) = device();
     let (n, k) = (44, 40);
-    for (i, (m, family)) in [9, 40, 70, 130].into_iter().zip(Tile::ALL).enumerate() {
+    for (i, (m, family)) in [9, 40, 70, 130, 65, 70, 130, 300].into_iter().zip(Tile::ALL).enumerate() {
         let (x, w, bias) = (Bf16Matrix::new(1, m, k, k), Bf16Matrix::new(2, n, k, k), Bf16Matrix::new(3, 1, n, n));
         let bias = |has: bool| has.then(|| bias.memory.view(DType::Bf16));
         onto_is_a_copy_and_a_sum(
             (m, n),
             [DType::Bf16, DType::F32][i % 2],
+            0.0,
             |y, has| forward(Way::Exact(family), x.matrix(), w.matrix(), bias(has), Addend::Result, y),
             |c, y, has| forward(Way::Exact(family), x.matrix(), w.matrix(), bias(has), Addend::Matrix(c), y),
         );
@@ -280,23 +289,28 @@ fn the_family_is_a_function_of_shapes_and_large_tiles_are_for_many() {
     assert_eq!(few, [a, a, b, b, c, c]);
     assert_eq!([of(65), of(512), of(640), of(8192)], [c, c, Tile::Rows128, Tile::Rows128]);
     assert_eq!(Tile::of(8192, 128), c, "64 large tiles do not fill a GPU");
+    // On an H200, as measured.
+    let wide = |m, n| Tile::of_wide(&Tile::ALL[4..], m, n, 132);
+    let [narrow, low, middle, high] = [Tile::Wide64x32, Tile::Wide64x128, Tile::Wide128x128, Tile::Wide256x128];
+    assert_eq!([wide(64, 4096), wide(64, 11008), wide(128, 4096), wide(128, 11008)], [narrow, low, low, middle]);
+    assert_eq!([wide(256, 4096), wide(256, 11008), wide(8192, 4096)], [low, high, high]);
 }
 
 #[test]
-fn gradients_are_added_and_equal_f64_with_the_same_bits_by_tiles_of_both_sizes_in_every_order_of_threads() {
+fn gradients_are_added_and_equal_f64_with_the_same_bits_by_tiles_of_all_sizes_in_every_order_of_threads() {
     let first = std::cell::OnceCell::new();
     // n odd and even, every tail.
     let shapes = [(1, 1, 8), (3, 33, 24), (65, 40, 72), (17, 131, 136), (130, 24, 16), (72, 67, 128), (200, 135, 72)];
     in_every_order(|| {
         let sizes = Tile::OF_GRADIENTS.map(|size| shapes.map(|shape| gradients_hold(shape, Way::Exact(size))));
-        assert!(sizes[0] == sizes[1], "tiles of both sizes");
+        assert!(sizes.iter().all(|size| *size == sizes[0]), "tiles of all sizes");
         assert!(*first.get_or_init(|| sizes.clone()) == sizes, "another order");
         for (m, n) in [(1, 1), (3, 33), (64, 32), (200, 71)] {
             let dy = Bf16Matrix::new(1, m, n, n.next_multiple_of(8));
             let mut db = Written::new(2, 1, n, n, DType::F32);
             backward_bias(dy.matrix(), db.memory.view_mut(DType::F32));
             let column = |_: usize, j: usize| (0..m).map(|r| (dy.at(r, j), 1.0)).collect();
-            db.check(&format!("({m}, {n})"), |_, j| f64::from(db.before[j]), column);
+            db.check(&format!("({m}, {n})"), false, |_, j| f64::from(db.before[j]), column);
         }
     });
 }

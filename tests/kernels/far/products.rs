@@ -21,13 +21,16 @@ fn strided_mut(values: &mut Memory, dtype: DType, rows: usize, width: usize) -> 
     MatrixMut { values: values.view_mut(dtype), rows, width, stride: STRIDE }
 }
 
+/// Tiles of gradients as high as wide.
+const SQUARE: [Tile; 3] = [Tile::Rows64, Tile::Rows128, Tile::Wide128x128];
+
 /// Tiles of one column: a block is a tile of rows.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
 fn far_rows_are_multiplied() {
     const K: usize = 128;
-    let families = [(Tile::Rows16, 16, 32), (Tile::Rows32, 32, 64), (Tile::Rows64, 64, 64), (Tile::Rows128, 128, 128)];
-    for (family, rows, n) in families {
+    let families = Tile::ALL.map(|tile| (tile, tile.size()));
+    for (family, [rows, n]) in families {
         let dtype = if rows == 64 { F32 } else { Bf16 };
         holds(&format!("forward {family:?}"), [(Bf16, STRIDE), (dtype, STRIDE)], ROWS, rows, |[x, y], all| {
             let (w, bias) = (small(7, n * K), small(8, n));
@@ -36,7 +39,7 @@ fn far_rows_are_multiplied() {
             matmul::forward(way, x, w, bias, Addend::Result, y);
         });
     }
-    for (size, rows) in [(Tile::Rows64, 64), (Tile::Rows128, 128)] {
+    for (size, rows) in SQUARE.map(|tile| (tile, tile.size()[0])) {
         for n in [64, 70] {
             holds(&format!("backward {size:?} of {n}"), [(Bf16, STRIDE); 2], ROWS, rows, |[dy, dx], all| {
                 let w = small(7, n * rows);
@@ -81,7 +84,7 @@ fn products_with_far_weights_are_those_with_the_same_weights() {
 fn gradients_of_far_weights_are_those_of_the_same_weights() {
     const M: usize = 64;
     let (_gpu, _one) = device();
-    for (size, rows) in [(Tile::Rows64, 64), (Tile::Rows128, 128)] {
+    for (size, rows) in SQUARE.map(|tile| (tile, tile.size()[0])) {
         let Some(mut pair) = Pair::new([(F32, STRIDE)], ROWS, rows) else { return };
         let (x, dy) = (small(3, M * rows), bf16(&numbers(4, M * pair.rows.len())));
         let near_dy = Memory::of(&dy);
@@ -124,7 +127,7 @@ fn chains_over_far_lines_are_those_over_the_same_lines() {
     if !has_room(4 * LINES * APART) {
         return;
     }
-    for (size, n) in [(Tile::Rows64, 64), (Tile::Rows128, 128)] {
+    for (size, n) in SQUARE.map(|tile| (tile, tile.size()[0])) {
         let ((far_dy, near_dy), (far_x, near_x)) = (lines(1, n), lines(2, n));
         let chains = |dy: &Memory, x: &Memory, stride: usize| {
             let [dy, x] = [dy, x].map(|values| Matrix { values: values.view(Bf16), rows: LINES, width: n, stride });
