@@ -13,7 +13,7 @@ use super::input::{InputFile, input_files, is_rows};
 use super::ledger::Ledger;
 use super::rows::{ALL_FIELDS, Part, Reading, row_fields};
 use super::shard::{self, FileHash, Shard};
-use super::split::{TEST, TRAIN, describe, is_test, prompt_hash};
+use super::split::{TEST, TRAIN, describe, no_such_split, prompt_hash, splits_of};
 use crate::comm::Group;
 use crate::config::data::{DataConfig, Order, SplitBy};
 use crate::error::{Error, Result};
@@ -427,8 +427,10 @@ fn curriculum_key(config: &DataConfig, source: &Source, document: u64) -> Result
 
 /// The documents of each source that train, and those that evaluate; others are `filtered`.
 fn select(config: &DataConfig, sources: &[Source], filtered: &mut Vec<Filtered>) -> Result<[Vec<Vec<u64>>; 2]> {
-    let splits: Vec<Vec<(String, Vec<u64>)>> =
-        sources.iter().map(|source| splits_of(config, source)).collect::<Result<_>>()?;
+    let splits: Vec<Vec<(String, Vec<u64>)>> = sources
+        .iter()
+        .map(|source| splits_of(&config.split, source.split, &source.name, &source.shard))
+        .collect::<Result<_>>()?;
     for (key, name) in [("prompt_split", &config.prompt_split), ("eval_split", &config.eval_split)] {
         if !name.is_empty() && !splits.iter().flatten().any(|(other, _)| other == name) {
             return Err(no_such_split(key, name, &splits));
@@ -471,42 +473,4 @@ fn select(config: &DataConfig, sources: &[Source], filtered: &mut Vec<Filtered>)
         train.push(kept);
     }
     Ok([train, eval])
-}
-
-/// The splits of one source, with their documents in order.
-fn splits_of(config: &DataConfig, source: &Source) -> Result<Vec<(String, Vec<u64>)>> {
-    let shard = &source.shard;
-    let documents = shard.documents() as u64;
-    let recorded = || {
-        let splits = &shard.sidecar().splits;
-        splits.iter().map(|s| (s.name.clone(), (s.first..s.first + s.documents).collect())).collect()
-    };
-    match config.split.by {
-        SplitBy::Source => Ok(recorded()),
-        SplitBy::File => Ok(source.split.map(|name| (name.to_owned(), (0..documents).collect())).into_iter().collect()),
-        SplitBy::Field => {
-            if shard.sidecar().split_rule == describe(&config.split) {
-                return Ok(recorded());
-            }
-            Err(Error::data(format!("{} was not split by field {:?}", source.name, config.split.field))
-                .hint(format!("shard its rows again with --split-field {}", config.split.field)))
-        }
-        SplitBy::Ratio => {
-            let (mut train, mut test) = (Vec::new(), Vec::new());
-            for row in 0..documents {
-                let side = if is_test(&shard.prompt(row as usize)?, &config.split) { &mut test } else { &mut train };
-                side.push(row);
-            }
-            Ok(vec![(TRAIN.to_owned(), train), (TEST.to_owned(), test)])
-        }
-    }
-}
-
-fn no_such_split(key: &str, name: &str, splits: &[Vec<(String, Vec<u64>)>]) -> Error {
-    let mut names: Vec<&str> = splits.iter().flatten().map(|(name, _)| name.as_str()).collect();
-    names.sort_unstable();
-    names.dedup();
-    let there = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-    Error::data(format!("data.{key} = {name:?} is no split of the data; there are: {there}"))
-        .hint("name one of these, or cut splits with data.split.by = \"ratio\", \"field\" or \"file\"")
 }

@@ -58,7 +58,12 @@ pub fn texts(lengths: &[usize]) -> Vec<SftRow> {
     let rng = Rng::new(29, Purpose::Synthetic);
     let token = |i: usize, at: usize| 3 + rng.below(94, [i as u32, at as u32, 0, 0]) as u32;
     let text = |(i, &len): (usize, &usize)| (0..len).map(|at| token(i, at)).collect();
-    lengths.iter().enumerate().map(text).map(|tokens| SftRow { tokens, ..SftRow::default() }).collect()
+    lengths
+        .iter()
+        .enumerate()
+        .map(text)
+        .map(|tokens: Vec<u32>| SftRow { mask: vec![1; tokens.len()], tokens, ..SftRow::default() })
+        .collect()
 }
 
 pub fn config(loss: PolicyLossKind) -> Config {
