@@ -61,3 +61,20 @@ KERNEL __launch_bounds__(256) adamw_step(float* p, const float* g, float* m, flo
         store_up_to(w + at, count, aligned, ps[h]);
     }
 }
+
+// adamw_average  y = beta y + (1-beta) p: the moving average of the parameters after an update
+// p, y (len) f32
+// grid ceil(len / 2048), block 256, eight values a thread; any alignment
+// roofline 12 len bytes
+KERNEL __launch_bounds__(256) adamw_average(const float* p, float* y, u64 len, float beta) {
+    u64 at = flat_eight();
+    if (at >= len) return;
+    int count = eight_or_rest(at, len);
+    bool aligned = is_aligned(p) && is_aligned(y);
+    float a[8], b[8];
+    load_up_to(p + at, count, aligned, a);
+    load_up_to(y + at, count, aligned, b);
+#pragma unroll
+    for (int i = 0; i < 8; i++) b[i] = fmaf(beta, b[i], (1.0f - beta) * a[i]);
+    store_up_to(y + at, count, aligned, b);
+}

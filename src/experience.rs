@@ -68,6 +68,15 @@ pub struct Response {
     pub text: String,
 }
 
+/// What is known of the greedy response to a prompt, the baseline of its samples (ReMax, arXiv:2310.10505).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Greedy {
+    /// What the reward function returned.
+    pub score: f32,
+    pub tokens: usize,
+    pub finish: Finish,
+}
+
 /// Everything that one step learns from, for one sample. Per-token arrays have the response's length.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Experience {
@@ -77,6 +86,8 @@ pub struct Experience {
     pub score: f32,
     /// The score of each reward by its name, before they are added up; without those that abstained.
     pub scores: BTreeMap<String, f32>,
+    /// Where the estimator needs it.
+    pub greedy: Option<Greedy>,
     pub ref_logprobs: Vec<f32>,
     /// Value of the state before each response token; empty where the estimator has no critic.
     pub values: Vec<f32>,
@@ -93,6 +104,11 @@ pub struct Experience {
 }
 
 impl Experience {
+    /// The index of the prompt in the batch that was rolled out, and the number of the response among its samples.
+    pub fn key(&self) -> (usize, u32) {
+        (self.response.prompt, self.response.sample)
+    }
+
     /// Prompt and response in one row, as the training forward sees it.
     pub fn tokens(&self) -> Vec<u32> {
         [&self.prompt.tokens[..], &self.response.tokens].concat()

@@ -4,3 +4,5 @@ mod cli;
 mod plan;
 mod process;
 mod resume;
+#[path = "reward/server.rs"]
+mod server;

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::ppo::{Estimator, KlIn, PpoConfig, Truncation};
 use crate::error::{Error, Result};
-use crate::experience::{Experience, Finish};
+use crate::experience::{Experience, Finish, Response};
 
 /// What one batch came to. Means over tokens are over tokens with mask 1; deviations are those of the population.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -23,6 +23,8 @@ pub struct AdvantageStats {
     /// Scores after running normalisation and length penalties, before group shaping, clipping and KL.
     pub reward_mean: f64,
     pub reward_std: f64,
+    /// Mean over samples of the greedy response's score; none where the estimator needs no such response.
+    pub greedy_mean: Option<f64>,
     /// Share of samples whose shaped score the clip has changed.
     pub clipped_ratio: f64,
     /// Share of prompts with several samples of which all have the same score; none where each has one.
@@ -69,13 +71,24 @@ pub fn compute_step(
     check(config, samples)?;
     let raw: Vec<f64> = samples.iter().map(|s| f64::from(s.score)).collect();
     let (score_mean, _) = whitening::moments(raw.iter().copied());
-    let mut scores = if config.reward_normalize { state.scores.normalize(&raw) } else { raw };
-    scores::penalize_overlong(config, &mut scores, samples)?;
-    scores::shape_truncated(config, &mut scores, samples);
+    let shape = |mut scores: Vec<f64>, samples: &[Experience]| -> Result<Vec<f64>> {
+        scores::penalize_overlong(config, &mut scores, samples)?;
+        scores::shape_truncated(config, &mut scores, samples);
+        Ok(scores)
+    };
+    let mut scores = shape(if config.reward_normalize { state.scores.normalize(&raw) } else { raw }, samples)?;
     let (reward_mean, reward_std) = whitening::moments(scores.iter().copied());
     let equal_groups_ratio = group::equal_ratio(&scores, samples);
     if config.advantage.is_grouped() {
         group::shape(config.advantage, &mut scores, samples)?;
+    }
+    let mut greedy_mean = None;
+    if config.advantage.has_greedy() {
+        let greedy = greedy_responses(samples)?;
+        let raw: Vec<f64> = greedy.iter().map(|response| f64::from(response.score)).collect();
+        greedy_mean = Some(whitening::moments(raw.iter().copied()).0);
+        let baselines = shape(if config.reward_normalize { state.scores.scale(&raw) } else { raw }, &greedy)?;
+        scores.iter_mut().zip(baselines).for_each(|(score, baseline)| *score -= baseline);
     }
     let [low, high] = config.reward_clip.map(f64::from);
     let clipped = scores.iter().filter(|score| **score < low || **score > high).count();
@@ -90,6 +103,7 @@ pub fn compute_step(
         score_mean,
         reward_mean,
         reward_std,
+        greedy_mean,
         clipped_ratio,
         equal_groups_ratio,
         ..AdvantageStats::default()
@@ -99,6 +113,17 @@ pub fn compute_step(
     Ok(stats)
 }
 
+/// Of each sample the greedy response to its prompt, with what shapes its score.
+fn greedy_responses(samples: &[Experience]) -> Result<Vec<Experience>> {
+    let of = |sample: &Experience| {
+        let id = sample.prompt.id;
+        let greedy = sample.greedy.ok_or_else(|| Error::fault(format!("prompt {id} has no greedy response")))?;
+        let response = Response { tokens: vec![0; greedy.tokens], finish: greedy.finish, ..Response::default() };
+        Ok(Experience { response, score: greedy.score, ..Experience::default() })
+    };
+    samples.iter().map(of).collect()
+}
+
 /// Advantages and returns of one sample from its rewards, before whitening. Without a critic values are 0 and lambda is 1: both are
 /// the discounted sum of the rewards from a token on.
 fn estimate(config: &PpoConfig, sample: &mut Experience) {
@@ -106,7 +131,9 @@ fn estimate(config: &PpoConfig, sample: &mut Experience) {
     let (gamma, lambda, values) = match config.advantage {
         Estimator::Gae => (f64::from(config.gamma), f64::from(config.lambda), &sample.values),
         Estimator::ReinforcePp => (f64::from(config.gamma), 1.0, &zeros),
-        Estimator::ReinforcePpBaseline | Estimator::Rloo | Estimator::Grpo | Estimator::DrGrpo => (1.0, 1.0, &zeros),
+        Estimator::ReinforcePpBaseline | Estimator::Rloo | Estimator::Grpo | Estimator::DrGrpo | Estimator::Remax => {
+            (1.0, 1.0, &zeros)
+        }
     };
     let bootstraps = config.advantage.has_critic() && config.truncation == Truncation::Bootstrap;
     let is_cut = sample.response.finish == Finish::Length;

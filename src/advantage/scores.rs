@@ -19,6 +19,11 @@ impl RunningMoments {
     /// Takes the batch in, then returns (score - mean) / sqrt(max(variance, 1e-8)) with the variance of the population.
     pub fn normalize(&mut self, scores: &[f64]) -> Vec<f64> {
         self.merge(scores);
+        self.scale(scores)
+    }
+
+    /// The same without taking them in.
+    pub fn scale(&self, scores: &[f64]) -> Vec<f64> {
         let variance = self.deviation / self.count.max(1) as f64;
         let std = variance.max(1e-8).sqrt();
         scores.iter().map(|score| (score - self.mean) / std).collect()

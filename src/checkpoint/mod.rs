@@ -4,6 +4,7 @@
 //! checkpoints/step-50/manifest.json     what was saved: bytes and xxh3 of each file, mesh, config hash, state
 //! checkpoints/step-50/*.bin             each rank's files
 //! checkpoints/latest                    a link to the newest
+//! checkpoints/best                      a link to that of the best evaluation
 //! checkpoints/.step-60.partial          being written
 //! ```
 //!
@@ -21,5 +22,5 @@ pub use manifest::{Entry, Manifest, Shard};
 pub use parts::{ModelVectors, vector_name};
 pub use payload::Payload;
 pub use resume::{Checkpoint, find, newest, peek, resume};
-pub use save::save;
+pub use save::{Keep, best_of, save};
 pub use vector::SavedVector;

@@ -55,6 +55,11 @@ impl<'a> ModelVectors<'a> {
         Ok(Self { from, role, own, others, open: RefCell::default() })
     }
 
+    /// Whether the vector `ROLE.what` was saved.
+    pub fn has(&self, what: &str) -> bool {
+        parts_of(self.from, &format!("{}.{what}", self.role)).is_some()
+    }
+
     /// Fills `out` with elements `range` of the rank's vector `ROLE.what`, cut at multiples of `FLAT_ALIGN`.
     pub fn read(&self, what: &str, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         let saved = self.vector(what)?;

@@ -5,15 +5,32 @@ use super::manifest::{self, Entry, Manifest, check_name, repeated};
 use super::payload::Payload;
 use crate::comm::{Group, records};
 use crate::error::{Error, Kind, Result};
-use crate::sys::files::{check_space, fsync_dir, write_atomic};
+use crate::sys::files::{check_space, entries, fsync_dir, write_atomic};
 use std::fs;
 use std::path::{Path, PathBuf};
 
 const LATEST: &str = "latest";
+const BEST: &str = "best";
+
+/// Which checkpoints stay.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Keep {
+    /// The newest ones; 0: all.
+    pub last: usize,
+    /// The step whose evaluation was the best so far.
+    pub best: Option<u64>,
+}
+
+impl From<usize> for Keep {
+    fn from(last: usize) -> Self {
+        Self { last, best: None }
+    }
+}
 
 /// Commits `root/step-N` of `manifest`, which is rank 0's. Every rank of `group` calls this with its own files, whose names are its
 /// own too (for example `actor.m.rank-0003.bin`). `root` is the same directory for all ranks. An older checkpoint of the same step
-/// is replaced. Afterwards the newest `keep_last` checkpoints stay (0: all).
+/// is replaced; that of the best step is set aside as `step-N.best`, for the new one may be in the midst of the next step. Afterwards
+/// those of `keep` stay.
 ///
 /// # Errors
 /// The same on all ranks, naming the rank where it arose: `Io` for a full disk or a directory that cannot be written.
@@ -23,19 +40,20 @@ pub fn save(
     group: &Group,
     files: &[(String, Payload)],
     mut manifest: Manifest,
-    keep_last: usize,
+    keep: impl Into<Keep>,
 ) -> Result<PathBuf> {
+    let keep = keep.into();
     let step = manifest.step;
     let (partial, last) = (root.join(format!(".step-{step}.partial")), root.join(format!("step-{step}")));
     let committed = write_shards(root, &partial, group, files).and_then(|files| {
         (manifest.ranks, manifest.files) = (group.size(), files);
-        group.agree(if group.rank() == 0 { commit(root, &partial, &last, &manifest) } else { Ok(()) })
+        group.agree(if group.rank() == 0 { commit(root, &partial, &last, &manifest, keep.best) } else { Ok(()) })
     });
     if group.rank() == 0 {
         if committed.is_err() {
             let _ = fs::remove_dir_all(&partial);
         } else {
-            prune(root, step, keep_last);
+            prune(root, step, keep);
         }
     }
     committed.map(|()| last)
@@ -71,8 +89,8 @@ fn write_own(partial: &Path, files: &[(String, Payload)]) -> Result<Vec<Entry>> 
     Ok(entries)
 }
 
-/// Rank 0's part: from the manifest to `latest`.
-fn commit(root: &Path, partial: &Path, last: &Path, manifest: &Manifest) -> Result<()> {
+/// Rank 0's part: from the manifest to `latest` and `best`.
+fn commit(root: &Path, partial: &Path, last: &Path, manifest: &Manifest, best: Option<u64>) -> Result<()> {
     for entry in &manifest.files {
         let path = partial.join(&entry.name);
         let size = fs::metadata(&path).map_err(|e| Error::io("see", &path, &e))?.len();
@@ -83,42 +101,57 @@ fn commit(root: &Path, partial: &Path, last: &Path, manifest: &Manifest) -> Resu
     }
     write_atomic(&partial.join(manifest::NAME), &manifest.to_bytes())?;
     if last.exists() {
-        replace(partial, last)?;
+        let is_best = best == Some(manifest.step) && fs::read_link(root.join(BEST)).is_ok_and(|to| last.ends_with(to));
+        replace(partial, last, is_best)?;
     } else {
         fs::rename(partial, last).map_err(|e| Error::io("rename", partial, &e))?;
     }
     fsync_dir(root)?;
-    point_latest(root, last)
+    point(root, LATEST, last)?;
+    best.map_or(Ok(()), |step| point(root, BEST, &best_of(root, step)))
 }
 
-/// Replaces an old directory of the same step, which is kept under a name that `clean` restores until the new one is there.
-fn replace(partial: &Path, last: &Path) -> Result<()> {
-    let old = partial.with_extension("old");
+/// Replaces an old directory of the same step, which is kept under a name that `clean` restores until the new one is there; and
+/// beyond it, where it `is_best`.
+fn replace(partial: &Path, last: &Path, is_best: bool) -> Result<()> {
+    let old = if is_best { aside(last) } else { partial.with_extension("old") };
     fs::rename(last, &old).map_err(|e| Error::io("rename", last, &e))?;
     fs::rename(partial, last).map_err(|e| Error::io("rename", partial, &e))?;
-    fs::remove_dir_all(&old).map_err(|e| Error::io("remove", &old, &e))
+    if is_best { Ok(()) } else { fs::remove_dir_all(&old).map_err(|e| Error::io("remove", &old, &e)) }
 }
 
-/// `latest` is for people and scripts; resuming reads the manifests.
-fn point_latest(root: &Path, last: &Path) -> Result<()> {
-    let (link, aside) = (root.join(LATEST), root.join(".latest.partial"));
+/// Where the best checkpoint is when another one of its step takes its place.
+fn aside(last: &Path) -> PathBuf {
+    last.with_extension(BEST)
+}
+
+/// The directory of the checkpoint that was saved after the best evaluation, which was that of `step`.
+pub fn best_of(root: &Path, step: u64) -> PathBuf {
+    let dir = root.join(format!("step-{step}"));
+    if aside(&dir).exists() { aside(&dir) } else { dir }
+}
+
+/// `latest` and `best` are for people and scripts; resuming reads the manifests.
+fn point(root: &Path, link: &str, to: &Path) -> Result<()> {
+    let (link, aside) = (root.join(link), root.join(format!(".{link}.partial")));
     let _ = fs::remove_file(&aside);
-    let name = last.file_name().expect("step-N");
+    let name = to.file_name().expect("step-N");
     std::os::unix::fs::symlink(name, &aside)
         .and_then(|()| fs::rename(&aside, &link))
         .map_err(|e| Error::io("move", &link, &e))?;
     fsync_dir(root)
 }
 
-/// Removes all but the newest `keep_last` of the checkpoints up to `step`, and never that of `step`. Each is renamed
+/// Removes all but those to `keep` of the checkpoints up to `step`, and never that of `step`. Each is renamed
 /// first, so that a half-removed one is never taken for a checkpoint. A removal that fails costs space, not the run.
-fn prune(root: &Path, step: u64, keep_last: usize) {
-    if keep_last == 0 {
-        return;
-    }
-    let older = steps(root).into_iter().rev().filter(|&s| s < step).skip(keep_last - 1);
-    for step in older {
-        let (dir, going) = (root.join(format!("step-{step}")), root.join(format!(".step-{step}.removing")));
+fn prune(root: &Path, step: u64, keep: Keep) {
+    let best = keep.best.map(|best| best_of(root, best));
+    let older = steps(root).into_iter().rev().filter(|&s| s < step).skip(keep.last.saturating_sub(1));
+    let older = older.filter(|_| keep.last > 0).map(|step| root.join(format!("step-{step}")));
+    let set_aside =
+        entries(root).unwrap_or_default().into_iter().filter(|dir| dir.extension().is_some_and(|e| e == BEST));
+    for dir in older.chain(set_aside).filter(|dir| best.as_ref() != Some(dir)) {
+        let going = root.join(format!(".{}.removing", dir.file_name().unwrap_or_default().display()));
         if fs::rename(&dir, &going).is_ok() {
             let _ = fs::remove_dir_all(&going);
         }
@@ -141,10 +174,17 @@ pub(super) fn clean(root: &Path) -> Result<()> {
     for entry in entries.filter_map(std::result::Result::ok) {
         let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
         let old = name.strip_prefix('.').and_then(|n| n.strip_suffix(".old")).map(|n| root.join(n));
+        // Of a best checkpoint that was set aside, while what replaces it is not there.
+        let replaced = name.strip_prefix('.').and_then(|n| n.strip_suffix(".partial")).map(|n| root.join(n));
+        if let Some(last) = replaced.filter(|last| !last.exists() && !path.with_extension("old").exists())
+            && aside(&last).exists()
+        {
+            fs::rename(aside(&last), &last).map_err(|e| Error::io("restore", &last, &e))?;
+        }
         let removed = match old {
             Some(last) if !last.exists() => fs::rename(&path, &last),
             Some(_) => fs::remove_dir_all(&path),
-            None if name == ".latest.partial" => fs::remove_file(&path),
+            None if name == ".latest.partial" || name == ".best.partial" => fs::remove_file(&path),
             None if name.starts_with(".step-") && (name.ends_with(".partial") || name.ends_with(".removing")) => {
                 fs::remove_dir_all(&path)
             }

@@ -2,6 +2,7 @@
 
 use super::device::{Options, device, dtype_name};
 use super::out::note;
+use super::rows::{Row, object};
 use super::talk::Talk;
 use crate::config::job::DeviceName;
 use crate::config::model::DTypeName;
@@ -27,6 +28,10 @@ pub struct Args {
     /// the system's message
     #[argh(option)]
     pub system: Option<String>,
+
+    /// what the template is told beside the messages, e.g. '{"enable_thinking": false}'
+    #[argh(option, default = "Row::new()", from_str_fn(object))]
+    pub chat_template_args: Row,
 
     /// most new tokens of an answer (default: 512)
     #[argh(option, default = "512")]
@@ -85,7 +90,7 @@ pub fn run(args: &Args) -> Result<()> {
             "/reset" => messages.clone_from(&begun),
             text => {
                 messages.push(json!({"role": "user", "content": text}));
-                let tokens = fitting(&talk, &mut messages, begun.len())?;
+                let tokens = fitting(&talk, &mut messages, &args.chat_template_args, begun.len())?;
                 let response = talk.answer(tokens)?;
                 messages.push(json!({"role": "assistant", "content": response.text}));
             }
@@ -96,9 +101,9 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 /// The tokens of the conversation; its oldest messages behind the first `kept` go where there are too many.
-fn fitting(talk: &Talk, messages: &mut Vec<Value>, kept: usize) -> Result<Vec<u32>> {
+fn fitting(talk: &Talk, messages: &mut Vec<Value>, args: &Row, kept: usize) -> Result<Vec<u32>> {
     loop {
-        let tokens = talk.tokenizer.encode_chat(&Value::Array(messages.clone()), true)?;
+        let tokens = talk.tokenizer.encode_chat(&Value::Array(messages.clone()), args, true)?;
         // A message and its answer go together.
         if tokens.len() < talk.context() || messages.len() < kept + 3 {
             return Ok(tokens);

@@ -28,6 +28,10 @@ pub struct Args {
     #[argh(option, default = "String::from(\"actor\")")]
     pub role: String,
 
+    /// the moving average of the weights (optim.actor.ema_beta) instead of them
+    #[argh(switch)]
+    pub ema: bool,
+
     /// f32 or bf16: what the tensors are written in (default: f32)
     #[argh(option, default = "DType::F32", from_str_fn(dtype))]
     pub dtype: DType,
@@ -44,10 +48,15 @@ pub fn run(args: &Args) -> Result<()> {
     let arch = Arch::load(&checkpoint.dir)?;
     let table = Arc::new(ParamTable::new(&arch, head));
     let vectors = ModelVectors::open(&checkpoint, &args.role, &arch, &table)?;
+    let what = if args.ema { "ema" } else { "weights" };
+    if args.ema && !vectors.has(what) {
+        return Err(Error::data(format!("{}: it holds no average of the {}", checkpoint.dir.display(), args.role))
+            .hint("averages are kept where optim.actor.ema_beta is above 0"));
+    }
     let mut export = Export::begin(&args.out, &arch, &table, args.dtype, Some(&checkpoint.dir))?;
     for (u, unit) in table.units().iter().enumerate() {
         let mut values = UnitValues::scratch(&table, u, DType::F32);
-        vectors.read("weights", unit.clone(), values.slice_mut().f32()).map_err(|e| {
+        vectors.read(what, unit.clone(), values.slice_mut().f32()).map_err(|e| {
             let roles = checkpoint.manifest.state["roles"].to_string();
             e.hint(format!("the checkpoint holds the roles {roles}"))
         })?;
@@ -60,7 +69,8 @@ pub fn run(args: &Args) -> Result<()> {
     }
     export.commit()?;
     let (step, n, out) = (checkpoint.manifest.step, table.parameters(), args.out.display());
-    note!("export: {} of step {step}, {n} parameters, in {out}", args.role);
+    let of = if args.ema { "average of the " } else { "" };
+    note!("export: {of}{} of step {step}, {n} parameters, in {out}", args.role);
     Ok(())
 }
 

@@ -8,6 +8,7 @@ use super::talk::Talk;
 use crate::config::job::DeviceName;
 use crate::config::model::DTypeName;
 use crate::config::rollout::RolloutConfig;
+use crate::data::rows::template_variables;
 use crate::error::{Error, Result};
 use crate::experience::{Prompt, Response};
 use crate::launch::inference::InferenceModel;
@@ -27,8 +28,8 @@ use std::time::Instant;
 #[argh(subcommand, name = "generate")]
 #[argh(
     note = "A row has prompt (text, encoded with the tokenizer's own special tokens), messages (a list, through the chat
-template) or tokens. A result is the row with prompt_tokens, the new tokens, their text, their log-probabilities, and
-finish: stop, length or stop_string. logprobs and reward take such lines as they are."
+template, to which the row's tools go too) or tokens. A result is the row with prompt_tokens, the new tokens, their text, their
+log-probabilities, and finish: stop, length or stop_string. logprobs and reward take such lines as they are."
 )]
 pub struct Args {
     /// a Hugging Face model directory
@@ -42,6 +43,10 @@ pub struct Args {
     /// instead of rows: one prompt, whose response is written as text while it is drawn
     #[argh(option)]
     pub prompt: Option<String>,
+
+    /// what the chat template is told beside messages, e.g. '{"enable_thinking": false}'
+    #[argh(option, default = "Row::new()", from_str_fn(rows::object))]
+    pub chat_template_args: Row,
 
     /// most new tokens of a response (default: 128)
     #[argh(option, default = "128")]
@@ -156,7 +161,8 @@ struct Asked {
 fn read(args: &Args, input: &Path, config: &RolloutConfig, ranks: &Ranks) -> Result<(Option<Tokenizer>, Asked)> {
     let arch = Arch::load(&args.model)?;
     let tokenizer = Tokenizer::find(&args.model)?;
-    let (mut rows, prompts): (Vec<Row>, Vec<Prompt>) = prompts(input, &arch, tokenizer.as_ref())?.into_iter().unzip();
+    let prompts = prompts(input, &arch, tokenizer.as_ref(), &args.chat_template_args)?;
+    let (mut rows, prompts): (Vec<Row>, Vec<Prompt>) = prompts.into_iter().unzip();
     let stop = Arc::new(Stop::new(config, &arch.eos_tokens));
     let weights: Vec<usize> = prompts.iter().map(|p| p.tokens.len() + args.samples * args.max_new_tokens).collect();
     let own = ranks.share(&weights);
@@ -246,10 +252,10 @@ pub(super) fn checked(config: RolloutConfig) -> Result<RolloutConfig> {
 }
 
 /// The rows, without what a result replaces, and their prompts; ids, which key the random numbers, are line numbers from 0.
-fn prompts(input: &Path, arch: &Arch, tokenizer: Option<&Tokenizer>) -> Result<Vec<(Row, Prompt)>> {
+fn prompts(input: &Path, arch: &Arch, tokenizer: Option<&Tokenizer>, args: &Row) -> Result<Vec<(Row, Prompt)>> {
     let mut id = 0;
     rows::read(input, |row| {
-        let tokens = prompt_tokens(row, tokenizer)?;
+        let tokens = prompt_tokens(row, tokenizer, args)?;
         rows::check(&tokens, arch)?;
         if tokens.len() == arch.context {
             return Err(Error::data(format!("the prompt fills the model's context of {} tokens", arch.context))
@@ -262,7 +268,7 @@ fn prompts(input: &Path, arch: &Arch, tokenizer: Option<&Tokenizer>) -> Result<V
     })
 }
 
-fn prompt_tokens(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
+fn prompt_tokens(row: &Row, tokenizer: Option<&Tokenizer>, args: &Row) -> Result<Vec<u32>> {
     let given: Vec<&str> = ["prompt", "messages", "tokens"].into_iter().filter(|key| row.contains_key(*key)).collect();
     let &[key] = &given[..] else {
         let what = if given.is_empty() { "none of prompt, messages, tokens".into() } else { given.join(" and ") };
@@ -278,7 +284,7 @@ fn prompt_tokens(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
     }
     match &row[key] {
         Value::Array(messages) if messages.is_empty() => Err(Error::data("messages are empty")),
-        Value::Array(_) => tokenizer.encode_chat(&row[key], true),
+        Value::Array(_) => tokenizer.encode_chat(&row[key], &template_variables(row, args)?, true),
         _ => Err(Error::data("messages is no list of messages")),
     }
 }

@@ -18,7 +18,7 @@ pub(super) const GROUPS: &[(&str, &[(&str, &str)])] = &[
     (
         "Data",
         &[
-            ("shard", "turn JSONL rows into a token shard, or verify shards"),
+            ("shard", "turn rows of text into a token shard, or verify shards"),
             ("tokenizer", "train a byte-level BPE tokenizer"),
         ],
     ),
@@ -60,7 +60,7 @@ macro_rules! pages {
 
 /// The manual in the order of reading: topics, and texts whose first line is `# TITLE`.
 const PAGES: &[(&str, &str)] = pages! {
-    "first-job" "data" "rewards" "sft" "preferences" "models" "metrics" "trouble" "layouts" "gpus" "slurm" "from-openrlhf" "from-trl" "formats"
+    "first-job" "data" "rewards" "services" "sft" "preferences" "distillation" "models" "metrics" "trouble" "layouts" "gpus" "slurm" "from-openrlhf" "from-trl" "formats"
     "reproducibility"
 };
 

@@ -1,28 +1,38 @@
-//! JSON lines of the offline verbs: every row is checked before the work starts, and an error names it.
+//! Rows of the offline verbs: every row is checked before the work starts, and an error names it.
 
+use crate::data::input::{RowReader, input_files};
 use crate::data::rows::{required, token_ids};
 use crate::error::{Error, Result};
 use crate::model::Arch;
-use crate::sys::{environment, files};
+use crate::sys::environment;
 use crate::text::{Tokenizer, kind_of};
 use serde_json::{Map, Value};
-use std::io::{BufRead, BufReader, Read};
+use std::io::BufReader;
 use std::path::Path;
 
 pub type Row = Map<String, Value>;
 
-/// Reads the file (`-`: standard input) and makes a `T` of each row.
+/// Reads the file or folder (`-`: standard input) and makes a `T` of each row.
 pub fn read<T>(path: &Path, mut make: impl FnMut(&Row) -> Result<T>) -> Result<Vec<T>> {
-    let input: Box<dyn Read> = if path.as_os_str() == "-" {
-        Box::new(std::io::stdin())
-    } else {
-        Box::new(files::open_input(path).map_err(|e| Error::io("read", path, &e))?)
-    };
     let mut rows = Vec::new();
-    for (i, line) in BufReader::with_capacity(1 << 16, input).split(b'\n').enumerate() {
-        let line = line.map_err(|e| Error::io("read", path, &e))?;
-        let row = parse(&line).and_then(|row| make(&row));
-        rows.push(row.map_err(|e| e.within(format!("{} line {}", path.display(), i + 1)))?);
+    let mut add = |path: &Path, mut reader: RowReader| -> Result<()> {
+        let mut number = 0;
+        loop {
+            let raw = reader.next_rows()?;
+            if raw.is_empty() {
+                return Ok(());
+            }
+            for row in raw {
+                number += 1;
+                let made = row.parse().and_then(|row| make(&row));
+                rows.push(made.map_err(|e| e.within(format!("{} line {number}", path.display())))?);
+            }
+        }
+    };
+    if path.as_os_str() == "-" {
+        add(path, RowReader::lines(path, BufReader::new(std::io::stdin())))?;
+    } else {
+        input_files(path)?.iter().try_for_each(|file| add(&file.path, RowReader::open(&file.path)?))?;
     }
     if rows.is_empty() {
         return Err(Error::data(format!("{} holds no rows", path.display())));
@@ -30,15 +40,9 @@ pub fn read<T>(path: &Path, mut make: impl FnMut(&Row) -> Result<T>) -> Result<V
     Ok(rows)
 }
 
-fn parse(line: &[u8]) -> Result<Row> {
-    if line.trim_ascii().is_empty() {
-        return Err(Error::data("the row is empty").hint("a row is a JSON object"));
-    }
-    match serde_json::from_slice(line) {
-        Ok(Value::Object(row)) => Ok(row),
-        Ok(other) => Err(Error::data(format!("the row is {}, needed is a JSON object", kind_of(&other)))),
-        Err(e) => Err(Error::data(format!("invalid JSON: {e}"))),
-    }
+/// Of an option: an object of JSON.
+pub fn object(text: &str) -> std::result::Result<Row, String> {
+    serde_json::from_str(text).map_err(|e| format!("no object of JSON: {e}"))
 }
 
 pub fn text<'a>(row: &'a Row, key: &str) -> Result<&'a str> {

@@ -79,7 +79,7 @@ fn job(mut config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()
         // Before anything that takes a while.
         Terminal::stderr(metrics::stderr_is_terminal()).title(&format!("{}  {}", config.method(), config.job.name));
     }
-    let (limit, raised) = config.collective_timeout_s();
+    let limit = config.collective_timeout_s();
     let limit = (limit > 0.0).then(|| Duration::from_secs_f64(limit));
     let logs = (!dry_run).then(|| dir.join("logs"));
     abort::install(&world, logs.as_deref(), limit);
@@ -90,7 +90,9 @@ fn job(mut config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()
     let layouts = plan::layouts(&config, &train::roles(&config), &world, gpu)?;
     let shape = train::shape(&config);
     let run = Run::open(config, &shape, opened, layouts, world, dry_run)?;
-    [warning, raised].iter().flatten().for_each(|warning| run.recorder.warn(warning));
+    if let Some(warning) = warning {
+        run.recorder.warn(&warning);
+    }
     train::run(run)
 }
 

@@ -76,11 +76,8 @@ pub fn run(args: &Args) -> Result<()> {
         }
         if args.pairs { selected.extend(pair(group, args)) } else { selected.extend(best(group, args)?) }
     }
-    let mut lines = Vec::new();
-    for row in &selected {
-        lines.extend(Value::Object(row.clone()).to_string().bytes().chain([b'\n']));
-    }
-    out::write(&lines)?;
+    let lines: Vec<String> = selected.iter().map(|row| Value::Object(row.clone()).to_string() + "\n").collect();
+    out::write(lines.concat().as_bytes())?;
     let what = if args.pairs { "pairs" } else { "rows" };
     let without = if useless > 0 { format!("; {useless} responses are empty or cut off") } else { String::new() };
     note!("select: {} {what} of {total} responses to {prompts} prompts{without}", selected.len());

@@ -1,4 +1,4 @@
-//! `rlhf-hpc shard`: JSONL to a memory-mapped token shard, or a comparison of shards with their hashes.
+//! `rlhf-hpc shard`: files of rows to a memory-mapped token shard, or a comparison of shards with their hashes.
 
 use super::out::note;
 use std::path::PathBuf;
@@ -7,20 +7,21 @@ use std::time::Instant;
 use argh::FromArgs;
 
 use super::out::say;
+use super::rows::{Row, object};
 use crate::config::data::{DataConfig, SplitBy, SplitConfig};
 use crate::config::limits::{self, VOCABULARY_MAX};
 use crate::data::shard::Shard;
-use crate::data::{Part, Reading, TEST, TRAIN, shard_jsonl};
+use crate::data::{Part, Reading, TEST, TRAIN, shard_rows};
 use crate::error::{Error, Result};
 use crate::metrics::one_line;
 use crate::text::Tokenizer;
 
-/// Turn JSONL rows into a memory-mapped token shard (Megatron .bin and .idx with a sidecar).
+/// Turn rows of JSONL, Parquet or Arrow into a memory-mapped token shard (Megatron .bin and .idx with a sidecar).
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "shard")]
 #[allow(clippy::struct_excessive_bools)]
 pub struct Args {
-    /// JSONL files; with --verify: prefixes of shards
+    /// JSONL or Parquet files, folders of save_to_disk; with --verify: prefixes of shards
     #[argh(positional)]
     pub input: Vec<PathBuf>,
 
@@ -56,6 +57,14 @@ pub struct Args {
     #[argh(switch)]
     pub chat_template: bool,
 
+    /// with --chat-template: what the template is told beside the messages, e.g. '{"enable_thinking": false}'
+    #[argh(option, default = "Row::new()", from_str_fn(object))]
+    pub chat_template_args: Row,
+
+    /// rows are plain text, learned as a whole (for data.pretrain): the field is --prompt-key
+    #[argh(switch)]
+    pub text: bool,
+
     /// with --chat-template: the assistant's turns in messages are demonstrations
     #[argh(switch)]
     pub demonstrations: bool,
@@ -63,6 +72,14 @@ pub struct Args {
     /// rows are preferences: prompt, chosen, rejected
     #[argh(switch)]
     pub pairs: bool,
+
+    /// rows are a prompt, a response and a label, true or false (kto)
+    #[argh(switch)]
+    pub labelled: bool,
+
+    /// rows are a text with a placeholder behind each step, and a list of their labels (step_reward)
+    #[argh(switch)]
+    pub steps: bool,
 
     /// field with the preferred response (default: chosen)
     #[argh(option, default = "String::from(\"chosen\")")]
@@ -88,7 +105,7 @@ pub struct Args {
     #[argh(option)]
     pub split_ratio: Option<f64>,
 
-    /// JSONL file whose rows are split test (all others are train), may be repeated
+    /// file whose rows are split test (all others are train), may be repeated
     #[argh(option)]
     pub split_test: Vec<PathBuf>,
 
@@ -116,6 +133,8 @@ pub fn run(args: &Args) -> Result<()> {
     if args.input.is_empty() {
         return Err(Error::usage("shard needs at least one input file"));
     }
+    let is_told = args.chat_template || args.chat_template_args.is_empty();
+    Error::need(is_told, "--chat-template-args needs --chat-template")?;
     let config = DataConfig {
         prompt_key: args.prompt_key.clone(),
         response_key: args.response_key.clone().unwrap_or_else(|| "response".to_owned()),
@@ -125,12 +144,16 @@ pub fn run(args: &Args) -> Result<()> {
         label_key: args.label_key.clone().unwrap_or_default(),
         messages_key: args.messages_key.clone(),
         chat_template: args.chat_template,
+        chat_template_args: args.chat_template_args.clone(),
         split: split(args)?,
         ..DataConfig::default()
     };
     let tokenizer = &Tokenizer::load(tokenizer)?;
     let part = match args.response_key.is_some() || args.demonstrations {
         _ if args.pairs => Part::Pair,
+        _ if args.labelled => Part::Labelled,
+        _ if args.steps => Part::Steps,
+        _ if args.text => Part::Text,
         true => Part::Demonstration,
         false => Part::Prompt,
     };
@@ -141,7 +164,7 @@ pub fn run(args: &Args) -> Result<()> {
     limits::check_option("--vocabulary", vocabulary, 1, VOCABULARY_MAX)?;
     let start = Instant::now();
     let reading = Reading { config: &config, part, tokenizer, vocabulary };
-    let sidecar = shard_jsonl(reading, &inputs, &args.keep_field, out)?;
+    let sidecar = shard_rows(reading, &inputs, &args.keep_field, out)?;
     let seconds = start.elapsed().as_secs_f64();
     note!(
         "shard: {} documents, {} tokens in {seconds:.1} s ({:.2} million tokens/s), in {}",

@@ -5,17 +5,18 @@ use std::path::PathBuf;
 
 use argh::FromArgs;
 
+use super::rows::{self, Row};
 use crate::config::limits::{self, VOCABULARY_MAX};
-use crate::data::is_jsonl;
+use crate::data::input::is_rows;
 use crate::error::{Error, Result};
 use crate::sys::files;
 use crate::text::train_bpe;
 
-/// Train a byte-level BPE tokenizer from JSONL or text files.
+/// Train a byte-level BPE tokenizer from files of rows or of text.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "tokenizer")]
 pub struct Args {
-    /// JSONL files (all text fields that are named by --field) or text files (each line)
+    /// JSONL, Parquet or Arrow (all text fields that are named by --field), or text files (each line)
     #[argh(positional)]
     pub input: Vec<PathBuf>,
 
@@ -27,7 +28,7 @@ pub struct Args {
     #[argh(option)]
     pub out: PathBuf,
 
-    /// field of the JSONL rows to learn from, may be repeated; default: prompt and response
+    /// field of the rows to learn from, may be repeated; default: prompt and response
     #[argh(option)]
     pub field: Vec<String>,
 }
@@ -41,15 +42,12 @@ pub fn run(args: &Args) -> Result<()> {
     let fields = if args.field.is_empty() { &default[..] } else { &args.field[..] };
     let mut texts = Vec::new();
     for path in &args.input {
-        let text = files::read_to_string(path).map_err(|e| Error::io("read", path, &e))?;
-        for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-            if is_jsonl(path) {
-                let at = || format!("{}:{}", path.display(), i + 1);
-                texts.extend(fields_of(line, fields).map_err(|e| e.within(at()))?);
-            } else {
-                texts.push(line.to_owned());
-            }
+        if is_rows(path) {
+            texts.extend(rows::read(path, |row| fields_of(row, fields))?.concat());
+            continue;
         }
+        let text = files::read_to_string(path).map_err(|e| Error::io("read", path, &e))?;
+        texts.extend(text.lines().filter(|line| !line.trim().is_empty()).map(str::to_owned));
     }
     let reached = train_bpe(&texts, args.vocabulary, &args.out)?;
     note!("tokenizer: {reached} tokens from {} texts, in {}", texts.len(), args.out.display());
@@ -59,8 +57,7 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-fn fields_of(line: &str, fields: &[String]) -> Result<Vec<String>> {
-    let row: serde_json::Value = serde_json::from_str(line).map_err(|e| Error::data(format!("not JSON: {e}")))?;
+fn fields_of(row: &Row, fields: &[String]) -> Result<Vec<String>> {
     let texts: Vec<String> = fields.iter().filter_map(|field| row.get(field)?.as_str()).map(str::to_owned).collect();
     if texts.is_empty() {
         return Err(Error::data(format!("no text in any of the fields {}", fields.join(", "))));

@@ -1,6 +1,8 @@
 //! `[checkpoint]`: when a run saves and what it keeps.
 
+use super::job::EvalConfig;
 use super::limits::COUNT;
+use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// What a resume does where models or data are others than those that the run was saved with.
@@ -12,16 +14,44 @@ pub enum ChangedInputs {
     Accept,
 }
 
+/// Which of two evaluations is the better one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BestMode {
+    /// The lower one of a loss or a KL, the higher one of anything else.
+    #[default]
+    ByMetric,
+    Max,
+    Min,
+}
+
 table! {
     pub struct CheckpointConfig {
         pub every_steps: u64 = 50 => 0.0..=COUNT,
         pub keep_last: usize = 3 => 0.0..=COUNT,
+        pub best_metric: String = String::new(),
+        pub best_mode: BestMode = BestMode::ByMetric,
+        pub export_best: bool = false,
         pub max_hours: f64 = 0.0 => 0.0..=87_600.0,
         pub changed_inputs: ChangedInputs = ChangedInputs::Refuse,
     }
 }
 
 impl CheckpointConfig {
+    /// Refuses what asks for the best of evaluations that are not made.
+    pub fn check(&self, eval: &EvalConfig) -> Result<()> {
+        let asks = [(self.export_best, "checkpoint.export_best = true"), (eval.patience > 0, "eval.patience above 0")];
+        if let Some((_, what)) = asks.iter().find(|(asks, _)| *asks && self.best_metric.is_empty()) {
+            return Err(Error::usage(format!("{what} without checkpoint.best_metric"))
+                .hint("name a number of the evaluation, e.g. checkpoint.best_metric = \"eval_loss\""));
+        }
+        if !self.best_metric.is_empty() && eval.every_steps == 0 {
+            let message = format!("checkpoint.best_metric = \"{}\" with eval.every_steps = 0", self.best_metric);
+            return Err(Error::usage(message).hint("set eval.every_steps and data.eval_split"));
+        }
+        Ok(())
+    }
+
     /// Whether a checkpoint is due after `step` (from 1) of `steps`.
     pub fn due(&self, step: u64, steps: u64) -> bool {
         step == steps || (self.every_steps > 0 && step.is_multiple_of(self.every_steps))

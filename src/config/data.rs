@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use super::limits::{self, COUNT, TOKENS};
 use crate::error::{Error, Result};
@@ -67,6 +68,9 @@ table! {
     /// `[data]`
     pub struct DataConfig {
         pub prompts: Vec<String> = Vec::new(),
+        pub pretrain: Vec<String> = Vec::new(),
+        pub pretrain_key: String = "text".to_owned(),
+        pub pretrain_tokens_max: usize = 1024 => 1.0..=TOKENS,
         pub weights: Vec<f64> = Vec::new(),
         pub prompt_split: String = String::new(),
         pub eval_split: String = String::new(),
@@ -79,6 +83,7 @@ table! {
         pub label_key: String = String::new(),
         pub messages_key: String = "messages".to_owned(),
         pub chat_template: bool = false,
+        pub chat_template_args: Map<String, Value> = Map::new(),
         pub prompt_tokens_max: usize = 1024 => 1.0..=TOKENS,
         pub long_prompts: LongPrompts = LongPrompts::Reject,
         pub window_overlap_tokens: usize = 64 => 0.0..=TOKENS,
@@ -92,16 +97,28 @@ table! {
 impl DataConfig {
     /// Puts relative paths under `dir`, the directory of the job file.
     pub fn relative_to(&mut self, dir: &Path) {
-        for path in self.prompts.iter_mut().chain(&mut self.split.eval_files) {
+        for path in self.prompts.iter_mut().chain(&mut self.pretrain).chain(&mut self.split.eval_files) {
             *path = dir.join(path.as_str()).display().to_string();
         }
+    }
+
+    /// How `pretrain` is read, where there is any: every token of its texts is handed out, in pieces.
+    pub fn of_pretrain(&self) -> Option<Self> {
+        (!self.pretrain.is_empty()).then(|| Self {
+            prompts: self.pretrain.clone(),
+            prompt_key: self.pretrain_key.clone(),
+            prompt_tokens_max: self.pretrain_tokens_max,
+            long_prompts: LongPrompts::Window,
+            window_overlap_tokens: 0,
+            ..Self::default()
+        })
     }
 
     /// Checks what the types cannot: ranges, and keys that need each other.
     pub fn check(&self) -> Result<()> {
         limits::check("data.split", &self.split)?;
         limits::check("data", self)?;
-        let hint = "name shard prefixes or JSONL files";
+        let hint = "name shard prefixes or files of rows";
         Error::need(!self.prompts.is_empty(), "data.prompts is empty").map_err(|e| e.hint(hint))?;
         let (overlap, longest) = (self.window_overlap_tokens, self.prompt_tokens_max);
         Error::need(
@@ -126,6 +143,12 @@ impl DataConfig {
                 self.eval_split
             ),
         )?;
+        let own =
+            ["messages", "add_generation_prompt"].into_iter().find(|own| self.chat_template_args.contains_key(*own));
+        let own = own.unwrap_or_default();
+        Error::need(own.is_empty(), format!("data.chat_template_args has {own:?}, which every row sets itself"))?;
+        let is_told = self.chat_template || self.chat_template_args.is_empty();
+        Error::need(is_told, "data.chat_template_args needs data.chat_template = true")?;
         let ratio = self.split.eval_ratio;
         match self.split.by {
             SplitBy::Ratio => Error::need(

@@ -17,6 +17,12 @@ pub enum JobKind {
     RewardModel,
     /// A policy trained on preferences themselves: DPO and its relatives (`dpo.loss`).
     Dpo,
+    /// A policy trained on single responses that are labelled good or bad.
+    Kto,
+    /// A process reward model: it labels the steps of a response.
+    StepReward,
+    /// A student that learns the distributions of teachers, on rows or on its own samples (`distill.on_policy`).
+    Distill,
     /// Proximal policy optimisation and its relatives (`ppo.advantage`).
     #[default]
     Ppo,
@@ -60,9 +66,6 @@ pub enum Gemm {
     Auto,
 }
 
-/// Kinds of the schema that a later release brings: refused by name, not as unknown.
-pub const KINDS_TO_COME: [&str; 3] = ["step_reward", "kto", "distill"];
-
 table! {
     pub struct JobConfig {
         pub kind: JobKind = JobKind::Ppo,
@@ -93,6 +96,8 @@ pub enum LossOn {
     /// Every response (assistant) token.
     #[default]
     Response,
+    /// The last response of a row of several.
+    LastResponse,
     /// All tokens: continued pretraining.
     All,
 }
@@ -103,6 +108,7 @@ table! {
         pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
         pub loss_on: LossOn = LossOn::Response,
+        pub pretrain_coef: f32 = 0.0 => 0.0..=FINITE,
     }
 }
 
@@ -132,6 +138,7 @@ table! {
     pub struct EvalConfig {
         pub every_steps: u64 = 0 => 0.0..=COUNT,
         pub samples_max: usize = 0 => 0.0..=COUNT,
+        pub patience: u64 = 0 => 0.0..=COUNT,
         pub correct_at: f32 = 1.0 => -FINITE..=FINITE,
     }
 }

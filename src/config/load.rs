@@ -2,7 +2,6 @@
 //! with what was meant.
 
 use super::Config;
-use super::job::KINDS_TO_COME;
 use super::words::{elsewhere, nearest};
 use crate::error::{Error, Result};
 use serde::Deserialize;
@@ -88,7 +87,7 @@ fn check<'a>(given: &'a mut Table, known: &Table, path: &mut Vec<&'a str>, wrong
                 let hint = elsewhere(&path[..path.len() - 1], key, &names);
                 wrong(path, Error::usage(format!("unknown key `{key}`")).hint(hint));
             }
-            Some(Value::Table(known)) => match value {
+            Some(Value::Table(known)) if !known.is_empty() => match value {
                 Value::Table(inner) => check(inner, known, path, wrong),
                 other => {
                     let (name, found) = (path.join("."), other.type_str());
@@ -129,12 +128,14 @@ fn line_at(text: &str, at: usize) -> String {
 }
 
 /// Keys whose values are paths.
-const PATHS: [&str; 8] = [
+const PATHS: [&str; 10] = [
     "job.dir",
     "model.actor",
     "model.reference",
     "model.critic",
+    "model.teachers",
     "data.prompts",
+    "data.pretrain",
     "data.split.eval_files",
     "reward.python",
     "reward.python.file",
@@ -223,10 +224,6 @@ fn explain(key: &str, value: &Value, message: &str) -> Error {
 
 /// A word that is not among the `known` ones.
 fn unknown_word(key: &str, value: &Value, is_key: bool, wrong: &str, known: &[&str]) -> Error {
-    if key == "job.kind" && KINDS_TO_COME.contains(&wrong) {
-        return Error::usage(format!("job.kind = \"{wrong}\" is not in this release"))
-            .hint("this release runs \"sft\", \"reward_model\", \"dpo\" and \"ppo\"");
-    }
     let error = Error::usage(format!("{key}: unknown {} `{wrong}`", if is_key { "key" } else { "value" }));
     // The field calls a kind of job what is an estimator or a loss of PPO here.
     for of in ["advantage", "loss"] {

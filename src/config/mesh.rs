@@ -34,7 +34,7 @@ impl TryFrom<toml::Value> for Auto {
 pub enum Offload {
     /// AdamW's moments and master weights, between updates.
     Optimizer,
-    /// Weights of models that are not trained (reference, reward), between their forwards; with a GPU those of the critic, too,
+    /// Weights of models that are not trained (reference, reward, teachers), between their forwards; with a GPU those of the critic, too,
     /// during the rollout.
     Roles,
 }
@@ -47,6 +47,7 @@ pub enum RoleName {
     Critic,
     Reference,
     Reward,
+    Teacher,
 }
 
 /// Some roles on some ranks.
@@ -73,7 +74,7 @@ table! {
 }
 
 impl RoleName {
-    pub const ALL: [Self; 4] = [Self::Actor, Self::Critic, Self::Reference, Self::Reward];
+    pub const ALL: [Self; 5] = [Self::Actor, Self::Critic, Self::Reference, Self::Reward, Self::Teacher];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -81,6 +82,7 @@ impl RoleName {
             Self::Critic => "critic",
             Self::Reference => "reference",
             Self::Reward => "reward",
+            Self::Teacher => "teacher",
         }
     }
 }

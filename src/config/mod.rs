@@ -28,7 +28,9 @@ macro_rules! table {
 
 pub mod checkpoint;
 pub mod data;
+pub mod distill;
 pub mod job;
+pub mod labelled;
 pub mod limits;
 mod load;
 pub mod mesh;
@@ -47,12 +49,13 @@ pub use schema::schema;
 pub use words::nearest;
 
 use crate::error::{Error, Result};
+use distill::DistillConfig;
 use job::{DeviceName, EvalConfig, Gemm, GradientConfig, JobConfig, JobKind, SftConfig};
+use labelled::{KtoConfig, StepRewardConfig};
 use limits::{Ranged, Ranges};
 use model::DTypeName;
 use ppo::{Estimator, KlIn, PolicyLossKind};
 use preference::{DpoConfig, PreferenceLoss, RewardModelConfig};
-use reward::{OnFailure, SEARCH_TIMEOUTS};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -65,7 +68,7 @@ pub fn name(value: &impl Serialize) -> String {
 const COLLECTIVE_MARGIN_S: f64 = 30.0;
 
 /// The tables of a job that hold numbers, with their ranges.
-const TABLES: [(&str, Ranges); 16] = [
+const TABLES: [(&str, Ranges); 19] = [
     ("job", JobConfig::RANGES),
     ("mesh", mesh::MeshConfig::RANGES),
     ("data.split", data::SplitConfig::RANGES),
@@ -76,6 +79,9 @@ const TABLES: [(&str, Ranges); 16] = [
     ("sft", SftConfig::RANGES),
     ("reward_model", RewardModelConfig::RANGES),
     ("dpo", DpoConfig::RANGES),
+    ("kto", KtoConfig::RANGES),
+    ("step_reward", StepRewardConfig::RANGES),
+    ("distill", DistillConfig::RANGES),
     ("gradient", GradientConfig::RANGES),
     ("optim.actor", optim::OptimConfig::RANGES),
     ("optim.critic", optim::OptimConfig::RANGES),
@@ -98,6 +104,9 @@ pub struct Config {
     pub sft: SftConfig,
     pub reward_model: RewardModelConfig,
     pub dpo: DpoConfig,
+    pub kto: KtoConfig,
+    pub step_reward: StepRewardConfig,
+    pub distill: DistillConfig,
     pub gradient: GradientConfig,
     pub optim: optim::OptimRoles,
     pub eval: EvalConfig,
@@ -114,6 +123,7 @@ impl Config {
         self.check_ranges()?;
         self.data.check()?;
         self.optim.actor.check("optim.actor")?;
+        self.checkpoint.check(&self.eval)?;
         if self.job.kind == JobKind::Ppo {
             Error::need(self.job.steps > 0, "job.steps is 0, a ppo job needs at least 1")?;
             self.reward.check()?;
@@ -136,14 +146,35 @@ impl Config {
                 ))
                 .hint("this estimator compares the samples of a prompt with each other"));
             }
+            let (has_texts, coef) = (!self.data.pretrain.is_empty(), self.ppo.ptx_coef);
+            Error::need(
+                has_texts == (coef > 0.0),
+                format!("ppo.ptx_coef is {coef}, needed above 0 where data.pretrain names texts, and 0 where not"),
+            )?;
             let is_random = self.rollout.temperature > 0.0;
             Error::need(is_random, "rollout.temperature is 0, a ppo job samples: needed above 0")?;
         } else {
+            if self.job.kind == JobKind::Distill {
+                self.check_distill()?;
+            }
             let (of, epochs) = (name(&self.job.kind), self.epochs());
+            let (is_sft, has_texts, coef) =
+                (self.job.kind == JobKind::Sft, !self.data.pretrain.is_empty(), self.sft.pretrain_coef);
+            Error::need(
+                !is_sft || has_texts == (coef > 0.0),
+                format!("sft.pretrain_coef is {coef}, needed above 0 where data.pretrain names texts, and 0 where not"),
+            )?;
+            Error::need(
+                is_sft || !has_texts,
+                format!("data.pretrain names texts, of which a {of} job learns nothing"),
+            )?;
             Error::need(
                 self.job.steps > 0 || epochs > 0.0,
                 format!("{of}.epochs is {epochs} and job.steps is 0, needed one above 0"),
             )?;
+            if self.job.kind == JobKind::StepReward {
+                self.step_reward.check()?;
+            }
         }
         for (key, path) in [("job.dir", &self.job.dir), ("model.actor", &self.model.actor)] {
             Error::need(!path.as_os_str().is_empty(), format!("{key} is empty, needed a directory"))?;
@@ -153,6 +184,25 @@ impl Config {
                 .hint("set job.gemm = \"exact\" or \"auto\", or job.device = \"gpu\""));
         }
         Ok(())
+    }
+
+    fn check_distill(&self) -> Result<()> {
+        self.distill.check(&self.model, &self.rollout)?;
+        if !self.mesh.placement.is_empty() {
+            return Err(Error::usage("mesh.placement is set, a distill job has its roles on all ranks")
+                .hint("leave mesh.placement out; mesh.zero and mesh.tensor share the teachers' weights, too"));
+        }
+        if !self.samples() {
+            return Ok(());
+        }
+        self.rollout.check()?;
+        Error::need(self.rollout.temperature > 0.0, "rollout.temperature is 0, a distill job samples: needed above 0")?;
+        if self.reward.is_set() { self.reward.check() } else { Ok(()) }
+    }
+
+    /// Whether responses are sampled to learn from.
+    pub fn samples(&self) -> bool {
+        self.job.kind == JobKind::Ppo || self.job.kind == JobKind::Distill && self.distill.on_policy
     }
 
     /// Refuses the numbers outside their ranges, whatever the job does with them.
@@ -165,25 +215,13 @@ impl Config {
         Error::all(TABLES.iter().filter_map(check).collect())
     }
 
-    /// Seconds for which one collective may wait, 0 for ever: at least as long as another rank's Python reward may take with all
-    /// its retries and the starts of its child. Where the retries alone take longer than `mesh.collective_timeout_s`, why.
-    pub fn collective_timeout_s(&self) -> (f64, Option<String>) {
+    /// Seconds for which one collective may wait, 0 for ever: at least as long as another rank's Python reward may take to start.
+    pub fn collective_timeout_s(&self) -> f64 {
         let (given, reward) = (self.mesh.collective_timeout_s, &self.reward);
-        if given == 0.0 || self.job.kind != JobKind::Ppo || reward.python.is_empty() {
-            return (given, None);
+        if given == 0.0 || !self.samples() || reward.python.is_empty() {
+            return given;
         }
-        let retries = f64::from(reward.retries);
-        // A search ends with the question in which its time is over.
-        let [asked, started] =
-            if reward.on_failure == OnFailure::Drop { [f64::from(SEARCH_TIMEOUTS) + 1.0, 2.0] } else { [0.0; 2] };
-        let answers = (retries + 1.0 + asked) * reward.timeout_s;
-        let raised = given.max(answers + (retries + started) * reward.start_timeout_s + COLLECTIVE_MARGIN_S);
-        let why = format!(
-            "mesh.collective_timeout_s = {given} is raised to {raised}: other ranks wait for a reward that may take {answers} s \
-             (reward.timeout_s = {}, reward.retries = {})",
-            reward.timeout_s, reward.retries
-        );
-        (raised, (given < answers).then_some(why))
+        given.max((f64::from(reward.retries) + 1.0) * reward.start_timeout_s + COLLECTIVE_MARGIN_S)
     }
 
     /// Passes over the data of a job that learns from rows as they are.
@@ -192,6 +230,9 @@ impl Config {
             JobKind::Sft | JobKind::Ppo => self.sft.epochs,
             JobKind::RewardModel => self.reward_model.epochs,
             JobKind::Dpo => self.dpo.epochs,
+            JobKind::Kto => self.kto.epochs,
+            JobKind::StepReward => self.step_reward.epochs,
+            JobKind::Distill => self.distill.epochs,
         }
     }
 
@@ -201,6 +242,10 @@ impl Config {
             (JobKind::Ppo, _) => {}
             (JobKind::Sft, _) => return "SFT".to_string(),
             (JobKind::RewardModel, _) => return "reward model".to_string(),
+            (JobKind::Kto, _) => return "KTO".to_string(),
+            (JobKind::StepReward, _) => return "process reward model".to_string(),
+            (JobKind::Distill, _) if self.distill.on_policy => return "on-policy distillation".to_string(),
+            (JobKind::Distill, _) => return "distillation".to_string(),
             (JobKind::Dpo, PreferenceLoss::Sigmoid) if self.dpo.label_smoothing > 0.0 => return "cDPO".to_string(),
             (JobKind::Dpo, PreferenceLoss::Sigmoid) => return "DPO".to_string(),
             (JobKind::Dpo, PreferenceLoss::Ipo) => return "IPO".to_string(),
@@ -214,6 +259,7 @@ impl Config {
             Estimator::Rloo => "RLOO",
             Estimator::Grpo => "GRPO",
             Estimator::DrGrpo => "Dr. GRPO",
+            Estimator::Remax => "ReMax",
         };
         match self.ppo.loss {
             PolicyLossKind::Clip => of_estimator.to_string(),
@@ -225,6 +271,17 @@ impl Config {
     pub fn needs_reference(&self) -> bool {
         self.job.kind == JobKind::Ppo && (self.ppo.kl_in != KlIn::None || !self.model.reference.as_os_str().is_empty())
             || self.job.kind == JobKind::Dpo && self.dpo.has_reference()
+            || self.job.kind == JobKind::Kto
+    }
+
+    /// Responses to each prompt of a step: the samples, and behind them the greedy one where the estimator needs it.
+    pub fn responses_per_prompt(&self) -> usize {
+        self.rollout.samples_per_prompt + usize::from(self.has_greedy())
+    }
+
+    /// Whether each prompt of a step is answered greedily, too.
+    pub fn has_greedy(&self) -> bool {
+        self.job.kind == JobKind::Ppo && self.ppo.advantage.has_greedy()
     }
 
     /// What the critic is made of: where nothing is named, the first reward model, else the actor.
@@ -260,6 +317,10 @@ impl Config {
 
     /// Fills in keys whose default is another key's value.
     fn settle(&mut self) {
+        if self.job.kind == JobKind::Distill {
+            // Nothing is compared with what they were when the tokens were drawn.
+            self.ppo.old_logprobs = ppo::OldLogprobs::Rollout;
+        }
         if self.ppo.overlong_buffer_tokens > 0 && self.ppo.overlong_tokens_max == 0 {
             self.ppo.overlong_tokens_max = self.rollout.response_tokens_max;
         }
@@ -288,7 +349,9 @@ impl Config {
         absolute(&mut self.model.actor);
         absolute(&mut self.model.reference);
         absolute(&mut self.model.critic);
+        self.model.teachers.iter_mut().for_each(absolute);
         self.reward.models.iter_mut().for_each(|model| absolute(&mut model.dir));
+        self.reward.judge.iter_mut().for_each(|judge| absolute(&mut judge.dir));
         self.data.relative_to(base);
         self.base = base.to_path_buf();
     }

@@ -21,6 +21,8 @@ table! {
         pub actor: PathBuf = PathBuf::new(),
         pub reference: PathBuf = PathBuf::new(),
         pub critic: PathBuf = PathBuf::new(),
+        pub teachers: Vec<PathBuf> = Vec::new(),
+        pub teacher_weights: Vec<f64> = Vec::new(),
         pub dtype: DTypeName = DTypeName::Auto,
     }
 }
@@ -32,6 +34,13 @@ impl ModelConfig {
             DTypeName::Bf16 => DType::Bf16,
             DTypeName::F32 | DTypeName::Auto => DType::F32,
         }
+    }
+
+    /// The weight of each teacher: those that are given, or equal ones, divided by their sum.
+    pub fn teacher_weights(&self) -> Vec<f64> {
+        let given =
+            if self.teacher_weights.is_empty() { &vec![1.0; self.teachers.len()] } else { &self.teacher_weights };
+        given.iter().map(|weight| weight / given.iter().sum::<f64>()).collect()
     }
 
     pub fn reference_dir(&self) -> &Path {

@@ -40,6 +40,7 @@ table! {
         pub schedule: Schedule = Schedule::Cosine,
         pub warmup_ratio: f64 = 0.03 => 0.0..=1.0,
         pub floor_ratio: f64 = 0.1 => 0.0..=1.0,
+        pub ema_beta: f64 = 0.0 => 0.0..=1.0,
     }
 }
 
@@ -58,6 +59,10 @@ impl OptimConfig {
         Error::need(
             betas.iter().all(|b| (0.0..1.0).contains(b)),
             format!("{table}.betas is {betas:?}, needed two numbers from 0 up to but not including 1"),
+        )?;
+        Error::need(
+            self.ema_beta < 1.0,
+            format!("{table}.ema_beta is 1, needed a number from 0 up to but not including 1"),
         )
     }
 }
@@ -84,6 +89,7 @@ struct CriticConfig {
     schedule: Schedule,
     warmup_ratio: f64,
     floor_ratio: f64,
+    ema_beta: f64,
 }
 
 #[cfg(test)]

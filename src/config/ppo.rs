@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::limits::{FINITE, SAMPLES, TOKENS};
+use super::limits::{COUNT, FINITE, SAMPLES, TOKENS};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 
@@ -25,6 +25,8 @@ pub enum Estimator {
     Grpo,
     /// Score minus the mean of its group. arXiv:2503.20783
     DrGrpo,
+    /// Score minus that of the greedy response to the same prompt. arXiv:2310.10505
+    Remax,
 }
 
 impl Estimator {
@@ -35,7 +37,12 @@ impl Estimator {
 
     /// Whether a score is compared with the other samples of its prompt, so that at least two are needed.
     pub fn is_grouped(self) -> bool {
-        !matches!(self, Self::Gae | Self::ReinforcePp)
+        !matches!(self, Self::Gae | Self::ReinforcePp | Self::Remax)
+    }
+
+    /// Whether each prompt is answered greedily, too: the score of that response is the baseline of the samples.
+    pub fn has_greedy(self) -> bool {
+        self == Self::Remax
     }
 
     /// Whether advantages are whitened over the whole batch.
@@ -181,6 +188,9 @@ table! {
         pub overlong_penalty: f32 = 1.0 => 0.0..=FINITE,
         pub truncated_score_coef: f32 = 1.0 => -FINITE..=1.0,
 
+        pub ptx_coef: f32 = 0.0 => 0.0..=FINITE,
+        pub critic_warmup_steps: u64 = 0 => 0.0..=COUNT,
+
         pub epochs: usize = 1 => 1.0..=10_000.0,
         pub minibatch_samples: usize = 128 => 1.0..=SAMPLES,
         pub microbatch_tokens_max: usize = 16_384 => 1.0..=TOKENS,
@@ -231,6 +241,10 @@ impl PpoConfig {
         Error::need(
             longest == 0 || longest >= buffer,
             format!("ppo.overlong_tokens_max is {longest}, needed at least ppo.overlong_buffer_tokens = {buffer}"),
+        )?;
+        Error::need(
+            self.critic_warmup_steps == 0 || self.advantage.has_critic(),
+            "ppo.critic_warmup_steps is above 0, but ppo.advantage has no critic to warm up: needed \"gae\"",
         )?;
         Error::need(
             self.kl_target <= 0.0 || self.kl_in != KlIn::None,

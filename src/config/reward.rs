@@ -10,7 +10,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{Deserializer, Error as _, IntoDeserializer, MapAccess, SeqAccess, Visitor};
@@ -26,9 +26,13 @@ table! {
         pub rule: Vec<RuleConfig> = Vec::new(),
         #[serde(deserialize_with = "one_or_many")]
         pub python: Vec<PythonConfig> = Vec::new(),
-        pub http: Vec<String> = Vec::new(),
+        #[serde(deserialize_with = "one_or_many")]
+        pub http: Vec<HttpConfig> = Vec::new(),
         #[serde(deserialize_with = "one_or_many")]
         pub models: Vec<ModelRewardConfig> = Vec::new(),
+        #[serde(deserialize_with = "one_or_many")]
+        pub judge: Vec<JudgeConfig> = Vec::new(),
+        pub workers: usize = 1 => 1.0..=limits::THREADS_MAX as f64,
         pub timeout_s: f64 = 60.0 => ABOVE_0..=YEAR_S,
         pub start_timeout_s: f64 = 300.0 => ABOVE_0..=YEAR_S,
         pub retries: u32 = 2 => 0.0..=1000.0,
@@ -39,19 +43,25 @@ table! {
 impl RewardConfig {
     /// How many rewards are added up.
     pub fn sources(&self) -> usize {
-        self.rule.len() + self.python.len() + self.models.len()
+        self.rule.len() + self.python.len() + self.http.len() + self.models.len() + self.judge.len()
     }
 
-    /// Refuses a job without a reward, sources of a later release, and numbers out of range.
+    /// Whether the job names any reward.
+    pub fn is_set(&self) -> bool {
+        self.sources() > 0 || !self.http.is_empty()
+    }
+
+    /// Whether models of the job score.
+    pub fn has_models(&self) -> bool {
+        !self.models.is_empty() || !self.judge.is_empty()
+    }
+
+    /// Refuses a job without a reward, and numbers out of range.
     pub fn check(&self) -> crate::error::Result<()> {
-        if let Some(first) = self.http.first() {
-            return Err(Error::usage(format!("reward.http = [\"{first}\"]: these rewards come with a later release"))
-                .hint("set reward.rule, reward.python or reward.models"));
-        }
         if self.sources() == 0 {
             return Err(Error::usage("no reward is set").hint(
-                "set reward.rule = \"exact\" (or number, regex, format, length), reward.python = \"reward.py\" or \
-                 reward.models = \"DIR\"",
+                "set reward.rule = \"exact\" (or number, regex, format, length), reward.python = \"reward.py\", \
+                 reward.http = \"http://HOST:PORT/PATH\", reward.models = \"DIR\" or reward.judge = \"DIR\"",
             ));
         }
         for model in &self.models {
@@ -59,18 +69,17 @@ impl RewardConfig {
         }
         limits::check("reward", self)?;
         self.python.iter().try_for_each(|python| limits::check("reward.python", python))?;
+        self.http.iter().try_for_each(HttpConfig::check)?;
         let weights = self.rule.iter().map(|r| r.weight).chain(self.python.iter().map(|p| p.weight));
-        let weights = weights.chain(self.models.iter().map(|m| m.weight));
+        self.judge.iter().try_for_each(JudgeConfig::check)?;
+        let weights = weights.chain(self.http.iter().map(|h| h.weight)).chain(self.models.iter().map(|m| m.weight));
+        let weights = weights.chain(self.judge.iter().map(|j| j.weight));
         Error::need(weights.clone().all(f32::is_finite), "a reward's weight is not a finite number")?;
         Error::need(weights.clone().any(|w| w != 0.0), "every reward has weight 0, so that every score would be 0")
     }
 }
 
-/// How many times `reward.timeout_s` a search for the responses that fail may take, beside `reward.start_timeout_s` for new child
-/// processes: one response of 1000 takes 11.
-pub const SEARCH_TIMEOUTS: u32 = 16;
-
-/// What becomes of a response that a Python reward fails on, also when it is tried again.
+/// What becomes of a response that a function or service fails on, also when it is tried again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnFailure {
@@ -126,8 +135,21 @@ table! {
         pub weight: f32 = 1.0,
         pub interpreter: String = "python3".to_string(),
         pub label_argument: String = String::new(),
+        pub batch: usize = 1 => 0.0..=limits::SAMPLES,
         pub pass_env: Vec<String> = Vec::new(),
+        pub gpu: bool = false,
         pub memory_max_gib: f64 = 64.0 => 0.0..=1e6,
+    }
+}
+
+table! {
+    /// One reward service, on one or several servers.
+    pub struct HttpConfig {
+        #[serde(deserialize_with = "one_or_many")]
+        pub url: Vec<String> = Vec::new(),
+        pub name: String = String::new(),
+        pub weight: f32 = 1.0,
+        pub batch: usize = 1 => 0.0..=limits::SAMPLES,
     }
 }
 
@@ -158,13 +180,57 @@ table! {
 impl ModelRewardConfig {
     /// The given name, else that of the directory, or of the run that exported it; `i`: its place.
     pub fn name(&self, i: usize) -> String {
-        let mut names = self.dir.iter().rev().map(|name| name.to_string_lossy().into_owned());
-        let of_dir = names.find(|name| name != "export").unwrap_or_else(|| "model".to_string());
-        match (&*self.name, i) {
-            ("", 0) => of_dir,
-            ("", i) => format!("{of_dir}_{}", i + 1),
-            (given, _) => given.to_string(),
-        }
+        named(&self.name, &self.dir, i)
+    }
+}
+
+fn named(name: &str, dir: &Path, i: usize) -> String {
+    let mut names = dir.iter().rev().map(|name| name.to_string_lossy().into_owned());
+    let of_dir = names.find(|name| name != "export").unwrap_or_else(|| "model".to_string());
+    match (name, i) {
+        ("", 0) => of_dir,
+        ("", i) => format!("{of_dir}_{}", i + 1),
+        (given, _) => given.to_string(),
+    }
+}
+
+const JUDGE_PROMPT: &str = "Question:\n{prompt}\n\nAnswer:\n{response}\n\n\
+     How good is the answer, from 0 to 10? End with \"Score: \" and the number.\n";
+
+table! {
+    /// One judge: a generative model that answers to `prompt`, with its score where `pattern` matches.
+    pub struct JudgeConfig {
+        pub dir: PathBuf = PathBuf::new(),
+        pub prompt: String = JUDGE_PROMPT.to_string(),
+        pub chat_template: bool = false,
+        pub pattern: String = r"(?i)score:\s*(-?[0-9]+(?:\.[0-9]+)?)".to_string(),
+        pub tokens_max: usize = 256 => 1.0..=limits::TOKENS,
+        pub name: String = String::new(),
+        pub weight: f32 = 1.0,
+    }
+}
+
+impl JudgeConfig {
+    /// As that of a reward model.
+    pub fn name(&self, i: usize) -> String {
+        named(&self.name, &self.dir, i)
+    }
+
+    fn check(&self) -> crate::error::Result<()> {
+        limits::check("reward.judge", self)?;
+        Error::need(!self.dir.as_os_str().is_empty(), "a judge's dir is empty, needed a directory")?;
+        let has_response = self.prompt.contains("{response}");
+        Error::need(has_response, "reward.judge: its prompt does not hold {response}, so that it would judge nothing")?;
+        regex::Regex::new(&self.pattern)
+            .map(|_| ())
+            .map_err(|e| Error::usage(format!("reward.judge: its pattern is none: {e}")))
+    }
+}
+
+impl FromWord for JudgeConfig {
+    const EXPECTED: &'static str = "the directory of a language model";
+    fn from_word(word: &str) -> Option<Self> {
+        Some(Self { dir: word.into(), ..Self::default() })
     }
 }
 
@@ -179,6 +245,46 @@ impl FromWord for PythonConfig {
     const EXPECTED: &'static str = "the path of a Python file";
     fn from_word(word: &str) -> Option<Self> {
         Some(Self { file: word.to_string(), ..Self::default() })
+    }
+}
+
+impl HttpConfig {
+    fn check(&self) -> crate::error::Result<()> {
+        limits::check("reward.http", self)?;
+        Error::need(!self.url.is_empty(), "reward.http names no url, needed is http://HOST:PORT/PATH")?;
+        for url in &self.url {
+            let parsed = url.parse::<ureq::http::Uri>();
+            let why = match &parsed {
+                Err(e) => format!(" ({e})"),
+                Ok(uri) => match (uri.scheme_str(), uri.host()) {
+                    (Some("http"), Some(host)) if !host.is_empty() => continue,
+                    (Some("https"), _) => {
+                        let hint = "write http://, or put a proxy that speaks TLS on this machine (stunnel, nginx)";
+                        return Err(
+                            Error::usage(format!("reward.http = \"{url}\": https is not in this release")).hint(hint)
+                        );
+                    }
+                    _ => String::new(),
+                },
+            };
+            let message = format!("reward.http = \"{url}\" is no URL{why}");
+            return Err(Error::usage(message).hint("needed is http://HOST:PORT/PATH"));
+        }
+        Ok(())
+    }
+}
+
+impl FromWord for HttpConfig {
+    const EXPECTED: &'static str = "a URL";
+    fn from_word(word: &str) -> Option<Self> {
+        Some(Self { url: vec![word.to_string()], ..Self::default() })
+    }
+}
+
+impl FromWord for String {
+    const EXPECTED: &'static str = "a text";
+    fn from_word(word: &str) -> Option<Self> {
+        Some(word.to_string())
     }
 }
 

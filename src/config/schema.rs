@@ -3,7 +3,7 @@
 
 use super::load::REQUIRED;
 use super::mesh::RoleName;
-use super::reward::{ModelRewardConfig, PythonConfig};
+use super::reward::{HttpConfig, JudgeConfig, ModelRewardConfig, PythonConfig};
 use super::{Config, TABLES, limits};
 use crate::config::limits::{FINITE, Ranged, Ranges};
 use serde::Deserialize;
@@ -117,7 +117,10 @@ fn key(entry: &Entry, path: &[&str], ranges: Ranges) -> Value {
         "mesh.placement" => list(&placement(), 0),
         "reward.rule" => source(&full, "kind", &[]),
         "reward.python" => source(&full, "file", PythonConfig::RANGES),
+        "reward.http" => source(&full, "url", HttpConfig::RANGES),
+        "reward.http.url" => list(&json!({ "type": "string" }), 0),
         "reward.models" => source(&full, "dir", ModelRewardConfig::RANGES),
+        "reward.judge" => source(&full, "dir", JudgeConfig::RANGES),
         _ => takes(&|value| refusal(path, value), range),
     };
     schema["description"] = entry.about.clone().into();
@@ -149,9 +152,10 @@ fn source(path: &str, word: &str, ranges: Ranges) -> Value {
         (entry.key.to_string(), key(&entry, &full, ranges))
     });
     let keys: Map<String, Value> = of_table.collect();
-    let mut short = keys[word].clone();
+    // Of a list one value.
+    let mut short = keys[word].get("anyOf").map_or(&keys[word], |forms| &forms[1]).clone();
     short.as_object_mut().expect("an object").retain(|name, _| name == "type" || name == "enum");
-    let required: &[&str] = if word == "file" { &["file"] } else { &[] };
+    let required: &[&str] = if matches!(word, "file" | "url") { std::slice::from_ref(&word) } else { &[] };
     list(&json!({ "anyOf": [short, object(&keys.into(), required)] }), 0)
 }
 
@@ -175,6 +179,9 @@ pub fn schema() -> Value {
         }
         if entry.default.is_none() {
             at["description"] = entry.about.into();
+            if entry.table == "data.chat_template_args" {
+                at["additionalProperties"] = true.into();
+            }
             continue;
         }
         let ranges = TABLES.iter().find(|(table, _)| *table == entry.table).map_or(&[][..], |(_, ranges)| ranges);

@@ -13,6 +13,7 @@ const ALIASES: &[(&str, &str)] = &[
     ("model.actor", "pretrain model_name_or_path model_path model_name actor_path policy_model sft_model"),
     ("model.reference", "ref_model ref_pretrain ref_model_path reference_model sft_model_path"),
     ("model.critic", "critic_pretrain value_model critic_model value_model_path"),
+    ("model.teachers", "teacher teacher_model teacher_model_name_or_path teacher_path"),
     ("model.dtype", "bf16 fp16 precision param_dtype torch_dtype mixed_precision"),
     ("mesh.data", "dp dp_size data_parallel_size"),
     (
@@ -28,11 +29,13 @@ const ALIASES: &[(&str, &str)] = &[
     ("mesh.offload", "adam_offload ref_reward_offload optimizer_offload param_offload cpu_offload offload_optimizer"),
     ("mesh.placement", "colocate_all_models colocate_actor_ref actor_num_gpus_per_node placement_group"),
     ("data.prompts", "prompt_data dataset dataset_name train_files train_data train_dataset data_path prompt_dataset"),
+    ("data.pretrain", "pretrain_data pretrain_dataset"),
     ("data.weights", "prompt_data_probs dataset_probs probs mixer"),
     ("data.prompt_key", "input_key prompt_column question_key"),
     ("data.response_key", "output_key completion_key target_key"),
     ("data.label_key", "answer_key ground_truth reference_key solution_key"),
     ("data.chat_template", "apply_chat_template use_chat_template"),
+    ("data.chat_template_args", "chat_template_kwargs enable_thinking"),
     ("data.prompt_tokens_max", "prompt_max_len max_prompt_length max_input_length"),
     ("data.row_tokens_max", "max_len max_length max_seq_length max_seq_len block_size cutoff_len"),
     ("data.eval_split", "eval_dataset val_files test_split validation_split"),
@@ -51,7 +54,11 @@ const ALIASES: &[(&str, &str)] = &[
     ("rollout.kv_bytes_max", "gpu_memory_utilization vllm_gpu_memory_utilization"),
     ("rollout.batch_max", "max_num_seqs micro_rollout_batch_size"),
     ("reward.models", "reward_pretrain reward_model_path"),
-    ("reward.python", "reward_funcs reward_func reward_function remote_rm_url custom_reward_function reward_fn"),
+    ("reward.python", "reward_funcs reward_func reward_function custom_reward_function reward_fn"),
+    ("reward.http", "remote_rm_url rm_url reward_url remote_reward_url"),
+    ("reward.judge", "judges llm_judge judge_model generative_reward_model"),
+    ("reward.timeout_s", "reward_timeout remote_rm_timeout"),
+    ("reward.workers", "num_reward_workers reward_num_workers"),
     ("ppo.advantage", "advantage_estimator adv_estimator"),
     ("ppo.lambda", "lambd gae_lambda lam"),
     (
@@ -72,14 +79,20 @@ const ALIASES: &[(&str, &str)] = &[
     ("ppo.correction", "enable_vllm_is_correction tis rollout_is importance_sampling_correction"),
     ("ppo.overlong_penalty", "overlong_penalty_factor"),
     ("ppo.overlong_buffer_tokens", "overlong_buffer_len overlong_buffer"),
+    ("ppo.ptx_coef", "ptx_coef ptx_loss_coef"),
+    ("ppo.critic_warmup_steps", "critic_warmup freezing_actor_steps value_pretrain_steps"),
     ("ppo.epochs", "num_ppo_epochs ppo_epochs max_epochs num_iterations"),
     ("ppo.minibatch_samples", "train_batch_size ppo_mini_batch_size mini_batch_size train_global_batch_size"),
     (
         "ppo.microbatch_tokens_max",
         "micro_train_batch_size per_device_train_batch_size gradient_accumulation_steps ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu train_micro_batch_size train_max_tokens_per_gpu",
     ),
+    ("step_reward.placeholder", "placeholder_token step_separator"),
     ("sft.epochs", "num_train_epochs num_epochs"),
-    ("sft.loss_on", "pretrain_mode completion_only_loss assistant_only_loss train_on_input"),
+    ("sft.loss_on", "pretrain_mode completion_only_loss assistant_only_loss train_on_input train_on train_on_inputs"),
+    ("distill.on_policy", "lmbda on_policy_distillation"),
+    ("distill.divergence", "kl_type distill_loss"),
+    ("distill.ce_coef", "kd_coef kd_ratio"),
     ("gradient.recompute", "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing"),
     ("optim.actor.lr", "lr learning_rate actor_learning_rate actor_lr policy_lr"),
     ("optim.critic.lr", "critic_learning_rate critic_lr value_lr"),
@@ -90,8 +103,13 @@ const ALIASES: &[(&str, &str)] = &[
     ("optim.actor.schedule", "lr_scheduler lr_scheduler_type lr_schedule"),
     ("optim.actor.warmup_ratio", "lr_warmup_ratio warmup_steps lr_warmup_steps"),
     ("optim.actor.floor_ratio", "min_lr min_lr_ratio"),
+    ("optim.actor.ema_beta", "enable_ema ema ema_decay"),
     ("eval.every_steps", "eval_steps test_freq eval_strategy val_period"),
     ("checkpoint.every_steps", "save_steps save_freq save_period save_interval"),
+    ("eval.patience", "early_stopping_patience early_stopping"),
+    ("checkpoint.best_metric", "metric_for_best_model best_metric_key"),
+    ("checkpoint.best_mode", "greater_is_better best_metric_mode"),
+    ("checkpoint.export_best", "load_best_model_at_end save_best_checkpoint"),
     ("checkpoint.keep_last", "max_ckpt_num save_total_limit keep_top_k"),
     ("metrics.samples_every_steps", "logging_steps log_completions num_completions_to_print"),
     ("metrics.tensorboard", "use_tensorboard report_to logger"),
@@ -105,7 +123,10 @@ const ANSWERS: &[(&str, &str)] = &[
         "jobs/tools/metrics_to.py sends metrics.jsonl to Weights & Biases or MLflow",
         "wandb use_wandb wandb_project wandb_org wandb_group mlflow swanlab",
     ),
-    ("rows are always packed", "packing packing_samples use_remove_padding padding_free"),
+    (
+        "rows are always packed; with microbatch_tokens_max = 1 each has a pass of its own",
+        "packing packing_samples use_remove_padding padding_free",
+    ),
     ("attention is always fused", "flash_attn attn_implementation use_flash_attention"),
     (
         "the process that trains samples, too: there is no inference server to set",
@@ -115,7 +136,6 @@ const ANSWERS: &[(&str, &str)] = &[
         "nothing of Ray or DeepSpeed is needed: mpirun starts the ranks",
         "ray deepspeed deepspeed_config ds_config num_nodes nnodes n_gpus_per_node",
     ),
-    ("an average of the actor's weights is not in this release", "enable_ema ema_beta ema"),
 ];
 
 /// What is meant by `wrong`, which is no key of the table `of`, whose keys are `known`.
@@ -164,7 +184,8 @@ fn keys() -> Vec<String> {
         for (key, value) in table {
             let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
             match value {
-                Value::Table(inner) => below(inner, &path, keys),
+                // An empty one takes any keys.
+                Value::Table(inner) if !inner.is_empty() => below(inner, &path, keys),
                 _ => keys.push(path),
             }
         }

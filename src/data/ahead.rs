@@ -6,13 +6,16 @@ use std::path::Path;
 
 use super::cut::{Entry, RowTokens};
 use super::hashes::Hashes;
+use super::input::{InputFile, RowReader, is_rows};
 use super::rows::{Part, Reading};
-use super::sources::{Prepared, Rows, eval_files, is_jsonl, prepare};
+use super::sources::{Prepared, Rows, eval_files, files_of, prepare};
 use crate::comm::Group;
+use crate::config::data::{DataConfig, SplitBy};
 use crate::error::{Error, Result};
 use crate::sys::files;
+use serde_json::Value;
 
-/// JSONL that is encoded as a whole: a second or two of one core.
+/// Files of rows that are encoded as a whole: a second or two of one core.
 const WHOLE_BYTES_MAX: u64 = 2 << 20;
 /// Rows that are taken from a file that is larger.
 const SAMPLED_ROWS: u64 = 512;
@@ -27,14 +30,14 @@ pub struct Ahead {
     pub is_sample: bool,
 }
 
-/// The lengths of `n` rows as a run with the same keys takes them from its start. JSONL that no run has encoded into `cache`
-/// yet is encoded into a temporary directory; of a large file only a sample.
+/// The lengths of `n` rows as a run with the same keys takes them from its start. Files of rows that no run has
+/// encoded into `cache` yet are encoded into a temporary directory; of a large one only a sample.
 pub fn look_ahead(reading: Reading<'_>, cache: &Path, seed: u64, n: usize) -> Result<Ahead> {
     let (alone, config) = (Group::one(), reading.config);
     let there = || Rows::open(reading, &Prepared::find(reading, cache, &mut Hashes::default(), &alone)?, seed);
-    let mut jsonl: Vec<&String> = config.prompts.iter().chain(eval_files(config)).collect();
-    jsonl.retain(|name| is_jsonl(Path::new(name)));
-    if jsonl.is_empty() {
+    let mut of_rows: Vec<&String> = config.prompts.iter().chain(eval_files(config)).collect();
+    of_rows.retain(|name| is_rows(Path::new(name)));
+    if of_rows.is_empty() {
         return there()?.into_ahead(n, false);
     }
     if cache.is_dir()
@@ -43,24 +46,34 @@ pub fn look_ahead(reading: Reading<'_>, cache: &Path, seed: u64, n: usize) -> Re
         return rows.into_ahead(n, false);
     }
     let mut bytes = 0;
-    for name in &jsonl {
-        bytes += bytes_of(Path::new(name))?;
+    for name in &of_rows {
+        bytes += bytes_of(name)?;
     }
     let made = tempfile::Builder::new().prefix("rlhf-hpc-").tempdir();
     let temp = made.map_err(|e| Error::io("create a directory in", std::env::temp_dir(), &e))?;
-    let mut config = config.clone();
+    let mut config = DataConfig { pretrain: Vec::new(), ..config.clone() };
     let is_sample = bytes > WHOLE_BYTES_MAX;
     if is_sample {
-        let most = WHOLE_BYTES_MAX / jsonl.len() as u64;
+        let most = WHOLE_BYTES_MAX / of_rows.len() as u64;
+        let mut is_in_split = false;
         for (i, name) in config.prompts.iter_mut().chain(&mut config.split.eval_files).enumerate() {
-            if is_jsonl(Path::new(name)) && bytes_of(Path::new(name))? > most {
+            if is_rows(Path::new(name)) && bytes_of(name)? > most {
                 let few = temp.path().join(format!("{i}.jsonl"));
-                sample(Path::new(name), &few)?;
+                let mut files = files_of(name)?;
+                if config.split.by == SplitBy::Source && files.iter().any(|file| file.split.is_some()) {
+                    let split = &config.prompt_split;
+                    files.retain(|file| split.is_empty() || file.split.as_ref() == Some(split));
+                    is_in_split = true;
+                }
+                sample(&files, &few)?;
                 *name = few.display().to_string();
             }
         }
         // A small sample may hold no row of the eval split, and lengths do not need one.
         config.eval_split = String::new();
+        if is_in_split {
+            config.prompt_split = String::new();
+        }
     }
     let reading = Reading { config: &config, ..reading };
     let prepared = prepare(reading, temp.path(), &mut Hashes::default(), &alone)?;
@@ -83,7 +96,9 @@ impl Rows {
 
     fn tokens_of(&self, entry: &Entry) -> Result<RowTokens> {
         let (mut left, mut response) = (entry.rest as usize, 0);
-        if left > 0 {
+        if self.part == Part::Steps {
+            response = left;
+        } else if left > 0 {
             let lengths = self.sources[entry.source as usize].shard.lengths(entry.document as usize)?;
             // Prompts and responses alternate, but in pairs.
             for (i, tokens) in lengths.into_iter().enumerate().skip(1) {
@@ -96,16 +111,57 @@ impl Rows {
     }
 }
 
-fn bytes_of(path: &Path) -> Result<u64> {
+fn bytes_of(name: &str) -> Result<u64> {
+    files_of(name)?.iter().map(|file| bytes_of_file(&file.path)).sum()
+}
+
+fn bytes_of_file(path: &Path) -> Result<u64> {
     fs::metadata(path).map(|meta| meta.len()).map_err(|e| Error::io("read", path, &e))
 }
 
-/// Copies some rows of `from` to `to`: at offsets spread evenly over its bytes, the next row.
-fn sample(from: &Path, to: &Path) -> Result<()> {
+/// Copies some rows of each file to `to`, as JSONL.
+fn sample(from: &[InputFile], to: &Path) -> Result<()> {
+    let mut rows = Vec::new();
+    for InputFile { path, .. } in from {
+        match RowReader::open(path)? {
+            RowReader::Lines { .. } => sample_lines(path, &mut rows)?,
+            cells @ RowReader::Batches { .. } => sample_cells(cells, &mut rows)?,
+        }
+    }
+    File::create(to).and_then(|mut file| file.write_all(&rows)).map_err(|e| Error::io("write", to, &e))
+}
+
+/// Rows at even distances, which double whenever there are too many.
+fn sample_cells(mut from: RowReader, rows: &mut Vec<u8>) -> Result<()> {
+    let (mut kept, mut distance, mut next) = (Vec::new(), 1, 0);
+    loop {
+        let batch = from.next_rows()?;
+        if batch.is_empty() {
+            break;
+        }
+        for row in batch {
+            if next % distance == 0 {
+                kept.push(row.parse()?);
+            }
+            next += 1;
+            if kept.len() as u64 > 2 * SAMPLED_ROWS {
+                kept = kept.into_iter().step_by(2).collect();
+                distance *= 2;
+            }
+        }
+    }
+    for row in kept {
+        rows.extend(format!("{}\n", Value::Object(row)).into_bytes());
+    }
+    Ok(())
+}
+
+/// At offsets spread evenly over the bytes of a file, the next line.
+fn sample_lines(from: &Path, rows: &mut Vec<u8>) -> Result<()> {
     let read = |e: &std::io::Error| Error::io("read", from, e);
-    let bytes = bytes_of(from)?;
+    let bytes = bytes_of_file(from)?;
     let mut file = BufReader::new(files::open(from).map_err(|e| read(&e))?);
-    let (mut rows, mut line, mut end) = (Vec::new(), Vec::new(), 0);
+    let (mut line, mut end) = (Vec::new(), 0);
     for i in 0..SAMPLED_ROWS {
         let offset = (bytes / SAMPLED_ROWS * i).max(end);
         // From the byte before: where a row begins just here, only the end of its line is skipped.
@@ -120,6 +176,5 @@ fn sample(from: &Path, to: &Path) -> Result<()> {
             rows.push(b'\n');
         }
     }
-    let write = |e: std::io::Error| Error::io("write", to, &e);
-    File::create(to).and_then(|mut file| file.write_all(&rows)).map_err(write)
+    Ok(())
 }

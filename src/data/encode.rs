@@ -1,42 +1,38 @@
-//! JSONL files to a token shard, with all cores.
+//! Files of rows to a token shard, with all cores.
 
-use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 use rayon::prelude::*;
 
+use super::input::{InputFile, RawRow, RowReader, input_files};
 use super::rows::{Encoder, Reading};
 use super::shard::{ShardWriter, Sidecar};
 use super::split::describe;
+use crate::config::data::SplitBy;
 use crate::error::{Error, Result};
-use crate::sys::files;
 
-/// Rows that are encoded at once: enough for the threads, little enough for the memory.
-const ROWS_AT_ONCE: usize = 8192;
-
-/// Refuses a format of a later release by its name.
-pub(super) fn refuse_parquet(path: &Path) -> Result<()> {
-    if path.extension().is_some_and(|e| e == "parquet") {
-        return Err(
-            Error::usage(format!("{}: Parquet is not in this release", path.display())).hint("write the rows as JSONL")
-        );
-    }
-    Ok(())
-}
-
-/// Writes the rows of JSONL files, each with the split of all its rows where files are splits, as the shard `prefix`; of fields of
-/// the rows it keeps those that `kept` names.
-pub fn shard_jsonl(
+/// Writes the rows of files and folders, each with the split of all its rows where files are splits, as the shard `prefix`; of fields
+/// of the rows it keeps those that `kept` names.
+pub fn shard_rows(
     reading: Reading<'_>,
     inputs: &[(&Path, Option<&str>)],
     kept: &[String],
     prefix: &Path,
 ) -> Result<Sidecar> {
-    inputs.iter().try_for_each(|(path, _)| refuse_parquet(path))?;
     let encoder = Encoder { reading, kept };
-    let mut writer = ShardWriter::create(prefix, reading.vocabulary)?;
+    let of_folders = reading.config.split.by == SplitBy::Source;
+    let mut all = Vec::new();
     for (path, split) in inputs {
-        shard_file(path, *split, &encoder, &mut writer)?;
+        all.extend(input_files(path)?.into_iter().map(|file| InputFile {
+            split: split.map(str::to_owned).or(file.split.filter(|_| of_folders)),
+            path: file.path,
+        }));
+    }
+    // All are opened before a row is read: one that is cut short is refused at once.
+    let readers = all.iter().map(|file| RowReader::open(&file.path)).collect::<Result<Vec<_>>>()?;
+    let mut writer = ShardWriter::create(prefix, reading.vocabulary)?;
+    for (file, reader) in all.iter().zip(readers) {
+        shard_file(file, reader, &encoder, &mut writer)?;
     }
     let known = Sidecar {
         tokenizer_sha256: reading.tokenizer.sha256().to_owned(),
@@ -47,28 +43,23 @@ pub fn shard_jsonl(
     writer.commit(known)
 }
 
-fn shard_file(path: &Path, split: Option<&str>, encoder: &Encoder<'_>, writer: &mut ShardWriter) -> Result<()> {
-    let (name, read) = (path.display().to_string(), |e: std::io::Error| Error::io("read", path, &e));
-    let mut file = BufReader::with_capacity(1 << 20, files::open_input(path).map_err(read)?);
-    // Blank lines count only if another line follows.
-    let (mut line, mut blank, mut first) = (Vec::new(), 0, 0);
+fn shard_file(
+    InputFile { path, split }: &InputFile,
+    mut reader: RowReader,
+    encoder: &Encoder<'_>,
+    writer: &mut ShardWriter,
+) -> Result<()> {
+    let name = path.display().to_string();
+    let mut first = 0;
     loop {
-        let mut rows: Vec<Vec<u8>> = Vec::new();
-        while rows.len() < ROWS_AT_ONCE && file.read_until(b'\n', &mut line).map_err(read)? > 0 {
-            if line.trim_ascii().is_empty() {
-                blank += 1;
-                line.clear();
-                continue;
-            }
-            rows.extend(std::iter::repeat_n(Vec::new(), std::mem::take(&mut blank)));
-            rows.push(std::mem::take(&mut line));
-        }
+        let rows = reader.next_rows()?;
         if rows.is_empty() {
             return if first == 0 { Err(Error::data(format!("{name} has no rows"))) } else { Ok(()) };
         }
-        let encode = |(i, line): (usize, &Vec<u8>)| {
+        let encode = |(i, row): (usize, &RawRow)| {
             let source = format!("{name}:{}", first + i + 1);
-            encoder.encode(line, source.clone(), split).map_err(|e| e.within(source))
+            let encoded = row.parse().and_then(|row| encoder.encode(row, source.clone(), split.as_deref()));
+            encoded.map_err(|e| e.within(source))
         };
         let encoded: Vec<Result<_>> = rows.par_iter().enumerate().map(encode).collect();
         for row in encoded {

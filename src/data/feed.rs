@@ -91,6 +91,12 @@ impl Feed {
         entry
     }
 
+    /// The `n` entries behind the first `position` that one stratum hands out.
+    pub fn at(&mut self, position: u64, n: usize) -> Vec<Entry> {
+        self.cursor.drawn[0] = position;
+        self.ahead(n)
+    }
+
     pub fn ahead(&mut self, n: usize) -> Vec<Entry> {
         let (cursor, ledger) = (self.cursor.clone(), self.ledger.clone());
         let entries = (0..n).map(|_| self.next()).collect();

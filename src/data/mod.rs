@@ -1,11 +1,13 @@
 //! Rows of text to prompts and demonstrations: token shards, splits, order, packing, and the ledger of all rows.
 
 mod ahead;
+mod arrow;
 pub mod balance;
 mod cut;
 mod encode;
 mod feed;
 mod hashes;
+pub mod input;
 pub mod ledger;
 pub mod packing;
 mod row_source;
@@ -16,12 +18,11 @@ mod split;
 
 pub use ahead::{Ahead, look_ahead};
 pub use cut::RowTokens;
-pub use encode::shard_jsonl;
+pub use encode::shard_rows;
 pub use feed::Cursor;
 pub use hashes::Hashes;
 pub use ledger::Ledger;
-pub use row_source::{PairRow, PromptSource, Row, RowSource, SftRow, SftSource};
+pub use row_source::{LabelledRow, PairRow, PromptSource, Row, RowSource, SftRow, SftSource, StepLabel, StepRow};
 pub use rows::{Part, Reading};
-pub(crate) use sources::is_jsonl;
 pub use sources::{Prepared, Rows, SourceFile, prepare};
 pub use split::{TEST, TRAIN};

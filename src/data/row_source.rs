@@ -1,4 +1,4 @@
-//! Rows as they are handed out: prompts for rollout, demonstrations for supervised fine-tuning.
+//! Rows as they are handed out: prompts for rollout, demonstrations, pairs and labelled responses to learn from.
 
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -11,6 +11,7 @@ use crate::config::data::{DataConfig, LongPrompts};
 use crate::error::{Error, Result};
 use crate::experience::Prompt;
 use crate::text::Tokenizer;
+use serde::Deserialize;
 
 /// Hands out rows in the order of the epochs. Every rank opens the same source and takes the same rows.
 #[derive(Debug)]
@@ -90,6 +91,11 @@ impl<T: Row> RowSource<T> {
 
     /// Refuses rows that do not fit the model's context.
     pub fn check_context(&self, context: usize) -> Result<()> {
+        let pieces = self.rows.pretrain.as_ref().map_or(0, |texts| texts.longest());
+        if pieces > context {
+            let what = format!("rows of data.pretrain have {pieces} tokens, the model's context is {context}");
+            return Err(Error::data(what).hint(format!("set data.pretrain_tokens_max = {context}")));
+        }
         let (mut count, mut longest) = (0, None);
         for entry in self.rows.feed.entries().chain(&self.rows.eval).filter(|e| e.tokens() + T::FREE > context) {
             let tokens = T::longest(entry, &self.rows)?;
@@ -99,11 +105,7 @@ impl<T: Row> RowSource<T> {
             }
         }
         let Some((tokens, longest)) = longest else { return Ok(()) };
-        let source = &self.rows.sources[longest.source as usize];
-        let row = match source.shard.meta(longest.document as usize)?.source {
-            row if row.is_empty() => format!("document {} of {}", longest.document, source.name),
-            row => row,
-        };
+        let row = self.rows.line_of(longest)?;
         let what = format!("{count} rows do not fit the model's context of {context} tokens");
         Err(Error::data(format!("{what}: the longest, {row}, has {tokens} tokens")).hint(T::hint(context)))
     }
@@ -117,6 +119,15 @@ impl<T: Row> RowSource<T> {
         (0..n).map(|_| next()).collect()
     }
 
+    /// The `n` rows of `data.pretrain` that step `step` (from 1) learns from: they follow from its number, so no checkpoint keeps
+    /// where they stand.
+    pub fn pretrain(&mut self, step: u64, n: usize) -> Result<Vec<SftRow>> {
+        let Some(texts) = &mut self.rows.pretrain else { return Ok(Vec::new()) };
+        let entries = texts.feed.at((step - 1) * n as u64, n);
+        let all_learned = |row: SftRow| SftRow { mask: vec![1; row.tokens.len()], ..row };
+        entries.iter().map(|entry| SftRow::of(entry, texts, &self.tokenizer).map(all_learned)).collect()
+    }
+
     /// The row that is next, as the model sees it, by `Tokenizer::marked`.
     pub fn shown(&mut self) -> Result<String> {
         let Some(entry) = self.rows.feed.ahead(1).pop() else { return Ok(String::new()) };
@@ -124,6 +135,17 @@ impl<T: Row> RowSource<T> {
         let (parts, label) = row.parts();
         let text = self.tokenizer.marked(parts)?;
         Ok(if label.is_empty() { text } else { format!("{text}  label {label}") })
+    }
+
+    /// Makes all rows once, those that evaluate too, and gives each to `check`, whose error is told with the row's file and line.
+    /// Rows that are known by their lengths alone are not looked at.
+    pub fn check_each(&self, mut check: impl FnMut(T) -> Result<()>) -> Result<()> {
+        let entries = self.rows.feed.entries().chain(&self.rows.eval);
+        for entry in entries.filter(|_| !self.rows.sources.is_empty()) {
+            let checked = T::of(entry, &self.rows, &self.tokenizer).and_then(&mut check);
+            checked.or_else(|e| Err(e.within(self.rows.line_of(entry)?)))?;
+        }
+        Ok(())
     }
 
     /// Rows of the eval split, in the order of the sources: `most`, or all where that is 0; empty where there is none.
@@ -264,5 +286,93 @@ impl Row for PairRow {
         let margin = label.parse().unwrap_or(0.0);
         let id = source.first_id + entry.document;
         Ok(Self { id, prompt_tokens, chosen: side(1, chosen), rejected: side(2, rejected), margin, label })
+    }
+}
+
+/// A response to a prompt, labelled good or bad.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LabelledRow {
+    /// Identity of the row over the whole run.
+    pub id: u64,
+    pub tokens: Vec<u32>,
+    pub prompt_tokens: usize,
+    pub is_desirable: bool,
+}
+
+impl Row for LabelledRow {
+    const PART: Part = Part::Labelled;
+    const FREE: usize = 0;
+
+    fn hint(context: usize) -> String {
+        SftRow::hint(context)
+    }
+
+    fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
+        let (prompt, response) = self.tokens.split_at(self.prompt_tokens);
+        (vec![(prompt, false), (response, true)], if self.is_desirable { "true" } else { "false" })
+    }
+
+    fn of(entry: &Entry, rows: &Rows, tokenizer: &Tokenizer) -> Result<Self> {
+        let SftRow { id, tokens, .. } = SftRow::of(entry, rows, tokenizer)?;
+        let label = match rows.sources.get(entry.source as usize) {
+            Some(source) => source.shard.meta(entry.document as usize)?.label,
+            None => "true".to_owned(),
+        };
+        let is_desirable = match label.as_str() {
+            "true" | "1" => true,
+            "false" | "0" => false,
+            other => {
+                return Err(Error::data(format!("the label is {other:?}, needed true or false"))
+                    .hint("shard it with --labelled and --label-key"));
+            }
+        };
+        Ok(Self { id, tokens, prompt_tokens: (entry.end - entry.start) as usize, is_desirable })
+    }
+}
+
+/// A text, and the labels of its steps.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepRow {
+    pub tokens: Vec<u32>,
+    /// Of all steps, those whose tokens were cut off too.
+    pub labels: Vec<StepLabel>,
+    pub is_cut: bool,
+    /// The labels as the data has them.
+    label: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(untagged)]
+pub enum StepLabel {
+    /// The text of a token.
+    Token(String),
+    /// Probability of the first of two tokens.
+    Soft(f64),
+}
+
+impl Row for StepRow {
+    const PART: Part = Part::Steps;
+    const FREE: usize = 0;
+
+    fn hint(context: usize) -> String {
+        SftRow::hint(context)
+    }
+
+    fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
+        (vec![(&self.tokens, false)], &self.label)
+    }
+
+    fn of(entry: &Entry, rows: &Rows, _tokenizer: &Tokenizer) -> Result<Self> {
+        let Some(source) = rows.sources.get(entry.source as usize) else {
+            return Ok(Self { tokens: vec![0; entry.tokens()], ..Self::default() });
+        };
+        let mut tokens = source.shard.prompt(entry.document as usize)?;
+        tokens.truncate(entry.tokens());
+        let label = source.shard.meta(entry.document as usize)?.label;
+        let labels = serde_json::from_str(&label).map_err(|_| {
+            Error::data(format!("the label is {label:?}, needed a list of texts or numbers"))
+                .hint("shard it with --steps and --label-key")
+        })?;
+        Ok(Self { tokens, labels, is_cut: entry.cut > 0, label })
     }
 }

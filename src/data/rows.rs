@@ -1,4 +1,4 @@
-//! One JSONL row to one document of tokens.
+//! One row to one document of tokens.
 
 use serde_json::{Map, Value, json};
 
@@ -17,6 +17,12 @@ pub enum Part {
     Demonstration,
     /// Prompt and two responses: documents are [prompt, chosen, rejected].
     Pair,
+    /// Prompt and a response that is labelled true or false: documents are [prompt, response].
+    Labelled,
+    /// A text with a list of labels, one for each of its steps: documents are [text].
+    Steps,
+    /// Plain text, which is learned as a whole: documents are [text].
+    Text,
 }
 
 /// How the rows of a job are read: which fields they have, and how they find their splits.
@@ -48,15 +54,8 @@ pub(super) struct Encoder<'a> {
 }
 
 impl Encoder<'_> {
-    /// The document of one line. `source` is its file and line; `split` is the input's own split, if it has one.
-    pub fn encode(&self, line: &[u8], source: String, split: Option<&str>) -> Result<Encoded> {
-        if line.trim_ascii().is_empty() {
-            return Err(Error::data("the line is empty, needed a JSON object"));
-        }
-        let row: Value = serde_json::from_slice(line).map_err(|e| Error::data(format!("not JSON: {e}")))?;
-        let Value::Object(row) = row else {
-            return Err(Error::data(format!("{} where a JSON object is needed", kind_of(&row))));
-        };
+    /// The document of one row. `source` is its file and line; `split` is the input's own split, if it has one.
+    pub fn encode(&self, row: Map<String, Value>, source: String, split: Option<&str>) -> Result<Encoded> {
         let sequences = self.sequences(&row)?;
         let Reading { config, vocabulary, .. } = self.reading;
         if let Some(token) = sequences.iter().flatten().find(|token| **token as usize >= vocabulary) {
@@ -69,8 +68,13 @@ impl Encoder<'_> {
             SplitBy::Field => Some(scalar(field, required(&row, field)?)?),
         };
         let label = match (self.reading.part, config.label_key.as_str(), config.margin_key.as_str()) {
-            (Part::Pair, _, "") | (Part::Prompt | Part::Demonstration, "", _) => String::new(),
+            (Part::Pair, _, "") | (Part::Prompt | Part::Demonstration | Part::Text, "", _) => String::new(),
             (Part::Pair, _, key) => margin_text(key, required(&row, key)?)?,
+            (Part::Labelled | Part::Steps, "", _) => {
+                return Err(Error::usage("no field of labels is named").hint("set data.label_key (or --label-key)"));
+            }
+            (Part::Labelled, key, _) => truth(key, required(&row, key)?)?.to_string(),
+            (Part::Steps, key, _) => step_labels(key, required(&row, key)?)?,
             (_, key, _) => label_text(required(&row, key)?),
         };
         let fields = if self.kept == [ALL_FIELDS] {
@@ -84,8 +88,16 @@ impl Encoder<'_> {
 
     fn sequences(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
         let Reading { config: format, part, .. } = self.reading;
-        if part == Part::Pair {
-            return self.pair(row);
+        match part {
+            Part::Pair => return self.pair(row),
+            Part::Labelled => return self.labelled(row),
+            Part::Text => {
+                return Ok(vec![self.tokens(&format.prompt_key, required(row, &format.prompt_key)?, part)?]);
+            }
+            Part::Prompt | Part::Demonstration | Part::Steps => {}
+        }
+        if part == Part::Text {
+            return Ok(vec![self.tokens(&format.prompt_key, required(row, &format.prompt_key)?, part)?]);
         }
         let (key, prompt) = match row.get(&format.messages_key) {
             Some(messages) if format.chat_template => (&format.messages_key, messages),
@@ -104,7 +116,7 @@ impl Encoder<'_> {
             }
             _ => self.tokens(key, prompt, Part::Prompt)?,
         };
-        if part == Part::Prompt {
+        if part != Part::Demonstration {
             return Ok(vec![prompt_tokens]);
         }
         let key = &format.response_key;
@@ -115,9 +127,7 @@ impl Encoder<'_> {
     /// messages before the last answer, or tokens.
     fn pair(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
         let config = self.reading.config;
-        let prompt = row.get(&config.messages_key).filter(|_| config.chat_template);
-        let prompt = prompt.map(|messages| (&config.messages_key, messages));
-        let prompt = prompt.or_else(|| row.get(&config.prompt_key).map(|prompt| (&config.prompt_key, prompt)));
+        let prompt = self.prompt(row);
         let sides = [&config.chosen_key, &config.rejected_key];
         let [chosen, rejected] = [required(row, sides[0])?, required(row, sides[1])?];
         let is_whole = prompt.is_none() && !(is_conversation(chosen) && is_conversation(rejected));
@@ -143,6 +153,25 @@ impl Encoder<'_> {
             return Err(Error::data(format!("fields {:?} and {:?} are the same", sides[0], sides[1])));
         }
         Ok(parts.to_vec())
+    }
+
+    /// Prompt and response. Where a row has no response, its messages end with it.
+    fn labelled(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
+        let (config, prompt) = (self.reading.config, self.prompt(row));
+        let (before, response) = match (row.get(&config.response_key), prompt) {
+            (None, Some((key, whole))) if is_conversation(whole) => self.side(row, None, key, whole)?,
+            (None, _) => return Err(no_field(row, &config.response_key)),
+            (Some(response), _) => self.side(row, prompt, &config.response_key, response)?,
+        };
+        if before.is_empty() { Err(no_field(row, &config.prompt_key)) } else { Ok(vec![before, response]) }
+    }
+
+    /// The prompt of a row, if it has one, and its field.
+    fn prompt<'a>(&'a self, row: &'a Map<String, Value>) -> Option<(&'a String, &'a Value)> {
+        let config = self.reading.config;
+        let messages = row.get(&config.messages_key).filter(|_| config.chat_template);
+        let messages = messages.map(|messages| (&config.messages_key, messages));
+        messages.or_else(|| row.get(&config.prompt_key).map(|prompt| (&config.prompt_key, prompt)))
     }
 
     /// The tokens before the last answer of a side of a pair, as far as they are known, and those behind them.
@@ -191,7 +220,7 @@ impl Encoder<'_> {
         }
     }
 
-    /// The tokens of a field, which is their ids or a text; that of a demonstration, or of a side that is whole, gets an end token.
+    /// The tokens of a field, which is their ids or a text; all texts but prompts get an end token.
     fn tokens(&self, key: &str, value: &Value, part: Part) -> Result<Vec<u32>> {
         let tokens = match value {
             Value::Array(items) => token_ids(key, items)?,
@@ -202,7 +231,7 @@ impl Encoder<'_> {
                     Error::data("the tokenizer names no end token, so a demonstration could not end")
                         .hint("set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json")
                 })?;
-                let mut tokens = self.reading.tokenizer.encode(text, part == Part::Pair)?;
+                let mut tokens = self.reading.tokenizer.encode(text, part != Part::Demonstration)?;
                 // The model learns to stop where the demonstration does.
                 tokens.push(*eos);
                 tokens
@@ -215,7 +244,10 @@ impl Encoder<'_> {
     /// Messages through the chat template: what comes before an assistant's turn is prompt, the turn is response.
     fn turns(&self, row: &Map<String, Value>, messages: &[Value]) -> Result<Vec<Vec<u32>>> {
         let Reading { config, part, tokenizer, .. } = self.reading;
-        let mut messages = messages.to_vec();
+        let (mut messages, more) = (messages.to_vec(), template_variables(row, &config.chat_template_args)?);
+        if part == Part::Steps {
+            return Ok(vec![tokenizer.encode_chat(&Value::Array(messages), &more, false)?]);
+        }
         if part == Part::Prompt {
             while messages.last().is_some_and(is_assistant) {
                 messages.pop();
@@ -223,8 +255,9 @@ impl Encoder<'_> {
             if messages.is_empty() {
                 return Err(Error::data("there is no message before the assistant's"));
             }
-            return Ok(vec![tokenizer.encode_chat(&Value::Array(messages), true)?]);
+            return Ok(vec![tokenizer.encode_chat(&Value::Array(messages), &more, true)?]);
         }
+        let is_learned = |message: &Value| is_assistant(message) && (part == Part::Pair || !is_left_out(message));
         if !messages.iter().any(is_assistant) {
             let response = required(row, &config.response_key)?;
             let Some(text) = response.as_str().filter(|text| !text.is_empty()) else {
@@ -238,8 +271,9 @@ impl Encoder<'_> {
         }
         let mut sequences: Vec<Vec<u32>> = Vec::new();
         let (mut done, mut tail) = (String::new(), Vec::new());
-        for end in (0..messages.len()).filter(|i| is_assistant(&messages[*i])) {
-            let render = |n: usize, open: bool| tokenizer.chat()?.apply(&Value::Array(messages[..n].to_vec()), open);
+        for end in (0..messages.len()).filter(|i| is_learned(&messages[*i])) {
+            let render =
+                |n: usize, open: bool| tokenizer.chat()?.apply(&Value::Array(messages[..n].to_vec()), &more, open);
             let (before, with) = (render(end, true)?, render(end + 1, false)?);
             let (Some(prompt), Some(response)) = (before.strip_prefix(done.as_str()), with.strip_prefix(&before))
             else {
@@ -261,8 +295,27 @@ impl Encoder<'_> {
             sequences.push(response_tokens);
             done = with;
         }
+        if sequences.is_empty() {
+            return Err(Error::data("every message of the assistant has train = false or weight = 0"));
+        }
         Ok(sequences)
     }
+}
+
+/// What a row and the job tell the chat template beside the messages.
+pub fn template_variables(row: &Map<String, Value>, args: &Map<String, Value>) -> Result<Map<String, Value>> {
+    let mut variables = args.clone();
+    let tools = match row.get("tools") {
+        None | Some(Value::Null) => return Ok(variables),
+        // Arrow has one type for a column, so that schemas of many shapes are written as texts.
+        Some(Value::String(text)) => serde_json::from_str(text).unwrap_or_else(|_| Value::from(&**text)),
+        Some(tools) => tools.clone(),
+    };
+    if !tools.as_array().is_some_and(|tools| tools.iter().all(Value::is_object)) {
+        return Err(Error::data(format!("field \"tools\" is {}, needed a list of JSON schemas", kind_of(&tools))));
+    }
+    variables.insert("tools".to_owned(), tools);
+    Ok(variables)
 }
 
 /// The row of a prompt document as its file has it, from the fields that its shard keeps.
@@ -289,11 +342,18 @@ fn is_assistant(message: &Value) -> bool {
     message.get("role").and_then(Value::as_str) == Some("assistant")
 }
 
+/// Whether a message says of itself that it is not learned.
+fn is_left_out(message: &Value) -> bool {
+    message.get("train") == Some(&Value::Bool(false)) || message.get("weight").and_then(Value::as_f64) == Some(0.0)
+}
+
 pub fn required<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a Value> {
-    row.get(key).ok_or_else(|| {
-        let there: Vec<&str> = row.keys().map(String::as_str).collect();
-        Error::data(format!("there is no field {key:?}; the row has: {}", there.join(", ")))
-    })
+    row.get(key).ok_or_else(|| no_field(row, key))
+}
+
+fn no_field(row: &Map<String, Value>, key: &str) -> Error {
+    let there: Vec<&str> = row.keys().map(String::as_str).collect();
+    Error::data(format!("there is no field {key:?}; the row has: {}", there.join(", ")))
 }
 
 pub fn token_ids(key: &str, items: &[Value]) -> Result<Vec<u32>> {
@@ -322,6 +382,30 @@ fn margin_text(key: &str, value: &Value) -> Result<String> {
     margin
         .map(|margin| margin.to_string())
         .ok_or_else(|| Error::data(format!("field {key:?} is {value}, needed a number")))
+}
+
+fn truth(key: &str, value: &Value) -> Result<bool> {
+    match value {
+        Value::Bool(label) => Ok(*label),
+        Value::Number(label) if label.as_f64() == Some(1.0) => Ok(true),
+        Value::Number(label) if label.as_f64() == Some(0.0) => Ok(false),
+        Value::String(label) if label == "true" => Ok(true),
+        Value::String(label) if label == "false" => Ok(false),
+        other => Err(Error::data(format!("field {key:?} is {other}, needed true or false"))),
+    }
+}
+
+/// Texts of tokens, or numbers.
+fn step_labels(key: &str, value: &Value) -> Result<String> {
+    let Value::Array(labels) = value else {
+        return Err(Error::data(format!("field {key:?} is {}, needed a list of labels", kind_of(value))));
+    };
+    let is_soft = |label: &Value| label.as_f64().is_some_and(|p| (0.0..=1.0).contains(&p));
+    match labels.iter().find(|label| !label.is_string() && !is_soft(label)) {
+        _ if labels.is_empty() => Err(empty(key)),
+        Some(label) => Err(Error::data(format!("field {key:?} holds {label}, needed texts, or numbers from 0 to 1"))),
+        None => Ok(value.to_string()),
+    }
 }
 
 fn label_text(value: &Value) -> String {

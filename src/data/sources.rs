@@ -1,4 +1,4 @@
-//! The entries of `data.prompts`: shards as they are, JSONL files sharded into the run directory; and which of their
+//! The entries of `data.prompts`: shards as they are, files of rows sharded into the run directory; and which of their
 //! rows train.
 
 use std::collections::{BTreeMap, HashSet};
@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::cut::{Entry, PIECE_SHIFT, RowTokens, cut};
-use super::encode::{refuse_parquet, shard_jsonl};
+use super::encode::shard_rows;
 use super::feed::{Cursor, Feed, Stratum};
 use super::hashes::Hashes;
+use super::input::{InputFile, input_files, is_rows};
 use super::ledger::Ledger;
 use super::rows::{ALL_FIELDS, Part, Reading, row_fields};
 use super::shard::{self, FileHash, Shard};
-use super::split::{TEST, TRAIN, describe, is_test, prompt_hash};
+use super::split::{TEST, TRAIN, describe, no_such_split, prompt_hash, splits_of};
 use crate::comm::Group;
 use crate::config::data::{DataConfig, Order, SplitBy};
 use crate::error::{Error, Result};
@@ -40,6 +41,8 @@ pub struct Rows {
     pub(super) feed: Feed,
     pub(super) eval: Vec<Entry>,
     pub(super) part: Part,
+    /// Those of `data.pretrain`.
+    pub(super) pretrain: Option<Box<Rows>>,
     filtered: Vec<Filtered>,
 }
 
@@ -53,23 +56,28 @@ pub struct Prepared {
     prefixes: Vec<PathBuf>,
     /// Instead of that: rows that are known by their lengths alone.
     lengths: Option<[Vec<RowTokens>; 2]>,
+    /// The shards of `data.pretrain`.
+    pretrain: Option<Box<Prepared>>,
 }
 
-/// Finds the shards of all sources, and shards the JSONL files among them into `cache`,
-/// those that are not there yet: a file that changed, or other keys, give another shard. All ranks of `group` call this, and the
-/// first one shards; `hashes` tells whether a file changed.
+/// Finds the shards of all sources, and shards the files of rows among them into `cache`, those that are not there yet: a file that
+/// changed, or other keys, give another shard. All ranks of `group` call this, and the first one shards; `hashes` tells whether a file changed.
 pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &Group) -> Result<Prepared> {
-    let prepared = Prepared::find(reading, cache, hashes, group)?;
+    let mut prepared = Prepared::find(reading, cache, hashes, group)?;
     let Reading { config, vocabulary, .. } = reading;
     let make = || -> Result<()> {
         for (name, prefix) in names(config).zip(&prepared.prefixes) {
-            if is_jsonl(Path::new(name)) && Shard::open(prefix, vocabulary).is_err() {
-                shard_jsonl(reading, &[(Path::new(name), None)], &kept_fields(reading), prefix)?;
+            if is_rows(Path::new(name)) && Shard::open(prefix, vocabulary).is_err() {
+                shard_rows(reading, &[(Path::new(name), None)], &kept_fields(reading), prefix)?;
             }
         }
         Ok(())
     };
     group.agree(if group.rank() == 0 { make() } else { Ok(()) })?;
+    if let Some(config) = &config.of_pretrain() {
+        let texts = prepare(Reading { config, part: Part::Text, ..reading }, cache, hashes, group);
+        prepared.pretrain = Some(Box::new(texts.map_err(|e| e.within("data.pretrain"))?));
+    }
     Ok(prepared)
 }
 
@@ -78,7 +86,7 @@ fn kept_fields(Reading { config, part, .. }: Reading<'_>) -> Vec<String> {
     match part {
         Part::Prompt => vec![ALL_FIELDS.into()],
         _ if config.order == Order::Curriculum => vec![config.curriculum_field.clone()],
-        Part::Demonstration | Part::Pair => Vec::new(),
+        Part::Demonstration | Part::Pair | Part::Labelled | Part::Steps | Part::Text => Vec::new(),
     }
 }
 
@@ -87,29 +95,41 @@ impl Prepared {
     pub(super) fn find(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &Group) -> Result<Self> {
         let Reading { config, part, tokenizer, vocabulary } = reading;
         group.agree(config.check().and_then(|()| names(config).try_for_each(|name| check_file(name))))?;
-        let files: Vec<PathBuf> = names(config).map(PathBuf::from).filter(|path| is_jsonl(path)).collect();
-        let hashes = hashes.of(&files, group)?;
+        let files = group.agree(names(config).map(|name| files_of(name)).collect::<Result<Vec<_>>>())?;
+        let paths: Vec<PathBuf> = files.iter().flatten().map(|file| file.path.clone()).collect();
+        let hashes = hashes.of(&paths, group)?;
         let DataConfig { prompt_key, response_key, label_key, messages_key, chat_template, .. } = config;
-        let response_key = (part == Part::Demonstration).then_some(response_key);
+        let response_key = matches!(part, Part::Demonstration | Part::Labelled).then_some(response_key);
+        let by_part =
+            matches!(part, Part::Labelled | Part::Steps | Part::Text).then(|| format!(" {part:?}")).unwrap_or_default();
         let DataConfig { chosen_key, rejected_key, margin_key, .. } = config;
         let pair_keys = (part == Part::Pair).then_some((chosen_key, rejected_key, margin_key));
         let keys = (prompt_key, response_key, pair_keys, label_key, messages_key, chat_template, kept_fields(reading));
-        let how = format!("{} {vocabulary} {keys:?} {}", tokenizer.sha256(), describe(&config.split));
-        let prefix = |name: &String| {
+        let args = if config.chat_template_args.is_empty() {
+            String::new()
+        } else {
+            format!(" {:?}", config.chat_template_args)
+        };
+        let how = format!("{} {vocabulary} {keys:?} {}{by_part}{args}", tokenizer.sha256(), describe(&config.split));
+        let prefix = |(name, files): (&String, &Vec<InputFile>)| {
             let path = Path::new(name);
-            if !is_jsonl(path) {
+            if files.is_empty() {
                 return path.to_owned();
             }
-            let recipe = format!("{} {how}", hashes[path].xxh3);
+            let contents = files.iter().map(|file| {
+                let split = file.split.as_deref().unwrap_or_default();
+                format!("{split}{} ", hashes[&file.path].xxh3)
+            });
+            let recipe = format!("{}{how}", contents.collect::<String>());
             let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or("rows");
             cache.join(format!("{stem}-{}", xxh3(recipe.as_bytes())))
         };
-        Ok(Self { prefixes: names(config).map(prefix).collect(), lengths: None })
+        Ok(Self { prefixes: names(config).zip(&files).map(prefix).collect(), lengths: None, pretrain: None })
     }
 
     /// Rows of these lengths, in this order, to train on and to evaluate; their tokens are all 0.
     pub fn of_lengths(train: Vec<RowTokens>, eval: Vec<RowTokens>) -> Self {
-        Self { prefixes: Vec::new(), lengths: Some([train, eval]) }
+        Self { prefixes: Vec::new(), lengths: Some([train, eval]), pretrain: None }
     }
 
     /// The files that the sources are made of, those that there are. A shard that was made of JSONL has no key: it is no input
@@ -119,16 +139,20 @@ impl Prepared {
         let prompts = (0..config.prompts.len()).map(|i| format!("data.prompts[{i}]"));
         let keys = prompts.chain((0..eval_files(config).len()).map(|i| format!("data.split.eval_files[{i}]")));
         for ((name, prefix), mut key) in names(config).zip(&self.prefixes).zip(keys) {
-            if is_jsonl(Path::new(name)) {
-                files.push(SourceFile {
-                    key: std::mem::take(&mut key),
-                    file: String::new(),
-                    path: PathBuf::from(name),
-                });
-            }
+            // Of a folder that cannot be listed any more there is nothing to hash.
+            let rows = files_of(name).unwrap_or_default();
+            let own = if rows.is_empty() { key.clone() } else { std::mem::take(&mut key) };
+            files.extend(rows.into_iter().map(|InputFile { path, .. }| {
+                let file = path.strip_prefix(name).map_or(String::new(), |file| file.display().to_string());
+                SourceFile { key: own.clone(), file, path }
+            }));
             for (suffix, path) in shard::files(prefix).filter(|(_, path)| path.is_file()) {
                 files.push(SourceFile { key: key.clone(), file: suffix.to_owned(), path });
             }
+        }
+        if let (Some(texts), Some(config)) = (&self.pretrain, config.of_pretrain()) {
+            let rename = |file: SourceFile| SourceFile { key: file.key.replace("prompts", "pretrain"), ..file };
+            files.extend(texts.files(&config).into_iter().map(rename));
         }
         files
     }
@@ -137,12 +161,14 @@ impl Prepared {
     pub fn check(&self, config: &DataConfig, found: &BTreeMap<PathBuf, FileHash>) -> Result<()> {
         names(config).zip(&self.prefixes).try_for_each(|(name, prefix)| {
             let checked = shard::check(prefix, found);
-            if !is_jsonl(Path::new(name)) {
+            if !is_rows(Path::new(name)) {
                 return checked;
             }
             let hint = format!("remove {}.*: the next start shards {name} again", prefix.display());
             checked.map_err(|e| e.hint(hint))
-        })
+        })?;
+        let texts = self.pretrain.as_ref().zip(config.of_pretrain());
+        texts.map_or(Ok(()), |(texts, config)| texts.check(&config, found))
     }
 }
 
@@ -207,7 +233,13 @@ impl Rows {
             return Err(Error::data(format!("data.eval_split = {:?} has no rows to evaluate", config.eval_split)));
         }
         let feed = Feed::new(config, strata, seed, ledger)?;
-        Ok(Self { sources: sources.into(), feed, eval, part: reading.part, filtered })
+        let pretrain = match (&prepared.pretrain, &config.of_pretrain()) {
+            (Some(texts), Some(config)) => {
+                Some(Box::new(Self::open(Reading { config, part: Part::Text, ..reading }, texts, seed)?))
+            }
+            _ => None,
+        };
+        Ok(Self { sources: sources.into(), feed, eval, part: reading.part, pretrain, filtered })
     }
 
     fn of_lengths(reading: Reading<'_>, train: &[RowTokens], eval: &[RowTokens], seed: u64) -> Result<Self> {
@@ -217,7 +249,13 @@ impl Rows {
         let stratum = Stratum { entries: entries(train), rows, weight: 1.0, ..Stratum::default() };
         let ledger = Ledger { rows: train.len() as u64, ..Ledger::default() };
         let feed = Feed::new(&config, vec![stratum], seed, ledger)?;
-        Ok(Self { sources: Arc::default(), feed, eval: entries(eval), part: reading.part, filtered: Vec::new() })
+        let pretrain = reading.config.of_pretrain().map(|config| {
+            let longest = RowTokens { prompt: config.prompt_tokens_max, response: 0 };
+            let reading = Reading { config: &config, part: Part::Text, ..reading };
+            Self::of_lengths(reading, &[longest], &[], seed).map(Box::new)
+        });
+        let (part, pretrain, filtered) = (reading.part, pretrain.transpose()?, Vec::new());
+        Ok(Self { sources: Arc::default(), feed, eval: entries(eval), part, pretrain, filtered })
     }
 
     /// Writes the filtered rows to `path`, a JSON line each: the file and line that it came from, and the rule that took it out.
@@ -231,11 +269,6 @@ impl Rows {
         })
     }
 
-    /// The id of the first row of each source.
-    pub fn first_ids(&self) -> impl Iterator<Item = u64> {
-        self.sources.iter().map(|source| source.first_id)
-    }
-
     /// Gives rows of prompts as their files have them, by `Prompt::id`; `config` is the one they were opened with.
     pub fn lookup(&self, config: &DataConfig) -> impl Fn(u64) -> Result<RowFields> + Send + Sync + 'static {
         let (sources, config) = (self.sources.clone(), config.clone());
@@ -246,6 +279,23 @@ impl Rows {
             };
             Ok(row_fields(source.shard.meta((row - source.first_id) as usize)?.fields, &config))
         }
+    }
+
+    /// File and line of a row, or its place in a shard that does not say.
+    pub(super) fn line_of(&self, entry: &Entry) -> Result<String> {
+        let source = &self.sources[entry.source as usize];
+        Ok(match source.shard.meta(entry.document as usize)?.source {
+            line if line.is_empty() => format!("document {} of {}", entry.document, source.name),
+            line => line,
+        })
+    }
+
+    /// Names of the fields that the first row of each source has besides the prompt.
+    pub fn columns(&self, config: &DataConfig) -> Result<Vec<String>> {
+        let rows = self.lookup(config);
+        let of = |source: &Source| Ok(rows(source.first_id)?.columns.into_iter().map(|(name, _)| name));
+        let all: Vec<_> = self.sources.iter().map(of).collect::<Result<_>>()?;
+        Ok(all.into_iter().flatten().collect())
     }
 
     /// Rows (or pieces of long prompts) in an epoch.
@@ -285,16 +335,15 @@ fn names(config: &DataConfig) -> impl Iterator<Item = &String> {
     config.prompts.iter().chain(eval_files(config))
 }
 
-/// Whether a file, such as an entry of `data.prompts`, is rows of text; else that is a shard.
-pub(crate) fn is_jsonl(path: &Path) -> bool {
-    matches!(path.extension().and_then(|e| e.to_str()), Some("jsonl" | "json" | "ndjson"))
+/// The files of rows of an entry; none where it is a shard.
+pub(super) fn files_of(name: &str) -> Result<Vec<InputFile>> {
+    if is_rows(Path::new(name)) { input_files(Path::new(name)) } else { Ok(Vec::new()) }
 }
 
 /// Refuses an entry that is neither a shard nor a file of rows.
 fn check_file(name: &str) -> Result<()> {
     let path = Path::new(name);
-    refuse_parquet(path)?;
-    if is_jsonl(path) && !path.is_file() {
+    if is_rows(path) && !path.exists() {
         return Err(Error::data(format!("there is no file {name}")).hint("look at data.prompts"));
     }
     Ok(())
@@ -328,15 +377,21 @@ fn entries_of(
     let prompt = shard.prompt_tokens(document as usize)?;
     let lengths = || shard.lengths(document as usize);
     let prefix = shard.prefix().display();
+    let needed = match reading.part {
+        Part::Pair => Some((3, "prompt, chosen and rejected", "--pairs")),
+        Part::Labelled => Some((2, "prompt and response", "--labelled")),
+        Part::Steps => Some((1, "one text", "--steps")),
+        Part::Prompt | Part::Demonstration | Part::Text => None,
+    };
+    if let Some((sequences, what, option)) = needed {
+        let found = lengths()?.len();
+        if found != sequences {
+            return Err(Error::data(format!("{prefix}: document {document} has {found} sequences, needed {what}"))
+                .hint(format!("shard it with {option}")));
+        }
+    }
     if reading.part == Part::Pair {
-        let lengths = lengths()?;
-        let &[_, chosen, rejected] = &lengths[..] else {
-            return Err(Error::data(format!(
-                "{prefix}: document {document} has {} sequences, needed prompt, chosen and rejected",
-                lengths.len()
-            ))
-            .hint("shard it with --pairs"));
-        };
+        let [chosen, rejected] = [lengths()?[1], lengths()?[2]];
         let entries = cut(reading.config, s, document, prompt, chosen.max(rejected));
         return Ok(entries.map(|mut entries| {
             for entry in &mut entries {
@@ -348,9 +403,11 @@ fn entries_of(
             entries
         }));
     }
-    let rest = match reading.part {
-        Part::Prompt => 0,
-        Part::Demonstration | Part::Pair => lengths()?[1..].iter().sum(),
+    let (prompt, rest) = match reading.part {
+        Part::Prompt | Part::Text => (prompt, 0),
+        // Of a text that is cut the end goes.
+        Part::Steps => (prompt.min(1), prompt.saturating_sub(1)),
+        Part::Demonstration | Part::Labelled | Part::Pair => (prompt, lengths()?[1..].iter().sum()),
     };
     if rest == 0 && reading.part == Part::Demonstration {
         return Err(Error::data(format!("{prefix}: document {document} has a prompt and no response"))
@@ -370,8 +427,10 @@ fn curriculum_key(config: &DataConfig, source: &Source, document: u64) -> Result
 
 /// The documents of each source that train, and those that evaluate; others are `filtered`.
 fn select(config: &DataConfig, sources: &[Source], filtered: &mut Vec<Filtered>) -> Result<[Vec<Vec<u64>>; 2]> {
-    let splits: Vec<Vec<(String, Vec<u64>)>> =
-        sources.iter().map(|source| splits_of(config, source)).collect::<Result<_>>()?;
+    let splits: Vec<Vec<(String, Vec<u64>)>> = sources
+        .iter()
+        .map(|source| splits_of(&config.split, source.split, &source.name, &source.shard))
+        .collect::<Result<_>>()?;
     for (key, name) in [("prompt_split", &config.prompt_split), ("eval_split", &config.eval_split)] {
         if !name.is_empty() && !splits.iter().flatten().any(|(other, _)| other == name) {
             return Err(no_such_split(key, name, &splits));
@@ -414,42 +473,4 @@ fn select(config: &DataConfig, sources: &[Source], filtered: &mut Vec<Filtered>)
         train.push(kept);
     }
     Ok([train, eval])
-}
-
-/// The splits of one source, with their documents in order.
-fn splits_of(config: &DataConfig, source: &Source) -> Result<Vec<(String, Vec<u64>)>> {
-    let shard = &source.shard;
-    let documents = shard.documents() as u64;
-    let recorded = || {
-        let splits = &shard.sidecar().splits;
-        splits.iter().map(|s| (s.name.clone(), (s.first..s.first + s.documents).collect())).collect()
-    };
-    match config.split.by {
-        SplitBy::Source => Ok(recorded()),
-        SplitBy::File => Ok(source.split.map(|name| (name.to_owned(), (0..documents).collect())).into_iter().collect()),
-        SplitBy::Field => {
-            if shard.sidecar().split_rule == describe(&config.split) {
-                return Ok(recorded());
-            }
-            Err(Error::data(format!("{} was not split by field {:?}", source.name, config.split.field))
-                .hint(format!("shard its rows again with --split-field {}", config.split.field)))
-        }
-        SplitBy::Ratio => {
-            let (mut train, mut test) = (Vec::new(), Vec::new());
-            for row in 0..documents {
-                let side = if is_test(&shard.prompt(row as usize)?, &config.split) { &mut test } else { &mut train };
-                side.push(row);
-            }
-            Ok(vec![(TRAIN.to_owned(), train), (TEST.to_owned(), test)])
-        }
-    }
-}
-
-fn no_such_split(key: &str, name: &str, splits: &[Vec<(String, Vec<u64>)>]) -> Error {
-    let mut names: Vec<&str> = splits.iter().flatten().map(|(name, _)| name.as_str()).collect();
-    names.sort_unstable();
-    names.dedup();
-    let there = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-    Error::data(format!("data.{key} = {name:?} is no split of the data; there are: {there}"))
-        .hint("name one of these, or cut splits with data.split.by = \"ratio\", \"field\" or \"file\"")
 }

@@ -3,7 +3,9 @@
 use serde_json::{Value, json};
 use twox_hash::XxHash3_64;
 
+use super::shard::Shard;
 use crate::config::data::{SplitBy, SplitConfig};
+use crate::error::{Error, Result};
 
 /// Names of the two splits that a ratio or a list of files cuts.
 pub const TRAIN: &str = "train";
@@ -31,6 +33,48 @@ pub(super) fn is_test(prompt: &[u32], rule: &SplitConfig) -> bool {
 pub(super) fn prompt_hash(prompt: &[u32], seed: u64) -> u64 {
     let bytes: Vec<u8> = prompt.iter().flat_map(|t| t.to_le_bytes()).collect();
     XxHash3_64::oneshot_with_seed(seed, &bytes)
+}
+
+/// The splits of a source, with their documents in order; `of_file`: that of all, where files are splits.
+pub(super) fn splits_of(
+    rule: &SplitConfig,
+    of_file: Option<&str>,
+    name: &str,
+    shard: &Shard,
+) -> Result<Vec<(String, Vec<u64>)>> {
+    let documents = shard.documents() as u64;
+    let recorded = || {
+        let splits = &shard.sidecar().splits;
+        splits.iter().map(|s| (s.name.clone(), (s.first..s.first + s.documents).collect())).collect()
+    };
+    match rule.by {
+        SplitBy::Source => Ok(recorded()),
+        SplitBy::File => Ok(of_file.map(|name| (name.to_owned(), (0..documents).collect())).into_iter().collect()),
+        SplitBy::Field => {
+            if shard.sidecar().split_rule == describe(rule) {
+                return Ok(recorded());
+            }
+            Err(Error::data(format!("{name} was not split by field {:?}", rule.field))
+                .hint(format!("shard its rows again with --split-field {}", rule.field)))
+        }
+        SplitBy::Ratio => {
+            let (mut train, mut test) = (Vec::new(), Vec::new());
+            for row in 0..documents {
+                let side = if is_test(&shard.prompt(row as usize)?, rule) { &mut test } else { &mut train };
+                side.push(row);
+            }
+            Ok(vec![(TRAIN.to_owned(), train), (TEST.to_owned(), test)])
+        }
+    }
+}
+
+pub(super) fn no_such_split(key: &str, name: &str, splits: &[Vec<(String, Vec<u64>)>]) -> Error {
+    let mut names: Vec<&str> = splits.iter().flatten().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    names.dedup();
+    let there = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    Error::data(format!("data.{key} = {name:?} is no split of the data; there are: {there}"))
+        .hint("name one of these, or cut splits with data.split.by = \"ratio\", \"field\" or \"file\"")
 }
 
 #[cfg(test)]

@@ -14,21 +14,18 @@ use crate::sys::{files, memory};
 use crate::tensor::arena::{self, Usage};
 use std::path::{Path, PathBuf};
 
-/// Bytes of a learned parameter in a checkpoint: f32 weight and both moments.
-const CHECKPOINT_BYTES: usize = 12;
-
 /// What is offloaded to the host, and copied.
 const PINNED: &str = "offloaded state and weights, in pinned memory,";
 
 impl Run {
     /// Refuses a job whose gradients and optimizer state do not fit the memory that is left, or whose checkpoints and
-    /// export do not fit the disk, with the rollouts that are kept. `learned` elements of all models that are trained go into a
+    /// export do not fit the disk, with the rollouts that are kept. `saved_bytes` of all models that are trained go into a
     /// checkpoint, `export_bytes` of weights into the export, `rollout_bytes` at most into the rollouts of a step. All ranks call
     /// this after they have loaded their models, or made room for them: what that will take of a host is `unwritten` bytes.
     pub fn check_resources(
         &self,
         unwritten: usize,
-        learned: usize,
+        saved_bytes: usize,
         export_bytes: usize,
         rollout_bytes: u64,
     ) -> Result<()> {
@@ -46,11 +43,11 @@ impl Run {
         let (ranks, available) = (self.ranks.world.local_size as u64, memory::available_bytes());
         self.ranks.all.agree(within.and_then(|()| fits(what, of_host as u64, ranks, available)))?;
         let export = if self.config.job.export { export_bytes } else { 0 };
-        let fits = if self.ranks.all.rank() == 0 { self.fits_disk(learned, export, rollout_bytes) } else { Ok(()) };
+        let fits = if self.ranks.all.rank() == 0 { self.fits_disk(saved_bytes, export, rollout_bytes) } else { Ok(()) };
         self.ranks.all.agree(fits)
     }
 
-    fn fits_disk(&self, learned: usize, export: usize, rollout_bytes: u64) -> Result<()> {
+    fn fits_disk(&self, saved_bytes: usize, export: usize, rollout_bytes: u64) -> Result<()> {
         let (checkpoints, metrics, steps) = (&self.config.checkpoint, &self.config.metrics, self.config.job.steps);
         let to_come = |dir: &Path, keep_last, every_steps| {
             // Checkpoints, or files of rollouts.
@@ -59,8 +56,9 @@ impl Run {
             let there = files::entries(dir).map_or(0, |all| all.iter().filter(|path| is_of_a_step(path)).count());
             files_to_come(keep_last, every_steps, steps, there)
         };
-        let count = to_come(&self.checkpoints(), checkpoints.keep_last, checkpoints.every_steps);
-        let saved = (count * CHECKPOINT_BYTES * learned + export) as u64;
+        let best = usize::from(!checkpoints.best_metric.is_empty());
+        let count = to_come(&self.checkpoints(), checkpoints.keep_last, checkpoints.every_steps) + best;
+        let saved = (count * saved_bytes + export) as u64;
         let recorded =
             to_come(&self.dir.join("rollouts"), metrics.rollouts_keep_last, metrics.rollouts_every_steps) as u64;
         // Responses are seldom all of the longest length: where all rollouts are kept, those to come refuse no job.

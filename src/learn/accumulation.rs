@@ -50,6 +50,19 @@ pub fn accumulate(
     tokens_max: usize,
     mut microbatch: impl FnMut(&mut Learner, &[usize]) -> Sums,
 ) -> Sums {
+    accumulate_in_passes(learner, axes, lengths, tokens_max, 1, |learner, rows, _| microbatch(learner, rows))
+}
+
+/// The same of rows that are not all learned from alike: each micro-batch is passed `passes` times, with the number of the pass
+/// (from 0), for a forward and backward of those that the pass is for, if none.
+pub fn accumulate_in_passes(
+    learner: &mut Learner,
+    axes: &Axes,
+    lengths: &[usize],
+    tokens_max: usize,
+    passes: usize,
+    mut microbatch: impl FnMut(&mut Learner, &[usize], usize) -> Sums,
+) -> Sums {
     let (sum, tokens_max) = (&learner.sum, tokens_max * axes.sequence.size());
     let (cost, data) = (Cost::of(learner.role.arch()), &axes.data);
     let of_ranks = chunks(sum.order, sum.fixed_chunks, &cost, lengths, data.size(), tokens_max);
@@ -65,8 +78,12 @@ pub fn accumulate(
             left -= 1;
             if times > 0.0 {
                 let mut add = || {
-                    learner.sum.begin_microbatch(left == 0);
-                    microbatch(learner, rows)
+                    let mut sums = Sums::default();
+                    for pass in 0..passes {
+                        learner.sum.begin_microbatch(left == 0 && pass + 1 == passes);
+                        sums.add(&microbatch(learner, rows, pass));
+                    }
+                    sums
                 };
                 sums.add(&null::times(times, &mut add));
             }

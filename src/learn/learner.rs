@@ -82,10 +82,20 @@ impl Learner {
     /// Sets the masters, where the weights are not their own: to the numbers that the weights were rounded from, read piece by
     /// piece, or to the weights where those are no others.
     pub fn with_masters(mut self) -> Result<Self> {
-        let Self { role, zero, shards, .. } = &mut self;
-        if role.weights.dtype() == DType::F32 {
-            return Ok(self);
+        if self.role.weights.dtype() != DType::F32 {
+            self.set_masters()?;
         }
+        let Self { role, zero, shards, .. } = &mut self;
+        if zero.has_average() {
+            for u in 0..shards.updated.units() {
+                pieces(&shards.updated.own(u)).for_each(|part| zero.begin_average(u, part, &role.weights));
+            }
+        }
+        Ok(self)
+    }
+
+    fn set_masters(&mut self) -> Result<()> {
+        let Self { role, zero, shards, .. } = self;
         let (source, mut values) = (role.source.take(), Vec::new());
         for u in 0..shards.updated.units() {
             let own = shards.updated.own(u);
@@ -100,7 +110,28 @@ impl Learner {
                 zero.set_state(Vector::Master, u, part.start - own.start, &values);
             }
         }
-        Ok(self)
+        Ok(())
+    }
+
+    /// What a checkpoint holds of it.
+    pub fn vectors(&self) -> impl Iterator<Item = Vector> + use<> {
+        Vector::ALL.into_iter().chain(self.zero.has_average().then_some(Vector::Average))
+    }
+
+    /// Replaces the weights by their moving average, where one is kept: for an export, after which nothing more is learned. All
+    /// ranks call this.
+    pub fn take_average(&mut self) {
+        for u in 0..self.shards.updated.units() {
+            let own = self.shards.updated.own(u);
+            for part in pieces(&own) {
+                let at = part.start - own.start..part.end - own.start;
+                let values = self.zero.state(Vector::Average, u).map(|average| average.part(at).to_host());
+                if let Some(values) = values {
+                    self.role.weights.store_master(part.clone(), &values);
+                }
+            }
+        }
+        self.all_gather();
     }
 
     /// Makes the step behind gradients whose loss, the same on all ranks, was `loss`: not where that or the gradient is not finite.
@@ -174,6 +205,7 @@ impl Learner {
             Vector::Master => "a weight",
             Vector::First => "a first moment",
             Vector::Second => "a second moment",
+            Vector::Average => "the average of a weight",
         };
         format!("{what} of the {}'s {}", self.role.name, self.role.weights.table.name_at(at))
     }
@@ -186,10 +218,10 @@ impl Learner {
         mut read: impl FnMut(Vector, Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<()> {
         self.zero.updates = updates;
-        let mut room = Vec::new();
+        let (mut room, vectors): (_, Vec<Vector>) = (Vec::new(), self.vectors().collect());
         for u in 0..self.shards.updated.units() {
             let own = self.shards.updated.own(u);
-            for (part, what) in pieces(&own).flat_map(|part| Vector::ALL.map(|what| (part.clone(), what))) {
+            for (part, what) in pieces(&own).flat_map(|part| vectors.iter().map(move |what| (part.clone(), *what))) {
                 room.resize(part.len(), 0.0);
                 read(what, part.clone(), &mut room)?;
                 self.zero.set_state(what, u, part.start - own.start, &room);

@@ -37,14 +37,19 @@ impl PackedRow {
 
     /// Appends a sequence; token i (from 1 on) is predicted where `learned(i)`.
     pub fn push_where(&mut self, tokens: &[u32], learned: impl Fn(usize) -> bool) {
-        let start = self.tokens.len();
+        self.push_at(tokens, (1..tokens.len()).filter(|&i| learned(i)).map(|i| (i as u32 - 1, tokens[i])));
+    }
+
+    /// Appends a sequence; each position in `predicting`, which ascend and may repeat, predicts the token beside it.
+    pub fn push_at(&mut self, tokens: &[u32], predicting: impl IntoIterator<Item = (u32, u32)>) {
+        let start = self.tokens.len() as u32;
         self.tokens.extend_from_slice(tokens);
         self.positions.extend(0..tokens.len() as u32);
         self.cu_seqlens.push(self.tokens.len());
-        for i in (1..tokens.len()).filter(|&i| learned(i)) {
+        for (position, target) in predicting {
             self.row_indices.push(self.rows.len());
-            self.rows.push((start + i - 1) as u32);
-            self.targets.push(tokens[i]);
+            self.rows.push(start + position);
+            self.targets.push(target);
         }
         self.row_offsets.push(self.rows.len());
     }

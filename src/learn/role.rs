@@ -79,7 +79,11 @@ impl Role {
 
 /// The key by which a job names the model of a role.
 pub fn key(role: &str) -> String {
-    if role == "reward" { "reward.models".to_string() } else { format!("model.{role}") }
+    match role {
+        "reward" => "reward.models".to_string(),
+        "teacher" => "model.teachers".to_string(),
+        role => format!("model.{role}"),
+    }
 }
 
 /// The owner that the memory of a role's weights is counted for.

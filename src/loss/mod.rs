@@ -6,6 +6,8 @@
 
 pub mod aggregation;
 pub mod correction;
+pub mod distill;
+pub mod labelled;
 pub mod policy;
 pub mod preference;
 pub mod token;

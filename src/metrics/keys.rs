@@ -65,19 +65,28 @@ table! {
     EQUAL_GROUPS_RATIO = "equal_groups_ratio", "reward", Ratio,
         "Share of prompts whose samples all have the same reward: with an estimator that compares them they teach nothing.";
     SCORE_MEAN = "score_mean", "reward", One, "Mean over samples of what the reward function returned.";
+    SCORE_GREEDY_MEAN = "score_greedy_mean", "reward", One,
+        "Mean over samples of the score of the greedy response to their prompt, which is the baseline (ppo.advantage = \"remax\").";
     ACCURACY = "accuracy", "reward", Ratio,
-        "Share of predictions that are right: next tokens (sft), chosen above rejected (preference jobs).";
+        "Share of predictions that are right: next tokens (sft), chosen above rejected (preference jobs), labels of steps (step_reward), \
+         rewards above beta times the KL where desirable and below where not (kto).";
     CHOSEN_REWARD_MEAN = "chosen_reward_mean", "reward", One, "Mean reward of the chosen responses.";
     REJECTED_REWARD_MEAN = "rejected_reward_mean", "reward", One, "Mean reward of the rejected responses.";
+    DESIRABLE_REWARD_MEAN = "desirable_reward_mean", "reward", One, "Mean reward of the desirable responses (kto).";
+    UNDESIRABLE_REWARD_MEAN = "undesirable_reward_mean", "reward", One, "Mean reward of the undesirable responses (kto).";
     MARGIN_MEAN = "margin_mean", "reward", One, "Mean of the chosen response's reward less the rejected one's.";
 
     LOSS = "loss", "loss", Nats, "The loss that model.actor learns by: of the step's updates the mean.";
     POLICY_LOSS = "policy_loss", "loss", One, "Policy loss of a minibatch, as ppo.aggregation divides it; mean over the step's updates.";
     VALUE_LOSS = "value_loss", "loss", One,
         "Value loss of a minibatch, mean over its response tokens whatever ppo.aggregation says; mean over the step's updates.";
+    CE_MEAN = "ce_mean", "loss", Nats, "Mean cross-entropy of the rows' response tokens, in distill jobs: the part of loss that distill.ce_coef weighs.";
     KL_LOSS = "kl_loss", "loss", Nats, "KL term of the loss before its coefficient, where the KL is in the loss.";
+    PTX_LOSS = "ptx_loss", "loss", Nats,
+        "Mean cross-entropy of the next tokens of data.pretrain, before its coefficient; mean over the step's updates.";
 
-    KL_MEAN = "kl_mean", "policy", Nats, "Mean KL estimate against the reference per response token, at sampling.";
+    KL_MEAN = "kl_mean", "policy", Nats, "Mean KL estimate against the reference per response token, at sampling; kto: that of its loss, per response; \
+         distill: the mean divergence from the teachers (distill.divergence), of sampled tokens its estimate.";
     KL_COEF = "kl_coef", "policy", One, "Coefficient of the KL penalty used in this step.";
     ENTROPY = "entropy", "policy", Nats,
         "Mean entropy of the trained distribution, softmax(logits / rollout.temperature) over the whole vocabulary, before top_k, \
@@ -182,6 +191,7 @@ table! {
     EVAL_MARGIN_MEAN = "eval_margin_mean", "eval", One, "`margin_mean` on the evaluation split.";
     EVAL_REWARD_MEAN = "eval_reward_mean", "eval", One, "Mean score of greedy responses on the evaluation split.";
     EVAL_LOSS = "eval_loss", "eval", Nats, "`loss` on the evaluation split.";
+    EVAL_KL_MEAN = "eval_kl_mean", "eval", Nats, "`kl_mean` of a distill job on the evaluation split.";
     EVAL_RESPONSE_TOKENS_MEAN = "eval_response_tokens_mean", "eval", Tokens,
         "Mean length of a greedy response on the evaluation split.";
     EVAL_SAMPLES = "eval_samples", "eval", Count, "Evaluation prompts whose answers were scored.";

@@ -3,10 +3,44 @@
 use super::arch::Head;
 use super::transformer::Transformer;
 use super::weights::{Gradients, Unit, Weights};
-use crate::ops::linear_logprob::{self, Extra, TokenLoss};
+use crate::ops::linear_divergence::{self, Divergence, Divergences};
+use crate::ops::linear_logprob::{self, Extra, HeadPart, TokenLoss};
 use crate::ops::matmul::{self, Into};
 use crate::ops::{rows as picked, value_head};
-use crate::tensor::{Flat, Indices, Tensor};
+use crate::tensor::{Flat, Indices, Tensor, Weight, WeightMut};
+
+/// A teacher of some tokens: a model with the same vocabulary on the same ranks, its hidden state before each of them, and its weight.
+pub struct Teacher<'a> {
+    model: &'a Transformer,
+    weights: &'a Weights,
+    h: Tensor,
+    weight: f32,
+}
+
+/// Teachers, and how a student is compared with them.
+pub struct Lesson<'a> {
+    pub teachers: Vec<Teacher<'a>>,
+    pub divergence: Divergence,
+    pub temperature: f32,
+}
+
+impl Lesson<'_> {
+    /// Does `work` with the heads of all teachers.
+    fn taught<R>(&self, work: impl FnOnce(linear_divergence::Teachers) -> R) -> R {
+        let units: Vec<Unit> = self.teachers.iter().map(|teacher| teacher.model.head_unit(teacher.weights)).collect();
+        let all: Vec<linear_divergence::Teacher> = self
+            .teachers
+            .iter()
+            .zip(&units)
+            .map(|(Teacher { model, h, weight, .. }, unit)| linear_divergence::Teacher {
+                h,
+                w: unit.weight(model.head),
+                weight: *weight,
+            })
+            .collect();
+        work(linear_divergence::Teachers { all: &all, divergence: self.divergence, temperature: self.temperature })
+    }
+}
 
 impl Transformer {
     fn head_unit<'a>(&self, w: &'a Weights) -> Unit<'a> {
@@ -85,20 +119,83 @@ impl Transformer {
         check_head(w, Head::LanguageModel);
         self.check_targets(rows, targets);
         let h = gather(hidden, rows);
-        let mut dh = h.like(h.rows(), h.width());
         let (mut logprobs, mut entropy) = (vec![0.0; rows.len()], vec![0.0; rows.len()]);
+        let dhidden = self.through_head(w, &h, rows, hidden.rows(), grads, |head, part, dh, dw| {
+            let (l, e) = (&mut logprobs, &mut entropy);
+            linear_logprob::forward_backward_part(&h, head, part, targets, temperature, loss, None, l, e, dh, dw);
+        });
+        (dhidden, logprobs, entropy)
+    }
+
+    /// This model as a teacher of the tokens behind `rows`.
+    pub fn teacher<'a>(&'a self, w: &'a Weights, hidden: &Tensor, rows: &[u32], weight: f32) -> Teacher<'a> {
+        check_head(w, Head::LanguageModel);
+        Teacher { model: self, weights: w, h: gather(hidden, rows), weight }
+    }
+
+    /// How far the distributions after `rows` are from the teachers', and the log-probabilities of `targets`.
+    pub fn divergences(
+        &self,
+        w: &Weights,
+        hidden: &Tensor,
+        rows: &[u32],
+        targets: &[u32],
+        lesson: &Lesson,
+    ) -> (Divergences, Vec<f32>) {
+        check_head(w, Head::LanguageModel);
+        self.check_targets(rows, targets);
+        let (h, unit, mut logprobs) = (gather(hidden, rows), self.head_unit(w), vec![0.0; rows.len()]);
+        let mut found = Divergences::default();
+        self.with_head_part(|part| {
+            let head = unit.weight(self.head);
+            found = lesson.taught(|all| linear_divergence::forward(&h, head, part, targets, all, &mut logprobs));
+        });
+        (found, logprobs)
+    }
+
+    /// The same in one pass with the gradient of sum_t (ce (-log-probability) + scale divergence), `weights` = [ce, scale]: the head's
+    /// (added), and that of hidden, which is returned first (t, d).
+    pub fn divergences_backward(
+        &self,
+        w: &Weights,
+        hidden: &Tensor,
+        rows: &[u32],
+        targets: &[u32],
+        lesson: &Lesson,
+        weights: [f32; 2],
+        grads: &mut Gradients,
+    ) -> (Tensor, Divergences, Vec<f32>) {
+        check_head(w, Head::LanguageModel);
+        self.check_targets(rows, targets);
+        let (h, mut logprobs, mut found) = (gather(hidden, rows), vec![0.0; rows.len()], Divergences::default());
+        let dhidden = self.through_head(w, &h, rows, hidden.rows(), grads, |head, part, dh, dw| {
+            let l = &mut logprobs;
+            found = lesson
+                .taught(|all| linear_divergence::forward_backward(&h, head, part, targets, all, weights, l, dh, dw));
+        });
+        (dhidden, found, logprobs)
+    }
+
+    /// A backward through the head of the states `h` of `rows`: `body` fills their gradient and adds that of the head. Returns dhidden
+    /// (t, d).
+    fn through_head(
+        &self,
+        w: &Weights,
+        h: &Tensor,
+        rows: &[u32],
+        t: usize,
+        grads: &mut Gradients,
+        body: impl FnOnce(Weight, HeadPart, &mut Tensor, WeightMut),
+    ) -> Tensor {
+        let mut dh = h.like(h.rows(), h.width());
         let unit = w.table.unit_of(self.head);
         grads.begin(unit);
         let values = w.unit(unit);
         self.prefetch_backward(w);
-        self.with_head_part(|part| {
-            let (head, dw) = (values.weight(self.head), grads.weight_mut(self.head));
-            let (l, e) = (&mut logprobs, &mut entropy);
-            linear_logprob::forward_backward_part(&h, head, part, targets, temperature, loss, l, e, &mut dh, dw);
-        });
+        self.with_head_part(|part| body(values.weight(self.head), part, &mut dh, grads.weight_mut(self.head)));
         grads.finish(unit);
         self.tensor.sum_slice(dh.slice_mut());
-        (scatter(&dh, rows, hidden.rows()), logprobs, entropy)
+        scatter(&dh, rows, t)
     }
 
     /// The value (or reward) at each of `rows`.

@@ -39,6 +39,7 @@ mod vocabulary;
 pub use arch::{Arch, Head};
 pub use families::Family;
 pub use files::weight_files;
+pub use heads::{Lesson, Teacher};
 pub use params::{Init, ParamId, ParamSpec, ParamTable};
 pub use part::TensorPart;
 pub use partition::{Partition, Shards};

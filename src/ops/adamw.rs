@@ -18,3 +18,10 @@ pub fn step(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], update: &Upd
     null::note(null::OPTIMIZER, 0.0, (28 * len) as f64);
     cpu::adamw::step(p, g, m, v, update, weight_decay);
 }
+
+/// average = beta average + (1 - beta) p
+pub fn average(p: &[f32], beta: f32, average: &mut [f32]) {
+    assert_eq!(p.len(), average.len(), "adamw::average: an average of another length");
+    null::note(null::OPTIMIZER, 0.0, (12 * p.len()) as f64);
+    cpu::adamw::average(p, beta, average);
+}

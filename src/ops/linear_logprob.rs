@@ -9,8 +9,9 @@
 pub use crate::device::cpu::softmax::RowStats;
 
 use super::{check, linear_logprob_cuda as on_gpu};
-use crate::device::cpu::{matmul as products, softmax};
-use crate::device::cuda::Memory;
+use crate::device::cpu::{copy, matmul as products, softmax};
+use crate::device::cuda::linear_logprob::Logits;
+use crate::device::cuda::{Memory, ViewMut};
 use crate::device::{Device, null};
 use crate::ops::matmul::{backward_input_rows, backward_weight_rows, check_gradient, forward_rows, panels};
 use crate::tensor::arena::Buffer;
@@ -18,7 +19,7 @@ use crate::tensor::{DType, SliceMut, Tensor, Weight, WeightMut};
 use std::ops::Range;
 
 /// Logits of one chunk: enough rows for a fast product, few enough bytes to stay in cache where the vocabulary allows.
-const CHUNK_BYTES: usize = 8 << 20;
+pub(super) const CHUNK_BYTES: usize = 8 << 20;
 /// The same where gradients follow: each chunk also passes over all of dW.
 const CHUNK_BYTES_BACKWARD: usize = 16 << 20;
 /// A head up to this size is transposed once for all chunks, a larger one again for each.
@@ -28,7 +29,7 @@ const CHUNK_BYTES_MAX: usize = 40 << 20;
 /// Rows below which the product over the vocabulary is slow.
 const CHUNK_ROWS: usize = 64;
 
-fn chunk_rows(tokens: usize, vocabulary: usize, bytes: usize) -> usize {
+pub(super) fn chunk_rows(tokens: usize, vocabulary: usize, bytes: usize) -> usize {
     let row = size_of::<f32>() * vocabulary;
     let rows = (bytes / row).max(CHUNK_ROWS).min(CHUNK_BYTES_MAX / row);
     let rows = if rows >= 8 { rows / 8 * 8 } else { rows.max(1) };
@@ -68,9 +69,18 @@ impl HeadPart<'_> {
         targets.iter().map(|&target| (target as usize).checked_sub(self.first).unwrap_or(usize::MAX)).collect()
     }
 
+    /// The statistics of whole rows, or sums over them whose `max` is 0, from those of this part.
+    pub(super) fn combined(&self, mut stats: Vec<RowStats>) -> Vec<RowStats> {
+        if let Some(combine) = self.combine {
+            let mut targets = vec![0.0; stats.len()];
+            combine(&mut stats, &mut targets);
+        }
+        stats
+    }
+
     /// The places of a chunk's targets, and the statistics and target logits of whole rows, from its logits (rows, v) = x W^T,
     /// which it fills.
-    fn stats(
+    pub(super) fn stats(
         &self,
         x: &[f32],
         head: products::Panels,
@@ -91,7 +101,7 @@ impl HeadPart<'_> {
     }
 }
 
-fn check_inputs(op: &str, h: &Tensor, w: &Weight, targets: &[u32], temperature: f32, logprobs: usize) {
+pub(super) fn check_inputs(op: &str, h: &Tensor, w: &Weight, targets: &[u32], temperature: f32, logprobs: usize) {
     check(op, "h", h, h.rows(), w.k);
     let t = h.rows();
     assert!(targets.len() == t, "{op}: {} targets for {t} tokens", targets.len());
@@ -193,6 +203,22 @@ pub fn forward_part(
 /// writes (d loss / d logprob, d loss / d entropy), which are 0 before.
 pub type TokenLoss<'a> = dyn FnMut(Range<usize>, &[f32], &[f32], &mut [f32], &mut [f32]) + 'a;
 
+/// What compares the logits of a chunk of tokens with others', and adds to their gradient.
+pub trait Comparison {
+    /// Given the logits of tokens `range` on one part of the head, and their gradient so far.
+    fn chunk(&mut self, part: HeadPart, range: Range<usize>, logits: &[f32], dlogits: &mut [f32]);
+
+    /// The same on a GPU, with the places of the targets.
+    fn chunk_on_gpu(
+        &mut self,
+        head: &on_gpu::Head,
+        range: &Range<usize>,
+        places: &Memory,
+        logits: Logits,
+        dlogits: ViewMut,
+    );
+}
+
 /// The head transposed, where several chunks will use it and it is not too large.
 fn transposed_once(head: &products::Panels, several: bool) -> Option<Buffer> {
     let len = products::transposed_len(head);
@@ -220,10 +246,11 @@ pub fn forward_backward(
 ) {
     check_targets(BACKWARD, &w, targets);
     let part = HeadPart::whole(&w);
-    forward_backward_part(h, w, part, targets, temperature, loss, logprobs, entropy, dh, dw);
+    forward_backward_part(h, w, part, targets, temperature, loss, None, logprobs, entropy, dh, dw);
 }
 
-/// `forward_backward` on one part of the head: `dh` is this part's share of a sum over all parts.
+/// `forward_backward` on one part of the head: `dh` is this part's share of a sum over all parts. What the chunk's distributions
+/// are compared with, `against`, adds to their dlogits.
 pub fn forward_backward_part(
     h: &Tensor,
     w: Weight,
@@ -231,6 +258,7 @@ pub fn forward_backward_part(
     targets: &[u32],
     temperature: f32,
     loss: &mut TokenLoss,
+    mut against: Option<&mut dyn Comparison>,
     logprobs: &mut [f32],
     entropy: &mut [f32],
     dh: &mut Tensor,
@@ -244,12 +272,13 @@ pub fn forward_backward_part(
     note(null::HEAD_BACKWARD, 3.0, t, &w);
     if h.device() == Device::Cuda {
         let head = on_gpu::Head::new(BACKWARD, h, &w, part, targets, temperature);
-        on_gpu::forward_backward(&head, loss, logprobs, entropy, dh, dw);
+        on_gpu::forward_backward(&head, loss, against, logprobs, entropy, dh, dw);
         return;
     }
     let head = panels(BACKWARD, &w);
     let rows = chunk_rows(t, part.rows_max, CHUNK_BYTES_BACKWARD);
     let mut logits = Buffer::scratch(rows * w.n);
+    let mut kept = Buffer::scratch(if against.is_some() { logits.len() } else { 0 });
     let transposed = transposed_once(&head, rows < t);
     let mut dlogprobs = vec![0.0; rows];
     let mut dentropy = vec![0.0; rows];
@@ -261,14 +290,20 @@ pub fn forward_backward_part(
         let rows = range.start * d..range.end * d;
         let h = &h.data()[rows.clone()];
         let (places, stats, found) = part.stats(h, head, 1.0 / temperature, &targets[range.clone()], logits);
+        if against.is_some() {
+            copy::copy(logits, &mut kept[..m * w.n]);
+        }
         for ((i, stats), &logit) in range.clone().zip(&stats).zip(&found) {
             logprobs[i] = stats.logprob(logit);
             entropy[i] = stats.entropy();
         }
         dlogprobs.fill(0.0);
         dentropy.fill(0.0);
-        loss(range.clone(), &logprobs[range.clone()], &entropy[range], dlogprobs, dentropy);
+        loss(range.clone(), &logprobs[range.clone()], &entropy[range.clone()], dlogprobs, dentropy);
         softmax::backward_rows(logits, w.n, &stats, &places, dlogprobs, dentropy);
+        if let Some(against) = &mut against {
+            against.chunk(part, range, &kept[..m * w.n], logits);
+        }
         backward_input_rows(logits, m, &head, transposed.as_deref(), &mut dh.data_mut()[rows], false);
         backward_weight_rows(logits, h, m, w.n, d, dw.values.reborrow().f32(), head.is_bf16());
     }

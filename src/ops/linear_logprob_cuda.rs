@@ -1,7 +1,7 @@
 //! `linear_logprob` on a GPU: the same chunks, with logits in f32 and their gradients in bf16. Where a loss follows, the host
 //! waits for the log-probabilities of a chunk.
 
-use super::linear_logprob::{Extra, HeadPart, TokenLoss};
+use super::linear_logprob::{Comparison, Extra, HeadPart, TokenLoss};
 use super::matmul::rows;
 use crate::device::cuda::fast;
 use crate::device::cuda::linear_logprob::{self as cuda, Logits};
@@ -22,13 +22,13 @@ const FUSED_BYTES: usize = 64 << 20;
 const FUSED_ROWS: usize = 128;
 
 /// A head, and the rows that go through it.
-pub(super) struct Head<'a> {
+pub struct Head<'a> {
     h: View<'a>,
     tokens: usize,
     width: usize,
     w: Matrix<'a>,
-    part: HeadPart<'a>,
-    targets: &'a [u32],
+    pub(super) part: HeadPart<'a>,
+    pub(super) targets: &'a [u32],
     inverse_temperature: f32,
 }
 
@@ -45,7 +45,7 @@ impl<'a> Head<'a> {
         Self { h: h.cuda(), tokens, width, w: rows(op, w), part, targets, inverse_temperature: 1.0 / temperature }
     }
 
-    fn chunk_rows(&self) -> usize {
+    pub(super) fn chunk_rows(&self) -> usize {
         (CHUNK_BYTES / (size_of::<f32>() * self.part.rows_max)).clamp(1, self.tokens.max(1))
     }
 
@@ -54,7 +54,7 @@ impl<'a> Head<'a> {
         (FUSED_BYTES / fused::scratch_bytes(1, self.part.rows_max)).clamp(1, self.tokens.max(1))
     }
 
-    fn chunks(&self, rows: usize) -> impl Iterator<Item = Range<usize>> {
+    pub(super) fn chunks(&self, rows: usize) -> impl Iterator<Item = Range<usize>> {
         let tokens = self.tokens;
         (0..tokens).step_by(rows).map(move |start| start..tokens.min(start + rows))
     }
@@ -64,27 +64,27 @@ impl<'a> Head<'a> {
     }
 
     /// Where the targets of `range` are among W's rows.
-    fn places(&self, range: &Range<usize>) -> Memory {
+    pub(super) fn places(&self, range: &Range<usize>) -> Memory {
         cuda::places(&self.part.places(&self.targets[range.clone()]), self.w.rows)
     }
 
     /// Values from one row of logits to the next: rows begin at whole 16 bytes.
-    fn stride(&self) -> usize {
+    pub(super) fn stride(&self) -> usize {
         self.w.rows.next_multiple_of(8)
     }
 
     /// Room for the logits of a chunk.
-    fn room(&self) -> Memory {
+    pub(super) fn room(&self) -> Memory {
         Memory::scratch(self.chunk_rows() * self.stride() * size_of::<f32>())
     }
 
-    fn logits<'l>(&self, room: &'l Memory, rows: usize) -> Logits<'l> {
+    pub(super) fn logits<'l>(&self, room: &'l Memory, rows: usize) -> Logits<'l> {
         let (v, stride) = (self.w.rows, self.stride());
         Logits { values: room.view(DType::F32).part(0..rows * stride), rows, v, stride }
     }
 
     /// Logits of a chunk, and the statistics of whole rows.
-    fn stats(&self, range: &Range<usize>, places: &Memory, room: &mut Memory) -> Memory {
+    pub(super) fn stats(&self, range: &Range<usize>, places: &Memory, room: &mut Memory) -> Memory {
         let (m, v, stride) = (range.len(), self.w.rows, self.stride());
         let values = room.view_mut(DType::F32).part(0..m * stride);
         let y = MatrixMut { values, rows: m, width: v, stride };
@@ -105,7 +105,7 @@ impl<'a> Head<'a> {
         stats
     }
 
-    fn combine(&self, rows: usize, stats: &mut Memory) {
+    pub(super) fn combine(&self, rows: usize, stats: &mut Memory) {
         if let Some(gather) = self.part.gather {
             let (of_parts, parts) = gather(stats);
             cuda::combine(&of_parts, parts, rows, stats);
@@ -136,6 +136,7 @@ pub(super) fn forward(head: &Head, mut logprobs: ViewMut, kind: Extra, mut extra
 pub(super) fn forward_backward(
     head: &Head,
     loss: &mut TokenLoss,
+    mut against: Option<&mut dyn Comparison>,
     logprobs: &mut [f32],
     entropy: &mut [f32],
     dh: &mut Tensor,
@@ -177,6 +178,10 @@ pub(super) fn forward_backward(
                 dlogits.view_mut(DType::Bf16).part(at * stride..(at + m) * stride),
                 stride,
             );
+            if let Some(against) = &mut against {
+                let dlogits = dlogits.view_mut(DType::Bf16).part(at * stride..(at + m) * stride);
+                against.chunk_on_gpu(head, &range, &places, head.logits(&room, m), dlogits);
+            }
         }
         let m = whole.len();
         let dlogits = Matrix { values: dlogits.view(DType::Bf16).part(0..m * stride), rows: m, width: v, stride };

@@ -11,6 +11,7 @@ pub mod attention;
 mod attention_shape;
 pub mod columns;
 pub mod embedding;
+pub mod linear_divergence;
 pub mod linear_logprob;
 mod linear_logprob_cuda;
 pub mod matmul;

@@ -24,14 +24,17 @@ pub enum Vector {
     First,
     /// Second moments.
     Second,
+    /// Moving average of the master, where one is kept.
+    Average,
 }
 
 impl Vector {
+    /// Those that every learner has.
     pub const ALL: [Self; VECTORS] = [Self::Master, Self::First, Self::Second];
 
     /// What a checkpoint calls it.
     pub fn name(self) -> &'static str {
-        ["weights", "m", "v"][self as usize]
+        ["weights", "m", "v", "ema"][self as usize]
     }
 }
 
@@ -42,6 +45,8 @@ pub struct HostState {
     /// Of each unit the vectors in the order of `Vector`, end to end.
     units: Vec<HostCopy>,
     lens: Vec<usize>,
+    /// Of each unit: 3, or 4 with the average.
+    vectors: usize,
     /// Their memory on the GPU.
     onloading: Option<(usize, Memory)>,
     offloading: VecDeque<(usize, Memory)>,
@@ -49,14 +54,15 @@ pub struct HostState {
 
 impl HostState {
     /// All zeros, for the own ranges of `partition`.
-    pub fn zeros(partition: &Partition) -> Self {
+    pub fn zeros(partition: &Partition, averages: bool) -> Self {
+        let vectors = VECTORS + usize::from(averages);
         let lens: Vec<usize> = (0..partition.units()).map(|u| partition.own(u).len()).collect();
-        let units = lens.iter().map(|len| HostCopy::zeros(VECTORS * len * size_of::<f32>())).collect();
-        Self { units, lens, onloading: None, offloading: VecDeque::new() }
+        let units = lens.iter().map(|len| HostCopy::zeros(vectors * len * size_of::<f32>())).collect();
+        Self { units, lens, vectors, onloading: None, offloading: VecDeque::new() }
     }
 
     pub fn bytes(&self) -> usize {
-        VECTORS * self.lens.iter().sum::<usize>() * size_of::<f32>()
+        self.vectors * self.lens.iter().sum::<usize>() * size_of::<f32>()
     }
 
     fn place(&self, what: Vector, unit: usize) -> Range<usize> {
@@ -82,9 +88,9 @@ impl HostState {
         self.units[unit].as_f32_mut()[place][at..at + values.len()].copy_from_slice(values);
     }
 
-    /// Calls `work` with master, first and second moments of a unit on the GPU. All units take their turn in order; then
-    /// `finish_update`.
-    pub fn update(&mut self, unit: usize, work: impl FnOnce([ViewMut; VECTORS])) {
+    /// Calls `work` with master, first and second moments of a unit on the GPU, and the average, if of no values. All units take
+    /// their turn in order; then `finish_update`.
+    pub fn update(&mut self, unit: usize, work: impl FnOnce([ViewMut; VECTORS + 1])) {
         let start = Instant::now();
         let mut memory = match self.onloading.take() {
             Some((onloading, memory)) if onloading == unit => memory,
@@ -98,9 +104,10 @@ impl HostState {
         self.units[unit].wait();
         let mut state = memory.view_mut(DType::F32);
         let (mut p, mut moments) = state.split_at(len);
-        let (m, v) = moments.split_at(len);
+        let (m, mut rest) = moments.split_at(len);
+        let (v, average) = rest.split_at(len);
         arena::count_moving(start);
-        work([p.reborrow(), m, v]);
+        work([p.reborrow(), m, v, average]);
         let start = Instant::now();
         self.units[unit].begin_offload(&memory);
         self.offloading.push_back((unit, memory));

@@ -29,8 +29,8 @@ pub struct Zero {
     copies: Vec<Vec<Part<usize>>>,
     /// The same parts for the kernels of a GPU; none on the CPU.
     decays: Vec<Decays>,
-    /// By `Vector`: no master where the weights are their own.
-    vectors: [Option<Flat>; 3],
+    /// By `Vector`: no master where the weights are their own, and no average where `ema_beta` is 0.
+    vectors: [Option<Flat>; 4],
     /// Instead of these, where they are offloaded to the host between updates.
     host: Option<HostState>,
     /// Updates made so far.
@@ -58,12 +58,12 @@ impl Zero {
     /// disjoint: they have no weight decay unless `config.decay_vectors`.
     pub fn new(device: Device, config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
         let zeros = || Some(owned_by("optimizer state", || Flat::zeros(device, partition.own_len())));
-        let moments = [None, zeros(), zeros()];
-        Self::of((moments, None), device, config, partition, vectors)
+        let average = if config.ema_beta > 0.0 { zeros() } else { None };
+        Self::of(([None, zeros(), zeros(), average], None), device, config, partition, vectors)
     }
 
     fn of(
-        (state, host): ([Option<Flat>; 3], Option<HostState>),
+        (state, host): ([Option<Flat>; 4], Option<HostState>),
         device: Device,
         config: &OptimConfig,
         partition: Arc<Partition>,
@@ -92,8 +92,8 @@ impl Zero {
 
     /// State for a GPU that lies in the host's memory between updates: all zeros, the master too.
     pub fn on_host(config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
-        let host = Some(HostState::zeros(&partition));
-        Self::of(([None, None, None], host), Device::Cuda, config, partition, vectors)
+        let host = Some(HostState::zeros(&partition, config.ema_beta > 0.0));
+        Self::of(([const { None }; 4], host), Device::Cuda, config, partition, vectors)
     }
 
     /// Flat ranges, ascending and disjoint, of which `copies` ranks of the tensor axis hold the same values: each counts
@@ -214,12 +214,15 @@ impl Zero {
     fn apply_f32(&mut self, update: Update, unit: usize, params: &mut [f32], grads: &[f32]) {
         let held = self.partition.held(unit);
         assert!(params.len() == held.len() && grads.len() == held.len(), "unit {unit}: ranges of another length");
-        let [_, Some(m), Some(v)] = &mut self.vectors else { panic!("the state is not here") };
+        let [_, Some(m), Some(v), average] = &mut self.vectors else { panic!("the state is not here") };
         let [m, v] = [m, v].map(|moments| moments.slice_mut(held.clone()).f32());
         for Part { range, is: decays } in &self.parts[unit] {
             let weight_decay = if *decays { self.config.weight_decay as f32 } else { 0.0 };
             let at = || range.clone();
             ops::adamw::step(&mut params[at()], &grads[at()], &mut m[at()], &mut v[at()], &update, weight_decay);
+        }
+        if let Some(average) = average {
+            ops::adamw::average(params, self.config.ema_beta as f32, average.slice_mut(held).f32());
         }
     }
 
@@ -228,15 +231,20 @@ impl Zero {
     /// # Panics
     /// If the state has no master, or is not on the GPU.
     pub fn apply_cuda(&mut self, update: Update, unit: usize, weights: ViewMut, grads: Slice) {
-        let decays = &self.decays[unit];
+        let (decays, beta) = (&self.decays[unit], self.config.ema_beta as f32);
+        let step = |mut p: ViewMut, m: ViewMut, v: ViewMut, average: Option<ViewMut>| {
+            cuda::adamw::step(p.reborrow(), grads.cuda(), m, v, weights, decays, &update);
+            if let Some(average) = average {
+                cuda::adamw::average(p.as_view(), beta, average);
+            }
+        };
         if let Some(host) = &mut self.host {
-            let step = |[p, m, v]: [ViewMut; 3]| cuda::adamw::step(p, grads.cuda(), m, v, weights, decays, &update);
-            return host.update(unit, step);
+            return host.update(unit, |[p, m, v, average]| step(p, m, v, (beta > 0.0).then_some(average)));
         }
         let held = self.partition.held(unit);
-        let [Some(p), Some(m), Some(v)] = &mut self.vectors else { panic!("the state has no master") };
+        let [Some(p), Some(m), Some(v), average] = &mut self.vectors else { panic!("the state has no master") };
         let [p, m, v] = [p, m, v].map(|state| state.slice_mut(held.clone()).cuda());
-        cuda::adamw::step(p, grads.cuda(), m, v, weights, decays, &update);
+        step(p, m, v, average.as_mut().map(|average| average.slice_mut(held).cuda()));
     }
 
     /// Ends an update, when `apply_cuda` has taken every unit.
@@ -244,6 +252,24 @@ impl Zero {
         if let Some(host) = &mut self.host {
             host.finish_update();
         }
+    }
+
+    /// Whether a moving average of the master is kept.
+    pub fn has_average(&self) -> bool {
+        self.config.ema_beta > 0.0
+    }
+
+    /// Begins the average of a part of the own range of a unit with its master, or with `weights` that are their own.
+    pub fn begin_average(&mut self, unit: usize, part: Range<usize>, weights: &Weights) {
+        if null::is_active() {
+            return;
+        }
+        let first = part.start - self.partition.own(unit).start;
+        let values = match self.state(Vector::Master, unit) {
+            Some(master) => master.part(first..first + part.len()).to_host(),
+            None => weights.to_master(part).to_vec(),
+        };
+        self.set_state(Vector::Average, unit, first, &values);
     }
 
     /// Sets the master of a part of the own range of a unit, where there is one, to `weights`.
@@ -261,7 +287,7 @@ impl Zero {
     /// The state of the own range of a unit, wherever it lies; no master where the weights are their own.
     pub fn state(&self, what: Vector, unit: usize) -> Option<Slice<'_>> {
         match &self.host {
-            Some(host) => Some(host.slice(what, unit)),
+            Some(host) => (what != Vector::Average || self.has_average()).then(|| host.slice(what, unit)),
             None => self.vectors[what as usize].as_ref().map(|vector| vector.slice(self.partition.held(unit))),
         }
     }

@@ -1,11 +1,11 @@
-//! What Python rewards are given of a run.
+//! What functions and services are given of a run.
 
 use crate::error::Result;
 use crate::experience::RowFields;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// What Python rewards are given of a run.
+/// What functions and services are given of a run.
 #[derive(Default)]
 pub struct RewardContext {
     /// The row of a prompt, by its id.
@@ -14,6 +14,8 @@ pub struct RewardContext {
     pub columns: Vec<String>,
     /// Where what the functions print goes; nowhere, but for errors, where there is none.
     pub log: Option<PathBuf>,
+    /// Whether no server is asked: a job is only checked.
+    pub offline: bool,
 }
 
 pub type Lookup = Arc<dyn Fn(u64) -> Result<RowFields> + Send + Sync>;

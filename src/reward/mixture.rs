@@ -17,6 +17,18 @@ pub struct Scored {
     pub failed: Option<String>,
 }
 
+impl Scored {
+    /// The sum of two mixtures; failed where either is.
+    #[must_use]
+    pub fn plus(mut self, other: Self) -> Self {
+        self.score += other.score;
+        self.parts.extend(other.parts);
+        self.extra.extend(other.extra);
+        self.failed = self.failed.or(other.failed);
+        self
+    }
+}
+
 /// The score of one reward for one response, before mixing.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RewardOutput {
@@ -49,7 +61,7 @@ pub fn mix(
                 scored.parts.insert(name.to_string(), score);
             }
             scored.failed = scored.failed.take().or(output.failed.map(|why| format!("{name}: {why}")));
-            if parts.len() == 1 {
+            if parts.len() == 1 && !others {
                 scored.extra = output.extra;
             } else {
                 scored.extra.extend(output.score.map(|score| (name.to_string(), score)));

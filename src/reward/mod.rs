@@ -1,26 +1,34 @@
-//! Scores of responses: rules on the text, a user's Python file, and mixtures of them.
+//! Scores of responses: rules on the text, a user's Python file, a service, and mixtures of them. A response goes to them as soon
+//! as it is finished.
 //!
 //! A reward that fails is an error: there is no score that nobody gave.
 
 mod context;
+mod http;
 pub mod mixture;
-pub mod python;
+pub mod pool;
+mod python;
+mod reply;
 pub mod rules;
 
 pub use context::{Lookup, RewardContext};
 pub use mixture::{RewardOutput, Scored};
 
-use std::path::Path;
-
 use crate::config::{self, reward::RewardConfig};
 use crate::error::Result;
 use crate::experience::{Prompt, Response};
+use pool::{Asked, Pool};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 #[derive(Debug)]
 pub struct Reward {
     parts: Vec<Part>,
     /// Whether reward models score beside them.
     has_models: bool,
+    /// The responses of this round, by their places.
+    asked: Vec<Option<Arc<Asked>>>,
 }
 
 #[derive(Debug)]
@@ -33,14 +41,16 @@ struct Part {
 #[derive(Debug)]
 enum Source {
     Rule(Box<rules::Rule>),
-    Python(Box<python::PythonReward>),
+    Pool(Box<Pool>),
 }
 
 impl Reward {
-    /// Checks the configuration, compiles patterns, and starts each Python file far enough to know its function. Paths
-    /// are relative to `base_dir`, the job file's directory.
+    /// Checks the configuration, compiles patterns, starts each Python file far enough to know its function, and connects to each
+    /// server once. Paths are relative to `base_dir`, the job file's directory. A job that needs no reward may name none.
     pub fn new(config: &RewardConfig, base_dir: &Path, context: &RewardContext) -> Result<Self> {
-        config.check()?;
+        if config.is_set() {
+            config.check()?;
+        }
         let mut parts: Vec<Part> = Vec::new();
         for rule in &config.rule {
             let name = if rule.name.is_empty() { config::name(&rule.kind) } else { rule.name.clone() };
@@ -48,9 +58,17 @@ impl Reward {
             parts.push(Part { name, weight: rule.weight, source });
         }
         for python in &config.python {
-            let source = python::PythonReward::new(config, python, base_dir, context)?;
-            let name = if python.name.is_empty() { source.function() } else { &python.name }.to_string();
-            parts.push(Part { name, weight: python.weight, source: Source::Python(Box::new(source)) });
+            let (function, file, workers) = python::workers(config, python, base_dir, context)?;
+            let about = format!("reward {function} of {}", file.display());
+            let source = Source::Pool(Box::new(Pool::new(config, about, python.batch, workers)?));
+            let name = if python.name.is_empty() { function } else { python.name.clone() };
+            parts.push(Part { name, weight: python.weight, source });
+        }
+        for http in &config.http {
+            let workers = http::workers(config, http, context)?;
+            let name = if http.name.is_empty() { "http".to_string() } else { http.name.clone() };
+            let source = Source::Pool(Box::new(Pool::new(config, format!("reward {name}"), http.batch, workers)?));
+            parts.push(Part { name, weight: http.weight, source });
         }
         for i in 0..parts.len() {
             let same = parts[..i].iter().filter(|p| p.name == parts[i].name).count();
@@ -58,31 +76,91 @@ impl Reward {
                 parts[i].name = format!("{}_{}", parts[i].name, same + 1);
             }
         }
-        Ok(Self { parts, has_models: !config.models.is_empty() })
+        Ok(Self { parts, has_models: config.has_models(), asked: Vec::new() })
     }
 
-    /// Scores `responses[i]` to `prompts[i]`, in that order. With several rewards `extra` also holds the score of each
-    /// under its name.
+    fn pools(&mut self) -> impl Iterator<Item = &mut Pool> {
+        self.parts.iter_mut().filter_map(|part| match &mut part.source {
+            Source::Pool(pool) => Some(&mut **pool),
+            Source::Rule(_) => None,
+        })
+    }
+
+    /// Makes `count` more places for responses of this round; the first of them.
+    pub fn expect(&mut self, count: usize) -> usize {
+        let first = self.asked.len();
+        self.asked.resize(first + count, None);
+        self.pools().for_each(|pool| pool.expect(first..first + count));
+        first
+    }
+
+    /// Hands a response that is finished to its rewards, and does not wait.
+    pub fn push(&mut self, place: usize, prompt: &Prompt, response: &Response) {
+        let Self { parts, asked, .. } = self;
+        asked[place] = Some(Arc::new(Asked { prompt: prompt.clone(), response: response.clone() }));
+        for part in parts {
+            if let Source::Pool(pool) = &mut part.source {
+                pool.push(place, asked);
+            }
+        }
+    }
+
+    /// Whether all responses are scored, or nothing more will be; waits for that until `until`.
+    pub fn wait(&mut self, until: Instant) -> bool {
+        self.pools().all(|pool| pool.wait(until)) || self.has_failed()
+    }
+
+    /// Whether `finish` will be an error.
+    pub fn has_failed(&mut self) -> bool {
+        self.pools().any(|pool| pool.has_failed())
+    }
+
+    /// The scores in the order of places, after `wait` was true. The next round begins. With several rewards `extra` also holds
+    /// the score of each under its name; without any all are 0.
     ///
     /// # Errors
-    /// `Service` where a Python reward failed after its retries, or every reward abstained from a response; `Data`
+    /// `Service` where a function or a service failed after its retries, or every reward abstained from a response; `Data`
     /// where a rule needs a label that a prompt does not have.
+    pub fn finish(&mut self) -> Result<Vec<Scored>> {
+        let asked = std::mem::take(&mut self.asked);
+        let asked = asked.iter().map(|asked| asked.as_deref().expect("each was handed over"));
+        let (prompts, responses): (Vec<_>, Vec<_>) = asked.map(|asked| (&asked.prompt, &asked.response)).unzip();
+        let failed = self.pools().find(|pool| pool.has_failed()).map(Pool::finish);
+        if let Some(failed) = failed {
+            self.cancel();
+            failed?;
+        }
+        if self.parts.is_empty() && !self.has_models {
+            return Ok(vec![Scored::default(); prompts.len()]);
+        }
+        let mut outputs = Vec::with_capacity(self.parts.len());
+        for part in &mut self.parts {
+            outputs.push(match &mut part.source {
+                Source::Rule(rule) => rule.score(&prompts, &responses)?,
+                Source::Pool(pool) => pool.finish()?,
+            });
+        }
+        let names: Vec<(&str, f32)> = self.parts.iter().map(|p| (p.name.as_str(), p.weight)).collect();
+        mixture::mix(&names, outputs, &prompts, self.has_models)
+    }
+
+    /// Forgets the responses of this round.
+    pub fn cancel(&mut self) {
+        self.asked.clear();
+        self.pools().for_each(Pool::cancel);
+    }
+
+    /// Scores `responses[i]` to `prompts[i]`, in that order, as `finish` does.
     ///
     /// # Panics
     /// Where the two slices differ in length.
     pub fn score(&mut self, prompts: &[&Prompt], responses: &[&Response]) -> Result<Vec<Scored>> {
         assert_eq!(prompts.len(), responses.len(), "one prompt per response");
-        if prompts.is_empty() {
-            return Ok(Vec::new());
+        let first = self.expect(prompts.len());
+        for (i, (prompt, response)) in prompts.iter().zip(responses).enumerate() {
+            self.push(first + i, prompt, response);
         }
-        let mut outputs = Vec::with_capacity(self.parts.len());
-        for part in &mut self.parts {
-            outputs.push(match &mut part.source {
-                Source::Rule(rule) => rule.score(prompts, responses)?,
-                Source::Python(python) => python.score(prompts, responses)?,
-            });
-        }
-        let names: Vec<(&str, f32)> = self.parts.iter().map(|p| (p.name.as_str(), p.weight)).collect();
-        mixture::mix(&names, outputs, prompts, self.has_models)
+        while !self.wait(Instant::now() + Duration::from_secs(1)) {}
+        self.finish()
     }
 }

@@ -1,25 +1,24 @@
 //! A user's Python function as a reward, in a child process that may die, hang or talk nonsense.
 //!
-//! The child (`driver.py`) is asked one JSON line per batch and answers with one. Whatever goes wrong, the child and
-//! all its descendants are killed and a fresh one is asked again, `reward.retries` times; then the run ends with an
-//! error that says what happened.
+//! The child (`driver.py`) is asked one JSON line per request and answers with one. Whatever goes wrong, the child and all its
+//! descendants are killed, and the next attempt has a fresh one.
 
-use std::collections::BTreeMap;
-use std::fmt;
-use std::ops::Range;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::time::{Duration, Instant};
-
-use serde::Deserialize;
-use serde_json::{Map, Value, json};
-
-use crate::config::reward::{OnFailure, PythonConfig, RewardConfig, SEARCH_TIMEOUTS};
+use super::pool::{Asked, Failure, Worker, reply_bytes_max, retried, rows_of};
+use super::reply::{self, parse, printable};
+use crate::config::reward::{PythonConfig, RewardConfig};
 use crate::error::{Error, Result};
-use crate::experience::{Prompt, Response, RowFields};
+use crate::experience::RowFields;
 use crate::reward::context::{Lookup, RewardContext};
 use crate::reward::mixture::RewardOutput;
 use crate::sys::process::{Broken, LineChild};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
 
 const DRIVER: &str = include_str!("driver.py");
 /// What the child inherits: enough to find Python, its packages and caches, and nothing of MPI, Slurm or anyone's keys.
@@ -41,27 +40,34 @@ const ENVIRONMENT: [&str; 16] = [
     "XDG_CACHE_HOME",
     "HF_HOME",
 ];
-/// An answer may be this long, and this much longer per response.
-const REPLY_BYTES_MAX: usize = 1 << 20;
-const REPLY_BYTES_MAX_EACH: usize = 1 << 14;
+/// What hides GPUs of each maker from a child, and what shows it those of this rank.
+const NO_GPU: [(&str, &str); 4] = [
+    ("CUDA_VISIBLE_DEVICES", ""),
+    ("HIP_VISIBLE_DEVICES", "-1"),
+    ("ROCR_VISIBLE_DEVICES", ""),
+    ("ONEAPI_DEVICE_SELECTOR", "opencl:cpu"),
+];
 const STDERR_LINES_SHOWN: usize = 12;
 
-/// A Python file's reward function and the child that runs it.
-pub struct PythonReward {
+/// A Python file's reward function.
+struct Function {
     file: PathBuf,
     interpreter: PathBuf,
     /// What the driver is told, in JSON.
     settings: String,
     pass_env: Vec<String>,
+    gpu: bool,
     start_timeout: Duration,
     timeout: Duration,
-    retries: u32,
-    on_failure: OnFailure,
-    function: String,
-    child: Option<LineChild>,
-    requests: u64,
     rows: Option<Lookup>,
     log: Option<PathBuf>,
+}
+
+/// A child that runs it, once it is needed.
+pub struct PythonWorker {
+    function: Arc<Function>,
+    child: Option<LineChild>,
+    requests: u64,
 }
 
 /// The first line of a child.
@@ -81,136 +87,84 @@ struct Reply {
     extra: BTreeMap<String, Vec<Option<f64>>>,
 }
 
-impl fmt::Debug for PythonReward {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.debug_struct("PythonReward").field("file", &self.file).finish_non_exhaustive()
-    }
+/// `reward.workers` workers, and the name of the function and its file. Starts the first child, again where it fails, and learns
+/// which function will be called.
+pub fn workers(
+    config: &RewardConfig,
+    python: &PythonConfig,
+    base_dir: &Path,
+    context: &RewardContext,
+) -> Result<(String, PathBuf, Vec<PythonWorker>)> {
+    let function = Arc::new(Function::described(config, python, base_dir, context)?);
+    let file = function.file.clone();
+    let worker = |_| PythonWorker { function: Arc::clone(&function), child: None, requests: 0 };
+    let mut workers: Vec<PythonWorker> = (0..config.workers).map(worker).collect();
+    let started = retried(config.retries, || workers[0].start(&AtomicBool::new(false)));
+    let name = started.map_err(|(Failure { why, .. }, times)| {
+        let hint = if why.contains("ModuleNotFoundError") {
+            "the interpreter lacks it: reward.python = { file = \"reward.py\", interpreter = \"venv/bin/python\" }"
+        } else {
+            "a file needs reward_func(queries, prompts, labels) or f(prompts, completions, **columns)"
+        };
+        Error::usage(format!("reward.python {}: {why}", file.display()))
+            .hint(hint)
+            .also(&format!("see reward.start_timeout_s and reward.retries: it was started in {times}"))
+    })?;
+    Ok((name, file, workers))
 }
 
-impl PythonReward {
-    /// Starts a child, again where it fails, and learns which function it will call.
-    pub fn new(config: &RewardConfig, python: &PythonConfig, base_dir: &Path, context: &RewardContext) -> Result<Self> {
-        let mut reward = Self::described(config, python, base_dir, context)?;
-        reward.retried(Self::start).map_err(|(message, times)| {
-            let hint = if message.contains("ModuleNotFoundError") {
-                "the interpreter lacks it: reward.python = { file = \"reward.py\", interpreter = \"venv/bin/python\" }"
-            } else {
-                "a file needs reward_func(queries, prompts, labels) or f(prompts, completions, **columns)"
-            };
-            Error::usage(format!("reward.python {}: {message}", reward.file.display()))
-                .hint(hint)
-                .also(&format!("see reward.start_timeout_s and reward.retries: it was started in {times}"))
-        })?;
-        Ok(reward)
-    }
-
-    pub fn function(&self) -> &str {
-        &self.function
-    }
-
-    /// Asks the function for all responses at once; where that fails and `on_failure` is drop, for ever smaller parts of them,
-    /// and marks those that fail alone.
-    ///
-    /// # Errors
-    /// `Service`, once the retries are used up, with what happened and the last lines of the child.
-    pub fn score(&mut self, prompts: &[&Prompt], responses: &[&Response]) -> Result<Vec<RewardOutput>> {
-        let (message, times) = match self.retried(|own| own.ask(prompts, responses)) {
-            Ok(outputs) => return Ok(outputs),
-            Err(failed) => failed,
-        };
-        if self.on_failure == OnFailure::Drop {
-            let until = Instant::now() + self.timeout * SEARCH_TIMEOUTS + self.start_timeout;
-            return Ok(self.halves(prompts, responses, &message, until));
-        }
-        let file = self.file.display();
-        Err(Error::service(format!("reward {} of {file} failed in {times}: {message}", self.function))
-            .hint("reward.timeout_s and reward.retries say how long and how often it is tried"))
-    }
-
-    /// What the function says of responses on which it failed together (`why`), asked for each half of them, and so on down to
-    /// single ones, until `until`.
-    fn halves(&mut self, prompts: &[&Prompt], responses: &[&Response], why: &str, until: Instant) -> Vec<RewardOutput> {
-        let failed = |n: usize| vec![RewardOutput { failed: Some(why.to_string()), ..RewardOutput::default() }; n];
-        if responses.len() == 1 {
-            return failed(1);
-        }
-        let middle = responses.len() / 2;
-        let mut half = |own: Range<usize>| {
-            let (prompts, responses) = (&prompts[own.clone()], &responses[own]);
-            if Instant::now() > until {
-                return failed(responses.len());
-            }
-            self.ask(prompts, responses).unwrap_or_else(|why| self.halves(prompts, responses, &why, until))
-        };
-        [half(0..middle), half(middle..responses.len())].concat()
-    }
-
-    /// What the first attempt that succeeds gives, each failed one followed by a fresh child; else why the last one failed, and how
-    /// many there were.
-    fn retried<T>(
-        &mut self,
-        attempt: impl Fn(&mut Self) -> std::result::Result<T, String>,
-    ) -> std::result::Result<T, (String, String)> {
-        let mut attempts = 1;
-        loop {
-            let message = match attempt(self) {
-                Ok(found) => return Ok(found),
-                Err(message) => message,
-            };
-            self.child = None;
-            if attempts > self.retries {
-                let plural = if attempts == 1 { "" } else { "s" };
-                return Err((message, format!("{attempts} attempt{plural}")));
-            }
-            // A shared resource (a file system, a service) may need a moment.
-            std::thread::sleep(Duration::from_millis(100) * attempts);
-            attempts += 1;
-        }
-    }
-
-    fn start(&mut self) -> std::result::Result<(), String> {
-        let mut child = self.spawn()?;
-        let deadline = Instant::now() + self.start_timeout;
-        let line = match child.exchange(&[], deadline, REPLY_BYTES_MAX) {
+impl PythonWorker {
+    /// Starts a child; the name of its function.
+    fn start(&mut self, given_up: &AtomicBool) -> std::result::Result<String, Failure> {
+        self.child = None;
+        let mut child = self.function.spawn()?;
+        let wait = self.function.start_timeout;
+        let line = match child.exchange(&[], Instant::now() + wait, reply_bytes_max(0), given_up) {
             Ok(line) => line,
-            Err(broken) => return Err(describe(&mut child, &broken, "loading", self.start_timeout)),
+            Err(broken) => return Err(describe(&mut child, &broken, "loading", wait)),
         };
         let hello: Hello = parse(&line).map_err(|message| with_stderr(&mut child, message))?;
         if let Some(error) = hello.error {
-            return Err(printable(&error));
+            return Err(printable(&error).into());
         }
-        let Some(function) = hello.function else { return Err(with_stderr(&mut child, "it named no function".into())) };
-        self.function = function;
-        self.child = Some(child);
-        Ok(())
-    }
-
-    /// One attempt; the message says what failed.
-    fn ask(&mut self, prompts: &[&Prompt], responses: &[&Response]) -> std::result::Result<Vec<RewardOutput>, String> {
-        if self.child.is_none() {
-            self.start()?;
-        }
-        let row = |prompt: &&Prompt| self.rows.as_ref().map_or(Ok(RowFields::default()), |rows| rows(prompt.id));
-        let rows: Result<Vec<RowFields>> = prompts.iter().map(row).collect();
-        let rows = rows.map_err(|error| error.to_string())?;
-        let Some(child) = self.child.as_mut() else { return Err("no child process".into()) };
-        self.requests += 1;
-        let request = request_line(self.requests, prompts, responses, &rows);
-        let deadline = Instant::now() + self.timeout;
-        let bytes_max = REPLY_BYTES_MAX + REPLY_BYTES_MAX_EACH * responses.len();
-        let line = match child.exchange(&request, deadline, bytes_max) {
-            Ok(line) => line,
-            Err(broken) => {
-                let message = describe(child, &broken, "scoring", self.timeout);
-                self.child = None;
-                return Err(message);
-            }
+        let Some(function) = hello.function else {
+            return Err(with_stderr(&mut child, "it named no function".into()).into());
         };
-        let outputs = parse(&line).and_then(|reply| outputs(reply, self.requests, responses.len()));
-        outputs.map_err(|message| with_stderr(child, message))
+        self.child = Some(child);
+        Ok(function)
     }
 
-    /// Without a child.
+    fn exchange(
+        &mut self,
+        asked: &[Arc<Asked>],
+        given_up: &AtomicBool,
+    ) -> std::result::Result<Vec<RewardOutput>, Failure> {
+        if self.child.is_none() {
+            self.start(given_up)?;
+        }
+        let rows = rows_of(self.function.rows.as_ref(), asked)?;
+        let Some(child) = self.child.as_mut() else { return Err("no child process".to_string().into()) };
+        self.requests += 1;
+        let request = request_line(self.requests, asked, &rows);
+        let (count, timeout) = (asked.len(), self.function.timeout);
+        match child.exchange(&request, Instant::now() + timeout, reply_bytes_max(count), given_up) {
+            Ok(line) => Ok(parse(&line).and_then(|reply| outputs(reply, self.requests, count))?),
+            Err(broken) => Err(describe(child, &broken, "scoring", timeout)),
+        }
+    }
+}
+
+impl Worker for PythonWorker {
+    fn ask(&mut self, asked: &[Arc<Asked>], given_up: &AtomicBool) -> std::result::Result<Vec<RewardOutput>, Failure> {
+        let found = self.exchange(asked, given_up);
+        if found.is_err() {
+            self.child = None;
+        }
+        found
+    }
+}
+
+impl Function {
     fn described(
         config: &RewardConfig,
         python: &PythonConfig,
@@ -249,14 +203,10 @@ impl PythonReward {
             interpreter,
             settings: settings.to_string(),
             pass_env: python.pass_env.clone(),
+            gpu: python.gpu,
             file,
             start_timeout: Duration::from_secs_f64(config.start_timeout_s),
             timeout: Duration::from_secs_f64(config.timeout_s),
-            retries: config.retries,
-            on_failure: config.on_failure,
-            function: String::new(),
-            child: None,
-            requests: 0,
             rows: context.rows.clone(),
             log: context.log.clone(),
         })
@@ -265,7 +215,12 @@ impl PythonReward {
     fn spawn(&self) -> std::result::Result<LineChild, String> {
         let mut command = Command::new(&self.interpreter);
         command.args(["-X", "utf8", "-c", DRIVER, &self.settings]).env_clear();
-        for name in ENVIRONMENT.iter().copied().chain(self.pass_env.iter().map(String::as_str)) {
+        if !self.gpu {
+            command.envs(NO_GPU);
+        }
+        let shown = NO_GPU.iter().map(|(name, _)| *name).filter(|_| self.gpu);
+        let passed = self.pass_env.iter().map(String::as_str);
+        for name in ENVIRONMENT.iter().copied().chain(shown).chain(passed) {
             if let Some(value) = std::env::var_os(name) {
                 command.env(name, value);
             }
@@ -278,37 +233,26 @@ impl PythonReward {
     }
 }
 
-fn request_line(id: u64, prompts: &[&Prompt], responses: &[&Response], rows: &[RowFields]) -> Vec<u8> {
+fn request_line(id: u64, asked: &[Arc<Asked>], rows: &[RowFields]) -> Vec<u8> {
     let mut request = Map::new();
     request.insert("id".into(), id.into());
     request.insert("rows".into(), json!(rows));
-    let mut column = |key: &str, values: Vec<Value>| request.insert(key.into(), values.into());
-    column("prompts", prompts.iter().map(|p| p.text.as_str().into()).collect());
-    column("labels", prompts.iter().map(|p| p.label.as_str().into()).collect());
-    column("sources", prompts.iter().map(|p| p.source.as_str().into()).collect());
-    column("prompt_ids", prompts.iter().map(|p| p.id.into()).collect());
-    column("prompt_tokens", prompts.iter().map(|p| p.tokens.clone().into()).collect());
-    column("responses", responses.iter().map(|r| r.text.as_str().into()).collect());
-    column("tokens", responses.iter().map(|r| r.tokens.clone().into()).collect());
-    column("finish", responses.iter().map(|r| r.finish.name().into()).collect());
+    let mut column = |key: &str, of: &dyn Fn(&Asked) -> Value| {
+        request.insert(key.into(), asked.iter().map(|one| of(one)).collect());
+    };
+    column("prompts", &|one| one.prompt.text.as_str().into());
+    column("labels", &|one| one.prompt.label.as_str().into());
+    column("sources", &|one| one.prompt.source.as_str().into());
+    column("prompt_ids", &|one| one.prompt.id.into());
+    column("prompt_tokens", &|one| one.prompt.tokens.clone().into());
+    column("responses", &|one| one.response.text.as_str().into());
+    column("tokens", &|one| one.response.tokens.clone().into());
+    column("finish", &|one| one.response.finish.name().into());
     let mut line = Value::from(request).to_string().into_bytes();
     line.push(b'\n');
     line
 }
 
-/// Text of others for a terminal: without control characters but line ends and tabs.
-fn printable(text: &str) -> String {
-    text.trim_end().chars().filter(|c| !c.is_control() || matches!(c, '\n' | '\t')).collect()
-}
-
-fn parse<T: serde::de::DeserializeOwned>(line: &[u8]) -> std::result::Result<T, String> {
-    serde_json::from_slice(line).map_err(|e| {
-        let shown: String = printable(&String::from_utf8_lossy(line)).chars().take(120).collect();
-        format!("it answered something else than agreed ({e}): {shown}")
-    })
-}
-
-/// Checks a whole reply before any number of it is used.
 fn outputs(reply: Reply, id: u64, count: usize) -> std::result::Result<Vec<RewardOutput>, String> {
     if let Some(error) = reply.error {
         return Err(printable(&error));
@@ -316,29 +260,10 @@ fn outputs(reply: Reply, id: u64, count: usize) -> std::result::Result<Vec<Rewar
     if reply.id != id {
         return Err(format!("it answered request {}, asked was {id}", reply.id));
     }
-    let lengths = std::iter::once(reply.rewards.len()).chain(reply.extra.values().map(Vec::len));
-    if let Some(wrong) = lengths.into_iter().find(|&len| len != count) {
-        return Err(format!("it answered {wrong} numbers for {count} responses"));
-    }
-    let mut outputs = vec![RewardOutput::default(); count];
-    for (i, (reward, output)) in reply.rewards.into_iter().zip(&mut outputs).enumerate() {
-        let Some(reward) = reward else { continue };
-        let score = reward as f32;
-        if !score.is_finite() {
-            return Err(format!("reward {i} is {reward:e}, beyond the range of f32"));
-        }
-        output.score = Some(score);
-    }
-    for (name, values) in reply.extra {
-        for (value, output) in values.into_iter().zip(&mut outputs) {
-            let value = value.map(|x| x as f32).filter(|x| x.is_finite());
-            output.extra.extend(value.map(|x| (name.clone(), x)));
-        }
-    }
-    Ok(outputs)
+    reply::outputs(reply.rewards, reply.extra, count)
 }
 
-fn describe(child: &mut LineChild, broken: &Broken, doing: &str, timeout: Duration) -> String {
+fn describe(child: &mut LineChild, broken: &Broken, doing: &str, timeout: Duration) -> Failure {
     let message = match broken {
         Broken::Ended(Some(status)) => format!("its process ended while {doing} ({status})"),
         Broken::Ended(None) => format!("it closed its output while {doing}"),
@@ -346,7 +271,8 @@ fn describe(child: &mut LineChild, broken: &Broken, doing: &str, timeout: Durati
         Broken::TooLong => format!("it wrote more than an answer can be while {doing}"),
         Broken::Io(e) => format!("its pipes failed while {doing}: {e}"),
     };
-    with_stderr(child, message)
+    let late = matches!(broken, Broken::Deadline);
+    Failure { why: with_stderr(child, message), again: true, late }
 }
 
 fn with_stderr(child: &mut LineChild, message: String) -> String {

@@ -64,6 +64,12 @@ impl Deref for Map {
     }
 }
 
+impl AsRef<[u8]> for Map {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
 /// A mapped file and its name, for the handler of faults. A free slot has no end.
 struct Slot {
     start: AtomicUsize,

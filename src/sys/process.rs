@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -78,13 +78,20 @@ impl LineChild {
     }
 
     /// Sends `request` (which brings its own end of line; empty to only listen) and returns the next line, without its
-    /// end. A child that gave no line is killed with its group: an answer that comes late could be taken for another.
-    pub fn exchange(&mut self, request: &[u8], deadline: Instant, line_bytes_max: usize) -> Result<Vec<u8>, Broken> {
+    /// end. A child that gave no line is killed with its group: an answer that comes late could be taken for another. What is
+    /// `given_up` meanwhile has reached its deadline.
+    pub fn exchange(
+        &mut self,
+        request: &[u8],
+        deadline: Instant,
+        line_bytes_max: usize,
+        given_up: &AtomicBool,
+    ) -> Result<Vec<u8>, Broken> {
         self.line_bytes_max.store(line_bytes_max, Ordering::SeqCst);
         if let Some(requests) = self.requests.as_ref().filter(|_| !request.is_empty()) {
             let _ = requests.send(request.to_vec());
         }
-        let line = self.next_line(deadline);
+        let line = self.next_line(deadline, given_up);
         if line.is_err() {
             self.drain_stderr();
             self.kill();
@@ -92,9 +99,10 @@ impl LineChild {
         line
     }
 
-    fn next_line(&mut self, deadline: Instant) -> Result<Vec<u8>, Broken> {
+    fn next_line(&mut self, deadline: Instant, given_up: &AtomicBool) -> Result<Vec<u8>, Broken> {
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
+            let is_over = given_up.load(Ordering::SeqCst);
+            let left = if is_over { Duration::ZERO } else { deadline.saturating_duration_since(Instant::now()) };
             match self.lines.recv_timeout(left.min(TICK)) {
                 Ok(line) => return line,
                 Err(RecvTimeoutError::Disconnected) => return Err(Broken::Ended(self.last_words())),

@@ -13,7 +13,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Serde, Value as Jinja, ValueKind};
 use minijinja::{Environment, ErrorKind, Output, State};
 use regex::Regex;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::json::tojson;
 use crate::comm::abort;
@@ -85,8 +85,14 @@ impl ChatTemplate {
         self
     }
 
-    /// The text of `messages`; with `add_generation_prompt`, ending where the assistant's answer begins.
-    pub fn apply(&self, messages: &Value, add_generation_prompt: bool) -> Result<String> {
+    /// The text of `messages`; with `add_generation_prompt`, ending where the assistant's answer begins. `more` are further variables
+    /// of the template, as `tools` and `enable_thinking`.
+    pub fn apply(&self, messages: &Value, more: &Map<String, Value>, add_generation_prompt: bool) -> Result<String> {
+        let mut messages = messages.clone();
+        // As `transformers` does it: what is null in a message is not there.
+        for message in messages.as_array_mut().into_iter().flatten().filter_map(Value::as_object_mut) {
+            message.retain(|_, value| !value.is_null());
+        }
         let variables = serde_json::json!({
             "messages": messages,
             "tools": null,
@@ -100,6 +106,7 @@ impl ChatTemplate {
                 context.insert(name.to_owned(), Value::String(token.clone()));
             }
         }
+        context.extend(more.clone());
         let environment = Arc::clone(&self.environment);
         bounded(move || {
             let template = environment.get_template("chat").map_err(|e| refused(&e))?;

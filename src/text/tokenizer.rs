@@ -4,7 +4,7 @@
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
 use super::chat::{ChatTemplate, read_json, token_text};
@@ -84,6 +84,11 @@ impl Tokenizer {
         if dir.join("tokenizer.json").exists() { Self::load(dir).map(Some) } else { Ok(None) }
     }
 
+    /// Whether both name the same tokens by the same ids.
+    pub fn has_tokens_of(&self, other: &Self) -> bool {
+        self.sha256 == other.sha256 || self.inner.get_vocab(true) == other.inner.get_vocab(true)
+    }
+
     /// Token ids of `text`; with `special`, those that the tokenizer itself puts around a text (BOS, mostly).
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let tokens = guarded(&self.path, format_args!("cannot tokenize {:?}", excerpt(text)), || {
@@ -155,9 +160,14 @@ impl Tokenizer {
         })
     }
 
-    /// Token ids of `messages` through the chat template and nothing more.
-    pub fn encode_chat(&self, messages: &Value, add_generation_prompt: bool) -> Result<Vec<u32>> {
-        self.encode(&self.chat()?.apply(messages, add_generation_prompt)?, false)
+    /// Token ids of `messages` through the chat template, whose further variables are `more`.
+    pub fn encode_chat(
+        &self,
+        messages: &Value,
+        more: &Map<String, Value>,
+        add_generation_prompt: bool,
+    ) -> Result<Vec<u32>> {
+        self.encode(&self.chat()?.apply(messages, more, add_generation_prompt)?, false)
     }
 }
 

@@ -8,14 +8,22 @@ use std::path::Path;
 use toml::Value;
 
 /// Keys that the meaning of the state depends on.
-const OF_THE_STATE: &[&str] =
-    &["job.kind", "job.seed", "model.actor", "model.reference", "model.critic", "ppo.advantage", "data."];
+const OF_THE_STATE: &[&str] = &[
+    "job.kind",
+    "job.seed",
+    "model.actor",
+    "model.reference",
+    "model.critic",
+    "model.teachers",
+    "ppo.advantage",
+    "data.",
+];
 /// Keys of `[data]` that training does not read.
 const NOT_OF_THE_STATE: &[&str] = &["data.eval_split"];
 /// Where the run directory is, and how the run resumes.
 const NOT_OF_THE_RUN: &[&str] = &["job.dir", "checkpoint.changed_inputs"];
 /// An unfinished step must be finished with the settings that it began with.
-const OF_A_STEP: &[&str] = &["rollout.", "ppo.epochs", "ppo.minibatch_samples"];
+const OF_A_STEP: &[&str] = &["rollout.", "ppo.epochs", "ppo.minibatch_samples", "distill.minibatch_samples"];
 /// Keys of `[rollout]` that results do not depend on, or only by rounding.
 const NOT_OF_A_STEP: &[&str] = &[
     "rollout.batch_max",
@@ -26,7 +34,7 @@ const NOT_OF_A_STEP: &[&str] = &[
     "rollout.data",
 ];
 /// Values that name a file or a directory.
-const PATHS: &[&str] = &["model.", "data.prompts", "data.split.eval_files"];
+const PATHS: &[&str] = &["model.", "data.prompts", "data.pretrain", "data.split.eval_files"];
 
 /// The changes from `saved` (TOML) to `now` with which a run may be resumed, to finish a step where one is `unfinished`.
 pub fn check(saved: &str, now: &Config, unfinished: bool) -> Result<Vec<String>> {

@@ -1,6 +1,6 @@
 //! Evaluation of PPO: held-out prompts answered greedily and by sampling, and how many answers are right.
 
-use super::rollout::Collector;
+use super::rollout::{Collector, greedy};
 use crate::config::rollout::RolloutConfig;
 use crate::error::Result;
 use crate::launch::run::Run;
@@ -14,7 +14,7 @@ use std::time::Instant;
 const EVAL_REWARD_OF: &str = "eval_reward/";
 
 /// Keeps the random numbers of an evaluation apart from those of the step with the same number.
-const EVAL_STEPS: u32 = 1 << 31;
+pub(super) const EVAL_STEPS: u32 = 1 << 31;
 
 /// `model`: the actor, where it is on this rank; `start`: when its preparations began. None where the run was asked to stop
 /// before all prompts were answered. All ranks of the run call this.
@@ -30,7 +30,7 @@ pub fn evaluate(
         return Ok(Some(Vec::new()));
     }
     let sampled = RolloutConfig { samples_per_prompt: 1, ..run.config.rollout.clone() };
-    let greedy = RolloutConfig { temperature: 0.0, ..sampled.clone() };
+    let greedy = greedy(&sampled);
     let mut results = Vec::new();
     for config in [&greedy, &sampled] {
         let found = collector.evaluate(run, model, EVAL_STEPS + step as u32, &prompts, config)?;

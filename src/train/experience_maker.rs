@@ -1,7 +1,7 @@
 //! From prompts to scored samples. Where critic, reference or reward have ranks of their own, the prompts are answered in
 //! batches: those ranks score a batch while the actor answers the next one.
 
-use super::rollout::{Collector, RankResponses};
+use super::rollout::{self, Collector, Key, RankResponses};
 use super::rollout_weights::RolloutWeights;
 use crate::comm::{Group, Stream, phase, records};
 use crate::config::mesh::RoleName;
@@ -9,7 +9,7 @@ use crate::config::reward::OnFailure;
 use crate::device::cpu::pool::share;
 use crate::device::null;
 use crate::error::{Error, Result};
-use crate::experience::{Experience, Prompt, Response};
+use crate::experience::{Experience, Greedy, Prompt, Response};
 use crate::launch::run::Run;
 use crate::learn::Role;
 use crate::learn::score as forward;
@@ -18,7 +18,8 @@ use crate::metrics::keys::{self, Metrics};
 use crate::metrics::{Phase, Phases};
 use crate::reward::Scored;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, HashSet};
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Waits for the responses of all ranks to a batch.
 type Responses = Box<dyn FnOnce() -> Result<Vec<RankResponses>>>;
@@ -76,7 +77,7 @@ pub fn make_experience(
             None => RankResponses { complete: true, responses: Vec::new() },
         };
         let responses: Responses = if null::is_active() {
-            let all = collector.responses_of_all(&run.config.rollout, prompts, &part);
+            let all = collector.responses_of_all(&run.config, prompts, &part);
             Box::new(move || Ok(vec![all]))
         } else {
             all_gather(&run.ranks.all, collector.pipeline.as_ref(), &mine)
@@ -98,7 +99,7 @@ pub fn make_experience(
     if models.actor.is_some() {
         batch.score(0, |samples| score(run, models, collector, samples, step, phases));
     }
-    batch.finish(run, moved)
+    batch.finish(run, collector, moved, phases)
 }
 
 struct Batch {
@@ -131,12 +132,29 @@ impl Batch {
         }
     }
 
-    /// Joins the scores of all placements. `moved`: bytes that a rank received of the actor's weights for the rollout.
-    fn finish(mut self, run: &Run, moved: Option<f64>) -> Result<Collected> {
-        let values = match run.ranks.all.agree(self.scores) {
-            Ok(scores) if self.complete => {
+    /// Waits for the rewards, and joins the scores of all placements. `moved`: bytes that a rank received of the actor's weights for
+    /// the rollout.
+    fn finish(
+        mut self,
+        run: &Run,
+        collector: &mut Collector,
+        moved: Option<f64>,
+        phases: &mut Phases,
+    ) -> Result<Collected> {
+        let streamed = if self.complete {
+            phases.time(Phase::Reward, || collector.scored(run))
+        } else {
+            collector.cancel();
+            Ok(None)
+        };
+        self.complete &= !matches!(streamed, Ok(None));
+        let scores = self.scores.and_then(|scores| Ok((scores, streamed?)));
+        let values = match run.ranks.all.agree(scores) {
+            Ok((scores, Some(streamed))) => {
                 // All ranks of a placement have the same scores.
                 let mut scores = run.ranks.of_placements(scores)?.into_iter().fold(Scores::default(), Scores::with);
+                scores.add(&self.samples, streamed);
+                scores.take_greedy(run, &mut self.samples);
                 if null::is_active() {
                     scores.complete(&self.samples);
                 }
@@ -179,12 +197,22 @@ fn score(
     phases: &mut Phases,
 ) -> Result<Scores> {
     let (tokens_max, temperature) = (run.config.ppo.microbatch_tokens_max, run.config.rollout.temperature);
-    let logprobs = |role: &Role| forward::logprobs(role, &run.ranks.axes, samples, temperature, tokens_max);
     let mut scores = Scores::default();
     phase::set(step, "reward");
     if run.ranks.has(RoleName::Reward) {
+        if models.actor.is_none() {
+            collector.push(run, samples);
+        }
         scores.scored = phases.time(Phase::Reward, || collector.reward(run, samples))?;
     }
+    // Greedy responses are not learned from.
+    let is_sample = |sample: &&Experience| (sample.response.sample as usize) < run.config.rollout.samples_per_prompt;
+    let samples = &if run.config.has_greedy() {
+        Cow::Owned(samples.iter().filter(is_sample).cloned().collect::<Vec<_>>())
+    } else {
+        Cow::Borrowed(samples)
+    };
+    let logprobs = |role: &Role| forward::logprobs(role, &run.ranks.axes, samples, temperature, tokens_max);
     phase::set(step, "score");
     phases.time(Phase::Score, || {
         if let Some(reference) = &mut models.reference {
@@ -212,6 +240,40 @@ impl Scores {
         self.ref_logprobs.extend(more.ref_logprobs);
         self.values.extend(more.values);
         self
+    }
+
+    /// Takes the greedy responses from between the samples, whose baselines they are. Where a reward failed on one, it failed on
+    /// all samples of its prompt.
+    fn take_greedy(&mut self, run: &Run, samples: &mut Vec<Experience>) {
+        if !run.config.has_greedy() {
+            return;
+        }
+        let all = std::mem::take(samples).into_iter().zip(std::mem::take(&mut self.scored));
+        let is_sample = |(sample, _): &(Experience, Scored)| {
+            (sample.response.sample as usize) < run.config.rollout.samples_per_prompt
+        };
+        let (sampled, greedy): (Vec<_>, Vec<_>) = all.partition(is_sample);
+        let known = greedy.into_iter().map(|(Experience { response, .. }, scored)| {
+            let greedy = Greedy { score: scored.score, tokens: response.tokens.len(), finish: response.finish };
+            (response.prompt, (greedy, scored.failed))
+        });
+        let known: BTreeMap<usize, (Greedy, Option<String>)> = known.collect();
+        for (mut sample, mut scored) in sampled {
+            if let Some((greedy, failed)) = known.get(&sample.response.prompt) {
+                sample.greedy = Some(*greedy);
+                scored.failed = scored.failed.or_else(|| failed.clone());
+            }
+            samples.push(sample);
+            self.scored.push(scored);
+        }
+    }
+
+    /// Adds what the rewards said while others worked.
+    fn add(&mut self, samples: &[Experience], mut streamed: HashMap<Key, Scored>) {
+        self.scored.resize(samples.len(), Scored::default());
+        for (sample, scored) in samples.iter().zip(&mut self.scored) {
+            *scored = rollout::take(&mut streamed, sample.key()).plus(std::mem::take(scored));
+        }
     }
 
     /// Zeros for the scores of placements that a null device does not have.

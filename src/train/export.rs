@@ -4,7 +4,7 @@ use crate::config::Config;
 use crate::data::Ledger;
 use crate::error::{Result, format_bytes};
 use crate::launch::run::Run;
-use crate::learn::Role;
+use crate::learn::{Learner, Role};
 use crate::metrics::{grouped, keys};
 use crate::model::collect::collect;
 use crate::model::export::{self, Export};
@@ -12,19 +12,38 @@ use std::path::Path;
 use std::sync::Arc;
 
 const EXPORT: &str = "export";
+/// Of the moving average of the weights.
+const EXPORT_EMA: &str = "export-ema";
 
 /// Refuses a directory that the export may not replace: before the first step, not after the last.
 pub fn check_export(config: &Config) -> Result<()> {
     if !config.job.export {
         return Ok(());
     }
-    export::check_target(&config.job.dir.join(EXPORT)).map_err(|e| e.also("set another job.dir, or job.export = false"))
+    let check = |name| export::check_target(&config.job.dir.join(name));
+    let averaged = if config.optim.actor.ema_beta > 0.0 { check(EXPORT_EMA) } else { Ok(()) };
+    check(EXPORT).and(averaged).map_err(|e| e.also("set another job.dir, or job.export = false"))
 }
 
-pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) -> Result<()> {
+/// `ended`: rows of the summary about how the run ended.
+pub fn finish(
+    run: &mut Run,
+    mut actor: Option<&mut Learner>,
+    steps: u64,
+    ledger: &Ledger,
+    ended: Vec<(String, String)>,
+) -> Result<()> {
     let out = run.dir.join(EXPORT);
     let wanted = run.config.job.export;
-    let exported = actor.filter(|_| wanted).map_or(Ok(()), |actor| write(run, actor, &out));
+    let average = run.dir.join(EXPORT_EMA);
+    let mut exported = Ok(());
+    for learner in actor.iter_mut().filter(|_| wanted) {
+        exported = write(run, &learner.role, &out);
+        if learner.zero.has_average() {
+            learner.take_average();
+            exported = exported.and(write(run, &learner.role, &average));
+        }
+    }
     let ledger_path = run.dir.join("ledger.json");
     let done = exported.and_then(|()| if run.ranks.world.rank == 0 { ledger.write(&ledger_path) } else { Ok(()) });
     run.ranks.all.agree(done)?;
@@ -47,8 +66,12 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
         let (measured, planned) = (format_bytes(measured), format_bytes(expected.taken));
         rows.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned per rank")));
     }
+    rows.extend(ended);
     if wanted {
         rows.push(("export".to_string(), out.display().to_string()));
+        if run.config.optim.actor.ema_beta > 0.0 {
+            rows.push(("average".to_string(), average.display().to_string()));
+        }
     }
     let finished = run.recorder.finish(steps, run.started.elapsed().as_secs_f64(), &rows);
     run.ranks.all.agree(finished)

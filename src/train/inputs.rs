@@ -77,7 +77,10 @@ fn models_and_rewards(config: &Config, models: &[JobModel]) -> Vec<SourceFile> {
         // The tokenizer is that of the first model.
         let small: Vec<&str> = if i == 0 { small_files().collect() } else { vec!["config.json"] };
         for name in small.into_iter().map(str::to_owned).chain(weight_files(&spec.dir)) {
-            let (key, path) = (format!("model.{}", spec.role.name()), spec.dir.join(&name));
+            // Of several of a role each has its number.
+            let same = models[..i].iter().filter(|other| other.spec.role == spec.role).count();
+            let number = if same > 0 { format!("[{same}]") } else { String::new() };
+            let (key, path) = (format!("model.{}{number}", spec.role.name()), spec.dir.join(&name));
             files.push(SourceFile { key, file: format!("/{name}"), path });
         }
     }

@@ -6,10 +6,10 @@ use super::state::{self, State};
 use super::timers::Timers;
 use super::warnings::{self, Warnings};
 use super::{export, placement};
-use crate::comm::phase;
+use crate::comm::{phase, records};
 use crate::config::Config;
 use crate::data::balance::Cost;
-use crate::data::{Row, RowSource, Rows};
+use crate::data::{Prepared, Row, RowSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::launch::banner::Needs;
 use crate::launch::run::{Run, Values};
@@ -33,6 +33,11 @@ pub trait Job: Sized {
 
     /// Refuses models that do not fit the first one in anything but the vocabulary.
     fn check_models(_config: &Config, _first: &Arch, _other: &JobModel) -> Result<()> {
+        Ok(())
+    }
+
+    /// Refuses rows that it cannot learn from, before any weights are loaded.
+    fn check_rows(_config: &Config, _source: &RowSource<Self::Row>, _tokenizer: &Tokenizer) -> Result<()> {
         Ok(())
     }
 
@@ -107,22 +112,41 @@ impl From<Error> for Ended {
 /// Runs a job: opens, resumes, trains, exports.
 pub fn run<J: Job>(mut run: Run) -> Result<()> {
     let mut opened = Opened::<J>::open(&mut run)?;
-    if opened.state.step >= opened.steps && !run.dry_run {
+    if opened.is_over(&run) && !run.dry_run {
         let (step, steps) = (opened.state.step, opened.steps);
-        run.recorder.say(&format!("already done ({step} of {steps} steps); raise job.steps to go on"));
+        let (why, key) = match opened.state.best.ends(&run.config) {
+            Some(why) => (format!(": {why}"), "eval.patience"),
+            None => (String::new(), "job.steps"),
+        };
+        run.recorder.say(&format!("already done ({step} of {steps} steps{why}); raise {key} to go on"));
     }
     if run.dry_run {
         run.recorder.say("dry run: the job is ready to start");
         return Ok(());
     }
     opened.train(&mut run)?;
+    opened.take_best(&mut run)?;
+    let ended = opened.ended(&run);
     let Opened { mut job, state, .. } = opened;
     // The export needs memory for the whole model.
     job.learners().into_iter().for_each(|learner| learner.sum.grads.free());
     let (ledger, exported) = (job.rows().ledger().clone(), J::models(&run.config)[0].role.name());
     let learners = job.learners();
-    let exported = learners.iter().find(|learner| learner.role.name == exported);
-    export::finish(&mut run, exported.map(|learner| &learner.role), state.step, &ledger)
+    let exported = learners.into_iter().find(|learner| learner.role.name == exported);
+    export::finish(&mut run, exported, state.step, &ledger, ended)
+}
+
+/// Opens the rows, and refuses those that model or method cannot learn from.
+fn open_rows<J: Job>(
+    config: &Config,
+    arch: &Arch,
+    tokenizer: &Arc<Tokenizer>,
+    prepared: &Prepared,
+) -> Result<RowSource<J::Row>> {
+    let source = RowSource::open(&config.data, tokenizer, arch.vocabulary, prepared, config.job.seed)?;
+    source.check_context(arch.context)?;
+    J::check_rows(config, &source, tokenizer)?;
+    Ok(source)
 }
 
 /// A dry run shows the first row as the model sees it.
@@ -156,9 +180,7 @@ impl<J: Job> Opened<J> {
         let arch = models[0].arch.clone();
         run.recorder.say(&format!("opening the data: {}", config.data.prompts.join(", ")));
         let (prepared, hashed) = Hashed::data(run, J::Row::PART, &tokenizer, arch.vocabulary)?;
-        let source = RowSource::<J::Row>::open(&config.data, &tokenizer, arch.vocabulary, &prepared, config.job.seed);
-        let checked = source.and_then(|source| source.check_context(arch.context).map(|()| source));
-        let mut source = run.ranks.all.agree(checked)?;
+        let mut source = run.ranks.all.agree(open_rows::<J>(&config, &arch, &tokenizer, &prepared))?;
         show_first(run, &mut source)?;
         let steps = J::steps(&config, &source);
         if steps == 0 {
@@ -189,11 +211,11 @@ impl<J: Job> Opened<J> {
         let roles = models::load(run, &models, values)?;
         let mut needs = J::needs(run, &arch, &source);
         needs.about.splice(0..0, about(&config, &shape, &source, steps));
-        let elements = models::learned(&models).map(|model| model.table().len()).sum();
-        let export_bytes = models[0].table().len() * config.model.dtype().bytes();
+        let exports = 1 + usize::from(config.optim.actor.ema_beta > 0.0);
+        let export_bytes = exports * models[0].table().len() * config.model.dtype().bytes();
         let to_restore = roles.iter().filter(|role| resumed.is_some() && learned.contains(&role.name));
         let unwritten = to_restore.map(|role| role.weights.bytes()).sum();
-        run.check_resources(unwritten, elements, export_bytes, needs.rollouts)?;
+        run.check_resources(unwritten, models::saved_bytes(&models), export_bytes, needs.rollouts)?;
         let updates = steps * shape.updates() as u64;
         let (learners, frozen) = models::learners(run, &models, roles, updates, values)?;
         let mut job = J::new(run, &arch, learners, frozen, source, tokenizer)?;
@@ -219,13 +241,15 @@ impl<J: Job> Opened<J> {
 
     fn train(&mut self, run: &mut Run) -> Result<()> {
         if self.state.eval_due {
-            self.evaluate(run, self.state.step)?;
-            if self.state.eval_due {
+            let is_best = self.evaluate(run, self.state.step)?;
+            if self.state.eval_due || is_best || self.is_over(run) {
                 self.save(run, None)?;
+            }
+            if self.state.eval_due {
                 return Err(run.stopped(self.state.step));
             }
         }
-        while self.state.step < self.steps {
+        while !self.is_over(run) {
             let mut step = Step {
                 number: self.state.step + 1,
                 phases: Phases::start(),
@@ -260,11 +284,10 @@ impl<J: Job> Opened<J> {
     fn between_steps(&mut self, run: &mut Run) -> Result<()> {
         let (step, every) = (self.state.step, run.config.eval.every_steps);
         self.state.eval_due = every > 0 && (step.is_multiple_of(every) || step == self.steps);
-        if self.state.eval_due {
-            self.evaluate(run, step)?;
-        }
-        let stop = self.state.eval_due || (step < self.steps && run.stop_requested());
-        if stop || run.config.checkpoint.due(step, self.steps) {
+        let is_best = self.state.eval_due && self.evaluate(run, step)?;
+        let is_over = self.is_over(run);
+        let stop = self.state.eval_due || (!is_over && run.stop_requested());
+        if stop || is_best || is_over || run.config.checkpoint.due(step, self.steps) {
             phase::set(step, "checkpoint");
             self.save(run, None)?;
         }
@@ -277,18 +300,48 @@ impl<J: Job> Opened<J> {
         (self.state.cursor, self.state.ledger) = (rows.cursor().clone(), rows.ledger().clone());
     }
 
-    /// Where the run is asked to stop meanwhile, the evaluation stays due.
-    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<()> {
+    /// Whether its last step is made, or evaluations have not improved for too long.
+    fn is_over(&self, run: &Run) -> bool {
+        self.state.step >= self.steps || !self.state.eval_due && self.state.best.ends(&run.config).is_some()
+    }
+
+    /// Rows of the summary: what was the best, and why the run ended before its last step.
+    fn ended(&self, run: &Run) -> Vec<(String, String)> {
+        let early = self.state.best.ends(&run.config).filter(|_| self.state.step < self.steps);
+        let early = early.map(|why| format!("step {} of {}: {why}", self.state.step, self.steps));
+        let rows = [("best", self.state.best.describe()), ("stopped early", early)];
+        rows.into_iter().filter_map(|(name, text)| Some((name.to_string(), text?))).collect()
+    }
+
+    /// Restores the learners from the best checkpoint, where that is to be exported and is not the last one.
+    fn take_best(&mut self, run: &mut Run) -> Result<()> {
+        let wanted = run.config.job.export && run.config.checkpoint.export_best;
+        if !wanted || self.state.best.step() == Some(self.state.step) {
+            return Ok(());
+        }
+        if let Some(best) = state::best(run, &self.state.best, &self.arch, &self.learned)? {
+            best.fill(run, &self.learned, &mut self.job.learners())?;
+            let restored = self.job.restore(best.state.method, None);
+            run.ranks.all.agree(restored)?;
+        }
+        Ok(())
+    }
+
+    /// Whether it is the best so far. Where the run is asked to stop meanwhile, the evaluation stays due.
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<bool> {
         phase::set(step, "eval");
         match self.job.evaluate(run, step) {
             // Before the first step there is nothing to save.
             Err(error) if error.kind == Kind::Service && step > 0 => Err(self.save_for(run, None, error)),
             Err(error) => Err(error),
-            Ok(None) => Ok(()),
+            Ok(None) => Ok(false),
             Ok(Some(metrics)) => {
                 self.state.eval_due = false;
                 let recorded = if metrics.is_empty() { Ok(()) } else { run.recorder.eval(step, &metrics) };
-                run.ranks.all.agree(recorded)
+                run.ranks.all.agree(recorded)?;
+                // Times differ between ranks.
+                let metrics = records::of_first(&run.ranks.all, || metrics);
+                self.state.best.judge(&run.config, step, &metrics)
             }
         }
     }

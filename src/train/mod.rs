@@ -1,23 +1,32 @@
 //! The algorithms, one on a page, and the state that a resume restores.
 
+mod best;
 mod config_diff;
+pub mod distill;
 mod evaluate;
 mod experience_maker;
 mod export;
 mod inputs;
 pub mod job;
+mod judges;
+pub mod kto;
 pub mod models;
+mod on_policy;
 mod pairs;
 mod placement;
 mod planned;
 pub mod ppo;
 pub mod preference;
+mod reference;
 pub mod reward_model;
 mod reward_models;
 mod rollout;
 pub mod rollout_weights;
 pub mod sft;
+mod shares;
 pub mod state;
+pub mod step_reward;
+mod supervised;
 mod timers;
 pub mod update;
 mod warnings;
@@ -37,10 +46,10 @@ pub use export::check_export;
 pub use models::Archs;
 pub use planned::{Planned, PlannedGpu};
 
-/// The only match on the kind of a job: `$call` with `$job` as the method of `$kind`.
+/// The only match on the kind of a job: `$call` with `$job` as the method of `$config`.
 macro_rules! of_kind {
-    ($kind:expr, $job:ident => $call:expr) => {
-        match $kind {
+    ($config:expr, $job:ident => $call:expr) => {
+        match $config.job.kind {
             JobKind::Sft => {
                 type $job = sft::Sft;
                 $call
@@ -51,6 +60,22 @@ macro_rules! of_kind {
             }
             JobKind::Dpo => {
                 type $job = preference::Preference;
+                $call
+            }
+            JobKind::Kto => {
+                type $job = kto::Kto;
+                $call
+            }
+            JobKind::StepReward => {
+                type $job = step_reward::StepReward;
+                $call
+            }
+            JobKind::Distill if $config.distill.on_policy => {
+                type $job = on_policy::OnPolicy;
+                $call
+            }
+            JobKind::Distill => {
+                type $job = distill::Distill;
                 $call
             }
             JobKind::Ppo => {
@@ -71,7 +96,7 @@ pub fn roles(config: &Config) -> Vec<RoleName> {
 
 /// The models, in the order in which they are loaded.
 pub fn models(config: &Config) -> Vec<ModelSpec> {
-    of_kind!(config.job.kind, J => J::models(config))
+    of_kind!(config, J => J::models(config))
 }
 
 /// The head of each model and its config.json.
@@ -81,7 +106,7 @@ pub fn archs(config: &Config) -> Result<Vec<(RoleName, Head, Arch)>> {
 
 /// The same of a plan, which needs no weights, and of the reward model in `reward`, where the job names none.
 pub fn planned_archs(config: &Config, reward: Option<&Path>) -> Result<Archs> {
-    let reward = reward.filter(|_| shape(config).has_rollout() && config.reward.models.is_empty());
+    let reward = reward.filter(|_| shape(config).has_rollout() && !config.reward.has_models());
     let mut all = archs(config)?;
     if let Some(dir) = reward {
         let arch = Arch::load(dir).map_err(|e| e.within("reward model"))?;
@@ -92,14 +117,14 @@ pub fn planned_archs(config: &Config, reward: Option<&Path>) -> Result<Archs> {
 
 /// How a step is cut.
 pub fn shape(config: &Config) -> StepShape {
-    of_kind!(config.job.kind, J => J::shape(config))
+    of_kind!(config, J => J::shape(config))
 }
 
 /// Runs the first steps of a job on a null device, for a plan. Errors are those that a run of it would end with.
 pub fn plan(planned: Planned) -> Result<()> {
-    of_kind!(planned.config.job.kind, J => planned::drive::<J>(planned))
+    of_kind!(planned.config, J => planned::drive::<J>(planned))
 }
 
 pub fn run(run: Run) -> Result<()> {
-    of_kind!(run.config.job.kind, J => job::run::<J>(run))
+    of_kind!(run.config, J => job::run::<J>(run))
 }

@@ -59,6 +59,12 @@ pub fn learned(models: &[JobModel]) -> impl Iterator<Item = &JobModel> {
     models.iter().filter(|model| model.spec.optim.is_some())
 }
 
+/// What a checkpoint takes of the disk: of each learned parameter its f32 weight and both moments, and its average.
+pub fn saved_bytes(models: &[JobModel]) -> usize {
+    let vectors = |model: &JobModel| model.spec.optim.as_ref().map_or(0, |optim| 3 + usize::from(optim.ema_beta > 0.0));
+    models.iter().map(|model| vectors(model) * size_of::<f32>() * model.table().len()).sum()
+}
+
 /// Reads each model's config.json. Refused are those that do not fit the tokenizer or the first model, or that `check` refuses.
 pub fn described(
     specs: Vec<ModelSpec>,
@@ -81,9 +87,9 @@ pub fn described(
             Some(JobModel { arch: Arch { vocabulary, .. }, .. })
                 if *vocabulary != embedded && model.spec.role != RoleName::Reward =>
             {
-                let name = model.spec.role.name();
+                let name = role::key(model.spec.role.name());
                 return Err(Error::data(format!(
-                    "model.{name} has a vocabulary of {embedded}, model.actor of {vocabulary}"
+                    "{name} has a vocabulary of {embedded}, model.actor of {vocabulary} ({dir})"
                 ))
                 .hint("both must come from models with the same tokenizer"));
             }

@@ -1,14 +1,11 @@
-//! What methods that learn from pairs share: how pairs are cut into micro-batches, counted and evaluated.
+//! What methods that learn from pairs share: how pairs are counted.
 
 use super::job::Step;
-use crate::comm::records;
-use crate::data::balance::{self, Cost};
-use crate::data::{PairRow, Part, RowSource};
-use crate::error::Result;
+use super::supervised;
+use crate::data::{PairRow, Rows};
 use crate::launch::run::Run;
-use crate::launch::step_shape::StepShape;
+use crate::learn::Learner;
 use crate::learn::sums::Sums;
-use crate::learn::{Learner, Role};
 use crate::loss::preference::Pair;
 use crate::metrics::keys::{self, Metrics, named};
 
@@ -22,21 +19,6 @@ const REPORTED: [(&str, &str); 4] = [
     (keys::REJECTED_REWARD_MEAN, PAIRS),
     (keys::MARGIN_MEAN, PAIRS),
 ];
-
-/// The shape of a step of `samples` pairs, of `trained` models and others that score.
-pub fn shape(samples: usize, microbatch_tokens_max: usize, scored: usize) -> StepShape {
-    let part = Part::Pair;
-    StepShape {
-        part,
-        rows: samples,
-        samples_per_row: 1,
-        minibatch: samples,
-        epochs: 1,
-        microbatch_tokens_max,
-        trained: 1,
-        scored,
-    }
-}
 
 /// Tokens of each pair, both sides.
 pub fn lengths(pairs: &[PairRow]) -> Vec<usize> {
@@ -63,48 +45,12 @@ pub fn learned(
     learner: &Learner,
     sums: &Sums,
     pairs: &[PairRow],
-    source: &RowSource<PairRow>,
+    rows: &Rows,
 ) -> Metrics {
-    run.has_learned = true;
-    step.lengths = pairs.iter().flat_map(|pair| [pair.chosen.len(), pair.rejected.len()]).collect();
-    let report = learner.report;
-    let tokens: usize = step.lengths.iter().sum();
-    let mut all = named(sums.means(&REPORTED));
-    all.extend(named([
-        (keys::LOSS, sums.get(keys::LOSS)),
-        (keys::GRAD_NORM, report.grad_norm),
-        (keys::LR, report.lr),
-        (keys::SAMPLES, pairs.len() as f64),
-        (keys::TOKENS, tokens as f64),
-        (keys::EPOCH, (step.number * pairs.len() as u64) as f64 / source.epoch_rows() as f64),
-    ]));
-    all
-}
-
-/// Sums over held-out pairs, of which `measure` takes a micro-batch at a time: those of all ranks; none where the run was asked to stop.
-/// All ranks call this.
-pub fn evaluate(
-    run: &Run,
-    role: &Role,
-    pairs: &[PairRow],
-    tokens_max: usize,
-    mut measure: impl FnMut(&[usize]) -> Sums,
-) -> Result<Option<Sums>> {
-    let axes = &run.ranks.axes;
-    let tokens_max = tokens_max * axes.sequence.size();
-    let plan = balance::plan(&lengths(pairs), axes.data.size(), tokens_max, &Cost::of(role.arch()));
-    let mut mine = Sums::default();
-    for chosen in &plan[axes.data.rank()] {
-        if run.stop_requested() {
-            return Ok(None);
-        }
-        mine.add(&measure(chosen));
-    }
-    let mut all = Sums::default();
-    for sums in records::gather(&axes.zero, &[mine])? {
-        all.add(&sums);
-    }
-    Ok(Some(all))
+    let mut numbers = sums.means(&REPORTED);
+    numbers.push((keys::LOSS, sums.get(keys::LOSS)));
+    let lengths = pairs.iter().flat_map(|pair| [pair.chosen.len(), pair.rejected.len()]).collect();
+    supervised::learned(run, step, learner, numbers, pairs.len(), lengths, rows)
 }
 
 /// The numbers of an evaluation that took so many seconds.

@@ -71,7 +71,7 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let updates = planned.steps * J::shape(&config).updates() as u64;
     let (learners, frozen) = models::learners(&run, &models, roles, updates, values)?;
     // A reward model that the job does not name: its weights count.
-    let is_extra = config.reward.models.is_empty() && run.ranks.has(RoleName::Reward);
+    let is_extra = !config.reward.has_models() && run.ranks.has(RoleName::Reward);
     let reward = planned.archs.of(RoleName::Reward).filter(|_| is_extra);
     let mut reward = reward.map(|arch| run.role("reward", Path::new(""), arch, Head::Value, values)).transpose()?;
     if let Some(role) = &mut reward {
@@ -118,7 +118,8 @@ fn open(planned: &Planned) -> Result<Run> {
     let waits = [(swap.optimizer, Offload::Optimizer), (swap.roles, Offload::Roles)];
     config.mesh.offload = waits.into_iter().filter(|(does, _)| *does).map(|(_, what)| what).collect();
     let rule = vec![RuleConfig { kind: RuleKind::Length, ..RuleConfig::default() }];
-    config.reward = RewardConfig { rule, models: std::mem::take(&mut config.reward.models), ..RewardConfig::default() };
+    let RewardConfig { models, judge, .. } = std::mem::take(&mut config.reward);
+    config.reward = RewardConfig { rule, models, judge, ..RewardConfig::default() };
     let size = planned.placements.iter().map(|(placement, _)| placement.ranks.end).max().unwrap_or(1);
     let world = World::null(planned.rank, size);
     let ranks = Ranks::new(world, planned.placements.clone())?;

@@ -1,6 +1,6 @@
 //! PPO and its relatives on one page: prompts -> rollout -> reward -> advantage -> { loss -> gradient -> step }.
 
-use super::experience_maker::{RolloutModels, hold, make_experience};
+use super::experience_maker::{Collected, RolloutModels, hold, make_experience};
 use super::job::{Ended, Job, Step};
 use super::models::{JobModel, ModelSpec};
 use super::reward_models::{self, RewardModels};
@@ -12,9 +12,10 @@ use crate::advantage::{AdvantageState, AdvantageStats};
 use crate::comm::{phase, records};
 use crate::config::mesh::RoleName;
 use crate::config::ppo::KlIn;
-use crate::config::reward::ModelRewardConfig;
+use crate::config::reward::{JudgeConfig, ModelRewardConfig};
 use crate::config::{self, Config};
-use crate::data::{Part, PromptSource, Rows};
+use crate::data::{Part, PromptSource, Rows, SftRow};
+use crate::device::null;
 use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Finish, Prompt, Response};
 use crate::launch::banner::Needs;
@@ -22,7 +23,7 @@ use crate::launch::limits::check_sampling;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::sums::Sums;
-use crate::learn::{Learner, Role};
+use crate::learn::{Learner, Role, role};
 use crate::metrics::keys::{self, Metrics, named};
 use crate::metrics::{Phase, Phases};
 use crate::model::{Arch, Head};
@@ -35,12 +36,12 @@ use std::time::Instant;
 
 /// The models of this rank, and the state that all ranks share.
 pub struct Ppo {
-    actor: Option<Learner>,
+    pub(super) actor: Option<Learner>,
     critic: Option<Learner>,
     reference: Option<Role>,
     /// Where the actor is on this rank.
     rollout_weights: Option<RolloutWeights>,
-    collector: Collector,
+    pub(super) collector: Collector,
     advantage: AdvantageState,
     /// The rest of a step that an earlier start interrupted.
     work: Option<Work>,
@@ -56,15 +57,15 @@ enum Work {
 
 /// The training phase of one step.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-struct UpdateWork {
-    experience: Vec<Experience>,
+pub(super) struct UpdateWork {
+    pub(super) experience: Vec<Experience>,
     /// KL coefficient of this step.
     kl_beta: f32,
     /// Minibatches done in this step, over all epochs.
     minibatches: usize,
-    sums: Sums,
+    pub(super) sums: Sums,
     /// Metrics of the step that are known already.
-    values: Vec<(String, f64)>,
+    pub(super) values: Vec<(String, f64)>,
 }
 
 impl Job for Ppo {
@@ -79,13 +80,15 @@ impl Job for Ppo {
         if config.ppo.advantage.has_critic() {
             all.push(ModelSpec::new(RoleName::Critic, config.critic_dir(), Head::Value, Some(&optim.critic)));
         }
-        let reward = |model: &ModelRewardConfig| ModelSpec::new(RoleName::Reward, &model.dir, Head::Value, None);
-        all.extend(config.reward.models.iter().map(reward));
+        all.extend(Self::reward_models(config));
         all
     }
 
     /// Refuses a model whose context is shorter than the longest rows of the actor.
     fn check_models(config: &Config, actor: &Arch, other: &JobModel) -> Result<()> {
+        if other.spec.role == RoleName::Reward && other.spec.head == Head::LanguageModel {
+            return reward_models::check_judge(&other.spec.dir, &other.arch, actor);
+        }
         if other.spec.role == RoleName::Reward {
             let is_it = |model: &&ModelRewardConfig| model.dir == other.spec.dir;
             return config
@@ -100,9 +103,9 @@ impl Job for Ppo {
         if longest <= context {
             return Ok(());
         }
-        let name = other.spec.role.name();
+        let name = role::key(other.spec.role.name());
         Err(Error::data(format!(
-            "prompts of {prompt} and responses of {response} tokens may make rows of {longest}, model.{name} has a context of {context}"
+            "prompts of {prompt} and responses of {response} tokens may make rows of {longest}, {name} has a context of {context}"
         ))
         .hint("lower data.prompt_tokens_max or rollout.response_tokens_max"))
     }
@@ -143,7 +146,7 @@ impl Job for Ppo {
         let (actor, critic) = (actors.pop(), critics.pop());
         let is_reference = |role: &Role| role.name == RoleName::Reference.name();
         let (mut references, rewards): (Vec<_>, Vec<_>) = frozen.into_iter().partition(is_reference);
-        let rewards = run.ranks.all.agree(RewardModels::new(run, rewards, &tokenizer))?;
+        let rewards = run.ranks.all.agree(RewardModels::new(run, rewards, &tokenizer, &source))?;
         let role = actor.as_ref().map(|actor| &actor.role);
         let rollout_weights = role.map(|actor| {
             let made = RolloutWeights::new(actor, &run.ranks.axes, &run.ranks.rollout_axes)?;
@@ -182,17 +185,23 @@ impl Job for Ppo {
     }
 
     fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
-        let mut work = match self.work.take() {
-            Some(Work::Update(work)) => work,
-            Some(Work::Rollout(finished)) => self.collect(run, step, &finished)?,
-            None => self.collect(run, step, &[])?,
-        };
+        let config = run.config.clone();
+        let mut work = self.begin(run, step, |ppo, experience| {
+            let kl_beta = ppo.advantage.kl.beta;
+            let stats = crate::advantage::compute_step(&config.ppo, &mut ppo.advantage, experience)?;
+            Ok((advantage_values(&stats, experience, kl_beta), kl_beta))
+        })?;
         let _held = hold(&work.experience);
-        // A step that is finished after a resume is recorded again: the resume removed its record.
-        let recorded = run.recorder.rollouts(step.number, &work.experience, run.config.job.seed, &run.config_hash);
-        run.ranks.all.agree(recorded)?;
-        self.learn(run, step, &mut work)?;
-        step.lengths = work.experience.iter().map(Experience::length).collect();
+        let (epochs, size, kl_beta) = (config.ppo.epochs, config.ppo.minibatch_samples, work.kl_beta);
+        // A plan is of the steps behind the warm-up.
+        let warms_up = step.number <= config.ppo.critic_warmup_steps && !null::is_active();
+        let (number, mut minibatch) = (step.number, work.minibatches);
+        self.learn(run, step, &mut work, epochs, size, |ppo, run, samples| {
+            let texts = &if warms_up { Vec::new() } else { ppo.texts(run, number, minibatch)? };
+            minibatch += 1;
+            let update = Update { config: &config, axes: &run.ranks.axes, kl_beta, texts };
+            update.minibatch(ppo.actor.as_mut().filter(|_| !warms_up), ppo.critic.as_mut(), samples)
+        })?;
         Ok(metrics(run, step, &work))
     }
 
@@ -206,26 +215,50 @@ impl Job for Ppo {
 }
 
 impl Ppo {
-    /// Rollout, rewards, scores of reference and critic, advantages: the whole batch on every rank. A step that is stopped, or
-    /// whose reward fails, ends with its finished responses; the resumed run takes its prompts again.
+    pub(super) fn reward_models(config: &Config) -> impl Iterator<Item = ModelSpec> {
+        let reward = |model: &ModelRewardConfig| ModelSpec::new(RoleName::Reward, &model.dir, Head::Value, None);
+        let judge = |judge: &JudgeConfig| ModelSpec::new(RoleName::Reward, &judge.dir, Head::LanguageModel, None);
+        config.reward.models.iter().map(reward).chain(config.reward.judge.iter().map(judge))
+    }
+
+    /// What a step learns from, recorded: what an earlier start left of it, or what is sampled, of which `prepare` gives metrics and
+    /// the KL coefficient of the step.
+    pub(super) fn begin(
+        &mut self,
+        run: &mut Run,
+        step: &mut Step,
+        prepare: impl FnOnce(&mut Self, &mut [Experience]) -> Result<(Metrics, f32)>,
+    ) -> std::result::Result<UpdateWork, Ended> {
+        let finished = match self.work.take() {
+            Some(Work::Update(work)) => {
+                record(run, step.number, &work.experience)?;
+                return Ok(work);
+            }
+            Some(Work::Rollout(finished)) => finished,
+            None => Vec::new(),
+        };
+        let (mut experience, measured) = self.collect(run, step, &finished)?;
+        let (mut values, kl_beta) = prepare(self, &mut experience)?;
+        let shown = run.recorder.samples(step.number, &experience);
+        run.ranks.all.agree(shown)?;
+        record(run, step.number, &experience)?;
+        values.extend(sampled_values(&experience));
+        values.extend(measured);
+        Ok(UpdateWork { experience, kl_beta, values, ..UpdateWork::default() })
+    }
+
+    /// Rollout, rewards, scores of reference and critic: the whole batch on every rank, and what was measured. A step that is stopped,
+    /// or whose reward fails, ends with its finished responses; the resumed run takes its prompts again.
     fn collect(
         &mut self,
         run: &mut Run,
         step: &mut Step,
         finished: &[Response],
-    ) -> std::result::Result<UpdateWork, Ended> {
-        let config = run.config.clone();
+    ) -> std::result::Result<(Vec<Experience>, Metrics), Ended> {
         phase::set(step.number, "rollout");
-        let prompts: Result<Vec<Prompt>> = self.collector.source.next(config.rollout.prompts_per_step);
+        let prompts: Result<Vec<Prompt>> = self.collector.source.next(run.config.rollout.prompts_per_step);
         let prompts = run.ranks.all.agree(prompts)?;
-        run.make_room(self.actor.as_mut(), self.critic.as_mut());
-        let mut models = RolloutModels {
-            actor: self.actor.as_ref().map(|actor| &actor.role).zip(self.rollout_weights.as_ref()),
-            critic: self.critic.as_mut().map(|critic| &mut critic.role),
-            reference: self.reference.as_mut(),
-        };
-        let (collector, number, phases) = (&mut self.collector, step.number, &mut step.phases);
-        let made = make_experience(run, &mut models, collector, number, &prompts, finished, phases)?;
+        let made = self.sample(run, step.number, &prompts, finished, &mut step.phases)?;
         let unfinished = |samples: Vec<Experience>, error| {
             let responses = samples.into_iter().map(|sample| sample.response).collect();
             let work = records::encode(&Work::Rollout(responses));
@@ -240,26 +273,54 @@ impl Ppo {
         };
         let dropped = measured.iter().filter(|(key, _)| key == keys::SAMPLES_DROPPED);
         self.collector.source.drop_samples(dropped.map(|(_, samples)| *samples as u64).sum());
-        let mut experience = made.samples;
-        let kl_beta = self.advantage.kl.beta;
-        let stats = crate::advantage::compute_step(&config.ppo, &mut self.advantage, &mut experience)?;
-        let shown = run.recorder.samples(number, &experience);
-        run.ranks.all.agree(shown)?;
-        let mut values = rollout_values(&stats, &experience, kl_beta);
-        values.extend(measured);
-        Ok(UpdateWork { experience, kl_beta, values, ..UpdateWork::default() })
+        Ok((made.samples, measured))
     }
 
-    /// Epochs over minibatches of a global, seeded shuffle that does not depend on the ranks. It can stop between two updates.
-    fn learn(&mut self, run: &mut Run, step: &mut Step, work: &mut UpdateWork) -> std::result::Result<(), Ended> {
+    /// The pretraining rows of an update: as many as a minibatch has samples, where they are learned from (PPO-ptx).
+    fn texts(&mut self, run: &Run, step: u64, minibatch: usize) -> Result<Vec<SftRow>> {
+        if run.config.ppo.ptx_coef == 0.0 {
+            return Ok(Vec::new());
+        }
+        let shape = Self::shape(&run.config);
+        let update = (step - 1) * shape.updates() as u64 + minibatch as u64 + 1;
+        run.ranks.all.agree(self.collector.source.pretrain(update, shape.minibatch))
+    }
+
+    /// Samples and scores responses to `prompts`, but for `finished` ones, which are kept.
+    pub(super) fn sample(
+        &mut self,
+        run: &mut Run,
+        step: u64,
+        prompts: &[Prompt],
+        finished: &[Response],
+        phases: &mut Phases,
+    ) -> Result<Collected> {
+        run.make_room(self.actor.as_mut(), self.critic.as_mut());
+        let mut models = RolloutModels {
+            actor: self.actor.as_ref().map(|actor| &actor.role).zip(self.rollout_weights.as_ref()),
+            critic: self.critic.as_mut().map(|critic| &mut critic.role),
+            reference: self.reference.as_mut(),
+        };
+        make_experience(run, &mut models, &mut self.collector, step, prompts, finished, phases)
+    }
+
+    /// Epochs over minibatches of `size` samples of a global, seeded shuffle that does not depend on the ranks: `update` makes an
+    /// optimizer step on each. It can stop between two updates.
+    pub(super) fn learn(
+        &mut self,
+        run: &mut Run,
+        step: &mut Step,
+        work: &mut UpdateWork,
+        epochs: usize,
+        size: usize,
+        mut update: impl FnMut(&mut Self, &Run, &[&Experience]) -> Result<Sums>,
+    ) -> std::result::Result<(), Ended> {
         phase::set(step.number, "train");
         // Its weights are offloaded after an evaluation, and where a resume finishes a step.
         if let Some(critic) = &mut self.critic {
             run.onload(&mut critic.role);
         }
-        let config = run.config.clone();
-        let (epochs, size) = (config.ppo.epochs, config.ppo.minibatch_samples);
-        let rng = Rng::new(config.job.seed, Purpose::Shuffle);
+        let rng = Rng::new(run.config.job.seed, Purpose::Shuffle);
         // Counted in the batch: the configuration may have changed since the batch was saved.
         let per_epoch = work.experience.len().div_ceil(size);
         let total = epochs * per_epoch;
@@ -274,10 +335,9 @@ impl Ppo {
             let order = rng.permutation(work.experience.len(), (step.number as usize * epochs + epoch) as u32);
             let chosen = order.chunks(size).nth(index).unwrap_or_default();
             let samples: Vec<&Experience> = chosen.iter().map(|&i| &work.experience[i]).collect();
-            let update = Update { config: &config, axes: &run.ranks.axes, kl_beta: work.kl_beta };
-            let (actor, critic, timers) = (self.actor.as_mut(), self.critic.as_mut(), &mut step.timers);
+            let timers = &mut step.timers;
             let mut found = step.phases.time(Phase::Train, || {
-                let found = timers.train(|| update.minibatch(actor, critic, &samples));
+                let found = timers.train(|| update(self, run, &samples));
                 placement::sums(&run.ranks, found)
             })?;
             if work.minibatches > 0 {
@@ -289,6 +349,7 @@ impl Ppo {
             run.has_learned = true;
             bar.inc(1);
         }
+        step.lengths = work.experience.iter().map(Experience::length).collect();
         Ok(())
     }
 }
@@ -305,25 +366,46 @@ fn metrics(run: &Run, step: &Step, work: &UpdateWork) -> Metrics {
             work.sums.means(REPORTED).into_iter().filter(|(k, _)| *k == of_actor).map(|(_, x)| (key.into(), x)),
         );
     }
-    let rollout_s = step.phases.spent(Phase::Rollout).as_secs_f64();
-    if rollout_s > 0.0 {
-        let sampled: usize = work.experience.iter().map(|e| e.response.tokens.len()).sum();
-        values.push((keys::ROLLOUT_TOKENS_PER_S.to_string(), sampled as f64 / rollout_s));
-        values.push((keys::TIME_PER_TOKEN_MS.to_string(), 1e3 * rollout_s / sampled.max(1) as f64));
-    }
+    values.extend(rollout_speed(step, &work.experience));
     values
 }
 
-/// Numbers that are known before training begins.
-fn rollout_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) -> Metrics {
+/// What a rollout of the step took of a token; nothing where an earlier start sampled.
+pub(super) fn rollout_speed(step: &Step, samples: &[Experience]) -> Metrics {
+    let rollout_s = step.phases.spent(Phase::Rollout).as_secs_f64();
+    let sampled = samples.iter().map(|e| e.response.tokens.len()).sum::<usize>() as f64;
+    let values = [
+        (keys::ROLLOUT_TOKENS_PER_S, sampled / rollout_s),
+        (keys::TIME_PER_TOKEN_MS, 1e3 * rollout_s / sampled.max(1.0)),
+    ];
+    named(values.into_iter().filter(|_| rollout_s > 0.0))
+}
+
+/// A step that is finished after a resume is recorded again: the resume removed its record.
+fn record(run: &mut Run, step: u64, samples: &[Experience]) -> Result<()> {
+    let recorded = run.recorder.rollouts(step, samples, run.config.job.seed, &run.config_hash);
+    run.ranks.all.agree(recorded)
+}
+
+/// Numbers of samples, whatever is learned from them.
+fn sampled_values(samples: &[Experience]) -> Metrics {
     let n = samples.len() as f64;
-    let (mut tokens, mut responses, mut cut, mut values) = (0usize, 0usize, 0usize, 0.0);
+    let (mut tokens, mut responses, mut cut) = (0usize, 0usize, 0usize);
     for sample in samples {
         tokens += sample.length();
         responses += sample.response.tokens.len();
         cut += usize::from(sample.response.finish == Finish::Length);
-        values += sample.values.iter().map(|v| f64::from(*v)).sum::<f64>();
     }
+    named([
+        (keys::SAMPLES, n),
+        (keys::TOKENS, tokens as f64),
+        (keys::RESPONSE_TOKENS_MEAN, responses as f64 / n),
+        (keys::RESPONSE_TRUNCATED_RATIO, cut as f64 / n),
+    ])
+}
+
+/// Numbers of rewards and advantages that are known before training begins.
+fn advantage_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) -> Metrics {
     let mut all = vec![
         (keys::REWARD_MEAN, stats.reward_mean),
         (keys::REWARD_STD, stats.reward_std),
@@ -334,13 +416,12 @@ fn rollout_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) 
         (keys::ADVANTAGE_MEAN, stats.advantage_mean),
         (keys::ADVANTAGE_STD, stats.advantage_std),
         (keys::RETURN_MEAN, stats.return_mean),
-        (keys::SAMPLES, n),
-        (keys::TOKENS, tokens as f64),
-        (keys::RESPONSE_TOKENS_MEAN, responses as f64 / n),
-        (keys::RESPONSE_TRUNCATED_RATIO, cut as f64 / n),
     ];
+    all.extend(stats.greedy_mean.map(|mean| (keys::SCORE_GREEDY_MEAN, mean)));
     all.extend(stats.equal_groups_ratio.map(|ratio| (keys::EQUAL_GROUPS_RATIO, ratio)));
     if samples.iter().any(|s| !s.values.is_empty()) {
+        let values: f64 = samples.iter().map(|s| s.values.iter().map(|v| f64::from(*v)).sum::<f64>()).sum();
+        let responses: usize = samples.iter().map(|s| s.response.tokens.len()).sum();
         all.push((keys::VALUE_MEAN, values / responses.max(1) as f64));
     }
     named(all)
@@ -350,9 +431,11 @@ fn rollout_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) 
 fn rewards(Config { reward, .. }: &Config) -> String {
     let rules = reward.rule.iter().map(|rule| (config::name(&rule.kind), rule.weight));
     let python = reward.python.iter().map(|python| (python.file.clone(), python.weight));
+    let http = reward.http.iter().map(|http| (http.url.join(" | "), http.weight));
     let models = reward.models.iter().enumerate().map(|(i, model)| (format!("model {}", model.name(i)), model.weight));
     let weighed = |(name, weight)| if weight == 1.0 { name } else { format!("{name} x {weight}") };
-    rules.chain(python).chain(models).map(weighed).collect::<Vec<_>>().join(", ")
+    let judges = reward.judge.iter().map(|judge| (format!("judge {}", judge.dir.display()), judge.weight));
+    rules.chain(python).chain(http).chain(models).chain(judges).map(weighed).collect::<Vec<_>>().join(", ")
 }
 
 /// Rows of the banner about the rollout.

@@ -2,18 +2,18 @@
 
 use super::job::{Ended, Job, Step};
 use super::models::ModelSpec;
-use super::pairs;
+use super::reference::Reference;
+use super::{pairs, supervised};
 use crate::comm::{Axes, phase};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
-use crate::data::{PairRow, RowSource, Rows};
-use crate::device::null;
+use crate::data::{PairRow, Part, RowSource, Rows};
 use crate::error::Result;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::accumulation::accumulate;
 use crate::learn::packed::PackedRow;
-use crate::learn::score::{self, Tokens};
+use crate::learn::score::Tokens;
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::loss::preference::{PairLogprobs, preference_loss};
@@ -21,7 +21,6 @@ use crate::metrics::keys::{self, Metrics};
 use crate::metrics::{Phase, Phases};
 use crate::model::{Arch, Head, Saved};
 use crate::text::Tokenizer;
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -29,10 +28,8 @@ use std::time::Instant;
 pub struct Preference {
     learner: Learner,
     /// None where the loss has no reference.
-    reference: Option<Role>,
+    reference: Option<Reference<2>>,
     source: RowSource<PairRow>,
-    /// Sums of the reference's log-probabilities of each pair that was seen, by its row: it never changes.
-    known: HashMap<u64, [f64; 2]>,
 }
 
 impl Job for Preference {
@@ -47,7 +44,7 @@ impl Job for Preference {
 
     fn shape(config: &Config) -> StepShape {
         let scored = usize::from(config.dpo.has_reference());
-        pairs::shape(config.dpo.minibatch_samples, config.dpo.microbatch_tokens_max, scored)
+        supervised::shape(Part::Pair, config.dpo.minibatch_samples, config.dpo.microbatch_tokens_max, scored)
     }
 
     fn new(
@@ -59,7 +56,7 @@ impl Job for Preference {
         _tokenizer: Arc<Tokenizer>,
     ) -> Result<Self> {
         let learner = learners.pop().expect("a job without a placement has all models on each rank");
-        Ok(Self { learner, reference: frozen.pop(), source, known: HashMap::new() })
+        Ok(Self { learner, reference: frozen.pop().map(Reference::new), source })
     }
 
     fn rows(&self) -> &Rows {
@@ -90,7 +87,8 @@ impl Job for Preference {
         }
         let reference = self.reference(run, &rows, &mut Phases::start());
         let (config, axes, role) = (&run.config, &run.ranks.axes, &self.learner.role);
-        let sums = pairs::evaluate(run, role, &rows, config.dpo.microbatch_tokens_max, |chosen| {
+        let tokens_max = config.dpo.microbatch_tokens_max;
+        let sums = supervised::evaluate(run, role, &pairs::lengths(&rows), tokens_max, |chosen| {
             let whole = pack(&rows, chosen);
             let row = whole.shard(&axes.sequence);
             let (model, w) = (&role.transformer, &role.weights);
@@ -105,24 +103,11 @@ impl Job for Preference {
 impl Preference {
     /// Sums of the reference's log-probabilities of both sides of each pair; 0 where there is no reference. All ranks call this.
     fn reference(&mut self, run: &Run, rows: &[PairRow], phases: &mut Phases) -> Vec<[f64; 2]> {
-        let Some(reference) = &mut self.reference else { return vec![[0.0; 2]; rows.len()] };
-        // Rows of a plan are nobody's.
-        let is_new = |row: &&PairRow| null::is_active() || !self.known.contains_key(&row.id);
-        let new: Vec<&PairRow> = rows.iter().filter(is_new).collect();
-        if !new.is_empty() {
-            let sides: Vec<Tokens> = new.iter().flat_map(|row| sides(row)).collect();
-            let tokens_max = run.config.dpo.microbatch_tokens_max;
-            let logprobs = phases.time(Phase::Score, || {
-                run.onload(reference);
-                let found = score::logprobs(reference, &run.ranks.axes, &sides, 1.0, tokens_max);
-                run.offload_weights(reference);
-                found
-            });
-            for (row, both) in new.iter().zip(logprobs.chunks(2)) {
-                self.known.insert(row.id, [0, 1].map(|side| both[side].iter().map(|l| f64::from(*l)).sum()));
-            }
+        let tokens_max = run.config.dpo.microbatch_tokens_max;
+        match &mut self.reference {
+            Some(reference) => reference.of_rows(run, rows, |row| (row.id, sides(row)), tokens_max, phases),
+            None => vec![[0.0; 2]; rows.len()],
         }
-        rows.iter().map(|row| self.known[&row.id]).collect()
     }
 
     /// One optimizer step on `rows`.

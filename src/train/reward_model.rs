@@ -2,11 +2,11 @@
 
 use super::job::{Ended, Job, Step};
 use super::models::ModelSpec;
-use super::pairs;
+use super::{pairs, supervised};
 use crate::comm::{Axes, phase};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
-use crate::data::{PairRow, RowSource, Rows};
+use crate::data::{PairRow, Part, RowSource, Rows};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
@@ -40,7 +40,8 @@ impl Job for RewardModel {
     }
 
     fn shape(config: &Config) -> StepShape {
-        pairs::shape(config.reward_model.minibatch_samples, config.reward_model.microbatch_tokens_max, 0)
+        let of = &config.reward_model;
+        supervised::shape(Part::Pair, of.minibatch_samples, of.microbatch_tokens_max, 0)
     }
 
     fn new(
@@ -92,7 +93,8 @@ impl Job for RewardModel {
         }
         let (config, axes) = (&run.config, &run.ranks.axes);
         let role = &self.learner.role;
-        let sums = pairs::evaluate(run, role, &rows, config.reward_model.microbatch_tokens_max, |chosen| {
+        let tokens_max = config.reward_model.microbatch_tokens_max;
+        let sums = supervised::evaluate(run, role, &pairs::lengths(&rows), tokens_max, |chosen| {
             let whole = pack(&rows, chosen);
             let row = whole.shard(&axes.sequence);
             let (model, w) = (&role.transformer, &role.weights);

@@ -1,18 +1,24 @@
-//! Reward models in the loop: each scores the last token of prompt and response, on all ranks that hold it.
+//! Reward models in the loop: each scores the last token of prompt and response, on all ranks that hold it. And judges.
 
-use crate::config::reward::ModelRewardConfig;
+use super::judges::Judge;
+use crate::config::reward::{JudgeConfig, ModelRewardConfig};
+use crate::data::PromptSource;
 use crate::error::{Error, Result};
 use crate::experience::{Experience, Finish};
 use crate::launch::run::Run;
 use crate::learn::Role;
 use crate::learn::score::{self, Tokens};
-use crate::model::Arch;
-use crate::reward::Scored;
+use crate::model::{Arch, Head};
+use crate::reward::{Lookup, Scored};
 use crate::text::Tokenizer;
+use std::path::Path;
+use std::sync::Arc;
 
-/// The reward models of this rank.
-#[derive(Default)]
-pub struct RewardModels(Vec<RewardModel>);
+/// The reward models and judges of this rank.
+pub struct RewardModels {
+    models: Vec<RewardModel>,
+    judges: Vec<Judge>,
+}
 
 struct RewardModel {
     role: Role,
@@ -21,16 +27,33 @@ struct RewardModel {
     tokenizer: Option<Tokenizer>,
 }
 
+/// Refuses a model whose rows cannot be made; `key`: that of the job which names it.
+pub fn check_tokenizer(key: &str, dir: &Path, arch: &Arch, actor: &Arch) -> Result<()> {
+    if arch.vocabulary == actor.vocabulary || Tokenizer::find(dir)?.is_some() {
+        return Ok(());
+    }
+    let [own, other] = [arch.vocabulary, actor.vocabulary];
+    let dir = dir.display();
+    Err(Error::data(format!("{key}: {dir} has a vocabulary of {own} and no tokenizer, model.actor has one of {other}"))
+        .hint("put the tokenizer that belongs to the model into its directory"))
+}
+
+/// Refuses a judge that does not generate, or whose rows cannot be made.
+pub fn check_judge(dir: &Path, arch: &Arch, actor: &Arch) -> Result<()> {
+    if arch.head != Head::LanguageModel {
+        return Err(Error::data(format!(
+            "reward.judge: {} holds a reward model, needed is a language model",
+            dir.display()
+        ))
+        .hint("name it in reward.models"));
+    }
+    check_tokenizer("reward.judge", dir, arch, actor)
+}
+
 /// Refuses a reward model whose rows cannot be made, or that is none.
 pub fn check(config: &ModelRewardConfig, arch: &Arch, actor: &Arch) -> Result<()> {
     let dir = config.dir.display();
-    if arch.vocabulary != actor.vocabulary && Tokenizer::find(&config.dir)?.is_none() {
-        let [own, other] = [arch.vocabulary, actor.vocabulary];
-        return Err(Error::data(format!(
-            "reward.models: {dir} has a vocabulary of {own} and no tokenizer, model.actor has one of {other}"
-        ))
-        .hint("put the tokenizer that belongs to the model into its directory"));
-    }
+    check_tokenizer("reward.models", &config.dir, arch, actor)?;
     match arch.reward_mean_std {
         _ if !config.normalize => Ok(()),
         Some((_, std)) if std > 0.0 => Ok(()),
@@ -40,21 +63,31 @@ pub fn check(config: &ModelRewardConfig, arch: &Arch, actor: &Arch) -> Result<()
 }
 
 impl RewardModels {
-    /// Of the `roles` of this rank, in the order of reward.models. A model that has the actor's tokenizer reads its tokens.
-    pub fn new(run: &Run, roles: Vec<Role>, actor: &Tokenizer) -> Result<Self> {
+    /// Of the `roles` of this rank, in the order of reward.models and reward.judge. A model that has the actor's tokenizer reads
+    /// its tokens. All ranks call this.
+    pub fn new(run: &Run, mut roles: Vec<Role>, actor: &Arc<Tokenizer>, source: &PromptSource) -> Result<Self> {
+        let reward = &run.config.reward;
+        let judges = roles.split_off(reward.models.len().min(roles.len()));
+        let data = &run.config.data;
+        let rows: (Lookup, _) = (Arc::new(source.lookup(data)), source.columns(data)?);
+        let judge = |(i, (role, config)): (usize, (Role, &JudgeConfig))| {
+            Judge::new(run, role, config, config.name(reward.models.len() + i), actor, &rows)
+        };
+        let judges = judges.into_iter().zip(&reward.judge).enumerate().map(judge).collect::<Result<_>>()?;
         let with_config = |(role, config): (Role, &ModelRewardConfig)| {
             let own = Tokenizer::find(&config.dir)?.filter(|own| own.sha256() != actor.sha256());
             Ok(RewardModel { role, config: config.clone(), tokenizer: own })
         };
-        roles.into_iter().zip(&run.config.reward.models).map(with_config).collect::<Result<_>>().map(Self)
+        let models = roles.into_iter().zip(&reward.models).map(with_config).collect::<Result<_>>()?;
+        Ok(Self { models, judges })
     }
 
     /// Adds the weighted scores of `samples`. All ranks that hold the models call this.
     ///
     /// # Errors
-    /// `Data` where a text is longer than a model's context.
+    /// `Data` where a text is longer than a model's context; of judges `Judge::score`.
     pub fn score(&mut self, run: &Run, samples: &[Experience], scored: &mut [Scored]) -> Result<()> {
-        for (i, RewardModel { role, config, tokenizer }) in self.0.iter_mut().enumerate() {
+        for (i, RewardModel { role, config, tokenizer }) in self.models.iter_mut().enumerate() {
             // The last token alone is scored: all is prompt.
             let row = |tokens: Vec<u32>| Tokens { prompt_tokens: tokens.len(), tokens: tokens.into() };
             let rows = samples.iter().map(|sample| tokens(sample, tokenizer.as_ref()).map(row));
@@ -78,6 +111,7 @@ impl RewardModels {
                 scored.parts.insert(name.clone(), score);
             }
         }
+        self.judges.iter_mut().try_for_each(|judge| judge.score(run, samples, scored))?;
         if run.config.reward.sources() > 1 {
             for Scored { parts, extra, .. } in scored {
                 extra.extend(parts.iter().map(|(name, score)| (name.clone(), *score)));

@@ -1,12 +1,12 @@
 //! Rollout and reward of one rank's share of the prompts.
 
 use super::reward_models::RewardModels;
-use crate::comm::{Group, Stream, records};
+use super::shares::{own_share, prompts_of, share_of};
+use crate::comm::{Stream, records};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::rollout::RolloutConfig;
 use crate::data::PromptSource;
-use crate::device::cpu::pool::share;
 use crate::device::null;
 use crate::error::{Error, Result};
 use crate::experience::{Experience, Finish, Prompt, Response};
@@ -15,13 +15,14 @@ use crate::metrics::Phase;
 use crate::model::Arch;
 use crate::reward::{Reward, RewardContext, Scored};
 use crate::rng::{Purpose, Rng};
-use crate::rollout::{self, Engine, Hooks, Model, Stop};
+use crate::rollout::{self, Engine, Hooks, Model, Request, Stop};
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// What produces experience: prompts, the engine, and the reward.
 pub struct Collector {
@@ -31,6 +32,8 @@ pub struct Collector {
     pub pipeline: Option<Stream>,
     engine: Engine,
     reward: Reward,
+    /// Prompt and sample of each response that this rank gives to the reward, in the order of its places.
+    asked: Vec<Key>,
     reward_models: RewardModels,
     stop: Arc<Stop>,
     rng: Rng,
@@ -39,6 +42,12 @@ pub struct Collector {
     /// Whether the run has logged why no graphs are captured.
     graphs_logged: bool,
 }
+
+/// A response: the index of its prompt in the batch, and its number among the samples of that.
+pub type Key = (usize, u32);
+
+/// The longest wait for rewards before ranks hear of each other again.
+const WAIT: Duration = Duration::from_secs(1);
 
 /// The responses of one rank to a batch of prompts.
 #[derive(Serialize, Deserialize)]
@@ -75,6 +84,7 @@ impl Collector {
             pipeline,
             engine,
             reward,
+            asked: Vec::new(),
             reward_models,
             stop,
             rng,
@@ -83,7 +93,8 @@ impl Collector {
         })
     }
 
-    /// Samples responses to this rank's share of the prompts `part`, but for `finished` ones. All ranks of the actor call this.
+    /// Samples responses to this rank's share of the prompts `part`, but for `finished` ones, and hands each to its rewards where these
+    /// are on this rank. All ranks of the actor call this.
     pub fn rollout(
         &mut self,
         run: &Run,
@@ -95,25 +106,29 @@ impl Collector {
     ) -> Result<RankResponses> {
         let own = prompts_of(run, part);
         let config = &run.config.rollout;
-        let wanted = |r: &&Response| own.contains(&r.prompt) && (r.sample as usize) < config.samples_per_prompt;
+        let of_each = run.config.responses_per_prompt();
+        let wanted = |r: &&Response| own.contains(&r.prompt) && (r.sample as usize) < of_each;
         let mut all: Vec<Response> = finished.iter().filter(wanted).cloned().collect();
-        let responses = self.generate(run, model, step, prompts, &own, config, &all);
+        let greedy = greedy(config);
+        let configs = if run.config.has_greedy() { &[config, &greedy][..] } else { &[config] };
+        let streams = run.ranks.has(RoleName::Reward);
+        let responses = self.generate(run, model, step, prompts, &own, configs, &all, streams);
         let responses = run.ranks.axes.all.agree(responses)?;
         self.log_refused_graphs(run);
         all.extend(responses.into_iter().flatten());
         all.sort_by_key(|r| (r.prompt, r.sample));
-        let complete = all.len() == own.len() * config.samples_per_prompt;
+        let complete = all.len() == own.len() * of_each;
         Ok(RankResponses { complete, responses: own_share(all, &run.ranks.rollout_axes.tensor) })
     }
 
     /// The responses of all ranks to the prompts `batch` on a null device, which has no other ranks: each as long as it may be.
-    pub fn responses_of_all(&self, config: &RolloutConfig, prompts: &[Prompt], wave: &Range<usize>) -> RankResponses {
+    pub fn responses_of_all(&self, config: &Config, prompts: &[Prompt], wave: &Range<usize>) -> RankResponses {
         let answers = |prompt: usize| {
-            let tokens = rollout::new_tokens_max(config, prompts[prompt].tokens.len(), self.context);
+            let tokens = rollout::new_tokens_max(&config.rollout, prompts[prompt].tokens.len(), self.context);
             let (tokens, logprobs, sample_logprobs) = (vec![0; tokens], vec![0.0; tokens], vec![0.0; tokens]);
             let finish = Finish::Length;
             let one = Response { prompt, tokens, logprobs, sample_logprobs, finish, ..Response::default() };
-            (0..config.samples_per_prompt as u32).map(move |sample| Response { sample, ..one.clone() })
+            (0..config.responses_per_prompt() as u32).map(move |sample| Response { sample, ..one.clone() })
         };
         RankResponses { complete: true, responses: wave.clone().flat_map(answers).collect() }
     }
@@ -130,7 +145,9 @@ impl Collector {
         self.graphs_logged = true;
     }
 
-    /// Responses to `prompts[own]`, with `prompt` counted in `prompts`; `None` for those that did not finish before a stop.
+    /// Responses to `prompts[own]`, with `prompt` counted in `prompts`; `None` for those that did not finish before a stop. Those
+    /// of each of `configs` are numbered behind those of the one before. Where this `streams`, this rank's share of them and of
+    /// those that are `done` goes to the reward.
     fn generate(
         &mut self,
         run: &Run,
@@ -138,10 +155,30 @@ impl Collector {
         step: u32,
         prompts: &[Prompt],
         own: &Range<usize>,
-        config: &RolloutConfig,
+        configs: &[&RolloutConfig],
         done: &[Response],
+        streams: bool,
     ) -> Result<Vec<Option<Response>>> {
-        let mut requests = rollout::requests(&prompts[own.clone()], config, &self.stop, self.context)?;
+        let of_each: usize = configs.iter().map(|config| config.samples_per_prompt).sum();
+        let share = if streams { share_of(own.len() * of_each, &run.ranks.rollout_axes.tensor) } else { 0..0 };
+        let key = |i: usize| (own.start + i / of_each, (i % of_each) as u32);
+        let first = self.expect(share.clone().map(key));
+        let place = |response: &Response| {
+            let i = (response.prompt - own.start) * of_each + response.sample as usize;
+            share.contains(&i).then(|| first + i - share.start)
+        };
+        for response in done {
+            if let Some(place) = place(response) {
+                self.reward.push(place, &prompts[response.prompt], response);
+            }
+        }
+        let mut requests: Vec<Request> = Vec::new();
+        for config in configs {
+            let first = requests.last().map_or(0, |last| last.sample + 1);
+            let more = rollout::requests(&prompts[own.clone()], config, &self.stop, self.context)?;
+            requests.extend(more.into_iter().map(|request| Request { sample: first + request.sample, ..request }));
+        }
+        requests.sort_by_key(|request| request.prompt);
         let ids = random_ids(prompts);
         for request in &mut requests {
             request.prompt += own.start;
@@ -158,12 +195,63 @@ impl Collector {
             stop: &|| run.stop_requested_here(),
             progress: &mut |progress| bar.set_position(progress.finished as u64),
             drawn: &mut |_, _| {},
-            finished: &mut |_, _| Ok(()),
+            finished: &mut |_, response| {
+                if let Some(place) = place(response) {
+                    self.reward.push(place, &prompts[response.prompt], response);
+                }
+                Ok(())
+            },
         };
         let outcome = self.engine.generate(model, self.rng, step, &requests, &mut hooks)?;
         // Training needs the memory of the cache.
         self.engine.release();
         Ok(outcome.responses)
+    }
+
+    /// Makes places for the responses `keys` in the reward; the first of them.
+    fn expect(&mut self, keys: impl Iterator<Item = Key>) -> usize {
+        let before = self.asked.len();
+        self.asked.extend(keys);
+        self.reward.expect(self.asked.len() - before)
+    }
+
+    /// Hands this rank's share of `samples` to the reward, where they come from other ranks. All ranks of the reward's placement
+    /// call this with the same samples.
+    pub fn push(&mut self, run: &Run, samples: &[Experience]) {
+        let own = &samples[share_of(samples.len(), &run.ranks.axes.all)];
+        let first = self.expect(own.iter().map(Experience::key));
+        own.iter().enumerate().for_each(|(i, sample)| self.reward.push(first + i, &sample.prompt, &sample.response));
+    }
+
+    /// What the rewards say of all responses that ranks have handed over, on all ranks; `None` where a rank was asked to stop
+    /// before they had said it. All ranks of the run call this.
+    pub fn scored(&mut self, run: &Run) -> Result<Option<HashMap<Key, Scored>>> {
+        let all = &run.ranks.all;
+        let (is_scored, is_stopped) = loop {
+            let is_scored = self.reward.wait(Instant::now() + WAIT);
+            let stops = !is_scored && run.stop_requested_here();
+            // No rank is in a collective for long, however long a reward takes.
+            let mut of_any = [!is_scored, stops, self.reward.has_failed()].map(|is| f64::from(u8::from(is)));
+            all.all_reduce_max_f64(&mut of_any);
+            let [waits, stops, failed] = of_any.map(|is| is > 0.0);
+            if !waits || stops || failed {
+                break (is_scored, stops && !failed);
+            }
+        };
+        let asked = std::mem::take(&mut self.asked);
+        let scored = if is_scored && !is_stopped { self.reward.finish() } else { Ok(Vec::new()) };
+        self.reward.cancel();
+        if is_stopped {
+            return Ok(None);
+        }
+        let mine: Vec<(Key, Scored)> = asked.into_iter().zip(all.agree(scored)?).collect();
+        Ok(Some(records::gather(all, &mine)?.into_iter().collect()))
+    }
+
+    /// Forgets the responses that were handed to the reward.
+    pub fn cancel(&mut self) {
+        self.asked.clear();
+        self.reward.cancel();
     }
 
     /// Scores and lengths of responses to `prompts`, one sample each, each on one rank, without those that a reward failed on;
@@ -178,22 +266,20 @@ impl Collector {
     ) -> Result<Option<Vec<(Scored, u64)>>> {
         let own = prompts_of(run, &(0..prompts.len()));
         let mut answer = |model| {
-            let responses = self.generate(run, model, step, prompts, &own, config, &[])?;
-            let Some(responses) = responses.into_iter().collect() else { return Ok(None) };
-            let responses: Vec<Response> = own_share(responses, &run.ranks.rollout_axes.tensor);
-            let asked: Vec<&Prompt> = responses.iter().map(|r| &prompts[r.prompt]).collect();
-            let scored = self.reward.score(&asked, &responses.iter().collect::<Vec<_>>())?;
-            Ok(Some(scored.into_iter().zip(responses).collect()))
+            let responses = self.generate(run, model, step, prompts, &own, &[config], &[], true)?;
+            let responses: Option<Vec<Response>> = responses.into_iter().collect();
+            Ok(responses.map(|responses| own_share(responses, &run.ranks.rollout_axes.tensor)))
         };
-        let mine: Option<Vec<(Scored, Response)>> =
-            run.ranks.all.agree(model.map_or(Ok(Some(Vec::new())), &mut answer))?;
+        let mine: Option<Vec<Response>> = run.ranks.all.agree(model.map_or(Ok(Some(Vec::new())), &mut answer))?;
         if run.ranks.all.any(mine.is_none()) {
+            self.cancel();
             return Ok(None);
         }
-        let all = records::gather(&run.ranks.all, &mine.unwrap_or_default())?;
-        let lengths: Vec<u64> = all.iter().map(|(_, response)| response.tokens.len() as u64).collect();
-        let (mut scored, responses): (Vec<Scored>, Vec<Response>) = all.into_iter().unzip();
-        if !run.config.reward.models.is_empty() {
+        let Some(mut by_key) = self.scored(run)? else { return Ok(None) };
+        let responses: Vec<Response> = records::gather(&run.ranks.all, &mine.unwrap_or_default())?;
+        let mut scored: Vec<Scored> = responses.iter().map(|r| take(&mut by_key, (r.prompt, r.sample))).collect();
+        let lengths: Vec<u64> = responses.iter().map(|response| response.tokens.len() as u64).collect();
+        if run.config.reward.has_models() {
             let of = |response: Response| Experience {
                 prompt: prompts[response.prompt].clone(),
                 response,
@@ -212,51 +298,39 @@ impl Collector {
         Ok(Some(known.collect()))
     }
 
-    /// The rewards of all `samples`. All ranks of the reward's placement call this with the same samples; each scores its share.
+    /// What the reward models say of `samples`. All ranks of the reward's placement call this with the same samples.
     pub fn reward(&mut self, run: &Run, samples: &[Experience]) -> Result<Vec<Scored>> {
-        let axes = &run.ranks.axes.all;
-        let own = &samples[share(samples.len(), 1, axes.rank(), axes.size())];
-        let (prompts, responses): (Vec<_>, Vec<_>) = own.iter().map(|s| (&s.prompt, &s.response)).unzip();
-        let scored = axes.agree(self.reward.score(&prompts, &responses))?;
-        let mut scored = records::gather(axes, &scored)?;
-        if null::is_active() {
-            // A null device has no peers, whose scores are missing.
-            scored.resize(samples.len(), Scored::default());
-        }
-        axes.agree(self.reward_models.score(run, samples, &mut scored))?;
+        let mut scored = vec![Scored::default(); samples.len()];
+        run.ranks.axes.all.agree(self.reward_models.score(run, samples, &mut scored))?;
         Ok(scored)
     }
+}
+
+/// One response to each prompt, of the tokens that are most likely.
+pub fn greedy(config: &RolloutConfig) -> RolloutConfig {
+    RolloutConfig { samples_per_prompt: 1, temperature: 0.0, ..config.clone() }
+}
+
+/// The score of a response that was scored.
+pub fn take(scored: &mut HashMap<Key, Scored>, key: Key) -> Scored {
+    let found = scored.remove(&key);
+    assert!(found.is_some() || null::is_active(), "response {key:?} was not scored");
+    // A null device has no peers, whose scores are missing.
+    found.unwrap_or_default()
 }
 
 /// The reward, which sees the rows of `source` and logs beside this rank.
 fn reward(run: &Run, source: &PromptSource) -> Result<Reward> {
     let Config { data, reward, base, .. } = &run.config;
-    let rows = source.lookup(data);
     let logs = run.dir.join("logs");
     let is_logged = !run.dry_run && !reward.python.is_empty();
     if is_logged {
         fs::create_dir_all(&logs).map_err(|e| Error::io("create", &logs, &e))?;
     }
-    let mut columns: Vec<String> = Vec::new();
-    for id in source.first_ids() {
-        columns.extend(rows(id)?.columns.into_iter().map(|(name, _)| name));
-    }
+    let (rows, columns) = (Arc::new(source.lookup(data)), source.columns(data)?);
     let log = is_logged.then(|| logs.join(format!("reward-rank-{}.log", run.ranks.world.rank)));
-    let context = RewardContext { rows: Some(Arc::new(rows)), columns, log };
+    let context = RewardContext { rows: Some(rows), columns, log, offline: run.dry_run };
     Reward::new(reward, base, &context)
-}
-
-/// The prompts of `part` that this rank answers: ranks that share its matrices in the rollout answer the same.
-fn prompts_of(run: &Run, part: &Range<usize>) -> Range<usize> {
-    let sharing = &run.ranks.rollout_axes.zero;
-    let own = share(part.len(), 1, sharing.rank(), sharing.size());
-    part.start + own.start..part.start + own.end
-}
-
-/// This rank's share of results that all ranks of `tensor` hold identically: with it each result is on one rank of the mesh, in order.
-fn own_share<T>(mut all: Vec<T>, tensor: &Group) -> Vec<T> {
-    let own = share(all.len(), 1, tensor.rank(), tensor.size());
-    all.drain(own).collect()
 }
 
 /// The ids that key the random numbers of each prompt of a batch. A row that the batch holds twice (at the end of an epoch, or

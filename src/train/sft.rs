@@ -2,7 +2,7 @@
 
 use super::job::{Ended, Job, Step};
 use super::models::ModelSpec;
-use crate::comm::{Axes, phase};
+use crate::comm::phase;
 use crate::config::Config;
 use crate::config::job::LossOn;
 use crate::config::mesh::RoleName;
@@ -74,40 +74,47 @@ impl Job for Sft {
 
     fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
         phase::set(step.number, "train");
-        let rows = self.source.next(run.config.sft.minibatch_samples);
-        let rows = run.ranks.all.agree(rows)?;
+        let sft = &run.config.sft;
+        let drawn = self.source.next(sft.minibatch_samples).and_then(|rows| {
+            let texts = if sft.pretrain_coef > 0.0 { rows.len() } else { 0 };
+            Ok((rows, self.source.pretrain(step.number, texts)?))
+        });
+        let (mut rows, texts) = run.ranks.all.agree(drawn)?;
+        choose(&mut rows, sft.loss_on);
         let timers = &mut step.timers;
-        let loss = step.phases.time(Phase::Train, || timers.train(|| self.update(run, &rows)))?;
+        let sums = step.phases.time(Phase::Train, || timers.train(|| self.update(run, &rows, &texts)))?;
         run.has_learned = true;
-        step.lengths = lengths(&rows);
+        step.lengths = lengths(rows.iter().chain(&texts));
         let tokens: usize = step.lengths.iter().sum();
         let report = self.learner.report;
-        Ok(named([
-            (keys::LOSS, loss),
+        let ptx = (!texts.is_empty()).then(|| (keys::PTX_LOSS, sums.get(keys::PTX_LOSS)));
+        Ok(named(ptx.into_iter().chain([
+            (keys::LOSS, sums.get(keys::LOSS)),
             (keys::GRAD_NORM, report.grad_norm),
             (keys::LR, report.lr),
             (keys::SAMPLES, rows.len() as f64),
             (keys::TOKENS, tokens as f64),
             (keys::EPOCH, (step.number * rows.len() as u64) as f64 / self.source.epoch_rows() as f64),
-        ]))
+        ])))
     }
 
     /// Loss and accuracy of next tokens on the eval split.
     fn evaluate(&mut self, run: &mut Run, _step: u64) -> Result<Option<Metrics>> {
         let start = Instant::now();
-        let rows = run.ranks.all.agree(self.source.eval_rows(run.config.eval.samples_max))?;
+        let mut rows = run.ranks.all.agree(self.source.eval_rows(run.config.eval.samples_max))?;
+        choose(&mut rows, run.config.sft.loss_on);
         if rows.is_empty() {
             return Ok(Some(Vec::new()));
         }
         let (axes, sft, role) = (&run.ranks.axes, &run.config.sft, &self.learner.role);
         let tokens_max = sft.microbatch_tokens_max * axes.sequence.size();
-        let plan = balance::plan(&lengths(&rows), axes.data.size(), tokens_max, &Cost::of(role.arch()));
+        let plan = balance::plan(&lengths(rows.iter()), axes.data.size(), tokens_max, &Cost::of(role.arch()));
         let mut sums = [0.0; 3];
         for chosen in &plan[axes.data.rank()] {
             if run.stop_requested() {
                 return Ok(None);
             }
-            let found = evaluate_row(role, &part(&rows, chosen, sft.loss_on, axes));
+            let found = evaluate_row(role, &pack(&rows, chosen).shard(&axes.sequence));
             sums.iter_mut().zip(found).for_each(|(sum, x)| *sum += x);
         }
         axes.zero.all_reduce_sum_f64(&mut sums);
@@ -122,57 +129,88 @@ impl Job for Sft {
 }
 
 impl Sft {
-    /// One optimizer step on `rows`; returns the mean loss over all learned tokens of the minibatch.
-    fn update(&mut self, run: &Run, rows: &[SftRow]) -> Result<f64> {
+    /// One optimizer step on `rows`, and on `texts` of pretraining beside them: the loss is
+    ///
+    /// mean over the learned tokens of rows of -l + pretrain_coef * mean over the tokens of texts of -l.
+    fn update(&mut self, run: &Run, rows: &[SftRow], texts: &[SftRow]) -> Result<Sums> {
         let (axes, sft, recompute) = (&run.ranks.axes, &run.config.sft, run.config.gradient.recompute);
-        let total =
-            rows.iter().map(|r| (1..r.tokens.len()).filter(|&i| learned(r, sft.loss_on, i)).count()).sum::<usize>();
-        if total == 0 {
+        let learned = |row: &SftRow| (1..row.tokens.len()).filter(|&i| row.mask[i] != 0).count();
+        let [tokens, of_texts] = [rows, texts].map(|rows| rows.iter().map(learned).sum::<usize>());
+        if tokens == 0 {
             return Err(Error::data("a minibatch has no token to learn").hint("are the responses of these rows empty?"));
         }
-        let weight = 1.0 / total as f32;
-        let part = |chosen: &[usize]| part(rows, chosen, sft.loss_on, axes);
-        let sums = accumulate(&mut self.learner, axes, &lengths(rows), sft.microbatch_tokens_max, |learner, chosen| {
-            microbatch(learner, &part(chosen), weight, recompute)
+        let weights = [1.0 / tokens as f32, sft.pretrain_coef / of_texts.max(1) as f32];
+        let all = [rows, texts].concat();
+        let lengths = lengths(all.iter());
+        let sums = accumulate(&mut self.learner, axes, &lengths, sft.microbatch_tokens_max, |learner, chosen| {
+            let whole = pack(&all, chosen);
+            let row = whole.shard(&axes.sequence);
+            // One weight for each predicted token, by where its row is from.
+            let by_row = chosen.iter().zip(whole.row_offsets.windows(2));
+            let spread = |of: [f32; 2]| -> Vec<f32> {
+                let each = |(&i, ends): (&usize, &[usize])| {
+                    std::iter::repeat_n(of[usize::from(i >= rows.len())], ends[1] - ends[0])
+                };
+                row.select(&by_row.clone().flat_map(each).collect::<Vec<_>>())
+            };
+            microbatch(learner, &row, &spread(weights), &spread([0.0, 1.0 / of_texts.max(1) as f32]), recompute)
         });
-        let loss = sums.get(keys::LOSS);
-        self.learner.step_if_finite(axes, recompute, loss, part)?;
-        Ok(loss)
+        let part = |chosen: &[usize]| pack(&all, chosen).shard(&axes.sequence);
+        self.learner.step_if_finite(axes, recompute, sums.get(keys::LOSS), part)?;
+        Ok(sums)
     }
 }
 
-/// Whether token i of a row is learned; the first never is: nothing predicts it.
-fn learned(row: &SftRow, on: LossOn, i: usize) -> bool {
-    i > 0 && (on == LossOn::All || row.mask[i] != 0)
+/// Marks the tokens of `rows` that are learned.
+fn choose(rows: &mut [SftRow], on: LossOn) {
+    for SftRow { mask, .. } in rows {
+        match on {
+            LossOn::Response => {}
+            LossOn::All => mask.fill(1),
+            LossOn::LastResponse => {
+                let end = mask.iter().rposition(|m| *m != 0).unwrap_or(0);
+                let begin = mask[..end].iter().rposition(|m| *m == 0).map_or(0, |before| before + 1);
+                mask[..begin].fill(0);
+            }
+        }
+    }
 }
 
-fn lengths(rows: &[SftRow]) -> Vec<usize> {
-    rows.iter().map(|row| row.tokens.len()).collect()
+fn lengths<'a>(rows: impl Iterator<Item = &'a SftRow>) -> Vec<usize> {
+    rows.map(|row| row.tokens.len()).collect()
 }
 
-/// This rank's part of the packed row of `rows[chosen]`.
-fn part(rows: &[SftRow], chosen: &[usize], on: LossOn, axes: &Axes) -> PackedRow {
+/// The rows `rows[chosen]`, one behind the other.
+pub(super) fn pack(rows: &[SftRow], chosen: &[usize]) -> PackedRow {
     let mut packed = PackedRow::new();
     for row in chosen.iter().map(|&i| &rows[i]) {
-        packed.push_where(&row.tokens, |i| learned(row, on, i));
+        packed.push_where(&row.tokens, |i| row.mask[i] != 0);
     }
-    packed.shard(&axes.sequence)
+    packed
 }
 
-/// Accumulates the gradient of one packed row; returns its share of the minibatch's loss.
-fn microbatch(learner: &mut Learner, row: &PackedRow, weight: f32, recompute: bool) -> Sums {
+/// Accumulates the gradient of one packed row, whose predicted tokens have `weights`; returns its share of the minibatch's loss, and
+/// of the mean loss of texts, in which they weigh `of_texts`.
+pub(super) fn microbatch(
+    learner: &mut Learner,
+    row: &PackedRow,
+    weights: &[f32],
+    of_texts: &[f32],
+    recompute: bool,
+) -> Sums {
     let Learner { role, sum, .. } = learner;
     let (model, w) = (&role.transformer, &role.weights);
     let mut saved = Saved::new(recompute);
     let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
-    let (weights, mut found) = (vec![weight; row.rows.len()], 0.0);
+    let (mut found, mut on_texts) = (0.0, 0.0);
     let mut loss = |range: Range<usize>, l: &[f32], _: &[f32], dlogprobs: &mut [f32], _: &mut [f32]| {
+        on_texts += cross_entropy(l, &of_texts[range.clone()], dlogprobs);
         found += cross_entropy(l, &weights[range], dlogprobs);
     };
     let grads = &mut sum.grads;
     let (dhidden, ..) = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut loss, grads);
     model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
-    Sums::of([(keys::LOSS, found)])
+    Sums::of([(keys::LOSS, found), (keys::PTX_LOSS, on_texts)])
 }
 
 /// Sum of the loss, correct next tokens, and tokens, of one packed row.
@@ -183,4 +221,21 @@ fn evaluate_row(role: &Role, row: &PackedRow) -> [f64; 3] {
     let (logprobs, right) = found.split_at(row.rows.len());
     let sum = |x: &[f32]| x.iter().map(|x| f64::from(*x)).sum::<f64>();
     [-sum(logprobs), sum(right), row.rows.len() as f64]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tokens_that_are_learned_are_all_answers_the_last_one_or_everything() {
+        let mask = [0, 1, 1, 0, 0, 1, 1, 0];
+        for (on, learned) in
+            [(LossOn::Response, mask), (LossOn::LastResponse, [0, 0, 0, 0, 0, 1, 1, 0]), (LossOn::All, [1; 8])]
+        {
+            let mut rows = [SftRow { mask: mask.to_vec(), ..SftRow::default() }];
+            choose(&mut rows, on);
+            assert_eq!(rows[0].mask, learned, "{on:?}");
+        }
+    }
 }

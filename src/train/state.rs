@@ -1,8 +1,9 @@
 //! Everything that a resume must restore, and its form in a checkpoint.
 
+use super::best::Best;
 use super::config_diff;
 use super::inputs::{self, Inputs};
-use crate::checkpoint::{self, Checkpoint, Manifest, ModelVectors, Payload, vector_name};
+use crate::checkpoint::{self, Checkpoint, Keep, Manifest, ModelVectors, Payload, vector_name};
 use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
@@ -29,6 +30,8 @@ pub struct State {
     pub has_work: bool,
     /// Whether the evaluation after `step` is still due.
     pub eval_due: bool,
+    #[serde(default)]
+    pub best: Best,
     /// Hashes of the job's inputs.
     pub inputs: Inputs,
 }
@@ -55,15 +58,18 @@ pub fn save(
     // Of state that is offloaded to mapped files one vector is in memory at a time.
     let evict = learners.iter().map(|learner| || learner.zero.buffers().for_each(Buffer::evict));
     let evict: Vec<_> = evict.collect();
-    let names =
-        learners.iter().flat_map(|learner| Vector::ALL.map(|what| move |at: usize| learner.describe_element(what, at)));
-    let names: Vec<_> = names.collect();
+    let names = learners.iter().map(|learner| {
+        let learner: &Learner = learner;
+        let name = |what| (what, move |at: usize| learner.describe_element(what, at));
+        learner.vectors().map(name).collect()
+    });
+    let names: Vec<Vec<_>> = names.collect();
     let mut files: Vec<(String, Payload)> = Vec::new();
-    for ((learner, evict), names) in learners.iter().zip(&evict).zip(names.chunks(Vector::ALL.len())) {
-        for (what, name) in Vector::ALL.into_iter().zip(names) {
+    for ((learner, evict), names) in learners.iter().zip(&evict).zip(&names) {
+        for (what, name) in names {
             let table = &learner.role.weights.table;
             let vector = vector_name(&format!("{}.{}", learner.role.name, what.name()), table);
-            let shard = Payload::shards(&vector, learner.stretches(what), table.len());
+            let shard = Payload::shards(&vector, learner.stretches(*what), table.len());
             files.push((format!("{vector}.rank-{rank:04}.bin"), shard.finite(name).and_then(evict)));
         }
     }
@@ -76,7 +82,8 @@ pub fn save(
         json["gemm"] = serde_json::json!(gemm);
     }
     let manifest = Manifest::new(state.step, &run.ranks.layout().mesh, &run.config_hash, json);
-    checkpoint::save(&run.checkpoints(), &run.ranks.all, &files, manifest, run.config.checkpoint.keep_last)?;
+    let keep = Keep { last: run.config.checkpoint.keep_last, best: state.best.step() };
+    checkpoint::save(&run.checkpoints(), &run.ranks.all, &files, manifest, keep)?;
     let written = if rank == 0 { state.ledger.write(&run.dir.join("ledger.json")) } else { Ok(()) };
     run.ranks.all.agree(written)
 }
@@ -124,6 +131,18 @@ pub fn find(run: &Run, first: &Arch, learned: &[&'static str], inputs: &Inputs) 
     Ok(Some(Resumed { checkpoint, state, work }))
 }
 
+/// Opens the checkpoint of the best evaluation, of the run that has just ended. All ranks call this.
+pub fn best(run: &Run, best: &Best, first: &Arch, learned: &[&'static str]) -> Result<Option<Resumed>> {
+    let Some(step) = best.step() else { return Ok(None) };
+    let gone =
+        "where the best checkpoint is gone, the same line with checkpoint.export_best=false exports the last one";
+    let opened = Checkpoint::open(&checkpoint::best_of(&run.checkpoints(), step)).map_err(|e| e.hint(gone));
+    let checkpoint = run.ranks.all.agree(opened)?;
+    run.ranks.all.agree(checkpoint.verify(&run.ranks.all))?;
+    let (state, work) = run.ranks.all.agree(state_of(learned, &checkpoint, first))?;
+    Ok(Some(Resumed { checkpoint, state, work }))
+}
+
 impl Resumed {
     /// Restores the learners' weights and optimizer state. All ranks call this.
     pub fn fill(&self, run: &Run, learned: &[&'static str], learners: &mut [&mut Learner]) -> Result<()> {
@@ -132,7 +151,10 @@ impl Resumed {
             let updates = self.state.updates[index.expect("a learner has a learned role")];
             let (table, arch) = (learner.role.weights.table.clone(), learner.role.arch().clone());
             let vectors = ModelVectors::open(&self.checkpoint, learner.role.name, &arch, &table)?;
-            learner.restore(updates, |what, range, out| vectors.read(what.name(), range, out))
+            // An average that is kept from now on begins with the weights.
+            let begins = !vectors.has(Vector::Average.name());
+            let saved = |what| if what == Vector::Average && begins { Vector::Master } else { what };
+            learner.restore(updates, |what, range, out| vectors.read(saved(what).name(), range, out))
         });
         run.ranks.all.agree(filled)?;
         for learner in learners {

@@ -70,7 +70,7 @@ fn idle_key(role: RoleName) -> &'static str {
     match role {
         RoleName::Actor => keys::IDLE_RATIO_ACTOR,
         RoleName::Critic => keys::IDLE_RATIO_CRITIC,
-        RoleName::Reference => keys::IDLE_RATIO_REFERENCE,
+        RoleName::Reference | RoleName::Teacher => keys::IDLE_RATIO_REFERENCE,
         RoleName::Reward => keys::IDLE_RATIO_REWARD,
     }
 }

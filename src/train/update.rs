@@ -1,12 +1,14 @@
 //! One optimizer step of PPO: a minibatch of experience to new weights.
 
+use super::sft;
 use crate::comm::{Axes, Group};
 use crate::config::Config;
 use crate::config::ppo::{Aggregation, Correction, PolicyLossKind};
+use crate::data::SftRow;
 use crate::error::Result;
 use crate::experience::Experience;
 use crate::learn::Learner;
-use crate::learn::accumulation::accumulate;
+use crate::learn::accumulation::accumulate_in_passes;
 use crate::learn::packed::PackedRow;
 use crate::learn::sums::{Sums, larger};
 use crate::loss::aggregation::{self, Totals};
@@ -36,6 +38,7 @@ pub const REPORTED: &[(&str, &str)] = &[
     (keys::CLIP_RATIO, POLICY_TOKENS),
     (keys::POLICY_KL, POLICY_TOKENS),
     (keys::KL_LOSS, POLICY_TOKENS),
+    (keys::PTX_LOSS, ACTOR_STEPS),
     (keys::LOGPROB_GAP_MAX, ""),
     (keys::GRAD_NORM_ACTOR, ACTOR_STEPS),
     (keys::GRAD_NORM_ACTOR_MAX, ""),
@@ -54,6 +57,8 @@ pub struct Update<'a> {
     pub axes: &'a Axes,
     /// KL coefficient in force.
     pub kl_beta: f32,
+    /// Pretraining rows of this minibatch, which the actor learns from beside the samples (PPO-ptx, arXiv:2203.02155).
+    pub texts: &'a [SftRow],
 }
 
 impl Update<'_> {
@@ -71,7 +76,14 @@ impl Update<'_> {
                 Head::Value => OF_CRITIC,
             };
             sums.add(&self.gradient(learner, samples));
-            let part = |rows: &[usize]| pack(rows.iter().map(|&i| samples[i])).shard(&self.axes.sequence);
+            let part = |rows: &[usize]| {
+                let (samples, texts) = split(samples, rows);
+                let mut row = pack(samples.into_iter());
+                for i in texts {
+                    row.push(&self.texts[i].tokens, 1);
+                }
+                row.shard(&self.axes.sequence)
+            };
             learner.step_if_finite(self.axes, self.config.gradient.recompute, sums.get(loss), part)?;
             let report = learner.report;
             let of_step = [(steps, 1.0), (norm, report.grad_norm), (norm_max, report.grad_norm), (lr, report.lr)];
@@ -82,19 +94,42 @@ impl Update<'_> {
 
     /// Accumulates the gradient of the actor or the critic over the minibatch. All ranks of its mesh call this.
     pub fn gradient(&self, learner: &mut Learner, samples: &[&Experience]) -> Sums {
-        let microbatch = match learner.role.weights.table.head() {
-            Head::LanguageModel => Self::policy_microbatch,
-            Head::Value => Self::value_microbatch,
+        let (microbatch, texts) = match learner.role.weights.table.head() {
+            Head::LanguageModel => {
+                (Self::policy_microbatch as fn(&Self, &mut Learner, &[&Experience], Totals) -> Sums, self.texts)
+            }
+            Head::Value => (Self::value_microbatch as _, &[][..]),
         };
         let mut totals = Totals::default();
         for sample in samples {
             totals.add_mask(&sample.mask);
         }
         let tokens_max = self.config.ppo.microbatch_tokens_max;
-        let lengths: Vec<usize> = samples.iter().map(|sample| sample.length()).collect();
-        accumulate(learner, self.axes, &lengths, tokens_max, |learner, rows| {
-            microbatch(self, learner, &rows.iter().map(|&i| samples[i]).collect::<Vec<_>>(), totals)
-        })
+        let lengths = samples.iter().map(|sample| sample.length()).chain(texts.iter().map(|text| text.tokens.len()));
+        let passes = if texts.is_empty() { 1 } else { 2 };
+        accumulate_in_passes(
+            learner,
+            self.axes,
+            &lengths.collect::<Vec<_>>(),
+            tokens_max,
+            passes,
+            |learner, rows, pass| {
+                let (samples, chosen) = split(samples, rows);
+                match pass {
+                    0 => microbatch(self, learner, &samples, totals),
+                    _ => self.text_microbatch(learner, &chosen),
+                }
+            },
+        )
+    }
+
+    /// + ptx_coef * cross-entropy of the pretraining tokens, a mean over those of the minibatch
+    fn text_microbatch(&self, actor: &mut Learner, chosen: &[usize]) -> Sums {
+        let row = sft::pack(self.texts, chosen).shard(&self.axes.sequence);
+        let tokens: usize = self.texts.iter().map(|text| text.tokens.len().saturating_sub(1)).sum();
+        let weights = |weight: f32| vec![weight / tokens.max(1) as f32; row.rows.len()];
+        let (coef, recompute) = (self.config.ppo.ptx_coef, self.config.gradient.recompute);
+        sft::microbatch(actor, &row, &weights(coef), &weights(1.0), recompute)
     }
 
     fn policy_microbatch(&self, actor: &mut Learner, samples: &[&Experience], totals: Totals) -> Sums {
@@ -182,6 +217,12 @@ impl Update<'_> {
             (keys::VALUE_CLIP_RATIO, found.clipped as f64),
         ])
     }
+}
+
+/// Rows of the minibatch, whose samples come first: samples, and places of pretraining rows.
+fn split<'e>(samples: &[&'e Experience], rows: &[usize]) -> (Vec<&'e Experience>, Vec<usize>) {
+    let (own, texts): (Vec<usize>, Vec<usize>) = rows.iter().partition(|&&i| i < samples.len());
+    (own.into_iter().map(|i| samples[i]).collect(), texts.into_iter().map(|i| i - samples.len()).collect())
 }
 
 fn pack<'a>(samples: impl Iterator<Item = &'a Experience>) -> PackedRow {

@@ -114,7 +114,7 @@ impl Warnings {
             ),
             (
                 "kl",
-                of(keys::KL_MEAN) > KL,
+                config.job.kind == JobKind::Ppo && of(keys::KL_MEAN) > KL,
                 format!(
                     "kl_mean is {:.2} nats a token: the policy is far from its reference; ppo.kl_coef and optim.actor.lr hold it",
                     of(keys::KL_MEAN)

@@ -2,7 +2,7 @@
 
 use crate::checkpoint::{LEN, manifest, save_step, weights};
 use crate::names;
-use rlhf_hpc::checkpoint::{Checkpoint, Payload, SavedVector, newest, resume, save};
+use rlhf_hpc::checkpoint::{Checkpoint, Keep, Payload, SavedVector, newest, resume, save};
 use rlhf_hpc::comm::Group;
 use serde_json::json;
 use std::cell::RefCell;
@@ -76,6 +76,42 @@ fn the_newest_keep_last_checkpoints_stay() {
     assert_eq!(names(root.path()), ["latest", "step-10", "step-11"]);
     save_step(root.path(), 12, 0).expect("saves");
     assert_eq!(names(root.path()), ["latest", "step-10", "step-11", "step-12"]);
+}
+
+#[test]
+fn the_best_checkpoint_stays_beside_the_newest_and_where_another_of_its_step_replaces_it() {
+    let root = tempfile::tempdir().expect("a directory");
+    let save_keeping = |step, best| {
+        let keep = Keep { last: 1, best };
+        save(root.path(), &Group::one(), &[], manifest(step, json!(best)), keep).expect("saves");
+    };
+    for (step, best, left) in [
+        (1, None, &["latest", "step-1"][..]),
+        (2, Some(2), &["best", "latest", "step-2"]),
+        (3, Some(2), &["best", "latest", "step-2", "step-3"]),
+        (4, Some(4), &["best", "latest", "step-4"]),
+        (4, Some(4), &["best", "latest", "step-4", "step-4.best"]),
+        (4, Some(4), &["best", "latest", "step-4", "step-4.best"]),
+        (5, Some(4), &["best", "latest", "step-4.best", "step-5"]),
+        (6, Some(6), &["best", "latest", "step-6"]),
+    ] {
+        save_keeping(step, best);
+        assert_eq!(names(root.path()), left, "step {step}, the best is {best:?}");
+        let open = |link: &str| Checkpoint::open(&root.path().join(link)).map(|c| c.manifest.step).ok();
+        assert_eq!((open("latest"), open("best")), (Some(step), best));
+    }
+}
+
+#[test]
+fn a_kill_while_the_best_checkpoint_is_set_aside_loses_no_checkpoint() {
+    let root = tempfile::tempdir().expect("a directory");
+    let keep = Keep { last: 1, best: Some(4) };
+    save(root.path(), &Group::one(), &[], manifest(4, json!(null)), keep).expect("saves");
+    let dir = |name: &str| root.path().join(name);
+    std::fs::rename(dir("step-4"), dir("step-4.best")).expect("renames");
+    std::fs::create_dir(dir(".step-4.partial")).expect("writes");
+    assert_eq!(resume(root.path(), &Group::one()).expect("readable").expect("there").manifest.step, 4);
+    assert_eq!(names(root.path()), ["best", "latest", "step-4"]);
 }
 
 #[test]

@@ -19,6 +19,51 @@ fn data_is_looked_at_before_the_weights_of_a_model() {
     fixture.refuses(65, &[], &["model.actor: ", "model.safetensors"]);
 }
 
+/// Rows that jobs of labels cannot learn from, behind a good one, and what is said.
+const LABELS: &[(&str, &str, &str)] = &[
+    (
+        "kto",
+        r#"{"prompt": "3=", "response": "4", "label": "no"}"#,
+        "bad.jsonl:2: field \"label\" is \"no\", needed true",
+    ),
+    ("kto", r#"{"prompt": "3=", "response": "4", "label": true}"#, "every row is labelled true, a kto job needs"),
+    ("step_reward", r#"{"prompt": "3= 3;", "label": []}"#, "bad.jsonl:2: field \"label\" is empty"),
+    (
+        "step_reward",
+        r#"{"prompt": "3= 3;", "label": [7]}"#,
+        "bad.jsonl:2: field \"label\" holds 7, needed texts, or numbers",
+    ),
+    ("step_reward", r#"{"prompt": "3= 3", "label": ["+"]}"#, "bad.jsonl:2: there is no placeholder \";\" in the text"),
+    ("step_reward", r#"{"prompt": "3= 3;", "label": ["+", "-"]}"#, "bad.jsonl:2: 2 labels for 1 placeholders \";\""),
+    ("step_reward", r#"{"prompt": "3; 3;", "label": ["-"]}"#, "bad.jsonl:2: 1 labels for 2 placeholders \";\""),
+    ("step_reward", r#"{"prompt": "3= 3;", "label": ["*"]}"#, "bad.jsonl:2: label \"*\" is no reward token"),
+];
+
+#[test]
+fn a_row_whose_labels_teach_nothing_is_named_before_weights_are_read() {
+    let fixture = Fixture::new();
+    fixture.write("model/model.safetensors", "no weights");
+    let keys = ["data.prompts=[\"bad.jsonl\"]", "data.prompt_split=", "data.eval_split=", "data.label_key=label"];
+    let keys = [&keys[..], &["step_reward.placeholder=;"]].concat();
+    for (kind, row, words) in LABELS {
+        let good = if *kind == "kto" {
+            r#"{"prompt": "2=", "response": "2", "label": true}"#
+        } else {
+            r#"{"prompt": "2= 2; 3;", "label": ["+", 0.25]}"#
+        };
+        fixture.write("bad.jsonl", format!("{good}\n{row}\n"));
+        fixture.refuses(65, &[&keys[..], &[&format!("job.kind={kind}")]].concat(), &[words]);
+    }
+    let steps = [&keys[..], &["job.kind=step_reward"]].concat();
+    let three = [&steps[..], &["step_reward.reward_tokens=[\"+\", \"-\", \"?\"]"]].concat();
+    fixture.refuses(65, &three, &["bad.jsonl:1: label 0.25 with 3 reward tokens"]).hinted("exactly two");
+    let long = [&steps[..], &["step_reward.placeholder=<step>"]].concat();
+    fixture.refuses(2, &long, &["step_reward.placeholder: \"<step>\" is", "tokens, needed one"]).hinted("one token");
+    let seen = [&steps[..], &["--dry-run"]].concat();
+    fixture.write("bad.jsonl", "{\"prompt\": \"2= 2;\", \"label\": [1]}");
+    fixture.refuses(65, &seen, &["model.safetensors"]);
+}
+
 #[test]
 fn a_python_reward_gets_every_field_of_jsonl_rows_and_those_that_a_shard_keeps() {
     let fixture = Fixture::new();
@@ -65,12 +110,12 @@ fn rows_are_shown_as_the_model_sees_them_with_what_it_learns_marked() {
 }
 
 #[test]
-fn parquet_is_refused_by_name() {
+fn a_parquet_file_that_is_not_whole_is_refused_by_name() {
     let fixture = Fixture::new();
     fixture.write("rows.parquet", "PAR1");
-    let words = ["rows.parquet", "Parquet is not in this release"];
-    fixture.refuses(2, &["data.prompts=[\"rows.parquet\"]"], &words).hinted("JSONL");
-    fixture.run(&["shard", "rows.parquet", "--tokenizer", "model", "--out", "x"]).refused(2, &words).hinted("JSONL");
+    let words = ["rows.parquet", "no whole Parquet file of 4 bytes"];
+    fixture.refuses(65, &["data.prompts=[\"rows.parquet\"]"], &words).hinted("cut short");
+    fixture.run(&["shard", "rows.parquet", "--tokenizer", "model", "--out", "x"]).refused(65, &words);
     assert!(!fixture.path("x.idx").exists());
 }
 

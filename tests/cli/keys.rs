@@ -45,9 +45,6 @@ fn what_a_job_file_says_wrongly_is_refused_by_line_or_key() {
     }
 }
 
-/// What is said of kinds of jobs that are not.
-const RELEASED: &str = "this release runs \"sft\", \"reward_model\", \"dpo\" and \"ppo\"";
-
 /// Overrides of the command line, and the words of the refusal and of its hint.
 const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     // No such key, no assignment.
@@ -70,15 +67,11 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     (&["ppo.advantage=gea"], &["unknown value `gea`"], "did you mean `gae`?"),
     (&["data.order=zigzag"], &["unknown value `zigzag`"], "sequential, shuffled"),
     (&["reward.rule=exakt"], &["unknown value \"exakt\"", "exact | number | regex | format | length"], ""),
-    (&["data.prompts=[]"], &["data.prompts is empty"], "shard prefixes or JSONL files"),
+    (&["data.prompts=[]"], &["data.prompts is empty"], "shard prefixes or files of rows"),
     (&["model.actor="], &["model.actor is empty"], ""),
     (&["job.dir="], &["job.dir is empty"], ""),
     // Of a later release.
-    (&["job.kind=kto"], &["job.kind = \"kto\" is not in this release"], RELEASED),
-    (&["job.kind=step_reward"], &["job.kind = \"step_reward\" is not in this release"], RELEASED),
-    (&["job.kind=distill"], &["job.kind = \"distill\" is not in this release"], RELEASED),
     (&["job.kind=ppp"], &["unknown value `ppp`"], "`ppo`"),
-    (&["reward.http=[\"http://localhost:1\"]"], &["reward.http", "later release"], "reward.rule"),
     // Meshes.
     (&["mesh.pipeline=2"], &["mesh.pipeline = 2"], "mesh.pipeline = 1"),
     (&["mesh.sequence=2"], &["2 sequence x 1 tensor needs 2 ranks, mpirun started 1"], "mesh.sequence = 1"),
@@ -95,6 +88,11 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     // Rewards and estimators.
     (&["reward.rule=regex"], &["reward.rule \"regex\" needs a pattern"], "pattern ="),
     (&["reward.python=nosuch.py"], &["nosuch.py"], ""),
+    (&["reward.http=judge"], &["reward.http = \"judge\" is no URL"], "http://HOST:PORT/PATH"),
+    (&["reward.http=http://a b/"], &["reward.http = \"http://a b/\" is no URL (invalid uri"], "http://HOST:PORT/PATH"),
+    (&["reward.http=[\"http://a:1\", \"https://b:1/score\"]"], &["https is not in this release"], "write http://"),
+    (&["reward.http={ weight = 0.5 }"], &["reward.http names no url"], ""),
+    (&["reward.remote_rm_url=http://a:1"], &["unknown key `remote_rm_url`"], "`reward.http`"),
     (&["reward.rule={ kind = \"exact\", weight = 0.0 }"], &["every reward has weight 0"], ""),
     (&["ppo.advantage=reinforce++-baseline"], &["\"reinforce++-baseline\"", "at least 2"], "compares the samples"),
     (&["ppo.advantage=rloo"], &["ppo.advantage = \"rloo\"", "at least 2"], "compares the samples"),
@@ -107,18 +105,61 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
         "",
     ),
     (&["ppo.kl_in=loss"], &["kl_in = \"loss\"", "k1"], "k2"),
+    (&["ppo.advantage=reinforce++", "ppo.critic_warmup_steps=3"], &["no critic to warm up"], ""),
+    (&["ppo.ptx_coef=0.1"], &["ppo.ptx_coef is 0.1", "data.pretrain"], ""),
+    (&["data.pretrain=[\"x.jsonl\"]"], &["ppo.ptx_coef is 0", "data.pretrain"], ""),
+    (&["optim.critic.ema_beta=1"], &["optim.critic.ema_beta is 1"], ""),
+    (&["eval.patience=2"], &["eval.patience above 0 without checkpoint.best_metric"], "eval_loss"),
+    (
+        &["checkpoint.best_metric=eval_loss", "eval.every_steps=0"],
+        &["\"eval_loss\" with eval.every_steps = 0"],
+        "eval.every_steps",
+    ),
     (
         &["ppo.overlong_buffer_tokens=9", "ppo.overlong_tokens_max=8"],
         &["ppo.overlong_tokens_max is 8", "at least", "9"],
         "",
     ),
     (&["job.kind=sft", "job.steps=0", "sft.epochs=0.0"], &["sft.epochs is 0", "above 0"], ""),
+    (&["job.kind=distill"], &["model.teachers is empty", "at least one teacher"], "model.teachers = [\"DIR\"]"),
+    (
+        &["job.kind=distill", "model.teachers=[\"model\"]", "model.teacher_weights=[1,2]"],
+        &["model.teacher_weights has 2 numbers for 1 entries of model.teachers"],
+        "",
+    ),
+    (
+        &["job.kind=distill", "model.teachers=[\"model\"]", "model.teacher_weights=[0]"],
+        &["model.teacher_weights must be positive"],
+        "",
+    ),
+    (
+        &["job.kind=distill", "model.teachers=[\"model\"]", "distill.full_vocabulary=false"],
+        &["the rows are not sampled"],
+        "distill.on_policy = true",
+    ),
+    (
+        &["job.kind=distill", "model.teachers=[\"model\"]", "distill.full_vocabulary=false", "distill.on_policy=true"],
+        &["distill.full_vocabulary = false", "reverse KL"],
+        "distill.divergence = \"reverse_kl\"",
+    ),
+    (
+        &["job.kind=distill", "model.teachers=[\"model\"]", "mesh.placement=[{roles=[\"actor\"],ranks=\"0..1\"}]"],
+        &["mesh.placement is set, a distill job has its roles on all ranks"],
+        "leave mesh.placement out",
+    ),
     (&["job.kind=dpo", "job.steps=0", "dpo.epochs=0.0"], &["dpo.epochs is 0", "above 0"], ""),
     (
         &["job.kind=reward_model", "job.steps=0", "reward_model.epochs=0.0"],
         &["reward_model.epochs is 0", "above 0"],
         "",
     ),
+    (&["job.kind=kto", "kto.minibatch_samples=1"], &["kto.minibatch_samples is 1", "2"], ""),
+    (&["job.kind=step_reward", "step_reward.reward_tokens=[\"+\"]"], &["reward_tokens is [\"+\"]", "at least two"], ""),
+    (&["job.kind=step_reward", "step_reward.reward_tokens=[\"+\", \"+\"]"], &["has \"+\" twice"], ""),
+    (&["job.kind=sft", "sft.pretrain_coef=0.5"], &["sft.pretrain_coef is 0.5", "data.pretrain names texts"], ""),
+    (&["job.kind=dpo", "data.pretrain=[\"a.jsonl\"]"], &["data.pretrain names texts", "dpo job learns nothing"], ""),
+    (&["data.chat_template_args.messages=1"], &["data.chat_template_args has \"messages\""], ""),
+    (&["data.chat_template_args.thinks=true"], &["needs data.chat_template = true"], ""),
     (&["job.steps=0", "--dry-run"], &["job.steps is 0"], ""),
 ];
 
@@ -144,6 +185,7 @@ const WORDS: &[(&str, &str)] = &[
     ("job.num-generations", "`rollout.samples_per_prompt`"),
     ("model.lora_rank", "adapters are not in this release"),
     ("model.load_in_4bit", "quantised weights are not in this release"),
+    ("step_reward.placeholder_token", "`step_reward.placeholder`"),
     ("metrics.wandb", "jobs/tools/metrics_to.py"),
     ("job.temperature", "`rollout.temperature`"),
 ];

@@ -38,6 +38,30 @@ fn a_critic_or_reference_with_other_tokens_is_refused() {
 }
 
 #[test]
+fn a_teacher_with_other_tokens_or_a_shorter_context_is_refused() {
+    let fixture = Fixture::new();
+    let distill = |dir: &str, words: &[&str]| {
+        let teachers = format!("model.teachers=[\"model\",\"{dir}\"]");
+        fixture.refuses(65, &["job.kind=distill", "distill.on_policy=true", &teachers], words)
+    };
+    fixture.copy("model", "other");
+    fixture.edit("other/tokenizer.json", |tokenizer| {
+        let vocabulary = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+        let names: Vec<String> = vocabulary.keys().skip(20).take(2).cloned().collect();
+        let [first, second] = [0, 1].map(|i| vocabulary[&names[i]].clone());
+        (vocabulary[&names[0]], vocabulary[&names[1]]) = (second, first);
+    });
+    distill("other", &["model.teachers: ", "other has other tokens than model.actor, "]).hinted("the same tokenizer");
+    fixture.edit("config.json", |config| config["max_position_embeddings"] = json!(16));
+    fixture.run(&["init", "--config", "config.json", "--out", "short"]).well();
+    distill("short", &["model.teachers has a context of 16"]);
+    fixture.edit("config.json", |config| config["vocab_size"] = json!(300));
+    fixture.run(&["init", "--config", "config.json", "--out", "wide"]).well();
+    let words = ["model.teachers has a vocabulary of 300, model.actor of 272", "wide)"];
+    distill("wide", &words).hinted("same tokenizer");
+}
+
+#[test]
 fn the_role_of_a_bad_directory_is_named() {
     let fixture = Fixture::new();
     fixture.copy("tokenizer", "bad");

@@ -31,8 +31,8 @@ fn check(verb: &[&str], good: &str, bad: &[(&str, &str)]) {
 fn generate_names_the_row_that_it_cannot_read() {
     let long = format!("{{\"tokens\": {:?}}}", vec![1; 256]);
     let bad = [
-        ("{\"prompt\": \"1+1=\"", "invalid JSON"),
-        ("[1]", "needed is a JSON object"),
+        ("{\"prompt\": \"1+1=\"", "not JSON"),
+        ("[1]", "a list where a JSON object is needed"),
         ("", "empty"),
         ("{\"prompt\": \"\"}", "the prompt is empty"),
         ("{\"prompt\": 3}", "field \"prompt\" is a number, needed a text"),

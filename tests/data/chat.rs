@@ -3,7 +3,7 @@ use std::path::Path;
 
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::text::{ChatTemplate, Tokenizer};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 fn golden() -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/chat.json");
@@ -34,8 +34,10 @@ fn chats_are_rendered_and_tokenized_as_transformers_does() {
         let template = tokenizer.chat().unwrap().clone().at(now);
         let chat = &golden["chats"][case["chat"].as_str().unwrap()];
         let open = case["add_generation_prompt"].as_bool().unwrap();
+        let more: Map<String, Value> =
+            serde_json::from_value(case.get("more").cloned().unwrap_or_else(|| json!({}))).unwrap();
         let what = format!("template {name}, chat {}, open {open}", case["chat"]);
-        match (case["text"].as_str(), template.apply(chat, open)) {
+        match (case["text"].as_str(), template.apply(chat, &more, open)) {
             (Some(text), Ok(ours)) => {
                 assert_eq!(ours, text, "{what}");
                 let ids: Vec<u32> = serde_json::from_value(case["ids"].clone()).unwrap();
@@ -71,7 +73,7 @@ fn the_template_file_and_the_default_of_a_list_are_found() {
         {"name": "tool_use", "template": "tools"}, {"name": "default", "template": "listed"},
     ]});
     fs::write(dir.path().join("tokenizer_config.json"), named.to_string()).unwrap();
-    let text = || Tokenizer::load(dir.path()).unwrap().chat().unwrap().apply(&json!([]), false).unwrap();
+    let text = || Tokenizer::load(dir.path()).unwrap().chat().unwrap().apply(&json!([]), &Map::new(), false).unwrap();
     assert_eq!(text(), "listed");
     fs::write(dir.path().join("chat_template.jinja"), "from a file").unwrap();
     assert_eq!(text(), "from a file");
@@ -83,7 +85,7 @@ fn a_chat_that_would_begin_with_two_begin_tokens_is_refused() {
     let twice = "{{ bos_token }}{{ bos_token }}{{ messages[0].content }}";
     fs::write(dir.path().join("chat_template.jinja"), twice).unwrap();
     let tokenizer = Tokenizer::load(dir.path()).unwrap();
-    let error = tokenizer.encode_chat(&json!([{"role": "user", "content": "x"}]), true).unwrap_err();
+    let error = tokenizer.encode_chat(&json!([{"role": "user", "content": "x"}]), &Map::new(), true).unwrap_err();
     assert!(error.message.contains("two BOS"), "{error}");
 }
 
@@ -132,7 +134,7 @@ fn endless_templates_fail() {
         (searched.to_owned(), "computes for more than 5 s"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}".to_owned(), "recursion"),
     ] {
-        let outcome = ChatTemplate::new(&template, None, None).and_then(|t| t.apply(&json!([]), false));
+        let outcome = ChatTemplate::new(&template, None, None).and_then(|t| t.apply(&json!([]), &Map::new(), false));
         let shown = &template[..template.len().min(150)];
         match outcome {
             Err(error) => {

@@ -2,8 +2,10 @@
 
 mod chat;
 mod fixture;
+mod labelled;
 mod pairs;
 pub mod rows;
 mod shard;
 mod sources;
+mod tables;
 pub mod text;

@@ -3,9 +3,9 @@ use std::fs;
 use rlhf_hpc::cli::shard::{Args, run};
 use rlhf_hpc::config::data::DataConfig;
 use rlhf_hpc::data::shard::Shard;
-use rlhf_hpc::data::{Part, Reading, shard_jsonl};
+use rlhf_hpc::data::{Part, Reading, shard_rows};
 use rlhf_hpc::error::{Error, Kind};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::data::fixture::{Fixture, config, questions};
 
@@ -16,7 +16,7 @@ pub fn chat() -> DataConfig {
 pub fn shard(fixture: &Fixture, file: &str, part: Part, config: &DataConfig) -> Result<Shard, Error> {
     let prefix = fixture.path("shards/rows");
     let reading = Reading { config, part, tokenizer: &fixture.tokenizer, vocabulary: fixture.vocabulary() };
-    shard_jsonl(reading, &[(file.as_ref(), None)], &[], &prefix)?;
+    shard_rows(reading, &[(file.as_ref(), None)], &[], &prefix)?;
     Shard::open(&prefix, fixture.vocabulary())
 }
 
@@ -62,7 +62,7 @@ fn turns_of_a_chat_alternate_and_join_to_the_rendered_chat() {
     let shard = shard(&fixture, &fixture.jsonl("c.jsonl", &rows), Part::Demonstration, &chat()).unwrap();
     let document = shard.document(0).unwrap();
     assert_eq!(document.len(), 4);
-    let whole = fixture.tokenizer.chat().unwrap().apply(&messages, false).unwrap();
+    let whole = fixture.tokenizer.chat().unwrap().apply(&messages, &Map::new(), false).unwrap();
     assert_eq!(fixture.tokenizer.decode(&document.concat(), false).unwrap(), whole);
     let texts: Vec<String> = document.iter().map(|s| fixture.tokenizer.decode(s, false).unwrap()).collect();
     assert_eq!(texts[0], "<|begin|><|system|>be brief<|user|>what is 1 + 1?<|assistant|>");
@@ -82,6 +82,55 @@ fn a_chat_as_prompt_ends_where_the_assistant_begins() {
     for i in 0..3 {
         let text = fixture.tokenizer.decode(&shard.prompt(i).unwrap(), false).unwrap();
         assert_eq!(text, "<|begin|><|user|>hi<|assistant|>");
+    }
+}
+
+#[test]
+fn a_message_that_says_so_is_not_learned() {
+    let fixture = Fixture::new();
+    let said = |left_out: [Value; 2]| {
+        let [mut first, mut second] = ["2", "4"].map(|text| json!({"role": "assistant", "content": text}));
+        first.as_object_mut().unwrap().extend(left_out[0].as_object().unwrap().clone());
+        second.as_object_mut().unwrap().extend(left_out[1].as_object().unwrap().clone());
+        let user = |text: &str| json!({"role": "user", "content": text});
+        let rows = [json!({"messages": [user("1 + 1?"), first, user("2 + 2?"), second]})];
+        let config = DataConfig { label_key: String::new(), ..chat() };
+        let shard = shard(&fixture, &fixture.jsonl("c.jsonl", &rows), Part::Demonstration, &config)?;
+        let document = shard.document(0).unwrap();
+        Ok::<_, Error>(document.iter().map(|s| fixture.tokenizer.decode(s, false).unwrap()).collect::<Vec<_>>())
+    };
+    let (all, none) = (json!({}), json!({"train": false}));
+    let first = "<|begin|><|user|>1 + 1?<|assistant|>";
+    let both = format!("{first}2<|end|><|user|>2 + 2?<|assistant|>");
+    assert_eq!(said([all.clone(), all.clone()]).unwrap().len(), 4);
+    assert_eq!(said([none.clone(), all.clone()]).unwrap(), [&both, "4<|end|>"]);
+    assert_eq!(said([json!({"weight": 1}), json!({"weight": 0})]).unwrap(), [first, "2<|end|>"]);
+    let error = said([none.clone(), none]).unwrap_err();
+    assert!(error.message.contains("every message of the assistant has train = false"), "{error}");
+}
+
+#[test]
+fn a_template_is_told_the_tools_of_a_row_and_the_arguments_of_the_job() {
+    let fixture = Fixture::new();
+    let template = "{{ messages[0].content }}|{{ tools | tojson }}|{{ enable_thinking }}";
+    fs::write(fixture.path("tokenizer/chat_template.jinja"), template).unwrap();
+    let told = rlhf_hpc::text::Tokenizer::load(&fixture.path("tokenizer")).unwrap();
+    let fixture = Fixture { tokenizer: told.into(), ..fixture };
+    let tools = json!([{"name": "add"}]);
+    let row = |tools: &Value| fixture.jsonl("t.jsonl", &[json!({"prompt": "hi", "answer": 1, "tools": tools})]);
+    let args = json!({"enable_thinking": false}).as_object().unwrap().clone();
+    let config = DataConfig { chat_template_args: args, ..chat() };
+    for tools in [tools.clone(), Value::String(tools.to_string())] {
+        let shard = shard(&fixture, &row(&tools), Part::Prompt, &config).unwrap();
+        let text = fixture.tokenizer.decode(&shard.prompt(0).unwrap(), false).unwrap();
+        assert_eq!(text, "hi|[{\"name\": \"add\"}]|False");
+    }
+    for (tools, found) in [(json!(3), "a number"), (json!("add"), "a string"), (json!(["add"]), "a list")] {
+        let error = shard(&fixture, &row(&tools), Part::Prompt, &config).unwrap_err();
+        assert!(
+            error.message.contains(&format!("field \"tools\" is {found}, needed a list of JSON schemas")),
+            "{error}"
+        );
     }
 }
 

@@ -55,6 +55,37 @@ fn an_epoch_hands_out_every_row_once_and_the_next_one_in_another_order() {
 }
 
 #[test]
+fn rows_of_pretraining_follow_from_the_step_and_hold_every_token_of_their_texts() {
+    let fixture = Fixture::new();
+    let text = |i: usize| (0..=7 * i).map(|j| (100 * i + j).to_string()).collect::<Vec<_>>().join(" ");
+    let texts: Vec<_> = (0..7).map(|i| json!({"text": text(i)})).collect();
+    let pretrain = vec![fixture.jsonl("t.jsonl", &texts)];
+    let config = DataConfig { pretrain, pretrain_tokens_max: 16, ..config(&fixture.jsonl("q.jsonl", &questions(9))) };
+    let mut source = fixture.sft(&config, 5).unwrap();
+    let ledger = source.ledger().clone();
+    let steps: Vec<_> = (1..200).map(|step| source.pretrain(step, 3).unwrap()).collect();
+    assert_eq!(*source.ledger(), ledger, "the job's own rows alone are accounted for");
+    // Any step alone gives the same: nothing is kept from one to the next.
+    assert_eq!(fixture.sft(&config, 5).unwrap().pretrain(80, 3).unwrap(), steps[79]);
+    let other = fixture.sft(&config, 6).unwrap().pretrain(1, 30).unwrap();
+    assert_ne!(steps[..10].concat(), other, "another seed, another order");
+    let rows: Vec<_> = steps.concat();
+    assert!(rows.iter().all(|row| row.tokens.len() <= 16 && row.mask == vec![1; row.tokens.len()]));
+    for (i, text) in texts.iter().enumerate() {
+        let mut tokens = fixture.tokenizer.encode(text["text"].as_str().unwrap(), true).unwrap();
+        tokens.push(fixture.tokenizer.eos_ids()[0]);
+        let known: BTreeSet<&[u32]> = rows.iter().filter(|r| r.id == i as u64).map(|r| &r.tokens[..]).collect();
+        assert_eq!(known.len(), tokens.len().div_ceil(16));
+        let whole = known.iter().all(|piece| tokens.windows(piece.len()).any(|part| part == *piece));
+        assert!(whole && known.contains(&tokens[tokens.len().saturating_sub(16)..]));
+    }
+    let bad = DataConfig { pretrain_key: "body".to_owned(), ..config };
+    let error = fixture.sft(&bad, 5).unwrap_err();
+    assert!(error.message.contains("data.pretrain: ") && error.message.contains("t.jsonl:1: "), "{error}");
+    assert!(error.message.contains("no field \"body\""), "{error}");
+}
+
+#[test]
 fn a_resumed_source_equals_an_uninterrupted_one() {
     let fixture = Fixture::new();
     let file = fixture.jsonl("q.jsonl", &questions(37));

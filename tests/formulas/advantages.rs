@@ -3,7 +3,7 @@
 use rlhf_hpc::advantage::{self, AdvantageState, gae::gae, scores::RunningMoments, whitening};
 use rlhf_hpc::config::ppo::{Estimator, KlEstimator, KlIn, PpoConfig, Truncation};
 use rlhf_hpc::error::Kind;
-use rlhf_hpc::experience::{Experience, Finish, Prompt, Response};
+use rlhf_hpc::experience::{Experience, Finish, Greedy, Prompt, Response};
 use rlhf_hpc::rng::{Purpose, Rng};
 
 /// Seeded samples of 1 to 9 tokens: `prompts` prompts, `per_prompt` samples each.
@@ -106,6 +106,32 @@ fn kl_in_the_loss_or_nowhere_leaves_rewards_alone() {
             assert_eq!(sum, sample.score);
         }
     }
+}
+
+#[test]
+fn remax_takes_off_the_greedy_score_that_is_shaped_as_the_samples_are() {
+    let config = PpoConfig {
+        advantage: Estimator::Remax,
+        kl_in: KlIn::None,
+        overlong_buffer_tokens: 4,
+        overlong_tokens_max: 8,
+        truncated_score_coef: 0.5,
+        ..PpoConfig::default()
+    };
+    let mut samples = batch(3, 2);
+    for sample in &mut samples {
+        let greedy = Greedy { score: 0.25 * sample.prompt.id as f32, tokens: 6, finish: Finish::Length };
+        (sample.score, sample.greedy) = (2.0, Some(greedy));
+    }
+    let stats = super::compute(&config, 0.0, &mut samples).unwrap();
+    assert_eq!(stats.greedy_mean, Some(0.25));
+    for sample in &samples {
+        let over = sample.response.tokens.len().saturating_sub(4).min(4) as f32 / 4.0;
+        let wanted = 2.0 - over - 0.5 * (0.25 * sample.prompt.id as f32 - 0.5);
+        assert!(sample.advantages.iter().all(|a| (a - wanted).abs() < 1e-6), "{:?}, {wanted}", sample.advantages);
+    }
+    samples[3].greedy = None;
+    assert!(super::compute(&config, 0.0, &mut samples).unwrap_err().message.contains("no greedy response"));
 }
 
 #[test]

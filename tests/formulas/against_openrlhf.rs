@@ -7,8 +7,12 @@ use rlhf_hpc::loss::aggregation::{Totals, weights};
 use rlhf_hpc::loss::policy::{PolicySums, PolicyTokens, policy_loss};
 use rlhf_hpc::loss::value::value_loss;
 use rlhf_hpc::loss::{correction, token};
+use rlhf_hpc::ops::linear_divergence::{Divergence, Teacher, Teachers, forward_backward};
+use rlhf_hpc::ops::linear_logprob::HeadPart;
+use rlhf_hpc::tensor::{Layout, Tensor, WeightMut};
 
 use crate::formulas::golden::{Case, cases, close, close_rows, mask, read, rows};
+use crate::ops::probe::Matrix;
 
 fn aggregation(case: &Case) -> Aggregation {
     let sequence = case.args["token_level_loss"] == false || case.args["policy_loss_type"] == "gspo";
@@ -348,5 +352,36 @@ fn every_estimator_agrees_on_a_ragged_batch() {
         let want: Vec<_> = batch.iter().map(|entry| entry.2.clone()).collect();
         let got: Vec<_> = samples.iter().map(|s| s.returns.clone()).collect();
         close_rows(&got, &only_masked(&want, &masks), &case.args);
+    }
+}
+
+/// Their logits are those of a head that is the unit matrix.
+#[test]
+fn loss_and_gradient_of_distillation_agree() {
+    for case in cases("kd_loss") {
+        let [student, teacher] = ["s", "t"].map(|name| read::<Vec<Vec<Vec<f32>>>>(&case.inputs[name]).concat());
+        let labels = read::<Vec<Vec<i64>>>(&case.args["label"]).concat();
+        let learned: Vec<usize> = (0..labels.len()).filter(|&i| labels[i] >= 0).collect();
+        let targets: Vec<u32> = learned.iter().map(|&i| labels[i] as u32).collect();
+        let (t, v) = (learned.len(), student[0].len());
+        let of = |all: &[Vec<f32>]| {
+            Tensor::from_slice(t, v, &learned.iter().map(|&i| &all[i][..]).collect::<Vec<_>>().concat())
+        };
+        let (h, of_teacher) = (of(&student), of(&teacher));
+        let unit: Vec<f32> = (0..v * v).map(|i| if i % (v + 1) == 0 { 1.0 } else { 0.0 }).collect();
+        let unit = Matrix::from_rows(v, v, unit);
+        let teachers = [Teacher { h: &of_teacher, w: unit.f32(), weight: 1.0 }];
+        let teachers = Teachers { all: &teachers, divergence: Divergence::ForwardKl, temperature: 1.0 };
+        let (mut logprobs, mut dh, mut dw) = (vec![0.0; t], Tensor::scratch(t, v), vec![0.0; unit.panels.len()]);
+        let gradient = WeightMut { n: v, k: v, layout: Layout::Panel, values: (&mut dw).into() };
+        let (part, weights) = (HeadPart::whole(&unit.f32()), [0.0, 1.0 / t as f32]);
+        let found =
+            forward_backward(&h, unit.f32(), part, &targets, teachers, weights, &mut logprobs, &mut dh, gradient);
+        let loss = found.losses.iter().map(|x| f64::from(*x)).sum::<f64>() / t as f64;
+        close(loss, case.out["loss"].as_f64().unwrap(), &"the loss");
+        let want = read::<Vec<Vec<Vec<f32>>>>(&case.grad["s"]).concat();
+        let got: Vec<Vec<f32>> = dh.data().chunks(v).map(<[f32]>::to_vec).collect();
+        let want: Vec<Vec<f32>> = learned.iter().map(|&i| want[i].clone()).collect();
+        close_rows(&got, &want, &"the gradient");
     }
 }

@@ -3,6 +3,7 @@
 mod advantages;
 mod against_openrlhf;
 mod golden;
+mod labelled;
 mod losses;
 mod preference;
 

@@ -3,11 +3,12 @@
     python tests/golden/chat.py        (transformers 5, tokenizers 0.23)
 
 What they are made from stands in chat.json, too: a tokenizer, chats, and templates that are written for this test in the
-manner of well-known model families.
+manner of well-known model families. `with` are chats whose template is told more: tools, and words of its own.
 
   headers  Llama 3: headers, a system part with a date, trimmed contents
   im       Qwen: no begin token, namespaces, earlier thoughts taken out
   inst     Mistral: strict alternation, errors raised by the template
+  calls    Qwen: tools, calls of them and their results, enable_thinking
   lines    blocks on their own lines: trim_blocks, lstrip_blocks, and Python's manners
 """
 
@@ -32,10 +33,10 @@ class Clock(datetime.datetime):
 
 def case(fast, names, chat, add_generation_prompt):
     case = {**names, "add_generation_prompt": add_generation_prompt}
+    more = {**names.get("more", {}), "add_generation_prompt": add_generation_prompt}
     try:
-        case["text"] = fast.apply_chat_template(chat, tokenize=False, add_generation_prompt=add_generation_prompt)
-        case["ids"] = fast.apply_chat_template(
-            chat, tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False)
+        case["text"] = fast.apply_chat_template(chat, tokenize=False, **more)
+        case["ids"] = fast.apply_chat_template(chat, tokenize=True, return_dict=False, **more)
     except Exception as error:  # what the template refuses
         case["error"] = str(error)
     return case
@@ -48,8 +49,9 @@ def main():
     for template_name, template in GOLDEN["templates"].items():
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=template["bos"], eos_token=template["eos"],
                                        chat_template=template["text"])
-        for chat_name, chat in GOLDEN["chats"].items():
-            names = {"template": template_name, "chat": chat_name}
+        told = GOLDEN["with"] if template_name == "calls" else []
+        for names in [{"chat": chat} for chat in GOLDEN["chats"] if chat != "calls" or told] + told:
+            names, chat = {"template": template_name, **names}, GOLDEN["chats"][names["chat"]]
             cases += [case(fast, names, chat, add_generation_prompt) for add_generation_prompt in (False, True)]
     golden = {**GOLDEN, "transformers": transformers.__version__, "cases": cases}
     OUT.write_text(json.dumps(golden, ensure_ascii=False, separators=(",", ":")) + "\n")

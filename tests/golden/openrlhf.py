@@ -13,7 +13,7 @@ import sys
 KEPT = (
     "policy_loss", "value_loss", "aggregate_loss", "aggregate_loss_empty_seq", "masked_normalize", "approx_kl",
     "approx_kl_clamp", "compute_reward", "gae", "reinforce_returns", "advantages", "overlong_penalty", "stop_properly",
-    "adaptive_kl", "sft_loss", "dpo", "pairwise", "logexp",
+    "adaptive_kl", "sft_loss", "kd_loss", "dpo", "pairwise", "logexp", "kto", "kto_vanilla",
 )
 
 full = json.load(open(sys.argv[1]))

@@ -40,6 +40,20 @@ fn check(len: usize, skip: usize, parts: &[(usize, f32)]) {
 }
 
 #[test]
+fn a_moving_average_has_the_bits_of_the_cpu() {
+    in_every_order(|| {
+        for (len, skip) in [(0, 0), (1, 0), (2500, 0), (2500, 3)] {
+            let (p, mut want) = (numbers(5, len), numbers(6, len));
+            let [from, mut to] = [&p, &want].map(|x| Memory::of(&[vec![0.0; skip], x.clone()].concat()));
+            let range = skip..skip + len;
+            adamw::average(from.view(F32).part(range.clone()), 0.992, to.view_mut(F32).part(range));
+            ops::adamw::average(&p, 0.992, &mut want);
+            assert_eq!(to.read::<f32>(skip + len)[skip..], want[..], "{len} from {skip}");
+        }
+    });
+}
+
+#[test]
 fn an_update_has_the_bits_of_the_cpu_for_parts_that_end_anywhere() {
     in_every_order(|| {
         for skip in [0, 8, 3] {

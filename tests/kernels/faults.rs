@@ -13,7 +13,7 @@ pub type Fault = (&'static str, &'static str, &'static str, &'static str);
 type Case = (&'static str, Fault, &'static str);
 
 const CASES: [Case; 24] = [
-    ("adamw::", ("adamw.cu", "while (@ &&", "at + i >= end", "at + i > end"), "p of 3001 from 0"),
+    ("adamw::an_update", ("adamw.cu", "while (@ &&", "at + i >= end", "at + i > end"), "p of 3001 from 0"),
     (
         "attention::the_order_of_threads_and_blocks",
         ("attention_backward.cuh", "while (lane_id() == 0 && @) pause();", "!is_turn()", "false"),

@@ -7,16 +7,16 @@ use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::linear_logprob::RowStats;
 
 /// Rows of logits `stride` apart, with NaN behind column v.
-struct Case {
-    rows: usize,
-    v: usize,
-    stride: usize,
-    values: Vec<f32>,
+pub struct Case {
+    pub rows: usize,
+    pub v: usize,
+    pub stride: usize,
+    pub values: Vec<f32>,
 }
 
 impl Case {
     /// Logits of up to 9 either way; every third row has one that stands out.
-    fn new(rows: usize, v: usize) -> Self {
+    pub fn new(rows: usize, v: usize) -> Self {
         let stride = v.next_multiple_of(8);
         let mut values = numbers((rows * 7 + v) as u32, rows * stride);
         for (i, row) in values.chunks_exact_mut(stride).enumerate() {
@@ -36,17 +36,22 @@ impl Case {
         self
     }
 
-    fn row(&self, i: usize) -> &[f32] {
+    pub fn row(&self, i: usize) -> &[f32] {
         &self.values[i * self.stride..][..self.v]
     }
 
     /// Of the CPU, which tests/ops holds to f64.
-    fn stats(&self, i: usize, temperature: f32) -> RowStats {
+    pub fn stats(&self, i: usize, temperature: f32) -> RowStats {
         cpu::softmax::row_stats(level(), self.row(i), 1.0 / temperature)
     }
 
-    fn logits<'a>(&self, memory: &'a Memory, dtype: DType) -> Logits<'a> {
+    pub fn logits<'a>(&self, memory: &'a Memory, dtype: DType) -> Logits<'a> {
         Logits { values: memory.view(dtype), rows: self.rows, v: self.v, stride: self.stride }
+    }
+
+    /// The case, its places and its statistics on the GPU.
+    pub fn on_gpu(&self, dtype: DType, temperature: f32) -> (Memory, Memory, Memory) {
+        on_gpu(self, dtype, temperature)
     }
 
     fn places(&self) -> Vec<usize> {

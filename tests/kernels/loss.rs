@@ -100,7 +100,7 @@ fn an_update_waits_for_the_numbers_of_its_losses_and_for_the_norm_of_each_gradie
         let count = microbatches(&config, &samples).len() as u64;
         assert!(count > 2, "several micro-batches");
         let [mut actor, mut critic] = [Head::LanguageModel, Head::Value].map(|head| learner(head, &config, &axes));
-        let update = Update { config: &config, axes: &axes, kl_beta: BETA };
+        let update = Update { config: &config, axes: &axes, kl_beta: BETA, texts: &[] };
         let (waits, sums) = waited(gpu, || update.minibatch(&mut actor, Some(&mut critic), &samples));
         let sums = sums.expect("finite");
         // For the numbers of each pass and of the critic, and for two norms.
@@ -162,7 +162,9 @@ fn the_host_computes_the_loss_of_a_chunk_and_waits_for_its_numbers_alone() {
         let mut dw = Memory::zeros(4 * len);
         let gradient = WeightMut { n: v, k: d, layout: Layout::Row, values: SliceMut::Cuda(dw.view_mut(DType::F32)) };
         let (scored, beside) = (&mut l, &mut e);
-        linear_logprob::forward_backward_part(&h, w, part, &targets, 0.8, &mut loss, scored, beside, &mut dh, gradient);
+        linear_logprob::forward_backward_part(
+            &h, w, part, &targets, 0.8, &mut loss, None, scored, beside, &mut dh, gradient,
+        );
         (bits(&[l, e].concat()), dh, dw)
     };
     let read = |(scored, dh, dw): (Vec<u32>, Tensor, Memory)| (scored, dh.to_host(), dw.read::<f32>(v * d));

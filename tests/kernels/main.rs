@@ -18,6 +18,7 @@ mod faults;
 mod graph;
 mod graphs;
 mod jobs;
+mod linear_divergence;
 mod linear_logprob;
 mod linear_logprob_fused;
 mod loss;

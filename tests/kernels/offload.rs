@@ -115,7 +115,7 @@ fn units() -> Vec<Range<usize>> {
 fn updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu() {
     let (gpu, _one) = device();
     let units = units();
-    let config = OptimConfig { weight_decay: 0.1, ..OptimConfig::with_lr(0.01) };
+    let config = OptimConfig { weight_decay: 0.1, ema_beta: 0.9, ..OptimConfig::with_lr(0.01) };
     let partition = Arc::new(Partition::whole(&units));
     let len = partition.own_len();
     let master = |zero: &mut Zero| {
@@ -135,7 +135,7 @@ fn updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu() {
         for (zero, w) in [(&mut here, &mut w_here), (&mut away, &mut w_away)] {
             // What is there of the state while it is updated: some neighbours.
             let neighbours = units.windows(UNITS_AT_ONCE).map(|all| all.iter().map(Range::len).sum::<usize>());
-            gpu.set_limit((in_use + 12 * neighbours.max().expect("units") + UNITS_AT_ONCE * 512) as u64);
+            gpu.set_limit((in_use + 16 * neighbours.max().expect("units") + UNITS_AT_ONCE * 512) as u64);
             let begun = zero.begin(0.01, 1.0);
             for (u, unit) in units.iter().enumerate() {
                 let mut weights = w.view_mut(DType::Bf16);
@@ -148,7 +148,7 @@ fn updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu() {
         assert_eq!(gpu.usage().in_use, in_use, "all of it left again");
     }
     assert_eq!(w_here.read::<u16>(len), w_away.read::<u16>(len));
-    for what in [Vector::Master, Vector::First, Vector::Second] {
+    for what in [Vector::Master, Vector::First, Vector::Second, Vector::Average] {
         for (u, unit) in units.iter().enumerate() {
             let [a, b] = [&here, &away].map(|zero| zero.state(what, u).expect("both have it").to_host());
             assert!(a == b && a.len() == unit.len(), "{what:?} of unit {u}");

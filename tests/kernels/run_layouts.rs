@@ -91,6 +91,28 @@ fn sft_has_the_numbers_of_one_rank_and_of_the_cpu_in_every_layout() {
 }
 
 #[test]
+fn distillation_has_the_numbers_of_one_rank_and_of_the_cpu_in_every_layout() {
+    let Some(dir) = emulated(CONFIG) else { return };
+    let at = dir.path();
+    jobs::rlhf_hpc(at, "init --config model.json --tokenizer tokenizer --out teacher --seed 9");
+    let evaluated =
+        "data.split.by=field data.eval_split=eval eval.every_steps=2 eval.samples_max=20 optim.actor.lr=1e-3";
+    let distill = |ranks, name: &str, sets: &str| {
+        let distill = "job.kind=distill model.teachers=[\"teacher\",\"model\"] distill.minibatch_samples=4 job.steps=2";
+        run(at, ranks, "sft.toml", name, &format!("{distill} {evaluated} {sets}")).0
+    };
+    let keys = ["loss", "ce_mean", "kl_mean", "grad_norm", "eval_loss", "eval_kl_mean"];
+    for (of, divergence) in [("forward", "forward_kl"), ("jsd", "jsd")] {
+        let divergence = format!("distill.divergence={divergence} distill.temperature=1.5");
+        let [alone, cpu] = [("alone", ""), ("cpu", "job.device=cpu")]
+            .map(|(name, sets)| distill(1, &format!("{of}-{name}"), &format!("{divergence} {sets}")));
+        assert_near(of, &alone, &cpu, &keys, (1e-2, 0.1));
+        let cut = distill(2, &format!("{of}-cut"), &format!("{divergence} mesh.tensor=2 mesh.offload=[\"roles\"]"));
+        assert_near(of, &cut, &alone, &keys, (4e-3, 0.1));
+    }
+}
+
+#[test]
 fn divided_weights_and_gradients_in_a_fixed_order_change_no_bit() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();

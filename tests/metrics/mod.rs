@@ -51,6 +51,7 @@ fn sample(id: u64, n: usize) -> Experience {
             label: "4".into(),
             source: "data/questions".into(),
         },
+        greedy: None,
         response: Response {
             prompt: id as usize,
             sample: id as u32 % 2,

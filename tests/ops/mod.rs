@@ -3,9 +3,10 @@
 mod arena;
 mod attention;
 mod embedding;
+mod linear_divergence;
 mod linear_logprob;
 mod matmul;
-mod probe;
+pub mod probe;
 mod ring_attention;
 mod rmsnorm;
 mod rope;

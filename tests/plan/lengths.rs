@@ -5,7 +5,7 @@ use crate::cli::fixture::Fixture;
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::config::data::DataConfig;
 use rlhf_hpc::config::{self, Config};
-use rlhf_hpc::data::{self, Hashes, Part, Prepared, PromptSource, Reading, RowTokens, SftSource, shard_jsonl};
+use rlhf_hpc::data::{self, Hashes, Part, Prepared, PromptSource, Reading, RowTokens, SftSource, shard_rows};
 use rlhf_hpc::plan::{Origin, Rows};
 use rlhf_hpc::text::Tokenizer;
 use rlhf_hpc::train::{self, Archs};
@@ -104,7 +104,7 @@ fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
     }
     let (config, vocabulary) = (DataConfig::default(), fixture.archs.actor().vocabulary);
     let reading = Reading { config: &config, part: Part::Demonstration, tokenizer: &fixture.tokenizer, vocabulary };
-    shard_jsonl(reading, &[(&fixture.path("mixed.jsonl"), None)], &[], &fixture.path("shard")).expect("a shard");
+    shard_rows(reading, &[(&fixture.path("mixed.jsonl"), None)], &[], &fixture.path("shard")).expect("a shard");
     let config = fixture.config("sft", "shard", &[]);
     assert_eq!(fixture.read(&config).drawn, fixture.demonstrations(&config, 6 * 12));
     assert!(!fixture.path("run").exists(), "a plan leaves nothing behind");

@@ -1,18 +1,25 @@
 //! Every legal product of axes, at every ZeRO stage: PPO's step on the same samples is that of one rank.
 
 use crate::Test;
-use crate::layouts::{Left, assert_near, config, samples, update};
+use crate::layouts::{Left, Setting, assert_near, config, samples, texts, update, whole};
 use crate::models::arch;
+use crate::tensor_models;
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::Config;
 use rlhf_hpc::config::ppo::PolicyLossKind;
+use rlhf_hpc::data::SftRow;
+use rlhf_hpc::experience::Experience;
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::model::Arch;
+use rlhf_hpc::model::{Arch, Head};
+use rlhf_hpc::optim::host_state::Vector;
+use rlhf_hpc::tensor::DType;
+use rlhf_hpc::train::update::Update;
 use serde_json::json;
 
 pub const TESTS: &[Test] = &[
     Test { name: "every product of axes on eight ranks has the step of one", ranks: &[8], check: everywhere },
     Test { name: "a step clipped by its norm is one rank's on any product of axes", ranks: &[8], check: clipped },
+    Test { name: "pretraining rows add their gradient", ranks: &[1], check: pretraining },
 ];
 
 /// Tokens of (prompt, response), heavy-tailed: most are short, a few as long as all others together.
@@ -46,8 +53,14 @@ fn products(ranks: usize) -> Vec<Mesh> {
 /// The step of one rank.
 fn alone(arch: &Arch, config: &Config) -> Left {
     let want = update(arch, config, &samples(LENGTHS), &Axes::one(), 0);
-    let least =
-        [("clip_ratio", 0.5), ("loss", 1e-3), ("kl_loss", 1e-3), ("value_clip_ratio", 0.5), ("value_loss", 0.01)];
+    let least = [
+        ("clip_ratio", 0.5),
+        ("loss", 1e-3),
+        ("kl_loss", 1e-3),
+        ("value_clip_ratio", 0.5),
+        ("value_loss", 0.01),
+        ("ptx_loss", 1.0),
+    ];
     assert!(least.iter().all(|(key, least)| want.sums.get(key).abs() > *least), "{:?}", want.sums);
     assert!(want.norms.iter().all(|norm| *norm > 0.01), "{:?}", want.norms);
     want
@@ -75,6 +88,35 @@ fn everywhere(world: &World) {
         let all: Vec<(Mesh, &[usize])> = products(world.size).into_iter().map(|mesh| (mesh, &stages[..])).collect();
         assert_eq!(all.len(), 10, "8 = data x sequence x tensor");
         compare(world, &arch(family, &json!({})), config(loss), &all);
+    }
+}
+
+/// The gradient with pretraining rows is that of the samples alone plus ptx_coef times that of the rows.
+fn pretraining(_world: &World) {
+    let (arch, config) = (arch("qwen3", &json!({})), config(PolicyLossKind::Clip));
+    let gradient = |samples: &[Experience], texts: &[SftRow], ptx_coef: f32| {
+        let mut config = config.clone();
+        config.ppo.ptx_coef = ptx_coef;
+        let setting = Setting { arch: arch.clone(), head: Head::LanguageModel, dtype: DType::F32, config };
+        let axes = Axes::one();
+        let mut learner = setting.learner(5, &axes, 0).expect("a learner");
+        let update = Update { config: &setting.config, axes: &axes, kl_beta: 0.05, texts };
+        let sums = update.gradient(&mut learner, &samples.iter().collect::<Vec<_>>());
+        learner.step(&axes).expect("a finite gradient");
+        (sums, whole(&learner, Vector::First, &axes))
+    };
+    let (samples, texts) = (samples(LENGTHS), texts(&[5, 40, 2, 17]));
+    let [both, policy, rows] =
+        [(&samples[..], &texts[..]), (&samples, &[]), (&[], &texts)].map(|(s, t)| gradient(s, t, 0.3));
+    let (sums, twice) = gradient(&[], &texts, 0.6);
+    let [loss, ptx] = ["loss", "ptx_loss"].map(|key| both.0.get(key));
+    assert!((loss - policy.0.get("loss") - 0.3 * ptx).abs() < 1e-5 && ptx > 1.0, "{loss} with {ptx}");
+    assert!((sums.get("ptx_loss") - ptx).abs() < 1e-6 && (rows.0.get("loss") - 0.3 * ptx).abs() < 1e-6);
+    for (i, (name, sum)) in both.1.iter().enumerate() {
+        let [policy, rows, twice] = [&policy.1, &rows.1, &twice].map(|vectors| &vectors[i].1);
+        let wanted: Vec<f32> = policy.iter().zip(rows).map(|(a, b)| a + b).collect();
+        tensor_models::assert_near(name, sum, &wanted, 1e-5);
+        tensor_models::assert_near(name, twice, &rows.iter().map(|x| 2.0 * x).collect::<Vec<_>>(), 1e-5);
     }
 }
 

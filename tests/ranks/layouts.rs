@@ -5,6 +5,7 @@ use crate::weights::sharded;
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::Config;
 use rlhf_hpc::config::ppo::{Aggregation, Correction, KlEstimator, KlIn, PolicyLossKind};
+use rlhf_hpc::data::SftRow;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::error::Result;
 use rlhf_hpc::experience::{Experience, Prompt, Response};
@@ -52,6 +53,19 @@ pub fn samples(lengths: &[(usize, usize)]) -> Vec<Experience> {
     samples
 }
 
+/// Pretraining rows of such lengths.
+pub fn texts(lengths: &[usize]) -> Vec<SftRow> {
+    let rng = Rng::new(29, Purpose::Synthetic);
+    let token = |i: usize, at: usize| 3 + rng.below(94, [i as u32, at as u32, 0, 0]) as u32;
+    let text = |(i, &len): (usize, &usize)| (0..len).map(|at| token(i, at)).collect();
+    lengths
+        .iter()
+        .enumerate()
+        .map(text)
+        .map(|tokens: Vec<u32>| SftRow { mask: vec![1; tokens.len()], tokens, ..SftRow::default() })
+        .collect()
+}
+
 pub fn config(loss: PolicyLossKind) -> Config {
     let mut config = Config::default();
     config.ppo.loss = loss;
@@ -60,6 +74,8 @@ pub fn config(loss: PolicyLossKind) -> Config {
     config.ppo.kl_in = KlIn::Loss;
     config.ppo.kl_estimator = KlEstimator::K3;
     config.ppo.microbatch_tokens_max = 96;
+    config.ppo.ptx_coef = 0.3;
+    config.optim.actor.ema_beta = 0.9;
     if loss != PolicyLossKind::Gspo {
         config.ppo.correction = Correction::Tis;
     }
@@ -92,7 +108,7 @@ impl Setting {
 
     /// Accumulates the gradient of a minibatch.
     pub fn gradient(&self, learner: &mut Learner, axes: &Axes, samples: &[Experience]) {
-        let update = Update { config: &self.config, axes, kl_beta: 0.05 };
+        let update = Update { config: &self.config, axes, kl_beta: 0.05, texts: &[] };
         let samples: Vec<&Experience> = samples.iter().collect();
         update.gradient(learner, &samples);
     }
@@ -148,7 +164,7 @@ pub fn update(arch: &Arch, config: &Config, samples: &[Experience], axes: &Axes,
         let setting = Setting { arch: arch.clone(), head, dtype: DType::F32, config: config.clone() };
         setting.learner(5, axes, stage).expect("a learner")
     });
-    let update = Update { config, axes, kl_beta: 0.05 };
+    let update = Update { config, axes, kl_beta: 0.05, texts: &texts(&[5, 40, 2, 17, 1, 61]) };
     let sums = update.minibatch(&mut actor, Some(&mut critic), &chosen).expect("a finite gradient");
     let kept = [(&actor, Vector::First), (&actor, Vector::Master), (&critic, Vector::First), (&critic, Vector::Master)];
     let vectors = kept.into_iter().flat_map(|(learner, what)| whole(learner, what, axes)).collect();

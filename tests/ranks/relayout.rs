@@ -38,7 +38,7 @@ fn restored(setting: &Setting, axes: &Axes, stage: usize, from: &Checkpoint) -> 
 
 /// The bits of all vectors by parameter, and of the weights that layers read, on every rank.
 fn state(learner: &Learner, axes: &Axes) -> Vec<(String, Vec<u32>)> {
-    let vectors = Vector::ALL.into_iter().flat_map(|what| whole(learner, what, axes));
+    let vectors = learner.vectors().flat_map(|what| whole(learner, what, axes));
     let mut all: Vec<_> =
         vectors.map(|(name, values)| (name, values.into_iter().map(f32::to_bits).collect::<Vec<u32>>())).collect();
     let role = &learner.role;
@@ -58,7 +58,7 @@ fn saved(world: &World, root: &Shared, learner: &Learner, mesh: Mesh) -> Checkpo
         let shard = Payload::shards(&vector, learner.stretches(what), table.len());
         (format!("{vector}.rank-{:04}.bin", world.rank), shard)
     };
-    let files: Vec<_> = Vector::ALL.into_iter().map(file).collect();
+    let files: Vec<_> = learner.vectors().map(file).collect();
     save(root.path(), &world.group(), &files, Manifest::new(1, &mesh, "c0ffee", json!({})), 1).expect("saves");
     newest(root.path()).expect("readable").expect("saved")
 }

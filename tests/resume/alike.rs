@@ -15,14 +15,15 @@ fn bits(job: &Job, name: &str) -> Vec<u32> {
 #[test]
 fn ppo_steps_in_fixed_gradient_order_are_bitwise_equal_on_1_2_and_4_ranks() {
     for (dtype, ranks) in [("f32", &[1, 2, 4][..]), ("bf16", &[1, 2])] {
-        let sets = "job.steps=4 gradient.order=fixed eval.every_steps=2 checkpoint.every_steps=0";
+        let sets =
+            "job.steps=4 gradient.order=fixed eval.every_steps=2 checkpoint.every_steps=0 optim.actor.ema_beta=0.9";
         let job = |ranks| {
             Job::ppo(&format!("fixed-{dtype}-{ranks}")).on(ranks).with(sets).with(&format!("model.dtype={dtype}"))
         };
         let jobs: Vec<Job> = ranks.iter().map(|ranks| job(*ranks).done()).collect();
         for job in &jobs[1..] {
             job.assert_same(&jobs[0]);
-            for name in ["actor.weights", "actor.m", "actor.v", "critic.weights", "critic.m", "critic.v"] {
+            for name in ["actor.weights", "actor.m", "actor.v", "actor.ema", "critic.weights", "critic.m", "critic.v"] {
                 assert!(bits(job, name) == bits(&jobs[0], name), "{dtype}: {name}");
             }
         }
@@ -33,11 +34,15 @@ fn ppo_steps_in_fixed_gradient_order_are_bitwise_equal_on_1_2_and_4_ranks() {
 
 #[test]
 fn a_run_goes_on_with_another_number_of_ranks_bitwise_in_fixed_gradient_order() {
-    let whole = Job::ppo("moves-whole").with("gradient.order=fixed").done();
-    let moved = Job::ppo("moves").with("gradient.order=fixed");
+    let sets = "gradient.order=fixed ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"] optim.actor.ema_beta=0.9";
+    let whole = Job::ppo("moves-whole").with(sets).done();
+    let moved = Job::ppo("moves").with(sets);
     let stopped = moved.clone().on(2).with("checkpoint.max_hours=1e-9").run();
     stopped.assert(85, &["stopped at step 0 (checkpoint.max_hours are over)"]);
     let stopped = moved.clone().with("checkpoint.max_hours=1e-9").run();
     stopped.assert(85, &["stopped at step"]);
-    moved.clone().on(4).done().assert_same(&whole);
+    let moved = moved.clone().on(4).done();
+    moved.assert_same(&whole);
+    assert!(moved.read("export-ema/model.safetensors") == whole.read("export-ema/model.safetensors"), "the average");
+    assert_eq!(moved.numbers("ptx_loss").len(), 4);
 }

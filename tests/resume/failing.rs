@@ -25,7 +25,7 @@ fn with_reward(job: Job, rank: usize) -> (Job, std::path::PathBuf) {
     std::fs::write(&file, REWARD.replace("@RANK", &format!("\"{rank}\""))).expect("writes");
     let fails = dir.join("fails");
     let _ = std::fs::remove_file(&fails);
-    let table = format!(r#"{{ file = "{}", pass_env = ["OMPI_COMM_WORLD_RANK"] }}"#, file.display());
+    let table = format!(r#"{{ file = "{}", batch = 0, pass_env = ["OMPI_COMM_WORLD_RANK"] }}"#, file.display());
     let job = job.with("reward.rule=[] reward.retries=1").set(format!("reward.python={table}"));
     (job, fails)
 }

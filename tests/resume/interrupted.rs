@@ -90,12 +90,21 @@ fn ppo_usr1(name: &str, ranks: usize, sets: &str, wanted: Place) {
 
 #[test]
 fn a_ppo_run_stopped_in_rollout_goes_on_bitwise_on_2_ranks() {
-    ppo_usr1("usr1-rollout-2", 2, LONG_ROLLOUT, Place::Rollout { finished: true });
+    let sets = format!("{LONG_ROLLOUT} ppo.advantage=remax");
+    ppo_usr1("usr1-rollout-2", 2, &sets, Place::Rollout { finished: true });
+}
+
+#[test]
+fn on_policy_distillation_stopped_in_rollout_goes_on_bitwise() {
+    let sets =
+        "job.kind=distill distill.on_policy=true model.teachers=[\"model\"] distill.minibatch_samples=16 job.steps=8";
+    usr1("usr1-distill", |name| Job::ppo(name).with(LONG_ROLLOUT).with(sets), Place::Rollout { finished: true });
 }
 
 #[test]
 fn a_ppo_run_stopped_between_minibatches_goes_on_bitwise() {
-    ppo_usr1("usr1-train-alone", 0, LONG_TRAINING, Place::Training);
+    let sets = format!("{LONG_TRAINING} ppo.critic_warmup_steps=2 ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"]");
+    ppo_usr1("usr1-train-alone", 0, &sets, Place::Training);
 }
 
 #[test]
@@ -136,11 +145,13 @@ fn ctrl_c_saves_and_a_second_one_ends_at_once() {
 #[test]
 fn hours_that_are_over_at_once_let_every_start_make_an_optimizer_step() {
     let ppo = |name: &str| Job::ppo(name).on(2).with("ppo.epochs=1 ppo.minibatch_samples=16");
+    let texts = "data.pretrain=[\"texts\"] data.pretrain_tokens_max=48 sft.pretrain_coef=0.5";
+    let sft = |name: &str| Job::sft(name).with(texts);
     let scorer = |name: &str| Job::pairs(name, "job.kind=reward_model");
     let dpo = |name: &str| Job::pairs(name, "job.kind=dpo").on(2);
     let jobs = [
         [ppo("at-once-whole"), ppo("at-once")],
-        [Job::sft("at-once-sft-whole"), Job::sft("at-once-sft")],
+        [sft("at-once-sft-whole"), sft("at-once-sft")],
         [scorer("at-once-scorer-whole"), scorer("at-once-scorer")],
         [dpo("at-once-dpo-whole"), dpo("at-once-dpo")],
     ];

@@ -10,7 +10,8 @@ use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// The directory with `model`, `questions`, `demonstrations` and `pairs`, made once.
+/// The directory with `model`, shards of `questions`, `demonstrations`, `pairs`, `labelled` responses and `steps`, and `texts.jsonl`, made
+/// once.
 pub fn place() -> &'static Path {
     static PLACE: OnceLock<PathBuf> = OnceLock::new();
     PLACE.get_or_init(make_place)
@@ -27,13 +28,19 @@ fn make_place() -> PathBuf {
     std::fs::write(place.join("config.json"), config).expect("writes");
     let made = corpus::make(&place, "--out rows.jsonl --rows 120 --eval-rows 8 --digits 1");
     assert_eq!(made.code, Some(0), "{}", made.stderr);
-    write_pairs(&place);
+    write_preferences(&place);
+    let texts: Vec<String> =
+        (0..20).map(|i| json!({"text": "a text of words ".repeat(1 + i % 4)}).to_string()).collect();
+    std::fs::write(place.join("texts.jsonl"), texts.join("\n")).expect("writes");
     for verb in [
         "tokenizer rows.jsonl --vocabulary 264 --out tokenizer",
         "init --config config.json --tokenizer tokenizer --out model",
         "shard rows.jsonl --tokenizer tokenizer --out questions --label-key answer --split-field split",
         "shard rows.jsonl --tokenizer tokenizer --out demonstrations --response-key demonstration --split-field split",
+        "shard rows.jsonl --tokenizer tokenizer --out texts --text --prompt-key demonstration",
         "shard pairs.jsonl --tokenizer tokenizer --out pairs --pairs --split-field split",
+        "shard labelled.jsonl --tokenizer tokenizer --out labelled --labelled --label-key good --split-field split",
+        "shard steps.jsonl --tokenizer tokenizer --out steps --steps --label-key good --split-field split",
     ] {
         command::run(&place, &verb.split(' ').collect::<Vec<_>>()).well();
     }
@@ -41,8 +48,9 @@ fn make_place() -> PathBuf {
     place
 }
 
-/// Of each row the right response against that of the next row, or a digit too much where that is the same.
-fn write_pairs(place: &Path) {
+/// Of each row the right response against that of the next row, or a digit too much where that is the same; both with their labels;
+/// and the right one in steps, of which every other one ends with a letter and is wrong.
+fn write_preferences(place: &Path) {
     let text = std::fs::read_to_string(place.join("rows.jsonl")).expect("it was made");
     let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     let pair = |(row, other): (&Value, &Value)| {
@@ -51,10 +59,32 @@ fn write_pairs(place: &Path) {
         if chosen == rejected {
             rejected.push('0');
         }
-        json!({"prompt": row["prompt"], "chosen": chosen, "rejected": rejected, "split": row["split"]}).to_string()
+        json!({"prompt": row["prompt"], "chosen": chosen, "rejected": rejected, "split": row["split"]})
     };
-    let pairs: Vec<String> = rows.iter().zip(rows.iter().cycle().skip(1)).map(pair).collect();
-    std::fs::write(place.join("pairs.jsonl"), pairs.join("\n")).expect("writes");
+    let pairs: Vec<Value> = rows.iter().zip(rows.iter().cycle().skip(1)).map(pair).collect();
+    let labelled = |pair: &Value| {
+        let of = |key: &str, good: bool| json!({"prompt": pair["prompt"], "response": pair[key], "good": good, "split": pair["split"]});
+        [of("chosen", true), of("rejected", false)]
+    };
+    let steps = |(i, pair): (usize, &Value)| {
+        let steps = pair["chosen"].as_str().expect("a text").split(' ').enumerate();
+        let (mut text, mut good) = (pair["prompt"].as_str().expect("a text").to_owned(), Vec::new());
+        for (j, step) in steps {
+            let is_right = (i + j) % 2 == 0;
+            text.extend([step, if is_right { ";" } else { "x;" }]);
+            // A probability, too, is a label.
+            good.push(if is_right { json!("+") } else { json!(0.125) });
+        }
+        json!({"prompt": text, "good": good, "split": pair["split"]})
+    };
+    for (file, rows) in [
+        ("pairs.jsonl", pairs.clone()),
+        ("labelled.jsonl", pairs.iter().flat_map(labelled).collect()),
+        ("steps.jsonl", pairs.iter().enumerate().map(steps).collect()),
+    ] {
+        let lines: Vec<String> = rows.iter().map(Value::to_string).collect();
+        std::fs::write(place.join(file), lines.join("\n")).expect("writes");
+    }
 }
 
 /// Another verb in the place.
@@ -100,6 +130,16 @@ microbatch_tokens_max = 64
 minibatch_samples = 8
 microbatch_tokens_max = 64
 [dpo]
+minibatch_samples = 8
+microbatch_tokens_max = 64
+[kto]
+minibatch_samples = 8
+microbatch_tokens_max = 64
+[step_reward]
+placeholder = ";"
+minibatch_samples = 8
+microbatch_tokens_max = 64
+[distill]
 minibatch_samples = 8
 microbatch_tokens_max = 64
 [optim.actor]

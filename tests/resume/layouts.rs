@@ -22,11 +22,12 @@ fn assert_near(job: &Job, alone: &Job, layout: &str) {
 
 #[test]
 fn a_ppo_step_on_any_layout_has_the_samples_and_the_numbers_of_one_rank() {
-    for (loss, layouts) in [("clip", LAYOUTS.len()), ("gspo", 2)] {
+    for (loss, layouts) in [("clip", LAYOUTS.len()), ("gspo ppo.advantage=remax", 2)] {
         let sets = format!(
             "job.steps=1 ppo.epochs=1 ppo.loss={loss} ppo.entropy_coef=0.01 ppo.kl_in=loss ppo.kl_estimator=k3 \
-             rollout.top_k=100 ppo.minibatch_samples=16"
+             rollout.top_k=100 ppo.minibatch_samples=16 ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"]"
         );
+        let loss = &loss[..4];
         let alone = Job::ppo(&format!("layout-{loss}-alone")).with(&sets).done();
         for (i, (ranks, layout)) in LAYOUTS.iter().take(layouts).enumerate() {
             let job = Job::ppo(&format!("layout-{loss}-{i}")).on(*ranks).with(&sets).with(layout).done();
@@ -53,9 +54,15 @@ fn a_ppo_step_on_any_layout_has_the_samples_and_the_numbers_of_one_rank() {
 
 #[test]
 fn an_sft_step_and_evaluation_on_any_layout_have_the_numbers_of_one_rank() {
-    let sets = "job.steps=2 eval.every_steps=2";
+    let texts = "data.pretrain=[\"texts\"] data.pretrain_tokens_max=48 sft.pretrain_coef=0.5";
+    let sets = &format!("job.steps=2 eval.every_steps=2 {texts}");
     let alone = Job::sft("layout-sft-alone").with(sets).done();
-    for (i, (ranks, layout)) in LAYOUTS.iter().take(2).enumerate() {
+    assert!(
+        alone.numbers("ptx_loss").iter().zip(alone.numbers("loss")).all(|(ptx, all)| *ptx > 0.5 && all > 0.5 * ptx)
+    );
+    // A budget of one token packs no rows together.
+    let unpacked = (1, "sft.microbatch_tokens_max=1");
+    for (i, (ranks, layout)) in LAYOUTS.iter().take(2).chain([&unpacked]).enumerate() {
         let job = Job::sft(&format!("layout-sft-{i}")).on(*ranks).with(sets).with(layout).done();
         assert_near(&job, &alone, layout);
         let last = |job: &Job| job.metrics().iter().filter_map(|line| line.get("eval_loss")?.as_f64()).next_back();

@@ -35,7 +35,7 @@ fn group_relative_estimators_learn_a_simple_rule() {
 
 #[test]
 fn reinforce_estimators_learn_a_simple_rule() {
-    for advantage in ["reinforce++", "reinforce++-baseline"] {
+    for advantage in ["reinforce++", "reinforce++-baseline", "remax"] {
         learns(advantage);
     }
 }

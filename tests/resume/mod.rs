@@ -3,7 +3,9 @@
 
 mod alike;
 mod arrays;
+mod best;
 mod changed;
+mod distill;
 mod failing;
 mod interrupted;
 pub mod job;
@@ -14,4 +16,5 @@ mod outside;
 mod pairs;
 mod placement;
 mod records;
+mod rewards;
 mod variants;

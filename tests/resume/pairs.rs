@@ -1,13 +1,33 @@
-//! Whole jobs that learn from pairs: alike on every axis of the mesh, alike after an interruption, and what a reward model scores.
+//! Whole jobs that learn from pairs and from labels: alike on every axis of the mesh, alike after an interruption, and what a reward model scores.
 
 use crate::cli::command;
 use crate::resume::job::{Job, place};
 use rlhf_hpc::data::shard::Shard;
 use serde_json::{Value, json};
 
-/// Names and keys of the kinds. With so large an eps a step of AdamW is smooth in the gradient, and rounding stays rounding.
-const KINDS: &[(&str, &str)] =
-    &[("reward-model", "job.kind=reward_model"), ("dpo", "job.kind=dpo"), ("simpo", "job.kind=dpo dpo.loss=simpo")];
+const OF_PAIRS: &[&str] =
+    &["loss", "grad_norm", "margin_mean", "chosen_reward_mean", "eval_loss", "eval_accuracy", "eval_margin_mean"];
+const OF_LABELS: &[&str] = &[
+    "loss",
+    "accuracy",
+    "grad_norm",
+    "kl_mean",
+    "desirable_reward_mean",
+    "undesirable_reward_mean",
+    "eval_loss",
+    "eval_accuracy",
+];
+const OF_STEPS: &[&str] = &["loss", "grad_norm", "accuracy", "eval_loss", "eval_accuracy"];
+
+/// Names and keys of the kinds, and what they measure.
+const KINDS: &[(&str, &str, &[&str])] = &[
+    ("reward-model", "job.kind=reward_model", OF_PAIRS),
+    ("dpo", "job.kind=dpo", OF_PAIRS),
+    ("simpo", "job.kind=dpo dpo.loss=simpo", OF_PAIRS),
+    ("kto", "job.kind=kto data.prompts=[\"labelled\"] kto.undesirable_weight=0.25", OF_LABELS),
+    ("step-reward", "job.kind=step_reward data.prompts=[\"steps\"]", OF_STEPS),
+];
+/// With so large an eps a step of AdamW is smooth in the gradient, and rounding stays rounding.
 const SMOOTH: &str =
     "optim.actor.eps=0.1 optim.actor.lr=0.05 optim.actor.schedule=constant optim.actor.warmup_ratio=0.0";
 
@@ -16,9 +36,7 @@ const LAYOUTS: &[&str] = &["mesh.data=2", "mesh.sequence=2", "mesh.tensor=2", "m
 
 #[test]
 fn steps_and_evaluations_on_any_layout_have_the_numbers_of_one_rank() {
-    let keys =
-        ["loss", "grad_norm", "margin_mean", "chosen_reward_mean", "eval_loss", "eval_accuracy", "eval_margin_mean"];
-    for (name, kind) in KINDS {
+    for (name, kind, keys) in KINDS {
         let job = |layout: &str| {
             let name = format!("pairs-{name}-{}", layout.replace(' ', "-"));
             Job::pairs(&name, kind).with("job.steps=2 checkpoint.every_steps=0").with(SMOOTH).with(layout)
@@ -26,7 +44,7 @@ fn steps_and_evaluations_on_any_layout_have_the_numbers_of_one_rank() {
         let alone = job("").done();
         for layout in LAYOUTS {
             let job = job(layout).on(2).done();
-            for key in keys {
+            for key in *keys {
                 let (mine, theirs) = (job.numbers(key), alone.numbers(key));
                 assert_eq!((mine.len(), theirs.is_empty()), (theirs.len(), false), "{name}: {key} on {layout}");
                 for (i, (a, b)) in mine.into_iter().zip(theirs).enumerate() {
@@ -40,8 +58,18 @@ fn steps_and_evaluations_on_any_layout_have_the_numbers_of_one_rank() {
 }
 
 #[test]
-fn a_job_of_pairs_goes_on_bitwise() {
-    for (name, kind) in KINDS {
+fn every_kind_of_preferences_is_planned() {
+    for (_, kind, _) in KINDS {
+        let sets = ["data.prompts=[\"pairs\"]"].into_iter().chain(kind.split(' '));
+        let plan = ["plan", "job.toml", "--ranks", "2"].into_iter().chain(sets);
+        let planned = command::run(place(), &plan.collect::<Vec<_>>()).well().stdout;
+        assert!(planned.contains("the job draws first") && planned.contains("peak "), "{kind}: {planned}");
+    }
+}
+
+#[test]
+fn a_job_of_pairs_or_labels_goes_on_bitwise() {
+    for (name, kind, _) in KINDS {
         let job = |which: &str| Job::pairs(&format!("pairs-{name}-{which}"), kind).with("job.steps=5");
         let (whole, begun) = (job("whole").done(), job("resumed").done());
         // In the middle; and behind the end, where mean and std of the last evaluation come from its checkpoint.
@@ -58,24 +86,26 @@ fn a_job_of_pairs_goes_on_bitwise() {
 }
 
 #[test]
-fn every_loss_of_pairs_falls_on_pairs_that_are_seen_again() {
-    for sets in [
-        "reward_model",
-        "reward_model reward_model.loss=logexp",
-        "dpo dpo.label_smoothing=0.1 dpo.nll_coef=0.1",
-        "dpo dpo.loss=ipo",
-        "dpo dpo.loss=simpo",
-        "dpo dpo.loss=orpo",
+fn every_loss_of_preferences_falls_on_rows_that_are_seen_again() {
+    for (sets, rises) in [
+        ("reward_model", "margin_mean"),
+        ("reward_model reward_model.loss=logexp", "margin_mean"),
+        ("dpo dpo.label_smoothing=0.1 dpo.nll_coef=0.1", "margin_mean"),
+        ("dpo dpo.loss=ipo", "margin_mean"),
+        ("dpo dpo.loss=simpo", "margin_mean"),
+        ("dpo dpo.loss=orpo", "margin_mean"),
+        ("kto data.prompts=[\"labelled\"]", "eval_accuracy"),
+        ("step_reward data.prompts=[\"steps\"]", "accuracy"),
     ] {
         // A step is an epoch.
-        let sets = format!("job.kind={sets} job.steps=6 dpo.minibatch_samples=120 reward_model.minibatch_samples=120");
-        let name = sets.replace([' ', '='], "-");
+        let kind = sets.split(' ').next().expect("a kind");
+        let rows = if kind == "kto" { 240 } else { 120 };
+        let sets = format!("job.kind={sets} job.steps=6 {kind}.minibatch_samples={rows}");
+        let name = sets.replace([' ', '=', '"'], "-");
         let job = Job::pairs(&format!("pairs-{name}"), &sets).with("checkpoint.every_steps=0").done();
-        let (losses, margins) = (job.numbers("loss"), job.numbers("margin_mean"));
-        assert!(
-            losses.len() == 6 && losses[5] < losses[0] && margins[5] > margins[0],
-            "{sets}: {losses:?}, {margins:?}"
-        );
+        let (losses, rising) = (job.numbers("loss"), job.numbers(rises));
+        let has_risen = rising.last() > rising.first();
+        assert!(losses.len() == 6 && losses[5] < losses[0] && has_risen, "{sets}: {losses:?}, {rising:?}");
     }
 }
 

@@ -1,6 +1,9 @@
 //! Every estimator, loss and option through whole steps.
 
-use crate::resume::job::Job;
+use crate::cli::command;
+use crate::resume::job::{Job, place};
+use rlhf_hpc::checkpoint::{Checkpoint, SavedVector};
+use serde_json::{Value, json};
 
 /// Runs alone with `sets`; every number that was recorded is finite, and sampling and training agree to the bit.
 fn steps(name: &str, sets: &str) -> Job {
@@ -13,7 +16,7 @@ fn steps(name: &str, sets: &str) -> Job {
         }
     }
     assert_eq!(job.numbers("logprob_gap_max"), [0.0, 0.0], "{name}");
-    let start = std::fs::read(crate::resume::job::place().join("model/model.safetensors")).expect("the model");
+    let start = std::fs::read(place().join("model/model.safetensors")).expect("the model");
     assert!(job.read("export/model.safetensors") != start, "{name} has learned nothing");
     job
 }
@@ -57,11 +60,98 @@ fn scores_are_shaped_as_configured() {
     steps("bootstrap", "ppo.truncation=bootstrap ppo.gamma=0.9 ppo.lambda=0.9");
 }
 
+#[test]
+fn the_baseline_of_remax_is_the_score_of_the_greedy_response_which_is_not_learned_from() {
+    let sets = "ppo.advantage=remax ppo.kl_in=none rollout.stop_token_ids=[]";
+    let job = steps("remax", sets);
+    let arrays = &job.rollouts()["step_000001"];
+    let whole = |name: &str| arrays[name].iter().map(|&x| x as usize).collect::<Vec<usize>>();
+    let (starts, prompts) = (whole("token_offsets"), whole("prompt_tokens"));
+    assert_eq!((prompts.len(), job.numbers("samples")[0]), (16, 16.0), "the greedy responses are none of the samples");
+    let prompt = |i: usize| &arrays["tokens"][starts[i]..starts[i] + prompts[i]];
+    let rows = (0..16).step_by(2).map(|i| json!({"tokens": prompt(i).iter().map(|&t| t as u32).collect::<Vec<_>>()}));
+    std::fs::write(job.dir.join("prompts.jsonl"), rows.map(|row| row.to_string() + "\n").collect::<String>())
+        .expect("writes");
+    let input = job.dir.join("prompts.jsonl").display().to_string();
+    let verb = ["generate", "--model", "model", "--input", &input, "--max-new-tokens", "12", "--temperature", "0"];
+    let greedy = command::run(place(), &verb).well().stdout;
+    let score = |line: &str| {
+        let line: Value = serde_json::from_str(line).expect("JSON");
+        f64::from(u8::from(line["text"].as_str().expect("a text").contains(|c: char| "0123456789abcdef".contains(c))))
+    };
+    let baselines: Vec<f64> = greedy.lines().map(score).collect();
+    assert_eq!(baselines.len(), 8);
+    for (i, first) in whole("response_offsets")[..16].iter().enumerate() {
+        let wanted = arrays["score"][i] - baselines[i / 2];
+        assert!((arrays["advantages"][*first] - wanted).abs() < 1e-6, "sample {i}: not {wanted}, {baselines:?}");
+    }
+    let mean = baselines.iter().sum::<f64>() / 8.0;
+    assert!((job.numbers("score_greedy_mean")[0] - mean).abs() < 1e-9, "{baselines:?}");
+}
+
+#[test]
+fn the_actor_keeps_its_weights_to_the_bit_while_the_critic_warms_up() {
+    let job = Job::ppo("warm-up").with("ppo.critic_warmup_steps=2 job.steps=3 checkpoint.keep_last=0").done();
+    let of = |step: u64, name: &str| vector(&job, step, name);
+    assert!(of(1, "actor.weights") == of(2, "actor.weights") && of(2, "actor.weights") != of(3, "actor.weights"));
+    assert!(of(2, "actor.m").iter().all(|m| *m == 0.0), "the optimizer has not begun");
+    assert!(of(1, "critic.weights") != of(2, "critic.weights"));
+    let start = std::fs::read(place().join("model/model.safetensors")).expect("the model");
+    let out = job.dir.join("warmed").display().to_string();
+    let from = job.checkpoints().join("step-2").display().to_string();
+    command::run(place(), &["export", &from, "--out", &out]).well();
+    assert!(
+        job.read("warmed/model.safetensors").ends_with(&start[start.len() - 4096..]),
+        "these are the first weights"
+    );
+    assert_eq!((job.numbers("lr_actor").len(), job.numbers("lr_critic").len()), (1, 3));
+}
+
+/// A flat vector of a checkpoint.
+fn vector(job: &Job, step: u64, name: &str) -> Vec<f32> {
+    let checkpoint = Checkpoint::open(&job.checkpoints().join(format!("step-{step}"))).expect("it was committed");
+    let mut values = vec![0.0; checkpoint.vector_len(name).unwrap_or_else(|| panic!("{name} was saved"))];
+    let len = values.len();
+    SavedVector::open(&checkpoint, name, len).and_then(|saved| saved.read(0..len, &mut values)).expect("covered");
+    values
+}
+
+#[test]
+fn the_moving_average_is_that_of_the_weights_after_each_step_and_is_exported_beside_them() {
+    let job = Job::sft("averaged").with("checkpoint.every_steps=1 checkpoint.keep_last=0");
+    // It begins with the weights that there are.
+    job.clone().with("job.steps=1").done();
+    let job = job.with("job.steps=4 optim.actor.ema_beta=0.9").done();
+    let mut average = vector(&job, 1, "actor.weights");
+    for step in 2..=4 {
+        for (average, weight) in average.iter_mut().zip(vector(&job, step, "actor.weights")) {
+            *average = 0.9f32.mul_add(*average, (1.0 - 0.9) * weight);
+        }
+        assert!(average == vector(&job, step, "actor.ema"), "step {step}");
+    }
+    let still = Job::sft("averaged-still").with("job.steps=2 optim.actor.lr=0 optim.actor.ema_beta=0.9").done();
+    let same = vector(&still, 2, "actor.ema").into_iter().zip(vector(&still, 2, "actor.weights"));
+    assert!(same.into_iter().all(|(a, b)| (a - b).abs() <= 1e-6 * b.abs()), "it begins with the first weights");
+    let (run, out) = (job.dir.display().to_string(), job.dir.join("of-the-verb"));
+    command::run(place(), &["export", &run, "--ema", "--out", &out.display().to_string()]).well();
+    let [mine, verb, last] =
+        ["export-ema", "of-the-verb", "export"].map(|dir| job.read(&format!("{dir}/model.safetensors")));
+    assert!(mine == verb && mine != last);
+    let none = [
+        "export",
+        &Job::sft("averaged-none").with("job.steps=1").done().dir.display().to_string(),
+        "--ema",
+        "--out",
+        "x",
+    ];
+    command::run(place(), &none).refused(65, &["it holds no average of the actor"]);
+}
+
 /// The arena's own account: a step that kept a buffer would raise the peak of every later one.
 #[test]
 fn steps_of_equal_size_need_no_more_memory_later_than_at_first() {
     let rows = [0, 1, 2, 3, 4, 5, 6, 7].map(|i| format!("{{\"prompt\": \"{i}+{i}=\"}}\n")).concat();
-    let file = crate::resume::job::place().join("equal.jsonl");
+    let file = place().join("equal.jsonl");
     std::fs::write(&file, rows).expect("writes");
     let sets = "job.steps=9 data.prompts=[\"equal.jsonl\"] data.prompt_split= data.eval_split= rollout.ignore_eos=true \
                 rollout.stop_token_ids=[] ppo.minibatch_samples=4";

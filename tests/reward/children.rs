@@ -1,7 +1,7 @@
 //! What becomes of the processes that a Python reward starts.
 
 use crate::reward::python::{Job, score, scores};
-use crate::reward::{config, prompt, response};
+use crate::reward::{comes_true, config};
 use rlhf_hpc::reward::{Reward, RewardContext};
 use std::path::{Path, PathBuf};
 
@@ -55,17 +55,6 @@ fn is_dead(pid: &str) -> bool {
     // A zombie waits for init only.
     let stat = std::fs::read_to_string(Path::new("/proc").join(pid).join("stat"));
     stat.map_or(true, |s| s.contains(") Z") || s.contains(") X"))
-}
-
-#[track_caller]
-fn comes_true(what: &str, test: impl Fn() -> bool) {
-    for _ in 0..3000 {
-        if test() {
-            return;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(10));
-    }
-    panic!("never came true: {what}");
 }
 
 #[test]
@@ -124,31 +113,4 @@ def f(completions, **kwargs):
     let error = job.usage_error("retries = 1");
     assert!(error.to_string().contains("started in 2 attempts"), "{error}");
     assert_eq!(std::fs::read(job.path("starts")).unwrap().len(), 2);
-}
-
-#[test]
-fn where_responses_may_be_dropped_those_that_a_function_fails_on_are_found_and_the_others_keep_their_scores() {
-    let job = Job::new(
-        "import os, time\n\
-         def f(completions, **kwargs):\n    \
-             for text in completions:\n        \
-                 if text == 'hang': time.sleep(1000)\n        \
-                 if text == 'raise': raise ValueError('no such thing')\n        \
-                 if text == 'die': os._exit(3)\n    \
-             return [float(text) for text in completions]",
-    );
-    let mut reward = job.reward("timeout_s = 1.0\non_failure = \"drop\"").unwrap();
-    let texts = ["1", "raise", "3", "hang", "5", "die", "7"];
-    let prompts: Vec<_> = (0..texts.len() as u64).map(|id| prompt(id, "1+1=", "2")).collect();
-    let responses = texts.map(|text| response(text, 1));
-    let scored = reward.score(&prompts.iter().collect::<Vec<_>>(), &responses.iter().collect::<Vec<_>>()).unwrap();
-    for (text, scored) in texts.iter().zip(&scored) {
-        let (score, why) = (scored.parts.get("f"), scored.failed.as_deref().unwrap_or_default());
-        match *text {
-            "raise" => assert!(score.is_none() && why.contains("no such thing"), "{text}: {scored:?}"),
-            "hang" => assert!(score.is_none() && why.contains("no answer within 1 s"), "{text}: {scored:?}"),
-            "die" => assert!(score.is_none() && why.contains("its process ended"), "{text}: {scored:?}"),
-            _ => assert!(score == Some(&text.parse().unwrap()) && why.is_empty(), "{text}: {scored:?}"),
-        }
-    }
 }

@@ -4,6 +4,8 @@ mod children;
 mod mixture;
 mod python;
 mod rules;
+mod server;
+mod services;
 
 use rlhf_hpc::config::reward::RewardConfig;
 use rlhf_hpc::experience::{Prompt, Response};
@@ -15,6 +17,17 @@ pub fn config(toml: &str) -> RewardConfig {
 
 pub fn prompt(id: u64, text: &str, label: &str) -> Prompt {
     Prompt { id, text: text.into(), label: label.into(), source: "data/prompts".into(), ..Prompt::default() }
+}
+
+#[track_caller]
+fn comes_true(what: &str, test: impl Fn() -> bool) {
+    for _ in 0..3000 {
+        if test() {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    panic!("never came true: {what}");
 }
 
 pub fn response(text: &str, tokens: usize) -> Response {

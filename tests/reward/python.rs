@@ -25,13 +25,13 @@ impl Job {
         self.dir.path().join(name)
     }
 
-    /// With short pauses, and by default no second try, so that each test sees its fault once.
+    /// By default both responses in one call, and no second try, so that each test sees its fault once.
     pub fn reward(&self, more: &str) -> Result<Reward> {
         self.in_run(more, &RewardContext::default())
     }
 
     pub fn in_run(&self, more: &str, context: &RewardContext) -> Result<Reward> {
-        let python = if more.contains("python") { "" } else { "python = \"reward.py\"\n" };
+        let python = if more.contains("python") { "" } else { "python = { file = \"reward.py\", batch = 0 }\n" };
         let retries = if more.contains("retries") { "" } else { "retries = 0\n" };
         Reward::new(&config(&format!("{python}{retries}{more}")), self.dir.path(), context)
     }
@@ -68,7 +68,7 @@ pub fn scores(scored: &[Scored]) -> Vec<f32> {
 }
 
 #[track_caller]
-fn says(error: &Error, words: &[&str]) {
+pub fn says(error: &Error, words: &[&str]) {
     for word in words {
         assert!(error.message.contains(word), "no {word:?} in: {error}");
     }
@@ -121,7 +121,7 @@ def accuracy(prompts, completions, answer, **kwargs):
     return [float(c == a) for c, a in zip(completions, answer)]
 "#,
     );
-    let python = "python = { file = \"reward.py\", label_argument = \"answer\" }\n";
+    let python = "python = { file = \"reward.py\", batch = 0, label_argument = \"answer\" }\n";
     assert_eq!(scores(&job.score(python).unwrap()), [1.0, 0.0]);
     let error = job.usage_error("");
     says(&error, &["'accuracy'", "'answer'", "label_argument"]);
@@ -132,7 +132,8 @@ def accuracy(prompts, completions, answer, **kwargs):
 #[test]
 fn trl_functions_may_abstain_where_another_reward_scores() {
     let job = Job::new("def some(completions, **kwargs):\n    return [0.5, None]");
-    let scored = job.score("rule = { kind = \"number\", wrong = -1.0 }\npython = \"reward.py\"").unwrap();
+    let scored =
+        job.score("rule = { kind = \"number\", wrong = -1.0 }\npython = { file = \"reward.py\", batch = 0 }").unwrap();
     assert_eq!(scores(&scored), [1.5, -1.0]);
     assert_eq!((scored[0].extra["some"], scored[1].extra.get("some")), (0.5, None));
     says(&job.service_error(""), &["every reward abstained", "prompt 1"]);
@@ -342,16 +343,16 @@ fn the_environment_is_scrubbed() {
         "import os\ndef f(completions, **kwargs):\n    return [float('CARGO_MANIFEST_DIR' in os.environ), float('PATH' in os.environ)]",
     );
     assert_eq!(scores(&job.score("").unwrap()), [0.0, 1.0]);
-    let passed = "python = { file = \"reward.py\", pass_env = [\"CARGO_MANIFEST_DIR\"] }";
+    let passed = "python = { file = \"reward.py\", batch = 0, pass_env = [\"CARGO_MANIFEST_DIR\"] }";
     assert_eq!(scores(&job.score(passed).unwrap()), [1.0, 1.0]);
 }
 
 #[test]
 fn memory_is_limited() {
     let job = Job::new("def f(completions, **kwargs):\n    return [float(len(bytearray(1 << 30)) > 0)] * 2");
-    let limited = "python = { file = \"reward.py\", memory_max_gib = 0.5 }";
+    let limited = "python = { file = \"reward.py\", batch = 0, memory_max_gib = 0.5 }";
     says(&job.service_error(limited), &["MemoryError"]);
-    let free = "python = { file = \"reward.py\", memory_max_gib = 0.0 }";
+    let free = "python = { file = \"reward.py\", batch = 0, memory_max_gib = 0.0 }";
     assert_eq!(scores(&job.score(free).unwrap()), [1.0, 1.0]);
 }
 
@@ -405,7 +406,7 @@ fn rows(first: serde_json::Value, second: serde_json::Value) -> RewardContext {
         columns: row["columns"].as_object().cloned().unwrap_or_default(),
     });
     let columns = rows.iter().flat_map(|row| row.columns.keys().cloned()).collect();
-    RewardContext { rows: Some(Arc::new(move |id| Ok(rows[id as usize].clone()))), columns, log: None }
+    RewardContext { rows: Some(Arc::new(move |id| Ok(rows[id as usize].clone()))), columns, ..RewardContext::default() }
 }
 
 /// The examples of TRL's and OpenRLHF's documentation, in our words: a file, what the rows hold, the responses, the scores.
@@ -467,7 +468,7 @@ fn the_examples_of_other_frameworks_run_as_they_are() {
 fn a_field_that_some_rows_lack_is_none_there_and_one_that_no_row_has_is_named() {
     let job = Job::new("def by_task(completions, task):\n    return [1.0 if t == 'math' else None for t in task]");
     let of = |columns| json!({"prompt": "a", "columns": columns});
-    let with_rule = "python = \"reward.py\"\nrule = \"exact\"";
+    let with_rule = "python = { file = \"reward.py\", batch = 0 }\nrule = \"exact\"";
     let mut reward = job.in_run(with_rule, &rows(of(json!({"task": "math"})), of(json!({})))).unwrap();
     assert_eq!(scores(&score(&mut reward).unwrap()), [2.0, 0.0]);
     let error = job.in_run("", &rows(of(json!({"kind": "math"})), of(json!({})))).unwrap_err();
@@ -482,7 +483,8 @@ fn a_function_that_the_file_imports_is_found_by_name() {
         "def length(completions, **kwargs):\n    return [len(c) for c in completions]",
     )
     .unwrap();
-    assert_eq!(scores(&job.score("python = { file = \"reward.py\", function = \"length\" }").unwrap()), [1.0, 1.0]);
+    let python = "python = { file = \"reward.py\", batch = 0, function = \"length\" }";
+    assert_eq!(scores(&job.score(python).unwrap()), [1.0, 1.0]);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! `jobs/reference.toml` is the manual: it holds every key of the schema, its default and its legal values.
 
 use super::source::{files, root};
-use rlhf_hpc::config::reward::{ModelRewardConfig, PythonConfig, RuleConfig};
+use rlhf_hpc::config::reward::{HttpConfig, JudgeConfig, ModelRewardConfig, PythonConfig, RuleConfig};
 use rlhf_hpc::config::{self, Config};
 use std::fs;
 
@@ -103,7 +103,15 @@ fn the_manual_shows_the_tables_of_rewards_with_their_defaults() {
     let models = example("reward.models");
     assert_eq!(toml::from_str::<ModelRewardConfig>(&models).unwrap(), ModelRewardConfig::default());
     assert_eq!(paths(&models), paths(&toml::to_string(&ModelRewardConfig::default()).unwrap()));
-    for line in lines(&rule).iter().chain(&lines(&python)).chain(&lines(&models)) {
+    let http = example("reward.http");
+    assert_eq!(toml::from_str::<HttpConfig>(&http).unwrap(), HttpConfig::default());
+    assert_eq!(paths(&http), paths(&toml::to_string(&HttpConfig::default()).unwrap()));
+    let judge = example("reward.judge");
+    assert_eq!(toml::from_str::<JudgeConfig>(&judge).unwrap(), JudgeConfig::default());
+    assert_eq!(paths(&judge), paths(&toml::to_string(&JudgeConfig::default()).unwrap()));
+    for line in
+        lines(&rule).iter().chain(&lines(&python)).chain(&lines(&models)).chain(&lines(&http)).chain(&lines(&judge))
+    {
         assert!(line.comment.trim().len() >= 10, "{} has no words", line.path);
     }
 }

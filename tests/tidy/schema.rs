@@ -2,7 +2,7 @@
 
 use super::source::files;
 use rlhf_hpc::config::{Config, schema};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 /// Keys without a default.
 const REQUIRED: [&str; 3] = ["job.kind", "model.actor", "data.prompts"];
@@ -47,7 +47,8 @@ fn faults(schema: &Value, value: &Value, path: &str) -> Vec<String> {
                 }
                 true
             }
-            "additionalProperties" => asked == &json!(false),
+            // Unknown keys of a table are found with its "properties"; one table takes any.
+            "additionalProperties" => asked.is_boolean(),
             "$schema" | "title" | "description" | "default" | "examples" | "pattern" => true,
             other => panic!("{path}: the keyword {other}"),
         };
@@ -105,6 +106,8 @@ fn the_schema_takes_the_short_forms_and_refuses_what_a_start_refuses() {
         "reward.rule = \"exact\"",
         "reward.rule = [\"exact\", { kind = \"length\", weight = 0.1 }]",
         "reward.python = { file = \"a.py\", pass_env = [\"KEY\"] }",
+        "reward.http = \"http://a:1/b\"",
+        "reward.http = [{ url = [\"http://a:1/b\", \"http://c:1/b\"], batch = 8 }, { url = \"http://a:1/c\", weight = 0.5 }]",
         "mesh.placement = [{ roles = [\"actor\"], ranks = \"0..8\" }]",
         "mesh.tensor = 2",
         "rollout.stop = \"END\"",
@@ -123,6 +126,7 @@ fn the_schema_takes_the_short_forms_and_refuses_what_a_start_refuses() {
         "reward.rule = \"exactly\"",
         "reward.python = { weight = 1.0 }",
         "reward.python = { file = \"a.py\", memory_max_gib = -1.0 }",
+        "reward.http = { weight = 1.0 }",
         "rollout.max_tokens = 3",
         "data.weights = [\"1\"]",
     ] {

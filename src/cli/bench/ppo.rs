@@ -96,7 +96,7 @@ impl Step {
         advantage::compute_step(&self.config.ppo, &mut self.state, &mut samples)?;
         at.push(meter.now());
         let chosen: Vec<&Experience> = samples.iter().collect();
-        let update = Update { config: &self.config, axes: &axes, kl_beta };
+        let update = Update { config: &self.config, axes: &axes, kl_beta, texts: &[] };
         let sums = update.minibatch(&mut self.actor, Some(&mut self.critic), &chosen)?;
         at.push(meter.now());
         Ok((std::array::from_fn(|i| at[i + 1] - at[i]), sums.get(keys::LOGPROB_GAP_MAX)))

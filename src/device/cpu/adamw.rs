@@ -34,6 +34,19 @@ leveled! {
     }
 }
 
+leveled! {
+    fn blend(p: &[f32], beta: f32, average: &mut [f32]) {
+        for (average, &p) in average.iter_mut().zip(p) {
+            *average = beta.mul_add(*average, (1.0 - beta) * p);
+        }
+    }
+}
+
+pub fn average(p: &[f32], beta: f32, average: &mut [f32]) {
+    let (level, len) = (level(), p.len());
+    pool().parts(average, 1024, len < SERIAL_BELOW, &|range, part| blend(level, &p[range], beta, part));
+}
+
 /// Values below which one thread does it all.
 const SERIAL_BELOW: usize = 16 << 10;
 

@@ -9,6 +9,7 @@ pub mod copy;
 pub mod embedding;
 pub mod exp;
 mod lanes;
+pub mod linear_divergence;
 pub mod matmul;
 mod matmul_weight;
 mod microkernel;

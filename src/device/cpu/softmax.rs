@@ -10,7 +10,7 @@ use crate::device::simd::{Level, level, leveled};
 
 const LANES: usize = 64;
 /// Values of several rows below which one thread does them all.
-const SERIAL_BELOW: usize = 4096;
+pub(super) const SERIAL_BELOW: usize = 4096;
 
 /// Of z = logits * inverse_temperature.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -106,7 +106,7 @@ leveled! {
 
 /// Keeps 0 * -inf out of the sums: below this exp is zero. NaN passes.
 #[inline(always)]
-fn floored(d: f32) -> f32 {
+pub(super) fn floored(d: f32) -> f32 {
     if d < LOWEST { LOWEST } else { d }
 }
 

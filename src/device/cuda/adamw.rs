@@ -56,3 +56,15 @@ pub fn step(mut p: ViewMut, g: View, mut m: ViewMut, mut v: ViewMut, mut w: View
     let numbers = [u.lr, u.grad_scale, u.beta1, u.beta2, step_size, inverse_sqrt_bias2, u.eps].map(Arg::F32);
     gpu().launch("adamw_step", grid_of_eights(len), THREADS, 0, &[&runs[..], &parts, &numbers].concat());
 }
+
+/// average = beta average + (1 - beta) p, f32, with the CPU's bits. Any alignment.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn average(p: View, beta: f32, mut average: ViewMut) {
+    let len = p.len();
+    assert!(average.len() == len, "adamw::average: {len} parameters, an average of {}", average.len());
+    null::note(null::OPTIMIZER, 0.0, (12 * len) as f64);
+    let arguments = [p.arg(F32), average.arg(F32), len.into(), Arg::F32(beta)];
+    gpu().launch("adamw_average", grid_of_eights(len), THREADS, 0, &arguments);
+}

@@ -14,7 +14,7 @@ pub(super) const SPAN: usize = 2048;
 /// Bytes of a span's sums in shared memory, and of a row's statistics.
 pub(super) const STATS_BYTES: usize = 16;
 /// Columns that a block of the gradient takes.
-const GRADIENT_COLUMNS: usize = 8192;
+pub(super) const GRADIENT_COLUMNS: usize = 8192;
 /// Rows that a block takes where a thread has a row.
 const ROWS: usize = 128;
 /// Wider rows need more shared memory than a block has.
@@ -30,7 +30,7 @@ pub struct Logits<'a> {
 }
 
 impl Logits<'_> {
-    fn check(&self, op: &str) {
+    pub(super) fn check(&self, op: &str) {
         let Self { values, rows, v, stride } = self;
         let len = rows.saturating_sub(1) * stride + if *rows > 0 { *v } else { 0 };
         assert!(

@@ -26,6 +26,7 @@ mod key_tiles;
 pub mod kv_cache;
 mod launch;
 pub mod library;
+pub mod linear_divergence;
 pub mod linear_logprob;
 pub mod linear_logprob_fused;
 pub mod matmul;

@@ -1,0 +1,87 @@
+//! `[distill]`: a student that learns the distributions of its teachers.
+
+use super::limits::{FINITE, SAMPLES, TOKENS};
+use super::model::ModelConfig;
+use super::rollout::RolloutConfig;
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// How far a student's distribution q is from its teacher's p, for each token over the whole vocabulary.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Divergence {
+    /// KL(p || q): the student covers all that the teacher would say.
+    #[default]
+    ForwardKl,
+    /// KL(q || p): the student says only what the teacher would.
+    ReverseKl,
+    /// The mean of KL(p || m) and KL(q || m), m = (p + q) / 2 (Jensen-Shannon).
+    Jsd,
+}
+
+table! {
+    /// `[distill]`
+    pub struct DistillConfig {
+        pub on_policy: bool = false,
+        pub divergence: Divergence = Divergence::ForwardKl,
+        pub full_vocabulary: bool = true,
+        pub ce_coef: f64 = 0.6 => 0.0..=1.0,
+        pub temperature: f32 = 1.0 => 1e-3..=FINITE,
+        pub epochs: f64 = 1.0 => 0.0..=1e6,
+        pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
+        pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
+    }
+}
+
+impl DistillConfig {
+    /// What the loss weighs the cross-entropy of the tokens and the divergence by. A student's own samples are no demonstrations.
+    pub fn coefs(&self) -> [f64; 2] {
+        let ce = if self.on_policy { 0.0 } else { self.ce_coef };
+        [ce, 1.0 - ce]
+    }
+
+    /// Refuses combinations that have no meaning.
+    pub fn check(&self, model: &ModelConfig, rollout: &RolloutConfig) -> Result<()> {
+        let (teachers, weights) = (&model.teachers, &model.teacher_weights);
+        if teachers.is_empty() {
+            return Err(Error::usage("model.teachers is empty, a distill job needs at least one teacher")
+                .hint("set model.teachers = [\"DIR\"]: a model with model.actor's vocabulary"));
+        }
+        Error::need(
+            teachers.iter().all(|dir| !dir.as_os_str().is_empty()),
+            "model.teachers holds an empty text, needed a directory",
+        )?;
+        let (n, m) = (weights.len(), teachers.len());
+        Error::need(
+            n == 0 || n == m,
+            format!("model.teacher_weights has {n} numbers for {m} entries of model.teachers"),
+        )?;
+        Error::need(
+            weights.iter().all(|weight| weight.is_finite() && *weight > 0.0),
+            "model.teacher_weights must be positive numbers",
+        )?;
+        if self.full_vocabulary {
+            return Ok(());
+        }
+        if !self.on_policy {
+            return Err(Error::usage(
+                "distill.full_vocabulary = false looks at sampled tokens alone, but the rows are not sampled",
+            )
+            .hint("set distill.on_policy = true, or leave distill.full_vocabulary out"));
+        }
+        if self.divergence != Divergence::ReverseKl {
+            let message =
+                "distill.full_vocabulary = false looks at the student's samples alone, which tell of the reverse KL";
+            return Err(Error::usage(message)
+                .hint("set distill.divergence = \"reverse_kl\", or distill.full_vocabulary = true"));
+        }
+        let (sampled, compared) = (rollout.temperature, self.temperature);
+        Error::need(
+            sampled == compared,
+            format!(
+                "distill.full_vocabulary = false with rollout.temperature = {sampled} and distill.temperature = {compared}, needed equal \
+                 ones: samples tell of the distribution that they are drawn from"
+            ),
+        )
+    }
+}

@@ -1,0 +1,211 @@
+//! Record batches of Parquet files and of Arrow streams, and their rows as JSON.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use arrow_array::cast::AsArray;
+use arrow_array::types::{
+    Float16Type, Float32Type, Float64Type, Int8Type, Int16Type, Int32Type, Int64Type, UInt8Type, UInt16Type,
+    UInt32Type, UInt64Type,
+};
+use arrow_array::{Array, ArrayRef, RecordBatch};
+use arrow_buffer::Buffer;
+use arrow_ipc::reader::StreamDecoder;
+use arrow_schema::{ArrowError, DataType, Field, Fields};
+use bytes::Bytes;
+use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+use serde_json::{Map, Number, Value};
+
+use crate::comm::abort;
+use crate::error::{Error, Result};
+use crate::sys::map::Map as FileMap;
+
+/// Rows that are decoded of a Parquet file at once. Those of an Arrow stream have their size from who wrote it.
+const BATCH_ROWS: usize = 1024;
+/// How a whole Arrow stream ends.
+const END: [u8; 8] = [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0];
+
+/// The batches of a file, one after another.
+pub struct Batches(Box<dyn Iterator<Item = Result<RecordBatch>>>);
+
+impl Batches {
+    pub fn parquet(path: &Path) -> Result<Self> {
+        let bytes = Bytes::from_owner(FileMap::open(path)?);
+        let wrong = |e: &dyn std::fmt::Display| {
+            Error::data(format!("no whole Parquet file of {} bytes: {e}", bytes.len()))
+                .hint("it was cut short, damaged or is of another format")
+        };
+        let reader = guarded(|| {
+            let builder = ParquetRecordBatchReaderBuilder::try_new(bytes.clone()).map_err(|e| wrong(&e))?;
+            usable(builder.schema().fields(), "")?;
+            builder.with_batch_size(BATCH_ROWS).build().map_err(|e| wrong(&e))
+        });
+        let mut reader = reader?;
+        let mut rows = 0;
+        Ok(Self::until_an_error(move || {
+            let batch = guarded(|| reader.next().transpose().map_err(|e| damaged(rows, None, &e)));
+            rows += batch.as_ref().map_or(0, |batch| batch.as_ref().map_or(0, RecordBatch::num_rows));
+            batch
+        }))
+    }
+
+    /// A stream as `save_to_disk` of Hugging Face's datasets writes it.
+    pub fn arrow(path: &Path) -> Result<Self> {
+        let map = FileMap::open(path)?;
+        let bytes = map.len();
+        if map.starts_with(b"ARROW1") {
+            return Err(Error::data("an Arrow file of the random access format, needed is a stream")
+                .hint("write it with save_to_disk of Hugging Face's datasets, or as Parquet"));
+        }
+        if !map.starts_with(&END[..4]) {
+            return Err(Error::data(format!("its {bytes} bytes are no Arrow stream")));
+        }
+        if !map.ends_with(&END) {
+            return Err(Error::data(format!("the Arrow stream does not end at byte {bytes}, where the file does"))
+                .hint("it was cut short: copy it again"));
+        }
+        let (mut left, mut decoder) = (Buffer::from(Bytes::from_owner(map)), StreamDecoder::new());
+        let (mut rows, mut is_checked) = (0, false);
+        Ok(Self::until_an_error(move || {
+            let at = bytes - left.len();
+            let batch = guarded(|| {
+                let decoded = decoder.decode(&mut left);
+                if let (false, Some(schema)) = (is_checked, decoder.schema()) {
+                    usable(schema.fields(), "")?;
+                    is_checked = true;
+                }
+                let batch = decoded.map_err(|e| damaged(rows, Some(at), &e))?;
+                if batch.is_none() {
+                    decoder.finish().map_err(|e| damaged(rows, Some(at), &e))?;
+                }
+                Ok(batch)
+            })?;
+            rows += batch.as_ref().map_or(0, RecordBatch::num_rows);
+            Ok(batch)
+        }))
+    }
+
+    fn until_an_error(mut next: impl FnMut() -> Result<Option<RecordBatch>> + 'static) -> Self {
+        let mut is_done = false;
+        Self(Box::new(std::iter::from_fn(move || {
+            let batch = if is_done { None } else { next().transpose() };
+            is_done = !matches!(batch, Some(Ok(_)));
+            batch
+        })))
+    }
+
+    /// The next batch that has rows.
+    pub fn next_batch(&mut self) -> Result<Option<Arc<RecordBatch>>> {
+        let has_rows = |batch: &Result<RecordBatch>| batch.as_ref().map_or(true, |batch| batch.num_rows() > 0);
+        Ok(self.0.find(has_rows).transpose()?.map(Arc::new))
+    }
+}
+
+/// Runs `body`, in which bytes that are damaged may panic.
+fn guarded<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
+    abort::caught(body).map_err(|e| if e.kind == crate::error::Kind::Fault { Error::data(e.message) } else { e })
+}
+
+fn damaged(rows: usize, byte: Option<usize>, error: &ArrowError) -> Error {
+    let at = byte.map_or(String::new(), |byte| format!(", byte {byte}"));
+    Error::data(format!("damaged behind row {rows}{at}: {error}"))
+}
+
+/// Refuses columns that have no form in JSON.
+fn usable(fields: &Fields, within: &str) -> Result<()> {
+    for field in fields {
+        let name = format!("{within}{}", field.name());
+        let mut of_type = field.data_type();
+        if let DataType::Dictionary(_, values) = of_type {
+            of_type = values;
+        }
+        match of_type {
+            DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _) => {
+                usable(&vec![Field::clone(item).with_name("")].into(), &name)?;
+            }
+            DataType::Struct(fields) => usable(fields, &format!("{name}."))?,
+            DataType::Null | DataType::Boolean | DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => {}
+            known if known.is_integer() || known.is_floating() => {}
+            other => {
+                return Err(Error::data(format!("column {name:?} is of type {other}, which rows of text cannot have"))
+                    .hint(
+                        "take it out: Dataset.remove_columns of Hugging Face's datasets, or DataFrame.drop of pandas",
+                    ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Row `i` of a batch as its line in a JSONL file would have it. A null is a field that is not there.
+pub fn row(batch: &RecordBatch, i: usize) -> Result<Map<String, Value>> {
+    object(batch.schema_ref().fields(), batch.columns(), i)
+}
+
+fn object(fields: &Fields, columns: &[ArrayRef], i: usize) -> Result<Map<String, Value>> {
+    let mut row = Map::new();
+    for (field, column) in fields.iter().zip(columns) {
+        let value = cell(column, field, i).map_err(|e| e.within(format!("column {:?}", field.name())))?;
+        row.extend(value.map(|value| (field.name().clone(), value)));
+    }
+    Ok(row)
+}
+
+/// A value; none where it is null.
+fn cell(column: &ArrayRef, field: &Field, i: usize) -> Result<Option<Value>> {
+    /// A number of a primitive type, as its own type in Rust.
+    macro_rules! number {
+        ($type:ty) => {
+            column.as_primitive::<$type>().value(i)
+        };
+    }
+    if column.is_null(i) {
+        return Ok(None);
+    }
+    let real = |x: f64| {
+        Number::from_f64(x).map(Value::Number).ok_or_else(|| Error::data(format!("{x}, which is no number of JSON")))
+    };
+    Ok(Some(match column.data_type() {
+        DataType::Boolean => column.as_boolean().value(i).into(),
+        DataType::Int8 => number!(Int8Type).into(),
+        DataType::Int16 => number!(Int16Type).into(),
+        DataType::Int32 => number!(Int32Type).into(),
+        DataType::Int64 => number!(Int64Type).into(),
+        DataType::UInt8 => number!(UInt8Type).into(),
+        DataType::UInt16 => number!(UInt16Type).into(),
+        DataType::UInt32 => number!(UInt32Type).into(),
+        DataType::UInt64 => number!(UInt64Type).into(),
+        DataType::Float16 => real(number!(Float16Type).into())?,
+        DataType::Float32 => real(number!(Float32Type).into())?,
+        DataType::Float64 => real(number!(Float64Type))?,
+        DataType::Utf8 => text(column.as_string::<i32>().value(i), field)?,
+        DataType::LargeUtf8 => text(column.as_string::<i64>().value(i), field)?,
+        DataType::Utf8View => text(column.as_string_view().value(i), field)?,
+        DataType::List(item) => list(&column.as_list::<i32>().value(i), item)?,
+        DataType::LargeList(item) => list(&column.as_list::<i64>().value(i), item)?,
+        DataType::FixedSizeList(item, _) => list(&column.as_fixed_size_list().value(i), item)?,
+        DataType::Struct(fields) => object(fields, column.as_struct().columns(), i)?.into(),
+        DataType::Dictionary(..) => {
+            let (words, keys) = (column.as_any_dictionary().values(), column.as_any_dictionary().keys());
+            let key = cell(&keys.slice(i, 1), field, 0)?.and_then(|key| key.as_u64());
+            return key.map_or(Ok(None), |key| cell(words, field, key as usize));
+        }
+        // Columns of other types were refused.
+        _ => return Ok(None),
+    }))
+}
+
+fn list(items: &ArrayRef, field: &Field) -> Result<Value> {
+    (0..items.len())
+        .map(|i| Ok(cell(items, field, i)?.unwrap_or_default()))
+        .collect::<Result<Vec<_>>>()
+        .map(Value::Array)
+}
+
+/// A text, or what is written in it where the column's type says that it is JSON.
+fn text(text: &str, field: &Field) -> Result<Value> {
+    if field.extension_type_name() == Some("arrow.json") {
+        return serde_json::from_str(text).map_err(|e| Error::data(format!("not JSON: {e}")));
+    }
+    Ok(text.into())
+}

@@ -1,0 +1,32 @@
+//! Losses of labelled responses: of whole ones, and of each step of one.
+
+use super::preference::sigmoid;
+use crate::config::labelled::KtoConfig;
+
+/// The loss of a policy for one labelled response (KTO, arXiv:2402.01306), and its derivative by the log-ratio
+/// h = sum_t (l - l_ref), which is also that by each token's log-probability l. `kl` is a number that is not learned from.
+///
+/// Desirable: `desirable_weight` (1 - sigmoid(beta (h - kl))); undesirable: `undesirable_weight` (1 - sigmoid(beta (kl - h))).
+pub fn kto_loss(config: &KtoConfig, is_desirable: bool, h: f64, kl: f64) -> (f64, f64) {
+    let (weight, sign) = if is_desirable { (config.desirable_weight, 1.0) } else { (config.undesirable_weight, -1.0) };
+    let (x, rest) = (sign * config.beta * (h - kl), sign * config.beta);
+    (weight * sigmoid(-x), -weight * rest * sigmoid(x) * sigmoid(-x))
+}
+
+/// The loss of a step whose reward tokens have these log-probabilities l over the whole vocabulary and are to have the
+/// probabilities y, which sum to 1; its derivatives by l; and whether the likeliest token is right, the first of several.
+///
+/// -sum_k y_k log p_k, p = softmax(l) over the reward tokens alone: what normalises l over the vocabulary cancels out.
+pub fn step_loss(logprobs: &[f32], wanted: &[f64]) -> (f64, Vec<f64>, bool) {
+    assert_eq!(logprobs.len(), wanted.len(), "a log-probability for each reward token");
+    let l: Vec<f64> = logprobs.iter().map(|l| f64::from(*l)).collect();
+    let max = l.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let log_sum = max + l.iter().map(|l| (l - max).exp()).sum::<f64>().ln();
+    let loss = l.iter().zip(wanted).map(|(l, y)| if *y == 0.0 { 0.0 } else { y * (log_sum - l) }).sum();
+    let slopes = l.iter().zip(wanted).map(|(l, y)| (l - log_sum).exp() - y).collect();
+    (loss, slopes, likeliest(&l) == likeliest(wanted))
+}
+
+fn likeliest(values: &[f64]) -> usize {
+    (1..values.len()).fold(0, |best, i| if values[i] > values[best] { i } else { best })
+}

@@ -1,0 +1,228 @@
+//! Divergence of a student's next-token distributions from those of teachers, over linear heads: logits of student and teacher
+//! exist for one chunk of tokens at a time, as in `linear_logprob`.
+//!
+//! q = softmax(h W^T / temperature), p = softmax(h' W'^T / temperature), each over the whole vocabulary, and of a token
+//! forward_kl: sum_v p (log p - log q); reverse_kl: sum_v q (log q - log p);
+//! jsd: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2 (arXiv:2306.13649). Teachers may have other widths, not another vocabulary.
+//!
+//! The heads may be parts of the vocabulary's rows (`HeadPart`): statistics and sums of whole rows are put together over the parts.
+
+pub use crate::config::distill::Divergence;
+
+use super::check;
+use super::linear_logprob::{
+    CHUNK_BYTES, Comparison, HeadPart, RowStats, TokenLoss, check_inputs, chunk_rows, forward_backward_part,
+};
+use super::linear_logprob_cuda::Head;
+use super::matmul::{forward_rows, panels};
+use crate::device::cpu::linear_divergence::Pair;
+use crate::device::cpu::{matmul as products, softmax};
+use crate::device::cuda::linear_divergence::Pair as PairOnGpu;
+use crate::device::cuda::linear_logprob::{self as on_gpu, Logits};
+use crate::device::cuda::readback::Late;
+use crate::device::cuda::{Memory, ViewMut};
+use crate::device::{Device, null};
+use crate::tensor::arena::Buffer;
+use crate::tensor::{DType, Tensor, Weight, WeightMut};
+use std::ops::Range;
+
+const OP: &str = "linear_divergence";
+
+/// A teacher: its hidden states (t, d'), the rows of its head W' (v, d') that the student's part has, and its weight.
+pub struct Teacher<'a> {
+    pub h: &'a Tensor,
+    pub w: Weight<'a>,
+    pub weight: f32,
+}
+
+/// What a student is compared with: the weighted sum of its divergences from all teachers.
+#[derive(Clone, Copy)]
+pub struct Teachers<'a> {
+    pub all: &'a [Teacher<'a>],
+    pub divergence: Divergence,
+    pub temperature: f32,
+}
+
+/// Of each token, over all teachers.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Divergences {
+    pub values: Vec<f32>,
+    /// What a loss counts: the same, but of forward_kl with the teachers' entropies, sum_v p (-log q).
+    pub losses: Vec<f32>,
+}
+
+/// A comparison that goes on over chunks of tokens.
+struct Against<'a> {
+    teachers: Teachers<'a>,
+    /// What dlogits of a token's divergence are multiplied by.
+    scale: f32,
+    found: Divergences,
+}
+
+impl<'a> Against<'a> {
+    fn new(teachers: Teachers<'a>, h: &Tensor, w: &Weight, scale: f32) -> Self {
+        let t = h.rows();
+        assert!(teachers.temperature > 0.0, "{OP}: temperature {} is not positive", teachers.temperature);
+        for teacher in teachers.all {
+            check(OP, "a teacher's h", teacher.h, t, teacher.w.k);
+            assert!(teacher.w.n == w.n, "{OP}: a teacher's head has {} rows, the student's {}", teacher.w.n, w.n);
+            null::note(null::HEAD, 2.0 * (t * teacher.w.n * teacher.w.k) as f64, 0.0);
+        }
+        let found = Divergences { values: vec![0.0; t], losses: vec![0.0; t] };
+        Self { teachers, scale, found }
+    }
+
+    /// Compares the student's logits of tokens `range` with all teachers, and adds to their dlogits, where there are any.
+    fn compare(&mut self, part: HeadPart, range: Range<usize>, student: &[f32], mut dlogits: Option<&mut [f32]>) {
+        let Teachers { all, divergence, temperature } = self.teachers;
+        let (v, inverse_temperature) = (student.len() / range.len(), 1.0 / temperature);
+        let stats = |logits: &[f32]| part.combined(softmax::stats_of_rows(logits, v, inverse_temperature));
+        let of_student = &stats(student);
+        let mut logits = Buffer::scratch(student.len());
+        for Teacher { h, w, weight } in all {
+            let d = h.width();
+            let x = &h.data()[range.start * d..range.end * d];
+            let output = products::Output { w: panels(OP, w), bias: None, y: &mut logits };
+            forward_rows(x, range.len(), [output], products::Addend::Nothing);
+            let pair = Pair { v, student, teacher: &logits, of_student, of_teacher: &stats(&logits) };
+            let sums = part.combined(pair.sums(divergence));
+            if let Some(dlogits) = &mut dlogits {
+                pair.add(divergence, &sums, self.scale * weight * inverse_temperature, dlogits);
+            }
+            self.count(&range, *weight, sums.iter().map(|&RowStats { sum_exp, dot, .. }| [sum_exp, dot]));
+        }
+    }
+
+    /// As `compare`, with the chunk's part of the student's head and the places of its targets.
+    fn compare_on_gpu(
+        &mut self,
+        own: &Head,
+        range: &Range<usize>,
+        places: &Memory,
+        student: Logits,
+        mut dlogits: Option<ViewMut>,
+    ) {
+        let Teachers { all, divergence, temperature } = self.teachers;
+        let (m, inverse_temperature) = (range.len(), 1.0 / temperature);
+        let mut of_student = on_gpu::stats_room(m);
+        on_gpu::stats(student, inverse_temperature, places, &mut of_student);
+        own.combine(m, &mut of_student);
+        for Teacher { h, w, weight } in all {
+            let head = Head::new(OP, h, w, own.part, own.targets, temperature);
+            let mut room = head.room();
+            let of_teacher = head.stats(range, places, &mut room);
+            let teacher = head.logits(&room, m);
+            let pair =
+                PairOnGpu { student, teacher, inverse_temperature, of_student: &of_student, of_teacher: &of_teacher };
+            let mut sums = on_gpu::stats_room(m);
+            pair.sums(divergence, &mut sums);
+            own.combine(m, &mut sums);
+            if let Some(dlogits) = &mut dlogits {
+                let scale = self.scale * weight * inverse_temperature;
+                pair.add(divergence, &sums, scale, dlogits.reborrow(), own.stride());
+            }
+            let sums = Late::of(sums.view(DType::F32).part(0..4 * m)).take();
+            self.count(range, *weight, sums.as_chunks::<4>().0.iter().map(|[_, first, second, _]| [*first, *second]));
+        }
+    }
+
+    /// Adds what the two sums of each token of `range` say of a teacher.
+    fn count(&mut self, range: &Range<usize>, weight: f32, sums: impl Iterator<Item = [f32; 2]>) {
+        for (i, [first, second]) in range.clone().zip(sums) {
+            let (value, loss) = match self.teachers.divergence {
+                Divergence::ForwardKl => (first, second),
+                Divergence::ReverseKl => (first, first),
+                Divergence::Jsd => (0.5 * (first + second), 0.5 * (first + second)),
+            };
+            self.found.values[i] += weight * value;
+            self.found.losses[i] += weight * loss;
+        }
+    }
+}
+
+impl Comparison for Against<'_> {
+    fn chunk(&mut self, part: HeadPart, range: Range<usize>, logits: &[f32], dlogits: &mut [f32]) {
+        self.compare(part, range, logits, Some(dlogits));
+    }
+
+    fn chunk_on_gpu(&mut self, head: &Head, range: &Range<usize>, places: &Memory, logits: Logits, dlogits: ViewMut) {
+        self.compare_on_gpu(head, range, places, logits, Some(dlogits));
+    }
+}
+
+/// The divergences of all tokens, and `logprobs` of their targets at temperature 1. All parts of a head call this with the same
+/// h and targets.
+pub fn forward(
+    h: &Tensor,
+    w: Weight,
+    part: HeadPart,
+    targets: &[u32],
+    teachers: Teachers,
+    logprobs: &mut [f32],
+) -> Divergences {
+    check_inputs(OP, h, &w, targets, 1.0, logprobs.len());
+    let (t, d) = (h.rows(), h.width());
+    let mut against = Against::new(teachers, h, &w, 0.0);
+    null::note(null::HEAD, 2.0 * (t * w.n * w.k) as f64, 0.0);
+    if h.device() == Device::Cuda {
+        forward_on_gpu(h, &w, part, targets, &mut against, logprobs);
+        return against.found;
+    }
+    let head = panels(OP, &w);
+    let rows = chunk_rows(t, part.rows_max, CHUNK_BYTES);
+    let mut logits = Buffer::scratch(rows * w.n);
+    for start in (0..t).step_by(rows.max(1)) {
+        let range = start..t.min(start + rows);
+        let logits = &mut logits[..range.len() * w.n];
+        let x = &h.data()[range.start * d..range.end * d];
+        let (_, stats, found) = part.stats(x, head, 1.0, &targets[range.clone()], logits);
+        for ((i, stats), &logit) in range.clone().zip(&stats).zip(&found) {
+            logprobs[i] = stats.logprob(logit);
+        }
+        against.compare(part, range, logits, None);
+    }
+    against.found
+}
+
+/// The same with the gradient of sum_t (ce (-logprob[t]) + scale divergence[t]), `weights` = [ce, scale]: dh is this part's share of a
+/// sum over all parts (overwritten), dW is added to. With x the student's logits / temperature, the slopes of a divergence by x are
+/// forward_kl: q - p; reverse_kl: q (log q - log p - KL); jsd: q (log(q / m) - KL(q || m)) / 2.
+pub fn forward_backward(
+    h: &Tensor,
+    w: Weight,
+    part: HeadPart,
+    targets: &[u32],
+    teachers: Teachers,
+    [ce, scale]: [f32; 2],
+    logprobs: &mut [f32],
+    dh: &mut Tensor,
+    dw: WeightMut,
+) -> Divergences {
+    let t = h.rows();
+    let mut against = Against::new(teachers, h, &w, scale);
+    let mut entropy = vec![0.0; t];
+    let loss: &mut TokenLoss = &mut |_, _, _, dlogprobs, _| dlogprobs.fill(-ce);
+    forward_backward_part(h, w, part, targets, 1.0, loss, Some(&mut against), logprobs, &mut entropy, dh, dw);
+    against.found
+}
+
+/// `forward` with the logits of a chunk in f32; the host waits for the sums of each.
+fn forward_on_gpu(
+    h: &Tensor,
+    w: &Weight,
+    part: HeadPart,
+    targets: &[u32],
+    against: &mut Against,
+    logprobs: &mut [f32],
+) {
+    let head = Head::new(OP, h, w, part, targets, 1.0);
+    let mut room = head.room();
+    for range in head.chunks(head.chunk_rows()) {
+        let (m, places) = (range.len(), head.places(&range));
+        let stats = head.stats(&range, &places, &mut room);
+        let mut found = Memory::scratch(m * size_of::<f32>());
+        on_gpu::read(&stats, 1.0, found.view_mut(DType::F32), None);
+        logprobs[range.clone()].copy_from_slice(&Late::of(found.view(DType::F32).part(0..m)).take());
+        against.compare_on_gpu(&head, &range, &places, head.logits(&room, m), None);
+    }
+}

@@ -1,0 +1,193 @@
+//! A service as a reward, by OpenRLHF's protocol: POST `{"query", "prompts", "labels"}`, each with one entry a response, and the
+//! fields of the rows under their names; `{"rewards"}` comes back, with `scores` and `extra_logs` beside it where the service
+//! has numbers for the logs.
+
+use super::pool::{Asked, Failure, Worker, reply_bytes_max, retried, rows_of};
+use super::reply::{self, printable};
+use crate::config::reward::{HttpConfig, RewardConfig};
+use crate::error::{Error, Result};
+use crate::experience::RowFields;
+use crate::reward::RewardOutput;
+use crate::reward::context::{Lookup, RewardContext};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::net::{TcpStream, ToSocketAddrs};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+use ureq::Agent;
+use ureq::http::{StatusCode, Uri};
+
+/// Names of the protocol: fields of rows that are called so are not sent.
+const OWN: [&str; 3] = ["query", "prompts", "labels"];
+/// How long a server may take to take a connection at the start.
+const CONNECT: Duration = Duration::from_secs(10);
+/// What is shown of an answer that is an error.
+const TEXT_CHARS_MAX: usize = 400;
+
+/// One connection at a time to the servers of a reward: another one after each attempt that failed.
+pub struct HttpWorker {
+    agent: Agent,
+    urls: Arc<[String]>,
+    next: usize,
+    timeout: Duration,
+    rows: Option<Lookup>,
+    columns: Vec<String>,
+}
+
+/// `reward.workers` of them for each URL.
+///
+/// # Errors
+/// `Service` where a server takes no connection.
+pub fn workers(config: &RewardConfig, http: &HttpConfig, context: &RewardContext) -> Result<Vec<HttpWorker>> {
+    if !context.offline {
+        http.url.iter().try_for_each(|url| connect(config, url))?;
+    }
+    let timeout = Duration::from_secs_f64(config.timeout_s);
+    // A server may close what it thinks is idle: each request has a connection of its own.
+    let agent: Agent = Agent::config_builder()
+        .timeout_global(Some(timeout))
+        .http_status_as_error(false)
+        .max_redirects(0)
+        .max_redirects_will_error(false)
+        .max_idle_connections(0)
+        .proxy(None)
+        .user_agent("rlhf-hpc")
+        .build()
+        .into();
+    let urls: Arc<[String]> = http.url.clone().into();
+    let worker = |i| HttpWorker {
+        agent: agent.clone(),
+        urls: Arc::clone(&urls),
+        next: i % urls.len(),
+        timeout,
+        rows: context.rows.clone(),
+        columns: context.columns.clone(),
+    };
+    Ok((0..config.workers * urls.len()).map(worker).collect())
+}
+
+/// Opens and closes a connection: a server that is not there is named before work starts.
+fn connect(config: &RewardConfig, url: &str) -> Result<()> {
+    let uri: Uri = url.parse().map_err(|e| Error::usage(format!("reward.http = \"{url}\" is no URL: {e}")))?;
+    let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
+    let attempt = || {
+        let mut why = "its name has no address".to_string();
+        for address in (host, uri.port_u16().unwrap_or(80)).to_socket_addrs().map_err(|e| e.to_string())? {
+            match TcpStream::connect_timeout(&address, CONNECT) {
+                Ok(_) => return Ok(()),
+                Err(e) => why = e.to_string(),
+            }
+        }
+        Err(Failure::from(why))
+    };
+    retried(config.retries, attempt).map_err(|(Failure { why, .. }, times)| {
+        Error::service(format!("reward.http = \"{url}\" takes no connection in {times}: {why}"))
+            .hint("start the server before the job, and name it as the nodes of the job reach it")
+    })
+}
+
+impl Worker for HttpWorker {
+    fn ask(&mut self, asked: &[Arc<Asked>], _: &AtomicBool) -> std::result::Result<Vec<RewardOutput>, Failure> {
+        let rows = rows_of(self.rows.as_ref(), asked)?;
+        let url = &self.urls[self.next];
+        let found = self.post(url, &body(asked, &rows, &self.columns), asked.len());
+        found.map_err(|failure| {
+            let why = format!("{url}: {}", failure.why);
+            self.next = (self.next + 1) % self.urls.len();
+            Failure { why, ..failure }
+        })
+    }
+}
+
+impl HttpWorker {
+    fn post(&self, url: &str, body: &[u8], count: usize) -> std::result::Result<Vec<RewardOutput>, Failure> {
+        let posted = self.agent.post(url).content_type("application/json").send(body);
+        let mut answer = posted.map_err(|e| self.failure(&e))?;
+        let status = answer.status();
+        let location = answer.headers().get("location").map(|to| printable(&String::from_utf8_lossy(to.as_bytes())));
+        let read = answer.body_mut().with_config().limit(reply_bytes_max(count) as u64).read_to_vec();
+        let bytes = match read {
+            Ok(bytes) => bytes,
+            Err(e) if status.is_success() => return Err(self.failure(&e)),
+            Err(_) => Vec::new(),
+        };
+        if status.is_success() {
+            return Ok(outputs(&bytes, count)?);
+        }
+        let text: String = printable(&String::from_utf8_lossy(&bytes)).chars().take(TEXT_CHARS_MAX).collect();
+        let why = match location {
+            Some(to) => format!("it answered {status}: redirects are not followed, this one leads to {to}"),
+            None if text.is_empty() => format!("it answered {status}"),
+            None => format!("it answered {status}: {text}"),
+        };
+        // A request that is refused as such will be refused again.
+        let waits = matches!(status, StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_MANY_REQUESTS);
+        Err(Failure { why, again: status.is_server_error() || waits, late: false })
+    }
+
+    fn failure(&self, error: &ureq::Error) -> Failure {
+        let late = matches!(error, ureq::Error::Timeout(_));
+        let why = match error {
+            ureq::Error::Timeout(_) => format!("no answer within {} s", self.timeout.as_secs_f64()),
+            ureq::Error::BodyExceedsLimit(_) => "it wrote more than an answer can be".to_string(),
+            other => printable(&other.to_string()),
+        };
+        Failure { why, again: true, late }
+    }
+}
+
+/// The request. A field that a row lacks is null there.
+fn body(asked: &[Arc<Asked>], rows: &[RowFields], columns: &[String]) -> Vec<u8> {
+    let list = |of: &dyn Fn(&Asked) -> String| Value::from(asked.iter().map(|one| of(one)).collect::<Vec<_>>());
+    let mut body = Map::new();
+    body.insert("query".into(), list(&|one| format!("{}{}", one.prompt.text, one.response.text)));
+    body.insert("prompts".into(), list(&|one| one.prompt.text.clone()));
+    body.insert("labels".into(), list(&|one| one.prompt.label.clone()));
+    let names = columns.iter().chain(rows.iter().flat_map(|row| row.columns.keys()));
+    for name in names.filter(|name| !OWN.contains(&name.as_str())) {
+        if !body.contains_key(name) {
+            let values = rows.iter().map(|row| row.columns.get(name).cloned().unwrap_or_default()).collect();
+            body.insert(name.clone(), Value::Array(values));
+        }
+    }
+    Value::from(body).to_string().into_bytes()
+}
+
+fn outputs(bytes: &[u8], count: usize) -> std::result::Result<Vec<RewardOutput>, String> {
+    let reply: Map<String, Value> = reply::parse(bytes)?;
+    let Some(found) = reply.get("rewards") else {
+        let has: Vec<&String> = reply.keys().take(8).collect();
+        return Err(format!("it answered without \"rewards\", with {has:?}"));
+    };
+    let shown = |value: &Value| value.to_string().chars().take(80).collect::<String>();
+    if !found.is_array() && count != 1 {
+        return Err(format!("rewards is {}, needed a list of {count} numbers", shown(found)));
+    }
+    let mut rewards = Vec::with_capacity(count);
+    for (i, value) in listed(found, count).into_iter().enumerate() {
+        rewards.push(Some(number(value).ok_or_else(|| format!("reward {i} is {}, needed a number", shown(value)))?));
+    }
+    let logs = reply.get("extra_logs").and_then(Value::as_object).into_iter().flatten();
+    let logs = logs.map(|(name, values)| (name.clone(), values));
+    let scores = reply.get("scores").filter(|scores| !scores.is_null()).map(|scores| ("scores".to_string(), scores));
+    let extra: BTreeMap<_, _> = logs
+        .chain(scores)
+        .map(|(name, values)| (name, listed(values, count).into_iter().map(number).collect()))
+        .collect();
+    reply::outputs(rewards, extra, count)
+}
+
+/// The entries of a list; a single value stands for all.
+fn listed(value: &Value, count: usize) -> Vec<&Value> {
+    value.as_array().map_or_else(|| vec![value; count], |all| all.iter().collect())
+}
+
+/// Also of a list of one, as rows of a tensor are, and of true and false.
+fn number(value: &Value) -> Option<f64> {
+    match value {
+        Value::Array(one) if one.len() == 1 => number(&one[0]),
+        Value::Bool(is) => Some(f64::from(u8::from(*is))),
+        other => other.as_f64(),
+    }
+}

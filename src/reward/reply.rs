@@ -1,0 +1,45 @@
+//! What answers from outside hold is checked whole before any number of it is used.
+
+use crate::reward::RewardOutput;
+use std::collections::BTreeMap;
+
+/// One output a response, of `count`. Rewards that are None abstain; logs that are None are left out.
+pub fn outputs(
+    rewards: Vec<Option<f64>>,
+    extra: BTreeMap<String, Vec<Option<f64>>>,
+    count: usize,
+) -> Result<Vec<RewardOutput>, String> {
+    let lengths = std::iter::once(rewards.len()).chain(extra.values().map(Vec::len));
+    if let Some(wrong) = lengths.into_iter().find(|&len| len != count) {
+        return Err(format!("it answered {wrong} numbers for {count} responses"));
+    }
+    let mut outputs = vec![RewardOutput::default(); count];
+    for (i, (reward, output)) in rewards.into_iter().zip(&mut outputs).enumerate() {
+        let Some(reward) = reward else { continue };
+        let score = reward as f32;
+        if !score.is_finite() {
+            return Err(format!("reward {i} is {reward:e}, beyond the range of f32"));
+        }
+        output.score = Some(score);
+    }
+    for (name, values) in extra {
+        for (value, output) in values.into_iter().zip(&mut outputs) {
+            let value = value.map(|x| x as f32).filter(|x| x.is_finite());
+            output.extra.extend(value.map(|x| (name.clone(), x)));
+        }
+    }
+    Ok(outputs)
+}
+
+/// Text of others for a terminal: without control characters but line ends and tabs.
+pub fn printable(text: &str) -> String {
+    text.trim_end().chars().filter(|c| !c.is_control() || matches!(c, '\n' | '\t')).collect()
+}
+
+/// Reads JSON, or says what came instead.
+pub fn parse<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
+    serde_json::from_slice(bytes).map_err(|e| {
+        let shown: String = printable(&String::from_utf8_lossy(bytes)).chars().take(120).collect();
+        format!("it answered something else than agreed ({e}): {shown}")
+    })
+}

@@ -1,0 +1,318 @@
+//! Distillation on one page: rows -> distributions of student and teachers -> loss -> gradient -> step (arXiv:1503.02531). What a
+//! student learns from its own samples is `on_policy`.
+
+use super::job::{Ended, Job, Step};
+use super::models::{JobModel, ModelSpec};
+use super::supervised;
+use crate::comm::phase;
+use crate::config::Config;
+use crate::config::distill::DistillConfig;
+use crate::config::mesh::RoleName;
+use crate::data::{Part, Rows, SftRow, SftSource};
+use crate::device::null;
+use crate::error::{Error, Result};
+use crate::launch::run::Run;
+use crate::launch::step_shape::StepShape;
+use crate::learn::accumulation::accumulate;
+use crate::learn::packed::PackedRow;
+use crate::learn::sums::Sums;
+use crate::learn::{Learner, Role, role};
+use crate::loss::distill::sampled_reverse_kl;
+use crate::metrics::Phase;
+use crate::metrics::keys::{self, Metrics, named};
+use crate::model::{Arch, Head, Lesson, Saved};
+use crate::ops::linear_divergence::Divergences;
+use crate::tensor::Tensor;
+use crate::tensor::arena::Buffer;
+use crate::text::Tokenizer;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Tokens and optimizer steps that were counted.
+const TOKENS: &str = "distilled_tokens";
+const UPDATES: &str = "updates";
+
+/// What a step reports: keys, and what their sums are divided by.
+pub const REPORTED: &[(&str, &str)] = &[
+    (keys::LOSS, UPDATES),
+    (keys::CE_MEAN, TOKENS),
+    (keys::KL_MEAN, TOKENS),
+    (keys::GRAD_NORM, UPDATES),
+    (keys::LR, UPDATES),
+];
+
+pub struct Distill {
+    learner: Learner,
+    teachers: Teachers,
+    source: SftSource,
+}
+
+impl Job for Distill {
+    type Row = SftRow;
+
+    fn models(config: &Config) -> Vec<ModelSpec> {
+        models(config)
+    }
+
+    fn check_models(config: &Config, _student: &Arch, other: &JobModel) -> Result<()> {
+        check_tokenizer(config, other)
+    }
+
+    fn shape(config: &Config) -> StepShape {
+        let (samples, tokens_max) = (config.distill.minibatch_samples, config.distill.microbatch_tokens_max);
+        let scored = config.model.teachers.len();
+        supervised::shape(Part::Demonstration, samples, tokens_max, scored)
+    }
+
+    fn new(
+        run: &Run,
+        _arch: &Arch,
+        mut learners: Vec<Learner>,
+        frozen: Vec<Role>,
+        source: SftSource,
+        _tokenizer: Arc<Tokenizer>,
+    ) -> Result<Self> {
+        for teacher in &frozen {
+            let fits = source.check_context(teacher.arch().context);
+            run.ranks.all.agree(fits.map_err(|e| e.within(teacher.dir.display()).within(role::key(teacher.name))))?;
+        }
+        let learner = learners.pop().expect("a job without a placement has all models on each rank");
+        Ok(Self { learner, teachers: Teachers::new(&run.config, frozen), source })
+    }
+
+    fn rows(&self) -> &Rows {
+        &self.source
+    }
+
+    fn learners(&mut self) -> Vec<&mut Learner> {
+        vec![&mut self.learner]
+    }
+
+    fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
+        phase::set(step.number, "train");
+        let rows = self.source.next(run.config.distill.minibatch_samples);
+        let rows = run.ranks.all.agree(rows)?;
+        step.lengths = rows.iter().map(|row| row.tokens.len()).collect();
+        let (timers, lengths) = (&mut step.timers, &step.lengths);
+        let (learner, teachers) = (&mut self.learner, &mut self.teachers);
+        let update = || timers.train(|| update(run, learner, teachers, lengths, |chosen| pack(&rows, chosen)));
+        let sums = step.phases.time(Phase::Train, update)?;
+        run.has_learned = true;
+        let mut all = named(sums.means(REPORTED));
+        all.extend(named([
+            (keys::SAMPLES, rows.len() as f64),
+            (keys::TOKENS, step.lengths.iter().sum::<usize>() as f64),
+            (keys::EPOCH, (step.number * rows.len() as u64) as f64 / self.source.epoch_rows() as f64),
+        ]));
+        Ok(all)
+    }
+
+    /// Loss and divergence on held-out rows.
+    fn evaluate(&mut self, run: &mut Run, _step: u64) -> Result<Option<Metrics>> {
+        let start = Instant::now();
+        let rows = run.ranks.all.agree(self.source.eval_rows(run.config.eval.samples_max))?;
+        if rows.is_empty() {
+            return Ok(Some(Vec::new()));
+        }
+        let lengths: Vec<usize> = rows.iter().map(|row| row.tokens.len()).collect();
+        let measured = evaluate(run, &self.learner.role, &mut self.teachers, &lengths, |chosen| pack(&rows, chosen))?;
+        Ok(measured.map(|mut all| {
+            all.extend(named([
+                (keys::EVAL_SAMPLES, rows.len() as f64),
+                (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
+            ]));
+            all
+        }))
+    }
+}
+
+/// The student, then its teachers.
+pub fn models(config: &Config) -> Vec<ModelSpec> {
+    let (model, optim) = (&config.model, &config.optim.actor);
+    let student = ModelSpec::new(RoleName::Actor, &model.actor, Head::LanguageModel, Some(optim));
+    let teacher = |dir| ModelSpec::new(RoleName::Teacher, dir, Head::LanguageModel, None);
+    std::iter::once(student).chain(model.teachers.iter().map(|dir| teacher(dir))).collect()
+}
+
+/// Refuses a teacher that names other tokens by the same ids: it would be asked about another text. One without a tokenizer is taken.
+pub fn check_tokenizer(config: &Config, teacher: &JobModel) -> Result<()> {
+    if teacher.spec.role != RoleName::Teacher || null::is_active() {
+        return Ok(());
+    }
+    let (own, other) = (Tokenizer::find(&config.model.actor)?, Tokenizer::find(&teacher.spec.dir)?);
+    let is_same = own.zip(other).is_none_or(|(own, other)| own.has_tokens_of(&other));
+    let (dir, actor) = (teacher.spec.dir.display(), config.model.actor.display());
+    Error::need(is_same, format!("model.teachers: {dir} has other tokens than model.actor, {actor}"))
+        .map_err(|e| Error::data(e.message).hint("a teacher reads the student's tokens: both need the same tokenizer"))
+}
+
+/// The teachers of a job, with their weights in its loss.
+pub struct Teachers(Vec<(Role, f32)>);
+
+impl Teachers {
+    pub fn new(config: &Config, roles: Vec<Role>) -> Self {
+        let weights = config.model.teacher_weights().into_iter().map(|weight| weight as f32);
+        Self(roles.into_iter().zip(weights).collect())
+    }
+
+    /// Does `work` with the weights of all teachers in memory. All ranks call this.
+    fn present<R>(&mut self, run: &Run, work: impl FnOnce(&[(Role, f32)]) -> R) -> R {
+        for (role, _) in &mut self.0 {
+            run.onload(role);
+            role.weights.buffers().for_each(Buffer::prefetch);
+        }
+        let done = work(&self.0);
+        for (role, _) in &mut self.0 {
+            role.weights.release();
+            role.weights.buffers().for_each(Buffer::evict);
+            run.offload_weights(role);
+        }
+        done
+    }
+}
+
+/// One optimizer step on rows of `lengths` tokens, of which `pack` makes packed rows. The loss is a mean over all tokens that they
+/// predict; sums of what was measured. All ranks call this.
+pub fn update(
+    run: &Run,
+    learner: &mut Learner,
+    teachers: &mut Teachers,
+    lengths: &[usize],
+    pack: impl Fn(&[usize]) -> PackedRow,
+) -> Result<Sums> {
+    let (config, axes, recompute) = (&run.config.distill, &run.ranks.axes, run.config.gradient.recompute);
+    let total = pack(&(0..lengths.len()).collect::<Vec<_>>()).rows.len();
+    if total == 0 {
+        return Err(Error::data("a minibatch has no token to learn").hint("are the responses of these rows empty?"));
+    }
+    let weight = 1.0 / total as f32;
+    let part = |chosen: &[usize]| pack(chosen).shard(&axes.sequence);
+    let mut sums = teachers.present(run, |teachers| {
+        accumulate(learner, axes, lengths, config.microbatch_tokens_max, |learner, chosen| {
+            microbatch(config, learner, teachers, &part(chosen), weight, recompute)
+        })
+    });
+    learner.step_if_finite(axes, recompute, sums.get(keys::LOSS), part)?;
+    let report = learner.report;
+    sums.add(&Sums::of([(UPDATES, 1.0), (keys::GRAD_NORM, report.grad_norm), (keys::LR, report.lr)]));
+    Ok(sums)
+}
+
+/// Means of loss and divergence over held-out rows, as `update` takes them; none where the run was asked to stop. All ranks call this.
+pub fn evaluate(
+    run: &Run,
+    student: &Role,
+    teachers: &mut Teachers,
+    lengths: &[usize],
+    pack: impl Fn(&[usize]) -> PackedRow,
+) -> Result<Option<Metrics>> {
+    let config = &run.config.distill;
+    let sums = teachers.present(run, |teachers| {
+        supervised::evaluate(run, student, lengths, config.microbatch_tokens_max, |chosen| {
+            let row = pack(chosen).shard(&run.ranks.axes.sequence);
+            let lesson = lesson(config, teachers, &row);
+            let (model, w) = (&student.transformer, &student.weights);
+            let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
+            let (found, logprobs) = model.divergences(w, &hidden, &row.rows, &row.targets, &lesson);
+            measured(config, &logprobs, &found, 1.0)
+        })
+    })?;
+    let mean = |sums: &Sums, key| sums.get(key) / sums.get(TOKENS).max(1.0);
+    Ok(sums.map(|sums| {
+        named([(keys::EVAL_LOSS, mean(&sums, keys::LOSS)), (keys::EVAL_KL_MEAN, mean(&sums, keys::KL_MEAN))])
+    }))
+}
+
+/// Rows `chosen`, packed; predicted are the responses.
+fn pack(rows: &[SftRow], chosen: &[usize]) -> PackedRow {
+    let mut packed = PackedRow::new();
+    for row in chosen.iter().map(|&i| &rows[i]) {
+        packed.push_where(&row.tokens, |i| row.mask[i] != 0);
+    }
+    packed
+}
+
+/// A teacher's hidden states of a packed row.
+fn hidden(role: &Role, row: &PackedRow) -> Tensor {
+    role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None)
+}
+
+/// What the teachers know of the tokens that a packed row predicts.
+fn lesson<'a>(config: &DistillConfig, teachers: &'a [(Role, f32)], row: &PackedRow) -> Lesson<'a> {
+    let known = |(role, weight): &'a (Role, f32)| {
+        role.transformer.teacher(&role.weights, &hidden(role, row), &row.rows, *weight)
+    };
+    let teachers = teachers.iter().map(known).collect();
+    Lesson { teachers, divergence: config.divergence, temperature: config.temperature }
+}
+
+/// Sums over the tokens of a packed row, each of which counts with `weight` in the loss.
+fn measured(config: &DistillConfig, logprobs: &[f32], found: &Divergences, weight: f64) -> Sums {
+    let sum = |x: &[f32]| x.iter().map(|x| f64::from(*x)).sum::<f64>();
+    let ([by_ce, by_kl], ce) = (config.coefs(), -sum(logprobs));
+    let mut sums = Sums::of([
+        (keys::LOSS, weight * (by_ce * ce + by_kl * sum(&found.losses))),
+        (keys::KL_MEAN, sum(&found.values)),
+        (TOKENS, logprobs.len() as f64),
+    ]);
+    if !config.on_policy {
+        sums.add(&Sums::of([(keys::CE_MEAN, ce)]));
+    }
+    sums
+}
+
+/// Accumulates the gradient of one packed row, whose teachers' states are held no longer.
+fn microbatch(
+    config: &DistillConfig,
+    learner: &mut Learner,
+    teachers: &[(Role, f32)],
+    row: &PackedRow,
+    weight: f32,
+    recompute: bool,
+) -> Sums {
+    if !config.full_vocabulary {
+        return sampled_microbatch(config, learner, teachers, row, weight, recompute);
+    }
+    let lesson = lesson(config, teachers, row);
+    let Learner { role, sum, .. } = learner;
+    let (model, w, grads) = (&role.transformer, &role.weights, &mut sum.grads);
+    let mut saved = Saved::new(recompute);
+    let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+    let weights = config.coefs().map(|coef| coef as f32 * weight);
+    let (dhidden, found, logprobs) =
+        model.divergences_backward(w, &hidden, &row.rows, &row.targets, &lesson, weights, grads);
+    drop(lesson);
+    model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
+    measured(config, &logprobs, &found, weight.into())
+}
+
+/// The same by the log-probabilities of the sampled tokens alone.
+fn sampled_microbatch(
+    config: &DistillConfig,
+    learner: &mut Learner,
+    teachers: &[(Role, f32)],
+    row: &PackedRow,
+    weight: f32,
+    recompute: bool,
+) -> Sums {
+    let mut of_teachers = vec![0.0; row.rows.len()];
+    for (role, weight) in teachers {
+        let hidden = hidden(role, row);
+        let (model, w) = (&role.transformer, &role.weights);
+        let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &row.targets, config.temperature, false);
+        of_teachers.iter_mut().zip(logprobs).for_each(|(sum, logprob)| *sum += weight * logprob);
+    }
+    let Learner { role, sum, .. } = learner;
+    let (model, w, grads) = (&role.transformer, &role.weights, &mut sum.grads);
+    let mut saved = Saved::new(recompute);
+    let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+    let mut kl = 0.0;
+    let mut loss = |range: Range<usize>, l: &[f32], _: &[f32], dlogprobs: &mut [f32], _: &mut [f32]| {
+        kl += sampled_reverse_kl(l, &of_teachers[range], weight, dlogprobs);
+    };
+    let (dhidden, ..) =
+        model.logprobs_backward(w, &hidden, &row.rows, &row.targets, config.temperature, &mut loss, grads);
+    model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
+    Sums::of([(keys::LOSS, f64::from(weight) * kl), (keys::KL_MEAN, kl), (TOKENS, row.rows.len() as f64)])
+}

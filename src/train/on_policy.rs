@@ -1,0 +1,154 @@
+//! On-policy distillation on one page: prompts -> the student's samples -> distributions of student and teachers -> loss -> gradient ->
+//! step (arXiv:2306.13649). Sampling, stopping and resuming are those of PPO.
+
+use super::distill::{self, REPORTED, Teachers};
+use super::evaluate::EVAL_STEPS;
+use super::job::{Ended, Job, Step};
+use super::models::{JobModel, ModelSpec};
+use super::ppo::{Ppo, rollout_speed};
+use crate::config::Config;
+use crate::config::mesh::RoleName;
+use crate::data::{Part, PromptSource, Rows};
+use crate::error::Result;
+use crate::experience::{Experience, Prompt};
+use crate::launch::banner::Needs;
+use crate::launch::run::Run;
+use crate::launch::step_shape::StepShape;
+use crate::learn::packed::PackedRow;
+use crate::learn::{Learner, Role};
+use crate::metrics::Phases;
+use crate::metrics::keys::{self, Metrics, named};
+use crate::model::Arch;
+use crate::text::Tokenizer;
+use serde_json::Value;
+use std::sync::Arc;
+use std::time::Instant;
+
+pub struct OnPolicy {
+    /// Without critic and reference.
+    ppo: Ppo,
+    teachers: Teachers,
+}
+
+impl Job for OnPolicy {
+    type Row = Prompt;
+
+    fn models(config: &Config) -> Vec<ModelSpec> {
+        let mut all = distill::models(config);
+        all.extend(Ppo::reward_models(config));
+        all
+    }
+
+    fn check_models(config: &Config, student: &Arch, other: &JobModel) -> Result<()> {
+        Ppo::check_models(config, student, other)?;
+        distill::check_tokenizer(config, other)
+    }
+
+    fn shape(config: &Config) -> StepShape {
+        let (distill, rollout) = (&config.distill, &config.rollout);
+        let (rows, samples_per_row) = (rollout.prompts_per_step, rollout.samples_per_prompt);
+        StepShape {
+            part: Part::Prompt,
+            rows,
+            samples_per_row,
+            minibatch: distill.minibatch_samples.min(rows * samples_per_row),
+            epochs: 1,
+            microbatch_tokens_max: distill.microbatch_tokens_max,
+            trained: 1,
+            scored: config.model.teachers.len(),
+        }
+    }
+
+    fn needs(run: &Run, arch: &Arch, rows: &Rows) -> Needs {
+        let mut needs = Ppo::needs(run, arch, rows);
+        needs.about.retain(|_| run.config.reward.is_set());
+        needs
+    }
+
+    fn new(
+        run: &Run,
+        arch: &Arch,
+        learners: Vec<Learner>,
+        frozen: Vec<Role>,
+        source: PromptSource,
+        tokenizer: Arc<Tokenizer>,
+    ) -> Result<Self> {
+        let is_teacher = |role: &Role| role.name == RoleName::Teacher.name();
+        let (teachers, rewards): (Vec<_>, Vec<_>) = frozen.into_iter().partition(is_teacher);
+        let ppo = Ppo::new(run, arch, learners, rewards, source, tokenizer)?;
+        Ok(Self { ppo, teachers: Teachers::new(&run.config, teachers) })
+    }
+
+    fn rows(&self) -> &Rows {
+        self.ppo.rows()
+    }
+
+    fn learners(&mut self) -> Vec<&mut Learner> {
+        self.ppo.learners()
+    }
+
+    fn state(&self) -> Value {
+        self.ppo.state()
+    }
+
+    fn restore(&mut self, state: Value, work: Option<&[u8]>) -> Result<()> {
+        self.ppo.restore(state, work)
+    }
+
+    fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
+        let Self { ppo, teachers } = self;
+        let (has_reward, size) = (run.config.reward.is_set(), run.config.distill.minibatch_samples);
+        let mut work = ppo.begin(run, step, |_, samples| {
+            let score = samples.iter().map(|sample| f64::from(sample.score)).sum::<f64>() / samples.len() as f64;
+            Ok((named(has_reward.then_some((keys::SCORE_MEAN, score))), 0.0))
+        })?;
+        ppo.learn(run, step, &mut work, 1, size, |ppo, run, samples| {
+            let student = ppo.actor.as_mut().expect("a job without a placement has all models on each rank");
+            distill::update(run, student, teachers, &lengths(samples), |chosen| pack(samples, chosen))
+        })?;
+        let mut all = work.values.clone();
+        all.extend(named(work.sums.means(REPORTED)));
+        all.extend(rollout_speed(step, &work.experience));
+        Ok(all)
+    }
+
+    /// Loss and divergence on samples of held-out prompts; with rewards, how many answers are right.
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>> {
+        let start = Instant::now();
+        let prompts = run.ranks.all.agree(self.ppo.collector.source.eval_rows(run.config.eval.samples_max))?;
+        if prompts.is_empty() {
+            return Ok(Some(Vec::new()));
+        }
+        let made = self.ppo.sample(run, u64::from(EVAL_STEPS) + step, &prompts, &[], &mut Phases::start())?;
+        if !made.complete {
+            return Ok(None);
+        }
+        made.values?;
+        let samples: Vec<&Experience> = made.samples.iter().collect();
+        let student = &self.ppo.actor.as_ref().expect("a job without a placement has all models on each rank").role;
+        let measured =
+            distill::evaluate(run, student, &mut self.teachers, &lengths(&samples), |chosen| pack(&samples, chosen))?;
+        let Some(mut all) = measured else { return Ok(None) };
+        if run.config.reward.is_set() {
+            let Some(scored) = self.ppo.evaluate(run, step)? else { return Ok(None) };
+            all.extend(scored.into_iter().filter(|(key, _)| key != keys::EVAL_TIME_S));
+        } else {
+            all.extend(named([(keys::EVAL_SAMPLES, prompts.len() as f64)]));
+        }
+        all.extend(named([(keys::EVAL_TIME_S, start.elapsed().as_secs_f64())]));
+        Ok(Some(all))
+    }
+}
+
+fn lengths(samples: &[&Experience]) -> Vec<usize> {
+    samples.iter().map(|sample| sample.length()).collect()
+}
+
+/// Samples `chosen`, packed; predicted are the responses.
+fn pack(samples: &[&Experience], chosen: &[usize]) -> PackedRow {
+    let mut packed = PackedRow::new();
+    for sample in chosen.iter().map(|&i| samples[i]) {
+        packed.push(&sample.tokens(), sample.prompt.tokens.len());
+    }
+    packed
+}

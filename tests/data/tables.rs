@@ -1,0 +1,152 @@
+//! Parquet files and folders of `save_to_disk`, beside JSONL of the same rows (`tests/golden/rows.py`).
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use rlhf_hpc::config::data::DataConfig;
+use rlhf_hpc::data::input::{RawRow, RowReader, input_files};
+use rlhf_hpc::data::{PairRow, Part};
+use rlhf_hpc::error::{Error, Kind};
+use serde_json::{Map, Value};
+
+use crate::data::fixture::{Fixture, config};
+use crate::data::rows::shard;
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/rows").join(name)
+}
+
+fn name(file: &str) -> String {
+    golden(file).to_str().unwrap().to_owned()
+}
+
+fn read(path: &Path) -> Result<Vec<Map<String, Value>>, Error> {
+    let mut rows = Vec::new();
+    for file in input_files(path)? {
+        let mut reader = RowReader::open(&file.path)?;
+        loop {
+            let batch = reader.next_rows()?;
+            if batch.is_empty() {
+                break;
+            }
+            rows.extend(batch.iter().map(RawRow::parse).collect::<Result<Vec<_>, _>>()?);
+        }
+    }
+    Ok(rows)
+}
+
+#[test]
+fn a_row_of_parquet_or_arrow_is_the_row_that_jsonl_has() {
+    let rows = read(&golden("rows.jsonl")).unwrap();
+    assert!(rows.len() == 10 && rows[1]["messages"][1]["tool_calls"].is_array() && !rows[1].contains_key("note"));
+    for file in ["rows.parquet", "saved", "splits"] {
+        assert_eq!(read(&golden(file)).unwrap(), rows, "{file}");
+    }
+    for file in ["zstd.parquet", "gzip.parquet"] {
+        let few = read(&golden(file)).unwrap();
+        assert_eq!(few.len(), 3);
+        assert!(few.iter().zip(&rows).all(|(few, row)| few.iter().all(|(key, value)| row[key] == *value)), "{file}");
+    }
+}
+
+#[test]
+fn tokens_fields_and_lines_of_rows_do_not_depend_on_the_format() {
+    let fixture = Fixture::new();
+    for (part, sequences) in [(Part::Prompt, 1), (Part::Demonstration, 2)] {
+        let of = |file: &str| {
+            let shard = shard(&fixture, &name(file), part, &config("")).unwrap();
+            let row = |i| (shard.document(i).unwrap(), shard.meta(i).unwrap());
+            (0..shard.documents()).map(row).collect::<Vec<_>>()
+        };
+        let (jsonl, parquet, saved) = (of("rows.jsonl"), of("rows.parquet"), of("saved"));
+        assert!(jsonl.len() == 10 && jsonl.iter().all(|(document, _)| document.len() == sequences));
+        for (i, (document, meta)) in jsonl.iter().enumerate() {
+            assert_eq!((document, &meta.label), (&parquet[i].0, &parquet[i].1.label));
+            assert_eq!((document, &meta.label), (&saved[i].0, &saved[i].1.label));
+            assert!(parquet[i].1.source.ends_with(&format!("rows.parquet:{}", i + 1)));
+            let part = format!("saved/data-0000{}-of-00002.arrow:{}", i / 5, i % 5 + 1);
+            assert!(saved[i].1.source.ends_with(&part), "{}", saved[i].1.source);
+        }
+    }
+}
+
+#[test]
+fn splits_of_a_folder_train_and_evaluate_and_weights_mix_formats() {
+    let fixture = Fixture::new();
+    let [prompt_split, eval_split] = ["train", "test"].map(str::to_owned);
+    let of_splits = DataConfig { prompt_split, eval_split, ..config(&name("splits")) };
+    let source = fixture.prompts(&of_splits, 1).unwrap();
+    assert_eq!((source.epoch_rows(), source.eval_rows(0).unwrap().len()), (7, 3));
+    let prompts = vec![name("rows.parquet"), name("saved"), name("rows.jsonl")];
+    let mixed = DataConfig { prompts, weights: vec![2.0, 1.0, 1.0], label_key: String::new(), ..config("") };
+    let [chosen_key, rejected_key] = ["response", "note"].map(str::to_owned);
+    let pairs = DataConfig { chosen_key, rejected_key, ..mixed.clone() };
+    let error = fixture.rows::<PairRow>(&pairs, 3).unwrap_err();
+    assert!(error.message.contains("rows.parquet:2: ") && error.message.contains("no field \"note\""), "{error}");
+    let pairs = DataConfig { rejected_key: "prompt".to_owned(), ..pairs };
+    // Rows are numbered through the sources.
+    let mut firsts = vec![0];
+    for one in &pairs.prompts[..2] {
+        let alone = DataConfig { prompts: vec![one.clone()], weights: Vec::new(), ..pairs.clone() };
+        firsts.push(firsts[firsts.len() - 1] + fixture.rows::<PairRow>(&alone, 3).unwrap().epoch_rows() as u64);
+    }
+    let mut source = fixture.rows::<PairRow>(&pairs, 3).unwrap();
+    let drawn = source.next(400).unwrap();
+    let of =
+        |s: usize| drawn.iter().filter(|pair| firsts.iter().rposition(|first| *first <= pair.id) == Some(s)).count();
+    assert!((160..240).contains(&of(0)) && (70..130).contains(&of(1)), "{} {} {}", of(0), of(1), of(2));
+}
+
+#[test]
+fn a_file_that_is_cut_short_or_damaged_is_named_and_ends_nothing_else() {
+    let fixture = Fixture::new();
+    let stream = "saved/data-00000-of-00002.arrow";
+    for (from, to) in [("rows.parquet", "cut.parquet"), (stream, "cut.arrow")] {
+        let whole = fs::read(golden(from)).unwrap();
+        let path = fixture.path(to);
+        let read = |bytes: &[u8]| {
+            fs::write(&path, bytes).unwrap();
+            read(&path)
+        };
+        for end in (0..whole.len()).step_by(61).chain(whole.len() - 9..whole.len()) {
+            let error = read(&whole[..end]).unwrap_err();
+            assert!(error.kind == Kind::Data && error.message.contains(to), "{end} of {}: {error}", whole.len());
+        }
+        for at in (0..whole.len()).step_by(37) {
+            let mut damaged = whole.clone();
+            damaged[at] ^= 0xff;
+            if let Err(error) = read(&damaged) {
+                assert!(error.kind == Kind::Data && error.message.contains(to), "byte {at}: {error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_holds_no_rows_of_text_is_refused_by_name() {
+    let fixture = Fixture::new();
+    let copy = |from: &str, to: &str| fs::copy(golden(from), fixture.path(to)).map(|_| ()).unwrap();
+    fs::create_dir(fixture.path("empty")).unwrap();
+    fs::create_dir(fixture.path("foreign")).unwrap();
+    fs::create_dir(fixture.path("lacking")).unwrap();
+    fixture.text("foreign/state.json", "{\"_data_files\": [{\"filename\": \"../rows.arrow\"}]}");
+    copy("saved/state.json", "lacking/state.json");
+    copy("saved/data-00000-of-00002.arrow", "lacking/data-00000-of-00002.arrow");
+    copy("rows.parquet", "other.arrow");
+    copy("rows.jsonl", "other.parquet");
+    fixture.text("none.parquet", "");
+    fixture.text("random.arrow", "ARROW1\0\0");
+    for (path, words) in [
+        (golden("image.parquet"), &["image.parquet: ", "column \"image.bytes\" is of type Binary"][..]),
+        (fixture.path("empty"), &["empty: ", "without dataset_dict.json"]),
+        (fixture.path("foreign"), &["foreign: ", "\"../rows.arrow\" is no name of a file in it"]),
+        (fixture.path("lacking"), &["data-00001-of-00002.arrow"]),
+        (fixture.path("other.arrow"), &["other.arrow: ", "no Arrow stream"]),
+        (fixture.path("other.parquet"), &["other.parquet: ", "no whole Parquet file"]),
+        (fixture.path("none.parquet"), &["none.parquet: ", "no whole Parquet file of 0 bytes"]),
+        (fixture.path("random.arrow"), &["random.arrow: ", "random access format"]),
+    ] {
+        let error = shard(&fixture, path.to_str().unwrap(), Part::Prompt, &config("")).unwrap_err();
+        assert!(words.iter().all(|words| error.message.contains(words)), "{error}");
+    }
+}

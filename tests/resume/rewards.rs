@@ -1,0 +1,144 @@
+//! Runs whose responses go to functions and services while others are drawn.
+
+use crate::resume::job::{Job, place, signal};
+use crate::server::Server;
+use rlhf_hpc::checkpoint::newest;
+use std::path::{Path, PathBuf};
+
+/// Notes its calls in a file, and hangs while there is the file `hangs`.
+const REWARD: &str = "import os, time\n\
+                      def reward_func(queries, prompts, labels, **kwargs):\n    \
+                          open('called', 'w').close()\n    \
+                          while os.path.exists('hangs'): time.sleep(0.01)\n    \
+                          return [len(q) - len(p) + 0.5 for q, p in zip(queries, prompts)]";
+
+/// The directory of a job's reward.
+fn reward(name: &str) -> PathBuf {
+    let dir = place().join(name);
+    let _ = std::fs::remove_dir_all(&dir);
+    std::fs::create_dir_all(&dir).expect("writes");
+    std::fs::write(dir.join("reward.py"), REWARD).expect("writes");
+    dir
+}
+
+fn job(name: &str, source: String) -> Job {
+    Job::ppo(name).with("reward.rule=[] job.steps=2 gradient.order=fixed").set(source)
+}
+
+fn python(dir: &Path, batch: usize) -> String {
+    format!("reward.python={{ file = \"{}\", batch = {batch} }}", dir.join("reward.py").display())
+}
+
+fn http(server: &Server, behaviour: &str) -> String {
+    format!("reward.http={{ url = \"{}\", name = \"reward_func\" }}", server.url(behaviour))
+}
+
+#[test]
+fn samples_and_scores_do_not_depend_on_ranks_workers_batches_or_who_scores() {
+    let (dir, server) = (reward("streams"), Server::start());
+    let sets = "eval.every_steps=1 checkpoint.every_steps=0";
+    let alone = job("streams-1", python(&dir, 1)).with(sets).done();
+    for (name, source, ranks, more) in [
+        ("streams-batch", python(&dir, 4), 0, "reward.workers=2"),
+        ("streams-ranks", python(&dir, 3), 2, "reward.workers=2"),
+        ("streams-http", http(&server, "right"), 2, "reward.workers=2"),
+    ] {
+        job(name, source).on(ranks).with(sets).with(more).done().assert_same(&alone);
+    }
+    // Ranks that share matrices have the same responses and divide them.
+    let shared =
+        job("streams-tensor", python(&dir, 0)).on(2).with(sets).with("mesh.tensor=2 gradient.order=fast").done();
+    for key in ["score_mean", "eval_reward_mean"] {
+        assert_eq!(shared.numbers(key)[0], alone.numbers(key)[0], "{key}");
+    }
+}
+
+/// Steps whose sampling takes far longer than a score.
+const LONG: &str = "job.steps=1 rollout.prompts_per_step=40 rollout.samples_per_prompt=1 rollout.response_tokens_max=200 \
+                    rollout.stop_token_ids=[] rollout.ignore_eos=true rollout.batch_max=1 eval.every_steps=0";
+
+#[test]
+fn a_response_is_scored_before_the_rollout_has_ended() {
+    let dir = reward("early");
+    let job = job("early", python(&dir, 1)).with(LONG);
+    let mut running = job.start();
+    running.wait_until(|| dir.join("called").exists());
+    signal("USR1", running.pid());
+    running.end().assert(85, &["stopped at step "]);
+    let saved = newest(&job.checkpoints()).expect("whole").expect("saved");
+    let work = saved.file("work.bin").expect("listed");
+    assert!(work[0] == 0 && (1..40).contains(&work[1]), "{} responses are finished", work[1]);
+    job.done();
+}
+
+#[test]
+fn a_reward_that_hangs_or_fails_ends_the_run_as_declared_or_on_request_and_the_mended_one_goes_on() {
+    let (dir, server) = (reward("mended"), Server::start());
+    let fault = dir.join("hangs");
+    let while_fault = |mode: &str| http(&server, &format!("{mode}{}", fault.display()));
+    let whole = job("mended-whole", python(&dir, 1)).done();
+    let short = "reward.timeout_s=1 reward.retries=0";
+    for (name, source, sets, code, words) in [
+        ("mended-hang", python(&dir, 1), short, 75, "failed in 1 attempt: no answer within 1 s while scoring"),
+        ("mended-slow", while_fault("slow"), short, 75, "no answer within 1 s"),
+        ("mended-500", while_fault("500"), "", 75, "it answered 500"),
+        ("mended-asked", python(&dir, 1), "", 85, "stopped at step 0"),
+    ] {
+        std::fs::write(&fault, "").expect("writes");
+        let _ = std::fs::remove_file(dir.join("called"));
+        let job = job(name, source).on(2).with(sets);
+        let mut running = job.start();
+        if code == 85 {
+            running.wait_until(|| dir.join("called").exists());
+            signal("USR1", running.pid());
+        }
+        running.end().assert(code, &[words]);
+        assert!(newest(&job.checkpoints()).expect("whole").expect("saved").file("work.bin").is_ok(), "{name}");
+        std::fs::remove_file(&fault).expect("there");
+        job.done().assert_same(&whole);
+    }
+}
+
+#[test]
+fn a_response_on_which_a_reward_always_hangs_ends_no_run_that_goes_on_with_drop() {
+    let dir = reward("stuck");
+    let stuck = "import time\n\
+                 def reward_func(queries, prompts, labels, prompt_id, **kwargs):\n    \
+                     if prompt_id[0] % 7 == 0: time.sleep(1000)\n    \
+                     return [len(q) - len(p) + 0.5 for q, p in zip(queries, prompts)]";
+    std::fs::write(dir.join("reward.py"), stuck).expect("writes");
+    let of = |name: &str| {
+        job(name, python(&dir, 1)).with("reward.timeout_s=1.5 reward.workers=4 reward.retries=0 eval.every_steps=0")
+    };
+    let whole = of("stuck-whole").with("reward.on_failure=drop").done();
+    of("stuck").run().assert(75, &["no answer within 1.5 s"]);
+    let dropped = of("stuck").with("reward.on_failure=drop").done();
+    for file in ["export/model.safetensors", "ledger.json"] {
+        assert!(dropped.read(file) == whole.read(file), "{file} differs");
+    }
+    assert!(dropped.numbers("samples_dropped").iter().sum::<f64>() > 0.0);
+}
+
+#[test]
+fn a_judge_scores_what_it_answers_on_any_ranks_and_an_answer_without_a_score_is_a_failure() {
+    let judge = |pattern: &str, prompt: &str| {
+        format!(
+            "reward.judge={{ dir = \"model\", prompt = '{prompt}', pattern = '{pattern}', tokens_max = 24, weight = 0.5 }}"
+        )
+    };
+    let of = |name: &str, pattern: &str, prompt: &str| job(name, judge(pattern, prompt)).with("eval.every_steps=2");
+    let (digit, prompt) = ("[0-9]", "{prompt}{response} of {label}: ");
+    let drops = |name: &str| of(name, digit, prompt).with("reward.on_failure=drop");
+    let alone = drops("judge-1").done();
+    assert!(alone.numbers("reward_std")[0] > 0.0 && alone.numbers("eval_samples")[0] > 0.0);
+    drops("judge-2").on(2).done().assert_same(&alone);
+    let placement =
+        r#"mesh.placement=[{roles=["actor","reference"],ranks="0..1"},{roles=["critic","reward"],ranks="1..2"}]"#;
+    drops("judge-placed").on(2).with(placement).done().assert_same(&alone);
+    of("judge-none", "never said", prompt).run().assert(75, &["judge model on a response to prompt ", "has no score"]);
+    of("judge-none", digit, prompt).with("reward.on_failure=drop").done().assert_same(&alone);
+    let long = "{prompt}".repeat(100) + "{response}";
+    of("judge-long", digit, &long).run().assert(75, &["judge model on a response to prompt ", "its context is 256"]);
+    of("judge-field", digit, "{response}{nosuch}").run().assert(2, &["prompt has {nosuch}, which no row fills"]);
+    of("judge-blind", digit, "{prompt}").run().assert(2, &["its prompt does not hold {response}"]);
+}

@@ -1,0 +1,115 @@
+"""A reward service for tests, of Python's standard library: `python3 server.py`.
+
+Prints its port, and ends when its standard input does. The path of a request says how it behaves, as /hang; as /hang/x only
+where a query has x in it, and as /hang/FILE only while there is such a file (an absolute path). Otherwise a response scores
+its length and a half, or its `level` where the rows have that field.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, status, body, length=None, **headers):
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body) if length is None else length))
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        mode, _, only = self.path[1:].partition("/")
+        lengths = [len(q) - len(p) + 0.5 for q, p in zip(request["query"], request["prompts"])]
+        rewards = request.get("level", lengths)
+        is_bad = os.path.exists("/" + only.lstrip("/")) if "/" in only else any(only in q for q in request["query"])
+        try:
+            getattr(self, "do_" + mode if is_bad else "do_right")(request, rewards)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+
+    def do_right(self, request, rewards):
+        self.answer(200, {"rewards": rewards})
+
+    def do_logs(self, request, rewards):
+        logs = {"level": rewards, "nothing": [None] * len(rewards), "one": 1}
+        self.answer(200, {"rewards": [[x] for x in rewards], "scores": rewards, "extra_logs": logs})
+
+    def do_echo(self, request, rewards):
+        self.answer(400, {"keys": sorted(request), "level": request.get("level")})
+
+    def do_500(self, request, rewards):
+        self.answer(500, b"out of tea")
+
+    def do_400(self, request, rewards):
+        self.answer(422, b"\x1b[2Jno such\tfield")
+
+    def do_redirect(self, request, rewards):
+        self.answer(307, b"", Location="/right")
+
+    def do_garbage(self, request, rewards):
+        self.answer(200, b"<html>welcome</html>")
+
+    def do_list(self, request, rewards):
+        self.answer(200, rewards)
+
+    def do_empty(self, request, rewards):
+        self.answer(200, b"")
+
+    def do_nothing(self, request, rewards):
+        self.answer(200, {"reward": rewards})
+
+    def do_more(self, request, rewards):
+        self.answer(200, {"rewards": [*rewards, 1]})
+
+    def do_nan(self, request, rewards):
+        self.answer(200, {"rewards": [float("nan")] * len(rewards)})
+
+    def do_huge(self, request, rewards):
+        self.answer(200, {"rewards": [1e300] * len(rewards)})
+
+    def do_text(self, request, rewards):
+        self.answer(200, {"rewards": ["0.5"] * len(rewards)})
+
+    def do_null(self, request, rewards):
+        self.answer(200, {"rewards": [None] * len(rewards)})
+
+    def do_hang(self, request, rewards):
+        time.sleep(1000)
+
+    def do_slow(self, request, rewards):
+        self.answer(200, b"{", length=1000)
+        while True:
+            time.sleep(0.1)
+            self.wfile.write(b" ")
+
+    def do_flood(self, request, rewards):
+        self.answer(200, b"[", length=1 << 30)
+        for _ in range(1 << 10):
+            self.wfile.write(b" " * (1 << 20))
+
+    def do_cut(self, request, rewards):
+        self.answer(200, b'{"rewards": [', length=1000)
+
+    def do_close(self, request, rewards):
+        self.close_connection = True
+
+    def log_message(self, *args):
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+server = Server(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+sys.stdin.read()
