@@ -3,11 +3,13 @@
 use crate::config::{self, ppo::Estimator};
 use crate::error::{Error, Result};
 use crate::experience::Experience;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// Shapes the scores R_1 .. R_n of one group in place, with mean m and unbiased standard deviation s:
 ///
 /// - `rloo`: R_i - mean of the others (arXiv:2402.14740)
 /// - `grpo`: (R_i - m) / (s + 1e-9) (arXiv:2402.03300)
+/// - `gdpo`: the same of each reward by itself (arXiv:2601.05242)
 /// - `dr-grpo`, `reinforce++-baseline`: R_i - m (arXiv:2503.20783, arXiv:2501.03262)
 fn shape_group(estimator: Estimator, scores: &mut [f64]) {
     assert!(scores.len() > 1, "a group of one has no baseline");
@@ -18,15 +20,39 @@ fn shape_group(estimator: Estimator, scores: &mut [f64]) {
     for score in scores {
         *score = match estimator {
             Estimator::Rloo => *score - (sum - *score) / (n - 1.0),
-            Estimator::Grpo => (*score - mean) / (std + 1e-9),
+            Estimator::Grpo | Estimator::Gdpo => (*score - mean) / (std + 1e-9),
             _ => *score - mean,
         };
     }
 }
 
+/// sum over the rewards k of w_k (R_ik - m_k) / (s_k + 1e-9), with mean and deviation over the samples of the group that k scored; what
+/// length penalties took from the sum of the rewards counts as one more of weight 1.
+fn shape_decoupled(weights: &BTreeMap<String, f32>, scores: &mut [f64], group: &[Experience]) {
+    let names: BTreeSet<&String> = group.iter().flat_map(|sample| sample.scores.keys()).collect();
+    let mut sums: Vec<f64> = scores.iter().zip(group).map(|(score, sample)| score - f64::from(sample.score)).collect();
+    shape_group(Estimator::Gdpo, &mut sums);
+    for name in names {
+        let known: Vec<usize> = (0..group.len()).filter(|&i| group[i].scores.contains_key(name)).collect();
+        let mut of_reward: Vec<f64> = known.iter().map(|&i| f64::from(group[i].scores[name])).collect();
+        // One sample that is scored alone is compared with none.
+        if known.len() > 1 {
+            shape_group(Estimator::Gdpo, &mut of_reward);
+            let weight = f64::from(weights.get(name).copied().unwrap_or(1.0));
+            known.iter().zip(of_reward).for_each(|(&i, score)| sums[i] += weight * score);
+        }
+    }
+    scores.copy_from_slice(&sums);
+}
+
 /// Shapes each run of samples with equal `response.prompt`.
-pub fn shape(estimator: Estimator, scores: &mut [f64], samples: &[Experience]) -> Result<()> {
-    let mut seen = std::collections::HashSet::new();
+pub fn shape(
+    estimator: Estimator,
+    weights: &BTreeMap<String, f32>,
+    scores: &mut [f64],
+    samples: &[Experience],
+) -> Result<()> {
+    let mut seen = HashSet::new();
     let mut start = 0;
     for group in samples.chunk_by(|a, b| a.response.prompt == b.response.prompt) {
         let first = &group[0];
@@ -41,7 +67,11 @@ pub fn shape(estimator: Estimator, scores: &mut [f64], samples: &[Experience]) -
             ))
             .hint("set rollout.samples_per_prompt = 4, or ppo.advantage = \"reinforce++\""));
         }
-        shape_group(estimator, &mut scores[start..start + group.len()]);
+        let own = &mut scores[start..start + group.len()];
+        match estimator {
+            Estimator::Gdpo => shape_decoupled(weights, own, group),
+            _ => shape_group(estimator, own),
+        }
         start += group.len();
     }
     Ok(())

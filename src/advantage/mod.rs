@@ -10,6 +10,7 @@ pub mod scores;
 pub mod whitening;
 
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 use crate::config::ppo::{Estimator, KlIn, PpoConfig, Truncation};
 use crate::error::{Error, Result};
@@ -54,7 +55,8 @@ impl AdvantageState {
 /// One step: fills `kl`, `rewards`, `advantages` and `returns` of every sample from its `score`, `response.logprobs`,
 /// `ref_logprobs`, `values` and `mask`. Scores are normalised where configured. The penalty is the controller's beta before the
 /// call, `state.kl.beta`, which the measured KL then moves for the next step. `samples` is the whole batch in global order; samples
-/// of a prompt (equal `response.prompt`) stand together.
+/// of a prompt (equal `response.prompt`) stand together. `weights` of the rewards in `Experience::scores` are for gdpo; 1 where one is
+/// missing.
 ///
 /// An empty `ref_logprobs` means no reference: KL 0. `returns` are what the critic learns (gae), else the reverse
 /// cumulative sum of the rewards before whitening. Where mask is 0, rewards, advantages and returns are 0. A sample
@@ -65,6 +67,7 @@ impl AdvantageState {
 /// `Fault` where lengths differ or a number is not finite.
 pub fn compute_step(
     config: &PpoConfig,
+    weights: &BTreeMap<String, f32>,
     state: &mut AdvantageState,
     samples: &mut [Experience],
 ) -> Result<AdvantageStats> {
@@ -80,7 +83,7 @@ pub fn compute_step(
     let (reward_mean, reward_std) = whitening::moments(scores.iter().copied());
     let equal_groups_ratio = group::equal_ratio(&scores, samples);
     if config.advantage.is_grouped() {
-        group::shape(config.advantage, &mut scores, samples)?;
+        group::shape(config.advantage, weights, &mut scores, samples)?;
     }
     let mut greedy_mean = None;
     if config.advantage.has_greedy() {
@@ -131,9 +134,7 @@ fn estimate(config: &PpoConfig, sample: &mut Experience) {
     let (gamma, lambda, values) = match config.advantage {
         Estimator::Gae => (f64::from(config.gamma), f64::from(config.lambda), &sample.values),
         Estimator::ReinforcePp => (f64::from(config.gamma), 1.0, &zeros),
-        Estimator::ReinforcePpBaseline | Estimator::Rloo | Estimator::Grpo | Estimator::DrGrpo | Estimator::Remax => {
-            (1.0, 1.0, &zeros)
-        }
+        _ => (1.0, 1.0, &zeros),
     };
     let bootstraps = config.advantage.has_critic() && config.truncation == Truncation::Bootstrap;
     let is_cut = sample.response.finish == Finish::Length;

@@ -131,6 +131,15 @@ const RECIPES: &[Recipe] = &[
         next: DRY_RUN,
     },
     Recipe {
+        name: "dapo",
+        about: "DAPO: GRPO on prompts whose answers differ, a clip with more room above, no KL",
+        file: "dapo.toml",
+        text: text!("recipes/dapo.toml"),
+        beside: &[],
+        change: RL_CHANGE,
+        next: DRY_RUN,
+    },
+    Recipe {
         name: "rloo",
         about: "RLOO: the other answers to a prompt as baseline, no critic",
         file: "rloo.toml",

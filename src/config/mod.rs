@@ -68,11 +68,12 @@ pub fn name(value: &impl Serialize) -> String {
 const COLLECTIVE_MARGIN_S: f64 = 30.0;
 
 /// The tables of a job that hold numbers, with their ranges.
-const TABLES: [(&str, Ranges); 19] = [
+const TABLES: [(&str, Ranges); 20] = [
     ("job", JobConfig::RANGES),
     ("mesh", mesh::MeshConfig::RANGES),
     ("data.split", data::SplitConfig::RANGES),
     ("data", data::DataConfig::RANGES),
+    ("rollout.dynamic_sampling", rollout::DynamicSampling::RANGES),
     ("rollout", rollout::RolloutConfig::RANGES),
     ("reward", reward::RewardConfig::RANGES),
     ("ppo", ppo::PpoConfig::RANGES),
@@ -259,6 +260,7 @@ impl Config {
             Estimator::Rloo => "RLOO",
             Estimator::Grpo => "GRPO",
             Estimator::DrGrpo => "Dr. GRPO",
+            Estimator::Gdpo => "GDPO",
             Estimator::Remax => "ReMax",
         };
         match self.ppo.loss {

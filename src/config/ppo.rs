@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::limits::{COUNT, FINITE, SAMPLES, TOKENS};
+use super::limits::{ABOVE_0, COUNT, FINITE, SAMPLES, TOKENS};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 
@@ -25,6 +25,8 @@ pub enum Estimator {
     Grpo,
     /// Score minus the mean of its group. arXiv:2503.20783
     DrGrpo,
+    /// Each reward over the group's standard deviation by itself, then their weighted sum, whitened over the batch. arXiv:2601.05242
+    Gdpo,
     /// Score minus that of the greedy response to the same prompt. arXiv:2310.10505
     Remax,
 }
@@ -47,7 +49,7 @@ impl Estimator {
 
     /// Whether advantages are whitened over the whole batch.
     pub fn is_whitened(self) -> bool {
-        matches!(self, Self::Gae | Self::ReinforcePp | Self::ReinforcePpBaseline)
+        matches!(self, Self::Gae | Self::ReinforcePp | Self::ReinforcePpBaseline | Self::Gdpo)
     }
 }
 
@@ -102,6 +104,8 @@ pub enum PolicyLossKind {
     Gspo,
     /// Clipped importance weight outside the gradient. arXiv:2506.13585
     Cispo,
+    /// A sigmoid gate in place of the clip, softer or harder by the advantage's sign. arXiv:2511.20347
+    Sapo,
 }
 
 /// How token losses become one number.
@@ -169,6 +173,8 @@ table! {
         pub clip_low: f32 = 0.2 => 0.0..=1.0,
         pub clip_high: f32 = 0.2 => 0.0..=FINITE,
         pub dual_clip: f32 = 0.0 => 0.0..=FINITE,
+        pub sapo_tau_positive: f32 = 1.0 => ABOVE_0..=FINITE,
+        pub sapo_tau_negative: f32 = 1.05 => ABOVE_0..=FINITE,
         pub value_clip: f32 = 0.2 => 0.0..=FINITE,
         pub entropy_coef: f32 = 0.0 => -FINITE..=FINITE,
         pub correction: Correction = Correction::None,
@@ -245,6 +251,10 @@ impl PpoConfig {
         Error::need(
             self.critic_warmup_steps == 0 || self.advantage.has_critic(),
             "ppo.critic_warmup_steps is above 0, but ppo.advantage has no critic to warm up: needed \"gae\"",
+        )?;
+        Error::need(
+            !self.reward_normalize || self.advantage != Estimator::Gdpo,
+            "ppo.reward_normalize scales the sum of the rewards, but ppo.advantage = \"gdpo\" scales each by itself: set it to false",
         )?;
         Error::need(
             self.kl_target <= 0.0 || self.kl_in != KlIn::None,

@@ -24,9 +24,55 @@ table! {
         pub prefill_tokens_max: usize = 2048 => 1.0..=TOKENS,
         pub kv_bytes_max: u64 = 0 => 0.0..=BYTES,
         pub graphs: bool = true,
+        /// `[rollout.dynamic_sampling]`
+        pub dynamic_sampling: DynamicSampling = DynamicSampling::default(),
         pub tensor: Auto = Auto::Auto,
         pub data: Auto = Auto::Auto,
     }
+}
+
+table! {
+    /// Which groups of samples are learned from; others give way to more prompts (DAPO, arXiv:2503.14476, section 3.2).
+    pub struct DynamicSampling {
+        pub low: f32 = 0.0 => -FINITE..=FINITE,
+        pub high: f32 = 1.0 => -FINITE..=FINITE,
+        pub prompts_max_factor: usize = 1 => 1.0..=1024.0,
+    }
+}
+
+impl DynamicSampling {
+    /// Whether groups are chosen at all.
+    pub fn is_on(&self) -> bool {
+        self.prompts_max_factor > 1
+    }
+
+    /// Whether a group of these scores is learned from: its mean lies in (low, high), and not all are equal.
+    pub fn takes(&self, scores: &[f32]) -> bool {
+        let mean = mean(scores);
+        scores.iter().any(|score| *score != scores[0]) && f64::from(self.low) < mean && mean < f64::from(self.high)
+    }
+
+    fn check(&self, samples_per_prompt: usize) -> Result<()> {
+        limits::check("rollout.dynamic_sampling", self)?;
+        let Self { low, high, prompts_max_factor } = *self;
+        let key = "rollout.dynamic_sampling";
+        Error::need(low < high, format!("{key}.low is {low}, needed less than high = {high}"))?;
+        if !self.is_on() && *self != Self::default() {
+            return Err(Error::usage(format!("{key} has bounds, but prompts_max_factor is {prompts_max_factor}"))
+                .hint(format!(
+                    "set {key}.prompts_max_factor = 4: prompts of a step, at most, in times prompts_per_step"
+                )));
+        }
+        Error::need(
+            !self.is_on() || samples_per_prompt > 1,
+            format!("{key} compares the samples of a prompt: needed rollout.samples_per_prompt of 2 or more"),
+        )
+    }
+}
+
+/// Mean of scores.
+pub fn mean(scores: &[f32]) -> f64 {
+    scores.iter().map(|score| f64::from(*score)).sum::<f64>() / scores.len().max(1) as f64
 }
 
 /// Temperatures between this and 0 would only overflow; 0 says what they mean.
@@ -36,6 +82,7 @@ impl RolloutConfig {
     /// Refuses values outside their range.
     pub fn check(&self) -> Result<()> {
         limits::check("rollout", self)?;
+        self.dynamic_sampling.check(self.samples_per_prompt)?;
         let t = self.temperature;
         Error::need(
             t == 0.0 || t >= TEMPERATURE_MIN,

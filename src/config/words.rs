@@ -49,6 +49,10 @@ const ALIASES: &[(&str, &str)] = &[
         "max_new_tokens generate_max_len max_completion_length max_response_length response_length max_tokens",
     ),
     ("rollout.response_tokens_min", "min_new_tokens min_tokens"),
+    (
+        "rollout.dynamic_sampling",
+        "dynamic_filtering filter_groups use_dynamic_sampling dynamic_sampling_max_gen_batches",
+    ),
     ("rollout.stop", "stop_strings stop_words"),
     ("rollout.repetition_penalty", "rep_penalty"),
     ("rollout.kv_bytes_max", "gpu_memory_utilization vllm_gpu_memory_utilization"),

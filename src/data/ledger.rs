@@ -47,6 +47,9 @@ pub struct Ledger {
     /// Samples of the rows handed out that were left out, as a reward failed on them or on one of their group.
     #[serde(default)]
     pub samples_dropped: u64,
+    /// Prompts handed out whose samples rollout.dynamic_sampling did not learn from.
+    #[serde(default)]
+    pub groups_dropped: u64,
 }
 
 impl Ledger {

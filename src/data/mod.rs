@@ -26,3 +26,6 @@ pub use row_source::{LabelledRow, PairRow, PromptSource, Row, RowSource, SftRow,
 pub use rows::{Part, Reading};
 pub use sources::{Prepared, Rows, SourceFile, prepare};
 pub use split::{TEST, TRAIN};
+
+/// The file of a run directory that names the rows that are not learned from.
+pub const LEDGER_LINES: &str = "ledger.jsonl";

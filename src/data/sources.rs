@@ -20,7 +20,8 @@ use crate::error::{Error, Result};
 use crate::experience::RowFields;
 use crate::sys::files::{self, xxh3};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
+use serde_json::{Value, json};
+use std::fs::File;
 use std::io::Write;
 
 /// An open entry of `data.prompts` or `data.split.eval_files`.
@@ -259,25 +260,52 @@ impl Rows {
     }
 
     /// Writes the filtered rows to `path`, a JSON line each: the file and line that it came from, and the rule that took it out.
-    pub fn write_filtered(&self, path: &Path) -> Result<()> {
+    /// Lines that `write_dropped` added for steps up to `step` stay.
+    pub fn write_filtered(&self, path: &Path, step: u64) -> Result<()> {
+        let before = if path.exists() {
+            files::read_to_string(path).map_err(|e| Error::io("read", path, &e))?
+        } else {
+            String::new()
+        };
+        let of_step = |line: &&str| {
+            let line: Option<Value> = serde_json::from_str(line).ok();
+            line.and_then(|line| line["step"].as_u64()).is_some_and(|of| of <= step)
+        };
         files::replace_with(path, |out| {
-            self.filtered.iter().try_for_each(|(source, document, rule)| {
-                let line =
-                    json!({"source": self.sources[*source].shard.meta(*document as usize)?.source, "rule": rule});
-                writeln!(out, "{line}").map_err(|e| Error::io("write", path, &e))
-            })
+            for (source, document, rule) in &self.filtered {
+                let source = &self.sources[*source].shard.meta(*document as usize)?.source;
+                writeln!(out, "{}", json!({"source": source, "rule": rule}))
+                    .map_err(|e| Error::io("write", path, &e))?;
+            }
+            before
+                .lines()
+                .filter(of_step)
+                .try_for_each(|line| writeln!(out, "{line}"))
+                .map_err(|e| Error::io("write", path, &e))
         })
+    }
+
+    /// Adds prompts of a step whose samples were not learned from to what `write_filtered` wrote: `Prompt::id`, and the mean score.
+    pub fn write_dropped(&self, path: &Path, step: u64, dropped: impl Iterator<Item = (u64, f64)>) -> Result<()> {
+        let mut lines = String::new();
+        for (id, score_mean) in dropped {
+            let source = match document_of(&self.sources, id) {
+                Some((source, document)) => source.shard.meta(document)?.source,
+                None => String::new(),
+            };
+            let line = json!({"source": source, "rule": "dynamic_sampling", "step": step, "score_mean": score_mean});
+            lines.push_str(&format!("{line}\n"));
+        }
+        let file = File::options().append(true).create(true).open(path);
+        file.and_then(|mut file| file.write_all(lines.as_bytes())).map_err(|e| Error::io("write", path, &e))
     }
 
     /// Gives rows of prompts as their files have them, by `Prompt::id`; `config` is the one they were opened with.
     pub fn lookup(&self, config: &DataConfig) -> impl Fn(u64) -> Result<RowFields> + Send + Sync + 'static {
         let (sources, config) = (self.sources.clone(), config.clone());
         move |id| {
-            let row = id & ((1 << PIECE_SHIFT) - 1);
-            let Some(source) = sources.iter().rfind(|source| source.first_id <= row) else {
-                return Ok(RowFields::default());
-            };
-            Ok(row_fields(source.shard.meta((row - source.first_id) as usize)?.fields, &config))
+            let Some((source, document)) = document_of(&sources, id) else { return Ok(RowFields::default()) };
+            Ok(row_fields(source.shard.meta(document)?.fields, &config))
         }
     }
 
@@ -311,6 +339,11 @@ impl Rows {
         &self.feed.ledger
     }
 
+    /// Counts prompts whose samples a step did not learn from.
+    pub fn drop_groups(&mut self, groups: u64) {
+        self.feed.ledger.groups_dropped += groups;
+    }
+
     /// Counts samples that a step left out.
     pub fn drop_samples(&mut self, samples: u64) {
         self.feed.ledger.samples_dropped += samples;
@@ -331,6 +364,13 @@ pub(super) fn eval_files(config: &DataConfig) -> &[String] {
 }
 
 /// The sources that train, then those that evaluate.
+/// Where the row of a prompt lies, by `Prompt::id`.
+fn document_of(sources: &[Source], id: u64) -> Option<(&Source, usize)> {
+    let row = id & ((1 << PIECE_SHIFT) - 1);
+    let source = sources.iter().rfind(|source| source.first_id <= row)?;
+    Some((source, (row - source.first_id) as usize))
+}
+
 fn names(config: &DataConfig) -> impl Iterator<Item = &String> {
     config.prompts.iter().chain(eval_files(config))
 }

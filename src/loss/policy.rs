@@ -61,6 +61,8 @@ impl AddAssign for PolicySums {
 /// - `clip`: -f_t min(r A, clamp(r, 1 - clip_low, 1 + clip_high) A), for A < 0 and `dual_clip` = c > 0 the max of
 ///   that min and c A (arXiv:1707.06347, arXiv:1912.09729)
 /// - `cispo`: -f_t stopgrad(min(r, 1 + clip_high)) A l (arXiv:2506.13585)
+/// - `sapo`: -f_t g(r) A, g(r) = (4 / tau) sigmoid(tau (r - 1)), whose slope is 1 at r = 1 and falls on both sides, tau by the sign of A
+///   (arXiv:2511.20347)
 /// - `gspo`: as `clip` with r = exp(mean_t (l - o)) over the tokens with a weight: the range must then be exactly
 ///   one whole sequence (arXiv:2507.18071)
 ///
@@ -80,7 +82,9 @@ pub fn policy_loss(
     tokens.check(dlogprobs.len(), dentropy.len());
     let mut sums = PolicySums::default();
     match config.loss {
-        PolicyLossKind::Clip | PolicyLossKind::Cispo => token_terms(config, tokens, dlogprobs, &mut sums),
+        PolicyLossKind::Clip | PolicyLossKind::Cispo | PolicyLossKind::Sapo => {
+            token_terms(config, tokens, dlogprobs, &mut sums)
+        }
         PolicyLossKind::Gspo => gspo_terms(config, tokens, dlogprobs, &mut sums),
     }
     sums.loss = sums.policy_loss;
@@ -132,7 +136,14 @@ fn surrogate(config: &PpoConfig, r: f64, advantage: f64) -> (f64, f64, bool) {
     (value, slope, clipped < plain)
 }
 
-/// The terms of `clip` and `cispo`: each token has a ratio of its own.
+/// SAPO's gate times the advantage, and its derivative by the ratio: 4 s (1 - s) A, s = sigmoid(tau (r - 1)).
+fn gate(config: &PpoConfig, r: f64, advantage: f64) -> (f64, f64) {
+    let tau = f64::from(if advantage > 0.0 { config.sapo_tau_positive } else { config.sapo_tau_negative });
+    let s = 1.0 / (1.0 + (-tau * (r - 1.0)).exp());
+    (4.0 / tau * s * advantage, 4.0 * s * (1.0 - s) * advantage)
+}
+
+/// The terms of `clip`, `cispo` and `sapo`: each token has a ratio of its own.
 fn token_terms(config: &PpoConfig, tokens: &PolicyTokens, dlogprobs: &mut [f32], sums: &mut PolicySums) {
     dlogprobs.fill(0.0);
     let high = 1.0 + f64::from(config.clip_high);
@@ -140,12 +151,19 @@ fn token_terms(config: &PpoConfig, tokens: &PolicyTokens, dlogprobs: &mut [f32],
         let log_ratio = tokens.log_ratio(t);
         let (r, dr) = ratio(log_ratio);
         let (advantage, weight) = (f64::from(tokens.advantages[t]), f64::from(tokens.weights[t]) * tokens.factor(t));
-        let (loss, slope, clipped) = if config.loss == PolicyLossKind::Cispo {
-            let slope = -weight * r.min(high) * advantage;
-            (slope * f64::from(tokens.logprobs[t]), slope, r > high)
-        } else {
-            let (value, slope, clipped) = surrogate(config, r, advantage);
-            (-(weight * value), -weight * slope * dr, clipped)
+        let (loss, slope, clipped) = match config.loss {
+            PolicyLossKind::Cispo => {
+                let slope = -weight * r.min(high) * advantage;
+                (slope * f64::from(tokens.logprobs[t]), slope, r > high)
+            }
+            PolicyLossKind::Sapo => {
+                let (value, slope) = gate(config, r, advantage);
+                (-(weight * value), -weight * slope * dr, false)
+            }
+            _ => {
+                let (value, slope, clipped) = surrogate(config, r, advantage);
+                (-(weight * value), -weight * slope * dr, clipped)
+            }
         };
         sums.tokens += 1;
         sums.clipped += u64::from(clipped);

@@ -122,6 +122,11 @@ table! {
     SAMPLES = "samples", "rollout", Count, "Samples that this step learned from.";
     SAMPLES_DROPPED = "samples_dropped", "rollout", Count,
         "Samples that this step did not learn from, as a reward failed on them or on others of their prompt.";
+    GROUPS_DROPPED = "groups_dropped", "rollout", Count,
+        "Prompts whose samples this step did not learn from, as rollout.dynamic_sampling has it.";
+    SCORE_SAMPLED_MEAN = "score_sampled_mean", "reward", One,
+        "score_mean over all samples, those that rollout.dynamic_sampling dropped included.";
+    ROLLOUT_ROUNDS = "rollout_rounds", "rollout", Count, "How often this step asked for more prompts, the first time included.";
     RESPONSE_TOKENS_MEAN = "response_tokens_mean", "rollout", Tokens, "Mean length of a response.";
     RESPONSE_TRUNCATED_RATIO = "response_truncated_ratio", "rollout", Ratio,
         "Share of responses that were cut by length.";

@@ -18,6 +18,7 @@ use crate::config::{self, reward::RewardConfig};
 use crate::error::Result;
 use crate::experience::{Prompt, Response};
 use pool::{Asked, Pool};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -27,6 +28,8 @@ pub struct Reward {
     parts: Vec<Part>,
     /// Whether reward models score beside them.
     has_models: bool,
+    /// Factors in the sum by name, those of reward models included.
+    weights: BTreeMap<String, f32>,
     /// The responses of this round, by their places.
     asked: Vec<Option<Arc<Asked>>>,
 }
@@ -76,7 +79,16 @@ impl Reward {
                 parts[i].name = format!("{}_{}", parts[i].name, same + 1);
             }
         }
-        Ok(Self { parts, has_models: config.has_models(), asked: Vec::new() })
+        let mut weights: BTreeMap<String, f32> = parts.iter().map(|part| (part.name.clone(), part.weight)).collect();
+        weights.extend(config.models.iter().enumerate().map(|(i, model)| (model.name(i), model.weight)));
+        weights.extend(
+            config.judge.iter().enumerate().map(|(i, judge)| (judge.name(config.models.len() + i), judge.weight)),
+        );
+        Ok(Self { parts, has_models: config.has_models(), weights, asked: Vec::new() })
+    }
+
+    pub fn weights(&self) -> &BTreeMap<String, f32> {
+        &self.weights
     }
 
     fn pools(&mut self) -> impl Iterator<Item = &mut Pool> {

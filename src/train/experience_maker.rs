@@ -52,7 +52,7 @@ pub struct Collected {
     pub values: Result<Metrics>,
 }
 
-/// Answers and scores `prompts`; responses in `finished` are kept. Responses reach all ranks over the collector's pipeline; without one
+/// Answers and scores `prompts` from the place `first` on; responses in `finished` are kept. Responses reach all ranks over the collector's pipeline; without one
 /// all roles are on the same ranks: then there is one batch, and no rank waits. All ranks of the run call this.
 pub fn make_experience(
     run: &Run,
@@ -60,14 +60,17 @@ pub fn make_experience(
     collector: &mut Collector,
     step: u64,
     prompts: &[Prompt],
+    first: usize,
     finished: &[Response],
     phases: &mut Phases,
 ) -> Result<Collected> {
     let gathered = models.actor.map(|(actor, rollout_weights)| rollout_weights.gather(actor, phases));
     let mut batch = Batch { samples: Vec::new(), complete: true, scores: Ok(Scores::default()) };
     let mut pending = Vec::new();
-    let count = run.config.mesh.rollout_batches(prompts.len());
-    for part in (0..count).map(|part| share(prompts.len(), 1, part, count)) {
+    let asked = prompts.len() - first;
+    let count = run.config.mesh.rollout_batches(asked);
+    for part in (0..count).map(|part| share(asked, 1, part, count)) {
+        let part = first + part.start..first + part.end;
         phase::set(step, "rollout");
         let mine = match &gathered {
             Some(gathered) => {

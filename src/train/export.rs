@@ -59,9 +59,9 @@ pub fn finish(
         ("deferred", ledger.deferred),
     ];
     let became = became.map(|(what, rows)| format!("{} {what}", grouped(rows)));
-    let dropped =
-        (ledger.samples_dropped > 0).then(|| format!("; {} samples dropped", grouped(ledger.samples_dropped)));
-    let mut rows = vec![("ledger".to_string(), became.join(", ") + &dropped.unwrap_or_default())];
+    let dropped = [("samples", ledger.samples_dropped), ("groups", ledger.groups_dropped)];
+    let dropped = dropped.iter().filter(|(_, n)| *n > 0).map(|(what, n)| format!("; {} {what} dropped", grouped(*n)));
+    let mut rows = vec![("ledger".to_string(), became.join(", ") + &dropped.collect::<String>())];
     if let Some(expected) = run.expected_of_fullest() {
         let (measured, planned) = (format_bytes(measured), format_bytes(expected.taken));
         rows.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned per rank")));

@@ -9,7 +9,7 @@ use super::{export, placement};
 use crate::comm::{phase, records};
 use crate::config::Config;
 use crate::data::balance::Cost;
-use crate::data::{Prepared, Row, RowSource, Rows};
+use crate::data::{LEDGER_LINES, Prepared, Row, RowSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::launch::banner::Needs;
 use crate::launch::run::{Run, Values};
@@ -226,8 +226,8 @@ impl<J: Job> Opened<J> {
         }
         if !run.dry_run {
             let is_writer = run.ranks.world.rank == 0;
-            let filtered = run.dir.join("ledger.jsonl");
-            run.ranks.all.agree(if is_writer { job.rows().write_filtered(&filtered) } else { Ok(()) })?;
+            let filtered = run.dir.join(LEDGER_LINES);
+            run.ranks.all.agree(if is_writer { job.rows().write_filtered(&filtered, state.step) } else { Ok(()) })?;
             let cut = run.recorder.cut_back(state.step);
             run.ranks.all.agree(cut)?;
         }

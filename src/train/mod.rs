@@ -3,6 +3,7 @@
 mod best;
 mod config_diff;
 pub mod distill;
+mod dynamic_sampling;
 mod evaluate;
 mod experience_maker;
 mod export;

@@ -5,7 +5,7 @@ use super::distill::{self, REPORTED, Teachers};
 use super::evaluate::EVAL_STEPS;
 use super::job::{Ended, Job, Step};
 use super::models::{JobModel, ModelSpec};
-use super::ppo::{Ppo, rollout_speed};
+use super::ppo::Ppo;
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::data::{Part, PromptSource, Rows};
@@ -108,7 +108,6 @@ impl Job for OnPolicy {
         })?;
         let mut all = work.values.clone();
         all.extend(named(work.sums.means(REPORTED)));
-        all.extend(rollout_speed(step, &work.experience));
         Ok(all)
     }
 
@@ -119,7 +118,7 @@ impl Job for OnPolicy {
         if prompts.is_empty() {
             return Ok(Some(Vec::new()));
         }
-        let made = self.ppo.sample(run, u64::from(EVAL_STEPS) + step, &prompts, &[], &mut Phases::start())?;
+        let made = self.ppo.sample(run, u64::from(EVAL_STEPS) + step, &prompts, 0, &[], &mut Phases::start())?;
         if !made.complete {
             return Ok(None);
         }

@@ -1,5 +1,6 @@
 //! PPO and its relatives on one page: prompts -> rollout -> reward -> advantage -> { loss -> gradient -> step }.
 
+use super::dynamic_sampling::{DroppedGroup, Rounds};
 use super::experience_maker::{Collected, RolloutModels, hold, make_experience};
 use super::job::{Ended, Job, Step};
 use super::models::{JobModel, ModelSpec};
@@ -14,7 +15,7 @@ use crate::config::mesh::RoleName;
 use crate::config::ppo::KlIn;
 use crate::config::reward::{JudgeConfig, ModelRewardConfig};
 use crate::config::{self, Config};
-use crate::data::{Part, PromptSource, Rows, SftRow};
+use crate::data::{LEDGER_LINES, Part, PromptSource, Rows, SftRow};
 use crate::device::null;
 use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Finish, Prompt, Response};
@@ -59,6 +60,7 @@ enum Work {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct UpdateWork {
     pub(super) experience: Vec<Experience>,
+    dropped: Vec<DroppedGroup>,
     /// KL coefficient of this step.
     kl_beta: f32,
     /// Minibatches done in this step, over all epochs.
@@ -188,7 +190,8 @@ impl Job for Ppo {
         let config = run.config.clone();
         let mut work = self.begin(run, step, |ppo, experience| {
             let kl_beta = ppo.advantage.kl.beta;
-            let stats = crate::advantage::compute_step(&config.ppo, &mut ppo.advantage, experience)?;
+            let weights = ppo.collector.reward_weights();
+            let stats = crate::advantage::compute_step(&config.ppo, weights, &mut ppo.advantage, experience)?;
             Ok((advantage_values(&stats, experience, kl_beta), kl_beta))
         })?;
         let _held = hold(&work.experience);
@@ -202,7 +205,7 @@ impl Job for Ppo {
             let update = Update { config: &config, axes: &run.ranks.axes, kl_beta, texts };
             update.minibatch(ppo.actor.as_mut().filter(|_| !warms_up), ppo.critic.as_mut(), samples)
         })?;
-        Ok(metrics(run, step, &work))
+        Ok(metrics(run, &work))
     }
 
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>> {
@@ -231,49 +234,80 @@ impl Ppo {
     ) -> std::result::Result<UpdateWork, Ended> {
         let finished = match self.work.take() {
             Some(Work::Update(work)) => {
-                record(run, step.number, &work.experience)?;
+                self.record(run, step.number, &work)?;
                 return Ok(work);
             }
             Some(Work::Rollout(finished)) => finished,
             None => Vec::new(),
         };
-        let (mut experience, measured) = self.collect(run, step, &finished)?;
+        let Rounds { samples: mut experience, dropped, response_tokens, values: measured, .. } =
+            self.collect(run, step, &finished)?;
         let (mut values, kl_beta) = prepare(self, &mut experience)?;
         let shown = run.recorder.samples(step.number, &experience);
         run.ranks.all.agree(shown)?;
-        record(run, step.number, &experience)?;
         values.extend(sampled_values(&experience));
         values.extend(measured);
-        Ok(UpdateWork { experience, kl_beta, values, ..UpdateWork::default() })
+        values.extend(rollout_speed(step, response_tokens));
+        let work = UpdateWork { experience, dropped, kl_beta, values, ..UpdateWork::default() };
+        self.record(run, step.number, &work)?;
+        Ok(work)
     }
 
-    /// Rollout, rewards, scores of reference and critic: the whole batch on every rank, and what was measured. A step that is stopped,
-    /// or whose reward fails, ends with its finished responses; the resumed run takes its prompts again.
-    fn collect(
-        &mut self,
-        run: &mut Run,
-        step: &mut Step,
-        finished: &[Response],
-    ) -> std::result::Result<(Vec<Experience>, Metrics), Ended> {
-        phase::set(step.number, "rollout");
-        let prompts: Result<Vec<Prompt>> = self.collector.source.next(run.config.rollout.prompts_per_step);
-        let prompts = run.ranks.all.agree(prompts)?;
-        let made = self.sample(run, step.number, &prompts, finished, &mut step.phases)?;
-        let unfinished = |samples: Vec<Experience>, error| {
-            let responses = samples.into_iter().map(|sample| sample.response).collect();
-            let work = records::encode(&Work::Rollout(responses));
-            Err(Ended::Unfinished { work, took_rows: false, error })
-        };
-        if !made.complete {
-            return unfinished(made.samples, None);
+    /// Rollout, rewards, scores of reference and critic: the whole batch on every rank, and what was measured, in as many rounds as
+    /// dynamic sampling takes. A step that is stopped, or whose reward fails, ends with its finished responses; the resumed run
+    /// takes its prompts again.
+    fn collect(&mut self, run: &mut Run, step: &mut Step, finished: &[Response]) -> std::result::Result<Rounds, Ended> {
+        let (dynamic, wanted) = (run.config.rollout.dynamic_sampling.clone(), run.config.rollout.prompts_per_step);
+        let most = wanted * dynamic.prompts_max_factor;
+        let (mut rounds, mut prompts) = (Rounds::default(), Vec::new());
+        while rounds.groups < wanted && prompts.len() < most {
+            phase::set(step.number, "rollout");
+            let first = prompts.len();
+            let more: Result<Vec<Prompt>> = self.collector.source.next((wanted - rounds.groups).min(most - first));
+            prompts.extend(run.ranks.all.agree(more)?);
+            let made = self.sample(run, step.number, &prompts, first, finished, &mut step.phases)?;
+            let unfinished = |rounds: Rounds, samples, error| {
+                let work = records::encode(&Work::Rollout(rounds.responses(samples)));
+                Err(Ended::Unfinished { work, took_rows: false, error })
+            };
+            if !made.complete {
+                return unfinished(rounds, made.samples, None);
+            }
+            match made.values {
+                Err(error) if error.kind == Kind::Service => return unfinished(rounds, made.samples, Some(error)),
+                measured => rounds.take(&dynamic, made.samples, measured?),
+            }
         }
-        let measured = match made.values {
-            Err(error) if error.kind == Kind::Service => return unfinished(made.samples, Some(error)),
-            measured => measured?,
-        };
-        let dropped = measured.iter().filter(|(key, _)| key == keys::SAMPLES_DROPPED);
-        self.collector.source.drop_samples(dropped.map(|(_, samples)| *samples as u64).sum());
-        Ok((made.samples, measured))
+        if rounds.samples.is_empty() {
+            let dropped =
+                format!("none of the {} prompts of step {} has samples to learn from", prompts.len(), step.number);
+            let hint = "mean scores of their groups are outside of rollout.dynamic_sampling's bounds, or all scores of a group are equal";
+            let work = records::encode(&Work::Rollout(rounds.responses(Vec::new())));
+            return Err(Ended::Unfinished { work, took_rows: false, error: Some(Error::data(dropped).hint(hint)) });
+        }
+        if rounds.groups < wanted {
+            run.recorder.warn(&format!(
+                "step {}: {} groups of {wanted} to learn from in {} prompts: rollout.dynamic_sampling.prompts_max_factor lets a step \
+                 answer more",
+                step.number, rounds.groups, prompts.len()
+            ));
+        }
+        rounds.finish(&dynamic);
+        let failed = rounds.values.iter().filter(|(key, _)| key == keys::SAMPLES_DROPPED);
+        self.collector.source.drop_samples(failed.map(|(_, samples)| *samples as u64).sum());
+        self.collector.source.drop_groups(rounds.dropped.len() as u64);
+        Ok(rounds)
+    }
+
+    /// Records what a step learns from; again, where a resumed one ends it, as the resume removed its record.
+    fn record(&self, run: &mut Run, step: u64, work: &UpdateWork) -> Result<()> {
+        let UpdateWork { experience, dropped, .. } = work;
+        let recorded = run.recorder.rollouts(step, experience, run.config.job.seed, &run.config_hash);
+        let of_dropped = dropped.iter().map(|group| (group.prompt_id, group.score_mean));
+        let is_writer = run.ranks.world.rank == 0 && !dropped.is_empty();
+        let ledger = run.dir.join(LEDGER_LINES);
+        let listed = if is_writer { self.collector.source.write_dropped(&ledger, step, of_dropped) } else { Ok(()) };
+        run.ranks.all.agree(recorded.and(listed))
     }
 
     /// The pretraining rows of an update: as many as a minibatch has samples, where they are learned from (PPO-ptx).
@@ -286,12 +320,13 @@ impl Ppo {
         run.ranks.all.agree(self.collector.source.pretrain(update, shape.minibatch))
     }
 
-    /// Samples and scores responses to `prompts`, but for `finished` ones, which are kept.
+    /// Samples and scores responses to `prompts` from the place `first` on, but for `finished` ones, which are kept.
     pub(super) fn sample(
         &mut self,
         run: &mut Run,
         step: u64,
         prompts: &[Prompt],
+        first: usize,
         finished: &[Response],
         phases: &mut Phases,
     ) -> Result<Collected> {
@@ -301,7 +336,7 @@ impl Ppo {
             critic: self.critic.as_mut().map(|critic| &mut critic.role),
             reference: self.reference.as_mut(),
         };
-        make_experience(run, &mut models, &mut self.collector, step, prompts, finished, phases)
+        make_experience(run, &mut models, &mut self.collector, step, prompts, first, finished, phases)
     }
 
     /// Epochs over minibatches of `size` samples of a global, seeded shuffle that does not depend on the ranks: `update` makes an
@@ -354,7 +389,7 @@ impl Ppo {
     }
 }
 
-fn metrics(run: &Run, step: &Step, work: &UpdateWork) -> Metrics {
+fn metrics(run: &Run, work: &UpdateWork) -> Metrics {
     let mut values = work.values.clone();
     let kl_in_loss = run.config.ppo.kl_in == KlIn::Loss && run.config.needs_reference();
     // Means over the updates, and the largest gap and norms.
@@ -366,25 +401,17 @@ fn metrics(run: &Run, step: &Step, work: &UpdateWork) -> Metrics {
             work.sums.means(REPORTED).into_iter().filter(|(k, _)| *k == of_actor).map(|(_, x)| (key.into(), x)),
         );
     }
-    values.extend(rollout_speed(step, &work.experience));
     values
 }
 
-/// What a rollout of the step took of a token; nothing where an earlier start sampled.
-pub(super) fn rollout_speed(step: &Step, samples: &[Experience]) -> Metrics {
-    let rollout_s = step.phases.spent(Phase::Rollout).as_secs_f64();
-    let sampled = samples.iter().map(|e| e.response.tokens.len()).sum::<usize>() as f64;
+/// What the rollout of a step took of each of `sampled` tokens.
+fn rollout_speed(step: &Step, sampled: usize) -> Metrics {
+    let (rollout_s, sampled) = (step.phases.spent(Phase::Rollout).as_secs_f64(), sampled as f64);
     let values = [
         (keys::ROLLOUT_TOKENS_PER_S, sampled / rollout_s),
         (keys::TIME_PER_TOKEN_MS, 1e3 * rollout_s / sampled.max(1.0)),
     ];
     named(values.into_iter().filter(|_| rollout_s > 0.0))
-}
-
-/// A step that is finished after a resume is recorded again: the resume removed its record.
-fn record(run: &mut Run, step: u64, samples: &[Experience]) -> Result<()> {
-    let recorded = run.recorder.rollouts(step, samples, run.config.job.seed, &run.config_hash);
-    run.ranks.all.agree(recorded)
 }
 
 /// Numbers of samples, whatever is learned from them.

@@ -18,7 +18,7 @@ use crate::rng::{Purpose, Rng};
 use crate::rollout::{self, Engine, Hooks, Model, Request, Stop};
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
 use std::ops::Range;
 use std::sync::Arc;
@@ -91,6 +91,11 @@ impl Collector {
             context,
             graphs_logged: false,
         })
+    }
+
+    /// Factors of the rewards in their sum.
+    pub fn reward_weights(&self) -> &BTreeMap<String, f32> {
+        self.reward.weights()
     }
 
     /// Samples responses to this rank's share of the prompts `part`, but for `finished` ones, and hands each to its rewards where these

@@ -5,6 +5,7 @@ use rlhf_hpc::config::ppo::{Estimator, KlEstimator, KlIn, PpoConfig, Truncation}
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::experience::{Experience, Finish, Greedy, Prompt, Response};
 use rlhf_hpc::rng::{Purpose, Rng};
+use std::collections::BTreeMap;
 
 /// Seeded samples of 1 to 9 tokens: `prompts` prompts, `per_prompt` samples each.
 fn batch(prompts: usize, per_prompt: usize) -> Vec<Experience> {
@@ -109,6 +110,54 @@ fn kl_in_the_loss_or_nowhere_leaves_rewards_alone() {
 }
 
 #[test]
+fn gdpo_scales_each_reward_by_itself_before_it_adds_them_up() {
+    let config = PpoConfig {
+        advantage: Estimator::Gdpo,
+        kl_in: KlIn::None,
+        advantage_std: false,
+        overlong_buffer_tokens: 4,
+        overlong_tokens_max: 8,
+        ..PpoConfig::default()
+    };
+    let weights = BTreeMap::from([("right".to_string(), 1.0), ("form".to_string(), 0.5)]);
+    let mut samples = batch(2, 4);
+    for (i, sample) in samples.iter_mut().enumerate() {
+        let (right, form) = ((i % 3) as f32, 100.0 * (i % 2) as f32);
+        sample.scores.insert("right".to_string(), right);
+        // One sample of the second group is not scored by the second reward.
+        if i != 5 {
+            sample.scores.insert("form".to_string(), form);
+        }
+        sample.score = right + 0.5 * sample.scores.get("form").copied().unwrap_or(0.0);
+    }
+    advantage::compute_step(&config, &weights, &mut AdvantageState::new(&config), &mut samples).unwrap();
+    let scaled = |of: &dyn Fn(&Experience) -> Option<f64>, group: &[Experience], own: &Experience| {
+        let known: Vec<f64> = group.iter().filter_map(of).collect();
+        let mean = known.iter().sum::<f64>() / known.len() as f64;
+        let variance = known.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / (known.len() - 1) as f64;
+        of(own).map_or(0.0, |own| (own - mean) / (variance.sqrt() + 1e-9))
+    };
+    let of = |name: &'static str| move |sample: &Experience| sample.scores.get(name).map(|score| f64::from(*score));
+    let penalty = |sample: &Experience| Some(-(sample.response.tokens.len().saturating_sub(4).min(4) as f64) / 4.0);
+    let shaped: Vec<f64> = samples
+        .chunks(4)
+        .flat_map(|group| {
+            let sum = |own| {
+                scaled(&of("right"), group, own) + 0.5 * scaled(&of("form"), group, own) + scaled(&penalty, group, own)
+            };
+            group.iter().map(sum).collect::<Vec<_>>()
+        })
+        .collect();
+    let lengths = samples.iter().map(|sample| sample.mask.iter().filter(|m| **m != 0).count() as f64);
+    let tokens: f64 = lengths.clone().sum();
+    let mean = shaped.iter().zip(lengths).map(|(score, length)| score * length).sum::<f64>() / tokens;
+    for (sample, score) in samples.iter().zip(&shaped) {
+        let learned = sample.advantages.iter().zip(&sample.mask).filter(|(_, m)| **m != 0);
+        assert!(learned.clone().all(|(a, _)| (f64::from(*a) - (score - mean)).abs() < 1e-5), "{sample:?}, {score}");
+    }
+}
+
+#[test]
 fn remax_takes_off_the_greedy_score_that_is_shaped_as_the_samples_are() {
     let config = PpoConfig {
         advantage: Estimator::Remax,
@@ -168,13 +217,13 @@ fn state_survives_serde_and_steps_go_on_bitwise() {
     let config = PpoConfig { reward_normalize: true, kl_target: 0.05, kl_horizon: 40.0, ..PpoConfig::default() };
     let mut state = AdvantageState::new(&config);
     let first = state.kl.beta;
-    advantage::compute_step(&config, &mut state, &mut batch(4, 2)).unwrap();
+    advantage::compute_step(&config, &BTreeMap::new(), &mut state, &mut batch(4, 2)).unwrap();
     assert_ne!(state.kl.beta, first);
     let mut restored: AdvantageState = serde_json::from_str(&serde_json::to_string(&state).unwrap()).unwrap();
     assert_eq!(restored, state);
     let (mut a, mut b) = (batch(3, 2), batch(3, 2));
-    let stats = advantage::compute_step(&config, &mut state, &mut a).unwrap();
-    assert_eq!(advantage::compute_step(&config, &mut restored, &mut b).unwrap(), stats);
+    let stats = advantage::compute_step(&config, &BTreeMap::new(), &mut state, &mut a).unwrap();
+    assert_eq!(advantage::compute_step(&config, &BTreeMap::new(), &mut restored, &mut b).unwrap(), stats);
     assert_eq!((a, state), (b, restored));
 }
 

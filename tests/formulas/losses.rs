@@ -100,7 +100,8 @@ fn policy_derivatives_equal_finite_differences() {
                 ..clip.clone()
             },
         ),
-        ("fixed sum", PpoConfig { aggregation: Aggregation::SequenceSumFixed, ..clip }),
+        ("fixed sum", PpoConfig { aggregation: Aggregation::SequenceSumFixed, ..clip.clone() }),
+        ("sapo", PpoConfig { loss: PolicyLossKind::Sapo, sapo_tau_negative: 2.0, ..clip }),
     ];
     for (name, config) in configs {
         let mut sequence = Sequence::new(config.aggregation_in_force());

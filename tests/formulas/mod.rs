@@ -11,10 +11,11 @@ use rlhf_hpc::advantage::{AdvantageState, AdvantageStats, compute_step};
 use rlhf_hpc::config::ppo::PpoConfig;
 use rlhf_hpc::error::Result;
 use rlhf_hpc::experience::Experience;
+use std::collections::BTreeMap;
 
 /// The advantages of a first step, with `beta` as the coefficient of the KL.
 fn compute(config: &PpoConfig, beta: f32, samples: &mut [Experience]) -> Result<AdvantageStats> {
     let mut state = AdvantageState::new(config);
     state.kl.beta = beta;
-    compute_step(config, &mut state, samples)
+    compute_step(config, &BTreeMap::new(), &mut state, samples)
 }

@@ -6,6 +6,7 @@ mod arrays;
 mod best;
 mod changed;
 mod distill;
+mod dynamic_sampling;
 mod failing;
 mod interrupted;
 pub mod job;

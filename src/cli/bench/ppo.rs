@@ -17,6 +17,7 @@ use crate::metrics::keys;
 use crate::model::{Arch, Head};
 use crate::tensor::DType;
 use crate::train::update::Update;
+use std::collections::BTreeMap;
 
 const PROMPTS: usize = 32;
 const PROMPT: usize = 32;
@@ -93,7 +94,7 @@ impl Step {
         });
         at.push(meter.now());
         let kl_beta = self.state.kl.beta;
-        advantage::compute_step(&self.config.ppo, &mut self.state, &mut samples)?;
+        advantage::compute_step(&self.config.ppo, &BTreeMap::new(), &mut self.state, &mut samples)?;
         at.push(meter.now());
         let chosen: Vec<&Experience> = samples.iter().collect();
         let update = Update { config: &self.config, axes: &axes, kl_beta, texts: &[] };

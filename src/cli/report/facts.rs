@@ -107,5 +107,9 @@ pub fn rows(ledger: &Ledger) -> String {
         let dropped = grouped(ledger.samples_dropped);
         put!(out, "<p class=\"note\">{dropped} samples were dropped, as a reward failed on them or beside them.</p>");
     }
+    if ledger.groups_dropped > 0 {
+        let dropped = grouped(ledger.groups_dropped);
+        put!(out, "<p class=\"note\">The samples of {dropped} prompts were dropped by rollout.dynamic_sampling.</p>");
+    }
     out
 }
