@@ -121,7 +121,12 @@ fn mean_and_std_of_a_reward_model_are_those_of_the_scores_of_held_out_responses(
     }
     let input = job.dir.join("held-out.jsonl");
     std::fs::write(&input, rows.join("\n")).expect("writes");
-    let export = job.dir.join("export");
+    let (export, again) = (job.dir.join("export"), job.dir.join("again"));
+    let from = [&job.checkpoints().join("step-2"), &again].map(|path| path.display().to_string());
+    command::run(place(), &["export", &from[0], "--out", &from[1]]).well();
+    for file in ["config.json", "model.safetensors"] {
+        assert!(job.read(&format!("again/{file}")) == job.read(&format!("export/{file}")), "{file} of the checkpoint");
+    }
     let paths = [&export, &input].map(|path| path.to_str().expect("text"));
     let verb = ["reward", "--model", paths[0], "--input", paths[1], "--device", "cpu"];
     let scores = |more: &[&str]| -> Vec<f64> {
