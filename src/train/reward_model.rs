@@ -19,6 +19,7 @@ use crate::metrics::Phase;
 use crate::metrics::keys::{self, Metrics};
 use crate::model::{Arch, Head, Saved};
 use crate::text::Tokenizer;
+use serde::Deserialize;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Instant;
@@ -70,8 +71,7 @@ impl Job for RewardModel {
     }
 
     fn restore(&mut self, state: Value, _work: Option<&[u8]>) -> Result<()> {
-        let known = serde_json::from_value(state).map_err(|e| Error::data(format!("the checkpoint's state: {e}")))?;
-        self.learner.role.transformer.arch.reward_mean_std = known;
+        self.learner.role.transformer.arch.reward_mean_std = mean_std(&state)?;
         Ok(())
     }
 
@@ -114,6 +114,11 @@ impl Job for RewardModel {
         self.learner.role.transformer.arch.reward_mean_std = Some((mean as f32, std as f32));
         Ok(Some(pairs::eval_metrics(&sums, rows.len(), start.elapsed().as_secs_f64())))
     }
+}
+
+/// Mean and standard deviation in the state of a checkpoint.
+pub fn mean_std(state: &Value) -> Result<Option<(f32, f32)>> {
+    Deserialize::deserialize(state).map_err(|e| Error::data(format!("the checkpoint's state: {e}")))
 }
 
 impl RewardModel {
