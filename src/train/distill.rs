@@ -198,12 +198,13 @@ pub fn evaluate(
             let (model, w) = (&student.transformer, &student.weights);
             let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
             let (found, logprobs) = model.divergences(w, &hidden, &row.rows, &row.targets, &lesson);
-            measured(config, &logprobs, &found, 1.0)
+            vec![measured(config, &logprobs, &found, 1.0)]
         })
     })?;
-    let mean = |sums: &Sums, key| sums.get(key) / sums.get(TOKENS).max(1.0);
     Ok(sums.map(|sums| {
-        named([(keys::EVAL_LOSS, mean(&sums, keys::LOSS)), (keys::EVAL_KL_MEAN, mean(&sums, keys::KL_MEAN))])
+        let sums = Sums::total(&sums);
+        let mean = |key| sums.get(key) / sums.get(TOKENS).max(1.0);
+        named([(keys::EVAL_LOSS, mean(keys::LOSS)), (keys::EVAL_KL_MEAN, mean(keys::KL_MEAN))])
     }))
 }
 

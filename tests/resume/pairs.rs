@@ -59,6 +59,9 @@ fn steps_and_evaluations_on_any_layout_have_the_numbers_of_one_rank() {
                     assert!((a - b).abs() <= within * b.abs().max(0.1), "{name}: {key} on {layout}: {a} against {b}");
                 }
             }
+            let rows = |job: &Job| job.eval_rows().into_values().flatten().map(|row| row.row).collect::<Vec<_>>();
+            assert_eq!(rows(&job), rows(&alone), "{name}: rows of evaluations on {layout}");
+            assert_eq!(rows(&alone).is_empty(), *name == "step-reward", "{name}");
         }
     }
 }
@@ -160,6 +163,14 @@ fn mean_and_std_of_a_reward_model_are_those_of_the_scores_of_held_out_responses(
         (raw.chunks(2).map(|pair| pair[0] - pair[1]).collect::<Vec<f64>>(), job.numbers("eval_accuracy"));
     let right = margins.iter().filter(|margin| **margin > 0.0).count() as f64 / margins.len() as f64;
     assert_eq!(last.last(), Some(&right), "{margins:?}");
+    // The first of them are recorded with these scores.
+    let recorded = job.eval_rows().remove(&2).expect("it was evaluated");
+    assert!(recorded.len() == margins.len().min(32) && recorded.iter().all(|row| row.correct == (row.margin > 0.0)));
+    for (row, scores) in recorded.iter().zip(raw.chunks(2)) {
+        let rewards: Vec<f64> = row.responses.list().iter().map(|(_, _, reward)| *reward).collect();
+        assert!(rewards.iter().zip(scores).all(|(a, b)| (a - b).abs() < 1e-4), "{row:?}, not {scores:?}");
+        assert_eq!(row.margin, rewards[0] - rewards[1]);
+    }
 }
 
 /// How two ranks share a job with a reward model: as one rank does it, but for the order of sums.
