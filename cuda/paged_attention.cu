@@ -10,16 +10,16 @@
 
 #define WARPS (THREADS / WARP)
 
-// Blocks of keys of a stage: at most 70 KiB for keys and values, so that two blocks of threads fit an SM.
-#define BLOCKS 2
-
+// Keys and values under way. Four blocks of threads fit an SM: 35 KiB each where rows are long, and 128 registers a thread.
 template <int E> struct Stage {
+    // Blocks of keys.
+    static constexpr int BLOCKS = E > 64 && E <= 128 ? 1 : 2;
     static constexpr int ROWS = BLOCKS * Block<E>::KEYS;
     static constexpr int TILE = ROWS * Tile<E>::STRIDE;
 };
 
 // Shared by the warps of a decoding block, beside the tiles.
-struct Exchange {
+template <int BLOCKS> struct Exchange {
     float max[BLOCKS][16];
     float sum[BLOCKS][2][WARP];
     // Left operands [block of keys][16 keys][lane]
@@ -27,9 +27,9 @@ struct Exchange {
 };
 
 // The scores of this warp's block of a stage; their maxima go to the other warps.
-template <int E, int N>
+template <int E, int N, class EXCHANGE>
 DEVICE void decode_scores(float (&s)[N][4], const u32 (&q)[E / 16][4], const bf16* keys, int first,
-                          const Sight& sight, Exchange* exchange) {
+                          const Sight& sight, EXCHANGE* exchange) {
     int warp = warp_id(), lane = lane_id();
     scores<E>(s, q, keys + warp * 8 * N * Tile<E>::STRIDE);
     mask(s, first + warp * 8 * N, sight);
@@ -42,8 +42,8 @@ DEVICE void decode_scores(float (&s)[N][4], const u32 (&q)[E / 16][4], const bf1
 }
 
 // Probabilities of this warp's block, for the maximum that its rows have there.
-template <int N>
-DEVICE void decode_probabilities(float (&s)[N][4], float low, float high, float scale, Exchange* exchange) {
+template <int N, class EXCHANGE>
+DEVICE void decode_probabilities(float (&s)[N][4], float low, float high, float scale, EXCHANGE* exchange) {
     int warp = warp_id(), lane = lane_id();
     exchange->sum[warp][0][lane] = probabilities<0>(s, low, scale);
     exchange->sum[warp][1][lane] = probabilities<1>(s, high, scale);
@@ -78,15 +78,13 @@ DEVICE void end_run(float (&before)[PAIRS][2][4], Running& past, float (&o)[PAIR
 
 template <int E> DEVICE void decode(const Paged& paged) {
     DYNAMIC_SHARED(shared);
-    constexpr int KEYS = Block<E>::KEYS, PAIRS = (E / 16 + WARPS - 1) / WARPS;
+    constexpr int KEYS = Block<E>::KEYS, BLOCKS = Stage<E>::BLOCKS, PAIRS = (E / 16 + WARPS - 1) / WARPS;
     bf16 *keys = (bf16*)shared, *values = keys + Stage<E>::TILE;
-    Exchange* exchange = (Exchange*)(values + Stage<E>::TILE);
+    auto* exchange = (Exchange<BLOCKS>*)(values + Stage<E>::TILE);
     int warp = warp_id(), lane = lane_id(), r = lane / 4;
     Work work = work_of<E, Stage<E>::ROWS>(paged, blockIdx.x, 16);
     const Head head = head_of<E>(paged, work);
     Sight seen = sight(work, r);
-    u32 q[E / 16][4];
-    load_queries<E>(q, paged, work, r);
     // The result of the run that is walked, and that of the runs before.
     Running row = running(), past = running();
     float o[PAIRS][2][4] = {}, before[PAIRS][2][4] = {};
@@ -101,7 +99,12 @@ template <int E> DEVICE void decode(const Paged& paged) {
         copy_wait<1>();
         SYNC_BLOCK();  // the keys are there
         float s[KEYS / 8][4];
-        if (warp < BLOCKS) decode_scores<E>(s, q, keys, first, seen, exchange);
+        if (warp < BLOCKS) {
+            // Anew for each stage, from the L1: held, they would take the registers of the fourth block of threads.
+            u32 q[E / 16][4];
+            load_queries<E>(q, paged, work, r);
+            decode_scores<E>(s, q, keys, first, seen, exchange);
+        }
         SYNC_BLOCK();  // the maxima are there, and nobody reads the keys
         load_tile<E, Stage<E>::ROWS>(keys, paged.keys, paged.kv_heads, head, pages, first + Stage<E>::ROWS, work.end);
         copy_commit();
@@ -153,7 +156,7 @@ template <int E> DEVICE void decode(const Paged& paged) {
 
 KERNEL __launch_bounds__(128) paged_decode_32(PAGED_PARAMETERS) { decode<32>(PAGED); }
 KERNEL __launch_bounds__(128) paged_decode_64(PAGED_PARAMETERS) { decode<64>(PAGED); }
-KERNEL __launch_bounds__(128, 3) paged_decode_80(PAGED_PARAMETERS) { decode<80>(PAGED); }
-KERNEL __launch_bounds__(128) paged_decode_96(PAGED_PARAMETERS) { decode<96>(PAGED); }
-KERNEL __launch_bounds__(128) paged_decode_128(PAGED_PARAMETERS) { decode<128>(PAGED); }
+KERNEL __launch_bounds__(128, 4) paged_decode_80(PAGED_PARAMETERS) { decode<80>(PAGED); }
+KERNEL __launch_bounds__(128, 4) paged_decode_96(PAGED_PARAMETERS) { decode<96>(PAGED); }
+KERNEL __launch_bounds__(128, 4) paged_decode_128(PAGED_PARAMETERS) { decode<128>(PAGED); }
 KERNEL __launch_bounds__(128) paged_decode_256(PAGED_PARAMETERS) { decode<256>(PAGED); }

@@ -3,7 +3,7 @@
 use super::out::note;
 use crate::error::{Error, Result};
 use crate::model::export::Export;
-use crate::model::{Arch, Head, ParamTable, init};
+use crate::model::{Arch, ParamTable, init};
 use crate::sys::files;
 use crate::tensor::DType;
 use argh::FromArgs;
@@ -45,7 +45,7 @@ pub fn run(args: &Args) -> Result<()> {
             .hint("raise vocab_size in the config, or train a smaller tokenizer"));
         }
     }
-    let table = Arc::new(ParamTable::new(&arch, Head::LanguageModel));
+    let table = Arc::new(ParamTable::new(&arch, arch.head));
     let mut export = Export::begin(&args.out, &arch, &table, DType::F32, args.tokenizer.as_deref())?;
     (0..table.units().len()).try_for_each(|u| export.unit(&init::unit(&table, u, DType::F32, args.seed)))?;
     export.commit()?;

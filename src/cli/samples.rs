@@ -1,7 +1,8 @@
-//! `rlhf-hpc samples`: what a run has sampled in a recorded step, to read.
+//! `rlhf-hpc samples`: what a run has sampled in a recorded step, or judged of its held-out rows, to read.
 
 use super::out;
 use crate::error::{Error, Result};
+use crate::metrics::eval_rows::{self, EvalRow};
 use crate::metrics::recorded::{self, RecordedSample, RecordedStep};
 use crate::metrics::{grouped, number, one_line};
 use argh::FromArgs;
@@ -9,7 +10,8 @@ use serde_json::{Map, Value, json};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Show the prompts, responses and scores of a recorded step, the samples of a prompt together.
+/// Show the prompts, responses and scores of a recorded step, the samples of a prompt together; of a job that learns from preferences
+/// the held-out rows of an evaluation, both responses with their rewards.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "samples")]
 pub struct Args {
@@ -21,11 +23,11 @@ pub struct Args {
     #[argh(option)]
     pub step: Option<u64>,
 
-    /// only so many samples, those of the lowest scores
+    /// only so many samples, those of the lowest scores (of held-out rows: margins)
     #[argh(option)]
     pub worst: Option<usize>,
 
-    /// only so many samples, those of the highest scores
+    /// only so many samples, those of the highest scores (of held-out rows: margins)
     #[argh(option)]
     pub best: Option<usize>,
 
@@ -33,7 +35,7 @@ pub struct Args {
     #[argh(option)]
     pub prompt: Option<i64>,
 
-    /// a JSON line per sample, with the exact texts
+    /// a JSON line per sample or held-out row, with the exact texts
     #[argh(switch)]
     pub json: bool,
 }
@@ -43,37 +45,48 @@ pub fn run(args: &Args) -> Result<()> {
     if asked.into_iter().filter(|asked| *asked).count() > 1 {
         return Err(Error::usage("only one of --worst, --best and --prompt can be asked for"));
     }
-    let step = open(&args.run, args.step)?;
-    let all = step.samples()?;
-    let groups = groups(chosen(args, &step, all.clone())?);
-    if args.json {
-        let lines = groups.iter().flatten().map(|sample| printable(&as_json(step.step, sample).to_string()) + "\n");
-        return out::write(lines.collect::<String>().as_bytes());
-    }
-    let mut text = format!("{}\n", summary(step.step, &all));
-    for group in &groups {
-        show(&mut text, group);
-    }
-    out::write(text.as_bytes())
-}
-
-/// The recorded step that is asked for, or the last one.
-fn open(run: &Path, step: Option<u64>) -> Result<RecordedStep> {
+    let run = &args.run;
     if !run.is_dir() {
         return Err(Error::usage(format!("{} is no directory", run.display())).hint("give the job.dir of a run"));
     }
-    let steps = recorded::steps(run)?;
+    let (steps, evaluated) = (recorded::steps(run)?, eval_rows::steps(run)?);
+    let (text, lines) = if steps.is_empty() && !evaluated.is_empty() {
+        let step = step_of(run, args.step, &evaluated.into_iter().collect::<Vec<_>>())?;
+        let all = eval_rows::read(run, step)?;
+        let shown = chosen(args, step, all.clone(), |row| row.row as i64, |row| row.margin)?;
+        let text = shown.iter().fold(format!("{}\n", summary_of_rows(step, &all)), |text, row| text + &shown_row(row));
+        (text, shown.iter().map(|row| json!(row)).collect())
+    } else {
+        let step = RecordedStep::open(run, step_of(run, args.step, &steps)?)?;
+        let all = step.samples()?;
+        let shown = chosen(args, step.step, all.clone(), |sample| sample.prompt_id, |sample| sample.score.into())?;
+        let groups = groups(shown);
+        let mut text = format!("{}\n", summary(step.step, &all));
+        for group in &groups {
+            show(&mut text, group);
+        }
+        (text, groups.iter().flatten().map(|sample| as_json(step.step, sample)).collect::<Vec<_>>())
+    };
+    let json = || lines.iter().map(|line| printable(&line.to_string()) + "\n").collect();
+    out::write(if args.json { json() } else { text }.as_bytes())
+}
+
+/// The recorded step that is asked for, or the last one.
+fn step_of(run: &Path, step: Option<u64>, steps: &[u64]) -> Result<u64> {
     let Some(last) = steps.last() else {
-        return Err(Error::data(format!("{} has no rollouts", run.display()))
-            .hint("ppo jobs record them, with metrics.rollouts_every_steps above 0"));
+        return Err(Error::data(format!("{} has no rollouts", run.display())).hint(
+            "ppo jobs record them, with metrics.rollouts_every_steps above 0, and evaluations of reward_model, dpo and kto jobs their \
+             rows, with metrics.eval_rows_max",
+        ));
     };
     let step = step.unwrap_or(*last);
     if !steps.contains(&step) {
-        let (run, named) = (run.display(), named(&steps));
-        return Err(Error::usage(format!("step {step} is not recorded in {run}"))
-            .hint(format!("recorded are: {named} (metrics.rollouts_every_steps and rollouts_keep_last choose them)")));
+        let (run, named) = (run.display(), named(steps));
+        return Err(Error::usage(format!("step {step} is not recorded in {run}")).hint(format!(
+            "recorded are: {named} (metrics.rollouts_every_steps or eval.every_steps, and metrics.rollouts_keep_last choose them)"
+        )));
     }
-    RecordedStep::open(run, step)
+    Ok(step)
 }
 
 /// Most runs of steps that an error names.
@@ -96,16 +109,22 @@ fn named(steps: &[u64]) -> String {
     runs.join(", ")
 }
 
-fn chosen(args: &Args, step: &RecordedStep, mut samples: Vec<RecordedSample>) -> Result<Vec<RecordedSample>> {
+fn chosen<T>(
+    args: &Args,
+    step: u64,
+    mut samples: Vec<T>,
+    id: impl Fn(&T) -> i64,
+    score: impl Fn(&T) -> f64,
+) -> Result<Vec<T>> {
     if let Some(prompt) = args.prompt {
-        samples.retain(|sample| sample.prompt_id == prompt);
+        samples.retain(|sample| id(sample) == prompt);
         if samples.is_empty() {
-            return Err(Error::usage(format!("step {} has no sample of a prompt {prompt}", step.step))
+            return Err(Error::usage(format!("step {step} has no sample of a prompt {prompt}"))
                 .hint("without --prompt all are shown, each with its prompt's id"));
         }
     }
     if let Some(most) = args.worst.or(args.best) {
-        samples.sort_by(|a, b| a.score.total_cmp(&b.score));
+        samples.sort_by(|a, b| score(a).total_cmp(&score(b)));
         if args.best.is_some() {
             samples.reverse();
         }
@@ -142,13 +161,23 @@ pub(super) fn short_number(x: impl Into<f64>) -> String {
 }
 
 fn summary(step: u64, all: &[RecordedSample]) -> String {
-    let prompts = groups(all.to_vec()).len();
-    let scores = all.iter().map(|sample| f64::from(sample.score));
-    let mean = scores.clone().sum::<f64>() / all.len().max(1) as f64;
-    let (least, most) = (scores.clone().fold(f64::INFINITY, f64::min), scores.fold(f64::NEG_INFINITY, f64::max));
-    let (samples, prompts) = (grouped(all.len() as u64), grouped(prompts as u64));
+    let prompts = grouped(groups(all.to_vec()).len() as u64);
+    let (samples, scores) = (grouped(all.len() as u64), distribution(all.iter().map(|sample| sample.score.into())));
+    format!("step {step}: {samples} samples of {prompts} prompts, score {scores}")
+}
+
+fn summary_of_rows(step: u64, all: &[EvalRow]) -> String {
+    let correct = grouped(all.iter().filter(|row| row.correct).count() as u64);
+    let (rows, margins) = (grouped(all.len() as u64), distribution(all.iter().map(|row| row.margin)));
+    format!("step {step}: {rows} held-out rows, {correct} of them right, margin {margins}")
+}
+
+/// `0.5 on average, -1 to 2`
+fn distribution(all: impl Iterator<Item = f64> + Clone) -> String {
+    let mean = all.clone().sum::<f64>() / all.clone().count().max(1) as f64;
+    let (least, most) = (all.clone().fold(f64::INFINITY, f64::min), all.fold(f64::NEG_INFINITY, f64::max));
     let [mean, least, most] = [mean, least, most].map(short_number);
-    format!("step {step}: {samples} samples of {prompts} prompts, score {mean} on average, {least} to {most}")
+    format!("{mean} on average, {least} to {most}")
 }
 
 fn show(text: &mut String, group: &[RecordedSample]) {
@@ -171,6 +200,17 @@ fn show(text: &mut String, group: &[RecordedSample]) {
         let _ = writeln!(text, ", {} tokens, {}", sample.response_tokens, sample.finish);
         put(text, &sample.response);
     }
+}
+
+fn shown_row(row: &EvalRow) -> String {
+    let verdict = if row.correct { "right" } else { "wrong" };
+    let mut text = format!("\nprompt {}  {verdict}, margin {}\n", row.row, short_number(row.margin));
+    put(&mut text, &row.prompt);
+    for (name, response, reward) in row.responses.list() {
+        let _ = writeln!(text, "  - {name}, reward {}", short_number(reward));
+        put(&mut text, response);
+    }
+    text
 }
 
 /// A text with its line breaks, set in, safe on a terminal.

@@ -128,7 +128,7 @@ fn line_at(text: &str, at: usize) -> String {
 }
 
 /// Keys whose values are paths.
-const PATHS: [&str; 10] = [
+const PATHS: [&str; 14] = [
     "job.dir",
     "model.actor",
     "model.reference",
@@ -139,16 +139,20 @@ const PATHS: [&str; 10] = [
     "data.split.eval_files",
     "reward.python",
     "reward.python.file",
+    "reward.models",
+    "reward.models.dir",
+    "reward.judge",
+    "reward.judge.dir",
 ];
 
-/// The same with paths that start from `here`; of tables those of their `file`.
+/// The same with paths that start from `here`; of tables those of their `file` or `dir`.
 fn from_here(value: Value, here: &Path) -> Value {
     match value {
         Value::String(path) if !path.is_empty() => Value::String(here.join(path).display().to_string()),
         Value::Array(all) => Value::Array(all.into_iter().map(|one| from_here(one, here)).collect()),
         Value::Table(table) => {
             let of = |(key, value): (String, Value)| match key.as_str() {
-                "file" => (key, from_here(value, here)),
+                "file" | "dir" => (key, from_here(value, here)),
                 _ => (key, value),
             };
             Value::Table(table.into_iter().map(of).collect())

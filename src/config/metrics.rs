@@ -8,6 +8,7 @@ table! {
         pub print_every: u64 = 1 => 0.0..=COUNT,
         pub rollouts_every_steps: u64 = 1 => 0.0..=COUNT,
         pub rollouts_keep_last: usize = 100 => 0.0..=COUNT,
+        pub eval_rows_max: usize = 32 => 0.0..=COUNT,
         pub samples_every_steps: u64 = 10 => 0.0..=COUNT,
         pub samples_count: usize = 2 => 0.0..=COUNT,
         pub tensorboard: bool = true,

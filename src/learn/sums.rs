@@ -27,6 +27,15 @@ impl Sums {
         }
     }
 
+    /// Those of several lists together.
+    pub fn total(lists: &[Self]) -> Self {
+        let mut total = Self::default();
+        for list in lists {
+            total.add(list);
+        }
+        total
+    }
+
     /// Forgets what is known of `key`.
     pub fn remove(&mut self, key: &str) {
         self.0.remove(key);

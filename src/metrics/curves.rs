@@ -4,13 +4,15 @@ use super::keys;
 use super::line::Line;
 
 /// Key and label of each, in the order of the screen.
-pub(super) const CURVES: [(&str, &str); 8] = [
+pub(super) const CURVES: [(&str, &str); 10] = [
     (keys::REWARD_MEAN, "reward"),
     (keys::KL_MEAN, "kl"),
     (keys::ENTROPY, "entropy"),
     (keys::LOSS, "loss"),
     (keys::EVAL_LOSS, "held-out loss"),
+    (keys::EVAL_KL_MEAN, "held-out kl"),
     (keys::EVAL_ACCURACY, "held-out accuracy"),
+    (keys::EVAL_MARGIN_MEAN, "held-out margin"),
     (keys::EVAL_ACCURACY_GREEDY, "held-out greedy"),
     (keys::EVAL_ACCURACY_SAMPLED, "held-out sampled"),
 ];

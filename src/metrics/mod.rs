@@ -1,9 +1,10 @@
-//! What a run leaves behind and shows: `metrics.jsonl`, TensorBoard events, `rollouts.h5`, and the terminal.
+//! What a run leaves behind and shows: `metrics.jsonl`, TensorBoard events, `rollouts.h5`, judged held-out rows, and the terminal.
 //!
 //! [`Recorder`] owns them all. Rank 0 writes; other ranks hold a silent one.
 
 mod curves;
 mod display;
+pub mod eval_rows;
 pub mod jsonl;
 pub mod keys;
 mod line;

@@ -1,15 +1,13 @@
 //! The recorded steps of a run, read back from `rollouts/step-N.h5`.
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use hdf5::types::VarLenUnicode;
 use hdf5::{File, Group, H5Type};
 
-use super::rollouts::{group_name, step_of, step_path};
+use super::rollouts::{ENDING, group_name, step_path, steps_in};
 use crate::error::{Error, Result};
 use crate::experience::Finish;
-use crate::sys::files;
 
 /// One sample without what it has for each token.
 #[derive(Clone, Debug, PartialEq)]
@@ -50,12 +48,7 @@ pub struct RecordedStep {
 
 /// The recorded steps of `run_dir`, ascending; none where it has recorded none.
 pub fn steps(run_dir: &Path) -> Result<Vec<u64>> {
-    let folder = run_dir.join("rollouts");
-    if !folder.is_dir() {
-        return Ok(Vec::new());
-    }
-    let steps = files::entries(&folder)?.into_iter().filter_map(|path| step_of(path.file_name()?.to_str()?));
-    Ok(steps.collect::<BTreeSet<u64>>().into_iter().collect())
+    Ok(steps_in(&run_dir.join("rollouts"), ENDING)?.into_iter().collect())
 }
 
 impl RecordedStep {

@@ -7,6 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use indicatif::ProgressBar;
 
 use super::curves::Curves;
+use super::eval_rows::{self, EvalRow};
 use super::jsonl::{Line, MetricsFile};
 use super::rollouts::RolloutFiles;
 use super::tensorboard::EventsFile;
@@ -83,6 +84,7 @@ impl Recorder {
             live.terminal.warn(&missing);
         }
         live.rollouts.cut_back(step)?;
+        eval_rows::cut_back(&live.run_dir, step)?;
         let before = live.metrics.lines()?.last().map(|line| line.get(keys::RESTARTS).unwrap_or(0.0) as u64);
         live.restarts = before.map_or(0, |before| before + 1);
         live.events = None;
@@ -150,6 +152,18 @@ impl Recorder {
     pub fn rollouts(&mut self, step: u64, batch: &[Experience], seed: u64, config_hash: &str) -> Result<()> {
         match &mut self.live {
             Some(live) if self.config.rollouts_due(step) => live.rollouts.write(step, batch, seed, config_hash),
+            _ => Ok(()),
+        }
+    }
+
+    /// Records the first of the rows that the evaluation after `step` judged. A repeated one replaces.
+    pub fn eval_rows(&mut self, step: u64, rows: impl Iterator<Item = Result<EvalRow>>) -> Result<()> {
+        let most = self.config.eval_rows_max;
+        match &self.live {
+            Some(live) if most > 0 => {
+                let rows = rows.take(most).collect::<Result<Vec<_>>>()?;
+                eval_rows::write(&live.run_dir, step, &rows, self.config.rollouts_keep_last)
+            }
             _ => Ok(()),
         }
     }

@@ -77,9 +77,8 @@ impl RolloutFiles {
         let folder = found.folder();
         if folder.is_dir() {
             files::remove_partial(&folder)?;
-            let paths = files::entries(&folder)?;
-            found.steps.extend(paths.iter().filter_map(|path| step_of(path.file_name()?.to_str()?)));
         }
+        found.steps = steps_in(&folder, ENDING)?;
         if !found.steps.is_empty() {
             found.link()?;
         }
@@ -149,8 +148,14 @@ pub(super) fn step_path(run_dir: &Path, step: u64) -> PathBuf {
     run_dir.join("rollouts").join(format!("step-{step}.h5"))
 }
 
-pub(super) fn step_of(name: &str) -> Option<u64> {
-    name.strip_prefix("step-")?.strip_suffix(".h5")?.parse().ok()
+/// How the names of recorded steps end.
+pub(super) const ENDING: &str = ".h5";
+
+/// The steps N of the files `step-N` with this ending in a folder; none where it is not there.
+pub(super) fn steps_in(folder: &Path, ending: &str) -> Result<BTreeSet<u64>> {
+    let paths = if folder.is_dir() { files::entries(folder)? } else { Vec::new() };
+    let step = |path: PathBuf| path.file_name()?.to_str()?.strip_prefix("step-")?.strip_suffix(ending)?.parse().ok();
+    Ok(paths.into_iter().filter_map(step).collect())
 }
 
 /// Puts the HDF5 file that `fill` makes at `path`.

@@ -84,9 +84,10 @@ impl Tokenizer {
         if dir.join("tokenizer.json").exists() { Self::load(dir).map(Some) } else { Ok(None) }
     }
 
-    /// Whether both name the same tokens by the same ids.
-    pub fn has_tokens_of(&self, other: &Self) -> bool {
-        self.sha256 == other.sha256 || self.inner.get_vocab(true) == other.inner.get_vocab(true)
+    /// Whether tokens that both have are the same ids in both; either may have more.
+    pub fn agrees_with(&self, other: &Self) -> bool {
+        let [own, others] = [self, other].map(|tokenizer| tokenizer.inner.get_vocab(true));
+        own.iter().all(|(token, id)| others.get(token).is_none_or(|other| other == id))
     }
 
     /// Token ids of `text`; with `special`, those that the tokenizer itself puts around a text (BOS, mostly).

@@ -2,14 +2,13 @@
 //! student learns from its own samples is `on_policy`.
 
 use super::job::{Ended, Job, Step};
-use super::models::{JobModel, ModelSpec};
+use super::models::ModelSpec;
 use super::supervised;
 use crate::comm::phase;
 use crate::config::Config;
 use crate::config::distill::DistillConfig;
 use crate::config::mesh::RoleName;
 use crate::data::{Part, Rows, SftRow, SftSource};
-use crate::device::null;
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
@@ -53,10 +52,6 @@ impl Job for Distill {
 
     fn models(config: &Config) -> Vec<ModelSpec> {
         models(config)
-    }
-
-    fn check_models(config: &Config, _student: &Arch, other: &JobModel) -> Result<()> {
-        check_tokenizer(config, other)
     }
 
     fn shape(config: &Config) -> StepShape {
@@ -135,18 +130,6 @@ pub fn models(config: &Config) -> Vec<ModelSpec> {
     std::iter::once(student).chain(model.teachers.iter().map(|dir| teacher(dir))).collect()
 }
 
-/// Refuses a teacher that names other tokens by the same ids: it would be asked about another text. One without a tokenizer is taken.
-pub fn check_tokenizer(config: &Config, teacher: &JobModel) -> Result<()> {
-    if teacher.spec.role != RoleName::Teacher || null::is_active() {
-        return Ok(());
-    }
-    let (own, other) = (Tokenizer::find(&config.model.actor)?, Tokenizer::find(&teacher.spec.dir)?);
-    let is_same = own.zip(other).is_none_or(|(own, other)| own.has_tokens_of(&other));
-    let (dir, actor) = (teacher.spec.dir.display(), config.model.actor.display());
-    Error::need(is_same, format!("model.teachers: {dir} has other tokens than model.actor, {actor}"))
-        .map_err(|e| Error::data(e.message).hint("a teacher reads the student's tokens: both need the same tokenizer"))
-}
-
 /// The teachers of a job, with their weights in its loss.
 pub struct Teachers(Vec<(Role, f32)>);
 
@@ -215,12 +198,13 @@ pub fn evaluate(
             let (model, w) = (&student.transformer, &student.weights);
             let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
             let (found, logprobs) = model.divergences(w, &hidden, &row.rows, &row.targets, &lesson);
-            measured(config, &logprobs, &found, 1.0)
+            vec![measured(config, &logprobs, &found, 1.0)]
         })
     })?;
-    let mean = |sums: &Sums, key| sums.get(key) / sums.get(TOKENS).max(1.0);
     Ok(sums.map(|sums| {
-        named([(keys::EVAL_LOSS, mean(&sums, keys::LOSS)), (keys::EVAL_KL_MEAN, mean(&sums, keys::KL_MEAN))])
+        let sums = Sums::total(&sums);
+        let mean = |key| sums.get(key) / sums.get(TOKENS).max(1.0);
+        named([(keys::EVAL_LOSS, mean(keys::LOSS)), (keys::EVAL_KL_MEAN, mean(keys::KL_MEAN))])
     }))
 }
 

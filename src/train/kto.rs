@@ -17,10 +17,12 @@ use crate::learn::score::Tokens;
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::loss::labelled::kto_loss;
+use crate::metrics::eval_rows::{EvalResponses, EvalRow};
 use crate::metrics::keys::{self, Metrics, named};
 use crate::metrics::{Phase, Phases};
 use crate::model::{Arch, Head, Saved};
 use crate::text::Tokenizer;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -33,6 +35,7 @@ pub struct Kto {
     learner: Learner,
     reference: Reference<1>,
     source: RowSource<LabelledRow>,
+    tokenizer: Arc<Tokenizer>,
 }
 
 /// What the policy's log-probabilities of a minibatch are compared with.
@@ -40,6 +43,17 @@ struct Known {
     /// Sums of the reference's log-probabilities of each response.
     reference: Vec<[f64; 1]>,
     kl: f64,
+}
+
+/// What is counted of a response.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct Judged {
+    /// Its share of the minibatch's.
+    loss: f64,
+    /// beta times the log-ratio to the reference.
+    reward: f64,
+    /// By how much that is above beta times the KL where it is desirable, and below where not.
+    margin: f64,
 }
 
 impl Job for Kto {
@@ -73,11 +87,11 @@ impl Job for Kto {
         mut learners: Vec<Learner>,
         mut frozen: Vec<Role>,
         source: RowSource<LabelledRow>,
-        _tokenizer: Arc<Tokenizer>,
+        tokenizer: Arc<Tokenizer>,
     ) -> Result<Self> {
         let all = "a job without a placement has all models on each rank";
         let (learner, reference) = (learners.pop().expect(all), Reference::new(frozen.pop().expect(all)));
-        Ok(Self { learner, reference, source })
+        Ok(Self { learner, reference, source, tokenizer })
     }
 
     fn rows(&self) -> &Rows {
@@ -104,7 +118,7 @@ impl Job for Kto {
     }
 
     /// Loss on held-out rows, and the share of them whose reward is above the KL where they are desirable, and below where not.
-    fn evaluate(&mut self, run: &mut Run, _step: u64) -> Result<Option<Metrics>> {
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>> {
         let start = Instant::now();
         let rows = run.ranks.all.agree(self.source.eval_rows(run.config.eval.samples_max))?;
         if rows.is_empty() {
@@ -113,7 +127,7 @@ impl Job for Kto {
         let known = self.known(run, &rows, &mut Phases::start());
         let (config, axes, role) = (&run.config, &run.ranks.axes, &self.learner.role);
         let tokens_max = config.kto.microbatch_tokens_max;
-        let sums = supervised::evaluate(run, role, &lengths(&rows), tokens_max, |chosen| {
+        let judged = supervised::evaluate(run, role, &lengths(&rows), tokens_max, |chosen| {
             let whole = pack(&rows, chosen);
             let row = whole.shard(&axes.sequence);
             let (model, w) = (&role.transformer, &role.weights);
@@ -121,14 +135,18 @@ impl Job for Kto {
             let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &row.targets, 1.0, false);
             loss(config, axes, &whole, &logprobs, &rows, chosen, &known).0
         })?;
-        Ok(sums.map(|sums| {
-            named([
-                (keys::EVAL_LOSS, sums.get(keys::LOSS)),
-                (keys::EVAL_ACCURACY, sums.get(keys::ACCURACY) / rows.len() as f64),
-                (keys::EVAL_SAMPLES, rows.len() as f64),
-                (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
-            ])
-        }))
+        let Some(mut judged) = judged else { return Ok(None) };
+        judged.sort_by_key(|(i, _)| *i);
+        let record = |(i, of): &(usize, Judged)| record(&self.tokenizer, step, &rows[*i], of);
+        let recorded = run.recorder.eval_rows(step, judged.iter().map(record));
+        run.ranks.all.agree(recorded)?;
+        let sums = sums(&rows, &judged);
+        Ok(Some(named([
+            (keys::EVAL_LOSS, sums.get(keys::LOSS)),
+            (keys::EVAL_ACCURACY, sums.get(keys::ACCURACY) / rows.len() as f64),
+            (keys::EVAL_SAMPLES, rows.len() as f64),
+            (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
+        ])))
     }
 }
 
@@ -163,7 +181,7 @@ impl Kto {
             let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
             // The loss is of whole responses: all log-probabilities are needed before any derivative.
             let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &row.targets, 1.0, false);
-            let (sums, slopes) = loss(config, axes, &whole, &logprobs, rows, chosen, known);
+            let (judged, slopes) = loss(config, axes, &whole, &logprobs, rows, chosen, known);
             let slopes = row.select(&slopes);
             let mut given = |range: Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], _: &mut [f32]| {
                 dl.copy_from_slice(&slopes[range]);
@@ -171,7 +189,7 @@ impl Kto {
             let grads = &mut sum.grads;
             let (dhidden, ..) = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut given, grads);
             model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
-            sums
+            sums(rows, &judged)
         });
         let part = |chosen: &[usize]| pack(rows, chosen).shard(&axes.sequence);
         self.learner.step_if_finite(axes, recompute, sums.get(keys::LOSS), part)?;
@@ -224,28 +242,47 @@ fn loss(
     rows: &[LabelledRow],
     chosen: &[usize],
     known: &Known,
-) -> (Sums, Vec<f32>) {
+) -> (Vec<(usize, Judged)>, Vec<f32>) {
     let (logprobs, weight) = (whole.gather(&axes.sequence, logprobs), 1.0 / rows.len() as f64);
-    let (mut sums, mut slopes) = (Sums::default(), vec![0.0; logprobs.len()]);
+    let (mut judged, mut slopes) = (Vec::new(), vec![0.0; logprobs.len()]);
     for (&i, ends) in chosen.iter().zip(whole.row_offsets.windows(2)) {
         let (of_row, is_desirable) = (ends[0]..ends[1], rows[i].is_desirable);
         let h = logprobs[of_row.clone()].iter().map(|l| f64::from(*l)).sum::<f64>() - known.reference[i][0];
         let (loss, slope) = kto_loss(&config.kto, is_desirable, h, known.kl);
         slopes[of_row].fill((weight * slope) as f32);
-        let is_right = if is_desirable { h > known.kl } else { h < known.kl };
-        let (count, reward) = if is_desirable {
+        let (beta, sign) = (config.kto.beta, if is_desirable { 1.0 } else { -1.0 });
+        if axes.sequence.rank() == 0 {
+            let margin = sign * beta * (h - known.kl);
+            judged.push((i, Judged { loss: weight * loss, reward: beta * h, margin }));
+        }
+    }
+    (judged, slopes)
+}
+
+/// Sums over rows by their places in `rows`.
+fn sums(rows: &[LabelledRow], judged: &[(usize, Judged)]) -> Sums {
+    let mut sums = Sums::default();
+    for (i, Judged { loss, reward, margin }) in judged {
+        let (count, key) = if rows[*i].is_desirable {
             (DESIRABLE, keys::DESIRABLE_REWARD_MEAN)
         } else {
             (UNDESIRABLE, keys::UNDESIRABLE_REWARD_MEAN)
         };
-        if axes.sequence.rank() == 0 {
-            sums.add(&Sums::of([
-                (keys::LOSS, weight * loss),
-                (keys::ACCURACY, f64::from(u8::from(is_right))),
-                (count, 1.0),
-                (reward, config.kto.beta * h),
-            ]));
-        }
+        let right = f64::from(u8::from(*margin > 0.0));
+        sums.add(&Sums::of([(keys::LOSS, *loss), (keys::ACCURACY, right), (count, 1.0), (key, *reward)]));
     }
-    (sums, slopes)
+    sums
+}
+
+fn record(tokenizer: &Tokenizer, step: u64, row: &LabelledRow, judged: &Judged) -> Result<EvalRow> {
+    let (prompt, response) = row.tokens.split_at(row.prompt_tokens);
+    let response = tokenizer.decode(response, true)?;
+    Ok(EvalRow {
+        step,
+        row: row.id,
+        prompt: tokenizer.decode_prompt(prompt)?,
+        responses: EvalResponses::Labelled { response, label: row.is_desirable, reward: judged.reward },
+        margin: judged.margin,
+        correct: judged.margin > 0.0,
+    })
 }

@@ -84,20 +84,36 @@ pub fn described(
                 .hint("put the tokenizer that belongs to the model into its directory"));
             }
             None => {}
-            Some(JobModel { arch: Arch { vocabulary, .. }, .. })
-                if *vocabulary != embedded && model.spec.role != RoleName::Reward =>
-            {
-                let name = role::key(model.spec.role.name());
-                return Err(Error::data(format!(
-                    "{name} has a vocabulary of {embedded}, model.actor of {vocabulary} ({dir})"
-                ))
-                .hint("both must come from models with the same tokenizer"));
+            Some(first) => {
+                if model.spec.role != RoleName::Reward {
+                    check_tokens(tokenizer, first, &model)?;
+                }
+                check(&first.arch, &model)?;
             }
-            Some(first) => check(&first.arch, &model)?,
         }
         all.push(model);
     }
     Ok(all)
+}
+
+/// Refuses a model to which the first one's tokens are others. One without a tokenizer is taken where its vocabulary is as large.
+fn check_tokens(tokenizer: &Tokenizer, first: &JobModel, model: &JobModel) -> Result<()> {
+    let JobModel { spec: ModelSpec { role, dir, .. }, arch } = model;
+    let (name, shown, actor) = (role::key(role.name()), dir.display(), first.spec.dir.display());
+    let [own, other] = [arch, &first.arch].map(|arch| arch.vocabulary);
+    let of_model = if *dir == first.spec.dir { None } else { Tokenizer::find(dir)? };
+    let what = if own != other {
+        format!("{name} has a vocabulary of {own}, model.actor of {other} ({shown})")
+    } else if of_model.is_some_and(|of_model| !tokenizer.agrees_with(&of_model)) {
+        format!("{name}: {shown} has other tokens than model.actor, {actor}")
+    } else {
+        return Ok(());
+    };
+    let hint = match role {
+        RoleName::Critic => "; without model.critic it starts from the first of reward.models, which may have another",
+        _ => "",
+    };
+    Err(Error::data(what).hint(format!("both must come from models with the same tokenizer{hint}")))
 }
 
 /// Loads the models that are on this rank, in their order. All ranks call this.

@@ -40,8 +40,7 @@ impl Job for OnPolicy {
     }
 
     fn check_models(config: &Config, student: &Arch, other: &JobModel) -> Result<()> {
-        Ppo::check_models(config, student, other)?;
-        distill::check_tokenizer(config, other)
+        Ppo::check_models(config, student, other)
     }
 
     fn shape(config: &Config) -> StepShape {

@@ -1,13 +1,17 @@
-//! What methods that learn from pairs share: how pairs are counted.
+//! What methods that learn from pairs share: how pairs are counted, and recorded where they are held out.
 
 use super::job::Step;
 use super::supervised;
 use crate::data::{PairRow, Rows};
+use crate::error::Result;
 use crate::launch::run::Run;
 use crate::learn::Learner;
 use crate::learn::sums::Sums;
 use crate::loss::preference::Pair;
+use crate::metrics::eval_rows::{EvalResponses, EvalRow};
 use crate::metrics::keys::{self, Metrics, named};
+use crate::text::Tokenizer;
+use std::time::Instant;
 
 /// Pairs that were counted.
 const PAIRS: &str = "pairs";
@@ -20,22 +24,29 @@ const REPORTED: [(&str, &str); 4] = [
     (keys::MARGIN_MEAN, PAIRS),
 ];
 
+/// A pair by its place among the rows of a step or an evaluation.
+pub type Judged = (usize, Pair);
+
 /// Tokens of each pair, both sides.
 pub fn lengths(pairs: &[PairRow]) -> Vec<usize> {
     pairs.iter().map(PairRow::length).collect()
 }
 
-/// Adds a pair, whose loss has this weight.
-pub fn count(sums: &mut Sums, pair: Pair, weight: f64) {
-    let margin = pair.chosen_reward - pair.rejected_reward;
-    sums.add(&Sums::of([
-        (keys::LOSS, weight * pair.loss),
-        (PAIRS, 1.0),
-        (keys::ACCURACY, f64::from(u8::from(margin > 0.0))),
-        (keys::CHOSEN_REWARD_MEAN, pair.chosen_reward),
-        (keys::REJECTED_REWARD_MEAN, pair.rejected_reward),
-        (keys::MARGIN_MEAN, margin),
-    ]));
+/// Sums over pairs, whose losses have this weight.
+pub fn sums(pairs: &[Judged], weight: f64) -> Sums {
+    let mut sums = Sums::default();
+    for (_, pair) in pairs {
+        let margin = pair.chosen_reward - pair.rejected_reward;
+        sums.add(&Sums::of([
+            (keys::LOSS, weight * pair.loss),
+            (PAIRS, 1.0),
+            (keys::ACCURACY, f64::from(u8::from(margin > 0.0))),
+            (keys::CHOSEN_REWARD_MEAN, pair.chosen_reward),
+            (keys::REJECTED_REWARD_MEAN, pair.rejected_reward),
+            (keys::MARGIN_MEAN, margin),
+        ]));
+    }
+    sums
 }
 
 /// Ends a step that learned from `pairs`: its numbers.
@@ -53,14 +64,42 @@ pub fn learned(
     supervised::learned(run, step, learner, numbers, pairs.len(), lengths, rows)
 }
 
-/// The numbers of an evaluation that took so many seconds.
-pub fn eval_metrics(sums: &Sums, pairs: usize, seconds: f64) -> Metrics {
-    let of = |key| sums.get(key) / pairs.max(1) as f64;
-    named([
+/// Ends an evaluation after `step` that began at `start` and judged `rows`: records the first of them; its numbers. All ranks call this.
+pub fn evaluated(
+    run: &mut Run,
+    step: u64,
+    start: Instant,
+    tokenizer: &Tokenizer,
+    rows: &[PairRow],
+    mut judged: Vec<Judged>,
+) -> Result<Metrics> {
+    judged.sort_by_key(|(i, _)| *i);
+    let record = |(i, pair): &Judged| {
+        let (row, margin) = (&rows[*i], pair.chosen_reward - pair.rejected_reward);
+        let response = |side: &[u32]| tokenizer.decode(&side[row.prompt_tokens..], true);
+        Ok(EvalRow {
+            step,
+            row: row.id,
+            prompt: tokenizer.decode_prompt(&row.chosen[..row.prompt_tokens])?,
+            responses: EvalResponses::Pair {
+                chosen: response(&row.chosen)?,
+                rejected: response(&row.rejected)?,
+                chosen_reward: pair.chosen_reward,
+                rejected_reward: pair.rejected_reward,
+            },
+            margin,
+            correct: margin > 0.0,
+        })
+    };
+    let recorded = run.recorder.eval_rows(step, judged.iter().map(record));
+    run.ranks.all.agree(recorded)?;
+    let sums = sums(&judged, 1.0);
+    let of = |key| sums.get(key) / rows.len().max(1) as f64;
+    Ok(named([
         (keys::EVAL_LOSS, of(keys::LOSS)),
         (keys::EVAL_ACCURACY, of(keys::ACCURACY)),
         (keys::EVAL_MARGIN_MEAN, of(keys::MARGIN_MEAN)),
-        (keys::EVAL_SAMPLES, pairs as f64),
-        (keys::EVAL_TIME_S, seconds),
-    ])
+        (keys::EVAL_SAMPLES, rows.len() as f64),
+        (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
+    ]))
 }

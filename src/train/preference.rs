@@ -2,8 +2,9 @@
 
 use super::job::{Ended, Job, Step};
 use super::models::ModelSpec;
+use super::pairs::{self, Judged};
 use super::reference::Reference;
-use super::{pairs, supervised};
+use super::supervised;
 use crate::comm::{Axes, phase};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
@@ -30,6 +31,7 @@ pub struct Preference {
     /// None where the loss has no reference.
     reference: Option<Reference<2>>,
     source: RowSource<PairRow>,
+    tokenizer: Arc<Tokenizer>,
 }
 
 impl Job for Preference {
@@ -53,10 +55,10 @@ impl Job for Preference {
         mut learners: Vec<Learner>,
         mut frozen: Vec<Role>,
         source: RowSource<PairRow>,
-        _tokenizer: Arc<Tokenizer>,
+        tokenizer: Arc<Tokenizer>,
     ) -> Result<Self> {
         let learner = learners.pop().expect("a job without a placement has all models on each rank");
-        Ok(Self { learner, reference: frozen.pop().map(Reference::new), source })
+        Ok(Self { learner, reference: frozen.pop().map(Reference::new), source, tokenizer })
     }
 
     fn rows(&self) -> &Rows {
@@ -79,7 +81,7 @@ impl Job for Preference {
     }
 
     /// Loss, accuracy and margin on held-out pairs.
-    fn evaluate(&mut self, run: &mut Run, _step: u64) -> Result<Option<Metrics>> {
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>> {
         let start = Instant::now();
         let rows = run.ranks.all.agree(self.source.eval_rows(run.config.eval.samples_max))?;
         if rows.is_empty() {
@@ -88,15 +90,16 @@ impl Job for Preference {
         let reference = self.reference(run, &rows, &mut Phases::start());
         let (config, axes, role) = (&run.config, &run.ranks.axes, &self.learner.role);
         let tokens_max = config.dpo.microbatch_tokens_max;
-        let sums = supervised::evaluate(run, role, &pairs::lengths(&rows), tokens_max, |chosen| {
+        let judged = supervised::evaluate(run, role, &pairs::lengths(&rows), tokens_max, |chosen| {
             let whole = pack(&rows, chosen);
             let row = whole.shard(&axes.sequence);
             let (model, w) = (&role.transformer, &role.weights);
             let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
             let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &row.targets, 1.0, false);
-            loss(config, axes, &whole, &logprobs, chosen.iter().map(|&i| reference[i]), 1.0).0
+            loss(config, axes, &whole, &logprobs, chosen, &reference, 1.0).0
         })?;
-        Ok(sums.map(|sums| pairs::eval_metrics(&sums, rows.len(), start.elapsed().as_secs_f64())))
+        let ended = judged.map(|judged| pairs::evaluated(run, step, start, &self.tokenizer, &rows, judged));
+        ended.transpose()
     }
 }
 
@@ -124,7 +127,7 @@ impl Preference {
             let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
             // The loss is of whole responses: all log-probabilities are needed before any derivative.
             let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &row.targets, 1.0, false);
-            let (sums, slopes) = loss(config, axes, &whole, &logprobs, chosen.iter().map(|&i| reference[i]), weight);
+            let (judged, slopes) = loss(config, axes, &whole, &logprobs, chosen, reference, weight);
             let slopes = row.select(&slopes);
             let mut known = |range: Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], _: &mut [f32]| {
                 dl.copy_from_slice(&slopes[range]);
@@ -132,7 +135,7 @@ impl Preference {
             let grads = &mut sum.grads;
             let (dhidden, ..) = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut known, grads);
             model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
-            sums
+            pairs::sums(&judged, weight)
         });
         let part = |chosen: &[usize]| pack(rows, chosen).shard(&axes.sequence);
         self.learner.step_if_finite(axes, recompute, sums.get(keys::LOSS), part)?;
@@ -153,28 +156,29 @@ fn pack(rows: &[PairRow], chosen: &[usize]) -> PackedRow {
     packed
 }
 
-/// What this rank counts of the pairs in `whole`, given the log-probabilities of its own tokens; and the derivatives of the loss by
-/// those of all tokens, which ranks of a ring compute alike.
+/// What this rank counts of the pairs `chosen`, which are in `whole`, given the log-probabilities of its own tokens; and the
+/// derivatives of the loss by those of all tokens, which ranks of a ring compute alike.
 fn loss(
     config: &Config,
     axes: &Axes,
     whole: &PackedRow,
     logprobs: &[f32],
-    reference: impl Iterator<Item = [f64; 2]>,
+    chosen: &[usize],
+    reference: &[[f64; 2]],
     weight: f64,
-) -> (Sums, Vec<f32>) {
+) -> (Vec<Judged>, Vec<f32>) {
     let logprobs = whole.gather(&axes.sequence, logprobs);
-    let (mut sums, mut slopes) = (Sums::default(), vec![0.0; logprobs.len()]);
-    for (reference, ends) in reference.zip(whole.row_offsets.windows(3).step_by(2)) {
+    let (mut judged, mut slopes) = (Vec::new(), vec![0.0; logprobs.len()]);
+    for (&i, ends) in chosen.iter().zip(whole.row_offsets.windows(3).step_by(2)) {
         let [chosen, rejected] = [ends[0]..ends[1], ends[1]..ends[2]];
-        let of_pair =
-            PairLogprobs { chosen: &logprobs[chosen.clone()], rejected: &logprobs[rejected.clone()], reference };
+        let [of_chosen, of_rejected] = [&chosen, &rejected].map(|side| &logprobs[side.clone()]);
+        let of_pair = PairLogprobs { chosen: of_chosen, rejected: of_rejected, reference: reference[i] };
         let (pair, by_token) = preference_loss(&config.dpo, of_pair);
         slopes[chosen].fill((weight * by_token[0]) as f32);
         slopes[rejected].fill((weight * by_token[1]) as f32);
         if axes.sequence.rank() == 0 {
-            pairs::count(&mut sums, pair, weight);
+            judged.push((i, pair));
         }
     }
-    (sums, slopes)
+    (judged, slopes)
 }

@@ -2,7 +2,8 @@
 
 use super::job::{Ended, Job, Step};
 use super::models::ModelSpec;
-use super::{pairs, supervised};
+use super::pairs::{self, Judged};
+use super::supervised;
 use crate::comm::{Axes, phase};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
@@ -19,17 +20,15 @@ use crate::metrics::Phase;
 use crate::metrics::keys::{self, Metrics};
 use crate::model::{Arch, Head, Saved};
 use crate::text::Tokenizer;
+use serde::Deserialize;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Sums of the scores of held-out responses, and of their squares.
-const SCORE: &str = "score";
-const SCORE_SQUARE: &str = "score_square";
-
 pub struct RewardModel {
     learner: Learner,
     source: RowSource<PairRow>,
+    tokenizer: Arc<Tokenizer>,
 }
 
 impl Job for RewardModel {
@@ -50,10 +49,10 @@ impl Job for RewardModel {
         mut learners: Vec<Learner>,
         _frozen: Vec<Role>,
         source: RowSource<PairRow>,
-        _tokenizer: Arc<Tokenizer>,
+        tokenizer: Arc<Tokenizer>,
     ) -> Result<Self> {
         let learner = learners.pop().expect("a job without a placement has all models on each rank");
-        Ok(Self { learner, source })
+        Ok(Self { learner, source, tokenizer })
     }
 
     fn rows(&self) -> &Rows {
@@ -70,8 +69,7 @@ impl Job for RewardModel {
     }
 
     fn restore(&mut self, state: Value, _work: Option<&[u8]>) -> Result<()> {
-        let known = serde_json::from_value(state).map_err(|e| Error::data(format!("the checkpoint's state: {e}")))?;
-        self.learner.role.transformer.arch.reward_mean_std = known;
+        self.learner.role.transformer.arch.reward_mean_std = mean_std(&state)?;
         Ok(())
     }
 
@@ -85,7 +83,7 @@ impl Job for RewardModel {
     }
 
     /// Loss, accuracy and margin on held-out pairs; and how scores are distributed there, by which others normalise them.
-    fn evaluate(&mut self, run: &mut Run, _step: u64) -> Result<Option<Metrics>> {
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>> {
         let start = Instant::now();
         let rows = run.ranks.all.agree(self.source.eval_rows(run.config.eval.samples_max))?;
         if rows.is_empty() {
@@ -94,26 +92,27 @@ impl Job for RewardModel {
         let (config, axes) = (&run.config, &run.ranks.axes);
         let role = &self.learner.role;
         let tokens_max = config.reward_model.microbatch_tokens_max;
-        let sums = supervised::evaluate(run, role, &pairs::lengths(&rows), tokens_max, |chosen| {
+        let judged = supervised::evaluate(run, role, &pairs::lengths(&rows), tokens_max, |chosen| {
             let whole = pack(&rows, chosen);
             let row = whole.shard(&axes.sequence);
             let (model, w) = (&role.transformer, &role.weights);
             let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
             let scores = whole.gather(&axes.sequence, &model.values(w, &hidden, &row.rows));
-            let mut sums = loss(config, axes, &rows, chosen, &scores, 1.0).0;
-            for score in scores.iter().filter(|_| axes.sequence.rank() == 0) {
-                let score = f64::from(*score);
-                sums.add(&Sums::of([(SCORE, score), (SCORE_SQUARE, score * score)]));
-            }
-            sums
+            loss(config, axes, &rows, chosen, &scores, 1.0).0
         })?;
-        let Some(sums) = sums else { return Ok(None) };
+        let Some(judged) = judged else { return Ok(None) };
+        let scores = || judged.iter().flat_map(|(_, pair)| [pair.chosen_reward, pair.rejected_reward]);
         let n = 2.0 * rows.len() as f64;
-        let mean = sums.get(SCORE) / n;
-        let std = ((sums.get(SCORE_SQUARE) / n - mean * mean).max(0.0) * n / (n - 1.0)).sqrt();
+        let mean = scores().sum::<f64>() / n;
+        let std = (scores().map(|score| (score - mean).powi(2)).sum::<f64>() / (n - 1.0)).sqrt();
         self.learner.role.transformer.arch.reward_mean_std = Some((mean as f32, std as f32));
-        Ok(Some(pairs::eval_metrics(&sums, rows.len(), start.elapsed().as_secs_f64())))
+        pairs::evaluated(run, step, start, &self.tokenizer, &rows, judged).map(Some)
     }
+}
+
+/// Mean and standard deviation in the state of a checkpoint.
+pub fn mean_std(state: &Value) -> Result<Option<(f32, f32)>> {
+    Deserialize::deserialize(state).map_err(|e| Error::data(format!("the checkpoint's state: {e}")))
 }
 
 impl RewardModel {
@@ -130,10 +129,10 @@ impl RewardModel {
             let mut saved = Saved::new(recompute);
             let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
             let scores = whole.gather(&axes.sequence, &model.values(w, &hidden, &row.rows));
-            let (sums, slopes) = loss(config, axes, rows, chosen, &scores, weight);
+            let (judged, slopes) = loss(config, axes, rows, chosen, &scores, weight);
             let dhidden = model.values_backward(w, &hidden, &row.rows, &row.select(&slopes), &mut sum.grads);
             model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
-            sums
+            pairs::sums(&judged, weight)
         });
         let part = |chosen: &[usize]| pack(rows, chosen).shard(&axes.sequence);
         self.learner.step_if_finite(axes, recompute, sums.get(keys::LOSS), part)?;
@@ -159,15 +158,15 @@ fn loss(
     chosen: &[usize],
     scores: &[f32],
     weight: f64,
-) -> (Sums, Vec<f32>) {
-    let (mut sums, mut slopes) = (Sums::default(), Vec::new());
+) -> (Vec<Judged>, Vec<f32>) {
+    let (mut judged, mut slopes) = (Vec::new(), Vec::new());
     for (&i, scores) in chosen.iter().zip(scores.chunks(2)) {
         let [better, worse] = [0, 1].map(|side| f64::from(scores[side]));
         let (pair, by_score) = pair_loss(config.reward_model.loss, better, worse, f64::from(rows[i].margin));
         slopes.extend(by_score.map(|slope| (weight * slope) as f32));
         if axes.sequence.rank() == 0 {
-            pairs::count(&mut sums, pair, weight);
+            judged.push((i, pair));
         }
     }
-    (sums, slopes)
+    (judged, slopes)
 }

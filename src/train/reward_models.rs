@@ -50,9 +50,13 @@ pub fn check_judge(dir: &Path, arch: &Arch, actor: &Arch) -> Result<()> {
     check_tokenizer("reward.judge", dir, arch, actor)
 }
 
-/// Refuses a reward model whose rows cannot be made, or that is none.
+/// Refuses a model that has no head for scores, whose rows cannot be made, or whose scores cannot be normalised.
 pub fn check(config: &ModelRewardConfig, arch: &Arch, actor: &Arch) -> Result<()> {
     let dir = config.dir.display();
+    if arch.head != Head::Value {
+        return Err(Error::data(format!("reward.models: {dir} holds a language model, needed is a reward model"))
+            .hint("train one with job.kind = \"reward_model\", or name it in reward.judge"));
+    }
     check_tokenizer("reward.models", &config.dir, arch, actor)?;
     match arch.reward_mean_std {
         _ if !config.normalize => Ok(()),

@@ -112,9 +112,10 @@ impl Job for StepReward {
             let (model, w) = (&role.transformer, &role.weights);
             let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
             let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &row.targets, 1.0, false);
-            loss(&row, &logprobs, &placed, chosen, 1.0).0
+            vec![loss(&row, &logprobs, &placed, chosen, 1.0).0]
         })?;
         Ok(sums.map(|sums| {
+            let sums = Sums::total(&sums);
             let of_step = |key| sums.get(key) / sums.get(STEPS).max(1.0);
             named([
                 (keys::EVAL_LOSS, of_step(keys::LOSS)),

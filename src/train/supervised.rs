@@ -7,9 +7,9 @@ use crate::data::{Part, Rows};
 use crate::error::Result;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
-use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::metrics::keys::{self, Metrics, named};
+use serde::{Serialize, de::DeserializeOwned};
 
 /// The shape of a step of `samples` rows, which `scored` forwards look at before one model learns from them.
 pub fn shape(part: Part, samples: usize, microbatch_tokens_max: usize, scored: usize) -> StepShape {
@@ -50,28 +50,24 @@ pub fn learned(
     all
 }
 
-/// Sums over held-out rows of `lengths` tokens, of which `measure` takes a micro-batch at a time: those of all ranks; none where the
-/// run was asked to stop. All ranks call this.
-pub fn evaluate(
+/// What `measure` finds in held-out rows of `lengths` tokens, of which it takes a micro-batch at a time: on all ranks, in their order;
+/// none where the run was asked to stop. All ranks call this.
+pub fn evaluate<T: Serialize + DeserializeOwned>(
     run: &Run,
     role: &Role,
     lengths: &[usize],
     tokens_max: usize,
-    mut measure: impl FnMut(&[usize]) -> Sums,
-) -> Result<Option<Sums>> {
+    mut measure: impl FnMut(&[usize]) -> Vec<T>,
+) -> Result<Option<Vec<T>>> {
     let axes = &run.ranks.axes;
     let tokens_max = tokens_max * axes.sequence.size();
     let plan = balance::plan(lengths, axes.data.size(), tokens_max, &Cost::of(role.arch()));
-    let mut mine = Sums::default();
+    let mut mine = Vec::new();
     for chosen in &plan[axes.data.rank()] {
         if run.stop_requested() {
             return Ok(None);
         }
-        mine.add(&measure(chosen));
+        mine.extend(measure(chosen));
     }
-    let mut all = Sums::default();
-    for sums in records::gather(&axes.zero, &[mine])? {
-        all.add(&sums);
-    }
-    Ok(Some(all))
+    records::gather(&axes.zero, &mine).map(Some)
 }

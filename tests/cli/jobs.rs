@@ -1,7 +1,10 @@
 //! `jobs` and `schema`: what a job of one's own starts from.
 
+use super::command;
 use super::fixture::Fixture;
 use rlhf_hpc::config;
+use serde_json::{Value, json};
+use std::path::Path;
 
 #[test]
 fn every_recipe_is_copied_with_its_files_and_is_a_job() {
@@ -64,6 +67,63 @@ fn the_command_that_the_recipe_of_7b_names_plans_it_without_weights() {
     let next = copied.stderr.lines().find_map(|line| line.strip_prefix("next:   rlhf-hpc ")).expect("a command");
     let plan = fixture.run(&next.split(' ').collect::<Vec<_>>()).well();
     assert!(plan.stdout.contains("a800") && plan.stdout.contains("16 ranks"), "{}", plan.stdout);
+}
+
+/// The job itself with models of Llama-2-7B's shape at 1/1000 of its 6.74 billion parameters, and shorter steps.
+#[test]
+fn the_recipe_of_7b_runs_at_a_thousandth_of_its_size_on_4_ranks() {
+    let fixture = Fixture::new();
+    let jobs = Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs");
+    for model in ["llama2-7b-sft", "llama2-7b-rm"] {
+        let config = std::fs::read(jobs.join("models").join(model).join("config.json")).expect("it is checked in");
+        let mut config: Value = serde_json::from_slice(&config).expect("JSON");
+        for (key, value) in [
+            ("hidden_size", 256),
+            ("intermediate_size", 688),
+            ("num_hidden_layers", 8),
+            ("num_attention_heads", 8),
+            ("num_key_value_heads", 8),
+            ("vocab_size", 800),
+        ] {
+            config[key] = json!(value);
+        }
+        fixture.write("small.json", config.to_string());
+        let made = fixture.run(&["init", "--config", "small.json", "--tokenizer", "tokenizer", "--out", model]).well();
+        assert!(model.ends_with("rm") || made.stderr.contains("6738176 parameters"), "{}", made.stderr);
+    }
+    let job = jobs.join("llama2-7b.toml").display().to_string();
+    let ended = command::mpirun(
+        fixture.root(),
+        4,
+        &[
+            &job,
+            "job.device=cpu",
+            "job.dir=run",
+            "job.steps=2",
+            "job.threads=1",
+            "model.actor=llama2-7b-sft",
+            "model.reference=llama2-7b-sft",
+            "model.critic=llama2-7b-rm",
+            "reward.models=llama2-7b-rm",
+            "mesh.placement=[{roles=[\"actor\",\"reference\"],ranks=\"0..2\"},{roles=[\"critic\",\"reward\"],ranks=\"2..4\"}]",
+            "data.prompts=[\"questions\"]",
+            "data.eval_split=eval",
+            "rollout.prompts_per_step=8",
+            "rollout.response_tokens_max=8",
+            "ppo.minibatch_samples=4",
+        ],
+    );
+    ended.well();
+    let lines = fixture.text("run/metrics.jsonl");
+    let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let numbers = |key: &str| lines.iter().filter_map(|line| line[key].as_f64()).collect::<Vec<f64>>();
+    assert_eq!(numbers("logprob_gap_max"), [0.0, 0.0]);
+    // One number of each step is what the reward model says of its responses.
+    let (scores, spread) = (numbers("score_mean"), numbers("reward_std"));
+    assert!(scores.len() == 2 && scores[0] != 0.0 && spread.iter().all(|std| *std > 0.0), "{scores:?}, {spread:?}");
+    // Before the first step and after the last.
+    assert_eq!(numbers("eval_reward_mean").len(), 2);
+    assert!(fixture.path("run/export/model.safetensors").exists());
 }
 
 #[test]

@@ -381,4 +381,8 @@ fn paths_start_from_the_folder_of_the_job_file() {
     let line = [&[job.to_str().unwrap(), "job.steps=1", "job.dir=here"], &prompts[..]].concat();
     command::run(elsewhere.path(), &line).well();
     assert!(elsewhere.path().join("here/config.resolved.toml").exists());
+    for models in ["reward.models=nosuch", "reward.models=[{dir=\"nosuch\"}]", "reward.judge=nosuch"] {
+        let words = [&*elsewhere.path().join("nosuch").display().to_string()];
+        command::run(elsewhere.path(), &[job.to_str().unwrap(), "job.dir=here", models]).refused(65, &words);
+    }
 }

@@ -1,8 +1,19 @@
 //! Model directories that cannot be used: each is refused by a job and by the offline verbs before any work.
 
 use super::fixture::Fixture;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::fs;
+
+/// A reward model of the fixture's shape with random weights.
+fn reward_model(fixture: &Fixture, name: &str, vocabulary: usize, more: &[&str]) {
+    fixture.edit("config.json", |config| {
+        config["architectures"] = json!(["LlamaForSequenceClassification"]);
+        config["vocab_size"] = json!(vocabulary);
+        // The end token of the tokenizer.
+        config["eos_token_id"] = json!(1);
+    });
+    fixture.run(&[&["init", "--config", "config.json", "--out", name], more].concat()).well();
+}
 
 #[test]
 fn a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused() {
@@ -37,6 +48,16 @@ fn a_critic_or_reference_with_other_tokens_is_refused() {
     }
 }
 
+/// Gives two tokens each other's id.
+fn swap_tokens(fixture: &Fixture, file: &str) {
+    fixture.edit(file, |tokenizer| {
+        let vocabulary = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+        let names: Vec<String> = vocabulary.keys().skip(20).take(2).cloned().collect();
+        let [first, second] = [0, 1].map(|i| vocabulary[&names[i]].clone());
+        (vocabulary[&names[0]], vocabulary[&names[1]]) = (second, first);
+    });
+}
+
 #[test]
 fn a_teacher_with_other_tokens_or_a_shorter_context_is_refused() {
     let fixture = Fixture::new();
@@ -45,12 +66,7 @@ fn a_teacher_with_other_tokens_or_a_shorter_context_is_refused() {
         fixture.refuses(65, &["job.kind=distill", "distill.on_policy=true", &teachers], words)
     };
     fixture.copy("model", "other");
-    fixture.edit("other/tokenizer.json", |tokenizer| {
-        let vocabulary = tokenizer["model"]["vocab"].as_object_mut().unwrap();
-        let names: Vec<String> = vocabulary.keys().skip(20).take(2).cloned().collect();
-        let [first, second] = [0, 1].map(|i| vocabulary[&names[i]].clone());
-        (vocabulary[&names[0]], vocabulary[&names[1]]) = (second, first);
-    });
+    swap_tokens(&fixture, "other/tokenizer.json");
     distill("other", &["model.teachers: ", "other has other tokens than model.actor, "]).hinted("the same tokenizer");
     fixture.edit("config.json", |config| config["max_position_embeddings"] = json!(16));
     fixture.run(&["init", "--config", "config.json", "--out", "short"]).well();
@@ -59,6 +75,67 @@ fn a_teacher_with_other_tokens_or_a_shorter_context_is_refused() {
     fixture.run(&["init", "--config", "config.json", "--out", "wide"]).well();
     let words = ["model.teachers has a vocabulary of 300, model.actor of 272", "wide)"];
     distill("wide", &words).hinted("same tokenizer");
+}
+
+#[test]
+fn a_reward_model_with_another_tokenizer_reads_the_texts_and_scores_as_the_verb_does() {
+    let fixture = Fixture::new();
+    fixture
+        .run(&["tokenizer", "rows.jsonl", "--vocabulary", "280", "--field", "demonstration", "--out", "other"])
+        .well();
+    reward_model(&fixture, "rm", 300, &["--tokenizer", "other"]);
+    // Some token ids stop a response: its end is a token for the reward model, too.
+    let stops = format!("rollout.stop_token_ids={:?}", (30..80).collect::<Vec<_>>());
+    let sets = ["reward.rule=[]", "reward.models=rm", "model.critic=model", "rollout.samples_per_prompt=4", &stops];
+    fixture.job(&[&sets[..], &["job.steps=1"]].concat()).well();
+    let json = |text: String| -> Vec<Value> {
+        text.lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect()
+    };
+    let mut samples = json(fixture.run(&["samples", "run", "--json"]).well().stdout);
+    let finished = |how: &str| samples.iter().filter(|sample| sample["finish"] == how).count();
+    assert!(samples.len() == 16 && finished("stop") > 0 && finished("length") > 0, "{samples:?}");
+    // Records show a NUL by its picture.
+    samples.retain(|sample| !sample["response"].as_str().expect("a text").contains('␀'));
+    let row = |sample: &Value| {
+        let end = if sample["finish"] == "stop" { "<|end|>" } else { "" };
+        json!({"prompt": sample["prompt"], "response": format!("{}{end}", sample["response"].as_str().expect("a text"))})
+    };
+    fixture.jsonl("scored.jsonl", &samples.iter().map(row).collect::<Vec<_>>());
+    let scored = json(fixture.run(&["reward", "--model", "rm", "--input", "scored.jsonl"]).well().stdout);
+    for (sample, scored) in samples.iter().zip(scored) {
+        assert_eq!(sample["score"], scored["reward"], "{scored}");
+    }
+}
+
+#[test]
+fn a_reward_model_that_cannot_score_is_refused_by_key_and_directory() {
+    let fixture = Fixture::new();
+    reward_model(&fixture, "wide", 300, &[]);
+    reward_model(&fixture, "rm", 272, &["--tokenizer", "tokenizer"]);
+    fixture.copy("rm", "other");
+    swap_tokens(&fixture, "other/tokenizer.json");
+    let of_critic = "without model.critic it starts from the first of reward.models";
+    for (models, critic, words, hint) in [
+        (
+            "wide",
+            "model",
+            "reward.models: DIR has a vocabulary of 300 and no tokenizer",
+            "tokenizer that belongs to the model",
+        ),
+        ("wide", "", "model.critic has a vocabulary of 300, model.actor of 272 (DIR)", of_critic),
+        ("other", "", "model.critic: DIR has other tokens than model.actor", of_critic),
+        ("model", "model", "reward.models: DIR holds a language model", "reward_model"),
+        (
+            "{dir=\"rm\",normalize=true}",
+            "",
+            "reward.models: DIR/config.json has no mean and positive std",
+            "normalize = false",
+        ),
+    ] {
+        let (name, critic) = (models.split('"').nth(1).unwrap_or(models), format!("model.critic={critic}"));
+        let words = words.replace("DIR", &fixture.path(name).display().to_string());
+        fixture.refuses(65, &["reward.rule=[]", &format!("reward.models={models}"), &critic], &[&words]).hinted(hint);
+    }
 }
 
 #[test]

@@ -57,6 +57,95 @@ fn samples_of_a_recorded_step_are_shown_together_and_as_json_to_the_letter() {
     samples("--prompt 99").refused(2, &["no sample of a prompt 99"]);
 }
 
+/// Two steps of DPO, and of KTO, with an evaluation after each, on responses of which some are hostile.
+fn judged() -> Fixture {
+    let fixture = Fixture::new();
+    let split = |i: usize| if i < 8 { "train" } else { "eval" };
+    let (chosen, prompt) = (format!("\n{HOSTILE}"), |i: usize| format!("{i}{HOSTILE}"));
+    let pair =
+        |i: usize| json!({"prompt": prompt(i), "chosen": chosen, "rejected": format!("no {i}"), "split": split(i)});
+    let one =
+        |i: usize| json!({"prompt": prompt(i), "response": chosen, "answer": i.is_multiple_of(2), "split": split(i)});
+    for (kind, option, rows) in [
+        ("dpo", "--pairs", (0..11).map(pair).collect::<Vec<_>>()),
+        ("kto", "--labelled --label-key answer", (0..11).map(one).collect()),
+    ] {
+        fixture.jsonl(&format!("{kind}.jsonl"), &rows);
+        let shard = format!("shard {kind}.jsonl --tokenizer tokenizer --out {kind}-rows --split-field split {option}");
+        fixture.run(&shard.split(' ').collect::<Vec<_>>()).well();
+        let sets = format!(
+            "job.kind={kind} job.dir={kind} data.prompts={kind}-rows data.prompt_tokens_max=128 {kind}.minibatch_samples=4 eval.every_steps=1"
+        );
+        fixture.job(&sets.split(' ').collect::<Vec<_>>()).well();
+    }
+    fixture
+}
+
+#[test]
+fn held_out_preferences_are_shown_with_their_rewards_and_as_rows_of_data() {
+    let fixture = judged();
+    let samples = |line: &str| fixture.run(&["samples"].into_iter().chain(line.split(' ')).collect::<Vec<_>>());
+    let rows = |line: &str| {
+        let out = samples(&format!("{line} --json")).well().stdout;
+        out.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON")).collect::<Vec<_>>()
+    };
+    let number = |row: &Value, key: &str| row[key].as_f64().expect("a number");
+    for (kind, keys) in [("dpo", vec!["chosen", "rejected"]), ("kto", vec!["response"])] {
+        let all = rows(&format!("{kind} --step 2"));
+        assert_eq!(all.len(), 3, "the rows of the eval split");
+        for (i, row) in all.iter().enumerate() {
+            assert_eq!((&row["step"], &row["prompt"]), (&json!(2), &json!(format!("{}{HOSTILE}", 8 + i))));
+            assert_eq!(row[keys[0]], format!("\n{HOSTILE}"));
+            assert_eq!(row["correct"], number(row, "margin") > 0.0);
+        }
+        let metrics = fixture.text(&format!("{kind}/metrics.jsonl"));
+        let last: Value = serde_json::from_str(metrics.lines().last().expect("a line")).expect("JSON");
+        let correct = all.iter().filter(|row| row["correct"] == true).count();
+        assert!((number(&last, "eval_accuracy") - correct as f64 / 3.0).abs() < 1e-9, "{last}");
+        if kind == "dpo" {
+            let margin = |row: &Value| number(row, "chosen_reward") - number(row, "rejected_reward");
+            assert!(all.iter().all(|row| number(row, "margin") == margin(row)));
+            assert!((number(&last, "eval_margin_mean") - all.iter().map(margin).sum::<f64>() / 3.0).abs() < 1e-9);
+        } else {
+            assert_eq!(all.iter().map(|row| row["label"] == true).collect::<Vec<_>>(), [true, false, true]);
+        }
+        let text = samples(kind).well().stdout;
+        assert!(text.starts_with(&format!("step 2: 3 held-out rows, {correct} of them right, margin ")), "{text}");
+        assert!(!text.contains('\u{1b}') && text.contains("[31m"), "{text}");
+        assert_eq!(
+            (text.matches("\nprompt ").count(), text.matches(", reward ").count()),
+            (3, 3 * keys.len()),
+            "{text}"
+        );
+        let least = all.iter().min_by(|a, b| number(a, "margin").total_cmp(&number(b, "margin")));
+        assert_eq!(rows(&format!("{kind} --worst 1")).first(), least);
+        samples(&format!("{kind} --step 7")).refused(2, &["step 7 is not recorded"]).hinted("recorded are: 0 to 2");
+    }
+}
+
+#[test]
+fn a_report_has_the_sides_of_held_out_pairs_side_by_side_and_their_curves() {
+    let fixture = judged();
+    for (kind, sides, titles) in [
+        ("dpo", 2, ["<b>Margin</b>", "<b>Margin mean</b>", "<b>Reward of chosen and rejected</b>"]),
+        (
+            "kto",
+            1,
+            ["<b>Accuracy</b>", "<b>KL to reference or teachers</b>", "<b>Reward of desirable and undesirable</b>"],
+        ),
+    ] {
+        let Some((dom, complaints)) = browsed(&fixture, &format!("{kind}/report.html")) else { return };
+        assert_eq!(complaints, "", "{kind}");
+        let rows = between(&dom, "<div class=\"responses pair\">", "</article>");
+        // Of the evaluations before the first step and after both, the one that is chosen is shown.
+        assert_eq!((rows.len(), dom.matches("<div class=\"step\" hidden=\"\">").count()), (9, 2), "{kind}");
+        assert!(rows.iter().all(|row| row.matches("<div class=\"response\">").count() == sides), "{kind}: {rows:?}");
+        assert!(titles.iter().all(|title| dom.contains(title)), "{kind}: {titles:?}");
+        assert!(!dom.contains("<img") && !dom.contains("<title>hit"), "{kind}: markup of a row came to life");
+        assert!(rows[0].contains("&lt;/script&gt;&lt;img src=x onerror="), "{kind}");
+    }
+}
+
 /// The page as a browser has it once its script has run, and the script's complaints; none where there is no browser.
 fn browsed(fixture: &Fixture, page: &str) -> Option<(String, String)> {
     let browser = std::env::var("RLHF_CHROMIUM").unwrap_or_else(|_| "chromium".into());

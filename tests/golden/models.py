@@ -8,7 +8,8 @@ Writes tests/golden/models/NAME/ (a Hugging Face directory) and tests/golden/mod
   logprobs_t, entropy  the same and the entropy at temperature TEMPERATURE
   grad.PARAMETER       gradient of the loss below by autograd
   greedy               prompt and continuation by generate(do_sample=False)
-  values               (reward model) the score at every position
+  values               (reward models) the score at every position
+  scores               (reward models) what the sequence classifier says of the rows as one padded batch
 Loss: sum_i weight_i * logprobs_t_i + ENTROPY_COEF * sum_i entropy_i, weight_i = ((7 i) mod 11 - 3) / 10; of a reward
 model: sum_i weight_i * value_i. All in float64, eager attention, each sequence alone. (The norms and the softmax of
 transformers are float32 inside, whatever the model's dtype.)
@@ -63,6 +64,10 @@ MODELS = {
         hidden_size=32, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2, num_labels=1,
         tie_word_embeddings=False, rope_parameters=dict(rope_type="default", rope_theta=10000.0),
     ), torch.float32, None, 5),
+    "reward-qwen2": ("Qwen2Config", "Qwen2ForSequenceClassification", dict(
+        hidden_size=24, intermediate_size=36, num_attention_heads=3, num_key_value_heads=1, num_labels=1,
+        tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+    ), torch.float32, None, 4),
 }
 
 
@@ -121,6 +126,13 @@ def language_model_numbers(model, rows, out):
 
 
 def value_numbers(model, rows, out):
+    # The classifier scores the last token that is not this one; the last tokens of the rows are others.
+    model.config.pad_token_id = 0
+    assert all(row[-1] != 0 for row in rows)
+    batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    with torch.no_grad():
+        out["scores"] = model(input_ids=batch, attention_mask=mask, use_cache=False).logits[:, 0]
     out["values"] = torch.cat([model.score(model.model(input_ids=row[None], use_cache=False)[0])[0, :, 0]
                                for row in rows])
     weight = ((torch.arange(len(out["values"])) * 7) % 11 - 3).double() / 10
@@ -145,7 +157,7 @@ def make(name, seed):
                                                               dtype=torch.float64)
     rows = [torch.randint(0, 131, (n,), generator=generator) for n in LENGTHS]
     out = {}
-    numbers = value_numbers if name == "reward" else language_model_numbers
+    numbers = value_numbers if name.startswith("reward") else language_model_numbers
     numbers(model, rows, out).backward()
     for parameter, p in model.named_parameters():
         out[f"grad.{parameter}"] = p.grad

@@ -44,13 +44,16 @@ pub fn environment() -> Vec<(&'static str, OsString)> {
     set
 }
 
+/// Set while a process opens the GPU that checks what is done; others that it starts meanwhile must not see them.
+pub const CHECKED: [&str; 2] = ["CUDA_LAUNCH_BLOCKING", "RLHF_NO_CUDA_MEMORY_CACHING"];
+
 /// Opens the emulated GPU in this process. Work is done at once and every value is an allocation of its own, so that a kernel that
 /// fails is told with what it was given, and what runs over an end is seen; unless `LATE` is set.
 pub fn open() -> Result<Gpu> {
     let libraries = environment();
     let mut set = Vec::new();
     if std::env::var_os(LATE).is_none() {
-        set.extend(["CUDA_LAUNCH_BLOCKING", "RLHF_NO_CUDA_MEMORY_CACHING"].map(|name| (name, OsString::from("1"))));
+        set.extend(CHECKED.map(|name| (name, OsString::from("1"))));
         set.push(("EMULATED_BYTES", (1u64 << 40).to_string().into()));
     }
     // SAFETY: other threads of this process wait for the GPU, or ask for variables through the standard library.

@@ -3,10 +3,12 @@ use std::fs;
 use rlhf_hpc::config::metrics::MetricsConfig;
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::metrics::Recorder;
+use rlhf_hpc::metrics::eval_rows::{self, EvalResponses, EvalRow};
 use rlhf_hpc::metrics::tensorboard::files_in;
 
 use crate::metrics::tensorboard::{Values, shown};
 use crate::metrics::{Shown, sample};
+use crate::names;
 
 fn run(recorder: &mut Recorder, steps: std::ops::RangeInclusive<u64>) {
     let batch = [sample(0, 3), sample(1, 2), sample(2, 5)];
@@ -64,6 +66,34 @@ fn a_resumed_run_leaves_the_records_of_an_uninterrupted_one() {
     assert_eq!(links(&whole), ["step_000002", "step_000004", "step_000006"]);
     let lines = fs::read_to_string(parts.path().join("metrics.jsonl")).unwrap();
     assert_eq!(lines.lines().count(), 6);
+}
+
+#[test]
+fn the_first_rows_of_the_last_evaluations_are_kept_and_a_resume_removes_those_behind_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = MetricsConfig { eval_rows_max: 2, rollouts_keep_last: 2, ..config() };
+    let open = || Recorder::open_on(dir.path(), &config, Shown::default().terminal(false, 100)).unwrap();
+    let row = |row: u64| EvalRow {
+        step: 20,
+        row,
+        prompt: "a\nb\u{2028}".into(),
+        responses: EvalResponses::Labelled { response: "\"".into(), label: row.is_multiple_of(2), reward: 0.1 },
+        margin: -1e-300,
+        correct: false,
+    };
+    let mut recorder = open();
+    for step in [0, 10, 20, 10] {
+        recorder.eval_rows(step, (step..step + 3).map(|i| Ok(row(i)))).unwrap();
+    }
+    assert_eq!(names(&dir.path().join("eval")), ["step-10.jsonl", "step-20.jsonl"]);
+    assert_eq!(eval_rows::read(dir.path(), 20).unwrap(), [row(20), row(21)]);
+    fs::write(dir.path().join("eval/.step-30.jsonl.1.partial"), b"half").unwrap();
+    open().cut_back(10).unwrap();
+    assert_eq!(names(&dir.path().join("eval")), ["step-10.jsonl"]);
+    let none = MetricsConfig { eval_rows_max: 0, ..config };
+    let mut recorder = Recorder::open_on(dir.path(), &none, Shown::default().terminal(false, 100)).unwrap();
+    recorder.eval_rows(20, std::iter::once(Ok(row(0)))).unwrap();
+    assert_eq!(names(&dir.path().join("eval")), ["step-10.jsonl"]);
 }
 
 #[test]

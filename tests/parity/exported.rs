@@ -2,7 +2,7 @@
 
 use crate::models::arch;
 use crate::names;
-use crate::parity::golden::{LANGUAGE_MODELS, Model, directory};
+use crate::parity::golden::{LANGUAGE_MODELS, Model, REWARD_MODELS, directory};
 use crate::parity::refused::{copy, edit_safetensors};
 use rlhf_hpc::device::Device;
 use rlhf_hpc::error::Kind;
@@ -48,7 +48,8 @@ fn json_of(path: &Path) -> Map<String, Value> {
 #[test]
 fn a_model_loaded_in_f32_and_exported_in_f32_is_bitwise_the_same() {
     let dir = tempfile::tempdir().unwrap();
-    for (name, head) in LANGUAGE_MODELS.map(|n| (n, Head::LanguageModel)).into_iter().chain([("reward", Head::Value)]) {
+    let reward_models = REWARD_MODELS.map(|n| (n, Head::Value));
+    for (name, head) in LANGUAGE_MODELS.map(|n| (n, Head::LanguageModel)).into_iter().chain(reward_models) {
         let (arch, weights) = load::load(Device::Cpu, &directory(name), head, DType::F32, 0).unwrap();
         let out = dir.path().join(name);
         export::export(&out, &arch, &weights, DType::F32, None).unwrap();

@@ -1,7 +1,7 @@
 //! Numbers of whole models against transformers, and in bf16 against those in f32.
 
 use crate::models::relative_gap;
-use crate::parity::golden::{LANGUAGE_MODELS, Model, check_gradients, gap, weights};
+use crate::parity::golden::{LANGUAGE_MODELS, Model, REWARD_MODELS, check_gradients, gap, weights};
 use rlhf_hpc::model::{Gradients, Head, Saved};
 use rlhf_hpc::tensor::DType;
 
@@ -21,17 +21,31 @@ fn logprobs_entropies_and_gradients_agree_with_transformers_for_every_family() {
 
 #[test]
 fn values_and_value_head_gradients_agree_with_transformers() {
-    let m = Model::load("reward", Head::Value, DType::F32);
-    let mut saved = Saved::new(false);
-    let hidden = m.hidden(Some(&mut saved));
-    let rows: Vec<u32> = (0..m.tokens.len() as u32).collect();
-    let values = m.transformer.values(&m.weights, &hidden, &rows);
-    assert!(gap(&values, &m.golden.floats("values")) <= 1e-4);
-    let mut grads = Gradients::new(m.weights.table.clone());
-    let dvalues = weights(0..rows.len());
-    let dhidden = m.transformer.values_backward(&m.weights, &hidden, &rows, &dvalues, &mut grads);
-    m.transformer.backward(&m.weights, saved, &m.cu_seqlens, dhidden, &mut grads);
-    check_gradients("reward", &m.golden, &grads, 1e-3);
+    for name in REWARD_MODELS {
+        let m = Model::load(name, Head::Value, DType::F32);
+        let mut saved = Saved::new(false);
+        let hidden = m.hidden(Some(&mut saved));
+        let rows: Vec<u32> = (0..m.tokens.len() as u32).collect();
+        let values = m.transformer.values(&m.weights, &hidden, &rows);
+        assert!(gap(&values, &m.golden.floats("values")) <= 1e-4, "{name}");
+        let mut grads = Gradients::new(m.weights.table.clone());
+        let dvalues = weights(0..rows.len());
+        let dhidden = m.transformer.values_backward(&m.weights, &hidden, &rows, &dvalues, &mut grads);
+        m.transformer.backward(&m.weights, saved, &m.cu_seqlens, dhidden, &mut grads);
+        check_gradients(name, &m.golden, &grads, 1e-3);
+    }
+}
+
+/// Of a directory that a job has exported `tests/golden/same_scores.py` tells the same.
+#[test]
+fn scores_of_rows_are_those_of_transformers_sequence_classifiers() {
+    for name in REWARD_MODELS {
+        let m = Model::load(name, Head::Value, DType::F32);
+        let last: Vec<u32> = m.cu_seqlens[1..].iter().map(|end| *end as u32 - 1).collect();
+        let scores = m.transformer.values(&m.weights, &m.hidden(None), &last);
+        let apart = gap(&scores, &m.golden.floats("scores"));
+        assert!(apart <= 1e-5, "{name}: {apart:e}");
+    }
 }
 
 #[test]

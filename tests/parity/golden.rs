@@ -8,6 +8,7 @@ use safetensors::SafeTensors;
 use std::path::PathBuf;
 
 pub const LANGUAGE_MODELS: [&str; 5] = ["llama2", "llama3", "mistral", "qwen2", "qwen3"];
+pub const REWARD_MODELS: [&str; 2] = ["reward", "reward-qwen2"];
 pub const TEMPERATURE: f32 = 0.7;
 pub const ENTROPY_COEF: f32 = 0.05;
 /// Length of the prompt that the greedy continuation starts from.

@@ -17,9 +17,14 @@ const KINDS: &[(&str, &str)] = &[
 const SMOOTH: &str =
     "optim.actor.eps=0.1 optim.actor.lr=0.05 optim.actor.schedule=constant optim.actor.warmup_ratio=0.0";
 
-/// Axes of two ranks.
-const LAYOUTS: &[&str] =
-    &["mesh.data=2", "mesh.sequence=2", "mesh.tensor=2", "mesh.data=2 mesh.zero=3 mesh.offload=[\"roles\"]"];
+/// Axes of two ranks, and every stage of ZeRO.
+const LAYOUTS: &[&str] = &[
+    "mesh.data=2 mesh.zero=0",
+    "mesh.sequence=2 mesh.zero=1",
+    "mesh.tensor=2",
+    "mesh.data=2 mesh.zero=2",
+    "mesh.data=2 mesh.zero=3 mesh.offload=[\"roles\"]",
+];
 
 /// A wider model, and one whose head is its embedding, with other weights than the student's.
 fn make_teachers() {
@@ -74,9 +79,9 @@ fn distillation_on_any_layout_has_the_numbers_of_one_rank() {
 }
 
 #[test]
-fn a_job_of_distillation_goes_on_bitwise() {
-    for (name, sets) in KINDS {
-        let job = |which: &str| job(&format!("{name}-{which}"), sets).with("job.steps=4");
+fn a_job_of_distillation_goes_on_bitwise_on_its_layout() {
+    for ((name, sets), layout) in KINDS.iter().zip(LAYOUTS) {
+        let job = |which: &str| job(&format!("{name}-{which}"), sets).on(2).with("job.steps=4").with(layout);
         let (whole, begun) = (job("whole").done(), job("resumed").done());
         for step in 3..=4 {
             std::fs::remove_dir_all(begun.checkpoints().join(format!("step-{step}"))).expect("it was committed");

@@ -3,6 +3,7 @@
 use crate::cli::{command, corpus};
 use crate::process::{Ended, LIMIT, Running};
 use crate::resume::arrays::{self, Arrays, assert_same};
+use rlhf_hpc::metrics::eval_rows::{self, EvalRow};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -275,11 +276,18 @@ impl Job {
         for file in ["export/model.safetensors", "ledger.json"] {
             assert!(self.read(file) == other.read(file), "{who}: {file} differs");
         }
+        assert_eq!(self.eval_rows(), other.eval_rows(), "{who}: eval/");
         let (mine, theirs) = (self.rollouts(), other.rollouts());
         assert_eq!(mine.keys().collect::<Vec<_>>(), theirs.keys().collect::<Vec<_>>(), "{who}: recorded steps");
         for (step, arrays) in mine {
             assert_same(&arrays, &theirs[&step], &format!("{who}, {step}"));
         }
+    }
+
+    /// The rows that evaluations judged, by step.
+    pub fn eval_rows(&self) -> BTreeMap<u64, Vec<EvalRow>> {
+        let steps = eval_rows::steps(&self.dir).expect("a folder").into_iter();
+        steps.map(|step| (step, eval_rows::read(&self.dir, step).expect("rows"))).collect()
     }
 
     /// The groups of `rollouts.h5` by name.

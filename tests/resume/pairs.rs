@@ -31,8 +31,14 @@ const KINDS: &[(&str, &str, &[&str])] = &[
 const SMOOTH: &str =
     "optim.actor.eps=0.1 optim.actor.lr=0.05 optim.actor.schedule=constant optim.actor.warmup_ratio=0.0";
 
-/// Axes of two ranks.
-const LAYOUTS: &[&str] = &["mesh.data=2", "mesh.sequence=2", "mesh.tensor=2", "mesh.data=2 mesh.zero=3"];
+/// Axes of two ranks, and every stage of ZeRO.
+const LAYOUTS: &[&str] = &[
+    "mesh.data=2 mesh.zero=0",
+    "mesh.sequence=2 mesh.zero=1",
+    "mesh.tensor=2",
+    "mesh.data=2 mesh.zero=2",
+    "mesh.data=2 mesh.zero=3",
+];
 
 #[test]
 fn steps_and_evaluations_on_any_layout_have_the_numbers_of_one_rank() {
@@ -53,6 +59,9 @@ fn steps_and_evaluations_on_any_layout_have_the_numbers_of_one_rank() {
                     assert!((a - b).abs() <= within * b.abs().max(0.1), "{name}: {key} on {layout}: {a} against {b}");
                 }
             }
+            let rows = |job: &Job| job.eval_rows().into_values().flatten().map(|row| row.row).collect::<Vec<_>>();
+            assert_eq!(rows(&job), rows(&alone), "{name}: rows of evaluations on {layout}");
+            assert_eq!(rows(&alone).is_empty(), *name == "step-reward", "{name}");
         }
     }
 }
@@ -68,9 +77,10 @@ fn every_kind_of_preferences_is_planned() {
 }
 
 #[test]
-fn a_job_of_pairs_or_labels_goes_on_bitwise() {
-    for (name, kind, _) in KINDS {
-        let job = |which: &str| Job::pairs(&format!("pairs-{name}-{which}"), kind).with("job.steps=5");
+fn a_job_of_pairs_or_labels_goes_on_bitwise_on_its_layout() {
+    for ((name, kind, _), layout) in KINDS.iter().zip(LAYOUTS) {
+        let job =
+            |which: &str| Job::pairs(&format!("pairs-{name}-{which}"), kind).on(2).with("job.steps=5").with(layout);
         let (whole, begun) = (job("whole").done(), job("resumed").done());
         // In the middle; and behind the end, where mean and std of the last evaluation come from its checkpoint.
         for first in [3, 6] {
@@ -121,7 +131,12 @@ fn mean_and_std_of_a_reward_model_are_those_of_the_scores_of_held_out_responses(
     }
     let input = job.dir.join("held-out.jsonl");
     std::fs::write(&input, rows.join("\n")).expect("writes");
-    let export = job.dir.join("export");
+    let (export, again) = (job.dir.join("export"), job.dir.join("again"));
+    let from = [&job.checkpoints().join("step-2"), &again].map(|path| path.display().to_string());
+    command::run(place(), &["export", &from[0], "--out", &from[1]]).well();
+    for file in ["config.json", "model.safetensors"] {
+        assert!(job.read(&format!("again/{file}")) == job.read(&format!("export/{file}")), "{file} of the checkpoint");
+    }
     let paths = [&export, &input].map(|path| path.to_str().expect("text"));
     let verb = ["reward", "--model", paths[0], "--input", paths[1], "--device", "cpu"];
     let scores = |more: &[&str]| -> Vec<f64> {
@@ -148,13 +163,21 @@ fn mean_and_std_of_a_reward_model_are_those_of_the_scores_of_held_out_responses(
         (raw.chunks(2).map(|pair| pair[0] - pair[1]).collect::<Vec<f64>>(), job.numbers("eval_accuracy"));
     let right = margins.iter().filter(|margin| **margin > 0.0).count() as f64 / margins.len() as f64;
     assert_eq!(last.last(), Some(&right), "{margins:?}");
+    // The first of them are recorded with these scores.
+    let recorded = job.eval_rows().remove(&2).expect("it was evaluated");
+    assert!(recorded.len() == margins.len().min(32) && recorded.iter().all(|row| row.correct == (row.margin > 0.0)));
+    for (row, scores) in recorded.iter().zip(raw.chunks(2)) {
+        let rewards: Vec<f64> = row.responses.list().iter().map(|(_, _, reward)| *reward).collect();
+        assert!(rewards.iter().zip(scores).all(|(a, b)| (a - b).abs() < 1e-4), "{row:?}, not {scores:?}");
+        assert_eq!(row.margin, rewards[0] - rewards[1]);
+    }
 }
 
 /// How two ranks share a job with a reward model: as one rank does it, but for the order of sums.
 const SHARED: &[&str] = &[
-    "mesh.data=2",
+    "mesh.data=2 mesh.zero=0",
     "mesh.tensor=2",
-    "mesh.sequence=2",
+    "mesh.sequence=2 mesh.zero=2",
     "mesh.data=2 mesh.zero=3 mesh.offload=[\"roles\"]",
     "mesh.placement=[{roles=[\"actor\",\"reference\"],ranks=\"0..1\"},{roles=[\"critic\",\"reward\"],ranks=\"1..2\"}]",
 ];
@@ -182,8 +205,9 @@ fn ppo_against_reward_models_has_the_numbers_of_one_rank_and_goes_on_bitwise() {
             assert!((mine - theirs).abs() <= 1e-4 * theirs.abs().max(0.1), "{key} with {sets}: {mine}, not {theirs}");
         }
     }
-    let again = job("again", 0, "").done();
+    let last = SHARED.len() - 1;
+    let again = job("again", 2, SHARED[last]).done();
     std::fs::remove_dir_all(again.checkpoints().join("step-2")).expect("it was committed");
     std::fs::remove_dir_all(again.dir.join("export")).expect("it was written");
-    again.clone().done().assert_same(&alone);
+    again.clone().done().assert_same(&job(&last.to_string(), 2, SHARED[last]));
 }

@@ -50,7 +50,10 @@ fn facts(source: &Source) -> Vec<(String, String)> {
     for key in results.filter(|key| unit_of(key) == Unit::Ratio || key == keys::EVAL_LOSS).take(2) {
         put(&format!("held-out {}", title_of(&key).to_lowercase()), change(&key));
     }
-    put("KL to the reference", change(keys::KL_MEAN));
+    let is_distilled = source.config.get("job.kind").is_some_and(|kind| kind == "distill");
+    let other = if is_distilled { "teachers" } else { "reference" };
+    put(&format!("KL to the {other}"), change(keys::KL_MEAN));
+    put("margin", change(keys::MARGIN_MEAN));
     let of = source
         .config
         .get("job.steps")

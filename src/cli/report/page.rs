@@ -19,13 +19,17 @@ const PAGE_POINTS: usize = 120_000;
 /// Plots of learning and of updates: title, and keys that share its axis.
 const LEARNING: &[(&str, &[&str])] = &[
     ("Accuracy", &[keys::ACCURACY]),
-    ("KL to the reference, per token", &[keys::KL_MEAN]),
+    ("Margin", &[keys::MARGIN_MEAN]),
+    ("Reward of chosen and rejected", &[keys::CHOSEN_REWARD_MEAN, keys::REJECTED_REWARD_MEAN]),
+    ("Reward of desirable and undesirable", &[keys::DESIRABLE_REWARD_MEAN, keys::UNDESIRABLE_REWARD_MEAN]),
+    ("KL to reference or teachers", &[keys::KL_MEAN]),
     ("Entropy, per token", &[keys::ENTROPY]),
     ("Response length", &[keys::RESPONSE_TOKENS_MEAN]),
     ("Truncated and clipped", &[keys::RESPONSE_TRUNCATED_RATIO, keys::CLIP_RATIO, keys::VALUE_CLIP_RATIO]),
 ];
 const UPDATES: &[(&str, &[&str])] = &[
     ("Loss", &[keys::LOSS]),
+    ("Cross-entropy of the rows", &[keys::CE_MEAN]),
     ("Policy loss", &[keys::POLICY_LOSS]),
     ("Value loss", &[keys::VALUE_LOSS]),
     ("KL loss", &[keys::KL_LOSS]),

@@ -1,10 +1,12 @@
-//! Samples to read: the responses to a prompt side by side, token by token where the tokenizer is there.
+//! Samples to read: the responses to a prompt side by side, token by token where the tokenizer is there; of jobs that learn from
+//! preferences the two sides of held-out pairs.
 
 use super::super::samples::{groups, short_number};
 use super::numbers::{short, spread};
 use super::source::Source;
 use super::text::{escape, put};
 use crate::error::Result;
+use crate::metrics::eval_rows;
 use crate::metrics::recorded::{RecordedSample, RecordedStep, RecordedTokens};
 use crate::text::Tokenizer;
 use crate::text::stream::StreamDecoder;
@@ -21,13 +23,20 @@ const PROMPT_CHARS: usize = 3000;
 /// Tokens that are shown of a response, its first ones, or 4 times as many characters.
 const RESPONSE_TOKENS: std::ops::RangeInclusive<usize> = 64..=2000;
 
-/// The samples of some recorded steps of a run, one of `runs` on the page, within its share.
+/// The samples of some recorded steps of a run, one of `runs` on the page, within its share; else the rows of some evaluations.
 pub fn html(source: &Source, runs: usize) -> Result<String> {
-    let chosen = spread(source.recorded.len(), (STEPS_MAX / runs).max(2));
+    let evaluated: Vec<u64> = eval_rows::steps(&source.dir)?.into_iter().collect();
+    let has_rollouts = !source.recorded.is_empty();
+    let steps = if has_rollouts { &source.recorded } else { &evaluated };
+    let chosen = spread(steps.len(), (STEPS_MAX / runs).max(2));
     let n = runs * chosen.len().max(1);
     let (samples_max, tokens_max) = (SAMPLES / n, TOKENS / n);
     let mut out = String::new();
-    for step in chosen.into_iter().map(|i| source.recorded[i]) {
+    for step in chosen.into_iter().map(|i| steps[i]) {
+        if !has_rollouts {
+            show_rows(&mut out, source, step, samples_max, tokens_max)?;
+            continue;
+        }
         let recorded = RecordedStep::open(&source.dir, step)?;
         let all = groups(recorded.samples()?);
         let (prompts, samples) = (all.len(), all.iter().map(Vec::len).sum::<usize>());
@@ -79,14 +88,9 @@ fn show(
             put!(out, "<span>{name} <bdi>{}</bdi></span>", escape(value));
         }
     }
-    let chars = first.prompt.chars().count();
-    let from = first.prompt.char_indices().nth(chars.saturating_sub(PROMPT_CHARS)).map_or(0, |(at, _)| at);
-    let before = if from > 0 { format!("<i>{} characters before</i> ", chars - PROMPT_CHARS) } else { String::new() };
-    put!(
-        out,
-        "</header><div class=\"text prompt\">{before}<bdi>{}</bdi></div><div class=\"responses\">",
-        escape(&first.prompt[from..])
-    );
+    *out += "</header>";
+    prompt(out, &first.prompt);
+    *out += "<div class=\"responses\">";
     for sample in group {
         out.push_str("<div class=\"response\"><div class=\"about\">");
         put!(out, "<b>{}</b>", short_number(sample.score));
@@ -106,6 +110,48 @@ fn show(
     Ok(())
 }
 
+/// The rows that the evaluation after `step` judged, from the lowest margin to the highest, with their responses side by side.
+fn show_rows(out: &mut String, source: &Source, step: u64, rows_max: usize, tokens_max: usize) -> Result<()> {
+    let mut rows = eval_rows::read(&source.dir, step)?;
+    rows.sort_by(|a, b| a.margin.total_cmp(&b.margin));
+    let (shown, correct) = (spread(rows.len(), rows_max), rows.iter().filter(|row| row.correct).count());
+    let each = (tokens_max / (2 * shown.len()).max(1)).clamp(*RESPONSE_TOKENS.start(), *RESPONSE_TOKENS.end());
+    let (name, n) = (escape(&source.name), rows.len());
+    put!(out, "<div class=\"step\"><h3>{name}, step {step}</h3><p class=\"note\">");
+    put!(out, "{} of {n} held-out rows, of which {correct} are right, the lowest margin first.</p>", shown.len());
+    for row in shown.into_iter().map(|i| &rows[i]) {
+        let verdict = if row.correct { "<span>right</span>" } else { "<span class=\"wrong\">wrong</span>" };
+        let margin = short_number(row.margin);
+        put!(out, "<article><header><b>prompt {}</b>{verdict}<span>margin {margin}</span></header>", row.row);
+        prompt(out, &row.prompt);
+        *out += "<div class=\"responses pair\">";
+        for (name, text, reward) in row.responses.list() {
+            let reward = short_number(reward);
+            put!(out, "<div class=\"response\"><div class=\"about\"><b>{reward}</b><span>{name}</span></div>");
+            plain(out, text, each);
+            *out += "</div>";
+        }
+        *out += "</div></article>\n";
+    }
+    *out += "</div>\n";
+    Ok(())
+}
+
+/// The end of a prompt.
+fn prompt(out: &mut String, text: &str) {
+    let chars = text.chars().count();
+    let from = text.char_indices().nth(chars.saturating_sub(PROMPT_CHARS)).map_or(0, |(at, _)| at);
+    let before = if from > 0 { format!("<i>{} characters before</i> ", chars - PROMPT_CHARS) } else { String::new() };
+    put!(out, "<div class=\"text prompt\">{before}<bdi>{}</bdi></div>", escape(&text[from..]));
+}
+
+/// The beginning of a response.
+fn plain(out: &mut String, text: &str, tokens_max: usize) {
+    let shown: String = text.chars().take(4 * tokens_max).collect();
+    let more = if shown.len() < text.len() { " <i>and more</i>" } else { "" };
+    put!(out, "<div class=\"text\"><bdi>{}</bdi>{more}</div>", escape(&shown));
+}
+
 /// The text of a response; with the lengths of its tokens in UTF-16 and their numbers, where they can be told.
 fn response(
     out: &mut String,
@@ -117,9 +163,7 @@ fn response(
     let tokens = step.tokens(sample.index)?;
     let pieces = source.tokenizer.as_ref().and_then(|tokenizer| pieces(tokenizer, &tokens.tokens, &sample.response));
     let Some(pieces) = pieces else {
-        let shown: String = sample.response.chars().take(4 * tokens_max).collect();
-        let more = if shown.len() < sample.response.len() { " <i>and more</i>" } else { "" };
-        put!(out, "<div class=\"text\"><bdi>{}</bdi>{more}</div>", escape(&shown));
+        plain(out, &sample.response, tokens_max);
         return Ok(());
     };
     let shown = &pieces[..pieces.len().min(tokens_max)];

@@ -177,7 +177,7 @@ pub fn is_result(key: &str) -> bool {
 
 /// `eval_accuracy_greedy` as words.
 pub fn title_of(key: &str) -> String {
-    let words = key.trim_start_matches("eval_").replace('_', " ");
+    let words = key.trim_start_matches("eval_").replace('_', " ").replace("kl ", "KL ");
     let mut chars = words.chars();
     chars.next().map_or(words.clone(), |first| first.to_uppercase().chain(chars).collect())
 }

@@ -277,6 +277,8 @@ pub(super) struct Kernels {
     pub values: &'static str,
     /// Keys of a block of the softmax.
     pub keys: usize,
+    /// Blocks of keys of a decoding stage.
+    pub blocks: usize,
     /// Columns of the result that a block of threads computes, where decoding is split.
     pub columns: usize,
 }
@@ -288,6 +290,7 @@ pub(super) fn kernels(head_dim: usize) -> Kernels {
         scores: kernel_of!("paged_scores_", head_dim),
         values: kernel_of!("paged_values_", head_dim),
         keys: if head_dim <= 128 { 64 } else { 32 },
+        blocks: if head_dim > 64 && head_dim <= 128 { 1 } else { 2 },
         columns: if head_dim == 80 { 16 } else { 32 },
     }
 }

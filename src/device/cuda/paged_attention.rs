@@ -11,8 +11,6 @@ use crate::sys::lock::lock;
 use std::f32::consts::LOG2_E;
 
 const THREADS: usize = 128;
-/// Blocks of keys of a decoding stage.
-const BLOCKS: usize = 2;
 /// Maxima or decays, sums and probabilities of a block of keys: `Exchange` and `Handed` of the kernels.
 const EXCHANGE_BYTES: usize = 64 + 256 + 2048;
 
@@ -56,7 +54,7 @@ pub fn forward(q: View, cache: &KvPages, table: &SequenceTable, shape: &Attentio
         gpu().launch(kernels.prefill, [run.tiles, g, 1], THREADS, shared, &all);
     }
     let Some(split) = &table.split else {
-        let shared = bytes(2 * BLOCKS * kernels.keys, e) + BLOCKS * EXCHANGE_BYTES;
+        let shared = bytes(2 * kernels.blocks * kernels.keys, e) + kernels.blocks * EXCHANGE_BYTES;
         return gpu().launch(kernels.decode, grid(&table.decode), THREADS, shared, &args(&table.decode));
     };
     let mut between = lock(&split.between);

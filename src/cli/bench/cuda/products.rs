@@ -16,6 +16,15 @@ pub(super) fn run(bench: &Bench) {
             bench.measure(&format!("product, {mode}, {m} x {n} x {k}"), cost, None, || products.forward(*fast));
         }
     }
+    // A decoded layer's other products: back from the MLP, and out of the attention.
+    for (m, k) in [16, 64].into_iter().flat_map(|m| [(m, n), (m, k)]) {
+        let n = bench.n(4096);
+        let mut products = Products::of(bench, m, n, k, bench.copies(2 * n * k));
+        let cost = products.cost();
+        for (mode, fast) in bench.modes() {
+            bench.measure(&format!("product, {mode}, {m} x {n} x {k}"), cost, None, || products.forward(*fast));
+        }
+    }
     let products = Products::of(bench, large, n, k, 1);
     let cost = products.cost();
     let (dy, mut dx, mut dw) = (bench.random(large * n), Memory::scratch(2 * large * k), Memory::zeros(4 * n * k));

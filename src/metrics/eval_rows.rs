@@ -1,0 +1,92 @@
+//! `eval/step-N.jsonl`: held-out rows of preferences as the evaluation after step N judged them, a line each. A line has the fields of
+//! the data, so that chosen lines are rows to train on.
+
+use super::rollouts::steps_in;
+use crate::error::{Error, Result};
+use crate::sys::files;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// A held-out row, and what the model makes of it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EvalRow {
+    /// The step behind which it was judged.
+    pub step: u64,
+    /// Identity of the row over the whole run.
+    pub row: u64,
+    pub prompt: String,
+    #[serde(flatten)]
+    pub responses: EvalResponses,
+    /// Chosen less rejected reward; of a labelled response the distance of its reward from beta times the KL, to the side of its label.
+    pub margin: f64,
+    /// Whether the margin is above 0.
+    pub correct: bool,
+}
+
+/// Responses with their rewards: scores of a reward model; of a policy beta times the log-ratio to its reference, or as its loss defines.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum EvalResponses {
+    Pair { chosen: String, rejected: String, chosen_reward: f64, rejected_reward: f64 },
+    Labelled { response: String, label: bool, reward: f64 },
+}
+
+impl EvalResponses {
+    /// What each is called, its text and its reward.
+    pub fn list(&self) -> Vec<(&'static str, &str, f64)> {
+        match self {
+            Self::Pair { chosen, rejected, chosen_reward, rejected_reward } => {
+                vec![("chosen", chosen, *chosen_reward), ("rejected", rejected, *rejected_reward)]
+            }
+            Self::Labelled { response, label, reward } => {
+                vec![(if *label { "desirable" } else { "undesirable" }, response, *reward)]
+            }
+        }
+    }
+}
+
+fn path_of(run_dir: &Path, step: u64) -> PathBuf {
+    run_dir.join("eval").join(format!("step-{step}.jsonl"))
+}
+
+/// The steps whose evaluations are recorded.
+pub fn steps(run_dir: &Path) -> Result<BTreeSet<u64>> {
+    steps_in(&run_dir.join("eval"), ".jsonl")
+}
+
+/// The rows of the evaluation after `step`, in the order of the data.
+pub fn read(run_dir: &Path, step: u64) -> Result<Vec<EvalRow>> {
+    let path = path_of(run_dir, step);
+    let text = files::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
+    let row = |line: &str| serde_json::from_str(line).map_err(|e| Error::data(format!("{}: {e}", path.display())));
+    text.lines().map(row).collect()
+}
+
+/// Records the rows of an evaluation, and keeps the last `keep_last` of them (0: all).
+pub(super) fn write(run_dir: &Path, step: u64, rows: &[EvalRow], keep_last: usize) -> Result<()> {
+    let path = path_of(run_dir, step);
+    fs::create_dir_all(files::parent(&path)).map_err(|e| Error::io("create", &path, &e))?;
+    let lines: String = rows.iter().map(|row| serde_json::to_string(row).expect("texts and numbers") + "\n").collect();
+    files::write_atomic(&path, lines.as_bytes())?;
+    let steps = steps(run_dir)?;
+    let excess = if keep_last == 0 { 0 } else { steps.len().saturating_sub(keep_last) };
+    remove(run_dir, steps.into_iter().take(excess))
+}
+
+/// Removes the records behind `step`, and what a killed writer left.
+pub(super) fn cut_back(run_dir: &Path, step: u64) -> Result<()> {
+    let folder = run_dir.join("eval");
+    if folder.is_dir() {
+        files::remove_partial(&folder)?;
+    }
+    remove(run_dir, steps(run_dir)?.split_off(&(step + 1)).into_iter())
+}
+
+fn remove(run_dir: &Path, mut steps: impl Iterator<Item = u64>) -> Result<()> {
+    steps.try_for_each(|step| {
+        let path = path_of(run_dir, step);
+        fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))
+    })
+}
