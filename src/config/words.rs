@@ -50,7 +50,7 @@ const ALIASES: &[(&str, &str)] = &[
     ),
     ("rollout.response_tokens_min", "min_new_tokens min_tokens"),
     (
-        "rollout.dynamic_sampling",
+        "rollout.dynamic_sampling.prompts_max_factor",
         "dynamic_filtering filter_groups use_dynamic_sampling dynamic_sampling_max_gen_batches",
     ),
     ("rollout.stop", "stop_strings stop_words"),

@@ -9,6 +9,7 @@ mod feed;
 mod hashes;
 pub mod input;
 pub mod ledger;
+mod left_out;
 pub mod packing;
 mod row_source;
 pub mod rows;
@@ -22,10 +23,8 @@ pub use encode::shard_rows;
 pub use feed::Cursor;
 pub use hashes::Hashes;
 pub use ledger::Ledger;
+pub use left_out::LEDGER_LINES;
 pub use row_source::{LabelledRow, PairRow, PromptSource, Row, RowSource, SftRow, SftSource, StepLabel, StepRow};
 pub use rows::{Part, Reading};
 pub use sources::{Prepared, Rows, SourceFile, prepare};
 pub use split::{TEST, TRAIN};
-
-/// The file of a run directory that names the rows that are not learned from.
-pub const LEDGER_LINES: &str = "ledger.jsonl";

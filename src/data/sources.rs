@@ -18,11 +18,8 @@ use crate::comm::Group;
 use crate::config::data::{DataConfig, Order, SplitBy};
 use crate::error::{Error, Result};
 use crate::experience::RowFields;
-use crate::sys::files::{self, xxh3};
+use crate::sys::files::xxh3;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
-use std::fs::File;
-use std::io::Write;
 
 /// An open entry of `data.prompts` or `data.split.eval_files`.
 #[derive(Debug)]
@@ -44,11 +41,11 @@ pub struct Rows {
     pub(super) part: Part,
     /// Those of `data.pretrain`.
     pub(super) pretrain: Option<Box<Rows>>,
-    filtered: Vec<Filtered>,
+    pub(super) filtered: Vec<Filtered>,
 }
 
 /// A document that is never handed out, by its source's number, and the rule that took it out.
-type Filtered = (usize, u64, &'static str);
+pub(super) type Filtered = (usize, u64, &'static str);
 
 /// The shards of a job's sources.
 #[derive(Clone, Debug)]
@@ -259,47 +256,6 @@ impl Rows {
         Ok(Self { sources: Arc::default(), feed, eval: entries(eval), part, pretrain, filtered })
     }
 
-    /// Writes the filtered rows to `path`, a JSON line each: the file and line that it came from, and the rule that took it out.
-    /// Lines that `write_dropped` added for steps up to `step` stay.
-    pub fn write_filtered(&self, path: &Path, step: u64) -> Result<()> {
-        let before = if path.exists() {
-            files::read_to_string(path).map_err(|e| Error::io("read", path, &e))?
-        } else {
-            String::new()
-        };
-        let of_step = |line: &&str| {
-            let line: Option<Value> = serde_json::from_str(line).ok();
-            line.and_then(|line| line["step"].as_u64()).is_some_and(|of| of <= step)
-        };
-        files::replace_with(path, |out| {
-            for (source, document, rule) in &self.filtered {
-                let source = &self.sources[*source].shard.meta(*document as usize)?.source;
-                writeln!(out, "{}", json!({"source": source, "rule": rule}))
-                    .map_err(|e| Error::io("write", path, &e))?;
-            }
-            before
-                .lines()
-                .filter(of_step)
-                .try_for_each(|line| writeln!(out, "{line}"))
-                .map_err(|e| Error::io("write", path, &e))
-        })
-    }
-
-    /// Adds prompts of a step whose samples were not learned from to what `write_filtered` wrote: `Prompt::id`, and the mean score.
-    pub fn write_dropped(&self, path: &Path, step: u64, dropped: impl Iterator<Item = (u64, f64)>) -> Result<()> {
-        let mut lines = String::new();
-        for (id, score_mean) in dropped {
-            let source = match document_of(&self.sources, id) {
-                Some((source, document)) => source.shard.meta(document)?.source,
-                None => String::new(),
-            };
-            let line = json!({"source": source, "rule": "dynamic_sampling", "step": step, "score_mean": score_mean});
-            lines.push_str(&format!("{line}\n"));
-        }
-        let file = File::options().append(true).create(true).open(path);
-        file.and_then(|mut file| file.write_all(lines.as_bytes())).map_err(|e| Error::io("write", path, &e))
-    }
-
     /// Gives rows of prompts as their files have them, by `Prompt::id`; `config` is the one they were opened with.
     pub fn lookup(&self, config: &DataConfig) -> impl Fn(u64) -> Result<RowFields> + Send + Sync + 'static {
         let (sources, config) = (self.sources.clone(), config.clone());
@@ -365,7 +321,7 @@ pub(super) fn eval_files(config: &DataConfig) -> &[String] {
 
 /// The sources that train, then those that evaluate.
 /// Where the row of a prompt lies, by `Prompt::id`.
-fn document_of(sources: &[Source], id: u64) -> Option<(&Source, usize)> {
+pub(super) fn document_of(sources: &[Source], id: u64) -> Option<(&Source, usize)> {
     let row = id & ((1 << PIECE_SHIFT) - 1);
     let source = sources.iter().rfind(|source| source.first_id <= row)?;
     Some((source, (row - source.first_id) as usize))

@@ -154,7 +154,7 @@ fn an_eval_row_never_trains_even_where_it_occurs_twice() {
     source.ledger().check().unwrap();
     // Which row that was, and why, can be looked up.
     let path = fixture.path("ledger.jsonl");
-    source.write_filtered(&path).unwrap();
+    source.write_filtered(&path, 0).unwrap();
     let line: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     assert!(line["source"].as_str().is_some_and(|source| source.ends_with("q.jsonl:61")), "{line}");
     assert_eq!(line["rule"], "same_prompt_in_eval_split");

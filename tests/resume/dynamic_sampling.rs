@@ -21,6 +21,7 @@ fn job(name: &str) -> Job {
     let dir = place().join("dynamic");
     std::fs::create_dir_all(&dir).expect("writes");
     std::fs::write(dir.join("reward.py"), REWARD).expect("writes");
+    std::fs::write(dir.join("rare.py"), REWARD.replace("% 2", "% 5")).expect("writes");
     let sets = "ppo.advantage=grpo job.steps=3 checkpoint.every_steps=0 eval.every_steps=0 reward.rule=[] reward.retries=0 \
                 gradient.order=fixed rollout.dynamic_sampling.prompts_max_factor=6";
     Job::ppo(name).with(sets).set("reward.python=dynamic/reward.py".to_owned())
@@ -72,7 +73,8 @@ fn a_step_that_fails_between_its_rounds_goes_on_bitwise() {
 
 #[test]
 fn a_step_without_enough_groups_learns_from_those_it_has_and_says_so() {
-    let few = job("dynamic-few").with("rollout.dynamic_sampling.prompts_max_factor=2").run();
+    let few =
+        job("dynamic-few").with("reward.python=dynamic/rare.py rollout.dynamic_sampling.prompts_max_factor=2").run();
     assert!(few.code == Some(0) && few.stderr.contains("prompts_max_factor lets a step answer more"), "{}", few.stderr);
     job("dynamic-none")
         .with("rollout.dynamic_sampling.low=0.9")
