@@ -268,6 +268,7 @@ impl Ppo {
             return unfinished(made.samples, None);
         }
         let measured = match made.values {
+            Err(error) if error.kind == Kind::Stopped => return unfinished(made.samples, None),
             Err(error) if error.kind == Kind::Service => return unfinished(made.samples, Some(error)),
             measured => measured?,
         };
