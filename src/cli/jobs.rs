@@ -54,7 +54,8 @@ macro_rules! text {
 }
 
 const REWARD: (&str, &str) = ("reward.py", text!("recipes/reward.py"));
-const RL_CHANGE: &str = "model.actor, data.prompts and data.label_key, reward";
+/// What one changes in a recipe whose reward is a rule.
+const RL_CHANGE: &str = "model.actor, data.prompts and data.label_key; reward: a rule, python, http, models or judge (rlhf-hpc help rewards)";
 const DRY_RUN: &str = "rlhf-hpc run FILE --dry-run";
 
 const RECIPES: &[Recipe] = &[
@@ -144,6 +145,15 @@ const RECIPES: &[Recipe] = &[
         about: "RLOO: the other answers to a prompt as baseline, no critic",
         file: "rloo.toml",
         text: text!("recipes/rloo.toml"),
+        beside: &[],
+        change: RL_CHANGE,
+        next: DRY_RUN,
+    },
+    Recipe {
+        name: "remax",
+        about: "ReMax: the greedy answer to each prompt as baseline, no critic and no groups",
+        file: "remax.toml",
+        text: text!("recipes/remax.toml"),
         beside: &[],
         change: RL_CHANGE,
         next: DRY_RUN,

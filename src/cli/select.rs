@@ -100,7 +100,10 @@ fn scored(row: &Row, by: &str) -> Result<Scored> {
     let mut row = row.clone();
     let asked = ["messages", "prompt"].into_iter().find(|key| row.contains_key(*key));
     let (key, response) = match asked {
-        Some(key) if row.contains_key("response") => (key, required(&row, "response")?.clone()),
+        // A row that was answered may have come with a demonstration of its own.
+        Some(key) if row.contains_key("response") && !row.contains_key("tokens") => {
+            (key, required(&row, "response")?.clone())
+        }
         Some(key) => (key, text(&row, "text")?.into()),
         // A model without a tokenizer, or rows of token ids.
         None => {

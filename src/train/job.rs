@@ -333,8 +333,9 @@ impl<J: Job> Opened<J> {
         match self.job.evaluate(run, step) {
             // Before the first step there is nothing to save.
             Err(error) if error.kind == Kind::Service && step > 0 => Err(self.save_for(run, None, error)),
-            Err(error) => Err(error),
             Ok(None) => Ok(false),
+            Err(error) if error.kind == Kind::Stopped => Ok(false),
+            Err(error) => Err(error),
             Ok(Some(metrics)) => {
                 self.state.eval_due = false;
                 let recorded = if metrics.is_empty() { Ok(()) } else { run.recorder.eval(step, &metrics) };

@@ -7,7 +7,7 @@ use crate::comm::records;
 use crate::config::reward::{JudgeConfig, OnFailure};
 use crate::config::rollout::RolloutConfig;
 use crate::device::null;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Prompt};
 use crate::launch::run::Run;
 use crate::learn::Role;
@@ -88,7 +88,8 @@ impl Judge {
     /// that hold the judge call this with the same samples.
     ///
     /// # Errors
-    /// `Service` where an answer has no score, or what the judge would read does not fit its context, and `on_failure` is stop.
+    /// `Service` where an answer has no score, or what the judge would read does not fit its context, and `on_failure` is stop;
+    /// `Stopped` where a rank was asked to stop meanwhile: the resumed run asks again.
     pub fn score(&mut self, run: &Run, samples: &[Experience], scored: &mut [Scored]) -> Result<()> {
         let own = prompts_of(run, &(0..samples.len()));
         let found = own.clone().zip(self.answers(run, &samples[own])?).collect();
@@ -129,14 +130,20 @@ impl Judge {
         }
         let gathered = self.weights.gather(&self.role, &mut Phases::start());
         let model = Model { tokenizer: Some(&self.tokenizer), ..gathered.model() };
-        let mut hooks =
-            Hooks { stop: &|| false, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()) };
+        let mut hooks = Hooks {
+            stop: &|| run.stop_requested_here(),
+            progress: &mut |_| {},
+            drawn: &mut |_, _| {},
+            finished: &mut |_, _| Ok(()),
+        };
         let rng = Rng::new(run.config.job.seed, Purpose::Sample);
-        let answers = self.engine.generate(model, rng, 0, &requests, &mut hooks);
+        let outcome = self.engine.generate(model, rng, 0, &requests, &mut hooks);
         drop(gathered);
         self.engine.release();
         run.offload_weights(&mut self.role);
-        let mut answers = all.agree(answers)?.complete().expect("nothing stopped it").into_iter();
+        let unfinished = || Error::new(Kind::Stopped, "a judge was asked to stop before it had answered all");
+        let answers = outcome.and_then(|outcome| outcome.complete().ok_or_else(unfinished));
+        let mut answers = all.agree(answers)?.into_iter();
         let found = lengths.into_iter().map(|length| match length < context {
             // A plan has no texts.
             true if null::is_active() => Ok(0.0),

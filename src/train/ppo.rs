@@ -274,6 +274,7 @@ impl Ppo {
                 return unfinished(rounds, made.samples, None);
             }
             match made.values {
+                Err(error) if error.kind == Kind::Stopped => return unfinished(rounds, made.samples, None),
                 Err(error) if error.kind == Kind::Service => return unfinished(rounds, made.samples, Some(error)),
                 measured => rounds.take(&dynamic, made.samples, measured?),
             }
@@ -285,7 +286,7 @@ impl Ppo {
             let work = records::encode(&Work::Rollout(rounds.responses(Vec::new())));
             return Err(Ended::Unfinished { work, took_rows: false, error: Some(Error::data(dropped).hint(hint)) });
         }
-        if rounds.groups < wanted {
+        if dynamic.is_on() && rounds.groups < wanted {
             run.recorder.warn(&format!(
                 "step {}: {} groups of {wanted} to learn from in {} prompts: rollout.dynamic_sampling.prompts_max_factor lets a step \
                  answer more",

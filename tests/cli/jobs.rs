@@ -23,6 +23,7 @@ fn every_recipe_is_copied_with_its_files_and_is_a_job() {
             "distill-on-policy",
             "grpo",
             "rloo",
+            "remax",
             "reinforce++",
             "ppo-python-reward",
             "long-context",

@@ -300,7 +300,9 @@ fn generated_rows_are_scored_and_selected_with_all_their_fields_as_rows_to_train
     let fixture = Fixture::new();
     fixture.job(&[]).well();
     fixture.run(&["export", "run", "--out", "critic", "--role", "critic"]).well();
-    let asked: Vec<Value> = (1..6).map(|i| json!({"prompt": format!("{i}+{i}="), "answer": 2 * i})).collect();
+    // Rows with demonstrations, which are not what the model answers.
+    let asked = |i: i32| json!({"prompt": format!("{i}+{i}="), "answer": 2 * i, "response": "a demonstration"});
+    let asked: Vec<Value> = (1..6).map(asked).collect();
     let options = ["--samples", "6", "--max-new-tokens", "6", "--ignore-eos"];
     let drawn = answers(&fixture, "generate", "model", &asked, &options);
     let mut scored = answers(&fixture, "reward", "critic", &drawn, &[]);
@@ -316,6 +318,7 @@ fn generated_rows_are_scored_and_selected_with_all_their_fields_as_rows_to_train
     for row in &chosen {
         let best = of(&row["prompt"]).iter().filter(is_whole).map(|row| reward(row)).fold(f64::MIN, f64::max);
         assert_eq!(reward(row), best);
+        assert!(of(&row["prompt"]).iter().any(|one| one["text"] == row["response"]), "{row}");
         assert!(row["answer"].is_number() && row.get("tokens").is_none(), "{row}");
     }
     let pairs = piped(&fixture, &["select", "--pairs"]);

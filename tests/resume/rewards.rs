@@ -119,26 +119,80 @@ fn a_response_on_which_a_reward_always_hangs_ends_no_run_that_goes_on_with_drop(
     assert!(dropped.numbers("samples_dropped").iter().sum::<f64>() > 0.0);
 }
 
+/// A judge that answers with at most `tokens` tokens.
+fn judge(prompt: &str, pattern: &str, tokens: usize) -> String {
+    format!(
+        "reward.judge={{ dir = \"model\", prompt = '{prompt}', pattern = '{pattern}', tokens_max = {tokens}, weight = 0.5 }}"
+    )
+}
+
+const JUDGED: &str = "{prompt}{response} of {label}: ";
+
 #[test]
-fn a_judge_scores_what_it_answers_on_any_ranks_and_an_answer_without_a_score_is_a_failure() {
-    let judge = |pattern: &str, prompt: &str| {
-        format!(
-            "reward.judge={{ dir = \"model\", prompt = '{prompt}', pattern = '{pattern}', tokens_max = 24, weight = 0.5 }}"
-        )
-    };
-    let of = |name: &str, pattern: &str, prompt: &str| job(name, judge(pattern, prompt)).with("eval.every_steps=2");
-    let (digit, prompt) = ("[0-9]", "{prompt}{response} of {label}: ");
-    let drops = |name: &str| of(name, digit, prompt).with("reward.on_failure=drop");
+fn a_judge_scores_what_it_answers_on_any_layout_and_an_answer_without_a_score_is_a_failure() {
+    let of = |name: &str, pattern: &str, prompt: &str| job(name, judge(prompt, pattern, 24)).with("eval.every_steps=2");
+    let digit = "[0-9]";
+    let drops = |name: &str| of(name, digit, JUDGED).with("reward.on_failure=drop");
     let alone = drops("judge-1").done();
     assert!(alone.numbers("reward_std")[0] > 0.0 && alone.numbers("eval_samples")[0] > 0.0);
-    drops("judge-2").on(2).done().assert_same(&alone);
     let placement =
         r#"mesh.placement=[{roles=["actor","reference"],ranks="0..1"},{roles=["critic","reward"],ranks="1..2"}]"#;
-    drops("judge-placed").on(2).with(placement).done().assert_same(&alone);
-    of("judge-none", "never said", prompt).run().assert(75, &["judge model on a response to prompt ", "has no score"]);
-    of("judge-none", digit, prompt).with("reward.on_failure=drop").done().assert_same(&alone);
+    for (name, layout) in [("judge-2", ""), ("judge-placed", placement)] {
+        drops(name).on(2).with(layout).done().assert_same(&alone);
+    }
+    // These sum gradients in another order: the first step alone has the same weights.
+    let first = |job: &Job| job.rollouts()["step_000001"]["score"].clone();
+    for (name, layout) in [("judge-tensor", "mesh.tensor=2"), ("judge-zero", "mesh.zero=3")] {
+        let job = drops(name).on(2).with(layout).with("gradient.order=fast job.steps=1").done();
+        assert!(first(&job) == first(&alone), "{layout}: {:?}, alone {:?}", first(&job), first(&alone));
+    }
+    of("judge-none", "never said", JUDGED).run().assert(75, &["judge model on a response to prompt ", "has no score"]);
+    of("judge-none", digit, JUDGED).with("reward.on_failure=drop").done().assert_same(&alone);
     let long = "{prompt}".repeat(100) + "{response}";
     of("judge-long", digit, &long).run().assert(75, &["judge model on a response to prompt ", "its context is 256"]);
     of("judge-field", digit, "{response}{nosuch}").run().assert(2, &["prompt has {nosuch}, which no row fills"]);
     of("judge-blind", digit, "{prompt}").run().assert(2, &["its prompt does not hold {response}"]);
+}
+
+/// Is called when a rank's decoding has ended, before the judge begins; asks the trainer to stop at its third call, where there is a
+/// file `asks`.
+const ASKS: &str = r#"
+import os, subprocess
+calls = 0
+def trainer():
+    pid = os.getppid()
+    while os.path.basename(os.readlink(f"/proc/{pid}/exe")) != "rlhf-hpc":
+        pid = int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+    return pid
+def reward_func(queries, prompts, labels, **kwargs):
+    global calls
+    calls += 1
+    if calls == 3 and os.path.exists("asks"):
+        subprocess.Popen(["kill", "-TERM", str(trainer())])
+    return [1.0] * len(queries)
+"#;
+
+#[test]
+fn a_judge_that_is_asked_to_stop_loses_no_response_and_the_same_line_goes_on() {
+    let dir = reward("judge-stops");
+    std::fs::write(dir.join("reward.py"), ASKS).expect("writes");
+    let sets = "rollout.batch_max=1 eval.every_steps=1 checkpoint.every_steps=0 reward.on_failure=drop";
+    let of = |name: &str| job(name, judge(JUDGED, "[0-9]", 200)).set(python(&dir, 0)).with(sets);
+    let whole = of("judge-whole").done();
+    let asks = dir.join("asks");
+    for ranks in [0, 2] {
+        let job = of(&format!("judge-stops-{ranks}")).on(ranks);
+        let stopped = || {
+            job.run().assert(85, &["stopped at step ", "SIGTERM"]);
+            newest(&job.checkpoints()).expect("whole").expect("saved")
+        };
+        std::fs::write(&asks, "").expect("writes");
+        // Behind two calls of the evaluation at the start, of greedy and of sampled responses.
+        let work = stopped().file("work.bin").expect("the judge is part of the step");
+        assert_eq!(work[..2], [0, 16], "all responses are finished, none is learned from");
+        // Behind the step's call and that of the greedy responses.
+        assert!(stopped().manifest.state["run"]["eval_due"] == true, "the judge is part of the evaluation");
+        std::fs::remove_file(&asks).expect("there");
+        job.done().assert_same(&whole);
+    }
 }
