@@ -3,6 +3,7 @@
 rule's over the KL from the reference, of PPO held near it and of PPO that is nearly free."""
 
 import json
+import math
 import os
 import sys
 
@@ -40,8 +41,9 @@ def curve(work, run):
 def picture(work):
     runs = {"ppo": curve(work, "ppo"), "ppo-free": curve(work, "ppo-free")}
     points = [point for run in runs.values() for point in run]
-    far, low = max(kl for kl, *_ in points), min(score for _, score, _ in points)
-    high = max(score for _, score, _ in points)
+    # Whole ticks: 0.05 nats, and five of whole scores.
+    far, low = 0.05 * math.ceil(max(kl for kl, *_ in points) / 0.05), math.floor(min(score for _, score, _ in points))
+    high = low + 5 * math.ceil((max(score for _, score, _ in points) - low) / 5)
 
     def at(kl, share):
         return f"{LEFT + (WIDTH - LEFT - RIGHT) * kl / far:.1f},{TOP + (HEIGHT - TOP - BOTTOM) * (1 - share):.1f}"
@@ -56,10 +58,10 @@ def picture(work):
         down = float(y) + 4
         out.append(f'<text x="{LEFT - 8}" y="{down:.1f}" text-anchor="end" fill="{COLOURS[RULE]}">{10 * tenth} %</text>')
         score = low + (high - low) * tenth / 10
-        out.append(f'<text x="{WIDTH - RIGHT + 8}" y="{down:.1f}" fill="{COLOURS[SCORE]}">{score:.1f}</text>')
-    for i in range(6):
-        x = at(far * i / 5, 0).split(",")[0]
-        out.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle" fill="#444444">{far * i / 5:.2f}</text>')
+        out.append(f'<text x="{WIDTH - RIGHT + 8}" y="{down:.1f}" fill="{COLOURS[SCORE]}">{score:.0f}</text>')
+    for i in range(round(far / 0.05) + 1):
+        x = at(0.05 * i, 0).split(",")[0]
+        out.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle" fill="#444444">{0.05 * i:.2f}</text>')
     out.append(
         f'<text x="{WIDTH // 2}" y="{HEIGHT - 8}" text-anchor="middle" fill="#444444">KL from the reference, nats a token</text>'
     )

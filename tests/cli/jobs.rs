@@ -22,6 +22,7 @@ fn every_recipe_is_copied_with_its_files_and_is_a_job() {
             "distill",
             "distill-on-policy",
             "grpo",
+            "dapo",
             "rloo",
             "remax",
             "reinforce++",
