@@ -47,7 +47,8 @@ impl Rows {
                 None => String::new(),
             };
             let line = json!({"source": source, "rule": "dynamic_sampling", "step": step, "score_mean": score_mean});
-            lines.push_str(&format!("{line}\n"));
+            lines += &line.to_string();
+            lines.push('\n');
         }
         let file = File::options().append(true).create(true).open(path);
         file.and_then(|mut file| file.write_all(lines.as_bytes())).map_err(|e| Error::io("write", path, &e))

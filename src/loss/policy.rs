@@ -83,7 +83,7 @@ pub fn policy_loss(
     let mut sums = PolicySums::default();
     match config.loss {
         PolicyLossKind::Clip | PolicyLossKind::Cispo | PolicyLossKind::Sapo => {
-            token_terms(config, tokens, dlogprobs, &mut sums)
+            token_terms(config, tokens, dlogprobs, &mut sums);
         }
         PolicyLossKind::Gspo => gspo_terms(config, tokens, dlogprobs, &mut sums),
     }

@@ -82,7 +82,9 @@ impl Rounds {
 fn joined(rounds: &[(usize, Metrics)]) -> Metrics {
     let mut all: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
     for (samples, measured) in rounds {
-        measured.iter().for_each(|(key, value)| all.entry(key).or_default().push((*samples as f64, *value)));
+        for (key, value) in measured {
+            all.entry(key).or_default().push((*samples as f64, *value));
+        }
     }
     let join = |(key, found): (&str, Vec<(f64, f64)>)| {
         let value = match key {
