@@ -22,7 +22,9 @@ pub fn play(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Option<(bool, St
         .env(emulation::LIBRARY, emulation::gpu())
         .env(SCENE, scene);
     // This process may be opening its own.
-    emulation::CHECKED.iter().for_each(|name| drop(command.env_remove(name)));
+    for name in emulation::CHECKED {
+        command.env_remove(name);
+    }
     let out = command.envs(env.iter().copied()).output().expect("mpirun starts");
     let said = [out.stdout, out.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
     assert_eq!(said.matches("running 1 test").count(), ranks, "{scene}: {said}");
