@@ -17,14 +17,14 @@ def reward_func(queries, prompts, labels, prompt_id, **kwargs):
     return [float((len(q) - len(p)) % 2 == 0) for q, p in zip(queries, prompts)]
 "#;
 
+/// With a folder of its own for the reward.
 fn job(name: &str) -> Job {
-    let dir = place().join("dynamic");
+    let dir = place().join(format!("rewards-{name}"));
     std::fs::create_dir_all(&dir).expect("writes");
     std::fs::write(dir.join("reward.py"), REWARD).expect("writes");
-    std::fs::write(dir.join("rare.py"), REWARD.replace("% 2", "% 5")).expect("writes");
     let sets = "ppo.advantage=grpo job.steps=3 checkpoint.every_steps=0 eval.every_steps=0 reward.rule=[] reward.retries=0 \
                 gradient.order=fixed rollout.dynamic_sampling.prompts_max_factor=6";
-    Job::ppo(name).with(sets).set("reward.python=dynamic/reward.py".to_owned())
+    Job::ppo(name).with(sets).set(format!("reward.python=rewards-{name}/reward.py"))
 }
 
 fn lines(job: &Job) -> Vec<Value> {
@@ -58,7 +58,7 @@ fn a_step_answers_prompts_until_it_has_its_groups_on_any_ranks_and_the_ledger_na
 #[test]
 fn a_step_that_fails_between_its_rounds_goes_on_bitwise() {
     let whole = job("dynamic-whole").done();
-    let fails = place().join("dynamic/fails");
+    let fails = place().join("rewards-dynamic-fails/fails");
     let broken = job("dynamic-fails");
     std::fs::write(&fails, "").expect("writes");
     broken.run().assert(75, &["ValueError: enough for now"]);
@@ -73,8 +73,10 @@ fn a_step_that_fails_between_its_rounds_goes_on_bitwise() {
 
 #[test]
 fn a_step_without_enough_groups_learns_from_those_it_has_and_says_so() {
-    let few =
-        job("dynamic-few").with("reward.python=dynamic/rare.py rollout.dynamic_sampling.prompts_max_factor=2").run();
+    let few = job("dynamic-few").with("rollout.dynamic_sampling.prompts_max_factor=2");
+    let rare = REWARD.replace("% 2", "% 5");
+    std::fs::write(place().join("rewards-dynamic-few/reward.py"), rare).expect("writes");
+    let few = few.run();
     assert!(few.code == Some(0) && few.stderr.contains("prompts_max_factor lets a step answer more"), "{}", few.stderr);
     job("dynamic-none")
         .with("rollout.dynamic_sampling.low=0.9")
