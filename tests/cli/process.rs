@@ -9,7 +9,7 @@ use std::fs::{self, File};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 /// The program by a line of the shell.
@@ -65,7 +65,11 @@ fn a_verb_without_a_checkpoint_dies_of_signals_as_usual() {
     let fixture = Fixture::new();
     for (name, number) in [("USR1", 10), ("TERM", 15), ("INT", 2)] {
         for after_ms in [0, 20, 300] {
-            let mut verb = program(fixture.root(), 0);
+            let bare = program(fixture.root(), 0);
+            // A job of a shell's background is started with SIGINT ignored.
+            let mut verb = Command::new("env");
+            verb.arg("--default-signal=INT").arg(bare.get_program()).current_dir(fixture.root());
+            verb.envs(bare.get_envs().filter_map(|(name, value)| Some((name, value?))));
             verb.args(["logprobs", "--model", "model", "--input", "-", "--device", "cpu"]);
             let mut running = verb.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
             let _open = running.stdin.take();
