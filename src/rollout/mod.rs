@@ -10,6 +10,7 @@ mod graphs;
 mod live;
 mod run;
 pub mod scheduler;
+pub mod turns;
 
 pub use engine::Engine;
 pub use graphs::bucket;
