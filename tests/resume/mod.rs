@@ -19,3 +19,4 @@ mod placement;
 mod records;
 mod rewards;
 mod variants;
+mod warned;
