@@ -20,3 +20,4 @@ mod placement;
 mod records;
 mod rewards;
 mod variants;
+mod warned;
