@@ -2,10 +2,10 @@
 //! the fields of the data, so that chosen lines are rows to train on.
 
 use super::rollouts::steps_in;
-use crate::data::StepLabel;
 use crate::error::{Error, Result};
 use crate::sys::files;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::fs;
@@ -36,7 +36,7 @@ pub struct EvalRow {
 pub enum EvalResponses {
     Pair { chosen: String, rejected: String, chosen_reward: f64, rejected_reward: f64 },
     Labelled { response: String, label: bool, reward: f64 },
-    Steps { steps: Vec<String>, labels: Vec<StepLabel>, rewards: Vec<f64> },
+    Steps { steps: Vec<String>, labels: Vec<Value>, rewards: Vec<f64> },
 }
 
 impl EvalResponses {
@@ -50,9 +50,9 @@ impl EvalResponses {
                 vec![(if *label { "desirable" } else { "undesirable" }.into(), response, *reward)]
             }
             Self::Steps { steps, labels, rewards } => {
-                let name = |label: &StepLabel| match label {
-                    StepLabel::Token(text) => Cow::from(format!("label {text}")),
-                    StepLabel::Soft(p) => Cow::from(format!("label {p}")),
+                let name = |label: &Value| match label {
+                    Value::String(text) => Cow::from(format!("label {text}")),
+                    p => Cow::from(format!("label {p}")),
                 };
                 let named = labels.iter().map(name).zip(steps).zip(rewards);
                 named.map(|((name, step), reward)| (name, step.as_str(), *reward)).collect()

@@ -63,7 +63,6 @@ class Episode:
 
     def __init__(self, value, style, request):
         self.value, self.style, self.seen = value, style, 0
-        self.observation = request["prompt"]
         self.columns = {"prompt": request["prompt"], "label": request["label"], "source": request["source"],
                         "prompt_id": request["prompt_id"], "sample": request["sample"]}
         self.columns.update(request["row"]["columns"])
@@ -72,34 +71,33 @@ class Episode:
         self.value = value()
         if not hasattr(self.value, "reset"):
             return
-        states = {"observation": self.observation, "label": request["label"], **self.columns}
+        states = {"observation": request["prompt"], "label": request["label"], **self.columns}
         if style == "states":
             begun = waited(self.value.reset(states))
         else:
             begun = called(self.value.reset, [], self.columns)
         begun = begun.get("observation") if isinstance(begun, dict) else begun
-        if begun is not None and begun != self.observation:
+        if begun is not None and begun != request["prompt"]:
             raise ValueError("reset gave an observation of its own: a prompt is what the data has; return None")
 
-    def step(self, turn, request):
+    def step(self, request):
+        before, turn = request["turns"][:self.seen], request["turns"][self.seen]
+        observation = request["prompt"] + "".join(old["text"] + (old["feedback"] or "") for old in before)
         text = turn["text"]
         columns = {**self.columns, "text": text, "tokens": turn["tokens"], "turn": self.seen, "finish": turn["finish"],
                    "turns_max": request["turns_max"]}
         self.seen += 1
         if self.style == "function":
-            result = called(self.value, [self.observation, text, request["label"]], columns)
+            result = called(self.value, [observation, text, request["label"]], columns)
         elif self.style == "states":
-            states = {**columns, "observation_text": self.observation, "action_text": text, "observation": self.observation,
-                      "action": text, "label": request["label"], "sampling_params": None}
+            states = {**columns, "observation_text": observation, "action_text": text, "observation": observation, "action": text,
+                      "label": request["label"], "sampling_params": None}
             result = waited(self.value.step(states))
         else:
             first = parameters_of(self.value.step)[:1]
             by_name = bool(first) and first[0].name in ("tokens", "turn", "finish")
             result = called(self.value.step, [] if by_name else [text], columns)
-        answer = answered(result, self.observation + text)
-        feedback = turn.get("feedback")
-        self.observation += text + (feedback if feedback is not None else "")
-        return answer
+        return answered(result, observation + text)
 
 
 def first_of(result, names, default=None):
@@ -144,10 +142,10 @@ def answer_turn(value, style, request, _settings):
     episode = EPISODES.get(key)
     if episode is None or episode.seen != len(turns) - 1:
         episode = EPISODES[key] = Episode(value, style, request)
-        for turn in turns[:-1]:
-            episode.step(turn, request)
+        for _ in turns[:-1]:
+            episode.step(request)
     try:
-        answer = episode.step(turns[-1], request)
+        answer = episode.step(request)
     except BaseException:
         # Half a step may be done: the next attempt begins anew.
         del EPISODES[key]

@@ -193,20 +193,7 @@ impl Collector {
                 self.reward.push(place, &prompts[response.prompt], response);
             }
         }
-        let mut requests: Vec<Request> = Vec::new();
-        for config in configs {
-            let first = requests.last().map_or(0, |last| last.sample + 1);
-            let more = rollout::requests(&prompts[own.clone()], config, &self.stop, self.context)?;
-            requests.extend(more.into_iter().map(|request| Request { sample: first + request.sample, ..request }));
-        }
-        requests.sort_by_key(|request| request.prompt);
-        let ids = random_ids(prompts);
-        for request in &mut requests {
-            request.prompt += own.start;
-            request.prompt_id = ids[request.prompt];
-        }
-        let done: HashSet<(usize, u32)> = done.iter().map(|r| (r.prompt, r.sample)).collect();
-        requests.retain(|r| !done.contains(&(r.prompt, r.sample)));
+        let requests = self.requests(prompts, own, configs, done)?;
         let model = Model { tokenizer: Some(&self.tokenizer), ..model };
         if let Some(bytes) = run.cache_bytes() {
             self.engine.allow(bytes);
@@ -247,6 +234,31 @@ impl Collector {
         // Training needs the memory of the cache.
         self.engine.release();
         Ok(outcome.responses)
+    }
+
+    /// What is asked for `prompts[own]`, but for what is `done`.
+    fn requests(
+        &self,
+        prompts: &[Prompt],
+        own: &Range<usize>,
+        configs: &[&RolloutConfig],
+        done: &[Response],
+    ) -> Result<Vec<Request>> {
+        let mut requests: Vec<Request> = Vec::new();
+        for config in configs {
+            let first = requests.last().map_or(0, |last| last.sample + 1);
+            let more = rollout::requests(&prompts[own.clone()], config, &self.stop, self.context)?;
+            requests.extend(more.into_iter().map(|request| Request { sample: first + request.sample, ..request }));
+        }
+        requests.sort_by_key(|request| request.prompt);
+        let ids = random_ids(prompts);
+        for request in &mut requests {
+            request.prompt += own.start;
+            request.prompt_id = ids[request.prompt];
+        }
+        let done: HashSet<(usize, u32)> = done.iter().map(|r| (r.prompt, r.sample)).collect();
+        requests.retain(|r| !done.contains(&(r.prompt, r.sample)));
+        Ok(requests)
     }
 
     /// Makes places for the responses `keys` in the reward; the first of them.

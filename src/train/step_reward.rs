@@ -24,6 +24,7 @@ use crate::metrics::keys::{self, Metrics, named};
 use crate::model::{Arch, Head, Saved};
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -294,7 +295,7 @@ fn record(tokenizer: &Tokenizer, step: u64, row: &StepRow, placed: &[Placed], ju
         tokenizer.decode_prompt(tokens)
     };
     let steps: Vec<String> = placed.iter().map(text_to).collect::<Result<_>>()?;
-    let labels = row.labels[..steps.len()].to_vec();
+    let labels = row.labels[..steps.len()].iter().map(|label| json!(label)).collect();
     Ok(EvalRow {
         step,
         row: row.id,

@@ -155,7 +155,7 @@ impl Warnings {
                 ),
             ),
         ];
-        self.new(all)
+        self.unsaid(all)
     }
 
     /// The same of an evaluation behind the last step.
@@ -163,7 +163,7 @@ impl Warnings {
         let (accuracy, samples) = self.trained;
         let held_out = value(values, keys::EVAL_ACCURACY);
         let enough = samples.min(value(values, keys::EVAL_SAMPLES)) >= OVERFIT_SAMPLES;
-        self.new([(
+        self.unsaid([(
             "overfit",
             enough && accuracy - held_out > OVERFIT,
             format!(
@@ -173,7 +173,7 @@ impl Warnings {
         )])
     }
 
-    fn new(&mut self, all: impl IntoIterator<Item = (&'static str, bool, String)>) -> Vec<String> {
+    fn unsaid(&mut self, all: impl IntoIterator<Item = (&'static str, bool, String)>) -> Vec<String> {
         let new = all.into_iter().filter(|(name, holds, _)| *holds && !self.said.contains(name));
         let new: Vec<_> = new.collect();
         self.said.extend(new.iter().map(|(name, ..)| *name));

@@ -198,7 +198,7 @@ fn what_is_no_answer_to_a_turn_is_a_failure_with_its_reason() {
                     .expect("loads");
             match play(&mut environment, 1, &["a"]) {
                 Ok(said) => {
-                    assert!(!is_error && said[0].failed.as_ref().is_some_and(|f| f.contains(why)), "{step}: {said:?}")
+                    assert!(!is_error && said[0].failed.as_ref().is_some_and(|f| f.contains(why)), "{step}: {said:?}");
                 }
                 Err(e) => assert!(is_error && e.kind == Kind::Service && e.message.contains(why), "{step}: {e}"),
             }

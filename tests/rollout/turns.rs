@@ -66,7 +66,7 @@ fn answered(tiny: &Tiny, config: &RolloutConfig, prompts: &[Prompt], delay: usiz
 }
 
 fn given(response: &Response) -> usize {
-    response.mask().iter().filter(|m| **m == 0).count()
+    response.episode.iter().flat_map(|episode| &episode.given).map(ExactSizeIterator::len).sum()
 }
 
 #[test]
@@ -96,19 +96,19 @@ fn drawn_tokens_have_the_logprobs_of_the_training_forward_and_given_ones_are_mar
 
 #[test]
 fn turns_are_the_same_whenever_their_answers_come_and_however_full_the_cache_is() {
-    let (tiny, prompts) = (llama(), prompts(&[3, 90, 64, 17, 33, 20, 21, 22]));
-    let expected = answered(&tiny, &ends(80), &prompts, 0);
+    let (tiny, prompts) = (llama(), prompts(&[3, 90, 64, 17, 33, 20, 21, 22, 9, 9, 9, 9, 9, 9, 9, 9]));
+    let expected = answered(&tiny, &ends(150), &prompts, 0);
     let pages = |pages: usize| (pages * tiny.transformer.kv_page_bytes()) as u64;
     let mut preemptions = 0;
     for (delay, batch_max, kv_bytes_max) in [
         (0, 3, 1 << 30),
         (7, 16, 1 << 30),
         (1000, 16, 1 << 30),
-        (3, 16, pages(7)),
-        (1000, 5, pages(9)),
-        (1000, 1, pages(6)),
+        (3, 16, pages(13)),
+        (1000, 16, pages(11)),
+        (1000, 1, pages(8)),
     ] {
-        let config = RolloutConfig { batch_max, kv_bytes_max, ..ends(80) };
+        let config = RolloutConfig { batch_max, kv_bytes_max, ..ends(150) };
         let outcome = answered(&tiny, &config, &prompts, delay);
         assert!(
             outcome.responses == expected.responses,
