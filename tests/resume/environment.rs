@@ -65,7 +65,7 @@ fn a_turn_that_fails_stops_the_run_or_drops_its_response_as_declared() {
     stopped.run().assert(75, &["environment Lengths of", "RuntimeError: the tool is broken"]);
     std::fs::remove_file(broken("stop")).expect("it was written");
     stopped.done().assert_same(&whole);
-    let dropped = job("drop").with("reward.on_failure=drop ppo.advantage=rloo");
+    let dropped = job("drop").with("reward.on_failure=drop");
     std::fs::write(broken("drop"), "").expect("writes");
     let dropped = dropped.done();
     let samples: Vec<f64> =
