@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// One row of the prompt data, ready for rollout.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -66,6 +67,32 @@ pub struct Response {
     pub finish: Finish,
     /// The new tokens decoded, special tokens skipped.
     pub text: String,
+    /// What an environment has added, where the job has one.
+    #[serde(default)]
+    pub episode: Option<Episode>,
+}
+
+impl Response {
+    /// 1 for each token that was drawn, 0 for those that an environment wrote.
+    pub fn mask(&self) -> Vec<u8> {
+        let mut mask = vec![1; self.tokens.len()];
+        self.episode.iter().flat_map(|episode| &episode.given).for_each(|given| mask[given.clone()].fill(0));
+        mask
+    }
+}
+
+/// What an environment has made of a response of one or several turns.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Episode {
+    pub turns: u32,
+    /// Ranges of the response's tokens that the environment wrote. Their log-probabilities at sampling are 0.
+    pub given: Vec<Range<usize>>,
+    /// Sum over turns.
+    pub reward: f64,
+    /// Named numbers for the logs; of several turns the last ones.
+    pub extra: BTreeMap<String, f32>,
+    /// Why it ended early: the environment failed.
+    pub failed: Option<String>,
 }
 
 /// What is known of the greedy response to a prompt, the baseline of its samples (ReMax, arXiv:2310.10505).

@@ -134,7 +134,12 @@ fn estimate(config: &PpoConfig, sample: &mut Experience) {
     let (gamma, lambda, values) = match config.advantage {
         Estimator::Gae => (f64::from(config.gamma), f64::from(config.lambda), &sample.values),
         Estimator::ReinforcePp => (f64::from(config.gamma), 1.0, &zeros),
-        _ => (1.0, 1.0, &zeros),
+        Estimator::ReinforcePpBaseline
+        | Estimator::Rloo
+        | Estimator::Grpo
+        | Estimator::DrGrpo
+        | Estimator::Gdpo
+        | Estimator::Remax => (1.0, 1.0, &zeros),
     };
     let bootstraps = config.advantage.has_critic() && config.truncation == Truncation::Bootstrap;
     let is_cut = sample.response.finish == Finish::Length;

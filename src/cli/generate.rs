@@ -206,6 +206,7 @@ fn answer(
         progress: &mut |now| bar.set_position(now.finished as u64),
         drawn: &mut |_, _| {},
         finished: &mut finished,
+        turns: None,
     };
     let rng = Rng::new(args.seed, Purpose::Sample);
     let done = engine.generate(model, rng, 0, requests, &mut hooks).map_err(device::with_option_names);

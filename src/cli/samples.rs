@@ -10,8 +10,8 @@ use serde_json::{Map, Value, json};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Show the prompts, responses and scores of a recorded step, the samples of a prompt together; of a job that learns from preferences
-/// the held-out rows of an evaluation, both responses with their rewards.
+/// Show the prompts, responses and scores of a recorded step, the samples of a prompt together; of a job that learns from preferences or
+/// labelled steps the held-out rows of an evaluation, each response or step with its reward.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "samples")]
 pub struct Args {
@@ -75,8 +75,8 @@ pub fn run(args: &Args) -> Result<()> {
 fn step_of(run: &Path, step: Option<u64>, steps: &[u64]) -> Result<u64> {
     let Some(last) = steps.last() else {
         return Err(Error::data(format!("{} has no rollouts", run.display())).hint(
-            "ppo jobs record them, with metrics.rollouts_every_steps above 0, and evaluations of reward_model, dpo and kto jobs their \
-             rows, with metrics.eval_rows_max",
+            "ppo jobs record them, with metrics.rollouts_every_steps above 0, and evaluations of reward_model, dpo, kto and step_reward jobs \
+             their rows, with metrics.eval_rows_max",
         ));
     };
     let step = step.unwrap_or(*last);
@@ -205,9 +205,11 @@ fn show(text: &mut String, group: &[RecordedSample]) {
 fn shown_row(row: &EvalRow) -> String {
     let verdict = if row.correct { "right" } else { "wrong" };
     let mut text = format!("\nprompt {}  {verdict}, margin {}\n", row.row, short_number(row.margin));
-    put(&mut text, &row.prompt);
+    if let Some(question) = row.question() {
+        put(&mut text, question);
+    }
     for (name, response, reward) in row.responses.list() {
-        let _ = writeln!(text, "  - {name}, reward {}", short_number(reward));
+        let _ = writeln!(text, "  - {}, reward {}", one_line(&name), short_number(reward));
         put(&mut text, response);
     }
     text

@@ -32,6 +32,8 @@ table! {
         pub models: Vec<ModelRewardConfig> = Vec::new(),
         #[serde(deserialize_with = "one_or_many")]
         pub judge: Vec<JudgeConfig> = Vec::new(),
+        #[serde(deserialize_with = "one_or_many")]
+        pub environment: Vec<EnvironmentConfig> = Vec::new(),
         pub workers: usize = 1 => 1.0..=limits::THREADS_MAX as f64,
         pub timeout_s: f64 = 60.0 => ABOVE_0..=YEAR_S,
         pub start_timeout_s: f64 = 300.0 => ABOVE_0..=YEAR_S,
@@ -43,12 +45,13 @@ table! {
 impl RewardConfig {
     /// How many rewards are added up.
     pub fn sources(&self) -> usize {
-        self.rule.len() + self.python.len() + self.http.len() + self.models.len() + self.judge.len()
+        let others = self.models.len() + self.judge.len() + self.environment.len();
+        self.rule.len() + self.python.len() + self.http.len() + others
     }
 
     /// Whether the job names any reward.
     pub fn is_set(&self) -> bool {
-        self.sources() > 0 || !self.http.is_empty()
+        self.sources() > 0
     }
 
     /// Whether models of the job score.
@@ -61,7 +64,8 @@ impl RewardConfig {
         if self.sources() == 0 {
             return Err(Error::usage("no reward is set").hint(
                 "set reward.rule = \"exact\" (or number, regex, format, length), reward.python = \"reward.py\", \
-                 reward.http = \"http://HOST:PORT/PATH\", reward.models = \"DIR\" or reward.judge = \"DIR\"",
+                 reward.http = \"http://HOST:PORT/PATH\", reward.models = \"DIR\", reward.judge = \"DIR\" or \
+                 reward.environment = \"environment.py\"",
             ));
         }
         for model in &self.models {
@@ -69,11 +73,15 @@ impl RewardConfig {
         }
         limits::check("reward", self)?;
         self.python.iter().try_for_each(|python| limits::check("reward.python", python))?;
-        self.http.iter().try_for_each(HttpConfig::check)?;
+        self.http.iter().try_for_each(|http| check_urls("reward.http", &http.url))?;
+        self.http.iter().try_for_each(|http| limits::check("reward.http", http))?;
         let weights = self.rule.iter().map(|r| r.weight).chain(self.python.iter().map(|p| p.weight));
         self.judge.iter().try_for_each(JudgeConfig::check)?;
         let weights = weights.chain(self.http.iter().map(|h| h.weight)).chain(self.models.iter().map(|m| m.weight));
         let weights = weights.chain(self.judge.iter().map(|j| j.weight));
+        let weights = weights.chain(self.environment.iter().map(|e| e.weight));
+        Error::need(self.environment.len() <= 1, "a job has one reward.environment at most")?;
+        self.environment.iter().try_for_each(EnvironmentConfig::check)?;
         Error::need(weights.clone().all(f32::is_finite), "a reward's weight is not a finite number")?;
         Error::need(weights.clone().any(|w| w != 0.0), "every reward has weight 0, so that every score would be 0")
     }
@@ -150,6 +158,39 @@ table! {
         pub name: String = String::new(),
         pub weight: f32 = 1.0,
         pub batch: usize = 1 => 0.0..=limits::SAMPLES,
+    }
+}
+
+table! {
+    /// An environment, in a Python file or on servers, which answers the turns of a response and rewards them.
+    pub struct EnvironmentConfig {
+        #[serde(deserialize_with = "one_or_many")]
+        pub python: Vec<PythonConfig> = Vec::new(),
+        #[serde(deserialize_with = "one_or_many")]
+        pub http: Vec<String> = Vec::new(),
+        pub turns_max: u32 = 8 => 1.0..=1e6,
+        pub name: String = String::new(),
+        pub weight: f32 = 1.0,
+    }
+}
+
+impl EnvironmentConfig {
+    fn check(&self) -> crate::error::Result<()> {
+        limits::check("reward.environment", self)?;
+        self.python.iter().try_for_each(|python| limits::check("reward.environment.python", python))?;
+        let is_one = self.python.len() == 1 && self.http.is_empty() || self.python.is_empty() && !self.http.is_empty();
+        Error::need(is_one, "reward.environment needs one Python file (python) or servers (http)")?;
+        if self.http.is_empty() { Ok(()) } else { check_urls("reward.environment.http", &self.http) }
+    }
+}
+
+impl FromWord for EnvironmentConfig {
+    const EXPECTED: &'static str = "the path of a Python file, or a URL";
+    fn from_word(word: &str) -> Option<Self> {
+        if word.starts_with("http://") || word.starts_with("https://") {
+            return Some(Self { http: vec![word.to_string()], ..Self::default() });
+        }
+        Some(Self { python: vec![PythonConfig::from_word(word)?], ..Self::default() })
     }
 }
 
@@ -248,30 +289,25 @@ impl FromWord for PythonConfig {
     }
 }
 
-impl HttpConfig {
-    fn check(&self) -> crate::error::Result<()> {
-        limits::check("reward.http", self)?;
-        Error::need(!self.url.is_empty(), "reward.http names no url, needed is http://HOST:PORT/PATH")?;
-        for url in &self.url {
-            let parsed = url.parse::<ureq::http::Uri>();
-            let why = match &parsed {
-                Err(e) => format!(" ({e})"),
-                Ok(uri) => match (uri.scheme_str(), uri.host()) {
-                    (Some("http"), Some(host)) if !host.is_empty() => continue,
-                    (Some("https"), _) => {
-                        let hint = "write http://, or put a proxy that speaks TLS on this machine (stunnel, nginx)";
-                        return Err(
-                            Error::usage(format!("reward.http = \"{url}\": https is not in this release")).hint(hint)
-                        );
-                    }
-                    _ => String::new(),
-                },
-            };
-            let message = format!("reward.http = \"{url}\" is no URL{why}");
-            return Err(Error::usage(message).hint("needed is http://HOST:PORT/PATH"));
-        }
-        Ok(())
+fn check_urls(key: &str, urls: &[String]) -> crate::error::Result<()> {
+    Error::need(!urls.is_empty(), format!("{key} names no url, needed is http://HOST:PORT/PATH"))?;
+    for url in urls {
+        let parsed = url.parse::<ureq::http::Uri>();
+        let why = match &parsed {
+            Err(e) => format!(" ({e})"),
+            Ok(uri) => match (uri.scheme_str(), uri.host()) {
+                (Some("http"), Some(host)) if !host.is_empty() => continue,
+                (Some("https"), _) => {
+                    let hint = "write http://, or put a proxy that speaks TLS on this machine (stunnel, nginx)";
+                    return Err(Error::usage(format!("{key} = \"{url}\": https is not in this release")).hint(hint));
+                }
+                _ => String::new(),
+            },
+        };
+        let message = format!("{key} = \"{url}\" is no URL{why}");
+        return Err(Error::usage(message).hint("needed is http://HOST:PORT/PATH"));
     }
+    Ok(())
 }
 
 impl FromWord for HttpConfig {

@@ -46,12 +46,6 @@ impl DynamicSampling {
         self.prompts_max_factor > 1
     }
 
-    /// Whether a group of these scores is learned from: its mean lies in (low, high), and not all are equal.
-    pub fn takes(&self, scores: &[f32]) -> bool {
-        let mean = mean(scores);
-        scores.iter().any(|score| *score != scores[0]) && f64::from(self.low) < mean && mean < f64::from(self.high)
-    }
-
     fn check(&self, samples_per_prompt: usize) -> Result<()> {
         limits::check("rollout.dynamic_sampling", self)?;
         let Self { low, high, prompts_max_factor } = *self;
@@ -68,11 +62,6 @@ impl DynamicSampling {
             format!("{key} compares the samples of a prompt: needed rollout.samples_per_prompt of 2 or more"),
         )
     }
-}
-
-/// Mean of scores.
-pub fn mean(scores: &[f32]) -> f64 {
-    scores.iter().map(|score| f64::from(*score)).sum::<f64>() / scores.len().max(1) as f64
 }
 
 /// Temperatures between this and 0 would only overflow; 0 says what they mean.

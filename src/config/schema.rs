@@ -3,7 +3,7 @@
 
 use super::load::REQUIRED;
 use super::mesh::RoleName;
-use super::reward::{HttpConfig, JudgeConfig, ModelRewardConfig, PythonConfig};
+use super::reward::{EnvironmentConfig, HttpConfig, JudgeConfig, ModelRewardConfig, PythonConfig};
 use super::{Config, TABLES, limits};
 use crate::config::limits::{FINITE, Ranged, Ranges};
 use serde::Deserialize;
@@ -120,6 +120,7 @@ fn key(entry: &Entry, path: &[&str], ranges: Ranges) -> Value {
         "reward.http" => source(&full, "url", HttpConfig::RANGES),
         "reward.http.url" => list(&json!({ "type": "string" }), 0),
         "reward.models" => source(&full, "dir", ModelRewardConfig::RANGES),
+        "reward.environment" => source(&full, "python", EnvironmentConfig::RANGES),
         "reward.judge" => source(&full, "dir", JudgeConfig::RANGES),
         _ => takes(&|value| refusal(path, value), range),
     };

@@ -57,6 +57,7 @@ const ALIASES: &[(&str, &str)] = &[
     ("rollout.repetition_penalty", "rep_penalty"),
     ("rollout.kv_bytes_max", "gpu_memory_utilization vllm_gpu_memory_utilization"),
     ("rollout.batch_max", "max_num_seqs micro_rollout_batch_size"),
+    ("reward.environment", "agent_func_path agent environment env tools multi_turn interaction_config_path"),
     ("reward.models", "reward_pretrain reward_model_path"),
     ("reward.python", "reward_funcs reward_func reward_function custom_reward_function reward_fn"),
     ("reward.http", "remote_rm_url rm_url reward_url remote_reward_url"),

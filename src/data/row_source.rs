@@ -11,7 +11,7 @@ use crate::config::data::{DataConfig, LongPrompts};
 use crate::error::{Error, Result};
 use crate::experience::Prompt;
 use crate::text::Tokenizer;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 /// Hands out rows in the order of the epochs. Every rank opens the same source and takes the same rows.
 #[derive(Debug)]
@@ -333,6 +333,8 @@ impl Row for LabelledRow {
 /// A text, and the labels of its steps.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepRow {
+    /// Identity of the row over the whole run.
+    pub id: u64,
     pub tokens: Vec<u32>,
     /// Of all steps, those whose tokens were cut off too.
     pub labels: Vec<StepLabel>,
@@ -341,7 +343,7 @@ pub struct StepRow {
     label: String,
 }
 
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum StepLabel {
     /// The text of a token.
@@ -373,6 +375,6 @@ impl Row for StepRow {
             Error::data(format!("the label is {label:?}, needed a list of texts or numbers"))
                 .hint("shard it with --steps and --label-key")
         })?;
-        Ok(Self { tokens, labels, is_cut: entry.cut > 0, label })
+        Ok(Self { id: source.first_id + entry.document, tokens, labels, is_cut: entry.cut > 0, label })
     }
 }

@@ -14,19 +14,24 @@ pub fn kto_loss(config: &KtoConfig, is_desirable: bool, h: f64, kl: f64) -> (f64
 }
 
 /// The loss of a step whose reward tokens have these log-probabilities l over the whole vocabulary and are to have the
-/// probabilities y, which sum to 1; its derivatives by l; and whether the likeliest token is right, the first of several.
+/// probabilities y, which sum to 1; its derivatives by l; and p.
 ///
 /// -sum_k y_k log p_k, p = softmax(l) over the reward tokens alone: what normalises l over the vocabulary cancels out.
-pub fn step_loss(logprobs: &[f32], wanted: &[f64]) -> (f64, Vec<f64>, bool) {
+pub fn step_loss(logprobs: &[f32], wanted: &[f64]) -> (f64, Vec<f64>, Vec<f64>) {
     assert_eq!(logprobs.len(), wanted.len(), "a log-probability for each reward token");
     let l: Vec<f64> = logprobs.iter().map(|l| f64::from(*l)).collect();
     let max = l.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let log_sum = max + l.iter().map(|l| (l - max).exp()).sum::<f64>().ln();
     let loss = l.iter().zip(wanted).map(|(l, y)| if *y == 0.0 { 0.0 } else { y * (log_sum - l) }).sum();
-    let slopes = l.iter().zip(wanted).map(|(l, y)| (l - log_sum).exp() - y).collect();
-    (loss, slopes, likeliest(&l) == likeliest(wanted))
+    let p: Vec<f64> = l.iter().map(|l| (l - log_sum).exp()).collect();
+    (loss, p.iter().zip(wanted).map(|(p, y)| p - y).collect(), p)
 }
 
-fn likeliest(values: &[f64]) -> usize {
-    (1..values.len()).fold(0, |best, i| if values[i] > values[best] { i } else { best })
+/// Whether the likeliest token of the probabilities `p` is that of `wanted`, the first of several; and by how much `p` of the wanted
+/// one is above the others.
+pub fn step_margin(p: &[f64], wanted: &[f64]) -> (bool, f64) {
+    let likeliest = |of: &[f64]| (1..of.len()).fold(0, |best, i| if of[i] > of[best] { i } else { best });
+    let right = likeliest(wanted);
+    let others = p.iter().enumerate().filter(|(i, _)| *i != right).map(|(_, p)| *p);
+    (likeliest(p) == right, p[right] - others.fold(0.0, f64::max))
 }

@@ -1,10 +1,12 @@
-//! `eval/step-N.jsonl`: held-out rows of preferences as the evaluation after step N judged them, a line each. A line has the fields of
-//! the data, so that chosen lines are rows to train on.
+//! `eval/step-N.jsonl`: held-out rows of preferences and of steps as the evaluation after step N judged them, a line each. A line has
+//! the fields of the data, so that chosen lines are rows to train on.
 
 use super::rollouts::steps_in;
 use crate::error::{Error, Result};
 use crate::sys::files;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,34 +18,53 @@ pub struct EvalRow {
     pub step: u64,
     /// Identity of the row over the whole run.
     pub row: u64,
+    /// Of labelled steps the whole text.
     pub prompt: String,
     #[serde(flatten)]
     pub responses: EvalResponses,
-    /// Chosen less rejected reward; of a labelled response the distance of its reward from beta times the KL, to the side of its label.
+    /// Chosen less rejected reward; of a labelled response the distance of its reward from beta times the KL, to the side
+    /// of its label; of steps the least, by how much the wanted token is likelier than any other.
     pub margin: f64,
-    /// Whether the margin is above 0.
+    /// Whether the margin is above 0; of steps that all are right.
     pub correct: bool,
 }
 
-/// Responses with their rewards: scores of a reward model; of a policy beta times the log-ratio to its reference, or as its loss defines.
+/// Responses with their rewards: scores of a reward model; of a policy beta times the log-ratio to its reference, or as its loss defines;
+/// of a step the probability of the first reward token.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum EvalResponses {
     Pair { chosen: String, rejected: String, chosen_reward: f64, rejected_reward: f64 },
     Labelled { response: String, label: bool, reward: f64 },
+    Steps { steps: Vec<String>, labels: Vec<Value>, rewards: Vec<f64> },
 }
 
 impl EvalResponses {
     /// What each is called, its text and its reward.
-    pub fn list(&self) -> Vec<(&'static str, &str, f64)> {
+    pub fn list(&self) -> Vec<(Cow<'static, str>, &str, f64)> {
         match self {
             Self::Pair { chosen, rejected, chosen_reward, rejected_reward } => {
-                vec![("chosen", chosen, *chosen_reward), ("rejected", rejected, *rejected_reward)]
+                vec![("chosen".into(), chosen, *chosen_reward), ("rejected".into(), rejected, *rejected_reward)]
             }
             Self::Labelled { response, label, reward } => {
-                vec![(if *label { "desirable" } else { "undesirable" }, response, *reward)]
+                vec![(if *label { "desirable" } else { "undesirable" }.into(), response, *reward)]
+            }
+            Self::Steps { steps, labels, rewards } => {
+                let name = |label: &Value| match label {
+                    Value::String(text) => Cow::from(format!("label {text}")),
+                    p => Cow::from(format!("label {p}")),
+                };
+                let named = labels.iter().map(name).zip(steps).zip(rewards);
+                named.map(|((name, step), reward)| (name, step.as_str(), *reward)).collect()
             }
         }
+    }
+}
+
+impl EvalRow {
+    /// The prompt, where the responses do not hold it.
+    pub fn question(&self) -> Option<&str> {
+        (!matches!(self.responses, EvalResponses::Steps { .. })).then_some(&self.prompt)
     }
 }
 

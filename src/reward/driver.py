@@ -1,7 +1,7 @@
-"""Runs a user's reward function for rlhf-hpc: JSON lines in on standard input, JSON lines out on standard output.
+"""Runs a user's reward function or environment for rlhf-hpc: JSON lines in on standard input, JSON lines out on standard output.
 
-Started as `python3 -X utf8 -c THIS SETTINGS`, SETTINGS being JSON: file, function, label_argument, columns (of the
-rows), memory_bytes.
+Started as `python3 -X utf8 -c THIS SETTINGS`, SETTINGS being JSON: file, function, environment (whether it is
+one), label_argument, columns (of the rows), memory_bytes.
 The first line out says which function was found, or why none was; then one line out per line in.
 
 The protocol's streams are moved away from descriptors 0 and 1 before any user code runs, so that whatever the user's
@@ -282,16 +282,26 @@ def logged(value, count, name):
     return entries
 
 
+LOOP = []
+
+
+def waited(result):
+    """The result of a coroutine, too; all run on one loop, as some objects are bound to theirs."""
+    if not inspect.isawaitable(result):
+        return result
+    import asyncio  # Slow to load, and seldom needed.
+    if not LOOP:
+        LOOP.append(asyncio.new_event_loop())
+
+    async def wait():
+        return await result
+    return LOOP[0].run_until_complete(wait())
+
+
 def answer(function, style, request, settings):
     count = len(request["prompts"])
     positional, named = arguments(function, style, request, settings)
-    result = function(*positional, **named)
-    if inspect.isawaitable(result):
-        import asyncio  # Slow to load, and seldom needed.
-
-        async def wait():
-            return await result
-        result = asyncio.run(wait())
+    result = waited(function(*positional, **named))
     extra = {}
     if isinstance(result, dict):
         if "rewards" not in result:
@@ -304,8 +314,7 @@ def answer(function, style, request, settings):
     return {"id": request["id"], "rewards": rewards_of(result, count, style), "extra": extra}
 
 
-def load(settings):
-    file = settings["file"]
+def load(file):
     name = os.path.splitext(os.path.basename(file))[0]
     sys.path.insert(0, os.path.dirname(file))
     sys.argv = [file]
@@ -317,6 +326,10 @@ def load(settings):
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
+    return module
+
+
+def find_function(module, settings):
     found, function, style = find(module, settings["function"])
     try:
         arguments(function, style, EMPTY, settings)
@@ -346,8 +359,9 @@ def main():
         replies.flush()
 
     # BaseException: a stray sys.exit() in the user's code is an answer too.
+    find_it, answer_it = (find_environment, answer_turn) if settings["environment"] else (find_function, answer)
     try:
-        name, function, style = load(settings)
+        name, function, style = find_it(load(settings["file"]), settings)
     except BaseException as error:
         reply({"error": why(error)})
         return
@@ -355,10 +369,8 @@ def main():
     for line in requests:
         request = json.loads(line)
         try:
-            message = answer(function, style, request, settings)
+            message = answer_it(function, style, request, settings)
         except BaseException as error:
             message = {"id": request["id"], "error": why(error)}
         reply(message)
 
-
-main()

@@ -4,7 +4,7 @@
 
 use super::pool::{Asked, Failure, Worker, reply_bytes_max, retried, rows_of};
 use super::reply::{self, printable};
-use crate::config::reward::{HttpConfig, RewardConfig};
+use crate::config::reward::RewardConfig;
 use crate::error::{Error, Result};
 use crate::experience::RowFields;
 use crate::reward::RewardOutput;
@@ -31,7 +31,7 @@ pub struct HttpWorker {
     urls: Arc<[String]>,
     next: usize,
     timeout: Duration,
-    rows: Option<Lookup>,
+    pub(super) rows: Option<Lookup>,
     columns: Vec<String>,
 }
 
@@ -39,9 +39,9 @@ pub struct HttpWorker {
 ///
 /// # Errors
 /// `Service` where a server takes no connection.
-pub fn workers(config: &RewardConfig, http: &HttpConfig, context: &RewardContext) -> Result<Vec<HttpWorker>> {
+pub fn workers(config: &RewardConfig, urls: &[String], context: &RewardContext) -> Result<Vec<HttpWorker>> {
     if !context.offline {
-        http.url.iter().try_for_each(|url| connect(config, url))?;
+        urls.iter().try_for_each(|url| connect(config, url))?;
     }
     let timeout = Duration::from_secs_f64(config.timeout_s);
     // A server may close what it thinks is idle: each request has a connection of its own.
@@ -55,7 +55,7 @@ pub fn workers(config: &RewardConfig, http: &HttpConfig, context: &RewardContext
         .user_agent("rlhf-hpc")
         .build()
         .into();
-    let urls: Arc<[String]> = http.url.clone().into();
+    let urls: Arc<[String]> = urls.into();
     let worker = |i| HttpWorker {
         agent: agent.clone(),
         urls: Arc::clone(&urls),
@@ -88,20 +88,34 @@ fn connect(config: &RewardConfig, url: &str) -> Result<()> {
 }
 
 impl Worker for HttpWorker {
+    type Asked = Asked;
+    type Output = RewardOutput;
+
     fn ask(&mut self, asked: &[Arc<Asked>], _: &AtomicBool) -> std::result::Result<Vec<RewardOutput>, Failure> {
-        let rows = rows_of(self.rows.as_ref(), asked)?;
+        let rows = rows_of(self.rows.as_ref(), asked.iter().map(|one| &one.prompt))?;
+        let count = asked.len();
+        self.exchange(&body(asked, &rows, &self.columns), count, |bytes| outputs(bytes, count))
+    }
+}
+
+impl HttpWorker {
+    /// What `read` makes of the answer to `body`, by the server whose turn it is: after a failure by the next one.
+    pub(super) fn exchange<T>(
+        &mut self,
+        body: &[u8],
+        count: usize,
+        read: impl FnOnce(&[u8]) -> std::result::Result<T, String>,
+    ) -> std::result::Result<T, Failure> {
         let url = &self.urls[self.next];
-        let found = self.post(url, &body(asked, &rows, &self.columns), asked.len());
+        let found = self.post(url, body, count).and_then(|bytes| Ok(read(&bytes)?));
         found.map_err(|failure| {
             let why = format!("{url}: {}", failure.why);
             self.next = (self.next + 1) % self.urls.len();
             Failure { why, ..failure }
         })
     }
-}
 
-impl HttpWorker {
-    fn post(&self, url: &str, body: &[u8], count: usize) -> std::result::Result<Vec<RewardOutput>, Failure> {
+    fn post(&self, url: &str, body: &[u8], count: usize) -> std::result::Result<Vec<u8>, Failure> {
         let posted = self.agent.post(url).content_type("application/json").send(body);
         let mut answer = posted.map_err(|e| self.failure(&e))?;
         let status = answer.status();
@@ -113,7 +127,7 @@ impl HttpWorker {
             Err(_) => Vec::new(),
         };
         if status.is_success() {
-            return Ok(outputs(&bytes, count)?);
+            return Ok(bytes);
         }
         let text: String = printable(&String::from_utf8_lossy(&bytes)).chars().take(TEXT_CHARS_MAX).collect();
         let why = match location {

@@ -4,6 +4,7 @@
 //! A reward that fails is an error: there is no score that nobody gave.
 
 mod context;
+pub mod environment;
 mod http;
 pub mod mixture;
 pub mod pool;
@@ -44,6 +45,8 @@ struct Part {
 #[derive(Debug)]
 enum Source {
     Rule(Box<rules::Rule>),
+    /// Scores turns while the response is drawn.
+    Environment,
     Pool(Box<Pool>),
 }
 
@@ -61,17 +64,21 @@ impl Reward {
             parts.push(Part { name, weight: rule.weight, source });
         }
         for python in &config.python {
-            let (function, file, workers) = python::workers(config, python, base_dir, context)?;
+            let (function, file, workers) = python::workers(config, python, false, base_dir, context)?;
             let about = format!("reward {function} of {}", file.display());
             let source = Source::Pool(Box::new(Pool::new(config, about, python.batch, workers)?));
             let name = if python.name.is_empty() { function } else { python.name.clone() };
             parts.push(Part { name, weight: python.weight, source });
         }
         for http in &config.http {
-            let workers = http::workers(config, http, context)?;
+            let workers = http::workers(config, &http.url, context)?;
             let name = if http.name.is_empty() { "http".to_string() } else { http.name.clone() };
             let source = Source::Pool(Box::new(Pool::new(config, format!("reward {name}"), http.batch, workers)?));
             parts.push(Part { name, weight: http.weight, source });
+        }
+        for environment in &config.environment {
+            let name = if environment.name.is_empty() { "environment" } else { &environment.name };
+            parts.push(Part { name: name.to_string(), weight: environment.weight, source: Source::Environment });
         }
         for i in 0..parts.len() {
             let same = parts[..i].iter().filter(|p| p.name == parts[i].name).count();
@@ -94,7 +101,7 @@ impl Reward {
     fn pools(&mut self) -> impl Iterator<Item = &mut Pool> {
         self.parts.iter_mut().filter_map(|part| match &mut part.source {
             Source::Pool(pool) => Some(&mut **pool),
-            Source::Rule(_) => None,
+            Source::Rule(_) | Source::Environment => None,
         })
     }
 
@@ -149,6 +156,7 @@ impl Reward {
         for part in &mut self.parts {
             outputs.push(match &mut part.source {
                 Source::Rule(rule) => rule.score(&prompts, &responses)?,
+                Source::Environment => responses.iter().map(|r| environment::output(r.episode.as_ref())).collect(),
                 Source::Pool(pool) => pool.finish()?,
             });
         }

@@ -49,8 +49,26 @@ impl From<String> for Failure {
 
 /// What a thread asks: a child process, a server.
 pub trait Worker: Send + 'static {
-    /// One output a response, from one attempt with a deadline of its own; `given_up`: nobody waits for it any more.
-    fn ask(&mut self, asked: &[Arc<Asked>], given_up: &AtomicBool) -> std::result::Result<Vec<RewardOutput>, Failure>;
+    type Asked: Send + Sync + 'static;
+    type Output: Output;
+
+    /// One output each, from one attempt with a deadline of its own; `given_up`: nobody waits for it any more.
+    fn ask(
+        &mut self,
+        asked: &[Arc<Self::Asked>],
+        given_up: &AtomicBool,
+    ) -> std::result::Result<Vec<Self::Output>, Failure>;
+}
+
+pub trait Output: Clone + Send + 'static {
+    /// There is none, for this reason.
+    fn failed(why: &str) -> Self;
+}
+
+impl Output for RewardOutput {
+    fn failed(why: &str) -> Self {
+        Self { failed: Some(why.to_string()), ..Self::default() }
+    }
 }
 
 /// Bytes that an answer for `responses` may have.
@@ -59,9 +77,12 @@ pub fn reply_bytes_max(responses: usize) -> usize {
 }
 
 /// What the rows of the data hold beside the prompts.
-pub fn rows_of(rows: Option<&Lookup>, asked: &[Arc<Asked>]) -> std::result::Result<Vec<RowFields>, String> {
-    let row = |asked: &Arc<Asked>| rows.map_or(Ok(RowFields::default()), |rows| rows(asked.prompt.id));
-    asked.iter().map(row).collect::<Result<_>>().map_err(|error| error.to_string())
+pub fn rows_of<'a>(
+    rows: Option<&Lookup>,
+    prompts: impl Iterator<Item = &'a Prompt>,
+) -> std::result::Result<Vec<RowFields>, String> {
+    let row = |prompt: &Prompt| rows.map_or(Ok(RowFields::default()), |rows| rows(prompt.id));
+    prompts.map(row).collect::<Result<_>>().map_err(|error| error.to_string())
 }
 
 /// What the first attempt that succeeds gives; else why the last one failed, and how many there were.
@@ -87,24 +108,24 @@ pub fn retried<T>(
 
 /// The requests of one reward.
 #[derive(Debug)]
-pub struct Pool {
+pub struct Pool<A = Asked, O = RewardOutput> {
     /// As messages name it.
     about: String,
     batch: usize,
-    requests: Option<Sender<Request>>,
+    requests: Option<Sender<Request<A, O>>>,
     threads: Vec<JoinHandle<()>>,
-    round: Round,
+    round: Round<O>,
 }
 
 /// The responses that are scored together, by their places.
 #[derive(Debug)]
-struct Round {
+struct Round<O> {
     shared: Arc<Shared>,
-    reply: Sender<Reply>,
-    replies: Receiver<Reply>,
+    reply: Sender<Reply<O>>,
+    replies: Receiver<Reply<O>>,
     /// Places of a request, and how many of them have no response yet.
     open: Vec<(Range<usize>, usize)>,
-    outputs: Vec<Option<RewardOutput>>,
+    outputs: Vec<Option<O>>,
     missing: usize,
     failed: Option<String>,
 }
@@ -117,17 +138,17 @@ struct Shared {
 }
 
 #[derive(Debug)]
-struct Request {
+struct Request<A, O> {
     places: Range<usize>,
-    asked: Vec<Arc<Asked>>,
+    asked: Vec<Arc<A>>,
     shared: Arc<Shared>,
-    reply: Sender<Reply>,
+    reply: Sender<Reply<O>>,
 }
 
 /// The outputs of a request, or why the run has to stop.
-type Reply = (Range<usize>, std::result::Result<Vec<RewardOutput>, String>);
+type Reply<O> = (Range<usize>, std::result::Result<Vec<O>, String>);
 
-impl Default for Round {
+impl<O> Default for Round<O> {
     fn default() -> Self {
         let (reply, replies) = mpsc::channel();
         let (open, outputs) = (Vec::new(), Vec::new());
@@ -135,9 +156,12 @@ impl Default for Round {
     }
 }
 
-impl Pool {
+impl<A: Send + Sync + 'static, O: Output> Pool<A, O> {
     /// `batch`: responses of a request, 0 for all that are expected together.
-    pub fn new<W: Worker>(config: &RewardConfig, about: String, batch: usize, workers: Vec<W>) -> Result<Self> {
+    pub fn new<W>(config: &RewardConfig, about: String, batch: usize, workers: Vec<W>) -> Result<Self>
+    where
+        W: Worker<Asked = A, Output = O>,
+    {
         let (requests, queue) = mpsc::channel();
         let queue = Arc::new(Mutex::new(queue));
         let policy = (config.retries, config.on_failure);
@@ -166,7 +190,7 @@ impl Pool {
     }
 
     /// Sends the request of `place`, whose response is in `asked` now, if it was the last one that this missed.
-    pub fn push(&mut self, place: usize, asked: &[Option<Arc<Asked>>]) {
+    pub fn push(&mut self, place: usize, asked: &[Option<Arc<A>>]) {
         let Self { round, requests, .. } = self;
         let i = round.open.partition_point(|(places, _)| places.end <= place);
         let (places, missing) = &mut round.open[i];
@@ -205,14 +229,32 @@ impl Pool {
     ///
     /// # Errors
     /// `Service` where a request failed and `on_failure` is stop.
-    pub fn finish(&mut self) -> Result<Vec<RewardOutput>> {
+    pub fn finish(&mut self) -> Result<Vec<O>> {
         let round = std::mem::take(&mut self.round);
         if let Some(why) = round.failed {
-            return Err(Error::service(format!("{} failed in {why}", self.about)).hint(
-                "reward.timeout_s and reward.retries say how long and how often it is tried, reward.on_failure what follows",
-            ));
+            return Err(self.failure(&why));
         }
         Ok(round.outputs.into_iter().map(|output| output.expect("all is scored")).collect())
+    }
+
+    /// The outputs that have come since the last call, by their places; waits for the first one until `until`.
+    ///
+    /// # Errors
+    /// `Service` where a request failed and `on_failure` is stop.
+    pub fn arrived(&mut self, until: Instant) -> Result<Vec<(usize, O)>> {
+        let mut arrived = Vec::new();
+        let mut next = self.round.replies.recv_timeout(until.saturating_duration_since(Instant::now())).ok();
+        while let Some((places, outputs)) = next {
+            arrived.extend(places.zip(outputs.map_err(|why| self.failure(&why))?));
+            next = self.round.replies.try_recv().ok();
+        }
+        Ok(arrived)
+    }
+
+    fn failure(&self, why: &str) -> Error {
+        Error::service(format!("{} failed in {why}", self.about)).hint(
+            "reward.timeout_s and reward.retries say how long and how often it is tried, reward.on_failure what follows",
+        )
     }
 
     /// Forgets what is expected: what is asked now is not waited for.
@@ -222,10 +264,10 @@ impl Pool {
     }
 }
 
-impl Drop for Pool {
+impl<A, O> Drop for Pool<A, O> {
     /// Waits for the ends of child processes, but for no server.
     fn drop(&mut self) {
-        self.cancel();
+        self.round.shared.given_up.store(true, Ordering::SeqCst);
         self.requests = None;
         let until = Instant::now() + END;
         while self.threads.iter().any(|thread| !thread.is_finished()) && Instant::now() < until {
@@ -235,7 +277,11 @@ impl Drop for Pool {
 }
 
 /// Answers requests until the pool has ended.
-fn serve(mut worker: impl Worker, queue: &Mutex<Receiver<Request>>, (retries, on_failure): (u32, OnFailure)) {
+fn serve<W: Worker>(
+    mut worker: W,
+    queue: &Mutex<Receiver<Request<W::Asked, W::Output>>>,
+    (retries, on_failure): (u32, OnFailure),
+) {
     let next = || lock(queue).recv();
     while let Ok(Request { places, asked, shared, reply }) = next() {
         if shared.given_up.load(Ordering::SeqCst) {
@@ -252,14 +298,13 @@ fn serve(mut worker: impl Worker, queue: &Mutex<Receiver<Request>>, (retries, on
 }
 
 /// Asks for all at once; where that fails and failures drop, for each by itself, and marks those that fail alone.
-fn answer(
-    worker: &mut impl Worker,
-    asked: &[Arc<Asked>],
+fn answer<W: Worker>(
+    worker: &mut W,
+    asked: &[Arc<W::Asked>],
     shared: &Shared,
     (retries, on_failure): (u32, OnFailure),
-) -> std::result::Result<Vec<RewardOutput>, String> {
-    let failed = |why: &str| RewardOutput { failed: Some(why.to_string()), ..RewardOutput::default() };
-    let mut attempt = |asked: &[Arc<Asked>]| {
+) -> std::result::Result<Vec<W::Output>, String> {
+    let mut attempt = |asked: &[Arc<W::Asked>]| {
         let found = worker.ask(asked, &shared.given_up);
         match &found {
             Err(Failure { late: true, .. }) => {}
@@ -269,7 +314,7 @@ fn answer(
     };
     if shared.late.load(Ordering::SeqCst) >= LATE_MAX {
         let why = format!("it is not asked any more, as {LATE_MAX} requests in a row had no answer in time");
-        return Ok(vec![failed(&why); asked.len()]);
+        return Ok(vec![W::Output::failed(&why); asked.len()]);
     }
     let (Failure { why, late, .. }, times) = match retried(retries, || attempt(asked)) {
         Ok(outputs) => return Ok(outputs),
@@ -280,11 +325,11 @@ fn answer(
         return Err(format!("{times}: {why}"));
     }
     if asked.len() == 1 {
-        return Ok(vec![failed(&why)]);
+        return Ok(vec![W::Output::failed(&why)]);
     }
-    let alone = |one: &Arc<Asked>| match attempt(std::slice::from_ref(one)) {
+    let alone = |one: &Arc<W::Asked>| match attempt(std::slice::from_ref(one)) {
         Ok(mut outputs) => outputs.remove(0),
-        Err(failure) => failed(&failure.why),
+        Err(failure) => W::Output::failed(&failure.why),
     };
     Ok(asked.iter().map(alone).collect())
 }

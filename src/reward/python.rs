@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-const DRIVER: &str = include_str!("driver.py");
+const DRIVER: &str = concat!(include_str!("driver.py"), include_str!("environment.py"), "\nmain()\n");
 /// What the child inherits: enough to find Python, its packages and caches, and nothing of MPI, Slurm or anyone's keys.
 const ENVIRONMENT: [&str; 16] = [
     "PATH",
@@ -49,8 +49,10 @@ const NO_GPU: [(&str, &str); 4] = [
 ];
 const STDERR_LINES_SHOWN: usize = 12;
 
-/// A Python file's reward function.
+/// A Python file's reward function, or environment.
 struct Function {
+    /// Its key.
+    key: &'static str,
     file: PathBuf,
     interpreter: PathBuf,
     /// What the driver is told, in JSON.
@@ -81,21 +83,24 @@ struct Hello {
 struct Reply {
     id: u64,
     error: Option<String>,
-    #[serde(default)]
+}
+
+#[derive(Deserialize)]
+struct Rewards {
     rewards: Vec<Option<f64>>,
-    #[serde(default)]
     extra: BTreeMap<String, Vec<Option<f64>>>,
 }
 
-/// `reward.workers` workers, and the name of the function and its file. Starts the first child, again where it fails, and learns
-/// which function will be called.
+/// `reward.workers` workers, and the name of the function (of an `environment` also of a class) and its file. Starts the first child,
+/// again where it fails, and learns which will be called.
 pub fn workers(
     config: &RewardConfig,
     python: &PythonConfig,
+    environment: bool,
     base_dir: &Path,
     context: &RewardContext,
 ) -> Result<(String, PathBuf, Vec<PythonWorker>)> {
-    let function = Arc::new(Function::described(config, python, base_dir, context)?);
+    let function = Arc::new(Function::described(config, python, environment, base_dir, context)?);
     let file = function.file.clone();
     let worker = |_| PythonWorker { function: Arc::clone(&function), child: None, requests: 0 };
     let mut workers: Vec<PythonWorker> = (0..config.workers).map(worker).collect();
@@ -103,10 +108,12 @@ pub fn workers(
     let name = started.map_err(|(Failure { why, .. }, times)| {
         let hint = if why.contains("ModuleNotFoundError") {
             "the interpreter lacks it: reward.python = { file = \"reward.py\", interpreter = \"venv/bin/python\" }"
+        } else if environment {
+            "a file needs a class with step(self, text), or step(observation, action, label, **kwargs)"
         } else {
             "a file needs reward_func(queries, prompts, labels) or f(prompts, completions, **columns)"
         };
-        Error::usage(format!("reward.python {}: {why}", file.display()))
+        Error::usage(format!("{} {}: {why}", function.key, file.display()))
             .hint(hint)
             .also(&format!("see reward.start_timeout_s and reward.retries: it was started in {times}"))
     })?;
@@ -134,33 +141,67 @@ impl PythonWorker {
         Ok(function)
     }
 
-    fn exchange(
+    /// What `read` makes of the child's answer to `request`; after a failure the child is another one.
+    pub(super) fn exchange<T>(
         &mut self,
-        asked: &[Arc<Asked>],
+        request: Map<String, Value>,
+        count: usize,
+        doing: &str,
         given_up: &AtomicBool,
-    ) -> std::result::Result<Vec<RewardOutput>, Failure> {
-        if self.child.is_none() {
-            self.start(given_up)?;
-        }
-        let rows = rows_of(self.function.rows.as_ref(), asked)?;
-        let Some(child) = self.child.as_mut() else { return Err("no child process".to_string().into()) };
-        self.requests += 1;
-        let request = request_line(self.requests, asked, &rows);
-        let (count, timeout) = (asked.len(), self.function.timeout);
-        match child.exchange(&request, Instant::now() + timeout, reply_bytes_max(count), given_up) {
-            Ok(line) => Ok(parse(&line).and_then(|reply| outputs(reply, self.requests, count))?),
-            Err(broken) => Err(describe(child, &broken, "scoring", timeout)),
-        }
-    }
-}
-
-impl Worker for PythonWorker {
-    fn ask(&mut self, asked: &[Arc<Asked>], given_up: &AtomicBool) -> std::result::Result<Vec<RewardOutput>, Failure> {
-        let found = self.exchange(asked, given_up);
+        read: impl FnOnce(&[u8]) -> std::result::Result<T, String>,
+    ) -> std::result::Result<T, Failure> {
+        let found = self.ask_child(request, count, doing, given_up).and_then(|line| Ok(read(&line)?));
         if found.is_err() {
             self.child = None;
         }
         found
+    }
+
+    fn ask_child(
+        &mut self,
+        mut request: Map<String, Value>,
+        count: usize,
+        doing: &str,
+        given_up: &AtomicBool,
+    ) -> std::result::Result<Vec<u8>, Failure> {
+        if self.child.is_none() {
+            self.start(given_up)?;
+        }
+        let Some(child) = self.child.as_mut() else { return Err("no child process".to_string().into()) };
+        self.requests += 1;
+        request.insert("id".into(), self.requests.into());
+        let mut line = Value::from(request).to_string().into_bytes();
+        line.push(b'\n');
+        let timeout = self.function.timeout;
+        let answer = child
+            .exchange(&line, Instant::now() + timeout, reply_bytes_max(count), given_up)
+            .map_err(|broken| describe(child, &broken, doing, timeout))?;
+        let reply: Reply = parse(&answer)?;
+        match reply.error {
+            Some(error) => Err(printable(&error).into()),
+            None if reply.id != self.requests => {
+                Err(format!("it answered request {}, asked was {}", reply.id, self.requests).into())
+            }
+            None => Ok(answer),
+        }
+    }
+
+    pub(super) fn rows(&self) -> Option<&Lookup> {
+        self.function.rows.as_ref()
+    }
+}
+
+impl Worker for PythonWorker {
+    type Asked = Asked;
+    type Output = RewardOutput;
+
+    fn ask(&mut self, asked: &[Arc<Asked>], given_up: &AtomicBool) -> std::result::Result<Vec<RewardOutput>, Failure> {
+        let rows = rows_of(self.rows(), asked.iter().map(|one| &one.prompt))?;
+        let (request, count) = (request(asked, &rows), asked.len());
+        self.exchange(request, count, "scoring", given_up, |line| {
+            let Rewards { rewards, extra } = parse(line)?;
+            reply::outputs(rewards, extra, count)
+        })
     }
 }
 
@@ -168,19 +209,21 @@ impl Function {
     fn described(
         config: &RewardConfig,
         python: &PythonConfig,
+        environment: bool,
         base_dir: &Path,
         context: &RewardContext,
     ) -> Result<Self> {
+        let key = if environment { "reward.environment" } else { "reward.python" };
         if python.file.is_empty() {
-            return Err(Error::usage("reward.python names no file").hint("set reward.python = \"reward.py\""));
+            return Err(Error::usage(format!("{key} names no file")).hint(format!("set {key} = \"file.py\"")));
         }
         let path = base_dir.join(&python.file);
         let file = path.canonicalize().map_err(|e| {
-            Error::usage(format!("reward.python: cannot find {}: {e}", path.display()))
+            Error::usage(format!("{key}: cannot find {}: {e}", path.display()))
                 .hint("the path is relative to the job file")
         })?;
         if !file.is_file() {
-            return Err(Error::usage(format!("reward.python: {} is no file", file.display())));
+            return Err(Error::usage(format!("{key}: {} is no file", file.display())));
         }
         // A bare name is looked up in PATH; a path is relative to the job file, like all paths.
         let interpreter = if python.interpreter.contains('/') {
@@ -190,16 +233,18 @@ impl Function {
             PathBuf::from(&python.interpreter)
         };
         let Some(file_name) = file.to_str() else {
-            return Err(Error::usage(format!("reward.python: {} is not UTF-8", file.display())));
+            return Err(Error::usage(format!("{key}: {} is not UTF-8", file.display())));
         };
         let settings = json!({
             "file": file_name,
             "function": python.function,
+            "environment": environment,
             "label_argument": python.label_argument,
             "columns": context.columns,
             "memory_bytes": (python.memory_max_gib * 1_073_741_824.0) as u64,
         });
         Ok(Self {
+            key,
             interpreter,
             settings: settings.to_string(),
             pass_env: python.pass_env.clone(),
@@ -233,9 +278,8 @@ impl Function {
     }
 }
 
-fn request_line(id: u64, asked: &[Arc<Asked>], rows: &[RowFields]) -> Vec<u8> {
+fn request(asked: &[Arc<Asked>], rows: &[RowFields]) -> Map<String, Value> {
     let mut request = Map::new();
-    request.insert("id".into(), id.into());
     request.insert("rows".into(), json!(rows));
     let mut column = |key: &str, of: &dyn Fn(&Asked) -> Value| {
         request.insert(key.into(), asked.iter().map(|one| of(one)).collect());
@@ -248,19 +292,7 @@ fn request_line(id: u64, asked: &[Arc<Asked>], rows: &[RowFields]) -> Vec<u8> {
     column("responses", &|one| one.response.text.as_str().into());
     column("tokens", &|one| one.response.tokens.clone().into());
     column("finish", &|one| one.response.finish.name().into());
-    let mut line = Value::from(request).to_string().into_bytes();
-    line.push(b'\n');
-    line
-}
-
-fn outputs(reply: Reply, id: u64, count: usize) -> std::result::Result<Vec<RewardOutput>, String> {
-    if let Some(error) = reply.error {
-        return Err(printable(&error));
-    }
-    if reply.id != id {
-        return Err(format!("it answered request {}, asked was {id}", reply.id));
-    }
-    reply::outputs(reply.rewards, reply.extra, count)
+    request
 }
 
 fn describe(child: &mut LineChild, broken: &Broken, doing: &str, timeout: Duration) -> Failure {

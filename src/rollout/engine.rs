@@ -98,7 +98,8 @@ impl Engine {
             live: requests.iter().map(|_| Live::default()).collect(),
             prompt_logits: specs.iter().map(|_| None).collect(),
             cache: &mut self.cache,
-            decoder: graphs.then_some(&mut self.decoder),
+            // A graph goes on with the same sequences, and turns end and begin all the time.
+            decoder: (graphs && hooks.turns.is_none()).then_some(&mut self.decoder),
             refused: &mut self.refused,
             limits,
             outcome: Outcome { responses: requests.iter().map(|_| None).collect(), ..Outcome::default() },
@@ -107,6 +108,7 @@ impl Engine {
             stopped: false,
         };
         while !run.is_over(hooks)? {
+            run.answer(hooks)?;
             run.fork(hooks)?;
             if !run.decode(hooks)? {
                 run.forward(hooks)?;

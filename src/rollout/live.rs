@@ -1,8 +1,9 @@
 //! A sequence while it is generated: its tokens, what is recorded of each, and whether it has ended.
 
 use super::Request;
+use super::turns::Answer;
 use crate::error::Result;
-use crate::experience::{Finish, Response};
+use crate::experience::{Episode, Finish, Response};
 use crate::ops::sample::Sampled;
 use crate::text::{StreamDecoder, Tokenizer};
 
@@ -14,6 +15,11 @@ pub(super) struct Live {
     logprobs: Vec<f32>,
     sample_logprobs: Vec<f32>,
     watch: Option<Watch>,
+    /// Where the turn begins, counted from the first new token.
+    turn: usize,
+    /// What has ended the turn, while it has no answer.
+    ended: Option<Finish>,
+    episode: Option<Episode>,
 }
 
 impl Live {
@@ -55,6 +61,40 @@ impl Live {
         })
     }
 
+    /// Ends a turn; the new tokens, and where those of the turn begin.
+    pub fn end_turn(&mut self, request: &Request, finish: Finish) -> (&[u32], usize) {
+        self.ended = Some(finish);
+        (&self.tokens[request.tokens.len()..], self.turn)
+    }
+
+    /// Takes the answer to a turn; why the sequence ends with it, if it does. An answer behind which there is no room for a token is
+    /// left out.
+    pub fn answer(&mut self, request: &Request, answer: Answer) -> Option<Finish> {
+        let Answer { tokens, reward, is_over, extra, failed } = answer;
+        let finish = self.ended.take().expect("a turn that was answered has ended");
+        let new = self.new_tokens(request);
+        let episode = self.episode.get_or_insert_default();
+        episode.turns += 1;
+        episode.reward += reward;
+        episode.extra.extend(extra);
+        episode.failed = failed;
+        if is_over || finish == Finish::Length || episode.failed.is_some() {
+            return Some(finish);
+        }
+        if new + tokens.len() >= request.new_tokens_max {
+            return Some(Finish::Length);
+        }
+        self.turn = new + tokens.len();
+        if !tokens.is_empty() {
+            episode.given.push(new..self.turn);
+        }
+        self.logprobs.resize(self.turn, 0.0);
+        self.sample_logprobs.resize(self.turn, 0.0);
+        self.tokens.extend(tokens);
+        self.watch = self.watch.take().map(|_| Watch::new(&request.stop.strings));
+        None
+    }
+
     /// Tokens like `drawn`, up to the one before the last; how many those are.
     pub fn fill(&mut self, request: &Request, drawn: Sampled) -> usize {
         let missing = request.new_tokens_max.saturating_sub(self.new_tokens(request) + 1);
@@ -73,7 +113,9 @@ impl Live {
         let live = std::mem::take(self);
         let tokens = live.tokens[request.tokens.len()..].to_vec();
         let mut text = tokenizer.map_or(Ok(String::new()), |t| t.decode(&tokens, true))?;
+        // Those of earlier turns stand in the text, too.
         if finish == Finish::StopString
+            && live.episode.is_none()
             && let Some(cut) = request.stop.strings.iter().filter_map(|s| text.find(s.as_str())).min()
         {
             text.truncate(cut);
@@ -86,6 +128,7 @@ impl Live {
             sample_logprobs: live.sample_logprobs,
             finish,
             text,
+            episode: live.episode,
         })
     }
 }

@@ -10,6 +10,8 @@ mod graphs;
 mod live;
 mod run;
 pub mod scheduler;
+mod spec;
+pub mod turns;
 
 pub use engine::Engine;
 pub use graphs::bucket;

@@ -3,13 +3,14 @@
 use super::Request;
 use super::live::Live;
 use super::scheduler::{Feed, Limits, Scheduler};
-use crate::comm::Calls;
+use super::turns::Turns;
+use crate::comm::{Calls, records};
 use crate::device::cuda::decode::DecodeState;
 use crate::device::cuda::graph::Graphs;
 use crate::device::cuda::{Arg, Memory};
 use crate::device::null;
 use crate::error::{Error, Result};
-use crate::experience::Response;
+use crate::experience::{Finish, Response};
 use crate::model::non_finite::Rows;
 use crate::model::{Arch, Keys, Transformer, Weights};
 use crate::ops::attention::{KvLayer, PagedSequence};
@@ -47,6 +48,8 @@ pub struct Hooks<'a> {
     pub drawn: &'a mut dyn FnMut(usize, u32),
     /// Called with the index of a request and its response as soon as it has ended; an error ends the call.
     pub finished: &'a mut dyn FnMut(usize, &Response) -> Result<()>,
+    /// Who answers turns, where a response has several.
+    pub turns: Option<&'a mut dyn Turns>,
 }
 
 /// What a call of `generate` did.
@@ -141,6 +144,27 @@ impl Run<'_> {
     pub fn report(&mut self, hooks: &mut Hooks) {
         self.progress.running = self.scheduler.running();
         (hooks.progress)(self.progress);
+    }
+
+    /// Takes the answers to turns that have come; waits for one where nothing else can be done.
+    pub fn answer(&mut self, hooks: &mut Hooks) -> Result<()> {
+        let Some(turns) = &mut hooks.turns else { return Ok(()) };
+        if !self.scheduler.has_open_turns() {
+            return Ok(());
+        }
+        // The first of the ranks that share the schedule asks for all of them.
+        let tensor = self.model.transformer.tensor();
+        let waits = self.scheduler.is_stalled();
+        let come = if tensor.rank() == 0 { turns.answers(waits) } else { Ok(Vec::new()) };
+        let come = tensor.agree(come)?;
+        for (s, answer) in records::of_first(tensor, || come) {
+            let tokens = answer.tokens.len();
+            match self.live[s].answer(&self.requests[s], answer) {
+                Some(finish) => self.end(s, finish, hooks)?,
+                None => self.scheduler.answer(s, tokens),
+            }
+        }
+        Ok(())
     }
 
     /// Starts samples whose prompt another sample has read.
@@ -274,14 +298,28 @@ impl Run<'_> {
         self.progress.new_tokens += 1;
         (hooks.drawn)(s, drawn.token);
         let Some(finish) = ends else { return Ok(false) };
+        if let Some(turns) = &mut hooks.turns {
+            let (tokens, turn) = self.live[s].end_turn(request, finish);
+            if self.model.transformer.tensor().rank() == 0 && self.failed.is_ok() {
+                self.failed = turns.ended(s, tokens, turn, finish);
+            }
+            self.scheduler.wait(s);
+            return Ok(false);
+        }
+        self.end(s, finish, hooks)?;
+        Ok(true)
+    }
+
+    /// Ends a sequence.
+    fn end(&mut self, s: usize, finish: Finish, hooks: &mut Hooks) -> Result<()> {
         self.scheduler.finish(s);
-        let response = self.live[s].finish(request, finish, self.model.tokenizer)?;
+        let response = self.live[s].finish(&self.requests[s], finish, self.model.tokenizer)?;
         self.progress.finished += 1;
         if self.failed.is_ok() {
             self.failed = (hooks.finished)(s, &response);
         }
         self.outcome.responses[s] = Some(response);
-        Ok(true)
+        Ok(())
     }
 
     /// Why there is no next token of a sequence: its logits were not finite. Ranks that draw together call this together.

@@ -8,54 +8,18 @@
 //! - Samples of one prompt form a group. The first one admitted reads the prompt; the others share its full pages,
 //!   copy the last partial one, and draw their first token from the same logits.
 //!
+//! - A sequence whose turn has ended waits for its answer with its pages, and then reads it behind them.
+//!
 //! What a sequence generates does not depend on any decision made here.
 
 use super::blocks::{BlockPool, pages_of};
+pub use super::spec::{Spec, cached_tokens_max, pages_wanted};
 use crate::error::{Error, Result};
 use crate::ops::attention::PAGE;
 use std::collections::VecDeque;
 
 /// Finished sequences needed before their mean length replaces the full length as expectation.
 const FINISHED_MIN: usize = 8;
-
-/// What the scheduler has to know of a sequence.
-#[derive(Clone, Copy, Debug)]
-pub struct Spec {
-    /// Sequences with the same group number have the same prompt.
-    pub group: usize,
-    pub prompt_tokens: usize,
-    pub new_tokens_max: usize,
-}
-
-impl Spec {
-    /// Pages at its longest.
-    pub fn pages_max(&self) -> usize {
-        pages_of(cached_tokens_max(self.prompt_tokens, self.new_tokens_max))
-    }
-}
-
-/// Tokens that are ever in the cache: the last new token is never fed.
-pub fn cached_tokens_max(prompt_tokens: usize, new_tokens_max: usize) -> usize {
-    prompt_tokens + new_tokens_max.max(1) - 1
-}
-
-/// Pages with which none of these sequences ever waits for another's, `batch_max` of them at once: those of the longest at their
-/// longest, and for each prompt that several samples share the last one, which is partial: it is kept for samples that have not
-/// begun when the one that has read it goes.
-pub fn pages_wanted(specs: impl IntoIterator<Item = Spec>, batch_max: usize) -> usize {
-    let (mut needs, mut samples): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
-    for spec in specs {
-        needs.push(spec.pages_max());
-        if samples.len() <= spec.group {
-            samples.resize(spec.group + 1, 0);
-        }
-        samples[spec.group] += 1;
-    }
-    needs.sort_unstable_by(|a, b| b.cmp(a));
-    let slots = needs.len().min(batch_max);
-    let shared = samples.into_iter().filter(|samples| *samples > 1).count();
-    needs[..slots].iter().sum::<usize>() + shared.min(slots)
-}
 
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
@@ -98,6 +62,8 @@ struct Sequence {
     leads: bool,
     /// Draws its first token from the group's prompt logits, and is still to end or to take its share of the pages.
     forks: bool,
+    /// Is not fed until it has its answer: it keeps its slot and pages where no other one needs these.
+    waits: bool,
 }
 
 #[derive(Debug, Default)]
@@ -131,6 +97,8 @@ pub struct Scheduler {
     finished: usize,
     finished_new_tokens: usize,
     preemptions: usize,
+    /// Sequences that wait for an answer without a slot.
+    outside: usize,
 }
 
 impl Scheduler {
@@ -155,7 +123,7 @@ impl Scheduler {
             groups[spec.group].fresh += 1;
             let length = spec.prompt_tokens;
             let (state, blocks) = (State::Waiting, Vec::new());
-            sequences.push(Sequence { spec, state, length, past: 0, blocks, leads: false, forks: false });
+            sequences.push(Sequence { spec, state, length, past: 0, blocks, leads: false, forks: false, waits: false });
         }
         Ok(Self {
             pool: BlockPool::new(limits.pages),
@@ -169,12 +137,19 @@ impl Scheduler {
             finished: 0,
             finished_new_tokens: 0,
             preemptions: 0,
+            outside: 0,
         })
     }
 
     /// Whether every sequence has finished.
     pub fn is_done(&self) -> bool {
-        self.waiting.is_empty() && self.running.is_empty()
+        self.waiting.is_empty() && self.running.is_empty() && self.outside == 0
+    }
+
+    /// Whether nothing can be done before an answer comes.
+    pub fn is_stalled(&self) -> bool {
+        let all_wait = self.running.iter().all(|&s| self.sequences[s].waits);
+        !self.is_done() && all_wait && self.admissible().is_none()
     }
 
     pub fn blocks(&self, sequence: usize) -> &[u32] {
@@ -264,7 +239,7 @@ impl Scheduler {
             let s = self.running[i];
             let sequence = &self.sequences[s];
             i += 1;
-            if sequence.state != State::Running {
+            if sequence.state != State::Running || sequence.waits {
                 continue;
             }
             let (past, left) = (sequence.past, sequence.length - sequence.past);
@@ -285,7 +260,7 @@ impl Scheduler {
         let decodes = |s: &usize| {
             let sequence = &self.sequences[*s];
             let drawn = sequence.length > sequence.spec.prompt_tokens;
-            sequence.state == State::Running && drawn && sequence.length == sequence.past + 1
+            sequence.state == State::Running && !sequence.waits && drawn && sequence.length == sequence.past + 1
         };
         (!self.running.is_empty() && self.running.iter().all(decodes)).then_some(&self.running)
     }
@@ -340,6 +315,31 @@ impl Scheduler {
         sequence.length += 1;
         if sequence.length == sequence.spec.prompt_tokens + 1 && !sequence.forks {
             self.settle(s);
+        }
+    }
+
+    /// Whether any sequence waits for an answer.
+    pub fn has_open_turns(&self) -> bool {
+        self.outside > 0 || self.running.iter().any(|&s| self.sequences[s].waits)
+    }
+
+    /// The sequence is not fed until `answer`.
+    pub fn wait(&mut self, s: usize) {
+        self.sequences[s].waits = true;
+    }
+
+    /// The sequence goes on behind `tokens` more, which are to be read.
+    pub fn answer(&mut self, s: usize, tokens: usize) {
+        self.ends_waiting(s);
+        self.sequences[s].length += tokens;
+        if !self.running.contains(&s) {
+            self.waiting.push_front(s);
+        }
+    }
+
+    fn ends_waiting(&mut self, s: usize) {
+        if std::mem::take(&mut self.sequences[s].waits) && !self.running.contains(&s) {
+            self.outside -= 1;
         }
     }
 
@@ -398,6 +398,7 @@ impl Scheduler {
     pub fn finish(&mut self, s: usize) {
         self.finished += 1;
         self.finished_new_tokens += self.sequences[s].length - self.sequences[s].spec.prompt_tokens;
+        self.ends_waiting(s);
         if let Some(i) = self.running.iter().position(|&r| r == s) {
             self.running.remove(i);
         } else {
@@ -431,7 +432,11 @@ impl Scheduler {
     fn preempt(&mut self, s: usize) {
         self.preemptions += 1;
         self.running.retain(|&r| r != s);
-        self.waiting.push_front(s);
+        if self.sequences[s].waits {
+            self.outside += 1;
+        } else {
+            self.waiting.push_front(s);
+        }
         self.release_blocks(s);
         let sequence = &mut self.sequences[s];
         sequence.state = State::Waiting;

@@ -4,7 +4,7 @@
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::chat::{ChatTemplate, read_json, token_text};
@@ -170,7 +170,33 @@ impl Tokenizer {
     ) -> Result<Vec<u32>> {
         self.encode(&self.chat()?.apply(messages, more, add_generation_prompt)?, false)
     }
+
+    /// Token ids that the chat template puts between an assistant's answer, whose tokens are `answer`, and the next one, with
+    /// `messages` between them. Where `answer` ends with the token that ends a turn, that is left out. No token of the
+    /// conversation before is made anew.
+    pub fn encode_chat_turn(
+        &self,
+        answer: &[u32],
+        messages: &[Map<String, Value>],
+        more: &Map<String, Value>,
+    ) -> Result<Vec<u32>> {
+        let mut all = vec![json!({"role": "user", "content": ANSWER}), json!({"role": "assistant", "content": ANSWER})];
+        all.extend(messages.iter().cloned().map(Value::Object));
+        let text = self.chat()?.apply(&Value::Array(all), more, true)?;
+        let Some((_, behind)) = text.split_once(ANSWER).and_then(|(_, behind)| behind.split_once(ANSWER)) else {
+            return Err(Error::data("the chat template does not print an assistant's answer as it is")
+                .hint("an environment can write text or token ids in place of messages"));
+        };
+        let mut tokens = self.encode(behind, false)?;
+        if !tokens.is_empty() && answer.last() == tokens.first() {
+            tokens.remove(0);
+        }
+        Ok(tokens)
+    }
 }
+
+/// Stands for what was said before: a word that no template knows.
+const ANSWER: &str = "rlhfhpcanswer";
 
 /// Runs `body`, in which a hand-written `tokenizer.json` may panic; `what` says what failed.
 fn guarded<T>(path: &Path, what: impl Display, body: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {

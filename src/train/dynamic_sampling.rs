@@ -1,6 +1,7 @@
 //! DAPO's dynamic sampling: groups of samples that teach nothing give way to more prompts (arXiv:2503.14476, section 3.2).
 
-use crate::config::rollout::{DynamicSampling, mean};
+use crate::advantage::whitening::moments;
+use crate::config::rollout::DynamicSampling;
 use crate::device::null;
 use crate::experience::{Experience, Response};
 use crate::learn::sums::larger;
@@ -46,13 +47,15 @@ impl Rounds {
             while let Some(sample) = samples.next_if(|sample| sample.response.prompt == prompt) {
                 group.push(sample);
             }
-            let scores: Vec<f32> = group.iter().map(|sample| sample.score).collect();
+            let score_mean = moments(group.iter().map(|sample| f64::from(sample.score))).0;
+            let are_equal = group.iter().all(|sample| sample.score == group[0].score);
+            let is_within = f64::from(dynamic.low) < score_mean && score_mean < f64::from(dynamic.high);
             // A null device has no scores.
-            if !dynamic.is_on() || dynamic.takes(&scores) || null::is_active() {
+            if !dynamic.is_on() || is_within && !are_equal || null::is_active() {
                 self.groups += 1;
                 self.samples.extend(group);
             } else {
-                self.dropped.push(DroppedGroup { prompt_id: group[0].prompt.id, score_mean: mean(&scores) });
+                self.dropped.push(DroppedGroup { prompt_id: group[0].prompt.id, score_mean });
                 self.rejected.extend(group.into_iter().map(|sample| sample.response));
             }
         }

@@ -117,7 +117,7 @@ impl Batch {
             self.complete &= complete;
             self.samples.extend(responses.into_iter().map(|response| Experience {
                 prompt: prompts[response.prompt].clone(),
-                mask: vec![1; response.tokens.len()],
+                mask: response.mask(),
                 response,
                 ..Experience::default()
             }));
@@ -147,8 +147,7 @@ impl Batch {
         let streamed = if self.complete {
             phases.time(Phase::Reward, || collector.scored(run))
         } else {
-            collector.cancel();
-            Ok(None)
+            collector.cancel().map(|()| None)
         };
         self.complete &= !matches!(streamed, Ok(None));
         let scores = self.scores.and_then(|scores| Ok((scores, streamed?)));
@@ -303,7 +302,8 @@ impl Scores {
         }
         let mut gap = (!self.logprobs.is_empty()).then_some(0.0);
         for (sample, logprobs) in samples.iter_mut().zip(&self.logprobs) {
-            let gaps = sample.response.logprobs.iter().zip(logprobs).map(|(a, b)| f64::from((a - b).abs()));
+            let learned = sample.response.logprobs.iter().zip(logprobs).zip(&sample.mask).filter(|(_, m)| **m != 0);
+            let gaps = learned.map(|((a, b), _)| f64::from((a - b).abs()));
             gap = gap.map(|gap| gaps.fold(gap, larger));
             sample.response.logprobs.clone_from(logprobs);
         }

@@ -84,7 +84,8 @@ fn models_and_rewards(config: &Config, models: &[JobModel]) -> Vec<SourceFile> {
             files.push(SourceFile { key, file: format!("/{name}"), path });
         }
     }
-    for (i, python) in config.reward.python.iter().enumerate() {
+    let of_environments = config.reward.environment.iter().flat_map(|environment| &environment.python);
+    for (i, python) in config.reward.python.iter().chain(of_environments).enumerate() {
         let (key, path) = (format!("{REWARD}[{i}]"), config.base.join(&python.file));
         files.push(SourceFile { key, file: String::new(), path });
     }

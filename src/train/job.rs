@@ -233,7 +233,7 @@ impl<J: Job> Opened<J> {
         }
         let shown = models.iter().map(|model| (model.spec.role.name(), model.table().parameters(), &*model.spec.dir));
         run.banner(steps, resumed.map(|resumed| resumed.state.step), &shown.collect::<Vec<_>>(), needs);
-        for text in warnings::of_start(run, job.rows(), arch.context) {
+        for text in warnings::of_start(run, &J::shape(&run.config), job.rows(), arch.context) {
             run.recorder.warn(&text);
         }
         Ok(Self { job, state, steps, arch, learned, warnings: Warnings::default() })
@@ -342,6 +342,9 @@ impl<J: Job> Opened<J> {
                 run.ranks.all.agree(recorded)?;
                 // Times differ between ranks.
                 let metrics = records::of_first(&run.ranks.all, || metrics);
+                for text in self.warnings.of_eval(&metrics) {
+                    run.recorder.warn(&text);
+                }
                 self.state.best.judge(&run.config, step, &metrics)
             }
         }

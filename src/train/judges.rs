@@ -135,6 +135,7 @@ impl Judge {
             progress: &mut |_| {},
             drawn: &mut |_, _| {},
             finished: &mut |_, _| Ok(()),
+            turns: None,
         };
         let rng = Rng::new(run.config.job.seed, Purpose::Sample);
         let outcome = self.engine.generate(model, rng, 0, &requests, &mut hooks);

@@ -4,6 +4,7 @@ mod best;
 mod config_diff;
 pub mod distill;
 mod dynamic_sampling;
+mod episodes;
 mod evaluate;
 mod experience_maker;
 mod export;

@@ -270,12 +270,10 @@ impl Ppo {
                 let work = records::encode(&Work::Rollout(rounds.responses(samples)));
                 Err(Ended::Unfinished { work, took_rows: false, error })
             };
-            if !made.complete {
-                return unfinished(rounds, made.samples, None);
-            }
             match made.values {
-                Err(error) if error.kind == Kind::Stopped => return unfinished(rounds, made.samples, None),
                 Err(error) if error.kind == Kind::Service => return unfinished(rounds, made.samples, Some(error)),
+                Err(error) if error.kind == Kind::Stopped => return unfinished(rounds, made.samples, None),
+                _ if !made.complete => return unfinished(rounds, made.samples, None),
                 measured => rounds.take(&dynamic, made.samples, measured?),
             }
         }

@@ -1,5 +1,6 @@
 //! Rollout and reward of one rank's share of the prompts.
 
+use super::episodes::Episodes;
 use super::reward_models::RewardModels;
 use super::shares::{own_share, prompts_of, share_of};
 use crate::comm::{Stream, records};
@@ -13,11 +14,14 @@ use crate::experience::{Experience, Finish, Prompt, Response};
 use crate::launch::run::Run;
 use crate::metrics::Phase;
 use crate::model::Arch;
+use crate::reward::environment::Environment;
 use crate::reward::{Reward, RewardContext, Scored};
 use crate::rng::{Purpose, Rng};
+use crate::rollout::turns::Turns;
 use crate::rollout::{self, Engine, Hooks, Model, Request, Stop};
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
 use std::ops::Range;
@@ -31,6 +35,12 @@ pub struct Collector {
     /// Over which responses reach all ranks, where roles are on ranks of their own.
     pub pipeline: Option<Stream>,
     engine: Engine,
+    /// Who answers turns, on the ranks that ask.
+    environment: Option<Environment>,
+    /// Phases of responses with turns so far.
+    rounds: u64,
+    /// Why the last one of these ended early.
+    unanswered: Option<Error>,
     reward: Reward,
     /// Prompt and sample of each response that this rank gives to the reward, in the order of its places.
     asked: Vec<Key>,
@@ -70,7 +80,10 @@ impl Collector {
     ) -> Result<Self> {
         let config = &run.config;
         config.rollout.check()?;
-        let reward = run.ranks.all.agree(reward(run, &source))?;
+        let rewards = context(run, &source).and_then(|context| {
+            Ok((environment(run, &context)?, Reward::new(&config.reward, &config.base, &context)?))
+        });
+        let (environment, reward) = run.ranks.all.agree(rewards)?;
         let mut eos = arch.eos_tokens.clone();
         eos.extend(tokenizer.eos_ids().iter().filter(|id| !arch.eos_tokens.contains(id)));
         let stop = Arc::new(Stop::new(&config.rollout, &eos));
@@ -83,6 +96,9 @@ impl Collector {
             tokenizer,
             pipeline,
             engine,
+            environment,
+            rounds: 0,
+            unanswered: None,
             reward,
             asked: Vec::new(),
             reward_models,
@@ -177,6 +193,57 @@ impl Collector {
                 self.reward.push(place, &prompts[response.prompt], response);
             }
         }
+        let requests = self.requests(prompts, own, configs, done)?;
+        let model = Model { tokenizer: Some(&self.tokenizer), ..model };
+        if let Some(bytes) = run.cache_bytes() {
+            self.engine.allow(bytes);
+        }
+        let bar = run.recorder.phase(Phase::Rollout.name(), requests.len() as u64);
+        self.rounds += 1;
+        let failed = RefCell::new(None);
+        let mut episodes = self.environment.as_mut().map(|environment| Episodes {
+            environment,
+            prompts,
+            requests: &requests,
+            tokenizer: &self.tokenizer,
+            template: &run.config.data.chat_template_args,
+            vocabulary: model.transformer.arch.vocabulary,
+            round: self.rounds,
+            failed: &failed,
+            turns: HashMap::new(),
+            asked: HashMap::new(),
+        });
+        let mut hooks = Hooks {
+            turns: episodes.as_mut().map(|episodes| episodes as &mut dyn Turns),
+            stop: &|| run.stop_requested_here() || failed.borrow().is_some(),
+            progress: &mut |progress| bar.set_position(progress.finished as u64),
+            drawn: &mut |_, _| {},
+            finished: &mut |_, response| {
+                if let Some(place) = place(response) {
+                    self.reward.push(place, &prompts[response.prompt], response);
+                }
+                Ok(())
+            },
+        };
+        let outcome = self.engine.generate(model, self.rng, step, &requests, &mut hooks);
+        if let Some(environment) = &mut self.environment {
+            environment.cancel();
+        }
+        self.unanswered = failed.into_inner();
+        let outcome = outcome?;
+        // Training needs the memory of the cache.
+        self.engine.release();
+        Ok(outcome.responses)
+    }
+
+    /// What is asked for `prompts[own]`, but for what is `done`.
+    fn requests(
+        &self,
+        prompts: &[Prompt],
+        own: &Range<usize>,
+        configs: &[&RolloutConfig],
+        done: &[Response],
+    ) -> Result<Vec<Request>> {
         let mut requests: Vec<Request> = Vec::new();
         for config in configs {
             let first = requests.last().map_or(0, |last| last.sample + 1);
@@ -191,26 +258,7 @@ impl Collector {
         }
         let done: HashSet<(usize, u32)> = done.iter().map(|r| (r.prompt, r.sample)).collect();
         requests.retain(|r| !done.contains(&(r.prompt, r.sample)));
-        let model = Model { tokenizer: Some(&self.tokenizer), ..model };
-        if let Some(bytes) = run.cache_bytes() {
-            self.engine.allow(bytes);
-        }
-        let bar = run.recorder.phase(Phase::Rollout.name(), requests.len() as u64);
-        let mut hooks = Hooks {
-            stop: &|| run.stop_requested_here(),
-            progress: &mut |progress| bar.set_position(progress.finished as u64),
-            drawn: &mut |_, _| {},
-            finished: &mut |_, response| {
-                if let Some(place) = place(response) {
-                    self.reward.push(place, &prompts[response.prompt], response);
-                }
-                Ok(())
-            },
-        };
-        let outcome = self.engine.generate(model, self.rng, step, &requests, &mut hooks)?;
-        // Training needs the memory of the cache.
-        self.engine.release();
-        Ok(outcome.responses)
+        Ok(requests)
     }
 
     /// Makes places for the responses `keys` in the reward; the first of them.
@@ -253,10 +301,14 @@ impl Collector {
         Ok(Some(records::gather(all, &mine)?.into_iter().collect()))
     }
 
-    /// Forgets the responses that were handed to the reward.
-    pub fn cancel(&mut self) {
+    /// Forgets the responses that were handed to the reward, as not all are there.
+    ///
+    /// # Errors
+    /// Where that is because the environment failed.
+    pub fn cancel(&mut self) -> Result<()> {
         self.asked.clear();
         self.reward.cancel();
+        self.unanswered.take().map_or(Ok(()), Err)
     }
 
     /// Scores and lengths of responses to `prompts`, one sample each, each on one rank, without those that a reward failed on;
@@ -277,7 +329,8 @@ impl Collector {
         };
         let mine: Option<Vec<Response>> = run.ranks.all.agree(model.map_or(Ok(Some(Vec::new())), &mut answer))?;
         if run.ranks.all.any(mine.is_none()) {
-            self.cancel();
+            let cancelled = self.cancel();
+            run.ranks.all.agree(cancelled)?;
             return Ok(None);
         }
         let Some(mut by_key) = self.scored(run)? else { return Ok(None) };
@@ -324,18 +377,25 @@ pub fn take(scored: &mut HashMap<Key, Scored>, key: Key) -> Scored {
     found.unwrap_or_default()
 }
 
-/// The reward, which sees the rows of `source` and logs beside this rank.
-fn reward(run: &Run, source: &PromptSource) -> Result<Reward> {
-    let Config { data, reward, base, .. } = &run.config;
+/// What rewards are given: the rows of `source`, and a log beside this rank's.
+fn context(run: &Run, source: &PromptSource) -> Result<RewardContext> {
+    let Config { data, reward, .. } = &run.config;
     let logs = run.dir.join("logs");
-    let is_logged = !run.dry_run && !reward.python.is_empty();
+    let has_python = !reward.python.is_empty() || reward.environment.iter().any(|e| !e.python.is_empty());
+    let is_logged = !run.dry_run && has_python;
     if is_logged {
         fs::create_dir_all(&logs).map_err(|e| Error::io("create", &logs, &e))?;
     }
     let (rows, columns) = (Arc::new(source.lookup(data)), source.columns(data)?);
     let log = is_logged.then(|| logs.join(format!("reward-rank-{}.log", run.ranks.world.rank)));
-    let context = RewardContext { rows: Some(rows), columns, log, offline: run.dry_run };
-    Reward::new(reward, base, &context)
+    Ok(RewardContext { rows: Some(rows), columns, log, offline: run.dry_run })
+}
+
+/// The environment. Of ranks that share a schedule the first one asks, and all know whether there is one.
+fn environment(run: &Run, context: &RewardContext) -> Result<Option<Environment>> {
+    let of_actor = run.ranks.has(RoleName::Actor);
+    let config = run.config.reward.environment.first().filter(|_| of_actor);
+    config.map(|config| Environment::new(&run.config.reward, config, &run.config.base, context)).transpose()
 }
 
 /// The ids that key the random numbers of each prompt of a batch. A row that the batch holds twice (at the end of an epoch, or

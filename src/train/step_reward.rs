@@ -17,11 +17,14 @@ use crate::learn::accumulation::accumulate;
 use crate::learn::packed::PackedRow;
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
-use crate::loss::labelled::step_loss;
+use crate::loss::labelled::{step_loss, step_margin};
 use crate::metrics::Phase;
+use crate::metrics::eval_rows::{EvalResponses, EvalRow};
 use crate::metrics::keys::{self, Metrics, named};
 use crate::model::{Arch, Head, Saved};
 use crate::text::Tokenizer;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -35,6 +38,7 @@ pub struct StepReward {
     learner: Learner,
     source: RowSource<StepRow>,
     marks: Marks,
+    tokenizer: Arc<Tokenizer>,
 }
 
 /// The tokens that steps and labels are written with.
@@ -42,6 +46,18 @@ struct Marks {
     config: StepRewardConfig,
     placeholder: u32,
     rewards: Vec<u32>,
+}
+
+/// A step as the model judged it, by the place of its row and its own there.
+#[derive(Serialize, Deserialize)]
+struct Judged {
+    row: usize,
+    step: usize,
+    loss: f64,
+    /// Probability of the first reward token.
+    reward: f64,
+    margin: f64,
+    is_right: bool,
 }
 
 /// Where a placeholder stands, and the probabilities that the reward tokens are to have there.
@@ -75,7 +91,7 @@ impl Job for StepReward {
     ) -> Result<Self> {
         let marks = Marks::new(&run.config.step_reward, &tokenizer)?;
         let learner = learners.pop().expect("a job without a placement has all models on each rank");
-        Ok(Self { learner, source, marks })
+        Ok(Self { learner, source, marks, tokenizer })
     }
 
     fn rows(&self) -> &Rows {
@@ -98,7 +114,7 @@ impl Job for StepReward {
     }
 
     /// Loss and accuracy of the steps of held-out rows.
-    fn evaluate(&mut self, run: &mut Run, _step: u64) -> Result<Option<Metrics>> {
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>> {
         let start = Instant::now();
         let rows = run.ranks.all.agree(self.source.eval_rows(run.config.eval.samples_max))?;
         if rows.is_empty() {
@@ -107,23 +123,27 @@ impl Job for StepReward {
         let placed = self.placed(&rows)?;
         let (axes, role) = (&run.ranks.axes, &self.learner.role);
         let tokens_max = run.config.step_reward.microbatch_tokens_max;
-        let sums = supervised::evaluate(run, role, &lengths(&rows), tokens_max, |chosen| {
+        let judged = supervised::evaluate(run, role, &lengths(&rows), tokens_max, |chosen| {
             let row = self.marks.pack(&rows, &placed, chosen).shard(&axes.sequence);
             let (model, w) = (&role.transformer, &role.weights);
             let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
             let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &row.targets, 1.0, false);
-            vec![loss(&row, &logprobs, &placed, chosen, 1.0).0]
+            loss(&row, &logprobs, &placed, chosen, 1.0).0
         })?;
-        Ok(sums.map(|sums| {
-            let sums = Sums::total(&sums);
-            let of_step = |key| sums.get(key) / sums.get(STEPS).max(1.0);
-            named([
-                (keys::EVAL_LOSS, of_step(keys::LOSS)),
-                (keys::EVAL_ACCURACY, of_step(keys::ACCURACY)),
-                (keys::EVAL_SAMPLES, rows.len() as f64),
-                (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
-            ])
-        }))
+        let Some(mut judged) = judged else { return Ok(None) };
+        judged.sort_by_key(|of| (of.row, of.step));
+        let of_rows = judged.chunk_by(|a, b| a.row == b.row);
+        let record = |of: &[Judged]| record(&self.tokenizer, step, &rows[of[0].row], &placed[of[0].row], of);
+        let recorded = run.recorder.eval_rows(step, of_rows.map(record));
+        run.ranks.all.agree(recorded)?;
+        let sums = sums(&judged);
+        let of_step = |key| sums.get(key) / sums.get(STEPS).max(1.0);
+        Ok(Some(named([
+            (keys::EVAL_LOSS, of_step(keys::LOSS)),
+            (keys::EVAL_ACCURACY, of_step(keys::ACCURACY)),
+            (keys::EVAL_SAMPLES, rows.len() as f64),
+            (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
+        ])))
     }
 }
 
@@ -152,14 +172,14 @@ impl StepReward {
             let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
             // A step needs the log-probabilities of all reward tokens before any derivative.
             let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &row.targets, 1.0, false);
-            let (sums, slopes) = loss(&row, &logprobs, &placed, chosen, weight);
+            let (judged, slopes) = loss(&row, &logprobs, &placed, chosen, weight);
             let mut given = |range: Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], _: &mut [f32]| {
                 dl.copy_from_slice(&slopes[range]);
             };
             let grads = &mut sum.grads;
             let (dhidden, ..) = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut given, grads);
             model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
-            sums
+            sums(&judged)
         });
         learner.step_if_finite(axes, recompute, sums.get(keys::LOSS), part)?;
         Ok(sums)
@@ -234,17 +254,54 @@ fn lengths(rows: &[StepRow]) -> Vec<usize> {
     rows.iter().map(|row| row.tokens.len()).collect()
 }
 
-/// What this rank counts of the steps in `row`, its part of the rows `chosen`, and the derivatives of the loss by their
+/// The steps in `row`, this rank's part of the rows `chosen`, their losses with this weight; and the derivatives of these by the
 /// log-probabilities: those of the reward tokens of a step stand together.
-fn loss(row: &PackedRow, logprobs: &[f32], placed: &[Vec<Placed>], chosen: &[usize], weight: f64) -> (Sums, Vec<f32>) {
-    let steps: Vec<&Placed> = chosen.iter().flat_map(|&i| &placed[i]).collect();
-    let (mut sums, mut slopes) = (Sums::default(), Vec::with_capacity(logprobs.len()));
-    let rewards = steps.first().map_or(1, |(_, wanted)| wanted.len());
+fn loss(
+    row: &PackedRow,
+    logprobs: &[f32],
+    placed: &[Vec<Placed>],
+    chosen: &[usize],
+    weight: f64,
+) -> (Vec<Judged>, Vec<f32>) {
+    let steps_of = |&i: &usize| placed[i].iter().enumerate().map(move |(step, (_, wanted))| (i, step, wanted));
+    let steps: Vec<(usize, usize, &Vec<f64>)> = chosen.iter().flat_map(steps_of).collect();
+    let (mut judged, mut slopes) = (Vec::new(), Vec::with_capacity(logprobs.len()));
+    let rewards = steps.first().map_or(1, |(.., wanted)| wanted.len());
     for (logprobs, indices) in logprobs.chunks(rewards).zip(row.row_indices.chunks(rewards)) {
-        let (loss, by_logprob, is_right) = step_loss(logprobs, &steps[indices[0] / rewards].1);
+        let (row, step, wanted) = steps[indices[0] / rewards];
+        let (loss, by_logprob, p) = step_loss(logprobs, wanted);
         slopes.extend(by_logprob.into_iter().map(|slope| (weight * slope) as f32));
-        let right = f64::from(u8::from(is_right));
-        sums.add(&Sums::of([(keys::LOSS, weight * loss), (keys::ACCURACY, right), (STEPS, 1.0)]));
+        let (is_right, margin) = step_margin(&p, wanted);
+        judged.push(Judged { row, step, loss: weight * loss, reward: p[0], margin, is_right });
     }
-    (sums, slopes)
+    (judged, slopes)
+}
+
+fn sums(judged: &[Judged]) -> Sums {
+    let mut sums = Sums::default();
+    for Judged { loss, is_right, .. } in judged {
+        let right = f64::from(u8::from(*is_right));
+        sums.add(&Sums::of([(keys::LOSS, *loss), (keys::ACCURACY, right), (STEPS, 1.0)]));
+    }
+    sums
+}
+
+/// A row whose steps are `judged`, each with the text up to its placeholder.
+fn record(tokenizer: &Tokenizer, step: u64, row: &StepRow, placed: &[Placed], judged: &[Judged]) -> Result<EvalRow> {
+    let mut from = 0;
+    let text_to = |(at, _): &Placed| {
+        let tokens = &row.tokens[from..=*at as usize];
+        from = *at as usize + 1;
+        tokenizer.decode_prompt(tokens)
+    };
+    let steps: Vec<String> = placed.iter().map(text_to).collect::<Result<_>>()?;
+    let labels = row.labels[..steps.len()].iter().map(|label| json!(label)).collect();
+    Ok(EvalRow {
+        step,
+        row: row.id,
+        prompt: tokenizer.decode_prompt(&row.tokens)?,
+        responses: EvalResponses::Steps { steps, labels, rewards: judged.iter().map(|of| of.reward).collect() },
+        margin: judged.iter().map(|of| of.margin).fold(f64::INFINITY, f64::min),
+        correct: judged.iter().all(|of| of.is_right),
+    })
 }

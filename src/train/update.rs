@@ -159,8 +159,9 @@ impl Update<'_> {
         let (dhidden, logprobs, _) =
             model.logprobs_backward(w, &hidden, &row.rows, &row.targets, temperature, &mut loss, grads);
         model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
-        let [old_logprobs, ..] = &batch.columns;
-        let gaps = logprobs.iter().zip(old_logprobs).map(|(a, b)| f64::from((a - b).abs()));
+        let [old_logprobs, .., weights] = &batch.columns;
+        let learned = logprobs.iter().zip(old_logprobs).zip(weights).filter(|(_, w)| **w != 0.0);
+        let gaps = learned.map(|((a, b), _)| f64::from((a - b).abs()));
         Sums::of([
             (keys::LOSS, found.loss),
             (keys::POLICY_LOSS, found.policy_loss),

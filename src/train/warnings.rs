@@ -5,15 +5,23 @@ use crate::config::job::JobKind;
 use crate::config::ppo::Correction;
 use crate::data::Rows;
 use crate::launch::run::Run;
+use crate::launch::step_shape::StepShape;
 use crate::metrics::keys::{self, Metrics};
 
 /// A larger share of filtered rows is warned of.
 const FILTERED: f64 = 0.1;
 /// A larger KL a token is warned of, in nats: the policy answers otherwise than its reference on most tokens.
 const KL: f64 = 1.0;
+/// A larger fall of the chosen responses' log-probability is warned of, in nats a response.
+const CHOSEN_FALL: f64 = 10.0;
+/// A larger lead of the accuracy on trained rows over that on held-out ones is warned of, where both are of so many rows.
+const OVERFIT: f64 = 0.2;
+const OVERFIT_SAMPLES: f64 = 32.0;
+/// The KL of fewer rows is noise.
+const KTO_SAMPLES: usize = 8;
 
 /// What is known before the first step. `context`: tokens of the longest row of model.actor.
-pub fn of_start(run: &Run, rows: &Rows, context: usize) -> Vec<String> {
+pub fn of_start(run: &Run, shape: &StepShape, rows: &Rows, context: usize) -> Vec<String> {
     let (config, ledger) = (&run.config, rows.ledger());
     let mut found = Vec::new();
     let filtered: u64 = ledger.filtered.iter().filter(|(rule, _)| *rule != "other_split").map(|(_, rows)| rows).sum();
@@ -29,8 +37,22 @@ pub fn of_start(run: &Run, rows: &Rows, context: usize) -> Vec<String> {
     }
     if config.job.kind == JobKind::Ppo {
         found.extend(of_rollout(config, run.ranks.layout().rollout_data(), rows, context));
+    } else if !shape.has_rollout() {
+        found.extend(of_rows(config, shape.minibatch, run.ranks.axes.data.size(), rows));
     }
     found
+}
+
+fn of_rows(config: &Config, minibatch: usize, ranks: usize, rows: &Rows) -> Vec<String> {
+    let key = format!("{}.minibatch_samples = {minibatch}", crate::config::name(&config.job.kind));
+    let all = [
+        (ranks > minibatch).then(|| format!("{key} for {ranks} ranks that train: some of them have none")),
+        (minibatch as u64 > rows.epoch_rows())
+            .then(|| format!("{key}, and the data has {} rows: steps repeat some", rows.epoch_rows())),
+        (config.job.kind == JobKind::Kto && minibatch < KTO_SAMPLES)
+            .then(|| format!("{key}: the KL that responses are measured against is a mean over these, and noisy")),
+    ];
+    all.into_iter().flatten().collect()
 }
 
 fn of_rollout(config: &Config, ranks: usize, rows: &Rows, context: usize) -> Vec<String> {
@@ -70,15 +92,19 @@ fn of_rollout(config: &Config, ranks: usize, rows: &Rows, context: usize) -> Vec
 #[derive(Default)]
 pub struct Warnings {
     said: Vec<&'static str>,
+    /// Accuracy of the last step, and the rows it is of.
+    trained: (f64, f64),
 }
 
 impl Warnings {
     /// What the numbers of a step are to be warned of, that was not before.
     pub fn of_step(&mut self, config: &Config, values: &Metrics) -> Vec<String> {
-        let of = |key: &str| values.iter().find(|(name, _)| name == key).map_or(f64::NAN, |(_, value)| *value);
+        let of = |key: &str| value(values, key);
+        self.trained = (of(keys::ACCURACY), of(keys::SAMPLES));
         let [low, high] = config.ppo.reward_clip;
         let clipped = of(keys::REWARD_CLIPPED_RATIO);
-        let all: [(&'static str, bool, String); 5] = [
+        let fall = -of(keys::CHOSEN_REWARD_MEAN) / config.dpo.beta;
+        let all: [(&'static str, bool, String); 6] = [
             (
                 "clipped",
                 clipped > 0.0,
@@ -120,10 +146,58 @@ impl Warnings {
                     of(keys::KL_MEAN)
                 ),
             ),
+            (
+                "chosen",
+                config.job.kind == JobKind::Dpo && config.dpo.has_reference() && fall > CHOSEN_FALL,
+                format!(
+                    "the log-probability of the chosen responses has fallen by {fall:.0} nats, too: the policy may come to write \
+                     neither; dpo.nll_coef holds them"
+                ),
+            ),
         ];
+        self.unsaid(all)
+    }
+
+    /// The same of an evaluation behind the last step.
+    pub fn of_eval(&mut self, values: &Metrics) -> Vec<String> {
+        let (accuracy, samples) = self.trained;
+        let held_out = value(values, keys::EVAL_ACCURACY);
+        let enough = samples.min(value(values, keys::EVAL_SAMPLES)) >= OVERFIT_SAMPLES;
+        self.unsaid([(
+            "overfit",
+            enough && accuracy - held_out > OVERFIT,
+            format!(
+                "accuracy is {accuracy:.2} on the rows of the step and {held_out:.2} on held-out ones: overfitted; fewer epochs, a \
+                 smaller optim.actor.lr or more rows help, and checkpoint.best_metric keeps the best"
+            ),
+        )])
+    }
+
+    fn unsaid(&mut self, all: impl IntoIterator<Item = (&'static str, bool, String)>) -> Vec<String> {
         let new = all.into_iter().filter(|(name, holds, _)| *holds && !self.said.contains(name));
         let new: Vec<_> = new.collect();
         self.said.extend(new.iter().map(|(name, ..)| *name));
         new.into_iter().map(|(.., text)| text).collect()
+    }
+}
+
+fn value(values: &Metrics, key: &str) -> f64 {
+    values.iter().find(|(name, _)| name == key).map_or(f64::NAN, |(_, value)| *value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::keys::named;
+
+    #[test]
+    fn a_model_that_is_right_on_trained_rows_alone_is_warned_of_once() {
+        let mut warnings = Warnings::default();
+        let mut of = |samples: f64, held_out: f64| {
+            warnings.of_step(&Config::default(), &named([(keys::ACCURACY, 0.95), (keys::SAMPLES, samples)]));
+            let values = named([(keys::EVAL_ACCURACY, held_out), (keys::EVAL_SAMPLES, 64.0)]);
+            warnings.of_eval(&values).len()
+        };
+        assert_eq!([of(16.0, 0.5), of(64.0, 0.9), of(64.0, 0.7), of(64.0, 0.6)], [0, 0, 1, 0]);
     }
 }

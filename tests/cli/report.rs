@@ -57,7 +57,7 @@ fn samples_of_a_recorded_step_are_shown_together_and_as_json_to_the_letter() {
     samples("--prompt 99").refused(2, &["no sample of a prompt 99"]);
 }
 
-/// Two steps of DPO, and of KTO, with an evaluation after each, on responses of which some are hostile.
+/// Two steps of DPO, of KTO and of process rewards, with an evaluation after each, on responses of which some are hostile.
 fn judged() -> Fixture {
     let fixture = Fixture::new();
     let split = |i: usize| if i < 8 { "train" } else { "eval" };
@@ -66,9 +66,14 @@ fn judged() -> Fixture {
         |i: usize| json!({"prompt": prompt(i), "chosen": chosen, "rejected": format!("no {i}"), "split": split(i)});
     let one =
         |i: usize| json!({"prompt": prompt(i), "response": chosen, "answer": i.is_multiple_of(2), "split": split(i)});
+    let steps = |i: usize| {
+        let labels = if i.is_multiple_of(2) { json!(["a", 0.25]) } else { json!(["b", "a"]) };
+        json!({"prompt": format!("{i}{HOSTILE}~no {i}~"), "answer": labels, "split": split(i)})
+    };
     for (kind, option, rows) in [
         ("dpo", "--pairs", (0..11).map(pair).collect::<Vec<_>>()),
         ("kto", "--labelled --label-key answer", (0..11).map(one).collect()),
+        ("step_reward", "--steps --label-key answer", (0..11).map(steps).collect()),
     ] {
         fixture.jsonl(&format!("{kind}.jsonl"), &rows);
         let shard = format!("shard {kind}.jsonl --tokenizer tokenizer --out {kind}-rows --split-field split {option}");
@@ -76,7 +81,8 @@ fn judged() -> Fixture {
         let sets = format!(
             "job.kind={kind} job.dir={kind} data.prompts={kind}-rows data.prompt_tokens_max=128 {kind}.minibatch_samples=4 eval.every_steps=1"
         );
-        fixture.job(&sets.split(' ').collect::<Vec<_>>()).well();
+        let marks = ["step_reward.placeholder=~", "step_reward.reward_tokens=[\"a\",\"b\"]"];
+        fixture.job(&sets.split(' ').chain(marks).collect::<Vec<_>>()).well();
     }
     fixture
 }
@@ -90,33 +96,52 @@ fn held_out_preferences_are_shown_with_their_rewards_and_as_rows_of_data() {
         out.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON")).collect::<Vec<_>>()
     };
     let number = |row: &Value, key: &str| row[key].as_f64().expect("a number");
-    for (kind, keys) in [("dpo", vec!["chosen", "rejected"]), ("kto", vec!["response"])] {
+    for (kind, keys, parts) in [("dpo", ["chosen"], 2), ("kto", ["response"], 1), ("step_reward", ["steps"], 2)] {
         let all = rows(&format!("{kind} --step 2"));
         assert_eq!(all.len(), 3, "the rows of the eval split");
         for (i, row) in all.iter().enumerate() {
-            assert_eq!((&row["step"], &row["prompt"]), (&json!(2), &json!(format!("{}{HOSTILE}", 8 + i))));
-            assert_eq!(row[keys[0]], format!("\n{HOSTILE}"));
+            let (prompt, no) = (format!("{}{HOSTILE}", 8 + i), format!("no {}~", 8 + i));
+            let (prompt, first) = match kind {
+                "step_reward" => (format!("{prompt}~{no}"), json!([format!("{prompt}~"), no])),
+                _ => (prompt, json!(format!("\n{HOSTILE}"))),
+            };
+            assert_eq!((&row["step"], &row["prompt"], &row[keys[0]]), (&json!(2), &json!(prompt), &first));
             assert_eq!(row["correct"], number(row, "margin") > 0.0);
         }
         let metrics = fixture.text(&format!("{kind}/metrics.jsonl"));
         let last: Value = serde_json::from_str(metrics.lines().last().expect("a line")).expect("JSON");
         let correct = all.iter().filter(|row| row["correct"] == true).count();
-        assert!((number(&last, "eval_accuracy") - correct as f64 / 3.0).abs() < 1e-9, "{last}");
+        let accuracy = number(&last, "eval_accuracy");
+        // Of steps, of which a row has two that must both be right.
+        let is_near =
+            if kind == "step_reward" { accuracy >= correct as f64 / 3.0 } else { accuracy == correct as f64 / 3.0 };
+        assert!(is_near, "{correct} right: {last}");
         if kind == "dpo" {
             let margin = |row: &Value| number(row, "chosen_reward") - number(row, "rejected_reward");
             assert!(all.iter().all(|row| number(row, "margin") == margin(row)));
             assert!((number(&last, "eval_margin_mean") - all.iter().map(margin).sum::<f64>() / 3.0).abs() < 1e-9);
-        } else {
+        } else if kind == "kto" {
             assert_eq!(all.iter().map(|row| row["label"] == true).collect::<Vec<_>>(), [true, false, true]);
+        } else {
+            assert_eq!(
+                all.iter().map(|row| &row["labels"]).collect::<Vec<_>>(),
+                [&json!(["a", 0.25]), &json!(["b", "a"]), &json!(["a", 0.25])]
+            );
+            for row in &all {
+                let p: Vec<f64> = row["rewards"].as_array().expect("a list").iter().filter_map(Value::as_f64).collect();
+                // Of two reward tokens the wanted one is p or 1 - p.
+                let margins = if row["labels"][0] == "a" {
+                    [2.0 * p[0] - 1.0, 1.0 - 2.0 * p[1]]
+                } else {
+                    [1.0 - 2.0 * p[0], 2.0 * p[1] - 1.0]
+                };
+                assert!((number(row, "margin") - margins[0].min(margins[1])).abs() < 1e-9, "{row}");
+            }
         }
         let text = samples(kind).well().stdout;
         assert!(text.starts_with(&format!("step 2: 3 held-out rows, {correct} of them right, margin ")), "{text}");
         assert!(!text.contains('\u{1b}') && text.contains("[31m"), "{text}");
-        assert_eq!(
-            (text.matches("\nprompt ").count(), text.matches(", reward ").count()),
-            (3, 3 * keys.len()),
-            "{text}"
-        );
+        assert_eq!((text.matches("\nprompt ").count(), text.matches(", reward ").count()), (3, 3 * parts), "{text}");
         let least = all.iter().min_by(|a, b| number(a, "margin").total_cmp(&number(b, "margin")));
         assert_eq!(rows(&format!("{kind} --worst 1")).first(), least);
         samples(&format!("{kind} --step 7")).refused(2, &["step 7 is not recorded"]).hinted("recorded are: 0 to 2");
@@ -124,7 +149,7 @@ fn held_out_preferences_are_shown_with_their_rewards_and_as_rows_of_data() {
 }
 
 #[test]
-fn a_report_has_the_sides_of_held_out_pairs_side_by_side_and_their_curves() {
+fn a_report_has_the_sides_of_held_out_pairs_side_by_side_the_steps_of_a_text_and_their_curves() {
     let fixture = judged();
     for (kind, sides, titles) in [
         ("dpo", 2, ["<b>Margin</b>", "<b>Margin mean</b>", "<b>Reward of chosen and rejected</b>"]),
@@ -133,10 +158,12 @@ fn a_report_has_the_sides_of_held_out_pairs_side_by_side_and_their_curves() {
             1,
             ["<b>Accuracy</b>", "<b>KL to reference or teachers</b>", "<b>Reward of desirable and undesirable</b>"],
         ),
+        ("step_reward", 2, ["<b>Accuracy</b>", "<b>Loss</b>", "<b>Accuracy</b>"]),
     ] {
         let Some((dom, complaints)) = browsed(&fixture, &format!("{kind}/report.html")) else { return };
         assert_eq!(complaints, "", "{kind}");
-        let rows = between(&dom, "<div class=\"responses pair\">", "</article>");
+        let class = if kind == "step_reward" { "steps" } else { "pair" };
+        let rows = between(&dom, &format!("<div class=\"responses {class}\">"), "</article>");
         // Of the evaluations before the first step and after both, the one that is chosen is shown.
         assert_eq!((rows.len(), dom.matches("<div class=\"step\" hidden=\"\">").count()), (9, 2), "{kind}");
         assert!(rows.iter().all(|row| row.matches("<div class=\"response\">").count() == sides), "{kind}: {rows:?}");

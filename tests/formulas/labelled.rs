@@ -1,7 +1,7 @@
 //! Losses of labelled responses: KTO against OpenRLHF's numbers, to 1e-5, and derivatives against finite differences.
 
 use rlhf_hpc::config::labelled::KtoConfig;
-use rlhf_hpc::loss::labelled::{kto_loss, step_loss};
+use rlhf_hpc::loss::labelled::{kto_loss, step_loss, step_margin};
 
 use crate::formulas::golden::{Case, cases, close, read};
 
@@ -87,9 +87,11 @@ fn the_loss_of_a_step_is_cross_entropy_over_the_reward_tokens_alone() {
     let log_sum = LOGITS.iter().map(|x| x.exp()).sum::<f64>().ln();
     let logprobs: Vec<f32> = REWARDS.iter().map(|&k| (LOGITS[k] - log_sum) as f32).collect();
     for wanted in WANTED {
-        let (loss, slopes, is_right) = step_loss(&logprobs, &wanted);
+        let (loss, slopes, p) = step_loss(&logprobs, &wanted);
+        let (is_right, margin) = step_margin(&p, &wanted);
         assert!((loss - softmax_loss(&LOGITS, &wanted)).abs() < 1e-6, "{wanted:?}: {loss}");
         assert_eq!(is_right, wanted[0] == 1.0, "{wanted:?}: the first reward token is the likeliest");
+        assert!(is_right == (margin > 0.0) && (p.iter().sum::<f64>() - 1.0).abs() < 1e-6, "{p:?}");
         // Through the log-probabilities back to the logits: the normaliser's part cancels.
         for v in 0..LOGITS.len() {
             let at = |by: f64| {

@@ -64,7 +64,8 @@ impl Part {
         requests: &[Request],
         seen: &mut dyn FnMut(Progress),
     ) -> Outcome {
-        let mut hooks = Hooks { stop: &|| false, progress: seen, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()) };
+        let mut hooks =
+            Hooks { stop: &|| false, progress: seen, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()), turns: None };
         self.answers(tokenizer, engine, requests, &mut hooks).expect("a rollout")
     }
 }

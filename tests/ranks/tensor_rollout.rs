@@ -49,8 +49,13 @@ fn drive(side: &Side, config: &RolloutConfig, hooks: &mut Hooks) -> Result<Outco
 
 /// To the end.
 fn outcome(side: &Side, config: &RolloutConfig) -> Outcome {
-    let mut hooks =
-        Hooks { stop: &|| false, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()) };
+    let mut hooks = Hooks {
+        stop: &|| false,
+        progress: &mut |_| {},
+        drawn: &mut |_, _| {},
+        finished: &mut |_, _| Ok(()),
+        turns: None,
+    };
     drive(side, config, &mut hooks).expect("a rollout")
 }
 
@@ -129,7 +134,8 @@ fn together(world: &World) {
     let forwards = Cell::new(0);
     let stop = || last && forwards.get() >= 6;
     let mut count = |_: Progress| forwards.set(forwards.get() + 1);
-    let mut hooks = Hooks { stop: &stop, progress: &mut count, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()) };
+    let mut hooks =
+        Hooks { stop: &stop, progress: &mut count, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()), turns: None };
     let outcome = drive(&part, &config(1.0), &mut hooks).expect("a rollout cut short");
     assert!(outcome.responses.contains(&None) && forwards.get() == 6, "{} forwards", forwards.get());
 
@@ -138,7 +144,8 @@ fn together(world: &World) {
         seen += 1;
         if last && seen == 2 { Err(Error::fault("no room for the second response")) } else { Ok(()) }
     };
-    let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut finished };
+    let mut hooks =
+        Hooks { stop: &|| false, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut finished, turns: None };
     let error = drive(&part, &config(1.0), &mut hooks).expect_err("one rank failed");
     assert!(error.message.contains("no room for the second response"), "{error}");
     assert!(error.message.contains(&format!("rank {}", world.size - 1)), "{error}");

@@ -61,7 +61,7 @@ fn steps_and_evaluations_on_any_layout_have_the_numbers_of_one_rank() {
             }
             let rows = |job: &Job| job.eval_rows().into_values().flatten().map(|row| row.row).collect::<Vec<_>>();
             assert_eq!(rows(&job), rows(&alone), "{name}: rows of evaluations on {layout}");
-            assert_eq!(rows(&alone).is_empty(), *name == "step-reward", "{name}");
+            assert!(!rows(&alone).is_empty(), "{name}");
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Rewards: rules, Python files that behave and that do not, and mixtures.
 
 mod children;
+mod environment;
 mod mixture;
 mod python;
 mod rules;

@@ -26,6 +26,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         mode, _, only = self.path[1:].partition("/")
+        if mode == "turn":
+            return self.do_turn(request)
         lengths = [len(q) - len(p) + 0.5 for q, p in zip(request["query"], request["prompts"])]
         rewards = request.get("level", lengths)
         is_bad = os.path.exists("/" + only.lstrip("/")) if "/" in only else any(only in q for q in request["query"])
@@ -33,6 +35,15 @@ class Handler(BaseHTTPRequestHandler):
             getattr(self, "do_" + mode if is_bad else "do_right")(request, rewards)
         except (BrokenPipeError, ConnectionResetError):
             pass
+
+    def do_turn(self, request):
+        """An environment that counts: tests/reward/environment.rs has the same in Python."""
+        turns = request["turns"]
+        if turns[-1]["text"] == "bad":
+            return self.answer(200, {"error": "no such tool"})
+        done = len(turns) == 3
+        feedback = f"<{len(turns)}:{turns[-1]['text']}:{request['row']['columns'].get('level')}>"
+        self.answer(200, {"feedback": feedback, "reward": len(turns) / 2, "done": done, "extra": {"n": len(turns)}})
 
     def do_right(self, request, rewards):
         self.answer(200, {"rewards": rewards})

@@ -5,3 +5,4 @@ mod models;
 mod sampling;
 mod scheduling;
 mod stopping;
+mod turns;

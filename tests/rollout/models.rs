@@ -60,7 +60,8 @@ pub fn run_at_step(
     step: u32,
 ) -> Result<Outcome> {
     let model = Model { transformer: &tiny.transformer, weights: &tiny.weights, tokenizer };
-    let mut hooks = Hooks { stop, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()) };
+    let mut hooks =
+        Hooks { stop, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()), turns: None };
     Engine::new(config, 0).generate(model, Rng::new(42, Purpose::Sample), step, requests, &mut hooks)
 }
 

@@ -1,5 +1,5 @@
 //! Samples to read: the responses to a prompt side by side, token by token where the tokenizer is there; of jobs that learn from
-//! preferences the two sides of held-out pairs.
+//! preferences the two sides of held-out pairs, of labelled steps each with its reward.
 
 use super::super::samples::{groups, short_number};
 use super::numbers::{short, spread};
@@ -123,11 +123,21 @@ fn show_rows(out: &mut String, source: &Source, step: u64, rows_max: usize, toke
         let verdict = if row.correct { "<span>right</span>" } else { "<span class=\"wrong\">wrong</span>" };
         let margin = short_number(row.margin);
         put!(out, "<article><header><b>prompt {}</b>{verdict}<span>margin {margin}</span></header>", row.row);
-        prompt(out, &row.prompt);
-        *out += "<div class=\"responses pair\">";
+        let class = match row.question() {
+            Some(question) => {
+                prompt(out, question);
+                "pair"
+            }
+            None => "steps",
+        };
+        put!(out, "<div class=\"responses {class}\">");
         for (name, text, reward) in row.responses.list() {
             let reward = short_number(reward);
-            put!(out, "<div class=\"response\"><div class=\"about\"><b>{reward}</b><span>{name}</span></div>");
+            put!(
+                out,
+                "<div class=\"response\"><div class=\"about\"><b>{reward}</b><span>{}</span></div>",
+                escape(&name)
+            );
             plain(out, text, each);
             *out += "</div>";
         }

@@ -48,6 +48,7 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
                     progress: &mut |_| {},
                     drawn: &mut |_, _| {},
                     finished: &mut |_, _| Ok(()),
+                    turns: None,
                 };
                 let done = engine.generate(model, Rng::new(0, Purpose::Sample), 0, &requests, &mut hooks);
                 outcome = std::mem::replace(&mut outcome, Ok(())).and(done.map(|_| ()));

@@ -1,0 +1,156 @@
+
+
+# Environments: the part of this program that answers turns of responses.
+
+EPISODES = {}
+ENVIRONMENTS = ("a class with step(self, text), which may also have reset(self, prompt, label, **columns), "
+                "or step(observation, action, label, **kwargs)")
+
+
+def parameters_of(function):
+    return [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+
+
+def environment_style(value):
+    """'class', 'states' (a class whose methods take one dict) or 'function', else None."""
+    if inspect.isclass(value):
+        step = getattr(value, "step", None)
+        if not callable(step):
+            return None
+        names = [p.name for p in parameters_of(step)]
+        return "states" if names and names[0] in ("states", "state_dict") else "class"
+    if inspect.isfunction(value) and value.__name__ == "step":
+        names = [p.name for p in parameters_of(value)]
+        return "function" if names[:2] == ["observation", "action"] else None
+    return None
+
+
+def find_environment(module, settings):
+    wanted = settings["function"]
+    if wanted:
+        value = getattr(module, wanted, None)
+        if value is None:
+            raise Unusable(f"there is no class or function '{wanted}'")
+        style = environment_style(value)
+        if style is None:
+            raise Unusable(f"'{wanted}' is no environment: {ENVIRONMENTS}")
+        return wanted, value, style
+    own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and n[0] != "_"}
+    found = {n: environment_style(v) for n, v in own.items()}
+    found = {n: style for n, style in found.items() if style is not None}
+    if len(found) == 1:
+        (name, style), = found.items()
+        return name, own[name], style
+    if found:
+        raise Unusable(f"several environments could be meant: {', '.join(found)}; "
+                       "set reward.environment = { python = { file, function } }")
+    raise Unusable(f"there is no environment: {ENVIRONMENTS}")
+
+
+def called(function, positional, columns):
+    """Calls with the arguments that it asks for by name."""
+    parameters = parameters_of(function)
+    rest = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][len(positional):]
+    named = {p.name: columns[p.name] for p in rest if p.name in columns}
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
+        filled = [p.name for p in parameters][:len(positional)]
+        named = {name: value for name, value in columns.items() if name not in filled}
+    return waited(function(*positional, **named))
+
+
+class Episode:
+    """One response: the object that answers it, and how many turns it has seen."""
+
+    def __init__(self, value, style, request):
+        self.value, self.style, self.seen = value, style, 0
+        self.columns = {"prompt": request["prompt"], "label": request["label"], "source": request["source"],
+                        "prompt_id": request["prompt_id"], "sample": request["sample"]}
+        self.columns.update(request["row"]["columns"])
+        if style == "function":
+            return
+        self.value = value()
+        if not hasattr(self.value, "reset"):
+            return
+        states = {"observation": request["prompt"], "label": request["label"], **self.columns}
+        if style == "states":
+            begun = waited(self.value.reset(states))
+        else:
+            begun = called(self.value.reset, [], self.columns)
+        begun = begun.get("observation") if isinstance(begun, dict) else begun
+        if begun is not None and begun != request["prompt"]:
+            raise ValueError("reset gave an observation of its own: a prompt is what the data has; return None")
+
+    def step(self, request):
+        before, turn = request["turns"][:self.seen], request["turns"][self.seen]
+        observation = request["prompt"] + "".join(old["text"] + (old["feedback"] or "") for old in before)
+        text = turn["text"]
+        columns = {**self.columns, "text": text, "tokens": turn["tokens"], "turn": self.seen, "finish": turn["finish"],
+                   "turns_max": request["turns_max"]}
+        self.seen += 1
+        if self.style == "function":
+            result = called(self.value, [observation, text, request["label"]], columns)
+        elif self.style == "states":
+            states = {**columns, "observation_text": observation, "action_text": text, "observation": observation, "action": text,
+                      "label": request["label"], "sampling_params": None}
+            result = waited(self.value.step(states))
+        else:
+            first = parameters_of(self.value.step)[:1]
+            by_name = bool(first) and first[0].name in ("tokens", "turn", "finish")
+            result = called(self.value.step, [] if by_name else [text], columns)
+        return answered(result, observation + text)
+
+
+def first_of(result, names, default=None):
+    return next((result[name] for name in names if result.get(name) is not None), default)
+
+
+def answered(result, so_far):
+    """What a step gave, in one form: feedback, reward, done, and numbers for the logs."""
+    if isinstance(result, tuple) and len(result) == 3:
+        result = dict(zip(("feedback", "reward", "done"), result))
+    if not isinstance(result, dict):
+        raise TypeError(f"step gave {type(result).__name__}, needed (feedback, reward, done) or a dict")
+    unknown = not any(name in result for name in ("reward", "rewards", "done"))
+    if unknown:
+        raise TypeError(f"step gave a dict without reward and done, it has {sorted(map(str, result))[:8]}")
+    feedback = first_of(result, ("feedback", "environment_feedback"))
+    whole = result.get("next_observation")
+    if feedback is None and whole is not None:
+        if not isinstance(whole, str) or not whole.startswith(so_far):
+            raise ValueError("next_observation does not begin with observation and action: what was drawn stays as it is")
+        feedback = whole[len(so_far):]
+    if feedback is None:
+        feedback = ""
+    if hasattr(feedback, "tolist"):
+        feedback = feedback.tolist()
+    if isinstance(feedback, dict):
+        feedback = [feedback]
+    kinds = {type(x) for x in feedback} if isinstance(feedback, (list, tuple)) else None
+    if not (isinstance(feedback, str) or kinds is not None and kinds <= {int} or kinds == {dict}):
+        raise TypeError(f"feedback is {feedback!r:.80}, needed a text, a list of token ids or of messages")
+    logs = result.get("extra_logs") or result.get("extra") or {}
+    extra = {str(name): logged(value, 1, str(name))[0] for name, value in logs.items()}
+    reward = number(first_of(result, ("reward", "rewards"), 0.0), "the reward")
+    return {"feedback": feedback, "reward": reward, "done": bool(first_of(result, ("done",), False)), "extra": extra}
+
+
+def answer_turn(value, style, request, _settings):
+    """The answer to the last of the turns; another process may have answered those before it: they are played again."""
+    for old in [key for key in EPISODES if key[0] != request["round"]]:
+        del EPISODES[old]
+    turns, key = request["turns"], (request["round"], request["episode"])
+    episode = EPISODES.get(key)
+    if episode is None or episode.seen != len(turns) - 1:
+        episode = EPISODES[key] = Episode(value, style, request)
+        for _ in turns[:-1]:
+            episode.step(request)
+    try:
+        answer = episode.step(request)
+    except BaseException:
+        # Half a step may be done: the next attempt begins anew.
+        del EPISODES[key]
+        raise
+    last = turns[-1]
+    if answer["done"] or len(turns) >= request["turns_max"] or last["finish"] == "length":
+        EPISODES.pop(key, None)
+    return {"id": request["id"], **answer}

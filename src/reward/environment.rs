@@ -1,0 +1,212 @@
+//! An environment: it answers each turn of a response with a text that the response goes on behind, or ends it, and rewards it. A user's
+//! Python file, or servers: POST `{"round", "episode", "prompt", "label", "source", "prompt_id", "sample", "row", "turns", "turns_max"}`,
+//! and `{"feedback", "reward", "done"}` comes back, with `extra` beside it for the logs. `turns` are all of the response so far, so
+//! that an answer needs no memory of the ones before: who has none plays them again.
+
+use super::http;
+use super::pool::{Failure, Output, Pool, Worker, rows_of};
+use super::python::{self, PythonWorker};
+use super::reply::{parse, printable};
+use super::{RewardContext, RewardOutput};
+use crate::config::reward::{EnvironmentConfig, RewardConfig};
+use crate::error::Result;
+use crate::experience::{Episode, Prompt, RowFields};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+/// The turns of a response so far, the last of which is to be answered.
+#[derive(Debug)]
+pub struct Turns {
+    /// Tells the phases of a run apart, within which an episode has one number.
+    pub round: u64,
+    pub episode: usize,
+    pub prompt: Prompt,
+    pub sample: u32,
+    pub turns: Vec<Turn>,
+    pub turns_max: u32,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct Turn {
+    /// Without special tokens.
+    pub text: String,
+    pub tokens: Vec<u32>,
+    pub finish: &'static str,
+    /// What was written behind it, as text; none where it is not answered yet.
+    pub feedback: Option<String>,
+}
+
+/// What an environment says to a turn.
+#[derive(Clone, Debug, Default, Deserialize)]
+pub struct Said {
+    #[serde(default)]
+    pub feedback: Feedback,
+    #[serde(default)]
+    pub reward: Option<f64>,
+    #[serde(default)]
+    pub done: bool,
+    #[serde(default)]
+    extra: BTreeMap<String, Option<f64>>,
+    /// Why it says nothing.
+    #[serde(skip)]
+    pub failed: Option<String>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+pub enum Feedback {
+    Text(String),
+    Tokens(Vec<u32>),
+    /// For the chat template.
+    Messages(Vec<Map<String, Value>>),
+}
+
+impl Default for Feedback {
+    fn default() -> Self {
+        Self::Text(String::new())
+    }
+}
+
+impl Said {
+    pub fn extra(&self) -> BTreeMap<String, f32> {
+        let numbers = self.extra.iter().filter_map(|(name, x)| Some((name.clone(), (*x)? as f32)));
+        numbers.filter(|(_, x)| x.is_finite()).collect()
+    }
+}
+
+impl Output for Said {
+    fn failed(why: &str) -> Self {
+        Self { failed: Some(why.to_string()), ..Self::default() }
+    }
+}
+
+#[derive(Debug)]
+pub struct Environment {
+    pool: Pool<Turns, Said>,
+    asked: Vec<Option<Arc<Turns>>>,
+    pub turns_max: u32,
+}
+
+impl Environment {
+    /// Starts it far enough to know that it is there. Paths are relative to `base_dir`.
+    pub fn new(
+        reward: &RewardConfig,
+        config: &EnvironmentConfig,
+        base_dir: &Path,
+        context: &RewardContext,
+    ) -> Result<Self> {
+        let pool = if let [python] = &config.python[..] {
+            let (name, file, workers) = python::workers(reward, python, true, base_dir, context)?;
+            let workers = workers.into_iter().map(PythonEnvironment).collect();
+            Pool::new(reward, format!("environment {name} of {}", file.display()), 1, workers)?
+        } else {
+            let workers = http::workers(reward, &config.http, context)?;
+            let workers = workers.into_iter().map(HttpEnvironment).collect();
+            Pool::new(reward, "environment".to_string(), 1, workers)?
+        };
+        Ok(Self { pool, asked: Vec::new(), turns_max: config.turns_max })
+    }
+
+    /// Hands a turn over, and does not wait; its place.
+    pub fn push(&mut self, turns: Turns) -> usize {
+        let place = self.asked.len();
+        self.asked.push(Some(Arc::new(turns)));
+        self.pool.expect(place..place + 1);
+        self.pool.push(place, &self.asked);
+        self.asked[place] = None;
+        place
+    }
+
+    /// What has been said since the last call, by places; waits for a first answer until `until`.
+    ///
+    /// # Errors
+    /// `Service` where it failed after its retries and `reward.on_failure` is stop.
+    pub fn arrived(&mut self, until: Instant) -> Result<Vec<(usize, Said)>> {
+        self.pool.arrived(until)
+    }
+
+    /// Forgets all turns.
+    pub fn cancel(&mut self) {
+        self.asked.clear();
+        self.pool.cancel();
+    }
+}
+
+/// The score of a response by what its environment gave for it.
+pub fn output(episode: Option<&Episode>) -> RewardOutput {
+    let Some(Episode { reward, turns, extra, failed, .. }) = episode else {
+        return RewardOutput::failed("the response was not answered");
+    };
+    let mut extra = extra.clone();
+    extra.insert("turns".to_string(), *turns as f32);
+    let score = failed.is_none().then_some(*reward as f32);
+    RewardOutput { score, extra, failed: failed.clone() }
+}
+
+fn request(asked: &Turns, row: &RowFields) -> Map<String, Value> {
+    let Turns { round, episode, prompt, sample, turns, turns_max } = asked;
+    let request = json!({
+        "round": round,
+        "episode": episode,
+        "prompt": prompt.text,
+        "label": prompt.label,
+        "source": prompt.source,
+        "prompt_id": prompt.id,
+        "sample": sample,
+        "row": row,
+        "turns": turns,
+        "turns_max": turns_max,
+    });
+    request.as_object().cloned().unwrap_or_default()
+}
+
+/// Checks an answer whole before any of it is used.
+fn said(bytes: &[u8]) -> std::result::Result<Said, String> {
+    let said: Said = parse(bytes)?;
+    match said.reward {
+        Some(reward) if !(reward as f32).is_finite() => {
+            Err(format!("the reward is {reward:e}, beyond the range of f32"))
+        }
+        _ => Ok(said),
+    }
+}
+
+struct PythonEnvironment(PythonWorker);
+
+impl Worker for PythonEnvironment {
+    type Asked = Turns;
+    type Output = Said;
+
+    fn ask(&mut self, asked: &[Arc<Turns>], given_up: &AtomicBool) -> std::result::Result<Vec<Said>, Failure> {
+        let rows = rows_of(self.0.rows(), asked.iter().map(|one| &one.prompt))?;
+        let mut answer = |(one, row)| self.0.exchange(request(one, row), 1, "answering a turn", given_up, said);
+        asked.iter().map(|one| &**one).zip(&rows).map(&mut answer).collect()
+    }
+}
+
+struct HttpEnvironment(http::HttpWorker);
+
+impl Worker for HttpEnvironment {
+    type Asked = Turns;
+    type Output = Said;
+
+    fn ask(&mut self, asked: &[Arc<Turns>], _: &AtomicBool) -> std::result::Result<Vec<Said>, Failure> {
+        let rows = rows_of(self.0.rows.as_ref(), asked.iter().map(|one| &one.prompt))?;
+        let mut answer = |(one, row)| {
+            let body = Value::from(request(one, row)).to_string().into_bytes();
+            self.0.exchange(&body, 1, |bytes| {
+                let text = |value: &Value| printable(value.as_str().unwrap_or("an error"));
+                match parse::<Map<String, Value>>(bytes)?.get("error") {
+                    Some(error) => Err(text(error)),
+                    None => said(bytes),
+                }
+            })
+        };
+        asked.iter().map(|one| &**one).zip(&rows).map(&mut answer).collect()
+    }
+}

@@ -1,0 +1,42 @@
+//! What a sequence may take of the KV cache.
+
+use super::blocks::pages_of;
+
+/// What the scheduler has to know of a sequence.
+#[derive(Clone, Copy, Debug)]
+pub struct Spec {
+    /// Sequences with the same group number have the same prompt.
+    pub group: usize,
+    pub prompt_tokens: usize,
+    pub new_tokens_max: usize,
+}
+
+impl Spec {
+    /// Pages at its longest.
+    pub fn pages_max(&self) -> usize {
+        pages_of(cached_tokens_max(self.prompt_tokens, self.new_tokens_max))
+    }
+}
+
+/// Tokens that are ever in the cache: the last new token is never fed.
+pub fn cached_tokens_max(prompt_tokens: usize, new_tokens_max: usize) -> usize {
+    prompt_tokens + new_tokens_max.max(1) - 1
+}
+
+/// Pages with which none of these sequences ever waits for another's, `batch_max` of them at once: those of the longest at their
+/// longest, and for each prompt that several samples share the last one, which is partial: it is kept for samples that have not
+/// begun when the one that has read it goes.
+pub fn pages_wanted(specs: impl IntoIterator<Item = Spec>, batch_max: usize) -> usize {
+    let (mut needs, mut samples): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
+    for spec in specs {
+        needs.push(spec.pages_max());
+        if samples.len() <= spec.group {
+            samples.resize(spec.group + 1, 0);
+        }
+        samples[spec.group] += 1;
+    }
+    needs.sort_unstable_by(|a, b| b.cmp(a));
+    let slots = needs.len().min(batch_max);
+    let shared = samples.into_iter().filter(|samples| *samples > 1).count();
+    needs[..slots].iter().sum::<usize>() + shared.min(slots)
+}

@@ -1,0 +1,95 @@
+//! Responses of several turns: between rollout, whose turns end, and the environment that answers them.
+
+use crate::error::{Error, Result};
+use crate::experience::{Finish, Prompt};
+use crate::reward::environment::{self, Environment, Feedback, Said, Turn};
+use crate::rollout::Request;
+use crate::rollout::turns::{Answer, Turns};
+use crate::text::Tokenizer;
+use serde_json::{Map, Value};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+/// The longest wait for an answer before ranks hear of each other again.
+const WAIT: Duration = Duration::from_secs(1);
+
+/// The responses of one phase, by the numbers of their requests.
+pub struct Episodes<'a> {
+    pub environment: &'a mut Environment,
+    pub prompts: &'a [Prompt],
+    pub requests: &'a [Request],
+    pub tokenizer: &'a Tokenizer,
+    /// Variables of the chat template.
+    pub template: &'a Map<String, Value>,
+    pub vocabulary: usize,
+    pub round: u64,
+    /// Why nothing is answered any more: the phase is to end with what is finished.
+    pub failed: &'a RefCell<Option<Error>>,
+    pub turns: HashMap<usize, Vec<Turn>>,
+    /// By the place of a turn: its request.
+    pub asked: HashMap<usize, usize>,
+}
+
+impl Turns for Episodes<'_> {
+    fn ended(&mut self, s: usize, tokens: &[u32], turn: usize, finish: Finish) -> Result<()> {
+        let tokens = tokens[turn..].to_vec();
+        let text = self.tokenizer.decode(&tokens, true)?;
+        let turns = self.turns.entry(s).or_default();
+        turns.push(Turn { text, tokens, finish: finish.name(), feedback: None });
+        let Request { prompt, sample, .. } = self.requests[s];
+        let (turns_max, turns) = (self.environment.turns_max, turns.clone());
+        let (round, prompt) = (self.round, self.prompts[prompt].clone());
+        let asked = environment::Turns { round, episode: s, prompt, sample, turns, turns_max };
+        self.asked.insert(self.environment.push(asked), s);
+        Ok(())
+    }
+
+    fn answers(&mut self, waits: bool) -> Result<Vec<(usize, Answer)>> {
+        if self.failed.borrow().is_some() {
+            return Ok(Vec::new());
+        }
+        let until = Instant::now() + if waits { WAIT } else { Duration::ZERO };
+        let arrived = match self.environment.arrived(until) {
+            Ok(arrived) => arrived,
+            Err(error) => {
+                *self.failed.borrow_mut() = Some(error);
+                return Ok(Vec::new());
+            }
+        };
+        let mut answers = Vec::with_capacity(arrived.len());
+        for (place, said) in arrived {
+            let s = self.asked.remove(&place).expect("a turn that was asked");
+            answers.push((s, self.answer(s, said)?));
+        }
+        // Whatever the order in which they came.
+        answers.sort_by_key(|(s, _)| *s);
+        Ok(answers)
+    }
+}
+
+impl Episodes<'_> {
+    fn answer(&mut self, s: usize, said: Said) -> Result<Answer> {
+        let turns = self.turns.get_mut(&s).expect("a turn that was asked");
+        let is_over = said.done || turns.len() >= self.environment.turns_max as usize;
+        let last = turns.last_mut().expect("a turn that was asked");
+        let (reward, extra) = (said.reward.unwrap_or(0.0), said.extra());
+        let tokens = match &said.feedback {
+            _ if is_over || said.failed.is_some() => Vec::new(),
+            Feedback::Text(text) => self.tokenizer.encode(text, false)?,
+            Feedback::Tokens(tokens) => tokens.clone(),
+            Feedback::Messages(messages) => self.tokenizer.encode_chat_turn(&last.tokens, messages, self.template)?,
+        };
+        if let Some(token) = tokens.iter().find(|token| **token as usize >= self.vocabulary) {
+            return Err(Error::data(format!(
+                "reward.environment wrote the token {token}, the model's vocabulary has {}",
+                self.vocabulary
+            )));
+        }
+        last.feedback = Some(match said.feedback {
+            Feedback::Text(text) => text,
+            _ => self.tokenizer.decode(&tokens, false)?,
+        });
+        Ok(Answer { tokens, reward, is_over, extra, failed: said.failed })
+    }
+}

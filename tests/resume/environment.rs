@@ -1,0 +1,74 @@
+//! Whole jobs whose responses have several turns: alike on any ranks and after an interruption, and what becomes of turns that fail.
+
+use crate::resume::job::{Job, place};
+
+/// Writes back how long a turn was; the reward is the share of even lengths. Over after the third turn.
+const ENVIRONMENT: &str = r#"
+import os
+class Lengths:
+    def reset(self, prompt, sample):
+        self.n, self.prompt, self.sample = 0, prompt, sample
+    def step(self, text, tokens):
+        self.n += 1
+        if os.path.exists("broken") and self.sample == 1 and self.n == 2:
+            raise RuntimeError("the tool is broken")
+        return f"({len(tokens)})", float(len(tokens) % 2 == 0), self.n == 3
+"#;
+
+fn job(name: &str) -> Job {
+    let dir = place().join(format!("environment-{name}"));
+    std::fs::create_dir_all(&dir).expect("a directory");
+    std::fs::write(dir.join("env.py"), ENVIRONMENT).expect("writes");
+    let sets = "job.steps=3 reward.rule=[] reward.retries=0 rollout.response_tokens_max=40";
+    let environment = format!("reward.environment={{python=\"{}\",turns_max=5}}", dir.join("env.py").display());
+    Job::ppo(&format!("environment-{name}")).with(sets).set(environment)
+}
+
+fn broken(name: &str) -> std::path::PathBuf {
+    place().join(format!("environment-{name}/broken"))
+}
+
+#[test]
+fn turns_are_bitwise_those_of_one_rank_and_go_on_after_an_interruption() {
+    let alone = job("alone").with("gradient.order=fixed").done();
+    let two = job("two").on(2).with("gradient.order=fixed").done();
+    two.assert_same(&alone);
+    let turns = alone.numbers("reward/turns");
+    assert!(turns.len() == 3 && turns.iter().all(|turns| *turns > 1.5 && *turns <= 3.0), "{turns:?}");
+    assert!(alone.numbers("logprob_gap_max").iter().all(|gap| *gap == 0.0), "what was drawn has training's bits");
+    for (step, arrays) in alone.rollouts() {
+        let mask = &arrays["mask"];
+        let given = mask.iter().filter(|m| **m == 0.0).count();
+        assert!(given > 20 && given < mask.len() / 2, "{step}: {given} of {}", mask.len());
+        for key in ["advantages", "rewards", "sample_logprobs"] {
+            let values = arrays[key].iter().zip(mask);
+            assert!(values.clone().all(|(x, m)| *m == 1.0 || *x == 0.0), "{step}: {key} where mask is 0");
+            assert!(values.clone().any(|(x, m)| *m == 1.0 && *x != 0.0), "{step}: {key}");
+        }
+    }
+    for step in 2..=3 {
+        std::fs::remove_dir_all(two.checkpoints().join(format!("step-{step}"))).expect("it was committed");
+    }
+    two.clone().done().assert_same(&alone);
+    // Tensor ranks ask once, and hear the same.
+    let tensor = job("tensor").on(2).with("mesh.tensor=2 job.steps=1").done();
+    assert_eq!(tensor.numbers("reward/turns")[0], turns[0]);
+    assert_eq!(tensor.numbers("score_mean"), alone.numbers("score_mean")[..1]);
+}
+
+#[test]
+fn a_turn_that_fails_stops_the_run_or_drops_its_response_as_declared() {
+    std::fs::create_dir_all(broken("stop").parent().expect("a place")).expect("a directory");
+    let whole = job("whole").on(2).done();
+    let stopped = job("stop").on(2);
+    std::fs::write(broken("stop"), "").expect("writes");
+    stopped.run().assert(75, &["environment Lengths of", "RuntimeError: the tool is broken"]);
+    std::fs::remove_file(broken("stop")).expect("it was written");
+    stopped.done().assert_same(&whole);
+    let dropped = job("drop").with("reward.on_failure=drop");
+    std::fs::write(broken("drop"), "").expect("writes");
+    let dropped = dropped.done();
+    let samples: Vec<f64> =
+        dropped.numbers("samples").into_iter().zip(dropped.numbers("samples_dropped")).map(|(a, b)| a + b).collect();
+    assert!(samples == [16.0; 3] && dropped.numbers("samples_dropped")[0] > 4.0, "{samples:?}");
+}

@@ -1,0 +1,207 @@
+//! Environments: what a file or a server may be, and what becomes of turns that nobody answers well.
+
+use crate::reward::server::Server;
+use crate::reward::{config, prompt};
+use rlhf_hpc::error::{Kind, Result};
+use rlhf_hpc::experience::RowFields;
+use rlhf_hpc::reward::RewardContext;
+use rlhf_hpc::reward::environment::{Environment, Feedback, Said, Turn, Turns};
+use serde_json::json;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Counts turns: `<TURN:TEXT:LEVEL OF THE ROW>`, half a point more each time, and over with the third.
+const COUNTS: &[(&str, &str)] = &[
+    (
+        "a class",
+        r#"
+class Counts:
+    def reset(self, prompt, label, level):
+        assert (prompt, label) == ("1+1=", "2")
+        self.n, self.level = 0, level
+    def step(self, text):
+        self.n += 1
+        if text == "die" and open("tried", "a+").tell() == 0:
+            open("tried", "a").write("x")
+            import os
+            os._exit(3)
+        return f"<{self.n}:{text}:{self.level}>", self.n / 2, self.n == 3
+"#,
+    ),
+    (
+        "a class that asks for token ids and is asynchronous",
+        r#"
+import asyncio
+class Counts:
+    async def reset(self, **columns):
+        self.n, self.level = 0, columns["level"]
+    async def step(self, tokens):
+        await asyncio.sleep(0)
+        self.n += 1
+        text = "".join(chr(t) for t in tokens)
+        return {"feedback": f"<{self.n}:{text}:{self.level}>", "reward": self.n / 2, "done": self.n == 3, "extra": {"n": self.n}}
+"#,
+    ),
+    (
+        "OpenRLHF's function",
+        r#"
+async def step(observation, action, label, **kwargs):
+    n = observation.count("<") + 1
+    feedback = f"<{n}:{action}:{kwargs['level']}>"
+    return {"rewards": [n / 2], "scores": 0, "next_observation": observation + action + feedback, "done": n == 3,
+            "sampling_params": None, "extra_logs": {"n": n}}
+"#,
+    ),
+    (
+        "OpenRLHF's class",
+        r#"
+class AgentInstance:
+    def __init__(self, *args, **kwargs):
+        self.n = 0
+    async def reset(self, states: dict, **kwargs):
+        return {"observation": states["observation"]}
+    async def step(self, states: dict, **kwargs):
+        self.n += 1
+        assert states["observation_text"].count("<") == self.n - 1
+        feedback = f"<{self.n}:{states['action_text']}:{states['level']}>"
+        return {"rewards": self.n / 2, "scores": 1, "environment_feedback": feedback, "done": self.n == 3}
+"#,
+    ),
+];
+
+fn environment(toml: &str, dir: &Path) -> Result<Environment> {
+    let config = config(&format!("environment = {toml}\nretries = 1\ntimeout_s = 5"));
+    let row =
+        |_| Ok(RowFields { columns: json!({"level": 7}).as_object().cloned().expect("a map"), ..RowFields::default() });
+    let context =
+        RewardContext { rows: Some(Arc::new(row)), columns: vec!["level".into()], ..RewardContext::default() };
+    config.check()?;
+    Environment::new(&config, &config.environment[0], dir, &context)
+}
+
+fn in_python(code: &str) -> (Result<Environment>, tempfile::TempDir) {
+    let dir = tempfile::tempdir().expect("a directory");
+    std::fs::write(dir.path().join("env.py"), code).expect("writes");
+    (environment("\"env.py\"", dir.path()), dir)
+}
+
+/// Asks for each of `texts` as the next turn of an episode.
+fn play(environment: &mut Environment, episode: usize, texts: &[&str]) -> Result<Vec<Said>> {
+    let mut turns: Vec<Turn> = Vec::new();
+    let mut said = Vec::new();
+    for text in texts {
+        let tokens = text.bytes().map(u32::from).collect();
+        turns.push(Turn { text: (*text).into(), tokens, finish: "stop", feedback: None });
+        let prompt = prompt(3, "1+1=", "2");
+        let place =
+            environment.push(Turns { round: 1, episode, prompt, sample: 0, turns: turns.clone(), turns_max: 8 });
+        let mut come = Vec::new();
+        while come.is_empty() {
+            come = environment.arrived(Instant::now() + Duration::from_secs(1))?;
+        }
+        assert_eq!((come.len(), come[0].0), (1, place));
+        let one = come.remove(0).1;
+        let Feedback::Text(feedback) = &one.feedback else { panic!("no text: {one:?}") };
+        turns.last_mut().expect("one").feedback = Some(feedback.clone());
+        said.push(one);
+    }
+    Ok(said)
+}
+
+/// What all of them say to a, b and c.
+fn assert_counts(said: &[Said], what: &str) {
+    for (i, (said, text)) in said.iter().zip(["a", "b", "c"]).enumerate() {
+        let n = i + 1;
+        let Feedback::Text(feedback) = &said.feedback else { panic!("{what}: {said:?}") };
+        assert_eq!(
+            (feedback.clone(), said.reward, said.done),
+            (format!("<{n}:{text}:7>"), Some(n as f64 / 2.0), n == 3),
+            "{what}"
+        );
+        assert!(said.failed.is_none() && said.extra().get("n").is_none_or(|x| *x == n as f32), "{what}: {said:?}");
+    }
+}
+
+#[test]
+fn every_form_of_an_environment_answers_alike_and_keeps_episodes_apart() {
+    for (what, code) in COUNTS {
+        let (environment, _dir) = in_python(code);
+        let mut environment = environment.unwrap_or_else(|e| panic!("{what}: {e}"));
+        let first = play(&mut environment, 1, &["a", "b"]).expect(what);
+        assert_counts(&play(&mut environment, 2, &["a", "b", "c"]).expect(what), what);
+        assert_counts(&first, what);
+    }
+    let server = Server::start();
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut environment = environment(&format!("\"{}\"", server.url("turn")), dir.path()).expect("a server");
+    assert_counts(&play(&mut environment, 1, &["a", "b", "c"]).expect("answers"), "a server");
+    let refused = play(&mut environment, 2, &["bad"]).expect_err("an error");
+    assert!(refused.kind == Kind::Service && refused.message.contains("no such tool"), "{refused}");
+}
+
+#[test]
+fn turns_are_played_again_where_the_process_that_knew_them_has_died() {
+    let (environment, _dir) = in_python(COUNTS[0].1);
+    let mut environment = environment.expect("a class");
+    let said = play(&mut environment, 1, &["a", "die", "c"]).expect("the second attempt");
+    let feedback: Vec<String> = said.iter().map(|said| format!("{:?}", said.feedback)).collect();
+    assert_eq!(feedback, ["Text(\"<1:a:7>\")", "Text(\"<2:die:7>\")", "Text(\"<3:c:7>\")"]);
+}
+
+#[test]
+fn an_environment_that_cannot_be_used_is_named_before_work_starts() {
+    for (code, why) in [
+        ("def step(a): pass", "there is no environment: a class with step(self, text)"),
+        ("class A:\n  def step(self, text): pass\nclass B(A): pass", "several environments could be meant: A, B"),
+        ("import nothing_of_the_kind", "No module named"),
+        ("1 +", "SyntaxError"),
+    ] {
+        let (environment, _dir) = in_python(code);
+        let error = environment.expect_err(code);
+        assert!(error.kind == Kind::Usage && error.message.contains(why), "{code}: {error}");
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    for (toml, why) in [
+        ("{ turns_max = 3 }", "needs one Python file (python) or servers (http)"),
+        ("{ python = \"a.py\", http = \"http://a:1/x\" }", "needs one Python file (python) or servers (http)"),
+        ("[\"a.py\", \"b.py\"]", "one reward.environment at most"),
+        ("\"https://a/x\"", "https is not in this release"),
+        ("\"nowhere.py\"", "reward.environment: cannot find"),
+    ] {
+        let error = environment(toml, dir.path()).expect_err(toml);
+        assert!(error.message.contains(why), "{toml}: {error}");
+    }
+}
+
+#[test]
+fn what_is_no_answer_to_a_turn_is_a_failure_with_its_reason() {
+    for (step, why) in [
+        ("raise ValueError('out of tea')", "ValueError: out of tea"),
+        ("return 1", "step gave int, needed (feedback, reward, done)"),
+        ("return {'feedback': 'x'}", "a dict without reward and done"),
+        ("return '', 'many', True", "the reward is 'many'"),
+        ("return '', float('nan'), True", "needed a finite number"),
+        ("return 7, 0.0, False", "feedback is 7"),
+        ("return {'next_observation': 'other', 'done': False}", "does not begin with observation and action"),
+        ("import time; time.sleep(1000)", "no answer within 1 s while answering a turn"),
+        ("import os; os._exit(4)", "its process ended while answering a turn"),
+    ] {
+        let code = format!("class A:\n  def step(self, text):\n    {step}");
+        for (on_failure, is_error) in [("stop", true), ("drop", false)] {
+            let dir = tempfile::tempdir().expect("a directory");
+            std::fs::write(dir.path().join("env.py"), &code).expect("writes");
+            let config =
+                config(&format!("environment = \"env.py\"\nretries = 0\ntimeout_s = 1\non_failure = \"{on_failure}\""));
+            let mut environment =
+                Environment::new(&config, &config.environment[0], dir.path(), &RewardContext::default())
+                    .expect("loads");
+            match play(&mut environment, 1, &["a"]) {
+                Ok(said) => {
+                    assert!(!is_error && said[0].failed.as_ref().is_some_and(|f| f.contains(why)), "{step}: {said:?}");
+                }
+                Err(e) => assert!(is_error && e.kind == Kind::Service && e.message.contains(why), "{step}: {e}"),
+            }
+        }
+    }
+}
