@@ -154,7 +154,7 @@ table! {
 }
 
 /// What a short word in place of a table means.
-trait FromWord: Sized {
+pub(super) trait FromWord: Sized {
     const EXPECTED: &'static str;
     fn from_word(word: &str) -> Option<Self>;
 }
@@ -291,7 +291,9 @@ impl FromWord for String {
 /// A word, a table, or a list of either.
 struct Many<T>(Vec<T>);
 
-fn one_or_many<'de, T: FromWord + Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Vec<T>, D::Error> {
+pub(super) fn one_or_many<'de, T: FromWord + Deserialize<'de>, D: Deserializer<'de>>(
+    from: D,
+) -> Result<Vec<T>, D::Error> {
     Many::deserialize(from).map(|many| many.0)
 }
 

@@ -76,7 +76,7 @@ pub fn mean(scores: &[f32]) -> f64 {
 }
 
 /// Temperatures between this and 0 would only overflow; 0 says what they mean.
-const TEMPERATURE_MIN: f32 = 1e-3;
+pub(super) const TEMPERATURE_MIN: f32 = 1e-3;
 
 impl RolloutConfig {
     /// Refuses values outside their range.

@@ -25,8 +25,9 @@ impl Rows {
             line.and_then(|line| line["step"].as_u64()).is_some_and(|of| of <= step)
         };
         files::replace_with(path, |out| {
-            for (source, document, rule) in &self.filtered {
-                let source = &self.sources[*source].shard.meta(*document as usize)?.source;
+            let all = self.with_sets().flat_map(|rows| rows.filtered.iter().map(move |filtered| (rows, filtered)));
+            for (rows, (source, document, rule)) in all {
+                let source = &rows.sources[*source].shard.meta(*document as usize)?.source;
                 writeln!(out, "{}", json!({"source": source, "rule": rule}))
                     .map_err(|e| Error::io("write", path, &e))?;
             }

@@ -4,6 +4,7 @@ mod best;
 mod config_diff;
 pub mod distill;
 mod dynamic_sampling;
+pub mod eval;
 mod evaluate;
 mod experience_maker;
 mod export;
@@ -23,6 +24,7 @@ pub mod reward_model;
 mod reward_models;
 mod rollout;
 pub mod rollout_weights;
+pub mod saved;
 pub mod sft;
 mod shares;
 pub mod state;
@@ -77,6 +79,10 @@ macro_rules! of_kind {
             }
             JobKind::Distill => {
                 type $job = distill::Distill;
+                $call
+            }
+            JobKind::Eval => {
+                type $job = eval::Eval;
                 $call
             }
             JobKind::Ppo => {

@@ -295,13 +295,15 @@ impl Page<'_> {
     }
 
     fn words(&mut self, keys: &[String]) {
-        let known = keys.iter().filter_map(|key| keys::find(key));
+        let mut known: Vec<&keys::Key> = keys.iter().filter_map(|key| keys::find(key)).collect();
+        known.sort_by_key(|key| keys::TABLE.iter().position(|row| row.name == key.name));
+        known.dedup_by_key(|key| key.name);
         let of = |key: &keys::Key| {
             let unit = scale(key.unit, 0.0).unit;
             let unit = if unit.is_empty() { String::new() } else { format!(" <i>{unit}</i>") };
             format!("<dt><code>{}</code>{unit}</dt><dd>{}</dd>\n", key.name, escape(key.meaning))
         };
-        let all: String = known.map(of).collect();
+        let all: String = known.into_iter().map(of).collect();
         self.sections
             .extend((!all.is_empty()).then(|| ("What the numbers mean", format!("<dl class=\"words\">{all}</dl>"))));
     }

@@ -165,7 +165,7 @@ pub fn name_apart(sources: &mut [Source]) {
 pub fn keys_of(sources: &[Source]) -> Vec<String> {
     let found: BTreeSet<&str> = sources.iter().flat_map(|source| source.points.keys()).map(String::as_str).collect();
     let known = keys::TABLE.iter().map(|key| key.name).filter(|key| found.contains(key));
-    let others = found.iter().copied().filter(|key| keys::find(key).is_none());
+    let others = found.iter().copied().filter(|key| keys::TABLE.iter().all(|known| known.name != *key));
     known.chain(others).map(str::to_owned).collect()
 }
 
@@ -175,8 +175,11 @@ pub fn is_result(key: &str) -> bool {
     keys::is_eval(key) && !matches!(unit, Unit::Count | Unit::Seconds)
 }
 
-/// `eval_accuracy_greedy` as words.
+/// `eval_accuracy_greedy` as words; behind its name that of a set.
 pub fn title_of(key: &str) -> String {
+    if let Some((set, number)) = keys::of_set(key) {
+        return format!("{set}: {}", title_of(number).to_lowercase());
+    }
     let words = key.trim_start_matches("eval_").replace('_', " ").replace("kl ", "KL ");
     let mut chars = words.chars();
     chars.next().map_or(words.clone(), |first| first.to_uppercase().chain(chars).collect())
