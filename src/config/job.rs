@@ -173,3 +173,47 @@ impl EvalConfig {
         self.temperature > 0.0
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::config::parse;
+
+    #[test]
+    fn samples_of_an_evaluation_and_sets_that_say_nothing_are_refused_by_name() {
+        let of = |kind: &str, sets: &[&str]| {
+            let job = format!("job.kind = \"{kind}\"\njob.steps = 1\nmodel.actor = \"m\"\nreward.rule = \"exact\"\n");
+            let sets: Vec<String> = sets.iter().map(|set| (*set).to_string()).collect();
+            parse(&job, &sets).and_then(|config| config.check())
+        };
+        let set = "data.eval_sets=[{name=\"a\",prompts=\"a\"}]";
+        assert_eq!(of("eval", &[set]), Ok(()));
+        assert_eq!(of("eval", &["data.prompts=p", "eval.samples_per_prompt=2", "eval.temperature=1.0"]), Ok(()));
+        for (kind, sets, words) in [
+            ("eval", vec![], "data.prompts is missing"),
+            ("ppo", vec![set], "data.prompts is empty"),
+            ("sft", vec!["data.prompts=p", set], "data.eval_sets is set, a sft job evaluates on data.eval_split alone"),
+            ("eval", vec![set, "eval.samples_per_prompt=4"], "eval.samples_per_prompt = 4 with eval.temperature = 0"),
+            ("eval", vec![set, "eval.temperature=1e-6"], "eval.temperature is 0.000001, needed 0 (greedy) or at least"),
+            (
+                "ppo",
+                vec!["data.prompts=p", "eval.pass_at=[1,2]"],
+                "eval.pass_at has 2, needed from 1 to eval.samples_per_prompt = 1",
+            ),
+            ("eval", vec![set, "eval.pass_at=0"], "eval.pass_at has 0"),
+            (
+                "eval",
+                vec!["data.eval_sets=[{name=\"a\",prompts=\"a\"},{name=\"a\",prompts=\"b\"}]"],
+                "data.eval_sets has two sets named \"a\"",
+            ),
+            ("eval", vec!["data.eval_sets=[{name=\"a\"}]"], "data.eval_sets: a names no prompts"),
+            (
+                "eval",
+                vec!["data.eval_sets=[{name=\"a/b\",prompts=\"a\"}]"],
+                "data.eval_sets: the name of set 1 is \"a/b\"",
+            ),
+        ] {
+            let error = of(kind, &sets).expect_err(words);
+            assert!(error.message.contains(words), "{error} for {sets:?}");
+        }
+    }
+}

@@ -92,7 +92,8 @@ fn of_sets<T>(config: &DataConfig, mut make: impl FnMut(&DataConfig) -> Result<T
     let one = |(set, config): (&EvalSetConfig, DataConfig)| {
         make(&config).map_err(|e| {
             let message = e.message.replace("data.eval_split", "its split");
-            Error { message, ..e }.within(format_args!("data.eval_sets, {}", set.name))
+            let hint = e.hint.map(|hint| hint.replace("data.prompts", "its prompts"));
+            Error { message, hint, ..e }.within(format_args!("data.eval_sets, {}", set.name))
         })
     };
     config.eval_sets.iter().zip(config.of_eval_sets()).map(one).collect()
@@ -114,6 +115,7 @@ impl Prepared {
         group.agree(config.check().and_then(|()| names(config).try_for_each(|name| check_file(name))))?;
         let files = group.agree(names(config).map(|name| files_of(name)).collect::<Result<Vec<_>>>())?;
         let paths: Vec<PathBuf> = files.iter().flatten().map(|file| file.path.clone()).collect();
+        let eval_sets = of_sets(config, |config| Self::find(Reading { config, ..reading }, cache, hashes, group))?;
         let hashes = hashes.of(&paths, group)?;
         let DataConfig { prompt_key, response_key, label_key, messages_key, chat_template, .. } = config;
         let response_key = matches!(part, Part::Demonstration | Part::Labelled).then_some(response_key);
@@ -142,7 +144,7 @@ impl Prepared {
             cache.join(format!("{stem}-{}", xxh3(recipe.as_bytes())))
         };
         let prefixes = names(config).zip(&files).map(prefix).collect();
-        Ok(Self { prefixes, lengths: None, pretrain: None, eval_sets: Vec::new() })
+        Ok(Self { prefixes, lengths: None, pretrain: None, eval_sets })
     }
 
     /// Rows of these lengths, in this order, to train on and to evaluate; their tokens are all 0.

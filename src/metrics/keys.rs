@@ -228,7 +228,7 @@ pub fn of_set(name: &str) -> Option<(&str, &str)> {
 }
 
 /// The position of `name` in a line: its row, or behind all rows for a key of the user's own (`extra_logs` of a reward) and of a set.
-pub(super) fn rank(name: &str) -> usize {
+pub fn rank(name: &str) -> usize {
     let is_number = |k: &str| !k.is_empty() && k.bytes().all(|byte| byte.is_ascii_digit());
     let of_samples = |prefix: &&str| name.strip_prefix(*prefix).is_some_and(is_number);
     let prefix = [EVAL_PASS_AT, EVAL_AVG_AT, EVAL_MAJORITY_AT].into_iter().find(of_samples);
@@ -249,6 +249,16 @@ mod tests {
         for (i, key) in TABLE.iter().enumerate() {
             assert_eq!(rank(key.name), i, "{} stands twice", key.name);
         }
+    }
+
+    #[test]
+    fn a_set_and_a_number_of_samples_are_part_of_a_key() {
+        let of = |name| find(name).map(|key| key.name);
+        assert_eq!(of("eval_pass_at_16"), Some(EVAL_PASS_AT_K));
+        assert_eq!(of("eval/math/majority_at_8"), Some(EVAL_MAJORITY_AT_K));
+        assert_eq!(of("eval/math/accuracy_greedy"), Some(EVAL_ACCURACY_GREEDY));
+        assert_eq!([of("eval_pass_at_"), of("eval_pass_at_x"), of("eval/math/style"), of("eval/math")], [None; 4]);
+        assert_eq!(rank("eval/math/accuracy_greedy"), TABLE.len());
     }
 
     #[test]

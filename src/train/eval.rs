@@ -18,8 +18,8 @@ use crate::launch::banner::Needs;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::{Learner, Role};
-use crate::metrics::keys::{self, Metrics, Unit};
-use crate::metrics::{Phases, grouped, number, percent};
+use crate::metrics::keys::Metrics;
+use crate::metrics::{Phases, eval_lines};
 use crate::model::{Arch, Head};
 use crate::text::Tokenizer;
 use std::sync::Arc;
@@ -112,51 +112,8 @@ impl Job for Eval {
         let model = gathered.as_ref().map(Gathered::model);
         let found = evaluate::evaluate(run, model, &mut self.collector, step, start)?;
         if let Some(found) = &found {
-            run.recorder.say(&table(found));
+            run.recorder.say(&eval_lines(found));
         }
         Ok(found)
     }
-}
-
-/// The set of a number, "" of the eval split, and its name there.
-fn place(key: &str) -> (&str, &str) {
-    keys::of_set(key).unwrap_or_else(|| ("", key.trim_start_matches("eval_")))
-}
-
-/// A line of numbers for each set, below their names.
-fn table(found: &Metrics) -> String {
-    let (mut sets, mut columns): (Vec<&str>, Vec<&str>) = (Vec::new(), Vec::new());
-    for (set, column) in found.iter().map(|(key, _)| place(key)).filter(|(_, column)| *column != "time_s") {
-        if !sets.contains(&set) {
-            sets.push(set);
-        }
-        if !columns.contains(&column) {
-            columns.push(column);
-        }
-    }
-    let value = |set: &str, column: &str| {
-        let value = found.iter().find(|(key, _)| place(key) == (set, column)).map(|(_, value)| *value);
-        match (value, keys::find(&format!("eval_{column}")).map(|key| key.unit)) {
-            (None, _) => String::new(),
-            (Some(value), Some(Unit::Ratio)) => percent(value),
-            (Some(value), Some(Unit::Count)) => grouped(value as u64),
-            (Some(value), _) => number(value),
-        }
-    };
-    let title = |column: &&str| match *column {
-        "samples" => "prompts".to_string(),
-        other => other.replace("_at_", "@").replace("accuracy_", "").replace("response_", "").replace("_mean", ""),
-    };
-    let head = std::iter::once("set".to_string()).chain(columns.iter().map(title)).collect();
-    let mut rows: Vec<Vec<String>> = vec![head];
-    rows.extend(sets.iter().map(|set| {
-        let name = if set.is_empty() { "eval split" } else { set };
-        std::iter::once(name.to_string()).chain(columns.iter().map(|column| value(set, column))).collect()
-    }));
-    let width = |i: usize| rows.iter().map(|row| row[i].chars().count()).max().unwrap_or(0);
-    let line = |row: &Vec<String>| {
-        let numbers = row.iter().enumerate().skip(1).map(|(i, cell)| format!("  {cell:>0$}", width(i)));
-        format!("  {:<1$}{2}", row[0], width(0), numbers.collect::<String>())
-    };
-    rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }

@@ -7,6 +7,7 @@ mod best;
 mod changed;
 mod distill;
 mod dynamic_sampling;
+mod evaluation;
 mod failing;
 mod interrupted;
 pub mod job;

@@ -164,9 +164,9 @@ pub fn name_apart(sources: &mut [Source]) {
 /// Every key that a line of any run has: those of the table in its order, then others by name.
 pub fn keys_of(sources: &[Source]) -> Vec<String> {
     let found: BTreeSet<&str> = sources.iter().flat_map(|source| source.points.keys()).map(String::as_str).collect();
-    let known = keys::TABLE.iter().map(|key| key.name).filter(|key| found.contains(key));
-    let others = found.iter().copied().filter(|key| keys::TABLE.iter().all(|known| known.name != *key));
-    known.chain(others).map(str::to_owned).collect()
+    let mut all: Vec<String> = found.into_iter().map(str::to_owned).collect();
+    all.sort_by_key(|key| keys::rank(key));
+    all
 }
 
 /// Whether a key is a result of an evaluation: neither how many were asked nor how long that took.
