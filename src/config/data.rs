@@ -151,6 +151,18 @@ impl DataConfig {
         })
     }
 
+    /// What `make` makes of each of `eval_sets`, whose name stands before an error.
+    pub fn each_eval_set<T>(&self, mut make: impl FnMut(&Self) -> Result<T>) -> Result<Vec<T>> {
+        let one = |(set, config): (&EvalSetConfig, Self)| {
+            make(&config).map_err(|e| {
+                let message = e.message.replace("data.eval_split", "its split");
+                let hint = e.hint.map(|hint| hint.replace("data.prompts", "its prompts"));
+                Error { message, hint, ..e }.within(format_args!("data.eval_sets, {}", set.name))
+            })
+        };
+        self.eval_sets.iter().zip(self.of_eval_sets()).map(one).collect()
+    }
+
     fn check_eval_sets(&self) -> Result<()> {
         for (i, EvalSetConfig { name, prompts, .. }) in self.eval_sets.iter().enumerate() {
             let is_word = |c: char| c.is_alphanumeric() || "-_.".contains(c);

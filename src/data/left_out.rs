@@ -1,6 +1,7 @@
 //! `ledger.jsonl`: the rows that are not learned from, a JSON line each.
 
-use super::sources::{Rows, document_of};
+use super::eval_sets::document_of;
+use super::sources::Rows;
 use crate::error::{Error, Result};
 use crate::sys::files;
 use serde_json::{Value, json};

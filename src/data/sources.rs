@@ -5,19 +5,18 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::cut::{Entry, PIECE_SHIFT, RowTokens, cut};
+use super::cut::{Entry, RowTokens, cut};
 use super::encode::shard_rows;
 use super::feed::{Cursor, Feed, Stratum};
 use super::hashes::Hashes;
 use super::input::{InputFile, input_files, is_rows};
 use super::ledger::Ledger;
-use super::rows::{ALL_FIELDS, Part, Reading, row_fields};
+use super::rows::{ALL_FIELDS, Part, Reading};
 use super::shard::{self, FileHash, Shard};
 use super::split::{TEST, TRAIN, describe, no_such_split, prompt_hash, splits_of};
 use crate::comm::Group;
-use crate::config::data::{DataConfig, EvalSetConfig, Order, SplitBy};
+use crate::config::data::{DataConfig, Order, SplitBy};
 use crate::error::{Error, Result};
-use crate::experience::RowFields;
 use crate::sys::files::xxh3;
 use serde::{Deserialize, Serialize};
 
@@ -59,11 +58,8 @@ pub struct Prepared {
     /// The shards of `data.pretrain`.
     pretrain: Option<Box<Prepared>>,
     /// The shards of each of `data.eval_sets`.
-    eval_sets: Vec<Prepared>,
+    pub(super) eval_sets: Vec<Prepared>,
 }
-
-/// Rows of the first of `data.eval_sets` count from here, of the next from twice that: what is drawn for a set hangs on no other rows.
-const SET_ROWS: u64 = 1 << 40;
 
 /// Finds the shards of all sources, and shards the files of rows among them into `cache`, those that are not there yet: a file that
 /// changed, or other keys, give another shard. All ranks of `group` call this, and the first one shards; `hashes` tells whether a file changed.
@@ -83,20 +79,8 @@ pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &
         let texts = prepare(Reading { config, part: Part::Text, ..reading }, cache, hashes, group);
         prepared.pretrain = Some(Box::new(texts.map_err(|e| e.within("data.pretrain"))?));
     }
-    prepared.eval_sets = of_sets(config, |config| prepare(Reading { config, ..reading }, cache, hashes, group))?;
+    prepared.eval_sets = config.each_eval_set(|config| prepare(Reading { config, ..reading }, cache, hashes, group))?;
     Ok(prepared)
-}
-
-/// What `make` makes of each of `data.eval_sets`, whose name stands before an error.
-fn of_sets<T>(config: &DataConfig, mut make: impl FnMut(&DataConfig) -> Result<T>) -> Result<Vec<T>> {
-    let one = |(set, config): (&EvalSetConfig, DataConfig)| {
-        make(&config).map_err(|e| {
-            let message = e.message.replace("data.eval_split", "its split");
-            let hint = e.hint.map(|hint| hint.replace("data.prompts", "its prompts"));
-            Error { message, hint, ..e }.within(format_args!("data.eval_sets, {}", set.name))
-        })
-    };
-    config.eval_sets.iter().zip(config.of_eval_sets()).map(one).collect()
 }
 
 /// Fields of rows that the job looks at after they were sharded: rewards are told all of a prompt's.
@@ -115,7 +99,8 @@ impl Prepared {
         group.agree(config.check().and_then(|()| names(config).try_for_each(|name| check_file(name))))?;
         let files = group.agree(names(config).map(|name| files_of(name)).collect::<Result<Vec<_>>>())?;
         let paths: Vec<PathBuf> = files.iter().flatten().map(|file| file.path.clone()).collect();
-        let eval_sets = of_sets(config, |config| Self::find(Reading { config, ..reading }, cache, hashes, group))?;
+        let eval_sets =
+            config.each_eval_set(|config| Self::find(Reading { config, ..reading }, cache, hashes, group))?;
         let hashes = hashes.of(&paths, group)?;
         let DataConfig { prompt_key, response_key, label_key, messages_key, chat_template, .. } = config;
         let response_key = matches!(part, Part::Demonstration | Part::Labelled).then_some(response_key);
@@ -208,23 +193,9 @@ pub struct SourceFile {
 }
 
 impl Rows {
-    /// Opens all sources, cuts splits and long prompts, and begins the ledger.
-    pub(super) fn open(reading: Reading<'_>, prepared: &Prepared, seed: u64) -> Result<Self> {
-        let (config, mut sets, mut first_id) = (reading.config, prepared.eval_sets.iter(), 0);
-        let eval_sets = of_sets(config, |config| {
-            first_id += SET_ROWS;
-            let shards =
-                sets.next().map(|shards| Self::open_from(first_id, Reading { config, ..reading }, shards, seed, &[]));
-            shards.transpose()
-        })?;
-        let named = config.eval_sets.iter().map(|set| set.name.clone()).zip(eval_sets);
-        let eval_sets: Vec<_> = named.filter_map(|(name, rows)| Some((name, rows?))).collect();
-        let rows = Self::open_from(0, reading, prepared, seed, &eval_sets)?;
-        Ok(Self { eval_sets, ..rows })
-    }
-
-    /// As `open`, of rows that count from `first_id`, of which none trains that is in `eval_sets`.
-    fn open_from(
+    /// Opens all sources, cuts splits and long prompts, and begins the ledger: of rows that count from `first_id`, of which none trains
+    /// that is in `eval_sets`.
+    pub(super) fn open_from(
         first_id: u64,
         reading: Reading<'_>,
         prepared: &Prepared,
@@ -287,7 +258,7 @@ impl Rows {
         let feed = Feed::new(config, strata, seed, ledger)?;
         let pretrain = match (&prepared.pretrain, &config.of_pretrain()) {
             (Some(texts), Some(config)) => {
-                Some(Box::new(Self::open(Reading { config, part: Part::Text, ..reading }, texts, seed)?))
+                Some(Box::new(Self::open_from(0, Reading { config, part: Part::Text, ..reading }, texts, seed, &[])?))
             }
             _ => None,
         };
@@ -310,19 +281,6 @@ impl Rows {
         Ok(Self { sources: Arc::default(), feed, eval: entries(eval), part, pretrain, eval_sets, filtered })
     }
 
-    /// Gives rows of prompts as their files have them, by `Prompt::id`; `config` is the one they were opened with.
-    pub fn lookup(&self, config: &DataConfig) -> impl Fn(u64) -> Result<RowFields> + Send + Sync + 'static {
-        let sets = self.eval_sets.iter().zip(config.of_eval_sets()).map(|((_, rows), config)| (rows, config));
-        let all = std::iter::once((self, config.clone())).chain(sets);
-        let all: Vec<_> = all.map(|(rows, config)| (rows.sources.clone(), config)).collect();
-        move |id| {
-            let found = |(sources, config)| Some((document_of(sources, id)?, config));
-            let found = all.iter().rev().find_map(|(sources, config)| found((sources, config)));
-            let Some(((source, document), config)) = found else { return Ok(RowFields::default()) };
-            Ok(row_fields(source.shard.meta(document)?.fields, config))
-        }
-    }
-
     /// These rows, and those of each of `data.eval_sets`.
     pub(super) fn with_sets(&self) -> impl Iterator<Item = &Self> {
         std::iter::once(self).chain(self.eval_sets.iter().map(|(_, rows)| rows))
@@ -335,14 +293,6 @@ impl Rows {
             line if line.is_empty() => format!("document {} of {}", entry.document, source.name),
             line => line,
         })
-    }
-
-    /// Names of the fields that the first row of each source has besides the prompt.
-    pub fn columns(&self, config: &DataConfig) -> Result<Vec<String>> {
-        let rows = self.lookup(config);
-        let of = |source: &Source| Ok(rows(source.first_id)?.columns.into_iter().map(|(name, _)| name));
-        let all: Vec<_> = self.with_sets().flat_map(|rows| &*rows.sources).map(of).collect::<Result<_>>()?;
-        Ok(all.into_iter().flatten().collect())
     }
 
     /// Rows (or pieces of long prompts) in an epoch.
@@ -380,13 +330,6 @@ impl Rows {
 
 pub(super) fn eval_files(config: &DataConfig) -> &[String] {
     if config.split.by == SplitBy::File { &config.split.eval_files } else { &[] }
-}
-
-/// Where the row of a prompt lies, by `Prompt::id`.
-pub(super) fn document_of(sources: &[Source], id: u64) -> Option<(&Source, usize)> {
-    let row = id & ((1 << PIECE_SHIFT) - 1);
-    let source = sources.iter().rfind(|source| source.first_id <= row)?;
-    Some((source, (row - source.first_id) as usize))
 }
 
 /// The sources that train, then those that evaluate.

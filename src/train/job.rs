@@ -188,8 +188,7 @@ impl<J: Job> Opened<J> {
         if steps == 0 && !learned.is_empty() {
             return run.ranks.all.agree(Err(Error::usage("the job has no step to make: job.steps is 0")));
         }
-        let to_make = if learned.is_empty() { 0 } else { steps };
-        run.write_resolved(to_make)?;
+        run.write_resolved(steps)?;
         let shape = J::shape(&config);
         let ahead = source.ahead(shape.rows_ahead(&config)).and_then(|rows| Ok((rows, source.eval_tokens()?)));
         let (rows, eval) = run.ranks.all.agree(ahead)?;
@@ -237,7 +236,12 @@ impl<J: Job> Opened<J> {
             run.ranks.all.agree(cut)?;
         }
         let shown = models.iter().map(|model| (model.spec.role.name(), model.table().parameters(), &*model.spec.dir));
-        run.banner(to_make, resumed.map(|resumed| resumed.state.step), &shown.collect::<Vec<_>>(), needs);
+        run.banner(
+            if learned.is_empty() { 0 } else { steps },
+            resumed.map(|resumed| resumed.state.step),
+            &shown.collect::<Vec<_>>(),
+            needs,
+        );
         for text in warnings::of_start(run, job.rows(), arch.context) {
             run.recorder.warn(&text);
         }
