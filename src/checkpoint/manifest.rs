@@ -11,7 +11,7 @@ use serde_json::Value;
 use std::collections::HashSet;
 use std::path::Path;
 
-pub(super) const NAME: &str = "manifest.json";
+pub const NAME: &str = "manifest.json";
 const FORMAT: u32 = 3;
 /// Far more than a manifest needs; a larger file is not read.
 const BYTES_MAX: u64 = 1 << 30;

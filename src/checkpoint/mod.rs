@@ -21,6 +21,6 @@ pub mod vector;
 pub use manifest::{Entry, Manifest, Shard};
 pub use parts::{ModelVectors, vector_name};
 pub use payload::Payload;
-pub use resume::{Checkpoint, find, newest, peek, resume};
+pub use resume::{Checkpoint, find, newest, newest_of, peek, resume};
 pub use save::{Keep, best_of, save};
 pub use vector::SavedVector;

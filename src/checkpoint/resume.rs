@@ -1,6 +1,6 @@
 //! Finding the newest checkpoint that is whole, and reading it on any number of ranks.
 
-use super::manifest::{Entry, Manifest, Shard};
+use super::manifest::{self, Entry, Manifest, Shard};
 use super::save::{clean, steps};
 use crate::comm::{Group, records};
 use crate::error::{Error, Result};
@@ -24,8 +24,21 @@ pub fn newest(root: &Path) -> Result<Option<Checkpoint>> {
 
 /// The state of the newest checkpoint under `root` whose manifest can be read; its other files are not checked.
 pub fn peek(root: &Path) -> Option<Value> {
-    let newest = steps(root).into_iter().rev();
-    newest.map(|step| root.join(format!("step-{step}"))).find_map(|dir| Some(Manifest::read(&dir).ok()?.state))
+    newest_first(root).find_map(|dir| Some(Manifest::read(&dir).ok()?.state))
+}
+
+/// The newest checkpoint of a run directory, or of its `checkpoints`, whose manifest can be read; none of a model's directory, or
+/// of a checkpoint's.
+pub fn newest_of(dir: &Path) -> Option<PathBuf> {
+    if ["config.json", manifest::NAME].iter().any(|file| dir.join(file).exists()) {
+        return None;
+    }
+    let roots = [dir.to_path_buf(), dir.join("checkpoints")];
+    roots.iter().flat_map(|root| newest_first(root)).find(|dir| Manifest::read(dir).is_ok())
+}
+
+fn newest_first(root: &Path) -> impl Iterator<Item = PathBuf> {
+    steps(root).into_iter().rev().map(|step| root.join(format!("step-{step}")))
 }
 
 /// At the start of a run rank 0 removes what a killed run left, then all ranks find the newest checkpoint that verifies, each

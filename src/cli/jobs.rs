@@ -177,6 +177,15 @@ const RECIPES: &[Recipe] = &[
         next: DRY_RUN,
     },
     Recipe {
+        name: "eval",
+        about: "evaluation of a model or a checkpoint: several sets, pass@k, majority vote; trains nothing",
+        file: "eval.toml",
+        text: text!("recipes/eval.toml"),
+        beside: &[],
+        change: "model.actor, data.prompts, data.eval_sets and data.label_key, the reward as in training",
+        next: DRY_RUN,
+    },
+    Recipe {
         name: "long-context",
         about: "rows of 32,768 tokens shared by several ranks: the sequence axis, ring attention",
         file: "long-context.toml",

@@ -68,6 +68,7 @@ pub fn run(args: &Args) -> Result<()> {
 
 fn plan(args: &Args, world: &World) -> Result<String> {
     let mut config = config::load(&args.job, &args.overrides)?;
+    train::saved::locate(&mut config, &world.group());
     let on_cpu = args.gpu.eq_ignore_ascii_case("cpu");
     config.settle_on(if on_cpu { DeviceName::Cpu } else { DeviceName::Gpu });
     if config.job.gemm == Gemm::Auto {

@@ -33,7 +33,10 @@ pub fn run(args: &Args) -> Result<()> {
     let world = World::start()?;
     let group = world.group();
     let loaded = config::load(&args.job, &args.overrides).and_then(|config| config.check().map(|()| config));
-    let outcome = group.agree(loaded).and_then(|config| start(config, world, args.dry_run));
+    let outcome = group.agree(loaded).and_then(|mut config| {
+        train::saved::locate(&mut config, &group);
+        start(config, world, args.dry_run)
+    });
     match outcome {
         Ok(()) => {
             comm::shutdown();

@@ -2,7 +2,7 @@
 
 use super::out;
 use crate::error::{Error, Result};
-use crate::metrics::eval_rows::{self, EvalRow};
+use crate::metrics::eval_rows::{self, EvalResponses, EvalRow};
 use crate::metrics::recorded::{self, RecordedSample, RecordedStep};
 use crate::metrics::{grouped, number, one_line};
 use argh::FromArgs;
@@ -10,8 +10,8 @@ use serde_json::{Map, Value, json};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Show the prompts, responses and scores of a recorded step, the samples of a prompt together; of a job that learns from preferences or
-/// labelled steps the held-out rows of an evaluation, each response or step with its reward.
+/// Show the prompts, responses and scores of a recorded step, the samples of a prompt together; of evaluations the held-out rows, with
+/// both responses of a pair, the answers to a prompt, or the steps of a text, and their rewards.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "samples")]
 pub struct Args {
@@ -35,6 +35,10 @@ pub struct Args {
     #[argh(option)]
     pub prompt: Option<i64>,
 
+    /// the held-out rows of an evaluation, where there are samples of steps, too
+    #[argh(switch)]
+    pub eval: bool,
+
     /// a JSON line per sample or held-out row, with the exact texts
     #[argh(switch)]
     pub json: bool,
@@ -50,7 +54,7 @@ pub fn run(args: &Args) -> Result<()> {
         return Err(Error::usage(format!("{} is no directory", run.display())).hint("give the job.dir of a run"));
     }
     let (steps, evaluated) = (recorded::steps(run)?, eval_rows::steps(run)?);
-    let (text, lines) = if steps.is_empty() && !evaluated.is_empty() {
+    let (text, lines) = if args.eval || steps.is_empty() && !evaluated.is_empty() {
         let step = step_of(run, args.step, &evaluated.into_iter().collect::<Vec<_>>())?;
         let all = eval_rows::read(run, step)?;
         let shown = chosen(args, step, all.clone(), |row| row.row as i64, |row| row.margin)?;
@@ -75,8 +79,7 @@ pub fn run(args: &Args) -> Result<()> {
 fn step_of(run: &Path, step: Option<u64>, steps: &[u64]) -> Result<u64> {
     let Some(last) = steps.last() else {
         return Err(Error::data(format!("{} has no rollouts", run.display())).hint(
-            "ppo jobs record them, with metrics.rollouts_every_steps above 0, and evaluations of reward_model, dpo, kto and step_reward jobs \
-             their rows, with metrics.eval_rows_max",
+            "ppo jobs record them, with metrics.rollouts_every_steps above 0, and evaluations their rows, with metrics.eval_rows_max",
         ));
     };
     let step = step.unwrap_or(*last);
@@ -204,7 +207,13 @@ fn show(text: &mut String, group: &[RecordedSample]) {
 
 fn shown_row(row: &EvalRow) -> String {
     let verdict = if row.correct { "right" } else { "wrong" };
-    let mut text = format!("\nprompt {}  {verdict}, margin {}\n", row.row, short_number(row.margin));
+    let mut text = format!("\nprompt {}  {verdict}, margin {}", row.row, short_number(row.margin));
+    if let EvalResponses::Answers { set, label, .. } = &row.responses {
+        for (name, value) in [("label", label), ("set", set)].into_iter().filter(|(_, value)| !value.is_empty()) {
+            let _ = write!(text, "  {name} {}", one_line(value));
+        }
+    }
+    text.push('\n');
     if let Some(question) = row.question() {
         put(&mut text, question);
     }

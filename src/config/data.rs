@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::limits::{self, COUNT, TOKENS};
+use super::reward::one_or_many;
 use crate::error::{Error, Result};
 
 /// What happens to a prompt of more than `prompt_tokens_max` tokens. Always counted in the ledger.
@@ -65,6 +66,18 @@ table! {
 }
 
 table! {
+    /// Held-out rows with a name, whose numbers stand apart.
+    pub struct EvalSetConfig {
+        pub name: String = String::new(),
+        #[serde(deserialize_with = "one_or_many")]
+        pub prompts: Vec<String> = Vec::new(),
+        pub split: String = String::new(),
+        pub prompt_key: String = String::new(),
+        pub label_key: String = String::new(),
+    }
+}
+
+table! {
     /// `[data]`
     pub struct DataConfig {
         pub prompts: Vec<String> = Vec::new(),
@@ -74,6 +87,7 @@ table! {
         pub weights: Vec<f64> = Vec::new(),
         pub prompt_split: String = String::new(),
         pub eval_split: String = String::new(),
+        pub eval_sets: Vec<EvalSetConfig> = Vec::new(),
         pub split: SplitConfig = SplitConfig::default(),
         pub prompt_key: String = "prompt".to_owned(),
         pub response_key: String = "response".to_owned(),
@@ -91,13 +105,17 @@ table! {
         pub order: Order = Order::Shuffled,
         pub length_group_rows: usize = 1024 => 1.0..=COUNT,
         pub curriculum_field: String = String::new(),
+        /// No row trains: where no split is named, all evaluate.
+        #[serde(skip)]
+        pub only_evaluates: bool = false,
     }
 }
 
 impl DataConfig {
     /// Puts relative paths under `dir`, the directory of the job file.
     pub fn relative_to(&mut self, dir: &Path) {
-        for path in self.prompts.iter_mut().chain(&mut self.pretrain).chain(&mut self.split.eval_files) {
+        let of_sets = self.eval_sets.iter_mut().flat_map(|set| &mut set.prompts);
+        for path in self.prompts.iter_mut().chain(&mut self.pretrain).chain(&mut self.split.eval_files).chain(of_sets) {
             *path = dir.join(path.as_str()).display().to_string();
         }
     }
@@ -114,12 +132,59 @@ impl DataConfig {
         })
     }
 
+    /// How the rows of each of `eval_sets` are read.
+    pub fn of_eval_sets(&self) -> impl Iterator<Item = Self> {
+        let key = |own: &String, of_data: &String| if own.is_empty() { of_data.clone() } else { own.clone() };
+        self.eval_sets.iter().map(move |set| Self {
+            prompts: set.prompts.clone(),
+            pretrain: Vec::new(),
+            weights: Vec::new(),
+            prompt_split: String::new(),
+            eval_split: set.split.clone(),
+            eval_sets: Vec::new(),
+            split: if self.split.by == SplitBy::File { SplitConfig::default() } else { self.split.clone() },
+            prompt_key: key(&set.prompt_key, &self.prompt_key),
+            label_key: key(&set.label_key, &self.label_key),
+            order: Order::Sequential,
+            only_evaluates: true,
+            ..self.clone()
+        })
+    }
+
+    /// What `make` makes of each of `eval_sets`, whose name stands before an error.
+    pub fn each_eval_set<T>(&self, mut make: impl FnMut(&Self) -> Result<T>) -> Result<Vec<T>> {
+        let one = |(set, config): (&EvalSetConfig, Self)| {
+            make(&config).map_err(|e| {
+                let message = e.message.replace("data.eval_split", "its split");
+                let hint = e.hint.map(|hint| hint.replace("data.prompts", "its prompts"));
+                Error { message, hint, ..e }.within(format_args!("data.eval_sets, {}", set.name))
+            })
+        };
+        self.eval_sets.iter().zip(self.of_eval_sets()).map(one).collect()
+    }
+
+    fn check_eval_sets(&self) -> Result<()> {
+        for (i, EvalSetConfig { name, prompts, .. }) in self.eval_sets.iter().enumerate() {
+            let is_word = |c: char| c.is_alphanumeric() || "-_.".contains(c);
+            if name.is_empty() || !name.chars().all(is_word) {
+                return Err(Error::usage(format!("data.eval_sets: the name of set {} is {name:?}", i + 1))
+                    .hint("needed are letters, digits, - _ and .: metrics are called eval/NAME/..."));
+            }
+            let is_new = self.eval_sets[..i].iter().all(|other| other.name != *name);
+            Error::need(is_new, format!("data.eval_sets has two sets named {name:?}"))?;
+            Error::need(!prompts.is_empty(), format!("data.eval_sets: {name} names no prompts"))?;
+        }
+        Ok(())
+    }
+
     /// Checks what the types cannot: ranges, and keys that need each other.
     pub fn check(&self) -> Result<()> {
         limits::check("data.split", &self.split)?;
         limits::check("data", self)?;
         let hint = "name shard prefixes or files of rows";
-        Error::need(!self.prompts.is_empty(), "data.prompts is empty").map_err(|e| e.hint(hint))?;
+        self.check_eval_sets()?;
+        let has_rows = !self.prompts.is_empty() || self.only_evaluates && !self.eval_sets.is_empty();
+        Error::need(has_rows, "data.prompts is empty").map_err(|e| e.hint(hint))?;
         let (overlap, longest) = (self.window_overlap_tokens, self.prompt_tokens_max);
         Error::need(
             self.long_prompts != LongPrompts::Window || overlap < longest,

@@ -2,6 +2,7 @@
 
 use super::limits::{COUNT, FINITE, SAMPLES, THREADS_MAX, TOKENS};
 use super::optim::GradientOrder;
+use super::rollout::TEMPERATURE_MIN;
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use serde::{Deserialize, Serialize};
@@ -23,6 +24,8 @@ pub enum JobKind {
     StepReward,
     /// A student that learns the distributions of teachers, on rows or on its own samples (`distill.on_policy`).
     Distill,
+    /// Answers to held-out prompts, and how many are right: nothing is trained.
+    Eval,
     /// Proximal policy optimisation and its relatives (`ppo.advantage`).
     #[default]
     Ppo,
@@ -140,5 +143,77 @@ table! {
         pub samples_max: usize = 0 => 0.0..=COUNT,
         pub patience: u64 = 0 => 0.0..=COUNT,
         pub correct_at: f32 = 1.0 => -FINITE..=FINITE,
+        pub samples_per_prompt: usize = 1 => 1.0..=65_536.0,
+        pub pass_at: Vec<usize> = vec![1],
+        pub temperature: f32 = 0.0 => 0.0..=FINITE,
+    }
+}
+
+impl EvalConfig {
+    /// Refuses numbers of samples that say nothing.
+    pub fn check(&self) -> Result<()> {
+        let (n, t) = (self.samples_per_prompt, self.temperature);
+        Error::need(
+            t == 0.0 || t >= TEMPERATURE_MIN,
+            format!("eval.temperature is {t}, needed 0 (greedy) or at least {TEMPERATURE_MIN}"),
+        )?;
+        if let Some(k) = self.pass_at.iter().find(|k| !(1..=n).contains(*k)) {
+            return Err(Error::usage(format!("eval.pass_at has {k}, needed from 1 to eval.samples_per_prompt = {n}"))
+                .hint("raise eval.samples_per_prompt: pass@k is estimated from at least k samples of a prompt"));
+        }
+        if n > 1 && t == 0.0 {
+            return Err(Error::usage(format!("eval.samples_per_prompt = {n} with eval.temperature = 0"))
+                .hint("at temperature 0 all samples of a prompt are one: set eval.temperature, for example to 1.0"));
+        }
+        Ok(())
+    }
+
+    /// Whether samples are drawn at a temperature of their own, not at the rollout's.
+    pub fn draws(&self) -> bool {
+        self.temperature > 0.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::config::parse;
+
+    #[test]
+    fn samples_of_an_evaluation_and_sets_that_say_nothing_are_refused_by_name() {
+        let of = |kind: &str, sets: &[&str]| {
+            let job = format!("job.kind = \"{kind}\"\njob.steps = 1\nmodel.actor = \"m\"\nreward.rule = \"exact\"\n");
+            let sets: Vec<String> = sets.iter().map(|set| (*set).to_string()).collect();
+            parse(&job, &sets).and_then(|config| config.check())
+        };
+        let set = "data.eval_sets=[{name=\"a\",prompts=\"a\"}]";
+        assert_eq!(of("eval", &[set]), Ok(()));
+        assert_eq!(of("eval", &["data.prompts=p", "eval.samples_per_prompt=2", "eval.temperature=1.0"]), Ok(()));
+        for (kind, sets, words) in [
+            ("eval", vec![], "data.prompts is missing"),
+            ("ppo", vec![set], "data.prompts is empty"),
+            ("sft", vec!["data.prompts=p", set], "data.eval_sets is set, a sft job evaluates on data.eval_split alone"),
+            ("eval", vec![set, "eval.samples_per_prompt=4"], "eval.samples_per_prompt = 4 with eval.temperature = 0"),
+            ("eval", vec![set, "eval.temperature=1e-6"], "eval.temperature is 0.000001, needed 0 (greedy) or at least"),
+            (
+                "ppo",
+                vec!["data.prompts=p", "eval.pass_at=[1,2]"],
+                "eval.pass_at has 2, needed from 1 to eval.samples_per_prompt = 1",
+            ),
+            ("eval", vec![set, "eval.pass_at=0"], "eval.pass_at has 0"),
+            (
+                "eval",
+                vec!["data.eval_sets=[{name=\"a\",prompts=\"a\"},{name=\"a\",prompts=\"b\"}]"],
+                "data.eval_sets has two sets named \"a\"",
+            ),
+            ("eval", vec!["data.eval_sets=[{name=\"a\"}]"], "data.eval_sets: a names no prompts"),
+            (
+                "eval",
+                vec!["data.eval_sets=[{name=\"a/b\",prompts=\"a\"}]"],
+                "data.eval_sets: the name of set 1 is \"a/b\"",
+            ),
+        ] {
+            let error = of(kind, &sets).expect_err(words);
+            assert!(error.message.contains(words), "{error} for {sets:?}");
+        }
     }
 }

@@ -62,7 +62,9 @@ fn read(text: &str, overrides: &[String], here: &Path) -> Result<Config> {
     }
     for key in REQUIRED {
         let (of, name) = key.split_once('.').expect("a key of a table");
-        if table.get(of).and_then(|table| table.get(name)).is_none() {
+        let value = |of: &str, name: &str| table.get(of).and_then(|table| table.get(name));
+        let is_evaluated = key == "data.prompts" && value("data", "eval_sets").is_some();
+        if value(of, name).is_none() && !is_evaluated {
             let hint = "job.kind, model.actor and data.prompts have no default; jobs/reference.toml has every key";
             mistakes.push(Error::usage(format!("{key} is missing")).hint(hint));
         }
@@ -128,7 +130,7 @@ fn line_at(text: &str, at: usize) -> String {
 }
 
 /// Keys whose values are paths.
-const PATHS: [&str; 14] = [
+const PATHS: [&str; 15] = [
     "job.dir",
     "model.actor",
     "model.reference",
@@ -136,6 +138,7 @@ const PATHS: [&str; 14] = [
     "model.teachers",
     "data.prompts",
     "data.pretrain",
+    "data.eval_sets",
     "data.split.eval_files",
     "reward.python",
     "reward.python.file",
@@ -145,14 +148,14 @@ const PATHS: [&str; 14] = [
     "reward.judge.dir",
 ];
 
-/// The same with paths that start from `here`; of tables those of their `file` or `dir`.
+/// The same with paths that start from `here`; of tables those of their `file`, `dir` or `prompts`.
 fn from_here(value: Value, here: &Path) -> Value {
     match value {
         Value::String(path) if !path.is_empty() => Value::String(here.join(path).display().to_string()),
         Value::Array(all) => Value::Array(all.into_iter().map(|one| from_here(one, here)).collect()),
         Value::Table(table) => {
             let of = |(key, value): (String, Value)| match key.as_str() {
-                "file" | "dir" => (key, from_here(value, here)),
+                "file" | "dir" | "prompts" => (key, from_here(value, here)),
                 _ => (key, value),
             };
             Value::Table(table.into_iter().map(of).collect())

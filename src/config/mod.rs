@@ -125,7 +125,11 @@ impl Config {
         self.data.check()?;
         self.optim.actor.check("optim.actor")?;
         self.checkpoint.check(&self.eval)?;
-        if self.job.kind == JobKind::Ppo {
+        self.check_eval()?;
+        if self.job.kind == JobKind::Eval {
+            self.reward.check()?;
+            self.rollout.check()?;
+        } else if self.job.kind == JobKind::Ppo {
             Error::need(self.job.steps > 0, "job.steps is 0, a ppo job needs at least 1")?;
             self.reward.check()?;
             self.rollout.check()?;
@@ -187,6 +191,16 @@ impl Config {
         Ok(())
     }
 
+    fn check_eval(&self) -> Result<()> {
+        self.eval.check()?;
+        if self.data.eval_sets.is_empty() || matches!(self.job.kind, JobKind::Ppo | JobKind::Eval) {
+            return Ok(());
+        }
+        let kind = name(&self.job.kind);
+        Err(Error::usage(format!("data.eval_sets is set, a {kind} job evaluates on data.eval_split alone"))
+            .hint("evaluate its checkpoints or its export with job.kind = \"eval\""))
+    }
+
     fn check_distill(&self) -> Result<()> {
         self.distill.check(&self.model, &self.rollout)?;
         if !self.mesh.placement.is_empty() {
@@ -201,9 +215,10 @@ impl Config {
         if self.reward.is_set() { self.reward.check() } else { Ok(()) }
     }
 
-    /// Whether responses are sampled to learn from.
+    /// Whether responses are sampled, to learn from or to evaluate.
     pub fn samples(&self) -> bool {
-        self.job.kind == JobKind::Ppo || self.job.kind == JobKind::Distill && self.distill.on_policy
+        matches!(self.job.kind, JobKind::Ppo | JobKind::Eval)
+            || self.job.kind == JobKind::Distill && self.distill.on_policy
     }
 
     /// Refuses the numbers outside their ranges, whatever the job does with them.
@@ -228,7 +243,7 @@ impl Config {
     /// Passes over the data of a job that learns from rows as they are.
     pub fn epochs(&self) -> f64 {
         match self.job.kind {
-            JobKind::Sft | JobKind::Ppo => self.sft.epochs,
+            JobKind::Sft | JobKind::Ppo | JobKind::Eval => self.sft.epochs,
             JobKind::RewardModel => self.reward_model.epochs,
             JobKind::Dpo => self.dpo.epochs,
             JobKind::Kto => self.kto.epochs,
@@ -242,6 +257,7 @@ impl Config {
         match (self.job.kind, self.dpo.loss) {
             (JobKind::Ppo, _) => {}
             (JobKind::Sft, _) => return "SFT".to_string(),
+            (JobKind::Eval, _) => return "evaluation".to_string(),
             (JobKind::RewardModel, _) => return "reward model".to_string(),
             (JobKind::Kto, _) => return "KTO".to_string(),
             (JobKind::StepReward, _) => return "process reward model".to_string(),
@@ -319,10 +335,13 @@ impl Config {
 
     /// Fills in keys whose default is another key's value.
     fn settle(&mut self) {
-        if self.job.kind == JobKind::Distill {
+        if matches!(self.job.kind, JobKind::Distill | JobKind::Eval) {
             // Nothing is compared with what they were when the tokens were drawn.
             self.ppo.old_logprobs = ppo::OldLogprobs::Rollout;
         }
+        self.data.only_evaluates = self.job.kind == JobKind::Eval;
+        // Nothing is trained that could be exported.
+        self.job.export &= self.job.kind != JobKind::Eval;
         if self.ppo.overlong_buffer_tokens > 0 && self.ppo.overlong_tokens_max == 0 {
             self.ppo.overlong_tokens_max = self.rollout.response_tokens_max;
         }

@@ -195,7 +195,7 @@ impl FromWord for EnvironmentConfig {
 }
 
 /// What a short word in place of a table means.
-trait FromWord: Sized {
+pub(super) trait FromWord: Sized {
     const EXPECTED: &'static str;
     fn from_word(word: &str) -> Option<Self>;
 }
@@ -327,7 +327,9 @@ impl FromWord for String {
 /// A word, a table, or a list of either.
 struct Many<T>(Vec<T>);
 
-fn one_or_many<'de, T: FromWord + Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Vec<T>, D::Error> {
+pub(super) fn one_or_many<'de, T: FromWord + Deserialize<'de>, D: Deserializer<'de>>(
+    from: D,
+) -> Result<Vec<T>, D::Error> {
     Many::deserialize(from).map(|many| many.0)
 }
 

@@ -65,7 +65,7 @@ impl DynamicSampling {
 }
 
 /// Temperatures between this and 0 would only overflow; 0 says what they mean.
-const TEMPERATURE_MIN: f32 = 1e-3;
+pub(super) const TEMPERATURE_MIN: f32 = 1e-3;
 
 impl RolloutConfig {
     /// Refuses values outside their range.

@@ -115,10 +115,11 @@ fn key(entry: &Entry, path: &[&str], ranges: Ranges) -> Value {
     let full = path.join(".");
     let mut schema = match full.as_str() {
         "mesh.placement" => list(&placement(), 0),
+        "data.eval_sets" => list(&object(&table_of(&full, &[]).into(), &["name", "prompts"]), 0),
         "reward.rule" => source(&full, "kind", &[]),
         "reward.python" => source(&full, "file", PythonConfig::RANGES),
         "reward.http" => source(&full, "url", HttpConfig::RANGES),
-        "reward.http.url" => list(&json!({ "type": "string" }), 0),
+        "data.eval_sets.prompts" | "reward.http.url" => list(&json!({ "type": "string" }), 0),
         "reward.models" => source(&full, "dir", ModelRewardConfig::RANGES),
         "reward.environment" => source(&full, "python", EnvironmentConfig::RANGES),
         "reward.judge" => source(&full, "dir", JudgeConfig::RANGES),
@@ -145,14 +146,19 @@ fn placement() -> Value {
     )
 }
 
-/// A source of rewards: a word, which is the value of `word`, a table, or a list of either.
-fn source(path: &str, word: &str, ranges: Ranges) -> Value {
+/// The keys of a table that the manual shows as an example.
+fn table_of(path: &str, ranges: Ranges) -> Map<String, Value> {
     let text = example(path);
     let of_table = entries(&text).into_iter().map(|entry| {
         let full: Vec<&str> = path.split('.').chain([entry.key]).collect();
         (entry.key.to_string(), key(&entry, &full, ranges))
     });
-    let keys: Map<String, Value> = of_table.collect();
+    of_table.collect()
+}
+
+/// A source of rewards: a word, which is the value of `word`, a table, or a list of either.
+fn source(path: &str, word: &str, ranges: Ranges) -> Value {
+    let keys = table_of(path, ranges);
     // Of a list one value.
     let mut short = keys[word].get("anyOf").map_or(&keys[word], |forms| &forms[1]).clone();
     short.as_object_mut().expect("an object").retain(|name, _| name == "type" || name == "enum");
@@ -191,6 +197,11 @@ pub fn schema() -> Value {
     }
     for (table, key) in REQUIRED.iter().filter_map(|key| key.split_once('.')) {
         root["properties"][table]["required"] = json!([key]);
+    }
+    if let Some(data) = root["properties"]["data"].as_object_mut() {
+        // A job that only evaluates may have sets alone.
+        let of_rows = data.remove("required");
+        data.insert("anyOf".into(), json!([{ "required": of_rows }, { "required": ["eval_sets"] }]));
     }
     let tables: Vec<&str> = REQUIRED.iter().filter_map(|key| Some(key.split_once('.')?.0)).collect();
     root["required"] = json!(tables);

@@ -35,7 +35,8 @@ pub struct Ahead {
 pub fn look_ahead(reading: Reading<'_>, cache: &Path, seed: u64, n: usize) -> Result<Ahead> {
     let (alone, config) = (Group::one(), reading.config);
     let there = || Rows::open(reading, &Prepared::find(reading, cache, &mut Hashes::default(), &alone)?, seed);
-    let mut of_rows: Vec<&String> = config.prompts.iter().chain(eval_files(config)).collect();
+    let of_sets = config.eval_sets.iter().flat_map(|set| &set.prompts);
+    let mut of_rows: Vec<&String> = config.prompts.iter().chain(eval_files(config)).chain(of_sets).collect();
     of_rows.retain(|name| is_rows(Path::new(name)));
     if of_rows.is_empty() {
         return there()?.into_ahead(n, false);
@@ -54,6 +55,8 @@ pub fn look_ahead(reading: Reading<'_>, cache: &Path, seed: u64, n: usize) -> Re
     let mut config = DataConfig { pretrain: Vec::new(), ..config.clone() };
     let is_sample = bytes > WHOLE_BYTES_MAX;
     if is_sample {
+        // Rows of one more set, as far as lengths go.
+        config.prompts.extend(std::mem::take(&mut config.eval_sets).into_iter().flat_map(|set| set.prompts));
         let most = WHOLE_BYTES_MAX / of_rows.len() as u64;
         let mut is_in_split = false;
         for (i, name) in config.prompts.iter_mut().chain(&mut config.split.eval_files).enumerate() {
@@ -86,11 +89,12 @@ impl Rows {
     }
 
     pub fn eval_tokens(&self) -> Result<Vec<RowTokens>> {
-        self.eval.iter().map(|entry| self.tokens_of(entry)).collect()
+        self.with_sets().flat_map(|rows| rows.eval.iter().map(|entry| rows.tokens_of(entry))).collect()
     }
 
     /// Lengths of the next `n` rows, which stay to be handed out.
     pub fn ahead(&mut self, n: usize) -> Result<Vec<RowTokens>> {
+        let n = if self.epoch_rows() > 0 { n } else { 0 };
         self.feed.ahead(n).iter().map(|entry| self.tokens_of(entry)).collect()
     }
 

@@ -50,7 +50,7 @@ pub(super) struct Feed {
 
 impl Feed {
     pub fn new(config: &DataConfig, strata: Vec<Stratum>, seed: u64, mut ledger: Ledger) -> Result<Self> {
-        if strata.iter().any(|stratum| stratum.entries.is_empty()) {
+        if !config.only_evaluates && strata.iter().any(|stratum| stratum.entries.is_empty()) {
             return Err(Error::data(format!("no row is left to train on: {ledger}"))
                 .hint("look at data.prompt_split, data.prompt_tokens_max and data.long_prompts"));
         }

@@ -59,6 +59,13 @@ impl Ledger {
         }
     }
 
+    /// Adds rows of which none trains.
+    pub(super) fn add(&mut self, evaluated: &Self) {
+        self.rows += evaluated.rows;
+        self.held_out += evaluated.held_out;
+        evaluated.filtered.iter().for_each(|(rule, rows)| self.filter(rule, *rows));
+    }
+
     pub fn accounted(&self) -> u64 {
         self.trained + self.truncated.rows + self.held_out + self.filtered.values().sum::<u64>() + self.deferred
     }

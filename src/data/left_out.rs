@@ -1,6 +1,7 @@
 //! `ledger.jsonl`: the rows that are not learned from, a JSON line each.
 
-use super::sources::{Rows, document_of};
+use super::eval_sets::document_of;
+use super::sources::Rows;
 use crate::error::{Error, Result};
 use crate::sys::files;
 use serde_json::{Value, json};
@@ -25,8 +26,9 @@ impl Rows {
             line.and_then(|line| line["step"].as_u64()).is_some_and(|of| of <= step)
         };
         files::replace_with(path, |out| {
-            for (source, document, rule) in &self.filtered {
-                let source = &self.sources[*source].shard.meta(*document as usize)?.source;
+            let all = self.with_sets().flat_map(|rows| rows.filtered.iter().map(move |filtered| (rows, filtered)));
+            for (rows, (source, document, rule)) in all {
+                let source = &rows.sources[*source].shard.meta(*document as usize)?.source;
                 writeln!(out, "{}", json!({"source": source, "rule": rule}))
                     .map_err(|e| Error::io("write", path, &e))?;
             }

@@ -5,6 +5,7 @@ mod arrow;
 pub mod balance;
 mod cut;
 mod encode;
+mod eval_sets;
 mod feed;
 mod hashes;
 pub mod input;

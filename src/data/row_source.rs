@@ -96,16 +96,18 @@ impl<T: Row> RowSource<T> {
             let what = format!("rows of data.pretrain have {pieces} tokens, the model's context is {context}");
             return Err(Error::data(what).hint(format!("set data.pretrain_tokens_max = {context}")));
         }
-        let (mut count, mut longest) = (0, None);
-        for entry in self.rows.feed.entries().chain(&self.rows.eval).filter(|e| e.tokens() + T::FREE > context) {
-            let tokens = T::longest(entry, &self.rows)?;
-            if tokens + T::FREE > context {
-                count += 1;
-                longest = longest.filter(|(most, _)| *most >= tokens).or(Some((tokens, entry)));
+        let (mut count, mut longest): (_, Option<(usize, &Rows, &Entry)>) = (0, None);
+        for rows in self.rows.with_sets() {
+            for entry in rows.feed.entries().chain(&rows.eval).filter(|e| e.tokens() + T::FREE > context) {
+                let tokens = T::longest(entry, rows)?;
+                if tokens + T::FREE > context {
+                    count += 1;
+                    longest = longest.filter(|(most, ..)| *most >= tokens).or(Some((tokens, rows, entry)));
+                }
             }
         }
-        let Some((tokens, longest)) = longest else { return Ok(()) };
-        let row = self.rows.line_of(longest)?;
+        let Some((tokens, rows, longest)) = longest else { return Ok(()) };
+        let row = rows.line_of(longest)?;
         let what = format!("{count} rows do not fit the model's context of {context} tokens");
         Err(Error::data(format!("{what}: the longest, {row}, has {tokens} tokens")).hint(T::hint(context)))
     }
@@ -130,8 +132,12 @@ impl<T: Row> RowSource<T> {
 
     /// The row that is next, as the model sees it, by `Tokenizer::marked`.
     pub fn shown(&mut self) -> Result<String> {
-        let Some(entry) = self.rows.feed.ahead(1).pop() else { return Ok(String::new()) };
-        let row = T::of(&entry, &self.rows, &self.tokenizer)?;
+        let first = if self.rows.epoch_rows() > 0 { self.rows.feed.ahead(1).pop() } else { None };
+        let evaluated = || self.rows.with_sets().find_map(|rows| Some((rows, *rows.eval.first()?)));
+        let Some((rows, entry)) = first.map(|entry| (&self.rows, entry)).or_else(evaluated) else {
+            return Ok(String::new());
+        };
+        let row = T::of(&entry, rows, &self.tokenizer)?;
         let (parts, label) = row.parts();
         let text = self.tokenizer.marked(parts)?;
         Ok(if label.is_empty() { text } else { format!("{text}  label {label}") })
@@ -150,8 +156,17 @@ impl<T: Row> RowSource<T> {
 
     /// Rows of the eval split, in the order of the sources: `most`, or all where that is 0; empty where there is none.
     pub fn eval_rows(&self, most: usize) -> Result<Vec<T>> {
+        self.evaluated(&self.rows, most)
+    }
+
+    /// Rows of each of `data.eval_sets`, as `eval_rows`, with its name.
+    pub fn eval_sets(&self, most: usize) -> Result<Vec<(String, Vec<T>)>> {
+        self.rows.eval_sets.iter().map(|(name, rows)| Ok((name.clone(), self.evaluated(rows, most)?))).collect()
+    }
+
+    fn evaluated(&self, rows: &Rows, most: usize) -> Result<Vec<T>> {
         let most = if most == 0 { usize::MAX } else { most };
-        self.rows.eval.iter().take(most).map(|entry| T::of(entry, &self.rows, &self.tokenizer)).collect()
+        rows.eval.iter().take(most).map(|entry| T::of(entry, rows, &self.tokenizer)).collect()
     }
 }
 

@@ -5,19 +5,18 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::cut::{Entry, PIECE_SHIFT, RowTokens, cut};
+use super::cut::{Entry, RowTokens, cut};
 use super::encode::shard_rows;
 use super::feed::{Cursor, Feed, Stratum};
 use super::hashes::Hashes;
 use super::input::{InputFile, input_files, is_rows};
 use super::ledger::Ledger;
-use super::rows::{ALL_FIELDS, Part, Reading, row_fields};
+use super::rows::{ALL_FIELDS, Part, Reading};
 use super::shard::{self, FileHash, Shard};
 use super::split::{TEST, TRAIN, describe, no_such_split, prompt_hash, splits_of};
 use crate::comm::Group;
 use crate::config::data::{DataConfig, Order, SplitBy};
 use crate::error::{Error, Result};
-use crate::experience::RowFields;
 use crate::sys::files::xxh3;
 use serde::{Deserialize, Serialize};
 
@@ -41,6 +40,8 @@ pub struct Rows {
     pub(super) part: Part,
     /// Those of `data.pretrain`.
     pub(super) pretrain: Option<Box<Rows>>,
+    /// Those of `data.eval_sets`, which evaluate, and their names.
+    pub(super) eval_sets: Vec<(String, Rows)>,
     pub(super) filtered: Vec<Filtered>,
 }
 
@@ -56,6 +57,8 @@ pub struct Prepared {
     lengths: Option<[Vec<RowTokens>; 2]>,
     /// The shards of `data.pretrain`.
     pretrain: Option<Box<Prepared>>,
+    /// The shards of each of `data.eval_sets`.
+    pub(super) eval_sets: Vec<Prepared>,
 }
 
 /// Finds the shards of all sources, and shards the files of rows among them into `cache`, those that are not there yet: a file that
@@ -76,6 +79,7 @@ pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &
         let texts = prepare(Reading { config, part: Part::Text, ..reading }, cache, hashes, group);
         prepared.pretrain = Some(Box::new(texts.map_err(|e| e.within("data.pretrain"))?));
     }
+    prepared.eval_sets = config.each_eval_set(|config| prepare(Reading { config, ..reading }, cache, hashes, group))?;
     Ok(prepared)
 }
 
@@ -95,6 +99,8 @@ impl Prepared {
         group.agree(config.check().and_then(|()| names(config).try_for_each(|name| check_file(name))))?;
         let files = group.agree(names(config).map(|name| files_of(name)).collect::<Result<Vec<_>>>())?;
         let paths: Vec<PathBuf> = files.iter().flatten().map(|file| file.path.clone()).collect();
+        let eval_sets =
+            config.each_eval_set(|config| Self::find(Reading { config, ..reading }, cache, hashes, group))?;
         let hashes = hashes.of(&paths, group)?;
         let DataConfig { prompt_key, response_key, label_key, messages_key, chat_template, .. } = config;
         let response_key = matches!(part, Part::Demonstration | Part::Labelled).then_some(response_key);
@@ -122,12 +128,13 @@ impl Prepared {
             let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or("rows");
             cache.join(format!("{stem}-{}", xxh3(recipe.as_bytes())))
         };
-        Ok(Self { prefixes: names(config).zip(&files).map(prefix).collect(), lengths: None, pretrain: None })
+        let prefixes = names(config).zip(&files).map(prefix).collect();
+        Ok(Self { prefixes, lengths: None, pretrain: None, eval_sets })
     }
 
     /// Rows of these lengths, in this order, to train on and to evaluate; their tokens are all 0.
     pub fn of_lengths(train: Vec<RowTokens>, eval: Vec<RowTokens>) -> Self {
-        Self { prefixes: Vec::new(), lengths: Some([train, eval]), pretrain: None }
+        Self { prefixes: Vec::new(), lengths: Some([train, eval]), pretrain: None, eval_sets: Vec::new() }
     }
 
     /// The files that the sources are made of, those that there are. A shard that was made of JSONL has no key: it is no input
@@ -152,6 +159,11 @@ impl Prepared {
             let rename = |file: SourceFile| SourceFile { key: file.key.replace("prompts", "pretrain"), ..file };
             files.extend(texts.files(&config).into_iter().map(rename));
         }
+        for ((set, config), rows) in config.eval_sets.iter().zip(config.of_eval_sets()).zip(&self.eval_sets) {
+            let key = format!("data.eval_sets.{}.prompts", set.name);
+            let rename = |file: SourceFile| SourceFile { key: file.key.replace("data.prompts", &key), ..file };
+            files.extend(rows.files(&config).into_iter().map(rename));
+        }
         files
     }
 
@@ -165,6 +177,7 @@ impl Prepared {
             let hint = format!("remove {}.*: the next start shards {name} again", prefix.display());
             checked.map_err(|e| e.hint(hint))
         })?;
+        self.eval_sets.iter().zip(config.of_eval_sets()).try_for_each(|(rows, config)| rows.check(&config, found))?;
         let texts = self.pretrain.as_ref().zip(config.of_pretrain());
         texts.map_or(Ok(()), |(texts, config)| texts.check(&config, found))
     }
@@ -180,16 +193,26 @@ pub struct SourceFile {
 }
 
 impl Rows {
-    /// Opens all sources, cuts splits and long prompts, and begins the ledger.
-    pub(super) fn open(reading: Reading<'_>, prepared: &Prepared, seed: u64) -> Result<Self> {
+    /// Opens all sources, cuts splits and long prompts, and begins the ledger: of rows that count from `first_id`, of which none trains
+    /// that is in `eval_sets`.
+    pub(super) fn open_from(
+        first_id: u64,
+        reading: Reading<'_>,
+        prepared: &Prepared,
+        seed: u64,
+        eval_sets: &[(String, Self)],
+    ) -> Result<Self> {
         let config = reading.config;
         if let Some([train, eval]) = &prepared.lengths {
             return Self::of_lengths(reading, train, eval, seed);
         }
-        let sources = open_sources(reading, prepared)?;
+        let sources = open_sources(reading, prepared, first_id)?;
         let mut ledger = Ledger { rows: sources.iter().map(|s| s.shard.documents() as u64).sum(), ..Ledger::default() };
+        for (_, rows) in eval_sets {
+            ledger.add(rows.ledger());
+        }
         let mut filtered = Vec::new();
-        let [train, evaluated] = select(config, &sources, &mut filtered)?;
+        let [train, evaluated] = select(config, &sources, eval_sets, &mut filtered)?;
 
         let mut strata = Vec::new();
         for (s, source) in sources.iter().enumerate().filter(|(_, source)| source.split != Some(TEST)) {
@@ -227,17 +250,19 @@ impl Rows {
         for (_, _, rule) in &filtered {
             ledger.filter(rule, 1);
         }
-        if eval.is_empty() && !config.eval_split.is_empty() {
-            return Err(Error::data(format!("data.eval_split = {:?} has no rows to evaluate", config.eval_split)));
+        if eval.is_empty() && (!config.eval_split.is_empty() || config.only_evaluates && !sources.is_empty()) {
+            let split = &config.eval_split;
+            let split = if split.is_empty() { String::new() } else { format!("data.eval_split = {split:?} has ") };
+            return Err(Error::data(format!("{split}no rows to evaluate: {ledger}")));
         }
         let feed = Feed::new(config, strata, seed, ledger)?;
         let pretrain = match (&prepared.pretrain, &config.of_pretrain()) {
             (Some(texts), Some(config)) => {
-                Some(Box::new(Self::open(Reading { config, part: Part::Text, ..reading }, texts, seed)?))
+                Some(Box::new(Self::open_from(0, Reading { config, part: Part::Text, ..reading }, texts, seed, &[])?))
             }
             _ => None,
         };
-        Ok(Self { sources: sources.into(), feed, eval, part: reading.part, pretrain, filtered })
+        Ok(Self { sources: sources.into(), feed, eval, part: reading.part, pretrain, eval_sets: Vec::new(), filtered })
     }
 
     fn of_lengths(reading: Reading<'_>, train: &[RowTokens], eval: &[RowTokens], seed: u64) -> Result<Self> {
@@ -252,17 +277,13 @@ impl Rows {
             let reading = Reading { config: &config, part: Part::Text, ..reading };
             Self::of_lengths(reading, &[longest], &[], seed).map(Box::new)
         });
-        let (part, pretrain, filtered) = (reading.part, pretrain.transpose()?, Vec::new());
-        Ok(Self { sources: Arc::default(), feed, eval: entries(eval), part, pretrain, filtered })
+        let (part, pretrain, eval_sets, filtered) = (reading.part, pretrain.transpose()?, Vec::new(), Vec::new());
+        Ok(Self { sources: Arc::default(), feed, eval: entries(eval), part, pretrain, eval_sets, filtered })
     }
 
-    /// Gives rows of prompts as their files have them, by `Prompt::id`; `config` is the one they were opened with.
-    pub fn lookup(&self, config: &DataConfig) -> impl Fn(u64) -> Result<RowFields> + Send + Sync + 'static {
-        let (sources, config) = (self.sources.clone(), config.clone());
-        move |id| {
-            let Some((source, document)) = document_of(&sources, id) else { return Ok(RowFields::default()) };
-            Ok(row_fields(source.shard.meta(document)?.fields, &config))
-        }
+    /// These rows, and those of each of `data.eval_sets`.
+    pub(super) fn with_sets(&self) -> impl Iterator<Item = &Self> {
+        std::iter::once(self).chain(self.eval_sets.iter().map(|(_, rows)| rows))
     }
 
     /// File and line of a row, or its place in a shard that does not say.
@@ -272,14 +293,6 @@ impl Rows {
             line if line.is_empty() => format!("document {} of {}", entry.document, source.name),
             line => line,
         })
-    }
-
-    /// Names of the fields that the first row of each source has besides the prompt.
-    pub fn columns(&self, config: &DataConfig) -> Result<Vec<String>> {
-        let rows = self.lookup(config);
-        let of = |source: &Source| Ok(rows(source.first_id)?.columns.into_iter().map(|(name, _)| name));
-        let all: Vec<_> = self.sources.iter().map(of).collect::<Result<_>>()?;
-        Ok(all.into_iter().flatten().collect())
     }
 
     /// Rows (or pieces of long prompts) in an epoch.
@@ -311,7 +324,7 @@ impl Rows {
 
     /// Tokens of the longest row, of those that train and those that evaluate.
     pub fn longest(&self) -> usize {
-        self.feed.entries().chain(&self.eval).map(Entry::tokens).max().unwrap_or(0)
+        self.with_sets().flat_map(|rows| rows.feed.entries().chain(&rows.eval)).map(Entry::tokens).max().unwrap_or(0)
     }
 }
 
@@ -320,13 +333,6 @@ pub(super) fn eval_files(config: &DataConfig) -> &[String] {
 }
 
 /// The sources that train, then those that evaluate.
-/// Where the row of a prompt lies, by `Prompt::id`.
-pub(super) fn document_of(sources: &[Source], id: u64) -> Option<(&Source, usize)> {
-    let row = id & ((1 << PIECE_SHIFT) - 1);
-    let source = sources.iter().rfind(|source| source.first_id <= row)?;
-    Some((source, (row - source.first_id) as usize))
-}
-
 fn names(config: &DataConfig) -> impl Iterator<Item = &String> {
     config.prompts.iter().chain(eval_files(config))
 }
@@ -345,12 +351,11 @@ fn check_file(name: &str) -> Result<()> {
     Ok(())
 }
 
-fn open_sources(reading: Reading<'_>, prepared: &Prepared) -> Result<Vec<Source>> {
+fn open_sources(reading: Reading<'_>, prepared: &Prepared, mut first_id: u64) -> Result<Vec<Source>> {
     let Reading { config, tokenizer, vocabulary, .. } = reading;
     let by_file = config.split.by == SplitBy::File;
     let train = config.prompts.iter().map(|name| (name, TRAIN));
     let test = eval_files(config).iter().map(|name| (name, TEST));
-    let mut first_id = 0;
     let mut sources = Vec::new();
     for ((name, split), prefix) in train.chain(test).zip(&prepared.prefixes) {
         let shard = Shard::open(prefix, vocabulary)?;
@@ -421,14 +426,19 @@ fn curriculum_key(config: &DataConfig, source: &Source, document: u64) -> Result
     })
 }
 
-/// The documents of each source that train, and those that evaluate; others are `filtered`.
-fn select(config: &DataConfig, sources: &[Source], filtered: &mut Vec<Filtered>) -> Result<[Vec<Vec<u64>>; 2]> {
+/// The documents of each source that train, none of whose prompts is in `eval_sets`, and those that evaluate; others are `filtered`.
+fn select(
+    config: &DataConfig,
+    sources: &[Source],
+    eval_sets: &[(String, Rows)],
+    filtered: &mut Vec<Filtered>,
+) -> Result<[Vec<Vec<u64>>; 2]> {
     let splits: Vec<Vec<(String, Vec<u64>)>> = sources
         .iter()
         .map(|source| splits_of(&config.split, source.split, &source.name, &source.shard))
         .collect::<Result<_>>()?;
     for (key, name) in [("prompt_split", &config.prompt_split), ("eval_split", &config.eval_split)] {
-        if !name.is_empty() && !splits.iter().flatten().any(|(other, _)| other == name) {
+        if !name.is_empty() && !sources.is_empty() && !splits.iter().flatten().any(|(other, _)| other == name) {
             return Err(no_such_split(key, name, &splits));
         }
     }
@@ -436,7 +446,11 @@ fn select(config: &DataConfig, sources: &[Source], filtered: &mut Vec<Filtered>)
         splits[s].iter().filter(|(other, _)| other == name).flat_map(|(_, rows)| rows.iter().copied()).collect()
     };
     let eval: Vec<Vec<u64>> = (0..sources.len())
-        .map(|s| if config.eval_split.is_empty() { Vec::new() } else { named(s, &config.eval_split) })
+        .map(|s| match &*config.eval_split {
+            "" if config.only_evaluates => (0..sources[s].shard.documents() as u64).collect(),
+            "" => Vec::new(),
+            split => named(s, split),
+        })
         .collect();
     let mut held_out = HashSet::new();
     for (source, rows) in sources.iter().zip(&eval) {
@@ -444,11 +458,16 @@ fn select(config: &DataConfig, sources: &[Source], filtered: &mut Vec<Filtered>)
             held_out.insert(prompt_hash(&source.shard.prompt(*row as usize)?, 0));
         }
     }
+    for (_, set) in eval_sets {
+        for entry in &set.eval {
+            held_out.insert(prompt_hash(&set.sources[entry.source as usize].shard.prompt(entry.document as usize)?, 0));
+        }
+    }
     let mut train = Vec::with_capacity(sources.len());
     for (s, source) in sources.iter().enumerate() {
         let documents = source.shard.documents() as u64;
         let evaluates: HashSet<u64> = eval[s].iter().copied().collect();
-        let rows: Vec<u64> = if source.split == Some(TEST) {
+        let rows: Vec<u64> = if source.split == Some(TEST) || config.only_evaluates {
             Vec::new()
         } else if config.prompt_split.is_empty() {
             (0..documents).filter(|row| !evaluates.contains(row)).collect()

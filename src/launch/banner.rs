@@ -54,7 +54,8 @@ impl Run {
         rows.extend(self.notes().into_iter().chain(needs.notes).chain(self.describe_rollouts(needs.rollouts)));
         let from = resumed_from.map_or(String::new(), |step| format!(", resumed from step {step}"));
         let (dir, seed) = (config.job.dir.display(), config.job.seed);
-        rows.push(row("run", format!("{dir}, {steps} steps, seed {seed}{from}")));
+        let steps_of = if steps == 0 { String::new() } else { format!(" {steps} steps,") };
+        rows.push(row("run", format!("{dir},{steps_of} seed {seed}{from}")));
         self.recorder.banner(steps, resumed_from, &rows);
     }
 

@@ -40,6 +40,9 @@ impl StepShape {
 
     /// How many rows to look at before the job runs: those of whole steps, of no more than the job does.
     pub fn rows_ahead(&self, config: &Config) -> usize {
+        if self.trained == 0 {
+            return 0;
+        }
         let step = self.rows.max(1);
         let steps = (AHEAD / step).max(1);
         let all = if config.job.steps > 0 { config.job.steps as usize } else { steps };

@@ -244,7 +244,7 @@ impl Learner {
 }
 
 /// A range a few MiB at a time.
-fn pieces(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
+pub(super) fn pieces(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = range.end;
     range.clone().step_by(READ).map(move |start| start..(start + READ).min(end))
 }

@@ -1,5 +1,5 @@
-//! `eval/step-N.jsonl`: held-out rows of preferences and of steps as the evaluation after step N judged them, a line each. A line has
-//! the fields of the data, so that chosen lines are rows to train on.
+//! `eval/step-N.jsonl`: held-out rows as the evaluation after step N judged them, a line each. A line of preferences or steps has the
+//! fields of the data, so that chosen lines are rows to train on; one of prompts has the answers to one.
 
 use super::rollouts::steps_in;
 use crate::error::{Error, Result};
@@ -23,10 +23,21 @@ pub struct EvalRow {
     #[serde(flatten)]
     pub responses: EvalResponses,
     /// Chosen less rejected reward; of a labelled response the distance of its reward from beta times the KL, to the side
-    /// of its label; of steps the least, by how much the wanted token is likelier than any other.
+    /// of its label; of steps the least, by how much the wanted token is likelier than any other; of answers their mean score less
+    /// `eval.correct_at`.
     pub margin: f64,
-    /// Whether the margin is above 0; of steps that all are right.
+    /// Whether the margin is above 0; of steps, whether all are right; of answers, whether the greedy one is.
     pub correct: bool,
+}
+
+/// An answer to a prompt, and what the rewards say of it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EvalAnswer {
+    pub response: String,
+    pub score: f32,
+    pub tokens: usize,
+    /// At which it was drawn; 0 of the greedy one.
+    pub temperature: f32,
 }
 
 /// Responses with their rewards: scores of a reward model; of a policy beta times the log-ratio to its reference, or as its loss defines;
@@ -34,9 +45,28 @@ pub struct EvalRow {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum EvalResponses {
-    Pair { chosen: String, rejected: String, chosen_reward: f64, rejected_reward: f64 },
-    Labelled { response: String, label: bool, reward: f64 },
-    Steps { steps: Vec<String>, labels: Vec<Value>, rewards: Vec<f64> },
+    Pair {
+        chosen: String,
+        rejected: String,
+        chosen_reward: f64,
+        rejected_reward: f64,
+    },
+    Labelled {
+        response: String,
+        label: bool,
+        reward: f64,
+    },
+    Steps {
+        steps: Vec<String>,
+        labels: Vec<Value>,
+        rewards: Vec<f64>,
+    },
+    /// To a prompt of a set of `data.eval_sets`, or of the eval split ("").
+    Answers {
+        set: String,
+        label: String,
+        answers: Vec<EvalAnswer>,
+    },
 }
 
 impl EvalResponses {
@@ -56,6 +86,10 @@ impl EvalResponses {
                 };
                 let named = labels.iter().map(name).zip(steps).zip(rewards);
                 named.map(|((name, step), reward)| (name, step.as_str(), *reward)).collect()
+            }
+            Self::Answers { answers, .. } => {
+                let name = |answer: &EvalAnswer| if answer.temperature == 0.0 { "greedy" } else { "sampled" }.into();
+                answers.iter().map(|answer| (name(answer), &*answer.response, answer.score.into())).collect()
             }
         }
     }

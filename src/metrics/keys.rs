@@ -192,6 +192,12 @@ table! {
         "Share of evaluation prompts whose greedy answer is right.";
     EVAL_ACCURACY_SAMPLED = "eval_accuracy_sampled", "eval", Ratio,
         "Share of evaluation prompts whose sampled answer is right.";
+    EVAL_PASS_AT_K = "eval_pass_at_K", "eval", Ratio,
+        "Estimated probability that of K samples of an evaluation prompt one at least is right, from eval.samples_per_prompt (arXiv:2107.03374).";
+    EVAL_AVG_AT_K = "eval_avg_at_K", "eval", Ratio,
+        "Mean over evaluation prompts of the share of their K samples that are right; K is eval.samples_per_prompt.";
+    EVAL_MAJORITY_AT_K = "eval_majority_at_K", "eval", Ratio,
+        "Share of evaluation prompts whose most frequent answer among K samples is right, of as frequent ones the first drawn.";
     EVAL_ACCURACY = "eval_accuracy", "eval", Ratio, "`accuracy` on the evaluation split.";
     EVAL_MARGIN_MEAN = "eval_margin_mean", "eval", One, "`margin_mean` on the evaluation split.";
     EVAL_REWARD_MEAN = "eval_reward_mean", "eval", One, "Mean score of greedy responses on the evaluation split.";
@@ -203,17 +209,35 @@ table! {
     EVAL_TIME_S = "eval_time_s", "eval", Seconds, "The whole evaluation.";
 }
 
+/// What stands before the K of [`EVAL_PASS_AT_K`] and its like, where that is a number.
+pub const EVAL_PASS_AT: &str = "eval_pass_at_";
+pub const EVAL_AVG_AT: &str = "eval_avg_at_";
+pub const EVAL_MAJORITY_AT: &str = "eval_majority_at_";
+/// What stands before `NAME/accuracy_greedy`, which is [`EVAL_ACCURACY_GREEDY`] of the set NAME of `data.eval_sets`.
+pub const EVAL_OF_SET: &str = "eval/";
+
+/// The row of a key, which a set and a number of samples may be part of.
 pub fn find(name: &str) -> Option<&'static Key> {
-    TABLE.iter().find(|key| key.name == name)
+    let row = of_set(name).map_or(name.to_string(), |(_, of_split)| format!("eval_{of_split}"));
+    TABLE.get(rank(&row))
 }
 
-/// The position of `name` in a line: its row, or behind all rows for a key of the user's own (`extra_logs` of a reward).
-pub(super) fn rank(name: &str) -> usize {
-    TABLE.iter().position(|key| key.name == name).unwrap_or(TABLE.len())
+/// The set that a key is of, and what it is called of the eval split, without `eval_`.
+pub fn of_set(name: &str) -> Option<(&str, &str)> {
+    name.strip_prefix(EVAL_OF_SET)?.split_once('/')
+}
+
+/// The position of `name` in a line: its row, or behind all rows for a key of the user's own (`extra_logs` of a reward) and of a set.
+pub fn rank(name: &str) -> usize {
+    let is_number = |k: &str| !k.is_empty() && k.bytes().all(|byte| byte.is_ascii_digit());
+    let of_samples = |prefix: &&str| name.strip_prefix(*prefix).is_some_and(is_number);
+    let prefix = [EVAL_PASS_AT, EVAL_AVG_AT, EVAL_MAJORITY_AT].into_iter().find(of_samples);
+    let is_row = |key: &Key| prefix.map_or(key.name == name, |prefix| key.name.strip_prefix(prefix) == Some("K"));
+    TABLE.iter().position(is_row).unwrap_or(TABLE.len())
 }
 
 pub fn is_eval(name: &str) -> bool {
-    name.starts_with("eval_")
+    name.starts_with("eval_") || name.starts_with(EVAL_OF_SET)
 }
 
 #[cfg(test)]
@@ -225,6 +249,16 @@ mod tests {
         for (i, key) in TABLE.iter().enumerate() {
             assert_eq!(rank(key.name), i, "{} stands twice", key.name);
         }
+    }
+
+    #[test]
+    fn a_set_and_a_number_of_samples_are_part_of_a_key() {
+        let of = |name| find(name).map(|key| key.name);
+        assert_eq!(of("eval_pass_at_16"), Some(EVAL_PASS_AT_K));
+        assert_eq!(of("eval/math/majority_at_8"), Some(EVAL_MAJORITY_AT_K));
+        assert_eq!(of("eval/math/accuracy_greedy"), Some(EVAL_ACCURACY_GREEDY));
+        assert_eq!([of("eval_pass_at_"), of("eval_pass_at_x"), of("eval/math/style"), of("eval/math")], [None; 4]);
+        assert_eq!(rank("eval/math/accuracy_greedy"), TABLE.len());
     }
 
     #[test]

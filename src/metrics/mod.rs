@@ -5,6 +5,7 @@
 mod curves;
 mod display;
 pub mod eval_rows;
+mod eval_table;
 pub mod jsonl;
 pub mod keys;
 mod line;
@@ -19,6 +20,7 @@ pub mod throughput;
 
 pub use curves::Curves;
 pub use display::{count, duration, grouped, number, one_line, percent, wrapped};
+pub use eval_table::{eval_lines, eval_table};
 pub use jsonl::Line;
 pub use recorder::Recorder;
 pub use screen::{Screen, colour_allowed, stderr_is_terminal};

@@ -26,10 +26,10 @@ const OTHER_SECTION: &str = "extra";
 
 /// `reward/mean` of `reward_mean`, `time/step_s` of `time_step_s`; keys with a section of their own (`reward/style`) stay.
 pub fn tag(key: &str) -> String {
-    let section = match keys::find(key) {
-        None if key.contains('/') => return key.to_owned(),
-        found => found.map_or(OTHER_SECTION, |key| key.section),
-    };
+    if key.contains('/') {
+        return key.to_owned();
+    }
+    let section = keys::find(key).map_or(OTHER_SECTION, |key| key.section);
     let name = key.strip_prefix(section).and_then(|rest| rest.strip_prefix('_')).unwrap_or(key);
     format!("{section}/{name}")
 }

@@ -309,8 +309,12 @@ impl Terminal {
         if let Some(rows) = &self.rows {
             rows.clear();
         }
-        let plural = if steps == 1 { "" } else { "s" };
-        let title = format!("{} step{plural} in {}", grouped(steps), duration(seconds));
+        let made = match steps {
+            0 => "evaluated".to_string(),
+            1 => "1 step".to_string(),
+            _ => format!("{} steps", grouped(steps)),
+        };
+        let title = format!("{made} in {}", duration(seconds));
         let mut out = format!("\n{}\n", self.ink.bold(&title));
         for row in self.curves(curves) {
             out.push_str(&row);

@@ -45,8 +45,11 @@ pub struct Microbatch {
 impl<'a> Job<'a> {
     /// A job with rows as long as it allows where none are given.
     pub fn new(config: &'a Config, archs: &'a Archs, rows: Option<Rows>) -> Self {
-        let shape = train::shape(config);
+        let mut shape = train::shape(config);
         let rows = rows.unwrap_or_else(|| Rows::longest(config, &shape, archs.actor().context, ""));
+        if shape.trained == 0 {
+            shape.rows = rows.evaluated.len();
+        }
         let fast = config.job.gemm != Gemm::Exact;
         Self { config, archs, shape, rows, fast, workspace: fast }
     }

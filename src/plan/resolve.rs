@@ -97,10 +97,10 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
 /// Counts for given rows.
 fn counter(archs: Archs, placed: Vec<(Placement, Layout)>, device: Device) -> Count {
     Box::new(move |config, fast, rows, eval| {
-        let job = Job::new(config, &archs, None);
-        let rows = Rows::of(config, &job.shape, archs.actor().context, rows, eval);
+        let rows = Rows::of(config, &train::shape(config), archs.actor().context, rows, eval);
+        let job = Job::new(config, &archs, Some(rows));
         let [fast, workspace] = fast.unwrap_or([job.fast, job.workspace]);
-        expect(&Job { rows, fast, workspace, ..job }, &placed, &device)
+        expect(&Job { fast, workspace, ..job }, &placed, &device)
     })
 }
 

@@ -48,22 +48,28 @@ impl Rows {
             let tokens = if most == 0 { shape.microbatch_tokens_max } else { most }.min(context).max(2);
             RowTokens { prompt: tokens / 2, response: tokens - tokens / 2 }
         };
-        Self::new(vec![row], Origin::Longest(why.into()))
+        let longest = Self::new(vec![row], Origin::Longest(why.into()));
+        if shape.trained == 0 { Self { evaluated: vec![row; shape.rows], ..longest } } else { longest }
     }
 
     /// Rows of these lengths, those that the job draws first, and `eval` those of the eval split.
     /// Responses that are sampled, whose lengths nobody knows before, count as long as they may be.
     ///
+    /// A job that trains nothing draws what it evaluates; as many prompts as it answers in a step say what others take, too.
+    ///
     /// # Panics
     /// If there are none.
     pub fn of(config: &Config, shape: &StepShape, context: usize, tokens: &[RowTokens], eval: &[RowTokens]) -> Self {
+        let only_evaluates = shape.trained == 0;
+        let eval = &eval[..if only_evaluates { shape.rows.min(eval.len()) } else { eval.len() }];
+        let tokens = if only_evaluates { eval } else { tokens };
         assert!(!tokens.is_empty(), "a job has rows");
         let row = |&RowTokens { prompt, response }: &RowTokens| {
             let sampled = || new_tokens_max(&config.rollout, prompt, context);
             RowTokens { prompt, response: if shape.has_rollout() { sampled() } else { response } }
         };
         let most = if config.eval.samples_max == 0 { eval.len() } else { config.eval.samples_max };
-        let evaluated = if config.eval.every_steps == 0 {
+        let evaluated = if config.eval.every_steps == 0 && !only_evaluates {
             Vec::new()
         } else if shape.has_rollout() {
             eval.iter().take(most).map(row).collect()
@@ -91,7 +97,7 @@ impl Rows {
     /// The same rows with these lengths instead.
     #[must_use]
     pub fn with(mut self, prompt: Option<usize>, response: Option<usize>) -> Self {
-        for row in &mut self.drawn {
+        for row in self.drawn.iter_mut().chain(&mut self.evaluated) {
             row.prompt = prompt.unwrap_or(row.prompt);
             row.response = response.unwrap_or(row.response);
         }

@@ -96,6 +96,10 @@ fn step(out: &mut String, job: &Job, mesh: &Mesh) {
         (false, true) => format!("{samples} rows of {} tokens", longest.all()),
         (false, false) => format!("{samples} rows of {:.0} tokens in the mean", prompt + response),
     };
+    if job.shape.trained == 0 {
+        let (prompts, dtype) = (grouped(job.shape.rows as u64), job.config.model.dtype().name());
+        return wrap(out, "  step       ", &format!("{step}, greedy and drawn answers to {prompts} prompts; {dtype}"));
+    }
     let batch = job.fullest(mesh);
     let batch = if job.rows.are_alike() {
         format!("micro-batches of {} rows", batch.rows)

@@ -98,6 +98,16 @@ impl Reward {
         &self.weights
     }
 
+    /// What a response answers, by which those that agree are counted: what the first rule that has an answer compares with the
+    /// label, none where it finds nothing; without such a rule the text, stripped.
+    pub fn answer(&self, text: &str) -> Option<String> {
+        let rule = self.parts.iter().find_map(|part| match &part.source {
+            Source::Rule(rule) if rule.has_answer() => Some(rule),
+            _ => None,
+        });
+        rule.map_or_else(|| Some(text.trim().to_string()), |rule| rule.compared(text))
+    }
+
     fn pools(&mut self) -> impl Iterator<Item = &mut Pool> {
         self.parts.iter_mut().filter_map(|part| match &mut part.source {
             Source::Pool(pool) => Some(&mut **pool),

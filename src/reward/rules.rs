@@ -90,6 +90,22 @@ impl Rule {
         Ok(if holds { config.right } else { config.wrong })
     }
 
+    /// Whether it compares a text or a number of the response with the label.
+    pub fn has_answer(&self) -> bool {
+        matches!(self.config.kind, RuleKind::Exact | RuleKind::Number)
+    }
+
+    /// That text, or the number in its shortest form; none where there is none.
+    pub fn compared(&self, text: &str) -> Option<String> {
+        let answer = self.answer(text)?;
+        match self.config.kind {
+            // No -0.
+            RuleKind::Number => self.last_number(answer).map(|x| (x + 0.0).to_string()),
+            _ if self.config.ignore_case => Some(answer.to_lowercase()),
+            _ => Some(answer.to_string()),
+        }
+    }
+
     /// The part of the text that is judged; None where `extract` does not match.
     fn answer<'a>(&self, text: &'a str) -> Option<&'a str> {
         let cut = match &self.extract {

@@ -34,7 +34,7 @@ const NOT_OF_A_STEP: &[&str] = &[
     "rollout.data",
 ];
 /// Values that name a file or a directory.
-const PATHS: &[&str] = &["model.", "data.prompts", "data.pretrain", "data.split.eval_files"];
+const PATHS: &[&str] = &["model.", "data.prompts", "data.pretrain", "data.eval_sets", "data.split.eval_files"];
 
 /// The changes from `saved` (TOML) to `now` with which a run may be resumed, to finish a step where one is `unfinished`.
 pub fn check(saved: &str, now: &Config, unfinished: bool) -> Result<Vec<String>> {
@@ -97,6 +97,11 @@ fn moved(was: Option<&Value>, is: Option<&Value>) -> bool {
         (Value::Array(a), Value::Array(b)) => {
             a.len() == b.len() && a.iter().zip(b).all(|(a, b)| moved(Some(a), Some(b)))
         }
+        // A set of rows.
+        (Value::Table(a), Value::Table(b)) => a.iter().all(|(key, was)| match (key.as_str(), b.get(key)) {
+            ("prompts", is) => moved(Some(was), is),
+            (_, is) => is == Some(was),
+        }),
         (Value::String(a), Value::String(b)) => {
             // Shards are named by their prefix.
             let real = |path: &str| {

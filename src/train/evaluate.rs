@@ -1,13 +1,19 @@
-//! Evaluation of PPO: held-out prompts answered greedily and by sampling, and how many answers are right.
+//! Evaluation of jobs that sample: held-out prompts answered greedily and by sampling, and how many answers are right.
 
-use super::rollout::{Collector, greedy};
+use super::rollout::{Answer, Collector, greedy};
+use crate::config::Config;
+use crate::config::job::JobKind;
 use crate::config::rollout::RolloutConfig;
+use crate::data::PromptSource;
 use crate::error::Result;
+use crate::experience::Prompt;
 use crate::launch::run::Run;
+use crate::metrics::eval_rows::{EvalAnswer, EvalResponses, EvalRow};
 use crate::metrics::keys::{self, Metrics, named};
-use crate::reward::Scored;
 use crate::rollout::Model;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::Path;
 use std::time::Instant;
 
 /// What stands before the name of one of several rewards: its mean score of greedy responses.
@@ -16,45 +22,230 @@ const EVAL_REWARD_OF: &str = "eval_reward/";
 /// Keeps the random numbers of an evaluation apart from those of the step with the same number.
 pub(super) const EVAL_STEPS: u32 = 1 << 31;
 
+/// Prompts whose answers have numbers of their own.
+struct Set {
+    /// Of `data.eval_sets`, or of a source; empty of the eval split.
+    name: String,
+    /// Among all that are answered.
+    prompts: Range<usize>,
+}
+
+impl Set {
+    /// `eval/NAME/accuracy_greedy` of `eval_accuracy_greedy`.
+    fn key(&self, key: String) -> String {
+        match key.strip_prefix("eval_") {
+            Some(of_split) if !self.name.is_empty() => format!("{}{}/{of_split}", keys::EVAL_OF_SET, self.name),
+            _ => key,
+        }
+    }
+}
+
 /// `model`: the actor, where it is on this rank; `start`: when its preparations began. None where the run was asked to stop
 /// before all prompts were answered. All ranks of the run call this.
 pub fn evaluate(
-    run: &Run,
+    run: &mut Run,
     model: Option<Model>,
     collector: &mut Collector,
     step: u64,
     start: Instant,
 ) -> Result<Option<Metrics>> {
-    let prompts = run.ranks.all.agree(collector.source.eval_rows(run.config.eval.samples_max))?;
+    let (prompts, sets) = run.ranks.all.agree(held_out(&run.config, &collector.source))?;
     if prompts.is_empty() {
         return Ok(Some(Vec::new()));
     }
-    let sampled = RolloutConfig { samples_per_prompt: 1, ..run.config.rollout.clone() };
-    let greedy = greedy(&sampled);
-    let mut results = Vec::new();
-    for config in [&greedy, &sampled] {
+    let sampled = sampled(&run.config);
+    let mut answers = Vec::new();
+    for config in [&greedy(&sampled), &sampled] {
         let found = collector.evaluate(run, model, EVAL_STEPS + step as u32, &prompts, config)?;
         let Some(found) = found else { return Ok(None) };
-        results.push(found);
+        answers.push(found);
     }
-    // Where a reward failed on a response, that counts nowhere.
-    let mean = |rows: &[(Scored, u64)], of: &dyn Fn(&(Scored, u64)) -> f64| {
-        rows.iter().map(of).sum::<f64>() / rows.len().max(1) as f64
-    };
-    let right = |row: &(Scored, u64)| f64::from(u8::from(row.0.score >= run.config.eval.correct_at));
-    let mut all = named([
-        (keys::EVAL_ACCURACY_GREEDY, mean(&results[0], &right)),
-        (keys::EVAL_ACCURACY_SAMPLED, mean(&results[1], &right)),
-        (keys::EVAL_REWARD_MEAN, mean(&results[0], &|row| f64::from(row.0.score))),
-        (keys::EVAL_RESPONSE_TOKENS_MEAN, mean(&results[0], &|row| row.1 as f64)),
-        (keys::EVAL_SAMPLES, results[0].len() as f64),
-        (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
-    ]);
-    if run.config.reward.sources() > 1 {
-        let names: BTreeSet<&String> = results[0].iter().flat_map(|(scored, _)| scored.parts.keys()).collect();
-        let of =
-            |name: &String| mean(&results[0], &|(scored, _)| f64::from(scored.parts.get(name).copied().unwrap_or(0.0)));
-        all.extend(names.into_iter().map(|name| (format!("{EVAL_REWARD_OF}{name}"), of(name))));
+    let temperatures = [0.0, sampled.temperature];
+    let rows = rows(&run.config, step, &prompts, &sets, temperatures.into_iter().zip(&answers));
+    let recorded = run.recorder.eval_rows(step, rows.into_iter().map(Ok));
+    run.ranks.all.agree(recorded)?;
+    let mut all = named([(keys::EVAL_TIME_S, start.elapsed().as_secs_f64())]);
+    for set in &sets {
+        let of = |answers: &Vec<Answer>| -> Vec<Answer> {
+            answers.iter().filter(|(response, _)| set.prompts.contains(&response.prompt)).cloned().collect()
+        };
+        let found = numbers(&run.config, &|text| collector.answer(text), &of(&answers[0]), &of(&answers[1]));
+        all.extend(found.into_iter().map(|(key, value)| (set.key(key), value)));
     }
     Ok(Some(all))
+}
+
+/// How answers are drawn beside the greedy ones.
+pub fn sampled(Config { eval, rollout, .. }: &Config) -> RolloutConfig {
+    let rollout = rollout.clone();
+    if eval.draws() {
+        RolloutConfig { samples_per_prompt: eval.samples_per_prompt, temperature: eval.temperature, ..rollout }
+    } else {
+        RolloutConfig { samples_per_prompt: 1, ..rollout }
+    }
+}
+
+/// All held-out prompts, and which of them have numbers of their own: the eval split, in a job that only evaluates each of its
+/// sources where it has several, and `data.eval_sets`.
+fn held_out(config: &Config, source: &PromptSource) -> Result<(Vec<Prompt>, Vec<Set>)> {
+    let most = config.eval.samples_max;
+    let (mut prompts, mut sets) = (source.eval_rows(most)?, Vec::new());
+    if !prompts.is_empty() {
+        sets.push(Set { name: String::new(), prompts: 0..prompts.len() });
+    }
+    let by_source: Vec<&[Prompt]> = prompts.chunk_by(|a, b| a.source == b.source).collect();
+    if config.job.kind == JobKind::Eval && by_source.len() > 1 {
+        let mut taken: BTreeSet<String> = config.data.eval_sets.iter().map(|set| set.name.clone()).collect();
+        let mut end = 0;
+        for rows in by_source {
+            let stem = Path::new(&rows[0].source).file_stem().map_or("rows".into(), |stem| stem.to_string_lossy());
+            let numbered = (2..).map(|i| format!("{stem}_{i}"));
+            let name = std::iter::once(stem.to_string()).chain(numbered).find(|name| taken.insert(name.clone()));
+            sets.extend(name.map(|name| Set { name, prompts: end..end + rows.len() }));
+            end += rows.len();
+        }
+    }
+    for (name, rows) in source.eval_sets(most)? {
+        let start = prompts.len();
+        prompts.extend(rows);
+        sets.push(Set { name, prompts: start..prompts.len() });
+    }
+    Ok((prompts, sets))
+}
+
+/// Numbers of answers, those of a prompt together; `answer`: what a response answers, by which majorities are counted.
+fn numbers(config: &Config, answer: &dyn Fn(&str) -> Option<String>, greedy: &[Answer], sampled: &[Answer]) -> Metrics {
+    let is_right = |(_, scored): &Answer| scored.score >= config.eval.correct_at;
+    let right = |answer: &Answer| f64::from(u8::from(is_right(answer)));
+    let mut all = named([
+        (keys::EVAL_ACCURACY_GREEDY, mean(greedy.iter().map(right))),
+        (keys::EVAL_ACCURACY_SAMPLED, mean(sampled.iter().map(right))),
+        (keys::EVAL_REWARD_MEAN, mean(greedy.iter().map(|(_, scored)| f64::from(scored.score)))),
+        (keys::EVAL_RESPONSE_TOKENS_MEAN, mean(greedy.iter().map(|(response, _)| response.tokens.len() as f64))),
+        (keys::EVAL_SAMPLES, greedy.len() as f64),
+    ]);
+    if config.reward.sources() > 1 {
+        let names: BTreeSet<&String> = greedy.iter().flat_map(|(_, scored)| scored.parts.keys()).collect();
+        let of = |name: &String| {
+            mean(greedy.iter().map(|(_, scored)| f64::from(scored.parts.get(name).copied().unwrap_or(0.0))))
+        };
+        all.extend(names.into_iter().map(|name| (format!("{EVAL_REWARD_OF}{name}"), of(name))));
+    }
+    if !config.eval.draws() && config.job.kind != JobKind::Eval {
+        return all;
+    }
+    let (n, drawn) = (config.eval.samples_per_prompt, if config.eval.draws() { sampled } else { greedy });
+    let of_prompts: Vec<&[Answer]> = drawn.chunk_by(|(a, _), (b, _)| a.prompt == b.prompt).collect();
+    let count = |answers: &[Answer]| answers.iter().filter(|answer| is_right(answer)).count();
+    for &k in &config.eval.pass_at {
+        // Where a reward failed on answers, too few of a prompt may be left.
+        let of_enough = of_prompts.iter().filter(|answers| answers.len() >= k);
+        let pass = mean(of_enough.map(|answers| pass_at(answers.len(), count(answers), k)));
+        all.push((format!("{}{k}", keys::EVAL_PASS_AT), pass));
+    }
+    let shares = of_prompts.iter().map(|answers| count(answers) as f64 / answers.len() as f64);
+    all.push((format!("{}{n}", keys::EVAL_AVG_AT), mean(shares)));
+    if n > 1 {
+        let votes = |answers: &&[Answer]| {
+            let votes = answers.iter().map(|one| (answer(&one.0.text), is_right(one)));
+            f64::from(u8::from(majority(votes)))
+        };
+        all.push((format!("{}{n}", keys::EVAL_MAJORITY_AT), mean(of_prompts.iter().map(votes))));
+    }
+    all
+}
+
+/// 0 of nothing: a reward that failed on a response counts nowhere.
+fn mean(values: impl Iterator<Item = f64>) -> f64 {
+    let (sum, count) = values.fold((0.0, 0u64), |(sum, count), value| (sum + value, count + 1));
+    sum / count.max(1) as f64
+}
+
+/// The probability that of `k` out of `n` samples, `c` of which are right, one is right at least (arXiv:2107.03374, section 2.1):
+///
+/// pass@k = 1 - C(n - c, k) / C(n, k) = 1 - product over i in n - c + 1 ..= n of (1 - k / i).
+fn pass_at(n: usize, c: usize, k: usize) -> f64 {
+    if n - c < k {
+        return 1.0;
+    }
+    1.0 - (n - c + 1..=n).map(|i| 1.0 - k as f64 / i as f64).product::<f64>()
+}
+
+/// Whether the answer that most samples give is right; of answers with as many votes the one that was drawn first counts. A sample
+/// without an answer does not vote.
+fn majority(answers: impl Iterator<Item = (Option<String>, bool)>) -> bool {
+    let mut votes: Vec<(String, usize, bool)> = Vec::new();
+    for (answer, is_right) in answers.filter_map(|(answer, is_right)| Some((answer?, is_right))) {
+        match votes.iter_mut().find(|(known, ..)| *known == answer) {
+            Some((_, count, _)) => *count += 1,
+            None => votes.push((answer, 1, is_right)),
+        }
+    }
+    let most = votes.iter().map(|(_, count, _)| *count).max();
+    votes.iter().find(|(_, count, _)| Some(*count) == most).is_some_and(|(.., is_right)| *is_right)
+}
+
+/// Rows to read of the first prompts of each set, `metrics.eval_rows_max` in all, from the answers that were drawn at each temperature.
+fn rows<'a>(
+    config: &Config,
+    step: u64,
+    prompts: &[Prompt],
+    sets: &[Set],
+    answers: impl Iterator<Item = (f32, &'a Vec<Answer>)>,
+) -> Vec<EvalRow> {
+    let mut of_prompts: BTreeMap<usize, Vec<EvalAnswer>> = BTreeMap::new();
+    for (temperature, answers) in answers {
+        for (response, scored) in answers {
+            let (text, tokens, score) = (response.text.clone(), response.tokens.len(), scored.score);
+            let answer = EvalAnswer { response: text, score, tokens, temperature };
+            of_prompts.entry(response.prompt).or_default().push(answer);
+        }
+    }
+    let each = config.metrics.eval_rows_max.div_ceil(sets.len());
+    let mut rows = Vec::new();
+    for set in sets {
+        for i in set.prompts.clone().take(each) {
+            let Some(answers) = of_prompts.remove(&i) else { continue };
+            let (prompt, correct_at) = (&prompts[i], config.eval.correct_at);
+            rows.push(EvalRow {
+                step,
+                row: prompt.id,
+                prompt: prompt.text.clone(),
+                margin: mean(answers.iter().map(|answer| f64::from(answer.score))) - f64::from(correct_at),
+                correct: answers[0].score >= correct_at,
+                responses: EvalResponses::Answers { set: set.name.clone(), label: prompt.label.clone(), answers },
+            });
+        }
+    }
+    rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pass_at_k_is_the_share_of_subsets_of_k_samples_that_hold_a_right_one() {
+        for n in 1..=8usize {
+            for (c, k) in (0..=n).flat_map(|c| (1..=n).map(move |k| (c, k))) {
+                // The first c samples are right.
+                let subsets = (0..1u32 << n).filter(|subset| subset.count_ones() as usize == k);
+                let holds = subsets.clone().filter(|subset| subset & ((1 << c) - 1) != 0).count();
+                let share = holds as f64 / subsets.count() as f64;
+                assert!((pass_at(n, c, k) - share).abs() < 1e-12, "n {n}, c {c}, k {k}");
+            }
+        }
+        assert!((pass_at(10_000, 1, 5_000) - 0.5).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_majority_is_of_answers_that_were_given_and_of_as_many_votes_the_first_counts() {
+        let of = |answers: &[(&str, bool)]| {
+            majority(answers.iter().map(|(answer, right)| (Some(answer.to_string()).filter(|a| !a.is_empty()), *right)))
+        };
+        assert!(of(&[("7", false), ("8", true), ("8", true)]));
+        assert!(of(&[("8", true), ("7", false)]) && !of(&[("7", false), ("8", true)]));
+        assert!(of(&[("", false), ("", false), ("8", true)]));
+        assert!(!of(&[("", false)]) && !of(&[]));
+    }
 }

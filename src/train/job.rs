@@ -112,7 +112,7 @@ impl From<Error> for Ended {
 /// Runs a job: opens, resumes, trains, exports.
 pub fn run<J: Job>(mut run: Run) -> Result<()> {
     let mut opened = Opened::<J>::open(&mut run)?;
-    if opened.is_over(&run) && !run.dry_run {
+    if opened.is_over(&run) && !opened.learned.is_empty() && !run.dry_run {
         let (step, steps) = (opened.state.step, opened.steps);
         let (why, key) = match opened.state.best.ends(&run.config) {
             Some(why) => (format!(": {why}"), "eval.patience"),
@@ -127,13 +127,14 @@ pub fn run<J: Job>(mut run: Run) -> Result<()> {
     opened.train(&mut run)?;
     opened.take_best(&mut run)?;
     let ended = opened.ended(&run);
-    let Opened { mut job, state, .. } = opened;
+    let made = if opened.learned.is_empty() { 0 } else { opened.state.step };
+    let Opened { mut job, .. } = opened;
     // The export needs memory for the whole model.
     job.learners().into_iter().for_each(|learner| learner.sum.grads.free());
     let (ledger, exported) = (job.rows().ledger().clone(), J::models(&run.config)[0].role.name());
     let learners = job.learners();
     let exported = learners.into_iter().find(|learner| learner.role.name == exported);
-    export::finish(&mut run, exported, state.step, &ledger, ended)
+    export::finish(&mut run, exported, made, &ledger, ended)
 }
 
 /// Opens the rows, and refuses those that model or method cannot learn from.
@@ -183,7 +184,8 @@ impl<J: Job> Opened<J> {
         let mut source = run.ranks.all.agree(open_rows::<J>(&config, &arch, &tokenizer, &prepared))?;
         show_first(run, &mut source)?;
         let steps = J::steps(&config, &source);
-        if steps == 0 {
+        let learned: Vec<&str> = models::learned(&models).map(|model| model.spec.role.name()).collect();
+        if steps == 0 && !learned.is_empty() {
             return run.ranks.all.agree(Err(Error::usage("the job has no step to make: job.steps is 0")));
         }
         run.write_resolved(steps)?;
@@ -194,11 +196,12 @@ impl<J: Job> Opened<J> {
         let mut state = State {
             cursor: source.cursor().clone(),
             ledger: source.ledger().clone(),
-            eval_due: config.eval.every_steps > 0,
+            // A job that trains nothing is over where it begins, but for its evaluation.
+            step: if learned.is_empty() { steps } else { 0 },
+            eval_due: config.eval.every_steps > 0 || learned.is_empty(),
             inputs: hashed.all(run, &models)?,
             ..State::default()
         };
-        let learned: Vec<&str> = models::learned(&models).map(|model| model.spec.role.name()).collect();
         let mut resumed = state::find(run, &arch, &learned, &state.inputs)?;
         if let Some(resumed) = &resumed {
             state = resumed.state.clone();
@@ -210,7 +213,8 @@ impl<J: Job> Opened<J> {
         run.recorder.say(&format!("loading the models: {}", names.join(", ")));
         let roles = models::load(run, &models, values)?;
         let mut needs = J::needs(run, &arch, &source);
-        needs.about.splice(0..0, about(&config, &shape, &source, steps));
+        let about = about(&config, &shape, &source, steps).into_iter();
+        needs.about.splice(0..0, about.take(if learned.is_empty() { 1 } else { usize::MAX }));
         let exports = 1 + usize::from(config.optim.actor.ema_beta > 0.0);
         let export_bytes = exports * models[0].table().len() * config.model.dtype().bytes();
         let to_restore = roles.iter().filter(|role| resumed.is_some() && learned.contains(&role.name));
@@ -228,11 +232,16 @@ impl<J: Job> Opened<J> {
             let is_writer = run.ranks.world.rank == 0;
             let filtered = run.dir.join(LEDGER_LINES);
             run.ranks.all.agree(if is_writer { job.rows().write_filtered(&filtered, state.step) } else { Ok(()) })?;
-            let cut = run.recorder.cut_back(state.step);
+            let cut = run.recorder.cut_back(if learned.is_empty() { 0 } else { state.step });
             run.ranks.all.agree(cut)?;
         }
         let shown = models.iter().map(|model| (model.spec.role.name(), model.table().parameters(), &*model.spec.dir));
-        run.banner(steps, resumed.map(|resumed| resumed.state.step), &shown.collect::<Vec<_>>(), needs);
+        run.banner(
+            if learned.is_empty() { 0 } else { steps },
+            resumed.map(|resumed| resumed.state.step),
+            &shown.collect::<Vec<_>>(),
+            needs,
+        );
         for text in warnings::of_start(run, &J::shape(&run.config), job.rows(), arch.context) {
             run.recorder.warn(&text);
         }
@@ -244,6 +253,12 @@ impl<J: Job> Opened<J> {
             let is_best = self.evaluate(run, self.state.step)?;
             if self.state.eval_due || is_best || self.is_over(run) {
                 self.save(run, None)?;
+            }
+            if self.state.eval_due && self.learned.is_empty() {
+                return Err(Error::new(
+                    Kind::Stopped,
+                    "stopped before the evaluation was done; the same line begins it again",
+                ));
             }
             if self.state.eval_due {
                 return Err(run.stopped(self.state.step));
@@ -332,7 +347,9 @@ impl<J: Job> Opened<J> {
         phase::set(step, "eval");
         match self.job.evaluate(run, step) {
             // Before the first step there is nothing to save.
-            Err(error) if error.kind == Kind::Service && step > 0 => Err(self.save_for(run, None, error)),
+            Err(error) if error.kind == Kind::Service && step > 0 && !self.learned.is_empty() => {
+                Err(self.save_for(run, None, error))
+            }
             Ok(None) => Ok(false),
             Err(error) if error.kind == Kind::Stopped => Ok(false),
             Err(error) => Err(error),
@@ -364,6 +381,9 @@ impl<J: Job> Opened<J> {
     }
 
     fn save(&mut self, run: &mut Run, work: Option<&[u8]>) -> Result<()> {
+        if self.learned.is_empty() {
+            return Ok(());
+        }
         self.state.method = self.job.state();
         let learners = self.job.learners();
         state::save(run, &mut self.state, &self.learned, &learners, work)

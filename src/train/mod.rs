@@ -5,6 +5,7 @@ mod config_diff;
 pub mod distill;
 mod dynamic_sampling;
 mod episodes;
+pub mod eval;
 mod evaluate;
 mod experience_maker;
 mod export;
@@ -24,6 +25,7 @@ pub mod reward_model;
 mod reward_models;
 mod rollout;
 pub mod rollout_weights;
+pub mod saved;
 pub mod sft;
 mod shares;
 pub mod state;
@@ -78,6 +80,10 @@ macro_rules! of_kind {
             }
             JobKind::Distill => {
                 type $job = distill::Distill;
+                $call
+            }
+            JobKind::Eval => {
+                type $job = eval::Eval;
                 $call
             }
             JobKind::Ppo => {

@@ -1,7 +1,9 @@
 //! The models of a job: described by their directories, checked against each other, and loaded.
 
+use super::saved;
 use crate::config::mesh::RoleName;
 use crate::config::optim::OptimConfig;
+use crate::device::null;
 use crate::error::{Error, Result};
 use crate::launch::run::{Run, Values};
 use crate::learn::{Learner, Role, role};
@@ -122,8 +124,17 @@ pub fn load(run: &Run, models: &[JobModel], values: Values) -> Result<Vec<Role>>
     let loaded = models.iter().filter(|model| run.ranks.has(model.spec.role)).try_for_each(|model| {
         let JobModel { spec: ModelSpec { role, dir, head, optim }, arch } = model;
         let learns = optim.is_some();
-        let values = if learns { values } else { Values::OfTheDirectory };
+        // Only a job that trains nothing has such an actor.
+        let is_saved = !learns && *role == RoleName::Actor && saved::is_checkpoint(dir) && !null::is_active();
+        let values = match learns {
+            true => values,
+            false if is_saved => Values::ToRestore,
+            false => Values::OfTheDirectory,
+        };
         let mut role = run.role(role.name(), dir, arch, *head, values)?;
+        if is_saved {
+            saved::fill(run, &mut role)?;
+        }
         if !learns {
             // Only masters are made from the files.
             role.source = None;

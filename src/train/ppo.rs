@@ -20,7 +20,6 @@ use crate::device::null;
 use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Finish, Prompt, Response};
 use crate::launch::banner::Needs;
-use crate::launch::limits::check_sampling;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::sums::Sums;
@@ -150,12 +149,7 @@ impl Job for Ppo {
         let (mut references, rewards): (Vec<_>, Vec<_>) = frozen.into_iter().partition(is_reference);
         let rewards = run.ranks.all.agree(RewardModels::new(run, rewards, &tokenizer, &source))?;
         let role = actor.as_ref().map(|actor| &actor.role);
-        let rollout_weights = role.map(|actor| {
-            let made = RolloutWeights::new(actor, &run.ranks.axes, &run.ranks.rollout_axes)?;
-            check_sampling(&run.config.rollout, made.transformer(actor), source.longest()).map(|()| made)
-        });
-        let rollout_weights = run.ranks.all.agree(rollout_weights.transpose())?;
-        let weights_bytes = rollout_weights.as_ref().zip(role).map_or(0, |(weights, actor)| weights.bytes(actor));
+        let (rollout_weights, weights_bytes) = RolloutWeights::of(run, role, source.longest())?;
         Ok(Self {
             critic,
             reference: references.pop(),

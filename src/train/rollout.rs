@@ -53,6 +53,9 @@ pub struct Collector {
     graphs_logged: bool,
 }
 
+/// A response, and what the rewards say of it.
+pub type Answer = (Response, Scored);
+
 /// A response: the index of its prompt in the batch, and its number among the samples of that.
 pub type Key = (usize, u32);
 
@@ -107,6 +110,11 @@ impl Collector {
             context,
             graphs_logged: false,
         })
+    }
+
+    /// What a response answers, by which majorities are counted.
+    pub fn answer(&self, text: &str) -> Option<String> {
+        self.reward.answer(text)
     }
 
     /// Factors of the rewards in their sum.
@@ -311,8 +319,8 @@ impl Collector {
         self.unanswered.take().map_or(Ok(()), Err)
     }
 
-    /// Scores and lengths of responses to `prompts`, one sample each, each on one rank, without those that a reward failed on;
-    /// `None` where a rank was asked to stop before all were answered. `model`: the actor, where it is on this rank. All ranks of the run call this.
+    /// Answers to `prompts`, those to a prompt together, on all ranks, without those that a reward failed on; `None` where a rank was
+    /// asked to stop before all were answered. `model`: the actor, where it is on this rank. All ranks of the run call this.
     pub fn evaluate(
         &mut self,
         run: &Run,
@@ -320,7 +328,7 @@ impl Collector {
         step: u32,
         prompts: &[Prompt],
         config: &RolloutConfig,
-    ) -> Result<Option<Vec<(Scored, u64)>>> {
+    ) -> Result<Option<Vec<Answer>>> {
         let own = prompts_of(run, &(0..prompts.len()));
         let mut answer = |model| {
             let responses = self.generate(run, model, step, prompts, &own, &[config], &[], true)?;
@@ -336,14 +344,13 @@ impl Collector {
         let Some(mut by_key) = self.scored(run)? else { return Ok(None) };
         let responses: Vec<Response> = records::gather(&run.ranks.all, &mine.unwrap_or_default())?;
         let mut scored: Vec<Scored> = responses.iter().map(|r| take(&mut by_key, (r.prompt, r.sample))).collect();
-        let lengths: Vec<u64> = responses.iter().map(|response| response.tokens.len() as u64).collect();
         if run.config.reward.has_models() {
-            let of = |response: Response| Experience {
+            let of = |response: &Response| Experience {
                 prompt: prompts[response.prompt].clone(),
-                response,
+                response: response.clone(),
                 ..Experience::default()
             };
-            let samples: Vec<Experience> = responses.into_iter().map(of).collect();
+            let samples: Vec<Experience> = responses.iter().map(of).collect();
             let found = if run.ranks.has(RoleName::Reward) {
                 self.reward_models.score(run, &samples, &mut scored).map(|()| scored)
             } else {
@@ -352,7 +359,7 @@ impl Collector {
             let of_placements = run.ranks.of_placements(run.ranks.all.agree(found)?)?;
             scored = of_placements.into_iter().find(|scored| !scored.is_empty()).unwrap_or_default();
         }
-        let known = scored.into_iter().zip(lengths).filter(|(scored, _)| scored.failed.is_none());
+        let known = responses.into_iter().zip(scored).filter(|(_, scored)| scored.failed.is_none());
         Ok(Some(known.collect()))
     }
 

@@ -4,6 +4,8 @@ use crate::comm::{Axes, Group};
 use crate::device::cuda::owned_by;
 use crate::error::Result;
 use crate::launch::gpu;
+use crate::launch::limits::check_sampling;
+use crate::launch::run::Run;
 use crate::learn::Role;
 use crate::metrics::{Phase, Phases};
 use crate::model::{Reshard, TensorPart, Transformer, Weights};
@@ -29,6 +31,17 @@ pub struct Gathered<'a> {
 }
 
 impl RolloutWeights {
+    /// Of the actor, where it is on this rank, for prompts of up to so many tokens; and `bytes` of them. All ranks call this.
+    pub fn of(run: &Run, actor: Option<&Role>, prompt_tokens: usize) -> Result<(Option<Self>, usize)> {
+        let made = actor.map(|actor| {
+            let made = Self::new(actor, &run.ranks.axes, &run.ranks.rollout_axes)?;
+            check_sampling(&run.config.rollout, made.transformer(actor), prompt_tokens).map(|()| made)
+        });
+        let made = run.ranks.all.agree(made.transpose())?;
+        let bytes = made.as_ref().zip(actor).map_or(0, |(made, actor)| made.bytes(actor));
+        Ok((made, bytes))
+    }
+
     /// From training's layout `training` to `rollout`. All ranks of the actor call this.
     pub fn new(actor: &Role, training: &Axes, rollout: &Axes) -> Result<Self> {
         let (to, arch) = (TensorPart::of(&rollout.tensor), actor.arch());

@@ -27,6 +27,7 @@ fn every_recipe_is_copied_with_its_files_and_is_a_job() {
             "remax",
             "reinforce++",
             "ppo-python-reward",
+            "eval",
             "long-context",
             "ppo-7b",
             "slurm",

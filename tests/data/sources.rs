@@ -1,7 +1,7 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::os::unix::fs::DirEntryExt;
 
-use rlhf_hpc::config::data::{DataConfig, LongPrompts, Order, SplitBy, SplitConfig};
+use rlhf_hpc::config::data::{DataConfig, EvalSetConfig, LongPrompts, Order, SplitBy, SplitConfig};
 use rlhf_hpc::data::{Cursor, Ledger, Part};
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::experience::Prompt;
@@ -158,6 +158,45 @@ fn an_eval_row_never_trains_even_where_it_occurs_twice() {
     let line: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     assert!(line["source"].as_str().is_some_and(|source| source.ends_with("q.jsonl:61")), "{line}");
     assert_eq!(line["rule"], "same_prompt_in_eval_split");
+}
+
+#[test]
+fn rows_of_named_sets_evaluate_by_their_names_and_their_prompts_never_train() {
+    let fixture = Fixture::new();
+    let rows = questions(40);
+    let own = json!({"prompt": "what is one?", "right": "1"});
+    let set = |name: &str, prompts: &str, split: &str, label: &str| EvalSetConfig {
+        name: name.into(),
+        prompts: vec![prompts.into()],
+        split: split.into(),
+        label_key: label.into(),
+        ..EvalSetConfig::default()
+    };
+    let train = fixture.jsonl("train.jsonl", &rows);
+    let split = SplitConfig { by: SplitBy::Field, ..SplitConfig::default() };
+    let sets = vec![
+        set("own", &fixture.jsonl("own.jsonl", &[own.clone(), own]), "", "right"),
+        set("some", &fixture.jsonl("some.jsonl", &rows[..20]), "eval", ""),
+    ];
+    let config = DataConfig { eval_sets: sets, split, ..config(&train) };
+    let mut source = fixture.prompts(&config, 0).unwrap();
+    let found = source.eval_sets(0).unwrap();
+    let of = |i: usize| (found[i].0.as_str(), found[i].1.len(), found[i].1[0].label.as_str());
+    assert_eq!((of(0), of(1)), (("own", 2, "1"), ("some", 4, "0")));
+    assert_eq!((source.eval_rows(0).unwrap().len(), source.eval_sets(1).unwrap()[0].1.len()), (0, 1));
+    // Ids tell rows of sets from those that train, and a reward looks up fields by them.
+    let ids: BTreeSet<u64> = found.iter().flat_map(|(_, rows)| rows).map(|row| row.id).collect();
+    assert!(ids.len() == 6 && ids.iter().all(|id| *id >= 40), "{ids:?}");
+    let lookup = source.lookup(&config);
+    assert_eq!(lookup(found[0].1[1].id).unwrap().columns["right"], "1");
+    assert_eq!(lookup(found[1].1[1].id).unwrap().columns["answer"], 10);
+    let ledger = source.ledger();
+    assert_eq!((ledger.rows, ledger.held_out, ledger.filtered["other_split"]), (62, 6, 16));
+    assert_eq!((source.epoch_rows(), ledger.filtered["same_prompt_in_eval_split"]), (36, 4));
+    assert!(texts(&found[1].1).is_disjoint(&texts(&source.next(36).unwrap())));
+    // Without a split that trains, all rows evaluate.
+    let alone = fixture.prompts(&DataConfig { only_evaluates: true, ..config }, 0).unwrap();
+    assert_eq!((alone.epoch_rows(), alone.eval_rows(0).unwrap().len(), alone.eval_sets(0).unwrap().len()), (0, 40, 2));
 }
 
 #[test]

@@ -124,11 +124,18 @@ fn where_there_are_no_events_yet_they_begin_with_all_lines() {
 
 #[test]
 fn tags_name_their_section_once_and_the_job_is_shown_as_hyperparameters() {
-    let tags = ["reward_mean", "reward/style", "time_step_s", "loss", "policy_loss", "eval_loss", "mine"].map(tag);
-    assert_eq!(
-        tags,
-        ["reward/mean", "reward/style", "time/step_s", "loss/loss", "loss/policy_loss", "eval/loss", "extra/mine"]
-    );
+    for (key, shown) in [
+        ("reward_mean", "reward/mean"),
+        ("reward/style", "reward/style"),
+        ("time_step_s", "time/step_s"),
+        ("loss", "loss/loss"),
+        ("policy_loss", "loss/policy_loss"),
+        ("eval_pass_at_8", "eval/pass_at_8"),
+        ("eval/math/pass_at_8", "eval/math/pass_at_8"),
+        ("mine", "extra/mine"),
+    ] {
+        assert_eq!(tag(key), shown);
+    }
     let record = hparams(1.0, &json!({"ppo": {"clip_low": 0.5, "advantage": "grpo"}, "eval": {"on": true}}));
     let event = fields(&record[12..record.len() - 4]);
     let inner =

@@ -8,6 +8,7 @@ mod changed;
 mod distill;
 mod dynamic_sampling;
 mod environment;
+mod evaluation;
 mod failing;
 mod interrupted;
 pub mod job;

@@ -143,3 +143,19 @@ fn a_source_is_a_word_a_table_or_a_list_and_survives_toml() {
         assert!(error.contains(word), "{toml}: {error}");
     }
 }
+
+#[test]
+fn an_answer_is_what_a_rule_compares_with_the_label_else_the_stripped_text() {
+    for (toml, text, answer) in [
+        ("rule = \"number\"", "so 1,072.0", Some("1072")),
+        ("rule = \"number\"", "-0", Some("0")),
+        ("rule = \"number\"", "none", None),
+        ("rule = { ignore_case = true, extract = '<a>(.*)</a>' }", "x <a> Paris </a>", Some("paris")),
+        ("rule = { extract = '<a>(.*)</a>' }", "Paris", None),
+        ("rule = [\"length\", \"number\"]", "7 of 9", Some("9")),
+        ("rule = \"length\"", " 7 of 9\n", Some("7 of 9")),
+    ] {
+        let reward = Reward::new(&config(toml), Path::new("."), &RewardContext::default()).unwrap();
+        assert_eq!(reward.answer(text).as_deref(), answer, "{toml}: {text}");
+    }
+}

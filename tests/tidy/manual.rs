@@ -1,6 +1,7 @@
 //! `jobs/reference.toml` is the manual: it holds every key of the schema, its default and its legal values.
 
 use super::source::{files, root};
+use rlhf_hpc::config::data::EvalSetConfig;
 use rlhf_hpc::config::reward::{HttpConfig, JudgeConfig, ModelRewardConfig, PythonConfig, RuleConfig};
 use rlhf_hpc::config::{self, Config};
 use std::fs;
@@ -93,7 +94,7 @@ fn example(table: &str) -> String {
 }
 
 #[test]
-fn the_manual_shows_the_tables_of_rewards_with_their_defaults() {
+fn the_manual_shows_the_tables_of_rewards_and_sets_with_their_defaults() {
     let rule = example("reward.rule");
     assert_eq!(toml::from_str::<RuleConfig>(&rule).unwrap(), RuleConfig::default());
     assert_eq!(paths(&rule), paths(&toml::to_string(&RuleConfig::default()).unwrap()));
@@ -109,9 +110,10 @@ fn the_manual_shows_the_tables_of_rewards_with_their_defaults() {
     let judge = example("reward.judge");
     assert_eq!(toml::from_str::<JudgeConfig>(&judge).unwrap(), JudgeConfig::default());
     assert_eq!(paths(&judge), paths(&toml::to_string(&JudgeConfig::default()).unwrap()));
-    for line in
-        lines(&rule).iter().chain(&lines(&python)).chain(&lines(&models)).chain(&lines(&http)).chain(&lines(&judge))
-    {
+    let set = example("data.eval_sets");
+    assert_eq!(toml::from_str::<EvalSetConfig>(&set).unwrap(), EvalSetConfig::default());
+    assert_eq!(paths(&set), paths(&toml::to_string(&EvalSetConfig::default()).unwrap()));
+    for line in [rule, python, models, http, judge, set].iter().flat_map(|table| lines(table)) {
         assert!(line.comment.trim().len() >= 10, "{} has no words", line.path);
     }
 }

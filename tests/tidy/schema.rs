@@ -111,6 +111,7 @@ fn the_schema_takes_the_short_forms_and_refuses_what_a_start_refuses() {
         "mesh.placement = [{ roles = [\"actor\"], ranks = \"0..8\" }]",
         "mesh.tensor = 2",
         "rollout.stop = \"END\"",
+        "data.eval_sets = [{ name = \"a\", prompts = \"a.jsonl\" }, { name = \"b\", prompts = [\"b\"], split = \"test\" }]",
     ] {
         assert_eq!(of(good), [""; 0], "{good}");
     }
@@ -129,6 +130,7 @@ fn the_schema_takes_the_short_forms_and_refuses_what_a_start_refuses() {
         "reward.http = { weight = 1.0 }",
         "rollout.max_tokens = 3",
         "data.weights = [\"1\"]",
+        "data.eval_sets = [{ prompts = \"a.jsonl\" }]",
     ] {
         assert_ne!(of(bad), [""; 0], "{bad}");
     }

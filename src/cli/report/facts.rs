@@ -34,6 +34,7 @@ pub fn about(source: &Source, is_named: bool) -> String {
 }
 
 fn facts(source: &Source) -> Vec<(String, String)> {
+    let setting = |key: &str| source.config.get(key).map_or("", String::as_str);
     let values = |key: &str| source.values(key);
     let total = |key: &str| values(key).iter().sum::<f64>();
     let mut facts: Vec<(String, String)> = Vec::new();
@@ -57,7 +58,7 @@ fn facts(source: &Source) -> Vec<(String, String)> {
     let of = source
         .config
         .get("job.steps")
-        .filter(|steps| *steps != "0")
+        .filter(|steps| *steps != "0" && setting("job.kind") != "eval")
         .map_or(String::new(), |steps| format!(" of {steps}"));
     put("steps", Some(format!("{}{of}", grouped(source.step()))));
     let restarts = source.restarts().len();

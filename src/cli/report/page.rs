@@ -8,7 +8,7 @@ use super::samples;
 use super::source::{Source, flat, is_result, keys_of, title_of};
 use super::text::{escape, put};
 use crate::config::Config;
-use crate::metrics::keys;
+use crate::metrics::{eval_table, keys};
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -169,7 +169,32 @@ impl Page<'_> {
     fn evaluations(&mut self, keys: &[String]) {
         let results = keys.iter().filter(|key| is_result(key));
         let figures: String = results.filter_map(|key| self.plot(&title_of(key), &[key], false)).collect();
-        self.section("Evaluation", &figures, "On the evaluation split, which never trains.");
+        let tables: String = self.sources.iter().map(|source| self.sets(source)).collect();
+        // Of evaluations alone no curve has a second point.
+        let is_alone = self.sources.iter().all(|source| source.lines.iter().all(|line| !line.is_of_step()));
+        let figures = if is_alone && self.sources.len() == 1 { tables } else { tables + &figures };
+        self.section("Evaluation", &figures, "On rows that never train.");
+    }
+
+    /// A table of the last evaluation of a run, where it is of several sets, or all that there is.
+    fn sets(&self, source: &Source) -> String {
+        let Some(line) = source.lines.iter().rev().find(|line| line.is_evaluated()) else { return String::new() };
+        let has_sets = line.values.iter().any(|(key, _)| keys::of_set(key).is_some());
+        if line.is_of_step() && !has_sets {
+            return String::new();
+        }
+        let row = |cells: &Vec<String>| {
+            let cells = cells.iter().enumerate().map(|(i, cell)| {
+                let tag = if i == 0 { "th" } else { "td" };
+                format!("<{tag}>{}</{tag}>", escape(cell))
+            });
+            format!("<tr>{}</tr>\n", cells.collect::<String>())
+        };
+        let evaluated: Vec<_> = line.values.iter().filter(|(key, _)| keys::is_eval(key)).cloned().collect();
+        let rows: String = eval_table(&evaluated).iter().map(row).collect();
+        let title = self.title(&format!("Evaluation of step {}", line.step), source);
+        let caption = format!("<figcaption><b>{}</b></figcaption>", escape(&title));
+        format!("<figure class=\"wide\">{caption}<table class=\"sets\">{rows}</table></figure>")
     }
 
     fn histograms(&self, scores: &[Vec<(u64, Vec<f32>)>]) -> String {
@@ -295,13 +320,15 @@ impl Page<'_> {
     }
 
     fn words(&mut self, keys: &[String]) {
-        let known = keys.iter().filter_map(|key| keys::find(key));
+        let mut known: Vec<&keys::Key> = keys.iter().filter_map(|key| keys::find(key)).collect();
+        known.sort_by_key(|key| keys::rank(key.name));
+        known.dedup_by_key(|key| key.name);
         let of = |key: &keys::Key| {
             let unit = scale(key.unit, 0.0).unit;
             let unit = if unit.is_empty() { String::new() } else { format!(" <i>{unit}</i>") };
             format!("<dt><code>{}</code>{unit}</dt><dd>{}</dd>\n", key.name, escape(key.meaning))
         };
-        let all: String = known.map(of).collect();
+        let all: String = known.into_iter().map(of).collect();
         self.sections
             .extend((!all.is_empty()).then(|| ("What the numbers mean", format!("<dl class=\"words\">{all}</dl>"))));
     }

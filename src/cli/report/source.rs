@@ -164,9 +164,9 @@ pub fn name_apart(sources: &mut [Source]) {
 /// Every key that a line of any run has: those of the table in its order, then others by name.
 pub fn keys_of(sources: &[Source]) -> Vec<String> {
     let found: BTreeSet<&str> = sources.iter().flat_map(|source| source.points.keys()).map(String::as_str).collect();
-    let known = keys::TABLE.iter().map(|key| key.name).filter(|key| found.contains(key));
-    let others = found.iter().copied().filter(|key| keys::find(key).is_none());
-    known.chain(others).map(str::to_owned).collect()
+    let mut all: Vec<String> = found.into_iter().map(str::to_owned).collect();
+    all.sort_by_key(|key| keys::rank(key));
+    all
 }
 
 /// Whether a key is a result of an evaluation: neither how many were asked nor how long that took.
@@ -175,8 +175,11 @@ pub fn is_result(key: &str) -> bool {
     keys::is_eval(key) && !matches!(unit, Unit::Count | Unit::Seconds)
 }
 
-/// `eval_accuracy_greedy` as words.
+/// `eval_accuracy_greedy` as words; behind its name that of a set.
 pub fn title_of(key: &str) -> String {
+    if let Some((set, number)) = keys::of_set(key) {
+        return format!("{set}: {}", title_of(number).to_lowercase());
+    }
     let words = key.trim_start_matches("eval_").replace('_', " ").replace("kl ", "KL ");
     let mut chars = words.chars();
     chars.next().map_or(words.clone(), |first| first.to_uppercase().chain(chars).collect())

@@ -1,0 +1,56 @@
+//! The rows of a job with those of `data.eval_sets` beside them: opened together, and told apart by their ids.
+
+use super::cut::PIECE_SHIFT;
+use super::rows::{Reading, row_fields};
+use super::sources::{Prepared, Rows, Source};
+use crate::config::data::DataConfig;
+use crate::error::Result;
+use crate::experience::RowFields;
+
+/// Rows of the first of `data.eval_sets` count from here, of the next from twice that: what is drawn for a set hangs on no other rows.
+const SET_ROWS: u64 = 1 << 40;
+
+impl Rows {
+    /// Opens the rows of `data.prompts` and of all sets.
+    pub(super) fn open(reading: Reading<'_>, prepared: &Prepared, seed: u64) -> Result<Self> {
+        let (config, mut sets, mut first_id) = (reading.config, prepared.eval_sets.iter(), 0);
+        let eval_sets = config.each_eval_set(|config| {
+            first_id += SET_ROWS;
+            let shards =
+                sets.next().map(|shards| Self::open_from(first_id, Reading { config, ..reading }, shards, seed, &[]));
+            shards.transpose()
+        })?;
+        let named = config.eval_sets.iter().map(|set| set.name.clone()).zip(eval_sets);
+        let eval_sets: Vec<_> = named.filter_map(|(name, rows)| Some((name, rows?))).collect();
+        let rows = Self::open_from(0, reading, prepared, seed, &eval_sets)?;
+        Ok(Self { eval_sets, ..rows })
+    }
+
+    /// Gives rows of prompts as their files have them, by `Prompt::id`; `config` is the one they were opened with.
+    pub fn lookup(&self, config: &DataConfig) -> impl Fn(u64) -> Result<RowFields> + Send + Sync + 'static {
+        let sets = self.eval_sets.iter().zip(config.of_eval_sets()).map(|((_, rows), config)| (rows, config));
+        let all = std::iter::once((self, config.clone())).chain(sets);
+        let all: Vec<_> = all.map(|(rows, config)| (rows.sources.clone(), config)).collect();
+        move |id| {
+            let found = |(sources, config)| Some((document_of(sources, id)?, config));
+            let found = all.iter().rev().find_map(|(sources, config)| found((sources, config)));
+            let Some(((source, document), config)) = found else { return Ok(RowFields::default()) };
+            Ok(row_fields(source.shard.meta(document)?.fields, config))
+        }
+    }
+
+    /// Names of the fields that the first row of each source has besides the prompt.
+    pub fn columns(&self, config: &DataConfig) -> Result<Vec<String>> {
+        let rows = self.lookup(config);
+        let of = |source: &Source| Ok(rows(source.first_id)?.columns.into_iter().map(|(name, _)| name));
+        let all: Vec<_> = self.with_sets().flat_map(|rows| &*rows.sources).map(of).collect::<Result<_>>()?;
+        Ok(all.into_iter().flatten().collect())
+    }
+}
+
+/// Where the row of a prompt lies, by `Prompt::id`.
+pub(super) fn document_of(sources: &[Source], id: u64) -> Option<(&Source, usize)> {
+    let row = id & ((1 << PIECE_SHIFT) - 1);
+    let source = sources.iter().rfind(|source| source.first_id <= row)?;
+    Some((source, (row - source.first_id) as usize))
+}

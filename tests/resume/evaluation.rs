@@ -1,0 +1,128 @@
+//! Evaluation of several sets by several samples: by a PPO job, and alone, of models and checkpoints on any ranks.
+
+use super::job::{Job, place};
+use crate::cli::command;
+use rlhf_hpc::metrics::eval_rows::{EvalAnswer, EvalResponses, EvalRow};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::sync::Once;
+
+/// Two sets beside the eval split, one of them with labels of its own; all answers are recorded.
+fn evaluated(name: &str) -> Job {
+    static ROWS: Once = Once::new();
+    ROWS.call_once(|| {
+        let rows = ["f", "40"].map(|right| format!(r#"{{"prompt": "{right} is ", "right": "{right}"}}"#));
+        std::fs::write(place().join("hard.jsonl"), rows.join("\n")).expect("writes");
+    });
+    let sets = r#"[{ name = "hard", prompts = "hard.jsonl", label_key = "right" }, { name = "again", prompts = "questions", split = "eval" }]"#;
+    Job::ppo(name)
+        .with("job.steps=2 data.label_key=answer eval.every_steps=2 metrics.eval_rows_max=100")
+        .with("eval.samples_per_prompt=4 eval.temperature=0.9 eval.pass_at=[1,2,4]")
+        .set(format!("data.eval_sets={sets}"))
+}
+
+/// The numbers of the evaluation after `step`.
+fn numbers(job: &Job, step: u64) -> Map<String, Value> {
+    let line = job.timeless_metrics().into_iter().find(|line| line["step"] == step).expect("a line");
+    line.into_iter().filter(|(key, _)| key.starts_with("eval")).collect()
+}
+
+#[test]
+fn an_evaluation_alone_has_the_numbers_of_the_training_job_at_its_step_on_any_ranks() {
+    let ppo = evaluated("eval-ppo").done();
+    for (name, ranks, model, step) in [
+        ("model", 0, "model.actor=model", 0),
+        ("checkpoint", 0, "model.actor=runs/eval-ppo/checkpoints/step-2", 2),
+        ("run", 2, "model.actor=runs/eval-ppo", 2),
+        ("tensor", 2, "model.actor=runs/eval-ppo mesh.tensor=2", 2),
+        ("sharded", 2, "model.actor=runs/eval-ppo/checkpoints mesh.zero=3", 2),
+    ] {
+        let alone = evaluated(&format!("eval-{name}")).with("job.kind=eval").with(model).on(ranks).done();
+        assert_eq!(alone.metrics().len(), 1, "{name}");
+        assert_eq!(numbers(&alone, step), numbers(&ppo, step), "{name}");
+        assert_eq!(alone.eval_rows(), BTreeMap::from([(step, ppo.eval_rows().remove(&step).expect("rows"))]), "{name}");
+        for none in ["checkpoints", "export", "rollouts"] {
+            assert!(!alone.dir.join(none).exists(), "{name}: {none}");
+        }
+    }
+    let keys = numbers(&ppo, 2);
+    for key in ["eval_pass_at_2", "eval_avg_at_4", "eval_majority_at_4", "eval/hard/pass_at_4", "eval/again/samples"] {
+        assert!(keys.contains_key(key), "{key} is not in {keys:?}");
+    }
+}
+
+/// The answers of the rows of a set.
+fn answers<'a>(rows: &'a [EvalRow], of: &str) -> Vec<&'a [EvalAnswer]> {
+    let of = |row: &'a EvalRow| match &row.responses {
+        EvalResponses::Answers { set, answers, .. } if set == of => Some(&answers[..]),
+        _ => None,
+    };
+    rows.iter().filter_map(of).collect()
+}
+
+#[test]
+fn numbers_of_a_set_are_those_of_its_answers_which_can_be_read() {
+    // A number of labels, so that some answers are right.
+    let alone =
+        evaluated("eval-numbers").with("job.kind=eval").set("reward.rule={kind=\"regex\",pattern=\"[0-9]\"}".into());
+    let ended = alone.run().well();
+    let (rows, line) = (alone.eval_rows().remove(&0).expect("rows"), numbers(&alone, 0));
+    let of_line = |key: String| line[&key].as_f64().expect("a number");
+    for (set, prefix, prompts) in [("", "eval_", 8), ("hard", "eval/hard/", 2), ("again", "eval/again/", 8)] {
+        let rows = answers(&rows, set);
+        assert_eq!(rows.len(), prompts, "{set}");
+        let mean = |of: &dyn Fn(&[EvalAnswer]) -> f64| rows.iter().map(|row| of(row)).sum::<f64>() / rows.len() as f64;
+        let close = |key: &str, expected: f64| {
+            let found = of_line(format!("{prefix}{key}"));
+            assert!((found - expected).abs() < 1e-12, "{prefix}{key}: {found}, needed {expected}");
+        };
+        let right = |answer: &EvalAnswer| f64::from(u8::from(answer.score >= 1.0));
+        let drawn = |row: &[EvalAnswer]| row[1..].iter().map(right).collect::<Vec<_>>();
+        close("accuracy_greedy", mean(&|row| right(&row[0])));
+        close("avg_at_4", mean(&|row| drawn(row).iter().sum::<f64>() / 4.0));
+        close("pass_at_1", mean(&|row| drawn(row).iter().sum::<f64>() / 4.0));
+        close("pass_at_4", mean(&|row| drawn(row).iter().copied().fold(0.0, f64::max)));
+        let pairs = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)];
+        close(
+            "pass_at_2",
+            mean(&|row| pairs.iter().map(|(a, b)| drawn(row)[*a].max(drawn(row)[*b])).sum::<f64>() / 6.0),
+        );
+        assert!(rows.iter().all(|row| row.len() == 5 && row[0].temperature == 0.0 && row[4].temperature == 0.9));
+    }
+    for words in ["  set ", "  eval split ", "  hard ", "pass@4", "majority@4"] {
+        assert!(ended.stderr.contains(words), "{words:?} is not in:\n{}", ended.stderr);
+    }
+    let read = command::run(&alone.dir, &["samples", "."]).well();
+    assert!(read.stdout.contains("18 held-out rows") && read.stdout.contains("set hard"), "{}", read.stdout);
+    let page = String::from_utf8(alone.read("report.html")).expect("a text");
+    assert!(page.contains("<th>hard</th>"), "the report has no table of sets");
+}
+
+#[test]
+fn an_evaluation_alone_is_planned_without_gradients_and_says_what_it_cannot_evaluate() {
+    let line = |more: &[&str]| {
+        let sets = ["plan", "job.toml", "job.kind=eval", "data.prompts=[\"questions\"]"];
+        command::run(place(), &[&sets, more].concat())
+    };
+    let plan = line(&[]).well().stdout;
+    assert!(plan.contains("16 samples of") && plan.contains("answers to 8 prompts"), "{plan}");
+    assert!(plan.contains("kv cache") && !plan.contains("gradients") && !plan.contains("optimizer state"), "{plan}");
+    // A greedy answer is its own sample.
+    let greedy = Job::ppo("eval-greedy").with("job.kind=eval metrics.report=false").done();
+    let line = numbers(&greedy, 0);
+    assert_eq!(
+        (&line["eval_pass_at_1"], &line["eval_avg_at_1"]),
+        (&line["eval_accuracy_greedy"], &line["eval_accuracy_greedy"])
+    );
+    std::fs::write(place().join("none.jsonl"), "").expect("writes");
+    for (sets, words) in [
+        ("data.eval_sets=[{name=\"a\",prompts=\"none.jsonl\"}]", ["data.eval_sets, a", "has no rows"]),
+        (
+            "data.eval_sets=[{name=\"a\",prompts=\"questions\",split=\"tst\"}]",
+            ["a: its split = \"tst\" is no split", "eval, train"],
+        ),
+        ("model.actor=runs", ["model.actor", "runs"]),
+    ] {
+        Job::ppo("eval-refused").with("job.kind=eval").with(sets).run().refused(65, &words);
+    }
+}
