@@ -61,11 +61,14 @@ pub struct Response {
     pub tokens: Vec<u32>,
     /// Log-probability of each token under the plain temperature softmax (l_old).
     pub logprobs: Vec<f32>,
-    /// Log-probability of each token under the filtered distribution that it was drawn from.
+    /// Log-probability of each token under the filtered distribution that it was drawn from; of a beam search, what it added to the sum.
     pub sample_logprobs: Vec<f32>,
     pub finish: Finish,
     /// The new tokens decoded, special tokens skipped.
     pub text: String,
+    /// Of a beam search: the sum of the log-probabilities over the length to the power of the length penalty.
+    #[serde(skip)]
+    pub score: Option<f32>,
 }
 
 /// What is known of the greedy response to a prompt, the baseline of its samples (ReMax, arXiv:2310.10505).

@@ -14,7 +14,7 @@ use crate::experience::{Prompt, Response};
 use crate::launch::inference::InferenceModel;
 use crate::model::{Arch, Head};
 use crate::rng::{Purpose, Rng};
-use crate::rollout::{self, Engine, Hooks, Model, Request, Stop};
+use crate::rollout::{self, Beams, EarlyStopping, Engine, Hooks, Model, Request, Stop};
 use crate::text::Tokenizer;
 use argh::FromArgs;
 use serde::Serialize;
@@ -29,7 +29,8 @@ use std::time::Instant;
 #[argh(
     note = "A row has prompt (text, encoded with the tokenizer's own special tokens), messages (a list, through the chat
 template, to which the row's tools go too) or tokens. A result is the row with prompt_tokens, the new tokens, their text, their
-log-probabilities, and finish: stop, length or stop_string. logprobs and reward take such lines as they are."
+log-probabilities, and finish: stop, length or stop_string; of a beam search its score, too. logprobs and reward take such lines
+as they are."
 )]
 pub struct Args {
     /// a Hugging Face model directory
@@ -76,9 +77,18 @@ pub struct Args {
     #[argh(option, default = "1")]
     pub samples: usize,
 
-    /// beam search, which this version does not have
+    /// search with this many beams instead of drawing: --samples K are the best K, each with its score (default: 1, off)
+    #[argh(option, default = "1")]
+    pub beams: usize,
+
+    /// when a search ends that has as many responses as beams: at once (true), when going on does not seem worth it (false), or when
+    /// no better one is possible (never) (default: false)
+    #[argh(option, from_str_fn(early_stopping))]
+    pub early_stopping: Option<EarlyStopping>,
+
+    /// a search's score is the sum of log-probabilities over the number of tokens to the power of this (default: 1)
     #[argh(option)]
-    pub beams: Option<usize>,
+    pub length_penalty: Option<f64>,
 
     /// seed of the draws (default: 0)
     #[argh(option, default = "0")]
@@ -105,8 +115,8 @@ pub struct Args {
     pub no_check: bool,
 }
 
-/// Fields of a result, which replace those of the row that have their names.
-const FIELDS: [&str; 5] = ["prompt_tokens", "tokens", "text", "logprobs", "finish"];
+/// Fields of a result, which replace those of the row that have their names; the last one is of a beam search.
+const FIELDS: [&str; 6] = ["prompt_tokens", "tokens", "text", "logprobs", "finish", "score"];
 
 #[derive(Serialize)]
 struct Line<'a> {
@@ -118,26 +128,64 @@ struct Line<'a> {
     text: Option<&'a str>,
     logprobs: &'a [f32],
     finish: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    score: Option<f32>,
+}
+
+/// `true`, `false` or `never`.
+fn early_stopping(text: &str) -> std::result::Result<EarlyStopping, String> {
+    match text {
+        "true" => Ok(EarlyStopping::True),
+        "false" => Ok(EarlyStopping::False),
+        "never" => Ok(EarlyStopping::Never),
+        _ => Err(format!("{text} is no early stopping, true, false and never are")),
+    }
+}
+
+/// The beam search that the options ask for.
+fn beams(args: &Args) -> Result<Option<Beams>> {
+    let Args { beams: count, early_stopping, length_penalty, samples, temperature, top_k, top_p, min_p, .. } = *args;
+    let drawing = [
+        ("--temperature", ![0.0, 1.0].contains(&temperature)),
+        ("--top-k", top_k != 0),
+        ("--top-p", top_p != 1.0),
+        ("--min-p", min_p != 0.0),
+    ];
+    let of_searches = [("--early-stopping", early_stopping.is_some()), ("--length-penalty", length_penalty.is_some())];
+    let searches = count > 1;
+    for (option, _) in if searches { &drawing[..] } else { &of_searches[..] }.iter().filter(|(_, given)| *given) {
+        let why =
+            if searches { "draws tokens, --beams searches" } else { "is of a beam search, with --beams of 2 or more" };
+        return Err(Error::usage(format!("{option} {why}")).hint(format!("leave out {option} or --beams")));
+    }
+    Error::need(count > 0, "--beams is 0, needed 1 (no beam search) or more")?;
+    Error::need(
+        !searches || samples <= count,
+        format!("--samples {samples} of --beams {count}: needed at most as many"),
+    )?;
+    let length_penalty = length_penalty.unwrap_or(1.0);
+    Error::need(length_penalty.is_finite(), format!("--length-penalty is {length_penalty}, needed a finite number"))?;
+    Ok(searches.then_some(Beams { count, early_stopping: early_stopping.unwrap_or_default(), length_penalty }))
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    if args.beams.is_some_and(|beams| beams != 1) {
-        return Err(
-            Error::usage("--beams: this version has no beam search").hint("leave it out, or sample with --samples")
-        );
-    }
+    let beams = beams(args)?;
     let config = config(args)?;
     let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
     let input = match (&args.input, &args.prompt) {
         (Some(input), None) => input,
-        (None, Some(prompt)) => return show(args, config, options, prompt),
+        (None, Some(prompt)) if beams.is_none() => return show(args, config, options, prompt),
+        (None, Some(_)) => {
+            return Err(Error::usage("--prompt writes text while it is drawn, --beams has none before its end")
+                .hint("give the prompt as a row of --input"));
+        }
         _ => return Err(Error::usage("generate needs one of the options --input and --prompt")),
     };
     let ranks = Ranks::start(input)?;
     let (tokenizer, asked) = ranks.agree(read(args, input, &config, &ranks))?;
     let head = Head::LanguageModel;
     let inference = device::open("generate", &args.model, options, head, (config.clone(), args.seed), &ranks)?;
-    answer(args, &config, (&inference, tokenizer.as_ref()), &asked, ranks)
+    answer(args, (&config, beams), (&inference, tokenizer.as_ref()), &asked, ranks)
 }
 
 /// Writes the responses to one prompt as they are drawn.
@@ -161,19 +209,20 @@ struct Asked {
 fn read(args: &Args, input: &Path, config: &RolloutConfig, ranks: &Ranks) -> Result<(Option<Tokenizer>, Asked)> {
     let arch = Arch::load(&args.model)?;
     let tokenizer = Tokenizer::find(&args.model)?;
-    let prompts = prompts(input, &arch, tokenizer.as_ref(), &args.chat_template_args)?;
-    let (mut rows, prompts): (Vec<Row>, Vec<Prompt>) = prompts.into_iter().unzip();
+    let prompts = prompts(input, &arch, tokenizer.as_ref(), args)?;
+    let (mut all, prompts): (Vec<Row>, Vec<Prompt>) = prompts.into_iter().unzip();
     let stop = Arc::new(Stop::new(config, &arch.eos_tokens));
-    let weights: Vec<usize> = prompts.iter().map(|p| p.tokens.len() + args.samples * args.max_new_tokens).collect();
+    let rows = args.samples.max(args.beams);
+    let weights: Vec<usize> = prompts.iter().map(|p| p.tokens.len() + rows * args.max_new_tokens).collect();
     let own = ranks.share(&weights);
     let requests = rollout::requests(&prompts[own.clone()], config, &stop, arch.context)?;
-    Ok((tokenizer, Asked { rows: rows.drain(own).collect(), requests }))
+    Ok((tokenizer, Asked { rows: all.drain(own).collect(), requests }))
 }
 
 /// Answers the requests of this rank, and writes all responses in the order of the rows.
 fn answer(
     args: &Args,
-    config: &RolloutConfig,
+    (config, beams): (&RolloutConfig, Option<Beams>),
     (inference, tokenizer): (&InferenceModel, Option<&Tokenizer>),
     Asked { rows, requests }: &Asked,
     mut ranks: Ranks,
@@ -181,7 +230,7 @@ fn answer(
     let start = Instant::now();
     let model = Model { transformer: &inference.transformer, weights: &inference.weights, tokenizer };
     let mut engine = Engine::new(config, 0);
-    engine.allow(inference.cache_bytes(config, requests));
+    engine.allow(inference.cache_bytes(config, requests.len() * args.beams));
     let mut waiting: Vec<Option<Response>> = requests.iter().map(|_| None).collect();
     let (mut next, mut new_tokens) = (0, 0);
     let mut finished = |i: usize, response: &Response| -> Result<()> {
@@ -195,6 +244,7 @@ fn answer(
                 text: tokenizer.is_some().then_some(&response.text),
                 logprobs: &response.logprobs,
                 finish: response.finish.name(),
+                score: response.score,
             })?;
             next += 1;
         }
@@ -208,7 +258,11 @@ fn answer(
         finished: &mut finished,
     };
     let rng = Rng::new(args.seed, Purpose::Sample);
-    let done = engine.generate(model, rng, 0, requests, &mut hooks).map_err(device::with_option_names);
+    let done = match beams {
+        Some(beams) => engine.beam_search(model, beams, requests, &mut hooks),
+        None => engine.generate(model, rng, 0, requests, &mut hooks),
+    };
+    let done = done.map_err(device::with_option_names);
     drop(bar);
     ranks.agree(done)?;
     if let Some(why) = engine.refused() {
@@ -252,17 +306,18 @@ pub(super) fn checked(config: RolloutConfig) -> Result<RolloutConfig> {
 }
 
 /// The rows, without what a result replaces, and their prompts; ids, which key the random numbers, are line numbers from 0.
-fn prompts(input: &Path, arch: &Arch, tokenizer: Option<&Tokenizer>, args: &Row) -> Result<Vec<(Row, Prompt)>> {
+fn prompts(input: &Path, arch: &Arch, tokenizer: Option<&Tokenizer>, args: &Args) -> Result<Vec<(Row, Prompt)>> {
     let mut id = 0;
+    let fields = if args.beams > 1 { &FIELDS } else { &FIELDS[..5] };
     rows::read(input, |row| {
-        let tokens = prompt_tokens(row, tokenizer, args)?;
+        let tokens = prompt_tokens(row, tokenizer, &args.chat_template_args)?;
         rows::check(&tokens, arch)?;
         if tokens.len() == arch.context {
             return Err(Error::data(format!("the prompt fills the model's context of {} tokens", arch.context))
                 .hint("shorten it: at least one new token needs room"));
         }
         id += 1;
-        let kept = row.iter().filter(|(key, _)| !FIELDS.contains(&key.as_str()));
+        let kept = row.iter().filter(|(key, _)| !fields.contains(&key.as_str()));
         let row = kept.map(|(key, value)| (key.clone(), value.clone())).collect();
         Ok((row, Prompt { id: id - 1, tokens, source: input.display().to_string(), ..Prompt::default() }))
     })

@@ -52,7 +52,7 @@ impl Talk {
         let (arch, tokenizer) = (&self.inference.transformer.arch, &self.tokenizer);
         let prompt = Prompt { tokens, source: "standard input".into(), ..Prompt::default() };
         let requests = rollout::requests(&[prompt], &self.config, &self.stop, arch.context)?;
-        self.engine.allow(self.inference.cache_bytes(&self.config, &requests));
+        self.engine.allow(self.inference.cache_bytes(&self.config, requests.len()));
         let (mut decoder, mut failed) = (StreamDecoder::default(), Ok(()));
         let mut shown = |text: Result<String>| {
             let written = text.and_then(|text| out::write(text.as_bytes()));

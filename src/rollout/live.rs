@@ -7,7 +7,7 @@ use crate::ops::sample::Sampled;
 use crate::text::{StreamDecoder, Tokenizer};
 
 /// Prompt and new tokens of one request, with the record of the new ones.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Live {
     /// Prompt and new tokens; empty until the sequence begins.
     pub tokens: Vec<u32>,
@@ -86,13 +86,14 @@ impl Live {
             sample_logprobs: live.sample_logprobs,
             finish,
             text,
+            score: None,
         })
     }
 }
 
 /// Looks for stop texts in the text as it grows. Special tokens are part of that text, so that one of them can be
 /// named as a stop text.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Watch {
     decoder: StreamDecoder,
     /// The end of the text: as much as a stop text may still need.

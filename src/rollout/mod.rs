@@ -4,6 +4,7 @@
 //! the step, the prompt's id and the sample's number: not on the other requests, the schedule, the size of the cache or
 //! the number of threads. The recorded log-probabilities are bitwise those of the training forward.
 
+mod beams;
 pub mod blocks;
 pub mod engine;
 mod graphs;
@@ -11,6 +12,7 @@ mod live;
 mod run;
 pub mod scheduler;
 
+pub use beams::{Beams, EarlyStopping};
 pub use engine::Engine;
 pub use graphs::bucket;
 pub use run::{Hooks, Model, Outcome, Progress};

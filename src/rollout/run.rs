@@ -27,6 +27,71 @@ pub struct Model<'a> {
     pub tokenizer: Option<&'a Tokenizer>,
 }
 
+/// A sequence's share of a forward: tokens behind the `past` cached ones.
+pub(super) struct Fed<'a> {
+    pub tokens: &'a [u32],
+    pub past: usize,
+    pub blocks: &'a [u32],
+    /// The logits behind the last token are wanted.
+    pub complete: bool,
+}
+
+impl Model<'_> {
+    /// This rank's logits behind each share that is complete, in order.
+    pub(super) fn logits(self, cache: &mut [KvLayer], feeds: &[Fed], outcome: &mut Outcome) -> Option<Tensor> {
+        let (mut tokens, mut positions, mut rows) = (Vec::new(), Vec::new(), Vec::new());
+        let mut sequences = Vec::with_capacity(feeds.len());
+        for feed in feeds {
+            tokens.extend_from_slice(feed.tokens);
+            positions.extend((feed.past..feed.past + feed.tokens.len()).map(|i| i as u32));
+            sequences.push(PagedSequence { past: feed.past, tokens: feed.tokens.len(), blocks: feed.blocks });
+            if feed.complete {
+                rows.push(tokens.len() as u32 - 1);
+            }
+        }
+        let keys = Keys::Paged(cache, sequences.as_slice().into());
+        let hidden = self.transformer.forward(self.weights, &tokens, &positions, keys, None);
+        outcome.forwards += 1;
+        outcome.tokens_fed += tokens.len();
+        (!rows.is_empty()).then(|| self.transformer.logits_part(self.weights, &hidden, &rows))
+    }
+
+    /// Whether any of the ranks that share matrices is to stop; an error of one of them is all of theirs.
+    pub(super) fn is_stopped(self, stop: bool, failed: Result<()>) -> Result<bool> {
+        let tensor = self.transformer.tensor();
+        let mut ends = [f64::from(u8::from(stop)), f64::from(u8::from(failed.is_err()))];
+        tensor.all_reduce_max_f64(&mut ends);
+        if ends[1] > 0.0 {
+            tensor.agree(failed)?;
+        }
+        Ok(ends[0] > 0.0)
+    }
+
+    /// Why there is no token behind the `tokens` of a request: their logits were not finite. Ranks that draw together call this
+    /// together.
+    pub(super) fn non_finite(self, request: &Request, tokens: &[u32]) -> Error {
+        let Model { transformer, weights, .. } = self;
+        let (id, n) = (request.prompt_id, tokens.len() - request.tokens.len());
+        let what = format!("the logits after {n} new tokens of prompt {id} are not finite");
+        let found = |words: Option<String>, hint: &str| {
+            let words = words.map(|words| Error::fault(format!("{what}: {words}")).hint(hint));
+            transformer.tensor().agree(words.map_or(Ok(()), Err))
+        };
+        let positions: Vec<u32> = (0..tokens.len() as u32).collect();
+        let last = [tokens.len() as u32 - 1];
+        let of =
+            Rows { tokens, positions: &positions, cu_seqlens: &[0, tokens.len()], rows: &last, targets: &tokens[..1] };
+        // Of the prompt and all tokens before, in one forward: more is not kept of any.
+        let again = || {
+            let place = transformer.not_finite(weights, of, true);
+            place.map(|place| format!("the first of a forward over its tokens is {place}, all weights are finite"))
+        };
+        let found = found(weights.not_finite(), OF_WEIGHTS).and_then(|()| found(again(), OF_COMPUTING));
+        let otherwise = || Error::fault(format!("{what}, and they are in a forward over its tokens")).hint(OF_MACHINE);
+        found.err().unwrap_or_else(otherwise)
+    }
+}
+
 /// How far a call of `generate` is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
@@ -129,13 +194,7 @@ impl Run<'_> {
         let failed = std::mem::replace(&mut self.failed, Ok(()));
         let done = self.scheduler.is_done();
         let stop = self.stopped || (!done && failed.is_ok() && (hooks.stop)());
-        let tensor = self.model.transformer.tensor();
-        let mut ends = [f64::from(u8::from(stop)), f64::from(u8::from(failed.is_err()))];
-        tensor.all_reduce_max_f64(&mut ends);
-        if ends[1] > 0.0 {
-            tensor.agree(failed)?;
-        }
-        Ok(done || ends[0] > 0.0)
+        Ok(self.model.is_stopped(stop, failed)? || done)
     }
 
     pub fn report(&mut self, hooks: &mut Hooks) {
@@ -228,24 +287,17 @@ impl Run<'_> {
 
     /// This rank's logits behind each feed that is complete, in order.
     fn logits(&mut self, feeds: &[Feed]) -> Option<Tensor> {
-        let (mut tokens, mut positions, mut rows) = (Vec::new(), Vec::new(), Vec::new());
-        let mut sequences = Vec::with_capacity(feeds.len());
         for feed in feeds {
-            let (s, all) = (feed.sequence, feed.past..feed.past + feed.tokens);
-            self.live[s].begin(&self.requests[s]);
-            tokens.extend_from_slice(&self.live[s].tokens[all.clone()]);
-            positions.extend(all.map(|i| i as u32));
-            sequences.push(PagedSequence { past: feed.past, tokens: feed.tokens, blocks: self.scheduler.blocks(s) });
-            if feed.complete {
-                rows.push(tokens.len() as u32 - 1);
-            }
+            self.live[feed.sequence].begin(&self.requests[feed.sequence]);
         }
-        let Model { transformer, weights, .. } = self.model;
-        let keys = Keys::Paged(self.cache, sequences.as_slice().into());
-        let hidden = transformer.forward(weights, &tokens, &positions, keys, None);
-        self.outcome.forwards += 1;
-        self.outcome.tokens_fed += tokens.len();
-        (!rows.is_empty()).then(|| transformer.logits_part(weights, &hidden, &rows))
+        let fed = |feed: &Feed| Fed {
+            tokens: &self.live[feed.sequence].tokens[feed.past..feed.past + feed.tokens],
+            past: feed.past,
+            blocks: self.scheduler.blocks(feed.sequence),
+            complete: feed.complete,
+        };
+        let fed: Vec<Fed> = feeds.iter().map(fed).collect();
+        self.model.logits(self.cache, &fed, &mut self.outcome)
     }
 
     /// A token for each of `sequences`, drawn from its row of logits.
@@ -267,7 +319,7 @@ impl Run<'_> {
     pub fn accept(&mut self, s: usize, drawn: Sampled, hooks: &mut Hooks) -> Result<bool> {
         let request = &self.requests[s];
         if !drawn.logprob.is_finite() {
-            return Err(self.non_finite(s));
+            return Err(self.model.non_finite(request, &self.live[s].tokens));
         }
         let ends = self.live[s].push(request, drawn, self.model.tokenizer)?;
         self.scheduler.accept(s);
@@ -282,30 +334,6 @@ impl Run<'_> {
         }
         self.outcome.responses[s] = Some(response);
         Ok(true)
-    }
-
-    /// Why there is no next token of a sequence: its logits were not finite. Ranks that draw together call this together.
-    fn non_finite(&self, s: usize) -> Error {
-        let (request, tokens, Model { transformer, weights, .. }) =
-            (&self.requests[s], &self.live[s].tokens, self.model);
-        let (id, n) = (request.prompt_id, self.live[s].new_tokens(request));
-        let what = format!("the logits after {n} new tokens of prompt {id} are not finite");
-        let found = |words: Option<String>, hint: &str| {
-            let words = words.map(|words| Error::fault(format!("{what}: {words}")).hint(hint));
-            transformer.tensor().agree(words.map_or(Ok(()), Err))
-        };
-        let positions: Vec<u32> = (0..tokens.len() as u32).collect();
-        let last = [tokens.len() as u32 - 1];
-        let of =
-            Rows { tokens, positions: &positions, cu_seqlens: &[0, tokens.len()], rows: &last, targets: &tokens[..1] };
-        // Of the prompt and all tokens before, in one forward: more is not kept of any.
-        let again = || {
-            let place = transformer.not_finite(weights, of, true);
-            place.map(|place| format!("the first of a forward over its tokens is {place}, all weights are finite"))
-        };
-        let found = found(weights.not_finite(), OF_WEIGHTS).and_then(|()| found(again(), OF_COMPUTING));
-        let otherwise = || Error::fault(format!("{what}, and they are in a forward over its tokens")).hint(OF_MACHINE);
-        found.err().unwrap_or_else(otherwise)
     }
 }
 

@@ -262,6 +262,29 @@ fn generate_records_what_logprobs_gives_repeats_with_its_seed_and_decodes_and_st
 }
 
 #[test]
+fn a_beam_search_gives_the_best_responses_of_a_row_with_their_scores_and_stops_at_texts() {
+    let fixture = Fixture::new();
+    let search = ["--beams", "3", "--samples", "2", "--max-new-tokens", "12", "--length-penalty", "2"];
+    let rows = [json!({"prompt": "1+1=", "score": "kept by draws"}), json!({"prompt": "2+2="})];
+    let found = |more: &[&str]| answers(&fixture, "generate", "model", &rows, &[&search, more].concat());
+    let best = found(&[]);
+    assert_eq!(best.len(), 4);
+    for answer in &best {
+        let logprobs = floats(&answer["logprobs"]);
+        let score = f64::from(logprobs.iter().sum::<f32>()) / (logprobs.len() as f64).powi(2);
+        assert!((answer["score"].as_f64().expect("a score") - score).abs() < 1e-4, "{answer}");
+    }
+    assert!(best[0]["score"].as_f64() >= best[1]["score"].as_f64() && best[0]["tokens"] != best[1]["tokens"]);
+    let text = best[0]["text"].as_str().expect("text").to_owned();
+    let stop: String = text.chars().skip(3).take(2).collect();
+    let stopped = found(&["--stop", &stop, "--early-stopping", "true", "--ignore-eos"]);
+    assert!(stopped.iter().any(|answer| answer["finish"] == "stop_string"), "{stopped:?}");
+    assert!(stopped.iter().all(|answer| !answer["text"].as_str().expect("text").contains(&stop)), "{stopped:?}");
+    let drawn = answers(&fixture, "generate", "model", &rows, &["--max-new-tokens", "1"]);
+    assert_eq!((&drawn[0]["score"], &drawn[1]["score"]), (&json!("kept by draws"), &Value::Null));
+}
+
+#[test]
 fn a_trained_critic_is_exported_as_a_reward_model_whose_head_scores_raw_or_normalised() {
     let fixture = Fixture::new();
     fixture.job(&[]).well();

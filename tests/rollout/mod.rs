@@ -1,5 +1,6 @@
 //! Tests of sampling, scheduling and rollout.
 
+mod beams;
 mod exactness;
 mod models;
 mod sampling;

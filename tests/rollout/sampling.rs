@@ -2,7 +2,7 @@
 
 use rlhf_hpc::device::cpu::pool;
 use rlhf_hpc::device::simd::{Level, with_level};
-use rlhf_hpc::ops::sample::{SampleParams, SampleRow, Sampled, forward, forward_parts};
+use rlhf_hpc::ops::sample::{SampleParams, SampleRow, Sampled, forward, forward_parts, top_parts};
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::Tensor;
 
@@ -224,4 +224,36 @@ fn a_vocabulary_in_parts_draws_the_same_tokens_with_the_same_logprobs_but_for_ro
             assert!((whole.sample_logprob - parts.sample_logprob).abs() < 2e-6, "{whole:?} {parts:?}");
         }
     }
+}
+
+#[test]
+fn the_best_tokens_are_those_of_a_naive_f64_loop_after_penalty_and_ban() {
+    let (seen, banned, n) = ([7, 7, 90], [11, 12], 9);
+    let params = SampleParams { repetition_penalty: 1.3, ..SampleParams::plain(0.8) };
+    for (v, scale) in [(9, 1.0), (300, 3.0), (5003, 0.2)] {
+        let mut logits = normal_rows(3, v, scale, 70 + v as u64);
+        // Equal ones, lowest token first.
+        logits.row_mut(2).fill(0.5);
+        let (seen, banned) = if v > 90 { (&seen[..], &banned[..]) } else { (&[][..], &[][..]) };
+        let row = SampleRow { params, uniform: 0.0, seen, banned };
+        let mut out = vec![Sampled::default(); 3 * n];
+        top_parts(&logits, &[v / 2, v], &[row; 3], n, &mut out);
+        for (i, best) in out.chunks_exact(n).enumerate() {
+            let plain = distribution(logits.row(i), &SampleParams::plain(0.8), &[], &[]);
+            let penalty = |token: u32| if seen.contains(&token) { 1.3 } else { 1.0 };
+            let allowed = (0..v as u32).filter(|token| !banned.contains(token));
+            let mut naive: Vec<(f64, u32)> =
+                allowed.map(|token| (plain[token as usize].ln() * penalty(token), token)).collect();
+            naive.sort_by(|a, b| b.0.partial_cmp(&a.0).expect("numbers").then(a.1.cmp(&b.1)));
+            for (got, (score, token)) in best.iter().zip(naive) {
+                assert_eq!(got.token, token, "v {v}, row {i}");
+                assert!((f64::from(got.sample_logprob) - score).abs() < 1e-4, "v {v}: {got:?}, needed {score}");
+                assert!((f64::from(got.logprob) - plain[token as usize].ln()).abs() < 1e-4, "v {v}: {got:?}");
+            }
+        }
+    }
+    let mut out = vec![Sampled::default(); 2];
+    let row = SampleRow { params, uniform: 0.0, seen: &[], banned: &[] };
+    top_parts(&Tensor::from_slice(1, 3, &[0.0, f32::NAN, 1.0]), &[3], &[row], 2, &mut out);
+    assert!(out[0].logprob.is_nan(), "a row that is not finite");
 }

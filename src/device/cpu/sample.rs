@@ -76,6 +76,8 @@ pub struct Sampled {
 struct Scratch {
     /// The row after penalty and ban, where there is one.
     edited: Vec<f32>,
+    /// Log-probabilities of the row, for `top`.
+    logprobs: Vec<f32>,
     e: Vec<f32>,
     tiles: Vec<f32>,
     maxima: Vec<f32>,
@@ -106,7 +108,7 @@ fn sample_row(level: Level, logits: &[f32], ends: &[usize], row: &SampleRow, scr
     let params = &row.params;
     let greedy = params.temperature == 0.0;
     let temperature = if greedy { 1.0 } else { params.temperature };
-    let Scratch { edited, e, tiles, maxima, values, candidates, parts } = scratch;
+    let Scratch { edited, e, tiles, maxima, values, candidates, parts, .. } = scratch;
 
     let penalised = params.repetition_penalty != 1.0;
     let x: &[f32] = if penalised || !row.banned.is_empty() {
@@ -144,6 +146,53 @@ fn sample_row(level: Level, logits: &[f32], ends: &[usize], row: &SampleRow, scr
         Some(_) => logprob,
     };
     Sampled { token: token as u32, logprob, sample_logprob }
+}
+
+/// The `n` best tokens of each row, one row behind the other. See `ops::sample::top_parts`.
+pub fn top(logits: &[f32], ends: &[usize], rows: &[SampleRow], n: usize, out: &mut [Sampled]) {
+    let v = logits.len() / rows.len().max(1);
+    let small = logits.len() < SHARED_LOGITS_MIN || rows.len() < 2;
+    let level = level();
+    pool().parts(out, n, small, &|range, out| {
+        SCRATCH.with_borrow_mut(|scratch| {
+            for (i, out) in (range.start / n..).zip(out.chunks_exact_mut(n)) {
+                top_of_row(level, &logits[i * v..(i + 1) * v], ends, &rows[i], scratch, out);
+            }
+        });
+    });
+}
+
+fn top_of_row(
+    level: Level,
+    logits: &[f32],
+    ends: &[usize],
+    row: &SampleRow,
+    scratch: &mut Scratch,
+    out: &mut [Sampled],
+) {
+    let Scratch { edited, logprobs, maxima, values, candidates, parts, .. } = scratch;
+    let temperature = if row.params.temperature == 0.0 { 1.0 } else { row.params.temperature };
+    let stats = stats(level, logits, ends, 1.0 / temperature, parts);
+    logprobs.clear();
+    logprobs.extend(logits.iter().map(|&x| stats.logprob(x)));
+    edit(logprobs, row, edited);
+    let bound = if out.len() < edited.len() {
+        kth_largest(level, edited, out.len(), maxima, values)
+    } else {
+        f32::NEG_INFINITY
+    };
+    candidates.clear();
+    candidates.extend(edited.iter().zip(0..).filter(|&(&x, _)| x >= bound).map(|(&x, token)| (x, token)));
+    candidates.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+    // Of a row that is not finite no token reaches the bound.
+    let none = Sampled { token: 0, logprob: f32::NAN, sample_logprob: f32::NAN };
+    let found = candidates.iter().map(|&(sample_logprob, token)| {
+        let logprob = logprobs[token as usize];
+        Sampled { token, logprob, sample_logprob }
+    });
+    for (out, found) in out.iter_mut().zip(found.chain(std::iter::repeat(none))) {
+        *out = found;
+    }
 }
 
 /// The statistics of a row whose parts end at `ends`.
