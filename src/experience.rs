@@ -69,6 +69,9 @@ pub struct Response {
     /// Of a beam search: the sum of the log-probabilities over the length to the power of the length penalty.
     #[serde(skip)]
     pub score: Option<f32>,
+    /// Where asked for, the likeliest tokens in the place of each, with the log-probabilities that `logprobs` are of.
+    #[serde(skip)]
+    pub top_logprobs: Vec<Vec<(u32, f32)>>,
 }
 
 /// What is known of the greedy response to a prompt, the baseline of its samples (ReMax, arXiv:2310.10505).

@@ -35,7 +35,8 @@ impl Transformer {
         let mine = dealt[self.tensor.rank()].clone();
         let whole = self.dealt(logits, &dealt);
         let ends: Vec<usize> = self.vocabularies().map(|range| range.end).collect();
-        let several = dealt.len() > 1;
+        // All ranks gather in the same way.
+        let several = dealt.len() > 1 && !sample::need_host(rows);
         if let Some(drawn) = several.then(|| sample::drawn(&whole, &ends, &rows[mine.clone()])).flatten() {
             return self.gather_on_gpu(&drawn, &dealt, out);
         }

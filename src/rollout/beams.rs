@@ -7,7 +7,7 @@
 //!     score = sum_t log p_t / n^length_penalty     (n new tokens)
 //!
 //! of which the N best are kept; the first N that do not end are the next beams (Wu et al., arXiv:1609.08144, section 7, has the
-//! idea of the length). The repetition penalty and bans act on log-probabilities. Equal ones go by beam and token, lowest first.
+//! idea of the length). Repetition penalty, biases and bans act on log-probabilities. Equal ones go by beam and token, lowest first.
 //!
 //! Beams hold their KV pages by reference: continuations of one beam share its pages, and the page that is written to is copied
 //! first where others hold it. A prompt starts when the pages of all its beams at their longest are there, so none is taken back.
@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::experience::Finish;
 use crate::ops::attention::{KvLayer, PAGE};
 use crate::ops::sample::{SampleParams, SampleRow, Sampled};
+use crate::tensor::Tensor;
 use std::collections::VecDeque;
 use std::ops::Range;
 
@@ -234,21 +235,23 @@ impl<'a> BeamRun<'a> {
     }
 
     /// The likeliest tokens behind each beam of the searches whose share of the forward is complete.
-    fn best(&self, logits: &crate::tensor::Tensor, shares: &[(usize, bool)]) -> Vec<Vec<Sampled>> {
-        let complete =
-            self.searches.iter().zip(shares).filter(|(_, (_, complete))| *complete).map(|(search, _)| search);
-        let (mut rows, mut most) = (Vec::with_capacity(logits.rows()), 1);
-        for search in complete {
+    fn best(&self, logits: &Tensor, shares: &[(usize, bool)]) -> Vec<Vec<Sampled>> {
+        let complete = self.searches.iter().zip(shares).filter(|(_, (_, complete))| *complete);
+        let (mut of_rows, mut most) = (Vec::with_capacity(logits.rows()), 1);
+        for (search, _) in complete {
             let request = &self.requests[search.requests.start];
-            let repetition_penalty = request.params.repetition_penalty;
-            let params = SampleParams { repetition_penalty, ..SampleParams::greedy() };
             most = most.max(self.beams.continuations(request));
-            rows.extend(search.beams.iter().map(|Beam { live, .. }| {
-                let is_early = live.new_tokens(request) < request.new_tokens_min;
-                let banned = if is_early { &request.stop.tokens[..] } else { &[] };
-                SampleRow { params, uniform: 0.0, seen: &live.tokens, banned }
-            }));
+            let tokens = search.beams.iter().map(|beam| &beam.live.tokens[..]);
+            of_rows.extend(tokens.map(|tokens| (request, tokens, request.banned(tokens))));
         }
+        let rows = of_rows.iter().map(|(request, seen, banned)| SampleRow {
+            params: SampleParams { repetition_penalty: request.params.repetition_penalty, ..SampleParams::greedy() },
+            uniform: 0.0,
+            seen,
+            banned,
+            bias: &request.edits.bias,
+        });
+        let rows: Vec<SampleRow> = rows.collect();
         let n = most.min(self.model.transformer.arch.vocabulary);
         let mut best = vec![Sampled::default(); n * rows.len()];
         self.model.transformer.top(logits, &rows, n, &mut best);
@@ -305,7 +308,9 @@ impl<'a> BeamRun<'a> {
         let before = std::mem::take(&mut search.beams);
         for (at, beam) in next {
             let blocks = before[at].blocks.clone();
-            blocks.iter().for_each(|&page| self.pool.retain(page));
+            for &page in &blocks {
+                self.pool.retain(page);
+            }
             search.beams.push(Beam { blocks, ..beam });
         }
         for page in before.into_iter().flat_map(|beam| beam.blocks) {

@@ -13,6 +13,8 @@ pub(super) struct Live {
     pub tokens: Vec<u32>,
     logprobs: Vec<f32>,
     sample_logprobs: Vec<f32>,
+    /// Of each new token the likeliest ones; empty where none are asked for.
+    pub top_logprobs: Vec<Vec<(u32, f32)>>,
     watch: Option<Watch>,
 }
 
@@ -87,6 +89,7 @@ impl Live {
             finish,
             text,
             score: None,
+            top_logprobs: live.top_logprobs,
         })
     }
 }

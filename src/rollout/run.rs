@@ -13,7 +13,7 @@ use crate::experience::Response;
 use crate::model::non_finite::Rows;
 use crate::model::{Arch, Keys, Transformer, Weights};
 use crate::ops::attention::{KvLayer, PagedSequence};
-use crate::ops::sample::{SampleRow, Sampled};
+use crate::ops::sample::{SampleParams, SampleRow, Sampled};
 use crate::rng::Rng;
 use crate::tensor::Tensor;
 use crate::text::Tokenizer;
@@ -300,19 +300,49 @@ impl Run<'_> {
         self.model.logits(self.cache, &fed, &mut self.outcome)
     }
 
+    /// What keys the draws of a request: the call's numbers and the prompt's id, or its own numbers and no id.
+    pub(super) fn draws(&self, request: &Request) -> (Rng, u64) {
+        request.rng.map_or((self.rng, request.prompt_id), |own| (own, 0))
+    }
+
     /// A token for each of `sequences`, drawn from its row of logits.
-    fn draw(&self, logits: &Tensor, sequences: &[usize]) -> Vec<Sampled> {
-        let row = |&s: &usize| {
-            let (request, live) = (&self.requests[s], &self.live[s]);
-            let new = live.new_tokens(request);
-            let uniform = self.rng.sample_uniform(self.step, request.prompt_id, request.sample, new as u32);
-            let banned = if new < request.new_tokens_min { &request.stop.tokens[..] } else { &[] };
-            SampleRow { params: request.params, uniform, seen: &live.tokens, banned }
-        };
-        let rows: Vec<SampleRow> = sequences.iter().map(row).collect();
+    fn draw(&mut self, logits: &Tensor, sequences: &[usize]) -> Vec<Sampled> {
+        self.record_top(logits, sequences);
+        let of = |s: &usize| (&self.requests[*s], &self.live[*s]);
+        let banned: Vec<_> = sequences.iter().map(of).map(|(request, live)| request.banned(&live.tokens)).collect();
+        let rows = sequences.iter().map(of).zip(&banned).map(|((request, live), banned)| {
+            let ((rng, id), new) = (self.draws(request), live.new_tokens(request) as u32);
+            let uniform = rng.sample_uniform(self.step, id, request.sample, new);
+            SampleRow { params: request.params, uniform, seen: &live.tokens, banned, bias: &request.edits.bias }
+        });
+        let rows: Vec<SampleRow> = rows.collect();
         let mut drawn = vec![Sampled::default(); rows.len()];
         self.model.transformer.sample(logits, &rows, &mut drawn);
         drawn
+    }
+
+    /// Records the likeliest tokens of each row of logits, where its request asks for them.
+    fn record_top(&mut self, logits: &Tensor, sequences: &[usize]) {
+        let requests = self.requests;
+        let most = sequences.iter().map(|&s| requests[s].top_logprobs).max().unwrap_or(0);
+        let n = most.min(self.model.transformer.arch.vocabulary);
+        if n == 0 {
+            return;
+        }
+        let plain = |&s: &usize| {
+            let params = SampleParams::plain(requests[s].params.temperature);
+            SampleRow { params, uniform: 0.0, seen: &[], banned: &[], bias: &[] }
+        };
+        let rows: Vec<SampleRow> = sequences.iter().map(plain).collect();
+        let mut top = vec![Sampled::default(); n * rows.len()];
+        self.model.transformer.top(logits, &rows, n, &mut top);
+        for (&s, top) in sequences.iter().zip(top.chunks_exact(n)) {
+            let top: Vec<(u32, f32)> =
+                top.iter().take(requests[s].top_logprobs).map(|found| (found.token, found.logprob)).collect();
+            if !top.is_empty() {
+                self.live[s].top_logprobs.push(top);
+            }
+        }
     }
 
     /// Adds a token to a sequence; true if the sequence ends with it.

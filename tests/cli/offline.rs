@@ -43,6 +43,22 @@ fn generate_names_the_row_that_it_cannot_read() {
         ("{\"text\": \"a\"}", "none of prompt, messages, tokens"),
         ("{\"messages\": [{\"role\": \"robot\", \"content\": \"a\"}]}", "a role is system, user or assistant"),
         ("{\"messages\": \"hello\"}", "messages is no list of messages"),
+        ("{\"tokens\": [1], \"sampling\": 3}", "field \"sampling\" is a number, needed an object"),
+        ("{\"tokens\": [1], \"sampling\": {\"temprature\": 1}}", "did you mean `temperature`?"),
+        ("{\"tokens\": [1], \"sampling\": {\"beams\": 4}}", "keys of sampling: temperature, top_k"),
+        ("{\"tokens\": [1], \"sampling\": {\"top_p\": 2}}", "sampling.top_p is 2, needed from 0 to 1"),
+        ("{\"tokens\": [1], \"sampling\": {\"max_new_tokens\": \"a\"}}", "sampling.max_new_tokens: invalid type"),
+        ("{\"tokens\": [1], \"sampling\": {\"seed\": -1}}", "sampling.seed: a number, needed a whole number from 0 up"),
+        (
+            "{\"tokens\": [1], \"sampling\": {\"bad_words\": \"a\"}}",
+            "sampling.bad_words: a string, needed a list of texts",
+        ),
+        (
+            "{\"tokens\": [1], \"sampling\": {\"logit_bias\": {\"272\": 1}}}",
+            "token 272 is outside the vocabulary of 272",
+        ),
+        ("{\"tokens\": [1], \"sampling\": {\"logit_bias\": {\"5\": null}}}", "null for \"5\", needed a finite number"),
+        ("{\"tokens\": [1], \"sampling\": {\"logit_bias\": {\"1+1=2\": 1}}}", "needed one"),
         (&long, "the model's context of 256"),
     ];
     check(&["generate", "--max-new-tokens", "2"], "{\"prompt\": \"1+1=\"}", &bad);
@@ -179,13 +195,13 @@ fn files_that_are_no_files_are_refused_by_name_and_hang_nothing() {
 }
 
 /// What a verb answers to rows about a model of the fixture.
-fn answers(fixture: &Fixture, verb: &str, model: &str, rows: &[Value], more: &[&str]) -> Vec<Value> {
+pub fn answers(fixture: &Fixture, verb: &str, model: &str, rows: &[Value], more: &[&str]) -> Vec<Value> {
     fixture.jsonl("rows.jsonl", rows);
     let answers = fixture.run(&[&[verb, "--model", model, "--input", "rows.jsonl"], more].concat()).well().stdout;
     answers.lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect()
 }
 
-fn floats(value: &Value) -> Vec<f32> {
+pub fn floats(value: &Value) -> Vec<f32> {
     value.as_array().expect("a list").iter().map(|x| x.as_f64().expect("a number") as f32).collect()
 }
 
@@ -259,29 +275,6 @@ fn generate_records_what_logprobs_gives_repeats_with_its_seed_and_decodes_and_st
     let stopped = free(json!({"prompt": "1+1="}), &["--stop", &stop]);
     assert_eq!(stopped[0]["finish"], "stop_string");
     assert_eq!(stopped[0]["text"], text[..text.find(&stop).expect("it is in there")]);
-}
-
-#[test]
-fn a_beam_search_gives_the_best_responses_of_a_row_with_their_scores_and_stops_at_texts() {
-    let fixture = Fixture::new();
-    let search = ["--beams", "3", "--samples", "2", "--max-new-tokens", "12", "--length-penalty", "2"];
-    let rows = [json!({"prompt": "1+1=", "score": "kept by draws"}), json!({"prompt": "2+2="})];
-    let found = |more: &[&str]| answers(&fixture, "generate", "model", &rows, &[&search, more].concat());
-    let best = found(&[]);
-    assert_eq!(best.len(), 4);
-    for answer in &best {
-        let logprobs = floats(&answer["logprobs"]);
-        let score = f64::from(logprobs.iter().sum::<f32>()) / (logprobs.len() as f64).powi(2);
-        assert!((answer["score"].as_f64().expect("a score") - score).abs() < 1e-4, "{answer}");
-    }
-    assert!(best[0]["score"].as_f64() >= best[1]["score"].as_f64() && best[0]["tokens"] != best[1]["tokens"]);
-    let text = best[0]["text"].as_str().expect("text").to_owned();
-    let stop: String = text.chars().skip(3).take(2).collect();
-    let stopped = found(&["--stop", &stop, "--early-stopping", "true", "--ignore-eos"]);
-    assert!(stopped.iter().any(|answer| answer["finish"] == "stop_string"), "{stopped:?}");
-    assert!(stopped.iter().all(|answer| !answer["text"].as_str().expect("text").contains(&stop)), "{stopped:?}");
-    let drawn = answers(&fixture, "generate", "model", &rows, &["--max-new-tokens", "1"]);
-    assert_eq!((&drawn[0]["score"], &drawn[1]["score"]), (&json!("kept by draws"), &Value::Null));
 }
 
 #[test]

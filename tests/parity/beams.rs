@@ -25,7 +25,16 @@ struct Search {
     early_stopping: String,
     length_penalty: f64,
     repetition_penalty: f32,
+    #[serde(flatten)]
+    edits: Edits,
     best: Vec<Best>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Edits {
+    bias: Vec<(u32, f32)>,
+    bad_words: Vec<Vec<u32>>,
 }
 
 #[derive(Deserialize)]
@@ -51,6 +60,8 @@ fn beams_and_their_scores_are_those_of_transformers_for_every_family_mode_and_pe
                 _ => EarlyStopping::Never,
             };
             let beams = Beams { count: golden.beams, early_stopping, length_penalty: *length_penalty };
+            let Edits { bias, bad_words } = &search.edits;
+            let edits = Arc::new(rollout::Edits { bias: bias.clone(), bad_words: bad_words.clone() });
             let request = |sample| Request {
                 prompt: 0,
                 prompt_id: 0,
@@ -60,6 +71,9 @@ fn beams_and_their_scores_are_those_of_transformers_for_every_family_mode_and_pe
                 new_tokens_min: 0,
                 new_tokens_max: golden.new_tokens,
                 stop: stop.clone(),
+                edits: edits.clone(),
+                top_logprobs: 0,
+                rng: None,
             };
             let requests: Vec<Request> = (0..best.len() as u32).map(request).collect();
             let mut hooks =

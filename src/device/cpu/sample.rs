@@ -18,7 +18,7 @@ const BLOCK: usize = 64;
 /// Logits below which sharing rows between threads costs more than it brings.
 const SHARED_LOGITS_MIN: usize = 8192;
 
-/// Order of the filters: repetition penalty, temperature, top-k, top-p, min-p.
+/// Order of the filters: bias, repetition penalty, temperature, top-k, top-p, min-p.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SampleParams {
     /// 0 is greedy.
@@ -57,8 +57,10 @@ pub struct SampleRow<'a> {
     pub uniform: f32,
     /// Tokens so far, prompt included; only read where the repetition penalty is on.
     pub seen: &'a [u32],
-    /// Tokens that must not be drawn (end tokens before the least response length).
+    /// Tokens that must not be drawn (end tokens before the least response length, the ends of bad words).
     pub banned: &'a [u32],
+    /// Added to the logits of tokens, each once, ascending.
+    pub bias: &'a [(u32, f32)],
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -74,7 +76,7 @@ pub struct Sampled {
 /// Buffers that a thread keeps from row to row.
 #[derive(Default)]
 struct Scratch {
-    /// The row after penalty and ban, where there is one.
+    /// The row after bias, penalty and ban, where there is one.
     edited: Vec<f32>,
     /// Log-probabilities of the row, for `top`.
     logprobs: Vec<f32>,
@@ -111,7 +113,8 @@ fn sample_row(level: Level, logits: &[f32], ends: &[usize], row: &SampleRow, scr
     let Scratch { edited, e, tiles, maxima, values, candidates, parts, .. } = scratch;
 
     let penalised = params.repetition_penalty != 1.0;
-    let x: &[f32] = if penalised || !row.banned.is_empty() {
+    let is_edited = penalised || !row.banned.is_empty() || !row.bias.is_empty();
+    let x: &[f32] = if is_edited {
         edit(logits, row, edited);
         edited
     } else {
@@ -142,7 +145,7 @@ fn sample_row(level: Level, logits: &[f32], ends: &[usize], row: &SampleRow, scr
     let logprob = stats(level, logits, ends, 1.0 / temperature, parts).logprob(logits[token]);
     let sample_logprob = match drawn {
         None => 0.0,
-        Some(probability) if params.filters() || !row.banned.is_empty() => probability.ln() as f32,
+        Some(probability) if params.filters() || is_edited => probability.ln() as f32,
         Some(_) => logprob,
     };
     Sampled { token: token as u32, logprob, sample_logprob }
@@ -203,15 +206,19 @@ fn stats(level: Level, row: &[f32], ends: &[usize], inverse_temperature: f32, pa
     RowStats::combined(parts)
 }
 
-/// The row with the repetition penalty on tokens that occurred, and minus infinity on banned ones.
+/// The row with the biases, the repetition penalty on tokens that occurred, and minus infinity on banned ones.
 fn edit(logits: &[f32], row: &SampleRow, edited: &mut Vec<f32>) {
     edited.clear();
     edited.extend_from_slice(logits);
+    for &(token, bias) in row.bias {
+        edited[token as usize] += bias;
+    }
     let penalty = row.params.repetition_penalty;
     if penalty != 1.0 {
         for &token in row.seen {
-            // From the unedited logit: a token that occurred twice is penalised once.
-            let x = logits[token as usize];
+            // From the logit without penalty: a token that occurred twice is penalised once.
+            let bias = row.bias.binary_search_by_key(&token, |(of, _)| *of).map_or(0.0, |i| row.bias[i].1);
+            let x = logits[token as usize] + bias;
             edited[token as usize] = if x < 0.0 { x * penalty } else { x / penalty };
         }
     }
