@@ -46,7 +46,7 @@ fn generate_names_the_row_that_it_cannot_read() {
         ("{\"tokens\": [1], \"sampling\": 3}", "field \"sampling\" is a number, needed an object"),
         ("{\"tokens\": [1], \"sampling\": {\"temprature\": 1}}", "did you mean `temperature`?"),
         ("{\"tokens\": [1], \"sampling\": {\"beams\": 4}}", "keys of sampling: temperature, top_k"),
-        ("{\"tokens\": [1], \"sampling\": {\"top_p\": 2}}", "sampling.top_p is 2, needed from 0 to 1"),
+        ("{\"tokens\": [1], \"sampling\": {\"top_p\": 2}}", "sampling.top_p is 2, needed a number from 0 to 1"),
         ("{\"tokens\": [1], \"sampling\": {\"max_new_tokens\": \"a\"}}", "sampling.max_new_tokens: invalid type"),
         ("{\"tokens\": [1], \"sampling\": {\"seed\": -1}}", "sampling.seed: a number, needed a whole number from 0 up"),
         (

@@ -88,7 +88,13 @@ fn sampled(world: &World) {
 }
 
 fn searched(world: &World) {
-    let config = RolloutConfig { repetition_penalty: 1.1, stop_token_ids: (40..50).collect(), ..config(1.0) };
+    // Beams that repeat a token have almost equal scores.
+    let config = RolloutConfig {
+        repetition_penalty: 1.5,
+        stop_token_ids: (40..50).collect(),
+        response_tokens_max: 10,
+        ..config(1.0)
+    };
     let beams = Beams { count: 4, early_stopping: EarlyStopping::False, length_penalty: 1.0 };
     for (name, arch) in cut_shapes(world.size) {
         let [part, whole] = sides(world, &arch, DType::F32).map(|Side { transformer, weights, .. }| {
