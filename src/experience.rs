@@ -62,7 +62,7 @@ pub struct Response {
     pub tokens: Vec<u32>,
     /// Log-probability of each token under the plain temperature softmax (l_old).
     pub logprobs: Vec<f32>,
-    /// Log-probability of each token under the filtered distribution that it was drawn from.
+    /// Log-probability of each token under the filtered distribution that it was drawn from; of a beam search, what it added to the sum.
     pub sample_logprobs: Vec<f32>,
     pub finish: Finish,
     /// The new tokens decoded, special tokens skipped.
@@ -70,6 +70,12 @@ pub struct Response {
     /// What an environment has added, where the job has one.
     #[serde(default)]
     pub episode: Option<Episode>,
+    /// Of a beam search: the sum of the log-probabilities over the length to the power of the length penalty.
+    #[serde(skip)]
+    pub score: Option<f32>,
+    /// Where asked for, the likeliest tokens in the place of each, with the log-probabilities that `logprobs` are of.
+    #[serde(skip)]
+    pub top_logprobs: Vec<Vec<(u32, f32)>>,
 }
 
 impl Response {

@@ -1,112 +1,32 @@
 //! `rlhf-hpc generate`: responses of a model to rows of prompts.
 
-use super::device::{self, Options, device, dtype_name};
+mod args;
+mod asked;
+
+pub use self::args::{Args, checked};
+use self::asked::{Asked, Asker};
+use super::device::{self, Options};
 use super::out::{note, progress};
 use super::ranks::Ranks;
-use super::rows::{self, Row};
+use super::rows::{self, Row, Stream};
 use super::talk::Talk;
-use crate::config::job::DeviceName;
-use crate::config::model::DTypeName;
 use crate::config::rollout::RolloutConfig;
-use crate::data::rows::template_variables;
 use crate::error::{Error, Result};
-use crate::experience::{Prompt, Response};
+use crate::experience::Response;
 use crate::launch::inference::InferenceModel;
-use crate::model::{Arch, Head};
+use crate::model::Head;
 use crate::rng::{Purpose, Rng};
-use crate::rollout::{self, Engine, Hooks, Model, Request, Stop};
+use crate::rollout::{Beams, Engine, Hooks, Model, Request};
 use crate::text::Tokenizer;
-use argh::FromArgs;
+use indicatif::ProgressBar;
 use serde::Serialize;
-use serde_json::Value;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Generate responses: a JSON line per prompt in, a JSON line per response out, in the same order.
-#[derive(FromArgs, Debug)]
-#[argh(subcommand, name = "generate")]
-#[argh(
-    note = "A row has prompt (text, encoded with the tokenizer's own special tokens), messages (a list, through the chat
-template, to which the row's tools go too) or tokens. A result is the row with prompt_tokens, the new tokens, their text, their
-log-probabilities, and finish: stop, length or stop_string. logprobs and reward take such lines as they are."
-)]
-pub struct Args {
-    /// a Hugging Face model directory
-    #[argh(option)]
-    pub model: PathBuf,
-
-    /// rows as JSON lines; - is standard input
-    #[argh(option)]
-    pub input: Option<PathBuf>,
-
-    /// instead of rows: one prompt, whose response is written as text while it is drawn
-    #[argh(option)]
-    pub prompt: Option<String>,
-
-    /// what the chat template is told beside messages, e.g. '{"enable_thinking": false}'
-    #[argh(option, default = "Row::new()", from_str_fn(rows::object))]
-    pub chat_template_args: Row,
-
-    /// most new tokens of a response (default: 128)
-    #[argh(option, default = "128")]
-    pub max_new_tokens: usize,
-
-    /// divides the logits; 0 is greedy (default: 1)
-    #[argh(option, default = "1.0")]
-    pub temperature: f32,
-
-    /// draw among the k most likely tokens (default: 0, off)
-    #[argh(option, default = "0")]
-    pub top_k: usize,
-
-    /// draw among the most likely tokens whose mass reaches p (default: 1, off)
-    #[argh(option, default = "1.0")]
-    pub top_p: f32,
-
-    /// draw among tokens of at least this share of the largest probability (default: 0, off)
-    #[argh(option, default = "0.0")]
-    pub min_p: f32,
-
-    /// lower the logits of tokens that occurred (default: 1, off)
-    #[argh(option, default = "1.0")]
-    pub repetition_penalty: f32,
-
-    /// responses per row (default: 1)
-    #[argh(option, default = "1")]
-    pub samples: usize,
-
-    /// beam search, which this version does not have
-    #[argh(option)]
-    pub beams: Option<usize>,
-
-    /// seed of the draws (default: 0)
-    #[argh(option, default = "0")]
-    pub seed: u64,
-
-    /// text that ends a response and is cut from its text, may be repeated
-    #[argh(option)]
-    pub stop: Vec<String>,
-
-    /// go on after end tokens
-    #[argh(switch)]
-    pub ignore_eos: bool,
-
-    /// cpu, gpu or auto: a GPU where there is one that suits the model and computes what the CPU does (default: auto)
-    #[argh(option, default = "DeviceName::Auto", from_str_fn(device))]
-    pub device: DeviceName,
-
-    /// f32, bf16 or auto: what the weights are held in; auto is bf16 on a GPU and f32 on a CPU (default: auto)
-    #[argh(option, default = "DTypeName::Auto", from_str_fn(dtype_name))]
-    pub dtype: DTypeName,
-
-    /// do not compare a GPU with the CPU before, which takes about a second
-    #[argh(switch)]
-    pub no_check: bool,
-}
-
-/// Fields of a result, which replace those of the row that have their names.
-const FIELDS: [&str; 5] = ["prompt_tokens", "tokens", "text", "logprobs", "finish"];
+/// Tokens of prompts and responses of the rows that a rank answers together. This bounds the memory; and the last responses of so many
+/// decode in batches that are not full, which is to be a small part of the time.
+const TOKENS_AT_ONCE: usize = 16 << 20;
 
 #[derive(Serialize)]
 struct Line<'a> {
@@ -118,15 +38,16 @@ struct Line<'a> {
     text: Option<&'a str>,
     logprobs: &'a [f32],
     finish: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    score: Option<f32>,
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    top_logprobs: &'a [Vec<(u32, f32)>],
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    if args.beams.is_some_and(|beams| beams != 1) {
-        return Err(
-            Error::usage("--beams: this version has no beam search").hint("leave it out, or sample with --samples")
-        );
-    }
-    let config = config(args)?;
+    let beams = args.search()?;
+    let config = args.config()?;
+    args.check(&config)?;
     let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
     let input = match (&args.input, &args.prompt) {
         (Some(input), None) => input,
@@ -134,16 +55,37 @@ pub fn run(args: &Args) -> Result<()> {
         _ => return Err(Error::usage("generate needs one of the options --input and --prompt")),
     };
     let ranks = Ranks::start(input)?;
-    let (tokenizer, asked) = ranks.agree(read(args, input, &config, &ranks))?;
+    let asker = ranks.agree(Asker::new(args, &config))?;
+    let total = ranks.agree(count(&asker, input))?;
     let head = Head::LanguageModel;
     let inference = device::open("generate", &args.model, options, head, (config.clone(), args.seed), &ranks)?;
-    answer(args, &config, (&inference, tokenizer.as_ref()), &asked, ranks)
+    let bar = progress("generate", total.map(|total| total.div_ceil(ranks.world.size)));
+    let (engine, rng) = (Engine::new(&config, 0), Rng::new(args.seed, Purpose::Sample));
+    let answering = Answering {
+        inference: &inference,
+        tokenizer: asker.tokenizer.as_ref(),
+        config,
+        beams,
+        rng,
+        engine,
+        bar,
+        done: [0; 2],
+    };
+    answering.run(&asker, input, ranks)
 }
 
 /// Writes the responses to one prompt as they are drawn.
 fn show(args: &Args, config: RolloutConfig, options: Options, prompt: &str) -> Result<()> {
+    let of_lines = [("--beams", args.beams > 1), ("--top-logprobs", args.top_logprobs > 0)];
+    if let Some((option, _)) = of_lines.iter().find(|(_, given)| *given) {
+        return Err(Error::usage(format!(
+            "--prompt writes nothing but text while it is drawn, {option} is not for it"
+        ))
+        .hint("give the prompt as a row of --input"));
+    }
     let config = RolloutConfig { samples_per_prompt: 1, ..config };
     let mut talk = Talk::open("generate", &args.model, options, config, args.seed)?;
+    talk.edits = Arc::new(asked::edits(args, Some(&talk.tokenizer), talk.vocabulary())?);
     let tokens = talk.tokenizer.encode(prompt, true)?;
     for _ in 0..args.samples {
         talk.answer(tokens.clone())?;
@@ -151,141 +93,104 @@ fn show(args: &Args, config: RolloutConfig, options: Options, prompt: &str) -> R
     talk.finish()
 }
 
-/// The rows of this rank, and what is asked of the model for each: `--samples` requests a row.
-struct Asked {
-    rows: Vec<Row>,
-    requests: Vec<Request>,
-}
-
-/// The tokenizer of the model, if it has one, and what this rank answers.
-fn read(args: &Args, input: &Path, config: &RolloutConfig, ranks: &Ranks) -> Result<(Option<Tokenizer>, Asked)> {
-    let arch = Arch::load(&args.model)?;
-    let tokenizer = Tokenizer::find(&args.model)?;
-    let prompts = prompts(input, &arch, tokenizer.as_ref(), &args.chat_template_args)?;
-    let (mut rows, prompts): (Vec<Row>, Vec<Prompt>) = prompts.into_iter().unzip();
-    let stop = Arc::new(Stop::new(config, &arch.eos_tokens));
-    let weights: Vec<usize> = prompts.iter().map(|p| p.tokens.len() + args.samples * args.max_new_tokens).collect();
-    let own = ranks.share(&weights);
-    let requests = rollout::requests(&prompts[own.clone()], config, &stop, arch.context)?;
-    Ok((tokenizer, Asked { rows: rows.drain(own).collect(), requests }))
-}
-
-/// Answers the requests of this rank, and writes all responses in the order of the rows.
-fn answer(
-    args: &Args,
-    config: &RolloutConfig,
-    (inference, tokenizer): (&InferenceModel, Option<&Tokenizer>),
-    Asked { rows, requests }: &Asked,
-    mut ranks: Ranks,
-) -> Result<()> {
-    let start = Instant::now();
-    let model = Model { transformer: &inference.transformer, weights: &inference.weights, tokenizer };
-    let mut engine = Engine::new(config, 0);
-    engine.allow(inference.cache_bytes(config, requests));
-    let mut waiting: Vec<Option<Response>> = requests.iter().map(|_| None).collect();
-    let (mut next, mut new_tokens) = (0, 0);
-    let mut finished = |i: usize, response: &Response| -> Result<()> {
-        new_tokens += response.tokens.len();
-        waiting[i] = Some(response.clone());
-        while let Some(response) = waiting.get_mut(next).and_then(Option::take) {
-            ranks.write(&Line {
-                row: &rows[requests[next].prompt],
-                prompt_tokens: &requests[next].tokens,
-                tokens: &response.tokens,
-                text: tokenizer.is_some().then_some(&response.text),
-                logprobs: &response.logprobs,
-                finish: response.finish.name(),
-            })?;
-            next += 1;
-        }
+/// Checks all rows of a file; how many responses they ask for. Of standard input nothing is known yet.
+fn count(asker: &Asker, input: &Path) -> Result<Option<usize>> {
+    if input.as_os_str() == "-" {
+        return Ok(None);
+    }
+    let mut total = 0;
+    rows::each(input, |row| {
+        total += asker.row(0, row)?.0.requests.len();
         Ok(())
-    };
-    let bar = progress("generate", requests.len());
-    let mut hooks = Hooks {
-        stop: &|| false,
-        progress: &mut |now| bar.set_position(now.finished as u64),
-        drawn: &mut |_, _| {},
-        finished: &mut finished,
-        turns: None,
-    };
-    let rng = Rng::new(args.seed, Purpose::Sample);
-    let done = engine.generate(model, rng, 0, requests, &mut hooks).map_err(device::with_option_names);
-    drop(bar);
-    ranks.agree(done)?;
-    if let Some(why) = engine.refused() {
-        note!("generate: decoding kernel by kernel, because {why}");
-    }
-    let [responses, tokens] = ranks.sums([next as f64, new_tokens as f64]);
-    let (seconds, memory) = (start.elapsed().as_secs_f64(), inference.describe_memory());
-    let rate = tokens / seconds.max(1e-9);
-    ranks.say(&format!(
-        "generate: {responses} responses, {tokens} new tokens in {seconds:.2} s ({rate:.0} tokens/s){memory}"
-    ));
-    ranks.finish()
-}
-
-fn config(args: &Args) -> Result<RolloutConfig> {
-    let config = RolloutConfig {
-        samples_per_prompt: args.samples,
-        response_tokens_max: args.max_new_tokens,
-        temperature: args.temperature,
-        top_k: args.top_k,
-        top_p: args.top_p,
-        min_p: args.min_p,
-        repetition_penalty: args.repetition_penalty,
-        stop: args.stop.clone(),
-        ignore_eos: args.ignore_eos,
-        ..RolloutConfig::default()
-    };
-    checked(config)
-}
-
-/// Refuses sampling that has no meaning; errors name options instead of a job's keys.
-pub(super) fn checked(config: RolloutConfig) -> Result<RolloutConfig> {
-    config.check().map_err(|mut error| {
-        for (key, option) in [("samples_per_prompt", "samples"), ("response_tokens_max", "max-new-tokens")] {
-            error.message = error.message.replace(&format!("rollout.{key}"), &format!("--{option}"));
-        }
-        error.message = error.message.replace("rollout.", "--").replace('_', "-");
-        error
     })?;
-    Ok(config)
+    Ok(Some(total))
 }
 
-/// The rows, without what a result replaces, and their prompts; ids, which key the random numbers, are line numbers from 0.
-fn prompts(input: &Path, arch: &Arch, tokenizer: Option<&Tokenizer>, args: &Row) -> Result<Vec<(Row, Prompt)>> {
-    let mut id = 0;
-    rows::read(input, |row| {
-        let tokens = prompt_tokens(row, tokenizer, args)?;
-        rows::check(&tokens, arch)?;
-        if tokens.len() == arch.context {
-            return Err(Error::data(format!("the prompt fills the model's context of {} tokens", arch.context))
-                .hint("shorten it: at least one new token needs room"));
+/// Answers rows, and writes all responses in the order of the rows.
+struct Answering<'a> {
+    inference: &'a InferenceModel,
+    tokenizer: Option<&'a Tokenizer>,
+    config: RolloutConfig,
+    beams: Option<Beams>,
+    rng: Rng,
+    engine: Engine,
+    bar: ProgressBar,
+    /// Responses of this rank, and their tokens.
+    done: [usize; 2],
+}
+
+impl Answering<'_> {
+    /// As many rows at a time as the memory bears, each rank its share of them.
+    fn run(mut self, asker: &Asker, input: &Path, mut ranks: Ranks) -> Result<()> {
+        let start = Instant::now();
+        let (mut stream, mut id) = (Stream::open(input), 0);
+        loop {
+            let next = stream.next(TOKENS_AT_ONCE * ranks.world.size, |row| {
+                let (asked, size) = asker.row(id, row)?;
+                id += 1;
+                Ok(((asked, size), size))
+            });
+            let rows = ranks.agree(next)?;
+            if rows.is_empty() {
+                break;
+            }
+            let (rows, sizes): (Vec<Asked>, Vec<usize>) = rows.into_iter().unzip();
+            self.answer(&rows[ranks.share(&sizes)], &mut ranks)?;
+            ranks.flush()?;
         }
-        id += 1;
-        let kept = row.iter().filter(|(key, _)| !FIELDS.contains(&key.as_str()));
-        let row = kept.map(|(key, value)| (key.clone(), value.clone())).collect();
-        Ok((row, Prompt { id: id - 1, tokens, source: input.display().to_string(), ..Prompt::default() }))
-    })
-}
+        self.bar.finish_and_clear();
+        if let Some(why) = self.engine.refused() {
+            note!("generate: decoding kernel by kernel, because {why}");
+        }
+        let [responses, tokens] = ranks.sums(self.done.map(|count| count as f64));
+        let (seconds, memory) = (start.elapsed().as_secs_f64(), self.inference.describe_memory());
+        let rate = tokens / seconds.max(1e-9);
+        ranks.say(&format!(
+            "generate: {responses} responses, {tokens} new tokens in {seconds:.2} s ({rate:.0} tokens/s){memory}"
+        ));
+        ranks.finish()
+    }
 
-fn prompt_tokens(row: &Row, tokenizer: Option<&Tokenizer>, args: &Row) -> Result<Vec<u32>> {
-    let given: Vec<&str> = ["prompt", "messages", "tokens"].into_iter().filter(|key| row.contains_key(*key)).collect();
-    let &[key] = &given[..] else {
-        let what = if given.is_empty() { "none of prompt, messages, tokens".into() } else { given.join(" and ") };
-        return Err(Error::data(format!("the row has {what}, needed is one of prompt, messages, tokens")));
-    };
-    if key == "tokens" {
-        return rows::tokens(row, key);
-    }
-    let tokenizer = rows::needed(tokenizer, key)?;
-    if key == "prompt" {
-        let text = rows::text(row, key)?;
-        return if text.is_empty() { Err(Error::data("the prompt is empty")) } else { tokenizer.encode(text, true) };
-    }
-    match &row[key] {
-        Value::Array(messages) if messages.is_empty() => Err(Error::data("messages are empty")),
-        Value::Array(_) => tokenizer.encode_chat(&row[key], &template_variables(row, args)?, true),
-        _ => Err(Error::data("messages is no list of messages")),
+    /// Answers rows of this rank.
+    fn answer(&mut self, rows: &[Asked], ranks: &mut Ranks) -> Result<()> {
+        let of_row = |(i, asked): (usize, &Asked)| {
+            asked.requests.iter().map(move |request| Request { prompt: i, ..request.clone() }).collect::<Vec<_>>()
+        };
+        let requests: Vec<Request> = rows.iter().enumerate().flat_map(of_row).collect();
+        let Self { inference, tokenizer, config, beams, rng, engine, bar, done } = self;
+        let model = Model { transformer: &inference.transformer, weights: &inference.weights, tokenizer: *tokenizer };
+        engine.allow(inference.cache_bytes(config, &requests, beams.map_or(1, |beams| beams.count)));
+        let mut waiting: Vec<Option<Response>> = requests.iter().map(|_| None).collect();
+        let (mut next, before) = (0, done[0]);
+        let mut finished = |i: usize, response: &Response| -> Result<()> {
+            *done = [done[0] + 1, done[1] + response.tokens.len()];
+            waiting[i] = Some(response.clone());
+            while let Some(response) = waiting.get_mut(next).and_then(Option::take) {
+                ranks.write(&Line {
+                    row: &rows[requests[next].prompt].row,
+                    prompt_tokens: &requests[next].tokens,
+                    tokens: &response.tokens,
+                    text: tokenizer.is_some().then_some(&response.text),
+                    logprobs: &response.logprobs,
+                    finish: response.finish.name(),
+                    score: response.score,
+                    top_logprobs: &response.top_logprobs,
+                })?;
+                next += 1;
+            }
+            Ok(())
+        };
+        let mut hooks = Hooks {
+            stop: &|| false,
+            progress: &mut |now| bar.set_position((before + now.finished) as u64),
+            drawn: &mut |_, _| {},
+            finished: &mut finished,
+            turns: None,
+        };
+        let outcome = match *beams {
+            Some(beams) => engine.beam_search(model, beams, &requests, &mut hooks),
+            None => engine.generate(model, *rng, 0, &requests, &mut hooks),
+        };
+        ranks.agree(outcome.map_err(device::with_option_names)).map(drop)
     }
 }

@@ -23,13 +23,16 @@ pub fn write(lines: &[u8]) -> Result<()> {
     }
 }
 
-/// A bar for `total` rows on standard error; none where that is no terminal, or the rows themselves go to one.
-pub fn progress(verb: &'static str, total: usize) -> ProgressBar {
+/// A bar for `total` rows, where that is known, on standard error; none where that is no terminal, or the rows themselves go to one.
+pub fn progress(verb: &'static str, total: Option<usize>) -> ProgressBar {
     if std::io::stdout().is_terminal() {
         return ProgressBar::hidden();
     }
-    let style = ProgressStyle::with_template("{prefix}: {bar:28} {pos}/{len}  {elapsed}, {eta} left");
-    ProgressBar::with_draw_target(Some(total as u64), ProgressDrawTarget::stderr())
+    let style = ProgressStyle::with_template(match total {
+        Some(_) => "{prefix}: {bar:28} {pos}/{len}  {elapsed}, {eta} left",
+        None => "{prefix}: {pos}  {elapsed}",
+    });
+    ProgressBar::with_draw_target(total.map(|total| total as u64), ProgressDrawTarget::stderr())
         .with_style(style.expect("the template parses").progress_chars("━╸─"))
         .with_prefix(verb)
         .with_finish(ProgressFinish::AndClear)

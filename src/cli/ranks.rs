@@ -68,7 +68,14 @@ impl Ranks {
     }
 
     /// Writes what waits, rank by rank, and ends MPI. All ranks call this after their rows.
-    pub fn finish(self) -> Result<()> {
+    pub fn finish(mut self) -> Result<()> {
+        self.flush()?;
+        comm::shutdown();
+        Ok(())
+    }
+
+    /// Writes what waits, rank by rank. All ranks call this after rows of theirs.
+    pub fn flush(&mut self) -> Result<()> {
         let (group, rank) = (self.world.group(), self.world.rank);
         for root in 1..self.world.size {
             let mut pieces = self.kept.chunks(PIECE_BYTES).filter(|_| rank == root);
@@ -83,7 +90,7 @@ impl Ranks {
                 }
             }
         }
-        comm::shutdown();
+        self.kept.clear();
         Ok(())
     }
 }

@@ -1,6 +1,6 @@
-//! Rows of the offline verbs: every row is checked before the work starts, and an error names it.
+//! Rows of the offline verbs: every row of a file is checked before the work starts, and an error names it.
 
-use crate::data::input::{RowReader, input_files};
+use crate::data::input::{RawRow, RowReader, input_files};
 use crate::data::rows::{required, token_ids};
 use crate::error::{Error, Result};
 use crate::model::Arch;
@@ -8,36 +8,106 @@ use crate::sys::environment;
 use crate::text::{Tokenizer, kind_of};
 use serde_json::{Map, Value};
 use std::io::BufReader;
-use std::path::Path;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, Receiver};
 
 pub type Row = Map<String, Value>;
 
-/// Reads the file or folder (`-`: standard input) and makes a `T` of each row.
-pub fn read<T>(path: &Path, mut make: impl FnMut(&Row) -> Result<T>) -> Result<Vec<T>> {
-    let mut rows = Vec::new();
-    let mut add = |path: &Path, mut reader: RowReader| -> Result<()> {
+/// A row that is not parsed yet, its file and its number there.
+type Numbered = (PathBuf, usize, RawRow);
+
+/// Gives each row of the file or folder (`-`: standard input) to `take`, until that has enough.
+fn each_raw(path: &Path, mut take: impl FnMut(Numbered) -> Result<ControlFlow<()>>) -> Result<()> {
+    let mut count = 0;
+    let mut add = |path: &Path, mut reader: RowReader| -> Result<ControlFlow<()>> {
         let mut number = 0;
         loop {
-            let raw = reader.next_rows()?;
-            if raw.is_empty() {
-                return Ok(());
+            let rows = reader.next_rows()?;
+            if rows.is_empty() {
+                return Ok(ControlFlow::Continue(()));
             }
-            for row in raw {
+            for row in rows {
                 number += 1;
-                let made = row.parse().and_then(|row| make(&row));
-                rows.push(made.map_err(|e| e.within(format!("{} line {number}", path.display())))?);
+                count += 1;
+                if take((path.to_owned(), number, row))?.is_break() {
+                    return Ok(ControlFlow::Break(()));
+                }
             }
         }
     };
     if path.as_os_str() == "-" {
-        add(path, RowReader::lines(path, BufReader::new(std::io::stdin())))?;
+        _ = add(path, RowReader::lines(path, BufReader::new(std::io::stdin())))?;
     } else {
-        input_files(path)?.iter().try_for_each(|file| add(&file.path, RowReader::open(&file.path)?))?;
+        for file in input_files(path)? {
+            if add(&file.path, RowReader::open(&file.path)?)?.is_break() {
+                break;
+            }
+        }
     }
-    if rows.is_empty() {
-        return Err(Error::data(format!("{} holds no rows", path.display())));
-    }
+    if count == 0 { Err(Error::data(format!("{} holds no rows", path.display()))) } else { Ok(()) }
+}
+
+/// What `make` makes of a row; its error names the row.
+fn made<T>((path, number, raw): &Numbered, make: impl FnOnce(&Row) -> Result<T>) -> Result<T> {
+    let made = raw.parse().and_then(|row| make(&row));
+    made.map_err(|e| e.within(format!("{} line {number}", path.display())))
+}
+
+/// Looks at each row of the file or folder (`-`: standard input).
+pub fn each(path: &Path, mut look: impl FnMut(&Row) -> Result<()>) -> Result<()> {
+    each_raw(path, |row| made(&row, &mut look).map(ControlFlow::Continue))
+}
+
+/// Makes a `T` of each row.
+pub fn read<T>(path: &Path, mut make: impl FnMut(&Row) -> Result<T>) -> Result<Vec<T>> {
+    let mut rows = Vec::new();
+    each(path, |row| {
+        rows.push(make(row)?);
+        Ok(())
+    })?;
     Ok(rows)
+}
+
+/// Rows that wait for those that are answered, at most.
+const AHEAD: usize = 1024;
+
+/// Rows that a thread reads ahead while others are answered.
+pub struct Stream {
+    rows: Receiver<Result<Numbered>>,
+    /// Rows of standard input are answered as they come.
+    is_live: bool,
+}
+
+impl Stream {
+    pub fn open(path: &Path) -> Self {
+        let (give, rows) = mpsc::sync_channel(AHEAD);
+        let from = path.to_owned();
+        std::thread::spawn(move || {
+            let given =
+                |row| if give.send(Ok(row)).is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) };
+            if let Err(error) = each_raw(&from, |row| Ok(given(row))) {
+                // Whoever has stopped reading has an error of its own.
+                drop(give.send(Err(error)));
+            }
+        });
+        Self { rows, is_live: path.as_os_str() == "-" }
+    }
+
+    /// What `make` makes of the next rows, until their sizes reach `enough` together; of standard input those that have come, one at
+    /// least. None behind the last row.
+    pub fn next<T>(&mut self, enough: usize, mut make: impl FnMut(&Row) -> Result<(T, usize)>) -> Result<Vec<T>> {
+        let (mut rows, mut size) = (Vec::new(), 0);
+        while size < enough {
+            let wait = !self.is_live || rows.is_empty();
+            let next = if wait { self.rows.recv().ok() } else { self.rows.try_recv().ok() };
+            let Some(next) = next else { break };
+            let (row, of_row) = made(&next?, &mut make)?;
+            rows.push(row);
+            size += of_row;
+        }
+        Ok(rows)
+    }
 }
 
 /// Of an option: an object of JSON.

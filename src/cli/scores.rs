@@ -94,7 +94,7 @@ impl Scoring<'_> {
         };
         // The numbers of a forward are written when a GPU has the next one to compute.
         let mut before: Option<(Range<usize>, Later)> = None;
-        let bar = progress(self.verb, own.len());
+        let bar = progress(self.verb, Some(own.len()));
         for batch in rows::batches(own.iter().map(|row| row.tokens.len()), self.tokens_max) {
             let mut packed = PackedRow::new();
             own[batch.clone()].iter().for_each(|row| packed.push(&row.tokens, row.first()));

@@ -9,7 +9,7 @@ use crate::experience::{Prompt, Response};
 use crate::launch::inference::InferenceModel;
 use crate::model::Head;
 use crate::rng::{Purpose, Rng};
-use crate::rollout::{self, Engine, Hooks, Model, Stop};
+use crate::rollout::{self, Edits, Engine, Hooks, Model, Stop};
 use crate::text::{StreamDecoder, Tokenizer};
 use std::path::Path;
 use std::sync::Arc;
@@ -21,6 +21,8 @@ pub struct Talk {
     engine: Engine,
     config: RolloutConfig,
     stop: Arc<Stop>,
+    /// What is done to logits.
+    pub edits: Arc<Edits>,
     rng: Rng,
     /// Answers so far: each draws numbers of its own.
     answers: u32,
@@ -39,7 +41,12 @@ impl Talk {
         ends.extend(tokenizer.eos_ids().iter().filter(|id| !inference.transformer.arch.eos_tokens.contains(id)));
         let stop = Arc::new(Stop::new(&config, &ends));
         let (engine, rng) = (Engine::new(&config, 0), Rng::new(seed, Purpose::Sample));
-        Ok(Self { tokenizer, ranks, inference, engine, config, stop, rng, answers: 0 })
+        Ok(Self { tokenizer, ranks, inference, engine, config, stop, edits: Arc::default(), rng, answers: 0 })
+    }
+
+    /// Tokens that the model knows.
+    pub fn vocabulary(&self) -> usize {
+        self.inference.transformer.arch.vocabulary
     }
 
     /// Tokens of the longest row.
@@ -51,8 +58,11 @@ impl Talk {
     pub fn answer(&mut self, tokens: Vec<u32>) -> Result<Response> {
         let (arch, tokenizer) = (&self.inference.transformer.arch, &self.tokenizer);
         let prompt = Prompt { tokens, source: "standard input".into(), ..Prompt::default() };
-        let requests = rollout::requests(&[prompt], &self.config, &self.stop, arch.context)?;
-        self.engine.allow(self.inference.cache_bytes(&self.config, &requests));
+        let mut requests = rollout::requests(&[prompt], &self.config, &self.stop, arch.context)?;
+        for request in &mut requests {
+            request.edits = self.edits.clone();
+        }
+        self.engine.allow(self.inference.cache_bytes(&self.config, &requests, 1));
         let (mut decoder, mut failed) = (StreamDecoder::default(), Ok(()));
         let mut shown = |text: Result<String>| {
             let written = text.and_then(|text| out::write(text.as_bytes()));

@@ -121,6 +121,7 @@ pub enum RowReader {
         from: Box<dyn BufRead>,
         /// Blank lines count only if another line follows.
         blank: usize,
+        at_once: usize,
     },
     Batches {
         name: PathBuf,
@@ -136,14 +137,16 @@ impl RowReader {
             Some("arrow") => Batches::arrow(path),
             _ => {
                 let file = files::open_input(path).map_err(|e| Error::io("read", path, &e))?;
-                return Ok(Self::lines(path, BufReader::with_capacity(1 << 20, file)));
+                let from = Box::new(BufReader::with_capacity(1 << 20, file));
+                return Ok(Self::Lines { name, from, blank: 0, at_once: LINES_AT_ONCE });
             }
         };
         Ok(Self::Batches { from: from.map_err(|e| e.within(path.display()))?, name })
     }
 
+    /// Each line as soon as it comes.
     pub fn lines(name: &Path, from: impl BufRead + 'static) -> Self {
-        Self::Lines { name: name.to_owned(), from: Box::new(from), blank: 0 }
+        Self::Lines { name: name.to_owned(), from: Box::new(from), blank: 0, at_once: 1 }
     }
 
     /// The next rows; none behind the last one.
@@ -156,9 +159,9 @@ impl RowReader {
                 };
                 Ok(batch.map_or(Vec::new(), rows))
             }
-            Self::Lines { name, from, blank } => {
+            Self::Lines { name, from, blank, at_once } => {
                 let (mut rows, mut line) = (Vec::new(), Vec::new());
-                while rows.len() < LINES_AT_ONCE
+                while rows.len() < *at_once
                     && from.read_until(b'\n', &mut line).map_err(|e| Error::io("read", &*name, &e))? > 0
                 {
                     if line.trim_ascii().is_empty() {

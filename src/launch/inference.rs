@@ -54,10 +54,11 @@ impl InferenceModel {
         Ok(Self { transformer, weights, description, local_size: world.local_size.max(1) })
     }
 
-    /// Bytes that the KV cache may take: on a GPU what forwards leave, on a CPU half of this rank's share of the free memory.
-    pub fn cache_bytes(&self, config: &RolloutConfig, requests: &[Request]) -> u64 {
+    /// Bytes that the KV cache may take while `requests` are answered, each by `beams` sequences: on a GPU what forwards leave, on a CPU half of this rank's share of the free memory.
+    pub fn cache_bytes(&self, config: &RolloutConfig, requests: &[Request], beams: usize) -> u64 {
         if self.weights.device() == Device::Cuda {
-            gpu::cache_bytes(forward_bytes(&self.transformer.arch, 1, config, requests.len()))
+            let are_edited = requests.iter().any(Request::edits_logits);
+            gpu::cache_bytes(forward_bytes(&self.transformer.arch, 1, config, beams * requests.len(), are_edited))
         } else {
             memory::available_bytes() / self.local_size as u64 / 2
         }

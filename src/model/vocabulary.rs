@@ -35,16 +35,34 @@ impl Transformer {
         let mine = dealt[self.tensor.rank()].clone();
         let whole = self.dealt(logits, &dealt);
         let ends: Vec<usize> = self.vocabularies().map(|range| range.end).collect();
-        let several = dealt.len() > 1;
+        // All ranks gather in the same way.
+        let several = dealt.len() > 1 && !sample::need_host(rows);
         if let Some(drawn) = several.then(|| sample::drawn(&whole, &ends, &rows[mine.clone()])).flatten() {
             return self.gather_on_gpu(&drawn, &dealt, out);
         }
-        sample::forward_parts(&whole, &ends, &rows[mine.clone()], &mut out[mine.clone()]);
+        sample::forward_parts(&whole, &ends, &rows[mine.clone()], &mut out[mine]);
+        self.gather(&dealt, 1, out);
+    }
+
+    /// The `n` best tokens of each row (`ops::sample::top_parts`), found as `sample` draws: `out` holds them row by row.
+    pub fn top(&self, logits: &Tensor, rows: &[SampleRow], n: usize, out: &mut [Sampled]) {
+        let dealt = shares(logits.rows(), self.tensor.size());
+        let mine = dealt[self.tensor.rank()].clone();
+        let ends: Vec<usize> = self.vocabularies().map(|range| range.end).collect();
+        let whole = self.dealt(logits, &dealt);
+        sample::top_parts(&whole, &ends, &rows[mine.clone()], n, &mut out[n * mine.start..n * mine.end]);
+        self.gather(&dealt, n, out);
+    }
+
+    /// Gathers what each rank has found for its rows `dealt[rank]`, `n` tokens a row.
+    fn gather(&self, dealt: &[Range<usize>], n: usize, out: &mut [Sampled]) {
+        let mine = dealt[self.tensor.rank()].clone();
         let mut gathered = vec![0.0; SAMPLED * out.len()];
-        for (gathered, drawn) in gathered.chunks_exact_mut(SAMPLED).zip(&*out).skip(mine.start).take(mine.len()) {
-            gathered.copy_from_slice(&[f32::from_bits(drawn.token), drawn.logprob, drawn.sample_logprob]);
+        for (gathered, found) in gathered.chunks_exact_mut(SAMPLED).zip(&*out).skip(n * mine.start).take(n * mine.len())
+        {
+            gathered.copy_from_slice(&[f32::from_bits(found.token), found.logprob, found.sample_logprob]);
         }
-        let ranges: Vec<Range<usize>> = dealt.iter().map(|r| SAMPLED * r.start..SAMPLED * r.end).collect();
+        let ranges: Vec<Range<usize>> = dealt.iter().map(|r| SAMPLED * n * r.start..SAMPLED * n * r.end).collect();
         self.tensor.all_gather(&mut gathered, &ranges);
         for (out, gathered) in out.iter_mut().zip(gathered.chunks_exact(SAMPLED)) {
             *out = Sampled { token: gathered[0].to_bits(), logprob: gathered[1], sample_logprob: gathered[2] };

@@ -1,6 +1,6 @@
 //! Draws one token per row of logits.
 //!
-//! Filters act in the order repetition penalty, temperature, top-k, top-p, min-p and mean what they mean in Hugging
+//! Filters act in the order bias, repetition penalty, temperature, top-k, top-p, min-p and mean what they mean in Hugging
 //! Face `generate`: top-k keeps ties with the k-th value, top-p keeps the smallest set of most likely tokens whose mass
 //! reaches p (the crossing token included, equal probabilities lowest token first; arXiv:1904.09751), min-p keeps
 //! tokens of at least `min_p` times the largest probability (arXiv:2407.01082), and the repetition penalty divides
@@ -28,16 +28,41 @@ pub fn forward(logits: &Tensor, rows: &[SampleRow], out: &mut [Sampled]) {
 /// # Panics
 /// As `forward`, or if the parts do not ascend to the end of the vocabulary.
 pub fn forward_parts(logits: &Tensor, ends: &[usize], rows: &[SampleRow], out: &mut [Sampled]) {
-    assert_eq!(logits.rows(), rows.len(), "sample: {} rows of logits for {} rows", logits.rows(), rows.len());
+    check_shapes(logits, ends, rows);
     assert_eq!(out.len(), rows.len(), "sample: room for {} results of {} rows", out.len(), rows.len());
-    assert!(logits.width() > 0 || rows.is_empty(), "sample: an empty vocabulary");
-    let ascending = ends.is_sorted() && ends.last() == Some(&logits.width());
-    assert!(ascending, "sample: parts that end at {ends:?} of a vocabulary of {}", logits.width());
     if let Some(drawn) = drawn(logits, ends, rows) {
         return out.copy_from_slice(&drawn.read(rows.len()));
     }
     note(logits);
-    cpu::sample::forward(logits.data(), ends, rows, out);
+    match logits.device() {
+        Device::Cpu => cpu::sample::forward(logits.data(), ends, rows, out),
+        Device::Cuda => cpu::sample::forward(&logits.to_host(), ends, rows, out),
+    }
+}
+
+/// The `n` best tokens of each row of logits (rows, v) whose parts end at `ends`, best first, equal ones lowest token first, written to
+/// `out` (rows, n). A token is as good as its log-probability under the plain temperature softmax (temperature 0: at temperature 1)
+/// after bias, repetition penalty and ban, which Hugging Face's beam search puts on log-probabilities instead of logits; that is its
+/// `sample_logprob`, `logprob` the one before. Logits on a GPU are copied to the host for it.
+///
+/// # Panics
+/// As `forward_parts`, or if `n` is not in 1..=v.
+pub fn top_parts(logits: &Tensor, ends: &[usize], rows: &[SampleRow], n: usize, out: &mut [Sampled]) {
+    check_shapes(logits, ends, rows);
+    assert!((1..=logits.width()).contains(&n), "top: {n} of {} tokens", logits.width());
+    assert_eq!(out.len(), n * rows.len(), "top: room for {} results of {n} x {} rows", out.len(), rows.len());
+    note(logits);
+    match logits.device() {
+        Device::Cpu => cpu::sample::top(logits.data(), ends, rows, n, out),
+        Device::Cuda => cpu::sample::top(&logits.to_host(), ends, rows, n, out),
+    }
+}
+
+fn check_shapes(logits: &Tensor, ends: &[usize], rows: &[SampleRow]) {
+    assert_eq!(logits.rows(), rows.len(), "sample: {} rows of logits for {} rows", logits.rows(), rows.len());
+    assert!(logits.width() > 0 || rows.is_empty(), "sample: an empty vocabulary");
+    let ascending = ends.is_sorted() && ends.last() == Some(&logits.width());
+    assert!(ascending, "sample: parts that end at {ends:?} of a vocabulary of {}", logits.width());
 }
 
 /// For a plan: two passes over the logits.
@@ -45,9 +70,14 @@ fn note(logits: &Tensor) {
     null::note(null::SAMPLING, 0.0, (8 * logits.rows() * logits.width()) as f64);
 }
 
-/// As `forward_parts`, where the results stay on a GPU; none on the CPU, which has them at once.
+/// Whether no kernel draws these rows, so that the host does, from a copy of their logits: those with biases.
+pub fn need_host(rows: &[SampleRow]) -> bool {
+    rows.iter().any(|row| !row.bias.is_empty())
+}
+
+/// As `forward_parts`, where the results stay on a GPU; none where they are drawn on the host, which has them at once.
 pub fn drawn(logits: &Tensor, ends: &[usize], rows: &[SampleRow]) -> Option<Drawn> {
-    if logits.device() == Device::Cpu {
+    if logits.device() == Device::Cpu || need_host(rows) {
         return None;
     }
     note(logits);

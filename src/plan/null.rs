@@ -10,7 +10,7 @@ use crate::data::RowTokens;
 use crate::device::null::Null;
 use crate::launch::layout::Layout;
 use crate::model::TensorPart;
-use crate::rollout::forward_bytes;
+use crate::rollout::{edits_logits, forward_bytes};
 use crate::tensor::arena;
 use crate::train::{self, Planned, PlannedGpu};
 
@@ -25,7 +25,8 @@ pub fn count(job: &Job, layout: &Layout, device: &Device, roles: &[RoleName]) ->
     let parts = job.parts(world).unwrap_or_else(|_| vec![(roles.to_vec(), 0..layout.mesh.ranks())]);
     let start = parts.iter().find(|(there, _)| there.contains(&roles[0])).map_or(0, |(_, ranks)| ranks.start);
     let samples = job.shape.samples() / layout.rollout_data().max(1);
-    let forward_bytes = forward_bytes(job.archs.actor(), layout.rollout_tensor, &job.config.rollout, samples) as usize;
+    let (actor, rollout) = (job.archs.actor(), &job.config.rollout);
+    let forward_bytes = forward_bytes(actor, layout.rollout_tensor, rollout, samples, edits_logits(rollout)) as usize;
     let is_sampled = job.shape.has_rollout();
     let data = |row: &RowTokens| RowTokens { response: if is_sampled { 0 } else { row.response }, ..*row };
     let planned = Planned {

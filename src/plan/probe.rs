@@ -307,7 +307,7 @@ impl<'a> Bench<'a> {
         let (rows, v) = (16, self.whole.vocabulary);
         let logits = filled(rows, v);
         let params = rollout::sample_params(&self.job.config.rollout);
-        let row = SampleRow { params, uniform: 0.5, seen: &[], banned: &[] };
+        let row = SampleRow { params, uniform: 0.5, seen: &[], banned: &[], bias: &[] };
         let rows: Vec<SampleRow> = vec![row; rows];
         let mut drawn = vec![Sampled::default(); rows.len()];
         self.measured(null::SAMPLING, || sample::forward(&logits, &rows, &mut drawn))

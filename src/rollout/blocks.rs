@@ -31,6 +31,11 @@ impl BlockPool {
         Some(page)
     }
 
+    /// Whether the page has several holders.
+    pub fn is_shared(&self, page: u32) -> bool {
+        self.holders[page as usize] > 1
+    }
+
     /// One holder more.
     ///
     /// # Panics

@@ -2,6 +2,7 @@
 //! decoding is to be done on a GPU, `graphs` takes over.
 
 use super::Request;
+use super::beams::{self, BeamRun, Beams};
 use super::live::Live;
 use super::run::{Decoder, Hooks, Model, Outcome, Progress, Run};
 use super::scheduler::{Limits, Scheduler, Spec, pages_wanted};
@@ -83,11 +84,8 @@ impl Engine {
     ) -> Result<Outcome> {
         requests.iter().try_for_each(|request| check(request, &model))?;
         let specs = specs(requests);
-        self.make_cache(model.transformer, &specs);
-        let longest = specs.iter().map(|spec| spec.prompt_tokens + spec.new_tokens_max).max();
-        model.transformer.reserve_positions(longest.unwrap_or(0));
-        let RolloutConfig { batch_max, prefill_tokens_max, graphs, .. } = self.config;
-        let limits = Limits { batch_max, prefill_tokens_max, pages: self.pages };
+        let needed = pages_wanted(specs.iter().copied(), self.config.batch_max);
+        let (limits, graphs) = (self.make_cache(model.transformer, &specs, needed), self.config.graphs);
         let scheduler = Scheduler::new(specs.iter().copied(), limits)?;
         let mut run = Run {
             model,
@@ -119,11 +117,32 @@ impl Engine {
         Ok(run.outcome)
     }
 
-    /// Pages for as many of the longest sequences as may run at once, within the bytes allowed. A cache that is large
-    /// enough is kept.
-    fn make_cache(&mut self, transformer: &Transformer, specs: &[Spec]) {
-        let (page_bytes, batch_max) = (transformer.kv_page_bytes(), self.config.batch_max);
-        let needed = pages_wanted(specs.iter().copied(), batch_max);
+    /// The best responses to each prompt that a beam search finds. Of the requests that stand together with the same prompt, the
+    /// first gets the best one, the next one the second best, and so on, each with its `score`. Of the sampling parameters only
+    /// the repetition penalty counts. Rows and pages are bounded as those of `generate`, and ranks call it alike.
+    ///
+    /// # Errors
+    /// As `generate`; `Usage` where there are more requests of a prompt than beams, or all of its beams do not fit the cache.
+    pub fn beam_search(
+        &mut self,
+        model: Model,
+        beams: Beams,
+        requests: &[Request],
+        hooks: &mut Hooks,
+    ) -> Result<Outcome> {
+        requests.iter().try_for_each(|request| check(request, &model))?;
+        let mut pages: Vec<usize> =
+            beams::prompts(requests).map(|range| beams.pages_max(&requests[range.start])).collect();
+        pages.sort_unstable_by(|a, b| b.cmp(a));
+        let needed = pages.iter().take((self.config.batch_max / beams.count).max(1)).sum();
+        let limits = self.make_cache(model.transformer, &specs(requests), needed);
+        BeamRun::new(model, beams, requests, limits, &mut self.cache)?.run(hooks)
+    }
+
+    /// `needed` pages, within the bytes allowed, and the positions of the longest sequence. A cache that is large enough is kept.
+    fn make_cache(&mut self, transformer: &Transformer, specs: &[Spec], needed: usize) -> Limits {
+        let RolloutConfig { batch_max, prefill_tokens_max, .. } = self.config;
+        let page_bytes = transformer.kv_page_bytes();
         let mut allowed = (self.kv_bytes_max / page_bytes as u64) as usize;
         if null::is_active() && self.config.kv_bytes_max == 0 {
             // A plan says by how much a job is too large: it goes on with room for one sequence.
@@ -147,6 +166,9 @@ impl Engine {
             self.cache = owned_by("kv cache", || transformer.kv_cache(pages));
             self.pages = pages;
         }
+        let longest = specs.iter().map(|spec| spec.prompt_tokens + spec.new_tokens_max).max();
+        transformer.reserve_positions(longest.unwrap_or(0));
+        Limits { batch_max, prefill_tokens_max, pages: self.pages }
     }
 }
 

@@ -114,6 +114,9 @@ impl Run<'_> {
             return None;
         }
         let sequences = self.scheduler.decoding()?.to_vec();
+        if sequences.iter().any(|&s| self.requests[s].needs_host()) {
+            return None;
+        }
         if !sequences.iter().all(|&s| self.scheduler.extend(s, self.live[s].tokens.len())) {
             return None;
         }
@@ -130,11 +133,11 @@ impl Run<'_> {
         for &s in sequences {
             let (request, tokens) = (&self.requests[s], &self.live[s].tokens);
             let new = self.live[s].new_tokens(request);
-            let prompt_id = request.prompt_id;
+            let (rng, prompt_id) = self.draws(request);
             let penalised = if is_penalised(request) { &tokens[..] } else { &[] };
             lanes.push(DecodeSlot {
                 counter: Rng::sample_counter(self.step, prompt_id, request.sample, new as u32),
-                key: self.rng.key(),
+                key: rng.key(),
                 token: *tokens.last().expect("a sequence that decodes has tokens"),
                 past: tokens.len() as u32 - 1,
                 left: (request.new_tokens_max - new) as u32,

@@ -8,12 +8,14 @@ use crate::ops::sample::Sampled;
 use crate::text::{StreamDecoder, Tokenizer};
 
 /// Prompt and new tokens of one request, with the record of the new ones.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Live {
     /// Prompt and new tokens; empty until the sequence begins.
     pub tokens: Vec<u32>,
     logprobs: Vec<f32>,
     sample_logprobs: Vec<f32>,
+    /// Of each new token the likeliest ones; empty where none are asked for.
+    pub top_logprobs: Vec<Vec<(u32, f32)>>,
     watch: Option<Watch>,
     /// Where the turn begins, counted from the first new token.
     turn: usize,
@@ -129,13 +131,15 @@ impl Live {
             finish,
             text,
             episode: live.episode,
+            score: None,
+            top_logprobs: live.top_logprobs,
         })
     }
 }
 
 /// Looks for stop texts in the text as it grows. Special tokens are part of that text, so that one of them can be
 /// named as a stop text.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Watch {
     decoder: StreamDecoder,
     /// The end of the text: as much as a stop text may still need.

@@ -4,6 +4,7 @@
 //! the step, the prompt's id and the sample's number: not on the other requests, the schedule, the size of the cache or
 //! the number of threads. The recorded log-probabilities are bitwise those of the training forward.
 
+mod beams;
 pub mod blocks;
 pub mod engine;
 mod graphs;
@@ -13,6 +14,7 @@ pub mod scheduler;
 mod spec;
 pub mod turns;
 
+pub use beams::{Beams, EarlyStopping};
 pub use engine::Engine;
 pub use graphs::bucket;
 pub use run::{Hooks, Model, Outcome, Progress};
@@ -22,7 +24,9 @@ use crate::error::{Error, Result};
 use crate::experience::Prompt;
 use crate::model::{Arch, TensorPart};
 use crate::ops::sample::SampleParams;
+use crate::rng::Rng;
 use crate::tensor::DType::Bf16;
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// What ends a response before its longest length.
@@ -46,6 +50,15 @@ impl Stop {
     }
 }
 
+/// What is done to the logits of a request besides its parameters.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Edits {
+    /// Added to the logits of tokens before the repetition penalty: each once, ascending.
+    pub bias: Vec<(u32, f32)>,
+    /// Sequences of tokens that must not occur: the last one is banned behind those before it.
+    pub bad_words: Vec<Vec<u32>>,
+}
+
 /// One sample of one prompt.
 #[derive(Clone, Debug)]
 pub struct Request {
@@ -62,6 +75,35 @@ pub struct Request {
     pub new_tokens_min: usize,
     pub new_tokens_max: usize,
     pub stop: Arc<Stop>,
+    pub edits: Arc<Edits>,
+    /// Of each new token so many of the likeliest are recorded.
+    pub top_logprobs: usize,
+    /// Keys the draws instead of the call's and the prompt's id.
+    pub rng: Option<Rng>,
+}
+
+impl Request {
+    /// Tokens that may not come behind `tokens`, prompt and new ones.
+    fn banned(&self, tokens: &[u32]) -> Cow<'_, [u32]> {
+        let is_early = tokens.len() - self.tokens.len() < self.new_tokens_min;
+        let mut banned = Cow::Borrowed(if is_early { &self.stop.tokens[..] } else { &[] });
+        for (last, before) in self.edits.bad_words.iter().filter_map(|word| word.split_last()) {
+            if tokens.ends_with(before) {
+                banned.to_mut().push(*last);
+            }
+        }
+        banned
+    }
+
+    /// Whether its logits are changed before a draw.
+    pub fn edits_logits(&self) -> bool {
+        self.params.repetition_penalty != 1.0 || self.new_tokens_min > 0 || *self.edits != Edits::default()
+    }
+
+    /// Whether its draws need the host, so that no graph can decode it.
+    fn needs_host(&self) -> bool {
+        *self.edits != Edits::default() || self.top_logprobs > 0
+    }
 }
 
 /// The sampling parameters of a config.
@@ -73,6 +115,11 @@ pub fn sample_params(config: &RolloutConfig) -> SampleParams {
         min_p: config.min_p,
         repetition_penalty: config.repetition_penalty,
     }
+}
+
+/// Whether the config has logits changed before a draw.
+pub fn edits_logits(config: &RolloutConfig) -> bool {
+    config.repetition_penalty != 1.0 || config.response_tokens_min > 0
 }
 
 /// Most new tokens behind a prompt of `prompt_tokens`; `context` is the model's longest row.
@@ -110,6 +157,9 @@ pub fn requests(prompts: &[Prompt], config: &RolloutConfig, stop: &Arc<Stop>, co
                 new_tokens_min: config.response_tokens_min,
                 new_tokens_max: new_tokens_max(config, length, context),
                 stop: stop.clone(),
+                edits: Arc::default(),
+                top_logprobs: 0,
+                rng: None,
             });
         }
     }
@@ -118,8 +168,8 @@ pub fn requests(prompts: &[Prompt], config: &RolloutConfig, stop: &Arc<Stop>, co
 
 /// The most that a rank of `tensor` takes of a GPU beside weights and cache while it answers `samples` requests: the forward that reads
 /// prompts beside those that decode, what graphs of decoding keep (their small tables left out), and logits that are changed
-/// before a draw.
-pub fn forward_bytes(arch: &Arch, tensor: usize, rollout: &RolloutConfig, samples: usize) -> u64 {
+/// before a draw, where they `are_edited`.
+pub fn forward_bytes(arch: &Arch, tensor: usize, rollout: &RolloutConfig, samples: usize, are_edited: bool) -> u64 {
     let (part, rows) = (TensorPart::fullest(arch, tensor), samples.min(rollout.batch_max));
     let (queries, keys) = (part.heads(arch).len() * arch.head_dim, part.kv_heads(arch).len() * arch.head_dim);
     let row = 3 * arch.width + 2 * queries + 2 * keys + 3 * part.range(arch.mlp_width).len();
@@ -127,7 +177,6 @@ pub fn forward_bytes(arch: &Arch, tensor: usize, rollout: &RolloutConfig, sample
     // `rows` of the tokens go through the head.
     let forward = |tokens: usize| tokens * row * Bf16.bytes() + rows * (arch.width * Bf16.bytes() + logits);
     let graphs = if rollout.graphs { forward(rows) } else { 0 };
-    let edits = rollout.repetition_penalty != 1.0 || rollout.response_tokens_min > 0;
-    let edited = if edits { rows * arch.vocabulary * size_of::<f32>() } else { 0 };
+    let edited = if are_edited { rows * arch.vocabulary * size_of::<f32>() } else { 0 };
     (forward(rollout.prefill_tokens_max + rows) + graphs + edited) as u64
 }

@@ -14,7 +14,7 @@ use crate::experience::{Finish, Response};
 use crate::model::non_finite::Rows;
 use crate::model::{Arch, Keys, Transformer, Weights};
 use crate::ops::attention::{KvLayer, PagedSequence};
-use crate::ops::sample::{SampleRow, Sampled};
+use crate::ops::sample::{SampleParams, SampleRow, Sampled};
 use crate::rng::Rng;
 use crate::tensor::Tensor;
 use crate::text::Tokenizer;
@@ -26,6 +26,71 @@ pub struct Model<'a> {
     pub weights: &'a Weights,
     /// For texts and stop texts; without one, responses have no text.
     pub tokenizer: Option<&'a Tokenizer>,
+}
+
+/// A sequence's share of a forward: tokens behind the `past` cached ones.
+pub(super) struct Fed<'a> {
+    pub tokens: &'a [u32],
+    pub past: usize,
+    pub blocks: &'a [u32],
+    /// The logits behind the last token are wanted.
+    pub complete: bool,
+}
+
+impl Model<'_> {
+    /// This rank's logits behind each share that is complete, in order.
+    pub(super) fn logits(self, cache: &mut [KvLayer], feeds: &[Fed], outcome: &mut Outcome) -> Option<Tensor> {
+        let (mut tokens, mut positions, mut rows) = (Vec::new(), Vec::new(), Vec::new());
+        let mut sequences = Vec::with_capacity(feeds.len());
+        for feed in feeds {
+            tokens.extend_from_slice(feed.tokens);
+            positions.extend((feed.past..feed.past + feed.tokens.len()).map(|i| i as u32));
+            sequences.push(PagedSequence { past: feed.past, tokens: feed.tokens.len(), blocks: feed.blocks });
+            if feed.complete {
+                rows.push(tokens.len() as u32 - 1);
+            }
+        }
+        let keys = Keys::Paged(cache, sequences.as_slice().into());
+        let hidden = self.transformer.forward(self.weights, &tokens, &positions, keys, None);
+        outcome.forwards += 1;
+        outcome.tokens_fed += tokens.len();
+        (!rows.is_empty()).then(|| self.transformer.logits_part(self.weights, &hidden, &rows))
+    }
+
+    /// Whether any of the ranks that share matrices is to stop; an error of one of them is all of theirs.
+    pub(super) fn is_stopped(self, stop: bool, failed: Result<()>) -> Result<bool> {
+        let tensor = self.transformer.tensor();
+        let mut ends = [f64::from(u8::from(stop)), f64::from(u8::from(failed.is_err()))];
+        tensor.all_reduce_max_f64(&mut ends);
+        if ends[1] > 0.0 {
+            tensor.agree(failed)?;
+        }
+        Ok(ends[0] > 0.0)
+    }
+
+    /// Why there is no token behind the `tokens` of a request: their logits were not finite. Ranks that draw together call this
+    /// together.
+    pub(super) fn non_finite(self, request: &Request, tokens: &[u32]) -> Error {
+        let Model { transformer, weights, .. } = self;
+        let (id, n) = (request.prompt_id, tokens.len() - request.tokens.len());
+        let what = format!("the logits after {n} new tokens of prompt {id} are not finite");
+        let found = |words: Option<String>, hint: &str| {
+            let words = words.map(|words| Error::fault(format!("{what}: {words}")).hint(hint));
+            transformer.tensor().agree(words.map_or(Ok(()), Err))
+        };
+        let positions: Vec<u32> = (0..tokens.len() as u32).collect();
+        let last = [tokens.len() as u32 - 1];
+        let of =
+            Rows { tokens, positions: &positions, cu_seqlens: &[0, tokens.len()], rows: &last, targets: &tokens[..1] };
+        // Of the prompt and all tokens before, in one forward: more is not kept of any.
+        let again = || {
+            let place = transformer.not_finite(weights, of, true);
+            place.map(|place| format!("the first of a forward over its tokens is {place}, all weights are finite"))
+        };
+        let found = found(weights.not_finite(), OF_WEIGHTS).and_then(|()| found(again(), OF_COMPUTING));
+        let otherwise = || Error::fault(format!("{what}, and they are in a forward over its tokens")).hint(OF_MACHINE);
+        found.err().unwrap_or_else(otherwise)
+    }
 }
 
 /// How far a call of `generate` is.
@@ -132,13 +197,7 @@ impl Run<'_> {
         let failed = std::mem::replace(&mut self.failed, Ok(()));
         let done = self.scheduler.is_done();
         let stop = self.stopped || (!done && failed.is_ok() && (hooks.stop)());
-        let tensor = self.model.transformer.tensor();
-        let mut ends = [f64::from(u8::from(stop)), f64::from(u8::from(failed.is_err()))];
-        tensor.all_reduce_max_f64(&mut ends);
-        if ends[1] > 0.0 {
-            tensor.agree(failed)?;
-        }
-        Ok(done || ends[0] > 0.0)
+        Ok(self.model.is_stopped(stop, failed)? || done)
     }
 
     pub fn report(&mut self, hooks: &mut Hooks) {
@@ -252,46 +311,69 @@ impl Run<'_> {
 
     /// This rank's logits behind each feed that is complete, in order.
     fn logits(&mut self, feeds: &[Feed]) -> Option<Tensor> {
-        let (mut tokens, mut positions, mut rows) = (Vec::new(), Vec::new(), Vec::new());
-        let mut sequences = Vec::with_capacity(feeds.len());
         for feed in feeds {
-            let (s, all) = (feed.sequence, feed.past..feed.past + feed.tokens);
-            self.live[s].begin(&self.requests[s]);
-            tokens.extend_from_slice(&self.live[s].tokens[all.clone()]);
-            positions.extend(all.map(|i| i as u32));
-            sequences.push(PagedSequence { past: feed.past, tokens: feed.tokens, blocks: self.scheduler.blocks(s) });
-            if feed.complete {
-                rows.push(tokens.len() as u32 - 1);
-            }
+            self.live[feed.sequence].begin(&self.requests[feed.sequence]);
         }
-        let Model { transformer, weights, .. } = self.model;
-        let keys = Keys::Paged(self.cache, sequences.as_slice().into());
-        let hidden = transformer.forward(weights, &tokens, &positions, keys, None);
-        self.outcome.forwards += 1;
-        self.outcome.tokens_fed += tokens.len();
-        (!rows.is_empty()).then(|| transformer.logits_part(weights, &hidden, &rows))
+        let fed = |feed: &Feed| Fed {
+            tokens: &self.live[feed.sequence].tokens[feed.past..feed.past + feed.tokens],
+            past: feed.past,
+            blocks: self.scheduler.blocks(feed.sequence),
+            complete: feed.complete,
+        };
+        let fed: Vec<Fed> = feeds.iter().map(fed).collect();
+        self.model.logits(self.cache, &fed, &mut self.outcome)
+    }
+
+    /// What keys the draws of a request: the call's numbers and the prompt's id, or its own numbers and no id.
+    pub(super) fn draws(&self, request: &Request) -> (Rng, u64) {
+        request.rng.map_or((self.rng, request.prompt_id), |own| (own, 0))
     }
 
     /// A token for each of `sequences`, drawn from its row of logits.
-    fn draw(&self, logits: &Tensor, sequences: &[usize]) -> Vec<Sampled> {
-        let row = |&s: &usize| {
-            let (request, live) = (&self.requests[s], &self.live[s]);
-            let new = live.new_tokens(request);
-            let uniform = self.rng.sample_uniform(self.step, request.prompt_id, request.sample, new as u32);
-            let banned = if new < request.new_tokens_min { &request.stop.tokens[..] } else { &[] };
-            SampleRow { params: request.params, uniform, seen: &live.tokens, banned }
-        };
-        let rows: Vec<SampleRow> = sequences.iter().map(row).collect();
+    fn draw(&mut self, logits: &Tensor, sequences: &[usize]) -> Vec<Sampled> {
+        self.record_top(logits, sequences);
+        let of = |s: &usize| (&self.requests[*s], &self.live[*s]);
+        let banned: Vec<_> = sequences.iter().map(of).map(|(request, live)| request.banned(&live.tokens)).collect();
+        let rows = sequences.iter().map(of).zip(&banned).map(|((request, live), banned)| {
+            let ((rng, id), new) = (self.draws(request), live.new_tokens(request) as u32);
+            let uniform = rng.sample_uniform(self.step, id, request.sample, new);
+            SampleRow { params: request.params, uniform, seen: &live.tokens, banned, bias: &request.edits.bias }
+        });
+        let rows: Vec<SampleRow> = rows.collect();
         let mut drawn = vec![Sampled::default(); rows.len()];
         self.model.transformer.sample(logits, &rows, &mut drawn);
         drawn
+    }
+
+    /// Records the likeliest tokens of each row of logits, where its request asks for them.
+    fn record_top(&mut self, logits: &Tensor, sequences: &[usize]) {
+        let requests = self.requests;
+        let most = sequences.iter().map(|&s| requests[s].top_logprobs).max().unwrap_or(0);
+        let n = most.min(self.model.transformer.arch.vocabulary);
+        if n == 0 {
+            return;
+        }
+        let plain = |&s: &usize| {
+            let params = SampleParams::plain(requests[s].params.temperature);
+            SampleRow { params, uniform: 0.0, seen: &[], banned: &[], bias: &[] }
+        };
+        let rows: Vec<SampleRow> = sequences.iter().map(plain).collect();
+        let mut top = vec![Sampled::default(); n * rows.len()];
+        self.model.transformer.top(logits, &rows, n, &mut top);
+        for (&s, top) in sequences.iter().zip(top.chunks_exact(n)) {
+            let top: Vec<(u32, f32)> =
+                top.iter().take(requests[s].top_logprobs).map(|found| (found.token, found.logprob)).collect();
+            if !top.is_empty() {
+                self.live[s].top_logprobs.push(top);
+            }
+        }
     }
 
     /// Adds a token to a sequence; true if the sequence ends with it.
     pub fn accept(&mut self, s: usize, drawn: Sampled, hooks: &mut Hooks) -> Result<bool> {
         let request = &self.requests[s];
         if !drawn.logprob.is_finite() {
-            return Err(self.non_finite(s));
+            return Err(self.model.non_finite(request, &self.live[s].tokens));
         }
         let ends = self.live[s].push(request, drawn, self.model.tokenizer)?;
         self.scheduler.accept(s);
@@ -320,30 +402,6 @@ impl Run<'_> {
         }
         self.outcome.responses[s] = Some(response);
         Ok(())
-    }
-
-    /// Why there is no next token of a sequence: its logits were not finite. Ranks that draw together call this together.
-    fn non_finite(&self, s: usize) -> Error {
-        let (request, tokens, Model { transformer, weights, .. }) =
-            (&self.requests[s], &self.live[s].tokens, self.model);
-        let (id, n) = (request.prompt_id, self.live[s].new_tokens(request));
-        let what = format!("the logits after {n} new tokens of prompt {id} are not finite");
-        let found = |words: Option<String>, hint: &str| {
-            let words = words.map(|words| Error::fault(format!("{what}: {words}")).hint(hint));
-            transformer.tensor().agree(words.map_or(Ok(()), Err))
-        };
-        let positions: Vec<u32> = (0..tokens.len() as u32).collect();
-        let last = [tokens.len() as u32 - 1];
-        let of =
-            Rows { tokens, positions: &positions, cu_seqlens: &[0, tokens.len()], rows: &last, targets: &tokens[..1] };
-        // Of the prompt and all tokens before, in one forward: more is not kept of any.
-        let again = || {
-            let place = transformer.not_finite(weights, of, true);
-            place.map(|place| format!("the first of a forward over its tokens is {place}, all weights are finite"))
-        };
-        let found = found(weights.not_finite(), OF_WEIGHTS).and_then(|()| found(again(), OF_COMPUTING));
-        let otherwise = || Error::fault(format!("{what}, and they are in a forward over its tokens")).hint(OF_MACHINE);
-        found.err().unwrap_or_else(otherwise)
     }
 }
 

@@ -5,6 +5,7 @@ pub mod command;
 pub mod corpus;
 mod data;
 pub mod fixture;
+mod generate;
 mod jobs;
 mod keys;
 mod models;

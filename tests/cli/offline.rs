@@ -43,6 +43,22 @@ fn generate_names_the_row_that_it_cannot_read() {
         ("{\"text\": \"a\"}", "none of prompt, messages, tokens"),
         ("{\"messages\": [{\"role\": \"robot\", \"content\": \"a\"}]}", "a role is system, user or assistant"),
         ("{\"messages\": \"hello\"}", "messages is no list of messages"),
+        ("{\"tokens\": [1], \"sampling\": 3}", "field \"sampling\" is a number, needed an object"),
+        ("{\"tokens\": [1], \"sampling\": {\"temprature\": 1}}", "did you mean `temperature`?"),
+        ("{\"tokens\": [1], \"sampling\": {\"beams\": 4}}", "keys of sampling: temperature, top_k"),
+        ("{\"tokens\": [1], \"sampling\": {\"top_p\": 2}}", "sampling.top_p is 2, needed a number from 0 to 1"),
+        ("{\"tokens\": [1], \"sampling\": {\"max_new_tokens\": \"a\"}}", "sampling.max_new_tokens: invalid type"),
+        ("{\"tokens\": [1], \"sampling\": {\"seed\": -1}}", "sampling.seed: a number, needed a whole number from 0 up"),
+        (
+            "{\"tokens\": [1], \"sampling\": {\"bad_words\": \"a\"}}",
+            "sampling.bad_words: a string, needed a list of texts",
+        ),
+        (
+            "{\"tokens\": [1], \"sampling\": {\"logit_bias\": {\"272\": 1}}}",
+            "token 272 is outside the vocabulary of 272",
+        ),
+        ("{\"tokens\": [1], \"sampling\": {\"logit_bias\": {\"5\": null}}}", "null for \"5\", needed a finite number"),
+        ("{\"tokens\": [1], \"sampling\": {\"logit_bias\": {\"1+1=2\": 1}}}", "needed one"),
         (&long, "the model's context of 256"),
     ];
     check(&["generate", "--max-new-tokens", "2"], "{\"prompt\": \"1+1=\"}", &bad);
@@ -179,13 +195,13 @@ fn files_that_are_no_files_are_refused_by_name_and_hang_nothing() {
 }
 
 /// What a verb answers to rows about a model of the fixture.
-fn answers(fixture: &Fixture, verb: &str, model: &str, rows: &[Value], more: &[&str]) -> Vec<Value> {
+pub fn answers(fixture: &Fixture, verb: &str, model: &str, rows: &[Value], more: &[&str]) -> Vec<Value> {
     fixture.jsonl("rows.jsonl", rows);
     let answers = fixture.run(&[&[verb, "--model", model, "--input", "rows.jsonl"], more].concat()).well().stdout;
     answers.lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect()
 }
 
-fn floats(value: &Value) -> Vec<f32> {
+pub fn floats(value: &Value) -> Vec<f32> {
     value.as_array().expect("a list").iter().map(|x| x.as_f64().expect("a number") as f32).collect()
 }
 

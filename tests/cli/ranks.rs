@@ -72,7 +72,8 @@ fn verbs_that_ask_a_model_deal_the_rows_to_the_ranks_and_answer_as_one_does() {
     fixture.jsonl("many.jsonl", &many);
     fixture.write("one.jsonl", "{\"tokens\": [5, 6]}\n");
     let drawn = ["generate", "--model", "model", "--max-new-tokens", "5", "--samples", "2", "--seed", "3"];
-    for verb in [&drawn[..], &["logprobs", "--model", "model"], &["reward", "--model", "critic"]] {
+    let searched = ["generate", "--model", "model", "--max-new-tokens", "5", "--samples", "2", "--beams", "3"];
+    for verb in [&drawn[..], &searched, &["logprobs", "--model", "model"], &["reward", "--model", "critic"]] {
         for (input, ranks) in [("many.jsonl", 3), ("one.jsonl", 2)] {
             let arguments = [verb, &["--input", input, "--device", "cpu"]].concat();
             let alone = fixture.run(&arguments).well();

@@ -176,7 +176,7 @@ fn a_drawn_token_has_the_log_probability_that_training_computes_bit_for_bit() {
             }
             let logits = model.logits_part(&w, &hidden, &[piece as u32 - 1]);
             let params = SampleParams::plain(1.0);
-            let row = SampleRow { params, uniform: 0.37 + 0.1 * drawn.len() as f32, seen: &[], banned: &[] };
+            let row = SampleRow { params, uniform: 0.37 + 0.1 * drawn.len() as f32, seen: &[], banned: &[], bias: &[] };
             let mut out = [Sampled::default()];
             model.sample(&logits, &[row], &mut out);
             drawn.push(out[0]);

@@ -13,7 +13,7 @@ use rlhf_hpc::model::{Arch, Head, TensorPart, Transformer, Weights, init};
 use rlhf_hpc::ops::attention::PAGE;
 use rlhf_hpc::ops::sample::SampleParams;
 use rlhf_hpc::rng::{Purpose, Rng};
-use rlhf_hpc::rollout::{Engine, Hooks, Model, Outcome, Progress, Request, Stop};
+use rlhf_hpc::rollout::{Beams, EarlyStopping, Edits, Engine, Hooks, Model, Outcome, Progress, Request, Stop};
 use rlhf_hpc::tensor::DType;
 use rlhf_hpc::text::Tokenizer;
 use std::path::Path;
@@ -94,6 +94,9 @@ pub fn request(i: usize, new_tokens_max: usize) -> Request {
         new_tokens_min: [0, 9, 3][i % 3],
         new_tokens_max,
         stop: Arc::new(Stop { tokens: stops[i % 4].clone(), strings: Vec::new() }),
+        edits: Arc::default(),
+        top_logprobs: 0,
+        rng: None,
     }
 }
 
@@ -170,6 +173,35 @@ fn a_cache_that_is_too_small_takes_pages_away_and_responses_stay_the_same() {
         (0..13).map(|i| Request { new_tokens_min: length(i), ..request(i, length(i)) }).collect();
     let [outcome, _] = both(&tiny.config(4, 7, true), &tiny, &requests, None);
     assert!(outcome.preemptions > 0 && outcome.graph_steps > 20, "{} preemptions", outcome.preemptions);
+}
+
+#[test]
+fn beams_biases_and_likeliest_tokens_are_those_of_the_kernels_where_both_find_them() {
+    let (_gpu, _one) = device();
+    let tiny = tiny(&llama());
+    let greedy = |i: usize| Request { params: SampleParams::greedy(), stop: Arc::default(), ..request(3 * i, 9) };
+    let requests: Vec<Request> = (0..3).map(greedy).collect();
+    let by_kernels = tiny.run(&mut tiny.engine(4, true), &requests);
+    let by_host = requests.iter().map(|request| Request {
+        edits: Arc::new(Edits { bias: vec![(0, 0.0)], bad_words: Vec::new() }),
+        top_logprobs: 2,
+        ..request.clone()
+    });
+    let by_host = tiny.run(&mut tiny.engine(4, true), &by_host.collect::<Vec<_>>());
+    let model = Model { transformer: &tiny.transformer, weights: &tiny.weights, tokenizer: None };
+    let one = Beams { count: 1, early_stopping: EarlyStopping::True, length_penalty: 1.0 };
+    let mut hooks =
+        Hooks { stop: &|| false, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()) };
+    let by_beam = tiny.engine(4, true).beam_search(model, one, &requests, &mut hooks).expect("a search");
+    assert!(by_kernels.graph_steps > 0 && by_host.graph_steps + by_beam.graph_steps == 0);
+    let [kernels, host, beam] = [by_kernels, by_host, by_beam].map(|outcome| outcome.complete().expect("all of them"));
+    for ((kernels, host), beam) in kernels.iter().zip(&host).zip(&beam) {
+        assert_eq!((&host.tokens, &beam.tokens), (&kernels.tokens, &kernels.tokens));
+        let told: Vec<f32> = host.top_logprobs.iter().map(|top| top[0].1).collect();
+        for logprobs in [&host.logprobs, &beam.logprobs, &told] {
+            assert!(logprobs.iter().zip(&kernels.logprobs).all(|(a, b)| (a - b).abs() < 1e-5), "{logprobs:?}");
+        }
+    }
 }
 
 /// Tokens are letters.

@@ -309,7 +309,7 @@ fn what_an_engine_takes_beside_weights_and_cache_is_at_most_what_the_cache_leave
     let cache = 40 * transformer.kv_page_bytes() as u64;
     let mut engine = Engine::new(&config, 0);
     engine.allow(cache);
-    let reckoned = rollout::forward_bytes(&arch, 1, &config, requests.len());
+    let reckoned = rollout::forward_bytes(&arch, 1, &config, requests.len(), rollout::edits_logits(&config));
     gpu().set_limit(gpu().usage().in_use as u64 + cache + reckoned);
     let model = Model { transformer: &transformer, weights: &weights, tokenizer: None };
     let mut hooks = Hooks {

@@ -80,6 +80,7 @@ fn rows<'a>(
         uniform: uniforms[i].abs().min(0.999_999),
         seen,
         banned,
+        bias: &[],
     };
     lists.iter().enumerate().map(row).collect()
 }
@@ -130,7 +131,7 @@ fn greedy_takes_the_first_of_the_largest() {
     logits[1400] = 2.0;
     logits[3000..].fill(f32::NAN);
     let lists: [Vec<u32>; 2] = [vec![], vec![700]];
-    let row = |banned| SampleRow { params: SampleParams::greedy(), uniform: 0.9, seen: &[], banned };
+    let row = |banned| SampleRow { params: SampleParams::greedy(), uniform: 0.9, seen: &[], banned, bias: &[] };
     let got = draw(&logits, v, &[row(&lists[0]), row(&lists[0]), row(&lists[0])]);
     assert_eq!([got[0].token, got[1].token, got[2].token], [700, 0, 0]);
     assert_eq!(got[0].sample_logprob, 0.0);

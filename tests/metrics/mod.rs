@@ -61,6 +61,8 @@ fn sample(id: u64, n: usize) -> Experience {
             finish: if id.is_multiple_of(2) { Finish::Stop } else { Finish::Length },
             text: format!("response {id}"),
             episode: None,
+            score: None,
+            top_logprobs: Vec::new(),
         },
         score: id as f32 - 0.5,
         scores: [("style/ü", 0.25 * id as f32), ("number", 1.0)].map(|(name, score)| (name.to_string(), score)).into(),

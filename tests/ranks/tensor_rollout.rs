@@ -10,7 +10,7 @@ use rlhf_hpc::experience::Response;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::Arch;
 use rlhf_hpc::rng::{Purpose, Rng};
-use rlhf_hpc::rollout::{Engine, Hooks, Model, Outcome, Progress};
+use rlhf_hpc::rollout::{Beams, EarlyStopping, Engine, Hooks, Model, Outcome, Progress};
 use rlhf_hpc::tensor::DType;
 use std::cell::Cell;
 
@@ -21,6 +21,7 @@ pub const TESTS: &[Test] = &[
         ranks: &[4],
         check: recorded,
     },
+    Test { name: "a beam search on tensor ranks is one rank's", ranks: &[2, 8], check: searched },
     Test { name: "tensor ranks with unequal memory share one schedule", ranks: &[2], check: unequal },
     Test { name: "a tensor rank caches only the heads it holds", ranks: &[4], check: cached },
     Test { name: "one tensor rank's stop and one tensor rank's error end all", ranks: &[2], check: together },
@@ -88,6 +89,28 @@ fn sampled(world: &World) {
             let [part, whole] = sides(world, &arch, DType::F32).map(|side| responses(&side, &config));
             same(name, &part, &whole);
         }
+    }
+}
+
+fn searched(world: &World) {
+    // Beams that repeat a token have almost equal scores.
+    let config = RolloutConfig {
+        repetition_penalty: 1.5,
+        stop_token_ids: (40..50).collect(),
+        response_tokens_max: 10,
+        ..config(1.0)
+    };
+    let beams = Beams { count: 4, early_stopping: EarlyStopping::False, length_penalty: 1.0 };
+    for (name, arch) in cut_shapes(world.size) {
+        let [part, whole] = sides(world, &arch, DType::F32).map(|Side { transformer, weights, .. }| {
+            let requests = requested(&transformer, &prompts(PROMPTS), &config);
+            let model = Model { transformer: &transformer, weights: &weights, tokenizer: None };
+            let mut hooks =
+                Hooks { stop: &|| false, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()) };
+            let outcome = Engine::new(&config, 0).beam_search(model, beams, &requests, &mut hooks);
+            outcome.expect("a search").complete().expect("all of them")
+        });
+        same(name, &part, &whole);
     }
 }
 

@@ -1,5 +1,7 @@
 //! Tests of sampling, scheduling and rollout.
 
+mod beams;
+mod edits;
 mod exactness;
 mod models;
 mod sampling;

@@ -6,7 +6,7 @@ use rlhf_hpc::error::Result;
 use rlhf_hpc::experience::{Prompt, Response};
 use rlhf_hpc::model::{Head, Transformer, Weights, init};
 use rlhf_hpc::rng::{Purpose, Rng};
-use rlhf_hpc::rollout::{Engine, Hooks, Model, Outcome, Request};
+use rlhf_hpc::rollout::{Beams, Engine, Hooks, Model, Outcome, Request};
 use rlhf_hpc::tensor::DType;
 use rlhf_hpc::text::Tokenizer;
 
@@ -72,4 +72,13 @@ pub fn complete(tiny: &Tiny, config: &RolloutConfig, requests: &[Request]) -> Ve
 
 pub fn responses(tiny: &Tiny, config: &RolloutConfig, prompts: &[Prompt]) -> Vec<Response> {
     complete(tiny, config, &requested(&tiny.transformer, prompts, config))
+}
+
+/// Searches for what `requests` ask.
+pub fn search(tiny: &Tiny, config: &RolloutConfig, beams: Beams, requests: &[Request]) -> Result<Vec<Response>> {
+    let model = Model { transformer: &tiny.transformer, weights: &tiny.weights, tokenizer: None };
+    let mut hooks =
+        Hooks { stop: &|| false, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()) };
+    let outcome = Engine::new(config, 0).beam_search(model, beams, requests, &mut hooks)?;
+    Ok(outcome.complete().expect("all of them"))
 }

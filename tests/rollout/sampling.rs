@@ -2,7 +2,7 @@
 
 use rlhf_hpc::device::cpu::pool;
 use rlhf_hpc::device::simd::{Level, with_level};
-use rlhf_hpc::ops::sample::{SampleParams, SampleRow, Sampled, forward, forward_parts};
+use rlhf_hpc::ops::sample::{SampleParams, SampleRow, Sampled, forward, forward_parts, top_parts};
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::Tensor;
 
@@ -15,7 +15,7 @@ fn normal_rows(rows: usize, v: usize, scale: f32, seed: u64) -> Tensor {
 fn draw(logits: &[f32], params: SampleParams, uniform: f32, seen: &[u32], banned: &[u32]) -> Sampled {
     let logits = Tensor::from_slice(1, logits.len(), logits);
     let mut out = [Sampled::default()];
-    forward(&logits, &[SampleRow { params, uniform, seen, banned }], &mut out);
+    forward(&logits, &[SampleRow { params, uniform, seen, banned, bias: &[] }], &mut out);
     out[0]
 }
 
@@ -134,6 +134,27 @@ fn a_large_vocabulary_is_filtered_as_the_naive_loop_says_whether_flat_or_peaked(
     }
 }
 
+#[test]
+fn biases_come_before_all_else_and_leave_the_recorded_logprob() {
+    let (seen, bias) = ([3, 9, 9, 11], [(2, 1.5), (9, -2.0), (11, 40.0)]);
+    let logits = normal_rows(1, 37, 2.0, 44);
+    let mut biased = logits.row(0).to_vec();
+    for (token, bias) in bias {
+        biased[token as usize] += bias;
+    }
+    for params in combinations() {
+        let row = SampleRow { params, uniform: 0.4, seen: &seen, banned: &[11], bias: &bias };
+        let mut out = [Sampled::default()];
+        forward(&logits, &[row], &mut out);
+        let p = distribution(&biased, &params, &seen, &[11]);
+        let plain = distribution(logits.row(0), &SampleParams::plain(params.temperature), &[], &[]);
+        let token = out[0].token as usize;
+        assert!(is_inverse(&p, token, 0.4, 2e-6), "{params:?}: token {token}");
+        assert!((f64::from(out[0].sample_logprob) - p[token].ln()).abs() < 1e-5, "{params:?}: {out:?}");
+        assert!((f64::from(out[0].logprob) - plain[token].ln()).abs() < 2e-5, "{params:?}: {out:?}");
+    }
+}
+
 /// The tokens that some draw of a fine grid gives.
 fn support(logits: &[f32], params: SampleParams) -> Vec<u32> {
     let mut tokens: Vec<u32> = (0..4096).map(|i| draw(logits, params, i as f32 / 4096.0, &[], &[]).token).collect();
@@ -181,7 +202,7 @@ fn a_row_is_drawn_the_same_for_any_companions_threads_and_instruction_set() {
     let rows: Vec<SampleRow> = (0..23)
         .map(|i| {
             let uniform = rng.sample_uniform(0, i as u64, 0, 0);
-            SampleRow { params: params(i), uniform, seen: &seen, banned: &[] }
+            SampleRow { params: params(i), uniform, seen: &seen, banned: &[], bias: &[] }
         })
         .collect();
     let alone: Vec<Sampled> =
@@ -213,7 +234,13 @@ fn a_vocabulary_in_parts_draws_the_same_tokens_with_the_same_logprobs_but_for_ro
     let rng = Rng::new(4, Purpose::Sample);
     let filtered = SampleParams { temperature: 0.8, top_k: 50, top_p: 0.9, min_p: 0.01, repetition_penalty: 1.2 };
     for params in [SampleParams::plain(1.0), SampleParams::greedy(), filtered] {
-        let row = |i: u64| SampleRow { params, uniform: rng.sample_uniform(0, i, 0, 0), seen: &[3, 900], banned: &[5] };
+        let row = |i: u64| SampleRow {
+            params,
+            uniform: rng.sample_uniform(0, i, 0, 0),
+            seen: &[3, 900],
+            banned: &[5],
+            bias: &[],
+        };
         let rows: Vec<SampleRow> = (0..40).map(row).collect();
         let (mut whole, mut parts) = (vec![Sampled::default(); 40], vec![Sampled::default(); 40]);
         forward(&logits, &rows, &mut whole);
@@ -224,4 +251,36 @@ fn a_vocabulary_in_parts_draws_the_same_tokens_with_the_same_logprobs_but_for_ro
             assert!((whole.sample_logprob - parts.sample_logprob).abs() < 2e-6, "{whole:?} {parts:?}");
         }
     }
+}
+
+#[test]
+fn the_best_tokens_are_those_of_a_naive_f64_loop_after_penalty_and_ban() {
+    let (seen, banned, n) = ([7, 7, 90], [11, 12], 9);
+    let params = SampleParams { repetition_penalty: 1.3, ..SampleParams::plain(0.8) };
+    for (v, scale) in [(9, 1.0), (300, 3.0), (5003, 0.2)] {
+        let mut logits = normal_rows(3, v, scale, 70 + v as u64);
+        // Equal ones, lowest token first.
+        logits.row_mut(2).fill(0.5);
+        let (seen, banned) = if v > 90 { (&seen[..], &banned[..]) } else { (&[][..], &[][..]) };
+        let row = SampleRow { params, uniform: 0.0, seen, banned, bias: &[] };
+        let mut out = vec![Sampled::default(); 3 * n];
+        top_parts(&logits, &[v / 2, v], &[row; 3], n, &mut out);
+        for (i, best) in out.chunks_exact(n).enumerate() {
+            let plain = distribution(logits.row(i), &SampleParams::plain(0.8), &[], &[]);
+            let penalty = |token: u32| if seen.contains(&token) { 1.3 } else { 1.0 };
+            let allowed = (0..v as u32).filter(|token| !banned.contains(token));
+            let mut naive: Vec<(f64, u32)> =
+                allowed.map(|token| (plain[token as usize].ln() * penalty(token), token)).collect();
+            naive.sort_by(|a, b| b.0.partial_cmp(&a.0).expect("numbers").then(a.1.cmp(&b.1)));
+            for (got, (score, token)) in best.iter().zip(naive) {
+                assert_eq!(got.token, token, "v {v}, row {i}");
+                assert!((f64::from(got.sample_logprob) - score).abs() < 1e-4, "v {v}: {got:?}, needed {score}");
+                assert!((f64::from(got.logprob) - plain[token as usize].ln()).abs() < 1e-4, "v {v}: {got:?}");
+            }
+        }
+    }
+    let mut out = vec![Sampled::default(); 2];
+    let row = SampleRow { params, uniform: 0.0, seen: &[], banned: &[], bias: &[] };
+    top_parts(&Tensor::from_slice(1, 3, &[0.0, f32::NAN, 1.0]), &[3], &[row], 2, &mut out);
+    assert!(out[0].logprob.is_nan(), "a row that is not finite");
 }

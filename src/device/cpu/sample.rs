@@ -18,7 +18,7 @@ const BLOCK: usize = 64;
 /// Logits below which sharing rows between threads costs more than it brings.
 const SHARED_LOGITS_MIN: usize = 8192;
 
-/// Order of the filters: repetition penalty, temperature, top-k, top-p, min-p.
+/// Order of the filters: bias, repetition penalty, temperature, top-k, top-p, min-p.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SampleParams {
     /// 0 is greedy.
@@ -57,8 +57,10 @@ pub struct SampleRow<'a> {
     pub uniform: f32,
     /// Tokens so far, prompt included; only read where the repetition penalty is on.
     pub seen: &'a [u32],
-    /// Tokens that must not be drawn (end tokens before the least response length).
+    /// Tokens that must not be drawn (end tokens before the least response length, the ends of bad words).
     pub banned: &'a [u32],
+    /// Added to the logits of tokens, each once, ascending.
+    pub bias: &'a [(u32, f32)],
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -74,8 +76,10 @@ pub struct Sampled {
 /// Buffers that a thread keeps from row to row.
 #[derive(Default)]
 struct Scratch {
-    /// The row after penalty and ban, where there is one.
+    /// The row after bias, penalty and ban, where there is one.
     edited: Vec<f32>,
+    /// Log-probabilities of the row, for `top`.
+    logprobs: Vec<f32>,
     e: Vec<f32>,
     tiles: Vec<f32>,
     maxima: Vec<f32>,
@@ -106,10 +110,11 @@ fn sample_row(level: Level, logits: &[f32], ends: &[usize], row: &SampleRow, scr
     let params = &row.params;
     let greedy = params.temperature == 0.0;
     let temperature = if greedy { 1.0 } else { params.temperature };
-    let Scratch { edited, e, tiles, maxima, values, candidates, parts } = scratch;
+    let Scratch { edited, e, tiles, maxima, values, candidates, parts, .. } = scratch;
 
     let penalised = params.repetition_penalty != 1.0;
-    let x: &[f32] = if penalised || !row.banned.is_empty() {
+    let is_edited = penalised || !row.banned.is_empty() || !row.bias.is_empty();
+    let x: &[f32] = if is_edited {
         edit(logits, row, edited);
         edited
     } else {
@@ -140,10 +145,57 @@ fn sample_row(level: Level, logits: &[f32], ends: &[usize], row: &SampleRow, scr
     let logprob = stats(level, logits, ends, 1.0 / temperature, parts).logprob(logits[token]);
     let sample_logprob = match drawn {
         None => 0.0,
-        Some(probability) if params.filters() || !row.banned.is_empty() => probability.ln() as f32,
+        Some(probability) if params.filters() || is_edited => probability.ln() as f32,
         Some(_) => logprob,
     };
     Sampled { token: token as u32, logprob, sample_logprob }
+}
+
+/// The `n` best tokens of each row, one row behind the other. See `ops::sample::top_parts`.
+pub fn top(logits: &[f32], ends: &[usize], rows: &[SampleRow], n: usize, out: &mut [Sampled]) {
+    let v = logits.len() / rows.len().max(1);
+    let small = logits.len() < SHARED_LOGITS_MIN || rows.len() < 2;
+    let level = level();
+    pool().parts(out, n, small, &|range, out| {
+        SCRATCH.with_borrow_mut(|scratch| {
+            for (i, out) in (range.start / n..).zip(out.chunks_exact_mut(n)) {
+                top_of_row(level, &logits[i * v..(i + 1) * v], ends, &rows[i], scratch, out);
+            }
+        });
+    });
+}
+
+fn top_of_row(
+    level: Level,
+    logits: &[f32],
+    ends: &[usize],
+    row: &SampleRow,
+    scratch: &mut Scratch,
+    out: &mut [Sampled],
+) {
+    let Scratch { edited, logprobs, maxima, values, candidates, parts, .. } = scratch;
+    let temperature = if row.params.temperature == 0.0 { 1.0 } else { row.params.temperature };
+    let stats = stats(level, logits, ends, 1.0 / temperature, parts);
+    logprobs.clear();
+    logprobs.extend(logits.iter().map(|&x| stats.logprob(x)));
+    edit(logprobs, row, edited);
+    let bound = if out.len() < edited.len() {
+        kth_largest(level, edited, out.len(), maxima, values)
+    } else {
+        f32::NEG_INFINITY
+    };
+    candidates.clear();
+    candidates.extend(edited.iter().zip(0..).filter(|&(&x, _)| x >= bound).map(|(&x, token)| (x, token)));
+    candidates.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+    // Of a row that is not finite no token reaches the bound.
+    let none = Sampled { token: 0, logprob: f32::NAN, sample_logprob: f32::NAN };
+    let found = candidates.iter().map(|&(sample_logprob, token)| {
+        let logprob = logprobs[token as usize];
+        Sampled { token, logprob, sample_logprob }
+    });
+    for (out, found) in out.iter_mut().zip(found.chain(std::iter::repeat(none))) {
+        *out = found;
+    }
 }
 
 /// The statistics of a row whose parts end at `ends`.
@@ -154,15 +206,19 @@ fn stats(level: Level, row: &[f32], ends: &[usize], inverse_temperature: f32, pa
     RowStats::combined(parts)
 }
 
-/// The row with the repetition penalty on tokens that occurred, and minus infinity on banned ones.
+/// The row with the biases, the repetition penalty on tokens that occurred, and minus infinity on banned ones.
 fn edit(logits: &[f32], row: &SampleRow, edited: &mut Vec<f32>) {
     edited.clear();
     edited.extend_from_slice(logits);
+    for &(token, bias) in row.bias {
+        edited[token as usize] += bias;
+    }
     let penalty = row.params.repetition_penalty;
     if penalty != 1.0 {
         for &token in row.seen {
-            // From the unedited logit: a token that occurred twice is penalised once.
-            let x = logits[token as usize];
+            // From the logit without penalty: a token that occurred twice is penalised once.
+            let bias = row.bias.binary_search_by_key(&token, |(of, _)| *of).map_or(0.0, |i| row.bias[i].1);
+            let x = logits[token as usize] + bias;
             edited[token as usize] = if x < 0.0 { x * penalty } else { x / penalty };
         }
     }

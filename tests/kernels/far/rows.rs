@@ -220,6 +220,7 @@ fn far_logits_have_the_statistics_gradients_and_draws_of_the_same_logits() {
             uniform: (row * 31 % 97) as f32 / 97.0,
             seen: &[],
             banned: &banned[row % 2],
+            bias: &[],
         }));
         let out = sample::forward(logits.view(F32), V, V, &Memory::of(&[V as i32]), &drawn_rows);
         for (to, from) in [(tokens, &out.tokens), (logprobs, &out.logprobs), (sample_logprobs, &out.sample_logprobs)] {

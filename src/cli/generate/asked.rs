@@ -1,0 +1,232 @@
+//! What is asked of the model for a row: its prompt, and the options of the command line or its own.
+
+use super::args::Args;
+use crate::cli::rows::{self, Row};
+use crate::config::nearest;
+use crate::config::rollout::RolloutConfig;
+use crate::data::rows::template_variables;
+use crate::error::{Error, Kind, Result};
+use crate::experience::Prompt;
+use crate::model::Arch;
+use crate::rng::{Purpose, Rng};
+use crate::rollout::{self, Edits, Request, Stop};
+use crate::text::{Tokenizer, kind_of};
+use serde_json::{Map, Value};
+use std::sync::Arc;
+
+/// Fields of a result, which replace those of the row that have their names.
+const FIELDS: [&str; 5] = ["prompt_tokens", "tokens", "text", "logprobs", "finish"];
+
+/// Keys of a row's `sampling`, and the keys of a job's `rollout` that they are.
+const KEYS: [(&str, &str); 9] = [
+    ("temperature", "temperature"),
+    ("top_k", "top_k"),
+    ("top_p", "top_p"),
+    ("min_p", "min_p"),
+    ("repetition_penalty", "repetition_penalty"),
+    ("max_new_tokens", "response_tokens_max"),
+    ("samples", "samples_per_prompt"),
+    ("stop", "stop"),
+    ("ignore_eos", "ignore_eos"),
+];
+
+/// Its other keys.
+const OTHERS: [&str; 3] = ["seed", "logit_bias", "bad_words"];
+
+/// What a response counts at most: few become as long as they may.
+const RESPONSE_TOKENS: usize = 4096;
+
+/// A row, without what its results replace, and what is asked for it.
+pub struct Asked {
+    pub row: Row,
+    pub requests: Vec<Request>,
+}
+
+/// How a row is answered.
+#[derive(Clone)]
+struct Settings {
+    config: RolloutConfig,
+    stop: Arc<Stop>,
+    edits: Arc<Edits>,
+    rng: Option<Rng>,
+}
+
+/// Makes requests of rows.
+pub struct Asker<'a> {
+    args: &'a Args,
+    arch: Arch,
+    pub tokenizer: Option<Tokenizer>,
+    /// Of rows that do not say otherwise.
+    settings: Settings,
+}
+
+impl<'a> Asker<'a> {
+    pub fn new(args: &'a Args, config: &RolloutConfig) -> Result<Self> {
+        let (arch, tokenizer) = (Arch::load(&args.model)?, Tokenizer::find(&args.model)?);
+        let edits = Arc::new(edits(args, tokenizer.as_ref(), arch.vocabulary)?);
+        let stop = Arc::new(Stop::new(config, &arch.eos_tokens));
+        Ok(Self { args, arch, tokenizer, settings: Settings { config: config.clone(), stop, edits, rng: None } })
+    }
+
+    /// What is asked for row `id`, and the tokens that it counts. The ids, which key the random numbers, count rows from 0.
+    pub fn row(&self, id: u64, row: &Row) -> Result<(Asked, usize)> {
+        let tokens = prompt_tokens(row, self.tokenizer.as_ref(), &self.args.chat_template_args)?;
+        rows::check(&tokens, &self.arch)?;
+        let context = self.arch.context;
+        if tokens.len() == context {
+            return Err(Error::data(format!("the prompt fills the model's context of {context} tokens"))
+                .hint("shorten it: at least one new token needs room"));
+        }
+        let Settings { config, stop, edits, rng } = self.settings(row)?;
+        let prompt = Prompt { id, tokens, source: self.args.input_name(), ..Prompt::default() };
+        let mut requests = rollout::requests(std::slice::from_ref(&prompt), &config, &stop, context)?;
+        for request in &mut requests {
+            request.edits = edits.clone();
+            request.rng = rng;
+            request.top_logprobs = self.args.top_logprobs;
+        }
+        let response = config.response_tokens_max.min(RESPONSE_TOKENS);
+        let size = prompt.tokens.len() + config.samples_per_prompt.max(self.args.beams) * response;
+        let is_replaced = |key: &str| {
+            FIELDS.contains(&key)
+                || (key == "score" && self.args.beams > 1)
+                || (key == "top_logprobs" && self.args.top_logprobs > 0)
+        };
+        let kept = row.iter().filter(|(key, _)| !is_replaced(key));
+        let row = kept.map(|(key, value)| (key.clone(), value.clone())).collect();
+        Ok((Asked { row, requests }, size))
+    }
+
+    /// Those of the command line, with what the row's `sampling` says instead.
+    fn settings(&self, row: &Row) -> Result<Settings> {
+        let mut settings = self.settings.clone();
+        let own = match row.get("sampling") {
+            None | Some(Value::Null) => return Ok(settings),
+            Some(Value::Object(own)) => own,
+            Some(other) => {
+                return Err(Error::data(format!("field \"sampling\" is {}, needed an object", kind_of(other))));
+            }
+        };
+        let (mut table, mut changed) = (as_table(&settings.config), Edits::clone(&settings.edits));
+        for (name, value) in own {
+            let wrong = |error: Error| Error::data(format!("sampling.{name}: {}", error.message));
+            match name.as_str() {
+                "seed" => {
+                    let seed = value.as_u64().ok_or_else(|| wrong(of_type(value, "a whole number from 0 up")))?;
+                    settings.rng = Some(Rng::new(seed, Purpose::Sample));
+                }
+                "logit_bias" => {
+                    let object = value.as_object().ok_or_else(|| wrong(of_type(value, "an object")))?;
+                    changed.bias = bias(object, self.tokenizer.as_ref(), self.arch.vocabulary).map_err(wrong)?;
+                }
+                "bad_words" => {
+                    let words = serde_json::from_value(value.clone());
+                    let words: Vec<String> = words.map_err(|_| wrong(of_type(value, "a list of texts")))?;
+                    changed.bad_words = bad_words(&words, self.tokenizer.as_ref()).map_err(wrong)?;
+                }
+                _ => {
+                    let (_, key) = KEYS.iter().find(|(known, _)| known == name).ok_or_else(|| unknown(name))?;
+                    table.insert((*key).to_string(), value.clone());
+                    let config = serde_json::from_value(Value::Object(table.clone()));
+                    settings.config = config.map_err(|e| wrong(Error::data(e.to_string())))?;
+                }
+            }
+        }
+        settings.config.check().and_then(|()| self.args.check(&settings.config)).map_err(of_row)?;
+        settings.stop = Arc::new(Stop::new(&settings.config, &self.arch.eos_tokens));
+        settings.edits = Arc::new(changed);
+        Ok(settings)
+    }
+}
+
+fn as_table(config: &RolloutConfig) -> Map<String, Value> {
+    let table = serde_json::to_value(config).ok();
+    table.and_then(|table| table.as_object().cloned()).expect("a configuration is an object")
+}
+
+fn of_type(value: &Value, needed: &str) -> Error {
+    Error::data(format!("{}, needed {needed}", kind_of(value)))
+}
+
+fn unknown(name: &str) -> Error {
+    let known: Vec<&str> = KEYS.iter().map(|(key, _)| *key).chain(OTHERS).collect();
+    let hint = match nearest(name, &known) {
+        Some(near) => format!("did you mean `{near}`?"),
+        None => format!("keys of sampling: {}", known.join(", ")),
+    };
+    Error::data(format!("sampling has no key `{name}`")).hint(hint)
+}
+
+/// An error on settings, on those of a row.
+fn of_row(mut error: Error) -> Error {
+    error.kind = Kind::Data;
+    for (name, key) in KEYS {
+        for of_option in [format!("rollout.{key}"), format!("--{}", name.replace('_', "-"))] {
+            error.message = error.message.replace(&of_option, &format!("sampling.{name}"));
+        }
+    }
+    error
+}
+
+/// What the options do to logits.
+pub fn edits(args: &Args, tokenizer: Option<&Tokenizer>, vocabulary: usize) -> Result<Edits> {
+    let of = |option: &str, error: Error| Error::usage(format!("{option}: {}", error.message));
+    Ok(Edits {
+        bias: bias(&args.logit_bias, tokenizer, vocabulary).map_err(|e| of("--logit-bias", e))?,
+        bad_words: bad_words(&args.bad_word, tokenizer).map_err(|e| of("--bad-word", e))?,
+    })
+}
+
+/// {"token": number}, where a token is its id or a text that is one token.
+fn bias(of: &Row, tokenizer: Option<&Tokenizer>, vocabulary: usize) -> Result<Vec<(u32, f32)>> {
+    let mut biases: Vec<(u32, f32)> = Vec::with_capacity(of.len());
+    for (name, value) in of {
+        let token = match name.parse::<u32>() {
+            Ok(id) => id,
+            Err(_) => match rows::needed(tokenizer, "texts")?.encode(name, false)?[..] {
+                [id] => id,
+                ref ids => return Err(Error::data(format!("{name:?} is {} tokens, {ids:?}, needed one", ids.len()))),
+            },
+        };
+        let number = value.as_f64().map(|number| number as f32).filter(|number| number.is_finite());
+        let number = number.ok_or_else(|| Error::data(format!("{value} for {name:?}, needed a finite number")))?;
+        if token as usize >= vocabulary {
+            return Err(Error::data(format!("token {token} is outside the vocabulary of {vocabulary}")));
+        }
+        if biases.iter().any(|(known, _)| *known == token) {
+            return Err(Error::data(format!("token {token} has two numbers")));
+        }
+        biases.push((token, number));
+    }
+    biases.sort_unstable_by_key(|(token, _)| *token);
+    Ok(biases)
+}
+
+fn bad_words(texts: &[String], tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<u32>>> {
+    let word = |text: &String| {
+        let tokens = rows::needed(tokenizer, "texts")?.encode(text, false)?;
+        if tokens.is_empty() { Err(Error::data(format!("{text:?} has no tokens"))) } else { Ok(tokens) }
+    };
+    texts.iter().map(word).collect()
+}
+
+fn prompt_tokens(row: &Row, tokenizer: Option<&Tokenizer>, args: &Row) -> Result<Vec<u32>> {
+    let given: Vec<&str> = ["prompt", "messages", "tokens"].into_iter().filter(|key| row.contains_key(*key)).collect();
+    let &[key] = &given[..] else {
+        let what = if given.is_empty() { "none of prompt, messages, tokens".into() } else { given.join(" and ") };
+        return Err(Error::data(format!("the row has {what}, needed is one of prompt, messages, tokens")));
+    };
+    if key == "tokens" {
+        return rows::tokens(row, key);
+    }
+    let tokenizer = rows::needed(tokenizer, key)?;
+    if key == "prompt" {
+        let text = rows::text(row, key)?;
+        return if text.is_empty() { Err(Error::data("the prompt is empty")) } else { tokenizer.encode(text, true) };
+    }
+    match &row[key] {
+        Value::Array(messages) if messages.is_empty() => Err(Error::data("messages are empty")),
+        Value::Array(_) => tokenizer.encode_chat(&row[key], &template_variables(row, args)?, true),
+        _ => Err(Error::data("messages is no list of messages")),
+    }
+}

@@ -1,0 +1,360 @@
+//! Beam search: for each prompt the likeliest responses that a search of bounded width finds, as Hugging Face `generate` does it
+//! (`num_beams`, `do_sample=False`), token for token.
+//!
+//! A step continues each of a prompt's N beams by its likeliest tokens and orders the continuations by their sums of
+//! log-probabilities. Those among the first N that end (end token, stop text, greatest length) are hypotheses of the score
+//!
+//!     score = sum_t log p_t / n^length_penalty     (n new tokens)
+//!
+//! of which the N best are kept; the first N that do not end are the next beams (Wu et al., arXiv:1609.08144, section 7, has the
+//! idea of the length). Repetition penalty, biases and bans act on log-probabilities. Equal ones go by beam and token, lowest first.
+//!
+//! Beams hold their KV pages by reference: continuations of one beam share its pages, and the page that is written to is copied
+//! first where others hold it. A prompt starts when the pages of all its beams at their longest are there, so none is taken back.
+
+use super::Request;
+use super::blocks::{BlockPool, pages_of};
+use super::live::Live;
+use super::run::{Fed, Hooks, Model, Outcome, Progress};
+use super::scheduler::{Limits, cached_tokens_max};
+use crate::error::{Error, Result};
+use crate::experience::Finish;
+use crate::ops::attention::{KvLayer, PAGE};
+use crate::ops::sample::{SampleParams, SampleRow, Sampled};
+use crate::tensor::Tensor;
+use std::collections::VecDeque;
+use std::ops::Range;
+
+/// How to search.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Beams {
+    /// N: beams of a prompt, and the hypotheses that are kept.
+    pub count: usize,
+    pub early_stopping: EarlyStopping,
+    /// Above 0 it favours long responses, below 0 short ones.
+    pub length_penalty: f64,
+}
+
+/// When the search of a prompt with N hypotheses is over.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EarlyStopping {
+    /// At once.
+    True,
+    /// When the best beam, if it ended now, would not be better than the worst hypothesis.
+    #[default]
+    False,
+    /// When no beam can become better: with a positive length penalty its sum is divided by the greatest length.
+    Never,
+}
+
+impl Beams {
+    /// Continuations of a prompt that a step looks at: with N of them that do not end, whatever tokens end a response.
+    fn continuations(&self, request: &Request) -> usize {
+        (1 + request.stop.tokens.len()).max(2) * self.count
+    }
+
+    fn score(&self, sum: f32, new_tokens: usize) -> f32 {
+        sum / (new_tokens as f64).powf(self.length_penalty) as f32
+    }
+
+    /// Pages of all beams of a request at their longest, which share those that the prompt fills.
+    pub(super) fn pages_max(&self, request: &Request) -> usize {
+        let full = request.tokens.len() / PAGE;
+        let all = pages_of(cached_tokens_max(request.tokens.len(), request.new_tokens_max));
+        full + self.count * (all - full)
+    }
+}
+
+struct Beam {
+    live: Live,
+    /// Of the log-probabilities of its new tokens.
+    sum: f32,
+    blocks: Vec<u32>,
+}
+
+struct Hypothesis {
+    live: Live,
+    score: f32,
+    finish: Finish,
+}
+
+/// The search of one prompt.
+struct Search {
+    /// Those that get its hypotheses, the best one first.
+    requests: Range<usize>,
+    /// Equally long; one while the prompt is read.
+    beams: Vec<Beam>,
+    /// Tokens of each beam in the cache.
+    past: usize,
+    /// Best first.
+    ended: Vec<Hypothesis>,
+}
+
+/// One call of `beam_search`.
+pub(super) struct BeamRun<'a> {
+    model: Model<'a>,
+    beams: Beams,
+    requests: &'a [Request],
+    limits: Limits,
+    cache: &'a mut [KvLayer],
+    pool: BlockPool,
+    /// Pages that the searches may come to hold.
+    reserved: usize,
+    /// Requests of the prompts that have not started.
+    waiting: VecDeque<Range<usize>>,
+    searches: Vec<Search>,
+    outcome: Outcome,
+    progress: Progress,
+    failed: Result<()>,
+}
+
+/// The requests of each prompt: those that stand together with the same tokens.
+pub(super) fn prompts(requests: &[Request]) -> impl Iterator<Item = Range<usize>> + '_ {
+    let mut end = 0;
+    requests.chunk_by(|a, b| a.prompt == b.prompt && a.tokens == b.tokens).map(move |same| {
+        end += same.len();
+        end - same.len()..end
+    })
+}
+
+impl<'a> BeamRun<'a> {
+    /// # Errors
+    /// `Usage` where more hypotheses of a prompt are asked for than there are beams, or its beams do not fit the cache.
+    pub fn new(
+        model: Model<'a>,
+        beams: Beams,
+        requests: &'a [Request],
+        limits: Limits,
+        cache: &'a mut [KvLayer],
+    ) -> Result<Self> {
+        for range in prompts(requests) {
+            let (wanted, request) = (range.len(), &requests[range.start]);
+            let (id, count, pages) = (request.prompt_id, beams.count, beams.pages_max(request));
+            Error::need(wanted <= count, format!("prompt {id}: the best {wanted} of {count} beams are asked for"))?;
+            if pages > limits.pages {
+                let tokens = request.tokens.len() + request.new_tokens_max;
+                let message = format!(
+                    "prompt {id}: {count} beams of up to {tokens} tokens need {pages} KV pages of {PAGE} tokens, the cache has {}",
+                    limits.pages
+                );
+                return Err(Error::usage(message)
+                    .hint("raise rollout.kv_bytes_max, or ask for fewer beams or shorter responses"));
+            }
+        }
+        Ok(Self {
+            model,
+            beams,
+            requests,
+            limits,
+            cache,
+            pool: BlockPool::new(limits.pages),
+            reserved: 0,
+            waiting: prompts(requests).collect(),
+            searches: Vec::new(),
+            outcome: Outcome { responses: requests.iter().map(|_| None).collect(), ..Outcome::default() },
+            progress: Progress { total: requests.len(), ..Progress::default() },
+            failed: Ok(()),
+        })
+    }
+
+    pub fn run(mut self, hooks: &mut Hooks) -> Result<Outcome> {
+        loop {
+            let failed = std::mem::replace(&mut self.failed, Ok(()));
+            let done = self.waiting.is_empty() && self.searches.is_empty();
+            let stop = !done && failed.is_ok() && (hooks.stop)();
+            if self.model.is_stopped(stop, failed)? || done {
+                return Ok(self.outcome);
+            }
+            self.admit();
+            self.step(hooks)?;
+            self.progress.running = self.searches.iter().map(|search| search.beams.len()).sum();
+            (hooks.progress)(self.progress);
+        }
+    }
+
+    /// Starts prompts while there are rows and pages for their beams.
+    fn admit(&mut self) {
+        while let Some(range) = self.waiting.front() {
+            let request = &self.requests[range.start];
+            let (rows, pages) = ((self.searches.len() + 1) * self.beams.count, self.beams.pages_max(request));
+            if !self.searches.is_empty() && (rows > self.limits.batch_max || self.reserved + pages > self.limits.pages)
+            {
+                break;
+            }
+            let mut live = Live::default();
+            live.begin(request);
+            self.reserved += pages;
+            let beams = vec![Beam { live, sum: 0.0, blocks: Vec::new() }];
+            self.searches.push(Search { requests: range.clone(), beams, past: 0, ended: Vec::new() });
+            self.waiting.pop_front();
+        }
+    }
+
+    /// One forward: a token of every beam, and prompt tokens within the budget; then the next beams of each prompt.
+    fn step(&mut self, hooks: &mut Hooks) -> Result<()> {
+        let mut budget = self.limits.prefill_tokens_max.max(1);
+        // Of each search the tokens that its beams are fed.
+        let mut shares = Vec::with_capacity(self.searches.len());
+        for search in &mut self.searches {
+            let left = search.beams[0].live.tokens.len() - search.past;
+            let tokens = if left == 1 { 1 } else { left.min(budget) };
+            budget -= if left == 1 { 0 } else { tokens };
+            for beam in &mut search.beams {
+                cover(&mut self.pool, self.model, self.cache, &mut beam.blocks, search.past..search.past + tokens);
+            }
+            shares.push((tokens, tokens == left));
+        }
+        let feeds = self.searches.iter().zip(&shares).filter(|(_, (tokens, _))| *tokens > 0).flat_map(
+            |(search, &(tokens, complete))| {
+                search.beams.iter().map(move |beam| Fed {
+                    tokens: &beam.live.tokens[search.past..search.past + tokens],
+                    past: search.past,
+                    blocks: &beam.blocks,
+                    complete,
+                })
+            },
+        );
+        let logits = self.model.logits(self.cache, &feeds.collect::<Vec<_>>(), &mut self.outcome);
+        let mut best = logits.map_or(Vec::new(), |logits| self.best(&logits, &shares)).into_iter();
+        let searches = std::mem::take(&mut self.searches);
+        for (mut search, (tokens, complete)) in searches.into_iter().zip(shares) {
+            search.past += tokens;
+            if complete {
+                let best: Vec<Vec<Sampled>> = best.by_ref().take(search.beams.len()).collect();
+                let request = &self.requests[search.requests.start];
+                if let Some(at) = best.iter().position(|row| row[0].logprob.is_nan()) {
+                    return Err(self.model.non_finite(request, &search.beams[at].live.tokens));
+                }
+                self.progress.new_tokens += search.beams.len();
+                let next = self.advance(&mut search, &best)?;
+                self.replace(&mut search, next);
+            }
+            if search.beams.is_empty() { self.finish(search, hooks)? } else { self.searches.push(search) }
+        }
+        Ok(())
+    }
+
+    /// The likeliest tokens behind each beam of the searches whose share of the forward is complete.
+    fn best(&self, logits: &Tensor, shares: &[(usize, bool)]) -> Vec<Vec<Sampled>> {
+        let complete = self.searches.iter().zip(shares).filter(|(_, (_, complete))| *complete);
+        let (mut of_rows, mut most) = (Vec::with_capacity(logits.rows()), 1);
+        for (search, _) in complete {
+            let request = &self.requests[search.requests.start];
+            most = most.max(self.beams.continuations(request));
+            let tokens = search.beams.iter().map(|beam| &beam.live.tokens[..]);
+            of_rows.extend(tokens.map(|tokens| (request, tokens, request.banned(tokens))));
+        }
+        let rows = of_rows.iter().map(|(request, seen, banned)| SampleRow {
+            params: SampleParams { repetition_penalty: request.params.repetition_penalty, ..SampleParams::greedy() },
+            uniform: 0.0,
+            seen,
+            banned,
+            bias: &request.edits.bias,
+        });
+        let rows: Vec<SampleRow> = rows.collect();
+        let n = most.min(self.model.transformer.arch.vocabulary);
+        let mut best = vec![Sampled::default(); n * rows.len()];
+        self.model.transformer.top(logits, &rows, n, &mut best);
+        best.chunks_exact(n).map(<[Sampled]>::to_vec).collect()
+    }
+
+    /// The beams that go on from those of `search` by the tokens `best` of each, with the numbers of the beams that they continue; none
+    /// where the search is over. What ends is kept as a hypothesis.
+    fn advance(&self, search: &mut Search, best: &[Vec<Sampled>]) -> Result<Vec<(usize, Beam)>> {
+        let Beams { count, early_stopping, length_penalty } = self.beams;
+        let request = &self.requests[search.requests.start];
+        let of_beam = |(at, (beam, best)): (usize, (&Beam, &Vec<Sampled>))| {
+            let sum = beam.sum;
+            best.iter().map(move |found| (sum + found.sample_logprob, at, *found)).collect::<Vec<_>>()
+        };
+        let mut all: Vec<(f32, usize, Sampled)> = search.beams.iter().zip(best).enumerate().flat_map(of_beam).collect();
+        all.retain(|(sum, ..)| *sum > f32::NEG_INFINITY);
+        all.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2.token).cmp(&(b.1, b.2.token))));
+        all.truncate(self.beams.continuations(request));
+        let mut next: Vec<(usize, Beam)> = Vec::with_capacity(count);
+        for (i, (sum, at, found)) in all.into_iter().enumerate() {
+            if i >= count && next.len() == count {
+                break;
+            }
+            let mut live = search.beams[at].live.clone();
+            let ends = live.push(request, found, self.model.tokenizer)?;
+            match ends {
+                None if next.len() < count => next.push((at, Beam { live, sum, blocks: Vec::new() })),
+                Some(finish) if i < count => {
+                    let score = self.beams.score(sum, live.new_tokens(request));
+                    search.ended.push(Hypothesis { live, score, finish });
+                }
+                _ => {}
+            }
+        }
+        search.ended.sort_by(|a, b| b.score.total_cmp(&a.score));
+        search.ended.truncate(count);
+        let new_tokens = search.beams[0].live.new_tokens(request) + 1;
+        if let [.., worst] = &search.ended[..]
+            && search.ended.len() == count
+        {
+            let is_far = early_stopping == EarlyStopping::Never && length_penalty > 0.0;
+            let length = if is_far { request.new_tokens_max } else { new_tokens };
+            let improves = |(_, best): &(usize, Beam)| self.beams.score(best.sum, length) > worst.score;
+            if early_stopping == EarlyStopping::True || !next.first().is_some_and(improves) {
+                next.clear();
+            }
+        }
+        Ok(next)
+    }
+
+    /// Gives each of the next beams the pages of the one that it continues.
+    fn replace(&mut self, search: &mut Search, next: Vec<(usize, Beam)>) {
+        let before = std::mem::take(&mut search.beams);
+        for (at, beam) in next {
+            let blocks = before[at].blocks.clone();
+            for &page in &blocks {
+                self.pool.retain(page);
+            }
+            search.beams.push(Beam { blocks, ..beam });
+        }
+        for page in before.into_iter().flat_map(|beam| beam.blocks) {
+            self.pool.release(page);
+        }
+    }
+
+    /// Hands out the hypotheses of a search that is over.
+    fn finish(&mut self, search: Search, hooks: &mut Hooks) -> Result<()> {
+        let Search { requests, ended, .. } = search;
+        let first = &self.requests[requests.start];
+        self.reserved -= self.beams.pages_max(first);
+        if ended.len() < requests.len() {
+            let (id, found, wanted) = (first.prompt_id, ended.len(), requests.len());
+            return Err(Error::usage(format!(
+                "prompt {id}: the search found {found} responses, {wanted} are asked for"
+            ))
+            .hint("ask for fewer, or for more beams"));
+        }
+        for (i, Hypothesis { mut live, score, finish }) in requests.zip(ended) {
+            let mut response = live.finish(&self.requests[i], finish, self.model.tokenizer)?;
+            response.score = Some(score);
+            self.progress.finished += 1;
+            if self.failed.is_ok() {
+                self.failed = (hooks.finished)(i, &response);
+            }
+            self.outcome.responses[i] = Some(response);
+        }
+        Ok(())
+    }
+}
+
+/// Makes `blocks` cover the tokens `fed`, in pages of its own where they are written.
+fn cover(pool: &mut BlockPool, model: Model, cache: &mut [KvLayer], blocks: &mut Vec<u32>, fed: Range<usize>) {
+    const RESERVED: &str = "a search has reserved the pages of its beams";
+    if let Some(page) = blocks.get_mut(fed.start / PAGE)
+        && pool.is_shared(*page)
+    {
+        let own = pool.allocate().expect(RESERVED);
+        model.transformer.kv_copy_page(cache, *page, own);
+        pool.release(*page);
+        *page = own;
+    }
+    while blocks.len() < pages_of(fed.end) {
+        blocks.push(pool.allocate().expect(RESERVED));
+    }
+}
