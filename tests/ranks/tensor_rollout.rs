@@ -105,8 +105,13 @@ fn searched(world: &World) {
         let [part, whole] = sides(world, &arch, DType::F32).map(|Side { transformer, weights, .. }| {
             let requests = requested(&transformer, &prompts(PROMPTS), &config);
             let model = Model { transformer: &transformer, weights: &weights, tokenizer: None };
-            let mut hooks =
-                Hooks { stop: &|| false, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()) };
+            let mut hooks = Hooks {
+                stop: &|| false,
+                progress: &mut |_| {},
+                drawn: &mut |_, _| {},
+                finished: &mut |_, _| Ok(()),
+                turns: None,
+            };
             let outcome = Engine::new(&config, 0).beam_search(model, beams, &requests, &mut hooks);
             outcome.expect("a search").complete().expect("all of them")
         });

@@ -77,8 +77,13 @@ pub fn responses(tiny: &Tiny, config: &RolloutConfig, prompts: &[Prompt]) -> Vec
 /// Searches for what `requests` ask.
 pub fn search(tiny: &Tiny, config: &RolloutConfig, beams: Beams, requests: &[Request]) -> Result<Vec<Response>> {
     let model = Model { transformer: &tiny.transformer, weights: &tiny.weights, tokenizer: None };
-    let mut hooks =
-        Hooks { stop: &|| false, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()) };
+    let mut hooks = Hooks {
+        stop: &|| false,
+        progress: &mut |_| {},
+        drawn: &mut |_, _| {},
+        finished: &mut |_, _| Ok(()),
+        turns: None,
+    };
     let outcome = Engine::new(config, 0).beam_search(model, beams, requests, &mut hooks)?;
     Ok(outcome.complete().expect("all of them"))
 }
