@@ -56,10 +56,11 @@ pub fn run(args: &Args) -> Result<()> {
     };
     let ranks = Ranks::start(input)?;
     let asker = ranks.agree(Asker::new(args, &config))?;
-    let total = ranks.agree(count(&asker, input))?;
+    let sizes = ranks.agree(sizes(&asker, input))?;
     let head = Head::LanguageModel;
     let inference = device::open("generate", &args.model, options, head, (config.clone(), args.seed), &ranks)?;
-    let bar = progress("generate", total.map(|total| total.div_ceil(ranks.world.size)));
+    let responses = |sizes: &Vec<[usize; 2]>| sizes.iter().map(|[responses, _]| responses).sum::<usize>();
+    let bar = progress("generate", sizes.as_ref().map(|sizes| responses(sizes).div_ceil(ranks.world.size)));
     let (engine, rng) = (Engine::new(&config, 0), Rng::new(args.seed, Purpose::Sample));
     let answering = Answering {
         inference: &inference,
@@ -71,7 +72,8 @@ pub fn run(args: &Args) -> Result<()> {
         bar,
         done: [0; 2],
     };
-    answering.run(&asker, input, ranks)
+    let sizes = sizes.map(|sizes| sizes.into_iter().map(|[_, size]| size).collect());
+    answering.run(&asker, (input, sizes), ranks)
 }
 
 /// Writes the responses to one prompt as they are drawn.
@@ -93,17 +95,13 @@ fn show(args: &Args, config: RolloutConfig, options: Options, prompt: &str) -> R
     talk.finish()
 }
 
-/// Checks all rows of a file; how many responses they ask for. Of standard input nothing is known yet.
-fn count(asker: &Asker, input: &Path) -> Result<Option<usize>> {
+/// Checks all rows of a file; how many responses each asks for, and its size. Of standard input nothing is known yet.
+fn sizes(asker: &Asker, input: &Path) -> Result<Option<Vec<[usize; 2]>>> {
     if input.as_os_str() == "-" {
         return Ok(None);
     }
-    let mut total = 0;
-    rows::each(input, |row| {
-        total += asker.row(0, row)?.0.requests.len();
-        Ok(())
-    })?;
-    Ok(Some(total))
+    let of_row = |row: &Row| asker.row(0, row).map(|asked| [asked.requests.len(), asked.size]);
+    rows::read(input, of_row).map(Some)
 }
 
 /// Answers rows, and writes all responses in the order of the rows.
@@ -120,23 +118,27 @@ struct Answering<'a> {
 }
 
 impl Answering<'_> {
-    /// As many rows at a time as the memory bears, each rank its share of them.
-    fn run(mut self, asker: &Asker, input: &Path, mut ranks: Ranks) -> Result<()> {
+    /// As many rows of a file at a time as the memory bears, each rank its share of them; or rows of standard input as they come.
+    fn run(mut self, asker: &Asker, (input, sizes): (&Path, Option<Vec<usize>>), mut ranks: Ranks) -> Result<()> {
         let start = Instant::now();
-        let (mut stream, mut id) = (Stream::open(input), 0);
-        loop {
-            let next = stream.next(TOKENS_AT_ONCE * ranks.world.size, |row| {
-                let (asked, size) = asker.row(id, row)?;
-                id += 1;
-                Ok(((asked, size), size))
-            });
-            let rows = ranks.agree(next)?;
-            if rows.is_empty() {
-                break;
+        let mut stream = Stream::open(input);
+        let ask = |id, row: &Row| asker.row(id, row);
+        if let Some(sizes) = sizes {
+            for range in rows::batches(sizes.iter().copied(), TOKENS_AT_ONCE * ranks.world.size) {
+                let own = ranks.share(&sizes[range.clone()]);
+                let next = stream.skip(own.start).and_then(|()| stream.next(own.len(), ask));
+                let next = next.and_then(|rows| stream.skip(range.len() - own.end).map(|()| rows));
+                self.answer(&ranks.agree(next)?, &mut ranks)?;
+                ranks.flush()?;
             }
-            let (rows, sizes): (Vec<Asked>, Vec<usize>) = rows.into_iter().unzip();
-            self.answer(&rows[ranks.share(&sizes)], &mut ranks)?;
-            ranks.flush()?;
+        } else {
+            loop {
+                let rows = stream.next(rows::AHEAD, ask)?;
+                if rows.is_empty() {
+                    break;
+                }
+                self.answer(&rows, &mut ranks)?;
+            }
         }
         self.bar.finish_and_clear();
         if let Some(why) = self.engine.refused() {

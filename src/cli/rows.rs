@@ -70,13 +70,14 @@ pub fn read<T>(path: &Path, mut make: impl FnMut(&Row) -> Result<T>) -> Result<V
 }
 
 /// Rows that wait for those that are answered, at most.
-const AHEAD: usize = 1024;
+pub const AHEAD: usize = 4096;
 
 /// Rows that a thread reads ahead while others are answered.
 pub struct Stream {
     rows: Receiver<Result<Numbered>>,
     /// Rows of standard input are answered as they come.
     is_live: bool,
+    taken: u64,
 }
 
 impl Stream {
@@ -91,22 +92,30 @@ impl Stream {
                 drop(give.send(Err(error)));
             }
         });
-        Self { rows, is_live: path.as_os_str() == "-" }
+        Self { rows, is_live: path.as_os_str() == "-", taken: 0 }
     }
 
-    /// What `make` makes of the next rows, until their sizes reach `enough` together; of standard input those that have come, one at
-    /// least. None behind the last row.
-    pub fn next<T>(&mut self, enough: usize, mut make: impl FnMut(&Row) -> Result<(T, usize)>) -> Result<Vec<T>> {
-        let (mut rows, mut size) = (Vec::new(), 0);
-        while size < enough {
+    /// What `make` makes of the next `most` rows and their numbers, from 0; of standard input, of those that have come, one at least. Fewer
+    /// at the end.
+    pub fn next<T>(&mut self, most: usize, mut make: impl FnMut(u64, &Row) -> Result<T>) -> Result<Vec<T>> {
+        let mut rows = Vec::new();
+        while rows.len() < most {
             let wait = !self.is_live || rows.is_empty();
             let next = if wait { self.rows.recv().ok() } else { self.rows.try_recv().ok() };
             let Some(next) = next else { break };
-            let (row, of_row) = made(&next?, &mut make)?;
-            rows.push(row);
-            size += of_row;
+            rows.push(made(&next?, |row| make(self.taken, row))?);
+            self.taken += 1;
         }
         Ok(rows)
+    }
+
+    /// Leaves out the next `count` rows.
+    pub fn skip(&mut self, count: usize) -> Result<()> {
+        for next in self.rows.iter().take(count) {
+            next?;
+            self.taken += 1;
+        }
+        Ok(())
     }
 }
 

@@ -36,10 +36,15 @@ const OTHERS: [&str; 3] = ["seed", "logit_bias", "bad_words"];
 /// What a response counts at most: few become as long as they may.
 const RESPONSE_TOKENS: usize = 4096;
 
+/// What a row counts at least: its fields are kept until it is answered.
+const ROW_TOKENS: usize = 256;
+
 /// A row, without what its results replace, and what is asked for it.
 pub struct Asked {
     pub row: Row,
     pub requests: Vec<Request>,
+    /// Tokens of prompt and responses, as far as they count for work and memory.
+    pub size: usize,
 }
 
 /// How a row is answered.
@@ -68,8 +73,8 @@ impl<'a> Asker<'a> {
         Ok(Self { args, arch, tokenizer, settings: Settings { config: config.clone(), stop, edits, rng: None } })
     }
 
-    /// What is asked for row `id`, and the tokens that it counts. The ids, which key the random numbers, count rows from 0.
-    pub fn row(&self, id: u64, row: &Row) -> Result<(Asked, usize)> {
+    /// What is asked for row `id`. The ids, which key the random numbers, count rows from 0.
+    pub fn row(&self, id: u64, row: &Row) -> Result<Asked> {
         let tokens = prompt_tokens(row, self.tokenizer.as_ref(), &self.args.chat_template_args)?;
         rows::check(&tokens, &self.arch)?;
         let context = self.arch.context;
@@ -87,6 +92,7 @@ impl<'a> Asker<'a> {
         }
         let response = config.response_tokens_max.min(RESPONSE_TOKENS);
         let size = prompt.tokens.len() + config.samples_per_prompt.max(self.args.beams) * response;
+        let size = size.max(ROW_TOKENS);
         let is_replaced = |key: &str| {
             FIELDS.contains(&key)
                 || (key == "score" && self.args.beams > 1)
@@ -94,7 +100,7 @@ impl<'a> Asker<'a> {
         };
         let kept = row.iter().filter(|(key, _)| !is_replaced(key));
         let row = kept.map(|(key, value)| (key.clone(), value.clone())).collect();
-        Ok((Asked { row, requests }, size))
+        Ok(Asked { row, requests, size })
     }
 
     /// Those of the command line, with what the row's `sampling` says instead.
