@@ -4,11 +4,12 @@ use super::device::dtype;
 use super::out::note;
 use crate::checkpoint::{Checkpoint, ModelVectors, newest};
 use crate::comm::Group;
+use crate::config::{self, job::JobKind};
 use crate::error::{Error, Result};
 use crate::model::export::Export;
-use crate::model::{ParamTable, UnitValues};
+use crate::model::{Arch, Head, ParamTable, UnitValues};
 use crate::tensor::DType;
-use crate::train;
+use crate::train::{self, reward_model};
 use argh::FromArgs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -41,7 +42,7 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let checkpoint = find(&args.checkpoint)?;
     checkpoint.verify(&Group::one())?;
-    let (arch, head) = train::saved::learned(&checkpoint, &args.role)?;
+    let (arch, head) = learned(&checkpoint, &args.role)?;
     let table = Arc::new(ParamTable::new(&arch, head));
     let vectors = ModelVectors::open(&checkpoint, &args.role, &arch, &table)?;
     let what = if args.ema { "ema" } else { "weights" };
@@ -65,6 +66,23 @@ pub fn run(args: &Args) -> Result<()> {
     let of = if args.ema { "average of the " } else { "" };
     note!("export: {of}{} of step {step}, {n} parameters, in {out}", args.role);
     Ok(())
+}
+
+/// A model that the checkpoint's job trains, as the job itself exports it.
+fn learned(checkpoint: &Checkpoint, role: &str) -> Result<(Arch, Head)> {
+    let state = &checkpoint.manifest.state;
+    let config = config::parse(state["config"].as_str().unwrap_or_default(), &[])
+        .map_err(|e| e.within(checkpoint.dir.display()))?;
+    let all: Vec<_> = train::models(&config).into_iter().filter(|model| model.optim.is_some()).collect();
+    let Some(model) = all.iter().find(|model| model.role.name() == role) else {
+        let names: Vec<&str> = all.iter().map(|model| model.role.name()).collect();
+        return Err(Error::usage(format!("--role {role}: needed is {}", names.join(" or "))));
+    };
+    let mut arch = Arch::load(&checkpoint.dir)?;
+    if config.job.kind == JobKind::RewardModel {
+        arch.reward_mean_std = reward_model::mean_std(&state["run"]["method"])?;
+    }
+    Ok((arch, model.head))
 }
 
 /// The checkpoint that the path names: itself, or the newest whole one of a run or of its `checkpoints`.

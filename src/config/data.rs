@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::limits::{self, COUNT, TOKENS};
-use super::reward::one_or_many;
+use super::reward::{FromWord, one_or_many};
 use crate::error::{Error, Result};
 
 /// What happens to a prompt of more than `prompt_tokens_max` tokens. Always counted in the ledger.
@@ -77,6 +77,13 @@ table! {
     }
 }
 
+impl FromWord for EvalSetConfig {
+    const EXPECTED: &'static str = "a table with name and prompts";
+    fn from_word(_: &str) -> Option<Self> {
+        None
+    }
+}
+
 table! {
     /// `[data]`
     pub struct DataConfig {
@@ -87,6 +94,7 @@ table! {
         pub weights: Vec<f64> = Vec::new(),
         pub prompt_split: String = String::new(),
         pub eval_split: String = String::new(),
+        #[serde(deserialize_with = "one_or_many")]
         pub eval_sets: Vec<EvalSetConfig> = Vec::new(),
         pub split: SplitConfig = SplitConfig::default(),
         pub prompt_key: String = "prompt".to_owned(),
@@ -120,6 +128,11 @@ impl DataConfig {
         }
     }
 
+    /// Files and shards of prompts, those of sets included.
+    pub fn all_prompts(&self) -> impl Iterator<Item = &String> {
+        self.prompts.iter().chain(self.eval_sets.iter().flat_map(|set| &set.prompts))
+    }
+
     /// How `pretrain` is read, where there is any: every token of its texts is handed out, in pieces.
     pub fn of_pretrain(&self) -> Option<Self> {
         (!self.pretrain.is_empty()).then(|| Self {
@@ -142,7 +155,11 @@ impl DataConfig {
             prompt_split: String::new(),
             eval_split: set.split.clone(),
             eval_sets: Vec::new(),
-            split: if self.split.by == SplitBy::File { SplitConfig::default() } else { self.split.clone() },
+            // All rows need no split, and files are named by the set.
+            split: match self.split.by {
+                SplitBy::Ratio | SplitBy::Field if !set.split.is_empty() => self.split.clone(),
+                _ => SplitConfig::default(),
+            },
             prompt_key: key(&set.prompt_key, &self.prompt_key),
             label_key: key(&set.label_key, &self.label_key),
             order: Order::Sequential,

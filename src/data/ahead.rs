@@ -35,8 +35,7 @@ pub struct Ahead {
 pub fn look_ahead(reading: Reading<'_>, cache: &Path, seed: u64, n: usize) -> Result<Ahead> {
     let (alone, config) = (Group::one(), reading.config);
     let there = || Rows::open(reading, &Prepared::find(reading, cache, &mut Hashes::default(), &alone)?, seed);
-    let of_sets = config.eval_sets.iter().flat_map(|set| &set.prompts);
-    let mut of_rows: Vec<&String> = config.prompts.iter().chain(eval_files(config)).chain(of_sets).collect();
+    let mut of_rows: Vec<&String> = config.all_prompts().chain(eval_files(config)).collect();
     of_rows.retain(|name| is_rows(Path::new(name)));
     if of_rows.is_empty() {
         return there()?.into_ahead(n, false);

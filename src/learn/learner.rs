@@ -11,7 +11,7 @@ use crate::device::cuda::owned_by;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::learn::Role;
-use crate::learn::role::key;
+use crate::learn::role::{key, pieces};
 use crate::model::params::ParamSpec;
 use crate::model::partition::Shards;
 use crate::optim::host_state::Vector;
@@ -42,9 +42,6 @@ pub struct Learner {
     /// Optimiser steps of the whole run: the length of the schedule.
     updates_total: u64,
 }
-
-/// Elements that are read at a time from a checkpoint, or from the files of a model.
-const READ: usize = 1 << 20;
 
 impl Learner {
     /// With the optimizer's state on the device `state_on` between updates, the role's own or the CPU, and masters that are
@@ -241,10 +238,4 @@ impl Learner {
         }
         self.role.weights.finish_update();
     }
-}
-
-/// A range a few MiB at a time.
-pub(super) fn pieces(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    let end = range.end;
-    range.clone().step_by(READ).map(move |start| start..(start + READ).min(end))
 }

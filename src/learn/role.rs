@@ -1,6 +1,5 @@
 //! A model of a job, with what this rank holds of it.
 
-use super::learner::pieces;
 use crate::comm::Axes;
 use crate::device::Device;
 use crate::device::cuda::owned_by;
@@ -118,4 +117,13 @@ pub fn owner(role: &str) -> &'static str {
         "reward" => "weights of the reward model",
         _ => "weights",
     }
+}
+
+/// Elements that are read at a time from a checkpoint, or from the files of a model.
+const READ: usize = 1 << 20;
+
+/// A range a few MiB at a time.
+pub(super) fn pieces(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let end = range.end;
+    range.clone().step_by(READ).map(move |start| start..(start + READ).min(end))
 }

@@ -61,14 +61,14 @@ impl Rows {
     /// If there are none.
     pub fn of(config: &Config, shape: &StepShape, context: usize, tokens: &[RowTokens], eval: &[RowTokens]) -> Self {
         let only_evaluates = shape.trained == 0;
-        let eval = &eval[..if only_evaluates { shape.rows.min(eval.len()) } else { eval.len() }];
+        let most = if config.eval.samples_max == 0 { eval.len() } else { config.eval.samples_max };
+        let eval = &eval[..if only_evaluates { shape.rows.min(most).min(eval.len()) } else { eval.len() }];
         let tokens = if only_evaluates { eval } else { tokens };
         assert!(!tokens.is_empty(), "a job has rows");
         let row = |&RowTokens { prompt, response }: &RowTokens| {
             let sampled = || new_tokens_max(&config.rollout, prompt, context);
             RowTokens { prompt, response: if shape.has_rollout() { sampled() } else { response } }
         };
-        let most = if config.eval.samples_max == 0 { eval.len() } else { config.eval.samples_max };
         let evaluated = if config.eval.every_steps == 0 && !only_evaluates {
             Vec::new()
         } else if shape.has_rollout() {

@@ -88,6 +88,7 @@ struct Reply {
 #[derive(Deserialize)]
 struct Rewards {
     rewards: Vec<Option<f64>>,
+    #[serde(default)]
     extra: BTreeMap<String, Vec<Option<f64>>>,
 }
 

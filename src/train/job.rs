@@ -159,6 +159,31 @@ fn show_first<T: Row>(run: &Run, source: &mut RowSource<T>) -> Result<()> {
     Ok(())
 }
 
+/// Removes the records behind `step`, and lists the rows that are not learned from. A dry run has none.
+fn begin_records(run: &mut Run, rows: &Rows, step: u64) -> Result<()> {
+    if run.dry_run {
+        return Ok(());
+    }
+    let is_writer = run.ranks.world.rank == 0;
+    let filtered = run.dir.join(LEDGER_LINES);
+    run.ranks.all.agree(if is_writer { rows.write_filtered(&filtered, step) } else { Ok(()) })?;
+    let cut = run.recorder.cut_back(step);
+    run.ranks.all.agree(cut)
+}
+
+/// Refuses what neither memory nor disk can hold; `unwritten` roles are not in memory yet.
+fn check_resources<'a>(
+    run: &Run,
+    models: &[JobModel],
+    unwritten: impl Iterator<Item = &'a Role>,
+    rollouts: u64,
+) -> Result<()> {
+    let exports = 1 + usize::from(run.config.optim.actor.ema_beta > 0.0);
+    let export_bytes = exports * models[0].table().len() * run.config.model.dtype().bytes();
+    let unwritten = unwritten.map(|role| role.weights.bytes()).sum();
+    run.check_resources(unwritten, models::saved_bytes(models), export_bytes, rollouts)
+}
+
 struct Opened<J> {
     job: J,
     state: State,
@@ -179,13 +204,15 @@ impl<J: Job> Opened<J> {
         let check = |first: &Arch, model: &JobModel| J::check_models(&config, first, model);
         let models = run.ranks.all.agree(models::described(J::models(&config), &tokenizer, check))?;
         let arch = models[0].arch.clone();
-        run.recorder.say(&format!("opening the data: {}", config.data.prompts.join(", ")));
+        let prompts: Vec<&str> = config.data.all_prompts().map(String::as_str).collect();
+        run.recorder.say(&format!("opening the data: {}", prompts.join(", ")));
         let (prepared, hashed) = Hashed::data(run, J::Row::PART, &tokenizer, arch.vocabulary)?;
         let mut source = run.ranks.all.agree(open_rows::<J>(&config, &arch, &tokenizer, &prepared))?;
         show_first(run, &mut source)?;
         let steps = J::steps(&config, &source);
         let learned: Vec<&str> = models::learned(&models).map(|model| model.spec.role.name()).collect();
-        if steps == 0 && !learned.is_empty() {
+        let only_evaluates = learned.is_empty();
+        if steps == 0 && !only_evaluates {
             return run.ranks.all.agree(Err(Error::usage("the job has no step to make: job.steps is 0")));
         }
         run.write_resolved(steps)?;
@@ -197,8 +224,8 @@ impl<J: Job> Opened<J> {
             cursor: source.cursor().clone(),
             ledger: source.ledger().clone(),
             // A job that trains nothing is over where it begins, but for its evaluation.
-            step: if learned.is_empty() { steps } else { 0 },
-            eval_due: config.eval.every_steps > 0 || learned.is_empty(),
+            step: if only_evaluates { steps } else { 0 },
+            eval_due: config.eval.every_steps > 0 || only_evaluates,
             inputs: hashed.all(run, &models)?,
             ..State::default()
         };
@@ -213,13 +240,9 @@ impl<J: Job> Opened<J> {
         run.recorder.say(&format!("loading the models: {}", names.join(", ")));
         let roles = models::load(run, &models, values)?;
         let mut needs = J::needs(run, &arch, &source);
-        let about = about(&config, &shape, &source, steps).into_iter();
-        needs.about.splice(0..0, about.take(if learned.is_empty() { 1 } else { usize::MAX }));
-        let exports = 1 + usize::from(config.optim.actor.ema_beta > 0.0);
-        let export_bytes = exports * models[0].table().len() * config.model.dtype().bytes();
+        needs.about.splice(0..0, about(&config, &shape, &source, steps));
         let to_restore = roles.iter().filter(|role| resumed.is_some() && learned.contains(&role.name));
-        let unwritten = to_restore.map(|role| role.weights.bytes()).sum();
-        run.check_resources(unwritten, models::saved_bytes(&models), export_bytes, needs.rollouts)?;
+        check_resources(run, &models, to_restore, needs.rollouts)?;
         let updates = steps * shape.updates() as u64;
         let (learners, frozen) = models::learners(run, &models, roles, updates, values)?;
         let mut job = J::new(run, &arch, learners, frozen, source, tokenizer)?;
@@ -228,21 +251,11 @@ impl<J: Job> Opened<J> {
             let restored = job.restore(state.method.clone(), resumed.work.as_deref());
             run.ranks.all.agree(restored)?;
         }
-        if !run.dry_run {
-            let is_writer = run.ranks.world.rank == 0;
-            let filtered = run.dir.join(LEDGER_LINES);
-            run.ranks.all.agree(if is_writer { job.rows().write_filtered(&filtered, state.step) } else { Ok(()) })?;
-            let cut = run.recorder.cut_back(if learned.is_empty() { 0 } else { state.step });
-            run.ranks.all.agree(cut)?;
-        }
+        begin_records(run, job.rows(), if only_evaluates { 0 } else { state.step })?;
         let shown = models.iter().map(|model| (model.spec.role.name(), model.table().parameters(), &*model.spec.dir));
-        run.banner(
-            if learned.is_empty() { 0 } else { steps },
-            resumed.map(|resumed| resumed.state.step),
-            &shown.collect::<Vec<_>>(),
-            needs,
-        );
-        for text in warnings::of_start(run, &J::shape(&run.config), job.rows(), arch.context) {
+        let (to_make, at) = (if only_evaluates { 0 } else { steps }, resumed.map(|resumed| resumed.state.step));
+        run.banner(to_make, at, &shown.collect::<Vec<_>>(), needs);
+        for text in warnings::of_start(run, &shape, job.rows(), arch.context) {
             run.recorder.warn(&text);
         }
         Ok(Self { job, state, steps, arch, learned, warnings: Warnings::default() })
@@ -391,7 +404,7 @@ impl<J: Job> Opened<J> {
 }
 
 /// Rows of the banner: what becomes of the data, and how steps are cut and learned from.
-fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64) -> [(String, String); 3] {
+fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64) -> Vec<(String, String)> {
     let ledger = rows.ledger();
     let filtered: u64 = ledger.filtered.values().sum();
     let kept = ledger.rows - ledger.held_out - filtered;
@@ -410,8 +423,12 @@ fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64) -> [(Strin
         format!("{role} {:e}, {schedule} behind a warm-up of {} %", optim.lr, 100.0 * optim.warmup_ratio)
     });
     let row = |label: &str, value: String| (label.to_string(), value);
-    [
-        row("rows", format!("{kept} train, {held_out} held out, {filtered} filtered{by_rule}")),
+    let rows = row("rows", format!("{kept} train, {held_out} held out, {filtered} filtered{by_rule}"));
+    if shape.trained == 0 {
+        return vec![rows];
+    }
+    vec![
+        rows,
         row(
             "a step",
             format!(
