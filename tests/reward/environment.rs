@@ -176,32 +176,33 @@ fn an_environment_that_cannot_be_used_is_named_before_work_starts() {
 
 #[test]
 fn what_is_no_answer_to_a_turn_is_a_failure_with_its_reason() {
-    for (step, why) in [
-        ("raise ValueError('out of tea')", "ValueError: out of tea"),
-        ("return 1", "step gave int, needed (feedback, reward, done)"),
-        ("return {'feedback': 'x'}", "a dict without reward and done"),
-        ("return '', 'many', True", "the reward is 'many'"),
-        ("return '', float('nan'), True", "needed a finite number"),
-        ("return 7, 0.0, False", "feedback is 7"),
-        ("return {'next_observation': 'other', 'done': False}", "does not begin with observation and action"),
-        ("import time; time.sleep(1000)", "no answer within 1 s while answering a turn"),
-        ("import os; os._exit(4)", "its process ended while answering a turn"),
-    ] {
-        let code = format!("class A:\n  def step(self, text):\n    {step}");
-        for (on_failure, is_error) in [("stop", true), ("drop", false)] {
-            let dir = tempfile::tempdir().expect("a directory");
-            std::fs::write(dir.path().join("env.py"), &code).expect("writes");
-            let config =
-                config(&format!("environment = \"env.py\"\nretries = 0\ntimeout_s = 1\non_failure = \"{on_failure}\""));
-            let mut environment =
-                Environment::new(&config, &config.environment[0], dir.path(), &RewardContext::default())
-                    .expect("loads");
-            match play(&mut environment, 1, &["a"]) {
-                Ok(said) => {
-                    assert!(!is_error && said[0].failed.as_ref().is_some_and(|f| f.contains(why)), "{step}: {said:?}");
-                }
-                Err(e) => assert!(is_error && e.kind == Kind::Service && e.message.contains(why), "{step}: {e}"),
-            }
-        }
+    let open = |on_failure: &str| {
+        let dir = tempfile::tempdir().expect("a directory");
+        let code = "import os, time\nclass Does:\n  def step(self, text): return eval(text)";
+        std::fs::write(dir.path().join("env.py"), code).expect("writes");
+        let toml = format!("environment = \"env.py\"\nretries = 0\ntimeout_s = 1\non_failure = \"{on_failure}\"");
+        let config = config(&toml);
+        let context = RewardContext::default();
+        (Environment::new(&config, &config.environment[0], dir.path(), &context).expect("loads"), dir)
+    };
+    let (mut drops, _dir) = open("drop");
+    for (i, (does, why)) in [
+        ("1 / 0", "ZeroDivisionError"),
+        ("1", "step gave int, needed (feedback, reward, done)"),
+        ("{'feedback': 'x'}", "a dict without reward and done"),
+        ("('', 'many', True)", "the reward is 'many'"),
+        ("('', float('nan'), True)", "needed a finite number"),
+        ("(7, 0.0, False)", "feedback is 7"),
+        ("{'next_observation': 'other', 'done': False}", "does not begin with observation and action"),
+        ("time.sleep(1000)", "no answer within 1 s while answering a turn"),
+        ("os._exit(4)", "its process ended while answering a turn"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let said = play(&mut drops, i, &[does]).expect("it drops");
+        assert!(said[0].failed.as_ref().is_some_and(|found| found.contains(why)), "{does}: {said:?}");
     }
+    let stopped = play(&mut open("stop").0, 1, &["1 / 0"]).expect_err("it stops");
+    assert!(stopped.kind == Kind::Service && stopped.message.contains("ZeroDivisionError"), "{stopped}");
 }
