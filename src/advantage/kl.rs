@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::ppo::{KlEstimator, PpoConfig};
 use crate::experience::Experience;
 
-/// Fills `sample.kl` from `response.logprobs` and `ref_logprobs`; 0 where there is no reference.
+/// Fills `sample.kl` from `response.logprobs` and `ref_logprobs`; 0 where there is no reference, or mask is 0.
 pub fn fill(estimator: KlEstimator, sample: &mut Experience) {
     sample.kl.clear();
     if sample.ref_logprobs.is_empty() {
@@ -13,7 +13,8 @@ pub fn fill(estimator: KlEstimator, sample: &mut Experience) {
         return;
     }
     let pairs = sample.response.logprobs.iter().zip(&sample.ref_logprobs);
-    sample.kl.extend(pairs.map(|(&l, &l_ref)| estimator.estimate(f64::from(l) - f64::from(l_ref)).0 as f32));
+    let estimate = |l: f32, l_ref: f32| estimator.estimate(f64::from(l) - f64::from(l_ref)).0 as f32;
+    sample.kl.extend(pairs.zip(&sample.mask).map(|((&l, &l_ref), &m)| if m == 0 { 0.0 } else { estimate(l, l_ref) }));
 }
 
 /// Coefficient of the KL penalty: fixed, or steered so that the KL approaches a target (arXiv:1909.08593, section

@@ -68,7 +68,8 @@ fn the_command_that_the_recipe_of_7b_names_plans_it_without_weights() {
     let fixture = Fixture::new();
     let copied = fixture.run(&["jobs", "copy", "ppo-7b", "--to", "big.toml"]).well();
     let next = copied.stderr.lines().find_map(|line| line.strip_prefix("next:   rlhf-hpc ")).expect("a command");
-    let plan = fixture.run(&next.split(' ').collect::<Vec<_>>()).well();
+    // Fewer prompts than it has are planned sooner.
+    let plan = fixture.run(&next.split(' ').chain(["rollout.prompts_per_step=128"]).collect::<Vec<_>>()).well();
     assert!(plan.stdout.contains("a800") && plan.stdout.contains("16 ranks"), "{}", plan.stdout);
 }
 
