@@ -114,6 +114,17 @@ build() {
   RLHF_HPC=$(cd "$1" && realpath "${CARGO_TARGET_DIR:-target}")/release/rlhf-hpc
 }
 
+# enter ROOT HERE: finds the binary (a release archive has it) or builds it, and goes to HERE, whose folder `work` has what is made;
+# FRESH=1 makes it anew.
+enter() {
+  if [ -x "$1/bin/rlhf-hpc" ]; then RLHF_HPC=$1/bin/rlhf-hpc; else build "$1"; fi
+  cd "$2"
+  [ -z "${FRESH:-}" ] || rm -rf work
+  mkdir -p work
+}
+
+say() { printf '\n== %s\n' "$*"; }
+
 # launch N ARGS...: the binary under mpirun on N ranks of this machine.
 launch() {
   local ranks=$1

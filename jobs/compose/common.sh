@@ -23,8 +23,6 @@ arguments() {
   if [ -x "$root/bin/rlhf-hpc" ]; then RLHF_HPC=$root/bin/rlhf-hpc; else build "$root"; fi
 }
 
-say() { printf '\n== %s\n' "$*"; }
-
 # sampled MODEL REWARD_MODEL PROMPTS SEED OUT: responses to the prompts with their rewards, once.
 sampled() {
   [ ! -f "$5" ] || return 0

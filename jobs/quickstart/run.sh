@@ -7,12 +7,7 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 . "$root/jobs/setup.sh"
-# A release archive has the binary already.
-if [ -x "$root/bin/rlhf-hpc" ]; then RLHF_HPC=$root/bin/rlhf-hpc; else build "$root"; fi
-cd "$here"
-[ -z "${FRESH:-}" ] || rm -rf work
-mkdir -p work
-say() { printf '\n== %s\n' "$*"; }
+enter "$root" "$here"
 
 if [ ! -f work/shards/questions.idx ]; then
   say "a corpus, a tokenizer, shards"

@@ -183,11 +183,9 @@ impl Answering<'_> {
             Ok(())
         };
         let mut hooks = Hooks {
-            stop: &|| false,
-            progress: &mut |now| bar.set_position((before + now.finished) as u64),
-            drawn: &mut |_, _| {},
-            finished: &mut finished,
-            turns: None,
+            progress: Some(&mut |now| bar.set_position((before + now.finished) as u64)),
+            finished: Some(&mut finished),
+            ..Hooks::default()
         };
         let outcome = match *beams {
             Some(beams) => engine.beam_search(model, beams, &requests, &mut hooks),

@@ -74,13 +74,7 @@ impl Talk {
                 shown(decoder.push(tokenizer, token));
             }
         };
-        let mut hooks = Hooks {
-            stop: &|| false,
-            progress: &mut |_| {},
-            drawn: &mut drawn,
-            finished: &mut |_, _| Ok(()),
-            turns: None,
-        };
+        let mut hooks = Hooks { drawn: Some(&mut drawn), ..Hooks::default() };
         let InferenceModel { transformer, weights, .. } = &self.inference;
         let model = Model { transformer, weights, tokenizer: Some(tokenizer) };
         let outcome = self.engine.generate(model, self.rng, self.answers, &requests, &mut hooks);

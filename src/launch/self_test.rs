@@ -159,13 +159,7 @@ fn decode(there: &Small, cpu: &Small, graphs: bool, is_exact: bool) -> Result<()
         ..RolloutConfig::default()
     };
     let requests = requests(&prompts, &config, &Arc::default(), there.model.arch.context)?;
-    let mut hooks = Hooks {
-        stop: &|| false,
-        progress: &mut |_| {},
-        drawn: &mut |_, _| {},
-        finished: &mut |_, _| Ok(()),
-        turns: None,
-    };
+    let mut hooks = Hooks::default();
     let model = Model { transformer: &there.model, weights: &there.w, tokenizer: None };
     let outcome = Engine::new(&config, 0).generate(model, Rng::new(SEED, Purpose::Sample), 0, &requests, &mut hooks)?;
     let responses = outcome.complete().ok_or_else(|| Error::fault("a response did not end"))?;

@@ -161,14 +161,14 @@ impl<'a> BeamRun<'a> {
         loop {
             let failed = std::mem::replace(&mut self.failed, Ok(()));
             let done = self.waiting.is_empty() && self.searches.is_empty();
-            let stop = !done && failed.is_ok() && (hooks.stop)();
+            let stop = !done && failed.is_ok() && hooks.stops();
             if self.model.is_stopped(stop, failed)? || done {
                 return Ok(self.outcome);
             }
             self.admit();
             self.step(hooks)?;
             self.progress.running = self.searches.iter().map(|search| search.beams.len()).sum();
-            (hooks.progress)(self.progress);
+            hooks.report(self.progress);
         }
     }
 
@@ -335,7 +335,7 @@ impl<'a> BeamRun<'a> {
             response.score = Some(score);
             self.progress.finished += 1;
             if self.failed.is_ok() {
-                self.failed = (hooks.finished)(i, &response);
+                self.failed = hooks.finished(i, &response);
             }
             self.outcome.responses[i] = Some(response);
         }

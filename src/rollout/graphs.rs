@@ -196,14 +196,14 @@ impl Run<'_> {
         }
         let tensor = self.model.transformer.tensor();
         if tensor.size() == 1 {
-            self.stopped |= asks && self.failed.is_ok() && (hooks.stop)();
+            self.stopped |= asks && self.failed.is_ok() && hooks.stops();
             return !self.stopped && self.failed.is_ok();
         }
         // The number of steps is the same on all ranks, and `is_over` asks them again for who and why.
         if batch.launched == 0 || !batch.launched.is_multiple_of(ASKED_EVERY) {
             return true;
         }
-        self.stopped |= (hooks.stop)();
+        self.stopped |= hooks.stops();
         !tensor.any(self.stopped || self.failed.is_err())
     }
 

@@ -103,18 +103,38 @@ pub struct Progress {
     pub new_tokens: usize,
 }
 
-/// The caller's functions that `generate` calls.
+/// Hears of a response by the index of its request.
+type Finished<'a> = dyn FnMut(usize, &Response) -> Result<()> + 'a;
+
+/// The caller's functions that `generate` calls, those that there are.
+#[derive(Default)]
 pub struct Hooks<'a> {
     /// Asked before every forward; true ends the call with what is finished.
-    pub stop: &'a dyn Fn() -> bool,
+    pub stop: Option<&'a dyn Fn() -> bool>,
     /// Called after every forward.
-    pub progress: &'a mut dyn FnMut(Progress),
+    pub progress: Option<&'a mut dyn FnMut(Progress)>,
     /// Called with the index of a request and each token that is drawn for it.
-    pub drawn: &'a mut dyn FnMut(usize, u32),
+    pub drawn: Option<&'a mut dyn FnMut(usize, u32)>,
     /// Called with the index of a request and its response as soon as it has ended; an error ends the call.
-    pub finished: &'a mut dyn FnMut(usize, &Response) -> Result<()>,
+    pub finished: Option<&'a mut Finished<'a>>,
     /// Who answers turns, where a response has several.
     pub turns: Option<&'a mut dyn Turns>,
+}
+
+impl Hooks<'_> {
+    pub(super) fn stops(&self) -> bool {
+        self.stop.is_some_and(|stop| stop())
+    }
+
+    pub(super) fn report(&mut self, progress: Progress) {
+        if let Some(hear) = &mut self.progress {
+            hear(progress);
+        }
+    }
+
+    pub(super) fn finished(&mut self, i: usize, response: &Response) -> Result<()> {
+        self.finished.as_mut().map_or(Ok(()), |hear| hear(i, response))
+    }
 }
 
 /// What a call of `generate` did.
@@ -196,13 +216,13 @@ impl Run<'_> {
     pub fn is_over(&mut self, hooks: &Hooks) -> Result<bool> {
         let failed = std::mem::replace(&mut self.failed, Ok(()));
         let done = self.scheduler.is_done();
-        let stop = self.stopped || (!done && failed.is_ok() && (hooks.stop)());
+        let stop = self.stopped || (!done && failed.is_ok() && hooks.stops());
         Ok(self.model.is_stopped(stop, failed)? || done)
     }
 
     pub fn report(&mut self, hooks: &mut Hooks) {
         self.progress.running = self.scheduler.running();
-        (hooks.progress)(self.progress);
+        hooks.report(self.progress);
     }
 
     /// Takes the answers to turns that have come; waits for one where nothing else can be done.
@@ -378,7 +398,9 @@ impl Run<'_> {
         let ends = self.live[s].push(request, drawn, self.model.tokenizer)?;
         self.scheduler.accept(s);
         self.progress.new_tokens += 1;
-        (hooks.drawn)(s, drawn.token);
+        if let Some(hear) = &mut hooks.drawn {
+            hear(s, drawn.token);
+        }
         let Some(finish) = ends else { return Ok(false) };
         if let Some(turns) = &mut hooks.turns {
             let (tokens, turn) = self.live[s].end_turn(request, finish);
@@ -398,7 +420,7 @@ impl Run<'_> {
         let response = self.live[s].finish(&self.requests[s], finish, self.model.tokenizer)?;
         self.progress.finished += 1;
         if self.failed.is_ok() {
-            self.failed = (hooks.finished)(s, &response);
+            self.failed = hooks.finished(s, &response);
         }
         self.outcome.responses[s] = Some(response);
         Ok(())

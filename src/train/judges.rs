@@ -130,13 +130,7 @@ impl Judge {
         }
         let gathered = self.weights.gather(&self.role, &mut Phases::start());
         let model = Model { tokenizer: Some(&self.tokenizer), ..gathered.model() };
-        let mut hooks = Hooks {
-            stop: &|| run.stop_requested_here(),
-            progress: &mut |_| {},
-            drawn: &mut |_, _| {},
-            finished: &mut |_, _| Ok(()),
-            turns: None,
-        };
+        let mut hooks = Hooks { stop: Some(&|| run.stop_requested_here()), ..Hooks::default() };
         let rng = Rng::new(run.config.job.seed, Purpose::Sample);
         let outcome = self.engine.generate(model, rng, 0, &requests, &mut hooks);
         drop(gathered);

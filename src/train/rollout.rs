@@ -223,15 +223,15 @@ impl Collector {
         });
         let mut hooks = Hooks {
             turns: episodes.as_mut().map(|episodes| episodes as &mut dyn Turns),
-            stop: &|| run.stop_requested_here() || failed.borrow().is_some(),
-            progress: &mut |progress| bar.set_position(progress.finished as u64),
-            drawn: &mut |_, _| {},
-            finished: &mut |_, response| {
+            stop: Some(&|| run.stop_requested_here() || failed.borrow().is_some()),
+            progress: Some(&mut |progress| bar.set_position(progress.finished as u64)),
+            finished: Some(&mut |_, response| {
                 if let Some(place) = place(response) {
                     self.reward.push(place, &prompts[response.prompt], response);
                 }
                 Ok(())
-            },
+            }),
+            ..Hooks::default()
         };
         let outcome = self.engine.generate(model, self.rng, step, &requests, &mut hooks);
         if let Some(environment) = &mut self.environment {

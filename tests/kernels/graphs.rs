@@ -161,8 +161,7 @@ fn ends_together(world: &World) {
         // The fourth time within a stint of graphs: before the first forward, and before each of two stints.
         world.rank == 1 && asked.get() > 3
     };
-    let mut hooks =
-        Hooks { stop: &stop, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()), turns: None };
+    let mut hooks = Hooks { stop: Some(&stop), ..Hooks::default() };
     let outcome = part.answers(None, &mut part.engine(4, true), &requests, &mut hooks).expect("stopped");
     assert_eq!([0, 1, 2, 3].map(|i| outcome.responses[i].is_some()), [true, false, true, false]);
     assert_eq!(outcome.responses[0], whole.responses[0]);
@@ -170,13 +169,7 @@ fn ends_together(world: &World) {
     let steps = world.group().all_gather_bytes(&outcome.forwards.to_le_bytes());
     assert!(steps.iter().all(|other| *other == steps[0]), "ranks ended after different steps");
     let refuses = |i: usize, _: &Response| if world.rank == 0 && i == 2 { Err(Error::usage("no")) } else { Ok(()) };
-    let mut hooks = Hooks {
-        stop: &|| false,
-        progress: &mut |_| {},
-        drawn: &mut |_, _| {},
-        finished: &mut { refuses },
-        turns: None,
-    };
+    let mut hooks = Hooks { finished: Some(&mut { refuses }), ..Hooks::default() };
     let error = part.answers(None, &mut part.engine(4, true), &requests, &mut hooks).expect_err("refused");
     assert!(error.message.contains("no"), "{error}");
 }

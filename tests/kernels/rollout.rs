@@ -64,8 +64,7 @@ impl Part {
         requests: &[Request],
         seen: &mut dyn FnMut(Progress),
     ) -> Outcome {
-        let mut hooks =
-            Hooks { stop: &|| false, progress: seen, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()), turns: None };
+        let mut hooks = Hooks { progress: Some(seen), ..Hooks::default() };
         self.answers(tokenizer, engine, requests, &mut hooks).expect("a rollout")
     }
 }
@@ -190,13 +189,7 @@ fn beams_biases_and_likeliest_tokens_are_those_of_the_kernels_where_both_find_th
     let by_host = tiny.run(&mut tiny.engine(4, true), &by_host.collect::<Vec<_>>());
     let model = Model { transformer: &tiny.transformer, weights: &tiny.weights, tokenizer: None };
     let one = Beams { count: 1, early_stopping: EarlyStopping::True, length_penalty: 1.0 };
-    let mut hooks = Hooks {
-        stop: &|| false,
-        progress: &mut |_| {},
-        drawn: &mut |_, _| {},
-        finished: &mut |_, _| Ok(()),
-        turns: None,
-    };
+    let mut hooks = Hooks::default();
     let by_beam = tiny.engine(4, true).beam_search(model, one, &requests, &mut hooks).expect("a search");
     assert!(by_kernels.graph_steps > 0 && by_host.graph_steps + by_beam.graph_steps == 0);
     let [kernels, host, beam] = [by_kernels, by_host, by_beam].map(|outcome| outcome.complete().expect("all of them"));

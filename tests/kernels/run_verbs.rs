@@ -312,13 +312,7 @@ fn what_an_engine_takes_beside_weights_and_cache_is_at_most_what_the_cache_leave
     let reckoned = rollout::forward_bytes(&arch, 1, &config, requests.len(), rollout::edits_logits(&config));
     gpu().set_limit(gpu().usage().in_use as u64 + cache + reckoned);
     let model = Model { transformer: &transformer, weights: &weights, tokenizer: None };
-    let mut hooks = Hooks {
-        stop: &|| false,
-        progress: &mut |_| {},
-        drawn: &mut |_, _| {},
-        finished: &mut |_, _| Ok(()),
-        turns: None,
-    };
+    let mut hooks = Hooks::default();
     let outcome = engine.generate(model, Rng::new(1, Purpose::Sample), 0, &requests, &mut hooks);
     gpu().set_limit(0);
     let outcome = outcome.expect("it fits");

@@ -76,13 +76,7 @@ fn beams_and_their_scores_are_those_of_transformers_for_every_family_mode_and_pe
                 rng: None,
             };
             let requests: Vec<Request> = (0..best.len() as u32).map(request).collect();
-            let mut hooks = Hooks {
-                stop: &|| false,
-                progress: &mut |_| {},
-                drawn: &mut |_, _| {},
-                finished: &mut |_, _| Ok(()),
-                turns: None,
-            };
+            let mut hooks = Hooks::default();
             let outcome = engine.beam_search(model, beams, &requests, &mut hooks).expect("a search");
             for (got, want) in outcome.complete().expect("all of them").iter().zip(best) {
                 assert_eq!(got.tokens, want.tokens, "{case}");

@@ -50,13 +50,7 @@ fn drive(side: &Side, config: &RolloutConfig, hooks: &mut Hooks) -> Result<Outco
 
 /// To the end.
 fn outcome(side: &Side, config: &RolloutConfig) -> Outcome {
-    let mut hooks = Hooks {
-        stop: &|| false,
-        progress: &mut |_| {},
-        drawn: &mut |_, _| {},
-        finished: &mut |_, _| Ok(()),
-        turns: None,
-    };
+    let mut hooks = Hooks::default();
     drive(side, config, &mut hooks).expect("a rollout")
 }
 
@@ -105,13 +99,7 @@ fn searched(world: &World) {
         let [part, whole] = sides(world, &arch, DType::F32).map(|Side { transformer, weights, .. }| {
             let requests = requested(&transformer, &prompts(PROMPTS), &config);
             let model = Model { transformer: &transformer, weights: &weights, tokenizer: None };
-            let mut hooks = Hooks {
-                stop: &|| false,
-                progress: &mut |_| {},
-                drawn: &mut |_, _| {},
-                finished: &mut |_, _| Ok(()),
-                turns: None,
-            };
+            let mut hooks = Hooks::default();
             let outcome = Engine::new(&config, 0).beam_search(model, beams, &requests, &mut hooks);
             outcome.expect("a search").complete().expect("all of them")
         });
@@ -162,8 +150,7 @@ fn together(world: &World) {
     let forwards = Cell::new(0);
     let stop = || last && forwards.get() >= 6;
     let mut count = |_: Progress| forwards.set(forwards.get() + 1);
-    let mut hooks =
-        Hooks { stop: &stop, progress: &mut count, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()), turns: None };
+    let mut hooks = Hooks { stop: Some(&stop), progress: Some(&mut count), ..Hooks::default() };
     let outcome = drive(&part, &config(1.0), &mut hooks).expect("a rollout cut short");
     assert!(outcome.responses.contains(&None) && forwards.get() == 6, "{} forwards", forwards.get());
 
@@ -172,8 +159,7 @@ fn together(world: &World) {
         seen += 1;
         if last && seen == 2 { Err(Error::fault("no room for the second response")) } else { Ok(()) }
     };
-    let mut hooks =
-        Hooks { stop: &|| false, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut finished, turns: None };
+    let mut hooks = Hooks { finished: Some(&mut finished), ..Hooks::default() };
     let error = drive(&part, &config(1.0), &mut hooks).expect_err("one rank failed");
     assert!(error.message.contains("no room for the second response"), "{error}");
     assert!(error.message.contains(&format!("rank {}", world.size - 1)), "{error}");

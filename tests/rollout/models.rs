@@ -60,8 +60,7 @@ pub fn run_at_step(
     step: u32,
 ) -> Result<Outcome> {
     let model = Model { transformer: &tiny.transformer, weights: &tiny.weights, tokenizer };
-    let mut hooks =
-        Hooks { stop, progress: &mut |_| {}, drawn: &mut |_, _| {}, finished: &mut |_, _| Ok(()), turns: None };
+    let mut hooks = Hooks { stop: Some(stop), ..Hooks::default() };
     Engine::new(config, 0).generate(model, Rng::new(42, Purpose::Sample), step, requests, &mut hooks)
 }
 
@@ -77,13 +76,7 @@ pub fn responses(tiny: &Tiny, config: &RolloutConfig, prompts: &[Prompt]) -> Vec
 /// Searches for what `requests` ask.
 pub fn search(tiny: &Tiny, config: &RolloutConfig, beams: Beams, requests: &[Request]) -> Result<Vec<Response>> {
     let model = Model { transformer: &tiny.transformer, weights: &tiny.weights, tokenizer: None };
-    let mut hooks = Hooks {
-        stop: &|| false,
-        progress: &mut |_| {},
-        drawn: &mut |_, _| {},
-        finished: &mut |_, _| Ok(()),
-        turns: None,
-    };
+    let mut hooks = Hooks::default();
     let outcome = Engine::new(config, 0).beam_search(model, beams, requests, &mut hooks)?;
     Ok(outcome.complete().expect("all of them"))
 }

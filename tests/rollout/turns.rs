@@ -54,13 +54,7 @@ fn answered(tiny: &Tiny, config: &RolloutConfig, prompts: &[Prompt], delay: usiz
     let requests = requested(&tiny.transformer, prompts, config);
     let mut echo = Echo { delay, turns: vec![0; requests.len()], open: VecDeque::new(), asked: 0 };
     let model = Model { transformer: &tiny.transformer, weights: &tiny.weights, tokenizer: None };
-    let mut hooks = Hooks {
-        stop: &|| false,
-        progress: &mut |_| {},
-        drawn: &mut |_, _| {},
-        finished: &mut |_, _| Ok(()),
-        turns: Some(&mut echo),
-    };
+    let mut hooks = Hooks { turns: Some(&mut echo), ..Hooks::default() };
     let rng = Rng::new(42, Purpose::Sample);
     Engine::new(config, 0).generate(model, rng, STEP, &requests, &mut hooks).expect("a rollout")
 }
@@ -126,13 +120,7 @@ fn an_error_of_the_environment_ends_the_call() {
     let tiny = llama();
     let requests = requested(&tiny.transformer, &prompts(&[5, 6]), &ends(9));
     let model = Model { transformer: &tiny.transformer, weights: &tiny.weights, tokenizer: None };
-    let mut hooks = Hooks {
-        stop: &|| false,
-        progress: &mut |_| {},
-        drawn: &mut |_, _| {},
-        finished: &mut |_, _| Ok(()),
-        turns: Some(&mut Broken),
-    };
+    let mut hooks = Hooks { turns: Some(&mut Broken), ..Hooks::default() };
     let ended = Engine::new(&ends(9), 0).generate(model, Rng::new(1, Purpose::Sample), STEP, &requests, &mut hooks);
     assert!(ended.is_err_and(|e| e.message.contains("no such turn")));
 }

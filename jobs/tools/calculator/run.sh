@@ -7,11 +7,7 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../../.." && pwd)
 . "$root/jobs/setup.sh"
-if [ -x "$root/bin/rlhf-hpc" ]; then RLHF_HPC=$root/bin/rlhf-hpc; else build "$root"; fi
-cd "$here"
-[ -z "${FRESH:-}" ] || rm -rf work
-mkdir -p work
-say() { printf '\n== %s\n' "$*"; }
+enter "$root" "$here"
 
 if [ ! -f work/base/model.safetensors ]; then
   say "questions, and a new model"

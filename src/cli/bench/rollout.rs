@@ -46,13 +46,7 @@ impl RolloutBench {
         let stop = Arc::new(Stop::default());
         let requests = rollout::requests(&self.prompts, &self.config, &stop, role.arch().context)?;
         let model = Model { transformer: &role.transformer, weights: &role.weights, tokenizer: None };
-        let mut hooks = Hooks {
-            stop: &|| false,
-            progress: &mut |_| {},
-            drawn: &mut |_, _| {},
-            finished: &mut |_, _| Ok(()),
-            turns: None,
-        };
+        let mut hooks = Hooks::default();
         let outcome = self.engine.generate(model, Rng::new(0, Purpose::Sample), step, &requests, &mut hooks)?;
         Ok(outcome.complete().expect("nothing stops the call"))
     }

@@ -43,13 +43,7 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
             let target = (batch == 1 && graphs).then_some(Target::Copy(0.75));
             let how = if graphs { "graphs" } else { "ordinary steps" };
             bench.measure(&format!("decode 7B, {batch} x {new} tokens, {how}"), cost, target, || {
-                let mut hooks = Hooks {
-                    stop: &|| false,
-                    progress: &mut |_| {},
-                    drawn: &mut |_, _| {},
-                    finished: &mut |_, _| Ok(()),
-                    turns: None,
-                };
+                let mut hooks = Hooks::default();
                 let done = engine.generate(model, Rng::new(0, Purpose::Sample), 0, &requests, &mut hooks);
                 outcome = std::mem::replace(&mut outcome, Ok(())).and(done.map(|_| ()));
             });
