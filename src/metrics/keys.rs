@@ -126,6 +126,10 @@ table! {
         "Prompts whose samples this step did not learn from, as rollout.dynamic_sampling has it.";
     SCORE_SAMPLED_MEAN = "score_sampled_mean", "reward", One,
         "score_mean over all samples, those that rollout.dynamic_sampling dropped included.";
+    ROLLOUT_OCCUPANCY = "rollout_occupancy", "rollout", Ratio,
+        "Tokens drawn by the places that forwards had for them: rollout.batch_max each, or as many as the rank has responses to draw.";
+    ROLLOUT_PREEMPTIONS = "rollout_preemptions", "rollout", Count,
+        "How often a response gave its KV pages to others and was read again, over all ranks.";
     ROLLOUT_ROUNDS = "rollout_rounds", "rollout", Count, "How often this step asked for more prompts, the first time included.";
     RESPONSE_TOKENS_MEAN = "response_tokens_mean", "rollout", Tokens, "Mean length of a response.";
     RESPONSE_TRUNCATED_RATIO = "response_truncated_ratio", "rollout", Ratio,
@@ -134,6 +138,8 @@ table! {
     EPOCH = "epoch", "rollout", One, "Passes over the data so far.";
 
     TIME_ROLLOUT_S = "time_rollout_s", "time", Seconds, "Sampling the responses.";
+    IDLE_TAIL_S = "idle_tail_s", "time", Seconds,
+        "How long ranks waited, on average, for the one that ended its rollout last; a part of time_rollout_s.";
     TIME_REWARD_S = "time_reward_s", "time", Seconds, "Waiting for rewards.";
     TIME_SCORE_S = "time_score_s", "time", Seconds, "Forward passes of reference and critic over the samples.";
     TIME_OLD_LOGPROBS_S = "time_old_logprobs_s", "time", Seconds,

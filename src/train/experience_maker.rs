@@ -1,7 +1,7 @@
 //! From prompts to scored samples. Where critic, reference or reward have ranks of their own, the prompts are answered in
 //! batches: those ranks score a batch while the actor answers the next one.
 
-use super::rollout::{self, Collector, Key, RankResponses};
+use super::rollout::{self, Collector, Key, Load, RankResponses};
 use super::rollout_weights::RolloutWeights;
 use crate::comm::{Group, Stream, phase, records};
 use crate::config::mesh::RoleName;
@@ -65,7 +65,13 @@ pub fn make_experience(
     phases: &mut Phases,
 ) -> Result<Collected> {
     let gathered = models.actor.map(|(actor, rollout_weights)| rollout_weights.gather(actor, phases));
-    let mut batch = Batch { samples: Vec::new(), complete: true, scores: Ok(Scores::default()) };
+    let mut batch = Batch {
+        complete: true,
+        samples: Vec::new(),
+        scores: Ok(Scores::default()),
+        load: Load::default(),
+        tail_s: 0.0,
+    };
     let mut pending = Vec::new();
     let asked = prompts.len() - first;
     let count = run.config.mesh.rollout_batches(asked);
@@ -77,7 +83,7 @@ pub fn make_experience(
                 let rollout = || collector.rollout(run, gathered.model(), step as u32, prompts, &part, finished);
                 phases.time(Phase::Rollout, rollout)?
             }
-            None => RankResponses { complete: true, responses: Vec::new() },
+            None => RankResponses { complete: true, responses: Vec::new(), load: None },
         };
         let responses: Responses = if null::is_active() {
             let all = collector.responses_of_all(&run.config, prompts, &part);
@@ -109,18 +115,31 @@ struct Batch {
     samples: Vec<Experience>,
     complete: bool,
     scores: Result<Scores>,
+    /// Of all ranks and waves.
+    load: Load,
+    /// Waits of ranks for the slowest one, the mean over ranks.
+    tail_s: f64,
 }
 
 impl Batch {
     fn add(&mut self, responses: Responses, prompts: &[Prompt]) -> Result<()> {
-        for RankResponses { complete, responses } in responses()? {
+        let mut loads = Vec::new();
+        for RankResponses { complete, responses, load } in responses()? {
             self.complete &= complete;
+            loads.extend(load);
             self.samples.extend(responses.into_iter().map(|response| Experience {
                 prompt: prompts[response.prompt].clone(),
                 mask: response.mask(),
                 response,
                 ..Experience::default()
             }));
+        }
+        let slowest = loads.iter().fold(0.0, |most, load| f64::max(most, load.seconds));
+        self.tail_s += loads.iter().map(|load| slowest - load.seconds).sum::<f64>() / loads.len().max(1) as f64;
+        for load in loads {
+            self.load.preemptions += load.preemptions;
+            self.load.drawn += load.drawn;
+            self.load.places += load.places;
         }
         Ok(())
     }
@@ -162,8 +181,15 @@ impl Batch {
                 }
                 let gap = scores.fill(&mut self.samples);
                 let dropped = scores.drop_failed(run, &mut self.samples)?;
-                let measured =
-                    [(keys::RESHARD_BYTES, moved), (keys::SAMPLER_GAP_MAX, gap), (keys::SAMPLES_DROPPED, dropped)];
+                let Load { preemptions, drawn, places, .. } = self.load;
+                let measured = [
+                    (keys::RESHARD_BYTES, moved),
+                    (keys::SAMPLER_GAP_MAX, gap),
+                    (keys::SAMPLES_DROPPED, dropped),
+                    (keys::ROLLOUT_PREEMPTIONS, Some(preemptions as f64)),
+                    (keys::ROLLOUT_OCCUPANCY, (places > 0).then(|| drawn as f64 / places as f64)),
+                    (keys::IDLE_TAIL_S, Some(self.tail_s)),
+                ];
                 let measured = measured.into_iter().filter_map(|(key, value)| Some((key.to_string(), value?)));
                 Ok(measured.chain(scores.extra()).collect())
             }

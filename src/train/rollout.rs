@@ -18,7 +18,7 @@ use crate::reward::environment::Environment;
 use crate::reward::{Reward, RewardContext, Scored};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::turns::Turns;
-use crate::rollout::{self, Engine, Hooks, Model, Request, Stop};
+use crate::rollout::{self, Engine, Hooks, Model, Outcome, Request, Stop};
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
@@ -41,6 +41,8 @@ pub struct Collector {
     rounds: u64,
     /// Why the last one of these ended early.
     unanswered: Option<Error>,
+    /// Of the last phase.
+    load: Load,
     reward: Reward,
     /// Prompt and sample of each response that this rank gives to the reward, in the order of its places.
     asked: Vec<Key>,
@@ -62,6 +64,28 @@ pub type Key = (usize, u32);
 /// The longest wait for rewards before ranks hear of each other again.
 const WAIT: Duration = Duration::from_secs(1);
 
+/// What it took to draw responses.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub struct Load {
+    pub seconds: f64,
+    pub preemptions: usize,
+    pub drawn: usize,
+    /// Tokens that could have been drawn in as many forwards.
+    pub places: usize,
+}
+
+impl Load {
+    /// What a phase came to that began at `start` and had `batch_max` sequences at once, at most.
+    fn of(outcome: &Outcome, batch_max: usize, start: Instant) -> Self {
+        Self {
+            seconds: start.elapsed().as_secs_f64(),
+            preemptions: outcome.preemptions,
+            drawn: outcome.responses.iter().flatten().map(|response| response.tokens.len()).sum(),
+            places: outcome.forwards * batch_max.min(outcome.responses.len()),
+        }
+    }
+}
+
 /// The responses of one rank to a batch of prompts.
 #[derive(Serialize, Deserialize)]
 pub struct RankResponses {
@@ -69,6 +93,8 @@ pub struct RankResponses {
     pub complete: bool,
     /// In order; `Response::prompt` is the index in the step.
     pub responses: Vec<Response>,
+    /// Of the ranks that share a model on the first one.
+    pub load: Option<Load>,
 }
 
 impl Collector {
@@ -102,6 +128,7 @@ impl Collector {
             environment,
             rounds: 0,
             unanswered: None,
+            load: Load::default(),
             reward,
             asked: Vec::new(),
             reward_models,
@@ -147,7 +174,9 @@ impl Collector {
         all.extend(responses.into_iter().flatten());
         all.sort_by_key(|r| (r.prompt, r.sample));
         let complete = all.len() == own.len() * of_each;
-        Ok(RankResponses { complete, responses: own_share(all, &run.ranks.rollout_axes.tensor) })
+        let tensor = &run.ranks.rollout_axes.tensor;
+        let load = (tensor.rank() == 0).then_some(self.load);
+        Ok(RankResponses { complete, responses: own_share(all, tensor), load })
     }
 
     /// The responses of all ranks to the prompts `batch` on a null device, which has no other ranks: each as long as it may be.
@@ -159,7 +188,7 @@ impl Collector {
             let one = Response { prompt, tokens, logprobs, sample_logprobs, finish, ..Response::default() };
             (0..config.responses_per_prompt() as u32).map(move |sample| Response { sample, ..one.clone() })
         };
-        RankResponses { complete: true, responses: wave.clone().flat_map(answers).collect() }
+        RankResponses { complete: true, responses: wave.clone().flat_map(answers).collect(), load: None }
     }
 
     /// Logs once why decoding uses no graphs, where some rank could not capture one. All ranks of the actor call this.
@@ -233,12 +262,14 @@ impl Collector {
             }),
             ..Hooks::default()
         };
+        let start = Instant::now();
         let outcome = self.engine.generate(model, self.rng, step, &requests, &mut hooks);
         if let Some(environment) = &mut self.environment {
             environment.cancel();
         }
         self.unanswered = failed.into_inner();
         let outcome = outcome?;
+        self.load = Load::of(&outcome, run.config.rollout.batch_max, start);
         // Training needs the memory of the cache.
         self.engine.release();
         Ok(outcome.responses)
