@@ -141,12 +141,12 @@ pub fn copied(from: &Path, to: &Path) {
     assert!(done.success(), "{} to {}", from.display(), to.display());
 }
 
-/// What a job measured in each step, but for times, memory, restarts and the way that weights took.
+/// What a job measured in each step, but for times, memory, restarts, what a rollout took and the way that weights took.
 pub fn computed(dir: &Path, job: &str) -> Vec<Value> {
     let aside = |key: &str| {
-        ["time_", "memory_", "gpu_"].iter().any(|of| key.starts_with(of))
+        ["time_", "memory_", "gpu_", "idle_"].iter().any(|of| key.starts_with(of))
             || key.contains("per_s")
-            || ["mfu", "reshard_bytes", "restarts"].contains(&key)
+            || ["mfu", "reshard_bytes", "restarts", "rollout_occupancy", "rollout_preemptions"].contains(&key)
     };
     let mut steps = metrics(dir, job);
     for step in &mut steps {
