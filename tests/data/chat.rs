@@ -55,6 +55,35 @@ fn chats_are_rendered_and_tokenized_as_transformers_does() {
 }
 
 #[test]
+fn the_ids_of_a_conversation_are_those_of_its_turns_one_behind_the_other() {
+    let (golden, none) = (golden(), Map::new());
+    let (question, more) =
+        (json!({"role": "user", "content": "What is 12 + 34?"}), json!({"role": "user", "content": "And 5?"}));
+    for name in ["headers", "im", "inst", "calls"] {
+        let dir = directory(&golden, name);
+        let tokenizer = Tokenizer::load(dir.path()).unwrap();
+        let template = tokenizer.chat().unwrap();
+        let apply = |messages: Value| template.apply(&messages, &none, true).unwrap();
+        let answer = json!({"role": "assistant", "content": "It is 46."});
+        let (prompt, whole) = (apply(json!([question])), apply(json!([question, answer, more])));
+        // What a model draws: the answer as the template prints it, and the token that ends it.
+        let end = golden["templates"][name]["eos"].as_str().unwrap();
+        let drawn =
+            whole.strip_prefix(&prompt).and_then(|rest| rest.split(end).next()).unwrap_or_else(|| panic!("{name}"));
+        assert!(drawn.contains("It is 46."), "{name}: {drawn:?}");
+        let prompt = tokenizer.encode(&prompt, false).unwrap();
+        let ended = tokenizer.encode(&format!("{drawn}{end}"), false).unwrap();
+        let messages = [more.as_object().cloned().unwrap()];
+        let turn = tokenizer.encode_chat_turn(&ended, &messages, &none).unwrap();
+        assert_eq!([prompt, ended, turn].concat(), tokenizer.encode(&whole, false).unwrap(), "{name}");
+        // An answer that a stop text cut gets the end of its turn from the template.
+        let cut = tokenizer.encode(drawn, false).unwrap();
+        let turn = tokenizer.encode_chat_turn(&cut, &messages, &none).unwrap();
+        assert_eq!(tokenizer.decode(&turn[..1], false).unwrap(), end, "{name}");
+    }
+}
+
+#[test]
 fn a_template_that_is_none_and_one_that_is_broken_are_named() {
     let dir = directory(&golden(), "inst");
     fs::write(dir.path().join("chat_template.jinja"), "{% if %}").unwrap();
