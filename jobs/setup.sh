@@ -114,10 +114,14 @@ build() {
   RLHF_HPC=$(cd "$1" && realpath "${CARGO_TARGET_DIR:-target}")/release/rlhf-hpc
 }
 
-# enter ROOT HERE: finds the binary (a release archive has it) or builds it, and goes to HERE, whose folder `work` has what is made;
-# FRESH=1 makes it anew.
-enter() {
+# binary ROOT: sets RLHF_HPC to the binary that a release archive has, or builds it.
+binary() {
   if [ -x "$1/bin/rlhf-hpc" ]; then RLHF_HPC=$1/bin/rlhf-hpc; else build "$1"; fi
+}
+
+# enter ROOT HERE: finds the binary, and goes to HERE, whose folder `work` has what is made; FRESH=1 makes it anew.
+enter() {
+  binary "$1"
   cd "$2"
   [ -z "${FRESH:-}" ] || rm -rf work
   mkdir -p work

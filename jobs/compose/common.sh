@@ -20,7 +20,7 @@ arguments() {
   for path in "${@:1:3}"; do
     [ -e "$path" ] || { echo "error: $path does not exist" >&2; exit 2; }
   done
-  if [ -x "$root/bin/rlhf-hpc" ]; then RLHF_HPC=$root/bin/rlhf-hpc; else build "$root"; fi
+  binary "$root"
 }
 
 # sampled MODEL REWARD_MODEL PROMPTS SEED OUT: responses to the prompts with their rewards, once.
