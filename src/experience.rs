@@ -51,6 +51,54 @@ impl Finish {
     }
 }
 
+/// The tokens that filters and bans left for a draw ("Keep Sampling Mask", DeepSeek-V3.2, arXiv:2512.02556, section 3.1): ascending ids,
+/// each as its distance from the one before, in LEB128 (7 bits a byte, the lowest first). Empty: the whole vocabulary.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SamplingMask(Vec<u8>);
+
+impl SamplingMask {
+    /// Of ascending ids.
+    pub fn new(ids: impl IntoIterator<Item = u32>) -> Self {
+        let (mut bytes, mut last) = (Vec::new(), 0);
+        for id in ids {
+            let mut distance = id - last;
+            while distance >= 0x80 {
+                bytes.push(distance as u8 | 0x80);
+                distance >>= 7;
+            }
+            bytes.push(distance as u8);
+            last = id;
+        }
+        Self(bytes)
+    }
+
+    pub fn is_whole(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub fn ids(&self) -> impl Iterator<Item = u32> {
+        let (mut id, mut shift) = (0, 0);
+        self.0.iter().filter_map(move |byte| {
+            id += u32::from(byte & 0x7F) << shift;
+            shift = if byte & 0x80 == 0 { 0 } else { shift + 7 };
+            (shift == 0).then_some(id)
+        })
+    }
+
+    /// Minus infinity to the logits of all other tokens, of those from `first` on. What is not a number stays so, and shows.
+    pub fn apply(&self, first: usize, logits: &mut [f32]) {
+        if self.is_whole() {
+            return;
+        }
+        let (mut next, end) = (0, logits.len());
+        let kept = self.ids().filter_map(|id| (id as usize).checked_sub(first)).take_while(|&at| at < end);
+        for at in kept.chain([end]) {
+            logits[next..at].iter_mut().for_each(|x| *x += f32::NEG_INFINITY);
+            next = at + 1;
+        }
+    }
+}
+
 /// One sampled continuation of a prompt.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Response {
@@ -60,10 +108,12 @@ pub struct Response {
     pub sample: u32,
     /// The new tokens only, including the end token if one was sampled.
     pub tokens: Vec<u32>,
-    /// Log-probability of each token under the plain temperature softmax (l_old).
+    /// Log-probability of each token under the plain temperature softmax, over the tokens of its sampling mask (l_old).
     pub logprobs: Vec<f32>,
     /// Log-probability of each token under the filtered distribution that it was drawn from; of a beam search, what it added to the sum.
     pub sample_logprobs: Vec<f32>,
+    /// What each token was drawn among, where `rollout.keep_sampling_mask` asks for it; else empty.
+    pub sampling_masks: Vec<SamplingMask>,
     pub finish: Finish,
     /// The new tokens decoded, special tokens skipped.
     pub text: String,
@@ -156,5 +206,30 @@ impl Experience {
     /// Tokens of prompt and response.
     pub fn length(&self) -> usize {
         self.prompt.tokens.len() + self.response.tokens.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sampling_mask_holds_its_ids_in_few_bytes_and_masks_each_part_of_the_vocabulary() {
+        let sets = [vec![0], vec![5, 6, 7, 132, 261], vec![127, 128, 16_511, 3_000_000, u32::MAX], (0..300).collect()];
+        for (ids, bytes) in sets.into_iter().zip([1, 6, 13, 300]) {
+            let mask = SamplingMask::new(ids.iter().copied());
+            assert_eq!((mask.ids().collect::<Vec<_>>(), mask.0.len()), (ids.clone(), bytes));
+            for part in [0..300, 0..6, 6..128, 290..300] {
+                let mut logits = vec![1.0; part.len()];
+                mask.apply(part.start as usize, &mut logits);
+                let kept = part.clone().zip(&logits).filter(|(_, x)| **x == 1.0).map(|(id, _)| id);
+                assert!(kept.eq(ids.iter().copied().filter(|id| part.contains(id))), "{ids:?} in {part:?}");
+            }
+        }
+        let mut logits = [f32::NAN, 1.0];
+        SamplingMask::default().apply(0, &mut logits);
+        assert_eq!(logits[1], 1.0, "all are kept");
+        SamplingMask::new([1]).apply(0, &mut logits);
+        assert!(logits[0].is_nan(), "what is not finite shows");
     }
 }

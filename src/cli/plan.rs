@@ -7,6 +7,7 @@ use crate::config::limits::{self, RANKS_MAX, TOKENS_MAX};
 use crate::config::{self, Config};
 use crate::device::cpu::pool;
 use crate::error::{Error, Result};
+use crate::launch::gpu;
 use crate::launch::step_shape::StepShape;
 use crate::plan::{Device, Job, Rows, Sharing, choose, probe, show};
 use crate::train::{self, Archs};
@@ -126,6 +127,7 @@ fn rows(args: &Args, config: &Config, shape: &StepShape, archs: &Archs, group: &
 /// Checks what a plan depends on: not where scores come from, nor where data is.
 fn check(config: &Config) -> Result<()> {
     config.check_ranges()?;
+    gpu::check(config)?;
     if train::shape(config).has_rollout() {
         config.rollout.check()?;
         config.ppo.check()?;

@@ -210,6 +210,10 @@ impl Config {
         if !self.samples() {
             return Ok(());
         }
+        if self.rollout.keep_sampling_mask {
+            return Err(Error::usage("rollout.keep_sampling_mask is true, a distill job compares whole distributions")
+                .hint("leave rollout.keep_sampling_mask out: it is of ppo"));
+        }
         self.rollout.check()?;
         Error::need(self.rollout.temperature > 0.0, "rollout.temperature is 0, a distill job samples: needed above 0")?;
         if self.reward.is_set() { self.reward.check() } else { Ok(()) }
@@ -340,6 +344,8 @@ impl Config {
             self.ppo.old_logprobs = ppo::OldLogprobs::Rollout;
         }
         self.data.only_evaluates = self.job.kind == JobKind::Eval;
+        // Nothing is learned from what other jobs draw; distillation refuses it.
+        self.rollout.keep_sampling_mask &= self.samples() && self.job.kind != JobKind::Eval;
         // Nothing is trained that could be exported.
         self.job.export &= self.job.kind != JobKind::Eval;
         if self.ppo.overlong_buffer_tokens > 0 && self.ppo.overlong_tokens_max == 0 {

@@ -17,6 +17,7 @@ table! {
         pub top_p: f32 = 1.0 => 0.0..=1.0,
         pub min_p: f32 = 0.0 => 0.0..=1.0,
         pub repetition_penalty: f32 = 1.0 => ABOVE_0..=FINITE,
+        pub keep_sampling_mask: bool = false,
         pub stop: Vec<String> = Vec::new(),
         pub stop_token_ids: Vec<u32> = Vec::new(),
         pub ignore_eos: bool = false,
@@ -68,9 +69,31 @@ impl DynamicSampling {
 pub(super) const TEMPERATURE_MIN: f32 = 1e-3;
 
 impl RolloutConfig {
+    /// Whether a draw leaves tokens out by their probabilities.
+    pub fn truncates(&self) -> bool {
+        self.top_k > 0 || self.top_p < 1.0 || self.min_p > 0.0
+    }
+
+    fn check_mask(&self) -> Result<()> {
+        let penalty = self.repetition_penalty;
+        let (why, hint) = if !self.keep_sampling_mask {
+            return Ok(());
+        } else if !self.truncates() {
+            ("all tokens may be drawn".to_string(), "set rollout.top_k, top_p or min_p, or leave it out")
+        } else if penalty != 1.0 {
+            let why =
+                format!("rollout.repetition_penalty = {penalty} draws from other logits than those that are trained");
+            (why, "set rollout.repetition_penalty = 1.0, or weigh the draws with ppo.correction instead")
+        } else {
+            return Ok(());
+        };
+        Err(Error::usage(format!("rollout.keep_sampling_mask is true, but {why}")).hint(hint))
+    }
+
     /// Refuses values outside their range.
     pub fn check(&self) -> Result<()> {
         limits::check("rollout", self)?;
+        self.check_mask()?;
         self.dynamic_sampling.check(self.samples_per_prompt)?;
         let t = self.temperature;
         Error::need(

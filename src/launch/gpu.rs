@@ -131,6 +131,7 @@ fn suits(config: &Config) -> Result<()> {
     if model.dtype == DTypeName::F32 {
         return Err(Error::usage("model.dtype = \"f32\", and GPUs hold weights and activations in bf16"));
     }
+    check_mask(config)?;
     let mut dirs =
         [&model.actor, &model.reference, &model.critic].into_iter().filter(|dir| !dir.as_os_str().is_empty());
     dirs.try_for_each(|dir| check_arch(Device::Cuda, &Arch::load(dir)?, 1))
@@ -200,11 +201,25 @@ pub fn memory_free() -> u64 {
 
 /// Refuses settings that GPUs do not support yet.
 pub fn check(config: &Config) -> Result<()> {
-    if config.job.device != DeviceName::Gpu || config.model.dtype != DTypeName::F32 {
+    if config.job.device != DeviceName::Gpu {
+        return Ok(());
+    }
+    check_mask(config)?;
+    if config.model.dtype != DTypeName::F32 {
         return Ok(());
     }
     Err(Error::usage("model.dtype = \"f32\" with job.device = \"gpu\"")
         .hint("set model.dtype = \"bf16\": GPUs hold weights and activations in it"))
+}
+
+fn check_mask(config: &Config) -> Result<()> {
+    if !config.rollout.keep_sampling_mask {
+        return Ok(());
+    }
+    Err(Error::usage(
+        "rollout.keep_sampling_mask is true with job.device = \"gpu\": no kernel of a GPU masks logits yet",
+    )
+    .hint("set job.device = \"cpu\", or weigh the draws with ppo.correction instead"))
 }
 
 /// Refuses a model whose shapes no kernel of a GPU supports, sharded over `tensor` ranks.

@@ -2,7 +2,9 @@
 
 use crate::comm::Group;
 use crate::device::null;
+use crate::experience::SamplingMask;
 use crate::model::Keys;
+use crate::ops::linear_logprob::Targets;
 use crate::ops::zigzag;
 
 /// One packed row, or a rank's part of it. Of a part, `cu_seqlens` and the number of sequences are the whole row's; all
@@ -18,6 +20,8 @@ pub struct PackedRow {
     pub rows: Vec<u32>,
     /// The token that each of `rows` predicts.
     pub targets: Vec<u32>,
+    /// What each of `targets` was drawn among.
+    pub masks: Vec<SamplingMask>,
     /// `rows` of sequence i are row_offsets[i] .. row_offsets[i + 1]: in a part, those of its tokens of the sequence, with
     /// gaps between them where other ranks predict.
     pub row_offsets: Vec<usize>,
@@ -35,6 +39,13 @@ impl PackedRow {
         self.push_where(tokens, |i| i >= first);
     }
 
+    /// `push` of a prompt of `first` tokens and a response, whose tokens were drawn among `masks`; none where those were not kept.
+    pub fn push_response(&mut self, tokens: &[u32], first: usize, masks: &[SamplingMask]) {
+        self.push(tokens, first);
+        let before = self.masks.len() - masks.len();
+        self.masks[before..].clone_from_slice(masks);
+    }
+
     /// Appends a sequence; token i (from 1 on) is predicted where `learned(i)`.
     pub fn push_where(&mut self, tokens: &[u32], learned: impl Fn(usize) -> bool) {
         self.push_at(tokens, (1..tokens.len()).filter(|&i| learned(i)).map(|i| (i as u32 - 1, tokens[i])));
@@ -50,6 +61,7 @@ impl PackedRow {
             self.row_indices.push(self.rows.len());
             self.rows.push(start + position);
             self.targets.push(target);
+            self.masks.push(SamplingMask::default());
         }
         self.row_offsets.push(self.rows.len());
     }
@@ -66,6 +78,7 @@ impl PackedRow {
         self.row_indices.push(self.rows.len());
         self.rows.push(self.tokens.len() as u32 - 1);
         self.targets.push(0);
+        self.masks.push(SamplingMask::default());
         self.row_offsets.pop();
         self.row_offsets.push(self.rows.len());
     }
@@ -99,6 +112,7 @@ impl PackedRow {
                 if own.get(local) == Some(&row) {
                     part.rows.push(local as u32);
                     part.targets.push(self.targets[place]);
+                    part.masks.push(self.masks[place].clone());
                     part.row_indices.push(place);
                 }
             }
@@ -111,6 +125,11 @@ impl PackedRow {
     #[must_use]
     pub fn shard(&self, sequence: &Group) -> Self {
         self.part(sequence.rank(), sequence.size())
+    }
+
+    /// The predicted tokens with what they were drawn among.
+    pub fn masked_targets(&self) -> Targets<'_> {
+        Targets { tokens: &self.targets, masks: &self.masks }
     }
 
     /// The values of this part's predicted tokens, from one for each of the whole row. An empty list stays empty.

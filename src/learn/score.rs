@@ -6,7 +6,7 @@
 use crate::comm::Axes;
 use crate::data::balance::{self, Cost};
 use crate::device::null;
-use crate::experience::Experience;
+use crate::experience::{Experience, SamplingMask};
 use crate::learn::Role;
 use crate::learn::packed::PackedRow;
 use crate::ops::linear_logprob::Extra;
@@ -20,6 +20,11 @@ pub trait Sequence {
     fn tokens(&self) -> Vec<u32>;
     fn prompt_tokens(&self) -> usize;
     fn length(&self) -> usize;
+
+    /// What its scored tokens were drawn among, where that was kept.
+    fn masks(&self) -> &[SamplingMask] {
+        &[]
+    }
 }
 
 impl Sequence for Experience {
@@ -33,6 +38,10 @@ impl Sequence for Experience {
 
     fn length(&self) -> usize {
         Experience::length(self)
+    }
+
+    fn masks(&self) -> &[SamplingMask] {
+        &self.response.sampling_masks
     }
 }
 
@@ -66,7 +75,7 @@ pub fn logprobs(
 ) -> Vec<Vec<f32>> {
     let (model, w) = (&role.transformer, &role.weights);
     over_plan(role, axes, samples, tokens_max, 0, |row, hidden| {
-        model.logprobs_on_device(w, hidden, &row.rows, &row.targets, temperature, Extra::Nothing)
+        model.logprobs_on_device(w, hidden, &row.rows, row.masked_targets(), temperature, Extra::Nothing)
     })
 }
 
@@ -81,7 +90,7 @@ pub fn values(role: &Role, axes: &Axes, samples: &[impl Sequence], tokens_max: u
 fn pack(samples: &[impl Sequence], rows: &[usize], last: usize) -> PackedRow {
     let mut packed = PackedRow::new();
     for &i in rows {
-        packed.push(&samples[i].tokens(), samples[i].prompt_tokens());
+        packed.push_response(&samples[i].tokens(), samples[i].prompt_tokens(), samples[i].masks());
         if last == 1 {
             packed.look_at_end();
         }

@@ -90,7 +90,8 @@ table! {
     KL_COEF = "kl_coef", "policy", One, "Coefficient of the KL penalty used in this step.";
     ENTROPY = "entropy", "policy", Nats,
         "Mean entropy of the trained distribution, softmax(logits / rollout.temperature) over the whole vocabulary, before top_k, \
-         top_p, min_p and penalties: per response token that is learned from, in the forward before each update of the step.";
+         top_p, min_p and penalties, or over the tokens that rollout.keep_sampling_mask keeps: per response token that is learned from, \
+         in the forward before each update of the step.";
     CLIP_RATIO = "clip_ratio", "policy", Ratio, "Share of response tokens whose clipped policy term was the smaller.";
     VALUE_CLIP_RATIO = "value_clip_ratio", "policy", Ratio,
         "Share of response tokens whose clipped value term was the larger.";

@@ -4,8 +4,8 @@ use super::arch::Head;
 use super::transformer::Transformer;
 use super::weights::{Gradients, Unit, Weights};
 use crate::ops::linear_divergence::{self, Divergence, Divergences};
-use crate::ops::linear_logprob::{self, Extra, HeadPart, TokenLoss};
-use crate::ops::matmul::{self, Into};
+use crate::ops::linear_logprob::{self, Extra, HeadPart, Targets, TokenLoss};
+use crate::ops::matmul;
 use crate::ops::{rows as picked, value_head};
 use crate::tensor::{Flat, Indices, Tensor, Weight, WeightMut};
 
@@ -59,17 +59,17 @@ impl Transformer {
         let head = unit.weight(self.head);
         // f32 on every device: what is drawn and what is scored are of the same logits.
         let mut logits = h.statistics(h.rows(), head.n);
-        matmul::forward(h, head, None, &mut logits, Into::Overwrite);
+        matmul::forward(h, head, None, &mut logits, matmul::Into::Overwrite);
         logits
     }
 
     /// (log-probability of `targets[i]` after row `rows[i]`, entropy there or nothing) at `temperature`.
-    pub fn logprobs(
+    pub fn logprobs<'a>(
         &self,
         w: &Weights,
         hidden: &Tensor,
         rows: &[u32],
-        targets: &[u32],
+        targets: impl Into<Targets<'a>>,
         temperature: f32,
         entropy: bool,
     ) -> (Vec<f32>, Vec<f32>) {
@@ -80,17 +80,18 @@ impl Transformer {
     }
 
     /// The same on the device of `hidden`; the values of `kind` follow the log-probabilities.
-    pub fn logprobs_on_device(
+    pub fn logprobs_on_device<'a>(
         &self,
         w: &Weights,
         hidden: &Tensor,
         rows: &[u32],
-        targets: &[u32],
+        targets: impl Into<Targets<'a>>,
         temperature: f32,
         kind: Extra,
     ) -> Flat {
         check_head(w, Head::LanguageModel);
-        self.check_targets(rows, targets);
+        let targets = targets.into();
+        self.check_targets(rows, targets.tokens);
         let len = if kind == Extra::Nothing { rows.len() } else { 2 * rows.len() };
         let mut scored = Flat::scratch(hidden.device(), len);
         let mut both = scored.slice_mut(0..len);
@@ -106,18 +107,19 @@ impl Transformer {
 
     /// One pass over the head: log-probabilities and entropies of the rows, the `loss` that is local to them, the
     /// head's gradient (added) and the gradient of hidden. Returns (dhidden (t, d), log-probabilities, entropies).
-    pub fn logprobs_backward(
+    pub fn logprobs_backward<'a>(
         &self,
         w: &Weights,
         hidden: &Tensor,
         rows: &[u32],
-        targets: &[u32],
+        targets: impl Into<Targets<'a>>,
         temperature: f32,
         loss: &mut TokenLoss,
         grads: &mut Gradients,
     ) -> (Tensor, Vec<f32>, Vec<f32>) {
         check_head(w, Head::LanguageModel);
-        self.check_targets(rows, targets);
+        let targets = targets.into();
+        self.check_targets(rows, targets.tokens);
         let h = gather(hidden, rows);
         let (mut logprobs, mut entropy) = (vec![0.0; rows.len()], vec![0.0; rows.len()]);
         let dhidden = self.through_head(w, &h, rows, hidden.rows(), grads, |head, part, dh, dw| {

@@ -2,10 +2,11 @@
 
 use super::part::TensorPart;
 use super::transformer::Transformer;
-use crate::comm::Group;
+use crate::comm::{Group, records};
 use crate::device::cuda::Memory;
 use crate::device::cuda::decode::{DecodeState, SAMPLED};
 use crate::device::cuda::sample::Drawn;
+use crate::experience::SamplingMask;
 use crate::ops::columns;
 use crate::ops::linear_logprob::{Combine, Gather, HeadPart, RowStats};
 use crate::ops::sample::{self, SampleRow, Sampled};
@@ -42,6 +43,17 @@ impl Transformer {
         }
         sample::forward_parts(&whole, &ends, &rows[mine.clone()], &mut out[mine]);
         self.gather(&dealt, 1, out);
+    }
+
+    /// As `sample` on CPUs, with the sampling mask of each row (`ops::sample::forward_masked`).
+    pub fn sample_masked(&self, logits: &Tensor, rows: &[SampleRow], out: &mut [Sampled]) -> Vec<SamplingMask> {
+        let dealt = shares(logits.rows(), self.tensor.size());
+        let mine = dealt[self.tensor.rank()].clone();
+        let ends: Vec<usize> = self.vocabularies().map(|range| range.end).collect();
+        let whole = self.dealt(logits, &dealt);
+        let masks = sample::forward_masked(&whole, &ends, &rows[mine.clone()], &mut out[mine]);
+        self.gather(&dealt, 1, out);
+        records::gather(&self.tensor, &masks).expect("ranks of one binary")
     }
 
     /// The `n` best tokens of each row (`ops::sample::top_parts`), found as `sample` draws: `out` holds them row by row.

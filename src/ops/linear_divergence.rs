@@ -175,7 +175,7 @@ pub fn forward(
         let range = start..t.min(start + rows);
         let logits = &mut logits[..range.len() * w.n];
         let x = &h.data()[range.start * d..range.end * d];
-        let (_, stats, found) = part.stats(x, head, 1.0, &targets[range.clone()], logits);
+        let (_, stats, found) = part.stats(x, head, 1.0, targets[range.clone()].into(), logits);
         for ((i, stats), &logit) in range.clone().zip(&stats).zip(&found) {
             logprobs[i] = stats.logprob(logit);
         }
@@ -202,7 +202,7 @@ pub fn forward_backward(
     let mut against = Against::new(teachers, h, &w, scale);
     let mut entropy = vec![0.0; t];
     let loss: &mut TokenLoss = &mut |_, _, _, dlogprobs, _| dlogprobs.fill(-ce);
-    forward_backward_part(h, w, part, targets, 1.0, loss, Some(&mut against), logprobs, &mut entropy, dh, dw);
+    forward_backward_part(h, w, part, targets.into(), 1.0, loss, Some(&mut against), logprobs, &mut entropy, dh, dw);
     against.found
 }
 

@@ -3,6 +3,9 @@
 //! logits[t][v] = (sum_d h[t][d] W[v][d]) / temperature; logprob[t] = logits[t][target[t]] - lse[t];
 //! entropy[t] = lse[t] - sum_v softmax(logits[t])[v] logits[t][v].
 //!
+//! Where a token has a sampling mask (`Targets`), log-probability, entropy and their gradients are of the softmax over the tokens that
+//! it keeps: logits[t][v] = -inf for all others.
+//!
 //! W may hold a part of the vocabulary's rows only (`HeadPart`): then the statistics of a chunk's rows are put together
 //! with those of the other parts before anything is read off them.
 
@@ -13,6 +16,7 @@ use crate::device::cpu::{copy, matmul as products, softmax};
 use crate::device::cuda::linear_logprob::Logits;
 use crate::device::cuda::{Memory, ViewMut};
 use crate::device::{Device, null};
+use crate::experience::SamplingMask;
 use crate::ops::matmul::{backward_input_rows, backward_weight_rows, check_gradient, forward_rows, panels};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, SliceMut, Tensor, Weight, WeightMut};
@@ -42,6 +46,33 @@ pub type Combine<'a> = dyn Fn(&mut [RowStats], &mut [f32]) + 'a;
 /// The same on a GPU: from the statistics of a part's rows (`device::cuda::linear_logprob::stats`) those of all parts, one
 /// behind the other, and how many parts there are.
 pub type Gather<'a> = dyn Fn(&Memory) -> (Memory, usize) + 'a;
+
+/// The token that each row of h predicts.
+#[derive(Clone, Copy, Debug)]
+pub struct Targets<'a> {
+    pub tokens: &'a [u32],
+    /// What each was drawn among; or none, for the whole vocabulary.
+    pub masks: &'a [SamplingMask],
+}
+
+impl<'a, T: AsRef<[u32]> + ?Sized> From<&'a T> for Targets<'a> {
+    fn from(tokens: &'a T) -> Self {
+        Self { tokens: tokens.as_ref(), masks: &[] }
+    }
+}
+
+impl<'a> Targets<'a> {
+    fn part(self, range: Range<usize>) -> Self {
+        let masks = if self.masks.is_empty() { &[] } else { &self.masks[range.clone()] };
+        Self { tokens: &self.tokens[range], masks }
+    }
+
+    /// The tokens on a GPU, which has no kernel for masks.
+    fn unmasked(self) -> &'a [u32] {
+        assert!(self.masks.iter().all(SamplingMask::is_whole), "sampling masks on a GPU");
+        self.tokens
+    }
+}
 
 /// Which rows of a vocabulary-parallel head W are.
 #[derive(Clone, Copy)]
@@ -79,18 +110,21 @@ impl HeadPart<'_> {
     }
 
     /// The places of a chunk's targets, and the statistics and target logits of whole rows, from its logits (rows, v) = x W^T,
-    /// which it fills.
+    /// which it fills and masks.
     pub(super) fn stats(
         &self,
         x: &[f32],
         head: products::Panels,
         inverse_temperature: f32,
-        targets: &[u32],
+        Targets { tokens, masks }: Targets,
         logits: &mut [f32],
     ) -> (Vec<usize>, Vec<RowStats>, Vec<f32>) {
-        let (v, places) = (head.n, self.places(targets));
+        let (v, places) = (head.n, self.places(tokens));
         let output = products::Output { w: head, bias: None, y: &mut *logits };
-        forward_rows(x, targets.len(), [output], products::Addend::Nothing);
+        forward_rows(x, tokens.len(), [output], products::Addend::Nothing);
+        if !masks.is_empty() {
+            softmax::mask_rows(logits, v, self.first, masks);
+        }
         let mut stats = softmax::stats_of_rows(logits, v, inverse_temperature);
         let target = |(i, &place): (usize, &usize)| if place < v { logits[i * v + place] } else { 0.0 };
         let mut found: Vec<f32> = places.iter().enumerate().map(target).collect();
@@ -129,7 +163,7 @@ pub fn forward(h: &Tensor, w: Weight, targets: &[u32], temperature: f32, logprob
     let part = HeadPart::whole(&w);
     let kind = if entropy.is_empty() { Extra::Nothing } else { Extra::Entropy };
     to_host(h, logprobs, entropy, |logprobs, entropy| {
-        forward_part(h, w, part, targets, temperature, logprobs, kind, entropy);
+        forward_part(h, w, part, targets.into(), temperature, logprobs, kind, entropy);
     });
 }
 
@@ -163,19 +197,19 @@ pub fn forward_part(
     h: &Tensor,
     w: Weight,
     part: HeadPart,
-    targets: &[u32],
+    targets: Targets,
     temperature: f32,
     logprobs: SliceMut,
     kind: Extra,
     extra: SliceMut,
 ) {
-    check_inputs(FORWARD, h, &w, targets, temperature, logprobs.len());
+    check_inputs(FORWARD, h, &w, targets.tokens, temperature, logprobs.len());
     let (t, d) = (h.rows(), h.width());
     let needed = if kind == Extra::Nothing { 0 } else { t };
     assert!(extra.len() == needed, "{FORWARD}: {kind:?} has room for {} values, needed {needed}", extra.len());
     note(null::HEAD, 1.0, t, &w);
     if h.device() == Device::Cuda {
-        let head = on_gpu::Head::new(FORWARD, h, &w, part, targets, temperature);
+        let head = on_gpu::Head::new(FORWARD, h, &w, part, targets.unmasked(), temperature);
         on_gpu::forward(&head, logprobs.cuda(), kind, extra.cuda());
         return;
     }
@@ -187,7 +221,7 @@ pub fn forward_part(
         let range = start..t.min(start + rows);
         let logits = &mut logits[..range.len() * w.n];
         let h = &h.data()[range.start * d..range.end * d];
-        let (_, stats, found) = part.stats(h, head, 1.0 / temperature, &targets[range.clone()], logits);
+        let (_, stats, found) = part.stats(h, head, 1.0 / temperature, targets.part(range.clone()), logits);
         for ((i, stats), &logit) in range.zip(&stats).zip(&found) {
             logprobs[i] = stats.logprob(logit);
             match kind {
@@ -246,7 +280,7 @@ pub fn forward_backward(
 ) {
     check_targets(BACKWARD, &w, targets);
     let part = HeadPart::whole(&w);
-    forward_backward_part(h, w, part, targets, temperature, loss, None, logprobs, entropy, dh, dw);
+    forward_backward_part(h, w, part, targets.into(), temperature, loss, None, logprobs, entropy, dh, dw);
 }
 
 /// `forward_backward` on one part of the head: `dh` is this part's share of a sum over all parts. What the chunk's distributions
@@ -255,7 +289,7 @@ pub fn forward_backward_part(
     h: &Tensor,
     w: Weight,
     part: HeadPart,
-    targets: &[u32],
+    targets: Targets,
     temperature: f32,
     loss: &mut TokenLoss,
     mut against: Option<&mut dyn Comparison>,
@@ -264,14 +298,14 @@ pub fn forward_backward_part(
     dh: &mut Tensor,
     mut dw: WeightMut,
 ) {
-    check_inputs(BACKWARD, h, &w, targets, temperature, logprobs.len());
+    check_inputs(BACKWARD, h, &w, targets.tokens, temperature, logprobs.len());
     let (t, d) = (h.rows(), h.width());
     assert!(entropy.len() == t, "{BACKWARD}: entropy holds {} values, needed {t}", entropy.len());
     check(BACKWARD, "dh", dh, t, d);
     check_gradient(BACKWARD, &dw, w.n, w.k);
     note(null::HEAD_BACKWARD, 3.0, t, &w);
     if h.device() == Device::Cuda {
-        let head = on_gpu::Head::new(BACKWARD, h, &w, part, targets, temperature);
+        let head = on_gpu::Head::new(BACKWARD, h, &w, part, targets.unmasked(), temperature);
         on_gpu::forward_backward(&head, loss, against, logprobs, entropy, dh, dw);
         return;
     }
@@ -289,7 +323,7 @@ pub fn forward_backward_part(
         let (dlogprobs, dentropy) = (&mut dlogprobs[..m], &mut dentropy[..m]);
         let rows = range.start * d..range.end * d;
         let h = &h.data()[rows.clone()];
-        let (places, stats, found) = part.stats(h, head, 1.0 / temperature, &targets[range.clone()], logits);
+        let (places, stats, found) = part.stats(h, head, 1.0 / temperature, targets.part(range.clone()), logits);
         if against.is_some() {
             copy::copy(logits, &mut kept[..m * w.n]);
         }

@@ -9,6 +9,7 @@
 use crate::device::cuda::Memory;
 use crate::device::cuda::sample::{Drawn, Rows};
 use crate::device::{Device, cpu, cuda, null};
+use crate::experience::SamplingMask;
 use crate::tensor::Tensor;
 
 pub use crate::device::cpu::sample::{SampleParams, SampleRow, Sampled};
@@ -38,6 +39,21 @@ pub fn forward_parts(logits: &Tensor, ends: &[usize], rows: &[SampleRow], out: &
         Device::Cpu => cpu::sample::forward(logits.data(), ends, rows, out),
         Device::Cuda => cpu::sample::forward(&logits.to_host(), ends, rows, out),
     }
+}
+
+/// As `forward_parts` on a CPU, with each row's sampling mask: the tokens that could be drawn. `logprob` is of the plain temperature
+/// softmax over them, bitwise what `linear_logprob` computes with that mask. A greedy row has none.
+///
+/// # Panics
+/// As `forward_parts`.
+pub fn forward_masked(logits: &Tensor, ends: &[usize], rows: &[SampleRow], out: &mut [Sampled]) -> Vec<SamplingMask> {
+    check_shapes(logits, ends, rows);
+    note(logits);
+    let mut drawn = vec![Default::default(); rows.len()];
+    cpu::sample::forward_masked(logits.data(), ends, rows, &mut drawn);
+    let (sampled, masks): (Vec<_>, Vec<_>) = drawn.into_iter().unzip();
+    out.copy_from_slice(&sampled);
+    masks
 }
 
 /// The `n` best tokens of each row of logits (rows, v) whose parts end at `ends`, best first, equal ones lowest token first, written to

@@ -3,7 +3,7 @@
 use super::Request;
 use super::turns::Answer;
 use crate::error::Result;
-use crate::experience::{Episode, Finish, Response};
+use crate::experience::{Episode, Finish, Response, SamplingMask};
 use crate::ops::sample::Sampled;
 use crate::text::{StreamDecoder, Tokenizer};
 
@@ -16,6 +16,8 @@ pub(super) struct Live {
     sample_logprobs: Vec<f32>,
     /// Of each new token the likeliest ones; empty where none are asked for.
     pub top_logprobs: Vec<Vec<(u32, f32)>>,
+    /// What each new token was drawn among; empty where that is not asked for.
+    pub sampling_masks: Vec<SamplingMask>,
     watch: Option<Watch>,
     /// Where the turn begins, counted from the first new token.
     turn: usize,
@@ -92,6 +94,9 @@ impl Live {
         }
         self.logprobs.resize(self.turn, 0.0);
         self.sample_logprobs.resize(self.turn, 0.0);
+        if request.keeps_mask {
+            self.sampling_masks.resize(self.turn, SamplingMask::default());
+        }
         self.tokens.extend(tokens);
         self.watch = self.watch.take().map(|_| Watch::new(&request.stop.strings));
         None
@@ -128,6 +133,7 @@ impl Live {
             tokens,
             logprobs: live.logprobs,
             sample_logprobs: live.sample_logprobs,
+            sampling_masks: live.sampling_masks,
             finish,
             text,
             episode: live.episode,

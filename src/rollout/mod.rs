@@ -78,6 +78,9 @@ pub struct Request {
     pub edits: Arc<Edits>,
     /// Of each new token so many of the likeliest are recorded.
     pub top_logprobs: usize,
+    /// Of each new token it is recorded what it was drawn among, and its log-probability is of the softmax over that. On CPUs; the
+    /// requests of a call are alike in it.
+    pub keeps_mask: bool,
     /// Keys the draws instead of the call's and the prompt's id.
     pub rng: Option<Rng>,
 }
@@ -159,6 +162,7 @@ pub fn requests(prompts: &[Prompt], config: &RolloutConfig, stop: &Arc<Stop>, co
                 stop: stop.clone(),
                 edits: Arc::default(),
                 top_logprobs: 0,
+                keeps_mask: config.keep_sampling_mask,
                 rng: None,
             });
         }

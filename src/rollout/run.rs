@@ -361,7 +361,14 @@ impl Run<'_> {
         });
         let rows: Vec<SampleRow> = rows.collect();
         let mut drawn = vec![Sampled::default(); rows.len()];
-        self.model.transformer.sample(logits, &rows, &mut drawn);
+        if !sequences.iter().any(|&s| self.requests[s].keeps_mask) {
+            self.model.transformer.sample(logits, &rows, &mut drawn);
+            return drawn;
+        }
+        let masks = self.model.transformer.sample_masked(logits, &rows, &mut drawn);
+        for (&s, mask) in sequences.iter().zip(masks) {
+            self.live[s].sampling_masks.push(mask);
+        }
         drawn
     }
 

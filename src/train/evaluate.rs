@@ -77,7 +77,7 @@ pub fn evaluate(
 
 /// How answers are drawn beside the greedy ones.
 pub fn sampled(Config { eval, rollout, .. }: &Config) -> RolloutConfig {
-    let rollout = rollout.clone();
+    let rollout = RolloutConfig { keep_sampling_mask: false, ..rollout.clone() };
     if eval.draws() {
         RolloutConfig { samples_per_prompt: eval.samples_per_prompt, temperature: eval.temperature, ..rollout }
     } else {

@@ -143,7 +143,7 @@ impl Update<'_> {
         let (ppo, mut found) = (&self.config.ppo, PolicySums::default());
         // The ratio is of the whole sequence: all its log-probs are needed before any derivative.
         let slopes = (ppo.loss == PolicyLossKind::Gspo).then(|| {
-            let (logprobs, entropy) = model.logprobs(w, &hidden, &row.rows, &row.targets, temperature, true);
+            let (logprobs, entropy) = model.logprobs(w, &hidden, &row.rows, row.masked_targets(), temperature, true);
             let (of_sequences, slopes) = self.sequence_loss(&whole, &logprobs, &entropy);
             found = of_sequences;
             slopes.map(|slopes| row.select(&slopes))
@@ -157,7 +157,7 @@ impl Update<'_> {
         };
         let grads = &mut sum.grads;
         let (dhidden, logprobs, _) =
-            model.logprobs_backward(w, &hidden, &row.rows, &row.targets, temperature, &mut loss, grads);
+            model.logprobs_backward(w, &hidden, &row.rows, row.masked_targets(), temperature, &mut loss, grads);
         model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
         let [old_logprobs, .., weights] = &batch.columns;
         let learned = logprobs.iter().zip(old_logprobs).zip(weights).filter(|(_, w)| **w != 0.0);
@@ -228,7 +228,9 @@ fn split<'e>(samples: &[&'e Experience], rows: &[usize]) -> (Vec<&'e Experience>
 
 fn pack<'a>(samples: impl Iterator<Item = &'a Experience>) -> PackedRow {
     let mut row = PackedRow::new();
-    samples.for_each(|sample| row.push(&sample.tokens(), sample.prompt.tokens.len()));
+    for sample in samples {
+        row.push_response(&sample.tokens(), sample.prompt.tokens.len(), &sample.response.sampling_masks);
+    }
     row
 }
 

@@ -59,7 +59,7 @@ fn of_rollout(config: &Config, ranks: usize, rows: &Rows, context: usize) -> Vec
     let (rollout, ppo) = (&config.rollout, &config.ppo);
     let (prompts, samples) = (rollout.prompts_per_step, rollout.prompts_per_step * rollout.samples_per_prompt);
     let (longest, response) = (rows.longest(), rollout.response_tokens_max);
-    let changes_draws = rollout.top_p < 1.0 || rollout.top_k > 0 || rollout.min_p > 0.0;
+    let changes_draws = rollout.truncates() && !rollout.keep_sampling_mask;
     let all = [
         (longest + response > context).then(|| {
             format!(
@@ -80,8 +80,8 @@ fn of_rollout(config: &Config, ranks: usize, rows: &Rows, context: usize) -> Vec
             format!("rollout.prompts_per_step = {prompts}, and the data has {} rows: steps repeat some", rows.epoch_rows())
         }),
         (changes_draws && ppo.correction == Correction::None).then(|| {
-            "rollout.top_p, top_k or min_p draw from another distribution than the one that is learned: ppo.correction weighs \
-             that"
+            "rollout.top_p, top_k or min_p draw from another distribution than the one that is learned: \
+             rollout.keep_sampling_mask (on CPUs) learns the one that is drawn from, ppo.correction weighs the difference"
                 .to_string()
         }),
     ];

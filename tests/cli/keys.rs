@@ -84,6 +84,24 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
         &["mesh.placement has no place for the reward"],
         "name it in the roles",
     ),
+    // Sampling masks.
+    (&["rollout.keep_sampling_mask=true"], &["all tokens may be drawn"], "set rollout.top_k, top_p or min_p"),
+    (
+        &["rollout.keep_sampling_mask=true", "rollout.top_k=5", "rollout.repetition_penalty=1.5"],
+        &["rollout.keep_sampling_mask is true, but rollout.repetition_penalty = 1.5 draws from other logits"],
+        "ppo.correction",
+    ),
+    (
+        &[
+            "rollout.keep_sampling_mask=true",
+            "rollout.top_k=5",
+            "job.kind=distill",
+            "model.teachers=[\"model\"]",
+            "distill.on_policy=true",
+        ],
+        &["rollout.keep_sampling_mask is true, a distill job compares whole distributions"],
+        "it is of ppo",
+    ),
     (&["rollout.tensor=2"], &["rollout.tensor = 2", "needs 2 ranks"], "rollout.tensor = 1"),
     // Rewards and estimators.
     (&["reward.rule=regex"], &["reward.rule \"regex\" needs a pattern"], "pattern ="),

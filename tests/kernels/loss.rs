@@ -163,7 +163,17 @@ fn the_host_computes_the_loss_of_a_chunk_and_waits_for_its_numbers_alone() {
         let gradient = WeightMut { n: v, k: d, layout: Layout::Row, values: SliceMut::Cuda(dw.view_mut(DType::F32)) };
         let (scored, beside) = (&mut l, &mut e);
         linear_logprob::forward_backward_part(
-            &h, w, part, &targets, 0.8, &mut loss, None, scored, beside, &mut dh, gradient,
+            &h,
+            w,
+            part,
+            (&targets).into(),
+            0.8,
+            &mut loss,
+            None,
+            scored,
+            beside,
+            &mut dh,
+            gradient,
         );
         (bits(&[l, e].concat()), dh, dw)
     };

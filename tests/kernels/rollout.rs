@@ -95,6 +95,7 @@ pub fn request(i: usize, new_tokens_max: usize) -> Request {
         stop: Arc::new(Stop { tokens: stops[i % 4].clone(), strings: Vec::new() }),
         edits: Arc::default(),
         top_logprobs: 0,
+        keeps_mask: false,
         rng: None,
     }
 }

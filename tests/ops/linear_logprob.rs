@@ -4,8 +4,12 @@ use crate::models::relative_gap;
 use crate::ops::probe::{Matrix, Numbers, assert_near, same_bits, wide};
 use rlhf_hpc::device::cpu::softmax;
 use rlhf_hpc::device::simd::Level;
-use rlhf_hpc::ops::linear_logprob::{forward, forward_backward};
+use rlhf_hpc::experience::SamplingMask;
+use rlhf_hpc::ops::linear_logprob::{
+    Extra, HeadPart, RowStats, Targets, forward, forward_backward, forward_backward_part, forward_part,
+};
 use rlhf_hpc::tensor::{Layout, Tensor, Weight, WeightMut, arena};
+use std::cell::RefCell;
 use std::ops::Range;
 
 struct Case {
@@ -191,6 +195,100 @@ fn logits_far_apart_neither_overflow_nor_give_nan() {
     forward(&h, w.f32(), &[0, 0], 1.0, &mut logprobs, &mut entropy);
     assert_eq!(logprobs, [0.0, -6e5]);
     assert!(entropy.iter().all(|e| e.abs() < 1e-30), "{entropy:?}");
+}
+
+/// Per token (logprob, entropy), then dh and dW (rows), of the softmax over the tokens that `keeps`, naively.
+fn naive(case: &Case, keeps: impl Fn(usize, usize) -> bool) -> [Vec<f64>; 4] {
+    let (d, temperature, h, w) = (case.h.width(), f64::from(case.temperature), wide(case.h.data()), wide(&case.w.rows));
+    let [mut logprobs, mut entropy] = [Vec::new(), Vec::new()];
+    let (mut dh, mut dw) = (vec![0.0; h.len()], vec![0.0; w.len()]);
+    for (i, &target) in case.targets.iter().enumerate() {
+        let kept: Vec<usize> = (0..case.w.n).filter(|&v| keeps(i, v)).collect();
+        let z = |v: usize| (0..d).map(|c| h[i * d + c] * w[v * d + c]).sum::<f64>() / temperature;
+        let lse = kept.iter().map(|&v| z(v).exp()).sum::<f64>().ln();
+        logprobs.push(z(target as usize) - lse);
+        entropy.push(kept.iter().map(|&v| -(z(v) - lse).exp() * (z(v) - lse)).sum::<f64>());
+        let (a, b) = (f64::from(weights(i).0), f64::from(weights(i).1));
+        for &v in &kept {
+            let (p, is_target) = ((z(v) - lse).exp(), f64::from(u8::from(v == target as usize)));
+            let slope = (a * (is_target - p) - b * p * (z(v) - lse + entropy[i])) / temperature;
+            for c in 0..d {
+                dh[i * d + c] += slope * w[v * d + c];
+                dw[v * d + c] += slope * h[i * d + c];
+            }
+        }
+    }
+    [logprobs, entropy, dh, dw]
+}
+
+#[test]
+fn masked_logprobs_entropy_and_gradients_equal_the_f64_loop_whole_and_in_parts_of_the_vocabulary() {
+    let (t, d, v) = (70, 12, 165);
+    let case = Case::new(t, d, v, 0.7);
+    // Everything, the target alone, or what a hash says.
+    let keeps = |i: usize, v: usize| match i % 7 {
+        0 => true,
+        1 => v as u32 == case.targets[i],
+        _ => v as u32 == case.targets[i] || (i * 31 + v * 17) % 11 < 3,
+    };
+    let mask = |i: usize| SamplingMask::new((0..v as u32).filter(|&v| keeps(i, v as usize)));
+    let masks: Vec<_> = (0..t).map(|i| if i % 7 == 0 { SamplingMask::default() } else { mask(i) }).collect();
+    let targets = Targets { tokens: &case.targets, masks: &masks };
+    let exact = naive(&case, keeps);
+    for ends in [vec![v], vec![101, v]] {
+        let told: RefCell<Vec<Vec<(RowStats, f32)>>> = RefCell::new(vec![Vec::new(); ends.len()]);
+        let pass = |part: usize| {
+            let rows = if part == 0 { 0 } else { ends[part - 1] }..ends[part];
+            let w = Matrix::from_rows(rows.len(), d, case.w.rows[rows.start * d..rows.end * d].to_vec());
+            let combine = |stats: &mut [RowStats], found: &mut [f32]| {
+                let mut told = told.borrow_mut();
+                told[part] = stats.iter().copied().zip(found.iter().copied()).collect();
+                if told.iter().any(Vec::is_empty) {
+                    return;
+                }
+                for (i, (stats, found)) in stats.iter_mut().zip(found).enumerate() {
+                    *stats = RowStats::combined(&told.iter().map(|part| part[i].0).collect::<Vec<_>>());
+                    *found = told.iter().map(|part| part[i].1).sum();
+                }
+            };
+            let head = HeadPart { first: rows.start, rows_max: ends[0], combine: Some(&combine), gather: None };
+            let [mut logprobs, mut entropy, mut scored, mut uncertain] = [(); 4].map(|()| vec![0.0; t]);
+            let (l, e) = ((&mut scored[..]).into(), (&mut uncertain[..]).into());
+            forward_part(&case.h, w.f32(), head, targets, case.temperature, l, Extra::Entropy, e);
+            let (mut dh, mut dw) = (Tensor::scratch(t, d), vec![0.0; w.panels.len()]);
+            let gradient = WeightMut { n: rows.len(), k: d, layout: Layout::Panel, values: (&mut dw).into() };
+            let mut loss = |range: Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], de: &mut [f32]| {
+                range.enumerate().for_each(|(j, i)| (dl[j], de[j]) = weights(i));
+            };
+            let (l, e) = (&mut logprobs, &mut entropy);
+            forward_backward_part(
+                &case.h,
+                w.f32(),
+                head,
+                targets,
+                case.temperature,
+                &mut loss,
+                None,
+                l,
+                e,
+                &mut dh,
+                gradient,
+            );
+            same_bits("scored and trained", &[scored, uncertain].concat(), &[&logprobs[..], &entropy].concat());
+            let dw = (0..rows.len() * d).map(|at| dw[Layout::Panel.index(d, at / d, at % d)]).collect::<Vec<_>>();
+            (logprobs, entropy, dh.data().to_vec(), dw)
+        };
+        // The statistics of all parts are known after the first round.
+        (0..ends.len()).for_each(|part| drop(pass(part)));
+        let parts: Vec<_> = (0..ends.len()).map(pass).collect();
+        for (logprobs, entropy, ..) in &parts {
+            assert_near("logprobs", logprobs, &exact[0], 3e-6);
+            assert_near("entropy", entropy, &exact[1], 3e-6);
+        }
+        let dh: Vec<f32> = (0..t * d).map(|at| parts.iter().map(|part| part.2[at]).sum()).collect();
+        assert_near("dh", &dh, &exact[2], 1e-5);
+        assert_near("dW", &parts.iter().flat_map(|part| part.3.clone()).collect::<Vec<_>>(), &exact[3], 1e-5);
+    }
 }
 
 #[test]

@@ -73,6 +73,7 @@ fn beams_and_their_scores_are_those_of_transformers_for_every_family_mode_and_pe
                 stop: stop.clone(),
                 edits: edits.clone(),
                 top_logprobs: 0,
+                keeps_mask: false,
                 rng: None,
             };
             let requests: Vec<Request> = (0..best.len() as u32).map(request).collect();

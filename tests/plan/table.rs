@@ -111,11 +111,15 @@ fn a_job_that_does_not_fit_ends_with_2_and_says_what_would_fit() {
 }
 
 #[test]
-fn models_and_gpus_that_are_not_there_are_named() {
+fn models_gpus_and_kernels_that_are_not_there_are_named() {
     let fixture = fixture(&small());
     reference(&fixture, &["model.critic=nosuch"]).refused(65, &["model.critic"]);
     let ended = fixture.run(&["plan", "job.toml", "model.actor=planned", "--ranks", "1", "--gpu", "abacus"]);
     ended.refused(2, &["no GPU type abacus is known"]).hinted("a800-80g");
+    let masked = ["plan", "job.toml", "model.actor=planned", "rollout.top_k=5", "rollout.keep_sampling_mask=true"];
+    fixture.run(&[&masked[..], &["--gpu", "cpu"]].concat()).well();
+    let words = "rollout.keep_sampling_mask is true with job.device = \"gpu\": no kernel of a GPU masks logits yet";
+    fixture.run(&[&masked[..], &["--gpu", "h100"]].concat()).refused(2, &[words]).hinted("set job.device = \"cpu\"");
 }
 
 /// The CPU is measured on the spot: all that is held here is that every number is there and positive.

@@ -8,7 +8,7 @@ use rlhf_hpc::config::ppo::{Aggregation, Correction, KlEstimator, KlIn, PolicyLo
 use rlhf_hpc::data::SftRow;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::error::Result;
-use rlhf_hpc::experience::{Experience, Prompt, Response};
+use rlhf_hpc::experience::{Experience, Prompt, Response, SamplingMask};
 use rlhf_hpc::learn::sums::Sums;
 use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::model::partition::Shards;
@@ -28,6 +28,7 @@ pub fn samples(lengths: &[(usize, usize)]) -> Vec<Experience> {
     let mut samples = Vec::new();
     for (i, &(prompt, response)) in lengths.iter().enumerate() {
         let token = |at| 3 + rng.below(94, [i as u32, at as u32, 0, 0]) as u32;
+        let mask = |at| SamplingMask::new((3..97).filter(|&id| id == token(at) || (id as usize + at) % 9 == 0));
         let draw = |what: u32, low: f32, high: f32| -> Vec<f32> {
             (0..response).map(|at| low + (high - low) * rng.uniform([i as u32, at as u32, what, 1])).collect()
         };
@@ -40,6 +41,7 @@ pub fn samples(lengths: &[(usize, usize)]) -> Vec<Experience> {
                 tokens: (prompt..prompt + response).map(token).collect(),
                 sample_logprobs: near(2),
                 logprobs: logprobs.clone(),
+                sampling_masks: if i % 2 == 0 { Vec::new() } else { (prompt..prompt + response).map(mask).collect() },
                 ..Response::default()
             },
             ref_logprobs: near(3),

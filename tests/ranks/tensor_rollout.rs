@@ -41,6 +41,11 @@ fn config(temperature: f32) -> RolloutConfig {
     }
 }
 
+/// With sampling masks, of which some leave nothing of a rank's part of the vocabulary.
+fn masked() -> RolloutConfig {
+    RolloutConfig { top_k: 5, keep_sampling_mask: true, ..config(0.7) }
+}
+
 fn drive(side: &Side, config: &RolloutConfig, hooks: &mut Hooks) -> Result<Outcome> {
     let Side { transformer, weights, .. } = side;
     let requests = requested(transformer, &prompts(PROMPTS), config);
@@ -69,6 +74,7 @@ fn same(what: &str, got: &[Response], want: &[Response]) {
     assert_eq!(got.len(), want.len());
     for (i, (got, want)) in got.iter().zip(want).enumerate() {
         assert_eq!((&got.tokens, got.finish), (&want.tokens, want.finish), "{what}: response {i}");
+        assert_eq!(got.sampling_masks, want.sampling_masks, "{what}: response {i}");
         for (a, b) in [(&got.logprobs, &want.logprobs), (&got.sample_logprobs, &want.sample_logprobs)] {
             let near = a.iter().zip(b).all(|(a, b)| (a - b).abs() <= 2e-4);
             assert!(near && a.len() == b.len(), "{what}: response {i}: {a:?} against {b:?}");
@@ -78,7 +84,7 @@ fn same(what: &str, got: &[Response], want: &[Response]) {
 
 fn sampled(world: &World) {
     let filters = RolloutConfig { top_k: 40, top_p: 0.9, min_p: 0.01, repetition_penalty: 1.1, ..config(0.8) };
-    for config in [config(1.0), RolloutConfig { response_tokens_min: 4, ..filters }] {
+    for config in [config(1.0), RolloutConfig { response_tokens_min: 4, ..filters }, masked()] {
         for (name, arch) in cut_shapes(world.size) {
             let [part, whole] = sides(world, &arch, DType::F32).map(|side| responses(&side, &config));
             same(name, &part, &whole);
@@ -111,10 +117,12 @@ fn recorded(world: &World) {
     for (name, arch) in cut_shapes(world.size) {
         for dtype in [DType::F32, DType::Bf16] {
             let [part, _] = sides(world, &arch, dtype);
-            let responses = responses(&part, &config(0.7));
-            let [recorded, trained] =
-                recorded_and_trained(&part.transformer, &part.weights, &prompts(PROMPTS), &responses, 0.7);
-            assert_eq!(bits(&recorded), bits(&trained), "{name} {dtype:?}");
+            for config in [config(0.7), masked()] {
+                let responses = responses(&part, &config);
+                let [recorded, trained] =
+                    recorded_and_trained(&part.transformer, &part.weights, &prompts(PROMPTS), &responses, 0.7);
+                assert_eq!(bits(&recorded), bits(&trained), "{name} {dtype:?}");
+            }
         }
     }
 }

@@ -10,6 +10,8 @@ const LONG_ROLLOUT: &str = "rollout.response_tokens_max=200 rollout.stop_token_i
                             rollout.batch_max=2 ppo.epochs=1 ppo.minibatch_samples=16 checkpoint.every_steps=3";
 const LONG_TRAINING: &str = "rollout.response_tokens_max=60 rollout.stop_token_ids=[] rollout.ignore_eos=true \
                              ppo.epochs=8 ppo.minibatch_samples=2 checkpoint.every_steps=0";
+/// Responses that keep their sampling masks.
+const MASKED: &str = "rollout.top_k=40 rollout.keep_sampling_mask=true";
 
 /// Waits a time that nobody chose, up to `most` milliseconds.
 fn wait_somehow(most: u64) {
@@ -90,7 +92,7 @@ fn ppo_usr1(name: &str, ranks: usize, sets: &str, wanted: Place) {
 
 #[test]
 fn a_ppo_run_stopped_in_rollout_goes_on_bitwise_on_2_ranks() {
-    let sets = format!("{LONG_ROLLOUT} ppo.advantage=remax");
+    let sets = format!("{LONG_ROLLOUT} {MASKED} ppo.advantage=remax");
     ppo_usr1("usr1-rollout-2", 2, &sets, Place::Rollout { finished: true });
 }
 
@@ -103,7 +105,8 @@ fn on_policy_distillation_stopped_in_rollout_goes_on_bitwise() {
 
 #[test]
 fn a_ppo_run_stopped_between_minibatches_goes_on_bitwise() {
-    let sets = format!("{LONG_TRAINING} ppo.critic_warmup_steps=2 ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"]");
+    let sets =
+        format!("{LONG_TRAINING} {MASKED} ppo.critic_warmup_steps=2 ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"]");
     ppo_usr1("usr1-train-alone", 0, &sets, Place::Training);
 }
 

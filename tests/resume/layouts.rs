@@ -8,6 +8,7 @@ const LAYOUTS: &[(usize, &str)] = &[
     (4, "mesh.sequence=2 mesh.tensor=2 mesh.zero=2"),
     (4, "mesh.zero=3 rollout.tensor=2"),
     (2, "mesh.tensor=2 rollout.tensor=1"),
+    (2, "mesh.tensor=2"),
 ];
 
 /// Every number of the first line; gaps are rounding itself.
@@ -22,15 +23,19 @@ fn assert_near(job: &Job, alone: &Job, layout: &str) {
 
 #[test]
 fn a_ppo_step_on_any_layout_has_the_samples_and_the_numbers_of_one_rank() {
-    for (loss, layouts) in [("clip", LAYOUTS.len()), ("gspo ppo.advantage=remax", 2)] {
+    let masked = "ppo.loss=clip rollout.keep_sampling_mask=true";
+    for (name, loss, layouts) in [
+        ("clip", "ppo.loss=clip", LAYOUTS.len()),
+        ("gspo", "ppo.loss=gspo ppo.advantage=remax", 2),
+        ("mask", masked, LAYOUTS.len()),
+    ] {
         let sets = format!(
-            "job.steps=1 ppo.epochs=1 ppo.loss={loss} ppo.entropy_coef=0.01 ppo.kl_in=loss ppo.kl_estimator=k3 \
+            "job.steps=1 ppo.epochs=1 {loss} ppo.entropy_coef=0.01 ppo.kl_in=loss ppo.kl_estimator=k3 \
              rollout.top_k=100 ppo.minibatch_samples=16 ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"]"
         );
-        let loss = &loss[..4];
-        let alone = Job::ppo(&format!("layout-{loss}-alone")).with(&sets).done();
+        let alone = Job::ppo(&format!("layout-{name}-alone")).with(&sets).done();
         for (i, (ranks, layout)) in LAYOUTS.iter().take(layouts).enumerate() {
-            let job = Job::ppo(&format!("layout-{loss}-{i}")).on(*ranks).with(&sets).with(layout).done();
+            let job = Job::ppo(&format!("layout-{name}-{i}")).on(*ranks).with(&sets).with(layout).done();
             let (mine, theirs) = (&job.rollouts()["step_000001"], &alone.rollouts()["step_000001"]);
             for what in ["tokens", "token_offsets", "response_offsets", "prompt_id", "sample", "finish"] {
                 assert_eq!(mine[what], theirs[what], "{what} on {layout}");

@@ -52,6 +52,21 @@ fn filters_temperature_and_bf16_leave_the_log_probability_gap_at_0() {
 }
 
 #[test]
+fn with_a_kept_sampling_mask_training_and_reference_take_the_distribution_that_is_drawn_from() {
+    for (name, filter) in [("k", "top_k=5"), ("p", "top_p=0.7"), ("min-p", "min_p=0.1")] {
+        let sets = format!("rollout.{filter} rollout.keep_sampling_mask=true ppo.epochs=1 ppo.minibatch_samples=16");
+        let job = steps(&format!("mask-{name}"), &sets);
+        let arrays = &job.rollouts()["step_000001"];
+        let mut pairs = arrays["logprobs"].iter().zip(&arrays["sample_logprobs"]);
+        assert!(pairs.all(|(old, drawn)| (old - drawn).abs() < 1e-5), "{filter}: of the draw");
+        assert!(arrays["logprobs"] == arrays["ref_logprobs"], "{filter}: the reference is the actor yet");
+        let plain = steps(&format!("mask-{name}-none"), &format!("rollout.{filter}"));
+        let of = |job: &Job| job.numbers("entropy")[0];
+        assert!(of(&job) < of(&plain), "{filter}: a part of the vocabulary is less uncertain");
+    }
+}
+
+#[test]
 fn scores_are_shaped_as_configured() {
     steps("shaped", "ppo.reward_normalize=true ppo.truncated_score_coef=0.5 ppo.reward_clip=[-1.0,1.0]");
     let job = steps("overlong", "ppo.overlong_buffer_tokens=6 ppo.overlong_penalty=2.0");

@@ -9,7 +9,7 @@ const WARNED: &[(&str, usize, &str, &str)] = &[
     ("ppo", 2, "rollout.prompts_per_step=1 ppo.minibatch_samples=2", "= 1 for 2 ranks that sample"),
     ("ppo", 0, "ppo.minibatch_samples=17", "ppo.minibatch_samples = 17 is more than the 16 samples"),
     ("ppo", 0, "rollout.prompts_per_step=121", "and the data has 120 rows: steps repeat some"),
-    ("ppo", 0, "rollout.top_p=0.5", "ppo.correction weighs that"),
+    ("ppo", 0, "rollout.top_p=0.5", "ppo.correction weighs the difference"),
     ("ppo", 0, "rollout.stop_token_ids=[] rollout.response_tokens_max=2", "all responses are cut"),
     ("ppo", 0, "reward.rule={kind=\"regex\",pattern=\"^\"}", "all rewards of a step are equal (1)"),
     ("ppo", 0, "reward.rule={kind=\"regex\",pattern=\"^\"} ppo.advantage=grpo", "in 100 % of the groups all rewards"),

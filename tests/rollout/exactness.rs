@@ -53,6 +53,33 @@ fn filters_and_greedy_decoding_leave_the_recorded_logprob_that_of_the_plain_soft
 }
 
 #[test]
+fn with_a_kept_sampling_mask_the_recorded_logprob_is_that_of_training_and_of_the_draw() {
+    let (tiny, prompts) = (llama(), prompts(&[9, 40]));
+    let plain = RolloutConfig { temperature: 0.8, response_tokens_min: 6, ..config(30, 3) };
+    for filtered in [
+        RolloutConfig { top_k: 20, ..plain.clone() },
+        RolloutConfig { top_p: 0.8, ..plain.clone() },
+        RolloutConfig { min_p: 0.05, top_p: 0.95, ..plain },
+    ] {
+        let without = responses(&tiny, &filtered, &prompts);
+        let kept = responses(&tiny, &RolloutConfig { keep_sampling_mask: true, ..filtered }, &prompts);
+        let [recorded, trained] = recorded_and_trained(&tiny.transformer, &tiny.weights, &prompts, &kept, 0.8);
+        assert_eq!(recorded, trained);
+        for (response, without) in kept.iter().zip(&without) {
+            assert!(response.tokens == without.tokens && response.sample_logprobs == without.sample_logprobs);
+            assert!(without.sampling_masks.is_empty() && response.sampling_masks.len() == response.tokens.len());
+            let mut pairs = response.logprobs.iter().zip(&response.sample_logprobs);
+            assert!(pairs.all(|(l, s)| (l - s).abs() < 2e-6), "the draw's own");
+            for (i, (mask, token)) in response.sampling_masks.iter().zip(&response.tokens).enumerate() {
+                assert!(mask.ids().any(|id| id == *token) && mask.ids().count() < 97);
+                let ends = tiny.transformer.arch.eos_tokens.iter();
+                assert!(i >= 6 || ends.into_iter().all(|end| mask.ids().all(|id| id != *end)), "end tokens are banned");
+            }
+        }
+    }
+}
+
+#[test]
 fn responses_are_the_same_for_any_batch_chunk_cache_size_and_thread_count() {
     let (tiny, prompts) = (llama(), prompts(&[3, 90, 64, 17, 33]));
     let expected = responses(&tiny, &config(60, 4), &prompts);

@@ -66,24 +66,26 @@ fn given(response: &Response) -> usize {
 #[test]
 fn drawn_tokens_have_the_logprobs_of_the_training_forward_and_given_ones_are_marked() {
     let (tiny, prompts) = (llama(), prompts(&[1, 70, 31, 32, 5]));
-    let responses = answered(&tiny, &ends(90), &prompts, 0).complete().expect("all");
-    let [recorded, trained] = recorded_and_trained(&tiny.transformer, &tiny.weights, &prompts, &responses, 1.0);
-    let mask: Vec<u8> = responses.iter().flat_map(Response::mask).collect();
-    assert_eq!(mask.len(), recorded.len());
-    for ((recorded, trained), drawn) in recorded.iter().zip(&trained).zip(&mask) {
-        assert_eq!(*recorded, if *drawn == 1 { *trained } else { 0.0 });
-    }
-    assert!(responses.iter().filter(|response| given(response) > 0).count() > 5);
-    for (i, response) in responses.iter().enumerate() {
-        let episode = response.episode.as_ref().expect("turns");
-        let over = response.finish == Finish::Length;
-        assert!(response.tokens.len() <= 90 && (1..=3).contains(&episode.turns), "{episode:?}");
-        assert_eq!(episode.reward, f64::from(episode.turns * (episode.turns + 1) / 2));
-        assert_eq!(episode.failed.is_some(), i == 1, "{episode:?}");
-        assert!(over || i == 1 || episode.turns == 3, "{episode:?}");
-        for range in &episode.given {
-            let turn = response.tokens[..range.start].iter().rev().take(range.len());
-            assert!(turn.eq(&response.tokens[range.clone()]), "what was written stands behind its turn");
+    for config in [ends(90), RolloutConfig { top_k: 60, keep_sampling_mask: true, ..ends(90) }] {
+        let responses = answered(&tiny, &config, &prompts, 0).complete().expect("all");
+        let [recorded, trained] = recorded_and_trained(&tiny.transformer, &tiny.weights, &prompts, &responses, 1.0);
+        let mask: Vec<u8> = responses.iter().flat_map(Response::mask).collect();
+        assert_eq!(mask.len(), recorded.len());
+        for ((recorded, trained), drawn) in recorded.iter().zip(&trained).zip(&mask) {
+            assert_eq!(*recorded, if *drawn == 1 { *trained } else { 0.0 });
+        }
+        assert!(responses.iter().filter(|response| given(response) > 0).count() > 5);
+        for (i, response) in responses.iter().enumerate() {
+            let episode = response.episode.as_ref().expect("turns");
+            let over = response.finish == Finish::Length;
+            assert!(response.tokens.len() <= 90 && (1..=3).contains(&episode.turns), "{episode:?}");
+            assert_eq!(episode.reward, f64::from(episode.turns * (episode.turns + 1) / 2));
+            assert_eq!(episode.failed.is_some(), i == 1, "{episode:?}");
+            assert!(over || i == 1 || episode.turns == 3, "{episode:?}");
+            for range in &episode.given {
+                let turn = response.tokens[..range.start].iter().rev().take(range.len());
+                assert!(turn.eq(&response.tokens[range.clone()]), "what was written stands behind its turn");
+            }
         }
     }
 }

@@ -8,6 +8,7 @@ use super::lanes;
 use super::pool::pool;
 use super::softmax::{RowStats, row_stats};
 use crate::device::simd::{Level, level, leveled};
+use crate::experience::SamplingMask;
 use std::cell::RefCell;
 
 const LANES: usize = 16;
@@ -66,10 +67,11 @@ pub struct SampleRow<'a> {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sampled {
     pub token: u32,
-    /// Of the plain temperature softmax (temperature 0: of the softmax at temperature 1). Not a number where the
-    /// row's logits are not finite.
+    /// Of the plain temperature softmax (temperature 0: of the softmax at temperature 1), over the tokens of the sampling mask where
+    /// that is kept. Not a number where the row's logits are not finite.
     pub logprob: f32,
-    /// Of the filtered distribution that the token was drawn from (greedy: 0).
+    /// Of the filtered distribution that the token was drawn from (greedy: 0). With a sampling mask and no bias or penalty that is
+    /// `logprob` but for rounding.
     pub sample_logprob: f32,
 }
 
@@ -80,6 +82,8 @@ struct Scratch {
     edited: Vec<f32>,
     /// Log-probabilities of the row, for `top`.
     logprobs: Vec<f32>,
+    /// The row within its sampling mask.
+    masked: Vec<f32>,
     e: Vec<f32>,
     tiles: Vec<f32>,
     maxima: Vec<f32>,
@@ -94,23 +98,45 @@ thread_local! {
 
 /// One token a row: `rows.len()` rows of logits, one behind the other. See `ops::sample::forward_parts`.
 pub fn forward(logits: &[f32], ends: &[usize], rows: &[SampleRow], out: &mut [Sampled]) {
+    draw_rows(logits, rows, out, &|level, logits, row, scratch, out| {
+        *out = sample_row(level, logits, ends, row, None, scratch);
+    });
+}
+
+/// The same with the sampling mask of each row. See `ops::sample::forward_masked`.
+pub fn forward_masked(logits: &[f32], ends: &[usize], rows: &[SampleRow], out: &mut [(Sampled, SamplingMask)]) {
+    draw_rows(logits, rows, out, &|level, logits, row, scratch, (out, mask)| {
+        *out = sample_row(level, logits, ends, row, Some(mask), scratch);
+    });
+}
+
+type DrawRow<'a, T> = dyn Fn(Level, &[f32], &SampleRow, &mut Scratch, &mut T) + Sync + 'a;
+
+fn draw_rows<T: Send>(logits: &[f32], rows: &[SampleRow], out: &mut [T], draw: &DrawRow<T>) {
     let v = logits.len() / rows.len().max(1);
     let small = logits.len() < SHARED_LOGITS_MIN || rows.len() < 2;
     let level = level();
     pool().parts(out, 1, small, &|range, out| {
         SCRATCH.with_borrow_mut(|scratch| {
             for (i, out) in range.zip(out) {
-                *out = sample_row(level, &logits[i * v..(i + 1) * v], ends, &rows[i], scratch);
+                draw(level, &logits[i * v..(i + 1) * v], &rows[i], scratch, out);
             }
         });
     });
 }
 
-fn sample_row(level: Level, logits: &[f32], ends: &[usize], row: &SampleRow, scratch: &mut Scratch) -> Sampled {
+fn sample_row(
+    level: Level,
+    logits: &[f32],
+    ends: &[usize],
+    row: &SampleRow,
+    mask: Option<&mut SamplingMask>,
+    scratch: &mut Scratch,
+) -> Sampled {
     let params = &row.params;
     let greedy = params.temperature == 0.0;
     let temperature = if greedy { 1.0 } else { params.temperature };
-    let Scratch { edited, e, tiles, maxima, values, candidates, parts, .. } = scratch;
+    let Scratch { edited, masked, e, tiles, maxima, values, candidates, parts, .. } = scratch;
 
     let penalised = params.repetition_penalty != 1.0;
     let is_edited = penalised || !row.banned.is_empty() || !row.bias.is_empty();
@@ -142,13 +168,31 @@ fn sample_row(level: Level, logits: &[f32], ends: &[usize], row: &SampleRow, scr
         let (token, total) = draw(e, tiles, row.uniform);
         (token, Some(f64::from(e[token]) / total))
     };
-    let logprob = stats(level, logits, ends, 1.0 / temperature, parts).logprob(logits[token]);
+    let of = match mask {
+        Some(mask) if !greedy => {
+            *mask = kept(e);
+            masked.clear();
+            masked.extend_from_slice(logits);
+            mask.apply(0, masked);
+            masked
+        }
+        _ => logits,
+    };
+    let logprob = stats(level, of, ends, 1.0 / temperature, parts).logprob(of[token]);
     let sample_logprob = match drawn {
         None => 0.0,
         Some(probability) if params.filters() || is_edited => probability.ln() as f32,
         Some(_) => logprob,
     };
     Sampled { token: token as u32, logprob, sample_logprob }
+}
+
+/// The tokens that may be drawn: those that are left with a probability.
+fn kept(e: &[f32]) -> SamplingMask {
+    if e.iter().all(|&e| e > 0.0) {
+        return SamplingMask::default();
+    }
+    SamplingMask::new(e.iter().zip(0..).filter(|&(&e, _)| e > 0.0).map(|(_, id)| id))
 }
 
 /// The `n` best tokens of each row, one row behind the other. See `ops::sample::top_parts`.

@@ -7,6 +7,7 @@ use super::exp::{LOWEST, exp};
 use super::lanes::{self, fold};
 use super::pool::pool;
 use crate::device::simd::{Level, level, leveled};
+use crate::experience::SamplingMask;
 
 const LANES: usize = 64;
 /// Values of several rows below which one thread does them all.
@@ -112,8 +113,8 @@ pub(super) fn floored(d: f32) -> f32 {
 
 /// max, sum_exp and dot of `row` * `inverse_temperature` (positive), on the calling thread.
 pub fn row_stats(level: Level, row: &[f32], inverse_temperature: f32) -> RowStats {
-    // Scaling by a positive number keeps the order, so this is the largest product.
-    let max = row_max(level, row) * inverse_temperature;
+    // Scaling by a positive number keeps the order, so this is the largest product. Finite where a mask leaves nothing of a part.
+    let max = (row_max(level, row) * inverse_temperature).max(f32::MIN);
     let (sum_exp, dot) = row_sums(level, row, inverse_temperature, max);
     RowStats { inverse_temperature, max, sum_exp, dot }
 }
@@ -155,6 +156,11 @@ pub fn stats_of_rows(logits: &[f32], v: usize, inverse_temperature: f32) -> Vec<
         }
     });
     all
+}
+
+/// Applies each row's mask to its logits, which are of tokens from `first` on.
+pub fn mask_rows(logits: &mut [f32], v: usize, first: usize, masks: &[SamplingMask]) {
+    pool().rows(logits, v, logits.len() < SERIAL_BELOW, &|i, row| masks[i].apply(first, row));
 }
 
 /// Turns each row of logits into its gradient (`row_backward`).
