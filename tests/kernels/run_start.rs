@@ -56,6 +56,17 @@ fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them_or_not_tak
 }
 
 #[test]
+fn a_job_that_keeps_sampling_masks_is_refused_on_a_gpu_and_takes_the_cpu_where_it_may() {
+    let Some(dir) = emulated(CONFIG) else { return };
+    let line = "ppo.toml job.steps=1 job.dir=masked rollout.top_k=5 rollout.keep_sampling_mask=true";
+    let (done, why) = (run(dir.path(), Some(SOUND), line, &[]), "no kernel of a GPU masks logits yet");
+    assert!(done.status.code() == Some(2) && flat(&done).contains(why), "{}", flat(&done));
+    let words = ends(dir.path(), Some(SOUND), &format!("{line} {DEFAULTS}"), &[]);
+    assert!(words.contains(&format!("no GPU: rollout.keep_sampling_mask is true: {why}")), "{words}");
+    assert_eq!(number(&metrics(dir.path(), "masked")[0], "logprob_gap_max").to_bits(), 0);
+}
+
+#[test]
 fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
