@@ -3,7 +3,7 @@
 //!
 //! From the bottom up: `raw` (calls of MPI) and `channel` (messages of sums and gathers); `nccl`, `communicator` and
 //! `nccl_collectives` (the same between GPUs); `group`, which is a rank, a size and the collectives over both; `host_staged`
-//! (values of either device), `stream`, `world`; on top `ending`, `watchdog` and `abort`.
+//! (values of either device), `queue`, `stream`, `world`; on top `ending`, `watchdog` and `abort`.
 
 pub mod abort;
 pub mod accounting;
@@ -21,6 +21,7 @@ pub mod mpi_baseline;
 pub mod nccl;
 mod nccl_collectives;
 pub mod phase;
+mod queue;
 mod raw;
 pub mod records;
 pub mod self_test;
@@ -31,5 +32,6 @@ pub mod world;
 pub use abort::shutdown;
 pub use accounting::{Calls, accounting, exposed_seconds};
 pub use group::Group;
+pub use queue::Next;
 pub use stream::{Pending, Stream};
 pub use world::{Axes, World};

@@ -207,22 +207,26 @@ impl Comm {
 
     /// A note that has arrived, if any. One thread at a time asks.
     pub(super) fn take_note(self) -> Option<[u8; NOTE_BYTES]> {
+        self.take(NOTE_TAG)
+    }
+
+    /// A message of `N` elements that has arrived from any rank, if there is one. One thread at a time asks for those of a tag.
+    pub(super) fn take<T: Element, const N: usize>(self, tag: i32) -> Option<[T; N]> {
         let mut there = 0;
         // SAFETY: a live communicator; the status is ignored.
-        let code = unsafe {
-            ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, NOTE_TAG, self.0, &raw mut there, ffi::RSMPI_STATUS_IGNORE)
-        };
+        let code =
+            unsafe { ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, tag, self.0, &raw mut there, ffi::RSMPI_STATUS_IGNORE) };
         check("MPI_Iprobe", code);
         if there == 0 {
             return None;
         }
-        let mut note = [0u8; NOTE_BYTES];
-        // SAFETY: the buffer holds a whole note, and the call returns when it is filled.
+        let mut message = [T::default(); N];
+        // SAFETY: the buffer holds a whole message, and the call returns when it is filled.
         check("MPI_Recv", unsafe {
-            let (n, kind, status) = (count(NOTE_BYTES), u8::datatype(), ffi::RSMPI_STATUS_IGNORE);
-            ffi::MPI_Recv(start_mut(&mut note), n, kind, ffi::RSMPI_ANY_SOURCE, NOTE_TAG, self.0, status)
+            let (n, kind, status) = (count(N), T::datatype(), ffi::RSMPI_STATUS_IGNORE);
+            ffi::MPI_Recv(start_mut(&mut message), n, kind, ffi::RSMPI_ANY_SOURCE, tag, self.0, status)
         });
-        Some(note)
+        Some(message)
     }
 }
 

@@ -59,6 +59,11 @@ impl RewardConfig {
         !self.models.is_empty() || !self.judge.is_empty()
     }
 
+    /// Whether a reward gets all responses of a rank in one call, so that it matters which ones these are.
+    pub fn compares_all(&self) -> bool {
+        self.python.iter().map(|python| python.batch).chain(self.http.iter().map(|http| http.batch)).any(|n| n == 0)
+    }
+
     /// Refuses a job without a reward, and numbers out of range.
     pub fn check(&self) -> crate::error::Result<()> {
         if self.sources() == 0 {

@@ -25,6 +25,7 @@ table! {
         pub prefill_tokens_max: usize = 2048 => 1.0..=TOKENS,
         pub kv_bytes_max: u64 = 0 => 0.0..=BYTES,
         pub graphs: bool = true,
+        pub work_stealing: bool = true,
         /// `[rollout.dynamic_sampling]`
         pub dynamic_sampling: DynamicSampling = DynamicSampling::default(),
         pub tensor: Auto = Auto::Auto,

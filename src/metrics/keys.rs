@@ -129,6 +129,8 @@ table! {
         "score_mean over all samples, those that rollout.dynamic_sampling dropped included.";
     ROLLOUT_OCCUPANCY = "rollout_occupancy", "rollout", Ratio,
         "Tokens drawn by the places that forwards had for them: rollout.batch_max each, or as many as the rank has responses to draw.";
+    ROLLOUT_PROMPTS_STOLEN = "rollout_prompts_stolen", "rollout", Count,
+        "Prompts that ranks answered beyond their equal shares (rollout.work_stealing).";
     ROLLOUT_PREEMPTIONS = "rollout_preemptions", "rollout", Count,
         "How often a response gave its KV pages to others and was read again, over all ranks.";
     ROLLOUT_ROUNDS = "rollout_rounds", "rollout", Count, "How often this step asked for more prompts, the first time included.";

@@ -134,7 +134,16 @@ impl Reward {
         }
     }
 
-    /// Whether all responses are scored, or nothing more will be; waits for that until `until`.
+    /// Those that are expected from now on are not scored in one call with these.
+    pub fn flush(&mut self) {
+        for part in &mut self.parts {
+            if let Source::Pool(pool) = &mut part.source {
+                pool.flush(&self.asked);
+            }
+        }
+    }
+
+    /// Whether all responses are scored, or nothing more will be; waits for that until `until`. Behind a `flush`.
     pub fn wait(&mut self, until: Instant) -> bool {
         self.pools().all(|pool| pool.wait(until)) || self.has_failed()
     }
@@ -190,6 +199,7 @@ impl Reward {
         for (i, (prompt, response)) in prompts.iter().zip(responses).enumerate() {
             self.push(first + i, prompt, response);
         }
+        self.flush();
         while !self.wait(Instant::now() + Duration::from_secs(1)) {}
         self.finish()
     }

@@ -123,11 +123,34 @@ struct Round<O> {
     shared: Arc<Shared>,
     reply: Sender<Reply<O>>,
     replies: Receiver<Reply<O>>,
-    /// Places of a request, and how many of them have no response yet.
-    open: Vec<(Range<usize>, usize)>,
+    /// In the order of places.
+    open: Vec<Open>,
     outputs: Vec<Option<O>>,
     missing: usize,
     failed: Option<String>,
+}
+
+/// A request, sent or not.
+#[derive(Debug)]
+struct Open {
+    places: Range<usize>,
+    /// Places that have no response yet.
+    missing: usize,
+    /// No place is added to it.
+    is_full: bool,
+}
+
+impl Open {
+    fn new(place: usize, most: usize) -> Self {
+        Self { places: place..place + 1, missing: 1, is_full: most == 1 }
+    }
+
+    /// One place more; with `most` it is full, unless that is 0.
+    fn add(&mut self, most: usize) {
+        self.places.end += 1;
+        self.missing += 1;
+        self.is_full = self.places.len() == most;
+    }
 }
 
 #[derive(Debug, Default)]
@@ -157,7 +180,7 @@ impl<O> Default for Round<O> {
 }
 
 impl<A: Send + Sync + 'static, O: Output> Pool<A, O> {
-    /// `batch`: responses of a request, 0 for all that are expected together.
+    /// `batch`: responses of a request, 0 for all that are expected before a `flush`.
     pub fn new<W>(config: &RewardConfig, about: String, batch: usize, workers: Vec<W>) -> Result<Self>
     where
         W: Worker<Asked = A, Output = O>,
@@ -178,30 +201,40 @@ impl<A: Send + Sync + 'static, O: Output> Pool<A, O> {
 
     /// Makes `places` behind those that there are.
     pub fn expect(&mut self, places: Range<usize>) {
-        let round = &mut self.round;
-        let batch = if self.batch == 0 { places.len().max(1) } else { self.batch };
-        let of = |first: usize| {
-            let request = first..places.end.min(first + batch);
-            (request.clone(), request.len())
-        };
-        round.open.extend(places.clone().step_by(batch).map(of));
+        let (round, most) = (&mut self.round, self.batch);
         round.outputs.resize(places.end, None);
         round.missing += places.len();
+        for place in places {
+            match round.open.last_mut().filter(|last| !last.is_full) {
+                Some(last) => last.add(most),
+                None => round.open.push(Open::new(place, most)),
+            }
+        }
     }
 
-    /// Sends the request of `place`, whose response is in `asked` now, if it was the last one that this missed.
+    /// `asked` holds the response of `place` now: sends its request, if that is full and missed no other one.
     pub fn push(&mut self, place: usize, asked: &[Option<Arc<A>>]) {
-        let Self { round, requests, .. } = self;
-        let i = round.open.partition_point(|(places, _)| places.end <= place);
-        let (places, missing) = &mut round.open[i];
-        *missing -= 1;
-        if *missing == 0 {
-            let asked = asked[places.clone()].iter().flatten().cloned().collect();
-            let (shared, reply) = (Arc::clone(&round.shared), round.reply.clone());
-            let request = Request { places: places.clone(), asked, shared, reply };
-            // Threads end with the pool only.
-            let _ = requests.as_ref().map(|requests| requests.send(request));
+        let i = self.round.open.partition_point(|open| open.places.end <= place);
+        self.round.open[i].missing -= 1;
+        self.send(i, asked);
+    }
+
+    /// Takes the last request for full, as those that are expected next are not scored with it.
+    pub fn flush(&mut self, asked: &[Option<Arc<A>>]) {
+        let Some(i) = self.round.open.iter().rposition(|open| !open.is_full) else { return };
+        self.round.open[i].is_full = true;
+        self.send(i, asked);
+    }
+
+    fn send(&mut self, i: usize, asked: &[Option<Arc<A>>]) {
+        let Open { places, missing, is_full } = &self.round.open[i];
+        if *missing > 0 || !is_full {
+            return;
         }
+        let (places, asked) = (places.clone(), asked[places.clone()].iter().flatten().cloned().collect());
+        let (shared, reply) = (Arc::clone(&self.round.shared), self.round.reply.clone());
+        // Threads end with the pool only.
+        let _ = self.requests.as_ref().map(|requests| requests.send(Request { places, asked, shared, reply }));
     }
 
     /// Whether all is scored, or nothing more will be; waits for that until `until`.

@@ -83,10 +83,14 @@ impl Engine {
         hooks: &mut Hooks,
     ) -> Result<Outcome> {
         requests.iter().try_for_each(|request| check(request, &model))?;
-        let specs = specs(requests);
-        let needed = pages_wanted(specs.iter().copied(), self.config.batch_max);
-        let (limits, graphs) = (self.make_cache(model.transformer, &specs, needed), self.config.graphs);
-        let scheduler = Scheduler::new(specs.iter().copied(), limits)?;
+        let (specs, queue) = (specs(requests), hooks.queue.as_ref());
+        let batch_max = queue.map_or(self.config.batch_max, |queue| queue.batch_max.min(self.config.batch_max));
+        let needed = pages_wanted(specs.iter().copied(), batch_max);
+        let limits = Limits { batch_max, ..self.make_cache(model.transformer, &specs, needed) };
+        let mut scheduler = Scheduler::new(specs.iter().copied(), limits)?;
+        if queue.is_some() {
+            scheduler.open();
+        }
         let mut run = Run {
             model,
             rng,
@@ -97,7 +101,7 @@ impl Engine {
             prompt_logits: specs.iter().map(|_| None).collect(),
             cache: &mut self.cache,
             // A graph goes on with the same sequences, and turns end and begin all the time.
-            decoder: (graphs && hooks.turns.is_none()).then_some(&mut self.decoder),
+            decoder: (self.config.graphs && hooks.turns.is_none()).then_some(&mut self.decoder),
             refused: &mut self.refused,
             limits,
             outcome: Outcome { responses: requests.iter().map(|_| None).collect(), ..Outcome::default() },
@@ -106,6 +110,7 @@ impl Engine {
             stopped: false,
         };
         while !run.is_over(hooks)? {
+            run.take_more(hooks);
             run.answer(hooks)?;
             run.fork(hooks)?;
             if !run.decode(hooks)? {

@@ -11,13 +11,14 @@ mod graphs;
 mod live;
 mod run;
 pub mod scheduler;
+mod sequence;
 mod spec;
 pub mod turns;
 
 pub use beams::{Beams, EarlyStopping};
 pub use engine::Engine;
 pub use graphs::bucket;
-pub use run::{Hooks, Model, Outcome, Progress};
+pub use run::{Hooks, Model, Outcome, Progress, Queue};
 
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};

@@ -18,6 +18,7 @@ use crate::ops::sample::{SampleParams, SampleRow, Sampled};
 use crate::rng::Rng;
 use crate::tensor::Tensor;
 use crate::text::Tokenizer;
+use std::ops::Range;
 
 /// What responses are drawn from.
 #[derive(Clone, Copy, Debug)]
@@ -106,6 +107,15 @@ pub struct Progress {
 /// Hears of a response by the index of its request.
 type Finished<'a> = dyn FnMut(usize, &Response) -> Result<()> + 'a;
 
+/// From where a call takes its requests, where it does not begin with all of them.
+pub struct Queue<'a> {
+    /// Of them it answers so many at once, at most.
+    pub batch_max: usize,
+    /// The next ones that it is to answer, all of a prompt together; none where there are no more. Ranks that share the schedule ask
+    /// together, and get the same.
+    pub next: &'a mut dyn FnMut() -> Option<Range<usize>>,
+}
+
 /// The caller's functions that `generate` calls, those that there are.
 #[derive(Default)]
 pub struct Hooks<'a> {
@@ -119,6 +129,7 @@ pub struct Hooks<'a> {
     pub finished: Option<&'a mut Finished<'a>>,
     /// Who answers turns, where a response has several.
     pub turns: Option<&'a mut dyn Turns>,
+    pub queue: Option<Queue<'a>>,
 }
 
 impl Hooks<'_> {
@@ -140,7 +151,7 @@ impl Hooks<'_> {
 /// What a call of `generate` did.
 #[derive(Debug, Default)]
 pub struct Outcome {
-    /// One place a request, in their order; `None` where the call was stopped before it ended.
+    /// One place a request, in their order; `None` where the call was stopped before it ended, or did not take it from the queue.
     pub responses: Vec<Option<Response>>,
     /// Forwards of the model.
     pub forwards: usize,
@@ -223,6 +234,17 @@ impl Run<'_> {
     pub fn report(&mut self, hooks: &mut Hooks) {
         self.progress.running = self.scheduler.running();
         hooks.report(self.progress);
+    }
+
+    /// Takes requests from the queue, as long as there is room.
+    pub fn take_more(&mut self, hooks: &mut Hooks) {
+        let Some(queue) = &mut hooks.queue else { return };
+        while self.scheduler.wants_more() {
+            match (queue.next)() {
+                Some(requests) => self.scheduler.add(requests),
+                None => self.scheduler.close(),
+            }
+        }
     }
 
     /// Takes the answers to turns that have come; waits for one where nothing else can be done.

@@ -13,10 +13,12 @@
 //! What a sequence generates does not depend on any decision made here.
 
 use super::blocks::{BlockPool, pages_of};
+use super::sequence::{Group, Prefix, Sequence, State};
 pub use super::spec::{Spec, cached_tokens_max, pages_wanted};
 use crate::error::{Error, Result};
 use crate::ops::attention::PAGE;
 use std::collections::VecDeque;
+use std::ops::Range;
 
 /// Finished sequences needed before their mean length replaces the full length as expectation.
 const FINISHED_MIN: usize = 8;
@@ -41,48 +43,6 @@ pub struct Feed {
     pub complete: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    Waiting,
-    /// Has a slot, and waits for another sample of its group to have read the prompt.
-    Follower,
-    Running,
-}
-
-#[derive(Debug)]
-struct Sequence {
-    spec: Spec,
-    state: State,
-    /// Prompt and new tokens so far.
-    length: usize,
-    /// Tokens in the cache.
-    past: usize,
-    blocks: Vec<u32>,
-    /// Reads the prompt for its group.
-    leads: bool,
-    /// Draws its first token from the group's prompt logits, and is still to end or to take its share of the pages.
-    forks: bool,
-    /// Is not fed until it has its answer: it keeps its slot and pages where no other one needs these.
-    waits: bool,
-}
-
-#[derive(Debug, Default)]
-enum Prefix {
-    #[default]
-    Absent,
-    /// Being read by the group's leader.
-    Pending,
-    /// Pages of the whole prompt, held for the samples that have not begun.
-    Ready(Vec<u32>),
-}
-
-#[derive(Debug, Default)]
-struct Group {
-    /// Samples that may still need the prompt's pages.
-    fresh: usize,
-    prefix: Prefix,
-}
-
 #[derive(Debug)]
 pub struct Scheduler {
     limits: Limits,
@@ -99,6 +59,8 @@ pub struct Scheduler {
     preemptions: usize,
     /// Sequences that wait for an answer without a slot.
     outside: usize,
+    /// More sequences may come (`add`) than those that wait.
+    is_open: bool,
 }
 
 impl Scheduler {
@@ -121,9 +83,7 @@ impl Scheduler {
                 groups.resize_with(spec.group + 1, Group::default);
             }
             groups[spec.group].fresh += 1;
-            let length = spec.prompt_tokens;
-            let (state, blocks) = (State::Waiting, Vec::new());
-            sequences.push(Sequence { spec, state, length, past: 0, blocks, leads: false, forks: false, waits: false });
+            sequences.push(Sequence::new(spec));
         }
         Ok(Self {
             pool: BlockPool::new(limits.pages),
@@ -138,12 +98,40 @@ impl Scheduler {
             finished_new_tokens: 0,
             preemptions: 0,
             outside: 0,
+            is_open: false,
         })
     }
 
-    /// Whether every sequence has finished.
+    /// Holds all sequences back until they are added.
+    pub fn open(&mut self) {
+        self.waiting.clear();
+        self.is_open = true;
+    }
+
+    /// Whether there are slots and pages for sequences that are still held back.
+    pub fn wants_more(&self) -> bool {
+        if !self.is_open || self.running.len() + self.waiting.len() >= self.limits.batch_max {
+            return false;
+        }
+        let group = |i: usize| self.group(self.waiting[i]);
+        let behind = |i: usize| i > 0 && group(i) == group(i - 1);
+        let needed: usize = self.waiting.iter().enumerate().map(|(i, &s)| self.missing_pages(s, behind(i))).sum();
+        needed < self.room() || (self.running.is_empty() && self.waiting.is_empty())
+    }
+
+    /// These sequences may begin.
+    pub fn add(&mut self, sequences: Range<usize>) {
+        self.waiting.extend(sequences);
+    }
+
+    /// Those that are still held back never begin.
+    pub fn close(&mut self) {
+        self.is_open = false;
+    }
+
+    /// Whether every sequence has finished that may begin.
     pub fn is_done(&self) -> bool {
-        self.waiting.is_empty() && self.running.is_empty() && self.outside == 0
+        self.waiting.is_empty() && self.running.is_empty() && self.outside == 0 && !self.is_open
     }
 
     /// Whether nothing can be done before an answer comes.
@@ -193,7 +181,7 @@ impl Scheduler {
         }
         let mut room = self.room();
         while let Some(&s) = self.waiting.front() {
-            let need = self.missing_pages(s);
+            let need = self.missing_pages(s, false);
             if self.running.len() >= self.limits.batch_max || !(self.running.is_empty() || need <= room) {
                 break;
             }
@@ -284,11 +272,13 @@ impl Scheduler {
         self.sequences[s].past += 1;
     }
 
-    /// Whether `admit` would give a slot to a waiting sequence, and how many are free.
+    /// Whether `admit` would give a slot to a waiting sequence, or to one that may be added, and how many are free.
     pub fn admissible(&self) -> Option<usize> {
-        let next = *self.waiting.front()?;
+        let Some(&next) = self.waiting.front() else {
+            return self.wants_more().then(|| self.limits.batch_max - self.running.len());
+        };
         let slots = self.limits.batch_max.checked_sub(self.running.len()).filter(|slots| *slots > 0)?;
-        (self.running.is_empty() || self.missing_pages(next) <= self.room()).then_some(slots)
+        (self.running.is_empty() || self.missing_pages(next, false) <= self.room()).then_some(slots)
     }
 
     /// After the forward of `feed`: its tokens are cached. Returns whether the logits behind the last token must be
@@ -469,12 +459,12 @@ impl Scheduler {
 
     /// Free pages that no running sequence is expected to need.
     fn room(&self) -> usize {
-        let expected: usize = self.running.iter().map(|&s| self.missing_pages(s)).sum();
+        let expected: usize = self.running.iter().map(|&s| self.missing_pages(s, false)).sum();
         self.pool.free().saturating_sub(expected)
     }
 
-    /// Pages that the sequence is expected to take from the pool yet.
-    fn missing_pages(&self, s: usize) -> usize {
+    /// Pages that the sequence is expected to take from the pool yet; `behind` another one of its group, which reads the prompt.
+    fn missing_pages(&self, s: usize, behind: bool) -> usize {
         let sequence = &self.sequences[s];
         let spec = sequence.spec;
         let expected_new = if self.finished < FINISHED_MIN {
@@ -484,10 +474,8 @@ impl Scheduler {
         };
         let tokens = cached_tokens_max(spec.prompt_tokens, expected_new).max(sequence.length);
         let fresh = sequence.length == spec.prompt_tokens && sequence.blocks.is_empty() && !sequence.leads;
-        let shared = match self.groups[spec.group].prefix {
-            Prefix::Pending | Prefix::Ready(_) if fresh => spec.prompt_tokens / PAGE,
-            _ => 0,
-        };
+        let is_shared = behind || !matches!(self.groups[spec.group].prefix, Prefix::Absent);
+        let shared = if fresh && is_shared { spec.prompt_tokens / PAGE } else { 0 };
         pages_of(tokens).saturating_sub(sequence.blocks.len().max(shared))
     }
 }

@@ -91,9 +91,11 @@ fn joined(rounds: &[(usize, Metrics)]) -> Metrics {
     }
     let join = |(key, found): (&str, Vec<(f64, f64)>)| {
         let value = match key {
-            keys::RESHARD_BYTES | keys::SAMPLES_DROPPED | keys::ROLLOUT_PREEMPTIONS | keys::IDLE_TAIL_S => {
-                found.iter().map(|(_, value)| value).sum()
-            }
+            keys::RESHARD_BYTES
+            | keys::SAMPLES_DROPPED
+            | keys::ROLLOUT_PREEMPTIONS
+            | keys::ROLLOUT_PROMPTS_STOLEN
+            | keys::IDLE_TAIL_S => found.iter().map(|(_, value)| value).sum(),
             keys::SAMPLER_GAP_MAX => found.iter().fold(0.0, |largest, (_, value)| larger(largest, *value)),
             // One round's numbers as they are.
             _ if found.len() == 1 => found[0].1,

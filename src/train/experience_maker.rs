@@ -115,7 +115,7 @@ struct Batch {
     samples: Vec<Experience>,
     complete: bool,
     scores: Result<Scores>,
-    /// Of all ranks and waves.
+    /// Of all ranks and batches.
     load: Load,
     /// Waits of ranks for the slowest one, the mean over ranks.
     tail_s: f64,
@@ -123,7 +123,7 @@ struct Batch {
 
 impl Batch {
     fn add(&mut self, responses: Responses, prompts: &[Prompt]) -> Result<()> {
-        let mut loads = Vec::new();
+        let (mut loads, from) = (Vec::new(), self.samples.len());
         for RankResponses { complete, responses, load } in responses()? {
             self.complete &= complete;
             loads.extend(load);
@@ -134,12 +134,15 @@ impl Batch {
                 ..Experience::default()
             }));
         }
+        // Whichever ranks drew them.
+        self.samples[from..].sort_by_key(Experience::key);
         let slowest = loads.iter().fold(0.0, |most, load| f64::max(most, load.seconds));
         self.tail_s += loads.iter().map(|load| slowest - load.seconds).sum::<f64>() / loads.len().max(1) as f64;
         for load in loads {
             self.load.preemptions += load.preemptions;
             self.load.drawn += load.drawn;
             self.load.places += load.places;
+            self.load.stolen += load.stolen;
         }
         Ok(())
     }
@@ -181,13 +184,14 @@ impl Batch {
                 }
                 let gap = scores.fill(&mut self.samples);
                 let dropped = scores.drop_failed(run, &mut self.samples)?;
-                let Load { preemptions, drawn, places, .. } = self.load;
+                let Load { preemptions, drawn, places, stolen, .. } = self.load;
                 let measured = [
                     (keys::RESHARD_BYTES, moved),
                     (keys::SAMPLER_GAP_MAX, gap),
                     (keys::SAMPLES_DROPPED, dropped),
                     (keys::ROLLOUT_PREEMPTIONS, Some(preemptions as f64)),
                     (keys::ROLLOUT_OCCUPANCY, (places > 0).then(|| drawn as f64 / places as f64)),
+                    (keys::ROLLOUT_PROMPTS_STOLEN, Some(stolen as f64)),
                     (keys::IDLE_TAIL_S, Some(self.tail_s)),
                 ];
                 let measured = measured.into_iter().filter_map(|(key, value)| Some((key.to_string(), value?)));

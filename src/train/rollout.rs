@@ -2,7 +2,7 @@
 
 use super::episodes::Episodes;
 use super::reward_models::RewardModels;
-use super::shares::{own_share, prompts_of, share_of};
+use super::shares::{Offer, Taken, expect, own_share, share_of};
 use crate::comm::{Stream, records};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
@@ -18,7 +18,7 @@ use crate::reward::environment::Environment;
 use crate::reward::{Reward, RewardContext, Scored};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::turns::Turns;
-use crate::rollout::{self, Engine, Hooks, Model, Outcome, Request, Stop};
+use crate::rollout::{self, Engine, Hooks, Model, Outcome, Queue, Request, Stop};
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
@@ -72,16 +72,19 @@ pub struct Load {
     pub drawn: usize,
     /// Tokens that could have been drawn in as many forwards.
     pub places: usize,
+    /// Prompts beyond an equal share.
+    pub stolen: usize,
 }
 
 impl Load {
-    /// What a phase came to that began at `start` and had `batch_max` sequences at once, at most.
+    /// What a phase came to that began at `start` and had `batch_max` sequences at once, at most. None is stolen.
     fn of(outcome: &Outcome, batch_max: usize, start: Instant) -> Self {
         Self {
             seconds: start.elapsed().as_secs_f64(),
             preemptions: outcome.preemptions,
             drawn: outcome.responses.iter().flatten().map(|response| response.tokens.len()).sum(),
-            places: outcome.forwards * batch_max.min(outcome.responses.len()),
+            places: outcome.forwards * batch_max,
+            stolen: 0,
         }
     }
 }
@@ -160,27 +163,20 @@ impl Collector {
         part: &Range<usize>,
         finished: &[Response],
     ) -> Result<RankResponses> {
-        let own = prompts_of(run, part);
         let config = &run.config.rollout;
-        let of_each = run.config.responses_per_prompt();
-        let wanted = |r: &&Response| own.contains(&r.prompt) && (r.sample as usize) < of_each;
-        let mut all: Vec<Response> = finished.iter().filter(wanted).cloned().collect();
         let greedy = greedy(config);
         let configs = if run.config.has_greedy() { &[config, &greedy][..] } else { &[config] };
         let streams = run.ranks.has(RoleName::Reward);
-        let responses = self.generate(run, model, step, prompts, &own, configs, &all, streams);
-        let responses = run.ranks.axes.all.agree(responses)?;
+        let answered = self.generate(run, model, step, prompts, part, configs, finished, streams);
+        let (responses, complete) = run.ranks.axes.all.agree(answered)?;
         self.log_refused_graphs(run);
-        all.extend(responses.into_iter().flatten());
-        all.sort_by_key(|r| (r.prompt, r.sample));
-        let complete = all.len() == own.len() * of_each;
         let tensor = &run.ranks.rollout_axes.tensor;
         let load = (tensor.rank() == 0).then_some(self.load);
-        Ok(RankResponses { complete, responses: own_share(all, tensor), load })
+        Ok(RankResponses { complete, responses: own_share(responses, tensor), load })
     }
 
-    /// The responses of all ranks to the prompts `batch` on a null device, which has no other ranks: each as long as it may be.
-    pub fn responses_of_all(&self, config: &Config, prompts: &[Prompt], wave: &Range<usize>) -> RankResponses {
+    /// The responses of all ranks to the prompts `part` on a null device, which has no other ranks: each as long as it may be.
+    pub fn responses_of_all(&self, config: &Config, prompts: &[Prompt], part: &Range<usize>) -> RankResponses {
         let answers = |prompt: usize| {
             let tokens = rollout::new_tokens_max(&config.rollout, prompts[prompt].tokens.len(), self.context);
             let (tokens, logprobs, sample_logprobs) = (vec![0; tokens], vec![0.0; tokens], vec![0.0; tokens]);
@@ -188,7 +184,7 @@ impl Collector {
             let one = Response { prompt, tokens, logprobs, sample_logprobs, finish, ..Response::default() };
             (0..config.responses_per_prompt() as u32).map(move |sample| Response { sample, ..one.clone() })
         };
-        RankResponses { complete: true, responses: wave.clone().flat_map(answers).collect(), load: None }
+        RankResponses { complete: true, responses: part.clone().flat_map(answers).collect(), load: None }
     }
 
     /// Logs once why decoding uses no graphs, where some rank could not capture one. All ranks of the actor call this.
@@ -203,41 +199,32 @@ impl Collector {
         self.graphs_logged = true;
     }
 
-    /// Responses to `prompts[own]`, with `prompt` counted in `prompts`; `None` for those that did not finish before a stop. Those
-    /// of each of `configs` are numbered behind those of the one before. Where this `streams`, this rank's share of them and of
-    /// those that are `done` goes to the reward.
+    /// Responses to the prompts of `part` that this rank takes, with those of them that are `done`, and whether none is missing; a stop
+    /// ends it early. Those of each of `configs` are numbered behind those of the one before. Where this `streams`, responses go
+    /// to the reward of these ranks.
     fn generate(
         &mut self,
         run: &Run,
         model: Model,
         step: u32,
         prompts: &[Prompt],
-        own: &Range<usize>,
+        part: &Range<usize>,
         configs: &[&RolloutConfig],
         done: &[Response],
         streams: bool,
-    ) -> Result<Vec<Option<Response>>> {
+    ) -> Result<(Vec<Response>, bool)> {
+        let (config, axes) = (&run.config.rollout, &run.ranks.rollout_axes);
         let of_each: usize = configs.iter().map(|config| config.samples_per_prompt).sum();
-        let share = if streams { share_of(own.len() * of_each, &run.ranks.rollout_axes.tensor) } else { 0..0 };
-        let key = |i: usize| (own.start + i / of_each, (i % of_each) as u32);
-        let first = self.expect(share.clone().map(key));
-        let place = |response: &Response| {
-            let i = (response.prompt - own.start) * of_each + response.sample as usize;
-            share.contains(&i).then(|| first + i - share.start)
-        };
-        for response in done {
-            if let Some(place) = place(response) {
-                self.reward.push(place, &prompts[response.prompt], response);
-            }
-        }
-        let requests = self.requests(prompts, own, configs, done)?;
+        let (offer, failed) = (Offer::new(run, part), RefCell::new(None));
+        let requests = self.requests(prompts, &offer.prompts, configs, done)?;
         let model = Model { tokenizer: Some(&self.tokenizer), ..model };
         if let Some(bytes) = run.cache_bytes() {
             self.engine.allow(bytes);
         }
-        let bar = run.recorder.phase(Phase::Rollout.name(), requests.len() as u64);
+        let share = part.len().div_ceil(axes.zero.size()) * of_each;
+        let batch_max = config.batch_max.min(share);
+        let bar = run.recorder.phase(Phase::Rollout.name(), share as u64);
         self.rounds += 1;
-        let failed = RefCell::new(None);
         let mut episodes = self.environment.as_mut().map(|environment| Episodes {
             environment,
             prompts,
@@ -250,29 +237,38 @@ impl Collector {
             turns: HashMap::new(),
             asked: HashMap::new(),
         });
-        let mut hooks = Hooks {
-            turns: episodes.as_mut().map(|episodes| episodes as &mut dyn Turns),
-            stop: Some(&|| run.stop_requested_here() || failed.borrow().is_some()),
-            progress: Some(&mut |progress| bar.set_position(progress.finished as u64)),
-            finished: Some(&mut |_, response| {
-                if let Some(place) = place(response) {
-                    self.reward.push(place, &prompts[response.prompt], response);
-                }
-                Ok(())
-            }),
-            ..Hooks::default()
-        };
-        let start = Instant::now();
-        let outcome = self.engine.generate(model, self.rng, step, &requests, &mut hooks);
+        let (reward, asked, streams) = (&mut self.reward, &mut self.asked, streams.then(|| axes.tensor.clone()));
+        let taken = Taken { reward, asked, prompts, of_each, done, streams, places: HashMap::new() };
+        let (taken, engine, load) = (RefCell::new(taken), &mut self.engine, &mut self.load);
+        let outcome = offer.take(axes, &taken, |next| {
+            let place = |prompt: usize| requests.partition_point(|request| request.prompt < prompt);
+            let mut next = || next().map(|prompt| place(prompt)..place(prompt + 1));
+            let mut hooks = Hooks {
+                turns: episodes.as_mut().map(|episodes| episodes as &mut dyn Turns),
+                stop: Some(&|| run.stop_requested_here() || failed.borrow().is_some()),
+                progress: Some(&mut |progress| bar.set_position(progress.finished as u64)),
+                finished: Some(&mut |_, response| {
+                    taken.borrow_mut().push(response);
+                    Ok(())
+                }),
+                queue: Some(Queue { batch_max, next: &mut next }),
+                ..Hooks::default()
+            };
+            let start = Instant::now();
+            let outcome = engine.generate(model, self.rng, step, &requests, &mut hooks);
+            *load = outcome.as_ref().map_or_else(|_| Load::default(), |outcome| Load::of(outcome, batch_max, start));
+            outcome
+        });
+        let taken = taken.into_inner();
+        self.load.stolen = taken.places.keys().filter(|prompt| !offer.own.contains(prompt)).count();
         if let Some(environment) = &mut self.environment {
             environment.cancel();
         }
         self.unanswered = failed.into_inner();
         let outcome = outcome?;
-        self.load = Load::of(&outcome, run.config.rollout.batch_max, start);
         // Training needs the memory of the cache.
         self.engine.release();
-        Ok(outcome.responses)
+        Ok(taken.with_done(outcome.responses.into_iter().flatten()))
     }
 
     /// What is asked for `prompts[own]`, but for what is `done`.
@@ -300,19 +296,13 @@ impl Collector {
         Ok(requests)
     }
 
-    /// Makes places for the responses `keys` in the reward; the first of them.
-    fn expect(&mut self, keys: impl Iterator<Item = Key>) -> usize {
-        let before = self.asked.len();
-        self.asked.extend(keys);
-        self.reward.expect(self.asked.len() - before)
-    }
-
     /// Hands this rank's share of `samples` to the reward, where they come from other ranks. All ranks of the reward's placement
     /// call this with the same samples.
     pub fn push(&mut self, run: &Run, samples: &[Experience]) {
         let own = &samples[share_of(samples.len(), &run.ranks.axes.all)];
-        let first = self.expect(own.iter().map(Experience::key));
+        let first = expect(&mut self.reward, &mut self.asked, own.iter().map(Experience::key));
         own.iter().enumerate().for_each(|(i, sample)| self.reward.push(first + i, &sample.prompt, &sample.response));
+        self.reward.flush();
     }
 
     /// What the rewards say of all responses that ranks have handed over, on all ranks; `None` where a rank was asked to stop
@@ -360,11 +350,10 @@ impl Collector {
         prompts: &[Prompt],
         config: &RolloutConfig,
     ) -> Result<Option<Vec<Answer>>> {
-        let own = prompts_of(run, &(0..prompts.len()));
         let mut answer = |model| {
-            let responses = self.generate(run, model, step, prompts, &own, &[config], &[], true)?;
-            let responses: Option<Vec<Response>> = responses.into_iter().collect();
-            Ok(responses.map(|responses| own_share(responses, &run.ranks.rollout_axes.tensor)))
+            let all = 0..prompts.len();
+            let (responses, is_complete) = self.generate(run, model, step, prompts, &all, &[config], &[], true)?;
+            Ok(is_complete.then(|| own_share(responses, &run.ranks.rollout_axes.tensor)))
         };
         let mine: Option<Vec<Response>> = run.ranks.all.agree(model.map_or(Ok(Some(Vec::new())), &mut answer))?;
         if run.ranks.all.any(mine.is_none()) {
@@ -373,7 +362,8 @@ impl Collector {
             return Ok(None);
         }
         let Some(mut by_key) = self.scored(run)? else { return Ok(None) };
-        let responses: Vec<Response> = records::gather(&run.ranks.all, &mine.unwrap_or_default())?;
+        let mut responses: Vec<Response> = records::gather(&run.ranks.all, &mine.unwrap_or_default())?;
+        responses.sort_by_key(|response| (response.prompt, response.sample));
         let mut scored: Vec<Scored> = responses.iter().map(|r| take(&mut by_key, (r.prompt, r.sample))).collect();
         if run.config.reward.has_models() {
             let of = |response: &Response| Experience {

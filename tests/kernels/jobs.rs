@@ -144,9 +144,9 @@ pub fn copied(from: &Path, to: &Path) {
 /// What a job measured in each step, but for times, memory, restarts, what a rollout took and the way that weights took.
 pub fn computed(dir: &Path, job: &str) -> Vec<Value> {
     let aside = |key: &str| {
-        ["time_", "memory_", "gpu_", "idle_"].iter().any(|of| key.starts_with(of))
+        ["time_", "memory_", "gpu_", "idle_", "rollout_"].iter().any(|of| key.starts_with(of))
             || key.contains("per_s")
-            || ["mfu", "reshard_bytes", "restarts", "rollout_occupancy", "rollout_preemptions"].contains(&key)
+            || ["mfu", "reshard_bytes", "restarts"].contains(&key)
     };
     let mut steps = metrics(dir, job);
     for step in &mut steps {

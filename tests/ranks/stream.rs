@@ -14,6 +14,7 @@ pub const TESTS: &[Test] = &[
     Test { name: "streams that a rank submits to in another order do not deadlock", ranks: &[2], check: crossed },
     Test { name: "a job on a stream sees every group it was made from", ranks: &[4], check: several_groups },
     Test { name: "only what was waited for a stream is exposed", ranks: &[1, 2], check: exposed },
+    Test { name: "each number of a queue goes to one rank, to who comes first", ranks: &[1, 2, 4], check: queue },
     Test { name: "shift moves any lengths to the next rank", ranks: &[1, 3], check: shift },
     Test {
         name: "all_to_all equals indexing, for uneven, empty and unordered ranges",
@@ -128,6 +129,27 @@ fn exposed(world: &World) {
     assert_eq!(of("barrier").exposed, barrier.exposed, "the second barrier ran in the background");
     let gained = rlhf_hpc::comm::exposed_seconds() - before;
     assert!((gained - waits.exposed).abs() <= 1e-9, "{gained} s, {} s waited", waits.exposed);
+}
+
+/// The last rank comes late, and one takes none: the others leave nothing undone, and the next list is another one.
+fn queue(world: &World) {
+    let (group, last) = (world.group(), world.size - 1);
+    for count in [0, 1, 100] {
+        let mine: Vec<u64> = group.with_queue(count, |next| {
+            if world.rank == last && world.size > 1 {
+                std::thread::sleep(std::time::Duration::from_millis(100));
+            }
+            let takes = world.rank != 1 || world.size < 4;
+            std::iter::from_fn(|| if takes { next() } else { None }).map(|n| n as u64).collect()
+        });
+        let of_ranks = group.all_gather_numbers(&mine);
+        let mut all = of_ranks.concat();
+        all.sort_unstable();
+        assert_eq!(all, (0..count as u64).collect::<Vec<_>>(), "{of_ranks:?}");
+        assert!(of_ranks.iter().all(|taken| taken.is_sorted()));
+        let late = if world.size > 1 { 0 } else { count };
+        assert_eq!(of_ranks[last].len(), late, "{of_ranks:?}");
+    }
 }
 
 fn shift(world: &World) {

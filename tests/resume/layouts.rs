@@ -35,7 +35,9 @@ fn a_ppo_step_on_any_layout_has_the_samples_and_the_numbers_of_one_rank() {
         );
         let alone = Job::ppo(&format!("layout-{name}-alone")).with(&sets).done();
         for (i, (ranks, layout)) in LAYOUTS.iter().take(layouts).enumerate() {
-            let job = Job::ppo(&format!("layout-{name}-{i}")).on(*ranks).with(&sets).with(layout).done();
+            // Fewer at once than a rank's share: ranks take prompts as they come to them.
+            let job = Job::ppo(&format!("layout-{name}-{i}")).on(*ranks).with(&sets).with("rollout.batch_max=3");
+            let job = job.with(layout).done();
             let (mine, theirs) = (&job.rollouts()["step_000001"], &alone.rollouts()["step_000001"]);
             for what in ["tokens", "token_offsets", "response_offsets", "prompt_id", "sample", "finish"] {
                 assert_eq!(mine[what], theirs[what], "{what} on {layout}");
@@ -51,6 +53,7 @@ fn a_ppo_step_on_any_layout_has_the_samples_and_the_numbers_of_one_rank() {
             for key in ["reshard_bytes", "time_reshard_s"] {
                 assert_eq!(line.contains_key(key), has("zero=3") || has("rollout"), "{key} on {layout}");
             }
+            assert!(line["rollout_prompts_stolen"].as_f64() >= Some(0.0), "{layout}");
             assert!(line["time_comm_exposed_s"].as_f64() > Some(0.0), "{layout}");
             assert!(line["time_train_slowest_ratio"].as_f64() >= Some(1.0), "{layout}");
         }

@@ -156,6 +156,7 @@ fn scores_do_not_depend_on_workers_batches_or_the_order_in_which_responses_end()
             for i in [9, 0, 4, 8, 1, 5, 2, 6, 3, 7] {
                 reward.push(first + i, &prompts[i], &responses[i]);
             }
+            reward.flush();
             while !reward.wait(Instant::now() + Duration::from_secs(1)) {}
             let scored = reward.finish().unwrap();
             let want: Vec<f32> = (0..10).map(|i| i as f32 + 0.5).collect();
@@ -184,6 +185,7 @@ fn a_response_is_scored_while_others_are_not_finished_and_a_batch_when_all_of_it
     for (place, response) in [(1, &b), (2, &c), (0, &a)] {
         reward.push(first + place, &prompt, response);
     }
+    reward.flush();
     while !reward.wait(Instant::now() + Duration::from_secs(1)) {}
     assert_eq!(scores(&reward.finish().unwrap()), [1.0; 3]);
     assert!(job.path("a-b").exists() && !job.path("a").exists(), "neighbours are in one call");

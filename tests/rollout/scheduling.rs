@@ -4,6 +4,7 @@ use rlhf_hpc::ops::attention::PAGE;
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::rollout::blocks::pages_of;
 use rlhf_hpc::rollout::scheduler::{Limits, Scheduler, Spec, pages_wanted};
+use std::ops::Range;
 
 /// Stands for a cache whose entries are (group, position, token), and for a model that draws a sequence's tokens by
 /// counting; checks at every feed that what attention would read is what it must be.
@@ -17,6 +18,8 @@ struct Rehearsal {
     forwards: usize,
     running_max: usize,
     limits: Limits,
+    /// Groups that are held back, the next one last; none where all wait from the start.
+    held: Option<Vec<Range<usize>>>,
 }
 
 /// What a model would feed: prompt tokens are the group's, new ones the sequence's own.
@@ -41,12 +44,36 @@ impl Rehearsal {
             forwards: 0,
             running_max: 0,
             limits,
+            held: None,
+        }
+    }
+
+    /// Its groups come one after the other, as there is room.
+    fn held_back(mut self) -> Self {
+        self.scheduler.open();
+        let groups: Vec<usize> = self.specs.iter().map(|spec| spec.group).collect();
+        let ranges = groups.chunk_by(|a, b| a == b).scan(0, |end, group| {
+            *end += group.len();
+            Some(*end - group.len()..*end)
+        });
+        self.held = Some(ranges.collect::<Vec<_>>().into_iter().rev().collect());
+        self
+    }
+
+    fn take_more(&mut self) {
+        let Some(held) = &mut self.held else { return };
+        while self.scheduler.wants_more() {
+            match held.pop() {
+                Some(group) => self.scheduler.add(group),
+                None => self.scheduler.close(),
+            }
         }
     }
 
     fn run(mut self) -> Self {
         while !self.scheduler.is_done() {
             assert!(self.forwards < 100_000, "the schedule does not end");
+            self.take_more();
             let forks = self.scheduler.admit().to_vec();
             self.running_max = self.running_max.max(self.scheduler.running());
             for &s in &forks {
@@ -95,6 +122,7 @@ impl Rehearsal {
             }
             assert_eq!(feed.complete, feed.past + feed.tokens == tokens.len());
         }
+        self.forwards += usize::from(!feeds.is_empty());
         for feed in feeds {
             self.fed += feed.tokens;
             self.scheduler.fed(feed);
@@ -105,7 +133,6 @@ impl Rehearsal {
                 }
             }
         }
-        self.forwards += 1;
     }
 
     fn assert_complete(&self) {
@@ -151,6 +178,11 @@ fn every_sequence_reads_its_own_tokens_for_any_pool_batch_and_budget() {
         let done = Rehearsal::new(&specs, &lengths, Limits { pages, ..limits }).run();
         done.assert_complete();
         assert_eq!(done.scheduler.preemptions(), 0, "case {number}: {limits:?}");
+        // The order is the same where they come as there is room, and as many run at once.
+        let held = Rehearsal::new(&specs, &lengths, Limits { pages, ..limits }).held_back().run();
+        held.assert_complete();
+        assert_eq!((held.forwards, held.running_max), (done.forwards, done.running_max), "case {number}: {limits:?}");
+        Rehearsal::new(&specs, &lengths, limits).held_back().run().assert_complete();
     }
 }
 

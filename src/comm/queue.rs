@@ -1,0 +1,86 @@
+//! Numbers that ranks take from one list, each as it comes to them.
+
+use super::accounting::enter;
+use super::group::Group;
+use super::raw::Comm;
+use crate::device::cpu::pool::share;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+const ASK: i32 = 21;
+const REPLY: i32 = 22;
+/// What a rank asks for: a number, or no more.
+const NEXT: u64 = 0;
+const END: u64 = 1;
+/// The reply where all numbers are taken.
+const NONE: u64 = u64::MAX;
+/// How long the thread that replies sleeps where nobody asks.
+const SLEEP: Duration = Duration::from_micros(200);
+
+/// The next number that is not taken.
+pub type Next<'a> = dyn FnMut() -> Option<usize> + 'a;
+
+impl Group {
+    /// `work` with what gives it the next of the numbers in 0..`count` that no rank has taken, and none where all are. All ranks of the
+    /// group call this with the same `count`, and none goes on before the others have ended their work. A null group's numbers are
+    /// the rank's own share.
+    ///
+    /// A thread of the first rank replies to the others, who so wait for no forward of that rank. Messages, as one-sided calls from
+    /// several threads are refused over TCP by Open MPI 4.1 (its man page of `MPI_Win_create`, osc/pt2pt).
+    pub fn with_queue<T>(&self, count: usize, work: impl FnOnce(&mut Next) -> T) -> T {
+        let comm = self.channel().map(|channel| channel.comm);
+        let Some(comm) = comm else {
+            let mut own = share(count, 1, self.rank(), self.size());
+            return work(&mut || own.next());
+        };
+        let found = if self.rank() == 0 { self.lead(comm, count, work) } else { self.follow(comm, work) };
+        self.barrier();
+        found
+    }
+
+    fn follow<T>(&self, comm: Comm, work: impl FnOnce(&mut Next) -> T) -> T {
+        let found = work(&mut || {
+            let _call = enter(self.axis(), "queue", size_of::<u64>());
+            let next = ask(comm, self.rank());
+            (next != NONE).then_some(next as usize)
+        });
+        comm.send_short(0, ASK, &[self.rank() as u64, END]);
+        found
+    }
+
+    fn lead<T>(&self, comm: Comm, count: usize, work: impl FnOnce(&mut Next) -> T) -> T {
+        let taken = AtomicUsize::new(0);
+        let next = &|| Some(taken.fetch_add(1, Ordering::Relaxed)).filter(|next| *next < count);
+        thread::scope(|scope| {
+            let others = self.size() - 1;
+            let others = scope.spawn(move || reply(comm, others, next));
+            let found = work(&mut || next());
+            let _call = enter(self.axis(), "queue", 0);
+            others.join().expect("a thread that fails ends the process");
+            found
+        })
+    }
+}
+
+fn ask(comm: Comm, rank: usize) -> u64 {
+    let mut next = [0];
+    // SAFETY: the buffer lives until the request was waited for.
+    let request = unsafe { comm.receive(0, REPLY, &mut next) };
+    comm.send_short(0, ASK, &[rank as u64, NEXT]);
+    request.wait();
+    next[0]
+}
+
+/// Replies until `others` ranks ask no more.
+fn reply(comm: Comm, mut others: usize, next: impl Fn() -> Option<usize>) {
+    while others > 0 {
+        match comm.take::<u64, 2>(ASK) {
+            None => thread::sleep(SLEEP),
+            Some([_, END]) => others -= 1,
+            Some([rank, _]) => {
+                comm.send_short(rank as usize, REPLY, &[next().map_or(NONE, |next| next as u64)]);
+            }
+        }
+    }
+}
