@@ -129,6 +129,8 @@ table! {
         "score_mean over all samples, those that rollout.dynamic_sampling dropped included.";
     ROLLOUT_OCCUPANCY = "rollout_occupancy", "rollout", Ratio,
         "Tokens drawn by the places that forwards had for them: rollout.batch_max each, or as many as the rank has responses to draw.";
+    ROLLOUT_PREFIX_HIT_RATIO = "rollout_prefix_hit_ratio", "rollout", Ratio,
+        "Share of the responses' prompt tokens that were not read for them, as another response had read the same ones.";
     ROLLOUT_PROMPTS_STOLEN = "rollout_prompts_stolen", "rollout", Count,
         "Prompts that ranks answered beyond their equal shares (rollout.work_stealing).";
     ROLLOUT_PREEMPTIONS = "rollout_preemptions", "rollout", Count,

@@ -5,7 +5,7 @@ use super::Request;
 use super::beams::{self, BeamRun, Beams};
 use super::live::Live;
 use super::run::{Decoder, Hooks, Model, Outcome, Progress, Run};
-use super::scheduler::{Limits, Scheduler, Spec, pages_wanted};
+use super::scheduler::{Limits, Prefixes, Scheduler, Spec, pages_wanted};
 use crate::config::rollout::RolloutConfig;
 use crate::device::cuda::owned_by;
 use crate::device::null::{self, Cache};
@@ -88,6 +88,16 @@ impl Engine {
         let needed = pages_wanted(specs.iter().copied(), batch_max);
         let limits = Limits { batch_max, ..self.make_cache(model.transformer, &specs, needed) };
         let mut scheduler = Scheduler::new(specs.iter().copied(), limits)?;
+        // Prompts of a plan are made up alike.
+        if !null::is_active() {
+            let mut next = 0;
+            let of_groups = specs.iter().zip(requests).filter(|(spec, _)| {
+                let is_first = spec.group == next;
+                next += usize::from(is_first);
+                is_first
+            });
+            scheduler.share_prefixes(Prefixes::new(of_groups.map(|(_, request)| &*request.tokens)));
+        }
         if queue.is_some() {
             scheduler.open();
         }
@@ -119,6 +129,9 @@ impl Engine {
             }
         }
         run.outcome.preemptions = run.scheduler.preemptions();
+        run.outcome.found_tokens = run.scheduler.found_tokens();
+        let answered = requests.iter().zip(&run.outcome.responses).filter(|(_, response)| response.is_some());
+        run.outcome.prompt_tokens = answered.map(|(request, _)| request.tokens.len()).sum();
         Ok(run.outcome)
     }
 

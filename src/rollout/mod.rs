@@ -9,6 +9,7 @@ pub mod blocks;
 pub mod engine;
 mod graphs;
 mod live;
+mod prefixes;
 mod run;
 pub mod scheduler;
 mod sequence;

@@ -161,6 +161,9 @@ pub struct Outcome {
     pub tokens_fed: usize,
     /// How often a sequence had to be read again because the cache was full.
     pub preemptions: usize,
+    /// Tokens of the prompts of all responses, and those of them that were not read, as another sequence had read them.
+    pub prompt_tokens: usize,
+    pub found_tokens: usize,
 }
 
 impl Outcome {

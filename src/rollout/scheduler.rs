@@ -7,14 +7,15 @@
 //!   gives its pages back and later reads its tokens again, with the same bits. The oldest sequence always goes on.
 //! - Samples of one prompt form a group. The first one admitted reads the prompt; the others share its full pages,
 //!   copy the last partial one, and draw their first token from the same logits.
-//!
+//! - Pages that prompts of several groups begin with are read once, too (`Prefixes`).
 //! - A sequence whose turn has ended waits for its answer with its pages, and then reads it behind them.
 //!
 //! What a sequence generates does not depend on any decision made here.
 
 use super::blocks::{BlockPool, pages_of};
+pub use super::prefixes::Prefixes;
 use super::sequence::{Group, Prefix, Sequence, State};
-pub use super::spec::{Spec, cached_tokens_max, pages_wanted};
+pub use super::spec::{Feed, Limits, Spec, cached_tokens_max, pages_wanted};
 use crate::error::{Error, Result};
 use crate::ops::attention::PAGE;
 use std::collections::VecDeque;
@@ -22,26 +23,6 @@ use std::ops::Range;
 
 /// Finished sequences needed before their mean length replaces the full length as expectation.
 const FINISHED_MIN: usize = 8;
-
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// Sequences running at once.
-    pub batch_max: usize,
-    /// Prompt tokens in one forward.
-    pub prefill_tokens_max: usize,
-    /// Pages of the KV cache.
-    pub pages: usize,
-}
-
-/// A sequence's share of a forward: `tokens` tokens behind the `past` cached ones.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Feed {
-    pub sequence: usize,
-    pub past: usize,
-    pub tokens: usize,
-    /// The forward reaches the sequence's last token, so the next one can be drawn.
-    pub complete: bool,
-}
 
 #[derive(Debug)]
 pub struct Scheduler {
@@ -61,6 +42,9 @@ pub struct Scheduler {
     outside: usize,
     /// More sequences may come (`add`) than those that wait.
     is_open: bool,
+    prefixes: Prefixes,
+    /// Prompt tokens of sequences that begin which others have read.
+    found_tokens: usize,
 }
 
 impl Scheduler {
@@ -99,7 +83,19 @@ impl Scheduler {
             preemptions: 0,
             outside: 0,
             is_open: false,
+            prefixes: Prefixes::default(),
+            found_tokens: 0,
         })
+    }
+
+    /// Pages that prompts have in common are read once.
+    pub fn share_prefixes(&mut self, prefixes: Prefixes) {
+        self.prefixes = prefixes;
+    }
+
+    /// Prompt tokens of all sequences so far that were not read, as they were there.
+    pub fn found_tokens(&self) -> usize {
+        self.found_tokens
     }
 
     /// Holds all sequences back until they are added.
@@ -225,11 +221,11 @@ impl Scheduler {
         let mut i = 0;
         while i < self.running.len() {
             let s = self.running[i];
-            let sequence = &self.sequences[s];
             i += 1;
-            if sequence.state != State::Running || sequence.waits {
+            if self.sequences[s].state != State::Running || self.sequences[s].waits || !self.take_prefix(s) {
                 continue;
             }
+            let sequence = &self.sequences[s];
             let (past, left) = (sequence.past, sequence.length - sequence.past);
             let tokens = if left == 1 { 1 } else { left.min(budget) };
             if tokens == 0 || !self.cover(s, past + tokens) {
@@ -238,9 +234,21 @@ impl Scheduler {
             if left > 1 {
                 budget -= tokens;
             }
+            self.prefixes.begin(s, &self.sequences[s], past + tokens);
             self.feeds.push(Feed { sequence: s, past, tokens, complete: tokens == left });
         }
         &self.feeds
+    }
+
+    /// Gives a sequence that reads its prompt the pages of it that others have read. False where it is to wait for one.
+    fn take_prefix(&mut self, s: usize) -> bool {
+        let sequence = &mut self.sequences[s];
+        let before = sequence.past;
+        let goes_on = self.prefixes.take(s, sequence, &mut self.pool);
+        if sequence.length == sequence.spec.prompt_tokens {
+            self.found_tokens += sequence.past - before;
+        }
+        goes_on
     }
 
     /// The running sequences, if each of them is to be fed just the token that it drew last.
@@ -286,6 +294,7 @@ impl Scheduler {
     pub fn fed(&mut self, feed: Feed) -> bool {
         let sequence = &mut self.sequences[feed.sequence];
         sequence.past = feed.past + feed.tokens;
+        self.prefixes.end(feed.sequence, sequence, feed.complete, &mut self.pool);
         if !(feed.complete && sequence.leads) {
             return false;
         }
@@ -370,6 +379,7 @@ impl Scheduler {
             self.pool.retain(page);
             self.sequences[s].blocks.push(page);
         }
+        self.found_tokens += prompt_tokens;
         let Some(from) = partial else {
             self.sequences[s].past = prompt_tokens;
             return None;
@@ -405,6 +415,8 @@ impl Scheduler {
         while self.sequences[s].blocks.len() < pages_of(tokens) {
             if let Some(page) = self.pool.allocate() {
                 self.sequences[s].blocks.push(page);
+            } else if self.prefixes.drop_unused(&mut self.pool) {
+                // One of them is free now.
             } else if self.running.len() > 1 {
                 let youngest = *self.running.last().expect("at least two run");
                 self.preempt(youngest);
@@ -421,6 +433,7 @@ impl Scheduler {
 
     fn preempt(&mut self, s: usize) {
         self.preemptions += 1;
+        self.prefixes.cancel(s);
         self.running.retain(|&r| r != s);
         if self.sequences[s].waits {
             self.outside += 1;
@@ -475,7 +488,11 @@ impl Scheduler {
         let tokens = cached_tokens_max(spec.prompt_tokens, expected_new).max(sequence.length);
         let fresh = sequence.length == spec.prompt_tokens && sequence.blocks.is_empty() && !sequence.leads;
         let is_shared = behind || !matches!(self.groups[spec.group].prefix, Prefix::Absent);
-        let shared = if fresh && is_shared { spec.prompt_tokens / PAGE } else { 0 };
+        let shared = match fresh {
+            true if is_shared => spec.prompt_tokens / PAGE,
+            true => self.prefixes.held(spec.group),
+            false => 0,
+        };
         pages_of(tokens).saturating_sub(sequence.blocks.len().max(shared))
     }
 }

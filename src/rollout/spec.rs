@@ -1,6 +1,26 @@
-//! What a sequence may take of the KV cache.
+//! What a sequence may take of the KV cache and of a forward.
 
 use super::blocks::pages_of;
+
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Sequences running at once.
+    pub batch_max: usize,
+    /// Prompt tokens in one forward.
+    pub prefill_tokens_max: usize,
+    /// Pages of the KV cache.
+    pub pages: usize,
+}
+
+/// A sequence's share of a forward: `tokens` tokens behind the `past` cached ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Feed {
+    pub sequence: usize,
+    pub past: usize,
+    pub tokens: usize,
+    /// The forward reaches the sequence's last token, so the next one can be drawn.
+    pub complete: bool,
+}
 
 /// What the scheduler has to know of a sequence.
 #[derive(Clone, Copy, Debug)]

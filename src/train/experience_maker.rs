@@ -143,6 +143,8 @@ impl Batch {
             self.load.drawn += load.drawn;
             self.load.places += load.places;
             self.load.stolen += load.stolen;
+            self.load.prompt_tokens += load.prompt_tokens;
+            self.load.found_tokens += load.found_tokens;
         }
         Ok(())
     }
@@ -184,13 +186,15 @@ impl Batch {
                 }
                 let gap = scores.fill(&mut self.samples);
                 let dropped = scores.drop_failed(run, &mut self.samples)?;
-                let Load { preemptions, drawn, places, stolen, .. } = self.load;
+                let Load { preemptions, drawn, places, stolen, prompt_tokens, found_tokens, .. } = self.load;
+                let ratio = |part: usize, all: usize| (all > 0).then_some(part as f64 / all as f64);
                 let measured = [
                     (keys::RESHARD_BYTES, moved),
                     (keys::SAMPLER_GAP_MAX, gap),
                     (keys::SAMPLES_DROPPED, dropped),
                     (keys::ROLLOUT_PREEMPTIONS, Some(preemptions as f64)),
-                    (keys::ROLLOUT_OCCUPANCY, (places > 0).then(|| drawn as f64 / places as f64)),
+                    (keys::ROLLOUT_OCCUPANCY, ratio(drawn, places)),
+                    (keys::ROLLOUT_PREFIX_HIT_RATIO, ratio(found_tokens, prompt_tokens)),
                     (keys::ROLLOUT_PROMPTS_STOLEN, Some(stolen as f64)),
                     (keys::IDLE_TAIL_S, Some(self.tail_s)),
                 ];

@@ -74,6 +74,9 @@ pub struct Load {
     pub places: usize,
     /// Prompts beyond an equal share.
     pub stolen: usize,
+    /// As in `Outcome`.
+    pub prompt_tokens: usize,
+    pub found_tokens: usize,
 }
 
 impl Load {
@@ -85,6 +88,8 @@ impl Load {
             drawn: outcome.responses.iter().flatten().map(|response| response.tokens.len()).sum(),
             places: outcome.forwards * batch_max,
             stolen: 0,
+            prompt_tokens: outcome.prompt_tokens,
+            found_tokens: outcome.found_tokens,
         }
     }
 }

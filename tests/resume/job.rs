@@ -249,11 +249,8 @@ impl Job {
     pub fn timeless_metrics(&self) -> Vec<Map<String, Value>> {
         let mut lines = self.metrics();
         for line in &mut lines {
-            let of_rollout =
-                |key: &str| matches!(key, "rollout_occupancy" | "rollout_preemptions" | "rollout_prompts_stolen");
-            let of_times = |key: &str| {
-                key.contains("time_") || key.ends_with("per_s") || key.starts_with("idle_") || of_rollout(key)
-            };
+            let of_rollout = |key: &str| key.starts_with("idle_") || key.starts_with("rollout_");
+            let of_times = |key: &str| key.contains("time_") || key.ends_with("per_s") || of_rollout(key);
             let is_of_a_start = |key: &str| key == "mfu" || key == "restarts" || key.starts_with("memory_");
             line.retain(|key, _| !of_times(key) && !is_of_a_start(key));
         }

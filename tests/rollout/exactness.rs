@@ -140,6 +140,29 @@ fn a_response_does_not_depend_on_the_other_requests_or_their_order() {
 }
 
 #[test]
+fn prompts_that_begin_alike_share_pages_and_give_what_each_gives_alone() {
+    let (tiny, mut prompts) = (llama(), prompts(&[90, 75, 100, 66]));
+    for i in 1..4 {
+        let head = prompts[0].tokens[..70].to_vec();
+        let end = head.len().min(prompts[i].tokens.len());
+        prompts[i].tokens[..end].clone_from_slice(&head[..end]);
+    }
+    for prefill_tokens_max in [20, 400] {
+        let config = RolloutConfig { prefill_tokens_max, ..config(20, 2) };
+        let requests = requested(&tiny.transformer, &prompts, &config);
+        let outcome = run(&tiny, &config, &requests, None).expect("a rollout");
+        let (read, found) = (331 + 3 * 64, outcome.found_tokens);
+        assert_eq!((outcome.prompt_tokens, found), (2 * 331, read), "two pages of three prompts, and second samples");
+        let mut alone = prompts.iter().flat_map(|prompt| responses(&tiny, &config, std::slice::from_ref(prompt)));
+        for (i, response) in outcome.complete().expect("all").into_iter().enumerate() {
+            let alone = alone.next().expect("as many");
+            let same = response.tokens == alone.tokens && response.logprobs == alone.logprobs;
+            assert!(same, "response {i}");
+        }
+    }
+}
+
+#[test]
 fn samples_and_steps_differ_and_the_same_step_repeats() {
     let (tiny, prompts) = (llama(), prompts(&[8]));
     let sampled = responses(&tiny, &config(20, 4), &prompts);

@@ -3,7 +3,8 @@
 use rlhf_hpc::ops::attention::PAGE;
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::rollout::blocks::pages_of;
-use rlhf_hpc::rollout::scheduler::{Limits, Scheduler, Spec, pages_wanted};
+use rlhf_hpc::rollout::scheduler::{Limits, Prefixes, Scheduler, Spec, pages_wanted};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Stands for a cache whose entries are (group, position, token), and for a model that draws a sequence's tokens by
@@ -57,6 +58,19 @@ impl Rehearsal {
             Some(*end - group.len()..*end)
         });
         self.held = Some(ranges.collect::<Vec<_>>().into_iter().rev().collect());
+        self
+    }
+
+    /// The prompts of all groups but the second begin with the same `head` tokens, as far as they go.
+    fn with_head(mut self, head: usize) -> Self {
+        for (spec, tokens) in self.specs.iter().zip(&mut self.tokens).filter(|(spec, _)| spec.group != 1) {
+            let end = head.min(spec.prompt_tokens);
+            tokens[..end].iter_mut().zip(9_000_000..).for_each(|(token, head)| *token = head);
+        }
+        let groups = self.specs.iter().zip(&self.tokens).map(|(spec, tokens)| (spec.group, tokens));
+        let prompts: BTreeMap<usize, Vec<u32>> =
+            groups.map(|(group, tokens)| (group, tokens.iter().map(|&t| t as u32).collect())).collect();
+        self.scheduler.share_prefixes(Prefixes::new(prompts.values().map(Vec::as_slice)));
         self
     }
 
@@ -183,6 +197,13 @@ fn every_sequence_reads_its_own_tokens_for_any_pool_batch_and_budget() {
         held.assert_complete();
         assert_eq!((held.forwards, held.running_max), (done.forwards, done.running_max), "case {number}: {limits:?}");
         Rehearsal::new(&specs, &lengths, limits).held_back().run().assert_complete();
+        // Prompts with the same first pages, in a cache of any size.
+        let shared = Rehearsal::new(&specs, &lengths, limits).with_head(100).run();
+        shared.assert_complete();
+        let shared = Rehearsal::new(&specs, &lengths, Limits { pages, ..limits }).with_head(100).held_back().run();
+        shared.assert_complete();
+        assert_eq!(shared.scheduler.preemptions(), 0, "case {number}: {limits:?}");
+        assert_eq!(shared.fed + shared.scheduler.found_tokens(), done.fed + done.scheduler.found_tokens());
     }
 }
 
@@ -196,6 +217,21 @@ fn a_prompt_is_read_once_for_all_its_samples() {
         done.assert_complete();
         assert_eq!(done.fed, prompts.iter().sum::<usize>() + 30 * 19, "batch_max {batch_max}");
         assert_eq!(done.scheduler.preemptions(), 0);
+    }
+}
+
+#[test]
+fn pages_that_prompts_begin_with_in_common_are_read_once() {
+    // Of 70 common tokens two pages are whole; the last page of a prompt is its own, as its logits are wanted.
+    let prompts = [100, 90, 71, 64, 65, 30, 100];
+    for batch_max in [1, 4, 100] {
+        let specs = groups(&prompts, 2, 5);
+        let limits = Limits { batch_max, prefill_tokens_max: 24, pages: 100 };
+        let done = Rehearsal::new(&specs, &[5; 14], limits).with_head(70).run();
+        done.assert_complete();
+        let found = 3 * 64 + 32 + prompts.iter().sum::<usize>();
+        assert_eq!(done.scheduler.found_tokens(), found, "batch {batch_max}");
+        assert_eq!(done.fed, 2 * prompts.iter().sum::<usize>() + 14 * 4 - found, "batch {batch_max}");
     }
 }
 

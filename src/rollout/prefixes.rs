@@ -1,0 +1,137 @@
+//! Pages that prompts begin with in common: a system prompt, examples. The first sequence that needs such a page reads it, and the
+//! others take it.
+//!
+//! A page belongs to its tokens and to all that stand before them, as keys and values depend on these.
+
+use super::blocks::BlockPool;
+use super::sequence::Sequence;
+use crate::ops::attention::PAGE;
+use std::collections::HashMap;
+
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+enum Head {
+    #[default]
+    Absent,
+    /// A sequence reads it.
+    Pending(usize),
+    /// Held for prompts that have not been read.
+    Ready(u32),
+}
+
+#[derive(Debug, Default)]
+pub struct Prefixes {
+    /// Of each group the pages of its prompt that others begin with, too, by their numbers here.
+    chains: Vec<Vec<usize>>,
+    heads: Vec<Head>,
+    /// Of each page how many groups are yet to be read.
+    fresh: Vec<usize>,
+}
+
+impl Prefixes {
+    /// `prompts`: of each group. The page with a prompt's last token is its own, as logits are wanted behind it.
+    pub fn new<'a>(prompts: impl IntoIterator<Item = &'a [u32]>) -> Self {
+        let mut numbers: HashMap<(Option<usize>, &[u32]), usize> = HashMap::new();
+        let mut groups = Vec::new();
+        let chain = |prompt: &'a [u32]| {
+            let pages = prompt[..prompt.len().saturating_sub(1)].chunks_exact(PAGE);
+            let number = |before: &mut Option<usize>, page| {
+                let next = numbers.len();
+                *before = Some(*numbers.entry((*before, page)).or_insert(next));
+                groups.resize(numbers.len(), 0);
+                groups[before.expect("it was numbered")] += 1;
+                *before
+            };
+            pages.scan(None, number).collect::<Vec<usize>>()
+        };
+        let mut chains: Vec<Vec<usize>> = prompts.into_iter().map(chain).collect();
+        // Whoever shares a page shares those before it.
+        let shared: Vec<usize> = (0..groups.len()).filter(|&page| groups[page] > 1).collect();
+        for chain in &mut chains {
+            chain.truncate(chain.partition_point(|&page| groups[page] > 1));
+            for page in chain {
+                *page = shared.partition_point(|&other| other < *page);
+            }
+        }
+        let fresh: Vec<usize> = shared.iter().map(|&page| groups[page]).collect();
+        Self { chains, heads: vec![Head::Absent; fresh.len()], fresh }
+    }
+
+    fn chain(&self, group: usize) -> &[usize] {
+        self.chains.get(group).map_or(&[], Vec::as_slice)
+    }
+
+    /// Pages that a sequence of the group need not read.
+    pub(super) fn held(&self, group: usize) -> usize {
+        self.chain(group).iter().take_while(|&&page| self.heads[page] != Head::Absent).count()
+    }
+
+    /// Gives sequence `s` the pages behind its own that are there. False where another sequence reads the next one.
+    pub(super) fn take(&mut self, s: usize, sequence: &mut Sequence, pool: &mut BlockPool) -> bool {
+        let pages = self.chain(sequence.spec.group);
+        while sequence.past == PAGE * sequence.blocks.len()
+            && let Some(&page) = pages.get(sequence.blocks.len())
+        {
+            match self.heads[page] {
+                Head::Absent => return true,
+                Head::Pending(reader) => return reader == s,
+                Head::Ready(block) => {
+                    pool.retain(block);
+                    sequence.blocks.push(block);
+                    sequence.past += PAGE;
+                }
+            }
+        }
+        true
+    }
+
+    /// Sequence `s` reads on up to `tokens`.
+    pub(super) fn begin(&mut self, s: usize, sequence: &Sequence, tokens: usize) {
+        let pages = self.chains.get(sequence.spec.group).map_or(&[][..], Vec::as_slice);
+        for &page in pages.iter().take(tokens / PAGE).skip(sequence.past / PAGE) {
+            if self.heads[page] == Head::Absent {
+                self.heads[page] = Head::Pending(s);
+            }
+        }
+    }
+
+    /// Sequence `s` has read its tokens up to `past`; all of the prompt, where it `is_read`.
+    pub(super) fn end(&mut self, s: usize, sequence: &Sequence, is_read: bool, pool: &mut BlockPool) {
+        let Some(pages) = self.chains.get_mut(sequence.spec.group) else { return };
+        for (&page, &block) in pages.iter().zip(&sequence.blocks).take(sequence.past / PAGE) {
+            if self.heads[page] == Head::Pending(s) {
+                pool.retain(block);
+                self.heads[page] = Head::Ready(block);
+            }
+        }
+        if !is_read {
+            return;
+        }
+        for page in std::mem::take(pages) {
+            self.fresh[page] -= 1;
+            if self.fresh[page] == 0 {
+                self.drop_page(page, pool);
+            }
+        }
+    }
+
+    /// Sequence `s` reads no more.
+    pub(super) fn cancel(&mut self, s: usize) {
+        self.heads.iter_mut().filter(|head| **head == Head::Pending(s)).for_each(|head| *head = Head::Absent);
+    }
+
+    /// Gives up the pages that no sequence has; whether there were any.
+    pub(super) fn drop_unused(&mut self, pool: &mut BlockPool) -> bool {
+        let unused = |head: &Head| matches!(head, Head::Ready(block) if !pool.is_shared(*block));
+        let pages: Vec<usize> = (0..self.heads.len()).filter(|&page| unused(&self.heads[page])).collect();
+        for &page in &pages {
+            self.drop_page(page, pool);
+        }
+        !pages.is_empty()
+    }
+
+    fn drop_page(&mut self, page: usize, pool: &mut BlockPool) {
+        if let Head::Ready(block) = std::mem::take(&mut self.heads[page]) {
+            pool.release(block);
+        }
+    }
+}
