@@ -265,7 +265,7 @@ impl Collector {
             outcome
         });
         let taken = taken.into_inner();
-        self.load.stolen = taken.places.keys().filter(|prompt| !offer.own.contains(prompt)).count();
+        self.load.stolen = taken.places.len().saturating_sub(offer.own);
         if let Some(environment) = &mut self.environment {
             environment.cancel();
         }

@@ -19,8 +19,8 @@ pub fn prompts_of(run: &Run, part: &Range<usize>) -> Range<usize> {
 
 /// What ranks with a model between them may take of the prompts.
 pub struct Offer {
-    /// An equal share.
-    pub own: Range<usize>,
+    /// Prompts of an equal share.
+    pub own: usize,
     pub prompts: Range<usize>,
     /// Other ranks take of the same prompts.
     is_shared: bool,
@@ -31,8 +31,7 @@ impl Offer {
         let own = prompts_of(run, part);
         let steals = run.config.rollout.work_stealing && !run.config.reward.compares_all();
         let is_shared = steals && run.ranks.rollout_axes.zero.size() > 1 && !null::is_active();
-        let prompts = if is_shared { part } else { &own }.clone();
-        Self { own, prompts, is_shared }
+        Self { own: own.len(), prompts: if is_shared { part.clone() } else { own }, is_shared }
     }
 
     /// `work` with what gives the next prompt that this rank is to answer. Ranks that share its matrices ask together.
