@@ -4,7 +4,7 @@ use super::out::{note, say};
 use crate::comm::nccl::Nccl;
 use crate::comm::{self, World};
 use crate::device::cuda::cublaslt::CublasLt;
-use crate::device::cuda::devices::{Properties, devices};
+use crate::device::cuda::devices::{Found, Properties, devices};
 use crate::device::cuda::nvrtc::Nvrtc;
 use crate::device::cuda::{Gpu, embedded, library};
 use crate::device::simd::Level;
@@ -71,9 +71,6 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 const GIB: f64 = (1u64 << 30) as f64;
-
-/// The driver's CUDA version and the GPUs, or why there are none.
-type Found = std::result::Result<((i32, i32), Vec<Properties>), String>;
 
 /// The GPUs of this machine, the embedded cubins, and the libraries.
 fn cuda(found: &Found, mine: Option<usize>) -> Vec<String> {

@@ -151,6 +151,23 @@ fn the_recipe_of_7b_runs_at_a_thousandth_of_its_size_on_4_ranks() {
 }
 
 #[test]
+fn a_step_that_would_take_cpus_hours_is_refused_where_the_job_leaves_the_device_open() {
+    let fixture = Fixture::new();
+    fixture.run(&["init", "--config", "config.json", "--tokenizer", "tokenizer", "--out", "big"]).well();
+    let config = include_bytes!("../../jobs/models/llama2-7b-sft/config.json");
+    fixture.write("big/config.json", config);
+    std::fs::remove_file(fixture.path("big/model.safetensors")).expect("it has weights");
+    let sets = ["model.actor=big", "rollout.response_tokens_max=2000", "rollout.prompts_per_step=64"];
+    let run = |device| fixture.run(&[&["run", "job.toml", "--dry-run", device][..], &sets].concat());
+    let open = run("job.device=auto");
+    assert!(open.stderr.contains("hours, says the plan"), "{}", open.stderr);
+    open.refused(2, &["no GPU: ", "on these CPUs a step would take about "]).hinted("job.device = \"cpu\"");
+    // A job that asks for CPUs gets them, and comes to the weights that this model lacks.
+    let asked = run("job.device=cpu");
+    assert!(asked.stderr.contains("safetensors") && !asked.stderr.contains("hours"), "{}", asked.stderr);
+}
+
+#[test]
 fn schema_prints_the_schema_of_a_job_as_json() {
     let printed = Fixture::new().run(&["schema"]).well().stdout;
     assert_eq!(serde_json::from_str::<serde_json::Value>(&printed).expect("JSON"), config::schema());

@@ -32,7 +32,7 @@ fn losses(dir: &Path, job: &str) -> Vec<u64> {
 }
 
 #[test]
-fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them_or_not_taken() {
+fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     for (i, (fault, what)) in OF_STARTS.into_iter().enumerate() {
@@ -48,11 +48,12 @@ fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them_or_not_tak
     // Without the look nobody sees it.
     let ill = Some(of_start(1));
     ends(at, ill, "sft.toml job.check=false job.steps=1 job.dir=unseen", &[]);
-    // What is free to choose takes the CPU.
-    let words = ends(at, ill, &format!("sft.toml job.dir=chosen {DEFAULTS}"), &[]);
-    assert!(words.contains("no GPU: the kernels of this GPU do not pass beside the CPU: the gradient of"), "{words}");
-    ends(at, None, &format!("sft.toml job.dir=cpu {DEFAULTS}"), &[]);
-    assert_eq!(losses(at, "chosen"), losses(at, "cpu"));
+    // A job that leaves the device open does not leave the GPU.
+    let done = run(at, ill, &format!("sft.toml job.dir=open {DEFAULTS}"), &[]);
+    let words = flat(&done);
+    let why = "error: GPU 0 at 0000:3b:00.0: the kernels of this GPU do not pass beside the CPU: the gradient of";
+    assert!(done.status.code() == Some(1) && words.contains(why), "{words}");
+    assert!(words.contains("job.device = \"cpu\" computes without it"), "{words}");
 }
 
 #[test]
@@ -79,10 +80,12 @@ fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() 
     }
     assert_eq!(metrics(at, "gpu").len(), 3);
     // What no GPU holds.
-    let words = ends(at, Some(SOUND), "sft.toml --dry-run job.device=auto model.dtype=f32", &[]);
-    assert!(words.contains("no GPU: model.dtype = \"f32\", and GPUs hold"), "{words}");
-    let done = run(at, Some(SOUND), "sft.toml --dry-run model.dtype=f32", &[]);
-    assert!(done.status.code() == Some(2) && flat(&done).contains("set model.dtype = \"bf16\""), "{}", flat(&done));
+    for device in ["auto", "gpu"] {
+        let done = run(at, Some(SOUND), &format!("sft.toml --dry-run job.device={device} model.dtype=f32"), &[]);
+        let (words, why) = (flat(&done), "error: model.dtype = \"f32\", and GPUs hold weights and activations in bf16");
+        assert!(done.status.code() == Some(2) && words.contains(why), "{words}");
+        assert!(words.contains("set model.dtype = \"bf16\", or job.device = \"cpu\""), "{words}");
+    }
 }
 
 #[test]
@@ -114,15 +117,11 @@ fn automatic_products_are_those_with_which_a_step_is_faster_and_stay_so() {
 }
 
 #[test]
-fn all_ranks_leave_their_gpus_where_one_computes_other_things() {
+fn one_rank_whose_gpu_is_ill_or_unseen_ends_all_with_its_name() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
-    let own = format!(
-        "if [ $OMPI_COMM_WORLD_RANK = 1 ]; then export {}={}; fi; exec \"$0\" \"$@\"",
-        emulation::FAULT,
-        of_start(1)
-    );
-    let ranks = |sets: &str| {
+    let ranks = |of_rank_1: &str, sets: &str| {
+        let own = format!("if [ $OMPI_COMM_WORLD_RANK = 1 ]; then export {of_rank_1}; fi; exec \"$0\" \"$@\"");
         let line = format!("run sft.toml job.steps=1 {sets}");
         let mut mpirun = launched(2);
         mpirun
@@ -133,14 +132,23 @@ fn all_ranks_leave_their_gpus_where_one_computes_other_things() {
             .args(line.split(' '));
         mpirun.output().expect("mpirun starts")
     };
-    let done = ranks(&format!("job.dir=chosen {DEFAULTS}"));
-    let words = flat(&done);
-    assert!(done.status.success(), "{words}");
-    assert!(words.contains("no GPU: rank 1 (") && words.contains("the gradient of"), "{words}");
-    let done = ranks("job.dir=refused job.check=true");
-    let words = flat(&done);
-    assert!(!done.status.success() && words.contains("error: rank 1 ("), "{words}");
-    assert!(words.contains("do not pass beside the CPU: the gradient of"), "{words}");
+    let ill = format!("{}={}", emulation::FAULT, of_start(1));
+    let computes = "GPU 1 at 0000:af:00.0: the kernels of this GPU do not pass beside the CPU: the gradient of";
+    for (of_rank_1, code, why) in [
+        (&ill[..], 1, computes),
+        ("RLHF_CUDA_LIB=/nowhere/libcuda.so", 2, "/nowhere/libcuda.so is not on this machine"),
+        ("EMULATED_FAILS=cuInit:1:100", 2, "the driver shows no GPU: "),
+        ("EMULATED_FAILS=cuDevicePrimaryCtxRetain:1:46", 1, "GPU 1 at 0000:af:00.0: cuDevicePrimaryCtxRetain: "),
+    ] {
+        for device in ["auto", "gpu"] {
+            let done = ranks(of_rank_1, &format!("job.dir=refused {DEFAULTS} job.device={device}"));
+            let (words, which) = (flat(&done), if device == "gpu" { "job.device = \"gpu\": " } else { "" });
+            let which = if why == computes { "" } else { which };
+            assert_eq!(done.status.code(), Some(code), "{of_rank_1}: {words}");
+            assert!(words.contains(&format!("error: {which}rank 1 (")) && words.contains(why), "{of_rank_1}: {words}");
+            assert!(words.contains("job.device = \"cpu\""), "{words}");
+        }
+    }
 }
 
 /// Families and shapes that models come in.

@@ -56,8 +56,8 @@ pub fn run(args: &Args) -> error::Result<()> {
 }
 
 fn open() -> error::Result<&'static Gpu> {
-    let none = |why| Error::usage(format!("bench cuda: {why}")).hint("run it on a machine with a GPU");
-    let (_, seen) = devices::devices().map_err(none)?;
+    let none = |why: String| Error::usage(format!("bench cuda: {why}")).hint("run it on a machine with a GPU");
+    let (_, seen) = devices::devices().map_err(|why| none(why.to_string()))?;
     let index = gpus::mine(&World::start()?, &seen).ok_or_else(|| none("no GPU is seen".into()))?;
     Ok(cuda::gpu::start(Gpu::open(index)?))
 }

@@ -193,9 +193,9 @@ impl Gpu {
         self.call(calls).unwrap_or_else(|error| std::panic::panic_any(error.within(doing())))
     }
 
-    /// `GPU 0 at 0000:3b:00.0`, as this process counts.
-    fn name(&self) -> String {
-        format!("GPU {} at {}", self.properties.index, self.properties.pci)
+    /// `GPU 0 at 0000:3b:00.0`
+    pub fn name(&self) -> String {
+        self.properties.address()
     }
 
     /// `GPU 0 at 0000:3b:00.0; kernels started last: rope_rotate, attention_forward_64`.
