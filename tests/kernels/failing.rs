@@ -190,6 +190,12 @@ fn a_call_that_fails_or_never_ends_ends_all_ranks_with_what_failed_where_and_wha
     let Ended { code, said, .. } = failing(at, "apart", auto, "ncclCommInitRank:1:2@1");
     assert!(code == Some(0) && said.contains("tensor: MPI through the host, because "), "{said}");
     assert!(said.contains("rank 1: ncclCommInitRank"), "{said}");
+    // One that never comes back leaves a thread in the library: whatever the job leaves open, it ends.
+    let (late, env) = ("ncclCommInitRank:1:hang@1", ("RLHF_NCCL_JOIN_S", "1.5"));
+    let ended = job(at, 2, "late", auto, &[("EMULATED_FAILS", late), env]);
+    let words = "error: the tensor axis has no NCCL, because NCCL over the tensor axis: ranks 0 to 1 of 2: not back from \
+                 ncclCommInitRank after 1.5 s | NCCL_SOCKET_IFNAME | NCCL_IB_HCA | NCCL_DEBUG=INFO";
+    judged(at, "late", &ended, 2, words).unwrap_or_else(|why| panic!("{why}"));
 }
 
 /// As `CASES`: settings, what leaves NaN, words of the error.
