@@ -1,7 +1,9 @@
 //! The way to a GPU through the driver: what is asked of it, what keeps a GPU away, and where its kernels come from.
 
-use crate::{embedded, emulation, on_a_real_gpu};
+use crate::{device, embedded, emulation, on_a_real_gpu};
+use rlhf_hpc::device::cuda::Stream;
 use rlhf_hpc::device::cuda::embedded::{CUBINS, units};
+use std::ffi::{c_int, c_void};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -80,6 +82,23 @@ fn info_shows_the_gpus_and_takes_the_cubins_that_the_binary_carries() {
     assert_eq!(line(&text, "cublaslt"), lt);
     assert!(text.contains(gpu) && text.contains(", GPU 0 at 0000:3b:00.0\n"), "{text}");
     assert_eq!(fs::read_dir(cache.path()).expect("a directory").count(), 0, "nothing was compiled");
+}
+
+#[test]
+fn collectives_have_streams_of_the_greatest_priority() {
+    let (gpu, _one) = device();
+    if on_a_real_gpu() {
+        return;
+    }
+    let of = |stream: Stream| {
+        // SAFETY: a stream of the library.
+        emulation::with_function("emulated_priority", |ask: unsafe extern "C" fn(*mut c_void) -> c_int| unsafe {
+            ask(gpu.stream(stream).cast())
+        })
+    };
+    // The emulated GPU's range is 0 to -5, the greatest.
+    assert_eq!([Stream::Tensor, Stream::Zero, Stream::Ring].map(of), [-5; 3]);
+    assert_eq!([Stream::Compute, Stream::Up, Stream::Down].map(of), [0; 3]);
 }
 
 #[test]

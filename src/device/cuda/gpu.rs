@@ -300,7 +300,7 @@ fn ask_free() -> Result<usize> {
     Ok(free)
 }
 
-/// One of each `Stream`: collectives of the tensor axis come before all else.
+/// One of each `Stream`. Collectives have the greatest priority: their kernels are few blocks, on which other ranks wait.
 fn streams() -> Result<[Handle<CUstream>; 6]> {
     let (mut least, mut greatest) = (0, 0);
     // SAFETY: writes two numbers.
@@ -309,7 +309,8 @@ fn streams() -> Result<[Handle<CUstream>; 6]> {
     let mut streams = [Handle(ptr::null_mut()); 6];
     for (i, stream) in streams.iter_mut().enumerate() {
         let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        let priority = if i == Stream::Tensor as usize { greatest } else { least };
+        let collectives = [Stream::Tensor, Stream::Zero, Stream::Ring];
+        let priority = if collectives.iter().any(|stream| *stream as usize == i) { greatest } else { least };
         // SAFETY: writes a handle.
         let status = unsafe { sys::cuStreamCreateWithPriority(&raw mut stream.0, flags, priority) };
         check("cuStreamCreateWithPriority", status)?;

@@ -487,11 +487,14 @@ API cuLaunchHostFunc(Stream* stream, void (*work)(void*), void* of) {
 
 // ---- streams and events ----
 
-API cuStreamCreateWithPriority(Stream** stream, unsigned, int) {
+API cuStreamCreateWithPriority(Stream** stream, unsigned, int priority) {
     READY;
     streams.push_back(*stream = new Stream);
+    (*stream)->priority = priority;
     return Success;
 }
+
+extern "C" int emulated_priority(Stream* stream) { return stream->priority; }
 
 API cuStreamSynchronize(Stream* stream) {
     READY;
