@@ -14,6 +14,7 @@ use crate::config::model::DTypeName;
 use crate::device::Device;
 use crate::device::cuda::attention::HEAD_DIMS;
 use crate::device::cuda::devices::{self, Found, NoGpu};
+use crate::device::cuda::kernels::must_compile;
 use crate::device::cuda::linear_logprob::VOCABULARY_MAX;
 use crate::device::cuda::rmsnorm::WIDTH_MAX;
 use crate::device::cuda::sample::PARTS_MAX;
@@ -130,10 +131,16 @@ fn start(world: &World, found: Found) -> Result<()> {
     if cuda::gpu::is_started() {
         return Ok(());
     }
-    let (_, seen) = world.group().agree(found.map_err(|why| Error::usage(why.to_string())))?;
+    let (driver, seen) = world.group().agree(found.map_err(|why| Error::usage(why.to_string())))?;
     let index = gpus::mine(world, &seen).ok_or_else(|| Error::usage("this rank sees no GPU"));
-    let open = |index: usize| Gpu::open(index).map_err(|error| error.within(seen[index].address()));
-    cuda::gpu::start(world.group().agree(index.and_then(open))?);
+    let index = world.group().agree(index)?;
+    let open = || Gpu::open(index).map_err(|error| error.within(seen[index].address())).map(Some);
+    // Where kernels have to be compiled, the first rank of each host does, and the others find them in its cache.
+    let compiles = world.group().any(must_compile(seen[index].capability, driver));
+    let is_first = !world.hosts[..world.rank].contains(&world.hosts[world.rank]);
+    let first = world.group().agree(if !compiles || is_first { open() } else { Ok(None) })?;
+    let opened = world.group().agree(first.map_or_else(open, |gpu| Ok(Some(gpu))))?;
+    cuda::gpu::start(opened.expect("this rank has opened one"));
     Ok(())
 }
 

@@ -2,7 +2,8 @@
 
 use crate::emulation;
 use crate::faults::{OF_STARTS, of_start};
-use crate::jobs::{CONFIG, SOUND, binary, command_on, emulated, flat, launched, metrics, number, with};
+use crate::jobs::{self, CONFIG, SOUND, binary, command, command_on, emulated, flat, launched, metrics, number, with};
+use rlhf_hpc::device::cuda::embedded::{CUBINS, units};
 use serde_json::json;
 use std::path::Path;
 use std::process::Output;
@@ -176,4 +177,37 @@ fn models_of_all_kinds_pass_with_both_products() {
         eprintln!("{kind}: {}", &words[at..(at + 200).min(words.len())]);
         assert!(gap < 2.5, "{kind}: {gap} % is near what is refused");
     }
+}
+
+/// Under a driver that takes no cubins of the binary, and with an NVRTC whose calls are counted.
+#[test]
+fn the_first_rank_of_a_host_compiles_for_all_and_its_error_is_that_of_all() {
+    if CUBINS.is_empty() || CUBINS.iter().any(|cubin| cubin.bytes[8] < 8) {
+        return;
+    }
+    let Some(dir) = emulated(CONFIG) else { return };
+    let at = dir.path();
+    let (calls, cache) = (at.join("calls"), at.join("cache"));
+    let run = |name: &str, cache: &Path, fails: &str| {
+        let _ = std::fs::remove_file(&calls);
+        let mut command = command(2, at, &format!("run sft.toml job.steps=1 job.dir={name} mesh.data=2"));
+        command.env("EMULATED_CUDA", "12020").env("RLHF_NVRTC", emulation::gpu()).env("EMULATED_CALLS", &calls);
+        command.env("XDG_CACHE_HOME", cache).env("TMPDIR", at).env("EMULATED_FAILS", fails).output().expect("it starts")
+    };
+    let compiled = |rank| jobs::calls(&calls, rank).get("nvrtcCompileProgram").copied().unwrap_or(0);
+    // A cache that cannot be written, as a home may be on compute nodes, gives way to a directory of temporary files.
+    for (name, cache) in [("home", &*cache), ("no-home", Path::new("/proc/none"))] {
+        let done = run(name, cache, "cuInit:99:1");
+        assert!(done.status.success(), "{}", flat(&done));
+        assert_eq!([compiled("0"), compiled("1")], [units().count() as u64, 0], "{name}");
+        let done = run(&format!("{name}-again"), cache, "cuInit:99:1");
+        assert!(done.status.success() && compiled("0") + compiled("1") == 0, "{}", flat(&done));
+    }
+    let done = run("fails", &at.join("other"), "nvrtcCompileProgram:2:6@0");
+    let words = flat(&done);
+    assert!(done.status.code() == Some(2) && words.matches("error: ").count() == 1, "{words}");
+    assert!(
+        words.contains("error: job.device = \"gpu\": rank 0 (") && words.contains("does not compile for sm_80"),
+        "{words}"
+    );
 }

@@ -3,7 +3,7 @@
 
 use super::cache;
 use super::devices::Properties;
-use super::embedded::{COMPILER, CUBINS, KERNELS};
+use super::embedded::{self, COMPILER, CUBINS, KERNELS};
 use super::fx::Table;
 use super::library;
 use super::null_driver;
@@ -155,6 +155,18 @@ fn embedded_images(capability: (u32, u32)) -> std::result::Result<(Images, Strin
     Ok((images, format!("the binary's cubins for {arch}")))
 }
 
+/// Whether NVRTC has to compile for this GPU, as far as that is known before a driver is asked to load: it takes no cubins of a later
+/// CUDA than its own.
+pub fn must_compile(capability: (u32, u32), driver: (i32, i32)) -> bool {
+    let is_carried = embedded_arch(capability).is_some_and(|arch| embedded::archs().contains(&arch));
+    !is_carried || major_of(COMPILER).is_none_or(|major| major > driver.0)
+}
+
+/// `nvcc 13.0.88` is of CUDA 13.
+fn major_of(compiler: &str) -> Option<i32> {
+    compiler.split_whitespace().next_back()?.split('.').next()?.parse().ok()
+}
+
 /// What the site's NVRTC makes for this GPU, and that in words; `why` says why it must. `driver` is the newest CUDA that the driver knows:
 /// it loads cubins of every minor of its major, and of none after.
 ///
@@ -194,6 +206,13 @@ mod tests {
         assert_eq!(compiled_arch((12, 1)), Ok("sm_121".into()));
         assert_eq!(compiled_arch((9, 0)), Ok("sm_90a".into()));
         assert!(compiled_arch((7, 5)).expect_err("too old").contains("7.5"));
+    }
+
+    #[test]
+    fn what_a_driver_will_not_take_is_known_by_the_compilers_version() {
+        assert_eq!(["nvcc 13.0.88", "NVRTC 12.2", "no nvcc"].map(major_of), [Some(13), Some(12), None]);
+        assert!(must_compile((12, 0), (99, 0)) && must_compile((8, 0), (1, 0)));
+        assert!(must_compile((8, 0), (99, 0)) == embedded::archs().is_empty());
     }
 
     #[test]
