@@ -2,7 +2,7 @@
 
 use crate::{device, embedded, emulation, on_a_real_gpu};
 use rlhf_hpc::device::cuda::Stream;
-use rlhf_hpc::device::cuda::embedded::{CUBINS, units};
+use rlhf_hpc::device::cuda::embedded::{CUBINS, KERNELS, units};
 use std::ffi::{c_int, c_void};
 use std::fs;
 use std::path::Path;
@@ -82,6 +82,25 @@ fn info_shows_the_gpus_and_takes_the_cubins_that_the_binary_carries() {
     assert_eq!(line(&text, "cublaslt"), lt);
     assert!(text.contains(gpu) && text.contains(", GPU 0 at 0000:3b:00.0\n"), "{text}");
     assert_eq!(fs::read_dir(cache.path()).expect("a directory").count(), 0, "nothing was compiled");
+}
+
+#[test]
+fn info_shows_the_registers_and_the_local_memory_that_the_driver_gives_each_kernel() {
+    let carried: Vec<_> = CUBINS.iter().filter(|cubin| cubin.arch == "sm_80").collect();
+    if carried.is_empty() {
+        return;
+    }
+    let cache = tempfile::tempdir().expect("a directory");
+    let text = under(env!("CARGO_BIN_EXE_rlhf-hpc"), "13000", cache.path(), &["info", "--kernels"]);
+    assert!(text.contains("As the driver loads them on Emulated GPU, the binary's cubins for sm_80."), "{text}");
+    assert_eq!(text.lines().filter(|line| line.starts_with("| ")).count(), KERNELS.len() + 1);
+    for (name, [registers, local]) in carried.iter().flat_map(|cubin| embedded::resources(cubin.bytes)) {
+        let row = line(&text, &format!("| {name} |"));
+        assert!(
+            row.starts_with(&format!("| {name} | {registers} | ")) && row.ends_with(&format!(" | {local} |")),
+            "{row}"
+        );
+    }
 }
 
 #[test]

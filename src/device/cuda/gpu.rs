@@ -2,7 +2,7 @@
 //! started beside (`work`).
 
 use super::devices::{self, Properties};
-use super::kernels::Kernels;
+use super::kernels::{Kernels, Resources};
 use super::null_driver;
 use super::pool::{Backing, Pool, Run, Usage};
 use super::staging::{Event, STAGING_BYTES, Staging};
@@ -152,6 +152,11 @@ impl Gpu {
     /// What the driver says of it.
     pub fn properties(&self) -> &Properties {
         &self.properties
+    }
+
+    /// What each of its kernels takes.
+    pub fn resources(&self) -> Vec<(&'static str, Resources)> {
+        self.kernels.resources().collect()
     }
 
     /// From where its kernels came, in words.

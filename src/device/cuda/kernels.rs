@@ -27,6 +27,18 @@ struct Function {
     handle: Handle<CUfunction>,
     threads_max: usize,
     shared_bytes_max: usize,
+    resources: Resources,
+}
+
+/// What a kernel takes, as the driver says that loaded it.
+#[derive(Clone, Copy, Debug)]
+pub struct Resources {
+    /// Of a thread.
+    pub registers: usize,
+    /// Of a block, beside what a launch asks for.
+    pub shared_bytes: usize,
+    /// Of a thread, in the GPU's memory: arrays and spilled registers.
+    pub local_bytes: usize,
 }
 
 impl Kernels {
@@ -53,6 +65,11 @@ impl Kernels {
             })?;
             Ok(Self { functions: functions(&images, gpu)?, origin })
         })
+    }
+
+    /// What each kernel takes, in the order of the sources.
+    pub fn resources(&self) -> impl Iterator<Item = (&'static str, Resources)> {
+        KERNELS.iter().filter_map(|kernel| Some((kernel.name, self.functions.get(kernel.name)?.resources)))
     }
 
     /// The kernel of this name, for blocks of `threads` with as much shared memory.
@@ -99,15 +116,19 @@ fn function(module: CUmodule, name: &str, gpu: &Properties) -> Result<Function> 
         check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&raw mut value, attribute, handle) })?;
         Ok(usize::try_from(value).unwrap_or(0))
     };
-    let fixed = attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;
-    let shared_bytes_max = gpu.shared_bytes_max.saturating_sub(fixed);
+    let resources = Resources {
+        registers: attribute(Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
+        shared_bytes: attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?,
+        local_bytes: attribute(Attribute::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?,
+    };
+    let shared_bytes_max = gpu.shared_bytes_max.saturating_sub(resources.shared_bytes);
     let most = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
     // Beyond 48 KiB a kernel must say that it wants them.
     // SAFETY: a function of that module.
     let status = unsafe { sys::cuFuncSetAttribute(handle, most, shared_bytes_max as c_int) };
     check("cuFuncSetAttribute", status)?;
     let threads_max = attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?;
-    Ok(Function { handle: Handle(handle), threads_max, shared_bytes_max })
+    Ok(Function { handle: Handle(handle), threads_max, shared_bytes_max, resources })
 }
 
 /// Machine code of all sources for one GPU: (source, cubin).
