@@ -2,6 +2,7 @@
 //! folder must hold, and a manual of every key.
 
 mod batch;
+mod gpu_script;
 mod imports;
 mod manual;
 mod pages;
