@@ -7,5 +7,6 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 ensure_nvcc
 export RLHF_REQUIRE_NVCC=1
 build "$root"
-"$RLHF_HPC" info --kernels >"$root/bench/resources.md.partial"
+# Where there is a GPU, too, the compiler tells of both architectures.
+RLHF_CUDA_LIB=/nowhere "$RLHF_HPC" info --kernels >"$root/bench/resources.md.partial"
 mv "$root/bench/resources.md.partial" "$root/bench/resources.md"

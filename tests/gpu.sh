@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Checks and measures this machine's GPUs with what lies beside this script in a bundle (bench/bundle.sh): kernel tests, PPO on 1,
-# 2 and 4 ranks with products of either mode, the verbs that ask a model, the speed of kernels beside the machine's peaks and
-# beside PyTorch; two short modules of kernel tests under compute-sanitizer, where there is one.
+# Checks and measures this machine's GPUs with what lies beside this script in a bundle (bench/bundle.sh): what the driver gives each
+# kernel, kernel tests, PPO on 1, 2 and 4 ranks with products of either mode, the verbs that ask a model, the speed of kernels beside
+# the machine's peaks and beside PyTorch; six kernels under ncu and short tests under compute-sanitizer, where there are these.
 #
-#   ./gpu.sh [report]          default: gpu-report.md here; ends in under 8 minutes
+#   ./gpu.sh [report]          default: gpu-report.md here; ends in under 10 minutes
 #
-# What matters most comes first: tests, one job, speed against the targets. Each section has a time limit, and the report is
-# written anew as one ends, its summary at the top, so that a section that hangs loses only itself. What was not run says why.
+# What teaches most comes first: tests of the kernels on which most depends, one job with the gaps of its self-test, the rates of
+# products, which all targets are shares of, then the other targets; tests of tensors beyond 2^32 values come last. Each section has
+# a time limit, and the report is written anew as one ends, its summary at the top, so that a section that hangs loses only itself.
+# What was not run says why.
 # The exit code is 0 if nothing failed, 1 if something did, 3 if there is no GPU. A target that is missed is no failure.
 #
 # Beside the report lies what was measured, a JSON object a line (gpu-report.jsonl).
@@ -17,7 +19,7 @@ here=$(cd "$(dirname "$(readlink -f "$0")")" && pwd)
 report=$(realpath -m "${1:-gpu-report.md}")
 work=$(mktemp -d)
 begin=$SECONDS
-whole_s=${GPU_SH_SECONDS:-460}
+whole_s=${GPU_SH_SECONDS:-540}
 failures=0
 is_done=no
 touch "$work/body" "$work/results" "$work/record" "$work/failed"
@@ -72,7 +74,7 @@ summary() {
     if [ -z "$(targets)" ]; then
         echo "None was measured."
     else
-        echo "$reached reached, $missed missed. Shares are of the peaks that the same run measured."
+        echo "$reached reached, $missed missed. Shares are of the peaks that the same run measured, in brackets of what the maker declares."
         printf '\n| Work | Target | Measured | Verdict |\n|---|---|---|---|\n'
         targets
     fi
@@ -144,6 +146,9 @@ look_at_the_machine() {
     fi
     say "" "$machine"
     result "Machine"
+    try 20 "$work/taken" "$here/rlhf-hpc" info --kernels
+    say "" "$(cat "$work/taken")"
+    result "What the kernels take" "with local memory: $(grep -c '^| .* [1-9][0-9]* |$' "$work/taken")"
     if ! grep -Eq '^cuda +driver' "$work/info" || grep -Eq '^cuda .* 0 GPUs' "$work/info"; then
         skipped "everything else" "no GPU: $(sed -n 's/^cuda *//p' "$work/info" | head -1)"
         is_done=yes
@@ -153,15 +158,13 @@ look_at_the_machine() {
 
 # ---- kernel tests ----
 
-# Modules that are about emulated libraries need a compiler and the sources. The kernels that most depends on come first.
+# Modules that are about emulated libraries need a compiler and the sources.
 modules() { # -ve or -e, pattern of modules: all but those, or those
-    local all
-    all=$("$here/bin/kernels" --list 2>/dev/null | sed -n 's/: test$//p' | cut -d: -f1 | sort -u |
-        grep -Ev '^(embedded|emulation|faults|driver|nccl)$' | grep -E "$1" "$2" |
-        grep -E "${GPU_SH_MODULES:-.}") || return
-    printf '%s\n' attention paged_attention matmul linear_logprob linear_logprob_fused fast model | grep -Fx "$all"
-    printf '%s\n' "$all" | grep -Evx 'attention|paged_attention|matmul|linear_logprob|linear_logprob_fused|fast|model'
+    "$here/bin/kernels" --list 2>/dev/null | sed -n 's/: test$//p' | cut -d: -f1 | sort -u |
+        grep -Ev '^(embedded|emulation|faults|driver|nccl)$' | grep -E "$1" "$2" | grep -E "${GPU_SH_MODULES:-.}"
 }
+# Those on which most depends: fragments, shared memory beyond 48 KiB, captures.
+most='matmul|attention|paged_attention|linear_logprob|linear_logprob_fused|fast|sample|adamw|model|graphs'
 
 # One process for each module of tests, some at once: a kernel that breaks the GPU's context takes no other module with it.
 check_tests() { # what, second of the whole until which modules begin, modules: those for which there was no time are in `late`
@@ -202,25 +205,29 @@ check_tests() { # what, second of the whole until which modules begin, modules: 
     result "$what"
 }
 
-# Short modules under CUDA's own checker, where the machine has it: what a kernel reads or writes outside of its memory.
-memcheck() {
-    local tool log=$work/memcheck module filters=()
+# Short tests under CUDA's own checkers, where the machine has them: what a kernel reads or writes outside of its memory, threads of
+# a block that meet in shared memory with no barrier between, and barriers that not all threads come to.
+sanitizers() {
+    local tool name log filter
     section "Kernel tests under compute-sanitizer"
     tool=$(PATH=$PATH:/usr/local/cuda/bin type -P compute-sanitizer)
     if [ -z "$tool" ]; then
-        skipped "Memcheck" "there is no compute-sanitizer in PATH or /usr/local/cuda/bin"
+        skipped "Sanitizers" "there is no compute-sanitizer in PATH or /usr/local/cuda/bin"
         return
     fi
-    for module in $(modules -e '^(copy|ops)$'); do filters+=("$module::" --skip "_$module::"); done
-    if [ "${#filters[@]}" = 0 ]; then
-        skipped "Memcheck" "its modules were not asked for"
-        return
-    fi
-    is_time_for "Memcheck" 15 || return
-    try 60 "$log" env RLHF_NO_CUDA_MEMORY_CACHING=1 RLHF_HPC_KERNELS=gpu "$tool" --tool=memcheck --error-exitcode=99 \
-        "$here/bin/kernels" "${filters[@]}" --test-threads=1
-    block "$(grep -E '^=========|^test .*FAILED|panicked at' "$log" | cut -c1-300 | head -40)"
-    result "Memcheck" "$(grep -c '^test .* ok$' "$log") tests passed"
+    while read -r name filter; do
+        is_time_for "$name" 15 || continue
+        log=$work/$name
+        # shellcheck disable=SC2086
+        try 45 "$log" env RLHF_NO_CUDA_MEMORY_CACHING=1 RLHF_HPC_KERNELS=gpu "$tool" --tool="$name" --error-exitcode=99 \
+            "$here/bin/kernels" $filter --test-threads=1
+        block "$(grep -E '^=========|^test .*FAILED|panicked at' "$log" | cut -c1-300 | head -40)"
+        result "$name" "$(grep -c '^test .* ok$' "$log") tests passed"
+    done <<'END'
+racecheck attention::rows_that_saw_nothing matmul::a_sum_onto_another
+memcheck copy:: --skip _copy:: ops:: --skip _ops:: attention::rows_that_saw_nothing
+synccheck attention::rows_that_saw_nothing matmul::a_sum_onto_another
+END
 }
 
 # ---- PPO ----
@@ -287,6 +294,40 @@ speed() { # part, seconds, how often each work is measured
     result "Speed: $part" "$(cat "$record" 2>/dev/null | grep -c '^{') works$reached$without"
 }
 
+# One launch of each of six kernels under ncu: whether memory, L2 or the issue of instructions bounds it.
+profile() {
+    local tool kernel part log
+    section "Six kernels under ncu"
+    tool=$(PATH=$PATH:/usr/local/cuda/bin type -P ncu)
+    if [ -z "$tool" ]; then
+        skipped "ncu" "there is no ncu in PATH or /usr/local/cuda/bin"
+        return
+    fi
+    while read -r part kernel; do
+        is_time_for "ncu: $kernel" 10 || continue
+        log=$work/ncu-$kernel
+        # Clocks stay as they are in the other sections; the launch after the one that loads the kernel is looked at.
+        try 15 "$log" "$tool" --clock-control none --section SpeedOfLight --section MemoryWorkloadAnalysis --section Occupancy \
+            --kernel-name "regex:^$kernel" --launch-skip 1 --launch-count 1 --kill yes \
+            "$here/bin/rlhf-hpc" bench cuda --part "$part" --repeats 1
+        say "" "### $kernel"
+        block "$(grep -E 'Duration|Throughput|Hit Rate|Occupancy|Registers|ERR_' "$log" | sed 's/^ *//; s/  */ /g' | sort -u)"
+        # Many sites keep the counters to themselves: that is no failure of ours.
+        if grep -q ERR_NVGPUCTRPERM "$log"; then
+            skipped "ncu" "the driver keeps its counters to administrators (ERR_NVGPUCTRPERM)"
+            return
+        fi
+        row "ncu: $kernel" "$took" "$ended"
+    done <<'END'
+products matmul_forward_256x128
+products matmul_forward_64
+attention attention_forward_128
+attention attention_backward_128
+attention paged_decode_128
+head linear_logprob_fused
+END
+}
+
 clocks_begin() {
     nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu --format=csv,noheader,nounits -l 1 \
         >"$work/clocks" 2>/dev/null </dev/null &
@@ -328,8 +369,8 @@ outside=${LD_LIBRARY_PATH:-}
 
 section "Kernel tests on the GPU, against naive sums in f64"
 inside
-mapfile -t kernels < <(modules -ve '^run')
-check_tests "Kernel tests" $((whole_s / 4)) "${kernels[@]}"
+mapfile -t kernels < <(modules -e "^($most)$")
+check_tests "Kernel tests" $((whole_s / 5)) ${kernels[@]+"${kernels[@]}"}
 later=(${late[@]+"${late[@]}"})
 export LD_LIBRARY_PATH=$outside
 
@@ -348,19 +389,22 @@ fi
 
 section "Speed of the kernels, beside the peaks of this machine"
 clocks_begin
+speed products 50
 speed attention 45
-speed streaming 30
-speed head 30
 # Calls that take up to a second each.
-speed decode 60 5
-speed train 60 5
+speed decode 50 5
+speed train 50 5
+speed head 25
+speed streaming 25
 clocks_end
 
+inside
+profile
+export LD_LIBRARY_PATH=$outside
 peers
 
 if [ "$has_model" = yes ]; then
-    verbs
-    section "PPO quickstart on 2 and 4 ranks that share the GPU, and with cuBLASLt's products"
+    section "PPO quickstart with cuBLASLt's products, and on 2 and 4 ranks that share the GPU"
     if has_none cublaslt; then
         skipped "PPO, fast products" "$(sed -n 's/^cublaslt *//p' "$work/info" | cut -c1-120)"
     else
@@ -379,17 +423,19 @@ if [ "$has_model" = yes ]; then
         fi
     fi
     steps
+    verbs
 fi
 
 inside
-memcheck
+sanitizers
 section "Whole tiny jobs on the GPU, against the CPU and each other; kernel tests that were left"
-mapfile -t jobs < <(modules -e '^run')
-check_tests "Tests of whole jobs" $((whole_s - 20)) ${later[@]+"${later[@]}"} "${jobs[@]}"
-export LD_LIBRARY_PATH=$outside
+mapfile -t others < <(modules -ve "^(run.*|$most|far)$"; modules -e '^run')
+check_tests "Other tests" $((whole_s - 30)) ${later[@]+"${later[@]}"} ${others[@]+"${others[@]}"}
 
-section "Products of a 7B shape"
-speed products 40
+section "Tensors beyond 2^32 values"
+mapfile -t far < <(modules -e '^far$')
+check_tests "Far tests" $((whole_s - 10)) ${far[@]+"${far[@]}"}
+export LD_LIBRARY_PATH=$outside
 
 is_done=yes
 publish

@@ -4,28 +4,30 @@ use super::out::{note, say};
 use crate::comm::nccl::Nccl;
 use crate::comm::{self, World};
 use crate::device::cuda::cublaslt::CublasLt;
-use crate::device::cuda::devices::{Properties, devices};
+use crate::device::cuda::devices::{Found, Properties, devices};
+use crate::device::cuda::kernels::Resources;
 use crate::device::cuda::nvrtc::Nvrtc;
 use crate::device::cuda::{Gpu, embedded, library};
 use crate::device::simd::Level;
 use crate::error::{Error, Result};
 use crate::sys::{affinity, memory};
 use argh::FromArgs;
+use std::fmt::Write as _;
 use std::fs;
 
 /// Show the build, MPI, devices and topology, alone or under mpirun.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "info")]
 pub struct Args {
-    /// only show what each CUDA kernel takes (registers, shared memory, spills), as a table in Markdown
+    /// only show what each CUDA kernel takes (registers, shared and local memory), as a table in Markdown: as the driver of a GPU loads
+    /// it, or where there is none as the compiler told
     #[argh(switch)]
     kernels: bool,
 }
 
 pub fn run(args: &Args) -> Result<()> {
     if args.kernels {
-        let table =
-            embedded::resources().map_err(|why| Error::usage(why).hint("build with RLHF_NVCC naming an nvcc"))?;
+        let table = if devices().is_ok() { loaded()? } else { compiled()?.to_owned() };
         say!("{}", table.trim_end());
         return Ok(());
     }
@@ -70,10 +72,31 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-const GIB: f64 = (1u64 << 30) as f64;
+/// What kernels take, by the compiler of the build.
+fn compiled() -> Result<&'static str> {
+    embedded::resources().map_err(|why| Error::usage(why).hint("build with RLHF_NVCC naming an nvcc"))
+}
 
-/// The driver's CUDA version and the GPUs, or why there are none.
-type Found = std::result::Result<((i32, i32), Vec<Properties>), String>;
+/// What kernels take, by the driver.
+fn loaded() -> Result<String> {
+    let gpu = Gpu::open(0)?;
+    let all = gpu.resources();
+    let in_memory = all.iter().filter(|(_, taken)| taken.local_bytes > 0).count();
+    let mut text = format!(
+        "# What the kernels take\n\nAs the driver loads them on {}, {}. Registers of a thread; shared memory of a block in bytes, \
+         beside what a launch asks for;\nlocal memory of a thread in bytes: arrays and spilled registers, which {in_memory} of {} \
+         kernels have.\n\n| kernel | registers | shared | local |\n|---|---:|---:|---:|\n",
+        gpu.properties().name,
+        gpu.origin(),
+        all.len()
+    );
+    for (kernel, Resources { registers, shared_bytes, local_bytes }) in all {
+        let _ = writeln!(text, "| {kernel} | {registers} | {shared_bytes} | {local_bytes} |");
+    }
+    Ok(text)
+}
+
+const GIB: f64 = (1u64 << 30) as f64;
 
 /// The GPUs of this machine, the embedded cubins, and the libraries.
 fn cuda(found: &Found, mine: Option<usize>) -> Vec<String> {

@@ -43,7 +43,7 @@ struct Recipe {
     /// Files that the recipe names, which are written beside it.
     beside: &'static [(&'static str, &'static str)],
     change: &'static str,
-    /// The next command; FILE and DIR stand for where the recipe was written.
+    /// The next command; FILE stands for where the recipe was written, DIR and NAME for the two parts of that.
     next: &'static str,
 }
 
@@ -57,6 +57,8 @@ const REWARD: (&str, &str) = ("reward.py", text!("recipes/reward.py"));
 /// What one changes in a recipe whose reward is a rule.
 const RL_CHANGE: &str = "model.actor, data.prompts and data.label_key; reward: a rule, python, http, models or judge (rlhf-hpc help rewards)";
 const DRY_RUN: &str = "rlhf-hpc run FILE --dry-run";
+const SLURM: (&str, &str) = ("slurm.sh", text!("slurm.sh"));
+const SBATCH: &str = "cd DIR && RLHF_HPC=BINARY RLHF_JOB=JOB.toml sbatch NAME";
 
 const RECIPES: &[Recipe] = &[
     Recipe {
@@ -212,9 +214,18 @@ const RECIPES: &[Recipe] = &[
         about: "a batch script: starts the ranks, saves before the time limit, goes back to the queue",
         file: "ppo.sbatch",
         text: text!("ppo.sbatch"),
-        beside: &[],
-        change: "the #SBATCH lines: nodes, ranks of a node, cores, time, and your site's partition, account and GPUs",
-        next: "RLHF_HPC=BINARY RLHF_JOB=JOB.toml sbatch FILE",
+        beside: &[SLURM],
+        change: "the #SBATCH lines: nodes, ranks of a node, cores, time, and your site's partition and account",
+        next: SBATCH,
+    },
+    Recipe {
+        name: "slurm-gpu",
+        about: "the same on nodes with 8 GPUs, a rank each",
+        file: "llama2-7b.sbatch",
+        text: text!("llama2-7b.sbatch"),
+        beside: &[SLURM],
+        change: "the #SBATCH lines: nodes, GPUs and ranks of a node, cores, time, and your site's partition and account",
+        next: SBATCH,
     },
     Recipe {
         name: "quickstart",
@@ -265,7 +276,9 @@ fn copy(args: &CopyArgs) -> Result<()> {
     }
     note!("change: {}", recipe.change);
     let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
-    let next = recipe.next.replace("FILE", &file.display().to_string()).replace("DIR", &dir.display().to_string());
+    let name = file.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+    let places = [("FILE", file.display().to_string()), ("DIR", dir.display().to_string()), ("NAME", name)];
+    let next = places.iter().fold(recipe.next.to_string(), |next, (word, place)| next.replace(word, place));
     note!("next:   {next}");
     Ok(())
 }

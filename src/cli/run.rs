@@ -3,6 +3,7 @@
 use super::out::note;
 use super::report;
 use crate::comm::{self, World, abort};
+use crate::config::job::DeviceName;
 use crate::config::{self, Config};
 use crate::device::cpu::pool;
 use crate::error::Result;
@@ -87,8 +88,10 @@ fn job(mut config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()
     let logs = (!dry_run).then(|| dir.join("logs"));
     abort::install(&world, logs.as_deref(), limit);
     let warning = set_threads(&config, &world);
-    // Wrong settings are reported before missing devices.
+    let is_asked = config.job.device != DeviceName::Auto;
     let opened = gpu::open(&mut config, &world, &train::archs);
+    // Wrong settings are reported before missing devices that the job asks for.
+    let opened = if is_asked { opened } else { Ok(opened?) };
     let gpu = opened.as_ref().ok().and_then(|opened| opened.gpu.as_ref());
     let layouts = plan::layouts(&config, &train::roles(&config), &world, gpu)?;
     let shape = train::shape(&config);

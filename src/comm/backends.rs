@@ -1,7 +1,7 @@
 //! How collectives of values on GPUs go over each axis: from GPU to GPU by NCCL, or through the host by MPI.
 
 use super::communicator::Communicator;
-use super::communicator_init::join_group;
+use super::communicator_init::{CALL, LATE, join_group};
 use super::group::Group;
 use super::nccl::Nccl;
 use super::nccl_collectives::NcclGroup;
@@ -10,6 +10,9 @@ use crate::config::job::Collectives;
 use crate::device::cuda::Stream;
 use crate::error::{Error, Result};
 use std::cell::OnceCell;
+use std::env;
+use std::fs;
+use std::path::Path;
 use std::sync::Arc;
 
 /// An axis of several ranks, on this rank.
@@ -27,7 +30,7 @@ pub struct Axis<'a> {
 /// that has an axis alone joins nobody there. `gpu` is equal on two ranks that share a GPU, on no others.
 ///
 /// # Errors
-/// `Usage` where `wanted` is `nccl` and an axis cannot.
+/// `Usage` where `wanted` is `nccl` and an axis cannot, or where its ranks are late.
 pub fn choose(all: &Group, axes: &[Axis], gpu: &str, wanted: Collectives) -> Result<Vec<String>> {
     let opened = OnceCell::new();
     let mut rows = Vec::new();
@@ -38,15 +41,22 @@ pub fn choose(all: &Group, axes: &[Axis], gpu: &str, wanted: Collectives) -> Res
             Collectives::Mpi => Err("job.collectives = \"mpi\"".to_string()),
             Collectives::Auto | Collectives::Nccl => join(all, axis, gpu, &opened),
         };
-        if let (Collectives::Nccl, Err(why)) = (wanted, &joined) {
-            let message = format!("job.collectives = \"nccl\", and the {name} axis has no NCCL, because {why}");
-            return Err(Error::usage(message).hint("job.collectives = \"auto\" takes MPI there"));
+        if let Err(why) = joined.as_ref()
+            && (wanted == Collectives::Nccl || why.contains(LATE))
+        {
+            let asked = if wanted == Collectives::Nccl { "job.collectives = \"nccl\", and " } else { "" };
+            let message = format!("{asked}the {name} axis has no NCCL, because {why}");
+            return Err(Error::usage(message).hint(if why.contains(CALL) { JOIN_HINT } else { MPI_HINT }));
         }
         let way = joined.unwrap_or_else(|why| format!("MPI through the host, because {why}"));
         rows.push(format!("{name}: {way}"));
     }
     Ok(rows)
 }
+
+const MPI_HINT: &str = "job.collectives = \"auto\" takes MPI there";
+const JOIN_HINT: &str = "NCCL_DEBUG=INFO shows how ranks seek each other; NCCL_SOCKET_IFNAME names the interface by which they meet, \
+                         NCCL_IB_HCA the adapters of InfiniBand; job.collectives = \"mpi\" does without NCCL";
 
 type Opened = OnceCell<std::result::Result<Arc<Nccl>, String>>;
 
@@ -66,7 +76,32 @@ fn join(all: &Group, axis: &Axis, gpu: &str, opened: &Opened) -> std::result::Re
     agreed(all, made.as_ref().err())?;
     made.expect("all ranks have joined").into_iter().for_each(set);
     let version = opened.get().and_then(|nccl| nccl.as_ref().ok()).map_or(String::new(), |nccl| nccl.version_name());
-    Ok(format!("NCCL {}", first(all, if alone { "" } else { &version }).expect("a rank has joined others")))
+    let mine = format!("{version} {}", transport(group));
+    Ok(format!("NCCL {}", first(all, if alone { "" } else { &mine }).expect("a rank has joined others")))
+}
+
+/// What a group's values travel by, as far as that is known outside of NCCL.
+fn transport(group: &Group) -> String {
+    let host = &group.member(0).host;
+    if (0..group.size()).all(|rank| group.member(rank).host == *host) {
+        return "within a host".into();
+    }
+    format!("between hosts {}", network(Path::new("/sys/class/infiniband"), |name| env::var(name).ok()))
+}
+
+/// By the adapters in `dir`, unless the environment says otherwise.
+fn network(dir: &Path, variable: impl Fn(&str) -> Option<String>) -> String {
+    if let Some(net) = variable("NCCL_NET") {
+        return format!("by NCCL_NET={net}");
+    }
+    let names = fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let mut names: Vec<String> = names.map(|name| name.to_string_lossy().into_owned()).collect();
+    names.sort();
+    match variable("NCCL_IB_DISABLE") {
+        Some(set) if set != "0" => "by sockets, as NCCL_IB_DISABLE says".into(),
+        _ if names.is_empty() => "by sockets: they have no InfiniBand adapter".into(),
+        _ => format!("with the InfiniBand adapters {}", names.join(", ")),
+    }
 }
 
 /// The library, where each rank of the group has the same and a GPU of its own. All of them get the same answer.
@@ -101,4 +136,24 @@ fn first(all: &Group, words: &str) -> Option<String> {
 /// An error on all ranks where one has a reason.
 fn agreed(all: &Group, why: Option<&String>) -> std::result::Result<(), String> {
     first(all, why.map_or("", |why| why)).map_or(Ok(()), Err)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_network_is_that_of_the_adapters_unless_the_environment_says_otherwise() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let by = |set: &[(&str, &str)]| {
+            network(dir.path(), |name| set.iter().find(|(of, _)| *of == name).map(|(_, value)| (*value).to_string()))
+        };
+        assert_eq!(by(&[]), "by sockets: they have no InfiniBand adapter");
+        for name in ["mlx5_1", "mlx5_0"] {
+            fs::create_dir(dir.path().join(name)).expect("a directory");
+        }
+        assert_eq!(by(&[("NCCL_IB_DISABLE", "0")]), "with the InfiniBand adapters mlx5_0, mlx5_1");
+        assert_eq!(by(&[("NCCL_IB_DISABLE", "1")]), "by sockets, as NCCL_IB_DISABLE says");
+        assert_eq!(by(&[("NCCL_NET", "AWS Libfabric")]), "by NCCL_NET=AWS Libfabric");
+    }
 }

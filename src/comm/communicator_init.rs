@@ -6,7 +6,7 @@
 
 use super::accounting::enter;
 use super::communicator::{Communicator, Handle};
-use super::group::Group;
+use super::group::{Group, list_ranks};
 use super::nccl::Nccl;
 use super::records;
 use crate::device::cuda::gpu;
@@ -17,15 +17,31 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, TryRecvError, channel};
 use std::thread::Builder;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The wait between two exchanges of progress, at first and at most.
 const FIRST_WAIT: Duration = Duration::from_micros(200);
 const LONGEST_WAIT: Duration = Duration::from_millis(20);
 
-const CALL: &str = "ncclCommInitRank";
+pub(super) const CALL: &str = "ncclCommInitRank";
+
+/// Seconds that the ranks of a group have to join. 8 GPUs take about one; ranks that do not find each other's interface or adapter
+/// wait for ever.
+const LIMIT_S: f64 = 90.0;
+/// The variable that sets another limit, for worlds of thousands of ranks.
+const LIMIT: &str = "RLHF_NCCL_JOIN_S";
+/// What the message about ranks that are late has. NCCL has a thread at it still: such a process cannot go on.
+pub(super) const LATE: &str = ": not back from ncclCommInitRank after ";
 
 type Outcome = std::result::Result<Handle, String>;
+
+/// Whether a rank has joined, or why not; none while it is at it.
+type Progress = Option<std::result::Result<(), String>>;
+
+fn limit_s() -> f64 {
+    let set = std::env::var(LIMIT).ok().and_then(|text| text.parse().ok());
+    set.filter(|seconds| *seconds > 0.0).unwrap_or(LIMIT_S)
+}
 
 /// Joins the GPUs of `group`, whose ranks all call this.
 ///
@@ -59,11 +75,13 @@ fn joined_by_all(nccl: &Arc<Nccl>, group: &Group, id: ncclUniqueId) -> Outcome {
     let (library, size, rank) = (Arc::clone(nccl), group.size() as c_int, group.rank() as c_int);
     let started = Builder::new().name("join".into()).spawn(move || join(&library, &sender, size, rank, id));
     let mut outcome = started.err().map(|why| Err(format!("{CALL}, no thread for it: {why}")));
-    let mut wait = FIRST_WAIT;
+    let (mut wait, since, limit_s) = (FIRST_WAIT, Instant::now(), limit_s());
     loop {
         // Of one that is still at it none.
         let mine = outcome.as_ref().map(|outcome| outcome.as_ref().map(|_| ()).map_err(String::clone));
-        let all = records::gather(group, &[mine]).expect("a peer of the same build wrote it");
+        let is_over = since.elapsed().as_secs_f64() > limit_s;
+        let all = records::gather(group, &[(mine, is_over)]).expect("a peer of the same build wrote it");
+        let (all, over): (Vec<Progress>, Vec<bool>) = all.into_iter().unzip();
         if let Some((rank, Some(Err(why)))) = all.iter().enumerate().find(|(_, mine)| matches!(mine, Some(Err(_)))) {
             if let Some(Ok(comm)) = outcome.or_else(|| receiver.try_recv().ok()) {
                 leave(nccl, comm);
@@ -73,6 +91,11 @@ fn joined_by_all(nccl: &Arc<Nccl>, group: &Group, id: ncclUniqueId) -> Outcome {
         }
         if all.iter().all(Option::is_some) {
             return outcome.expect("this rank has joined, too");
+        }
+        if over.contains(&true) {
+            let late = group.world_ranks().zip(&all).filter(|(_, mine)| mine.is_none()).map(|(rank, _)| rank);
+            let late = list_ranks(&late.collect::<Vec<_>>());
+            return Err(format!("{late} of {}{LATE}{limit_s} s", group.size()));
         }
         std::thread::sleep(wait);
         wait = (2 * wait).min(LONGEST_WAIT);

@@ -13,10 +13,12 @@ use crate::config::mesh::RoleName;
 use crate::config::model::DTypeName;
 use crate::device::Device;
 use crate::device::cuda::attention::HEAD_DIMS;
+use crate::device::cuda::devices::{self, Found, NoGpu};
+use crate::device::cuda::kernels::must_compile;
 use crate::device::cuda::linear_logprob::VOCABULARY_MAX;
 use crate::device::cuda::rmsnorm::WIDTH_MAX;
 use crate::device::cuda::sample::PARTS_MAX;
-use crate::device::cuda::{self, Gpu, Stream, devices, kv_cache};
+use crate::device::cuda::{self, Gpu, Stream, kv_cache};
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
 use crate::model::{Arch, Head, TensorPart};
@@ -53,38 +55,44 @@ pub struct GpuOfRanks {
 pub type Models<'a> = dyn Fn(&Config) -> Result<Vec<(RoleName, Head, Arch)>> + 'a;
 
 /// Opens this rank's GPU where the job asks for one, runs the self-test with small models like `models`, and sets the device in
-/// the configuration. All ranks call this.
+/// the configuration. `auto` takes CPUs where no rank sees a GPU, and only there: a GPU that cannot be used is an error, so that a
+/// cluster does not compute on its CPUs unnoticed. All ranks call this.
 pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opened> {
     let asked = config.job.device;
-    let found = match asked {
-        DeviceName::Cpu => None,
-        DeviceName::Gpu => {
-            let started = start(world).map_err(|e| e.within("job.device = \"gpu\"").also("set job.device = \"cpu\""));
-            Some(started.and_then(|()| checked(config, world, models)))
-        }
-        DeviceName::Auto => {
-            let present = world.group().agree(devices::devices().map(drop).map_err(Error::usage));
-            // The error without the device that the job did not ask for.
-            let unasked = |e: Error| Error { message: e.message.replace(" with job.device = \"gpu\"", ""), ..e };
-            let suits = || world.group().agree(suits(config).map_err(unasked));
-            let started = present.and_then(|()| suits()).and_then(|()| start(world));
-            Some(started.and_then(|()| checked(config, world, models)))
-        }
+    let found = if asked == DeviceName::Cpu { None } else { Some(devices::devices()) };
+    let no_gpu = match &found {
+        Some(found) if asked == DeviceName::Auto => why_nobody_sees_one(world, found)?,
+        _ => None,
     };
-    let on_gpu = asked == DeviceName::Gpu || matches!(found, Some(Ok(_)));
-    config.settle_on(if on_gpu { DeviceName::Gpu } else { DeviceName::Cpu });
-    let (checked, no_gpu) = match found {
-        Some(Err(error)) if !on_gpu => (None, Some(error.message)),
-        found => (found.transpose()?.flatten(), None),
-    };
-    if config.job.device == DeviceName::Cpu {
+    let found = found.filter(|_| no_gpu.is_none());
+    config.settle_on(if found.is_some() { DeviceName::Gpu } else { DeviceName::Cpu });
+    let Some(found) = found else {
         if config.job.collectives == Collectives::Nccl {
             return Err(Error::usage("job.collectives = \"nccl\" with job.device = \"cpu\": NCCL is between GPUs")
                 .hint("set job.device = \"gpu\", or job.collectives = \"auto\""));
         }
-        return Ok(Opened { gpu: None, no_gpu, checked });
+        return Ok(Opened { gpu: None, no_gpu, checked: None });
+    };
+    if asked == DeviceName::Auto {
+        // The error without the device that the job did not ask for.
+        let unasked = |e: Error| Error { message: e.message.replace(" with job.device = \"gpu\"", " on a GPU"), ..e };
+        world.group().agree(suits(config).map_err(unasked))?;
     }
+    let started = start(world, found).map_err(|error| error.also("set job.device = \"cpu\""));
+    started.map_err(|error| if asked == DeviceName::Gpu { error.within("job.device = \"gpu\"") } else { error })?;
+    let checked = checked(config, world, models)?;
     Ok(Opened { gpu: Some(of_ranks(world)), no_gpu, checked })
+}
+
+/// Why no rank sees a GPU; none where one does. All ranks call this.
+fn why_nobody_sees_one(world: &World, found: &Found) -> Result<Option<String>> {
+    let mine = match found {
+        Err(NoGpu::Unseen(why)) => Some(why.clone()),
+        Ok(_) | Err(NoGpu::Broken(_)) => None,
+    };
+    let all = records::gather(&world.group(), &[mine])?;
+    let why = all.first().cloned().flatten();
+    Ok(why.filter(|_| all.iter().all(Option::is_some)))
 }
 
 /// What the ranks' GPUs are to a plan. All ranks call this.
@@ -107,21 +115,32 @@ fn of_ranks(world: &World) -> GpuOfRanks {
 
 /// Runs the self-test where the job wants it and its models suit GPUs; others are refused elsewhere. All ranks call this.
 fn checked(config: &Config, world: &World, models: &Models) -> Result<Option<SelfTest>> {
-    let test = || models(config).and_then(|models| SelfTest::exact(&models, config.rollout.graphs)).map(Some);
+    let tested = |models: Vec<_>| {
+        let test = SelfTest::exact(&models, config.rollout.graphs).map(Some);
+        test.map_err(|error| error.within(cuda::gpu().name()))
+    };
+    let test = || models(config).and_then(tested);
     let compared = if config.job.check && suits(config).is_ok() { test() } else { Ok(None) };
     let hint =
         "the log of the driver may know why; job.device = \"cpu\" computes without it, job.check = false all the same";
     world.group().agree(compared.map_err(|error| error.also(hint)))
 }
 
-/// Starts this rank's GPU. All ranks call this.
-fn start(world: &World) -> Result<()> {
+/// Starts this rank's GPU, one of those `found`. All ranks call this.
+fn start(world: &World, found: Found) -> Result<()> {
     if cuda::gpu::is_started() {
         return Ok(());
     }
-    let (_, seen) = world.group().agree(devices::devices().map_err(Error::usage))?;
+    let (driver, seen) = world.group().agree(found.map_err(|why| Error::usage(why.to_string())))?;
     let index = gpus::mine(world, &seen).ok_or_else(|| Error::usage("this rank sees no GPU"));
-    cuda::gpu::start(world.group().agree(index.and_then(Gpu::open))?);
+    let index = world.group().agree(index)?;
+    let open = || Gpu::open(index).map_err(|error| error.within(seen[index].address())).map(Some);
+    // Where kernels have to be compiled, the first rank of each host does, and the others find them in its cache.
+    let compiles = world.group().any(must_compile(seen[index].capability, driver));
+    let is_first = !world.hosts[..world.rank].contains(&world.hosts[world.rank]);
+    let first = world.group().agree(if !compiles || is_first { open() } else { Ok(None) })?;
+    let opened = world.group().agree(first.map_or_else(open, |gpu| Ok(Some(gpu))))?;
+    cuda::gpu::start(opened.expect("this rank has opened one"));
     Ok(())
 }
 
@@ -129,7 +148,7 @@ fn start(world: &World) -> Result<()> {
 fn suits(config: &Config) -> Result<()> {
     let model = &config.model;
     if model.dtype == DTypeName::F32 {
-        return Err(Error::usage("model.dtype = \"f32\", and GPUs hold weights and activations in bf16"));
+        return Err(in_f32());
     }
     check_mask(config)?;
     let mut dirs =
@@ -199,6 +218,11 @@ pub fn memory_free() -> u64 {
     null::memory_free().unwrap_or_else(|| cuda::gpu().usage().left() as u64)
 }
 
+fn in_f32() -> Error {
+    Error::usage("model.dtype = \"f32\", and GPUs hold weights and activations in bf16")
+        .hint("set model.dtype = \"bf16\", or job.device = \"cpu\"")
+}
+
 /// Refuses settings that GPUs do not support yet.
 pub fn check(config: &Config) -> Result<()> {
     if config.job.device != DeviceName::Gpu {
@@ -208,8 +232,7 @@ pub fn check(config: &Config) -> Result<()> {
     if config.model.dtype != DTypeName::F32 {
         return Ok(());
     }
-    Err(Error::usage("model.dtype = \"f32\" with job.device = \"gpu\"")
-        .hint("set model.dtype = \"bf16\": GPUs hold weights and activations in it"))
+    Err(in_f32())
 }
 
 fn check_mask(config: &Config) -> Result<()> {

@@ -75,6 +75,8 @@ pub struct Expected {
     pub host: usize,
     /// Bytes of the rollout's forwards and graphs.
     pub forwards: usize,
+    /// Seconds of a step.
+    pub step_s: f64,
 }
 
 /// What a rank of each placement holds, where it has a model: with cuBLASLt or not and with its workspace or not, as GEMMs were

@@ -34,6 +34,8 @@ pub struct Run {
     pub ranks: Ranks,
     /// The device of this rank.
     pub device: Device,
+    /// Why `job.device = "auto"` took CPUs.
+    pub no_gpu: Option<String>,
     /// Rows of the banner about it that are known before the first model.
     pub device_rows: Vec<String>,
     /// None on CPUs.
@@ -61,6 +63,9 @@ pub enum Values {
 
 /// Multiply-adds of a sample of a processor's peak: about a millisecond.
 const PEAK_ROUNDS: usize = 400_000;
+
+/// Seconds of a step from which on CPUs take a job only where it asks for them.
+const STEP_S_MAX: f64 = 2.0 * 3600.0;
 
 /// Warned where no layout fits.
 const TIGHT: &str = "for the longest rows that the job allows the plan finds no layout that fits this memory (rlhf-hpc plan \
@@ -113,6 +118,7 @@ impl Run {
             dir,
             ranks,
             device,
+            no_gpu: opened.no_gpu,
             device_rows,
             gemm,
             plan,
@@ -193,6 +199,20 @@ impl Run {
         let fast = self.gemm.as_ref().map(|gemm| [gemm.fast, gemm.is_open]);
         let count = |count: &Count| count(&self.config, fast, rows, eval);
         self.plan.expected = self.plan.count.as_ref().map(count).unwrap_or_default();
+    }
+
+    /// Refuses a job that would take hours a step, and that has CPUs because no rank sees a GPU: on a cluster that is a mistake, and
+    /// nobody notices before the first step has ended. All ranks call this, after `expect`.
+    pub fn check_step_time(&self) -> Result<()> {
+        let step_s = self.plan.expected.iter().flatten().map(|expected| expected.step_s).fold(0.0, f64::max);
+        let refused = self.no_gpu.as_ref().filter(|_| step_s > STEP_S_MAX);
+        self.ranks.all.agree(refused.map_or(Ok(()), |why| {
+            let hours = step_s / 3600.0;
+            Err(Error::usage(format!(
+                "no GPU: {why}; on these CPUs a step would take about {hours:.0} hours, says the plan"
+            ))
+            .hint("start it where each rank has a GPU; or set job.device = \"cpu\""))
+        }))
     }
 
     /// What the plan expects this rank to hold; none of a rank without a model.

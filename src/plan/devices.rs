@@ -170,16 +170,20 @@ impl Device {
         })
     }
 
-    /// A GPU that is there, of which a rank may take `memory_bytes` for its tensors: with the peaks of the table's GPU of that
-    /// name, of an A100 where it has none.
-    pub fn gpu_of(name: &str, memory_bytes: u64, ranks_per_node: usize) -> Self {
+    /// A GPU that is there, by the name that its driver has for it: with the peaks that its maker declares, where the table has them.
+    pub fn declared(name: &str, memory_bytes: u64) -> Option<Self> {
         let (lower, memory_gb) = (name.to_lowercase(), memory_bytes as f64 / GB);
         let is = |gpu: &&Declared| {
             let model = gpu.0.split('-').next().unwrap_or(gpu.0);
             lower.contains(model) && memory_gb <= gpu.1
         };
-        let known = GPUS.iter().find(is).map_or("a100-80g", |gpu| gpu.0);
-        let known = Self::gpu(known, NETWORK_GB_S).expect("it is of the table");
+        GPUS.iter().find(is).and_then(|gpu| Self::gpu(gpu.0, NETWORK_GB_S).ok())
+    }
+
+    /// The same, of which a rank may take `memory_bytes` for its tensors; with the peaks of an A100 where the table has none.
+    pub fn gpu_of(name: &str, memory_bytes: u64, ranks_per_node: usize) -> Self {
+        let usual = || Self::gpu("a100-80g", NETWORK_GB_S).expect("it is of the table");
+        let known = Self::declared(name, memory_bytes).unwrap_or_else(usual);
         let memory_bytes = memory_bytes + PROGRAM_BYTES as u64;
         Self { name: name.to_string(), memory_bytes, ranks_per_node: ranks_per_node.max(1), ..known }
     }

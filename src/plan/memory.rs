@@ -149,6 +149,7 @@ impl Memory {
             state: most("optimizer state"),
             host: self.host,
             forwards: self.bytes_of(Phase::Rollout, "activations") + self.bytes_of(Phase::Rollout, "graphs"),
+            step_s: 0.0,
         }
     }
 

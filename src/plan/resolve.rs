@@ -109,8 +109,12 @@ fn expect(job: &Job, placed: &[(Placement, Layout)], device: &Device) -> Vec<Opt
     let of = |(placement, layout): &(Placement, Layout)| {
         let there = job.archs.0.iter().map(|(role, ..)| *role);
         let roles: Vec<RoleName> = there.filter(|role| placement.roles.contains(role)).collect();
-        let memory = || count(job, layout, device, &roles).0;
-        (!roles.is_empty()).then(|| memory().expected(device.is_cpu()))
+        (!roles.is_empty()).then(|| {
+            let (memory, time) = count(job, layout, device, &roles);
+            // The rates of a CPU rank are declared for one thread.
+            let threads = if device.is_cpu() { device.threads.max(1) as f64 } else { 1.0 };
+            Expected { step_s: time.step_s() / threads, ..memory.expected(device.is_cpu()) }
+        })
     };
     placed.iter().map(of).collect()
 }

@@ -89,6 +89,10 @@ impl Time {
         self.parts.iter().filter(|part| part.stage == stage).map(|part| part.seconds).sum()
     }
 
+    pub fn step_s(&self) -> f64 {
+        Stage::ALL.into_iter().map(|stage| self.of_stage(stage)).sum()
+    }
+
     /// With all peaks reached and all that can be hidden hidden.
     pub fn floor_of(&self, stage: Stage) -> f64 {
         let parts = self.parts.iter().filter(|part| part.stage == stage);

@@ -220,6 +220,7 @@ impl<J: Job> Opened<J> {
         let ahead = source.ahead(shape.rows_ahead(&config)).and_then(|rows| Ok((rows, source.eval_tokens()?)));
         let (rows, eval) = run.ranks.all.agree(ahead)?;
         run.expect(&rows, &eval);
+        run.check_step_time()?;
         let mut state = State {
             cursor: source.cursor().clone(),
             ledger: source.ledger().clone(),

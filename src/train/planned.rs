@@ -134,6 +134,7 @@ fn open(planned: &Planned) -> Result<Run> {
         config_hash: String::new(),
         dir: PathBuf::new(),
         device: if planned.gpu.is_some() { Device::Cuda } else { Device::Cpu },
+        no_gpu: None,
         device_rows: Vec::new(),
         gemm: planned.gpu.map(|PlannedGpu { fast, .. }| GemmChoice { fast, ..GemmChoice::default() }),
         plan: Expectations { expected: vec![forwards; ranks.placements.len()], ..Expectations::default() },

@@ -31,6 +31,7 @@ fn every_recipe_is_copied_with_its_files_and_is_a_job() {
             "long-context",
             "ppo-7b",
             "slurm",
+            "slurm-gpu",
             "quickstart"
         ]
     );
@@ -39,8 +40,10 @@ fn every_recipe_is_copied_with_its_files_and_is_a_job() {
         let copied = fixture.run(&["jobs", "copy", name, "--to", &to]).well();
         assert!(copied.stderr.contains("change: ") && copied.stderr.contains("next:   "), "{}", copied.stderr);
         let file = copied.stderr.split(": the recipe").next().expect("a path").to_string();
-        if name == "slurm" {
-            assert!(file.ends_with("ppo.sbatch") && fixture.text(&file).starts_with("#!/bin/bash"));
+        if name.starts_with("slurm") {
+            assert!(file.ends_with(".sbatch") && fixture.text(&file).starts_with("#!/bin/bash"));
+            assert!(copied.stderr.contains(&format!("sbatch {}", file.trim_start_matches(&to))), "{}", copied.stderr);
+            assert!(fixture.path(&to).join("slurm.sh").is_file());
             continue;
         }
         let job = config::load(&fixture.path(&file), &[]).and_then(|job| job.check().map(|()| job));
@@ -71,6 +74,23 @@ fn the_command_that_the_recipe_of_7b_names_plans_it_without_weights() {
     // Fewer prompts than it has are planned sooner.
     let plan = fixture.run(&next.split(' ').chain(["rollout.prompts_per_step=128"]).collect::<Vec<_>>()).well();
     assert!(plan.stdout.contains("a800") && plan.stdout.contains("16 ranks"), "{}", plan.stdout);
+}
+
+/// With fewer prompts than they have, which are planned sooner.
+#[test]
+fn the_jobs_of_the_batch_scripts_fit_the_gpus_that_these_ask_for() {
+    let fixture = Fixture::new();
+    let jobs = Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs");
+    for (name, ranks, sets) in [
+        ("grpo-7b", "8", &["rollout.prompts_per_step=16"][..]),
+        ("long-context", "16", &[]),
+        ("llama3-70b", "64", &["rollout.prompts_per_step=64", "mesh.tensor=8"]),
+    ] {
+        let job = jobs.join(format!("{name}.toml")).display().to_string();
+        let plan = ["plan", &job, "--ranks", ranks, "--gpu", "a800-80g"];
+        let plan = fixture.run(&[&plan[..], sets].concat()).well();
+        assert!(plan.stdout.contains(&format!(" on {ranks} ranks of a800-80g")), "{name}: {}", plan.stdout);
+    }
 }
 
 /// The job itself with models of Llama-2-7B's shape at 1/1000 of its 6.74 billion parameters, and shorter steps.
@@ -128,6 +148,23 @@ fn the_recipe_of_7b_runs_at_a_thousandth_of_its_size_on_4_ranks() {
     // Before the first step and after the last.
     assert_eq!(numbers("eval_reward_mean").len(), 2);
     assert!(fixture.path("run/export/model.safetensors").exists());
+}
+
+#[test]
+fn a_step_that_would_take_cpus_hours_is_refused_where_the_job_leaves_the_device_open() {
+    let fixture = Fixture::new();
+    fixture.run(&["init", "--config", "config.json", "--tokenizer", "tokenizer", "--out", "big"]).well();
+    let config = include_bytes!("../../jobs/models/llama2-7b-sft/config.json");
+    fixture.write("big/config.json", config);
+    std::fs::remove_file(fixture.path("big/model.safetensors")).expect("it has weights");
+    let sets = ["model.actor=big", "rollout.response_tokens_max=2000", "rollout.prompts_per_step=64"];
+    let run = |device| fixture.run(&[&["run", "job.toml", "--dry-run", device][..], &sets].concat());
+    let open = run("job.device=auto");
+    assert!(open.stderr.contains("hours, says the plan"), "{}", open.stderr);
+    open.refused(2, &["no GPU: ", "on these CPUs a step would take about "]).hinted("job.device = \"cpu\"");
+    // A job that asks for CPUs gets them, and comes to the weights that this model lacks.
+    let asked = run("job.device=cpu");
+    assert!(asked.stderr.contains("safetensors") && !asked.stderr.contains("hours"), "{}", asked.stderr);
 }
 
 #[test]

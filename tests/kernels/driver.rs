@@ -1,7 +1,9 @@
 //! The way to a GPU through the driver: what is asked of it, what keeps a GPU away, and where its kernels come from.
 
-use crate::{embedded, emulation, on_a_real_gpu};
-use rlhf_hpc::device::cuda::embedded::{CUBINS, units};
+use crate::{device, embedded, emulation, on_a_real_gpu};
+use rlhf_hpc::device::cuda::Stream;
+use rlhf_hpc::device::cuda::embedded::{CUBINS, KERNELS, units};
+use std::ffi::{c_int, c_void};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -80,6 +82,42 @@ fn info_shows_the_gpus_and_takes_the_cubins_that_the_binary_carries() {
     assert_eq!(line(&text, "cublaslt"), lt);
     assert!(text.contains(gpu) && text.contains(", GPU 0 at 0000:3b:00.0\n"), "{text}");
     assert_eq!(fs::read_dir(cache.path()).expect("a directory").count(), 0, "nothing was compiled");
+}
+
+#[test]
+fn info_shows_the_registers_and_the_local_memory_that_the_driver_gives_each_kernel() {
+    let carried: Vec<_> = CUBINS.iter().filter(|cubin| cubin.arch == "sm_80").collect();
+    if carried.is_empty() {
+        return;
+    }
+    let cache = tempfile::tempdir().expect("a directory");
+    let text = under(env!("CARGO_BIN_EXE_rlhf-hpc"), "13000", cache.path(), &["info", "--kernels"]);
+    assert!(text.contains("As the driver loads them on Emulated GPU, the binary's cubins for sm_80."), "{text}");
+    assert_eq!(text.lines().filter(|line| line.starts_with("| ")).count(), KERNELS.len() + 1);
+    for (name, [registers, local]) in carried.iter().flat_map(|cubin| embedded::resources(cubin.bytes)) {
+        let row = line(&text, &format!("| {name} |"));
+        assert!(
+            row.starts_with(&format!("| {name} | {registers} | ")) && row.ends_with(&format!(" | {local} |")),
+            "{row}"
+        );
+    }
+}
+
+#[test]
+fn collectives_have_streams_of_the_greatest_priority() {
+    let (gpu, _one) = device();
+    if on_a_real_gpu() {
+        return;
+    }
+    let of = |stream: Stream| {
+        // SAFETY: a stream of the library.
+        emulation::with_function("emulated_priority", |ask: unsafe extern "C" fn(*mut c_void) -> c_int| unsafe {
+            ask(gpu.stream(stream).cast())
+        })
+    };
+    // The emulated GPU's range is 0 to -5, the greatest.
+    assert_eq!([Stream::Tensor, Stream::Zero, Stream::Ring].map(of), [-5; 3]);
+    assert_eq!([Stream::Compute, Stream::Up, Stream::Down].map(of), [0; 3]);
 }
 
 #[test]

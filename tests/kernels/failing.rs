@@ -190,6 +190,12 @@ fn a_call_that_fails_or_never_ends_ends_all_ranks_with_what_failed_where_and_wha
     let Ended { code, said, .. } = failing(at, "apart", auto, "ncclCommInitRank:1:2@1");
     assert!(code == Some(0) && said.contains("tensor: MPI through the host, because "), "{said}");
     assert!(said.contains("rank 1: ncclCommInitRank"), "{said}");
+    // One that never comes back leaves a thread in the library: whatever the job leaves open, it ends.
+    let (late, env) = ("ncclCommInitRank:1:hang@1", ("RLHF_NCCL_JOIN_S", "1.5"));
+    let ended = job(at, 2, "late", auto, &[("EMULATED_FAILS", late), env]);
+    let words = "error: the tensor axis has no NCCL, because NCCL over the tensor axis: ranks 0 to 1 of 2: not back from \
+                 ncclCommInitRank after 1.5 s | NCCL_SOCKET_IFNAME | NCCL_IB_HCA | NCCL_DEBUG=INFO";
+    judged(at, "late", &ended, 2, words).unwrap_or_else(|why| panic!("{why}"));
 }
 
 /// As `CASES`: settings, what leaves NaN, words of the error.
@@ -281,7 +287,7 @@ fn a_graph_that_the_driver_refuses_is_said_and_its_kernels_are_started_one_by_on
 }
 
 #[test]
-fn what_fails_at_the_start_leaves_the_gpu_where_the_job_may_choose() {
+fn what_fails_at_the_start_ends_a_job_that_leaves_the_device_open_too() {
     if CUBINS.is_empty() {
         return;
     }
@@ -289,7 +295,7 @@ fn what_fails_at_the_start_leaves_the_gpu_where_the_job_may_choose() {
     let at = dir.path();
     let sets = "job.device=auto model.dtype=auto job.gemm=auto job.check=true job.steps=1";
     for (i, (fails, words)) in [
-        ("cuInit:1:999", "no GPU: the driver does not start: cuInit: CUDA_ERROR_UNKNOWN"),
+        ("cuInit:1:999", "error: the driver does not start: cuInit: CUDA_ERROR_UNKNOWN"),
         ("cuModuleLoadData:3:200", "CUDA_ERROR_INVALID_IMAGE"),
         ("cuLaunchKernel:1:719", "cuLaunchKernel: CUDA_ERROR_LAUN"),
         ("cuGraphLaunch:2:719", "cuGraphLaunch: CUDA_ERROR_LAUN"),
@@ -300,7 +306,8 @@ fn what_fails_at_the_start_leaves_the_gpu_where_the_job_may_choose() {
         // Without NVRTC, which would compile what a driver refuses.
         let env = [("EMULATED_FAILS", fails), ("RLHF_NVRTC", "/nowhere/libnvrtc.so")];
         let Ended { code, said, flat, failed } = job(at, 1, &format!("auto-{i}"), sets, &env);
-        assert!(failed && code == Some(0) && flat.contains("no GPU: ") && flat.contains(words), "{fails}: {said}");
+        assert!(failed && code != Some(0) && flat.contains(words), "{fails}: {said}");
+        assert!(flat.contains("job.device = \"cpu\""), "{fails}: {said}");
     }
 }
 

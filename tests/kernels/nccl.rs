@@ -35,7 +35,7 @@ pub fn link(world: &World, name: &'static str, group: &Group, stream: cuda::Stre
     let gpu = format!("GPU {}", world.rank);
     let axes = [Axis { name, group, stream }];
     let rows = backends::choose(&world.group(), &axes, &gpu, Collectives::Nccl).expect("the GPUs are joined");
-    assert_eq!(rows, [format!("{name}: NCCL 2.21.5")]);
+    assert_eq!(rows, [format!("{name}: NCCL 2.21.5 within a host")]);
 }
 
 pub fn scene(scene: &str, world: &World) {
@@ -240,7 +240,10 @@ fn some_share(world: &World) {
         Axis { name: "nobody's", group: &Group::one(), stream: cuda::Stream::Ring },
     ];
     let rows = backends::choose(&world.group(), &axes, &gpu, Collectives::Auto).expect("a way for each");
-    assert_eq!(rows, ["tensor: MPI through the host, because ranks 2 and 3 share a GPU", "data: NCCL 2.21.5"]);
+    assert_eq!(
+        rows,
+        ["tensor: MPI through the host, because ranks 2 and 3 share a GPU", "data: NCCL 2.21.5 within a host"]
+    );
     // A stream over both has a thread, whose collectives do not meet those that this thread launches.
     let stream = Stream::new("reshard", &[&zero, &tensor]);
     let ranges = [0..500, 500..1000];

@@ -2,7 +2,8 @@
 
 use crate::emulation;
 use crate::faults::{OF_STARTS, of_start};
-use crate::jobs::{CONFIG, SOUND, binary, command_on, emulated, flat, launched, metrics, number, with};
+use crate::jobs::{self, CONFIG, SOUND, binary, command, command_on, emulated, flat, launched, metrics, number, with};
+use rlhf_hpc::device::cuda::embedded::{CUBINS, units};
 use serde_json::json;
 use std::path::Path;
 use std::process::Output;
@@ -32,7 +33,7 @@ fn losses(dir: &Path, job: &str) -> Vec<u64> {
 }
 
 #[test]
-fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them_or_not_taken() {
+fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     for (i, (fault, what)) in OF_STARTS.into_iter().enumerate() {
@@ -48,11 +49,12 @@ fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them_or_not_tak
     // Without the look nobody sees it.
     let ill = Some(of_start(1));
     ends(at, ill, "sft.toml job.check=false job.steps=1 job.dir=unseen", &[]);
-    // What is free to choose takes the CPU.
-    let words = ends(at, ill, &format!("sft.toml job.dir=chosen {DEFAULTS}"), &[]);
-    assert!(words.contains("no GPU: the kernels of this GPU do not pass beside the CPU: the gradient of"), "{words}");
-    ends(at, None, &format!("sft.toml job.dir=cpu {DEFAULTS}"), &[]);
-    assert_eq!(losses(at, "chosen"), losses(at, "cpu"));
+    // A job that leaves the device open does not leave the GPU.
+    let done = run(at, ill, &format!("sft.toml job.dir=open {DEFAULTS}"), &[]);
+    let words = flat(&done);
+    let why = "error: GPU 0 at 0000:3b:00.0: the kernels of this GPU do not pass beside the CPU: the gradient of";
+    assert!(done.status.code() == Some(1) && words.contains(why), "{words}");
+    assert!(words.contains("job.device = \"cpu\" computes without it"), "{words}");
 }
 
 #[test]
@@ -90,10 +92,12 @@ fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() 
     }
     assert_eq!(metrics(at, "gpu").len(), 3);
     // What no GPU holds.
-    let words = ends(at, Some(SOUND), "sft.toml --dry-run job.device=auto model.dtype=f32", &[]);
-    assert!(words.contains("no GPU: model.dtype = \"f32\", and GPUs hold"), "{words}");
-    let done = run(at, Some(SOUND), "sft.toml --dry-run model.dtype=f32", &[]);
-    assert!(done.status.code() == Some(2) && flat(&done).contains("set model.dtype = \"bf16\""), "{}", flat(&done));
+    for device in ["auto", "gpu"] {
+        let done = run(at, Some(SOUND), &format!("sft.toml --dry-run job.device={device} model.dtype=f32"), &[]);
+        let (words, why) = (flat(&done), "error: model.dtype = \"f32\", and GPUs hold weights and activations in bf16");
+        assert!(done.status.code() == Some(2) && words.contains(why), "{words}");
+        assert!(words.contains("set model.dtype = \"bf16\", or job.device = \"cpu\""), "{words}");
+    }
 }
 
 #[test]
@@ -125,15 +129,11 @@ fn automatic_products_are_those_with_which_a_step_is_faster_and_stay_so() {
 }
 
 #[test]
-fn all_ranks_leave_their_gpus_where_one_computes_other_things() {
+fn one_rank_whose_gpu_is_ill_or_unseen_ends_all_with_its_name() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
-    let own = format!(
-        "if [ $OMPI_COMM_WORLD_RANK = 1 ]; then export {}={}; fi; exec \"$0\" \"$@\"",
-        emulation::FAULT,
-        of_start(1)
-    );
-    let ranks = |sets: &str| {
+    let ranks = |of_rank_1: &str, sets: &str| {
+        let own = format!("if [ $OMPI_COMM_WORLD_RANK = 1 ]; then export {of_rank_1}; fi; exec \"$0\" \"$@\"");
         let line = format!("run sft.toml job.steps=1 {sets}");
         let mut mpirun = launched(2);
         mpirun
@@ -144,14 +144,23 @@ fn all_ranks_leave_their_gpus_where_one_computes_other_things() {
             .args(line.split(' '));
         mpirun.output().expect("mpirun starts")
     };
-    let done = ranks(&format!("job.dir=chosen {DEFAULTS}"));
-    let words = flat(&done);
-    assert!(done.status.success(), "{words}");
-    assert!(words.contains("no GPU: rank 1 (") && words.contains("the gradient of"), "{words}");
-    let done = ranks("job.dir=refused job.check=true");
-    let words = flat(&done);
-    assert!(!done.status.success() && words.contains("error: rank 1 ("), "{words}");
-    assert!(words.contains("do not pass beside the CPU: the gradient of"), "{words}");
+    let ill = format!("{}={}", emulation::FAULT, of_start(1));
+    let computes = "GPU 1 at 0000:af:00.0: the kernels of this GPU do not pass beside the CPU: the gradient of";
+    for (of_rank_1, code, why) in [
+        (&ill[..], 1, computes),
+        ("RLHF_CUDA_LIB=/nowhere/libcuda.so", 2, "/nowhere/libcuda.so is not on this machine"),
+        ("EMULATED_FAILS=cuInit:1:100", 2, "the driver shows no GPU: "),
+        ("EMULATED_FAILS=cuDevicePrimaryCtxRetain:1:46", 1, "GPU 1 at 0000:af:00.0: cuDevicePrimaryCtxRetain: "),
+    ] {
+        for device in ["auto", "gpu"] {
+            let done = ranks(of_rank_1, &format!("job.dir=refused {DEFAULTS} job.device={device}"));
+            let (words, which) = (flat(&done), if device == "gpu" { "job.device = \"gpu\": " } else { "" });
+            let which = if why == computes { "" } else { which };
+            assert_eq!(done.status.code(), Some(code), "{of_rank_1}: {words}");
+            assert!(words.contains(&format!("error: {which}rank 1 (")) && words.contains(why), "{of_rank_1}: {words}");
+            assert!(words.contains("job.device = \"cpu\""), "{words}");
+        }
+    }
 }
 
 /// Families and shapes that models come in.
@@ -179,4 +188,37 @@ fn models_of_all_kinds_pass_with_both_products() {
         eprintln!("{kind}: {}", &words[at..(at + 200).min(words.len())]);
         assert!(gap < 2.5, "{kind}: {gap} % is near what is refused");
     }
+}
+
+/// Under a driver that takes no cubins of the binary, and with an NVRTC whose calls are counted.
+#[test]
+fn the_first_rank_of_a_host_compiles_for_all_and_its_error_is_that_of_all() {
+    if CUBINS.is_empty() || CUBINS.iter().any(|cubin| cubin.bytes[8] < 8) {
+        return;
+    }
+    let Some(dir) = emulated(CONFIG) else { return };
+    let at = dir.path();
+    let (calls, cache) = (at.join("calls"), at.join("cache"));
+    let run = |name: &str, cache: &Path, fails: &str| {
+        let _ = std::fs::remove_file(&calls);
+        let mut command = command(2, at, &format!("run sft.toml job.steps=1 job.dir={name} mesh.data=2"));
+        command.env("EMULATED_CUDA", "12020").env("RLHF_NVRTC", emulation::gpu()).env("EMULATED_CALLS", &calls);
+        command.env("XDG_CACHE_HOME", cache).env("TMPDIR", at).env("EMULATED_FAILS", fails).output().expect("it starts")
+    };
+    let compiled = |rank| jobs::calls(&calls, rank).get("nvrtcCompileProgram").copied().unwrap_or(0);
+    // A cache that cannot be written, as a home may be on compute nodes, gives way to a directory of temporary files.
+    for (name, cache) in [("home", &*cache), ("no-home", Path::new("/proc/none"))] {
+        let done = run(name, cache, "cuInit:99:1");
+        assert!(done.status.success(), "{}", flat(&done));
+        assert_eq!([compiled("0"), compiled("1")], [units().count() as u64, 0], "{name}");
+        let done = run(&format!("{name}-again"), cache, "cuInit:99:1");
+        assert!(done.status.success() && compiled("0") + compiled("1") == 0, "{}", flat(&done));
+    }
+    let done = run("fails", &at.join("other"), "nvrtcCompileProgram:2:6@0");
+    let words = flat(&done);
+    assert!(done.status.code() == Some(2) && words.matches("error: ").count() == 1, "{words}");
+    assert!(
+        words.contains("error: job.device = \"gpu\": rank 0 (") && words.contains("does not compile for sm_80"),
+        "{words}"
+    );
 }

@@ -240,7 +240,7 @@ fn rewards_on_the_gpu_are_those_of_the_cpu() {
 }
 
 #[test]
-fn a_gpu_that_computes_other_things_gives_no_answers_and_is_left_where_the_verb_may_choose() {
+fn a_gpu_that_computes_other_things_gives_no_answers() {
     if on_a_real_gpu() {
         return;
     }
@@ -249,44 +249,39 @@ fn a_gpu_that_computes_other_things_gives_no_answers_and_is_left_where_the_verb_
     let [hidden, draws] = [0, 2].map(of_start);
     let run = |name: &str, fault, more: &str| verb(at, name, "model", "rows.jsonl", fault, more);
     let wrong = "the kernels of this GPU do not pass beside the CPU: ";
-    for name in ["generate", "logprobs"] {
-        let done = run(name, hidden, "--device gpu");
+    for (name, device) in [("generate", "--device gpu"), ("logprobs", "--device gpu"), ("logprobs", "")] {
+        let done = run(name, hidden, device);
         let told = words(&done);
         assert!(done.status.code() == Some(1) && told.contains(wrong) && told.contains("the hidden state"), "{told}");
         assert!(told.contains("--no-check") && told.contains("--device cpu") && !told.contains("job."), "{told}");
         assert!(done.stdout.is_empty(), "a wrong GPU answers");
     }
-    // What may be chosen answers on the CPU, and says why.
-    let chosen = run("logprobs", hidden, "");
-    assert!(words(&chosen).contains(&format!(" in f32, no GPU: {wrong}")), "{}", words(&chosen));
-    assert_eq!(lines(&chosen), lines(&run("logprobs", hidden, "--device cpu")));
     // Without the comparison nobody sees it.
-    assert_ne!(lines(&run("logprobs", hidden, "--device gpu --no-check")), lines(&chosen));
+    let right = run("logprobs", SOUND, "");
+    assert_ne!(lines(&run("logprobs", hidden, "--no-check")), lines(&right));
     let done = run("generate", draws, "--device gpu");
     assert!(done.status.code() == Some(1) && words(&done).contains(OF_STARTS[2].1), "{}", words(&done));
 }
 
 #[test]
-fn a_model_that_no_kernel_knows_is_answered_by_the_cpu_or_refused_with_what_is_needed() {
+fn a_model_that_no_kernel_knows_is_refused_with_what_is_needed_and_answered_by_the_cpu() {
     let dir = tempfile::tempdir().expect("a directory");
     let at = dir.path();
     prepare(at, &with(CONFIG, &json!({"head_dim": 48})));
     write(at, "rows.jsonl", &rows(&[3, 9]));
     let run = |more: &str| verb(at, "logprobs", "model", "rows.jsonl", SOUND, more);
     let known = "needed one of 32, 64, 80, 96, 128, 256";
-    let done = run("");
-    assert!(words(&done).contains(&format!(" in f32, no GPU: a head dim of 48, {known}")), "{}", words(&done));
-    assert_eq!(lines(&done).len(), 2);
-    let done = run("--device gpu");
-    assert!(
-        done.status.code() == Some(2)
-            && words(&done).contains(&format!("error: a head dim of 48 with --device gpu, {known}")),
-        "{}",
-        words(&done)
-    );
+    assert_eq!(lines(&run("--device cpu")).len(), 2);
     // Weights in f32 are the CPU's alone.
-    let done = run("--dtype f32");
-    assert!(words(&done).contains(" in f32, no GPU: --dtype f32, and GPUs hold"), "{}", words(&done));
+    for (options, why) in [
+        ("--device gpu", format!("error: a head dim of 48 with --device gpu, {known}")),
+        ("", format!("error: a head dim of 48 on a GPU, {known}")),
+        ("--dtype f32", "error: --dtype f32, and GPUs hold".to_string()),
+    ] {
+        let done = run(options);
+        let said = words(&done);
+        assert!(done.status.code() == Some(2) && said.contains(&why) && said.contains("--device cpu"), "{said}");
+    }
 }
 
 #[test]

@@ -132,15 +132,3 @@ fn every_job_in_the_tree_is_a_good_one() {
         config::load(&path, overrides).and_then(|config| config.check()).unwrap_or_else(|e| panic!("{e}"));
     }
 }
-
-#[test]
-fn the_job_of_the_batch_script_fills_its_two_nodes() {
-    let script = fs::read_to_string(root().join("jobs/ppo.sbatch")).unwrap();
-    for line in ["#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=8", "#SBATCH --signal=B:USR1@120", "#SBATCH --requeue"]
-    {
-        assert!(script.contains(line), "{line}");
-    }
-    let config = config::load(&root().join("jobs/ppo.toml"), &[]).unwrap();
-    assert_eq!(config.mesh.resolve(16).unwrap().data, 16);
-    assert_eq!(config.model.dtype(), rlhf_hpc::dtype::DType::Bf16);
-}

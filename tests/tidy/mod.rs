@@ -1,6 +1,8 @@
 //! The style of the repository, held by tests: import levels, cycles between files, dead files, sizes, where `unsafe` may stand, banned names, what every
 //! folder must hold, and a manual of every key.
 
+mod batch;
+mod gpu_script;
 mod imports;
 mod manual;
 mod pages;

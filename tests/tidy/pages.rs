@@ -11,8 +11,8 @@ use std::process::Command;
 const README_LINES_MAX: usize = 200;
 
 /// Options of other programs.
-const FOREIGN: &str = "--bind-to --map-by --mpi --cpus-per-task --gpus-per-node --nodes --ntasks-per-node --requeue --signal \
-                       --open-mode --nv --sharens --bind --release --locked --version";
+const FOREIGN: &str = "--bind-to --map-by --mpi --cpus-per-task --gpus-per-node --gpus-per-task --gpu-bind --exclusive --mem --nodes \
+                       --ntasks-per-node --requeue --signal --open-mode --nv --sharens --bind --release --locked --version";
 
 fn pages() -> Vec<File> {
     files("src/cli/help", &[".md"])

@@ -13,6 +13,7 @@ use crate::comm::World;
 use crate::comm::gpus;
 use crate::device::cuda::{self, Gpu, Memory, devices, fast};
 use crate::error::{self, Error};
+use crate::plan;
 use bench::Bench;
 use std::cell::{Cell, RefCell};
 use std::fs::File;
@@ -36,7 +37,9 @@ pub fn run(args: &Args) -> error::Result<()> {
     let fast = fast::open();
     let [copy, product] = [f64::NAN; 2];
     let (has_fast, judged) = (fast.is_ok(), Cell::new([0; 2]));
-    let mut bench = Bench { gpu, args, record, copy, product, has_fast, noise, judged };
+    let p = gpu.properties();
+    let declared = plan::Device::declared(&p.name, p.memory_bytes as u64).map(|device| [device.memory, device.flops]);
+    let mut bench = Bench { gpu, args, record, copy, product, declared, has_fast, noise, judged };
     products::peaks(&mut bench, &fast);
     for part in PARTS.into_iter().filter(|part| args.part.is_empty() || args.part.iter().any(|wanted| wanted == part)) {
         match part {
@@ -56,8 +59,8 @@ pub fn run(args: &Args) -> error::Result<()> {
 }
 
 fn open() -> error::Result<&'static Gpu> {
-    let none = |why| Error::usage(format!("bench cuda: {why}")).hint("run it on a machine with a GPU");
-    let (_, seen) = devices::devices().map_err(none)?;
+    let none = |why: String| Error::usage(format!("bench cuda: {why}")).hint("run it on a machine with a GPU");
+    let (_, seen) = devices::devices().map_err(|why| none(why.to_string()))?;
     let index = gpus::mine(&World::start()?, &seen).ok_or_else(|| none("no GPU is seen".into()))?;
     Ok(cuda::gpu::start(Gpu::open(index)?))
 }

@@ -6,16 +6,32 @@ use sha2::{Digest, Sha256};
 use std::env;
 use std::fs;
 use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 /// Bytes before the cubin in its file: its hash.
 const HASH: usize = 32;
 
-/// `$XDG_CACHE_HOME/rlhf-hpc`, else `~/.cache/rlhf-hpc`; none where the user has no home.
+/// `$XDG_CACHE_HOME/rlhf-hpc`, else `~/.cache/rlhf-hpc`; where that cannot be written, as the home of a compute node may be, the
+/// user's own directory for temporary files.
 pub fn directory() -> Option<PathBuf> {
     let set = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let base = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")))?;
-    Some(base.join("rlhf-hpc"))
+    let base = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")));
+    base.map(|base| base.join("rlhf-hpc")).filter(|dir| is_writable(dir)).or_else(|| own(&env::temp_dir()))
+}
+
+fn is_writable(dir: &Path) -> bool {
+    let probe = dir.join(format!("{}.partial", std::process::id()));
+    fs::create_dir_all(dir).and_then(|()| fs::write(&probe, "")).and_then(|()| fs::remove_file(&probe)).is_ok()
+}
+
+/// A directory in `shared` which is this user's alone: machine code that another user left there must not run.
+fn own(shared: &Path) -> Option<PathBuf> {
+    let user = fs::metadata("/proc/self").ok()?.uid();
+    let dir = shared.join(format!("rlhf-hpc-{user}"));
+    let _ = fs::DirBuilder::new().mode(0o700).create(&dir);
+    let found = fs::symlink_metadata(&dir).ok()?;
+    (found.is_dir() && found.uid() == user && found.mode() & 0o777 == 0o700).then_some(dir)
 }
 
 /// Cubins of all sources for one architecture.
@@ -87,4 +103,22 @@ fn write(file: &Path, cubin: &[u8]) -> io::Result<()> {
     let aside = file.with_extension(format!("{}.partial", std::process::id()));
     let written = fs::write(&aside, [&Sha256::digest(cubin)[..], cubin].concat());
     written.and_then(|()| fs::rename(&aside, file)).inspect_err(|_| drop(fs::remove_file(&aside)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_directory_that_others_may_write_is_not_trusted() {
+        let shared = tempfile::tempdir().expect("a directory");
+        let dir = own(shared.path()).expect("it is made");
+        assert_eq!(own(shared.path()).as_ref(), Some(&dir), "it is found again");
+        fs::set_permissions(&dir, fs::Permissions::from_mode(0o777)).expect("other rights");
+        assert_eq!(own(shared.path()), None);
+        fs::remove_dir(&dir).expect("it is empty");
+        std::os::unix::fs::symlink(shared.path(), &dir).expect("a link");
+        assert_eq!(own(shared.path()), None, "a link leads elsewhere");
+    }
 }

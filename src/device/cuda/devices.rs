@@ -1,5 +1,6 @@
 //! The GPUs that the driver shows, without starting work on any.
 
+pub use super::sys::NoGpu;
 use super::sys::{self, CUcomputemode, CUdevice, CUdevice_attribute as Attribute, CUresult, check};
 use crate::error::{Error, Result};
 use std::ffi::{CStr, c_char, c_int};
@@ -24,27 +25,33 @@ pub struct Properties {
 }
 
 impl Properties {
+    /// `GPU 0 at 0000:3b:00.0`, as this process counts.
+    pub fn address(&self) -> String {
+        format!("GPU {} at {}", self.index, self.pci)
+    }
+
     /// Whether kernels of its architecture multiply by wgmma (sm_90a; later chips have other instructions).
     pub fn has_wgmma(&self) -> bool {
         self.capability == (9, 0)
     }
 }
 
-/// Opens the driver: the newest CUDA that it knows, and its GPUs.
-///
-/// # Errors
-/// Why there is nothing to compute on, in words that follow `cuda none: `.
-pub fn devices() -> std::result::Result<((i32, i32), Vec<Properties>), String> {
+/// The newest CUDA that the driver knows, major and minor, and its GPUs; or why there is none.
+pub type Found = std::result::Result<((i32, i32), Vec<Properties>), NoGpu>;
+
+/// Opens the driver.
+pub fn devices() -> Found {
     sys::open()?;
     match begin().and_then(|any| Ok((version()?, if any { seen()? } else { Vec::new() }))) {
         Ok((_, none)) if none.is_empty() => {
             let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
-            Err(format!("the driver shows no GPU: {}", why_none(Path::new("/"), visible.as_deref())))
+            let why = why_none(Path::new("/"), visible.as_deref());
+            Err(NoGpu::Unseen(format!("the driver shows no GPU: {why}")))
         }
         Ok(found) => Ok(found),
         Err(Error { message, hint, .. }) => {
             let hint = hint.map_or(String::new(), |hint| format!(" ({hint})"));
-            Err(format!("the driver does not start: {message}{hint}"))
+            Err(NoGpu::Broken(format!("the driver does not start: {message}{hint}")))
         }
     }
 }

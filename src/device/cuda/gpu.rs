@@ -2,7 +2,7 @@
 //! started beside (`work`).
 
 use super::devices::{self, Properties};
-use super::kernels::Kernels;
+use super::kernels::{Kernels, Resources};
 use super::null_driver;
 use super::pool::{Backing, Pool, Run, Usage};
 use super::staging::{Event, STAGING_BYTES, Staging};
@@ -154,6 +154,11 @@ impl Gpu {
         &self.properties
     }
 
+    /// What each of its kernels takes.
+    pub fn resources(&self) -> Vec<(&'static str, Resources)> {
+        self.kernels.resources().collect()
+    }
+
     /// From where its kernels came, in words.
     pub fn origin(&self) -> &str {
         &self.kernels.origin
@@ -193,9 +198,9 @@ impl Gpu {
         self.call(calls).unwrap_or_else(|error| std::panic::panic_any(error.within(doing())))
     }
 
-    /// `GPU 0 at 0000:3b:00.0`, as this process counts.
-    fn name(&self) -> String {
-        format!("GPU {} at {}", self.properties.index, self.properties.pci)
+    /// `GPU 0 at 0000:3b:00.0`
+    pub fn name(&self) -> String {
+        self.properties.address()
     }
 
     /// `GPU 0 at 0000:3b:00.0; kernels started last: rope_rotate, attention_forward_64`.
@@ -300,7 +305,7 @@ fn ask_free() -> Result<usize> {
     Ok(free)
 }
 
-/// One of each `Stream`: collectives of the tensor axis come before all else.
+/// One of each `Stream`. Collectives have the greatest priority: their kernels are few blocks, on which other ranks wait.
 fn streams() -> Result<[Handle<CUstream>; 6]> {
     let (mut least, mut greatest) = (0, 0);
     // SAFETY: writes two numbers.
@@ -309,7 +314,8 @@ fn streams() -> Result<[Handle<CUstream>; 6]> {
     let mut streams = [Handle(ptr::null_mut()); 6];
     for (i, stream) in streams.iter_mut().enumerate() {
         let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        let priority = if i == Stream::Tensor as usize { greatest } else { least };
+        let collectives = [Stream::Tensor, Stream::Zero, Stream::Ring];
+        let priority = if collectives.iter().any(|stream| *stream as usize == i) { greatest } else { least };
         // SAFETY: writes a handle.
         let status = unsafe { sys::cuStreamCreateWithPriority(&raw mut stream.0, flags, priority) };
         check("cuStreamCreateWithPriority", status)?;

@@ -3,7 +3,7 @@
 
 use super::cache;
 use super::devices::Properties;
-use super::embedded::{COMPILER, CUBINS, KERNELS};
+use super::embedded::{self, COMPILER, CUBINS, KERNELS};
 use super::fx::Table;
 use super::library;
 use super::null_driver;
@@ -27,6 +27,18 @@ struct Function {
     handle: Handle<CUfunction>,
     threads_max: usize,
     shared_bytes_max: usize,
+    resources: Resources,
+}
+
+/// What a kernel takes, as the driver says that loaded it.
+#[derive(Clone, Copy, Debug)]
+pub struct Resources {
+    /// Of a thread.
+    pub registers: usize,
+    /// Of a block, beside what a launch asks for.
+    pub shared_bytes: usize,
+    /// Of a thread, in the GPU's memory: arrays and spilled registers.
+    pub local_bytes: usize,
 }
 
 impl Kernels {
@@ -53,6 +65,11 @@ impl Kernels {
             })?;
             Ok(Self { functions: functions(&images, gpu)?, origin })
         })
+    }
+
+    /// What each kernel takes, in the order of the sources.
+    pub fn resources(&self) -> impl Iterator<Item = (&'static str, Resources)> {
+        KERNELS.iter().filter_map(|kernel| Some((kernel.name, self.functions.get(kernel.name)?.resources)))
     }
 
     /// The kernel of this name, for blocks of `threads` with as much shared memory.
@@ -99,15 +116,19 @@ fn function(module: CUmodule, name: &str, gpu: &Properties) -> Result<Function> 
         check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&raw mut value, attribute, handle) })?;
         Ok(usize::try_from(value).unwrap_or(0))
     };
-    let fixed = attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;
-    let shared_bytes_max = gpu.shared_bytes_max.saturating_sub(fixed);
+    let resources = Resources {
+        registers: attribute(Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
+        shared_bytes: attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?,
+        local_bytes: attribute(Attribute::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?,
+    };
+    let shared_bytes_max = gpu.shared_bytes_max.saturating_sub(resources.shared_bytes);
     let most = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
     // Beyond 48 KiB a kernel must say that it wants them.
     // SAFETY: a function of that module.
     let status = unsafe { sys::cuFuncSetAttribute(handle, most, shared_bytes_max as c_int) };
     check("cuFuncSetAttribute", status)?;
     let threads_max = attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?;
-    Ok(Function { handle: Handle(handle), threads_max, shared_bytes_max })
+    Ok(Function { handle: Handle(handle), threads_max, shared_bytes_max, resources })
 }
 
 /// Machine code of all sources for one GPU: (source, cubin).
@@ -155,6 +176,18 @@ fn embedded_images(capability: (u32, u32)) -> std::result::Result<(Images, Strin
     Ok((images, format!("the binary's cubins for {arch}")))
 }
 
+/// Whether NVRTC has to compile for this GPU, as far as that is known before a driver is asked to load: it takes no cubins of a later
+/// CUDA than its own.
+pub fn must_compile(capability: (u32, u32), driver: (i32, i32)) -> bool {
+    let is_carried = embedded_arch(capability).is_some_and(|arch| embedded::archs().contains(&arch));
+    !is_carried || major_of(COMPILER).is_none_or(|major| major > driver.0)
+}
+
+/// `nvcc 13.0.88` is of CUDA 13.
+fn major_of(compiler: &str) -> Option<i32> {
+    compiler.split_whitespace().next_back()?.split('.').next()?.parse().ok()
+}
+
 /// What the site's NVRTC makes for this GPU, and that in words; `why` says why it must. `driver` is the newest CUDA that the driver knows:
 /// it loads cubins of every minor of its major, and of none after.
 ///
@@ -194,6 +227,13 @@ mod tests {
         assert_eq!(compiled_arch((12, 1)), Ok("sm_121".into()));
         assert_eq!(compiled_arch((9, 0)), Ok("sm_90a".into()));
         assert!(compiled_arch((7, 5)).expect_err("too old").contains("7.5"));
+    }
+
+    #[test]
+    fn what_a_driver_will_not_take_is_known_by_the_compilers_version() {
+        assert_eq!(["nvcc 13.0.88", "NVRTC 12.2", "no nvcc"].map(major_of), [Some(13), Some(12), None]);
+        assert!(must_compile((12, 0), (99, 0)) && must_compile((8, 0), (1, 0)));
+        assert!(must_compile((8, 0), (99, 0)) == embedded::archs().is_empty());
     }
 
     #[test]

@@ -20,7 +20,7 @@ mod fx;
 pub mod gpu;
 pub mod gpu_assignment;
 pub mod graph;
-mod kernels;
+pub mod kernels;
 pub mod key_segments;
 mod key_tiles;
 pub mod kv_cache;

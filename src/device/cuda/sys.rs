@@ -10,6 +10,7 @@ pub use cudarc::driver::sys::*;
 use libloading::Library;
 use std::env;
 use std::ffi::{CStr, OsString, c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
+use std::fmt;
 use std::ptr;
 use std::sync::OnceLock;
 
@@ -43,19 +44,35 @@ statuses! {
     CUDA_ERROR_UNKNOWN
 }
 
+/// Why there is no GPU to compute on, in words that follow `cuda none: `.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NoGpu {
+    /// The machine has no driver, or that shows this process none.
+    Unseen(String),
+    /// There is a driver, and it cannot be used.
+    Broken(String),
+}
+
+impl fmt::Display for NoGpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::Unseen(why) | Self::Broken(why)) = self;
+        why.fmt(f)
+    }
+}
+
 /// The driver's names. The second is also that of the stub which CUDA brings to link against.
 const NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
 /// The variable that names its file, as those of the other libraries do.
 const VARIABLE: &str = "RLHF_CUDA_LIB";
 
 /// The driver, or why it cannot be taken.
-static OPENED: OnceLock<Result<Functions, String>> = OnceLock::new();
+static OPENED: OnceLock<Result<Functions, NoGpu>> = OnceLock::new();
 
 /// Opens the driver, once in a process: one that lacks a function is refused before anything is asked of it.
 ///
 /// # Errors
 /// Why there is none.
-pub fn open() -> Result<(), String> {
+pub fn open() -> Result<(), NoGpu> {
     if null::is_active() {
         return Ok(());
     }
@@ -69,20 +86,21 @@ pub fn is_open() -> bool {
 
 impl Functions {
     /// What the variable names and nothing else, or the first name that the system's loader finds.
-    fn first() -> Result<Self, String> {
+    fn first() -> Result<Self, NoGpu> {
         let named = env::var_os(VARIABLE).filter(|path| !path.is_empty());
         let names = named.map_or_else(|| NAMES.iter().map(OsString::from).collect(), |path| vec![path]);
         for name in &names {
             // SAFETY: the driver's initialisers ask nothing of the process that opens it.
             match unsafe { Library::new(name) } {
-                Ok(library) => return Self::of(library),
+                Ok(library) => return Self::of(library).map_err(NoGpu::Broken),
                 Err(error) if is_absent(&reason(&error), name.as_ref()) => {}
                 Err(error) => {
-                    return Err(format!("{} is no driver for this machine: {}", name.display(), reason(&error)));
+                    let why = format!("{} is no driver for this machine: {}", name.display(), reason(&error));
+                    return Err(NoGpu::Broken(why));
                 }
             }
         }
-        Err(format!("{} is not on this machine", names[0].display()))
+        Err(NoGpu::Unseen(format!("{} is not on this machine", names[0].display())))
     }
 }
 

@@ -16,6 +16,7 @@
 //
 // Any call fails where EMULATED_FAILS says so (failing.h). What a real driver does not recover from, as an access to an illegal
 // address, every later call answers, too. EMULATED_TAKEN bytes of its memory another process has.
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -487,11 +488,14 @@ API cuLaunchHostFunc(Stream* stream, void (*work)(void*), void* of) {
 
 // ---- streams and events ----
 
-API cuStreamCreateWithPriority(Stream** stream, unsigned, int) {
+API cuStreamCreateWithPriority(Stream** stream, unsigned, int priority) {
     READY;
     streams.push_back(*stream = new Stream);
+    (*stream)->priority = priority;
     return Success;
 }
+
+extern "C" int emulated_priority(Stream* stream) { return stream->priority; }
 
 API cuStreamSynchronize(Stream* stream) {
     READY;
@@ -638,13 +642,15 @@ API cuModuleGetFunction(Function** function, Module* module, const char* name) {
     const char* shared = section(*module, std::string(".nv.shared.") + name);
     (*function)->threads_max = threads_max(*module, name);
     (*function)->fixed = shared ? number_at<int32_t>(shared + 32) : 0;
+    (*function)->registers = of_function(*module, name, 0x2f);
+    (*function)->local = of_function(*module, name, 0x11);
     return Success;
 }
 
 API cuFuncGetAttribute(int* value, int attribute, Function* function) {
     READY;
-    if (attribute > 1) return InvalidValue;
-    *value = attribute == 0 ? function->threads_max : function->fixed;
+    if (attribute > 4 || attribute == 2) return InvalidValue;
+    *value = std::array{function->threads_max, function->fixed, 0, function->local, function->registers}[attribute];
     return Success;
 }
 
@@ -711,7 +717,7 @@ API nvrtcCreateProgram(Program** program, const char*, const char*, int, const c
     return Success;
 }
 
-API nvrtcCompileProgram(Program*, int, const char* const*) { return Success; }
+API nvrtcCompileProgram(Program*, int, const char* const*) { return failing::next(__func__).status; }
 
 API nvrtcGetProgramLogSize(Program*, size_t* bytes) {
     *bytes = 0;

@@ -75,6 +75,7 @@ struct Graph {
 };
 
 struct Stream {
+    int priority = 0;
     std::deque<Work> queue;
     Graph* capture = nullptr;
     // In a capture: what the next node comes behind.

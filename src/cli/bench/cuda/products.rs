@@ -9,16 +9,10 @@ use crate::tensor::DType::{Bf16, F32};
 pub(super) fn run(bench: &Bench) {
     let (n, k) = (bench.n(11008), bench.n(4096));
     let large = bench.n(8192);
-    for m in [1, 16, 64, 128, large] {
-        let mut products = Products::of(bench, m, n, k, bench.copies(2 * n * k));
-        let cost = products.cost();
-        for (mode, fast) in bench.modes() {
-            bench.measure(&format!("product, {mode}, {m} x {n} x {k}"), cost, None, || products.forward(*fast));
-        }
-    }
-    // A decoded layer's other products: back from the MLP, and out of the attention.
-    for (m, k) in [16, 64].into_iter().flat_map(|m| [(m, n), (m, k)]) {
-        let n = bench.n(4096);
+    // Of a layer: out of the attention, into the MLP and back from it.
+    for (m, (n, k)) in
+        [1, 16, 32, 64, 128, 512, large].into_iter().flat_map(|m| [(k, k), (n, k), (k, n)].map(|nk| (m, nk)))
+    {
         let mut products = Products::of(bench, m, n, k, bench.copies(2 * n * k));
         let cost = products.cost();
         for (mode, fast) in bench.modes() {
