@@ -239,10 +239,8 @@ fn check_mask(config: &Config) -> Result<()> {
     if !config.rollout.keep_sampling_mask {
         return Ok(());
     }
-    Err(Error::usage(
-        "rollout.keep_sampling_mask is true with job.device = \"gpu\": no kernel of a GPU masks logits yet",
-    )
-    .hint("set job.device = \"cpu\", or weigh the draws with ppo.correction instead"))
+    Err(Error::usage("rollout.keep_sampling_mask is true, and no kernel of a GPU masks logits yet")
+        .hint("set job.device = \"cpu\", or weigh the draws with ppo.correction instead"))
 }
 
 /// Refuses a model whose shapes no kernel of a GPU supports, sharded over `tensor` ranks.

@@ -58,13 +58,15 @@ fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them() {
 }
 
 #[test]
-fn a_job_that_keeps_sampling_masks_is_refused_on_a_gpu_and_takes_the_cpu_where_it_may() {
+fn a_job_that_keeps_sampling_masks_is_refused_where_there_is_a_gpu_and_runs_on_the_cpu() {
     let Some(dir) = emulated(CONFIG) else { return };
     let line = "ppo.toml job.steps=1 job.dir=masked rollout.top_k=5 rollout.keep_sampling_mask=true";
-    let (done, why) = (run(dir.path(), Some(SOUND), line, &[]), "no kernel of a GPU masks logits yet");
-    assert!(done.status.code() == Some(2) && flat(&done).contains(why), "{}", flat(&done));
-    let words = ends(dir.path(), Some(SOUND), &format!("{line} {DEFAULTS}"), &[]);
-    assert!(words.contains(&format!("no GPU: rollout.keep_sampling_mask is true: {why}")), "{words}");
+    for device in ["job.device=gpu", DEFAULTS] {
+        let done = run(dir.path(), Some(SOUND), &format!("{line} {device}"), &[]);
+        let why = "rollout.keep_sampling_mask is true, and no kernel of a GPU masks logits yet";
+        assert!(done.status.code() == Some(2) && flat(&done).contains(why), "{}", flat(&done));
+    }
+    ends(dir.path(), Some(SOUND), &format!("{line} {DEFAULTS} job.device=cpu"), &[]);
     assert_eq!(number(&metrics(dir.path(), "masked")[0], "logprob_gap_max").to_bits(), 0);
 }
 

@@ -118,7 +118,7 @@ fn models_gpus_and_kernels_that_are_not_there_are_named() {
     ended.refused(2, &["no GPU type abacus is known"]).hinted("a800-80g");
     let masked = ["plan", "job.toml", "model.actor=planned", "rollout.top_k=5", "rollout.keep_sampling_mask=true"];
     fixture.run(&[&masked[..], &["--gpu", "cpu"]].concat()).well();
-    let words = "rollout.keep_sampling_mask is true with job.device = \"gpu\": no kernel of a GPU masks logits yet";
+    let words = "rollout.keep_sampling_mask is true, and no kernel of a GPU masks logits yet";
     fixture.run(&[&masked[..], &["--gpu", "h100"]].concat()).refused(2, &[words]).hinted("set job.device = \"cpu\"");
 }
 
