@@ -146,6 +146,7 @@ table! {
         pub samples_per_prompt: usize = 1 => 1.0..=65_536.0,
         pub pass_at: Vec<usize> = vec![1],
         pub temperature: f32 = 0.0 => 0.0..=FINITE,
+        pub beams: usize = 1 => 1.0..=1024.0,
     }
 }
 

@@ -193,6 +193,10 @@ impl Config {
 
     fn check_eval(&self) -> Result<()> {
         self.eval.check()?;
+        if self.eval.beams > 1 && !self.reward.environment.is_empty() {
+            return Err(Error::usage("eval.beams with reward.environment, whose turns are drawn and not searched for")
+                .hint("leave eval.beams out"));
+        }
         if self.data.eval_sets.is_empty() || matches!(self.job.kind, JobKind::Ppo | JobKind::Eval) {
             return Ok(());
         }

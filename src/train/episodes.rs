@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::experience::{Finish, Prompt};
-use crate::reward::environment::{self, Environment, Feedback, Said, Turn};
+use crate::reward::environment::{self, Environment, Feedback, Reply, Turn};
 use crate::rollout::Request;
 use crate::rollout::turns::{Answer, Turns};
 use crate::text::Tokenizer;
@@ -16,25 +16,45 @@ const WAIT: Duration = Duration::from_secs(1);
 
 /// The responses of one phase, by the numbers of their requests.
 pub struct Episodes<'a> {
-    pub environment: &'a mut Environment,
-    pub prompts: &'a [Prompt],
-    pub requests: &'a [Request],
+    environment: &'a mut Environment,
+    prompts: &'a [Prompt],
+    requests: &'a [Request],
+    texts: Texts<'a>,
+    round: u64,
+    /// Why nothing is answered any more: the phase is to end with what is finished.
+    failed: &'a RefCell<Option<Error>>,
+    turns: HashMap<usize, Vec<Turn>>,
+    /// By the place of a turn: its request.
+    asked: HashMap<usize, usize>,
+}
+
+/// What makes tokens of an answer.
+#[derive(Clone, Copy)]
+pub struct Texts<'a> {
     pub tokenizer: &'a Tokenizer,
     /// Variables of the chat template.
     pub template: &'a Map<String, Value>,
     pub vocabulary: usize,
-    pub round: u64,
-    /// Why nothing is answered any more: the phase is to end with what is finished.
-    pub failed: &'a RefCell<Option<Error>>,
-    pub turns: HashMap<usize, Vec<Turn>>,
-    /// By the place of a turn: its request.
-    pub asked: HashMap<usize, usize>,
+}
+
+impl<'a> Episodes<'a> {
+    /// Of the phase `round`.
+    pub fn new(
+        environment: &'a mut Environment,
+        prompts: &'a [Prompt],
+        requests: &'a [Request],
+        texts: Texts<'a>,
+        round: u64,
+        failed: &'a RefCell<Option<Error>>,
+    ) -> Self {
+        Self { environment, prompts, requests, texts, round, failed, turns: HashMap::new(), asked: HashMap::new() }
+    }
 }
 
 impl Turns for Episodes<'_> {
     fn ended(&mut self, s: usize, tokens: &[u32], turn: usize, finish: Finish) -> Result<()> {
         let tokens = tokens[turn..].to_vec();
-        let text = self.tokenizer.decode(&tokens, true)?;
+        let text = self.texts.tokenizer.decode(&tokens, true)?;
         let turns = self.turns.entry(s).or_default();
         turns.push(Turn { text, tokens, finish: finish.name(), feedback: None });
         let Request { prompt, sample, .. } = self.requests[s];
@@ -58,9 +78,9 @@ impl Turns for Episodes<'_> {
             }
         };
         let mut answers = Vec::with_capacity(arrived.len());
-        for (place, said) in arrived {
+        for (place, reply) in arrived {
             let s = self.asked.remove(&place).expect("a turn that was asked");
-            answers.push((s, self.answer(s, said)?));
+            answers.push((s, self.answer(s, reply)?));
         }
         // Whatever the order in which they came.
         answers.sort_by_key(|(s, _)| *s);
@@ -69,27 +89,29 @@ impl Turns for Episodes<'_> {
 }
 
 impl Episodes<'_> {
-    fn answer(&mut self, s: usize, said: Said) -> Result<Answer> {
+    fn answer(&mut self, s: usize, reply: Reply) -> Result<Answer> {
         let turns = self.turns.get_mut(&s).expect("a turn that was asked");
-        let is_over = said.done || turns.len() >= self.environment.turns_max as usize;
+        let is_over = reply.done || turns.len() >= self.environment.turns_max as usize;
         let last = turns.last_mut().expect("a turn that was asked");
-        let (reward, extra) = (said.reward.unwrap_or(0.0), said.extra());
-        let tokens = match &said.feedback {
-            _ if is_over || said.failed.is_some() => Vec::new(),
-            Feedback::Text(text) => self.tokenizer.encode(text, false)?,
+        let (reward, extra) = (reply.reward.unwrap_or(0.0), reply.extra());
+        let tokens = match &reply.feedback {
+            _ if is_over || reply.failed.is_some() => Vec::new(),
+            Feedback::Text(text) => self.texts.tokenizer.encode(text, false)?,
             Feedback::Tokens(tokens) => tokens.clone(),
-            Feedback::Messages(messages) => self.tokenizer.encode_chat_turn(&last.tokens, messages, self.template)?,
+            Feedback::Messages(messages) => {
+                self.texts.tokenizer.encode_chat_turn(&last.tokens, messages, self.texts.template)?
+            }
         };
-        if let Some(token) = tokens.iter().find(|token| **token as usize >= self.vocabulary) {
+        if let Some(token) = tokens.iter().find(|token| **token as usize >= self.texts.vocabulary) {
             return Err(Error::data(format!(
                 "reward.environment wrote the token {token}, the model's vocabulary has {}",
-                self.vocabulary
+                self.texts.vocabulary
             )));
         }
-        last.feedback = Some(match said.feedback {
+        last.feedback = Some(match reply.feedback {
             Feedback::Text(text) => text,
-            _ => self.tokenizer.decode(&tokens, false)?,
+            _ => self.texts.tokenizer.decode(&tokens, false)?,
         });
-        Ok(Answer { tokens, reward, is_over, extra, failed: said.failed })
+        Ok(Answer { tokens, reward, is_over, extra, failed: reply.failed })
     }
 }

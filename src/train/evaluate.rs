@@ -5,12 +5,13 @@ use crate::config::Config;
 use crate::config::job::JobKind;
 use crate::config::rollout::RolloutConfig;
 use crate::data::PromptSource;
+use crate::device::null;
 use crate::error::Result;
 use crate::experience::Prompt;
 use crate::launch::run::Run;
 use crate::metrics::eval_rows::{EvalAnswer, EvalResponses, EvalRow};
 use crate::metrics::keys::{self, Metrics, named};
-use crate::rollout::Model;
+use crate::rollout::{Beams, EarlyStopping, Model};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
@@ -55,8 +56,13 @@ pub fn evaluate(
     }
     let sampled = sampled(&run.config);
     let mut answers = Vec::new();
-    for config in [&greedy(&sampled), &sampled] {
-        let found = collector.evaluate(run, model, EVAL_STEPS + step as u32, &prompts, config)?;
+    let beams = Beams { count: run.config.eval.beams, early_stopping: EarlyStopping::default(), length_penalty: 1.0 };
+    let mut best = greedy(&sampled);
+    // A plan counts as many samples as beams.
+    best.samples_per_prompt = if null::is_active() { beams.count } else { 1 };
+    let beams = Some(beams).filter(|beams| beams.count > 1 && !null::is_active());
+    for (config, beams) in [(&best, beams), (&sampled, None)] {
+        let found = collector.evaluate(run, model, EVAL_STEPS + step as u32, &prompts, config, beams)?;
         let Some(found) = found else { return Ok(None) };
         answers.push(found);
     }

@@ -1,6 +1,6 @@
 //! Rollout and reward of one rank's share of the prompts.
 
-use super::episodes::Episodes;
+use super::episodes::{Episodes, Texts};
 use super::reward_models::RewardModels;
 use super::shares::{Offer, Taken, expect, own_share, share_of};
 use crate::comm::{Stream, records};
@@ -18,7 +18,7 @@ use crate::reward::environment::Environment;
 use crate::reward::{Reward, RewardContext, Scored};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::turns::Turns;
-use crate::rollout::{self, Engine, Hooks, Model, Outcome, Queue, Request, Stop};
+use crate::rollout::{self, Beams, Engine, Hooks, Model, Outcome, Queue, Request, Stop};
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
@@ -172,7 +172,7 @@ impl Collector {
         let greedy = greedy(config);
         let configs = if run.config.has_greedy() { &[config, &greedy][..] } else { &[config] };
         let streams = run.ranks.has(RoleName::Reward);
-        let answered = self.generate(run, model, step, prompts, part, configs, finished, streams);
+        let answered = self.generate(run, model, step, prompts, part, configs, None, finished, streams);
         let (responses, complete) = run.ranks.axes.all.agree(answered)?;
         self.log_refused_graphs(run);
         let tensor = &run.ranks.rollout_axes.tensor;
@@ -206,7 +206,7 @@ impl Collector {
 
     /// Responses to the prompts of `part` that this rank takes, with those of them that are `done`, and whether none is missing; a stop
     /// ends it early. Those of each of `configs` are numbered behind those of the one before. Where this `streams`, responses go
-    /// to the reward of these ranks.
+    /// to the reward of these ranks. With `beams` they are searched for.
     fn generate(
         &mut self,
         run: &Run,
@@ -215,12 +215,13 @@ impl Collector {
         prompts: &[Prompt],
         part: &Range<usize>,
         configs: &[&RolloutConfig],
+        beams: Option<Beams>,
         done: &[Response],
         streams: bool,
     ) -> Result<(Vec<Response>, bool)> {
         let (config, axes) = (&run.config.rollout, &run.ranks.rollout_axes);
         let of_each: usize = configs.iter().map(|config| config.samples_per_prompt).sum();
-        let (offer, failed) = (Offer::new(run, part), RefCell::new(None));
+        let (offer, failed) = (Offer::new(run, part, beams.is_none()), RefCell::new(None));
         let requests = self.requests(prompts, &offer.prompts, configs, done)?;
         let model = Model { tokenizer: Some(&self.tokenizer), ..model };
         if let Some(bytes) = run.cache_bytes() {
@@ -230,24 +231,18 @@ impl Collector {
         let batch_max = config.batch_max.min(share);
         let bar = run.recorder.phase(Phase::Rollout.name(), share as u64);
         self.rounds += 1;
-        let mut episodes = self.environment.as_mut().map(|environment| Episodes {
-            environment,
-            prompts,
-            requests: &requests,
-            tokenizer: &self.tokenizer,
-            template: &run.config.data.chat_template_args,
-            vocabulary: model.transformer.arch.vocabulary,
-            round: self.rounds,
-            failed: &failed,
-            turns: HashMap::new(),
-            asked: HashMap::new(),
-        });
+        let (template, vocabulary) = (&run.config.data.chat_template_args, model.transformer.arch.vocabulary);
+        let texts = Texts { tokenizer: &self.tokenizer, template, vocabulary };
+        let episodes = |of| Episodes::new(of, prompts, &requests, texts, self.rounds, &failed);
+        let mut episodes = self.environment.as_mut().map(episodes);
         let (reward, asked, streams) = (&mut self.reward, &mut self.asked, streams.then(|| axes.tensor.clone()));
         let taken = Taken { reward, asked, prompts, of_each, done, streams, places: HashMap::new() };
         let (taken, engine, load) = (RefCell::new(taken), &mut self.engine, &mut self.load);
         let outcome = offer.take(axes, &taken, |next| {
             let place = |prompt: usize| requests.partition_point(|request| request.prompt < prompt);
             let mut next = || next().map(|prompt| place(prompt)..place(prompt + 1));
+            // A search begins with all of its prompts.
+            while beams.is_some() && next().is_some() {}
             let mut hooks = Hooks {
                 turns: episodes.as_mut().map(|episodes| episodes as &mut dyn Turns),
                 stop: Some(&|| run.stop_requested_here() || failed.borrow().is_some()),
@@ -260,7 +255,10 @@ impl Collector {
                 ..Hooks::default()
             };
             let start = Instant::now();
-            let outcome = engine.generate(model, self.rng, step, &requests, &mut hooks);
+            let outcome = match beams {
+                None => engine.generate(model, self.rng, step, &requests, &mut hooks),
+                Some(beams) => engine.beam_search(model, beams, &requests, &mut hooks),
+            };
             *load = outcome.as_ref().map_or_else(|_| Load::default(), |outcome| Load::of(outcome, batch_max, start));
             outcome
         });
@@ -346,7 +344,8 @@ impl Collector {
     }
 
     /// Answers to `prompts`, those to a prompt together, on all ranks, without those that a reward failed on; `None` where a rank was
-    /// asked to stop before all were answered. `model`: the actor, where it is on this rank. All ranks of the run call this.
+    /// asked to stop before all were answered. `model`: the actor, where it is on this rank; with `beams` it searches for the best ones.
+    /// All ranks of the run call this.
     pub fn evaluate(
         &mut self,
         run: &Run,
@@ -354,10 +353,12 @@ impl Collector {
         step: u32,
         prompts: &[Prompt],
         config: &RolloutConfig,
+        beams: Option<Beams>,
     ) -> Result<Option<Vec<Answer>>> {
         let mut answer = |model| {
             let all = 0..prompts.len();
-            let (responses, is_complete) = self.generate(run, model, step, prompts, &all, &[config], &[], true)?;
+            let (responses, is_complete) =
+                self.generate(run, model, step, prompts, &all, &[config], beams, &[], true)?;
             Ok(is_complete.then(|| own_share(responses, &run.ranks.rollout_axes.tensor)))
         };
         let mine: Option<Vec<Response>> = run.ranks.all.agree(model.map_or(Ok(Some(Vec::new())), &mut answer))?;

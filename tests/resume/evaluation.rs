@@ -3,7 +3,7 @@
 use super::job::{Job, place};
 use crate::cli::command;
 use rlhf_hpc::metrics::eval_rows::{EvalAnswer, EvalResponses, EvalRow};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::sync::Once;
 
@@ -48,6 +48,27 @@ fn an_evaluation_alone_has_the_numbers_of_the_training_job_at_its_step_on_any_ra
     let keys = numbers(&ppo, 2);
     for key in ["eval_pass_at_2", "eval_avg_at_4", "eval_majority_at_4", "eval/hard/pass_at_4", "eval/again/samples"] {
         assert!(keys.contains_key(key), "{key} is not in {keys:?}");
+    }
+}
+
+#[test]
+fn a_search_answers_in_place_of_the_greedy_draw_as_generate_does_on_any_ranks() {
+    let of = |name: &str, ranks: usize| {
+        let sets =
+            "job.kind=eval data.label_key=answer metrics.eval_rows_max=100 eval.beams=3 rollout.stop_token_ids=[]";
+        let job = Job::ppo(name).with(sets).with("model.actor=model rollout.batch_max=4").on(ranks).done();
+        job.eval_rows().remove(&0).expect("an evaluation")
+    };
+    let rows = of("eval-beams", 0);
+    assert_eq!(rows, of("eval-beams-2", 2));
+    let prompts: Vec<String> = rows.iter().map(|row| json!({ "prompt": row.prompt }).to_string()).collect();
+    std::fs::write(place().join("searched.jsonl"), prompts.join("\n")).expect("writes");
+    let line = "generate --model model --input searched.jsonl --beams 3 --max-new-tokens 12";
+    let searched = command::run(place(), &line.split(' ').collect::<Vec<_>>()).well();
+    let searched: Vec<Value> = searched.stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    assert_eq!(searched.len(), rows.len());
+    for (of_eval, searched) in answers(&rows, "").iter().zip(&searched) {
+        assert_eq!(of_eval[0].response, searched["text"].as_str().expect("a text"));
     }
 }
 

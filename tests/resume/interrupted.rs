@@ -116,7 +116,7 @@ fn a_run_stopped_in_an_evaluation_evaluates_when_it_goes_on() {
                 rollout.prompts_per_step=1 ppo.epochs=1 eval.every_steps=1 checkpoint.every_steps=0";
     ppo_usr1("usr1-eval", 2, sets, Place::Evaluation);
     // A step takes one row, an evaluation eight, each by itself.
-    let sets = "job.steps=80 sft.minibatch_samples=1 sft.microbatch_tokens_max=1 eval.every_steps=1 \
+    let sets = "job.steps=30 sft.minibatch_samples=1 sft.microbatch_tokens_max=1 eval.every_steps=1 \
                 checkpoint.every_steps=7";
     usr1("sft-eval", |name| Job::sft(name).on(2).with(sets), Place::Evaluation);
 }
