@@ -43,7 +43,7 @@ pub struct Turn {
 
 /// What an environment says to a turn.
 #[derive(Clone, Debug, Default, Deserialize)]
-pub struct Said {
+pub struct Reply {
     #[serde(default)]
     pub feedback: Feedback,
     #[serde(default)]
@@ -72,14 +72,14 @@ impl Default for Feedback {
     }
 }
 
-impl Said {
+impl Reply {
     pub fn extra(&self) -> BTreeMap<String, f32> {
         let numbers = self.extra.iter().filter_map(|(name, x)| Some((name.clone(), (*x)? as f32)));
         numbers.filter(|(_, x)| x.is_finite()).collect()
     }
 }
 
-impl Output for Said {
+impl Output for Reply {
     fn failed(why: &str) -> Self {
         Self { failed: Some(why.to_string()), ..Self::default() }
     }
@@ -87,7 +87,7 @@ impl Output for Said {
 
 #[derive(Debug)]
 pub struct Environment {
-    pool: Pool<Turns, Said>,
+    pool: Pool<Turns, Reply>,
     asked: Vec<Option<Arc<Turns>>>,
     pub turns_max: u32,
 }
@@ -122,11 +122,11 @@ impl Environment {
         place
     }
 
-    /// What has been said since the last call, by places; waits for a first answer until `until`.
+    /// What has come since the last call, by places; waits for a first answer until `until`.
     ///
     /// # Errors
     /// `Service` where it failed after its retries and `reward.on_failure` is stop.
-    pub fn arrived(&mut self, until: Instant) -> Result<Vec<(usize, Said)>> {
+    pub fn arrived(&mut self, until: Instant) -> Result<Vec<(usize, Reply)>> {
         self.pool.arrived(until)
     }
 
@@ -166,13 +166,13 @@ fn request(asked: &Turns, row: &RowFields) -> Map<String, Value> {
 }
 
 /// Checks an answer whole before any of it is used.
-fn said(bytes: &[u8]) -> std::result::Result<Said, String> {
-    let said: Said = parse(bytes)?;
-    match said.reward {
+fn reply(bytes: &[u8]) -> std::result::Result<Reply, String> {
+    let reply: Reply = parse(bytes)?;
+    match reply.reward {
         Some(reward) if !(reward as f32).is_finite() => {
             Err(format!("the reward is {reward:e}, beyond the range of f32"))
         }
-        _ => Ok(said),
+        _ => Ok(reply),
     }
 }
 
@@ -180,11 +180,11 @@ struct PythonEnvironment(PythonWorker);
 
 impl Worker for PythonEnvironment {
     type Asked = Turns;
-    type Output = Said;
+    type Output = Reply;
 
-    fn ask(&mut self, asked: &[Arc<Turns>], given_up: &AtomicBool) -> std::result::Result<Vec<Said>, Failure> {
+    fn ask(&mut self, asked: &[Arc<Turns>], given_up: &AtomicBool) -> std::result::Result<Vec<Reply>, Failure> {
         let rows = rows_of(self.0.rows(), asked.iter().map(|one| &one.prompt))?;
-        let mut answer = |(one, row)| self.0.exchange(request(one, row), 1, "answering a turn", given_up, said);
+        let mut answer = |(one, row)| self.0.exchange(request(one, row), 1, "answering a turn", given_up, reply);
         asked.iter().map(|one| &**one).zip(&rows).map(&mut answer).collect()
     }
 }
@@ -193,9 +193,9 @@ struct HttpEnvironment(http::HttpWorker);
 
 impl Worker for HttpEnvironment {
     type Asked = Turns;
-    type Output = Said;
+    type Output = Reply;
 
-    fn ask(&mut self, asked: &[Arc<Turns>], _: &AtomicBool) -> std::result::Result<Vec<Said>, Failure> {
+    fn ask(&mut self, asked: &[Arc<Turns>], _: &AtomicBool) -> std::result::Result<Vec<Reply>, Failure> {
         let rows = rows_of(self.0.rows.as_ref(), asked.iter().map(|one| &one.prompt))?;
         let mut answer = |(one, row)| {
             let body = Value::from(request(one, row)).to_string().into_bytes();
@@ -203,7 +203,7 @@ impl Worker for HttpEnvironment {
                 let text = |value: &Value| printable(value.as_str().unwrap_or("an error"));
                 match parse::<Map<String, Value>>(bytes)?.get("error") {
                     Some(error) => Err(text(error)),
-                    None => said(bytes),
+                    None => reply(bytes),
                 }
             })
         };

@@ -27,32 +27,35 @@ pub struct Offer {
 }
 
 impl Offer {
-    pub fn new(run: &Run, part: &Range<usize>) -> Self {
+    /// `steals`: whether ranks may take others' prompts at all.
+    pub fn new(run: &Run, part: &Range<usize>, steals: bool) -> Self {
         let own = prompts_of(run, part);
-        let steals = run.config.rollout.work_stealing && !run.config.reward.compares_all();
+        let steals = steals && run.config.rollout.work_stealing && !run.config.reward.compares_all();
         let is_shared = steals && run.ranks.rollout_axes.zero.size() > 1 && !null::is_active();
         Self { own: own.len(), prompts: if is_shared { part.clone() } else { own }, is_shared }
     }
 
     /// `work` with what gives the next prompt that this rank is to answer. Ranks that share its matrices ask together.
-    pub fn take<T>(&self, axes: &Axes, taken: &RefCell<Taken>, work: impl FnOnce(NextPrompt) -> T) -> T {
+    pub fn take<T>(&self, axes: &Axes, all: &RefCell<Taken>, work: impl FnOnce(NextPrompt) -> T) -> T {
         let work = |next: &mut Next| {
             let mut next = || {
-                let prompt = self.prompts.start + records::of_first(&axes.tensor, &mut *next)?;
-                taken.borrow_mut().take(prompt);
+                // A null device has no first rank to ask.
+                let taken = if null::is_active() { next() } else { records::of_first(&axes.tensor, &mut *next) };
+                let prompt = self.prompts.start + taken?;
+                all.borrow_mut().take(prompt);
                 Some(prompt)
             };
             let found = work(&mut next);
             // Behind a stop, what is done of prompts that no rank has taken is still some rank's.
             while next().is_some() {}
-            taken.borrow_mut().reward.flush();
+            all.borrow_mut().reward.flush();
             found
         };
         if self.is_shared && axes.tensor.rank() == 0 {
             return axes.zero.with_queue(self.prompts.len(), work);
         }
-        let mut all = 0..self.prompts.len();
-        work(&mut || all.next())
+        let mut own = 0..self.prompts.len();
+        work(&mut || own.next())
     }
 }
 

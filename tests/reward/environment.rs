@@ -5,7 +5,7 @@ use crate::reward::{config, prompt};
 use rlhf_hpc::error::{Kind, Result};
 use rlhf_hpc::experience::RowFields;
 use rlhf_hpc::reward::RewardContext;
-use rlhf_hpc::reward::environment::{Environment, Feedback, Said, Turn, Turns};
+use rlhf_hpc::reward::environment::{Environment, Feedback, Reply, Turn, Turns};
 use serde_json::json;
 use std::path::Path;
 use std::sync::Arc;
@@ -87,9 +87,9 @@ fn in_python(code: &str) -> (Result<Environment>, tempfile::TempDir) {
 }
 
 /// Asks for each of `texts` as the next turn of an episode.
-fn play(environment: &mut Environment, episode: usize, texts: &[&str]) -> Result<Vec<Said>> {
+fn play(environment: &mut Environment, episode: usize, texts: &[&str]) -> Result<Vec<Reply>> {
     let mut turns: Vec<Turn> = Vec::new();
-    let mut said = Vec::new();
+    let mut replies = Vec::new();
     for text in texts {
         let tokens = text.bytes().map(u32::from).collect();
         turns.push(Turn { text: (*text).into(), tokens, finish: "stop", feedback: None });
@@ -104,22 +104,22 @@ fn play(environment: &mut Environment, episode: usize, texts: &[&str]) -> Result
         let one = come.remove(0).1;
         let Feedback::Text(feedback) = &one.feedback else { panic!("no text: {one:?}") };
         turns.last_mut().expect("one").feedback = Some(feedback.clone());
-        said.push(one);
+        replies.push(one);
     }
-    Ok(said)
+    Ok(replies)
 }
 
 /// What all of them say to a, b and c.
-fn assert_counts(said: &[Said], what: &str) {
-    for (i, (said, text)) in said.iter().zip(["a", "b", "c"]).enumerate() {
+fn assert_counts(replies: &[Reply], what: &str) {
+    for (i, (reply, text)) in replies.iter().zip(["a", "b", "c"]).enumerate() {
         let n = i + 1;
-        let Feedback::Text(feedback) = &said.feedback else { panic!("{what}: {said:?}") };
+        let Feedback::Text(feedback) = &reply.feedback else { panic!("{what}: {reply:?}") };
         assert_eq!(
-            (feedback.clone(), said.reward, said.done),
+            (feedback.clone(), reply.reward, reply.done),
             (format!("<{n}:{text}:7>"), Some(n as f64 / 2.0), n == 3),
             "{what}"
         );
-        assert!(said.failed.is_none() && said.extra().get("n").is_none_or(|x| *x == n as f32), "{what}: {said:?}");
+        assert!(reply.failed.is_none() && reply.extra().get("n").is_none_or(|x| *x == n as f32), "{what}: {reply:?}");
     }
 }
 
@@ -144,8 +144,8 @@ fn every_form_of_an_environment_answers_alike_and_keeps_episodes_apart() {
 fn turns_are_played_again_where_the_process_that_knew_them_has_died() {
     let (environment, _dir) = in_python(COUNTS[0].1);
     let mut environment = environment.expect("a class");
-    let said = play(&mut environment, 1, &["a", "die", "c"]).expect("the second attempt");
-    let feedback: Vec<String> = said.iter().map(|said| format!("{:?}", said.feedback)).collect();
+    let replies = play(&mut environment, 1, &["a", "die", "c"]).expect("the second attempt");
+    let feedback: Vec<String> = replies.iter().map(|reply| format!("{:?}", reply.feedback)).collect();
     assert_eq!(feedback, ["Text(\"<1:a:7>\")", "Text(\"<2:die:7>\")", "Text(\"<3:c:7>\")"]);
 }
 
@@ -200,8 +200,8 @@ fn what_is_no_answer_to_a_turn_is_a_failure_with_its_reason() {
     .into_iter()
     .enumerate()
     {
-        let said = play(&mut drops, i, &[does]).expect("it drops");
-        assert!(said[0].failed.as_ref().is_some_and(|found| found.contains(why)), "{does}: {said:?}");
+        let replies = play(&mut drops, i, &[does]).expect("it drops");
+        assert!(replies[0].failed.as_ref().is_some_and(|found| found.contains(why)), "{does}: {replies:?}");
     }
     let stopped = play(&mut open("stop").0, 1, &["1 / 0"]).expect_err("it stops");
     assert!(stopped.kind == Kind::Service && stopped.message.contains("ZeroDivisionError"), "{stopped}");
