@@ -1,8 +1,9 @@
 //! From prompts to scored samples. Where critic, reference or reward have ranks of their own, the prompts are answered in
 //! batches: those ranks score a batch while the actor answers the next one.
 
-use super::rollout::{self, Collector, Key, Load, RankResponses};
+use super::rollout::{self, Collector, Load, RankResponses};
 use super::rollout_weights::RolloutWeights;
+use super::shares::Key;
 use crate::comm::{Group, Stream, phase, records};
 use crate::config::mesh::RoleName;
 use crate::config::reward::OnFailure;

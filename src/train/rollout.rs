@@ -2,7 +2,7 @@
 
 use super::episodes::{Episodes, Texts};
 use super::reward_models::RewardModels;
-use super::shares::{Offer, Taken, expect, own_share, share_of};
+use super::shares::{Key, Offer, Taken, expect, own_share, share_of};
 use crate::comm::{Stream, records};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
@@ -57,9 +57,6 @@ pub struct Collector {
 
 /// A response, and what the rewards say of it.
 pub type Answer = (Response, Scored);
-
-/// A response: the index of its prompt in the batch, and its number among the samples of that.
-pub type Key = (usize, u32);
 
 /// The longest wait for rewards before ranks hear of each other again.
 const WAIT: Duration = Duration::from_secs(1);

@@ -1,6 +1,5 @@
 //! What each rank takes of prompts and responses.
 
-use super::rollout::Key;
 use crate::comm::{Axes, Group, Next, records};
 use crate::device::cpu::pool::share;
 use crate::device::null;
@@ -10,6 +9,9 @@ use crate::reward::Reward;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
+
+/// A response: the index of its prompt in the batch, and its number among the samples of that.
+pub type Key = (usize, u32);
 
 /// An equal share of `part` for this rank: ranks that share its matrices in the rollout have the same.
 pub fn prompts_of(run: &Run, part: &Range<usize>) -> Range<usize> {
