@@ -174,16 +174,18 @@ fn promises(world: &World) {
             update(&setting, &mut learner, &axes, 11);
             let table = &learner.role.weights.table;
             let len = table.len();
-            let blocks: usize = table.units().iter().map(|unit| unit.len().div_ceil(BLOCK)).sum();
-            let share = blocks.div_ceil(world.size) * BLOCK;
+            // Of each unit equal shares of whole blocks, which pad it where ranks exchange it.
+            let share = |unit: &Range<usize>| unit.len().div_ceil(BLOCK).div_ceil(world.size) * BLOCK;
+            let share: usize = table.units().iter().map(share).sum();
+            let padded = if world.size == 1 { len } else { share * world.size };
             let state = if stage >= 1 { share } else { len };
             assert!(learner.zero.bytes() <= (if bf16 { 12 } else { 8 }) * state, "stage {stage}: optimizer");
             let (grads, weights) = (&learner.sum.grads, &learner.role.weights);
-            let sums = if stage >= 2 { share } else { len };
+            let sums = if stage >= 2 { share } else { padded };
             assert!(grads.bytes() <= 4 * sums, "stage {stage}: gradients take {}", grads.bytes());
             // Norms and a row-layout embedding have f32 copies where weights are whole.
             let copies = if bf16 && stage < 3 { 4 * (VOCABULARY + 20) * setting.arch.width } else { 0 };
-            let held = if stage == 3 { share } else { len };
+            let held = [len, padded, padded, share][stage];
             let most = held * setting.dtype.bytes() + copies;
             assert!(weights.bytes() <= most, "stage {stage}: weights take {} of {most}", weights.bytes());
         }
