@@ -13,6 +13,12 @@ use crate::error::{Error, Result};
 use std::ffi::{CString, c_int};
 use std::path::Path;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Shared memory that every kernel may take. More of it is carved out of the L1 cache: as the driver guesses, which may leave room
+/// for fewer blocks than fit, or as a kernel asks, in percent.
+const SHARED_BYTES_BY_DEFAULT: usize = 48 << 10;
+const ALL_SHARED: c_int = 100;
 
 #[derive(Debug)]
 pub struct Kernels {
@@ -27,6 +33,8 @@ struct Function {
     handle: Handle<CUfunction>,
     threads_max: usize,
     shared_bytes_max: usize,
+    /// Whether a multiprocessor keeps as much of its cache as it may for its shared memory.
+    has_carveout: AtomicBool,
 }
 
 impl Kernels {
@@ -69,6 +77,9 @@ impl Kernels {
             let needed = format!("it needs {shared_bytes} bytes of shared memory a block, this GPU has {shared}");
             return Err(Error::fault(needed));
         }
+        if shared_bytes > SHARED_BYTES_BY_DEFAULT && !function.has_carveout.swap(true, Ordering::Relaxed) {
+            function.set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, ALL_SHARED)?;
+        }
         Ok(function.handle.0)
     }
 }
@@ -101,13 +112,18 @@ fn function(module: CUmodule, name: &str, gpu: &Properties) -> Result<Function> 
     };
     let fixed = attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;
     let shared_bytes_max = gpu.shared_bytes_max.saturating_sub(fixed);
-    let most = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    // Beyond 48 KiB a kernel must say that it wants them.
-    // SAFETY: a function of that module.
-    let status = unsafe { sys::cuFuncSetAttribute(handle, most, shared_bytes_max as c_int) };
-    check("cuFuncSetAttribute", status)?;
     let threads_max = attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?;
-    Ok(Function { handle: Handle(handle), threads_max, shared_bytes_max })
+    let function = Function { handle: Handle(handle), threads_max, shared_bytes_max, has_carveout: <_>::default() };
+    // Beyond `SHARED_BYTES_BY_DEFAULT` a kernel must say that it wants them.
+    function.set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes_max as c_int)?;
+    Ok(function)
+}
+
+impl Function {
+    fn set(&self, attribute: Attribute, value: c_int) -> Result<()> {
+        // SAFETY: a function of a module that is never unloaded.
+        check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(self.handle.0, attribute, value) })
+    }
 }
 
 /// Machine code of all sources for one GPU: (source, cubin).
