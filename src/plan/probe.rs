@@ -222,12 +222,14 @@ impl<'a> Bench<'a> {
         let grads = Some(Gradients::new(weights.table.clone()));
         let train = share(self.pass(&model, &weights, grads), forwards * attention_s + backward[0] * layers);
         let (decode, attention_decode) = self.decode(&model, &weights);
+        let decode = share(decode, 0.0);
         drop(weights);
         let [head, head_train] = self.head();
         Efficiency {
             train,
             score,
-            decode: share(decode, 0.0),
+            decode,
+            decode_wide: decode,
             attention: share(attention, 0.0),
             attention_backward: share(backward, 0.0),
             attention_decode: share(attention_decode, 0.0),
