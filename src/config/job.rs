@@ -5,7 +5,8 @@ use super::optim::GradientOrder;
 use super::rollout::TEMPERATURE_MIN;
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
 use std::path::PathBuf;
 
 /// What the job does.
@@ -115,11 +116,40 @@ table! {
     }
 }
 
+/// What of a forward the backward computes again, instead of it being kept (arXiv:1604.06174).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Recompute {
+    /// The least with which the plan finds the job to fit.
+    #[default]
+    Auto,
+    None,
+    /// The norm, the projections and the attention of each block, but not what it adds to the residual stream (arXiv:2205.05198).
+    Attention,
+    /// All of each block but its input.
+    Block,
+}
+
+impl From<bool> for Recompute {
+    fn from(block: bool) -> Self {
+        if block { Self::Block } else { Self::None }
+    }
+}
+
+/// A word, or true and false as in older jobs.
+fn recompute<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<Recompute, D::Error> {
+    match toml::Value::deserialize(from)? {
+        toml::Value::Boolean(block) => Ok(block.into()),
+        word => Recompute::deserialize(word).map_err(|e| D::Error::custom(e.message())),
+    }
+}
+
 table! {
     pub struct GradientConfig {
         pub order: GradientOrder = GradientOrder::Fast,
         pub chunks: usize = 8 => 1.0..=65_536.0,
-        pub recompute: bool = false,
+        #[serde(deserialize_with = "recompute")]
+        pub recompute: Recompute = Recompute::Auto,
     }
 }
 

@@ -61,17 +61,18 @@ fn refusal(path: &[&str], value: Toml) -> Option<String> {
 /// What a place takes: `refused` says why it does not take a value. Numbers are within `range`.
 fn takes(refused: &dyn Fn(Toml) -> Option<String>, range: Option<&std::ops::RangeInclusive<f64>>) -> Value {
     let fits = |value: Toml| refused(value).is_none();
-    if fits(true.into()) {
-        return json!({ "type": "boolean" });
-    }
     match refused("-".into()) {
         None => return json!({ "type": "string" }),
         // unknown variant `-`, expected one of `a`, `b`
         Some(message) if message.starts_with("unknown variant") => {
             let words: Vec<&str> = message.split('`').skip(3).step_by(2).collect();
-            return json!({ "type": "string", "enum": words });
+            let word = json!({ "type": "string", "enum": words });
+            return if fits(true.into()) { json!({ "anyOf": [word, { "type": "boolean" }] }) } else { word };
         }
         Some(_) => {}
+    }
+    if fits(true.into()) {
+        return json!({ "type": "boolean" });
     }
     if fits(1.into()) {
         let is_whole = !fits(0.5.into());

@@ -7,7 +7,7 @@ use super::step_shape::StepShape;
 use crate::checkpoint;
 use crate::comm::{Group, records};
 use crate::config::Config;
-use crate::config::job::Gemm;
+use crate::config::job::{Gemm, Recompute};
 use crate::device::cuda::matmul::{self, Addend, Matrix, MatrixMut, Way};
 use crate::device::cuda::{Memory, fast, gpu};
 use crate::dtype::DType::{Bf16, F32};
@@ -133,7 +133,7 @@ fn times(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<Times> {
     // How often the tokens of a step pass models forward and backward, and forward alone.
     let trained = shape.epochs * shape.trained;
     let forwards = [false, true].map(|fast| {
-        let again = if config.gradient.recompute { trained } else { 0 };
+        let again = if config.gradient.recompute == Recompute::Block { trained } else { 0 };
         let old = shape.has_rollout() && config.ppo.recomputes_old_logprobs(&layout.mesh, &layout.rollout(), fast);
         (again + shape.scored + usize::from(old)) as f64
     });

@@ -1,6 +1,7 @@
 //! How a job lies on its ranks, and what a rank is expected to hold there.
 
 use crate::config::Config;
+use crate::config::job::Recompute;
 use crate::data::RowTokens;
 use crate::mesh::Mesh;
 
@@ -97,6 +98,8 @@ pub struct Expectations {
     pub count: Option<Count>,
     /// FLOP/s that a rank's GPU has at its peak; none on CPUs.
     pub gpu_flops: Option<f64>,
+    /// What the job is to recompute, where it leaves that to the plan.
+    pub recompute: Recompute,
 }
 
 /// `stage 2: optimizer state and gradients sharded over 4 ranks`

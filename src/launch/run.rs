@@ -8,6 +8,7 @@ use super::run_lock::{link_prepared, working_dir};
 use super::step_shape::StepShape;
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
+use crate::config::job::Recompute;
 use crate::config::mesh::{Offload, Placement};
 use crate::config::optim::OptimConfig;
 use crate::data::RowTokens;
@@ -81,6 +82,9 @@ impl Run {
         world: World,
         dry_run: bool,
     ) -> Result<Self> {
+        if config.gradient.recompute == Recompute::Auto {
+            config.gradient.recompute = plan.recompute;
+        }
         let ranks = Ranks::new(world, placed)?;
         let all = &ranks.all;
         all.agree(gpu::check(&config))?;

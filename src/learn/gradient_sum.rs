@@ -42,7 +42,8 @@ impl GradientSum {
         let mesh = Mesh { data: ranks, pipeline: 1, sequence: axes.sequence.size(), tensor: axes.tensor.size() };
         config.check_layout(&mesh, if shards.gradients() { shards.stage() } else { 0 })?;
         let grads = Gradients::over(table.clone(), shards);
-        let trees = table.units().iter().map(|unit| TreeSum::new(table.device(), unit.len())).collect();
+        let tree = |unit| TreeSum::new(table.device(), shards.partition.padded_len(unit));
+        let trees = (0..table.units().len()).map(tree).collect();
         Ok(Self { grads, order: config.order, trees, fixed_chunks: config.chunks })
     }
 

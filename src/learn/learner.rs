@@ -4,7 +4,7 @@ use super::gradient_sum::GradientSum;
 use super::non_finite;
 use super::packed::PackedRow;
 use crate::comm::Axes;
-use crate::config::job::GradientConfig;
+use crate::config::job::{GradientConfig, Recompute};
 use crate::config::optim::OptimConfig;
 use crate::device::Device;
 use crate::device::cuda::owned_by;
@@ -139,7 +139,7 @@ impl Learner {
     pub fn step_if_finite(
         &mut self,
         axes: &Axes,
-        recompute: bool,
+        recompute: Recompute,
         loss: f64,
         pack: impl Fn(&[usize]) -> PackedRow,
     ) -> Result<()> {

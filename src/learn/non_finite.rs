@@ -6,6 +6,7 @@
 use super::gradient_sum::GradientSum;
 use super::packed::PackedRow;
 use crate::comm::Axes;
+use crate::config::job::Recompute;
 use crate::error::{Error, Result};
 use crate::learn::Role;
 use crate::model::non_finite::{Rows, first};
@@ -23,7 +24,7 @@ pub const OF_MACHINE: &str = "a fault of the GPU or of its memory: nvidia-smi -q
 pub fn forward(
     role: &Role,
     axes: &Axes,
-    recompute: bool,
+    recompute: Recompute,
     what: &str,
     rows: impl Iterator<Item = PackedRow>,
 ) -> Result<()> {

@@ -37,7 +37,7 @@ impl Role {
         let shards = Shards::new(&source.table, axes, stage);
         let values = |unit, part: Option<Range<usize>>| match part {
             Some(part) => source.part(part, dtype),
-            None => source.unit(unit, dtype),
+            None => source.unit(unit, dtype, &shards),
         };
         let build = || Weights::build(source.table.clone(), dtype, &shards, values);
         let weights = owned_by(owner(name), build)?;

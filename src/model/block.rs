@@ -32,7 +32,8 @@ pub(super) enum BlockSaved {
 pub(super) struct Activations {
     /// Input of the block (t, d)
     x0: Tensor,
-    attention: Branch<AttentionSaved>,
+    /// None where it is computed again.
+    attention: Option<Branch<AttentionSaved>>,
     /// Behind attention (t, d)
     x1: Tensor,
     mlp: Branch<MlpSaved>,
@@ -57,12 +58,8 @@ impl BlockSaved {
             Self::Input(x0) => return vec![(before, x0)],
             Self::Everything(all) => &**all,
         };
-        let inner = attention
-            .saved
-            .results()
-            .into_iter()
-            .chain([("attention's output projection", x1)])
-            .chain(mlp.saved.results());
+        let attention = attention.iter().flat_map(|attention| attention.saved.results());
+        let inner = attention.chain([("attention's output projection", x1)]).chain(mlp.saved.results());
         let inner = inner.map(|(what, result)| (format!("{what} of layer {layer}"), result));
         [(before, x0)].into_iter().chain(inner).collect()
     }
@@ -73,6 +70,7 @@ impl BlockSaved {
 pub(super) enum Keep {
     Nothing,
     Input,
+    AllButAttention,
     Everything,
 }
 
@@ -97,8 +95,8 @@ impl Block {
     pub(super) fn forward(&self, c: Context, x: &mut Tensor, keys: LayerKeys, keep: Keep) -> Option<BlockSaved> {
         let attention = self.attend(c, x, keys);
         let x0 = self.attention.add(c, &attention.saved, x, keep != Keep::Nothing);
-        if keep != Keep::Everything {
-            drop(attention);
+        let attention = (keep == Keep::Everything).then_some(attention);
+        if matches!(keep, Keep::Nothing | Keep::Input) {
             let mlp = self.activate(c, x);
             self.mlp.add(c, &mlp.saved, x, false);
             return x0.map(BlockSaved::Input);
@@ -125,7 +123,7 @@ impl Block {
         let attention = self.attend(c, &x1, LayerKeys::Packed(packed));
         let x0 = self.attention.add(c, &attention.saved, &mut x1, true).expect("what is kept is given back");
         let mlp = self.activate(c, &x1);
-        Activations { x0, attention, x1, mlp }
+        Activations { x0, attention: Some(attention), x1, mlp }
     }
 
     /// dx0 from dx2, in place in `dx`.
@@ -144,6 +142,7 @@ impl Block {
         let dn = self.mlp.backward(c, mlp.saved, dx, grads);
         self.mlp_norm.backward(c.w, &x1, &mlp.rstd, &dn, dx, grads);
         drop((x1, dn));
+        let attention = attention.unwrap_or_else(|| self.attend(c, &x0, LayerKeys::Packed(packed)));
         let dn = self.attention.backward(c, packed, attention.saved, dx, grads);
         self.attention_norm.backward(c.w, &x0, &attention.rstd, &dn, dx, grads);
     }

@@ -44,11 +44,12 @@ impl Gathered {
 
     /// All values of a unit of which `own` is this rank's range.
     fn submit(&self, own: &UnitValues, table: &Arc<ParamTable>, unit: usize) -> Pending<UnitValues> {
-        let mut values = owned_by("gathered units", || UnitValues::scratch(table, unit, own.dtype()));
-        values.take(own);
         let partition = self.partition.clone();
+        let scratch = || UnitValues::padded_scratch(table, unit, own.dtype(), partition.padded_len(unit));
+        let mut values = owned_by("gathered units", scratch);
+        values.take(own);
         self.stream.submit(move |groups| {
-            values.gather(&groups[0], partition.cuts(unit));
+            values.gather(&groups[0], partition.shares(unit));
             values
         })
     }

@@ -76,7 +76,7 @@ impl Gradients {
     fn take_memory(&mut self) {
         let (device, ranges) = (self.device, self.is_sharded());
         for (u, sum) in self.sums.iter_mut().enumerate() {
-            let len = if ranges { self.partition.own_cut(u).len() } else { self.partition.unit(u).len() };
+            let len = if ranges { self.partition.own_cut(u).len() } else { self.partition.padded_len(u) };
             if sum.len() != len || sum.device() != device {
                 *sum = owned_by("gradients", || Flat::zeros(device, len));
             }
@@ -136,7 +136,7 @@ impl Gradients {
             Mode::Ranges(_) => {
                 self.send_open();
                 self.wait_for_all_but(1);
-                let len = self.partition.unit(index).len();
+                let len = self.partition.padded_len(index);
                 let buffer = owned_by("gradients", || Flat::zeros(self.device, len));
                 self.mode = Mode::Ranges(Some((index, buffer)));
             }
@@ -209,7 +209,8 @@ impl Gradients {
         let sum = &self.sums[unit];
         match &self.mode {
             Mode::Whole(whole) if !whole.everywhere => sum.slice(self.partition.own_cut(unit)),
-            _ => sum.all(),
+            Mode::Whole(_) => sum.slice(0..self.partition.unit(unit).len()),
+            Mode::Ranges(_) => sum.all(),
         }
     }
 
@@ -223,7 +224,7 @@ impl Gradients {
         self.in_flight.len()
     }
 
-    /// Takes the sums of a whole unit out; `zero` makes new ones.
+    /// Takes the sums of a whole unit out, padding included; `zero` makes new ones.
     pub fn take(&mut self, unit: usize) -> Flat {
         std::mem::replace(&mut self.sums[unit], Flat::none())
     }
@@ -233,7 +234,7 @@ impl Gradients {
     /// # Panics
     /// If they are of another length, or on another device.
     pub fn replace(&mut self, unit: usize, with: Flat) {
-        let whole = self.partition.unit(unit).len();
+        let whole = self.partition.padded_len(unit);
         assert_eq!((with.device(), with.len()), (self.device, whole), "sums of unit {unit}");
         self.sums[unit] = with;
     }
@@ -241,7 +242,8 @@ impl Gradients {
     /// All of it, in the order of the table, where units are whole.
     pub fn to_vec(&self) -> Vec<f32> {
         assert!(!self.is_sharded(), "gradients of other ranks' ranges are not here");
-        self.sums.iter().flat_map(|sum| sum.all().to_host()).collect()
+        let unit = |(u, sum): (usize, &Flat)| sum.slice(0..self.partition.unit(u).len()).to_host();
+        self.sums.iter().enumerate().flat_map(unit).collect()
     }
 
     pub fn weight_mut(&mut self, id: ParamId) -> WeightMut<'_> {
@@ -287,9 +289,9 @@ fn send(
     table.frozen(unit).for_each(|range| sum.slice_mut(range).clear());
     let partition = partition.clone();
     stream.submit(move |groups| {
-        groups[0].sum_scattered(&mut sum, partition.cuts(unit), order);
+        groups[0].sum_scattered(&mut sum, partition.shares(unit), order);
         if everywhere {
-            groups[0].gather_slice(sum.all_mut(), partition.cuts(unit));
+            groups[0].gather_slice(sum.all_mut(), partition.shares(unit));
         }
         sum
     })

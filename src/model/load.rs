@@ -95,19 +95,20 @@ impl Source {
     /// `Data` where a value is NaN or infinite.
     pub fn weights(&self, dtype: DType) -> Result<Weights> {
         let alone = Shards::new(&self.table, &Axes::one(), 0);
-        Weights::build(self.table.clone(), dtype, &alone, |u, _| self.unit(u, dtype))
+        Weights::build(self.table.clone(), dtype, &alone, |u, _| self.unit(u, dtype, &alone))
     }
 
-    /// What this rank's part has of unit `unit` of the table.
+    /// What this rank's part has of unit `unit` of the table, padded for the ranks that gather it.
     ///
     /// # Errors
     /// `Data` where a value is NaN or infinite.
-    pub fn unit(&self, unit: usize, dtype: DType) -> Result<UnitValues> {
+    pub fn unit(&self, unit: usize, dtype: DType, shards: &Shards) -> Result<UnitValues> {
         self.will_need(&self.table.units()[unit]);
         if let Some(next) = self.table.units().get(unit + 1) {
             self.will_need(next);
         }
-        UnitValues::scratch(&self.table, unit, dtype).filled(|range, to| self.fill(&range, to))
+        let values = UnitValues::padded_scratch(&self.table, unit, dtype, shards.padded_len(unit));
+        values.filled(|range, to| self.fill(&range, to))
     }
 
     /// A range of a unit, without the f32 copies that layers need: of the files no more is read than that.

@@ -3,6 +3,7 @@
 use super::arch::Head;
 use super::transformer::{Keys, Saved, Transformer};
 use super::weights::Weights;
+use crate::config::job::Recompute;
 use crate::tensor::Tensor;
 
 /// Packed rows, as a forward takes them, and which of their tokens the head looks at.
@@ -31,7 +32,7 @@ impl Weights {
 impl Transformer {
     /// The first result of a forward that is not finite, in words: of an operation, or with `recompute`, which keeps less, of a
     /// layer. The forward is computed for this. All ranks that share matrices, units or rows call this.
-    pub fn not_finite(&self, w: &Weights, of: Rows, recompute: bool) -> Option<String> {
+    pub fn not_finite(&self, w: &Weights, of: Rows, recompute: impl Into<Recompute>) -> Option<String> {
         let mut saved = Saved::new(recompute);
         let keys = Keys::Packed(of.cu_seqlens.into());
         let hidden = self.forward(w, of.tokens, of.positions, keys, Some(&mut saved));

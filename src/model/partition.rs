@@ -9,7 +9,9 @@ use std::sync::Arc;
 /// in blocks of as many, so that a block is never split and the norm does not depend on the number of ranks.
 pub const BLOCK: usize = 4096;
 
-/// One range per rank of every unit: whole blocks, as even as blocks allow, in rank order.
+/// One range per rank of every unit, in rank order. A unit's memory is padded to as many whole blocks for each rank, so that one
+/// collective of equal shares serves; a rank's range is what its share has of the unit itself. The flat vector has no padding:
+/// checkpoints do not know the number of ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
     rank: usize,
@@ -22,33 +24,29 @@ pub struct Partition {
 struct Part {
     /// The unit in the flat vector.
     flat: Range<usize>,
-    /// One range a rank, counted from the unit's start.
+    /// One share of the padded unit a rank, counted from the unit's start.
+    shares: Vec<Range<usize>>,
+    /// One range a rank: what its share has of the unit.
     cuts: Vec<Range<usize>>,
     /// Where this rank's range begins among its ranges laid end to end.
     at: usize,
 }
 
 impl Partition {
-    /// `units` cover a flat vector in order. The blocks that do not divide evenly go to ranks in turn, over all units,
-    /// so that many small units balance as one large one does.
+    /// `units` cover a flat vector in order.
     pub fn new(units: &[Range<usize>], rank: usize, ranks: usize) -> Self {
         assert!(rank < ranks, "rank {rank} of {ranks}");
-        let (mut next, mut own_len) = (0, 0);
+        let mut own_len = 0;
         let mut parts = Vec::with_capacity(units.len());
         for unit in units {
-            let blocks = unit.len().div_ceil(BLOCK);
-            let (each, over) = (blocks / ranks, blocks % ranks);
-            let mut at = 0;
-            let cuts = (0..ranks).map(|r| {
-                let more = usize::from((r + ranks - next) % ranks < over);
-                let start = at;
-                at += each + more;
-                (start * BLOCK).min(unit.len())..(at * BLOCK).min(unit.len())
-            });
-            let cuts: Vec<Range<usize>> = cuts.collect();
-            next = (next + over) % ranks;
-            parts.push(Part { flat: unit.clone(), at: own_len, cuts });
-            own_len += parts.last().expect("just pushed").cuts[rank].len();
+            // A rank alone has nothing to share, and pads nothing.
+            let each = if ranks == 1 { unit.len() } else { unit.len().div_ceil(BLOCK).div_ceil(ranks) * BLOCK };
+            let shares: Vec<Range<usize>> = (0..ranks).map(|r| r * each..(r + 1) * each).collect();
+            let within = |share: &Range<usize>| share.start.min(unit.len())..share.end.min(unit.len());
+            let cuts: Vec<Range<usize>> = shares.iter().map(within).collect();
+            let at = own_len;
+            own_len += cuts[rank].len();
+            parts.push(Part { flat: unit.clone(), at, shares, cuts });
         }
         Self { rank, ranks, units: parts, own_len }
     }
@@ -77,7 +75,17 @@ impl Partition {
         self.units[unit].flat.clone()
     }
 
-    /// The range of each rank, counted from the unit's start: what collectives over a unit's buffer take.
+    /// The share of each rank, counted from the unit's start, all equally long: what collectives over a unit's memory take.
+    pub fn shares(&self, unit: usize) -> &[Range<usize>] {
+        &self.units[unit].shares
+    }
+
+    /// Elements of a unit's memory, padding included.
+    pub fn padded_len(&self, unit: usize) -> usize {
+        self.units[unit].shares[self.ranks - 1].end
+    }
+
+    /// The range of each rank, counted from the unit's start.
     pub fn cuts(&self, unit: usize) -> &[Range<usize>] {
         &self.units[unit].cuts
     }
@@ -121,6 +129,11 @@ impl Shards {
         Self { stage, partition, updated, stream: axes.zero_stream.clone() }
     }
 
+    /// Elements of the memory of all of a unit's weights: padded where the ranks gather it after an update.
+    pub fn padded_len(&self, unit: usize) -> usize {
+        self.updated.padded_len(unit)
+    }
+
     /// 0 on one rank.
     pub fn stage(&self) -> usize {
         self.stage
@@ -145,6 +158,8 @@ impl Shards {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::Device;
+    use crate::model::{Arch, Head, TensorPart};
 
     fn units(lens: &[usize]) -> Vec<Range<usize>> {
         let mut end = 0;
@@ -160,6 +175,7 @@ mod tests {
         let units = units(&[64, BLOCK - 64, BLOCK, BLOCK + 64, 10 * BLOCK + 128, 0, 7 * BLOCK]);
         for ranks in 1..6 {
             let all: Vec<Partition> = (0..ranks).map(|r| Partition::new(&units, r, ranks)).collect();
+            let mut held = vec![0; ranks];
             for (u, unit) in units.iter().enumerate() {
                 let mut end = 0;
                 for (r, cut) in all[0].cuts(u).iter().enumerate() {
@@ -167,31 +183,36 @@ mod tests {
                     assert!(cut.start.is_multiple_of(BLOCK) || cut.start == unit.len());
                     assert_eq!((all[r].own_cut(u), all[r].cuts(u)), (cut.clone(), all[0].cuts(u)));
                     assert_eq!(all[r].own(u), unit.start + cut.start..unit.start + cut.end);
-                    assert_eq!(all[r].held(u).len(), cut.len());
+                    assert_eq!(all[r].held(u), held[r]..held[r] + cut.len());
+                    held[r] += cut.len();
                     end = cut.end;
                 }
                 assert_eq!(end, unit.len());
             }
-            let len: usize = units.iter().map(Range::len).sum();
-            assert_eq!(all.iter().map(Partition::own_len).sum::<usize>(), len);
+            assert_eq!(all.iter().map(Partition::own_len).collect::<Vec<_>>(), held);
         }
     }
 
+    const LLAMA2_7B: &str = include_str!("../../jobs/models/llama2-7b-sft/config.json");
+    /// Of Hugging Face's Qwen/Qwen2-0.5B.
+    const QWEN2_05B: &str = r#"{"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": true}"#;
+
     #[test]
-    fn small_units_are_dealt_in_turn_so_that_no_rank_has_over_a_block_more_than_its_share() {
-        for ranks in 1..9 {
-            for lens in [vec![BLOCK; 24], vec![3 * BLOCK; 17], vec![5 * BLOCK, 2 * BLOCK, 13 * BLOCK, BLOCK, BLOCK]] {
-                let units = units(&lens);
-                let held = (0..ranks).map(|r| Partition::new(&units, r, ranks));
-                for partition in held {
-                    let len: usize = lens.iter().sum();
-                    assert!(partition.own_len() * ranks <= len + ranks * BLOCK, "{ranks}: {lens:?}");
-                    let mut at = 0;
-                    for u in 0..partition.units() {
-                        assert_eq!(partition.held(u).start, at);
-                        at = partition.held(u).end;
-                    }
-                    assert_eq!(at, partition.own_len());
+    fn all_ranks_have_equal_shares_of_every_unit_and_padding_is_less_than_a_block_of_each() {
+        let models = [(LLAMA2_7B, Head::LanguageModel), (LLAMA2_7B, Head::Value), (QWEN2_05B, Head::LanguageModel)];
+        for (name, head) in models {
+            let config: serde_json::Value = serde_json::from_str(name).expect("a config.json");
+            let arch = Arch::from_config(config.as_object().expect("an object")).expect("a known family");
+            let table = ParamTable::on(Device::Cuda, &arch, head, TensorPart::whole());
+            for ranks in [1, 2, 3, 4, 8, 16] {
+                let partition = Partition::new(table.units(), ranks - 1, ranks);
+                for (u, unit) in table.units().iter().enumerate() {
+                    let (shares, padded) = (partition.shares(u), partition.padded_len(u));
+                    let each = padded / ranks;
+                    assert!((0..ranks).all(|r| shares[r] == (r * each..(r + 1) * each)), "{name}, {ranks}: {shares:?}");
+                    assert!(unit.len() <= padded && padded < unit.len() + ranks * BLOCK, "{name}, {ranks}: unit {u}");
+                    assert!(ranks == 1 || each.is_multiple_of(BLOCK), "{name}, {ranks}: unit {u}");
                 }
             }
         }

@@ -167,22 +167,23 @@ impl Reshard {
             return Transfer::Shared(self.share(&needed, own, &partition, unit));
         }
         self.receives(begins.len() - own.range().len());
-        let mut all = Flat::weights(own.device(), dtype, begins.len());
+        let mut all = Flat::weights(own.device(), dtype, partition.padded_len(unit));
         let at = partition.own_cut(unit).start;
         all.all_mut().copy_from(own.slice(), &run(0, own), &run(at, own));
         Transfer::Gathered(self.zero.submit(move |groups| {
-            groups[0].gather_slice(all.all_mut(), partition.cuts(unit));
+            groups[0].gather_slice(all.all_mut(), partition.shares(unit));
             all
         }))
     }
 
     /// The new part, which this rank's old one is.
     fn gather_part(&self, own: &UnitValues, partition: Option<Arc<Partition>>, unit: usize) -> Pending<UnitValues> {
-        let mut values = UnitValues::scratch(&self.to, unit, own.dtype());
+        let padded_len = partition.as_ref().map_or_else(|| own.range().len(), |partition| partition.padded_len(unit));
+        let mut values = UnitValues::padded_scratch(&self.to, unit, own.dtype(), padded_len);
         values.take(own);
         self.zero.submit(move |groups| {
             if let Some(partition) = partition {
-                values.gather(&groups[0], partition.cuts(unit));
+                values.gather(&groups[0], partition.shares(unit));
             }
             values.refresh();
             values

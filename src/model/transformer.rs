@@ -10,6 +10,7 @@ use super::ring::Ring;
 use super::rope::Rope;
 use super::weights::{Gradients, Unit, Weights};
 use crate::comm::{Axes, Group};
+use crate::config::job::Recompute;
 use crate::device::cuda::{Arg, Memory, decode};
 use crate::device::{Device, null};
 use crate::ops::attention::{KvLayer, PAGE, Packed, Paged, kv_copy_page};
@@ -60,7 +61,7 @@ pub struct Transformer {
 /// What a backward needs of its forward.
 #[derive(Debug)]
 pub struct Saved {
-    recompute: bool,
+    keep: Keep,
     tokens: Vec<u32>,
     positions: Vec<u32>,
     blocks: Vec<BlockSaved>,
@@ -69,9 +70,14 @@ pub struct Saved {
 }
 
 impl Saved {
-    /// With `recompute` only the input of each block is kept, and the block is computed again in the backward.
-    pub fn new(recompute: bool) -> Self {
-        Self { recompute, tokens: Vec::new(), positions: Vec::new(), blocks: Vec::new(), last: None }
+    /// Of `recompute` nothing is kept but what it is computed from again in the backward; all is kept where that is open.
+    pub fn new(recompute: impl Into<Recompute>) -> Self {
+        let keep = match recompute.into() {
+            Recompute::Auto | Recompute::None => Keep::Everything,
+            Recompute::Attention => Keep::AllButAttention,
+            Recompute::Block => Keep::Input,
+        };
+        Self { keep, tokens: Vec::new(), positions: Vec::new(), blocks: Vec::new(), last: None }
     }
 
     /// What a forward kept of its layers, in the order in which it was computed, each with its name; and the last layer's result.
@@ -124,11 +130,7 @@ impl Transformer {
     ) -> Tensor {
         self.check_rows(tokens, positions);
         assert!(saved.is_none() || matches!(keys, Keys::Packed(_)), "only packed keys have a backward");
-        let keep = match &saved {
-            None => Keep::Nothing,
-            Some(saved) if saved.recompute => Keep::Input,
-            Some(_) => Keep::Everything,
-        };
+        let keep = saved.as_ref().map_or(Keep::Nothing, |saved| saved.keep);
         let x = self.embedded(w, Indices::on(self.device, tokens));
         let positions = &Indices::on(self.device, positions);
         let (hidden, last, kept) = self.through(w, x, positions, &mut keys, keep);

@@ -22,6 +22,7 @@ pub struct UnitValues {
     table: Arc<ParamTable>,
     /// What they are of the flat vector.
     range: Range<usize>,
+    /// Those of the range, and padding behind them where ranks gather the unit.
     values: Flat,
     /// Of bf16 values on the CPU.
     copies: Option<RowCopies>,
@@ -45,6 +46,11 @@ impl RowCopies {
 impl UnitValues {
     /// Unspecified values of all of a unit.
     pub fn scratch(table: &Arc<ParamTable>, unit: usize, dtype: DType) -> Self {
+        Self::padded_scratch(table, unit, dtype, table.units()[unit].len())
+    }
+
+    /// The same in memory of `padded_len` elements, as `Partition` pads a unit that `gather` is called for.
+    pub fn padded_scratch(table: &Arc<ParamTable>, unit: usize, dtype: DType, padded_len: usize) -> Self {
         let range = table.units()[unit].clone();
         let (mut starts, mut len) = (Vec::new(), 0);
         for (id, _) in table.parts(&range) {
@@ -54,23 +60,26 @@ impl UnitValues {
                 len += spec.len;
             }
         }
-        Self::new(table, range, dtype, starts, len)
+        Self::new(table, range, padded_len, dtype, starts, len)
     }
 
     /// Unspecified values of `range`, a part of a unit, without the f32 copies that layers need.
     pub(super) fn part_scratch(table: &Arc<ParamTable>, range: Range<usize>, dtype: DType) -> Self {
         check_cut(&range);
-        Self::new(table, range, dtype, Vec::new(), 0)
+        let len = range.len();
+        Self::new(table, range, len, dtype, Vec::new(), 0)
     }
 
     fn new(
         table: &Arc<ParamTable>,
         range: Range<usize>,
+        padded_len: usize,
         dtype: DType,
         starts: Vec<(ParamId, usize)>,
         copied: usize,
     ) -> Self {
-        let values = Flat::weights(table.device(), dtype, range.len());
+        assert!(padded_len >= range.len(), "elements {range:?} in memory of {padded_len}");
+        let values = Flat::weights(table.device(), dtype, padded_len);
         let is_copied = matches!(values, Flat::Bf16(..));
         let copies = is_copied.then(|| RowCopies { values: Buffer::scratch(copied), starts });
         Self { table: table.clone(), range, values, copies, host_copy: None }
@@ -86,8 +95,8 @@ impl UnitValues {
         mut fill: impl FnMut(Range<usize>, SliceMut) -> Result<(), E>,
     ) -> Result<Self, E> {
         let range = self.range.clone();
-        let SliceMut::Cuda(mut view) = self.values.all_mut() else {
-            fill(range, self.values.all_mut())?;
+        let SliceMut::Cuda(mut view) = self.slice_mut() else {
+            fill(range, self.slice_mut())?;
             self.refresh();
             return Ok(self);
         };
@@ -199,12 +208,12 @@ impl UnitValues {
 
     /// The values as they lie in memory.
     pub fn slice(&self) -> Slice<'_> {
-        self.values.all()
+        self.values.slice(0..self.range.len())
     }
 
     /// The same. Call `refresh` after changing them.
     pub fn slice_mut(&mut self) -> SliceMut<'_> {
-        self.values.all_mut()
+        self.values.slice_mut(0..self.range.len())
     }
 
     /// The values of a part of the flat vector.
@@ -237,9 +246,9 @@ impl UnitValues {
         self.slice_mut().copy_from(other.slice(), &Piece::run(0, len), &Piece::run(at, len));
     }
 
-    /// Gathers each rank's `cuts`, counted from the unit's start, to all ranks.
-    pub(super) fn gather(&mut self, group: &Group, cuts: &[Range<usize>]) {
-        group.gather_slice(self.slice_mut(), cuts);
+    /// Gathers each rank's share of the padded unit, counted from the unit's start, to all ranks.
+    pub(super) fn gather(&mut self, group: &Group, shares: &[Range<usize>]) {
+        group.gather_slice(self.values.all_mut(), shares);
         self.refresh();
     }
 

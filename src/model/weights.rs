@@ -40,8 +40,8 @@ impl Weights {
         Self { table, dtype, units, gathered: None, gathering: Vec::new() }
     }
 
-    /// Weights whose units `values(unit, part)` makes one after another: all of each, or `part` of it where this rank keeps no
-    /// more, at stage 3.
+    /// Weights whose units `values(unit, part)` makes one after another: all of each, padded as `shards.partition` says at stages 1
+    /// and 2, or `part` of it where this rank keeps no more, at stage 3.
     ///
     /// # Errors
     /// That of `values`.
@@ -72,7 +72,7 @@ impl Weights {
         let values = |unit, part: Option<Range<usize>>| {
             Ok::<_, std::convert::Infallible>(match part {
                 Some(part) => UnitValues::part_scratch(&made, part, dtype),
-                None => UnitValues::scratch(&made, unit, dtype),
+                None => UnitValues::padded_scratch(&made, unit, dtype, shards.padded_len(unit)),
             })
         };
         let Ok(weights) = Self::build(table, dtype, shards, values);
@@ -216,7 +216,7 @@ impl Weights {
         let mut values = std::mem::replace(&mut self.units[unit], absent);
         let partition = shards.partition.clone();
         let job = shards.stream.submit(move |groups| {
-            values.gather(&groups[0], partition.cuts(unit));
+            values.gather(&groups[0], partition.shares(unit));
             values
         });
         self.gathering.push((unit, job));

@@ -4,6 +4,9 @@
 //! fastest predicted one that fits is chosen, of those within 2 % the one with the fewest tensor ranks, then the one
 //! that swaps least, then the lowest ZeRO stage. On CPUs, where predictions hang on what else the machine does and a job must come out alike in every
 //! start, it is the one with the fewest tensor ranks and the lowest stage that fits.
+//!
+//! `gradient.recompute = "auto"` is the least with which that fits: on GPUs in the layout that is chosen with all recomputed, on CPUs in
+//! any.
 
 use super::devices::Device;
 use super::job::{Job, RolesOnRanks};
@@ -13,6 +16,7 @@ use super::refuse;
 use super::rows::Origin;
 use super::time::{Stage, Time};
 use crate::config::Config;
+use crate::config::job::Recompute;
 use crate::config::mesh::{Auto, Offload, RoleName};
 use crate::config::optim::GradientOrder;
 use crate::device::cpu::pool::pool;
@@ -106,6 +110,8 @@ pub struct RunnerUp {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Choice {
     pub chosen: Candidate,
+    /// What the job says, or what is chosen for `"auto"`.
+    pub recompute: Recompute,
     pub why: String,
     pub runners_up: Vec<RunnerUp>,
     /// Layouts that were compared, and those of them that fit.
@@ -113,15 +119,40 @@ pub struct Choice {
     pub fitting: usize,
 }
 
-/// The layout of `job` on `world` ranks of `device`.
-///
-/// On CPUs, where a run chooses by the longest rows that the job allows (it has not read its data by then, and longer rows
-/// may come), lengths that were read count for memory and time, and for the layout only where nothing fits without them.
+/// The layout of `job` on `world` ranks of `device`, and what is recomputed.
 ///
 /// # Errors
 /// `Usage` where the axes that the job names cannot be laid out (with those that can), or where nothing fits (with what
 /// would).
 pub fn choose(job: &Job, world: usize, device: &Device) -> Result<Choice> {
+    if job.config.gradient.recompute != Recompute::Auto {
+        return choose_layout(job, world, device);
+    }
+    let less = [Recompute::None, Recompute::Attention];
+    let with = |recompute| recomputing(job, recompute, |job| choose_layout(job, world, device));
+    if device.is_cpu() {
+        return less.into_iter().find_map(|recompute| with(recompute).ok()).map_or_else(|| with(Recompute::Block), Ok);
+    }
+    let (choice, parts) = (with(Recompute::Block)?, job.parts(world)?);
+    let layout = choice.chosen.layout();
+    let fits =
+        |recompute: &Recompute| recomputing(job, *recompute, |job| candidate(job, &parts, layout, device).fits());
+    match less.into_iter().find(fits) {
+        Some(recompute) => recomputing(job, recompute, |job| recount(choice, job, world, device)),
+        None => Ok(choice),
+    }
+}
+
+/// Calls `plan` with the job that recomputes so much.
+fn recomputing<R>(job: &Job, recompute: Recompute, plan: impl FnOnce(&Job) -> R) -> R {
+    let mut config = job.config.clone();
+    config.gradient.recompute = recompute;
+    plan(&Job { config: &config, ..job.clone() })
+}
+
+/// On CPUs, where a run chooses by the longest rows that the job allows (it has not read its data by then, and longer rows
+/// may come), lengths that were read count for memory and time, and for the layout only where nothing fits without them.
+fn choose_layout(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     if device.is_cpu() && matches!(job.rows.origin, Origin::Drawn | Origin::Sampled) {
         job.check()?;
         let longest = Job::new(job.config, job.archs, None);
@@ -136,16 +167,18 @@ pub fn choose(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     choose_among(job, world, device)
 }
 
-/// The same choice with memory and time of `job`'s rows.
+/// The same choice with memory and time of `job`'s rows, and of what it recomputes.
 fn recount(mut choice: Choice, job: &Job, world: usize, device: &Device) -> Result<Choice> {
     let parts = job.parts(world)?;
     let again = |layout: &Layout| candidate(job, &parts, layout, device);
+    choice.recompute = job.config.gradient.recompute;
     choice.chosen = again(choice.chosen.layout());
     for other in &mut choice.runners_up {
         let fitted = other.candidate.fits();
         other.candidate = again(other.candidate.layout());
         if fitted {
-            other.why = slower(&choice.chosen, &other.candidate);
+            let fits = other.candidate.fits();
+            other.why = if fits { slower(&choice.chosen, &other.candidate) } else { refuse::misfit(&other.candidate) };
         }
     }
     Ok(choice)
@@ -185,7 +218,8 @@ fn choose_among(job: &Job, world: usize, device: &Device) -> Result<Choice> {
         ),
     };
     let runners_up = runners_up(&chosen, fitting, misfits);
-    Ok(Choice { chosen, why, runners_up, compared, fitting: count })
+    let recompute = job.config.gradient.recompute;
+    Ok(Choice { chosen, recompute, why, runners_up, compared, fitting: count })
 }
 
 /// A candidate of each layout, in their order; threads share them.

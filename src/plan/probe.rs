@@ -6,6 +6,7 @@ use super::devices::{Device, Efficiency, Latency};
 use super::job::Job;
 use super::synthetic::{self, Matrix, Measure, attention_shape, filled, packed_attention};
 use crate::comm::{Group, World};
+use crate::config::job::Recompute;
 use crate::device::cpu::{peak, pool};
 use crate::device::null::{self, Null, Task, Work};
 use crate::mesh::Mesh;
@@ -213,7 +214,8 @@ impl<'a> Bench<'a> {
         let weights = init::init(&self.arch, Head::Value, self.dtype, 0);
         let model = Transformer::new(&self.arch, &weights.table);
         let layers = self.arch.layers as f64;
-        let forwards = if self.job.config.gradient.recompute { 2.0 } else { 1.0 };
+        let is_kept = matches!(self.job.config.gradient.recompute, Recompute::Auto | Recompute::None);
+        let forwards = if is_kept { 1.0 } else { 2.0 };
         let share = |[spent, floor]: [f64; 2], others_s: f64| (floor / (spent - others_s).max(1e-9)).clamp(0.01, 1.5);
         let (window, packed) = (self.arch.windows[0], [self.rows, self.length]);
         let [attention, backward] = self.both(|measure| packed_attention(&self.arch, window, packed, measure));
@@ -222,12 +224,14 @@ impl<'a> Bench<'a> {
         let grads = Some(Gradients::new(weights.table.clone()));
         let train = share(self.pass(&model, &weights, grads), forwards * attention_s + backward[0] * layers);
         let (decode, attention_decode) = self.decode(&model, &weights);
+        let decode = share(decode, 0.0);
         drop(weights);
         let [head, head_train] = self.head();
         Efficiency {
             train,
             score,
-            decode: share(decode, 0.0),
+            decode,
+            decode_wide: decode,
             attention: share(attention, 0.0),
             attention_backward: share(backward, 0.0),
             attention_decode: share(attention_decode, 0.0),

@@ -4,6 +4,7 @@ use super::choose::{Candidate, asked, candidate, divisors, fixed, is_legal, layo
 use super::devices::Device;
 use super::job::Job;
 use crate::config;
+use crate::config::job::Recompute;
 use crate::config::mesh::Auto;
 use crate::error::{Error, format_bytes};
 use crate::launch::layout::{Layout, Swap};
@@ -103,8 +104,8 @@ fn ways(job: &Job, world: usize, device: &Device) -> Vec<String> {
     let tensors = larger(config.mesh.tensor, world).filter(|tensor| world.is_multiple_of(*tensor));
     let tensor = |n| ([set("mesh.tensor", &n), set("mesh.data", &"auto")].concat(), world);
     lists.push(tensors.map(tensor).collect());
-    if !config.gradient.recompute {
-        lists.push(vec![(set("gradient.recompute", &true), world)]);
+    if config.gradient.recompute != Recompute::Block {
+        lists.push(vec![(set("gradient.recompute", &"\"block\""), world)]);
     }
     let key = format!("{}.microbatch_tokens_max", config::name(&config.job.kind));
     let halves = std::iter::successors(Some(job.shape.microbatch_tokens_max / 2), |tokens| Some(tokens / 2));

@@ -1,11 +1,12 @@
 //! The layouts of a run: what the job sets, and for `"auto"` what the plan chooses.
 
-use super::choose::{self, Candidate};
+use super::choose::{self, Candidate, Choice};
 use super::devices::Device;
 use super::job::{Job, no_place};
 use super::null::count;
 use super::rows::Rows;
 use crate::comm::World;
+use crate::config::job::Recompute;
 use crate::config::mesh::{Auto, Placement, RoleName};
 use crate::config::rollout::RolloutConfig;
 use crate::config::{self, Config};
@@ -45,9 +46,12 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
     let named = placements.iter().try_for_each(|placement| axes.resolve(placement.ranks.len()).map(drop));
     let is_open = ranks > 1 && (axes.tensor == Auto::Auto || axes.zero == Auto::Auto);
     let archs = train::planned_archs(config, None);
-    let choose = |archs| choose::choose(&Job::new(config, archs, None), ranks, device).map(|choice| choice.chosen);
+    let choose = |archs| choose::choose(&Job::new(config, archs, None), ranks, device);
     // CPUs use weights where they are, and what waits is what the job says.
-    let chosen = (is_open || !device.is_cpu()).then(|| archs.as_ref().map_err(Error::clone).and_then(choose));
+    let is_planned = is_open || !device.is_cpu() || config.gradient.recompute == Recompute::Auto;
+    let chosen = is_planned.then(|| archs.as_ref().map_err(Error::clone).and_then(choose));
+    let config = &with_recompute(config, chosen.as_ref(), archs.is_ok());
+    let chosen = chosen.map(|choice| choice.map(|choice| choice.chosen));
     let mut is_tight = false;
     match &chosen {
         Some(Ok(chosen)) if is_open => {
@@ -63,7 +67,7 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
                 return Err(error.clone());
             }
         }
-        Some(Err(_)) => is_tight = true,
+        Some(Err(_)) => is_tight = !device.is_cpu(),
         _ => {}
     }
     let chosen = chosen.and_then(Result::ok);
@@ -91,7 +95,20 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
     let expected = longest.map_or(Vec::new(), |archs| expect(&Job::new(config, archs, None), &placed, device));
     let count = archs.ok().map(|archs| counter(archs, placed.clone(), device.clone()));
     let gpu_flops = (!device.is_cpu()).then_some(device.flops);
-    Ok((placed, Expectations { expected, is_tight, rollout_reason, count, gpu_flops }))
+    let recompute = config.gradient.recompute;
+    Ok((placed, Expectations { expected, is_tight, rollout_reason, count, gpu_flops, recompute }))
+}
+
+/// The job with what the plan chose to recompute where that is open: all, where it finds nothing that fits.
+fn with_recompute(config: &Config, choice: Option<&Result<Choice>>, is_known: bool) -> Config {
+    let mut config = config.clone();
+    if config.gradient.recompute == Recompute::Auto {
+        config.gradient.recompute = match choice {
+            Some(Ok(choice)) => choice.recompute,
+            _ => is_known.into(),
+        };
+    }
+    config
 }
 
 /// Counts for given rows.

@@ -7,6 +7,7 @@ use super::memory::{KvCache, Phase, rank_of};
 use super::rows::Origin;
 use super::time::{Part, Stage};
 use crate::config;
+use crate::config::job::Recompute;
 use crate::config::mesh::RoleName;
 use crate::data::RowTokens;
 use crate::device::null::Peak;
@@ -68,7 +69,7 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
     if job.shape.has_rollout() && job.archs.of(RoleName::Reward).is_none() {
         line(out, "  reward     rules or services: neither memory nor seconds of a device");
     }
-    step(out, job, &choice.chosen.layout().mesh);
+    step(out, job, choice);
     wrap(out, "  rows       ", &describe_rows(job));
     let [link, network, host] = [device.link, device.network, device.host].map(rate);
     let text = format!(
@@ -86,7 +87,7 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
     }
 }
 
-fn step(out: &mut String, job: &Job, mesh: &Mesh) {
+fn step(out: &mut String, job: &Job, choice: &Choice) {
     let longest = job.rows.longest_row();
     let (prompt, response) = job.rows.mean();
     let samples = grouped(job.shape.samples() as u64);
@@ -100,14 +101,18 @@ fn step(out: &mut String, job: &Job, mesh: &Mesh) {
         let (prompts, dtype) = (grouped(job.shape.rows as u64), job.config.model.dtype().name());
         return wrap(out, "  step       ", &format!("{step}, greedy and drawn answers to {prompts} prompts; {dtype}"));
     }
-    let batch = job.fullest(mesh);
+    let batch = job.fullest(&choice.chosen.layout().mesh);
     let batch = if job.rows.are_alike() {
         format!("micro-batches of {} rows", batch.rows)
     } else {
         format!("micro-batches of at most {} tokens", grouped(batch.tokens as u64))
     };
     let (updates, minibatch, dtype) = (job.shape.updates(), job.shape.minibatch, job.config.model.dtype().name());
-    let again = if job.config.gradient.recompute { ", recomputed" } else { "" };
+    let again = match choice.recompute {
+        Recompute::Auto | Recompute::None => "",
+        Recompute::Attention => ", attention recomputed",
+        Recompute::Block => ", recomputed",
+    };
     wrap(out, "  step       ", &format!("{step}, {updates} updates of {minibatch}; {batch}; {dtype}{again}"));
 }
 

@@ -3,7 +3,7 @@
 //! Collectives: bytes over the slowest link that the group crosses, and a latency for each call and message; what computing
 //! hides is not counted. Norms, rotations and softmax count nothing: what they take is part of the efficiency.
 
-use super::devices::{Device, Efficiency, Latency};
+use super::devices::{Device, Efficiency, Latency, NARROW_ROWS};
 use crate::device::null::{self, Over, Task, Work};
 use std::collections::BTreeMap;
 
@@ -100,8 +100,8 @@ impl Time {
     }
 }
 
-/// The share of its peak that an operation reaches.
-fn efficiency(e: &Efficiency, stage: Stage, op: &str) -> f64 {
+/// The share of its peak that an operation reaches. A product of bf16 weights does as many FLOPs a byte as it has rows.
+fn efficiency(e: &Efficiency, stage: Stage, op: &str, work: &Work) -> f64 {
     match (op, stage) {
         (null::ATTENTION, Stage::Decode) => e.attention_decode,
         (null::ATTENTION, _) => e.attention,
@@ -110,6 +110,7 @@ fn efficiency(e: &Efficiency, stage: Stage, op: &str) -> f64 {
         (null::HEAD_BACKWARD, _) => e.head_train,
         (null::SAMPLING, _) => e.sample,
         (null::OPTIMIZER, _) => e.optimizer,
+        (_, Stage::Decode) if work.flops > (NARROW_ROWS + 0.5) * work.bytes => e.decode_wide,
         (_, Stage::Decode) => e.decode,
         (_, Stage::Prefill | Stage::Scoring) => e.score,
         _ => e.train,
@@ -130,7 +131,7 @@ fn part(task: &Task, stage: Stage, work: Work, device: &Device) -> Part {
     let flops = if is_attention { device.attention_flops } else { device.flops };
     let (flops_s, bytes_s) = (work.flops / flops, work.bytes / device.memory);
     let (bound, peak) = if flops_s >= bytes_s { ("flops", flops) } else { ("memory", device.memory) };
-    let (floor_s, efficiency) = (flops_s.max(bytes_s), efficiency(&device.efficiency, stage, task.op));
+    let (floor_s, efficiency) = (flops_s.max(bytes_s), efficiency(&device.efficiency, stage, task.op, &work));
     let (name, seconds) = (task.op.to_string(), floor_s / efficiency);
     Part { stage, name, work, bound, peak, floor_s, efficiency, busy_s: seconds, seconds }
 }
@@ -168,5 +169,22 @@ fn hide(parts: &mut [(Task, Part)]) {
         let hidden = (part.busy_s * (1.0 - 1.0 / part.work.calls.max(1.0))).min(*computing);
         *computing -= hidden;
         part.seconds -= hidden;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn products_of_more_rows_than_a_tile_have_a_rate_of_their_own_while_they_decode() {
+        let rate = |gpu: &str, phase: &'static str, rows: f64| {
+            let (device, task) = (Device::gpu(gpu, 25.0).expect("known"), Task { phase, op: null::GEMM, over: None });
+            let work = Work { flops: rows * 1e9, bytes: 1e9, ..Work::default() };
+            part(&task, Stage::of(phase).expect("part of a step"), work, &device).efficiency
+        };
+        assert_eq!([64.0, 72.0].map(|rows| rate("a800-80g", "decode", rows)), [0.62, 0.50]);
+        assert_eq!([64.0, 72.0].map(|rows| rate("h200", "decode", rows)), [0.45, 0.42]);
+        assert_eq!(["a100-40g", "h800"].map(|gpu| rate(gpu, "train", 8192.0)), [0.62, 0.44]);
     }
 }

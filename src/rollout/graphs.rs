@@ -28,10 +28,10 @@
 use super::Request;
 use super::run::{Decoder, Hooks, Run, Shape};
 use crate::comm::Calls;
-use crate::device::cuda::Pinned;
 use crate::device::cuda::decode::{Capacity, DecodeSlot, DecodeState, Draw, ENDED, UNCHANGED};
 use crate::device::cuda::graph::{Graphs, Transfer};
 use crate::device::cuda::kv_cache::is_split_best;
+use crate::device::cuda::{Pinned, gpu};
 use crate::device::null;
 use crate::error::{Error, Result};
 use crate::experience::Finish;
@@ -184,6 +184,8 @@ impl Run<'_> {
             calls: Vec::new(),
             ends: model.ends_on_gpu(),
             changes: vec![UNCHANGED; rows],
+            // The most that a rank has of them, as all ranks must have the same graphs.
+            multiprocessors: model.tensor().max(gpu().properties().multiprocessors as f64) as usize,
             model: places,
         });
     }
@@ -237,7 +239,9 @@ impl Run<'_> {
         let transformer = self.model.transformer;
         // The most that a rank has of them, as all ranks must have the same graphs.
         let kv_heads = transformer.arch.kv_heads.div_ceil(transformer.tensor().size());
-        shape.longest = is_split_best(shape.rows, kv_heads, longest).then(|| longest.next_power_of_two());
+        let multiprocessors = self.decoder().multiprocessors;
+        shape.longest =
+            is_split_best(shape.rows, kv_heads, longest, multiprocessors).then(|| longest.next_power_of_two());
         let times = self.begin_null(true, batch.rows.iter().map(|row| row.sequence));
         let starts = longest > 0 && null::times(times, || self.capture(shape, ahead));
         if starts && is_changed {

@@ -186,6 +186,7 @@ pub(super) struct Decoder {
     /// Where the parts of the vocabulary end, i32.
     pub ends: Memory,
     pub changes: Vec<u32>,
+    pub multiprocessors: usize,
 }
 
 /// What one graph differs from another by.

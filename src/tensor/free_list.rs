@@ -7,7 +7,7 @@ use crate::sys::pages::{HUGE, Pages, page_size};
 use std::collections::{BTreeMap, VecDeque};
 
 /// What helps where the limit is too low.
-pub const HINT: &str = "more sequence or tensor ranks, a higher mesh.zero, mesh.offload, gradient.recompute = true or a \
+pub const HINT: &str = "more sequence or tensor ranks, a higher mesh.zero, mesh.offload, gradient.recompute = \"block\" or a \
                         smaller microbatch_tokens_max take less; or raise mesh.arena_bytes_max";
 
 pub(super) struct FreeList {

@@ -7,6 +7,7 @@ use super::supervised;
 use crate::comm::phase;
 use crate::config::Config;
 use crate::config::distill::DistillConfig;
+use crate::config::job::Recompute;
 use crate::config::mesh::RoleName;
 use crate::data::{Part, Rows, SftRow, SftSource};
 use crate::error::{Error, Result};
@@ -253,7 +254,7 @@ fn microbatch(
     teachers: &[(Role, f32)],
     row: &PackedRow,
     weight: f32,
-    recompute: bool,
+    recompute: Recompute,
 ) -> Sums {
     if !config.full_vocabulary {
         return sampled_microbatch(config, learner, teachers, row, weight, recompute);
@@ -278,7 +279,7 @@ fn sampled_microbatch(
     teachers: &[(Role, f32)],
     row: &PackedRow,
     weight: f32,
-    recompute: bool,
+    recompute: Recompute,
 ) -> Sums {
     let mut of_teachers = vec![0.0; row.rows.len()];
     for (role, weight) in teachers {

@@ -4,7 +4,7 @@ use super::job::{Ended, Job, Step};
 use super::models::ModelSpec;
 use crate::comm::phase;
 use crate::config::Config;
-use crate::config::job::LossOn;
+use crate::config::job::{LossOn, Recompute};
 use crate::config::mesh::RoleName;
 use crate::data::balance::{self, Cost};
 use crate::data::{Part, Rows, SftRow, SftSource};
@@ -196,7 +196,7 @@ pub(super) fn microbatch(
     row: &PackedRow,
     weights: &[f32],
     of_texts: &[f32],
-    recompute: bool,
+    recompute: Recompute,
 ) -> Sums {
     let Learner { role, sum, .. } = learner;
     let (model, w) = (&role.transformer, &role.weights);

@@ -267,7 +267,7 @@ fn overrides_are_texts_numbers_truths_and_lists() {
         "lr = 0.00025",
         "betas = [0.8, 0.9]",
         "reward_clip = [-1.5, 2.0]",
-        "recompute = true",
+        "recompute = \"block\"",
         "kind = \"number\"",
         "stop = [\"!\", \"??\"]",
         "data = 1",

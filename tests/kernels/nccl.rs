@@ -1,8 +1,10 @@
 //! Collectives between GPUs, over an NCCL that is emulated between processes (`emulation/nccl.cpp`): the same bits as through the
 //! host.
 
+use crate::jobs::calls;
 use crate::ranks::{LATE, play, plays};
-use crate::{bf16, numbers, on_gpu};
+use crate::weights::{sharded, weights};
+use crate::{bf16, models, numbers, on_a_real_gpu, on_gpu};
 use rlhf_hpc::comm::backends::{self, Axis};
 use rlhf_hpc::comm::nccl::Nccl;
 use rlhf_hpc::comm::{self, Group, Stream, World};
@@ -11,6 +13,8 @@ use rlhf_hpc::config::optim::GradientOrder;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::{self, Memory};
 use rlhf_hpc::dtype::DType;
+use rlhf_hpc::mesh::Mesh;
+use rlhf_hpc::model::{Gradients, Head, ParamId, ParamTable, Shards, TensorPart};
 use rlhf_hpc::tensor::{Flat, Slice, SliceMut, Tensor};
 use std::fs;
 use std::ops::Range;
@@ -47,6 +51,7 @@ pub fn scene(scene: &str, world: &World) {
         }
         "streams" => streams(world),
         "some share" => some_share(world),
+        "units" => units(world),
         other => panic!("no scene {other}"),
     }
 }
@@ -272,6 +277,68 @@ fn some_share(world: &World) {
 #[test]
 fn an_axis_goes_one_way_on_all_ranks_and_another_axis_another() {
     plays(4, "nccl: some share", &[]);
+}
+
+/// Units of which no number of ranks here has whole blocks, at all stages of ZeRO.
+fn units(world: &World) {
+    let axes = world.axes(&Mesh::data_only(world.size)).expect("all ranks");
+    link(world, "zero", &axes.zero, cuda::Stream::Zero);
+    let arch = models::arch("llama", &serde_json::json!({"vocab_size": 997, "tie_word_embeddings": false}));
+    let all = weights(Device::Cuda, &arch, Head::LanguageModel, DType::Bf16, 7, TensorPart::whole());
+    for stage in 0..=3 {
+        let shards = Shards::new(&all.table, &axes, stage);
+        let mut held = sharded(&all, &shards);
+        for u in 0..all.table.units().len() {
+            let (cuts, values) = (shards.partition.cuts(u), held.local_mut(u));
+            assert!(shards.partition.padded_len(u) > all.table.units()[u].len(), "unit {u} has no padding");
+            let others = cuts.iter().filter(|cut| [1, 2].contains(&stage) && **cut != cuts[world.rank]);
+            others.for_each(|cut| values.slice_mut().part(cut.clone()).clear());
+            held.all_gather(u, &shards);
+        }
+        held.finish_update();
+        for u in 0..all.table.units().len() {
+            let [got, want] = [&held, &all].map(|weights| weights.unit(u).slice().to_host());
+            assert!(got == want, "stage {stage}, weights of unit {u}");
+        }
+        summed(stage, world, &shards, &all.table);
+    }
+}
+
+/// The gradient's elements are small integers: their sums are exact.
+fn summed(stage: usize, world: &World, shards: &Shards, table: &Arc<ParamTable>) {
+    let element = |rank: usize, at: usize| ((at + rank * 5) % 11) as f32;
+    let mut grads = Gradients::over(table.clone(), shards);
+    grads.zero();
+    grads.begin_microbatch(true);
+    for (i, spec) in table.specs().iter().enumerate().rev() {
+        let id = ParamId(i);
+        grads.begin(table.unit_of(id));
+        let values: Vec<f32> = spec.range().map(|at| element(world.rank, at)).collect();
+        grads.weight_mut(id).values.cuda().write(&values);
+    }
+    grads.reduce(GradientOrder::Fast);
+    for u in 0..table.units().len() {
+        let of = |at: usize| (0..world.size).map(|rank| element(rank, at)).sum::<f32>();
+        let want: Vec<f32> = shards.updated.own(u).map(of).collect();
+        assert!(grads.own(u).to_host() == want, "stage {stage}, gradients of unit {u}");
+    }
+}
+
+#[test]
+fn units_of_any_length_go_by_one_call_of_equal_shares() {
+    if on_a_real_gpu() {
+        return;
+    }
+    for ranks in [3, 4] {
+        let dir = tempfile::tempdir().expect("a directory");
+        let file = dir.path().join("calls");
+        plays(ranks, "nccl: units", &[("EMULATED_CALLS", file.to_str().expect("a path is text"))]);
+        let calls = calls(&file, "1");
+        let of = |name: &str| calls.get(name).copied().unwrap_or(0);
+        // Four units: gathered at stage 0 (gradients), 1, 2 and 3 (weights), summed at all; and what joining tries.
+        assert!(of("ncclAllGather") >= 16 && of("ncclReduceScatter") >= 16, "{ranks} ranks: {calls:?}");
+        assert_eq!([of("ncclBroadcast"), of("ncclReduce")], [0, 0], "{ranks} ranks: {calls:?}");
+    }
 }
 
 /// Real ones leave a thread in their code, which waits for ranks; 2.14.3 was unloaded beneath it.

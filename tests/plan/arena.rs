@@ -3,7 +3,7 @@
 use super::models::{arch, job, small};
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::Config;
-use rlhf_hpc::config::job::{GradientConfig, JobKind};
+use rlhf_hpc::config::job::{GradientConfig, JobKind, Recompute};
 use rlhf_hpc::config::mesh::RoleName;
 use rlhf_hpc::config::model::DTypeName;
 use rlhf_hpc::config::optim::OptimConfig;
@@ -23,7 +23,7 @@ use std::path::Path;
 const THREADS: usize = 2;
 
 /// A supervised job of `rows` rows of 128 tokens, 64 of them learned, in one micro-batch.
-fn sft(dtype: DType, recompute: bool, rows: usize) -> Config {
+fn sft(dtype: DType, recompute: Recompute, rows: usize) -> Config {
     let mut config = job(&[]);
     config.job.kind = JobKind::Sft;
     config.model.dtype = if dtype == DType::F32 { DTypeName::F32 } else { DTypeName::Bf16 };
@@ -84,7 +84,13 @@ fn mixed() -> Vec<RowTokens> {
 fn the_plan_counts_what_the_arena_counts_within_half_a_percent() {
     pool::set_threads(THREADS);
     let arch = arch(&small());
-    let cases = [(DType::Bf16, true, 8), (DType::F32, true, 12), (DType::Bf16, false, 16), (DType::F32, false, 24)];
+    let cases = [
+        (DType::Bf16, Recompute::Block, 8),
+        (DType::F32, Recompute::Block, 12),
+        (DType::Bf16, Recompute::Attention, 18),
+        (DType::Bf16, Recompute::None, 18),
+        (DType::F32, Recompute::None, 24),
+    ];
     let mut before = 0;
     let mut check = |config: &Config, rows: Rows, microbatches: &[Vec<usize>], what: &str| {
         let planned = planned(config, &arch, rows);
@@ -96,7 +102,7 @@ fn the_plan_counts_what_the_arena_counts_within_half_a_percent() {
     };
     for (dtype, recompute, rows) in cases {
         let config = sft(dtype, recompute, rows);
-        let what = format!("{dtype:?} recompute {recompute} x {rows}");
+        let what = format!("{dtype:?} recompute {recompute:?} x {rows}");
         check(
             &config,
             Rows::longest(&config, &train::shape(&config), arch.context, "").with(Some(64), Some(64)),
@@ -105,7 +111,7 @@ fn the_plan_counts_what_the_arena_counts_within_half_a_percent() {
         );
     }
     let rows = mixed();
-    let mut config = sft(DType::F32, false, rows.len());
+    let mut config = sft(DType::F32, Recompute::None, rows.len());
     config.sft.microbatch_tokens_max = 4096;
     let lengths: Vec<usize> = rows.iter().map(|row| row.all()).collect();
     let cut = balance::plan(&lengths, 1, 4096, &Cost::of(&arch)).swap_remove(0);

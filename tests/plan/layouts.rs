@@ -1,13 +1,15 @@
 //! Choices and refusals.
 
-use super::models::{a800, archs, job, llama2_7b, small};
-use rlhf_hpc::config::Config;
+use super::models::{REFERENCE, a800, archs, job, llama2_7b, small};
+use rlhf_hpc::config::job::Recompute;
 use rlhf_hpc::config::mesh::RoleName;
+use rlhf_hpc::config::{self, Config};
 use rlhf_hpc::error::Error;
 use rlhf_hpc::plan::choose::Candidate;
 use rlhf_hpc::plan::time::Stage;
 use rlhf_hpc::plan::{Choice, Device, Job, choose};
 use rlhf_hpc::train::Archs;
+use std::path::Path;
 
 /// The workload with fewer samples, which a plan takes step by step.
 fn fewer(more: &[&str]) -> Config {
@@ -141,7 +143,7 @@ fn what_does_not_fit_is_refused_with_what_would() {
 fn longer_activations_are_refused_with_recomputation_or_smaller_microbatches() {
     let archs = archs(&llama2_7b(), true);
     let more = [
-        "gradient.recompute=false",
+        "gradient.recompute=none",
         "ppo.microbatch_tokens_max=65536",
         "rollout.prompts_per_step=1024",
         "ppo.minibatch_samples=512",
@@ -150,7 +152,42 @@ fn longer_activations_are_refused_with_recomputation_or_smaller_microbatches() {
     ];
     let error = refused(&more, &archs, 16, &a800());
     let hint = error.hint.expect("what would fit");
-    assert!(hint.contains("gradient.recompute = true") && hint.contains("ppo.microbatch_tokens_max = "), "{hint}");
+    assert!(hint.contains("gradient.recompute = \"block\"") && hint.contains("ppo.microbatch_tokens_max = "), "{hint}");
+}
+
+#[test]
+fn no_more_is_recomputed_than_has_to_be() {
+    let all = archs(&llama2_7b(), true);
+    let layout = ["mesh.zero=3", "mesh.tensor=1", "rollout.tensor=1"];
+    let samples = ["rollout.prompts_per_step=512", "ppo.minibatch_samples=512"];
+    let of = |tokens: &str| {
+        let more = [&layout[..], &samples, &["gradient.recompute=auto", tokens]].concat();
+        chosen(&more, &all, 16, &a800()).recompute
+    };
+    let taken = [8192, 16384, 32768].map(|tokens| of(&format!("ppo.microbatch_tokens_max={tokens}")));
+    assert_eq!(taken, [Recompute::None, Recompute::Attention, Recompute::Block]);
+
+    let archs = archs(&small(), false);
+    let on = |recompute: &str, bytes: u64| {
+        let more = [&SHORT[..], &["ppo.microbatch_tokens_max=65536", recompute]].concat();
+        chosen(&more, &archs, 1, &Device::cpu(bytes, 1))
+    };
+    let bytes = |recompute: &str| on(recompute, 1 << 40).chosen.main().memory.peak().1.bytes as u64;
+    let (kept, again) = (bytes("gradient.recompute=none"), bytes("gradient.recompute=block"));
+    assert!(again < kept, "{again} and {kept} bytes");
+    assert_eq!(on("gradient.recompute=auto", 2 * kept).recompute, Recompute::None);
+    assert_ne!(on("gradient.recompute=auto", kept - 1).recompute, Recompute::None);
+}
+
+#[test]
+fn recomputation_is_a_word_or_true_or_false_as_in_older_jobs() {
+    let of = |value: &str| job(&[&format!("gradient.recompute={value}")]).gradient.recompute;
+    let words = ["auto", "none", "attention", "block", "false", "true"].map(of);
+    let (none, block) = (Recompute::None, Recompute::Block);
+    assert_eq!(words, [Recompute::Auto, none, Recompute::Attention, block, none, block]);
+    let error =
+        config::load(Path::new(REFERENCE), &["gradient.recompute=layer".to_string()]).expect_err("no such word");
+    assert_eq!(error.hint.as_deref(), Some("known here: auto, none, attention, block"), "{error}");
 }
 
 #[test]

@@ -43,8 +43,11 @@ pub const REFERENCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/jobs/llama2-7b
 
 /// Its keys, without its reward model, and `more`.
 pub fn job(more: &[&str]) -> Config {
-    let more: Vec<String> =
-        ["reward.models=[]", "reward.rule=length"].iter().chain(more).map(ToString::to_string).collect();
+    let more: Vec<String> = ["reward.models=[]", "reward.rule=length", "gradient.recompute=block"]
+        .iter()
+        .chain(more)
+        .map(ToString::to_string)
+        .collect();
     config::load(Path::new(REFERENCE), &more).expect("a job")
 }
 

@@ -72,7 +72,7 @@ fn compare(world: &World, arch: &Arch, mut config: Config, layouts: &[(Mesh, &[u
     for (mesh, stages) in layouts {
         let axes = world.axes(mesh).expect("all ranks");
         for &stage in *stages {
-            config.gradient.recompute = stage % 2 == 1;
+            config.gradient.recompute = (stage % 2 == 1).into();
             let got = update(arch, &config, &samples, &axes, stage);
             largest = largest.max(assert_near(&format!("{family} on {mesh}, stage {stage}"), &got, &want));
         }

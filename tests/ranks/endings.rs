@@ -42,7 +42,7 @@ pub const ENDINGS: &[Ending] = &[
             "error: rank 1 (",
             "), step 3, train: a tensor of 800.0 KiB does not fit: 608.0 KiB are in use, and mesh.arena_bytes_max allows 1.0 MiB a rank",
             "hint: more sequence or tensor ranks",
-            "gradient.recompute = true",
+            "gradient.recompute = \"block\"",
         ],
         logged: Some((1, "mesh.arena_bytes_max")),
     },

@@ -13,6 +13,12 @@ use crate::error::{Error, Result};
 use std::ffi::{CString, c_int};
 use std::path::Path;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Shared memory that every kernel may take. More of it is carved out of the L1 cache: as the driver guesses, which may leave room
+/// for fewer blocks than fit, or as a kernel asks, in percent.
+const SHARED_BYTES_BY_DEFAULT: usize = 48 << 10;
+const ALL_SHARED: c_int = 100;
 
 #[derive(Debug)]
 pub struct Kernels {
@@ -28,6 +34,8 @@ struct Function {
     threads_max: usize,
     shared_bytes_max: usize,
     resources: Resources,
+    /// Whether a multiprocessor keeps as much of its cache as it may for its shared memory.
+    has_carveout: AtomicBool,
 }
 
 /// What a kernel takes, as the driver says that loaded it.
@@ -86,6 +94,9 @@ impl Kernels {
             let needed = format!("it needs {shared_bytes} bytes of shared memory a block, this GPU has {shared}");
             return Err(Error::fault(needed));
         }
+        if shared_bytes > SHARED_BYTES_BY_DEFAULT && !function.has_carveout.swap(true, Ordering::Relaxed) {
+            function.set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, ALL_SHARED)?;
+        }
         Ok(function.handle.0)
     }
 }
@@ -122,13 +133,19 @@ fn function(module: CUmodule, name: &str, gpu: &Properties) -> Result<Function> 
         local_bytes: attribute(Attribute::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?,
     };
     let shared_bytes_max = gpu.shared_bytes_max.saturating_sub(resources.shared_bytes);
-    let most = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    // Beyond 48 KiB a kernel must say that it wants them.
-    // SAFETY: a function of that module.
-    let status = unsafe { sys::cuFuncSetAttribute(handle, most, shared_bytes_max as c_int) };
-    check("cuFuncSetAttribute", status)?;
     let threads_max = attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?;
-    Ok(Function { handle: Handle(handle), threads_max, shared_bytes_max, resources })
+    let has_carveout = AtomicBool::default();
+    let function = Function { handle: Handle(handle), threads_max, shared_bytes_max, resources, has_carveout };
+    // Beyond `SHARED_BYTES_BY_DEFAULT` a kernel must say that it wants them.
+    function.set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes_max as c_int)?;
+    Ok(function)
+}
+
+impl Function {
+    fn set(&self, attribute: Attribute, value: c_int) -> Result<()> {
+        // SAFETY: a function of a module that is never unloaded.
+        check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(self.handle.0, attribute, value) })
+    }
 }
 
 /// Machine code of all sources for one GPU: (source, cubin).

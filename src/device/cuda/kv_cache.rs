@@ -11,8 +11,10 @@ use std::sync::{Arc, Mutex};
 
 /// Values of one block: 256 threads, eight each.
 const BLOCK_VALUES: usize = 2048;
-/// Blocks of threads that read the cache fast enough together, and keys below which a second kernel is not worth its start.
-const WHOLE_MIN: [(usize, usize); 2] = [(48, 1024), (96, 4096)];
+/// Blocks of threads that read the cache fast enough together, by multiprocessor; and keys below which a second kernel is not
+/// worth its start.
+const WHOLE_MIN: f64 = 1.2;
+const SPLIT_KEYS_MIN: usize = 1024;
 /// The operation of what tables hold.
 const TABLE: &str = "kv_cache";
 /// Rows of a decoding tile, as the kernels have them.
@@ -148,9 +150,10 @@ pub fn group_max(head_dim: usize) -> usize {
     if head_dim <= 128 { 128 } else { 64 }
 }
 
-/// Whether so few decoding rows have such long contexts that they are split over more blocks of threads.
-pub fn is_split_best(rows: usize, kv_heads: usize, longest: usize) -> bool {
-    WHOLE_MIN.iter().any(|&(blocks, keys)| rows * kv_heads < blocks && longest >= keys)
+/// Whether so few decoding rows have such long contexts that they are split over more blocks of threads of a GPU: each row and
+/// key/value head is one block else. The bits are the same.
+pub fn is_split_best(rows: usize, kv_heads: usize, longest: usize, multiprocessors: usize) -> bool {
+    ((rows * kv_heads) as f64) < WHOLE_MIN * multiprocessors as f64 && longest >= SPLIT_KEYS_MIN
 }
 
 /// Whether a tile of the decoding kernel holds one token's rows.
@@ -175,7 +178,8 @@ impl SequenceTable {
         let decoding = |s: &&PagedSequence| s.tokens > 0 && s.tokens * group_of(shape) <= DECODE_ROWS;
         let (rows, longest) = (sequences.iter().filter(decoding).count(), sequences.iter().filter(decoding));
         let longest = longest.map(|s| s.past + s.tokens).max().unwrap_or(0);
-        Self::with(sequences, shape, is_split_best(rows, shape.kv_heads, longest))
+        let multiprocessors = gpu().properties().multiprocessors;
+        Self::with(sequences, shape, is_split_best(rows, shape.kv_heads, longest, multiprocessors))
     }
 
     /// As `new`, with a choice that is otherwise made by size: the few rows of a decoding sequence are computed by one kernel, a
@@ -332,4 +336,20 @@ fn uploaded<T: bytemuck::Pod>(mut values: Vec<T>) -> Arc<Memory> {
         values.push(T::zeroed());
     }
     Arc::new(Memory::of(&values))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn decoding_is_split_while_its_blocks_leave_multiprocessors_idle() {
+        // A100 and H200: one and a fifth of 108 and of 132.
+        for (multiprocessors, most) in [(108, 129), (132, 158)] {
+            assert!(
+                is_split_best(most, 1, 1024, multiprocessors) && !is_split_best(most + 1, 1, 8192, multiprocessors)
+            );
+            assert!(is_split_best(most / 8, 8, 4096, multiprocessors) && !is_split_best(1, 8, 1023, multiprocessors));
+        }
+    }
 }

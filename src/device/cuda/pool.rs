@@ -376,7 +376,7 @@ fn mib(bytes: usize) -> String {
 }
 
 /// What helps where the limit, or the GPU, has no room.
-pub const HINT: &str = "more sequence or tensor ranks, a higher mesh.zero, mesh.offload, gradient.recompute = true or a smaller \
+pub const HINT: &str = "more sequence or tensor ranks, a higher mesh.zero, mesh.offload, gradient.recompute = \"block\" or a smaller \
                         microbatch_tokens_max take less; the limit is mesh.arena_bytes_max where that is set, else what was free \
                         of the GPU at the start: other processes on it (nvidia-smi names them) leave less";
 

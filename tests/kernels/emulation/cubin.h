@@ -18,7 +18,7 @@ struct Module {
 struct Function {
     const emulated::Entry* kernel;
     std::string name;
-    int threads_max = 1024, fixed = 0, shared_max = 48 << 10, registers = 0, local = 0;
+    int threads_max = 1024, fixed = 0, shared_max = 48 << 10, carveout = -1, registers = 0, local = 0;
 };
 
 // Shared memory of a block, as an H200 has it, whose tiles run here too; blocks along y and z.

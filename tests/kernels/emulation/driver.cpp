@@ -656,6 +656,10 @@ API cuFuncGetAttribute(int* value, int attribute, Function* function) {
 
 API cuFuncSetAttribute(Function* function, int attribute, int value) {
     READY;
+    if (attribute == 9 && value >= -1 && value <= 100) {
+        function->carveout = value;
+        return Success;
+    }
     if (attribute != 8 || value > SHARED_MAX - function->fixed) return InvalidValue;
     function->shared_max = value;
     return Success;
@@ -669,6 +673,8 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
     if (!fits || static_cast<int>(shared) > function->shared_max) return InvalidValue;
     const emulated::Entry* kernel = function->kernel;
     complaint = kernel ? "" : "there is no such kernel";
+    // A real one runs it, with fewer blocks on a multiprocessor.
+    if (shared > 48 << 10 && function->carveout != 100) complaint = "more than 48 KiB of shared memory without a carve-out";
     uint32_t count = kernel ? kernel->parameters : 0;
     // The caller's list ends with a null.
     for (uint32_t i = 0; kernel && i <= count; i++) {
