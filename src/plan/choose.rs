@@ -128,19 +128,27 @@ pub fn choose(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     if job.config.gradient.recompute != Recompute::Auto {
         return choose_layout(job, world, device);
     }
-    let less = [Recompute::None, Recompute::Attention];
     let with = |recompute| recomputing(job, recompute, |job| choose_layout(job, world, device));
     if device.is_cpu() {
-        return less.into_iter().find_map(|recompute| with(recompute).ok()).map_or_else(|| with(Recompute::Block), Ok);
+        return with(least_recompute(job, world, device));
     }
     let (choice, parts) = (with(Recompute::Block)?, job.parts(world)?);
     let layout = choice.chosen.layout();
     let fits =
         |recompute: &Recompute| recomputing(job, *recompute, |job| candidate(job, &parts, layout, device).fits());
-    match less.into_iter().find(fits) {
+    match LESS.into_iter().find(fits) {
         Some(recompute) => recomputing(job, recompute, |job| recount(choice, job, world, device)),
         None => Ok(choice),
     }
+}
+
+/// Less than all, the least first.
+const LESS: [Recompute; 2] = [Recompute::None, Recompute::Attention];
+
+/// The least that a job on CPUs recomputes to fit in some layout; all, where it fits in none.
+pub fn least_recompute(job: &Job, world: usize, device: &Device) -> Recompute {
+    let fits = |recompute: &Recompute| recomputing(job, *recompute, |job| refuse::fits(&[], world, job, device));
+    LESS.into_iter().find(fits).unwrap_or(Recompute::Block)
 }
 
 /// Calls `plan` with the job that recomputes so much.

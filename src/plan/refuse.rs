@@ -129,7 +129,7 @@ fn ways(job: &Job, world: usize, device: &Device) -> Vec<String> {
 }
 
 /// Whether any layout of the job with other keys fits.
-fn fits(sets: &[String], world: usize, job: &Job, device: &Device) -> bool {
+pub fn fits(sets: &[String], world: usize, job: &Job, device: &Device) -> bool {
     let Ok(config) = config::parse(&job.config.to_toml(), sets) else { return false };
     let rows = Some(job.rows.clone());
     let job = Job { fast: job.fast, workspace: job.workspace, ..Job::new(&config, job.archs, rows) };

@@ -48,9 +48,8 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
     let archs = train::planned_archs(config, None);
     let choose = |archs| choose::choose(&Job::new(config, archs, None), ranks, device);
     // CPUs use weights where they are, and what waits is what the job says.
-    let is_planned = is_open || !device.is_cpu() || config.gradient.recompute == Recompute::Auto;
-    let chosen = is_planned.then(|| archs.as_ref().map_err(Error::clone).and_then(choose));
-    let config = &with_recompute(config, chosen.as_ref(), archs.is_ok());
+    let chosen = (is_open || !device.is_cpu()).then(|| archs.as_ref().map_err(Error::clone).and_then(choose));
+    let config = &with_recompute(config, chosen.as_ref(), archs.as_ref().ok(), ranks, device);
     let chosen = chosen.map(|choice| choice.map(|choice| choice.chosen));
     let mut is_tight = false;
     match &chosen {
@@ -99,16 +98,25 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
     Ok((placed, Expectations { expected, is_tight, rollout_reason, count, gpu_flops, recompute }))
 }
 
-/// The job with what the plan chose to recompute where that is open: all, where it finds nothing that fits.
-fn with_recompute(config: &Config, choice: Option<&Result<Choice>>, is_known: bool) -> Config {
-    let mut config = config.clone();
+/// The job with what it is to recompute where that is open: all, where nothing fits.
+fn with_recompute(
+    config: &Config,
+    choice: Option<&Result<Choice>>,
+    archs: Option<&Archs>,
+    ranks: usize,
+    device: &Device,
+) -> Config {
+    let mut chosen = config.clone();
     if config.gradient.recompute == Recompute::Auto {
-        config.gradient.recompute = match choice {
-            Some(Ok(choice)) => choice.recompute,
-            _ => is_known.into(),
+        chosen.gradient.recompute = match (choice, archs) {
+            (Some(Ok(choice)), _) => choice.recompute,
+            (_, Some(archs)) if device.is_cpu() => {
+                choose::least_recompute(&Job::new(config, archs, None), ranks, device)
+            }
+            (_, known) => known.is_some().into(),
         };
     }
-    config
+    chosen
 }
 
 /// Counts for given rows.

@@ -166,7 +166,7 @@ const CASES: [(&str, &str, i32, &str); 18] = [
         1,
         "rank 1 ( | NCCL over the tensor axis, 2 ranks: ncclAllGather of | does without NCCL",
     ),
-    (ZERO, "ncclBroadcast:50:6:late@1", 1, "rank 1 ( | a collective between GPUs failed: | does without NCCL"),
+    (ZERO, "ncclAllGather:50:6:late@1", 1, "rank 1 ( | a collective between GPUs failed: | does without NCCL"),
     (ZERO, "cuLaunchKernel:300:700:late@1", 1, "rank 1 ( | CUDA_ERROR_ILLEGAL_ADDRESS | GPU 1 at 0000:af:00.0"),
 ];
 
