@@ -15,16 +15,18 @@ const NEXT: u64 = 0;
 const END: u64 = 1;
 /// The reply where all numbers are taken.
 const NONE: u64 = u64::MAX;
-/// How long the thread that replies sleeps where nobody asks.
-const SLEEP: Duration = Duration::from_micros(200);
+/// How long the thread that replies sleeps where nobody asks: its waking up takes time of the thread that computes.
+const SLEEP: Duration = Duration::from_micros(500);
+/// Numbers left, by rank, below which a rank asks for none before it needs it: one that it holds, no other one can take.
+const AHEAD_MIN: usize = 4;
 
 /// The next number that is not taken.
 pub type Next<'a> = dyn FnMut() -> Option<usize> + 'a;
 
 impl Group {
-    /// `work` with what gives it the next of the numbers in 0..`count` that no rank has taken, and none where all are. All ranks of the
-    /// group call this with the same `count`, and none goes on before the others have ended their work. A null group's numbers are
-    /// the rank's own share.
+    /// `work` with what gives it the next of the numbers in 0..`count` that no rank has taken, and none where all are: it asks until
+    /// then, or never. All ranks of the group call this with the same `count`, and none goes on before the others have ended their
+    /// work. A null group's numbers are the rank's own share.
     ///
     /// A thread of the first rank replies to the others, who so wait for no forward of that rank. Messages, as one-sided calls from
     /// several threads are refused over TCP by Open MPI 4.1 (its man page of `MPI_Win_create`, osc/pt2pt).
@@ -34,19 +36,38 @@ impl Group {
             let mut own = share(count, 1, self.rank(), self.size());
             return work(&mut || own.next());
         };
-        let found = if self.rank() == 0 { self.lead(comm, count, work) } else { self.follow(comm, work) };
+        let found = if self.rank() == 0 { self.lead(comm, count, work) } else { self.follow(comm, count, work) };
         self.barrier();
         found
     }
 
-    fn follow<T>(&self, comm: Comm, work: impl FnOnce(&mut Next) -> T) -> T {
+    fn follow<T>(&self, comm: Comm, count: usize, work: impl FnOnce(&mut Next) -> T) -> T {
+        let ask = || comm.send_short(0, ASK, &[self.rank() as u64, NEXT]);
+        // A reply takes until a thread of a busy rank wakes up: while many are left, it is under way before it is needed.
+        let mut is_asked = false;
         let found = work(&mut || {
-            let _call = enter(self.axis(), "queue", size_of::<u64>());
-            let next = ask(comm, self.rank());
+            if !std::mem::take(&mut is_asked) {
+                ask();
+            }
+            let next = self.reply(comm);
+            if next != NONE && (next as usize) + AHEAD_MIN * self.size() < count {
+                is_asked = true;
+                ask();
+            }
             (next != NONE).then_some(next as usize)
         });
+        assert!(!is_asked, "a rank takes numbers until there is none");
         comm.send_short(0, ASK, &[self.rank() as u64, END]);
         found
+    }
+
+    /// Waits for what this rank has asked for.
+    fn reply(&self, comm: Comm) -> u64 {
+        let _call = enter(self.axis(), "queue", size_of::<u64>());
+        let mut next = [0];
+        // SAFETY: the buffer lives until the request was waited for.
+        unsafe { comm.receive(0, REPLY, &mut next) }.wait();
+        next[0]
     }
 
     fn lead<T>(&self, comm: Comm, count: usize, work: impl FnOnce(&mut Next) -> T) -> T {
@@ -54,7 +75,7 @@ impl Group {
         let next = &|| Some(taken.fetch_add(1, Ordering::Relaxed)).filter(|next| *next < count);
         thread::scope(|scope| {
             let others = self.size() - 1;
-            let others = scope.spawn(move || reply(comm, others, next));
+            let others = scope.spawn(move || reply_to(comm, others, next));
             let found = work(&mut || next());
             let _call = enter(self.axis(), "queue", 0);
             others.join().expect("a thread that fails ends the process");
@@ -63,17 +84,8 @@ impl Group {
     }
 }
 
-fn ask(comm: Comm, rank: usize) -> u64 {
-    let mut next = [0];
-    // SAFETY: the buffer lives until the request was waited for.
-    let request = unsafe { comm.receive(0, REPLY, &mut next) };
-    comm.send_short(0, ASK, &[rank as u64, NEXT]);
-    request.wait();
-    next[0]
-}
-
 /// Replies until `others` ranks ask no more.
-fn reply(comm: Comm, mut others: usize, next: impl Fn() -> Option<usize>) {
+fn reply_to(comm: Comm, mut others: usize, next: impl Fn() -> Option<usize>) {
     while others > 0 {
         match comm.take::<u64, 2>(ASK) {
             None => thread::sleep(SLEEP),
