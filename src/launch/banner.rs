@@ -4,6 +4,7 @@ use super::gemm::GemmChoice;
 use super::gpu;
 use super::layout::{Expected, Layout, Swap, describe_zero};
 use super::run::Run;
+use crate::config::job::Recompute;
 use crate::config::mesh::Placement;
 use crate::device::cpu::pool::pool;
 use crate::device::{self, Device};
@@ -92,6 +93,12 @@ impl Run {
             notes.push(row("gemm", description.clone()));
             notes.extend(measured.map(|times| row("measured", times.describe())));
         }
+        let again = match self.config.gradient.recompute {
+            Recompute::Attention => Some("attention of each block, in the backward"),
+            Recompute::Block => Some("all of each block but its input, in the backward"),
+            Recompute::Auto | Recompute::None => None,
+        };
+        notes.extend(again.map(|what| row("recompute", what.to_string())));
         if self.device == Device::Cuda && self.ranks.layout().swap != Swap::default() {
             let waiting = match (self.ranks.layout().swap.optimizer, self.ranks.layout().swap.roles) {
                 (true, true) => "optimizer state, and weights of idle roles",
