@@ -20,7 +20,7 @@ use std::fs;
 #[argh(subcommand, name = "info")]
 pub struct Args {
     /// only show what each CUDA kernel takes (registers, shared and local memory), as a table in Markdown: as the driver of a GPU loads
-    /// it, or where there is none as the compiler told
+    /// it, or where there is none as the compiler reported
     #[argh(switch)]
     kernels: bool,
 }

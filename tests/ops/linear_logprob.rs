@@ -236,19 +236,19 @@ fn masked_logprobs_entropy_and_gradients_equal_the_f64_loop_whole_and_in_parts_o
     let targets = Targets { tokens: &case.targets, masks: &masks };
     let exact = naive(&case, keeps);
     for ends in [vec![v], vec![101, v]] {
-        let told: RefCell<Vec<Vec<(RowStats, f32)>>> = RefCell::new(vec![Vec::new(); ends.len()]);
+        let gathered: RefCell<Vec<Vec<(RowStats, f32)>>> = RefCell::new(vec![Vec::new(); ends.len()]);
         let pass = |part: usize| {
             let rows = if part == 0 { 0 } else { ends[part - 1] }..ends[part];
             let w = Matrix::from_rows(rows.len(), d, case.w.rows[rows.start * d..rows.end * d].to_vec());
             let combine = |stats: &mut [RowStats], found: &mut [f32]| {
-                let mut told = told.borrow_mut();
-                told[part] = stats.iter().copied().zip(found.iter().copied()).collect();
-                if told.iter().any(Vec::is_empty) {
+                let mut gathered = gathered.borrow_mut();
+                gathered[part] = stats.iter().copied().zip(found.iter().copied()).collect();
+                if gathered.iter().any(Vec::is_empty) {
                     return;
                 }
                 for (i, (stats, found)) in stats.iter_mut().zip(found).enumerate() {
-                    *stats = RowStats::combined(&told.iter().map(|part| part[i].0).collect::<Vec<_>>());
-                    *found = told.iter().map(|part| part[i].1).sum();
+                    *stats = RowStats::combined(&gathered.iter().map(|part| part[i].0).collect::<Vec<_>>());
+                    *found = gathered.iter().map(|part| part[i].1).sum();
                 }
             };
             let head = HeadPart { first: rows.start, rows_max: ends[0], combine: Some(&combine), gather: None };
