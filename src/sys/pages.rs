@@ -111,6 +111,13 @@ impl Pages {
         Self { start: head.start, bytes, file: None, touched }
     }
 
+    /// No process that is started from now on has them: a device that reads and writes them by itself would, from the next write
+    /// here on, see the pages of that process.
+    pub fn keep_from_children(&self) {
+        // SAFETY: advice about our own pages, which changes no contents.
+        unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, libc::MADV_DONTFORK) };
+    }
+
     /// Takes the pages of a file out of this process: writing what changed to the disk begins, after which the system may
     /// use their memory for others; the contents come back as they are touched. Nothing happens to anonymous pages.
     pub fn evict(&self) {

@@ -116,9 +116,9 @@ const CASES: [(&str, &str, i32, &str); 18] = [
     ),
     (
         "",
-        "cuMemHostAlloc:5+:2",
+        "cuMemHostRegister_v2:5+:2",
         1,
-        "64.0 KiB of pinned host memory: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY | on GPU 0 | ulimit -l | --mem",
+        "64.0 KiB of pinned host memory: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY | on GPU 0 | ulimit -l | --mem",
     ),
     ("", "cuEventCreate:14:999", 1, "cuEventCreate: CUDA_ERROR_UNKNOWN (unknown error) | on GPU 0 at | dmesg"),
     (

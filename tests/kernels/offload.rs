@@ -59,6 +59,22 @@ fn values_come_back_as_they_left_and_their_memory_serves_others_meanwhile() {
     assert_eq!(gpu.usage().pinned, before.pinned);
 }
 
+#[test]
+fn pinned_memory_is_backed_before_it_is_used() {
+    let (gpu, _one) = device();
+    let pages_of = |bytes: usize| {
+        let (before, host_copy) = (gpu.usage().pinned, HostCopy::zeros(bytes));
+        let values = host_copy.as_f32();
+        let mut backed = vec![0u8; bytes.div_ceil(4096)];
+        let at = values.as_ptr().cast_mut().cast();
+        // SAFETY: a byte for each page of the run, which begins at a page.
+        assert_eq!(unsafe { libc::mincore(at, bytes, backed.as_mut_ptr()) }, 0);
+        assert_eq!(gpu.usage().pinned - before, bytes);
+        (backed.len(), backed.iter().filter(|page| **page & 1 == 1).count(), values.iter().any(|x| *x != 0.0))
+    };
+    assert_eq!([5 << 20, 4096, 12].map(pages_of), [(1280, 1280, false), (1, 1, false), (1, 1, false)]);
+}
+
 /// Whether the driver is emulated, and no earlier than it must be.
 fn is_late() -> bool {
     let is_set = |name| std::env::var_os(name).is_some();

@@ -3,11 +3,9 @@
 
 use crate::device::null;
 pub use crate::device::null::is_active;
-use crate::sys::pages::{Pages, page_size};
 use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUdeviceptr, CUfunction_attribute as FunctionAttribute};
-use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
-use std::ffi::{c_int, c_void};
+use std::cell::Cell;
+use std::ffi::c_int;
 
 /// CUDA 12.8.
 pub const VERSION: c_int = 12_080;
@@ -21,8 +19,6 @@ const ALIGN: u64 = 512;
 thread_local! {
     /// The next address that is given out.
     static NEXT: Cell<u64> = const { Cell::new(1 << 40) };
-    /// Pinned memory of the host, by its address: real, as values are put there, but backed only where they are.
-    static PINNED: RefCell<BTreeMap<usize, Pages>> = const { RefCell::new(BTreeMap::new()) };
 }
 
 pub fn memory_bytes() -> usize {
@@ -33,17 +29,6 @@ pub fn address(bytes: usize) -> CUdeviceptr {
     let start = NEXT.get();
     NEXT.set((start + bytes as u64).next_multiple_of(ALIGN));
     start
-}
-
-pub fn pin(bytes: usize) -> *mut c_void {
-    let Some(pages) = Pages::untouched(bytes.next_multiple_of(page_size())) else { return std::ptr::null_mut() };
-    let at = pages.start().as_ptr();
-    PINNED.with_borrow_mut(|pinned| pinned.insert(at.addr(), pages));
-    at.cast()
-}
-
-pub fn unpin(at: *mut c_void) {
-    PINNED.with_borrow_mut(|pinned| pinned.remove(&at.addr()));
 }
 
 /// Zeros, but for what is so large that it has memory of its own (`onload`), where nothing else was written.

@@ -2,9 +2,11 @@
 
 use super::null_driver;
 use super::sys::{self, CUevent, CUevent_flags, CUresult, CUstream, Handle, check};
-use crate::error::{Result, format_bytes};
+use crate::device::cpu::pool::pool;
+use crate::error::{Error, Result, format_bytes};
+use crate::sys::pages::{self, page_size};
 use std::ffi::c_void;
-use std::ptr::{self, NonNull};
+use std::ptr;
 
 /// Bytes of one piece of the ring.
 const PIECE: usize = null_driver::ZEROED_MAX;
@@ -17,58 +19,55 @@ const ALIGN: usize = 256;
 /// A run of pinned host memory.
 #[derive(Debug)]
 pub struct Pages {
-    start: NonNull<u8>,
+    run: pages::Pages,
     bytes: usize,
 }
 
-// SAFETY: pages own their memory, which every thread may use, as a Box<[u8]> does.
-unsafe impl Send for Pages {}
-// SAFETY: shared access is read-only, as for a Box<[u8]>.
-unsafe impl Sync for Pages {}
+const HINT: &str = "the host may have too little free memory (mesh.offload = [] pins less), or allow too little to be locked: \
+                    ulimit -l, the limit of a container, Slurm's --mem";
 
 impl Pages {
-    /// Zeros. The GPU's context must be current.
+    /// Zeros, near the threads of the pool, which touch them before they are pinned: the driver alone would back them one by one.
+    /// The GPU's context must be current.
     pub fn new(bytes: usize) -> Result<Self> {
-        let mut at: *mut c_void = ptr::null_mut();
-        // SAFETY: writes a pointer; portable pages serve all threads.
-        let status = unsafe { sys::cuMemHostAlloc(&raw mut at, bytes.max(1), sys::CU_MEMHOSTALLOC_PORTABLE) };
-        check("cuMemHostAlloc", status).map_err(|error| {
-            let error = error.within(format!("{} of pinned host memory", format_bytes(bytes as u64)));
-            if status != CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-                return error;
-            }
-            error.hint(
-                "the host may have too little free memory (mesh.offload = [] pins less), or allow too little to be locked: \
-                 ulimit -l, the limit of a container, Slurm's --mem",
-            )
+        let whole = bytes.max(1).next_multiple_of(page_size());
+        let what = || format!("{} of pinned host memory", format_bytes(bytes as u64));
+        let is_null = null_driver::is_active();
+        let run = if is_null { pages::Pages::untouched(whole) } else { pages::Pages::anonymous(whole) };
+        let run = run.ok_or_else(|| Error::fault(format!("{}: the system has no more", what())).hint(HINT))?;
+        run.keep_from_children();
+        let mut pages = Self { run, bytes };
+        pool().parts(pages.as_mut_slice(), pages::HUGE, bytes <= pages::HUGE, &|_, part| {
+            part.iter_mut().step_by(page_size()).for_each(|byte| *byte = 0);
+        });
+        // SAFETY: pages of our own, registered once; portable ones serve all threads.
+        let status = unsafe { sys::cuMemHostRegister_v2(pages.address(), whole, sys::CU_MEMHOSTREGISTER_PORTABLE) };
+        check("cuMemHostRegister", status).map_err(|error| {
+            let error = error.within(what());
+            if status == CUresult::CUDA_ERROR_OUT_OF_MEMORY { error.hint(HINT) } else { error }
         })?;
-        let start = NonNull::new(at.cast::<u8>()).expect("memory that was given has an address");
-        if !null_driver::is_active() {
-            // SAFETY: as many bytes as were asked for.
-            unsafe { start.write_bytes(0, bytes) };
-        }
-        Ok(Self { start, bytes })
+        Ok(pages)
     }
 
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: the pages hold as many bytes, were set to zero, and are borrowed.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }
+        // SAFETY: the pages hold as many bytes, zero at first, and are borrowed.
+        unsafe { std::slice::from_raw_parts(self.run.start().as_ptr(), self.bytes) }
     }
 
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: as above, and borrowed mutably.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
+        unsafe { std::slice::from_raw_parts_mut(self.run.start().as_ptr(), self.bytes) }
     }
 
     pub fn address(&self) -> *mut c_void {
-        self.start.as_ptr().cast()
+        self.run.start().as_ptr().cast()
     }
 }
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // SAFETY: allocated by cuMemHostAlloc, and freed once. A failure leaves nothing to do: the process ends.
-        let _ = unsafe { sys::cuMemFreeHost(self.address()) };
+        // SAFETY: our own pages, which go back to the system behind this. A failure leaves nothing to do: the process ends.
+        let _ = unsafe { sys::cuMemHostUnregister(self.address()) };
     }
 }
 

@@ -192,8 +192,8 @@ functions! {
     cuMemGetInfo_v2(free: *mut usize, total: *mut usize) => free.write(null::memory_bytes());
     cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize) => address.write(null::address(bytes));
     cuMemFree_v2(address: CUdeviceptr);
-    cuMemHostAlloc(at: *mut *mut c_void, bytes: usize, flags: c_uint) => at.write(null::pin(bytes));
-    cuMemFreeHost(at: *mut c_void) => null::unpin(at);
+    cuMemHostRegister_v2(at: *mut c_void, bytes: usize, flags: c_uint);
+    cuMemHostUnregister(at: *mut c_void);
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
     cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream) => null::read(to.cast(), bytes);
     cuMemcpyDtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream);

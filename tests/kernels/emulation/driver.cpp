@@ -433,17 +433,15 @@ API cuMemFree_v2(uint64_t address) {
     return Success;
 }
 
-API cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
+API cuMemHostRegister_v2(void* memory, size_t bytes, unsigned) {
     READY;
-    *memory = std::malloc(bytes);
-    pinned[reinterpret_cast<uint64_t>(*memory)] = bytes;
+    pinned[reinterpret_cast<uint64_t>(memory)] = bytes;
     return Success;
 }
 
-API cuMemFreeHost(void* memory) {
+API cuMemHostUnregister(void* memory) {
     FREES;
     pinned.erase(reinterpret_cast<uint64_t>(memory));
-    std::free(memory);
     return fault;
 }
 
