@@ -12,6 +12,7 @@ use crate::config::job::{Collectives, DeviceName};
 use crate::config::mesh::RoleName;
 use crate::config::model::DTypeName;
 use crate::device::Device;
+use crate::device::cpu::pool;
 use crate::device::cuda::attention::HEAD_DIMS;
 use crate::device::cuda::devices::{self, Found, NoGpu};
 use crate::device::cuda::kernels::must_compile;
@@ -22,6 +23,7 @@ use crate::device::cuda::{self, Gpu, Stream, kv_cache};
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
 use crate::model::{Arch, Head, TensorPart};
+use crate::sys::affinity;
 use std::sync::OnceLock;
 use std::time::Instant;
 
@@ -78,7 +80,7 @@ pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opene
         let unasked = |e: Error| Error { message: e.message.replace(" with job.device = \"gpu\"", " on a GPU"), ..e };
         world.group().agree(suits(config).map_err(unasked))?;
     }
-    let started = start(world, found).map_err(|error| error.also("set job.device = \"cpu\""));
+    let started = start(config, world, found).map_err(|error| error.also("set job.device = \"cpu\""));
     started.map_err(|error| if asked == DeviceName::Gpu { error.within("job.device = \"gpu\"") } else { error })?;
     let checked = checked(config, world, models)?;
     Ok(Opened { gpu: Some(of_ranks(world)), no_gpu, checked })
@@ -126,14 +128,21 @@ fn checked(config: &Config, world: &World, models: &Models) -> Result<Option<Sel
     world.group().agree(compared.map_err(|error| error.also(hint)))
 }
 
-/// Starts this rank's GPU, one of those `found`. All ranks call this.
-fn start(world: &World, found: Found) -> Result<()> {
+/// Starts this rank's GPU, one of those `found`, on the cores near it. All ranks call this.
+fn start(config: &Config, world: &World, found: Found) -> Result<()> {
     if cuda::gpu::is_started() {
         return Ok(());
     }
     let (driver, seen) = world.group().agree(found.map_err(|why| Error::usage(why.to_string())))?;
     let index = gpus::mine(world, &seen).ok_or_else(|| Error::usage("this rank sees no GPU"));
     let index = world.group().agree(index)?;
+    // Before it allocates: the system takes memory of the node whose core touches it first.
+    if let Some(cores) = gpus::near_cores(world, &seen[index])
+        && config.job.threads <= cores.len()
+        && affinity::bind(&cores)
+    {
+        pool::set_threads(pool::pool().threads().min(cores.len()));
+    }
     let open = || Gpu::open(index).map_err(|error| error.within(seen[index].address())).map(Some);
     // Where kernels have to be compiled, the first rank of each host does, and the others find them in its cache.
     let compiles = world.group().any(must_compile(seen[index].capability, driver));
@@ -296,7 +305,13 @@ pub fn describe(all: &Group) -> Vec<String> {
     let gpu = cuda::gpu();
     let p = gpu.properties();
     let (total, limit) = (format_bytes(p.memory_bytes as u64), format_bytes(gpu.usage().limit as u64));
-    let mine = format!("{}, {total} at {}, {limit} of it per rank", p.name, p.pci);
+    let (nodes, cores) = (affinity::nodes(), affinity::mask().len());
+    let near = match p.numa {
+        Some(node) if nodes == [node] => format!(", on {cores} cores of its NUMA node {node}"),
+        Some(node) => format!(", of NUMA node {node}, on {cores} cores of nodes {nodes:?}"),
+        None => String::new(),
+    };
+    let mine = format!("{}, {total} at {}, {limit} of it per rank{near}", p.name, p.pci);
     let of_ranks = all.all_gather_bytes(mine.as_bytes());
     let row = |(description, ranks): (&Vec<u8>, Vec<usize>)| {
         format!("{}: {}", list_ranks(&ranks), String::from_utf8_lossy(description))

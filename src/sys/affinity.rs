@@ -1,5 +1,9 @@
 //! The cores that this rank may use, and how many threads that makes.
 
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
 /// The affinity mask of this process: core numbers, ascending.
 pub fn mask() -> Vec<usize> {
     // SAFETY: an all-zero set is a value; the kernel writes at most the size given.
@@ -14,17 +18,58 @@ pub fn mask() -> Vec<usize> {
     (0..libc::CPU_SETSIZE as usize).filter(|&core| unsafe { libc::CPU_ISSET(core, &set) }).collect()
 }
 
-/// NUMA nodes on which this process may run, ascending; none where the system does not report them.
-pub fn nodes() -> Vec<usize> {
-    nodes_in(std::path::Path::new("/sys/devices/system/node"), &mask())
+/// Moves this thread, and those that it will start, to `cores`. Whether the system allowed that.
+pub fn bind(cores: &[usize]) -> bool {
+    // SAFETY: an all-zero set is a value; CPU_SET writes within it for numbers below CPU_SETSIZE; the kernel reads the size given.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        cores.iter().filter(|core| **core < libc::CPU_SETSIZE as usize).for_each(|&core| libc::CPU_SET(core, &mut set));
+        libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set) == 0
+    }
 }
 
-fn nodes_in(dir: &std::path::Path, mask: &[usize]) -> Vec<usize> {
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+/// The mask of a rank, and the NUMA node of its GPU where the system reports one.
+pub type MaskAndNode = (Vec<usize>, Option<usize>);
+
+/// For rank `me` of those of a host its share of the cores of its GPU's node: the ranks whose GPUs are of that node divide them,
+/// and hardware threads of a core stay together. None where the launcher bound the rank, which then lacks cores that another has, or
+/// where the system does not report which cores are near.
+pub fn near(ranks: &[MaskAndNode], me: usize) -> Option<Vec<usize>> {
+    near_in(Path::new("/sys/devices/system"), ranks, me)
+}
+
+fn near_in(system: &Path, ranks: &[MaskAndNode], me: usize) -> Option<Vec<usize>> {
+    let (mask, node) = &ranks[me];
+    if ranks.iter().flat_map(|(other, _)| other).any(|core| !mask.contains(core)) {
+        return None;
+    }
+    let list = fs::read_to_string(system.join(format!("node/node{}/cpulist", (*node)?))).ok()?;
+    let mut of_node: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+    for core in mask.iter().copied().filter(|core| ranges(&list).any(|range| range.contains(core))) {
+        let threads = fs::read_to_string(system.join(format!("cpu/cpu{core}/topology/thread_siblings_list")));
+        let first = threads.ok().and_then(|list| ranges(&list).next()).map_or(core, |range| *range.start());
+        of_node.entry(first).or_default().push(core);
+    }
+    let on_node = |ranks: &[MaskAndNode]| ranks.iter().filter(|(_, other)| other == node).count();
+    let (at, sharing, all) = (on_node(&ranks[..me]), on_node(ranks), of_node.len());
+    let of_node = of_node.into_values();
+    // More ranks than cores: all have all.
+    let (skipped, taken) = if all < sharing { (0, all) } else { (at * all / sharing, (at + 1) * all / sharing) };
+    let share: Vec<usize> = of_node.take(taken).skip(skipped).flatten().collect();
+    (!share.is_empty()).then_some(share)
+}
+
+/// NUMA nodes on which this process may run, ascending; none where the system does not report them.
+pub fn nodes() -> Vec<usize> {
+    nodes_in(Path::new("/sys/devices/system/node"), &mask())
+}
+
+fn nodes_in(dir: &Path, mask: &[usize]) -> Vec<usize> {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     let mut nodes: Vec<usize> = entries
         .filter_map(|entry| {
             let node = entry.file_name().to_str()?.strip_prefix("node")?.parse().ok()?;
-            let list = std::fs::read_to_string(entry.path().join("cpulist")).ok()?;
+            let list = fs::read_to_string(entry.path().join("cpulist")).ok()?;
             mask.iter().any(|core| ranges(&list).any(|range| range.contains(core))).then_some(node)
         })
         .collect();
@@ -90,6 +135,65 @@ mod tests {
         let narrow = plan(1, 1, 1, 8, 2);
         assert_eq!(narrow.threads, 1);
         assert!(narrow.warning.expect("half the machine idles").contains("slot:PE=4"));
+    }
+
+    /// What it shows, the ranks of a host, one of them, and the cores that it goes to.
+    type Case<'a> = (&'a str, Vec<MaskAndNode>, usize, Option<&'a [usize]>);
+
+    #[test]
+    fn ranks_that_nobody_bound_divide_the_cores_of_their_gpus_node() {
+        let root = tempfile::tempdir().expect("a directory");
+        let write = |file: String, list: String| {
+            let file = root.path().join(file);
+            fs::create_dir_all(file.parent().expect("a directory")).expect("a directory");
+            fs::write(file, list).expect("a file");
+        };
+        // Two sockets of four cores with two threads each; a third node has memory alone.
+        for (node, list) in [(0, "0-3,8-11\n"), (1, "4-7,12-15\n"), (2, "\n")] {
+            write(format!("node/node{node}/cpulist"), list.into());
+        }
+        for core in 0..16 {
+            let first = core % 8;
+            write(format!("cpu/cpu{core}/topology/thread_siblings_list"), format!("{first},{}\n", first + 8));
+        }
+        let all: Vec<usize> = (0..16).collect();
+        let of = |nodes: &[Option<usize>]| -> Vec<MaskAndNode> { nodes.iter().map(|n| (all.clone(), *n)).collect() };
+        let cases: [Case; 9] = [
+            ("one rank has its node", of(&[Some(1)]), 0, Some(&[4, 12, 5, 13, 6, 14, 7, 15])),
+            ("two of a node divide it", of(&[Some(0), Some(1), Some(0)]), 2, Some(&[2, 10, 3, 11])),
+            (
+                "and nobody takes of another node",
+                of(&[Some(0), Some(1), Some(0)]),
+                1,
+                Some(&[4, 12, 5, 13, 6, 14, 7, 15]),
+            ),
+            ("three divide it nearly", of(&[Some(0); 3]), 2, Some(&[2, 10, 3, 11])),
+            ("five have all of four cores", of(&[Some(0); 5]), 4, Some(&[0, 8, 1, 9, 2, 10, 3, 11])),
+            ("the system does not report the node", of(&[None, Some(0)]), 0, None),
+            ("a node without cores", of(&[Some(2)]), 0, None),
+            ("a node that is not there", of(&[Some(7)]), 0, None),
+            ("a rank that is bound stays", vec![(vec![4], Some(0)), (vec![5], Some(0))], 0, None),
+        ];
+        for (what, ranks, me, want) in cases {
+            assert_eq!(near_in(root.path(), &ranks, me).as_deref(), want, "{what}");
+        }
+        let few = vec![(vec![1, 2, 6], Some(0)); 2];
+        assert_eq!(
+            [0, 1].map(|me| near_in(root.path(), &few, me)),
+            [Some(vec![1]), Some(vec![2])],
+            "of a cgroup's cores"
+        );
+    }
+
+    #[test]
+    fn a_thread_that_is_bound_starts_others_on_the_same_cores() {
+        let all = mask();
+        let last = *all.last().expect("a core");
+        let bound =
+            move || (bind(&[last]) && !bind(&[])).then(|| (mask(), std::thread::spawn(mask).join().expect("a mask")));
+        let bound = std::thread::spawn(bound).join().expect("a thread");
+        assert_eq!(bound, Some((vec![last], vec![last])));
+        assert_eq!(mask(), all, "the threads beside it stay");
     }
 
     #[test]

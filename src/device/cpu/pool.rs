@@ -227,12 +227,11 @@ pub fn pool() -> Arc<Pool> {
     cell.read().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
 }
 
-/// Replaces the process's pool by one of `threads` threads.
+/// Replaces the process's pool by one of `threads` threads, on the cores of this thread.
 pub fn set_threads(threads: usize) {
-    if pool().threads() != threads {
-        let cell = POOL.get().expect("pool() made it");
-        *cell.write().unwrap_or_else(std::sync::PoisonError::into_inner) = Arc::new(Pool::new(threads.max(1)));
-    }
+    let made = Arc::new(Pool::new(threads.max(1)));
+    let cell = POOL.get_or_init(|| RwLock::new(made.clone()));
+    *cell.write().unwrap_or_else(std::sync::PoisonError::into_inner) = made;
 }
 
 /// A raw pointer that shares of a job may write through, each to its own part.
