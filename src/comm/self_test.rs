@@ -129,20 +129,27 @@ fn check_axis(axis: &Axis, of: &Axes, op: Op) -> Result<()> {
     .hint(HINT))
 }
 
-/// Each collective that a job with gradients in `order` calls over `axes`, on the streams `of` its mesh; returns the names of those
-/// axes of several ranks that this rank has. All ranks of `all` call this, with
-/// axes in the same order.
+/// Each collective that a job with gradients in `order` calls over `axes`, on the streams `of` its mesh; `has_rollout`: ranks that
+/// share a vocabulary exchange logits, and matrices that the rollout shards in another way. Returns the names of those axes of several
+/// ranks that this rank has. All ranks of `all` call this, with axes in the same order.
 ///
 /// # Errors
 /// `Fault` on all ranks where one got other values than it should: which call, over which ranks.
-pub fn check(all: &Group, axes: &[Axis], of: &Axes, order: GradientOrder) -> Result<Vec<&'static str>> {
+pub fn check(
+    all: &Group,
+    axes: &[Axis],
+    of: &Axes,
+    order: GradientOrder,
+    has_rollout: bool,
+) -> Result<Vec<&'static str>> {
     let (mut found, mut names) = (Ok(()), Vec::new());
     owned_by("the self-test", || {
         for axis in axes.iter().filter(|axis| axis.group.size() > 1) {
             let ops = match axis.stream {
                 Stream::Ring => vec![Op::Shift],
                 Stream::Zero => vec![Op::ReduceScatter(order), Op::AllGather(Bf16)],
-                _ => vec![Op::AllReduce, Op::AllGather(F32), Op::AllToAll],
+                _ if has_rollout => vec![Op::AllReduce, Op::AllGather(F32), Op::AllToAll],
+                _ => vec![Op::AllReduce, Op::AllGather(F32)],
             };
             // Calls go on behind a mismatch: other ranks may have none.
             for op in ops {

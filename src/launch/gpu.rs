@@ -1,8 +1,8 @@
 //! `job.device`: the device of a run's models.
 
-use super::layout::Expected;
 use super::ranks::Ranks;
 use super::self_test::SelfTest;
+use super::step_shape::StepShape;
 use crate::comm::backends::{self, Axis};
 use crate::comm::group::list_ranks;
 use crate::comm::self_test;
@@ -24,7 +24,6 @@ use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
 use crate::model::{Arch, Head, TensorPart};
 use crate::sys::affinity;
-use std::sync::OnceLock;
 use std::time::Instant;
 
 /// The devices of the ranks of a run.
@@ -99,20 +98,27 @@ fn why_nobody_sees_one(world: &World, found: &Found) -> Result<Option<String>> {
 
 /// What the ranks' GPUs are to a plan. All ranks call this.
 fn of_ranks(world: &World) -> GpuOfRanks {
-    let gpu = cuda::gpu();
-    // After this gather every rank has allocated what it needs besides tensors: what is free then is free for tensors.
-    let pci = &gpu.properties().pci;
-    let all = world.group().all_gather_bytes(format!("{} {pci}", world.hosts[world.rank]).as_bytes());
-    let sharers = all.iter().filter(|other| **other == all[world.rank]).count() as u64;
-    let mine = *SHARE.get_or_init(|| {
-        let each = gpu.free_bytes() as u64 / sharers.max(1);
-        each - LIBRARIES_BYTES.min(each / LIBRARIES_SHARE)
-    });
+    // CUDA has its part already, NCCL has not.
+    let mine = share(world, program_bytes(world.size) - CUDA_BYTES);
     let least = -world.group().max(-(mine as f64));
     // All ranks plan for the first rank's kind of GPU and node, so that they choose the same layout.
-    let of_first = || (gpu.properties().name.clone(), world.local_size);
+    let of_first = || (cuda::gpu().properties().name.clone(), world.local_size);
     let (name, ranks_per_node) = records::of_first(&world.group(), of_first);
     GpuOfRanks { name, memory_bytes: least as u64, ranks_per_node }
+}
+
+/// Bytes of its GPU that this rank may take for tensors, where `others` are left to what comes besides. Ranks that share a GPU share
+/// what is free. All ranks call this.
+fn share(world: &World, others: usize) -> u64 {
+    let gpu = cuda::gpu();
+    // After this gather every rank has allocated what it needs besides tensors until now.
+    let mine = format!("{} {}", world.hosts[world.rank], gpu.properties().pci);
+    let all = world.group().all_gather_bytes(mine.as_bytes());
+    let sharers = all.iter().filter(|other| **other == all[world.rank]).count();
+    let each = gpu.usage().held + gpu.free_bytes() / sharers.max(1);
+    // Nobody takes more before all have looked.
+    world.group().barrier();
+    (each - others.min(each / OTHERS_SHARE)) as u64
 }
 
 /// Runs the self-test where the job wants it and its models suit GPUs; others are refused elsewhere. All ranks call this.
@@ -165,9 +171,10 @@ fn suits(config: &Config) -> Result<()> {
     dirs.try_for_each(|dir| check_arch(Device::Cuda, &Arch::load(dir)?, 1))
 }
 
-/// Initializes NCCL on each axis where that is possible, and runs the self-test of the collectives where the job wants it. Returns
-/// rows of the banner: one for each axis of several ranks, and one of the self-test. All ranks call this after `start`.
-pub fn join(config: &Config, ranks: &Ranks) -> Result<(Vec<String>, Option<String>)> {
+/// Initializes NCCL on each axis where that is possible, and runs the self-test of the collectives that steps of `shape` call, where
+/// the job wants it. Returns rows of the banner: one for each axis of several ranks, and one of the self-test. All ranks call this
+/// after `start`.
+pub fn join(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<(Vec<String>, Option<String>)> {
     let Ranks { world, axes, rollout_axes, .. } = ranks;
     let gpu = format!("{} {}", world.hosts[world.rank], cuda::gpu().properties().pci);
     // A rollout that shards matrices as training does uses training's groups.
@@ -185,36 +192,35 @@ pub fn join(config: &Config, ranks: &Ranks) -> Result<(Vec<String>, Option<Strin
         return Ok((rows, None));
     }
     let start = Instant::now();
-    let check = || self_test::check(&ranks.all, &all, axes, config.gradient.order);
+    let check = || self_test::check(&ranks.all, &all, axes, config.gradient.order, shape.has_rollout());
     let names = phase::before_steps("the self-test of the collectives", check)?;
     let seconds = start.elapsed().as_secs_f64();
     let message = format!("collectives checked over {} in {seconds:.2} s", names.join(", "));
     Ok((rows, (!names.is_empty()).then_some(message)))
 }
 
-/// Bytes of its GPU that this rank may take for tensors.
-static SHARE: OnceLock<u64> = OnceLock::new();
+/// What a rank's GPU keeps besides tensors, as a plan declares it: CUDA's context and kernels, cuBLASLt, graphs, and with several
+/// ranks NCCL, of which each communicator takes 0.3 to 1.6 GB, and an all-to-all of 8 GPUs as much again.
+pub fn program_bytes(ranks: usize) -> usize {
+    if ranks > 1 { 4 << 30 } else { 1536 << 20 }
+}
 
-/// What NCCL, cuBLASLt and graphs take of a GPU besides tensors, and the largest share of the free memory that is kept for them.
-const LIBRARIES_BYTES: u64 = 1 << 30;
-const LIBRARIES_SHARE: u64 = 16;
+/// What CUDA's context and the kernels take of that, before any rank looks at what is free.
+const CUDA_BYTES: usize = 512 << 20;
 
-/// What CUDA, its libraries and NCCL's channels keep of a GPU, as a plan declares it.
-pub const PROGRAM_BYTES: usize = 1536 << 20;
+/// The largest share of the free memory that is left to others than tensors: one in so many.
+const OTHERS_SHARE: usize = 16;
 
-/// What is reserved beyond the plan, which is not exact to the byte.
-const BEYOND_PLAN_SHARE: u64 = 8;
-const BEYOND_PLAN_MIN: u64 = 256 << 20;
-
-/// Limits this rank to its share of the GPU, or to `mesh.arena_bytes_max`, and reserves the planned memory.
-pub fn limit(config: &Config, expected: Option<&Expected>) {
-    let share = SHARE.get().copied().unwrap_or(u64::MAX);
-    let given = config.mesh.arena_bytes_max;
+/// Limits this rank to its share of what is free of its GPU now, or to `mesh.arena_bytes_max`, and takes that at once, so that it is
+/// one range. All ranks call this, after `join`: NCCL takes its part when it joins ranks and when these first exchange values, which
+/// is in the self-test.
+pub fn limit(config: &Config, world: &World) {
+    // cuBLASLt and graphs take theirs later.
+    let later = program_bytes(if config.job.check { 1 } else { world.size }) - CUDA_BYTES;
+    let (share, given) = (share(world, later), config.mesh.arena_bytes_max);
     let limit = if given > 0 { given.min(share) } else { share };
-    let planned = expected.map_or(0, |expected| expected.arena as u64);
-    let wanted = planned + (planned / BEYOND_PLAN_SHARE).max(BEYOND_PLAN_MIN);
     cuda::gpu().set_limit(limit);
-    cuda::gpu().reserve(usize::try_from(wanted.min(limit)).unwrap_or(0));
+    cuda::gpu().reserve(usize::try_from(limit).unwrap_or(0));
 }
 
 /// Bytes that the KV cache may take where forwards take `bytes` at most.

@@ -46,7 +46,7 @@ impl InferenceModel {
             }
         };
         if device == Device::Cuda {
-            gpu::limit(&config, None);
+            gpu::limit(&config, world);
         }
         let (dir, seed) = (&config.model.actor, config.job.seed);
         let (arch, weights) = owned_by("weights", || load::load(device, dir, head, dtype, seed))?;

@@ -96,8 +96,8 @@ impl Run {
         } else {
             // Timings and self-tests free their memory before any is reserved.
             let gemm = gemm::choose(&mut config, &ranks, opened.checked.as_ref(), shape)?;
-            let (backends, checked_axes) = gpu::join(&config, &ranks)?;
-            gpu::limit(&config, plan.expected[ranks.placement].as_ref());
+            let (backends, checked_axes) = gpu::join(&config, &ranks, shape)?;
+            gpu::limit(&config, &ranks.world);
             let start_peak = begin_peaks(all, Device::Cuda);
             let peak = format!("checks and timings took {} of a GPU at most", format_bytes(start_peak));
             let mut rows = vec![opened.describe_kernels()];

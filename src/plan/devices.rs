@@ -3,7 +3,7 @@
 
 use crate::device::null::NullGpu;
 use crate::error::{Error, Result};
-use crate::launch::gpu::PROGRAM_BYTES;
+use crate::launch::gpu::program_bytes;
 
 /// GB as makers of memory and links count them.
 const GB: f64 = 1e9;
@@ -202,11 +202,11 @@ impl Device {
         GPUS.iter().find(is).and_then(|gpu| Self::gpu(gpu.0, NETWORK_GB_S).ok())
     }
 
-    /// The same, of which a rank may take `memory_bytes` for its tensors; with the peaks of an A100 where the table has none.
-    pub fn gpu_of(name: &str, memory_bytes: u64, ranks_per_node: usize) -> Self {
+    /// The same, of which each of `ranks` may take `memory_bytes` for its tensors; with the peaks of an A100 where the table has none.
+    pub fn gpu_of(name: &str, memory_bytes: u64, ranks_per_node: usize, ranks: usize) -> Self {
         let usual = || Self::gpu("a100-80g", NETWORK_GB_S).expect("it is of the table");
         let known = Self::declared(name, memory_bytes).unwrap_or_else(usual);
-        let memory_bytes = memory_bytes + PROGRAM_BYTES as u64;
+        let memory_bytes = memory_bytes + program_bytes(ranks) as u64;
         Self { name: name.to_string(), memory_bytes, ranks_per_node: ranks_per_node.max(1), ..known }
     }
 

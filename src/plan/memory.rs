@@ -4,7 +4,6 @@ use super::devices::Device;
 use super::job::Job;
 use crate::device::null::{Cache, Peak, Record};
 use crate::error::Error;
-use crate::launch::gpu::PROGRAM_BYTES;
 use crate::launch::layout::Expected;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -112,7 +111,7 @@ impl Memory {
             }
         }
         let in_use = peaks.values().map(|peak| peak.bytes).max().unwrap_or(0);
-        let program = if device.is_cpu() { 0 } else { PROGRAM_BYTES };
+        let program = peaks.values().filter_map(|peak| peak.parts.get(PROGRAM)).max().copied().unwrap_or(0);
         let (resident, arena) = if device.is_cpu() { (record.resident, arena) } else { (in_use, in_use - program) };
         let arena_max = job.config.mesh.arena_bytes_max;
         let limit = if arena_max == 0 { u64::MAX } else { arena_max + program as u64 };

@@ -31,7 +31,7 @@ pub fn layouts(config: &Config, roles: &[RoleName], world: &World, gpu: Option<&
     let least = -world.group().max(-(free as f64));
     let device = gpu.map_or_else(
         || Device::cpu(least as u64, world.local_size),
-        |gpu| Device::gpu_of(&gpu.name, gpu.memory_bytes, gpu.ranks_per_node),
+        |gpu| Device::gpu_of(&gpu.name, gpu.memory_bytes, gpu.ranks_per_node, world.size),
     );
     let device = Device { threads: pool().threads(), ..device };
     let placements = config.mesh.placements(world.size).and_then(|placements| check_roles(config, roles, placements));
@@ -221,7 +221,7 @@ mod tests {
             let placement = Placement { roles: RoleName::ALL.to_vec(), ranks: 0..2 };
             on(&config::parse(&text, &sets).expect("a job"), vec![placement], device)
         };
-        for device in [Device::cpu(8 << 30, 2), Device::gpu_of("A100", 40 << 30, 2)] {
+        for device in [Device::cpu(8 << 30, 2), Device::gpu_of("A100", 40 << 30, 2, 2)] {
             for (training, rollout, reason) in [
                 (2, 1, "mesh.tensor = 2 does not divide the model's 3 attention heads (actor)"),
                 (1, 2, "rollout.tensor = 2 does not divide the model's 3"),

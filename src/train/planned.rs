@@ -50,8 +50,9 @@ pub struct Planned<'a> {
 
 /// Opens a job on a null device and takes its steps.
 pub fn drive<J: Job>(planned: Planned) -> Result<()> {
-    let _program = planned.gpu.map(start_gpu).transpose()?;
-    let mut run = open(&planned)?;
+    let ranks = planned.placements.iter().map(|(placement, _)| placement.ranks.end).max().unwrap_or(1);
+    let _program = planned.gpu.map(|gpu| start_gpu(gpu, ranks)).transpose()?;
+    let mut run = open::<J>(&planned, ranks)?;
     let config = run.config.clone();
     let tokenizer = Arc::new(Tokenizer::none());
     let model = |(i, spec): (usize, ModelSpec)| {
@@ -99,16 +100,16 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
 }
 
 /// Starts a null GPU, with what CUDA and its libraries keep of one as long as the job takes.
-fn start_gpu(planned: PlannedGpu) -> Result<Vec<cuda::Memory>> {
+fn start_gpu(planned: PlannedGpu, ranks: usize) -> Result<Vec<cuda::Memory>> {
     cuda::gpu::start_null()?;
     cuda::fast::turn(planned.fast).map_err(Error::fault)?;
     let workspace = planned.workspace.then_some(("gemm workspace", cuda::fast::WORKSPACE_BYTES));
-    let all = [Some(("program", gpu::PROGRAM_BYTES)), workspace].into_iter().flatten();
+    let all = [Some(("program", gpu::program_bytes(ranks))), workspace].into_iter().flatten();
     Ok(all.map(|(owner, bytes)| cuda::owned_by(owner, || cuda::Memory::scratch(bytes))).collect())
 }
 
 /// As `Run::open`, of ranks that are not there.
-fn open(planned: &Planned) -> Result<Run> {
+fn open<J: Job>(planned: &Planned, size: usize) -> Result<Run> {
     let mut config = planned.config.clone();
     // Responses are as long as they may be, and no reward starts a process.
     config.rollout.ignore_eos = true;
@@ -120,13 +121,12 @@ fn open(planned: &Planned) -> Result<Run> {
     let rule = vec![RuleConfig { kind: RuleKind::Length, ..RuleConfig::default() }];
     let RewardConfig { models, judge, .. } = std::mem::take(&mut config.reward);
     config.reward = RewardConfig { rule, models, judge, ..RewardConfig::default() };
-    let size = planned.placements.iter().map(|(placement, _)| placement.ranks.end).max().unwrap_or(1);
     let world = World::null(planned.rank, size);
     let ranks = Ranks::new(world, planned.placements.clone())?;
     let recorder = Recorder::silent(&config.metrics);
     if planned.gpu.is_some() {
         config.job.check = false;
-        gpu::join(&config, &ranks)?;
+        gpu::join(&config, &ranks, &J::shape(&config))?;
     }
     let forwards = planned.gpu.map(|gpu| Expected { forwards: gpu.forward_bytes, ..Expected::default() });
     Ok(Run {

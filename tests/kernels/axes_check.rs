@@ -34,7 +34,7 @@ pub fn scene(scene: &str, world: &World) {
         abort::install(world, None, Some(Duration::from_millis(limit.parse().expect("a time"))));
     }
     let held = cuda::gpu().usage();
-    let found = check(&world.group(), &all, &axes, order);
+    let found = check(&world.group(), &all, &axes, order, true);
     assert_eq!(cuda::gpu().usage().in_use, held.in_use, "memory that stays");
     match found {
         Ok(names) => told(&format!("CHECKED {names:?}")),

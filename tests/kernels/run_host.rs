@@ -1,7 +1,7 @@
 //! Whole jobs whose state waits in the host's memory while the GPU does not need it, and what they may take of the GPU.
 
 use crate::jobs::{
-    CONFIG, assert_same, command, computed, emulated, metrics, number, prepared, rlhf_hpc, well, with, words,
+    CONFIG, assert_same, calls, command, computed, emulated, metrics, number, prepared, rlhf_hpc, well, with, words,
 };
 use crate::on_a_real_gpu;
 use serde_json::json;
@@ -106,6 +106,24 @@ fn ranks_that_share_a_gpu_share_what_is_free_and_each_is_described_once() {
     ] {
         assert!(text.contains(row), "no {row} in\n{text}");
     }
+}
+
+#[test]
+fn a_rank_takes_what_nccl_leaves_and_ranks_exchange_all_to_all_only_where_a_rollout_does() {
+    let Some(dir) = emulated(CONFIG) else { return };
+    let at = dir.path();
+    let sent = |job: &str| {
+        let counts = at.join(job);
+        let line = format!("run --dry-run {job}.toml mesh.tensor=2 job.collectives=nccl job.check=true");
+        let mut command = command(2, at, &line);
+        let text =
+            well(command.envs([("EMULATED_CALLS", counts.as_os_str()), ("EMULATED_NCCL_BYTES", "268435456".as_ref())]));
+        // Of 1 GiB the communicator took a quarter when it was first used; of the rest a sixteenth is kept.
+        assert!(text.contains(", 720.0 MiB of it per rank"), "{text}");
+        calls(&counts, "0")["ncclSend"]
+    };
+    let [sft, ppo] = ["sft", "ppo"].map(sent);
+    assert!(0 < sft && sft < ppo, "{sft} and {ppo} sends");
 }
 
 /// Whether a process has a handler for SIGUSR1.

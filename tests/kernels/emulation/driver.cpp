@@ -495,6 +495,12 @@ API cuStreamCreateWithPriority(Stream** stream, unsigned, int priority) {
 
 extern "C" int emulated_priority(Stream* stream) { return stream->priority; }
 
+// What a library that plays on this GPU takes of its memory.
+extern "C" void emulated_take(size_t bytes) {
+    LOCK;
+    used += bytes;
+}
+
 API cuStreamSynchronize(Stream* stream) {
     READY;
     if (stream->capture) return ends_capture(stream, CaptureUnsupported);

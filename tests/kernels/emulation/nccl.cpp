@@ -8,7 +8,8 @@
 // A call is put into its stream and done when somebody waits for it. On a stream that is captured it becomes a node of the graph,
 // and is done at each launch. What graphs hold has numbers of its own, so that ranks which capture or launch other calls are told. With
 // EMULATED_STRICT a message of a kind that two ranks did not pass before is refused in a
-// capture: a real one connects them there, and takes memory.
+// capture: a real one connects them there, and takes memory. The first call of a communicator takes EMULATED_NCCL_BYTES of the
+// GPU's.
 #include <algorithm>
 #include <map>
 #include "bf16.h"
@@ -19,6 +20,7 @@
 extern "C" {
 int emulated_enqueue(void* stream, int (*work)(void*), void* data);
 uint64_t emulated_capture(void* stream);
+void emulated_take(size_t bytes);
 int emulated_capture_work(void* stream, int (*work)(void*), void* data, void (*drop)(void*), const uint64_t* uses, size_t count);
 }
 
@@ -99,6 +101,8 @@ int launch() {
     group_status = Success;
     for (auto& work : works) {
         if (status != Success) break;
+        const char* bytes = std::getenv("EMULATED_NCCL_BYTES");
+        if (bytes && work->comm->met.empty()) emulated_take(std::strtoull(bytes, nullptr, 10));
         if (!is_captured(work->queue)) work->comm->met.merge(messages(*work));
         if (is_captured(work->queue)) {
             status = capture(std::move(work));
