@@ -114,14 +114,16 @@ impl Attention {
         let [q, k, v] = Linear::forward_each(c.w, &n, [&self.q, &self.k, &self.v]);
         let (mut q, q_raw) = normed(c.w, q, self.q_norm.as_ref());
         let (mut k, k_raw) = normed(c.w, k, self.k_norm.as_ref());
-        rope::forward(&mut q, &mut k, c.positions, c.rope);
         let (o, lse) = match keys {
-            LayerKeys::Packed(packed) => self.ring.forward(packed, shape, [&q, &k, &v]),
+            LayerKeys::Packed(packed) => {
+                rope::forward(&mut q, &mut k, c.positions, c.rope);
+                self.ring.forward(packed, shape, [&q, &k, &v])
+            }
             LayerKeys::Paged(cache, paged) => {
                 let mut o = q.like(t, q.width());
-                attention::kv_append(cache, &k, &v, paged, shape);
+                attention::kv_append(cache, [&mut q, &mut k], &v, (c.positions, c.rope), paged, shape);
                 attention::forward_paged(&q, cache, paged, shape, &mut o);
-                // Only packed keys have a backward, which asks for lse.
+                // Only packed keys have a backward, which asks for k and lse.
                 (o, q.statistics(0, shape.heads))
             }
         };

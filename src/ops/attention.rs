@@ -7,12 +7,13 @@
 pub use super::attention_shape::{AttentionShape, PAGE, PagedSequence, Span, pairs};
 use super::attention_shape::{check, check_heads, delta, note_backward, note_pairs};
 use super::ring_attention::Steps;
+use super::rope::{self, RopeTable};
 use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::decode;
 use crate::device::cuda::kv_cache::{KvPages, SequenceTable};
 use crate::device::{Device, cpu, cuda, null};
 use crate::sys::lock::lock;
-use crate::tensor::{Tensor, arena::Buffer};
+use crate::tensor::{Indices, Tensor, arena::Buffer};
 use std::sync::{Arc, Mutex};
 
 /// What the kernels of a GPU look up, for every shape that layers have; made when a layer of the shape asks first.
@@ -255,19 +256,34 @@ impl<'a> From<&'a [PagedSequence<'a>]> for Paged<'a> {
     }
 }
 
-/// Stores the rows of k and v (t, g*e) behind the cached tokens of their sequences (rows in sequence order).
+/// Turns q (t, h*e) as `rope::forward`, and stores the rows of k (t, g*e), turned alike, and of v (t, g*e) behind the cached tokens of
+/// their sequences (rows in sequence order). What k holds afterwards is not specified.
 ///
 /// # Panics
-/// If the shapes do not fit together, or a page table does not cover its sequence or names a page that is not there.
-pub fn kv_append(cache: &mut KvLayer, k: &Tensor, v: &Tensor, paged: &Paged, shape: &AttentionShape) {
+/// If the shapes do not fit together, a position is not in the table, or a page table does not cover its sequence or names a page
+/// that is not there.
+pub fn kv_append(
+    cache: &mut KvLayer,
+    [q, k]: [&mut Tensor; 2],
+    v: &Tensor,
+    (positions, rope): (&Indices, &RopeTable),
+    paged: &Paged,
+    shape: &AttentionShape,
+) {
     let rows = check_sequences(cache, paged, shape);
+    check("q", q, rows, shape.heads * shape.head_dim);
     check("k", k, rows, shape.kv_heads * shape.head_dim);
     check("v", v, rows, shape.kv_heads * shape.head_dim);
     match cache {
         KvLayer::Cpu { keys, values } => {
+            rope::forward(q, k, positions, rope);
             cpu::attention::kv_append(keys, values, k.data(), v.data(), paged.host(), shape);
         }
-        KvLayer::Cuda(pages) => cuda::kv_cache::kv_append(pages, k.cuda(), v.cuda(), &paged.cuda(shape), shape),
+        KvLayer::Cuda(pages) => {
+            let angles = rope.of(positions);
+            let at = (positions.cuda(), angles.cuda(shape.head_dim));
+            cuda::kv_cache::kv_append(pages, q.cuda_mut(), [k.cuda(), v.cuda()], at, &paged.cuda(shape), shape);
+        }
     }
 }
 

@@ -23,7 +23,7 @@ pub struct RopeTable {
 
 /// The rows that are there, [position][e/2].
 #[derive(Debug, Default)]
-struct Angles {
+pub(super) struct Angles {
     positions: usize,
     cos: Vec<f32>,
     sin: Vec<f32>,
@@ -87,6 +87,11 @@ impl RopeTable {
         made
     }
 
+    /// The angles of these positions, and of others.
+    pub(super) fn of(&self, positions: &Indices) -> Arc<Angles> {
+        self.reaching(positions.largest().map_or(0, |last| last as usize + 1))
+    }
+
     /// Makes room for positions that only the GPU will know.
     ///
     /// # Panics
@@ -107,7 +112,7 @@ impl RopeTable {
 }
 
 impl Angles {
-    fn cuda(&self, head_dim: usize) -> &Table {
+    pub(super) fn cuda(&self, head_dim: usize) -> &Table {
         self.on_gpu.get_or_init(|| Table::new(head_dim, &self.cos, &self.sin))
     }
 }
@@ -140,7 +145,7 @@ fn rotate(both: [&mut Tensor; 2], positions: &Indices, table: &RopeTable, back: 
             table.head_dim
         );
     }
-    let angles = table.reaching(positions.largest().map_or(0, |last| last as usize + 1));
+    let angles = table.of(positions);
     match both[0].device() {
         Device::Cpu => {
             let angles = cpu::rope::Angles { half, cos: &angles.cos, sin: &angles.sin, back };

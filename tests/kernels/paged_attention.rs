@@ -3,12 +3,16 @@
 pub mod batch;
 mod runs;
 
-use crate::{device, in_every_order, refused};
-use batch::{Batch, shape};
+use crate::{device, in_every_order, numbers, refused};
+use batch::{Batch, append, shape};
+use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PagedSequence};
-use rlhf_hpc::device::cuda::kv_cache::{KvPages, SequenceTable, copy_page, kv_append};
+use rlhf_hpc::device::cuda::kv_cache::{KvPages, SequenceTable, copy_page};
 use rlhf_hpc::device::cuda::{Memory, paged_attention};
 use rlhf_hpc::dtype::DType;
+use rlhf_hpc::ops::attention::{self, KvLayer};
+use rlhf_hpc::ops::rope::{self, RopeTable};
+use rlhf_hpc::tensor::{Indices, Tensor};
 
 /// Head dims, with blocks of keys of 64 and of 32.
 const DIMS: [usize; 6] = [32, 64, 80, 96, 128, 256];
@@ -137,6 +141,35 @@ fn rows_are_appended_where_the_table_says_and_nowhere_else_and_pages_are_copied_
 }
 
 #[test]
+fn heads_are_turned_on_their_way_to_the_cache_as_in_place() {
+    in_every_order(|| {
+        for (heads, kv_heads, e) in [(1, 1, 32), (5, 1, 80), (6, 3, 128)] {
+            let (shape, rows) = (shape(heads, kv_heads, e, None), 9);
+            let frequencies: Vec<f32> = (0..e / 2).map(|i| 10f32.powf(-(i as f32) / 4.0)).collect();
+            let (rope, at) = (RopeTable::new(&frequencies, 1.0, 64), (20..29).collect::<Vec<u32>>());
+            let at = Indices::on(Device::Cuda, &at);
+            let of = |seed, heads: usize| {
+                Tensor::from_slice(rows, heads * e, &numbers(seed, rows * heads * e)).to(Device::Cuda)
+            };
+            let sequences = [PagedSequence { past: 20, tokens: 9, blocks: &[2] }];
+            let caches = [true, false].map(|on_the_way| {
+                let (mut q, mut k, v) = (of(1, heads), of(2, kv_heads), of(3, kv_heads));
+                let mut cache = KvLayer::new(Device::Cuda, 3, &shape);
+                let none = RopeTable::new(&vec![0.0; e / 2], 1.0, 64);
+                if !on_the_way {
+                    rope::forward(&mut q, &mut k, &at, &rope);
+                }
+                let by = if on_the_way { &rope } else { &none };
+                attention::kv_append(&mut cache, [&mut q, &mut k], &v, (&at, by), &sequences[..].into(), &shape);
+                let KvLayer::Cuda(cache) = cache else { panic!("a cache of the GPU") };
+                (q.to_host(), pages(&cache))
+            });
+            assert_eq!(caches[0], caches[1], "{heads} heads and {kv_heads} of {e}");
+        }
+    });
+}
+
+#[test]
 fn what_does_not_fit_is_refused_in_words() {
     let _one = device();
     let odd = shape(4, 2, 72, None);
@@ -161,7 +194,7 @@ fn what_does_not_fit_is_refused_in_words() {
     let table_of_odd = SequenceTable::new(&sequence(&[0, 1, 3]), &odd);
     refused("head dim 72, needs one of [32", || forward(&KvPages::new(4, &odd), &table_of_odd, &odd, 5 * 288));
     let mut cache = cache;
-    refused("5 x 128", || kv_append(&mut cache, q.view(DType::Bf16), q.view(DType::Bf16), &table, &shape));
+    refused("of k, needs 5 x 128", || append(&mut cache, &q, &q, &sequence(&[0, 1, 3]), &shape));
     refused("page 1 to page 1 of a cache of 4", || copy_page(&mut cache, 1, 1));
     refused("page 0 to page 4 of a cache of 4", || copy_page(&mut cache, 0, 4));
 }

@@ -4,6 +4,7 @@ use rlhf_hpc::device::Device;
 use rlhf_hpc::ops::attention::{
     AttentionShape, KvLayer, PAGE, PagedSequence, backward_packed, forward_packed, forward_paged, kv_append,
 };
+use rlhf_hpc::ops::rope::RopeTable;
 use rlhf_hpc::tensor::Tensor;
 
 use super::probe::{assert_near, same_bits, same_on_threads_and_levels, tensor, wide};
@@ -179,13 +180,16 @@ impl Paged {
             let data: Vec<f32> = rows.iter().flat_map(|&row| x.row(row).to_vec()).collect();
             Tensor::from_slice(rows.len(), x.width(), &data)
         };
-        let (q, k, v) = (pick(&case.q), pick(&case.k), pick(&case.v));
+        let (mut q, mut k, v) = (pick(&case.q), pick(&case.k), pick(&case.v));
         let sequences: Vec<PagedSequence> = parts
             .iter()
             .zip(&self.tables)
             .map(|(part, blocks)| PagedSequence { past: part.start, tokens: part.len(), blocks })
             .collect();
-        kv_append(&mut self.cache, &k, &v, &sequences[..].into(), &case.shape);
+        // Angles of 0: rows that are turned already.
+        let (positions, none) = (vec![0; rows.len()], RopeTable::new(&vec![0.0; case.shape.head_dim / 2], 1.0, 1));
+        let at = (&positions[..].into(), &none);
+        kv_append(&mut self.cache, [&mut q, &mut k], &v, at, &sequences[..].into(), &case.shape);
         let mut out = Tensor::scratch(rows.len(), q.width());
         forward_paged(&q, &self.cache, &sequences[..].into(), &case.shape, &mut out);
         for (i, &row) in rows.iter().enumerate() {

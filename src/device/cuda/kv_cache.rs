@@ -2,8 +2,9 @@
 
 use super::gpu::gpu;
 use super::key_segments::{self, RUN, Run};
-use super::memory::{Memory, View};
-use super::shape::{dim, kernel_of, to_i32};
+use super::memory::{Memory, View, ViewMut};
+use super::rope;
+use super::shape::{THREADS, check_aligned, count, grid_of, kernel_of, to_i32};
 use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
 use crate::dtype::DType;
 use std::cmp::Reverse;
@@ -233,28 +234,39 @@ impl SequenceTable {
     }
 }
 
-/// Stores the rows of k and v (t, g*e) behind the cached tokens of their sequences (rows in sequence order).
+/// Turns q (t, h*e) in place as `rope::forward`, and stores the rows of k (t, g*e), turned alike, and of v (t, g*e) behind the cached
+/// tokens of their sequences (rows in sequence order). `positions` holds at least t u32, all below the end of `angles`.
 ///
 /// # Panics
 /// If the shapes do not fit together, or a page is not there.
-pub fn kv_append(cache: &mut KvPages, k: View, v: View, table: &SequenceTable, shape: &AttentionShape) {
+pub fn kv_append(
+    cache: &mut KvPages,
+    mut q: ViewMut,
+    [k, v]: [View; 2],
+    (positions, angles): (&Memory, &rope::Table),
+    table: &SequenceTable,
+    shape: &AttentionShape,
+) {
     const OP: &str = "kv_append";
     cache.check(table, shape);
-    let width = shape.kv_heads * shape.head_dim;
-    for (name, x) in [("k", k), ("v", v)] {
-        let needed = table.rows * width;
-        assert!(x.len() == needed, "{OP}: {} values of {name}, needs {} x {width}", x.len(), table.rows);
+    let AttentionShape { heads, kv_heads, head_dim: e, .. } = *shape;
+    for (name, len, heads) in [("q", q.len(), heads), ("k", k.len(), kv_heads), ("v", v.len(), kv_heads)] {
+        let (rows, width) = (table.rows, heads * e);
+        assert!(len == rows * width, "{OP}: {len} values of {name}, needs {rows} x {width}");
     }
-    let args = [
-        k.arg(DType::Bf16),
-        v.arg(DType::Bf16),
-        cache.keys.arg_mut(),
-        cache.values.arg_mut(),
-        table.slots.arg(),
-        dim(OP, shape.kv_heads),
-        dim(OP, shape.head_dim),
-    ];
-    gpu().launch(OP, [table.rows, width.div_ceil(BLOCK_VALUES), 1], 256, 0, &args);
+    let rows = table.rows;
+    assert!(positions.bytes() >= 4 * rows, "{OP}: {} bytes of positions for {rows} rows", positions.bytes());
+    assert!(angles.head_dim == e, "{OP}: angles of heads of {} values, needs {e}", angles.head_dim);
+    if rows == 0 {
+        return;
+    }
+    let values = [q.arg(DType::Bf16), k.arg(DType::Bf16), v.arg(DType::Bf16)];
+    check_aligned(OP, &values);
+    let tables = [table.slots.arg(), positions.arg(), angles.cos.arg(), angles.sin.arg()];
+    let sizes = [rows, heads, kv_heads, e / 2].map(|n| count(OP, n));
+    let args = [&values[..], &[cache.keys.arg_mut(), cache.values.arg_mut()], &tables, &sizes].concat();
+    let threads = rows * (heads + 2 * kv_heads).div_ceil(rope::HEADS) * (e / 16);
+    gpu().launch(OP, grid_of(OP, threads), THREADS, 0, &args);
 }
 
 /// Copies page `from` to page `to`: a shared prefix whose last page will be written by several sequences.

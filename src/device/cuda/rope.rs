@@ -6,14 +6,14 @@ use super::shape::{THREADS, check_aligned, count, grid_of};
 use crate::dtype::DType::Bf16;
 
 /// Heads that share what a thread reads of the table.
-const HEADS: usize = 4;
+pub(super) const HEADS: usize = 4;
 
 /// cos and sin of every position on the GPU, [position][e/2].
 #[derive(Debug)]
 pub struct Table {
-    head_dim: usize,
-    cos: Memory,
-    sin: Memory,
+    pub(super) head_dim: usize,
+    pub(super) cos: Memory,
+    pub(super) sin: Memory,
 }
 
 impl Table {

@@ -2,9 +2,10 @@
 
 use super::{Pair, Wide, has_room, only, small};
 use crate::device;
+use crate::paged_attention::batch::append;
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
 use rlhf_hpc::device::cuda::attention::{self, SpanTable};
-use rlhf_hpc::device::cuda::kv_cache::{KvPages, SequenceTable, copy_page, kv_append};
+use rlhf_hpc::device::cuda::kv_cache::{KvPages, SequenceTable, copy_page};
 use rlhf_hpc::device::cuda::{Memory, attention_backward, paged_attention};
 use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 use rlhf_hpc::ops::attention::Span;
@@ -82,7 +83,7 @@ fn cached(pages: usize, tables: [&[u32]; 2], pairs: &[(u32, u32)]) -> Vec<Vec<u1
     let all = [0, 1].map(|i| PagedSequence { past: 0, tokens: lengths[i], blocks: tables[i] });
     let tokens: usize = lengths.iter().sum();
     let (k, v) = (small(1, tokens * of_k), small(2, tokens * of_k));
-    kv_append(&mut cache, k.view(Bf16), v.view(Bf16), &SequenceTable::new(&all, &shape), &shape);
+    append(&mut cache, &k, &v, &all, &shape);
     for (from, to) in pairs {
         copy_page(&mut cache, *from, *to);
     }

@@ -4,6 +4,7 @@ use crate::attention_reference::{self, Case, ends, gathered};
 use crate::bf16;
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
 use rlhf_hpc::device::cuda::kv_cache::{KvPages, SequenceTable, kv_append};
+use rlhf_hpc::device::cuda::rope::Table;
 use rlhf_hpc::device::cuda::{Memory, paged_attention};
 use rlhf_hpc::dtype::DType;
 
@@ -17,6 +18,17 @@ pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usiz
 fn sequences<'a>(chunks: &[(usize, usize)], tables: &'a [Vec<u32>]) -> Vec<PagedSequence<'a>> {
     let of = |(&(past, tokens), blocks): (&(usize, usize), &'a Vec<u32>)| PagedSequence { past, tokens, blocks };
     chunks.iter().zip(tables).map(of).collect()
+}
+
+/// Rows that are turned already come to the cache: by angles of 0.
+pub fn append(cache: &mut KvPages, k: &Memory, v: &Memory, sequences: &[PagedSequence], shape: &AttentionShape) {
+    let AttentionShape { heads, head_dim: e, .. } = *shape;
+    let rows: usize = sequences.iter().map(|sequence| sequence.tokens).sum();
+    let [mut q, positions] = [2 * heads * e, 4].map(|bytes| Memory::zeros(bytes * rows));
+    let angles = Table::new(e, &vec![1.0; e / 2], &vec![0.0; e / 2]);
+    let (q, kv, table) =
+        (q.view_mut(DType::Bf16), [k, v].map(|x| x.view(DType::Bf16)), SequenceTable::new(sequences, shape));
+    kv_append(cache, q, kv, (&positions, &angles), &table, shape);
 }
 
 /// Whole sequences, one behind the other.
@@ -64,7 +76,7 @@ impl Batch {
     pub fn append_to(&self, cache: &mut KvPages, sequences: &[PagedSequence]) {
         let shape = &self.case.shape;
         let [k, v] = [&self.case.k, &self.case.v].map(|x| self.rows(x, shape.kv_heads, sequences));
-        kv_append(cache, k.view(DType::Bf16), v.view(DType::Bf16), &SequenceTable::new(sequences, shape), shape);
+        append(cache, &k, &v, sequences, shape);
     }
 
     /// o for `chunks`: (past, tokens) of each sequence; what is past comes to the cache first.

@@ -4,6 +4,7 @@ use super::bench::{Bench, Target, Work};
 use crate::device::Device;
 use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
 use crate::device::cuda::kv_cache::{self, KvPages, SequenceTable};
+use crate::device::cuda::rope::Table;
 use crate::device::cuda::{Memory, attention, attention_backward, paged_attention};
 use crate::ops::ring_attention::{self, Backward, Step};
 use crate::tensor::DType::{Bf16, F32};
@@ -101,6 +102,8 @@ fn decode(bench: &Bench, batch: usize, past: usize) {
     let copies = bench.copies(4 * batch * pages * PAGE * width);
     let mut cache = KvPages::new(copies * batch * pages, &shape);
     let [k, v] = [(); 2].map(|()| bench.random((past + 1) * width));
+    let (mut q, angles) = (bench.random((past + 1) * heads * e), Table::new(e, &vec![1.0; e / 2], &vec![0.0; e / 2]));
+    let at = (&Memory::zeros(4 * (past + 1)), &angles);
     let tables: Vec<SequenceTable> = (0..copies)
         .map(|copy| {
             let first = |s: usize| (copy * batch + s) * pages;
@@ -108,7 +111,7 @@ fn decode(bench: &Bench, batch: usize, past: usize) {
                 (0..batch).map(|s| (first(s)..first(s) + pages).map(|page| page as u32).collect()).collect();
             for blocks in &blocks {
                 let all = SequenceTable::new(&[PagedSequence { past: 0, tokens: past + 1, blocks }], &shape);
-                kv_cache::kv_append(&mut cache, k.view(Bf16), v.view(Bf16), &all, &shape);
+                kv_cache::kv_append(&mut cache, q.view_mut(Bf16), [k.view(Bf16), v.view(Bf16)], at, &all, &shape);
             }
             let last: Vec<PagedSequence> =
                 blocks.iter().map(|blocks| PagedSequence { past, tokens: 1, blocks }).collect();
