@@ -1,7 +1,7 @@
 // y = x W^T + bias, in tiles of 16, 32, 64 and 128 rows; every output has the same bits whatever the family.
 //
 // Few rows (16, 32, 64): the time is that of reading W once. Tiles are narrow, so that n = 4096 already keeps all SMs reading;
-// a block has 60 KiB of W and x under way. Tensor cores wait most of the time: the padding of a row or two to 16 costs
+// a block has 60 KiB of W and x under way. Products of the same x come in one launch, for the same reason. Tensor cores wait most of the time: the padding of a row or two to 16 costs
 // nothing. Many rows (128): 64 x 64 outputs of a warp, 64 tensor core instructions to 16 loads of fragments.
 //
 // On sm_90a the wide tiles take their place from 33 rows on: there a block has an SM for itself and 110 to 170 KiB under way.
@@ -14,6 +14,8 @@
 using Forward16 = Tile<16, 32, 128, 1, 2, 6>;    // 72 KiB, 2
 using Forward32 = Tile<32, 64, 64, 1, 4, 6>;     // 72 KiB, 2
 using Forward64 = Tile<64, 64, 64, 2, 2, 5>;     // 80 KiB, 2
+using Narrow32 = Tile<32, 32, 128, 1, 2, 5>;     // 80 KiB, 2
+using Narrow64 = Tile<64, 32, 64, 2, 2, 6>;      // 72 KiB, 2
 using Forward128 = Tile<128, 128, 32, 2, 2, 4>;  // 64 KiB, 2 (registers)
 // Of an H200 (227 KiB).
 using Wide64x32 = Tile<64, 32, 64, 4, 1, 12>;     // 144 KiB, 1
@@ -21,20 +23,30 @@ using Wide64x128 = Tile<64, 128, 64, 4, 1, 8>;    // 192 KiB, 1
 using Wide128x128 = Tile<128, 128, 64, 8, 1, 6>;  // 192 KiB, 1
 using Wide256x128 = Tile<256, 128, 64, 16, 1, 4>; // 192 KiB, 1
 
-#define PARAMETERS(Y)                                                                                                \
+#define PARAMETERS(Y)                                                                                                  \
     const bf16 *x, const bf16 *w, const bf16 *bias, const Y *c, Y *y, int m, int n, int k, int x_stride, int w_stride, \
-        int y_stride
-#define ARGUMENTS x, w, bias, c, y, m, n, k, x_stride, w_stride, y_stride
+        int y_stride, const bf16 *w_1, const bf16 *bias_1, Y *y_1, int n_1, const bf16 *w_2, const bf16 *bias_2, Y *y_2, int n_2
+#define ARGUMENTS \
+    x, w, bias, c, y, m, n, k, x_stride, w_stride, y_stride, w_1, bias_1, y_1, n_1, w_2, bias_2, y_2, n_2
 
+// Blocks of the first product come before those of the second, and these before those of the third.
 template <class TILE, class Y> DEVICE void matmul_forward(PARAMETERS(Y)) {
-    product<TILE>(Operand{x, x_stride, m, k}, Operand{w, w_stride, n, k},
+    int block = blockIdx.x, first = tiles_of<TILE>(m, n), second = tiles_of<TILE>(m, n_1);
+    if (block >= first) {
+        bool is_third = block >= first + second;
+        block -= is_third ? first + second : first;
+        w = is_third ? w_2 : w_1, bias = is_third ? bias_2 : bias_1, y = is_third ? y_2 : y_1;
+        n = y_stride = is_third ? n_2 : n_1;
+    }
+    product<TILE>(block, Operand{x, x_stride, m, k}, Operand{w, w_stride, n, k},
                   (k + CHAIN - 1) / CHAIN * (CHAIN / TILE::DEPTH), Result<Y>{y, y_stride, m, n, bias, c});
 }
 
 // matmul_forward_16  y[m][n] = c[m][n] + (sum_k x[m][k] W[n][k] + bias[n]), y rounded once
 // x (m, k), W (n, k), bias (n) or null, y (m, n) bf16; strides in values
 // c (m, n) or null, with the strides of y: y itself, or a matrix that shares no memory with it
-// grid ceil(m / 16) ceil(n / 32), block 64; needs k % 8 == 0, strides of x and W % 8 == 0, their 16-byte alignment
+// y_i[m][n_i] of W_i and bias_i alike: up to two more products of x, without gaps between rows of y_i; n_i 0: none
+// grid ceil(m / 16) ceil(n / 32), and as many for each n_i, block 64; needs k % 8 == 0, strides of x and W % 8 == 0, their 16-byte alignment
 // roofline 2 n k bytes for few rows, 2 m n k flops for many
 KERNEL __launch_bounds__(64, 2) matmul_forward_16(PARAMETERS(bf16)) { matmul_forward<Forward16>(ARGUMENTS); }
 
@@ -52,6 +64,18 @@ KERNEL __launch_bounds__(128) matmul_forward_64(PARAMETERS(bf16)) { matmul_forwa
 
 // matmul_forward_f32_64  as above, y f32
 KERNEL __launch_bounds__(128) matmul_forward_f32_64(PARAMETERS(float)) { matmul_forward<Forward64>(ARGUMENTS); }
+
+// matmul_forward_narrow_32  as matmul_forward_16; grid ceil(m / 32) ceil(n / 32), block 64
+KERNEL __launch_bounds__(64, 2) matmul_forward_narrow_32(PARAMETERS(bf16)) { matmul_forward<Narrow32>(ARGUMENTS); }
+
+// matmul_forward_f32_narrow_32  as above, y f32
+KERNEL __launch_bounds__(64, 2) matmul_forward_f32_narrow_32(PARAMETERS(float)) { matmul_forward<Narrow32>(ARGUMENTS); }
+
+// matmul_forward_narrow_64  as matmul_forward_16; grid ceil(m / 64) ceil(n / 32), block 128
+KERNEL __launch_bounds__(128) matmul_forward_narrow_64(PARAMETERS(bf16)) { matmul_forward<Narrow64>(ARGUMENTS); }
+
+// matmul_forward_f32_narrow_64  as above, y f32
+KERNEL __launch_bounds__(128) matmul_forward_f32_narrow_64(PARAMETERS(float)) { matmul_forward<Narrow64>(ARGUMENTS); }
 
 // matmul_forward_128  as matmul_forward_16; grid ceil(m / 128) ceil(n / 128), block 128
 KERNEL __launch_bounds__(128) matmul_forward_128(PARAMETERS(bf16)) { matmul_forward<Forward128>(ARGUMENTS); }

@@ -95,12 +95,16 @@ DEVICE void put_sums(u8* shared, const Sums<TILE>& sums, Result<Y>& y, int tile_
 
 // ---- the product ----
 
-// The block's tile of d, over `slices` slices; what lies outside the operands counts as zero.
-template <class TILE, class Y> DEVICE void product(Operand a, Operand b, int slices, Result<Y> y) {
+template <class TILE> DEVICE int tiles_of(int rows, int columns) {
+    return (rows + TILE::ROWS - 1) / TILE::ROWS * ((columns + TILE::COLUMNS - 1) / TILE::COLUMNS);
+}
+
+// The tile of d of a block of the product, over `slices` slices; what lies outside the operands counts as zero.
+template <class TILE, class Y> DEVICE void product(int block, Operand a, Operand b, int slices, Result<Y> y) {
     DYNAMIC_SHARED(shared);
     int tile_row, tile_column;
     int down = (y.rows + TILE::ROWS - 1) / TILE::ROWS, over = (y.columns + TILE::COLUMNS - 1) / TILE::COLUMNS;
-    tile_of_block(blockIdx.x, down, over, tile_row, tile_column);
+    tile_of_block(block, down, over, tile_row, tile_column);
     constexpr bool A_ALONG = TILE::LIES_A == ALONG, B_ALONG = TILE::LIES_B == ALONG;
     int row = tile_row * TILE::ROWS, column = tile_column * TILE::COLUMNS;
     auto from_a = TILE::CopierA::start(a, A_ALONG ? row : 0, A_ALONG ? 0 : row);

@@ -23,13 +23,13 @@ using WideWeight256 = Tile<256, 128, 64, 16, 1, 4, ACROSS, ACROSS>;             
 #define WEIGHT_ARGUMENTS dy, x, dw, m, n, k, dy_stride, x_stride, dw_stride
 
 template <class TILE> DEVICE void matmul_backward_input(INPUT_PARAMETERS) {
-    product<TILE>(Operand{dy, dy_stride, m, n}, Operand{w, w_stride, n, k},
+    product<TILE>(blockIdx.x, Operand{dy, dy_stride, m, n}, Operand{w, w_stride, n, k},
                   (n + CHAIN - 1) / CHAIN * (CHAIN / TILE::DEPTH),
                   Result<bf16>{dx, dx_stride, m, k, nullptr, add ? dx : nullptr});
 }
 
 template <class TILE> DEVICE void matmul_backward_weight(WEIGHT_PARAMETERS) {
-    product<TILE>(Operand{dy, dy_stride, m, n}, Operand{x, x_stride, m, k},
+    product<TILE>(blockIdx.x, Operand{dy, dy_stride, m, n}, Operand{x, x_stride, m, k},
                   (m + CHAIN - 1) / CHAIN * (CHAIN / TILE::DEPTH), Result<float>{dw, dw_stride, n, k, nullptr, dw});
 }
 

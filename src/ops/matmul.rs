@@ -136,15 +136,16 @@ fn products<const N: usize>(x: &Tensor, outputs: [Output; N], c: Option<&Tensor>
             forward_rows(x.data(), m, outputs.map(on_cpu), addend);
         }
         Device::Cuda => {
-            for Output { w, bias, y } in outputs {
-                let addend = match c {
-                    Some(c) => Addend::Matrix(matrix(c)),
-                    None if into == Into::Add => Addend::Result,
-                    None => Addend::Nothing,
-                };
+            let addend = match c {
+                Some(c) => Addend::Matrix(matrix(c)),
+                None if into == Into::Add => Addend::Result,
+                None => Addend::Nothing,
+            };
+            let on_gpu = |Output { w, bias, y }| {
                 let (w, bias) = (rows(FORWARD, &w), bias.map(Slice::cuda));
-                cuda::matmul::forward(Way::Chosen, matrix(x), w, bias, addend, matrix_mut(y));
-            }
+                cuda::matmul::Output { w, bias, y: matrix_mut(y) }
+            };
+            cuda::matmul::forward_each(Way::Chosen, matrix(x), outputs.map(on_gpu), addend);
         }
     }
 }

@@ -3,7 +3,7 @@
 use crate::{bf16, device, in_every_order, numbers, on_gpu, rounded};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::matmul::{
-    Addend, Matrix, MatrixMut, Tile, Way, backward_bias, backward_input, backward_weight, forward,
+    Addend, Matrix, MatrixMut, Output, Tile, Way, backward_bias, backward_input, backward_weight, forward, forward_each,
 };
 use rlhf_hpc::dtype::DType;
 
@@ -211,6 +211,32 @@ fn a_row_has_the_same_bits_in_every_family_at_every_place_among_any_others() {
 }
 
 #[test]
+fn products_of_the_same_x_have_the_bits_of_each_alone_in_one_launch() {
+    let (gpu, _one) = device();
+    let k = 40;
+    for (i, (m, family)) in [9, 17, 70, 33, 64, 130, 65, 70, 130, 300].into_iter().zip(Tile::ALL).enumerate() {
+        let (x, dtype, sizes) = (Bf16Matrix::new(1, m, k, k), [DType::Bf16, DType::F32][i % 2], [136, 24, 70]);
+        let factors = sizes.map(|n| (Bf16Matrix::new(n as u32, n, k, k + 8), Bf16Matrix::new(3, 1, n, n)));
+        let bias = |i: usize| (i != 1).then(|| factors[i].1.memory.view(DType::Bf16));
+        let mut alone = sizes.map(|n| Written::new(4, m, n, n, dtype));
+        let mut together = sizes.map(|n| Written::new(5, m, n, n, dtype));
+        for (i, y) in alone.iter_mut().enumerate() {
+            forward(Way::Exact(family), x.matrix(), factors[i].0.matrix(), bias(i), Addend::Nothing, y.matrix());
+        }
+        let before = gpu.counts.started.get();
+        let mut at = 0..3;
+        let outputs = together.each_mut().map(|y| {
+            let i = at.next().expect("three products");
+            Output { w: factors[i].0.matrix(), bias: bias(i), y: y.matrix() }
+        });
+        forward_each(Way::Exact(family), x.matrix(), outputs, Addend::Nothing);
+        assert_eq!(gpu.counts.started.get() - before, 1, "{family:?}: launches");
+        let [alone, together] = [alone, together].map(|all| all.map(|y| bits(&y.read())));
+        assert_eq!(alone, together, "{family:?}");
+    }
+}
+
+#[test]
 fn a_finished_sum_is_added_in_one_rounding() {
     let (_gpu, _one) = device();
     let (m, n, k) = (5, 24, 48);
@@ -259,7 +285,7 @@ pub fn onto_is_a_copy_and_a_sum(
 fn a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place() {
     let (_gpu, _one) = device();
     let (n, k) = (44, 40);
-    for (i, (m, family)) in [9, 40, 70, 130, 65, 70, 130, 300].into_iter().zip(Tile::ALL).enumerate() {
+    for (i, (m, family)) in [9, 40, 70, 33, 70, 130, 65, 70, 130, 300].into_iter().zip(Tile::ALL).enumerate() {
         let (x, w, bias) = (Bf16Matrix::new(1, m, k, k), Bf16Matrix::new(2, n, k, k), Bf16Matrix::new(3, 1, n, n));
         let bias = |has: bool| has.then(|| bias.memory.view(DType::Bf16));
         onto_is_a_copy_and_a_sum(
@@ -284,13 +310,15 @@ fn a_sum_onto_a_matrix_of_other_strides_is_refused() {
 #[test]
 fn the_family_is_a_function_of_shapes_and_large_tiles_are_for_many() {
     let of = |m| Tile::of(m, 4096);
-    let few = [1, 16, 17, 32, 33, 64].map(of);
+    let few = |n| [1, 16, 17, 32, 33, 64].map(|m| Tile::of(m, n));
     let [a, b, c] = [Tile::Rows16, Tile::Rows32, Tile::Rows64];
-    assert_eq!(few, [a, a, b, b, c, c]);
+    assert_eq!(few(11008), [a, a, b, b, c, c]);
+    let [narrow_b, narrow_c] = [Tile::Narrow32, Tile::Narrow64];
+    assert_eq!(few(8192), [a, a, narrow_b, narrow_b, narrow_c, narrow_c], "half as many columns, twice as many blocks");
     assert_eq!([of(65), of(512), of(640), of(8192)], [c, c, Tile::Rows128, Tile::Rows128]);
     assert_eq!(Tile::of(8192, 128), c, "64 large tiles do not fill a GPU");
     // On an H200, as measured.
-    let wide = |m, n| Tile::of_wide(&Tile::ALL[4..], m, n, 132);
+    let wide = |m, n| Tile::of_wide(&Tile::WIDE, m, n, 132);
     let [narrow, low, middle, high] = [Tile::Wide64x32, Tile::Wide64x128, Tile::Wide128x128, Tile::Wide256x128];
     assert_eq!([wide(64, 4096), wide(64, 11008), wide(128, 4096), wide(128, 11008)], [narrow, low, low, middle]);
     assert_eq!([wide(256, 4096), wide(256, 11008), wide(8192, 4096)], [low, high, high]);

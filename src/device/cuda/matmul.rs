@@ -50,6 +50,9 @@ pub enum Tile {
     Rows32,
     /// 64 x 64
     Rows64,
+    /// 32 x 32 and 64 x 32: for few columns, so that twice as many blocks read.
+    Narrow32,
+    Narrow64,
     /// 128 x 128
     Rows128,
     /// What four warps multiply together on sm_90a.
@@ -62,20 +65,27 @@ pub enum Tile {
 /// Large tiles from which they are used: two of them run on each of an A100's 108 multiprocessors at a time, and about two thirds
 /// of that is where they begin to win (reckoned, not measured).
 const LARGE_FROM: usize = 144;
+/// Columns up to which narrow tiles are used: 64 wide ones, 128 of them, leave an A100 less than two blocks a multiprocessor (reckoned,
+/// not measured).
+const NARROW_TO: usize = 8192;
 /// What a wide tile takes beside its slices, in rows or columns: fits the times of 64 to 256 rows on an H200 within a tenth.
 const WIDE_BEGIN: usize = 96;
 
 impl Tile {
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 10] = [
         Self::Rows16,
         Self::Rows32,
         Self::Rows64,
+        Self::Narrow32,
+        Self::Narrow64,
         Self::Rows128,
         Self::Wide64x32,
         Self::Wide64x128,
         Self::Wide128x128,
         Self::Wide256x128,
     ];
+    /// Those of sm_90a.
+    pub const WIDE: [Self; 4] = [Self::Wide64x32, Self::Wide64x128, Self::Wide128x128, Self::Wide256x128];
     pub const OF_GRADIENTS: [Self; 4] = [Self::Rows64, Self::Rows128, Self::Wide128x128, Self::Wide256x128];
 
     /// The tile for a product of m rows and n columns on this process's GPU.
@@ -83,7 +93,7 @@ impl Tile {
         let properties = gpu().properties();
         let count = properties.multiprocessors;
         match (form, properties.has_wgmma()) {
-            (Form::Forward, true) if rows > 32 => Self::of_wide(&Self::ALL[4..], rows, columns, count),
+            (Form::Forward, true) if rows > 32 => Self::of_wide(&Self::WIDE, rows, columns, count),
             (Form::Forward, _) => Self::of(rows, columns),
             (Form::Input | Form::Weight, true) => Self::of_gradient(rows, columns, count),
             (Form::Input | Form::Weight, false) => Self::of_many(rows, columns),
@@ -96,7 +106,9 @@ impl Tile {
     pub fn of(m: usize, n: usize) -> Self {
         match m {
             0..=16 => Self::Rows16,
+            17..=32 if n <= NARROW_TO => Self::Narrow32,
             17..=32 => Self::Rows32,
+            33..=64 if n <= NARROW_TO => Self::Narrow64,
             33..=64 => Self::Rows64,
             _ => Self::of_many(m, n),
         }
@@ -128,8 +140,9 @@ impl Tile {
             Self::Rows16 => [16, 32],
             Self::Rows32 => [32, 64],
             Self::Rows64 => [64, 64],
+            Self::Narrow32 => [32, 32],
             Self::Rows128 | Self::Wide128x128 => [128, 128],
-            Self::Wide64x32 => [64, 32],
+            Self::Narrow64 | Self::Wide64x32 => [64, 32],
             Self::Wide64x128 => [64, 128],
             Self::Wide256x128 => [256, 128],
         }
@@ -140,13 +153,14 @@ impl Tile {
         rows.div_ceil(of_rows) * columns.div_ceil(of_columns)
     }
 
-    /// Starts a kernel for a result of (rows, columns): threads of a block, and stages of slices of rows and columns in shared
-    /// memory, two bytes a value.
-    fn launch(self, kernel: &'static str, [rows, columns]: [usize; 2], args: &[Arg]) {
+    /// Starts a kernel of as many blocks: threads of a block, and stages of slices of rows and columns in shared memory, two bytes a
+    /// value.
+    fn launch(self, kernel: &'static str, blocks: usize, args: &[Arg]) {
         let (threads, stages, depth) = match self {
             Self::Rows16 => (64, 6, 128),
-            Self::Rows32 => (128, 6, 64),
+            Self::Rows32 | Self::Narrow64 => (128, 6, 64),
             Self::Rows64 => (128, 5, 64),
+            Self::Narrow32 => (64, 5, 128),
             Self::Rows128 => (128, 4, 32),
             Self::Wide64x32 => (128, 12, 64),
             Self::Wide64x128 => (128, 8, 64),
@@ -155,7 +169,7 @@ impl Tile {
         };
         let [of_rows, of_columns] = self.size();
         let shared_bytes = stages * (of_rows + of_columns) * depth * 2;
-        gpu().launch(kernel, [self.blocks(rows, columns), 1, 1], threads, shared_bytes, args);
+        gpu().launch(kernel, [blocks, 1, 1], threads, shared_bytes, args);
     }
 
     fn forward_kernel(self, y: DType) -> &'static str {
@@ -166,6 +180,10 @@ impl Tile {
             (Self::Rows32, DType::F32) => "matmul_forward_f32_32",
             (Self::Rows64, DType::Bf16) => "matmul_forward_64",
             (Self::Rows64, DType::F32) => "matmul_forward_f32_64",
+            (Self::Narrow32, DType::Bf16) => "matmul_forward_narrow_32",
+            (Self::Narrow32, DType::F32) => "matmul_forward_f32_narrow_32",
+            (Self::Narrow64, DType::Bf16) => "matmul_forward_narrow_64",
+            (Self::Narrow64, DType::F32) => "matmul_forward_f32_narrow_64",
             (Self::Rows128, DType::Bf16) => "matmul_forward_128",
             (Self::Rows128, DType::F32) => "matmul_forward_f32_128",
             (Self::Wide64x32, DType::Bf16) => "matmul_forward_64x32",
@@ -224,8 +242,34 @@ pub enum Addend<'a> {
     Matrix(Matrix<'a>),
 }
 
+/// One of several products of the same x.
+#[derive(Debug)]
+pub struct Output<'a> {
+    pub w: Matrix<'a>,
+    pub bias: Option<View<'a>>,
+    pub y: MatrixMut<'a>,
+}
+
 /// y[m][n] = c[m][n] + (sum_k x[m][k] W[n][k] + bias[n]); x, W and bias bf16, y bf16 or f32; k a multiple of 8. y is rounded once.
-pub fn forward(way: Way, x: Matrix, w: Matrix, bias: Option<View>, c: Addend, mut y: MatrixMut) {
+pub fn forward(way: Way, x: Matrix, w: Matrix, bias: Option<View>, c: Addend, y: MatrixMut) {
+    forward_each(way, x, [Output { w, bias, y }], c);
+}
+
+/// `forward` with up to three W of one width and stride, bit for bit, in one launch. Results have one dtype; where there are several,
+/// those behind the first have no gaps between rows, and c is nothing.
+pub fn forward_each<const N: usize>(way: Way, x: Matrix, outputs: [Output; N], c: Addend) {
+    const { assert!(0 < N && N <= TOGETHER) };
+    let calls = outputs.map(|output| of_forward(x, output, c));
+    let alike = |c: &Call| (c.mnk[2], c.strides[0], c.dtype) == (calls[0].mnk[2], calls[0].strides[0], calls[0].dtype);
+    let suits = |call: &Call| alike(call) && call.addend.is_none() && call.strides[2] == call.mnk[1];
+    assert!(calls[1..].iter().all(suits), "{}: {calls:?} in one launch", Form::Forward.op());
+    start(way, &calls);
+}
+
+/// Products of one launch at most.
+const TOGETHER: usize = 3;
+
+fn of_forward(x: Matrix, Output { w, bias, mut y }: Output, c: Addend) -> Call {
     let (op, m, n, k) = (Form::Forward.op(), x.rows, w.rows, w.width);
     let dtype = y.values.dtype();
     let factors = [read(op, "W", w, n, k), read(op, "x", x, m, k)];
@@ -245,7 +289,7 @@ pub fn forward(way: Way, x: Matrix, w: Matrix, bias: Option<View>, c: Addend, mu
         }
     };
     let strides = [w.stride, x.stride, y.stride];
-    start(way, Call { form: Form::Forward, mnk: [m, n, k], strides, factors, addend, result, dtype, bias });
+    Call { form: Form::Forward, mnk: [m, n, k], strides, factors, addend, result, dtype, bias }
 }
 
 /// dx[m][k] (+)= sum_n dy[m][n] W[n][k], all bf16; k a multiple of 8, n anything: dy's stride is a multiple of 8 then, and
@@ -257,7 +301,7 @@ pub fn backward_input(way: Way, dy: Matrix, w: Matrix, mut dx: MatrixMut, add: b
     let result = written(op, "dx", &mut dx, m, k, dtype);
     check_depth(op, "W", k);
     let addend = add.then_some(result);
-    start(way, Call { form: Form::Input, mnk: [m, n, k], strides, factors, addend, result, dtype, bias: None });
+    start(way, &[Call { form: Form::Input, mnk: [m, n, k], strides, factors, addend, result, dtype, bias: None }]);
 }
 
 /// dW[n][k] += sum_m dy[m][n] x[m][k]; dy and x bf16, dW f32; k a multiple of 8, n anything (as in `backward_input`).
@@ -268,18 +312,20 @@ pub fn backward_weight(way: Way, dy: Matrix, x: Matrix, mut dw: MatrixMut) {
     let result = written(op, "dW", &mut dw, n, k, dtype);
     check_depth(op, "x", k);
     let addend = Some(result);
-    start(way, Call { form: Form::Weight, mnk: [m, n, k], strides, factors, addend, result, dtype, bias: None });
+    start(way, &[Call { form: Form::Weight, mnk: [m, n, k], strides, factors, addend, result, dtype, bias: None }]);
 }
 
-/// Starts a product behind what was started before.
-fn start(way: Way, call: Call) {
+/// Starts products of one form and the same left factor behind what was started before: in one launch, but for cuBLASLt.
+fn start(way: Way, calls: &[Call]) {
+    let call = calls[0];
     let [m, n, k] = call.mnk;
+    // cuBLASLt adds a bias of the result's own dtype.
+    let suits = |call: &Call| call.bias.is_none() || call.dtype == DType::Bf16;
     let tile = match (way, call.form) {
-        (Way::Fast, _) => return fast::start(call),
+        (Way::Fast, _) => return calls.iter().copied().for_each(fast::start),
         (Way::Exact(tile), _) => tile,
-        // cuBLASLt adds a bias of the result's own dtype.
-        _ if fast::takes(m) && (call.bias.is_none() || call.dtype == DType::Bf16) => return fast::start(call),
-        (_, Form::Forward) => Tile::chosen(call.form, m, n),
+        _ if fast::takes(m) && calls.iter().all(suits) => return calls.iter().copied().for_each(fast::start),
+        (_, Form::Forward) => Tile::chosen(call.form, m, calls.iter().map(|call| call.mnk[1]).sum()),
         (_, Form::Input) => Tile::chosen(call.form, m, k),
         (_, Form::Weight) => Tile::chosen(call.form, n, k),
     };
@@ -289,17 +335,25 @@ fn start(way: Way, call: Call) {
     match call.form {
         Form::Forward => {
             let [bias, c] = [call.bias, call.addend].map(|arg| arg.unwrap_or(Arg::Address(0)));
-            let args = [a, b, bias, c, y, m_arg, n_arg, k_arg, a_stride, b_stride, y_stride];
-            tile.launch(tile.forward_kernel(call.dtype), [m, n], &args);
+            let mut args = vec![a, b, bias, c, y, m_arg, n_arg, k_arg, a_stride, b_stride, y_stride];
+            for other in 1..TOGETHER {
+                let none = Arg::Address(0);
+                args.extend(calls.get(other).map_or([none, none, none, Arg::I32(0)], |call| {
+                    [call.factors[0], call.bias.unwrap_or(none), call.result, dim(call.form.op(), call.mnk[1])]
+                }));
+            }
+            let blocks = calls.iter().map(|call| tile.blocks(m, call.mnk[1])).sum();
+            tile.launch(tile.forward_kernel(call.dtype), blocks, &args);
         }
         Form::Input => {
             let add = Arg::I32(i32::from(call.addend.is_some()));
             let kernel = tile.input_kernel(!n.is_multiple_of(8));
-            tile.launch(kernel, [m, k], &[a, b, y, m_arg, n_arg, k_arg, a_stride, b_stride, y_stride, add]);
+            tile.launch(kernel, tile.blocks(m, k), &[a, b, y, m_arg, n_arg, k_arg, a_stride, b_stride, y_stride, add]);
         }
         Form::Weight if m == 0 => {}
         Form::Weight => {
-            tile.launch(tile.weight_kernel(), [n, k], &[a, b, y, m_arg, n_arg, k_arg, a_stride, b_stride, y_stride]);
+            let args = [a, b, y, m_arg, n_arg, k_arg, a_stride, b_stride, y_stride];
+            tile.launch(tile.weight_kernel(), tile.blocks(n, k), &args);
         }
     }
 }
