@@ -7,8 +7,10 @@
 //                    rows columns depth warps stages; shared memory; blocks on an SM of an A100 (164 KiB)
 template <bool RAGGED> using Input64 = Tile<64, 64, 64, 2, 2, 5, ALONG, ACROSS, RAGGED>;     // 80 KiB, 2
 template <bool RAGGED> using Input128 = Tile<128, 128, 32, 2, 2, 4, ALONG, ACROSS, RAGGED>;  // 64 KiB, 2 (registers)
+template <bool RAGGED> using InputBroad = Tile<128, 256, 32, 2, 4, 4, ALONG, ACROSS, RAGGED>;  // 96 KiB, 1 (registers)
 using Weight64 = Tile<64, 64, 64, 2, 2, 5, ACROSS, ACROSS>;                                  // 80 KiB, 2
 using Weight128 = Tile<128, 128, 32, 2, 2, 4, ACROSS, ACROSS>;                               // 64 KiB, 2 (registers)
+using WeightBroad = Tile<128, 256, 32, 2, 4, 4, ACROSS, ACROSS>;                             // 96 KiB, 1 (registers)
 // Of an H200 (227 KiB), as in matmul.cu.
 template <bool RAGGED> using WideInput128 = Tile<128, 128, 64, 8, 1, 6, ALONG, ACROSS, RAGGED>;  // 192 KiB, 1
 template <bool RAGGED> using WideInput256 = Tile<256, 128, 64, 16, 1, 4, ALONG, ACROSS, RAGGED>; // 192 KiB, 1
@@ -57,6 +59,16 @@ KERNEL __launch_bounds__(128) matmul_backward_input_ragged_128(INPUT_PARAMETERS)
     matmul_backward_input<Input128<true>>(INPUT_ARGUMENTS);
 }
 
+// matmul_backward_input_broad_128  as above, the same bits; grid ceil(m / 128) ceil(k / 256), block 256, n % 8 == 0
+KERNEL __launch_bounds__(256, 1) matmul_backward_input_broad_128(INPUT_PARAMETERS) {
+    matmul_backward_input<InputBroad<false>>(INPUT_ARGUMENTS);
+}
+
+// matmul_backward_input_ragged_broad_128  as above, the same bits, any n
+KERNEL __launch_bounds__(256, 1) matmul_backward_input_ragged_broad_128(INPUT_PARAMETERS) {
+    matmul_backward_input<InputBroad<true>>(INPUT_ARGUMENTS);
+}
+
 // matmul_backward_input_128x128  as above, the same bits; grid ceil(m / 128) ceil(k / 128), block 256, n % 8 == 0
 KERNEL __launch_bounds__(256, 1) matmul_backward_input_128x128(INPUT_PARAMETERS) {
     matmul_backward_input<WideInput128<false>>(INPUT_ARGUMENTS);
@@ -88,6 +100,11 @@ KERNEL __launch_bounds__(128) matmul_backward_weight_64(WEIGHT_PARAMETERS) {
 // matmul_backward_weight_128  as above, the same bits; grid ceil(n / 128) ceil(k / 128)
 KERNEL __launch_bounds__(128) matmul_backward_weight_128(WEIGHT_PARAMETERS) {
     matmul_backward_weight<Weight128>(WEIGHT_ARGUMENTS);
+}
+
+// matmul_backward_weight_broad_128  as above, the same bits; grid ceil(n / 128) ceil(k / 256), block 256
+KERNEL __launch_bounds__(256, 1) matmul_backward_weight_broad_128(WEIGHT_PARAMETERS) {
+    matmul_backward_weight<WeightBroad>(WEIGHT_ARGUMENTS);
 }
 
 // matmul_backward_weight_128x128  as above, the same bits; grid ceil(n / 128) ceil(k / 128), block 256

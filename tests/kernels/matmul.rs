@@ -214,7 +214,7 @@ fn a_row_has_the_same_bits_in_every_family_at_every_place_among_any_others() {
 fn products_of_the_same_x_have_the_bits_of_each_alone_in_one_launch() {
     let (gpu, _one) = device();
     let k = 40;
-    for (i, (m, family)) in [9, 17, 70, 33, 64, 130, 65, 70, 130, 300].into_iter().zip(Tile::ALL).enumerate() {
+    for (i, (m, family)) in [9, 17, 70, 33, 64, 130, 130, 65, 70, 130, 300].into_iter().zip(Tile::ALL).enumerate() {
         let (x, dtype, sizes) = (Bf16Matrix::new(1, m, k, k), [DType::Bf16, DType::F32][i % 2], [136, 24, 70]);
         let factors = sizes.map(|n| (Bf16Matrix::new(n as u32, n, k, k + 8), Bf16Matrix::new(3, 1, n, n)));
         let bias = |i: usize| (i != 1).then(|| factors[i].1.memory.view(DType::Bf16));
@@ -285,7 +285,7 @@ pub fn onto_is_a_copy_and_a_sum(
 fn a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place() {
     let (_gpu, _one) = device();
     let (n, k) = (44, 40);
-    for (i, (m, family)) in [9, 40, 70, 33, 70, 130, 65, 70, 130, 300].into_iter().zip(Tile::ALL).enumerate() {
+    for (i, (m, family)) in [9, 40, 70, 33, 70, 130, 130, 65, 70, 130, 300].into_iter().zip(Tile::ALL).enumerate() {
         let (x, w, bias) = (Bf16Matrix::new(1, m, k, k), Bf16Matrix::new(2, n, k, k), Bf16Matrix::new(3, 1, n, n));
         let bias = |has: bool| has.then(|| bias.memory.view(DType::Bf16));
         onto_is_a_copy_and_a_sum(
@@ -315,7 +315,9 @@ fn the_family_is_a_function_of_shapes_and_large_tiles_are_for_many() {
     assert_eq!(few(11008), [a, a, b, b, c, c]);
     let [narrow_b, narrow_c] = [Tile::Narrow32, Tile::Narrow64];
     assert_eq!(few(8192), [a, a, narrow_b, narrow_b, narrow_c, narrow_c], "half as many columns, twice as many blocks");
-    assert_eq!([of(65), of(512), of(640), of(8192)], [c, c, Tile::Rows128, Tile::Rows128]);
+    let (square, broad) = (Tile::Rows128, Tile::Broad128);
+    assert_eq!([of(65), of(512), of(640), of(1023), of(1024), of(8192)], [c, c, square, square, broad, broad]);
+    assert_eq!([Tile::of(8192, 4095), Tile::of(1024, 11008)], [square, broad]);
     assert_eq!(Tile::of(8192, 128), c, "64 large tiles do not fill a GPU");
     // On an H200, as measured.
     let wide = |m, n| Tile::of_wide(&Tile::WIDE, m, n, 132);

@@ -55,6 +55,8 @@ pub enum Tile {
     Narrow64,
     /// 128 x 128
     Rows128,
+    /// 128 x 256
+    Broad128,
     /// What four warps multiply together on sm_90a.
     Wide64x32,
     Wide64x128,
@@ -68,17 +70,21 @@ const LARGE_FROM: usize = 144;
 /// Columns up to which narrow tiles are used: 64 wide ones, 128 of them, leave an A100 less than two blocks a multiprocessor (reckoned,
 /// not measured).
 const NARROW_TO: usize = 8192;
+/// Rows and columns from which broad tiles are used: from there on they leave no more multiprocessors idle than square ones.
+const BROAD_ROWS: usize = 1024;
+const BROAD_COLUMNS: usize = 4096;
 /// What a wide tile takes beside its slices, in rows or columns: fits the times of 64 to 256 rows on an H200 within a tenth.
 const WIDE_BEGIN: usize = 96;
 
 impl Tile {
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Rows16,
         Self::Rows32,
         Self::Rows64,
         Self::Narrow32,
         Self::Narrow64,
         Self::Rows128,
+        Self::Broad128,
         Self::Wide64x32,
         Self::Wide64x128,
         Self::Wide128x128,
@@ -86,7 +92,8 @@ impl Tile {
     ];
     /// Those of sm_90a.
     pub const WIDE: [Self; 4] = [Self::Wide64x32, Self::Wide64x128, Self::Wide128x128, Self::Wide256x128];
-    pub const OF_GRADIENTS: [Self; 4] = [Self::Rows64, Self::Rows128, Self::Wide128x128, Self::Wide256x128];
+    pub const OF_GRADIENTS: [Self; 5] =
+        [Self::Rows64, Self::Rows128, Self::Broad128, Self::Wide128x128, Self::Wide256x128];
 
     /// The tile for a product of m rows and n columns on this process's GPU.
     fn chosen(form: Form, rows: usize, columns: usize) -> Self {
@@ -116,6 +123,9 @@ impl Tile {
 
     /// Large tiles, which compute more per byte, where there are enough of them to fill the GPU.
     fn of_many(rows: usize, columns: usize) -> Self {
+        if rows >= BROAD_ROWS && columns >= BROAD_COLUMNS {
+            return Self::Broad128;
+        }
         if Self::Rows128.blocks(rows, columns) >= LARGE_FROM { Self::Rows128 } else { Self::Rows64 }
     }
 
@@ -130,7 +140,7 @@ impl Tile {
 
     /// Results too small for a wide tile on half of the multiprocessors are cut finer.
     fn of_gradient(rows: usize, columns: usize, multiprocessors: usize) -> Self {
-        let wide = Self::of_wide(&Self::OF_GRADIENTS[2..], rows, columns, multiprocessors);
+        let wide = Self::of_wide(&Self::WIDE[2..], rows, columns, multiprocessors);
         if 2 * wide.blocks(rows, columns) >= multiprocessors { wide } else { Self::of_many(rows, columns) }
     }
 
@@ -142,6 +152,7 @@ impl Tile {
             Self::Rows64 => [64, 64],
             Self::Narrow32 => [32, 32],
             Self::Rows128 | Self::Wide128x128 => [128, 128],
+            Self::Broad128 => [128, 256],
             Self::Narrow64 | Self::Wide64x32 => [64, 32],
             Self::Wide64x128 => [64, 128],
             Self::Wide256x128 => [256, 128],
@@ -162,6 +173,7 @@ impl Tile {
             Self::Rows64 => (128, 5, 64),
             Self::Narrow32 => (64, 5, 128),
             Self::Rows128 => (128, 4, 32),
+            Self::Broad128 => (256, 4, 32),
             Self::Wide64x32 => (128, 12, 64),
             Self::Wide64x128 => (128, 8, 64),
             Self::Wide128x128 => (256, 6, 64),
@@ -186,6 +198,8 @@ impl Tile {
             (Self::Narrow64, DType::F32) => "matmul_forward_f32_narrow_64",
             (Self::Rows128, DType::Bf16) => "matmul_forward_128",
             (Self::Rows128, DType::F32) => "matmul_forward_f32_128",
+            (Self::Broad128, DType::Bf16) => "matmul_forward_broad_128",
+            (Self::Broad128, DType::F32) => "matmul_forward_f32_broad_128",
             (Self::Wide64x32, DType::Bf16) => "matmul_forward_64x32",
             (Self::Wide64x32, DType::F32) => "matmul_forward_f32_64x32",
             (Self::Wide64x128, DType::Bf16) => "matmul_forward_64x128",
@@ -203,6 +217,8 @@ impl Tile {
             (Self::Wide128x128, true) => "matmul_backward_input_ragged_128x128",
             (Self::Wide256x128, false) => "matmul_backward_input_256x128",
             (Self::Wide256x128, true) => "matmul_backward_input_ragged_256x128",
+            (Self::Broad128, false) => "matmul_backward_input_broad_128",
+            (Self::Broad128, true) => "matmul_backward_input_ragged_broad_128",
             (Self::Rows128, false) => "matmul_backward_input_128",
             (Self::Rows128, true) => "matmul_backward_input_ragged_128",
             (_, false) => "matmul_backward_input_64",
@@ -214,6 +230,7 @@ impl Tile {
         match self {
             Self::Wide128x128 => "matmul_backward_weight_128x128",
             Self::Wide256x128 => "matmul_backward_weight_256x128",
+            Self::Broad128 => "matmul_backward_weight_broad_128",
             Self::Rows128 => "matmul_backward_weight_128",
             _ => "matmul_backward_weight_64",
         }
