@@ -211,16 +211,13 @@ const CUDA_BYTES: usize = 512 << 20;
 /// The largest share of the free memory that is left to others than tensors: one in so many.
 const OTHERS_SHARE: usize = 16;
 
-/// Limits this rank to its share of what is free of its GPU now, or to `mesh.arena_bytes_max`, and takes that at once, so that it is
-/// one range. All ranks call this, after `join`: NCCL takes its part when it joins ranks and when these first exchange values, which
-/// is in the self-test.
+/// Limits this rank to its share of what is free of its GPU now, or to `mesh.arena_bytes_max`. All ranks call this, after `join`: NCCL
+/// takes its part when it joins ranks and when these first exchange values, which is in the self-test.
 pub fn limit(config: &Config, world: &World) {
     // cuBLASLt and graphs take theirs later.
     let later = program_bytes(if config.job.check { 1 } else { world.size }) - CUDA_BYTES;
     let (share, given) = (share(world, later), config.mesh.arena_bytes_max);
-    let limit = if given > 0 { given.min(share) } else { share };
-    cuda::gpu().set_limit(limit);
-    cuda::gpu().reserve(usize::try_from(limit).unwrap_or(0));
+    cuda::gpu().set_limit(if given > 0 { given.min(share) } else { share });
 }
 
 /// Bytes that the KV cache may take where forwards take `bytes` at most.

@@ -98,6 +98,8 @@ impl Run {
             let gemm = gemm::choose(&mut config, &ranks, opened.checked.as_ref(), shape)?;
             let (backends, checked_axes) = gpu::join(&config, &ranks, shape)?;
             gpu::limit(&config, &ranks.world);
+            // One range: no phase leaves stretches between which the next finds no room.
+            cuda::gpu().reserve();
             let start_peak = begin_peaks(all, Device::Cuda);
             let peak = format!("checks and timings took {} of a GPU at most", format_bytes(start_peak));
             let mut rows = vec![opened.describe_kernels()];

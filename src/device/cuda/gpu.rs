@@ -251,9 +251,11 @@ impl Gpu {
         pool.shrink(limit, self);
     }
 
-    /// Asks the driver at once for what this process will need, so that it is not asked again.
-    pub fn reserve(&self, bytes: usize) {
-        self.pool().reserve(bytes, self);
+    /// Asks the driver at once for all that this process may take, so that it is not asked again.
+    pub fn reserve(&self) {
+        let mut pool = self.pool();
+        let bytes = pool.usage.limit;
+        pool.reserve(bytes, self);
     }
 
     /// Who uses how much of its memory, the most first.
