@@ -115,6 +115,9 @@ pub struct Response {
     /// What each token was drawn among, where `rollout.keep_sampling_mask` asks for it; else empty.
     pub sampling_masks: Vec<SamplingMask>,
     pub finish: Finish,
+    /// Where the rollout runs ahead: the steps whose updates made the weights that drew the tokens, with how many each drew, in order.
+    /// Empty: the step before.
+    pub weights: Vec<(u64, usize)>,
     /// The new tokens decoded, special tokens skipped.
     pub text: String,
     /// What an environment has added, where the job has one.
@@ -129,6 +132,17 @@ pub struct Response {
 }
 
 impl Response {
+    /// Of each token the step whose update made the weights that drew it: `before`, where nothing else is known.
+    pub fn weights_steps(&self, before: u64) -> impl Iterator<Item = u64> {
+        let alone = self.weights.is_empty().then_some((before, self.tokens.len()));
+        self.weights.iter().copied().chain(alone).flat_map(|(step, tokens)| std::iter::repeat_n(step, tokens))
+    }
+
+    /// Tokens behind those that `weights` are of.
+    pub fn tokens_without_weights(&self) -> usize {
+        self.tokens.len() - self.weights.iter().map(|(_, tokens)| tokens).sum::<usize>()
+    }
+
     /// 1 for each token that was drawn, 0 for those that an environment wrote.
     pub fn mask(&self) -> Vec<u8> {
         let mut mask = vec![1; self.tokens.len()];

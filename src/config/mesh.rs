@@ -48,6 +48,8 @@ pub enum RoleName {
     Reference,
     Reward,
     Teacher,
+    /// Sampling with a copy of the actor's weights.
+    Rollout,
 }
 
 /// Some roles on some ranks.
@@ -67,6 +69,7 @@ table! {
         pub tensor: Auto = Auto::Auto,
         pub zero: Auto = Auto::Auto,
         pub placement: Vec<PlacementConfig> = Vec::new(),
+        pub async_updates_max: usize = 0 => 0.0..=64.0,
         pub offload: Vec<Offload> = Vec::new(),
         pub arena_bytes_max: u64 = 0 => 0.0..=BYTES,
         pub collective_timeout_s: f64 = 600.0 => 0.0..=YEAR_S,
@@ -74,7 +77,7 @@ table! {
 }
 
 impl RoleName {
-    pub const ALL: [Self; 5] = [Self::Actor, Self::Critic, Self::Reference, Self::Reward, Self::Teacher];
+    pub const ALL: [Self; 6] = [Self::Actor, Self::Critic, Self::Reference, Self::Reward, Self::Teacher, Self::Rollout];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -83,6 +86,7 @@ impl RoleName {
             Self::Reference => "reference",
             Self::Reward => "reward",
             Self::Teacher => "teacher",
+            Self::Rollout => "rollout",
         }
     }
 }
@@ -117,6 +121,34 @@ impl MeshConfig {
     pub fn rollout_batches(&self, prompts: usize) -> usize {
         const BATCHES: usize = 4;
         if self.placement.len() > 1 { BATCHES.min(prompts).max(1) } else { 1 }
+    }
+
+    /// Whether ranks without the actor sample.
+    pub fn rollout_is_apart(&self) -> bool {
+        let has = |placement: &PlacementConfig, role| placement.roles.contains(&role);
+        self.placement.iter().any(|p| has(p, RoleName::Rollout) && !has(p, RoleName::Actor))
+    }
+
+    /// Refuses a rollout that cannot run ahead.
+    pub fn check_async(&self) -> Result<()> {
+        let k = self.async_updates_max;
+        if k == 0 {
+            return Ok(());
+        }
+        if !self.rollout_is_apart() {
+            return Err(Error::usage(format!("mesh.async_updates_max = {k}, but the rollout has no ranks of its own"))
+                .hint("name \"rollout\" in an entry of mesh.placement without the actor, or set mesh.async_updates_max = 0"));
+        }
+        let learns = [RoleName::Critic, RoleName::Reference];
+        let samples = |p: &&PlacementConfig| p.roles.contains(&RoleName::Rollout);
+        match self.placement.iter().find(samples).and_then(|p| p.roles.iter().find(|role| learns.contains(role))) {
+            None => Ok(()),
+            Some(role) => Err(Error::usage(format!(
+                "mesh.async_updates_max = {k} with the {} on the ranks of the rollout, which are a step ahead",
+                role.name()
+            ))
+            .hint("place it with the actor, or on ranks of its own")),
+        }
     }
 
     /// Ranks that the placement is of, where there is one.

@@ -49,12 +49,13 @@ pub use schema::schema;
 pub use words::nearest;
 
 use crate::error::{Error, Result};
+use crate::mesh::Mesh;
 use distill::DistillConfig;
 use job::{DeviceName, EvalConfig, Gemm, GradientConfig, JobConfig, JobKind, SftConfig};
 use labelled::{KtoConfig, StepRewardConfig};
 use limits::{Ranged, Ranges};
 use model::DTypeName;
-use ppo::{Estimator, KlIn, PolicyLossKind};
+use ppo::{Correction, Estimator, KlIn, OldLogprobs, PolicyLossKind};
 use preference::{DpoConfig, PreferenceLoss, RewardModelConfig};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -125,7 +126,7 @@ impl Config {
         self.data.check()?;
         self.optim.actor.check("optim.actor")?;
         self.checkpoint.check(&self.eval)?;
-        self.check_eval()?;
+        self.check_eval().and(self.check_rollout_ranks())?;
         if self.job.kind == JobKind::Eval {
             self.reward.check()?;
             self.rollout.check()?;
@@ -189,6 +190,30 @@ impl Config {
                 .hint("set job.gemm = \"exact\" or \"auto\", or job.device = \"gpu\""));
         }
         Ok(())
+    }
+
+    /// Refuses jobs whose rollout can have no ranks of its own, or cannot run ahead there.
+    fn check_rollout_ranks(&self) -> Result<()> {
+        let ahead = self.mesh.async_updates_max > 0;
+        if self.job.kind != JobKind::Ppo && (ahead || self.mesh.rollout_is_apart()) {
+            let kind = name(&self.job.kind);
+            return Err(Error::usage(format!("mesh gives the rollout ranks of its own, in a {kind} job"))
+                .hint("leave \"rollout\" and mesh.async_updates_max out: they are of ppo"));
+        }
+        if ahead && self.rollout.dynamic_sampling.is_on() {
+            return Err(Error::usage(
+                "mesh.async_updates_max with rollout.dynamic_sampling, whose rounds wait for scores",
+            )
+            .hint("set mesh.async_updates_max = 0: the rollout may have ranks of its own all the same"));
+        }
+        if self.mesh.async_updates_max > 1 && !self.reward.environment.is_empty() {
+            let k = self.mesh.async_updates_max;
+            return Err(Error::usage(format!(
+                "mesh.async_updates_max = {k} with reward.environment, whose turns do not go on under other weights"
+            ))
+            .hint("set mesh.async_updates_max = 1"));
+        }
+        self.mesh.check_async()
     }
 
     fn check_eval(&self) -> Result<()> {
@@ -298,6 +323,18 @@ impl Config {
         self.job.kind == JobKind::Ppo && (self.ppo.kl_in != KlIn::None || !self.model.reference.as_os_str().is_empty())
             || self.job.kind == JobKind::Dpo && self.dpo.has_reference()
             || self.job.kind == JobKind::Kto
+    }
+
+    /// Whether the log-probabilities before the update are computed again, in the training layout: asked for, or because
+    /// `rollout` and `training` differ in the order of their sums, as they do where products are `fast`. Of a rollout that runs ahead
+    /// they are those of other weights anyway: the ratio is against what drew the tokens, but where a correction weighs that.
+    pub fn recomputes_old_logprobs(&self, training: &Mesh, rollout: &Mesh, fast: bool) -> bool {
+        match self.ppo.old_logprobs {
+            OldLogprobs::Auto if self.mesh.async_updates_max > 0 => self.ppo.correction != Correction::None,
+            OldLogprobs::Auto => fast || training.sequence > 1 || training.tensor != rollout.tensor,
+            OldLogprobs::Rollout => false,
+            OldLogprobs::Recompute => true,
+        }
     }
 
     /// Responses to each prompt of a step: the samples, and behind them the greedy one where the estimator needs it.

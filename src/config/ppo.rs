@@ -4,7 +4,6 @@ use serde::{Deserialize, Serialize};
 
 use super::limits::{ABOVE_0, COUNT, FINITE, SAMPLES, TOKENS};
 use crate::error::{Error, Result};
-use crate::mesh::Mesh;
 
 /// How rewards become advantages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -208,16 +207,6 @@ impl PpoConfig {
     /// The aggregation in force: GSPO is defined per sequence.
     pub fn aggregation_in_force(&self) -> Aggregation {
         if self.loss == PolicyLossKind::Gspo { Aggregation::Sequence } else { self.aggregation }
-    }
-
-    /// Whether the log-probabilities before the update are computed again, in the training layout: asked for, or because
-    /// `rollout` and `training` differ in the order of their sums, as they do where products are `fast`.
-    pub fn recomputes_old_logprobs(&self, training: &Mesh, rollout: &Mesh, fast: bool) -> bool {
-        match self.old_logprobs {
-            OldLogprobs::Auto => fast || training.sequence > 1 || training.tensor != rollout.tensor,
-            OldLogprobs::Rollout => false,
-            OldLogprobs::Recompute => true,
-        }
     }
 
     /// Refuses combinations that have no meaning.

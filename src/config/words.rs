@@ -28,6 +28,7 @@ const ALIASES: &[(&str, &str)] = &[
     ("mesh.zero", "zero_stage zero_optimization stage fsdp"),
     ("mesh.offload", "adam_offload ref_reward_offload optimizer_offload param_offload cpu_offload offload_optimizer"),
     ("mesh.placement", "colocate_all_models colocate_actor_ref actor_num_gpus_per_node placement_group"),
+    ("mesh.async_updates_max", "async_train async_queue_size staleness_threshold max_off_policy_steps partial_rollout"),
     ("data.prompts", "prompt_data dataset dataset_name train_files train_data train_dataset data_path prompt_dataset"),
     ("data.pretrain", "pretrain_data pretrain_dataset"),
     ("data.weights", "prompt_data_probs dataset_probs probs mixer"),

@@ -134,7 +134,7 @@ fn times(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<Times> {
     let trained = shape.epochs * shape.trained;
     let forwards = [false, true].map(|fast| {
         let again = if config.gradient.recompute == Recompute::Block { trained } else { 0 };
-        let old = shape.has_rollout() && config.ppo.recomputes_old_logprobs(&layout.mesh, &layout.rollout(), fast);
+        let old = shape.has_rollout() && config.recomputes_old_logprobs(&layout.mesh, &layout.rollout(), fast);
         (again + shape.scored + usize::from(old)) as f64
     });
     Ok(Times::new(tokens, [[exact, fast], [exact_backward, fast_backward]], trained as f64, forwards))

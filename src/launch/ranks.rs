@@ -10,6 +10,8 @@ use serde::{Serialize, de::DeserializeOwned};
 pub struct Ranks {
     pub world: World,
     pub all: Group,
+    /// The ranks that take the same turns in a step: all, but where the rollout runs ahead on ranks of its own.
+    pub together: Group,
     /// The roles of each range of ranks.
     pub placements: Vec<Placement>,
     /// This rank's index in `placements`.
@@ -23,8 +25,8 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// This rank's groups, where roles are `placed` so. All ranks call this.
-    pub fn new(world: World, placed: Vec<(Placement, Layout)>) -> Result<Self> {
+    /// This rank's groups, where roles are `placed` so, and the rollout `runs_ahead` of the updates or not. All ranks call this.
+    pub fn new(world: World, placed: Vec<(Placement, Layout)>, runs_ahead: bool) -> Result<Self> {
         let mut own = None;
         for (i, (placement, layout)) in placed.iter().enumerate() {
             own = own.or(world.axes_of(placement.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
@@ -34,20 +36,44 @@ impl Ranks {
         let layout = &layouts[placement];
         let is_same = layout.rollout_tensor == layout.mesh.tensor;
         let rollout_axes = if is_same { axes.clone() } else { Axes::of(&axes.all, &layout.rollout()) };
-        Ok(Self { all: world.group(), world, placements, placement, layouts, axes, rollout_axes })
+        let all = world.group();
+        let mut ranks = Self { together: all.clone(), all, world, placements, placement, layouts, axes, rollout_axes };
+        if runs_ahead {
+            ranks.together = ranks.all.split("together", usize::from(ranks.samples()), ranks.world.rank);
+        }
+        Ok(ranks)
     }
 
-    /// What the first rank of each placement has, on all ranks, who all call this; with one placement nothing is exchanged.
-    pub fn of_placements<T: Serialize + DeserializeOwned>(&self, here: T) -> Result<Vec<T>> {
-        if self.placements.len() == 1 {
+    /// What the first rank of each placement among `group` has, on all its ranks, who all call this; with one placement nothing is
+    /// exchanged.
+    pub fn of_placements<T: Serialize + DeserializeOwned>(&self, group: &Group, here: T) -> Result<Vec<T>> {
+        if group.size() == self.axes.all.size() {
             return Ok(vec![here]);
         }
         let mine = if self.axes.all.rank() == 0 { vec![here] } else { Vec::new() };
-        records::gather(&self.all, &mine)
+        records::gather(group, &mine)
     }
 
     pub fn layout(&self) -> &Layout {
         &self.layouts[self.placement]
+    }
+
+    /// The layouts of the actor in training, and on the ranks that sample.
+    pub fn layouts_of_actor(&self) -> [&Layout; 2] {
+        let of = |role| self.placements.iter().position(|placement| placement.roles.contains(&role));
+        let actor = of(RoleName::Actor).unwrap_or(self.placement);
+        [actor, of(RoleName::Rollout).unwrap_or(actor)].map(|placement| &self.layouts[placement])
+    }
+
+    /// Whether ranks without the actor sample.
+    pub fn rollout_is_apart(&self) -> bool {
+        let is_apart = |p: &Placement| p.roles.contains(&RoleName::Rollout) && !p.roles.contains(&RoleName::Actor);
+        self.placements.iter().any(is_apart)
+    }
+
+    /// Whether this rank samples.
+    pub fn samples(&self) -> bool {
+        self.has(if self.rollout_is_apart() { RoleName::Rollout } else { RoleName::Actor })
     }
 
     pub fn has(&self, role: RoleName) -> bool {

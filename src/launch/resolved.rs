@@ -36,7 +36,7 @@ impl Run {
         let mesh = &mut config.mesh;
         (mesh.pipeline, mesh.sequence) = (Auto::Is(layout.mesh.pipeline), Auto::Is(layout.mesh.sequence));
         (mesh.tensor, mesh.zero) = (Auto::Is(layout.mesh.tensor), Auto::Is(layout.zero));
-        config.rollout.tensor = Auto::Is(layout.rollout_tensor);
+        config.rollout.tensor = Auto::Is(self.ranks.layouts_of_actor()[1].rollout_tensor);
         // Parts of a placement may have data axes of different sizes.
         if self.ranks.placements.len() == 1 {
             (mesh.data, config.rollout.data) = (Auto::Is(layout.mesh.data), Auto::Is(layout.rollout_data()));

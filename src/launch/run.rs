@@ -23,6 +23,7 @@ use crate::model::{Arch, Head, ParamTable, TensorPart};
 use crate::sys;
 use crate::sys::host::median;
 use crate::tensor::arena;
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -48,6 +49,8 @@ pub struct Run {
     pub started: Instant,
     /// Whether an optimizer step was made since; only then do hours end the run.
     pub has_learned: bool,
+    /// What the rollout has begun must be finished, whoever asks to stop.
+    pub must_finish: Cell<bool>,
     /// Resident memory before the first model, which no plan counts.
     pub resident_at_start: u64,
     /// FLOP/s of all ranks' devices at their peaks.
@@ -85,7 +88,7 @@ impl Run {
         if config.gradient.recompute == Recompute::Auto {
             config.gradient.recompute = plan.recompute;
         }
-        let ranks = Ranks::new(world, placed)?;
+        let ranks = Ranks::new(world, placed, config.mesh.async_updates_max > 0)?;
         let all = &ranks.all;
         all.agree(gpu::check(&config))?;
         let opened = all.agree(opened)?;
@@ -132,6 +135,7 @@ impl Run {
             dry_run,
             started: Instant::now(),
             has_learned: false,
+            must_finish: Cell::new(false),
             resident_at_start: 0,
             peak_flops,
         })
@@ -144,8 +148,8 @@ impl Run {
 
     /// Whether one more forward in training's layout computes the log-probabilities before the update.
     pub fn recomputes_old_logprobs(&self) -> bool {
-        let layout = self.ranks.layout();
-        self.config.ppo.recomputes_old_logprobs(&layout.mesh, &layout.rollout(), self.has_fast_gemm())
+        let [training, rollout] = self.ranks.layouts_of_actor();
+        self.config.recomputes_old_logprobs(&training.mesh, &rollout.rollout(), self.has_fast_gemm())
     }
 
     pub fn checkpoints(&self) -> PathBuf {
@@ -187,7 +191,12 @@ impl Run {
         let hours = self.config.checkpoint.max_hours;
         let over = || hours > 0.0 && self.started.elapsed().as_secs_f64() > hours * 3600.0;
         // Otherwise a start could end without progress, for example in an evaluation that is due.
-        sys::signals::stop_requested() || (self.has_learned && over())
+        !self.must_finish.get() && (sys::signals::stop_requested() || (self.has_learned && over()))
+    }
+
+    /// Whether the rollout is a step ahead of the updates. A plan takes both in turn: so it counts all that they hold.
+    pub fn runs_ahead(&self) -> bool {
+        self.config.mesh.async_updates_max > 0 && !null::is_active()
     }
 
     /// The error that ends a run after it saved on request.

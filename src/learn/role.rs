@@ -103,6 +103,7 @@ impl Role {
 pub fn key(role: &str) -> String {
     match role {
         "reward" => "reward.models".to_string(),
+        "rollout" => "model.actor".to_string(),
         "teacher" => "model.teachers".to_string(),
         role => format!("model.{role}"),
     }
@@ -115,6 +116,7 @@ pub fn owner(role: &str) -> &'static str {
         "critic" => "weights of the critic",
         "reference" => "weights of the reference",
         "reward" => "weights of the reward model",
+        "rollout" => "weights of the rollout's copy",
         _ => "weights",
     }
 }

@@ -135,6 +135,8 @@ table! {
         "Prompts that ranks answered beyond their equal shares (rollout.work_stealing).";
     ROLLOUT_PREEMPTIONS = "rollout_preemptions", "rollout", Count,
         "How often a response gave its KV pages to others and was read again, over all ranks.";
+    ROLLOUT_LAG_MEAN = "rollout_lag_mean", "rollout", Count,
+        "Updates by which the weights that drew a token were behind those that learn from it (mesh.async_updates_max), the mean.";
     ROLLOUT_ROUNDS = "rollout_rounds", "rollout", Count, "How often this step asked for more prompts, the first time included.";
     RESPONSE_TOKENS_MEAN = "response_tokens_mean", "rollout", Tokens, "Mean length of a response.";
     RESPONSE_TRUNCATED_RATIO = "response_truncated_ratio", "rollout", Ratio,
@@ -164,6 +166,7 @@ table! {
     IDLE_RATIO_CRITIC = "idle_ratio_critic", "time", Ratio, "The same of a place that begins with the critic.";
     IDLE_RATIO_REFERENCE = "idle_ratio_reference", "time", Ratio, "The same of a place that begins with the reference.";
     IDLE_RATIO_REWARD = "idle_ratio_reward", "time", Ratio, "The same of a place that begins with the reward.";
+    IDLE_RATIO_ROLLOUT = "idle_ratio_rollout", "time", Ratio, "The same of a place that begins with the rollout.";
     TIME_STEP_S = "time_step_s", "time", Seconds, "The whole step on the wall clock.";
     TOKENS_PER_S = "tokens_per_s", "time", TokensPerSecond,
         "Tokens of prompts and responses over all ranks, by the whole step's time.";

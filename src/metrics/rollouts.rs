@@ -16,6 +16,7 @@
 //! | `prompt_id` | i64, N | identity of the prompt's row |
 //! | `sample` | i32, N | number among the samples of its prompt |
 //! | `finish` | u8, N | 0 stop, 1 length, 2 stop string |
+//! | `weights_step` | i32 | per response token: the step whose update made the weights that drew it; 0 before the first |
 //! | `prompt` `response` `label` `source` | UTF-8 strings, N | the texts, and the shard or file that the row came from |
 //! | `scores/NAME` | f32, N | score of the reward NAME before rewards are added up; NaN where it abstained |
 //!
@@ -53,7 +54,7 @@ pub struct RolloutFiles {
 /// [`TOKEN_TEXT_BYTES`] a token and whose labels and sources are short.
 pub fn step_bytes_max(samples: usize, prompt_tokens: usize, response_tokens: usize) -> u64 {
     let tokens = (size_of::<i32>() + TOKEN_TEXT_BYTES) * (prompt_tokens + response_tokens);
-    let per_response = (PER_TOKEN.len() * size_of::<f32>() + size_of::<u8>()) * response_tokens;
+    let per_response = ((PER_TOKEN.len() + 1) * size_of::<f32>() + size_of::<u8>()) * response_tokens;
     (FILE_BYTES + samples * (tokens + per_response + SAMPLE_BYTES)) as u64
 }
 
@@ -107,7 +108,7 @@ impl RolloutFiles {
             attribute(&group, "step", &step)?;
             attribute(&group, "seed", &seed)?;
             attribute(&group, "config_hash", &string(config_hash)?)?;
-            write_batch(&group, batch)
+            write_batch(&group, step, batch)
         })?;
         let is_new = self.steps.insert(step);
         let excess = if self.keep_last == 0 { 0 } else { self.steps.len().saturating_sub(self.keep_last) };
@@ -205,6 +206,9 @@ const PROMPT_ID: Array = ("prompt_id", "index", "identity of the prompt's row in
 const SAMPLE: Array = ("sample", "index", "number among the samples of its prompt");
 const FINISH: Array = ("finish", "code", "why a response ended: 0 end token, 1 length, 2 stop string");
 
+const WEIGHTS_STEP: Array =
+    ("weights_step", "index", "step whose update made the weights that drew a response token; 0: none");
+
 type Text = (Array, fn(&Experience) -> &str);
 
 const TEXTS: [Text; 4] = [
@@ -248,7 +252,7 @@ fn check(batch: &[Experience]) -> Result<()> {
     Ok(())
 }
 
-fn write_batch(group: &Group, batch: &[Experience]) -> hdf5::Result<()> {
+fn write_batch(group: &Group, step: u64, batch: &[Experience]) -> hdf5::Result<()> {
     let tokens = batch.iter().flat_map(|e| e.prompt.tokens.iter().chain(&e.response.tokens).map(|&token| token as i32));
     dataset(group, TOKENS, tokens)?;
     dataset(group, TOKEN_OFFSETS, offsets(batch, Experience::length))?;
@@ -264,6 +268,8 @@ fn write_batch(group: &Group, batch: &[Experience]) -> hdf5::Result<()> {
     dataset(group, PROMPT_ID, batch.iter().map(|e| e.prompt.id as i64))?;
     dataset(group, SAMPLE, batch.iter().map(|e| e.response.sample as i32))?;
     dataset(group, FINISH, batch.iter().map(|e| e.response.finish as u8))?;
+    let weights = batch.iter().flat_map(|e| e.response.weights_steps(step.saturating_sub(1)));
+    dataset(group, WEIGHTS_STEP, weights.map(|step| step as i32))?;
     for (array, of) in TEXTS {
         let texts: Vec<VarLenUnicode> = batch.iter().map(|e| string(of(e))).collect::<hdf5::Result<_>>()?;
         dataset(group, array, texts.into_iter())?;

@@ -6,7 +6,7 @@
 use super::arch::Arch;
 use super::bf16::widen;
 use super::moves::without;
-use super::pack::unpack_rows;
+use super::pack::{Disk, pack_f32, stored, unpack_rows};
 use super::params::{ParamId, ParamSpec, ParamTable};
 use super::part::TensorPart;
 use super::partition::Partition;
@@ -44,6 +44,28 @@ pub fn collect(arch: &Arch, weights: &Weights, axes: &Axes, mut take: impl FnMut
                 take(index, staging.put_together(weights.dtype(), &takes, &rows, width));
             }
         }
+    }
+}
+
+/// Appends row-major values of weights of `dtype` to `bytes`, as files of that type hold them.
+pub fn append_bytes(dtype: DType, rows: &[f32], bytes: &mut Vec<u8>) {
+    match dtype {
+        DType::F32 => bytes.extend_from_slice(bytemuck::cast_slice(rows)),
+        DType::Bf16 => bytes.extend(rows.iter().flat_map(|x| half::bf16::from_f32(*x).to_le_bytes())),
+    }
+}
+
+/// Stores what this rank holds of a whole parameter: `bytes` are all of its row-major values, as `append_bytes` made them of weights of
+/// the same type. At the end of all `Weights::release`.
+pub fn store_whole(weights: &mut Weights, index: usize, bytes: &[u8]) {
+    let table = weights.table.clone();
+    let (spec, mut room) = (&table.specs()[index], Vec::new());
+    let source = stored(if weights.dtype() == DType::F32 { Disk::F32 } else { Disk::Bf16 }, bytes);
+    for start in (0..spec.len).step_by(PIECE) {
+        let part = start..(start + PIECE).min(spec.len);
+        room.resize(part.len(), 0.0);
+        pack_f32(spec, &source, part.clone(), &mut room);
+        weights.store_master(spec.offset + part.start..spec.offset + part.end, &room);
     }
 }
 

@@ -57,7 +57,7 @@ impl<'a> Job<'a> {
     /// Whether log-probabilities are computed once more in the layout of training.
     pub fn recomputes_logprobs(&self, layout: &Layout) -> bool {
         let fast = self.config.job.may_be_fast();
-        self.shape.has_rollout() && self.config.ppo.recomputes_old_logprobs(&layout.mesh, &layout.rollout(), fast)
+        self.shape.has_rollout() && self.config.recomputes_old_logprobs(&layout.mesh, &layout.rollout(), fast)
     }
 
     /// Steps that are looked at: those whose rows are known, one where all rows are alike.

@@ -39,11 +39,12 @@ impl Phase {
 }
 
 /// Owners of memory, by group and in the order in which tables show them; what is none of these is of activations.
-const OWNERS: [(&str, &str); 17] = [
+const OWNERS: [(&str, &str); 18] = [
     ("weights of the actor", "weights"),
     ("weights of the critic", "weights"),
     ("weights of the reference", "weights"),
     ("weights of the reward model", "weights"),
+    ("weights of the rollout's copy", "weights"),
     ("weights", "weights"),
     ("gradients", "gradients"),
     ("optimizer state", "optimizer"),
@@ -111,7 +112,9 @@ impl Memory {
             }
         }
         let in_use = peaks.values().map(|peak| peak.bytes).max().unwrap_or(0);
-        let program = peaks.values().filter_map(|peak| peak.parts.get(PROGRAM)).max().copied().unwrap_or(0);
+        let program = || peaks.values().filter_map(|peak| peak.parts.get(PROGRAM)).max().copied().unwrap_or(0);
+        // Of a CPU the program is no part of the arena.
+        let program = if device.is_cpu() { 0 } else { program() };
         let (resident, arena) = if device.is_cpu() { (record.resident, arena) } else { (in_use, in_use - program) };
         let arena_max = job.config.mesh.arena_bytes_max;
         let limit = if arena_max == 0 { u64::MAX } else { arena_max + program as u64 };

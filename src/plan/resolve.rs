@@ -79,7 +79,8 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
         let zero = axes.stage()?;
         config.gradient.check_layout(&mesh, zero)?;
         let wanted = RolloutConfig { tensor: tensor_of_rollout, ..config.rollout.clone() };
-        let rollout = if placement.roles.contains(&RoleName::Actor) { wanted.layout(&mesh)? } else { mesh };
+        let samples = [RoleName::Actor, RoleName::Rollout].iter().any(|role| placement.roles.contains(role));
+        let rollout = if samples { wanted.layout(&mesh)? } else { mesh };
         archs.as_ref().map_or(Ok(()), |archs| check_cuts(archs, &placement, &mesh, &rollout))?;
         Ok((placement, Layout { mesh, zero, rollout_tensor: rollout.tensor, swap }))
     };
@@ -151,7 +152,7 @@ fn check_cuts(archs: &Archs, placement: &Placement, mesh: &Mesh, rollout: &Mesh)
         let name = role.name();
         arch.check_tensor_where(mesh.tensor, divides)
             .map_err(|error| Error { message: format!("mesh.{} ({name})", error.message), ..error })?;
-        if *role == RoleName::Actor {
+        if matches!(role, RoleName::Actor | RoleName::Rollout) {
             arch.check_tensor_where(rollout.tensor, |size| placement.ranks.len().is_multiple_of(size))
                 .map_err(|error| Error { message: format!("rollout.{}", error.message), ..error })?;
         }

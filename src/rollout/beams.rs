@@ -165,7 +165,7 @@ impl<'a> BeamRun<'a> {
             if self.model.is_stopped(stop, failed)? || done {
                 return Ok(self.outcome);
             }
-            self.admit();
+            self.admit()?;
             self.step(hooks)?;
             self.progress.running = self.searches.iter().map(|search| search.beams.len()).sum();
             hooks.report(self.progress);
@@ -173,7 +173,7 @@ impl<'a> BeamRun<'a> {
     }
 
     /// Starts prompts while there are rows and pages for their beams.
-    fn admit(&mut self) {
+    fn admit(&mut self) -> Result<()> {
         while let Some(range) = self.waiting.front() {
             let request = &self.requests[range.start];
             let (rows, pages) = ((self.searches.len() + 1) * self.beams.count, self.beams.pages_max(request));
@@ -182,12 +182,13 @@ impl<'a> BeamRun<'a> {
                 break;
             }
             let mut live = Live::default();
-            live.begin(request);
+            live.begin(request, self.model.tokenizer)?;
             self.reserved += pages;
             let beams = vec![Beam { live, sum: 0.0, blocks: Vec::new() }];
             self.searches.push(Search { requests: range.clone(), beams, past: 0, ended: Vec::new() });
             self.waiting.pop_front();
         }
+        Ok(())
     }
 
     /// One forward: a token of every beam, and prompt tokens within the budget; then the next beams of each prompt.

@@ -190,15 +190,17 @@ impl Engine {
     }
 }
 
-/// Numbers requests with the same prompt alike.
+/// Numbers requests with the same prompt alike, but for those that go on behind tokens of their own.
 fn specs(requests: &[Request]) -> Vec<Spec> {
-    let mut groups: HashMap<(usize, &[u32]), usize> = HashMap::new();
+    let mut groups: HashMap<(usize, &[u32], Option<u32>), usize> = HashMap::new();
     requests
         .iter()
         .map(|request| {
             let next = groups.len();
-            let group = *groups.entry((request.prompt, &request.tokens)).or_insert(next);
-            Spec { group, prompt_tokens: request.tokens.len(), new_tokens_max: request.new_tokens_max }
+            let alone = request.begun.as_ref().map(|begun| begun.sample);
+            let group = *groups.entry((request.prompt, &request.tokens, alone)).or_insert(next);
+            let (known, longest) = (request.known_tokens(), request.tokens.len() + request.new_tokens_max);
+            Spec { group, prompt_tokens: known, new_tokens_max: longest - known }
         })
         .collect()
 }

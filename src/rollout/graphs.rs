@@ -136,7 +136,7 @@ impl Run<'_> {
             let (rng, prompt_id) = self.draws(request);
             let penalised = if is_penalised(request) { &tokens[..] } else { &[] };
             lanes.push(DecodeSlot {
-                counter: Rng::sample_counter(self.step, prompt_id, request.sample, new as u32),
+                counter: Rng::sample_counter(request.step.unwrap_or(self.step), prompt_id, request.sample, new as u32),
                 key: rng.key(),
                 token: *tokens.last().expect("a sequence that decodes has tokens"),
                 past: tokens.len() as u32 - 1,

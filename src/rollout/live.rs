@@ -27,10 +27,13 @@ pub(super) struct Live {
 }
 
 impl Live {
-    /// Makes room for the whole sequence, so that its steps allocate nothing.
-    pub fn begin(&mut self, request: &Request) {
+    /// Makes room for the whole sequence, so that its steps allocate nothing; takes what an earlier call has drawn of it.
+    ///
+    /// # Errors
+    /// `Data` where the tokenizer cannot decode that.
+    pub fn begin(&mut self, request: &Request, tokenizer: Option<&Tokenizer>) -> Result<()> {
         if !self.tokens.is_empty() {
-            return;
+            return Ok(());
         }
         let new = request.new_tokens_max;
         self.tokens.reserve_exact(request.tokens.len() + new);
@@ -40,6 +43,17 @@ impl Live {
         if !request.stop.strings.is_empty() {
             self.watch = Some(Watch::new(&request.stop.strings));
         }
+        let Some(begun) = &request.begun else { return Ok(()) };
+        self.tokens.extend_from_slice(&begun.tokens);
+        self.logprobs.extend_from_slice(&begun.logprobs);
+        self.sample_logprobs.extend_from_slice(&begun.sample_logprobs);
+        self.sampling_masks.clone_from(&begun.sampling_masks);
+        if let (Some(watch), Some(tokenizer)) = (&mut self.watch, tokenizer) {
+            for &token in &begun.tokens {
+                watch.push(tokenizer, token, &request.stop.strings)?;
+            }
+        }
+        Ok(())
     }
 
     pub fn new_tokens(&self, request: &Request) -> usize {
@@ -135,6 +149,7 @@ impl Live {
             sample_logprobs: live.sample_logprobs,
             sampling_masks: live.sampling_masks,
             finish,
+            weights: request.begun.as_ref().map_or_else(Vec::new, |begun| begun.weights.clone()),
             text,
             episode: live.episode,
             score: None,

@@ -23,7 +23,7 @@ pub use run::{Hooks, Model, Outcome, Progress, Queue};
 
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
-use crate::experience::Prompt;
+use crate::experience::{Prompt, Response};
 use crate::model::{Arch, TensorPart};
 use crate::ops::sample::SampleParams;
 use crate::rng::Rng;
@@ -85,6 +85,10 @@ pub struct Request {
     pub keeps_mask: bool,
     /// Keys the draws instead of the call's and the prompt's id.
     pub rng: Option<Rng>,
+    /// The same instead of the call's step.
+    pub step: Option<u32>,
+    /// What an earlier call has drawn of it, before it had as many tokens as that one allowed: this one goes on behind it.
+    pub begun: Option<Arc<Response>>,
 }
 
 impl Request {
@@ -98,6 +102,11 @@ impl Request {
             }
         }
         banned
+    }
+
+    /// Tokens that are known when it begins.
+    fn known_tokens(&self) -> usize {
+        self.tokens.len() + self.begun.as_ref().map_or(0, |begun| begun.tokens.len())
     }
 
     /// Whether its logits are changed before a draw.
@@ -166,6 +175,8 @@ pub fn requests(prompts: &[Prompt], config: &RolloutConfig, stop: &Arc<Stop>, co
                 top_logprobs: 0,
                 keeps_mask: config.keep_sampling_mask,
                 rng: None,
+                step: None,
+                begun: None,
             });
         }
     }

@@ -284,7 +284,7 @@ impl Run<'_> {
         };
         let logits = Tensor::stacked(&forks.iter().map(|&s| kept(s)).collect::<Vec<_>>());
         for &s in &forks {
-            self.live[s].begin(&self.requests[s]);
+            self.live[s].begin(&self.requests[s], self.model.tokenizer)?;
         }
         let drawn = self.draw(&logits, &forks);
         for (s, drawn) in forks.into_iter().zip(drawn) {
@@ -309,7 +309,7 @@ impl Run<'_> {
         }
         let decodes = feeds.iter().all(|feed| feed.tokens == 1 && feed.past > 0);
         let times = self.begin_null(decodes, feeds.iter().map(|feed| feed.sequence));
-        let logits = null::times(times, || self.logits(&feeds));
+        let logits = null::times(times, || self.logits(&feeds))?;
         let mut ready = Vec::with_capacity(feeds.len());
         for feed in feeds {
             if self.scheduler.fed(feed) {
@@ -356,9 +356,9 @@ impl Run<'_> {
     }
 
     /// This rank's logits behind each feed that is complete, in order.
-    fn logits(&mut self, feeds: &[Feed]) -> Option<Tensor> {
+    fn logits(&mut self, feeds: &[Feed]) -> Result<Option<Tensor>> {
         for feed in feeds {
-            self.live[feed.sequence].begin(&self.requests[feed.sequence]);
+            self.live[feed.sequence].begin(&self.requests[feed.sequence], self.model.tokenizer)?;
         }
         let fed = |feed: &Feed| Fed {
             tokens: &self.live[feed.sequence].tokens[feed.past..feed.past + feed.tokens],
@@ -367,7 +367,7 @@ impl Run<'_> {
             complete: feed.complete,
         };
         let fed: Vec<Fed> = feeds.iter().map(fed).collect();
-        self.model.logits(self.cache, &fed, &mut self.outcome)
+        Ok(self.model.logits(self.cache, &fed, &mut self.outcome))
     }
 
     /// What keys the draws of a request: the call's numbers and the prompt's id, or its own numbers and no id.
@@ -382,7 +382,7 @@ impl Run<'_> {
         let banned: Vec<_> = sequences.iter().map(of).map(|(request, live)| request.banned(&live.tokens)).collect();
         let rows = sequences.iter().map(of).zip(&banned).map(|((request, live), banned)| {
             let ((rng, id), new) = (self.draws(request), live.new_tokens(request) as u32);
-            let uniform = rng.sample_uniform(self.step, id, request.sample, new);
+            let uniform = rng.sample_uniform(request.step.unwrap_or(self.step), id, request.sample, new);
             SampleRow { params: request.params, uniform, seen: &live.tokens, banned, bias: &request.edits.bias }
         });
         let rows: Vec<SampleRow> = rows.collect();

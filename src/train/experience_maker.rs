@@ -1,26 +1,27 @@
 //! From prompts to scored samples. Where critic, reference or reward have ranks of their own, the prompts are answered in
-//! batches: those ranks score a batch while the actor answers the next one.
+//! batches: those ranks score a batch while the actor answers the next one. A rollout that runs ahead answers those of the next steps while
+//! others learn (`draw_ahead`); these score what they have roles for when the step comes (`score_ahead`).
 
-use super::rollout::{self, Collector, Load, RankResponses};
+use super::rollout::{Collector, Load, RankResponses};
 use super::rollout_weights::RolloutWeights;
-use super::shares::Key;
+use super::scores::Scores;
+use super::shares::{Key, Piece};
 use crate::comm::{Group, Stream, phase, records};
 use crate::config::mesh::RoleName;
-use crate::config::reward::OnFailure;
 use crate::device::cpu::pool::share;
 use crate::device::null;
-use crate::error::{Error, Result};
-use crate::experience::{Experience, Greedy, Prompt, Response};
+use crate::error::{Error, Kind, Result};
+use crate::experience::{Experience, Prompt, Response};
 use crate::launch::run::Run;
 use crate::learn::Role;
 use crate::learn::score as forward;
-use crate::learn::sums::larger;
-use crate::metrics::keys::{self, Metrics};
+use crate::metrics::keys::{self, Metrics, named};
 use crate::metrics::{Phase, Phases};
 use crate::reward::Scored;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::HashMap;
+use std::time::Instant;
 
 /// Waits for the responses of all ranks to a batch.
 type Responses = Box<dyn FnOnce() -> Result<Vec<RankResponses>>>;
@@ -38,7 +39,9 @@ fn all_gather(all: &Group, pipeline: Option<&Stream>, mine: &RankResponses) -> R
 
 /// The models of this rank that generate and score.
 pub struct RolloutModels<'a> {
-    pub actor: Option<(&'a Role, &'a RolloutWeights)>,
+    /// The actor, or its copy, where this rank samples.
+    pub sampler: Option<(&'a Role, &'a RolloutWeights)>,
+    pub actor: Option<&'a Role>,
     pub critic: Option<&'a mut Role>,
     pub reference: Option<&'a mut Role>,
 }
@@ -65,23 +68,18 @@ pub fn make_experience(
     finished: &[Response],
     phases: &mut Phases,
 ) -> Result<Collected> {
-    let gathered = models.actor.map(|(actor, rollout_weights)| rollout_weights.gather(actor, phases));
-    let mut batch = Batch {
-        complete: true,
-        samples: Vec::new(),
-        scores: Ok(Scores::default()),
-        load: Load::default(),
-        tail_s: 0.0,
-    };
+    let gathered = models.sampler.map(|(sampler, rollout_weights)| rollout_weights.gather(sampler, phases));
+    let mut batch = Batch::new();
     let mut pending = Vec::new();
     let asked = prompts.len() - first;
     let count = run.config.mesh.rollout_batches(asked);
+    let whole = [Piece::whole(step as u32, prompts.len())];
     for part in (0..count).map(|part| share(asked, 1, part, count)) {
         let part = first + part.start..first + part.end;
         phase::set(step, "rollout");
         let mine = match &gathered {
             Some(gathered) => {
-                let rollout = || collector.rollout(run, gathered.model(), step as u32, prompts, &part, finished);
+                let rollout = || collector.rollout(run, gathered.model(), &whole, prompts, &part, finished);
                 phases.time(Phase::Rollout, rollout)?
             }
             None => RankResponses { complete: true, responses: Vec::new(), load: None },
@@ -106,10 +104,143 @@ pub fn make_experience(
         phases.time(Phase::Rollout, || batch.add(responses, prompts))?;
     }
     let _held = hold(&batch.samples);
-    if models.actor.is_some() {
+    if models.sampler.is_some() {
         batch.score(0, |samples| score(run, models, collector, samples, step, phases));
     }
-    batch.finish(run, collector, moved, phases)
+    batch.finish(run, collector, moved, HashMap::new(), phases)
+}
+
+/// What ranks that run ahead have made of the prompts of a step.
+#[derive(Clone, Default, Serialize, Deserialize)]
+pub struct Ahead {
+    pub responses: Vec<Response>,
+    load: Load,
+    tail_s: f64,
+    /// Of the last phase, the longest of a rank, and the tokens that it drew.
+    rollout_s: f64,
+    drawn: usize,
+    /// None where responses are to go on, or a reward or the environment failed.
+    scores: Option<(Scores, Vec<(Key, Scored)>)>,
+    /// How it failed.
+    #[serde(skip)]
+    pub error: Option<Error>,
+}
+
+impl Ahead {
+    /// Responses without scores.
+    pub fn of(responses: Vec<Response>) -> Self {
+        Self { responses, ..Self::default() }
+    }
+
+    pub fn is_scored(&self) -> bool {
+        self.scores.is_some()
+    }
+}
+
+/// Goes on with the responses in `begun` of several steps, whose prompts stand one after the other in `prompts` as `pieces` says, with
+/// weights behind `weights_step`; and scores those of the first step, which are whole afterwards, by the roles of these ranks. It does not
+/// stop before all is done, as these weights are gone then. All ranks that sample call this.
+pub fn draw_ahead(
+    run: &Run,
+    models: &mut RolloutModels,
+    collector: &mut Collector,
+    weights_step: u64,
+    (pieces, prompts): (&[Piece], &[Prompt]),
+    begun: &[Ahead],
+    phases: &mut Phases,
+) -> Result<Vec<Ahead>> {
+    let (sampler, rollout_weights) = models.sampler.expect("this rank samples");
+    let (here, step) = (&run.ranks.axes.all, u64::from(pieces[0].step));
+    let known = pieces.iter().zip(begun).flat_map(|(piece, ahead)| {
+        let moved =
+            |response: &Response| Response { prompt: response.prompt + piece.prompts.start, ..response.clone() };
+        ahead.responses.iter().map(moved)
+    });
+    let known: Vec<Response> = known.collect();
+    phase::set(step, "rollout");
+    let gathered = rollout_weights.gather(sampler, phases);
+    let start = Instant::now();
+    run.must_finish.set(true);
+    let mine = phases.time(Phase::Rollout, || {
+        collector.rollout(run, gathered.model(), pieces, prompts, &(0..prompts.len()), &known)
+    });
+    let rollout_s = here.max(start.elapsed().as_secs_f64());
+    drop(gathered);
+    let mut batch = Batch::new();
+    batch.add(all_gather(here, None, &mine?), prompts)?;
+    let drawn = batch.load.drawn;
+    for response in batch.samples.iter_mut().map(|sample| &mut sample.response) {
+        let new = response.tokens_without_weights();
+        response.weights.extend((new > 0).then_some((weights_step, new)));
+    }
+    let first = batch.samples.partition_point(|sample| sample.response.prompt < pieces[0].prompts.end);
+    let later = batch.samples.split_off(first);
+    batch.score(0, |samples| score(run, models, collector, samples, step, phases));
+    let streamed = if batch.complete {
+        phases.time(Phase::Reward, || collector.scored(run, here))
+    } else {
+        collector.cancel().map(|()| None)
+    };
+    run.must_finish.set(false);
+    let scores = here.agree(batch.scores.and_then(|scores| Ok(streamed?.map(|streamed| (scores, streamed)))));
+    let (scores, error) = match scores {
+        Err(error) if error.kind != Kind::Service => return Err(error),
+        Err(error) => (None, Some(error)),
+        Ok(scores) => (scores.map(|(scores, streamed)| (scores, streamed.into_iter().collect())), None),
+    };
+    let of = |samples: Vec<Experience>| samples.into_iter().map(|sample| sample.response).collect();
+    let (responses, load, tail_s) = (of(batch.samples), batch.load, batch.tail_s);
+    let mut all = vec![Ahead { responses, load, tail_s, rollout_s, drawn, scores, error }];
+    let mut later: Vec<Response> = of(later);
+    for piece in &pieces[1..] {
+        let rest = later.split_off(later.partition_point(|response| response.prompt < piece.prompts.end));
+        for response in &mut later {
+            response.prompt -= piece.prompts.start;
+        }
+        all.push(Ahead::of(std::mem::replace(&mut later, rest)));
+    }
+    Ok(all)
+}
+
+/// The samples of `step` from what was drawn and scored ahead, with the scores of these ranks, who all call this.
+pub fn score_ahead(
+    run: &Run,
+    models: &mut RolloutModels,
+    collector: &mut Collector,
+    step: u64,
+    prompts: &[Prompt],
+    ahead: Ahead,
+    phases: &mut Phases,
+) -> Result<Collected> {
+    let Ahead { responses, load, tail_s, rollout_s, drawn: tokens, scores, .. } = ahead;
+    let (drawn, streamed) = scores.expect("what is learned from was scored");
+    let lag = lag(step, &responses);
+    let mut batch = Batch { load, tail_s, ..Batch::new() };
+    batch.take(responses, prompts);
+    let _held = hold(&batch.samples);
+    batch.score(0, |samples| score(run, models, collector, samples, step, phases));
+    batch.scores = batch.scores.map(|scores| drawn.with(scores));
+    let mut made = batch.finish(run, collector, None, streamed.into_iter().collect(), phases)?;
+    if let Ok(values) = &mut made.values {
+        values.extend(rollout_speed(rollout_s, tokens));
+        values.extend(named([(keys::ROLLOUT_LAG_MEAN, lag)]));
+    }
+    Ok(made)
+}
+
+/// By how many updates the weights that drew a token of `step` were behind, on average.
+fn lag(step: u64, responses: &[Response]) -> f64 {
+    let runs = || responses.iter().flat_map(|response| &response.weights);
+    let behind: f64 = runs().map(|(weights, tokens)| (step - 1 - weights) as f64 * *tokens as f64).sum();
+    behind / runs().map(|(_, tokens)| tokens).sum::<usize>().max(1) as f64
+}
+
+/// What a rollout of so many seconds took of each of `sampled` tokens.
+pub fn rollout_speed(seconds: f64, sampled: usize) -> Metrics {
+    let sampled = sampled as f64;
+    let values =
+        [(keys::ROLLOUT_TOKENS_PER_S, sampled / seconds), (keys::TIME_PER_TOKEN_MS, 1e3 * seconds / sampled.max(1.0))];
+    named(values.into_iter().filter(|_| seconds > 0.0))
 }
 
 struct Batch {
@@ -123,17 +254,25 @@ struct Batch {
 }
 
 impl Batch {
+    fn new() -> Self {
+        Self { complete: true, samples: Vec::new(), scores: Ok(Scores::default()), load: Load::default(), tail_s: 0.0 }
+    }
+
+    fn take(&mut self, responses: Vec<Response>, prompts: &[Prompt]) {
+        self.samples.extend(responses.into_iter().map(|response| Experience {
+            prompt: prompts[response.prompt].clone(),
+            mask: response.mask(),
+            response,
+            ..Experience::default()
+        }));
+    }
+
     fn add(&mut self, responses: Responses, prompts: &[Prompt]) -> Result<()> {
         let (mut loads, from) = (Vec::new(), self.samples.len());
         for RankResponses { complete, responses, load } in responses()? {
             self.complete &= complete;
             loads.extend(load);
-            self.samples.extend(responses.into_iter().map(|response| Experience {
-                prompt: prompts[response.prompt].clone(),
-                mask: response.mask(),
-                response,
-                ..Experience::default()
-            }));
+            self.take(responses, prompts);
         }
         // Whichever ranks drew them.
         self.samples[from..].sort_by_key(Experience::key);
@@ -160,26 +299,32 @@ impl Batch {
         }
     }
 
-    /// Waits for the rewards, and joins the scores of all placements. `moved`: bytes that a rank received of the actor's weights for
-    /// the rollout.
+    /// Waits for the rewards, but for those that were `known` before, and joins the scores of all placements. `moved`: bytes that a
+    /// rank received of the actor's weights for the rollout.
     fn finish(
         mut self,
         run: &Run,
         collector: &mut Collector,
         moved: Option<f64>,
+        known: HashMap<Key, Scored>,
         phases: &mut Phases,
     ) -> Result<Collected> {
         let streamed = if self.complete {
-            phases.time(Phase::Reward, || collector.scored(run))
+            phases.time(Phase::Reward, || collector.scored(run, &run.ranks.together))
         } else {
             collector.cancel().map(|()| None)
         };
         self.complete &= !matches!(streamed, Ok(None));
         let scores = self.scores.and_then(|scores| Ok((scores, streamed?)));
-        let values = match run.ranks.all.agree(scores) {
-            Ok((scores, Some(streamed))) => {
+        let values = match run.ranks.together.agree(scores) {
+            Ok((scores, Some(mut streamed))) => {
+                streamed.extend(known);
                 // All ranks of a placement have the same scores.
-                let mut scores = run.ranks.of_placements(scores)?.into_iter().fold(Scores::default(), Scores::with);
+                let mut scores = run
+                    .ranks
+                    .of_placements(&run.ranks.together, scores)?
+                    .into_iter()
+                    .fold(Scores::default(), Scores::with);
                 scores.add(&self.samples, streamed);
                 scores.take_greedy(run, &mut self.samples);
                 if null::is_active() {
@@ -213,17 +358,6 @@ pub fn hold(samples: &[Experience]) -> null::Held {
     null::hold("experience", 3 * samples.iter().map(Experience::bytes).sum::<usize>())
 }
 
-/// The scores of samples, in their order, by the roles of this placement; none by others.
-#[derive(Default, Serialize, Deserialize)]
-struct Scores {
-    scored: Vec<Scored>,
-    /// The actor's, where they are recomputed.
-    logprobs: Vec<Vec<f32>>,
-    ref_logprobs: Vec<Vec<f32>>,
-    /// Before each response token, and one after the last.
-    values: Vec<Vec<f32>>,
-}
-
 /// By the roles of this placement, all of whose ranks call this.
 fn score(
     run: &Run,
@@ -237,7 +371,7 @@ fn score(
     let mut scores = Scores::default();
     phase::set(step, "reward");
     if run.ranks.has(RoleName::Reward) {
-        if models.actor.is_none() {
+        if models.sampler.is_none() {
             collector.push(run, samples);
         }
         scores.scored = phases.time(Phase::Reward, || collector.reward(run, samples))?;
@@ -263,124 +397,9 @@ fn score(
         }
     });
     if run.recomputes_old_logprobs()
-        && let Some((actor, _)) = models.actor
+        && let Some(actor) = models.actor
     {
         scores.logprobs = phases.time(Phase::OldLogprobs, || logprobs(actor));
     }
     Ok(scores)
-}
-
-impl Scores {
-    fn with(mut self, more: Self) -> Self {
-        self.scored.extend(more.scored);
-        self.logprobs.extend(more.logprobs);
-        self.ref_logprobs.extend(more.ref_logprobs);
-        self.values.extend(more.values);
-        self
-    }
-
-    /// Takes the greedy responses from between the samples, whose baselines they are. Where a reward failed on one, it failed on
-    /// all samples of its prompt.
-    fn take_greedy(&mut self, run: &Run, samples: &mut Vec<Experience>) {
-        if !run.config.has_greedy() {
-            return;
-        }
-        let all = std::mem::take(samples).into_iter().zip(std::mem::take(&mut self.scored));
-        let is_sample = |(sample, _): &(Experience, Scored)| {
-            (sample.response.sample as usize) < run.config.rollout.samples_per_prompt
-        };
-        let (sampled, greedy): (Vec<_>, Vec<_>) = all.partition(is_sample);
-        let known = greedy.into_iter().map(|(Experience { response, .. }, scored)| {
-            let greedy = Greedy { score: scored.score, tokens: response.tokens.len(), finish: response.finish };
-            (response.prompt, (greedy, scored.failed))
-        });
-        let known: BTreeMap<usize, (Greedy, Option<String>)> = known.collect();
-        for (mut sample, mut scored) in sampled {
-            if let Some((greedy, failed)) = known.get(&sample.response.prompt) {
-                sample.greedy = Some(*greedy);
-                scored.failed = scored.failed.or_else(|| failed.clone());
-            }
-            samples.push(sample);
-            self.scored.push(scored);
-        }
-    }
-
-    /// Adds what the rewards said while others worked.
-    fn add(&mut self, samples: &[Experience], mut streamed: HashMap<Key, Scored>) {
-        self.scored.resize(samples.len(), Scored::default());
-        for (sample, scored) in samples.iter().zip(&mut self.scored) {
-            *scored = rollout::take(&mut streamed, sample.key()).plus(std::mem::take(scored));
-        }
-    }
-
-    /// Zeros for the scores of placements that a null device does not have.
-    fn complete(&mut self, samples: &[Experience]) {
-        for (scores, last) in [(&mut self.ref_logprobs, 0), (&mut self.values, 1)] {
-            if scores.is_empty() {
-                *scores = samples.iter().map(|sample| vec![0.0; sample.response.tokens.len() + last]).collect();
-            }
-        }
-    }
-
-    /// Moves the scores into the samples; returns the largest change of a log-probability, where they were recomputed.
-    fn fill(&self, samples: &mut [Experience]) -> Option<f64> {
-        for (sample, scored) in samples.iter_mut().zip(&self.scored) {
-            sample.score = scored.score;
-            sample.scores.clone_from(&scored.parts);
-        }
-        for (sample, logprobs) in samples.iter_mut().zip(&self.ref_logprobs) {
-            sample.ref_logprobs.clone_from(logprobs);
-        }
-        for (sample, values) in samples.iter_mut().zip(&self.values) {
-            let (last, before) = values.split_last().expect("a value after the last token");
-            (sample.values, sample.last_value) = (before.to_vec(), *last);
-        }
-        let mut gap = (!self.logprobs.is_empty()).then_some(0.0);
-        for (sample, logprobs) in samples.iter_mut().zip(&self.logprobs) {
-            let learned = sample.response.logprobs.iter().zip(logprobs).zip(&sample.mask).filter(|(_, m)| **m != 0);
-            let gaps = learned.map(|((a, b), _)| f64::from((a - b).abs()));
-            gap = gap.map(|gap| gaps.fold(gap, larger));
-            sample.response.logprobs.clone_from(logprobs);
-        }
-        gap
-    }
-
-    /// Takes out the samples on which a reward failed, and with each the others of its prompt where the estimator compares them;
-    /// how many, where the job allows it.
-    fn drop_failed(&self, run: &Run, samples: &mut Vec<Experience>) -> Result<Option<f64>> {
-        if run.config.reward.on_failure == OnFailure::Stop {
-            return Ok(None);
-        }
-        let failed =
-            |(sample, scored): (&Experience, &Scored)| scored.failed.is_some().then_some(sample.response.prompt);
-        let failed: Vec<usize> = samples.iter().zip(&self.scored).filter_map(failed).collect();
-        let prompts: HashSet<usize> = failed.iter().copied().collect();
-        let (before, is_grouped) = (samples.len(), run.config.ppo.advantage.is_grouped());
-        let mut scored = self.scored.iter();
-        samples.retain(|sample| {
-            let own = scored.next().is_some_and(|scored| scored.failed.is_some());
-            let in_group = is_grouped && prompts.contains(&sample.response.prompt);
-            !(own || in_group)
-        });
-        let dropped = before - samples.len();
-        if let Some(why) = self.scored.iter().find_map(|scored| scored.failed.as_ref()) {
-            let message =
-                format!("{dropped} of {before} samples are dropped, as a reward failed on {}: {why}", failed.len());
-            if samples.is_empty() {
-                return Err(Error::service(message).hint("nothing is left to learn from: mend the reward"));
-            }
-            run.recorder.warn(&message);
-        }
-        Ok(Some(dropped as f64))
-    }
-
-    /// The mean of each extra number of the rewards.
-    fn extra(&self) -> impl Iterator<Item = (String, f64)> {
-        let mut sums: BTreeMap<&str, (f64, u64)> = BTreeMap::new();
-        for (name, value) in self.scored.iter().flat_map(|scored| &scored.extra) {
-            let sum = sums.entry(name).or_default();
-            *sum = (sum.0 + f64::from(*value), sum.1 + 1);
-        }
-        sums.into_iter().map(|(name, (sum, count))| (format!("reward/{name}"), sum / count as f64))
-    }
 }

@@ -79,6 +79,11 @@ pub trait Job: Sized {
         Ok(())
     }
 
+    /// What a checkpoint between two steps keeps of the next one, in the form of an interrupted step's work.
+    fn begun(&self) -> Option<Vec<u8>> {
+        None
+    }
+
     /// One step: its numbers, `tokens` and `samples` among them. All ranks call this.
     fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended>;
 
@@ -399,6 +404,8 @@ impl<J: Job> Opened<J> {
             return Ok(());
         }
         self.state.method = self.job.state();
+        let begun = if work.is_none() { self.job.begun() } else { None };
+        let work = work.or(begun.as_deref());
         let learners = self.job.learners();
         state::save(run, &mut self.state, &self.learned, &learners, work)
     }

@@ -1,5 +1,6 @@
 //! The algorithms, one on a page, and the state that a resume restores.
 
+mod async_rollout;
 mod best;
 mod config_diff;
 pub mod distill;
@@ -25,7 +26,9 @@ pub mod reward_model;
 mod reward_models;
 mod rollout;
 pub mod rollout_weights;
+mod sample_metrics;
 pub mod saved;
+mod scores;
 pub mod sft;
 mod shares;
 pub mod state;
@@ -34,6 +37,7 @@ mod supervised;
 mod timers;
 pub mod update;
 mod warnings;
+mod weight_sync;
 
 use crate::config::Config;
 use crate::config::job::JobKind;

@@ -138,6 +138,8 @@ pub fn load(run: &Run, models: &[JobModel], values: Values) -> Result<Vec<Role>>
         if !learns {
             // Only masters are made from the files.
             role.source = None;
+        }
+        if !learns && model.spec.role != RoleName::Rollout {
             run.offload_role(&mut role)?;
         }
         roles.push(role);

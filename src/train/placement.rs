@@ -10,19 +10,20 @@ use std::time::Duration;
 /// Joins what one minibatch measured over all placements. They wait for each other here, so that all stop behind the same
 /// minibatch and none continues where another's gradient is not finite.
 pub fn sums(ranks: &Ranks, here: Result<Sums>) -> Result<Sums> {
-    if ranks.placements.len() == 1 {
+    let together = &ranks.together;
+    if together.size() == ranks.axes.all.size() {
         return here;
     }
-    let here = ranks.all.agree(here)?;
+    let here = together.agree(here)?;
     let mut all = Sums::default();
-    ranks.of_placements(here)?.iter().for_each(|sums| all.add(sums));
+    ranks.of_placements(together, here)?.iter().for_each(|sums| all.add(sums));
     Ok(all)
 }
 
 /// Each phase's longest time over all placements.
 pub fn phases(ranks: &Ranks, here: &Phases) -> Result<Phases> {
     let mut longest = here.clone();
-    for row in ranks.of_placements(Phase::ALL.map(|phase| here.spent(phase).as_secs_f64()).to_vec())? {
+    for row in ranks.of_placements(&ranks.all, Phase::ALL.map(|phase| here.spent(phase).as_secs_f64()).to_vec())? {
         for (phase, seconds) in Phase::ALL.into_iter().zip(row) {
             let missing = Duration::from_secs_f64(seconds).saturating_sub(longest.spent(phase));
             // A phase that is added counts as one that ran.

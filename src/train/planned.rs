@@ -19,6 +19,7 @@ use crate::launch::run::{Run, Values};
 use crate::metrics::{Phases, Recorder};
 use crate::model::Head;
 use crate::text::Tokenizer;
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -122,7 +123,7 @@ fn open<J: Job>(planned: &Planned, size: usize) -> Result<Run> {
     let RewardConfig { models, judge, .. } = std::mem::take(&mut config.reward);
     config.reward = RewardConfig { rule, models, judge, ..RewardConfig::default() };
     let world = World::null(planned.rank, size);
-    let ranks = Ranks::new(world, planned.placements.clone())?;
+    let ranks = Ranks::new(world, planned.placements.clone(), false)?;
     let recorder = Recorder::silent(&config.metrics);
     if planned.gpu.is_some() {
         config.job.check = false;
@@ -143,6 +144,7 @@ fn open<J: Job>(planned: &Planned, size: usize) -> Result<Run> {
         dry_run: false,
         started: Instant::now(),
         has_learned: false,
+        must_finish: Cell::new(false),
         resident_at_start: 0,
         peak_flops: 0.0,
     })

@@ -1,15 +1,17 @@
 //! PPO and its relatives on one page: prompts -> rollout -> reward -> advantage -> { loss -> gradient -> step }.
 
 use super::dynamic_sampling::{DroppedGroup, Rounds};
-use super::experience_maker::{Collected, RolloutModels, hold, make_experience};
+use super::experience_maker::{Ahead, Collected, RolloutModels, hold, make_experience, rollout_speed, score_ahead};
 use super::job::{Ended, Job, Step};
 use super::models::{JobModel, ModelSpec};
 use super::reward_models::{self, RewardModels};
 use super::rollout::Collector;
 use super::rollout_weights::{Gathered, RolloutWeights};
+use super::sample_metrics::{advantage_values, sampled_values};
 use super::update::{REPORTED, Update};
+use super::weight_sync::WeightSync;
 use super::{evaluate, placement};
-use crate::advantage::{AdvantageState, AdvantageStats};
+use crate::advantage::AdvantageState;
 use crate::comm::{phase, records};
 use crate::config::mesh::RoleName;
 use crate::config::ppo::KlIn;
@@ -18,7 +20,7 @@ use crate::config::{self, Config};
 use crate::data::{LEDGER_LINES, Part, PromptSource, Rows, SftRow};
 use crate::device::null;
 use crate::error::{Error, Kind, Result};
-use crate::experience::{Experience, Finish, Prompt, Response};
+use crate::experience::{Experience, Prompt, Response};
 use crate::launch::banner::Needs;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
@@ -31,6 +33,7 @@ use crate::rng::{Purpose, Rng};
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -39,20 +42,27 @@ pub struct Ppo {
     pub(super) actor: Option<Learner>,
     critic: Option<Learner>,
     reference: Option<Role>,
-    /// Where the actor is on this rank.
+    /// The actor's copy, on ranks of the rollout alone.
+    copy: Option<Role>,
+    weight_sync: WeightSync,
+    /// Of the actor or its copy, where this rank samples.
     rollout_weights: Option<RolloutWeights>,
     pub(super) collector: Collector,
     advantage: AdvantageState,
     /// The rest of a step that an earlier start interrupted.
-    work: Option<Work>,
+    pub(super) work: Option<Work>,
+    /// What is there of the next steps' samples, where the rollout runs ahead.
+    pub(super) ahead: VecDeque<Ahead>,
 }
 
-#[derive(Clone, Debug, Serialize, Deserialize)]
-enum Work {
+#[derive(Serialize, Deserialize)]
+pub(super) enum Work {
     /// In rollout: the finished responses.
     Rollout(Vec<Response>),
     /// In training: the experience, where the updates stand, and what was measured so far.
     Update(UpdateWork),
+    /// Where the rollout runs ahead: samples of the next steps, and the rest of one that was interrupted.
+    Ahead(VecDeque<Ahead>, Option<Vec<u8>>),
 }
 
 /// The training phase of one step.
@@ -82,6 +92,9 @@ impl Job for Ppo {
             all.push(ModelSpec::new(RoleName::Critic, config.critic_dir(), Head::Value, Some(&optim.critic)));
         }
         all.extend(Self::reward_models(config));
+        if config.mesh.rollout_is_apart() {
+            all.push(ModelSpec::new(RoleName::Rollout, &model.actor, Head::LanguageModel, None));
+        }
         all
     }
 
@@ -145,10 +158,12 @@ impl Job for Ppo {
         let is_actor = |learner: &Learner| learner.role.name == RoleName::Actor.name();
         let (mut actors, mut critics): (Vec<_>, Vec<_>) = learners.into_iter().partition(is_actor);
         let (actor, critic) = (actors.pop(), critics.pop());
-        let is_reference = |role: &Role| role.name == RoleName::Reference.name();
-        let (mut references, rewards): (Vec<_>, Vec<_>) = frozen.into_iter().partition(is_reference);
+        let is = |name: RoleName| move |role: &Role| role.name == name.name();
+        let (mut references, others): (Vec<_>, Vec<_>) = frozen.into_iter().partition(is(RoleName::Reference));
+        let (mut copies, rewards): (Vec<_>, Vec<_>) = others.into_iter().partition(is(RoleName::Rollout));
         let rewards = run.ranks.all.agree(RewardModels::new(run, rewards, &tokenizer, &source))?;
-        let role = actor.as_ref().map(|actor| &actor.role);
+        let copy = copies.pop();
+        let role = copy.as_ref().or(actor.as_ref().map(|actor| &actor.role)).filter(|_| run.ranks.samples());
         let (rollout_weights, weights_bytes) = RolloutWeights::of(run, role, source.longest())?;
         Ok(Self {
             critic,
@@ -156,7 +171,10 @@ impl Job for Ppo {
             collector: Collector::new(run, source, tokenizer, arch, weights_bytes, rewards)?,
             advantage: AdvantageState::new(&run.config.ppo),
             work: None,
+            ahead: VecDeque::new(),
             actor,
+            copy,
+            weight_sync: WeightSync::new(run),
             rollout_weights,
         })
     }
@@ -176,11 +194,38 @@ impl Job for Ppo {
     fn restore(&mut self, state: Value, work: Option<&[u8]>) -> Result<()> {
         self.advantage =
             serde_json::from_value(state).map_err(|e| Error::data(format!("the checkpoint's state: {e}")))?;
-        self.work = work.map(records::decode).transpose()?;
+        self.work = match work.map(records::decode).transpose()? {
+            Some(Work::Ahead(ahead, rest)) => {
+                self.ahead = ahead;
+                rest.as_deref().map(records::decode).transpose()?
+            }
+            work => work,
+        };
         Ok(())
     }
 
+    fn begun(&self) -> Option<Vec<u8>> {
+        (!self.ahead.is_empty()).then(|| records::encode(&Work::Ahead(self.ahead.clone(), None)))
+    }
+
     fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
+        if run.runs_ahead() { self.step_ahead(run, step) } else { self.learn_step(run, step) }
+    }
+
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>> {
+        let start = Instant::now();
+        run.make_room(self.actor.as_mut(), self.critic.as_mut());
+        self.send_weights(run, step, &mut Phases::start());
+        let sampler = self.copy.as_ref().or(self.actor.as_ref().map(|actor| &actor.role));
+        let sampler = sampler.zip(self.rollout_weights.as_ref());
+        let gathered = sampler.map(|(role, rollout_weights)| rollout_weights.gather(role, &mut Phases::start()));
+        evaluate::evaluate(run, gathered.as_ref().map(Gathered::model), &mut self.collector, step, start)
+    }
+}
+
+impl Ppo {
+    /// Samples, scores and learns.
+    pub(super) fn learn_step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
         let config = run.config.clone();
         let mut work = self.begin(run, step, |ppo, experience| {
             let kl_beta = ppo.advantage.kl.beta;
@@ -202,16 +247,6 @@ impl Job for Ppo {
         Ok(metrics(run, &work))
     }
 
-    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>> {
-        let start = Instant::now();
-        run.make_room(self.actor.as_mut(), self.critic.as_mut());
-        let actor = self.actor.as_ref().map(|actor| &actor.role).zip(self.rollout_weights.as_ref());
-        let gathered = actor.map(|(actor, rollout_weights)| rollout_weights.gather(actor, &mut Phases::start()));
-        evaluate::evaluate(run, gathered.as_ref().map(Gathered::model), &mut self.collector, step, start)
-    }
-}
-
-impl Ppo {
     pub(super) fn reward_models(config: &Config) -> impl Iterator<Item = ModelSpec> {
         let reward = |model: &ModelRewardConfig| ModelSpec::new(RoleName::Reward, &model.dir, Head::Value, None);
         let judge = |judge: &JudgeConfig| ModelSpec::new(RoleName::Reward, &judge.dir, Head::LanguageModel, None);
@@ -232,16 +267,23 @@ impl Ppo {
                 return Ok(work);
             }
             Some(Work::Rollout(finished)) => finished,
-            None => Vec::new(),
+            // The rollout ran ahead when the run was stopped.
+            _ if !run.runs_ahead() => {
+                let whole = std::mem::take(&mut self.ahead).pop_front().filter(Ahead::is_scored);
+                whole.map_or_else(Vec::new, |ahead| ahead.responses)
+            }
+            _ => Vec::new(),
         };
         let Rounds { samples: mut experience, dropped, response_tokens, values: measured, .. } =
             self.collect(run, step, &finished)?;
         let (mut values, kl_beta) = prepare(self, &mut experience)?;
         let shown = run.recorder.samples(step.number, &experience);
-        run.ranks.all.agree(shown)?;
+        run.ranks.together.agree(shown)?;
         values.extend(sampled_values(&experience));
         values.extend(measured);
-        values.extend(rollout_speed(step, response_tokens));
+        let sent = Some(self.weight_sync.bytes as f64).filter(|bytes| *bytes > 0.0);
+        values.extend(named(sent.map(|bytes| (keys::RESHARD_BYTES, bytes))));
+        values.extend(rollout_speed(step.phases.spent(Phase::Rollout).as_secs_f64(), response_tokens));
         let work = UpdateWork { experience, dropped, kl_beta, values, ..UpdateWork::default() };
         self.record(run, step.number, &work)?;
         Ok(work)
@@ -258,7 +300,7 @@ impl Ppo {
             phase::set(step.number, "rollout");
             let first = prompts.len();
             let more: Result<Vec<Prompt>> = self.collector.source.next((wanted - rounds.groups).min(most - first));
-            prompts.extend(run.ranks.all.agree(more)?);
+            prompts.extend(run.ranks.together.agree(more)?);
             let made = self.sample(run, step.number, &prompts, first, finished, &mut step.phases)?;
             let unfinished = |rounds: Rounds, samples, error| {
                 let work = records::encode(&Work::Rollout(rounds.responses(samples)));
@@ -300,7 +342,7 @@ impl Ppo {
         let is_writer = run.ranks.world.rank == 0 && !dropped.is_empty();
         let ledger = run.dir.join(LEDGER_LINES);
         let listed = if is_writer { self.collector.source.write_dropped(&ledger, step, of_dropped) } else { Ok(()) };
-        run.ranks.all.agree(recorded.and(listed))
+        run.ranks.together.agree(recorded.and(listed))
     }
 
     /// The pretraining rows of an update: as many as a minibatch has samples, where they are learned from (PPO-ptx).
@@ -310,7 +352,7 @@ impl Ppo {
         }
         let shape = Self::shape(&run.config);
         let update = (step - 1) * shape.updates() as u64 + minibatch as u64 + 1;
-        run.ranks.all.agree(self.collector.source.pretrain(update, shape.minibatch))
+        run.ranks.together.agree(self.collector.source.pretrain(update, shape.minibatch))
     }
 
     /// Samples and scores responses to `prompts` from the place `first` on, but for `finished` ones, which are kept.
@@ -323,13 +365,34 @@ impl Ppo {
         finished: &[Response],
         phases: &mut Phases,
     ) -> Result<Collected> {
-        run.make_room(self.actor.as_mut(), self.critic.as_mut());
-        let mut models = RolloutModels {
-            actor: self.actor.as_ref().map(|actor| &actor.role).zip(self.rollout_weights.as_ref()),
+        let ahead = if run.runs_ahead() { self.ahead.pop_front() } else { None };
+        if ahead.is_none() {
+            run.make_room(self.actor.as_mut(), self.critic.as_mut());
+            self.send_weights(run, step - 1, phases);
+        }
+        let (mut models, collector) = self.models_of_rank();
+        match ahead {
+            Some(ahead) => score_ahead(run, &mut models, collector, step, prompts, ahead, phases),
+            None => make_experience(run, &mut models, collector, step, prompts, first, finished, phases),
+        }
+    }
+
+    /// The models of this rank that generate and score, and what collects what they say.
+    pub(super) fn models_of_rank(&mut self) -> (RolloutModels<'_>, &mut Collector) {
+        let actor = self.actor.as_ref().map(|actor| &actor.role);
+        let models = RolloutModels {
+            sampler: self.copy.as_ref().or(actor).zip(self.rollout_weights.as_ref()),
+            actor,
             critic: self.critic.as_mut().map(|critic| &mut critic.role),
             reference: self.reference.as_mut(),
         };
-        make_experience(run, &mut models, &mut self.collector, step, prompts, first, finished, phases)
+        (models, &mut self.collector)
+    }
+
+    /// Brings the weights behind `step` to the ranks that sample, where these have a copy.
+    pub(super) fn send_weights(&mut self, run: &Run, step: u64, phases: &mut Phases) {
+        let actor = self.actor.as_ref().map(|actor| &actor.role);
+        self.weight_sync.send(run, step, actor, self.copy.as_mut(), phases);
     }
 
     /// Epochs over minibatches of `size` samples of a global, seeded shuffle that does not depend on the ranks: `update` makes an
@@ -355,7 +418,7 @@ impl Ppo {
         let bar = run.recorder.phase(Phase::Train.name(), total as u64);
         bar.set_position(work.minibatches as u64);
         while work.minibatches < total {
-            if work.minibatches > 0 && run.stop_requested() {
+            if work.minibatches > 0 && run.ranks.together.any(run.stop_requested_here()) {
                 let work = records::encode(&Work::Update(std::mem::take(work)));
                 return Err(Ended::Unfinished { work, took_rows: true, error: None });
             }
@@ -395,56 +458,6 @@ fn metrics(run: &Run, work: &UpdateWork) -> Metrics {
         );
     }
     values
-}
-
-/// What the rollout of a step took of each of `sampled` tokens.
-fn rollout_speed(step: &Step, sampled: usize) -> Metrics {
-    let (rollout_s, sampled) = (step.phases.spent(Phase::Rollout).as_secs_f64(), sampled as f64);
-    let values = [
-        (keys::ROLLOUT_TOKENS_PER_S, sampled / rollout_s),
-        (keys::TIME_PER_TOKEN_MS, 1e3 * rollout_s / sampled.max(1.0)),
-    ];
-    named(values.into_iter().filter(|_| rollout_s > 0.0))
-}
-
-/// Numbers of samples, whatever is learned from them.
-fn sampled_values(samples: &[Experience]) -> Metrics {
-    let n = samples.len() as f64;
-    let (mut tokens, mut responses, mut cut) = (0usize, 0usize, 0usize);
-    for sample in samples {
-        tokens += sample.length();
-        responses += sample.response.tokens.len();
-        cut += usize::from(sample.response.finish == Finish::Length);
-    }
-    named([
-        (keys::SAMPLES, n),
-        (keys::TOKENS, tokens as f64),
-        (keys::RESPONSE_TOKENS_MEAN, responses as f64 / n),
-        (keys::RESPONSE_TRUNCATED_RATIO, cut as f64 / n),
-    ])
-}
-
-/// Numbers of rewards and advantages that are known before training begins.
-fn advantage_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) -> Metrics {
-    let mut all = vec![
-        (keys::REWARD_MEAN, stats.reward_mean),
-        (keys::REWARD_STD, stats.reward_std),
-        (keys::REWARD_CLIPPED_RATIO, stats.clipped_ratio),
-        (keys::SCORE_MEAN, stats.score_mean),
-        (keys::KL_MEAN, stats.kl_mean),
-        (keys::KL_COEF, f64::from(kl_beta)),
-        (keys::ADVANTAGE_MEAN, stats.advantage_mean),
-        (keys::ADVANTAGE_STD, stats.advantage_std),
-        (keys::RETURN_MEAN, stats.return_mean),
-    ];
-    all.extend(stats.greedy_mean.map(|mean| (keys::SCORE_GREEDY_MEAN, mean)));
-    all.extend(stats.equal_groups_ratio.map(|ratio| (keys::EQUAL_GROUPS_RATIO, ratio)));
-    if samples.iter().any(|s| !s.values.is_empty()) {
-        let values: f64 = samples.iter().map(|s| s.values.iter().map(|v| f64::from(*v)).sum::<f64>()).sum();
-        let responses: usize = samples.iter().map(|s| s.response.tokens.len()).sum();
-        all.push((keys::VALUE_MEAN, values / responses.max(1) as f64));
-    }
-    named(all)
 }
 
 /// `number, style.py x 0.5`

@@ -2,8 +2,8 @@
 
 use super::episodes::{Episodes, Texts};
 use super::reward_models::RewardModels;
-use super::shares::{Key, Offer, Taken, expect, own_share, share_of};
-use crate::comm::{Stream, records};
+use super::shares::{Key, Offer, Piece, Taken, expect, own_share, share_of};
+use crate::comm::{Group, Stream, records};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::rollout::RolloutConfig;
@@ -22,7 +22,7 @@ use crate::rollout::{self, Beams, Engine, Hooks, Model, Outcome, Queue, Request,
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::ops::Range;
 use std::sync::Arc;
@@ -82,7 +82,7 @@ impl Load {
         Self {
             seconds: start.elapsed().as_secs_f64(),
             preemptions: outcome.preemptions,
-            drawn: outcome.responses.iter().flatten().map(|response| response.tokens.len()).sum(),
+            drawn: outcome.responses.iter().flatten().map(Response::tokens_without_weights).sum(),
             places: outcome.forwards * batch_max,
             stolen: 0,
             prompt_tokens: outcome.prompt_tokens,
@@ -154,22 +154,23 @@ impl Collector {
         self.reward.weights()
     }
 
-    /// Samples responses to this rank's share of the prompts `part`, but for `finished` ones, and hands each to its rewards where these
-    /// are on this rank. All ranks of the actor call this.
+    /// Samples responses to this rank's share of the prompts `part`, which are of the steps of `pieces`, but for those in `begun` that
+    /// are finished; it goes on with the others there. Hands each that has ended to its rewards where these are on this rank. All ranks
+    /// that sample call this.
     pub fn rollout(
         &mut self,
         run: &Run,
         model: Model,
-        step: u32,
+        pieces: &[Piece],
         prompts: &[Prompt],
         part: &Range<usize>,
-        finished: &[Response],
+        begun: &[Response],
     ) -> Result<RankResponses> {
         let config = &run.config.rollout;
         let greedy = greedy(config);
         let configs = if run.config.has_greedy() { &[config, &greedy][..] } else { &[config] };
         let streams = run.ranks.has(RoleName::Reward);
-        let answered = self.generate(run, model, step, prompts, part, configs, None, finished, streams);
+        let answered = self.generate(run, model, pieces, prompts, part, configs, None, begun, streams);
         let (responses, complete) = run.ranks.axes.all.agree(answered)?;
         self.log_refused_graphs(run);
         let tensor = &run.ranks.rollout_axes.tensor;
@@ -201,25 +202,25 @@ impl Collector {
         self.graphs_logged = true;
     }
 
-    /// Responses to the prompts of `part` that this rank takes, with those of them that are `done`, and whether none is missing; a stop
+    /// Responses to the prompts of `part` that this rank takes, with those of them that were `begun`, and whether none is missing; a stop
     /// ends it early. Those of each of `configs` are numbered behind those of the one before. Where this `streams`, responses go
     /// to the reward of these ranks. With `beams` they are searched for.
     fn generate(
         &mut self,
         run: &Run,
         model: Model,
-        step: u32,
+        pieces: &[Piece],
         prompts: &[Prompt],
         part: &Range<usize>,
         configs: &[&RolloutConfig],
         beams: Option<Beams>,
-        done: &[Response],
+        begun: &[Response],
         streams: bool,
     ) -> Result<(Vec<Response>, bool)> {
         let (config, axes) = (&run.config.rollout, &run.ranks.rollout_axes);
         let of_each: usize = configs.iter().map(|config| config.samples_per_prompt).sum();
         let (offer, failed) = (Offer::new(run, part, beams.is_none()), RefCell::new(None));
-        let requests = self.requests(prompts, &offer.prompts, configs, done)?;
+        let (requests, done) = self.requests(prompts, pieces, &offer.prompts, configs, begun)?;
         let model = Model { tokenizer: Some(&self.tokenizer), ..model };
         if let Some(bytes) = run.cache_bytes() {
             self.engine.allow(bytes);
@@ -233,7 +234,9 @@ impl Collector {
         let episodes = |of| Episodes::new(of, prompts, &requests, texts, self.rounds, &failed);
         let mut episodes = self.environment.as_mut().map(episodes);
         let (reward, asked, streams) = (&mut self.reward, &mut self.asked, streams.then(|| axes.tensor.clone()));
-        let taken = Taken { reward, asked, prompts, of_each, done, streams, places: HashMap::new() };
+        let whole =
+            pieces.iter().find(|piece| piece.tokens_max < usize::MAX).map_or(prompts.len(), |p| p.prompts.start);
+        let taken = Taken { reward, asked, prompts, of_each, done: &done, streams, places: HashMap::new(), whole };
         let (taken, engine, load) = (RefCell::new(taken), &mut self.engine, &mut self.load);
         let outcome = offer.take(axes, &taken, |next| {
             let place = |prompt: usize| requests.partition_point(|request| request.prompt < prompt);
@@ -253,7 +256,7 @@ impl Collector {
             };
             let start = Instant::now();
             let outcome = match beams {
-                None => engine.generate(model, self.rng, step, &requests, &mut hooks),
+                None => engine.generate(model, self.rng, pieces[0].step, &requests, &mut hooks),
                 Some(beams) => engine.beam_search(model, beams, &requests, &mut hooks),
             };
             *load = outcome.as_ref().map_or_else(|_| Load::default(), |outcome| Load::of(outcome, batch_max, start));
@@ -271,14 +274,16 @@ impl Collector {
         Ok(taken.with_done(outcome.responses.into_iter().flatten()))
     }
 
-    /// What is asked for `prompts[own]`, but for what is `done`.
+    /// What is asked for `prompts[own]`, and those of the responses in `begun` that nothing is asked for: they have ended, or are as long
+    /// as they may be in this phase.
     fn requests(
         &self,
         prompts: &[Prompt],
+        pieces: &[Piece],
         own: &Range<usize>,
         configs: &[&RolloutConfig],
-        done: &[Response],
-    ) -> Result<Vec<Request>> {
+        begun: &[Response],
+    ) -> Result<(Vec<Request>, Vec<Response>)> {
         let mut requests: Vec<Request> = Vec::new();
         for config in configs {
             let first = requests.last().map_or(0, |last| last.sample + 1);
@@ -286,14 +291,25 @@ impl Collector {
             requests.extend(more.into_iter().map(|request| Request { sample: first + request.sample, ..request }));
         }
         requests.sort_by_key(|request| request.prompt);
-        let ids = random_ids(prompts);
-        for request in &mut requests {
+        let ids: Vec<u64> = pieces.iter().flat_map(|piece| random_ids(&prompts[piece.prompts.clone()])).collect();
+        let mut known: HashMap<Key, &Response> = begun.iter().map(|r| ((r.prompt, r.sample), r)).collect();
+        requests.retain_mut(|request| {
             request.prompt += own.start;
             request.prompt_id = ids[request.prompt];
-        }
-        let done: HashSet<(usize, u32)> = done.iter().map(|r| (r.prompt, r.sample)).collect();
-        requests.retain(|r| !done.contains(&(r.prompt, r.sample)));
-        Ok(requests)
+            let piece = pieces.iter().find(|piece| piece.prompts.contains(&request.prompt)).expect("a piece has it");
+            let longest = request.new_tokens_max;
+            (request.step, request.new_tokens_max) = (Some(piece.step), longest.min(piece.tokens_max));
+            let Some(begun) = known.get(&(request.prompt, request.sample)) else { return true };
+            let drawn = begun.tokens.len();
+            let goes_on =
+                begun.finish == Finish::Length && drawn < request.new_tokens_max && self.environment.is_none();
+            if goes_on {
+                request.begun = Some(Arc::new((*begun).clone()));
+                known.remove(&(request.prompt, request.sample));
+            }
+            goes_on
+        });
+        Ok((requests, known.into_values().cloned().collect()))
     }
 
     /// Hands this rank's share of `samples` to the reward, where they come from other ranks. All ranks of the reward's placement
@@ -305,10 +321,9 @@ impl Collector {
         self.reward.flush();
     }
 
-    /// What the rewards say of all responses that ranks have handed over, on all ranks; `None` where a rank was asked to stop
-    /// before they had said it. All ranks of the run call this.
-    pub fn scored(&mut self, run: &Run) -> Result<Option<HashMap<Key, Scored>>> {
-        let all = &run.ranks.all;
+    /// What the rewards say of all responses that ranks of `all` have handed over, on each of them; `None` where one was asked to stop
+    /// before they had said it. All ranks of the group call this.
+    pub fn scored(&mut self, run: &Run, all: &Group) -> Result<Option<HashMap<Key, Scored>>> {
         let (is_scored, is_stopped) = loop {
             let is_scored = self.reward.wait(Instant::now() + WAIT);
             let stops = !is_scored && run.stop_requested_here();
@@ -354,8 +369,17 @@ impl Collector {
     ) -> Result<Option<Vec<Answer>>> {
         let mut answer = |model| {
             let all = 0..prompts.len();
-            let (responses, is_complete) =
-                self.generate(run, model, step, prompts, &all, &[config], beams, &[], true)?;
+            let (responses, is_complete) = self.generate(
+                run,
+                model,
+                &[Piece::whole(step, prompts.len())],
+                prompts,
+                &all,
+                &[config],
+                beams,
+                &[],
+                true,
+            )?;
             Ok(is_complete.then(|| own_share(responses, &run.ranks.rollout_axes.tensor)))
         };
         let mine: Option<Vec<Response>> = run.ranks.all.agree(model.map_or(Ok(Some(Vec::new())), &mut answer))?;
@@ -364,7 +388,7 @@ impl Collector {
             run.ranks.all.agree(cancelled)?;
             return Ok(None);
         }
-        let Some(mut by_key) = self.scored(run)? else { return Ok(None) };
+        let Some(mut by_key) = self.scored(run, &run.ranks.all)? else { return Ok(None) };
         let mut responses: Vec<Response> = records::gather(&run.ranks.all, &mine.unwrap_or_default())?;
         responses.sort_by_key(|response| (response.prompt, response.sample));
         let mut scored: Vec<Scored> = responses.iter().map(|r| take(&mut by_key, (r.prompt, r.sample))).collect();
@@ -380,7 +404,7 @@ impl Collector {
             } else {
                 Ok(Vec::new())
             };
-            let of_placements = run.ranks.of_placements(run.ranks.all.agree(found)?)?;
+            let of_placements = run.ranks.of_placements(&run.ranks.all, run.ranks.all.agree(found)?)?;
             scored = of_placements.into_iter().find(|scored| !scored.is_empty()).unwrap_or_default();
         }
         let known = responses.into_iter().zip(scored).filter(|(_, scored)| scored.failed.is_none());
@@ -424,8 +448,7 @@ fn context(run: &Run, source: &PromptSource) -> Result<RewardContext> {
 
 /// The environment. Of ranks that share a schedule the first one asks, and all know whether there is one.
 fn environment(run: &Run, context: &RewardContext) -> Result<Option<Environment>> {
-    let of_actor = run.ranks.has(RoleName::Actor);
-    let config = run.config.reward.environment.first().filter(|_| of_actor);
+    let config = run.config.reward.environment.first().filter(|_| run.ranks.samples());
     config.map(|config| Environment::new(&run.config.reward, config, &run.config.base, context)).transpose()
 }
 

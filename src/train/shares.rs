@@ -80,6 +80,22 @@ pub fn expect(reward: &mut Reward, asked: &mut Vec<Key>, keys: impl Iterator<Ite
     reward.expect(asked.len() - before)
 }
 
+/// Prompts of one step among those that a phase answers.
+pub struct Piece {
+    /// That keys the draws.
+    pub step: u32,
+    pub prompts: Range<usize>,
+    /// Tokens that their responses have at most behind the phase: those that are longer go on in a later one.
+    pub tokens_max: usize,
+}
+
+impl Piece {
+    /// All prompts of a step, and their responses whole.
+    pub fn whole(step: u32, prompts: usize) -> Self {
+        Self { step, prompts: 0..prompts, tokens_max: usize::MAX }
+    }
+}
+
 /// The prompts that ranks with a model between them have taken, and their responses on the way to the reward.
 pub struct Taken<'a> {
     pub reward: &'a mut Reward,
@@ -94,12 +110,15 @@ pub struct Taken<'a> {
     pub streams: Option<Group>,
     /// Of each prompt that was taken the place of its first response, where this rank hands it over.
     pub places: HashMap<usize, Option<usize>>,
+    /// Prompts before this one are answered whole, the others go on in a later phase.
+    pub whole: usize,
 }
 
 impl Taken<'_> {
     pub fn take(&mut self, prompt: usize) {
         let turn = self.places.len();
         let is_own = self.streams.as_ref().is_some_and(|ranks| turn % ranks.size() == ranks.rank());
+        let is_own = is_own && prompt < self.whole;
         let keys = (0..self.of_each as u32).map(|sample| (prompt, sample));
         let first = is_own.then(|| expect(self.reward, self.asked, keys));
         self.places.insert(prompt, first);

@@ -72,5 +72,6 @@ fn idle_key(role: RoleName) -> &'static str {
         RoleName::Critic => keys::IDLE_RATIO_CRITIC,
         RoleName::Reference | RoleName::Teacher => keys::IDLE_RATIO_REFERENCE,
         RoleName::Reward => keys::IDLE_RATIO_REWARD,
+        RoleName::Rollout => keys::IDLE_RATIO_ROLLOUT,
     }
 }

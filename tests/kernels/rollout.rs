@@ -97,6 +97,8 @@ pub fn request(i: usize, new_tokens_max: usize) -> Request {
         top_logprobs: 0,
         keeps_mask: false,
         rng: None,
+        step: None,
+        begun: None,
     }
 }
 

@@ -58,6 +58,7 @@ fn sample(id: u64, n: usize) -> Experience {
             tokens: (0..n as u32).map(|t| 100 + t).collect(),
             logprobs: array(-1.0),
             sample_logprobs: array(-2.0),
+            weights: Vec::new(),
             finish: if id.is_multiple_of(2) { Finish::Stop } else { Finish::Length },
             text: format!("response {id}"),
             sampling_masks: Vec::new(),

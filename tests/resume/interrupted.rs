@@ -1,6 +1,7 @@
 //! Runs that are killed, asked to stop, or out of time, and go on.
 
 use crate::process::Running;
+use crate::resume::async_rollout::ahead;
 use crate::resume::job::{Job, listens, signal};
 use rlhf_hpc::checkpoint::newest;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -40,6 +41,10 @@ fn interrupted_in(job: &Job) -> Place {
         return if due { Place::Evaluation } else { Place::BetweenSteps };
     }
     let work = checkpoint.file("work.bin").expect("listed");
+    // Behind the next batch, of a rollout that runs ahead: whether there is the rest of a step.
+    if work[0] == 2 && work.last() == Some(&0) {
+        return Place::BetweenSteps;
+    }
     if work[0] == 0 { Place::Rollout { finished: work[1] > 0 } } else { Place::Training }
 }
 
@@ -108,6 +113,12 @@ fn a_ppo_run_stopped_between_minibatches_goes_on_bitwise() {
     let sets =
         format!("{LONG_TRAINING} {MASKED} ppo.critic_warmup_steps=2 ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"]");
     ppo_usr1("usr1-train-alone", 0, &sets, Place::Training);
+}
+
+#[test]
+fn a_rollout_that_runs_ahead_goes_on_bitwise_after_a_stop_in_training() {
+    let sets = format!("job.steps=5 eval.every_steps=3 {LONG_TRAINING} ppo.kl_target=0.1");
+    usr1("usr1-ahead", |name| ahead(name, 1, 1).with(&sets), Place::Training);
 }
 
 #[test]

@@ -245,13 +245,15 @@ impl Job {
         self.metrics().iter().filter_map(|line| line.get(key)?.as_f64()).collect()
     }
 
-    /// The lines without what no two runs share: times, shares of them, memory, what a rollout took, and how often they were resumed.
+    /// The lines without what no two runs share: times, shares of them, memory, what a rollout took, what was moved for it, and how
+    /// often they were resumed.
     pub fn timeless_metrics(&self) -> Vec<Map<String, Value>> {
         let mut lines = self.metrics();
         for line in &mut lines {
             let of_rollout = |key: &str| key.starts_with("idle_") || key.starts_with("rollout_");
             let of_times = |key: &str| key.contains("time_") || key.ends_with("per_s") || of_rollout(key);
-            let is_of_a_start = |key: &str| key == "mfu" || key == "restarts" || key.starts_with("memory_");
+            let is_of_a_start =
+                |key: &str| ["mfu", "restarts", "reshard_bytes"].contains(&key) || key.starts_with("memory_");
             line.retain(|key, _| !of_times(key) && !is_of_a_start(key));
         }
         lines

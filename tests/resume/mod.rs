@@ -3,6 +3,7 @@
 
 mod alike;
 mod arrays;
+mod async_rollout;
 mod best;
 mod changed;
 mod distill;

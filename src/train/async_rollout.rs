@@ -1,0 +1,110 @@
+//! A rollout that runs ahead of the updates, on ranks of its own (`mesh.async_updates_max` = k): while they draw samples of the next
+//! steps, the others learn from those of this one. So a step takes as long as the longer of both (arXiv:2410.18252).
+//!
+//! With k above 1 a response is drawn in k phases, the i-th of which ends with i * ceil(L / k) tokens, where L is
+//! `rollout.response_tokens_max`: one that is longer goes on with the weights of the next phase. A phase draws the first tokens of a batch
+//! beside the last ones of another, and does not wait for the longest response. Which weights draw a token depends on its place alone,
+//! not on time: the same job gives the same samples, on any number of ranks and after any interruption.
+
+use super::experience_maker::{Ahead, draw_ahead};
+use super::job::{Ended, Step};
+use super::ppo::{Ppo, Work};
+use super::shares::Piece;
+use crate::comm::records;
+use crate::error::Result;
+use crate::launch::run::Run;
+use crate::metrics::keys::Metrics;
+
+impl Ppo {
+    /// A step of a rollout that runs ahead: its ranks draw, with the weights behind the last step, while the others learn from the samples
+    /// that are here.
+    pub(super) fn step_ahead(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
+        // A step that goes on has its samples, and the next ones are here.
+        let goes_on = matches!(self.work, Some(Work::Update(_)));
+        if !goes_on {
+            self.fill(run, step)?;
+        }
+        let (mut learned, mut drawn) = (Ok(Metrics::new()), Ok(Vec::new()));
+        if !run.ranks.samples() {
+            learned = self.learn_step(run, step);
+        } else if !goes_on {
+            self.ahead.pop_front();
+            let taken = self.collector.source.next(run.config.rollout.prompts_per_step);
+            drawn = taken.and_then(|_| self.draw(run, step, step.number));
+        }
+        self.work = None;
+        let failed = if let Err(Ended::Failed(error)) = &learned { Err(error.clone()) } else { Ok(()) };
+        run.ranks.all.agree(failed)?;
+        if !goes_on {
+            self.share(run, drawn)?;
+        }
+        // Rank 0 learns.
+        let took =
+            |ended: &Ended| if let Ended::Unfinished { took_rows, .. } = ended { Some(*took_rows) } else { None };
+        let unfinished = records::of_first(&run.ranks.all, || learned.as_ref().err().and_then(took));
+        let Some(took_rows) = unfinished else { return learned };
+        let (rest, error) = match learned {
+            Err(Ended::Unfinished { work, error, .. }) => (work, error),
+            _ => (Vec::new(), None),
+        };
+        let error = run.ranks.all.agree(error.map_or(Ok(()), Err)).err();
+        Err(Ended::Unfinished { work: records::encode(&Work::Ahead(self.ahead.clone(), Some(rest))), took_rows, error })
+    }
+
+    /// Has the samples of a step drawn and scored, where a start or a failed reward left them out, while all ranks wait.
+    fn fill(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<(), Ended> {
+        if let Some(Work::Rollout(responses)) = self.work.take() {
+            self.ahead.push_front(Ahead::of(responses));
+        }
+        self.send_weights(run, step.number - 1, &mut step.phases);
+        let first = self.ahead.front();
+        if first.is_none_or(|first| !first.is_scored() && first.error.is_none()) {
+            let drawn = if run.ranks.samples() { self.draw(run, step, step.number - 1) } else { Ok(Vec::new()) };
+            self.share(run, drawn)?;
+        }
+        match self.ahead.front_mut().and_then(|first| first.error.take()) {
+            None => Ok(()),
+            Some(error) => {
+                let work = records::encode(&Work::Ahead(self.ahead.clone(), None));
+                Err(Ended::Unfinished { work, took_rows: false, error: Some(error) })
+            }
+        }
+    }
+
+    /// The phase behind step `before`, on ranks that sample: what there is then of the steps that follow.
+    fn draw(&mut self, run: &Run, step: &mut Step, before: u64) -> Result<Vec<Ahead>> {
+        let (ahead, rows) = (run.config.mesh.async_updates_max as u64, run.config.rollout.prompts_per_step);
+        let each = run.config.rollout.response_tokens_max.div_ceil(ahead as usize);
+        let of = |i: u64| Piece {
+            step: (before + 1 + i) as u32,
+            prompts: i as usize * rows..(i as usize + 1) * rows,
+            tokens_max: if i == 0 { usize::MAX } else { (ahead - i) as usize * each },
+        };
+        let pieces: Vec<Piece> = (0..ahead.min(run.config.job.steps - before)).map(of).collect();
+        if pieces.is_empty() {
+            return Ok(Vec::new());
+        }
+        let source = &mut self.collector.source;
+        let (cursor, ledger) = (source.cursor().clone(), source.ledger().clone());
+        let prompts = source.next(pieces.len() * rows)?;
+        source.restore(&cursor, &ledger)?;
+        let begun: Vec<Ahead> = self.ahead.iter().cloned().collect();
+        let (mut models, collector) = self.models_of_rank();
+        let asked = (&pieces[..], &prompts[..]);
+        draw_ahead(run, &mut models, collector, step.number - 1, asked, &begun, &mut step.phases)
+    }
+
+    /// Takes over what the ranks that sample have `drawn`, on all ranks, who all call this.
+    fn share(&mut self, run: &Run, drawn: Result<Vec<Ahead>>) -> Result<()> {
+        let all = &run.ranks.all;
+        let mut drawn = all.agree(drawn)?;
+        let error = drawn.first_mut().and_then(|first| first.error.take());
+        let error = all.agree(error.map_or(Ok(()), Err)).err();
+        let is_first = run.ranks.samples() && run.ranks.axes.all.rank() == 0;
+        self.ahead = records::gather(all, &if is_first { drawn } else { Vec::new() })?.into();
+        if let Some(first) = self.ahead.front_mut() {
+            first.error = error;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,45 @@
+//! What a step reports of its samples before anything is learned from them.
+
+use crate::advantage::AdvantageStats;
+use crate::experience::{Experience, Finish};
+use crate::metrics::keys::{self, Metrics, named};
+
+/// Numbers of samples, whatever is learned from them.
+pub fn sampled_values(samples: &[Experience]) -> Metrics {
+    let n = samples.len() as f64;
+    let (mut tokens, mut responses, mut cut) = (0usize, 0usize, 0usize);
+    for sample in samples {
+        tokens += sample.length();
+        responses += sample.response.tokens.len();
+        cut += usize::from(sample.response.finish == Finish::Length);
+    }
+    named([
+        (keys::SAMPLES, n),
+        (keys::TOKENS, tokens as f64),
+        (keys::RESPONSE_TOKENS_MEAN, responses as f64 / n),
+        (keys::RESPONSE_TRUNCATED_RATIO, cut as f64 / n),
+    ])
+}
+
+/// Numbers of rewards and advantages that are known before training begins.
+pub fn advantage_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) -> Metrics {
+    let mut all = vec![
+        (keys::REWARD_MEAN, stats.reward_mean),
+        (keys::REWARD_STD, stats.reward_std),
+        (keys::REWARD_CLIPPED_RATIO, stats.clipped_ratio),
+        (keys::SCORE_MEAN, stats.score_mean),
+        (keys::KL_MEAN, stats.kl_mean),
+        (keys::KL_COEF, f64::from(kl_beta)),
+        (keys::ADVANTAGE_MEAN, stats.advantage_mean),
+        (keys::ADVANTAGE_STD, stats.advantage_std),
+        (keys::RETURN_MEAN, stats.return_mean),
+    ];
+    all.extend(stats.greedy_mean.map(|mean| (keys::SCORE_GREEDY_MEAN, mean)));
+    all.extend(stats.equal_groups_ratio.map(|ratio| (keys::EQUAL_GROUPS_RATIO, ratio)));
+    if samples.iter().any(|s| !s.values.is_empty()) {
+        let values: f64 = samples.iter().map(|s| s.values.iter().map(|v| f64::from(*v)).sum::<f64>()).sum();
+        let responses: usize = samples.iter().map(|s| s.response.tokens.len()).sum();
+        all.push((keys::VALUE_MEAN, values / responses.max(1) as f64));
+    }
+    named(all)
+}
