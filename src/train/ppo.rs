@@ -479,6 +479,9 @@ fn rollout_notes(run: &Run) -> Vec<(String, String)> {
         false => None,
     };
     let reason = run.plan.rollout_reason.clone().filter(|_| run.ranks.axes.all.size() > 1);
-    let notes = [("old logprobs", old), ("decoding", run.decoding()), ("rollout", reason)];
+    let ahead = run.config.mesh.async_updates_max;
+    let steps = if ahead == 1 { "a step".to_string() } else { format!("{ahead} steps") };
+    let lag = (ahead > 0).then(|| format!("draws with weights of up to {steps} before, while others learn"));
+    let notes = [("old logprobs", old), ("decoding", run.decoding()), ("rollout", reason), ("runs ahead", lag)];
     notes.into_iter().filter_map(|(name, text)| Some((name.to_string(), text?))).collect()
 }
