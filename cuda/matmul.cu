@@ -1,9 +1,9 @@
 // y = x W^T + bias, in tiles of 16, 32, 64 and 128 rows; every output has the same bits whatever the family.
 //
 // Few rows (16, 32, 64): the time is that of reading W once. Tiles are narrow, so that n = 4096 already keeps all SMs reading;
-// a block has 60 KiB of W and x under way. Products of the same x come in one launch, for the same reason. Tensor cores wait most of the time: the padding of a row or two to 16 costs
-// nothing. Many rows (128): 64 x 64 outputs of a warp, 64 tensor core instructions to 16 loads of fragments. A
-// broad tile (128 x 256) reads three quarters of what two square ones read.
+// a block has 60 KiB of W and x under way. Products of the same x come in one launch, for the same reason. Tensor cores wait most
+// of the time: the padding of a row or two to 16 costs nothing. Many rows (128): 64 x 64 outputs of a warp, 64 tensor core
+// instructions to 16 loads of fragments. A broad tile (128 x 256) reads three quarters of what two square ones read.
 //
 // On sm_90a the wide tiles take their place from 33 rows on: there a block has an SM for itself and 110 to 170 KiB under way.
 #include "matmul.cuh"
@@ -48,7 +48,8 @@ template <class TILE, class Y> DEVICE void matmul_forward(PARAMETERS(Y)) {
 // x (m, k), W (n, k), bias (n) or null, y (m, n) bf16; strides in values
 // c (m, n) or null, with the strides of y: y itself, or a matrix that shares no memory with it
 // y_i[m][n_i] of W_i and bias_i alike: up to two more products of x, without gaps between rows of y_i; n_i 0: none
-// grid ceil(m / 16) ceil(n / 32), and as many for each n_i, block 64; needs k % 8 == 0, strides of x and W % 8 == 0, their 16-byte alignment
+// grid ceil(m / 16) ceil(n / 32), and as many for each n_i, block 64; needs k % 8 == 0, strides of x and W % 8 == 0, their 16-byte
+// alignment
 // roofline 2 n k bytes for few rows, 2 m n k flops for many
 KERNEL __launch_bounds__(64, 2) matmul_forward_16(PARAMETERS(bf16)) { matmul_forward<Forward16>(ARGUMENTS); }
 
