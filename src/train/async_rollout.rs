@@ -88,10 +88,11 @@ impl Ppo {
         let (cursor, ledger) = (source.cursor().clone(), source.ledger().clone());
         let prompts = source.next(pieces.len() * rows)?;
         source.restore(&cursor, &ledger)?;
-        let begun: Vec<Ahead> = self.ahead.iter().cloned().collect();
+        // `share` brings them back.
+        let begun = std::mem::take(&mut self.ahead);
         let (mut models, collector) = self.models_of_rank();
         let asked = (&pieces[..], &prompts[..]);
-        draw_ahead(run, &mut models, collector, step.number - 1, asked, &begun, &mut step.phases)
+        draw_ahead(run, &mut models, collector, step.number - 1, asked, begun, &mut step.phases)
     }
 
     /// Takes over what the ranks that sample have `drawn`, on all ranks, who all call this.

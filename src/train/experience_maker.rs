@@ -20,7 +20,7 @@ use crate::metrics::{Phase, Phases};
 use crate::reward::Scored;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
 /// Waits for the responses of all ranks to a batch.
@@ -137,7 +137,7 @@ impl Ahead {
     }
 }
 
-/// Goes on with the responses in `begun` of several steps, whose prompts stand one after the other in `prompts` as `pieces` says, with
+/// Continues the responses in `begun` of several steps, whose prompts follow each other in `prompts` in the order of `pieces`, with
 /// weights behind `weights_step`; and scores those of the first step, which are whole afterwards, by the roles of these ranks. It does not
 /// stop before all is done, as these weights are gone then. All ranks that sample call this.
 pub fn draw_ahead(
@@ -146,15 +146,14 @@ pub fn draw_ahead(
     collector: &mut Collector,
     weights_step: u64,
     (pieces, prompts): (&[Piece], &[Prompt]),
-    begun: &[Ahead],
+    begun: VecDeque<Ahead>,
     phases: &mut Phases,
 ) -> Result<Vec<Ahead>> {
     let (sampler, rollout_weights) = models.sampler.expect("this rank samples");
     let (here, step) = (&run.ranks.axes.all, u64::from(pieces[0].step));
     let known = pieces.iter().zip(begun).flat_map(|(piece, ahead)| {
-        let moved =
-            |response: &Response| Response { prompt: response.prompt + piece.prompts.start, ..response.clone() };
-        ahead.responses.iter().map(moved)
+        let moved = move |response: Response| Response { prompt: response.prompt + piece.prompts.start, ..response };
+        ahead.responses.into_iter().map(moved)
     });
     let known: Vec<Response> = known.collect();
     phase::set(step, "rollout");

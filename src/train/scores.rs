@@ -57,7 +57,7 @@ impl Scores {
         }
     }
 
-    /// Adds what the rewards said while others worked.
+    /// Adds the scores of rewards that came while other ranks worked.
     pub fn add(&mut self, samples: &[Experience], mut streamed: HashMap<Key, Scored>) {
         self.scored.resize(samples.len(), Scored::default());
         for (sample, scored) in samples.iter().zip(&mut self.scored) {
