@@ -2,6 +2,7 @@ fn main() {
     // Before anything else, while this is the only thread.
     rlhf_hpc::sys::signals::install();
     rlhf_hpc::sys::environment::hide();
+    rlhf_hpc::sys::environment::keep_off_network();
     rlhf_hpc::comm::abort::install_errors();
     std::process::exit(rlhf_hpc::cli::main(std::env::args_os().skip(1).collect()));
 }

@@ -63,6 +63,7 @@ fn tests() -> Vec<&'static Test> {
 type Check = Box<dyn Fn(&Path) -> Result<(), String> + Sync>;
 
 fn main() -> ExitCode {
+    rlhf_hpc::sys::environment::keep_off_network();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     if let Some(names) = std::env::var_os("RANKS_FACTS") {
         walk(&names.to_string_lossy());
