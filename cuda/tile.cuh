@@ -227,6 +227,9 @@ DEVICE void multiply_slices(u8* shared, typename TILE::CopierA& from_a, typename
                             Sums<TILE>& sums) {
 #ifdef HAS_WGMMA
     if constexpr (TILE::IS_WIDE) return multiply_slices_wide<TILE>(shared, from_a, from_b, slices, sums);
+#elif !defined(EMULATED)
+    // Wide tiles are not started here: their sums and factors would not fit the registers.
+    if constexpr (TILE::IS_WIDE) return __trap();
 #endif
     constexpr int AHEAD = TILE::STAGES - 1;
 #pragma unroll
