@@ -19,6 +19,9 @@ use std::sync::OnceLock;
 pub const LIBRARY: &str = "EMULATED_GPU";
 /// The number of a fault of `faults.rs`: the kernels have that one.
 pub const FAULT: &str = "EMULATED_FAULT";
+/// Set: kernels are not checked for what no barrier orders, which takes a third of a job's time and is seen where they are tested one by
+/// one; only for where they read and write.
+pub const ADDRESSES_ONLY: &str = "EMULATED_ADDRESSES_ONLY";
 /// Set: the driver of this process is as late as a real one may be, and memory is cut as on a real GPU.
 pub const LATE: &str = "EMULATED_LATE";
 

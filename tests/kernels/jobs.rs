@@ -70,7 +70,7 @@ pub fn command(ranks: usize, dir: &Path, line: &str) -> Command {
     let mut command = launched(ranks);
     command.arg(binary()).current_dir(dir).args(line.split_whitespace());
     if !on_a_real_gpu() {
-        command.envs(emulation::environment());
+        command.envs(emulation::environment()).env(emulation::ADDRESSES_ONLY, "1");
     }
     command
 }
@@ -84,6 +84,9 @@ pub fn command_on(fault: Option<usize>, dir: &Path, line: &str) -> Command {
     command.current_dir(dir).args(line.split_whitespace());
     match fault {
         _ if on_a_real_gpu() => {}
+        Some(SOUND) => {
+            command.envs(emulation::environment()).env(emulation::ADDRESSES_ONLY, "1");
+        }
         Some(fault) => {
             command.envs(emulation::environment()).env(emulation::FAULT, fault.to_string());
         }
