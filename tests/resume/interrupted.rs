@@ -142,13 +142,25 @@ fn a_signal_to_one_rank_stops_all_of_them() {
     assert!(!job.committed().is_empty());
 }
 
+/// Whether a Ctrl-C has not come to its process yet.
+fn waits(pid: u32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let waiting = status.lines().find_map(|line| line.strip_prefix("ShdPnd:"));
+    waiting.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).is_ok_and(|mask| mask & 2 != 0))
+}
+
 #[test]
 fn ctrl_c_saves_and_a_second_one_ends_at_once() {
     for (presses, code, words) in [(1, Some(85), "(Ctrl-C) with a checkpoint"), (2, None, "Ctrl-C again ends it")] {
         let job = Job::ppo(&format!("ctrl-c-{presses}")).with(LONG_TRAINING).with("job.steps=100000");
         let mut running = job.start();
         running.wait_until(|| !job.metrics().is_empty());
-        (0..presses).for_each(|_| assert!(signal("INT", running.pid())));
+        let pid = running.pid();
+        for _ in 0..presses {
+            assert!(signal("INT", pid));
+            // Two that wait at once would be one.
+            running.wait_until(|| !waits(pid));
+        }
         let ended = running.end();
         assert!(ended.code == code && ended.stderr.contains(words), "{:?}: {}", ended.code, ended.stderr);
         // The second one may come when the first has saved.

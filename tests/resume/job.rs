@@ -231,9 +231,13 @@ impl Job {
         std::fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
     }
 
-    /// The whole lines of `metrics.jsonl`.
+    /// The whole lines of `metrics.jsonl`, also while a run that goes on cuts the file and writes on.
     pub fn metrics(&self) -> Vec<Map<String, Value>> {
-        let text = std::fs::read_to_string(self.dir.join("metrics.jsonl")).unwrap_or_default();
+        let read = || std::fs::read_to_string(self.dir.join("metrics.jsonl")).unwrap_or_default();
+        let (mut text, mut again) = (read(), read());
+        while text != again {
+            (text, again) = (again, read());
+        }
         text.split_inclusive('\n')
             .filter(|line| line.ends_with('\n'))
             .map(|line| serde_json::from_str(line).expect("a line is a JSON object"))
