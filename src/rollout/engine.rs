@@ -27,6 +27,8 @@ pub struct Engine {
     decoder: Option<Decoder>,
     /// Why steps of decoding on a GPU are no graphs, once one could not be captured.
     refused: Option<String>,
+    /// Mean of the new tokens of the last call's responses.
+    new_tokens_before: Option<usize>,
 }
 
 impl Engine {
@@ -39,6 +41,7 @@ impl Engine {
             pages: 0,
             decoder: None,
             refused: None,
+            new_tokens_before: None,
         }
     }
 
@@ -132,7 +135,11 @@ impl Engine {
         run.outcome.found_tokens = run.scheduler.found_tokens();
         let answered = requests.iter().zip(&run.outcome.responses).filter(|(_, response)| response.is_some());
         run.outcome.prompt_tokens = answered.map(|(request, _)| request.tokens.len()).sum();
-        Ok(run.outcome)
+        let outcome = run.outcome;
+        let new_tokens = outcome.responses.iter().flatten().map(|response| response.tokens.len());
+        let count = new_tokens.clone().count();
+        self.new_tokens_before = new_tokens.sum::<usize>().checked_div(count).or(self.new_tokens_before);
+        Ok(outcome)
     }
 
     /// The best responses to each prompt that a beam search finds. Of the requests that stand together with the same prompt, the
@@ -186,7 +193,7 @@ impl Engine {
         }
         let longest = specs.iter().map(|spec| spec.prompt_tokens + spec.new_tokens_max).max();
         transformer.reserve_positions(longest.unwrap_or(0));
-        Limits { batch_max, prefill_tokens_max, pages: self.pages }
+        Limits { batch_max, prefill_tokens_max, pages: self.pages, new_tokens_before: self.new_tokens_before }
     }
 }
 

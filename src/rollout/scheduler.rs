@@ -2,9 +2,10 @@
 //!
 //! - A step feeds one token of every sequence that decodes, and up to `prefill_tokens_max` prompt tokens of those that
 //!   still read their prompt, in one forward.
-//! - A sequence is admitted when a slot is free and the pages that it is expected to need are. The expectation starts at its
-//!   full length and falls to the mean of finished sequences. Where it was too low, the youngest sequence is preempted: it
-//!   gives its pages back and later reads its tokens again, with the same bits. The oldest sequence always goes on.
+//! - A sequence is admitted when a slot is free and the pages that it is expected to need are. The expectation starts at the
+//!   mean length of the rollout before, or at its full length, and goes on to the mean of finished sequences. Where it was too low,
+//!   the youngest sequence is preempted: it gives its pages back and later reads its tokens again, with the same bits. The oldest
+//!   sequence always goes on.
 //! - Samples of one prompt form a group. The first one admitted reads the prompt; the others share its full pages,
 //!   copy the last partial one, and draw their first token from the same logits.
 //! - Pages that prompts of several groups begin with are read once, too (`Prefixes`).
@@ -20,9 +21,6 @@ use crate::error::{Error, Result};
 use crate::ops::attention::PAGE;
 use std::collections::VecDeque;
 use std::ops::Range;
-
-/// Finished sequences needed before their mean length replaces the full length as expectation.
-const FINISHED_MIN: usize = 8;
 
 #[derive(Debug)]
 pub struct Scheduler {
@@ -480,11 +478,8 @@ impl Scheduler {
     fn missing_pages(&self, s: usize, behind: bool) -> usize {
         let sequence = &self.sequences[s];
         let spec = sequence.spec;
-        let expected_new = if self.finished < FINISHED_MIN {
-            spec.new_tokens_max
-        } else {
-            (self.finished_new_tokens * 5 / (self.finished * 4) + 1).min(spec.new_tokens_max)
-        };
+        let expected_new = self.limits.expected_new(self.finished, self.finished_new_tokens);
+        let expected_new = expected_new.map_or(spec.new_tokens_max, |expected| expected.min(spec.new_tokens_max));
         let tokens = cached_tokens_max(spec.prompt_tokens, expected_new).max(sequence.length);
         let fresh = sequence.length == spec.prompt_tokens && sequence.blocks.is_empty() && !sequence.leads;
         let is_shared = behind || !matches!(self.groups[spec.group].prefix, Prefix::Absent);

@@ -10,6 +10,20 @@ pub struct Limits {
     pub prefill_tokens_max: usize,
     /// Pages of the KV cache.
     pub pages: usize,
+    /// Mean of the new tokens that sequences had before these, where some were.
+    pub new_tokens_before: Option<usize>,
+}
+
+/// Finished sequences needed before their own mean length is the expectation.
+const FINISHED_MIN: usize = 8;
+
+impl Limits {
+    /// New tokens to expect of a sequence when so many have finished with `new_tokens` in all: a quarter more than their mean, or
+    /// than the mean of those before; none where nothing is known.
+    pub fn expected_new(&self, finished: usize, new_tokens: usize) -> Option<usize> {
+        let mean = if finished < FINISHED_MIN { self.new_tokens_before } else { Some(new_tokens / finished) };
+        mean.map(|mean| mean * 5 / 4 + 1)
+    }
 }
 
 /// A sequence's share of a forward: `tokens` tokens behind the `past` cached ones.

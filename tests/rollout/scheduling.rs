@@ -176,6 +176,7 @@ fn case(number: u32) -> (Vec<Spec>, Vec<usize>, Limits) {
         batch_max: 1 + pick(12, 3),
         prefill_tokens_max: 2 + pick(100, 4),
         pages: longest + pick(3, 5) * pick(20, 6),
+        new_tokens_before: (pick(2, 7) == 0).then(|| pick(150, 8)),
     };
     (specs, lengths, limits)
 }
@@ -208,11 +209,26 @@ fn every_sequence_reads_its_own_tokens_for_any_pool_batch_and_budget() {
 }
 
 #[test]
+fn a_rollout_expects_the_lengths_of_the_one_before_and_admits_as_many_as_these_leave_room_for() {
+    let (specs, lengths) = (groups(&[10; 24], 1, 500), [20; 24]);
+    let run = |new_tokens_before| {
+        let limits = Limits { batch_max: 24, prefill_tokens_max: 240, pages: 40, new_tokens_before };
+        Rehearsal::new(&specs, &lengths, limits).run()
+    };
+    let [unknown, known, too_short] = [None, Some(20), Some(1)].map(run);
+    [&unknown, &known, &too_short].into_iter().for_each(Rehearsal::assert_complete);
+    // Two at their longest fit 40 pages, until eight have ended.
+    assert_eq!((known.running_max, known.scheduler.preemptions()), (20, 0));
+    assert!(2 * known.forwards < unknown.forwards, "{} and {}", known.forwards, unknown.forwards);
+    assert!(too_short.forwards < unknown.forwards, "what ends later than expected waits for pages");
+}
+
+#[test]
 fn a_prompt_is_read_once_for_all_its_samples() {
     let prompts = [100, 31, 32, 33, 1];
     for batch_max in [3, 7, 100] {
         let specs = groups(&prompts, 6, 20);
-        let limits = Limits { batch_max, prefill_tokens_max: 64, pages: 1000 };
+        let limits = Limits { batch_max, prefill_tokens_max: 64, pages: 1000, new_tokens_before: None };
         let done = Rehearsal::new(&specs, &[20; 30], limits).run();
         done.assert_complete();
         assert_eq!(done.fed, prompts.iter().sum::<usize>() + 30 * 19, "batch_max {batch_max}");
@@ -226,7 +242,7 @@ fn pages_that_prompts_begin_with_in_common_are_read_once() {
     let prompts = [100, 90, 71, 64, 65, 30, 100];
     for batch_max in [1, 4, 100] {
         let specs = groups(&prompts, 2, 5);
-        let limits = Limits { batch_max, prefill_tokens_max: 24, pages: 100 };
+        let limits = Limits { batch_max, prefill_tokens_max: 24, pages: 100, new_tokens_before: None };
         let done = Rehearsal::new(&specs, &[5; 14], limits).with_head(70).run();
         done.assert_complete();
         let found = 3 * 64 + 32 + prompts.iter().sum::<usize>();
@@ -241,7 +257,7 @@ fn a_finished_sequence_leaves_its_lane_at_once() {
     let specs = groups(&[5; 31], 1, 200);
     let mut lengths = [6; 31];
     lengths[0] = 150;
-    let limits = Limits { batch_max: 2, prefill_tokens_max: 64, pages: 100 };
+    let limits = Limits { batch_max: 2, prefill_tokens_max: 64, pages: 100, new_tokens_before: None };
     let done = Rehearsal::new(&specs, &lengths, limits).run();
     done.assert_complete();
     assert!(done.forwards < 200, "{} forwards", done.forwards);
@@ -251,7 +267,7 @@ fn a_finished_sequence_leaves_its_lane_at_once() {
 fn a_pool_for_few_sequences_runs_the_rest_in_waves_without_giving_pages_back() {
     // Full-length responses are what the scheduler expects at first: it never has to take pages away.
     let specs = groups(&[40; 20], 1, 100);
-    let limits = Limits { batch_max: 20, prefill_tokens_max: 2048, pages: 3 * pages_of(139) };
+    let limits = Limits { batch_max: 20, prefill_tokens_max: 2048, pages: 3 * pages_of(139), new_tokens_before: None };
     let done = Rehearsal::new(&specs, &[100; 20], limits).run();
     done.assert_complete();
     assert_eq!(done.running_max, 3);
@@ -261,7 +277,7 @@ fn a_pool_for_few_sequences_runs_the_rest_in_waves_without_giving_pages_back() {
 #[test]
 fn short_responses_raise_the_number_of_sequences_that_run_at_once() {
     let specs = groups(&[10; 60], 1, 500);
-    let limits = Limits { batch_max: 60, prefill_tokens_max: 2048, pages: 2 * pages_of(509) };
+    let limits = Limits { batch_max: 60, prefill_tokens_max: 2048, pages: 2 * pages_of(509), new_tokens_before: None };
     let done = Rehearsal::new(&specs, &[12; 60], limits).run();
     done.assert_complete();
     assert!(done.running_max > 10, "{} ran at once", done.running_max);
@@ -269,7 +285,7 @@ fn short_responses_raise_the_number_of_sequences_that_run_at_once() {
 
 #[test]
 fn sequences_that_decode_get_pages_while_some_are_free_and_a_lane_that_comes_free_is_told() {
-    let limits = Limits { batch_max: 2, prefill_tokens_max: 64, pages: 8 };
+    let limits = Limits { batch_max: 2, prefill_tokens_max: 64, pages: 8, new_tokens_before: None };
     let mut scheduler = Scheduler::new(groups(&[PAGE - 2; 3], 1, 70), limits).expect("each fits");
     assert!(scheduler.admit().is_empty());
     assert_eq!(scheduler.decoding(), None, "prompts are read first");
