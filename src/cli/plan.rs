@@ -9,7 +9,7 @@ use crate::device::cpu::pool;
 use crate::error::{Error, Result};
 use crate::launch::gpu;
 use crate::launch::step_shape::StepShape;
-use crate::plan::{Device, Job, Rows, Sharing, choose, probe, show};
+use crate::plan::{Device, Job, Rows, Sharing, microbatch, probe, show};
 use crate::train::{self, Archs};
 use argh::FromArgs;
 use std::path::PathBuf;
@@ -81,6 +81,8 @@ fn plan(args: &Args, world: &World) -> Result<String> {
         limits::check_option(option, tokens.unwrap_or(1), 1, TOKENS_MAX)?;
     }
     let archs = train::planned_archs(&config, args.reward_model.as_deref())?;
+    let asked = config.clone();
+    config.set_microbatches(microbatch::ENOUGH);
     let shape = train::shape(&config);
     let rows = rows(args, &config, &shape, &archs, &world.group())?;
     let job = Job::new(&config, &archs, Some(rows));
@@ -103,7 +105,8 @@ fn plan(args: &Args, world: &World) -> Result<String> {
         device.ranks_per_node = args.ranks_per_node.unwrap_or(device.ranks_per_node);
         device
     };
-    let choice = choose(&job, ranks, &device)?;
+    let (config, choice) = microbatch::chosen(&asked, &archs, &job.rows, ranks, &device)?;
+    let job = Job::new(&config, &archs, Some(job.rows));
     if args.json {
         return Ok(show::object(&job, &choice, &device, ranks).to_string());
     }

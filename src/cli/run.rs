@@ -94,6 +94,9 @@ fn job(mut config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()
     let opened = if is_asked { opened } else { Ok(opened?) };
     let gpu = opened.as_ref().ok().and_then(|opened| opened.gpu.as_ref());
     let layouts = plan::layouts(&config, &train::roles(&config), &world, gpu)?;
+    if let Some(tokens) = layouts.1.microbatch_tokens {
+        config.set_microbatches(tokens);
+    }
     let shape = train::shape(&config);
     let run = Run::open(config, &shape, opened, layouts, world, dry_run)?;
     if let Some(warning) = warning {

@@ -29,6 +29,7 @@ table! {
         pub temperature: f32 = 1.0 => 1e-3..=FINITE,
         pub epochs: f64 = 1.0 => 0.0..=1e6,
         pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
+        #[serde(with = "super::auto")]
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
     }
 }

@@ -110,6 +110,7 @@ table! {
     pub struct SftConfig {
         pub epochs: f64 = 1.0 => 0.0..=1e6,
         pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
+        #[serde(with = "super::auto")]
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
         pub loss_on: LossOn = LossOn::Response,
         pub pretrain_coef: f32 = 0.0 => 0.0..=FINITE,

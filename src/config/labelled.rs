@@ -12,6 +12,7 @@ table! {
         pub epochs: f64 = 1.0 => 0.0..=1e6,
         // The KL is of prompts with the responses of other rows.
         pub minibatch_samples: usize = 64 => 2.0..=SAMPLES,
+        #[serde(with = "super::auto")]
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
     }
 }
@@ -23,6 +24,7 @@ table! {
         pub reward_tokens: Vec<String> = vec!["+".to_owned(), "-".to_owned()],
         pub epochs: f64 = 1.0 => 0.0..=1e6,
         pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
+        #[serde(with = "super::auto")]
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
     }
 }

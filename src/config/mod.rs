@@ -26,6 +26,7 @@ macro_rules! table {
     };
 }
 
+pub mod auto;
 pub mod checkpoint;
 pub mod data;
 pub mod distill;
@@ -120,6 +121,23 @@ pub struct Config {
 }
 
 impl Config {
+    /// Micro-batches of so many tokens where the job leaves them to the plan.
+    pub fn set_microbatches(&mut self, tokens: usize) {
+        for method in [
+            &mut self.ppo.microbatch_tokens_max,
+            &mut self.sft.microbatch_tokens_max,
+            &mut self.reward_model.microbatch_tokens_max,
+            &mut self.dpo.microbatch_tokens_max,
+            &mut self.kto.microbatch_tokens_max,
+            &mut self.step_reward.microbatch_tokens_max,
+            &mut self.distill.microbatch_tokens_max,
+        ] {
+            if *method == auto::AUTO {
+                *method = tokens;
+            }
+        }
+    }
+
     /// Checks what the types cannot: ranges, values that must fit each other, and what this release does not have.
     pub fn check(&self) -> Result<()> {
         self.check_ranges()?;

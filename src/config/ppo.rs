@@ -198,6 +198,7 @@ table! {
 
         pub epochs: usize = 1 => 1.0..=10_000.0,
         pub minibatch_samples: usize = 128 => 1.0..=SAMPLES,
+        #[serde(with = "super::auto")]
         pub microbatch_tokens_max: usize = 16_384 => 1.0..=TOKENS,
         pub old_logprobs: OldLogprobs = OldLogprobs::Auto,
     }

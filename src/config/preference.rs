@@ -20,6 +20,7 @@ table! {
         pub loss: PairLoss = PairLoss::Sigmoid,
         pub epochs: f64 = 1.0 => 0.0..=1e6,
         pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
+        #[serde(with = "super::auto")]
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
     }
 }
@@ -47,6 +48,7 @@ table! {
         pub orpo_coef: f64 = 0.1 => 0.0..=FINITE,
         pub epochs: f64 = 1.0 => 0.0..=1e6,
         pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
+        #[serde(with = "super::auto")]
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
     }
 }

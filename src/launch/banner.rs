@@ -99,6 +99,10 @@ impl Run {
             Recompute::Auto | Recompute::None => None,
         };
         notes.extend(again.map(|what| row("recompute", what.to_string())));
+        let tokens = self.plan.microbatch_tokens;
+        notes.extend(
+            tokens.map(|tokens| row("micro-batch", format!("at most {tokens} tokens, as the plan finds them to fit"))),
+        );
         if self.device == Device::Cuda && self.ranks.layout().swap != Swap::default() {
             let waiting = match (self.ranks.layout().swap.optimizer, self.ranks.layout().swap.roles) {
                 (true, true) => "optimizer state, and weights of idle roles",

@@ -100,6 +100,8 @@ pub struct Expectations {
     pub gpu_flops: Option<f64>,
     /// What the job is to recompute, where it leaves that to the plan.
     pub recompute: Recompute,
+    /// Tokens that a micro-batch may have, where the job leaves that to the plan.
+    pub microbatch_tokens: Option<usize>,
 }
 
 /// `stage 2: optimizer state and gradients sharded over 4 ranks`

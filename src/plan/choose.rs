@@ -176,7 +176,10 @@ fn choose_layout(job: &Job, world: usize, device: &Device) -> Result<Choice> {
 }
 
 /// The same choice with memory and time of `job`'s rows, and of what it recomputes.
-fn recount(mut choice: Choice, job: &Job, world: usize, device: &Device) -> Result<Choice> {
+///
+/// # Errors
+/// `Usage` where a role has no placement.
+pub fn recount(mut choice: Choice, job: &Job, world: usize, device: &Device) -> Result<Choice> {
     let parts = job.parts(world)?;
     let again = |layout: &Layout| candidate(job, &parts, layout, device);
     choice.recompute = job.config.gradient.recompute;

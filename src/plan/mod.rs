@@ -7,12 +7,14 @@
 //! - `time` turns what that would have computed and moved into seconds: the floor at the peaks of the device, and the prediction
 //!   at the shares of the peaks that are reached.
 //! - `devices` has the peaks: declared for GPUs; `probe` measures those of this CPU.
+//! - `microbatch` finds how many tokens a micro-batch may have, where the job leaves that open.
 //! - `choose` compares layouts, and `resolve` gives those of a run.
 
 pub mod choose;
 pub mod devices;
 mod job;
 pub mod memory;
+pub mod microbatch;
 mod null;
 mod probe;
 mod refuse;

@@ -3,6 +3,7 @@
 use super::choose::{self, Candidate, Choice};
 use super::devices::Device;
 use super::job::{Job, no_place};
+use super::microbatch;
 use super::null::count;
 use super::rows::Rows;
 use crate::comm::World;
@@ -46,9 +47,16 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
     let named = placements.iter().try_for_each(|placement| axes.resolve(placement.ranks.len()).map(drop));
     let is_open = ranks > 1 && (axes.tensor == Auto::Auto || axes.zero == Auto::Auto);
     let archs = train::planned_archs(config, None);
+    let asked = config;
+    let config = &microbatch::resolved(asked, archs.as_ref().ok(), ranks, device);
     let choose = |archs| choose::choose(&Job::new(config, archs, None), ranks, device);
     // CPUs use weights where they are, and what waits is what the job says.
     let chosen = (is_open || !device.is_cpu()).then(|| archs.as_ref().map_err(Error::clone).and_then(choose));
+    let config = &match (&chosen, &archs) {
+        (Some(Ok(choice)), Ok(archs)) => microbatch::grown(asked, config, archs, choice, ranks, device)?,
+        _ => config.clone(),
+    };
+    let microbatch_tokens = microbatch::is_open(asked).then(|| train::shape(config).microbatch_tokens_max);
     let config = &with_recompute(config, chosen.as_ref(), archs.as_ref().ok(), ranks, device);
     let chosen = chosen.map(|choice| choice.map(|choice| choice.chosen));
     let mut is_tight = false;
@@ -96,7 +104,7 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
     let count = archs.ok().map(|archs| counter(archs, placed.clone(), device.clone()));
     let gpu_flops = (!device.is_cpu()).then_some(device.flops);
     let recompute = config.gradient.recompute;
-    Ok((placed, Expectations { expected, is_tight, rollout_reason, count, gpu_flops, recompute }))
+    Ok((placed, Expectations { expected, is_tight, rollout_reason, count, gpu_flops, recompute, microbatch_tokens }))
 }
 
 /// The job with what it is to recompute where that is open: all, where nothing fits.

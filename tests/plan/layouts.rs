@@ -7,7 +7,7 @@ use rlhf_hpc::config::{self, Config};
 use rlhf_hpc::error::Error;
 use rlhf_hpc::plan::choose::Candidate;
 use rlhf_hpc::plan::time::Stage;
-use rlhf_hpc::plan::{Choice, Device, Job, choose};
+use rlhf_hpc::plan::{Choice, Device, Job, choose, microbatch};
 use rlhf_hpc::train::Archs;
 use std::path::Path;
 
@@ -177,6 +177,51 @@ fn no_more_is_recomputed_than_has_to_be() {
     assert!(again < kept, "{again} and {kept} bytes");
     assert_eq!(on("gradient.recompute=auto", 2 * kept).recompute, Recompute::None);
     assert_ne!(on("gradient.recompute=auto", kept - 1).recompute, Recompute::None);
+}
+
+#[test]
+fn automatic_micro_batches_are_enough_or_as_many_tokens_as_fit_and_more_where_a_gpu_has_room() {
+    let archs = archs(&small(), false);
+    // 512 samples of 128 tokens in a minibatch.
+    let samples = ["rollout.prompts_per_step=512", "ppo.minibatch_samples=512", "mesh.tensor=1", "mesh.zero=1"];
+    let of = |more: &[&str]| fewer(&[&SHORT[..], &samples, more].concat());
+    let bytes = |tokens: usize, recompute: &str| {
+        let config = of(&[&format!("ppo.microbatch_tokens_max={tokens}"), recompute]);
+        let choice = choose(&Job::new(&config, &archs, None), 1, &Device::cpu(1 << 40, 1)).expect("a large machine");
+        choice.chosen.main().memory.peak().1.bytes as u64
+    };
+    let chosen = |recompute: &str, device: &Device| {
+        let asked = of(&["ppo.microbatch_tokens_max=auto", recompute]);
+        let resolved = microbatch::resolved(&asked, Some(&archs), 1, device);
+        assert_eq!(resolved.gradient, asked.gradient, "only micro-batches are chosen here");
+        resolved.ppo.microbatch_tokens_max
+    };
+    let [none, block, auto] = ["none", "block", "auto"].map(|word| format!("gradient.recompute={word}"));
+    let on = |bytes: u64| Device::cpu(bytes, 1);
+    assert_eq!(chosen(&none, &on(1 << 40)), 4096, "a CPU gains nothing by more");
+    assert_eq!(chosen(&none, &on(bytes(4096, &none))), 4096);
+    assert_eq!(chosen(&none, &on(bytes(4096, &none) - 1)), 2048);
+    assert_eq!(chosen(&none, &on(1 << 20)), 128, "where nothing fits, a row");
+    // Fewer come behind recomputation.
+    assert_eq!(chosen(&auto, &on(bytes(4096, &none) - 1)), 4096);
+    assert!(chosen(&auto, &on(bytes(4096, &block) - 1)) < 4096);
+    // On a GPU as many as its memory leaves room for, and no more is recomputed for them.
+    let large = self::archs(&llama2_7b(), true);
+    let fixed = ["mesh.zero=3", "mesh.tensor=1", "rollout.tensor=1", "gradient.recompute=auto"];
+    for (archs, more, world, tokens) in [(&archs, &[][..], 1, 16384), (&large, &fixed[..], 16, 8192)] {
+        let sets = ["ppo.microbatch_tokens_max=auto", "rollout.prompts_per_step=512", "ppo.minibatch_samples=512"];
+        let asked = fewer(&[&sets[..], more].concat());
+        let rows = Job::new(&asked, archs, None).rows;
+        let (config, choice) = microbatch::chosen(&asked, archs, &rows, world, &a800()).expect("it fits");
+        assert_eq!(config.ppo.microbatch_tokens_max, tokens);
+        let again = choose(&Job::new(&config, archs, None), world, &a800()).expect("it fits");
+        assert_eq!((choice.recompute, choice.chosen), (again.recompute, again.chosen), "{tokens}");
+    }
+    // "auto" survives being written down.
+    let written = of(&["ppo.microbatch_tokens_max=auto"]).to_toml();
+    assert!(written.contains("microbatch_tokens_max = \"auto\"") && config::parse(&written, &[]).is_ok(), "{written}");
+    let error = config::parse(&written, &["ppo.microbatch_tokens_max=many".to_owned()]).expect_err("a word");
+    assert!(error.message.contains("expected \"auto\" or a whole number"), "{error}");
 }
 
 #[test]

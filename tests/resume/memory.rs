@@ -43,6 +43,20 @@ fn an_offloaded_run_that_was_stopped_goes_on_bitwise() {
 }
 
 #[test]
+fn automatic_micro_batches_are_those_of_the_number_in_the_resolved_job() {
+    let sets =
+        "job.steps=2 ppo.epochs=1 gradient.recompute=none rollout.kv_bytes_max=100000 mesh.arena_bytes_max=3500000";
+    let job = |name: &str, tokens: &str| Job::ppo(name).with(&format!("{sets} ppo.microbatch_tokens_max={tokens}"));
+    let auto = job("micro-batches-auto", "auto").done();
+    let resolved: toml::Table =
+        String::from_utf8(auto.read("config.resolved.toml")).expect("text").parse().expect("TOML");
+    let tokens = resolved["ppo"]["microbatch_tokens_max"].as_integer().expect("a number");
+    assert!(tokens < 16384, "{tokens} within the limit");
+    let named = job("micro-batches-named", &tokens.to_string()).done();
+    named.assert_same(&auto);
+}
+
+#[test]
 fn a_run_stays_within_its_limit_or_ends_with_the_words() {
     for ranks in [0, 2] {
         let sets = "job.steps=2 gradient.recompute=none";
