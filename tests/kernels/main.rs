@@ -43,6 +43,7 @@ mod run_layouts;
 mod run_loss;
 mod run_memory;
 mod run_start;
+mod run_turns;
 mod run_verbs;
 mod sample;
 mod step;
