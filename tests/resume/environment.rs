@@ -1,5 +1,6 @@
 //! Whole jobs whose responses have several turns: alike on any ranks and after an interruption, and what becomes of turns that fail.
 
+use crate::resume::async_rollout::ahead;
 use crate::resume::job::{Job, place};
 
 /// Writes back how long a turn was; the reward is the share of even lengths. Over after the third turn.
@@ -16,12 +17,16 @@ class Lengths:
 "#;
 
 fn job(name: &str) -> Job {
+    of(name, Job::ppo(&format!("environment-{name}")))
+}
+
+fn of(name: &str, job: Job) -> Job {
     let dir = place().join(format!("environment-{name}"));
     std::fs::create_dir_all(&dir).expect("a directory");
     std::fs::write(dir.join("env.py"), ENVIRONMENT).expect("writes");
     let sets = "job.steps=3 reward.rule=[] reward.retries=0 rollout.response_tokens_max=40";
     let environment = format!("reward.environment={{python=\"{}\",turns_max=5}}", dir.join("env.py").display());
-    Job::ppo(&format!("environment-{name}")).with(sets).set(environment)
+    job.with(sets).set(environment)
 }
 
 fn broken(name: &str) -> std::path::PathBuf {
@@ -56,6 +61,20 @@ fn turns_are_bitwise_those_of_one_rank_and_go_on_after_an_interruption() {
     let tensor = job("tensor").on(2).with("mesh.tensor=2 job.steps=1").done();
     assert_eq!(tensor.numbers("reward/turns")[0], turns[0]);
     assert_eq!(tensor.numbers("score_mean"), alone.numbers("score_mean")[..1]);
+}
+
+#[test]
+fn turns_of_a_rollout_that_runs_ahead_are_alike_on_any_ranks_and_go_on_bitwise() {
+    let job = |name: &str, trains, samples| of(name, ahead(&format!("environment-{name}"), trains, samples));
+    let whole = job("ahead", 1, 1).done();
+    assert!(whole.numbers("reward/turns").iter().all(|turns| *turns > 1.5), "{:?}", whole.numbers("reward/turns"));
+    let wide = job("ahead-wide", 1, 2).done();
+    assert_eq!(wide.timeless_metrics(), whole.timeless_metrics());
+    for step in 2..=3 {
+        std::fs::remove_dir_all(wide.checkpoints().join(format!("step-{step}"))).expect("it was committed");
+    }
+    wide.clone().done();
+    assert_eq!(wide.timeless_metrics(), whole.timeless_metrics());
 }
 
 #[test]
