@@ -109,6 +109,10 @@ impl Run {
                 (true, false) => "optimizer state",
                 _ => "weights of idle roles",
             };
+            let waiting = match self.ranks.layout().swap.stays {
+                true => format!("{waiting}; the state is on the GPU from the first update of a step to the last"),
+                false => waiting.to_string(),
+            };
             let pinned = self.plan.expected.iter().flatten().map(|expected| expected.host).max().unwrap_or(0);
             notes.push(row("host", format!("{waiting}, {} of the host's memory pinned", format_bytes(pinned as u64))));
         }

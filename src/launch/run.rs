@@ -178,6 +178,9 @@ impl Run {
         let made = if values == Values::ToRestore { made } else { made.and_then(Learner::with_masters) };
         let mut learner = axes.all.agree(made)?;
         self.offload(Offload::Optimizer, learner.zero.buffers_mut())?;
+        if layout.swap.stays {
+            learner.zero.stay();
+        }
         Ok(learner)
     }
 

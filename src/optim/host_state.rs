@@ -1,7 +1,7 @@
 //! AdamW's state in pinned host memory, which is onloaded to the GPU unit by unit for an update.
 //!
 //! While a unit is updated the next one is onloaded and the one before is offloaded: the GPU holds the state of at most
-//! [`UNITS_AT_ONCE`] neighbours.
+//! [`UNITS_AT_ONCE`] neighbours. Where it stays for the updates of a step, the first of them onloads it and `leave` offloads it.
 
 use crate::device::cuda::{HostCopy, Memory, ViewMut, owned_by};
 use crate::device::null;
@@ -50,6 +50,9 @@ pub struct HostState {
     /// Their memory on the GPU.
     onloading: Option<(usize, Memory)>,
     offloading: VecDeque<(usize, Memory)>,
+    /// From the first update on, until it leaves; of each unit, where it stays.
+    staying: Vec<Option<Memory>>,
+    stays: bool,
 }
 
 impl HostState {
@@ -58,7 +61,25 @@ impl HostState {
         let vectors = VECTORS + usize::from(averages);
         let lens: Vec<usize> = (0..partition.units()).map(|u| partition.own(u).len()).collect();
         let units = lens.iter().map(|len| HostCopy::zeros(vectors * len * size_of::<f32>())).collect();
-        Self { units, lens, vectors, onloading: None, offloading: VecDeque::new() }
+        let staying = lens.iter().map(|_| None).collect();
+        Self { units, lens, vectors, onloading: None, offloading: VecDeque::new(), staying, stays: false }
+    }
+
+    /// From now on what an update has onloaded stays until it is told to `leave`.
+    pub fn stay(&mut self) {
+        self.stays = true;
+    }
+
+    /// Offloads what has stayed.
+    pub fn leave(&mut self) {
+        let start = Instant::now();
+        for unit in 0..self.units.len() {
+            if let Some(memory) = self.staying[unit].take() {
+                self.begin_offload(unit, memory);
+            }
+        }
+        arena::count_moving(start);
+        self.finish_update();
     }
 
     pub fn bytes(&self) -> usize {
@@ -72,7 +93,11 @@ impl HostState {
     }
 
     /// The values of a vector in a unit.
+    ///
+    /// # Panics
+    /// If they are on the GPU.
     pub fn slice(&self, what: Vector, unit: usize) -> Slice<'_> {
+        assert!(self.staying[unit].is_none(), "optimizer state is read while it is on the GPU");
         Slice::F32(&self.units[unit].as_f32()[self.place(what, unit)])
     }
 
@@ -92,12 +117,13 @@ impl HostState {
     /// their turn in order; then `finish_update`.
     pub fn update(&mut self, unit: usize, work: impl FnOnce([ViewMut; VECTORS + 1])) {
         let start = Instant::now();
-        let mut memory = match self.onloading.take() {
-            Some((onloading, memory)) if onloading == unit => memory,
+        let mut memory = match (self.staying[unit].take(), self.onloading.take()) {
+            (Some(memory), _) => memory,
+            (_, Some((onloading, memory))) if onloading == unit => memory,
             _ => self.onload(unit),
         };
         self.free_but(1);
-        if unit + 1 < self.units.len() {
+        if unit + 1 < self.units.len() && self.staying[unit + 1].is_none() {
             self.onloading = Some((unit + 1, self.onload(unit + 1)));
         }
         let len = self.lens[unit];
@@ -108,10 +134,18 @@ impl HostState {
         let (v, average) = rest.split_at(len);
         arena::count_moving(start);
         work([p.reborrow(), m, v, average]);
+        if self.stays {
+            self.staying[unit] = Some(memory);
+            return;
+        }
         let start = Instant::now();
+        self.begin_offload(unit, memory);
+        arena::count_moving(start);
+    }
+
+    fn begin_offload(&mut self, unit: usize, memory: Memory) {
         self.units[unit].begin_offload(&memory);
         self.offloading.push_back((unit, memory));
-        arena::count_moving(start);
     }
 
     fn onload(&mut self, unit: usize) -> Memory {

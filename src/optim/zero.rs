@@ -254,6 +254,20 @@ impl Zero {
         }
     }
 
+    /// State that waits at the host stays on the GPU from its next update on, until it is told to `leave`.
+    pub fn stay(&mut self) {
+        if let Some(host) = &mut self.host {
+            host.stay();
+        }
+    }
+
+    /// Ends the updates of a step: state that stayed on the GPU goes back to the host.
+    pub fn leave(&mut self) {
+        if let Some(host) = &mut self.host {
+            host.leave();
+        }
+    }
+
     /// Whether a moving average of the master is kept.
     pub fn has_average(&self) -> bool {
         self.config.ema_beta > 0.0

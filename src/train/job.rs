@@ -290,7 +290,9 @@ impl<J: Job> Opened<J> {
                 timers: Timers::start(),
                 lengths: Vec::new(),
             };
-            let metrics = match self.job.step(run, &mut step) {
+            let made = self.job.step(run, &mut step);
+            self.job.learners().into_iter().for_each(|learner| learner.zero.leave());
+            let metrics = match made {
                 Ok(metrics) => metrics,
                 Err(Ended::Failed(error)) => return Err(error),
                 Err(Ended::Unfinished { work, took_rows, error }) => {

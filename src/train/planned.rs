@@ -86,8 +86,9 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     }
     for number in 1..=planned.steps {
         let mut step = Step { number, phases: Phases::start(), timers: Timers::start(), lengths: Vec::new() };
-        if let Err(Ended::Failed(error) | Ended::Unfinished { error: Some(error), .. }) = job.step(&mut run, &mut step)
-        {
+        let made = job.step(&mut run, &mut step);
+        job.learners().into_iter().for_each(|learner| learner.zero.leave());
+        if let Err(Ended::Failed(error) | Ended::Unfinished { error: Some(error), .. }) = made {
             return Err(error);
         }
     }

@@ -127,6 +127,50 @@ fn units() -> Vec<Range<usize>> {
     ends.zip(lens).map(|(end, len)| end - len..end).collect()
 }
 
+/// One update of all units.
+fn update_all(zero: &mut Zero, units: &[Range<usize>], w: &mut Memory, grads: &Memory) {
+    let begun = zero.begin(0.01, 1.0);
+    for (u, unit) in units.iter().enumerate() {
+        let mut weights = w.view_mut(DType::Bf16);
+        let own = Slice::Cuda(grads.view(DType::F32).part(unit.clone()));
+        zero.apply_cuda(begun, u, weights.reborrow().part(unit.clone()), own);
+    }
+    zero.finish_update();
+}
+
+#[test]
+fn state_that_stays_for_the_updates_of_a_step_has_their_bits_and_goes_behind_the_last() {
+    let (gpu, _one) = device();
+    let units = units();
+    let partition = Arc::new(Partition::whole(&units));
+    let len = partition.own_len();
+    let mut both = [(); 2].map(|()| Zero::on_host(&OptimConfig::with_lr(0.01), partition.clone(), &[]));
+    both[1].stay();
+    let mut weights = [(); 2].map(|()| Memory::zeros(2 * len));
+    // Two steps of three updates.
+    for step in 0..2 {
+        let grads: Vec<Memory> = (0..3).map(|i| Memory::of(&numbers(20 + 3 * step + i, len))).collect();
+        let in_use = gpu.usage().in_use;
+        for (i, grads) in grads.iter().enumerate() {
+            for (zero, w) in both.iter_mut().zip(&mut weights) {
+                update_all(zero, &units, w, grads);
+            }
+            let more = gpu.usage().in_use - in_use;
+            assert!(more >= 12 * len, "update {i} of step {step}: {more} bytes of {len} values stay");
+        }
+        both.iter_mut().for_each(Zero::leave);
+        assert_eq!(gpu.usage().in_use, in_use, "all of it left");
+        let [here, there] = [0, 1].map(|i: usize| weights[i].read::<u16>(len));
+        assert_eq!(here, there);
+        for what in Vector::ALL {
+            for u in 0..units.len() {
+                let [a, b] = [0, 1].map(|i: usize| both[i].state(what, u).expect("it is there").to_host());
+                assert_eq!(a, b, "{what:?} of unit {u}");
+            }
+        }
+    }
+}
+
 #[test]
 fn updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu() {
     let (gpu, _one) = device();
@@ -152,13 +196,7 @@ fn updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu() {
             // What is there of the state while it is updated: some neighbours.
             let neighbours = units.windows(UNITS_AT_ONCE).map(|all| all.iter().map(Range::len).sum::<usize>());
             gpu.set_limit((in_use + 16 * neighbours.max().expect("units") + UNITS_AT_ONCE * 512) as u64);
-            let begun = zero.begin(0.01, 1.0);
-            for (u, unit) in units.iter().enumerate() {
-                let mut weights = w.view_mut(DType::Bf16);
-                let own = Slice::Cuda(grads.view(DType::F32).part(unit.clone()));
-                zero.apply_cuda(begun, u, weights.reborrow().part(unit.clone()), own);
-            }
-            zero.finish_update();
+            update_all(zero, &units, w, &grads);
             gpu.set_limit(0);
         }
         assert_eq!(gpu.usage().in_use, in_use, "all of it left again");

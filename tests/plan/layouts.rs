@@ -225,6 +225,25 @@ fn automatic_micro_batches_are_enough_or_as_many_tokens_as_fit_and_more_where_a_
 }
 
 #[test]
+fn state_that_waits_for_the_rollout_stays_for_all_updates_of_a_step_where_training_has_room() {
+    let archs = archs(&llama2_7b(), false);
+    let actor = Archs(archs.0.into_iter().filter(|(role, ..)| *role != RoleName::Critic).collect());
+    let sets = ["ppo.advantage=reinforce++", "mesh.tensor=1", "rollout.tensor=1", "gradient.recompute=block"];
+    let of = |more: &[&str]| fewer(&[&sets[..], &["rollout.prompts_per_step=512"], more].concat());
+    let device = Device::gpu("a100-40g", 25.0).expect("it is in the table");
+    let on = |config: &Config| choose(&Job::new(config, &actor, None), 8, &device).expect("it fits").chosen;
+    let swap = |candidate: &Candidate| (candidate.layout().swap.optimizer, candidate.layout().swap.stays);
+    let many = on(&of(&[]));
+    assert_eq!(swap(&many), (true, true), "{}", many.layout().describe());
+    assert!(many.layout().describe().contains("during the rollout"), "{}", many.layout().describe());
+    // Who asks for the host's memory gets it, and one update a step has nothing to save.
+    let asked = on(&of(&["mesh.offload=[\"optimizer\"]"]));
+    assert_eq!(swap(&asked), (true, false));
+    assert!(asked.step_s() > many.step_s(), "{} and {} s", asked.step_s(), many.step_s());
+    assert!(!swap(&on(&of(&["ppo.minibatch_samples=512"]))).1);
+}
+
+#[test]
 fn recomputation_is_a_word_or_true_or_false_as_in_older_jobs() {
     let of = |value: &str| job(&[&format!("gradient.recompute={value}")]).gradient.recompute;
     let words = ["auto", "none", "attention", "block", "false", "true"].map(of);
