@@ -1,7 +1,6 @@
 // y = silu(gate) * up, silu(x) = x sigmoid(x) (arXiv:2002.05202)
 #include "eight.cuh"
-
-DEVICE float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(-LOG2_E * x)); }
+#include "swiglu.cuh"
 
 // swiglu_forward  y = gate sigmoid(gate) up
 // gate, up, y (len) bf16
@@ -14,7 +13,7 @@ KERNEL __launch_bounds__(256) swiglu_forward(const bf16* gate, const bf16* up, b
     load_eight(gate + at, g);
     load_eight(up + at, u);
 #pragma unroll
-    for (int i = 0; i < 8; i++) g[i] = g[i] * sigmoid(g[i]) * u[i];
+    for (int i = 0; i < 8; i++) g[i] = swiglu(g[i], u[i]);
     store_eight(y + at, g);
 }
 

@@ -97,12 +97,14 @@ impl Block {
         let x0 = self.attention.add(c, &attention.saved, x, keep != Keep::Nothing);
         let attention = (keep == Keep::Everything).then_some(attention);
         if matches!(keep, Keep::Nothing | Keep::Input) {
-            let mlp = self.activate(c, x);
-            self.mlp.add(c, &mlp.saved, x, false);
+            let (n, _) = self.mlp_norm.forward(c.w, x);
+            let act = self.mlp.activate(c, &n);
+            drop(n);
+            self.mlp.add(c, &act, x, false);
             return x0.map(BlockSaved::Input);
         }
         let mlp = self.activate(c, x);
-        let x1 = self.mlp.add(c, &mlp.saved, x, true);
+        let x1 = self.mlp.add(c, &mlp.saved.act, x, true);
         let [x0, x1] = [x0, x1].map(|kept| kept.expect("what is kept is given back"));
         Some(BlockSaved::Everything(Box::new(Activations { x0, attention, x1, mlp })))
     }

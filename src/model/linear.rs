@@ -6,7 +6,8 @@
 use super::params::{ParamId, ParamTable};
 use super::weights::{Gradients, Unit};
 use crate::comm::Group;
-use crate::ops::matmul::{self, Into, Output};
+use crate::ops::matmul::{self, Factor, Into, Output};
+use crate::ops::swiglu;
 use crate::tensor::Tensor;
 
 #[derive(Clone, Debug)]
@@ -34,6 +35,15 @@ impl Linear {
         });
         matmul::forward_each(x, outputs);
         results
+    }
+
+    /// silu(x Wgate^T + b) * (x Wup^T + b), of projections whose outputs are cut.
+    pub(super) fn swiglu(w: &Unit, x: &Tensor, linears: [&Self; 2]) -> Tensor {
+        let factors =
+            linears.map(|linear| Factor { w: w.weight(linear.weight), bias: linear.bias.map(|bias| w.vector(bias)) });
+        let mut act = x.like(x.rows(), factors[0].w.n);
+        swiglu::of_products(x, factors, &mut act);
+        act
     }
 
     /// y += x W^T + b, of a projection whose inputs are cut: the sum over ranks starts from what the first rank's y and b

@@ -27,7 +27,7 @@ pub(super) struct MlpSaved {
     gate: Tensor,
     up: Tensor,
     /// silu(gate) * up (t, f)
-    act: Tensor,
+    pub(super) act: Tensor,
 }
 
 impl MlpSaved {
@@ -43,7 +43,12 @@ impl Mlp {
         Self { gate: linear("gate"), up: linear("up"), down: linear("down"), tensor: tensor.clone() }
     }
 
-    /// All of it but the last product, which `add` does.
+    /// silu(gate) * up, with nothing kept for a backward.
+    pub(super) fn activate(&self, c: Context, n: &Tensor) -> Tensor {
+        Linear::swiglu(c.w, n, [&self.gate, &self.up])
+    }
+
+    /// The same with all that the backward needs.
     pub(super) fn forward(&self, c: Context, n: Tensor) -> MlpSaved {
         let [gate, up] = Linear::forward_each(c.w, &n, [&self.gate, &self.up]);
         let mut act = gate.like(gate.rows(), gate.width());
@@ -51,9 +56,9 @@ impl Mlp {
         MlpSaved { n, gate, up, act }
     }
 
-    /// x += y. What x held is given back where that `keeps`.
-    pub(super) fn add(&self, c: Context, saved: &MlpSaved, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
-        self.down.forward_onto(c.w, &saved.act, x, keeps)
+    /// x += y, of silu(gate) * up. What x held is given back where that `keeps`.
+    pub(super) fn add(&self, c: Context, act: &Tensor, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
+        self.down.forward_onto(c.w, act, x, keeps)
     }
 
     /// dn from dy.

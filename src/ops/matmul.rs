@@ -172,6 +172,32 @@ pub fn forward_each<const N: usize>(x: &Tensor, outputs: [Output; N]) {
     products(x, outputs, None, Into::Overwrite);
 }
 
+/// A matrix that x is multiplied by, and what is added.
+#[derive(Clone, Copy, Debug)]
+pub struct Factor<'a> {
+    pub w: Weight<'a>,
+    pub bias: Option<Slice<'a>>,
+}
+
+/// act = silu(gate) * up of two products of x, in one launch of a GPU. False, with nothing done, where it has none for that.
+pub(super) fn forward_swiglu(x: &Tensor, factors: [Factor; 2], act: &mut Tensor) -> bool {
+    const OP: &str = "matmul::forward_swiglu";
+    if x.device() == Device::Cpu {
+        return false;
+    }
+    for Factor { w, .. } in &factors {
+        check(OP, "x", x, x.rows(), w.k);
+        check(OP, "act", act, x.rows(), w.n);
+    }
+    let on_gpu =
+        factors.map(|Factor { w, bias }| cuda::matmul::Factor { w: rows(OP, &w), bias: bias.map(Slice::cuda) });
+    let is_done = cuda::matmul::swiglu(Way::Chosen, matrix(x), on_gpu, matrix_mut(act));
+    if is_done {
+        factors.iter().for_each(|factor| note(x.rows(), &factor.w));
+    }
+    is_done
+}
+
 /// dx[m][k] (+)= sum_n dy[m][n] W[n][k]; with `Into::Add` the chain starts from dx. A bf16 W rounds dy to bf16.
 pub fn backward_input(dy: &Tensor, w: Weight, dx: &mut Tensor, into: Into) {
     const OP: &str = "matmul::backward_input";

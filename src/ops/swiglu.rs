@@ -1,5 +1,6 @@
 //! y = silu(gate) * up, silu(x) = x / (1 + exp(-x)) (arXiv:2002.05202).
 
+use super::matmul::{self, Factor, Output};
 use crate::device::{Device, cpu, cuda};
 use crate::tensor::Tensor;
 
@@ -14,6 +15,22 @@ pub fn forward(gate: &Tensor, up: &Tensor, y: &mut Tensor) {
         Device::Cpu => cpu::swiglu::forward(gate.data(), up.data(), y.data_mut()),
         Device::Cuda => cuda::swiglu::forward(gate.cuda(), up.cuda(), y.cuda_mut()),
     }
+}
+
+/// act (t, f) = silu(gate) * up, gate = x Wgate^T + bias and up alike: bit for bit `matmul::forward_each` and `forward`, but gate and
+/// up are not kept, and with few rows a GPU has no memory for them.
+///
+/// # Panics
+/// If shapes, devices or dtypes do not go together.
+pub fn of_products(x: &Tensor, [gate, up]: [Factor; 2], act: &mut Tensor) {
+    if matmul::forward_swiglu(x, [gate, up], act) {
+        return;
+    }
+    let (t, f) = (act.rows(), act.width());
+    let [mut of_gate, mut of_up] = [x.like(t, f), x.like(t, f)];
+    let outputs = [(gate, &mut of_gate), (up, &mut of_up)].map(|(Factor { w, bias }, y)| Output { w, bias, y });
+    matmul::forward_each(x, outputs);
+    forward(&of_gate, &of_up, act);
 }
 
 /// Writes dgate and dup. (dgate may be computed in place of gate's own scratch by the caller.) With s = sigmoid(gate):

@@ -6,7 +6,7 @@
 //! other sequences are to run, the row tables are filled anew.
 //!
 //! A token costs a download of 16 bytes, and an upload of 4 bytes a row in steps in which a row comes to a new page. An
-//! ordinary step starts every kernel (33 for two layers of a Llama), makes 14 uploads and waits for 3 downloads.
+//! ordinary step starts every kernel (21 for two layers of a Llama), makes 14 uploads and waits for 3 downloads.
 //!
 //! # Ranks that share matrices
 //!

@@ -208,7 +208,7 @@ const NAN: [(&str, &str, &str); 8] = [
     ),
     (
         "",
-        "swiglu_forward:13+:2",
+        "matmul_swiglu_16:6+:5",
         "error: step 2, rollout: the logits after | are not finite: the first of a forward over its tokens is | \
          all weights are finite | hint: weights that are finite have grown",
     ),
@@ -257,7 +257,7 @@ fn what_was_committed_before_the_gpu_failed_goes_on() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     // Behind the checkpoint of the first step, of a kernel, of a copy that the checkpoint of the second one waits for.
-    for (i, fails) in ["cuGraphLaunch:5:719", "cuLaunchKernel:528:700:late"].into_iter().enumerate() {
+    for (i, fails) in ["cuGraphLaunch:5:719", "cuLaunchKernel:520:700:late"].into_iter().enumerate() {
         let name = format!("late-{i}");
         let ended = failing(at, &name, "", fails);
         judged(at, &name, &ended, 1, "error: step 2, | on GPU 0 at 0000:3b:00.0")

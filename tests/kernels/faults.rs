@@ -12,7 +12,7 @@ pub type Fault = (&'static str, &'static str, &'static str, &'static str);
 /// Words that the name of one test of this target alone has, what it must notice, and words in which it does: of its assertion, or of the emulated GPU.
 type Case = (&'static str, Fault, &'static str);
 
-const CASES: [Case; 24] = [
+const CASES: [Case; 25] = [
     ("adamw::an_update", ("adamw.cu", "while (@ &&", "at + i >= end", "at + i > end"), "p of 3001 from 0"),
     (
         "attention::the_order_of_threads_and_blocks",
@@ -51,6 +51,11 @@ const CASES: [Case; 24] = [
         ", needed ",
     ),
     ("matmul::a_sum_onto_another", ("matmul.cuh", "@", "load_four(y.addend + at)", "load_four(to)"), "gap 0 shift 0"),
+    (
+        "matmul::swiglu_of_two",
+        ("matmul_swiglu.cuh", "line += @;", "run / 2 * RUN + down % RUN", "down"),
+        "(1, 96, 64) Rows32",
+    ),
     (
         "norm::sums_of_squares",
         ("norm.cu", "sum += @;", "(double)x[at] * x[at]", "(double)(x[at] * x[at])"),

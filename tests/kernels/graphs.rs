@@ -40,6 +40,12 @@ pub fn scene(name: &str, world: &World) {
             let outcome = part.run(&mut part.engine(4, true), &plain(4, |_| 40));
             assert_eq!((outcome.graph_steps, outcome.forwards), (39, 40));
         }
+        "one layer" | "two layers" => {
+            let layers = if name == "one layer" { 1 } else { 2 };
+            let arch = Arch { layers, windows: vec![None; layers], ..llama() };
+            let part = Part::of(&arch, &Axes::one());
+            part.run(&mut part.engine(4, true), &plain(4, |_| 4));
+        }
         other => panic!("no scene {other}"),
     }
 }
@@ -101,16 +107,17 @@ fn tensor_ranks_decode_by_graphs_with_the_bits_of_ordinary_steps() {
     assert!(!well, "{said}");
 }
 
-/// What a rank asks of the driver, a word and a number each, between the launches of one graph and the next: but for what comes
-/// before the first, as prompts are read and the graph is captured, and behind the last, as the process ends.
-fn steps(log: &str) -> Vec<Vec<(String, usize)>> {
+/// What a rank asks of the driver, a word and a number each, in order.
+fn asked(log: &str) -> Vec<(String, usize)> {
     let text = std::fs::read_to_string(log).expect("what was asked for");
-    let asked: Vec<(String, usize)> = text
-        .lines()
-        .filter_map(|line| line.split_once(' '))
-        .map(|(word, number)| (word.to_owned(), number.parse().expect("a number")))
-        .collect();
-    let mut steps: Vec<_> = asked.split(|(word, _)| word == "graph").skip(1).map(<[_]>::to_vec).collect();
+    let words = text.lines().filter_map(|line| line.split_once(' '));
+    words.map(|(word, number)| (word.to_owned(), number.parse().expect("a number"))).collect()
+}
+
+/// The same between the launches of one graph and the next: but for what comes before the first, as prompts are read and the graph
+/// is captured, and behind the last, as the process ends.
+fn steps(log: &str) -> Vec<Vec<(String, usize)>> {
+    let mut steps: Vec<_> = asked(log).split(|(word, _)| word == "graph").skip(1).map(<[_]>::to_vec).collect();
     steps.pop();
     steps
 }
@@ -146,6 +153,21 @@ fn a_step_of_decoding_is_one_launch_and_its_draws_are_read_while_the_next_one_ru
             assert!((1..=8).contains(&uploads), "{uploads} uploads in 38 steps");
         }
     }
+}
+
+/// Norm, q with k and v, their turn and the way to the cache, attention, output projection, norm, SwiGLU of gate and up, down.
+#[test]
+fn a_decoded_layer_is_eight_nodes_of_a_graph() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let nodes = ["one layer", "two layers"].map(|scene| {
+        let log = dir.path().join(scene).display().to_string();
+        let (well, said) = play(1, &format!("graphs: {scene}"), &[LATE, ("EMULATED_LOG", &log)])?;
+        assert!(well, "{said}");
+        let asked = asked(&format!("{log}0"));
+        Some(asked.iter().find(|(word, _)| word == "graph").expect("a graph").1)
+    });
+    let [Some(one), Some(two)] = nodes else { return };
+    assert_eq!(two - one, 8, "a layer's nodes, of {one} and {two}");
 }
 
 /// One rank is asked to stop, then one rank's caller refuses a response: neither ends alone.

@@ -2,9 +2,10 @@
 
 use crate::{bf16, device, in_every_order, numbers, on_a_real_gpu, on_gpu, rounded};
 use rlhf_hpc::device::cuda::matmul::{
-    Addend, Matrix, MatrixMut, Output, Tile, Way, backward_bias, backward_input, backward_weight, forward, forward_each,
+    Addend, Factor, Matrix, MatrixMut, Output, Tile, Way, backward_bias, backward_input, backward_weight, forward,
+    forward_each, swiglu,
 };
-use rlhf_hpc::device::cuda::{Memory, gpu};
+use rlhf_hpc::device::cuda::{self, Memory, gpu};
 use rlhf_hpc::dtype::DType;
 
 /// Rows at which families begin and end, and their tails.
@@ -242,6 +243,64 @@ fn products_of_the_same_x_have_the_bits_of_each_alone_in_one_launch() {
         let [alone, together] = [alone, together].map(|all| all.map(|y| bits(&y.read())));
         assert_eq!(alone, together, "{family:?}");
     }
+}
+
+/// silu(gate) up of products with m rows and n columns, by a product and a kernel each.
+fn activated(way: Way, x: Matrix, factors: [Factor; 2], n: usize) -> Vec<u32> {
+    let (m, wide) = (x.rows, n.next_multiple_of(8));
+    let [gate, up] = factors.map(|Factor { w, bias }| {
+        let mut y = Written::new(4, m, n, wide, DType::Bf16);
+        forward(way, x, w, bias, Addend::Nothing, y.matrix());
+        y
+    });
+    let mut act = Written::new(5, m, n, wide, DType::Bf16);
+    let [gate, up] = [&gate, &up].map(|y| y.memory.view(DType::Bf16));
+    cuda::swiglu::forward(gate, up, act.memory.view_mut(DType::Bf16));
+    let all = act.memory.view(DType::Bf16).to_f32();
+    bits(&all.chunks(wide).flat_map(|row| &row[..n]).copied().collect::<Vec<_>>())
+}
+
+#[test]
+fn swiglu_of_two_products_has_the_bits_of_three_kernels_in_one_launch() {
+    let tiles = [Tile::Rows16, Tile::Rows32, Tile::Rows64, Tile::Narrow32, Tile::Narrow64];
+    let shapes = [(1, 96, 64), (9, 33, 136), (17, 40, 8), (33, 7, 264), (64, 72, 40), (70, 31, 128)];
+    in_every_order(|| {
+        for (i, ((m, n, k), tile)) in shapes.into_iter().flat_map(|shape| tiles.map(|tile| (shape, tile))).enumerate() {
+            let (x, gaps) = (Bf16Matrix::new(1, m, k, k + [0, 8][i % 2]), [0, 1, 4][i % 3]);
+            let factors = [2, 3].map(|seed| (Bf16Matrix::new(seed, n, k, k + 8), Bf16Matrix::new(seed + 7, 1, n, n)));
+            let biases = [[true, true], [false, false], [true, false], [false, true]][i % 4];
+            let factor = |at: usize| Factor {
+                w: factors[at].0.matrix(),
+                bias: biases[at].then(|| factors[at].1.memory.view(DType::Bf16)),
+            };
+            let want = activated(Way::Exact(tile), x.matrix(), [factor(0), factor(1)], n);
+            let (before, mut act) = (gpu().counts.started.get(), Written::new(6, m, n, n + gaps, DType::Bf16));
+            assert!(swiglu(Way::Exact(tile), x.matrix(), [factor(0), factor(1)], act.matrix()));
+            assert_eq!(gpu().counts.started.get() - before, 1, "launches");
+            assert_eq!(bits(&act.read()), want, "({m}, {n}, {k}) {tile:?} biases {biases:?}");
+        }
+    });
+}
+
+#[test]
+fn swiglu_of_products_of_many_rows_is_left_to_kernels_of_its_own() {
+    let (gpu, _one) = device();
+    let (x, w) = (Bf16Matrix::new(1, 9, 24, 24), Bf16Matrix::new(2, 40, 24, 24));
+    let (factor, mut act) = (Factor { w: w.matrix(), bias: None }, Written::new(3, 9, 40, 40, DType::Bf16));
+    let before = gpu.counts.started.get();
+    let large = [Tile::Rows128, Tile::Broad128].into_iter().chain(Tile::WIDE).map(Way::Exact);
+    assert!(!large.chain([Way::Fast]).any(|way| swiglu(way, x.matrix(), [factor; 2], act.matrix())));
+    assert_eq!((gpu.counts.started.get(), act.read()), (before, act.before.clone()));
+}
+
+#[test]
+#[should_panic(expected = "matmul::swiglu: rows of W of gate are 24 values apart, those of up 32")]
+fn swiglu_of_matrices_of_other_strides_is_refused() {
+    let (_gpu, _one) = device();
+    let [gate, up] = [24, 32].map(|stride| Bf16Matrix::new(2, 40, 24, stride));
+    let (x, mut act) = (Bf16Matrix::new(1, 3, 24, 24), Written::new(3, 3, 40, 40, DType::Bf16));
+    let factors = [&gate, &up].map(|w| Factor { w: w.matrix(), bias: None });
+    swiglu(Way::Exact(Tile::Rows16), x.matrix(), factors, act.matrix());
 }
 
 #[test]

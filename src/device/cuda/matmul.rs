@@ -211,6 +211,18 @@ impl Tile {
         }
     }
 
+    /// None for tiles of many rows, whose time a launch more does not show in, and for wide ones.
+    fn swiglu_kernel(self) -> Option<&'static str> {
+        match self {
+            Self::Rows16 => Some("matmul_swiglu_16"),
+            Self::Rows32 => Some("matmul_swiglu_32"),
+            Self::Rows64 => Some("matmul_swiglu_64"),
+            Self::Narrow32 => Some("matmul_swiglu_narrow_32"),
+            Self::Narrow64 => Some("matmul_swiglu_narrow_64"),
+            _ => None,
+        }
+    }
+
     fn input_kernel(self, is_ragged: bool) -> &'static str {
         match (self, is_ragged) {
             (Self::Wide128x128, false) => "matmul_backward_input_128x128",
@@ -291,10 +303,7 @@ fn of_forward(x: Matrix, Output { w, bias, mut y }: Output, c: Addend) -> Call {
     let dtype = y.values.dtype();
     let factors = [read(op, "W", w, n, k), read(op, "x", x, m, k)];
     check_depth(op, "x and W", k);
-    let bias = bias.map(|bias| {
-        assert!(bias.len() == n, "{op}: bias has {} values, needed {n}", bias.len());
-        bias.arg(DType::Bf16)
-    });
+    let bias = bias.map(|bias| bias_arg(op, bias, n));
     let result = written(op, "y", &mut y, m, n, dtype);
     let addend = match c {
         Addend::Nothing => None,
@@ -307,6 +316,43 @@ fn of_forward(x: Matrix, Output { w, bias, mut y }: Output, c: Addend) -> Call {
     };
     let strides = [w.stride, x.stride, y.stride];
     Call { form: Form::Forward, mnk: [m, n, k], strides, factors, addend, result, dtype, bias }
+}
+
+/// A matrix that x is multiplied by, and what is added.
+#[derive(Clone, Copy, Debug)]
+pub struct Factor<'a> {
+    pub w: Matrix<'a>,
+    pub bias: Option<View<'a>>,
+}
+
+/// act[m][n] = silu(gate) up, where gate and up are products of x that are rounded to bf16: in one launch, bit for bit what `forward`
+/// and `swiglu::forward` give. Both W have one stride. False, with nothing done, where the shape or the mode is not for that: then
+/// these are to compute it.
+pub fn swiglu(way: Way, x: Matrix, [gate, up]: [Factor; 2], mut act: MatrixMut) -> bool {
+    const OP: &str = "matmul::swiglu";
+    let (m, n, k) = (x.rows, gate.w.rows, x.width);
+    let tile = match way {
+        Way::Exact(tile) => tile,
+        Way::Chosen if !fast::takes(m) => Tile::chosen(Form::Forward, m, 2 * n),
+        Way::Chosen | Way::Fast => return false,
+    };
+    let Some(kernel) = tile.swiglu_kernel() else { return false };
+    check_depth(OP, "x and W", k);
+    let [w_stride, up_stride] = [gate.w.stride, up.w.stride];
+    assert!(w_stride == up_stride, "{OP}: rows of W of gate are {w_stride} values apart, those of up {up_stride}");
+    let mut args = vec![read(OP, "x", x, m, k)];
+    for (what, Factor { w, bias }) in [("W of gate", gate), ("W of up", up)] {
+        args.extend([read(OP, what, w, n, k), bias.map_or(Arg::Address(0), |bias| bias_arg(OP, bias, n))]);
+    }
+    args.push(written(OP, "act", &mut act, m, n, DType::Bf16));
+    args.extend([m, n, k, x.stride, w_stride, act.stride].map(|n| dim(OP, n)));
+    tile.launch(kernel, tile.blocks(m, 2 * n), &args);
+    true
+}
+
+fn bias_arg(op: &str, bias: View, n: usize) -> Arg {
+    assert!(bias.len() == n, "{op}: bias has {} values, needed {n}", bias.len());
+    bias.arg(DType::Bf16)
 }
 
 /// dx[m][k] (+)= sum_n dy[m][n] W[n][k], all bf16; k a multiple of 8, n anything: dy's stride is a multiple of 8 then, and
