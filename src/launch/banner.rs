@@ -104,14 +104,12 @@ impl Run {
             tokens.map(|tokens| row("micro-batch", format!("at most {tokens} tokens, as the plan finds them to fit"))),
         );
         if self.device == Device::Cuda && self.ranks.layout().swap != Swap::default() {
-            let waiting = match (self.ranks.layout().swap.optimizer, self.ranks.layout().swap.roles) {
-                (true, true) => "optimizer state, and weights of idle roles",
-                (true, false) => "optimizer state",
-                _ => "weights of idle roles",
-            };
-            let waiting = match self.ranks.layout().swap.stays {
-                true => format!("{waiting}; the state is on the GPU from the first update of a step to the last"),
-                false => waiting.to_string(),
+            let swap = self.ranks.layout().swap;
+            let state = if swap.stays { "optimizer state but for the updates of a step" } else { "optimizer state" };
+            let waiting = match (swap.optimizer, swap.roles) {
+                (true, true) => format!("{state}, and weights of idle roles"),
+                (true, false) => state.to_string(),
+                _ => "weights of idle roles".to_string(),
             };
             let pinned = self.plan.expected.iter().flatten().map(|expected| expected.host).max().unwrap_or(0);
             notes.push(row("host", format!("{waiting}, {} of the host's memory pinned", format_bytes(pinned as u64))));

@@ -43,7 +43,7 @@ impl Mlp {
         Self { gate: linear("gate"), up: linear("up"), down: linear("down"), tensor: tensor.clone() }
     }
 
-    /// silu(gate) * up, with nothing kept for a backward.
+    /// All of it but the last product, which `add` does: silu(gate) * up. Nothing is kept for a backward.
     pub(super) fn activate(&self, c: Context, n: &Tensor) -> Tensor {
         Linear::swiglu(c.w, n, [&self.gate, &self.up])
     }

@@ -193,7 +193,9 @@ pub(super) fn forward_swiglu(x: &Tensor, factors: [Factor; 2], act: &mut Tensor)
         factors.map(|Factor { w, bias }| cuda::matmul::Factor { w: rows(OP, &w), bias: bias.map(Slice::cuda) });
     let is_done = cuda::matmul::swiglu(Way::Chosen, matrix(x), on_gpu, matrix_mut(act));
     if is_done {
-        factors.iter().for_each(|factor| note(x.rows(), &factor.w));
+        for factor in &factors {
+            note(x.rows(), &factor.w);
+        }
     }
     is_done
 }

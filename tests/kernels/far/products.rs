@@ -4,7 +4,7 @@ use super::{Pair, get, has_room, holds, only, small};
 use crate::matmul::here;
 use crate::{bf16, device, numbers};
 use rlhf_hpc::device::cuda::Memory;
-use rlhf_hpc::device::cuda::matmul::{self, Addend, Matrix, MatrixMut, Tile, Way};
+use rlhf_hpc::device::cuda::matmul::{self, Addend, Factor, Matrix, MatrixMut, Tile, Way};
 use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 
 /// Values from row to row, and rows beyond all bounds: those of a small product are a part of each.
@@ -43,6 +43,15 @@ fn far_rows_are_multiplied() {
             matmul::forward(way, x, w, bias, Addend::Result, y);
         });
     }
+    for (tile, [rows, columns]) in [Tile::Rows16, Tile::Rows32, Tile::Rows64].map(|tile| (tile, tile.size())) {
+        holds(&format!("swiglu {tile:?}"), [(Bf16, STRIDE); 2], ROWS, rows, |[x, y], all| {
+            let n = columns / 2;
+            let (gate, up) = (small(7, n * K), small(8, n * K));
+            let factors = [&gate, &up].map(|w| Factor { w: Matrix::new(w.view(Bf16), n, K), bias: None });
+            let y = strided_mut(y, Bf16, all.len, n);
+            assert!(matmul::swiglu(Way::Exact(tile), strided(x, all.len, K), factors, y));
+        });
+    }
     for (size, rows) in squares.into_iter().map(|tile| (tile, tile.size()[0])) {
         for n in [64, 70] {
             holds(&format!("backward {size:?} of {n}"), [(Bf16, STRIDE); 2], ROWS, rows, |[dy, dx], all| {
@@ -61,24 +70,30 @@ fn products_with_far_weights_are_those_with_the_same_weights() {
     const K: usize = 128;
     const M: usize = 16;
     let (_gpu, _one) = device();
-    let Some(pair) = Pair::new([(Bf16, STRIDE)], ROWS, 32) else { return };
-    let x = small(3, M * K);
-    let product = |w: &Memory, n: usize| {
-        let mut y = Memory::scratch(4 * M * n);
-        let to = MatrixMut::new(y.view_mut(F32), M, n);
-        let (way, x) = (Way::Exact(Tile::Rows16), Matrix::new(x.view(Bf16), M, K));
-        matmul::forward(way, x, strided(w, n, K), None, Addend::Nothing, to);
-        y
-    };
-    let far = only(&pair.numbers(32), || product(&pair.far[0], ROWS));
-    let near = product(&pair.near[0], pair.rows.len());
-    for m in 0..M {
-        let mut at = 0;
-        for &(first, n) in &pair.groups {
-            let [far, near] =
-                [get(far.view(F32), m * ROWS + first, n), get(near.view(F32), m * pair.rows.len() + at, n)];
-            assert_eq!(far, near, "row {m}, columns {first}..");
-            at += n;
+    // A tile of gate and up has half as many columns of each.
+    for (dtype, columns) in [(F32, 32), (Bf16, 16)] {
+        let Some(pair) = Pair::new([(Bf16, STRIDE)], ROWS, columns) else { return };
+        let x = small(3, M * K);
+        let product = |w: &Memory, n: usize| {
+            let mut y = Memory::scratch(4 * M * n);
+            let to = MatrixMut::new(y.view_mut(dtype).part(0..M * n), M, n);
+            let (way, x, w) = (Way::Exact(Tile::Rows16), Matrix::new(x.view(Bf16), M, K), strided(w, n, K));
+            match dtype {
+                F32 => matmul::forward(way, x, w, None, Addend::Nothing, to),
+                Bf16 => assert!(matmul::swiglu(way, x, [Factor { w, bias: None }; 2], to)),
+            }
+            y
+        };
+        let far = only(&pair.numbers(columns), || product(&pair.far[0], ROWS));
+        let near = product(&pair.near[0], pair.rows.len());
+        for m in 0..M {
+            let mut at = 0;
+            for &(first, n) in &pair.groups {
+                let [far, near] =
+                    [get(far.view(dtype), m * ROWS + first, n), get(near.view(dtype), m * pair.rows.len() + at, n)];
+                assert_eq!(far, near, "{dtype:?}, row {m}, columns {first}..");
+                at += n;
+            }
         }
     }
 }
