@@ -3,7 +3,8 @@
 // Few rows (16, 32, 64): the time is that of reading W once. Tiles are narrow, so that n = 4096 already keeps all SMs reading;
 // a block has 60 KiB of W and x under way. Products of the same x come in one launch, for the same reason. Tensor cores wait most
 // of the time: the padding of a row or two to 16 costs nothing. Many rows (128): 64 x 64 outputs of a warp, 64 tensor core
-// instructions to 16 loads of fragments. A broad tile (128 x 256) reads three quarters of what two square ones read.
+// instructions to 16 loads of fragments. For 65 to 256 rows tall tiles (128 x 64) bring three quarters of what 64 x 64 bring to a
+// multiprocessor, where they fill all of these. A broad tile (128 x 256) reads three quarters of what two square ones read.
 //
 // On sm_90a the wide tiles take their place from 33 rows on: there a block has an SM for itself and 110 to 170 KiB under way.
 //
@@ -19,6 +20,7 @@ using Forward32 = Tile<32, 64, 64, 1, 4, 6>;     // 72 KiB, 2
 using Forward64 = Tile<64, 64, 64, 2, 2, 5>;     // 80 KiB, 2
 using Narrow32 = Tile<32, 32, 128, 1, 2, 5>;     // 80 KiB, 2
 using Narrow64 = Tile<64, 32, 64, 2, 2, 6>;      // 72 KiB, 2
+using Tall128 = Tile<128, 64, 64, 2, 2, 3>;      // 72 KiB, 2
 using Forward128 = Tile<128, 128, 32, 2, 2, 4>;  // 64 KiB, 2 (registers)
 using Broad128 = Tile<128, 256, 32, 2, 4, 4>;    // 96 KiB, 1 (registers)
 // Of an H200 (227 KiB).
@@ -81,6 +83,12 @@ KERNEL __launch_bounds__(128) matmul_forward_narrow_64(PARAMETERS(bf16)) { matmu
 
 // matmul_forward_f32_narrow_64  as above, y f32
 KERNEL __launch_bounds__(128) matmul_forward_f32_narrow_64(PARAMETERS(float)) { matmul_forward<Narrow64>(ARGUMENTS); }
+
+// matmul_forward_tall_128  as matmul_forward_16; grid ceil(m / 128) ceil(n / 64), block 128
+KERNEL __launch_bounds__(128) matmul_forward_tall_128(PARAMETERS(bf16)) { matmul_forward<Tall128>(ARGUMENTS); }
+
+// matmul_forward_f32_tall_128  as above, y f32
+KERNEL __launch_bounds__(128) matmul_forward_f32_tall_128(PARAMETERS(float)) { matmul_forward<Tall128>(ARGUMENTS); }
 
 // matmul_forward_128  as matmul_forward_16; grid ceil(m / 128) ceil(n / 128), block 128
 KERNEL __launch_bounds__(128) matmul_forward_128(PARAMETERS(bf16)) { matmul_forward<Forward128>(ARGUMENTS); }

@@ -222,7 +222,7 @@ fn products_of_the_same_x_have_the_bits_of_each_alone_in_one_launch() {
     let (gpu, _one) = device();
     let k = 40;
     for (i, (m, family)) in
-        [9, 17, 70, 33, 64, 130, 130, 65, 70, 130, 300].into_iter().zip(here(&Tile::ALL)).enumerate()
+        [9, 17, 70, 33, 64, 130, 130, 130, 65, 70, 130, 300].into_iter().zip(here(&Tile::ALL)).enumerate()
     {
         let (x, dtype, sizes) = (Bf16Matrix::new(1, m, k, k), [DType::Bf16, DType::F32][i % 2], [136, 24, 70]);
         let factors = sizes.map(|n| (Bf16Matrix::new(n as u32, n, k, k + 8), Bf16Matrix::new(3, 1, n, n)));
@@ -353,7 +353,7 @@ fn a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place() {
     let (_gpu, _one) = device();
     let (n, k) = (44, 40);
     for (i, (m, family)) in
-        [9, 40, 70, 33, 70, 130, 130, 65, 70, 130, 300].into_iter().zip(here(&Tile::ALL)).enumerate()
+        [9, 40, 70, 33, 70, 130, 130, 130, 65, 70, 130, 300].into_iter().zip(here(&Tile::ALL)).enumerate()
     {
         let (x, w, bias) = (Bf16Matrix::new(1, m, k, k), Bf16Matrix::new(2, n, k, k), Bf16Matrix::new(3, 1, n, n));
         let bias = |has: bool| has.then(|| bias.memory.view(DType::Bf16));
@@ -384,7 +384,9 @@ fn the_family_is_a_function_of_shapes_and_large_tiles_are_for_many() {
     assert_eq!(few(11008), [a, a, b, b, c, c]);
     let [narrow_b, narrow_c] = [Tile::Narrow32, Tile::Narrow64];
     assert_eq!(few(8192), [a, a, narrow_b, narrow_b, narrow_c, narrow_c], "half as many columns, twice as many blocks");
-    let (square, broad) = (Tile::Rows128, Tile::Broad128);
+    let (tall, square, broad) = (Tile::Tall128, Tile::Rows128, Tile::Broad128);
+    assert_eq!([Tile::of(65, 11008), Tile::of(128, 6848), Tile::of(129, 4096)], [tall, c, tall]);
+    assert_eq!([Tile::of(256, 11008), Tile::of(257, 11008)], [tall, square]);
     assert_eq!([of(65), of(512), of(640), of(1023), of(1024), of(8192)], [c, c, square, square, broad, broad]);
     assert_eq!([Tile::of(8192, 4095), Tile::of(1024, 11008)], [square, broad]);
     assert_eq!(Tile::of(8192, 128), c, "64 large tiles do not fill a GPU");

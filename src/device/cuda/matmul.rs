@@ -53,6 +53,8 @@ pub enum Tile {
     /// 32 x 32 and 64 x 32: for few columns, so that twice as many blocks read.
     Narrow32,
     Narrow64,
+    /// 128 x 64
+    Tall128,
     /// 128 x 128
     Rows128,
     /// 128 x 256
@@ -70,6 +72,10 @@ const LARGE_FROM: usize = 144;
 /// Columns up to which narrow tiles are used: 64 wide ones, 128 of them, leave an A100 less than two blocks a multiprocessor (reckoned,
 /// not measured).
 const NARROW_TO: usize = 8192;
+/// Rows up to which tall tiles are used, and how many of them there must be: one for each of an A100's multiprocessors (reckoned, not
+/// measured).
+const TALL_TO: usize = 256;
+const TALL_FROM: usize = 108;
 /// Rows and columns from which broad tiles are used: from there on they leave no more multiprocessors idle than square ones.
 const BROAD_ROWS: usize = 1024;
 const BROAD_COLUMNS: usize = 4096;
@@ -77,12 +83,13 @@ const BROAD_COLUMNS: usize = 4096;
 const WIDE_BEGIN: usize = 96;
 
 impl Tile {
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Rows16,
         Self::Rows32,
         Self::Rows64,
         Self::Narrow32,
         Self::Narrow64,
+        Self::Tall128,
         Self::Rows128,
         Self::Broad128,
         Self::Wide64x32,
@@ -117,6 +124,7 @@ impl Tile {
             17..=32 => Self::Rows32,
             33..=64 if n <= NARROW_TO => Self::Narrow64,
             33..=64 => Self::Rows64,
+            65..=TALL_TO if Self::Tall128.blocks(m, n) >= TALL_FROM => Self::Tall128,
             _ => Self::of_many(m, n),
         }
     }
@@ -151,6 +159,7 @@ impl Tile {
             Self::Rows32 => [32, 64],
             Self::Rows64 => [64, 64],
             Self::Narrow32 => [32, 32],
+            Self::Tall128 => [128, 64],
             Self::Rows128 | Self::Wide128x128 => [128, 128],
             Self::Broad128 => [128, 256],
             Self::Narrow64 | Self::Wide64x32 => [64, 32],
@@ -171,6 +180,7 @@ impl Tile {
             Self::Rows16 => (64, 6, 128),
             Self::Rows32 | Self::Narrow64 => (128, 6, 64),
             Self::Rows64 => (128, 5, 64),
+            Self::Tall128 => (128, 3, 64),
             Self::Narrow32 => (64, 5, 128),
             Self::Rows128 => (128, 4, 32),
             Self::Broad128 => (256, 4, 32),
@@ -196,6 +206,8 @@ impl Tile {
             (Self::Narrow32, DType::F32) => "matmul_forward_f32_narrow_32",
             (Self::Narrow64, DType::Bf16) => "matmul_forward_narrow_64",
             (Self::Narrow64, DType::F32) => "matmul_forward_f32_narrow_64",
+            (Self::Tall128, DType::Bf16) => "matmul_forward_tall_128",
+            (Self::Tall128, DType::F32) => "matmul_forward_f32_tall_128",
             (Self::Rows128, DType::Bf16) => "matmul_forward_128",
             (Self::Rows128, DType::F32) => "matmul_forward_f32_128",
             (Self::Broad128, DType::Bf16) => "matmul_forward_broad_128",
