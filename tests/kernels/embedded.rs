@@ -197,6 +197,18 @@ pub fn all_but_one(dir: &Path, to: &Path) {
     }
 }
 
+#[test]
+fn of_starts_at_the_same_time_one_compiles_and_the_others_read() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let root = tempfile::tempdir().expect("a directory");
+    all_but_one(&compiled(&nvrtc, "sm_80"), root.path());
+    let start = || cache::cubins(&nvrtc, "sm_80", Some(root.path())).expect("the sources compile");
+    let all =
+        std::thread::scope(|scope| [(); 3].map(|()| scope.spawn(start)).map(|start| start.join().expect("it ends")));
+    assert_eq!(all.iter().map(|made| made.compiled).sum::<usize>(), 1);
+    assert!(all.iter().all(|made| made.list == all[0].list));
+}
+
 /// For one architecture: nvcc compiles them for both, where the build has it.
 #[test]
 fn the_second_start_takes_cubins_from_the_disk_and_compiles_damaged_ones_anew() {

@@ -4,7 +4,7 @@ use super::embedded::{self, Source};
 use super::nvrtc::{Compiled, Nvrtc};
 use sha2::{Digest, Sha256};
 use std::env;
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -45,13 +45,15 @@ pub struct Cubins {
     pub log: String,
 }
 
-/// Takes what `dir` holds, compiles the rest, and leaves it there. A directory that cannot be written costs the next start
-/// the same time again, nothing else.
+/// Takes what `dir` holds, compiles the rest, and leaves it there: of ranks that come at the same time one compiles, the others read. A
+/// directory that cannot be written costs the next start the same time again, nothing else.
 ///
 /// # Errors
 /// What the compiler says of a source.
 pub fn cubins(nvrtc: &Nvrtc, arch: &str, dir: Option<&Path>) -> Result<Cubins, String> {
     let headers = embedded::headers();
+    // Until the end; a file system that has no locks lets all compile.
+    let _lock = dir.and_then(|dir| lock(dir).ok());
     let one = |unit: &'static Source| {
         let file = dir.map(|dir| dir.join(file_name(unit, &headers, arch, nvrtc.version)));
         if let Some(cubin) = file.as_deref().and_then(read) {
@@ -76,6 +78,13 @@ pub fn cubins(nvrtc: &Nvrtc, arch: &str, dir: Option<&Path>) -> Result<Cubins, S
         cubins.log += &log.unwrap_or_default();
     }
     Ok(cubins)
+}
+
+/// Waits until no other process fills the directory.
+fn lock(dir: &Path) -> io::Result<File> {
+    fs::create_dir_all(dir)?;
+    let file = File::create(dir.join("lock"))?;
+    file.lock().map(|()| file)
 }
 
 /// Names everything that decides the cubin.
