@@ -105,7 +105,7 @@ impl Run {
         );
         if self.device == Device::Cuda && self.ranks.layout().swap != Swap::default() {
             let swap = self.ranks.layout().swap;
-            let state = if swap.stays { "optimizer state but for the updates of a step" } else { "optimizer state" };
+            let state = if swap.resident { "optimizer state but for the updates of a step" } else { "optimizer state" };
             let waiting = match (swap.optimizer, swap.roles) {
                 (true, true) => format!("{state}, and weights of idle roles"),
                 (true, false) => state.to_string(),

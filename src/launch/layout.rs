@@ -24,7 +24,7 @@ pub struct Swap {
     /// Weights of all roles but the actor during rollout; those that do not learn also during training.
     pub roles: bool,
     /// Moments and masters come for the first update of a step and go behind the last one, instead of at each.
-    pub stays: bool,
+    pub resident: bool,
 }
 
 impl Layout {
@@ -53,7 +53,7 @@ impl Layout {
         let rollout = (self.rollout_tensor != tensor).then(|| format!("rollout tensor {}", self.rollout_tensor));
         let offloaded = match (self.swap.optimizer, self.swap.roles) {
             (true, true) => Some("optimizer and idle roles in host memory"),
-            (true, false) if self.swap.stays => Some("optimizer in host memory during the rollout"),
+            (true, false) if self.swap.resident => Some("optimizer in host memory during the rollout"),
             (true, false) => Some("optimizer in host memory"),
             (false, true) => Some("idle roles in host memory"),
             (false, false) => None,

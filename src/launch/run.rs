@@ -178,8 +178,8 @@ impl Run {
         let made = if values == Values::ToRestore { made } else { made.and_then(Learner::with_masters) };
         let mut learner = axes.all.agree(made)?;
         self.offload(Offload::Optimizer, learner.zero.buffers_mut())?;
-        if layout.swap.stays {
-            learner.zero.stay();
+        if layout.swap.resident {
+            learner.zero.keep_resident();
         }
         Ok(learner)
     }

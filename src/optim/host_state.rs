@@ -1,7 +1,8 @@
 //! AdamW's state in pinned host memory, which is onloaded to the GPU unit by unit for an update.
 //!
 //! While a unit is updated the next one is onloaded and the one before is offloaded: the GPU holds the state of at most
-//! [`UNITS_AT_ONCE`] neighbours. Where it stays for the updates of a step, the first of them onloads it and `leave` offloads it.
+//! [`UNITS_AT_ONCE`] neighbours. Where it is kept resident for the updates of a step, the
+//! first of them onloads it and `offload` ends that.
 
 use crate::device::cuda::{HostCopy, Memory, ViewMut, owned_by};
 use crate::device::null;
@@ -50,9 +51,9 @@ pub struct HostState {
     /// Their memory on the GPU.
     onloading: Option<(usize, Memory)>,
     offloading: VecDeque<(usize, Memory)>,
-    /// From the first update on, until it leaves; of each unit, where it stays.
-    staying: Vec<Option<Memory>>,
-    stays: bool,
+    /// Of each unit, from its first update until `offload`, where it is kept.
+    resident: Vec<Option<Memory>>,
+    keeps_resident: bool,
 }
 
 impl HostState {
@@ -61,20 +62,20 @@ impl HostState {
         let vectors = VECTORS + usize::from(averages);
         let lens: Vec<usize> = (0..partition.units()).map(|u| partition.own(u).len()).collect();
         let units = lens.iter().map(|len| HostCopy::zeros(vectors * len * size_of::<f32>())).collect();
-        let staying = lens.iter().map(|_| None).collect();
-        Self { units, lens, vectors, onloading: None, offloading: VecDeque::new(), staying, stays: false }
+        let resident = lens.iter().map(|_| None).collect();
+        Self { units, lens, vectors, onloading: None, offloading: VecDeque::new(), resident, keeps_resident: false }
     }
 
-    /// From now on what an update has onloaded stays until it is told to `leave`.
-    pub fn stay(&mut self) {
-        self.stays = true;
+    /// From now on what an update has onloaded is resident until `offload`.
+    pub fn keep_resident(&mut self) {
+        self.keeps_resident = true;
     }
 
-    /// Offloads what has stayed.
-    pub fn leave(&mut self) {
+    /// Offloads what is resident.
+    pub fn offload(&mut self) {
         let start = Instant::now();
         for unit in 0..self.units.len() {
-            if let Some(memory) = self.staying[unit].take() {
+            if let Some(memory) = self.resident[unit].take() {
                 self.begin_offload(unit, memory);
             }
         }
@@ -97,7 +98,7 @@ impl HostState {
     /// # Panics
     /// If they are on the GPU.
     pub fn slice(&self, what: Vector, unit: usize) -> Slice<'_> {
-        assert!(self.staying[unit].is_none(), "optimizer state is read while it is on the GPU");
+        assert!(self.resident[unit].is_none(), "optimizer state is read while it is on the GPU");
         Slice::F32(&self.units[unit].as_f32()[self.place(what, unit)])
     }
 
@@ -117,13 +118,13 @@ impl HostState {
     /// their turn in order; then `finish_update`.
     pub fn update(&mut self, unit: usize, work: impl FnOnce([ViewMut; VECTORS + 1])) {
         let start = Instant::now();
-        let mut memory = match (self.staying[unit].take(), self.onloading.take()) {
+        let mut memory = match (self.resident[unit].take(), self.onloading.take()) {
             (Some(memory), _) => memory,
             (_, Some((onloading, memory))) if onloading == unit => memory,
             _ => self.onload(unit),
         };
         self.free_but(1);
-        if unit + 1 < self.units.len() && self.staying[unit + 1].is_none() {
+        if unit + 1 < self.units.len() && self.resident[unit + 1].is_none() {
             self.onloading = Some((unit + 1, self.onload(unit + 1)));
         }
         let len = self.lens[unit];
@@ -134,8 +135,8 @@ impl HostState {
         let (v, average) = rest.split_at(len);
         arena::count_moving(start);
         work([p.reborrow(), m, v, average]);
-        if self.stays {
-            self.staying[unit] = Some(memory);
+        if self.keeps_resident {
+            self.resident[unit] = Some(memory);
             return;
         }
         let start = Instant::now();

@@ -254,17 +254,17 @@ impl Zero {
         }
     }
 
-    /// State that waits at the host stays on the GPU from its next update on, until it is told to `leave`.
-    pub fn stay(&mut self) {
+    /// State in the host's memory is resident on the GPU from its next update on, until `offload`.
+    pub fn keep_resident(&mut self) {
         if let Some(host) = &mut self.host {
-            host.stay();
+            host.keep_resident();
         }
     }
 
-    /// Ends the updates of a step: state that stayed on the GPU goes back to the host.
-    pub fn leave(&mut self) {
+    /// Offloads resident state: behind the last update of a step.
+    pub fn offload(&mut self) {
         if let Some(host) = &mut self.host {
-            host.leave();
+            host.offload();
         }
     }
 

@@ -125,7 +125,7 @@ pub struct Choice {
 /// `Usage` where the axes that the job names cannot be laid out (with those that can), or where nothing fits (with what
 /// would).
 pub fn choose(job: &Job, world: usize, device: &Device) -> Result<Choice> {
-    staying(choose_recompute(job, world, device)?, job, world, device)
+    resident(choose_recompute(job, world, device)?, job, world, device)
 }
 
 fn choose_recompute(job: &Job, world: usize, device: &Device) -> Result<Choice> {
@@ -148,13 +148,13 @@ fn choose_recompute(job: &Job, world: usize, device: &Device) -> Result<Choice> 
 
 /// The same choice with the optimizer's state on the GPU for all updates of a step, where the plan has it wait at the host and
 /// training has room for it.
-fn staying(mut choice: Choice, job: &Job, world: usize, device: &Device) -> Result<Choice> {
+fn resident(mut choice: Choice, job: &Job, world: usize, device: &Device) -> Result<Choice> {
     let layout = *choice.chosen.layout();
     if device.is_cpu() || !layout.swap.optimizer || asked(job.config).optimizer || job.shape.updates() < 2 {
         return Ok(choice);
     }
-    let (parts, stays) = (job.parts(world)?, Layout { swap: Swap { stays: true, ..layout.swap }, ..layout });
-    let found = recomputing(job, choice.recompute, |job| candidate(job, &parts, &stays, device));
+    let (parts, layout) = (job.parts(world)?, Layout { swap: Swap { resident: true, ..layout.swap }, ..layout });
+    let found = recomputing(job, choice.recompute, |job| candidate(job, &parts, &layout, device));
     if found.is_better(&choice.chosen) {
         choice.chosen = found;
     }
@@ -221,11 +221,11 @@ fn choose_among(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     if !device.is_cpu() && job.shape.has_rollout() {
         // All that may wait in the host's memory does; where that helps, less of it may do.
         let short: Vec<Candidate> = all.iter().filter(|found| found.is_short(job)).cloned().collect();
-        let most = swapping(&short, &[Swap { optimizer: true, roles: true, stays: false }]);
+        let most = swapping(&short, &[Swap { optimizer: true, roles: true, resident: false }]);
         let found = candidates(job, &parts, &most, device);
         let helped = short.into_iter().zip(&found).filter(|(before, found)| found.is_better(before));
         let helped: Vec<Candidate> = helped.map(|(before, _)| before).collect();
-        let less = [(true, false), (false, true)].map(|(optimizer, roles)| Swap { optimizer, roles, stays: false });
+        let less = [(true, false), (false, true)].map(|(optimizer, roles)| Swap { optimizer, roles, resident: false });
         all.extend(found);
         all.extend(candidates(job, &parts, &swapping(&helped, &less), device));
     }
@@ -354,14 +354,17 @@ fn are_shares_read(arch: &Arch, tensor: usize) -> bool {
 /// What the job says is to wait in the host's memory.
 pub fn asked(config: &Config) -> Swap {
     let offload = &config.mesh.offload;
-    Swap { optimizer: offload.contains(&Offload::Optimizer), roles: offload.contains(&Offload::Roles), stays: false }
+    Swap { optimizer: offload.contains(&Offload::Optimizer), roles: offload.contains(&Offload::Roles), resident: false }
 }
 
 /// The layouts of `short` with more that waits in the host's memory.
 fn swapping(short: &[Candidate], more: &[Swap]) -> Vec<Layout> {
     let of = |layout: &Layout, more: &Swap| {
-        let Swap { optimizer, roles, stays } = layout.swap;
-        Layout { swap: Swap { optimizer: optimizer || more.optimizer, roles: roles || more.roles, stays }, ..*layout }
+        let Swap { optimizer, roles, resident } = layout.swap;
+        Layout {
+            swap: Swap { optimizer: optimizer || more.optimizer, roles: roles || more.roles, resident },
+            ..*layout
+        }
     };
     let all = short.iter().flat_map(|found| more.iter().map(move |more| (found.layout(), of(found.layout(), more))));
     all.filter(|(before, layout)| *before != layout).map(|(_, layout)| layout).collect()

@@ -136,7 +136,7 @@ pub fn fits(sets: &[String], world: usize, job: &Job, device: &Device) -> bool {
     let Ok(parts) = job.parts(world) else { return false };
     let Ok(all) = layouts(&job, world, device) else { return false };
     let (both, asked) = (!device.is_cpu() && job.shape.has_rollout(), asked(&config));
-    let swap = Swap { optimizer: both || asked.optimizer, roles: both || asked.roles, stays: false };
+    let swap = Swap { optimizer: both || asked.optimizer, roles: both || asked.roles, resident: false };
     // What takes the least is enough.
     let zero = all.iter().map(|layout| layout.zero).max();
     let is_least = |layout: &&Layout| {

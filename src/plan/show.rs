@@ -358,7 +358,7 @@ fn placed(placed: &Placed) -> Value {
         "ranks": [placed.ranks.start, placed.ranks.end],
         "mesh": { "data": data, "pipeline": pipeline, "sequence": sequence, "tensor": tensor, "zero": layout.zero },
         "rollout": { "tensor": layout.rollout_tensor, "data": layout.rollout_data() },
-        "swap": { "optimizer": layout.swap.optimizer, "roles": layout.swap.roles, "stays": layout.swap.stays },
+        "swap": { "optimizer": layout.swap.optimizer, "roles": layout.swap.roles, "resident": layout.swap.resident },
         "memory": {
             "phases": phases, "peak_bytes": placed.memory.peak().1.bytes, "resident_bytes": placed.memory.resident,
             "limit_bytes": placed.memory.limit, "kv_cache": placed.memory.kv, "host_bytes": placed.memory.host,

@@ -291,7 +291,7 @@ impl<J: Job> Opened<J> {
                 lengths: Vec::new(),
             };
             let made = self.job.step(run, &mut step);
-            self.job.learners().into_iter().for_each(|learner| learner.zero.leave());
+            self.job.learners().into_iter().for_each(|learner| learner.zero.offload());
             let metrics = match made {
                 Ok(metrics) => metrics,
                 Err(Ended::Failed(error)) => return Err(error),

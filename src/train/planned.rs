@@ -87,7 +87,7 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     for number in 1..=planned.steps {
         let mut step = Step { number, phases: Phases::start(), timers: Timers::start(), lengths: Vec::new() };
         let made = job.step(&mut run, &mut step);
-        job.learners().into_iter().for_each(|learner| learner.zero.leave());
+        job.learners().into_iter().for_each(|learner| learner.zero.offload());
         if let Err(Ended::Failed(error) | Ended::Unfinished { error: Some(error), .. }) = made {
             return Err(error);
         }

@@ -16,7 +16,7 @@ const NAN: u16 = 0xffff;
 const GUARD: f32 = 7.0;
 
 /// Those that this GPU starts; an emulated one starts all.
-pub fn here(tiles: &[Tile]) -> Vec<Tile> {
+pub fn supported(tiles: &[Tile]) -> Vec<Tile> {
     let all = !on_a_real_gpu() || gpu().properties().has_wgmma();
     tiles.iter().copied().filter(|tile| all || !Tile::WIDE.contains(tile)).collect()
 }
@@ -187,7 +187,7 @@ fn forward_equals_the_f64_product_in_every_family_dtype_and_order_of_threads() {
         .into_iter()
         .enumerate()
         {
-            for (j, family) in here(&Tile::ALL).into_iter().enumerate() {
+            for (j, family) in supported(&Tile::ALL).into_iter().enumerate() {
                 let dtypes = if (i + j) % 2 == 0 { [DType::Bf16, DType::F32] } else { [DType::F32, DType::Bf16] };
                 for (dtype, with) in dtypes.into_iter().zip([[true, true], [false, j >= 2]]) {
                     forward_holds(shape, gaps, dtype, with, Way::Exact(family));
@@ -209,7 +209,7 @@ fn a_row_has_the_same_bits_in_every_family_at_every_place_among_any_others() {
         bits(&y.read())
     };
     let all = run(Tile::Rows16, 0, rows);
-    for (m, family) in ROWS.into_iter().flat_map(|m| here(&Tile::ALL).into_iter().map(move |family| (m, family))) {
+    for (m, family) in ROWS.into_iter().flat_map(|m| supported(&Tile::ALL).into_iter().map(move |family| (m, family))) {
         // The last rows as well as the first, so that a row stands at another place of its tile.
         for first in [0, rows - m] {
             assert_eq!(run(family, first, m), all[first * n..(first + m) * n], "{m} rows from {first}, {family:?}");
@@ -222,7 +222,7 @@ fn products_of_the_same_x_have_the_bits_of_each_alone_in_one_launch() {
     let (gpu, _one) = device();
     let k = 40;
     for (i, (m, family)) in
-        [9, 17, 70, 33, 64, 130, 130, 130, 65, 70, 130, 300].into_iter().zip(here(&Tile::ALL)).enumerate()
+        [9, 17, 70, 33, 64, 130, 130, 130, 65, 70, 130, 300].into_iter().zip(supported(&Tile::ALL)).enumerate()
     {
         let (x, dtype, sizes) = (Bf16Matrix::new(1, m, k, k), [DType::Bf16, DType::F32][i % 2], [136, 24, 70]);
         let factors = sizes.map(|n| (Bf16Matrix::new(n as u32, n, k, k + 8), Bf16Matrix::new(3, 1, n, n)));
@@ -308,7 +308,7 @@ fn a_finished_sum_is_added_in_one_rounding() {
     let (_gpu, _one) = device();
     let (m, n, k) = (5, 24, 48);
     let (x, w, bias) = (Bf16Matrix::new(1, m, k, k), Bf16Matrix::new(2, n, k, k), Bf16Matrix::new(3, 1, n, n));
-    for family in here(&Tile::ALL) {
+    for family in supported(&Tile::ALL) {
         let [(sum, _), (got, before)] = [(DType::F32, false), (DType::Bf16, true)].map(|(dtype, add)| {
             let mut y = Written::new(4, m, n, n, dtype);
             let bias = Some(bias.memory.view(DType::Bf16));
@@ -353,7 +353,7 @@ fn a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place() {
     let (_gpu, _one) = device();
     let (n, k) = (44, 40);
     for (i, (m, family)) in
-        [9, 40, 70, 33, 70, 130, 130, 130, 65, 70, 130, 300].into_iter().zip(here(&Tile::ALL)).enumerate()
+        [9, 40, 70, 33, 70, 130, 130, 130, 65, 70, 130, 300].into_iter().zip(supported(&Tile::ALL)).enumerate()
     {
         let (x, w, bias) = (Bf16Matrix::new(1, m, k, k), Bf16Matrix::new(2, n, k, k), Bf16Matrix::new(3, 1, n, n));
         let bias = |has: bool| has.then(|| bias.memory.view(DType::Bf16));
@@ -404,7 +404,7 @@ fn gradients_are_added_and_equal_f64_with_the_same_bits_by_tiles_of_all_sizes_in
     let shapes = [(1, 1, 8), (3, 33, 24), (65, 40, 72), (17, 131, 136), (130, 24, 16), (72, 67, 128), (200, 135, 72)];
     in_every_order(|| {
         let of = |size| shapes.map(|shape| gradients_hold(shape, Way::Exact(size)));
-        let sizes: Vec<_> = here(&Tile::OF_GRADIENTS).into_iter().map(of).collect();
+        let sizes: Vec<_> = supported(&Tile::OF_GRADIENTS).into_iter().map(of).collect();
         assert!(sizes.iter().all(|size| *size == sizes[0]), "tiles of all sizes");
         assert!(*first.get_or_init(|| sizes.clone()) == sizes, "another order");
         for (m, n) in [(1, 1), (3, 33), (64, 32), (200, 71)] {

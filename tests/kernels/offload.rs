@@ -145,7 +145,7 @@ fn state_that_stays_for_the_updates_of_a_step_has_their_bits_and_goes_behind_the
     let partition = Arc::new(Partition::whole(&units));
     let len = partition.own_len();
     let mut both = [(); 2].map(|()| Zero::on_host(&OptimConfig::with_lr(0.01), partition.clone(), &[]));
-    both[1].stay();
+    both[1].keep_resident();
     let mut weights = [(); 2].map(|()| Memory::zeros(2 * len));
     // Two steps of three updates.
     for step in 0..2 {
@@ -158,7 +158,7 @@ fn state_that_stays_for_the_updates_of_a_step_has_their_bits_and_goes_behind_the
             let more = gpu.usage().in_use - in_use;
             assert!(more >= 12 * len, "update {i} of step {step}: {more} bytes of {len} values stay");
         }
-        both.iter_mut().for_each(Zero::leave);
+        both.iter_mut().for_each(Zero::offload);
         assert_eq!(gpu.usage().in_use, in_use, "all of it left");
         let [here, there] = [0, 1].map(|i: usize| weights[i].read::<u16>(len));
         assert_eq!(here, there);

@@ -232,7 +232,7 @@ fn state_that_waits_for_the_rollout_stays_for_all_updates_of_a_step_where_traini
     let of = |more: &[&str]| fewer(&[&sets[..], &["rollout.prompts_per_step=512"], more].concat());
     let device = Device::gpu("a100-40g", 25.0).expect("it is in the table");
     let on = |config: &Config| choose(&Job::new(config, &actor, None), 8, &device).expect("it fits").chosen;
-    let swap = |candidate: &Candidate| (candidate.layout().swap.optimizer, candidate.layout().swap.stays);
+    let swap = |candidate: &Candidate| (candidate.layout().swap.optimizer, candidate.layout().swap.resident);
     let many = on(&of(&[]));
     assert_eq!(swap(&many), (true, true), "{}", many.layout().describe());
     assert!(many.layout().describe().contains("during the rollout"), "{}", many.layout().describe());

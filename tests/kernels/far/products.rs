@@ -1,7 +1,7 @@
 //! Products of far rows, and with far weights.
 
 use super::{Pair, get, has_room, holds, only, small};
-use crate::matmul::here;
+use crate::matmul::supported;
 use crate::{bf16, device, numbers};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::matmul::{self, Addend, Factor, Matrix, MatrixMut, Tile, Way};
@@ -32,7 +32,7 @@ fn far_rows_are_multiplied() {
     const K: usize = 128;
     let [families, squares] = {
         let (_gpu, _one) = device();
-        [here(&Tile::ALL), here(&SQUARE)]
+        [supported(&Tile::ALL), supported(&SQUARE)]
     };
     for (family, [rows, n]) in families.into_iter().map(|tile| (tile, tile.size())) {
         let dtype = if rows == 64 { F32 } else { Bf16 };
@@ -103,7 +103,7 @@ fn products_with_far_weights_are_those_with_the_same_weights() {
 fn gradients_of_far_weights_are_those_of_the_same_weights() {
     const M: usize = 64;
     let (_gpu, _one) = device();
-    for (size, rows) in here(&SQUARE).into_iter().map(|tile| (tile, tile.size()[0])) {
+    for (size, rows) in supported(&SQUARE).into_iter().map(|tile| (tile, tile.size()[0])) {
         let Some(mut pair) = Pair::new([(F32, STRIDE)], ROWS, rows) else { return };
         let (x, dy) = (small(3, M * rows), bf16(&numbers(4, M * pair.rows.len())));
         let near_dy = Memory::of(&dy);
@@ -146,7 +146,7 @@ fn chains_over_far_lines_are_those_over_the_same_lines() {
     if !has_room(4 * LINES * APART) {
         return;
     }
-    for (size, n) in here(&SQUARE).into_iter().map(|tile| (tile, tile.size()[0])) {
+    for (size, n) in supported(&SQUARE).into_iter().map(|tile| (tile, tile.size()[0])) {
         let ((far_dy, near_dy), (far_x, near_x)) = (lines(1, n), lines(2, n));
         let chains = |dy: &Memory, x: &Memory, stride: usize| {
             let [dy, x] = [dy, x].map(|values| Matrix { values: values.view(Bf16), rows: LINES, width: n, stride });
