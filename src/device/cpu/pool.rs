@@ -4,6 +4,7 @@
 //! device none is done.
 
 use crate::device::null;
+use crate::sys::affinity;
 use std::cell::UnsafeCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -23,6 +24,9 @@ struct Shared {
     asleep: Vec<AtomicBool>,
     quit: AtomicBool,
     panicked: AtomicBool,
+    /// The cores of these threads, where there is one for each, and the one on which the caller of `run` is.
+    cores: Vec<usize>,
+    caller_core: AtomicUsize,
 }
 
 // SAFETY: `job` is written only by the caller of `run` while no worker reads it: workers read after the epoch moves
@@ -30,6 +34,18 @@ struct Shared {
 unsafe impl Sync for Shared {}
 // SAFETY: the raw pointer in `job` is only dereferenced while the closure it points to is alive (see `run`).
 unsafe impl Send for Shared {}
+
+impl Shared {
+    /// Moves this worker to the other cores where it shares one with the caller: two threads that spin and yield look busy, and
+    /// some kernels (Linux 6.18 of a virtual machine of two cores) leave them on one core for minutes beside an idle one.
+    fn leave_caller(&self) {
+        let caller = self.caller_core.load(Ordering::Relaxed);
+        if affinity::core() == caller && !self.cores.is_empty() {
+            let others: Vec<usize> = self.cores.iter().copied().filter(|&core| core != caller).collect();
+            affinity::bind(&others);
+        }
+    }
+}
 
 pub struct Pool {
     shared: Arc<Shared>,
@@ -40,6 +56,7 @@ pub struct Pool {
 impl Pool {
     /// A pool of `threads` threads, the caller of `run` included.
     pub fn new(threads: usize) -> Self {
+        let cores = affinity::mask();
         let shared = Arc::new(Shared {
             epoch: AtomicUsize::new(0),
             left: AtomicUsize::new(0),
@@ -47,6 +64,8 @@ impl Pool {
             asleep: (1..threads).map(|_| AtomicBool::new(false)).collect(),
             quit: AtomicBool::new(false),
             panicked: AtomicBool::new(false),
+            cores: if threads <= cores.len() { cores } else { Vec::new() },
+            caller_core: AtomicUsize::new(0),
         });
         let workers = (1..threads)
             .map(|id| {
@@ -84,6 +103,7 @@ impl Pool {
         // SAFETY: no worker is running (`left` is zero and we hold `caller`).
         unsafe { *self.shared.job.get() = Some(job) };
         self.shared.left.store(self.workers.len(), Ordering::Relaxed);
+        self.shared.caller_core.store(affinity::core(), Ordering::Relaxed);
         self.wake();
         {
             let _waiter = Waiter(&self.shared);
@@ -197,6 +217,7 @@ fn worker(shared: &Shared, id: usize) {
         if shared.quit.load(Ordering::SeqCst) {
             return;
         }
+        shared.leave_caller();
         // SAFETY: `run` stored the job before it moved the epoch and waits for `left` before the closure dies.
         let job = unsafe { &*(*shared.job.get()).expect("a job is set before the epoch moves") };
         if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| job(id))).is_err() {
@@ -288,6 +309,29 @@ mod tests {
                 assert!(hits.iter().all(|&h| h == 1), "{threads} threads, len {len}");
             }
         }
+    }
+
+    #[test]
+    fn a_worker_on_the_callers_core_leaves_it_where_there_is_another() {
+        let cores = affinity::mask();
+        if cores.len() < 2 {
+            return;
+        }
+        let pool = Pool::new(2);
+        assert!(affinity::bind(&cores[..1]));
+        let worked_on = AtomicUsize::new(usize::MAX);
+        pool.run(&|id| {
+            if id == 1 {
+                affinity::bind(&cores[..1]);
+            }
+        });
+        pool.run(&|id| {
+            if id == 1 {
+                worked_on.store(affinity::core(), Ordering::Relaxed);
+            }
+        });
+        assert_ne!(worked_on.into_inner(), cores[0]);
+        affinity::bind(&cores);
     }
 
     #[test]
