@@ -106,43 +106,66 @@ fn grid(panels: usize, tiles: usize, shares: usize) -> (usize, usize) {
     (1..=shares).map(|down| (down, shares / down)).min_by_key(cost).unwrap_or((1, 1))
 }
 
+/// What is interleaved at a time: tiles of x, over a block of the chain.
+#[derive(Clone)]
+struct Block {
+    steps: Range<usize>,
+    tiles: Range<usize>,
+}
+
 impl WeightProduct<'_> {
     /// The tiles `tiles` of the panels `panels` of dW.
     fn rectangle(&self, panels: Range<usize>, tiles: Range<usize>, room: &mut [u32]) {
+        if tiles.is_empty() {
+            return;
+        }
+        let (level, arithmetic) = (self.level, self.arithmetic);
         let (x_room, dy_room) = room.split_at_mut(self.room.tiles);
         let panel = dy_room.as_chunks_mut().0;
-        for start in (0..self.steps).step_by(STEPS) {
+        let groups = tiles.len().div_ceil(TILES);
+        let block = |i: usize| {
+            let (start, first) = (i / groups * STEPS, tiles.start + i % groups * TILES);
             let steps = start..self.steps.min(start + STEPS);
-            for first in tiles.clone().step_by(TILES) {
-                let tiles = first..tiles.end.min(first + TILES);
-                let columns = tiles.start * ROWS..self.k.min(tiles.end * ROWS);
-                let (level, arithmetic) = (self.level, self.arithmetic);
-                panel::interleave(level, arithmetic, self.x, self.k, steps.clone(), &columns, x_room, self.room.tile);
-                for p in panels.clone() {
-                    let lanes = p * LANES..self.n.min((p + 1) * LANES);
-                    let width = lanes.len();
-                    panel::panel(level, arithmetic, self.dy, self.n, steps.clone(), &lanes, panel);
-                    for tile in tiles.clone() {
-                        if p + 1 < panels.end {
-                            let part = share(steps.len(), 1, tile - tiles.start, tiles.len());
-                            self.fetch(p + 1, steps.start + part.start..steps.start + part.end);
-                        }
-                        let a = &x_room[(tile - tiles.start) * self.room.tile..][..self.room.tile];
-                        self.tile(tile, p, width, a, &panel[..steps.len()]);
+            (!steps.is_empty()).then(|| Block { steps, tiles: first..tiles.end.min(first + TILES) })
+        };
+        for (i, Block { steps, tiles }) in (0..).map_while(block).enumerate() {
+            let columns = self.columns(&tiles);
+            panel::interleave(level, arithmetic, self.x, self.k, steps.clone(), &columns, x_room, self.room.tile);
+            let (next, all) = (block(i + 1), panels.len() * tiles.len());
+            for p in panels.clone() {
+                let lanes = p * LANES..self.n.min((p + 1) * LANES);
+                let width = lanes.len();
+                panel::panel(level, arithmetic, self.dy, self.n, steps.clone(), &lanes, panel);
+                for tile in tiles.clone() {
+                    let at = tile - tiles.start;
+                    // What comes next lies in columns of wide matrices, which no hardware foresees.
+                    if p + 1 < panels.end {
+                        self.fetch(self.dy, self.n, (p + 1) * LANES..(p + 2) * LANES, part(&steps, at, tiles.len()));
                     }
+                    if let Some(next) = &next {
+                        let at = (p - panels.start) * tiles.len() + at;
+                        self.fetch(self.x, self.k, self.columns(&next.tiles), part(&next.steps, at, all));
+                    }
+                    let a = &x_room[at * self.room.tile..][..self.room.tile];
+                    self.tile(tile, p, width, a, &panel[..steps.len()]);
                 }
             }
         }
     }
 
-    /// Starts fetching rows (of words) of dy's panel p: a column of a wide matrix, which no hardware foresees.
-    fn fetch(&self, p: usize, steps: Range<usize>) {
+    /// Columns of x in `tiles`.
+    fn columns(&self, tiles: &Range<usize>) -> Range<usize> {
+        tiles.start * ROWS..self.k.min(tiles.end * ROWS)
+    }
+
+    /// Starts fetching `columns` of the rows (of words) `steps` of a matrix of `width` columns.
+    fn fetch(&self, matrix: &[f32], width: usize, columns: Range<usize>, steps: Range<usize>) {
         let rows = match self.arithmetic {
             Arithmetic::F32 => steps,
             Arithmetic::Bf16 => 2 * steps.start..2 * steps.end,
         };
         for i in rows {
-            panel::prefetch(self.dy.as_ptr().wrapping_add(i * self.n + p * LANES));
+            panel::prefetch(matrix.as_ptr().wrapping_add(i * width + columns.start), columns.len());
         }
     }
 
@@ -166,6 +189,12 @@ impl WeightProduct<'_> {
         // SAFETY: a and the panel hold the tile's steps, its rows and columns lie within dW and belong to this share.
         unsafe { run(self.level, self.arithmetic, &tile) };
     }
+}
+
+/// Part `at` of `parts` of a range.
+fn part(range: &Range<usize>, at: usize, parts: usize) -> Range<usize> {
+    let part = share(range.len(), 1, at, parts);
+    range.start + part.start..range.start + part.end
 }
 
 /// db[n] += sum_m dy[m][n], rows in order

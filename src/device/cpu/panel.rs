@@ -147,17 +147,17 @@ pub fn interleave(
     }
 }
 
-/// Starts fetching a panel's row of floats into the second-level cache; any address will do.
+/// Starts fetching `len` values into the second-level cache; any address will do.
 #[inline]
-pub fn prefetch(row: *const f32) {
+pub fn prefetch(from: *const f32, len: usize) {
     #[cfg(target_arch = "x86_64")]
-    for line in 0..2 {
+    for at in (0..len).step_by(16) {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         // SAFETY: a prefetch reads nothing that the program could see.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(row.wrapping_add(16 * line).cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(at).cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = row;
+    let _ = (from, len);
 }
 
 /// Steps `steps` of columns `columns` (at most 32) of y (m, n) as a panel; missing lanes are 0.
