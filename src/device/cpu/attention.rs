@@ -14,6 +14,9 @@ use std::ops::Range;
 /// Multiply-adds, in units of a key block times a row, below which one thread is faster than waking the others.
 const SERIAL_MAX: usize = 64;
 
+/// Values of keys below which one thread appends them.
+const APPEND_SERIAL_BELOW: usize = 1024;
+
 /// Attention of `spans` that share no row of q: overwrites (o, lse), or is merged into what they hold.
 pub fn forward_rows(
     q: &[f32],
@@ -177,17 +180,26 @@ pub fn kv_append(
         return;
     }
     let (g, e) = (shape.kv_heads, shape.head_dim);
-    let rows = sequences.iter().flat_map(|s| (s.past..s.past + s.tokens).map(move |at| (s, at)));
-    for (row, (sequence, at)) in rows.enumerate() {
-        let page = sequence.blocks[at / PAGE] as usize * page_len(shape);
-        for head in 0..g {
-            let from = (row * g + head) * e;
-            let to = page + head * e * PAGE;
-            for lane in 0..e {
-                keys[to + lane * PAGE + at % PAGE] = k[from + lane];
+    let ends = cumulated(sequences.iter().map(|sequence| sequence.tokens));
+    let (keys, values) = (Shares::new(keys), Shares::new(values));
+    let small = k.len() < APPEND_SERIAL_BELOW;
+    // About the threads that read the sequences' pages, which then need not fetch what is new.
+    pool().ranges(sequences.len(), 1, small, &|part| {
+        for (sequence, start) in sequences[part.clone()].iter().zip(&ends[part]) {
+            for (row, at) in (sequence.past..sequence.past + sequence.tokens).enumerate() {
+                let page = sequence.blocks[at / PAGE] as usize * page_len(shape);
+                for head in 0..g {
+                    let from = ((start + row) * g + head) * e;
+                    let to = page + head * e * PAGE;
+                    for lane in 0..e {
+                        // SAFETY: keys hold this page, and place `at` of it is this sequence's alone.
+                        unsafe { *keys.ptr().add(to + lane * PAGE + at % PAGE) = k[from + lane] };
+                    }
+                    let to = to + at % PAGE * e;
+                    // SAFETY: as above, of values.
+                    unsafe { values.slice(to..to + e) }.copy_from_slice(&v[from..from + e]);
+                }
             }
-            let to = to + at % PAGE * e;
-            values[to..to + e].copy_from_slice(&v[from..from + e]);
         }
-    }
+    });
 }

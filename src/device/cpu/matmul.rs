@@ -16,10 +16,12 @@ pub use super::microkernel::LANES;
 use super::microkernel::{Arithmetic, Prefetch, ROWS, ROWS_PAIR, Tile, finish_row, run};
 use super::panel;
 use super::pool::{Shares, pool, share};
+use super::scratch;
 use crate::device::null;
 use crate::device::simd::{Level, level};
 use std::mem::MaybeUninit;
 use std::ops::Range;
+use std::ptr;
 
 /// Steps of a block: 256 KiB of a panel, a quarter of a usual second-level cache.
 const STEPS_BLOCK: usize = 2048;
@@ -29,6 +31,8 @@ const ROWS_BYTES: usize = 256 << 10;
 const ROWS_CUT: usize = 32;
 /// Multiply-adds below which one thread does it all: waking the others costs as much.
 pub(super) const SERIAL_BELOW: usize = 64 << 10;
+/// Values of x up to which every thread makes its own words of them: 128 KiB.
+const OWN_WORDS: usize = 32 << 10;
 /// Words of W that are transposed at a time: they stay in the last-level cache.
 const TRANSPOSED_WORDS: usize = 2 << 20;
 /// The values of a weight matrix in panels.
@@ -143,29 +147,43 @@ impl Cut {
     }
 }
 
-/// Does all of `products`, which do not depend on each other, at one call of the threads.
-fn run_all(products: &[Product], level: Level) {
+/// Does all of `products`, which do not depend on each other, at one call of the threads. Those of `own` values of x take their
+/// words from what each thread makes of them.
+fn run_all(products: &[Product], own: Option<&[f32]>, level: Level) {
     let pool = pool();
-    let threads = pool.threads();
-    let work = |id: usize| {
+    let few = products.iter().map(|p| p.m * p.n * p.steps).sum::<usize>() < SERIAL_BELOW;
+    let threads = if few { 1 } else { pool.threads() };
+    let tasks = |id: usize, own: Option<*const u32>| {
         for product in products {
             let cut = Cut::new(product, threads);
             for task in share(cut.groups * cut.blocks, 1, id, threads) {
-                product.task(level, cut, task / cut.groups, task % cut.groups);
+                product.task(level, cut, own.unwrap_or(product.a), task / cut.groups, task % cut.groups);
             }
         }
     };
-    let few = products.iter().map(|p| p.m * p.n * p.steps).sum::<usize>() < SERIAL_BELOW;
+    let work = |id: usize| match own {
+        Some(x) => {
+            let first = &products[0];
+            scratch::with_scratch(first.m * first.steps, |words| {
+                let words: &mut [u32] = bytemuck::cast_slice_mut(words);
+                for (x, words) in x.chunks_exact(x.len() / first.m).zip(words.chunks_exact_mut(first.steps)) {
+                    panel::to_words(level, x, words);
+                }
+                tasks(id, Some(words.as_ptr()));
+            });
+        }
+        None => tasks(id, None),
+    };
     if few && !null::is_active() {
-        (0..threads).for_each(work);
+        work(0);
     } else {
         pool.run(&work);
     }
 }
 
 impl Product<'_> {
-    /// One block of rows over one panel (or two).
-    fn task(&self, level: Level, cut: Cut, block: usize, group: usize) {
+    /// One block of rows of `a` over one panel (or two).
+    fn task(&self, level: Level, cut: Cut, a: *const u32, block: usize, group: usize) {
         let (start, end) = (block * self.m / cut.blocks, (block + 1) * self.m / cut.blocks);
         let panel = if cut.pair { 2 * group } else { group };
         let columns = (self.n - panel * LANES).min(if cut.pair { 2 * LANES } else { LANES });
@@ -190,7 +208,7 @@ impl Product<'_> {
                     rows: r1 - r0,
                     pair,
                     steps: s1 - s0,
-                    a: self.a.wrapping_add(r0 * self.a_row + s0),
+                    a: a.wrapping_add(r0 * self.a_row + s0),
                     a_row: self.a_row,
                     packed: false,
                     b,
@@ -242,7 +260,14 @@ impl Product<'_> {
 
 /// f32 of scratch that `forward` needs.
 pub fn forward_scratch(m: usize, w: &Panels) -> usize {
-    row_words_scratch(w.arithmetic(), m, w.k)
+    let arithmetic = w.arithmetic();
+    if has_own_words(arithmetic, m * w.k) { 0 } else { row_words_scratch(arithmetic, m, w.k) }
+}
+
+/// Whether each thread makes its own words of `len` values of x: what another thread wrote waits in that thread's cache, and comes
+/// faster read one after the other, which hardware foresees, than as the chains go.
+fn has_own_words(arithmetic: Arithmetic, len: usize) -> bool {
+    arithmetic == Arithmetic::Bf16 && (1..=OWN_WORDS).contains(&len)
 }
 
 /// One of several products with the same x.
@@ -260,7 +285,8 @@ pub fn forward<const N: usize>(x: &[f32], m: usize, outputs: [Output; N], addend
     let (k, arithmetic) = (outputs[0].w.k, outputs[0].w.arithmetic());
     let steps = words_of(arithmetic, k);
     assert!(x.len() == m * k);
-    let a = row_words(level, arithmetic, x, k, scratch);
+    let own = has_own_words(arithmetic, x.len());
+    let a = if own { ptr::null() } else { row_words(level, arithmetic, x, k, scratch) };
     let products = outputs.map(|Output { w, bias, y }| {
         w.check();
         assert!((w.k, w.arithmetic()) == (k, arithmetic), "products of one x: W of another width or dtype");
@@ -281,7 +307,10 @@ pub fn forward<const N: usize>(x: &[f32], m: usize, outputs: [Output; N], addend
             addend,
         }
     });
-    run_all(&products, level);
+    if own {
+        null::work_in(scratch::bytes(m * steps));
+    }
+    run_all(&products, own.then_some(x), level);
 }
 
 /// f32 of scratch that `row_words` needs.
@@ -360,7 +389,7 @@ pub fn backward_input(
             bias: None,
             addend: Addend::Nothing,
         };
-        run_all(&[product], level);
+        run_all(&[product], None, level);
     }
 }
 
