@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::model::export::Export;
 use crate::model::{Arch, Head, ParamTable, UnitValues};
 use crate::tensor::DType;
-use crate::train::{self, reward_model};
+use crate::train::{self, supervised};
 use argh::FromArgs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -80,7 +80,7 @@ fn learned(checkpoint: &Checkpoint, role: &str) -> Result<(Arch, Head)> {
     };
     let mut arch = Arch::load(&checkpoint.dir)?;
     if config.job.kind == JobKind::RewardModel {
-        arch.reward_mean_std = reward_model::mean_std(&state["run"]["method"])?;
+        arch.reward_mean_std = supervised::mean_std(&state["run"]["method"])?;
     }
     Ok((arch, model.head))
 }

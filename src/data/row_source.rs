@@ -26,7 +26,7 @@ pub trait Row: Sized {
     /// How much of a row of the data it is.
     const PART: Part;
     /// Tokens that it leaves free of the model's context, at least.
-    const FREE: usize;
+    const FREE: usize = 0;
 
     /// Tokens of the longest sequence that it makes.
     fn longest(entry: &Entry, _rows: &Rows) -> Result<usize> {
@@ -34,10 +34,17 @@ pub trait Row: Sized {
     }
 
     /// Which keys make rows fit a context of so many tokens.
-    fn hint(context: usize) -> String;
+    fn hint(context: usize) -> String {
+        format!("set data.row_tokens_max = {context}; data.long_prompts says whether longer rows are cut")
+    }
 
     /// Its tokens in parts, and whether each is learned; and a label, or an empty text.
     fn parts(&self) -> (Vec<(&[u32], bool)>, &str);
+
+    /// Tokens of each sequence that is made of it.
+    fn sequences(&self) -> Vec<usize> {
+        vec![self.parts().0.iter().map(|(tokens, _)| tokens.len()).sum()]
+    }
 
     /// The row, or piece of one, that is handed out as `entry`.
     fn of(entry: &Entry, rows: &Rows, tokenizer: &Tokenizer) -> Result<Self>;
@@ -202,11 +209,6 @@ impl Row for Prompt {
 
 impl Row for SftRow {
     const PART: Part = Part::Demonstration;
-    const FREE: usize = 0;
-
-    fn hint(context: usize) -> String {
-        format!("set data.row_tokens_max = {context}; data.long_prompts says whether longer rows are cut")
-    }
 
     fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
         let mut rest = &self.tokens[..];
@@ -253,13 +255,6 @@ pub struct PairRow {
     label: String,
 }
 
-impl PairRow {
-    /// Tokens of both sides, the prompt twice.
-    pub fn length(&self) -> usize {
-        self.chosen.len() + self.rejected.len()
-    }
-}
-
 /// Tokens of the chosen and of the rejected response that are kept of an entry.
 fn kept(entry: &Entry, rows: &Rows) -> Result<[usize; 2]> {
     let rest = entry.rest as usize;
@@ -272,20 +267,19 @@ fn kept(entry: &Entry, rows: &Rows) -> Result<[usize; 2]> {
 
 impl Row for PairRow {
     const PART: Part = Part::Pair;
-    const FREE: usize = 0;
 
     fn longest(entry: &Entry, rows: &Rows) -> Result<usize> {
         let [chosen, rejected] = kept(entry, rows)?;
         Ok((entry.end - entry.start) as usize + chosen.max(rejected))
     }
 
-    fn hint(context: usize) -> String {
-        SftRow::hint(context)
-    }
-
     fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
         let (prompt, chosen) = self.chosen.split_at(self.prompt_tokens);
         (vec![(prompt, false), (chosen, true), (&self.rejected[self.prompt_tokens..], false)], &self.label)
+    }
+
+    fn sequences(&self) -> Vec<usize> {
+        vec![self.chosen.len(), self.rejected.len()]
     }
 
     fn of(entry: &Entry, rows: &Rows, _tokenizer: &Tokenizer) -> Result<Self> {
@@ -316,11 +310,6 @@ pub struct LabelledRow {
 
 impl Row for LabelledRow {
     const PART: Part = Part::Labelled;
-    const FREE: usize = 0;
-
-    fn hint(context: usize) -> String {
-        SftRow::hint(context)
-    }
 
     fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
         let (prompt, response) = self.tokens.split_at(self.prompt_tokens);
@@ -369,11 +358,6 @@ pub enum StepLabel {
 
 impl Row for StepRow {
     const PART: Part = Part::Steps;
-    const FREE: usize = 0;
-
-    fn hint(context: usize) -> String {
-        SftRow::hint(context)
-    }
 
     fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
         (vec![(&self.tokens, false)], &self.label)

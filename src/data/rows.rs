@@ -96,9 +96,6 @@ impl Encoder<'_> {
             }
             Part::Prompt | Part::Demonstration | Part::Steps => {}
         }
-        if part == Part::Text {
-            return Ok(vec![self.tokens(&format.prompt_key, required(row, &format.prompt_key)?, part)?]);
-        }
         let (key, prompt) = match row.get(&format.messages_key) {
             Some(messages) if format.chat_template => (&format.messages_key, messages),
             _ => (&format.prompt_key, required(row, &format.prompt_key)?),

@@ -14,11 +14,12 @@ use crate::learn::Role;
 use crate::learn::role::{key, pieces};
 use crate::model::params::ParamSpec;
 use crate::model::partition::Shards;
+use crate::model::{Gradients, Saved, Transformer, Weights};
 use crate::optim::host_state::Vector;
 use crate::optim::schedule::lr_at;
 use crate::optim::zero::Zero;
 use crate::tensor::arena::Buffer;
-use crate::tensor::{Flat, Slice};
+use crate::tensor::{Flat, Slice, Tensor};
 use std::ops::Range;
 
 /// What the last optimiser step reports.
@@ -39,6 +40,7 @@ pub struct Learner {
     pub microbatches: Vec<Vec<usize>>,
     shards: Shards,
     optim: OptimConfig,
+    recompute: Recompute,
     /// Optimiser steps of the whole run: the length of the schedule.
     updates_total: u64,
 }
@@ -71,9 +73,23 @@ impl Learner {
             zero = zero.with_master(owned_by("optimizer state", || Flat::scratch(device, len)));
         }
         let sum = GradientSum::new(table, gradient, &shards, axes)?;
-        let optim = optim.clone();
+        let (optim, recompute) = (optim.clone(), gradient.recompute);
         let (report, microbatches) = (StepReport::default(), Vec::new());
-        Ok(Self { role, sum, zero, report, microbatches, shards, optim, updates_total })
+        Ok(Self { role, sum, zero, report, microbatches, shards, optim, recompute, updates_total })
+    }
+
+    /// Adds the gradient of a packed row: `head` makes that of the hidden state, and adds its own. What it found of the row, too.
+    pub fn backward<R>(
+        &mut self,
+        row: &PackedRow,
+        head: impl FnOnce(&Transformer, &Weights, &Tensor, &mut Gradients) -> (Tensor, R),
+    ) -> R {
+        let Role { transformer: model, weights: w, .. } = &self.role;
+        let (mut saved, grads) = (Saved::new(self.recompute), &mut self.sum.grads);
+        let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+        let (dhidden, found) = head(model, w, &hidden, grads);
+        model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
+        found
     }
 
     /// Sets the masters, where the weights are not their own: to the numbers that the weights were rounded from, read piece by
@@ -136,13 +152,7 @@ impl Learner {
     ///
     /// # Errors
     /// `Fault`, the same on all ranks, naming the first weight, result of the forward or gradient that is not finite.
-    pub fn step_if_finite(
-        &mut self,
-        axes: &Axes,
-        recompute: Recompute,
-        loss: f64,
-        pack: impl Fn(&[usize]) -> PackedRow,
-    ) -> Result<()> {
+    pub fn step_if_finite(&mut self, axes: &Axes, loss: f64, pack: impl Fn(&[usize]) -> PackedRow) -> Result<()> {
         let update = self.zero.updates + 1;
         let (what, error) = if loss.is_finite() {
             let Err(error) = self.step(axes) else { return Ok(()) };
@@ -154,7 +164,7 @@ impl Learner {
             (what, Error::fault(again).hint(non_finite::OF_MACHINE))
         };
         let rows = self.microbatches.iter().map(|rows| pack(rows));
-        non_finite::forward(&self.role, axes, recompute, &what, rows).and(Err(error))
+        non_finite::forward(&self.role, axes, self.recompute, &what, rows).and(Err(error))
     }
 
     /// Sums the gradient over ranks, clips it, and updates the weights of all ranks. A collective.

@@ -1,125 +1,65 @@
 //! Distillation on one page: rows -> distributions of student and teachers -> loss -> gradient -> step (arXiv:1503.02531). What a
 //! student learns from its own samples is `on_policy`.
 
-use super::job::{Ended, Job, Step};
 use super::models::ModelSpec;
-use super::supervised;
-use crate::comm::phase;
+use super::sft::pack;
+use super::supervised::{self, Method, Minibatch, Numbers, lengths};
 use crate::config::Config;
 use crate::config::distill::DistillConfig;
-use crate::config::job::Recompute;
 use crate::config::mesh::RoleName;
-use crate::data::{Part, Rows, SftRow, SftSource};
+use crate::data::SftRow;
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
-use crate::launch::step_shape::StepShape;
 use crate::learn::accumulation::accumulate;
 use crate::learn::packed::PackedRow;
 use crate::learn::sums::Sums;
-use crate::learn::{Learner, Role, role};
+use crate::learn::{Learner, Role};
 use crate::loss::distill::sampled_reverse_kl;
-use crate::metrics::Phase;
-use crate::metrics::keys::{self, Metrics, named};
-use crate::model::{Arch, Head, Lesson, Saved};
+use crate::metrics::keys;
+use crate::model::{Head, Lesson};
 use crate::ops::linear_divergence::Divergences;
 use crate::tensor::Tensor;
 use crate::tensor::arena::Buffer;
 use crate::text::Tokenizer;
 use std::ops::Range;
-use std::sync::Arc;
-use std::time::Instant;
 
 /// Tokens and optimizer steps that were counted.
 const TOKENS: &str = "distilled_tokens";
-const UPDATES: &str = "updates";
+pub const UPDATES: &str = "updates";
 
-/// What a step reports: keys, and what their sums are divided by.
-pub const REPORTED: &[(&str, &str)] = &[
-    (keys::LOSS, UPDATES),
-    (keys::CE_MEAN, TOKENS),
-    (keys::KL_MEAN, TOKENS),
-    (keys::GRAD_NORM, UPDATES),
-    (keys::LR, UPDATES),
-];
+/// What a step reports of its tokens: keys, and what their sums are divided by.
+pub const REPORTED: &[(&str, &str)] = &[(keys::LOSS, UPDATES), (keys::CE_MEAN, TOKENS), (keys::KL_MEAN, TOKENS)];
 
 pub struct Distill {
-    learner: Learner,
     teachers: Teachers,
-    source: SftSource,
 }
 
-impl Job for Distill {
+impl Method for Distill {
     type Row = SftRow;
+    type Known = ();
 
     fn models(config: &Config) -> Vec<ModelSpec> {
         models(config)
     }
 
-    fn shape(config: &Config) -> StepShape {
-        let (samples, tokens_max) = (config.distill.minibatch_samples, config.distill.microbatch_tokens_max);
-        let scored = config.model.teachers.len();
-        supervised::shape(Part::Demonstration, samples, tokens_max, scored)
+    fn shape(Config { distill, model, .. }: &Config) -> [usize; 3] {
+        [distill.minibatch_samples, distill.microbatch_tokens_max, model.teachers.len()]
     }
 
-    fn new(
-        run: &Run,
-        _arch: &Arch,
-        mut learners: Vec<Learner>,
-        frozen: Vec<Role>,
-        source: SftSource,
-        _tokenizer: Arc<Tokenizer>,
-    ) -> Result<Self> {
-        for teacher in &frozen {
-            let fits = source.check_context(teacher.arch().context);
-            run.ranks.all.agree(fits.map_err(|e| e.within(teacher.dir.display()).within(role::key(teacher.name))))?;
-        }
-        let learner = learners.pop().expect("a job without a placement has all models on each rank");
-        Ok(Self { learner, teachers: Teachers::new(&run.config, frozen), source })
+    fn new(config: &Config, frozen: Vec<Role>, _tokenizer: &Tokenizer) -> Result<Self> {
+        Ok(Self { teachers: Teachers::new(config, frozen) })
     }
 
-    fn rows(&self) -> &Rows {
-        &self.source
-    }
-
-    fn learners(&mut self) -> Vec<&mut Learner> {
-        vec![&mut self.learner]
-    }
-
-    fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
-        phase::set(step.number, "train");
-        let rows = self.source.next(run.config.distill.minibatch_samples);
-        let rows = run.ranks.all.agree(rows)?;
-        step.lengths = rows.iter().map(|row| row.tokens.len()).collect();
-        let (timers, lengths) = (&mut step.timers, &step.lengths);
-        let (learner, teachers) = (&mut self.learner, &mut self.teachers);
-        let update = || timers.train(|| update(run, learner, teachers, lengths, |chosen| pack(&rows, chosen)));
-        let sums = step.phases.time(Phase::Train, update)?;
-        run.has_learned = true;
-        let mut all = named(sums.means(REPORTED));
-        all.extend(named([
-            (keys::SAMPLES, rows.len() as f64),
-            (keys::TOKENS, step.lengths.iter().sum::<usize>() as f64),
-            (keys::EPOCH, (step.number * rows.len() as u64) as f64 / self.source.epoch_rows() as f64),
-        ]));
-        Ok(all)
+    fn update(&mut self, run: &Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
+        let lengths = lengths(batch.rows);
+        let sums = update(run, learner, &mut self.teachers, &lengths, |chosen| pack(batch.rows, chosen))?;
+        Ok(sums.means(REPORTED))
     }
 
     /// Loss and divergence on held-out rows.
-    fn evaluate(&mut self, run: &mut Run, _step: u64) -> Result<Option<Metrics>> {
-        let start = Instant::now();
-        let rows = run.ranks.all.agree(self.source.eval_rows(run.config.eval.samples_max))?;
-        if rows.is_empty() {
-            return Ok(Some(Vec::new()));
-        }
-        let lengths: Vec<usize> = rows.iter().map(|row| row.tokens.len()).collect();
-        let measured = evaluate(run, &self.learner.role, &mut self.teachers, &lengths, |chosen| pack(&rows, chosen))?;
-        Ok(measured.map(|mut all| {
-            all.extend(named([
-                (keys::EVAL_SAMPLES, rows.len() as f64),
-                (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
-            ]));
-            all
-        }))
+    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Option<Numbers>> {
+        let lengths = lengths(batch.rows);
+        evaluate(run, &learner.role, &mut self.teachers, &lengths, |chosen| pack(batch.rows, chosen))
     }
 }
 
@@ -165,7 +105,7 @@ pub fn update(
     lengths: &[usize],
     pack: impl Fn(&[usize]) -> PackedRow,
 ) -> Result<Sums> {
-    let (config, axes, recompute) = (&run.config.distill, &run.ranks.axes, run.config.gradient.recompute);
+    let (config, axes) = (&run.config.distill, &run.ranks.axes);
     let total = pack(&(0..lengths.len()).collect::<Vec<_>>()).rows.len();
     if total == 0 {
         return Err(Error::data("a minibatch has no token to learn").hint("are the responses of these rows empty?"));
@@ -174,10 +114,10 @@ pub fn update(
     let part = |chosen: &[usize]| pack(chosen).shard(&axes.sequence);
     let mut sums = teachers.present(run, |teachers| {
         accumulate(learner, axes, lengths, config.microbatch_tokens_max, |learner, chosen| {
-            microbatch(config, learner, teachers, &part(chosen), weight, recompute)
+            microbatch(config, learner, teachers, &part(chosen), weight)
         })
     });
-    learner.step_if_finite(axes, recompute, sums.get(keys::LOSS), part)?;
+    learner.step_if_finite(axes, sums.get(keys::LOSS), part)?;
     let report = learner.report;
     sums.add(&Sums::of([(UPDATES, 1.0), (keys::GRAD_NORM, report.grad_norm), (keys::LR, report.lr)]));
     Ok(sums)
@@ -190,7 +130,7 @@ pub fn evaluate(
     teachers: &mut Teachers,
     lengths: &[usize],
     pack: impl Fn(&[usize]) -> PackedRow,
-) -> Result<Option<Metrics>> {
+) -> Result<Option<Numbers>> {
     let config = &run.config.distill;
     let sums = teachers.present(run, |teachers| {
         supervised::evaluate(run, student, lengths, config.microbatch_tokens_max, |chosen| {
@@ -205,17 +145,8 @@ pub fn evaluate(
     Ok(sums.map(|sums| {
         let sums = Sums::total(&sums);
         let mean = |key| sums.get(key) / sums.get(TOKENS).max(1.0);
-        named([(keys::EVAL_LOSS, mean(keys::LOSS)), (keys::EVAL_KL_MEAN, mean(keys::KL_MEAN))])
+        vec![(keys::EVAL_LOSS, mean(keys::LOSS)), (keys::EVAL_KL_MEAN, mean(keys::KL_MEAN))]
     }))
-}
-
-/// Rows `chosen`, packed; predicted are the responses.
-fn pack(rows: &[SftRow], chosen: &[usize]) -> PackedRow {
-    let mut packed = PackedRow::new();
-    for row in chosen.iter().map(|&i| &rows[i]) {
-        packed.push_where(&row.tokens, |i| row.mask[i] != 0);
-    }
-    packed
 }
 
 /// A teacher's hidden states of a packed row.
@@ -254,21 +185,16 @@ fn microbatch(
     teachers: &[(Role, f32)],
     row: &PackedRow,
     weight: f32,
-    recompute: Recompute,
 ) -> Sums {
     if !config.full_vocabulary {
-        return sampled_microbatch(config, learner, teachers, row, weight, recompute);
+        return sampled_microbatch(config, learner, teachers, row, weight);
     }
-    let lesson = lesson(config, teachers, row);
-    let Learner { role, sum, .. } = learner;
-    let (model, w, grads) = (&role.transformer, &role.weights, &mut sum.grads);
-    let mut saved = Saved::new(recompute);
-    let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
-    let weights = config.coefs().map(|coef| coef as f32 * weight);
-    let (dhidden, found, logprobs) =
-        model.divergences_backward(w, &hidden, &row.rows, &row.targets, &lesson, weights, grads);
-    drop(lesson);
-    model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
+    let (lesson, weights) = (lesson(config, teachers, row), config.coefs().map(|coef| coef as f32 * weight));
+    let (found, logprobs) = learner.backward(row, move |model, w, hidden, grads| {
+        let (dhidden, found, logprobs) =
+            model.divergences_backward(w, hidden, &row.rows, &row.targets, &lesson, weights, grads);
+        (dhidden, (found, logprobs))
+    });
     measured(config, &logprobs, &found, weight.into())
 }
 
@@ -279,7 +205,6 @@ fn sampled_microbatch(
     teachers: &[(Role, f32)],
     row: &PackedRow,
     weight: f32,
-    recompute: Recompute,
 ) -> Sums {
     let mut of_teachers = vec![0.0; row.rows.len()];
     for (role, weight) in teachers {
@@ -288,16 +213,13 @@ fn sampled_microbatch(
         let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &row.targets, config.temperature, false);
         of_teachers.iter_mut().zip(logprobs).for_each(|(sum, logprob)| *sum += weight * logprob);
     }
-    let Learner { role, sum, .. } = learner;
-    let (model, w, grads) = (&role.transformer, &role.weights, &mut sum.grads);
-    let mut saved = Saved::new(recompute);
-    let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
     let mut kl = 0.0;
     let mut loss = |range: Range<usize>, l: &[f32], _: &[f32], dlogprobs: &mut [f32], _: &mut [f32]| {
         kl += sampled_reverse_kl(l, &of_teachers[range], weight, dlogprobs);
     };
-    let (dhidden, ..) =
-        model.logprobs_backward(w, &hidden, &row.rows, &row.targets, config.temperature, &mut loss, grads);
-    model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
+    learner.backward(row, |model, w, hidden, grads| {
+        let (rows, temperature) = (&row.rows, config.temperature);
+        (model.logprobs_backward(w, hidden, rows, &row.targets, temperature, &mut loss, grads).0, ())
+    });
     Sums::of([(keys::LOSS, f64::from(weight) * kl), (keys::KL_MEAN, kl), (TOKENS, row.rows.len() as f64)])
 }

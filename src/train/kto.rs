@@ -1,45 +1,35 @@
 //! KTO on one page: labelled responses, KL of mismatched pairs -> log-probabilities -> loss -> gradient -> step (arXiv:2402.01306).
 
-use super::job::{Ended, Job, Step};
 use super::models::ModelSpec;
 use super::reference::{self, Reference};
-use super::supervised;
-use crate::comm::{Axes, phase};
+use super::supervised::{self, Judge, Judging, Method, Minibatch, Numbers};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
-use crate::data::{LabelledRow, Part, RowSource, Rows};
+use crate::data::{LabelledRow, RowSource};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
-use crate::launch::step_shape::StepShape;
-use crate::learn::accumulation::accumulate;
 use crate::learn::packed::PackedRow;
 use crate::learn::score::Tokens;
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::loss::labelled::kto_loss;
 use crate::metrics::eval_rows::{EvalResponses, EvalRow};
-use crate::metrics::keys::{self, Metrics, named};
-use crate::metrics::{Phase, Phases};
-use crate::model::{Arch, Head, Saved};
+use crate::metrics::{Phase, Phases, keys};
+use crate::model::Head;
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
-use std::ops::Range;
-use std::sync::Arc;
-use std::time::Instant;
 
 /// Responses of each label that were counted.
 const DESIRABLE: &str = "desirable";
 const UNDESIRABLE: &str = "undesirable";
 
 pub struct Kto {
-    learner: Learner,
     reference: Reference<1>,
-    source: RowSource<LabelledRow>,
-    tokenizer: Arc<Tokenizer>,
 }
 
 /// What the policy's log-probabilities of a minibatch are compared with.
-struct Known {
+#[derive(Default)]
+pub struct Known {
     /// Sums of the reference's log-probabilities of each response.
     reference: Vec<[f64; 1]>,
     kl: f64,
@@ -47,7 +37,7 @@ struct Known {
 
 /// What is counted of a response.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-struct Judged {
+pub struct Judged {
     /// Its share of the minibatch's.
     loss: f64,
     /// beta times the log-ratio to the reference.
@@ -56,8 +46,10 @@ struct Judged {
     margin: f64,
 }
 
-impl Job for Kto {
+impl Method for Kto {
     type Row = LabelledRow;
+    type Known = Known;
+    const SCORES: bool = true;
 
     fn models(config: &Config) -> Vec<ModelSpec> {
         let (model, optim) = (&config.model, &config.optim.actor);
@@ -67,9 +59,9 @@ impl Job for Kto {
         ]
     }
 
-    fn shape(config: &Config) -> StepShape {
+    fn shape(Config { kto, .. }: &Config) -> [usize; 3] {
         // Both models score mismatched pairs, and the reference each row.
-        supervised::shape(Part::Labelled, config.kto.minibatch_samples, config.kto.microbatch_tokens_max, 3)
+        [kto.minibatch_samples, kto.microbatch_tokens_max, 3]
     }
 
     fn check_rows(_config: &Config, source: &RowSource<LabelledRow>, _tokenizer: &Tokenizer) -> Result<()> {
@@ -81,119 +73,95 @@ impl Job for Kto {
         both_labels(found)
     }
 
-    fn new(
-        _run: &Run,
-        _arch: &Arch,
-        mut learners: Vec<Learner>,
-        mut frozen: Vec<Role>,
-        source: RowSource<LabelledRow>,
-        tokenizer: Arc<Tokenizer>,
-    ) -> Result<Self> {
-        let all = "a job without a placement has all models on each rank";
-        let (learner, reference) = (learners.pop().expect(all), Reference::new(frozen.pop().expect(all)));
-        Ok(Self { learner, reference, source, tokenizer })
+    fn new(_config: &Config, mut frozen: Vec<Role>, _tokenizer: &Tokenizer) -> Result<Self> {
+        let reference = frozen.pop().expect("a job without a placement has all models on each rank");
+        Ok(Self { reference: Reference::new(reference) })
     }
 
-    fn rows(&self) -> &Rows {
-        &self.source
-    }
-
-    fn learners(&mut self) -> Vec<&mut Learner> {
-        vec![&mut self.learner]
-    }
-
-    fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
-        phase::set(step.number, "score");
-        let rows = self.source.next(run.config.kto.minibatch_samples);
-        let rows = run.ranks.all.agree(rows)?;
-        let known = self.known(run, &rows, &mut step.phases);
-        phase::set(step.number, "train");
-        let timers = &mut step.timers;
-        let sums = step.phases.time(Phase::Train, || timers.train(|| self.update(run, &rows, &known)))?;
-        let mut numbers =
-            sums.means(&[(keys::DESIRABLE_REWARD_MEAN, DESIRABLE), (keys::UNDESIRABLE_REWARD_MEAN, UNDESIRABLE)]);
-        let accuracy = sums.get(keys::ACCURACY) / rows.len() as f64;
-        numbers.extend([(keys::LOSS, sums.get(keys::LOSS)), (keys::ACCURACY, accuracy), (keys::KL_MEAN, known.kl)]);
-        Ok(supervised::learned(run, step, &self.learner, numbers, rows.len(), lengths(&rows), &self.source))
-    }
-
-    /// Loss on held-out rows, and the share of them whose reward is above the KL where they are desirable, and below where not.
-    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>> {
-        let start = Instant::now();
-        let rows = run.ranks.all.agree(self.source.eval_rows(run.config.eval.samples_max))?;
-        if rows.is_empty() {
-            return Ok(Some(Vec::new()));
-        }
-        let known = self.known(run, &rows, &mut Phases::start());
-        let (config, axes, role) = (&run.config, &run.ranks.axes, &self.learner.role);
-        let tokens_max = config.kto.microbatch_tokens_max;
-        let judged = supervised::evaluate(run, role, &lengths(&rows), tokens_max, |chosen| {
-            let whole = pack(&rows, chosen);
-            let row = whole.shard(&axes.sequence);
-            let (model, w) = (&role.transformer, &role.weights);
-            let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
-            let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &row.targets, 1.0, false);
-            loss(config, axes, &whole, &logprobs, &rows, chosen, &known).0
-        })?;
-        let Some(mut judged) = judged else { return Ok(None) };
-        judged.sort_by_key(|(i, _)| *i);
-        let record = |(i, of): &(usize, Judged)| record(&self.tokenizer, step, &rows[*i], of);
-        let recorded = run.recorder.eval_rows(step, judged.iter().map(record));
-        run.ranks.all.agree(recorded)?;
-        let sums = sums(&rows, &judged);
-        Ok(Some(named([
-            (keys::EVAL_LOSS, sums.get(keys::LOSS)),
-            (keys::EVAL_ACCURACY, sums.get(keys::ACCURACY) / rows.len() as f64),
-            (keys::EVAL_SAMPLES, rows.len() as f64),
-            (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
-        ])))
-    }
-}
-
-impl Kto {
     /// The reference's sums, and KL = max(0, mean of sum_t (l - l_ref)) over mismatched pairs: each prompt with the response of the
-    /// row behind it, the last one with the first row's. None of this is learned from. All ranks call this.
-    fn known(&mut self, run: &Run, rows: &[LabelledRow], phases: &mut Phases) -> Known {
-        let tokens_max = run.config.kto.microbatch_tokens_max;
+    /// row behind it, the last one with the first row's. None of this is learned from.
+    fn known(&mut self, run: &Run, role: &Role, rows: &mut [LabelledRow], phases: &mut Phases) -> Result<Known> {
+        let (rows, tokens_max) = (&*rows, run.config.kto.microbatch_tokens_max);
         let reference = self.reference.of_rows(run, rows, |row| (row.id, [tokens(row)]), tokens_max, phases);
-        let context = self.learner.role.arch().context;
         let others = rows.iter().cycle().skip(1);
         let mismatched: Vec<Tokens> =
-            rows.iter().zip(others).map(|(row, other)| mismatch(row, other, context)).collect();
+            rows.iter().zip(others).map(|(row, other)| mismatch(row, other, role.arch().context)).collect();
         let theirs = self.reference.sums(run, &mismatched, tokens_max, phases);
-        let own = phases.time(Phase::Score, || reference::sums(&self.learner.role, run, &mismatched, tokens_max));
+        let own = phases.time(Phase::Score, || reference::sums(role, run, &mismatched, tokens_max));
         let sum: f64 = own.iter().zip(theirs).map(|(own, theirs)| own - theirs).sum();
         // One row has no other.
         let kl = if rows.len() > 1 { (sum / rows.len() as f64).max(0.0) } else { 0.0 };
-        Known { reference, kl }
+        Ok(Known { reference, kl })
     }
 
-    /// One optimizer step on `rows`.
-    fn update(&mut self, run: &Run, rows: &[LabelledRow], known: &Known) -> Result<Sums> {
-        let (config, axes) = (&run.config, &run.ranks.axes);
-        let (recompute, tokens_max) = (config.gradient.recompute, config.kto.microbatch_tokens_max);
-        let sums = accumulate(&mut self.learner, axes, &lengths(rows), tokens_max, |learner, chosen| {
-            let Learner { role, sum, .. } = learner;
-            let (model, w) = (&role.transformer, &role.weights);
-            let whole = pack(rows, chosen);
-            let row = whole.shard(&axes.sequence);
-            let mut saved = Saved::new(recompute);
-            let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
-            // The loss is of whole responses: all log-probabilities are needed before any derivative.
-            let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &row.targets, 1.0, false);
-            let (judged, slopes) = loss(config, axes, &whole, &logprobs, rows, chosen, known);
-            let slopes = row.select(&slopes);
-            let mut given = |range: Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], _: &mut [f32]| {
-                dl.copy_from_slice(&slopes[range]);
+    fn update(&mut self, run: &Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
+        let count = batch.rows.len() as f64;
+        let sums = supervised::update(self, run, learner, batch, 1.0 / count)?;
+        let mut numbers =
+            sums.means(&[(keys::DESIRABLE_REWARD_MEAN, DESIRABLE), (keys::UNDESIRABLE_REWARD_MEAN, UNDESIRABLE)]);
+        let (loss, accuracy) = (sums.get(keys::LOSS), sums.get(keys::ACCURACY) / count);
+        numbers.extend([(keys::LOSS, loss), (keys::ACCURACY, accuracy), (keys::KL_MEAN, batch.known.kl)]);
+        Ok(numbers)
+    }
+
+    /// Loss on held-out rows, and the share of them whose reward is above the KL where they are desirable, and below where not.
+    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Option<Numbers>> {
+        let count = batch.rows.len() as f64;
+        let judged = supervised::judged(self, run, &learner.role, batch, 1.0 / count)?;
+        let Some(mut judged) = judged else { return Ok(None) };
+        judged.sort_by_key(|(i, _)| *i);
+        let record = |(i, of): &(usize, Judged)| record(batch.tokenizer, batch.step, &batch.rows[*i], of);
+        let recorded = run.recorder.eval_rows(batch.step, judged.iter().map(record));
+        run.ranks.all.agree(recorded)?;
+        let sums = Self::sums(batch, &judged, 1.0);
+        let accuracy = sums.get(keys::ACCURACY) / count;
+        Ok(Some(vec![(keys::EVAL_LOSS, sums.get(keys::LOSS)), (keys::EVAL_ACCURACY, accuracy)]))
+    }
+}
+
+impl Judge for Kto {
+    /// A response by its place among the rows.
+    type Judged = (usize, Judged);
+
+    /// Predicted are the responses.
+    fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow {
+        let mut packed = PackedRow::new();
+        for row in chosen.iter().map(|&i| &batch.rows[i]) {
+            packed.push(&row.tokens, row.prompt_tokens);
+        }
+        packed
+    }
+
+    fn judge(&self, packed: &Judging<Self>) -> (Vec<(usize, Judged)>, Vec<f32>) {
+        let (config, Minibatch { rows, known, .. }) = (&packed.run.config.kto, packed.batch);
+        let (logprobs, weight) = (packed.gathered(), packed.weight);
+        let (mut judged, mut slopes) = (Vec::new(), vec![0.0; logprobs.len()]);
+        for (&i, ends) in packed.chosen.iter().zip(packed.whole.row_offsets.windows(2)) {
+            let (of_row, is_desirable) = (ends[0]..ends[1], rows[i].is_desirable);
+            let h = logprobs[of_row.clone()].iter().map(|l| f64::from(*l)).sum::<f64>() - known.reference[i][0];
+            let (loss, slope) = kto_loss(config, is_desirable, h, known.kl);
+            slopes[of_row].fill((weight * slope) as f32);
+            let (beta, sign) = (config.beta, if is_desirable { 1.0 } else { -1.0 });
+            if packed.counts() {
+                let margin = sign * beta * (h - known.kl);
+                judged.push((i, Judged { loss: weight * loss, reward: beta * h, margin }));
+            }
+        }
+        (judged, packed.row.select(&slopes))
+    }
+
+    fn sums(batch: &Minibatch<Self>, judged: &[(usize, Judged)], _weight: f64) -> Sums {
+        let mut sums = Sums::default();
+        for (i, Judged { loss, reward, margin }) in judged {
+            let (count, key) = if batch.rows[*i].is_desirable {
+                (DESIRABLE, keys::DESIRABLE_REWARD_MEAN)
+            } else {
+                (UNDESIRABLE, keys::UNDESIRABLE_REWARD_MEAN)
             };
-            let grads = &mut sum.grads;
-            let (dhidden, ..) = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut given, grads);
-            model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
-            sums(rows, &judged)
-        });
-        let part = |chosen: &[usize]| pack(rows, chosen).shard(&axes.sequence);
-        self.learner.step_if_finite(axes, recompute, sums.get(keys::LOSS), part)?;
-        Ok(sums)
+            let right = f64::from(u8::from(*margin > 0.0));
+            sums.add(&Sums::of([(keys::LOSS, *loss), (keys::ACCURACY, right), (count, 1.0), (key, *reward)]));
+        }
+        sums
     }
 }
 
@@ -208,10 +176,6 @@ fn both_labels(found: [bool; 2]) -> Result<()> {
         .hint("look at data.label_key; responses that are all good are for job.kind = \"sft\""))
 }
 
-fn lengths(rows: &[LabelledRow]) -> Vec<usize> {
-    rows.iter().map(|row| row.tokens.len()).collect()
-}
-
 fn tokens(row: &LabelledRow) -> Tokens<'_> {
     Tokens { tokens: (&row.tokens).into(), prompt_tokens: row.prompt_tokens }
 }
@@ -221,57 +185,6 @@ fn mismatch(row: &LabelledRow, other: &LabelledRow, context: usize) -> Tokens<'s
     let mut tokens = [&row.tokens[..row.prompt_tokens], &other.tokens[other.prompt_tokens..]].concat();
     tokens.truncate(context);
     Tokens { tokens: tokens.into(), prompt_tokens: row.prompt_tokens }
-}
-
-/// The rows `rows[chosen]`, one behind the other; predicted are the responses.
-fn pack(rows: &[LabelledRow], chosen: &[usize]) -> PackedRow {
-    let mut packed = PackedRow::new();
-    for &i in chosen {
-        packed.push(&rows[i].tokens, rows[i].prompt_tokens);
-    }
-    packed
-}
-
-/// What this rank counts of the rows in `whole`, given the log-probabilities of its own tokens; and the derivatives of the loss by
-/// those of all tokens, which ranks of a ring compute alike. Losses are divided by the number of all `rows`.
-fn loss(
-    config: &Config,
-    axes: &Axes,
-    whole: &PackedRow,
-    logprobs: &[f32],
-    rows: &[LabelledRow],
-    chosen: &[usize],
-    known: &Known,
-) -> (Vec<(usize, Judged)>, Vec<f32>) {
-    let (logprobs, weight) = (whole.gather(&axes.sequence, logprobs), 1.0 / rows.len() as f64);
-    let (mut judged, mut slopes) = (Vec::new(), vec![0.0; logprobs.len()]);
-    for (&i, ends) in chosen.iter().zip(whole.row_offsets.windows(2)) {
-        let (of_row, is_desirable) = (ends[0]..ends[1], rows[i].is_desirable);
-        let h = logprobs[of_row.clone()].iter().map(|l| f64::from(*l)).sum::<f64>() - known.reference[i][0];
-        let (loss, slope) = kto_loss(&config.kto, is_desirable, h, known.kl);
-        slopes[of_row].fill((weight * slope) as f32);
-        let (beta, sign) = (config.kto.beta, if is_desirable { 1.0 } else { -1.0 });
-        if axes.sequence.rank() == 0 {
-            let margin = sign * beta * (h - known.kl);
-            judged.push((i, Judged { loss: weight * loss, reward: beta * h, margin }));
-        }
-    }
-    (judged, slopes)
-}
-
-/// Sums over rows by their places in `rows`.
-fn sums(rows: &[LabelledRow], judged: &[(usize, Judged)]) -> Sums {
-    let mut sums = Sums::default();
-    for (i, Judged { loss, reward, margin }) in judged {
-        let (count, key) = if rows[*i].is_desirable {
-            (DESIRABLE, keys::DESIRABLE_REWARD_MEAN)
-        } else {
-            (UNDESIRABLE, keys::UNDESIRABLE_REWARD_MEAN)
-        };
-        let right = f64::from(u8::from(*margin > 0.0));
-        sums.add(&Sums::of([(keys::LOSS, *loss), (keys::ACCURACY, right), (count, 1.0), (key, *reward)]));
-    }
-    sums
 }
 
 fn record(tokenizer: &Tokenizer, step: u64, row: &LabelledRow, judged: &Judged) -> Result<EvalRow> {

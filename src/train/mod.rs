@@ -33,7 +33,7 @@ pub mod sft;
 mod shares;
 pub mod state;
 pub mod step_reward;
-mod supervised;
+pub mod supervised;
 mod timers;
 pub mod update;
 mod warnings;
@@ -46,56 +46,51 @@ use crate::error::Result;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::model::{Arch, Head};
+use distill::Distill;
+use eval::Eval;
 use job::Job;
+use kto::Kto;
 use models::ModelSpec;
+use on_policy::OnPolicy;
+use ppo::Ppo;
+use preference::Preference;
+use reward_model::RewardModel;
+use sft::Sft;
 use std::path::Path;
+use step_reward::StepReward;
+use supervised::Supervised;
 
 pub use export::check_export;
 pub use models::Archs;
 pub use planned::{Planned, PlannedGpu};
 
-/// The only match on the kind of a job: `$call` with `$job` as the method of `$config`.
-macro_rules! of_kind {
-    ($config:expr, $job:ident => $call:expr) => {
-        match $config.job.kind {
-            JobKind::Sft => {
-                type $job = sft::Sft;
-                $call
-            }
-            JobKind::RewardModel => {
-                type $job = reward_model::RewardModel;
-                $call
-            }
-            JobKind::Dpo => {
-                type $job = preference::Preference;
-                $call
-            }
-            JobKind::Kto => {
-                type $job = kto::Kto;
-                $call
-            }
-            JobKind::StepReward => {
-                type $job = step_reward::StepReward;
-                $call
-            }
-            JobKind::Distill if $config.distill.on_policy => {
-                type $job = on_policy::OnPolicy;
-                $call
-            }
-            JobKind::Distill => {
-                type $job = distill::Distill;
-                $call
-            }
-            JobKind::Eval => {
-                type $job = eval::Eval;
-                $call
-            }
-            JobKind::Ppo => {
-                type $job = ppo::Ppo;
-                $call
-            }
-        }
-    };
+/// What is done with a job of a kind.
+struct Method {
+    models: fn(&Config) -> Vec<ModelSpec>,
+    shape: fn(&Config) -> StepShape,
+    plan: fn(Planned) -> Result<()>,
+    run: fn(Run) -> Result<()>,
+}
+
+impl Method {
+    fn of<J: Job>() -> Self {
+        Self { models: J::models, shape: J::shape, plan: planned::drive::<J>, run: job::run::<J> }
+    }
+}
+
+/// The only match on the kind of a job.
+fn method(config: &Config) -> Method {
+    match config.job.kind {
+        JobKind::Sft => Method::of::<Supervised<Sft>>(),
+        JobKind::RewardModel => Method::of::<Supervised<RewardModel>>(),
+        JobKind::Dpo => Method::of::<Supervised<Preference>>(),
+        JobKind::Kto => Method::of::<Supervised<Kto>>(),
+        JobKind::StepReward => Method::of::<Supervised<StepReward>>(),
+        JobKind::Distill if config.distill.on_policy => Method::of::<OnPolicy>(),
+        JobKind::Distill => Method::of::<Supervised<Distill>>(),
+        JobKind::Eval => Method::of::<Eval>(),
+        JobKind::Ppo => Method::of::<Ppo>(),
+    }
 }
 
 /// The roles that need ranks: models, and the rewards of responses.
@@ -108,7 +103,7 @@ pub fn roles(config: &Config) -> Vec<RoleName> {
 
 /// The models, in the order in which they are loaded.
 pub fn models(config: &Config) -> Vec<ModelSpec> {
-    of_kind!(config, J => J::models(config))
+    (method(config).models)(config)
 }
 
 /// The head of each model and its config.json.
@@ -129,14 +124,14 @@ pub fn planned_archs(config: &Config, reward: Option<&Path>) -> Result<Archs> {
 
 /// How a step is cut.
 pub fn shape(config: &Config) -> StepShape {
-    of_kind!(config, J => J::shape(config))
+    (method(config).shape)(config)
 }
 
 /// Runs the first steps of a job on a null device, for a plan. Errors are those that a run of it would end with.
 pub fn plan(planned: Planned) -> Result<()> {
-    of_kind!(planned.config, J => planned::drive::<J>(planned))
+    (method(planned.config).plan)(planned)
 }
 
 pub fn run(run: Run) -> Result<()> {
-    of_kind!(run.config, J => job::run::<J>(run))
+    (method(&run.config).run)(run)
 }

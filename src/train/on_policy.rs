@@ -1,7 +1,7 @@
 //! On-policy distillation on one page: prompts -> the student's samples -> distributions of student and teachers -> loss -> gradient ->
 //! step (arXiv:2306.13649). Sampling, stopping and resuming are those of PPO.
 
-use super::distill::{self, REPORTED, Teachers};
+use super::distill::{self, REPORTED, Teachers, UPDATES};
 use super::evaluate::EVAL_STEPS;
 use super::job::{Ended, Job, Step};
 use super::models::{JobModel, ModelSpec};
@@ -107,6 +107,7 @@ impl Job for OnPolicy {
         })?;
         let mut all = work.values.clone();
         all.extend(named(work.sums.means(REPORTED)));
+        all.extend(named(work.sums.means(&[(keys::GRAD_NORM, UPDATES), (keys::LR, UPDATES)])));
         Ok(all)
     }
 
@@ -126,7 +127,7 @@ impl Job for OnPolicy {
         let student = &self.ppo.actor.as_ref().expect("a job without a placement has all models on each rank").role;
         let measured =
             distill::evaluate(run, student, &mut self.teachers, &lengths(&samples), |chosen| pack(&samples, chosen))?;
-        let Some(mut all) = measured else { return Ok(None) };
+        let Some(mut all) = measured.map(named) else { return Ok(None) };
         if run.config.reward.is_set() {
             let Some(scored) = self.ppo.evaluate(run, step)? else { return Ok(None) };
             all.extend(scored.into_iter().filter(|(key, _)| key != keys::EVAL_TIME_S));

@@ -1,17 +1,13 @@
 //! What methods that learn from pairs share: how pairs are counted, and recorded where they are held out.
 
-use super::job::Step;
-use super::supervised;
-use crate::data::{PairRow, Rows};
+use super::supervised::{Method, Minibatch, Numbers};
+use crate::data::PairRow;
 use crate::error::Result;
 use crate::launch::run::Run;
-use crate::learn::Learner;
 use crate::learn::sums::Sums;
 use crate::loss::preference::Pair;
 use crate::metrics::eval_rows::{EvalResponses, EvalRow};
-use crate::metrics::keys::{self, Metrics, named};
-use crate::text::Tokenizer;
-use std::time::Instant;
+use crate::metrics::keys;
 
 /// Pairs that were counted.
 const PAIRS: &str = "pairs";
@@ -26,11 +22,6 @@ const REPORTED: [(&str, &str); 4] = [
 
 /// A pair by its place among the rows of a step or an evaluation.
 pub type Judged = (usize, Pair);
-
-/// Tokens of each pair, both sides.
-pub fn lengths(pairs: &[PairRow]) -> Vec<usize> {
-    pairs.iter().map(PairRow::length).collect()
-}
 
 /// Sums over pairs, whose losses have this weight.
 pub fn sums(pairs: &[Judged], weight: f64) -> Sums {
@@ -49,36 +40,25 @@ pub fn sums(pairs: &[Judged], weight: f64) -> Sums {
     sums
 }
 
-/// Ends a step that learned from `pairs`: its numbers.
-pub fn learned(
-    run: &mut Run,
-    step: &mut Step,
-    learner: &Learner,
-    sums: &Sums,
-    pairs: &[PairRow],
-    rows: &Rows,
-) -> Metrics {
+/// What a step that learned from pairs reports of them.
+pub fn means(sums: &Sums) -> Numbers {
     let mut numbers = sums.means(&REPORTED);
     numbers.push((keys::LOSS, sums.get(keys::LOSS)));
-    let lengths = pairs.iter().flat_map(|pair| [pair.chosen.len(), pair.rejected.len()]).collect();
-    supervised::learned(run, step, learner, numbers, pairs.len(), lengths, rows)
+    numbers
 }
 
-/// Ends an evaluation after `step` that began at `start` and judged `rows`: records the first of them; its numbers. All ranks call this.
-pub fn evaluated(
+/// Ends an evaluation that judged pairs: records the first of them; its numbers. All ranks call this.
+pub fn evaluated<M: Method<Row = PairRow>>(
     run: &mut Run,
-    step: u64,
-    start: Instant,
-    tokenizer: &Tokenizer,
-    rows: &[PairRow],
+    Minibatch { step, rows, tokenizer, .. }: &Minibatch<M>,
     mut judged: Vec<Judged>,
-) -> Result<Metrics> {
+) -> Result<Numbers> {
     judged.sort_by_key(|(i, _)| *i);
     let record = |(i, pair): &Judged| {
         let (row, margin) = (&rows[*i], pair.chosen_reward - pair.rejected_reward);
         let response = |side: &[u32]| tokenizer.decode(&side[row.prompt_tokens..], true);
         Ok(EvalRow {
-            step,
+            step: *step,
             row: row.id,
             prompt: tokenizer.decode_prompt(&row.chosen[..row.prompt_tokens])?,
             responses: EvalResponses::Pair {
@@ -91,15 +71,13 @@ pub fn evaluated(
             correct: margin > 0.0,
         })
     };
-    let recorded = run.recorder.eval_rows(step, judged.iter().map(record));
+    let recorded = run.recorder.eval_rows(*step, judged.iter().map(record));
     run.ranks.all.agree(recorded)?;
     let sums = sums(&judged, 1.0);
     let of = |key| sums.get(key) / rows.len().max(1) as f64;
-    Ok(named([
+    Ok(vec![
         (keys::EVAL_LOSS, of(keys::LOSS)),
         (keys::EVAL_ACCURACY, of(keys::ACCURACY)),
         (keys::EVAL_MARGIN_MEAN, of(keys::MARGIN_MEAN)),
-        (keys::EVAL_SAMPLES, rows.len() as f64),
-        (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
-    ]))
+    ])
 }

@@ -1,139 +1,56 @@
 //! Supervised fine-tuning on one page: rows -> loss -> gradient -> step.
 
-use super::job::{Ended, Job, Step};
 use super::models::ModelSpec;
-use crate::comm::phase;
+use super::supervised::{Method, Minibatch, Numbers, evaluate_share, lengths};
 use crate::config::Config;
-use crate::config::job::{LossOn, Recompute};
+use crate::config::job::LossOn;
 use crate::config::mesh::RoleName;
-use crate::data::balance::{self, Cost};
-use crate::data::{Part, Rows, SftRow, SftSource};
+use crate::data::SftRow;
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
-use crate::launch::step_shape::StepShape;
 use crate::learn::accumulation::accumulate;
 use crate::learn::packed::PackedRow;
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::loss::token::cross_entropy;
-use crate::metrics::Phase;
-use crate::metrics::keys::{self, Metrics, named};
-use crate::model::{Arch, Head, Saved};
+use crate::metrics::Phases;
+use crate::metrics::keys;
+use crate::model::Head;
 use crate::ops::linear_logprob::Extra;
 use crate::text::Tokenizer;
 use std::ops::Range;
-use std::sync::Arc;
-use std::time::Instant;
 
-pub struct Sft {
-    learner: Learner,
-    source: SftSource,
-}
+pub struct Sft;
 
-impl Job for Sft {
+impl Method for Sft {
     type Row = SftRow;
+    type Known = ();
 
     fn models(config: &Config) -> Vec<ModelSpec> {
         let optim = &config.optim.actor;
         vec![ModelSpec::new(RoleName::Actor, &config.model.actor, Head::LanguageModel, Some(optim))]
     }
 
-    fn shape(config: &Config) -> StepShape {
-        let samples = config.sft.minibatch_samples;
-        StepShape {
-            part: Part::Demonstration,
-            rows: samples,
-            samples_per_row: 1,
-            minibatch: samples,
-            epochs: 1,
-            microbatch_tokens_max: config.sft.microbatch_tokens_max,
-            trained: 1,
-            scored: 0,
-        }
+    fn shape(Config { sft, .. }: &Config) -> [usize; 3] {
+        [sft.minibatch_samples, sft.microbatch_tokens_max, 0]
     }
 
-    fn new(
-        _run: &Run,
-        _arch: &Arch,
-        mut learners: Vec<Learner>,
-        _frozen: Vec<Role>,
-        source: SftSource,
-        _tokenizer: Arc<Tokenizer>,
-    ) -> Result<Self> {
-        let learner = learners.pop().expect("a job without a placement has all models on each rank");
-        Ok(Self { learner, source })
+    fn new(_config: &Config, _frozen: Vec<Role>, _tokenizer: &Tokenizer) -> Result<Self> {
+        Ok(Self)
     }
 
-    fn rows(&self) -> &Rows {
-        &self.source
+    /// Marks the tokens that are learned.
+    fn known(&mut self, run: &Run, _: &Role, rows: &mut [SftRow], _: &mut Phases) -> Result<()> {
+        choose(rows, run.config.sft.loss_on);
+        Ok(())
     }
 
-    fn learners(&mut self) -> Vec<&mut Learner> {
-        vec![&mut self.learner]
-    }
-
-    fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
-        phase::set(step.number, "train");
-        let sft = &run.config.sft;
-        let drawn = self.source.next(sft.minibatch_samples).and_then(|rows| {
-            let texts = if sft.pretrain_coef > 0.0 { rows.len() } else { 0 };
-            Ok((rows, self.source.pretrain(step.number, texts)?))
-        });
-        let (mut rows, texts) = run.ranks.all.agree(drawn)?;
-        choose(&mut rows, sft.loss_on);
-        let timers = &mut step.timers;
-        let sums = step.phases.time(Phase::Train, || timers.train(|| self.update(run, &rows, &texts)))?;
-        run.has_learned = true;
-        step.lengths = lengths(rows.iter().chain(&texts));
-        let tokens: usize = step.lengths.iter().sum();
-        let report = self.learner.report;
-        let ptx = (!texts.is_empty()).then(|| (keys::PTX_LOSS, sums.get(keys::PTX_LOSS)));
-        Ok(named(ptx.into_iter().chain([
-            (keys::LOSS, sums.get(keys::LOSS)),
-            (keys::GRAD_NORM, report.grad_norm),
-            (keys::LR, report.lr),
-            (keys::SAMPLES, rows.len() as f64),
-            (keys::TOKENS, tokens as f64),
-            (keys::EPOCH, (step.number * rows.len() as u64) as f64 / self.source.epoch_rows() as f64),
-        ])))
-    }
-
-    /// Loss and accuracy of next tokens on the eval split.
-    fn evaluate(&mut self, run: &mut Run, _step: u64) -> Result<Option<Metrics>> {
-        let start = Instant::now();
-        let mut rows = run.ranks.all.agree(self.source.eval_rows(run.config.eval.samples_max))?;
-        choose(&mut rows, run.config.sft.loss_on);
-        if rows.is_empty() {
-            return Ok(Some(Vec::new()));
-        }
-        let (axes, sft, role) = (&run.ranks.axes, &run.config.sft, &self.learner.role);
-        let tokens_max = sft.microbatch_tokens_max * axes.sequence.size();
-        let plan = balance::plan(&lengths(rows.iter()), axes.data.size(), tokens_max, &Cost::of(role.arch()));
-        let mut sums = [0.0; 3];
-        for chosen in &plan[axes.data.rank()] {
-            if run.stop_requested() {
-                return Ok(None);
-            }
-            let found = evaluate_row(role, &pack(&rows, chosen).shard(&axes.sequence));
-            sums.iter_mut().zip(found).for_each(|(sum, x)| *sum += x);
-        }
-        axes.zero.all_reduce_sum_f64(&mut sums);
-        let [loss, right, tokens] = sums;
-        Ok(Some(named([
-            (keys::EVAL_LOSS, loss / tokens),
-            (keys::EVAL_ACCURACY, right / tokens),
-            (keys::EVAL_SAMPLES, rows.len() as f64),
-            (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
-        ])))
-    }
-}
-
-impl Sft {
-    /// One optimizer step on `rows`, and on `texts` of pretraining beside them: the loss is
+    /// The loss is
     ///
     /// mean over the learned tokens of rows of -l + pretrain_coef * mean over the tokens of texts of -l.
-    fn update(&mut self, run: &Run, rows: &[SftRow], texts: &[SftRow]) -> Result<Sums> {
-        let (axes, sft, recompute) = (&run.ranks.axes, &run.config.sft, run.config.gradient.recompute);
+    fn update(&mut self, run: &Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
+        let Minibatch { rows, texts, .. } = *batch;
+        let (axes, sft) = (&run.ranks.axes, &run.config.sft);
         let learned = |row: &SftRow| (1..row.tokens.len()).filter(|&i| row.mask[i] != 0).count();
         let [tokens, of_texts] = [rows, texts].map(|rows| rows.iter().map(learned).sum::<usize>());
         if tokens == 0 {
@@ -141,8 +58,7 @@ impl Sft {
         }
         let weights = [1.0 / tokens as f32, sft.pretrain_coef / of_texts.max(1) as f32];
         let all = [rows, texts].concat();
-        let lengths = lengths(all.iter());
-        let sums = accumulate(&mut self.learner, axes, &lengths, sft.microbatch_tokens_max, |learner, chosen| {
+        let sums = accumulate(learner, axes, &lengths(&all), sft.microbatch_tokens_max, |learner, chosen| {
             let whole = pack(&all, chosen);
             let row = whole.shard(&axes.sequence);
             // One weight for each predicted token, by where its row is from.
@@ -153,11 +69,26 @@ impl Sft {
                 };
                 row.select(&by_row.clone().flat_map(each).collect::<Vec<_>>())
             };
-            microbatch(learner, &row, &spread(weights), &spread([0.0, 1.0 / of_texts.max(1) as f32]), recompute)
+            microbatch(learner, &row, &spread(weights), &spread([0.0, 1.0 / of_texts.max(1) as f32]))
         });
         let part = |chosen: &[usize]| pack(&all, chosen).shard(&axes.sequence);
-        self.learner.step_if_finite(axes, recompute, sums.get(keys::LOSS), part)?;
-        Ok(sums)
+        learner.step_if_finite(axes, sums.get(keys::LOSS), part)?;
+        let of_texts = (!texts.is_empty()).then(|| (keys::PTX_LOSS, sums.get(keys::PTX_LOSS)));
+        Ok(of_texts.into_iter().chain([(keys::LOSS, sums.get(keys::LOSS))]).collect())
+    }
+
+    /// Loss and accuracy of next tokens.
+    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Option<Numbers>> {
+        let (axes, role, tokens_max) = (&run.ranks.axes, &learner.role, run.config.sft.microbatch_tokens_max);
+        let measure = |chosen: &[usize]| vec![evaluate_row(role, &pack(batch.rows, chosen).shard(&axes.sequence))];
+        let Some(found) = evaluate_share(run, role, &lengths(batch.rows), tokens_max, measure) else { return Ok(None) };
+        let mut sums = [0.0; 3];
+        for of_row in found {
+            sums.iter_mut().zip(of_row).for_each(|(sum, x)| *sum += x);
+        }
+        axes.zero.all_reduce_sum_f64(&mut sums);
+        let [loss, right, tokens] = sums;
+        Ok(Some(vec![(keys::EVAL_LOSS, loss / tokens), (keys::EVAL_ACCURACY, right / tokens)]))
     }
 }
 
@@ -176,10 +107,6 @@ fn choose(rows: &mut [SftRow], on: LossOn) {
     }
 }
 
-fn lengths<'a>(rows: impl Iterator<Item = &'a SftRow>) -> Vec<usize> {
-    rows.map(|row| row.tokens.len()).collect()
-}
-
 /// The rows `rows[chosen]`, one behind the other.
 pub(super) fn pack(rows: &[SftRow], chosen: &[usize]) -> PackedRow {
     let mut packed = PackedRow::new();
@@ -191,25 +118,15 @@ pub(super) fn pack(rows: &[SftRow], chosen: &[usize]) -> PackedRow {
 
 /// Accumulates the gradient of one packed row, whose predicted tokens have `weights`; returns its share of the minibatch's loss, and
 /// of the mean loss of texts, in which they weigh `of_texts`.
-pub(super) fn microbatch(
-    learner: &mut Learner,
-    row: &PackedRow,
-    weights: &[f32],
-    of_texts: &[f32],
-    recompute: Recompute,
-) -> Sums {
-    let Learner { role, sum, .. } = learner;
-    let (model, w) = (&role.transformer, &role.weights);
-    let mut saved = Saved::new(recompute);
-    let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+pub(super) fn microbatch(learner: &mut Learner, row: &PackedRow, weights: &[f32], of_texts: &[f32]) -> Sums {
     let (mut found, mut on_texts) = (0.0, 0.0);
     let mut loss = |range: Range<usize>, l: &[f32], _: &[f32], dlogprobs: &mut [f32], _: &mut [f32]| {
         on_texts += cross_entropy(l, &of_texts[range.clone()], dlogprobs);
         found += cross_entropy(l, &weights[range], dlogprobs);
     };
-    let grads = &mut sum.grads;
-    let (dhidden, ..) = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut loss, grads);
-    model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
+    learner.backward(row, |model, w, hidden, grads| {
+        (model.logprobs_backward(w, hidden, &row.rows, &row.targets, 1.0, &mut loss, grads).0, ())
+    });
     Sums::of([(keys::LOSS, found), (keys::PTX_LOSS, on_texts)])
 }
 

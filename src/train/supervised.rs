@@ -1,53 +1,297 @@
-//! What methods share that learn from rows as they are: how rows are cut into micro-batches, counted and evaluated.
+//! Methods that learn from rows as they are: what a job of one does, and how rows are cut into micro-batches, learned from and evaluated.
 
-use super::job::Step;
-use crate::comm::records;
+use super::job::{Ended, Job, Step};
+use super::models::ModelSpec;
+use crate::comm::{phase, records};
+use crate::config::Config;
+use crate::config::mesh::RoleName;
 use crate::data::balance::{self, Cost};
-use crate::data::{Part, Rows};
-use crate::error::Result;
+use crate::data::{Row, RowSource, Rows, SftRow};
+use crate::error::{Error, Result};
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
-use crate::learn::{Learner, Role};
+use crate::learn::accumulation::accumulate;
+use crate::learn::packed::PackedRow;
+use crate::learn::sums::Sums;
+use crate::learn::{Learner, Role, role};
 use crate::metrics::keys::{self, Metrics, named};
-use serde::{Serialize, de::DeserializeOwned};
+use crate::metrics::{Phase, Phases};
+use crate::model::{Arch, Head, Transformer, Weights};
+use crate::tensor::Tensor;
+use crate::text::Tokenizer;
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde_json::{Value, json};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
 
-/// The shape of a step of `samples` rows, which `scored` forwards look at before one model learns from them.
-pub fn shape(part: Part, samples: usize, microbatch_tokens_max: usize, scored: usize) -> StepShape {
-    StepShape {
-        part,
-        rows: samples,
-        samples_per_row: 1,
-        minibatch: samples,
-        epochs: 1,
-        microbatch_tokens_max,
-        trained: 1,
-        scored,
+/// Numbers of a step or an evaluation, by key.
+pub type Numbers = Vec<(&'static str, f64)>;
+
+/// A method that learns from rows as they are: the models of a job of it, and what is done with a minibatch.
+pub trait Method: Sized {
+    type Row: Row;
+    /// What rows are compared with.
+    type Known: Default;
+    /// Whether models score rows before anything is learned from them.
+    const SCORES: bool = false;
+
+    /// The model that learns, then those that do not.
+    fn models(config: &Config) -> Vec<ModelSpec>;
+
+    /// Rows of a step, tokens of a micro-batch at most, and forwards that only score a step's rows.
+    fn shape(config: &Config) -> [usize; 3];
+
+    /// As in `Job`.
+    fn check_rows(_config: &Config, _source: &RowSource<Self::Row>, _tokenizer: &Tokenizer) -> Result<()> {
+        Ok(())
+    }
+
+    /// With the models that do not learn.
+    fn new(config: &Config, frozen: Vec<Role>, tokenizer: &Tokenizer) -> Result<Self>;
+
+    /// Looks at rows before `role` learns from them or is evaluated on them. All ranks call this.
+    fn known(&mut self, _: &Run, _role: &Role, _: &mut [Self::Row], _: &mut Phases) -> Result<Self::Known> {
+        Ok(Self::Known::default())
+    }
+
+    /// One optimizer step. All ranks call this.
+    fn update(&mut self, run: &Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers>;
+
+    /// Evaluates held-out rows; none where the run was asked to stop. All ranks call this.
+    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Option<Numbers>>;
+}
+
+/// Rows of a step, or held-out ones of an evaluation.
+pub struct Minibatch<'a, M: Method> {
+    pub step: u64,
+    pub rows: &'a [M::Row],
+    /// Of pretraining, which are learned beside them where a job has any.
+    pub texts: &'a [SftRow],
+    pub known: M::Known,
+    pub tokenizer: &'a Tokenizer,
+}
+
+/// A job of a method.
+pub struct Supervised<M: Method> {
+    learner: Learner,
+    source: RowSource<M::Row>,
+    tokenizer: Arc<Tokenizer>,
+    method: M,
+}
+
+impl<M: Method> Job for Supervised<M> {
+    type Row = M::Row;
+
+    fn models(config: &Config) -> Vec<ModelSpec> {
+        M::models(config)
+    }
+
+    fn check_rows(config: &Config, source: &RowSource<M::Row>, tokenizer: &Tokenizer) -> Result<()> {
+        M::check_rows(config, source, tokenizer)
+    }
+
+    fn shape(config: &Config) -> StepShape {
+        let [samples, microbatch_tokens_max, scored] = M::shape(config);
+        StepShape {
+            part: M::Row::PART,
+            rows: samples,
+            samples_per_row: 1,
+            minibatch: samples,
+            epochs: 1,
+            microbatch_tokens_max,
+            trained: 1,
+            scored,
+        }
+    }
+
+    fn new(
+        run: &Run,
+        _arch: &Arch,
+        mut learners: Vec<Learner>,
+        frozen: Vec<Role>,
+        source: RowSource<M::Row>,
+        tokenizer: Arc<Tokenizer>,
+    ) -> Result<Self> {
+        let learner = learners.pop().expect("a job without a placement has all models on each rank");
+        for role in frozen.iter().filter(|role| role.name == RoleName::Teacher.name()) {
+            let fits = source.check_context(role.arch().context);
+            run.ranks.all.agree(fits.map_err(|e| e.within(role.dir.display()).within(role::key(role.name))))?;
+        }
+        Ok(Self { method: M::new(&run.config, frozen, &tokenizer)?, learner, source, tokenizer })
+    }
+
+    fn rows(&self) -> &Rows {
+        &self.source
+    }
+
+    fn learners(&mut self) -> Vec<&mut Learner> {
+        vec![&mut self.learner]
+    }
+
+    /// Of a reward model, mean and standard deviation of the scores in the last evaluation.
+    fn state(&self) -> Value {
+        json!(self.learner.role.arch().reward_mean_std)
+    }
+
+    fn restore(&mut self, state: Value, _work: Option<&[u8]>) -> Result<()> {
+        self.learner.role.transformer.arch.reward_mean_std = mean_std(&state)?;
+        Ok(())
+    }
+
+    fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
+        phase::set(step.number, if M::SCORES { "score" } else { "train" });
+        let Self { learner, source, tokenizer, method } = self;
+        let [samples, ..] = M::shape(&run.config);
+        let drawn = source.next(samples).and_then(|rows| Ok((rows, source.pretrain(step.number, samples)?)));
+        let (mut rows, texts) = run.ranks.all.agree(drawn)?;
+        let known = method.known(run, &learner.role, &mut rows, &mut step.phases)?;
+        phase::set(step.number, "train");
+        let (timers, batch) =
+            (&mut step.timers, Minibatch { step: step.number, rows: &rows, texts: &texts, known, tokenizer });
+        let update = || timers.train(|| method.update(run, learner, &batch));
+        let numbers = step.phases.time(Phase::Train, update)?;
+        run.has_learned = true;
+        let sequences = rows.iter().flat_map(Row::sequences).chain(texts.iter().flat_map(Row::sequences));
+        step.lengths = sequences.collect();
+        let mut all = named(numbers);
+        all.extend(named([
+            (keys::GRAD_NORM, learner.report.grad_norm),
+            (keys::LR, learner.report.lr),
+            (keys::SAMPLES, samples as f64),
+            (keys::TOKENS, step.lengths.iter().sum::<usize>() as f64),
+            (keys::EPOCH, (step.number * samples as u64) as f64 / source.epoch_rows() as f64),
+        ]));
+        Ok(all)
+    }
+
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>> {
+        let start = Instant::now();
+        let Self { learner, source, tokenizer, method } = self;
+        let mut rows = run.ranks.all.agree(source.eval_rows(run.config.eval.samples_max))?;
+        if rows.is_empty() {
+            return Ok(Some(Vec::new()));
+        }
+        let known = method.known(run, &learner.role, &mut rows, &mut Phases::start())?;
+        let batch = Minibatch { step, rows: &rows, texts: &[], known, tokenizer };
+        let Some(mut numbers) = method.evaluate(run, learner, &batch)? else { return Ok(None) };
+        let seconds = start.elapsed().as_secs_f64();
+        numbers.extend([(keys::EVAL_SAMPLES, rows.len() as f64), (keys::EVAL_TIME_S, seconds)]);
+        Ok(Some(named(numbers)))
     }
 }
 
-/// Ends a step that learned from `samples` rows, of sequences of `lengths` tokens: `numbers`, and those of every method.
-pub fn learned(
-    run: &mut Run,
-    step: &mut Step,
-    learner: &Learner,
-    numbers: Vec<(&'static str, f64)>,
-    samples: usize,
-    lengths: Vec<usize>,
-    rows: &Rows,
-) -> Metrics {
-    run.has_learned = true;
-    let tokens: usize = lengths.iter().sum();
-    step.lengths = lengths;
-    let report = learner.report;
-    let mut all = named(numbers);
-    all.extend(named([
-        (keys::GRAD_NORM, report.grad_norm),
-        (keys::LR, report.lr),
-        (keys::SAMPLES, samples as f64),
-        (keys::TOKENS, tokens as f64),
-        (keys::EPOCH, (step.number * samples as u64) as f64 / rows.epoch_rows() as f64),
-    ]));
-    all
+/// Mean and standard deviation of a reward model's scores in the state of a checkpoint.
+pub fn mean_std(state: &Value) -> Result<Option<(f32, f32)>> {
+    Deserialize::deserialize(state).map_err(|e| Error::data(format!("the checkpoint's state: {e}")))
+}
+
+/// A method whose loss needs the numbers of several tokens before any derivative: log-probabilities of the tokens that a packed row
+/// predicts, or scores of a value head.
+pub trait Judge: Method {
+    /// What is counted of an example.
+    type Judged: Serialize + DeserializeOwned;
+
+    /// The rows `chosen`, one behind the other.
+    fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow;
+
+    /// What this rank counts, and the derivatives of the loss by its own numbers.
+    fn judge(&self, packed: &Judging<Self>) -> (Vec<Self::Judged>, Vec<f32>);
+
+    /// Of examples whose losses have this weight.
+    fn sums(batch: &Minibatch<Self>, judged: &[Self::Judged], weight: f64) -> Sums;
+}
+
+/// A packed row of a minibatch, and what the model says of it.
+pub struct Judging<'a, M: Method> {
+    pub run: &'a Run,
+    pub batch: &'a Minibatch<'a, M>,
+    /// Of the loss of each example.
+    pub weight: f64,
+    /// Places of its rows in the minibatch.
+    pub chosen: &'a [usize],
+    pub whole: &'a PackedRow,
+    /// This rank's part.
+    pub row: &'a PackedRow,
+    /// One for each predicted token of the part.
+    pub numbers: Vec<f32>,
+}
+
+impl<M: Judge> Judging<'_, M> {
+    /// The numbers of the whole row. Ranks of a ring compute the same with them.
+    pub fn gathered(&self) -> Vec<f32> {
+        self.whole.gather(&self.run.ranks.axes.sequence, &self.numbers)
+    }
+
+    /// Whether this rank counts what its ring computes alike.
+    pub fn counts(&self) -> bool {
+        self.run.ranks.axes.sequence.rank() == 0
+    }
+}
+
+/// What the model says of the predicted tokens of a row.
+fn numbers(model: &Transformer, w: &Weights, hidden: &Tensor, row: &PackedRow) -> Vec<f32> {
+    match w.table.head() {
+        Head::LanguageModel => model.logprobs(w, hidden, &row.rows, &row.targets, 1.0, false).0,
+        Head::Value => model.values(w, hidden, &row.rows),
+    }
+}
+
+/// One optimizer step on rows, each of whose losses has this weight: sums over all ranks. All ranks call this.
+pub fn update<M: Judge>(
+    method: &M,
+    run: &Run,
+    learner: &mut Learner,
+    batch: &Minibatch<M>,
+    weight: f64,
+) -> Result<Sums> {
+    let (axes, [_, tokens_max, _]) = (&run.ranks.axes, M::shape(&run.config));
+    let sums = accumulate(learner, axes, &lengths(batch.rows), tokens_max, |learner, chosen| {
+        let whole = &method.pack(batch, chosen);
+        let row = &whole.shard(&axes.sequence);
+        let judged = learner.backward(row, |model, w, hidden, grads| {
+            let numbers = numbers(model, w, hidden, row);
+            let (judged, slopes) = method.judge(&Judging { run, batch, weight, chosen, whole, row, numbers });
+            let mut given = |range: Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], _: &mut [f32]| {
+                dl.copy_from_slice(&slopes[range]);
+            };
+            let dhidden = match w.table.head() {
+                Head::LanguageModel => {
+                    model.logprobs_backward(w, hidden, &row.rows, &row.targets, 1.0, &mut given, grads).0
+                }
+                Head::Value => model.values_backward(w, hidden, &row.rows, &slopes, grads),
+            };
+            (dhidden, judged)
+        });
+        M::sums(batch, &judged, weight)
+    });
+    let part = |chosen: &[usize]| method.pack(batch, chosen).shard(&axes.sequence);
+    learner.step_if_finite(axes, sums.get(keys::LOSS), part)?;
+    Ok(sums)
+}
+
+/// How the model judges held-out rows; none where the run was asked to stop. All ranks call this.
+pub fn judged<M: Judge>(
+    method: &M,
+    run: &Run,
+    role: &Role,
+    batch: &Minibatch<M>,
+    weight: f64,
+) -> Result<Option<Vec<M::Judged>>> {
+    let [_, tokens_max, _] = M::shape(&run.config);
+    let (model, w) = (&role.transformer, &role.weights);
+    evaluate(run, role, &lengths(batch.rows), tokens_max, |chosen| {
+        let whole = &method.pack(batch, chosen);
+        let row = &whole.shard(&run.ranks.axes.sequence);
+        let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
+        let numbers = numbers(model, w, &hidden, row);
+        method.judge(&Judging { run, batch, weight, chosen, whole, row, numbers }).0
+    })
+}
+
+/// Tokens of each row, all its sequences together.
+pub fn lengths<T: Row>(rows: &[T]) -> Vec<usize> {
+    rows.iter().map(|row| row.sequences().iter().sum()).collect()
 }
 
 /// What `measure` finds in held-out rows of `lengths` tokens, of which it takes a micro-batch at a time: on all ranks, in their order;
@@ -57,17 +301,29 @@ pub fn evaluate<T: Serialize + DeserializeOwned>(
     role: &Role,
     lengths: &[usize],
     tokens_max: usize,
-    mut measure: impl FnMut(&[usize]) -> Vec<T>,
+    measure: impl FnMut(&[usize]) -> Vec<T>,
 ) -> Result<Option<Vec<T>>> {
+    let mine = evaluate_share(run, role, lengths, tokens_max, measure);
+    mine.map(|mine| records::gather(&run.ranks.axes.zero, &mine)).transpose()
+}
+
+/// The same of this rank's share.
+pub fn evaluate_share<T>(
+    run: &Run,
+    role: &Role,
+    lengths: &[usize],
+    tokens_max: usize,
+    mut measure: impl FnMut(&[usize]) -> Vec<T>,
+) -> Option<Vec<T>> {
     let axes = &run.ranks.axes;
     let tokens_max = tokens_max * axes.sequence.size();
     let plan = balance::plan(lengths, axes.data.size(), tokens_max, &Cost::of(role.arch()));
     let mut mine = Vec::new();
     for chosen in &plan[axes.data.rank()] {
         if run.stop_requested() {
-            return Ok(None);
+            return None;
         }
         mine.extend(measure(chosen));
     }
-    records::gather(&axes.zero, &mine).map(Some)
+    Some(mine)
 }

@@ -16,7 +16,7 @@ use crate::loss::correction;
 use crate::loss::policy::{PolicySums, PolicyTokens, policy_loss};
 use crate::loss::value::value_loss;
 use crate::metrics::keys;
-use crate::model::{Head, Saved};
+use crate::model::Head;
 use std::ops::Range;
 
 /// What sums are divided by: tokens that are learned from, and optimizer steps.
@@ -84,7 +84,7 @@ impl Update<'_> {
                 }
                 row.shard(&self.axes.sequence)
             };
-            learner.step_if_finite(self.axes, self.config.gradient.recompute, sums.get(loss), part)?;
+            learner.step_if_finite(self.axes, sums.get(loss), part)?;
             let report = learner.report;
             let of_step = [(steps, 1.0), (norm, report.grad_norm), (norm_max, report.grad_norm), (lr, report.lr)];
             sums.add(&Sums::of(of_step));
@@ -128,37 +128,34 @@ impl Update<'_> {
         let row = sft::pack(self.texts, chosen).shard(&self.axes.sequence);
         let tokens: usize = self.texts.iter().map(|text| text.tokens.len().saturating_sub(1)).sum();
         let weights = |weight: f32| vec![weight / tokens.max(1) as f32; row.rows.len()];
-        let (coef, recompute) = (self.config.ppo.ptx_coef, self.config.gradient.recompute);
-        sft::microbatch(actor, &row, &weights(coef), &weights(1.0), recompute)
+        sft::microbatch(actor, &row, &weights(self.config.ppo.ptx_coef), &weights(1.0))
     }
 
     fn policy_microbatch(&self, actor: &mut Learner, samples: &[&Experience], totals: Totals) -> Sums {
-        let Learner { role, sum, .. } = actor;
-        let (model, w, temperature) = (&role.transformer, &role.weights, self.config.rollout.temperature);
         let whole = PolicyBatch::new(self.config, samples, totals);
         let batch = whole.part(whole.row.shard(&self.axes.sequence));
-        let row = &batch.row;
-        let mut saved = Saved::new(self.config.gradient.recompute);
-        let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+        let (row, temperature) = (&batch.row, self.config.rollout.temperature);
         let (ppo, mut found) = (&self.config.ppo, PolicySums::default());
-        // The ratio is of the whole sequence: all its log-probs are needed before any derivative.
-        let slopes = (ppo.loss == PolicyLossKind::Gspo).then(|| {
-            let (logprobs, entropy) = model.logprobs(w, &hidden, &row.rows, row.masked_targets(), temperature, true);
-            let (of_sequences, slopes) = self.sequence_loss(&whole, &logprobs, &entropy);
-            found = of_sequences;
-            slopes.map(|slopes| row.select(&slopes))
+        let logprobs = actor.backward(row, |model, w, hidden, grads| {
+            // The ratio is of the whole sequence: all its log-probs are needed before any derivative.
+            let slopes = (ppo.loss == PolicyLossKind::Gspo).then(|| {
+                let (logprobs, entropy) = model.logprobs(w, hidden, &row.rows, row.masked_targets(), temperature, true);
+                let (of_sequences, slopes) = self.sequence_loss(&whole, &logprobs, &entropy);
+                found = of_sequences;
+                slopes.map(|slopes| row.select(&slopes))
+            });
+            let mut loss = |range: Range<usize>, l: &[f32], h: &[f32], dl: &mut [f32], dh: &mut [f32]| match &slopes {
+                Some([by_logprob, by_entropy]) => {
+                    dl.copy_from_slice(&by_logprob[range.clone()]);
+                    dh.copy_from_slice(&by_entropy[range]);
+                }
+                None => found += policy_loss(ppo, self.kl_beta, &batch.tokens(range, l, h), dl, dh),
+            };
+            let targets = row.masked_targets();
+            let (dhidden, logprobs, _) =
+                model.logprobs_backward(w, hidden, &row.rows, targets, temperature, &mut loss, grads);
+            (dhidden, logprobs)
         });
-        let mut loss = |range: Range<usize>, l: &[f32], h: &[f32], dl: &mut [f32], dh: &mut [f32]| match &slopes {
-            Some([by_logprob, by_entropy]) => {
-                dl.copy_from_slice(&by_logprob[range.clone()]);
-                dh.copy_from_slice(&by_entropy[range]);
-            }
-            None => found += policy_loss(ppo, self.kl_beta, &batch.tokens(range, l, h), dl, dh),
-        };
-        let grads = &mut sum.grads;
-        let (dhidden, logprobs, _) =
-            model.logprobs_backward(w, &hidden, &row.rows, row.masked_targets(), temperature, &mut loss, grads);
-        model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
         let [old_logprobs, .., weights] = &batch.columns;
         let learned = logprobs.iter().zip(old_logprobs).zip(weights).filter(|(_, w)| **w != 0.0);
         let gaps = learned.map(|((a, b), _)| f64::from((a - b).abs()));
@@ -194,8 +191,6 @@ impl Update<'_> {
     }
 
     fn value_microbatch(&self, critic: &mut Learner, samples: &[&Experience], totals: Totals) -> Sums {
-        let Learner { role, sum, .. } = critic;
-        let (model, w) = (&role.transformer, &role.weights);
         let row = &pack(samples.iter().copied()).shard(&self.axes.sequence);
         let column = |of: fn(&Experience) -> &[f32]| samples.iter().flat_map(|sample| of(sample)).copied().collect();
         let (returns, old_values): (Vec<f32>, Vec<f32>) = (column(|s| &s.returns), column(|s| &s.values));
@@ -205,13 +200,12 @@ impl Update<'_> {
             aggregation::weights(Aggregation::Token, &sample.mask, totals, 1, &mut weights);
         }
         let [old_values, returns, weights] = [old_values, returns, weights].map(|x| row.select(&x));
-        let mut saved = Saved::new(self.config.gradient.recompute);
-        let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
-        let values = model.values(w, &hidden, &row.rows);
-        let mut dvalues = vec![0.0; values.len()];
-        let found = value_loss(self.config.ppo.value_clip, &values, &old_values, &returns, &weights, &mut dvalues);
-        let dhidden = model.values_backward(w, &hidden, &row.rows, &dvalues, &mut sum.grads);
-        model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
+        let found = critic.backward(row, |model, w, hidden, grads| {
+            let values = model.values(w, hidden, &row.rows);
+            let mut dvalues = vec![0.0; values.len()];
+            let found = value_loss(self.config.ppo.value_clip, &values, &old_values, &returns, &weights, &mut dvalues);
+            (model.values_backward(w, hidden, &row.rows, &dvalues, grads), found)
+        });
         Sums::of([
             (keys::VALUE_LOSS, found.loss),
             (VALUE_TOKENS, found.tokens as f64),

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::learn::packed::PackedRow;
 use crate::learn::{Learner, Role};
 use crate::loss::token::cross_entropy;
-use crate::model::{Head, Saved};
+use crate::model::Head;
 use std::ops::Range;
 
 const BATCH: usize = 8;
@@ -29,18 +29,16 @@ const PARTS: [&str; 4] = ["forward_ms", "head_ms", "backward_ms", "update_ms"];
 pub fn update(learner: &mut Learner, row: &PackedRow, mut done: impl FnMut()) -> Result<()> {
     learner.sum.begin_chunk();
     learner.sum.begin_microbatch(true);
-    let Learner { role, sum, .. } = &mut *learner;
-    let (model, w) = (&role.transformer, &role.weights);
-    let mut saved = Saved::new(false);
-    let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
-    done();
     let weights = vec![1.0 / row.rows.len() as f32; row.rows.len()];
     let mut loss = |range: Range<usize>, l: &[f32], _: &[f32], dlogprobs: &mut [f32], _: &mut [f32]| {
         cross_entropy(l, &weights[range], dlogprobs);
     };
-    let (dhidden, ..) = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut loss, &mut sum.grads);
-    done();
-    model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
+    learner.backward(row, |model, w, hidden, grads| {
+        done();
+        let (dhidden, ..) = model.logprobs_backward(w, hidden, &row.rows, &row.targets, 1.0, &mut loss, grads);
+        done();
+        (dhidden, ())
+    });
     learner.sum.end_chunk(0);
     done();
     learner.step(&Axes::one())?;
