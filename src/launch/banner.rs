@@ -2,7 +2,7 @@
 
 use super::gemm::GemmChoice;
 use super::gpu;
-use super::layout::{Expected, Layout, Swap, describe_zero};
+use super::layout::{Expected, Layout, StateSwap, Swap, describe_zero};
 use super::run::Run;
 use crate::config::job::Recompute;
 use crate::config::mesh::Placement;
@@ -105,12 +105,13 @@ impl Run {
         );
         if self.device == Device::Cuda && self.ranks.layout().swap != Swap::default() {
             let swap = self.ranks.layout().swap;
-            let state = if swap.resident { "optimizer state but for the updates of a step" } else { "optimizer state" };
-            let waiting = match (swap.optimizer, swap.roles) {
-                (true, true) => format!("{state}, and weights of idle roles"),
-                (true, false) => state.to_string(),
-                _ => "weights of idle roles".to_string(),
+            let state = match swap.state {
+                StateSwap::Never => None,
+                StateSwap::BetweenSteps => Some("optimizer state but for the updates of a step"),
+                StateSwap::BetweenUpdates => Some("optimizer state"),
             };
+            let roles = swap.roles.then_some("weights of idle roles");
+            let waiting = state.into_iter().chain(roles).collect::<Vec<_>>().join(", and ");
             let pinned = self.plan.expected.iter().flatten().map(|expected| expected.host).max().unwrap_or(0);
             notes.push(row("host", format!("{waiting}, {} of the host's memory pinned", format_bytes(pinned as u64))));
         }

@@ -161,11 +161,8 @@ fn start(config: &Config, world: &World, found: Found) -> Result<()> {
 
 /// Whether GPUs can run the job and its models.
 fn suits(config: &Config) -> Result<()> {
+    check_settings(config)?;
     let model = &config.model;
-    if model.dtype == DTypeName::F32 {
-        return Err(in_f32());
-    }
-    check_mask(config)?;
     let mut dirs =
         [&model.actor, &model.reference, &model.critic].into_iter().filter(|dir| !dir.as_os_str().is_empty());
     dirs.try_for_each(|dir| check_arch(Device::Cuda, &Arch::load(dir)?, 1))
@@ -230,29 +227,21 @@ pub fn memory_free() -> u64 {
     null::memory_free().unwrap_or_else(|| cuda::gpu().usage().left() as u64)
 }
 
-fn in_f32() -> Error {
-    Error::usage("model.dtype = \"f32\", and GPUs hold weights and activations in bf16")
-        .hint("set model.dtype = \"bf16\", or job.device = \"cpu\"")
-}
-
-/// Refuses settings that GPUs do not support yet.
+/// Refuses settings that GPUs do not support yet, where the job asks for one.
 pub fn check(config: &Config) -> Result<()> {
-    if config.job.device != DeviceName::Gpu {
-        return Ok(());
-    }
-    check_mask(config)?;
-    if config.model.dtype != DTypeName::F32 {
-        return Ok(());
-    }
-    Err(in_f32())
+    if config.job.device == DeviceName::Gpu { check_settings(config) } else { Ok(()) }
 }
 
-fn check_mask(config: &Config) -> Result<()> {
-    if !config.rollout.keep_sampling_mask {
-        return Ok(());
+fn check_settings(config: &Config) -> Result<()> {
+    if config.model.dtype == DTypeName::F32 {
+        return Err(Error::usage("model.dtype = \"f32\", and GPUs hold weights and activations in bf16")
+            .hint("set model.dtype = \"bf16\", or job.device = \"cpu\""));
     }
-    Err(Error::usage("rollout.keep_sampling_mask is true, and no kernel of a GPU masks logits yet")
-        .hint("set job.device = \"cpu\", or weigh the draws with ppo.correction instead"))
+    if config.rollout.keep_sampling_mask {
+        return Err(Error::usage("rollout.keep_sampling_mask is true, and no kernel of a GPU masks logits yet")
+            .hint("set job.device = \"cpu\", or weigh the draws with ppo.correction instead"));
+    }
+    Ok(())
 }
 
 /// Refuses a model whose shapes no kernel of a GPU supports, sharded over `tensor` ranks.

@@ -2,6 +2,7 @@
 
 use crate::config::Config;
 use crate::config::job::Recompute;
+use crate::config::mesh::Offload;
 use crate::data::RowTokens;
 use crate::mesh::Mesh;
 
@@ -19,12 +20,45 @@ pub struct Layout {
 /// What waits in the host's memory while it is not needed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Swap {
-    /// AdamW's moments and master weights, outside of updates.
-    pub optimizer: bool,
+    /// AdamW's moments and master weights.
+    pub state: StateSwap,
     /// Weights of all roles but the actor during rollout; those that do not learn also during training.
     pub roles: bool,
-    /// Moments and masters come for the first update of a step and go behind the last one, instead of at each.
-    pub resident: bool,
+}
+
+/// When AdamW's moments and master weights wait.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum StateSwap {
+    #[default]
+    Never,
+    /// They come for the first update of a step and go behind the last one.
+    BetweenSteps,
+    BetweenUpdates,
+}
+
+impl Swap {
+    /// What a job asks for.
+    pub fn of(offload: &[Offload]) -> Self {
+        let waits = offload.contains(&Offload::Optimizer);
+        let state = if waits { StateSwap::BetweenUpdates } else { StateSwap::Never };
+        Self { state, roles: offload.contains(&Offload::Roles) }
+    }
+
+    /// Both at their most.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        Self { state: self.state.max(other.state), roles: self.roles || other.roles }
+    }
+
+    /// As a job names it.
+    pub fn offload(self) -> Vec<Offload> {
+        let waits = [(self.has_state(), Offload::Optimizer), (self.roles, Offload::Roles)];
+        waits.into_iter().filter(|(does, _)| *does).map(|(_, what)| what).collect()
+    }
+
+    pub fn has_state(self) -> bool {
+        self.state != StateSwap::Never
+    }
 }
 
 impl Layout {
@@ -51,12 +85,12 @@ impl Layout {
         let others = others.into_iter().filter(|(_, n)| *n > 1).map(|(name, n)| format!(" x {name} {n}"));
         let axes = format!("data {data}{}", others.collect::<String>());
         let rollout = (self.rollout_tensor != tensor).then(|| format!("rollout tensor {}", self.rollout_tensor));
-        let offloaded = match (self.swap.optimizer, self.swap.roles) {
-            (true, true) => Some("optimizer and idle roles in host memory"),
-            (true, false) if self.swap.resident => Some("optimizer in host memory during the rollout"),
-            (true, false) => Some("optimizer in host memory"),
-            (false, true) => Some("idle roles in host memory"),
-            (false, false) => None,
+        let offloaded = match (self.swap.state, self.swap.roles) {
+            (StateSwap::Never, false) => None,
+            (StateSwap::Never, true) => Some("idle roles in host memory"),
+            (_, true) => Some("optimizer and idle roles in host memory"),
+            (StateSwap::BetweenSteps, false) => Some("optimizer in host memory during the rollout"),
+            (StateSwap::BetweenUpdates, false) => Some("optimizer in host memory"),
         };
         let all = [Some(axes), Some(format!("zero {}", self.zero)), rollout, offloaded.map(str::to_string)];
         all.into_iter().flatten().collect::<Vec<_>>().join(", ")

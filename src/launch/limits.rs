@@ -31,7 +31,7 @@ impl Run {
     ) -> Result<()> {
         let Expected { gradients, state, host: pinned, .. } = self.expected().cloned().unwrap_or_default();
         // What is offloaded comes back a part at a time.
-        let to_come = if self.ranks.layout().swap.optimizer { gradients } else { gradients + state };
+        let to_come = if self.ranks.layout().swap.has_state() { gradients } else { gradients + state };
         let (within, what, of_host) = match self.device {
             Device::Cpu => (
                 within(to_come, arena::usage(), ["on each rank", "", "mesh.arena_bytes_max allows", arena::HINT]),

@@ -3,7 +3,7 @@
 use super::run::Run;
 use crate::config::Config;
 use crate::config::job::Collectives;
-use crate::config::mesh::{Auto, Offload};
+use crate::config::mesh::Auto;
 use crate::config::ppo::OldLogprobs;
 use crate::device::Device;
 use crate::device::cpu::pool::pool;
@@ -41,8 +41,7 @@ impl Run {
         if self.ranks.placements.len() == 1 {
             (mesh.data, config.rollout.data) = (Auto::Is(layout.mesh.data), Auto::Is(layout.rollout_data()));
         }
-        let waits = [(layout.swap.optimizer, Offload::Optimizer), (layout.swap.roles, Offload::Roles)];
-        mesh.offload = waits.into_iter().filter(|(does, _)| *does).map(|(_, what)| what).collect();
+        mesh.offload = layout.swap.offload();
         config
     }
 }

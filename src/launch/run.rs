@@ -2,7 +2,7 @@
 
 use super::gemm::{self, GemmChoice};
 use super::gpu;
-use super::layout::{Count, Expectations, Expected, Layout};
+use super::layout::{Count, Expectations, Expected, Layout, StateSwap};
 use super::ranks::Ranks;
 use super::run_lock::{link_prepared, working_dir};
 use super::step_shape::StepShape;
@@ -173,12 +173,12 @@ impl Run {
     /// A learner of a role, for a run of `updates` optimizer steps. All ranks of the role's placement call this.
     pub fn learner(&self, role: Role, optim: &OptimConfig, updates: u64, values: Values) -> Result<Learner> {
         let (axes, gradient, layout) = (&self.ranks.axes, &self.config.gradient, self.ranks.layout());
-        let state_on = if layout.swap.optimizer { Device::Cpu } else { self.device };
+        let state_on = if layout.swap.has_state() { Device::Cpu } else { self.device };
         let made = Learner::new(state_on, role, optim, gradient, updates, axes, layout.zero);
         let made = if values == Values::ToRestore { made } else { made.and_then(Learner::with_masters) };
         let mut learner = axes.all.agree(made)?;
         self.offload(Offload::Optimizer, learner.zero.buffers_mut())?;
-        if layout.swap.resident {
+        if layout.swap.state == StateSwap::BetweenSteps {
             learner.zero.keep_resident();
         }
         Ok(learner)

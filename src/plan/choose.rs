@@ -15,15 +15,14 @@ use super::null::count;
 use super::refuse;
 use super::rows::Origin;
 use super::time::{Stage, Time};
-use crate::config::Config;
 use crate::config::job::Recompute;
 use crate::config::mesh::{Auto, Offload, RoleName};
 use crate::config::optim::GradientOrder;
-use crate::device::cpu::pool::pool;
+use crate::device::{self, cpu::pool::pool};
 use crate::error::Result;
-use crate::launch::layout::{Layout, Swap};
+use crate::launch::gpu;
+use crate::launch::layout::{Layout, StateSwap, Swap};
 use crate::mesh::Mesh;
-use crate::model::{Arch, TensorPart};
 use std::ops::Range;
 
 /// Predictions that differ by less count as equal.
@@ -150,10 +149,15 @@ fn choose_recompute(job: &Job, world: usize, device: &Device) -> Result<Choice> 
 /// training has room for it.
 fn resident(mut choice: Choice, job: &Job, world: usize, device: &Device) -> Result<Choice> {
     let layout = *choice.chosen.layout();
-    if device.is_cpu() || !layout.swap.optimizer || asked(job.config).optimizer || job.shape.updates() < 2 {
+    if device.is_cpu()
+        || !layout.swap.has_state()
+        || job.config.mesh.offload.contains(&Offload::Optimizer)
+        || job.shape.updates() < 2
+    {
         return Ok(choice);
     }
-    let (parts, layout) = (job.parts(world)?, Layout { swap: Swap { resident: true, ..layout.swap }, ..layout });
+    let (parts, layout) =
+        (job.parts(world)?, Layout { swap: Swap { state: StateSwap::BetweenSteps, ..layout.swap }, ..layout });
     let found = recomputing(job, choice.recompute, |job| candidate(job, &parts, &layout, device));
     if found.is_better(&choice.chosen) {
         choice.chosen = found;
@@ -221,11 +225,11 @@ fn choose_among(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     if !device.is_cpu() && job.shape.has_rollout() {
         // All that may wait in the host's memory does; where that helps, less of it may do.
         let short: Vec<Candidate> = all.iter().filter(|found| found.is_short(job)).cloned().collect();
-        let most = swapping(&short, &[Swap { optimizer: true, roles: true, resident: false }]);
+        let most = swapping(&short, &[Swap::of(&[Offload::Optimizer, Offload::Roles])]);
         let found = candidates(job, &parts, &most, device);
         let helped = short.into_iter().zip(&found).filter(|(before, found)| found.is_better(before));
         let helped: Vec<Candidate> = helped.map(|(before, _)| before).collect();
-        let less = [(true, false), (false, true)].map(|(optimizer, roles)| Swap { optimizer, roles, resident: false });
+        let less = [Offload::Optimizer, Offload::Roles].map(|one| Swap::of(&[one]));
         all.extend(found);
         all.extend(candidates(job, &parts, &swapping(&helped, &less), device));
     }
@@ -316,7 +320,7 @@ pub fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> 
         let mesh = Mesh { data, pipeline, sequence, tensor };
         for zero in stages(job, data * sequence) {
             for rollout_tensor in rollouts(job, tensor, smallest, device) {
-                found.push(Layout { mesh, zero, rollout_tensor, swap: asked(job.config) });
+                found.push(Layout { mesh, zero, rollout_tensor, swap: Swap::of(&job.config.mesh.offload) });
             }
         }
     }
@@ -335,7 +339,8 @@ fn rollouts(job: &Job, tensor: usize, ranks: usize, device: &Device) -> Vec<usiz
     let data = job.config.rollout.data;
     let fits = |t: &usize| matches!(data, Auto::Auto) || data == Auto::Is(ranks / *t);
     let legal = |t: &usize| job.archs.actor().check_tensor(*t).is_ok() && fits(t);
-    let reads = |t: &usize| *t == tensor || are_shares_read(job.archs.actor(), *t);
+    // Whether the kernels of a GPU read its shares.
+    let reads = |t: &usize| *t == tensor || gpu::check_cut(device::Device::Cuda, job.archs.actor(), *t).is_ok();
     match job.config.rollout.tensor {
         Auto::Is(n) => vec![n].into_iter().filter(|n| *n > 0 && ranks.is_multiple_of(*n) && legal(n)).collect(),
         Auto::Auto if device.is_cpu() || !job.shape.has_rollout() => vec![tensor].into_iter().filter(fits).collect(),
@@ -346,26 +351,9 @@ fn rollouts(job: &Job, tensor: usize, ranks: usize, device: &Device) -> Vec<usiz
     }
 }
 
-/// Whether the kernels of a GPU read the shares of `tensor` ranks: rows of whole sixteen bytes.
-fn are_shares_read(arch: &Arch, tensor: usize) -> bool {
-    (0..tensor).all(|rank| TensorPart { rank, size: tensor }.range(arch.mlp_width).len().is_multiple_of(8))
-}
-
-/// What the job says is to wait in the host's memory.
-pub fn asked(config: &Config) -> Swap {
-    let offload = &config.mesh.offload;
-    Swap { optimizer: offload.contains(&Offload::Optimizer), roles: offload.contains(&Offload::Roles), resident: false }
-}
-
 /// The layouts of `short` with more that waits in the host's memory.
 fn swapping(short: &[Candidate], more: &[Swap]) -> Vec<Layout> {
-    let of = |layout: &Layout, more: &Swap| {
-        let Swap { optimizer, roles, resident } = layout.swap;
-        Layout {
-            swap: Swap { optimizer: optimizer || more.optimizer, roles: roles || more.roles, resident },
-            ..*layout
-        }
-    };
+    let of = |layout: &Layout, more: &Swap| Layout { swap: layout.swap.and(*more), ..*layout };
     let all = short.iter().flat_map(|found| more.iter().map(move |more| (found.layout(), of(found.layout(), more))));
     all.filter(|(before, layout)| *before != layout).map(|(_, layout)| layout).collect()
 }

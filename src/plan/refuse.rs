@@ -1,11 +1,11 @@
 //! Refusals, with what would fit.
 
-use super::choose::{Candidate, asked, candidate, divisors, fixed, is_legal, layouts};
+use super::choose::{Candidate, candidate, divisors, fixed, is_legal, layouts};
 use super::devices::Device;
 use super::job::Job;
 use crate::config;
 use crate::config::job::Recompute;
-use crate::config::mesh::Auto;
+use crate::config::mesh::{Auto, Offload};
 use crate::error::{Error, format_bytes};
 use crate::launch::layout::{Layout, Swap};
 use crate::tensor::DType;
@@ -135,8 +135,8 @@ pub fn fits(sets: &[String], world: usize, job: &Job, device: &Device) -> bool {
     let job = Job { fast: job.fast, workspace: job.workspace, ..Job::new(&config, job.archs, rows) };
     let Ok(parts) = job.parts(world) else { return false };
     let Ok(all) = layouts(&job, world, device) else { return false };
-    let (both, asked) = (!device.is_cpu() && job.shape.has_rollout(), asked(&config));
-    let swap = Swap { optimizer: both || asked.optimizer, roles: both || asked.roles, resident: false };
+    let both = !device.is_cpu() && job.shape.has_rollout();
+    let swap = Swap::of(if both { &[Offload::Optimizer, Offload::Roles] } else { &config.mesh.offload });
     // What takes the least is enough.
     let zero = all.iter().map(|layout| layout.zero).max();
     let is_least = |layout: &&Layout| {

@@ -14,7 +14,7 @@ use crate::config::{self, Config};
 use crate::device::cpu::pool::pool;
 use crate::error::{Error, Result};
 use crate::launch::gpu::GpuOfRanks;
-use crate::launch::layout::{Count, Expectations, Expected, Layout};
+use crate::launch::layout::{Count, Expectations, Expected, Layout, Swap};
 use crate::mesh::Mesh;
 use crate::sys::memory;
 use crate::train::{self, Archs};
@@ -78,7 +78,7 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
         _ => {}
     }
     let chosen = chosen.and_then(Result::ok);
-    let swap = chosen.as_ref().map_or_else(|| choose::asked(config), |chosen| chosen.layout().swap);
+    let swap = chosen.as_ref().map_or_else(|| Swap::of(&config.mesh.offload), |chosen| chosen.layout().swap);
     let chosen = chosen.as_ref().filter(|_| !device.is_cpu() && config.rollout.tensor == Auto::Auto);
     let tensor_of_rollout = chosen.map_or(config.rollout.tensor, |chosen| Auto::Is(chosen.layout().rollout_tensor));
     let rollout_reason = chosen.zip(archs.as_ref().ok()).map(|(chosen, archs)| why_so(config, archs, chosen, device));

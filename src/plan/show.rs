@@ -12,6 +12,7 @@ use crate::config::mesh::RoleName;
 use crate::data::RowTokens;
 use crate::device::null::Peak;
 use crate::error::format_bytes;
+use crate::launch::layout::StateSwap;
 use crate::mesh::Mesh;
 use crate::metrics::{grouped, wrapped};
 use crate::model::ParamTable;
@@ -358,7 +359,10 @@ fn placed(placed: &Placed) -> Value {
         "ranks": [placed.ranks.start, placed.ranks.end],
         "mesh": { "data": data, "pipeline": pipeline, "sequence": sequence, "tensor": tensor, "zero": layout.zero },
         "rollout": { "tensor": layout.rollout_tensor, "data": layout.rollout_data() },
-        "swap": { "optimizer": layout.swap.optimizer, "roles": layout.swap.roles, "resident": layout.swap.resident },
+        "swap": {
+            "optimizer": layout.swap.has_state(), "roles": layout.swap.roles,
+            "resident": layout.swap.state == StateSwap::BetweenSteps,
+        },
         "memory": {
             "phases": phases, "peak_bytes": placed.memory.peak().1.bytes, "resident_bytes": placed.memory.resident,
             "limit_bytes": placed.memory.limit, "kv_cache": placed.memory.kv, "host_bytes": placed.memory.host,

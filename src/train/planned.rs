@@ -6,7 +6,7 @@ use super::models::{self, Archs, JobModel, ModelSpec};
 use super::timers::Timers;
 use crate::comm::{World, phase};
 use crate::config::Config;
-use crate::config::mesh::{Offload, Placement, RoleName};
+use crate::config::mesh::{Placement, RoleName};
 use crate::config::reward::{RewardConfig, RuleConfig, RuleKind};
 use crate::data::{Prepared, RowSource, RowTokens};
 use crate::device::{Device, cuda};
@@ -118,8 +118,7 @@ fn open<J: Job>(planned: &Planned, size: usize) -> Result<Run> {
     config.rollout.stop.clear();
     config.rollout.stop_token_ids.clear();
     let swap = planned.placements.first().map(|(_, layout)| layout.swap).unwrap_or_default();
-    let waits = [(swap.optimizer, Offload::Optimizer), (swap.roles, Offload::Roles)];
-    config.mesh.offload = waits.into_iter().filter(|(does, _)| *does).map(|(_, what)| what).collect();
+    config.mesh.offload = swap.offload();
     let rule = vec![RuleConfig { kind: RuleKind::Length, ..RuleConfig::default() }];
     let RewardConfig { models, judge, .. } = std::mem::take(&mut config.reward);
     config.reward = RewardConfig { rule, models, judge, ..RewardConfig::default() };

@@ -5,6 +5,7 @@ use rlhf_hpc::config::job::Recompute;
 use rlhf_hpc::config::mesh::RoleName;
 use rlhf_hpc::config::{self, Config};
 use rlhf_hpc::error::Error;
+use rlhf_hpc::launch::layout::StateSwap;
 use rlhf_hpc::plan::choose::Candidate;
 use rlhf_hpc::plan::time::Stage;
 use rlhf_hpc::plan::{Choice, Device, Job, choose, microbatch};
@@ -232,15 +233,15 @@ fn state_that_waits_for_the_rollout_stays_for_all_updates_of_a_step_where_traini
     let of = |more: &[&str]| fewer(&[&sets[..], &["rollout.prompts_per_step=512"], more].concat());
     let device = Device::gpu("a100-40g", 25.0).expect("it is in the table");
     let on = |config: &Config| choose(&Job::new(config, &actor, None), 8, &device).expect("it fits").chosen;
-    let swap = |candidate: &Candidate| (candidate.layout().swap.optimizer, candidate.layout().swap.resident);
+    let waits = |candidate: &Candidate| candidate.layout().swap.state;
     let many = on(&of(&[]));
-    assert_eq!(swap(&many), (true, true), "{}", many.layout().describe());
+    assert_eq!(waits(&many), StateSwap::BetweenSteps, "{}", many.layout().describe());
     assert!(many.layout().describe().contains("during the rollout"), "{}", many.layout().describe());
     // Who asks for the host's memory gets it, and one update a step has nothing to save.
     let asked = on(&of(&["mesh.offload=[\"optimizer\"]"]));
-    assert_eq!(swap(&asked), (true, false));
+    assert_eq!(waits(&asked), StateSwap::BetweenUpdates);
     assert!(asked.step_s() > many.step_s(), "{} and {} s", asked.step_s(), many.step_s());
-    assert!(!swap(&on(&of(&["ppo.minibatch_samples=512"]))).1);
+    assert_ne!(waits(&on(&of(&["ppo.minibatch_samples=512"]))), StateSwap::BetweenSteps);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::models::{a800, archs, job, llama2_7b, small, table};
 use rlhf_hpc::config::Config;
-use rlhf_hpc::config::mesh::RoleName;
+use rlhf_hpc::config::mesh::{Offload, RoleName};
 use rlhf_hpc::launch::layout::{Layout, Swap};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::Head;
@@ -92,7 +92,7 @@ fn the_cache_takes_waves_where_it_may_not_take_all_and_has_room_for_the_longest_
 fn what_is_swapped_out_leaves_the_rollout_and_comes_back_for_the_update() {
     let (config, archs) = (job(&["rollout.kv_bytes_max=10000000000"]), archs(&llama2_7b(), false));
     let plain = layout(Mesh::data_only(16), 1);
-    let swapped = Layout { swap: Swap { optimizer: true, roles: true, ..Swap::default() }, ..plain };
+    let swapped = Layout { swap: Swap::of(&[Offload::Optimizer, Offload::Roles]), ..plain };
     let [plain, swapped] = [plain, swapped].map(|layout| count(&config, &archs, &layout, &a800()));
     let rollout = |m: &Memory, owner| of(m, Phase::Rollout, owner);
     assert!(rollout(&plain, STATE) > 0 && rollout(&swapped, STATE) == 0);
@@ -108,7 +108,7 @@ fn what_is_swapped_out_leaves_the_rollout_and_comes_back_for_the_update() {
 fn state_that_waits_in_files_is_saved_one_vector_at_a_time() {
     let (config, archs) = (job(&["model.dtype=f32"]), archs(&small(), false));
     let plain = layout(Mesh::data_only(1), 1);
-    let away = Layout { swap: Swap { optimizer: true, ..Swap::default() }, ..plain };
+    let away = Layout { swap: Swap::of(&[Offload::Optimizer]), ..plain };
     let [plain, away] = [plain, away].map(|layout| count(&config, &archs, &layout, &Device::cpu(1 << 40, 1)));
     let saved = |m: &Memory| of(m, Phase::Checkpoint, STATE);
     let actor = 4 * table(archs.actor(), Head::LanguageModel, 1).len();
