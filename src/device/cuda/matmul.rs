@@ -66,6 +66,26 @@ pub enum Tile {
     Wide256x128,
 }
 
+/// The kernel for a tile, whose name ends with it.
+macro_rules! kernel_of_tile {
+    ($name:literal, $tile:expr) => {
+        match $tile {
+            Tile::Rows16 => concat!($name, "16"),
+            Tile::Rows32 => concat!($name, "32"),
+            Tile::Rows64 => concat!($name, "64"),
+            Tile::Narrow32 => concat!($name, "narrow_32"),
+            Tile::Narrow64 => concat!($name, "narrow_64"),
+            Tile::Tall128 => concat!($name, "tall_128"),
+            Tile::Rows128 => concat!($name, "128"),
+            Tile::Broad128 => concat!($name, "broad_128"),
+            Tile::Wide64x32 => concat!($name, "64x32"),
+            Tile::Wide64x128 => concat!($name, "64x128"),
+            Tile::Wide128x128 => concat!($name, "128x128"),
+            Tile::Wide256x128 => concat!($name, "256x128"),
+        }
+    };
+}
+
 /// Large tiles from which they are used: two of them run on each of an A100's 108 multiprocessors at a time, and about two thirds
 /// of that is where they begin to win (reckoned, not measured).
 const LARGE_FROM: usize = 144;
@@ -195,69 +215,34 @@ impl Tile {
     }
 
     fn forward_kernel(self, y: DType) -> &'static str {
-        match (self, y) {
-            (Self::Rows16, DType::Bf16) => "matmul_forward_16",
-            (Self::Rows16, DType::F32) => "matmul_forward_f32_16",
-            (Self::Rows32, DType::Bf16) => "matmul_forward_32",
-            (Self::Rows32, DType::F32) => "matmul_forward_f32_32",
-            (Self::Rows64, DType::Bf16) => "matmul_forward_64",
-            (Self::Rows64, DType::F32) => "matmul_forward_f32_64",
-            (Self::Narrow32, DType::Bf16) => "matmul_forward_narrow_32",
-            (Self::Narrow32, DType::F32) => "matmul_forward_f32_narrow_32",
-            (Self::Narrow64, DType::Bf16) => "matmul_forward_narrow_64",
-            (Self::Narrow64, DType::F32) => "matmul_forward_f32_narrow_64",
-            (Self::Tall128, DType::Bf16) => "matmul_forward_tall_128",
-            (Self::Tall128, DType::F32) => "matmul_forward_f32_tall_128",
-            (Self::Rows128, DType::Bf16) => "matmul_forward_128",
-            (Self::Rows128, DType::F32) => "matmul_forward_f32_128",
-            (Self::Broad128, DType::Bf16) => "matmul_forward_broad_128",
-            (Self::Broad128, DType::F32) => "matmul_forward_f32_broad_128",
-            (Self::Wide64x32, DType::Bf16) => "matmul_forward_64x32",
-            (Self::Wide64x32, DType::F32) => "matmul_forward_f32_64x32",
-            (Self::Wide64x128, DType::Bf16) => "matmul_forward_64x128",
-            (Self::Wide64x128, DType::F32) => "matmul_forward_f32_64x128",
-            (Self::Wide128x128, DType::Bf16) => "matmul_forward_128x128",
-            (Self::Wide128x128, DType::F32) => "matmul_forward_f32_128x128",
-            (Self::Wide256x128, DType::Bf16) => "matmul_forward_256x128",
-            (Self::Wide256x128, DType::F32) => "matmul_forward_f32_256x128",
+        match y {
+            DType::Bf16 => kernel_of_tile!("matmul_forward_", self),
+            DType::F32 => kernel_of_tile!("matmul_forward_f32_", self),
         }
     }
 
     /// None for tiles of many rows, whose time a launch more does not show in, and for wide ones.
     fn swiglu_kernel(self) -> Option<&'static str> {
-        match self {
-            Self::Rows16 => Some("matmul_swiglu_16"),
-            Self::Rows32 => Some("matmul_swiglu_32"),
-            Self::Rows64 => Some("matmul_swiglu_64"),
-            Self::Narrow32 => Some("matmul_swiglu_narrow_32"),
-            Self::Narrow64 => Some("matmul_swiglu_narrow_64"),
-            _ => None,
-        }
+        let has = [Self::Rows16, Self::Rows32, Self::Rows64, Self::Narrow32, Self::Narrow64].contains(&self);
+        has.then_some(kernel_of_tile!("matmul_swiglu_", self))
     }
 
     fn input_kernel(self, is_ragged: bool) -> &'static str {
-        match (self, is_ragged) {
-            (Self::Wide128x128, false) => "matmul_backward_input_128x128",
-            (Self::Wide128x128, true) => "matmul_backward_input_ragged_128x128",
-            (Self::Wide256x128, false) => "matmul_backward_input_256x128",
-            (Self::Wide256x128, true) => "matmul_backward_input_ragged_256x128",
-            (Self::Broad128, false) => "matmul_backward_input_broad_128",
-            (Self::Broad128, true) => "matmul_backward_input_ragged_broad_128",
-            (Self::Rows128, false) => "matmul_backward_input_128",
-            (Self::Rows128, true) => "matmul_backward_input_ragged_128",
-            (_, false) => "matmul_backward_input_64",
-            (_, true) => "matmul_backward_input_ragged_64",
+        let tile = self.or_rows_64();
+        if is_ragged {
+            kernel_of_tile!("matmul_backward_input_ragged_", tile)
+        } else {
+            kernel_of_tile!("matmul_backward_input_", tile)
         }
     }
 
     fn weight_kernel(self) -> &'static str {
-        match self {
-            Self::Wide128x128 => "matmul_backward_weight_128x128",
-            Self::Wide256x128 => "matmul_backward_weight_256x128",
-            Self::Broad128 => "matmul_backward_weight_broad_128",
-            Self::Rows128 => "matmul_backward_weight_128",
-            _ => "matmul_backward_weight_64",
-        }
+        kernel_of_tile!("matmul_backward_weight_", self.or_rows_64())
+    }
+
+    /// The tile where gradients know it.
+    fn or_rows_64(self) -> Self {
+        if Self::OF_GRADIENTS.contains(&self) { self } else { Self::Rows64 }
     }
 }
 
