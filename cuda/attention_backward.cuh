@@ -87,15 +87,15 @@ template <int M> DEVICE void get(u32 (&x)[M][2][4], const bf16* from, int width)
 }
 
 // The place of a tile among those that have a part in the dq of a block of rows: they add in the order of their keys.
-struct Turn {
+struct Order {
     u32 before;
     bool last;
 };
 
-template <int E> DEVICE Turn turn_of(const KeyTile& tile, i32 window, i32 r) {
+template <int E> DEVICE Order order_of(const KeyTile& tile, i32 window, i32 r) {
     constexpr int KEYS = Shape<E>::KEYS;
     const i32 past = tile.past + tile.at, end = tile.past + least(tile.rows, r + ROWS);
-    return Turn{(u32)(tile.at / KEYS - most(0, past + r + 1 - window) / KEYS), least(tile.left, end) <= KEYS};
+    return Order{(u32)(tile.at / KEYS - most(0, past + r + 1 - window) / KEYS), least(tile.left, end) <= KEYS};
 }
 
 // Scores to probabilities; lse: that of the first row, as a power of 2.
@@ -209,7 +209,7 @@ DEVICE void give_whole(const float (&dq)[Shape<E>::DM][2 * Shape<E>::DN][4], con
 
 // The part that a tile has in the dq of the rows from `r` on; each warp adds its own when `wait` returns.
 template <int E, class T>
-DEVICE void add_queries(const bf16* ds_tile, const bf16* k_tile, const KeyTile& tile, i32 window, Turn turn, const T& wait,
+DEVICE void add_queries(const bf16* ds_tile, const bf16* k_tile, const KeyTile& tile, i32 window, Order order, const T& wait,
                         float* sums, i32 heads, i32 head, i32 r, float scale, void* dq, i32 form) {
     using S = Shape<E>;
     constexpr int DM = S::DM, DN = S::DN, STRIDE = Layout<E>::STRIDE;
@@ -231,13 +231,13 @@ DEVICE void add_queries(const bf16* ds_tile, const bf16* k_tile, const KeyTile& 
         if (i == 0) wait();
         float* held = sums + eight * (8 * E) + column * 128;
         const i32 rows = tile.rows - r - own;
-        if (!turn.last) {
-            give_part<E>(part, held, heads, rows, pairs, turn.before == 0);
+        if (!order.last) {
+            give_part<E>(part, held, heads, rows, pairs, order.before == 0);
             continue;
         }
         const i64 place = row * E + column * 16;
         void* to = form == ROUND ? (void*)((bf16*)dq + place) : (void*)((float*)dq + place);
-        give_whole<E>(part, held, to, heads, rows, pairs, turn.before == 0, scale, form);
+        give_whole<E>(part, held, to, heads, rows, pairs, order.before == 0, scale, form);
     }
 }
 
@@ -259,7 +259,7 @@ DEVICE void give_keys(float (&sum)[Shape<E>::M][E / 8][4], bf16* tile, i32 base,
 struct Work {
     KeyTile tile;
     i32 kv_head;
-    // Whether the turn came before p and ds were there.
+    // Whether the tiles before had added when p and ds were there.
     bool come;
     // The counter to pass on when dq is given, and what it shall say; of the thread TELLER. In shared memory, as registers are
     // few.
@@ -267,7 +267,7 @@ struct Work {
     u32 tells;
 };
 
-// Passes the turn on, behind a barrier.
+// Lets the next tile add, behind a barrier.
 DEVICE void tell(Work& work, u32* counters) {
     if (threadIdx.x == TELLER && work.told >= 0) store_release(counters + work.told, work.tells);
 }
@@ -336,12 +336,12 @@ DEVICE void backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_
         copy_wait<0>();
         SYNC_BLOCK();  // the rows are there; no warp needs those before, their p or their ds; their dq is given
         auto counter = [&]() { return 1 + (tile.block + r / ROWS) * heads + kv_head * group + head; };
-        auto is_turn = [&]() {
-            const u32 before = turn_of<E>(tile, window, r).before;
+        auto may_add = [&]() {
+            const u32 before = order_of<E>(tile, window, r).before;
             return before == 0 || load_acquire(counters + counter()) == before;
         };
         tell(work, counters);
-        if (threadIdx.x == 0) work.come = is_turn();
+        if (threadIdx.x == 0) work.come = may_add();
         const float* of_rows = statistics + slot * 2 * ROWS + late;
         const bf16 *q_rows = q_tile + (SLOTS == 2 ? slot : 0) * TILE, *d_rows = d_tile + (SLOTS == 2 ? slot : 0) * TILE;
         if (SLOTS == 2) copy(after(), following(), slot ^ 1);
@@ -369,7 +369,7 @@ DEVICE void backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_
             put<M>(own, ds_tile + base * ROWS, ROWS, late / 8);
         }
         const float next = read(after(), following());
-        SYNC_BLOCK();  // p and ds are there, and it is known whether the turn came
+        SYNC_BLOCK();  // p and ds are there, and it is known whether the tiles before have added
         if (meets(tile, keys, window, base, 16 * M, r + HALF - late)) {
             get<M>(own, of_k ? ds_tile + base * ROWS : p_tile + base * HALF, of_k ? ROWS : HALF);
             accumulate<E, M, 2>(sum, own, (of_k ? q_rows : d_rows) + (HALF - late) * STRIDE);
@@ -378,16 +378,16 @@ DEVICE void backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_
             SYNC_BLOCK();  // no warp needs the rows
             copy(after(), following(), 0);
         }
-        const Turn turn = turn_of<E>(tile, window, r);
+        const Order order = order_of<E>(tile, window, r);
         auto wait = [&]() {
             if (work.come) return;
-            while (lane_id() == 0 && !is_turn()) pause();
+            while (lane_id() == 0 && !may_add()) pause();
             SYNC_WARP();
         };
-        add_queries<E>(ds_tile, k_tile, tile, window, turn, wait, sums, heads, kv_head * group + head, r, scale, dq, dq_form);
+        add_queries<E>(ds_tile, k_tile, tile, window, order, wait, sums, heads, kv_head * group + head, r, scale, dq, dq_form);
         if (threadIdx.x == TELLER) {
             // The last leaves 0 for the next launch, and tells nobody.
-            work.told = turn.last && turn.before == 0 ? -1 : counter(), work.tells = turn.last ? 0 : turn.before + 1;
+            work.told = order.last && order.before == 0 ? -1 : counter(), work.tells = order.last ? 0 : order.before + 1;
         }
         slot ^= 1;
         if (threadIdx.x < 2 * ROWS) statistics[slot * 2 * ROWS + threadIdx.x] = next;

@@ -161,7 +161,7 @@ pub(super) fn begin_async(entered: Entered, marks: Option<Arc<Marks>>) {
     let Some(marks) = marks.filter(|_| !null::is_active()) else { return };
     let mut in_flight = lock(&IN_FLIGHT);
     in_flight.push_back((entered, marks));
-    // Two land for each that begins, so that there are never many more than the GPU has yet to do.
+    // Two are booked for each that begins, so that there are never many more than the GPU has yet to do.
     let mut done = Vec::with_capacity(2);
     for _ in 0..2 {
         let Some(waited) = in_flight.front().and_then(|(_, marks)| marks.waited()) else { break };

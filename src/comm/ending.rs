@@ -38,7 +38,7 @@ const ABORTED_WITHIN: Duration = Duration::from_secs(3);
 pub(super) fn prepare(world: &World, logs: Option<&Path>) {
     let logs = logs.map(Path::to_path_buf);
     if let Some(logs) = logs.as_ref().filter(|_| world.rank == 0) {
-        // What an earlier run of this directory left; no rank can fail before the barrier below and lose its claim.
+        // What an earlier run of this directory left; no rank can fail before the barrier below and lose the file.
         let _ = std::fs::remove_file(logs.join(FIRST_ERROR));
     }
     world.group().barrier();
@@ -57,7 +57,7 @@ pub(super) fn follow(error: &Error) -> ! {
 
 /// Ends this rank in order, as all others end theirs: each has `error`, and the one at which it arose (`here`) prints it.
 pub(super) fn together(error: &Error, here: bool) -> ! {
-    claim();
+    acquire_ending();
     let message = described(error, true);
     log(&message);
     if here {
@@ -71,7 +71,7 @@ pub(super) fn together(error: &Error, here: bool) -> ! {
 }
 
 /// Goes on on the first thread of this process that ends it; others wait for that.
-fn claim() {
+fn acquire_ending() {
     while FAILING.swap(true, Ordering::SeqCst) {
         std::thread::sleep(Duration::from_secs(60));
     }
@@ -79,7 +79,7 @@ fn claim() {
 
 /// Prints, logs and ends the job. `named`: the message says already where it arose.
 pub(super) fn end(error: &Error, named: bool, details: &str) -> ! {
-    claim();
+    acquire_ending();
     let message = described(error, named);
     log(&format!("{message}\n{}\n{details}", describe_last_collective()));
     if !is_first(&message) {

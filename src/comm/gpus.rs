@@ -3,15 +3,15 @@
 use super::records;
 use super::world::World;
 use crate::device::cuda::devices::Properties;
-use crate::device::cuda::gpu_assignment::{self, Bound, Seat};
+use crate::device::cuda::gpu_assignment::{self, Bound, VisibleGpu};
 use crate::sys::affinity;
 use serde::{Serialize, de::DeserializeOwned};
 
 /// The index among `seen`, the GPUs that this rank sees, of the one that it takes; none where it sees none. All ranks call
 /// this.
 pub fn mine(world: &World, seen: &[Properties]) -> Option<usize> {
-    let seats = seen.iter().map(|gpu| Seat { pci: gpu.pci.clone(), numa: gpu.numa }).collect();
-    let (bounds, me) = of_host(world, Bound { nodes: affinity::nodes(), seats });
+    let gpus = seen.iter().map(|gpu| VisibleGpu { pci: gpu.pci.clone(), numa: gpu.numa }).collect();
+    let (bounds, me) = of_host(world, Bound { nodes: affinity::nodes(), gpus });
     gpu_assignment::choose(&bounds)[me]
 }
 

@@ -2,7 +2,7 @@
 
 use super::episodes::{Episodes, Texts};
 use super::reward_models::RewardModels;
-use super::shares::{Key, Offer, Piece, Taken, expect, own_share, share_of};
+use super::shares::{Key, Offer, Piece, TakenPrompts, expect, own_share, share_of};
 use crate::comm::{Group, Stream, records};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
@@ -236,7 +236,8 @@ impl Collector {
         let (reward, asked, streams) = (&mut self.reward, &mut self.asked, streams.then(|| axes.tensor.clone()));
         let whole =
             pieces.iter().find(|piece| piece.tokens_max < usize::MAX).map_or(prompts.len(), |p| p.prompts.start);
-        let taken = Taken { reward, asked, prompts, of_each, done: &done, streams, places: HashMap::new(), whole };
+        let taken =
+            TakenPrompts { reward, asked, prompts, of_each, done: &done, streams, places: HashMap::new(), whole };
         let (taken, engine, load) = (RefCell::new(taken), &mut self.engine, &mut self.load);
         let outcome = offer.take(axes, &taken, |next| {
             let place = |prompt: usize| requests.partition_point(|request| request.prompt < prompt);

@@ -38,7 +38,7 @@ impl Offer {
     }
 
     /// `work` with what gives the next prompt that this rank is to answer. Ranks that share its matrices ask together.
-    pub fn take<T>(&self, axes: &Axes, all: &RefCell<Taken>, work: impl FnOnce(NextPrompt) -> T) -> T {
+    pub fn take<T>(&self, axes: &Axes, all: &RefCell<TakenPrompts>, work: impl FnOnce(NextPrompt) -> T) -> T {
         let work = |next: &mut Next| {
             let mut next = || {
                 // A null device has no first rank to ask.
@@ -97,7 +97,7 @@ impl Piece {
 }
 
 /// The prompts that ranks with a model between them have taken, and their responses on the way to the reward.
-pub struct Taken<'a> {
+pub struct TakenPrompts<'a> {
     pub reward: &'a mut Reward,
     /// As in `Collector`.
     pub asked: &'a mut Vec<Key>,
@@ -114,7 +114,7 @@ pub struct Taken<'a> {
     pub whole: usize,
 }
 
-impl Taken<'_> {
+impl TakenPrompts<'_> {
     pub fn take(&mut self, prompt: usize) {
         let turn = self.places.len();
         let is_own = self.streams.as_ref().is_some_and(|ranks| turn % ranks.size() == ranks.rank());

@@ -16,7 +16,7 @@ const CASES: [Case; 25] = [
     ("adamw::an_update", ("adamw.cu", "while (@ &&", "at + i >= end", "at + i > end"), "p of 3001 from 0"),
     (
         "attention::the_order_of_threads_and_blocks",
-        ("attention_backward.cuh", "while (lane_id() == 0 && @) pause();", "!is_turn()", "false"),
+        ("attention_backward.cuh", "while (lane_id() == 0 && @) pause();", "!may_add()", "false"),
         "in this launch (block",
     ),
     ("copy::runs_of_any_length", ("copy.cu", "@", "b[i] += a[i]", "b[i] = a[i]"), " from "),

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// A GPU as a rank sees it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Seat {
+pub struct VisibleGpu {
     /// The same GPU has the same address for all ranks of a host.
     pub pci: String,
     pub numa: Option<usize>,
@@ -14,7 +14,7 @@ pub struct Seat {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Bound {
     pub nodes: Vec<usize>,
-    pub seats: Vec<Seat>,
+    pub gpus: Vec<VisibleGpu>,
 }
 
 /// For each rank of a host the index of its GPU among those that it sees; none where it sees none.
@@ -23,31 +23,30 @@ pub struct Bound {
 /// GPUs; the others take the least used ones, in the order in which they see them. So ranks that are bound to a socket get its
 /// GPUs, ranks that are not bound get the GPU of their number, and a launcher that shows each rank one GPU is obeyed.
 pub fn choose(ranks: &[Bound]) -> Vec<Option<usize>> {
-    let mut all: Vec<&str> = ranks.iter().flat_map(|rank| &rank.seats).map(|seat| &seat.pci[..]).collect();
+    let mut all: Vec<&str> = ranks.iter().flat_map(|rank| &rank.gpus).map(|gpu| &gpu.pci[..]).collect();
     all.sort_unstable();
     all.dedup();
     let share = ranks.len().div_ceil(all.len().max(1));
     let mut chosen: Vec<Option<usize>> = vec![None; ranks.len()];
     for only_near in [true, false] {
         for (i, rank) in ranks.iter().enumerate() {
-            let used = |seat: &Seat| {
-                let on_it =
-                    |(at, other): (&Option<usize>, &Bound)| at.is_some_and(|at| other.seats[at].pci == seat.pci);
+            let used = |gpu: &VisibleGpu| {
+                let on_it = |(at, other): (&Option<usize>, &Bound)| at.is_some_and(|at| other.gpus[at].pci == gpu.pci);
                 chosen.iter().zip(ranks).filter(|pair| on_it(*pair)).count()
             };
-            let free = |seat: &Seat| !only_near || (near(rank, seat) && used(seat) < share);
-            if chosen[i].is_some() || (only_near && rank.seats.iter().all(|seat| near(rank, seat))) {
+            let free = |gpu: &VisibleGpu| !only_near || (near(rank, gpu) && used(gpu) < share);
+            if chosen[i].is_some() || (only_near && rank.gpus.iter().all(|gpu| near(rank, gpu))) {
                 continue;
             }
-            let open = rank.seats.iter().enumerate().filter(|(_, seat)| free(seat));
-            chosen[i] = open.min_by_key(|(at, seat)| (used(seat), *at)).map(|(at, _)| at);
+            let open = rank.gpus.iter().enumerate().filter(|(_, gpu)| free(gpu));
+            chosen[i] = open.min_by_key(|(at, gpu)| (used(gpu), *at)).map(|(at, _)| at);
         }
     }
     chosen
 }
 
-fn near(rank: &Bound, seat: &Seat) -> bool {
-    seat.numa.is_none_or(|node| rank.nodes.contains(&node))
+fn near(rank: &Bound, gpu: &VisibleGpu) -> bool {
+    gpu.numa.is_none_or(|node| rank.nodes.contains(&node))
 }
 
 #[cfg(test)]
@@ -55,13 +54,13 @@ mod tests {
     use super::*;
 
     /// Eight GPUs, four at each socket, interleaved as some boards number them.
-    fn board(nodes: [usize; 4]) -> Vec<Seat> {
-        let seat = |(i, node): (usize, usize)| Seat { pci: format!("0000:{i:02x}:00.0"), numa: Some(node) };
-        nodes.into_iter().enumerate().map(seat).collect()
+    fn board(nodes: [usize; 4]) -> Vec<VisibleGpu> {
+        let gpu = |(i, node): (usize, usize)| VisibleGpu { pci: format!("0000:{i:02x}:00.0"), numa: Some(node) };
+        nodes.into_iter().enumerate().map(gpu).collect()
     }
 
-    fn rank(nodes: &[usize], seats: &[Seat]) -> Bound {
-        Bound { nodes: nodes.to_vec(), seats: seats.to_vec() }
+    fn rank(nodes: &[usize], gpus: &[VisibleGpu]) -> Bound {
+        Bound { nodes: nodes.to_vec(), gpus: gpus.to_vec() }
     }
 
     fn chosen(ranks: &[Bound]) -> Vec<usize> {
@@ -87,7 +86,7 @@ mod tests {
             let ranks: Vec<Bound> = ranks.iter().map(|nodes| rank(nodes, &gpus)).collect();
             assert_eq!(chosen(&ranks), want, "{what}");
         }
-        let unknown: Vec<Seat> = board([0; 4]).into_iter().map(|seat| Seat { numa: None, ..seat }).collect();
+        let unknown: Vec<VisibleGpu> = board([0; 4]).into_iter().map(|gpu| VisibleGpu { numa: None, ..gpu }).collect();
         assert_eq!(chosen(&[(); 4].map(|()| rank(&[1], &unknown))), [0, 1, 2, 3], "nodes that are unknown bind nobody");
     }
 

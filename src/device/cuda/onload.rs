@@ -2,7 +2,8 @@
 //! kernels, each way on a stream of its own.
 //!
 //! Memory of the GPU belongs to the compute stream. So a copy begins behind what that has been given. Where values come, what it
-//! is given from `land` on comes behind the copy; where they leave, what gets their memory next (`leaving`): nothing else waits.
+//! is given from `HostCopy::wait` on comes behind the copy; where they leave, what gets their memory next (`free_behind`):
+//! nothing else waits.
 
 use super::gpu::{Gpu, Stream, gpu};
 use super::graph::Pinned;
@@ -95,7 +96,7 @@ impl HostCopy {
         self.down_copy.as_ref().is_none_or(|down_copy| gpu().is_past(down_copy))
     }
 
-    /// Takes memory for the values and begins to copy them there. `land` comes before their first use.
+    /// Takes memory for the values and begins to copy them there. `wait` comes before their first use.
     ///
     /// # Panics
     /// With an [`crate::error::Error`] as payload, where the GPU has not as much left.
