@@ -60,8 +60,8 @@ pub fn check_option(option: &str, value: usize, low: usize, high: usize) -> Resu
 }
 
 fn refuse_outside(key: &str, value: &Value, range: &RangeInclusive<f64>) -> Result<()> {
-    // A word, which serde has taken, stands for a number that is chosen later.
-    if value.is_string() || value.as_f64().is_some_and(|x| range.contains(&x)) {
+    // "auto" stands for a number that is chosen later.
+    if value == "auto" || value.as_f64().is_some_and(|x| range.contains(&x)) {
         return Ok(());
     }
     // An f32 as it was written: 0.1, not 0.10000000149.
