@@ -38,6 +38,7 @@ struct CopyArgs {
 struct Recipe {
     name: &'static str,
     about: &'static str,
+    /// Empty: as `name` with `.toml`.
     file: &'static str,
     text: &'static str,
     /// Files that the recipe names, which are written beside it.
@@ -56,150 +57,123 @@ macro_rules! text {
 const REWARD: (&str, &str) = ("reward.py", text!("recipes/reward.py"));
 /// What one changes in a recipe whose reward is a rule.
 const RL_CHANGE: &str = "model.actor, data.prompts and data.label_key; reward: a rule, python, http, models or judge (rlhf-hpc help rewards)";
-const DRY_RUN: &str = "rlhf-hpc run FILE --dry-run";
 const SLURM: (&str, &str) = ("slurm.sh", text!("slurm.sh"));
 const SBATCH: &str = "cd DIR && RLHF_HPC=BINARY RLHF_JOB=JOB.toml sbatch NAME";
+
+/// What most recipes have: a file of their own name, alone.
+const JOB: Recipe =
+    Recipe { name: "", about: "", file: "", text: "", beside: &[], change: "", next: "rlhf-hpc run FILE --dry-run" };
 
 const RECIPES: &[Recipe] = &[
     Recipe {
         name: "sft",
         about: "supervised fine-tuning on prompts with responses",
-        file: "sft.toml",
         text: text!("recipes/sft.toml"),
-        beside: &[],
         change: "model.actor, data.prompts",
-        next: DRY_RUN,
+        ..JOB
     },
     Recipe {
         name: "reward-model",
         about: "a model that scores responses, from pairs of a chosen and a rejected one",
-        file: "reward-model.toml",
         text: text!("recipes/reward-model.toml"),
-        beside: &[],
         change: "model.actor, data.prompts",
-        next: DRY_RUN,
+        ..JOB
     },
     Recipe {
         name: "dpo",
         about: "DPO: a policy from the same pairs, without a reward model; or IPO, SimPO, ORPO",
-        file: "dpo.toml",
         text: text!("recipes/dpo.toml"),
-        beside: &[],
         change: "model.actor, data.prompts",
-        next: DRY_RUN,
+        ..JOB
     },
     Recipe {
         name: "kto",
         about: "KTO: a policy from single responses that are labelled good or bad",
-        file: "kto.toml",
         text: text!("recipes/kto.toml"),
-        beside: &[],
         change: "model.actor, data.prompts and data.label_key",
-        next: DRY_RUN,
+        ..JOB
     },
     Recipe {
         name: "step-reward",
         about: "a process reward model: predicts behind each step of an answer whether it is right",
-        file: "step-reward.toml",
         text: text!("recipes/step-reward.toml"),
-        beside: &[],
         change: "model.actor, data.prompts and data.label_key, step_reward.placeholder",
-        next: DRY_RUN,
+        ..JOB
     },
     Recipe {
         name: "distill",
         about: "distillation: a student learns a teacher's distributions on given responses",
-        file: "distill.toml",
         text: text!("recipes/distill.toml"),
-        beside: &[],
         change: "model.actor, model.teachers, data.prompts",
-        next: DRY_RUN,
+        ..JOB
     },
     Recipe {
         name: "distill-on-policy",
         about: "on-policy distillation: the same on the student's own answers",
-        file: "distill-on-policy.toml",
         text: text!("recipes/distill-on-policy.toml"),
-        beside: &[],
         change: "model.actor, model.teachers, data.prompts; reward, or leave it out",
-        next: DRY_RUN,
+        ..JOB
     },
     Recipe {
         name: "grpo",
         about: "GRPO: groups of answers to each prompt, a rule as reward, no critic",
-        file: "grpo.toml",
         text: text!("recipes/grpo.toml"),
-        beside: &[],
         change: RL_CHANGE,
-        next: DRY_RUN,
+        ..JOB
     },
     Recipe {
         name: "dapo",
         about: "DAPO: GRPO on prompts whose answers differ, a clip with more room above, no KL",
-        file: "dapo.toml",
         text: text!("recipes/dapo.toml"),
-        beside: &[],
         change: RL_CHANGE,
-        next: DRY_RUN,
+        ..JOB
     },
     Recipe {
         name: "rloo",
         about: "RLOO: the other answers to a prompt as baseline, no critic",
-        file: "rloo.toml",
         text: text!("recipes/rloo.toml"),
-        beside: &[],
         change: RL_CHANGE,
-        next: DRY_RUN,
+        ..JOB
     },
     Recipe {
         name: "remax",
         about: "ReMax: the greedy answer to each prompt as baseline, no critic and no groups",
-        file: "remax.toml",
         text: text!("recipes/remax.toml"),
-        beside: &[],
         change: RL_CHANGE,
-        next: DRY_RUN,
+        ..JOB
     },
     Recipe {
         name: "reinforce++",
         about: "REINFORCE++: one answer to each prompt, no critic and no groups",
-        file: "reinforce++.toml",
         text: text!("recipes/reinforce++.toml"),
-        beside: &[],
         change: RL_CHANGE,
-        next: DRY_RUN,
+        ..JOB
     },
     Recipe {
         name: "ppo-python-reward",
         about: "PPO with a critic, scored by a Python function (reward.py)",
-        file: "ppo-python-reward.toml",
         text: text!("recipes/ppo-python-reward.toml"),
         beside: &[REWARD],
         change: "model.actor, data.prompts and data.label_key, the function in reward.py",
-        next: DRY_RUN,
+        ..JOB
     },
     Recipe {
         name: "eval",
         about: "evaluation of a model or a checkpoint: several sets, pass@k, majority vote; trains nothing",
-        file: "eval.toml",
         text: text!("recipes/eval.toml"),
-        beside: &[],
         change: "model.actor, data.prompts, data.eval_sets and data.label_key, the reward as in training",
-        next: DRY_RUN,
+        ..JOB
     },
     Recipe {
         name: "long-context",
         about: "rows of 32,768 tokens shared by several ranks: the sequence axis, ring attention",
-        file: "long-context.toml",
         text: text!("recipes/long-context.toml"),
-        beside: &[],
         change: "model.actor, data.prompts, mesh.sequence for your rows and GPUs",
-        next: DRY_RUN,
+        ..JOB
     },
     Recipe {
         name: "ppo-7b",
         about: "PPO of Llama-2-7B with a critic on 2 nodes x 8 GPUs, and its plan without weights",
-        file: "ppo-7b.toml",
         text: text!("llama2-7b.toml"),
         beside: &[
             REWARD,
@@ -208,6 +182,7 @@ const RECIPES: &[Recipe] = &[
         ],
         change: "model.actor, model.reference and model.critic, data.prompts, the function in reward.py",
         next: "rlhf-hpc plan FILE --ranks 16 --gpu a800-80g",
+        ..JOB
     },
     Recipe {
         name: "slurm",
@@ -230,11 +205,9 @@ const RECIPES: &[Recipe] = &[
     Recipe {
         name: "quickstart",
         about: "PPO of a small model on arithmetic, as jobs/quickstart/run.sh runs it on a CPU",
-        file: "quickstart.toml",
         text: text!("quickstart/ppo.toml"),
-        beside: &[],
         change: "nothing in jobs/quickstart, whose run.sh makes model and data; elsewhere model.actor and data.prompts",
-        next: DRY_RUN,
+        ..JOB
     },
 ];
 
@@ -259,10 +232,11 @@ fn copy(args: &CopyArgs) -> Result<()> {
             None => error.hint(format!("recipes: {}", names.join(", "))),
         }
     })?;
+    let own = if recipe.file.is_empty() { format!("{}.toml", recipe.name) } else { recipe.file.to_string() };
     let file = match &args.to {
-        Some(to) if to.is_dir() || to.as_os_str().to_string_lossy().ends_with('/') => to.join(recipe.file),
+        Some(to) if to.is_dir() || to.as_os_str().to_string_lossy().ends_with('/') => to.join(own),
         Some(to) => to.clone(),
-        None => PathBuf::from(recipe.file),
+        None => PathBuf::from(own),
     };
     let dir = file.parent().unwrap_or(Path::new(""));
     if !write_new(&file, recipe.text)? {

@@ -7,6 +7,8 @@ use crate::model::Arch;
 use crate::sys::environment;
 use crate::text::{Tokenizer, kind_of};
 use serde_json::{Map, Value};
+use std::collections::HashMap;
+use std::hash::Hash;
 use std::io::BufReader;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -158,6 +160,19 @@ pub fn check(tokens: &[u32], arch: &Arch) -> Result<()> {
         return Err(Error::data(format!("the row has {n} tokens, the model's max_position_embeddings is {context}")));
     }
     Ok(())
+}
+
+/// Items of equal `key` together, in the order in which the keys come first.
+pub fn groups<T, K: Eq + Hash>(all: Vec<T>, key: impl Fn(&T) -> K) -> Vec<Vec<T>> {
+    let (mut places, mut groups) = (HashMap::new(), Vec::<Vec<T>>::new());
+    for one in all {
+        let place = *places.entry(key(&one)).or_insert(groups.len());
+        if place == groups.len() {
+            groups.push(Vec::new());
+        }
+        groups[place].push(one);
+    }
+    groups
 }
 
 /// Contiguous ranges of rows whose tokens fit `budget` together (a longer row stands alone).

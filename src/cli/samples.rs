@@ -1,6 +1,7 @@
 //! `rlhf-hpc samples`: what a run has sampled in a recorded step, or judged of its held-out rows, to read.
 
 use super::out;
+use super::rows;
 use crate::error::{Error, Result};
 use crate::metrics::eval_rows::{self, EvalResponses, EvalRow};
 use crate::metrics::recorded::{self, RecordedSample, RecordedStep};
@@ -138,15 +139,7 @@ fn chosen<T>(
 
 /// The samples of a prompt together, in the order in which the prompts first occur.
 pub(super) fn groups(samples: Vec<RecordedSample>) -> Vec<Vec<RecordedSample>> {
-    let mut groups: Vec<Vec<RecordedSample>> = Vec::new();
-    let mut places = std::collections::HashMap::new();
-    for sample in samples {
-        let place = *places.entry(sample.prompt_id).or_insert_with(|| {
-            groups.push(Vec::new());
-            groups.len() - 1
-        });
-        groups[place].push(sample);
-    }
+    let mut groups = rows::groups(samples, |sample| sample.prompt_id);
     for group in &mut groups {
         group.sort_by_key(|sample| sample.sample);
     }

@@ -7,7 +7,6 @@ use crate::error::{Error, Result};
 use crate::text::kind_of;
 use argh::FromArgs;
 use serde_json::{Value, json};
-use std::collections::HashMap;
 use std::path::PathBuf;
 
 /// Select among scored responses: rows for SFT, or pairs for reward models and DPO.
@@ -66,7 +65,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let all = rows::read(&args.input, |row| scored(row, &args.by))?;
     let (total, useless) = (all.len(), all.iter().filter(|one| one.is_useless).count());
-    let groups = groups(all);
+    let groups = rows::groups(all, |one| one.prompt.clone());
     let prompts = groups.len();
     let mut selected = Vec::new();
     for mut group in groups {
@@ -120,19 +119,6 @@ fn scored(row: &Row, by: &str) -> Result<Scored> {
 
 fn is_empty(response: &Value) -> bool {
     response.as_str() == Some("") || response.as_array().is_some_and(Vec::is_empty)
-}
-
-/// The responses to each prompt, in the order in which prompts come first.
-fn groups(all: Vec<Scored>) -> Vec<Vec<Scored>> {
-    let (mut places, mut groups) = (HashMap::new(), Vec::<Vec<Scored>>::new());
-    for one in all {
-        let place = *places.entry(one.prompt.clone()).or_insert(groups.len());
-        if place == groups.len() {
-            groups.push(Vec::new());
-        }
-        groups[place].push(one);
-    }
-    groups
 }
 
 /// The rows to learn from, of responses to one prompt in order.
