@@ -89,16 +89,14 @@ impl Transformer {
         temperature: f32,
         kind: Extra,
     ) -> Flat {
-        check_head(w, Head::LanguageModel);
         let targets = targets.into();
-        self.check_targets(rows, targets.tokens);
+        let h = self.states(w, hidden, rows, targets.tokens);
         let len = if kind == Extra::Nothing { rows.len() } else { 2 * rows.len() };
         let mut scored = Flat::scratch(hidden.device(), len);
         let mut both = scored.slice_mut(0..len);
         let (logprobs, extra) = both.split_at(rows.len());
         let unit = self.head_unit(w);
         let head = unit.weight(self.head);
-        let h = gather(hidden, rows);
         self.with_head_part(|part| {
             linear_logprob::forward_part(&h, head, part, targets, temperature, logprobs, kind, extra);
         });
@@ -117,10 +115,8 @@ impl Transformer {
         loss: &mut TokenLoss,
         grads: &mut Gradients,
     ) -> (Tensor, Vec<f32>, Vec<f32>) {
-        check_head(w, Head::LanguageModel);
         let targets = targets.into();
-        self.check_targets(rows, targets.tokens);
-        let h = gather(hidden, rows);
+        let h = self.states(w, hidden, rows, targets.tokens);
         let (mut logprobs, mut entropy) = (vec![0.0; rows.len()], vec![0.0; rows.len()]);
         let dhidden = self.through_head(w, &h, rows, hidden.rows(), grads, |head, part, dh, dw| {
             let (l, e) = (&mut logprobs, &mut entropy);
@@ -144,9 +140,8 @@ impl Transformer {
         targets: &[u32],
         lesson: &Lesson,
     ) -> (Divergences, Vec<f32>) {
-        check_head(w, Head::LanguageModel);
-        self.check_targets(rows, targets);
-        let (h, unit, mut logprobs) = (gather(hidden, rows), self.head_unit(w), vec![0.0; rows.len()]);
+        let (h, unit) = (self.states(w, hidden, rows, targets), self.head_unit(w));
+        let mut logprobs = vec![0.0; rows.len()];
         let mut found = Divergences::default();
         self.with_head_part(|part| {
             let head = unit.weight(self.head);
@@ -167,9 +162,8 @@ impl Transformer {
         weights: [f32; 2],
         grads: &mut Gradients,
     ) -> (Tensor, Divergences, Vec<f32>) {
-        check_head(w, Head::LanguageModel);
-        self.check_targets(rows, targets);
-        let (h, mut logprobs, mut found) = (gather(hidden, rows), vec![0.0; rows.len()], Divergences::default());
+        let h = self.states(w, hidden, rows, targets);
+        let (mut logprobs, mut found) = (vec![0.0; rows.len()], Divergences::default());
         let dhidden = self.through_head(w, &h, rows, hidden.rows(), grads, |head, part, dh, dw| {
             let l = &mut logprobs;
             found = lesson
@@ -236,15 +230,16 @@ impl Transformer {
         grads.finish(unit);
         scatter(&dh, rows, hidden.rows())
     }
-}
 
-impl Transformer {
-    fn check_targets(&self, rows: &[u32], targets: &[u32]) {
+    /// The hidden states from which a language model's head predicts these targets.
+    fn states(&self, w: &Weights, hidden: &Tensor, rows: &[u32], targets: &[u32]) -> Tensor {
+        check_head(w, Head::LanguageModel);
         assert_eq!(rows.len(), targets.len(), "a target for each row");
         let v = self.arch.vocabulary;
         if let Some(target) = targets.iter().find(|&&target| target as usize >= v) {
             panic!("target {target} is outside the vocabulary of {v}");
         }
+        gather(hidden, rows)
     }
 }
 
