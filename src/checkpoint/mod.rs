@@ -18,7 +18,7 @@ pub mod resume;
 pub mod save;
 pub mod vector;
 
-pub use manifest::{Entry, Manifest, Shard};
+pub use manifest::Manifest;
 pub use parts::{ModelVectors, vector_name};
 pub use payload::Payload;
 pub use resume::{Checkpoint, find, newest, newest_of, peek, resume};

@@ -18,7 +18,7 @@ pub mod shard;
 mod sources;
 mod split;
 
-pub use ahead::{Ahead, look_ahead};
+pub use ahead::look_ahead;
 pub use cut::RowTokens;
 pub use encode::shard_rows;
 pub use feed::Cursor;

@@ -37,13 +37,11 @@ mod unit;
 mod vocabulary;
 
 pub use arch::{Arch, Head};
-pub use families::Family;
 pub use files::weight_files;
-pub use heads::{Lesson, Teacher};
-pub use params::{Init, ParamId, ParamSpec, ParamTable};
+pub use heads::Lesson;
+pub use params::{ParamId, ParamSpec, ParamTable};
 pub use part::TensorPart;
-pub use partition::{Partition, Shards};
+pub use partition::Shards;
 pub use reshard::Reshard;
-pub use ring::Ring;
 pub use transformer::{Keys, Saved, Transformer, packed_positions};
-pub use weights::{Gradients, Unit, UnitValues, Weights};
+pub use weights::{Gradients, UnitValues, Weights};

@@ -4,6 +4,4 @@ pub mod host_state;
 pub mod schedule;
 pub mod zero;
 
-pub use crate::model::partition::{BLOCK, Partition, Shards};
-pub use schedule::lr_at;
-pub use zero::{StepStats, Zero};
+pub use crate::model::partition::BLOCK;

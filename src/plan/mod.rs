@@ -24,12 +24,12 @@ pub mod show;
 pub mod synthetic;
 pub mod time;
 
-pub use choose::{Choice, RunnerUp, choose};
-pub use devices::{Device, Efficiency};
-pub use job::{Job, Microbatch};
+pub use choose::{Choice, choose};
+pub use devices::Device;
+pub use job::Job;
 pub use memory::{Memory, Phase};
 pub use null::count;
 pub use probe::{Sharing, probe};
 pub use resolve::layouts;
 pub use rows::{Origin, Rows};
-pub use time::{Part, Time};
+pub use time::Part;

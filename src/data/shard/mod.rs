@@ -10,9 +10,8 @@ mod reader;
 mod sidecar;
 mod writer;
 
-pub use format::Width;
 pub use reader::{Shard, check, files};
-pub use sidecar::{FileHash, Meta, Sidecar, SplitRange};
+pub use sidecar::{FileHash, Meta, Sidecar};
 pub use writer::ShardWriter;
 
 use std::path::{Path, PathBuf};
