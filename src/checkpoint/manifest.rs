@@ -13,8 +13,6 @@ use std::path::Path;
 
 pub const NAME: &str = "manifest.json";
 const FORMAT: u32 = 3;
-/// Far more than a manifest needs; a larger file is not read.
-const BYTES_MAX: u64 = 1 << 30;
 
 /// The elements of a flat f32 vector that a file holds; several files make up the vector.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -70,13 +68,8 @@ impl Manifest {
 
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(NAME);
-        let io = |e| Error::io("read", &path, &e);
         let bad = |why: String| Error::data(format!("{}: {why}", path.display()));
-        let size = std::fs::metadata(&path).map_err(io)?.len();
-        if size > BYTES_MAX {
-            return Err(bad(format!("{size} bytes are no manifest")));
-        }
-        let text = std::fs::read_to_string(&path).map_err(io)?;
+        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
         let (first, rest) = text.split_once('\n').ok_or_else(|| bad("cut short".to_string()))?;
         if format!("{first}\n") != first_line(&xxh3(rest.as_bytes())) {
             return Err(bad("its hash does not match its contents".to_string()));

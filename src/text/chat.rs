@@ -25,8 +25,6 @@ use crate::sys::{files, sandbox};
 const FUEL: u64 = 20_000_000;
 /// Bytes that one rendering may produce.
 const OUTPUT_BYTES_MAX: usize = 16 << 20;
-/// Bytes that a template may have.
-const TEMPLATE_BYTES_MAX: usize = 1 << 20;
 
 /// A compiled chat template with the special tokens it prints.
 #[derive(Clone)]
@@ -46,10 +44,6 @@ impl fmt::Debug for ChatTemplate {
 impl ChatTemplate {
     /// Compiles `template`; `bos_token` and `eos_token` are variables of it.
     pub fn new(template: &str, bos_token: Option<String>, eos_token: Option<String>) -> Result<Self> {
-        if template.len() > TEMPLATE_BYTES_MAX {
-            return Err(Error::data(format!("a chat template of {} bytes is not believable", template.len()))
-                .hint(format!("at most {TEMPLATE_BYTES_MAX} bytes are read")));
-        }
         let clock = Arc::new(Mutex::new(None));
         let (template, of_template) = (template.to_owned(), Arc::clone(&clock));
         let environment = bounded(move || {
