@@ -12,7 +12,6 @@ use std::sync::{Arc, Mutex};
 /// Units that are prefetched at a time: the next one, and a tied head's after the last layer.
 const PREFETCHED_MAX: usize = 2;
 
-#[derive(Debug)]
 pub(super) struct Gathered {
     partition: Arc<Partition>,
     stream: Arc<Stream>,
@@ -23,13 +22,6 @@ pub(super) struct Gathered {
 struct Cache {
     held: Option<(usize, Arc<UnitValues>)>,
     prefetched: VecDeque<(usize, Pending<UnitValues>)>,
-}
-
-impl std::fmt::Debug for Cache {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let prefetched: Vec<usize> = self.prefetched.iter().map(|(unit, _)| *unit).collect();
-        write!(f, "Cache(held {:?}, prefetched {prefetched:?})", self.held.as_ref().map(|(unit, _)| unit))
-    }
 }
 
 impl Gathered {
