@@ -73,9 +73,9 @@ fn counted(config: &Config, arch: &Arch, microbatches: &[Vec<usize>]) -> usize {
     arena::usage().peak
 }
 
-/// Rows of 20 to 300 tokens, as many as in four micro-batches of 4096.
+/// Rows of 20 to 300 tokens, as many as in three micro-batches of 4096.
 fn mixed() -> Vec<RowTokens> {
-    let lengths = (0..96).map(|i: usize| 20 + i * i * 31 % 280);
+    let lengths = (0..72).map(|i: usize| 20 + i * i * 31 % 280);
     lengths.map(|all| RowTokens { prompt: all / 2, response: all - all / 2 }).collect()
 }
 

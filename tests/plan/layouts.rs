@@ -12,10 +12,14 @@ use rlhf_hpc::plan::{Choice, Device, Job, choose, microbatch};
 use rlhf_hpc::train::Archs;
 use std::path::Path;
 
-/// The workload with fewer samples, which a plan takes step by step.
+/// The workload with fewer samples, of which few tokens are drawn, as a plan takes these step by step; its rows are as long.
 fn fewer(more: &[&str]) -> Config {
-    job(&[&["rollout.prompts_per_step=128"], more].concat())
+    let sets = ["rollout.prompts_per_step=128", "data.prompt_tokens_max=1920", "rollout.response_tokens_max=128"];
+    job(&[&sets[..], more].concat())
 }
+
+/// One layout, which is not compared with others.
+const NAMED: [&str; 3] = ["mesh.tensor=1", "rollout.tensor=1", "mesh.zero=3"];
 
 fn chosen(more: &[&str], archs: &Archs, world: usize, device: &Device) -> Choice {
     let config = fewer(more);
@@ -60,17 +64,17 @@ fn axes_that_are_named_are_taken_and_auto_ones_are_filled() {
     let layout = choice.chosen.layout();
     assert_eq!((layout.mesh.data, layout.mesh.tensor, layout.zero), (4, 4, 2));
     assert_eq!((layout.rollout_tensor, layout.rollout_data()), (2, 8));
-    let choice = chosen(&["mesh.sequence=2"], &archs, 16, &a800());
-    assert_eq!(choice.chosen.layout().mesh.ranks(), 16);
-    assert_eq!(choice.chosen.layout().mesh.sequence, 2);
+    let choice = chosen(&["mesh.sequence=2", "mesh.tensor=1", "rollout.tensor=1"], &archs, 16, &a800());
+    let layout = choice.chosen.layout();
+    assert_eq!((layout.mesh.data, layout.mesh.sequence, layout.zero > 0), (8, 2, true));
 }
 
 #[test]
 fn products_that_are_or_may_be_fast_are_planned_with_log_probabilities_that_are_computed_again() {
     let archs = archs(&llama2_7b(), false);
     let scored = |gemm: &str| {
-        let sets = [format!("job.gemm={gemm}"), "job.device=gpu".to_string(), "mesh.tensor=1".to_string()];
-        let choice = chosen(&sets.each_ref().map(String::as_str), &archs, 16, &a800());
+        let gemm = format!("job.gemm={gemm}");
+        let choice = chosen(&[&NAMED[..], &["job.device=gpu", &gemm]].concat(), &archs, 16, &a800());
         let heads = choice.chosen.main().time.parts.iter();
         heads
             .filter(|part| part.name == "head" && part.stage == Stage::Scoring)
@@ -146,12 +150,10 @@ fn longer_activations_are_refused_with_recomputation_or_smaller_microbatches() {
     let more = [
         "gradient.recompute=none",
         "ppo.microbatch_tokens_max=65536",
-        "rollout.prompts_per_step=1024",
+        "rollout.prompts_per_step=512",
         "ppo.minibatch_samples=512",
-        "mesh.zero=3",
-        "mesh.tensor=1",
     ];
-    let error = refused(&more, &archs, 16, &a800());
+    let error = refused(&[&NAMED[..], &more].concat(), &archs, 16, &a800());
     let hint = error.hint.expect("what would fit");
     assert!(hint.contains("gradient.recompute = \"block\"") && hint.contains("ppo.microbatch_tokens_max = "), "{hint}");
 }
@@ -159,10 +161,9 @@ fn longer_activations_are_refused_with_recomputation_or_smaller_microbatches() {
 #[test]
 fn no_more_is_recomputed_than_has_to_be() {
     let all = archs(&llama2_7b(), true);
-    let layout = ["mesh.zero=3", "mesh.tensor=1", "rollout.tensor=1"];
     let samples = ["rollout.prompts_per_step=512", "ppo.minibatch_samples=512"];
     let of = |tokens: &str| {
-        let more = [&layout[..], &samples, &["gradient.recompute=auto", tokens]].concat();
+        let more = [&NAMED[..], &samples, &["gradient.recompute=auto", tokens]].concat();
         chosen(&more, &all, 16, &a800()).recompute
     };
     let taken = [8192, 16384, 32768].map(|tokens| of(&format!("ppo.microbatch_tokens_max={tokens}")));
@@ -208,7 +209,7 @@ fn automatic_micro_batches_are_enough_or_as_many_tokens_as_fit_and_more_where_a_
     assert!(chosen(&auto, &on(bytes(4096, &block) - 1)) < 4096);
     // On a GPU as many as its memory leaves room for, and no more is recomputed for them.
     let large = self::archs(&llama2_7b(), true);
-    let fixed = ["mesh.zero=3", "mesh.tensor=1", "rollout.tensor=1", "gradient.recompute=auto"];
+    let fixed = [&NAMED[..], &["gradient.recompute=auto"]].concat();
     for (archs, more, world, tokens) in [(&archs, &[][..], 1, 16384), (&large, &fixed[..], 16, 8192)] {
         let sets = ["ppo.microbatch_tokens_max=auto", "rollout.prompts_per_step=512", "ppo.minibatch_samples=512"];
         let asked = fewer(&[&sets[..], more].concat());
@@ -268,7 +269,7 @@ fn placed_roles_are_planned_on_their_own_ranks() {
     let archs = archs(&llama2_7b(), true);
     let place = "mesh.placement=[{ roles = [\"actor\", \"reference\"], ranks = \"0..8\" }, \
                  { roles = [\"critic\", \"reward\"], ranks = \"8..16\" }]";
-    let choice = chosen(&[place], &archs, 16, &a800());
+    let choice = chosen(&[&NAMED[..], &[place]].concat(), &archs, 16, &a800());
     let [first, second] = &choice.chosen.placed[..] else { panic!("two parts") };
     assert_eq!((first.ranks.clone(), second.ranks.clone()), (0..8, 8..16));
     assert_eq!(second.roles, [RoleName::Critic, RoleName::Reward]);

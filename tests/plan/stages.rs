@@ -9,6 +9,14 @@ use rlhf_hpc::model::Head;
 use rlhf_hpc::plan::{self, Device, Job, Memory, Phase};
 use rlhf_hpc::train::Archs;
 
+/// Few tokens are drawn, which a plan takes step by step; rows are as long as in the whole workload.
+const SHORT: [&str; 4] = [
+    "rollout.prompts_per_step=32",
+    "ppo.minibatch_samples=32",
+    "data.prompt_tokens_max=1984",
+    "rollout.response_tokens_max=64",
+];
+
 const ROLES: [RoleName; 3] = [RoleName::Actor, RoleName::Reference, RoleName::Critic];
 
 fn layout(mesh: Mesh, zero: usize) -> Layout {
@@ -42,7 +50,7 @@ fn near(found: usize, wanted: usize) -> bool {
 
 #[test]
 fn stages_shard_state_then_gradients_then_weights_on_1_2_and_4_ranks() {
-    let (config, archs) = (job(&[]), archs(&llama2_7b(), false));
+    let (config, archs) = (job(&SHORT), archs(&llama2_7b(), false));
     let [actor, critic] = [Head::LanguageModel, Head::Value].map(|head| table(archs.actor(), head, 1).len());
     let (learned, all) = (actor + critic, 2 * actor + critic);
     for ranks in [1, 2, 4] {
@@ -118,7 +126,7 @@ fn state_that_waits_in_files_is_saved_one_vector_at_a_time() {
 
 #[test]
 fn no_rank_needs_room_for_a_whole_model_that_is_shared_not_even_to_load_and_to_export_it() {
-    let (config, archs) = (job(&[]), archs(&llama2_7b(), false));
+    let (config, archs) = (job(&SHORT), archs(&llama2_7b(), false));
     for (mesh, stage) in [
         (Mesh::data_only(16), 3),
         (Mesh { tensor: 4, ..Mesh::data_only(4) }, 0),
