@@ -59,7 +59,7 @@ fn samples_drawn_a_step_ahead_are_of_the_weights_of_the_step_before_on_any_ranks
 #[test]
 fn a_response_goes_on_under_new_weights_where_its_piece_ends_and_is_one_response_where_they_do_not_change() {
     let sets = "gradient.order=fixed mesh.async_updates_max=3 rollout.stop=[\"zz\"] rollout.top_k=200 \
-                rollout.keep_sampling_mask=true job.steps=6";
+                rollout.keep_sampling_mask=true job.steps=6 checkpoint.keep_last=0";
     let alone = ahead("pieces-1-1", 1, 1).with(sets).done();
     let mut longest = 0;
     for (step, (name, arrays)) in (1..).zip(alone.rollouts()) {
@@ -74,11 +74,7 @@ fn a_response_goes_on_under_new_weights_where_its_piece_ends_and_is_one_response
     assert_eq!(longest, 12);
     assert!(alone.numbers("rollout_lag_mean")[3..].iter().all(|lag| (1.0..3.0).contains(lag)));
     ahead("pieces-2-2", 2, 2).with(sets).with("rollout.batch_max=3").done().assert_same(&alone);
-    let stopped = ahead("pieces-killed", 1, 1).with(sets).done();
-    for step in 4..=6 {
-        std::fs::remove_dir_all(stopped.checkpoints().join(format!("step-{step}"))).expect("it was committed");
-    }
-    stopped.done().assert_same(&alone);
+    alone.rewound("pieces-killed", 3).done().assert_same(&alone);
     // Weights that stay: the samples of each step are those of a rollout that is in step.
     let still = "optim.actor.lr=0.0 gradient.order=fixed rollout.top_k=200 rollout.keep_sampling_mask=true";
     let in_step = Job::ppo("pieces-whole").with(still).done().rollouts();
@@ -93,11 +89,7 @@ fn a_response_goes_on_under_new_weights_where_its_piece_ends_and_is_one_response
 #[test]
 fn a_rollout_that_runs_ahead_goes_on_bitwise_from_every_checkpoint_and_after_a_reward_that_failed() {
     let whole = ahead("ahead-whole", 1, 1).done();
-    let killed = ahead("ahead-killed", 1, 1).done();
-    for step in [3, 4] {
-        std::fs::remove_dir_all(killed.checkpoints().join(format!("step-{step}"))).expect("it was committed");
-    }
-    killed.done().assert_same(&whole);
+    whole.rewound("ahead-killed", 2).done().assert_same(&whole);
     // The third batch is drawn while the second one is learned from; the model scores it where the actor is, or where it is drawn.
     let reward = "import os\nasked = 0\ndef reward_func(queries, prompts, labels):\n    global asked\n    asked += len(queries)\n    \
                   if asked > 40 and os.path.exists('fails'):\n        raise ValueError('enough for now')\n    return [len(q) % 3 for q in queries]\n";

@@ -111,24 +111,23 @@ fn other_weights(dir: &std::path::Path) {
 
 #[test]
 fn other_weights_under_the_same_path_are_refused_by_name_or_accepted() {
-    for ranks in [0, 2] {
-        let copy = copied("model-to-change");
-        let job = |name: &str| Job::ppo(&format!("{name}-{ranks}")).on(ranks).with("model.actor=model-to-change");
-        job("weights").with("job.steps=1").done();
-        // Without a change nothing is read and nothing announced.
-        let again = job("weights").with("job.steps=2").run();
-        again.assert(0, &["goes on with changes: job.steps = 2 (was 1)\n"]);
-        other_weights(&copy);
-        let changed =
-            "model.actor (model.safetensors), model.critic (model.safetensors), model.reference (model.safetensors)";
-        let refused = job("weights").with("job.steps=3").run();
-        refused.assert(2, &["saved with other contents of ", changed, "hint: ", "checkpoint.changed_inputs=accept"]);
-        let accepted = job("weights").with("job.steps=3 checkpoint.changed_inputs=accept").run();
-        accepted.assert(0, &["goes on with changes: ", "other contents of model.reference (model.safetensors)"]);
-        // From then on these are what the run was saved with.
-        let again = job("weights").with("job.steps=4").run();
-        again.assert(0, &["goes on with changes: job.steps = 4 (was 3)\n"]);
-    }
+    let copy = copied("model-to-change");
+    let job =
+        |steps: u32| Job::ppo("changed-weights").on(2).with(&format!("model.actor=model-to-change job.steps={steps}"));
+    job(1).done();
+    // Without a change nothing is read and nothing announced.
+    let again = job(2).run();
+    again.assert(0, &["goes on with changes: job.steps = 2 (was 1)\n"]);
+    other_weights(&copy);
+    let changed =
+        "model.actor (model.safetensors), model.critic (model.safetensors), model.reference (model.safetensors)";
+    let refused = job(3).run();
+    refused.assert(2, &["saved with other contents of ", changed, "hint: ", "checkpoint.changed_inputs=accept"]);
+    let accepted = job(3).with("checkpoint.changed_inputs=accept").run();
+    accepted.assert(0, &["goes on with changes: ", "other contents of model.reference (model.safetensors)"]);
+    // From then on these are what the run was saved with.
+    let again = job(4).run();
+    again.assert(0, &["goes on with changes: job.steps = 4 (was 3)\n"]);
 }
 
 #[test]

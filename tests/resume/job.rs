@@ -276,6 +276,18 @@ impl Job {
         steps
     }
 
+    /// This run under another name, as it stood behind a step: without its export and what was committed later.
+    pub fn rewound(&self, name: &str, step: u64) -> Self {
+        let copy = Self { dir: place().join("runs").join(name), ..self.clone() };
+        command::copy(&self.dir, ".", &copy.dir);
+        std::fs::remove_dir_all(copy.dir.join("export")).expect("it was written");
+        for later in copy.committed().into_iter().filter(|later| *later > step) {
+            std::fs::remove_dir_all(copy.checkpoints().join(format!("step-{later}"))).expect("it was committed");
+        }
+        assert_eq!(copy.committed().last(), Some(&step), "it was kept");
+        copy
+    }
+
     /// Everything that must be equal to the bit in two runs of one job.
     pub fn assert_same(&self, other: &Self) {
         let who = format!("{} and {}", self.dir.display(), other.dir.display());

@@ -11,16 +11,19 @@ fn placed(name: &str, more: usize) -> Job {
     Job::ppo(name).on(end).set(format!("mesh.placement=[{}]", entries.join(", ")))
 }
 
-/// Each place is a mesh of two ranks, as the one with all roles is.
+/// Each place is a mesh of two ranks, as the one with all roles is; a run goes on with other places and with none.
 #[test]
 fn roles_on_ranks_of_their_own_do_what_roles_on_the_same_ranks_do_bitwise() {
-    let layouts = ["", "mesh.tensor=1 mesh.zero=3 rollout.tensor=2"];
-    for (i, sets) in layouts.into_iter().enumerate() {
+    for (i, sets) in ["", "mesh.tensor=1 mesh.zero=3 rollout.tensor=2"].into_iter().enumerate() {
         let together = Job::ppo(&format!("together-{i}")).on(2).with(sets).done();
         let apart = placed(&format!("apart-{i}"), 2).with(sets).done();
         apart.assert_same(&together);
         assert_idle_shares(&apart, &together);
+        let resumed = format!("places-resumed-{i}");
+        apart.rewound(&resumed, 2);
+        Job::ppo(&resumed).on(2).with(sets).done().assert_same(&together);
     }
+    assert_eq!(placed("places-uneven", 1).done().metrics().len(), 4);
 }
 
 fn assert_idle_shares(apart: &Job, together: &Job) {
@@ -34,16 +37,4 @@ fn assert_idle_shares(apart: &Job, together: &Job) {
             assert!(line[key].as_f64().is_some_and(|seconds| seconds > 0.0), "{key}");
         }
     }
-}
-
-#[test]
-fn a_run_goes_on_with_other_places_and_with_none() {
-    let whole = Job::ppo("places-whole").on(2).done();
-    let begun = placed("places-resumed", 2).done();
-    for step in [3, 4] {
-        std::fs::remove_dir_all(begun.checkpoints().join(format!("step-{step}"))).expect("it was committed");
-    }
-    Job::ppo("places-resumed").on(2).done().assert_same(&whole);
-    let uneven = placed("places-uneven", 1).done();
-    assert_eq!(uneven.metrics().len(), whole.metrics().len());
 }

@@ -6,22 +6,20 @@ use rlhf_hpc::optim::schedule::lr_at;
 
 #[test]
 fn a_damaged_log_refuses_no_resume_and_says_what_it_lacks() {
-    for ranks in [0, 2] {
-        let job = Job::ppo(&format!("log-{ranks}")).on(ranks);
-        let first = job.clone().with("job.steps=3").done();
-        let whole = String::from_utf8(first.read("metrics.jsonl")).expect("text");
-        let lines: Vec<&str> = whole.lines().collect();
-        let path = first.dir.join("metrics.jsonl");
-        let torn = &lines[2][..40];
-        std::fs::write(&path, format!("{}\nnot of ours\n{torn}", lines[0])).expect("writes");
-        job.clone().dry().run().assert(0, &["metrics.jsonl has damaged lines: line 2 (", "line 3 ("]);
-        let ended = job.clone().run();
-        ended.assert(0, &["metrics.jsonl has no line for step 2 to 3: the run goes on behind step 3"]);
-        let steps: Vec<u64> = job.metrics().iter().map(|line| line["step"].as_u64().expect("a step")).collect();
-        assert_eq!(steps, [1, 4]);
-        let kept = String::from_utf8(job.read("metrics.jsonl.damaged")).expect("text");
-        assert_eq!(kept, format!("not of ours\n{torn}\n"));
-    }
+    let job = Job::ppo("log").on(2);
+    let first = job.clone().with("job.steps=3").done();
+    let whole = String::from_utf8(first.read("metrics.jsonl")).expect("text");
+    let lines: Vec<&str> = whole.lines().collect();
+    let path = first.dir.join("metrics.jsonl");
+    let torn = &lines[2][..40];
+    std::fs::write(&path, format!("{}\nnot of ours\n{torn}", lines[0])).expect("writes");
+    job.clone().dry().run().assert(0, &["metrics.jsonl has damaged lines: line 2 (", "line 3 ("]);
+    let ended = job.clone().run();
+    ended.assert(0, &["metrics.jsonl has no line for step 2 to 3: the run goes on behind step 3"]);
+    let steps: Vec<u64> = job.metrics().iter().map(|line| line["step"].as_u64().expect("a step")).collect();
+    assert_eq!(steps, [1, 4]);
+    let kept = String::from_utf8(job.read("metrics.jsonl.damaged")).expect("text");
+    assert_eq!(kept, format!("not of ours\n{torn}\n"));
 }
 
 #[test]

@@ -180,19 +180,17 @@ fn a_judge_that_is_asked_to_stop_loses_no_response_and_the_same_line_goes_on() {
     let of = |name: &str| job(name, judge(JUDGED, "[0-9]", 200)).set(python(&dir, 0)).with(sets);
     let whole = of("judge-whole").done();
     let asks = dir.join("asks");
-    for ranks in [0, 2] {
-        let job = of(&format!("judge-stops-{ranks}")).on(ranks);
-        let stopped = || {
-            job.run().assert(85, &["stopped at step ", "SIGTERM"]);
-            newest(&job.checkpoints()).expect("whole").expect("saved")
-        };
-        std::fs::write(&asks, "").expect("writes");
-        // Behind two calls of the evaluation at the start, of greedy and of sampled responses.
-        let work = stopped().file("work.bin").expect("the judge is part of the step");
-        assert_eq!(work[..2], [0, 16], "all responses are finished, none is learned from");
-        // Behind the step's call and that of the greedy responses.
-        assert!(stopped().manifest.state["run"]["eval_due"] == true, "the judge is part of the evaluation");
-        std::fs::remove_file(&asks).expect("there");
-        job.done().assert_same(&whole);
-    }
+    let job = of("judge-stops").on(2);
+    let stopped = || {
+        job.run().assert(85, &["stopped at step ", "SIGTERM"]);
+        newest(&job.checkpoints()).expect("whole").expect("saved")
+    };
+    std::fs::write(&asks, "").expect("writes");
+    // Behind two calls of the evaluation at the start, of greedy and of sampled responses.
+    let work = stopped().file("work.bin").expect("the judge is part of the step");
+    assert_eq!(work[..2], [0, 16], "all responses are finished, none is learned from");
+    // Behind the step's call and that of the greedy responses.
+    assert!(stopped().manifest.state["run"]["eval_due"] == true, "the judge is part of the evaluation");
+    std::fs::remove_file(&asks).expect("there");
+    job.done().assert_same(&whole);
 }
