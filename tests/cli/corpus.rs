@@ -4,6 +4,7 @@ use crate::process::{Ended, Running, launched};
 use serde_json::Value;
 use std::collections::HashSet;
 use std::path::Path;
+use std::sync::OnceLock;
 
 /// The script, with these options, for a job in `dir`.
 pub fn make(dir: &Path, options: &str) -> Ended {
@@ -21,6 +22,12 @@ fn corpus(options: &str) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
+/// Questions of two digits: as many as there are of each kind, so that every one is asked.
+fn many() -> &'static [Value] {
+    static MANY: OnceLock<Vec<Value>> = OnceLock::new();
+    MANY.get_or_init(|| corpus("--rows 30000 --eval-rows 400"))
+}
+
 fn text<'a>(row: &'a Value, field: &str) -> &'a str {
     row[field].as_str().unwrap()
 }
@@ -32,24 +39,24 @@ fn operands(row: &Value) -> (u64, u64) {
 
 #[test]
 fn worked_answers_are_right_and_end_with_the_answer() {
-    for (digits, eval_rows) in [(1, 20), (2, 100), (3, 100)] {
-        for row in corpus(&format!("--rows 2000 --eval-rows {eval_rows} --digits {digits}")) {
-            let (a, b) = operands(&row);
-            let right = match text(&row, "kind") {
-                "add" => a + b,
-                "sub" => a - b,
-                "mul" => a * b,
-                _ => a.max(b),
-            };
-            assert_eq!(text(&row, "answer"), right.to_string(), "{row}");
-            assert!(text(&row, "response").ends_with(&format!(" {right}")), "{row}");
-        }
+    let [one, three] =
+        [(1, 20), (3, 100)].map(|(digits, rows)| corpus(&format!("--rows 2000 --eval-rows {rows} --digits {digits}")));
+    for row in one.iter().chain(&three).chain(many()) {
+        let (a, b) = operands(row);
+        let right = match text(row, "kind") {
+            "add" => a + b,
+            "sub" => a - b,
+            "mul" => a * b,
+            _ => a.max(b),
+        };
+        assert_eq!(text(row, "answer"), right.to_string(), "{row}");
+        assert!(text(row, "response").ends_with(&format!(" {right}")), "{row}");
     }
 }
 
 #[test]
 fn workings_and_mistakes_are_those_of_the_table() {
-    let rows = corpus("--rows 30000 --eval-rows 1");
+    let rows = many();
     for (prompt, right, mistaken) in [
         ("29+29=", "9+9=18 2+2+1=5 58", "9+9=18 2+2=4 48"),
         ("57-9=", "17-9=8 5-0-1=4 48", "17-9=8 5-0=5 58"),
@@ -66,7 +73,7 @@ fn workings_and_mistakes_are_those_of_the_table() {
 
 #[test]
 fn operands_of_eval_questions_never_occur_in_training() {
-    let rows = corpus("--rows 6000 --eval-rows 400");
+    let rows = many();
     let of = |split: &'static str| rows.iter().filter(move |row| row["split"] == split);
     let pairs = |split| -> HashSet<(u64, u64)> {
         of(split).map(operands).map(|(a, b): (u64, u64)| (a.min(b), a.max(b))).collect()
@@ -78,7 +85,7 @@ fn operands_of_eval_questions_never_occur_in_training() {
 
 #[test]
 fn the_systematic_mistake_outnumbers_the_right_working_where_it_is_possible() {
-    let rows = corpus("--rows 6000 --eval-rows 400");
+    let rows = many();
     // A step that uses a carry or borrow, or two numbers of several digits with different last ones.
     let possible = |row: &Value| match (text(row, "kind"), text(row, "response")) {
         ("add", steps) => steps.split(' ').any(|step| step.matches('+').count() == 2),

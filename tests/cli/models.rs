@@ -162,11 +162,3 @@ fn what_is_no_model_is_named_for_what_it_is() {
         fixture.run(&["generate", "--model", dir, "--input", "prompts.jsonl"]).refused(65, &[what]).hinted(hint);
     }
 }
-
-#[test]
-fn a_job_that_is_done_says_so() {
-    let fixture = Fixture::new();
-    fixture.job(&["job.steps=1"]).well();
-    let again = fixture.job(&["job.steps=1"]).well();
-    assert!(again.stderr.contains("already done (1 of 1 steps); raise job.steps to go on"), "{}", again.stderr);
-}

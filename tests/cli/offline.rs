@@ -378,7 +378,7 @@ fn generated_rows_are_scored_and_selected_with_all_their_fields_as_rows_to_train
 }
 
 #[test]
-fn the_export_of_a_checkpoint_is_the_export_of_the_run() {
+fn the_export_of_a_checkpoint_is_that_of_the_run_and_a_damaged_one_is_not_exported() {
     let fixture = Fixture::new();
     fixture.job(&[]).well();
     fixture.run(&["export", "run/checkpoints/step-2", "--out", "again"]).well();
@@ -387,12 +387,6 @@ fn the_export_of_a_checkpoint_is_the_export_of_the_run() {
     fixture.write("mine/notes.txt", "keep");
     fixture.run(&["export", "run", "--out", "mine"]).refused(2, &["mine"]);
     assert_eq!(fixture.text("mine/notes.txt"), "keep");
-}
-
-#[test]
-fn a_damaged_checkpoint_is_not_exported() {
-    let fixture = Fixture::new();
-    fixture.job(&[]).well();
     let name = "run/checkpoints/step-2/actor.weights.rank-0000.bin";
     let mut bytes = fixture.read(name);
     bytes[40] ^= 1;

@@ -21,8 +21,13 @@ fn run() -> Fixture {
 }
 
 #[test]
-fn samples_of_a_recorded_step_are_shown_together_and_as_json_to_the_letter() {
+fn a_run_whose_data_is_hostile_is_shown_as_text_as_json_and_in_a_browser() {
     let fixture = run();
+    samples_are_shown_together_and_as_json_to_the_letter(&fixture);
+    a_report_has_marks_in_every_plot_and_hostile_text_stays_text(&fixture);
+}
+
+fn samples_are_shown_together_and_as_json_to_the_letter(fixture: &Fixture) {
     let samples = |options: &str| {
         let words = ["samples", "run"].into_iter().chain(options.split_whitespace());
         fixture.run(&words.collect::<Vec<_>>())
@@ -88,8 +93,13 @@ fn judged() -> Fixture {
 }
 
 #[test]
-fn held_out_preferences_are_shown_with_their_rewards_and_as_rows_of_data() {
+fn held_out_preferences_are_shown_with_their_rewards_as_rows_of_data_and_in_a_browser() {
     let fixture = judged();
+    preferences_are_shown_with_their_rewards(&fixture);
+    a_report_has_sides_side_by_side_the_steps_of_a_text_and_their_curves(&fixture);
+}
+
+fn preferences_are_shown_with_their_rewards(fixture: &Fixture) {
     let samples = |line: &str| fixture.run(&["samples"].into_iter().chain(line.split(' ')).collect::<Vec<_>>());
     let rows = |line: &str| {
         let out = samples(&format!("{line} --json")).well().stdout;
@@ -148,9 +158,7 @@ fn held_out_preferences_are_shown_with_their_rewards_and_as_rows_of_data() {
     }
 }
 
-#[test]
-fn a_report_has_the_sides_of_held_out_pairs_side_by_side_the_steps_of_a_text_and_their_curves() {
-    let fixture = judged();
+fn a_report_has_sides_side_by_side_the_steps_of_a_text_and_their_curves(fixture: &Fixture) {
     for (kind, sides, titles) in [
         ("dpo", 2, ["<b>Margin</b>", "<b>Margin mean</b>", "<b>Reward of chosen and rejected</b>"]),
         (
@@ -160,7 +168,7 @@ fn a_report_has_the_sides_of_held_out_pairs_side_by_side_the_steps_of_a_text_and
         ),
         ("step_reward", 2, ["<b>Accuracy</b>", "<b>Loss</b>", "<b>Accuracy</b>"]),
     ] {
-        let Some((dom, complaints)) = browsed(&fixture, &format!("{kind}/report.html")) else { return };
+        let Some((dom, complaints)) = browsed(fixture, &format!("{kind}/report.html")) else { return };
         assert_eq!(complaints, "", "{kind}");
         let class = if kind == "step_reward" { "steps" } else { "pair" };
         let rows = between(&dom, &format!("<div class=\"responses {class}\">"), "</article>");
@@ -200,9 +208,7 @@ fn between<'a>(text: &'a str, from: &str, to: &str) -> Vec<&'a str> {
     text.split(from).skip(1).map(|rest| rest.split(to).next().unwrap_or(rest)).collect()
 }
 
-#[test]
-fn a_report_has_marks_in_every_plot_and_hostile_text_stays_text_in_a_browser() {
-    let fixture = run();
+fn a_report_has_marks_in_every_plot_and_hostile_text_stays_text(fixture: &Fixture) {
     let extra =
         "{\"step\":1,\"reward_mean\":0.5,\"time_step_s\":1.0,\"restarts\":1,\"mine/<b>x\":3,\"eval_mine\":0.5}\n";
     fixture.write("other/metrics.jsonl", extra);
@@ -217,7 +223,7 @@ fn a_report_has_marks_in_every_plot_and_hostile_text_stays_text_in_a_browser() {
     fixture.job(&["job.dir=quiet", "job.steps=1", "metrics.report=false"]).well();
     assert!(!fixture.path("quiet/report.html").exists());
     for (name, tables) in [("run/report.html", 1), ("both.html", 1)] {
-        let Some((dom, complaints)) = browsed(&fixture, name) else { return };
+        let Some((dom, complaints)) = browsed(fixture, name) else { return };
         assert_eq!(complaints, "", "{name}");
         assert!(dom.contains("<form id=\"controls\">"), "{name}: the script has not run to its end");
         let plots = between(&dom, "<svg class=\"chart\"", "</svg>");
