@@ -101,7 +101,7 @@ fn divergence(of: Divergence, q: &[f64], p: &[f64]) -> (f64, f64) {
 
 #[test]
 fn divergences_equal_those_in_f64() {
-    for (t, d, v, temperature) in [(5, 24, 50, 1.0), (300, 33, 1000, 0.7), (1, 8, 1, 1.0), (9, 12, 65, 2.5)] {
+    for (t, d, v, temperature) in [(5, 24, 50, 1.0), (130, 33, 500, 0.7), (1, 8, 1, 1.0), (9, 12, 65, 2.5)] {
         let case = Case::new(t, d, v, temperature);
         for of in ALL {
             let (found, logprobs) = case.forward(of);

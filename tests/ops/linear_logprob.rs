@@ -88,7 +88,7 @@ fn run_both(case: &Case, w: Weight) -> (Vec<f32>, Vec<f32>, Tensor, Vec<f32>) {
 
 #[test]
 fn logprobs_and_entropy_equal_the_f64_log_softmax() {
-    for (t, d, v, temperature) in [(5, 24, 50, 1.0), (300, 33, 1000, 0.7), (1, 8, 1, 1.0), (9, 12, 65, 2.5)] {
+    for (t, d, v, temperature) in [(5, 24, 50, 1.0), (130, 33, 500, 0.7), (1, 8, 1, 1.0), (9, 12, 65, 2.5)] {
         let case = Case::new(t, d, v, temperature);
         let (logprobs, entropy) = scored(&case);
         let (exact, exact_entropy) = case.exact(&wide(case.h.data()), &wide(&case.w.rows));
@@ -141,15 +141,15 @@ fn gradients_equal_finite_differences_in_f64() {
 
 #[test]
 fn gradients_over_several_chunks_equal_those_of_single_tokens() {
-    let case = Case::new(700, 16, 9000, 1.3);
+    let case = Case::new(700, 4, 9000, 1.3);
     let (.., dh, dw) = run_both(&case, case.w.f32());
     let mut summed = vec![0.0f64; dw.len()];
     for i in 0..700 {
         let mut one = vec![0.0; dw.len()];
         let (mut lp, mut ent) = ([0.0], [0.0]);
-        let mut dh_one = Tensor::scratch(1, 16);
+        let mut dh_one = Tensor::scratch(1, 4);
         forward_backward(
-            &Tensor::from_slice(1, 16, case.h.row(i)),
+            &Tensor::from_slice(1, 4, case.h.row(i)),
             case.w.f32(),
             &case.targets[i..=i],
             1.3,
@@ -159,7 +159,7 @@ fn gradients_over_several_chunks_equal_those_of_single_tokens() {
             &mut lp,
             &mut ent,
             &mut dh_one,
-            WeightMut { n: 9000, k: 16, layout: Layout::Panel, values: (&mut one).into() },
+            WeightMut { n: 9000, k: 4, layout: Layout::Panel, values: (&mut one).into() },
         );
         same_bits(&format!("dh of token {i}"), dh_one.data(), dh.row(i));
         summed.iter_mut().zip(&one).for_each(|(s, &x)| *s += f64::from(x));

@@ -25,7 +25,7 @@ const SHAPES: [(usize, usize, usize); 17] = [
     (64, 24, 17),
     (150, 200, 96),
     (700, 50, 130),
-    (5, 2100, 1041),
+    (2, 2100, 1041),
 ];
 
 fn f64_product(x: &[f32], w: &[f32], m: usize, n: usize, k: usize) -> Vec<f64> {
@@ -84,7 +84,7 @@ fn a_row_of_the_product_has_the_same_bits_in_any_batch_position_and_thread_count
         for weight in [w.f32(), w.bf16()] {
             let mut expected = Tensor::scratch(1, n);
             forward(&Tensor::from_slice(1, k, &probe), weight, None, &mut expected, Into::Overwrite);
-            for m in (1..=20).chain([31, 32, 64, 97, 300]) {
+            for m in (1..=9).chain([13, 16, 17, 31, 32, 64, 97, 300]) {
                 for position in [0, m / 2, m - 1] {
                     set_threads(1 + (m + position) % 3);
                     let mut x = Tensor::from_slice(m, k, &rows[..m * k]);

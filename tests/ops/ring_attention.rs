@@ -64,7 +64,7 @@ fn a_run_of_queries_sees_of_a_run_of_keys_what_it_should_at_any_distance() {
     let windows = [None, Some(1), Some(20), Some(32), Some(45), Some(200)];
     let runs = [(1, 1), (7, 64), (33, 20), (70, 65), (64, 96)];
     // Queries before the keys, on their border, among them, right behind and far behind them.
-    let starts = [0, 25, 50, 51, 60, 82, 113, 114, 115, 150, 260];
+    let starts = [0, 25, 50, 51, 82, 113, 114, 260];
     for (i, window) in windows.into_iter().enumerate() {
         let shape = [shape(4, 2, 16, window), shape(3, 1, 12, window), shape(2, 2, 40, window)][i % 3];
         for ((tokens, keys), start) in runs.into_iter().flat_map(|run| starts.map(|start| (run, start))) {

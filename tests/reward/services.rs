@@ -27,19 +27,12 @@ fn scores(scored: &[Scored]) -> Vec<f32> {
     scored.iter().map(|scored| scored.score).collect()
 }
 
-/// What a Python function does on a bad response, and the reason that is given.
+/// What a Python function does on a bad response, one of each kind (python.rs has them all), and the reason that is given.
 const PYTHON: &[(&str, &str)] = &[
     ("time.sleep(1000)", "no answer within 3 s"),
-    ("exec('while True: pass')", "no answer within 3 s"),
     ("os._exit(3)", "its process ended while scoring (exit status: 3)"),
-    ("os.kill(os.getpid(), 11)", "signal: 11"),
     ("raise ValueError('out of tea')", "ValueError: out of tea"),
-    ("sys.exit('enough')", "SystemExit: enough"),
-    ("bytearray(1 << 40)", "MemoryError"),
     ("return [1, 2]", "2 entries for 1 responses"),
-    ("return [float('nan')]", "reward 0 is nan"),
-    ("return ['0.5']", "type str"),
-    ("return {'score': [1]}", "without 'rewards'"),
 ];
 
 /// What a service does, and the reason.
@@ -84,7 +77,7 @@ fn bad_behaviour_ends_as_declared_and_costs_no_other_response_its_score() {
         for &(fault, words) in PYTHON {
             scope.spawn(move || {
                 let job = Job::new(&format!(
-                    "import os, sys, time\ndef f(completions, **kwargs):\n    if 'bad' in completions:\n        {fault}\n    \
+                    "import os, time\ndef f(completions, **kwargs):\n    if 'bad' in completions:\n        {fault}\n    \
                      return [len(c) + 0.5 for c in completions]"
                 ));
                 let make = |more: &str| job.reward(&format!("python = \"reward.py\"\ntimeout_s = 3.0\n{more}")).unwrap();

@@ -19,11 +19,23 @@ fn draw(logits: &[f32], params: SampleParams, uniform: f32, seen: &[u32], banned
     out[0]
 }
 
-/// The filtered distribution by its definition, in f64: every filter on the renormalised result of the one before.
+fn softmax(x: &[f64]) -> Vec<f64> {
+    let max = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let e: Vec<f64> = x.iter().map(|x| (x - max).exp()).collect();
+    let sum: f64 = e.iter().sum();
+    e.iter().map(|e| e / sum).collect()
+}
+
+/// The distribution without filters.
+fn plain(logits: &[f32], temperature: f32) -> Vec<f64> {
+    softmax(&logits.iter().map(|&x| f64::from(x) / f64::from(temperature)).collect::<Vec<f64>>())
+}
+
+/// The filtered distribution by its definition, in f64: every filter on the renormalised result of the one before. `seen` ascends.
 fn distribution(logits: &[f32], params: &SampleParams, seen: &[u32], banned: &[u32]) -> Vec<f64> {
     let mut x: Vec<f64> = logits.iter().map(|&x| f64::from(x)).collect();
     for (token, x) in x.iter_mut().enumerate() {
-        if seen.contains(&(token as u32)) {
+        if seen.binary_search(&(token as u32)).is_ok() {
             let penalty = f64::from(params.repetition_penalty);
             *x = if *x < 0.0 { *x * penalty } else { *x / penalty };
         }
@@ -34,12 +46,6 @@ fn distribution(logits: &[f32], params: &SampleParams, seen: &[u32], banned: &[u
     }
     let mut order: Vec<usize> = (0..x.len()).collect();
     order.sort_by(|&a, &b| x[b].partial_cmp(&x[a]).expect("numbers").then(a.cmp(&b)));
-    let softmax = |x: &[f64]| {
-        let max = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let e: Vec<f64> = x.iter().map(|x| (x - max).exp()).collect();
-        let sum: f64 = e.iter().sum();
-        e.iter().map(|e| e / sum).collect::<Vec<f64>>()
-    };
     if params.top_k > 0 && params.top_k < x.len() {
         let border = x[order[params.top_k - 1]];
         x.iter_mut().filter(|x| **x < border).for_each(|x| *x = f64::NEG_INFINITY);
@@ -96,7 +102,7 @@ fn draws_and_logprobs_are_those_of_a_naive_f64_loop_for_every_combination_of_fil
         for (c, params) in combinations().into_iter().enumerate() {
             let banned: &[u32] = if c % 3 == 0 { &[1, 4] } else { &[] };
             let p = distribution(logits.row(0), &params, &seen, banned);
-            let plain = distribution(logits.row(0), &SampleParams::plain(params.temperature), &[], &[]);
+            let plain = plain(logits.row(0), params.temperature);
             for k in 0..12 {
                 let uniform = match k {
                     0 => 0.0,
@@ -117,18 +123,16 @@ fn draws_and_logprobs_are_those_of_a_naive_f64_loop_for_every_combination_of_fil
 fn a_large_vocabulary_is_filtered_as_the_naive_loop_says_whether_flat_or_peaked() {
     for (i, scale) in [0.0, 0.05, 3.0, 12.0].into_iter().enumerate() {
         let logits = normal_rows(1, 151_936, scale, 90 + i as u64);
-        for top_p in [0.2, 0.9, 0.999] {
-            for top_k in [0, 1000] {
-                let params = SampleParams { top_p, top_k, ..SampleParams::plain(1.0) };
-                let p = distribution(logits.row(0), &params, &[], &[]);
-                for uniform in [0.0, 0.3, 0.62, 0.999] {
-                    let drawn = draw(logits.row(0), params, uniform, &[], &[]);
-                    let token = drawn.token as usize;
-                    // A border may fall one token aside: 1e-5 of a flat distribution.
-                    assert!(is_inverse(&p, token, uniform, 5e-5), "scale {scale}, {params:?}, u {uniform}: {token}");
-                    let off = (f64::from(drawn.sample_logprob) - p[token].ln()).abs();
-                    assert!(off < 1e-4, "scale {scale}, {params:?}: {drawn:?}, off by {off}");
-                }
+        for (top_p, top_k) in [(0.2, 0), (0.9, 1000), (0.999, 0), (0.999, 1000)] {
+            let params = SampleParams { top_p, top_k, ..SampleParams::plain(1.0) };
+            let p = distribution(logits.row(0), &params, &[], &[]);
+            for uniform in [0.0, 0.3, 0.62, 0.999] {
+                let drawn = draw(logits.row(0), params, uniform, &[], &[]);
+                let token = drawn.token as usize;
+                // A border may fall one token aside: 1e-5 of a flat distribution.
+                assert!(is_inverse(&p, token, uniform, 5e-5), "scale {scale}, {params:?}, u {uniform}: {token}");
+                let off = (f64::from(drawn.sample_logprob) - p[token].ln()).abs();
+                assert!(off < 1e-4, "scale {scale}, {params:?}: {drawn:?}, off by {off}");
             }
         }
     }
@@ -147,7 +151,7 @@ fn biases_come_before_all_else_and_leave_the_recorded_logprob() {
         let mut out = [Sampled::default()];
         forward(&logits, &[row], &mut out);
         let p = distribution(&biased, &params, &seen, &[11]);
-        let plain = distribution(logits.row(0), &SampleParams::plain(params.temperature), &[], &[]);
+        let plain = plain(logits.row(0), params.temperature);
         let token = out[0].token as usize;
         assert!(is_inverse(&p, token, 0.4, 2e-6), "{params:?}: token {token}");
         assert!((f64::from(out[0].sample_logprob) - p[token].ln()).abs() < 1e-5, "{params:?}: {out:?}");
@@ -266,7 +270,7 @@ fn the_best_tokens_are_those_of_a_naive_f64_loop_after_penalty_and_ban() {
         let mut out = vec![Sampled::default(); 3 * n];
         top_parts(&logits, &[v / 2, v], &[row; 3], n, &mut out);
         for (i, best) in out.chunks_exact(n).enumerate() {
-            let plain = distribution(logits.row(i), &SampleParams::plain(0.8), &[], &[]);
+            let plain = plain(logits.row(i), 0.8);
             let penalty = |token: u32| if seen.contains(&token) { 1.3 } else { 1.0 };
             let allowed = (0..v as u32).filter(|token| !banned.contains(token));
             let mut naive: Vec<(f64, u32)> =
