@@ -82,6 +82,8 @@ fn names(tree: &str) -> String {
 /// The sources by their module's path from the crate's root.
 struct Tree(BTreeMap<Path, Source>);
 
+static TREE: LazyLock<Tree> = LazyLock::new(Tree::read);
+
 impl Tree {
     fn read() -> Self {
         let module = |name: &str| -> Path {
@@ -158,14 +160,14 @@ fn levels() -> BTreeMap<String, usize> {
 
 #[test]
 fn every_module_has_a_level_and_imports_go_strictly_down() {
-    let (tree, levels, mut faults) = (Tree::read(), levels(), BTreeSet::new());
-    for (path, source) in tree.0.iter().filter(|(path, _)| !path.is_empty() && path[0] != "main") {
+    let (levels, mut faults) = (levels(), BTreeSet::new());
+    for (path, source) in TREE.0.iter().filter(|(path, _)| !path.is_empty() && path[0] != "main") {
         let module = &path[0];
         let Some(&level) = levels.get(module) else {
             faults.insert(format!("{}: module {module} has no level", source.file));
             continue;
         };
-        for (named, _) in tree.named(path) {
+        for (named, _) in TREE.named(path) {
             let target =
                 named.first().filter(|target| *target != module).and_then(|target| levels.get_key_value(target));
             // The nouns of level 0 may name each other; between other modules of one level there is no way.
@@ -201,13 +203,12 @@ fn cycles<'a>(graph: &Graph<'a>, without: impl Fn(&str, &str) -> bool) -> Graph<
 
 #[test]
 fn there_is_no_cycle_between_files() {
-    let tree = Tree::read();
     let dependencies = |(module, source): (&Path, &'_ Source)| {
-        let named = tree.named(module);
-        let files = named.iter().filter_map(|(path, is_import)| tree.target(path, *is_import));
+        let named = TREE.named(module);
+        let files = named.iter().filter_map(|(path, is_import)| TREE.target(path, *is_import));
         files.filter(|file| *file != source.file).map(str::to_owned).collect::<BTreeSet<_>>()
     };
-    let owned: Vec<_> = tree.0.iter().map(|entry| (entry.1.file.clone(), dependencies(entry))).collect();
+    let owned: Vec<_> = TREE.0.iter().map(|entry| (entry.1.file.clone(), dependencies(entry))).collect();
     let graph: Graph = owned.iter().map(|(f, all)| (f.as_str(), all.iter().map(String::as_str).collect())).collect();
     let mut faults = Vec::new();
     for (from, to, why) in ALLOWED {

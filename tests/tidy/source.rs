@@ -64,13 +64,13 @@ pub fn code(text: &str) -> String {
 /// The functions of a formatted file: first line (from 1), number of lines, and the line itself.
 pub fn functions(file: &File) -> Vec<(usize, usize, String)> {
     let code = code(&file.text);
-    let lines: Vec<&str> = code.lines().collect();
+    let (lines, written): (Vec<&str>, _) = (code.lines().collect(), file.lines());
     let mut found = Vec::new();
     for (i, line) in lines.iter().enumerate().filter(|(_, line)| begins_function(line)) {
         let indent = line.len() - line.trim_start().len();
         let ends = |l: &str| l.len() - l.trim_start().len() == indent && l.trim_end().ends_with(['}', ';']);
         let length = lines[i..].iter().position(|l| ends(l)).map_or(0, |at| at + 1);
-        found.push((i + 1, length, file.lines()[i].trim().to_owned()));
+        found.push((i + 1, length, written[i].trim().to_owned()));
     }
     found
 }
