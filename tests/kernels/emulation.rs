@@ -19,9 +19,6 @@ use std::sync::OnceLock;
 pub const LIBRARY: &str = "EMULATED_GPU";
 /// The number of a fault of `faults.rs`: the kernels have that one.
 pub const FAULT: &str = "EMULATED_FAULT";
-/// Set: kernels are not checked for what no barrier orders, which takes a third of a job's time and is seen where they are tested one by
-/// one; only for where they read and write.
-pub const ADDRESSES_ONLY: &str = "EMULATED_ADDRESSES_ONLY";
 /// Set: the driver of this process is as late as a real one may be, and memory is cut as on a real GPU.
 pub const LATE: &str = "EMULATED_LATE";
 
@@ -45,6 +42,12 @@ pub fn environment() -> Vec<(&'static str, OsString)> {
         set.extend([("RLHF_NVRTC", library), ("XDG_CACHE_HOME", cache.into_os_string())]);
     }
     set
+}
+
+/// The same for whole jobs: kernels are not checked for what no barrier orders, which takes a third of a job's time and is seen where they
+/// are tested one by one; only for where they read and write.
+pub fn environment_of_jobs() -> Vec<(&'static str, OsString)> {
+    [environment(), vec![("EMULATED_ADDRESSES_ONLY", "1".into())]].concat()
 }
 
 /// Set while a process opens the GPU that checks what is done; others that it starts meanwhile must not see them.

@@ -70,7 +70,7 @@ pub fn command(ranks: usize, dir: &Path, line: &str) -> Command {
     let mut command = launched(ranks);
     command.arg(binary()).current_dir(dir).args(line.split_whitespace());
     if !on_a_real_gpu() {
-        command.envs(emulation::environment()).env(emulation::ADDRESSES_ONLY, "1");
+        command.envs(emulation::environment_of_jobs());
     }
     command
 }
@@ -83,17 +83,10 @@ pub fn command_on(fault: Option<usize>, dir: &Path, line: &str) -> Command {
     let mut command = Command::new(binary());
     command.current_dir(dir).args(line.split_whitespace());
     match fault {
-        _ if on_a_real_gpu() => {}
-        Some(SOUND) => {
-            command.envs(emulation::environment()).env(emulation::ADDRESSES_ONLY, "1");
-        }
-        Some(fault) => {
-            command.envs(emulation::environment()).env(emulation::FAULT, fault.to_string());
-        }
-        None => {
-            command.env_remove("RLHF_CUDA_LIB");
-        }
-    }
+        _ if on_a_real_gpu() => &mut command,
+        Some(fault) => command.envs(emulation::environment_of_jobs()).env(emulation::FAULT, fault.to_string()),
+        None => command.env_remove("RLHF_CUDA_LIB"),
+    };
     command
 }
 

@@ -20,7 +20,7 @@ const DIMS: [usize; 6] = [32, 64, 80, 96, 128, 256];
 #[test]
 fn prefill_and_decode_have_the_bits_of_training() {
     let _one = device();
-    let lengths = [1, 2, 31, 32, 33, 64, 65, 128, 129, 257, 300];
+    let lengths = [1, 2, 31, 32, 33, 64, 65, 129, 257];
     let last = lengths.map(|len| (len - 1, 1));
     for head_dim in DIMS {
         for (heads, kv_heads, window) in

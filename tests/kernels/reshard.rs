@@ -78,9 +78,7 @@ fn only_what_the_new_part_lacks_travels_and_between_joined_gpus_none_of_it_throu
 }
 
 pub fn scene(world: &World) {
-    for (arch, joined) in
-        [(arch(true, (8, 2)), [true, true]), (arch(false, (12, 3)), [true, true]), (arch(true, (8, 2)), [false, true])]
-    {
+    for (arch, joined) in [(arch(true, (8, 2)), [true, true]), (arch(false, (12, 3)), [false, true])] {
         // Where sequences alone are cut, weights lie as over data.
         for (mesh, stage) in layouts(world).into_iter().filter(|(mesh, _)| mesh.sequence == 1 || mesh.tensor > 1) {
             let axes = world.axes(&mesh).expect("all ranks");

@@ -23,8 +23,7 @@ fn every_loss_runs_as_on_the_cpu() {
         ("clip", ""),
         ("dual", "ppo.dual_clip=1.05 ppo.correction=icepop"),
         ("cispo", "ppo.loss=cispo ppo.correction=tis"),
-        ("gspo", "ppo.loss=gspo"),
-        ("kl", "ppo.kl_in=loss ppo.kl_estimator=k3 ppo.entropy_coef=0.02"),
+        ("gspo", "ppo.loss=gspo ppo.kl_in=loss ppo.kl_estimator=k3 ppo.entropy_coef=0.02"),
     ] {
         rlhf_hpc(at, &format!("{far} {set} job.dir={name}"));
         rlhf_hpc(at, &format!("{far} {set} job.dir={name}-cpu job.device=cpu"));

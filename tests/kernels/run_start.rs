@@ -140,7 +140,7 @@ fn one_rank_whose_gpu_is_ill_or_unseen_ends_all_with_its_name() {
         let mut mpirun = launched(2);
         mpirun
             .current_dir(at)
-            .envs(emulation::environment())
+            .envs(emulation::environment_of_jobs())
             .args(["sh", "-c", &own])
             .arg(binary())
             .args(line.split(' '));
@@ -148,20 +148,20 @@ fn one_rank_whose_gpu_is_ill_or_unseen_ends_all_with_its_name() {
     };
     let ill = format!("{}={}", emulation::FAULT, of_start(1));
     let computes = "GPU 1 at 0000:af:00.0: the kernels of this GPU do not pass beside the CPU: the gradient of";
-    for (of_rank_1, code, why) in [
-        (&ill[..], 1, computes),
-        ("RLHF_CUDA_LIB=/nowhere/libcuda.so", 2, "/nowhere/libcuda.so is not on this machine"),
-        ("EMULATED_FAILS=cuInit:1:100", 2, "the driver shows no GPU: "),
-        ("EMULATED_FAILS=cuDevicePrimaryCtxRetain:1:46", 1, "GPU 1 at 0000:af:00.0: cuDevicePrimaryCtxRetain: "),
+    let nowhere = "/nowhere/libcuda.so is not on this machine";
+    let retain = "GPU 1 at 0000:af:00.0: cuDevicePrimaryCtxRetain: ";
+    for (of_rank_1, device, code, why) in [
+        (&ill[..], "auto", 1, computes),
+        ("RLHF_CUDA_LIB=/nowhere/libcuda.so", "auto", 2, nowhere),
+        ("RLHF_CUDA_LIB=/nowhere/libcuda.so", "gpu", 2, nowhere),
+        ("EMULATED_FAILS=cuInit:1:100", "auto", 2, "the driver shows no GPU: "),
+        ("EMULATED_FAILS=cuDevicePrimaryCtxRetain:1:46", "gpu", 1, retain),
     ] {
-        for device in ["auto", "gpu"] {
-            let done = ranks(of_rank_1, &format!("job.dir=refused {DEFAULTS} job.device={device}"));
-            let (words, which) = (flat(&done), if device == "gpu" { "job.device = \"gpu\": " } else { "" });
-            let which = if why == computes { "" } else { which };
-            assert_eq!(done.status.code(), Some(code), "{of_rank_1}: {words}");
-            assert!(words.contains(&format!("error: {which}rank 1 (")) && words.contains(why), "{of_rank_1}: {words}");
-            assert!(words.contains("job.device = \"cpu\""), "{words}");
-        }
+        let done = ranks(of_rank_1, &format!("job.dir=refused {DEFAULTS} job.device={device}"));
+        let (words, which) = (flat(&done), if device == "gpu" { "job.device = \"gpu\": " } else { "" });
+        assert_eq!(done.status.code(), Some(code), "{of_rank_1}: {words}");
+        assert!(words.contains(&format!("error: {which}rank 1 (")) && words.contains(why), "{of_rank_1}: {words}");
+        assert!(words.contains("job.device = \"cpu\""), "{words}");
     }
 }
 

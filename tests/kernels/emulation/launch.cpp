@@ -119,10 +119,10 @@ void fail(const void* at, const char* format, ...) {
     std::abort();
 }
 
-bool planted(int fault) {
-    static const char* number = std::getenv("EMULATED_FAULT");
-    return number && std::atoi(number) == fault;
-}
+static const char* const named_fault = std::getenv("EMULATED_FAULT");
+static const int the_fault = named_fault ? std::atoi(named_fault) : 0;
+
+bool planted(int fault) { return fault == the_fault; }
 
 // ---- shared memory ----
 

@@ -18,14 +18,14 @@ fn rows_that_see_several_runs_have_the_same_bits_from_every_kernel() {
     let _one = device();
     for (head_dim, heads, kv_heads, window, len) in [
         (32, 2, 1, None, 2 * RUN + 9),
-        (64, 3, 1, Some(RUN + 700), 2 * RUN + 300),
+        (64, 2, 1, Some(RUN + 700), 2 * RUN + 300),
         (80, 1, 1, None, RUN + 1),
-        (96, 2, 2, None, RUN + 17),
+        (96, 2, 2, None, RUN + 9),
         (128, 4, 1, None, RUN + 65),
         (256, 2, 1, Some(RUN - 1), RUN + 100),
     ] {
         // The first of these rows see one run only.
-        agree(&Batch::new(&shape(heads, kv_heads, head_dim, window), &[len]), 20);
+        agree(&Batch::new(&shape(heads, kv_heads, head_dim, window), &[len]), 12);
     }
 }
 
@@ -40,5 +40,5 @@ fn sequences_of_different_runs_are_joined_each_for_itself() {
 
 #[test]
 fn no_order_of_threads_shows_in_rows_of_several_runs() {
-    in_every_order(|| agree(&Batch::new(&shape(9, 1, 32, None), &[RUN + 33]), 35));
+    in_every_order(|| agree(&Batch::new(&shape(9, 1, 32, None), &[RUN + 15]), 17));
 }
