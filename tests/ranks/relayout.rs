@@ -88,22 +88,21 @@ fn elsewhere(world: &World) {
         setting("llama", Head::Value, DType::F32),
     ];
     let layouts = layouts(world);
-    for setting in &settings {
-        for (axes, mesh, stage) in layouts.iter().filter(|(_, mesh, _)| mesh.ranks() == world.size) {
-            let axes = axes.as_ref().expect("a mesh of all ranks");
-            let root = Shared::new(world);
-            let learner = trained(setting, axes, *stage);
-            let (from, want) = (saved(world, &root, &learner, *mesh), state(&learner, axes));
-            for (axes, other, stage) in &layouts {
-                let Some(axes) = axes else { continue };
-                let got = state(&restored(setting, axes, *stage, &from), axes);
-                assert_eq!(got.len(), want.len());
-                for ((name, got), (_, want)) in got.iter().zip(&want) {
-                    assert!(want.iter().any(|x| *x != 0), "{name} holds something");
-                    assert!(got == want, "{:?}, {mesh} to {other} at stage {stage}: {name}", setting.dtype);
-                }
+    let of_all = layouts.iter().filter(|(_, mesh, _)| mesh.ranks() == world.size);
+    for ((axes, mesh, stage), setting) in of_all.zip(settings.iter().cycle()) {
+        let axes = axes.as_ref().expect("a mesh of all ranks");
+        let root = Shared::new(world);
+        let learner = trained(setting, axes, *stage);
+        let (from, want) = (saved(world, &root, &learner, *mesh), state(&learner, axes));
+        for (axes, other, stage) in &layouts {
+            let Some(axes) = axes else { continue };
+            let got = state(&restored(setting, axes, *stage, &from), axes);
+            assert_eq!(got.len(), want.len());
+            for ((name, got), (_, want)) in got.iter().zip(&want) {
+                assert!(want.iter().any(|x| *x != 0), "{name} holds something");
+                assert!(got == want, "{:?}, {mesh} to {other} at stage {stage}: {name}", setting.dtype);
             }
-            world.group().barrier();
         }
+        world.group().barrier();
     }
 }
