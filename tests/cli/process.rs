@@ -73,6 +73,11 @@ fn a_verb_without_a_checkpoint_dies_of_signals_as_usual() {
             verb.args(["logprobs", "--model", "model", "--input", "-", "--device", "cpu"]);
             let mut running = verb.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
             let _open = running.stdin.take();
+            // Until it is the program it is `env`, which may still ignore the signal.
+            let exe = format!("/proc/{}/exe", running.id());
+            while fs::read_link(&exe).is_ok_and(|exe| exe != Path::new(bare.get_program())) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             std::thread::sleep(Duration::from_millis(after_ms));
             assert!(signal(name, running.id()));
             let ended = running.wait().unwrap();
