@@ -1,6 +1,6 @@
 //! Divergences between heads against f64, finite differences, and bitwise equality of rows, chunks and passes.
 
-use crate::ops::probe::{Matrix, Numbers, assert_near, same_bits, wide};
+use crate::ops::probe::{Matrix, Numbers, are_slopes, assert_near, same_bits, wide};
 use rlhf_hpc::ops::linear_divergence::{Divergence, Divergences, Teacher, Teachers, forward, forward_backward};
 use rlhf_hpc::ops::linear_logprob::{self, HeadPart, RowStats};
 use rlhf_hpc::tensor::{Layout, Tensor, WeightMut};
@@ -115,32 +115,14 @@ fn divergences_equal_those_in_f64() {
 
 #[test]
 fn gradients_of_divergences_equal_finite_differences_in_f64() {
-    let (t, d, v) = (4, 6, 23);
-    let case = Case::new(t, d, v, 0.7);
-    let (h, w) = (wide(case.h.data()), wide(&case.w.rows));
+    let case = Case::new(4, 6, 23, 0.7);
     for of in ALL {
         let (.., dh, dw) = case.backward(of);
-        let loss = |h: &[f64], w: &[f64]| {
+        are_slopes(&case.h, &case.w, (&dh, &dw), |h, w| {
             let [_, losses, logprobs] = case.exact(of, h, w);
             let [ce, scale] = WEIGHTS.map(f64::from);
             losses.iter().map(|loss| scale * loss).sum::<f64>() - logprobs.iter().map(|l| ce * l).sum::<f64>()
-        };
-        let slope = |at: usize, of_h: bool| {
-            let shifted = |by: f64| {
-                let (mut h, mut w) = (h.clone(), w.clone());
-                let x = if of_h { &mut h } else { &mut w };
-                x[at] += by;
-                loss(&h, &w)
-            };
-            (shifted(1e-5) - shifted(-1e-5)) / 2e-5
-        };
-        for at in 0..h.len() {
-            assert_near("dh", &dh.data()[at..=at], &[slope(at, true)], 2e-6);
-        }
-        for at in 0..w.len() {
-            let index = Layout::Panel.index(d, at / d, at % d);
-            assert_near("dW", &dw[index..=index], &[slope(at, false)], 2e-6);
-        }
+        });
     }
 }
 

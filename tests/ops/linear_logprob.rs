@@ -1,7 +1,7 @@
 //! Selective log-softmax against f64, finite differences, and bitwise equality of its two passes.
 
 use crate::models::relative_gap;
-use crate::ops::probe::{Matrix, Numbers, assert_near, same_bits, wide};
+use crate::ops::probe::{Matrix, Numbers, are_slopes, assert_near, same_bits, wide};
 use rlhf_hpc::device::cpu::softmax;
 use rlhf_hpc::device::simd::Level;
 use rlhf_hpc::experience::SamplingMask;
@@ -112,31 +112,11 @@ fn forward_backward_records_the_bits_of_forward() {
 fn gradients_equal_finite_differences_in_f64() {
     let case = Case::new(6, 8, 37, 0.7);
     let (.., dh, dw) = run_both(&case, case.w.f32());
-    let (h, w) = (wide(case.h.data()), wide(&case.w.rows));
-    let loss = |h: &[f64], w: &[f64]| {
+    are_slopes(&case.h, &case.w, (&dh, &dw), |h, w| {
         let (logprobs, entropy) = case.exact(h, w);
         let term = |i: usize| f64::from(weights(i).0) * logprobs[i] + f64::from(weights(i).1) * entropy[i];
         (0..6).map(term).sum::<f64>()
-    };
-    let slope = |at: usize, of_h: bool| {
-        let shifted = |by: f64| {
-            let (mut h, mut w) = (h.clone(), w.clone());
-            if of_h {
-                h[at] += by;
-            } else {
-                w[at] += by;
-            }
-            loss(&h, &w)
-        };
-        (shifted(1e-5) - shifted(-1e-5)) / 2e-5
-    };
-    for at in 0..h.len() {
-        assert_near("dh", &dh.data()[at..=at], &[slope(at, true)], 2e-6);
-    }
-    for at in 0..w.len() {
-        let index = Layout::Panel.index(8, at / 8, at % 8);
-        assert_near("dW", &dw[index..=index], &[slope(at, false)], 2e-6);
-    }
+    });
 }
 
 #[test]

@@ -138,3 +138,24 @@ pub fn wide(x: &[f32]) -> Vec<f64> {
 pub fn tolerance(terms: usize) -> f64 {
     1e-7 * terms as f64 + 1e-6
 }
+
+/// That gradients of hidden rows and of a head in panels are the slopes of `loss(h, w)`, by differences in f64.
+pub fn are_slopes(h: &Tensor, w: &Matrix, (dh, dw): (&Tensor, &[f32]), loss: impl Fn(&[f64], &[f64]) -> f64) {
+    let (h, rows) = (wide(h.data()), wide(&w.rows));
+    let slope = |at: usize, of_h: bool| {
+        let shifted = |by: f64| {
+            let (mut h, mut w) = (h.clone(), rows.clone());
+            let x = if of_h { &mut h } else { &mut w };
+            x[at] += by;
+            loss(&h, &w)
+        };
+        (shifted(1e-5) - shifted(-1e-5)) / 2e-5
+    };
+    for at in 0..h.len() {
+        assert_near("dh", &dh.data()[at..=at], &[slope(at, true)], 2e-6);
+    }
+    for at in 0..rows.len() {
+        let index = Layout::Panel.index(w.k, at / w.k, at % w.k);
+        assert_near("dW", &dw[index..=index], &[slope(at, false)], 2e-6);
+    }
+}

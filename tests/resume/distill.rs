@@ -1,6 +1,7 @@
 //! Whole jobs of distillation: alike on every axis of the mesh, alike after an interruption, and nearer to the teachers.
 
 use crate::resume::job::{Job, place, verb};
+use crate::resume::pairs::SMOOTH;
 use std::sync::Once;
 
 /// Names and keys: on rows with two teachers, of which one is wider than the student and has a head of its own; and on the student's samples.
@@ -13,10 +14,6 @@ const KINDS: &[(&str, &str)] = &[
         "model.teachers=[\"tied\",\"teacher\"] distill.on_policy=true distill.divergence=reverse_kl distill.full_vocabulary=false",
     ),
 ];
-/// With so large an eps a step of AdamW is smooth in the gradient, and rounding stays rounding.
-const SMOOTH: &str =
-    "optim.actor.eps=0.1 optim.actor.lr=0.05 optim.actor.schedule=constant optim.actor.warmup_ratio=0.0";
-
 /// Axes of two ranks, and every stage of ZeRO.
 const LAYOUTS: &[&str] = &[
     "mesh.data=2 mesh.zero=0",

@@ -28,7 +28,7 @@ const KINDS: &[(&str, &str, &[&str])] = &[
     ("step-reward", "job.kind=step_reward data.prompts=[\"steps\"]", OF_STEPS),
 ];
 /// With so large an eps a step of AdamW is smooth in the gradient, and rounding stays rounding.
-const SMOOTH: &str =
+pub const SMOOTH: &str =
     "optim.actor.eps=0.1 optim.actor.lr=0.05 optim.actor.schedule=constant optim.actor.warmup_ratio=0.0";
 
 /// Axes of two ranks, and every stage of ZeRO.
