@@ -260,7 +260,7 @@ struct Work {
     KeyTile tile;
     i32 kv_head;
     // Whether the tiles before had added when p and ds were there.
-    bool come;
+    bool ready;
     // The counter to pass on when dq is given, and what it shall say; of the thread TELLER. In shared memory, as registers are
     // few.
     i32 told;
@@ -341,7 +341,7 @@ DEVICE void backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_
             return before == 0 || load_acquire(counters + counter()) == before;
         };
         tell(work, counters);
-        if (threadIdx.x == 0) work.come = may_add();
+        if (threadIdx.x == 0) work.ready = may_add();
         const float* of_rows = statistics + slot * 2 * ROWS + late;
         const bf16 *q_rows = q_tile + (SLOTS == 2 ? slot : 0) * TILE, *d_rows = d_tile + (SLOTS == 2 ? slot : 0) * TILE;
         if (SLOTS == 2) copy(after(), following(), slot ^ 1);
@@ -380,7 +380,7 @@ DEVICE void backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_
         }
         const Order order = order_of<E>(tile, window, r);
         auto wait = [&]() {
-            if (work.come) return;
+            if (work.ready) return;
             while (lane_id() == 0 && !may_add()) pause();
             SYNC_WARP();
         };

@@ -26,13 +26,14 @@ pub struct Swap {
     pub roles: bool,
 }
 
-/// When AdamW's moments and master weights wait.
+/// When AdamW's moments and master weights are offloaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum StateSwap {
     #[default]
     Never,
-    /// They come for the first update of a step and go behind the last one.
+    /// Onloaded before the first update of a step, offloaded after the last.
     BetweenSteps,
+    /// Onloaded before each update, offloaded after it.
     BetweenUpdates,
 }
 

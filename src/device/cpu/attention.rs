@@ -183,7 +183,7 @@ pub fn kv_append(
     let ends = cumulated(sequences.iter().map(|sequence| sequence.tokens));
     let (keys, values) = (Shares::new(keys), Shares::new(values));
     let small = k.len() < APPEND_SERIAL_BELOW;
-    // About the threads that read the sequences' pages, which then need not fetch what is new.
+    // About the threads that read the sequences' pages next: what is new is then in their caches.
     pool().ranges(sequences.len(), 1, small, &|part| {
         for (sequence, start) in sequences[part.clone()].iter().zip(&ends[part]) {
             for (row, at) in (sequence.past..sequence.past + sequence.tokens).enumerate() {

@@ -147,8 +147,8 @@ impl Cut {
     }
 }
 
-/// Does all of `products`, which do not depend on each other, at one call of the threads. Those of `own` values of x take their
-/// words from what each thread makes of them.
+/// Does all of `products`, which do not depend on each other, at one call of the threads. With `own`, each thread rounds these
+/// values of x itself and uses its words in place of `a`.
 fn run_all(products: &[Product], own: Option<&[f32]>, level: Level) {
     let pool = pool();
     let few = products.iter().map(|p| p.m * p.n * p.steps).sum::<usize>() < SERIAL_BELOW;
@@ -264,8 +264,8 @@ pub fn forward_scratch(m: usize, w: &Panels) -> usize {
     if has_own_words(arithmetic, m * w.k) { 0 } else { row_words_scratch(arithmetic, m, w.k) }
 }
 
-/// Whether each thread makes its own words of `len` values of x: what another thread wrote waits in that thread's cache, and comes
-/// faster read one after the other, which hardware foresees, than as the chains go.
+/// Whether each thread rounds `len` values of x itself. Words that another thread wrote are in that core's cache, and the tiles'
+/// strided reads fetch them line by line; reading x in order is prefetched.
 fn has_own_words(arithmetic: Arithmetic, len: usize) -> bool {
     arithmetic == Arithmetic::Bf16 && (1..=OWN_WORDS).contains(&len)
 }

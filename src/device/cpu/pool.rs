@@ -36,8 +36,8 @@ unsafe impl Sync for Shared {}
 unsafe impl Send for Shared {}
 
 impl Shared {
-    /// Moves this worker to the other cores where it shares one with the caller: two threads that spin and yield look busy, and
-    /// some kernels (Linux 6.18 of a virtual machine of two cores) leave them on one core for minutes beside an idle one.
+    /// Binds this worker to the other cores where it shares one with the caller. Some kernels (seen: Linux 6.18, a virtual machine of
+    /// two cores) keep two threads that spin and yield on one core for minutes while another idles.
     fn leave_caller(&self) {
         let caller = self.caller_core.load(Ordering::Relaxed);
         if affinity::core() == caller && !self.cores.is_empty() {

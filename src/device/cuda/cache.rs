@@ -45,7 +45,7 @@ pub struct Cubins {
     pub log: String,
 }
 
-/// Takes what `dir` holds, compiles the rest, and leaves it there: of ranks that come at the same time one compiles, the others read. A
+/// Reads the cubins in `dir`, compiles the rest and writes them there. Of ranks that start together one compiles, the others read. A
 /// directory that cannot be written costs the next start the same time again, nothing else.
 ///
 /// # Errors

@@ -1,9 +1,9 @@
-//! Values that wait in pinned host memory and come to the GPU while they are needed there. Their copies run beside
-//! kernels, each way on a stream of its own.
+//! Values in pinned host memory that are onloaded while the GPU needs them. Their copies run beside kernels, each direction on a
+//! stream of its own.
 //!
-//! Memory of the GPU belongs to the compute stream. So a copy begins behind what that has been given. Where values come, what it
-//! is given from `HostCopy::wait` on comes behind the copy; where they leave, what gets their memory next (`free_behind`):
-//! nothing else waits.
+//! Memory of the GPU belongs to the compute stream, so a copy waits for the work that stream already has. After an onload, work
+//! submitted from `HostCopy::wait` on waits for the copy; after an offload, whatever takes the memory next does (`free_behind`).
+//! Nothing else waits.
 
 use super::gpu::{Gpu, Stream, gpu};
 use super::graph::Pinned;
