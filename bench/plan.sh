@@ -137,9 +137,11 @@ if [ ! -d tokenizer ]; then
   "$ours" tokenizer corpus.jsonl --vocabulary 264 --out tokenizer
 fi
 if [ ! -f rows.jsonl ]; then
-  # Long enough for every row to be cut to the same length.
-  text=$(printf 'What is %s? ' $(seq 100 160))
-  for i in $(seq 256); do printf '{"prompt": "%s", "response": "%s"}\n' "$i $text" "$text"; done > rows.jsonl
+  # Long enough for every row to be cut to the same length; no two begin alike, as pages of keys that rows share are taken once.
+  for i in $(seq 256); do
+    text=$(printf 'What is %s? ' $(seq $((99 + i)) $((159 + i))))
+    printf '{"prompt": "%s", "response": "%s"}\n' "$text" "$text"
+  done > rows.jsonl
 fi
 # rows, least and most characters (about as many tokens) of prompts, of responses: log-normal.
 mixed() {

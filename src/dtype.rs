@@ -2,13 +2,21 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Of weights: activations and gradients are f32 on the CPU, bf16 on GPUs but where sums are kept.
+/// Of weights, and of cached keys and values. Activations and gradients are f32 on the CPU, bf16 on GPUs but where sums are kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DType {
     #[default]
     F32,
     Bf16,
+}
+
+/// The bits of the nearest bf16, ties to even; NaN stays NaN.
+#[inline]
+pub fn round_bf16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = (bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16) as u16;
+    if x.is_nan() { (bits >> 16) as u16 | 0x40 } else { rounded }
 }
 
 impl DType {

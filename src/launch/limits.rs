@@ -4,6 +4,7 @@ use super::layout::Expected;
 use super::run::Run;
 use crate::config::rollout::RolloutConfig;
 use crate::device::{Device, cuda};
+use crate::dtype::DType;
 use crate::error::{Error, Result, format_bytes};
 use crate::metrics::rollouts::step_bytes_max;
 use crate::model::Transformer;
@@ -93,8 +94,13 @@ impl Run {
 }
 
 /// Refuses what no step of sampling could do: a cache of `rollout.kv_bytes_max` that does not hold the longest row, and stop
-/// tokens that the model does not know. `transformer` is the actor's in the rollout, `prompt_tokens` the longest prompt.
-pub fn check_sampling(config: &RolloutConfig, transformer: &Transformer, prompt_tokens: usize) -> Result<()> {
+/// tokens that the model does not know. `transformer` is the actor's in the rollout, with weights of `dtype`, `prompt_tokens` the longest prompt.
+pub fn check_sampling(
+    config: &RolloutConfig,
+    transformer: &Transformer,
+    dtype: DType,
+    prompt_tokens: usize,
+) -> Result<()> {
     let (arch, prompt) = (&transformer.arch, prompt_tokens);
     if let Some(token) = config.stop_token_ids.iter().find(|token| **token as usize >= arch.vocabulary) {
         let last = arch.vocabulary - 1;
@@ -102,7 +108,7 @@ pub fn check_sampling(config: &RolloutConfig, transformer: &Transformer, prompt_
         return Err(Error::usage(message));
     }
     let response = rollout::new_tokens_max(config, prompt, arch.context);
-    let needed = pages_of(cached_tokens_max(prompt, response)) * transformer.kv_page_bytes();
+    let needed = pages_of(cached_tokens_max(prompt, response)) * transformer.kv_page_bytes(dtype);
     // 0 bytes: it takes what it needs.
     if config.kv_bytes_max == 0 || needed as u64 <= config.kv_bytes_max {
         return Ok(());

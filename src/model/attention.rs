@@ -111,12 +111,14 @@ impl Attention {
     /// All of it but the output projection, which `add` does.
     pub(super) fn forward(&self, c: Context, n: Tensor, keys: LayerKeys) -> AttentionSaved {
         let (shape, t) = (&self.shape, n.rows());
-        let [q, k, v] = Linear::forward_each(c.w, &n, [&self.q, &self.k, &self.v]);
+        let [q, k, mut v] = Linear::forward_each(c.w, &n, [&self.q, &self.k, &self.v]);
         let (mut q, q_raw) = normed(c.w, q, self.q_norm.as_ref());
         let (mut k, k_raw) = normed(c.w, k, self.k_norm.as_ref());
         let (o, lse) = match keys {
             LayerKeys::Packed(packed) => {
                 rope::forward(&mut q, &mut k, c.positions, c.rope);
+                attention::round_as_cached(&mut k, c.w.dtype());
+                attention::round_as_cached(&mut v, c.w.dtype());
                 self.ring.forward(packed, shape, [&q, &k, &v])
             }
             LayerKeys::Paged(cache, paged) => {

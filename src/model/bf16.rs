@@ -1,5 +1,6 @@
 //! Between bf16 and f32, in the layouts of the flat buffer.
 
+use crate::dtype::round_bf16;
 use crate::tensor::{Layout, PANEL};
 
 /// bf16 to f32, exactly. In panels two neighbouring k interleave.
@@ -21,22 +22,14 @@ pub(super) fn widen(layout: Layout, from: &[u16], to: &mut [f32]) {
 /// f32 to bf16, rounded to nearest even. In panels two neighbouring k interleave.
 pub(super) fn narrow(layout: Layout, from: &[f32], to: &mut [u16]) {
     match layout {
-        Layout::Row => to.iter_mut().zip(from).for_each(|(t, &x)| *t = round(x)),
+        Layout::Row => to.iter_mut().zip(from).for_each(|(t, &x)| *t = round_bf16(x)),
         Layout::Panel => {
             for (to, from) in to.chunks_exact_mut(2 * PANEL).zip(from.chunks_exact(2 * PANEL)) {
                 let (even, odd) = from.split_at(PANEL);
                 for (pair, (&e, &o)) in to.chunks_exact_mut(2).zip(even.iter().zip(odd)) {
-                    (pair[0], pair[1]) = (round(e), round(o));
+                    (pair[0], pair[1]) = (round_bf16(e), round_bf16(o));
                 }
             }
         }
     }
-}
-
-/// The nearest bf16, ties to even; NaN stays NaN.
-#[inline]
-pub(super) fn round(x: f32) -> u16 {
-    let bits = x.to_bits();
-    let rounded = (bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16) as u16;
-    if x.is_nan() { (bits >> 16) as u16 | 0x40 } else { rounded }
 }

@@ -1,9 +1,9 @@
 //! The safetensors of an export: one file, or several with an index, written unit by unit, of which some MiB are on the host.
 
-use super::bf16::round;
 use super::pack::unpack_rows;
 use super::params::{ParamSpec, ParamTable};
 use super::unit::UnitValues;
+use crate::dtype::round_bf16;
 use crate::error::Result;
 use crate::sys::files::{self, LargeFile};
 use crate::tensor::{DType, Layout, PANEL};
@@ -190,7 +190,7 @@ fn in_dtype<'a>(rows: &'a [f32], dtype: DType, bits: &'a mut Vec<u16>) -> &'a [u
     }
     bits.resize(rows.len(), 0);
     let chunks = bits.par_chunks_mut(CHUNK).zip(rows.par_chunks(CHUNK));
-    chunks.for_each(|(to, from)| to.iter_mut().zip(from).for_each(|(t, &x)| *t = round(x)));
+    chunks.for_each(|(to, from)| to.iter_mut().zip(from).for_each(|(t, &x)| *t = round_bf16(x)));
     bytemuck::cast_slice(bits)
 }
 

@@ -13,6 +13,7 @@ use crate::comm::{Axes, Group};
 use crate::config::job::Recompute;
 use crate::device::cuda::{Arg, Memory, decode};
 use crate::device::{Device, null};
+use crate::dtype::DType;
 use crate::ops::attention::{KvLayer, PAGE, Packed, Paged, kv_copy_page};
 use crate::ops::embedding;
 use crate::ops::rope::RopeTable;
@@ -265,9 +266,9 @@ impl Transformer {
         grads.finish(EMBEDDING);
     }
 
-    /// An empty KV cache of `pages` pages for each layer.
-    pub fn kv_cache(&self, pages: usize) -> Vec<KvLayer> {
-        self.blocks.iter().map(|block| KvLayer::new(self.device, pages, block.shape())).collect()
+    /// An empty KV cache of `pages` pages for each layer, with weights of `dtype`.
+    pub fn kv_cache(&self, dtype: DType, pages: usize) -> Vec<KvLayer> {
+        self.blocks.iter().map(|block| KvLayer::new(self.device, dtype, pages, block.shape())).collect()
     }
 
     /// Copies page `from` to page `to` in every layer.
@@ -277,11 +278,12 @@ impl Transformer {
         }
     }
 
-    /// Bytes of one KV page over all layers: keys and values of `PAGE` tokens, of the heads that this rank holds.
-    pub fn kv_page_bytes(&self) -> usize {
+    /// Bytes of one KV page over all layers, with weights of `dtype`: keys and values of `PAGE` tokens, of the heads that this rank
+    /// holds.
+    pub fn kv_page_bytes(&self, dtype: DType) -> usize {
         let shapes = self.blocks.iter().map(Block::shape);
         let width: usize = shapes.map(|shape| shape.kv_heads * shape.head_dim).sum();
-        2 * width * PAGE * KvLayer::value_bytes(self.device)
+        2 * width * PAGE * KvLayer::value_bytes(self.device, dtype)
     }
 
     /// The ranks that hold the other parts of each matrix, and this one.

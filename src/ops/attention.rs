@@ -8,12 +8,14 @@ pub use super::attention_shape::{AttentionShape, PAGE, PagedSequence, Span, pair
 use super::attention_shape::{check, check_heads, delta, note_backward, note_pairs};
 use super::ring_attention::Steps;
 use super::rope::{self, RopeTable};
+use crate::device::cpu::attention::Cached;
 use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::decode;
 use crate::device::cuda::kv_cache::{KvPages, SequenceTable};
 use crate::device::{Device, cpu, cuda, null};
+use crate::dtype::{DType, round_bf16};
 use crate::sys::lock::lock;
-use crate::tensor::{Indices, Tensor, arena::Buffer};
+use crate::tensor::{Flat, Indices, Slice, SliceMut, Tensor};
 use std::sync::{Arc, Mutex};
 
 /// What the kernels of a GPU look up, for every shape that layers have; made when a layer of the shape asks first.
@@ -146,32 +148,51 @@ pub fn backward_packed(
     }
 }
 
+/// Rounds keys or values to what a cache of a model with weights of `dtype` holds, so that training sees what sampling saw. On GPUs
+/// they are bf16 from the start.
+pub fn round_as_cached(x: &mut Tensor, dtype: DType) {
+    if let (Device::Cpu, DType::Bf16) = (x.device(), dtype) {
+        cpu::copy::round_to_bf16(x.data_mut());
+    }
+}
+
 /// The KV cache of one layer: pages of `PAGE` tokens.
 #[derive(Debug)]
 pub enum KvLayer {
-    /// f32; keys of a page lie transposed, [g][e][PAGE], values [g][PAGE][e].
-    Cpu { keys: Buffer, values: Buffer },
+    /// In the dtype of weights; keys of a page lie transposed, [g][e][PAGE], values [g][PAGE][e].
+    Cpu { keys: Flat, values: Flat },
     /// bf16.
     Cuda(KvPages),
 }
 
 impl KvLayer {
-    /// Contents zero.
-    pub fn new(device: Device, pages: usize, shape: &AttentionShape) -> Self {
+    /// For a model with weights of `dtype`. Contents zero.
+    pub fn new(device: Device, dtype: DType, pages: usize, shape: &AttentionShape) -> Self {
         match device {
             Device::Cpu => {
-                let len = pages * cpu::attention::page_len(shape);
-                Self::Cpu { keys: Buffer::zeros(len), values: Buffer::zeros(len) }
+                let zeros = || {
+                    let mut flat = Flat::weights(device, dtype, pages * cpu::attention::page_len(shape));
+                    flat.clear();
+                    flat
+                };
+                Self::Cpu { keys: zeros(), values: zeros() }
             }
             Device::Cuda => Self::Cuda(KvPages::new(pages, shape)),
         }
     }
 
     /// Bytes of one key's or value's element.
-    pub fn value_bytes(device: Device) -> usize {
+    pub fn value_bytes(device: Device, dtype: DType) -> usize {
         match device {
-            Device::Cpu => size_of::<f32>(),
-            Device::Cuda => size_of::<u16>(),
+            Device::Cpu => dtype.bytes(),
+            Device::Cuda => DType::Bf16.bytes(),
+        }
+    }
+
+    fn dtype(&self) -> DType {
+        match self {
+            Self::Cpu { keys, .. } => keys.all().dtype(),
+            Self::Cuda(_) => DType::Bf16,
         }
     }
 
@@ -185,7 +206,7 @@ impl KvLayer {
     /// Bytes of keys and values.
     pub fn bytes(&self) -> usize {
         match self {
-            Self::Cpu { keys, values } => size_of_val::<[f32]>(keys) + size_of_val::<[f32]>(values),
+            Self::Cpu { keys, values } => keys.bytes() + values.bytes(),
             Self::Cuda(pages) => pages.bytes(),
         }
     }
@@ -277,7 +298,15 @@ pub fn kv_append(
     match cache {
         KvLayer::Cpu { keys, values } => {
             rope::forward(q, k, positions, rope);
-            cpu::attention::kv_append(keys, values, k.data(), v.data(), paged.host(), shape);
+            let (new, sequences) = ([k.data(), v.data()], paged.host());
+            match (keys.all_mut(), values.all_mut()) {
+                (SliceMut::Bf16(keys), SliceMut::Bf16(values)) => {
+                    cpu::attention::kv_append([keys, values], new, round_bf16, sequences, shape);
+                }
+                (keys, values) => {
+                    cpu::attention::kv_append([keys.f32(), values.f32()], new, |x| x, sequences, shape);
+                }
+            }
         }
         KvLayer::Cuda(pages) => {
             let angles = rope.of(positions);
@@ -297,11 +326,15 @@ pub fn forward_paged(q: &Tensor, cache: &KvLayer, paged: &Paged, shape: &Attenti
     check("q", q, rows, shape.heads * shape.head_dim);
     check("o", o, rows, shape.heads * shape.head_dim);
     if null::is_active() {
-        paged.note(shape, if matches!(cache, KvLayer::Cpu { .. }) { 4 } else { 2 });
+        paged.note(shape, cache.dtype().bytes());
     }
     match cache {
         KvLayer::Cpu { keys, values } => {
-            cpu::attention::forward_paged(q.data(), keys, values, paged.host(), shape, o.data_mut());
+            let cached = [keys, values].map(|cached| match cached.all() {
+                Slice::Bf16(values) => Cached::Bf16(values),
+                values => Cached::F32(values.f32()),
+            });
+            cpu::attention::forward_paged(q.data(), cached, paged.host(), shape, o.data_mut());
         }
         KvLayer::Cuda(pages) => {
             cuda::paged_attention::forward(q.cuda(), pages, &paged.cuda(shape), shape, o.cuda_mut());
@@ -317,9 +350,12 @@ pub fn kv_copy_page(cache: &mut KvLayer, from: u32, to: u32, shape: &AttentionSh
     match cache {
         KvLayer::Cpu { keys, values } => {
             let len = cpu::attention::page_len(shape);
-            let from = from as usize * len;
-            for buffer in [keys, values] {
-                buffer.copy_within(from..from + len, to as usize * len);
+            let (from, to) = (from as usize * len, to as usize * len);
+            for cached in [keys, values] {
+                match cached.all_mut() {
+                    SliceMut::Bf16(values) => values.copy_within(from..from + len, to),
+                    values => values.f32().copy_within(from..from + len, to),
+                }
             }
         }
         KvLayer::Cuda(pages) => cuda::kv_cache::copy_page(pages, from, to),

@@ -276,7 +276,7 @@ impl<'a> Bench<'a> {
         let tables: Vec<Vec<u32>> = (0..batch).map(|s| (0..pages).map(|p| (s * pages + p) as u32).collect()).collect();
         let sequences: Vec<PagedSequence> =
             tables.iter().map(|blocks| PagedSequence { past, tokens: 1, blocks }).collect();
-        let mut cache = model.kv_cache(batch * pages);
+        let mut cache = model.kv_cache(weights.dtype(), batch * pages);
         let (tokens, positions) = (self.tokens(batch), vec![past as u32; batch]);
         let [whole, body] = self.measured(null::GEMM, || {
             let keys = Keys::Paged(&mut cache, sequences.as_slice().into());

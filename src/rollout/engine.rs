@@ -10,7 +10,6 @@ use crate::config::rollout::RolloutConfig;
 use crate::device::cuda::owned_by;
 use crate::device::null::{self, Cache};
 use crate::error::{Error, Result};
-use crate::model::Transformer;
 use crate::ops::attention::{KvLayer, PAGE};
 use crate::rng::Rng;
 use std::collections::HashMap;
@@ -89,7 +88,7 @@ impl Engine {
         let (specs, queue) = (specs(requests), hooks.queue.as_ref());
         let batch_max = queue.map_or(self.config.batch_max, |queue| queue.batch_max.min(self.config.batch_max));
         let needed = pages_wanted(specs.iter().copied(), batch_max);
-        let limits = Limits { batch_max, ..self.make_cache(model.transformer, &specs, needed) };
+        let limits = Limits { batch_max, ..self.make_cache(&model, &specs, needed) };
         let mut scheduler = Scheduler::new(specs.iter().copied(), limits)?;
         // Prompts of a plan are made up alike.
         if !null::is_active() {
@@ -160,14 +159,15 @@ impl Engine {
             beams::prompts(requests).map(|range| beams.pages_max(&requests[range.start])).collect();
         pages.sort_unstable_by(|a, b| b.cmp(a));
         let needed = pages.iter().take((self.config.batch_max / beams.count).max(1)).sum();
-        let limits = self.make_cache(model.transformer, &specs(requests), needed);
+        let limits = self.make_cache(&model, &specs(requests), needed);
         BeamRun::new(model, beams, requests, limits, &mut self.cache)?.run(hooks)
     }
 
     /// `needed` pages, within the bytes allowed, and the positions of the longest sequence. A cache that is large enough is kept.
-    fn make_cache(&mut self, transformer: &Transformer, specs: &[Spec], needed: usize) -> Limits {
+    fn make_cache(&mut self, model: &Model, specs: &[Spec], needed: usize) -> Limits {
         let RolloutConfig { batch_max, prefill_tokens_max, .. } = self.config;
-        let page_bytes = transformer.kv_page_bytes();
+        let (transformer, dtype) = (model.transformer, model.weights.dtype());
+        let page_bytes = transformer.kv_page_bytes(dtype);
         let mut allowed = (self.kv_bytes_max / page_bytes as u64) as usize;
         if null::is_active() && self.config.kv_bytes_max == 0 {
             // A plan says by how much a job is too large: it goes on with room for one sequence.
@@ -188,7 +188,7 @@ impl Engine {
         }
         if pages > self.pages {
             self.release();
-            self.cache = owned_by("kv cache", || transformer.kv_cache(pages));
+            self.cache = owned_by("kv cache", || transformer.kv_cache(dtype, pages));
             self.pages = pages;
         }
         let longest = specs.iter().map(|spec| spec.prompt_tokens + spec.new_tokens_max).max();

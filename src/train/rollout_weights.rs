@@ -35,7 +35,8 @@ impl RolloutWeights {
     pub fn of(run: &Run, actor: Option<&Role>, prompt_tokens: usize) -> Result<(Option<Self>, usize)> {
         let made = actor.map(|actor| {
             let made = Self::new(actor, &run.ranks.axes, &run.ranks.rollout_axes)?;
-            check_sampling(&run.config.rollout, made.transformer(actor), prompt_tokens).map(|()| made)
+            let dtype = actor.weights.dtype();
+            check_sampling(&run.config.rollout, made.transformer(actor), dtype, prompt_tokens).map(|()| made)
         });
         let made = run.ranks.all.agree(made.transpose())?;
         let bytes = made.as_ref().zip(actor).map_or(0, |(made, actor)| made.bytes(actor));

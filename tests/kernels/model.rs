@@ -159,7 +159,7 @@ fn a_drawn_token_has_the_log_probability_that_training_computes_bit_for_bit() {
     for arch in [llama(), qwen3()] {
         let (model, w) = Twins::new(&arch, Head::LanguageModel).gpu;
         let prompt = tokens(37);
-        let mut cache = model.kv_cache(4);
+        let mut cache = model.kv_cache(w.dtype(), 4);
         let blocks = [2, 0, 3, 1];
         let mut fed = prompt.clone();
         let mut drawn: Vec<Sampled> = Vec::new();

@@ -154,7 +154,7 @@ fn heads_are_turned_on_their_way_to_the_cache_as_in_place() {
             let sequences = [PagedSequence { past: 20, tokens: 9, blocks: &[2] }];
             let caches = [true, false].map(|on_the_way| {
                 let (mut q, mut k, v) = (of(1, heads), of(2, kv_heads), of(3, kv_heads));
-                let mut cache = KvLayer::new(Device::Cuda, 3, &shape);
+                let mut cache = KvLayer::new(Device::Cuda, DType::Bf16, 3, &shape);
                 let none = RopeTable::new(&vec![0.0; e / 2], 1.0, 64);
                 if !on_the_way {
                     rope::forward(&mut q, &mut k, &at, &rope);

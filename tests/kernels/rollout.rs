@@ -33,7 +33,7 @@ impl Part {
     }
 
     pub fn config(&self, batch_max: usize, pages: usize, graphs: bool) -> RolloutConfig {
-        let kv_bytes_max = (pages * self.transformer.kv_page_bytes()) as u64;
+        let kv_bytes_max = (pages * self.transformer.kv_page_bytes(DType::Bf16)) as u64;
         RolloutConfig { batch_max, kv_bytes_max, prefill_tokens_max: 128, graphs, ..RolloutConfig::default() }
     }
 

@@ -301,7 +301,7 @@ fn what_an_engine_takes_beside_weights_and_cache_is_at_most_what_the_cache_leave
     let stop = Arc::new(Stop::default());
     let requests = rollout::requests(&prompts, &config, &stop, arch.context).expect("requests");
     // The cache is as large as it may be: one that could be larger would take what is left.
-    let cache = 40 * transformer.kv_page_bytes() as u64;
+    let cache = 40 * transformer.kv_page_bytes(DType::Bf16) as u64;
     let mut engine = Engine::new(&config, 0);
     engine.allow(cache);
     let reckoned = rollout::forward_bytes(&arch, 1, &config, requests.len(), rollout::edits_logits(&config));

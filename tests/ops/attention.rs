@@ -3,9 +3,10 @@
 use rlhf_hpc::device::Device;
 use rlhf_hpc::ops::attention::{
     AttentionShape, KvLayer, PAGE, PagedSequence, backward_packed, forward_packed, forward_paged, kv_append,
+    round_as_cached,
 };
 use rlhf_hpc::ops::rope::RopeTable;
-use rlhf_hpc::tensor::Tensor;
+use rlhf_hpc::tensor::{DType, Tensor};
 
 use super::probe::{assert_near, same_bits, same_on_threads_and_levels, tensor, wide};
 
@@ -120,7 +121,8 @@ impl Case {
 
     /// All that the two passes and the paged cache give.
     fn all(&self) -> Vec<Vec<f32>> {
-        self.both_passes().iter().chain([&chunked(self, 20)]).map(|x| x.data().to_vec()).collect()
+        let paged = [DType::F32, DType::Bf16].map(|dtype| chunked(self, 20, dtype));
+        self.both_passes().iter().chain(&paged).map(|x| x.data().to_vec()).collect()
     }
 }
 
@@ -149,14 +151,15 @@ struct Paged {
 }
 
 impl Paged {
-    fn new(case: &Case) -> Self {
+    fn new(case: &Case, dtype: DType) -> Self {
         let lengths = case.ends.windows(2).map(|ends| ends[1] - ends[0]);
         let counts: Vec<usize> = lengths.map(|length| length.div_ceil(PAGE)).collect();
         let pages = counts.iter().sum::<usize>() + 3;
-        let mut cache = KvLayer::new(Device::Cpu, pages, &case.shape);
+        let mut cache = KvLayer::new(Device::Cpu, dtype, pages, &case.shape);
         if let KvLayer::Cpu { keys, values } = &mut cache {
-            keys.fill(f32::NAN);
-            values.fill(f32::NAN);
+            for cached in [keys, values] {
+                cached.buffer_mut().expect("a cache of the CPU").fill(f32::from_bits(u32::MAX));
+            }
         }
         // 7 and the page count are coprime unless 7 divides it.
         let step = if pages.is_multiple_of(7) { 5 } else { 7 };
@@ -198,9 +201,9 @@ impl Paged {
     }
 }
 
-/// All sequences in chunks of `chunk` tokens, together.
-fn chunked(case: &Case, chunk: usize) -> Tensor {
-    let mut paged = Paged::new(case);
+/// All sequences in chunks of `chunk` tokens, together, from a cache of `dtype`.
+fn chunked(case: &Case, chunk: usize, dtype: DType) -> Tensor {
+    let mut paged = Paged::new(case, dtype);
     let mut o = Tensor::zeros(case.q.rows(), case.q.width());
     let lengths: Vec<usize> = case.ends.windows(2).map(|ends| ends[1] - ends[0]).collect();
     let longest = lengths.iter().copied().max().unwrap_or(0);
@@ -214,10 +217,17 @@ fn chunked(case: &Case, chunk: usize) -> Tensor {
 #[test]
 fn packed_training_prefill_in_any_chunks_and_decode_agree_bitwise() {
     for shape in shapes() {
-        let case = Case::new(shape, RAGGED);
-        let [packed, _] = case.forward();
-        for chunk in [1, 5, 32, 33, 50, 1000] {
-            same_bits(&format!("{shape:?}, chunks of {chunk}"), chunked(&case, chunk).data(), packed.data());
+        for dtype in [DType::F32, DType::Bf16] {
+            let case = Case::new(shape, RAGGED);
+            let mut trained = Case::new(shape, RAGGED);
+            round_as_cached(&mut trained.k, dtype);
+            round_as_cached(&mut trained.v, dtype);
+            assert_eq!(trained.k.data() == case.k.data(), dtype == DType::F32);
+            let [packed, _] = trained.forward();
+            for chunk in [1, 5, 32, 33, 50, 1000] {
+                let paged = chunked(&case, chunk, dtype);
+                same_bits(&format!("{shape:?}, {dtype:?}, chunks of {chunk}"), paged.data(), packed.data());
+            }
         }
     }
 }
@@ -266,7 +276,7 @@ fn neither_threads_nor_instructions_change_a_bit() {
 #[should_panic(expected = "page 9 of a cache of 2")]
 fn a_page_outside_the_cache_is_refused() {
     let shape = shape(2, 1, 8, None);
-    let cache = KvLayer::new(Device::Cpu, 2, &shape);
+    let cache = KvLayer::new(Device::Cpu, DType::F32, 2, &shape);
     let (q, mut o) = (Tensor::zeros(1, 16), Tensor::zeros(1, 16));
     forward_paged(&q, &cache, &[PagedSequence { past: 0, tokens: 1, blocks: &[9] }][..].into(), &shape, &mut o);
 }

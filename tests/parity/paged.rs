@@ -23,7 +23,7 @@ fn greedy_generation_through_the_cache_is_that_of_transformers_token_for_token()
     for name in LANGUAGE_MODELS {
         let m = Model::load(name, Head::LanguageModel, DType::F32);
         let expected = m.golden.integers("greedy");
-        let mut cache = m.transformer.kv_cache(8);
+        let mut cache = m.transformer.kv_cache(m.weights.dtype(), 8);
         let blocks = [5, 2];
         let (mut tokens, mut past) = (expected[..PROMPT].to_vec(), 0);
         while tokens.len() < expected.len() {

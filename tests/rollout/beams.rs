@@ -6,6 +6,7 @@ use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::experience::Finish;
 use rlhf_hpc::ops::attention::PAGE;
 use rlhf_hpc::rollout::{Beams, EarlyStopping};
+use rlhf_hpc::tensor::DType;
 
 const LENGTHS: &[usize] = &[3, 90, 64, 17, 33];
 
@@ -26,7 +27,7 @@ fn a_search_is_the_same_for_any_companions_batch_chunks_and_cache_size() {
     }
     // Room for the longest prompt's beams alone: 2 pages of the prompt are all of theirs.
     let pages = 90 / PAGE + 3 * ((90 + 39_usize).div_ceil(PAGE) - 90 / PAGE);
-    let kv_bytes_max = (pages * tiny.transformer.kv_page_bytes()) as u64;
+    let kv_bytes_max = (pages * tiny.transformer.kv_page_bytes(DType::F32)) as u64;
     for changed in [
         RolloutConfig { batch_max: 1, ..config.clone() },
         RolloutConfig { batch_max: 7, prefill_tokens_max: 3, ..config.clone() },

@@ -7,6 +7,7 @@ use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::experience::{Finish, Prompt, Response};
 use rlhf_hpc::rollout::{Stop, requests};
+use rlhf_hpc::tensor::DType;
 use rlhf_hpc::text::Tokenizer;
 use serde_json::json;
 use std::sync::Arc;
@@ -59,7 +60,7 @@ fn empty_prompts_and_prompts_as_long_as_the_context_are_refused_by_id() {
 #[test]
 fn a_cache_too_small_for_one_sequence_is_refused_with_the_key_to_raise() {
     let (tiny, prompts) = (llama(), prompts(&[100]));
-    let config = RolloutConfig { kv_bytes_max: 2 * tiny.transformer.kv_page_bytes() as u64, ..config(60, 1) };
+    let config = RolloutConfig { kv_bytes_max: 2 * tiny.transformer.kv_page_bytes(DType::F32) as u64, ..config(60, 1) };
     let error =
         run(&tiny, &config, &requested(&tiny.transformer, &prompts, &config), None).expect_err("five pages in two");
     assert!(

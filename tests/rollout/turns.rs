@@ -8,6 +8,7 @@ use rlhf_hpc::experience::{Finish, Prompt, Response};
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::rollout::turns::{Answer, Turns};
 use rlhf_hpc::rollout::{Engine, Hooks, Model, Outcome};
+use rlhf_hpc::tensor::DType;
 use std::collections::VecDeque;
 
 /// Answers a turn by its last tokens, backwards, and ends the third one; its answers come after so many forwards.
@@ -94,7 +95,7 @@ fn drawn_tokens_have_the_logprobs_of_the_training_forward_and_given_ones_are_mar
 fn turns_are_the_same_whenever_their_answers_come_and_however_full_the_cache_is() {
     let (tiny, prompts) = (llama(), prompts(&[3, 90, 64, 17, 33, 20, 21, 22, 9, 9, 9, 9, 9, 9, 9, 9]));
     let expected = answered(&tiny, &ends(150), &prompts, 0);
-    let pages = |pages: usize| (pages * tiny.transformer.kv_page_bytes()) as u64;
+    let pages = |pages: usize| (pages * tiny.transformer.kv_page_bytes(DType::F32)) as u64;
     let mut preemptions = 0;
     for (delay, batch_max, kv_bytes_max) in [(7, 3, 1 << 30), (3, 16, pages(13)), (1000, 16, pages(11))] {
         let config = RolloutConfig { batch_max, kv_bytes_max, ..ends(150) };

@@ -4,6 +4,7 @@ use super::cost::Work;
 use super::measure::Meter;
 use super::models::Source;
 use crate::device::{Device, null};
+use crate::dtype::round_bf16;
 use crate::model::Arch;
 use crate::ops::adamw;
 use crate::ops::attention::{self, KvLayer, PAGE, PagedSequence};
@@ -12,7 +13,7 @@ use crate::ops::ring_attention::{self, Backward, Steps};
 use crate::ops::{norm, rmsnorm, swiglu, zigzag};
 use crate::plan::synthetic::{self, Matrix, attention_shape, fill, filled};
 use crate::tensor::arena::Buffer;
-use crate::tensor::{Layout, Tensor, WeightMut};
+use crate::tensor::{Layout, SliceMut, Tensor, WeightMut};
 
 const ROWS: [usize; 8] = [1, 4, 8, 16, 32, 64, 512, 2048];
 /// Training: sequences of a packed row.
@@ -108,10 +109,14 @@ fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
     let shape = attention_shape(arch, None);
     let pages = (PAST + 1).div_ceil(PAGE);
     let tables: Vec<Vec<u32>> = (0..DECODED).map(|s| (0..pages).map(|p| (s * pages + p) as u32).collect()).collect();
-    let mut cache = KvLayer::new(Device::Cpu, DECODED * pages, &shape);
+    let mut cache = KvLayer::new(Device::Cpu, meter.dtype, DECODED * pages, &shape);
     if let KvLayer::Cpu { keys, values } = &mut cache {
-        fill(keys);
-        fill(values);
+        for cached in [keys, values] {
+            match cached.all_mut() {
+                SliceMut::Bf16(values) => values.fill(round_bf16(0.25)),
+                values => fill(values.f32()),
+            }
+        }
     }
     let sequences: Vec<PagedSequence> =
         tables.iter().map(|blocks| PagedSequence { past: PAST, tokens: 1, blocks }).collect();
@@ -121,7 +126,7 @@ fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
     let keys = DECODED * (PAST + 1);
     let cost = Work {
         attention: 4.0 * (arch.q_width() * keys) as f64,
-        bytes: (2 * keys * arch.kv_width() * size_of::<f32>()) as f64,
+        bytes: (2 * keys * arch.kv_width() * KvLayer::value_bytes(Device::Cpu, meter.dtype)) as f64,
         ..Work::default()
     };
     meter.short(&format!("{name} attention decode {DECODED} x {}", PAST + 1), Some(DECODED), cost, || {

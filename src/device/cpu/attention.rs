@@ -1,6 +1,7 @@
 //! Causal grouped-query attention: what is attended to, the KV cache, and the division of the work over threads.
 
 use super::attention_backward::{Backward, Part};
+pub use super::attention_forward::Cached;
 use super::attention_forward::{Forward, Keys};
 pub use super::attention_tile::{AttentionShape, PAGE, PagedSequence, Span};
 use super::attention_tile::{TILE, Tile};
@@ -34,8 +35,7 @@ pub fn forward_rows(
 
 pub fn forward_paged(
     q: &[f32],
-    keys: &[f32],
-    values: &[f32],
+    [keys, values]: [Cached; 2],
     sequences: &[PagedSequence],
     shape: &AttentionShape,
     o: &mut [f32],
@@ -168,11 +168,11 @@ pub fn page_len(shape: &AttentionShape) -> usize {
     shape.kv_heads * shape.head_dim * PAGE
 }
 
-pub fn kv_append(
-    keys: &mut [f32],
-    values: &mut [f32],
-    k: &[f32],
-    v: &[f32],
+/// Stores the rows k and v (t, g*e), as `of` has them, behind the cached tokens of their sequences.
+pub fn kv_append<T: Send + Sync>(
+    [keys, values]: [&mut [T]; 2],
+    [k, v]: [&[f32]; 2],
+    of: impl Fn(f32) -> T + Sync,
     sequences: &[PagedSequence],
     shape: &AttentionShape,
 ) {
@@ -193,11 +193,12 @@ pub fn kv_append(
                     let to = page + head * e * PAGE;
                     for lane in 0..e {
                         // SAFETY: keys hold this page, and place `at` of it is this sequence's alone.
-                        unsafe { *keys.ptr().add(to + lane * PAGE + at % PAGE) = k[from + lane] };
+                        unsafe { *keys.ptr().add(to + lane * PAGE + at % PAGE) = of(k[from + lane]) };
                     }
                     let to = to + at % PAGE * e;
                     // SAFETY: as above, of values.
-                    unsafe { values.slice(to..to + e) }.copy_from_slice(&v[from..from + e]);
+                    let values = unsafe { values.slice(to..to + e) };
+                    values.iter_mut().zip(&v[from..from + e]).for_each(|(value, x)| *value = of(*x));
                 }
             }
         }

@@ -8,8 +8,9 @@ use super::attention_tile::{AttentionShape, PAGE, Span, TILE, Tile};
 use super::exp::exp_lanes;
 use super::lanes;
 use super::pool::Shares;
+use super::product::{Product, Start};
 use super::scratch::{Rest, taken};
-use super::vector::{Kernel, Product, Start, Vector, copy, prefetch, transpose};
+use super::vector::{Kernel, Vector, copy, prefetch, transpose};
 use std::ops::Range;
 
 /// One call of backward attention.
@@ -293,25 +294,23 @@ impl Backward<'_> {
         let count = count.min((last + 1).wrapping_sub(block * PAGE));
         let (q, d_o) = (work.q[tile.rows.start * d..].as_ptr(), work.d_o[tile.rows.start * d..].as_ptr());
         let keys = self.k[((place.key_row + block * PAGE) * g + tile.kv_head) * e..].as_ptr();
-        let scores = |a, b: &[f32], c: &mut [f32]| Product {
+        let scores = |a, c: &mut [f32]| Product {
             rows,
             lanes: PAGE,
             k: e,
             a,
             a_stride: d,
-            b: b.as_ptr(),
             b_stride: PAGE,
             c: c.as_mut_ptr(),
             c_stride: PAGE,
             start: Start::Zero,
         };
-        let over_rows = |a: &[f32], b, c: &mut [f32]| Product {
+        let over_rows = |a: &[f32], c: &mut [f32]| Product {
             rows: count,
             lanes: d,
             k: rows,
             a: a.as_ptr(),
             a_stride: 1,
-            b,
             b_stride: d,
             c: c.as_mut_ptr(),
             c_stride: d,
@@ -321,26 +320,26 @@ impl Backward<'_> {
         // over_rows; dk and dv PAGE x d; the key block in place holds `count` rows of e values g * e apart;
         // instructions as promised.
         unsafe {
-            V::product::<1>(&scores(q, work.keys, work.p));
-            V::product::<1>(&scores(d_o, work.values, work.ds));
+            V::product::<1, _>(work.keys.as_ptr(), &scores(q, work.p));
+            V::product::<1, _>(work.values.as_ptr(), &scores(d_o, work.ds));
             self.probabilities::<V>(tile, block, work);
             if want_keys {
-                V::product::<PAGE>(&over_rows(work.p, d_o, work.dv));
-                V::product::<PAGE>(&over_rows(work.ds, q, work.dk));
+                V::product::<PAGE, _>(d_o, &over_rows(work.p, work.dv));
+                V::product::<PAGE, _>(q, &over_rows(work.ds, work.dk));
             }
             if want_queries {
-                V::product::<1>(&Product {
+                let slopes = Product {
                     rows,
                     lanes: e,
                     k: count,
                     a: work.ds.as_ptr(),
                     a_stride: PAGE,
-                    b: keys,
                     b_stride: g * e,
                     c: work.dq.as_mut_ptr().add(tile.rows.start * d),
                     c_stride: d,
                     start: Start::Add,
-                });
+                };
+                V::product::<1, _>(keys, &slopes);
             }
         }
     }

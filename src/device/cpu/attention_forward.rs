@@ -8,8 +8,9 @@ use super::attention_tile::{AttentionShape, PAGE, PagedSequence, Span, TILE, Til
 use super::exp::exp_lanes;
 use super::lanes::fold;
 use super::pool::Shares;
+use super::product::{Product, Start};
 use super::scratch::{Rest, taken};
-use super::vector::{Kernel, Product, Start, Vector, copy, prefetch, transpose};
+use super::vector::{Kernel, Vector, copy, prefetch, transpose};
 use std::ops::Range;
 
 /// Below any score that softmax can tell from minus infinity; finite, so that m - m is 0, not NaN.
@@ -21,7 +22,62 @@ pub(super) enum Keys<'a> {
     /// k and v (t, g*e)
     Packed { k: &'a [f32], v: &'a [f32] },
     /// Pages: keys [g][e][PAGE], values [g][PAGE][e].
-    Paged { keys: &'a [f32], values: &'a [f32], sequences: &'a [PagedSequence<'a>] },
+    Paged { keys: Cached<'a>, values: Cached<'a>, sequences: &'a [PagedSequence<'a>] },
+}
+
+/// The keys, or the values, of a cache.
+#[derive(Clone, Copy, Debug)]
+pub enum Cached<'a> {
+    F32(&'a [f32]),
+    Bf16(&'a [u16]),
+}
+
+impl Cached<'_> {
+    fn part(self, range: Range<usize>) -> Block {
+        match self {
+            Self::F32(values) => Block::F32(values[range].as_ptr()),
+            Self::Bf16(values) => Block::Bf16(values[range].as_ptr()),
+        }
+    }
+}
+
+/// Keys of a block, transposed, or its values.
+#[derive(Clone, Copy)]
+enum Block {
+    F32(*const f32),
+    Bf16(*const u16),
+}
+
+impl Block {
+    /// `product` with this as B.
+    ///
+    /// # Safety
+    /// As `Vector::product`.
+    #[inline(always)]
+    unsafe fn product<V: Vector>(self, product: &Product) {
+        // SAFETY: promised by the caller.
+        unsafe {
+            match self {
+                Self::F32(b) => V::product::<1, _>(b, product),
+                Self::Bf16(b) => V::product::<1, _>(b, product),
+            }
+        }
+    }
+
+    /// Asks for the cache lines of `n` values.
+    ///
+    /// # Safety
+    /// As `Kernel::work`.
+    #[inline(always)]
+    unsafe fn prefetch<V: Vector>(self, n: usize) {
+        // SAFETY: instructions as promised.
+        unsafe {
+            match self {
+                Self::F32(from) => prefetch::<V>(from, n),
+                Self::Bf16(from) => prefetch::<V>(from.cast(), n / 2),
+            }
+        }
+    }
 }
 
 /// One call of forward attention.
@@ -55,7 +111,7 @@ struct Work<'a> {
     keys: &'a mut [f32],
     /// [block][j][e]: side by side, where rows of v are so far apart that they share few lines of the cache
     values: &'a mut [f32],
-    /// The sequence and key head whose blocks up to `.2` lie in `keys` and `values`.
+    /// The sequence and key head whose blocks up to `.2` lie in `keys` and `values`; of packed keys.
     held: (usize, usize, usize),
 }
 
@@ -156,23 +212,22 @@ impl Forward<'_> {
         let (rows, e) = (tile.rows.len(), self.shape.head_dim);
         for (i, block) in blocks.enumerate() {
             // SAFETY: promised by the caller.
-            let (keys, values, _) = unsafe { self.block::<V>(tile, block, work) };
+            let [keys, values] = unsafe { self.block::<V>(tile, block, work) };
             if rows < TILE / 2 && matches!(self.keys, Keys::Paged { .. }) {
                 // Decode waits for memory: the values come while the scores are computed.
                 // SAFETY: instructions as promised.
-                unsafe { prefetch::<V>(values, e * PAGE) };
+                unsafe { values.prefetch::<V>(e * PAGE) };
             }
             // SAFETY: q holds rows x e, the key block e x PAGE, p rows x PAGE for each of the blocks; instructions as
             // promised.
             unsafe {
-                V::product::<1>(&Product {
+                keys.product::<V>(&Product {
                     rows,
                     // Half a block is seen often: in it stands the diagonal.
                     lanes: self.count(tile, block).next_multiple_of(PAGE / 2),
                     k: e,
                     a: work.q.as_ptr(),
                     a_stride: e.next_multiple_of(PAGE),
-                    b: keys,
                     b_stride: PAGE,
                     c: work.p.as_mut_ptr().add(i * rows * PAGE),
                     c_stride: PAGE,
@@ -191,18 +246,17 @@ impl Forward<'_> {
         let (rows, e) = (tile.rows.len(), self.shape.head_dim);
         for (i, block) in blocks.enumerate() {
             // SAFETY: promised by the caller.
-            let (_, values, stride) = unsafe { self.block::<V>(tile, block, work) };
-            // SAFETY: the value block holds `count` rows of e values `stride` apart, p rows x PAGE and decay rows for
-            // each of the blocks, o rows x e rounded up to PAGE; instructions as promised.
+            let [_, values] = unsafe { self.block::<V>(tile, block, work) };
+            // SAFETY: the value block holds `count` rows of e values, p rows x PAGE and decay rows for each of the
+            // blocks, o rows x e rounded up to PAGE; instructions as promised.
             unsafe {
-                V::product::<1>(&Product {
+                values.product::<V>(&Product {
                     rows,
                     lanes: e,
                     k: self.count(tile, block),
                     a: work.p.as_ptr().add(i * rows * PAGE),
                     a_stride: PAGE,
-                    b: values,
-                    b_stride: stride,
+                    b_stride: e,
                     c: work.o.as_mut_ptr(),
                     c_stride: e.next_multiple_of(PAGE),
                     start: Start::Scaled(work.decay.as_ptr().add(i * rows)),
@@ -223,46 +277,57 @@ impl Forward<'_> {
         }
     }
 
-    /// The transposed keys and the values of a block, and the distance of two values.
+    /// The keys and the values of a block.
     ///
     /// # Safety
     /// As `Kernel::work`.
     #[inline(always)]
-    unsafe fn block<V: Vector>(&self, tile: &Tile, block: usize, work: &mut Work) -> (*const f32, *const f32, usize) {
-        let (g, e) = (self.shape.kv_heads, self.shape.head_dim);
-        let sequence = &self.spans[tile.sequence];
+    unsafe fn block<V: Vector>(&self, tile: &Tile, block: usize, work: &mut Work) -> [Block; 2] {
+        let (g, len) = (self.shape.kv_heads, PAGE * self.shape.head_dim);
         match self.keys {
             Keys::Packed { k, v } => {
-                if (work.held.0, work.held.1) != (tile.sequence, tile.kv_head) {
-                    work.held = (tile.sequence, tile.kv_head, tile.blocks(sequence, self.shape).start);
-                }
-                let start = |block: usize| ((sequence.key_row + block * PAGE) * g + tile.kv_head) * e;
-                while work.held.2 <= block {
-                    let at = work.held.2;
-                    let count = PAGE.min(sequence.keys - at * PAGE);
-                    let rows = &k[start(at)..start(at) + (count - 1) * g * e + e];
-                    let lanes = &mut work.keys[at * PAGE * e..(at + 1) * PAGE * e];
-                    let values = &mut work.values[at * PAGE * e..(at + 1) * PAGE * e];
-                    // SAFETY: `rows` ends with row `count`, `lanes` and `values` hold e x PAGE; instructions as promised.
-                    unsafe {
-                        transpose::<V>(rows.as_ptr(), g * e, count, e, lanes.as_mut_ptr());
-                        for (j, values) in values.chunks_exact_mut(e).take(count).enumerate() {
-                            let from = start(at) + j * g * e;
-                            copy::<V>(v[from..from + e].as_ptr(), values.as_mut_ptr(), e);
-                        }
-                        for next in (0..PAGE).map(|j| start(at + 1) + j * g * e) {
-                            prefetch::<V>(k.as_ptr().wrapping_add(next), e);
-                            prefetch::<V>(v.as_ptr().wrapping_add(next), e);
-                        }
-                    }
-                    work.held.2 += 1;
-                }
-                (work.keys[block * PAGE * e..].as_ptr(), work.values[block * PAGE * e..].as_ptr(), e)
+                // SAFETY: promised by the caller.
+                unsafe { self.hold::<V>([k, v], tile, block, work) };
+                [&work.keys, &work.values].map(|held| Block::F32(held[block * len..].as_ptr()))
             }
             Keys::Paged { keys, values, sequences } => {
-                let at = (sequences[tile.sequence].blocks[block] as usize * g + tile.kv_head) * e * PAGE;
-                (keys[at..].as_ptr(), values[at..].as_ptr(), e)
+                let at = (sequences[tile.sequence].blocks[block] as usize * g + tile.kv_head) * len;
+                [keys, values].map(|cached| cached.part(at..at + len))
             }
+        }
+    }
+
+    /// Transposes the keys of packed rows up to those of `block`, and lays their values side by side.
+    ///
+    /// # Safety
+    /// As `Kernel::work`.
+    #[inline(always)]
+    unsafe fn hold<V: Vector>(&self, [k, v]: [&[f32]; 2], tile: &Tile, block: usize, work: &mut Work) {
+        let (g, e) = (self.shape.kv_heads, self.shape.head_dim);
+        let sequence = &self.spans[tile.sequence];
+        if (work.held.0, work.held.1) != (tile.sequence, tile.kv_head) {
+            work.held = (tile.sequence, tile.kv_head, tile.blocks(sequence, self.shape).start);
+        }
+        let start = |block: usize| ((sequence.key_row + block * PAGE) * g + tile.kv_head) * e;
+        while work.held.2 <= block {
+            let at = work.held.2;
+            let count = PAGE.min(sequence.keys - at * PAGE);
+            let rows = &k[start(at)..start(at) + (count - 1) * g * e + e];
+            let lanes = &mut work.keys[at * PAGE * e..(at + 1) * PAGE * e];
+            let values = &mut work.values[at * PAGE * e..(at + 1) * PAGE * e];
+            // SAFETY: `rows` ends with row `count`, `lanes` and `values` hold e x PAGE; instructions as promised.
+            unsafe {
+                transpose::<V>(rows.as_ptr(), g * e, count, e, lanes.as_mut_ptr());
+                for (j, values) in values.chunks_exact_mut(e).take(count).enumerate() {
+                    let from = start(at) + j * g * e;
+                    copy::<V>(v[from..from + e].as_ptr(), values.as_mut_ptr(), e);
+                }
+                for next in (0..PAGE).map(|j| start(at + 1) + j * g * e) {
+                    prefetch::<V>(k.as_ptr().wrapping_add(next), e);
+                    prefetch::<V>(v.as_ptr().wrapping_add(next), e);
+                }
+            }
+            work.held.2 += 1;
         }
     }
 

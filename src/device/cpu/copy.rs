@@ -2,6 +2,7 @@
 
 use super::pool::{Shares, pool};
 use crate::device::simd::{level, leveled};
+use crate::dtype::round_bf16;
 
 /// Values below which one thread does it all.
 const SERIAL_MAX: usize = 1 << 16;
@@ -34,6 +35,20 @@ pub fn add(x: &[f32], y: &mut [f32]) {
     assert_eq!(x.len(), y.len(), "a sum of other lengths");
     let level = level();
     pool().parts(y, 1024, x.len() < SERIAL_MAX / 4, &|range, y| add_range(level, &x[range], y));
+}
+
+leveled! {
+    fn round_range(x: &mut [f32]) {
+        for x in x {
+            *x = f32::from_bits(u32::from(round_bf16(*x)) << 16);
+        }
+    }
+}
+
+/// x = the nearest bf16 of x
+pub fn round_to_bf16(x: &mut [f32]) {
+    let (level, small) = (level(), x.len() < SERIAL_MAX / 4);
+    pool().parts(x, 1024, small, &|_, x| round_range(level, x));
 }
 
 /// y[i] = x[rows[i]], rows of `width` values.

@@ -17,6 +17,7 @@ pub mod norm;
 mod panel;
 pub mod peak;
 pub mod pool;
+mod product;
 pub mod rmsnorm;
 pub mod rope;
 pub mod sample;

@@ -1,9 +1,9 @@
-//! Vectors of f32 as registers, for kernels written once and compiled per instruction set, and the small matrix product
-//! that attention is made of.
+//! Vectors of f32 as registers, for kernels written once and compiled per instruction set.
 //!
 //! Every operation acts on lanes alone. So the result of a kernel whose sums run in lanes modulo `BLOCK`, folded by halves,
 //! has the same bits for every width.
 
+use super::product::{Product, Values, product_by};
 use super::scratch::with_scratch;
 use crate::device::simd::{Isa, Level};
 
@@ -40,6 +40,10 @@ pub trait Vector: Copy {
     unsafe fn odd(self) -> Self;
     /// The even ones.
     unsafe fn even(self) -> Self;
+    /// Words whose even halves are these; the odd ones are zero.
+    unsafe fn load_halves(from: *const u16) -> Self;
+    /// The first `n` of them, as `load_part`.
+    unsafe fn load_part_halves(from: *const u16, n: usize) -> Self;
     /// self + odd * odd, then + even * even, of two words of bf16, by the instruction for that.
     unsafe fn add_pairs(self, _x: Self, _w: Self) -> Self {
         unreachable!("only 512 bits have the instruction")
@@ -52,7 +56,7 @@ pub trait Vector: Copy {
     /// Asks for the cache line of an address, valid or not.
     unsafe fn prefetch(at: *const f32);
     /// See `Product`; `KS` is the distance of A[i][k] and A[i][k+1].
-    unsafe fn product<const KS: usize>(product: &Product);
+    unsafe fn product<const KS: usize, B: Values>(b: *const B, product: &Product);
 }
 
 /// Work that is written once for all registers.
@@ -99,136 +103,6 @@ pub fn run_in<K: Kernel>(level: Level, kernel: &K, scratch: &mut [f32]) {
     }
     let _ = level;
     plain(kernel, scratch);
-}
-
-/// What C holds before the sum.
-#[derive(Clone, Copy, Debug)]
-pub enum Start {
-    Zero,
-    /// C[i][lane]
-    Add,
-    /// C[i][lane] * factor[i]
-    Scaled(*const f32),
-}
-
-/// C[i][lane] = start + sum_k A[i][k] B[k][lane], one ascending chain of fused multiply-adds per element, for
-/// i < rows, lane < lanes. C's rows have room for whole vectors; lanes behind `lanes` get a product with zero or nothing.
-#[derive(Clone, Copy, Debug)]
-pub struct Product {
-    pub rows: usize,
-    pub lanes: usize,
-    pub k: usize,
-    pub a: *const f32,
-    /// Distance of A[i] and A[i+1].
-    pub a_stride: usize,
-    pub b: *const f32,
-    pub b_stride: usize,
-    pub c: *mut f32,
-    pub c_stride: usize,
-    pub start: Start,
-}
-
-/// The product in tiles of at most `MR` rows and two vectors.
-///
-/// # Safety
-/// As `Vector`; the product's pointers are valid for what it names, and C overlaps neither A nor B.
-#[inline(always)]
-unsafe fn product_by<V: Vector, const MR: usize, const KS: usize>(p: &Product) {
-    let mut row = 0;
-    // SAFETY: rows row .. row + (8, 4, 2, 1) lie below p.rows.
-    unsafe {
-        while row + MR <= p.rows {
-            rows_by::<V, MR, KS>(p, row);
-            row += MR;
-        }
-        if MR > 4 && row + 4 <= p.rows {
-            rows_by::<V, 4, KS>(p, row);
-            row += 4;
-        }
-        if MR > 2 && row + 2 <= p.rows {
-            rows_by::<V, 2, KS>(p, row);
-            row += 2;
-        }
-        if row < p.rows {
-            rows_by::<V, 1, KS>(p, row);
-        }
-    }
-}
-
-/// # Safety
-/// As `product_by`, with row + MR <= p.rows.
-#[inline(always)]
-unsafe fn rows_by<V: Vector, const MR: usize, const KS: usize>(p: &Product, row: usize) {
-    let mut lane = 0;
-    // SAFETY: the first loop's tiles are whole; the last one has as many vectors as are left, masked if need be.
-    unsafe {
-        while lane + 2 * V::LANES <= p.lanes {
-            tile::<V, MR, 2, KS, false>(p, row, lane);
-            lane += 2 * V::LANES;
-        }
-        match p.lanes - lane {
-            0 => {}
-            rest if rest > V::LANES => tile::<V, MR, 2, KS, true>(p, row, lane),
-            rest if rest == V::LANES => tile::<V, MR, 1, KS, false>(p, row, lane),
-            _ => tile::<V, MR, 1, KS, true>(p, row, lane),
-        }
-    }
-}
-
-/// # Safety
-/// As `product_by`, with row + MR <= p.rows, and lane + NV LANES <= p.lanes unless PART.
-#[inline(always)]
-unsafe fn tile<V: Vector, const MR: usize, const NV: usize, const KS: usize, const PART: bool>(
-    p: &Product,
-    row: usize,
-    lane: usize,
-) {
-    // SAFETY: A[row + i][k], B[k][lane ..] (masked where PART) and C[row + i][lane ..] (whole vectors) are in bounds.
-    unsafe {
-        let mut sums = [[V::splat(0.0); NV]; MR];
-        let c = p.c.add(row * p.c_stride + lane);
-        match p.start {
-            Start::Zero => {}
-            Start::Add => {
-                for (i, sums) in sums.iter_mut().enumerate() {
-                    for (v, sum) in sums.iter_mut().enumerate() {
-                        *sum = V::load(c.add(i * p.c_stride + v * V::LANES));
-                    }
-                }
-            }
-            Start::Scaled(factors) => {
-                for (i, sums) in sums.iter_mut().enumerate() {
-                    let factor = V::splat(*factors.add(row + i));
-                    for (v, sum) in sums.iter_mut().enumerate() {
-                        *sum = V::load(c.add(i * p.c_stride + v * V::LANES)).mul(factor);
-                    }
-                }
-            }
-        }
-        let mut a = p.a.add(row * p.a_stride);
-        let mut b = p.b.add(lane);
-        let rest = p.lanes - lane;
-        for _ in 0..p.k {
-            let mut factors = [V::splat(0.0); NV];
-            for (v, factor) in factors.iter_mut().enumerate() {
-                let at = b.wrapping_add(v * V::LANES);
-                *factor = if PART { V::load_part(at, rest.saturating_sub(v * V::LANES)) } else { V::load(at) };
-            }
-            for (i, sums) in sums.iter_mut().enumerate() {
-                let x = V::splat(*a.add(i * p.a_stride));
-                for (sum, factor) in sums.iter_mut().zip(factors) {
-                    *sum = x.fma(factor, *sum);
-                }
-            }
-            a = a.wrapping_add(KS);
-            b = b.wrapping_add(p.b_stride);
-        }
-        for (i, sums) in sums.iter().enumerate() {
-            for (v, sum) in sums.iter().enumerate() {
-                sum.store(c.add(i * p.c_stride + v * V::LANES));
-            }
-        }
-    }
 }
 
 /// Copies the first `n` values of a row.
@@ -337,15 +211,18 @@ impl Vector for f32 {
         }
     } }
     method! { prefetch(_at: *const f32) -> () {} }
-    unsafe fn product<const KS: usize>(product: &Product) {
+    method! { load_halves(from: *const u16) -> Self { f32::from_bits(u32::from(*from)) } }
+    method! { load_part_halves(from: *const u16, n: usize) -> Self { if n > 0 { Self::load_halves(from) } else { 0.0 } } }
+    unsafe fn product<const KS: usize, B: Values>(b: *const B, product: &Product) {
         // SAFETY: promised by the caller.
-        unsafe { product_by::<Self, 4, KS>(product) }
+        unsafe { product_by::<Self, 4, KS, B>(b, product) }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{Product, ROUND, Vector, product_by};
+    use super::{ROUND, Vector};
+    use crate::device::cpu::product::{Product, Values, product_by};
     #[allow(clippy::wildcard_imports, reason = "an instruction set is imported whole")]
     use std::arch::x86_64::*;
 
@@ -414,6 +291,12 @@ mod x86 {
             _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), high))
         } }
         method! { even(self) -> Self = x { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_castps_si512(x))) } }
+        method! { load_halves(from: *const u16) -> Self {
+            _mm512_castsi512_ps(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast())))
+        } }
+        method! { load_part_halves(from: *const u16, n: usize) -> Self {
+            _mm512_castsi512_ps(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first16(n), from.cast())))
+        } }
         method! { add_pairs(self, x: Self, w: Self) -> Self = sum {
             _mm512_dpbf16_ps(sum, std::mem::transmute::<__m512, __m512bh>(x), std::mem::transmute::<__m512, __m512bh>(w))
         } }
@@ -426,14 +309,14 @@ mod x86 {
             transpose8(from, from_stride, to, to_stride);
         } }
         method! { prefetch(at: *const f32) -> () { _mm_prefetch::<_MM_HINT_T0>(at.cast()) } }
-        unsafe fn product<const KS: usize>(product: &Product) {
+        unsafe fn product<const KS: usize, B: Values>(b: *const B, product: &Product) {
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-            fn run<const KS: usize>(product: &Product) {
+            fn run<const KS: usize, B: Values>(b: *const B, product: &Product) {
                 // SAFETY: promised to `product`.
-                unsafe { product_by::<__m512, 8, KS>(product) }
+                unsafe { product_by::<__m512, 8, KS, B>(b, product) }
             }
             // SAFETY: the caller promises the instructions.
-            unsafe { run::<KS>(product) }
+            unsafe { run::<KS, B>(b, product) }
         }
     }
 
@@ -464,6 +347,14 @@ mod x86 {
             _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(x), high))
         } }
         method! { even(self) -> Self = x { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_castps_si256(x))) } }
+        method! { load_halves(from: *const u16) -> Self {
+            _mm256_castsi256_ps(_mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast())))
+        } }
+        method! { load_part_halves(from: *const u16, n: usize) -> Self {
+            let mut halves = [0; 8];
+            from.copy_to_nonoverlapping(halves.as_mut_ptr(), n.min(8));
+            Self::load_halves(halves.as_ptr())
+        } }
         method! { keep(self, bits: u32, other: Self) -> Self = x {
             let of_lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
             let set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits as i32), of_lane), of_lane);
@@ -478,14 +369,14 @@ mod x86 {
             transpose8(from, from_stride, to, to_stride);
         } }
         method! { prefetch(at: *const f32) -> () { _mm_prefetch::<_MM_HINT_T0>(at.cast()) } }
-        unsafe fn product<const KS: usize>(product: &Product) {
+        unsafe fn product<const KS: usize, B: Values>(b: *const B, product: &Product) {
             #[target_feature(enable = "avx2,fma")]
-            fn run<const KS: usize>(product: &Product) {
+            fn run<const KS: usize, B: Values>(b: *const B, product: &Product) {
                 // SAFETY: promised to `product`.
-                unsafe { product_by::<__m256, 4, KS>(product) }
+                unsafe { product_by::<__m256, 4, KS, B>(b, product) }
             }
             // SAFETY: the caller promises the instructions.
-            unsafe { run::<KS>(product) }
+            unsafe { run::<KS, B>(b, product) }
         }
     }
 }
