@@ -24,6 +24,10 @@ constexpr u64 ALIGN = 256;
 // as large as those of real jobs.
 constexpr u64 SPARSE = 256ull << 20;
 
+// Runs of fewer bytes have their records' pages from the begin: a page that is read before it is written is given twice, and the second
+// time stops all threads.
+constexpr u64 POPULATED = 4ull << 20;
+
 // Addresses, or zeros where they may be read and written, that take memory only where they are touched.
 template <class T> T* reserve(u64 count, int protection = PROT_READ | PROT_WRITE) {
     void* at = mmap(nullptr, count * sizeof(T), protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -284,6 +288,11 @@ void* emulated_allocate(u64 bytes) {
     r.used += (count + 1) * PAGE;
     u64 start = (begin + count * PAGE - bytes) / ALIGN * ALIGN;
     if (bytes < SPARSE) std::memset((void*)start, 0xff, bytes);
+    if (bytes < POPULATED) {
+        for (Record* records : {r.writes, r.reads}) {
+            madvise(records + first * PAGE / 2, count * PAGE / 2 * sizeof(Record), MADV_POPULATE_WRITE);
+        }
+    }
     r.allocations.push_back({start, start + bytes, true});
     for (u64 i = 0; i < count; i++) r.owners[first + i] = (u32)r.allocations.size() - 1;
     return (void*)start;
