@@ -196,7 +196,7 @@ impl<const STEP: u8, const MR: usize, const NV: usize, const PACKED: bool, const
                     }
                 }
                 if !STREAM {
-                    V::prefetch(next.cast());
+                    V::prefetch_far(next.cast());
                     next = next.wrapping_add(next_step);
                 }
                 for (i, acc) in acc.iter_mut().enumerate() {

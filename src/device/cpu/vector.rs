@@ -55,6 +55,8 @@ pub trait Vector: Copy {
     unsafe fn transpose8(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
     /// Asks for the cache line of an address, valid or not.
     unsafe fn prefetch(at: *const f32);
+    /// As `prefetch`, into the second cache, where what is wanted later stays.
+    unsafe fn prefetch_far(at: *const f32);
     /// See `Product`; `KS` is the distance of A[i][k] and A[i][k+1].
     unsafe fn product<const KS: usize, B: Values>(b: *const B, product: &Product);
 }
@@ -211,6 +213,7 @@ impl Vector for f32 {
         }
     } }
     method! { prefetch(_at: *const f32) -> () {} }
+    method! { prefetch_far(_at: *const f32) -> () {} }
     method! { load_halves(from: *const u16) -> Self { f32::from_bits(u32::from(*from)) } }
     method! { load_part_halves(from: *const u16, n: usize) -> Self { if n > 0 { Self::load_halves(from) } else { 0.0 } } }
     unsafe fn product<const KS: usize, B: Values>(b: *const B, product: &Product) {
@@ -309,6 +312,7 @@ mod x86 {
             transpose8(from, from_stride, to, to_stride);
         } }
         method! { prefetch(at: *const f32) -> () { _mm_prefetch::<_MM_HINT_T0>(at.cast()) } }
+        method! { prefetch_far(at: *const f32) -> () { _mm_prefetch::<_MM_HINT_T1>(at.cast()) } }
         unsafe fn product<const KS: usize, B: Values>(b: *const B, product: &Product) {
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
             fn run<const KS: usize, B: Values>(b: *const B, product: &Product) {
@@ -369,6 +373,7 @@ mod x86 {
             transpose8(from, from_stride, to, to_stride);
         } }
         method! { prefetch(at: *const f32) -> () { _mm_prefetch::<_MM_HINT_T0>(at.cast()) } }
+        method! { prefetch_far(at: *const f32) -> () { _mm_prefetch::<_MM_HINT_T1>(at.cast()) } }
         unsafe fn product<const KS: usize, B: Values>(b: *const B, product: &Product) {
             #[target_feature(enable = "avx2,fma")]
             fn run<const KS: usize, B: Values>(b: *const B, product: &Product) {
