@@ -10,7 +10,7 @@ use super::lanes::fold;
 use super::pool::Shares;
 use super::product::{Product, Start};
 use super::scratch::{Rest, taken};
-use super::vector::{Kernel, Vector, copy, prefetch, transpose};
+use super::vector::{Kernel, Vector, copy, prefetch, prefetch_far, transpose};
 use std::ops::Range;
 
 /// Below any score that softmax can tell from minus infinity; finite, so that m - m is 0, not NaN.
@@ -64,7 +64,7 @@ impl Block {
         }
     }
 
-    /// Asks for the cache lines of `n` values.
+    /// Asks for the cache lines of `n` values, into the second cache: many of them wait for memory at once.
     ///
     /// # Safety
     /// As `Kernel::work`.
@@ -73,8 +73,8 @@ impl Block {
         // SAFETY: instructions as promised.
         unsafe {
             match self {
-                Self::F32(from) => prefetch::<V>(from, n),
-                Self::Bf16(from) => prefetch::<V>(from.cast(), n / 2),
+                Self::F32(from) => prefetch_far::<V>(from, n),
+                Self::Bf16(from) => prefetch_far::<V>(from.cast(), n / 2),
             }
         }
     }
@@ -210,13 +210,20 @@ impl Forward<'_> {
     #[inline(always)]
     unsafe fn scores<V: Vector>(&self, tile: &Tile, blocks: Range<usize>, work: &mut Work) {
         let (rows, e) = (tile.rows.len(), self.shape.head_dim);
+        let end = blocks.end;
         for (i, block) in blocks.enumerate() {
             // SAFETY: promised by the caller.
             let [keys, values] = unsafe { self.block::<V>(tile, block, work) };
             if rows < TILE / 2 && matches!(self.keys, Keys::Paged { .. }) {
-                // Decode waits for memory: the values come while the scores are computed.
+                // Decode waits for memory: the values, and the keys of the next block, come while the scores are computed.
                 // SAFETY: instructions as promised.
-                unsafe { values.prefetch::<V>(e * PAGE) };
+                unsafe {
+                    values.prefetch::<V>(e * PAGE);
+                    if block + 1 < end {
+                        let [next, _] = self.block::<V>(tile, block + 1, work);
+                        next.prefetch::<V>(e * PAGE);
+                    }
+                }
             }
             // SAFETY: q holds rows x e, the key block e x PAGE, p rows x PAGE for each of the blocks; instructions as
             // promised.

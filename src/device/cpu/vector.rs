@@ -137,6 +137,18 @@ pub unsafe fn prefetch<V: Vector>(from: *const f32, n: usize) {
     }
 }
 
+/// As `prefetch`, into the second cache.
+///
+/// # Safety
+/// As `Vector`, but for the address.
+#[inline(always)]
+pub unsafe fn prefetch_far<V: Vector>(from: *const f32, n: usize) {
+    for at in (0..n).step_by(16) {
+        // SAFETY: a prefetch touches no memory.
+        unsafe { V::prefetch_far(from.wrapping_add(at)) };
+    }
+}
+
 /// The lanes [e][BLOCK] of a block from `count` rows of `e` values, `stride` apart; lanes without a row are zero.
 ///
 /// # Safety
