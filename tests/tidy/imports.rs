@@ -34,7 +34,7 @@ struct Source {
     words: BTreeSet<String>,
 }
 
-static IMPORT: LazyLock<Regex> = LazyLock::new(|| regex(r"(?m)^[ \t]*(pub\S* )?use ([^;]+);"));
+static IMPORT: LazyLock<Regex> = LazyLock::new(|| regex(r"(?m)^([ \t]*)(pub\S* )?use ([^;]+);"));
 static DECLARATION: LazyLock<Regex> = LazyLock::new(|| regex(r"(?m)^.*\bmod \w+;$"));
 static CHAIN: LazyLock<Regex> = LazyLock::new(|| regex(r"\w+(::\w+)+"));
 static WORD: LazyLock<Regex> = LazyLock::new(|| regex(r"\w+"));
@@ -50,11 +50,14 @@ impl Source {
         let code = code.split("#[cfg(test)]\nmod ").next().expect("a first part");
         let mut uses = Vec::new();
         for import in IMPORT.captures_iter(code) {
-            for name in names(&import[2]).split(',').map(str::trim).filter(|name| !name.is_empty()) {
+            for name in names(&import[3]).split(',').map(str::trim).filter(|name| !name.is_empty()) {
                 let (path, alias) = name.split_once(" as ").unwrap_or((name, ""));
                 let path: Path = path.split("::").filter(|s| !s.is_empty()).map(str::to_owned).collect();
                 let name = if alias.is_empty() { path[path.len() - 1].clone() } else { alias.trim().to_owned() };
-                uses.push(Use { name, path, is_reexport: import.get(1).is_some() });
+                // An inline module takes from the file that it stands in.
+                if path[0] != "super" || import[1].is_empty() {
+                    uses.push(Use { name, path, is_reexport: import.get(2).is_some() });
+                }
             }
         }
         let rest = IMPORT.replace_all(code, "");

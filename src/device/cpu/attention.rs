@@ -168,7 +168,7 @@ pub fn page_len(shape: &AttentionShape) -> usize {
     shape.kv_heads * shape.head_dim * PAGE
 }
 
-/// Stores the rows k and v (t, g*e), as `of` has them, behind the cached tokens of their sequences.
+/// Stores the rows k and v (t, g*e), each value converted by `of`, behind the cached tokens of their sequences.
 pub fn kv_append<T: Send + Sync>(
     [keys, values]: [&mut [T]; 2],
     [k, v]: [&[f32]; 2],

@@ -8,7 +8,7 @@ use super::attention_tile::{AttentionShape, PAGE, Span, TILE, Tile};
 use super::exp::exp_lanes;
 use super::lanes;
 use super::pool::Shares;
-use super::product::{Product, Start};
+use super::product::{Product, Start, multiply};
 use super::scratch::{Rest, taken};
 use super::vector::{Kernel, Vector, copy, prefetch, transpose};
 use std::ops::Range;
@@ -320,12 +320,12 @@ impl Backward<'_> {
         // over_rows; dk and dv PAGE x d; the key block in place holds `count` rows of e values g * e apart;
         // instructions as promised.
         unsafe {
-            V::product::<1, _>(work.keys.as_ptr(), &scores(q, work.p));
-            V::product::<1, _>(work.values.as_ptr(), &scores(d_o, work.ds));
+            multiply::<V, 1, _>(work.keys.as_ptr(), scores(q, work.p));
+            multiply::<V, 1, _>(work.values.as_ptr(), scores(d_o, work.ds));
             self.probabilities::<V>(tile, block, work);
             if want_keys {
-                V::product::<PAGE, _>(d_o, &over_rows(work.p, work.dv));
-                V::product::<PAGE, _>(q, &over_rows(work.ds, work.dk));
+                multiply::<V, PAGE, _>(d_o, over_rows(work.p, work.dv));
+                multiply::<V, PAGE, _>(q, over_rows(work.ds, work.dk));
             }
             if want_queries {
                 let slopes = Product {
@@ -339,7 +339,7 @@ impl Backward<'_> {
                     c_stride: d,
                     start: Start::Add,
                 };
-                V::product::<1, _>(keys, &slopes);
+                multiply::<V, 1, _>(keys, slopes);
             }
         }
     }

@@ -8,7 +8,7 @@ use super::attention_tile::{AttentionShape, PAGE, PagedSequence, Span, TILE, Til
 use super::exp::exp_lanes;
 use super::lanes::fold;
 use super::pool::Shares;
-use super::product::{Product, Start};
+use super::product::{Product, Start, multiply};
 use super::scratch::{Rest, taken};
 use super::vector::{Kernel, Vector, copy, prefetch, prefetch_far, transpose};
 use std::ops::Range;
@@ -49,17 +49,17 @@ enum Block {
 }
 
 impl Block {
-    /// `product` with this as B.
+    /// `multiply` over this.
     ///
     /// # Safety
-    /// As `Vector::product`.
+    /// As `multiply`.
     #[inline(always)]
-    unsafe fn product<V: Vector>(self, product: &Product) {
+    unsafe fn product<V: Vector>(self, product: Product) {
         // SAFETY: promised by the caller.
         unsafe {
             match self {
-                Self::F32(b) => V::product::<1, _>(b, product),
-                Self::Bf16(b) => V::product::<1, _>(b, product),
+                Self::F32(b) => multiply::<V, 1, _>(b, product),
+                Self::Bf16(b) => multiply::<V, 1, _>(b, product),
             }
         }
     }
@@ -228,7 +228,7 @@ impl Forward<'_> {
             // SAFETY: q holds rows x e, the key block e x PAGE, p rows x PAGE for each of the blocks; instructions as
             // promised.
             unsafe {
-                keys.product::<V>(&Product {
+                keys.product::<V>(Product {
                     rows,
                     // Half a block is seen often: in it stands the diagonal.
                     lanes: self.count(tile, block).next_multiple_of(PAGE / 2),
@@ -257,7 +257,7 @@ impl Forward<'_> {
             // SAFETY: the value block holds `count` rows of e values, p rows x PAGE and decay rows for each of the
             // blocks, o rows x e rounded up to PAGE; instructions as promised.
             unsafe {
-                values.product::<V>(&Product {
+                values.product::<V>(Product {
                     rows,
                     lanes: e,
                     k: self.count(tile, block),

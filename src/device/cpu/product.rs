@@ -1,6 +1,6 @@
 //! The small matrix product that attention is made of.
 
-use super::vector::Vector;
+use super::vector::{Kernel, Vector};
 
 /// What C holds before the sum.
 #[derive(Clone, Copy, Debug)]
@@ -61,18 +61,47 @@ pub struct Product {
     pub a: *const f32,
     /// Distance of A[i] and A[i+1].
     pub a_stride: usize,
+    /// Distance of B[k] and B[k+1].
     pub b_stride: usize,
     pub c: *mut f32,
     pub c_stride: usize,
     pub start: Start,
 }
 
+/// `product` over `b`; `KS` is the distance of A[i][k] and A[i][k+1].
+///
+/// # Safety
+/// As `Vector`; the pointers are valid for what the product names, and C overlaps neither A nor B.
+#[inline(always)]
+pub unsafe fn multiply<V: Vector, const KS: usize, B: Values>(b: *const B, product: Product) {
+    // SAFETY: promised by the caller.
+    unsafe { V::call(&Over::<KS, B>(b, product), &mut []) }
+}
+
+/// B, and the product over it: by value, so that no store to C can change what it says.
+struct Over<const KS: usize, B>(*const B, Product);
+
+impl<const KS: usize, B: Values> Kernel for Over<KS, B> {
+    #[inline(always)]
+    unsafe fn work<V: Vector>(&self, _: &mut [f32]) {
+        // SAFETY: promised to `multiply`.
+        unsafe {
+            // Wide registers are twice as many.
+            if V::LANES == 16 {
+                product_by::<V, 8, KS, B>(self.0, &self.1);
+            } else {
+                product_by::<V, 4, KS, B>(self.0, &self.1);
+            }
+        }
+    }
+}
+
 /// The product in tiles of at most `MR` rows and two vectors.
 ///
 /// # Safety
-/// As `Vector`; the product's pointers are valid for what it names, and C overlaps neither A nor B.
+/// As `multiply`.
 #[inline(always)]
-pub unsafe fn product_by<V: Vector, const MR: usize, const KS: usize, B: Values>(b: *const B, p: &Product) {
+unsafe fn product_by<V: Vector, const MR: usize, const KS: usize, B: Values>(b: *const B, p: &Product) {
     let mut row = 0;
     // SAFETY: rows row .. row + (8, 4, 2, 1) lie below p.rows.
     unsafe {

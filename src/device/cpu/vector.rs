@@ -3,7 +3,6 @@
 //! Every operation acts on lanes alone. So the result of a kernel whose sums run in lanes modulo `BLOCK`, folded by halves,
 //! has the same bits for every width.
 
-use super::product::{Product, Values, product_by};
 use super::scratch::with_scratch;
 use crate::device::simd::{Isa, Level};
 
@@ -57,8 +56,8 @@ pub trait Vector: Copy {
     unsafe fn prefetch(at: *const f32);
     /// As `prefetch`, into the second cache, where what is wanted later stays.
     unsafe fn prefetch_far(at: *const f32);
-    /// See `Product`; `KS` is the distance of A[i][k] and A[i][k+1].
-    unsafe fn product<const KS: usize, B: Values>(b: *const B, product: &Product);
+    /// Does `kernel` in a function of its own, compiled for these instructions: called from others, it saves their registers once.
+    unsafe fn call<K: Kernel>(kernel: &K, scratch: &mut [f32]);
 }
 
 /// Work that is written once for all registers.
@@ -76,35 +75,20 @@ pub fn run(level: Level, scratch_len: usize, kernel: &impl Kernel) {
 
 /// `run` without scratch.
 pub fn run_in<K: Kernel>(level: Level, kernel: &K, scratch: &mut [f32]) {
-    // Apart, so that its registers are not saved where wider ones do the work.
-    #[inline(never)]
-    fn plain<K: Kernel>(kernel: &K, scratch: &mut [f32]) {
-        // SAFETY: needs no instructions beyond the baseline.
-        unsafe { kernel.work::<f32>(scratch) }
-    }
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{__m256, __m512};
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-        fn avx512<K: Kernel>(kernel: &K, scratch: &mut [f32]) {
-            // SAFETY: this function is compiled for, and called with, AVX-512.
-            unsafe { kernel.work::<__m512>(scratch) }
-        }
-        #[target_feature(enable = "avx2,fma")]
-        fn avx2<K: Kernel>(kernel: &K, scratch: &mut [f32]) {
-            // SAFETY: this function is compiled for, and called with, AVX2 and FMA.
-            unsafe { kernel.work::<__m256>(scratch) }
-        }
         match level.isa() {
             // SAFETY: a Level exists only where the processor has its instructions.
-            Isa::Avx512 => return unsafe { avx512(kernel, scratch) },
+            Isa::Avx512 => return unsafe { __m512::call(kernel, scratch) },
             // SAFETY: as above.
-            Isa::Avx2 => return unsafe { avx2(kernel, scratch) },
+            Isa::Avx2 => return unsafe { __m256::call(kernel, scratch) },
             Isa::Scalar => {}
         }
     }
     let _ = level;
-    plain(kernel, scratch);
+    // SAFETY: needs no instructions beyond the baseline.
+    unsafe { f32::call(kernel, scratch) }
 }
 
 /// Copies the first `n` values of a row.
@@ -228,16 +212,17 @@ impl Vector for f32 {
     method! { prefetch_far(_at: *const f32) -> () {} }
     method! { load_halves(from: *const u16) -> Self { f32::from_bits(u32::from(*from)) } }
     method! { load_part_halves(from: *const u16, n: usize) -> Self { if n > 0 { Self::load_halves(from) } else { 0.0 } } }
-    unsafe fn product<const KS: usize, B: Values>(b: *const B, product: &Product) {
+    // Apart, so that its registers are not saved where wider ones do the work.
+    #[inline(never)]
+    unsafe fn call<K: Kernel>(kernel: &K, scratch: &mut [f32]) {
         // SAFETY: promised by the caller.
-        unsafe { product_by::<Self, 4, KS, B>(b, product) }
+        unsafe { kernel.work::<Self>(scratch) }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{ROUND, Vector};
-    use crate::device::cpu::product::{Product, Values, product_by};
+    use super::{Kernel, ROUND, Vector};
     #[allow(clippy::wildcard_imports, reason = "an instruction set is imported whole")]
     use std::arch::x86_64::*;
 
@@ -325,14 +310,14 @@ mod x86 {
         } }
         method! { prefetch(at: *const f32) -> () { _mm_prefetch::<_MM_HINT_T0>(at.cast()) } }
         method! { prefetch_far(at: *const f32) -> () { _mm_prefetch::<_MM_HINT_T1>(at.cast()) } }
-        unsafe fn product<const KS: usize, B: Values>(b: *const B, product: &Product) {
+        unsafe fn call<K: Kernel>(kernel: &K, scratch: &mut [f32]) {
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-            fn run<const KS: usize, B: Values>(b: *const B, product: &Product) {
-                // SAFETY: promised to `product`.
-                unsafe { product_by::<__m512, 8, KS, B>(b, product) }
+            fn run<K: Kernel>(kernel: &K, scratch: &mut [f32]) {
+                // SAFETY: promised to `call`.
+                unsafe { kernel.work::<__m512>(scratch) }
             }
             // SAFETY: the caller promises the instructions.
-            unsafe { run::<KS, B>(b, product) }
+            unsafe { run(kernel, scratch) }
         }
     }
 
@@ -386,14 +371,14 @@ mod x86 {
         } }
         method! { prefetch(at: *const f32) -> () { _mm_prefetch::<_MM_HINT_T0>(at.cast()) } }
         method! { prefetch_far(at: *const f32) -> () { _mm_prefetch::<_MM_HINT_T1>(at.cast()) } }
-        unsafe fn product<const KS: usize, B: Values>(b: *const B, product: &Product) {
+        unsafe fn call<K: Kernel>(kernel: &K, scratch: &mut [f32]) {
             #[target_feature(enable = "avx2,fma")]
-            fn run<const KS: usize, B: Values>(b: *const B, product: &Product) {
-                // SAFETY: promised to `product`.
-                unsafe { product_by::<__m256, 4, KS, B>(b, product) }
+            fn run<K: Kernel>(kernel: &K, scratch: &mut [f32]) {
+                // SAFETY: promised to `call`.
+                unsafe { kernel.work::<__m256>(scratch) }
             }
             // SAFETY: the caller promises the instructions.
-            unsafe { run::<KS, B>(b, product) }
+            unsafe { run(kernel, scratch) }
         }
     }
 }
