@@ -209,9 +209,11 @@ struct Id {
 
 API ncclGetUniqueId(Id* id) {
     TOLD;
-    static std::atomic<int> made{0};
     std::memset(id, 0, sizeof *id);
-    std::snprintf(id->name, sizeof id->name, "/emulated-nccl-%d-%ld-%d", getpid(), static_cast<long>(std::time(nullptr)), made++);
+    // Files without a name: nothing of a run that is killed stays on the machine.
+    int memory = memfd_create("emulated-nccl", MFD_CLOEXEC);
+    if (memory < 0 || ftruncate(memory, sizeof(Shared))) return failed(SystemError, "no shared memory");
+    std::snprintf(id->name, sizeof id->name, "/proc/%d/fd/%d", getpid(), memory);
     return Success;
 }
 
@@ -219,39 +221,42 @@ API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
     failing::Answer answer = failing::next(__func__);
     while (answer.hangs) sleep(1);
     if (answer.status) return failed(answer.status, "%s fails, as it was told", __func__);
-    if (ranks < 1 || rank < 0 || rank >= ranks) return failed(InvalidArgument, "rank %d of %d", rank, ranks);
-    if (std::strncmp(id.name, "/emulated-nccl-", 13)) return failed(InvalidArgument, "an id of nobody");
-    int file = shm_open(id.name, O_CREAT | O_RDWR, 0600);
-    if (file < 0 || ftruncate(file, sizeof(Shared))) return failed(SystemError, "no shared memory %s", id.name);
-    void* at = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    close(file);
-    if (at == MAP_FAILED) return failed(SystemError, "no shared memory");
+    if (ranks < 1 || ranks > RANKS || rank < 0 || rank >= ranks) return failed(InvalidArgument, "rank %d of %d", rank, ranks);
+    if (std::strncmp(id.name, "/proc/", 6)) return failed(InvalidArgument, "an id of nobody");
+    int memory = open(id.name, O_RDWR | O_CLOEXEC);
+    void* at = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, memory, 0);
+    close(memory);
+    if (at == MAP_FAILED) return failed(SystemError, "no shared memory %s", id.name);
     auto* comm = new Comm;
     comm->rank = rank;
     comm->ranks = ranks;
-    comm->shared = static_cast<Shared*>(at);
-    std::vector<std::string> names;
-    for (int i = 0; i < ranks * ranks; i++) {
-        names.push_back("/tmp" + std::string(id.name) + "-" + std::to_string(i));
-        mkfifo(names[i].c_str(), 0600);
-        comm->pipes.push_back(open(names[i].c_str(), O_RDWR | O_NONBLOCK));
-        if (comm->pipes[i] < 0) return failed(SystemError, "no pipe %s", names[i].c_str());
-        fcntl(comm->pipes[i], F_SETPIPE_SZ, 1 << 18);
-    }
-    comm->shared->joined++;
-    time_t since = std::time(nullptr);
-    int idle = 0;
-    while (comm->shared->joined.load() < static_cast<uint32_t>(ranks)) {
-        if (later_than(PATIENCE_S, since)) {
-            shm_unlink(id.name);
-            return failed(SystemError, "%u of %d ranks have come", comm->shared->joined.load(), ranks);
+    Shared& shared = *(comm->shared = static_cast<Shared*>(at));
+    auto all_come = [&](std::atomic<uint32_t>& count) {
+        count++;
+        time_t since = std::time(nullptr);
+        int idle = 0;
+        while (count.load() < static_cast<uint32_t>(ranks)) {
+            if (later_than(PATIENCE_S, since)) return false;
+            pause(idle);
         }
-        pause(idle);
+        return true;
+    };
+    shared.process[rank] = getpid();
+    for (int to = 0; to < ranks; to++) {
+        int ends[2];
+        if (pipe2(ends, O_CLOEXEC)) return failed(SystemError, "no pipe");
+        fcntl(ends[0], F_SETPIPE_SZ, 1 << 18);
+        shared.pipes[rank][to] = ends[0];
     }
-    if (rank == 0) {
-        shm_unlink(id.name);
-        for (const std::string& name : names) unlink(name.c_str());
+    if (!all_come(shared.joined)) return failed(SystemError, "%u of %d ranks have come", shared.joined.load(), ranks);
+    for (int i = 0; i < ranks * ranks; i++) {
+        int from = i / ranks;
+        std::string name = "/proc/" + std::to_string(shared.process[from]) + "/fd/" + std::to_string(shared.pipes[from][i % ranks]);
+        comm->pipes.push_back(open(name.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC));
+        if (comm->pipes[i] < 0) return failed(SystemError, "no pipe %s", name.c_str());
     }
+    // A rank that leaves early leaves its pipes to the others.
+    if (!all_come(shared.connected)) return failed(SystemError, "%u of %d ranks are connected", shared.connected.load(), ranks);
     *out = comm;
     return Success;
 }

@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 #include <atomic>
 #include <cstdarg>
@@ -64,8 +63,12 @@ constexpr size_t LOST_FROM = 65536, LOST_TO = LOST_FROM + 512;
 
 // ---- what processes share ----
 
+constexpr int RANKS = 16;
+
 struct Shared {
-    std::atomic<uint32_t> joined, broken;
+    std::atomic<uint32_t> joined, connected, broken;
+    // Each rank's process, and its pipes to each rank: what one writes another reads, in order.
+    int process[RANKS], pipes[RANKS][RANKS];
 };
 
 // How long a rank waits for others without a byte that moves, in seconds.
@@ -82,7 +85,7 @@ struct Header {
 struct Comm {
     int rank = 0, ranks = 0;
     Shared* shared = nullptr;
-    // Named pipes from each rank to each: what one writes another reads, in order.
+    // From each rank to each.
     std::vector<int> pipes;
     // How many calls there were of each kind: of a capture or not, collectives (-1) or sends to and receipts from each rank.
     std::map<std::pair<bool, int>, uint64_t> numbers;
