@@ -34,7 +34,7 @@ struct Inner {
     /// To the peers: none where this rank is alone, or no peer is there, so that collectives are counted and return at once. The
     /// lock keeps the collectives of two threads apart.
     channel: Option<Mutex<Channel>>,
-    /// The GPUs of the ranks, where they are joined. Twins share it.
+    /// The GPUs of the ranks, where they are joined. Duplicates of the group share it.
     nccl: Arc<OnceLock<NcclGroup>>,
 }
 
@@ -129,7 +129,7 @@ impl Group {
         Err(format!("values on GPUs go over the {} axis by MPI, through the host", self.axis()))
     }
 
-    /// Joins the GPUs of this group and of its twins.
+    /// Joins the GPUs of this group and of its duplicates.
     pub(super) fn set_nccl(&self, nccl: NcclGroup) {
         assert!(self.0.nccl.set(nccl).is_ok(), "the GPUs of axis {} are joined once", self.0.axis);
     }

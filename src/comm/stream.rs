@@ -52,7 +52,7 @@ impl std::fmt::Debug for Stream {
 }
 
 impl Stream {
-    /// A stream whose jobs see twins of `groups`. All ranks of each group call this, groups in the same order.
+    /// A stream whose jobs see duplicates of `groups`. All ranks of each group call this, groups in the same order.
     ///
     /// # Panics
     /// Without groups, or if the system starts no more threads.

@@ -3,7 +3,7 @@
     python3 tests/golden/openrlhf.py FULL.json > tests/golden/openrlhf.json
 
 FULL.json holds what OpenRLHF's own functions returned for seeded random inputs (its header names the revision and
-torch's version): cases[] with name, fn, args, in, out and, where there is one, grad (d loss / d input). Float64 twins
+torch's version): cases[] with name, fn, args, in, out and, where there is one, grad (d loss / d input). Float64 copies
 and cases of losses that are not built are left out.
 """
 

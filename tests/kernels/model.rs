@@ -36,12 +36,12 @@ pub fn qwen3() -> Arch {
 }
 
 /// A model on the GPU, and the same values on the CPU in f32.
-struct Twins {
+struct BothDevices {
     gpu: (Transformer, Weights),
     cpu: (Transformer, Weights),
 }
 
-impl Twins {
+impl BothDevices {
     fn new(arch: &Arch, head: Head) -> Self {
         let on_gpu = init::init_on(Device::Cuda, arch, head, DType::Bf16, SEED, TensorPart::whole());
         let table = Arc::new(ParamTable::new(arch, head));
@@ -90,7 +90,7 @@ fn hidden_states_log_probabilities_and_gradients_are_those_of_the_cpu_up_to_bf16
 /// Holds all that training computes of rows that end at `ends` to the CPU.
 pub fn follow_the_cpu(ends: &[usize]) {
     for arch in [llama(), qwen3()] {
-        let twins = Twins::new(&arch, Head::LanguageModel);
+        let models = BothDevices::new(&arch, Head::LanguageModel);
         let (t, positions) = (ends[ends.len() - 1], packed_positions(ends));
         let (tokens, picked): (_, Vec<u32>) = (tokens(t), (0..t as u32 - 1).filter(|i| i % 3 != 1).collect());
         let targets: Vec<u32> = picked.iter().map(|&row| tokens[row as usize + 1]).collect();
@@ -111,12 +111,12 @@ pub fn follow_the_cpu(ends: &[usize]) {
             assert_eq!(scored.0, logprobs, "scoring and training see the same log-probabilities");
             (hidden.to_host(), scored, grads.to_vec())
         };
-        let (on_gpu, on_cpu) = (run(&twins.gpu), run(&twins.cpu));
+        let (on_gpu, on_cpu) = (run(&models.gpu), run(&models.cpu));
         assert!(apart(&on_gpu.0, &on_cpu.0) < 2e-2, "hidden {}", apart(&on_gpu.0, &on_cpu.0));
         let gap = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(gap(&on_gpu.1.0, &on_cpu.1.0) < 0.06, "log-probabilities {}", gap(&on_gpu.1.0, &on_cpu.1.0));
         assert!(gap(&on_gpu.1.1, &on_cpu.1.1) < 0.06, "entropies {}", gap(&on_gpu.1.1, &on_cpu.1.1));
-        twins.gradients_hold(&on_gpu.2, &on_cpu.2);
+        models.gradients_hold(&on_gpu.2, &on_cpu.2);
     }
 }
 
@@ -135,7 +135,7 @@ pub fn gradients(arch: &Arch, ends: &[usize], recompute: bool) -> Vec<f32> {
 #[test]
 fn values_and_their_gradients_are_those_of_the_cpu_up_to_bf16() {
     let (_gpu, _one) = device();
-    let twins = Twins::new(&llama(), Head::Value);
+    let models = BothDevices::new(&llama(), Head::Value);
     let ends = [0, 9, 17];
     let (tokens, positions, picked) = (tokens(17), packed_positions(&ends), [0, 4, 8, 9, 16]);
     let run = |(model, w): &(Transformer, Weights)| {
@@ -147,9 +147,9 @@ fn values_and_their_gradients_are_those_of_the_cpu_up_to_bf16() {
         model.backward(w, saved, &ends, dhidden, &mut grads);
         (values, grads.to_vec())
     };
-    let (on_gpu, on_cpu) = (run(&twins.gpu), run(&twins.cpu));
+    let (on_gpu, on_cpu) = (run(&models.gpu), run(&models.cpu));
     assert!(apart(&on_gpu.0, &on_cpu.0) < 2e-2, "{:?} against {:?}", on_gpu.0, on_cpu.0);
-    twins.gradients_hold(&on_gpu.1, &on_cpu.1);
+    models.gradients_hold(&on_gpu.1, &on_cpu.1);
 }
 
 /// What makes a second forward over old samples superfluous (exact products).
@@ -157,7 +157,7 @@ fn values_and_their_gradients_are_those_of_the_cpu_up_to_bf16() {
 fn a_drawn_token_has_the_log_probability_that_training_computes_bit_for_bit() {
     let (_gpu, _one) = device();
     for arch in [llama(), qwen3()] {
-        let (model, w) = Twins::new(&arch, Head::LanguageModel).gpu;
+        let (model, w) = BothDevices::new(&arch, Head::LanguageModel).gpu;
         let prompt = tokens(37);
         let mut cache = model.kv_cache(w.dtype(), 4);
         let blocks = [2, 0, 3, 1];
