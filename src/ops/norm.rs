@@ -10,7 +10,8 @@ pub fn sums_of_squares<'a>(x: impl Into<Slice<'a>>, block: usize) -> Vec<f64> {
     sums_of_each(&[x.into()], block)
 }
 
-/// `sums_of_squares` of several runs on one device, one behind the other: a GPU is waited for once.
+/// `sums_of_squares` of several runs on one device, one behind the other: a GPU is waited for once. A null device has none: of
+/// billions of values there are millions of sums.
 pub fn sums_of_each(runs: &[Slice], block: usize) -> Vec<f64> {
     assert!(block > 0, "norm::sums_of_squares: blocks of 0 values");
     // For a plan: the pass over gradients that clipping asks for.
@@ -18,6 +19,9 @@ pub fn sums_of_each(runs: &[Slice], block: usize) -> Vec<f64> {
         null::note(null::OPTIMIZER, 0.0, (size_of::<f32>() * run.len()) as f64);
     }
     if !matches!(runs.first(), Some(Slice::Cuda(_))) {
+        if null::is_active() {
+            return Vec::new();
+        }
         return runs.iter().flat_map(|run| cpu::sums_of_squares(run.f32(), block)).collect();
     }
     let blocks: usize = runs.iter().map(|run| run.len().div_ceil(block)).sum();
@@ -27,5 +31,5 @@ pub fn sums_of_each(runs: &[Slice], block: usize) -> Vec<f64> {
         cuda::norm::sums_into(run.cuda(), block, &mut sums, first);
         first += run.len().div_ceil(block);
     }
-    sums.read(blocks)
+    if null::is_active() { Vec::new() } else { sums.read(blocks) }
 }

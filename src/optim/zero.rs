@@ -337,8 +337,11 @@ fn blocks(units: &[(Slice, &[Part<usize>])]) -> Vec<f64> {
         }
         first += own.len().div_ceil(BLOCK);
     }
-    let mut sums = vec![0.0; first];
-    let mut squares = ops::norm::sums_of_each(&runs, BLOCK).into_iter();
+    let squares = ops::norm::sums_of_each(&runs, BLOCK);
+    if squares.is_empty() {
+        return squares;
+    }
+    let (mut sums, mut squares) = (vec![0.0; first], squares.into_iter());
     for (at, count, copies) in taken {
         for (sum, square) in sums[at..at + count].iter_mut().zip(&mut squares) {
             *sum += square / copies as f64;
