@@ -9,6 +9,6 @@ cd "$root"
 # The python3 of a version manager is a script that looks for the real one at each start.
 PATH="$(dirname "$(python3 -c 'import sys; print(sys.executable)')"):$PATH"
 # Many tests wait for jobs that they start.
-export RUST_TEST_THREADS="${RUST_TEST_THREADS:-$((2 * $(nproc)))}"
+export RUST_TEST_THREADS="${RUST_TEST_THREADS:-$((3 * $(nproc)))}"
 # Builds the binary, too, beside the tests.
 cargo test --release --locked --no-fail-fast
