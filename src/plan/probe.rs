@@ -25,9 +25,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
-/// Multiply-adds of one look at the peak: about a millisecond.
+/// Multiply-adds of one sample of the peak: about a millisecond.
 const PEAK_ROUNDS: usize = 400_000;
-const LOOKS: usize = 9;
+const SAMPLES: usize = 9;
 /// More than caches hold.
 const READ_BYTES: usize = 256 << 20;
 /// Weights that decoding streams in a measurement: more than caches hold.
@@ -90,7 +90,7 @@ pub fn probe(job: &Job, world: &World, sharing: Sharing) -> Device {
     data.fill(1.0);
     let read = || {
         group.barrier();
-        1e9 * median((0..LOOKS).map(|_| peak::read_gbs(&data)))
+        1e9 * median((0..SAMPLES).map(|_| peak::read_gbs(&data)))
     };
     // All that is started reads at once: what the node's memory gives.
     let node = read() * world.local_size as f64;
@@ -98,9 +98,9 @@ pub fn probe(job: &Job, world: &World, sharing: Sharing) -> Device {
     let memory = read();
     drop(data);
     group.barrier();
-    let fma = 1e9 * median((0..LOOKS).map(|_| peak::fma_gflops(PEAK_ROUNDS)));
+    let fma = 1e9 * median((0..SAMPLES).map(|_| peak::fma_gflops(PEAK_ROUNDS)));
     let dot = || peak::bf16_gflops(PEAK_ROUNDS).map_or(fma, |rate| 1e9 * rate);
-    let products = if dtype == DType::Bf16 { median((0..LOOKS).map(|_| dot())) } else { fma };
+    let products = if dtype == DType::Bf16 { median((0..SAMPLES).map(|_| dot())) } else { fma };
     let (link, latency_s) = links(world, memory);
     let each = memory::available_bytes() / sharing.ranks_per_node as u64;
     let mut device = Device {

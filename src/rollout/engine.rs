@@ -90,7 +90,7 @@ impl Engine {
         let needed = pages_wanted(specs.iter().copied(), batch_max);
         let limits = Limits { batch_max, ..self.make_cache(&model, &specs, needed) };
         let mut scheduler = Scheduler::new(specs.iter().copied(), limits)?;
-        // Prompts of a plan are made up alike.
+        // Synthetic prompts of a plan are all alike.
         if !null::is_active() {
             let mut next = 0;
             let of_groups = specs.iter().zip(requests).filter(|(spec, _)| {

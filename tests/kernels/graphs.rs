@@ -180,7 +180,7 @@ fn ends_together(world: &World) {
     let asked = Cell::new(0);
     let stop = || {
         asked.set(asked.get() + 1);
-        // The fourth time within a stint of graphs: before the first forward, and before each of two stints.
+        // The fourth time within a decode batch by graphs: before the first forward, and before each of two batches.
         world.rank == 1 && asked.get() > 3
     };
     let mut hooks = Hooks { stop: Some(&stop), ..Hooks::default() };

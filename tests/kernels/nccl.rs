@@ -228,8 +228,8 @@ fn jobs_of_streams_launch_in_place_and_keep_their_memory_until_they_are_waited_f
 fn collectives_come_behind_what_was_started_before_and_before_what_follows_on_a_gpu_that_is_late() {
     // Drivers where one of two streams does not wait for the other: so the scenes are known to look.
     for (scene, forgets) in [("streams", "0"), ("same bits", "0"), ("streams", "1"), ("streams", "2")] {
-        let played = play(2, &format!("nccl: {scene}"), &[LATE, ("EMULATED_FORGETS", forgets)]);
-        let Some((well, said)) = played else { return };
+        let ended = play(2, &format!("nccl: {scene}"), &[LATE, ("EMULATED_FORGETS", forgets)]);
+        let Some((well, said)) = ended else { return };
         assert_eq!(well, forgets == "0", "{scene}, forgetting {forgets}: {said}");
     }
 }

@@ -1,4 +1,4 @@
-//! Attention over blocks that travel around a ring: all steps of all ranks, played in one process, against the CPU's
+//! Attention over blocks that travel around a ring: all steps of all ranks, run in one process, against the CPU's
 //! over whole sequences.
 
 use crate::attention_reference::{Case, Passed, ends, gathered, shape};
