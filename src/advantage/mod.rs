@@ -147,19 +147,21 @@ fn estimate(config: &PpoConfig, sample: &mut Experience) {
     (sample.advantages, sample.returns) = gae::gae(gamma, lambda, &sample.rewards, values, last, &sample.mask);
 }
 
+/// What `pick` gives of all learned tokens.
+fn learned(samples: &[Experience], pick: fn(&Experience) -> &[f32]) -> impl Iterator<Item = f64> + Clone {
+    let of = move |sample| {
+        let tokens = pick(sample).iter().zip(&sample.mask);
+        tokens.filter(|(_, mask)| **mask != 0).map(|(x, _)| f64::from(*x))
+    };
+    samples.iter().flat_map(of)
+}
+
 /// Whitens where configured; completes `stats` by what tokens say.
 fn finish(config: &PpoConfig, samples: &mut [Experience], mut stats: AdvantageStats) -> AdvantageStats {
-    let learned = |samples: &[Experience], pick: fn(&Experience) -> &[f32]| -> Vec<f64> {
-        samples
-            .iter()
-            .flat_map(|s| pick(s).iter().zip(&s.mask).filter(|&(_, &m)| m != 0).map(|(&x, _)| f64::from(x)))
-            .collect()
-    };
-    let advantages = learned(samples, |s| &s.advantages);
-    stats.kl_mean = whitening::moments(learned(samples, |s| &s.kl).into_iter()).0;
-    let rewards: f64 = learned(samples, |s| &s.rewards).iter().sum();
+    stats.kl_mean = whitening::moments(learned(samples, |s| &s.kl)).0;
+    let rewards: f64 = learned(samples, |s| &s.rewards).sum();
     stats.return_mean = rewards / samples.len().max(1) as f64;
-    (stats.advantage_mean, stats.advantage_std) = whitening::moments(advantages.into_iter());
+    (stats.advantage_mean, stats.advantage_std) = whitening::moments(learned(samples, |s| &s.advantages));
     if config.advantage.is_whitened() {
         whitening::whiten(config.advantage_std, stats.advantage_mean, stats.advantage_std, samples);
     }
