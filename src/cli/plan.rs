@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::launch::gpu;
 use crate::launch::step_shape::StepShape;
 use crate::plan::{Device, Job, Rows, Sharing, microbatch, probe, show};
+use crate::sys::memory;
 use crate::train::{self, Archs};
 use argh::FromArgs;
 use std::path::PathBuf;
@@ -99,7 +100,11 @@ fn plan(args: &Args, world: &World) -> Result<String> {
         let started = world.threads().threads;
         pool::set_threads(started);
         let sharing = Sharing::of(world.local_size, started, per_node.max(world.local_size), config.job.threads);
-        probe(&job, world, sharing)
+        let each = memory::available_bytes() / sharing.ranks_per_node as u64;
+        let declared = Device { threads: sharing.threads, ..Device::cpu(each, sharing.ranks_per_node) };
+        // What fits hangs on memory alone: a job that does not is refused before its seconds are measured.
+        world.group().agree(microbatch::chosen(&asked, &archs, &job.rows, ranks, &declared).map(drop))?;
+        probe(&job, world, sharing, declared)
     } else {
         let mut device = Device::gpu(&args.gpu, args.network_gb_s)?;
         device.ranks_per_node = args.ranks_per_node.unwrap_or(device.ranks_per_node);

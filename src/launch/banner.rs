@@ -52,7 +52,7 @@ impl Run {
             rows.push(row("memory", format!("{} planned per rank: {parts}", format_bytes(taken))));
         }
         rows.extend(needs.about);
-        rows.extend(self.notes().into_iter().chain(needs.notes).chain(self.describe_rollouts(needs.rollouts)));
+        rows.extend(self.notes(steps > 0).into_iter().chain(needs.notes).chain(self.describe_rollouts(needs.rollouts)));
         let from = resumed_from.map_or(String::new(), |step| format!(", resumed from step {step}"));
         let (dir, seed) = (config.job.dir.display(), config.job.seed);
         let steps_of = if steps == 0 { String::new() } else { format!(" {steps} steps,") };
@@ -86,8 +86,9 @@ impl Run {
         (rollout_bytes > 0).then(|| row("rollouts.h5", description))
     }
 
-    fn notes(&self) -> Vec<(String, String)> {
-        let stages = self.of_placements(|layout| describe_zero(&layout.mesh, layout.zero));
+    fn notes(&self, trains: bool) -> Vec<(String, String)> {
+        let stages =
+            if trains { self.of_placements(|layout| describe_zero(&layout.mesh, layout.zero)) } else { Vec::new() };
         let mut notes: Vec<(String, String)> = labelled("zero", stages).collect();
         if let Some(GemmChoice { description, measured, .. }) = &self.gemm {
             notes.push(row("gemm", description.clone()));

@@ -18,7 +18,6 @@ use crate::ops::norm;
 use crate::ops::sample::{self, SampleRow, Sampled};
 use crate::rollout;
 use crate::sys::host::median;
-use crate::sys::memory;
 use crate::tensor::arena::{self, Buffer};
 use crate::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
@@ -81,9 +80,9 @@ impl Sharing {
     }
 }
 
-/// This machine as one of the planned ranks that share its node. All ranks of `world` call this, each with a pool of the
-/// threads that it was started with; it leaves the pool with those of a planned rank.
-pub fn probe(job: &Job, world: &World, sharing: Sharing) -> Device {
+/// This machine, `declared`, as one of the planned ranks that share its node. All ranks of `world` call this, each with a pool of
+/// the threads that it was started with; it leaves the pool with those of a planned rank.
+pub fn probe(job: &Job, world: &World, sharing: Sharing, declared: Device) -> Device {
     let dtype = job.config.model.dtype();
     let group = world.group();
     let mut data = Buffer::scratch(READ_BYTES / size_of::<f32>());
@@ -102,7 +101,6 @@ pub fn probe(job: &Job, world: &World, sharing: Sharing) -> Device {
     let dot = || peak::bf16_gflops(PEAK_ROUNDS).map_or(fma, |rate| 1e9 * rate);
     let products = if dtype == DType::Bf16 { median((0..SAMPLES).map(|_| dot())) } else { fma };
     let (link, latency_s) = links(world, memory);
-    let each = memory::available_bytes() / sharing.ranks_per_node as u64;
     let mut device = Device {
         flops: products,
         attention_flops: fma,
@@ -111,8 +109,7 @@ pub fn probe(job: &Job, world: &World, sharing: Sharing) -> Device {
         network: link,
         host: files(job, &world.group()).unwrap_or(memory / 4.0),
         latency: Latency { call_s: 0.0, step_s: latency_s, network_s: latency_s },
-        threads: sharing.threads,
-        ..Device::cpu(each, sharing.ranks_per_node)
+        ..declared
     };
     group.barrier();
     device.efficiency = Bench::new(job, &device).efficiency();

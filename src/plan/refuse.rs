@@ -81,12 +81,14 @@ pub fn nothing_fits(job: &Job, world: usize, device: &Device, misfits: &[Candida
     };
     let ways = ways(job, world, device);
     let hint = if ways.is_empty() {
-        "use shorter rows, a smaller model, or devices with more memory".to_string()
+        let more = if device.is_cpu() { "GPUs (plan --gpu)" } else { "devices with more memory" };
+        format!("use shorter rows, a smaller model, or {more}")
     } else {
         format!("it fits with {}", ways.join("; or with "))
     };
+    let plural = if world == 1 { "" } else { "s" };
     Error::usage(format!(
-        "the job does not fit {world} ranks of {}: with {} a rank needs {what}, and has {limit}",
+        "the job does not fit {world} rank{plural} of {}: with {} a rank needs {what}, and has {limit}",
         device.name,
         least.layout().describe()
     ))

@@ -136,4 +136,6 @@ fn a_plan_for_this_cpu_measures_its_peaks() {
         assert!(plan["chosen"]["seconds"][stage].as_f64() > Some(0.0), "{stage}");
     }
     assert!(plan["chosen"]["placed"][0]["memory"]["resident_bytes"].as_u64() > Some(100_000_000));
+    let tight = ["plan", "job.toml", "model.actor=planned", "mesh.arena_bytes_max=1000000"];
+    fixture(&small()).run(&tight).refused(2, &["the job does not fit 1 rank of cpu"]).hinted("GPUs (plan --gpu)");
 }
