@@ -214,6 +214,10 @@ fn a_report_has_marks_in_every_plot_and_hostile_text_stays_text(fixture: &Fixtur
     fixture.write("other/metrics.jsonl", extra);
     let page = fixture.text("run/report.html");
     assert!(page.len() < 1 << 20 && !page.contains("<img") && !page.contains("http://"), "{} bytes", page.len());
+    assert!(
+        page.contains(">Learning rate, actor<") && !page.contains(">Learning rate<"),
+        "one plot of what is the same"
+    );
     fixture.run(&["report", "run", "other", "--out", "both.html"]).well();
     let both = fixture.text("both.html");
     for words in ["restarted at step 1<", "data-name=\"other · mine/&lt;b&gt;x\"", "data-name=\"other · eval_mine\""]

@@ -46,6 +46,9 @@ const SPEED: &[(&str, &[&str])] = &[
     ("Model FLOP/s of the machine's peak", &[keys::MFU]),
 ];
 
+/// Keys that say again what another does.
+const AGAIN: &[(&str, &str)] = &[(keys::GRAD_NORM, keys::GRAD_NORM_ACTOR), (keys::LR, keys::LR_ACTOR)];
+
 /// The page as it is built: each key that has a plot is taken out of the rest.
 struct Page<'a> {
     sources: &'a [Source],
@@ -73,7 +76,7 @@ pub fn of(sources: &mut [Source]) -> String {
         sources,
         marks: marks.collect(),
         points_max: (PAGE_POINTS / (keys.len() * n).max(1)).clamp(50, CURVE_POINTS),
-        rest: keys.iter().cloned().collect(),
+        rest: keys.iter().filter(|key| !is_again(sources, key)).cloned().collect(),
         sections: Vec::new(),
     };
     page.learning(&scores);
@@ -94,6 +97,12 @@ fn steps_of<'a>(sources: impl Iterator<Item = &'a Source>) -> (f64, f64) {
     let steps = sources.flat_map(|source| &source.lines).map(|line| line.step as f64);
     let (first, last) = steps.fold((f64::INFINITY, 0.0f64), |(first, last), step| (first.min(step), last.max(step)));
     (first.min(last - 1.0), last)
+}
+
+/// Whether every run that has `key` has another that says the same.
+fn is_again(sources: &[Source], key: &str) -> bool {
+    let is_so = |other: &str| sources.iter().all(|source| !source.has(key) || source.has(other));
+    AGAIN.iter().any(|(again, other)| *again == key && is_so(other))
 }
 
 impl Page<'_> {
@@ -152,7 +161,8 @@ impl Page<'_> {
     }
 
     fn plots(&mut self, plots: &[(&str, &[&str])]) -> String {
-        plots.iter().filter_map(|(title, keys)| self.plot(title, keys, false)).collect()
+        let shown = plots.iter().filter(|(_, keys)| !is_again(self.sources, keys[0]));
+        shown.filter_map(|(title, keys)| self.plot(title, keys, false)).collect()
     }
 
     fn learning(&mut self, scores: &[Vec<(u64, Vec<f32>)>]) {

@@ -138,7 +138,9 @@ impl Plot<'_> {
         }
         let is_one = self.curves.len() == 1;
         let now = if is_one {
-            format!("<span class=\"now\">{} {unit}</span>", short_number(last * factor))
+            let last = last * factor;
+            let last = if last.abs() < 1e4 { short_number(last) } else { tick_label(last, 1.0) };
+            format!("<span class=\"now\">{last} {unit}</span>")
         } else {
             String::new()
         };
