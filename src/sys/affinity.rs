@@ -28,12 +28,6 @@ pub fn bind(cores: &[usize]) -> bool {
     }
 }
 
-/// The core on which this thread is.
-pub fn core() -> usize {
-    // SAFETY: reads a number.
-    usize::try_from(unsafe { libc::sched_getcpu() }).unwrap_or(0)
-}
-
 /// The mask of a rank, and the NUMA node of its GPU where the system reports one.
 pub type MaskAndNode = (Vec<usize>, Option<usize>);
 

@@ -1,32 +1,35 @@
-//! A fork-join pool for kernels of microseconds: workers spin briefly, then park.
+//! A fork-join pool for kernels of microseconds: who waits looks for a moment, then sleeps. A thread that yields instead would lose
+//! milliseconds each time to whatever else wants its core.
 //!
 //! Work is divided by thread number, never by load, and no kernel's arithmetic depends on the number of threads. On a null
 //! device none is done.
 
 use crate::device::null;
 use crate::sys::affinity;
+use atomic_wait::{wait, wake_all};
 use std::cell::UnsafeCell;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use std::thread::JoinHandle;
 
 type Job = *const (dyn Fn(usize) + Sync);
 
-const SPINS: u32 = 20_000;
-/// Spins between yields.
-const YIELD: u32 = 64;
+/// Looks before the caller sleeps on its workers, and before they sleep until it comes again: about 40 and 400 us.
+const LOOKS: [u32; 2] = [2_000, 20_000];
+/// Both where there are more threads than cores.
+const CROWDED: [u32; 2] = [64; 2];
 
 struct Shared {
-    epoch: AtomicUsize,
-    left: AtomicUsize,
+    epoch: AtomicU32,
+    left: AtomicU32,
     job: UnsafeCell<Option<Job>>,
-    asleep: Vec<AtomicBool>,
+    looks: [u32; 2],
+    /// Workers that sleep on `epoch`, and whether the caller does on `left`.
+    asleep: AtomicU32,
+    caller_sleeps: AtomicBool,
     quit: AtomicBool,
     panicked: AtomicBool,
-    /// The cores of these threads, where there is one for each, and the one on which the caller of `run` is.
-    cores: Vec<usize>,
-    caller_core: AtomicUsize,
 }
 
 // SAFETY: `job` is written only by the caller of `run` while no worker reads it: workers read after the epoch moves
@@ -34,18 +37,6 @@ struct Shared {
 unsafe impl Sync for Shared {}
 // SAFETY: the raw pointer in `job` is only dereferenced while the closure it points to is alive (see `run`).
 unsafe impl Send for Shared {}
-
-impl Shared {
-    /// Binds this worker to the other cores where it shares one with the caller. Some kernels (seen: Linux 6.18, a virtual machine of
-    /// two cores) keep two threads that spin and yield on one core for minutes while another idles.
-    fn leave_caller(&self) {
-        let caller = self.caller_core.load(Ordering::Relaxed);
-        if affinity::core() == caller && !self.cores.is_empty() {
-            let others: Vec<usize> = self.cores.iter().copied().filter(|&core| core != caller).collect();
-            affinity::bind(&others);
-        }
-    }
-}
 
 pub struct Pool {
     shared: Arc<Shared>,
@@ -56,16 +47,15 @@ pub struct Pool {
 impl Pool {
     /// A pool of `threads` threads, the caller of `run` included.
     pub fn new(threads: usize) -> Self {
-        let cores = affinity::mask();
         let shared = Arc::new(Shared {
-            epoch: AtomicUsize::new(0),
-            left: AtomicUsize::new(0),
+            epoch: AtomicU32::new(0),
+            left: AtomicU32::new(0),
             job: UnsafeCell::new(None),
-            asleep: (1..threads).map(|_| AtomicBool::new(false)).collect(),
+            looks: if threads > affinity::mask().len() { CROWDED } else { LOOKS },
+            asleep: AtomicU32::new(0),
+            caller_sleeps: AtomicBool::new(false),
             quit: AtomicBool::new(false),
             panicked: AtomicBool::new(false),
-            cores: if threads <= cores.len() { cores } else { Vec::new() },
-            caller_core: AtomicUsize::new(0),
         });
         let workers = (1..threads)
             .map(|id| {
@@ -102,8 +92,7 @@ impl Pool {
         let job: Job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(f) };
         // SAFETY: no worker is running (`left` is zero and we hold `caller`).
         unsafe { *self.shared.job.get() = Some(job) };
-        self.shared.left.store(self.workers.len(), Ordering::Relaxed);
-        self.shared.caller_core.store(affinity::core(), Ordering::Relaxed);
+        self.shared.left.store(self.workers.len() as u32, Ordering::Relaxed);
         self.wake();
         {
             let _waiter = Waiter(&self.shared);
@@ -161,10 +150,8 @@ impl Pool {
 
     fn wake(&self) {
         self.shared.epoch.fetch_add(1, Ordering::SeqCst);
-        for (handle, asleep) in self.workers.iter().zip(&self.shared.asleep) {
-            if asleep.load(Ordering::SeqCst) {
-                handle.thread().unpark();
-            }
+        if self.shared.asleep.load(Ordering::SeqCst) > 0 {
+            wake_all(&raw const self.shared.epoch);
         }
     }
 }
@@ -176,54 +163,57 @@ pub fn share(len: usize, unit: usize, id: usize, shares: usize) -> Range<usize> 
     at(id)..at(id + 1)
 }
 
-/// Waits for the workers when dropped. Yields now and then: where two threads share a core, spinning stalls both.
+/// Waits for the workers when dropped.
 struct Waiter<'a>(&'a Shared);
 
 impl Drop for Waiter<'_> {
     fn drop(&mut self) {
-        let mut spins = 0u32;
-        while self.0.left.load(Ordering::Acquire) != 0 {
-            spins += 1;
-            spin(spins);
+        let Shared { left, caller_sleeps, looks, .. } = self.0;
+        if spin(looks[0], || left.load(Ordering::Acquire) == 0) {
+            return;
         }
+        caller_sleeps.store(true, Ordering::SeqCst);
+        loop {
+            match left.load(Ordering::SeqCst) {
+                0 => break,
+                some => wait(left, some),
+            }
+        }
+        caller_sleeps.store(false, Ordering::Relaxed);
     }
 }
 
-fn spin(spins: u32) {
-    if spins.is_multiple_of(YIELD) {
-        std::thread::yield_now();
-    } else {
+/// Whether `is_over` within so many looks.
+fn spin(looks: u32, is_over: impl Fn() -> bool) -> bool {
+    (0..looks).any(|_| {
         std::hint::spin_loop();
-    }
+        is_over()
+    })
 }
 
 fn worker(shared: &Shared, id: usize) {
     let mut seen = 0;
     loop {
-        let mut spins = 0u32;
-        while shared.epoch.load(Ordering::SeqCst) == seen {
-            spins += 1;
-            if spins < SPINS {
-                spin(spins);
-                continue;
+        let has_come = || shared.epoch.load(Ordering::SeqCst) != seen;
+        if !spin(shared.looks[1], has_come) {
+            shared.asleep.fetch_add(1, Ordering::SeqCst);
+            while !has_come() {
+                wait(&shared.epoch, seen);
             }
-            shared.asleep[id - 1].store(true, Ordering::SeqCst);
-            if shared.epoch.load(Ordering::SeqCst) == seen {
-                std::thread::park();
-            }
-            shared.asleep[id - 1].store(false, Ordering::SeqCst);
+            shared.asleep.fetch_sub(1, Ordering::SeqCst);
         }
-        seen += 1;
+        seen = seen.wrapping_add(1);
         if shared.quit.load(Ordering::SeqCst) {
             return;
         }
-        shared.leave_caller();
         // SAFETY: `run` stored the job before it moved the epoch and waits for `left` before the closure dies.
         let job = unsafe { &*(*shared.job.get()).expect("a job is set before the epoch moves") };
         if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| job(id))).is_err() {
             shared.panicked.store(true, Ordering::Relaxed);
         }
-        shared.left.fetch_sub(1, Ordering::Release);
+        if shared.left.fetch_sub(1, Ordering::SeqCst) == 1 && shared.caller_sleeps.load(Ordering::SeqCst) {
+            wake_all(&raw const shared.left);
+        }
     }
 }
 
@@ -312,26 +302,18 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_on_the_callers_core_leaves_it_where_there_is_another() {
-        let cores = affinity::mask();
-        if cores.len() < 2 {
-            return;
+    fn threads_that_sleep_are_woken_by_what_they_wait_for() {
+        let pool = Pool::new(3);
+        let long = |of: u32| std::thread::sleep(std::time::Duration::from_millis(u64::from(of)));
+        for (caller, worker) in [(0, 5), (5, 0), (5, 5)] {
+            let done = AtomicU32::new(0);
+            pool.run(&|id| {
+                long(if id == 0 { caller } else { worker });
+                done.fetch_add(1, Ordering::Relaxed);
+            });
+            assert_eq!(done.into_inner(), 3);
+            long(5);
         }
-        let pool = Pool::new(2);
-        assert!(affinity::bind(&cores[..1]));
-        let worked_on = AtomicUsize::new(usize::MAX);
-        pool.run(&|id| {
-            if id == 1 {
-                affinity::bind(&cores[..1]);
-            }
-        });
-        pool.run(&|id| {
-            if id == 1 {
-                worked_on.store(affinity::core(), Ordering::Relaxed);
-            }
-        });
-        assert_ne!(worked_on.into_inner(), cores[0]);
-        affinity::bind(&cores);
     }
 
     #[test]
