@@ -15,8 +15,8 @@ use std::thread::JoinHandle;
 
 type Job = *const (dyn Fn(usize) + Sync);
 
-/// Looks before the caller sleeps on its workers, and before they sleep until it comes again: about 40 and 400 us.
-const LOOKS: [u32; 2] = [2_000, 20_000];
+/// Looks before the caller sleeps on its workers, and before they sleep until it comes again: about 20 and 100 us.
+const LOOKS: [u32; 2] = [1_000, 5_000];
 /// Both where there are more threads than cores.
 const CROWDED: [u32; 2] = [64; 2];
 
