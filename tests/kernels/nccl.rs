@@ -229,8 +229,8 @@ fn collectives_come_behind_what_was_started_before_and_before_what_follows_on_a_
     // Drivers where one of two streams does not wait for the other: so the scenes are known to look.
     for (scene, forgets) in [("streams", "0"), ("same bits", "0"), ("streams", "1"), ("streams", "2")] {
         let ended = play(2, &format!("nccl: {scene}"), &[LATE, ("EMULATED_FORGETS", forgets)]);
-        let Some((well, said)) = ended else { return };
-        assert_eq!(well, forgets == "0", "{scene}, forgetting {forgets}: {said}");
+        let Some((well, message)) = ended else { return };
+        assert_eq!(well, forgets == "0", "{scene}, forgetting {forgets}: {message}");
     }
 }
 

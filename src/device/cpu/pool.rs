@@ -1,5 +1,5 @@
-//! A fork-join pool for kernels of microseconds: who waits looks for a moment, then sleeps. A thread that yields instead would lose
-//! milliseconds each time to whatever else wants its core.
+//! A fork-join pool for kernels of microseconds. A thread that waits spins for a moment, then sleeps. Yielding instead would cost it
+//! milliseconds each time, where another program wants its core.
 //!
 //! Work is divided by thread number, never by load, and no kernel's arithmetic depends on the number of threads. On a null
 //! device none is done.
@@ -15,8 +15,8 @@ use std::thread::JoinHandle;
 
 type Job = *const (dyn Fn(usize) + Sync);
 
-/// Looks before the caller sleeps on its workers, and before they sleep until it comes again: about 20 and 100 us.
-const LOOKS: [u32; 2] = [1_000, 5_000];
+/// Spins before the caller sleeps on its workers, and before they sleep until it comes again: about 20 and 100 us.
+const SPINS: [u32; 2] = [1_000, 5_000];
 /// Both where there are more threads than cores.
 const CROWDED: [u32; 2] = [64; 2];
 
@@ -24,7 +24,7 @@ struct Shared {
     epoch: AtomicU32,
     left: AtomicU32,
     job: UnsafeCell<Option<Job>>,
-    looks: [u32; 2],
+    spins: [u32; 2],
     /// Workers that sleep on `epoch`, and whether the caller does on `left`.
     asleep: AtomicU32,
     caller_sleeps: AtomicBool,
@@ -51,7 +51,7 @@ impl Pool {
             epoch: AtomicU32::new(0),
             left: AtomicU32::new(0),
             job: UnsafeCell::new(None),
-            looks: if threads > affinity::mask().len() { CROWDED } else { LOOKS },
+            spins: if threads > affinity::mask().len() { CROWDED } else { SPINS },
             asleep: AtomicU32::new(0),
             caller_sleeps: AtomicBool::new(false),
             quit: AtomicBool::new(false),
@@ -168,8 +168,8 @@ struct Waiter<'a>(&'a Shared);
 
 impl Drop for Waiter<'_> {
     fn drop(&mut self) {
-        let Shared { left, caller_sleeps, looks, .. } = self.0;
-        if spin(looks[0], || left.load(Ordering::Acquire) == 0) {
+        let Shared { left, caller_sleeps, spins, .. } = self.0;
+        if spin(spins[0], || left.load(Ordering::Acquire) == 0) {
             return;
         }
         caller_sleeps.store(true, Ordering::SeqCst);
@@ -183,9 +183,9 @@ impl Drop for Waiter<'_> {
     }
 }
 
-/// Whether `is_over` within so many looks.
-fn spin(looks: u32, is_over: impl Fn() -> bool) -> bool {
-    (0..looks).any(|_| {
+/// Spins until `is_over`, at most so often; whether it is.
+fn spin(spins: u32, is_over: impl Fn() -> bool) -> bool {
+    (0..spins).any(|_| {
         std::hint::spin_loop();
         is_over()
     })
@@ -194,10 +194,10 @@ fn spin(looks: u32, is_over: impl Fn() -> bool) -> bool {
 fn worker(shared: &Shared, id: usize) {
     let mut seen = 0;
     loop {
-        let has_come = || shared.epoch.load(Ordering::SeqCst) != seen;
-        if !spin(shared.looks[1], has_come) {
+        let has_work = || shared.epoch.load(Ordering::SeqCst) != seen;
+        if !spin(shared.spins[1], has_work) {
             shared.asleep.fetch_add(1, Ordering::SeqCst);
-            while !has_come() {
+            while !has_work() {
                 wait(&shared.epoch, seen);
             }
             shared.asleep.fetch_sub(1, Ordering::SeqCst);

@@ -231,7 +231,7 @@ API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
     comm->rank = rank;
     comm->ranks = ranks;
     Shared& shared = *(comm->shared = static_cast<Shared*>(at));
-    auto all_come = [&](std::atomic<uint32_t>& count) {
+    auto all_arrive = [&](std::atomic<uint32_t>& count) {
         count++;
         time_t since = std::time(nullptr);
         int idle = 0;
@@ -248,7 +248,7 @@ API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
         fcntl(ends[0], F_SETPIPE_SZ, 1 << 18);
         shared.pipes[rank][to] = ends[0];
     }
-    if (!all_come(shared.joined)) return failed(SystemError, "%u of %d ranks have come", shared.joined.load(), ranks);
+    if (!all_arrive(shared.joined)) return failed(SystemError, "%u of %d ranks have joined", shared.joined.load(), ranks);
     for (int i = 0; i < ranks * ranks; i++) {
         int from = i / ranks;
         std::string name = "/proc/" + std::to_string(shared.process[from]) + "/fd/" + std::to_string(shared.pipes[from][i % ranks]);
@@ -256,7 +256,7 @@ API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
         if (comm->pipes[i] < 0) return failed(SystemError, "no pipe %s", name.c_str());
     }
     // A rank that leaves early leaves its pipes to the others.
-    if (!all_come(shared.connected)) return failed(SystemError, "%u of %d ranks are connected", shared.connected.load(), ranks);
+    if (!all_arrive(shared.connected)) return failed(SystemError, "%u of %d ranks are connected", shared.connected.load(), ranks);
     *out = comm;
     return Success;
 }
