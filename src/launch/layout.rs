@@ -130,9 +130,7 @@ pub struct Expectations {
     /// The plan finds no layout that is sure to fit. It counts the longest rows that the job allows: shorter ones may fit, and a
     /// rank that runs out of memory reports it.
     pub is_tight: bool,
-    /// The rollout's tensor size and the reason, where the job leaves it to the plan.
-    pub rollout_reason: Option<String>,
-    /// None where a model cannot be read.
+    /// None in a plan.
     pub count: Option<Count>,
     /// FLOP/s that a rank's GPU has at its peak; none on CPUs.
     pub gpu_flops: Option<f64>,

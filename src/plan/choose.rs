@@ -258,17 +258,13 @@ fn choose_among(job: &Job, world: usize, device: &Device) -> Result<Choice> {
 
 /// A candidate of each layout, in their order; threads share them.
 fn candidates(job: &Job, parts: &[RolesOnRanks], layouts: &[Layout], device: &Device) -> Vec<Candidate> {
-    let shares = pool().threads().min(layouts.len()).max(1);
-    let of_share = |id: usize| {
-        let own = layouts.iter().skip(id).step_by(shares);
-        own.map(|layout| candidate(job, parts, layout, device)).collect::<Vec<_>>().into_iter()
-    };
-    let mut found: Vec<_> = std::thread::scope(|scope| {
-        let started: Vec<_> = (0..shares).map(|id| scope.spawn(move || of_share(id))).collect();
+    let share = layouts.len().div_ceil(pool().threads()).max(1);
+    let of = |own: &[Layout]| own.iter().map(|layout| candidate(job, parts, layout, device)).collect::<Vec<_>>();
+    std::thread::scope(|scope| {
+        let started: Vec<_> = layouts.chunks(share).map(|own| scope.spawn(move || of(own))).collect();
         let joined = started.into_iter().map(std::thread::ScopedJoinHandle::join);
-        joined.map(|share| share.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
-    });
-    (0..layouts.len()).filter_map(|i| found[i % shares].next()).collect()
+        joined.flat_map(|found| found.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
 }
 
 /// Memory of one job on one layout, whether it fits or not.

@@ -29,9 +29,11 @@ fn with(asked: &Config, tokens: usize, recompute: Recompute) -> Config {
 
 /// The job with a number for `"auto"`: `ENOUGH`, or the most of its halves with which it fits in some layout; the longest row, where
 /// it fits with none.
-pub fn resolved(asked: &Config, archs: Option<&Archs>, world: usize, device: &Device) -> Config {
+pub fn resolved(asked: &Config, archs: &Archs, world: usize, device: &Device) -> Config {
     let recompute = asked.gradient.recompute;
-    let (true, Some(archs)) = (is_open(asked), archs) else { return with(asked, ENOUGH, recompute) };
+    if !is_open(asked) {
+        return with(asked, ENOUGH, recompute);
+    }
     let most = if recompute == Recompute::Auto { Recompute::Block } else { recompute };
     let longest = |tokens| Job::new(&with(asked, tokens, recompute), archs, None).rows.longest_row().all();
     let fits = |tokens: usize| refuse::fits(&[], world, &Job::new(&with(asked, tokens, most), archs, None), device);
@@ -83,7 +85,7 @@ pub fn grown(
 pub fn chosen(asked: &Config, archs: &Archs, rows: &Rows, world: usize, device: &Device) -> Result<(Config, Choice)> {
     let job =
         |config: &Config| -> Result<Choice> { choose(&Job::new(config, archs, Some(rows.clone())), world, device) };
-    let config = resolved(asked, Some(archs), world, device);
+    let config = resolved(asked, archs, world, device);
     let choice = job(&config)?;
     let mut grown = grown(asked, &config, archs, &choice, world, device)?;
     if grown == config {

@@ -5,10 +5,12 @@ use super::devices::Device;
 use super::job::Job;
 use crate::config;
 use crate::config::job::Recompute;
-use crate::config::mesh::{Auto, Offload};
-use crate::error::{Error, format_bytes};
+use crate::config::mesh::{Auto, Offload, RoleName};
+use crate::error::{Error, Result, format_bytes};
 use crate::launch::layout::{Layout, Swap};
+use crate::mesh::Mesh;
 use crate::tensor::DType;
+use crate::train::Archs;
 use std::fmt::Display;
 
 /// Parts of a misfit's memory that are named.
@@ -25,28 +27,41 @@ pub fn misfit(candidate: &Candidate) -> String {
     format!("does not fit: {}", why.unwrap_or("no room for one sample's keys and values"))
 }
 
+/// Refuses numbers of tensor ranks, of which the rollout has its own, over which a model of `roles` cannot be sharded on `ranks` ranks.
+///
+/// # Errors
+/// `Usage`, naming the key, with the numbers that can be.
+pub fn check_cuts(
+    archs: &Archs,
+    roles: &[RoleName],
+    ranks: usize,
+    [tensor, sequence, rollout]: [usize; 3],
+) -> Result<()> {
+    let divides = |size: usize| ranks.is_multiple_of(size * sequence);
+    for (role, _, arch) in archs.0.iter().filter(|(role, ..)| roles.contains(role)) {
+        let name = role.name();
+        arch.check_tensor_where(tensor, divides)
+            .map_err(|error| Error { message: format!("mesh.{} ({name})", error.message), ..error })?;
+        if matches!(role, RoleName::Actor | RoleName::Rollout) {
+            arch.check_tensor_where(rollout, |size| ranks.is_multiple_of(size))
+                .map_err(|error| Error { message: format!("rollout.{}", error.message), ..error })?;
+        }
+    }
+    Ok(())
+}
+
 /// The axes that the job names cannot be laid out on `world` ranks; `smallest` is the smallest part of them that roles
 /// have to themselves.
 pub fn no_layout(job: &Job, world: usize, smallest: usize) -> Error {
-    let mesh = &job.config.mesh;
+    let (mesh, rollout) = (&job.config.mesh, &job.config.rollout);
+    let [tensor, sequence, of_rollout] =
+        [mesh.tensor, mesh.sequence, rollout.tensor].map(|axis| fixed(axis).unwrap_or(1));
+    let cuts = check_cuts(job.archs, &RoleName::ALL, smallest, [tensor, sequence, of_rollout]);
+    if let Err(error) = cuts.and_then(|()| rollout.layout(&Mesh::data_only(smallest)).map(drop)) {
+        return error;
+    }
     let tensors = divisors(smallest).filter(|t| is_legal(job, *t));
     let tensors: Vec<String> = tensors.map(|t| t.to_string()).collect();
-    if let Auto::Is(tensor) = mesh.tensor
-        && !is_legal(job, tensor)
-    {
-        let refused = job.archs.0.iter().find_map(|(role, _, arch)| {
-            let name = role.name();
-            arch.check_tensor(tensor).err().map(|error| Error::usage(format!("mesh.{} ({name})", error.message)))
-        });
-        let error = refused.unwrap_or_else(|| Error::usage(format!("mesh.tensor = {tensor} is refused")));
-        return error.hint(format!("on {world} ranks mesh.tensor can be {}", tensors.join(", ")));
-    }
-    if let Auto::Is(n) = job.config.rollout.tensor
-        && (job.archs.actor().check_tensor(n).is_err() || !smallest.is_multiple_of(n))
-    {
-        return Error::usage(format!("rollout.tensor = {n} on {smallest} ranks and {} heads", job.archs.actor().heads))
-            .hint(format!("it may be {}", tensors.join(", ")));
-    }
     let words = |axis: Auto| fixed(axis).map_or("auto".into(), |n| n.to_string());
     let [data, pipeline, sequence, tensor] = [mesh.data, mesh.pipeline, mesh.sequence, mesh.tensor].map(words);
     let rest = [mesh.pipeline, mesh.sequence, mesh.tensor].map(|axis| fixed(axis).unwrap_or(1));

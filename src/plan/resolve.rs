@@ -1,10 +1,11 @@
 //! The layouts of a run: what the job sets, and for `"auto"` what the plan chooses.
 
-use super::choose::{self, Candidate, Choice};
+use super::choose;
 use super::devices::Device;
 use super::job::{Job, no_place};
 use super::microbatch;
 use super::null::count;
+use super::refuse::check_cuts;
 use super::rows::Rows;
 use crate::comm::World;
 use crate::config::job::Recompute;
@@ -15,7 +16,6 @@ use crate::device::cpu::pool::pool;
 use crate::error::{Error, Result};
 use crate::launch::gpu::GpuOfRanks;
 use crate::launch::layout::{Count, Expectations, Expected, Layout, Swap};
-use crate::mesh::Mesh;
 use crate::sys::memory;
 use crate::train::{self, Archs};
 
@@ -46,42 +46,36 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
     // Errors of the job's own axes come before those of the plan.
     let named = placements.iter().try_for_each(|placement| axes.resolve(placement.ranks.len()).map(drop));
     let is_open = ranks > 1 && (axes.tensor == Auto::Auto || axes.zero == Auto::Auto);
-    let archs = train::planned_archs(config, None);
+    let archs = train::planned_archs(config, None)?;
     let asked = config;
-    let config = &microbatch::resolved(asked, archs.as_ref().ok(), ranks, device);
-    let choose = |archs| choose::choose(&Job::new(config, archs, None), ranks, device);
+    let mut config = microbatch::resolved(asked, &archs, ranks, device);
     // CPUs use weights where they are, and what waits is what the job says.
-    let chosen = (is_open || !device.is_cpu()).then(|| archs.as_ref().map_err(Error::clone).and_then(choose));
-    let config = &match (&chosen, &archs) {
-        (Some(Ok(choice)), Ok(archs)) => microbatch::grown(asked, config, archs, choice, ranks, device)?,
-        _ => config.clone(),
-    };
-    let microbatch_tokens = microbatch::is_open(asked).then(|| train::shape(config).microbatch_tokens_max);
-    let config = &with_recompute(config, chosen.as_ref(), archs.as_ref().ok(), ranks, device);
-    let chosen = chosen.map(|choice| choice.map(|choice| choice.chosen));
-    let mut is_tight = false;
-    match &chosen {
-        Some(Ok(chosen)) if is_open => {
-            axes.tensor = Auto::Is(chosen.layout().mesh.tensor);
-            axes.zero = Auto::Is(chosen.layout().zero);
-        }
-        Some(Err(error)) if is_open => {
-            named?;
-            let tensor = axes.resolve(placements[0].ranks.len())?.tensor;
-            let archs = archs.as_ref().map_err(Error::clone)?;
-            is_tight = archs.0.iter().all(|(.., arch)| arch.check_tensor(tensor).is_ok());
-            if !is_tight {
-                return Err(error.clone());
-            }
-        }
-        Some(Err(_)) => is_tight = !device.is_cpu(),
-        _ => {}
+    let is_planned = is_open || !device.is_cpu();
+    let choice = is_planned.then(|| choose::choose(&Job::new(&config, &archs, None), ranks, device));
+    let is_tight = matches!(choice, Some(Err(_)));
+    if is_open && is_tight {
+        named?;
     }
-    let chosen = chosen.and_then(Result::ok);
-    let swap = chosen.as_ref().map_or_else(|| Swap::of(&config.mesh.offload), |chosen| chosen.layout().swap);
-    let chosen = chosen.as_ref().filter(|_| !device.is_cpu() && config.rollout.tensor == Auto::Auto);
-    let tensor_of_rollout = chosen.map_or(config.rollout.tensor, |chosen| Auto::Is(chosen.layout().rollout_tensor));
-    let rollout_reason = chosen.zip(archs.as_ref().ok()).map(|(chosen, archs)| why_so(config, archs, chosen, device));
+    let choice = choice.and_then(Result::ok);
+    if let Some(choice) = &choice {
+        config = microbatch::grown(asked, &config, &archs, choice, ranks, device)?;
+    }
+    let microbatch_tokens = microbatch::is_open(asked).then(|| train::shape(&config).microbatch_tokens_max);
+    if config.gradient.recompute == Recompute::Auto {
+        config.gradient.recompute = match &choice {
+            Some(choice) => choice.recompute,
+            None if device.is_cpu() => choose::least_recompute(&Job::new(&config, &archs, None), ranks, device),
+            None => Recompute::Block,
+        };
+    }
+    let config = &config;
+    let chosen = choice.map(|choice| *choice.chosen.layout());
+    if let Some(chosen) = chosen.filter(|_| is_open) {
+        (axes.tensor, axes.zero) = (Auto::Is(chosen.mesh.tensor), Auto::Is(chosen.zero));
+    }
+    let swap = chosen.map_or_else(|| Swap::of(&config.mesh.offload), |chosen| chosen.swap);
+    let chosen = chosen.filter(|_| !device.is_cpu() && config.rollout.tensor == Auto::Auto);
+    let tensor_of_rollout = chosen.map_or(config.rollout.tensor, |chosen| Auto::Is(chosen.rollout_tensor));
     let of = |placement: Placement| {
         let mesh = axes.resolve(placement.ranks.len())?;
         let zero = axes.stage()?;
@@ -89,7 +83,8 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
         let wanted = RolloutConfig { tensor: tensor_of_rollout, ..config.rollout.clone() };
         let samples = [RoleName::Actor, RoleName::Rollout].iter().any(|role| placement.roles.contains(role));
         let rollout = if samples { wanted.layout(&mesh)? } else { mesh };
-        archs.as_ref().map_or(Ok(()), |archs| check_cuts(archs, &placement, &mesh, &rollout))?;
+        let cuts = [mesh.tensor, mesh.sequence, rollout.tensor];
+        check_cuts(&archs, &placement.roles, placement.ranks.len(), cuts)?;
         Ok((placement, Layout { mesh, zero, rollout_tensor: rollout.tensor, swap }))
     };
     let of_ranks = |placement: Placement| {
@@ -99,33 +94,12 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
     };
     let placed: Vec<(Placement, Layout)> = placements.into_iter().map(of_ranks).collect::<Result<_>>()?;
     // Memory of a GPU is reserved before rows are known.
-    let longest = archs.as_ref().ok().filter(|_| !device.is_cpu());
-    let expected = longest.map_or(Vec::new(), |archs| expect(&Job::new(config, archs, None), &placed, device));
-    let count = archs.ok().map(|archs| counter(archs, placed.clone(), device.clone()));
-    let gpu_flops = (!device.is_cpu()).then_some(device.flops);
+    let longest = Job::new(config, &archs, None);
+    let expected = if device.is_cpu() { Vec::new() } else { expect(&longest, &placed, device) };
     let recompute = config.gradient.recompute;
-    Ok((placed, Expectations { expected, is_tight, rollout_reason, count, gpu_flops, recompute, microbatch_tokens }))
-}
-
-/// The job with what it is to recompute where that is open: all, where nothing fits.
-fn with_recompute(
-    config: &Config,
-    choice: Option<&Result<Choice>>,
-    archs: Option<&Archs>,
-    ranks: usize,
-    device: &Device,
-) -> Config {
-    let mut chosen = config.clone();
-    if config.gradient.recompute == Recompute::Auto {
-        chosen.gradient.recompute = match (choice, archs) {
-            (Some(Ok(choice)), _) => choice.recompute,
-            (_, Some(archs)) if device.is_cpu() => {
-                choose::least_recompute(&Job::new(config, archs, None), ranks, device)
-            }
-            (_, known) => known.is_some().into(),
-        };
-    }
-    chosen
+    let count = Some(counter(archs, placed.clone(), device.clone()));
+    let gpu_flops = (!device.is_cpu()).then_some(device.flops);
+    Ok((placed, Expectations { expected, is_tight, count, gpu_flops, recompute, microbatch_tokens }))
 }
 
 /// Counts for given rows.
@@ -151,40 +125,6 @@ fn expect(job: &Job, placed: &[(Placement, Layout)], device: &Device) -> Vec<Opt
         })
     };
     placed.iter().map(of).collect()
-}
-
-/// Refuses numbers of tensor ranks that a model of the placement cannot be sharded over, in training or in the rollout.
-fn check_cuts(archs: &Archs, placement: &Placement, mesh: &Mesh, rollout: &Mesh) -> Result<()> {
-    let divides = |size: usize| placement.ranks.len().is_multiple_of(size * mesh.sequence);
-    for (role, _, arch) in archs.0.iter().filter(|(role, ..)| placement.roles.contains(role)) {
-        let name = role.name();
-        arch.check_tensor_where(mesh.tensor, divides)
-            .map_err(|error| Error { message: format!("mesh.{} ({name})", error.message), ..error })?;
-        if matches!(role, RoleName::Actor | RoleName::Rollout) {
-            arch.check_tensor_where(rollout.tensor, |size| placement.ranks.len().is_multiple_of(size))
-                .map_err(|error| Error { message: format!("rollout.{}", error.message), ..error })?;
-        }
-    }
-    Ok(())
-}
-
-/// The tensor size that the plan has chosen for the rollout, compared with training's own.
-fn why_so(config: &Config, archs: &Archs, candidate: &Candidate, device: &Device) -> String {
-    let (chosen, main) = (candidate.layout(), candidate.main());
-    let training = chosen.mesh.tensor;
-    if chosen.rollout_tensor == training {
-        return format!("tensor {training}, as in training: no other is predicted to be faster by more than 2 %");
-    }
-    let job = Job::new(config, archs, None);
-    let parts = candidate.placed.iter().map(|placed| (placed.roles.clone(), placed.ranks.clone()));
-    let layout = Layout { rollout_tensor: training, ..*chosen };
-    let other = choose::candidate(&job, &parts.collect::<Vec<_>>(), &layout, device);
-    let reason = if other.fits() {
-        format!("{:.3} s of a step are predicted, {:.3} s with {training}", candidate.step_s(), other.step_s())
-    } else {
-        format!("with {training} it does not fit")
-    };
-    format!("tensor {} on {} ranks, {training} in training: {reason}", chosen.rollout_tensor, main.ranks.len())
 }
 
 /// Refuses placements that leave out a role which the job needs.

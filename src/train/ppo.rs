@@ -478,10 +478,12 @@ fn rollout_notes(run: &Run) -> Vec<(String, String)> {
         false if run.has_fast_gemm() => Some("as drawn, with other bits than training's (logprob_gap_max)".to_string()),
         false => None,
     };
-    let reason = run.plan.rollout_reason.clone().filter(|_| run.ranks.axes.all.size() > 1);
+    let layout = run.ranks.layouts_of_actor()[1];
+    let (rollout, training) = (layout.rollout_tensor, layout.mesh.tensor);
+    let tensor = (rollout != training).then(|| format!("tensor {rollout}, {training} in training"));
     let ahead = run.config.mesh.async_updates_max;
     let steps = if ahead == 1 { "a step".to_string() } else { format!("{ahead} steps") };
     let lag = (ahead > 0).then(|| format!("draws with weights of up to {steps} before, while others learn"));
-    let notes = [("old logprobs", old), ("decoding", run.decoding()), ("rollout", reason), ("runs ahead", lag)];
+    let notes = [("old logprobs", old), ("decoding", run.decoding()), ("rollout", tensor), ("runs ahead", lag)];
     notes.into_iter().filter_map(|(name, text)| Some((name.to_string(), text?))).collect()
 }

@@ -174,19 +174,15 @@ fn rows_that_are_cut_into_runs_of_keys_take_what_the_plan_counts() {
 
 /// A rollout of fewer tensor ranks than training has tells less, and is predicted to be faster: the run does as the plan says.
 #[test]
-fn where_the_job_leaves_it_open_the_rollout_has_the_tensor_size_of_the_plan_and_the_banner_says_why() {
+fn where_the_job_leaves_it_open_the_rollout_has_the_tensor_size_of_the_plan_and_the_banner_shows_it() {
     let Some(dir) = emulated(&config()) else { return };
     let at = dir.path();
     // Most of a step are steps of decoding, in each of which tensor ranks tell each other twice a layer.
     let named = "job.steps=1 mesh.tensor=2 mesh.data=1 mesh.zero=0 rollout.prompts_per_step=2 \
                  rollout.samples_per_prompt=1 ppo.minibatch_samples=2 rollout.response_tokens_max=64";
     let text = said(at, 2, "ppo.toml", &format!("{named} --dry-run"));
-    let line = text
-        .lines()
-        .find(|line| line.contains("tensor 1 on 2 ranks, 2 in training"))
-        .unwrap_or_else(|| panic!("{text}"));
-    assert!(line.contains("rollout") && line.contains("s of a step are predicted"), "{line}");
+    assert!(text.lines().any(|line| line.contains("rollout") && line.contains("tensor 1, 2 in training")), "{text}");
     // What the job names stays.
     let text = said(at, 2, "ppo.toml", &format!("{named} rollout.tensor=2 --dry-run"));
-    assert!(!text.contains(" in training: "), "{text}");
+    assert!(!text.contains(" in training"), "{text}");
 }

@@ -194,7 +194,7 @@ fn automatic_micro_batches_are_enough_or_as_many_tokens_as_fit_and_more_where_a_
     };
     let chosen = |recompute: &str, device: &Device| {
         let asked = of(&["ppo.microbatch_tokens_max=auto", recompute]);
-        let resolved = microbatch::resolved(&asked, Some(&archs), 1, device);
+        let resolved = microbatch::resolved(&asked, &archs, 1, device);
         assert_eq!(resolved.gradient, asked.gradient, "only micro-batches are chosen here");
         resolved.ppo.microbatch_tokens_max
     };

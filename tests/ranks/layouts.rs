@@ -28,7 +28,9 @@ pub fn samples(lengths: &[(usize, usize)]) -> Vec<Experience> {
     let mut samples = Vec::new();
     for (i, &(prompt, response)) in lengths.iter().enumerate() {
         let token = |at| 3 + rng.below(94, [i as u32, at as u32, 0, 0]) as u32;
-        let mask = |at| SamplingMask::new((3..97).filter(|&id| id == token(at) || (id as usize + at) % 9 == 0));
+        let mask = |at: usize| {
+            SamplingMask::new((3..97).filter(|&id| id == token(at) || (id as usize + at).is_multiple_of(9)))
+        };
         let draw = |what: u32, low: f32, high: f32| -> Vec<f32> {
             (0..response).map(|at| low + (high - low) * rng.uniform([i as u32, at as u32, what, 1])).collect()
         };
