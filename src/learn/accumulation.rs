@@ -93,9 +93,5 @@ pub fn accumulate_in_passes(
     }
     let mut all = records::gather(&axes.zero, &mine).expect("ranks of one binary");
     all.sort_by_key(|(number, _)| *number);
-    let mut total = Sums::default();
-    for (_, sums) in &all {
-        total.add(sums);
-    }
-    total
+    Sums::total(all.iter().map(|(_, sums)| sums))
 }

@@ -2,10 +2,26 @@
 
 use crate::comm::Group;
 use crate::device::null;
-use crate::experience::SamplingMask;
+use crate::experience::{Experience, SamplingMask};
 use crate::model::Keys;
 use crate::ops::linear_logprob::Targets;
 use crate::ops::zigzag;
+use std::borrow::Cow;
+
+/// Tokens, of which the first `prompt_tokens` are the prompt.
+pub struct Tokens<'a> {
+    pub tokens: Cow<'a, [u32]>,
+    pub prompt_tokens: usize,
+    /// What those behind the prompt were drawn among, where that was kept.
+    pub masks: &'a [SamplingMask],
+}
+
+impl<'a> Tokens<'a> {
+    pub fn of(sample: &'a Experience) -> Self {
+        let Experience { prompt, response, .. } = sample;
+        Self { tokens: sample.tokens().into(), prompt_tokens: prompt.tokens.len(), masks: &response.sampling_masks }
+    }
+}
 
 /// One packed row, or a rank's part of it. Of a part, `cu_seqlens` and the number of sequences are the whole row's; all
 /// else counts the part's own tokens.
@@ -27,6 +43,17 @@ pub struct PackedRow {
     pub row_offsets: Vec<usize>,
     /// The index of each of `rows` among those of the whole row, by which what was computed of that is picked (`select`).
     pub row_indices: Vec<usize>,
+}
+
+/// Sequences of which all tokens behind the prompts are predicted.
+impl<'a> FromIterator<Tokens<'a>> for PackedRow {
+    fn from_iter<T: IntoIterator<Item = Tokens<'a>>>(all: T) -> Self {
+        let mut row = Self::new();
+        for Tokens { tokens, prompt_tokens, masks } in all {
+            row.push_response(&tokens, prompt_tokens, masks);
+        }
+        row
+    }
 }
 
 impl PackedRow {

@@ -28,7 +28,7 @@ impl Sums {
     }
 
     /// Those of several lists together.
-    pub fn total(lists: &[Self]) -> Self {
+    pub fn total<'a>(lists: impl IntoIterator<Item = &'a Self>) -> Self {
         let mut total = Self::default();
         for list in lists {
             total.add(list);

@@ -1,10 +1,9 @@
 //! Losses of pairs: what a reward model learns from two scores, and a policy from the log-probabilities of two responses.
 
 use crate::config::preference::{DpoConfig, PairLoss, PreferenceLoss};
-use serde::{Deserialize, Serialize};
 
 /// What a pair says: its loss, and the rewards of both sides.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Pair {
     pub loss: f64,
     pub chosen_reward: f64,

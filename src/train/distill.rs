@@ -30,16 +30,17 @@ pub const UPDATES: &str = "updates";
 /// What a step reports of its tokens: keys, and what their sums are divided by.
 pub const REPORTED: &[(&str, &str)] = &[(keys::LOSS, UPDATES), (keys::CE_MEAN, TOKENS), (keys::KL_MEAN, TOKENS)];
 
-pub struct Distill {
-    teachers: Teachers,
-}
+/// The teachers of a job, with their weights in its loss.
+pub struct Distill(Vec<(Role, f32)>);
 
 impl Method for Distill {
     type Row = SftRow;
     type Known = ();
 
+    /// The student, then its teachers.
     fn models(config: &Config) -> Vec<ModelSpec> {
-        models(config)
+        let teachers = config.model.teachers.iter().map(|dir| ModelSpec::frozen(RoleName::Teacher, dir));
+        std::iter::once(ModelSpec::actor(config, Head::LanguageModel)).chain(teachers).collect()
     }
 
     fn shape(Config { distill, model, .. }: &Config) -> [usize; 3] {
@@ -47,39 +48,22 @@ impl Method for Distill {
     }
 
     fn new(config: &Config, frozen: Vec<Role>, _tokenizer: &Tokenizer) -> Result<Self> {
-        Ok(Self { teachers: Teachers::new(config, frozen) })
+        let weights = config.model.teacher_weights().into_iter().map(|weight| weight as f32);
+        Ok(Self(frozen.into_iter().zip(weights).collect()))
     }
 
     fn update(&mut self, run: &Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
-        let lengths = lengths(batch.rows);
-        let sums = update(run, learner, &mut self.teachers, &lengths, |chosen| pack(batch.rows, chosen))?;
+        let sums = self.learn(run, learner, &lengths(batch.rows), |chosen| pack(batch.rows, chosen))?;
         Ok(sums.means(REPORTED))
     }
 
     /// Loss and divergence on held-out rows.
     fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Option<Numbers>> {
-        let lengths = lengths(batch.rows);
-        evaluate(run, &learner.role, &mut self.teachers, &lengths, |chosen| pack(batch.rows, chosen))
+        self.measure(run, &learner.role, &lengths(batch.rows), |chosen| pack(batch.rows, chosen))
     }
 }
 
-/// The student, then its teachers.
-pub fn models(config: &Config) -> Vec<ModelSpec> {
-    let (model, optim) = (&config.model, &config.optim.actor);
-    let student = ModelSpec::new(RoleName::Actor, &model.actor, Head::LanguageModel, Some(optim));
-    let teacher = |dir| ModelSpec::new(RoleName::Teacher, dir, Head::LanguageModel, None);
-    std::iter::once(student).chain(model.teachers.iter().map(|dir| teacher(dir))).collect()
-}
-
-/// The teachers of a job, with their weights in its loss.
-pub struct Teachers(Vec<(Role, f32)>);
-
-impl Teachers {
-    pub fn new(config: &Config, roles: Vec<Role>) -> Self {
-        let weights = config.model.teacher_weights().into_iter().map(|weight| weight as f32);
-        Self(roles.into_iter().zip(weights).collect())
-    }
-
+impl Distill {
     /// Does `work` with the weights of all teachers in memory. All ranks call this.
     fn present<R>(&mut self, run: &Run, work: impl FnOnce(&[(Role, f32)]) -> R) -> R {
         for (role, _) in &mut self.0 {
@@ -94,59 +78,59 @@ impl Teachers {
         }
         done
     }
-}
 
-/// One optimizer step on rows of `lengths` tokens, of which `pack` makes packed rows. The loss is a mean over all tokens that they
-/// predict; sums of what was measured. All ranks call this.
-pub fn update(
-    run: &Run,
-    learner: &mut Learner,
-    teachers: &mut Teachers,
-    lengths: &[usize],
-    pack: impl Fn(&[usize]) -> PackedRow,
-) -> Result<Sums> {
-    let (config, axes) = (&run.config.distill, &run.ranks.axes);
-    let total = pack(&(0..lengths.len()).collect::<Vec<_>>()).rows.len();
-    if total == 0 {
-        return Err(Error::data("a minibatch has no token to learn").hint("are the responses of these rows empty?"));
+    /// One optimizer step on rows of `lengths` tokens, of which `pack` makes packed rows. The loss is a mean over all tokens that they
+    /// predict; sums of what was measured. All ranks call this.
+    pub fn learn(
+        &mut self,
+        run: &Run,
+        learner: &mut Learner,
+        lengths: &[usize],
+        pack: impl Fn(&[usize]) -> PackedRow,
+    ) -> Result<Sums> {
+        let (config, axes) = (&run.config.distill, &run.ranks.axes);
+        let total = pack(&(0..lengths.len()).collect::<Vec<_>>()).rows.len();
+        if total == 0 {
+            return Err(Error::data("a minibatch has no token to learn").hint("are the responses of these rows empty?"));
+        }
+        let weight = 1.0 / total as f32;
+        let part = |chosen: &[usize]| pack(chosen).shard(&axes.sequence);
+        let mut sums = self.present(run, |teachers| {
+            accumulate(learner, axes, lengths, config.microbatch_tokens_max, |learner, chosen| {
+                microbatch(config, learner, teachers, &part(chosen), weight)
+            })
+        });
+        learner.step_if_finite(axes, sums.get(keys::LOSS), part)?;
+        let report = learner.report;
+        sums.add(&Sums::of([(UPDATES, 1.0), (keys::GRAD_NORM, report.grad_norm), (keys::LR, report.lr)]));
+        Ok(sums)
     }
-    let weight = 1.0 / total as f32;
-    let part = |chosen: &[usize]| pack(chosen).shard(&axes.sequence);
-    let mut sums = teachers.present(run, |teachers| {
-        accumulate(learner, axes, lengths, config.microbatch_tokens_max, |learner, chosen| {
-            microbatch(config, learner, teachers, &part(chosen), weight)
-        })
-    });
-    learner.step_if_finite(axes, sums.get(keys::LOSS), part)?;
-    let report = learner.report;
-    sums.add(&Sums::of([(UPDATES, 1.0), (keys::GRAD_NORM, report.grad_norm), (keys::LR, report.lr)]));
-    Ok(sums)
-}
 
-/// Means of loss and divergence over held-out rows, as `update` takes them; none where the run was asked to stop. All ranks call this.
-pub fn evaluate(
-    run: &Run,
-    student: &Role,
-    teachers: &mut Teachers,
-    lengths: &[usize],
-    pack: impl Fn(&[usize]) -> PackedRow,
-) -> Result<Option<Numbers>> {
-    let config = &run.config.distill;
-    let sums = teachers.present(run, |teachers| {
-        supervised::evaluate(run, student, lengths, config.microbatch_tokens_max, |chosen| {
-            let row = pack(chosen).shard(&run.ranks.axes.sequence);
-            let lesson = lesson(config, teachers, &row);
-            let (model, w) = (&student.transformer, &student.weights);
-            let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
-            let (found, logprobs) = model.divergences(w, &hidden, &row.rows, &row.targets, &lesson);
-            vec![measured(config, &logprobs, &found, 1.0)]
-        })
-    })?;
-    Ok(sums.map(|sums| {
-        let sums = Sums::total(&sums);
-        let mean = |key| sums.get(key) / sums.get(TOKENS).max(1.0);
-        vec![(keys::EVAL_LOSS, mean(keys::LOSS)), (keys::EVAL_KL_MEAN, mean(keys::KL_MEAN))]
-    }))
+    /// Means of loss and divergence over held-out rows, as `learn` takes them; none where the run was asked to stop. All ranks call this.
+    pub fn measure(
+        &mut self,
+        run: &Run,
+        student: &Role,
+        lengths: &[usize],
+        pack: impl Fn(&[usize]) -> PackedRow,
+    ) -> Result<Option<Numbers>> {
+        let config = &run.config.distill;
+        let sums = self.present(run, |teachers| {
+            supervised::evaluate(run, student, lengths, config.microbatch_tokens_max, |chosen| {
+                let row = pack(chosen).shard(&run.ranks.axes.sequence);
+                let lesson = lesson(config, teachers, &row);
+                let (model, w) = (&student.transformer, &student.weights);
+                let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
+                let (found, logprobs) = model.divergences(w, &hidden, &row.rows, &row.targets, &lesson);
+                vec![measured(config, &logprobs, &found, 1.0)]
+            })
+        })?;
+        Ok(sums.map(|sums| {
+            let sums = Sums::total(&sums);
+            let mean = |key| sums.get(key) / sums.get(TOKENS).max(1.0);
+            vec![(keys::EVAL_LOSS, mean(keys::LOSS)), (keys::EVAL_KL_MEAN, mean(keys::KL_MEAN))]
+        }))
+    }
 }
 
 /// A teacher's hidden states of a packed row.

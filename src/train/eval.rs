@@ -36,7 +36,7 @@ impl Job for Eval {
     type Row = crate::experience::Prompt;
 
     fn models(config: &Config) -> Vec<ModelSpec> {
-        let actor = ModelSpec::new(RoleName::Actor, &config.model.actor, Head::LanguageModel, None);
+        let actor = ModelSpec::frozen(RoleName::Actor, &config.model.actor);
         std::iter::once(actor).chain(Ppo::reward_models(config)).collect()
     }
 

@@ -14,12 +14,12 @@ use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Prompt, Response};
 use crate::launch::run::Run;
 use crate::learn::Role;
+use crate::learn::packed::Tokens;
 use crate::learn::score as forward;
 use crate::metrics::keys::{self, Metrics, named};
 use crate::metrics::{Phase, Phases};
 use crate::reward::Scored;
 use serde::{Deserialize, Serialize};
-use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
@@ -377,12 +377,8 @@ fn score(
     }
     // Greedy responses are not learned from.
     let is_sample = |sample: &&Experience| (sample.response.sample as usize) < run.config.rollout.samples_per_prompt;
-    let samples = &if run.config.has_greedy() {
-        Cow::Owned(samples.iter().filter(is_sample).cloned().collect::<Vec<_>>())
-    } else {
-        Cow::Borrowed(samples)
-    };
-    let logprobs = |role: &Role| forward::logprobs(role, &run.ranks.axes, samples, temperature, tokens_max);
+    let samples: Vec<Tokens> = samples.iter().filter(is_sample).map(Tokens::of).collect();
+    let logprobs = |role: &Role| forward::logprobs(role, &run.ranks.axes, &samples, temperature, tokens_max);
     phase::set(step, "score");
     phases.time(Phase::Score, || {
         if let Some(reference) = &mut models.reference {
@@ -392,7 +388,7 @@ fn score(
         }
         if let Some(critic) = &mut models.critic {
             run.onload(critic);
-            scores.values = forward::values(critic, &run.ranks.axes, samples, tokens_max);
+            scores.values = forward::values(critic, &run.ranks.axes, &samples, tokens_max);
         }
     });
     if run.recomputes_old_logprobs()

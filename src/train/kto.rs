@@ -2,22 +2,20 @@
 
 use super::models::ModelSpec;
 use super::reference::{self, Reference};
-use super::supervised::{self, Judge, Judging, Method, Minibatch, Numbers};
+use super::supervised::{self, Judge, Judged, Judging, Method, Minibatch, Numbers};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::data::{LabelledRow, RowSource};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
-use crate::learn::packed::PackedRow;
-use crate::learn::score::Tokens;
+use crate::learn::packed::{PackedRow, Tokens};
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::loss::labelled::kto_loss;
-use crate::metrics::eval_rows::{EvalResponses, EvalRow};
+use crate::metrics::eval_rows::EvalResponses;
 use crate::metrics::{Phase, Phases, keys};
 use crate::model::Head;
 use crate::text::Tokenizer;
-use serde::{Deserialize, Serialize};
 
 /// Responses of each label that were counted.
 const DESIRABLE: &str = "desirable";
@@ -35,28 +33,14 @@ pub struct Known {
     kl: f64,
 }
 
-/// What is counted of a response.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub struct Judged {
-    /// Its share of the minibatch's.
-    loss: f64,
-    /// beta times the log-ratio to the reference.
-    reward: f64,
-    /// By how much that is above beta times the KL where it is desirable, and below where not.
-    margin: f64,
-}
-
 impl Method for Kto {
     type Row = LabelledRow;
     type Known = Known;
     const SCORES: bool = true;
 
     fn models(config: &Config) -> Vec<ModelSpec> {
-        let (model, optim) = (&config.model, &config.optim.actor);
-        vec![
-            ModelSpec::new(RoleName::Actor, &model.actor, Head::LanguageModel, Some(optim)),
-            ModelSpec::new(RoleName::Reference, model.reference_dir(), Head::LanguageModel, None),
-        ]
+        let reference = ModelSpec::frozen(RoleName::Reference, config.model.reference_dir());
+        vec![ModelSpec::actor(config, Head::LanguageModel), reference]
     }
 
     fn shape(Config { kto, .. }: &Config) -> [usize; 3] {
@@ -108,31 +92,20 @@ impl Method for Kto {
     fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Option<Numbers>> {
         let count = batch.rows.len() as f64;
         let judged = supervised::judged(self, run, &learner.role, batch, 1.0 / count)?;
-        let Some(mut judged) = judged else { return Ok(None) };
-        judged.sort_by_key(|(i, _)| *i);
-        let record = |(i, of): &(usize, Judged)| record(batch.tokenizer, batch.step, &batch.rows[*i], of);
-        let recorded = run.recorder.eval_rows(batch.step, judged.iter().map(record));
-        run.ranks.all.agree(recorded)?;
-        let sums = Self::sums(batch, &judged, 1.0);
+        let Some(judged) = judged else { return Ok(None) };
+        let sums = supervised::recorded(run, batch, judged)?;
         let accuracy = sums.get(keys::ACCURACY) / count;
         Ok(Some(vec![(keys::EVAL_LOSS, sums.get(keys::LOSS)), (keys::EVAL_ACCURACY, accuracy)]))
     }
 }
 
 impl Judge for Kto {
-    /// A response by its place among the rows.
-    type Judged = (usize, Judged);
-
     /// Predicted are the responses.
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow {
-        let mut packed = PackedRow::new();
-        for row in chosen.iter().map(|&i| &batch.rows[i]) {
-            packed.push(&row.tokens, row.prompt_tokens);
-        }
-        packed
+        chosen.iter().map(|&i| tokens(&batch.rows[i])).collect()
     }
 
-    fn judge(&self, packed: &Judging<Self>) -> (Vec<(usize, Judged)>, Vec<f32>) {
+    fn judge(&self, packed: &Judging<Self>) -> (Vec<Judged>, Vec<f32>) {
         let (config, Minibatch { rows, known, .. }) = (&packed.run.config.kto, packed.batch);
         let (logprobs, weight) = (packed.gathered(), packed.weight);
         let (mut judged, mut slopes) = (Vec::new(), vec![0.0; logprobs.len()]);
@@ -141,28 +114,35 @@ impl Judge for Kto {
             let h = logprobs[of_row.clone()].iter().map(|l| f64::from(*l)).sum::<f64>() - known.reference[i][0];
             let (loss, slope) = kto_loss(config, is_desirable, h, known.kl);
             slopes[of_row].fill((weight * slope) as f32);
-            let (beta, sign) = (config.beta, if is_desirable { 1.0 } else { -1.0 });
             if packed.counts() {
-                let margin = sign * beta * (h - known.kl);
-                judged.push((i, Judged { loss: weight * loss, reward: beta * h, margin }));
+                let (beta, sign) = (config.beta, if is_desirable { 1.0 } else { -1.0 });
+                let (margin, [count, reward]) = (sign * beta * (h - known.kl), of_label(is_desirable));
+                let of_row = [
+                    (keys::LOSS, weight * loss),
+                    (keys::ACCURACY, f64::from(u8::from(margin > 0.0))),
+                    (keys::MARGIN_MEAN, margin),
+                    (count, 1.0),
+                    (reward, beta * h),
+                ];
+                judged.push((i, 0, Sums::of(of_row)));
             }
         }
         (judged, packed.row.select(&slopes))
     }
 
-    fn sums(batch: &Minibatch<Self>, judged: &[(usize, Judged)], _weight: f64) -> Sums {
-        let mut sums = Sums::default();
-        for (i, Judged { loss, reward, margin }) in judged {
-            let (count, key) = if batch.rows[*i].is_desirable {
-                (DESIRABLE, keys::DESIRABLE_REWARD_MEAN)
-            } else {
-                (UNDESIRABLE, keys::UNDESIRABLE_REWARD_MEAN)
-            };
-            let right = f64::from(u8::from(*margin > 0.0));
-            sums.add(&Sums::of([(keys::LOSS, *loss), (keys::ACCURACY, right), (count, 1.0), (key, *reward)]));
-        }
-        sums
+    fn read(batch: &Minibatch<Self>, judged: &[Judged]) -> Result<(u64, String, EvalResponses)> {
+        let (Minibatch { rows, tokenizer, .. }, (i, _, of_row)) = (batch, &judged[0]);
+        let LabelledRow { id, tokens, prompt_tokens, is_desirable, .. } = &rows[*i];
+        let (prompt, response) = tokens.split_at(*prompt_tokens);
+        let (response, [_, reward]) = (tokenizer.decode(response, true)?, of_label(*is_desirable));
+        let responses = EvalResponses::Labelled { response, label: *is_desirable, reward: of_row.get(reward) };
+        Ok((*id, tokenizer.decode_prompt(prompt)?, responses))
     }
+}
+
+/// Keys of the count of responses of a label, and of their rewards: beta times the log-ratio to the reference.
+fn of_label(is_desirable: bool) -> [&'static str; 2] {
+    if is_desirable { [DESIRABLE, keys::DESIRABLE_REWARD_MEAN] } else { [UNDESIRABLE, keys::UNDESIRABLE_REWARD_MEAN] }
 }
 
 /// Refuses rows of one label: mostly the labels are in another field.
@@ -177,25 +157,12 @@ fn both_labels(found: [bool; 2]) -> Result<()> {
 }
 
 fn tokens(row: &LabelledRow) -> Tokens<'_> {
-    Tokens { tokens: (&row.tokens).into(), prompt_tokens: row.prompt_tokens }
+    Tokens { tokens: (&row.tokens).into(), prompt_tokens: row.prompt_tokens, masks: &[] }
 }
 
 /// The prompt of a row with the response of another one, as much of it as the model's context takes.
 fn mismatch(row: &LabelledRow, other: &LabelledRow, context: usize) -> Tokens<'static> {
     let mut tokens = [&row.tokens[..row.prompt_tokens], &other.tokens[other.prompt_tokens..]].concat();
     tokens.truncate(context);
-    Tokens { tokens: tokens.into(), prompt_tokens: row.prompt_tokens }
-}
-
-fn record(tokenizer: &Tokenizer, step: u64, row: &LabelledRow, judged: &Judged) -> Result<EvalRow> {
-    let (prompt, response) = row.tokens.split_at(row.prompt_tokens);
-    let response = tokenizer.decode(response, true)?;
-    Ok(EvalRow {
-        step,
-        row: row.id,
-        prompt: tokenizer.decode_prompt(prompt)?,
-        responses: EvalResponses::Labelled { response, label: row.is_desirable, reward: judged.reward },
-        margin: judged.margin,
-        correct: judged.margin > 0.0,
-    })
+    Tokens { tokens: tokens.into(), prompt_tokens: row.prompt_tokens, masks: &[] }
 }

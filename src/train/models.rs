@@ -1,6 +1,7 @@
 //! The models of a job: described by their directories, checked against each other, and loaded.
 
 use super::saved;
+use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::optim::OptimConfig;
 use crate::device::null;
@@ -22,6 +23,16 @@ pub struct ModelSpec {
 impl ModelSpec {
     pub fn new(role: RoleName, dir: &Path, head: Head, optim: Option<&OptimConfig>) -> Self {
         Self { role, dir: dir.to_path_buf(), head, optim: optim.cloned() }
+    }
+
+    /// `model.actor`, which learns.
+    pub fn actor(config: &Config, head: Head) -> Self {
+        Self::new(RoleName::Actor, &config.model.actor, head, Some(&config.optim.actor))
+    }
+
+    /// A language model that does not learn.
+    pub fn frozen(role: RoleName, dir: &Path) -> Self {
+        Self::new(role, dir, Head::LanguageModel, None)
     }
 
     /// Reads its config.json.

@@ -1,11 +1,12 @@
 //! On-policy distillation on one page: prompts -> the student's samples -> distributions of student and teachers -> loss -> gradient ->
 //! step (arXiv:2306.13649). Sampling, stopping and resuming are those of PPO.
 
-use super::distill::{self, REPORTED, Teachers, UPDATES};
+use super::distill::{Distill, REPORTED, UPDATES};
 use super::evaluate::EVAL_STEPS;
 use super::job::{Ended, Job, Step};
 use super::models::{JobModel, ModelSpec};
 use super::ppo::Ppo;
+use super::supervised::Method;
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::data::{Part, PromptSource, Rows};
@@ -14,7 +15,7 @@ use crate::experience::{Experience, Prompt};
 use crate::launch::banner::Needs;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
-use crate::learn::packed::PackedRow;
+use crate::learn::packed::{PackedRow, Tokens};
 use crate::learn::{Learner, Role};
 use crate::metrics::Phases;
 use crate::metrics::keys::{self, Metrics, named};
@@ -27,14 +28,14 @@ use std::time::Instant;
 pub struct OnPolicy {
     /// Without critic and reference.
     ppo: Ppo,
-    teachers: Teachers,
+    distill: Distill,
 }
 
 impl Job for OnPolicy {
     type Row = Prompt;
 
     fn models(config: &Config) -> Vec<ModelSpec> {
-        let mut all = distill::models(config);
+        let mut all = Distill::models(config);
         all.extend(Ppo::reward_models(config));
         all
     }
@@ -74,8 +75,9 @@ impl Job for OnPolicy {
     ) -> Result<Self> {
         let is_teacher = |role: &Role| role.name == RoleName::Teacher.name();
         let (teachers, rewards): (Vec<_>, Vec<_>) = frozen.into_iter().partition(is_teacher);
+        let distill = Distill::new(&run.config, teachers, &tokenizer)?;
         let ppo = Ppo::new(run, arch, learners, rewards, source, tokenizer)?;
-        Ok(Self { ppo, teachers: Teachers::new(&run.config, teachers) })
+        Ok(Self { ppo, distill })
     }
 
     fn rows(&self) -> &Rows {
@@ -95,7 +97,7 @@ impl Job for OnPolicy {
     }
 
     fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
-        let Self { ppo, teachers } = self;
+        let Self { ppo, distill } = self;
         let (has_reward, size) = (run.config.reward.is_set(), run.config.distill.minibatch_samples);
         let mut work = ppo.begin(run, step, |_, samples| {
             let score = samples.iter().map(|sample| f64::from(sample.score)).sum::<f64>() / samples.len() as f64;
@@ -103,7 +105,7 @@ impl Job for OnPolicy {
         })?;
         ppo.learn(run, step, &mut work, 1, size, |ppo, run, samples| {
             let student = ppo.actor.as_mut().expect("a job without a placement has all models on each rank");
-            distill::update(run, student, teachers, &lengths(samples), |chosen| pack(samples, chosen))
+            distill.learn(run, student, &lengths(samples), |chosen| pack(samples, chosen))
         })?;
         let mut all = work.values.clone();
         all.extend(named(work.sums.means(REPORTED)));
@@ -125,8 +127,7 @@ impl Job for OnPolicy {
         made.values?;
         let samples: Vec<&Experience> = made.samples.iter().collect();
         let student = &self.ppo.actor.as_ref().expect("a job without a placement has all models on each rank").role;
-        let measured =
-            distill::evaluate(run, student, &mut self.teachers, &lengths(&samples), |chosen| pack(&samples, chosen))?;
+        let measured = self.distill.measure(run, student, &lengths(&samples), |chosen| pack(&samples, chosen))?;
         let Some(mut all) = measured.map(named) else { return Ok(None) };
         if run.config.reward.is_set() {
             let Some(scored) = self.ppo.evaluate(run, step)? else { return Ok(None) };
@@ -143,11 +144,7 @@ fn lengths(samples: &[&Experience]) -> Vec<usize> {
     samples.iter().map(|sample| sample.length()).collect()
 }
 
-/// Samples `chosen`, packed; predicted are the responses.
+/// Samples `chosen`; predicted are the responses.
 fn pack(samples: &[&Experience], chosen: &[usize]) -> PackedRow {
-    let mut packed = PackedRow::new();
-    for sample in chosen.iter().map(|&i| samples[i]) {
-        packed.push(&sample.tokens(), sample.prompt.tokens.len());
-    }
-    packed
+    chosen.iter().map(|&i| Tokens::of(samples[i])).collect()
 }

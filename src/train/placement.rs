@@ -15,9 +15,7 @@ pub fn sums(ranks: &Ranks, here: Result<Sums>) -> Result<Sums> {
         return here;
     }
     let here = together.agree(here)?;
-    let mut all = Sums::default();
-    ranks.of_placements(together, here)?.iter().for_each(|sums| all.add(sums));
-    Ok(all)
+    Ok(Sums::total(&ranks.of_placements(together, here)?))
 }
 
 /// Each phase's longest time over all placements.

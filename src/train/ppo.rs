@@ -83,17 +83,16 @@ impl Job for Ppo {
     type Row = Prompt;
 
     fn models(config: &Config) -> Vec<ModelSpec> {
-        let (model, optim) = (&config.model, &config.optim);
-        let mut all = vec![ModelSpec::new(RoleName::Actor, &model.actor, Head::LanguageModel, Some(&optim.actor))];
+        let mut all = vec![ModelSpec::actor(config, Head::LanguageModel)];
         if config.needs_reference() {
-            all.push(ModelSpec::new(RoleName::Reference, model.reference_dir(), Head::LanguageModel, None));
+            all.push(ModelSpec::frozen(RoleName::Reference, config.model.reference_dir()));
         }
         if config.ppo.advantage.has_critic() {
-            all.push(ModelSpec::new(RoleName::Critic, config.critic_dir(), Head::Value, Some(&optim.critic)));
+            all.push(ModelSpec::new(RoleName::Critic, config.critic_dir(), Head::Value, Some(&config.optim.critic)));
         }
         all.extend(Self::reward_models(config));
         if config.mesh.rollout_is_apart() {
-            all.push(ModelSpec::new(RoleName::Rollout, &model.actor, Head::LanguageModel, None));
+            all.push(ModelSpec::frozen(RoleName::Rollout, &config.model.actor));
         }
         all
     }
@@ -249,7 +248,7 @@ impl Ppo {
 
     pub(super) fn reward_models(config: &Config) -> impl Iterator<Item = ModelSpec> {
         let reward = |model: &ModelRewardConfig| ModelSpec::new(RoleName::Reward, &model.dir, Head::Value, None);
-        let judge = |judge: &JudgeConfig| ModelSpec::new(RoleName::Reward, &judge.dir, Head::LanguageModel, None);
+        let judge = |judge: &JudgeConfig| ModelSpec::frozen(RoleName::Reward, &judge.dir);
         config.reward.models.iter().map(reward).chain(config.reward.judge.iter().map(judge))
     }
 

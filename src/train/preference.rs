@@ -1,20 +1,19 @@
 //! DPO and its relatives on one page: pairs -> log-probabilities of both sides -> loss -> gradient -> step (arXiv:2305.18290).
 
 use super::models::ModelSpec;
-use super::pairs::{self, Judged};
+use super::pairs;
 use super::reference::Reference;
-use super::supervised::{self, Judge, Judging, Method, Minibatch, Numbers};
+use super::supervised::{self, Judge, Judged, Judging, Method, Minibatch, Numbers};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::data::PairRow;
 use crate::error::Result;
 use crate::launch::run::Run;
-use crate::learn::packed::PackedRow;
-use crate::learn::score::Tokens;
-use crate::learn::sums::Sums;
+use crate::learn::packed::{PackedRow, Tokens};
 use crate::learn::{Learner, Role};
 use crate::loss::preference::{PairLogprobs, preference_loss};
 use crate::metrics::Phases;
+use crate::metrics::eval_rows::EvalResponses;
 use crate::model::Head;
 use crate::text::Tokenizer;
 
@@ -30,9 +29,8 @@ impl Method for Preference {
     const SCORES: bool = true;
 
     fn models(config: &Config) -> Vec<ModelSpec> {
-        let (model, optim) = (&config.model, &config.optim.actor);
-        let actor = ModelSpec::new(RoleName::Actor, &model.actor, Head::LanguageModel, Some(optim));
-        let reference = || ModelSpec::new(RoleName::Reference, model.reference_dir(), Head::LanguageModel, None);
+        let reference = || ModelSpec::frozen(RoleName::Reference, config.model.reference_dir());
+        let actor = ModelSpec::actor(config, Head::LanguageModel);
         [Some(actor), config.dpo.has_reference().then(reference)].into_iter().flatten().collect()
     }
 
@@ -64,15 +62,9 @@ impl Method for Preference {
 }
 
 impl Judge for Preference {
-    type Judged = Judged;
-
     /// Both sides of each pair; predicted are the responses.
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow {
-        let mut packed = PackedRow::new();
-        for Tokens { tokens, prompt_tokens } in chosen.iter().flat_map(|&i| sides(&batch.rows[i])) {
-            packed.push(&tokens, prompt_tokens);
-        }
-        packed
+        chosen.iter().flat_map(|&i| sides(&batch.rows[i])).collect()
     }
 
     fn judge(&self, packed: &Judging<Self>) -> (Vec<Judged>, Vec<f32>) {
@@ -86,18 +78,20 @@ impl Judge for Preference {
             let (pair, by_token) = preference_loss(&packed.run.config.dpo, of_pair);
             slopes[chosen].fill((weight * by_token[0]) as f32);
             slopes[rejected].fill((weight * by_token[1]) as f32);
-            if packed.counts() {
-                judged.push((i, pair));
-            }
+            judged.extend(packed.counts().then(|| pairs::counted(i, &pair, weight)));
         }
         (judged, packed.row.select(&slopes))
     }
 
-    fn sums(_batch: &Minibatch<Self>, judged: &[Judged], weight: f64) -> Sums {
-        pairs::sums(judged, weight)
+    fn read(batch: &Minibatch<Self>, judged: &[Judged]) -> Result<(u64, String, EvalResponses)> {
+        pairs::read(batch, judged)
     }
 }
 
 fn sides(row: &PairRow) -> [Tokens<'_>; 2] {
-    [&row.chosen, &row.rejected].map(|side| Tokens { tokens: side.into(), prompt_tokens: row.prompt_tokens })
+    [&row.chosen, &row.rejected].map(|side| Tokens {
+        tokens: side.into(),
+        prompt_tokens: row.prompt_tokens,
+        masks: &[],
+    })
 }

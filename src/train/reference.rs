@@ -3,7 +3,8 @@
 use crate::device::null;
 use crate::launch::run::Run;
 use crate::learn::Role;
-use crate::learn::score::{self, Tokens};
+use crate::learn::packed::Tokens;
+use crate::learn::score;
 use crate::metrics::{Phase, Phases};
 use std::collections::HashMap;
 

@@ -1,17 +1,17 @@
 //! A reward model on one page: pairs -> scores -> loss -> gradient -> step (arXiv:2203.02155).
 
 use super::models::ModelSpec;
-use super::pairs::{self, Judged};
-use super::supervised::{self, Judge, Judging, Method, Minibatch, Numbers};
+use super::pairs;
+use super::supervised::{self, Judge, Judged, Judging, Method, Minibatch, Numbers};
 use crate::config::Config;
-use crate::config::mesh::RoleName;
 use crate::data::PairRow;
 use crate::error::Result;
 use crate::launch::run::Run;
 use crate::learn::packed::PackedRow;
-use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::loss::preference::pair_loss;
+use crate::metrics::eval_rows::EvalResponses;
+use crate::metrics::keys;
 use crate::model::Head;
 use crate::text::Tokenizer;
 
@@ -22,7 +22,7 @@ impl Method for RewardModel {
     type Known = ();
 
     fn models(config: &Config) -> Vec<ModelSpec> {
-        vec![ModelSpec::new(RoleName::Actor, &config.model.actor, Head::Value, Some(&config.optim.actor))]
+        vec![ModelSpec::actor(config, Head::Value)]
     }
 
     fn shape(Config { reward_model, .. }: &Config) -> [usize; 3] {
@@ -41,7 +41,8 @@ impl Method for RewardModel {
     fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Option<Numbers>> {
         let judged = supervised::judged(self, run, &learner.role, batch, 1.0)?;
         let Some(judged) = judged else { return Ok(None) };
-        let scores = || judged.iter().flat_map(|(_, pair)| [pair.chosen_reward, pair.rejected_reward]);
+        let of_pair = [keys::CHOSEN_REWARD_MEAN, keys::REJECTED_REWARD_MEAN];
+        let scores = || judged.iter().flat_map(|(.., pair)| of_pair.map(|key| pair.get(key)));
         let n = 2.0 * batch.rows.len() as f64;
         let mean = scores().sum::<f64>() / n;
         let std = (scores().map(|score| (score - mean).powi(2)).sum::<f64>() / (n - 1.0)).sqrt();
@@ -51,8 +52,6 @@ impl Method for RewardModel {
 }
 
 impl Judge for RewardModel {
-    type Judged = Judged;
-
     /// Both sides of each pair; scored is the last token of each.
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow {
         let mut packed = PackedRow::new();
@@ -70,14 +69,12 @@ impl Judge for RewardModel {
             let (loss, margin) = (packed.run.config.reward_model.loss, f64::from(packed.batch.rows[i].margin));
             let (pair, by_score) = pair_loss(loss, better, worse, margin);
             slopes.extend(by_score.map(|slope| (packed.weight * slope) as f32));
-            if packed.counts() {
-                judged.push((i, pair));
-            }
+            judged.extend(packed.counts().then(|| pairs::counted(i, &pair, packed.weight)));
         }
         (judged, packed.row.select(&slopes))
     }
 
-    fn sums(_batch: &Minibatch<Self>, judged: &[Judged], weight: f64) -> Sums {
-        pairs::sums(judged, weight)
+    fn read(batch: &Minibatch<Self>, judged: &[Judged]) -> Result<(u64, String, EvalResponses)> {
+        pairs::read(batch, judged)
     }
 }

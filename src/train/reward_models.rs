@@ -7,7 +7,8 @@ use crate::error::{Error, Result};
 use crate::experience::{Experience, Finish};
 use crate::launch::run::Run;
 use crate::learn::Role;
-use crate::learn::score::{self, Tokens};
+use crate::learn::packed::Tokens;
+use crate::learn::score;
 use crate::model::{Arch, Head};
 use crate::reward::{Lookup, Scored};
 use crate::text::Tokenizer;
@@ -93,7 +94,7 @@ impl RewardModels {
     pub fn score(&mut self, run: &Run, samples: &[Experience], scored: &mut [Scored]) -> Result<()> {
         for (i, RewardModel { role, config, tokenizer }) in self.models.iter_mut().enumerate() {
             // The last token alone is scored: all is prompt.
-            let row = |tokens: Vec<u32>| Tokens { prompt_tokens: tokens.len(), tokens: tokens.into() };
+            let row = |tokens: Vec<u32>| Tokens { prompt_tokens: tokens.len(), tokens: tokens.into(), masks: &[] };
             let rows = samples.iter().map(|sample| tokens(sample, tokenizer.as_ref()).map(row));
             let rows: Vec<Tokens> = rows.collect::<Result<_>>()?;
             let (longest, context) = (rows.iter().map(|row| row.tokens.len()).max().unwrap_or(0), role.arch().context);

@@ -1,10 +1,8 @@
 //! Supervised fine-tuning on one page: rows -> loss -> gradient -> step.
 
-use super::models::ModelSpec;
 use super::supervised::{Method, Minibatch, Numbers, evaluate_share, lengths};
 use crate::config::Config;
 use crate::config::job::LossOn;
-use crate::config::mesh::RoleName;
 use crate::data::SftRow;
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
@@ -15,7 +13,6 @@ use crate::learn::{Learner, Role};
 use crate::loss::token::cross_entropy;
 use crate::metrics::Phases;
 use crate::metrics::keys;
-use crate::model::Head;
 use crate::ops::linear_logprob::Extra;
 use crate::text::Tokenizer;
 use std::ops::Range;
@@ -25,11 +22,6 @@ pub struct Sft;
 impl Method for Sft {
     type Row = SftRow;
     type Known = ();
-
-    fn models(config: &Config) -> Vec<ModelSpec> {
-        let optim = &config.optim.actor;
-        vec![ModelSpec::new(RoleName::Actor, &config.model.actor, Head::LanguageModel, Some(optim))]
-    }
 
     fn shape(Config { sft, .. }: &Config) -> [usize; 3] {
         [sft.minibatch_samples, sft.microbatch_tokens_max, 0]

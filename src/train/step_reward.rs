@@ -1,11 +1,9 @@
 //! A process reward model on one page: texts with labelled steps -> log-probabilities of reward tokens -> loss -> gradient -> step
 //! (arXiv:2305.20050). What follows a placeholder, by the language model's head, is the label of the step before it.
 
-use super::models::ModelSpec;
-use super::supervised::{self, Judge, Judging, Method, Minibatch, Numbers};
+use super::supervised::{self, Judge, Judged, Judging, Method, Minibatch, Numbers};
 use crate::config::Config;
 use crate::config::labelled::StepRewardConfig;
-use crate::config::mesh::RoleName;
 use crate::data::{RowSource, StepLabel, StepRow};
 use crate::device::null;
 use crate::error::{Error, Result};
@@ -14,15 +12,14 @@ use crate::learn::packed::PackedRow;
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::loss::labelled::{step_loss, step_margin};
-use crate::metrics::eval_rows::{EvalResponses, EvalRow};
+use crate::metrics::eval_rows::EvalResponses;
 use crate::metrics::{Phases, keys};
-use crate::model::Head;
 use crate::text::Tokenizer;
-use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-/// Steps that were counted.
+/// Steps that were counted, and the probability of the first reward token in each.
 const STEPS: &str = "steps";
+const REWARD: &str = "reward";
 /// Rows of a plan have no text: so many tokens are taken to be a step.
 const PLANNED_STEP_TOKENS: usize = 16;
 
@@ -37,18 +34,6 @@ struct Marks {
     rewards: Vec<u32>,
 }
 
-/// A step as the model judged it, by the place of its row and its own there.
-#[derive(Serialize, Deserialize)]
-pub struct Judged {
-    row: usize,
-    step: usize,
-    loss: f64,
-    /// Probability of the first reward token.
-    reward: f64,
-    margin: f64,
-    is_right: bool,
-}
-
 /// Where a placeholder stands, and the probabilities that the reward tokens are to have there.
 type Placed = (u32, Vec<f64>);
 
@@ -56,11 +41,6 @@ impl Method for StepReward {
     type Row = StepRow;
     /// The steps of each row.
     type Known = Vec<Vec<Placed>>;
-
-    fn models(config: &Config) -> Vec<ModelSpec> {
-        let optim = &config.optim.actor;
-        vec![ModelSpec::new(RoleName::Actor, &config.model.actor, Head::LanguageModel, Some(optim))]
-    }
 
     fn shape(Config { step_reward, .. }: &Config) -> [usize; 3] {
         [step_reward.minibatch_samples, step_reward.microbatch_tokens_max, 0]
@@ -92,20 +72,14 @@ impl Method for StepReward {
 
     /// Loss and accuracy of the steps of held-out rows.
     fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Option<Numbers>> {
-        let Some(mut judged) = supervised::judged(self, run, &learner.role, batch, 1.0)? else { return Ok(None) };
-        judged.sort_by_key(|of| (of.row, of.step));
-        let of_rows = judged.chunk_by(|a, b| a.row == b.row);
-        let recorded = run.recorder.eval_rows(batch.step, of_rows.map(|of| record(batch, of)));
-        run.ranks.all.agree(recorded)?;
-        let sums = Self::sums(batch, &judged, 1.0);
+        let Some(judged) = supervised::judged(self, run, &learner.role, batch, 1.0)? else { return Ok(None) };
+        let sums = supervised::recorded(run, batch, judged)?;
         let of_step = |key| sums.get(key) / sums.get(STEPS).max(1.0);
         Ok(Some(vec![(keys::EVAL_LOSS, of_step(keys::LOSS)), (keys::EVAL_ACCURACY, of_step(keys::ACCURACY))]))
     }
 }
 
 impl Judge for StepReward {
-    type Judged = Judged;
-
     /// Each placeholder predicts every reward token.
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow {
         let mut packed = PackedRow::new();
@@ -128,18 +102,32 @@ impl Judge for StepReward {
             let (loss, by_logprob, p) = step_loss(logprobs, wanted);
             slopes.extend(by_logprob.into_iter().map(|slope| (packed.weight * slope) as f32));
             let (is_right, margin) = step_margin(&p, wanted);
-            judged.push(Judged { row, step, loss: packed.weight * loss, reward: p[0], margin, is_right });
+            let of_step = [
+                (keys::LOSS, packed.weight * loss),
+                (keys::ACCURACY, f64::from(u8::from(is_right))),
+                (keys::MARGIN_MEAN, margin),
+                (STEPS, 1.0),
+                (REWARD, p[0]),
+            ];
+            judged.push((row, step, Sums::of(of_step)));
         }
         (judged, slopes)
     }
 
-    fn sums(_batch: &Minibatch<Self>, judged: &[Judged], _weight: f64) -> Sums {
-        let mut sums = Sums::default();
-        for Judged { loss, is_right, .. } in judged {
-            let right = f64::from(u8::from(*is_right));
-            sums.add(&Sums::of([(keys::LOSS, *loss), (keys::ACCURACY, right), (STEPS, 1.0)]));
-        }
-        sums
+    /// Each step with the text up to its placeholder.
+    fn read(batch: &Minibatch<Self>, judged: &[Judged]) -> Result<(u64, String, EvalResponses)> {
+        let Minibatch { rows, known, tokenizer, .. } = batch;
+        let (row, placed) = (&rows[judged[0].0], &known[judged[0].0]);
+        let mut from = 0;
+        let text_to = |(at, _): &Placed| {
+            let tokens = &row.tokens[from..=*at as usize];
+            from = *at as usize + 1;
+            tokenizer.decode_prompt(tokens)
+        };
+        let steps: Vec<String> = placed.iter().map(text_to).collect::<Result<_>>()?;
+        let labels = row.labels[..steps.len()].iter().map(|label| json!(label)).collect();
+        let rewards = judged.iter().map(|(.., of_step)| of_step.get(REWARD)).collect();
+        Ok((row.id, tokenizer.decode_prompt(&row.tokens)?, EvalResponses::Steps { steps, labels, rewards }))
     }
 }
 
@@ -195,26 +183,4 @@ impl Marks {
                 .hint("a number is the probability of the first of exactly two step_reward.reward_tokens")),
         }
     }
-}
-
-/// A row whose steps are `judged`, each with the text up to its placeholder.
-fn record(batch: &Minibatch<StepReward>, judged: &[Judged]) -> Result<EvalRow> {
-    let Minibatch { step, rows, known, tokenizer, .. } = batch;
-    let (row, placed) = (&rows[judged[0].row], &known[judged[0].row]);
-    let mut from = 0;
-    let text_to = |(at, _): &Placed| {
-        let tokens = &row.tokens[from..=*at as usize];
-        from = *at as usize + 1;
-        tokenizer.decode_prompt(tokens)
-    };
-    let steps: Vec<String> = placed.iter().map(text_to).collect::<Result<_>>()?;
-    let labels = row.labels[..steps.len()].iter().map(|label| json!(label)).collect();
-    Ok(EvalRow {
-        step: *step,
-        row: row.id,
-        prompt: tokenizer.decode_prompt(&row.tokens)?,
-        responses: EvalResponses::Steps { steps, labels, rewards: judged.iter().map(|of| of.reward).collect() },
-        margin: judged.iter().map(|of| of.margin).fold(f64::INFINITY, f64::min),
-        correct: judged.iter().all(|of| of.is_right),
-    })
 }

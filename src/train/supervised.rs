@@ -14,6 +14,7 @@ use crate::learn::accumulation::accumulate;
 use crate::learn::packed::PackedRow;
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role, role};
+use crate::metrics::eval_rows::{EvalResponses, EvalRow};
 use crate::metrics::keys::{self, Metrics, named};
 use crate::metrics::{Phase, Phases};
 use crate::model::{Arch, Head, Transformer, Weights};
@@ -37,7 +38,9 @@ pub trait Method: Sized {
     const SCORES: bool = false;
 
     /// The model that learns, then those that do not.
-    fn models(config: &Config) -> Vec<ModelSpec>;
+    fn models(config: &Config) -> Vec<ModelSpec> {
+        vec![ModelSpec::actor(config, Head::LanguageModel)]
+    }
 
     /// Rows of a step, tokens of a micro-batch at most, and forwards that only score a step's rows.
     fn shape(config: &Config) -> [usize; 3];
@@ -189,18 +192,19 @@ pub fn mean_std(state: &Value) -> Result<Option<(f32, f32)>> {
 /// A method whose loss needs the numbers of several tokens before any derivative: log-probabilities of the tokens that a packed row
 /// predicts, or scores of a value head.
 pub trait Judge: Method {
-    /// What is counted of an example.
-    type Judged: Serialize + DeserializeOwned;
-
     /// The rows `chosen`, one behind the other.
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow;
 
     /// What this rank counts, and the derivatives of the loss by its own numbers.
-    fn judge(&self, packed: &Judging<Self>) -> (Vec<Self::Judged>, Vec<f32>);
+    fn judge(&self, packed: &Judging<Self>) -> (Vec<Judged>, Vec<f32>);
 
-    /// Of examples whose losses have this weight.
-    fn sums(batch: &Minibatch<Self>, judged: &[Self::Judged], weight: f64) -> Sums;
+    /// Identity, prompt and responses of a held-out row whose examples were `judged` so.
+    fn read(batch: &Minibatch<Self>, judged: &[Judged]) -> Result<(u64, String, EvalResponses)>;
 }
+
+/// What is counted of an example, by the place of its row in the minibatch and its own in the row: its share of the loss, its margin, whether
+/// it is right, and what the method counts in addition.
+pub type Judged = (usize, usize, Sums);
 
 /// A packed row of a minibatch, and what the model says of it.
 pub struct Judging<'a, M: Method> {
@@ -263,7 +267,7 @@ pub fn update<M: Judge>(
             };
             (dhidden, judged)
         });
-        M::sums(batch, &judged, weight)
+        Sums::total(judged.iter().map(|(.., of)| of))
     });
     let part = |chosen: &[usize]| method.pack(batch, chosen).shard(&axes.sequence);
     learner.step_if_finite(axes, sums.get(keys::LOSS), part)?;
@@ -277,7 +281,7 @@ pub fn judged<M: Judge>(
     role: &Role,
     batch: &Minibatch<M>,
     weight: f64,
-) -> Result<Option<Vec<M::Judged>>> {
+) -> Result<Option<Vec<Judged>>> {
     let [_, tokens_max, _] = M::shape(&run.config);
     let (model, w) = (&role.transformer, &role.weights);
     evaluate(run, role, &lengths(batch.rows), tokens_max, |chosen| {
@@ -287,6 +291,20 @@ pub fn judged<M: Judge>(
         let numbers = numbers(model, w, &hidden, row);
         method.judge(&Judging { run, batch, weight, chosen, whole, row, numbers }).0
     })
+}
+
+/// Ends an evaluation: records the first of the rows that were `judged`; sums over all, in the order of the rows. All ranks call this.
+pub fn recorded<M: Judge>(run: &mut Run, batch: &Minibatch<M>, mut judged: Vec<Judged>) -> Result<Sums> {
+    judged.sort_by_key(|(row, example, _)| (*row, *example));
+    let record = |judged: &[Judged]| {
+        let (row, prompt, responses) = M::read(batch, judged)?;
+        let margin = judged.iter().map(|(.., of)| of.get(keys::MARGIN_MEAN)).fold(f64::INFINITY, f64::min);
+        let correct = judged.iter().all(|(.., of)| of.get(keys::ACCURACY) > 0.0);
+        Ok(EvalRow { step: batch.step, row, prompt, responses, margin, correct })
+    };
+    let recorded = run.recorder.eval_rows(batch.step, judged.chunk_by(|a, b| a.0 == b.0).map(record));
+    run.ranks.all.agree(recorded)?;
+    Ok(Sums::total(judged.iter().map(|(.., of)| of)))
 }
 
 /// Tokens of each row, all its sequences together.

@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::experience::Experience;
 use crate::learn::Learner;
 use crate::learn::accumulation::accumulate_in_passes;
-use crate::learn::packed::PackedRow;
+use crate::learn::packed::{PackedRow, Tokens};
 use crate::learn::sums::{Sums, larger};
 use crate::loss::aggregation::{self, Totals};
 use crate::loss::correction;
@@ -78,7 +78,7 @@ impl Update<'_> {
             sums.add(&self.gradient(learner, samples));
             let part = |rows: &[usize]| {
                 let (samples, texts) = split(samples, rows);
-                let mut row = pack(samples.into_iter());
+                let mut row: PackedRow = samples.into_iter().map(Tokens::of).collect();
                 for i in texts {
                     row.push(&self.texts[i].tokens, 1);
                 }
@@ -191,7 +191,8 @@ impl Update<'_> {
     }
 
     fn value_microbatch(&self, critic: &mut Learner, samples: &[&Experience], totals: Totals) -> Sums {
-        let row = &pack(samples.iter().copied()).shard(&self.axes.sequence);
+        let whole: PackedRow = samples.iter().copied().map(Tokens::of).collect();
+        let row = &whole.shard(&self.axes.sequence);
         let column = |of: fn(&Experience) -> &[f32]| samples.iter().flat_map(|sample| of(sample)).copied().collect();
         let (returns, old_values): (Vec<f32>, Vec<f32>) = (column(|s| &s.returns), column(|s| &s.values));
         let mut weights = Vec::new();
@@ -220,14 +221,6 @@ fn split<'e>(samples: &[&'e Experience], rows: &[usize]) -> (Vec<&'e Experience>
     (own.into_iter().map(|i| samples[i]).collect(), texts.into_iter().map(|i| i - samples.len()).collect())
 }
 
-fn pack<'a>(samples: impl Iterator<Item = &'a Experience>) -> PackedRow {
-    let mut row = PackedRow::new();
-    for sample in samples {
-        row.push_response(&sample.tokens(), sample.prompt.tokens.len(), &sample.response.sampling_masks);
-    }
-    row
-}
-
 /// What the actor's loss reads of the response tokens of one packed row.
 struct PolicyBatch {
     row: PackedRow,
@@ -250,7 +243,7 @@ impl PolicyBatch {
         }
         let [old, of_reference] = [column(|s| &s.response.logprobs), column(|s| &s.ref_logprobs)];
         let columns = [old, of_reference, column(|s| &s.advantages), factors, weights];
-        Self { row: pack(samples.iter().copied()), columns }
+        Self { row: samples.iter().copied().map(Tokens::of).collect(), columns }
     }
 
     /// What belongs to the tokens that the part `row` of the row predicts.

@@ -11,7 +11,7 @@ use rlhf_hpc::data::balance::{self, Cost};
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::{Gpu, Memory};
 use rlhf_hpc::experience::{Experience, Prompt, Response};
-use rlhf_hpc::learn::packed::PackedRow;
+use rlhf_hpc::learn::packed::{PackedRow, Tokens};
 use rlhf_hpc::learn::score;
 use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::loss::policy::{PolicyTokens, policy_loss};
@@ -118,15 +118,16 @@ fn scoring_tells_the_numbers_of_a_microbatch_when_the_next_is_under_way() {
     let axes = Axes::one();
     let samples = samples();
     let [actor, critic] = [Head::LanguageModel, Head::Value].map(|head| learner(head, &Config::default(), &axes).role);
-    let (waits, scored) = waited(gpu, || score::logprobs(&actor, &axes, &samples, 0.9, 24));
-    let (of_critic, values) = waited(gpu, || score::values(&critic, &axes, &samples, 24));
+    let rows: Vec<Tokens> = samples.iter().map(Tokens::of).collect();
+    let (waits, scored) = waited(gpu, || score::logprobs(&actor, &axes, &rows, 0.9, 24));
+    let (of_critic, values) = waited(gpu, || score::values(&critic, &axes, &rows, 24));
     // Behind the last micro-batch there is none.
     assert!(waits[0] == 1 && waits[1] > 1, "{waits:?}");
     assert_eq!(of_critic, waits);
     for (i, sample) in samples.iter().enumerate() {
-        let alone = score::logprobs(&actor, &axes, &samples[i..=i], 0.9, 1000);
+        let alone = score::logprobs(&actor, &axes, &rows[i..=i], 0.9, 1000);
         assert_eq!(scored[i], alone[0], "sample {i}");
-        assert_eq!(values[i], score::values(&critic, &axes, &samples[i..=i], 1000)[0], "sample {i}");
+        assert_eq!(values[i], score::values(&critic, &axes, &rows[i..=i], 1000)[0], "sample {i}");
         assert_eq!(scored[i].len(), sample.response.tokens.len());
     }
 }

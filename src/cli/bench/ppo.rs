@@ -11,6 +11,7 @@ use crate::comm::Axes;
 use crate::config::Config;
 use crate::error::Result;
 use crate::experience::{Experience, Response};
+use crate::learn::packed::Tokens;
 use crate::learn::score;
 use crate::learn::{Learner, Role};
 use crate::metrics::keys;
@@ -51,6 +52,10 @@ fn score_of(response: &Response) -> f32 {
     even as f32 / response.tokens.len() as f32
 }
 
+fn tokens(samples: &[Experience]) -> Vec<Tokens<'_>> {
+    samples.iter().map(Tokens::of).collect()
+}
+
 impl Step {
     fn new(source: &Source, dtype: DType) -> Result<Self> {
         let mut config = Config::default();
@@ -84,10 +89,10 @@ impl Step {
             .collect();
         at.push(meter.now());
         let axes = Axes::one();
-        let found = score::logprobs(&self.reference, &axes, &samples, 1.0, tokens_max);
+        let found = score::logprobs(&self.reference, &axes, &tokens(&samples), 1.0, tokens_max);
         samples.iter_mut().zip(found).for_each(|(sample, logprobs)| sample.ref_logprobs = logprobs);
         at.push(meter.now());
-        let found = score::values(&self.critic.role, &axes, &samples, tokens_max);
+        let found = score::values(&self.critic.role, &axes, &tokens(&samples), tokens_max);
         samples.iter_mut().zip(found).for_each(|(sample, mut values)| {
             sample.last_value = values.pop().expect("a value after the last token");
             sample.values = values;
