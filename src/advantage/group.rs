@@ -1,9 +1,8 @@
 //! Shaping a score by the other samples of its prompt.
 
-use crate::config::{self, ppo::Estimator};
-use crate::error::{Error, Result};
+use crate::config::ppo::Estimator;
 use crate::experience::Experience;
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Shapes the scores R_1 .. R_n of one group in place, with mean m and unbiased standard deviation s:
 ///
@@ -45,28 +44,11 @@ fn shape_decoupled(weights: &BTreeMap<String, f32>, scores: &mut [f64], group: &
     scores.copy_from_slice(&sums);
 }
 
-/// Shapes each run of samples with equal `response.prompt`.
-pub fn shape(
-    estimator: Estimator,
-    weights: &BTreeMap<String, f32>,
-    scores: &mut [f64],
-    samples: &[Experience],
-) -> Result<()> {
-    let mut seen = HashSet::new();
+/// Shapes the samples of each prompt, which stand together.
+pub fn shape(estimator: Estimator, weights: &BTreeMap<String, f32>, scores: &mut [f64], samples: &[Experience]) {
+    assert!(samples.is_sorted_by_key(|sample| sample.response.prompt), "samples of a prompt stand together");
     let mut start = 0;
     for group in samples.chunk_by(|a, b| a.response.prompt == b.response.prompt) {
-        let first = &group[0];
-        if !seen.insert(first.response.prompt) {
-            let prompt = first.prompt.id;
-            return Err(Error::fault(format!("samples of prompt {prompt} do not stand together in the batch")));
-        }
-        if group.len() < 2 {
-            let (name, id) = (config::name(&estimator), first.prompt.id);
-            return Err(Error::usage(format!(
-                "ppo.advantage = \"{name}\" needs 2 samples or more per prompt, prompt {id} has 1"
-            ))
-            .hint("set rollout.samples_per_prompt = 4, or ppo.advantage = \"reinforce++\""));
-        }
         let own = &mut scores[start..start + group.len()];
         match estimator {
             Estimator::Gdpo => shape_decoupled(weights, own, group),
@@ -74,7 +56,6 @@ pub fn shape(
         }
         start += group.len();
     }
-    Ok(())
 }
 
 /// Share of prompts with several samples whose scores are all equal; none where no prompt has several.

@@ -63,8 +63,10 @@ impl AdvantageState {
 /// with no learned token still counts in its group's mean.
 ///
 /// # Errors
-/// `Usage` where a grouped estimator meets a prompt with one sample, or the overlong penalty has no length;
-/// `Fault` where lengths differ or a number is not finite.
+/// `Fault` where a number is not finite.
+///
+/// # Panics
+/// Where lengths differ, or a grouped estimator meets a prompt with one sample.
 pub fn compute_step(
     config: &PpoConfig,
     weights: &BTreeMap<String, f32>,
@@ -74,23 +76,23 @@ pub fn compute_step(
     check(config, samples)?;
     let raw: Vec<f64> = samples.iter().map(|s| f64::from(s.score)).collect();
     let (score_mean, _) = whitening::moments(raw.iter().copied());
-    let shape = |mut scores: Vec<f64>, samples: &[Experience]| -> Result<Vec<f64>> {
-        scores::penalize_overlong(config, &mut scores, samples)?;
+    let shape = |mut scores: Vec<f64>, samples: &[Experience]| {
+        scores::penalize_overlong(config, &mut scores, samples);
         scores::shape_truncated(config, &mut scores, samples);
-        Ok(scores)
+        scores
     };
-    let mut scores = shape(if config.reward_normalize { state.scores.normalize(&raw) } else { raw }, samples)?;
+    let mut scores = shape(if config.reward_normalize { state.scores.normalize(&raw) } else { raw }, samples);
     let (reward_mean, reward_std) = whitening::moments(scores.iter().copied());
     let equal_groups_ratio = group::equal_ratio(&scores, samples);
     if config.advantage.is_grouped() {
-        group::shape(config.advantage, weights, &mut scores, samples)?;
+        group::shape(config.advantage, weights, &mut scores, samples);
     }
     let mut greedy_mean = None;
     if config.advantage.has_greedy() {
         let greedy = greedy_responses(samples)?;
         let raw: Vec<f64> = greedy.iter().map(|response| f64::from(response.score)).collect();
         greedy_mean = Some(whitening::moments(raw.iter().copied()).0);
-        let baselines = shape(if config.reward_normalize { state.scores.scale(&raw) } else { raw }, &greedy)?;
+        let baselines = shape(if config.reward_normalize { state.scores.scale(&raw) } else { raw }, &greedy);
         scores.iter_mut().zip(baselines).for_each(|(score, baseline)| *score -= baseline);
     }
     let [low, high] = config.reward_clip.map(f64::from);
@@ -170,27 +172,15 @@ fn finish(config: &PpoConfig, samples: &mut [Experience], mut stats: AdvantageSt
 
 fn check(config: &PpoConfig, samples: &[Experience]) -> Result<()> {
     for (i, sample) in samples.iter().enumerate() {
-        let n = sample.response.tokens.len();
-        let r = &sample.response;
-        let wrong = |name: &str, len: usize| {
-            let index = format!("sample {i} (prompt {}, sample {})", sample.prompt.id, r.sample);
-            Err(Error::fault(format!("{index}: {name} has {len} entries for a response of {n} tokens")))
-        };
-        for (name, len) in [("logprobs", r.logprobs.len()), ("mask", sample.mask.len())] {
-            if len != n {
-                return wrong(name, len);
-            }
-        }
-        if !sample.ref_logprobs.is_empty() && sample.ref_logprobs.len() != n {
-            return wrong("ref_logprobs", sample.ref_logprobs.len());
-        }
-        if config.advantage.has_critic() && sample.values.len() != n {
-            return wrong("values", sample.values.len());
-        }
+        let Experience { response: r, mask, values, ref_logprobs, .. } = sample;
+        let n = r.tokens.len();
+        let has_values = !config.advantage.has_critic() || values.len() == n;
+        assert!(r.logprobs.len() == n && mask.len() == n && has_values, "a number for each token of sample {i}");
+        assert!(ref_logprobs.is_empty() || ref_logprobs.len() == n, "a number of the reference for each token of sample {i}");
         let numbers: [(&str, &[f32]); 5] = [
             ("the actor's log-probability", &r.logprobs),
-            ("the reference's log-probability", &sample.ref_logprobs),
-            ("the critic's value", &sample.values),
+            ("the reference's log-probability", ref_logprobs),
+            ("the critic's value", values),
             ("the critic's value behind the last token", std::slice::from_ref(&sample.last_value)),
             ("the score", std::slice::from_ref(&sample.score)),
         ];

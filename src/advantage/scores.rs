@@ -3,7 +3,6 @@
 use serde::{Deserialize, Serialize};
 
 use crate::config::ppo::PpoConfig;
-use crate::error::{Error, Result};
 use crate::experience::{Experience, Finish};
 
 /// Count, mean and sum of squared deviations of all scores so far, merged batch by batch (Chan, Golub, LeVeque 1979).
@@ -45,22 +44,15 @@ impl RunningMoments {
 
 /// score <- score - min(len - (max - buffer), buffer) / buffer * penalty where len > max - buffer, len in response
 /// tokens (arXiv:2503.14476, section 3.4).
-pub fn penalize_overlong(config: &PpoConfig, scores: &mut [f64], samples: &[Experience]) -> Result<()> {
+pub fn penalize_overlong(config: &PpoConfig, scores: &mut [f64], samples: &[Experience]) {
     let (buffer, max) = (config.overlong_buffer_tokens, config.overlong_tokens_max);
     if buffer == 0 {
-        return Ok(());
-    }
-    if max < buffer {
-        return Err(Error::usage(format!(
-            "ppo.overlong_tokens_max is {max}, needed at least the buffer of {buffer} tokens"
-        ))
-        .hint("set ppo.overlong_tokens_max to rollout.response_tokens_max"));
+        return;
     }
     for (score, sample) in scores.iter_mut().zip(samples) {
         let over = sample.response.tokens.len().saturating_sub(max - buffer).min(buffer);
         *score -= over as f64 / buffer as f64 * f64::from(config.overlong_penalty);
     }
-    Ok(())
 }
 
 /// For samples cut by length: score <- c score where c >= 0, c where c < 0 (arXiv:2505.24864).

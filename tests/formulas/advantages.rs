@@ -2,7 +2,6 @@
 
 use rlhf_hpc::advantage::{self, AdvantageState, gae::gae, scores::RunningMoments, whitening};
 use rlhf_hpc::config::ppo::{Estimator, KlEstimator, KlIn, PpoConfig, Truncation};
-use rlhf_hpc::error::Kind;
 use rlhf_hpc::experience::{Experience, Finish, Greedy, Prompt, Response};
 use rlhf_hpc::rng::{Purpose, Rng};
 use std::collections::BTreeMap;
@@ -80,19 +79,6 @@ fn equal_scores_teach_nothing_and_whiten_to_zero_not_to_infinity() {
         super::compute(&config, 0.0, &mut samples).unwrap();
         assert!(samples.iter().all(|s| s.advantages.iter().all(|a| a.abs() < 1e-6)), "{advantage:?}");
     }
-}
-
-#[test]
-fn a_group_of_one_and_scattered_groups_are_refused() {
-    let config = PpoConfig { advantage: Estimator::Grpo, ..PpoConfig::default() };
-    let error = super::compute(&config, 0.0, &mut batch(3, 1)).unwrap_err();
-    assert_eq!(error.kind, Kind::Usage);
-    assert!(error.message.contains("\"grpo\"") && error.hint.unwrap().contains("samples_per_prompt"));
-    let mut samples = batch(2, 4);
-    samples.swap(0, 7);
-    samples.swap(1, 6);
-    let error = super::compute(&config, 0.0, &mut samples).unwrap_err();
-    assert!(error.message.contains("do not stand together"), "{error}");
 }
 
 #[test]
@@ -228,13 +214,10 @@ fn state_survives_serde_and_steps_go_on_bitwise() {
 }
 
 #[test]
-fn wrong_lengths_and_numbers_that_are_not_finite_are_named() {
+fn numbers_that_are_not_finite_are_named() {
     let config = PpoConfig::default();
     let mut samples = batch(2, 1);
-    samples[1].values.clear();
+    samples[1].score = f32::NAN;
     let error = super::compute(&config, 0.0, &mut samples).unwrap_err();
-    assert!(error.message.contains("sample 1") && error.message.contains("values"), "{error}");
-    let mut samples = batch(2, 1);
-    samples[0].score = f32::NAN;
-    assert!(super::compute(&config, 0.0, &mut samples).unwrap_err().message.contains("not finite"));
+    assert!(error.message.contains("sample 1") && error.message.contains("the score is NaN, not finite"), "{error}");
 }

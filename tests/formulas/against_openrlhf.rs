@@ -269,7 +269,7 @@ fn length_penalties_agree() {
         };
         let samples: Vec<_> = read::<Vec<f32>>(&case.inputs["response_length"]).iter().map(sample).collect();
         let mut numbers: Vec<f64> = read(&case.inputs["rewards"]);
-        scores::penalize_overlong(&config, &mut numbers, &samples).unwrap();
+        scores::penalize_overlong(&config, &mut numbers, &samples);
         let want: Vec<f64> = read(&case.out["rewards"]);
         numbers.iter().zip(want).for_each(|(&a, b)| close(a, b, &case.args));
     }
