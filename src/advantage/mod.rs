@@ -176,7 +176,10 @@ fn check(config: &PpoConfig, samples: &[Experience]) -> Result<()> {
         let n = r.tokens.len();
         let has_values = !config.advantage.has_critic() || values.len() == n;
         assert!(r.logprobs.len() == n && mask.len() == n && has_values, "a number for each token of sample {i}");
-        assert!(ref_logprobs.is_empty() || ref_logprobs.len() == n, "a number of the reference for each token of sample {i}");
+        assert!(
+            ref_logprobs.is_empty() || ref_logprobs.len() == n,
+            "a number of the reference for each token of sample {i}"
+        );
         let numbers: [(&str, &[f32]); 5] = [
             ("the actor's log-probability", &r.logprobs),
             ("the reference's log-probability", ref_logprobs),

@@ -7,11 +7,10 @@ use crate::comm::Axes;
 use crate::config::job::{GradientConfig, Recompute};
 use crate::config::optim::OptimConfig;
 use crate::device::Device;
-use crate::device::cuda::owned_by;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::learn::Role;
-use crate::learn::role::{key, pieces};
+use crate::learn::role::{key, own_pieces};
 use crate::model::params::ParamSpec;
 use crate::model::partition::Shards;
 use crate::model::{Gradients, Saved, Transformer, Weights};
@@ -19,7 +18,7 @@ use crate::optim::host_state::Vector;
 use crate::optim::schedule::lr_at;
 use crate::optim::zero::Zero;
 use crate::tensor::arena::Buffer;
-use crate::tensor::{Flat, Slice, Tensor};
+use crate::tensor::{Slice, Tensor};
 use std::ops::Range;
 
 /// What the last optimiser step reports.
@@ -61,17 +60,9 @@ impl Learner {
         let shards = Shards::new(table, axes, stage);
         let vectors: Vec<_> = table.specs().iter().filter(|s| !s.decays()).map(ParamSpec::range).collect();
         let copies: Vec<_> = table.specs().iter().map(|spec| (spec.range(), spec.copies)).collect();
-        let device = table.device();
-        let updated = shards.updated.clone();
-        let zero = match state_on {
-            Device::Cpu if device == Device::Cuda => Zero::on_host(optim, updated, &vectors),
-            _ => Zero::new(device, optim, updated, &vectors),
-        };
-        let mut zero = zero.with_copies(&copies);
-        if role.weights.dtype() == DType::Bf16 && state_on == device {
-            let len = shards.updated.own_len();
-            zero = zero.with_master(owned_by("optimizer state", || Flat::scratch(device, len)));
-        }
+        let (device, updated) = (table.device(), shards.updated.clone());
+        let has_master = role.weights.dtype() == DType::Bf16;
+        let zero = Zero::new([device, state_on], optim, updated, &vectors, has_master).with_copies(&copies);
         let sum = GradientSum::new(table, gradient, &shards, axes)?;
         let (optim, recompute) = (optim.clone(), gradient.recompute);
         let (report, microbatches) = (StepReport::default(), Vec::new());
@@ -93,37 +84,25 @@ impl Learner {
     }
 
     /// Sets the masters, where the weights are not their own: to the numbers that the weights were rounded from, read piece by
-    /// piece, or to the weights where those are no others.
+    /// piece, or to the weights where those are no others; and the averages to the masters.
     pub fn with_masters(mut self) -> Result<Self> {
-        if self.role.weights.dtype() != DType::F32 {
-            self.set_masters()?;
-        }
         let Self { role, zero, shards, .. } = &mut self;
-        if zero.has_average() {
-            for u in 0..shards.updated.units() {
-                pieces(&shards.updated.own(u)).for_each(|part| zero.begin_average(u, part, &role.weights));
-            }
-        }
-        Ok(self)
-    }
-
-    fn set_masters(&mut self) -> Result<()> {
-        let Self { role, zero, shards, .. } = self;
-        let (source, mut values) = (role.source.take(), Vec::new());
-        for u in 0..shards.updated.units() {
-            let own = shards.updated.own(u);
-            for part in pieces(&own) {
+        if role.weights.dtype() != DType::F32 {
+            let (source, mut values) = (role.source.take(), Vec::new());
+            for (u, part, at) in own_pieces(&shards.updated) {
                 let Some(source) = &source else {
                     zero.set_master(u, part, &role.weights);
                     continue;
                 };
                 values.resize(part.len(), 0.0);
-                let read = source.fill_f32(part.clone(), &mut values);
-                read.map_err(|e| e.within(key(role.name)))?;
-                zero.set_state(Vector::Master, u, part.start - own.start, &values);
+                source.fill_f32(part, &mut values).map_err(|e| e.within(key(role.name)))?;
+                zero.set_state(Vector::Master, u, at, &values);
             }
         }
-        Ok(())
+        if zero.has_average() {
+            own_pieces(&shards.updated).for_each(|(u, part, _)| zero.begin_average(u, part, &role.weights));
+        }
+        Ok(self)
     }
 
     /// What a checkpoint holds of it.
@@ -134,14 +113,10 @@ impl Learner {
     /// Replaces the weights by their moving average, where one is kept: for an export, after which nothing more is learned. All
     /// ranks call this.
     pub fn take_average(&mut self) {
-        for u in 0..self.shards.updated.units() {
-            let own = self.shards.updated.own(u);
-            for part in pieces(&own) {
-                let at = part.start - own.start..part.end - own.start;
-                let values = self.zero.state(Vector::Average, u).map(|average| average.part(at).to_host());
-                if let Some(values) = values {
-                    self.role.weights.store_master(part.clone(), &values);
-                }
+        for (u, part, at) in own_pieces(&self.shards.updated) {
+            if let Some(average) = self.zero.state(Vector::Average, u) {
+                let values = average.part(at..at + part.len()).to_host();
+                self.role.weights.store_master(part, &values);
             }
         }
         self.all_gather();
@@ -175,10 +150,12 @@ impl Learner {
         let lr = lr_at(&self.optim, self.zero.updates, self.updates_total);
         self.sum.finish();
         let (weights, grads, zero) = (&mut self.role.weights, &self.sum.grads, &mut self.zero);
-        let stats = zero.measure(|u| grads.own(u), &axes.zero, &axes.tensor);
-        let Ok(stats) = stats else { return Err(non_finite::of_gradient(&self.role, &self.sum, &self.zero, axes)) };
+        let (grad_norm, clip_scale) = zero.measure(|u| grads.own(u), &axes.zero, &axes.tensor);
+        if !grad_norm.is_finite() {
+            return Err(non_finite::of_gradient(&self.role, &self.sum, &self.zero, axes));
+        }
         zero.buffers_mut().for_each(Buffer::prefetch_mut);
-        let update = zero.begin(lr, stats.clip_scale);
+        let update = zero.begin(lr, clip_scale);
         for u in 0..self.shards.updated.units() {
             zero.apply(update, u, weights, grads.own(u));
             weights.all_gather(u, &self.shards);
@@ -186,7 +163,7 @@ impl Learner {
         weights.finish_update();
         zero.finish_update();
         zero.buffers().for_each(Buffer::evict);
-        self.report = StepReport { grad_norm: stats.grad_norm, lr };
+        self.report = StepReport { grad_norm, lr };
         Ok(())
     }
 
@@ -226,14 +203,13 @@ impl Learner {
     ) -> Result<()> {
         self.zero.updates = updates;
         let (mut room, vectors): (_, Vec<Vector>) = (Vec::new(), self.vectors().collect());
-        for u in 0..self.shards.updated.units() {
-            let own = self.shards.updated.own(u);
-            for (part, what) in pieces(&own).flat_map(|part| vectors.iter().map(move |what| (part.clone(), *what))) {
-                room.resize(part.len(), 0.0);
+        for (u, part, at) in own_pieces(&self.shards.updated) {
+            room.resize(part.len(), 0.0);
+            for &what in &vectors {
                 read(what, part.clone(), &mut room)?;
-                self.zero.set_state(what, u, part.start - own.start, &room);
+                self.zero.set_state(what, u, at, &room);
                 if what == Vector::Master {
-                    self.role.weights.store_master(part, &room);
+                    self.role.weights.store_master(part.clone(), &room);
                 }
             }
         }

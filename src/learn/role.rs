@@ -6,7 +6,7 @@ use crate::device::cuda::owned_by;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::model::load::Source;
-use crate::model::partition::Shards;
+use crate::model::partition::{Partition, Shards};
 use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights, load};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -74,7 +74,7 @@ impl Role {
     pub fn fill(&mut self, mut read: impl FnMut(Range<usize>, &mut [f32]) -> Result<()>) -> Result<()> {
         let mut room = Vec::new();
         for u in 0..self.weights.table.units().len() {
-            for part in pieces(&self.weights.local(u).range()) {
+            for part in pieces(self.weights.local(u).range()) {
                 room.resize(part.len(), 0.0);
                 read(part.clone(), &mut room)?;
                 if let Some(at) = room.iter().position(|x| !x.is_finite()) {
@@ -125,7 +125,17 @@ pub fn owner(role: &str) -> &'static str {
 const READ: usize = 1 << 20;
 
 /// A range a few MiB at a time.
-pub(super) fn pieces(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
+fn pieces(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = range.end;
-    range.clone().step_by(READ).map(move |start| start..(start + READ).min(end))
+    range.step_by(READ).map(move |start| start..(start + READ).min(end))
+}
+
+/// The own ranges of a rank a few MiB at a time: the unit of each piece, the piece, and its place in the unit's own range.
+pub(super) fn own_pieces(of: &Partition) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
+    let of_unit = |u| {
+        let own = of.own(u);
+        let first = own.start;
+        pieces(own).map(move |part| (u, part.clone(), part.start - first))
+    };
+    (0..of.units()).flat_map(of_unit)
 }

@@ -20,7 +20,7 @@ use crate::launch::step_shape::StepShape;
 use crate::learn::{Learner, Role};
 use crate::metrics::keys::Metrics;
 use crate::metrics::{Phases, eval_lines};
-use crate::model::{Arch, Head};
+use crate::model::Arch;
 use crate::text::Tokenizer;
 use std::sync::Arc;
 use std::time::Instant;

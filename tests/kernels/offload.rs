@@ -11,7 +11,7 @@ use rlhf_hpc::model::partition::Partition;
 use rlhf_hpc::ops::norm;
 use rlhf_hpc::optim::host_state::{UNITS_AT_ONCE, Vector};
 use rlhf_hpc::optim::zero::Zero;
-use rlhf_hpc::tensor::{Flat, Slice};
+use rlhf_hpc::tensor::Slice;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -144,7 +144,8 @@ fn state_that_stays_for_the_updates_of_a_step_has_their_bits_and_goes_behind_the
     let units = units();
     let partition = Arc::new(Partition::whole(&units));
     let len = partition.own_len();
-    let mut both = [(); 2].map(|()| Zero::on_host(&OptimConfig::with_lr(0.01), partition.clone(), &[]));
+    let mut both = [(); 2]
+        .map(|()| Zero::new([Device::Cuda, Device::Cpu], &OptimConfig::with_lr(0.01), partition.clone(), &[], true));
     both[1].keep_resident();
     let mut weights = [(); 2].map(|()| Memory::zeros(2 * len));
     // Two steps of three updates.
@@ -182,9 +183,8 @@ fn updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu() {
         let values = numbers(7, len);
         units.iter().enumerate().for_each(|(u, unit)| zero.set_state(Vector::Master, u, 0, &values[unit.clone()]));
     };
-    let mut here = Zero::new(Device::Cuda, &config, partition.clone(), &[]);
-    here = here.with_master(Flat::scratch(Device::Cuda, len));
-    let mut away = Zero::on_host(&config, partition.clone(), &[]);
+    let zero = |on| Zero::new([Device::Cuda, on], &config, partition.clone(), &[], true);
+    let [mut here, mut away] = [Device::Cuda, Device::Cpu].map(zero);
     master(&mut here);
     master(&mut away);
     assert_eq!(here.bytes(), away.bytes());
