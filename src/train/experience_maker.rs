@@ -46,15 +46,9 @@ pub struct RolloutModels<'a> {
     pub reference: Option<&'a mut Role>,
 }
 
-/// The experience of a step, the same on all ranks.
-pub struct Collected {
-    /// In the order of prompts and samples.
-    pub samples: Vec<Experience>,
-    /// False where ranks were asked to stop before all prompts were answered; then nothing is scored.
-    pub complete: bool,
-    /// What was measured, and the means of the extra numbers that rewards returned; an error leaves the samples without scores.
-    pub values: Result<Metrics>,
-}
+/// The experience of a step in the order of prompts and samples, the same on all ranks; and what was measured, with the means of the extra
+/// numbers that rewards returned. An error leaves the samples without scores: `Stopped` where ranks were asked to stop before all was there.
+pub type Collected = (Vec<Experience>, Result<Metrics>);
 
 /// Answers and scores `prompts` from the place `first` on; responses in `finished` are kept. Responses reach all ranks over the collector's pipeline; without one
 /// all roles are on the same ranks: then there is one batch, and no rank waits. All ranks of the run call this.
@@ -219,12 +213,12 @@ pub fn score_ahead(
     let _held = hold(&batch.samples);
     batch.score(0, |samples| score(run, models, collector, samples, step, phases));
     batch.scores = batch.scores.map(|scores| drawn.with(scores));
-    let mut made = batch.finish(run, collector, None, streamed.into_iter().collect(), phases)?;
-    if let Ok(values) = &mut made.values {
+    let (samples, mut values) = batch.finish(run, collector, None, streamed.into_iter().collect(), phases)?;
+    if let Ok(values) = &mut values {
         values.extend(rollout_speed(rollout_s, tokens));
         values.extend(named([(keys::ROLLOUT_LAG_MEAN, lag)]));
     }
-    Ok(made)
+    Ok((samples, values))
 }
 
 /// By how many updates the weights that drew a token of `step` were behind, on average.
@@ -313,7 +307,6 @@ impl Batch {
         } else {
             collector.cancel().map(|()| None)
         };
-        self.complete &= !matches!(streamed, Ok(None));
         let scores = self.scores.and_then(|scores| Ok((scores, streamed?)));
         let values = match run.ranks.together.agree(scores) {
             Ok((scores, Some(mut streamed))) => {
@@ -346,9 +339,10 @@ impl Batch {
                 let measured = measured.into_iter().filter_map(|(key, value)| Some((key.to_string(), value?)));
                 Ok(measured.chain(scores.extra()).collect())
             }
-            scores => scores.map(|_| Metrics::new()),
+            Ok((_, None)) => Err(Error::new(Kind::Stopped, "stopped before all responses were there and scored")),
+            Err(error) => Err(error),
         };
-        Ok(Collected { samples: self.samples, complete: self.complete, values })
+        Ok((self.samples, values))
     }
 }
 

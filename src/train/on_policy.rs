@@ -120,12 +120,10 @@ impl Job for OnPolicy {
         if prompts.is_empty() {
             return Ok(Some(Vec::new()));
         }
-        let made = self.ppo.sample(run, u64::from(EVAL_STEPS) + step, &prompts, 0, &[], &mut Phases::start())?;
-        if !made.complete {
-            return Ok(None);
-        }
-        made.values?;
-        let samples: Vec<&Experience> = made.samples.iter().collect();
+        let (samples, values) =
+            self.ppo.sample(run, u64::from(EVAL_STEPS) + step, &prompts, 0, &[], &mut Phases::start())?;
+        values?;
+        let samples: Vec<&Experience> = samples.iter().collect();
         let student = &self.ppo.actor.as_ref().expect("a job without a placement has all models on each rank").role;
         let measured = self.distill.measure(run, student, &lengths(&samples), |chosen| pack(&samples, chosen))?;
         let Some(mut all) = measured.map(named) else { return Ok(None) };

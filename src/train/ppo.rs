@@ -300,16 +300,14 @@ impl Ppo {
             let first = prompts.len();
             let more: Result<Vec<Prompt>> = self.collector.source.next((wanted - rounds.groups).min(most - first));
             prompts.extend(run.ranks.together.agree(more)?);
-            let made = self.sample(run, step.number, &prompts, first, finished, &mut step.phases)?;
-            let unfinished = |rounds: Rounds, samples, error| {
-                let work = records::encode(&Work::Rollout(rounds.responses(samples)));
-                Err(Ended::Unfinished { work, took_rows: false, error })
-            };
-            match made.values {
-                Err(error) if error.kind == Kind::Service => return unfinished(rounds, made.samples, Some(error)),
-                Err(error) if error.kind == Kind::Stopped => return unfinished(rounds, made.samples, None),
-                _ if !made.complete => return unfinished(rounds, made.samples, None),
-                measured => rounds.take(&dynamic, made.samples, measured?),
+            let (samples, values) = self.sample(run, step.number, &prompts, first, finished, &mut step.phases)?;
+            match values {
+                Err(error) if matches!(error.kind, Kind::Service | Kind::Stopped) => {
+                    let work = records::encode(&Work::Rollout(rounds.responses(samples)));
+                    let error = Some(error).filter(|error| error.kind == Kind::Service);
+                    return Err(Ended::Unfinished { work, took_rows: false, error });
+                }
+                measured => rounds.take(&dynamic, samples, measured?),
             }
         }
         if rounds.samples.is_empty() {

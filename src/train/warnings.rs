@@ -91,7 +91,8 @@ fn of_rollout(config: &Config, ranks: usize, rows: &Rows, context: usize) -> Vec
 /// Warnings about the numbers of steps, each of which is said once.
 #[derive(Default)]
 pub struct Warnings {
-    said: Vec<&'static str>,
+    /// Of evaluations, then of steps.
+    said: [bool; 7],
     /// Accuracy of the last step, and the rows it is of.
     trained: (f64, f64),
 }
@@ -104,58 +105,44 @@ impl Warnings {
         let [low, high] = config.ppo.reward_clip;
         let clipped = of(keys::REWARD_CLIPPED_RATIO);
         let fall = -of(keys::CHOSEN_REWARD_MEAN) / config.dpo.beta;
-        let all: [(&'static str, bool, String); 6] = [
-            (
-                "clipped",
-                clipped > 0.0,
+        let all = [
+            (clipped > 0.0).then(|| {
                 format!(
                     "ppo.reward_clip = [{low}, {high}] cuts the rewards of {:.0} % of the samples",
                     100.0 * clipped
-                ),
-            ),
-            (
-                "truncated",
-                of(keys::RESPONSE_TRUNCATED_RATIO) >= 1.0,
+                )
+            }),
+            (of(keys::RESPONSE_TRUNCATED_RATIO) >= 1.0).then(|| {
                 format!(
                     "all responses are cut at rollout.response_tokens_max = {}: none has ended by itself",
                     config.rollout.response_tokens_max
-                ),
-            ),
-            (
-                "equal",
-                of(keys::REWARD_STD) == 0.0,
-                format!(
-                    "all rewards of a step are equal ({}): there is nothing to learn from [reward]",
-                    of(keys::REWARD_MEAN)
-                ),
-            ),
-            (
-                "groups",
-                of(keys::EQUAL_GROUPS_RATIO) > 0.5,
+                )
+            }),
+            (of(keys::REWARD_STD) == 0.0).then(|| {
+                let mean = of(keys::REWARD_MEAN);
+                format!("all rewards of a step are equal ({mean}): there is nothing to learn from [reward]")
+            }),
+            (of(keys::EQUAL_GROUPS_RATIO) > 0.5).then(|| {
                 format!(
                     "in {:.0} % of the groups all rewards are equal, which teach nothing: rollout.samples_per_prompt, other \
                      prompts or a finer [reward] help",
                     100.0 * of(keys::EQUAL_GROUPS_RATIO)
-                ),
-            ),
-            (
-                "kl",
-                config.job.kind == JobKind::Ppo && of(keys::KL_MEAN) > KL,
+                )
+            }),
+            (config.job.kind == JobKind::Ppo && of(keys::KL_MEAN) > KL).then(|| {
                 format!(
                     "kl_mean is {:.2} nats a token: the policy is far from its reference; ppo.kl_coef and optim.actor.lr hold it",
                     of(keys::KL_MEAN)
-                ),
-            ),
-            (
-                "chosen",
-                config.job.kind == JobKind::Dpo && config.dpo.has_reference() && fall > CHOSEN_FALL,
+                )
+            }),
+            (config.job.kind == JobKind::Dpo && config.dpo.has_reference() && fall > CHOSEN_FALL).then(|| {
                 format!(
                     "the log-probability of the chosen responses has fallen by {fall:.0} nats, too: the policy may come to write \
                      neither; dpo.nll_coef holds them"
-                ),
-            ),
+                )
+            }),
         ];
-        self.unsaid(all)
+        unsaid(&mut self.said[1..], all)
     }
 
     /// The same of an evaluation behind the last step.
@@ -163,22 +150,20 @@ impl Warnings {
         let (accuracy, samples) = self.trained;
         let held_out = value(values, keys::EVAL_ACCURACY);
         let enough = samples.min(value(values, keys::EVAL_SAMPLES)) >= OVERFIT_SAMPLES;
-        self.unsaid([(
-            "overfit",
-            enough && accuracy - held_out > OVERFIT,
+        let overfitted = (enough && accuracy - held_out > OVERFIT).then(|| {
             format!(
                 "accuracy is {accuracy:.2} on the rows of the step and {held_out:.2} on held-out ones: overfitted; fewer epochs, a \
                  smaller optim.actor.lr or more rows help, and checkpoint.best_metric keeps the best"
-            ),
-        )])
+            )
+        });
+        unsaid(&mut self.said[..1], [overfitted])
     }
+}
 
-    fn unsaid(&mut self, all: impl IntoIterator<Item = (&'static str, bool, String)>) -> Vec<String> {
-        let new = all.into_iter().filter(|(name, holds, _)| *holds && !self.said.contains(name));
-        let new: Vec<_> = new.collect();
-        self.said.extend(new.iter().map(|(name, ..)| *name));
-        new.into_iter().map(|(.., text)| text).collect()
-    }
+/// Those of the warnings that were not said before.
+fn unsaid<const N: usize>(said: &mut [bool], all: [Option<String>; N]) -> Vec<String> {
+    let new = |(text, said): (Option<String>, &mut bool)| text.filter(|_| !std::mem::replace(said, true));
+    all.into_iter().zip(said).filter_map(new).collect()
 }
 
 fn value(values: &Metrics, key: &str) -> f64 {
