@@ -58,7 +58,7 @@ impl Method for Distill {
     }
 
     /// Loss and divergence on held-out rows.
-    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Option<Numbers>> {
+    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
         self.measure(run, &learner.role, &lengths(batch.rows), |chosen| pack(batch.rows, chosen))
     }
 }
@@ -106,14 +106,14 @@ impl Distill {
         Ok(sums)
     }
 
-    /// Means of loss and divergence over held-out rows, as `learn` takes them; none where the run was asked to stop. All ranks call this.
+    /// Means of loss and divergence over held-out rows, as `learn` takes them. All ranks call this.
     pub fn measure(
         &mut self,
         run: &Run,
         student: &Role,
         lengths: &[usize],
         pack: impl Fn(&[usize]) -> PackedRow,
-    ) -> Result<Option<Numbers>> {
+    ) -> Result<Numbers> {
         let config = &run.config.distill;
         let sums = self.present(run, |teachers| {
             supervised::evaluate(run, student, lengths, config.microbatch_tokens_max, |chosen| {
@@ -125,11 +125,9 @@ impl Distill {
                 vec![measured(config, &logprobs, &found, 1.0)]
             })
         })?;
-        Ok(sums.map(|sums| {
-            let sums = Sums::total(&sums);
-            let mean = |key| sums.get(key) / sums.get(TOKENS).max(1.0);
-            vec![(keys::EVAL_LOSS, mean(keys::LOSS)), (keys::EVAL_KL_MEAN, mean(keys::KL_MEAN))]
-        }))
+        let sums = Sums::total(&sums);
+        let mean = |key| sums.get(key) / sums.get(TOKENS).max(1.0);
+        Ok(vec![(keys::EVAL_LOSS, mean(keys::LOSS)), (keys::EVAL_KL_MEAN, mean(keys::KL_MEAN))])
     }
 }
 

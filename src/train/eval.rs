@@ -102,18 +102,16 @@ impl Job for Eval {
     /// In a plan alone.
     fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
         phase::set(step.number, "rollout");
-        Ok(self.evaluate(run, step.number)?.unwrap_or_default())
+        Ok(self.evaluate(run, step.number)?)
     }
 
-    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>> {
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Metrics> {
         let start = Instant::now();
         let actor = self.actor.as_ref().zip(self.rollout_weights.as_ref());
         let gathered = actor.map(|(actor, rollout_weights)| rollout_weights.gather(actor, &mut Phases::start()));
         let model = gathered.as_ref().map(Gathered::model);
         let found = evaluate::evaluate(run, model, &mut self.collector, step, start)?;
-        if let Some(found) = &found {
-            run.recorder.say(&eval_lines(found));
-        }
+        run.recorder.say(&eval_lines(&found));
         Ok(found)
     }
 }

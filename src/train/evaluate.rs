@@ -41,18 +41,20 @@ impl Set {
     }
 }
 
-/// `model`: the actor, where it is on this rank; `start`: when its preparations began. None where the run was asked to stop
-/// before all prompts were answered. All ranks of the run call this.
+/// `model`: the actor, where it is on this rank; `start`: when its preparations began. All ranks of the run call this.
+///
+/// # Errors
+/// `Stopped` where the run was asked to stop before all prompts were answered.
 pub fn evaluate(
     run: &mut Run,
     model: Option<Model>,
     collector: &mut Collector,
     step: u64,
     start: Instant,
-) -> Result<Option<Metrics>> {
+) -> Result<Metrics> {
     let (prompts, sets) = run.ranks.all.agree(held_out(&run.config, &collector.source))?;
     if prompts.is_empty() {
-        return Ok(Some(Vec::new()));
+        return Ok(Vec::new());
     }
     let sampled = sampled(&run.config);
     let mut answers = Vec::new();
@@ -62,9 +64,7 @@ pub fn evaluate(
     best.samples_per_prompt = if null::is_active() { beams.count } else { 1 };
     let beams = Some(beams).filter(|beams| beams.count > 1 && !null::is_active());
     for (config, beams) in [(&best, beams), (&sampled, None)] {
-        let found = collector.evaluate(run, model, EVAL_STEPS + step as u32, &prompts, config, beams)?;
-        let Some(found) = found else { return Ok(None) };
-        answers.push(found);
+        answers.push(collector.evaluate(run, model, EVAL_STEPS + step as u32, &prompts, config, beams)?);
     }
     let temperatures = [0.0, sampled.temperature];
     let rows = rows(&run.config, step, &prompts, &sets, temperatures.into_iter().zip(&answers));
@@ -78,7 +78,7 @@ pub fn evaluate(
         let found = numbers(&run.config, &|text| collector.answer(text), &of(&answers[0]), &of(&answers[1]));
         all.extend(found.into_iter().map(|(key, value)| (set.key(key), value)));
     }
-    Ok(Some(all))
+    Ok(all)
 }
 
 /// How answers are drawn beside the greedy ones.

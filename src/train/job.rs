@@ -87,8 +87,11 @@ pub trait Job: Sized {
     /// One step: its numbers, `tokens` and `samples` among them. All ranks call this.
     fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended>;
 
-    /// Evaluates on the eval split; none where the run was asked to stop before all of it was seen. All ranks call this.
-    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>>;
+    /// Evaluates on the eval split. All ranks call this.
+    ///
+    /// # Errors
+    /// `Stopped` where the run was asked to stop before all of it was seen.
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Metrics>;
 }
 
 pub struct Step {
@@ -371,10 +374,9 @@ impl<J: Job> Opened<J> {
             Err(error) if error.kind == Kind::Service && step > 0 && !self.learned.is_empty() => {
                 Err(self.save_for(run, None, error))
             }
-            Ok(None) => Ok(false),
             Err(error) if error.kind == Kind::Stopped => Ok(false),
             Err(error) => Err(error),
-            Ok(Some(metrics)) => {
+            Ok(metrics) => {
                 self.state.eval_due = false;
                 let recorded = if metrics.is_empty() { Ok(()) } else { run.recorder.eval(step, &metrics) };
                 run.ranks.all.agree(recorded)?;

@@ -89,13 +89,12 @@ impl Method for Kto {
     }
 
     /// Loss on held-out rows, and the share of them whose reward is above the KL where they are desirable, and below where not.
-    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Option<Numbers>> {
+    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
         let count = batch.rows.len() as f64;
         let judged = supervised::judged(self, run, &learner.role, batch, 1.0 / count)?;
-        let Some(judged) = judged else { return Ok(None) };
         let sums = supervised::recorded(run, batch, judged)?;
         let accuracy = sums.get(keys::ACCURACY) / count;
-        Ok(Some(vec![(keys::EVAL_LOSS, sums.get(keys::LOSS)), (keys::EVAL_ACCURACY, accuracy)]))
+        Ok(vec![(keys::EVAL_LOSS, sums.get(keys::LOSS)), (keys::EVAL_ACCURACY, accuracy)])
     }
 }
 

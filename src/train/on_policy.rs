@@ -114,11 +114,11 @@ impl Job for OnPolicy {
     }
 
     /// Loss and divergence on samples of held-out prompts; with rewards, how many answers are right.
-    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>> {
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Metrics> {
         let start = Instant::now();
         let prompts = run.ranks.all.agree(self.ppo.collector.source.eval_rows(run.config.eval.samples_max))?;
         if prompts.is_empty() {
-            return Ok(Some(Vec::new()));
+            return Ok(Vec::new());
         }
         let (samples, values) =
             self.ppo.sample(run, u64::from(EVAL_STEPS) + step, &prompts, 0, &[], &mut Phases::start())?;
@@ -126,15 +126,15 @@ impl Job for OnPolicy {
         let samples: Vec<&Experience> = samples.iter().collect();
         let student = &self.ppo.actor.as_ref().expect("a job without a placement has all models on each rank").role;
         let measured = self.distill.measure(run, student, &lengths(&samples), |chosen| pack(&samples, chosen))?;
-        let Some(mut all) = measured.map(named) else { return Ok(None) };
+        let mut all = named(measured);
         if run.config.reward.is_set() {
-            let Some(scored) = self.ppo.evaluate(run, step)? else { return Ok(None) };
+            let scored = self.ppo.evaluate(run, step)?;
             all.extend(scored.into_iter().filter(|(key, _)| key != keys::EVAL_TIME_S));
         } else {
             all.extend(named([(keys::EVAL_SAMPLES, prompts.len() as f64)]));
         }
         all.extend(named([(keys::EVAL_TIME_S, start.elapsed().as_secs_f64())]));
-        Ok(Some(all))
+        Ok(all)
     }
 }
 

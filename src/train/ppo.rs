@@ -211,7 +211,7 @@ impl Job for Ppo {
         if run.runs_ahead() { self.step_ahead(run, step) } else { self.learn_step(run, step) }
     }
 
-    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>> {
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Metrics> {
         let start = Instant::now();
         run.make_room(self.actor.as_mut(), self.critic.as_mut());
         self.send_weights(run, step, &mut Phases::start());

@@ -55,9 +55,9 @@ impl Method for Preference {
     }
 
     /// Loss, accuracy and margin on held-out pairs.
-    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Option<Numbers>> {
+    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
         let judged = supervised::judged(self, run, &learner.role, batch, 1.0)?;
-        judged.map(|judged| pairs::evaluated(run, batch, judged)).transpose()
+        pairs::evaluated(run, batch, judged)
     }
 }
 

@@ -38,16 +38,15 @@ impl Method for RewardModel {
     }
 
     /// Loss, accuracy and margin on held-out pairs; and how scores are distributed there, by which others normalise them.
-    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Option<Numbers>> {
+    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
         let judged = supervised::judged(self, run, &learner.role, batch, 1.0)?;
-        let Some(judged) = judged else { return Ok(None) };
         let of_pair = [keys::CHOSEN_REWARD_MEAN, keys::REJECTED_REWARD_MEAN];
         let scores = || judged.iter().flat_map(|(.., pair)| of_pair.map(|key| pair.get(key)));
         let n = 2.0 * batch.rows.len() as f64;
         let mean = scores().sum::<f64>() / n;
         let std = (scores().map(|score| (score - mean).powi(2)).sum::<f64>() / (n - 1.0)).sqrt();
         learner.role.transformer.arch.reward_mean_std = Some((mean as f32, std as f32));
-        pairs::evaluated(run, batch, judged).map(Some)
+        pairs::evaluated(run, batch, judged)
     }
 }
 

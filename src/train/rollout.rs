@@ -9,7 +9,7 @@ use crate::config::mesh::RoleName;
 use crate::config::rollout::RolloutConfig;
 use crate::data::PromptSource;
 use crate::device::null;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Finish, Prompt, Response};
 use crate::launch::run::Run;
 use crate::metrics::Phase;
@@ -356,9 +356,11 @@ impl Collector {
         self.unanswered.take().map_or(Ok(()), Err)
     }
 
-    /// Answers to `prompts`, those to a prompt together, on all ranks, without those that a reward failed on; `None` where a rank was
-    /// asked to stop before all were answered. `model`: the actor, where it is on this rank; with `beams` it searches for the best ones.
+    /// Answers to `prompts`, those to a prompt together, on all ranks, without those that a reward failed on. `model`: the actor, where it is on this rank; with `beams` it searches for the best ones.
     /// All ranks of the run call this.
+    ///
+    /// # Errors
+    /// `Stopped` where a rank was asked to stop before all were answered.
     pub fn evaluate(
         &mut self,
         run: &Run,
@@ -367,7 +369,8 @@ impl Collector {
         prompts: &[Prompt],
         config: &RolloutConfig,
         beams: Option<Beams>,
-    ) -> Result<Option<Vec<Answer>>> {
+    ) -> Result<Vec<Answer>> {
+        let stopped = || Error::new(Kind::Stopped, "the evaluation was stopped");
         let mut answer = |model| {
             let all = 0..prompts.len();
             let (responses, is_complete) = self.generate(
@@ -386,10 +389,9 @@ impl Collector {
         let mine: Option<Vec<Response>> = run.ranks.all.agree(model.map_or(Ok(Some(Vec::new())), &mut answer))?;
         if run.ranks.all.any(mine.is_none()) {
             let cancelled = self.cancel();
-            run.ranks.all.agree(cancelled)?;
-            return Ok(None);
+            return run.ranks.all.agree(cancelled).and(Err(stopped()));
         }
-        let Some(mut by_key) = self.scored(run, &run.ranks.all)? else { return Ok(None) };
+        let mut by_key = self.scored(run, &run.ranks.all)?.ok_or_else(stopped)?;
         let mut responses: Vec<Response> = records::gather(&run.ranks.all, &mine.unwrap_or_default())?;
         responses.sort_by_key(|response| (response.prompt, response.sample));
         let mut scored: Vec<Scored> = responses.iter().map(|r| take(&mut by_key, (r.prompt, r.sample))).collect();
@@ -409,7 +411,7 @@ impl Collector {
             scored = of_placements.into_iter().find(|scored| !scored.is_empty()).unwrap_or_default();
         }
         let known = responses.into_iter().zip(scored).filter(|(_, scored)| scored.failed.is_none());
-        Ok(Some(known.collect()))
+        Ok(known.collect())
     }
 
     /// What the reward models say of `samples`. All ranks of the reward's placement call this with the same samples.

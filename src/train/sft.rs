@@ -70,17 +70,17 @@ impl Method for Sft {
     }
 
     /// Loss and accuracy of next tokens.
-    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Option<Numbers>> {
+    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
         let (axes, role, tokens_max) = (&run.ranks.axes, &learner.role, run.config.sft.microbatch_tokens_max);
         let measure = |chosen: &[usize]| vec![evaluate_row(role, &pack(batch.rows, chosen).shard(&axes.sequence))];
-        let Some(found) = evaluate_share(run, role, &lengths(batch.rows), tokens_max, measure) else { return Ok(None) };
+        let found = evaluate_share(run, role, &lengths(batch.rows), tokens_max, measure)?;
         let mut sums = [0.0; 3];
         for of_row in found {
             sums.iter_mut().zip(of_row).for_each(|(sum, x)| *sum += x);
         }
         axes.zero.all_reduce_sum_f64(&mut sums);
         let [loss, right, tokens] = sums;
-        Ok(Some(vec![(keys::EVAL_LOSS, loss / tokens), (keys::EVAL_ACCURACY, right / tokens)]))
+        Ok(vec![(keys::EVAL_LOSS, loss / tokens), (keys::EVAL_ACCURACY, right / tokens)])
     }
 }
 

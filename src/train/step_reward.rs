@@ -71,11 +71,11 @@ impl Method for StepReward {
     }
 
     /// Loss and accuracy of the steps of held-out rows.
-    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Option<Numbers>> {
-        let Some(judged) = supervised::judged(self, run, &learner.role, batch, 1.0)? else { return Ok(None) };
+    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
+        let judged = supervised::judged(self, run, &learner.role, batch, 1.0)?;
         let sums = supervised::recorded(run, batch, judged)?;
         let of_step = |key| sums.get(key) / sums.get(STEPS).max(1.0);
-        Ok(Some(vec![(keys::EVAL_LOSS, of_step(keys::LOSS)), (keys::EVAL_ACCURACY, of_step(keys::ACCURACY))]))
+        Ok(vec![(keys::EVAL_LOSS, of_step(keys::LOSS)), (keys::EVAL_ACCURACY, of_step(keys::ACCURACY))])
     }
 }
 

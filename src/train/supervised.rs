@@ -7,7 +7,7 @@ use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::data::balance::{self, Cost};
 use crate::data::{Row, RowSource, Rows, SftRow};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::accumulation::accumulate;
@@ -61,8 +61,11 @@ pub trait Method: Sized {
     /// One optimizer step. All ranks call this.
     fn update(&mut self, run: &Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers>;
 
-    /// Evaluates held-out rows; none where the run was asked to stop. All ranks call this.
-    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Option<Numbers>>;
+    /// Evaluates held-out rows. All ranks call this.
+    ///
+    /// # Errors
+    /// `Stopped` where the run was asked to stop before all of them were seen.
+    fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers>;
 }
 
 /// Rows of a step, or held-out ones of an evaluation.
@@ -168,19 +171,19 @@ impl<M: Method> Job for Supervised<M> {
         Ok(all)
     }
 
-    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>> {
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Metrics> {
         let start = Instant::now();
         let Self { learner, source, tokenizer, method } = self;
         let mut rows = run.ranks.all.agree(source.eval_rows(run.config.eval.samples_max))?;
         if rows.is_empty() {
-            return Ok(Some(Vec::new()));
+            return Ok(Vec::new());
         }
         let known = method.known(run, &learner.role, &mut rows, &mut Phases::start())?;
         let batch = Minibatch { step, rows: &rows, texts: &[], known, tokenizer };
-        let Some(mut numbers) = method.evaluate(run, learner, &batch)? else { return Ok(None) };
+        let mut numbers = method.evaluate(run, learner, &batch)?;
         let seconds = start.elapsed().as_secs_f64();
         numbers.extend([(keys::EVAL_SAMPLES, rows.len() as f64), (keys::EVAL_TIME_S, seconds)]);
-        Ok(Some(named(numbers)))
+        Ok(named(numbers))
     }
 }
 
@@ -274,14 +277,8 @@ pub fn update<M: Judge>(
     Ok(sums)
 }
 
-/// How the model judges held-out rows; none where the run was asked to stop. All ranks call this.
-pub fn judged<M: Judge>(
-    method: &M,
-    run: &Run,
-    role: &Role,
-    batch: &Minibatch<M>,
-    weight: f64,
-) -> Result<Option<Vec<Judged>>> {
+/// How the model judges held-out rows. All ranks call this.
+pub fn judged<M: Judge>(method: &M, run: &Run, role: &Role, batch: &Minibatch<M>, weight: f64) -> Result<Vec<Judged>> {
     let [_, tokens_max, _] = M::shape(&run.config);
     let (model, w) = (&role.transformer, &role.weights);
     evaluate(run, role, &lengths(batch.rows), tokens_max, |chosen| {
@@ -312,17 +309,16 @@ pub fn lengths<T: Row>(rows: &[T]) -> Vec<usize> {
     rows.iter().map(|row| row.sequences().iter().sum()).collect()
 }
 
-/// What `measure` finds in held-out rows of `lengths` tokens, of which it takes a micro-batch at a time: on all ranks, in their order;
-/// none where the run was asked to stop. All ranks call this.
+/// What `measure` finds in held-out rows of `lengths` tokens, of which it takes a micro-batch at a time: on all ranks, in their order.
+/// All ranks call this.
 pub fn evaluate<T: Serialize + DeserializeOwned>(
     run: &Run,
     role: &Role,
     lengths: &[usize],
     tokens_max: usize,
     measure: impl FnMut(&[usize]) -> Vec<T>,
-) -> Result<Option<Vec<T>>> {
-    let mine = evaluate_share(run, role, lengths, tokens_max, measure);
-    mine.map(|mine| records::gather(&run.ranks.axes.zero, &mine)).transpose()
+) -> Result<Vec<T>> {
+    records::gather(&run.ranks.axes.zero, &evaluate_share(run, role, lengths, tokens_max, measure)?)
 }
 
 /// The same of this rank's share.
@@ -332,16 +328,16 @@ pub fn evaluate_share<T>(
     lengths: &[usize],
     tokens_max: usize,
     mut measure: impl FnMut(&[usize]) -> Vec<T>,
-) -> Option<Vec<T>> {
+) -> Result<Vec<T>> {
     let axes = &run.ranks.axes;
     let tokens_max = tokens_max * axes.sequence.size();
     let plan = balance::plan(lengths, axes.data.size(), tokens_max, &Cost::of(role.arch()));
     let mut mine = Vec::new();
     for chosen in &plan[axes.data.rank()] {
         if run.stop_requested() {
-            return None;
+            return Err(Error::new(Kind::Stopped, "the evaluation was stopped"));
         }
         mine.extend(measure(chosen));
     }
-    Some(mine)
+    Ok(mine)
 }
