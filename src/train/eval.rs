@@ -4,9 +4,6 @@ use super::evaluate;
 use super::job::{Ended, Job, Step};
 use super::models::{JobModel, ModelSpec};
 use super::ppo::Ppo;
-use super::reward_models::RewardModels;
-use super::rollout::Collector;
-use super::rollout_weights::{Gathered, RolloutWeights};
 use super::saved;
 use crate::comm::phase;
 use crate::config::Config;
@@ -18,19 +15,14 @@ use crate::launch::banner::Needs;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::{Learner, Role};
+use crate::metrics::eval_lines;
 use crate::metrics::keys::Metrics;
-use crate::metrics::{Phases, eval_lines};
 use crate::model::Arch;
 use crate::text::Tokenizer;
 use std::sync::Arc;
-use std::time::Instant;
 
-pub struct Eval {
-    /// Where it is on this rank.
-    actor: Option<Role>,
-    rollout_weights: Option<RolloutWeights>,
-    collector: Collector,
-}
+/// Without models that learn.
+pub struct Eval(Ppo);
 
 impl Job for Eval {
     type Row = crate::experience::Prompt;
@@ -74,25 +66,18 @@ impl Job for Eval {
     fn new(
         run: &Run,
         arch: &Arch,
-        _learners: Vec<Learner>,
-        frozen: Vec<Role>,
+        learners: Vec<Learner>,
+        mut frozen: Vec<Role>,
         source: PromptSource,
         tokenizer: Arc<Tokenizer>,
     ) -> Result<Self> {
-        let is_actor = |role: &Role| role.name == RoleName::Actor.name();
-        let (mut actors, rewards): (Vec<_>, Vec<_>) = frozen.into_iter().partition(is_actor);
-        let mut actor = actors.pop();
-        if let Some(actor) = &mut actor {
-            run.onload(actor);
-        }
-        let rewards = run.ranks.all.agree(RewardModels::new(run, rewards, &tokenizer, &source))?;
-        let (rollout_weights, bytes) = RolloutWeights::of(run, actor.as_ref(), source.longest())?;
-        let collector = Collector::new(run, source, tokenizer, arch, bytes, rewards)?;
-        Ok(Self { actor, rollout_weights, collector })
+        let is_actor = |role: &&mut Role| role.name == RoleName::Actor.name();
+        frozen.iter_mut().filter(is_actor).for_each(|actor| run.onload(actor));
+        Ppo::new(run, arch, learners, frozen, source, tokenizer).map(Self)
     }
 
     fn rows(&self) -> &Rows {
-        &self.collector.source
+        self.0.rows()
     }
 
     fn learners(&mut self) -> Vec<&mut Learner> {
@@ -106,11 +91,7 @@ impl Job for Eval {
     }
 
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Metrics> {
-        let start = Instant::now();
-        let actor = self.actor.as_ref().zip(self.rollout_weights.as_ref());
-        let gathered = actor.map(|(actor, rollout_weights)| rollout_weights.gather(actor, &mut Phases::start()));
-        let model = gathered.as_ref().map(Gathered::model);
-        let found = evaluate::evaluate(run, model, &mut self.collector, step, start)?;
+        let found = self.0.evaluate(run, step)?;
         run.recorder.say(&eval_lines(&found));
         Ok(found)
     }

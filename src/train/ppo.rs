@@ -42,7 +42,7 @@ pub struct Ppo {
     pub(super) actor: Option<Learner>,
     critic: Option<Learner>,
     reference: Option<Role>,
-    /// The actor's copy, on ranks of the rollout alone.
+    /// The actor's copy, on ranks of the rollout alone, or an actor that does not learn.
     copy: Option<Role>,
     weight_sync: WeightSync,
     /// Of the actor or its copy, where this rank samples.
@@ -157,9 +157,11 @@ impl Job for Ppo {
         let is_actor = |learner: &Learner| learner.role.name == RoleName::Actor.name();
         let (mut actors, mut critics): (Vec<_>, Vec<_>) = learners.into_iter().partition(is_actor);
         let (actor, critic) = (actors.pop(), critics.pop());
-        let is = |name: RoleName| move |role: &Role| role.name == name.name();
-        let (mut references, others): (Vec<_>, Vec<_>) = frozen.into_iter().partition(is(RoleName::Reference));
-        let (mut copies, rewards): (Vec<_>, Vec<_>) = others.into_iter().partition(is(RoleName::Rollout));
+        let is_reference = |role: &Role| role.name == RoleName::Reference.name();
+        let (mut references, others): (Vec<_>, Vec<_>) = frozen.into_iter().partition(is_reference);
+        // An actor that does not learn only samples, as a copy of one does.
+        let samples = |role: &Role| [RoleName::Rollout, RoleName::Actor].iter().any(|name| role.name == name.name());
+        let (mut copies, rewards): (Vec<_>, Vec<_>) = others.into_iter().partition(samples);
         let rewards = run.ranks.all.agree(RewardModels::new(run, rewards, &tokenizer, &source))?;
         let copy = copies.pop();
         let role = copy.as_ref().or(actor.as_ref().map(|actor| &actor.role)).filter(|_| run.ranks.samples());
