@@ -85,29 +85,24 @@ impl PackedRow {
         self.positions.extend(0..tokens.len() as u32);
         self.cu_seqlens.push(self.tokens.len());
         for (position, target) in predicting {
-            self.row_indices.push(self.rows.len());
-            self.rows.push(start + position);
-            self.targets.push(target);
-            self.masks.push(SamplingMask::default());
+            self.predict(start + position, target);
         }
         self.row_offsets.push(self.rows.len());
-    }
-
-    /// Appends a sequence whose last token alone is looked at, by a head that needs no target.
-    pub fn push_end(&mut self, tokens: &[u32]) {
-        self.push_where(tokens, |_| false);
-        self.look_at_end();
     }
 
     /// Adds the last token so far to the rows of its sequence: no token is behind it, so that only a head that needs no target may
     /// look there.
     pub fn look_at_end(&mut self) {
-        self.row_indices.push(self.rows.len());
-        self.rows.push(self.tokens.len() as u32 - 1);
-        self.targets.push(0);
-        self.masks.push(SamplingMask::default());
+        self.predict(self.tokens.len() as u32 - 1, 0);
         self.row_offsets.pop();
         self.row_offsets.push(self.rows.len());
+    }
+
+    fn predict(&mut self, row: u32, target: u32) {
+        self.row_indices.push(self.rows.len());
+        self.rows.push(row);
+        self.targets.push(target);
+        self.masks.push(SamplingMask::default());
     }
 
     /// What rank `rank` of the `size` ranks of the sequence axis holds of this row, which is whole (see `ops::zigzag`).

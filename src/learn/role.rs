@@ -4,7 +4,7 @@ use crate::comm::Axes;
 use crate::device::Device;
 use crate::device::cuda::owned_by;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::model::load::Source;
 use crate::model::partition::{Partition, Shards};
 use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights, load};
@@ -68,20 +68,12 @@ impl Role {
     }
 
     /// Sets the weights that this rank holds: `read(flat range, out)` gives their f32 numbers, a few MiB at a time.
-    ///
-    /// # Errors
-    /// Those of `read`; `Data` where a number is NaN or infinite.
     pub fn fill(&mut self, mut read: impl FnMut(Range<usize>, &mut [f32]) -> Result<()>) -> Result<()> {
         let mut room = Vec::new();
         for u in 0..self.weights.table.units().len() {
             for part in pieces(self.weights.local(u).range()) {
                 room.resize(part.len(), 0.0);
                 read(part.clone(), &mut room)?;
-                if let Some(at) = room.iter().position(|x| !x.is_finite()) {
-                    let name = self.weights.table.name_at(part.start + at);
-                    return Err(Error::data(format!("{}: {name} is not finite", self.dir.display()))
-                        .hint("the training diverged before this step: name an earlier checkpoint"));
-                }
                 self.weights.store_master(part, &room);
             }
         }

@@ -41,7 +41,7 @@ impl Sums {
         self.0.remove(key);
     }
 
-    /// (key, its sum by that of the second key) of each pair whose key is known.
+    /// (key, its sum by that of the second key) of each pair whose key is known; the sum itself by that of an empty one.
     pub fn means(&self, of: &[(&'static str, &str)]) -> Vec<(&'static str, f64)> {
         of.iter().filter_map(|(key, count)| Some((*key, self.0.get(*key)? / self.get(count).max(1.0)))).collect()
     }

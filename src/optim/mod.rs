@@ -3,5 +3,3 @@
 pub mod host_state;
 pub mod schedule;
 pub mod zero;
-
-pub use crate::model::partition::BLOCK;

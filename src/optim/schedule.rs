@@ -26,35 +26,31 @@ pub fn lr_at(config: &OptimConfig, t: u64, updates: u64) -> f64 {
 mod tests {
     use super::*;
 
-    fn config(schedule: Schedule) -> OptimConfig {
-        OptimConfig { schedule, ..OptimConfig::with_lr(2.0) }
-    }
-
     #[test]
     fn warm_up_rises_to_the_peak_and_the_fall_ends_at_the_floor() {
-        for schedule in [Schedule::Constant, Schedule::Linear, Schedule::Cosine] {
-            let lr = |t| lr_at(&config(schedule), t, 100);
-            assert!((lr(0) - 2.0 / 3.0).abs() < 1e-12 && lr(2) == 2.0 && lr(3) == 2.0, "{schedule:?}");
-            let end = if schedule == Schedule::Constant { 2.0 } else { 0.2 };
-            assert!((lr(100) - end).abs() < 1e-12 && (lr(1000) - end).abs() < 1e-12, "{schedule:?}");
-            assert!((3..100).all(|t| lr(t + 1) <= lr(t)), "{schedule:?} does not rise");
-        }
-    }
-
-    #[test]
-    fn half_way_linear_and_cosine_are_between_peak_and_floor() {
-        let no_warmup = |schedule| OptimConfig { warmup_ratio: 0.0, ..config(schedule) };
-        for schedule in [Schedule::Linear, Schedule::Cosine] {
-            assert!((lr_at(&no_warmup(schedule), 5, 10) - 1.1).abs() < 1e-12);
-        }
-        let quarter = lr_at(&no_warmup(Schedule::Cosine), 25, 100);
-        assert!((quarter - 2.0 * (0.1 + 0.9 * 0.5 * (1.0 + 0.5f64.sqrt()))).abs() < 1e-12);
-    }
-
-    #[test]
-    fn a_run_of_one_update_or_none_has_a_learning_rate() {
-        for updates in [0, 1] {
-            assert_eq!(lr_at(&config(Schedule::Cosine), 0, updates), 2.0);
+        let lr = |schedule, warmup_ratio, t, updates| {
+            lr_at(&OptimConfig { schedule, warmup_ratio, ..OptimConfig::with_lr(2.0) }, t, updates)
+        };
+        for (schedule, half, quarter, end) in [
+            (Schedule::Constant, 2.0, 2.0, 2.0),
+            (Schedule::Linear, 1.1, 1.55, 0.2),
+            (Schedule::Cosine, 1.1, 2.0 * (0.1 + 0.9 * 0.5 * (1.0 + 0.5f64.sqrt())), 0.2),
+        ] {
+            for (warmup, t, updates, want) in [
+                (0.03, 0, 100, 2.0 / 3.0),
+                (0.03, 2, 100, 2.0),
+                (0.03, 3, 100, 2.0),
+                (0.0, 25, 100, quarter),
+                (0.0, 5, 10, half),
+                (0.03, 100, 100, end),
+                (0.03, 1000, 100, end),
+                (0.03, 0, 0, 2.0),
+                (0.03, 0, 1, 2.0),
+            ] {
+                let got = lr(schedule, warmup, t, updates);
+                assert!((got - want).abs() < 1e-12, "{schedule:?}: {got} at {t} of {updates}, needed {want}");
+            }
+            assert!((3..100).all(|t| lr(schedule, 0.03, t + 1, 100) <= lr(schedule, 0.03, t, 100)), "{schedule:?}");
         }
     }
 }

@@ -22,8 +22,8 @@ use std::sync::Arc;
 pub struct Zero {
     config: OptimConfig,
     partition: Arc<Partition>,
-    /// Of each unit: parts of the own range with and without weight decay, in order; they cover it.
-    parts: Vec<Vec<Part<bool>>>,
+    /// Of each unit: parts of the own range by their weight decay, in order; they cover it.
+    parts: Vec<Vec<Part<f32>>>,
     /// Of each unit: parts of the own range by the number of ranks that hold a copy; empty where nothing is copied.
     copies: Vec<Vec<Part<usize>>>,
     /// The same parts for the kernels of a GPU; none on the CPU.
@@ -60,15 +60,13 @@ impl Zero {
             (is_kept && on == device).then(|| owned_by("optimizer state", || make(device, len)))
         };
         let [m, v, average] = [true, true, averages].map(|is_kept| room(is_kept, Flat::zeros));
-        let exempt = if config.decay_vectors || config.weight_decay == 0.0 { &[] } else { vectors };
-        let exempt: Vec<_> = exempt.iter().map(|range| Part { range: range.clone(), is: false }).collect();
-        let parts: Vec<Vec<Part<bool>>> =
-            (0..partition.units()).map(|u| parts(&partition.own(u), true, &exempt)).collect();
-        let decay = |is| if is { config.weight_decay as f32 } else { 0.0 };
-        let of =
-            |parts: &Vec<Part<bool>>| parts.iter().map(|part| (part.range.end, decay(part.is))).collect::<Vec<_>>();
+        let decay = config.weight_decay as f32;
+        let exempt = if config.decay_vectors || decay == 0.0 { &[] } else { vectors };
+        let exempt: Vec<_> = exempt.iter().map(|range| Part { range: range.clone(), is: 0.0 }).collect();
+        let parts: Vec<_> = (0..partition.units()).map(|u| parts(&partition.own(u), decay, &exempt)).collect();
         let of_gpu = if device == Device::Cuda { &parts[..] } else { &[] };
-        let decays = of_gpu.iter().map(|parts| Decays::of(&of(parts))).collect();
+        let ends = |parts: &Vec<Part<f32>>| parts.iter().map(|part| (part.range.end, part.is)).collect::<Vec<_>>();
+        let decays = of_gpu.iter().map(|parts| Decays::of(&ends(parts))).collect();
         Self {
             config: config.clone(),
             parts,
@@ -185,10 +183,9 @@ impl Zero {
         assert!(params.len() == held.len() && grads.len() == held.len(), "unit {unit}: ranges of another length");
         let [_, Some(m), Some(v), average] = &mut self.vectors else { panic!("the state is not here") };
         let [m, v] = [m, v].map(|moments| moments.slice_mut(held.clone()).f32());
-        for Part { range, is: decays } in &self.parts[unit] {
-            let weight_decay = if *decays { self.config.weight_decay as f32 } else { 0.0 };
+        for Part { range, is: weight_decay } in &self.parts[unit] {
             let at = || range.clone();
-            ops::adamw::step(&mut params[at()], &grads[at()], &mut m[at()], &mut v[at()], &update, weight_decay);
+            ops::adamw::step(&mut params[at()], &grads[at()], &mut m[at()], &mut v[at()], &update, *weight_decay);
         }
         if let Some(average) = average {
             ops::adamw::average(params, self.config.ema_beta as f32, average.slice_mut(held).f32());

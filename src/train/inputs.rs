@@ -7,7 +7,7 @@ use crate::config::Config;
 use crate::config::checkpoint::ChangedInputs;
 use crate::data::shard::FileHash;
 use crate::data::{self, Hashes, Part, Prepared, Reading, SourceFile};
-use crate::error::{Error, Result, format_bytes};
+use crate::error::{Error, Result};
 use crate::launch::run::Run;
 use crate::launch::run_lock::{INPUTS, PREPARED};
 use crate::model::export::small_files;
@@ -15,31 +15,25 @@ use crate::model::weight_files;
 use crate::text::Tokenizer;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
-use std::time::Instant;
 
 /// Key of the configuration, then the rest of the file's name (`model.actor` and `/config.json`, `data.prompts[0]` and
 /// `.bin`), then the hash of its contents.
 pub type Inputs = BTreeMap<String, BTreeMap<String, String>>;
 
-/// From this size on the run logs how long it read its inputs.
-const ANNOUNCED_BYTES: u64 = 1 << 30;
-
 /// The inputs that a start has hashed so far.
 pub struct Hashed {
     hashes: Hashes,
     inputs: Inputs,
-    started: Instant,
 }
 
 impl Hashed {
     /// Shards the rows that are JSONL, hashes the data, and compares each shard with its sidecar. All ranks call this.
     pub fn data(run: &Run, part: Part, tokenizer: &Tokenizer, vocabulary: usize) -> Result<(Prepared, Self)> {
-        let started = Instant::now();
         let (config, shards) = (&run.config.data, run.dir.join(PREPARED));
         let mut hashes = Hashes::read(&run.dir.join(INPUTS));
         let reading = Reading { config, part, tokenizer, vocabulary };
         let prepared = data::prepare(reading, &shards, &mut hashes, &run.ranks.all)?;
-        let mut hashed = Self { hashes, inputs: Inputs::new(), started };
+        let mut hashed = Self { hashes, inputs: Inputs::new() };
         let found = hashed.add(run, || prepared.files(config))?;
         run.ranks.all.agree(prepared.check(config, &found))?;
         Ok((prepared, hashed))
@@ -51,10 +45,6 @@ impl Hashed {
         self.add(run, || if is_needed { models_and_rewards(&run.config, models) } else { Vec::new() })?;
         let is_saver = run.ranks.world.rank == 0 && !run.dry_run;
         run.ranks.all.agree(if is_saver { self.hashes.save(&run.dir.join(INPUTS)) } else { Ok(()) })?;
-        if self.hashes.read_bytes >= ANNOUNCED_BYTES {
-            let (size, seconds) = (format_bytes(self.hashes.read_bytes), self.started.elapsed().as_secs_f64());
-            run.recorder.say(&format!("hashed {size} of inputs in {seconds:.1} s"));
-        }
         Ok(self.inputs)
     }
 

@@ -13,11 +13,12 @@ use crate::metrics::keys;
 const PAIRS: &str = "pairs";
 
 /// What a step reports of its pairs: keys, and what their sums are divided by.
-const REPORTED: [(&str, &str); 4] = [
+pub const REPORTED: &[(&str, &str)] = &[
     (keys::ACCURACY, PAIRS),
     (keys::CHOSEN_REWARD_MEAN, PAIRS),
     (keys::REJECTED_REWARD_MEAN, PAIRS),
     (keys::MARGIN_MEAN, PAIRS),
+    (keys::LOSS, ""),
 ];
 
 /// What is counted of the pair of row `i`, whose loss has this weight.
@@ -32,13 +33,6 @@ pub fn counted(i: usize, pair: &Pair, weight: f64) -> Judged {
         (keys::MARGIN_MEAN, margin),
     ];
     (i, 0, Sums::of(of_pair))
-}
-
-/// What a step that learned from pairs reports of them.
-pub fn means(sums: &Sums) -> Numbers {
-    let mut numbers = sums.means(&REPORTED);
-    numbers.push((keys::LOSS, sums.get(keys::LOSS)));
-    numbers
 }
 
 /// Ends an evaluation of pairs, each of whose losses had weight 1: its numbers. All ranks call this.

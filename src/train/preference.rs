@@ -51,7 +51,8 @@ impl Method for Preference {
     }
 
     fn update(&mut self, run: &Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
-        supervised::update(self, run, learner, batch, 1.0 / batch.rows.len() as f64).map(|sums| pairs::means(&sums))
+        let sums = supervised::update(self, run, learner, batch, 1.0 / batch.rows.len() as f64)?;
+        Ok(sums.means(pairs::REPORTED))
     }
 
     /// Loss, accuracy and margin on held-out pairs.

@@ -34,7 +34,8 @@ impl Method for RewardModel {
     }
 
     fn update(&mut self, run: &Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
-        supervised::update(self, run, learner, batch, 1.0 / batch.rows.len() as f64).map(|sums| pairs::means(&sums))
+        let sums = supervised::update(self, run, learner, batch, 1.0 / batch.rows.len() as f64)?;
+        Ok(sums.means(pairs::REPORTED))
     }
 
     /// Loss, accuracy and margin on held-out pairs; and how scores are distributed there, by which others normalise them.
@@ -54,9 +55,9 @@ impl Judge for RewardModel {
     /// Both sides of each pair; scored is the last token of each.
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow {
         let mut packed = PackedRow::new();
-        for row in chosen.iter().map(|&i| &batch.rows[i]) {
-            packed.push_end(&row.chosen);
-            packed.push_end(&row.rejected);
+        for side in chosen.iter().map(|&i| &batch.rows[i]).flat_map(|row| [&row.chosen, &row.rejected]) {
+            packed.push(side, side.len());
+            packed.look_at_end();
         }
         packed
     }

@@ -65,9 +65,7 @@ impl Method for StepReward {
             return Err(Error::data("a minibatch has no step to learn").hint("data.row_tokens_max cut all of them off"));
         }
         let sums = supervised::update(self, run, learner, batch, 1.0 / steps as f64)?;
-        let mut numbers = sums.means(&[(keys::ACCURACY, STEPS)]);
-        numbers.push((keys::LOSS, sums.get(keys::LOSS)));
-        Ok(numbers)
+        Ok(sums.means(&[(keys::ACCURACY, STEPS), (keys::LOSS, "")]))
     }
 
     /// Loss and accuracy of the steps of held-out rows.
