@@ -43,19 +43,10 @@ pub fn chunks(
 /// the gradient of this rank's part of the given rows to `learner.sum.grads`, and returns what it measured. Gives the
 /// sums over all ranks: those of a chunk in its order, then chunk by chunk, whoever computed them. Ranks of the tensor
 /// axis have the same sums, which count once. `tokens_max` is a rank's; a ring of ranks holds as many times more of a row.
+///
+/// Of rows that are not all learned from alike each micro-batch is passed `passes` times, with the number of the pass (from 0), for a
+/// forward and backward of those that the pass is for, if none.
 pub fn accumulate(
-    learner: &mut Learner,
-    axes: &Axes,
-    lengths: &[usize],
-    tokens_max: usize,
-    mut microbatch: impl FnMut(&mut Learner, &[usize]) -> Sums,
-) -> Sums {
-    accumulate_in_passes(learner, axes, lengths, tokens_max, 1, |learner, rows, _| microbatch(learner, rows))
-}
-
-/// The same of rows that are not all learned from alike: each micro-batch is passed `passes` times, with the number of the pass
-/// (from 0), for a forward and backward of those that the pass is for, if none.
-pub fn accumulate_in_passes(
     learner: &mut Learner,
     axes: &Axes,
     lengths: &[usize],

@@ -96,7 +96,7 @@ impl Distill {
         let weight = 1.0 / total as f32;
         let part = |chosen: &[usize]| pack(chosen).shard(&axes.sequence);
         let mut sums = self.present(run, |teachers| {
-            accumulate(learner, axes, lengths, config.microbatch_tokens_max, |learner, chosen| {
+            accumulate(learner, axes, lengths, config.microbatch_tokens_max, 1, |learner, chosen, _| {
                 microbatch(config, learner, teachers, &part(chosen), weight)
             })
         });

@@ -50,7 +50,7 @@ impl Method for Sft {
         }
         let weights = [1.0 / tokens as f32, sft.pretrain_coef / of_texts.max(1) as f32];
         let all = [rows, texts].concat();
-        let sums = accumulate(learner, axes, &lengths(&all), sft.microbatch_tokens_max, |learner, chosen| {
+        let sums = accumulate(learner, axes, &lengths(&all), sft.microbatch_tokens_max, 1, |learner, chosen, _| {
             let whole = pack(&all, chosen);
             let row = whole.shard(&axes.sequence);
             // One weight for each predicted token, by where its row is from.

@@ -253,7 +253,7 @@ pub fn update<M: Judge>(
     weight: f64,
 ) -> Result<Sums> {
     let (axes, [_, tokens_max, _]) = (&run.ranks.axes, M::shape(&run.config));
-    let sums = accumulate(learner, axes, &lengths(batch.rows), tokens_max, |learner, chosen| {
+    let sums = accumulate(learner, axes, &lengths(batch.rows), tokens_max, 1, |learner, chosen, _| {
         let whole = &method.pack(batch, chosen);
         let row = &whole.shard(&axes.sequence);
         let judged = learner.backward(row, |model, w, hidden, grads| {

@@ -8,7 +8,7 @@ use crate::data::SftRow;
 use crate::error::Result;
 use crate::experience::Experience;
 use crate::learn::Learner;
-use crate::learn::accumulation::accumulate_in_passes;
+use crate::learn::accumulation::accumulate;
 use crate::learn::packed::{PackedRow, Tokens};
 use crate::learn::sums::{Sums, larger};
 use crate::loss::aggregation::{self, Totals};
@@ -106,21 +106,14 @@ impl Update<'_> {
         }
         let tokens_max = self.config.ppo.microbatch_tokens_max;
         let lengths = samples.iter().map(|sample| sample.length()).chain(texts.iter().map(|text| text.tokens.len()));
-        let passes = if texts.is_empty() { 1 } else { 2 };
-        accumulate_in_passes(
-            learner,
-            self.axes,
-            &lengths.collect::<Vec<_>>(),
-            tokens_max,
-            passes,
-            |learner, rows, pass| {
-                let (samples, chosen) = split(samples, rows);
-                match pass {
-                    0 => microbatch(self, learner, &samples, totals),
-                    _ => self.text_microbatch(learner, &chosen),
-                }
-            },
-        )
+        let (lengths, passes) = (lengths.collect::<Vec<_>>(), if texts.is_empty() { 1 } else { 2 });
+        accumulate(learner, self.axes, &lengths, tokens_max, passes, |learner, rows, pass| {
+            let (samples, chosen) = split(samples, rows);
+            match pass {
+                0 => microbatch(self, learner, &samples, totals),
+                _ => self.text_microbatch(learner, &chosen),
+            }
+        })
     }
 
     /// + ptx_coef * cross-entropy of the pretraining tokens, a mean over those of the minibatch
