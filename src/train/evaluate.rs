@@ -11,6 +11,7 @@ use crate::experience::Prompt;
 use crate::launch::run::Run;
 use crate::metrics::eval_rows::{EvalAnswer, EvalResponses, EvalRow};
 use crate::metrics::keys::{self, Metrics, named};
+use crate::reward::Reward;
 use crate::rollout::{Beams, EarlyStopping, Model};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -75,7 +76,7 @@ pub fn evaluate(
         let of = |answers: &Vec<Answer>| -> Vec<Answer> {
             answers.iter().filter(|(response, _)| set.prompts.contains(&response.prompt)).cloned().collect()
         };
-        let found = numbers(&run.config, &|text| collector.answer(text), &of(&answers[0]), &of(&answers[1]));
+        let found = numbers(&run.config, &collector.reward, &of(&answers[0]), &of(&answers[1]));
         all.extend(found.into_iter().map(|(key, value)| (set.key(key), value)));
     }
     Ok(all)
@@ -119,8 +120,8 @@ fn held_out(config: &Config, source: &PromptSource) -> Result<(Vec<Prompt>, Vec<
     Ok((prompts, sets))
 }
 
-/// Numbers of answers, those of a prompt together; `answer`: what a response answers, by which majorities are counted.
-fn numbers(config: &Config, answer: &dyn Fn(&str) -> Option<String>, greedy: &[Answer], sampled: &[Answer]) -> Metrics {
+/// Numbers of answers, those of a prompt together.
+fn numbers(config: &Config, reward: &Reward, greedy: &[Answer], sampled: &[Answer]) -> Metrics {
     let is_right = |(_, scored): &Answer| scored.score >= config.eval.correct_at;
     let right = |answer: &Answer| f64::from(u8::from(is_right(answer)));
     let mut all = named([
@@ -153,7 +154,7 @@ fn numbers(config: &Config, answer: &dyn Fn(&str) -> Option<String>, greedy: &[A
     all.push((format!("{}{n}", keys::EVAL_AVG_AT), mean(shares)));
     if n > 1 {
         let votes = |answers: &&[Answer]| {
-            let votes = answers.iter().map(|one| (answer(&one.0.text), is_right(one)));
+            let votes = answers.iter().map(|one| (reward.answer(&one.0.text), is_right(one)));
             f64::from(u8::from(majority(votes)))
         };
         all.push((format!("{}{n}", keys::EVAL_MAJORITY_AT), mean(of_prompts.iter().map(votes))));

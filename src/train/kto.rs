@@ -91,8 +91,7 @@ impl Method for Kto {
     /// Loss on held-out rows, and the share of them whose reward is above the KL where they are desirable, and below where not.
     fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
         let count = batch.rows.len() as f64;
-        let judged = supervised::judged(self, run, &learner.role, batch, 1.0 / count)?;
-        let sums = supervised::recorded(run, batch, judged)?;
+        let (_, sums) = supervised::judged(self, run, &learner.role, batch, 1.0 / count)?;
         let accuracy = sums.get(keys::ACCURACY) / count;
         Ok(vec![(keys::EVAL_LOSS, sums.get(keys::LOSS)), (keys::EVAL_ACCURACY, accuracy)])
     }
@@ -106,31 +105,25 @@ impl Judge for Kto {
 
     fn judge(&self, packed: &Judging<Self>) -> (Vec<Judged>, Vec<f32>) {
         let (config, Minibatch { rows, known, .. }) = (&packed.run.config.kto, packed.batch);
-        let (logprobs, weight) = (packed.gathered(), packed.weight);
-        let (mut judged, mut slopes) = (Vec::new(), vec![0.0; logprobs.len()]);
-        for (&i, ends) in packed.chosen.iter().zip(packed.whole.row_offsets.windows(2)) {
-            let (of_row, is_desirable) = (ends[0]..ends[1], rows[i].is_desirable);
-            let h = logprobs[of_row.clone()].iter().map(|l| f64::from(*l)).sum::<f64>() - known.reference[i][0];
+        packed.rows(|i, [logprobs]| {
+            let is_desirable = rows[i].is_desirable;
+            let h = logprobs.iter().map(|l| f64::from(*l)).sum::<f64>() - known.reference[i][0];
             let (loss, slope) = kto_loss(config, is_desirable, h, known.kl);
-            slopes[of_row].fill((weight * slope) as f32);
-            if packed.counts() {
-                let (beta, sign) = (config.beta, if is_desirable { 1.0 } else { -1.0 });
-                let (margin, [count, reward]) = (sign * beta * (h - known.kl), of_label(is_desirable));
-                let of_row = [
-                    (keys::LOSS, weight * loss),
-                    (keys::ACCURACY, f64::from(u8::from(margin > 0.0))),
-                    (keys::MARGIN_MEAN, margin),
-                    (count, 1.0),
-                    (reward, beta * h),
-                ];
-                judged.push((i, 0, Sums::of(of_row)));
-            }
-        }
-        (judged, packed.row.select(&slopes))
+            let (beta, sign) = (config.beta, if is_desirable { 1.0 } else { -1.0 });
+            let (margin, [count, reward]) = (sign * beta * (h - known.kl), of_label(is_desirable));
+            let of_row = [
+                (keys::LOSS, packed.weight * loss),
+                (keys::ACCURACY, f64::from(u8::from(margin > 0.0))),
+                (keys::MARGIN_MEAN, margin),
+                (count, 1.0),
+                (reward, beta * h),
+            ];
+            (Sums::of(of_row), [slope])
+        })
     }
 
-    fn read(batch: &Minibatch<Self>, judged: &[Judged]) -> Result<(u64, String, EvalResponses)> {
-        let (Minibatch { rows, tokenizer, .. }, (i, _, of_row)) = (batch, &judged[0]);
+    fn read(batch: &Minibatch<Self>, judged: &[&Judged]) -> Result<(u64, String, EvalResponses)> {
+        let (Minibatch { rows, tokenizer, .. }, (i, _, of_row)) = (batch, judged[0]);
         let LabelledRow { id, tokens, prompt_tokens, is_desirable, .. } = &rows[*i];
         let (prompt, response) = tokens.split_at(*prompt_tokens);
         let (response, [_, reward]) = (tokenizer.decode(response, true)?, of_label(*is_desirable));

@@ -1,9 +1,8 @@
 //! What methods that learn from pairs share: how pairs are counted, and recorded where they are held out.
 
-use super::supervised::{self, Judge, Judged, Method, Minibatch, Numbers};
+use super::supervised::{Judged, Method, Minibatch, Numbers};
 use crate::data::PairRow;
 use crate::error::Result;
-use crate::launch::run::Run;
 use crate::learn::sums::Sums;
 use crate::loss::preference::Pair;
 use crate::metrics::eval_rows::EvalResponses;
@@ -21,37 +20,35 @@ pub const REPORTED: &[(&str, &str)] = &[
     (keys::LOSS, ""),
 ];
 
-/// What is counted of the pair of row `i`, whose loss has this weight.
-pub fn counted(i: usize, pair: &Pair, weight: f64) -> Judged {
+/// What is counted of a pair, whose loss has this weight.
+pub fn counted(pair: &Pair, weight: f64) -> Sums {
     let margin = pair.chosen_reward - pair.rejected_reward;
-    let of_pair = [
+    Sums::of([
         (keys::LOSS, weight * pair.loss),
         (PAIRS, 1.0),
         (keys::ACCURACY, f64::from(u8::from(margin > 0.0))),
         (keys::CHOSEN_REWARD_MEAN, pair.chosen_reward),
         (keys::REJECTED_REWARD_MEAN, pair.rejected_reward),
         (keys::MARGIN_MEAN, margin),
-    ];
-    (i, 0, Sums::of(of_pair))
+    ])
 }
 
-/// Ends an evaluation of pairs, each of whose losses had weight 1: its numbers. All ranks call this.
-pub fn evaluated<M: Judge>(run: &mut Run, batch: &Minibatch<M>, judged: Vec<Judged>) -> Result<Numbers> {
-    let sums = supervised::recorded(run, batch, judged)?;
-    let of = |key| sums.get(key) / batch.rows.len().max(1) as f64;
-    Ok(vec![
+/// The numbers of an evaluation of so many pairs, each of whose losses had weight 1.
+pub fn evaluated(sums: &Sums, pairs: usize) -> Numbers {
+    let of = |key| sums.get(key) / pairs.max(1) as f64;
+    vec![
         (keys::EVAL_LOSS, of(keys::LOSS)),
         (keys::EVAL_ACCURACY, of(keys::ACCURACY)),
         (keys::EVAL_MARGIN_MEAN, of(keys::MARGIN_MEAN)),
-    ])
+    ]
 }
 
 /// As `Judge::read`.
 pub fn read<M: Method<Row = PairRow>>(
     Minibatch { rows, tokenizer, .. }: &Minibatch<M>,
-    judged: &[Judged],
+    judged: &[&Judged],
 ) -> Result<(u64, String, EvalResponses)> {
-    let (i, _, pair) = &judged[0];
+    let (i, _, pair) = judged[0];
     let row = &rows[*i];
     let response = |side: &[u32]| tokenizer.decode(&side[row.prompt_tokens..], true);
     let responses = EvalResponses::Pair {

@@ -230,7 +230,7 @@ impl Ppo {
         let config = run.config.clone();
         let mut work = self.begin(run, step, |ppo, experience| {
             let kl_beta = ppo.advantage.kl.beta;
-            let weights = ppo.collector.reward_weights();
+            let weights = ppo.collector.reward.weights();
             let stats = crate::advantage::compute_step(&config.ppo, weights, &mut ppo.advantage, experience)?;
             Ok((advantage_values(&stats, experience, kl_beta), kl_beta))
         })?;

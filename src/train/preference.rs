@@ -57,8 +57,8 @@ impl Method for Preference {
 
     /// Loss, accuracy and margin on held-out pairs.
     fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
-        let judged = supervised::judged(self, run, &learner.role, batch, 1.0)?;
-        pairs::evaluated(run, batch, judged)
+        let (_, sums) = supervised::judged(self, run, &learner.role, batch, 1.0)?;
+        Ok(pairs::evaluated(&sums, batch.rows.len()))
     }
 }
 
@@ -69,22 +69,14 @@ impl Judge for Preference {
     }
 
     fn judge(&self, packed: &Judging<Self>) -> (Vec<Judged>, Vec<f32>) {
-        let (logprobs, weight) = (packed.gathered(), packed.weight);
-        let (mut judged, mut slopes) = (Vec::new(), vec![0.0; logprobs.len()]);
-        for (&i, ends) in packed.chosen.iter().zip(packed.whole.row_offsets.windows(3).step_by(2)) {
-            let [chosen, rejected] = [ends[0]..ends[1], ends[1]..ends[2]];
-            let [of_chosen, of_rejected] = [&chosen, &rejected].map(|side| &logprobs[side.clone()]);
-            let reference = packed.batch.known[i];
-            let of_pair = PairLogprobs { chosen: of_chosen, rejected: of_rejected, reference };
+        packed.rows(|i, [chosen, rejected]| {
+            let of_pair = PairLogprobs { chosen, rejected, reference: packed.batch.known[i] };
             let (pair, by_token) = preference_loss(&packed.run.config.dpo, of_pair);
-            slopes[chosen].fill((weight * by_token[0]) as f32);
-            slopes[rejected].fill((weight * by_token[1]) as f32);
-            judged.extend(packed.counts().then(|| pairs::counted(i, &pair, weight)));
-        }
-        (judged, packed.row.select(&slopes))
+            (pairs::counted(&pair, packed.weight), by_token)
+        })
     }
 
-    fn read(batch: &Minibatch<Self>, judged: &[Judged]) -> Result<(u64, String, EvalResponses)> {
+    fn read(batch: &Minibatch<Self>, judged: &[&Judged]) -> Result<(u64, String, EvalResponses)> {
         pairs::read(batch, judged)
     }
 }

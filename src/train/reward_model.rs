@@ -40,14 +40,14 @@ impl Method for RewardModel {
 
     /// Loss, accuracy and margin on held-out pairs; and how scores are distributed there, by which others normalise them.
     fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
-        let judged = supervised::judged(self, run, &learner.role, batch, 1.0)?;
+        let (judged, sums) = supervised::judged(self, run, &learner.role, batch, 1.0)?;
         let of_pair = [keys::CHOSEN_REWARD_MEAN, keys::REJECTED_REWARD_MEAN];
         let scores = || judged.iter().flat_map(|(.., pair)| of_pair.map(|key| pair.get(key)));
         let n = 2.0 * batch.rows.len() as f64;
         let mean = scores().sum::<f64>() / n;
         let std = (scores().map(|score| (score - mean).powi(2)).sum::<f64>() / (n - 1.0)).sqrt();
         learner.role.transformer.arch.reward_mean_std = Some((mean as f32, std as f32));
-        pairs::evaluated(run, batch, judged)
+        Ok(pairs::evaluated(&sums, batch.rows.len()))
     }
 }
 
@@ -63,18 +63,15 @@ impl Judge for RewardModel {
     }
 
     fn judge(&self, packed: &Judging<Self>) -> (Vec<Judged>, Vec<f32>) {
-        let (mut judged, mut slopes) = (Vec::new(), Vec::new());
-        for (&i, scores) in packed.chosen.iter().zip(packed.gathered().chunks(2)) {
-            let [better, worse] = [0, 1].map(|side| f64::from(scores[side]));
+        packed.rows(|i, sides| {
+            let [better, worse] = sides.map(|scores| f64::from(scores[0]));
             let (loss, margin) = (packed.run.config.reward_model.loss, f64::from(packed.batch.rows[i].margin));
             let (pair, by_score) = pair_loss(loss, better, worse, margin);
-            slopes.extend(by_score.map(|slope| (packed.weight * slope) as f32));
-            judged.extend(packed.counts().then(|| pairs::counted(i, &pair, packed.weight)));
-        }
-        (judged, packed.row.select(&slopes))
+            (pairs::counted(&pair, packed.weight), by_score)
+        })
     }
 
-    fn read(batch: &Minibatch<Self>, judged: &[Judged]) -> Result<(u64, String, EvalResponses)> {
+    fn read(batch: &Minibatch<Self>, judged: &[&Judged]) -> Result<(u64, String, EvalResponses)> {
         pairs::read(batch, judged)
     }
 }

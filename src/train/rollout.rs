@@ -22,7 +22,7 @@ use crate::rollout::{self, Beams, Engine, Hooks, Model, Outcome, Queue, Request,
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::fs;
 use std::ops::Range;
 use std::sync::Arc;
@@ -43,12 +43,11 @@ pub struct Collector {
     unanswered: Option<Error>,
     /// Of the last phase.
     load: Load,
-    reward: Reward,
+    pub reward: Reward,
     /// Prompt and sample of each response that this rank gives to the reward, in the order of its places.
     asked: Vec<Key>,
     reward_models: RewardModels,
     stop: Arc<Stop>,
-    rng: Rng,
     /// Tokens of the actor's longest row.
     context: usize,
     /// Whether the run has logged why no graphs are captured.
@@ -122,7 +121,6 @@ impl Collector {
         eos.extend(tokenizer.eos_ids().iter().filter(|id| !arch.eos_tokens.contains(id)));
         let stop = Arc::new(Stop::new(&config.rollout, &eos));
         let engine = Engine::new(&config.rollout, run.memory_free().saturating_sub(weights_bytes as u64));
-        let rng = Rng::new(config.job.seed, Purpose::Sample);
         let pipeline = (run.ranks.placements.len() > 1).then(|| Stream::new("pipeline", &[&run.ranks.all]));
         let context = arch.context;
         Ok(Self {
@@ -138,20 +136,9 @@ impl Collector {
             asked: Vec::new(),
             reward_models,
             stop,
-            rng,
             context,
             graphs_logged: false,
         })
-    }
-
-    /// What a response answers, by which majorities are counted.
-    pub fn answer(&self, text: &str) -> Option<String> {
-        self.reward.answer(text)
-    }
-
-    /// Factors of the rewards in their sum.
-    pub fn reward_weights(&self) -> &BTreeMap<String, f32> {
-        self.reward.weights()
     }
 
     /// Samples responses to this rank's share of the prompts `part`, which are of the steps of `pieces`, but for those in `begun` that
@@ -220,6 +207,7 @@ impl Collector {
         let (config, axes) = (&run.config.rollout, &run.ranks.rollout_axes);
         let of_each: usize = configs.iter().map(|config| config.samples_per_prompt).sum();
         let (offer, failed) = (Offer::new(run, part, beams.is_none()), RefCell::new(None));
+        let rng = Rng::new(run.config.job.seed, Purpose::Sample);
         let (requests, done) = self.requests(prompts, pieces, &offer.prompts, configs, begun)?;
         let model = Model { tokenizer: Some(&self.tokenizer), ..model };
         if let Some(bytes) = run.cache_bytes() {
@@ -257,7 +245,7 @@ impl Collector {
             };
             let start = Instant::now();
             let outcome = match beams {
-                None => engine.generate(model, self.rng, pieces[0].step, &requests, &mut hooks),
+                None => engine.generate(model, rng, pieces[0].step, &requests, &mut hooks),
                 Some(beams) => engine.beam_search(model, beams, &requests, &mut hooks),
             };
             *load = outcome.as_ref().map_or_else(|_| Load::default(), |outcome| Load::of(outcome, batch_max, start));

@@ -70,8 +70,7 @@ impl Method for StepReward {
 
     /// Loss and accuracy of the steps of held-out rows.
     fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
-        let judged = supervised::judged(self, run, &learner.role, batch, 1.0)?;
-        let sums = supervised::recorded(run, batch, judged)?;
+        let (_, sums) = supervised::judged(self, run, &learner.role, batch, 1.0)?;
         let of_step = |key| sums.get(key) / sums.get(STEPS).max(1.0);
         Ok(vec![(keys::EVAL_LOSS, of_step(keys::LOSS)), (keys::EVAL_ACCURACY, of_step(keys::ACCURACY))])
     }
@@ -113,7 +112,7 @@ impl Judge for StepReward {
     }
 
     /// Each step with the text up to its placeholder.
-    fn read(batch: &Minibatch<Self>, judged: &[Judged]) -> Result<(u64, String, EvalResponses)> {
+    fn read(batch: &Minibatch<Self>, judged: &[&Judged]) -> Result<(u64, String, EvalResponses)> {
         let Minibatch { rows, known, tokenizer, .. } = batch;
         let (row, placed) = (&rows[judged[0].0], &known[judged[0].0]);
         let mut from = 0;

@@ -202,7 +202,7 @@ pub trait Judge: Method {
     fn judge(&self, packed: &Judging<Self>) -> (Vec<Judged>, Vec<f32>);
 
     /// Identity, prompt and responses of a held-out row whose examples were `judged` so.
-    fn read(batch: &Minibatch<Self>, judged: &[Judged]) -> Result<(u64, String, EvalResponses)>;
+    fn read(batch: &Minibatch<Self>, judged: &[&Judged]) -> Result<(u64, String, EvalResponses)>;
 }
 
 /// What is counted of an example, by the place of its row in the minibatch and its own in the row: its share of the loss, its margin, whether
@@ -225,14 +225,23 @@ pub struct Judging<'a, M: Method> {
 }
 
 impl<M: Judge> Judging<'_, M> {
-    /// The numbers of the whole row. Ranks of a ring compute the same with them.
-    pub fn gathered(&self) -> Vec<f32> {
-        self.whole.gather(&self.run.ranks.axes.sequence, &self.numbers)
-    }
-
-    /// Whether this rank counts what its ring computes alike.
-    pub fn counts(&self) -> bool {
-        self.run.ranks.axes.sequence.rank() == 0
+    /// Judges rows of `N` sequences each: `judge` gives what is counted of the row at a place by the numbers of each sequence, and the
+    /// derivative of its loss by each of these. Ranks of a ring compute the same, which the first one counts.
+    pub fn rows<const N: usize>(
+        &self,
+        judge: impl Fn(usize, [&[f32]; N]) -> (Sums, [f64; N]),
+    ) -> (Vec<Judged>, Vec<f32>) {
+        let sequence = &self.run.ranks.axes.sequence;
+        let numbers = self.whole.gather(sequence, &self.numbers);
+        let (mut judged, mut slopes) = (Vec::new(), vec![0.0; numbers.len()]);
+        for (&i, ends) in self.chosen.iter().zip(self.whole.row_offsets.windows(N + 1).step_by(N)) {
+            let (of_row, by_number) = judge(i, std::array::from_fn(|k| &numbers[ends[k]..ends[k + 1]]));
+            for (ends, slope) in ends.windows(2).zip(by_number) {
+                slopes[ends[0]..ends[1]].fill((self.weight * slope) as f32);
+            }
+            judged.extend((sequence.rank() == 0).then_some((i, 0, of_row)));
+        }
+        (judged, self.row.select(&slopes))
     }
 }
 
@@ -277,31 +286,36 @@ pub fn update<M: Judge>(
     Ok(sums)
 }
 
-/// How the model judges held-out rows. All ranks call this.
-pub fn judged<M: Judge>(method: &M, run: &Run, role: &Role, batch: &Minibatch<M>, weight: f64) -> Result<Vec<Judged>> {
+/// Evaluates held-out rows and records the first of them: how the model judges them, and sums over all, in the order of the rows. All
+/// ranks call this.
+pub fn judged<M: Judge>(
+    method: &M,
+    run: &mut Run,
+    role: &Role,
+    batch: &Minibatch<M>,
+    weight: f64,
+) -> Result<(Vec<Judged>, Sums)> {
     let [_, tokens_max, _] = M::shape(&run.config);
-    let (model, w) = (&role.transformer, &role.weights);
-    evaluate(run, role, &lengths(batch.rows), tokens_max, |chosen| {
+    let (model, w, here) = (&role.transformer, &role.weights, &*run);
+    let judged = evaluate(here, role, &lengths(batch.rows), tokens_max, |chosen| {
         let whole = &method.pack(batch, chosen);
-        let row = &whole.shard(&run.ranks.axes.sequence);
+        let row = &whole.shard(&here.ranks.axes.sequence);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
         let numbers = numbers(model, w, &hidden, row);
-        method.judge(&Judging { run, batch, weight, chosen, whole, row, numbers }).0
-    })
-}
-
-/// Ends an evaluation: records the first of the rows that were `judged`; sums over all, in the order of the rows. All ranks call this.
-pub fn recorded<M: Judge>(run: &mut Run, batch: &Minibatch<M>, mut judged: Vec<Judged>) -> Result<Sums> {
-    judged.sort_by_key(|(row, example, _)| (*row, *example));
-    let record = |judged: &[Judged]| {
+        method.judge(&Judging { run: here, batch, weight, chosen, whole, row, numbers }).0
+    })?;
+    let mut in_order: Vec<&Judged> = judged.iter().collect();
+    in_order.sort_by_key(|(row, example, _)| (*row, *example));
+    let record = |judged: &[&Judged]| {
         let (row, prompt, responses) = M::read(batch, judged)?;
         let margin = judged.iter().map(|(.., of)| of.get(keys::MARGIN_MEAN)).fold(f64::INFINITY, f64::min);
         let correct = judged.iter().all(|(.., of)| of.get(keys::ACCURACY) > 0.0);
         Ok(EvalRow { step: batch.step, row, prompt, responses, margin, correct })
     };
-    let recorded = run.recorder.eval_rows(batch.step, judged.chunk_by(|a, b| a.0 == b.0).map(record));
+    let recorded = run.recorder.eval_rows(batch.step, in_order.chunk_by(|a, b| a.0 == b.0).map(record));
     run.ranks.all.agree(recorded)?;
-    Ok(Sums::total(judged.iter().map(|(.., of)| of)))
+    let sums = Sums::total(in_order.iter().map(|(.., of)| of));
+    Ok((judged, sums))
 }
 
 /// Tokens of each row, all its sequences together.
