@@ -104,18 +104,25 @@ pub fn compute_step(
         scores::place(beta, score.clamp(low, high), sample);
         estimate(config, sample);
     }
-    let known = AdvantageStats {
+    let kl_mean = whitening::moments(learned(samples, |s| &s.kl)).0;
+    let return_mean = learned(samples, |s| &s.rewards).sum::<f64>() / samples.len().max(1) as f64;
+    let (advantage_mean, advantage_std) = whitening::moments(learned(samples, |s| &s.advantages));
+    if config.advantage.is_whitened() {
+        whitening::whiten(config.advantage_std, advantage_mean, advantage_std, samples);
+    }
+    state.kl.update(kl_mean, samples.len());
+    Ok(AdvantageStats {
         score_mean,
         reward_mean,
         reward_std,
         greedy_mean,
         clipped_ratio,
         equal_groups_ratio,
-        ..AdvantageStats::default()
-    };
-    let stats = finish(config, samples, known);
-    state.kl.update(stats.kl_mean, samples.len());
-    Ok(stats)
+        kl_mean,
+        return_mean,
+        advantage_mean,
+        advantage_std,
+    })
 }
 
 /// Of each sample the greedy response to its prompt, with what shapes its score.
@@ -136,12 +143,7 @@ fn estimate(config: &PpoConfig, sample: &mut Experience) {
     let (gamma, lambda, values) = match config.advantage {
         Estimator::Gae => (f64::from(config.gamma), f64::from(config.lambda), &sample.values),
         Estimator::ReinforcePp => (f64::from(config.gamma), 1.0, &zeros),
-        Estimator::ReinforcePpBaseline
-        | Estimator::Rloo
-        | Estimator::Grpo
-        | Estimator::DrGrpo
-        | Estimator::Gdpo
-        | Estimator::Remax => (1.0, 1.0, &zeros),
+        _ => (1.0, 1.0, &zeros),
     };
     let bootstraps = config.advantage.has_critic() && config.truncation == Truncation::Bootstrap;
     let is_cut = sample.response.finish == Finish::Length;
@@ -156,18 +158,6 @@ fn learned(samples: &[Experience], pick: fn(&Experience) -> &[f32]) -> impl Iter
         tokens.filter(|(_, mask)| **mask != 0).map(|(x, _)| f64::from(*x))
     };
     samples.iter().flat_map(of)
-}
-
-/// Whitens where configured; completes `stats` by what tokens say.
-fn finish(config: &PpoConfig, samples: &mut [Experience], mut stats: AdvantageStats) -> AdvantageStats {
-    stats.kl_mean = whitening::moments(learned(samples, |s| &s.kl)).0;
-    let rewards: f64 = learned(samples, |s| &s.rewards).sum();
-    stats.return_mean = rewards / samples.len().max(1) as f64;
-    (stats.advantage_mean, stats.advantage_std) = whitening::moments(learned(samples, |s| &s.advantages));
-    if config.advantage.is_whitened() {
-        whitening::whiten(config.advantage_std, stats.advantage_mean, stats.advantage_std, samples);
-    }
-    stats
 }
 
 fn check(config: &PpoConfig, samples: &[Experience]) -> Result<()> {

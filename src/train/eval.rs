@@ -9,7 +9,7 @@ use crate::comm::phase;
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::rollout::RolloutConfig;
-use crate::data::{Part, PromptSource, Rows};
+use crate::data::{PromptSource, Rows};
 use crate::error::Result;
 use crate::launch::banner::Needs;
 use crate::launch::run::Run;
@@ -43,16 +43,8 @@ impl Job for Eval {
 
     /// What a plan takes for a step: each prompt is answered greedily, and by sampling.
     fn shape(config: &Config) -> StepShape {
-        StepShape {
-            part: Part::Prompt,
-            rows: config.rollout.prompts_per_step,
-            samples_per_row: 1 + config.eval.samples_per_prompt,
-            minibatch: 1,
-            epochs: 0,
-            microbatch_tokens_max: config.ppo.microbatch_tokens_max,
-            trained: 0,
-            scored: 0,
-        }
+        let samples_per_row = 1 + config.eval.samples_per_prompt;
+        StepShape { samples_per_row, minibatch: 1, epochs: 0, trained: 0, scored: 0, ..Ppo::shape(config) }
     }
 
     fn needs(run: &Run, arch: &Arch, rows: &Rows) -> Needs {

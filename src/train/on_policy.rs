@@ -9,7 +9,7 @@ use super::ppo::Ppo;
 use super::supervised::Method;
 use crate::config::Config;
 use crate::config::mesh::RoleName;
-use crate::data::{Part, PromptSource, Rows};
+use crate::data::{PromptSource, Rows};
 use crate::error::Result;
 use crate::experience::{Experience, Prompt};
 use crate::launch::banner::Needs;
@@ -45,17 +45,14 @@ impl Job for OnPolicy {
     }
 
     fn shape(config: &Config) -> StepShape {
-        let (distill, rollout) = (&config.distill, &config.rollout);
-        let (rows, samples_per_row) = (rollout.prompts_per_step, rollout.samples_per_prompt);
+        let (distill, of_ppo) = (&config.distill, Ppo::shape(config));
         StepShape {
-            part: Part::Prompt,
-            rows,
-            samples_per_row,
-            minibatch: distill.minibatch_samples.min(rows * samples_per_row),
+            minibatch: distill.minibatch_samples.min(of_ppo.samples()),
             epochs: 1,
             microbatch_tokens_max: distill.microbatch_tokens_max,
             trained: 1,
             scored: config.model.teachers.len(),
+            ..of_ppo
         }
     }
 
