@@ -99,17 +99,8 @@ impl Job for Ppo {
 
     /// Refuses a model whose context is shorter than the longest rows of the actor.
     fn check_models(config: &Config, actor: &Arch, other: &JobModel) -> Result<()> {
-        if other.spec.role == RoleName::Reward && other.spec.head == Head::LanguageModel {
-            return reward_models::check_judge(&other.spec.dir, &other.arch, actor);
-        }
         if other.spec.role == RoleName::Reward {
-            let is_it = |model: &&ModelRewardConfig| model.dir == other.spec.dir;
-            return config
-                .reward
-                .models
-                .iter()
-                .filter(is_it)
-                .try_for_each(|m| reward_models::check(m, &other.arch, actor));
+            return reward_models::check(&config.reward, other, actor);
         }
         let (prompt, response) = (config.data.prompt_tokens_max, config.rollout.response_tokens_max);
         let (longest, context) = ((prompt + response).min(actor.context), other.arch.context);

@@ -1,7 +1,8 @@
 //! Reward models in the loop: each scores the last token of prompt and response, on all ranks that hold it. And judges.
 
 use super::judges::Judge;
-use crate::config::reward::{JudgeConfig, ModelRewardConfig};
+use super::models::JobModel;
+use crate::config::reward::{JudgeConfig, ModelRewardConfig, RewardConfig};
 use crate::data::PromptSource;
 use crate::error::{Error, Result};
 use crate::experience::{Experience, Finish};
@@ -12,7 +13,6 @@ use crate::learn::score;
 use crate::model::{Arch, Head};
 use crate::reward::{Lookup, Scored};
 use crate::text::Tokenizer;
-use std::path::Path;
 use std::sync::Arc;
 
 /// The reward models and judges of this rank.
@@ -28,43 +28,34 @@ struct RewardModel {
     tokenizer: Option<Tokenizer>,
 }
 
-/// Refuses a model whose rows cannot be made; `key`: that of the job which names it.
-pub fn check_tokenizer(key: &str, dir: &Path, arch: &Arch, actor: &Arch) -> Result<()> {
-    if arch.vocabulary == actor.vocabulary || Tokenizer::find(dir)?.is_some() {
-        return Ok(());
+/// Refuses a reward model or a judge that is the other of both, whose rows cannot be made, or whose scores cannot be normalised.
+pub fn check(config: &RewardConfig, JobModel { spec, arch }: &JobModel, actor: &Arch) -> Result<()> {
+    let dir = spec.dir.display();
+    let (key, what, hint) = match spec.head {
+        Head::Value => (
+            "reward.models",
+            "holds a language model, needed is a reward model",
+            "train one with job.kind = \"reward_model\", or name it in reward.judge",
+        ),
+        Head::LanguageModel => {
+            ("reward.judge", "holds a reward model, needed is a language model", "name it in reward.models")
+        }
+    };
+    if arch.head != spec.head {
+        return Err(Error::data(format!("{key}: {dir} {what}")).hint(hint));
     }
-    let [own, other] = [arch.vocabulary, actor.vocabulary];
-    let dir = dir.display();
-    Err(Error::data(format!("{key}: {dir} has a vocabulary of {own} and no tokenizer, model.actor has one of {other}"))
-        .hint("put the tokenizer that belongs to the model into its directory"))
-}
-
-/// Refuses a judge that does not generate, or whose rows cannot be made.
-pub fn check_judge(dir: &Path, arch: &Arch, actor: &Arch) -> Result<()> {
-    if arch.head != Head::LanguageModel {
-        return Err(Error::data(format!(
-            "reward.judge: {} holds a reward model, needed is a language model",
-            dir.display()
-        ))
-        .hint("name it in reward.models"));
+    let [own, other] = [arch, actor].map(|arch| arch.vocabulary);
+    if own != other && Tokenizer::find(&spec.dir)?.is_none() {
+        let what = format!("{key}: {dir} has a vocabulary of {own} and no tokenizer, model.actor has one of {other}");
+        return Err(Error::data(what).hint("put the tokenizer that belongs to the model into its directory"));
     }
-    check_tokenizer("reward.judge", dir, arch, actor)
-}
-
-/// Refuses a model that has no head for scores, whose rows cannot be made, or whose scores cannot be normalised.
-pub fn check(config: &ModelRewardConfig, arch: &Arch, actor: &Arch) -> Result<()> {
-    let dir = config.dir.display();
-    if arch.head != Head::Value {
-        return Err(Error::data(format!("reward.models: {dir} holds a language model, needed is a reward model"))
-            .hint("train one with job.kind = \"reward_model\", or name it in reward.judge"));
+    let normalizes = config.models.iter().any(|model| model.dir == spec.dir && model.normalize);
+    let is_known = arch.reward_mean_std.is_some_and(|(_, std)| std > 0.0);
+    if spec.head == Head::Value && normalizes && !is_known {
+        return Err(Error::data(format!("{key}: {dir}/config.json has no mean and positive std"))
+            .hint("set normalize = false, or train it with data.eval_split, which measures them"));
     }
-    check_tokenizer("reward.models", &config.dir, arch, actor)?;
-    match arch.reward_mean_std {
-        _ if !config.normalize => Ok(()),
-        Some((_, std)) if std > 0.0 => Ok(()),
-        _ => Err(Error::data(format!("reward.models: {dir}/config.json has no mean and positive std"))
-            .hint("set normalize = false, or train it with data.eval_split, which measures them")),
-    }
+    Ok(())
 }
 
 impl RewardModels {
