@@ -130,15 +130,11 @@ impl Zero {
             return mine.iter().sum();
         }
         let all = zero.all_gather_numbers(&mine);
-        let mut left: Vec<&[f64]> = all.iter().map(Vec::as_slice).collect();
+        let mut of_ranks: Vec<_> = all.iter().map(|squares| squares.iter()).collect();
         let mut sum = 0.0;
         for u in 0..partition.units() {
-            for (rest, cut) in left.iter_mut().zip(partition.cuts(u)) {
-                let (here, after) = rest.split_at(cut.len().div_ceil(BLOCK));
-                for square in here {
-                    sum += square;
-                }
-                *rest = after;
+            for (squares, cut) in of_ranks.iter_mut().zip(partition.cuts(u)) {
+                squares.by_ref().take(cut.len().div_ceil(BLOCK)).for_each(|square| sum += square);
             }
         }
         sum
