@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 /// Sums by key. A key that ends in `_max` keeps the largest number, all others add up.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Sums(BTreeMap<String, f64>);
+pub struct Sums(pub BTreeMap<String, f64>);
 
 impl Sums {
     pub fn of<const N: usize>(list: [(&str, f64); N]) -> Self {
@@ -36,19 +36,9 @@ impl Sums {
         total
     }
 
-    /// Forgets what is known of `key`.
-    pub fn remove(&mut self, key: &str) {
-        self.0.remove(key);
-    }
-
     /// (key, its sum by that of the second key) of each pair whose key is known; the sum itself by that of an empty one.
     pub fn means(&self, of: &[(&'static str, &str)]) -> Vec<(&'static str, f64)> {
         of.iter().filter_map(|(key, count)| Some((*key, self.0.get(*key)? / self.get(count).max(1.0)))).collect()
-    }
-
-    /// All keys with their sums.
-    pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
-        self.0.iter().map(|(key, value)| (&key[..], *value))
     }
 }
 
@@ -73,7 +63,5 @@ mod tests {
         sums.add(&Sums::of([("gap_max", f64::NAN)]));
         sums.add(&Sums::of([("gap_max", 9.0)]));
         assert!(sums.get("gap_max").is_nan(), "what is not a number is seen");
-        sums.remove("loss");
-        assert_eq!(sums.get("loss"), 0.0);
     }
 }

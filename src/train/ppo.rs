@@ -423,7 +423,7 @@ impl Ppo {
             })?;
             if work.minibatches > 0 {
                 // Only the gap of the first minibatch is before any update.
-                found.remove(keys::LOGPROB_GAP_MAX);
+                found.0.remove(keys::LOGPROB_GAP_MAX);
             }
             work.sums.add(&found);
             work.minibatches += 1;

@@ -177,7 +177,7 @@ pub fn update(arch: &Arch, config: &Config, samples: &[Experience], axes: &Axes,
 
 /// The largest relative gap of a gradient or weight tensor.
 pub fn assert_near(who: &str, got: &Left, want: &Left) -> f64 {
-    for (key, b) in want.sums.iter() {
+    for (key, b) in &want.sums.0 {
         let a = got.sums.get(key);
         assert!((a - b).abs() <= TOLERANCE * b.abs(), "{who}: {key} is {a}, of one rank {b}");
     }
