@@ -48,13 +48,20 @@ impl Method for Kto {
         [kto.minibatch_samples, kto.microbatch_tokens_max, 3]
     }
 
+    /// Refuses rows of one label: mostly the labels are in another field.
     fn check_rows(_config: &Config, source: &RowSource<LabelledRow>, _tokenizer: &Tokenizer) -> Result<()> {
         let mut found = [false; 2];
         source.check_each(|row| {
             found[usize::from(row.is_desirable)] = true;
             Ok(())
         })?;
-        both_labels(found)
+        let only = match found {
+            [true, false] => "false",
+            [false, true] => "true",
+            _ => return Ok(()),
+        };
+        Err(Error::data(format!("every row is labelled {only}, a kto job needs desirable and undesirable ones"))
+            .hint("look at data.label_key; responses that are all good are for job.kind = \"sft\""))
     }
 
     fn new(_config: &Config, mut frozen: Vec<Role>, _tokenizer: &Tokenizer) -> Result<Self> {
@@ -135,17 +142,6 @@ impl Judge for Kto {
 /// Keys of the count of responses of a label, and of their rewards: beta times the log-ratio to the reference.
 fn of_label(is_desirable: bool) -> [&'static str; 2] {
     if is_desirable { [DESIRABLE, keys::DESIRABLE_REWARD_MEAN] } else { [UNDESIRABLE, keys::UNDESIRABLE_REWARD_MEAN] }
-}
-
-/// Refuses rows of one label: mostly the labels are in another field.
-fn both_labels(found: [bool; 2]) -> Result<()> {
-    let only = match found {
-        [true, false] => "false",
-        [false, true] => "true",
-        _ => return Ok(()),
-    };
-    Err(Error::data(format!("every row is labelled {only}, a kto job needs desirable and undesirable ones"))
-        .hint("look at data.label_key; responses that are all good are for job.kind = \"sft\""))
 }
 
 fn tokens(row: &LabelledRow) -> Tokens<'_> {

@@ -23,12 +23,8 @@ const REWARD: &str = "reward";
 /// Rows of a plan have no text: so many tokens are taken to be a step.
 const PLANNED_STEP_TOKENS: usize = 16;
 
-pub struct StepReward {
-    marks: Marks,
-}
-
 /// The tokens that steps and labels are written with.
-struct Marks {
+pub struct StepReward {
     config: StepRewardConfig,
     placeholder: u32,
     rewards: Vec<u32>,
@@ -47,16 +43,27 @@ impl Method for StepReward {
     }
 
     fn check_rows(config: &Config, source: &RowSource<StepRow>, tokenizer: &Tokenizer) -> Result<()> {
-        let marks = Marks::new(&config.step_reward, tokenizer)?;
-        source.check_each(|row| marks.steps(&row).map(|_| ()))
+        let method = Self::new(config, Vec::new(), tokenizer)?;
+        source.check_each(|row| method.steps(&row).map(|_| ()))
     }
 
-    fn new(config: &Config, _frozen: Vec<Role>, tokenizer: &Tokenizer) -> Result<Self> {
-        Ok(Self { marks: Marks::new(&config.step_reward, tokenizer)? })
+    /// Refuses texts that are not one token.
+    fn new(Config { step_reward: config, .. }: &Config, _frozen: Vec<Role>, tokenizer: &Tokenizer) -> Result<Self> {
+        if null::is_active() {
+            // A plan has no tokenizer.
+            return Ok(Self { config: config.clone(), placeholder: 0, rewards: vec![0; config.reward_tokens.len()] });
+        }
+        let id = |key: &str, text: &String| match tokenizer.encode(text, false)?[..] {
+            [id] => Ok(id),
+            ref many => Err(Error::usage(format!("step_reward.{key}: {text:?} is {} tokens, needed one", many.len()))
+                .hint("take a text that is one token of the model's tokenizer, or add it there as a special token")),
+        };
+        let rewards = config.reward_tokens.iter().map(|text| id("reward_tokens", text)).collect::<Result<_>>()?;
+        Ok(Self { config: config.clone(), placeholder: id("placeholder", &config.placeholder)?, rewards })
     }
 
     fn known(&mut self, _: &Run, _: &Role, rows: &mut [StepRow], _: &mut Phases) -> Result<Vec<Vec<Placed>>> {
-        rows.iter().map(|row| self.marks.steps(row)).collect()
+        rows.iter().map(|row| self.steps(row)).collect()
     }
 
     fn update(&mut self, run: &Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
@@ -81,7 +88,7 @@ impl Judge for StepReward {
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow {
         let mut packed = PackedRow::new();
         for &i in chosen {
-            let of_step = |&(at, _): &Placed| self.marks.rewards.iter().map(move |&reward| (at, reward));
+            let of_step = |&(at, _): &Placed| self.rewards.iter().map(move |&reward| (at, reward));
             packed.push_at(&batch.rows[i].tokens, batch.known[i].iter().flat_map(of_step));
         }
         packed
@@ -128,22 +135,7 @@ impl Judge for StepReward {
     }
 }
 
-impl Marks {
-    /// Refuses texts that are not one token.
-    fn new(config: &StepRewardConfig, tokenizer: &Tokenizer) -> Result<Self> {
-        if null::is_active() {
-            // A plan has no tokenizer.
-            return Ok(Self { config: config.clone(), placeholder: 0, rewards: vec![0; config.reward_tokens.len()] });
-        }
-        let id = |key: &str, text: &String| match tokenizer.encode(text, false)?[..] {
-            [id] => Ok(id),
-            ref many => Err(Error::usage(format!("step_reward.{key}: {text:?} is {} tokens, needed one", many.len()))
-                .hint("take a text that is one token of the model's tokenizer, or add it there as a special token")),
-        };
-        let rewards = config.reward_tokens.iter().map(|text| id("reward_tokens", text)).collect::<Result<_>>()?;
-        Ok(Self { config: config.clone(), placeholder: id("placeholder", &config.placeholder)?, rewards })
-    }
-
+impl StepReward {
     /// The steps of a row, each with its label; of one that was cut, those that are left.
     fn steps(&self, row: &StepRow) -> Result<Vec<Placed>> {
         if null::is_active() {
