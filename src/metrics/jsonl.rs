@@ -34,9 +34,8 @@ struct Seen {
     runs: Vec<(u64, u64)>,
     /// The last line, and where it begins.
     last: Option<(u64, Line)>,
-    /// The first damaged lines, described, and how many there are.
+    /// The damaged lines, described.
     damaged: Vec<String>,
-    damaged_count: usize,
     /// Whether the last line has no line break.
     is_open: bool,
 }
@@ -58,13 +57,6 @@ impl Seen {
         match self.runs.last_mut() {
             Some((_, last)) if step.checked_sub(1) == Some(*last) => *last = step,
             _ => self.runs.push((step, step)),
-        }
-    }
-
-    fn add_damaged(&mut self, number: usize, why: &str) {
-        self.damaged_count += 1;
-        if self.damaged.len() < NAMED_MAX {
-            self.damaged.push(format!("line {number} ({why})"));
         }
     }
 
@@ -99,7 +91,7 @@ impl MetricsFile {
         for entry in entries(&bytes) {
             match entry.line {
                 Ok(line) => metrics.seen.add(line, entry.at),
-                Err(error) => metrics.seen.add_damaged(entry.number, &error.message),
+                Err(error) => metrics.seen.damaged.push(format!("line {} ({})", entry.number, error.message)),
             }
             metrics.seen.is_open = !entry.is_ended;
         }
@@ -108,18 +100,15 @@ impl MetricsFile {
 
     /// The warning of lines that are damaged; none where all are whole.
     pub fn damage(&self) -> Option<String> {
-        let Seen { damaged, damaged_count, .. } = &self.seen;
-        let more = match damaged_count - damaged.len() {
+        let damaged = &self.seen.damaged;
+        let named = damaged[..damaged.len().min(NAMED_MAX)].join(", ");
+        let more = match damaged.len().saturating_sub(NAMED_MAX) {
             0 => String::new(),
             more => format!(" and {more} more"),
         };
-        (*damaged_count > 0).then(|| {
-            let (path, named) = (self.path.display(), damaged.join(", "));
-            format!(
-                "{path} has damaged lines: {named}{more}; a run moves them to {}",
-                damaged_path(&self.path).display()
-            )
-        })
+        let (path, to) = (self.path.display(), damaged_path(&self.path));
+        let warning = || format!("{path} has damaged lines: {named}{more}; a run moves them to {}", to.display());
+        (!damaged.is_empty()).then(warning)
     }
 
     pub fn curves(&self) -> &Curves {
@@ -140,53 +129,42 @@ impl MetricsFile {
         self.write(line)
     }
 
-    /// Puts the numbers of an evaluation into the line of its step; where there is none they have a line of their own. Those of an
-    /// earlier evaluation of the step (a resume may repeat it) are replaced.
+    /// Puts the numbers of an evaluation into the line of its step, which is the last; where there is none they have a line of their own.
+    /// Those of an earlier evaluation of the step (a resume may repeat it) are replaced.
     pub fn append_eval(&mut self, eval: &Line) -> Result<()> {
-        let Some((at, last)) = self.seen.last.clone().filter(|(_, last)| last.step >= eval.step) else {
+        self.mend(u64::MAX)?;
+        let Some((at, last)) = self.seen.last.clone().filter(|(_, last)| last.step == eval.step) else {
             return self.write(eval);
         };
-        if last.step == eval.step && !last.is_evaluated() && !self.is_damaged() {
-            let merged = last.with(eval);
-            self.put(&merged, at)?;
-            self.seen.curves.add(eval);
-            self.seen.last = Some((at, merged));
-            return Ok(());
-        }
-        if self.rewrite(u64::MAX, Some(eval))? { Ok(()) } else { self.write(eval) }
+        let line = last.with(eval);
+        self.put(&line, at)?;
+        self.seen.curves.add(eval);
+        self.seen.last = Some((at, line));
+        Ok(())
     }
 
     fn write(&mut self, line: &Line) -> Result<()> {
-        if self.is_damaged() {
-            self.rewrite(u64::MAX, None)?;
-        }
+        self.mend(u64::MAX)?;
         let at = self.end;
         self.put(line, at)?;
         self.seen.add(line.clone(), at);
         Ok(())
     }
 
-    /// Writes the last line, which begins at byte `at` and is no shorter than what is there.
+    /// Writes the last line, which begins at byte `at`.
     fn put(&mut self, line: &Line, at: u64) -> Result<()> {
         let text = line.to_json() + "\n";
-        self.file.write_all_at(text.as_bytes(), at).map_err(|e| Error::io("write", &self.path, &e))?;
-        self.end = at + text.len() as u64;
+        let end = at + text.len() as u64;
+        let written = self.file.write_all_at(text.as_bytes(), at).and_then(|()| self.file.set_len(end));
+        written.map_err(|e| Error::io("write", &self.path, &e))?;
+        self.end = end;
         Ok(())
-    }
-
-    fn is_damaged(&self) -> bool {
-        self.seen.damaged_count > 0 || self.seen.is_open
     }
 
     /// Drops every line after `step`, atomically: what a resume from the checkpoint of `step` will write again. Returns the
     /// warning of steps up to there that have no line, if any.
     pub fn cut_back(&mut self, step: u64) -> Result<Option<String>> {
-        if self.is_damaged()
-            || self.seen.last.as_ref().is_some_and(|(_, last)| last.step > step)
-            || self.seen.step_last() > step
-        {
-            self.rewrite(step, None)?;
-        }
+        self.mend(step)?;
         let missing = self.seen.missing(step);
         let more = if missing.len() > NAMED_MAX { " and others" } else { "" };
         let named = missing.iter().take(NAMED_MAX);
@@ -201,35 +179,34 @@ impl MetricsFile {
         }))
     }
 
-    /// Writes the file anew, line by line: of those up to `step_last`, with the evaluation `eval` in the line of its step. Whether
-    /// there is one. Lines that are damaged go to a file of their own.
-    fn rewrite(&mut self, step_last: u64, eval: Option<&Line>) -> Result<bool> {
+    /// Writes the file anew where it has damaged lines, which go to a file of their own, or lines behind `step_last`.
+    fn mend(&mut self, step_last: u64) -> Result<()> {
+        let last = self.seen.last.as_ref().map_or(0, |(_, last)| last.step).max(self.seen.step_last());
+        if self.seen.damaged.is_empty() && !self.seen.is_open && last <= step_last {
+            return Ok(());
+        }
         let whole = read(&self.path)?;
-        let (mut seen, mut is_replaced, mut end) = (Seen::default(), false, 0);
-        let damaged_path = damaged_path(&self.path);
-        let mut damaged = None;
-        files::replace_with(&self.path, |out| {
-            for entry in entries(&whole) {
-                let Ok(line) = entry.line else {
-                    keep(&damaged_path, &mut damaged, entry.text)?;
-                    continue;
-                };
-                if line.step > step_last {
-                    continue;
+        let (mut seen, mut kept, mut damaged) = (Seen::default(), Vec::new(), Vec::new());
+        for entry in entries(&whole) {
+            match entry.line {
+                Ok(line) if line.step <= step_last => {
+                    seen.add(line, kept.len() as u64);
+                    kept.extend([entry.text, b"\n"].concat());
                 }
-                let merged = eval.filter(|eval| eval.step == line.step).map(|eval| line.with(eval));
-                is_replaced |= merged.is_some();
-                let text = merged.as_ref().map_or_else(|| entry.text.to_vec(), |merged| merged.to_json().into_bytes());
-                let text = [text, vec![b'\n']].concat();
-                out.write_all(&text).map_err(|e| Error::io("write", &self.path, &e))?;
-                seen.add(merged.unwrap_or(line), end);
-                end += text.len() as u64;
+                Ok(_) => {}
+                Err(_) => damaged.extend([entry.text, b"\n"].concat()),
             }
-            damaged.map_or(Ok(()), |file| file.sync_all().map_err(|e| Error::io("write", &damaged_path, &e)))
-        })?;
+        }
+        if !damaged.is_empty() {
+            let path = damaged_path(&self.path);
+            let opened = OpenOptions::new().append(true).create(true).open(&path);
+            let written = opened.and_then(|mut file| file.write_all(&damaged).and_then(|()| file.sync_all()));
+            written.map_err(|e| Error::io("write", &path, &e))?;
+        }
+        files::replace_with(&self.path, |out| out.write_all(&kept).map_err(|e| Error::io("write", &self.path, &e)))?;
         self.file = OpenOptions::new().write(true).open(&self.path).map_err(|e| Error::io("write", &self.path, &e))?;
-        (self.seen, self.end) = (seen, end);
-        Ok(is_replaced)
+        (self.seen, self.end) = (seen, kept.len() as u64);
+        Ok(())
     }
 
     /// Waits until the lines are on the disk: before a checkpoint claims them.
@@ -243,21 +220,10 @@ pub fn lines(path: &Path) -> Result<Vec<Line>> {
     Ok(entries(&read(path)?).filter_map(|entry| entry.line.ok()).collect())
 }
 
-fn append_to(path: &Path) -> Result<File> {
-    OpenOptions::new().append(true).create(true).open(path).map_err(|e| Error::io("write", path, &e))
-}
-
 fn damaged_path(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".damaged");
     name.into()
-}
-
-/// Appends a damaged line to the file at `path`, which is opened at the first.
-fn keep(path: &Path, file: &mut Option<File>, text: &[u8]) -> Result<()> {
-    let opened = file.take().map_or_else(|| append_to(path), Ok)?;
-    let file = file.insert(opened);
-    file.write_all(&[text, b"\n"].concat()).map_err(|e| Error::io("write", path, &e))
 }
 
 struct Entry<'a> {

@@ -152,13 +152,13 @@ fn a_step_has_one_line_with_its_evaluation_and_a_repeated_one_replaces() {
     let path = dir.path().join("metrics.jsonl");
     let mut file = MetricsFile::open(&path).unwrap();
     file.append_eval(&Line::new(0, 0.0, &[("eval_loss", 3.0)])).unwrap();
+    file.append_eval(&Line::new(0, 0.0, &[("eval_loss", 4.0), ("eval_accuracy", 0.5)])).unwrap();
     file.append(&line(1)).unwrap();
     let error = file.append(&line(1)).unwrap_err();
     assert!(error.kind == Kind::Fault && error.message.contains("step 1"), "{error}");
-    file.append_eval(&Line::new(1, 0.0, &[("eval_loss", 2.0)])).unwrap();
+    file.append_eval(&Line::new(1, 0.0, &[("eval_loss", 0.1 + 0.2)])).unwrap();
     file.append_eval(&Line::new(1, 0.0, &[("eval_loss", 1.0)])).unwrap();
     file.append(&line(2)).unwrap();
-    file.append_eval(&Line::new(0, 0.0, &[("eval_loss", 4.0), ("eval_accuracy", 0.5)])).unwrap();
     file.append_eval(&Line::new(2, 0.0, &[("eval_loss", 0.5)])).unwrap();
     file.append(&line(3)).unwrap();
     let lines = MetricsFile::open(&path).unwrap().lines().unwrap();
