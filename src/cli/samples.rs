@@ -7,7 +7,7 @@ use crate::metrics::eval_rows::{self, EvalResponses, EvalRow};
 use crate::metrics::recorded::{self, RecordedSample, RecordedStep};
 use crate::metrics::{grouped, number, one_line};
 use argh::FromArgs;
-use serde_json::{Map, Value, json};
+use serde::Serialize;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
@@ -60,7 +60,7 @@ pub fn run(args: &Args) -> Result<()> {
         let all = eval_rows::read(run, step)?;
         let shown = chosen(args, step, all.clone(), |row| row.row as i64, |row| row.margin)?;
         let text = shown.iter().fold(format!("{}\n", summary_of_rows(step, &all)), |text, row| text + &shown_row(row));
-        (text, shown.iter().map(|row| json!(row)).collect())
+        (text, shown.iter().map(as_json).collect())
     } else {
         let step = RecordedStep::open(run, step_of(run, args.step, &steps)?)?;
         let all = step.samples()?;
@@ -70,10 +70,9 @@ pub fn run(args: &Args) -> Result<()> {
         for group in &groups {
             show(&mut text, group);
         }
-        (text, groups.iter().flatten().map(|sample| as_json(step.step, sample)).collect::<Vec<_>>())
+        (text, groups.iter().flatten().map(as_json).collect())
     };
-    let json = || lines.iter().map(|line| printable(&line.to_string()) + "\n").collect();
-    out::write(if args.json { json() } else { text }.as_bytes())
+    out::write(if args.json { lines } else { text }.as_bytes())
 }
 
 /// The recorded step that is asked for, or the last one.
@@ -190,7 +189,7 @@ fn show(text: &mut String, group: &[RecordedSample]) {
         let score = short_number(sample.score);
         let _ = write!(text, "  - score {score}");
         if sample.scores.len() > 1 {
-            let of = |(name, score): &(String, f32)| format!("{} {}", one_line(name), short_number(*score));
+            let of = |(name, score): (&String, &f32)| format!("{} {}", one_line(name), short_number(*score));
             let _ = write!(text, " ({})", sample.scores.iter().map(of).collect::<Vec<_>>().join(", "));
         }
         let _ = writeln!(text, ", {} tokens, {}", sample.response_tokens, sample.finish);
@@ -225,34 +224,11 @@ fn put(text: &mut String, of: &str) {
     }
 }
 
-fn as_json(step: u64, sample: &RecordedSample) -> Value {
-    // JSON has no NaN, which stands for a reward that abstained.
-    let scores: Map<String, Value> =
-        sample.scores.iter().map(|(name, score)| (name.clone(), shortest(*score))).collect();
-    json!({
-        "step": step,
-        "prompt_id": sample.prompt_id,
-        "sample": sample.sample,
-        "source": sample.source,
-        "label": sample.label,
-        "prompt": sample.prompt,
-        "response": sample.response,
-        "score": shortest(sample.score),
-        "scores": scores,
-        "finish": sample.finish,
-        "prompt_tokens": sample.prompt_tokens,
-        "response_tokens": sample.response_tokens,
-    })
-}
-
-/// 0.1 for the f32 that is shown as 0.1.
-fn shortest(x: f32) -> Value {
-    x.to_string().parse::<f64>().map_or(Value::Null, Value::from)
-}
-
-/// JSON without control characters and invisible marks of a text: escaped, so that it means the same.
-fn printable(json: &str) -> String {
-    let mut text = String::with_capacity(json.len());
+/// A line of JSON without control characters and invisible marks of a text: escaped, so that it means the same.
+fn as_json(row: &impl Serialize) -> String {
+    // JSON has no NaN, which stands for a reward that abstained: it is null.
+    let json = serde_json::to_string(row).expect("texts and numbers");
+    let mut text = String::with_capacity(json.len() + 1);
     for c in json.chars() {
         if one_line(c.encode_utf8(&mut [0; 4])).is_empty() || c.is_control() {
             for unit in c.encode_utf16(&mut [0; 2]) {
@@ -262,7 +238,7 @@ fn printable(json: &str) -> String {
             text.push(c);
         }
     }
-    text
+    text + "\n"
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! The recorded steps of a run, read back from `rollouts/step-N.h5`.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use hdf5::types::VarLenUnicode;
@@ -8,11 +9,14 @@ use hdf5::{File, Group, H5Type};
 use super::rollouts::{ENDING, group_name, step_path, steps_in};
 use crate::error::{Error, Result};
 use crate::experience::Finish;
+use serde::Serialize;
 
 /// One sample without what it has for each token.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RecordedSample {
+    pub step: u64,
     /// Its place in the step's arrays.
+    #[serde(skip)]
     pub index: usize,
     pub prompt_id: i64,
     /// Number among the samples of its prompt.
@@ -23,7 +27,7 @@ pub struct RecordedSample {
     pub response: String,
     pub score: f32,
     /// The score of each reward by its name; NaN where it abstained.
-    pub scores: Vec<(String, f32)>,
+    pub scores: BTreeMap<String, f32>,
     pub finish: &'static str,
     pub prompt_tokens: usize,
     pub response_tokens: usize,
@@ -70,14 +74,13 @@ impl RecordedStep {
         let (prompt_ids, samples) = (self.array::<i64>("prompt_id")?, self.array::<i32>("sample")?);
         let prompt_tokens = self.array::<i32>("prompt_tokens")?;
         let offsets = self.array::<i64>("response_offsets")?;
-        let [prompts, responses, labels, sources] =
-            ["prompt", "response", "label", "source"].map(|name| self.texts(name));
-        let (prompts, responses, labels, sources) = (prompts?, responses?, labels?, sources?);
+        let (prompts, responses) = (self.texts("prompt")?, self.texts("response")?);
+        let (labels, sources) = (self.texts("label")?, self.texts("source")?);
         let parts = self.parts()?;
         let n = scores.len();
         let lengths = [finish.len(), prompt_ids.len(), samples.len(), prompt_tokens.len(), offsets.len().max(1) - 1];
         let of_texts = [&prompts, &responses, &labels, &sources].map(Vec::len);
-        let of_parts = parts.iter().map(|(_, values)| values.len());
+        let of_parts = parts.values().map(Vec::len);
         if lengths.into_iter().chain(of_texts).chain(of_parts).any(|length| length != n) {
             return Err(Error::data(format!(
                 "{} has arrays of other lengths than its {n} samples",
@@ -85,6 +88,7 @@ impl RecordedStep {
             )));
         }
         let sample = |i: usize| RecordedSample {
+            step: self.step,
             index: i,
             prompt_id: prompt_ids[i],
             sample: samples[i],
@@ -122,13 +126,10 @@ impl RecordedStep {
     }
 
     /// The scores of each reward.
-    fn parts(&self) -> Result<Vec<(String, Vec<f32>)>> {
-        let read = || -> hdf5::Result<Vec<(String, Vec<f32>)>> {
-            let group = self.group.group("scores")?;
-            let of = |name: String| Ok((name.clone(), group.dataset(&name)?.read_raw()?));
-            group.member_names()?.into_iter().map(of).collect()
-        };
-        read().map_err(|e| self.without_texts("scores", &e))
+    fn parts(&self) -> Result<BTreeMap<String, Vec<f32>>> {
+        let names = self.group.group("scores").and_then(|group| group.member_names());
+        let names = names.map_err(|e| unreadable(&self.path, &e))?;
+        names.into_iter().map(|name| Ok((name.clone(), self.array(&format!("scores/{name}"))?))).collect()
     }
 
     fn array<T: H5Type>(&self, name: &str) -> Result<Vec<T>> {
@@ -145,17 +146,7 @@ impl RecordedStep {
     }
 
     fn texts(&self, name: &str) -> Result<Vec<String>> {
-        let read = self.group.dataset(name).and_then(|set| set.read_raw::<VarLenUnicode>());
-        let texts = read.map_err(|e| self.without_texts(name, &e))?;
-        Ok(texts.into_iter().map(|text| text.as_str().to_owned()).collect())
-    }
-
-    fn without_texts(&self, name: &str, source: &hdf5::Error) -> Error {
-        if self.group.link_exists(name) {
-            return unreadable(&self.path, source);
-        }
-        Error::data(format!("{} has no `{name}`: it was recorded by an earlier release", self.path.display()))
-            .hint("its tokens are there: `tokens`, `token_offsets` and `prompt_tokens`")
+        Ok(self.array::<VarLenUnicode>(name)?.into_iter().map(|text| text.as_str().to_owned()).collect())
     }
 }
 

@@ -37,7 +37,7 @@ fn a_recorded_step_reads_back_as_samples() {
     assert_eq!((second.prompt_id, second.sample, second.finish, second.score), (1, 1, "length", 0.5));
     assert_eq!((&*second.prompt, &*second.response), ("prompt 1", "response 1 ␀ grüße"));
     assert_eq!((second.prompt_tokens, second.response_tokens), (3, 1));
-    assert!(second.scores[0].0 == "number" && second.scores[0].1.is_nan());
+    assert!(second.scores["number"].is_nan());
     for (sample, recorded) in batch().iter().zip(&samples) {
         let tokens = step.tokens(recorded.index).unwrap();
         assert_eq!(tokens.tokens, sample.response.tokens);
