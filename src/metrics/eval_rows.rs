@@ -1,7 +1,7 @@
 //! `eval/step-N.jsonl`: held-out rows as the evaluation after step N judged them, a line each. A line of preferences or steps has the
 //! fields of the data, so that chosen lines are rows to train on; one of prompts has the answers to one.
 
-use super::rollouts::steps_in;
+use super::rollouts::{pop_oldest, remove, steps_in};
 use crate::error::{Error, Result};
 use crate::sys::files;
 use serde::{Deserialize, Serialize};
@@ -125,9 +125,8 @@ pub(super) fn write(run_dir: &Path, step: u64, rows: &[EvalRow], keep_last: usiz
     fs::create_dir_all(files::parent(&path)).map_err(|e| Error::io("create", &path, &e))?;
     let lines: String = rows.iter().map(|row| serde_json::to_string(row).expect("texts and numbers") + "\n").collect();
     files::write_atomic(&path, lines.as_bytes())?;
-    let steps = steps(run_dir)?;
-    let excess = if keep_last == 0 { 0 } else { steps.len().saturating_sub(keep_last) };
-    remove(run_dir, steps.into_iter().take(excess))
+    let old = pop_oldest(&mut steps(run_dir)?, keep_last);
+    remove(old.into_iter().map(|step| path_of(run_dir, step)))
 }
 
 /// Removes the records behind `step`, and what a killed writer left.
@@ -136,12 +135,5 @@ pub(super) fn cut_back(run_dir: &Path, step: u64) -> Result<()> {
     if folder.is_dir() {
         files::remove_partial(&folder)?;
     }
-    remove(run_dir, steps(run_dir)?.split_off(&(step + 1)).into_iter())
-}
-
-fn remove(run_dir: &Path, mut steps: impl Iterator<Item = u64>) -> Result<()> {
-    steps.try_for_each(|step| {
-        let path = path_of(run_dir, step);
-        fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))
-    })
+    remove(steps(run_dir)?.split_off(&(step + 1)).into_iter().map(|step| path_of(run_dir, step)))
 }

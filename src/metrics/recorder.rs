@@ -9,10 +9,9 @@ use indicatif::ProgressBar;
 use super::curves::Curves;
 use super::eval_rows::{self, EvalRow};
 use super::jsonl::{Line, MetricsFile};
-use super::rollouts::RolloutFiles;
 use super::tensorboard::EventsFile;
 use super::terminal::Terminal;
-use super::{display, keys};
+use super::{display, keys, rollouts};
 use crate::config::metrics::MetricsConfig;
 use crate::error::{Error, Result};
 use crate::experience::Experience;
@@ -34,7 +33,6 @@ struct Live {
     metrics: MetricsFile,
     /// None where there is to be none, and until the first record or cut: a dry run changes nothing.
     events: Option<EventsFile>,
-    rollouts: RolloutFiles,
     terminal: Terminal,
     run_dir: PathBuf,
     /// How often the run was resumed, this start included.
@@ -61,11 +59,11 @@ impl Recorder {
         fs::create_dir_all(run_dir).map_err(|e| Error::io("create", run_dir, &e))?;
         files::remove_partial(run_dir)?;
         let metrics = MetricsFile::open(&run_dir.join("metrics.jsonl"))?;
-        let rollouts = RolloutFiles::open(run_dir, config.rollouts_keep_last)?;
+        rollouts::recover(run_dir)?;
         if let Some(damage) = metrics.damage() {
             terminal.warn(&damage);
         }
-        let live = Live { metrics, events: None, rollouts, terminal, run_dir: run_dir.to_owned(), restarts: 0 };
+        let live = Live { metrics, events: None, terminal, run_dir: run_dir.to_owned(), restarts: 0 };
         Ok(Self { config: config.clone(), job: Value::Null, live: Some(Box::new(live)) })
     }
 
@@ -83,7 +81,7 @@ impl Recorder {
         if let Some(missing) = live.metrics.cut_back(step)? {
             live.terminal.warn(&missing);
         }
-        live.rollouts.cut_back(step)?;
+        rollouts::cut_back(&live.run_dir, step)?;
         eval_rows::cut_back(&live.run_dir, step)?;
         let before = live.metrics.lines()?.last().map(|line| line.get(keys::RESTARTS).unwrap_or(0.0) as u64);
         live.restarts = before.map_or(0, |before| before + 1);
@@ -150,8 +148,10 @@ impl Recorder {
     }
 
     pub fn rollouts(&mut self, step: u64, batch: &[Experience], seed: u64, config_hash: &str) -> Result<()> {
-        match &mut self.live {
-            Some(live) if self.config.rollouts_due(step) => live.rollouts.write(step, batch, seed, config_hash),
+        match &self.live {
+            Some(live) if self.config.rollouts_due(step) => {
+                rollouts::write(&live.run_dir, step, batch, (seed, config_hash), self.config.rollouts_keep_last)
+            }
             _ => Ok(()),
         }
     }

@@ -4,21 +4,8 @@
 //! A recorded step is one file, written under another name and renamed, with one group `step_00000N`; `rollouts.h5` holds nothing but
 //! an external link a step, is rebuilt from the files that exist, and is replaced the same way. So a kill ruins none.
 //!
-//! | dataset | type, length | content |
-//! |---|---|---|
-//! | `tokens` | i32, `token_offsets[N]` | prompt and response of each sample, one after another |
-//! | `token_offsets` | i64, N + 1 | sample i has `tokens[token_offsets[i]..token_offsets[i + 1]]` |
-//! | `prompt_tokens` | i32, N | how many of them are the prompt's |
-//! | `response_offsets` | i64, N + 1 | where sample i stands in the arrays of a value per response token |
-//! | `logprobs` `sample_logprobs` `ref_logprobs` `values` `kl` `rewards` `advantages` `returns` | f32 | per response token; NaN where the job has none (`values` without a critic) |
-//! | `mask` | u8 | per response token: 1 where it is learned from |
-//! | `score` | f32, N | what the reward function returned |
-//! | `prompt_id` | i64, N | identity of the prompt's row |
-//! | `sample` | i32, N | number among the samples of its prompt |
-//! | `finish` | u8, N | 0 stop, 1 length, 2 stop string |
-//! | `weights_step` | i32 | per response token: the step whose update made the weights that drew it; 0 before the first |
-//! | `prompt` `response` `label` `source` | UTF-8 strings, N | the texts, and the shard or file that the row came from |
-//! | `scores/NAME` | f32, N | score of the reward NAME before rewards are added up; NaN where it abstained |
+//! The tables of arrays below say what each dataset of N samples holds. What is per token has the values of the samples one after another,
+//! sample i those from `offsets[i]` to `offsets[i + 1]`; an array that the job has none of is NaN.
 //!
 //! Attributes of the group: `step` (u64), `seed` (u64), `config_hash` (string). Each dataset has the strings `unit` and `meaning`.
 //! HDF5's strings end at a NUL: `␀` stands for it. `/` in a reward's name is `_`, as groups are parted by it.
@@ -42,14 +29,6 @@ use crate::error::{Error, Result};
 use crate::experience::Experience;
 use crate::sys::{files, hdf5_image};
 
-#[derive(Debug)]
-pub struct RolloutFiles {
-    run_dir: PathBuf,
-    steps: BTreeSet<u64>,
-    /// 0: all.
-    keep_last: usize,
-}
-
 /// Most bytes of the file of a step of `samples` samples with prompts and responses of these lengths, whose texts have at most
 /// [`TOKEN_TEXT_BYTES`] a token and whose labels and sources are short.
 pub fn step_bytes_max(samples: usize, prompt_tokens: usize, response_tokens: usize) -> u64 {
@@ -70,82 +49,61 @@ pub fn group_name(step: u64) -> String {
     format!("step_{step:06}")
 }
 
-impl RolloutFiles {
-    /// Finds the recorded steps of `run_dir`, of which the last `keep_last` are to be kept (0: all), removes what killed writers
-    /// left, and brings `rollouts.h5` up to date.
-    pub fn open(run_dir: &Path, keep_last: usize) -> Result<Self> {
-        let mut found = Self { run_dir: run_dir.to_owned(), steps: BTreeSet::new(), keep_last };
-        let folder = found.folder();
-        if folder.is_dir() {
-            files::remove_partial(&folder)?;
-        }
-        found.steps = steps_in(&folder, ENDING)?;
-        if !found.steps.is_empty() {
-            found.link()?;
-        }
-        Ok(found)
+/// Removes what killed writers left, and brings `rollouts.h5` up to date with the recorded steps of `run_dir`.
+pub fn recover(run_dir: &Path) -> Result<()> {
+    let folder = run_dir.join("rollouts");
+    if folder.is_dir() {
+        files::remove_partial(&folder)?;
     }
+    let steps = steps_in(&folder, ENDING)?;
+    if steps.is_empty() { Ok(()) } else { link(run_dir, &steps, &[]) }
+}
 
-    fn folder(&self) -> PathBuf {
-        self.run_dir.join("rollouts")
-    }
+/// Records the experience of `step`, of all ranks, in the order given. Of all steps the last `keep_last` are kept (0: all).
+pub fn write(
+    run_dir: &Path,
+    step: u64,
+    batch: &[Experience],
+    (seed, config_hash): (u64, &str),
+    keep_last: usize,
+) -> Result<()> {
+    check(batch)?;
+    let path = step_path(run_dir, step);
+    fs::create_dir_all(files::parent(&path)).map_err(|e| Error::io("create", &path, &e))?;
+    write_file(&path, |file| {
+        let group = file.create_group(&group_name(step))?;
+        attribute(&group, "step", &step)?;
+        attribute(&group, "seed", &seed)?;
+        attribute(&group, "config_hash", &string(config_hash)?)?;
+        write_batch(&group, step, batch)
+    })?;
+    let mut steps = steps_in(files::parent(&path), ENDING)?;
+    let old = pop_oldest(&mut steps, keep_last);
+    link(run_dir, &steps, &old)
+}
 
-    pub fn step_path(&self, step: u64) -> PathBuf {
-        step_path(&self.run_dir, step)
-    }
+/// Removes the records of every step after `step`.
+pub fn cut_back(run_dir: &Path, step: u64) -> Result<()> {
+    let mut steps = steps_in(&run_dir.join("rollouts"), ENDING)?;
+    let late: Vec<u64> = steps.split_off(&(step + 1)).into_iter().collect();
+    if late.is_empty() { Ok(()) } else { link(run_dir, &steps, &late) }
+}
 
-    pub fn steps(&self) -> impl Iterator<Item = u64> + '_ {
-        self.steps.iter().copied()
-    }
-
-    /// Records the experience of `step`, of all ranks, in the order given. The oldest records go where that makes too many.
-    pub fn write(&mut self, step: u64, batch: &[Experience], seed: u64, config_hash: &str) -> Result<()> {
-        check(batch)?;
-        let folder = self.folder();
-        fs::create_dir_all(&folder).map_err(|e| Error::io("create", &folder, &e))?;
-        write_file(&self.step_path(step), |file| {
-            let group = file.create_group(&group_name(step))?;
-            attribute(&group, "step", &step)?;
-            attribute(&group, "seed", &seed)?;
-            attribute(&group, "config_hash", &string(config_hash)?)?;
-            write_batch(&group, step, batch)
-        })?;
-        let is_new = self.steps.insert(step);
-        let excess = if self.keep_last == 0 { 0 } else { self.steps.len().saturating_sub(self.keep_last) };
-        let old: Vec<u64> = (0..excess).filter_map(|_| self.steps.pop_first()).collect();
-        if is_new || !old.is_empty() { self.link_without(old) } else { Ok(()) }
-    }
-
-    /// Removes the records of every step after `step`.
-    pub fn cut_back(&mut self, step: u64) -> Result<()> {
-        let late = self.steps.split_off(&(step + 1));
-        if late.is_empty() { Ok(()) } else { self.link_without(late) }
-    }
-
-    /// Links the recorded steps, then removes the files of others: no link ever points to nothing.
-    fn link_without(&self, others: impl IntoIterator<Item = u64>) -> Result<()> {
-        self.link()?;
-        for step in others {
-            let path = self.step_path(step);
-            fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))?;
+/// Writes `rollouts.h5`, for each of `steps` a link `step_00000N` to the group of that name in `rollouts/step-N.h5`, then removes the
+/// files of `others`: no link ever points to nothing.
+fn link(run_dir: &Path, steps: &BTreeSet<u64>, others: &[u64]) -> Result<()> {
+    write_file(&run_dir.join("rollouts.h5"), |file| {
+        for step in steps {
+            let group = group_name(*step);
+            file.link_external(&format!("rollouts/step-{step}.h5"), &format!("/{group}"), &group)?;
         }
         Ok(())
-    }
-
-    /// Writes `rollouts.h5`: a link `step_00000N` to the group of that name in `rollouts/step-N.h5`.
-    fn link(&self) -> Result<()> {
-        write_file(&self.run_dir.join("rollouts.h5"), |file| {
-            for step in self.steps() {
-                let group = group_name(step);
-                file.link_external(&format!("rollouts/step-{step}.h5"), &format!("/{group}"), &group)?;
-            }
-            Ok(())
-        })
-    }
+    })?;
+    remove(others.iter().map(|step| step_path(run_dir, *step)))
 }
 
 /// The file of a recorded step.
-pub(super) fn step_path(run_dir: &Path, step: u64) -> PathBuf {
+pub fn step_path(run_dir: &Path, step: u64) -> PathBuf {
     run_dir.join("rollouts").join(format!("step-{step}.h5"))
 }
 
@@ -157,6 +115,16 @@ pub(super) fn steps_in(folder: &Path, ending: &str) -> Result<BTreeSet<u64>> {
     let paths = if folder.is_dir() { files::entries(folder)? } else { Vec::new() };
     let step = |path: PathBuf| path.file_name()?.to_str()?.strip_prefix("step-")?.strip_suffix(ending)?.parse().ok();
     Ok(paths.into_iter().filter_map(step).collect())
+}
+
+/// Takes the oldest steps out of `steps`, of which the last `keep_last` stay (0: all).
+pub(super) fn pop_oldest(steps: &mut BTreeSet<u64>, keep_last: usize) -> Vec<u64> {
+    let excess = if keep_last == 0 { 0 } else { steps.len().saturating_sub(keep_last) };
+    (0..excess).filter_map(|_| steps.pop_first()).collect()
+}
+
+pub(super) fn remove(mut paths: impl Iterator<Item = PathBuf>) -> Result<()> {
+    paths.try_for_each(|path| fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e)))
 }
 
 /// Puts the HDF5 file that `fill` makes at `path`.

@@ -5,7 +5,7 @@ use hdf5::types::VarLenUnicode;
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::experience::Experience;
 use rlhf_hpc::metrics::recorded::{self, RecordedStep};
-use rlhf_hpc::metrics::rollouts::{RolloutFiles, TOKEN_TEXT_BYTES, group_name, step_bytes_max};
+use rlhf_hpc::metrics::rollouts::{self, TOKEN_TEXT_BYTES, group_name, step_bytes_max, step_path, write};
 
 use crate::metrics::sample;
 use crate::names;
@@ -25,9 +25,8 @@ fn read<T: hdf5::H5Type>(group: &hdf5::Group, name: &str) -> Vec<T> {
 fn a_recorded_step_reads_back_as_samples() {
     let dir = tempfile::tempdir().unwrap();
     assert!(recorded::steps(dir.path()).unwrap().is_empty());
-    let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
     for step in [2, 10] {
-        files.write(step, &batch(), 0, "").unwrap();
+        write(dir.path(), step, &batch(), (0, ""), 0).unwrap();
     }
     assert_eq!(recorded::steps(dir.path()).unwrap(), [2, 10]);
     let step = RecordedStep::open(dir.path(), 10).unwrap();
@@ -55,9 +54,8 @@ type Get = fn(&Experience) -> &Vec<f32>;
 fn every_array_reads_back_through_the_links() {
     let dir = tempfile::tempdir().unwrap();
     let batch = batch();
-    let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
-    files.write(1, &batch[..1], 42, "other").unwrap();
-    files.write(12, &batch, 42, "sha256:abc").unwrap();
+    write(dir.path(), 1, &batch[..1], (42, "other"), 0).unwrap();
+    write(dir.path(), 12, &batch, (42, "sha256:abc"), 0).unwrap();
     let file = File::open(dir.path().join("rollouts.h5")).unwrap();
     assert_eq!(file.member_names().unwrap(), ["step_000001", "step_000012"]);
     let group = file.group("step_000012").unwrap();
@@ -118,9 +116,8 @@ fn every_array_reads_back_through_the_links() {
 #[test]
 fn texts_and_the_score_of_each_reward_read_back_and_every_array_says_what_it_is() {
     let dir = tempfile::tempdir().unwrap();
-    let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
-    files.write(1, &batch(), 0, "").unwrap();
-    let group = File::open(files.step_path(1)).unwrap().group("step_000001").unwrap();
+    write(dir.path(), 1, &batch(), (0, ""), 0).unwrap();
+    let group = File::open(step_path(dir.path(), 1)).unwrap().group("step_000001").unwrap();
     let texts = |name: &str| {
         let texts = group.dataset(name).unwrap().read_raw::<VarLenUnicode>().unwrap();
         texts.iter().map(|text| text.as_str().to_owned()).collect::<Vec<_>>()
@@ -146,43 +143,41 @@ fn texts_and_the_score_of_each_reward_read_back_and_every_array_says_what_it_is(
 #[test]
 fn arrays_that_a_job_has_not_are_nan_and_wrong_lengths_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
     let mut batch = batch();
     for sample in &mut batch {
         sample.values.clear();
     }
-    files.write(1, &batch, 0, "").unwrap();
-    let group = File::open(files.step_path(1)).unwrap().group("step_000001").unwrap();
+    write(dir.path(), 1, &batch, (0, ""), 0).unwrap();
+    let group = File::open(step_path(dir.path(), 1)).unwrap().group("step_000001").unwrap();
     let values = read::<f32>(&group, "values");
     assert!(values.len() == 11 && values.iter().all(|v| v.is_nan()));
     batch[1].kl.push(0.0);
-    let error = files.write(2, &batch, 0, "").unwrap_err();
+    let error = write(dir.path(), 2, &batch, (0, ""), 0).unwrap_err();
     assert!(error.message.contains("sample 1 has 1 response tokens, but 2 entries in `kl`"), "{error}");
     batch[1].kl.pop();
     batch[2].response.logprobs.clear();
-    assert!(files.write(2, &batch, 0, "").unwrap_err().message.contains("`logprobs`"));
+    assert!(write(dir.path(), 2, &batch, (0, ""), 0).unwrap_err().message.contains("`logprobs`"));
 }
 
 #[test]
 fn a_kill_at_any_point_leaves_readable_records() {
     let dir = tempfile::tempdir().unwrap();
-    let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
-    files.write(1, &batch(), 0, "").unwrap();
-    files.write(2, &batch(), 0, "").unwrap();
+    write(dir.path(), 1, &batch(), (0, ""), 0).unwrap();
+    write(dir.path(), 2, &batch(), (0, ""), 0).unwrap();
     // Killed while step 3 was written aside, and while the links were.
     fs::write(dir.path().join("rollouts/.step-3.h5.partial"), b"half").unwrap();
     fs::write(dir.path().join(".rollouts.h5.partial"), b"half").unwrap();
     let count = || File::open(dir.path().join("rollouts.h5")).unwrap().member_names().unwrap().len();
     assert_eq!(count(), 2);
     // Killed between the rename of a step and that of the links: the next start finds the step.
-    fs::copy(files.step_path(2), files.step_path(7)).unwrap();
-    let files = RolloutFiles::open(dir.path(), 0).unwrap();
-    assert_eq!(files.steps().collect::<Vec<_>>(), [1, 2, 7]);
+    fs::copy(step_path(dir.path(), 2), step_path(dir.path(), 7)).unwrap();
+    rollouts::recover(dir.path()).unwrap();
+    assert_eq!(recorded::steps(dir.path()).unwrap(), [1, 2, 7]);
     assert_eq!(count(), 3);
     assert_eq!(names(&dir.path().join("rollouts")), ["step-1.h5", "step-2.h5", "step-7.h5"]);
     // Even where the links themselves were lost.
     fs::remove_file(dir.path().join("rollouts.h5")).unwrap();
-    RolloutFiles::open(dir.path(), 0).unwrap();
+    rollouts::recover(dir.path()).unwrap();
     assert_eq!(count(), 3);
 }
 
@@ -194,15 +189,14 @@ fn a_disk_that_becomes_full_anywhere_in_a_file_is_an_io_error_and_leaves_the_old
 
 fn records_are_refused_under_every_limit() {
     let dir = tempfile::tempdir().unwrap();
-    let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
-    files.write(1, &batch(), 0, "").unwrap();
+    write(dir.path(), 1, &batch(), (0, ""), 0).unwrap();
     let mut tried = 0;
     for (name, is_step) in [("rollouts/step-1.h5", true), ("rollouts.h5", false)] {
         let size = fs::metadata(dir.path().join(name)).unwrap().len();
         for bytes in (0..size).step_by(size as usize / 16) {
             crate::limit_files(bytes);
             let tried_here =
-                if is_step { files.write(2, &batch(), 0, "") } else { RolloutFiles::open(dir.path(), 0).map(drop) };
+                if is_step { write(dir.path(), 2, &batch(), (0, ""), 0) } else { rollouts::recover(dir.path()) };
             crate::limit_files(u64::MAX);
             let error = tried_here.unwrap_err();
             let named = if is_step { "rollouts/step-2.h5" } else { "rollouts.h5" };
@@ -216,7 +210,7 @@ fn records_are_refused_under_every_limit() {
         }
     }
     assert!(tried >= 32, "{tried}");
-    files.write(2, &batch(), 0, "").unwrap();
+    write(dir.path(), 2, &batch(), (0, ""), 0).unwrap();
 }
 
 #[test]
@@ -230,23 +224,22 @@ fn the_last_records_are_kept_and_no_link_points_to_one_that_is_gone() {
         let files = fs::read_dir(dir.path().join("rollouts")).unwrap();
         assert_eq!(files.count(), expected.len());
     };
-    let mut all = RolloutFiles::open(dir.path(), 0).unwrap();
-    (1..=4).for_each(|step| all.write(step, &batch(), 0, "").unwrap());
+    (1..=4).for_each(|step| write(dir.path(), step, &batch(), (0, ""), 0).unwrap());
     there(&[1, 2, 3, 4]);
     // A look changes nothing: what is too many goes with the next record.
-    let mut two = RolloutFiles::open(dir.path(), 2).unwrap();
+    rollouts::recover(dir.path()).unwrap();
     there(&[1, 2, 3, 4]);
-    two.write(5, &batch(), 0, "").unwrap();
+    write(dir.path(), 5, &batch(), (0, ""), 2).unwrap();
     there(&[4, 5]);
-    two.write(5, &batch(), 0, "").unwrap();
+    write(dir.path(), 5, &batch(), (0, ""), 2).unwrap();
     there(&[4, 5]);
     // Cutting back removes later steps and their links.
-    two.cut_back(4).unwrap();
+    rollouts::cut_back(dir.path(), 4).unwrap();
     there(&[4]);
-    two.write(5, &batch()[..1], 9, "again").unwrap();
+    write(dir.path(), 5, &batch()[..1], (9, "again"), 2).unwrap();
     let group = File::open(dir.path().join("rollouts.h5")).unwrap().group(&group_name(5)).unwrap();
     assert_eq!(group.attr("seed").unwrap().read_scalar::<u64>().unwrap(), 9);
-    two.write(6, &batch(), 0, "").unwrap();
+    write(dir.path(), 6, &batch(), (0, ""), 2).unwrap();
     there(&[5, 6]);
 }
 
@@ -263,10 +256,9 @@ fn the_file_of_a_step_is_no_larger_than_its_longest_rows_make_it_and_not_much_sm
             sample
         };
         let batch: Vec<Experience> = (0..samples).map(of).collect();
-        let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
-        files.write(1, &batch, 42, &"f".repeat(64)).unwrap();
-        let bytes = fs::metadata(files.step_path(1)).unwrap().len();
-        let group = File::open(files.step_path(1)).unwrap().group(&group_name(1)).unwrap();
+        write(dir.path(), 1, &batch, (42, &"f".repeat(64)), 0).unwrap();
+        let bytes = fs::metadata(step_path(dir.path(), 1)).unwrap().len();
+        let group = File::open(step_path(dir.path(), 1)).unwrap().group(&group_name(1)).unwrap();
         assert_eq!(read::<f32>(&group, "advantages").len(), samples as usize * response);
         let most = step_bytes_max(samples as usize, prompt, response);
         assert!(bytes <= most && most <= bytes + (40 << 10), "{samples} samples: {bytes} bytes, {most} at most");
