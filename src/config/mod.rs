@@ -59,7 +59,21 @@ use model::DTypeName;
 use ppo::{Correction, Estimator, KlIn, OldLogprobs, PolicyLossKind};
 use preference::{DpoConfig, PreferenceLoss, RewardModelConfig};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use toml::{Table, Value};
+
+/// Every key of a table by its path, `job.kind`, with its value.
+pub fn flat(table: &Table) -> BTreeMap<String, Value> {
+    let mut all = BTreeMap::new();
+    for (key, value) in table {
+        match value {
+            Value::Table(inner) => all.extend(flat(inner).into_iter().map(|(rest, v)| (format!("{key}.{rest}"), v))),
+            value => drop(all.insert(key.clone(), value.clone())),
+        }
+    }
+    all
+}
 
 /// The word by which a job says a value that has one: `reinforce++`.
 pub fn name(value: &impl Serialize) -> String {

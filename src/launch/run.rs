@@ -341,6 +341,5 @@ fn open_records(config: &Config, dir: &Path, all: &Group) -> Result<Recorder> {
     };
     all.agree(if all.rank() == 0 { begun() } else { Ok(()) })?;
     let opened = Recorder::open(dir, &config.metrics, all.rank(), metrics::stderr_is_terminal());
-    let job = serde_json::to_value(config).map_err(|e| Error::fault(format!("the configuration: {e}")))?;
-    all.agree(opened.map(|recorder| recorder.of_job(job)))
+    all.agree(opened.map(|recorder| recorder.of_job(config.to_toml())))
 }

@@ -9,21 +9,20 @@ use indicatif::ProgressBar;
 use super::curves::Curves;
 use super::eval_rows::{self, EvalRow};
 use super::jsonl::{Line, MetricsFile};
-use super::tensorboard::EventsFile;
+use super::tensorboard::{EventsFile, indented};
 use super::terminal::Terminal;
-use super::{display, keys, rollouts};
+use super::{keys, rollouts};
 use crate::config::metrics::MetricsConfig;
 use crate::error::{Error, Result};
 use crate::experience::Experience;
 use crate::sys::files;
-use serde_json::Value;
 
 /// Records and shows a run. Every rank has one and calls it alike.
 #[derive(Debug)]
 pub struct Recorder {
     config: MetricsConfig,
-    /// The whole job, which TensorBoard shows.
-    job: Value,
+    /// The TOML of the whole job, which TensorBoard shows.
+    job: String,
     live: Option<Box<Live>>,
 }
 
@@ -50,7 +49,7 @@ impl Recorder {
     }
 
     pub fn silent(config: &MetricsConfig) -> Self {
-        Self { config: config.clone(), job: Value::Null, live: None }
+        Self { config: config.clone(), job: String::new(), live: None }
     }
 
     /// Opens the records as rank 0 does, showing on `terminal`.
@@ -64,12 +63,12 @@ impl Recorder {
             terminal.warn(&damage);
         }
         let live = Live { metrics, events: None, terminal, run_dir: run_dir.to_owned(), restarts: 0 };
-        Ok(Self { config: config.clone(), job: Value::Null, live: Some(Box::new(live)) })
+        Ok(Self { config: config.clone(), job: String::new(), live: Some(Box::new(live)) })
     }
 
     /// Shows the keys of a job beside its numbers.
     #[must_use]
-    pub fn of_job(mut self, job: Value) -> Self {
+    pub fn of_job(mut self, job: String) -> Self {
         self.job = job;
         self
     }
@@ -195,15 +194,10 @@ impl Recorder {
 
 impl Live {
     /// Makes the events file of this start, where there is to be one and is none yet: what is shown up to `step_last` stays.
-    fn begin_events(&mut self, config: &MetricsConfig, job: &Value, step_last: u64) -> Result<()> {
+    fn begin_events(&mut self, config: &MetricsConfig, job: &str, step_last: u64) -> Result<()> {
         if config.tensorboard && self.events.is_none() {
             let lines = self.metrics.lines()?;
-            let now = now_unix_s();
-            let mut events = EventsFile::create(&self.run_dir, job, &lines, step_last, now)?;
-            if let Ok(text) = toml::to_string(job) {
-                events.append_text(now, 0, "job/config", &indented(&text))?;
-            }
-            self.events = Some(events);
+            self.events = Some(EventsFile::create(&self.run_dir, job, &lines, step_last, now_unix_s())?);
         }
         Ok(())
     }
@@ -219,12 +213,6 @@ impl Live {
 fn markdown(Experience { prompt, response, score, .. }: &Experience) -> String {
     let [prompt, response] = [&prompt.text, &response.text].map(|text| indented(text));
     format!("score {score}\n\nprompt\n\n{prompt}\n\nresponse\n\n{response}\n")
-}
-
-/// Indented, so that markdown takes the text as it is, without control characters.
-fn indented(text: &str) -> String {
-    let lines: Vec<String> = text.lines().map(|line| format!("    {}", display::one_line(line))).collect();
-    lines.join("\n")
 }
 
 fn now_unix_s() -> f64 {

@@ -14,10 +14,11 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use super::jsonl::Line;
-use super::keys;
+use super::{display, keys};
+use crate::config;
 use crate::error::{Error, Result};
 use crate::sys::{files, host};
-use serde_json::Value;
+use toml::Value;
 
 const PREFIX: &str = "events.out.tfevents.";
 
@@ -42,12 +43,13 @@ pub struct EventsFile {
 
 impl EventsFile {
     /// Begins a new events file in `directory`. `lines` are those of `metrics.jsonl`; of earlier files and of them, what is up to
-    /// `step_last` stays. `config` is the job, which is shown as text and as hyperparameters.
-    pub fn create(directory: &Path, config: &Value, lines: &[Line], step_last: u64, now_unix_s: f64) -> Result<Self> {
+    /// `step_last` stays. `job` is the TOML of the job, which is shown as text and as hyperparameters.
+    pub fn create(directory: &Path, job: &str, lines: &[Line], step_last: u64, now_unix_s: f64) -> Result<Self> {
         let old = files_in(directory)?;
         let path = directory.join(file_name(now_unix_s, &old));
         let mut content = [version(now_unix_s), session_start(now_unix_s, step_last.saturating_add(1))].concat();
-        content.extend(hparams(now_unix_s, config));
+        content.extend(hparams(now_unix_s, job));
+        content.extend(text(now_unix_s, 0, "job/config", &indented(job)));
         if old.is_empty() {
             lines.iter().filter(|line| line.step <= step_last).for_each(|line| content.extend(scalars(line)));
         }
@@ -124,12 +126,13 @@ pub fn text(wall_time: f64, step: u64, tag: &str, markdown: &str) -> Vec<u8> {
 /// Keys of a job as the hyperparameters of TensorBoard's page of that name: `Value { tag, metadata { plugin_data { plugin_name:
 /// "hparams", content: HParamsPluginData { session_start_info = 3 { map hparams = 1, start_time_secs = 5 } } } } }`, each with a
 /// `google.protobuf.Value { number_value = 2, string_value = 3, bool_value = 4 }` (tensorboard/plugins/hparams/plugin_data.proto).
-pub fn hparams(wall_time: f64, config: &Value) -> Vec<u8> {
+pub fn hparams(wall_time: f64, job: &str) -> Vec<u8> {
     let mut info = Message::default();
-    for (key, value) in flat(config) {
+    for (key, value) in config::flat(&job.parse().unwrap_or_default()) {
         let value = match value {
-            Value::Bool(x) => Message::default().varint(4, u64::from(*x)),
-            Value::Number(x) => Message::default().f64(2, x.as_f64().unwrap_or(f64::NAN)),
+            Value::Boolean(x) => Message::default().varint(4, u64::from(x)),
+            Value::Integer(x) => Message::default().f64(2, x as f64),
+            Value::Float(x) => Message::default().f64(2, x),
             Value::String(x) => Message::default().bytes(3, x.as_bytes()),
             other => Message::default().bytes(3, other.to_string().as_bytes()),
         };
@@ -142,19 +145,10 @@ pub fn hparams(wall_time: f64, config: &Value) -> Vec<u8> {
     summary(wall_time, 0, &Message::default().bytes(1, b"_hparams_/session_start_info").bytes(9, &metadata.0))
 }
 
-/// Keys of all tables, `ppo.clip_low`, with their values.
-fn flat(config: &Value) -> Vec<(String, &Value)> {
-    let Value::Object(tables) = config else { return Vec::new() };
-    let mut all = Vec::new();
-    for (name, value) in tables {
-        match value {
-            Value::Object(_) => {
-                all.extend(flat(value).into_iter().map(|(key, value)| (format!("{name}.{key}"), value)));
-            }
-            value => all.push((name.clone(), value)),
-        }
-    }
-    all
+/// Indented, so that markdown takes the text as it is, without control characters.
+pub(super) fn indented(text: &str) -> String {
+    let lines: Vec<String> = text.lines().map(|line| format!("    {}", display::one_line(line))).collect();
+    lines.join("\n")
 }
 
 fn summary(wall_time: f64, step: u64, value: &Message) -> Vec<u8> {

@@ -1,11 +1,11 @@
 //! Where the configuration of a resumed run differs from the one that its checkpoint was saved with.
 
-use crate::config::Config;
+use crate::config::{self, Config};
 use crate::error::{Error, Result};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::Path;
-use toml::Value;
+use toml::{Table, Value};
 
 /// Keys that the meaning of the state depends on.
 const OF_THE_STATE: &[&str] = &[
@@ -72,22 +72,10 @@ fn settled(mut config: Config) -> Config {
 }
 
 fn flat(text: &str) -> BTreeMap<String, Value> {
-    fn walk(at: &str, value: Value, into: &mut BTreeMap<String, Value>) {
-        match value {
-            Value::Table(table) => {
-                for (key, value) in table {
-                    walk(&if at.is_empty() { key } else { format!("{at}.{key}") }, value, into);
-                }
-            }
-            leaf => drop(into.insert(at.to_string(), leaf)),
-        }
-    }
     // Keys that are newer than the checkpoint have their defaults.
-    let read = |text: &str| Value::Table(text.parse().unwrap_or_default());
+    let read = |text: &str| text.parse::<Table>().unwrap_or_default();
     let known = Config::deserialize(read(text)).map(|config| settled(config).to_toml());
-    let mut keys = BTreeMap::new();
-    walk("", read(known.as_deref().unwrap_or(text)), &mut keys);
-    keys
+    config::flat(&read(known.as_deref().unwrap_or(text)))
 }
 
 /// Whether both are the same paths under other names, or the old path is gone.

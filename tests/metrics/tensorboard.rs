@@ -4,7 +4,6 @@ use std::path::Path;
 
 use rlhf_hpc::metrics::Line;
 use rlhf_hpc::metrics::tensorboard::{EventsFile, files_in, hparams, scalar, session_start, tag, text, version};
-use serde_json::json;
 
 fn line(step: u64) -> Line {
     Line::new(step, 1e9 + step as f64, &[("reward_mean", 0.5 * step as f64), ("mine", 1.0)])
@@ -98,13 +97,13 @@ fn records_are_byte_for_byte_those_of_tensorboard() {
 fn a_resume_shows_what_was_recorded_up_to_its_step_and_what_follows() {
     let dir = tempfile::tempdir().unwrap();
     let lines: Vec<Line> = (1..=4).map(line).collect();
-    let mut old = EventsFile::create(dir.path(), &json!({"job": {"seed": 5}}), &[], 0, 1e9).unwrap();
+    let mut old = EventsFile::create(dir.path(), "[job]\nseed = 5", &[], 0, 1e9).unwrap();
     for line in &lines {
         old.append(line).unwrap();
         old.append_text(1e9, line.step, "rollout/samples", &format!("of {}", line.step)).unwrap();
     }
     let before = files_in(dir.path()).unwrap();
-    let mut new = EventsFile::create(dir.path(), &json!({}), &lines[..2], 2, 1e9).unwrap();
+    let mut new = EventsFile::create(dir.path(), "", &lines[..2], 2, 1e9).unwrap();
     assert!(files_in(dir.path()).unwrap().starts_with(&before), "TensorBoard goes on to names that sort behind");
     new.append(&Line::new(3, 1e9, &[("reward_mean", 7.0)])).unwrap();
     let shown = shown(dir.path());
@@ -117,9 +116,9 @@ fn a_resume_shows_what_was_recorded_up_to_its_step_and_what_follows() {
 #[test]
 fn where_there_are_no_events_yet_they_begin_with_all_lines() {
     let dir = tempfile::tempdir().unwrap();
-    EventsFile::create(dir.path(), &json!({}), &[line(1), line(2), line(3)], 2, 1e9).unwrap();
+    EventsFile::create(dir.path(), "", &[line(1), line(2), line(3)], 2, 1e9).unwrap();
     let steps: Vec<u64> = shown(dir.path()).keys().map(|(step, _)| *step).collect();
-    assert_eq!(steps, [0, 1, 1, 2, 2], "the job, then its lines");
+    assert_eq!(steps, [0, 0, 1, 1, 2, 2], "the job as hyperparameters and as text, then its lines");
 }
 
 #[test]
@@ -136,7 +135,7 @@ fn tags_name_their_section_once_and_the_job_is_shown_as_hyperparameters() {
     ] {
         assert_eq!(tag(key), shown);
     }
-    let record = hparams(1.0, &json!({"ppo": {"clip_low": 0.5, "advantage": "grpo"}, "eval": {"on": true}}));
+    let record = hparams(1.0, "[ppo]\nclip_low = 0.5\nadvantage = \"grpo\"\n[eval]\non = true");
     let event = fields(&record[12..record.len() - 4]);
     let inner =
         |bytes: &[u8], field: u64| fields(bytes).into_iter().filter(move |(n, _)| *n == field).map(|(_, value)| value);
@@ -149,9 +148,9 @@ fn tags_name_their_section_once_and_the_job_is_shown_as_hyperparameters() {
     let named = |entry: Vec<u8>| (String::from_utf8(one(&entry, 1)).expect("a name"), fields(&one(&entry, 2)));
     let all: Vec<_> = inner(&info, 1).map(named).collect();
     let want = [
-        ("ppo.clip_low", 2, 0.5f64.to_le_bytes().to_vec()),
-        ("ppo.advantage", 3, b"grpo".to_vec()),
         ("eval.on", 4, 1u64.to_le_bytes().to_vec()),
+        ("ppo.advantage", 3, b"grpo".to_vec()),
+        ("ppo.clip_low", 2, 0.5f64.to_le_bytes().to_vec()),
     ];
     assert_eq!(all, want.map(|(key, field, value)| (key.to_string(), vec![(field, value)])));
 }

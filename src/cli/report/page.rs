@@ -5,7 +5,7 @@ use super::facts;
 use super::numbers::scale;
 use super::plot::{Curve, Mark, Plot, swatch};
 use super::samples;
-use super::source::{Source, flat, is_result, keys_of, title_of};
+use super::source::{Source, is_result, keys_of, settings_of, title_of};
 use super::text::{escape, put};
 use crate::config::Config;
 use crate::metrics::{eval_table, keys};
@@ -299,7 +299,7 @@ impl Page<'_> {
     /// Settings that a run changes, those in which runs differ first.
     fn settings(&mut self) {
         // Through its text, in which a number has the digits that the run wrote.
-        let defaults = flat(&Config::default().to_toml().parse().expect("a configuration is TOML"));
+        let defaults = settings_of(&Config::default().to_toml()).expect("a configuration is TOML");
         let configs = || self.sources.iter().map(|source| &source.config);
         let keys: BTreeSet<&String> = configs().flat_map(BTreeMap::keys).collect();
         let (mut differing, mut same) = (String::new(), String::new());

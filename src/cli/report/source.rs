@@ -1,5 +1,6 @@
 //! What a run directory holds, read for a page. What is missing or damaged is left out, and said.
 
+use crate::config;
 use crate::data::Ledger;
 use crate::error::{Error, Result};
 use crate::metrics::keys::{self, Unit};
@@ -8,7 +9,7 @@ use crate::sys::files;
 use crate::text::Tokenizer;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use toml::{Table, Value};
+use toml::Value;
 
 pub struct Source {
     /// The job's name, or the directory's.
@@ -127,20 +128,12 @@ fn name_of(dir: &Path) -> String {
 fn settings(dir: &Path) -> Result<BTreeMap<String, String>> {
     let path = dir.join("config.resolved.toml");
     let text = files::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
-    let table: Table = text.parse().map_err(|e: toml::de::Error| Error::data(e.message()).within(path.display()))?;
-    Ok(flat(&table))
+    settings_of(&text).map_err(|e| Error::data(e.message()).within(path.display()))
 }
 
-pub fn flat(table: &Table) -> BTreeMap<String, String> {
-    let mut all = BTreeMap::new();
-    for (key, value) in table {
-        match value {
-            Value::Table(inner) => all.extend(flat(inner).into_iter().map(|(rest, v)| (format!("{key}.{rest}"), v))),
-            Value::String(text) => drop(all.insert(key.clone(), text.clone())),
-            other => drop(all.insert(key.clone(), other.to_string())),
-        }
-    }
-    all
+pub fn settings_of(text: &str) -> std::result::Result<BTreeMap<String, String>, toml::de::Error> {
+    let words = |value| if let Value::String(text) = value { text } else { value.to_string() };
+    Ok(config::flat(&text.parse()?).into_iter().map(|(key, value)| (key, words(value))).collect())
 }
 
 /// `ledger.json`, which a run writes with its checkpoints.
