@@ -1,9 +1,10 @@
 //! Element types of tensors.
 
+use argh::FromArgValue;
 use serde::{Deserialize, Serialize};
 
 /// Of weights, and of cached keys and values. Activations and gradients are f32 on the CPU, bf16 on GPUs but where sums are kept.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, FromArgValue, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DType {
     #[default]

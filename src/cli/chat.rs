@@ -1,6 +1,6 @@
 //! `rlhf-hpc chat`: a conversation with a model through its chat template.
 
-use super::device::{Options, device, dtype_name};
+use super::device::Options;
 use super::out::note;
 use super::rows::{Row, object};
 use super::talk::Talk;
@@ -50,11 +50,11 @@ pub struct Args {
     pub seed: u64,
 
     /// cpu, gpu or auto: a GPU where there is one that suits the model and computes what the CPU does (default: auto)
-    #[argh(option, default = "DeviceName::Auto", from_str_fn(device))]
+    #[argh(option, default = "DeviceName::Auto")]
     pub device: DeviceName,
 
     /// f32, bf16 or auto: what the weights are held in; auto is bf16 on a GPU and f32 on a CPU (default: auto)
-    #[argh(option, default = "DTypeName::Auto", from_str_fn(dtype_name))]
+    #[argh(option, default = "DTypeName::Auto")]
     pub dtype: DTypeName,
 
     /// do not compare a GPU with the CPU before, which takes about a second

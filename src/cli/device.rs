@@ -9,9 +9,6 @@ use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
 use crate::model::Head;
-use crate::tensor::DType;
-use serde::Deserialize;
-use serde::de::value::BorrowedStrDeserializer;
 use std::path::Path;
 
 #[derive(Clone, Copy, Debug)]
@@ -19,27 +16,6 @@ pub struct Options {
     pub device: DeviceName,
     pub dtype: DTypeName,
     pub check: bool,
-}
-
-/// `auto`, `cpu` or `gpu`.
-pub fn device(text: &str) -> std::result::Result<DeviceName, String> {
-    named(text, "device, auto, cpu and gpu are")
-}
-
-/// `f32` or `bf16`.
-pub fn dtype(text: &str) -> std::result::Result<DType, String> {
-    named(text, "dtype of weights, f32 and bf16 are")
-}
-
-/// `auto`, `f32` or `bf16`.
-pub fn dtype_name(text: &str) -> std::result::Result<DTypeName, String> {
-    named(text, "dtype of weights, auto, f32 and bf16 are")
-}
-
-/// What a job calls by the word `text`.
-fn named<'a, T: Deserialize<'a>>(text: &'a str, needed: &str) -> std::result::Result<T, String> {
-    let word: BorrowedStrDeserializer<serde::de::value::Error> = BorrowedStrDeserializer::new(text);
-    T::deserialize(word).map_err(|_| format!("{text} is no {needed}"))
 }
 
 /// The options that stand for a job's keys.

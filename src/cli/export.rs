@@ -1,6 +1,5 @@
 //! `rlhf-hpc export`: a Hugging Face directory from a checkpoint of a run.
 
-use super::device::dtype;
 use super::out::note;
 use crate::checkpoint::{Checkpoint, ModelVectors, newest};
 use crate::comm::Group;
@@ -35,7 +34,7 @@ pub struct Args {
     pub ema: bool,
 
     /// f32 or bf16: what the tensors are written in (default: f32)
-    #[argh(option, default = "DType::F32", from_str_fn(dtype))]
+    #[argh(option, default = "DType::F32")]
     pub dtype: DType,
 }
 

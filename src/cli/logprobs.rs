@@ -1,13 +1,14 @@
 //! `rlhf-hpc logprobs`: log-probabilities of rows of tokens.
 
-use super::device::{Options, device, dtype_name};
+use super::device::Options;
+use super::ranks::Ranks;
 use super::rows::{self, Row};
 use super::scores::{ScoredRow, Scoring};
 use crate::config::job::DeviceName;
 use crate::config::model::DTypeName;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
-use crate::model::{Arch, Head};
+use crate::model::Head;
 use crate::ops::linear_logprob::Extra;
 use crate::text::Tokenizer;
 use argh::FromArgs;
@@ -32,11 +33,11 @@ pub struct Args {
     pub input: PathBuf,
 
     /// cpu, gpu or auto: a GPU where there is one that suits the model and computes what the CPU does (default: auto)
-    #[argh(option, default = "DeviceName::Auto", from_str_fn(device))]
+    #[argh(option, default = "DeviceName::Auto")]
     pub device: DeviceName,
 
     /// f32, bf16 or auto: what the weights are held in; auto is bf16 on a GPU and f32 on a CPU (default: auto)
-    #[argh(option, default = "DTypeName::Auto", from_str_fn(dtype_name))]
+    #[argh(option, default = "DTypeName::Auto")]
     pub dtype: DTypeName,
 
     /// tokens of one forward; a longer row stands alone (default: 4096)
@@ -64,27 +65,15 @@ pub fn run(args: &Args) -> Result<()> {
         input: &args.input,
         options: Options { device: args.device, dtype: args.dtype, check: !args.no_check },
         tokens_max: args.batch_tokens,
+        row: scored,
         forward: |InferenceModel { transformer, weights, .. }, row| {
             let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
             transformer.logprobs_on_device(weights, &hidden, &row.rows, &row.targets, 1.0, Extra::Nothing)
         },
     };
-    scoring.run(
-        || Ok((read(args)?, ())),
-        |ranks, (), row, logprobs| {
-            let tokens = row.response.map(|first| &row.tokens[first..]);
-            ranks.write(&Line { tokens, logprobs })
-        },
-    )
-}
-
-fn read(args: &Args) -> Result<Vec<ScoredRow>> {
-    let arch = Arch::load(&args.model)?;
-    let tokenizer = Tokenizer::find(&args.model)?;
-    rows::read(&args.input, |row| {
-        let row = scored(row, tokenizer.as_ref())?;
-        rows::check(&row.tokens, &arch)?;
-        Ok(row)
+    scoring.run(Ranks::start(&args.input)?, |ranks, row, logprobs| {
+        let tokens = row.response.map(|first| &row.tokens[first..]);
+        ranks.write(&Line { tokens, logprobs })
     })
 }
 

@@ -1,6 +1,7 @@
 //! `rlhf-hpc reward`: scores by a reward model.
 
-use super::device::{Options, device, dtype_name};
+use super::device::Options;
+use super::ranks::Ranks;
 use super::rows::{self, Row};
 use super::scores::{ScoredRow, Scoring};
 use crate::config::job::DeviceName;
@@ -35,11 +36,11 @@ pub struct Args {
     pub normalize: bool,
 
     /// cpu, gpu or auto: a GPU where there is one that suits the model and computes what the CPU does (default: auto)
-    #[argh(option, default = "DeviceName::Auto", from_str_fn(device))]
+    #[argh(option, default = "DeviceName::Auto")]
     pub device: DeviceName,
 
     /// f32, bf16 or auto: what the weights are held in; auto is bf16 on a GPU and f32 on a CPU (default: auto)
-    #[argh(option, default = "DTypeName::Auto", from_str_fn(dtype_name))]
+    #[argh(option, default = "DTypeName::Auto")]
     pub dtype: DTypeName,
 
     /// tokens of one forward; a longer row stands alone (default: 4096)
@@ -66,45 +67,38 @@ pub fn run(args: &Args) -> Result<()> {
         input: &args.input,
         options: Options { device: args.device, dtype: args.dtype, check: !args.no_check },
         tokens_max: args.batch_tokens,
+        row: scored,
         forward: |InferenceModel { transformer, weights, .. }, row| {
             let last: Vec<u32> = row.cu_seqlens[1..].iter().map(|&end| end as u32 - 1).collect();
             let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
             transformer.values_on_device(weights, &hidden, &last)
         },
     };
-    scoring.run(
-        || read(args),
-        |ranks, [mean, std], scored, reward| {
-            ranks.write(&Line { row: &scored.fields, reward: (reward[0] - mean) / std })
-        },
-    )
+    let ranks = Ranks::start(&args.input)?;
+    let (mean, std) = ranks.agree(mean_std(args))?;
+    scoring.run(ranks, |ranks, row, reward| ranks.write(&Line { row: &row.fields, reward: (reward[0] - mean) / std }))
 }
 
-/// The rows, and mean and standard deviation by which rewards are normalised.
-fn read(args: &Args) -> Result<(Vec<ScoredRow>, [f32; 2])> {
-    let arch = Arch::load(&args.model)?;
-    let dir = args.model.display();
+/// Mean and standard deviation by which rewards are normalised.
+fn mean_std(args: &Args) -> Result<(f32, f32)> {
+    let (arch, dir) = (Arch::load(&args.model)?, args.model.display());
     if arch.head != Head::Value {
         return Err(Error::data(format!("{dir} holds a language model, needed is a reward model"))
             .hint("its config.json names a class like LlamaForSequenceClassification, and its tensors score.weight"));
     }
-    let mean_std = match (args.normalize, arch.reward_mean_std) {
-        (false, _) => [0.0, 1.0],
-        (true, Some((mean, std))) if std > 0.0 => [mean, std],
-        (true, _) => {
-            return Err(Error::usage(format!("--normalize: {dir}/config.json has no mean and positive std"))
-                .hint("leave it out for raw rewards"));
-        }
-    };
-    let tokenizer = Tokenizer::find(&args.model)?;
-    let all = rows::read(&args.input, |row| {
-        let tokens = row_tokens(row, tokenizer.as_ref())?;
-        rows::check(&tokens, &arch)?;
-        let mut fields = row.clone();
-        fields.remove("reward");
-        Ok(ScoredRow { tokens, response: None, fields })
-    })?;
-    Ok((all, mean_std))
+    if !args.normalize {
+        return Ok((0.0, 1.0));
+    }
+    let positive = arch.reward_mean_std.filter(|(_, std)| *std > 0.0);
+    let none = || Error::usage(format!("--normalize: {dir}/config.json has no mean and positive std"));
+    positive.ok_or_else(|| none().hint("leave it out for raw rewards"))
+}
+
+fn scored(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<ScoredRow> {
+    let tokens = row_tokens(row, tokenizer)?;
+    let mut fields = row.clone();
+    fields.remove("reward");
+    Ok(ScoredRow { tokens, response: None, fields })
 }
 
 fn row_tokens(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {

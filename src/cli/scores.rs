@@ -12,9 +12,9 @@ use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
 use crate::learn::packed::PackedRow;
-use crate::model::Head;
-use crate::model::non_finite;
+use crate::model::{Arch, Head, non_finite};
 use crate::tensor::{Flat, Later};
+use crate::text::Tokenizer;
 use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
@@ -43,34 +43,19 @@ pub struct Scoring<'a> {
     pub options: Options,
     /// Tokens of one forward; a longer row stands alone.
     pub tokens_max: usize,
+    /// What is scored of a row.
+    pub row: fn(&Row, Option<&Tokenizer>) -> Result<ScoredRow>,
     /// The numbers of a packed row, sequence by sequence: one from a value head, else one of each token that is scored.
     pub forward: fn(&InferenceModel, &PackedRow) -> Flat,
 }
 
 impl Scoring<'_> {
-    /// Scores the rows that `read` gives, with what `write` has to know beside the numbers of the next row.
-    pub fn run<T>(
-        &self,
-        read: impl FnOnce() -> Result<(Vec<ScoredRow>, T)>,
-        write: impl Fn(&mut Ranks, &T, &ScoredRow, &[f32]) -> Result<()>,
-    ) -> Result<()> {
+    /// Scores this rank's share of the rows in order, and logs the speed; `write` takes the numbers of the next row.
+    pub fn run(&self, mut ranks: Ranks, write: impl Fn(&mut Ranks, &ScoredRow, &[f32]) -> Result<()>) -> Result<()> {
         limits::check_option("--batch-tokens", self.tokens_max, 1, TOKENS_MAX)?;
-        let mut ranks = Ranks::start(self.input)?;
-        let (all, beside) = ranks.agree(read())?;
+        let all = ranks.agree(self.read())?;
         let settings = (RolloutConfig::default(), 0);
         let inference = device::open(self.verb, self.model, self.options, self.head, settings, &ranks)?;
-        self.over(&all, &inference, &mut ranks, |ranks, row, numbers| write(ranks, &beside, row, numbers))?;
-        ranks.finish()
-    }
-
-    /// Scores this rank's share of the rows in order, and logs the speed; `write` takes the numbers of the next row.
-    fn over(
-        &self,
-        all: &[ScoredRow],
-        inference: &InferenceModel,
-        ranks: &mut Ranks,
-        mut write: impl FnMut(&mut Ranks, &ScoredRow, &[f32]) -> Result<()>,
-    ) -> Result<()> {
         let start = Instant::now();
         let lengths: Vec<usize> = all.iter().map(|row| row.tokens.len()).collect();
         let share = ranks.share(&lengths);
@@ -83,9 +68,9 @@ impl Scoring<'_> {
                     left.split_at(if self.head == Head::Value { 1 } else { row.tokens.len() - row.first() });
                 left = rest;
                 if numbers.iter().all(|x| x.is_finite()) {
-                    return write(ranks, row, numbers);
+                    return write(&mut ranks, row, numbers);
                 }
-                Err(overflow(inference, &row.tokens).within(format!(
+                Err(overflow(&inference, &row.tokens).within(format!(
                     "{} line {}",
                     self.input.display(),
                     share.start + i + 1
@@ -98,7 +83,7 @@ impl Scoring<'_> {
         for batch in rows::batches(own.iter().map(|row| row.tokens.len()), self.tokens_max) {
             let mut packed = PackedRow::new();
             own[batch.clone()].iter().for_each(|row| packed.push(&row.tokens, row.first()));
-            let found = (self.forward)(inference, &packed).later();
+            let found = (self.forward)(&inference, &packed).later();
             bar.set_position(batch.start as u64);
             before.replace((batch, found)).map_or(Ok(()), &mut write_batch)?;
         }
@@ -110,7 +95,16 @@ impl Scoring<'_> {
         let (seconds, memory) = (start.elapsed().as_secs_f64(), inference.describe_memory());
         let rate = tokens as f64 / seconds.max(1e-9);
         ranks.say(&format!("{verb}: {count} rows, {tokens} tokens in {seconds:.2} s ({rate:.0} tokens/s){memory}"));
-        Ok(())
+        ranks.finish()
+    }
+
+    fn read(&self) -> Result<Vec<ScoredRow>> {
+        let (arch, tokenizer) = (Arch::load(self.model)?, Tokenizer::find(self.model)?);
+        rows::read(self.input, |row| {
+            let row = (self.row)(row, tokenizer.as_ref())?;
+            rows::check(&row.tokens, &arch)?;
+            Ok(row)
+        })
     }
 }
 

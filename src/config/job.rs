@@ -5,6 +5,7 @@ use super::optim::GradientOrder;
 use super::rollout::TEMPERATURE_MIN;
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
+use argh::FromArgValue;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use std::path::PathBuf;
@@ -33,7 +34,7 @@ pub enum JobKind {
 }
 
 /// What models are put on.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromArgValue, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DeviceName {
     Cpu,

@@ -1,11 +1,12 @@
 //! `[model]`: which directories play which part, and in what precision.
 
 use crate::dtype::DType;
+use argh::FromArgValue;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
 /// What a job says of the element type of its weights.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromArgValue, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DTypeName {
     /// bf16 on GPUs, f32 on CPUs.

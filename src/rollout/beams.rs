@@ -22,6 +22,7 @@ use crate::experience::Finish;
 use crate::ops::attention::{KvLayer, PAGE};
 use crate::ops::sample::{SampleParams, SampleRow, Sampled};
 use crate::tensor::Tensor;
+use argh::FromArgValue;
 use std::collections::VecDeque;
 use std::ops::Range;
 
@@ -36,7 +37,7 @@ pub struct Beams {
 }
 
 /// When the search of a prompt with N hypotheses is over.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromArgValue)]
 pub enum EarlyStopping {
     /// At once.
     True,

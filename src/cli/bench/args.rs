@@ -1,6 +1,5 @@
 //! The command line of `bench`.
 
-use crate::cli::device::dtype;
 use crate::tensor::DType;
 use argh::FromArgs;
 use std::path::PathBuf;
@@ -23,7 +22,7 @@ pub struct Args {
     pub model: Option<PathBuf>,
 
     /// f32 or bf16: what the weights are held in (default: f32)
-    #[argh(option, default = "DType::F32", from_str_fn(dtype))]
+    #[argh(option, default = "DType::F32")]
     pub dtype: DType,
 
     /// threads (default: the cores of this process)

@@ -1,6 +1,5 @@
 //! The options of `generate`.
 
-use crate::cli::device::{device, dtype_name};
 use crate::cli::rows::{self, Row};
 use crate::config::job::DeviceName;
 use crate::config::limits;
@@ -82,7 +81,7 @@ pub struct Args {
 
     /// when a search ends that has as many responses as beams: at once (true), when going on does not seem worth it (false), or when
     /// no better one is possible (never) (default: false)
-    #[argh(option, from_str_fn(early_stopping))]
+    #[argh(option)]
     pub early_stopping: Option<EarlyStopping>,
 
     /// a search's score is the sum of log-probabilities over the number of tokens to the power of this (default: 1)
@@ -106,11 +105,11 @@ pub struct Args {
     pub ignore_eos: bool,
 
     /// cpu, gpu or auto: a GPU where there is one that suits the model and computes what the CPU does (default: auto)
-    #[argh(option, default = "DeviceName::Auto", from_str_fn(device))]
+    #[argh(option, default = "DeviceName::Auto")]
     pub device: DeviceName,
 
     /// f32, bf16 or auto: what the weights are held in; auto is bf16 on a GPU and f32 on a CPU (default: auto)
-    #[argh(option, default = "DTypeName::Auto", from_str_fn(dtype_name))]
+    #[argh(option, default = "DTypeName::Auto")]
     pub dtype: DTypeName,
 
     /// do not compare a GPU with the CPU before, which takes about a second
@@ -120,16 +119,6 @@ pub struct Args {
 
 /// What a batch holds, whatever is searched.
 const BEAMS_MAX: usize = 256;
-
-/// `true`, `false` or `never`.
-fn early_stopping(text: &str) -> std::result::Result<EarlyStopping, String> {
-    match text {
-        "true" => Ok(EarlyStopping::True),
-        "false" => Ok(EarlyStopping::False),
-        "never" => Ok(EarlyStopping::Never),
-        _ => Err(format!("{text} is no early stopping, true, false and never are")),
-    }
-}
 
 impl Args {
     /// The sampling that the options ask for.
