@@ -176,12 +176,12 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Chat(args) => chat::run(&args),
         Verb::Logprobs(args) => logprobs::run(&args),
         Verb::Reward(args) => reward::run(&args),
-        Verb::Select(args) => select::run(&args),
         // Other offline verbs are the work of one process: under a launcher the other ranks have nothing to do.
         _ if !rows::is_worker() => Ok(()),
         Verb::Init(args) => init::run(&args),
         Verb::Shard(args) => shard::run(&args),
         Verb::Tokenizer(args) => tokenizer::run(&args),
+        Verb::Select(args) => select::run(&args),
         Verb::Export(args) => export::run(&args),
         Verb::Report(args) => report::run(&args),
         Verb::Samples(args) => samples::run(&args),

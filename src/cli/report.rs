@@ -38,9 +38,11 @@ const RUNS_MAX: usize = 8;
 pub fn run(args: &Args) -> Result<()> {
     let first = args.runs.first().ok_or_else(|| Error::usage("report needs at least one run directory"))?;
     let out = args.out.clone().unwrap_or_else(|| beside(first));
-    let written = write(&args.runs, &out)?;
-    written.lacks.iter().for_each(|lack| note!("warning: {lack}"));
-    note!("report: {}, {}", out.display(), format_bytes(written.bytes));
+    let (bytes, lacks) = write(&args.runs, &out)?;
+    for lack in lacks {
+        note!("warning: {lack}");
+    }
+    note!("report: {}, {}", out.display(), format_bytes(bytes as u64));
     Ok(())
 }
 
@@ -49,14 +51,8 @@ pub(super) fn beside(run: &Path) -> PathBuf {
     run.join("report.html")
 }
 
-pub(super) struct Written {
-    bytes: u64,
-    /// What is missing on the page, and why.
-    pub lacks: Vec<String>,
-}
-
-/// Writes the page about `runs` to `out`.
-pub(super) fn write(runs: &[PathBuf], out: &Path) -> Result<Written> {
+/// Writes the page about `runs` to `out`: its bytes, and what is missing on it, with the reason.
+pub(super) fn write(runs: &[PathBuf], out: &Path) -> Result<(usize, Vec<String>)> {
     if runs.len() > RUNS_MAX {
         return Err(Error::usage(format!("{} runs, of which {RUNS_MAX} can be told apart on a page", runs.len())));
     }
@@ -64,6 +60,5 @@ pub(super) fn write(runs: &[PathBuf], out: &Path) -> Result<Written> {
     source::name_apart(&mut sources);
     let page = page::of(&mut sources);
     files::write_atomic(out, page.as_bytes())?;
-    let lacks = sources.into_iter().flat_map(|source| source.lacks).collect();
-    Ok(Written { bytes: page.len() as u64, lacks })
+    Ok((page.len(), sources.into_iter().flat_map(|source| source.lacks).collect()))
 }

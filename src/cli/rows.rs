@@ -56,17 +56,12 @@ fn made<T>((path, number, raw): &Numbered, make: impl FnOnce(&Row) -> Result<T>)
     made.map_err(|e| e.within(format!("{} line {number}", path.display())))
 }
 
-/// Looks at each row of the file or folder (`-`: standard input).
-pub fn each(path: &Path, mut look: impl FnMut(&Row) -> Result<()>) -> Result<()> {
-    each_raw(path, |row| made(&row, &mut look).map(ControlFlow::Continue))
-}
-
-/// Makes a `T` of each row.
+/// Makes a `T` of each row of the file or folder (`-`: standard input).
 pub fn read<T>(path: &Path, mut make: impl FnMut(&Row) -> Result<T>) -> Result<Vec<T>> {
     let mut rows = Vec::new();
-    each(path, |row| {
-        rows.push(make(row)?);
-        Ok(())
+    each_raw(path, |row| {
+        rows.push(made(&row, &mut make)?);
+        Ok(ControlFlow::Continue(()))
     })?;
     Ok(rows)
 }

@@ -60,9 +60,6 @@ pub fn run(args: &Args) -> Result<()> {
     if args.best == Some(0) {
         return Err(Error::usage("--best is 0, needed at least 1"));
     }
-    if !rows::is_worker() {
-        return Ok(());
-    }
     let all = rows::read(&args.input, |row| scored(row, &args.by))?;
     let (total, useless) = (all.len(), all.iter().filter(|one| one.is_useless).count());
     let groups = rows::groups(all, |one| one.prompt.clone());

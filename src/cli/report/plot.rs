@@ -2,7 +2,7 @@
 
 use super::super::samples::short_number;
 use super::numbers::{Scale, scale, short, thin, tick_label, ticks, unit_of};
-use super::text::{add, escape, put};
+use super::text::{escape, put};
 use crate::metrics::keys;
 
 /// One curve of a plot.
@@ -67,7 +67,7 @@ impl Frame {
         let mut lines = String::new();
         for mark in marks {
             let y = short(self.y(ys, mark), 5);
-            add!(lines, "M{left} {y}H{right}");
+            put!(lines, "M{left} {y}H{right}");
             put!(
                 out,
                 "<text class=\"tick end\" x=\"{}\" y=\"{y}\" dy=\".32em\">{}</text>",
@@ -134,7 +134,7 @@ impl Plot<'_> {
         let frame = if self.is_small { &SMALL } else { &FRAME };
         let mut out = String::from("<figure class=\"plot\"><figcaption");
         if let Some(key) = keys::find(self.key) {
-            add!(out, " title=\"{}\"", escape(key.meaning));
+            put!(out, " title=\"{}\"", escape(key.meaning));
         }
         let is_one = self.curves.len() == 1;
         let now = if is_one {
@@ -228,7 +228,7 @@ fn path(points: &[(f64, f64)]) -> String {
             } else {
                 " "
             };
-            add!(out, "{before}{x} {y}");
+            out += &[before, &x, " ", &y].concat();
         }
         if part.len() == 1 {
             out += "h0";

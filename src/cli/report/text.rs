@@ -20,16 +20,7 @@ pub fn escape(text: &str) -> String {
     out
 }
 
-/// `write!` to a `String`, which does not fail.
-macro_rules! add {
-    ($out:expr, $($args:tt)*) => {{
-        use std::fmt::Write as _;
-        let _ = write!($out, $($args)*);
-    }};
-}
-pub(super) use add;
-
-/// `writeln!` of the same kind.
+/// `writeln!` to a `String`, which does not fail.
 macro_rules! put {
     ($out:expr, $($args:tt)*) => {{
         use std::fmt::Write as _;
