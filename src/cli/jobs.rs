@@ -49,8 +49,8 @@ struct Recipe {
 }
 
 macro_rules! text {
-    ($path:literal) => {
-        include_str!(concat!("../../jobs/", $path))
+    ($($path:literal),*) => {
+        include_str!(concat!("../../jobs/", $($path),*))
     };
 }
 
@@ -64,113 +64,68 @@ const SBATCH: &str = "cd DIR && RLHF_HPC=BINARY RLHF_JOB=JOB.toml sbatch NAME";
 const JOB: Recipe =
     Recipe { name: "", about: "", file: "", text: "", beside: &[], change: "", next: "rlhf-hpc run FILE --dry-run" };
 
+/// A recipe of jobs/recipes: its name, which is its file's, what it is about, and what one changes in it.
+macro_rules! recipe {
+    ($name:literal, $about:literal, $change:expr) => {
+        Recipe { name: $name, about: $about, text: text!("recipes/", $name, ".toml"), change: $change, ..JOB }
+    };
+}
+
 const RECIPES: &[Recipe] = &[
+    recipe!("sft", "supervised fine-tuning on prompts with responses", "model.actor, data.prompts"),
+    recipe!(
+        "reward-model",
+        "a model that scores responses, from pairs of a chosen and a rejected one",
+        "model.actor, data.prompts"
+    ),
+    recipe!(
+        "dpo",
+        "DPO: a policy from the same pairs, without a reward model; or IPO, SimPO, ORPO",
+        "model.actor, data.prompts"
+    ),
+    recipe!(
+        "kto",
+        "KTO: a policy from single responses that are labelled good or bad",
+        "model.actor, data.prompts and data.label_key"
+    ),
+    recipe!(
+        "step-reward",
+        "a process reward model: predicts behind each step of an answer whether it is right",
+        "model.actor, data.prompts and data.label_key, step_reward.placeholder"
+    ),
+    recipe!(
+        "distill",
+        "distillation: a student learns a teacher's distributions on given responses",
+        "model.actor, model.teachers, data.prompts"
+    ),
+    recipe!(
+        "distill-on-policy",
+        "on-policy distillation: the same on the student's own answers",
+        "model.actor, model.teachers, data.prompts; reward, or leave it out"
+    ),
+    recipe!("grpo", "GRPO: groups of answers to each prompt, a rule as reward, no critic", RL_CHANGE),
+    recipe!("dapo", "DAPO: GRPO on prompts whose answers differ, a clip with more room above, no KL", RL_CHANGE),
+    recipe!("rloo", "RLOO: the other answers to a prompt as baseline, no critic", RL_CHANGE),
+    recipe!("remax", "ReMax: the greedy answer to each prompt as baseline, no critic and no groups", RL_CHANGE),
+    recipe!("reinforce++", "REINFORCE++: one answer to each prompt, no critic and no groups", RL_CHANGE),
     Recipe {
-        name: "sft",
-        about: "supervised fine-tuning on prompts with responses",
-        text: text!("recipes/sft.toml"),
-        change: "model.actor, data.prompts",
-        ..JOB
-    },
-    Recipe {
-        name: "reward-model",
-        about: "a model that scores responses, from pairs of a chosen and a rejected one",
-        text: text!("recipes/reward-model.toml"),
-        change: "model.actor, data.prompts",
-        ..JOB
-    },
-    Recipe {
-        name: "dpo",
-        about: "DPO: a policy from the same pairs, without a reward model; or IPO, SimPO, ORPO",
-        text: text!("recipes/dpo.toml"),
-        change: "model.actor, data.prompts",
-        ..JOB
-    },
-    Recipe {
-        name: "kto",
-        about: "KTO: a policy from single responses that are labelled good or bad",
-        text: text!("recipes/kto.toml"),
-        change: "model.actor, data.prompts and data.label_key",
-        ..JOB
-    },
-    Recipe {
-        name: "step-reward",
-        about: "a process reward model: predicts behind each step of an answer whether it is right",
-        text: text!("recipes/step-reward.toml"),
-        change: "model.actor, data.prompts and data.label_key, step_reward.placeholder",
-        ..JOB
-    },
-    Recipe {
-        name: "distill",
-        about: "distillation: a student learns a teacher's distributions on given responses",
-        text: text!("recipes/distill.toml"),
-        change: "model.actor, model.teachers, data.prompts",
-        ..JOB
-    },
-    Recipe {
-        name: "distill-on-policy",
-        about: "on-policy distillation: the same on the student's own answers",
-        text: text!("recipes/distill-on-policy.toml"),
-        change: "model.actor, model.teachers, data.prompts; reward, or leave it out",
-        ..JOB
-    },
-    Recipe {
-        name: "grpo",
-        about: "GRPO: groups of answers to each prompt, a rule as reward, no critic",
-        text: text!("recipes/grpo.toml"),
-        change: RL_CHANGE,
-        ..JOB
-    },
-    Recipe {
-        name: "dapo",
-        about: "DAPO: GRPO on prompts whose answers differ, a clip with more room above, no KL",
-        text: text!("recipes/dapo.toml"),
-        change: RL_CHANGE,
-        ..JOB
-    },
-    Recipe {
-        name: "rloo",
-        about: "RLOO: the other answers to a prompt as baseline, no critic",
-        text: text!("recipes/rloo.toml"),
-        change: RL_CHANGE,
-        ..JOB
-    },
-    Recipe {
-        name: "remax",
-        about: "ReMax: the greedy answer to each prompt as baseline, no critic and no groups",
-        text: text!("recipes/remax.toml"),
-        change: RL_CHANGE,
-        ..JOB
-    },
-    Recipe {
-        name: "reinforce++",
-        about: "REINFORCE++: one answer to each prompt, no critic and no groups",
-        text: text!("recipes/reinforce++.toml"),
-        change: RL_CHANGE,
-        ..JOB
-    },
-    Recipe {
-        name: "ppo-python-reward",
-        about: "PPO with a critic, scored by a Python function (reward.py)",
-        text: text!("recipes/ppo-python-reward.toml"),
         beside: &[REWARD],
-        change: "model.actor, data.prompts and data.label_key, the function in reward.py",
-        ..JOB
+        ..recipe!(
+            "ppo-python-reward",
+            "PPO with a critic, scored by a Python function (reward.py)",
+            "model.actor, data.prompts and data.label_key, the function in reward.py"
+        )
     },
-    Recipe {
-        name: "eval",
-        about: "evaluation of a model or a checkpoint: several sets, pass@k, majority vote; trains nothing",
-        text: text!("recipes/eval.toml"),
-        change: "model.actor, data.prompts, data.eval_sets and data.label_key, the reward as in training",
-        ..JOB
-    },
-    Recipe {
-        name: "long-context",
-        about: "rows of 32,768 tokens shared by several ranks: the sequence axis, ring attention",
-        text: text!("recipes/long-context.toml"),
-        change: "model.actor, data.prompts, mesh.sequence for your rows and GPUs",
-        ..JOB
-    },
+    recipe!(
+        "eval",
+        "evaluation of a model or a checkpoint: several sets, pass@k, majority vote; trains nothing",
+        "model.actor, data.prompts, data.eval_sets and data.label_key, the reward as in training"
+    ),
+    recipe!(
+        "long-context",
+        "rows of 32,768 tokens shared by several ranks: the sequence axis, ring attention",
+        "model.actor, data.prompts, mesh.sequence for your rows and GPUs"
+    ),
     Recipe {
         name: "ppo-7b",
         about: "PPO of Llama-2-7B with a critic on 2 nodes x 8 GPUs, and its plan without weights",
