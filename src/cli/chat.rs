@@ -105,11 +105,11 @@ fn fitting(talk: &Talk, messages: &mut Vec<Value>, args: &Row, kept: usize) -> R
     loop {
         let tokens = talk.tokenizer.encode_chat(&Value::Array(messages.clone()), args, true)?;
         // A message and its answer go together.
-        if tokens.len() < talk.context() || messages.len() < kept + 3 {
+        if tokens.len() < talk.arch().context || messages.len() < kept + 3 {
             return Ok(tokens);
         }
         messages.drain(kept..kept + 2);
-        note!("chat: the oldest messages are forgotten, the model's context is {} tokens", talk.context());
+        note!("chat: the oldest messages are forgotten, the model's context is {} tokens", talk.arch().context);
     }
 }
 

@@ -87,7 +87,7 @@ fn show(args: &Args, config: RolloutConfig, options: Options, prompt: &str) -> R
     }
     let config = RolloutConfig { samples_per_prompt: 1, ..config };
     let mut talk = Talk::open("generate", &args.model, options, config, args.seed)?;
-    talk.edits = Arc::new(asked::edits(args, Some(&talk.tokenizer), talk.vocabulary())?);
+    talk.edits = Arc::new(asked::edits(args, Some(&talk.tokenizer), talk.arch().vocabulary)?);
     let tokens = talk.tokenizer.encode(prompt, true)?;
     for _ in 0..args.samples {
         talk.answer(tokens.clone())?;

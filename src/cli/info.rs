@@ -9,7 +9,7 @@ use crate::device::cuda::kernels::Resources;
 use crate::device::cuda::nvrtc::Nvrtc;
 use crate::device::cuda::{Gpu, embedded, library};
 use crate::device::simd::Level;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, format_bytes};
 use crate::sys::{affinity, memory};
 use argh::FromArgs;
 use std::fmt::Write as _;
@@ -59,7 +59,7 @@ pub fn run(args: &Args) -> Result<()> {
         say!("kernels    f32 and bf16 on the CPU, instruction level {:?}{bf16}", level.isa());
         say!("cpu        {}", cpu());
         say!("cores      {} online, {} NUMA nodes, caches {}", affinity::cores(), numa_nodes(), caches());
-        say!("memory     {:.1} GiB available", memory::available_bytes() as f64 / GIB);
+        say!("memory     {} available", format_bytes(memory::available_bytes()));
         say!("world      {} ranks", world.size);
         for rank in ranks {
             say!("           {}", String::from_utf8_lossy(&rank));
@@ -96,8 +96,6 @@ fn loaded() -> Result<String> {
     Ok(text)
 }
 
-const GIB: f64 = (1u64 << 30) as f64;
-
 /// The GPUs of this machine, the embedded cubins, and the libraries.
 fn cuda(found: &Found, mine: Option<usize>) -> Vec<String> {
     let mut lines = Vec::new();
@@ -132,11 +130,11 @@ fn describe_gpu(gpu: &Properties) -> String {
     let (major, minor) = gpu.capability;
     let node = gpu.numa.map_or("unknown".into(), |node| node.to_string());
     format!(
-        "GPU {} at {}: {}, {:.1} GiB, {} multiprocessors, capability {major}.{minor}, NUMA node {node}",
+        "GPU {} at {}: {}, {}, {} multiprocessors, capability {major}.{minor}, NUMA node {node}",
         gpu.index,
         gpu.pci,
         gpu.name,
-        gpu.memory_bytes as f64 / GIB,
+        format_bytes(gpu.memory_bytes as u64),
         gpu.multiprocessors
     )
 }

@@ -9,7 +9,7 @@ use crate::device::cpu::pool;
 use crate::error::Result;
 use crate::launch::run::Run;
 use crate::launch::{gpu, run_lock};
-use crate::metrics::{self, Terminal};
+use crate::metrics::Terminal;
 use crate::{plan, train};
 use argh::FromArgs;
 use std::path::{Path, PathBuf};
@@ -81,7 +81,7 @@ const REPORT_COLUMNS: usize = 12;
 fn job(mut config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()> {
     if world.rank == 0 {
         // Before anything that takes a while.
-        Terminal::stderr(metrics::stderr_is_terminal()).title(&format!("{}  {}", config.method(), config.job.name));
+        Terminal::stderr().title(&format!("{}  {}", config.method(), config.job.name));
     }
     let limit = config.collective_timeout_s();
     let limit = (limit > 0.0).then(|| Duration::from_secs_f64(limit));

@@ -56,7 +56,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let (steps, evaluated) = (recorded::steps(run)?, eval_rows::steps(run)?);
     let (text, lines) = if args.eval || steps.is_empty() && !evaluated.is_empty() {
-        let step = step_of(run, args.step, &evaluated.into_iter().collect::<Vec<_>>())?;
+        let step = step_of(run, args.step, &evaluated)?;
         let all = eval_rows::read(run, step)?;
         let shown = chosen(args, step, all.clone(), |row| row.row as i64, |row| row.margin)?;
         let text = shown.iter().fold(format!("{}\n", summary_of_rows(step, &all)), |text, row| text + &shown_row(row));

@@ -7,7 +7,7 @@ use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::experience::{Prompt, Response};
 use crate::launch::inference::InferenceModel;
-use crate::model::Head;
+use crate::model::{Arch, Head};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{self, Edits, Engine, Hooks, Model, Stop};
 use crate::text::{StreamDecoder, Tokenizer};
@@ -44,14 +44,8 @@ impl Talk {
         Ok(Self { tokenizer, ranks, inference, engine, config, stop, edits: Arc::default(), rng, answers: 0 })
     }
 
-    /// Tokens that the model knows.
-    pub fn vocabulary(&self) -> usize {
-        self.inference.transformer.arch.vocabulary
-    }
-
-    /// Tokens of the longest row.
-    pub fn context(&self) -> usize {
-        self.inference.transformer.arch.context
+    pub fn arch(&self) -> &Arch {
+        &self.inference.transformer.arch
     }
 
     /// The response to a prompt; its text is written to standard output while it grows, and ends with a line end.

@@ -17,7 +17,7 @@ use crate::device::{Device, cuda, null};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result, format_bytes};
 use crate::learn::{Learner, Role, role};
-use crate::metrics::{self, Recorder, keys};
+use crate::metrics::{Recorder, Terminal, keys};
 use crate::model::export::remove_leftovers;
 use crate::model::{Arch, Head, ParamTable, TensorPart};
 use crate::sys;
@@ -340,6 +340,9 @@ fn open_records(config: &Config, dir: &Path, all: &Group) -> Result<Recorder> {
         remove_leftovers(&dir.join("export"))
     };
     all.agree(if all.rank() == 0 { begun() } else { Ok(()) })?;
-    let opened = Recorder::open(dir, &config.metrics, all.rank(), metrics::stderr_is_terminal());
+    let opened = match all.rank() {
+        0 => Recorder::open(dir, &config.metrics, Terminal::stderr()),
+        _ => Ok(Recorder::silent(&config.metrics)),
+    };
     all.agree(opened.map(|recorder| recorder.of_job(config.to_toml())))
 }

@@ -1,13 +1,12 @@
 //! `eval/step-N.jsonl`: held-out rows as the evaluation after step N judged them, a line each. A line of preferences or steps has the
 //! fields of the data, so that chosen lines are rows to train on; one of prompts has the answers to one.
 
-use super::rollouts::{pop_oldest, remove, steps_in};
+use super::rollouts::{excess, remove, steps_in};
 use crate::error::{Error, Result};
 use crate::sys::files;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::borrow::Cow;
-use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -106,8 +105,8 @@ fn path_of(run_dir: &Path, step: u64) -> PathBuf {
     run_dir.join("eval").join(format!("step-{step}.jsonl"))
 }
 
-/// The steps whose evaluations are recorded.
-pub fn steps(run_dir: &Path) -> Result<BTreeSet<u64>> {
+/// The steps whose evaluations are recorded, ascending.
+pub fn steps(run_dir: &Path) -> Result<Vec<u64>> {
     steps_in(&run_dir.join("eval"), ".jsonl")
 }
 
@@ -125,8 +124,8 @@ pub(super) fn write(run_dir: &Path, step: u64, rows: &[EvalRow], keep_last: usiz
     fs::create_dir_all(files::parent(&path)).map_err(|e| Error::io("create", &path, &e))?;
     let lines: String = rows.iter().map(|row| serde_json::to_string(row).expect("texts and numbers") + "\n").collect();
     files::write_atomic(&path, lines.as_bytes())?;
-    let old = pop_oldest(&mut steps(run_dir)?, keep_last);
-    remove(old.into_iter().map(|step| path_of(run_dir, step)))
+    let steps = steps(run_dir)?;
+    remove(steps[..excess(steps.len(), keep_last)].iter().map(|step| path_of(run_dir, *step)))
 }
 
 /// Removes the records behind `step`, and what a killed writer left.
@@ -135,5 +134,6 @@ pub(super) fn cut_back(run_dir: &Path, step: u64) -> Result<()> {
     if folder.is_dir() {
         files::remove_partial(&folder)?;
     }
-    remove(steps(run_dir)?.split_off(&(step + 1)).into_iter().map(|step| path_of(run_dir, step)))
+    let late = steps(run_dir)?.into_iter().filter(|at| *at > step);
+    remove(late.map(|step| path_of(run_dir, step)))
 }

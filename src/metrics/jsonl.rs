@@ -17,7 +17,6 @@ use crate::sys::files;
 ///
 /// Lines are a log: what is no line of metrics refuses nothing. Where the file has to be written anew, such text goes to
 /// `metrics.jsonl.damaged`, byte for byte.
-#[derive(Debug)]
 pub struct MetricsFile {
     path: PathBuf,
     file: File,
@@ -27,7 +26,7 @@ pub struct MetricsFile {
 }
 
 /// What is known of the lines of a file.
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Seen {
     curves: Curves,
     /// Recorded steps as runs without a gap, first and last, in the order of the file.

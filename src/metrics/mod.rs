@@ -23,6 +23,6 @@ pub use display::{count, duration, grouped, number, one_line, percent, wrapped};
 pub use eval_table::{eval_lines, eval_table};
 pub use jsonl::Line;
 pub use recorder::Recorder;
-pub use screen::{Screen, stderr_is_terminal};
+pub use screen::Screen;
 pub use terminal::Terminal;
 pub use throughput::{Phase, Phases};

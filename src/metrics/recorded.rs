@@ -52,7 +52,7 @@ pub struct RecordedStep {
 
 /// The recorded steps of `run_dir`, ascending; none where it has recorded none.
 pub fn steps(run_dir: &Path) -> Result<Vec<u64>> {
-    Ok(steps_in(&run_dir.join("rollouts"), ENDING)?.into_iter().collect())
+    steps_in(&run_dir.join("rollouts"), ENDING)
 }
 
 impl RecordedStep {

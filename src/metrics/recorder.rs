@@ -18,7 +18,6 @@ use crate::experience::Experience;
 use crate::sys::files;
 
 /// Records and shows a run. Every rank has one and calls it alike.
-#[derive(Debug)]
 pub struct Recorder {
     config: MetricsConfig,
     /// The TOML of the whole job, which TensorBoard shows.
@@ -27,7 +26,6 @@ pub struct Recorder {
 }
 
 /// What rank 0 holds.
-#[derive(Debug)]
 struct Live {
     metrics: MetricsFile,
     /// None where there is to be none, and until the first record or cut: a dry run changes nothing.
@@ -39,21 +37,13 @@ struct Live {
 }
 
 impl Recorder {
-    /// Opens the records of `run_dir` on rank 0, creating the directory where it is missing; silent on other ranks.
-    /// `is_terminal`: whether standard error is shown on one ([`super::stderr_is_terminal`]).
-    pub fn open(run_dir: &Path, config: &MetricsConfig, rank: usize, is_terminal: bool) -> Result<Self> {
-        if rank != 0 {
-            return Ok(Self::silent(config));
-        }
-        Self::open_on(run_dir, config, Terminal::stderr(is_terminal))
-    }
-
+    /// As other ranks than the first have it.
     pub fn silent(config: &MetricsConfig) -> Self {
         Self { config: config.clone(), job: String::new(), live: None }
     }
 
-    /// Opens the records as rank 0 does, showing on `terminal`.
-    pub fn open_on(run_dir: &Path, config: &MetricsConfig, mut terminal: Terminal) -> Result<Self> {
+    /// Opens the records of `run_dir`, creating the directory where it is missing, and shows them on `terminal`.
+    pub fn open(run_dir: &Path, config: &MetricsConfig, mut terminal: Terminal) -> Result<Self> {
         terminal.printed = config.clone();
         fs::create_dir_all(run_dir).map_err(|e| Error::io("create", run_dir, &e))?;
         files::remove_partial(run_dir)?;

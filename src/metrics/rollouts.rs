@@ -77,21 +77,21 @@ pub fn write(
         attribute(&group, "config_hash", &string(config_hash)?)?;
         write_batch(&group, step, batch)
     })?;
-    let mut steps = steps_in(files::parent(&path), ENDING)?;
-    let old = pop_oldest(&mut steps, keep_last);
-    link(run_dir, &steps, &old)
+    let steps = steps_in(files::parent(&path), ENDING)?;
+    let (old, last) = steps.split_at(excess(steps.len(), keep_last));
+    link(run_dir, last, old)
 }
 
 /// Removes the records of every step after `step`.
 pub fn cut_back(run_dir: &Path, step: u64) -> Result<()> {
-    let mut steps = steps_in(&run_dir.join("rollouts"), ENDING)?;
-    let late: Vec<u64> = steps.split_off(&(step + 1)).into_iter().collect();
-    if late.is_empty() { Ok(()) } else { link(run_dir, &steps, &late) }
+    let steps = steps_in(&run_dir.join("rollouts"), ENDING)?;
+    let (kept, late) = steps.split_at(steps.partition_point(|at| *at <= step));
+    if late.is_empty() { Ok(()) } else { link(run_dir, kept, late) }
 }
 
 /// Writes `rollouts.h5`, for each of `steps` a link `step_00000N` to the group of that name in `rollouts/step-N.h5`, then removes the
 /// files of `others`: no link ever points to nothing.
-fn link(run_dir: &Path, steps: &BTreeSet<u64>, others: &[u64]) -> Result<()> {
+fn link(run_dir: &Path, steps: &[u64], others: &[u64]) -> Result<()> {
     write_file(&run_dir.join("rollouts.h5"), |file| {
         for step in steps {
             let group = group_name(*step);
@@ -110,17 +110,18 @@ pub fn step_path(run_dir: &Path, step: u64) -> PathBuf {
 /// How the names of recorded steps end.
 pub(super) const ENDING: &str = ".h5";
 
-/// The steps N of the files `step-N` with this ending in a folder; none where it is not there.
-pub(super) fn steps_in(folder: &Path, ending: &str) -> Result<BTreeSet<u64>> {
+/// The steps N of the files `step-N` with this ending in a folder, ascending; none where it is not there.
+pub(super) fn steps_in(folder: &Path, ending: &str) -> Result<Vec<u64>> {
     let paths = if folder.is_dir() { files::entries(folder)? } else { Vec::new() };
     let step = |path: PathBuf| path.file_name()?.to_str()?.strip_prefix("step-")?.strip_suffix(ending)?.parse().ok();
-    Ok(paths.into_iter().filter_map(step).collect())
+    let mut steps: Vec<u64> = paths.into_iter().filter_map(step).collect();
+    steps.sort_unstable();
+    Ok(steps)
 }
 
-/// Takes the oldest steps out of `steps`, of which the last `keep_last` stay (0: all).
-pub(super) fn pop_oldest(steps: &mut BTreeSet<u64>, keep_last: usize) -> Vec<u64> {
-    let excess = if keep_last == 0 { 0 } else { steps.len().saturating_sub(keep_last) };
-    (0..excess).filter_map(|_| steps.pop_first()).collect()
+/// How many of `count` steps are too many where the last `keep_last` are kept (0: all).
+pub(super) fn excess(count: usize, keep_last: usize) -> usize {
+    if keep_last == 0 { 0 } else { count.saturating_sub(keep_last) }
 }
 
 pub(super) fn remove(mut paths: impl Iterator<Item = PathBuf>) -> Result<()> {

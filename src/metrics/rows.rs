@@ -37,7 +37,6 @@ impl Ink {
 }
 
 /// The live rows: curves, the job's bar, then a bar per running phase.
-#[derive(Debug)]
 pub(super) struct Rows {
     pub all: MultiProgress,
     pub curves: Vec<ProgressBar>,

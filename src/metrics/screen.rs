@@ -21,12 +21,12 @@ const COLUMNS_MIN: usize = 20;
 
 /// Whether what this process writes to standard error is shown on a terminal: its own, or the one of the launcher
 /// (`mpirun`, on this host) that passes it on.
-pub fn stderr_is_terminal() -> bool {
+pub(super) fn stderr_is_terminal() -> bool {
     io::stderr().is_terminal() || launcher_terminal().is_some()
 }
 
 /// Whether colour may be used: a terminal that is not dumb, and no `NO_COLOR` (<https://no-color.org>).
-pub fn colour_allowed(is_terminal: bool) -> bool {
+pub(super) fn colour_allowed(is_terminal: bool) -> bool {
     let set = |name: &str| std::env::var_os(name).unwrap_or_default();
     is_terminal && set("NO_COLOR").is_empty() && set("TERM") != "dumb"
 }

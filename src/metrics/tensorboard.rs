@@ -35,7 +35,6 @@ pub fn tag(key: &str) -> String {
     format!("{section}/{name}")
 }
 
-#[derive(Debug)]
 pub struct EventsFile {
     path: PathBuf,
     file: File,

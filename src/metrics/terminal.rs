@@ -11,7 +11,7 @@ use super::display::{count, duration, grouped, limit_to_end, number, one_line, p
 use super::jsonl::Line;
 use super::keys::{self, Unit};
 use super::rows::{Ink, Rows};
-use super::screen::{Screen, colour_allowed};
+use super::screen::{Screen, colour_allowed, stderr_is_terminal};
 use super::throughput::Phase;
 use crate::config::metrics::MetricsConfig;
 use crate::experience::Experience;
@@ -47,7 +47,6 @@ fn columns_of(field: &str) -> usize {
 }
 
 /// Draws to a screen; on a terminal with rows that live at the bottom.
-#[derive(Debug)]
 pub struct Terminal {
     screen: Screen,
     ink: Ink,
@@ -61,7 +60,8 @@ pub struct Terminal {
 }
 
 impl Terminal {
-    pub fn stderr(is_terminal: bool) -> Self {
+    pub fn stderr() -> Self {
+        let is_terminal = stderr_is_terminal();
         Self::new(Screen::stderr(), is_terminal, colour_allowed(is_terminal))
     }
 

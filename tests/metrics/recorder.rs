@@ -45,7 +45,7 @@ fn records(dir: &std::path::Path) -> (Vec<serde_json::Value>, Values) {
 fn a_resumed_run_leaves_the_records_of_an_uninterrupted_one() {
     let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let shown = Shown::default();
-    let open = |dir: &tempfile::TempDir| Recorder::open_on(dir.path(), &config(), shown.terminal(false, 100)).unwrap();
+    let open = |dir: &tempfile::TempDir| Recorder::open(dir.path(), &config(), shown.terminal(false, 100)).unwrap();
     run(&mut open(&whole), 1..=6);
 
     run(&mut open(&parts), 1..=5);
@@ -72,7 +72,7 @@ fn a_resumed_run_leaves_the_records_of_an_uninterrupted_one() {
 fn the_first_rows_of_the_last_evaluations_are_kept_and_a_resume_removes_those_behind_it() {
     let dir = tempfile::tempdir().unwrap();
     let config = MetricsConfig { eval_rows_max: 2, rollouts_keep_last: 2, ..config() };
-    let open = || Recorder::open_on(dir.path(), &config, Shown::default().terminal(false, 100)).unwrap();
+    let open = || Recorder::open(dir.path(), &config, Shown::default().terminal(false, 100)).unwrap();
     let row = |row: u64| EvalRow {
         step: 20,
         row,
@@ -91,7 +91,7 @@ fn the_first_rows_of_the_last_evaluations_are_kept_and_a_resume_removes_those_be
     open().cut_back(10).unwrap();
     assert_eq!(names(&dir.path().join("eval")), ["step-10.jsonl"]);
     let none = MetricsConfig { eval_rows_max: 0, ..config };
-    let mut recorder = Recorder::open_on(dir.path(), &none, Shown::default().terminal(false, 100)).unwrap();
+    let mut recorder = Recorder::open(dir.path(), &none, Shown::default().terminal(false, 100)).unwrap();
     recorder.eval_rows(20, std::iter::once(Ok(row(0)))).unwrap();
     assert_eq!(names(&dir.path().join("eval")), ["step-10.jsonl"]);
 }
@@ -100,7 +100,7 @@ fn the_first_rows_of_the_last_evaluations_are_kept_and_a_resume_removes_those_be
 fn the_courses_of_a_resumed_run_begin_before_it_and_a_look_at_the_records_changes_none() {
     let dir = tempfile::tempdir().unwrap();
     let shown = Shown::default();
-    let open = |shown: &Shown| Recorder::open_on(dir.path(), &config(), shown.terminal(false, 100)).unwrap();
+    let open = |shown: &Shown| Recorder::open(dir.path(), &config(), shown.terminal(false, 100)).unwrap();
     run(&mut open(&shown), 1..=6);
     let before = (records(dir.path()), files_in(dir.path()).unwrap());
     drop(open(&shown));
@@ -119,7 +119,7 @@ fn the_courses_of_a_resumed_run_begin_before_it_and_a_look_at_the_records_change
 fn other_ranks_write_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let run_dir = dir.path().join("run");
-    let mut silent = Recorder::open(&run_dir, &config(), 1, true).unwrap();
+    let mut silent = Recorder::silent(&config());
     silent.cut_back(0).unwrap();
     silent.banner(60, None, &[]);
     run(&mut silent, 1..=3);
@@ -134,7 +134,7 @@ fn other_ranks_write_nothing() {
 fn a_number_that_is_not_finite_is_warned_of_by_step_and_key() {
     let dir = tempfile::tempdir().unwrap();
     let shown = Shown::default();
-    let mut recorder = Recorder::open_on(dir.path(), &config(), shown.terminal(false, 80)).unwrap();
+    let mut recorder = Recorder::open(dir.path(), &config(), shown.terminal(false, 80)).unwrap();
     recorder.step(4, &[("policy_loss", f64::NAN), ("reward_mean", 1.0)]).unwrap();
     assert!(shown.text().contains("warning: step 4: policy_loss is NaN"), "{}", shown.text());
 }
@@ -144,11 +144,13 @@ fn a_directory_that_cannot_be_written_is_an_io_error_that_names_it() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     fs::write(&file, b"").unwrap();
-    let error = Recorder::open(&file.join("run"), &config(), 0, false).unwrap_err();
+    let open =
+        |dir: &std::path::Path| Recorder::open(dir, &config(), Shown::default().terminal(false, 80)).err().unwrap();
+    let error = open(&file.join("run"));
     assert_eq!(error.kind, Kind::Io);
     assert!(error.message.contains("file/run"), "{error}");
     fs::create_dir(dir.path().join("metrics.jsonl")).unwrap();
-    let error = Recorder::open(dir.path(), &config(), 0, false).unwrap_err();
+    let error = open(dir.path());
     assert!(error.kind == Kind::Io && error.message.contains("metrics.jsonl"), "{error}");
 }
 
@@ -156,7 +158,7 @@ fn a_directory_that_cannot_be_written_is_an_io_error_that_names_it() {
 fn without_tensorboard_there_are_no_events() {
     let dir = tempfile::tempdir().unwrap();
     let config = MetricsConfig { tensorboard: false, rollouts_every_steps: 0, ..config() };
-    let mut recorder = Recorder::open_on(dir.path(), &config, Shown::default().terminal(false, 80)).unwrap();
+    let mut recorder = Recorder::open(dir.path(), &config, Shown::default().terminal(false, 80)).unwrap();
     recorder.cut_back(0).unwrap();
     run(&mut recorder, 1..=3);
     let names: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();

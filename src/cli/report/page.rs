@@ -361,29 +361,8 @@ impl Page<'_> {
         let seal = Sha256::digest(body.as_bytes());
         let nonce = seal.iter().take(16).map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().concat();
         let (style, script) = (include_str!("page.css"), include_str!("page.js"));
-        let parts: [(&str, &str); 5] = [
-            ("TITLE", &format!("{title} · report")),
-            ("NONCE", &nonce),
-            ("STYLE", style),
-            ("SCRIPT", script),
-            ("BODY", &body),
-        ];
-        fill(include_str!("page.html"), &parts)
+        format!(include_str!("page.html"), title = title, nonce = nonce, style = style, script = script, body = body)
     }
-}
-
-/// A template with `{{NAME}}` replaced; what is put in is not looked at again.
-fn fill(template: &str, parts: &[(&str, &str)]) -> String {
-    let mut out = String::new();
-    for (i, piece) in template.split("{{").enumerate() {
-        let Some((name, rest)) = piece.split_once("}}").filter(|_| i > 0) else {
-            out += piece;
-            continue;
-        };
-        out += parts.iter().find(|(known, _)| *known == name).map_or("", |(_, part)| part);
-        out += rest;
-    }
-    out
 }
 
 fn id_of(name: &str) -> String {

@@ -25,7 +25,7 @@ const RESPONSE_TOKENS: std::ops::RangeInclusive<usize> = 64..=2000;
 
 /// The samples of some recorded steps of a run, one of `runs` on the page, within its share; else the rows of some evaluations.
 pub fn html(source: &Source, runs: usize) -> Result<String> {
-    let evaluated: Vec<u64> = eval_rows::steps(&source.dir)?.into_iter().collect();
+    let evaluated = eval_rows::steps(&source.dir)?;
     let has_rollouts = !source.recorded.is_empty();
     let steps = if has_rollouts { &source.recorded } else { &evaluated };
     let chosen = spread(steps.len(), (STEPS_MAX / runs).max(2));
