@@ -89,7 +89,7 @@ impl Attention {
             scale: 1.0 / (arch.head_dim as f32).sqrt(),
         };
         let linear = |part| Linear::new(table, &format!("{name}.{part}_proj"), tensor);
-        let norm = |part, heads| Norm::find(table, &format!("{name}.{part}_norm"), arch.norm_eps, heads);
+        let norm = |part, heads| Norm::find(table, &format!("{name}.{part}_norm"), arch.norm_eps, heads, tensor);
         Self {
             q: linear("q"),
             k: linear("k"),
@@ -152,8 +152,8 @@ impl Attention {
         let [mut dq, mut dk, mut dv] = self.ring.backward(packed, &self.shape, [&q, &k, &v], [&o, &lse, &d_o]);
         drop((q, k, v, o, d_o));
         rope::backward(&mut dq, &mut dk, c.positions, c.rope);
-        let dq = unnorm(c.w, &self.tensor, self.q_norm.as_ref(), q_raw, dq, grads);
-        let mut dk = unnorm(c.w, &self.tensor, self.k_norm.as_ref(), k_raw, dk, grads);
+        let dq = unnorm(c.w, self.q_norm.as_ref(), q_raw, dq, grads);
+        let mut dk = unnorm(c.w, self.k_norm.as_ref(), k_raw, dk, grads);
         let mut dn = n.like(n.rows(), n.width());
         self.q.backward(c.w, &n, &dq, &mut dn, Into::Overwrite, grads);
         self.k.backward_input(c.w, &dk, &mut dn, Into::Add);
@@ -174,17 +174,10 @@ fn normed(w: &Unit, x: Tensor, norm: Option<&Norm>) -> (Tensor, Option<Raw>) {
 }
 
 /// The backward of a qk-norm; dy itself where there is none.
-fn unnorm(
-    w: &Unit,
-    tensor: &Group,
-    norm: Option<&Norm>,
-    raw: Option<Raw>,
-    dy: Tensor,
-    grads: &mut Gradients,
-) -> Tensor {
+fn unnorm(w: &Unit, norm: Option<&Norm>, raw: Option<Raw>, dy: Tensor, grads: &mut Gradients) -> Tensor {
     let (Some(norm), Some(Raw { x, rstd })) = (norm, raw) else { return dy };
     let mut dx = x.zeros_like(x.rows(), x.width());
-    norm.backward_shared(w, &x, &rstd, &dy, &mut dx, (grads, tensor));
+    norm.backward(w, &x, &rstd, &dy, &mut dx, grads);
     dx
 }
 

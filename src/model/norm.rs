@@ -12,17 +12,20 @@ pub(super) struct Norm {
     eps: f32,
     /// Runs of a row that are normed apart.
     heads: usize,
+    /// The ranks that have other heads under the same weight.
+    tensor: Group,
 }
 
 impl Norm {
-    /// That whose parameter is `name.weight`, over each of `heads` runs of a row; none where the table does not have it.
-    pub(super) fn find(table: &ParamTable, name: &str, eps: f32, heads: usize) -> Option<Self> {
-        table.find(&format!("{name}.weight")).map(|weight| Self { weight, eps, heads })
+    /// That whose parameter is `name.weight`, over each of `heads` runs of a row, of which the ranks of `tensor` have others; none
+    /// where the table does not have it.
+    pub(super) fn find(table: &ParamTable, name: &str, eps: f32, heads: usize, tensor: &Group) -> Option<Self> {
+        table.find(&format!("{name}.weight")).map(|weight| Self { weight, eps, heads, tensor: tensor.clone() })
     }
 
     /// One over all of a row.
     pub(super) fn new(table: &ParamTable, name: &str, eps: f32) -> Self {
-        Self::find(table, name, eps, 1).unwrap_or_else(|| panic!("the table has no {name}.weight"))
+        Self::find(table, name, eps, 1, &Group::one()).unwrap_or_else(|| panic!("the table has no {name}.weight"))
     }
 
     /// (y, 1 / rms(x) of each head (t, heads))
@@ -33,7 +36,7 @@ impl Norm {
         (y, rstd)
     }
 
-    /// dx += (dy / dx)^T dy, dw += (dy / dw)^T dy
+    /// dx += (dy / dx)^T dy, dw += (dy / dw)^T dy. Each rank's heads add to dw: the sum starts from what the first rank's holds.
     pub(super) fn backward(
         &self,
         w: &Unit,
@@ -43,25 +46,11 @@ impl Norm {
         dx: &mut Tensor,
         grads: &mut Gradients,
     ) {
-        rmsnorm::backward(x, w.vector(self.weight), rstd, dy, dx, grads.vector_mut(self.weight));
-    }
-
-    /// The same where every rank of `tensor` has heads of its own that add to the norm's gradient: their sum starts from
-    /// what the first rank's gradient holds.
-    pub(super) fn backward_shared(
-        &self,
-        w: &Unit,
-        x: &Tensor,
-        rstd: &Tensor,
-        dy: &Tensor,
-        dx: &mut Tensor,
-        (grads, tensor): (&mut Gradients, &Group),
-    ) {
-        if tensor.rank() > 0 {
-            grads.vector_mut(self.weight).clear();
+        let mut dw = grads.vector_mut(self.weight);
+        if self.tensor.rank() > 0 {
+            dw.clear();
         }
-        self.backward(w, x, rstd, dy, dx, grads);
-        // All ranks of the axis hold it.
-        tensor.sum_slice(grads.vector_mut(self.weight));
+        rmsnorm::backward(x, w.vector(self.weight), rstd, dy, dx, dw.reborrow());
+        self.tensor.sum_slice(dw);
     }
 }
