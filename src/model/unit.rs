@@ -51,37 +51,27 @@ impl UnitValues {
 
     /// The same in memory of `padded_len` elements, as `Partition` pads a unit that `gather` is called for.
     pub fn padded_scratch(table: &Arc<ParamTable>, unit: usize, dtype: DType, padded_len: usize) -> Self {
-        let range = table.units()[unit].clone();
-        let (mut starts, mut len) = (Vec::new(), 0);
-        for (id, _) in table.parts(&range) {
-            let spec = table.spec(id);
-            if spec.layout == Layout::Row {
-                starts.push((id, len));
-                len += spec.len;
-            }
-        }
-        Self::new(table, range, padded_len, dtype, starts, len)
+        Self::new(table, table.units()[unit].clone(), padded_len, dtype, true)
     }
 
     /// Unspecified values of `range`, a part of a unit, without the f32 copies that layers need.
     pub(super) fn part_scratch(table: &Arc<ParamTable>, range: Range<usize>, dtype: DType) -> Self {
         check_cut(&range);
         let len = range.len();
-        Self::new(table, range, len, dtype, Vec::new(), 0)
+        Self::new(table, range, len, dtype, false)
     }
 
-    fn new(
-        table: &Arc<ParamTable>,
-        range: Range<usize>,
-        padded_len: usize,
-        dtype: DType,
-        starts: Vec<(ParamId, usize)>,
-        copied: usize,
-    ) -> Self {
+    fn new(table: &Arc<ParamTable>, range: Range<usize>, padded_len: usize, dtype: DType, is_copied: bool) -> Self {
         assert!(padded_len >= range.len(), "elements {range:?} in memory of {padded_len}");
         let values = Flat::weights(table.device(), dtype, padded_len);
-        let is_copied = matches!(values, Flat::Bf16(..));
-        let copies = is_copied.then(|| RowCopies { values: Buffer::scratch(copied), starts });
+        let copies = matches!(values, Flat::Bf16(..)).then(|| {
+            let (mut starts, mut len) = (Vec::new(), 0);
+            for (id, _) in table.parts(&range).filter(|(id, _)| is_copied && table.spec(*id).layout == Layout::Row) {
+                starts.push((id, len));
+                len += table.spec(id).len;
+            }
+            RowCopies { values: Buffer::scratch(len), starts }
+        });
         Self { table: table.clone(), range, values, copies, host_copy: None }
     }
 
