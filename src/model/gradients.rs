@@ -10,7 +10,6 @@ use crate::device::cuda::owned_by;
 use crate::ops::residual;
 use crate::tensor::{Flat, Slice, SliceMut, WeightMut};
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::Arc;
 
 pub struct Gradients {
@@ -85,8 +84,7 @@ impl Gradients {
 
     /// Frees the memory that they take of a GPU, until `zero`; their values are lost. Those of the CPU stay.
     pub fn free(&mut self) {
-        self.send_open();
-        self.wait_for_all_but(0);
+        self.settle();
         if self.device.frees_between_phases() {
             self.sums.iter_mut().for_each(|sum| *sum = Flat::none());
         }
@@ -99,12 +97,7 @@ impl Gradients {
 
     /// Begins a new sum.
     pub fn zero(&mut self) {
-        self.send_open();
-        self.wait_for_all_but(0);
-        if let Mode::Whole(whole) = &mut self.mode {
-            whole.last = false;
-            whole.next = self.partition.units();
-        }
+        self.settle();
         self.sums.iter_mut().filter(|sum| !sum.is_empty()).for_each(Flat::clear);
         self.take_memory();
     }
@@ -195,8 +188,13 @@ impl Gradients {
     /// Seals the sums and waits. Then `own` holds sums over all ranks of the axis.
     pub fn reduce(&mut self, order: GradientOrder) {
         self.seal(order);
+        self.settle();
+    }
+
+    /// Waits for all that is under way. A rank that has no chunk of the next minibatch begins no new sum, but goes along.
+    fn settle(&mut self) {
+        self.send_open();
         self.wait_for_all_but(0);
-        // A rank that has no chunk of the next minibatch begins no new sum, but goes along.
         if let Mode::Whole(whole) = &mut self.mode {
             whole.last = false;
             whole.next = self.partition.units();
@@ -247,31 +245,22 @@ impl Gradients {
     }
 
     pub fn weight_mut(&mut self, id: ParamId) -> WeightMut<'_> {
-        let (u, range) = self.place(id);
-        let ((n, k), layout) = (self.table.spec(id).dims(), self.table.spec(id).layout);
-        WeightMut { n, k, layout, values: self.unit_mut(u).slice_mut(range) }
+        let (u, spec) = (self.table.unit_of(id), self.table.spec(id));
+        let ((n, k), layout) = (spec.dims(), spec.layout);
+        let at = spec.offset - self.partition.unit(u).start;
+        let range = at..at + spec.len;
+        let unit = match &mut self.mode {
+            Mode::Whole(_) => &mut self.sums[u],
+            Mode::Ranges(Some((open, buffer))) if *open == u => buffer,
+            Mode::Ranges(_) => panic!("unit {u} is added to, but was not begun"),
+        };
+        WeightMut { n, k, layout, values: unit.slice_mut(range) }
     }
 
     /// The gradient of a norm, a bias or a value head.
     pub fn vector_mut(&mut self, id: ParamId) -> SliceMut<'_> {
         let elements = 0..self.table.spec(id).elements();
         self.weight_mut(id).values.part(elements)
-    }
-
-    /// What is added to in unit `u`.
-    fn unit_mut(&mut self, u: usize) -> &mut Flat {
-        match &mut self.mode {
-            Mode::Whole(_) => &mut self.sums[u],
-            Mode::Ranges(Some((open, buffer))) if *open == u => buffer,
-            Mode::Ranges(_) => panic!("unit {u} is added to, but was not begun"),
-        }
-    }
-
-    /// The unit of a parameter and its range from there.
-    fn place(&self, id: ParamId) -> (usize, Range<usize>) {
-        let (u, spec) = (self.table.unit_of(id), self.table.spec(id));
-        let at = spec.offset - self.partition.unit(u).start;
-        (u, at..at + spec.len)
     }
 }
 
