@@ -35,11 +35,7 @@ impl Role {
     ) -> Result<Self> {
         let source = load::open(device, dir, head, seed, TensorPart::of(&axes.tensor))?;
         let shards = Shards::new(&source.table, axes, stage);
-        let values = |unit, part: Option<Range<usize>>| match part {
-            Some(part) => source.part(part, dtype),
-            None => source.unit(unit, dtype, &shards),
-        };
-        let build = || Weights::build(source.table.clone(), dtype, &shards, values);
+        let build = || Weights::build(source.table.clone(), dtype, &shards, |values| source.fill_unit(values));
         let weights = owned_by(owner(name), build)?;
         let role = Self::new(name, dir, &source.arch, weights, axes);
         Ok(Self { source: Some(source).filter(|source| source.is_rounded(dtype)), ..role })

@@ -27,7 +27,8 @@ use std::sync::Arc;
 /// NaN or infinite values; a language model asked for where the directory holds a reward model.
 pub fn load(device: Device, dir: &Path, head: Head, dtype: DType, seed: u64) -> Result<(Arch, Weights)> {
     let source = open(device, dir, head, seed, TensorPart::whole())?;
-    let weights = source.weights(dtype)?;
+    let alone = Shards::new(&source.table, &Axes::one(), 0);
+    let weights = Weights::build(source.table.clone(), dtype, &alone, |values| source.fill_unit(values))?;
     Ok((source.arch, weights))
 }
 
@@ -89,35 +90,17 @@ fn check_part(dir: &Path, arch: &Arch, part: TensorPart) -> Result<()> {
 }
 
 impl Source {
-    /// All that this rank holds.
+    /// Fills a unit of the table, or a range of one: of the files no more is read than that.
     ///
     /// # Errors
     /// `Data` where a value is NaN or infinite.
-    pub fn weights(&self, dtype: DType) -> Result<Weights> {
-        let alone = Shards::new(&self.table, &Axes::one(), 0);
-        Weights::build(self.table.clone(), dtype, &alone, |u, _| self.unit(u, dtype, &alone))
-    }
-
-    /// What this rank's part has of unit `unit` of the table, padded for the ranks that gather it.
-    ///
-    /// # Errors
-    /// `Data` where a value is NaN or infinite.
-    pub fn unit(&self, unit: usize, dtype: DType, shards: &Shards) -> Result<UnitValues> {
-        self.will_need(&self.table.units()[unit]);
-        if let Some(next) = self.table.units().get(unit + 1) {
+    pub fn fill_unit(&self, values: UnitValues) -> Result<UnitValues> {
+        let range = values.range();
+        self.will_need(&range);
+        if let Some(next) = self.table.units().iter().skip_while(|unit| **unit != range).nth(1) {
             self.will_need(next);
         }
-        let values = UnitValues::padded_scratch(&self.table, unit, dtype, shards.padded_len(unit));
         values.filled(|range, to| self.fill(&range, to))
-    }
-
-    /// A range of a unit, without the f32 copies that layers need: of the files no more is read than that.
-    ///
-    /// # Errors
-    /// As `unit`.
-    pub fn part(&self, range: Range<usize>, dtype: DType) -> Result<UnitValues> {
-        self.will_need(&range);
-        UnitValues::part_scratch(&self.table, range, dtype).filled(|range, to| self.fill(&range, to))
     }
 
     /// Has the system read what a flat range is made of while something else is done.

@@ -40,26 +40,23 @@ impl Weights {
         Self { table, dtype, units, gathered: None, gathering: Vec::new() }
     }
 
-    /// Weights whose units `values(unit, part)` makes one after another: all of each, padded as `shards.partition` says at stages 1
-    /// and 2, or `part` of it where this rank keeps no more, at stage 3.
+    /// Weights whose units `fill` gives their values one after another: all of each, padded as `shards.partition` says at stages 1
+    /// and 2, or this rank's range of it, at stage 3.
     ///
     /// # Errors
-    /// That of `values`.
-    ///
-    /// # Panics
-    /// If it makes others.
+    /// That of `fill`.
     pub fn build<E>(
         table: Arc<ParamTable>,
         dtype: DType,
         shards: &Shards,
-        mut values: impl FnMut(usize, Option<Range<usize>>) -> Result<UnitValues, E>,
+        mut fill: impl FnMut(UnitValues) -> Result<UnitValues, E>,
     ) -> Result<Self, E> {
         let kept = |u| {
-            let part = shards.weights().then(|| shards.partition.own(u));
-            let range = part.clone().unwrap_or_else(|| table.units()[u].clone());
-            let values = values(u, part)?;
-            assert_eq!((values.dtype(), values.range()), (dtype, range), "unit {u}");
-            Ok(values)
+            fill(if shards.weights() {
+                UnitValues::part_scratch(&table, shards.partition.own(u), dtype)
+            } else {
+                UnitValues::padded_scratch(&table, u, dtype, shards.padded_len(u))
+            })
         };
         let units = (0..table.units().len()).map(kept).collect::<Result<_, E>>()?;
         let gathered = shards.weights().then(|| Gathered::new(shards));
@@ -68,14 +65,7 @@ impl Weights {
 
     /// Unspecified values of what this rank keeps.
     pub fn scratch(table: Arc<ParamTable>, dtype: DType, shards: &Shards) -> Self {
-        let made = table.clone();
-        let values = |unit, part: Option<Range<usize>>| {
-            Ok::<_, std::convert::Infallible>(match part {
-                Some(part) => UnitValues::part_scratch(&made, part, dtype),
-                None => UnitValues::padded_scratch(&made, unit, dtype, shards.padded_len(unit)),
-            })
-        };
-        let Ok(weights) = Self::build(table, dtype, shards, values);
+        let Ok(weights) = Self::build(table, dtype, shards, Ok::<_, std::convert::Infallible>);
         weights
     }
 
