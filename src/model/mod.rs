@@ -23,7 +23,6 @@ mod block;
 pub mod collect;
 mod config_json;
 mod files;
-mod gathered;
 mod gradients;
 mod heads;
 mod linear;

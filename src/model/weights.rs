@@ -1,19 +1,24 @@
 //! The values of a model's parameters, unit by unit: all of them on this rank, or its range of each unit (ZeRO stage 3).
 
-use super::gathered::Gathered;
 use super::params::ParamTable;
 use super::partition::{Partition, Shards};
 use super::unit::check_cut;
-use crate::comm::Pending;
+use crate::comm::{Pending, Stream};
 use crate::device::Device;
+use crate::device::cuda::owned_by;
+use crate::sys::lock::lock;
 use crate::tensor::DType;
 use crate::tensor::arena::{self, Buffer};
+use std::collections::VecDeque;
 use std::ops::{Deref, Range};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 pub use super::gradients::Gradients;
 pub use super::unit::UnitValues;
+
+/// Units that are prefetched at a time: the next one, and a tied head's after the last layer.
+const PREFETCHED_MAX: usize = 2;
 
 /// All parameters of one model, in the working dtype.
 pub struct Weights {
@@ -24,6 +29,20 @@ pub struct Weights {
     gathered: Option<Gathered>,
     /// Units of `all_gather` that are not waited for yet.
     gathering: Vec<(usize, Pending<UnitValues>)>,
+}
+
+/// How units are gathered for use.
+struct Gathered {
+    partition: Arc<Partition>,
+    stream: Arc<Stream>,
+    cache: Mutex<Cache>,
+}
+
+#[derive(Default)]
+struct Cache {
+    /// The unit that was asked for last.
+    held: Option<(usize, Arc<UnitValues>)>,
+    prefetched: VecDeque<(usize, Pending<UnitValues>)>,
 }
 
 impl std::fmt::Debug for Weights {
@@ -59,7 +78,8 @@ impl Weights {
             })
         };
         let units = (0..table.units().len()).map(kept).collect::<Result<_, E>>()?;
-        let gathered = shards.weights().then(|| Gathered::new(shards));
+        let (partition, stream) = (shards.partition.clone(), shards.stream.clone());
+        let gathered = shards.weights().then(|| Gathered { partition, stream, cache: Mutex::default() });
         Ok(Self { table, dtype, units, gathered, gathering: Vec::new() })
     }
 
@@ -71,7 +91,7 @@ impl Weights {
 
     /// How units are dealt to ranks, where each holds its ranges only.
     pub(super) fn partition(&self) -> Option<&Arc<Partition>> {
-        self.gathered.as_ref().map(Gathered::partition)
+        self.gathered.as_ref().map(|gathered| &gathered.partition)
     }
 
     /// Whether this rank holds its ranges only, and units are gathered for use.
@@ -83,17 +103,49 @@ impl Weights {
     /// asked for: every rank asks for the same units in the same order. What was gathered lives as long as the `Unit`,
     /// and until another one is asked for.
     pub fn unit(&self, index: usize) -> Unit<'_> {
-        match &self.gathered {
-            None => Unit::Here(self.here(index)),
-            Some(gathered) => Unit::Gathered(gathered.unit(self.here(index), &self.table, index)),
+        let Some(gathered) = &self.gathered else { return Unit::Here(self.here(index)) };
+        let mut cache = lock(&gathered.cache);
+        if let Some((held, values)) = &cache.held
+            && *held == index
+        {
+            return Unit::Gathered(values.clone());
         }
+        // Its memory serves the next one.
+        cache.held = None;
+        let prefetched = cache.prefetched.iter().position(|(prefetched, _)| *prefetched == index);
+        let pending = match prefetched.and_then(|i| cache.prefetched.remove(i)) {
+            Some((_, pending)) => pending,
+            None => self.gather(gathered, index),
+        };
+        let values = Arc::new(pending.wait());
+        cache.held = Some((index, values.clone()));
+        Unit::Gathered(values)
     }
 
     /// Starts to gather unit `index` in the background, for the next `unit(index)`. Nothing to do where all is here.
     pub fn prefetch(&self, index: usize) {
-        if let Some(gathered) = &self.gathered {
-            gathered.prefetch(self.here(index), &self.table, index);
+        let Some(gathered) = &self.gathered else { return };
+        let mut cache = lock(&gathered.cache);
+        let held = cache.held.iter().map(|(held, _)| held);
+        if held.chain(cache.prefetched.iter().map(|(prefetched, _)| prefetched)).any(|unit| *unit == index) {
+            return;
         }
+        while cache.prefetched.len() >= PREFETCHED_MAX {
+            cache.prefetched.pop_front();
+        }
+        cache.prefetched.push_back((index, self.gather(gathered, index)));
+    }
+
+    /// All values of a unit of which this rank holds its range.
+    fn gather(&self, gathered: &Gathered, unit: usize) -> Pending<UnitValues> {
+        let partition = gathered.partition.clone();
+        let scratch = || UnitValues::padded_scratch(&self.table, unit, self.dtype, partition.padded_len(unit));
+        let mut values = owned_by("gathered units", scratch);
+        values.take(self.here(unit));
+        gathered.stream.submit(move |groups| {
+            values.gather(&groups[0], partition.shares(unit));
+            values
+        })
     }
 
     fn here(&self, unit: usize) -> &UnitValues {
@@ -123,7 +175,7 @@ impl Weights {
     /// Drops the unit that was gathered last, and those that are prefetched.
     pub fn release(&self) {
         if let Some(gathered) = &self.gathered {
-            gathered.clear();
+            *lock(&gathered.cache) = Cache::default();
         }
     }
 
