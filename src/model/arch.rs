@@ -4,8 +4,8 @@ use super::config_json::Reader;
 use super::families::{Bias, Family, Windows};
 use super::rope::Rope;
 use crate::config::limits::VOCABULARY_MAX;
-use crate::error::{Error, Kind, Result};
-use crate::sys::files;
+use crate::error::{Error, Result};
+use crate::sys::files::read_object;
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -229,20 +229,6 @@ pub(super) fn no_model(dir: &Path) -> Error {
     Error::data(format!("{shown} {what}")).hint(
         "give a Hugging Face model directory; a model of the Hub is fetched by `hf download ORG/NAME --local-dir DIR`",
     )
-}
-
-/// The JSON object in `path`; `None` where there is no such file.
-pub(super) fn read_object(path: &Path) -> Result<Option<Map<String, Value>>> {
-    let text = match files::read(path) {
-        Ok(text) => text,
-        Err(e) if matches!(e.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::NotADirectory) => {
-            return Ok(None);
-        }
-        Err(e) => return Err(Error::io("read", path, &e)),
-    };
-    serde_json::from_slice(&text)
-        .map(Some)
-        .map_err(|e| Error::new(Kind::Data, format!("{} is no JSON object: {e}", path.display())))
 }
 
 /// Refuses what would change the numbers if it were passed over.

@@ -1,13 +1,13 @@
 //! A Hugging Face directory from weights: config.json with the keys it came with, generation_config.json, safetensors
 //! in one file or in shards with an index, and the tokenizer's files.
 
-use super::arch::{Arch, Head, read_object};
+use super::arch::{Arch, Head};
 use super::params::ParamTable;
 use super::tensor_files::{TensorFiles, write_json};
 use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::error::{Error, Result};
-use crate::sys::files::{fsync_dir, write_atomic};
+use crate::sys::files::{self, fsync_dir, read_object, write_atomic};
 use crate::tensor::DType;
 use serde_json::{Map, Value, json};
 use std::fs;
@@ -223,7 +223,9 @@ fn write_words(dir: &Path, arch: &Arch, head: Head, dtype: DType, tokenizer_dir:
     write_json(&dir.join("config.json"), &Value::Object(config(arch, head, dtype)))?;
     if let Some(from) = tokenizer_dir {
         for name in TOKENIZER_FILES {
-            copy(&from.join(name), &dir.join(name))?;
+            if let Some(bytes) = files::if_any(&from.join(name), files::read)? {
+                write_atomic(&dir.join(name), &bytes)?;
+            }
         }
     }
     if head == Head::LanguageModel {
@@ -276,13 +278,4 @@ fn generation_config(arch: &Arch) -> Map<String, Value> {
     config.insert("pad_token_id".into(), json!(arch.pad_token));
     config.retain(|_, v| !v.is_null());
     config
-}
-
-/// Copies a file where there is one.
-fn copy(from: &Path, to: &Path) -> Result<()> {
-    match fs::read(from) {
-        Ok(bytes) => write_atomic(to, &bytes),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        Err(e) => Err(Error::io("read", from, &e)),
-    }
 }

@@ -1,9 +1,9 @@
 //! The safetensors files of a model directory: found, mapped and checked before a byte of theirs is believed.
 
 use super::arch::no_model;
-use super::arch::read_object;
 use super::pack::Disk;
 use crate::error::{Error, Result};
+use crate::sys::files::read_object;
 use crate::sys::map::Map;
 use safetensors::tensor::{Dtype, Metadata, SafeTensorError, SafeTensors};
 use std::collections::{BTreeMap, BTreeSet};

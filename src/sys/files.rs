@@ -1,6 +1,7 @@
 //! Files that survive a crash: written under another name, synced, renamed.
 
 use crate::error::{Error, Kind, Result, format_bytes};
+use serde_json::{Map, Value};
 use std::ffi::CString;
 use std::fs::{self, File};
 use std::hash::Hasher;
@@ -95,6 +96,22 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
 
 pub fn read_to_string(path: &Path) -> io::Result<String> {
     io::read_to_string(open(path)?)
+}
+
+/// What `read` gives of a file; none where there is no such file.
+pub fn if_any<T>(path: &Path, read: impl FnOnce(&Path) -> io::Result<T>) -> Result<Option<T>> {
+    match read(path) {
+        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
+        read => read.map(Some).map_err(|e| Error::io("read", path, &e)),
+    }
+}
+
+/// The JSON object in a file; none where there is no such file.
+pub fn read_object(path: &Path) -> Result<Option<Map<String, Value>>> {
+    let Some(text) = if_any(path, read)? else { return Ok(None) };
+    serde_json::from_slice(&text)
+        .map(Some)
+        .map_err(|e| Error::data(format!("{} is no JSON object: {e}", path.display())))
 }
 
 /// A large file that is being written: its pages are written back meanwhile, so that little is left for its end and the page

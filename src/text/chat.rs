@@ -58,11 +58,11 @@ impl ChatTemplate {
     /// `tokenizer_config.json`: a text, or a list of named texts of which `default` counts.
     pub(super) fn find(
         dir: &Path,
-        tokenizer_config: Option<&Value>,
+        tokenizer_config: Option<&Map<String, Value>>,
         bos_token: Option<String>,
         eos_token: Option<String>,
     ) -> Result<Option<Self>> {
-        let text = read_text(&dir.join("chat_template.jinja"))?;
+        let text = files::if_any(&dir.join("chat_template.jinja"), files::read_to_string)?;
         let text = match (text, tokenizer_config.and_then(|v| v.get("chat_template"))) {
             (Some(text), _) => text,
             (None, Some(Value::String(text))) => text.clone(),
@@ -229,20 +229,4 @@ impl io::Write for Capped {
 /// Text of a special token: a string, or an object with `content`; null means that there is none.
 pub(super) fn token_text(token: &Value) -> Option<String> {
     token.as_str().or_else(|| token.get("content")?.as_str()).map(str::to_owned)
-}
-
-/// A file, or nothing where there is none.
-fn read_text(path: &Path) -> Result<Option<String>> {
-    match files::read_to_string(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-        read => read.map(Some).map_err(|e| Error::io("read", path, &e)),
-    }
-}
-
-/// A JSON file, or nothing where there is none.
-pub(super) fn read_json(path: &Path) -> Result<Option<Value>> {
-    let Some(text) = read_text(path)? else { return Ok(None) };
-    serde_json::from_str(&text)
-        .map(Some)
-        .map_err(|e| Error::new(Kind::Data, format!("{} is not JSON: {e}", path.display())))
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-use super::chat::{ChatTemplate, read_json, token_text};
+use super::chat::{ChatTemplate, token_text};
 use crate::comm::abort;
 use crate::error::{Error, Result};
 use crate::sys::{files, patterns};
@@ -53,7 +53,7 @@ impl Tokenizer {
 
         let [settings, special_tokens, generation, config] =
             ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"]
-                .map(|name| read_json(&dir.join(name)));
+                .map(|name| files::read_object(&dir.join(name)));
         let (settings, special_tokens, generation, config) = (settings?, special_tokens?, generation?, config?);
         let token = |name: &str| {
             let mut files = [&settings, &special_tokens].into_iter().flatten();
@@ -205,7 +205,7 @@ fn guarded<T>(path: &Path, what: impl Display, body: impl FnOnce() -> tokenizers
 }
 
 /// The end tokens of a file, one or several.
-fn end_tokens(file: Option<&Value>) -> Vec<u32> {
+fn end_tokens(file: Option<&Map<String, Value>>) -> Vec<u32> {
     match file.and_then(|file| file.get("eos_token_id")) {
         Some(Value::Array(ids)) => ids.iter().filter_map(Value::as_u64).map(|id| id as u32).collect(),
         Some(id) => id.as_u64().map(|id| id as u32).into_iter().collect(),
