@@ -2,13 +2,12 @@
 //! fields of the rows under their names; `{"rewards"}` comes back, with `scores` and `extra_logs` beside it where the service
 //! has numbers for the logs.
 
-use super::pool::{Asked, Failure, Worker, reply_bytes_max, retried, rows_of};
+use super::pool::{Asked, Failure, Lookup, RewardContext, Worker, reply_bytes_max, retried, rows_of};
 use super::reply::{self, printable};
 use crate::config::reward::RewardConfig;
 use crate::error::{Error, Result};
 use crate::experience::RowFields;
 use crate::reward::RewardOutput;
-use crate::reward::context::{Lookup, RewardContext};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::net::{TcpStream, ToSocketAddrs};

@@ -3,7 +3,6 @@
 //!
 //! A reward that fails is an error: there is no score that nobody gave.
 
-mod context;
 pub mod environment;
 mod http;
 pub mod mixture;
@@ -12,8 +11,8 @@ mod python;
 mod reply;
 pub mod rules;
 
-pub use context::{Lookup, RewardContext};
 pub use mixture::{RewardOutput, Scored};
+pub use pool::{Lookup, RewardContext};
 
 use crate::config::{self, reward::RewardConfig};
 use crate::error::Result;

@@ -5,9 +5,9 @@ use crate::config::reward::{OnFailure, RewardConfig};
 use crate::error::{Error, Result};
 use crate::experience::{Prompt, Response, RowFields};
 use crate::reward::RewardOutput;
-use crate::reward::context::Lookup;
 use crate::sys::lock::lock;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex};
@@ -23,6 +23,21 @@ const LATE_MAX: u32 = 16;
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 /// What the end of the pool waits for the ends of child processes.
 const END: Duration = Duration::from_secs(5);
+
+/// What functions and services are given of a run.
+#[derive(Default)]
+pub struct RewardContext {
+    /// The row of a prompt, by its id.
+    pub rows: Option<Lookup>,
+    /// Fields that a row has besides the prompt.
+    pub columns: Vec<String>,
+    /// Where what the functions print goes; nowhere, but for errors, where there is none.
+    pub log: Option<PathBuf>,
+    /// Whether no server is asked: a job is only checked.
+    pub offline: bool,
+}
+
+pub type Lookup = Arc<dyn Fn(u64) -> Result<RowFields> + Send + Sync>;
 
 /// A response to score.
 #[derive(Debug)]

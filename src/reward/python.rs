@@ -3,12 +3,11 @@
 //! The child (`driver.py`) is asked one JSON line per request and answers with one. Whatever goes wrong, the child and all its
 //! descendants are killed, and the next attempt has a fresh one.
 
-use super::pool::{Asked, Failure, Worker, reply_bytes_max, retried, rows_of};
+use super::pool::{Asked, Failure, Lookup, RewardContext, Worker, reply_bytes_max, retried, rows_of};
 use super::reply::{self, parse, printable};
 use crate::config::reward::{PythonConfig, RewardConfig};
 use crate::error::{Error, Result};
 use crate::experience::RowFields;
-use crate::reward::context::{Lookup, RewardContext};
 use crate::reward::mixture::RewardOutput;
 use crate::sys::process::{Broken, LineChild};
 use serde::Deserialize;
@@ -103,10 +102,8 @@ pub fn workers(
 ) -> Result<(String, PathBuf, Vec<PythonWorker>)> {
     let function = Arc::new(Function::described(config, python, environment, base_dir, context)?);
     let file = function.file.clone();
-    let worker = |_| PythonWorker { function: Arc::clone(&function), child: None, requests: 0 };
-    let mut workers: Vec<PythonWorker> = (0..config.workers).map(worker).collect();
-    let started = retried(config.retries, || workers[0].start(&AtomicBool::new(false)));
-    let name = started.map_err(|(Failure { why, .. }, times)| {
+    let started = retried(config.retries, || function.start(&AtomicBool::new(false)));
+    let (name, child) = started.map_err(|(Failure { why, .. }, times)| {
         let hint = if why.contains("ModuleNotFoundError") {
             "the interpreter lacks it: reward.python = { file = \"reward.py\", interpreter = \"venv/bin/python\" }"
         } else if environment {
@@ -118,57 +115,25 @@ pub fn workers(
             .hint(hint)
             .also(&format!("see reward.start_timeout_s and reward.retries: it was started in {times}"))
     })?;
-    Ok((name, file, workers))
+    let mut child = Some(child);
+    let worker = |_| PythonWorker { function: Arc::clone(&function), child: child.take(), requests: 0 };
+    Ok((name, file, (0..config.workers).map(worker).collect()))
 }
 
 impl PythonWorker {
-    /// Starts a child; the name of its function.
-    fn start(&mut self, given_up: &AtomicBool) -> std::result::Result<String, Failure> {
-        self.child = None;
-        let mut child = self.function.spawn()?;
-        let wait = self.function.start_timeout;
-        let line = match child.exchange(&[], Instant::now() + wait, reply_bytes_max(0), given_up) {
-            Ok(line) => line,
-            Err(broken) => return Err(describe(&mut child, &broken, "loading", wait)),
-        };
-        let hello: Hello = parse(&line).map_err(|message| with_stderr(&mut child, message))?;
-        if let Some(error) = hello.error {
-            return Err(printable(&error).into());
-        }
-        let Some(function) = hello.function else {
-            return Err(with_stderr(&mut child, "it named no function".into()).into());
-        };
-        self.child = Some(child);
-        Ok(function)
-    }
-
     /// What `read` makes of the child's answer to `request`; after a failure the child is another one.
     pub(super) fn exchange<T>(
-        &mut self,
-        request: Map<String, Value>,
-        count: usize,
-        doing: &str,
-        given_up: &AtomicBool,
-        read: impl FnOnce(&[u8]) -> std::result::Result<T, String>,
-    ) -> std::result::Result<T, Failure> {
-        let found = self.ask_child(request, count, doing, given_up).and_then(|line| Ok(read(&line)?));
-        if found.is_err() {
-            self.child = None;
-        }
-        found
-    }
-
-    fn ask_child(
         &mut self,
         mut request: Map<String, Value>,
         count: usize,
         doing: &str,
         given_up: &AtomicBool,
-    ) -> std::result::Result<Vec<u8>, Failure> {
-        if self.child.is_none() {
-            self.start(given_up)?;
-        }
-        let Some(child) = self.child.as_mut() else { return Err("no child process".to_string().into()) };
+        read: impl FnOnce(&[u8]) -> std::result::Result<T, String>,
+    ) -> std::result::Result<T, Failure> {
+        let mut child = match self.child.take() {
+            Some(child) => child,
+            None => self.function.start(given_up)?.1,
+        };
         self.requests += 1;
         request.insert("id".into(), self.requests.into());
         let mut line = Value::from(request).to_string().into_bytes();
@@ -176,15 +141,17 @@ impl PythonWorker {
         let timeout = self.function.timeout;
         let answer = child
             .exchange(&line, Instant::now() + timeout, reply_bytes_max(count), given_up)
-            .map_err(|broken| describe(child, &broken, doing, timeout))?;
+            .map_err(|broken| describe(&mut child, &broken, doing, timeout))?;
         let reply: Reply = parse(&answer)?;
-        match reply.error {
-            Some(error) => Err(printable(&error).into()),
-            None if reply.id != self.requests => {
-                Err(format!("it answered request {}, asked was {}", reply.id, self.requests).into())
-            }
-            None => Ok(answer),
+        if let Some(error) = reply.error {
+            return Err(printable(&error).into());
         }
+        if reply.id != self.requests {
+            return Err(format!("it answered request {}, asked was {}", reply.id, self.requests).into());
+        }
+        let found = read(&answer)?;
+        self.child = Some(child);
+        Ok(found)
     }
 
     pub(super) fn rows(&self) -> Option<&Lookup> {
@@ -256,6 +223,20 @@ impl Function {
             rows: context.rows.clone(),
             log: context.log.clone(),
         })
+    }
+
+    /// Starts a child; the name of its function, and the child.
+    fn start(&self, given_up: &AtomicBool) -> std::result::Result<(String, LineChild), Failure> {
+        let (mut child, wait) = (self.spawn()?, self.start_timeout);
+        let line = child
+            .exchange(&[], Instant::now() + wait, reply_bytes_max(0), given_up)
+            .map_err(|broken| describe(&mut child, &broken, "loading", wait))?;
+        let hello: Hello = parse(&line).map_err(|message| with_stderr(&mut child, message))?;
+        match (hello.error, hello.function) {
+            (Some(error), _) => Err(printable(&error).into()),
+            (None, Some(function)) => Ok((function, child)),
+            (None, None) => Err(with_stderr(&mut child, "it named no function".into()).into()),
+        }
     }
 
     fn spawn(&self) -> std::result::Result<LineChild, String> {
