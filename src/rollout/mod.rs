@@ -13,7 +13,6 @@ mod prefixes;
 mod run;
 pub mod scheduler;
 mod sequence;
-mod spec;
 pub mod turns;
 
 pub use beams::{Beams, EarlyStopping};

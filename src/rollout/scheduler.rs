@@ -15,8 +15,8 @@
 
 use super::blocks::{BlockPool, pages_of};
 pub use super::prefixes::Prefixes;
+pub use super::sequence::{Feed, Limits, Spec, cached_tokens_max, pages_wanted};
 use super::sequence::{Group, Prefix, Sequence, State};
-pub use super::spec::{Feed, Limits, Spec, cached_tokens_max, pages_wanted};
 use crate::error::{Error, Result};
 use crate::ops::attention::PAGE;
 use std::collections::VecDeque;

@@ -1,6 +1,79 @@
-//! What the scheduler keeps of a sequence, and of the samples of a prompt.
+//! What a sequence may take of the KV cache and of a forward, and what the scheduler keeps of it and of the samples of a prompt.
 
-use super::spec::Spec;
+use super::blocks::pages_of;
+
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Sequences running at once.
+    pub batch_max: usize,
+    /// Prompt tokens in one forward.
+    pub prefill_tokens_max: usize,
+    /// Pages of the KV cache.
+    pub pages: usize,
+    /// Mean of the new tokens that sequences had before these, where some were.
+    pub new_tokens_before: Option<usize>,
+}
+
+/// Finished sequences needed before their own mean length is the expectation.
+const FINISHED_MIN: usize = 8;
+
+impl Limits {
+    /// New tokens to expect of a sequence when so many have finished with `new_tokens` in all: a quarter more than their mean, or
+    /// than the mean of those before; none where nothing is known.
+    pub fn expected_new(&self, finished: usize, new_tokens: usize) -> Option<usize> {
+        let mean = if finished < FINISHED_MIN { self.new_tokens_before } else { Some(new_tokens / finished) };
+        mean.map(|mean| mean * 5 / 4 + 1)
+    }
+}
+
+/// A sequence's share of a forward: `tokens` tokens behind the `past` cached ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Feed {
+    pub sequence: usize,
+    pub past: usize,
+    pub tokens: usize,
+    /// The forward reaches the sequence's last token, so the next one can be drawn.
+    pub complete: bool,
+}
+
+/// What the scheduler has to know of a sequence.
+#[derive(Clone, Copy, Debug)]
+pub struct Spec {
+    /// Sequences with the same group number have the same prompt.
+    pub group: usize,
+    pub prompt_tokens: usize,
+    pub new_tokens_max: usize,
+}
+
+impl Spec {
+    /// Pages at its longest.
+    pub fn pages_max(&self) -> usize {
+        pages_of(cached_tokens_max(self.prompt_tokens, self.new_tokens_max))
+    }
+}
+
+/// Tokens that are ever in the cache: the last new token is never fed.
+pub fn cached_tokens_max(prompt_tokens: usize, new_tokens_max: usize) -> usize {
+    prompt_tokens + new_tokens_max.max(1) - 1
+}
+
+/// Pages with which none of these sequences ever waits for another's, `batch_max` of them at once: those of the longest at their
+/// longest, and for each prompt that several samples share the last one, which is partial: it is kept for samples that have not
+/// begun when the one that has read it goes.
+pub fn pages_wanted(specs: impl IntoIterator<Item = Spec>, batch_max: usize) -> usize {
+    let (mut needs, mut samples): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
+    for spec in specs {
+        needs.push(spec.pages_max());
+        if samples.len() <= spec.group {
+            samples.resize(spec.group + 1, 0);
+        }
+        samples[spec.group] += 1;
+    }
+    needs.sort_unstable_by(|a, b| b.cmp(a));
+    let slots = needs.len().min(batch_max);
+    let shared = samples.into_iter().filter(|samples| *samples > 1).count();
+    needs[..slots].iter().sum::<usize>() + shared.min(slots)
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
