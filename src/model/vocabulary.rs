@@ -129,25 +129,15 @@ impl Transformer {
             return Cow::Borrowed(logits);
         }
         let rows: Vec<Range<usize>> = dealt.iter().map(|rows| rows.start * part..rows.end * part).collect();
-        let blocks = self.blocks(mine);
+        // The columns of each rank, one rank behind the other.
+        let blocks: Vec<Range<usize>> = self.vocabularies().map(|v| v.start * mine..v.end * mine).collect();
         let mut received = logits.statistics(mine, self.arch.vocabulary);
         self.tensor.slice_to_all(logits.slice(), &rows, received.slice_mut(), &blocks);
-        Cow::Owned(self.interleaved(&received, &blocks))
-    }
-
-    /// Where each rank's columns of `rows` rows stand, one rank behind the other.
-    fn blocks(&self, rows: usize) -> Vec<Range<usize>> {
-        self.vocabularies().map(|v| v.start * rows..v.end * rows).collect()
-    }
-
-    /// Rows from the columns of each rank.
-    fn interleaved(&self, received: &Tensor, blocks: &[Range<usize>]) -> Tensor {
-        let (rows, v) = (received.rows(), received.width());
-        let mut whole = received.statistics(rows, v);
+        let mut whole = logits.statistics(mine, self.arch.vocabulary);
         for (range, block) in self.vocabularies().zip(blocks) {
-            columns::place(received, block.start, &mut whole, range.start, range.len());
+            columns::place(&received, block.start, &mut whole, range.start, range.len());
         }
-        whole
+        Cow::Owned(whole)
     }
 
     /// The tokens of each rank.
