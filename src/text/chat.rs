@@ -6,7 +6,7 @@
 use std::fmt;
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::syntax::SyntaxConfig;
@@ -32,7 +32,7 @@ pub struct ChatTemplate {
     environment: Arc<Environment<'static>>,
     bos_token: Option<String>,
     eos_token: Option<String>,
-    clock: Arc<Mutex<Option<i64>>>,
+    clock: Arc<OnceLock<i64>>,
 }
 
 impl fmt::Debug for ChatTemplate {
@@ -44,7 +44,7 @@ impl fmt::Debug for ChatTemplate {
 impl ChatTemplate {
     /// Compiles `template`; `bos_token` and `eos_token` are variables of it.
     pub fn new(template: &str, bos_token: Option<String>, eos_token: Option<String>) -> Result<Self> {
-        let clock = Arc::new(Mutex::new(None));
+        let clock = Arc::default();
         let (template, of_template) = (template.to_owned(), Arc::clone(&clock));
         let environment = bounded(move || {
             let mut environment = environment(&of_template)?;
@@ -72,10 +72,10 @@ impl ChatTemplate {
         Self::new(&text, bos_token, eos_token).map(Some).map_err(|e| e.within(dir.display()))
     }
 
-    /// Fixes the time of `strftime_now`, in seconds since 1970: shards and tests want the same text every day.
+    /// Fixes the time of `strftime_now`, in seconds since 1970: a test wants the same text every day.
     #[must_use]
     pub fn at(self, seconds: i64) -> Self {
-        *self.clock.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(seconds);
+        self.clock.get_or_init(|| seconds);
         self
     }
 
@@ -129,7 +129,7 @@ fn default_of(named: &[Value], dir: &Path) -> Result<String> {
     )
 }
 
-fn environment(clock: &Arc<Mutex<Option<i64>>>) -> Result<Environment<'static>> {
+fn environment(clock: &Arc<OnceLock<i64>>) -> Result<Environment<'static>> {
     let mut environment = Environment::new();
     let syntax = SyntaxConfig::builder()
         .trim_blocks(true)
@@ -148,9 +148,8 @@ fn environment(clock: &Arc<Mutex<Option<i64>>>) -> Result<Environment<'static>> 
     });
     let clock = Arc::clone(clock);
     environment.add_function("strftime_now", move |format: String| {
-        let fixed = *clock.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let now = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs() as i64);
-        strftime(&format, fixed.unwrap_or_else(now))
+        strftime(&format, clock.get().copied().unwrap_or_else(now))
     });
     Ok(environment)
 }

@@ -34,13 +34,9 @@ impl Tokenizer {
     /// a tokenizer that names none (Qwen) has none, whatever `config.json` says.
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
-        let bytes = files::read(&path).map_err(|e| {
-            if e.kind() == std::io::ErrorKind::NotFound {
-                Error::data(format!("{} has no tokenizer.json", dir.display()))
-                    .hint("save it with `AutoTokenizer.from_pretrained(...).save_pretrained(DIR)` (a fast tokenizer)")
-            } else {
-                Error::io("read", &path, &e)
-            }
+        let bytes = files::if_any(&path, files::read)?.ok_or_else(|| {
+            Error::data(format!("{} has no tokenizer.json", dir.display()))
+                .hint("save it with `AutoTokenizer.from_pretrained(...).save_pretrained(DIR)` (a fast tokenizer)")
         })?;
         patterns::limit_backtracking();
         let inner = guarded(&path, "is not a tokenizer", || {
