@@ -155,19 +155,6 @@ struct Open {
     is_full: bool,
 }
 
-impl Open {
-    fn new(place: usize, most: usize) -> Self {
-        Self { places: place..place + 1, missing: 1, is_full: most == 1 }
-    }
-
-    /// One place more; with `most` it is full, unless that is 0.
-    fn add(&mut self, most: usize) {
-        self.places.end += 1;
-        self.missing += 1;
-        self.is_full = self.places.len() == most;
-    }
-}
-
 #[derive(Debug, Default)]
 struct Shared {
     given_up: AtomicBool,
@@ -216,14 +203,17 @@ impl<A: Send + Sync + 'static, O: Output> Pool<A, O> {
 
     /// Makes `places` behind those that there are.
     pub fn expect(&mut self, places: Range<usize>) {
-        let (round, most) = (&mut self.round, self.batch);
+        let round = &mut self.round;
         round.outputs.resize(places.end, None);
         round.missing += places.len();
         for place in places {
-            match round.open.last_mut().filter(|last| !last.is_full) {
-                Some(last) => last.add(most),
-                None => round.open.push(Open::new(place, most)),
+            if round.open.last().is_none_or(|last| last.is_full) {
+                round.open.push(Open { places: place..place, missing: 0, is_full: false });
             }
+            let last = round.open.last_mut().expect("just pushed");
+            last.places.end += 1;
+            last.missing += 1;
+            last.is_full = last.places.len() == self.batch;
         }
     }
 
