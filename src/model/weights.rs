@@ -103,7 +103,7 @@ impl Weights {
     /// asked for: every rank asks for the same units in the same order. What was gathered lives as long as the `Unit`,
     /// and until another one is asked for.
     pub fn unit(&self, index: usize) -> Unit<'_> {
-        let Some(gathered) = &self.gathered else { return Unit::Here(self.here(index)) };
+        let Some(gathered) = &self.gathered else { return Unit::Here(self.local(index)) };
         let mut cache = lock(&gathered.cache);
         if let Some((held, values)) = &cache.held
             && *held == index
@@ -141,16 +141,11 @@ impl Weights {
         let partition = gathered.partition.clone();
         let scratch = || UnitValues::padded_scratch(&self.table, unit, self.dtype, partition.padded_len(unit));
         let mut values = owned_by("gathered units", scratch);
-        values.take(self.here(unit));
+        values.take(self.local(unit));
         gathered.stream.submit(move |groups| {
             values.gather(&groups[0], partition.shares(unit));
             values
         })
-    }
-
-    fn here(&self, unit: usize) -> &UnitValues {
-        self.units[unit].wait();
-        &self.units[unit]
     }
 
     /// Offloads weights of a GPU: copies them to pinned memory of the host, if they `have_changed` since the last offload, and
@@ -203,7 +198,8 @@ impl Weights {
 
     /// The values of a unit that are on this rank.
     pub fn local(&self, unit: usize) -> &UnitValues {
-        self.here(unit)
+        self.units[unit].wait();
+        &self.units[unit]
     }
 
     /// The values of a unit that are on this rank; after a change, `all_gather` and `finish_update`.
@@ -220,7 +216,7 @@ impl Weights {
         check_cut(&range);
         let mut out = Buffer::scratch(range.len());
         for (u, part) in self.touched(&range) {
-            self.here(u).to_master(&part, &mut out[part.start - range.start..part.end - range.start]);
+            self.local(u).to_master(&part, &mut out[part.start - range.start..part.end - range.start]);
         }
         out
     }
