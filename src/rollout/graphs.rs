@@ -339,13 +339,8 @@ impl Run<'_> {
     fn is_one_to_admit(&self, batch: &mut DecodeBatch) -> bool {
         let Some(lanes) = self.scheduler.admissible() else { return false };
         batch.idle += 1;
-        are_enough(lanes, self.limits.batch_max, batch.idle)
+        lanes * IDLE_SHARE >= self.limits.batch_max || batch.idle >= IDLE_SHARE
     }
-}
-
-/// Whether so many free lanes, for so many steps, are worth an ordinary forward.
-fn are_enough(lanes: usize, batch_max: usize, steps: usize) -> bool {
-    lanes * IDLE_SHARE >= batch_max || steps >= IDLE_SHARE
 }
 
 fn is_penalised(request: &Request) -> bool {
@@ -389,13 +384,6 @@ mod tests {
     fn buckets_hold_their_rows_and_are_few() {
         assert_eq!([1, 2, 3, 5, 8, 9, 17, 64].map(|rows| bucket(rows, 256)), [1, 2, 4, 8, 8, 16, 24, 64]);
         assert_eq!([5, 9, 10].map(|rows| bucket(rows, 10)), [8, 10, 10]);
-    }
-
-    #[test]
-    fn free_lanes_wait_for_others_but_not_for_long() {
-        assert!(are_enough(1, 16, 1) && are_enough(4, 64, 1), "one in sixteen");
-        assert!(!are_enough(1, 17, 1) && !are_enough(15, 256, 15));
-        assert!(are_enough(1, 256, IDLE_SHARE));
     }
 
     #[test]
