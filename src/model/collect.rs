@@ -4,15 +4,15 @@
 //! Values on GPUs are read to the hosts piece by piece, where the files need them anyway, and are sent by MPI.
 
 use super::arch::Arch;
-use super::bf16::widen;
 use super::moves::without;
-use super::pack::{Disk, pack_f32, stored, unpack_rows};
+use super::pack::{pack_f32, stored, unpack_rows, widen};
 use super::params::{ParamId, ParamSpec, ParamTable};
 use super::part::TensorPart;
 use super::partition::Partition;
 use super::weights::Weights;
 use crate::comm::Axes;
 use crate::tensor::{DType, Layout, PANEL};
+use safetensors::Dtype;
 use std::ops::Range;
 
 /// Elements that are gathered at a time.
@@ -60,7 +60,7 @@ pub fn append_bytes(dtype: DType, rows: &[f32], bytes: &mut Vec<u8>) {
 pub fn store_whole(weights: &mut Weights, index: usize, bytes: &[u8]) {
     let table = weights.table.clone();
     let (spec, mut room) = (&table.specs()[index], Vec::new());
-    let source = stored(if weights.dtype() == DType::F32 { Disk::F32 } else { Disk::Bf16 }, bytes);
+    let source = stored(if weights.dtype() == DType::F32 { Dtype::F32 } else { Dtype::BF16 }, bytes);
     for start in (0..spec.len).step_by(PIECE) {
         let part = start..(start + PIECE).min(spec.len);
         room.resize(part.len(), 0.0);

@@ -1,7 +1,6 @@
 //! The safetensors files of a model directory: found, mapped and checked before a byte of theirs is believed.
 
 use super::arch::no_model;
-use super::pack::Disk;
 use crate::error::{Error, Result};
 use crate::sys::files::read_object;
 use crate::sys::map::Map;
@@ -36,21 +35,16 @@ pub(super) struct Stored<'a> {
     pub shape: &'a [usize],
     pub dtype: Dtype,
     pub bytes: &'a [u8],
+    map: &'a Map,
+    /// Where in the map its bytes begin.
+    at: usize,
 }
 
 impl Stored<'_> {
-    /// The element type.
-    ///
-    /// # Errors
-    /// `Data` for types other than f32, bf16 and f16.
-    pub(super) fn disk(&self, name: &str) -> Result<Disk> {
-        match self.dtype {
-            Dtype::F32 => Ok(Disk::F32),
-            Dtype::BF16 => Ok(Disk::Bf16),
-            Dtype::F16 => Ok(Disk::F16),
-            other => Err(Error::data(format!("{}: tensor {name} has dtype {other:?}", self.path.display()))
-                .hint("supported: F32, BF16, F16")),
-        }
+    /// Has the system read these elements, which are needed soon.
+    pub(super) fn will_need(&self, elements: Range<usize>) {
+        let byte = |element: usize| self.at + (element * self.dtype.bitsize() / 8).min(self.bytes.len());
+        self.map.will_need(byte(elements.start)..byte(elements.end));
     }
 }
 
@@ -91,20 +85,6 @@ impl Checkpoint {
         self.by_name.keys().map(String::as_str)
     }
 
-    pub(super) fn len(&self) -> usize {
-        self.by_name.len()
-    }
-
-    /// Has the system read bytes `within` of a tensor, which are needed soon.
-    pub(super) fn will_need(&self, name: &str, within: Range<usize>) {
-        let shard = self.by_name.get(name).map(|i| &self.shards[*i]);
-        if let Some((shard, info)) = shard.and_then(|shard| Some((shard, shard.metadata.info(name)?))) {
-            let (start, end) = info.data_offsets;
-            let at = shard.data_start + start;
-            shard.map.will_need(at + within.start.min(end - start)..at + within.end.min(end - start));
-        }
-    }
-
     /// Gives back the memory of what was read so far.
     pub(super) fn release(&self) {
         self.shards.iter().for_each(|shard| shard.map.release());
@@ -114,8 +94,9 @@ impl Checkpoint {
         let shard = &self.shards[*self.by_name.get(name)?];
         let info = shard.metadata.info(name)?;
         let (start, end) = info.data_offsets;
-        let bytes = &shard.map[shard.data_start + start..shard.data_start + end];
-        Some(Stored { path: &shard.path, shape: &info.shape, dtype: info.dtype, bytes })
+        let (at, map) = (shard.data_start + start, &shard.map);
+        let bytes = &map[at..shard.data_start + end];
+        Some(Stored { path: &shard.path, shape: &info.shape, dtype: info.dtype, bytes, map, at })
     }
 }
 

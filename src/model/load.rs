@@ -4,7 +4,7 @@
 use super::arch::{Arch, Head};
 use super::files::Checkpoint;
 use super::init;
-use super::pack::{self, Disk, stored, whole_rows};
+use super::pack::{self, stored, whole_rows};
 use super::params::{ParamId, ParamSpec, ParamTable};
 use super::part::TensorPart;
 use super::partition::Shards;
@@ -14,6 +14,7 @@ use crate::comm::Axes;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::{DType, SliceMut};
+use safetensors::Dtype;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -49,17 +50,8 @@ pub struct Source {
 /// As `load`, but for values; `Usage` where the model cannot be cut into `part.size` parts.
 pub fn open(device: Device, dir: &Path, head: Head, seed: u64, part: TensorPart) -> Result<Source> {
     let arch = Arch::load(dir)?;
-    check_head(dir, &arch, head)?;
+    let table = table_on(device, dir, &arch, head, part)?;
     let checkpoint = Checkpoint::open(dir)?;
-    if arch.layers > checkpoint.len() {
-        let (layers, tensors) = (arch.layers, checkpoint.len());
-        return Err(Error::data(format!(
-            "{}: config.json has {layers} layers, the files {tensors} tensors",
-            dir.display()
-        )));
-    }
-    check_part(dir, &arch, part)?;
-    let table = Arc::new(ParamTable::on(device, &arch, head, part));
     let new_head = check(dir, &arch, &table, &checkpoint)?;
     Ok(Source { arch, table, checkpoint, new_head, seed })
 }
@@ -69,12 +61,6 @@ pub fn open(device: Device, dir: &Path, head: Head, seed: u64, part: TensorPart)
 /// # Errors
 /// As `open` for what config.json says.
 pub fn table_on(device: Device, dir: &Path, arch: &Arch, head: Head, part: TensorPart) -> Result<Arc<ParamTable>> {
-    check_head(dir, arch, head)?;
-    check_part(dir, arch, part)?;
-    Ok(Arc::new(ParamTable::on(device, arch, head, part)))
-}
-
-fn check_head(dir: &Path, arch: &Arch, head: Head) -> Result<()> {
     if head == Head::LanguageModel && arch.head == Head::Value {
         return Err(Error::data(format!(
             "{} holds a value or reward model, which has no language head",
@@ -82,11 +68,8 @@ fn check_head(dir: &Path, arch: &Arch, head: Head) -> Result<()> {
         ))
         .hint("give the directory of a causal language model"));
     }
-    Ok(())
-}
-
-fn check_part(dir: &Path, arch: &Arch, part: TensorPart) -> Result<()> {
-    arch.check_tensor(part.size).map_err(|e| e.within(dir.display()))
+    arch.check_tensor(part.size).map_err(|e| e.within(dir.display()))?;
+    Ok(Arc::new(ParamTable::on(device, arch, head, part)))
 }
 
 impl Source {
@@ -107,21 +90,15 @@ impl Source {
     fn will_need(&self, range: &Range<usize>) {
         for (id, part) in self.table.parts(range) {
             let spec = self.table.spec(id);
-            let Some(bytes) = self.checkpoint.get(&spec.name).and_then(|t| Some(t.disk(&spec.name).ok()?.bytes()))
-            else {
-                continue;
-            };
-            let rows = whole_rows(spec, part.start - spec.offset..part.end - spec.offset);
-            self.checkpoint.will_need(&spec.name, rows.start * bytes..rows.end * bytes);
+            if let Some(tensor) = self.checkpoint.get(&spec.name) {
+                tensor.will_need(whole_rows(spec, part.start - spec.offset..part.end - spec.offset));
+            }
         }
     }
 
     /// Whether weights of `dtype` are other numbers than those of the files, or of the head that is drawn.
     pub fn is_rounded(&self, dtype: DType) -> bool {
-        let is_finer = |spec: &ParamSpec| {
-            let disk = self.checkpoint.get(&spec.name).and_then(|tensor| tensor.disk(&spec.name).ok());
-            disk != Some(Disk::Bf16)
-        };
+        let is_finer = |spec: &ParamSpec| self.checkpoint.get(&spec.name).is_none_or(|t| t.dtype != Dtype::BF16);
         dtype == DType::Bf16 && self.table.specs().iter().any(is_finer)
     }
 
@@ -142,7 +119,7 @@ impl Source {
                 return init::drawn(spec, self.seed);
             }
             let tensor = stored_of(&spec.name);
-            Box::new(stored(tensor.disk(&spec.name).expect("`check` knows its type"), tensor.bytes))
+            Box::new(stored(tensor.dtype, tensor.bytes))
         });
         // Else the files would lie in memory beside what is made of them.
         self.checkpoint.release();
@@ -168,9 +145,13 @@ fn check(dir: &Path, arch: &Arch, table: &ParamTable, checkpoint: &Checkpoint) -
             }
             continue;
         };
-        stored.disk(&spec.name)?;
+        let (path, name, dtype) = (stored.path.display(), &spec.name, stored.dtype);
+        if !matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
+            return Err(
+                Error::data(format!("{path}: tensor {name} has dtype {dtype:?}")).hint("supported: F32, BF16, F16")
+            );
+        }
         if stored.shape != spec.full {
-            let (path, name) = (stored.path.display(), &spec.name);
             return Err(Error::data(format!(
                 "{path}: tensor {name} has shape {:?}, config.json needs {:?}",
                 stored.shape, spec.full

@@ -18,7 +18,6 @@ pub mod transformer;
 pub mod weights;
 
 mod attention;
-mod bf16;
 mod block;
 pub mod collect;
 mod config_json;

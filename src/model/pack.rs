@@ -1,9 +1,10 @@
-//! Between row-major values, as on disk, and the layouts of the flat buffer.
+//! Between row-major values, as on disk, and the layouts of the flat buffer, and there between bf16 and f32.
 
-use super::bf16::narrow;
 use super::params::{ParamId, ParamSpec, ParamTable};
+use crate::dtype::round_bf16;
 use crate::tensor::{Layout, PANEL, SliceMut};
 use rayon::prelude::*;
+use safetensors::Dtype;
 use std::ops::Range;
 
 /// Columns that are decoded at a time: a tile of panels fits the first-level cache.
@@ -11,38 +12,56 @@ const TILE: usize = 128;
 /// Elements of a tile.
 const PIECE: usize = TILE * PANEL;
 
-/// Element type of a tensor on disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Disk {
-    F32,
-    Bf16,
-    F16,
+/// Little-endian values, widened to f32 exactly.
+///
+/// # Panics
+/// If they are not f32, bf16 or f16.
+fn decode(disk: Dtype, from: &[u8], to: &mut [f32]) {
+    match disk {
+        Dtype::F32 => {
+            for (t, b) in to.iter_mut().zip(from.chunks_exact(4)) {
+                *t = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+            }
+        }
+        Dtype::BF16 => {
+            for (t, b) in to.iter_mut().zip(from.chunks_exact(2)) {
+                *t = f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
+            }
+        }
+        Dtype::F16 => {
+            for (t, b) in to.iter_mut().zip(from.chunks_exact(2)) {
+                *t = half::f16::from_le_bytes([b[0], b[1]]).to_f32();
+            }
+        }
+        other => unreachable!("a model's tensors of {other}"),
+    }
 }
 
-impl Disk {
-    pub(super) fn bytes(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::Bf16 | Self::F16 => 2,
+/// bf16 to f32, exactly. In panels two neighbouring k interleave.
+pub(super) fn widen(layout: Layout, from: &[u16], to: &mut [f32]) {
+    let exact = |x: u16| f32::from_bits(u32::from(x) << 16);
+    match layout {
+        Layout::Row => to.iter_mut().zip(from).for_each(|(t, &x)| *t = exact(x)),
+        Layout::Panel => {
+            for (to, from) in to.chunks_exact_mut(2 * PANEL).zip(from.chunks_exact(2 * PANEL)) {
+                let (even, odd) = to.split_at_mut(PANEL);
+                for ((e, o), pair) in even.iter_mut().zip(odd).zip(from.chunks_exact(2)) {
+                    (*e, *o) = (exact(pair[0]), exact(pair[1]));
+                }
+            }
         }
     }
+}
 
-    /// Little-endian values, widened to f32 exactly.
-    fn decode(self, from: &[u8], to: &mut [f32]) {
-        match self {
-            Self::F32 => {
-                for (t, b) in to.iter_mut().zip(from.chunks_exact(4)) {
-                    *t = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-                }
-            }
-            Self::Bf16 => {
-                for (t, b) in to.iter_mut().zip(from.chunks_exact(2)) {
-                    *t = f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
-                }
-            }
-            Self::F16 => {
-                for (t, b) in to.iter_mut().zip(from.chunks_exact(2)) {
-                    *t = half::f16::from_le_bytes([b[0], b[1]]).to_f32();
+/// f32 to bf16, rounded to nearest even. In panels two neighbouring k interleave.
+pub(super) fn narrow(layout: Layout, from: &[f32], to: &mut [u16]) {
+    match layout {
+        Layout::Row => to.iter_mut().zip(from).for_each(|(t, &x)| *t = round_bf16(x)),
+        Layout::Panel => {
+            for (to, from) in to.chunks_exact_mut(2 * PANEL).zip(from.chunks_exact(2 * PANEL)) {
+                let (even, odd) = from.split_at(PANEL);
+                for (pair, (&e, &o)) in to.chunks_exact_mut(2).zip(even.iter().zip(odd)) {
+                    (pair[0], pair[1]) = (round_bf16(e), round_bf16(o));
                 }
             }
         }
@@ -71,8 +90,9 @@ impl Element for u16 {
 pub type Source<'a> = dyn Fn(usize, &mut [f32]) + Sync + 'a;
 
 /// The row-major values of a tensor on disk.
-pub(super) fn stored(disk: Disk, bytes: &[u8]) -> impl Fn(usize, &mut [f32]) + Sync {
-    move |start, to| disk.decode(&bytes[start * disk.bytes()..(start + to.len()) * disk.bytes()], to)
+pub(super) fn stored(disk: Dtype, bytes: &[u8]) -> impl Fn(usize, &mut [f32]) + Sync {
+    let each = disk.bitsize() / 8;
+    move |start, to| decode(disk, &bytes[start * each..(start + to.len()) * each], to)
 }
 
 /// Fills a flat range, cut at multiples of `FLAT_ALIGN`, padding included, with parameters whose values `source` gives. Returns the

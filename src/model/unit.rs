@@ -1,6 +1,6 @@
 //! The values of one unit of the parameter table, or of this rank's range of it, in the working dtype.
 
-use super::bf16::{narrow, widen};
+use super::pack::{narrow, widen};
 use super::params::{ParamId, ParamTable};
 use crate::comm::Group;
 use crate::device::Device;
