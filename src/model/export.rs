@@ -7,7 +7,7 @@ use super::tensor_files::{TensorFiles, write_json};
 use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::error::{Error, Result};
-use crate::sys::files::{self, fsync_dir, read_object, write_atomic};
+use crate::sys::files::{self, fsync_dir, parent, read_object, write_atomic};
 use crate::tensor::DType;
 use serde_json::{Map, Value, json};
 use std::fs;
@@ -51,9 +51,7 @@ pub fn export(out: &Path, arch: &Arch, weights: &Weights, dtype: DType, tokenize
 #[derive(Debug)]
 pub struct Export {
     out: PathBuf,
-    parent: PathBuf,
     fresh: PathBuf,
-    old: PathBuf,
     files: TensorFiles,
 }
 
@@ -69,15 +67,17 @@ impl Export {
         dtype: DType,
         tokenizer_dir: Option<&Path>,
     ) -> Result<Self> {
-        let (parent, name) = parent_and_name(out)?;
+        if out.file_name().is_none() {
+            return Err(Error::usage(format!("{} names no directory to export to", out.display()))
+                .hint("give a new directory's path"));
+        }
         check_target(out)?;
-        fs::create_dir_all(&parent).map_err(|e| Error::io("create", &parent, &e))?;
+        fs::create_dir_all(parent(out)).map_err(|e| Error::io("create", parent(out), &e))?;
         remove_leftovers(out)?;
-        let aside = |what: &str| parent.join(format!(".{name}.{what}-{}", std::process::id()));
-        let (fresh, old) = (aside("new"), aside("old"));
+        let fresh = aside(out, "new");
         fs::create_dir(&fresh).map_err(|e| Error::io("create", &fresh, &e))?;
         let files = TensorFiles::new(&fresh, table, dtype, SHARD_BYTES_MAX);
-        let export = Self { out: out.to_owned(), parent, fresh, old, files };
+        let export = Self { out: out.to_owned(), fresh, files };
         write_words(&export.fresh, arch, table.head(), dtype, tokenizer_dir)?;
         Ok(export)
     }
@@ -127,8 +127,8 @@ impl Export {
     pub fn commit(mut self) -> Result<()> {
         self.files.finish()?;
         fsync_dir(&self.fresh)?;
-        swap(&self.fresh, &self.out, &self.old)?;
-        fsync_dir(&self.parent)
+        swap(&self.fresh, &self.out)?;
+        fsync_dir(parent(&self.out))
     }
 }
 
@@ -139,12 +139,10 @@ impl Drop for Export {
     }
 }
 
-fn parent_and_name(out: &Path) -> Result<(PathBuf, String)> {
-    let name = out.file_name().ok_or_else(|| {
-        Error::usage(format!("{} names no directory to export to", out.display())).hint("give a new directory's path")
-    })?;
-    let parent = out.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    Ok((parent.to_owned(), name.to_string_lossy().into_owned()))
+/// A directory beside `out`, on the way there or back.
+fn aside(out: &Path, what: &str) -> PathBuf {
+    let name = out.file_name().unwrap_or_default().display();
+    parent(out).join(format!(".{name}.{what}-{}", std::process::id()))
 }
 
 /// Removes what an export to `out` left that was killed; where it was killed between its renames, the export before it is put
@@ -153,8 +151,8 @@ fn parent_and_name(out: &Path) -> Result<(PathBuf, String)> {
 /// # Errors
 /// `Io`.
 pub fn remove_leftovers(out: &Path) -> Result<()> {
-    let (parent, name) = parent_and_name(out)?;
-    let Ok(entries) = fs::read_dir(&parent) else { return Ok(()) };
+    let name = out.file_name().unwrap_or_default().display();
+    let Ok(entries) = fs::read_dir(parent(out)) else { return Ok(()) };
     for path in entries.flatten().map(|entry| entry.path()) {
         let found = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let of = |what: &str| found.starts_with(&format!(".{name}.{what}-"));
@@ -185,8 +183,7 @@ pub fn check_target(out: &Path) -> Result<()> {
     for entry in entries {
         let name = entry.map_err(|e| Error::io("read", out, &e))?.file_name();
         let name = name.to_string_lossy();
-        let ours = TOKENIZER_FILES.contains(&name.as_ref())
-            || ["config.json", "generation_config.json", "model.safetensors.index.json"].contains(&name.as_ref())
+        let ours = small_files().chain(["model.safetensors.index.json"]).any(|file| file == name)
             || (name.starts_with("model") && name.ends_with(".safetensors"));
         if !ours {
             return Err(Error::usage(format!(
@@ -200,8 +197,8 @@ pub fn check_target(out: &Path) -> Result<()> {
 }
 
 /// Renames `fresh` to `out`; what stood there before goes aside first and is removed last.
-fn swap(fresh: &Path, out: &Path, old: &Path) -> Result<()> {
-    let replaced = out.exists();
+fn swap(fresh: &Path, out: &Path) -> Result<()> {
+    let (replaced, old) = (out.exists(), &aside(out, "old"));
     if replaced {
         let _ = fs::remove_dir_all(old);
         fs::rename(out, old).map_err(|e| Error::io("rename", out, &e))?;

@@ -127,7 +127,7 @@ impl TensorFiles {
         if self.written == self.table.specs()[self.next].elements() {
             (self.written, self.next) = (0, self.next + 1);
             if self.files.iter().any(|file| file.end == self.next) {
-                self.end()?;
+                self.open.take().expect("a file was begun").finish()?;
             }
         }
         Ok(())
@@ -138,10 +138,6 @@ impl TensorFiles {
         let file = self.open.insert(LargeFile::create(&self.dir.join(self.name(file)))?);
         file.write(&(header.len() as u64).to_le_bytes())?;
         file.write(&header)
-    }
-
-    fn end(&mut self) -> Result<()> {
-        self.open.take().expect("a file was begun").finish()
     }
 
     /// Writes the index, where there are several files.
