@@ -99,8 +99,6 @@ pub(super) struct BeamRun<'a> {
     limits: Limits,
     cache: &'a mut [KvLayer],
     pool: BlockPool,
-    /// Pages that the searches may come to hold.
-    reserved: usize,
     /// Requests of the prompts that have not started.
     waiting: VecDeque<Range<usize>>,
     searches: Vec<Search>,
@@ -149,7 +147,6 @@ impl<'a> BeamRun<'a> {
             limits,
             cache,
             pool: BlockPool::new(limits.pages),
-            reserved: 0,
             waiting: prompts(requests).collect(),
             searches: Vec::new(),
             outcome: Outcome { responses: requests.iter().map(|_| None).collect(), ..Outcome::default() },
@@ -160,10 +157,8 @@ impl<'a> BeamRun<'a> {
 
     pub fn run(mut self, hooks: &mut Hooks) -> Result<Outcome> {
         loop {
-            let failed = std::mem::replace(&mut self.failed, Ok(()));
             let done = self.waiting.is_empty() && self.searches.is_empty();
-            let stop = !done && failed.is_ok() && hooks.stops();
-            if self.model.is_stopped(stop, failed)? || done {
+            if self.model.is_over(done, false, &mut self.failed, hooks)? {
                 return Ok(self.outcome);
             }
             self.admit()?;
@@ -177,14 +172,15 @@ impl<'a> BeamRun<'a> {
     fn admit(&mut self) -> Result<()> {
         while let Some(range) = self.waiting.front() {
             let request = &self.requests[range.start];
-            let (rows, pages) = ((self.searches.len() + 1) * self.beams.count, self.beams.pages_max(request));
-            if !self.searches.is_empty() && (rows > self.limits.batch_max || self.reserved + pages > self.limits.pages)
-            {
+            let rows = (self.searches.len() + 1) * self.beams.count;
+            // Those that the searches may come to hold.
+            let held = self.searches.iter().map(|search| &self.requests[search.requests.start]);
+            let pages: usize = held.chain([request]).map(|request| self.beams.pages_max(request)).sum();
+            if !self.searches.is_empty() && (rows > self.limits.batch_max || pages > self.limits.pages) {
                 break;
             }
             let mut live = Live::default();
             live.begin(request, self.model.tokenizer)?;
-            self.reserved += pages;
             let beams = vec![Beam { live, sum: 0.0, blocks: Vec::new() }];
             self.searches.push(Search { requests: range.clone(), beams, past: 0, ended: Vec::new() });
             self.waiting.pop_front();
@@ -324,7 +320,6 @@ impl<'a> BeamRun<'a> {
     fn finish(&mut self, search: Search, hooks: &mut Hooks) -> Result<()> {
         let Search { requests, ended, .. } = search;
         let first = &self.requests[requests.start];
-        self.reserved -= self.beams.pages_max(first);
         if ended.len() < requests.len() {
             let (id, found, wanted) = (first.prompt_id, ended.len(), requests.len());
             return Err(Error::usage(format!(

@@ -58,15 +58,16 @@ impl Model<'_> {
         (!rows.is_empty()).then(|| self.transformer.logits_part(self.weights, &hidden, &rows))
     }
 
-    /// Whether any of the ranks that share matrices is to stop; an error of one of them is all of theirs.
-    pub(super) fn is_stopped(self, stop: bool, failed: Result<()>) -> Result<bool> {
-        let tensor = self.transformer.tensor();
+    /// Whether all is done, or any of the ranks that share matrices is to stop; an error of one of them is all of theirs.
+    pub(super) fn is_over(self, done: bool, stopped: bool, failed: &mut Result<()>, hooks: &Hooks) -> Result<bool> {
+        let (tensor, failed) = (self.transformer.tensor(), std::mem::replace(failed, Ok(())));
+        let stop = stopped || (!done && failed.is_ok() && hooks.stops());
         let mut ends = [f64::from(u8::from(stop)), f64::from(u8::from(failed.is_err()))];
         tensor.all_reduce_max_f64(&mut ends);
         if ends[1] > 0.0 {
             tensor.agree(failed)?;
         }
-        Ok(ends[0] > 0.0)
+        Ok(ends[0] > 0.0 || done)
     }
 
     /// Why there is no token behind the `tokens` of a request: their logits were not finite. Ranks that draw together call this
@@ -229,10 +230,7 @@ pub(super) struct Run<'a> {
 impl Run<'_> {
     /// Whether all sequences have ended or any of the ranks that share the schedule is to stop.
     pub fn is_over(&mut self, hooks: &Hooks) -> Result<bool> {
-        let failed = std::mem::replace(&mut self.failed, Ok(()));
-        let done = self.scheduler.is_done();
-        let stop = self.stopped || (!done && failed.is_ok() && hooks.stops());
-        Ok(self.model.is_stopped(stop, failed)? || done)
+        self.model.is_over(self.scheduler.is_done(), self.stopped, &mut self.failed, hooks)
     }
 
     pub fn report(&mut self, hooks: &mut Hooks) {
