@@ -52,6 +52,8 @@ pub struct Reply {
     pub done: bool,
     #[serde(default)]
     extra: BTreeMap<String, Option<f64>>,
+    /// What a server says in place of all else.
+    error: Option<Value>,
     /// Why it says nothing.
     #[serde(skip)]
     pub failed: Option<String>,
@@ -168,6 +170,9 @@ fn request(asked: &Turns, row: &RowFields) -> Map<String, Value> {
 /// Checks an answer whole before any of it is used.
 fn reply(bytes: &[u8]) -> std::result::Result<Reply, String> {
     let reply: Reply = parse(bytes)?;
+    if let Some(error) = &reply.error {
+        return Err(printable(error.as_str().unwrap_or("an error")));
+    }
     match reply.reward {
         Some(reward) if !(reward as f32).is_finite() => {
             Err(format!("the reward is {reward:e}, beyond the range of f32"))
@@ -199,13 +204,7 @@ impl Worker for HttpEnvironment {
         let rows = rows_of(self.0.rows.as_ref(), asked.iter().map(|one| &one.prompt))?;
         let mut answer = |(one, row)| {
             let body = Value::from(request(one, row)).to_string().into_bytes();
-            self.0.exchange(&body, 1, |bytes| {
-                let text = |value: &Value| printable(value.as_str().unwrap_or("an error"));
-                match parse::<Map<String, Value>>(bytes)?.get("error") {
-                    Some(error) => Err(text(error)),
-                    None => reply(bytes),
-                }
-            })
+            self.0.exchange(&body, 1, reply)
         };
         asked.iter().map(|one| &**one).zip(&rows).map(&mut answer).collect()
     }
