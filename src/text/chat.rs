@@ -3,7 +3,6 @@
 //! A template comes from outside, so it is compiled and rendered in a sandbox: no files, no imports, a bounded number of
 //! instructions, a bounded output, and a thread with bounded memory, stack and time.
 
-use std::fmt;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -27,18 +26,12 @@ const FUEL: u64 = 20_000_000;
 const OUTPUT_BYTES_MAX: usize = 16 << 20;
 
 /// A compiled chat template with the special tokens it prints.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct ChatTemplate {
     environment: Arc<Environment<'static>>,
     bos_token: Option<String>,
     eos_token: Option<String>,
     clock: Arc<OnceLock<i64>>,
-}
-
-impl fmt::Debug for ChatTemplate {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ChatTemplate").field("bos_token", &self.bos_token).finish_non_exhaustive()
-    }
 }
 
 impl ChatTemplate {

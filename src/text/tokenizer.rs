@@ -71,7 +71,7 @@ impl Tokenizer {
         }
         let vocabulary = inner.get_vocab(true).values().map(|id| *id as usize + 1).max().unwrap_or(0);
         let chat = ChatTemplate::find(dir, settings.as_ref(), bos_token, eos_token)?;
-        let sha256 = hexadecimal(&Sha256::digest(&bytes));
+        let sha256 = Sha256::digest(&bytes).iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"));
         Ok(Self { inner, path, vocabulary, sha256, bos_id, eos_ids, chat })
     }
 
@@ -207,10 +207,6 @@ fn end_tokens(file: Option<&Map<String, Value>>) -> Vec<u32> {
         Some(id) => id.as_u64().map(|id| id as u32).into_iter().collect(),
         None => Vec::new(),
     }
-}
-
-fn hexadecimal(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"))
 }
 
 fn excerpt(text: &str) -> String {
