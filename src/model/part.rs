@@ -155,8 +155,6 @@ impl Dim {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::Device;
-    use crate::model::{Head, ParamTable};
 
     fn arch(heads: usize, kv_heads: usize) -> Arch {
         let config = serde_json::json!({
@@ -209,17 +207,6 @@ mod tests {
                 assert_eq!(end, n);
             }
         }
-    }
-
-    #[test]
-    fn a_part_as_large_as_the_whole_is_not_the_whole() {
-        // Two ranks of six query heads hold key/value heads 0, 0, 1 and 1, 2, 2.
-        let arch = arch(12, 3);
-        let k = "model.layers.0.self_attn.k_proj.weight";
-        let of = |table: ParamTable| table.spec(table.find(k).expect("keys")).clone();
-        let part = of(ParamTable::on(Device::Cpu, &arch, Head::Value, TensorPart { rank: 0, size: 2 }));
-        let whole = of(ParamTable::new(&arch, Head::Value));
-        assert_eq!((part.shape.clone(), part.rows.clone()), (whole.shape.clone(), vec![0..8, 0..16]));
     }
 
     #[test]
