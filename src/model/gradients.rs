@@ -5,7 +5,6 @@ use super::params::{ParamId, ParamTable};
 use super::partition::{Partition, Shards};
 use crate::comm::{Axes, Pending, Stream};
 use crate::config::optim::GradientOrder;
-use crate::device::Device;
 use crate::device::cuda::owned_by;
 use crate::ops::residual;
 use crate::tensor::{Flat, Slice, SliceMut, WeightMut};
@@ -16,7 +15,6 @@ pub struct Gradients {
     pub table: Arc<ParamTable>,
     /// By unit: sums of all of it, or of this rank's range.
     sums: Vec<Flat>,
-    device: Device,
     partition: Arc<Partition>,
     stream: Arc<Stream>,
     /// Units whose sums over ranks are under way.
@@ -53,19 +51,17 @@ impl Gradients {
 
     /// All zeros, on the device that the table lays parameters out for.
     pub fn over(table: Arc<ParamTable>, shards: &Shards) -> Self {
-        let device = table.device();
         let (partition, stream) = (shards.partition.clone(), shards.stream.clone());
-        let ranges = shards.gradients();
         let sums = (0..partition.units()).map(|_| Flat::none()).collect();
-        let mode = if ranges {
+        let mode = if shards.gradients() {
             Mode::Ranges(None)
         } else {
             let next = partition.units();
             Mode::Whole(Whole { everywhere: !shards.optimizer(), last: false, lowest: next, next })
         };
-        let mut all = Self { table, sums, device, partition, stream, in_flight: VecDeque::new(), mode };
+        let mut all = Self { table, sums, partition, stream, in_flight: VecDeque::new(), mode };
         // On a GPU they take memory from the first minibatch on.
-        if !device.frees_between_phases() {
+        if !all.table.device().frees_between_phases() {
             all.take_memory();
         }
         all
@@ -73,7 +69,7 @@ impl Gradients {
 
     /// Zeros where there is no memory yet.
     fn take_memory(&mut self) {
-        let (device, ranges) = (self.device, self.is_sharded());
+        let (device, ranges) = (self.table.device(), self.is_sharded());
         for (u, sum) in self.sums.iter_mut().enumerate() {
             let len = if ranges { self.partition.own_cut(u).len() } else { self.partition.padded_len(u) };
             if sum.len() != len || sum.device() != device {
@@ -85,7 +81,7 @@ impl Gradients {
     /// Frees the memory that they take of a GPU, until `zero`; their values are lost. Those of the CPU stay.
     pub fn free(&mut self) {
         self.settle();
-        if self.device.frees_between_phases() {
+        if self.table.device().frees_between_phases() {
             self.sums.iter_mut().for_each(|sum| *sum = Flat::none());
         }
     }
@@ -130,7 +126,7 @@ impl Gradients {
                 self.send_open();
                 self.wait_for_all_but(1);
                 let len = self.partition.padded_len(index);
-                let buffer = owned_by("gradients", || Flat::zeros(self.device, len));
+                let buffer = owned_by("gradients", || Flat::zeros(self.table.device(), len));
                 self.mode = Mode::Ranges(Some((index, buffer)));
             }
         }
@@ -151,7 +147,7 @@ impl Gradients {
         while whole.last && whole.next > first {
             whole.next -= 1;
             let (u, everywhere) = (whole.next, whole.everywhere);
-            let sum = std::mem::replace(&mut self.sums[u], Flat::scratch(self.device, 0));
+            let sum = std::mem::replace(&mut self.sums[u], Flat::none());
             self.in_flight.push_back((u, send(&self.table, &self.partition, &self.stream, u, sum, order, everywhere)));
         }
     }
@@ -233,7 +229,7 @@ impl Gradients {
     /// If they are of another length, or on another device.
     pub fn replace(&mut self, unit: usize, with: Flat) {
         let whole = self.partition.padded_len(unit);
-        assert_eq!((with.device(), with.len()), (self.device, whole), "sums of unit {unit}");
+        assert_eq!((with.device(), with.len()), (self.table.device(), whole), "sums of unit {unit}");
         self.sums[unit] = with;
     }
 
