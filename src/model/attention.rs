@@ -40,7 +40,7 @@ pub(super) struct Attention {
     q_norm: Option<Norm>,
     k_norm: Option<Norm>,
     /// Heads as far as this rank holds them.
-    shape: AttentionShape,
+    pub(super) shape: AttentionShape,
     copies: KvCopies,
     tensor: Group,
     ring: Ring,
@@ -102,10 +102,6 @@ impl Attention {
             tensor: tensor.clone(),
             ring: ring.clone(),
         }
-    }
-
-    pub(super) fn shape(&self) -> &AttentionShape {
-        &self.shape
     }
 
     /// All of it but the output projection, which `add` does.

@@ -88,7 +88,7 @@ impl Block {
 
     /// What its attention computes on this rank.
     pub(super) fn shape(&self) -> &AttentionShape {
-        self.attention.shape()
+        &self.attention.shape
     }
 
     /// `x` holds x0 before and x2 behind. What is kept of x0 and x1 is not copied: the next sum goes to memory of its own.
