@@ -143,12 +143,14 @@ impl Gradients {
 
     /// Stages 0 and 1: starts to reduce the units from `first` up that are not in flight, if nothing more is added.
     fn reduce_above(&mut self, first: usize, order: GradientOrder) {
-        let Mode::Whole(whole) = &mut self.mode else { return };
-        while whole.last && whole.next > first {
+        while let Mode::Whole(whole) = &mut self.mode
+            && whole.last
+            && whole.next > first
+        {
             whole.next -= 1;
             let (u, everywhere) = (whole.next, whole.everywhere);
-            let sum = std::mem::replace(&mut self.sums[u], Flat::none());
-            self.in_flight.push_back((u, send(&self.table, &self.partition, &self.stream, u, sum, order, everywhere)));
+            let sum = self.take(u);
+            self.send(u, sum, order, everywhere);
         }
     }
 
@@ -156,8 +158,22 @@ impl Gradients {
     fn send_open(&mut self) {
         let Mode::Ranges(open) = &mut self.mode else { return };
         let Some((u, sum)) = open.take() else { return };
-        let job = send(&self.table, &self.partition, &self.stream, u, sum, GradientOrder::Fast, false);
-        self.in_flight.push_back((u, job));
+        self.send(u, sum, GradientOrder::Fast, false);
+    }
+
+    /// Starts to sum a unit over ranks: each gets its range, or `everywhere` all of it. What is frozen has no gradient, whatever its
+    /// backward added.
+    fn send(&mut self, unit: usize, mut sum: Flat, order: GradientOrder, everywhere: bool) {
+        self.table.frozen(unit).for_each(|range| sum.slice_mut(range).clear());
+        let partition = self.partition.clone();
+        let job = self.stream.submit(move |groups| {
+            groups[0].sum_scattered(&mut sum, partition.shares(unit), order);
+            if everywhere {
+                groups[0].gather_slice(sum.all_mut(), partition.shares(unit));
+            }
+            sum
+        });
+        self.in_flight.push_back((unit, job));
     }
 
     /// Waits until at most `most` units are in flight.
@@ -258,28 +274,6 @@ impl Gradients {
         let elements = 0..self.table.spec(id).elements();
         self.weight_mut(id).values.part(elements)
     }
-}
-
-/// Starts to sum a unit over ranks: each gets its range, or `everywhere` all of it. What is frozen has no gradient, whatever its
-/// backward added.
-fn send(
-    table: &ParamTable,
-    partition: &Arc<Partition>,
-    stream: &Stream,
-    unit: usize,
-    mut sum: Flat,
-    order: GradientOrder,
-    everywhere: bool,
-) -> Pending<Flat> {
-    table.frozen(unit).for_each(|range| sum.slice_mut(range).clear());
-    let partition = partition.clone();
-    stream.submit(move |groups| {
-        groups[0].sum_scattered(&mut sum, partition.shares(unit), order);
-        if everywhere {
-            groups[0].gather_slice(sum.all_mut(), partition.shares(unit));
-        }
-        sum
-    })
 }
 
 #[cfg(test)]
