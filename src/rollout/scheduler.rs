@@ -410,10 +410,8 @@ impl Scheduler {
 
     /// Makes the sequence's pages cover `tokens`. False: it had to give its pages back itself.
     fn cover(&mut self, s: usize, tokens: usize) -> bool {
-        while self.sequences[s].blocks.len() < pages_of(tokens) {
-            if let Some(page) = self.pool.allocate() {
-                self.sequences[s].blocks.push(page);
-            } else if self.prefixes.drop_unused(&mut self.pool) {
+        while !self.extend(s, tokens) {
+            if self.prefixes.drop_unused(&mut self.pool) {
                 // One of them is free now.
             } else if self.running.len() > 1 {
                 let youngest = *self.running.last().expect("at least two run");
