@@ -129,11 +129,6 @@ impl Shards {
         Self { stage, partition, updated, stream: axes.zero_stream.clone() }
     }
 
-    /// Elements of the memory of all of a unit's weights: padded where the ranks gather it after an update.
-    pub fn padded_len(&self, unit: usize) -> usize {
-        self.updated.padded_len(unit)
-    }
-
     /// 0 on one rank.
     pub fn stage(&self) -> usize {
         self.stage

@@ -74,7 +74,8 @@ impl Weights {
             fill(if shards.weights() {
                 UnitValues::part_scratch(&table, shards.partition.own(u), dtype)
             } else {
-                UnitValues::padded_scratch(&table, u, dtype, shards.padded_len(u))
+                // Padded where the ranks gather it after an update.
+                UnitValues::padded_scratch(&table, u, dtype, shards.updated.padded_len(u))
             })
         };
         let units = (0..table.units().len()).map(kept).collect::<Result<_, E>>()?;
