@@ -68,9 +68,6 @@ impl<'a> From<&'a [usize]> for Packed<'a> {
 
 /// q (t, h*e), k and v (t, g*e), already rotated. Writes o (t, h*e) and
 /// lse (t, h), the natural log-sum-exp of the scaled scores.
-///
-/// # Panics
-/// If the shapes do not fit together.
 pub fn forward_packed(
     q: &Tensor,
     k: &Tensor,
@@ -105,9 +102,6 @@ pub fn forward_packed(
 /// Gradients of `forward_packed`; dq, dk, dv are overwritten. With p[t][j] = exp(scale q[t].k[j] - lse[t]) and
 /// delta[t] = d_o[t].o[t]: ds[t][j] = scale p[t][j] (d_o[t].v[j] - delta[t]); dq[t] = sum_j ds[t][j] k[j];
 /// dk[j] = sum_t ds[t][j] q[t]; dv[j] = sum_t p[t][j] d_o[t], the last two over all heads of the key's group.
-///
-/// # Panics
-/// If the shapes do not fit together.
 pub fn backward_packed(
     q: &Tensor,
     k: &Tensor,
@@ -261,8 +255,6 @@ impl<'a> Paged<'a> {
         note_pairs(shape, pairs, read * (2 * shape.kv_heads * shape.head_dim * bytes) as f64);
     }
 
-    /// # Panics
-    /// If only a GPU knows them.
     fn host(&self) -> &'a [PagedSequence<'a>] {
         match self.source {
             Source::Host(sequences) => sequences,
@@ -279,10 +271,6 @@ impl<'a> From<&'a [PagedSequence<'a>]> for Paged<'a> {
 
 /// Turns q (t, h*e) as `rope::forward`, and stores the rows of k (t, g*e), turned alike, and of v (t, g*e) behind the cached tokens of
 /// their sequences (rows in sequence order). What k holds afterwards is not specified.
-///
-/// # Panics
-/// If the shapes do not fit together, a position is not in the table, or a page table does not cover its sequence or names a page
-/// that is not there.
 pub fn kv_append(
     cache: &mut KvLayer,
     [q, k]: [&mut Tensor; 2],
@@ -318,9 +306,6 @@ pub fn kv_append(
 
 /// Attention of new rows q (t, h*e) over the cache, which already holds the new rows' keys and values. One kernel for
 /// prefill, chunked prefill and decode.
-///
-/// # Panics
-/// As `kv_append`.
 pub fn forward_paged(q: &Tensor, cache: &KvLayer, paged: &Paged, shape: &AttentionShape, o: &mut Tensor) {
     let rows = check_sequences(cache, paged, shape);
     check("q", q, rows, shape.heads * shape.head_dim);
@@ -343,9 +328,6 @@ pub fn forward_paged(q: &Tensor, cache: &KvLayer, paged: &Paged, shape: &Attenti
 }
 
 /// Copies page `from` to page `to` (a shared prefix whose last page will be written by several sequences).
-///
-/// # Panics
-/// If either page is not there.
 pub fn kv_copy_page(cache: &mut KvLayer, from: u32, to: u32, shape: &AttentionShape) {
     match cache {
         KvLayer::Cpu { keys, values } => {

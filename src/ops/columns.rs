@@ -6,9 +6,6 @@ use crate::tensor::Tensor;
 
 /// `to` = the sum of `parts`, in order: of each (x, from, at) columns from.. of x, `width` of them, onto columns at.. of `to`,
 /// which is f32. Columns that get nothing are zero.
-///
-/// # Panics
-/// If matrices differ in rows, or columns lie outside.
 pub fn sum(parts: &[(&Tensor, usize, usize)], to: &mut Tensor, width: usize) {
     for (x, from, at) in parts {
         check("sum", x, *from, to, *at, width);
@@ -45,9 +42,6 @@ fn sum_on_gpu(parts: &[(&Tensor, usize, usize)], to: &mut Tensor, width: usize) 
 }
 
 /// Columns at.. of `to` = columns from.. of `x`, `width` of them, rounded where `to` is bf16.
-///
-/// # Panics
-/// As `sum`.
 pub fn copy(x: &Tensor, from: usize, to: &mut Tensor, at: usize, width: usize) {
     check("copy", x, from, to, at, width);
     match to.device() {
@@ -65,9 +59,6 @@ pub fn copy(x: &Tensor, from: usize, to: &mut Tensor, at: usize, width: usize) {
 }
 
 /// Columns at.. of `to`, `width` of them = a matrix of as many rows, which lies in the values of `x` from `start` on.
-///
-/// # Panics
-/// If it lies outside.
 pub fn place(x: &Tensor, start: usize, to: &mut Tensor, at: usize, width: usize) {
     let (rows, all) = (to.rows(), to.width());
     let range = start..start + rows * width;

@@ -7,9 +7,6 @@ use crate::tensor::{Indices, Layout, PANEL, Slice, Tensor, Weight, WeightMut};
 
 /// The same where W holds the rows of the tokens from `first` on only: y is 0 for the others, so that the sum over all
 /// parts is the whole.
-///
-/// # Panics
-/// If the shapes do not fit.
 pub fn forward_part(tokens: &Indices, first: usize, w: Weight, y: &mut Tensor) {
     check(tokens.len(), w.k, w.layout, y);
     let place = |t: usize| Some(place(w.layout, w.k, row(tokens[t], first, w.n)?));
@@ -32,9 +29,6 @@ pub fn forward_part(tokens: &Indices, first: usize, w: Weight, y: &mut Tensor) {
 }
 
 /// The same where dW holds the rows of the tokens from `first` on only.
-///
-/// # Panics
-/// If the shapes do not fit.
 pub fn backward_part(tokens: &[u32], first: usize, dy: &Tensor, dw: WeightMut) {
     check(tokens.len(), dw.k, dw.layout, dy);
     let (layout, n, k) = (dw.layout, dw.n, dw.k);

@@ -103,9 +103,6 @@ pub fn forward(x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor, into:
 /// y[m][n] = c[m][n] + ((sum_k x[m][k] W[n][k]) + bias[n]): the residual stream where what it held is kept. The bits are those of
 /// a copy of c to y and `forward` with `Into::Add`, which is the way where y is c itself; here y shares no memory with c, as
 /// their borrows say, and what it holds is not read.
-///
-/// # Panics
-/// If shapes, devices or dtypes do not go together.
 pub fn forward_onto(c: &Tensor, x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor) {
     check(FORWARD, "c", c, x.rows(), w.n);
     products(x, [Output { w, bias, y }], Some(c), Into::Overwrite);

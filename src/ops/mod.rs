@@ -5,6 +5,8 @@
 //!
 //! Batch invariance: a row of any result depends on that row's inputs only, bitwise: not on the number of rows, on
 //! their order, or on the number of threads.
+//!
+//! An operation panics where shapes, lengths, devices or dtypes do not go together, or where an index lies outside.
 
 pub mod adamw;
 pub mod attention;
@@ -28,8 +30,7 @@ pub mod zigzag;
 
 use crate::tensor::Tensor;
 
-/// # Panics
-/// If `t` is not (rows, width), naming it as `what` of operation `op`.
+/// Holds `t`, the `what` of operation `op`, to (rows, width).
 fn check(op: &str, what: &str, t: &Tensor, rows: usize, width: usize) {
     assert!(
         t.rows() == rows && t.width() == width,

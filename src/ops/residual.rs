@@ -4,9 +4,6 @@ use crate::device::{cpu, cuda};
 use crate::tensor::{Slice, SliceMut};
 
 /// y += x, f32 wherever they lie.
-///
-/// # Panics
-/// If the lengths differ.
 pub fn accumulate(x: Slice, y: SliceMut) {
     assert_eq!(x.len(), y.len(), "residual: {} values to {}", x.len(), y.len());
     match y {

@@ -85,9 +85,6 @@ pub struct Steps {
 
 impl Steps {
     /// Of rank `rank` of `size` on the row that `cu_seqlens` cuts.
-    ///
-    /// # Panics
-    /// If there is no such rank.
     pub fn new(device: Device, cu_seqlens: &[usize], shape: &AttentionShape, rank: usize, size: usize) -> Self {
         let queries = zigzag::pieces(cu_seqlens, rank, size);
         let step = |s: usize| {
@@ -100,9 +97,6 @@ impl Steps {
 }
 
 /// The block of k and v (t, g*e).
-///
-/// # Panics
-/// If k and v have different shapes.
 pub fn block(k: &Tensor, v: &Tensor) -> Tensor {
     check("v", v, k.rows(), k.width());
     Tensor::stacked(&[k, v])
@@ -136,9 +130,6 @@ pub fn rounded(sum: Tensor) -> Tensor {
 
 /// Merges attention of q (t, h*e) over the keys of a block into (sum (t, h*e), lse (t, h)), which are `statistics`; the
 /// first step overwrites them.
-///
-/// # Panics
-/// If the shapes do not fit together.
 pub fn forward(q: &Tensor, block: &Tensor, step: &Step, sum: &mut Tensor, lse: &mut Tensor) {
     step.check(q, block);
     check("the sum", sum, q.rows(), q.width());
@@ -178,9 +169,6 @@ pub struct Backward<'a> {
 
 impl<'a> Backward<'a> {
     /// `o` and `lse` are those over all blocks, `o` as an activation.
-    ///
-    /// # Panics
-    /// If the shapes do not fit together.
     pub fn new([q, o, lse, d_o]: [&'a Tensor; 4], shape: &AttentionShape) -> Self {
         check("o", o, q.rows(), q.width());
         check("lse", lse, q.rows(), shape.heads);
@@ -191,9 +179,6 @@ impl<'a> Backward<'a> {
 
     /// Adds what the keys of a block contribute to dq (t, h*e), which the first step overwrites, and returns the gradients
     /// of the block from this rank's rows. Equations as `attention::backward_packed`.
-    ///
-    /// # Panics
-    /// If the shapes do not fit together.
     pub fn step(&self, block: &Tensor, step: &Step, dq: &mut Tensor) -> Tensor {
         step.check(self.q, block);
         check("dq", dq, self.q.rows(), self.q.width());
@@ -237,9 +222,6 @@ impl<'a> Backward<'a> {
 }
 
 /// sum += block, gradients of one block from two ranks.
-///
-/// # Panics
-/// If the shapes differ.
 pub fn add(block: &Tensor, sum: &mut Tensor) {
     check("the sum", sum, block.rows(), block.width());
     residual::accumulate(block.slice(), sum.slice_mut());

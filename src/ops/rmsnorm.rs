@@ -6,9 +6,6 @@ use crate::device::{Device, cpu, cuda};
 use crate::tensor::{Slice, SliceMut, Tensor};
 
 /// x, y (t, groups * w.len()); rstd (t, groups).
-///
-/// # Panics
-/// If the shapes do not fit together.
 pub fn forward<'a>(x: &Tensor, w: impl Into<Slice<'a>>, eps: f32, y: &mut Tensor, rstd: &mut Tensor) {
     let w = w.into();
     let groups = check_groups(x, w);
@@ -21,9 +18,6 @@ pub fn forward<'a>(x: &Tensor, w: impl Into<Slice<'a>>, eps: f32, y: &mut Tensor
 }
 
 /// dx += rstd (w dy - x rstd^2 mean(w dy x)), dw += sum_t dy x rstd. `dx` must not alias.
-///
-/// # Panics
-/// If the shapes do not fit together.
 pub fn backward<'a, 'b>(
     x: &Tensor,
     w: impl Into<Slice<'a>>,

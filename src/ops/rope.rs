@@ -52,9 +52,6 @@ impl RopeTable {
 
     /// The angle is the f32 product position * inverse frequency, as in `transformers`; its cos and sin are rounded
     /// once, from f64.
-    ///
-    /// # Panics
-    /// If that is more than `positions_max`.
     fn reaching(&self, positions: usize) -> Arc<Angles> {
         let there = self.angles.read().unwrap_or_else(PoisonError::into_inner).clone();
         if positions <= there.positions {
@@ -119,17 +116,11 @@ impl Angles {
 
 /// In place on q (t, heads*e) and k (t, kv_heads*e): in each head x, with i < e/2, (x[i], x[i+e/2]) is rotated by the angle of
 /// its row's position.
-///
-/// # Panics
-/// If the shapes do not fit, or a position is not in the table.
 pub fn forward(q: &mut Tensor, k: &mut Tensor, positions: &Indices, table: &RopeTable) {
     rotate([q, k], positions, table, false);
 }
 
 /// The transpose: rotates dq and dk back, in place.
-///
-/// # Panics
-/// As `forward`.
 pub fn backward(dq: &mut Tensor, dk: &mut Tensor, positions: &Indices, table: &RopeTable) {
     rotate([dq, dk], positions, table, true);
 }

@@ -5,9 +5,6 @@ use crate::device::{Device, cpu, cuda};
 use crate::tensor::{Indices, Tensor};
 
 /// y[i] = x[rows[i]]
-///
-/// # Panics
-/// If the shapes do not fit, or a row is outside x.
 pub fn gather(x: &Tensor, rows: &Indices, y: &mut Tensor) {
     check("gather", rows, x, y);
     match x.device() {
@@ -17,9 +14,6 @@ pub fn gather(x: &Tensor, rows: &Indices, y: &mut Tensor) {
 }
 
 /// x[rows[i]] += y[i]; a row that comes several times gets all of them, in ascending i.
-///
-/// # Panics
-/// If the shapes do not fit, or a row is outside x.
 pub fn scatter(y: &Tensor, rows: &[u32], x: &mut Tensor) {
     check("scatter", rows, x, y);
     match y.device() {

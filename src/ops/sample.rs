@@ -16,18 +16,12 @@ pub use crate::device::cpu::sample::{SampleParams, SampleRow, Sampled};
 
 /// One token per row of logits (rows, v), written to `out`. The log-sum-exp is the one of `linear_logprob`, in the
 /// same order, so `logprob` is bitwise what the training forward computes.
-///
-/// # Panics
-/// If the numbers of rows differ, the vocabulary is empty, or a seen or banned token lies outside of it.
 pub fn forward(logits: &Tensor, rows: &[SampleRow], out: &mut [Sampled]) {
     forward_parts(logits, &[logits.width()], rows, out);
 }
 
 /// `forward` where the vocabulary is cut into parts that end at `ends`: the log-sum-exp is that of a head cut so
 /// (`linear_logprob::HeadPart`).
-///
-/// # Panics
-/// As `forward`, or if the parts do not ascend to the end of the vocabulary.
 pub fn forward_parts(logits: &Tensor, ends: &[usize], rows: &[SampleRow], out: &mut [Sampled]) {
     check_shapes(logits, ends, rows);
     assert_eq!(out.len(), rows.len(), "sample: room for {} results of {} rows", out.len(), rows.len());
@@ -43,9 +37,6 @@ pub fn forward_parts(logits: &Tensor, ends: &[usize], rows: &[SampleRow], out: &
 
 /// As `forward_parts` on a CPU, with each row's sampling mask: the tokens that could be drawn. `logprob` is of the plain temperature
 /// softmax over them, bitwise what `linear_logprob` computes with that mask. A greedy row has none.
-///
-/// # Panics
-/// As `forward_parts`.
 pub fn forward_masked(logits: &Tensor, ends: &[usize], rows: &[SampleRow], out: &mut [Sampled]) -> Vec<SamplingMask> {
     check_shapes(logits, ends, rows);
     note(logits);
@@ -60,9 +51,6 @@ pub fn forward_masked(logits: &Tensor, ends: &[usize], rows: &[SampleRow], out: 
 /// `out` (rows, n). A token is as good as its log-probability under the plain temperature softmax (temperature 0: at temperature 1)
 /// after bias, repetition penalty and ban, which Hugging Face's beam search puts on log-probabilities instead of logits; that is its
 /// `sample_logprob`, `logprob` the one before. Logits on a GPU are copied to the host for it.
-///
-/// # Panics
-/// As `forward_parts`, or if `n` is not in 1..=v.
 pub fn top_parts(logits: &Tensor, ends: &[usize], rows: &[SampleRow], n: usize, out: &mut [Sampled]) {
     check_shapes(logits, ends, rows);
     assert!((1..=logits.width()).contains(&n), "top: {n} of {} tokens", logits.width());

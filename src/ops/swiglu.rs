@@ -5,9 +5,6 @@ use crate::device::{Device, cpu, cuda};
 use crate::tensor::Tensor;
 
 /// gate, up, y (t, f).
-///
-/// # Panics
-/// If the shapes differ.
 pub fn forward(gate: &Tensor, up: &Tensor, y: &mut Tensor) {
     check("up", up, gate);
     check("y", y, gate);
@@ -19,9 +16,6 @@ pub fn forward(gate: &Tensor, up: &Tensor, y: &mut Tensor) {
 
 /// act (t, f) = silu(gate) * up, gate = x Wgate^T + bias and up alike: bit for bit `matmul::forward_each` and `forward`, but gate and
 /// up are not kept, and with few rows a GPU has no memory for them.
-///
-/// # Panics
-/// If shapes, devices or dtypes do not go together.
 pub fn of_products(x: &Tensor, [gate, up]: [Factor; 2], act: &mut Tensor) {
     if matmul::forward_swiglu(x, [gate, up], act) {
         return;
@@ -35,9 +29,6 @@ pub fn of_products(x: &Tensor, [gate, up]: [Factor; 2], act: &mut Tensor) {
 
 /// Writes dgate and dup. (dgate may be computed in place of gate's own scratch by the caller.) With s = sigmoid(gate):
 /// dgate = dy up s (1 + gate (1 - s)), dup = dy gate s.
-///
-/// # Panics
-/// If the shapes differ.
 pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor, dgate: &mut Tensor, dup: &mut Tensor) {
     check("up", up, gate);
     check("dy", dy, gate);

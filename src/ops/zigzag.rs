@@ -21,9 +21,6 @@ pub struct Piece {
 
 /// The pieces of rank `rank` of `size`, in the order of their rows: by sequence, then by position. Pieces of no tokens
 /// are left out; neighbours are one piece.
-///
-/// # Panics
-/// If there is no such rank.
 pub fn pieces(cu_seqlens: &[usize], rank: usize, size: usize) -> Vec<Piece> {
     assert!(rank < size, "rank {rank} of a sequence axis of {size}");
     let mut pieces = Vec::new();

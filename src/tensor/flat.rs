@@ -97,22 +97,15 @@ impl Flat {
         }
     }
 
-    /// # Panics
-    /// If the range lies outside.
     pub fn slice(&self, range: Range<usize>) -> Slice<'_> {
         self.all().part(range)
     }
 
-    /// # Panics
-    /// If the range lies outside.
     pub fn slice_mut(&mut self, range: Range<usize>) -> SliceMut<'_> {
         self.all_mut().part(range)
     }
 
     /// Replaces the f32 values of `range` by those of the host.
-    ///
-    /// # Panics
-    /// If the lengths differ.
     pub fn write(&mut self, range: Range<usize>, values: &[f32]) {
         match self.slice_mut(range) {
             SliceMut::Cuda(mut to) => to.write(values),

@@ -34,9 +34,6 @@ impl<'a> Indices<'a> {
     }
 
     /// The first `len` of `memory`, which only the GPU knows: as a slice they are empty.
-    ///
-    /// # Panics
-    /// If there are fewer.
     pub fn on_gpu(memory: &'a Memory, len: usize) -> Self {
         assert!(4 * len <= memory.bytes(), "{len} indices of {} bytes", memory.bytes());
         Self::over(&[], len, Place::Lent(memory))
@@ -52,9 +49,6 @@ impl<'a> Indices<'a> {
     }
 
     /// Where the kernels of a GPU read them.
-    ///
-    /// # Panics
-    /// If they were made for the CPU.
     pub fn cuda(&self) -> &Memory {
         match &self.place {
             Place::Own(memory) => memory,

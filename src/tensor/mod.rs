@@ -1,4 +1,7 @@
 //! Activations (`Tensor`), views of parameters (`Weight`, `WeightMut`, `Slice`, `SliceMut`), and `Indices`.
+//!
+//! What asks for f32 on the CPU (`f32`, `data`, `row`) panics on other values, `cuda` on those of the CPU; so does a range that lies
+//! outside, and a copy between values of different kinds or lengths.
 
 pub mod arena;
 mod flat;
@@ -78,9 +81,6 @@ impl Tensor {
     }
 
     /// On the CPU.
-    ///
-    /// # Panics
-    /// If `data` does not hold `rows * width` values.
     pub fn from_slice(rows: usize, width: usize, data: &[f32]) -> Self {
         assert_eq!(data.len(), rows * width, "Tensor::from_slice: {rows} x {width} from {} values", data.len());
         let mut tensor = Self::scratch(rows, width);
@@ -123,9 +123,6 @@ impl Tensor {
     }
 
     /// A copy of row `i`.
-    ///
-    /// # Panics
-    /// If there is no such row.
     #[must_use]
     pub fn row_copy(&self, i: usize) -> Self {
         let mut row = self.as_wide(1);
@@ -145,26 +142,18 @@ impl Tensor {
         self.data.device()
     }
 
-    /// # Panics
-    /// If the tensor is on a GPU.
     pub fn data(&self) -> &[f32] {
         self.data.all().f32()
     }
 
-    /// # Panics
-    /// As `data`.
     pub fn data_mut(&mut self) -> &mut [f32] {
         self.data.all_mut().f32()
     }
 
-    /// # Panics
-    /// If the tensor is on the CPU.
     pub fn cuda(&self) -> View<'_> {
         self.data.all().cuda()
     }
 
-    /// # Panics
-    /// As `cuda`.
     pub fn cuda_mut(&mut self) -> ViewMut<'_> {
         self.data.all_mut().cuda()
     }
@@ -179,9 +168,6 @@ impl Tensor {
     }
 
     /// The same values in f32 on `device`.
-    ///
-    /// # Panics
-    /// If the tensor is on a GPU.
     #[must_use]
     pub fn in_f32_on(self, device: Device) -> Self {
         match device {
@@ -195,14 +181,10 @@ impl Tensor {
         self.data.all().to_host()
     }
 
-    /// # Panics
-    /// As `data`.
     pub fn row(&self, i: usize) -> &[f32] {
         &self.data()[i * self.width..(i + 1) * self.width]
     }
 
-    /// # Panics
-    /// As `data`.
     pub fn row_mut(&mut self, i: usize) -> &mut [f32] {
         let width = self.width;
         &mut self.data_mut()[i * width..(i + 1) * width]

@@ -36,15 +36,11 @@ impl<'a> Slice<'a> {
         }
     }
 
-    /// # Panics
-    /// If the values are not f32 on the CPU.
     pub fn f32(self) -> &'a [f32] {
         let Self::F32(values) = self else { panic!("values of the GPU, or in bf16, are needed in f32 on the CPU") };
         values
     }
 
-    /// # Panics
-    /// If the values are on the CPU.
     pub fn cuda(self) -> View<'a> {
         let Self::Cuda(view) = self else { panic!("values of the CPU are needed on the GPU") };
         view
@@ -62,8 +58,6 @@ impl<'a> Slice<'a> {
         self.len() == 0
     }
 
-    /// # Panics
-    /// If the range lies outside.
     #[must_use]
     pub fn part(self, range: Range<usize>) -> Self {
         match self {
@@ -74,9 +68,6 @@ impl<'a> Slice<'a> {
     }
 
     /// The values on the host, wherever they lie.
-    ///
-    /// # Panics
-    /// If they are bf16 on the CPU.
     pub fn to_host(self) -> Vec<f32> {
         match self {
             Self::Cuda(view) => view.to_f32(),
@@ -86,15 +77,11 @@ impl<'a> Slice<'a> {
 }
 
 impl<'a> SliceMut<'a> {
-    /// # Panics
-    /// If the values are not f32 on the CPU.
     pub fn f32(self) -> &'a mut [f32] {
         let Self::F32(values) = self else { panic!("values of the GPU, or in bf16, are needed in f32 on the CPU") };
         values
     }
 
-    /// # Panics
-    /// If the values are on the CPU.
     pub fn cuda(self) -> ViewMut<'a> {
         let Self::Cuda(view) = self else { panic!("values of the CPU are needed on the GPU") };
         view
@@ -112,8 +99,6 @@ impl<'a> SliceMut<'a> {
         }
     }
 
-    /// # Panics
-    /// If the range lies outside.
     #[must_use]
     pub fn part(self, range: Range<usize>) -> Self {
         match self {
@@ -133,9 +118,6 @@ impl<'a> SliceMut<'a> {
     }
 
     /// The values before `at`, and those from there on.
-    ///
-    /// # Panics
-    /// If there are fewer.
     pub fn split_at(&mut self, at: usize) -> (SliceMut<'_>, SliceMut<'_>) {
         match self {
             Self::F32(values) => {
@@ -163,9 +145,6 @@ impl<'a> SliceMut<'a> {
     }
 
     /// Copies `piece` of `from` to `place` here, whose rows may lie otherwise.
-    ///
-    /// # Panics
-    /// If they are of different kinds or sizes, or one lies outside.
     pub fn copy_from(&mut self, from: Slice, piece: &Piece, place: &Piece) {
         let (piece, place) = match (piece.joined(), place.joined()) {
             (a, b) if a.rows == 1 && b.rows == 1 => (a, b),

@@ -14,8 +14,6 @@ pub fn fill(x: &mut [f32], value: f32) {
     pool().parts(x, LINE, small, &|_, part| part.fill(value));
 }
 
-/// # Panics
-/// If the lengths differ.
 pub fn copy(from: &[f32], to: &mut [f32]) {
     assert_eq!(from.len(), to.len(), "a copy into another length");
     pool().parts(to, LINE, from.len() < SERIAL_MAX, &|range, part| part.copy_from_slice(&from[range]));
@@ -28,9 +26,6 @@ leveled! {
 }
 
 /// y += x
-///
-/// # Panics
-/// If the lengths differ.
 pub fn add(x: &[f32], y: &mut [f32]) {
     assert_eq!(x.len(), y.len(), "a sum of other lengths");
     let level = level();
@@ -52,9 +47,6 @@ pub fn round_to_bf16(x: &mut [f32]) {
 }
 
 /// y[i] = x[rows[i]], rows of `width` values.
-///
-/// # Panics
-/// If y does not hold `rows.len()` rows, or a row is outside x.
 pub fn gather(x: &[f32], width: usize, rows: &[u32], y: &mut [f32]) {
     assert_eq!(y.len(), rows.len() * width, "a gather into another length");
     pool().rows(y, width, rows.len() * width < SERIAL_MAX, &|i, row| {
@@ -64,9 +56,6 @@ pub fn gather(x: &[f32], width: usize, rows: &[u32], y: &mut [f32]) {
 }
 
 /// The transpose of `gather`: x[rows[i]] += y[i].
-///
-/// # Panics
-/// If y does not hold `rows.len()` rows, or a row is outside x.
 pub fn scatter(y: &[f32], width: usize, rows: &[u32], x: &mut [f32]) {
     assert_eq!(y.len(), rows.len() * width, "a scatter from another length");
     assert!(rows.iter().all(|&row| (row as usize + 1) * width <= x.len()), "a scatter to a row outside");

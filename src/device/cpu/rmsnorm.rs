@@ -45,9 +45,6 @@ leveled! {
 }
 
 /// x, y (groups, n) with n = w.len(); rstd (groups).
-///
-/// # Panics
-/// If the lengths do not fit together.
 pub fn forward(x: &[f32], w: &[f32], eps: f32, y: &mut [f32], rstd: &mut [f32]) {
     let n = w.len();
     assert!(y.len() == x.len() && rstd.len() * n == x.len());
@@ -76,9 +73,6 @@ leveled! {
 }
 
 /// dx (t, width) +=, dw (n) +=; width a multiple of n.
-///
-/// # Panics
-/// If the lengths do not fit together.
 pub fn backward(x: &[f32], width: usize, w: &[f32], rstd: &[f32], dy: &[f32], dx: &mut [f32], dw: &mut [f32]) {
     let n = w.len();
     assert!(dy.len() == x.len() && dx.len() == x.len() && rstd.len() * n == x.len());

@@ -19,9 +19,6 @@ pub struct Angles<'a> {
 }
 
 /// Rotates each head of x (t, width) by the angle of its row's position.
-///
-/// # Panics
-/// If a position is not among the angles.
 pub fn rotate(x: &mut [f32], width: usize, positions: &[u32], angles: Angles) {
     let level = level();
     let out = Shares::new(x);

@@ -40,9 +40,6 @@ pub struct Rest<'a>(pub &'a mut [f32]);
 
 impl<'a> Rest<'a> {
     /// Splits `taken(len)` values off, and gives the first `len` of them.
-    ///
-    /// # Panics
-    /// If there are fewer.
     pub fn take(&mut self, len: usize) -> &'a mut [f32] {
         let (part, tail) = std::mem::take(&mut self.0).split_at_mut(taken(len));
         self.0 = tail;

@@ -15,8 +15,6 @@ leveled! {
     }
 }
 
-/// # Panics
-/// If the lengths differ.
 pub fn forward(gate: &[f32], up: &[f32], y: &mut [f32]) {
     assert!(up.len() == gate.len() && y.len() == gate.len());
     let level = level();
@@ -34,8 +32,6 @@ leveled! {
     }
 }
 
-/// # Panics
-/// If the lengths differ.
 pub fn backward(gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
     assert!([up.len(), dy.len(), dgate.len(), dup.len()] == [gate.len(); 4]);
     let level = level();
