@@ -112,34 +112,6 @@ impl Channel {
         }
     }
 
-    /// x = sum over ranks of x by recursive doubling: at distance 1, 2, 4 ... two ranks exchange and both add, which gives
-    /// equal bits since addition commutes. Ranks beyond the largest power of two add to a rank before and copy after.
-    pub(super) fn sum_short(&mut self, x: &mut [f32], rank: usize, size: usize) {
-        let whole = 1 << size.ilog2();
-        let mut theirs = std::mem::take(&mut self.scratch);
-        let other = room(&mut theirs, x.len());
-        if rank >= whole {
-            self.swap(None, Some((rank - whole, x)));
-            self.swap(Some((rank - whole, x)), None);
-        } else {
-            let lonely = (rank + whole < size).then_some(rank + whole);
-            if let Some(peer) = lonely {
-                self.swap(Some((peer, other)), None);
-                add(x, other);
-            }
-            let mut bit = 1;
-            while bit < whole {
-                self.swap(Some((rank ^ bit, other)), Some((rank ^ bit, x)));
-                add(x, other);
-                bit <<= 1;
-            }
-            if let Some(peer) = lonely {
-                self.swap(None, Some((peer, x)));
-            }
-        }
-        self.scratch = theirs;
-    }
-
     /// Receives from one rank and sends to another, either of which may be left out.
     pub(super) fn swap(&self, receive: Option<(usize, &mut [f32])>, send: Option<(usize, &[f32])>) {
         let mut requests = Vec::with_capacity(2);
@@ -199,7 +171,7 @@ impl Channel {
 }
 
 /// Equal parts of `len` values, as near as can be: one a rank.
-pub(super) fn shares(len: usize, size: usize) -> Vec<Range<usize>> {
+fn shares(len: usize, size: usize) -> Vec<Range<usize>> {
     (0..size).map(|rank| rank * len / size..(rank + 1) * len / size).collect()
 }
 

@@ -4,8 +4,7 @@
 //! methods in the same order with equal lengths. A failed peer is a panic here: the panic hook of `abort` ends the job.
 
 use super::accounting::{Call, enter, note};
-use super::background;
-use super::channel::{CHUNK, Channel, disjoint, shares};
+use super::channel::{CHUNK, Channel, disjoint};
 use super::nccl_collectives::NcclGroup;
 use super::raw::{COUNT_MAX, Comm, Element};
 use crate::device::cpu::copy;
@@ -15,8 +14,6 @@ use bytemuck::Pod;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-/// Elements a rank from which sums go our own way.
-const OWN_MIN: usize = 2048;
 /// Elements of all ranks together below which an ordered sum is everyone's of everyone's: one round, not two.
 const WHOLE_MAX: usize = 1 << 14;
 /// Hosts of a group that are named.
@@ -107,15 +104,9 @@ impl Group {
         self.0.channel.is_none() && self.size() > 1
     }
 
-    /// Whether its GPUs are joined.
-    pub(super) fn has_nccl(&self) -> bool {
-        self.0.nccl.get().is_some()
-    }
-
-    /// How its GPUs are joined; none where values on GPUs travel through the host, as those of a stream's own thread do: the
-    /// order of what it launches and of what others launch would not be the same on all ranks.
+    /// How its GPUs are joined; none where values on GPUs travel through the host.
     pub(super) fn nccl(&self) -> Option<&NcclGroup> {
-        self.0.nccl.get().filter(|_| background::current().is_none())
+        self.0.nccl.get()
     }
 
     /// Whether a graph may hold collectives of values on GPUs; if not, why. The same on all ranks.
@@ -195,22 +186,6 @@ impl Group {
     pub fn barrier(&self) {
         let Some((channel, _call)) = self.enter("barrier", 0) else { return };
         channel.comm.barrier();
-    }
-
-    /// x = sum over ranks of x. All ranks get equal bits; the order of the sum depends on the number of ranks alone.
-    ///
-    /// From `OWN_MIN` elements a rank up it is a reduce-scatter and a gather, which took half to two thirds of the
-    /// time of MPI_Allreduce on 2 and 4 ranks of one host; below, it is recursive doubling.
-    pub fn all_reduce_sum(&self, x: &mut [f32]) {
-        let Some((mut channel, _call)) = self.enter("all_reduce_sum", size_of_val(x)) else { return };
-        let (rank, size) = (self.0.rank, self.size());
-        if x.len() >= OWN_MIN * size {
-            let ranges = shares(x.len(), size);
-            channel.reduce_scatter(x, &ranges, rank);
-            channel.gather(x, &ranges, rank);
-        } else if !x.is_empty() {
-            channel.sum_short(x, rank, size);
-        }
     }
 
     /// x = sum over ranks of x, added in rank order.

@@ -44,7 +44,7 @@ impl<'a> MpiBaseline<'a> {
 
     /// MPI_Allgather: `into` = everyone's `from`.
     pub fn all_gather(&self, from: &[f32], into: &mut [f32]) {
-        self.channel.comm.all_gather_blocking(from, into);
+        self.channel.comm.all_gather(from, into);
     }
 
     /// MPI_Sendrecv, to rank + 1 and from rank - 1.

@@ -130,24 +130,18 @@ impl Comm {
 
     /// `into[r * n..][..n]` = rank r's `from`, n = `from.len()`, equal on all ranks.
     pub(super) fn all_gather<T: Element>(self, from: &[T], into: &mut [T]) {
-        if background::current().is_none() {
-            return self.all_gather_blocking(from, into);
-        }
         assert_eq!(from.len() * self.size(), into.len());
-        let (n, kind) = (count(from.len()), T::datatype());
-        // SAFETY: `from` has n elements, `into` n per rank; they do not overlap, and live until this has waited.
+        let (n, kind, from, into) = (count(from.len()), T::datatype(), start(from), start_mut(into));
+        if background::current().is_none() {
+            // The blocking call is the shorter way for a thread that has nothing else to do.
+            // SAFETY: `from` has n elements, `into` n per rank, and they do not overlap.
+            return check("MPI_Allgather", unsafe { ffi::MPI_Allgather(from, n, kind, into, n, kind, self.0) });
+        }
+        // SAFETY: as above; they live until this has waited.
         begun("MPI_Iallgather", |request| unsafe {
-            ffi::MPI_Iallgather(start(from), n, kind, start_mut(into), n, kind, self.0, request)
+            ffi::MPI_Iallgather(from, n, kind, into, n, kind, self.0, request)
         })
         .wait();
-    }
-
-    /// As `all_gather`, in the blocking call, which is the shorter way for a thread that has nothing else to do.
-    pub(super) fn all_gather_blocking<T: Element>(self, from: &[T], into: &mut [T]) {
-        assert_eq!(from.len() * self.size(), into.len());
-        let (n, kind) = (count(from.len()), T::datatype());
-        // SAFETY: `from` has n elements, `into` n per rank, and they do not overlap.
-        check("MPI_Allgather", unsafe { ffi::MPI_Allgather(start(from), n, kind, start_mut(into), n, kind, self.0) });
     }
 
     pub(super) fn broadcast<T: Element>(self, root: usize, data: &mut [T]) {
@@ -193,7 +187,7 @@ fn begun(call: &str, start: impl FnOnce(*mut ffi::MPI_Request) -> c_int) -> Requ
 
 /// Bytes of a note at most: a short message whose receiver does not know that it comes.
 pub(super) const NOTE_BYTES: usize = 512;
-const NOTE_TAG: i32 = 11;
+pub(super) const NOTE_TAG: i32 = 11;
 
 impl Comm {
     /// Sends a note and forgets it: where the receiver is stopped or dead, it never arrives.
@@ -203,11 +197,6 @@ impl Comm {
         // SAFETY: the buffer lives forever, since nobody waits; notes are only sent by a job that is about to end.
         let request = unsafe { self.send(to, NOTE_TAG, kept) };
         drop(request);
-    }
-
-    /// A note that has arrived, if any. One thread at a time asks.
-    pub(super) fn take_note(self) -> Option<[u8; NOTE_BYTES]> {
-        self.take(NOTE_TAG)
     }
 
     /// A message of `N` elements that has arrived from any rank, if there is one. One thread at a time asks for those of a tag.

@@ -51,8 +51,8 @@ fn on_gpu(values: &[f32], dtype: DType) -> Memory {
 /// after it.
 fn over<T: Send + 'static>(axis: &Axis, of: &Axes, work: impl FnOnce(&Group) -> T + Send + 'static) -> T {
     match axis.stream {
-        Stream::Ring => of.ring_stream.submit(move |groups| work(&groups[0])).wait(),
-        Stream::Zero => of.zero_stream.submit(move |groups| work(&groups[0])).wait(),
+        Stream::Ring => of.ring_stream.submit(move |group| work(group)).wait(),
+        Stream::Zero => of.zero_stream.submit(move |group| work(group)).wait(),
         _ => work(axis.group),
     }
 }
@@ -119,7 +119,7 @@ fn check_axis(axis: &Axis, of: &Axes, op: Op) -> Result<()> {
     let (op, [got, want]) = call(op, axis, of);
     let Some(i) = got.iter().zip(&want).position(|(a, b)| a.to_bits() != b.to_bits()) else { return Ok(()) };
     let (name, ranks) = (axis.name, axis.group.describe_ranks());
-    let way = if axis.group.has_nccl() { "NCCL" } else { "MPI, through the host," };
+    let way = if axis.group.nccl().is_some() { "NCCL" } else { "MPI, through the host," };
     Err(Error::fault(format!(
         "{op} over {way} on the {name} axis of {ranks} gave {} at element {i} of {}, where {} is right",
         got[i],

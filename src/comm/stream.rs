@@ -1,7 +1,7 @@
-//! Communication in the background: a thread that runs jobs in the order they were submitted, with groups of its own.
+//! Communication in the background: a thread that runs jobs in the order they were submitted, with a group of its own.
 //!
-//! A stream's groups duplicate those it was made from, so its collectives never mix with those of other threads. All ranks
-//! submit the same jobs in the same order. Where no group has a peer there is no thread: a job runs where it is submitted. So it
+//! A stream's group duplicates the one it was made from, so its collectives never mix with those of other threads. All ranks
+//! submit the same jobs in the same order. Where the group has no peer there is no thread: a job runs where it is submitted. So it
 //! does with NCCL: it launches its collectives on a stream of the GPU, after what the compute stream has been given, and the
 //! compute stream waits for them where the host would (`Pending::wait`). Memory that they use may be dropped before.
 
@@ -16,16 +16,14 @@ use std::time::Instant;
 /// The stream that has a GPU stream of its own; others share that of ZeRO.
 pub(super) const RING: &str = "ring";
 
-type Job = Box<dyn FnOnce(&[Group]) + Send>;
+type Job = Box<dyn FnOnce(&Group) + Send>;
 
 /// Ends when dropped, after all that was submitted; drop it before `shutdown`.
 pub struct Stream {
     name: &'static str,
-    /// What waits are booked under.
-    axis: &'static str,
-    /// The groups of jobs that run in place.
-    groups: Vec<Group>,
-    /// Of other jobs; none where no group has a peer.
+    /// Of jobs that run in place. Waits are booked under its axis.
+    group: Group,
+    /// Of other jobs; none where the group has no peer.
     thread: Option<(Sender<Job>, JoinHandle<()>)>,
 }
 
@@ -47,66 +45,55 @@ enum Value<T> {
 
 impl std::fmt::Debug for Stream {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Stream({} over {})", self.name, self.axis)
+        write!(f, "Stream({} over {})", self.name, self.group.axis())
     }
 }
 
 impl Stream {
-    /// A stream whose jobs see duplicates of `groups`. All ranks of each group call this, groups in the same order.
+    /// A stream whose jobs see a duplicate of `group`, whose ranks all call this.
     ///
     /// # Panics
-    /// Without groups, or if the system starts no more threads.
-    pub fn new(name: &'static str, groups: &[&Group]) -> Self {
-        let axis = groups.iter().find(|g| g.size() > 1).or(groups.first()).expect("a stream has a group").axis();
-        let groups: Vec<Group> = groups.iter().map(|g| g.duplicate()).collect();
-        if groups.iter().all(|g| g.size() == 1 || g.is_null()) {
-            return Self { name, axis, groups, thread: None };
+    /// If the system starts no more threads.
+    pub fn new(name: &'static str, group: &Group) -> Self {
+        let group = group.duplicate();
+        if group.size() == 1 || group.is_null() {
+            return Self { name, group, thread: None };
         }
         let (sender, receiver) = channel();
-        let own = groups.clone();
+        let own = group.clone();
         let thread = std::thread::Builder::new()
             .name(format!("stream {name}"))
             .spawn(move || work(name, &own, &receiver))
             .expect("the system starts a thread");
-        Self { name, axis, groups, thread: Some((sender, thread)) }
-    }
-
-    /// Whether jobs launch their collectives on the GPU's stream. The same on all ranks.
-    fn has_nccl(&self) -> bool {
-        let mut several = self.groups.iter().filter(|group| group.size() > 1).peekable();
-        several.peek().is_some() && several.all(Group::has_nccl)
-    }
-
-    /// The GPU's stream of jobs that run in place.
-    fn of_gpu(&self) -> cuda::Stream {
-        if self.name == RING { cuda::Stream::Ring } else { cuda::Stream::Zero }
+        Self { name, group, thread: Some((sender, thread)) }
     }
 
     /// Runs `job` after all jobs submitted before it. A panic in it ends the job of all ranks, as one elsewhere does.
-    pub fn submit<T: Send + 'static>(&self, job: impl FnOnce(&[Group]) -> T + Send + 'static) -> Pending<T> {
-        if self.has_nccl() {
-            let (value, work) = gpu().beside(self.of_gpu(), || null::hidden(|| job(&self.groups)));
-            accounting::begin_async(accounting::as_of(self.axis, self.name), work.marks());
+    pub fn submit<T: Send + 'static>(&self, job: impl FnOnce(&Group) -> T + Send + 'static) -> Pending<T> {
+        if self.group.nccl().is_some() {
+            let of_gpu = if self.name == RING { cuda::Stream::Ring } else { cuda::Stream::Zero };
+            let (value, work) = gpu().beside(of_gpu, || null::hidden(|| job(&self.group)));
+            accounting::begin_async(accounting::as_of(self.group.axis(), self.name), work.marks());
             return self.pending(Value::Here(value), Some(work));
         }
         let Some((sender, _)) = &self.thread else {
-            return self.pending(Value::Here(null::hidden(|| job(&self.groups))), None);
+            return self.pending(Value::Here(null::hidden(|| job(&self.group))), None);
         };
         let (done, receiver) = sync_channel(1);
         // A thread that is gone drops the job: `wait` says so. Nobody has to wait for the value.
-        let _ = sender.send(Box::new(move |groups| drop(done.send(job(groups)))));
+        let _ = sender.send(Box::new(move |group| drop(done.send(job(group)))));
         self.pending(Value::Coming(receiver), None)
     }
 
     fn pending<T>(&self, value: Value<T>, work: Option<Work>) -> Pending<T> {
-        Pending { value, axis: self.axis, stream: self.name, work }
+        Pending { value, axis: self.group.axis(), stream: self.name, work }
     }
 }
 
-fn work(name: &'static str, groups: &[Group], jobs: &Receiver<Job>) {
+fn work(name: &'static str, group: &Group, jobs: &Receiver<Job>) {
     background::belong_to(name);
     for job in jobs {
-        job(groups);
+        job(group);
     }
 }
 
@@ -116,22 +103,12 @@ impl Drop for Stream {
         drop(sender);
         let start = Instant::now();
         let ended = thread.join();
-        accounting::waited(self.axis, self.name, start.elapsed().as_secs_f64());
+        accounting::waited(self.group.axis(), self.name, start.elapsed().as_secs_f64());
         assert!(ended.is_ok() || std::thread::panicking(), "a job of stream {} panicked", self.name);
     }
 }
 
 impl<T> Pending<T> {
-    /// Whether `wait` would return at once.
-    pub fn is_ready(&mut self) -> bool {
-        if let Value::Coming(receiver) = &self.value
-            && let Ok(value) = receiver.try_recv()
-        {
-            self.value = Value::Here(value);
-        }
-        matches!(self.value, Value::Here(_))
-    }
-
     /// What the job returned. The time until it has is exposed communication. On a GPU the compute stream waits for it, not
     /// the host.
     ///

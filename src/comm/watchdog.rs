@@ -9,7 +9,7 @@ use super::accounting::{Entered, last_entered, oldest_async, oldest_of_host};
 use super::communicator;
 use super::ending;
 use super::phase;
-use super::raw::{Comm, NOTE_BYTES};
+use super::raw::{Comm, NOTE_BYTES, NOTE_TAG};
 use super::records;
 use super::world::World;
 use crate::device::cuda::gpu::is_started;
@@ -185,10 +185,10 @@ impl Watchdog {
 
     /// (rank, waits past the limit, what it does)
     fn take(&self) -> Option<(usize, bool, String)> {
-        records::decode(&self.channel?.take_note()?).ok()
+        records::decode(&self.channel?.take::<u8, NOTE_BYTES>(NOTE_TAG)?).ok()
     }
 
-    /// `waits in all_reduce_sum over data (4194304 bytes) since 600.2 s; step 3, train`; where the host waits for its GPU, what for.
+    /// `waits in all_reduce_sum_ordered over data (4194304 bytes) since 600.2 s; step 3, train`; where the host waits for its GPU, what for.
     fn doing(&self) -> String {
         let mut words = self.waiting();
         if let Some(phase) = phase::describe() {

@@ -78,33 +78,13 @@ impl World {
         affinity::plan(mask.len(), sharing, affinity::quota(), affinity::cores(), self.local_size)
     }
 
-    /// This rank's group along each axis. All ranks call this.
-    ///
-    /// # Errors
-    /// `Usage` if the mesh needs another number of ranks.
-    pub fn axes(&self, mesh: &Mesh) -> Result<Axes> {
-        mesh.check(self.size)?;
-        Ok(Axes::of(&self.group, mesh))
-    }
-
     /// The axes of a mesh on the ranks `range` alone; none for a rank outside. All ranks of the world call this.
     ///
-    /// # Errors
-    /// `Usage` if the world lacks some of these ranks, or the mesh needs another number.
-    pub fn axes_of(&self, range: Range<usize>, mesh: &Mesh) -> Result<Option<Axes>> {
+    /// # Panics
+    /// If the mesh needs another number of ranks.
+    pub fn axes_of(&self, range: Range<usize>, mesh: &Mesh) -> Option<Axes> {
         if range == (0..self.size) {
-            return self.axes(mesh).map(Some);
-        }
-        if range.is_empty() || range.end > self.size {
-            return Err(Error::usage(format!("ranks {range:?} are not among the {} of this run", self.size))
-                .hint(format!("ranges lie within 0..{}", self.size)));
-        }
-        if mesh.ranks() != range.len() {
-            return Err(Error::usage(format!(
-                "mesh {mesh} needs {} ranks, {range:?} are {}",
-                mesh.ranks(),
-                range.len()
-            )));
+            return Some(Axes::of(&self.group, mesh));
         }
         let inside = range.contains(&self.rank);
         let place = match self.rank {
@@ -113,7 +93,7 @@ impl World {
             rank => (rank - range.len(), self.size - range.len()),
         };
         let all = along(&self.group, "all", usize::from(inside), place, 1);
-        Ok(inside.then(|| Axes::of(&all, mesh)))
+        inside.then(|| Axes::of(&all, mesh))
     }
 }
 
@@ -165,8 +145,8 @@ impl Axes {
             pipeline: along(all, "pipeline", rank - pipeline * stride, (pipeline, mesh.pipeline), stride),
             tensor: along(all, "tensor", rank - tensor, (tensor, mesh.tensor), 1),
             all: all.clone(),
-            zero_stream: Arc::new(Stream::new("zero", &[&zero])),
-            ring_stream: Arc::new(Stream::new(stream::RING, &[&ring])),
+            zero_stream: Arc::new(Stream::new("zero", &zero)),
+            ring_stream: Arc::new(Stream::new(stream::RING, &ring)),
             sequence: ring,
             zero,
         }
@@ -194,7 +174,8 @@ mod tests {
 
     #[test]
     fn any_rank_of_any_mesh_is_run_without_its_peers() {
-        let calls = || accounting().get(&("zero", "all_reduce_sum")).map_or((0, 0), |total| (total.calls, total.bytes));
+        let calls =
+            || accounting().get(&("zero", "all_reduce_sum_ordered")).map_or((0, 0), |total| (total.calls, total.bytes));
         for (mesh, rank, zero, tensor) in [
             (Mesh { data: 3, pipeline: 2, sequence: 2, tensor: 4 }, 47, (5, 6), (3, 4)),
             (Mesh { data: 2, pipeline: 1, sequence: 2, tensor: 1 }, 2, (2, 4), (0, 1)),
@@ -209,7 +190,7 @@ mod tests {
             let (group, size, before) = (&axes.zero, zero.1, calls());
             let mut x = [1.5, 2.5];
             group.barrier();
-            group.all_reduce_sum(&mut x);
+            group.all_reduce_sum_ordered(&mut x);
             group.all_reduce_max_f64(&mut [3.0]);
             group.reduce_scatter_sum(&mut x, &vec![0..0; size]);
             group.all_gather(&mut x, &vec![2..2; size]);
@@ -219,15 +200,15 @@ mod tests {
             group.shift(&x, &mut got);
             assert_eq!(got, [1.5, 2.5, 0.0]);
             assert!(group.agree(Err::<(), _>(Error::data("row 7"))).is_err());
-            let mut summed = axes.zero_stream.submit(|groups| {
+            let summed = axes.zero_stream.submit(|group| {
                 let mut x = [4.0; 9];
-                groups[0].all_reduce_sum(&mut x);
+                group.all_reduce_sum_ordered(&mut x);
                 (x[0], std::thread::current().id())
             });
-            assert!(summed.is_ready() && summed.wait() == (4.0, std::thread::current().id()), "a job runs in place");
+            assert_eq!(summed.wait(), (4.0, std::thread::current().id()), "a job runs in place");
         }
         let world = World::null(5, 8);
-        let axes = |range| world.axes_of(range, &Mesh::data_only(4)).expect("as many ranks as the mesh");
+        let axes = |range| world.axes_of(range, &Mesh::data_only(4));
         assert!(axes(0..4).is_none() && axes(4..8).is_some_and(|axes| axes.data.rank() == 1));
     }
 }

@@ -29,7 +29,7 @@ impl Ranks {
     pub fn new(world: World, placed: Vec<(Placement, Layout)>, runs_ahead: bool) -> Result<Self> {
         let mut own = None;
         for (i, (placement, layout)) in placed.iter().enumerate() {
-            own = own.or(world.axes_of(placement.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
+            own = own.or(world.axes_of(placement.ranks.clone(), &layout.mesh).map(|axes| (i, axes)));
         }
         let (placement, axes) = own.expect("every rank has a placement");
         let (placements, layouts): (Vec<Placement>, Vec<Layout>) = placed.into_iter().unzip();

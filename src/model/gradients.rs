@@ -166,10 +166,10 @@ impl Gradients {
     fn send(&mut self, unit: usize, mut sum: Flat, order: GradientOrder, everywhere: bool) {
         self.table.frozen(unit).for_each(|range| sum.slice_mut(range).clear());
         let partition = self.partition.clone();
-        let job = self.stream.submit(move |groups| {
-            groups[0].sum_scattered(&mut sum, partition.shares(unit), order);
+        let job = self.stream.submit(move |group| {
+            group.sum_scattered(&mut sum, partition.shares(unit), order);
             if everywhere {
-                groups[0].gather_slice(sum.all_mut(), partition.shares(unit));
+                group.gather_slice(sum.all_mut(), partition.shares(unit));
             }
             sum
         });

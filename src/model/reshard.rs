@@ -75,7 +75,7 @@ impl Reshard {
         let peers = axes.tensor.all_gather_numbers(&[to.rank as f64]).concat();
         let of = |ranks: Vec<f64>| ranks.iter().map(|rank| part(TensorPart { rank: *rank as usize, ..to })).collect();
         let all = axes.zero.all_gather_numbers(&peers).into_iter().map(of).collect();
-        let stream = |group| Stream::new("reshard", &[group]);
+        let stream = |group| Stream::new("reshard", group);
         let (zero, tensor) = (stream(&axes.zero), stream(&axes.tensor));
         Self {
             zero,
@@ -170,8 +170,8 @@ impl Reshard {
         let mut all = Flat::weights(own.device(), dtype, partition.padded_len(unit));
         let at = partition.own_cut(unit).start;
         all.all_mut().copy_from(own.slice(), &run(0, own), &run(at, own));
-        Transfer::Gathered(self.zero.submit(move |groups| {
-            groups[0].gather_slice(all.all_mut(), partition.shares(unit));
+        Transfer::Gathered(self.zero.submit(move |group| {
+            group.gather_slice(all.all_mut(), partition.shares(unit));
             all
         }))
     }
@@ -181,9 +181,9 @@ impl Reshard {
         let padded_len = partition.as_ref().map_or_else(|| own.range().len(), |partition| partition.padded_len(unit));
         let mut values = UnitValues::padded_scratch(&self.to, unit, own.dtype(), padded_len);
         values.take(own);
-        self.zero.submit(move |groups| {
+        self.zero.submit(move |group| {
             if let Some(partition) = partition {
-                values.gather(&groups[0], partition.shares(unit));
+                values.gather(group, partition.shares(unit));
             }
             values.refresh();
             values
@@ -313,8 +313,8 @@ fn exchange(stream: &Stream, from: Slice, dtype: DType, sends: &[Vec<Piece>], le
     });
     let places: Vec<Range<usize>> = begins.collect();
     let mut receive = Flat::weights(from.device(), dtype, end);
-    stream.submit(move |groups| {
-        groups[0].slice_to_all(send.all(), &to, receive.all_mut(), &places);
+    stream.submit(move |group| {
+        group.slice_to_all(send.all(), &to, receive.all_mut(), &places);
         receive
     })
 }

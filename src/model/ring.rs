@@ -90,8 +90,8 @@ impl Ring {
     /// Begins to send `block` to the next rank and to receive one of `rows` rows from the one before.
     fn pass(&self, block: &Arc<Tensor>, rows: usize) -> Pending<Tensor> {
         let (block, mut received) = (block.clone(), block.as_wide(rows));
-        self.stream.submit(move |groups| {
-            groups[0].shift_slice(block.slice(), received.slice_mut());
+        self.stream.submit(move |group| {
+            group.shift_slice(block.slice(), received.slice_mut());
             received
         })
     }

@@ -143,8 +143,8 @@ impl Weights {
         let scratch = || UnitValues::padded_scratch(&self.table, unit, self.dtype, partition.padded_len(unit));
         let mut values = owned_by("gathered units", scratch);
         values.take(self.local(unit));
-        gathered.stream.submit(move |groups| {
-            values.gather(&groups[0], partition.shares(unit));
+        gathered.stream.submit(move |group| {
+            values.gather(group, partition.shares(unit));
             values
         })
     }
@@ -254,8 +254,8 @@ impl Weights {
         self.units[unit].wait();
         let mut values = std::mem::replace(&mut self.units[unit], absent);
         let partition = shards.partition.clone();
-        let job = shards.stream.submit(move |groups| {
-            values.gather(&groups[0], partition.shares(unit));
+        let job = shards.stream.submit(move |group| {
+            values.gather(group, partition.shares(unit));
             values
         });
         self.gathering.push((unit, job));

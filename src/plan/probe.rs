@@ -147,9 +147,9 @@ fn links(world: &World, memory: f64) -> (f64, f64) {
         return (memory / 6.0, 2e-5);
     }
     let mut small = vec![1.0f32; 16];
-    let latency = seconds(|| group.all_reduce_sum(&mut small)) / (2.0 * (ranks - 1.0));
+    let latency = seconds(|| group.all_reduce_sum_ordered(&mut small)) / (2.0 * (ranks - 1.0));
     let mut large = Buffer::zeros(EXCHANGED);
-    let spent = seconds(|| group.all_reduce_sum(&mut large));
+    let spent = seconds(|| group.all_reduce_sum_ordered(&mut large));
     let moved = 2.0 * (ranks - 1.0) / ranks * (EXCHANGED * size_of::<f32>()) as f64;
     (moved / spent / Efficiency::declared_cpu().links, latency)
 }

@@ -33,7 +33,7 @@ fn all_gather(all: &Group, pipeline: Option<&Stream>, mine: &RankResponses) -> R
         let gathered = all.all_gather_bytes(&mine);
         return Box::new(move || decode(gathered));
     };
-    let pending = stream.submit(move |groups| groups[0].all_gather_bytes(&mine));
+    let pending = stream.submit(move |group| group.all_gather_bytes(&mine));
     Box::new(move || decode(pending.wait()))
 }
 

@@ -121,7 +121,7 @@ impl Collector {
         eos.extend(tokenizer.eos_ids().iter().filter(|id| !arch.eos_tokens.contains(id)));
         let stop = Arc::new(Stop::new(&config.rollout, &eos));
         let engine = Engine::new(&config.rollout, run.memory_free().saturating_sub(weights_bytes as u64));
-        let pipeline = (run.ranks.placements.len() > 1).then(|| Stream::new("pipeline", &[&run.ranks.all]));
+        let pipeline = (run.ranks.placements.len() > 1).then(|| Stream::new("pipeline", &run.ranks.all));
         let context = arch.context;
         Ok(Self {
             source,

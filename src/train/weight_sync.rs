@@ -30,7 +30,7 @@ impl WeightSync {
         let (apart, takes_part) = (ranks.rollout_is_apart(), ranks.world.rank == 0 || ranks.samples());
         let split = || ranks.all.split("weights", usize::from(!takes_part), ranks.world.rank);
         let group: Option<Group> = (apart && !null::is_active()).then(split);
-        let stream = group.filter(|_| takes_part).map(|group| Stream::new("weights", &[&group]));
+        let stream = group.filter(|_| takes_part).map(|group| Stream::new("weights", &group));
         Self { stream, step: None, sending: VecDeque::new(), bytes: 0 }
     }
 
@@ -64,7 +64,7 @@ impl WeightSync {
         let stream = self.stream.as_ref().expect("the actor's first rank sends");
         let len = bytes.len();
         self.bytes += len;
-        let sent = stream.submit(move |groups| groups[0].broadcast_bytes(0, &mut bytes));
+        let sent = stream.submit(move |group| group.broadcast_bytes(0, &mut bytes));
         self.sending.push_back((len, sent));
         while self.sending.iter().map(|(len, _)| len).sum::<usize>() > SENDING_MAX {
             self.sending.pop_front().expect("some are on their way").1.wait();
@@ -74,9 +74,9 @@ impl WeightSync {
     fn take(&self, copy: &mut Role) {
         let stream = self.stream.as_ref().expect("ranks that sample receive");
         let receive = || {
-            stream.submit(|groups| {
+            stream.submit(|group| {
                 let mut bytes = Vec::new();
-                groups[0].broadcast_bytes(0, &mut bytes);
+                group.broadcast_bytes(0, &mut bytes);
                 bytes
             })
         };

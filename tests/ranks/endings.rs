@@ -62,8 +62,8 @@ pub const ENDINGS: &[Ending] = &[
             "a collective took longer than 1 s",
             "does not answer",
             "rank 1 (",
-            "waits in all_reduce_sum over world (40 bytes) on stream background",
-            "waits in all_reduce_sum over world (40 bytes) on stream background",
+            "waits in all_reduce_sum_ordered over world (40 bytes) on stream background",
+            "waits in all_reduce_sum_ordered over world (40 bytes) on stream background",
         ],
         logged: None,
     },
@@ -92,8 +92,8 @@ pub const ENDINGS: &[Ending] = &[
             "rank 0 (",
             "rank 1 (",
             "rank 2 (",
-            "waits in all_reduce_sum over world (4000 bytes)",
-            "waits in all_reduce_sum over world (4000 bytes)",
+            "waits in all_reduce_sum_ordered over world (4000 bytes)",
+            "waits in all_reduce_sum_ordered over world (4000 bytes)",
         ],
         logged: Some((0, "a collective took longer")),
     },
@@ -144,19 +144,19 @@ fn act(scene: &str, world: &World) -> error::Result<()> {
             }
         }
         "stream_panic" => {
-            let stream = Stream::new("background", &[&group]);
-            let job = stream.submit(move |groups| {
+            let stream = Stream::new("background", &group);
+            let job = stream.submit(move |group| {
                 assert!(!me, "the sum broke");
-                groups[0].barrier();
+                group.barrier();
             });
             job.wait();
         }
         "stopped_stream" => {
-            let stream = Stream::new("background", &[&group]);
+            let stream = Stream::new("background", &group);
             if me {
                 kill_me("STOP");
             }
-            stream.submit(|groups| groups[0].all_reduce_sum(&mut [0.0; 10])).wait();
+            stream.submit(|group| group.all_reduce_sum_ordered(&mut [0.0; 10])).wait();
         }
         "agreed" => group.agree(if me { Err(Error::data("row 7 is empty")) } else { Ok(()) })?,
         "killed" if me => kill_me("KILL"),
@@ -164,7 +164,7 @@ fn act(scene: &str, world: &World) -> error::Result<()> {
         "busy" if me => std::thread::sleep(Duration::from_secs(30)),
         _ => {}
     }
-    group.all_reduce_sum(&mut [0.0; 1000]);
+    group.all_reduce_sum_ordered(&mut [0.0; 1000]);
     Ok(())
 }
 

@@ -69,7 +69,7 @@ fn layouts(world: &World) -> Vec<(Option<Axes>, Mesh, usize)> {
     let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor };
     let all = [(mesh(n, 1, 1), 3), (mesh(n / 2, 1, 2), 1), (mesh(n / 4, 2, 2), 2), (mesh(n / 4, 1, 4), 3)];
     let fewer = [(mesh(half, 1, 1), 3), (mesh(half / 2, 1, 2), 0), (mesh(1, half, 1), 2)];
-    let on = |ranks: usize| move |(mesh, stage)| (world.axes_of(0..ranks, &mesh).expect("enough ranks"), mesh, stage);
+    let on = |ranks: usize| move |(mesh, stage)| (world.axes_of(0..ranks, &mesh), mesh, stage);
     let mut layouts: Vec<_> = all.into_iter().map(on(n)).chain(fewer.into_iter().map(on(half))).collect();
     layouts.push((Some(Axes::one()), Mesh::data_only(1), 0));
     layouts

@@ -50,7 +50,7 @@ fn moves(world: &World) {
     let (rollouts, models, layouts) = (rollouts(world), models(), layouts(world));
     let cases = models.iter().enumerate().flat_map(|(i, model)| layouts.iter().map(move |layout| (i, model, layout)));
     for (i, model, &(mesh, stage)) in cases.filter(|(_, model, (mesh, _))| model.0.check_tensor(mesh.tensor).is_ok()) {
-        let axes = world.axes(&mesh).expect("all ranks");
+        let axes = Axes::of(&world.group(), &mesh);
         let mut actor = role(model, 7, &axes, stage);
         for rollout in rollouts.iter().filter(|rollout| model.0.check_tensor(rollout.tensor.size()).is_ok()) {
             let to = TensorPart::of(&rollout.tensor);
@@ -89,7 +89,7 @@ fn frugal(world: &World) {
     let arch = arch("llama", &json!({"vocab_size": 301, "num_hidden_layers": 24}));
     for dtype in [DType::F32, DType::Bf16] {
         for (mesh, stage) in layouts(world) {
-            let axes = world.axes(&mesh).expect("all ranks");
+            let axes = Axes::of(&world.group(), &mesh);
             let actor = role(&(arch.clone(), dtype), 7, &axes, stage);
             for rollout in &rollouts(world) {
                 let to = TensorPart::of(&rollout.tensor);

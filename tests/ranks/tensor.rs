@@ -57,7 +57,7 @@ fn compare(what: &str, arch: &Arch, dtype: DType, axes: &Axes, lengths: &[usize]
     let at_places = |x: &[f32]| part.row_indices.iter().map(|&place| x[place]).collect::<Vec<f32>>();
     near("log-probabilities", &got.logprobs, &at_places(&want.logprobs));
     near("entropies", &got.entropies, &at_places(&want.entropies));
-    axes.sequence.all_reduce_sum(&mut got.grads);
+    axes.sequence.all_reduce_sum_ordered(&mut got.grads);
     for (spec, of) in side.weights.table.specs().iter().zip(alone.weights.table.specs()) {
         let want = &want.grads[of.range()];
         assert!(lengths.len() < 2 || want.iter().any(|g| *g != 0.0), "{what}: {} has a gradient", spec.name);
@@ -66,7 +66,7 @@ fn compare(what: &str, arch: &Arch, dtype: DType, axes: &Axes, lengths: &[usize]
 }
 
 fn on_tensor_ranks(world: &World, dtype: DType, tolerance: f64) {
-    let axes = world.axes(&Mesh { tensor: world.size, ..Mesh::data_only(1) }).expect("all ranks");
+    let axes = Axes::of(&world.group(), &Mesh { tensor: world.size, ..Mesh::data_only(1) });
     for (name, arch) in cut_shapes(world.size) {
         compare(name, &arch, dtype, &axes, &[20, 1, 40], tolerance);
     }
@@ -87,7 +87,7 @@ const LENGTHS: &[&[usize]] = &[&[1, 3, 90, 0, 2, 33, 5], &[1], &[2, 1, 5, 13], &
 
 /// With a window shorter than any piece, one that spans a few, and one longer than most sequences.
 fn rings(world: &World) {
-    let axes = world.axes(&Mesh { sequence: world.size, ..Mesh::data_only(1) }).expect("all ranks");
+    let axes = Axes::of(&world.group(), &Mesh { sequence: world.size, ..Mesh::data_only(1) });
     let windows = [4, 25, 100].map(|window| ("mistral", json!({"sliding_window": window})));
     for (family, keys) in windows.into_iter().chain(["llama", "qwen3"].map(|family| (family, json!({})))) {
         for lengths in LENGTHS {

@@ -115,7 +115,7 @@ fn train(setting: &Setting, axes: &Axes, stage: usize, rows: usize) -> Outcome {
 }
 
 fn data_axes(world: &World) -> Axes {
-    world.axes(&Mesh::data_only(world.size)).expect("a mesh of these ranks")
+    Axes::of(&world.group(), &Mesh::data_only(world.size))
 }
 
 /// Relative distances of moments to the reference's, and of weights by how far those moved.

@@ -53,7 +53,7 @@ impl Suite<'_> {
         let ranges: Vec<_> = (0..group.size()).map(|r| r * each..(r + 1) * each).collect();
         let values = |len: usize| (vec![0.5; len], vec![0.5; len], vec![0.0; len]);
         let (mut x, from, mut into) = values(len);
-        let ours = &mut || group.all_reduce_sum(&mut x);
+        let ours = &mut || group.all_reduce_sum_ordered(&mut x);
         self.compare("all_reduce", len, ours, &mut |plain| plain.all_reduce_sum(&from, &mut into));
         let (mut x, from, mut into) = values(whole);
         let ours = &mut || group.reduce_scatter_sum(&mut x, &ranges);
