@@ -98,7 +98,7 @@ impl Transformer {
         let unit = self.head_unit(w);
         let head = unit.weight(self.head);
         self.with_head_part(|part| {
-            linear_logprob::forward_part(&h, head, part, targets, temperature, logprobs, kind, extra);
+            linear_logprob::forward_part(&h, head, part, targets, temperature, logprobs, kind, extra, None);
         });
         scored
     }

@@ -11,7 +11,7 @@ pub use crate::config::distill::Divergence;
 
 use super::check;
 use super::linear_logprob::{
-    CHUNK_BYTES, Comparison, HeadPart, RowStats, TokenLoss, check_inputs, chunk_rows, forward_backward_part,
+    Comparison, Extra, HeadPart, RowStats, TokenLoss, forward_backward_part, forward_part, to_host,
 };
 use super::linear_logprob_cuda::Head;
 use super::matmul::{forward_rows, panels};
@@ -21,7 +21,7 @@ use crate::device::cuda::linear_divergence::Pair as PairOnGpu;
 use crate::device::cuda::linear_logprob::{self as on_gpu, Logits};
 use crate::device::cuda::readback::Late;
 use crate::device::cuda::{Memory, ViewMut};
-use crate::device::{Device, null};
+use crate::device::null;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, Tensor, Weight, WeightMut};
 use std::ops::Range;
@@ -72,8 +72,22 @@ impl<'a> Against<'a> {
         Self { teachers, scale, found }
     }
 
-    /// Compares the student's logits of tokens `range` with all teachers, and adds to their dlogits, where there are any.
-    fn compare(&mut self, part: HeadPart, range: Range<usize>, student: &[f32], mut dlogits: Option<&mut [f32]>) {
+    /// Adds what the two sums of each token of `range` say of a teacher.
+    fn count(&mut self, range: &Range<usize>, weight: f32, sums: impl Iterator<Item = [f32; 2]>) {
+        for (i, [first, second]) in range.clone().zip(sums) {
+            let (value, loss) = match self.teachers.divergence {
+                Divergence::ForwardKl => (first, second),
+                Divergence::ReverseKl => (first, first),
+                Divergence::Jsd => (0.5 * (first + second), 0.5 * (first + second)),
+            };
+            self.found.values[i] += weight * value;
+            self.found.losses[i] += weight * loss;
+        }
+    }
+}
+
+impl Comparison for Against<'_> {
+    fn chunk(&mut self, part: HeadPart, range: Range<usize>, student: &[f32], mut dlogits: Option<&mut [f32]>) {
         let Teachers { all, divergence, temperature } = self.teachers;
         let (v, inverse_temperature) = (student.len() / range.len(), 1.0 / temperature);
         let stats = |logits: &[f32]| part.combined(softmax::stats_of_rows(logits, v, inverse_temperature));
@@ -93,8 +107,7 @@ impl<'a> Against<'a> {
         }
     }
 
-    /// As `compare`, with the chunk's part of the student's head and the places of its targets.
-    fn compare_on_gpu(
+    fn chunk_on_gpu(
         &mut self,
         own: &Head,
         range: &Range<usize>,
@@ -125,29 +138,6 @@ impl<'a> Against<'a> {
             self.count(range, *weight, sums.as_chunks::<4>().0.iter().map(|[_, first, second, _]| [*first, *second]));
         }
     }
-
-    /// Adds what the two sums of each token of `range` say of a teacher.
-    fn count(&mut self, range: &Range<usize>, weight: f32, sums: impl Iterator<Item = [f32; 2]>) {
-        for (i, [first, second]) in range.clone().zip(sums) {
-            let (value, loss) = match self.teachers.divergence {
-                Divergence::ForwardKl => (first, second),
-                Divergence::ReverseKl => (first, first),
-                Divergence::Jsd => (0.5 * (first + second), 0.5 * (first + second)),
-            };
-            self.found.values[i] += weight * value;
-            self.found.losses[i] += weight * loss;
-        }
-    }
-}
-
-impl Comparison for Against<'_> {
-    fn chunk(&mut self, part: HeadPart, range: Range<usize>, logits: &[f32], dlogits: &mut [f32]) {
-        self.compare(part, range, logits, Some(dlogits));
-    }
-
-    fn chunk_on_gpu(&mut self, head: &Head, range: &Range<usize>, places: &Memory, logits: Logits, dlogits: ViewMut) {
-        self.compare_on_gpu(head, range, places, logits, Some(dlogits));
-    }
 }
 
 /// The divergences of all tokens, and `logprobs` of their targets at temperature 1. All parts of a head call this with the same
@@ -160,27 +150,10 @@ pub fn forward(
     teachers: Teachers,
     logprobs: &mut [f32],
 ) -> Divergences {
-    check_inputs(OP, h, &w, targets, 1.0, logprobs.len());
-    let (t, d) = (h.rows(), h.width());
     let mut against = Against::new(teachers, h, &w, 0.0);
-    null::note(null::HEAD, 2.0 * (t * w.n * w.k) as f64, 0.0);
-    if h.device() == Device::Cuda {
-        forward_on_gpu(h, &w, part, targets, &mut against, logprobs);
-        return against.found;
-    }
-    let head = panels(OP, &w);
-    let rows = chunk_rows(t, part.rows_max, CHUNK_BYTES);
-    let mut logits = Buffer::scratch(rows * w.n);
-    for start in (0..t).step_by(rows.max(1)) {
-        let range = start..t.min(start + rows);
-        let logits = &mut logits[..range.len() * w.n];
-        let x = &h.data()[range.start * d..range.end * d];
-        let (_, stats, found) = part.stats(x, head, 1.0, targets[range.clone()].into(), logits);
-        for ((i, stats), &logit) in range.clone().zip(&stats).zip(&found) {
-            logprobs[i] = stats.logprob(logit);
-        }
-        against.compare(part, range, logits, None);
-    }
+    to_host(h, logprobs, &mut [], |logprobs, none| {
+        forward_part(h, w, part, targets.into(), 1.0, logprobs, Extra::Nothing, none, Some(&mut against));
+    });
     against.found
 }
 
@@ -204,25 +177,4 @@ pub fn forward_backward(
     let loss: &mut TokenLoss = &mut |_, _, _, dlogprobs, _| dlogprobs.fill(-ce);
     forward_backward_part(h, w, part, targets.into(), 1.0, loss, Some(&mut against), logprobs, &mut entropy, dh, dw);
     against.found
-}
-
-/// `forward` with the logits of a chunk in f32; the host waits for the sums of each.
-fn forward_on_gpu(
-    h: &Tensor,
-    w: &Weight,
-    part: HeadPart,
-    targets: &[u32],
-    against: &mut Against,
-    logprobs: &mut [f32],
-) {
-    let head = Head::new(OP, h, w, part, targets, 1.0);
-    let mut room = head.room();
-    for range in head.chunks(head.chunk_rows()) {
-        let (m, places) = (range.len(), head.places(&range));
-        let stats = head.stats(&range, &places, &mut room);
-        let mut found = Memory::scratch(m * size_of::<f32>());
-        on_gpu::read(&stats, 1.0, found.view_mut(DType::F32), None);
-        logprobs[range.clone()].copy_from_slice(&Late::of(found.view(DType::F32).part(0..m)).take());
-        against.compare_on_gpu(&head, &range, &places, head.logits(&room, m), None);
-    }
 }

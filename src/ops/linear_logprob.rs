@@ -23,7 +23,7 @@ use crate::tensor::{DType, SliceMut, Tensor, Weight, WeightMut};
 use std::ops::Range;
 
 /// Logits of one chunk: enough rows for a fast product, few enough bytes to stay in cache where the vocabulary allows.
-pub(super) const CHUNK_BYTES: usize = 8 << 20;
+const CHUNK_BYTES: usize = 8 << 20;
 /// The same where gradients follow: each chunk also passes over all of dW.
 const CHUNK_BYTES_BACKWARD: usize = 16 << 20;
 /// A head up to this size is transposed once for all chunks, a larger one again for each.
@@ -33,7 +33,7 @@ const CHUNK_BYTES_MAX: usize = 40 << 20;
 /// Rows below which the product over the vocabulary is slow.
 const CHUNK_ROWS: usize = 64;
 
-pub(super) fn chunk_rows(tokens: usize, vocabulary: usize, bytes: usize) -> usize {
+fn chunk_rows(tokens: usize, vocabulary: usize, bytes: usize) -> usize {
     let row = size_of::<f32>() * vocabulary;
     let rows = (bytes / row).max(CHUNK_ROWS).min(CHUNK_BYTES_MAX / row);
     let rows = if rows >= 8 { rows / 8 * 8 } else { rows.max(1) };
@@ -135,18 +135,12 @@ impl HeadPart<'_> {
     }
 }
 
-pub(super) fn check_inputs(op: &str, h: &Tensor, w: &Weight, targets: &[u32], temperature: f32, logprobs: usize) {
+fn check_inputs(op: &str, h: &Tensor, w: &Weight, targets: &[u32], temperature: f32, logprobs: usize) {
     check(op, "h", h, h.rows(), w.k);
     let t = h.rows();
     assert!(targets.len() == t, "{op}: {} targets for {t} tokens", targets.len());
     assert!(logprobs == t, "{op}: logprobs holds {logprobs} values, needed {t}");
     assert!(temperature > 0.0, "{op}: temperature {temperature} is not positive");
-}
-
-fn check_targets(op: &str, w: &Weight, targets: &[u32]) {
-    if let Some(bad) = targets.iter().find(|&&v| v as usize >= w.n) {
-        panic!("{op}: target {bad} outside the vocabulary of {}", w.n);
-    }
 }
 
 const FORWARD: &str = "linear_logprob::forward";
@@ -159,16 +153,15 @@ fn note(op: &'static str, products: f64, t: usize, w: &Weight) {
 
 /// Forward only (scoring). `entropy` may be empty where it is not wanted. At most 64 MB of scratch.
 pub fn forward(h: &Tensor, w: Weight, targets: &[u32], temperature: f32, logprobs: &mut [f32], entropy: &mut [f32]) {
-    check_targets(FORWARD, &w, targets);
     let part = HeadPart::whole(&w);
     let kind = if entropy.is_empty() { Extra::Nothing } else { Extra::Entropy };
     to_host(h, logprobs, entropy, |logprobs, entropy| {
-        forward_part(h, w, part, targets.into(), temperature, logprobs, kind, entropy);
+        forward_part(h, w, part, targets.into(), temperature, logprobs, kind, entropy, None);
     });
 }
 
 /// Calls `work` with room where `h` lies, and brings what it leaves there to the host.
-fn to_host(h: &Tensor, logprobs: &mut [f32], entropy: &mut [f32], work: impl FnOnce(SliceMut, SliceMut)) {
+pub(super) fn to_host(h: &Tensor, logprobs: &mut [f32], entropy: &mut [f32], work: impl FnOnce(SliceMut, SliceMut)) {
     if h.device() == Device::Cpu {
         return work(logprobs.into(), entropy.into());
     }
@@ -192,7 +185,8 @@ pub enum Extra {
 }
 
 /// `forward` on one part of the head, with `extra` empty where nothing else is computed. All parts call this with the same h and
-/// targets, and get the same results, which lie where `h` does: on a GPU nothing is waited for.
+/// targets, and get the same results, which lie where `h` does: on a GPU nothing is waited for, unless the distributions are compared
+/// with others.
 pub fn forward_part(
     h: &Tensor,
     w: Weight,
@@ -202,6 +196,7 @@ pub fn forward_part(
     logprobs: SliceMut,
     kind: Extra,
     extra: SliceMut,
+    mut against: Option<&mut dyn Comparison>,
 ) {
     check_inputs(FORWARD, h, &w, targets.tokens, temperature, logprobs.len());
     let (t, d) = (h.rows(), h.width());
@@ -210,7 +205,7 @@ pub fn forward_part(
     note(null::HEAD, 1.0, t, &w);
     if h.device() == Device::Cuda {
         let head = on_gpu::Head::new(FORWARD, h, &w, part, targets.unmasked(), temperature);
-        on_gpu::forward(&head, logprobs.cuda(), kind, extra.cuda());
+        on_gpu::forward(&head, logprobs.cuda(), kind, extra.cuda(), against);
         return;
     }
     let (logprobs, extra) = (logprobs.f32(), extra.f32());
@@ -222,13 +217,16 @@ pub fn forward_part(
         let logits = &mut logits[..range.len() * w.n];
         let h = &h.data()[range.start * d..range.end * d];
         let (_, stats, found) = part.stats(h, head, 1.0 / temperature, targets.part(range.clone()), logits);
-        for ((i, stats), &logit) in range.zip(&stats).zip(&found) {
+        for ((i, stats), &logit) in range.clone().zip(&stats).zip(&found) {
             logprobs[i] = stats.logprob(logit);
             match kind {
                 Extra::Nothing => {}
                 Extra::Entropy => extra[i] = stats.entropy(),
                 Extra::Top => extra[i] = f32::from(u8::from(stats.is_top(logit))),
             }
+        }
+        if let Some(against) = &mut against {
+            against.chunk(part, range, logits, None);
         }
     }
 }
@@ -237,19 +235,19 @@ pub fn forward_part(
 /// writes (d loss / d logprob, d loss / d entropy), which are 0 before.
 pub type TokenLoss<'a> = dyn FnMut(Range<usize>, &[f32], &[f32], &mut [f32], &mut [f32]) + 'a;
 
-/// What compares the logits of a chunk of tokens with others', and adds to their gradient.
+/// What compares the logits of a chunk of tokens with others', and adds to their gradient where that follows.
 pub trait Comparison {
     /// Given the logits of tokens `range` on one part of the head, and their gradient so far.
-    fn chunk(&mut self, part: HeadPart, range: Range<usize>, logits: &[f32], dlogits: &mut [f32]);
+    fn chunk(&mut self, part: HeadPart, range: Range<usize>, logits: &[f32], dlogits: Option<&mut [f32]>);
 
-    /// The same on a GPU, with the places of the targets.
+    /// The same on a GPU, with the chunk's part of the head and the places of its targets.
     fn chunk_on_gpu(
         &mut self,
         head: &on_gpu::Head,
         range: &Range<usize>,
         places: &Memory,
         logits: Logits,
-        dlogits: ViewMut,
+        dlogits: Option<ViewMut>,
     );
 }
 
@@ -278,7 +276,6 @@ pub fn forward_backward(
     dh: &mut Tensor,
     dw: WeightMut,
 ) {
-    check_targets(BACKWARD, &w, targets);
     let part = HeadPart::whole(&w);
     forward_backward_part(h, w, part, targets.into(), temperature, loss, None, logprobs, entropy, dh, dw);
 }
@@ -336,7 +333,7 @@ pub fn forward_backward_part(
         loss(range.clone(), &logprobs[range.clone()], &entropy[range.clone()], dlogprobs, dentropy);
         softmax::backward_rows(logits, w.n, &stats, &places, dlogprobs, dentropy);
         if let Some(against) = &mut against {
-            against.chunk(part, range, &kept[..m * w.n], logits);
+            against.chunk(part, range, &kept[..m * w.n], Some(logits));
         }
         backward_input_rows(logits, m, &head, transposed.as_deref(), &mut dh.data_mut()[rows], false);
         backward_weight_rows(logits, h, m, w.n, d, dw.values.reborrow().f32(), head.is_bf16());

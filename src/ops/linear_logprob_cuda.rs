@@ -115,7 +115,13 @@ impl<'a> Head<'a> {
 
 /// Logits are not stored where there are rows enough for the kernel that needs none: its log-probabilities have the bits of
 /// the other way by the exact product. What is trained by fast products is scored by them, too.
-pub(super) fn forward(head: &Head, mut logprobs: ViewMut, kind: Extra, mut extra: ViewMut) {
+pub(super) fn forward(
+    head: &Head,
+    mut logprobs: ViewMut,
+    kind: Extra,
+    mut extra: ViewMut,
+    mut against: Option<&mut dyn Comparison>,
+) {
     let mut read = |range: &Range<usize>, stats: &Memory| {
         let mut extra = (kind != Extra::Nothing).then(|| extra.reborrow().part(range.clone()));
         if let Some(top) = extra.take_if(|_| kind == Extra::Top) {
@@ -123,13 +129,19 @@ pub(super) fn forward(head: &Head, mut logprobs: ViewMut, kind: Extra, mut extra
         }
         cuda::read(stats, head.inverse_temperature, logprobs.reborrow().part(range.clone()), extra);
     };
-    if head.tokens >= FUSED_ROWS && fused::fits() && !fast::is_on() {
+    if against.is_none() && head.tokens >= FUSED_ROWS && fused::fits() && !fast::is_on() {
         let rows = head.fused_rows();
         let mut scratch = Memory::scratch(fused::scratch_bytes(rows, head.w.rows));
         head.chunks(rows).for_each(|range| read(&range, &head.fused_stats(&range, &mut scratch)));
     } else {
         let (rows, mut room) = (head.chunk_rows(), head.room());
-        head.chunks(rows).for_each(|range| read(&range, &head.stats(&range, &head.places(&range), &mut room)));
+        for range in head.chunks(rows) {
+            let places = head.places(&range);
+            read(&range, &head.stats(&range, &places, &mut room));
+            if let Some(against) = &mut against {
+                against.chunk_on_gpu(head, &range, &places, head.logits(&room, range.len()), None);
+            }
+        }
     }
 }
 
@@ -180,7 +192,7 @@ pub(super) fn forward_backward(
             );
             if let Some(against) = &mut against {
                 let dlogits = dlogits.view_mut(DType::Bf16).part(at * stride..(at + m) * stride);
-                against.chunk_on_gpu(head, &range, &places, head.logits(&room, m), dlogits);
+                against.chunk_on_gpu(head, &range, &places, head.logits(&room, m), Some(dlogits));
             }
         }
         let m = whole.len();
