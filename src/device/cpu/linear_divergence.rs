@@ -40,50 +40,26 @@ impl Row {
     }
 }
 
-/// Two sums over a row's tokens, and the slope by the student's logits / temperature.
-trait Compared {
-    fn terms(q: Token, p: Token) -> (f32, f32);
-    fn slope(q: Token, p: Token, sums: (f32, f32)) -> f32;
-}
-
-struct ForwardKl;
-struct ReverseKl;
-struct Jsd;
-
-impl Compared for ForwardKl {
-    #[inline(always)]
-    fn terms(q: Token, p: Token) -> (f32, f32) {
-        (p.probability * (p.logprob - q.logprob), -p.probability * q.logprob)
-    }
-
-    #[inline(always)]
-    fn slope(q: Token, p: Token, _: (f32, f32)) -> f32 {
-        q.probability - p.probability
+/// What is added to a row's two sums for one token.
+#[inline(always)]
+fn terms(of: Divergence, q: Token, p: Token) -> (f32, f32) {
+    match of {
+        Divergence::ForwardKl => (p.probability * (p.logprob - q.logprob), -p.probability * q.logprob),
+        Divergence::ReverseKl => (q.probability * (q.logprob - p.logprob), 0.0),
+        Divergence::Jsd => {
+            let (of_p, of_q) = above_middle(p.logprob - q.logprob);
+            (p.probability * of_p, q.probability * of_q)
+        }
     }
 }
 
-impl Compared for ReverseKl {
-    #[inline(always)]
-    fn terms(q: Token, p: Token) -> (f32, f32) {
-        (q.probability * (q.logprob - p.logprob), 0.0)
-    }
-
-    #[inline(always)]
-    fn slope(q: Token, p: Token, (kl, _): (f32, f32)) -> f32 {
-        q.probability * ((q.logprob - p.logprob) - kl)
-    }
-}
-
-impl Compared for Jsd {
-    #[inline(always)]
-    fn terms(q: Token, p: Token) -> (f32, f32) {
-        let (of_p, of_q) = above_middle(p.logprob - q.logprob);
-        (p.probability * of_p, q.probability * of_q)
-    }
-
-    #[inline(always)]
-    fn slope(q: Token, p: Token, (_, of_q): (f32, f32)) -> f32 {
-        0.5 * q.probability * (above_middle(p.logprob - q.logprob).1 - of_q)
+/// The slope by the student's logits / temperature.
+#[inline(always)]
+fn slope(of: Divergence, q: Token, p: Token, (first, second): (f32, f32)) -> f32 {
+    match of {
+        Divergence::ForwardKl => q.probability - p.probability,
+        Divergence::ReverseKl => q.probability * ((q.logprob - p.logprob) - first),
+        Divergence::Jsd => 0.5 * q.probability * (above_middle(p.logprob - q.logprob).1 - second),
     }
 }
 
@@ -108,11 +84,11 @@ fn ln_1p(x: f32) -> f32 {
 }
 
 #[inline(always)]
-fn sums_of<C: Compared>(student: &[f32], teacher: &[f32], q: Row, p: Row) -> (f32, f32) {
+fn sums_of(of: Divergence, student: &[f32], teacher: &[f32], q: Row, p: Row) -> (f32, f32) {
     let (mut first, mut second) = ([0.0f32; LANES], [0.0f32; LANES]);
     for (student, teacher) in student.chunks(LANES).zip(teacher.chunks(LANES)) {
         for (j, (&s, &t)) in student.iter().zip(teacher).enumerate() {
-            let (a, b) = C::terms(q.token(s), p.token(t));
+            let (a, b) = terms(of, q.token(s), p.token(t));
             first[j] += a;
             second[j] += b;
         }
@@ -121,7 +97,8 @@ fn sums_of<C: Compared>(student: &[f32], teacher: &[f32], q: Row, p: Row) -> (f3
 }
 
 #[inline(always)]
-fn add_slopes<C: Compared>(
+fn add_slopes(
+    of: Divergence,
     student: &[f32],
     teacher: &[f32],
     (q, p): (Row, Row),
@@ -130,16 +107,17 @@ fn add_slopes<C: Compared>(
     dlogits: &mut [f32],
 ) {
     for ((&s, &t), dlogit) in student.iter().zip(teacher).zip(dlogits) {
-        *dlogit += scale * C::slope(q.token(s), p.token(t), sums);
+        *dlogit += scale * slope(of, q.token(s), p.token(t), sums);
     }
 }
 
 leveled! {
     fn row_sums(of: Divergence, student: &[f32], teacher: &[f32], q: Row, p: Row) -> (f32, f32) {
+        // One loop for each.
         match of {
-            Divergence::ForwardKl => sums_of::<ForwardKl>(student, teacher, q, p),
-            Divergence::ReverseKl => sums_of::<ReverseKl>(student, teacher, q, p),
-            Divergence::Jsd => sums_of::<Jsd>(student, teacher, q, p),
+            Divergence::ForwardKl => sums_of(Divergence::ForwardKl, student, teacher, q, p),
+            Divergence::ReverseKl => sums_of(Divergence::ReverseKl, student, teacher, q, p),
+            Divergence::Jsd => sums_of(Divergence::Jsd, student, teacher, q, p),
         }
     }
 }
@@ -155,9 +133,9 @@ leveled! {
         dlogits: &mut [f32],
     ) {
         match of {
-            Divergence::ForwardKl => add_slopes::<ForwardKl>(student, teacher, rows, sums, scale, dlogits),
-            Divergence::ReverseKl => add_slopes::<ReverseKl>(student, teacher, rows, sums, scale, dlogits),
-            Divergence::Jsd => add_slopes::<Jsd>(student, teacher, rows, sums, scale, dlogits),
+            Divergence::ForwardKl => add_slopes(Divergence::ForwardKl, student, teacher, rows, sums, scale, dlogits),
+            Divergence::ReverseKl => add_slopes(Divergence::ReverseKl, student, teacher, rows, sums, scale, dlogits),
+            Divergence::Jsd => add_slopes(Divergence::Jsd, student, teacher, rows, sums, scale, dlogits),
         }
     }
 }
