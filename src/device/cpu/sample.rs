@@ -98,27 +98,36 @@ thread_local! {
 
 /// One token a row: `rows.len()` rows of logits, one behind the other. See `ops::sample::forward_parts`.
 pub fn forward(logits: &[f32], ends: &[usize], rows: &[SampleRow], out: &mut [Sampled]) {
-    draw_rows(logits, rows, out, &|level, logits, row, scratch, out| {
-        *out = sample_row(level, logits, ends, row, None, scratch);
+    draw_rows(logits, rows, 1, out, &|level, logits, row, scratch, out| {
+        out[0] = sample_row(level, logits, ends, row, None, scratch);
     });
 }
 
 /// The same with the sampling mask of each row. See `ops::sample::forward_masked`.
 pub fn forward_masked(logits: &[f32], ends: &[usize], rows: &[SampleRow], out: &mut [(Sampled, SamplingMask)]) {
-    draw_rows(logits, rows, out, &|level, logits, row, scratch, (out, mask)| {
+    draw_rows(logits, rows, 1, out, &|level, logits, row, scratch, out| {
+        let (out, mask) = &mut out[0];
         *out = sample_row(level, logits, ends, row, Some(mask), scratch);
     });
 }
 
-type DrawRow<'a, T> = dyn Fn(Level, &[f32], &SampleRow, &mut Scratch, &mut T) + Sync + 'a;
+/// The `n` best tokens of each row, one row behind the other. See `ops::sample::top_parts`.
+pub fn top(logits: &[f32], ends: &[usize], rows: &[SampleRow], n: usize, out: &mut [Sampled]) {
+    draw_rows(logits, rows, n, out, &|level, logits, row, scratch, out| {
+        top_of_row(level, logits, ends, row, scratch, out);
+    });
+}
 
-fn draw_rows<T: Send>(logits: &[f32], rows: &[SampleRow], out: &mut [T], draw: &DrawRow<T>) {
+type DrawRow<'a, T> = dyn Fn(Level, &[f32], &SampleRow, &mut Scratch, &mut [T]) + Sync + 'a;
+
+/// Of each row `each` results.
+fn draw_rows<T: Send>(logits: &[f32], rows: &[SampleRow], each: usize, out: &mut [T], draw: &DrawRow<T>) {
     let v = logits.len() / rows.len().max(1);
     let small = logits.len() < SHARED_LOGITS_MIN || rows.len() < 2;
     let level = level();
-    pool().parts(out, 1, small, &|range, out| {
+    pool().parts(out, each, small, &|range, out| {
         SCRATCH.with_borrow_mut(|scratch| {
-            for (i, out) in range.zip(out) {
+            for (i, out) in (range.start / each..).zip(out.chunks_exact_mut(each)) {
                 draw(level, &logits[i * v..(i + 1) * v], &rows[i], scratch, out);
             }
         });
@@ -193,20 +202,6 @@ fn kept(e: &[f32]) -> SamplingMask {
         return SamplingMask::default();
     }
     SamplingMask::new(e.iter().zip(0..).filter(|&(&e, _)| e > 0.0).map(|(_, id)| id))
-}
-
-/// The `n` best tokens of each row, one row behind the other. See `ops::sample::top_parts`.
-pub fn top(logits: &[f32], ends: &[usize], rows: &[SampleRow], n: usize, out: &mut [Sampled]) {
-    let v = logits.len() / rows.len().max(1);
-    let small = logits.len() < SHARED_LOGITS_MIN || rows.len() < 2;
-    let level = level();
-    pool().parts(out, n, small, &|range, out| {
-        SCRATCH.with_borrow_mut(|scratch| {
-            for (i, out) in (range.start / n..).zip(out.chunks_exact_mut(n)) {
-                top_of_row(level, &logits[i * v..(i + 1) * v], ends, &rows[i], scratch, out);
-            }
-        });
-    });
 }
 
 fn top_of_row(

@@ -26,10 +26,10 @@ pub struct RowStats {
 }
 
 impl RowStats {
-    /// log softmax(z)[v] = (z[v] - max) - ln(sum_exp), for the logit of v.
+    /// log softmax(z)[v] = (z[v] - max) - ln(sum_exp), for the logit of v: the one formula of sampler, scorer and trainer.
     #[inline]
     pub fn logprob(&self, logit: f32) -> f32 {
-        logprob(logit, self.inverse_temperature, self.max, self.sum_exp)
+        (logit * self.inverse_temperature - self.max) - self.sum_exp.ln()
     }
 
     /// Whether no token is likelier than the one of this logit.
@@ -64,12 +64,6 @@ impl RowStats {
         }
         Self { inverse_temperature: first.inverse_temperature, max, sum_exp, dot }
     }
-}
-
-/// log softmax(z)[v] of one logit, from the row's max and sum_exp: the one formula of sampler, scorer and trainer.
-#[inline]
-pub fn logprob(logit: f32, inverse_temperature: f32, max: f32, sum_exp: f32) -> f32 {
-    (logit * inverse_temperature - max) - sum_exp.ln()
 }
 
 leveled! {
