@@ -97,6 +97,7 @@ impl Kernel for (&Backward<'_>, &[Part]) {
     }
 }
 
+/// Its unsafe functions ask what `Kernel::work` does.
 impl Backward<'_> {
     /// Rows of the longest of `sequences`, in whole tiles.
     fn rows_max(&self, sequences: impl Iterator<Item = usize>) -> usize {
@@ -155,9 +156,6 @@ impl Backward<'_> {
     }
 
     /// Copies the rows of q, d_o and lse, computes delta, and begins dq.
-    ///
-    /// # Safety
-    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn gather<V: Vector>(&self, part: &Part, work: &mut Work) {
         const AHEAD: usize = 16;
@@ -191,9 +189,6 @@ impl Backward<'_> {
     }
 
     /// Reads the rows of dq that the part wants, or writes them.
-    ///
-    /// # Safety
-    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn own_queries<V: Vector>(&self, part: &Part, work: &mut Work, read: bool) {
         let Span { tokens, .. } = self.spans[part.sequence];
@@ -228,9 +223,6 @@ impl Backward<'_> {
     }
 
     /// dk and dv of a key block, and what it adds to dq, as far as the part wants them.
-    ///
-    /// # Safety
-    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn block<V: Vector>(&self, part: &Part, block: usize, work: &mut Work) {
         let mut tiles = self.tiles_of(part.sequence, block);
@@ -278,8 +270,6 @@ impl Backward<'_> {
         }
     }
 
-    /// # Safety
-    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn tile<V: Vector>(&self, part: &Part, tile: usize, block: usize, count: usize, work: &mut Work) {
         let (g, e) = (self.shape.kv_heads, self.shape.head_dim);
@@ -345,9 +335,6 @@ impl Backward<'_> {
     }
 
     /// p = exp(scale s - lse) from p = s; ds = p (ds - delta) scale from ds = d_o.v.
-    ///
-    /// # Safety
-    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn probabilities<V: Vector>(&self, tile: &Tile, block: usize, work: &mut Work) {
         let (place, group) = (&self.spans[tile.sequence], self.shape.group());

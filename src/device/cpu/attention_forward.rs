@@ -65,9 +65,6 @@ impl Block {
     }
 
     /// Asks for the cache lines of `n` values, into the second cache: many of them wait for memory at once.
-    ///
-    /// # Safety
-    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn prefetch<V: Vector>(self, n: usize) {
         // SAFETY: instructions as promised.
@@ -145,6 +142,7 @@ impl Kernel for (&Forward<'_>, &[Tile]) {
     }
 }
 
+/// Its unsafe functions ask what `Kernel::work` does.
 impl Forward<'_> {
     /// Transposed keys, or values, of the longest run.
     fn keys_len(&self, tiles: &[Tile]) -> usize {
@@ -162,8 +160,6 @@ impl Forward<'_> {
         2 * (taken(TILE * wide) + taken(TILE * PAGE) + taken(TILE)) + 2 * taken(self.keys_len(tiles))
     }
 
-    /// # Safety
-    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn tile<V: Vector>(&self, tile: &Tile, work: &mut Work) {
         let (shape, e) = (self.shape, self.shape.head_dim);
@@ -204,9 +200,6 @@ impl Forward<'_> {
     }
 
     /// p = q k^T for each block.
-    ///
-    /// # Safety
-    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn scores<V: Vector>(&self, tile: &Tile, blocks: Range<usize>, work: &mut Work) {
         let (rows, e) = (tile.rows.len(), self.shape.head_dim);
@@ -245,9 +238,6 @@ impl Forward<'_> {
     }
 
     /// o = o decay + p v for each block.
-    ///
-    /// # Safety
-    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn values<V: Vector>(&self, tile: &Tile, blocks: Range<usize>, work: &mut Work) {
         let (rows, e) = (tile.rows.len(), self.shape.head_dim);
@@ -272,8 +262,6 @@ impl Forward<'_> {
         }
     }
 
-    /// # Safety
-    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn prefetch_queries<V: Vector>(&self, tile: &Tile) {
         let e = self.shape.head_dim;
@@ -285,9 +273,6 @@ impl Forward<'_> {
     }
 
     /// The keys and the values of a block.
-    ///
-    /// # Safety
-    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn block<V: Vector>(&self, tile: &Tile, block: usize, work: &mut Work) -> [Block; 2] {
         let (g, len) = (self.shape.kv_heads, PAGE * self.shape.head_dim);
@@ -305,9 +290,6 @@ impl Forward<'_> {
     }
 
     /// Transposes the keys of packed rows up to those of `block`, and lays their values side by side.
-    ///
-    /// # Safety
-    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn hold<V: Vector>(&self, [k, v]: [&[f32]; 2], tile: &Tile, block: usize, work: &mut Work) {
         let (g, e) = (self.shape.kv_heads, self.shape.head_dim);
@@ -339,9 +321,6 @@ impl Forward<'_> {
     }
 
     /// Scores to probabilities, by the new maximum of each row; sums them up by lane.
-    ///
-    /// # Safety
-    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn softmax<V: Vector>(&self, tile: &Tile, blocks: Range<usize>, work: &mut Work) {
         let rows = tile.rows.len();
@@ -375,9 +354,6 @@ impl Forward<'_> {
 
     /// Scales and masks the scores of a block, whose rows stand from `base` on; their maximum with those before, and
     /// old maximum - new maximum.
-    ///
-    /// # Safety
-    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn maxima<V: Vector>(&self, tile: &Tile, block: usize, base: usize, work: &mut Work) {
         let (rows, group) = (tile.rows.len(), self.shape.group());
@@ -411,9 +387,6 @@ impl Forward<'_> {
 
     /// o / sum of probabilities, and the log-sum-exp, to where they belong. Two results (o0, l0) and (o1, l1) merge to
     /// l = ln(exp l0 + exp l1), o = exp(l0 - l) o0 + exp(l1 - l) o1.
-    ///
-    /// # Safety
-    /// As `Kernel::work`.
     #[inline(always)]
     unsafe fn finish<V: Vector>(&self, tile: &Tile, work: &mut Work) {
         let e = self.shape.head_dim;
