@@ -88,18 +88,12 @@ impl Tensor {
         tensor
     }
 
-    /// A copy on `device`, rounded to its dtype of activations.
+    /// A copy on `device`, which a GPU holds in `dtype`.
     #[must_use]
-    pub fn to(&self, device: Device) -> Self {
-        match device {
-            _ if device == self.device() => self.clone(),
-            Device::Cpu => Self::from_slice(self.rows, self.width, &self.to_host()),
-            Device::Cuda => self.written(DType::Bf16),
+    pub fn on(&self, device: Device, dtype: DType) -> Self {
+        if device == Device::Cpu {
+            return self.clone();
         }
-    }
-
-    /// A copy on a GPU of what is on the CPU.
-    fn written(&self, dtype: DType) -> Self {
         let mut tensor = Self::on_gpu(self.rows, self.width, dtype);
         tensor.cuda_mut().write(self.data());
         tensor
@@ -165,15 +159,6 @@ impl Tensor {
 
     pub fn slice_mut(&mut self) -> SliceMut<'_> {
         self.data.all_mut()
-    }
-
-    /// The same values in f32 on `device`.
-    #[must_use]
-    pub fn in_f32_on(self, device: Device) -> Self {
-        match device {
-            Device::Cpu => self,
-            Device::Cuda => self.written(DType::F32),
-        }
     }
 
     /// The values on the host, wherever they lie.

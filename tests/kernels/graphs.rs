@@ -14,7 +14,7 @@ use rlhf_hpc::experience::{Finish, Response};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::Arch;
 use rlhf_hpc::rollout::{Engine, Hooks, Outcome, Request};
-use rlhf_hpc::tensor::Tensor;
+use rlhf_hpc::tensor::{DType, Tensor};
 use std::cell::Cell;
 use std::time::Duration;
 
@@ -224,7 +224,7 @@ fn weights_that_moved_on_one_rank_are_captured_anew_on_all() {
 /// A graph of a sum.
 fn summed(world: &World) -> (Calls, Graphs<()>, Tensor) {
     let group: Group = axes(world).tensor;
-    let mut x = Tensor::from_slice(1, 8, &numbers(1, 8)).in_f32_on(Device::Cuda);
+    let mut x = Tensor::from_slice(1, 8, &numbers(1, 8)).on(Device::Cuda, DType::F32);
     let mut graphs = Graphs::default();
     let ((), calls) = Calls::of(|| graphs.capture((), || group.sum_slice(x.slice_mut())).expect("a graph"));
     (calls, graphs, x)

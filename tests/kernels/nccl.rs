@@ -84,7 +84,7 @@ fn same_bits(both: &Both) {
     for (rows, width) in [(1, 8), (3, 24), (1, 7), (400, 520), (1, 300_001), (0, 64)] {
         let x = Tensor::from_slice(rows, width, &values(rank, rows * width));
         for f32 in [false, true] {
-            let on_gpu = || if f32 { x.clone().in_f32_on(Device::Cuda) } else { x.to(Device::Cuda) };
+            let on_gpu = || x.on(Device::Cuda, if f32 { DType::F32 } else { DType::Bf16 });
             both.agree(&format!("the sum of {rows} x {width}, f32: {f32}"), |group| {
                 let mut x = on_gpu();
                 group.sum_slice(x.slice_mut());
@@ -134,7 +134,7 @@ fn exchanged(both: &Both, rank: usize, size: usize) {
         });
     }
     // Rank a sends 3 a + b values to rank b, from places that overlap.
-    let x = Tensor::from_slice(1, 64, &values(rank, 64)).in_f32_on(Device::Cuda);
+    let x = Tensor::from_slice(1, 64, &values(rank, 64)).on(Device::Cuda, DType::F32);
     let to: Vec<Range<usize>> = (0..size).map(|b| b..b + 3 * rank + b).collect();
     let mut end = 1;
     let from: Vec<Range<usize>> = (0..size)
@@ -144,7 +144,7 @@ fn exchanged(both: &Both, rank: usize, size: usize) {
         })
         .collect();
     both.agree("to all", |group| {
-        let mut receive = Tensor::from_slice(1, end + 2, &vec![0.5; end + 2]).in_f32_on(Device::Cuda);
+        let mut receive = Tensor::from_slice(1, end + 2, &vec![0.5; end + 2]).on(Device::Cuda, DType::F32);
         group.slice_to_all(x.slice(), &to, receive.slice_mut(), &from);
         bits(&receive)
     });

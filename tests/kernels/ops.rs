@@ -14,7 +14,7 @@ const BF16: f64 = 1.0 / 256.0 + 1.0 / 131_072.0;
 const F32: f64 = 4e-7;
 
 fn written(device: Device, rows: usize, width: usize, values: &[f32]) -> Tensor {
-    Tensor::from_slice(rows, width, &rounded(values)).to(device)
+    Tensor::from_slice(rows, width, &rounded(values)).on(device, DType::Bf16)
 }
 
 /// Some rows of the numbers of a seed.
@@ -23,7 +23,7 @@ fn tensor(device: Device, seed: u32, rows: Range<usize>, width: usize) -> Tensor
 }
 
 fn in_f32(device: Device, seed: u32, len: usize) -> Tensor {
-    Tensor::from_slice(1, len, &numbers(seed, len)).in_f32_on(device)
+    Tensor::from_slice(1, len, &numbers(seed, len)).on(device, DType::F32)
 }
 
 /// Holds what `run` gives on the GPU, which is returned, to what it gives on the CPU. Of each result: its name, and how far a

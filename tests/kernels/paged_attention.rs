@@ -149,7 +149,7 @@ fn heads_are_turned_on_their_way_to_the_cache_as_in_place() {
             let (rope, at) = (RopeTable::new(&frequencies, 1.0, 64), (20..29).collect::<Vec<u32>>());
             let at = Indices::on(Device::Cuda, &at);
             let of = |seed, heads: usize| {
-                Tensor::from_slice(rows, heads * e, &numbers(seed, rows * heads * e)).to(Device::Cuda)
+                Tensor::from_slice(rows, heads * e, &numbers(seed, rows * heads * e)).on(Device::Cuda, DType::Bf16)
             };
             let sequences = [PagedSequence { past: 20, tokens: 9, blocks: &[2] }];
             let caches = [true, false].map(|on_the_way| {

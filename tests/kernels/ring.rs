@@ -6,11 +6,11 @@ use crate::{device, in_every_order, numbers, rounded};
 use rlhf_hpc::device::Device;
 use rlhf_hpc::ops::attention::{AttentionShape, Span};
 use rlhf_hpc::ops::ring_attention::{self, Backward, Steps};
-use rlhf_hpc::ops::zigzag;
-use rlhf_hpc::tensor::Tensor;
+use rlhf_hpc::ops::{residual, zigzag};
+use rlhf_hpc::tensor::{DType, Tensor};
 
 fn on_gpu(values: &[f32], width: usize) -> Tensor {
-    Tensor::from_slice(values.len() / width, width, values).to(Device::Cuda)
+    Tensor::from_slice(values.len() / width, width, values).on(Device::Cuda, DType::Bf16)
 }
 
 /// What the ranks of a ring hold, in the order of the whole row.
@@ -55,7 +55,7 @@ fn around(case: &Case, ends: &[usize], size: usize, d_o: &[f32]) -> Passed {
             let backward = Backward::new([&q[rank], &os[rank], &lses[rank], &d_o[rank]], shape);
             let mut dblock = backward.step(&blocks[from], step, dq);
             if let Some(before) = dblocks[from].take() {
-                ring_attention::add(&before, &mut dblock);
+                residual::accumulate(before.slice(), dblock.slice_mut());
             }
             dblocks[from] = Some(dblock);
         }

@@ -75,10 +75,10 @@ fn ring_step(bench: &Bench) {
     let step = Step::new(Device::Cuda, vec![vec![late]], &shape, t, false);
     let random = |rows: usize, heads: usize, seed: u32| {
         let values = (0..rows * heads * e).map(|i| f32::from((i as u32).wrapping_mul(seed) as u16) / 32768.0 - 1.0);
-        Tensor::from_slice(rows, heads * e, &values.collect::<Vec<f32>>()).to(Device::Cuda)
+        Tensor::from_slice(rows, heads * e, &values.collect::<Vec<f32>>()).on(Device::Cuda, Bf16)
     };
     let (q, d_o, block) = (random(t, heads, 40503), random(t, heads, 30011), random(2 * t, kv_heads, 50021));
-    let [mut sum, mut lse, mut dq] = [e, 1, e].map(|each| Tensor::zeros(t, heads * each).in_f32_on(Device::Cuda));
+    let [mut sum, mut lse, mut dq] = [e, 1, e].map(|each| Tensor::zeros(t, heads * each).on(Device::Cuda, F32));
     let (of_q, of_k) = (t * heads * e, t * kv_heads * e);
     let flops = 4.0 * (heads * e) as f64 * (t as f64).powi(2) / 2.0;
     // q, o read and written, k and v.
