@@ -26,17 +26,21 @@ impl Group {
         if self.size() == 1 {
             return;
         }
-        if let (SliceMut::Cuda(mut x), Some(nccl)) = (x.all_mut(), self.nccl()) {
-            self.check(x.len(), ranges);
-            return match order {
-                GradientOrder::Fast => nccl.sum_scattered(&mut x, ranges),
-                GradientOrder::Fixed => nccl.sum_tree(&mut x, ranges),
-            };
-        }
-        x.on_host(|x| match order {
+        let sum = |x: &mut [f32]| match order {
             GradientOrder::Fast => self.reduce_scatter_sum(x, ranges),
             GradientOrder::Fixed => self.reduce_scatter_tree(x, ranges),
-        });
+        };
+        match (x.all_mut(), self.nccl()) {
+            (SliceMut::Cuda(mut x), Some(nccl)) => {
+                self.check(x.len(), ranges);
+                match order {
+                    GradientOrder::Fast => nccl.sum_scattered(&mut x, ranges),
+                    GradientOrder::Fixed => nccl.sum_tree(&mut x, ranges),
+                }
+            }
+            (SliceMut::Cuda(mut x), None) => on_host(&mut x, sum),
+            (x, _) => sum(x.f32()),
+        }
     }
 
     /// `all_gather` of values on the GPU.
@@ -77,12 +81,7 @@ impl Group {
             (Slice::F32(send), SliceMut::F32(receive)) => self.all_to_all(send, to, receive, from),
             (Slice::Bf16(send), SliceMut::Bf16(receive)) => self.all_to_all(send, to, receive, from),
             (Slice::Cuda(send), SliceMut::Cuda(mut receive)) => {
-                assert_eq!(
-                    (to.len(), from.len()),
-                    (self.size(), self.size()),
-                    "one range a rank of axis {}",
-                    self.axis()
-                );
+                assert_eq!([to.len(), from.len()], [self.size(); 2], "one range a rank of axis {}", self.axis());
                 match self.nccl() {
                     Some(nccl) => nccl.all_to_all(send, to, &mut receive, from),
                     None => self.through_the_host(send, to, &mut receive, from),

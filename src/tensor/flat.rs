@@ -113,19 +113,6 @@ impl Flat {
         }
     }
 
-    /// Calls `work` with the f32 values on the host: a copy that is written back, where they lie on a GPU.
-    pub fn on_host<R>(&mut self, work: impl FnOnce(&mut [f32]) -> R) -> R {
-        match self.all_mut() {
-            SliceMut::Cuda(mut view) => {
-                let mut values = view.to_f32();
-                let done = work(&mut values);
-                view.write(&values);
-                done
-            }
-            values => work(values.f32()),
-        }
-    }
-
     /// Starts a copy of f32 values to the host, which goes on beside what is launched on a GPU next.
     pub fn later(self) -> Later {
         match self {
