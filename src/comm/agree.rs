@@ -40,10 +40,7 @@ impl Group {
     /// All ranks learn of any rank's error. Where one fails each returns an error: the lowest failing rank's, which
     /// names that rank and its host unless all ranks failed alike.
     pub fn agree<T>(&self, local: Result<T>) -> Result<T> {
-        if self.size() == 1 {
-            return local;
-        }
-        if !self.any(local.is_err()) {
+        if self.size() == 1 || !self.any(local.is_err()) {
             return local;
         }
         let all: Vec<Option<Error>> = records::gather(self, &[local.err()])?;

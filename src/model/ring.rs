@@ -12,6 +12,7 @@
 
 use crate::comm::{Axes, Group, Pending, Stream};
 use crate::ops::attention::{self, AttentionShape, Packed};
+use crate::ops::residual;
 use crate::ops::ring_attention::{self, Backward, Steps};
 use crate::tensor::Tensor;
 use std::sync::Arc;
@@ -76,7 +77,7 @@ impl Ring {
                 block = Arc::new(next.wait());
             }
             if let Some(before) = before {
-                ring_attention::add(&before.wait(), &mut dblock);
+                residual::accumulate(before.wait().slice(), dblock.slice_mut());
             }
             sum = Some(Arc::new(dblock));
         }

@@ -7,7 +7,7 @@
 //! f32; a GPU rounds to bf16 what it rounds without a ring: probabilities as factors, and o once, at the end.
 
 use super::attention_shape::{AttentionShape, Span, check, check_heads, delta, note_backward, note_pairs};
-use super::{residual, zigzag};
+use super::zigzag;
 use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::{View, ViewMut};
 use crate::device::{Device, cpu, cuda, null};
@@ -219,12 +219,6 @@ impl<'a> Backward<'a> {
             cuda::attention_backward::backward(qkv, slopes, table, add, dq.cuda_mut(), gradients);
         }
     }
-}
-
-/// sum += block, gradients of one block from two ranks.
-pub fn add(block: &Tensor, sum: &mut Tensor) {
-    check("the sum", sum, block.rows(), block.width());
-    residual::accumulate(block.slice(), sum.slice_mut());
 }
 
 fn halves(block: &[f32]) -> (&[f32], &[f32]) {

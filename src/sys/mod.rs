@@ -1,7 +1,6 @@
 //! What the operating system and the launcher say and allow.
 
 pub mod affinity;
-
 pub mod environment;
 mod faults;
 pub mod files;

@@ -50,7 +50,7 @@ pub fn forward_paged(
     forward(&Forward { q, keys, spans: &spans, shape, o: Shares::new(o), lse: None, merge: false });
 }
 
-/// Cuts the rows into tiles, and the tiles into shares of equal work.
+/// Cuts the rows into tiles, and the tiles into contiguous shares of about equal work, one a thread.
 fn forward(forward: &Forward) {
     let shape = forward.shape;
     let mut tiles = Vec::new();
@@ -66,20 +66,14 @@ fn forward(forward: &Forward) {
         }
     }
     let cost = |tile: &Tile| tile.rows.len() * tile.blocks(&forward.spans[tile.sequence], shape).len();
-    let level = level();
-    balanced(&tiles, &cost, &|tiles| run(level, forward.scratch_len(tiles), &(forward, tiles)));
-}
-
-/// Runs `f` on one contiguous part of `items` a thread, parts of about equal cost.
-fn balanced<T: Sync>(items: &[T], cost: &dyn Fn(&T) -> usize, f: &(dyn Fn(&[T]) + Sync)) {
-    let pool = pool();
-    let ends = cumulated(items.iter().map(cost));
-    if ends[items.len()] < SERIAL_MAX || pool.threads() == 1 {
-        f(items);
-        return;
+    let ends = cumulated(tiles.iter().map(cost));
+    let (level, pool) = (level(), pool());
+    let work = |tiles: &[Tile]| run(level, forward.scratch_len(tiles), &(forward, tiles));
+    if ends[tiles.len()] < SERIAL_MAX || pool.threads() == 1 {
+        return work(&tiles);
     }
     let cuts = cuts(&ends, pool.threads());
-    pool.run(&|id| f(&items[cuts[id]..cuts[id + 1]]));
+    pool.run(&|id| work(&tiles[cuts[id]..cuts[id + 1]]));
 }
 
 /// Sums of the first 0, 1, ... costs.
