@@ -182,16 +182,6 @@ mod tests {
     }
 
     #[test]
-    fn a_dropped_buffer_is_used_again_for_a_request_of_similar_size() {
-        let mut list = list(usize::MAX);
-        let first = take(&mut list, size_class(4_000_012));
-        let at = address(&first);
-        list.give(first);
-        let second = take(&mut list, size_class(4_000_004));
-        assert_eq!((address(&second), at % 64), (at, 0));
-    }
-
-    #[test]
     fn a_class_is_at_least_what_was_asked_and_at_most_a_sixteenth_or_a_page_more() {
         for bytes in (0..100).map(|i| i * 37_987).chain([1, 4095, 4096, 4097, MIB, MIB + 1, 1 << 30, (1 << 30) + 1]) {
             let class = size_class(bytes);

@@ -91,14 +91,4 @@ mod tests {
             }
         }
     }
-
-    #[test]
-    fn long_runs_are_filled_and_copied_whole() {
-        let mut x = vec![0.0; (1 << 17) + 5];
-        fill(&mut x, 2.0);
-        assert!(x.iter().all(|x| *x == 2.0));
-        let mut y = vec![0.0; x.len()];
-        copy(&x, &mut y);
-        assert_eq!(x, y);
-    }
 }
