@@ -18,7 +18,7 @@
 //!   alone, and then by a thread for which nobody waits long (`abort_all`).
 
 use super::nccl::{Nccl, Status};
-use crate::device::cuda::{Arg, View, ViewMut, gpu};
+use crate::device::cuda::{Handle, View, gpu};
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::sys::lock::lock;
@@ -28,15 +28,6 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-
-/// A communicator of the library.
-#[derive(Clone, Copy, PartialEq)]
-pub(super) struct Handle(pub ncclComm_t);
-
-// SAFETY: calls on a communicator may come from every thread, one after another (`Communicator::calls`); an abort at any time.
-unsafe impl Send for Handle {}
-// SAFETY: as above.
-unsafe impl Sync for Handle {}
 
 pub(super) struct Communicator {
     /// None where there are no peers.
@@ -51,17 +42,17 @@ pub(super) struct Communicator {
 /// What calls go through.
 struct Joined {
     nccl: Arc<Nccl>,
-    comm: Handle,
+    comm: Handle<ncclComm_t>,
     calls: Mutex<()>,
 }
 
 /// All communicators of this process that live, for its end.
-static JOINED: Mutex<Vec<(Arc<Nccl>, Handle)>> = Mutex::new(Vec::new());
+static JOINED: Mutex<Vec<(Arc<Nccl>, Handle<ncclComm_t>)>> = Mutex::new(Vec::new());
 
 /// Ends what GPUs are at, so that nothing waits for a rank that is gone. The process ends next.
 pub(super) fn abort_all() {
     // One that graphs hold is aborted at once, but not left before they are gone: the others do not wait for it.
-    let leave = |(nccl, comm): (Arc<Nccl>, Handle)| {
+    let leave = |(nccl, comm): (Arc<Nccl>, Handle<ncclComm_t>)| {
         std::thread::spawn(move || {
             let comm = comm;
             // SAFETY: a communicator that lives, left once: it is off the list. There is nobody left to tell of a failure.
@@ -89,21 +80,13 @@ pub(super) fn fault() -> Option<String> {
 /// The status of a communicator that is at work.
 const IN_PROGRESS: Status = 7;
 
-/// A run of values that a call takes.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Span {
-    address: u64,
-    len: usize,
-    dtype: DType,
-}
-
 /// A call of the library, with values of this rank and those of all, which are the same in a call that has no others. `peer` is the
-/// other rank, or the root.
+/// other rank, or the root. Whoever makes a call that writes holds the values mutably.
 #[derive(Clone, Copy, Debug)]
-struct Call {
+struct Call<'a> {
     op: Op,
-    mine: Span,
-    all: Span,
+    mine: View<'a>,
+    all: View<'a>,
     peer: usize,
 }
 
@@ -117,7 +100,7 @@ pub(super) enum Op {
     Reduce,
 }
 
-impl fmt::Display for Call {
+impl fmt::Display for Call<'_> {
     /// `ncclRecv of 256 f32 values from rank 0 of the group`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (name, way) = match self.op {
@@ -128,35 +111,14 @@ impl fmt::Display for Call {
             Op::Broadcast => ("ncclBroadcast", "of"),
             Op::Reduce => ("ncclReduce", "to"),
         };
-        write!(f, "{name} of {} {} values", self.mine.len, self.mine.dtype.name())?;
+        write!(f, "{name} of {} {} values", self.mine.len(), self.mine.dtype().name())?;
         if way.is_empty() { Ok(()) } else { write!(f, " {way} rank {} of the group", self.peer) }
-    }
-}
-
-impl Span {
-    pub fn of(values: View) -> Self {
-        gpu().uses(&values);
-        Self { address: address(values.arg(values.dtype())), len: values.len(), dtype: values.dtype() }
-    }
-
-    pub fn of_mut(values: &mut ViewMut) -> Self {
-        let dtype = values.dtype();
-        gpu().uses(&values.as_view());
-        Self { address: address(values.arg(dtype)), len: values.len(), dtype }
-    }
-
-    /// # Panics
-    /// If the range lies outside.
-    pub fn part(self, range: Range<usize>) -> Self {
-        assert!(range.start <= range.end && range.end <= self.len, "values {range:?} of {}", self.len);
-        let address = self.address + (range.start * self.dtype.bytes()) as u64;
-        Self { address, len: range.len(), dtype: self.dtype }
     }
 }
 
 impl Communicator {
     /// Rank `rank` of `size` GPUs that joined as `comm`, which is this one's to leave.
-    pub fn of(nccl: &Arc<Nccl>, comm: Handle, axis: &'static str, rank: usize, size: usize) -> Self {
+    pub fn of(nccl: &Arc<Nccl>, comm: Handle<ncclComm_t>, axis: &'static str, rank: usize, size: usize) -> Self {
         lock(&JOINED).push((Arc::clone(nccl), comm));
         let joined = Some(Joined { nccl: Arc::clone(nccl), comm, calls: Mutex::new(()) });
         Self { joined, axis, rank, size, used: AtomicBool::new(false) }
@@ -169,6 +131,10 @@ impl Communicator {
 
     /// Launches `calls` as one.
     fn launch(&self, calls: &[Call]) {
+        for call in calls {
+            gpu().uses(&call.mine);
+            gpu().uses(&call.all);
+        }
         let Some(joined) = &self.joined else { return };
         self.used.store(true, Ordering::Relaxed);
         if let Err(why) = gpu().enter().and_then(|()| joined.launch(calls, gpu().queue().cast())) {
@@ -181,28 +147,28 @@ impl Communicator {
     }
 
     /// Each (rank, values) of `sends` goes there, each of `receives` comes from there; empty ones are passed over.
-    pub fn pass(&self, sends: &[(usize, Span)], receives: &[(usize, Span)]) {
-        let full = |(_, span): &&(usize, Span)| span.len > 0;
-        let call = |op: Op| move |&(peer, span): &(usize, Span)| Call { op, mine: span, all: span, peer };
-        let receives = receives.iter().filter(full).map(call(Op::Receive));
-        let sends = sends.iter().filter(full).map(call(Op::Send));
-        self.launch(&receives.chain(sends).collect::<Vec<_>>());
+    pub fn pass(&self, sends: &[(usize, View)], receives: &[(usize, View)]) {
+        let receives = receives.iter().map(|values| (Op::Receive, values));
+        let all = receives.chain(sends.iter().map(|values| (Op::Send, values)));
+        let full = all.filter(|(_, (_, values))| values.len() > 0);
+        let calls = full.map(|(op, &(peer, values))| Call { op, mine: values, all: values, peer });
+        self.launch(&calls.collect::<Vec<_>>());
     }
 
     /// Of `Op::AllGather`, all = the ranks' `mine`, in rank order. Of `Op::ReduceScatter`, mine = this rank's part of the sum over ranks
     /// of `all`. Parts are equally long; `mine` may be this rank's part of `all`.
-    pub fn share(&self, op: Op, mine: Span, all: Span) {
-        assert_eq!((all.len, all.dtype), (mine.len * self.size, mine.dtype), "{op:?}: {mine:?} of {all:?}");
+    pub fn share(&self, op: Op, mine: View, all: View) {
+        assert_eq!((all.len(), all.dtype()), (mine.len() * self.size, mine.dtype()), "{op:?}: {mine:?} of {all:?}");
         self.launch(&[Call { op, mine, all, peer: 0 }]);
     }
 
     /// Part r of x becomes rank r's on all ranks (`Op::Broadcast`), or the sum over ranks on rank r (`Op::Reduce`); parts are of any
     /// lengths.
-    pub fn each(&self, op: Op, x: Span, parts: &[Range<usize>]) {
+    pub fn each(&self, op: Op, x: View, parts: &[Range<usize>]) {
         let full = parts.iter().enumerate().filter(|(_, part)| !part.is_empty());
         let call = |(peer, part): (usize, &Range<usize>)| {
-            let span = x.part(part.clone());
-            Call { op, mine: span, all: span, peer }
+            let values = x.part(part.clone());
+            Call { op, mine: values, all: values, peer }
         };
         self.launch(&full.map(call).collect::<Vec<_>>());
     }
@@ -226,13 +192,13 @@ impl Joined {
 
     fn call(&self, call: &Call, queue: *mut c_void) -> Status {
         let (f, comm, sum) = (&self.nccl.functions, self.comm.0, ncclRedOp_t::ncclSum);
-        let Call { op, mine: Span { address, len, dtype }, all, peer } = *call;
-        let (mine, all, peer) = (address as *mut c_void, all.address as *mut c_void, peer as c_int);
-        let kind = match dtype {
+        let (op, len, peer) = (call.op, call.mine.len(), call.peer as c_int);
+        let [mine, all] = [call.mine, call.all].map(|values| values.address() as *mut c_void);
+        let kind = match call.mine.dtype() {
             DType::Bf16 => ncclDataType_t::ncclBfloat16,
             DType::F32 => ncclDataType_t::ncclFloat32,
         };
-        // SAFETY: spans hold as many values of their type. Their memory stays until the work is joined, or as long as the graph
+        // SAFETY: views hold as many values of their dtype. Their memory stays until the work is joined, or as long as the graph
         // that holds the call.
         unsafe {
             match op {
@@ -258,12 +224,5 @@ impl Drop for Communicator {
         drop(all);
         // SAFETY: joined before `of`, left once: it was on the list. There is nobody left to tell of a failure.
         let _ = unsafe { (nccl.functions.leave)(comm.0) };
-    }
-}
-
-fn address(arg: Arg) -> u64 {
-    match arg {
-        Arg::Address(address) => address,
-        other => unreachable!("a view is passed by its address, not as {other:?}"),
     }
 }

@@ -5,11 +5,11 @@
 //! communicator is made by a thread that it starts, and has to be asked after: too much for the sums of each layer.
 
 use super::accounting::enter;
-use super::communicator::{Communicator, Handle};
+use super::communicator::Communicator;
 use super::group::{Group, list_ranks};
 use super::nccl::Nccl;
 use super::records;
-use crate::device::cuda::gpu;
+use crate::device::cuda::{Handle, gpu};
 use crate::error::{Error, Result};
 use cudarc::nccl::sys::{ncclComm_t, ncclUniqueId};
 use std::ffi::c_int;
@@ -33,7 +33,7 @@ const LIMIT: &str = "RLHF_NCCL_JOIN_S";
 /// What the message about ranks that are late has. NCCL has a thread at it still: such a process cannot go on.
 pub(super) const LATE: &str = ": not back from ncclCommInitRank after ";
 
-type Outcome = std::result::Result<Handle, String>;
+type Outcome = std::result::Result<Handle<ncclComm_t>, String>;
 
 /// Whether a rank has joined, or why not; none while it is at it.
 type Progress = Option<std::result::Result<(), String>>;
@@ -125,7 +125,7 @@ fn join(nccl: &Arc<Nccl>, to: &Sender<Outcome>, size: c_int, rank: c_int, id: nc
     }
 }
 
-fn leave(nccl: &Nccl, comm: Handle) {
+fn leave(nccl: &Nccl, comm: Handle<ncclComm_t>) {
     // SAFETY: joined, and known to nobody else. There is nobody left to tell of a failure.
     let _ = unsafe { (nccl.functions.leave)(comm.0) };
 }

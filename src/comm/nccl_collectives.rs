@@ -2,7 +2,7 @@
 
 use super::accounting::{begin_async, launch, note, note_captured};
 use super::channel::chunk;
-use super::communicator::{Communicator, Op, Span};
+use super::communicator::{Communicator, Op};
 use crate::device::cuda::rank_sum::{self, Parts};
 use crate::device::cuda::{Memory, Stream, View, ViewMut, gpu};
 use crate::device::null;
@@ -64,7 +64,7 @@ impl NcclGroup {
     /// On return `x[ranges[rank]]` holds the sum over ranks, in the order that NCCL likes.
     pub fn sum_scattered(&self, x: &mut ViewMut, ranges: &[Range<usize>]) {
         self.run("sum_scattered", x.len() * x.dtype().bytes(), |ranks| {
-            let all = Span::of_mut(x);
+            let all = x.as_view();
             match equal(ranges) {
                 Some(whole) => ranks.share(Op::ReduceScatter, all.part(ranges[ranks.rank].clone()), all.part(whole)),
                 None => ranks.each(Op::Reduce, all, ranges),
@@ -95,7 +95,7 @@ impl NcclGroup {
     pub fn shift(&self, send: View, receive: &mut ViewMut) {
         self.run("shift", send.len() * send.dtype().bytes(), |ranks| {
             let (rank, size) = (ranks.rank, ranks.size);
-            ranks.pass(&[((rank + 1) % size, Span::of(send))], &[((rank + size - 1) % size, Span::of_mut(receive))]);
+            ranks.pass(&[((rank + 1) % size, send)], &[((rank + size - 1) % size, receive.as_view())]);
         });
     }
 
@@ -104,14 +104,15 @@ impl NcclGroup {
         self.run("all_to_all", send.len() * send.dtype().bytes(), |ranks| {
             let own = ranks.rank;
             receive.reborrow().part(from[own].clone()).copy_from(send.part(to[own].clone()));
-            let (sent, received) = (Span::of(send), Span::of_mut(receive));
-            let others = |at: Span, parts: &[Range<usize>]| -> Vec<(usize, Span)> {
-                let others = parts.iter().enumerate().filter(|(rank, _)| *rank != own);
-                others.map(|(rank, part)| (rank, at.part(part.clone()))).collect()
-            };
-            ranks.pass(&others(sent, to), &others(received, from));
+            ranks.pass(&others(send, to, own), &others(receive.as_view(), from, own));
         });
     }
+}
+
+/// Part r of the values with rank r, for all ranks but this one.
+fn others<'a>(values: View<'a>, parts: &[Range<usize>], own: usize) -> Vec<(usize, View<'a>)> {
+    let others = parts.iter().enumerate().filter(|(rank, _)| *rank != own);
+    others.map(|(rank, part)| (rank, values.part(part.clone()))).collect()
 }
 
 /// The run that ranges cover end to end, where they are equally long and not empty.
@@ -122,7 +123,7 @@ fn equal(ranges: &[Range<usize>]) -> Option<Range<usize>> {
 }
 
 fn gather(ranks: &Communicator, x: &mut ViewMut, ranges: &[Range<usize>]) {
-    let all = Span::of_mut(x);
+    let all = x.as_view();
     match equal(ranges) {
         Some(whole) => ranks.share(Op::AllGather, all.part(ranges[ranks.rank].clone()), all.part(whole)),
         None => ranks.each(Op::Broadcast, all, ranges),
@@ -136,7 +137,7 @@ fn sum_whole(ranks: &Communicator, x: &mut ViewMut) {
         return;
     }
     let mut all = Memory::scratch(ranks.size * len * dtype.bytes());
-    ranks.share(Op::AllGather, Span::of_mut(x), Span::of_mut(&mut all.view_mut(dtype)));
+    ranks.share(Op::AllGather, x.as_view(), all.view_mut(dtype).as_view());
     let parts = Parts { values: all.view(dtype), stride: len, rank: ranks.rank, ranks: ranks.size };
     rank_sum::in_order(parts, x.reborrow());
 }
@@ -163,11 +164,9 @@ fn add_pieces(
     add: fn(Parts, ViewMut),
 ) {
     let (dtype, mine) = (x.dtype(), pieces[ranks.rank].clone());
-    let (all, received) = (Span::of_mut(x), Span::of_mut(&mut parts.view_mut(dtype)));
-    let others = || (0..ranks.size).filter(|rank| *rank != ranks.rank);
-    let sends: Vec<(usize, Span)> = others().map(|rank| (rank, all.part(pieces[rank].clone()))).collect();
-    let place = |rank: usize| received.part(rank * stride..rank * stride + mine.len());
-    ranks.pass(&sends, &others().map(|rank| (rank, place(rank))).collect::<Vec<_>>());
+    let places: Vec<Range<usize>> = (0..ranks.size).map(|rank| rank * stride..rank * stride + mine.len()).collect();
+    let received = parts.view_mut(dtype);
+    ranks.pass(&others(x.as_view(), pieces, ranks.rank), &others(received.as_view(), &places, ranks.rank));
     let parts = Parts { values: parts.view(dtype), stride, rank: ranks.rank, ranks: ranks.size };
     add(parts, x.reborrow().part(mine));
 }

@@ -34,7 +34,7 @@ pub struct Memory {
     bytes: usize,
 }
 
-/// Values on the GPU, for reading. Freely copied.
+/// Values on the GPU, for reading, or for a library whose caller holds them mutably. Freely copied.
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a> {
     address: u64,
@@ -200,7 +200,7 @@ shared_by_views!(View);
 shared_by_views!(ViewMut);
 
 impl View<'_> {
-    pub(super) fn address(&self) -> u64 {
+    pub fn address(&self) -> u64 {
         self.address
     }
 

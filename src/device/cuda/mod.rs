@@ -58,4 +58,5 @@ pub use graph::Pinned;
 pub use memory::{Memory, View, ViewMut, owned_by, owner};
 pub use onload::HostCopy;
 pub use scatter_lists::ScatterLists;
+pub use sys::Handle;
 pub use work::Work;

@@ -20,10 +20,10 @@ use std::sync::OnceLock;
 pub struct CUresult(pub u32);
 
 /// A handle of a library of CUDA.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Handle<T>(pub T);
 
-// SAFETY: the libraries' handles may be used from every thread.
+// SAFETY: the libraries' handles may be used from every thread; those of NCCL one call after another (`Communicator`).
 unsafe impl<T> Send for Handle<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Handle<T> {}
