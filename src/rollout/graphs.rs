@@ -29,9 +29,10 @@ use super::Request;
 use super::run::{Decoder, Hooks, Run, Shape};
 use crate::comm::Calls;
 use crate::device::cuda::decode::{Capacity, DecodeSlot, DecodeState, Draw, ENDED, UNCHANGED};
-use crate::device::cuda::graph::{Graphs, Transfer};
+use crate::device::cuda::gpu;
+use crate::device::cuda::graph::Graphs;
 use crate::device::cuda::kv_cache::is_split_best;
-use crate::device::cuda::{Pinned, gpu};
+use crate::device::cuda::readback::Late;
 use crate::device::null;
 use crate::error::{Error, Result};
 use crate::experience::Finish;
@@ -82,7 +83,7 @@ impl Run<'_> {
     /// Decodes by graphs while the same sequences go on. False, with nothing done, where this turn is none for graphs.
     pub(super) fn decode(&mut self, hooks: &mut Hooks) -> Result<bool> {
         let Some(mut batch) = self.batch() else { return Ok(false) };
-        let mut in_flight: Option<Transfer> = None;
+        let mut in_flight: Option<Late> = None;
         loop {
             let next = if self.goes_on(&batch, in_flight.is_some(), hooks) {
                 self.launch(&mut batch, usize::from(in_flight.is_some()))
@@ -91,9 +92,7 @@ impl Run<'_> {
             };
             let is_last = next.is_none();
             if let Some(step) = std::mem::replace(&mut in_flight, next) {
-                let drawn = step.finish();
-                self.take(&drawn, &mut batch, hooks)?;
-                drawn.keep();
+                self.take(bytemuck::cast_slice(&step.take()), &mut batch, hooks)?;
                 self.report(hooks);
             }
             if is_last {
@@ -210,7 +209,7 @@ impl Run<'_> {
     }
 
     /// Starts a step, if a row is known to have one and pages are there; `ahead` steps are under way.
-    fn launch(&mut self, batch: &mut DecodeBatch, ahead: usize) -> Option<Transfer> {
+    fn launch(&mut self, batch: &mut DecodeBatch, ahead: usize) -> Option<Late> {
         let mut shape = Shape { rows: batch.bucket, longest: None, bans: false, sees: false };
         let (mut longest, mut is_changed) = (0, false);
         let mut changes = std::mem::take(&mut self.decoder().changes);
@@ -287,27 +286,25 @@ impl Run<'_> {
     }
 
     /// One launch, and one copy of 16 bytes a row to the host behind it.
-    fn start(&mut self, shape: Shape) -> Transfer {
+    fn start(&mut self, shape: Shape) -> Late {
         let decoder = self.decoder();
         decoder.graphs.replay(&shape);
         if let Some((_, calls)) = decoder.calls.iter().find(|(of, _)| *of == shape) {
             calls.launched();
         }
-        // One is on its way while the other is read.
-        let pinned = Pinned::kept(decoder.tables.room().rows * size_of::<Draw>());
-        let drawn = decoder.tables.fetch(pinned, shape.rows);
+        let drawn = decoder.tables.fetch(shape.rows);
         self.outcome.forwards += 1;
         self.outcome.graph_steps += 1;
         drawn
     }
 
     /// Records what a step drew. A step later may be under way.
-    fn take(&mut self, drawn: &Pinned, batch: &mut DecodeBatch, hooks: &mut Hooks) -> Result<()> {
+    fn take(&mut self, drawn: &[Draw], batch: &mut DecodeBatch, hooks: &mut Hooks) -> Result<()> {
         for (i, row) in batch.rows.iter_mut().enumerate() {
             if row.state != State::GoesOn {
                 continue;
             }
-            let (s, Draw { token, logprob, sample_logprob, state }) = (row.sequence, drawn.draw(i));
+            let (s, Draw { token, logprob, sample_logprob, state }) = (row.sequence, drawn[i]);
             self.outcome.tokens_fed += 1;
             self.scheduler.decoded(s);
             let sampled = Sampled { token, logprob, sample_logprob };

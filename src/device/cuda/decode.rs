@@ -6,10 +6,10 @@
 //! and 4 bytes a row from it where a row comes to a new page or is ended by the host (`change`); 0 otherwise.
 
 use super::gpu::gpu;
-use super::graph::{Pinned, Transfer};
 use super::key_segments;
 use super::kv_cache::{SequenceTable, Split, Tiles, group_of, is_decoding, prefill_rows};
 use super::memory::{Memory, View, ViewMut};
+use super::readback::Late;
 use super::sample::{self, Params, Rows};
 use super::shape::{dim, to_i32};
 use crate::device::cpu::attention::{AttentionShape, PAGE};
@@ -282,14 +282,7 @@ impl DecodeState {
     }
 
     /// Begins to copy the `Draw`s of the first `rows` rows to the host.
-    pub fn fetch(&self, to: Pinned, rows: usize) -> Transfer {
-        to.fetch(self.draws.view(DType::F32).part(0..4 * rows))
-    }
-}
-
-impl Pinned {
-    /// What a row drew, of what `DecodeState::fetch` brought.
-    pub fn draw(&self, row: usize) -> Draw {
-        bytemuck::pod_read_unaligned(&self.as_slice()[row * size_of::<Draw>()..][..size_of::<Draw>()])
+    pub fn fetch(&self, rows: usize) -> Late {
+        Late::of(self.draws.view(DType::F32).part(0..4 * rows))
     }
 }

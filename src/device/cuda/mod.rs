@@ -54,7 +54,6 @@ mod waits;
 pub mod work;
 
 pub use gpu::{Arg, Gpu, Stream, gpu, standing_still};
-pub use graph::Pinned;
 pub use memory::{Memory, View, ViewMut, owned_by, owner};
 pub use onload::HostCopy;
 pub use scatter_lists::ScatterLists;

@@ -6,8 +6,8 @@
 //! Nothing else waits.
 
 use super::gpu::{Gpu, Stream, gpu};
-use super::graph::Pinned;
 use super::memory::Memory;
+use super::readback::Pinned;
 use super::staging::Event;
 use crate::device::null;
 use crate::sys::lock::lock;
@@ -122,7 +122,7 @@ impl HostCopy {
 
     /// The values as they lie here, where `finish` has waited for them.
     pub fn as_f32(&self) -> &[f32] {
-        bytemuck::cast_slice(self.pinned.as_slice())
+        bytemuck::cast_slice(self.pinned.pages.as_slice())
     }
 
     pub fn as_f32_mut(&mut self) -> &mut [f32] {

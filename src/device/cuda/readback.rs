@@ -1,52 +1,36 @@
-//! Numbers that come to the host while the GPU goes on.
+//! Pinned memory, and numbers that come to the host through it while the GPU goes on.
 
-use super::graph::{Pinned, Transfer};
+use super::gpu::gpu;
 use super::memory::View;
 use super::null_driver;
+use super::staging::{Event, Pages};
+use super::streams::Stream;
 use crate::dtype::DType;
 use crate::sys::lock::lock;
 use std::sync::Mutex;
 
-/// Pinned memory between two uses: to pin takes longer than to copy.
-static SPARE: Mutex<Vec<Pinned>> = Mutex::new(Vec::new());
-
-/// The least that is pinned.
-pub const BYTES_MIN: usize = 64 << 10;
-
-/// f32 numbers on their way to the host.
+/// Pinned host memory, which the GPU copies from and to beside the host's work.
 #[derive(Debug)]
-pub struct Late {
-    transfer: Transfer,
-    len: usize,
-}
-
-impl Late {
-    /// Begins to copy `numbers`, behind what was started before; their memory may be freed or overwritten by what is started
-    /// later.
-    pub fn of(numbers: View) -> Self {
-        assert_eq!(numbers.dtype(), DType::F32, "numbers come late as f32");
-        Self { transfer: Pinned::kept(size_of::<f32>() * numbers.len()).fetch(numbers), len: numbers.len() }
-    }
-
-    /// The numbers. Waits for their copy, not for what was started behind it.
-    pub fn take(self) -> Vec<f32> {
-        let pinned = self.transfer.finish();
-        let mut numbers = vec![0.0f32; self.len];
-        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut numbers);
-        bytes.copy_from_slice(&pinned.as_slice()[..bytes.len()]);
-        pinned.keep();
-        numbers
-    }
+pub(super) struct Pinned {
+    pub pages: Pages,
+    pub bytes: usize,
 }
 
 impl Pinned {
+    /// Zeros.
+    ///
+    /// # Panics
+    /// With an [`crate::error::Error`] as payload, where the host has not as much to pin.
+    pub fn new(bytes: usize) -> Self {
+        Self { pages: gpu().pinned(bytes), bytes }
+    }
+
     /// Room for `bytes`: the smallest that was kept and does. What is too small gives way to what is made new.
-    pub fn kept(bytes: usize) -> Self {
+    fn kept(bytes: usize) -> Self {
         let mut spare = lock(&SPARE);
         // That of a null GPU is no one's.
         let count = if null_driver::is_active() { 0 } else { spare.len() };
-        let fit = (0..count).filter(|&i| spare[i].as_slice().len() >= bytes);
-        if let Some(i) = fit.min_by_key(|&i| spare[i].as_slice().len()) {
+        if let Some(i) = (0..count).filter(|&i| spare[i].bytes >= bytes).min_by_key(|&i| spare[i].bytes) {
             return spare.swap_remove(i);
         }
         if !null_driver::is_active() {
@@ -55,11 +39,64 @@ impl Pinned {
         drop(spare);
         Self::new(bytes.next_power_of_two().max(BYTES_MIN))
     }
+}
 
-    /// Keeps it for the next use.
-    pub fn keep(self) {
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        gpu().unpinned(self.bytes);
+    }
+}
+
+/// Pinned memory between two uses: to pin takes longer than to copy.
+static SPARE: Mutex<Vec<Pinned>> = Mutex::new(Vec::new());
+
+/// The least that is pinned.
+const BYTES_MIN: usize = 64 << 10;
+
+/// f32 numbers on their way to the host.
+#[derive(Debug)]
+#[must_use = "the numbers are there when `take` returns"]
+pub struct Late {
+    /// None once they were taken.
+    pinned: Option<Pinned>,
+    end: Event,
+    len: usize,
+    /// Kernels that had been started when the copy began.
+    started: u64,
+}
+
+impl Late {
+    /// Begins to copy `numbers`, behind what was started before; their memory may be freed or overwritten by what is started
+    /// later.
+    pub fn of(numbers: View) -> Self {
+        assert_eq!(numbers.dtype(), DType::F32, "numbers come late as f32");
+        let (len, bytes) = (numbers.len(), size_of::<f32>() * numbers.len());
+        let mut pinned = Pinned::kept(bytes);
+        let end = gpu().fetch(&mut pinned.pages, numbers.address(), bytes, Stream::Compute);
+        Self { pinned: Some(pinned), end, len, started: gpu().counts.started.get() }
+    }
+
+    /// The numbers. Waits for their copy, not for what was started behind it.
+    pub fn take(mut self) -> Vec<f32> {
+        let counts = &gpu().counts;
+        let count = if counts.started.get() == self.started { &counts.drained } else { &counts.fetched };
+        count.add(1);
+        gpu().await_event(&self.end, "a copy beside the host");
+        let pinned = self.pinned.take().expect("numbers are taken once");
+        let mut numbers = vec![0.0f32; self.len];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut numbers);
+        bytes.copy_from_slice(&pinned.pages.as_slice()[..bytes.len()]);
         if !null_driver::is_active() {
-            lock(&SPARE).push(self);
+            lock(&SPARE).push(pinned);
+        }
+        numbers
+    }
+}
+
+impl Drop for Late {
+    fn drop(&mut self) {
+        if self.pinned.is_some() && !std::thread::panicking() {
+            gpu().await_event(&self.end, "a copy beside the host");
         }
     }
 }
