@@ -299,7 +299,7 @@ pub fn kv_append(
         KvLayer::Cuda(pages) => {
             let angles = rope.of(positions);
             let at = (positions.cuda(), angles.cuda(shape.head_dim));
-            cuda::kv_cache::kv_append(pages, q.cuda_mut(), [k.cuda(), v.cuda()], at, &paged.cuda(shape), shape);
+            cuda::kv_cache::kv_append(pages, q.cuda_mut(), [k.cuda(), v.cuda()], at, &paged.cuda(shape));
         }
     }
 }
@@ -322,7 +322,7 @@ pub fn forward_paged(q: &Tensor, cache: &KvLayer, paged: &Paged, shape: &Attenti
             cpu::attention::forward_paged(q.data(), cached, paged.host(), shape, o.data_mut());
         }
         KvLayer::Cuda(pages) => {
-            cuda::paged_attention::forward(q.cuda(), pages, &paged.cuda(shape), shape, o.cuda_mut());
+            cuda::paged_attention::forward(q.cuda(), pages, &paged.cuda(shape), o.cuda_mut());
         }
     }
 }

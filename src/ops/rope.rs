@@ -146,9 +146,8 @@ fn rotate(both: [&mut Tensor; 2], positions: &Indices, table: &RopeTable, back: 
             }
         }
         Device::Cuda => {
-            let rotate = if back { cuda::rope::backward } else { cuda::rope::forward };
             let [q, k] = both.map(Tensor::cuda_mut);
-            rotate(q, k, rows, positions.cuda(), angles.cuda(table.head_dim));
+            cuda::rope::rotate(q, k, rows, positions.cuda(), angles.cuda(table.head_dim), back);
         }
     }
 }

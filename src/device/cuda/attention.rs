@@ -33,9 +33,6 @@ pub struct SpanTable {
     /// Made when gradients are asked for.
     backward: OnceLock<KeyTiles>,
     pub(super) shape: AttentionShape,
-    /// One past the last row of q, and of k.
-    rows: usize,
-    key_rows: usize,
 }
 
 /// Rows of q and keys that they may see: as `Tile` in `cuda/attention.cuh`.
@@ -61,7 +58,8 @@ impl SpanTable {
     /// # Panics
     /// As `new`.
     pub fn of_block(spans: &[Span], shape: &AttentionShape, keys: usize) -> Self {
-        check_shape(shape);
+        let head_dim = shape.head_dim;
+        assert!(HEAD_DIMS.contains(&head_dim), "attention: head dim {head_dim}, needs one of {HEAD_DIMS:?}");
         for span in spans {
             check_span(span, shape);
         }
@@ -80,8 +78,6 @@ impl SpanTable {
             runs,
             backward: OnceLock::new(),
             shape: *shape,
-            rows: spans.iter().map(|span| span.row + span.tokens).max().unwrap_or(0),
-            key_rows: all.iter().map(|span| span.key_row + span.keys).max().unwrap_or(0),
             spans: all,
         }
     }
@@ -92,20 +88,6 @@ impl SpanTable {
     /// As `new`.
     pub fn packed(cu_seqlens: &[usize], shape: &AttentionShape) -> Self {
         Self::new(&Span::whole(cu_seqlens), shape)
-    }
-
-    /// Panics where q, k, v are not of this table. The rows of q, times heads.
-    pub(super) fn check(&self, op: &str, [q, k, v]: [View; 3]) -> usize {
-        let AttentionShape { heads, kv_heads, head_dim, .. } = self.shape;
-        let [of_q, of_k] = [heads * head_dim, kv_heads * head_dim];
-        for (name, view, width, rows) in
-            [("q", q, of_q, self.rows), ("k", k, of_k, self.key_rows), ("v", v, of_k, self.key_rows)]
-        {
-            let fits = view.len().is_multiple_of(width) && view.len() >= rows * width;
-            assert!(fits, "{op}: {name} of {} values, needs at least {rows} rows of {width}", view.len());
-        }
-        assert_eq!(k.len(), v.len(), "{op}: k and v of different lengths");
-        q.len() / head_dim
     }
 
     pub(super) fn key_tiles(&self) -> &KeyTiles {
@@ -173,26 +155,11 @@ fn seen(tile: &Tile, shape: &AttentionShape) -> (usize, usize) {
     (first as usize, end as usize)
 }
 
-fn check_shape(shape: &AttentionShape) {
-    let AttentionShape { heads, kv_heads, head_dim, window, scale } = *shape;
-    assert!(
-        kv_heads > 0 && heads.is_multiple_of(kv_heads),
-        "attention: {heads} heads do not divide over {kv_heads} key/value heads"
-    );
-    assert!(HEAD_DIMS.contains(&head_dim), "attention: head dim {head_dim}, needs one of {HEAD_DIMS:?}");
-    assert!(window != Some(0), "attention: a window of 0 keys sees nothing");
-    assert!(scale > 0.0, "attention: a scale of {scale}, needs one above 0");
-}
-
 fn check_span(span: &Span, shape: &AttentionShape) {
     let small = [span.tokens, span.past, span.keys].iter().all(|&x| x < LENGTH_MAX);
     let last = (span.past + span.tokens).saturating_sub(1);
     let sees = span.tokens > 0 && span.keys > 0 && shape.visible(last).start < span.keys;
     assert!(small && sees, "attention: {span:?} has rows that see no key, or is too long");
-}
-
-pub(super) fn check_len(op: &str, name: &str, len: usize, needed: usize) {
-    assert_eq!(len, needed, "{op}: {name} has another number of values than needed");
 }
 
 /// How a kernel leaves its result: over what stood there, or joined with it.
@@ -210,14 +177,12 @@ pub(super) fn form(op: &str, dtype: DType, joined: bool) -> Arg {
 /// (o, lse) are merged with the result over other keys that they hold (lse = -inf: over none).
 ///
 /// # Panics
-/// If the shapes do not fit together.
+/// If results in bf16 are to be merged.
 pub fn forward(q: View, k: View, v: View, table: &SpanTable, merge: bool, mut o: ViewMut, mut lse: ViewMut) {
     const OP: &str = "attention forward";
-    let heads = table.check(OP, [q, k, v]);
-    check_len(OP, "o", o.len(), q.len());
-    check_len(OP, "lse", lse.len(), heads);
     let form = form(OP, o.dtype(), merge);
     let shape = &table.shape;
+    let heads = q.len() / shape.head_dim;
     let dtype = o.dtype();
     let [q, k, v] = [q, k, v].map(|view| view.arg(DType::Bf16));
     let [first, of_heads, group] = [0, shape.heads, shape.heads / shape.kv_heads].map(|n| dim(OP, n));

@@ -218,7 +218,6 @@ impl DecodeState {
             split: longest.filter(|_| decode > 0).map(|longest| Split::new(decode, group, longest, shape)),
             rows,
             shape: *shape,
-            pages: self.cache_pages,
         }
     }
 

@@ -66,8 +66,6 @@ pub struct SequenceTable {
     pub(super) split: Option<Split>,
     pub(super) rows: usize,
     pub(super) shape: AttentionShape,
-    /// Pages that a cache needs to hold all that are named.
-    pub(super) pages: usize,
 }
 
 impl KvPages {
@@ -106,17 +104,6 @@ impl KvPages {
         self.values.view(DType::Bf16)
     }
 
-    pub(super) fn check(&self, table: &SequenceTable, shape: &AttentionShape) {
-        assert!(
-            self.kv_heads == shape.kv_heads && self.head_dim == shape.head_dim,
-            "kv_cache: {} heads of {} values, needs {} of {}",
-            self.kv_heads,
-            self.head_dim,
-            shape.kv_heads,
-            shape.head_dim
-        );
-        assert!(table.pages <= self.pages, "kv_cache: page {} of a cache of {}", table.pages - 1, self.pages);
-    }
 }
 
 impl Tile {
@@ -164,17 +151,11 @@ pub(super) fn is_decoding(shape: &AttentionShape) -> bool {
 
 /// Query heads of a key head.
 pub(super) fn group_of(shape: &AttentionShape) -> usize {
-    let AttentionShape { heads, kv_heads, .. } = *shape;
-    let divides = kv_heads > 0 && heads.is_multiple_of(kv_heads);
-    assert!(divides, "paged_attention: {heads} heads do not divide over {kv_heads} key/value heads");
-    heads / kv_heads
+    shape.heads / shape.kv_heads
 }
 
 impl SequenceTable {
     /// Rows of the batch are those of the sequences, one after the other.
-    ///
-    /// # Panics
-    /// If pages do not cover a sequence, or heads do not divide into groups.
     pub fn new(sequences: &[PagedSequence], shape: &AttentionShape) -> Self {
         let decoding = |s: &&PagedSequence| s.tokens > 0 && s.tokens * group_of(shape) <= DECODE_ROWS;
         let (rows, longest) = (sequences.iter().filter(decoding).count(), sequences.iter().filter(decoding));
@@ -186,9 +167,6 @@ impl SequenceTable {
     /// As `new`, with a choice that is otherwise made by size: the few rows of a decoding sequence are computed by one kernel, a
     /// block of threads for each sequence and key/value head, or `split` over two: scores cut by keys, then results cut by columns.
     /// For few sequences with long contexts; results have the same bits either way.
-    ///
-    /// # Panics
-    /// As `new`.
     pub fn with(sequences: &[PagedSequence], shape: &AttentionShape, split: bool) -> Self {
         let group = group_of(shape);
         let (mut entries, mut blocks, mut slots) = (Vec::new(), Vec::new(), Vec::new());
@@ -196,8 +174,6 @@ impl SequenceTable {
         for (i, sequence) in sequences.iter().enumerate() {
             let PagedSequence { past, tokens, .. } = *sequence;
             let needed = (past + tokens).div_ceil(PAGE);
-            let covered = sequence.blocks.len();
-            assert!(covered >= needed, "kv_cache: {covered} pages for {past} + {tokens} tokens, needs {needed}");
             entries.extend([past, tokens, slots.len(), blocks.len()].map(|n| to_i32(TABLE, n)));
             blocks.extend_from_slice(&sequence.blocks[..needed]);
             let slot = |at: usize| to_i32(TABLE, sequence.blocks[at / PAGE] as usize * PAGE + at % PAGE);
@@ -221,7 +197,6 @@ impl SequenceTable {
         let sights: Vec<(usize, usize)> = prefill.iter().map(|tile| tile.sight(group, shape)).collect();
         Self {
             rows: slots.len(),
-            pages: blocks.iter().max().map_or(0, |page| *page as usize + 1),
             sequences: uploaded(entries),
             blocks: uploaded(blocks),
             slots: uploaded(slots),
@@ -236,27 +211,16 @@ impl SequenceTable {
 
 /// Turns q (t, h*e) in place as `rope::forward`, and stores the rows of k (t, g*e), turned alike, and of v (t, g*e) behind the cached
 /// tokens of their sequences (rows in sequence order). `positions` holds at least t u32, all below the end of `angles`.
-///
-/// # Panics
-/// If the shapes do not fit together, or a page is not there.
 pub fn kv_append(
     cache: &mut KvPages,
     mut q: ViewMut,
     [k, v]: [View; 2],
     (positions, angles): (&Memory, &rope::Table),
     table: &SequenceTable,
-    shape: &AttentionShape,
 ) {
     const OP: &str = "kv_append";
-    cache.check(table, shape);
-    let AttentionShape { heads, kv_heads, head_dim: e, .. } = *shape;
-    for (name, len, heads) in [("q", q.len(), heads), ("k", k.len(), kv_heads), ("v", v.len(), kv_heads)] {
-        let (rows, width) = (table.rows, heads * e);
-        assert!(len == rows * width, "{OP}: {len} values of {name}, needs {rows} x {width}");
-    }
+    let AttentionShape { heads, kv_heads, head_dim: e, .. } = table.shape;
     let rows = table.rows;
-    assert!(positions.bytes() >= 4 * rows, "{OP}: {} bytes of positions for {rows} rows", positions.bytes());
-    assert!(angles.head_dim == e, "{OP}: angles of heads of {} values, needs {e}", angles.head_dim);
     if rows == 0 {
         return;
     }

@@ -5,7 +5,6 @@ use super::key_segments;
 use super::kv_cache::{KvPages, SPLIT_BLOCKS, SequenceTable, Tiles, kernels, prefill_rows};
 use super::memory::{View, ViewMut};
 use super::shape::dim;
-use crate::device::cpu::attention::AttentionShape;
 use crate::dtype::DType;
 use crate::sys::lock::lock;
 use std::f32::consts::LOG2_E;
@@ -15,19 +14,10 @@ const THREADS: usize = 128;
 const EXCHANGE_BYTES: usize = 64 + 256 + 2048;
 
 /// o (t, h*e) = attention of new rows q (t, h*e) over the cache, which already holds the new rows' keys and values.
-///
-/// # Panics
-/// If the shapes do not fit together, or a page is not there.
-pub fn forward(q: View, cache: &KvPages, table: &SequenceTable, shape: &AttentionShape, mut o: ViewMut) {
+pub fn forward(q: View, cache: &KvPages, table: &SequenceTable, mut o: ViewMut) {
     const OP: &str = "paged_attention";
-    cache.check(table, shape);
-    assert!(*shape == table.shape, "paged_attention: {shape:?}, the table is for {:?}", table.shape);
-    assert!(shape.window != Some(0), "paged_attention: a window of 0 keys sees nothing");
+    let shape = &table.shape;
     let (kernels, g, e) = (kernels(shape.head_dim), shape.kv_heads, shape.head_dim);
-    let width = shape.heads * e;
-    for (name, len) in [("q", q.len()), ("o", o.len())] {
-        assert!(len == table.rows * width, "paged_attention: {len} values of {name}, needs {} x {width}", table.rows);
-    }
     let window = shape.window.map_or(i32::MAX, |window| i32::try_from(window).unwrap_or(i32::MAX));
     let mut args = |tiles: &Tiles| {
         [

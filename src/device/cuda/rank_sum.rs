@@ -18,17 +18,6 @@ pub struct Parts<'a> {
 }
 
 impl Parts<'_> {
-    fn check(&self, op: &str, len: usize) {
-        let Self { values, stride, rank, ranks } = self;
-        // The last part may end early.
-        let needed = ranks.saturating_sub(1) * stride + if *ranks > 0 { len } else { 0 };
-        assert!(
-            rank < ranks && len <= *stride && needed <= values.len(),
-            "{op}: {len} values of {ranks} ranks, {stride} apart, of {} values, on rank {rank}",
-            values.len()
-        );
-    }
-
     fn args(&self, op: &str, x: Arg, dtype: DType, len: usize) -> [Arg; 6] {
         let [rank, ranks] = [self.rank, self.ranks].map(|n| dim(op, n));
         [x, self.values.arg(dtype), self.stride.into(), rank, ranks, len.into()]
@@ -36,13 +25,9 @@ impl Parts<'_> {
 }
 
 /// x, this rank's part, becomes ((part 0 + part 1) + part 2) + ..., in f32 and rounded once where it is bf16.
-///
-/// # Panics
-/// If the parts are fewer or of another dtype.
 pub fn in_order(parts: Parts, mut x: ViewMut) {
     const OP: &str = "rank_sum::in_order";
     let (len, dtype) = (x.len(), x.dtype());
-    parts.check(OP, len);
     let kernel = match dtype {
         DType::F32 => "rank_sum_f32",
         DType::Bf16 => "rank_sum_bf16",
@@ -53,11 +38,10 @@ pub fn in_order(parts: Parts, mut x: ViewMut) {
 /// x, this rank's part, becomes ((part 0 + part 1) + (part 2 + part 3)) + ..., f32.
 ///
 /// # Panics
-/// As `in_order`, or if the number of ranks is no power of two.
+/// If the number of ranks is no power of two.
 pub fn in_tree(parts: Parts, mut x: ViewMut) {
     const OP: &str = "rank_sum::in_tree";
     let len = x.len();
-    parts.check(OP, len);
     let ranks = parts.ranks;
     assert!(ranks.is_power_of_two() && ranks <= TREE_MAX, "{OP}: a tree of {ranks} ranks");
     let args = parts.args(OP, x.arg(DType::F32), DType::F32, len);

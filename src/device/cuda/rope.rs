@@ -35,37 +35,15 @@ impl Table {
     }
 }
 
-/// Turns each head of q (t, heads * e) and k (t, kv_heads * e) by the angle of its row's position.
-/// `positions` holds at least t u32, all below the table's end.
-///
-/// # Panics
-/// If the shapes do not fit.
-pub fn forward(q: ViewMut, k: ViewMut, t: usize, positions: &Memory, table: &Table) {
-    rotate(q, k, t, positions, table, 1.0);
-}
-
-/// The transpose: turns dq and dk back, in place.
-///
-/// # Panics
-/// As `forward`.
-pub fn backward(dq: ViewMut, dk: ViewMut, t: usize, positions: &Memory, table: &Table) {
-    rotate(dq, dk, t, positions, table, -1.0);
-}
-
-fn rotate(mut q: ViewMut, mut k: ViewMut, t: usize, positions: &Memory, table: &Table, sign: f32) {
+/// Turns each head of q (t, heads * e) and k (t, kv_heads * e) by the angle of its row's position, in place; or `back`, which is the
+/// transpose. `positions` holds at least t u32, all below the table's end.
+pub fn rotate(mut q: ViewMut, mut k: ViewMut, t: usize, positions: &Memory, table: &Table, back: bool) {
     const OP: &str = "rope";
-    let e = table.head_dim;
-    let k_len = k.len();
-    assert!(
-        (t * e == 0 && q.len() + k_len == 0) || (q.len().is_multiple_of(t * e) && k_len.is_multiple_of(t * e)),
-        "{OP}: q has {} values, k {k_len}, for {t} rows and head dim {e}",
-        q.len()
-    );
-    assert!(positions.bytes() >= 4 * t, "{OP}: {} bytes of positions for {t} rows", positions.bytes());
+    let (e, sign) = (table.head_dim, if back { -1.0 } else { 1.0 });
     if t == 0 {
         return;
     }
-    let (heads, kv_heads) = (q.len() / (t * e), k_len / (t * e));
+    let (heads, kv_heads) = (q.len() / (t * e), k.len() / (t * e));
     let grid = grid_of(OP, t * (heads + kv_heads).div_ceil(HEADS) * (e / 16));
     let [q, k] = [q.arg(Bf16), k.arg(Bf16)];
     check_aligned(OP, &[q, k]);

@@ -10,10 +10,6 @@ pub struct ScatterLists {
     /// Destinations (lists), where the rows of each begin (lists + 1), rows (len): one upload.
     tables: Memory,
     lists: usize,
-    /// Rows in all lists.
-    pub(super) len: usize,
-    /// The largest destination.
-    pub(super) key_max: Option<u32>,
 }
 
 impl ScatterLists {
@@ -28,8 +24,8 @@ impl ScatterLists {
             .collect();
         let of_lists: Vec<u32> = starts.iter().map(|&start| keys[rows[start as usize] as usize]).collect();
         starts.push(keys.len() as u32);
-        let (lists, key_max) = (of_lists.len(), of_lists.last().copied());
-        Self { tables: Memory::of(&[of_lists, starts, rows].concat()), lists, len: keys.len(), key_max }
+        let lists = of_lists.len();
+        Self { tables: Memory::of(&[of_lists, starts, rows].concat()), lists }
     }
 
     /// Starts a kernel of `cuda/rows.cuh`: `from` goes to rows first..first + n of `to`, rows of `width` values.

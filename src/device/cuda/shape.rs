@@ -49,12 +49,6 @@ pub(super) fn check_width(op: &str, width: usize) {
 }
 
 /// # Panics
-/// If `name` has another number of values than rows * width.
-pub(super) fn check(op: &str, name: &str, len: usize, rows: usize, width: usize) {
-    assert!(len == rows * width, "{op}: {name} has {len} values, needs {rows} x {width}");
-}
-
-/// # Panics
 /// If one of the addresses is no multiple of 16.
 pub(super) fn check_aligned(op: &str, args: &[Arg]) {
     assert!(args.iter().all(|arg| is_aligned(*arg)), "{op}: {args:?} do not all begin at a multiple of 16 bytes");

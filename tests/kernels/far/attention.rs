@@ -92,7 +92,7 @@ fn cached(pages: usize, tables: [&[u32]; 2], pairs: &[(u32, u32)]) -> Vec<Vec<u1
         let table = SequenceTable::with(&new, &shape, how);
         let rows: usize = last.iter().sum();
         let (q, mut o) = (small(3, rows * of_q), Memory::scratch(2 * rows * of_q));
-        paged_attention::forward(q.view(DType::Bf16), &cache, &table, &shape, o.view_mut(Bf16));
+        paged_attention::forward(q.view(DType::Bf16), &cache, &table, o.view_mut(Bf16));
         o.read::<u16>(rows * of_q)
     };
     let copies = pairs.iter().map(|(_, to)| {

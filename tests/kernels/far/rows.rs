@@ -137,7 +137,7 @@ fn far_heads_are_turned() {
     holds("rope", tensors, (1 << 32) / (60 * HEAD) + 7, 2, |[q, k], rows| {
         let positions = Memory::of(&rows.map(|row| (row * 7 % 1000) as u32));
         let table = Table::new(HEAD, &angles, &angles);
-        rope::forward(q.view_mut(Bf16), k.view_mut(Bf16), rows.len, &positions, &table);
+        rope::rotate(q.view_mut(Bf16), k.view_mut(Bf16), rows.len, &positions, &table, false);
     });
 }
 

@@ -28,7 +28,7 @@ pub fn append(cache: &mut KvPages, k: &Memory, v: &Memory, sequences: &[PagedSeq
     let angles = Table::new(e, &vec![1.0; e / 2], &vec![0.0; e / 2]);
     let (q, kv, table) =
         (q.view_mut(DType::Bf16), [k, v].map(|x| x.view(DType::Bf16)), SequenceTable::new(sequences, shape));
-    kv_append(cache, q, kv, (&positions, &angles), &table, shape);
+    kv_append(cache, q, kv, (&positions, &angles), &table);
 }
 
 /// Whole sequences, one behind the other.
@@ -104,7 +104,7 @@ impl Batch {
 
     pub fn attended(&self, q: &Memory, cache: &KvPages, table: &SequenceTable) -> Vec<f32> {
         let mut o = Memory::scratch(q.bytes());
-        paged_attention::forward(q.view(DType::Bf16), cache, table, &self.case.shape, o.view_mut(DType::Bf16));
+        paged_attention::forward(q.view(DType::Bf16), cache, table, o.view_mut(DType::Bf16));
         o.view(DType::Bf16).to_f32()
     }
 

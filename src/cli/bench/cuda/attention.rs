@@ -111,7 +111,7 @@ fn decode(bench: &Bench, batch: usize, past: usize) {
                 (0..batch).map(|s| (first(s)..first(s) + pages).map(|page| page as u32).collect()).collect();
             for blocks in &blocks {
                 let all = SequenceTable::new(&[PagedSequence { past: 0, tokens: past + 1, blocks }], &shape);
-                kv_cache::kv_append(&mut cache, q.view_mut(Bf16), [k.view(Bf16), v.view(Bf16)], at, &all, &shape);
+                kv_cache::kv_append(&mut cache, q.view_mut(Bf16), [k.view(Bf16), v.view(Bf16)], at, &all);
             }
             let last: Vec<PagedSequence> =
                 blocks.iter().map(|blocks| PagedSequence { past, tokens: 1, blocks }).collect();
@@ -125,6 +125,6 @@ fn decode(bench: &Bench, batch: usize, past: usize) {
     let work = format!("decode attention, {batch} x {past} keys, {heads} heads over {}", shape.kv_heads);
     bench.measure(&work, cost, Some(Target::Copy(0.85)), || {
         turn = (turn + 1) % copies;
-        paged_attention::forward(q.view(Bf16), &cache, &tables[turn], &shape, o.view_mut(Bf16));
+        paged_attention::forward(q.view(Bf16), &cache, &tables[turn], o.view_mut(Bf16));
     });
 }
