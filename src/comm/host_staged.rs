@@ -128,7 +128,7 @@ impl Group {
 
 /// Calls `work` with a copy of the values on the host, and writes it back.
 fn on_host(x: &mut ViewMut, work: impl FnOnce(&mut [f32])) {
-    let mut values = x.to_f32();
+    let mut values = x.as_view().to_f32();
     work(&mut values);
     x.write(&values);
 }

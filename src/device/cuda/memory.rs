@@ -45,12 +45,7 @@ pub struct View<'a> {
 
 /// Values on the GPU, for writing.
 #[derive(Debug)]
-pub struct ViewMut<'a> {
-    address: u64,
-    len: usize,
-    dtype: DType,
-    memory: PhantomData<&'a mut [u8]>,
-}
+pub struct ViewMut<'a>(View<'a>, PhantomData<&'a mut [u8]>);
 
 impl Memory {
     /// Contents unspecified.
@@ -120,7 +115,7 @@ impl Memory {
     }
 
     pub fn view_mut(&mut self, dtype: DType) -> ViewMut<'_> {
-        ViewMut { address: self.address, len: self.bytes / dtype.bytes(), dtype, memory: PhantomData }
+        ViewMut(self.view(dtype), PhantomData)
     }
 
     /// Replaces the first bytes.
@@ -160,98 +155,94 @@ impl Clone for Memory {
     }
 }
 
-macro_rules! shared_by_views {
-    ($view:ident) => {
-        impl $view<'_> {
-            pub fn len(&self) -> usize {
-                self.len
-            }
+impl<'a> View<'a> {
+    pub fn len(self) -> usize {
+        self.len
+    }
 
-            pub fn dtype(&self) -> DType {
-                self.dtype
-            }
+    pub fn dtype(self) -> DType {
+        self.dtype
+    }
 
-            /// The values on the host, as f32. Waits for the GPU.
-            pub fn to_f32(&self) -> Vec<f32> {
-                match self.dtype {
-                    DType::F32 => {
-                        let mut values = vec![0.0f32; self.len];
-                        gpu().download(bytemuck::cast_slice_mut(&mut values), self.address);
-                        values
-                    }
-                    DType::Bf16 => {
-                        let mut values = vec![0u16; self.len];
-                        gpu().download(bytemuck::cast_slice_mut(&mut values), self.address);
-                        values.into_iter().map(|x| f32::from_bits(u32::from(x) << 16)).collect()
-                    }
-                }
-            }
-
-            fn checked(&self, range: &Range<usize>) -> u64 {
-                let within = range.start <= range.end && range.end <= self.len;
-                assert!(within, "values {range:?} of {}", self.len);
-                self.address + (range.start * self.dtype.bytes()) as u64
-            }
-        }
-    };
-}
-
-shared_by_views!(View);
-shared_by_views!(ViewMut);
-
-impl View<'_> {
-    pub fn address(&self) -> u64 {
+    pub fn address(self) -> u64 {
         self.address
+    }
+
+    /// The argument of a kernel that reads values of `dtype`.
+    ///
+    /// # Panics
+    /// If they are of another.
+    pub fn arg(self, dtype: DType) -> Arg {
+        assert_eq!(self.dtype, dtype, "a kernel takes values of another dtype");
+        Arg::Address(self.address)
+    }
+
+    /// # Panics
+    /// If the range lies outside.
+    #[must_use]
+    pub fn part(self, range: Range<usize>) -> Self {
+        let within = range.start <= range.end && range.end <= self.len;
+        assert!(within, "values {range:?} of {}", self.len);
+        View { address: self.address + (range.start * self.dtype.bytes()) as u64, len: range.len(), ..self }
     }
 
     /// The values as they are, on the host. Waits for the GPU.
     ///
     /// # Panics
     /// If there are not as many bytes.
-    pub fn read_bits<T: Pod>(&self, values: &mut [T]) {
+    pub fn read_bits<T: Pod>(self, values: &mut [T]) {
         assert_eq!(size_of_val(values), self.len * self.dtype.bytes(), "values of the host from {self:?}");
         gpu().download(bytemuck::cast_slice_mut(values), self.address);
     }
-}
 
-impl<'a> View<'a> {
-    /// The argument of a kernel that reads values of `dtype`.
-    ///
-    /// # Panics
-    /// If they are of another.
-    pub fn arg(self, dtype: DType) -> Arg {
-        assert_eq!(self.dtype, dtype, "a kernel reads values of another dtype");
-        Arg::Address(self.address)
-    }
-
-    /// # Panics
-    /// If the range lies outside.
-    #[must_use]
-    pub fn part(self, range: Range<usize>) -> View<'a> {
-        View { address: self.checked(&range), len: range.len(), ..self }
+    /// The values on the host, as f32. Waits for the GPU.
+    pub fn to_f32(self) -> Vec<f32> {
+        match self.dtype {
+            DType::F32 => {
+                let mut values = vec![0.0f32; self.len];
+                self.read_bits(&mut values);
+                values
+            }
+            DType::Bf16 => {
+                let mut values = vec![0u16; self.len];
+                self.read_bits(&mut values);
+                values.into_iter().map(|x| f32::from_bits(u32::from(x) << 16)).collect()
+            }
+        }
     }
 }
 
 impl<'a> ViewMut<'a> {
+    pub fn len(&self) -> usize {
+        self.0.len
+    }
+
+    pub fn dtype(&self) -> DType {
+        self.0.dtype
+    }
+
+    pub fn as_view(&self) -> View<'_> {
+        self.0
+    }
+
+    /// The same values for a shorter time.
+    pub fn reborrow(&mut self) -> ViewMut<'_> {
+        ViewMut(self.0, PhantomData)
+    }
+
     /// The argument of a kernel that writes values of `dtype`.
     ///
     /// # Panics
     /// If they are of another.
     pub fn arg(&mut self, dtype: DType) -> Arg {
-        assert_eq!(self.dtype, dtype, "a kernel writes values of another dtype");
-        Arg::Address(self.address)
+        self.0.arg(dtype)
     }
 
     /// # Panics
     /// If the range lies outside.
     #[must_use]
     pub fn part(self, range: Range<usize>) -> ViewMut<'a> {
-        ViewMut { address: self.checked(&range), len: range.len(), dtype: self.dtype, memory: PhantomData }
-    }
-
-    /// The same values for a shorter time.
-    pub fn reborrow(&mut self) -> ViewMut<'_> {
-        ViewMut { address: self.address, len: self.len, dtype: self.dtype, memory: PhantomData }
+        ViewMut(self.0.part(range), PhantomData)
     }
 
     /// The values before `at`, and those from there on.
@@ -259,14 +250,8 @@ impl<'a> ViewMut<'a> {
     /// # Panics
     /// If there are fewer.
     pub fn split_at(&mut self, at: usize) -> (ViewMut<'_>, ViewMut<'_>) {
-        let (len, dtype, memory) = (self.len, self.dtype, PhantomData);
-        let address = self.checked(&(at..len));
-        let before = ViewMut { address: self.address, len: at, dtype, memory };
-        (before, ViewMut { address, len: len - at, dtype, memory })
-    }
-
-    pub fn as_view(&self) -> View<'_> {
-        View { address: self.address, len: self.len, dtype: self.dtype, memory: PhantomData }
+        let [before, behind] = [0..at, at..self.0.len].map(|range| ViewMut(self.0.part(range), PhantomData));
+        (before, behind)
     }
 
     /// Replaces the values by those of the host, rounded where the dtype is narrower.
@@ -274,12 +259,12 @@ impl<'a> ViewMut<'a> {
     /// # Panics
     /// If the lengths differ.
     pub fn write(&mut self, values: &[f32]) {
-        assert_eq!(self.len, values.len(), "values of the host for {self:?}");
-        match self.dtype {
-            DType::F32 => gpu().upload(self.address, bytemuck::cast_slice(values)),
+        assert_eq!(self.len(), values.len(), "values of the host for {self:?}");
+        match self.dtype() {
+            DType::F32 => self.write_bits(values),
             DType::Bf16 => {
                 let bits: Vec<u16> = values.iter().map(|x| half::bf16::from_f32(*x).to_bits()).collect();
-                gpu().upload(self.address, bytemuck::cast_slice(&bits));
+                self.write_bits(&bits);
             }
         }
     }
@@ -289,8 +274,8 @@ impl<'a> ViewMut<'a> {
     /// # Panics
     /// If there are not as many bytes.
     pub fn write_bits<T: Pod>(&mut self, values: &[T]) {
-        assert_eq!(size_of_val(values), self.len * self.dtype.bytes(), "values of the host for {self:?}");
-        gpu().upload(self.address, bytemuck::cast_slice(values));
+        assert_eq!(size_of_val(values), self.0.len * self.0.dtype.bytes(), "values of the host for {self:?}");
+        gpu().upload(self.0.address, bytemuck::cast_slice(values));
     }
 
     /// Copies `from`, behind what was started before.
@@ -298,12 +283,12 @@ impl<'a> ViewMut<'a> {
     /// # Panics
     /// If lengths or dtypes differ.
     pub fn copy_from(&mut self, from: View) {
-        assert!(self.len == from.len && self.dtype == from.dtype, "a copy of {from:?} into {self:?}");
-        gpu().copy(self.address, from.address, self.len * self.dtype.bytes());
+        assert!((self.0.len, self.0.dtype) == (from.len, from.dtype), "a copy of {from:?} into {self:?}");
+        gpu().copy(self.0.address, from.address, self.0.len * self.0.dtype.bytes());
     }
 
     /// Sets all values to 0.
     pub fn clear(&mut self) {
-        gpu().clear(self.address, self.len * self.dtype.bytes());
+        gpu().clear(self.0.address, self.0.len * self.0.dtype.bytes());
     }
 }
