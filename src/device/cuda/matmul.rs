@@ -11,32 +11,20 @@ use crate::dtype::DType;
 
 /// A matrix on the GPU: `rows` of `width` values, `stride` values from row to row.
 #[derive(Clone, Copy, Debug)]
-pub struct Matrix<'a> {
-    pub values: View<'a>,
+pub struct MatrixOf<V> {
+    pub values: V,
     pub rows: usize,
     pub width: usize,
     pub stride: usize,
 }
 
+pub type Matrix<'a> = MatrixOf<View<'a>>;
 /// A matrix that is written.
-#[derive(Debug)]
-pub struct MatrixMut<'a> {
-    pub values: ViewMut<'a>,
-    pub rows: usize,
-    pub width: usize,
-    pub stride: usize,
-}
+pub type MatrixMut<'a> = MatrixOf<ViewMut<'a>>;
 
-impl<'a> Matrix<'a> {
+impl<V> MatrixOf<V> {
     /// Rows without gaps.
-    pub fn new(values: View<'a>, rows: usize, width: usize) -> Self {
-        Self { values, rows, width, stride: width }
-    }
-}
-
-impl<'a> MatrixMut<'a> {
-    /// Rows without gaps.
-    pub fn new(values: ViewMut<'a>, rows: usize, width: usize) -> Self {
+    pub fn new(values: V, rows: usize, width: usize) -> Self {
         Self { values, rows, width, stride: width }
     }
 }
@@ -298,16 +286,15 @@ const TOGETHER: usize = 3;
 fn of_forward(x: Matrix, Output { w, bias, mut y }: Output, c: Addend) -> Call {
     let (op, m, n, k) = (Form::Forward.op(), x.rows, w.rows, w.width);
     let dtype = y.values.dtype();
-    let factors = [read(op, "W", w, n, k), read(op, "x", x, m, k)];
+    let factors = [read(op, "W", w), read(op, "x", x)];
     check_depth(op, "x and W", k);
     let bias = bias.map(|bias| bias_arg(op, bias, n));
-    let result = written(op, "y", &mut y, m, n, dtype);
+    let result = y.values.arg(dtype);
     let addend = match c {
         Addend::Nothing => None,
         Addend::Result => Some(result),
         Addend::Matrix(c) => {
             assert!(c.stride == y.stride, "{op}: rows of c are {} values apart, those of y {}", c.stride, y.stride);
-            check(op, "c", (c.rows, c.width, c.stride), (m, n), c.values.len(), n);
             Some(c.values.arg(dtype))
         }
     };
@@ -337,11 +324,11 @@ pub fn swiglu(way: Way, x: Matrix, [gate, up]: [Factor; 2], mut act: MatrixMut) 
     check_depth(OP, "x and W", k);
     let [w_stride, up_stride] = [gate.w.stride, up.w.stride];
     assert!(w_stride == up_stride, "{OP}: rows of W of gate are {w_stride} values apart, those of up {up_stride}");
-    let mut args = vec![read(OP, "x", x, m, k)];
+    let mut args = vec![read(OP, "x", x)];
     for (what, Factor { w, bias }) in [("W of gate", gate), ("W of up", up)] {
-        args.extend([read(OP, what, w, n, k), bias.map_or(Arg::Address(0), |bias| bias_arg(OP, bias, n))]);
+        args.extend([read(OP, what, w), bias.map_or(Arg::Address(0), |bias| bias_arg(OP, bias, n))]);
     }
-    args.push(written(OP, "act", &mut act, m, n, DType::Bf16));
+    args.push(act.values.arg(DType::Bf16));
     args.extend([m, n, k, x.stride, w_stride, act.stride].map(|n| dim(OP, n)));
     tile.launch(kernel, tile.blocks(m, 2 * n), &args);
     true
@@ -356,9 +343,9 @@ fn bias_arg(op: &str, bias: View, n: usize) -> Arg {
 /// what stands behind the n values of a row is not used.
 pub fn backward_input(way: Way, dy: Matrix, w: Matrix, mut dx: MatrixMut, add: bool) {
     let (op, m, n, k) = (Form::Input.op(), dy.rows, w.rows, w.width);
-    let factors = [read(op, "W", w, n, k), read(op, "dy", dy, m, n)];
+    let factors = [read(op, "W", w), read(op, "dy", dy)];
     let (dtype, strides) = (DType::Bf16, [w.stride, dy.stride, dx.stride]);
-    let result = written(op, "dx", &mut dx, m, k, dtype);
+    let result = dx.values.arg(dtype);
     check_depth(op, "W", k);
     let addend = add.then_some(result);
     start(way, &[Call { form: Form::Input, mnk: [m, n, k], strides, factors, addend, result, dtype, bias: None }]);
@@ -367,9 +354,9 @@ pub fn backward_input(way: Way, dy: Matrix, w: Matrix, mut dx: MatrixMut, add: b
 /// dW[n][k] += sum_m dy[m][n] x[m][k]; dy and x bf16, dW f32; k a multiple of 8, n anything (as in `backward_input`).
 pub fn backward_weight(way: Way, dy: Matrix, x: Matrix, mut dw: MatrixMut) {
     let (op, m, n, k) = (Form::Weight.op(), dy.rows, dy.width, x.width);
-    let factors = [read(op, "x", x, m, k), read(op, "dy", dy, m, n)];
+    let factors = [read(op, "x", x), read(op, "dy", dy)];
     let (dtype, strides) = (DType::F32, [x.stride, dy.stride, dw.stride]);
-    let result = written(op, "dW", &mut dw, n, k, dtype);
+    let result = dw.values.arg(dtype);
     check_depth(op, "x", k);
     let addend = Some(result);
     start(way, &[Call { form: Form::Weight, mnk: [m, n, k], strides, factors, addend, result, dtype, bias: None }]);
@@ -426,32 +413,15 @@ fn check_depth(op: &str, whose: &str, k: usize) {
 pub fn backward_bias(dy: Matrix, mut db: ViewMut) {
     const OP: &str = "matmul::backward_bias";
     let (m, n) = (dy.rows, dy.width);
-    let dy_arg = read(OP, "dy", dy, m, n);
-    assert!(db.len() == n, "{OP}: db has {} values, needed {n}", db.len());
-    let args = [dy_arg, db.arg(DType::F32), dim(OP, m), dim(OP, n), dim(OP, dy.stride)];
+    let args = [read(OP, "dy", dy), db.arg(DType::F32), dim(OP, m), dim(OP, n), dim(OP, dy.stride)];
     gpu().launch("matmul_backward_bias", [n.div_ceil(32), 1, 1], 256, 0, &args);
 }
 
 /// The argument of a bf16 matrix that is read in pieces of 16 bytes.
-fn read(op: &str, what: &str, matrix: Matrix, rows: usize, width: usize) -> Arg {
+fn read(op: &str, what: &str, matrix: Matrix) -> Arg {
     let Matrix { values, stride, .. } = matrix;
-    check(op, what, (matrix.rows, matrix.width, stride), (rows, width), values.len(), width.next_multiple_of(8));
     assert!(stride.is_multiple_of(8), "{op}: rows of {what} are {stride} values apart, needed a multiple of 8");
     let arg = values.arg(DType::Bf16);
     assert!(is_aligned(arg), "{op}: {what} does not begin at a multiple of 16 bytes");
     arg
-}
-
-fn written(op: &str, what: &str, matrix: &mut MatrixMut, rows: usize, width: usize, dtype: DType) -> Arg {
-    check(op, what, (matrix.rows, matrix.width, matrix.stride), (rows, width), matrix.values.len(), width);
-    matrix.values.arg(dtype)
-}
-
-/// Holds a matrix of (rows, width, stride) to what is needed; its last row takes `row_end` values of `len`.
-fn check(op: &str, what: &str, got: (usize, usize, usize), needed: (usize, usize), len: usize, row_end: usize) {
-    let (rows, width, stride) = got;
-    assert!((rows, width) == needed, "{op}: {what} is ({rows}, {width}), needed {needed:?}");
-    assert!(stride >= width, "{op}: rows of {what} are {stride} values apart, needed at least {width}");
-    let end = rows.checked_sub(1).map_or(0, |last| last * stride + row_end);
-    assert!(len >= end, "{op}: {what} has {len} values, needed {end}");
 }
