@@ -3,16 +3,16 @@
 use super::records;
 use super::world::World;
 use crate::device::cuda::devices::Properties;
-use crate::device::cuda::gpu_assignment::{self, Bound, VisibleGpu};
 use crate::sys::affinity;
-use serde::{Serialize, de::DeserializeOwned};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 /// The index among `seen`, the GPUs that this rank sees, of the one that it takes; none where it sees none. All ranks call
 /// this.
 pub fn mine(world: &World, seen: &[Properties]) -> Option<usize> {
     let gpus = seen.iter().map(|gpu| VisibleGpu { pci: gpu.pci.clone(), numa: gpu.numa }).collect();
     let (bounds, me) = of_host(world, Bound { nodes: affinity::nodes(), gpus });
-    gpu_assignment::choose(&bounds)[me]
+    choose(&bounds)[me]
 }
 
 /// The cores to which this rank may move to be near its GPU (`affinity::near`). All ranks call this.
@@ -27,4 +27,101 @@ fn of_host<T: Serialize + DeserializeOwned>(world: &World, mine: T) -> (Vec<T>, 
     let all = records::gather(&world.group(), &[mine]).expect("a peer of the same build wrote it");
     let here = all.into_iter().enumerate().filter(|(rank, _)| is_here(*rank)).map(|(_, of_rank)| of_rank).collect();
     (here, (0..world.rank).filter(|rank| is_here(*rank)).count())
+}
+
+/// A GPU as a rank sees it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct VisibleGpu {
+    /// The same GPU has the same address for all ranks of a host.
+    pci: String,
+    numa: Option<usize>,
+}
+
+/// A rank of the host: the NUMA nodes of the cores that it may use, and the GPUs that it sees, in its own order.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Bound {
+    nodes: Vec<usize>,
+    gpus: Vec<VisibleGpu>,
+}
+
+/// Which GPU of its host each rank takes: for each rank the index of its GPU among those that it sees; none where it sees none.
+///
+/// No GPU gets more ranks than it must. Ranks whose cores lie all on the nodes of some of the GPUs choose first, among those
+/// GPUs; the others take the least used ones, in the order in which they see them. So ranks that are bound to a socket get its
+/// GPUs, ranks that are not bound get the GPU of their number, and a launcher that shows each rank one GPU is obeyed.
+fn choose(ranks: &[Bound]) -> Vec<Option<usize>> {
+    let mut all: Vec<&str> = ranks.iter().flat_map(|rank| &rank.gpus).map(|gpu| &gpu.pci[..]).collect();
+    all.sort_unstable();
+    all.dedup();
+    let share = ranks.len().div_ceil(all.len().max(1));
+    let mut chosen: Vec<Option<usize>> = vec![None; ranks.len()];
+    for only_near in [true, false] {
+        for (i, rank) in ranks.iter().enumerate() {
+            let used = |gpu: &VisibleGpu| {
+                let on_it = |(at, other): (&Option<usize>, &Bound)| at.is_some_and(|at| other.gpus[at].pci == gpu.pci);
+                chosen.iter().zip(ranks).filter(|pair| on_it(*pair)).count()
+            };
+            let free = |gpu: &VisibleGpu| !only_near || (near(rank, gpu) && used(gpu) < share);
+            if chosen[i].is_some() || (only_near && rank.gpus.iter().all(|gpu| near(rank, gpu))) {
+                continue;
+            }
+            let open = rank.gpus.iter().enumerate().filter(|(_, gpu)| free(gpu));
+            chosen[i] = open.min_by_key(|(at, gpu)| (used(gpu), *at)).map(|(at, _)| at);
+        }
+    }
+    chosen
+}
+
+fn near(rank: &Bound, gpu: &VisibleGpu) -> bool {
+    gpu.numa.is_none_or(|node| rank.nodes.contains(&node))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Eight GPUs, four at each socket, interleaved as some boards number them.
+    fn board(nodes: [usize; 4]) -> Vec<VisibleGpu> {
+        let gpu = |(i, node): (usize, usize)| VisibleGpu { pci: format!("0000:{i:02x}:00.0"), numa: Some(node) };
+        nodes.into_iter().enumerate().map(gpu).collect()
+    }
+
+    fn rank(nodes: &[usize], gpus: &[VisibleGpu]) -> Bound {
+        Bound { nodes: nodes.to_vec(), gpus: gpus.to_vec() }
+    }
+
+    fn chosen(ranks: &[Bound]) -> Vec<usize> {
+        choose(ranks).into_iter().map(|at| at.expect("each rank sees a GPU")).collect()
+    }
+
+    /// What it is, the nodes of the GPUs, those of each rank, and the GPUs that the ranks take.
+    type Case<'a> = (&'a str, [usize; 4], &'a [&'a [usize]], &'a [usize]);
+
+    #[test]
+    fn ranks_take_near_gpus_first_and_no_gpu_idles_while_another_has_two() {
+        let (node_0, node_1, both) = (&[0][..], &[1][..], &[0, 1][..]);
+        let cases: [Case; 6] = [
+            ("ranks that are not bound take the GPU of their number", [0, 0, 1, 1], &[both; 4], &[0, 1, 2, 3]),
+            ("and so do fewer of them", [0, 0, 1, 1], &[both; 2], &[0, 1]),
+            ("bound to a socket", [1, 0, 1, 0], &[node_0, node_0, node_1, node_1], &[1, 3, 0, 2]),
+            ("a bound rank chooses first", [0, 0, 1, 1], &[both, both, node_0, node_0], &[2, 3, 0, 1]),
+            ("all on one socket", [0, 0, 1, 1], &[node_0; 4], &[0, 1, 2, 3]),
+            ("more ranks than GPUs share them evenly", [0, 0, 1, 1], &[both; 8], &[0, 1, 2, 3, 0, 1, 2, 3]),
+        ];
+        for (what, nodes, ranks, want) in cases {
+            let gpus = board(nodes);
+            let ranks: Vec<Bound> = ranks.iter().map(|nodes| rank(nodes, &gpus)).collect();
+            assert_eq!(chosen(&ranks), want, "{what}");
+        }
+        let unknown: Vec<VisibleGpu> = board([0; 4]).into_iter().map(|gpu| VisibleGpu { numa: None, ..gpu }).collect();
+        assert_eq!(chosen(&[(); 4].map(|()| rank(&[1], &unknown))), [0, 1, 2, 3], "nodes that are unknown bind nobody");
+    }
+
+    #[test]
+    fn a_launcher_that_shows_each_rank_one_gpu_is_obeyed() {
+        let gpus = board([0, 0, 1, 1]);
+        let ranks: Vec<Bound> = gpus.iter().rev().map(|gpu| rank(&[0, 1], std::slice::from_ref(gpu))).collect();
+        assert_eq!(chosen(&ranks), [0, 0, 0, 0]);
+        assert_eq!(choose(&[rank(&[0], &[]), rank(&[0], &gpus)]), [None, Some(0)]);
+    }
 }

@@ -18,7 +18,6 @@ pub mod embedding;
 pub mod fast;
 mod fx;
 pub mod gpu;
-pub mod gpu_assignment;
 pub mod graph;
 pub mod kernels;
 pub mod key_segments;
