@@ -12,40 +12,7 @@ use super::staging::Event;
 use crate::device::null;
 use crate::sys::lock::lock;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
-
-/// Begins to copy all of `from` to `to`, beside what is started later.
-fn up(from: &Pinned, to: &Memory) -> Option<Event> {
-    if from.bytes == 0 {
-        return None;
-    }
-    null::note(null::OFFLOAD, 0.0, from.bytes as f64);
-    gpu().order(Stream::Compute, Stream::Up);
-    Some(gpu().put(to.address(), &from.pages, from.bytes, Stream::Up))
-}
-
-/// Begins to copy all of `from` to `to`, beside what is started later.
-fn down(from: &Memory, to: &mut Pinned) -> Option<Arc<Event>> {
-    if to.bytes == 0 {
-        return None;
-    }
-    gpu().order(Stream::Compute, Stream::Down);
-    let bytes = to.bytes;
-    null::note(null::OFFLOAD, 0.0, bytes as f64);
-    Some(Arc::new(gpu().fetch(&mut to.pages, from.address(), bytes, Stream::Down)))
-}
-
-fn hold(event: &mut Option<Event>) {
-    if let Some(event) = event.take() {
-        gpu().hold(&event);
-    }
-}
-
-fn wait(event: &mut Option<Arc<Event>>) {
-    if let Some(event) = event.take() {
-        gpu().await_event(&event, "a copy to the host's memory");
-    }
-}
+use std::sync::{Arc, Mutex};
 
 /// Pinned memory in which values wait while their memory of the GPU is `Memory::none`.
 #[derive(Debug)]
@@ -83,7 +50,12 @@ impl HostCopy {
     pub fn begin_offload(&mut self, memory: &Memory) {
         assert_eq!(memory.bytes(), self.pinned.bytes, "values of another length come back");
         self.wait();
-        self.down_copy = down(memory, &mut self.pinned);
+        let bytes = self.pinned.bytes;
+        self.down_copy = (bytes > 0).then(|| {
+            gpu().order(Stream::Compute, Stream::Down);
+            null::note(null::OFFLOAD, 0.0, bytes as f64);
+            Arc::new(gpu().fetch(&mut self.pinned.pages, memory.address(), bytes, Stream::Down))
+        });
     }
 
     /// Frees the memory from which they are copied; who gets it next works behind the copy.
@@ -101,23 +73,32 @@ impl HostCopy {
     /// # Panics
     /// With an [`crate::error::Error`] as payload, where the GPU has not as much left.
     pub fn onload(&mut self) -> Memory {
-        let memory = Memory::scratch_for(Stream::Up, self.pinned.bytes);
+        let bytes = self.pinned.bytes;
+        let memory = Memory::scratch_for(Stream::Up, bytes);
         // Behind the copy that brought them here.
         if let Some(down_copy) = &self.down_copy {
             gpu().hold_on(Stream::Up, down_copy);
         }
-        *self.up_copy.get_mut().unwrap_or_else(PoisonError::into_inner) = up(&self.pinned, &memory);
+        *lock(&self.up_copy) = (bytes > 0).then(|| {
+            null::note(null::OFFLOAD, 0.0, bytes as f64);
+            gpu().order(Stream::Compute, Stream::Up);
+            gpu().put(memory.address(), &self.pinned.pages, bytes, Stream::Up)
+        });
         memory
     }
 
     /// What is started from now on comes behind the copy to the GPU.
     pub fn wait(&self) {
-        hold(&mut lock(&self.up_copy));
+        if let Some(end) = lock(&self.up_copy).take() {
+            gpu().hold_on(Stream::Compute, &end);
+        }
     }
 
     /// Waits until the values are here.
     pub fn finish(&mut self) {
-        wait(&mut self.down_copy);
+        if let Some(end) = self.down_copy.take() {
+            gpu().await_event(&end, "a copy to the host's memory");
+        }
     }
 
     /// The values as they lie here, where `finish` has waited for them.
@@ -134,8 +115,10 @@ impl Drop for HostCopy {
     /// Copies that need the pages end first.
     fn drop(&mut self) {
         if !std::thread::panicking() {
-            wait(&mut self.up_copy.get_mut().unwrap_or_else(PoisonError::into_inner).take().map(Arc::new));
-            wait(&mut self.down_copy);
+            if let Some(end) = lock(&self.up_copy).take() {
+                gpu().await_event(&end, "a copy to the GPU");
+            }
+            self.finish();
         }
     }
 }
@@ -149,7 +132,7 @@ impl Gpu {
         let run = address..address + bytes;
         if self.works.keep(run.clone()) {
             // It is given back when a work is joined, and then to work on the compute stream.
-            return self.hold(end);
+            return self.hold_on(Stream::Compute, end);
         }
         lock(&self.in_flight).push((run, end.clone()));
         self.pool().give_in_flight(address, self);
@@ -170,14 +153,9 @@ impl Gpu {
     /// Lets the compute stream wait for all copies that are under way.
     pub(super) fn settle_copies(&self) {
         for (_, end) in lock(&self.in_flight).drain(..) {
-            self.hold(&end);
+            self.hold_on(Stream::Compute, &end);
         }
         self.pool().settle();
-    }
-
-    /// What is started on the compute stream from now on waits for a copy.
-    pub(super) fn hold(&self, end: &Event) {
-        self.hold_on(Stream::Compute, end);
     }
 
     /// What is started on `stream` from now on waits for a copy.
