@@ -67,18 +67,16 @@ impl Gpu {
     /// run beside this one. Memory may be taken and freed.
     ///
     /// # Errors
-    /// Why there is no capture, and the memory.
-    pub(super) fn begin_capture_over(&self, held: Vec<Run>) -> std::result::Result<(), (String, Vec<Run>)> {
+    /// Why there is no capture; then the memory stays.
+    pub(super) fn begin_capture_over(&self, held: &mut Vec<Run>) -> std::result::Result<(), String> {
         // A capture cannot wait for a copy.
         self.settle_copies();
-        self.pool().begin_capture(held);
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: a stream that lives.
         let begin = || unsafe { sys::cuStreamBeginCapture_v2(self.stream(Stream::Compute), mode) };
-        match self.call(|| check("cuStreamBeginCapture", begin())) {
-            Ok(()) => self.capture.begin(),
-            Err(why) => return Err((why.message, self.pool().end_capture())),
-        }
+        self.call(|| check("cuStreamBeginCapture", begin())).map_err(|error| error.message)?;
+        self.pool().begin_capture(std::mem::take(held));
+        self.capture.begin();
         Ok(())
     }
 

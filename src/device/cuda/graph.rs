@@ -27,10 +27,7 @@ impl<K: PartialEq> Graphs<K> {
     /// # Errors
     /// Why it cannot be captured. Nothing was run.
     pub fn capture(&mut self, key: K, work: impl FnOnce()) -> std::result::Result<(), String> {
-        if let Err((why, held)) = gpu().begin_capture_over(std::mem::take(&mut self.held)) {
-            self.held = held;
-            return Err(why);
-        }
+        gpu().begin_capture_over(&mut self.held)?;
         work();
         let (steps, held) = gpu().captured();
         self.held = held;
