@@ -4,8 +4,8 @@ use super::part::TensorPart;
 use super::transformer::Transformer;
 use crate::comm::{Group, records};
 use crate::device::cuda::Memory;
-use crate::device::cuda::decode::{DecodeState, SAMPLED};
-use crate::device::cuda::sample::Drawn;
+use crate::device::cuda::decode::DecodeState;
+use crate::device::cuda::sample::{SAMPLED, unpacked};
 use crate::experience::SamplingMask;
 use crate::ops::columns;
 use crate::ops::linear_logprob::{Combine, Gather, HeadPart, RowStats};
@@ -82,23 +82,15 @@ impl Transformer {
     }
 
     /// Gathers what each rank has drawn for its rows `dealt[rank]`, and reads it once.
-    fn gather_on_gpu(&self, drawn: &Drawn, dealt: &[Range<usize>], out: &mut [Sampled]) {
+    fn gather_on_gpu(&self, drawn: &Memory, dealt: &[Range<usize>], out: &mut [Sampled]) {
         let mut gathered = Memory::scratch(SAMPLED * out.len() * size_of::<f32>());
         let ranges: Vec<Range<usize>> = dealt.iter().map(|r| SAMPLED * r.start..SAMPLED * r.end).collect();
-        let (at, n) = (SAMPLED * dealt[self.tensor.rank()].start, dealt[self.tensor.rank()].len());
-        for (i, numbers) in [&drawn.tokens, &drawn.logprobs, &drawn.sample_logprobs].into_iter().enumerate() {
-            let mut to = gathered.view_mut(DType::F32).part(at + i * n..at + (i + 1) * n);
-            to.copy_from(numbers.view(DType::F32).part(0..n));
-        }
+        let mine = ranges[self.tensor.rank()].clone();
+        gathered.view_mut(DType::F32).part(mine).copy_from(drawn.view(DType::F32));
         self.tensor.gather_view(&mut gathered.view_mut(DType::F32).part(0..SAMPLED * out.len()), &ranges);
         let gathered: Vec<f32> = gathered.read(SAMPLED * out.len());
-        for rows in dealt {
-            let of_rank = &gathered[SAMPLED * rows.start..SAMPLED * rows.end];
-            for (i, out) in out[rows.clone()].iter_mut().enumerate() {
-                let [token, logprob, sample_logprob] = [0, 1, 2].map(|kind| of_rank[kind * rows.len() + i]);
-                *out = Sampled { token: token.to_bits(), logprob, sample_logprob };
-            }
-        }
+        let sampled = ranges.into_iter().flat_map(|range| unpacked(&gathered[range]));
+        out.iter_mut().zip(sampled).for_each(|(out, sampled)| *out = sampled);
     }
 
     /// Where the parts of the vocabulary end, i32, for `decode`.

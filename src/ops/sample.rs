@@ -7,7 +7,7 @@
 //! positive and multiplies negative logits of tokens that occurred (arXiv:1909.05858, section 4.1).
 
 use crate::device::cuda::Memory;
-use crate::device::cuda::sample::{Drawn, Rows};
+use crate::device::cuda::sample::{Rows, SAMPLED, unpacked};
 use crate::device::{Device, cpu, cuda, null};
 use crate::experience::SamplingMask;
 use crate::tensor::Tensor;
@@ -26,7 +26,8 @@ pub fn forward_parts(logits: &Tensor, ends: &[usize], rows: &[SampleRow], out: &
     check_shapes(logits, ends, rows);
     assert_eq!(out.len(), rows.len(), "sample: room for {} results of {} rows", out.len(), rows.len());
     if let Some(drawn) = drawn(logits, ends, rows) {
-        return out.copy_from_slice(&drawn.read(rows.len()));
+        let words: Vec<f32> = drawn.read(SAMPLED * rows.len());
+        return out.iter_mut().zip(unpacked(&words)).for_each(|(out, sampled)| *out = sampled);
     }
     note(logits);
     match logits.device() {
@@ -79,13 +80,13 @@ pub fn need_host(rows: &[SampleRow]) -> bool {
     rows.iter().any(|row| !row.bias.is_empty())
 }
 
-/// As `forward_parts`, where the results stay on a GPU; none where they are drawn on the host, which has them at once.
-pub fn drawn(logits: &Tensor, ends: &[usize], rows: &[SampleRow]) -> Option<Drawn> {
+/// As `forward_parts`, where the results stay on a GPU (`unpacked`); none where they are drawn on the host, which has them at once.
+pub fn drawn(logits: &Tensor, ends: &[usize], rows: &[SampleRow]) -> Option<Memory> {
     if logits.device() == Device::Cpu || need_host(rows) {
         return None;
     }
     note(logits);
     let (rows, v) = (Rows::of(rows), logits.width());
     let ends = Memory::of(&ends.iter().map(|&end| end as i32).collect::<Vec<_>>());
-    Some(cuda::sample::forward(logits.cuda(), v, v, &ends, &rows))
+    Some(cuda::sample::forward(logits.cuda(), [v, v], &ends, &rows))
 }

@@ -12,7 +12,8 @@ const BORDER: f32 = 1e-5;
 
 /// Draws on the GPU from rows of `v` logits that stand `stride` apart.
 fn on_gpu(logits: View, stride: usize, v: usize, ends: &[i32], rows: &[SampleRow]) -> Vec<Sampled> {
-    sample::forward(logits, stride, v, &Memory::of(ends), &Rows::of(rows)).read(rows.len())
+    let drawn = sample::forward(logits, [stride, v], &Memory::of(ends), &Rows::of(rows));
+    sample::unpacked(&drawn.read::<f32>(sample::SAMPLED * rows.len())).collect()
 }
 
 fn draw(logits: &[f32], v: usize, rows: &[SampleRow]) -> Vec<Sampled> {

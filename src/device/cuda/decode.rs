@@ -10,7 +10,7 @@ use super::key_segments;
 use super::kv_cache::{SequenceTable, Split, Tiles, group_of, is_decoding, prefill_rows};
 use super::memory::{Memory, View, ViewMut};
 use super::readback::Late;
-use super::sample::{self, Params, Rows};
+use super::sample::{self, Params, Rows, SAMPLED};
 use super::shape::{dim, to_i32};
 use crate::device::cpu::attention::{AttentionShape, PAGE};
 use crate::device::cpu::sample::SampleParams;
@@ -22,8 +22,6 @@ use std::sync::Arc;
 
 const OP: &str = "decode";
 const THREADS: usize = 128;
-/// Words that ranks tell each other of a row: what it drew, and both log-probabilities.
-pub const SAMPLED: usize = 3;
 
 /// A row between two steps, as in `cuda/decode.cu`.
 #[repr(C)]
@@ -252,7 +250,7 @@ impl DecodeState {
     pub fn draw(&mut self, logits: View, share: Range<usize>, v: usize, ends: &Memory, edits: bool) {
         self.rows.edits = edits;
         null::note(null::SAMPLING, 0.0, (8 * share.len() * v) as f64);
-        sample::share(logits, v, ends, &self.rows, share, &mut self.sampled);
+        sample::share(logits, [v, v], ends, &self.rows, share, &mut self.sampled);
     }
 
     /// What was drawn: of each share, one behind the other, its tokens, log-probabilities and those of what was drawn from. As

@@ -1,6 +1,6 @@
 //! Draws one token per row of logits, as `device::cpu::sample` does: the same filters in the same order, the same sums.
 
-use super::gpu::{Arg, gpu};
+use super::gpu::gpu;
 use super::linear_logprob::{SPAN, STATS_BYTES, VOCABULARY_MAX};
 use super::memory::{Memory, View};
 use super::shape::{dim, to_u32};
@@ -105,58 +105,38 @@ impl Rows {
     }
 }
 
-/// What was drawn, on the GPU: tokens u32, log-probabilities f32.
-#[derive(Debug)]
-pub struct Drawn {
-    pub tokens: Memory,
-    pub logprobs: Memory,
-    pub sample_logprobs: Memory,
-}
+const OP: &str = "sample::forward";
+/// Words that are found of a row: what was drawn (u32), its log-probability, and that of what it was drawn from (f32).
+pub const SAMPLED: usize = 3;
 
-impl Drawn {
-    /// The first `rows`, on the host.
-    pub fn read(&self, rows: usize) -> Vec<Sampled> {
-        let tokens: Vec<u32> = self.tokens.read(rows);
-        let (logprobs, sample_logprobs): (Vec<f32>, Vec<f32>) =
-            (self.logprobs.read(rows), self.sample_logprobs.read(rows));
-        let numbers = logprobs.into_iter().zip(sample_logprobs);
-        tokens
-            .into_iter()
-            .zip(numbers)
-            .map(|(token, (logprob, sample_logprob))| Sampled { token, logprob, sample_logprob })
-            .collect()
-    }
+/// What was drawn, of the words of some rows: the tokens of all, then their log-probabilities, then those of what was drawn from.
+pub fn unpacked(words: &[f32]) -> impl Iterator<Item = Sampled> {
+    let n = words.len() / SAMPLED;
+    (0..n).map(move |i| Sampled { token: words[i].to_bits(), logprob: words[n + i], sample_logprob: words[2 * n + i] })
 }
 
 /// One token per row of f32 logits, `stride` apart, of a vocabulary whose parts end at `ends` (i32): as
-/// `ops::sample::forward_parts`. Seen and banned tokens outside the vocabulary are passed over.
-pub fn forward(logits: View, stride: usize, v: usize, ends: &Memory, rows: &Rows) -> Drawn {
-    let [mut tokens, mut logprobs, mut sample_logprobs] = [(); 3].map(|()| Memory::scratch(4 * rows.len));
-    let out = [&mut tokens, &mut logprobs, &mut sample_logprobs].map(Memory::arg_mut);
-    start(logits, [stride, v], ends, rows, 0..rows.len, out);
-    Drawn { tokens, logprobs, sample_logprobs }
+/// `ops::sample::forward_parts`, in words that `unpacked` knows. Seen and banned tokens outside the vocabulary are passed over.
+pub fn forward(logits: View, strides: [usize; 2], ends: &Memory, rows: &Rows) -> Memory {
+    let mut sampled = Memory::scratch(4 * SAMPLED * rows.len);
+    share(logits, strides, ends, rows, 0..rows.len, &mut sampled);
+    sampled
 }
 
-/// The same for the rows `share` alone, whose logits (share, v) come first. Into `sampled`, three words a row of all rows, behind
-/// those of the rows before: their tokens, then their log-probabilities, then those of what was drawn from.
-pub fn share(logits: View, v: usize, ends: &Memory, rows: &Rows, share: Range<usize>, sampled: &mut Memory) {
-    let (first, n) = (3 * share.start, share.len());
-    let mut values = sampled.view_mut(DType::F32);
-    let mut part = |i: usize| values.reborrow().part(first + i * n..first + (i + 1) * n).arg(DType::F32);
-    let out = [part(0), part(1), part(2)];
-    start(logits, [v, v], ends, rows, share, out);
-}
-
-const OP: &str = "sample::forward";
-
-fn start(
+/// The same for the rows `share` alone, whose logits (share, v), `stride` apart, come first. Into `sampled`, behind the words of the
+/// rows before.
+pub fn share(
     logits: View,
     [stride, v]: [usize; 2],
     ends: &Memory,
     rows: &Rows,
     share: Range<usize>,
-    [tokens, logprobs, sample_logprobs]: [Arg; 3],
+    sampled: &mut Memory,
 ) {
+    let mut values = sampled.view_mut(DType::F32);
+    let first = SAMPLED * share.start;
+    let mut part = |i: usize| values.reborrow().part(first + i * share.len()..first + (i + 1) * share.len()).arg(DType::F32);
+    let [tokens, logprobs, sample_logprobs] = [part(0), part(1), part(2)];
     let (len, parts) = (share.len(), ends.bytes() / size_of::<i32>());
     assert!((1..=VOCABULARY_MAX).contains(&v), "{OP}: a vocabulary of {v}, needed 1 to {VOCABULARY_MAX}");
     assert!((1..=PARTS_MAX).contains(&parts), "{OP}: {parts} parts of the vocabulary, needed 1 to {PARTS_MAX}");

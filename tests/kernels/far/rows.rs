@@ -222,9 +222,9 @@ fn far_logits_have_the_statistics_gradients_and_draws_of_the_same_logits() {
             banned: &banned[row % 2],
             bias: &[],
         }));
-        let out = sample::forward(logits.view(F32), V, V, &Memory::of(&[V as i32]), &drawn_rows);
-        for (to, from) in [(tokens, &out.tokens), (logprobs, &out.logprobs), (sample_logprobs, &out.sample_logprobs)] {
-            to.view_mut(F32).copy_from(from.view(F32));
+        let out = sample::forward(logits.view(F32), [V, V], &Memory::of(&[V as i32]), &drawn_rows);
+        for (i, to) in [tokens, logprobs, sample_logprobs].into_iter().enumerate() {
+            to.view_mut(F32).copy_from(out.view(F32).part(i * rows.len..(i + 1) * rows.len));
         }
     });
 }
