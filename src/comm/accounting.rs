@@ -107,7 +107,7 @@ pub(super) fn note(op: &'static str, axis: &'static str, [size, stride]: [usize;
     let (sent, messages) = match op {
         "barrier" => (0.0, others),
         "shift" => (bytes, 1.0),
-        "broadcast" | "broadcast_u16" | "broadcast_bytes" => (bytes, others),
+        "broadcast_bytes" => (bytes, others),
         // Of what this rank alone has.
         "all_gather_bytes" => (bytes * others, others),
         _ if op.starts_with("all_reduce") || op == "sum_ordered" => (2.0 * shared, 2.0 * others),

@@ -18,7 +18,8 @@ use super::matmul::{forward_rows, panels};
 use crate::device::cpu::linear_divergence::Pair;
 use crate::device::cpu::{matmul as products, softmax};
 use crate::device::cuda::linear_divergence::Pair as PairOnGpu;
-use crate::device::cuda::linear_logprob::{self as on_gpu, Logits};
+use crate::device::cuda::linear_logprob as on_gpu;
+use crate::device::cuda::matmul::Matrix;
 use crate::device::cuda::readback::Late;
 use crate::device::cuda::{Memory, ViewMut};
 use crate::device::null;
@@ -112,7 +113,7 @@ impl Comparison for Against<'_> {
         own: &Head,
         range: &Range<usize>,
         places: &Memory,
-        student: Logits,
+        student: Matrix,
         mut dlogits: Option<ViewMut>,
     ) {
         let Teachers { all, divergence, temperature } = self.teachers;

@@ -13,7 +13,7 @@ pub use crate::device::cpu::softmax::RowStats;
 
 use super::{check, linear_logprob_cuda as on_gpu};
 use crate::device::cpu::{copy, matmul as products, softmax};
-use crate::device::cuda::linear_logprob::Logits;
+use crate::device::cuda::matmul::Matrix;
 use crate::device::cuda::{Memory, ViewMut};
 use crate::device::{Device, null};
 use crate::experience::SamplingMask;
@@ -246,7 +246,7 @@ pub trait Comparison {
         head: &on_gpu::Head,
         range: &Range<usize>,
         places: &Memory,
-        logits: Logits,
+        logits: Matrix,
         dlogits: Option<ViewMut>,
     );
 }

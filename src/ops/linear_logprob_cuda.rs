@@ -4,7 +4,7 @@
 use super::linear_logprob::{Comparison, Extra, HeadPart, TokenLoss};
 use super::matmul::rows;
 use crate::device::cuda::fast;
-use crate::device::cuda::linear_logprob::{self as cuda, Logits};
+use crate::device::cuda::linear_logprob as cuda;
 use crate::device::cuda::linear_logprob_fused as fused;
 use crate::device::cuda::matmul::{self, Addend, Matrix, MatrixMut, Way};
 use crate::device::cuda::readback::Late;
@@ -78,9 +78,9 @@ impl<'a> Head<'a> {
         Memory::scratch(self.chunk_rows() * self.stride() * size_of::<f32>())
     }
 
-    pub(super) fn logits<'l>(&self, room: &'l Memory, rows: usize) -> Logits<'l> {
+    pub(super) fn logits<'l>(&self, room: &'l Memory, rows: usize) -> Matrix<'l> {
         let (v, stride) = (self.w.rows, self.stride());
-        Logits { values: room.view(DType::F32).part(0..rows * stride), rows, v, stride }
+        Matrix { values: room.view(DType::F32).part(0..rows * stride), rows, width: v, stride }
     }
 
     /// Logits of a chunk, and the statistics of whole rows.

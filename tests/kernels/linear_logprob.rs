@@ -1,7 +1,8 @@
 use crate::{device, in_every_order, numbers, rounded};
 use rlhf_hpc::device::cpu;
 use rlhf_hpc::device::cuda::Memory;
-use rlhf_hpc::device::cuda::linear_logprob::{self, Logits};
+use rlhf_hpc::device::cuda::linear_logprob;
+use rlhf_hpc::device::cuda::matmul::Matrix;
 use rlhf_hpc::device::simd::level;
 use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::linear_logprob::RowStats;
@@ -45,8 +46,8 @@ impl Case {
         cpu::softmax::row_stats(level(), self.row(i), 1.0 / temperature)
     }
 
-    pub fn logits<'a>(&self, memory: &'a Memory, dtype: DType) -> Logits<'a> {
-        Logits { values: memory.view(dtype), rows: self.rows, v: self.v, stride: self.stride }
+    pub fn logits<'a>(&self, memory: &'a Memory, dtype: DType) -> Matrix<'a> {
+        Matrix { values: memory.view(dtype), rows: self.rows, width: self.v, stride: self.stride }
     }
 
     /// The case, its places and its statistics on the GPU.
@@ -158,7 +159,7 @@ fn statistics_do_not_depend_on_the_order_of_threads_or_on_other_rows() {
         let place = Memory::of(&places.read::<i32>(5)[4..]);
         for values in [row, shifted.view(DType::F32).part(1..1 + case.stride)] {
             let mut alone = linear_logprob::stats_room(1);
-            let logits = Logits { values, rows: 1, v: case.v, stride: case.stride };
+            let logits = Matrix { values, rows: 1, width: case.v, stride: case.stride };
             linear_logprob::stats(logits, 1.0 / 0.8, &place, &mut alone);
             assert_eq!(alone.read::<u32>(4), all[16..20]);
         }
@@ -187,7 +188,7 @@ fn logits_that_are_not_finite_show() {
 }
 
 /// Statistics of logits of which the parts that end there are of several ranks, and of each of these.
-pub fn of_parts(logits: Logits, ends: &[usize], inverse_temperature: f32, places: &[usize]) -> (Memory, Vec<Memory>) {
+pub fn of_parts(logits: Matrix, ends: &[usize], inverse_temperature: f32, places: &[usize]) -> (Memory, Vec<Memory>) {
     let (rows, stride) = (logits.rows, logits.stride);
     let part = |i: usize| {
         let (start, end) = (if i == 0 { 0 } else { ends[i - 1] }, ends[i]);
@@ -195,7 +196,7 @@ pub fn of_parts(logits: Logits, ends: &[usize], inverse_temperature: f32, places
         let mut stats = linear_logprob::stats_room(rows);
         let values = logits.values.part(start..rows * stride);
         let (logits, places) =
-            (Logits { values, rows, v: end - start, stride }, linear_logprob::places(&places, end - start));
+            (Matrix { values, rows, width: end - start, stride }, linear_logprob::places(&places, end - start));
         linear_logprob::stats(logits, inverse_temperature, &places, &mut stats);
         stats
     };

@@ -1,6 +1,6 @@
 use crate::{bf16, in_every_order, numbers, rounded};
 use rlhf_hpc::device::cuda::Memory;
-use rlhf_hpc::device::cuda::linear_logprob::{self, Logits};
+use rlhf_hpc::device::cuda::linear_logprob;
 use rlhf_hpc::device::cuda::linear_logprob_fused as fused;
 use rlhf_hpc::device::cuda::matmul::{self, Addend, Matrix, MatrixMut, Way};
 use rlhf_hpc::dtype::DType;
@@ -35,7 +35,7 @@ fn of_stored(h: &[f32], w: &[f32], k: usize, inverse_temperature: f32, places: &
     let y = MatrixMut { values: logits.view_mut(DType::F32), rows, width: v, stride };
     matmul::forward(Way::Chosen, h, w, None, Addend::Nothing, y);
     let mut stats = linear_logprob::stats_room(rows);
-    let logits = Logits { values: logits.view(DType::F32), rows, v, stride };
+    let logits = Matrix { values: logits.view(DType::F32), rows, width: v, stride };
     linear_logprob::stats(logits, inverse_temperature, &places, &mut stats);
     stats.read(rows)
 }

@@ -1,7 +1,8 @@
 use crate::linear_logprob::of_parts;
 use crate::{device, in_every_order, numbers};
 use rlhf_hpc::device::cpu;
-use rlhf_hpc::device::cuda::linear_logprob::{self, Logits};
+use rlhf_hpc::device::cuda::linear_logprob;
+use rlhf_hpc::device::cuda::matmul::Matrix;
 use rlhf_hpc::device::cuda::sample::{self, Rows};
 use rlhf_hpc::device::cuda::{Memory, View};
 use rlhf_hpc::dtype::DType;
@@ -152,7 +153,7 @@ fn the_recorded_logprob_is_bitwise_what_the_scorer_computes() {
         let on_host: Vec<i32> = ends.iter().map(|end| *end as i32).collect();
         let drawn = on_gpu(memory.view(DType::F32), stride, v, &on_host, &rows);
         let tokens: Vec<usize> = drawn.iter().map(|drawn| drawn.token as usize).collect();
-        let logits = Logits { values: memory.view(DType::F32), rows: count, v, stride };
+        let logits = Matrix { values: memory.view(DType::F32), rows: count, width: v, stride };
         let (stats, _) = of_parts(logits, ends, 1.0 / 0.7, &tokens);
         let mut logprobs = Memory::scratch(4 * count);
         linear_logprob::read(&stats, 1.0 / 0.7, logprobs.view_mut(DType::F32), None);

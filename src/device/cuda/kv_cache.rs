@@ -103,7 +103,6 @@ impl KvPages {
     pub fn values(&self) -> View<'_> {
         self.values.view(DType::Bf16)
     }
-
 }
 
 impl Tile {

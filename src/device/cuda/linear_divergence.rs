@@ -1,7 +1,8 @@
 //! Divergences of a student's distributions from a teacher's, of the logits of both, a chunk of tokens at a time.
 
 use super::gpu::{Arg, gpu};
-use super::linear_logprob::{GRADIENT_COLUMNS, Logits};
+use super::linear_logprob::{GRADIENT_COLUMNS, check};
+use super::matmul::Matrix;
 use super::memory::{Memory, ViewMut};
 use super::shape::{check_aligned, dim};
 use crate::config::distill::Divergence;
@@ -10,8 +11,8 @@ use crate::dtype::DType;
 /// Logits of student and teacher, f32, and the statistics (`linear_logprob::stats`) of the whole rows, of which they may be parts.
 #[derive(Clone, Copy, Debug)]
 pub struct Pair<'a> {
-    pub student: Logits<'a>,
-    pub teacher: Logits<'a>,
+    pub student: Matrix<'a>,
+    pub teacher: Matrix<'a>,
     pub inverse_temperature: f32,
     pub of_student: &'a Memory,
     pub of_teacher: &'a Memory,
@@ -21,13 +22,13 @@ impl Pair<'_> {
     /// The arguments that both kernels begin with.
     fn args(&self, op: &str, of: Divergence) -> [Arg; 8] {
         let (student, teacher) = (self.student, self.teacher);
-        student.check(op);
+        check(op, student);
         [
             student.values.arg(DType::F32),
             student.stride.into(),
             teacher.values.arg(DType::F32),
             teacher.stride.into(),
-            dim(op, student.v),
+            dim(op, student.width),
             dim(op, of as usize),
             Arg::F32(self.inverse_temperature),
             self.of_student.arg(),

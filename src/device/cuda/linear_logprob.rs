@@ -1,10 +1,11 @@
 //! Selective log-softmax over logits: statistics of rows, what is read off them, and the gradient.
 //!
-//! Statistics stay on the GPU: `rows` times (max, sum_exp, dot, the target's logit), f32. `combine` puts those of a vocabulary's
+//! Logits are (rows, v), f32 or bf16. Statistics stay on the GPU: `rows` times (max, sum_exp, dot, the target's logit), f32. `combine` puts those of a vocabulary's
 //! parts together.
 //! Cross-entropy is a logprob whose gradient is -weight.
 
 use super::gpu::{Arg, gpu};
+use super::matmul::Matrix;
 use super::memory::{Memory, View, ViewMut};
 use super::shape::{check_aligned, dim, to_i32};
 use crate::dtype::DType;
@@ -20,26 +21,15 @@ const ROWS: usize = 128;
 /// Wider rows need more shared memory than a block has.
 pub const VOCABULARY_MAX: usize = 1 << 20;
 
-/// Logits (rows, v), rows `stride` apart, f32 or bf16.
-#[derive(Clone, Copy, Debug)]
-pub struct Logits<'a> {
-    pub values: View<'a>,
-    pub rows: usize,
-    pub v: usize,
-    pub stride: usize,
+pub(super) fn check(op: &str, logits: Matrix) {
+    let v = logits.width;
+    assert!((1..=VOCABULARY_MAX).contains(&v), "{op}: {v} columns, needed 1 to {VOCABULARY_MAX}");
 }
 
-impl Logits<'_> {
-    pub(super) fn check(&self, op: &str) {
-        let v = self.v;
-        assert!((1..=VOCABULARY_MAX).contains(&v), "{op}: {v} columns, needed 1 to {VOCABULARY_MAX}");
-    }
-
-    /// The kernel for this dtype, and the logits' argument.
-    fn kernel(&self, f32: &'static str, bf16: &'static str) -> (&'static str, Arg) {
-        let name = if self.values.dtype() == DType::F32 { f32 } else { bf16 };
-        (name, self.values.arg(self.values.dtype()))
-    }
+/// The kernel for logits of this dtype, and their argument.
+fn kernel(logits: Matrix, f32: &'static str, bf16: &'static str) -> (&'static str, Arg) {
+    let dtype = logits.values.dtype();
+    (if dtype == DType::F32 { f32 } else { bf16 }, logits.values.arg(dtype))
 }
 
 /// The places of targets among v columns as kernels take them: -1 where another part of the vocabulary has it.
@@ -56,13 +46,12 @@ pub fn stats_room(rows: usize) -> Memory {
 
 /// The statistics of each row of z = logits * `inverse_temperature`, and the logit at its place (0 where there is none).
 /// A row's bits depend on nothing but the row.
-pub fn stats(logits: Logits, inverse_temperature: f32, places: &Memory, stats: &mut Memory) {
+pub fn stats(logits: Matrix, inverse_temperature: f32, places: &Memory, stats: &mut Memory) {
     const OP: &str = "linear_logprob::stats";
-    logits.check(OP);
-    let (kernel, values) = logits.kernel("linear_logprob_stats_f32", "linear_logprob_stats_bf16");
-    let spans = logits.v.div_ceil(SPAN);
-    let args =
-        [values, logits.stride.into(), dim(OP, logits.v), Arg::F32(inverse_temperature), places.arg(), stats.arg_mut()];
+    check(OP, logits);
+    let (kernel, values) = kernel(logits, "linear_logprob_stats_f32", "linear_logprob_stats_bf16");
+    let (v, spans) = (logits.width, logits.width.div_ceil(SPAN));
+    let args = [values, logits.stride.into(), dim(OP, v), Arg::F32(inverse_temperature), places.arg(), stats.arg_mut()];
     gpu().launch(kernel, [logits.rows, 1, 1], 32 * spans.min(8), STATS_BYTES * spans, &args);
 }
 
@@ -93,7 +82,7 @@ pub fn top(stats: &Memory, inverse_temperature: f32, mut top: ViewMut) {
 /// dlogits[v] = (dlogprob (1[v = target] - s_v) - dentropy s_v (log s_v + entropy)) * `inverse_temperature`, rounded to
 /// bf16, with 0 in columns behind v; (rows, dstride) with `dstride` a multiple of 8.
 pub fn gradient(
-    logits: Logits,
+    logits: Matrix,
     inverse_temperature: f32,
     stats: &Memory,
     places: &Memory,
@@ -103,11 +92,11 @@ pub fn gradient(
     dstride: usize,
 ) {
     const OP: &str = "linear_logprob::gradient";
-    logits.check(OP);
-    let (rows, v) = (logits.rows, logits.v);
+    check(OP, logits);
+    let (rows, v) = (logits.rows, logits.width);
     let dlogits = dlogits.arg(DType::Bf16);
     check_aligned(OP, &[dlogits]);
-    let (kernel, values) = logits.kernel("linear_logprob_gradient_f32", "linear_logprob_gradient_bf16");
+    let (kernel, values) = kernel(logits, "linear_logprob_gradient_f32", "linear_logprob_gradient_bf16");
     let args = [
         values,
         logits.stride.into(),

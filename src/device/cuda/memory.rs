@@ -155,7 +155,7 @@ impl Clone for Memory {
     }
 }
 
-impl<'a> View<'a> {
+impl View<'_> {
     pub fn len(self) -> usize {
         self.len
     }

@@ -135,7 +135,8 @@ pub fn share(
 ) {
     let mut values = sampled.view_mut(DType::F32);
     let first = SAMPLED * share.start;
-    let mut part = |i: usize| values.reborrow().part(first + i * share.len()..first + (i + 1) * share.len()).arg(DType::F32);
+    let mut part =
+        |i: usize| values.reborrow().part(first + i * share.len()..first + (i + 1) * share.len()).arg(DType::F32);
     let [tokens, logprobs, sample_logprobs] = [part(0), part(1), part(2)];
     let (len, parts) = (share.len(), ends.bytes() / size_of::<i32>());
     assert!((1..=VOCABULARY_MAX).contains(&v), "{OP}: a vocabulary of {v}, needed 1 to {VOCABULARY_MAX}");

@@ -3,8 +3,9 @@
 use super::{BOUNDS, Pair, Rows, VALUES, has_room, holds, holds_of, only, small};
 use crate::{bf16, device, numbers};
 use rlhf_hpc::device::cuda::adamw::{self, Decays, Update};
-use rlhf_hpc::device::cuda::linear_logprob::{self as head, Logits};
+use rlhf_hpc::device::cuda::linear_logprob as head;
 use rlhf_hpc::device::cuda::linear_logprob_fused as fused;
+use rlhf_hpc::device::cuda::matmul::Matrix;
 use rlhf_hpc::device::cuda::rank_sum::{self, Parts};
 use rlhf_hpc::device::cuda::rope::{self, Table};
 use rlhf_hpc::device::cuda::sample;
@@ -202,7 +203,7 @@ fn far_logits_have_the_statistics_gradients_and_draws_of_the_same_logits() {
         let blocks = |row: usize| (0..3).map(|part| part * ROWS_V + row).collect::<Vec<_>>();
         holds_of("logits", tensors, ROWS_V, 1, blocks, |[logits, stats, dlogprobs, dentropy, dlogits], rows| {
             let places = head::places(&rows.map(|row| row * 7919 % V), V);
-            let logits = Logits { values: logits.view(dtype), rows: rows.len, v: V, stride: V };
+            let logits = Matrix { values: logits.view(dtype), rows: rows.len, width: V, stride: V };
             head::stats(logits, 0.7, &places, stats);
             let slopes = [dlogprobs.view(F32), dentropy.view(F32)];
             head::gradient(logits, 0.7, stats, &places, slopes[0], slopes[1], dlogits.view_mut(Bf16), V);

@@ -1,7 +1,8 @@
 //! Memory-bound kernels: norms, the optimizer, log-probabilities from logits.
 
 use super::bench::{Bench, Target, Work};
-use crate::device::cuda::linear_logprob::{self, Logits};
+use crate::device::cuda::linear_logprob;
+use crate::device::cuda::matmul::Matrix;
 use crate::device::cuda::{Memory, adamw, linear_logprob_fused, rmsnorm, swiglu};
 use crate::plan::synthetic::UPDATE;
 use crate::tensor::DType::{Bf16, F32};
@@ -50,7 +51,7 @@ fn log_softmax(bench: &Bench) {
         let logits = if dtype == F32 { bench.random_f32(t * v) } else { bench.random(t * v) };
         let cost = Work::of((dtype.bytes() * t * v) as f64, 0.0);
         bench.measure(&format!("log-softmax, {t} x {v} {}", dtype.name()), cost, OF_COPY, || {
-            let logits = Logits { values: logits.view(dtype), rows: t, v, stride: v };
+            let logits = Matrix { values: logits.view(dtype), rows: t, width: v, stride: v };
             linear_logprob::stats(logits, 1.0, &places, &mut stats);
             linear_logprob::read(&stats, 1.0, logprobs.view_mut(F32), None);
         });
