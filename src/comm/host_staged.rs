@@ -16,7 +16,7 @@ impl Group {
             SliceMut::Bf16(_) => panic!("a sum of weights over the {} axis", self.axis()),
             SliceMut::Cuda(mut x) => match self.nccl() {
                 Some(nccl) => nccl.sum_ordered(&mut x),
-                None => on_host(&mut x, |x| self.all_reduce_sum_ordered(x)),
+                None => x.on_host(|x| self.all_reduce_sum_ordered(x)),
             },
         }
     }
@@ -38,7 +38,7 @@ impl Group {
                     GradientOrder::Fixed => nccl.sum_tree(&mut x, ranges),
                 }
             }
-            (SliceMut::Cuda(mut x), None) => on_host(&mut x, sum),
+            (SliceMut::Cuda(mut x), None) => x.on_host(sum),
             (x, _) => sum(x.f32()),
         }
     }
@@ -49,7 +49,7 @@ impl Group {
         match self.nccl() {
             _ if self.size() == 1 => {}
             Some(nccl) => nccl.gather(x, ranges),
-            None if x.dtype() == DType::F32 => on_host(x, |x| self.all_gather(x, ranges)),
+            None if x.dtype() == DType::F32 => x.on_host(|x| self.all_gather(x, ranges)),
             None => {
                 // Down goes what this rank has, up what the others had.
                 let own = ranges[self.rank()].clone();
@@ -124,11 +124,4 @@ impl Group {
             }
         }
     }
-}
-
-/// Calls `work` with a copy of the values on the host, and writes it back.
-fn on_host(x: &mut ViewMut, work: impl FnOnce(&mut [f32])) {
-    let mut values = x.as_view().to_f32();
-    work(&mut values);
-    x.write(&values);
 }

@@ -278,6 +278,14 @@ impl<'a> ViewMut<'a> {
         gpu().upload(self.0.address, bytemuck::cast_slice(values));
     }
 
+    /// Calls `work` with a copy of the values on the host, as f32, and writes it back.
+    pub fn on_host<R>(&mut self, work: impl FnOnce(&mut [f32]) -> R) -> R {
+        let mut values = self.0.to_f32();
+        let done = work(&mut values);
+        self.write(&values);
+        done
+    }
+
     /// Copies `from`, behind what was started before.
     ///
     /// # Panics
