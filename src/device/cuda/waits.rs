@@ -3,29 +3,23 @@
 use crate::sys::lock::lock;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
 
 /// What a thread stands still for, and since when.
 type Standing = Mutex<Option<(Instant, &'static str)>>;
 
-/// The place of each thread that ever stood still: only it writes there, so that threads which start kernels do not meet.
-static THREADS: Mutex<Vec<Arc<Standing>>> = Mutex::new(Vec::new());
-
-struct Own(Arc<Standing>);
+/// The place of each thread that stood still and lives: only it writes there, so that threads which start kernels do not meet.
+static THREADS: Mutex<Vec<Weak<Standing>>> = Mutex::new(Vec::new());
 
 thread_local! {
-    static OWN: Own = {
-        let own = Arc::new(Standing::default());
-        lock(&THREADS).push(own.clone());
-        Own(own)
+    static OWN: Arc<Standing> = {
+        let own = Arc::default();
+        let mut threads = lock(&THREADS);
+        threads.retain(|other| other.strong_count() > 0);
+        threads.push(Arc::downgrade(&own));
+        own
     };
-}
-
-impl Drop for Own {
-    fn drop(&mut self) {
-        lock(&THREADS).retain(|other| !Arc::ptr_eq(other, &self.0));
-    }
 }
 
 /// Notes that this thread stands still for the GPU until the guard is dropped, which stays with the thread.
@@ -34,19 +28,19 @@ pub(super) struct Waiting(PhantomData<*const ()>);
 
 pub(super) fn waiting(what: &'static str) -> Waiting {
     // A thread that ends may drop what it still waits for.
-    let _ = OWN.try_with(|own| *lock(&own.0) = Some((Instant::now(), what)));
+    let _ = OWN.try_with(|own| *lock(own) = Some((Instant::now(), what)));
     Waiting(PhantomData)
 }
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        let _ = OWN.try_with(|own| *lock(&own.0) = None);
+        let _ = OWN.try_with(|own| *lock(own) = None);
     }
 }
 
 /// Of the threads that stand still the first: since when, and what for.
 pub(super) fn first() -> Option<(Instant, &'static str)> {
-    lock(&THREADS).iter().filter_map(|standing| *lock(standing)).min()
+    lock(&THREADS).iter().filter_map(Weak::upgrade).filter_map(|standing| *lock(&standing)).min()
 }
 
 /// What is counted since the GPU was opened.
@@ -84,7 +78,8 @@ mod tests {
     use super::*;
 
     fn standing() -> Vec<&'static str> {
-        let mut all: Vec<_> = lock(&THREADS).iter().filter_map(|standing| *lock(standing)).collect();
+        let mut all: Vec<_> =
+            lock(&THREADS).iter().filter_map(Weak::upgrade).filter_map(|standing| *lock(&standing)).collect();
         all.sort_unstable();
         all.into_iter().map(|(_, what)| what).collect()
     }
@@ -104,7 +99,7 @@ mod tests {
             barrier.wait();
             other.join().expect("the other thread");
         });
-        assert_eq!((standing(), lock(&THREADS).len()), (vec!["a"], 1));
+        assert_eq!(standing(), ["a"]);
         drop(first);
         assert!(standing().is_empty());
     }
