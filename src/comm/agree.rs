@@ -37,6 +37,12 @@ impl Group {
         self.max(f64::from(u8::from(mine))) > 0.0
     }
 
+    /// The words of the first rank that has some, the same on all ranks. A collective.
+    pub fn first_words(&self, mine: &str) -> Option<String> {
+        let first = self.all_gather_bytes(mine.as_bytes()).into_iter().find(|words| !words.is_empty())?;
+        Some(String::from_utf8_lossy(&first).into_owned())
+    }
+
     /// All ranks learn of any rank's error. Where one fails each returns an error: the lowest failing rank's, which
     /// names that rank and its host unless all ranks failed alike.
     pub fn agree<T>(&self, local: Result<T>) -> Result<T> {

@@ -36,7 +36,7 @@ pub fn choose(all: &Group, axes: &[Axis], gpu: &str, wanted: Collectives) -> Res
     let mut rows = Vec::new();
     for axis in axes {
         let alone = axis.group.size() == 1;
-        let Some(name) = first(all, if alone { "" } else { axis.name }) else { continue };
+        let Some(name) = all.first_words(if alone { "" } else { axis.name }) else { continue };
         let joined = match wanted {
             Collectives::Mpi => Err("job.collectives = \"mpi\"".to_string()),
             Collectives::Auto | Collectives::Nccl => join(all, axis, gpu, &opened),
@@ -77,7 +77,7 @@ fn join(all: &Group, axis: &Axis, gpu: &str, opened: &Opened) -> std::result::Re
     made.expect("all ranks have joined").into_iter().for_each(set);
     let version = opened.get().and_then(|nccl| nccl.as_ref().ok()).map_or(String::new(), |nccl| nccl.version_name());
     let mine = format!("{version} {}", transport(group));
-    Ok(format!("NCCL {}", first(all, if alone { "" } else { &mine }).expect("a rank has joined others")))
+    Ok(format!("NCCL {}", all.first_words(if alone { "" } else { &mine }).expect("a rank has joined others")))
 }
 
 /// What a group's values travel by, as far as that is known outside of NCCL.
@@ -127,15 +127,9 @@ fn able(group: &Group, gpu: &str, opened: &Opened) -> std::result::Result<Arc<Nc
     mine.clone()
 }
 
-/// The first words that a rank has; all ranks get the same.
-fn first(all: &Group, words: &str) -> Option<String> {
-    let of_ranks = all.all_gather_bytes(words.as_bytes());
-    of_ranks.iter().find(|words| !words.is_empty()).map(|words| String::from_utf8_lossy(words).into_owned())
-}
-
 /// An error on all ranks where one has a reason.
 fn agreed(all: &Group, why: Option<&String>) -> std::result::Result<(), String> {
-    first(all, why.map_or("", |why| why)).map_or(Ok(()), Err)
+    all.first_words(why.map_or("", |why| why)).map_or(Ok(()), Err)
 }
 
 #[cfg(test)]

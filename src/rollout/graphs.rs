@@ -279,9 +279,7 @@ impl Run<'_> {
         let (made, calls) = Calls::of(|| decoder.graphs.capture(shape, || step(tables)));
         decoder.calls.push((shape, calls));
         let why = made.err().map(|why| format!("{why} (rank {} of the tensor axis)", tensor.rank()));
-        let of_ranks = tensor.all_gather_bytes(why.as_deref().unwrap_or_default().as_bytes());
-        let first = of_ranks.iter().find(|why| !why.is_empty());
-        *self.refused = first.map(|why| String::from_utf8_lossy(why).into_owned());
+        *self.refused = tensor.first_words(why.as_deref().unwrap_or_default());
         self.refused.is_none()
     }
 

@@ -182,9 +182,8 @@ impl Collector {
         if self.graphs_logged || run.decoding().is_none() {
             return;
         }
-        let of_ranks = run.ranks.axes.all.all_gather_bytes(self.engine.refused().unwrap_or_default().as_bytes());
-        let Some(why) = of_ranks.iter().find(|why| !why.is_empty()) else { return };
-        let why = String::from_utf8_lossy(why);
+        let why = run.ranks.axes.all.first_words(self.engine.refused().unwrap_or_default());
+        let Some(why) = why else { return };
         run.recorder.warn(&format!("decoding goes on kernel by kernel, as a CUDA graph cannot be captured: {why}"));
         self.graphs_logged = true;
     }
