@@ -119,18 +119,12 @@ impl Memory {
     }
 
     /// Replaces the first bytes.
-    ///
-    /// # Panics
-    /// If there are fewer.
     pub fn write<T: Pod>(&mut self, values: &[T]) {
         assert!(size_of_val(values) <= self.bytes, "{} bytes into {}", size_of_val(values), self.bytes);
         gpu().upload(self.address, bytemuck::cast_slice(values));
     }
 
     /// The first `len` values.
-    ///
-    /// # Panics
-    /// If there are fewer.
     pub fn read<T: Pod>(&self, len: usize) -> Vec<T> {
         assert!(len * size_of::<T>() <= self.bytes, "{len} values from {} bytes", self.bytes);
         let mut values = vec![T::zeroed(); len];
@@ -169,16 +163,11 @@ impl View<'_> {
     }
 
     /// The argument of a kernel that reads values of `dtype`.
-    ///
-    /// # Panics
-    /// If they are of another.
     pub fn arg(self, dtype: DType) -> Arg {
         assert_eq!(self.dtype, dtype, "a kernel takes values of another dtype");
         Arg::Address(self.address)
     }
 
-    /// # Panics
-    /// If the range lies outside.
     #[must_use]
     pub fn part(self, range: Range<usize>) -> Self {
         let within = range.start <= range.end && range.end <= self.len;
@@ -187,9 +176,6 @@ impl View<'_> {
     }
 
     /// The values as they are, on the host. Waits for the GPU.
-    ///
-    /// # Panics
-    /// If there are not as many bytes.
     pub fn read_bits<T: Pod>(self, values: &mut [T]) {
         assert_eq!(size_of_val(values), self.len * self.dtype.bytes(), "values of the host from {self:?}");
         gpu().download(bytemuck::cast_slice_mut(values), self.address);
@@ -231,33 +217,22 @@ impl<'a> ViewMut<'a> {
     }
 
     /// The argument of a kernel that writes values of `dtype`.
-    ///
-    /// # Panics
-    /// If they are of another.
     pub fn arg(&mut self, dtype: DType) -> Arg {
         self.0.arg(dtype)
     }
 
-    /// # Panics
-    /// If the range lies outside.
     #[must_use]
     pub fn part(self, range: Range<usize>) -> ViewMut<'a> {
         ViewMut(self.0.part(range), PhantomData)
     }
 
     /// The values before `at`, and those from there on.
-    ///
-    /// # Panics
-    /// If there are fewer.
     pub fn split_at(&mut self, at: usize) -> (ViewMut<'_>, ViewMut<'_>) {
         let [before, behind] = [0..at, at..self.0.len].map(|range| ViewMut(self.0.part(range), PhantomData));
         (before, behind)
     }
 
     /// Replaces the values by those of the host, rounded where the dtype is narrower.
-    ///
-    /// # Panics
-    /// If the lengths differ.
     pub fn write(&mut self, values: &[f32]) {
         assert_eq!(self.len(), values.len(), "values of the host for {self:?}");
         match self.dtype() {
@@ -270,9 +245,6 @@ impl<'a> ViewMut<'a> {
     }
 
     /// Replaces the values by those of the host, as they are.
-    ///
-    /// # Panics
-    /// If there are not as many bytes.
     pub fn write_bits<T: Pod>(&mut self, values: &[T]) {
         assert_eq!(size_of_val(values), self.0.len * self.0.dtype.bytes(), "values of the host for {self:?}");
         gpu().upload(self.0.address, bytemuck::cast_slice(values));
@@ -287,9 +259,6 @@ impl<'a> ViewMut<'a> {
     }
 
     /// Copies `from`, behind what was started before.
-    ///
-    /// # Panics
-    /// If lengths or dtypes differ.
     pub fn copy_from(&mut self, from: View) {
         assert!((self.0.len, self.0.dtype) == (from.len, from.dtype), "a copy of {from:?} into {self:?}");
         gpu().copy(self.0.address, from.address, self.0.len * self.0.dtype.bytes());

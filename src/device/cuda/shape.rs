@@ -17,9 +17,6 @@ pub(super) fn grid_of(op: &str, threads: usize) -> [usize; 3] {
 }
 
 /// A number that a kernel takes in 32 bits, in an argument or in a table.
-///
-/// # Panics
-/// If it is more.
 pub(super) fn to_u32(op: &str, n: usize) -> u32 {
     u32::try_from(n).unwrap_or_else(|_| panic!("{op}: {n} is more than a kernel counts in 32 bits"))
 }
@@ -30,9 +27,6 @@ pub(super) fn count(op: &str, n: usize) -> Arg {
 }
 
 /// The same of a number that it takes as an int.
-///
-/// # Panics
-/// If it is more.
 pub(super) fn to_i32(op: &str, n: usize) -> i32 {
     i32::try_from(n).unwrap_or_else(|_| panic!("{op}: {n} is more than a kernel counts in 31 bits"))
 }
