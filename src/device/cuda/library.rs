@@ -140,22 +140,9 @@ mod tests {
         assert_eq!(NCCL.candidates_in(&set)[..2], ["libnccl.so.2", "libnccl.so"]);
     }
 
-    #[test]
-    fn packages_of_the_active_environment_are_searched() {
-        let root = tempfile::tempdir().expect("a directory");
-        let lib = root.path().join("lib/python3.11/site-packages/nvidia/nccl/lib");
-        std::fs::create_dir_all(&lib).expect("a directory");
-        std::fs::write(lib.join("libnccl.so.2"), b"").expect("a file");
-        let set = |name: &str| (name == "VIRTUAL_ENV").then(|| root.path().as_os_str().to_owned());
-        let found = lib.join("libnccl.so.2").into_os_string();
-        assert_eq!(NCCL.candidates_in(&set).last(), Some(&found));
-        let why = NCCL.open(|path| Err::<(), _>(format!("{} is no library", path.display()))).expect_err("refused");
-        assert!(why.contains("libnccl.so.2 is no library"), "{why}");
-    }
-
     /// As the wheels of CUDA 13 lie, and as Debian's own python3 has them.
     #[test]
-    fn packages_are_found_where_the_python3_of_path_stands() {
+    fn packages_are_found_in_the_active_environment_and_where_the_python3_of_path_stands() {
         let root = tempfile::tempdir().expect("a directory");
         let make = |file: &str| {
             let file = root.path().join(file);
@@ -164,16 +151,20 @@ mod tests {
             file
         };
         make("bin/python3");
-        std::fs::create_dir(root.path().join("sbin")).expect("a directory");
-        let path = env::join_paths([root.path().join("sbin"), root.path().join("bin")]).expect("a path");
-        let set = |name: &str| (name == "PATH").then(|| path.clone());
-        for file in [
-            "local/lib/python3.11/dist-packages/nvidia/cublas/lib/libcublasLt.so.12",
-            "lib/python3.12/site-packages/nvidia/cu13/lib/libcublasLt.so.13",
+        make("sbin/python2");
+        let path = env::join_paths(["sbin", "bin"].map(|dir| root.path().join(dir))).expect("a path");
+        let prefix = root.path().as_os_str().to_owned();
+        for (variable, value, sought, file) in [
+            ("VIRTUAL_ENV", &prefix, NCCL, "lib/python3.11/site-packages/nvidia/nccl/lib/libnccl.so.2"),
+            ("PATH", &path, CUBLASLT, "local/lib/python3.11/dist-packages/nvidia/cublas/lib/libcublasLt.so.12"),
+            ("PATH", &path, CUBLASLT, "lib/python3.12/site-packages/nvidia/cu13/lib/libcublasLt.so.13"),
         ] {
             let file = make(file).into_os_string();
-            assert!(CUBLASLT.candidates_in(&set).contains(&file), "{}", file.display());
+            let found = sought.candidates_in(&|name| (name == variable).then(|| value.clone()));
+            assert!(found.contains(&file), "{}", file.display());
         }
+        let why = NCCL.open(|path| Err::<(), _>(format!("{} is no library", path.display()))).expect_err("refused");
+        assert!(why.contains("libnccl.so.2 is no library"), "{why}");
     }
 
     #[test]
