@@ -91,20 +91,6 @@ const BROAD_COLUMNS: usize = 4096;
 const WIDE_BEGIN: usize = 96;
 
 impl Tile {
-    pub const ALL: [Self; 12] = [
-        Self::Rows16,
-        Self::Rows32,
-        Self::Rows64,
-        Self::Narrow32,
-        Self::Narrow64,
-        Self::Tall128,
-        Self::Rows128,
-        Self::Broad128,
-        Self::Wide64x32,
-        Self::Wide64x128,
-        Self::Wide128x128,
-        Self::Wide256x128,
-    ];
     /// Those of sm_90a.
     pub const WIDE: [Self; 4] = [Self::Wide64x32, Self::Wide64x128, Self::Wide128x128, Self::Wide256x128];
     pub const OF_GRADIENTS: [Self; 5] =

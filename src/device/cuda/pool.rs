@@ -104,9 +104,8 @@ impl Pool {
             self.own(address, size, owner);
             return Ok(address);
         }
-        let Usage { in_use, limit, .. } = self.usage;
-        if size > limit.saturating_sub(in_use) {
-            let [asked, used, most, left] = [size, in_use, limit, limit.saturating_sub(in_use)].map(mib);
+        if size > self.usage.left() {
+            let [asked, used, most, left] = [size, self.usage.in_use, self.usage.limit, self.usage.left()].map(mib);
             let message = format!(
                 "{asked} of GPU memory for {owner} do not fit: {used} are in use ({}), the limit of this rank is {most}, \
                  and {left} would fit",

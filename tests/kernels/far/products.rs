@@ -1,7 +1,7 @@
 //! Products of far rows, and with far weights.
 
 use super::{Pair, get, has_room, holds, only, small};
-use crate::matmul::supported;
+use crate::matmul::{TILES, supported};
 use crate::{bf16, device, numbers};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::matmul::{self, Addend, Factor, Matrix, MatrixMut, Tile, Way};
@@ -32,7 +32,7 @@ fn far_rows_are_multiplied() {
     const K: usize = 128;
     let [families, squares] = {
         let (_gpu, _one) = device();
-        [supported(&Tile::ALL), supported(&SQUARE)]
+        [supported(&TILES), supported(&SQUARE)]
     };
     for (family, [rows, n]) in families.into_iter().map(|tile| (tile, tile.size())) {
         let dtype = if rows == 64 { F32 } else { Bf16 };
