@@ -18,9 +18,6 @@ pub struct Decays {
 
 impl Decays {
     /// Parts as (end, weight decay), in order: each begins where the one before ends, the first at 0.
-    ///
-    /// # Panics
-    /// If the ends do not ascend.
     pub fn of(parts: &[(usize, f32)]) -> Self {
         assert!(parts.is_sorted_by_key(|(end, _)| *end), "adamw: the ends of parts do not ascend");
         let ends: Vec<u64> = parts.iter().map(|(end, _)| *end as u64).collect();
@@ -33,9 +30,6 @@ impl Decays {
 /// g scaled; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p -= lr (m/bias1 / (sqrt(v/bias2) + eps) + decay p); w = p rounded.
 /// p, g, m, v f32 and w bf16, all of the length of `decays`; a launch for all parts. Elementwise, with the CPU's bits: the
 /// result is the same however a parameter is cut. Any alignment; fast where all begin at multiples of 16 bytes.
-///
-/// # Panics
-/// If the lengths differ.
 pub fn step(mut p: ViewMut, g: View, mut m: ViewMut, mut v: ViewMut, mut w: ViewMut, decays: &Decays, update: &Update) {
     const OP: &str = "adamw::step";
     let len = decays.len;
@@ -58,9 +52,6 @@ pub fn step(mut p: ViewMut, g: View, mut m: ViewMut, mut v: ViewMut, mut w: View
 }
 
 /// average = beta average + (1 - beta) p, f32, with the CPU's bits. Any alignment.
-///
-/// # Panics
-/// If the lengths differ.
 pub fn average(p: View, beta: f32, mut average: ViewMut) {
     let len = p.len();
     assert!(average.len() == len, "adamw::average: {len} parameters, an average of {}", average.len());

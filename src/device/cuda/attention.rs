@@ -54,9 +54,6 @@ impl SpanTable {
     }
 
     /// The same, of a block of `keys` keys: those that are in no span get gradients, too, which are 0.
-    ///
-    /// # Panics
-    /// As `new`.
     pub fn of_block(spans: &[Span], shape: &AttentionShape, keys: usize) -> Self {
         let head_dim = shape.head_dim;
         assert!(HEAD_DIMS.contains(&head_dim), "attention: head dim {head_dim}, needs one of {HEAD_DIMS:?}");
@@ -83,9 +80,6 @@ impl SpanTable {
     }
 
     /// One span a sequence; `cu_seqlens` = [0, end of sequence 0, ...].
-    ///
-    /// # Panics
-    /// As `new`.
     pub fn packed(cu_seqlens: &[usize], shape: &AttentionShape) -> Self {
         Self::new(&Span::whole(cu_seqlens), shape)
     }

@@ -7,18 +7,12 @@ use super::shape::{THREADS, check_aligned, check_width, count, grid_of, grid_of_
 use crate::dtype::DType::{self, Bf16, F32};
 
 /// y = y + x in f32; any length and alignment.
-///
-/// # Panics
-/// If the lengths differ.
 pub fn add(x: View, mut y: ViewMut) {
     assert!(x.len() == y.len(), "copy::add: {} values to {}", x.len(), y.len());
     gpu().launch("add_f32", grid_of_eights(x.len()), THREADS, 0, &[x.arg(F32), y.arg(F32), x.len().into()]);
 }
 
 /// to = from, rounded where it is bf16; dtypes may be the same. Any length and alignment.
-///
-/// # Panics
-/// If the lengths differ.
 pub fn cast(from: View, mut to: ViewMut) {
     let len = from.len();
     assert!(to.len() == len, "copy::cast: {len} values into {}", to.len());
@@ -31,9 +25,6 @@ pub fn cast(from: View, mut to: ViewMut) {
 /// to[r][c] = from[r][c] for `rows` rows of `width` columns, of which neighbours are a stride apart: a run of columns of
 /// a wider tensor, whose view begins at its first value. Dtypes may differ. Sixteen bytes at a time where width, strides
 /// and beginnings are multiples of 8 values.
-///
-/// # Panics
-/// If a row lies outside, or rows overlap.
 pub fn columns(from: View, from_stride: usize, mut to: ViewMut, to_stride: usize, rows: usize, width: usize) {
     const OP: &str = "copy::columns";
     if rows == 0 || width == 0 {

@@ -147,9 +147,6 @@ impl DecodeState {
     }
 
     /// Other rows: each with its parameters, their stop tokens (of one row each once), seen tokens and pages.
-    ///
-    /// # Panics
-    /// If there is no room for them, or there is no page.
     pub fn fill(
         &mut self,
         decode_slots: &[DecodeSlot],

@@ -36,9 +36,6 @@ impl<K: PartialEq> Graphs<K> {
     }
 
     /// Starts the graph of `key`, behind what was started before.
-    ///
-    /// # Panics
-    /// If there is none.
     pub fn replay(&self, key: &K) {
         let graph = self.graphs.iter().find(|(of, _)| of == key);
         gpu().replay(&graph.expect("a graph is captured before it is replayed").1);

@@ -233,9 +233,6 @@ pub fn kv_append(
 }
 
 /// Copies page `from` to page `to`: a shared prefix whose last page will be written by several sequences.
-///
-/// # Panics
-/// If a page is not there, or both are the same.
 pub fn copy_page(cache: &mut KvPages, from: u32, to: u32) {
     let pages = cache.pages;
     let there = (from as usize) < pages && (to as usize) < pages && from != to;

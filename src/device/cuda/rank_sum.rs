@@ -36,9 +36,6 @@ pub fn in_order(parts: Parts, mut x: ViewMut) {
 }
 
 /// x, this rank's part, becomes ((part 0 + part 1) + (part 2 + part 3)) + ..., f32.
-///
-/// # Panics
-/// If the number of ranks is no power of two.
 pub fn in_tree(parts: Parts, mut x: ViewMut) {
     const OP: &str = "rank_sum::in_tree";
     let len = x.len();
