@@ -48,13 +48,13 @@ impl HostCopy {
 
     /// Begins to copy the values back, behind what was started before.
     pub fn begin_offload(&mut self, memory: &Memory) {
-        assert_eq!(memory.bytes(), self.pinned.bytes, "values of another length come back");
+        assert_eq!(memory.bytes(), self.pinned.0.bytes, "values of another length come back");
         self.wait();
-        let bytes = self.pinned.bytes;
+        let bytes = self.pinned.0.bytes;
         self.down_copy = (bytes > 0).then(|| {
             gpu().order(Stream::Compute, Stream::Down);
             null::note(null::OFFLOAD, 0.0, bytes as f64);
-            Arc::new(gpu().fetch(&mut self.pinned.pages, memory.address(), bytes, Stream::Down))
+            Arc::new(gpu().fetch(&mut self.pinned.0, memory.address(), bytes, Stream::Down))
         });
     }
 
@@ -73,7 +73,7 @@ impl HostCopy {
     /// # Panics
     /// With an [`crate::error::Error`] as payload, where the GPU has not as much left.
     pub fn onload(&mut self) -> Memory {
-        let bytes = self.pinned.bytes;
+        let bytes = self.pinned.0.bytes;
         let memory = Memory::scratch_for(Stream::Up, bytes);
         // Behind the copy that brought them here.
         if let Some(down_copy) = &self.down_copy {
@@ -82,7 +82,7 @@ impl HostCopy {
         *lock(&self.up_copy) = (bytes > 0).then(|| {
             null::note(null::OFFLOAD, 0.0, bytes as f64);
             gpu().order(Stream::Compute, Stream::Up);
-            gpu().put(memory.address(), &self.pinned.pages, bytes, Stream::Up)
+            gpu().put(memory.address(), &self.pinned.0, bytes, Stream::Up)
         });
         memory
     }
@@ -103,11 +103,11 @@ impl HostCopy {
 
     /// The values as they lie here, where `finish` has waited for them.
     pub fn as_f32(&self) -> &[f32] {
-        bytemuck::cast_slice(self.pinned.pages.as_slice())
+        bytemuck::cast_slice(self.pinned.0.as_slice())
     }
 
     pub fn as_f32_mut(&mut self) -> &mut [f32] {
-        bytemuck::cast_slice_mut(self.pinned.pages.as_mut_slice())
+        bytemuck::cast_slice_mut(self.pinned.0.as_mut_slice())
     }
 }
 

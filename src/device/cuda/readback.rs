@@ -2,19 +2,17 @@
 
 use super::gpu::gpu;
 use super::memory::View;
-use super::null_driver;
 use super::staging::{Event, Pages};
 use super::streams::Stream;
+use crate::device::null;
 use crate::dtype::DType;
+use crate::error::format_bytes;
 use crate::sys::lock::lock;
 use std::sync::Mutex;
 
 /// Pinned host memory, which the GPU copies from and to beside the host's work.
 #[derive(Debug)]
-pub(super) struct Pinned {
-    pub pages: Pages,
-    pub bytes: usize,
-}
+pub(super) struct Pinned(pub Pages);
 
 impl Pinned {
     /// Zeros.
@@ -22,18 +20,27 @@ impl Pinned {
     /// # Panics
     /// With an [`crate::error::Error`] as payload, where the host has not as much to pin.
     pub fn new(bytes: usize) -> Self {
-        Self { pages: gpu().pinned(bytes), bytes }
+        let pages = gpu().call(|| Pages::new(bytes)).unwrap_or_else(|mut error| {
+            let has = format_bytes(gpu().usage().pinned as u64);
+            error.message = format!("{}; this process has pinned {has}", error.message);
+            std::panic::panic_any(error)
+        });
+        let usage = &mut gpu().pool().usage;
+        usage.pinned += bytes;
+        null::hold_on_host(usage.pinned);
+        usage.pinned_requests += 1;
+        Self(pages)
     }
 
     /// Room for `bytes`: the smallest that was kept and does. What is too small gives way to what is made new.
     fn kept(bytes: usize) -> Self {
         let mut spare = lock(&SPARE);
         // That of a null GPU is no one's.
-        let count = if null_driver::is_active() { 0 } else { spare.len() };
-        if let Some(i) = (0..count).filter(|&i| spare[i].bytes >= bytes).min_by_key(|&i| spare[i].bytes) {
+        let count = if null::is_active() { 0 } else { spare.len() };
+        if let Some(i) = (0..count).filter(|&i| spare[i].0.bytes >= bytes).min_by_key(|&i| spare[i].0.bytes) {
             return spare.swap_remove(i);
         }
-        if !null_driver::is_active() {
+        if !null::is_active() {
             spare.clear();
         }
         drop(spare);
@@ -43,7 +50,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        gpu().unpinned(self.bytes);
+        gpu().pool().usage.pinned -= self.0.bytes;
     }
 }
 
@@ -72,7 +79,7 @@ impl Late {
         assert_eq!(numbers.dtype(), DType::F32, "numbers come late as f32");
         let (len, bytes) = (numbers.len(), size_of::<f32>() * numbers.len());
         let mut pinned = Pinned::kept(bytes);
-        let end = gpu().fetch(&mut pinned.pages, numbers.address(), bytes, Stream::Compute);
+        let end = gpu().fetch(&mut pinned.0, numbers.address(), bytes, Stream::Compute);
         Self { pinned: Some(pinned), end, len, started: gpu().counts.started.get() }
     }
 
@@ -85,8 +92,8 @@ impl Late {
         let pinned = self.pinned.take().expect("numbers are taken once");
         let mut numbers = vec![0.0f32; self.len];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut numbers);
-        bytes.copy_from_slice(&pinned.pages.as_slice()[..bytes.len()]);
-        if !null_driver::is_active() {
+        bytes.copy_from_slice(&pinned.0.as_slice()[..bytes.len()]);
+        if !null::is_active() {
             lock(&SPARE).push(pinned);
         }
         numbers

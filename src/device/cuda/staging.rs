@@ -20,7 +20,7 @@ const ALIGN: usize = 256;
 #[derive(Debug)]
 pub struct Pages {
     run: pages::Pages,
-    bytes: usize,
+    pub bytes: usize,
 }
 
 const HINT: &str = "the host may have too little free memory (mesh.offload = [] pins less), or allow too little to be locked: \

@@ -5,8 +5,7 @@ use super::staging::{Event, Pages};
 use super::streams::Stream;
 use super::sys::{self, CUresult, check};
 use super::waits::waiting;
-use crate::device::null;
-use crate::error::{Result, format_bytes};
+use crate::error::Result;
 use crate::sys::lock::lock;
 
 impl Gpu {
@@ -65,24 +64,6 @@ impl Gpu {
         if bytes > 0 {
             self.must_start(self.call(|| check(name, call())), || format!("{bytes} bytes {how}"));
         }
-    }
-
-    pub(super) fn pinned(&self, bytes: usize) -> Pages {
-        let pages = self.call(|| Pages::new(bytes)).map_err(|mut error| {
-            let has = format_bytes(self.usage().pinned as u64);
-            error.message = format!("{}; this process has pinned {has}", error.message);
-            error
-        });
-        let pages = pages.unwrap_or_else(|error| std::panic::panic_any(error));
-        let usage = &mut self.pool().usage;
-        usage.pinned += bytes;
-        null::hold_on_host(usage.pinned);
-        usage.pinned_requests += 1;
-        pages
-    }
-
-    pub(super) fn unpinned(&self, bytes: usize) {
-        self.pool().usage.pinned -= bytes;
     }
 
     /// Begins to copy `bytes` from the GPU into pinned memory, where they are when the event is past.
