@@ -123,7 +123,7 @@ impl Tiles {
     fn new(mut tiles: Vec<Tile>) -> Self {
         tiles.sort_by_key(Tile::order);
         let words: Vec<i32> = tiles.iter().flat_map(|tile| tile.words).collect();
-        Self { memory: uploaded(words), count: tiles.len() }
+        Self { memory: Arc::new(Memory::of(&words)), count: tiles.len() }
     }
 }
 
@@ -196,9 +196,9 @@ impl SequenceTable {
         let sights: Vec<(usize, usize)> = prefill.iter().map(|tile| tile.sight(group, shape)).collect();
         Self {
             rows: slots.len(),
-            sequences: uploaded(entries),
-            blocks: uploaded(blocks),
-            slots: uploaded(slots),
+            sequences: Arc::new(Memory::of(&entries)),
+            blocks: Arc::new(Memory::of(&blocks)),
+            slots: Arc::new(Memory::of(&slots)),
             decode: Tiles::new(decode),
             prefill: Tiles::new(prefill),
             runs: key_segments::launches(&sights),
@@ -300,14 +300,6 @@ impl Split {
         let between = Mutex::new([floats(rows * stride), floats(maxima), Memory::scratch(parts)]);
         Self { between, rows, stride, stages, runs }
     }
-}
-
-/// On the GPU; one value where there is none, since memory of no bytes has no address.
-fn uploaded<T: bytemuck::Pod>(mut values: Vec<T>) -> Arc<Memory> {
-    if values.is_empty() {
-        values.push(T::zeroed());
-    }
-    Arc::new(Memory::of(&values))
 }
 
 #[cfg(test)]
