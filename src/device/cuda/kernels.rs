@@ -11,7 +11,6 @@ use super::nvrtc::Nvrtc;
 use super::sys::{self, CUfunction, CUfunction_attribute as Attribute, CUmodule, Handle, check};
 use crate::error::{Error, Result};
 use std::ffi::{CString, c_int};
-use std::path::Path;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -61,9 +60,7 @@ impl Kernels {
             Ok(Self { functions, origin })
         });
         embedded.or_else(|why| {
-            let cache = cache::directory();
-            let made = compiled_images(gpu.capability, driver, cache.as_deref(), &why);
-            let (images, origin) = made.map_err(|no_nvrtc| {
+            let (images, origin) = compiled_images(gpu.capability, driver, &why).map_err(|no_nvrtc| {
                 let (major, minor) = driver;
                 Error::usage(format!(
                     "no kernels for {}, driver of CUDA {major}.{minor}: {why}; nor by NVRTC: {no_nvrtc}",
@@ -213,7 +210,6 @@ fn major_of(compiler: &str) -> Option<i32> {
 fn compiled_images(
     capability: (u32, u32),
     driver: (i32, i32),
-    cache: Option<&Path>,
     why: &str,
 ) -> std::result::Result<(Images, String), String> {
     let arch = compiled_arch(capability)?;
@@ -224,7 +220,7 @@ fn compiled_images(
         fits.then_some((path.clone(), nvrtc))
             .ok_or(format!("is of CUDA {major}.{minor}, the driver of {}.{}", driver.0, driver.1))
     })?;
-    let made = cache::cubins(&nvrtc, &arch, cache)?;
+    let made = cache::cubins(&nvrtc, &arch, cache::directory().as_deref())?;
     let (compiled, kept, (major, minor)) = (made.compiled, made.list.len() - made.compiled, nvrtc.version);
     let origin = format!(
         "NVRTC {major}.{minor} ({}) for {arch}: {compiled} sources compiled now, {kept} taken from the disk ({why})",

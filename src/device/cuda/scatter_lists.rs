@@ -32,8 +32,7 @@ impl ScatterLists {
     pub(super) fn launch(&self, op: &str, kernel: &'static str, from: Arg, to: Arg, [first, n, width]: [usize; 3]) {
         let threads = block(width / 8, THREADS);
         let grid = [self.lists, (width / 8).div_ceil(threads), 1];
-        let Arg::Address(tables) = self.tables.arg() else { unreachable!("memory has an address") };
-        let table = |first: usize| Arg::Address(tables + 4 * first as u64);
+        let table = |first: usize| Arg::Address(self.tables.address() + 4 * first as u64);
         let lists = [table(0), table(self.lists), table(2 * self.lists + 1), to];
         let args = [&[from][..], &lists, &[first, n, width].map(|n| count(op, n))].concat();
         gpu().launch(kernel, grid, threads, 0, &args);
