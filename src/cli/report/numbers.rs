@@ -3,13 +3,6 @@
 use crate::metrics::count;
 use crate::metrics::keys::{self, Unit};
 
-/// How the numbers of a key are shown: times `factor`, in `unit`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Scale {
-    pub factor: f64,
-    pub unit: &'static str,
-}
-
 /// Of a key of the table its unit, of another the one that its name ends in.
 pub fn unit_of(key: &str) -> Unit {
     let ends = |ending: &str| key.ends_with(ending);
@@ -23,9 +16,9 @@ pub fn unit_of(key: &str) -> Unit {
     }
 }
 
-/// For numbers of `unit` of which the largest is `most`.
-pub fn scale(unit: Unit, most: f64) -> Scale {
-    let (factor, unit) = match unit {
+/// How numbers of `unit` are shown of which the largest is `most`: times a factor, in a unit.
+pub fn scale(unit: Unit, most: f64) -> (f64, &'static str) {
+    match unit {
         Unit::Ratio => (100.0, "%"),
         Unit::Nats => (1.0, "nats"),
         Unit::Tokens => (1.0, "tokens"),
@@ -34,8 +27,7 @@ pub fn scale(unit: Unit, most: f64) -> Scale {
         Unit::Bytes if most >= (1u64 << 30) as f64 => (1.0 / (1u64 << 30) as f64, "GiB"),
         Unit::Bytes => (1.0 / (1u64 << 20) as f64, "MiB"),
         _ => (1.0, ""),
-    };
-    Scale { factor, unit }
+    }
 }
 
 /// Round numbers from `low` to `high`, about `wanted` of them, and the distance between two.

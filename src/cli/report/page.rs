@@ -334,7 +334,7 @@ impl Page<'_> {
         known.sort_by_key(|key| keys::rank(key.name));
         known.dedup_by_key(|key| key.name);
         let of = |key: &keys::Key| {
-            let unit = scale(key.unit, 0.0).unit;
+            let (_, unit) = scale(key.unit, 0.0);
             let unit = if unit.is_empty() { String::new() } else { format!(" <i>{unit}</i>") };
             format!("<dt><code>{}</code>{unit}</dt><dd>{}</dd>\n", key.name, escape(key.meaning))
         };

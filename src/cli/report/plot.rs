@@ -1,7 +1,7 @@
 //! Curves over steps, as SVG.
 
 use super::super::samples::short_number;
-use super::numbers::{Scale, scale, short, thin, tick_label, ticks, unit_of};
+use super::numbers::{scale, short, thin, tick_label, ticks, unit_of};
 use super::text::{escape, put};
 use crate::metrics::keys;
 
@@ -121,7 +121,7 @@ impl Plot<'_> {
         let all = || self.curves.iter().flat_map(|curve| &curve.points);
         let last = self.curves.iter().find_map(|curve| curve.points.iter().rev().find(|(_, y)| y.is_finite()))?.1;
         let most = all().map(|(_, y)| y.abs()).filter(|y| y.is_finite()).fold(0.0, f64::max);
-        let Scale { factor, unit } = scale(unit_of(self.key), most);
+        let (factor, unit) = scale(unit_of(self.key), most);
         let reach = |curve: &Curve| {
             let of = |(i, (_, y)): (usize, &(f64, f64))| {
                 let band = curve.band.get(i).copied().unwrap_or(0.0);
