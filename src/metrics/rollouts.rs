@@ -18,7 +18,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io::Write;
 use std::iter::repeat_n;
 use std::path::{Path, PathBuf};
 
@@ -132,7 +131,7 @@ pub(super) fn remove(mut paths: impl Iterator<Item = PathBuf>) -> Result<()> {
 fn write_file(path: &Path, fill: impl FnOnce(&hdf5::File) -> hdf5::Result<()>) -> Result<()> {
     // No disk is involved: this fails for lack of memory, or for a value that HDF5 cannot hold.
     let image = hdf5_image::of(path, fill).map_err(|e| Error::fault(format!("cannot make {}: {e}", path.display())))?;
-    files::replace_with(path, |out| out.write_all(&image).map_err(|e| Error::io("write", path, &e))).map_err(|e| {
+    files::write_atomic(path, &image).map_err(|e| {
         e.hint(
             "is the disk full? metrics.rollouts_keep_last keeps fewer rollouts, 0 in metrics.rollouts_every_steps none",
         )

@@ -52,7 +52,7 @@ impl EventsFile {
         if old.is_empty() {
             lines.iter().filter(|line| line.step <= step_last).for_each(|line| content.extend(scalars(line)));
         }
-        files::replace_with(&path, |out| out.write_all(&content).map_err(|e| Error::io("write", &path, &e)))?;
+        files::write_atomic(&path, &content)?;
         let file = OpenOptions::new().append(true).open(&path).map_err(|e| Error::io("write", &path, &e))?;
         Ok(Self { path, file })
     }

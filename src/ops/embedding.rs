@@ -5,8 +5,7 @@ use crate::device::cuda::ScatterLists;
 use crate::device::{Device, cpu, cuda};
 use crate::tensor::{Indices, Layout, PANEL, Slice, Tensor, Weight, WeightMut};
 
-/// The same where W holds the rows of the tokens from `first` on only: y is 0 for the others, so that the sum over all
-/// parts is the whole.
+/// W holds the rows of the tokens from `first` on: y is 0 for others, so that the sum over all parts is the whole.
 pub fn forward_part(tokens: &Indices, first: usize, w: Weight, y: &mut Tensor) {
     check(tokens.len(), w.k, w.layout, y);
     let place = |t: usize| Some(place(w.layout, w.k, row(tokens[t], first, w.n)?));
@@ -28,7 +27,7 @@ pub fn forward_part(tokens: &Indices, first: usize, w: Weight, y: &mut Tensor) {
     }
 }
 
-/// The same where dW holds the rows of the tokens from `first` on only.
+/// dW[token[t]] += dy[t], of the rows of the tokens from `first` on.
 pub fn backward_part(tokens: &[u32], first: usize, dy: &Tensor, dw: WeightMut) {
     check(tokens.len(), dw.k, dw.layout, dy);
     let (layout, n, k) = (dw.layout, dw.n, dw.k);

@@ -20,36 +20,28 @@ pub fn fsync_dir(dir: &Path) -> Result<()> {
     File::open(dir).and_then(|d| d.sync_all()).map_err(|e| Error::io("sync", dir, &e))
 }
 
-/// Replaces the file `path` by `bytes`, as `replace_with` does. Several processes may do that at once: the last one wins.
+/// Replaces the file `path` by `bytes`, as `replace_with` does.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
-    let partial = partial(path, &format!(".{}", std::process::id()));
-    replace(path, &partial, |out| out.write_all(bytes).map_err(|e| Error::io("write", path, &e)))
+    replace_with(path, |out| out.write_all(bytes).map_err(|e| Error::io("write", path, &e)))
 }
 
 /// Replaces the file `path` by what `fill` writes: a reader, or a crash, sees the old file or the whole new one. After an error the
-/// old file is untouched, and no unfinished file is left.
+/// old file is untouched, and no unfinished file is left. Several processes may do that at once: the last one wins.
 pub fn replace_with(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
-    replace(path, &partial(path, ""), fill)
-}
-
-fn replace(path: &Path, partial: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
+    // In the same directory, so that the rename is atomic.
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let partial = parent(path).join(format!(".{name}.{}{PARTIAL}", std::process::id()));
     let failed = |e| Error::io("write", path, &e);
-    let written = File::create(partial).map_err(failed).and_then(|file| {
+    let written = File::create(&partial).map_err(failed).and_then(|file| {
         let mut out = BufWriter::new(file);
         fill(&mut out)?;
         let file = out.into_inner().map_err(|e| failed(e.into_error()))?;
         // A network file system reports writes that failed in the background here.
         file.sync_all().map_err(failed)
     });
-    let renamed = written.and_then(|()| fs::rename(partial, path).map_err(failed));
-    renamed.inspect_err(|_| drop(fs::remove_file(partial)))?;
+    let renamed = written.and_then(|()| fs::rename(&partial, path).map_err(failed));
+    renamed.inspect_err(|_| drop(fs::remove_file(&partial)))?;
     fsync_dir(parent(path))
-}
-
-/// Where the new content of `path` is written: in the same directory, so that the rename is atomic.
-fn partial(path: &Path, tag: &str) -> PathBuf {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    parent(path).join(format!(".{name}{tag}{PARTIAL}"))
 }
 
 /// What is in a directory, in no order.
