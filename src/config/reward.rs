@@ -8,13 +8,11 @@
 //! python = { file = "style.py", weight = 0.5 }
 //! ```
 
-use std::fmt;
-use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 
-use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
-use serde::de::{Deserializer, Error as _, IntoDeserializer, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeOwned, Deserializer, Error as _, IntoDeserializer, Unexpected};
 use serde::{Deserialize, Serialize};
+use toml::Value;
 
 use super::limits::{self, ABOVE_0, YEAR_S};
 use crate::error::Error;
@@ -80,13 +78,13 @@ impl RewardConfig {
         self.python.iter().try_for_each(|python| limits::check("reward.python", python))?;
         self.http.iter().try_for_each(|http| check_urls("reward.http", &http.url))?;
         self.http.iter().try_for_each(|http| limits::check("reward.http", http))?;
-        let weights = self.rule.iter().map(|r| r.weight).chain(self.python.iter().map(|p| p.weight));
         self.judge.iter().try_for_each(JudgeConfig::check)?;
+        Error::need(self.environment.len() <= 1, "a job has one reward.environment at most")?;
+        self.environment.iter().try_for_each(EnvironmentConfig::check)?;
+        let weights = self.rule.iter().map(|r| r.weight).chain(self.python.iter().map(|p| p.weight));
         let weights = weights.chain(self.http.iter().map(|h| h.weight)).chain(self.models.iter().map(|m| m.weight));
         let weights = weights.chain(self.judge.iter().map(|j| j.weight));
         let weights = weights.chain(self.environment.iter().map(|e| e.weight));
-        Error::need(self.environment.len() <= 1, "a job has one reward.environment at most")?;
-        self.environment.iter().try_for_each(EnvironmentConfig::check)?;
         Error::need(weights.clone().all(f32::is_finite), "a reward's weight is not a finite number")?;
         Error::need(weights.clone().any(|w| w != 0.0), "every reward has weight 0, so that every score would be 0")
     }
@@ -330,35 +328,26 @@ impl FromWord for String {
 }
 
 /// A word, a table, or a list of either.
-struct Many<T>(Vec<T>);
-
-pub(super) fn one_or_many<'de, T: FromWord + Deserialize<'de>, D: Deserializer<'de>>(
+pub(super) fn one_or_many<'de, T: FromWord + DeserializeOwned, D: Deserializer<'de>>(
     from: D,
 ) -> Result<Vec<T>, D::Error> {
-    Many::deserialize(from).map(|many| many.0)
-}
-
-impl<'de, T: FromWord + Deserialize<'de>> Deserialize<'de> for Many<T> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct ManyVisitor<T>(PhantomData<T>);
-        impl<'de, T: FromWord + Deserialize<'de>> Visitor<'de> for ManyVisitor<T> {
-            type Value = Many<T>;
-            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-                write!(f, "{}, a table, or a list of them", T::EXPECTED)
+    let one = |value: Value| {
+        let found = match &value {
+            Value::String(word) => {
+                let unknown = || D::Error::custom(format!("unknown value \"{word}\", needed {}", T::EXPECTED));
+                return T::from_word(word).ok_or_else(unknown);
             }
-            fn visit_str<E: serde::de::Error>(self, word: &str) -> Result<Self::Value, E> {
-                T::from_word(word)
-                    .map(|one| Many(vec![one]))
-                    .ok_or_else(|| E::custom(format!("unknown value \"{word}\", needed {}", T::EXPECTED)))
-            }
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
-                Ok(Many(vec![T::deserialize(MapAccessDeserializer::new(map))?]))
-            }
-            fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<Self::Value, A::Error> {
-                let many = Vec::<Many<T>>::deserialize(SeqAccessDeserializer::new(seq)).map_err(A::Error::custom)?;
-                Ok(Many(many.into_iter().flat_map(|many| many.0).collect()))
-            }
-        }
-        deserializer.deserialize_any(ManyVisitor(PhantomData))
-    }
+            Value::Integer(n) => Unexpected::Signed(*n),
+            Value::Float(x) => Unexpected::Float(*x),
+            Value::Boolean(is) => Unexpected::Bool(*is),
+            Value::Array(_) => Unexpected::Seq,
+            _ => return T::deserialize(value).map_err(|e| D::Error::custom(e.message())),
+        };
+        Err(D::Error::invalid_type(found, &&*format!("{}, a table, or a list of them", T::EXPECTED)))
+    };
+    let all = match Value::deserialize(from)? {
+        Value::Array(all) => all,
+        alone => vec![alone],
+    };
+    all.into_iter().map(one).collect()
 }
