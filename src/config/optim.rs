@@ -2,7 +2,8 @@
 
 use super::limits::FINITE;
 use crate::error::{Error, Result};
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// How the learning rate moves after warm-up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -71,25 +72,16 @@ table! {
     /// `[optim]`: one table a role that is trained. Jobs with one model use `actor`.
     pub struct OptimRoles {
         pub actor: OptimConfig = OptimConfig::default(),
-        #[serde(deserialize_with = "CriticConfig::deserialize")]
+        #[serde(deserialize_with = "critic")]
         pub critic: OptimConfig = OptimConfig::critic(),
     }
 }
 
 /// `OptimConfig` whose missing keys take the defaults of the critic.
-#[derive(Deserialize)]
-#[serde(remote = "OptimConfig", default = "OptimConfig::critic", deny_unknown_fields)]
-struct CriticConfig {
-    lr: f64,
-    betas: [f64; 2],
-    eps: f64,
-    weight_decay: f64,
-    decay_vectors: bool,
-    clip_norm: f64,
-    schedule: Schedule,
-    warmup_ratio: f64,
-    floor_ratio: f64,
-    ema_beta: f64,
+fn critic<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<OptimConfig, D::Error> {
+    let mut table = toml::Table::deserialize(from)?;
+    table.entry("lr").or_insert_with(|| OptimConfig::critic().lr.into());
+    OptimConfig::deserialize(table).map_err(|e| D::Error::custom(e.message()))
 }
 
 #[cfg(test)]
