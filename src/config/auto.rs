@@ -1,6 +1,6 @@
 //! Tokens of a micro-batch in a job: a number, or `"auto"`, which the plan replaces before the job begins.
 
-use serde::de::Error as _;
+use super::mesh::Auto;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// `"auto"`: as many as fit.
@@ -11,9 +11,5 @@ pub fn serialize<S: Serializer>(tokens: &usize, to: S) -> Result<S::Ok, S::Error
 }
 
 pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<usize, D::Error> {
-    match toml::Value::deserialize(from)? {
-        toml::Value::String(word) if word == "auto" => Ok(AUTO),
-        toml::Value::Integer(tokens @ 0..) => Ok(tokens as usize),
-        other => Err(D::Error::custom(format!("invalid value: {other}, expected \"auto\" or a whole number"))),
-    }
+    Auto::deserialize(from).map(|tokens| if let Auto::Is(tokens) = tokens { tokens } else { AUTO })
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::limits::{self, COUNT, TOKENS};
+use super::limits::{COUNT, TOKENS, check_weights};
 use super::reward::{FromWord, one_or_many};
 use crate::error::{Error, Result};
 
@@ -194,10 +194,8 @@ impl DataConfig {
         Ok(())
     }
 
-    /// Checks what the types cannot: ranges, and keys that need each other.
+    /// Checks what neither the types nor the ranges can: keys that need each other.
     pub fn check(&self) -> Result<()> {
-        limits::check("data.split", &self.split)?;
-        limits::check("data", self)?;
         let hint = "name shard prefixes or files of rows";
         self.check_eval_sets()?;
         let has_rows = !self.prompts.is_empty() || self.only_evaluates && !self.eval_sets.is_empty();
@@ -207,13 +205,7 @@ impl DataConfig {
             self.long_prompts != LongPrompts::Window || overlap < longest,
             format!("data.window_overlap_tokens is {overlap}, it must be below data.prompt_tokens_max = {longest}"),
         )?;
-        let (weights, entries) = (self.weights.len(), self.prompts.len());
-        Error::need(
-            weights == 0 || weights == entries,
-            format!("data.weights has {weights} numbers for {entries} entries of data.prompts"),
-        )?;
-        let are_positive = self.weights.iter().all(|w| w.is_finite() && *w > 0.0);
-        Error::need(are_positive, "data.weights must be positive numbers")?;
+        check_weights("data.weights", &self.weights, "data.prompts", self.prompts.len())?;
         Error::need(
             self.order != Order::Curriculum || !self.curriculum_field.is_empty(),
             "data.order = \"curriculum\" needs data.curriculum_field",

@@ -1,6 +1,6 @@
 //! `[distill]`: a student that learns the distributions of its teachers.
 
-use super::limits::{FINITE, SAMPLES, TOKENS};
+use super::limits::{FINITE, SAMPLES, TOKENS, check_weights};
 use super::model::ModelConfig;
 use super::rollout::RolloutConfig;
 use crate::error::{Error, Result};
@@ -52,15 +52,7 @@ impl DistillConfig {
             teachers.iter().all(|dir| !dir.as_os_str().is_empty()),
             "model.teachers holds an empty text, needed a directory",
         )?;
-        let (n, m) = (weights.len(), teachers.len());
-        Error::need(
-            n == 0 || n == m,
-            format!("model.teacher_weights has {n} numbers for {m} entries of model.teachers"),
-        )?;
-        Error::need(
-            weights.iter().all(|weight| weight.is_finite() && *weight > 0.0),
-            "model.teacher_weights must be positive numbers",
-        )?;
+        check_weights("model.teacher_weights", weights, "model.teachers", teachers.len())?;
         if self.full_vocabulary {
             return Ok(());
         }

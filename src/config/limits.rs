@@ -30,9 +30,6 @@ pub(super) const FINITE: f64 = f32::MAX as f64;
 /// The smallest f32 above 0 that is no subnormal: for ranges that leave 0 out.
 pub(super) const ABOVE_0: f64 = f32::MIN_POSITIVE as f64;
 
-/// Below this, a range that leaves 0 out begins.
-pub(super) const NEARLY_0: f64 = 1e-30;
-
 /// Numbers of a table, each with its range.
 pub type Ranges = &'static [(&'static str, RangeInclusive<f64>)];
 
@@ -59,6 +56,14 @@ pub fn check_option(option: &str, value: usize, low: usize, high: usize) -> Resu
     refuse_outside(option, &value.into(), &(low as f64..=high as f64))
 }
 
+/// Refuses weights of `key` that are not one for each of the `entries` of `of`, or not positive.
+pub(super) fn check_weights(key: &str, weights: &[f64], of: &str, entries: usize) -> Result<()> {
+    let n = weights.len();
+    Error::need(n == 0 || n == entries, format!("{key} has {n} numbers for {entries} entries of {of}"))?;
+    let are_positive = weights.iter().all(|weight| weight.is_finite() && *weight > 0.0);
+    Error::need(are_positive, format!("{key} must be positive numbers"))
+}
+
 fn refuse_outside(key: &str, value: &Value, range: &RangeInclusive<f64>) -> Result<()> {
     // "auto" stands for a number that is chosen later.
     if value == "auto" || value.as_f64().is_some_and(|x| range.contains(&x)) {
@@ -73,8 +78,8 @@ fn refuse_outside(key: &str, value: &Value, range: &RangeInclusive<f64>) -> Resu
     let needed = match (*range.start(), *range.end()) {
         (low, high) if low == -FINITE && high == FINITE => "a finite number".to_string(),
         (low, high) if low == -FINITE => format!("a number up to {high}"),
-        (low, high) if low > 0.0 && low < NEARLY_0 && high == FINITE => "a number above 0".to_string(),
-        (low, high) if low > 0.0 && low < NEARLY_0 => format!("a number above 0, up to {high}"),
+        (low, high) if low > 0.0 && low <= ABOVE_0 && high == FINITE => "a number above 0".to_string(),
+        (low, high) if low > 0.0 && low <= ABOVE_0 => format!("a number above 0, up to {high}"),
         (low, high) if high == FINITE => format!("a number from {low} up"),
         (1.0, high) => format!("at least 1 and at most {high}"),
         (low, high) => format!("a number from {low} to {high}"),
@@ -85,29 +90,23 @@ fn refuse_outside(key: &str, value: &Value, range: &RangeInclusive<f64>) -> Resu
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Config;
     use crate::config::ppo::PpoConfig;
-
-    /// The numbers that have no range.
-    fn without<T: Ranged>(table: &str, settings: &T) -> Vec<String> {
-        check(table, settings).expect("defaults are within their ranges");
-        let Ok(Value::Object(fields)) = serde_json::to_value(settings) else { panic!("{table} is no table") };
-        let is_ranged = |key: &String| T::RANGES.iter().any(|(ranged, _)| ranged == key);
-        let numbers = fields.into_iter().filter(|(key, value)| value.is_number() && !is_ranged(key));
-        numbers.map(|(key, _)| format!("{table}.{key}")).collect()
-    }
+    use crate::config::{Config, TABLES};
 
     #[test]
     fn every_number_of_a_job_has_a_range_that_holds_its_default() {
-        let Config { job, mesh, data, rollout, reward, ppo, sft, gradient, optim, eval, checkpoint, metrics, .. } =
-            Config::default();
-        let main = [without("job", &job), without("mesh", &mesh), without("data", &data), without("ppo", &ppo)];
-        let of_rows = [without("data.split", &data.split), without("rollout", &rollout), without("reward", &reward)];
-        let learning = [without("sft", &sft), without("gradient", &gradient), without("optim", &optim.actor)];
-        let others = [without("eval", &eval), without("checkpoint", &checkpoint), without("metrics", &metrics)];
-        let all = [main.concat(), of_rows.concat(), learning.concat(), others.concat()].concat();
+        let config = Config::default();
+        config.check_ranges().expect("defaults are within their ranges");
+        let values = serde_json::to_value(&config).expect("a job is JSON");
+        let mut without = Vec::new();
+        for (table, ranges) in TABLES {
+            let settings = table.split('.').fold(&values, |values, name| &values[name]);
+            let is_ranged = |key: &String| ranges.iter().any(|(ranged, _)| ranged == key);
+            let numbers = settings.as_object().expect("a table").iter().filter(|(_, value)| value.is_number());
+            without.extend(numbers.filter(|(key, _)| !is_ranged(key)).map(|(key, _)| format!("{table}.{key}")));
+        }
         // Those depend on the ranks that there are.
-        assert_eq!(all, ["mesh.pipeline", "mesh.sequence"]);
+        assert_eq!(without, ["mesh.pipeline", "mesh.sequence"]);
     }
 
     #[test]

@@ -101,16 +101,19 @@ fn check<'a>(given: &'a mut Table, known: &Table, path: &mut Vec<&'a str>, wrong
                 if default.is_array() && !value.is_array() && !value.is_table() {
                     *value = Value::Array(vec![value.clone()]);
                 }
-                let alone = path.iter().rev().fold(value.clone(), |value, key| {
-                    Value::Table(std::iter::once(((*key).to_string(), value)).collect())
-                });
-                if let Err(e) = Config::deserialize(alone) {
-                    wrong(path, explain(&path.join("."), value, e.message()));
+                if let Some(message) = refusal(path, value.clone()) {
+                    wrong(path, explain(&path.join("."), value, &message));
                 }
             }
         }
         path.pop();
     }
+}
+
+/// What serde says of a job with `value` alone at `path`, where it does not take it.
+pub(super) fn refusal(path: &[&str], value: Value) -> Option<String> {
+    let within = |value, key: &&str| Value::Table(Table::from_iter([((*key).to_string(), value)]));
+    Config::deserialize(path.iter().rev().fold(value, within)).err().map(|e| e.message().to_string())
 }
 
 /// Where the value of `path` begins in the file.
@@ -234,9 +237,7 @@ fn unknown_word(key: &str, value: &Value, is_key: bool, wrong: &str, known: &[&s
     let error = Error::usage(format!("{key}: unknown {} `{wrong}`", if is_key { "key" } else { "value" }));
     // The field calls a kind of job what is an estimator or a loss of PPO here.
     for of in ["advantage", "loss"] {
-        let ppo = Table::from_iter([(of.to_string(), value.clone())]);
-        let job = Table::from_iter([("ppo".to_string(), Value::Table(ppo))]);
-        if key == "job.kind" && Config::deserialize(Value::Table(job)).is_ok() {
+        if key == "job.kind" && refusal(&["ppo", of], value.clone()).is_none() {
             return error.hint(format!("set job.kind = \"ppo\" and ppo.{of} = \"{wrong}\""));
         }
     }

@@ -1,12 +1,11 @@
 //! The JSON schema of a job, for editors: what a key means stands in the manual, its range beside its type, and what else it takes
 //! is asked of serde, so that nothing is said twice.
 
-use super::load::REQUIRED;
+use super::TABLES;
+use super::limits::{ABOVE_0, FINITE, Ranged, Ranges};
+use super::load::{REQUIRED, refusal};
 use super::mesh::RoleName;
 use super::reward::{EnvironmentConfig, HttpConfig, JudgeConfig, ModelRewardConfig, PythonConfig};
-use super::{Config, TABLES, limits};
-use crate::config::limits::{FINITE, Ranged, Ranges};
-use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use toml::Value as Toml;
 
@@ -51,13 +50,6 @@ fn example(table: &str) -> String {
     inner.map_while(|line| line.strip_prefix("# ")).collect::<Vec<_>>().join("\n")
 }
 
-/// What serde says of a job with `value` alone at `path`, where it does not take it.
-fn refusal(path: &[&str], value: Toml) -> Option<String> {
-    let alone =
-        path.iter().rev().fold(value, |value, key| Toml::Table(toml::Table::from_iter([((*key).into(), value)])));
-    Config::deserialize(alone).err().map(|e| e.message().to_string())
-}
-
 /// What a place takes: `refused` says why it does not take a value. Numbers are within `range`.
 fn takes(refused: &dyn Fn(Toml) -> Option<String>, range: Option<&std::ops::RangeInclusive<f64>>) -> Value {
     let fits = |value: Toml| refused(value).is_none();
@@ -100,7 +92,7 @@ fn list(one: &Value, size: usize) -> Value {
 
 fn bound(number: &mut Value, low: f64, high: f64, is_whole: bool) {
     let json = |x: f64| if is_whole { Value::from(x as i64) } else { Value::from(x) };
-    if low > 0.0 && low < limits::NEARLY_0 {
+    if low > 0.0 && low <= ABOVE_0 {
         number["exclusiveMinimum"] = 0.into();
     } else if low > -FINITE {
         number["minimum"] = json(low);
