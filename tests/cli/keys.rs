@@ -148,6 +148,27 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
         &["ppo.overlong_tokens_max is 8", "at least", "9"],
         "",
     ),
+    // Evaluations that say nothing.
+    (
+        &["job.kind=sft", "data.eval_sets=[{name=\"a\",prompts=\"a\"}]"],
+        &["data.eval_sets is set, a sft job evaluates on data.eval_split alone"],
+        "job.kind = \"eval\"",
+    ),
+    (&["job.kind=eval", "eval.samples_per_prompt=4"], &["= 4 with eval.temperature = 0"], "set eval.temperature"),
+    (&["job.kind=eval", "eval.temperature=1e-6"], &["eval.temperature is 0.000001, needed 0 (greedy) or at least"], ""),
+    (&["eval.pass_at=[1,2]"], &["eval.pass_at has 2, needed from 1 to eval.samples_per_prompt = 1"], "at least k"),
+    (&["eval.pass_at=0"], &["eval.pass_at has 0"], ""),
+    (
+        &["data.eval_sets=[{name=\"a\",prompts=\"a\"},{name=\"a\",prompts=\"b\"}]"],
+        &["data.eval_sets has two sets named \"a\""],
+        "",
+    ),
+    (&["data.eval_sets=[{name=\"a\"}]"], &["data.eval_sets: a names no prompts"], ""),
+    (
+        &["data.eval_sets=[{name=\"a/b\",prompts=\"a\"}]"],
+        &["data.eval_sets: the name of set 1 is \"a/b\""],
+        "letters, digits",
+    ),
     (&["job.kind=sft", "job.steps=0", "sft.epochs=0.0"], &["sft.epochs is 0", "above 0"], ""),
     (&["job.kind=distill"], &["model.teachers is empty", "at least one teacher"], "model.teachers = [\"DIR\"]"),
     (
@@ -197,6 +218,18 @@ fn what_an_override_says_wrongly_is_refused_with_what_would_be_right() {
     for (overrides, words, hint) in OVERRIDES {
         fixture.refuses(2, overrides, words).hinted(hint);
     }
+}
+
+#[test]
+fn an_evaluation_needs_prompts_or_sets() {
+    let of = |sets: &[&str]| {
+        let job = "job.kind = \"eval\"\nmodel.actor = \"m\"\nreward.rule = \"exact\"\n";
+        let sets: Vec<String> = sets.iter().map(|set| (*set).to_string()).collect();
+        config::parse(job, &sets).and_then(|config| config.check())
+    };
+    assert_eq!(of(&["data.eval_sets=[{name=\"a\",prompts=\"a\"}]"]), Ok(()));
+    assert_eq!(of(&["data.prompts=p", "eval.samples_per_prompt=2", "eval.temperature=1.0"]), Ok(()));
+    assert!(of(&[]).expect_err("no rows").message.contains("data.prompts is missing"));
 }
 
 /// Keys as other systems call them, in the table where a user might write them, and what is said.
