@@ -4,6 +4,9 @@ use super::source::{files, root};
 use rlhf_hpc::config::data::EvalSetConfig;
 use rlhf_hpc::config::reward::{HttpConfig, JudgeConfig, ModelRewardConfig, PythonConfig, RuleConfig};
 use rlhf_hpc::config::{self, Config};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::fmt::Debug;
 use std::fs;
 
 /// Keys without a default: the manual shows an example.
@@ -93,29 +96,24 @@ fn example(table: &str) -> String {
     inner.map(|line| &line[2..]).collect::<Vec<_>>().join("\n") + "\n"
 }
 
-#[test]
-fn the_manual_shows_the_tables_of_rewards_and_sets_with_their_defaults() {
-    let rule = example("reward.rule");
-    assert_eq!(toml::from_str::<RuleConfig>(&rule).unwrap(), RuleConfig::default());
-    assert_eq!(paths(&rule), paths(&toml::to_string(&RuleConfig::default()).unwrap()));
-    let python = example("reward.python");
-    assert_eq!(toml::from_str::<PythonConfig>(&python).unwrap(), PythonConfig::default());
-    assert_eq!(paths(&python), paths(&toml::to_string(&PythonConfig::default()).unwrap()));
-    let models = example("reward.models");
-    assert_eq!(toml::from_str::<ModelRewardConfig>(&models).unwrap(), ModelRewardConfig::default());
-    assert_eq!(paths(&models), paths(&toml::to_string(&ModelRewardConfig::default()).unwrap()));
-    let http = example("reward.http");
-    assert_eq!(toml::from_str::<HttpConfig>(&http).unwrap(), HttpConfig::default());
-    assert_eq!(paths(&http), paths(&toml::to_string(&HttpConfig::default()).unwrap()));
-    let judge = example("reward.judge");
-    assert_eq!(toml::from_str::<JudgeConfig>(&judge).unwrap(), JudgeConfig::default());
-    assert_eq!(paths(&judge), paths(&toml::to_string(&JudgeConfig::default()).unwrap()));
-    let set = example("data.eval_sets");
-    assert_eq!(toml::from_str::<EvalSetConfig>(&set).unwrap(), EvalSetConfig::default());
-    assert_eq!(paths(&set), paths(&toml::to_string(&EvalSetConfig::default()).unwrap()));
-    for line in [rule, python, models, http, judge, set].iter().flat_map(|table| lines(table)) {
+/// Holds the example of a table equal to the defaults of its keys, all of which are there and explained.
+fn is_shown<T: Default + DeserializeOwned + Serialize + PartialEq + Debug>(table: &str) {
+    let text = example(table);
+    assert_eq!(toml::from_str::<T>(&text).unwrap(), T::default());
+    assert_eq!(paths(&text), paths(&toml::to_string(&T::default()).unwrap()));
+    for line in lines(&text) {
         assert!(line.comment.trim().len() >= 10, "{} has no words", line.path);
     }
+}
+
+#[test]
+fn the_manual_shows_the_tables_of_rewards_and_sets_with_their_defaults() {
+    is_shown::<RuleConfig>("reward.rule");
+    is_shown::<PythonConfig>("reward.python");
+    is_shown::<ModelRewardConfig>("reward.models");
+    is_shown::<HttpConfig>("reward.http");
+    is_shown::<JudgeConfig>("reward.judge");
+    is_shown::<EvalSetConfig>("data.eval_sets");
 }
 
 #[test]
