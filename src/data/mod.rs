@@ -11,7 +11,6 @@ mod hashes;
 pub mod input;
 pub mod ledger;
 mod left_out;
-pub mod packing;
 mod row_source;
 pub mod rows;
 pub mod shard;

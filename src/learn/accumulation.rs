@@ -3,7 +3,6 @@
 use crate::comm::{Axes, records};
 use crate::config::optim::GradientOrder;
 use crate::data::balance::{self, Cost};
-use crate::data::packing;
 use crate::device::null;
 use crate::learn::Learner;
 use crate::learn::sums::Sums;
@@ -31,9 +30,9 @@ pub fn chunks(
         let plan = balance::plan(lengths, ranks, tokens_max, cost).into_iter().enumerate();
         return plan.map(|(number, microbatches)| vec![Chunk { leaf: number, number, microbatches }]).collect();
     }
-    let dealt = packing::deal(lengths, count);
+    let dealt = balance::deal(lengths, count);
     let chunk = |(leaf, number): (usize, usize)| {
-        let microbatches = packing::microbatches(lengths, &dealt[number], tokens_max, 0);
+        let microbatches = balance::microbatches(lengths, &dealt[number], tokens_max, 0);
         Chunk { leaf, number, microbatches }
     };
     (0..ranks).map(|rank| leaves(count, rank, ranks).into_iter().map(chunk).collect()).collect()
