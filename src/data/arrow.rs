@@ -4,11 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use arrow_array::cast::AsArray;
-use arrow_array::types::{
-    Float16Type, Float32Type, Float64Type, Int8Type, Int16Type, Int32Type, Int64Type, UInt8Type, UInt16Type,
-    UInt32Type, UInt64Type,
-};
-use arrow_array::{Array, ArrayRef, RecordBatch};
+use arrow_array::types::{Float16Type, Float32Type, Float64Type};
+use arrow_array::{Array, ArrayRef, RecordBatch, downcast_integer_array};
 use arrow_buffer::Buffer;
 use arrow_ipc::reader::StreamDecoder;
 use arrow_schema::{ArrowError, DataType, Field, Fields};
@@ -153,31 +150,18 @@ fn object(fields: &Fields, columns: &[ArrayRef], i: usize) -> Result<Map<String,
 
 /// A value; none where it is null.
 fn cell(column: &ArrayRef, field: &Field, i: usize) -> Result<Option<Value>> {
-    /// A number of a primitive type, as its own type in Rust.
-    macro_rules! number {
-        ($type:ty) => {
-            column.as_primitive::<$type>().value(i)
-        };
-    }
     if column.is_null(i) {
         return Ok(None);
     }
     let real = |x: f64| {
         Number::from_f64(x).map(Value::Number).ok_or_else(|| Error::data(format!("{x}, which is no number of JSON")))
     };
-    Ok(Some(match column.data_type() {
+    Ok(Some(downcast_integer_array!(
+        column => column.value(i).into(),
         DataType::Boolean => column.as_boolean().value(i).into(),
-        DataType::Int8 => number!(Int8Type).into(),
-        DataType::Int16 => number!(Int16Type).into(),
-        DataType::Int32 => number!(Int32Type).into(),
-        DataType::Int64 => number!(Int64Type).into(),
-        DataType::UInt8 => number!(UInt8Type).into(),
-        DataType::UInt16 => number!(UInt16Type).into(),
-        DataType::UInt32 => number!(UInt32Type).into(),
-        DataType::UInt64 => number!(UInt64Type).into(),
-        DataType::Float16 => real(number!(Float16Type).into())?,
-        DataType::Float32 => real(number!(Float32Type).into())?,
-        DataType::Float64 => real(number!(Float64Type))?,
+        DataType::Float16 => real(column.as_primitive::<Float16Type>().value(i).into())?,
+        DataType::Float32 => real(column.as_primitive::<Float32Type>().value(i).into())?,
+        DataType::Float64 => real(column.as_primitive::<Float64Type>().value(i))?,
         DataType::Utf8 => text(column.as_string::<i32>().value(i), field)?,
         DataType::LargeUtf8 => text(column.as_string::<i64>().value(i), field)?,
         DataType::Utf8View => text(column.as_string_view().value(i), field)?,
@@ -192,7 +176,7 @@ fn cell(column: &ArrayRef, field: &Field, i: usize) -> Result<Option<Value>> {
         }
         // Columns of other types were refused.
         _ => return Ok(None),
-    }))
+    )))
 }
 
 fn list(items: &ArrayRef, field: &Field) -> Result<Value> {
