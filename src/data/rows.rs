@@ -57,10 +57,7 @@ impl Encoder<'_> {
     /// The document of one row. `source` is its file and line; `split` is the input's own split, if it has one.
     pub fn encode(&self, row: Map<String, Value>, source: String, split: Option<&str>) -> Result<Encoded> {
         let sequences = self.sequences(&row)?;
-        let Reading { config, vocabulary, .. } = self.reading;
-        if let Some(token) = sequences.iter().flatten().find(|token| **token as usize >= vocabulary) {
-            return Err(Error::data(format!("token {token} is outside the model's vocabulary of {vocabulary}")));
-        }
+        let config = self.reading.config;
         let field = &config.split.field;
         let split = match config.split.by {
             SplitBy::Source | SplitBy::File => split.map(str::to_owned),
@@ -192,14 +189,13 @@ impl Encoder<'_> {
                     return Err(Error::data(format!("field {key:?} is a list of messages"))
                         .hint("set chat_template = true (or --chat-template)"));
                 }
-                let all = match answer.strip_prefix(&before[..]) {
-                    _ if before.is_empty() => answer,
-                    // A conversation may begin with the prompt.
-                    Some(_) => answer,
-                    None if answer.iter().all(is_assistant) => [before, answer].concat(),
-                    None => {
-                        return Err(Error::data(format!("field {key:?} does not begin with the prompt's messages")));
-                    }
+                // A conversation may begin with the prompt.
+                let all = if answer.starts_with(&before) {
+                    answer
+                } else if answer.iter().all(is_assistant) {
+                    [before, answer].concat()
+                } else {
+                    return Err(Error::data(format!("field {key:?} does not begin with the prompt's messages")));
                 };
                 if !all.last().is_some_and(is_assistant) {
                     return Err(Error::data(format!("field {key:?} does not end with an assistant's message")));

@@ -95,12 +95,8 @@ impl Index {
         let width = Width::from_code(map[17])
             .ok_or_else(|| wrong(format!("dtype code {}, tokens need an integer (codes 1 to 5 and 8)", map[17])))?;
         let (sequences, entries) = (u64_at(&map, 18), u64_at(&map, 26));
-        let needed = sequences
-            .checked_mul(12)
-            .and_then(|n| entries.checked_mul(8).and_then(|m| n.checked_add(m)))
-            .and_then(|n| n.checked_add(HEADER_BYTES as u64));
-        if needed != Some(map.len() as u64) {
-            let needed = needed.map_or_else(|| "more than can be".to_owned(), |n| n.to_string());
+        let needed = HEADER_BYTES as u128 + 12 * u128::from(sequences) + 8 * u128::from(entries);
+        if needed != map.len() as u128 {
             return Err(wrong(format!(
                 "{} bytes, {sequences} sequences and {entries} document entries need {needed}",
                 map.len()

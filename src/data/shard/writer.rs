@@ -9,6 +9,7 @@ use super::format::{MAGIC, VERSION, Width};
 use super::sidecar::{FileHash, Meta, Sidecar, SplitRange};
 use crate::error::{Error, Result};
 use crate::sys::files;
+use tempfile::TempPath;
 
 /// Splits that one shard may have; each keeps two files open while it is written.
 const SPLITS_MAX: usize = 128;
@@ -58,8 +59,11 @@ impl ShardWriter {
         for sequence in sequences {
             let token_max = sequence.iter().copied().max().unwrap_or(0);
             if token_max as usize >= self.vocabulary {
-                return Err(Error::data(format!("token {token_max} is outside the vocabulary of {}", self.vocabulary))
-                    .hint("the tokenizer does not belong to the model"));
+                return Err(Error::data(format!(
+                    "token {token_max} is outside the model's vocabulary of {}",
+                    self.vocabulary
+                ))
+                .hint("the tokenizer does not belong to the model"));
             }
             if i32::try_from(sequence.len()).is_err() {
                 return Err(Error::data(format!("a sequence of {} tokens is too long for a shard", sequence.len())));
@@ -88,7 +92,7 @@ impl ShardWriter {
             return Err(Error::data(format!("more than {SPLITS_MAX} splits, the last one {:?}", split.unwrap_or("")))
                 .hint("the field that names the split has too many values"));
         }
-        let partial = |suffix: &str| PartialFile::create(file_of(&self.prefix, &format!("{suffix}.spool-{i}")));
+        let partial = |suffix: &str| PartialFile::create(&file_of(&self.prefix, &format!("{suffix}.spool-{i}")));
         self.splits.push(Spool {
             name: split.map(str::to_owned),
             bin: partial(".bin")?,
@@ -117,7 +121,7 @@ impl ShardWriter {
         self.splits.sort_by(|a, b| a.name.cmp(&b.name));
         let mut partial = Vec::new();
         for suffix in [".bin", ".meta.jsonl", ".meta.idx", ".idx"] {
-            partial.push((suffix, PartialFile::create(file_of(&self.prefix, &format!("{suffix}.partial")))?));
+            partial.push((suffix, PartialFile::create(&file_of(&self.prefix, &format!("{suffix}.partial")))?));
         }
         for spool in &mut self.splits {
             partial[0].1.append(&mut spool.bin)?;
@@ -212,13 +216,14 @@ impl ShardWriter {
 /// A file next to its final name, removed unless it is renamed.
 #[derive(Debug)]
 struct PartialFile {
-    path: PathBuf,
+    path: TempPath,
     file: BufWriter<File>,
 }
 
 impl PartialFile {
-    fn create(path: PathBuf) -> Result<Self> {
-        let file = File::create(&path).map_err(|e| Error::io("write", &path, &e))?;
+    fn create(path: &Path) -> Result<Self> {
+        let file = File::create(path).and_then(|file| Ok((TempPath::try_from_path(path)?, file)));
+        let (path, file) = file.map_err(|e| Error::io("write", path, &e))?;
         Ok(Self { path, file: BufWriter::with_capacity(1 << 20, file) })
     }
 
@@ -238,13 +243,6 @@ impl PartialFile {
     }
 
     fn rename(self, to: &Path) -> Result<()> {
-        fs::rename(&self.path, to).map_err(|e| Error::io("write", to, &e))
-    }
-}
-
-impl Drop for PartialFile {
-    fn drop(&mut self) {
-        // After a rename there is no file of this name.
-        let _ = fs::remove_file(&self.path);
+        self.path.persist(to).map_err(|e| Error::io("write", to, &e.error))
     }
 }
