@@ -467,17 +467,15 @@ fn select(
     for (s, source) in sources.iter().enumerate() {
         let documents = source.shard.documents() as u64;
         let evaluates: HashSet<u64> = eval[s].iter().copied().collect();
-        let rows: Vec<u64> = if source.split == Some(TEST) || config.only_evaluates {
-            Vec::new()
-        } else if config.prompt_split.is_empty() {
-            (0..documents).filter(|row| !evaluates.contains(row)).collect()
-        } else {
-            named(s, &config.prompt_split)
+        let of_split: HashSet<u64> = named(s, &config.prompt_split).into_iter().collect();
+        let trains = |row: &u64| {
+            let none = source.split == Some(TEST) || config.only_evaluates;
+            !none && (config.prompt_split.is_empty() || of_split.contains(row))
         };
-        let mut kept = Vec::with_capacity(rows.len());
+        let mut kept = Vec::new();
         for row in (0..documents).filter(|row| !evaluates.contains(row)) {
             let is_known = || Ok(held_out.contains(&prompt_hash(&source.shard.prompt(row as usize)?, 0)));
-            if rows.binary_search(&row).is_err() {
+            if !trains(&row) {
                 filtered.push((s, row, "other_split"));
             } else if !held_out.is_empty() && is_known()? {
                 filtered.push((s, row, "same_prompt_in_eval_split"));
