@@ -11,12 +11,7 @@ use crate::rng::{Purpose, Rng};
 
 /// Where a source stands: enough to continue it exactly, on any number of ranks.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Cursor {
-    /// Full passes over the rows so far.
-    pub epoch: u32,
-    /// Entries handed out within this epoch.
-    pub position: u64,
     /// Entries handed out of each stratum since the start (one stratum, or one per weighted source).
     pub drawn: Vec<u64>,
     /// XXH3 of what can be handed out: a cursor fits only the rows that it was made on.
@@ -56,7 +51,7 @@ impl Feed {
         }
         ledger.deferred = strata.iter().map(|stratum| stratum.rows.len() as u64).sum();
         ledger.check()?;
-        let cursor = Cursor { drawn: vec![0; strata.len()], rows_xxh3: fingerprint(&strata), ..Cursor::default() };
+        let cursor = Cursor { drawn: vec![0; strata.len()], rows_xxh3: fingerprint(&strata) };
         Ok(Self { strata, order: config.order, length_group_rows: config.length_group_rows, seed, cursor, ledger })
     }
 
@@ -83,10 +78,6 @@ impl Feed {
         let order = order.as_ref().map_or(&[][..], |(_, order)| order);
         let entry = all[order[(drawn % entries) as usize] as usize];
         self.cursor.drawn[s] += 1;
-        let total: u64 = self.cursor.drawn.iter().sum();
-        let epoch_entries = self.epoch_entries();
-        self.cursor.epoch = (total / epoch_entries) as u32;
-        self.cursor.position = total % epoch_entries;
         self.account(&entry, epoch);
         entry
     }

@@ -50,8 +50,7 @@ fn an_epoch_hands_out_every_row_once_and_the_next_one_in_another_order() {
     assert!(prompt.text.ends_with(&format!("what is {} plus {}?", prompt.id, prompt.id)));
     assert_eq!(fixture.tokenizer.encode(&prompt.text, true).unwrap(), prompt.tokens);
     assert!(prompt.source.ends_with("q.jsonl"));
-    assert_eq!(source.cursor().epoch, 2);
-    assert_eq!(source.cursor().position, 4);
+    assert_eq!(source.cursor().drawn, [2 * 103 + 4]);
 }
 
 #[test]
