@@ -1,11 +1,12 @@
 //! The commit: shards aside, sync, agreement of all ranks, manifest, sync, rename, sync, `latest`, and only then what
 //! is too old goes.
 
-use super::manifest::{self, Entry, Manifest, check_name, repeated};
+use super::manifest::{self, Entry, Manifest, check_name};
 use super::payload::Payload;
 use crate::comm::{Group, records};
 use crate::error::{Error, Kind, Result};
 use crate::sys::files::{check_space, entries, fsync_dir, write_atomic};
+use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -21,12 +22,6 @@ pub struct Keep {
     pub best: Option<u64>,
 }
 
-impl From<usize> for Keep {
-    fn from(last: usize) -> Self {
-        Self { last, best: None }
-    }
-}
-
 /// Commits `root/step-N` of `manifest`, which is rank 0's. Every rank of `group` calls this with its own files, whose names are its
 /// own too (for example `actor.m.rank-0003.bin`). `root` is the same directory for all ranks. An older checkpoint of the same step
 /// is replaced; that of the best step is set aside as `step-N.best`, for the new one may be in the midst of the next step. Afterwards
@@ -40,9 +35,8 @@ pub fn save(
     group: &Group,
     files: &[(String, Payload)],
     mut manifest: Manifest,
-    keep: impl Into<Keep>,
+    keep: Keep,
 ) -> Result<PathBuf> {
-    let keep = keep.into();
     let step = manifest.step;
     let (partial, last) = (root.join(format!(".step-{step}.partial")), root.join(format!("step-{step}")));
     let committed = write_shards(root, &partial, group, files).and_then(|files| {
@@ -67,7 +61,8 @@ fn write_shards(root: &Path, partial: &Path, group: &Group, files: &[(String, Pa
     group.agree(begun)?;
     let entries = group.agree(write_own(partial, files))?;
     let all = records::gather(group, &entries)?;
-    match repeated(&all) {
+    let mut seen = HashSet::new();
+    match all.iter().map(|entry| &entry.name).find(|name| !seen.insert(*name)) {
         Some(name) => Err(Error::fault(format!("two files of this checkpoint are named {name}"))),
         None => Ok(all),
     }

@@ -50,9 +50,6 @@ impl SavedVector {
             let path = from.sized(entry)?;
             let mut at = 0;
             for &[start, end] in &shard.ranges {
-                if end < start || (at + end - start) as u64 * 4 > entry.bytes {
-                    return Err(bad(format!("has a shard {} whose elements {start}..{end} are not there", entry.name)));
-                }
                 extents.push(Extent { range: start..end, file: files.len(), at });
                 at += end - start;
             }
@@ -60,15 +57,11 @@ impl SavedVector {
             files.push(Source { path, file, map: OnceLock::new() });
         }
         extents.sort_by_key(|extent| (extent.range.start, extent.range.end));
-        let mut next = 0;
-        for Extent { range, file, .. } in &extents {
-            if range.start != next {
-                let name = files[*file].path.display();
-                return Err(bad(format!("has a shard {name} that does not follow element {next}")));
-            }
-            next = range.end;
+        let follows = |next: usize, Extent { range, .. }: &Extent| (range.start == next).then_some(range.end);
+        if extents.iter().try_fold(0, follows) != Some(len) {
+            return Err(bad(format!("has shards that are not its {len} elements, each once")));
         }
-        if next == len { Ok(Self { extents, files }) } else { Err(bad(format!("ends at element {next} of {len}"))) }
+        Ok(Self { extents, files })
     }
 
     pub fn read(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {

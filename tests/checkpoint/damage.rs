@@ -2,7 +2,7 @@
 
 use crate::checkpoint::{manifest, save_step};
 use crate::names;
-use rlhf_hpc::checkpoint::{Payload, newest, resume, save};
+use rlhf_hpc::checkpoint::{Keep, Payload, newest, resume, save};
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::error::Kind;
 use serde_json::json;
@@ -93,9 +93,11 @@ fn a_directory_that_cannot_be_written_is_an_io_error() {
 fn names_that_lead_elsewhere_and_names_given_twice_are_refused() {
     let root = tempfile::tempdir().expect("a directory");
     save_step(root.path(), 1, 3).expect("saves");
-    for files in [vec!["../evil.bin"], vec!["a.bin", "a.bin"]] {
+    let elsewhere =
+        ["", "..", "../x", "a/b", "/etc/passwd", ".hidden", "manifest.json", "a\0b", "a b"].map(|name| vec![name]);
+    for files in elsewhere.into_iter().chain([vec!["a.bin", "a.bin"]]) {
         let files: Vec<(String, Payload)> = files.into_iter().map(|n| (n.to_string(), Payload::bytes(b"x"))).collect();
-        save(root.path(), &Group::one(), &files, manifest(2, json!({})), 3).expect_err("refused");
+        save(root.path(), &Group::one(), &files, manifest(2, json!({})), Keep::default()).expect_err("refused");
     }
     assert_eq!(names(root.path()), ["latest", "step-1"]);
 }

@@ -4,7 +4,7 @@ mod damage;
 mod kill;
 mod round_trip;
 
-use rlhf_hpc::checkpoint::{Manifest, Payload, save};
+use rlhf_hpc::checkpoint::{Keep, Manifest, Payload, save};
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::error::Result;
 use rlhf_hpc::mesh::Mesh;
@@ -30,5 +30,5 @@ fn save_step(root: &Path, step: u64, keep_last: usize) -> Result<PathBuf> {
         ("cursor.bin".to_string(), Payload::bytes(b"row 7")),
     ];
     let state = json!({ "step": step, "kl_coef": 0.1 + step as f64 });
-    save(root, &Group::one(), &files, manifest(step, state), keep_last)
+    save(root, &Group::one(), &files, manifest(step, state), Keep { last: keep_last, best: None })
 }

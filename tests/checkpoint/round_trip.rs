@@ -29,7 +29,7 @@ fn each_file_is_on_the_disk_when_what_it_was_written_from_may_go() {
     let there = || -> usize { std::fs::read_dir(root.path().join(".step-1.partial")).map_or(0, Iterator::count) };
     let note = || seen.borrow_mut().push(there());
     let files = ["a.bin", "b.bin", "c.bin"].map(|name| (name.to_string(), Payload::bytes(b"words").and_then(&note)));
-    save(root.path(), &Group::one(), &files, manifest(1, json!({})), 1).expect("saves");
+    save(root.path(), &Group::one(), &files, manifest(1, json!({})), Keep::default()).expect("saves");
     assert_eq!(*seen.borrow(), [1, 2, 3], "files that were there");
 }
 
@@ -52,7 +52,7 @@ fn any_range_of_a_vector_is_put_together_from_its_shards() {
             (format!("actor.m.rank-{r:04}.bin"), payload)
         })
         .collect();
-    save(root.path(), &Group::one(), &files, manifest(1, json!({})), 1).expect("saves");
+    save(root.path(), &Group::one(), &files, manifest(1, json!({})), Keep::default()).expect("saves");
     let checkpoint = newest(root.path()).expect("readable").expect("one is there");
     assert_eq!(checkpoint.vector_len("actor.m"), Some(1000));
     let vector = |name, len| SavedVector::open(&checkpoint, name, len);
@@ -118,7 +118,7 @@ fn a_kill_while_the_best_checkpoint_is_set_aside_loses_no_checkpoint() {
 fn a_second_save_of_a_step_replaces_the_first() {
     let root = tempfile::tempdir().expect("a directory");
     save_step(root.path(), 4, 3).expect("saves");
-    save(root.path(), &Group::one(), &[], manifest(4, json!("second")), 3).expect("saves again");
+    save(root.path(), &Group::one(), &[], manifest(4, json!("second")), Keep::default()).expect("saves again");
     assert_eq!(names(root.path()), ["latest", "step-4"]);
     assert_eq!(newest(root.path()).expect("readable").expect("there").manifest.state, json!("second"));
 }

@@ -2,7 +2,7 @@
 
 use crate::Test;
 use crate::collectives::values;
-use rlhf_hpc::checkpoint::{Manifest, Payload, resume, save};
+use rlhf_hpc::checkpoint::{Keep, Manifest, Payload, resume, save};
 use rlhf_hpc::comm::World;
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::mesh::Mesh;
@@ -49,7 +49,7 @@ fn save_step(world: &World, root: &Shared, step: u64, name: &str) -> rlhf_hpc::e
     let (start, end) = (world.rank * LEN / world.size, (world.rank + 1) * LEN / world.size);
     let files = [(name.to_string(), Payload::shards("actor", [(start, &all[start..end])], LEN))];
     let manifest = Manifest::new(step, &Mesh::data_only(world.size), "c0ffee", json!({ "step": step }));
-    save(&root.0, &world.group(), &files, manifest, 3)
+    save(&root.0, &world.group(), &files, manifest, Keep { last: 3, best: None })
 }
 
 fn own_name(world: &World) -> String {

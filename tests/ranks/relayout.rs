@@ -4,7 +4,7 @@ use crate::Test;
 use crate::checkpoints::Shared;
 use crate::layouts::{Setting, config, samples, whole};
 use crate::models::arch;
-use rlhf_hpc::checkpoint::{Checkpoint, Manifest, ModelVectors, Payload, newest, save, vector_name};
+use rlhf_hpc::checkpoint::{Checkpoint, Keep, Manifest, ModelVectors, Payload, newest, save, vector_name};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::ppo::PolicyLossKind;
 use rlhf_hpc::learn::Learner;
@@ -59,7 +59,8 @@ fn saved(world: &World, root: &Shared, learner: &Learner, mesh: Mesh) -> Checkpo
         (format!("{vector}.rank-{:04}.bin", world.rank), shard)
     };
     let files: Vec<_> = learner.vectors().map(file).collect();
-    save(root.path(), &world.group(), &files, Manifest::new(1, &mesh, "c0ffee", json!({})), 1).expect("saves");
+    save(root.path(), &world.group(), &files, Manifest::new(1, &mesh, "c0ffee", json!({})), Keep::default())
+        .expect("saves");
     newest(root.path()).expect("readable").expect("saved")
 }
 
