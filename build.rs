@@ -8,7 +8,7 @@
 mod nvrtc;
 
 use nvrtc::Nvrtc;
-use std::collections::hash_map::DefaultHasher;
+use std::collections::hash_map::{DefaultHasher, HashMap};
 use std::env;
 use std::fmt::Write as _;
 use std::fs;
@@ -221,66 +221,36 @@ fn tables(sources: &[Source], made: &[Made], words: &str) -> String {
     text
 }
 
-/// What a kernel takes of a multiprocessor on one architecture, as `ptxas -v` reports it.
-struct Resources<'a> {
-    kernel: &'a str,
-    /// Of a thread.
-    registers: u32,
-    /// Of a block, beside what the launch asks for.
-    shared_bytes: u32,
-    /// Of a thread, in memory: arrays and spilled registers.
-    stack_bytes: u32,
-    /// Stores and loads of spilled registers, in the text of the kernel.
-    spill_bytes: u32,
-}
-
-/// What each kernel takes, as a table in Markdown; nothing where no compiler told.
+/// What each kernel takes, as a table in Markdown, from what `ptxas -v` reports below its name; nothing where no compiler told.
 fn resources(sources: &[Source], made: &[Made], words: &str) -> String {
-    let all: Vec<(&str, Resources)> =
-        made.iter().flat_map(|made| parse(&made.report).into_iter().map(|taken| (made.arch, taken))).collect();
-    if all.is_empty() {
+    let mut rows = HashMap::new();
+    for Made { arch, report, .. } in made {
+        for text in report.split("Compiling entry function '").skip(1) {
+            let kernel = text.split('\'').next().unwrap_or_default();
+            let (registers, shared) = (before(text, "registers"), before(text, "bytes smem"));
+            let stack = before(text, "bytes stack frame");
+            let spills = before(text, "bytes spill stores") + before(text, "bytes spill loads");
+            let row = format!("| {kernel} | {arch} | {registers} | {shared} | {stack} | {spills} |\n");
+            rows.insert((kernel, *arch), row);
+        }
+    }
+    if rows.is_empty() {
         return String::new();
     }
-    let mut text = format!(
+    let units = sources.iter().filter(|source| source.is_unit);
+    let places = units.flat_map(|source| kernels(&source.text)).flat_map(|kernel| ARCHS.map(|arch| (kernel, arch)));
+    format!(
         "# What the kernels take\n\n\
          As ptxas reports it, {words}. Registers of a thread; shared memory of a block in bytes, beside what a launch asks \
          for;\nthe stack of a thread and spilled registers in bytes. `bench/kernels-resources.sh` writes this file.\n\n\
-         | kernel | architecture | registers | shared | stack | spills |\n|---|---|---:|---:|---:|---:|\n"
-    );
-    for kernel in sources.iter().filter(|source| source.is_unit).flat_map(|source| kernels(&source.text)) {
-        for (arch, r) in all.iter().filter(|(_, taken)| taken.kernel == kernel) {
-            let Resources { kernel, registers, shared_bytes, stack_bytes, spill_bytes } = r;
-            let _ =
-                writeln!(text, "| {kernel} | {arch} | {registers} | {shared_bytes} | {stack_bytes} | {spill_bytes} |");
-        }
-    }
-    text
+         | kernel | architecture | registers | shared | stack | spills |\n|---|---|---:|---:|---:|---:|\n{}",
+        places.filter_map(|place| rows.remove(&place)).collect::<String>()
+    )
 }
 
-/// The kernels of a report, in its order.
-fn parse(report: &str) -> Vec<Resources<'_>> {
-    let mut found: Vec<Resources> = Vec::new();
-    for line in report.lines() {
-        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
-            let kernel = rest.split('\'').next().unwrap_or_default();
-            found.push(Resources { kernel, registers: 0, shared_bytes: 0, stack_bytes: 0, spill_bytes: 0 });
-        }
-        let Some(last) = found.last_mut() else { continue };
-        if line.contains("bytes stack frame") {
-            last.stack_bytes = before(line, "bytes stack frame");
-            last.spill_bytes = before(line, "bytes spill stores") + before(line, "bytes spill loads");
-        }
-        if line.contains(": Used ") {
-            last.registers = before(line, "registers");
-            last.shared_bytes = before(line, "bytes smem");
-        }
-    }
-    found
-}
-
-/// The number that stands before `words`; 0 where they do not occur.
-fn before(line: &str, words: &str) -> u32 {
-    let place = line.find(words).map(|at| &line[..at]);
+/// The number that stands before `words`, where they occur last; 0 where they do not occur.
+fn before(text: &str, words: &str) -> u32 {
+    let place = text.rfind(words).map(|at| &text[..at]);
     place.and_then(|text| text.split_whitespace().next_back()?.parse().ok()).unwrap_or(0)
 }
 
