@@ -12,8 +12,8 @@ use std::path::Path;
 const JOB: &str = "run ppo.toml rollout.response_tokens_max=4 checkpoint.every_steps=1 mesh.collective_timeout_s=5";
 
 /// How two ranks share the job between them.
-pub const TENSOR: &str = "mesh.tensor=2 rollout.tensor=2 job.collectives=nccl";
-pub const ZERO: &str = "mesh.data=2 mesh.zero=3 mesh.offload=[\"optimizer\",\"roles\"] job.collectives=nccl";
+const TENSOR: &str = "mesh.tensor=2 rollout.tensor=2 job.collectives=nccl";
+const ZERO: &str = "mesh.data=2 mesh.zero=3 mesh.offload=[\"optimizer\",\"roles\"] job.collectives=nccl";
 
 /// What a job came to.
 struct Ended {

@@ -47,7 +47,6 @@ mod run_turns;
 mod run_verbs;
 mod sample;
 mod step;
-mod stopped;
 #[path = "../weights.rs"]
 mod weights;
 
