@@ -13,17 +13,18 @@ struct Module {
     std::vector<char> image;
 };
 
-// What its cubin says of a kernel: threads of a block, bytes of shared memory before those that a launch asks for, and of a thread the
-// registers and the bytes of local memory.
+// What its cubin says of a kernel: threads of a block, bytes of shared memory before those that a launch asks for.
 struct Function {
     const emulated::Entry* kernel;
     std::string name;
-    int threads_max = 1024, fixed = 0, shared_max = 48 << 10, carveout = -1, registers = 0, local = 0;
+    int threads_max = 1024, fixed = 0, shared_max = 48 << 10, carveout = -1;
 };
 
 // Shared memory of a block, as an H200 has it, whose tiles run here too; blocks along y and z.
 const int SHARED_MAX = 227 << 10;
 const unsigned BLOCKS_OVER = 65535;
+// Of a thread, whatever the kernel.
+const int REGISTERS = 40, LOCAL_BYTES = 8;
 
 template <class T> T number_at(const char* at) {
     T number;
@@ -54,25 +55,6 @@ int threads_max(const Module& module, const std::string& kernel) {
         at += 4 + (is_long ? number_at<uint16_t>(at + 2) : 0);
     }
     return 1024;
-}
-
-// A number of a kernel among those of the whole cubin, which are records of the same kind with the index of a symbol: 0x2f has the
-// registers, 0x11 the bytes of its frame in local memory.
-int of_function(const Module& module, const std::string& kernel, int attribute) {
-    const char *image = module.image.data(), *of = section(module, ".nv.info"), *symbols = section(module, ".symtab");
-    if (!of || !symbols) return 0;
-    const char* sections = image + number_at<uint64_t>(image + 40);
-    const char* names = image + number_at<uint64_t>(sections + 64 * number_at<uint32_t>(symbols + 40) + 24);
-    const char *at = image + number_at<uint64_t>(of + 24), *end = at + number_at<uint64_t>(of + 32);
-    while (at < end) {
-        bool is_long = *at == 4;
-        if (is_long && at[1] == attribute) {
-            const char* symbol = image + number_at<uint64_t>(symbols + 24) + 24 * number_at<uint32_t>(at + 4);
-            if (kernel == names + number_at<uint32_t>(symbol)) return number_at<int32_t>(at + 8);
-        }
-        at += 4 + (is_long ? number_at<uint16_t>(at + 2) : 0);
-    }
-    return 0;
 }
 
 }  // namespace

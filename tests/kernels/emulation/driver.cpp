@@ -646,15 +646,13 @@ API cuModuleGetFunction(Function** function, Module* module, const char* name) {
     const char* shared = section(*module, std::string(".nv.shared.") + name);
     (*function)->threads_max = threads_max(*module, name);
     (*function)->fixed = shared ? number_at<int32_t>(shared + 32) : 0;
-    (*function)->registers = of_function(*module, name, 0x2f);
-    (*function)->local = of_function(*module, name, 0x11);
     return Success;
 }
 
 API cuFuncGetAttribute(int* value, int attribute, Function* function) {
     READY;
     if (attribute > 4 || attribute == 2) return InvalidValue;
-    *value = std::array{function->threads_max, function->fixed, 0, function->local, function->registers}[attribute];
+    *value = std::array{function->threads_max, function->fixed, 0, LOCAL_BYTES, REGISTERS}[attribute];
     return Success;
 }
 
