@@ -113,20 +113,6 @@ fn a_sequence_in_chunks_is_bitwise_the_whole_and_other_rows_stay() {
 }
 
 #[test]
-fn rows_that_see_several_runs_of_keys_are_those_of_the_cpu() {
-    let (_gpu, _one) = device();
-    for (head_dim, window) in [(32, None), (128, Some(4100))] {
-        let (past, tokens) = (8180, 20);
-        let all = Case::new(past + tokens, shape(2, 1, head_dim, window));
-        let rows: Vec<usize> = (past..past + tokens).collect();
-        let case = all.part(&rows, &(0..past + tokens).collect::<Vec<_>>());
-        let span = [Span { row: 0, tokens, past, key_row: 0, keys: past + tokens }];
-        let (o, lse) = case.forward(&span);
-        case.holds(&format!("{tokens} behind {past}, {window:?}"), &span, &o, &lse);
-    }
-}
-
-#[test]
 fn what_no_kernel_can_is_refused() {
     let (_gpu, _one) = device();
     refused("head dim 72", || drop(SpanTable::packed(&[0, 8], &shape(1, 1, 72, None))));

@@ -20,11 +20,7 @@ const CASES: [Case; 25] = [
         "in this launch (block",
     ),
     ("copy::runs_of_any_length", ("copy.cu", "@", "b[i] += a[i]", "b[i] = a[i]"), " from "),
-    (
-        "decode::attention_by_these_tables",
-        ("decode.cu", "Sequence{@, 1", "(i32)slot.past", "(i32)slot.past / 2"),
-        "cached, split for",
-    ),
+    ("rollout::more_requests", ("decode.cu", "Sequence{@, 1", "(i32)slot.past", "(i32)slot.past / 2"), "request "),
     (
         "ops::rows_of_tokens",
         ("rows.cuh", "end = @;", "starts[blockIdx.x + 1]", "starts[blockIdx.x + 1] + 1"),

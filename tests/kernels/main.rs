@@ -7,7 +7,6 @@ mod attention;
 mod attention_reference;
 mod axes_check;
 mod copy;
-mod decode;
 mod driver;
 mod embedded;
 mod emulation;

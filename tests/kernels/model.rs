@@ -7,8 +7,6 @@ use rlhf_hpc::model::params::ParamSpec;
 use rlhf_hpc::model::{
     Arch, Gradients, Head, Keys, ParamTable, Saved, Shards, TensorPart, Transformer, Weights, init, packed_positions,
 };
-use rlhf_hpc::ops::attention::PagedSequence;
-use rlhf_hpc::ops::sample::{SampleParams, SampleRow, Sampled};
 use rlhf_hpc::tensor::DType;
 use std::sync::Arc;
 
@@ -150,45 +148,4 @@ fn values_and_their_gradients_are_those_of_the_cpu_up_to_bf16() {
     let (on_gpu, on_cpu) = (run(&models.gpu), run(&models.cpu));
     assert!(apart(&on_gpu.0, &on_cpu.0) < 2e-2, "{:?} against {:?}", on_gpu.0, on_cpu.0);
     models.gradients_hold(&on_gpu.1, &on_cpu.1);
-}
-
-/// What makes a second forward over old samples superfluous (exact products).
-#[test]
-fn a_drawn_token_has_the_log_probability_that_training_computes_bit_for_bit() {
-    let (_gpu, _one) = device();
-    for arch in [llama(), qwen3()] {
-        let (model, w) = BothDevices::new(&arch, Head::LanguageModel).gpu;
-        let prompt = tokens(37);
-        let mut cache = model.kv_cache(w.dtype(), 4);
-        let blocks = [2, 0, 3, 1];
-        let mut fed = prompt.clone();
-        let mut drawn: Vec<Sampled> = Vec::new();
-        let mut past = 0;
-        // The prompt in two pieces, then token by token.
-        for piece in [20, 17, 1, 1, 1, 1] {
-            let sequences = [PagedSequence { past, tokens: piece, blocks: &blocks }];
-            let positions: Vec<u32> = (past as u32..(past + piece) as u32).collect();
-            let keys = Keys::Paged(&mut cache, sequences.as_slice().into());
-            let hidden = model.forward(&w, &fed[past..past + piece], &positions, keys, None);
-            past += piece;
-            if past < prompt.len() {
-                continue;
-            }
-            let logits = model.logits_part(&w, &hidden, &[piece as u32 - 1]);
-            let params = SampleParams::plain(1.0);
-            let row = SampleRow { params, uniform: 0.37 + 0.1 * drawn.len() as f32, seen: &[], banned: &[], bias: &[] };
-            let mut out = [Sampled::default()];
-            model.sample(&logits, &[row], &mut out);
-            drawn.push(out[0]);
-            fed.push(out[0].token);
-        }
-        let ends = [0, fed.len() - 1];
-        let (rows, targets): (Vec<u32>, Vec<u32>) =
-            (prompt.len() - 1..fed.len() - 1).map(|row| (row as u32, fed[row + 1])).unzip();
-        let keys = Keys::Packed(ends.as_slice().into());
-        let hidden = model.forward(&w, &fed[..fed.len() - 1], &packed_positions(&ends), keys, None);
-        let (logprobs, _) = model.logprobs(&w, &hidden, &rows, &targets, 1.0, false);
-        let at_sampling: Vec<f32> = drawn.iter().map(|drawn| drawn.logprob).collect();
-        assert_eq!(logprobs, at_sampling, "{} tokens", drawn.len());
-    }
 }

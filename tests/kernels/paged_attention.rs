@@ -58,7 +58,7 @@ fn a_token_has_the_same_bits_in_any_chunks() {
         let batch = Batch::new(&shape, &[len]);
         let (want, width) = (batch.trained(&[(0, len)]), heads * head_dim);
         let holds = |at: usize, tokens: usize| {
-            let got = batch.run(&[(at, tokens)]);
+            let got = batch.run(false, &[(at, tokens)]);
             assert!(got == want[at * width..(at + tokens) * width], "{head_dim}: tokens {at} + {tokens}");
         };
         for step in [21, 64, 97] {

@@ -1,7 +1,7 @@
-//! Selective log-softmax against f64, finite differences, and bitwise equality of its two passes.
+//! Selective log-softmax against f64, and bitwise equality of its two passes.
 
 use crate::models::relative_gap;
-use crate::ops::probe::{Matrix, Numbers, are_slopes, assert_near, same_bits, wide};
+use crate::ops::probe::{Matrix, Numbers, assert_near, same_bits, wide};
 use rlhf_hpc::device::cpu::softmax;
 use rlhf_hpc::device::simd::Level;
 use rlhf_hpc::experience::SamplingMask;
@@ -25,22 +25,6 @@ impl Case {
         let (h, w) = (numbers.tensor(t, d), Matrix::new(v, d, &mut numbers));
         let targets = (0..t).map(|i| ((i * 7919 + 13) % v) as u32).collect();
         Self { h, w, targets, temperature }
-    }
-
-    /// (logprobs, entropy) in f64.
-    fn exact(&self, h: &[f64], w: &[f64]) -> (Vec<f64>, Vec<f64>) {
-        let d = self.h.width();
-        let mut out = (Vec::new(), Vec::new());
-        for (i, &target) in self.targets.iter().enumerate() {
-            let z: Vec<f64> = (0..self.w.n)
-                .map(|r| (0..d).map(|c| h[i * d + c] * w[r * d + c]).sum::<f64>() / f64::from(self.temperature))
-                .collect();
-            let max = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let lse = max + z.iter().map(|z| (z - max).exp()).sum::<f64>().ln();
-            out.0.push(z[target as usize] - lse);
-            out.1.push(lse - z.iter().map(|z| (z - lse).exp() * z).sum::<f64>());
-        }
-        out
     }
 }
 
@@ -86,43 +70,59 @@ fn run_both(case: &Case, w: Weight) -> (Vec<f32>, Vec<f32>, Tensor, Vec<f32>) {
     (logprobs, entropy, dh, dw)
 }
 
+/// Per token (logprob, entropy), then dh and dW (rows), of the softmax over the tokens that `keeps`, naively.
+fn naive(case: &Case, keeps: impl Fn(usize, usize) -> bool) -> [Vec<f64>; 4] {
+    let (d, temperature, h, w) = (case.h.width(), f64::from(case.temperature), wide(case.h.data()), wide(&case.w.rows));
+    let [mut logprobs, mut entropy] = [Vec::new(), Vec::new()];
+    let (mut dh, mut dw) = (vec![0.0; h.len()], vec![0.0; w.len()]);
+    for (i, &target) in case.targets.iter().enumerate() {
+        let z = |v: usize| (0..d).map(|c| h[i * d + c] * w[v * d + c]).sum::<f64>() / temperature;
+        let kept: Vec<(usize, f64)> = (0..case.w.n).filter(|&v| keeps(i, v)).map(|v| (v, z(v))).collect();
+        let max = kept.iter().map(|(_, z)| *z).fold(f64::NEG_INFINITY, f64::max);
+        let lse = max + kept.iter().map(|(_, z)| (z - max).exp()).sum::<f64>().ln();
+        logprobs.push(z(target as usize) - lse);
+        entropy.push(kept.iter().map(|(_, z)| -(z - lse).exp() * (z - lse)).sum::<f64>());
+        let (a, b) = (f64::from(weights(i).0), f64::from(weights(i).1));
+        for &(v, z) in &kept {
+            let (p, is_target) = ((z - lse).exp(), f64::from(u8::from(v == target as usize)));
+            let slope = (a * (is_target - p) - b * p * (z - lse + entropy[i])) / temperature;
+            for c in 0..d {
+                dh[i * d + c] += slope * w[v * d + c];
+                dw[v * d + c] += slope * h[i * d + c];
+            }
+        }
+    }
+    [logprobs, entropy, dh, dw]
+}
+
+/// A matrix (n, k) in panels, row by row.
+fn in_rows(panels: &[f32], n: usize, k: usize) -> Vec<f32> {
+    (0..n * k).map(|at| panels[Layout::Panel.index(k, at / k, at % k)]).collect()
+}
+
 #[test]
-fn logprobs_and_entropy_equal_the_f64_log_softmax() {
+fn logprobs_entropy_and_gradients_equal_the_f64_loop_and_scoring_has_the_bits_of_training() {
     for (t, d, v, temperature) in [(5, 24, 50, 1.0), (130, 33, 500, 0.7), (1, 8, 1, 1.0), (9, 12, 65, 2.5)] {
         let case = Case::new(t, d, v, temperature);
-        let (logprobs, entropy) = scored(&case);
-        let (exact, exact_entropy) = case.exact(&wide(case.h.data()), &wide(&case.w.rows));
-        assert_near("logprobs", &logprobs, &exact, 3e-6);
-        assert_near("entropy", &entropy, &exact_entropy, 3e-6);
+        let (logprobs, entropy, dh, dw) = run_both(&case, case.w.f32());
+        let exact = naive(&case, |_, _| true);
+        assert_near("logprobs", &logprobs, &exact[0], 3e-6);
+        assert_near("entropy", &entropy, &exact[1], 3e-6);
+        assert_near("dh", dh.data(), &exact[2], 1e-5);
+        assert_near("dW", &in_rows(&dw, v, d), &exact[3], 1e-5);
+        let scored = scored(&case);
+        same_bits("scored", &scored.0, &logprobs);
+        same_bits("scored", &scored.1, &entropy);
     }
-}
-
-#[test]
-fn forward_backward_records_the_bits_of_forward() {
-    for (t, d, v) in [(700, 16, 9000), (33, 40, 70), (2, 8, 33)] {
-        let case = Case::new(t, d, v, 0.9);
-        let (logprobs, entropy) = scored(&case);
-        let (trained, trained_entropy, ..) = run_both(&case, case.w.f32());
-        same_bits("recorded", &trained, &logprobs);
-        same_bits("recorded", &trained_entropy, &entropy);
-    }
-}
-
-#[test]
-fn gradients_equal_finite_differences_in_f64() {
-    let case = Case::new(6, 8, 37, 0.7);
-    let (.., dh, dw) = run_both(&case, case.w.f32());
-    are_slopes(&case.h, &case.w, (&dh, &dw), |h, w| {
-        let (logprobs, entropy) = case.exact(h, w);
-        let term = |i: usize| f64::from(weights(i).0) * logprobs[i] + f64::from(weights(i).1) * entropy[i];
-        (0..6).map(term).sum::<f64>()
-    });
 }
 
 #[test]
 fn gradients_over_several_chunks_equal_those_of_single_tokens() {
     let case = Case::new(700, 4, 9000, 1.3);
-    let (.., dh, dw) = run_both(&case, case.w.f32());
+    let (logprobs, entropy, dh, dw) = run_both(&case, case.w.f32());
+    let scored = scored(&case);
+    same_bits("scored", &scored.0, &logprobs);
+    same_bits("scored", &scored.1, &entropy);
     let mut summed = vec![0.0f64; dw.len()];
     for i in 0..700 {
         let mut one = vec![0.0; dw.len()];
@@ -157,10 +157,10 @@ fn a_bf16_head_gives_the_logprobs_and_gradients_of_its_rounded_inputs() {
         targets: (0..t).map(|i| (i * 7 % v) as u32).collect(),
         temperature: 1.0,
     };
-    let (exact, exact_entropy) = case.exact(&wide(case.h.data()), &wide(&case.w.rows));
+    let exact = naive(&case, |_, _| true);
     let (logprobs, entropy, dh, dw) = run_both(&case, case.w.bf16());
-    assert_near("logprobs", &logprobs, &exact, 3e-6);
-    assert_near("entropy", &entropy, &exact_entropy, 3e-6);
+    assert_near("logprobs", &logprobs, &exact[0], 3e-6);
+    assert_near("entropy", &entropy, &exact[1], 3e-6);
     let (.., dh_f32, dw_f32) = run_both(&case, case.w.f32());
     // The gradients' own factors are rounded to 8 bits here.
     let off = [relative_gap(dh.data(), dh_f32.data()), relative_gap(&dw, &dw_f32)];
@@ -175,30 +175,6 @@ fn logits_far_apart_neither_overflow_nor_give_nan() {
     forward(&h, w.f32(), &[0, 0], 1.0, &mut logprobs, &mut entropy);
     assert_eq!(logprobs, [0.0, -6e5]);
     assert!(entropy.iter().all(|e| e.abs() < 1e-30), "{entropy:?}");
-}
-
-/// Per token (logprob, entropy), then dh and dW (rows), of the softmax over the tokens that `keeps`, naively.
-fn naive(case: &Case, keeps: impl Fn(usize, usize) -> bool) -> [Vec<f64>; 4] {
-    let (d, temperature, h, w) = (case.h.width(), f64::from(case.temperature), wide(case.h.data()), wide(&case.w.rows));
-    let [mut logprobs, mut entropy] = [Vec::new(), Vec::new()];
-    let (mut dh, mut dw) = (vec![0.0; h.len()], vec![0.0; w.len()]);
-    for (i, &target) in case.targets.iter().enumerate() {
-        let kept: Vec<usize> = (0..case.w.n).filter(|&v| keeps(i, v)).collect();
-        let z = |v: usize| (0..d).map(|c| h[i * d + c] * w[v * d + c]).sum::<f64>() / temperature;
-        let lse = kept.iter().map(|&v| z(v).exp()).sum::<f64>().ln();
-        logprobs.push(z(target as usize) - lse);
-        entropy.push(kept.iter().map(|&v| -(z(v) - lse).exp() * (z(v) - lse)).sum::<f64>());
-        let (a, b) = (f64::from(weights(i).0), f64::from(weights(i).1));
-        for &v in &kept {
-            let (p, is_target) = ((z(v) - lse).exp(), f64::from(u8::from(v == target as usize)));
-            let slope = (a * (is_target - p) - b * p * (z(v) - lse + entropy[i])) / temperature;
-            for c in 0..d {
-                dh[i * d + c] += slope * w[v * d + c];
-                dw[v * d + c] += slope * h[i * d + c];
-            }
-        }
-    }
-    [logprobs, entropy, dh, dw]
 }
 
 #[test]
@@ -255,8 +231,7 @@ fn masked_logprobs_entropy_and_gradients_equal_the_f64_loop_whole_and_in_parts_o
                 gradient,
             );
             same_bits("scored and trained", &[scored, uncertain].concat(), &[&logprobs[..], &entropy].concat());
-            let dw = (0..rows.len() * d).map(|at| dw[Layout::Panel.index(d, at / d, at % d)]).collect::<Vec<_>>();
-            (logprobs, entropy, dh.data().to_vec(), dw)
+            (logprobs, entropy, dh.data().to_vec(), in_rows(&dw, rows.len(), d))
         };
         // The statistics of all parts are known after the first round.
         (0..ends.len()).for_each(|part| drop(pass(part)));

@@ -43,13 +43,9 @@ impl Batch {
         Self { case: Case::new(ends[lengths.len()], *shape), ends }
     }
 
-    pub fn lengths(&self) -> Vec<usize> {
-        self.ends.windows(2).map(|ends| ends[1] - ends[0]).collect()
-    }
-
     /// Pages of each sequence, dealt backwards and in turns.
-    pub fn tables(&self) -> (usize, Vec<Vec<u32>>) {
-        let needed: Vec<usize> = self.lengths().iter().map(|len| len.div_ceil(PAGE)).collect();
+    fn tables(&self) -> (usize, Vec<Vec<u32>>) {
+        let needed: Vec<usize> = self.ends.windows(2).map(|ends| (ends[1] - ends[0]).div_ceil(PAGE)).collect();
         let pages = needed.iter().sum::<usize>() + 1;
         let (mut next, mut tables) = (pages, vec![Vec::new(); needed.len()]);
         for round in 0..needed.iter().copied().max().unwrap_or(0) {
@@ -79,32 +75,18 @@ impl Batch {
         append(cache, &k, &v, sequences, shape);
     }
 
-    /// o for `chunks`: (past, tokens) of each sequence; what is past comes to the cache first.
-    pub fn run(&self, chunks: &[(usize, usize)]) -> Vec<f32> {
-        self.run_by(false, chunks)
-    }
-
-    /// The same, decoded so.
-    pub fn run_by(&self, split: bool, chunks: &[(usize, usize)]) -> Vec<f32> {
-        let (_, tables) = self.tables();
-        let (cache, q) = self.cached(chunks);
-        self.attended(&q, &cache, &SequenceTable::with(&sequences(chunks, &tables), &self.case.shape, split))
-    }
-
-    /// The cache of what is past and of `chunks`, and q of these.
-    pub fn cached(&self, chunks: &[(usize, usize)]) -> (KvPages, Memory) {
+    /// o for `chunks`: (past, tokens) of each sequence, decoded split or not; what is past comes to the cache first.
+    pub fn run(&self, split: bool, chunks: &[(usize, usize)]) -> Vec<f32> {
         let (pages, tables) = self.tables();
         let mut cache = KvPages::new(pages, &self.case.shape);
         let past: Vec<(usize, usize)> = chunks.iter().map(|chunk| (0, chunk.0)).collect();
         self.append_to(&mut cache, &sequences(&past, &tables));
         let new = sequences(chunks, &tables);
         self.append_to(&mut cache, &new);
-        (cache, self.rows(&self.case.q, self.case.shape.heads, &new))
-    }
-
-    pub fn attended(&self, q: &Memory, cache: &KvPages, table: &SequenceTable) -> Vec<f32> {
+        let q = self.rows(&self.case.q, self.case.shape.heads, &new);
+        let table = SequenceTable::with(&new, &self.case.shape, split);
         let mut o = Memory::scratch(q.bytes());
-        paged_attention::forward(q.view(DType::Bf16), cache, table, o.view_mut(DType::Bf16));
+        paged_attention::forward(q.view(DType::Bf16), &cache, &table, o.view_mut(DType::Bf16));
         o.view(DType::Bf16).to_f32()
     }
 
@@ -128,7 +110,7 @@ impl Batch {
     pub fn holds(&self, chunks: &[(usize, usize)]) {
         let want = self.trained(chunks);
         for split in [false, true] {
-            let got = self.run_by(split, chunks);
+            let got = self.run(split, chunks);
             assert!(got == want, "{chunks:?}, split {split}, {:?}: other bits than training's", self.case.shape);
         }
     }
