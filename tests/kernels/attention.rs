@@ -1,6 +1,6 @@
 //! Attention against the CPU's over the same bf16 values.
 
-use crate::attention_reference::{Case, Passed, ends, shape};
+use crate::attention_reference::{Case, ends, gathered, shape};
 use crate::{device, in_every_order, numbers, refused, rounded};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::attention::{self, SpanTable};
@@ -87,12 +87,20 @@ fn rows_that_saw_nothing_leave_gradients_finite() {
 #[test]
 fn a_sequence_does_not_see_what_it_is_packed_with() {
     let (_gpu, _one) = device();
-    let ends = ends(&[33, 140, 129]);
-    Case::new(ends[3], shape(2, 1, 80, None)).is_apart(&ends, |case, ends, d_o| {
+    let (ends, case) = (ends(&[33, 140, 129]), Case::new(302, shape(2, 1, 80, None)));
+    let ([of_q, of_k, _], d_o) = (case.widths(), rounded(&numbers(4, case.q.len())));
+    let passed = |case: &Case, ends: &[usize], d_o: &[f32]| {
         let (o, lse) = case.forward(&Span::whole(ends));
-        let gradients = case.backward(&SpanTable::packed(ends, &case.shape), &o, &lse, d_o);
-        Passed { o, lse, gradients }
-    });
+        let [dq, dk, dv] = case.backward(&SpanTable::packed(ends, &case.shape), &o, &lse, d_o);
+        [(o, of_q), (lse, 2), (dq, of_q), (dk, of_k), (dv, of_k)]
+    };
+    let packed = passed(&case, &ends, &d_o);
+    for rows in ends.windows(2).map(|w| (w[0]..w[1]).collect::<Vec<_>>()) {
+        let alone = passed(&case.part(&rows, &rows), &[0, rows.len()], &gathered(&d_o, &rows, of_q));
+        for (i, (alone, (packed, width))) in alone.iter().zip(&packed).enumerate() {
+            assert!(alone.0 == gathered(packed, &rows, *width), "{} rows, result {i}", rows.len());
+        }
+    }
 }
 
 #[test]

@@ -22,15 +22,6 @@ pub struct Case {
     on_gpu: [Memory; 3],
 }
 
-/// What attention and its backward give for each row.
-#[derive(Clone, PartialEq)]
-pub struct Passed {
-    pub o: Vec<f32>,
-    pub lse: Vec<f32>,
-    /// dq, dk, dv
-    pub gradients: [Vec<f32>; 3],
-}
-
 pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
     AttentionShape { heads, kv_heads, head_dim, window, scale: 1.0 / (head_dim as f32).sqrt() }
 }
@@ -115,8 +106,13 @@ impl Case {
     /// Holds o and lse to the CPU's.
     pub fn holds(&self, what: &str, spans: &[Span], o: &[f32], lse: &[f32]) {
         let (want_o, want_lse) = self.wanted(spans);
-        self.are_near(&format!("{what}: o"), o, &want_o, ROUNDING);
-        for (i, (got, want)) in lse.iter().zip(&want_lse).enumerate() {
+        self.results_are_near(what, [o, lse], [&want_o, &want_lse]);
+    }
+
+    /// o and lse.
+    pub fn results_are_near(&self, what: &str, got: [&[f32]; 2], want: [&[f32]; 2]) {
+        self.are_near(&format!("{what}: o"), got[0], want[0], ROUNDING);
+        for (i, (got, want)) in got[1].iter().zip(want[1]).enumerate() {
             assert!((got - want).abs() <= 4e-6 * (1.0 + want.abs()), "{what}: lse[{i}] = {got}, not {want}");
         }
     }
@@ -126,7 +122,13 @@ impl Case {
         let mut want = [&self.q, &self.k, &self.v].map(|x| vec![0.0; x.len()]);
         let to = want.each_mut().map(|x| &mut x[..]);
         cpu::attention::backward_rows([&self.q, &self.k, &self.v], slopes, spans, false, &self.shape, to);
-        for ((got, want), name) in got.iter().zip(&want).zip(["dq", "dk", "dv"]) {
+        let [dq, dk, dv] = got;
+        self.gradients_are_near(what, &[("dq", dq, &want[0]), ("dk", dk, &want[1]), ("dv", dv, &want[2])]);
+    }
+
+    /// Names of gradients, what they are, and what they should be.
+    pub fn gradients_are_near(&self, what: &str, all: &[(&str, &[f32], &[f32])]) {
+        for (name, got, want) in all {
             // Terms of a gradient cancel: the ds of a row of q come to 0.
             self.are_near(&format!("{what}: {name}"), got, want, 2.0 * ROUNDING);
         }
@@ -144,21 +146,6 @@ impl Case {
             let error = norm(&mut got.iter().zip(want).map(|(got, want)| got - want));
             let size = norm(&mut want.iter().copied());
             assert!(error <= share * size + F32, "{what}: row {i} is {error} off, of {size}");
-        }
-    }
-
-    /// That a sequence gives alone what it gives packed with others, bit for bit: `run` passes a case over sequences that end
-    /// there, with this d_o.
-    pub fn is_apart(&self, ends: &[usize], run: impl Fn(&Self, &[usize], &[f32]) -> Passed) {
-        let [of_q, of_k, _] = self.widths();
-        let d_o = rounded(&numbers(4, self.q.len()));
-        let Passed { o, lse, gradients: [dq, dk, dv] } = run(self, ends, &d_o);
-        for rows in ends.windows(2).map(|w| (w[0]..w[1]).collect::<Vec<_>>()) {
-            let part = |x: &[f32], width: usize| gathered(x, &rows, width);
-            let alone = run(&self.part(&rows, &rows), &[0, rows.len()], &part(&d_o, of_q));
-            let gradients = [part(&dq, of_q), part(&dk, of_k), part(&dv, of_k)];
-            let packed = Passed { o: part(&o, of_q), lse: part(&lse, self.shape.heads), gradients };
-            assert!(alone == packed, "{} rows", rows.len());
         }
     }
 }

@@ -93,14 +93,14 @@ fn no_kernel_has_local_memory_and_the_report_in_bench_is_of_these_kernels() {
 }
 
 /// The NVRTC of this machine.
-pub fn nvrtc() -> Option<Nvrtc> {
+fn nvrtc() -> Option<Nvrtc> {
     let found = library::NVRTC.open(|path| Nvrtc::open(path));
     assert!(found.is_ok() || !required(), "{found:?}");
     found.ok()
 }
 
 /// A directory with the cubins of all sources for `arch`, which is kept from one run of these tests to the next.
-pub fn compiled(nvrtc: &Nvrtc, arch: &str) -> PathBuf {
+fn compiled(nvrtc: &Nvrtc, arch: &str) -> PathBuf {
     static ONE: Mutex<()> = Mutex::new(());
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nvrtc-{arch}"));
@@ -124,7 +124,7 @@ fn file_of_swiglu(dir: &Path) -> PathBuf {
 }
 
 /// Another directory with the same cubins, but for that of swiglu.cu.
-pub fn all_but_one(dir: &Path, to: &Path) {
+fn all_but_one(dir: &Path, to: &Path) {
     fs::create_dir_all(to).expect("a directory");
     let current = |name: &str| embedded::units().any(|unit| name.starts_with(&format!("{}.", unit.name)));
     for entry in fs::read_dir(dir).expect("a cache").map(|entry| entry.expect("an entry")) {

@@ -3,17 +3,16 @@
 use crate::model::{llama, qwen3};
 use crate::ranks::{LATE, play, plays};
 use crate::rollout::{Part, bits, plain, request};
-use crate::{device, nccl, numbers, on_a_real_gpu};
+use crate::{nccl, numbers};
 use rlhf_hpc::comm::{Axes, Calls, Group, World, abort};
-use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::graph::Graphs;
-use rlhf_hpc::device::cuda::{Stream, fast, gpu};
+use rlhf_hpc::device::cuda::{Stream, gpu};
 use rlhf_hpc::error::Error;
-use rlhf_hpc::experience::{Finish, Response};
+use rlhf_hpc::experience::Response;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::Arch;
-use rlhf_hpc::rollout::{Engine, Hooks, Outcome, Request};
+use rlhf_hpc::rollout::{Hooks, Outcome, Request};
 use rlhf_hpc::tensor::{DType, Tensor};
 use std::cell::Cell;
 use std::time::Duration;
@@ -234,48 +233,4 @@ fn summed(world: &World) -> (Calls, Graphs<()>, Tensor) {
 fn a_rank_that_does_not_launch_a_graph_is_told() {
     let Some((well, said)) = play(2, "graphs: one rank does not launch", &[LATE]) else { return };
     assert!(!well && said.contains("waits in a graph of collectives over tensor"), "{said}");
-}
-
-/// What two runs have in common where their sums are in different orders: equal tokens have log-probabilities that differ by no
-/// more than rounding, until a draw falls to the other side of a border.
-fn near(a: &Outcome, b: &Outcome) {
-    for (a, b) in a.responses.iter().flatten().zip(b.responses.iter().flatten()) {
-        assert_eq!((a.tokens.len(), a.finish), (b.tokens.len(), Finish::Length));
-        let same = a.tokens.iter().zip(&b.tokens).take_while(|(a, b)| a == b).count();
-        let logprobs = a.logprobs.iter().zip(&b.logprobs).take(same);
-        assert!(logprobs.clone().all(|(a, b)| (a - b).abs() < 0.05), "{logprobs:?}");
-    }
-}
-
-/// A graph multiplies as many rows as its bucket has, an ordinary step as many as go on. So with fast products they have the
-/// same bits where both numbers are the same, or none is above 64, where products are exact; else they agree up to rounding.
-#[test]
-fn with_fast_products_a_graph_is_an_ordinary_step_of_as_many_rows() {
-    let (_gpu, _one) = device();
-    if fast::turn(true).is_err() {
-        eprintln!("skipped: this machine has no cuBLASLt");
-        return;
-    }
-    let part = Part::of(&llama(), &Axes::one());
-    let run = |batch_max, requests: &[Request], graphs| {
-        let config = RolloutConfig { kv_bytes_max: 1 << 28, ..part.config(batch_max, 60, graphs) };
-        part.run(&mut Engine::new(&config, 0), requests)
-    };
-    let both = |batch_max, requests: &[Request]| {
-        let [by_graphs, ordinary] = [true, false].map(|graphs| run(batch_max, requests, graphs));
-        assert!(by_graphs.graph_steps > 1 && ordinary.graph_steps == 0);
-        [by_graphs, ordinary]
-    };
-    let whole_bucket = both(72, &plain(72, |_| 3));
-    let exact = both(64, &plain(61, |i| 3 + i % 2));
-    // Nine of 72 rows end: the graph of 72 rows runs once more, where an ordinary step has 63.
-    let ragged = both(72, &plain(72, |i| if i < 9 { 2 } else { 4 }));
-    fast::turn(false).expect("the mode was on");
-    for (what, [a, b]) in [("as many rows as the bucket", whole_bucket), ("rows whose products are exact", exact)] {
-        assert_eq!(bits(&a), bits(&b), "{what}");
-    }
-    near(&ragged[0], &ragged[1]);
-    if !on_a_real_gpu() {
-        assert_ne!(bits(&ragged[0]), bits(&ragged[1]), "the emulated library sums 63 and 72 rows alike");
-    }
 }

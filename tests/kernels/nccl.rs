@@ -1,20 +1,16 @@
 //! Collectives between GPUs, over an NCCL that is emulated between processes (`emulation/nccl.cpp`): the same bits as through the
 //! host.
 
-use crate::jobs::calls;
 use crate::ranks::{LATE, play, plays};
-use crate::weights::{sharded, weights};
-use crate::{bf16, models, numbers, on_a_real_gpu, on_gpu};
+use crate::{bf16, numbers, on_gpu};
 use rlhf_hpc::comm::backends::{self, Axis};
 use rlhf_hpc::comm::nccl::Nccl;
-use rlhf_hpc::comm::{self, Axes, Group, Stream, World};
+use rlhf_hpc::comm::{self, Group, Stream, World};
 use rlhf_hpc::config::job::Collectives;
 use rlhf_hpc::config::optim::GradientOrder;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::{self, Memory};
 use rlhf_hpc::dtype::DType;
-use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::model::{Gradients, Head, ParamId, ParamTable, Shards, TensorPart};
 use rlhf_hpc::tensor::{Flat, Slice, SliceMut, Tensor};
 use std::fs;
 use std::ops::Range;
@@ -50,8 +46,6 @@ pub fn scene(scene: &str, world: &World) {
             same_bits(&Both { linked, apart });
         }
         "streams" => streams(world),
-        "some share" => some_share(world),
-        "units" => units(world),
         other => panic!("no scene {other}"),
     }
 }
@@ -231,104 +225,6 @@ fn collectives_come_behind_what_was_started_before_and_before_what_follows_on_a_
         let ended = play(2, &format!("nccl: {scene}"), &[LATE, ("EMULATED_FORGETS", forgets)]);
         let Some((well, message)) = ended else { return };
         assert_eq!(well, forgets == "0", "{scene}, forgetting {forgets}: {message}");
-    }
-}
-
-/// Four ranks, of which the last two share a GPU: an axis within pairs goes one way, the axis across them the other.
-fn some_share(world: &World) {
-    let tensor = world.group().split("tensor", world.rank / 2, world.rank);
-    let zero = world.group().split("zero", world.rank % 2, world.rank);
-    let gpu = format!("GPU {}", world.rank.min(2));
-    let axes = [
-        Axis { name: "tensor", group: &tensor, stream: cuda::Stream::Tensor },
-        Axis { name: "data", group: &zero, stream: cuda::Stream::Zero },
-        Axis { name: "nobody's", group: &Group::one(), stream: cuda::Stream::Ring },
-    ];
-    let rows = backends::choose(&world.group(), &axes, &gpu, Collectives::Auto).expect("a way for each");
-    assert_eq!(
-        rows,
-        ["tensor: MPI through the host, because ranks 2 and 3 share a GPU", "data: NCCL 2.21.5 within a host"]
-    );
-    // A stream that goes by MPI has a thread, whose collectives do not meet those that this thread launches.
-    let stream = Stream::new("reshard", &tensor);
-    let gathered = |group: &Group, seed: usize| {
-        let mut x = Flat::Cuda(Memory::of(&values(10 * seed + group.rank(), 1000)), DType::F32);
-        group.gather_slice(x.all_mut(), &[0..500, 500..1000]);
-        x
-    };
-    let want =
-        |seed: usize| [values(10 * seed, 1000)[..500].to_vec(), values(10 * seed + 1, 1000)[500..].to_vec()].concat();
-    for seed in 0..8 {
-        let pending = stream.submit(move |group| gathered(group, seed));
-        assert_eq!(gathered(&zero, seed + 1).slice(0..1000).to_host(), want(seed + 1));
-        assert_eq!(pending.wait().slice(0..1000).to_host(), want(seed));
-    }
-}
-
-#[test]
-fn an_axis_goes_one_way_on_all_ranks_and_another_axis_another() {
-    plays(4, "nccl: some share", &[]);
-}
-
-/// Units of which no number of ranks here has whole blocks, at all stages of ZeRO.
-fn units(world: &World) {
-    let axes = Axes::of(&world.group(), &Mesh::data_only(world.size));
-    link(world, "zero", &axes.zero, cuda::Stream::Zero);
-    let arch = models::arch("llama", &serde_json::json!({"vocab_size": 997, "tie_word_embeddings": false}));
-    let all = weights(Device::Cuda, &arch, Head::LanguageModel, DType::Bf16, 7, TensorPart::whole());
-    for stage in 0..=3 {
-        let shards = Shards::new(&all.table, &axes, stage);
-        let mut held = sharded(&all, &shards);
-        for u in 0..all.table.units().len() {
-            let (cuts, values) = (shards.partition.cuts(u), held.local_mut(u));
-            assert!(shards.partition.padded_len(u) > all.table.units()[u].len(), "unit {u} has no padding");
-            let others = cuts.iter().filter(|cut| [1, 2].contains(&stage) && **cut != cuts[world.rank]);
-            others.for_each(|cut| values.slice_mut().part(cut.clone()).clear());
-            held.all_gather(u, &shards);
-        }
-        held.finish_update();
-        for u in 0..all.table.units().len() {
-            let [got, want] = [&held, &all].map(|weights| weights.unit(u).slice().to_host());
-            assert!(got == want, "stage {stage}, weights of unit {u}");
-        }
-        summed(stage, world, &shards, &all.table);
-    }
-}
-
-/// The gradient's elements are small integers: their sums are exact.
-fn summed(stage: usize, world: &World, shards: &Shards, table: &Arc<ParamTable>) {
-    let element = |rank: usize, at: usize| ((at + rank * 5) % 11) as f32;
-    let mut grads = Gradients::over(table.clone(), shards);
-    grads.zero();
-    grads.begin_microbatch(true);
-    for (i, spec) in table.specs().iter().enumerate().rev() {
-        let id = ParamId(i);
-        grads.begin(table.unit_of(id));
-        let values: Vec<f32> = spec.range().map(|at| element(world.rank, at)).collect();
-        grads.weight_mut(id).values.cuda().write(&values);
-    }
-    grads.reduce(GradientOrder::Fast);
-    for u in 0..table.units().len() {
-        let of = |at: usize| (0..world.size).map(|rank| element(rank, at)).sum::<f32>();
-        let want: Vec<f32> = shards.updated.own(u).map(of).collect();
-        assert!(grads.own(u).to_host() == want, "stage {stage}, gradients of unit {u}");
-    }
-}
-
-#[test]
-fn units_of_any_length_go_by_one_call_of_equal_shares() {
-    if on_a_real_gpu() {
-        return;
-    }
-    for ranks in [3, 4] {
-        let dir = tempfile::tempdir().expect("a directory");
-        let file = dir.path().join("calls");
-        plays(ranks, "nccl: units", &[("EMULATED_CALLS", file.to_str().expect("a path is text"))]);
-        let calls = calls(&file, "1");
-        let of = |name: &str| calls.get(name).copied().unwrap_or(0);
-        // Four units: gathered at stage 0 (gradients), 1, 2 and 3 (weights), summed at all; and what joining tries.
-        assert!(of("ncclAllGather") >= 16 && of("ncclReduceScatter") >= 16, "{ranks} ranks: {calls:?}");
-        assert_eq!([of("ncclBroadcast"), of("ncclReduce")], [0, 0], "{ranks} ranks: {calls:?}");
     }
 }
 
