@@ -139,40 +139,6 @@ fn update_all(zero: &mut Zero, units: &[Range<usize>], w: &mut Memory, grads: &M
 }
 
 #[test]
-fn state_that_stays_for_the_updates_of_a_step_has_their_bits_and_goes_behind_the_last() {
-    let (gpu, _one) = device();
-    let units = units();
-    let partition = Arc::new(Partition::whole(&units));
-    let len = partition.own_len();
-    let mut both = [(); 2]
-        .map(|()| Zero::new([Device::Cuda, Device::Cpu], &OptimConfig::with_lr(0.01), partition.clone(), &[], true));
-    both[1].keep_resident();
-    let mut weights = [(); 2].map(|()| Memory::zeros(2 * len));
-    // Two steps of three updates.
-    for step in 0..2 {
-        let grads: Vec<Memory> = (0..3).map(|i| Memory::of(&numbers(20 + 3 * step + i, len))).collect();
-        let in_use = gpu.usage().in_use;
-        for (i, grads) in grads.iter().enumerate() {
-            for (zero, w) in both.iter_mut().zip(&mut weights) {
-                update_all(zero, &units, w, grads);
-            }
-            let more = gpu.usage().in_use - in_use;
-            assert!(more >= 12 * len, "update {i} of step {step}: {more} bytes of {len} values stay");
-        }
-        both.iter_mut().for_each(Zero::offload);
-        assert_eq!(gpu.usage().in_use, in_use, "all of it left");
-        let [here, there] = [0, 1].map(|i: usize| weights[i].read::<u16>(len));
-        assert_eq!(here, there);
-        for what in Vector::ALL {
-            for u in 0..units.len() {
-                let [a, b] = [0, 1].map(|i: usize| both[i].state(what, u).expect("it is there").to_host());
-                assert_eq!(a, b, "{what:?} of unit {u}");
-            }
-        }
-    }
-}
-
-#[test]
 fn updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu() {
     let (gpu, _one) = device();
     let units = units();
@@ -201,11 +167,27 @@ fn updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu() {
         }
         assert_eq!(gpu.usage().in_use, in_use, "all of it left again");
     }
-    assert_eq!(w_here.read::<u16>(len), w_away.read::<u16>(len));
+    // State that stays on the GPU between the updates of a step leaves behind the last.
+    let (mut stays, mut w_stays) =
+        (Zero::new([Device::Cuda, Device::Cpu], &config, partition.clone(), &[], true), Memory::zeros(2 * len));
+    master(&mut stays);
+    stays.keep_resident();
+    for update in 0..3 {
+        let grads = Memory::of(&numbers(20 + update, len));
+        update_all(&mut stays, &units, &mut w_stays, &grads);
+        let before = gpu.usage().in_use;
+        if update > 0 {
+            stays.offload();
+            let left = before - gpu.usage().in_use;
+            assert!(left >= 16 * len, "update {update}: {left} bytes of {len} values stayed");
+        }
+    }
+    let bits = w_here.read::<u16>(len);
+    assert!([w_away, w_stays].iter().all(|w| w.read::<u16>(len) == bits));
     for what in [Vector::Master, Vector::First, Vector::Second, Vector::Average] {
         for (u, unit) in units.iter().enumerate() {
-            let [a, b] = [&here, &away].map(|zero| zero.state(what, u).expect("both have it").to_host());
-            assert!(a == b && a.len() == unit.len(), "{what:?} of unit {u}");
+            let [a, b, c] = [&here, &away, &stays].map(|zero| zero.state(what, u).expect("all have it").to_host());
+            assert!(a == b && a == c && a.len() == unit.len(), "{what:?} of unit {u}");
             assert!(unit.is_empty() || norm::sums_of_squares(Slice::F32(&a), unit.len())[0] > 0.0, "{what:?}: zeros");
         }
     }
