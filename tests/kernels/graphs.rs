@@ -2,7 +2,7 @@
 
 use crate::model::{llama, qwen3};
 use crate::ranks::{LATE, play, plays};
-use crate::rollout::{Part, bits, plain, request};
+use crate::rollout::{Part, bits, request};
 use crate::{nccl, numbers};
 use rlhf_hpc::comm::{Axes, Calls, Group, World, abort};
 use rlhf_hpc::device::Device;
@@ -32,18 +32,6 @@ pub fn scene(name: &str, world: &World) {
             graph.replay(&());
             calls.launched();
             unreachable!("{:?} is the sum without a rank", x.to_host());
-        }
-        "forty tokens" => {
-            let axes = if world.size == 1 { Axes::one() } else { axes(world) };
-            let part = Part::of(&archs()[0], &axes);
-            let outcome = part.run(&mut part.engine(4, true), &plain(4, |_| 40));
-            assert_eq!((outcome.graph_steps, outcome.forwards), (39, 40));
-        }
-        "one layer" | "two layers" => {
-            let layers = if name == "one layer" { 1 } else { 2 };
-            let arch = Arch { layers, windows: vec![None; layers], ..llama() };
-            let part = Part::of(&arch, &Axes::one());
-            part.run(&mut part.engine(4, true), &plain(4, |_| 4));
         }
         other => panic!("no scene {other}"),
     }
@@ -104,69 +92,6 @@ fn tensor_ranks_decode_by_graphs_with_the_bits_of_ordinary_steps() {
     // On a driver whose first stream does not wait for others: so the scene is known to look.
     let Some((well, said)) = play(2, "graphs: same bits", &[LATE, ("EMULATED_FORGETS", "1")]) else { return };
     assert!(!well, "{said}");
-}
-
-/// What a rank asks of the driver, a word and a number each, in order.
-fn asked(log: &str) -> Vec<(String, usize)> {
-    let text = std::fs::read_to_string(log).expect("what was asked for");
-    let words = text.lines().filter_map(|line| line.split_once(' '));
-    words.map(|(word, number)| (word.to_owned(), number.parse().expect("a number"))).collect()
-}
-
-/// The same between the launches of one graph and the next: but for what comes before the first, as prompts are read and the graph
-/// is captured, and behind the last, as the process ends.
-fn steps(log: &str) -> Vec<Vec<(String, usize)>> {
-    let mut steps: Vec<_> = asked(log).split(|(word, _)| word == "graph").skip(1).map(<[_]>::to_vec).collect();
-    steps.pop();
-    steps
-}
-
-#[test]
-fn a_step_of_decoding_is_one_launch_and_its_draws_are_read_while_the_next_one_runs() {
-    let dir = tempfile::tempdir().expect("a directory");
-    for ranks in [1, 2] {
-        let log = dir.path().join(format!("asked-{ranks}-")).display().to_string();
-        let Some((well, said)) = play(ranks, "graphs: forty tokens", &[LATE, ("EMULATED_LOG", &log)]) else { return };
-        assert!(well, "{said}");
-        for rank in 0..ranks {
-            let steps = steps(&format!("{log}{rank}"));
-            assert_eq!(steps.len(), 38, "the first token is drawn behind the prompt");
-            let (mut last, mut uploads) = (None, 0);
-            for (i, step) in steps.iter().enumerate() {
-                let numbers = |of: &str| -> Vec<usize> {
-                    step.iter().filter(|(word, _)| word == of).map(|(_, number)| *number).collect()
-                };
-                // Four rows of 16 bytes, and the mark behind them; of several ranks two marks of when collectives are done.
-                assert_eq!(numbers("download"), [64], "step {i}: {step:?}");
-                let records = numbers("record").len();
-                assert_eq!(records, if ranks == 1 { 1 } else { 3 }, "step {i}: {step:?}");
-                // The host waits for the mark of the step before, while this one runs.
-                assert_eq!(numbers("wait"), Vec::from_iter(last), "step {i}: {step:?}");
-                // A page is 32 tokens: a row comes to a new one at most twice in forty.
-                assert!(numbers("upload").iter().all(|bytes| *bytes == 16), "step {i}: {step:?}");
-                uploads += numbers("upload").len();
-                assert_eq!(step.len(), 1 + records + numbers("wait").len() + numbers("upload").len(), "{step:?}");
-                let draws = step.iter().position(|(word, _)| word == "download").expect("draws");
-                last = Some(step[draws + 1].1);
-            }
-            assert!((1..=8).contains(&uploads), "{uploads} uploads in 38 steps");
-        }
-    }
-}
-
-/// Norm, q with k and v, their turn and the way to the cache, attention, output projection, norm, SwiGLU of gate and up, down.
-#[test]
-fn a_decoded_layer_is_eight_nodes_of_a_graph() {
-    let dir = tempfile::tempdir().expect("a directory");
-    let nodes = ["one layer", "two layers"].map(|scene| {
-        let log = dir.path().join(scene).display().to_string();
-        let (well, said) = play(1, &format!("graphs: {scene}"), &[LATE, ("EMULATED_LOG", &log)])?;
-        assert!(well, "{said}");
-        let asked = asked(&format!("{log}0"));
-        Some(asked.iter().find(|(word, _)| word == "graph").expect("a graph").1)
-    });
-    let [Some(one), Some(two)] = nodes else { return };
-    assert_eq!(two - one, 8, "a layer's nodes, of {one} and {two}");
 }
 
 /// One rank is asked to stop, then one rank's caller refuses a response: neither ends alone.

@@ -391,27 +391,6 @@ fn a_sum_onto_a_matrix_of_other_strides_is_refused() {
 }
 
 #[test]
-fn the_family_is_a_function_of_shapes_and_large_tiles_are_for_many() {
-    let of = |m| Tile::of(m, 4096);
-    let few = |n| [1, 16, 17, 32, 33, 64].map(|m| Tile::of(m, n));
-    let [a, b, c] = [Tile::Rows16, Tile::Rows32, Tile::Rows64];
-    assert_eq!(few(11008), [a, a, b, b, c, c]);
-    let [narrow_b, narrow_c] = [Tile::Narrow32, Tile::Narrow64];
-    assert_eq!(few(8192), [a, a, narrow_b, narrow_b, narrow_c, narrow_c], "half as many columns, twice as many blocks");
-    let (tall, square, broad) = (Tile::Tall128, Tile::Rows128, Tile::Broad128);
-    assert_eq!([Tile::of(65, 11008), Tile::of(128, 6848), Tile::of(129, 4096)], [tall, c, tall]);
-    assert_eq!([Tile::of(256, 11008), Tile::of(257, 11008)], [tall, square]);
-    assert_eq!([of(65), of(512), of(640), of(1023), of(1024), of(8192)], [c, c, square, square, broad, broad]);
-    assert_eq!([Tile::of(8192, 4095), Tile::of(1024, 11008)], [square, broad]);
-    assert_eq!(Tile::of(8192, 128), c, "64 large tiles do not fill a GPU");
-    // On an H200, as measured.
-    let wide = |m, n| Tile::of_wide(&Tile::WIDE, m, n, 132);
-    let [narrow, low, middle, high] = [Tile::Wide64x32, Tile::Wide64x128, Tile::Wide128x128, Tile::Wide256x128];
-    assert_eq!([wide(64, 4096), wide(64, 11008), wide(128, 4096), wide(128, 11008)], [narrow, low, low, middle]);
-    assert_eq!([wide(256, 4096), wide(256, 11008), wide(8192, 4096)], [low, high, high]);
-}
-
-#[test]
 fn gradients_are_added_and_equal_f64_with_the_same_bits_by_tiles_of_all_sizes_in_every_order_of_threads() {
     let first = std::cell::OnceCell::new();
     // n odd and even, every tail.

@@ -5,7 +5,6 @@ use crate::model::{VOCABULARY, llama, qwen3};
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::device::Device;
-use rlhf_hpc::device::cuda::gpu;
 use rlhf_hpc::device::cuda::pool::Usage;
 use rlhf_hpc::error::Result;
 use rlhf_hpc::experience::{Finish, Response};
@@ -260,18 +259,30 @@ pub fn plain(count: usize, length: impl Fn(usize) -> usize) -> Vec<Request> {
 }
 
 #[test]
-fn steps_that_repeat_ask_for_no_memory_and_graphs_stay_from_call_to_call() {
-    let (_gpu, _one) = device();
+fn steps_that_repeat_are_one_launch_each_ask_for_no_memory_and_graphs_stay_from_call_to_call() {
+    let (gpu, _one) = device();
     let tiny = tiny(&llama());
     let mut engine = Engine::new(&tiny.config(4, 100, true), 0);
+    let counts = || {
+        let all = &gpu.counts;
+        [&all.started, &all.replayed, &all.fetched, &all.drained].map(|count| count.get())
+    };
     let mut calls = Vec::new();
     for _ in 0..2 {
-        let mut seen: Vec<Usage> = Vec::new();
-        let outcome = tiny.run_seen(None, &mut engine, &plain(4, |_| 12), &mut |_| seen.push(gpu().usage()));
+        let (mut seen, mut counted): (Vec<Usage>, Vec<[u64; 4]>) = (Vec::new(), Vec::new());
+        let outcome = tiny.run_seen(None, &mut engine, &plain(4, |_| 12), &mut |_| {
+            seen.push(gpu.usage());
+            counted.push(counts());
+        });
         assert_eq!((outcome.graph_steps, seen.len()), (11, 12));
         let steady = &seen[2..];
         assert!(steady.iter().all(|usage| usage.requests == steady[0].requests), "memory was asked for: {steady:?}");
         assert!(steady.iter().all(|usage| usage.in_use == steady[0].in_use), "{steady:?}");
+        // The host waits for the draws of the step before while the next one runs.
+        for step in counted[2..11].windows(2) {
+            let counts = [0, 1, 2, 3].map(|i: usize| step[1][i] - step[0][i]);
+            assert_eq!(counts, [1, 1, 1, 0], "starts, graphs, waits beside one, and waits for all: {counted:?}");
+        }
         calls.push((seen[0].requests, steady[0].requests, bits(&outcome)));
     }
     assert_eq!(calls[0].2, calls[1].2);
@@ -285,4 +296,17 @@ fn steps_that_repeat_ask_for_no_memory_and_graphs_stay_from_call_to_call() {
     assert_eq!(bits(&outcome), calls[0].2);
     engine.release();
     assert_eq!(engine.kv_bytes(), 0);
+}
+
+/// Norm, q with k and v, their turn and the way to the cache, attention, output projection, norm, SwiGLU of gate and up, down.
+#[test]
+fn a_decoded_layer_is_eight_kernels() {
+    let (gpu, _one) = device();
+    let [one, two] = [1, 2].map(|layers| {
+        let (part, mut started) = (tiny(&Arch { layers, windows: vec![None; layers], ..llama() }), Vec::new());
+        let mut engine = part.engine(4, false);
+        part.run_seen(None, &mut engine, &plain(4, |_| 4), &mut |_| started.push(gpu.counts.started.get()));
+        started[2] - started[1]
+    });
+    assert_eq!(two - one, 8, "a layer's kernels, of {one} and {two}");
 }

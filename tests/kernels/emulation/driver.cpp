@@ -6,9 +6,9 @@
 // without the context, also those that free; cubins newer than itself (EMULATED_CUDA, 13000 if unset); blocks and shared memory
 // beyond what the cubin and the GPU allow; the time between marks that keep none, or have not come; waits in a capture; memory
 // beyond EMULATED_BYTES. Beyond that it refuses copies of host memory that is not pinned, which a real one makes, but not beside
-// the host, and launches with another number of arguments than the kernel has. What it was asked for it writes to the file
-// EMULATED_LOG, a line each, a rank behind its number. With EMULATED_FORGETS=1 its first stream does not wait for others, with 2
-// those do not wait, with 3 none does. It has EMULATED_GPUS GPUs; if unset one for each rank, 2 at least.
+// the host, and launches with another number of arguments than the kernel has. With
+// EMULATED_FORGETS=1 its first stream does not wait for others, with 2 those do not wait, with 3 none does. It has EMULATED_GPUS
+// GPUs; if unset one for each rank, 2 at least.
 //
 // A graph runs its nodes in an order that only its edges bind. Streams join a capture by an event of it and must be joined
 // again before it ends; an event of a capture is waited for nowhere else, and none of elsewhere within. A graph that is
@@ -130,16 +130,6 @@ std::atomic<uint64_t> calls{0};
 int setting(const char* name, int otherwise) {
     const char* value = std::getenv(name);
     return value ? std::atoi(value) : otherwise;
-}
-
-void note(const char* what, size_t number) {
-    static std::FILE* log = [] {
-        const char *path = std::getenv("EMULATED_LOG"), *rank = std::getenv("OMPI_COMM_WORLD_RANK");
-        return path ? std::fopen((path + std::string(rank ? rank : "")).c_str(), "a") : nullptr;
-    }();
-    if (!log) return;
-    std::fprintf(log, "%s %zu\n", what, number);
-    std::fflush(log);
 }
 
 // What every call begins with.
@@ -403,7 +393,6 @@ API cuMemAlloc_v2(uint64_t* address, size_t bytes) {
     void* memory = emulated_allocate(bytes);
     if (!memory) return OutOfMemory;
     used += bytes;
-    note("allocate", bytes);
     *address = reinterpret_cast<uint64_t>(memory);
     static uint64_t serial = 0;
     allocated[*address] = {bytes, ++serial};
@@ -447,7 +436,6 @@ API cuMemHostUnregister(void* memory) {
 
 API cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* stream) {
     READY;
-    note("upload", bytes);
     uint64_t host = reinterpret_cast<uint64_t>(from);
     if (!within(to, bytes) || !is_pinned(host, bytes)) return InvalidValue;
     return copy(to, host, bytes, stream);
@@ -455,7 +443,6 @@ API cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* st
 
 API cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream* stream) {
     READY;
-    note("download", bytes);
     uint64_t host = reinterpret_cast<uint64_t>(to);
     if (!within(from, bytes) || !is_pinned(host, bytes)) return InvalidValue;
     return copy(host, from, bytes, stream);
@@ -540,15 +527,12 @@ API cuEventCreate(Event** event, unsigned flags) {
 
 API cuEventRecord(Event* event, Stream* stream) {
     READY;
-    static size_t records = 0;
     event->stream = stream;
-    event->number = ++records;
     event->capture = stream->capture ? stream->capture->id : 0;
     if (stream->capture) {
         event->tips = stream->tips;
         return Success;
     }
-    note("record", event->number);
     uint64_t place = ++event->recorded;
     stream->add([=] {
         event->at = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -561,7 +545,6 @@ API cuEventSynchronize(Event* event) {
     READY;
     if (!event->stream) return fault;
     if (event->capture) return CapturedEvent;
-    note("wait", event->number);
     wait_for(event->stream, [=] { return event->passed >= event->recorded; });
     return fault;
 }
@@ -683,7 +666,6 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
         if (!arguments[i] == (i < count)) complaint = "the kernel has " + std::to_string(count) + " parameters";
     }
     if (!complaint.empty()) return LaunchFailed;
-    if (!stream->capture) note("launch", size_t{x} * y * z);
     // The caller's arguments end with this call.
     std::vector<uint64_t> words(count);
     std::vector<Use> uses;

@@ -57,7 +57,6 @@ API cuGraphUpload(Graph*, Stream*) {
 
 API cuGraphLaunch(Graph* graph, Stream* stream) {
     READY;
-    note("graph", graph->nodes.size());
     for (size_t node : graph->order) stream->add(guarded(graph->nodes[node]));
     return Success;
 }

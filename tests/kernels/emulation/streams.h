@@ -119,8 +119,6 @@ struct Event {
     std::atomic<uint64_t> recorded{0}, passed{0};
     bool is_timed = true;
     double at = 0;
-    // The how manieth record.
-    size_t number = 0;
     // The capture in which it was put somewhere last, and behind which nodes.
     std::atomic<uint64_t> capture{0};
     Nodes tips;
