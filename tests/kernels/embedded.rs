@@ -125,7 +125,6 @@ fn file_of_swiglu(dir: &Path) -> PathBuf {
 
 /// Another directory with the same cubins, but for that of swiglu.cu.
 fn all_but_one(dir: &Path, to: &Path) {
-    fs::create_dir_all(to).expect("a directory");
     let current = |name: &str| embedded::units().any(|unit| name.starts_with(&format!("{}.", unit.name)));
     for entry in fs::read_dir(dir).expect("a cache").map(|entry| entry.expect("an entry")) {
         let name = entry.file_name().into_string().expect("text");
@@ -135,38 +134,26 @@ fn all_but_one(dir: &Path, to: &Path) {
     }
 }
 
+/// For one architecture: nvcc compiles them for both, where the build has it.
 #[test]
-fn of_starts_at_the_same_time_one_compiles_and_the_others_read() {
+fn of_starts_at_the_same_time_one_compiles_and_later_ones_read_but_what_is_damaged() {
     let Some(nvrtc) = nvrtc() else { return };
     let root = tempfile::tempdir().expect("a directory");
-    all_but_one(&compiled(&nvrtc, "sm_80"), root.path());
-    let start = || cache::cubins(&nvrtc, "sm_80", Some(root.path())).expect("the sources compile");
+    let dir = root.path();
+    all_but_one(&compiled(&nvrtc, "sm_80"), dir);
+    let start = || cache::cubins(&nvrtc, "sm_80", Some(dir)).expect("the sources compile");
     let all =
         std::thread::scope(|scope| [(); 3].map(|()| scope.spawn(start)).map(|start| start.join().expect("it ends")));
     assert_eq!(all.iter().map(|made| made.compiled).sum::<usize>(), 1);
-    assert!(all.iter().all(|made| made.list == all[0].list));
-}
-
-/// For one architecture: nvcc compiles them for both, where the build has it.
-#[test]
-fn the_second_start_takes_cubins_from_the_disk_and_compiles_damaged_ones_anew() {
-    let Some(nvrtc) = nvrtc() else { return };
-    let root = tempfile::tempdir().expect("a directory");
-    let dir = root.path().join("not/there/yet");
-    all_but_one(&compiled(&nvrtc, "sm_80"), &dir);
-    let start = || cache::cubins(&nvrtc, "sm_80", Some(&dir)).expect("the sources compile");
-    let (first, second) = (start(), start());
-    assert_eq!([first.compiled, second.compiled], [1, 0]);
-    assert!(first.list == second.list, "the disk gives back other cubins");
-    let file = file_of_swiglu(&dir);
+    let file = file_of_swiglu(dir);
     let mut bytes = fs::read(&file).expect("a cubin");
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     fs::write(&file, &bytes).expect("a damaged cubin");
-    let third = start();
-    assert_eq!(third.compiled, 1);
-    assert!(first.list == third.list, "a damaged cubin was taken");
-    assert!(fs::read_dir(&dir).expect("a cache").all(|entry| {
+    let [damaged, again] = [start(), start()];
+    assert_eq!([damaged.compiled, again.compiled], [1, 0]);
+    assert!(all.iter().chain([&damaged, &again]).all(|made| made.list == all[0].list), "other cubins");
+    assert!(fs::read_dir(dir).expect("a cache").all(|entry| {
         let name = entry.expect("an entry").file_name();
         !name.to_string_lossy().contains("partial")
     }));

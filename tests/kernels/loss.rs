@@ -11,12 +11,12 @@ use rlhf_hpc::data::balance::{self, Cost};
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::{Gpu, Memory};
 use rlhf_hpc::experience::{Experience, Prompt, Response};
-use rlhf_hpc::learn::packed::{PackedRow, Tokens};
+use rlhf_hpc::learn::packed::Tokens;
 use rlhf_hpc::learn::score;
 use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::loss::policy::{PolicyTokens, policy_loss};
 use rlhf_hpc::model::{Head, TensorPart, init};
-use rlhf_hpc::ops::linear_logprob::{self, Extra, HeadPart};
+use rlhf_hpc::ops::linear_logprob::{self, HeadPart};
 use rlhf_hpc::tensor::{DType, Layout, Slice, SliceMut, Tensor, Weight, WeightMut};
 use rlhf_hpc::train::update::Update;
 use std::cell::Cell;
@@ -34,14 +34,10 @@ fn waited<R>(gpu: &Gpu, work: impl FnOnce() -> R) -> ([u64; 2], R) {
     ([after[0] - before[0], after[1] - before[1]], result)
 }
 
-fn role(device: Device, head: Head, dtype: DType, axes: &Axes) -> Role {
-    let weights = init::init_on(device, &llama(), head, dtype, 5, TensorPart::whole());
-    Role::new("actor", Path::new(""), &llama(), weights, axes)
-}
-
 fn learner(head: Head, config: &Config, axes: &Axes) -> Learner {
     let optim = OptimConfig::with_lr(1e-3);
-    let role = role(Device::Cuda, head, DType::Bf16, axes);
+    let weights = init::init_on(Device::Cuda, &llama(), head, DType::Bf16, 5, TensorPart::whole());
+    let role = Role::new("actor", Path::new(""), &llama(), weights, axes);
     let learner = Learner::new(Device::Cuda, role, &optim, &config.gradient, 50, axes, 0);
     learner.and_then(Learner::with_masters).expect("a learner")
 }
@@ -200,36 +196,4 @@ fn the_host_computes_the_loss_of_a_chunk_and_waits_for_its_numbers_alone() {
     let mut l = vec![0.0; few];
     linear_logprob::forward(&first, w, &targets[..few], 0.8, &mut l, &mut []);
     assert_eq!(bits(&l), found.0[..few]);
-}
-
-#[test]
-fn the_likeliest_tokens_are_found_without_logits() {
-    let (_gpu, _one) = device();
-    let axes = Axes::one();
-    let [on_gpu, on_cpu] = [(Device::Cuda, DType::Bf16), (Device::Cpu, DType::F32)]
-        .map(|(device, dtype)| role(device, Head::LanguageModel, dtype, &axes));
-    for tokens in [140, 9] {
-        let mut row = PackedRow::new();
-        for part in (0..tokens as u32).collect::<Vec<_>>().chunks(70) {
-            row.push(&part.iter().map(|i| i * 31 % VOCABULARY as u32).collect::<Vec<_>>(), 1);
-        }
-        let look = |role: &Role| {
-            let (model, w) = (&role.transformer, &role.weights);
-            let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
-            let logits = model.logits_part(w, &hidden, &row.rows);
-            let likeliest = |row: &[f32]| (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).expect("a token");
-            let best: Vec<u32> = logits.to_host().chunks(VOCABULARY).map(|row| likeliest(row) as u32).collect();
-            // Every other target is the likeliest token, the next one its neighbour.
-            let targets: Vec<u32> = best.iter().enumerate().map(|(i, t)| (t + (i % 2) as u32) % 77).collect();
-            let there = model.logprobs_on_device(w, &hidden, &row.rows, &targets, 1.0, Extra::Top);
-            let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &targets, 1.0, false);
-            (there.later().take(), logprobs)
-        };
-        for (found, logprobs) in [look(&on_gpu), look(&on_cpu)] {
-            let (scored, top) = found.split_at(row.rows.len());
-            assert_eq!(scored, logprobs);
-            let want: Vec<f32> = (0..top.len()).map(|i| if i % 2 == 0 { 1.0 } else { 0.0 }).collect();
-            assert_eq!(top, want, "{tokens} tokens");
-        }
-    }
 }

@@ -92,6 +92,8 @@ fn sft_has_the_numbers_of_one_rank_and_of_the_cpu_in_every_layout() {
         let got = sft(4, name, mesh);
         assert_near(name, &got, &alone, &["loss", "grad_norm", "eval_loss"], (4e-3, 0.1));
         assert_near(name, &got, &cpu, &["loss", "grad_norm", "eval_loss"], (1e-2, 0.1));
+        // A token that is nearly the likeliest may be it on the other side.
+        assert_near(name, &got, &cpu, &["eval_accuracy"], (0.1, 0.1));
     }
 }
 
