@@ -52,7 +52,10 @@ impl Case {
 
     /// The case, its places and its statistics on the GPU.
     pub fn on_gpu(&self, dtype: DType, temperature: f32) -> (Memory, Memory, Memory) {
-        on_gpu(self, dtype, temperature)
+        let (memory, places) = (crate::on_gpu(dtype, &self.values), linear_logprob::places(&self.places(), self.v));
+        let mut stats = linear_logprob::stats_room(self.rows);
+        linear_logprob::stats(self.logits(&memory, dtype), 1.0 / temperature, &places, &mut stats);
+        (memory, places, stats)
     }
 
     fn places(&self) -> Vec<usize> {
@@ -63,14 +66,6 @@ impl Case {
 fn near(got: f32, want: f64, within: f64, what: &str) {
     let off = (f64::from(got) - want).abs();
     assert!(off <= within * want.abs().max(1.0), "{what}: {got} against {want}");
-}
-
-/// Statistics of a case on the GPU, and its places there.
-fn on_gpu(case: &Case, dtype: DType, temperature: f32) -> (Memory, Memory, Memory) {
-    let (memory, places) = (crate::on_gpu(dtype, &case.values), linear_logprob::places(&case.places(), case.v));
-    let mut stats = linear_logprob::stats_room(case.rows);
-    linear_logprob::stats(case.logits(&memory, dtype), 1.0 / temperature, &places, &mut stats);
-    (memory, places, stats)
 }
 
 /// Statistics of rows and their targets' logits, on the host.
@@ -92,7 +87,7 @@ fn read(stats: &Memory, rows: usize, temperature: f32) -> [Vec<f32>; 2] {
 const POWERS: f64 = 2.25 / (1 << 22) as f64;
 
 fn check(case: &Case, dtype: DType, temperature: f32) {
-    let (_, _, stats) = on_gpu(case, dtype, temperature);
+    let (_, _, stats) = case.on_gpu(dtype, temperature);
     let [logprobs, entropy] = read(&stats, case.rows, temperature);
     let (on_host, targets) = read_back(&stats, case.rows, 1.0 / temperature);
     for (i, place) in case.places().into_iter().enumerate() {
@@ -119,7 +114,7 @@ fn the_likeliest_targets_are_those_that_no_column_is_above() {
         if v > 20 {
             case.values[0] = 21.5;
         }
-        let (_, _, stats) = on_gpu(&case, DType::F32, 0.9);
+        let (_, _, stats) = case.on_gpu(DType::F32, 0.9);
         let mut found = Memory::of(&vec![f32::NAN; rows]);
         linear_logprob::top(&stats, 1.0 / 0.9, found.view_mut(DType::F32));
         for (i, (found, place)) in found.read::<f32>(rows).into_iter().zip(case.places()).enumerate() {
@@ -149,7 +144,7 @@ fn statistics_are_those_of_the_cpu() {
 fn statistics_do_not_depend_on_the_order_of_threads_or_on_other_rows() {
     let (case, first) = (Case::new(9, 3001), std::cell::OnceCell::new());
     in_every_order(|| {
-        let (memory, places, stats) = on_gpu(&case, DType::F32, 0.8);
+        let (memory, places, stats) = case.on_gpu(DType::F32, 0.8);
         let all = stats.read::<u32>(4 * case.rows);
         assert_eq!(*first.get_or_init(|| all.clone()), all);
         // A row alone, and one that is not aligned, and with one warp instead of two.
@@ -179,7 +174,7 @@ fn logits_that_are_not_finite_show() {
     for (i, x) in case.values[3 * stride..][..300].iter_mut().enumerate() {
         *x = if i == places[3] { 1.5 } else { f32::NEG_INFINITY };
     }
-    let (_, _, stats) = on_gpu(&case, DType::F32, 1.0);
+    let (_, _, stats) = case.on_gpu(DType::F32, 1.0);
     let [logprobs, entropy] = read(&stats, 4, 1.0);
     assert!(logprobs[..3].iter().all(|x| x.is_nan()), "{logprobs:?}");
     // A power of 2 times that of its opposite is 1 but for what GPUs are off; its logarithm is what is left of it.
@@ -230,7 +225,7 @@ fn parts_of_a_vocabulary_come_together_as_on_the_cpu() {
 
 /// The gradient as bf16 bits.
 fn gradient(case: &Case, dtype: DType, temperature: f32, dstride: usize, d: &[Vec<f32>; 2]) -> Vec<u16> {
-    let (memory, places, stats) = on_gpu(case, dtype, temperature);
+    let (memory, places, stats) = case.on_gpu(dtype, temperature);
     let [dlogprobs, dentropy] = d.each_ref().map(|d| Memory::of(d));
     let mut out = Memory::scratch(2 * case.rows * dstride);
     linear_logprob::gradient(
