@@ -265,7 +265,7 @@ fn steps_that_repeat_are_one_launch_each_ask_for_no_memory_and_graphs_stay_from_
     let mut engine = Engine::new(&tiny.config(4, 100, true), 0);
     let counts = || {
         let all = &gpu.counts;
-        [&all.started, &all.replayed, &all.fetched, &all.drained].map(|count| count.get())
+        [all.started.get(), all.replayed.get(), all.fetched.get(), all.drained.get()]
     };
     let mut calls = Vec::new();
     for _ in 0..2 {
