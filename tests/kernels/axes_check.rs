@@ -65,10 +65,8 @@ fn axes_that_carry_what_is_sent_pass_and_what_does_not_arrive_is_named_with_the_
     let forgets = |what: &'static str| [LATE, ("EMULATED_FORGETS", what)];
     let cases = [
         ("3 1 1", &[][..], ""),
-        ("1 2 2", &[], ""),
         ("3 1 1", &[(WAY, "mpi")], ""),
         ("1 1 2", &forgets("0"), ""),
-        ("1 2 1", &forgets("0"), ""),
         ("3 1 1", &[fault("places")], "all-gather of bf16 values over NCCL on the data axis of ranks 0 to 2 ("),
         ("1 1 2", &[fault("chunk")], "all-reduce of bf16 values over NCCL on the tensor axis of ranks 0 to 1 ("),
         (

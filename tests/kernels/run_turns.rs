@@ -22,7 +22,7 @@ fn run(at: &Path, ranks: usize, dir: &str, sets: &str) -> Vec<Value> {
 }
 
 #[test]
-fn turns_of_an_environment_have_the_bits_of_training_on_one_gpu_and_on_two_and_a_step_ahead() {
+fn turns_of_an_environment_have_the_bits_of_training_on_one_gpu_and_on_two() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     std::fs::write(at.join("lengths.py"), ENVIRONMENT).expect("a file");
@@ -35,12 +35,6 @@ fn turns_of_an_environment_have_the_bits_of_training_on_one_gpu_and_on_two_and_a
     }
     run(at, 2, "two", &format!("{turns} job.collectives=nccl mesh.tensor=1 mesh.zero=1"));
     assert_same(at, "two", "alone");
-    // The first step of a rollout that runs ahead has the weights of the one in step.
-    let placement = r#"mesh.placement=[{roles=["actor","critic","reference"],ranks="0..1"},{roles=["rollout","reward"],ranks="1..2"}]"#;
-    let ahead = format!("{turns} job.steps=1 job.collectives=nccl mesh.async_updates_max=1 {placement}");
-    run(at, 2, "ahead", &ahead);
-    run(at, 1, "one-step", &format!("{turns} job.steps=1"));
-    assert_same(at, "ahead", "one-step");
 }
 
 #[test]
