@@ -104,7 +104,13 @@ fn library() -> PathBuf {
         *text = registered(name, text);
     }
     units.extend(sources(&own, &["cpp"]));
-    let objects: Vec<PathBuf> = units.par_iter().map(|(name, text)| object(name, text, &headers)).collect();
+    let flags = [FLAGS, WARNINGS, CHECKS].concat().join(" ");
+    let dir = directory().join(key(headers.iter().flat_map(|(name, text)| [name, text]).chain([&flags])));
+    fs::create_dir_all(&dir).expect("a directory for the emulation");
+    for (name, text) in &headers {
+        once(&dir.join(name), |made| fs::write(made, text).expect("a header"));
+    }
+    let objects: Vec<PathBuf> = units.par_iter().map(|(name, text)| object(&dir, name, text)).collect();
     let names: String = objects.iter().map(|object| object.display().to_string()).collect();
     let library = directory().join(format!("kernels-{}.so", key([&names])));
     // Calls go straight to what they name: hooks are called too often for a table of addresses.
@@ -117,20 +123,13 @@ fn directory() -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulation")
 }
 
-/// A source of the emulation, compiled.
-fn object(name: &str, text: &String, headers: &[(String, String)]) -> PathBuf {
-    let included = included(text, headers);
-    let flags = [FLAGS, WARNINGS, CHECKS].concat().join(" ");
-    let dir = directory().join(key(included.iter().flat_map(|(name, text)| [name, text]).chain([text, &flags])));
-    let object = dir.join("unit.o");
+/// A source of the emulation, compiled beside the headers.
+fn object(dir: &Path, name: &str, text: &String) -> PathBuf {
+    let object = dir.join(format!("{name}-{}.o", key([text])));
     once(&object, |made| {
-        fs::create_dir_all(&dir).expect("a directory for the emulation");
-        for (name, text) in included {
-            fs::write(dir.join(name), text).expect("a header");
-        }
-        let source = dir.join(format!("{name}.cpp"));
+        let source = object.with_extension("cpp");
         fs::write(&source, text).expect("a source");
-        compile(&dir, &source, made, Path::new(name).extension().is_some_and(|ending| ending == "cu"));
+        compile(dir, &source, made, Path::new(name).extension().is_some_and(|ending| ending == "cu"));
     });
     object
 }
@@ -165,23 +164,6 @@ fn key<'a>(texts: impl IntoIterator<Item = &'a String>) -> String {
         let _ = write!(hex, "{byte:02x}");
         hex
     })
-}
-
-/// The headers that `text` includes, and those that these include: nothing else can change what it compiles to.
-fn included<'a>(text: &str, headers: &'a [(String, String)]) -> Vec<&'a (String, String)> {
-    let mut found: Vec<&(String, String)> = Vec::new();
-    let mut open = vec![text];
-    while let Some(text) = open.pop() {
-        for line in text.lines().filter(|line| line.starts_with("#include \"")) {
-            let header = headers.iter().find(|(name, _)| line.contains(&format!("\"{name}\"")));
-            let header = header.unwrap_or_else(|| panic!("no header for `{line}`"));
-            if !found.contains(&header) {
-                found.push(header);
-                open.push(&header.1);
-            }
-        }
-    }
-    found
 }
 
 /// No products fused into sums behind the source's back: every machine has the same results.
