@@ -1,17 +1,12 @@
-//! Flat runs of values, rows of activations and of embeddings, and rows of logits.
+//! Flat runs of values, rows of activations and of embeddings. Logits never lie far: heads are computed in chunks of 256 MiB.
 
-use super::{BOUNDS, Pair, Rows, VALUES, has_room, holds, holds_of, only, small};
-use crate::{bf16, device, numbers};
+use super::{BOUNDS, Pair, Rows, VALUES, holds, holds_of, only, small};
+use crate::{device, numbers};
 use rlhf_hpc::device::cuda::adamw::{self, Decays, Update};
-use rlhf_hpc::device::cuda::linear_logprob as head;
-use rlhf_hpc::device::cuda::linear_logprob_fused as fused;
-use rlhf_hpc::device::cuda::matmul::Matrix;
 use rlhf_hpc::device::cuda::rank_sum::{self, Parts};
 use rlhf_hpc::device::cuda::rope::{self, Table};
-use rlhf_hpc::device::cuda::sample;
 use rlhf_hpc::device::cuda::{Arg, Memory, ScatterLists, copy, embedding, gpu, norm, rmsnorm, swiglu, value_head};
 use rlhf_hpc::dtype::DType::{self, Bf16, F32};
-use rlhf_hpc::ops::sample::{SampleParams, SampleRow};
 
 /// Values of a block of a flat run.
 const EACH: usize = 2048;
@@ -21,9 +16,6 @@ const SQUARES: usize = 4096;
 const WIDTH: usize = 8192;
 const ROWS: usize = (1 << 32) / WIDTH + 5;
 const HEAD: usize = 128;
-/// A vocabulary whose rows do not end with whole blocks, and rows of it beyond all bounds.
-const V: usize = 20_008;
-const ROWS_V: usize = (1 << 32) / V + 7;
 
 fn flat<const N: usize>(what: &str, dtypes: [DType; N], work: impl Fn(&mut [Memory; N])) {
     holds(what, dtypes.map(|dtype| (dtype, 1)), VALUES, EACH, |x, _| work(x));
@@ -192,59 +184,4 @@ fn far_rows_are_fetched_and_summed() {
             copy::columns(from, WIDTH, to, WIDTH, rows.len, width);
         });
     }
-}
-
-#[test]
-#[ignore = "long: tensors beyond 2^31 values"]
-fn far_logits_have_the_statistics_gradients_and_draws_of_the_same_logits() {
-    for dtype in [F32, Bf16] {
-        let tensors = [(dtype, V), (F32, 4), (F32, 1), (F32, 1), (Bf16, V)];
-        // The gradient has a row of blocks for each 8192 columns.
-        let blocks = |row: usize| (0..3).map(|part| part * ROWS_V + row).collect::<Vec<_>>();
-        holds_of("logits", tensors, ROWS_V, 1, blocks, |[logits, stats, dlogprobs, dentropy, dlogits], rows| {
-            let places = head::places(&rows.map(|row| row * 7919 % V), V);
-            let logits = Matrix { values: logits.view(dtype), rows: rows.len, width: V, stride: V };
-            head::stats(logits, 0.7, &places, stats);
-            let slopes = [dlogprobs.view(F32), dentropy.view(F32)];
-            head::gradient(logits, 0.7, stats, &places, slopes[0], slopes[1], dlogits.view_mut(Bf16), V);
-        });
-    }
-    // With edits, whose rows are as many again.
-    if !has_room(8 * ROWS_V * V) {
-        return;
-    }
-    let tensors = [(F32, V), (F32, 1), (F32, 1), (F32, 1)];
-    holds("draws", tensors, ROWS_V, 1, |[logits, tokens, logprobs, sample_logprobs], rows| {
-        let banned = [[3u32, 77], [5, 12_345]];
-        let drawn_rows = sample::Rows::of(&rows.map(|row| SampleRow {
-            params: SampleParams { temperature: 0.8, top_k: 50, top_p: 0.9, ..SampleParams::greedy() },
-            uniform: (row * 31 % 97) as f32 / 97.0,
-            seen: &[],
-            banned: &banned[row % 2],
-            bias: &[],
-        }));
-        let out = sample::forward(logits.view(F32), [V, V], &Memory::of(&[V as i32]), &drawn_rows);
-        for (i, to) in [tokens, logprobs, sample_logprobs].into_iter().enumerate() {
-            to.view_mut(F32).copy_from(out.view(F32).part(i * rows.len..(i + 1) * rows.len));
-        }
-    });
-}
-
-#[test]
-#[ignore = "long: tensors beyond 2^31 values"]
-fn far_rows_are_scored_without_logits() {
-    const K: usize = 128;
-    const WORDS: usize = 200;
-    drop(device());
-    if !fused::fits() {
-        return;
-    }
-    // The second kernel has a warp a row, four in a block; where a tile of the first one is.
-    let blocks = |tile: usize| std::iter::once(tile).chain(32 * tile..32 * tile + 32).collect::<Vec<_>>();
-    holds_of("scores", [(Bf16, K), (F32, 4)], (1 << 32) / K + 40, 128, blocks, |[h, stats], rows| {
-        let w = Memory::of(&bf16(&numbers(4, WORDS * K)));
-        let places = Memory::of(&rows.map(|row| (row % WORDS) as i32));
-        let mut scratch = Memory::scratch(fused::scratch_bytes(rows.len, WORDS));
-        fused::stats(h.view(Bf16), w.view(Bf16), K, 1.3, &places, &mut scratch, stats);
-    });
 }
