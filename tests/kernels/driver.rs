@@ -8,9 +8,9 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// A program on the emulated GPU, of a driver that knows no newer CUDA than `cuda`: 12020 is 12.2.
-fn command(program: &str, cuda: &str, cache: &Path, args: &[&str]) -> Command {
-    let mut command = Command::new(program);
+/// The binary on the emulated GPU, of a driver that knows no newer CUDA than `cuda`: 12020 is 12.2.
+fn command(cuda: &str, cache: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf-hpc"));
     command.env("XDG_CACHE_HOME", cache).envs(emulation::environment()).env("EMULATED_CUDA", cuda).args(args);
     command
 }
@@ -26,10 +26,6 @@ fn written(command: &mut Command) -> String {
     let (succeeds, text) = said(command);
     assert!(succeeds, "{command:?}\n{text}");
     text
-}
-
-fn under(program: &str, cuda: &str, cache: &Path, args: &[&str]) -> String {
-    written(&mut command(program, cuda, cache, args))
 }
 
 /// A test of this target in a process of its own, on a GPU that is late.
@@ -74,7 +70,7 @@ fn info_shows_the_gpus_and_takes_the_cubins_that_the_binary_carries() {
         return;
     }
     let cache = tempfile::tempdir().expect("a directory");
-    let text = under(env!("CARGO_BIN_EXE_rlhf-hpc"), "13000", cache.path(), &["info"]);
+    let text = written(&mut command("13000", cache.path(), &["info"]));
     assert_eq!(line(&text, "cuda"), "cuda       driver of CUDA 13.0, 2 GPUs");
     assert_eq!(line(&text, "loaded"), "loaded     the binary's cubins for sm_80");
     let gpu = "GPU 1 at 0000:af:00.0: Emulated GPU, 1.0 GiB, 108 multiprocessors, capability 8.0, NUMA node unknown";
@@ -90,7 +86,7 @@ fn info_shows_the_registers_and_the_local_memory_that_the_driver_gives_each_kern
         return;
     }
     let cache = tempfile::tempdir().expect("a directory");
-    let text = under(env!("CARGO_BIN_EXE_rlhf-hpc"), "13000", cache.path(), &["info", "--kernels"]);
+    let text = written(&mut command("13000", cache.path(), &["info", "--kernels"]));
     assert!(text.contains("As the driver loads them on Emulated GPU, the binary's cubins for sm_80."), "{text}");
     assert_eq!(text.lines().filter(|line| line.starts_with("| ")).count(), KERNELS.len() + 1);
     for kernel in KERNELS {
@@ -123,7 +119,7 @@ fn what_keeps_a_gpu_away_is_named_with_what_to_do() {
     }
     let cache = tempfile::tempdir().expect("a directory");
     let with = |args: &[&str], fails: &str| {
-        let mut command = command(env!("CARGO_BIN_EXE_rlhf-hpc"), "13000", cache.path(), args);
+        let mut command = command("13000", cache.path(), args);
         said(command.env("EMULATED_FAILS", fails).env("EMULATED_MODE", "3"))
     };
     // A status that is newer than what this binary was built with is told by its number.
@@ -144,7 +140,7 @@ fn a_driver_without_a_gpu_without_a_function_or_of_another_machine_leaves_the_cp
     let dir = tempfile::tempdir().expect("a directory");
     let at = dir.path();
     let cuda = |library: &Path, status: &str| {
-        let mut info = command(env!("CARGO_BIN_EXE_rlhf-hpc"), "13000", at, &["info"]);
+        let mut info = command("13000", at, &["info"]);
         let text = written(info.env("RLHF_CUDA_LIB", library).env("EMULATED_FAILS", format!("cuInit:1:{status}")));
         line(&text, "cuda").strip_prefix("cuda       none: ").unwrap_or_else(|| panic!("{text}")).to_owned()
     };
@@ -171,7 +167,7 @@ fn a_driver_without_a_gpu_without_a_function_or_of_another_machine_leaves_the_cp
 fn a_cublaslt_of_a_later_cuda_than_the_driver_is_not_taken() {
     let cache = tempfile::tempdir().expect("a directory");
     let lt = |cuda| {
-        let mut info = command(env!("CARGO_BIN_EXE_rlhf-hpc"), cuda, cache.path(), &["info"]);
+        let mut info = command(cuda, cache.path(), &["info"]);
         let text = written(info.env("RLHF_NVRTC", "/nowhere/libnvrtc.so"));
         line(&text, "cublaslt").strip_prefix("cublaslt   ").expect("its name").to_owned()
     };
@@ -189,7 +185,7 @@ fn a_driver_that_refuses_the_cubins_gets_those_of_nvrtc_and_the_next_start_finds
     }
     let (cache, all) = (tempfile::tempdir().expect("a directory"), units().count());
     for compiled in [all, 0] {
-        let mut info = command(env!("CARGO_BIN_EXE_rlhf-hpc"), "12020", cache.path(), &["info"]);
+        let mut info = command("12020", cache.path(), &["info"]);
         let text = written(info.env("RLHF_NVRTC", emulation::gpu()));
         let loaded = line(&text, "loaded");
         let counts = format!("for sm_80: {compiled} sources compiled now, {} taken from the disk", all - compiled);

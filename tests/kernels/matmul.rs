@@ -1,6 +1,6 @@
 //! y = x W^T and its gradients: right against f64, and the bits that must not move.
 
-use crate::{bf16, device, in_every_order, numbers, on_a_real_gpu, on_gpu, rounded};
+use crate::{bf16, device, in_every_order, numbers, on_a_real_gpu, on_gpu, refused, rounded};
 use rlhf_hpc::device::cuda::matmul::{
     Addend, Factor, Matrix, MatrixMut, Output, Tile, Way, backward_bias, backward_input, backward_weight, forward,
     forward_each, swiglu,
@@ -308,16 +308,6 @@ fn swiglu_of_products_of_many_rows_is_left_to_kernels_of_its_own() {
 }
 
 #[test]
-#[should_panic(expected = "matmul::swiglu: rows of W of gate are 24 values apart, those of up 32")]
-fn swiglu_of_matrices_of_other_strides_is_refused() {
-    let (_gpu, _one) = device();
-    let [gate, up] = [24, 32].map(|stride| Bf16Matrix::new(2, 40, 24, stride));
-    let (x, mut act) = (Bf16Matrix::new(1, 3, 24, 24), Written::new(3, 3, 40, 40, DType::Bf16));
-    let factors = [&gate, &up].map(|w| Factor { w: w.matrix(), bias: None });
-    swiglu(Way::Exact(Tile::Rows16), x.matrix(), factors, act.matrix());
-}
-
-#[test]
 fn a_finished_sum_is_added_in_one_rounding() {
     let (_gpu, _one) = device();
     let (m, n, k) = (5, 24, 48);
@@ -382,12 +372,17 @@ fn a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place() {
 }
 
 #[test]
-#[should_panic(expected = "matmul::forward: rows of c are 40 values apart, those of y 48")]
-fn a_sum_onto_a_matrix_of_other_strides_is_refused() {
+fn matrices_of_other_strides_are_refused() {
     let (_gpu, _one) = device();
-    let (x, w, c) = (Bf16Matrix::new(1, 3, 24, 24), Bf16Matrix::new(2, 40, 24, 24), Bf16Matrix::new(3, 3, 40, 40));
-    let mut y = Written::new(4, 3, 40, 48, DType::Bf16);
-    forward(Way::Exact(Tile::Rows16), x.matrix(), w.matrix(), None, Addend::Matrix(c.matrix()), y.matrix());
+    let (x, [gate, up]) = (Bf16Matrix::new(1, 3, 24, 24), [24, 32].map(|stride| Bf16Matrix::new(2, 40, 24, stride)));
+    let (c, mut y) = (Bf16Matrix::new(3, 3, 40, 40), Written::new(4, 3, 40, 48, DType::Bf16));
+    let (way, factors) = (Way::Exact(Tile::Rows16), [&gate, &up].map(|w| Factor { w: w.matrix(), bias: None }));
+    refused("matmul::swiglu: rows of W of gate are 24 values apart, those of up 32", || {
+        swiglu(way, x.matrix(), factors, y.matrix());
+    });
+    refused("matmul::forward: rows of c are 40 values apart, those of y 48", || {
+        forward(way, x.matrix(), gate.matrix(), None, Addend::Matrix(c.matrix()), y.matrix());
+    });
 }
 
 #[test]
