@@ -97,7 +97,6 @@ pub(super) enum Op {
     AllGather,
     ReduceScatter,
     Broadcast,
-    Reduce,
 }
 
 impl fmt::Display for Call<'_> {
@@ -109,7 +108,6 @@ impl fmt::Display for Call<'_> {
             Op::AllGather => ("ncclAllGather", ""),
             Op::ReduceScatter => ("ncclReduceScatter", ""),
             Op::Broadcast => ("ncclBroadcast", "of"),
-            Op::Reduce => ("ncclReduce", "to"),
         };
         write!(f, "{name} of {} {} values", self.mine.len(), self.mine.dtype().name())?;
         if way.is_empty() { Ok(()) } else { write!(f, " {way} rank {} of the group", self.peer) }
@@ -162,13 +160,12 @@ impl Communicator {
         self.launch(&[Call { op, mine, all, peer: 0 }]);
     }
 
-    /// Part r of x becomes rank r's on all ranks (`Op::Broadcast`), or the sum over ranks on rank r (`Op::Reduce`); parts are of any
-    /// lengths.
-    pub fn each(&self, op: Op, x: View, parts: &[Range<usize>]) {
+    /// Part r of x becomes rank r's on all ranks; parts are of any lengths.
+    pub fn broadcast_each(&self, x: View, parts: &[Range<usize>]) {
         let full = parts.iter().enumerate().filter(|(_, part)| !part.is_empty());
         let call = |(peer, part): (usize, &Range<usize>)| {
             let values = x.part(part.clone());
-            Call { op, mine: values, all: values, peer }
+            Call { op: Op::Broadcast, mine: values, all: values, peer }
         };
         self.launch(&full.map(call).collect::<Vec<_>>());
     }
@@ -207,7 +204,6 @@ impl Joined {
                 Op::AllGather => (f.all_gather)(mine, all, len, kind, comm, queue),
                 Op::ReduceScatter => (f.reduce_scatter)(all, mine, len, kind, sum, comm, queue),
                 Op::Broadcast => (f.broadcast)(mine, mine, len, kind, peer, comm, queue),
-                Op::Reduce => (f.reduce)(mine, mine, len, kind, sum, peer, comm, queue),
             }
         }
     }

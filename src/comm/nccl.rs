@@ -25,8 +25,6 @@ functions! {
     begin: b"ncclGroupStart\0" () -> Status;
     end: b"ncclGroupEnd\0" () -> Status;
     fault: b"ncclCommGetAsyncError\0" (ncclComm_t, *mut Status) -> Status;
-    reduce: b"ncclReduce\0"
-        (*const c_void, *mut c_void, usize, ncclDataType_t, ncclRedOp_t, c_int, ncclComm_t, Queue) -> Status;
     reduce_scatter: b"ncclReduceScatter\0"
         (*const c_void, *mut c_void, usize, ncclDataType_t, ncclRedOp_t, ncclComm_t, Queue) -> Status;
     all_gather: b"ncclAllGather\0" (*const c_void, *mut c_void, usize, ncclDataType_t, ncclComm_t, Queue) -> Status;

@@ -62,12 +62,15 @@ impl NcclGroup {
     }
 
     /// On return `x[ranges[rank]]` holds the sum over ranks, in the order that NCCL likes.
+    ///
+    /// # Panics
+    /// If ranges differ in length.
     pub fn sum_scattered(&self, x: &mut ViewMut, ranges: &[Range<usize>]) {
         self.run("sum_scattered", x.len() * x.dtype().bytes(), |ranks| {
-            let all = x.as_view();
+            let (all, own) = (x.as_view(), ranges[ranks.rank].clone());
             match equal(ranges) {
-                Some(whole) => ranks.share(Op::ReduceScatter, all.part(ranges[ranks.rank].clone()), all.part(whole)),
-                None => ranks.each(Op::Reduce, all, ranges),
+                Some(whole) => ranks.share(Op::ReduceScatter, all.part(own), all.part(whole)),
+                None => assert!(ranges.iter().all(Range::is_empty), "sum_scattered: {ranges:?} are not equally long"),
             }
         });
     }
@@ -126,7 +129,7 @@ fn gather(ranks: &Communicator, x: &mut ViewMut, ranges: &[Range<usize>]) {
     let all = x.as_view();
     match equal(ranges) {
         Some(whole) => ranks.share(Op::AllGather, all.part(ranges[ranks.rank].clone()), all.part(whole)),
-        None => ranks.each(Op::Broadcast, all, ranges),
+        None => ranks.broadcast_each(all, ranges),
     }
 }
 

@@ -145,7 +145,7 @@ fn divided_weights_and_gradients_in_a_fixed_order_change_no_bit() {
     let calls = jobs::calls(&at.join("calls"), "1");
     let of = |name: &str| calls.get(name).copied().unwrap_or(0);
     assert!(of("ncclAllGather") > 0 && of("ncclReduceScatter") > 0, "{calls:?}");
-    assert_eq!([of("ncclBroadcast"), of("ncclReduce")], [0, 0], "units go by one call of equal shares: {calls:?}");
+    assert_eq!(of("ncclBroadcast"), 0, "units go by one call of equal shares: {calls:?}");
 }
 
 #[test]

@@ -359,16 +359,3 @@ API ncclReduceScatter(const void* all, void* mine, size_t count, int type, int o
     reduce_to(work, header, own, mine, count, type);
     return ended(Success);
 }
-
-API ncclReduce(const void* data, void* to, size_t count, int type, int op, int root, Comm* comm, void* queue) {
-    CHECKED(comm, count, type, root, {data});
-    if (op != Sum) return ended(failed(InvalidArgument, "operation %d", op));
-    size_t bytes = count * bytes_of(type);
-    Work& work = work_on(comm, queue);
-    bool is_root = comm->rank == root;
-    APART(work.takes(data, bytes, is_root) && (!is_root || data == to || work.takes(to, bytes, true)));
-    Header header{Reduces, static_cast<uint32_t>(type), static_cast<uint64_t>(root), count, next(comm, queue)};
-    if (is_root) reduce_to(work, header, data, to, count, type);
-    else work.send(root, header, data, bytes);
-    return ended(Success);
-}

@@ -31,11 +31,11 @@ enum Status { Success = 0, UnhandledCudaError = 1, SystemError = 2, InternalErro
 // What work answers that must wait for another rank, and is to be gone on with later.
 constexpr int UNFINISHED = -1;
 enum Type { F32 = 7, Bf16 = 9 };
-enum Kind : uint32_t { Sends = 1, ReduceScatters, Reduces, AllGathers, Broadcasts };
+enum Kind : uint32_t { Sends = 1, ReduceScatters, AllGathers, Broadcasts };
 
 enum Op { Sum = 0 };
 
-const char* const KINDS[] = {"nothing", "a send", "a reduce-scatter", "a reduce", "an all-gather", "a broadcast"};
+const char* const KINDS[] = {"nothing", "a send", "a reduce-scatter", "an all-gather", "a broadcast"};
 
 thread_local std::string words = "nothing is wrong";
 
@@ -189,7 +189,7 @@ struct Work {
     int compared(const Transfer& t) {
         const Header &mine = t.header, &theirs = t.theirs;
         if (!std::memcmp(&mine, &theirs, sizeof mine)) return Success;
-        const char* kind = theirs.kind < 6 ? KINDS[theirs.kind] : "noise";
+        const char* kind = theirs.kind < 5 ? KINDS[theirs.kind] : "noise";
         return failed(InvalidUsage,
                       "rank %d waits for %s of %llu values (type %u, root %llu, number %llu), rank %d brings %s of %llu "
                       "(type %u, root %llu, number %llu)",
