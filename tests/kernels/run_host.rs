@@ -1,8 +1,6 @@
 //! Whole jobs whose state waits in the host's memory while the GPU does not need it, and what they may take of the GPU.
 
-use crate::jobs::{
-    CONFIG, assert_same, calls, command, computed, emulated, metrics, number, prepared, rlhf_hpc, well, with, words,
-};
+use crate::jobs::{CONFIG, assert_same, calls, command, emulated, metrics, number, prepared, well, with, words};
 use crate::on_a_real_gpu;
 use serde_json::json;
 use std::path::Path;
@@ -72,22 +70,6 @@ fn ranks_that_share_state_leave_it_at_their_hosts_bitwise() {
         well(&mut command(2, at, &format!("run ppo.toml mesh.data=2 mesh.zero=2 job.steps=1 job.dir={name} {more}")));
     }
     assert_same(at, "here", "away");
-}
-
-#[test]
-#[ignore = "long: caches that outweigh training, half a minute"]
-fn a_rollout_whose_cache_does_not_fit_at_once_runs_in_waves_to_the_same_samples() {
-    let dir = prepared(&with(&deep(), &json!({"num_key_value_heads": 2})));
-    let at = dir.path();
-    let few = "rollout.prompts_per_step=1 rollout.samples_per_prompt=64 ppo.minibatch_samples=64";
-    let job = |more: &str| rlhf_hpc(at, &format!("run ppo.toml {OFFLOAD} job.steps=1 {few} {more}"));
-    job("job.dir=free");
-    let free = number(&metrics(at, "free")[0], "memory_peak_bytes");
-    let limit = free * 0.85;
-    job(&format!("job.dir=tight mesh.arena_bytes_max={}", limit as u64));
-    assert_eq!(computed(at, "free"), computed(at, "tight"));
-    let tight = number(&metrics(at, "tight")[0], "memory_peak_bytes");
-    assert!(tight <= limit, "{tight} of {limit}");
 }
 
 #[test]
