@@ -138,7 +138,7 @@ pub fn copied(from: &Path, to: &Path) {
 }
 
 /// What a job measured in each step, but for times, memory, restarts, what a rollout took and the way that weights took.
-pub fn computed(dir: &Path, job: &str) -> Vec<Value> {
+fn computed(dir: &Path, job: &str) -> Vec<Value> {
     let aside = |key: &str| {
         ["time_", "memory_", "gpu_", "idle_", "rollout_"].iter().any(|of| key.starts_with(of))
             || key.contains("per_s")
