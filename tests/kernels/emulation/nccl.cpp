@@ -148,24 +148,6 @@ void add(void* to, const void* from, size_t count, int type) {
 const uint8_t* part(const void* at, size_t i, size_t bytes) { return static_cast<const uint8_t*>(at) + i * bytes; }
 uint8_t* part(void* at, size_t i, size_t bytes) { return static_cast<uint8_t*>(at) + i * bytes; }
 
-// to = own + what rank - 1, rank - 2 ... send, which is received here.
-void reduce_to(Work& work, const Header& header, const void* own, void* to, size_t count, int type) {
-    Comm* comm = work.comm;
-    size_t bytes = count * bytes_of(type);
-    uint8_t* theirs = work.scratch(bytes * static_cast<size_t>(comm->ranks));
-    for (int s = 1; s < comm->ranks; s++) {
-        int from = (comm->rank + comm->ranks - s) % comm->ranks;
-        work.receive(from, header, part(theirs, from, bytes), bytes);
-    }
-    work.after.push_back([=] {
-        if (to != own) std::memmove(to, own, bytes);
-        for (int s = 1; s < comm->ranks; s++) {
-            int from = (comm->rank + comm->ranks - s) % comm->ranks;
-            add(to, part(theirs, from, bytes), count, type);
-        }
-    });
-}
-
 }  // namespace
 
 #define API extern "C" __attribute__((visibility("default"))) int
@@ -328,34 +310,36 @@ API ncclAllGather(const void* mine, void* all, size_t count, int type, Comm* com
     return ended(Success);
 }
 
-API ncclBroadcast(const void* data, void* to, size_t count, int type, int root, Comm* comm, void* queue) {
-    CHECKED(comm, count, type, root, {to});
+// In place, as all calls are.
+API ncclBroadcast(const void*, void* data, size_t count, int type, int root, Comm* comm, void* queue) {
+    CHECKED(comm, count, type, root, {data});
     size_t bytes = count * bytes_of(type);
     Work& work = work_on(comm, queue);
-    APART(work.takes(to, bytes, true) && (comm->rank != root || data == to || work.takes(data, bytes, false)));
+    APART(work.takes(data, bytes, true));
     Header header{Broadcasts, static_cast<uint32_t>(type), static_cast<uint64_t>(root), count, next(comm, queue)};
-    if (comm->rank != root) {
-        work.receive(root, header, to, bytes);
-        return ended(Success);
-    }
-    for (int r = 0; r < comm->ranks; r++) {
+    if (comm->rank != root) work.receive(root, header, data, bytes);
+    for (int r = 0; comm->rank == root && r < comm->ranks; r++) {
         if (r != root) work.send(r, header, data, bytes);
     }
-    if (data != to) work.after.push_back([=] { std::memcpy(to, data, bytes); });
     return ended(Success);
 }
 
+// In place: mine += what rank - 1, rank - 2 ... send.
 API ncclReduceScatter(const void* all, void* mine, size_t count, int type, int op, Comm* comm, void* queue) {
     CHECKED(comm, count, type, 0, {all, mine});
-    if (op != Sum) return ended(failed(InvalidArgument, "operation %d", op));
     size_t bytes = count * bytes_of(type);
+    if (op != Sum || mine != part(all, comm->rank, bytes)) return ended(failed(InvalidArgument, "operation %d, or not in place", op));
     Work& work = work_on(comm, queue);
-    const uint8_t* own = part(all, comm->rank, bytes);
-    APART(work.takes(all, bytes * comm->ranks, true) && (mine == own || work.takes(mine, bytes, true)));
+    APART(work.takes(all, bytes * comm->ranks, true));
     Header header{ReduceScatters, static_cast<uint32_t>(type), 0, count, next(comm, queue)};
+    uint8_t* theirs = work.scratch(bytes * static_cast<size_t>(comm->ranks));
     for (int r = 0; r < comm->ranks; r++) {
-        if (r != comm->rank) work.send(r, header, part(all, r, bytes), bytes);
+        if (r == comm->rank) continue;
+        work.send(r, header, part(all, r, bytes), bytes);
+        work.receive(r, header, part(theirs, r, bytes), bytes);
     }
-    reduce_to(work, header, own, mine, count, type);
+    work.after.push_back([=] {
+        for (int s = 1; s < comm->ranks; s++) add(mine, part(theirs, (comm->rank + comm->ranks - s) % comm->ranks, bytes), count, type);
+    });
     return ended(Success);
 }
