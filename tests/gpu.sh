@@ -164,7 +164,7 @@ modules() { # -ve or -e, pattern of modules: all but those, or those
         grep -Ev '^(embedded|emulation|faults|driver|nccl)$' | grep -E "$1" "$2" | grep -E "${GPU_SH_MODULES:-.}"
 }
 # Those on which most depends: fragments, shared memory beyond 48 KiB, captures.
-most='matmul|attention|paged_attention|linear_logprob|linear_logprob_fused|fast|sample|adamw|model|graphs'
+most='matmul|attention|paged_attention|linear_logprob|linear_logprob_fused|fast|sample|adamw|model|rollout'
 
 # One process for each module of tests, some at once: a kernel that breaks the GPU's context takes no other module with it.
 check_tests() { # what, second of the whole until which modules begin, modules: those for which there was no time are in `late`
