@@ -250,21 +250,32 @@ fn what_was_committed_before_the_gpu_failed_goes_on() {
 }
 
 #[test]
-fn a_graph_that_the_driver_refuses_is_said_and_its_kernels_are_started_one_by_one() {
+fn a_graph_that_is_refused_is_said_and_its_kernels_are_started_one_by_one() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let drawn = |name: &str| {
         let of = |step: &serde_json::Value| step["entropy"].as_f64().expect("a number").to_bits();
         metrics(at, name).iter().map(of).collect::<Vec<_>>()
     };
-    assert_eq!(job(at, 1, "ordinary", "rollout.graphs=false", &[]).code, Some(0));
-    for (i, fails) in ["cuStreamEndCapture:1:901", "cuGraphInstantiateWithFlags:1:2"].into_iter().enumerate() {
-        let name = format!("refused-{i}");
-        let Ended { code, said, failed, .. } = failing(at, &name, "", fails);
-        assert!(failed && code == Some(0) && !said.contains("error: "), "{fails}: {said}");
-        let call = fails.split([':', '_']).next().expect("a call").trim_end_matches("WithFlags");
-        assert!(said.contains(call) && said.contains("CUDA_ERROR_"), "{fails} is not said: {said}");
-        assert_eq!(drawn("ordinary"), drawn(&name), "{fails}");
+    for (i, (sets, fails, words)) in [
+        ("", "cuStreamEndCapture:1:901", "cuStreamEndCapture: CUDA_ERROR_"),
+        ("", "cuGraphInstantiateWithFlags:1:2", "cuGraphInstantiate: CUDA_ERROR_"),
+        (TENSOR, "capture:1+:1@1", "NCCL over the tensor axis"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let (ranks, name) = (ranks_of(fails), format!("refused-{i}"));
+        let ordinary = format!("ordinary-{ranks}");
+        if !at.join(&ordinary).exists() {
+            let Ended { code, flat, .. } = job(at, ranks, &ordinary, &format!("{sets} rollout.graphs=false"), &[]);
+            assert!(code == Some(0) && flat.contains("kernel by kernel, as rollout.graphs = false"), "{flat}");
+        }
+        let Ended { code, flat, failed, .. } = failing(at, &name, sets, fails);
+        assert!(failed && code == Some(0) && !flat.contains("error: "), "{fails}: {flat}");
+        let said = flat.contains("decoding goes on kernel by kernel, as a CUDA graph cannot be captured: ");
+        assert!(said && flat.contains(words), "{fails}: {flat}");
+        assert_eq!(drawn(&ordinary), drawn(&name), "{fails}");
     }
 }
 

@@ -93,11 +93,7 @@ impl<const N: usize> Pair<N> {
     fn new(tensors: [Wide; N], rows: usize, each: usize) -> Option<Self> {
         let widest = tensors.iter().map(|(_, width)| *width).max().expect("tensors");
         let groups = met(rows, each, widest).into_iter().map(|g| (g * each, each.min(rows - g * each)));
-        Self::of(tensors, rows, groups.collect())
-    }
-
-    /// The same of these groups.
-    fn of(tensors: [Wide; N], rows: usize, groups: Vec<(usize, usize)>) -> Option<Self> {
+        let groups: Vec<(usize, usize)> = groups.collect();
         let bytes = tensors.map(|(dtype, width)| rows * width * dtype.bytes());
         if !has_room(bytes.iter().sum()) {
             return None;

@@ -222,19 +222,3 @@ pub fn metrics(dir: &Path, job: &str) -> Vec<Value> {
     let text = std::fs::read_to_string(dir.join(job).join("metrics.jsonl")).expect("metrics");
     text.lines().map(|line| serde_json::from_str(line).expect("an object a line")).collect()
 }
-
-/// Keys of metrics.jsonl that tell other samples, or other updates, from the same ones.
-pub const TELLING: [&str; 7] = [
-    "reward_mean",
-    "entropy",
-    "policy_loss",
-    "grad_norm_actor",
-    "grad_norm_critic",
-    "response_tokens_mean",
-    "response_truncated_ratio",
-];
-
-/// Fewer lanes than samples, an end before the longest length, filters, and stop tokens that are banned at first.
-pub const SAMPLING: &str = "rollout.batch_max=5 rollout.samples_per_prompt=3 rollout.response_tokens_max=20 \
-     rollout.response_tokens_min=3 rollout.stop=[\"a\"] rollout.stop_token_ids=[40,41,42,43,44,45] rollout.top_p=0.97 \
-     ppo.minibatch_samples=3";

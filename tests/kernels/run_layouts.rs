@@ -194,37 +194,3 @@ fn the_banner_says_how_collectives_go_and_why_not_otherwise() {
         assert!(done.status.success() == runs && flat(&done).contains(words), "{sets:?}: {}", flat(&done));
     }
 }
-
-/// With penalties, filters, stop tokens and fewer lanes than samples.
-#[test]
-fn a_job_by_graphs_is_that_by_ordinary_steps_which_says_why_it_is_ordinary() {
-    let Some(dir) = emulated(CONFIG) else { return };
-    let at = dir.path();
-    let own =
-        "run ppo.toml job.steps=1 rollout.repetition_penalty=1.05 mesh.tensor=2 rollout.tensor=2 job.collectives=nccl";
-    let job = |name: &str, sets: &str, env: &[(&str, &str)]| {
-        let mut command = command(2, at, &format!("{own} {} job.dir={name} {sets}", jobs::SAMPLING));
-        let said = well(command.envs(env.iter().copied()));
-        let step = metrics(at, name).remove(0);
-        let counts = ["gpu_graph_launches", "gpu_host_waits"].map(|key| number(&step, key));
-        (said, counts, step)
-    };
-    let (_, got, by_graphs) = job("graphs", "", &[]);
-    assert!(got[0] > 10.0, "{got:?} graphs and waits");
-    for (name, sets, env, words) in [
-        ("plain", "rollout.graphs=false", &[][..], "kernel by kernel, as rollout.graphs = false"),
-        (
-            "refused",
-            "",
-            &[("EMULATED_FAILS", "capture:1+:1@1")],
-            "decoding goes on kernel by kernel, as a CUDA graph cannot be captured: NCCL over the tensor axis",
-        ),
-    ] {
-        let (said, without, step) = job(name, sets, env);
-        assert!(said.contains(words), "{name}: {said}");
-        assert!(without[0] == 0.0 && without[1] > got[1], "{name}: {without:?}, {got:?} by graphs");
-        for key in jobs::TELLING {
-            assert!(step[key].is_number() && step[key] == by_graphs[key], "{name}: {key}: {step} against {by_graphs}");
-        }
-    }
-}

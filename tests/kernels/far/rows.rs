@@ -1,9 +1,9 @@
-//! Flat runs of values, rows of activations and of embeddings. Logits never lie far: heads are computed in chunks of 256 MiB.
+//! Flat runs of values, rows of activations and of embeddings. Logits never lie far: heads are computed in
+//! chunks of 256 MiB; nor do parts of ranks, which are summed in pieces.
 
 use super::{BOUNDS, Pair, Rows, VALUES, holds, holds_of, only, small};
 use crate::{device, numbers};
 use rlhf_hpc::device::cuda::adamw::{self, Decays, Update};
-use rlhf_hpc::device::cuda::rank_sum::{self, Parts};
 use rlhf_hpc::device::cuda::rope::{self, Table};
 use rlhf_hpc::device::cuda::{Arg, Memory, ScatterLists, copy, embedding, gpu, norm, rmsnorm, swiglu, value_head};
 use rlhf_hpc::dtype::DType::{self, Bf16, F32};
@@ -62,33 +62,6 @@ fn far_parameters_are_updated_with_the_decay_of_their_part_and_their_squares_are
     let places = pair.groups.iter().flat_map(|(first, n)| (first / SQUARES)..(first + n).div_ceil(SQUARES));
     let far: Vec<f64> = places.map(|place| all[3 + place]).collect();
     assert!(far == near && far.iter().all(|sum| *sum > 0.0));
-}
-
-/// The parts of other ranks lie a stride apart, the last of them beyond all bounds.
-#[test]
-#[ignore = "long: tensors beyond 2^31 values"]
-fn far_parts_of_ranks_are_summed() {
-    const RANKS: usize = 4;
-    const LEN: usize = (1 << 30) + 5 * EACH;
-    let (_gpu, _one) = device();
-    let blocks = [0, (1 << 30) / EACH - 1, (1 << 30) / EACH, LEN / EACH - 1];
-    let of_ranks =
-        |ranks: usize| (0..ranks).flat_map(|rank| blocks.map(|block| (rank * LEN + block * EACH, EACH))).collect();
-    for (dtype, in_tree) in [(F32, false), (Bf16, false), (F32, true)] {
-        let Some(mut x) = Pair::of([(dtype, 1)], LEN, of_ranks(1)) else { return };
-        let Some(parts) = Pair::of([(dtype, 1)], RANKS * LEN, of_ranks(RANKS)) else { return };
-        let sum = |x: &mut Memory, parts: &Memory, stride| {
-            let parts = Parts { values: parts.view(dtype), stride, rank: 1, ranks: RANKS };
-            let x = x.view_mut(dtype);
-            if in_tree { rank_sum::in_tree(parts, x) } else { rank_sum::in_order(parts, x) }
-        };
-        // A thread of the tree has one value.
-        let chosen: Vec<usize> =
-            if in_tree { blocks.iter().flat_map(|b| 8 * b..8 * b + 8).collect() } else { blocks.to_vec() };
-        only(&chosen, || sum(&mut x.far[0], &parts.far[0], LEN));
-        sum(&mut x.near[0], &parts.near[0], blocks.len() * EACH);
-        x.agree(&format!("parts in {dtype:?}, in a tree: {in_tree}"));
-    }
 }
 
 #[test]
