@@ -59,36 +59,14 @@ fn places(pieces: &[zigzag::Piece]) -> Vec<(usize, usize)> {
     pieces.iter().flat_map(|p| (p.start..p.start + p.tokens).map(|at| (p.sequence, at))).collect()
 }
 
-#[test]
-fn a_run_of_queries_sees_of_a_run_of_keys_what_it_should_at_any_distance() {
-    let windows = [None, Some(1), Some(20), Some(32), Some(45), Some(200)];
-    let runs = [(1, 1), (7, 64), (33, 20), (70, 65), (64, 96)];
-    // Queries before the keys, on their border, among them, right behind and far behind them.
-    let starts = [0, 25, 50, 51, 82, 113, 114, 260];
-    for (i, window) in windows.into_iter().enumerate() {
-        let shape = [shape(4, 2, 16, window), shape(3, 1, 12, window), shape(2, 2, 40, window)][i % 3];
-        for ((tokens, keys), start) in runs.into_iter().flat_map(|run| starts.map(|start| (run, start))) {
-            let query = [zigzag::Piece { sequence: 0, start, tokens, row: 0 }];
-            let key = [zigzag::Piece { sequence: 0, start: 50, tokens: keys, row: 0 }];
-            let case = Case::of(shape, tokens, keys);
-            let passes = zigzag::passes(&query, &key, &shape);
-            check(
-                &case,
-                &format!("{tokens} queries from {start}, {keys} keys"),
-                &passes,
-                &places(&query),
-                &places(&key),
-            );
-        }
-    }
-}
-
 const ENDS: &[usize] = &[0, 1, 1, 6, 147, 150, 230, 232];
 
 #[test]
 fn a_rank_sees_of_every_other_rank_what_the_whole_row_says() {
-    for (size, window) in [1, 2, 3].into_iter().flat_map(|s| [None, Some(3), Some(50)].map(|w| (s, w))) {
-        let shape = shape(4, 2, 24, window);
+    // Windows within a piece, to its border, across several.
+    let windows = [None, Some(1), Some(20), Some(32), Some(50), Some(100)];
+    for (size, window) in [1, 2, 3, 4].into_iter().flat_map(|size| windows.map(|window| (size, window))) {
+        let shape = [shape(4, 2, 16, window), shape(3, 1, 12, window), shape(2, 2, 40, window)][size % 3];
         for (rank, from) in (0..size).flat_map(|rank| (0..size).map(move |from| (rank, from))) {
             let (queries, keys) = (zigzag::pieces(ENDS, rank, size), zigzag::pieces(ENDS, from, size));
             let (at, key_at) = (places(&queries), places(&keys));
