@@ -1,6 +1,7 @@
 //! The program, and what is asserted of its end.
 
 use crate::process::{Ended, Running, launched};
+use serde_json::Value;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -35,6 +36,11 @@ pub fn copy(dir: &Path, names: &str, to: &Path) {
     let line = format!("mkdir -p \"$0\" && cp -r {names} \"$0\"");
     let status = Command::new("sh").args(["-c", &line]).arg(to).current_dir(dir).status();
     assert!(status.is_ok_and(|status| status.success()), "{names} to {}", to.display());
+}
+
+/// The values of lines of JSON.
+pub fn rows(lines: &str) -> Vec<Value> {
+    lines.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect()
 }
 
 impl Ended {

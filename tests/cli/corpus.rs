@@ -1,5 +1,6 @@
 //! The quickstart's corpus: questions whose answers are right, and demonstrations that are wrong as often as they should be.
 
+use super::command::rows;
 use crate::process::{Ended, Running, launched};
 use serde_json::Value;
 use std::collections::HashSet;
@@ -18,8 +19,7 @@ fn corpus(options: &str) -> Vec<Value> {
     let dir = tempfile::tempdir().unwrap();
     let ended = make(dir.path(), &format!("--out rows.jsonl --seed 3 {options}"));
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
-    let text = std::fs::read_to_string(dir.path().join("rows.jsonl")).unwrap();
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    rows(&std::fs::read_to_string(dir.path().join("rows.jsonl")).unwrap())
 }
 
 /// Questions of two digits: as many as there are of each kind, so that every one is asked.

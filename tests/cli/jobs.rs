@@ -138,8 +138,7 @@ fn the_recipe_of_7b_runs_at_a_thousandth_of_its_size_on_4_ranks() {
         ],
     );
     ended.well();
-    let lines = fixture.text("run/metrics.jsonl");
-    let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let lines = command::rows(&fixture.text("run/metrics.jsonl"));
     let numbers = |key: &str| lines.iter().filter_map(|line| line[key].as_f64()).collect::<Vec<f64>>();
     assert_eq!(numbers("logprob_gap_max"), [0.0, 0.0]);
     // One number of each step is what the reward model says of its responses.

@@ -1,5 +1,6 @@
 //! Model directories that cannot be used: each is refused by a job and by the offline verbs before any work.
 
+use super::command::rows;
 use super::fixture::Fixture;
 use serde_json::{Value, json};
 use std::fs;
@@ -88,10 +89,7 @@ fn a_reward_model_with_another_tokenizer_reads_the_texts_and_scores_as_the_verb_
     let stops = format!("rollout.stop_token_ids={:?}", (30..80).collect::<Vec<_>>());
     let sets = ["reward.rule=[]", "reward.models=rm", "model.critic=model", "rollout.samples_per_prompt=4", &stops];
     fixture.job(&[&sets[..], &["job.steps=1"]].concat()).well();
-    let json = |text: String| -> Vec<Value> {
-        text.lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect()
-    };
-    let mut samples = json(fixture.run(&["samples", "run", "--json"]).well().stdout);
+    let mut samples = rows(&fixture.run(&["samples", "run", "--json"]).well().stdout);
     let finished = |how: &str| samples.iter().filter(|sample| sample["finish"] == how).count();
     assert!(samples.len() == 16 && finished("stop") > 0 && finished("length") > 0, "{samples:?}");
     // Records show a NUL by its picture.
@@ -101,7 +99,7 @@ fn a_reward_model_with_another_tokenizer_reads_the_texts_and_scores_as_the_verb_
         json!({"prompt": sample["prompt"], "response": format!("{}{end}", sample["response"].as_str().expect("a text"))})
     };
     fixture.jsonl("scored.jsonl", &samples.iter().map(row).collect::<Vec<_>>());
-    let scored = json(fixture.run(&["reward", "--model", "rm", "--input", "scored.jsonl"]).well().stdout);
+    let scored = rows(&fixture.run(&["reward", "--model", "rm", "--input", "scored.jsonl"]).well().stdout);
     for (sample, scored) in samples.iter().zip(scored) {
         assert_eq!(sample["score"], scored["reward"], "{scored}");
     }

@@ -197,8 +197,7 @@ fn files_that_are_no_files_are_refused_by_name_and_hang_nothing() {
 /// What a verb answers to rows about a model of the fixture.
 pub fn answers(fixture: &Fixture, verb: &str, model: &str, rows: &[Value], more: &[&str]) -> Vec<Value> {
     fixture.jsonl("rows.jsonl", rows);
-    let answers = fixture.run(&[&[verb, "--model", model, "--input", "rows.jsonl"], more].concat()).well().stdout;
-    answers.lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect()
+    command::rows(&fixture.run(&[&[verb, "--model", model, "--input", "rows.jsonl"], more].concat()).well().stdout)
 }
 
 pub fn floats(value: &Value) -> Vec<f32> {
@@ -307,8 +306,7 @@ fn a_trained_critic_is_exported_as_a_reward_model_whose_head_scores_raw_or_norma
 
 /// Lines of a verb that reads the file `rows.jsonl`.
 fn piped(fixture: &Fixture, arguments: &[&str]) -> Vec<Value> {
-    let ended = fixture.run(&[arguments, &["--input", "rows.jsonl"]].concat()).well();
-    ended.stdout.lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect()
+    command::rows(&fixture.run(&[arguments, &["--input", "rows.jsonl"]].concat()).well().stdout)
 }
 
 #[test]

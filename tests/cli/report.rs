@@ -1,5 +1,6 @@
 //! Samples and reports of a run whose data is hostile, as text, as JSON, and in a browser.
 
+use super::command::rows;
 use super::fixture::Fixture;
 use serde_json::{Value, json};
 use std::process::Command;
@@ -36,10 +37,7 @@ fn samples_are_shown_together_and_as_json_to_the_letter(fixture: &Fixture) {
     assert!(text.starts_with("step 2: 4 samples of 2 prompts, score "), "{text}");
     assert!(!text.contains('\u{1b}') && text.contains("[31m"), "{text}");
     assert_eq!((text.matches("\nprompt ").count(), text.matches("  - score ").count()), (2, 4), "{text}");
-    let rows = |options: &str| {
-        let out = samples(&format!("--json {options}")).well().stdout;
-        out.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON")).collect::<Vec<_>>()
-    };
+    let rows = |options: &str| rows(&samples(&format!("--json {options}")).well().stdout);
     let all = rows("--step 1");
     assert_eq!(all.len(), 4);
     for (i, row) in all.iter().enumerate() {
@@ -101,10 +99,7 @@ fn held_out_preferences_are_shown_with_their_rewards_as_rows_of_data_and_in_a_br
 
 fn preferences_are_shown_with_their_rewards(fixture: &Fixture) {
     let samples = |line: &str| fixture.run(&["samples"].into_iter().chain(line.split(' ')).collect::<Vec<_>>());
-    let rows = |line: &str| {
-        let out = samples(&format!("{line} --json")).well().stdout;
-        out.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON")).collect::<Vec<_>>()
-    };
+    let rows = |line: &str| rows(&samples(&format!("{line} --json")).well().stdout);
     let number = |row: &Value, key: &str| row[key].as_f64().expect("a number");
     for (kind, keys, parts) in [("dpo", ["chosen"], 2), ("kto", ["response"], 1), ("step_reward", ["steps"], 2)] {
         let all = rows(&format!("{kind} --step 2"));
