@@ -1,9 +1,10 @@
-//! Whole jobs that learn from pairs and from labels: alike on every axis of the mesh, alike after an interruption, and what a reward model scores.
+//! Whole jobs of every method beside PPO and SFT: alike on every axis of the mesh, alike after an interruption, and what they learn.
 
 use crate::cli::command;
-use crate::resume::job::{Job, place};
+use crate::resume::job::{Job, place, verb};
 use rlhf_hpc::data::shard::Shard;
 use serde_json::{Value, json};
+use std::sync::Once;
 
 const OF_PAIRS: &[&str] =
     &["loss", "grad_norm", "margin_mean", "chosen_reward_mean", "eval_loss", "eval_accuracy", "eval_margin_mean"];
@@ -19,16 +20,41 @@ const OF_LABELS: &[&str] = &[
 ];
 const OF_STEPS: &[&str] = &["loss", "grad_norm", "accuracy", "eval_loss", "eval_accuracy"];
 
-/// Names and keys of the kinds, and what they measure.
-const KINDS: &[(&str, &str, &[&str])] = &[
+const OF_TEACHERS: &[&str] = &["loss", "kl_mean", "grad_norm", "eval_loss", "eval_kl_mean"];
+const OF_TEACHERS_AND_ROWS: &[&str] = &["loss", "kl_mean", "ce_mean", "grad_norm", "eval_loss", "eval_kl_mean"];
+
+/// Name and keys of a kind, and what it measures.
+type Kind = (&'static str, &'static str, &'static [&'static str]);
+
+const PREFERENCES: [Kind; 5] = [
     ("reward-model", "job.kind=reward_model", OF_PAIRS),
     ("dpo", "job.kind=dpo", OF_PAIRS),
     ("simpo", "job.kind=dpo dpo.loss=simpo", OF_PAIRS),
     ("kto", "job.kind=kto data.prompts=[\"labelled\"] kto.undesirable_weight=0.25", OF_LABELS),
     ("step-reward", "job.kind=step_reward data.prompts=[\"steps\"]", OF_STEPS),
 ];
+/// On rows with two teachers, of which one is wider than the student and has a head of its own; and on the student's samples.
+const DISTILLATIONS: [Kind; 4] = [
+    (
+        "distill-rows",
+        "model.teachers=[\"teacher\",\"tied\"] model.teacher_weights=[3,1] distill.temperature=1.5",
+        OF_TEACHERS_AND_ROWS,
+    ),
+    ("distill-jsd", "model.teachers=[\"teacher\"] distill.divergence=jsd distill.ce_coef=0.0", OF_TEACHERS_AND_ROWS),
+    (
+        "distill-samples",
+        "model.teachers=[\"teacher\",\"tied\"] distill.on_policy=true distill.divergence=reverse_kl",
+        OF_TEACHERS,
+    ),
+    (
+        "distill-sampled-tokens",
+        "model.teachers=[\"tied\",\"teacher\"] distill.on_policy=true distill.divergence=reverse_kl distill.full_vocabulary=false",
+        OF_TEACHERS,
+    ),
+];
+
 /// With so large an eps a step of AdamW is smooth in the gradient, and rounding stays rounding.
-pub const SMOOTH: &str =
+const SMOOTH: &str =
     "optim.actor.eps=0.1 optim.actor.lr=0.05 optim.actor.schedule=constant optim.actor.warmup_ratio=0.0";
 
 /// Axes of two ranks, and every stage of ZeRO.
@@ -37,24 +63,45 @@ const LAYOUTS: &[&str] = &[
     "mesh.sequence=2 mesh.zero=1",
     "mesh.tensor=2",
     "mesh.data=2 mesh.zero=2",
-    "mesh.data=2 mesh.zero=3",
+    "mesh.data=2 mesh.zero=3 mesh.offload=[\"roles\"]",
 ];
+
+/// A job of a kind; of distillation with a wider teacher, and one whose head is its embedding, with other weights than the student's.
+fn job(name: &str, sets: &str) -> Job {
+    static TEACHERS: Once = Once::new();
+    if !sets.contains("model.teachers") {
+        return Job::pairs(name, sets);
+    }
+    TEACHERS.call_once(|| {
+        let config = std::fs::read_to_string(place().join("config.json")).expect("it was made");
+        let wide = config.replace("\"hidden_size\": 32", "\"hidden_size\": 48").replace(": 64,", ": 96,");
+        let tied = config.replace("\"tie_word_embeddings\": false", "\"tie_word_embeddings\": true");
+        for (name, config) in [("teacher", wide), ("tied", tied)] {
+            std::fs::write(place().join(format!("{name}.json")), config).expect("writes");
+            verb(&format!("init --config {name}.json --tokenizer tokenizer --out {name} --seed 9"));
+        }
+    });
+    let rows = if sets.contains("on_policy=true") { "questions" } else { "demonstrations" };
+    Job::pairs(name, &format!("job.kind=distill data.prompts=[\"{rows}\"] reward.rule=[]")).with(sets)
+}
 
 #[test]
 fn steps_and_evaluations_on_any_layout_have_the_numbers_of_one_rank() {
-    for (i, (name, kind, keys)) in KINDS.iter().enumerate() {
+    for (i, (name, kind, keys)) in PREFERENCES.iter().chain(&DISTILLATIONS).enumerate() {
         let job = |layout: &str| {
-            let name = format!("pairs-{name}-{}", layout.replace(' ', "-"));
-            Job::pairs(&name, kind).with("job.steps=2 checkpoint.every_steps=0").with(SMOOTH).with(layout)
+            let name = format!("{name}-{}", layout.replace(' ', "-"));
+            job(&name, kind).with("job.steps=2 checkpoint.every_steps=0").with(SMOOTH).with(layout)
         };
         let alone = job("").done();
-        // One kind on all of them, each other one on three.
-        for layout in LAYOUTS.iter().cycle().skip(2 * i).take(if i == 0 { LAYOUTS.len() } else { 3 }) {
+        // One kind on all of them, each other one on two.
+        for layout in LAYOUTS.iter().cycle().skip(2 * i).take(if i == 0 { LAYOUTS.len() } else { 2 }) {
             let job = job(layout).on(2).done();
             for key in *keys {
                 let (mine, theirs) = (job.numbers(key), alone.numbers(key));
                 assert_eq!((mine.len(), theirs.is_empty()), (theirs.len(), false), "{name}: {key} on {layout}");
-                for (i, (a, b)) in mine.into_iter().zip(theirs).enumerate() {
+                // What is sampled may part after an update.
+                let steps = if kind.contains("on_policy") { 1 } else { mine.len() };
+                for (i, (a, b)) in mine.into_iter().zip(theirs).take(steps).enumerate() {
                     let within = if i == 0 && !key.starts_with("eval") { 1e-5 } else { 1e-4 };
                     // Before the first step a policy is its reference: what is not 0 is rounding.
                     assert!((a - b).abs() <= within * b.abs().max(0.1), "{name}: {key} on {layout}: {a} against {b}");
@@ -62,14 +109,14 @@ fn steps_and_evaluations_on_any_layout_have_the_numbers_of_one_rank() {
             }
             let rows = |job: &Job| job.eval_rows().into_values().flatten().map(|row| row.row).collect::<Vec<_>>();
             assert_eq!(rows(&job), rows(&alone), "{name}: rows of evaluations on {layout}");
-            assert!(!rows(&alone).is_empty(), "{name}");
+            assert!(!rows(&alone).is_empty() || kind.contains("teachers"), "{name}");
         }
     }
 }
 
 #[test]
 fn every_kind_of_preferences_is_planned() {
-    for (_, kind, _) in KINDS {
+    for (_, kind, _) in PREFERENCES {
         let sets = ["data.prompts=[\"pairs\"]"].into_iter().chain(kind.split(' '));
         let plan = ["plan", "job.toml", "--ranks", "2"].into_iter().chain(sets);
         let planned = command::run(place(), &plan.collect::<Vec<_>>()).well().stdout;
@@ -78,12 +125,12 @@ fn every_kind_of_preferences_is_planned() {
 }
 
 #[test]
-fn a_job_of_pairs_or_labels_goes_on_bitwise_on_its_layout() {
-    for ((name, kind, _), layout) in KINDS.iter().zip(LAYOUTS) {
-        let whole = Job::pairs(&format!("pairs-{name}-whole"), kind).on(2).with("job.steps=4").with(layout).done();
+fn a_job_of_any_kind_goes_on_bitwise_on_its_layout() {
+    for ((name, kind, _), layout) in PREFERENCES.iter().chain(&DISTILLATIONS).zip(LAYOUTS.iter().cycle()) {
+        let whole = job(&format!("{name}-whole"), kind).on(2).with("job.steps=4").with(layout).done();
         // In the middle; and behind the end, where mean and std of a reward model's last evaluation come from its checkpoint.
         for step in if kind.contains("reward_model") { &[2, 4][..] } else { &[2] } {
-            let again = whole.rewound(&format!("pairs-{name}-from-{step}"), *step).done();
+            let again = whole.rewound(&format!("{name}-from-{step}"), *step).done();
             again.assert_same(&whole);
             assert!(again.read("export/config.json") == whole.read("export/config.json"), "{name} from {step}");
         }
@@ -136,8 +183,7 @@ fn mean_and_std_of_a_reward_model_are_those_of_the_scores_of_held_out_responses(
     let verb = ["reward", "--model", paths[0], "--input", paths[1], "--device", "cpu"];
     let scores = |more: &[&str]| -> Vec<f64> {
         let ended = command::run(place(), &[&verb, more].concat()).well();
-        let rewards = ended.stdout.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
-        rewards.map(|line| line["reward"].as_f64().expect("a number")).collect()
+        command::rows(&ended.stdout).iter().map(|line| line["reward"].as_f64().expect("a number")).collect()
     };
     let moments = |scores: &[f64]| {
         let n = scores.len() as f64;
@@ -203,4 +249,37 @@ fn ppo_against_reward_models_has_the_numbers_of_one_rank_and_goes_on_bitwise() {
     let last = SHARED.len() - 1;
     let whole = job(&last.to_string(), 2, SHARED[last]);
     whole.rewound("against-again", 1).done().assert_same(&whole);
+}
+
+#[test]
+fn a_student_gets_nearer_to_its_teacher_by_every_divergence() {
+    for sets in [
+        "distill.ce_coef=0.2",
+        "distill.divergence=reverse_kl distill.ce_coef=0.0",
+        "distill.divergence=jsd distill.ce_coef=0.0",
+        "distill.on_policy=true distill.divergence=reverse_kl",
+        "distill.on_policy=true distill.divergence=reverse_kl distill.full_vocabulary=false rollout.prompts_per_step=64",
+    ] {
+        let name = format!("distill-{}", sets.replace([' ', '='], "-"));
+        let sets = format!("model.teachers=[\"tied\"] {sets}");
+        let job = job(&name, &sets).with("job.steps=16 eval.every_steps=16 optim.actor.lr=1e-2");
+        let job =
+            job.with("distill.minibatch_samples=64 distill.microbatch_tokens_max=1024 checkpoint.every_steps=0").done();
+        let found = job.numbers("eval_kl_mean");
+        println!("{sets}: {found:.4?}");
+        assert!(found.len() == 2 && found[1] < 0.8 * found[0], "{sets}: {found:?}");
+    }
+}
+
+#[test]
+fn rewards_of_a_job_that_learns_from_teachers_measure_alone() {
+    let sets = "distill.on_policy=true model.teachers=[\"tied\"] job.steps=2 checkpoint.every_steps=0";
+    let none = job("distill-unrewarded", sets).done();
+    let rule = r#"reward.rule={ kind = "regex", pattern = "[0-9a-f]" }"#;
+    let some = job("distill-rewarded", sets).set(rule.to_string()).done();
+    assert_eq!(none.read("export/model.safetensors"), some.read("export/model.safetensors"));
+    for key in ["score_mean", "eval_accuracy_greedy", "eval_reward_mean"] {
+        assert!(none.numbers(key).is_empty() && !some.numbers(key).is_empty(), "{key}");
+    }
+    assert_eq!(none.numbers("eval_kl_mean"), some.numbers("eval_kl_mean"));
 }
