@@ -6,13 +6,7 @@ use rlhf_hpc::checkpoint::newest;
 
 /// Training on the first ranks, the rollout and its reward on the next ones.
 fn apart(name: &str, trains: usize, samples: usize) -> Job {
-    let end = trains + samples;
-    let entries = [
-        (r#"["actor", "critic", "reference"]"#, format!("0..{trains}")),
-        (r#"["rollout", "reward"]"#, format!("{trains}..{end}")),
-    ];
-    let entries = entries.map(|(roles, ranks)| format!("{{ roles = {roles}, ranks = \"{ranks}\" }}"));
-    Job::ppo(name).on(end).set(format!("mesh.placement=[{}]", entries.join(", ")))
+    Job::ppo(name).placed(&[("actor critic reference", trains), ("rollout reward", samples)])
 }
 
 /// The same, a step ahead.
@@ -110,8 +104,8 @@ fn a_rollout_that_runs_ahead_goes_on_bitwise_from_every_checkpoint_and_after_a_r
 fn jobs_whose_rollout_cannot_run_ahead_are_refused_with_the_keys() {
     let together = Job::ppo("ahead-together").with("mesh.async_updates_max=1");
     let dynamic = ahead("ahead-dynamic", 1, 1).with("rollout.dynamic_sampling.prompts_max_factor=2");
-    let critic = r#"mesh.placement=[{roles=["actor","reference"],ranks="0..1"},{roles=["rollout","reward","critic"],ranks="1..2"}]"#;
-    let critic = Job::ppo("ahead-critic").on(2).with(critic).with("mesh.async_updates_max=1");
+    let critic = Job::ppo("ahead-critic").placed(&[("actor reference", 1), ("rollout reward critic", 1)]);
+    let critic = critic.with("mesh.async_updates_max=1");
     let sft = apart("ahead-sft", 1, 1).with("job.kind=sft");
     for (job, words) in [
         (together, "mesh.async_updates_max = 1, but the rollout has no ranks of its own"),

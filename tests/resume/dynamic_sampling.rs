@@ -1,5 +1,6 @@
 //! Steps that answer prompts until they have groups of samples to learn from.
 
+use crate::cli::command;
 use crate::resume::job::{Job, place};
 use rlhf_hpc::checkpoint::newest;
 use serde_json::Value;
@@ -28,8 +29,7 @@ fn job(name: &str) -> Job {
 }
 
 fn lines(job: &Job) -> Vec<Value> {
-    let text = String::from_utf8(job.read("ledger.jsonl")).expect("text");
-    text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
+    command::rows(&String::from_utf8(job.read("ledger.jsonl")).expect("text"))
 }
 
 #[test]
@@ -51,8 +51,7 @@ fn a_step_answers_prompts_until_it_has_its_groups_on_any_ranks_and_the_ledger_na
         assert!(whole && line["source"].as_str().is_some_and(|row| row.contains("rows.jsonl:")), "{line}");
     }
     job("dynamic-2").on(2).done().assert_same(&alone);
-    let placement = r#"mesh.placement=[{roles=["actor"],ranks="0..1"},{roles=["reference","reward"],ranks="1..2"}]"#;
-    job("dynamic-placed").on(2).with(placement).done().assert_same(&alone);
+    job("dynamic-placed").placed(&[("actor", 1), ("reference reward", 1)]).done().assert_same(&alone);
 }
 
 #[test]

@@ -52,8 +52,7 @@ fn make_place() -> PathBuf {
 /// Of each row the right response against that of the next row, or a digit too much where that is the same; both with their labels;
 /// and the right one in steps, of which every other one ends with a letter and is wrong.
 fn write_preferences(place: &Path) {
-    let text = std::fs::read_to_string(place.join("rows.jsonl")).expect("it was made");
-    let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let rows = command::rows(&std::fs::read_to_string(place.join("rows.jsonl")).expect("it was made"));
     let pair = |(row, other): (&Value, &Value)| {
         let response = |row: &Value| row["response"].as_str().expect("a text").to_owned();
         let (chosen, mut rejected) = (response(row), response(other));
@@ -176,6 +175,11 @@ impl Job {
         Self::ppo(name).with("data.prompts=[\"pairs\"] eval.every_steps=2").with(sets)
     }
 
+    /// The same job in another run directory.
+    pub fn named(&self, name: &str) -> Self {
+        Self { dir: place().join("runs").join(name), ..self.clone() }
+    }
+
     /// Under mpirun with `ranks` ranks; without this, alone.
     pub fn on(mut self, ranks: usize) -> Self {
         self.ranks = ranks;
@@ -186,6 +190,18 @@ impl Job {
     pub fn with(mut self, sets: &str) -> Self {
         self.sets.extend(sets.split_whitespace().map(str::to_string));
         self
+    }
+
+    /// Roles, separated by white space, on the next so many ranks each.
+    pub fn placed(self, places: &[(&str, usize)]) -> Self {
+        let mut end = 0;
+        let entries = places.iter().map(|(roles, ranks)| {
+            let (start, roles) = (end, roles.split(' ').collect::<Vec<_>>());
+            end += ranks;
+            format!("{{ roles = {roles:?}, ranks = \"{start}..{end}\" }}")
+        });
+        let set = format!("mesh.placement=[{}]", entries.collect::<Vec<_>>().join(", "));
+        self.on(end).set(set)
     }
 
     /// A dry run of it.
@@ -278,7 +294,7 @@ impl Job {
 
     /// This run under another name, as it stood behind a step: without its export and what was committed later.
     pub fn rewound(&self, name: &str, step: u64) -> Self {
-        let copy = Self { dir: place().join("runs").join(name), ..self.clone() };
+        let copy = self.named(name);
         command::copy(&self.dir, ".", &copy.dir);
         std::fs::remove_dir_all(copy.dir.join("export")).expect("it was written");
         for later in copy.committed().into_iter().filter(|later| *later > step) {

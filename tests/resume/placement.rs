@@ -4,11 +4,7 @@ use crate::resume::job::Job;
 
 /// Actor and reference on two ranks, critic and reward on the next `more`.
 fn placed(name: &str, more: usize) -> Job {
-    let end = 2 + more;
-    let entries =
-        [("[\"actor\", \"reference\"]", "0..2".to_string()), ("[\"critic\", \"reward\"]", format!("2..{end}"))];
-    let entries = entries.map(|(roles, ranks)| format!("{{ roles = {roles}, ranks = \"{ranks}\" }}"));
-    Job::ppo(name).on(end).set(format!("mesh.placement=[{}]", entries.join(", ")))
+    Job::ppo(name).placed(&[("actor reference", 2), ("critic reward", more)])
 }
 
 /// Each place is a mesh of two ranks, as the one with all roles is; a run goes on with other places and with none.
