@@ -4,6 +4,7 @@ use super::command::program;
 use super::fixture::Fixture;
 use crate::process::{Ended, Running, launched};
 use crate::resume::job::signal;
+use rlhf_hpc::checkpoint::newest;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::os::unix::ffi::OsStrExt;
@@ -44,9 +45,15 @@ fn a_lock_that_is_a_link_is_neither_followed_nor_changed() {
 }
 
 #[test]
-fn a_limit_on_the_size_of_files_is_an_error_that_names_the_file() {
+fn a_disk_that_takes_no_more_is_an_error_that_names_the_file_and_leaves_the_checkpoints_whole() {
     let fixture = Fixture::new();
-    in_shell(&fixture, "ulimit -f 8;", "run job.toml", "").refused(74, &["run/", "File too large"]);
+    fixture.job(&["job.steps=1"]).well();
+    let job = "run job.toml metrics.rollouts_every_steps=0";
+    in_shell(&fixture, "ulimit -f 64;", job, "").refused(74, &["run/checkpoints/", "File too large"]);
+    let left = newest(&fixture.path("run/checkpoints")).unwrap().unwrap();
+    assert!(left.manifest.step == 1 && left.skipped.is_empty(), "{left:?}");
+    let names = fs::read_dir(fixture.path("run/checkpoints")).unwrap().map(|entry| entry.unwrap().file_name());
+    assert!(!names.into_iter().any(|name| name.to_string_lossy().contains("partial")));
 }
 
 #[test]

@@ -1,44 +1,43 @@
 //! Runs that fail: what is said, by whom, and what is left.
 
-use crate::process::Running;
-use crate::resume::job::{Job, place, with_context};
+use crate::resume::job::{Job, place, signal, with_context};
 use rlhf_hpc::checkpoint::newest;
-use rlhf_hpc::comm::Group;
-use std::process::{Command, Stdio};
+use std::path::PathBuf;
 use std::time::Instant;
 
-/// Scores by length; fails on one rank while the file `fails` lies beside it.
+/// Scores by length; fails on one rank, or alone, after as many calls as stand in the file `fails` beside it, while that is there.
 const REWARD: &str = r#"
 import os
+calls = 0
 def reward_func(queries, prompts, labels, **kwargs):
-    here = os.path.dirname(os.path.abspath(__file__))
-    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == @RANK and os.path.exists(os.path.join(here, "fails")):
+    global calls
+    calls += 1
+    if os.environ.get("OMPI_COMM_WORLD_RANK", "1") == "1" and os.path.exists("fails") and calls > int(open("fails").read()):
         raise ValueError("the scorer is out of tea")
     return [len(q) - len(p) + 0.5 for q, p in zip(queries, prompts)]
 "#;
 
-/// A job whose Python reward fails on `rank` when told to, by the path that is returned.
-fn with_reward(job: Job, rank: usize) -> (Job, std::path::PathBuf) {
+/// A job whose Python reward fails when told to, by the path that is returned.
+fn with_reward(job: Job) -> (Job, PathBuf) {
     let dir = place().join(format!("reward-{}", job.dir.file_name().expect("named").to_string_lossy()));
     std::fs::create_dir_all(&dir).expect("writes");
-    let file = dir.join("reward.py");
-    std::fs::write(&file, REWARD.replace("@RANK", &format!("\"{rank}\""))).expect("writes");
-    let fails = dir.join("fails");
+    let (file, fails) = (dir.join("reward.py"), dir.join("fails"));
+    std::fs::write(&file, REWARD).expect("writes");
     let _ = std::fs::remove_file(&fails);
     let table = format!(r#"{{ file = "{}", batch = 0, pass_env = ["OMPI_COMM_WORLD_RANK"] }}"#, file.display());
-    let job = job.with("reward.rule=[] reward.retries=1").set(format!("reward.python={table}"));
-    (job, fails)
+    (job.with("reward.rule=[] checkpoint.every_steps=0").set(format!("reward.python={table}")), fails)
 }
 
 #[test]
 fn a_reward_that_fails_on_one_rank_ends_the_run_with_a_checkpoint_and_the_rerun_goes_on_bitwise() {
-    let sets = "job.steps=16 checkpoint.every_steps=0 eval.every_steps=0";
-    let (whole, _) = with_reward(Job::ppo("reward-whole").on(2).with(sets), 1);
-    let whole = whole.done();
-    let (job, fails) = with_reward(Job::ppo("reward-fails").on(2).with(sets), 1);
+    let sets = "job.steps=16 eval.every_steps=0 reward.retries=1";
+    let whole = with_reward(Job::ppo("reward-whole").on(2).with(sets)).0.done();
+    let (job, fails) = with_reward(Job::ppo("reward-fails").on(2).with(sets));
     let mut running = job.start();
     running.wait_until(|| job.metrics().len() >= 2);
-    std::fs::write(&fails, "").expect("writes");
+    // Whole or not at all.
+    std::fs::write(fails.with_file_name("new"), "0").expect("writes");
+    std::fs::rename(fails.with_file_name("new"), &fails).expect("renames");
     let since = Instant::now();
     let ended = running.end();
     assert!(since.elapsed().as_secs() < 10, "the end took {:?}", since.elapsed());
@@ -57,22 +56,15 @@ fn a_reward_that_fails_on_one_rank_ends_the_run_with_a_checkpoint_and_the_rerun_
 
 #[test]
 fn a_reward_that_fails_in_an_evaluation_ends_the_run_with_a_checkpoint_and_the_rerun_evaluates() {
-    let sets = "job.steps=2 checkpoint.every_steps=0 eval.every_steps=1";
-    let (whole, _) = with_reward(Job::ppo("eval-whole").with(sets), 0);
-    let whole = whole.done();
-    let (job, fails) = with_reward(Job::ppo("eval-fails").with(sets), 0);
-    // Scoring a training batch succeeds; the next one, of the evaluation, does not.
-    let file = fails.with_file_name("reward.py");
-    let text = std::fs::read_to_string(&file).expect("there");
-    let only_eval = "    if len(queries) == 8 and os.path.exists(os.path.join(here, \"step1\")):\n        raise ValueError(\"no eval today\")\n    if len(queries) == 16 and os.path.exists(os.path.join(here, \"arm\")):\n        open(os.path.join(here, \"step1\"), \"w\").close()\n    return";
-    std::fs::write(&file, text.replace("    return", only_eval)).expect("writes");
-    let (arm, armed) = (fails.with_file_name("arm"), fails.with_file_name("step1"));
-    std::fs::write(&arm, "").expect("writes");
-    let _ = std::fs::remove_file(&armed);
-    job.run().assert(75, &["ValueError: no eval today", "a checkpoint holds all work so far"]);
-    assert_eq!(newest(&job.checkpoints()).expect("whole").expect("saved").manifest.step, 1);
-    std::fs::remove_file(arm).expect("there");
-    std::fs::remove_file(armed).expect("there");
+    let sets = "job.steps=2 eval.every_steps=1 reward.retries=0";
+    let whole = with_reward(Job::ppo("eval-whole").with(sets)).0.done();
+    let (job, fails) = with_reward(Job::ppo("eval-fails").with(sets));
+    // Of the greedy and the sampled responses of the first evaluation, and of the first step.
+    std::fs::write(&fails, "3").expect("writes");
+    job.run().assert(75, &["ValueError: the scorer is out of tea", "a checkpoint holds all work so far"]);
+    let saved = newest(&job.checkpoints()).expect("whole").expect("saved").manifest;
+    assert!(saved.step == 1 && saved.state["run"]["eval_due"] == true, "step {}", saved.step);
+    std::fs::remove_file(fails).expect("there");
     job.done().assert_same(&whole);
 }
 
@@ -99,70 +91,13 @@ fn nothing_is_learned_from_the_groups_of_responses_that_a_reward_fails_on_where_
     let ledger: serde_json::Value = serde_json::from_slice(&alone.read("ledger.json")).expect("JSON");
     assert_eq!(ledger["samples_dropped"].as_f64(), Some(all), "{ledger}");
     of("drops-2", 2).done().assert_same(&alone);
-}
-
-/// A shell in a mount namespace of its own, where `place/small` is a file system of `size` bytes; none where the
-/// system allows no such thing.
-fn on_a_small_disk(size: &str, script: &str) -> Option<Command> {
-    let small = place().join("small");
-    std::fs::create_dir_all(&small).expect("writes");
-    for flags in [&["-m"][..], &["-rm"][..]] {
-        let mount = format!("mount -t tmpfs -o size={size} tmpfs {}", small.display());
-        let mut command = Command::new("unshare");
-        command.args(flags).args(["sh", "-c"]);
-        let mut probe = Command::new("unshare");
-        probe.args(flags).args(["sh", "-c", &mount]).stderr(Stdio::null());
-        if probe.status().is_ok_and(|status| status.success()) {
-            command.arg(format!("{mount} && {script}")).current_dir(place());
-            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-            return Some(command);
-        }
+    // A run that it has stopped goes on with the others.
+    let late = of("drops-late", 0);
+    late.clone().with("reward.on_failure=stop").run().assert(75, &["ValueError: not this one"]);
+    let late = late.done();
+    for file in ["export/model.safetensors", "ledger.json"] {
+        assert!(late.read(file) == alone.read(file), "{file} differs");
     }
-    None
-}
-
-/// `job` as a word of a shell script.
-fn line(job: &Job) -> String {
-    let command = job.command();
-    let words = std::iter::once(command.get_program()).chain(command.get_args());
-    words.map(|word| format!("'{}'", word.to_string_lossy())).collect::<Vec<_>>().join(" ")
-}
-
-/// A run is at work when something else takes all that is left on its disk.
-#[test]
-fn a_full_disk_is_an_io_error_and_leaves_the_older_checkpoints_whole() {
-    let mut job = Job::ppo("disk").on(2).with("job.steps=100000 checkpoint.keep_last=3 metrics.rollouts_every_steps=0");
-    job.dir = place().join("small/run");
-    let kept = place().join("kept");
-    let _ = std::fs::remove_dir_all(&kept);
-    let script = format!(
-        "export OMPI_MCA_mpi_yield_when_idle=1; {} & \
-         while [ \"$(ls -d {run}/checkpoints/step-* 2>/dev/null | wc -l)\" -lt 3 ]; do \
-         kill -0 $! || exit 99; sleep 0.02; done; \
-         cat /dev/zero > {run}/filler 2>/dev/null; \
-         wait $!; code=$?; cp -r {run}/checkpoints {kept}; cp -r {run}/logs {kept}/logs; exit $code",
-        line(&job),
-        run = job.dir.display(),
-        kept = kept.display()
-    );
-    let Some(command) = on_a_small_disk("12m", &script) else {
-        println!("not tried: this system mounts no tmpfs for us");
-        return;
-    };
-    Running::new(command).end().assert(74, &["error: "]);
-    let left = newest(&kept).expect("what is there verifies").expect("earlier checkpoints are there");
-    assert!(left.manifest.step >= 3 && left.skipped.is_empty(), "step {}", left.manifest.step);
-    let names: Vec<String> = std::fs::read_dir(&kept)
-        .expect("lists")
-        .map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned())
-        .collect();
-    let steps: Vec<u64> = names.iter().filter_map(|name| name.strip_prefix("step-")?.parse().ok()).collect();
-    assert!(steps.len() >= 3, "{names:?}");
-    for step in steps {
-        let older = rlhf_hpc::checkpoint::Checkpoint::open(&kept.join(format!("step-{step}"))).expect("committed");
-        older.verify(&Group::one()).expect("whole");
-    }
-    assert!(!names.iter().any(|name| name.contains("partial")), "{names:?}");
 }
 
 #[test]
@@ -172,13 +107,13 @@ fn a_second_run_in_the_same_directory_is_refused_and_the_first_is_not_disturbed(
     let mut first = job.start();
     first.wait_until(|| !job.metrics().is_empty());
     // The second waits some seconds for the first: cores are for other tests meanwhile.
-    crate::resume::job::signal("STOP", first.pid());
+    signal("STOP", first.pid());
     let second = job.clone().on(2).run();
     second.assert(2, &["is in use by another run (process ", "hint: wait for it to end, or set another job.dir"]);
-    crate::resume::job::signal("CONT", first.pid());
+    signal("CONT", first.pid());
     let steps = job.metrics().len();
     first.wait_until(|| job.metrics().len() > steps);
-    crate::resume::job::signal("USR1", first.pid());
+    signal("USR1", first.pid());
     let ended = first.end();
     ended.assert(85, &["stopped at step"]);
 }
