@@ -2,6 +2,7 @@
 
 use crate::process::Running;
 use crate::resume::async_rollout::ahead;
+use crate::resume::best::{FIRST, best};
 use crate::resume::job::{Job, listens, signal};
 use rlhf_hpc::checkpoint::newest;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -11,8 +12,8 @@ const LONG_ROLLOUT: &str = "rollout.response_tokens_max=200 rollout.stop_token_i
                             rollout.batch_max=2 ppo.epochs=1 ppo.minibatch_samples=16 checkpoint.every_steps=3";
 const LONG_TRAINING: &str = "rollout.response_tokens_max=60 rollout.stop_token_ids=[] rollout.ignore_eos=true \
                              ppo.epochs=8 ppo.minibatch_samples=2 checkpoint.every_steps=0";
-/// Responses that keep their sampling masks.
-const MASKED: &str = "rollout.top_k=40 rollout.keep_sampling_mask=true";
+/// Responses that keep their sampling masks, and numbers that go on from step to step.
+const MASKED: &str = "rollout.top_k=40 rollout.keep_sampling_mask=true ppo.kl_target=0.1 ppo.reward_normalize=true";
 
 /// Waits a time that nobody chose, up to `most` milliseconds.
 fn wait_somehow(most: u64) {
@@ -74,15 +75,16 @@ fn ask_within_a_step(job: &Job, running: &mut Running) {
     signal("USR1", running.pid());
 }
 
-/// Runs a job that is asked to stop again and again; it ends as the one that was not.
-fn usr1(name: &str, job: impl Fn(&str) -> Job, wanted: Place) {
+/// Runs a job that is asked to stop again and again, once at least in its rollout; it ends as the one that was not.
+fn usr1(name: &str, job: impl Fn(&str) -> Job) {
+    let job = |name: &str| job(name).with(LONG_ROLLOUT).with("job.steps=5");
     let whole = job(&format!("{name}-whole")).done();
     // Where the stop falls is up to the machine: another run is given another chance.
     for attempt in 0..10 {
         let job = job(&format!("{name}-{attempt}"));
         let places = stopped_again_and_again(&job, ask_within_a_step);
         job.assert_same(&whole);
-        if places.contains(&wanted) {
+        if places.contains(&(Place::Rollout { finished: true })) {
             return;
         }
         println!("{name}: interrupted in {places:?}");
@@ -90,35 +92,16 @@ fn usr1(name: &str, job: impl Fn(&str) -> Job, wanted: Place) {
     panic!("{name}: was never interrupted where it should have been");
 }
 
-fn ppo_usr1(name: &str, ranks: usize, sets: &str, wanted: Place) {
-    let sets = format!("job.steps=5 eval.every_steps=3 {sets} ppo.kl_target=0.1 ppo.reward_normalize=true");
-    usr1(name, |name| Job::ppo(name).on(ranks).with(&sets), wanted);
-}
-
 #[test]
 fn a_ppo_run_stopped_in_rollout_goes_on_bitwise_on_2_ranks() {
-    let sets = format!("{LONG_ROLLOUT} {MASKED} ppo.advantage=remax");
-    ppo_usr1("usr1-rollout-2", 2, &sets, Place::Rollout { finished: true });
+    let sets = format!("{MASKED} ppo.advantage=remax eval.every_steps=3");
+    usr1("usr1-ppo", |name| Job::ppo(name).on(2).with(&sets));
 }
 
 #[test]
 fn on_policy_distillation_stopped_in_rollout_goes_on_bitwise() {
-    let sets =
-        "job.kind=distill distill.on_policy=true model.teachers=[\"model\"] distill.minibatch_samples=16 job.steps=5";
-    usr1("usr1-distill", |name| Job::ppo(name).with(LONG_ROLLOUT).with(sets), Place::Rollout { finished: true });
-}
-
-#[test]
-fn a_ppo_run_stopped_between_minibatches_goes_on_bitwise() {
-    let sets =
-        format!("{LONG_TRAINING} {MASKED} ppo.critic_warmup_steps=2 ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"]");
-    ppo_usr1("usr1-train-alone", 0, &sets, Place::Training);
-}
-
-#[test]
-fn a_rollout_that_runs_ahead_goes_on_bitwise_after_a_stop_in_training() {
-    let sets = format!("job.steps=5 eval.every_steps=3 {LONG_TRAINING} ppo.kl_target=0.1");
-    usr1("usr1-ahead", |name| ahead(name, 1, 1).with(&sets), Place::Training);
+    let sets = "job.kind=distill distill.on_policy=true model.teachers=[\"model\"] distill.minibatch_samples=16";
+    usr1("usr1-distill", |name| Job::ppo(name).with(sets));
 }
 
 #[test]
@@ -157,28 +140,51 @@ fn ctrl_c_saves_and_a_second_one_ends_at_once() {
     }
 }
 
+/// The job in parts, each of which ends behind one optimizer step, and as it is whole. Returns where it was interrupted.
+fn in_parts(whole: Job, parts: &Job) -> Vec<Place> {
+    let hurried = parts.clone().with("checkpoint.max_hours=1e-9");
+    let places = stopped_again_and_again(&hurried, |_, _| {});
+    parts.assert_same(&whole.done());
+    places
+}
+
 #[test]
 fn hours_that_are_over_at_once_let_every_start_make_an_optimizer_step() {
-    let ppo = |name: &str| Job::ppo(name).on(2).with("ppo.epochs=1 ppo.minibatch_samples=16");
     let texts = "data.pretrain=[\"texts\"] data.pretrain_tokens_max=48 sft.pretrain_coef=0.5";
-    let sft = |name: &str| Job::sft(name).with(texts);
-    let scorer = |name: &str| Job::pairs(name, "job.kind=reward_model");
-    let dpo = |name: &str| Job::pairs(name, "job.kind=dpo").on(2);
-    let jobs = [
-        [ppo("at-once-whole"), ppo("at-once")],
-        [sft("at-once-sft-whole"), sft("at-once-sft")],
-        [scorer("at-once-scorer-whole"), scorer("at-once-scorer")],
-        [dpo("at-once-dpo-whole"), dpo("at-once-dpo")],
-    ];
-    for pair in
-        jobs.concat().into_iter().map(|job| job.with("job.steps=2 eval.every_steps=1")).collect::<Vec<_>>().chunks(2)
-    {
-        let (whole, job) = (pair[0].clone().done(), &pair[1]);
+    for (name, job) in [
+        ("at-once", Job::ppo("").on(2).with("ppo.epochs=1 ppo.minibatch_samples=16")),
+        ("at-once-sft", Job::sft("").with(texts)),
+        ("at-once-scorer", Job::pairs("", "job.kind=reward_model")),
+        ("at-once-dpo", Job::pairs("", "job.kind=dpo").on(2)),
+    ] {
+        let job = job.with("job.steps=2 eval.every_steps=1");
         // Each evaluation is begun after a step, and made by the next start before its own.
-        let hurried = job.clone().with("checkpoint.max_hours=1e-9");
-        assert_eq!(stopped_again_and_again(&hurried, |_, _| {}), [Place::Evaluation; 2]);
-        job.assert_same(&whole);
+        let places = in_parts(job.named(&format!("{name}-whole")), &job.named(name));
+        assert_eq!(places, [Place::Evaluation; 2], "{name}");
     }
+}
+
+#[test]
+fn a_step_that_is_interrupted_behind_each_of_its_updates_goes_on_bitwise() {
+    let texts = "ppo.critic_warmup_steps=1 ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"]";
+    let of = |job: Job| job.with("job.steps=2 checkpoint.every_steps=0 ppo.kl_target=0.1");
+    // 2 epochs over 2 minibatches; in parts the optimizer waits in files.
+    for (name, job, more) in [
+        ("updates", of(Job::ppo("").with(MASKED).with(texts)), ""),
+        ("updates-offload", of(Job::ppo("").with("model.dtype=bf16")), "mesh.offload=[\"optimizer\",\"roles\"]"),
+        ("updates-ahead", of(ahead("", 1, 1)), ""),
+    ] {
+        let places = in_parts(job.named(&format!("{name}-whole")), &job.named(name).with(more));
+        assert!(places.iter().filter(|place| **place == Place::Training).count() >= 4, "{name}: {places:?}");
+    }
+}
+
+#[test]
+fn a_best_checkpoint_outlives_the_interruptions_of_the_step_behind_it() {
+    let job = Job::ppo("").with(FIRST).with("job.steps=3 checkpoint.keep_last=1");
+    let (whole, parts) = (job.named("best-whole"), job.named("best-parts"));
+    in_parts(whole.clone(), &parts);
+    assert_eq!((best(&whole), best(&parts)), ("step-1".to_string(), "step-1.best".to_string()));
 }
 
 /// Kills one rank, or all of them and mpirun.

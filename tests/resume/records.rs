@@ -48,10 +48,10 @@ fn what_stands_where_the_export_goes_is_refused_before_the_first_step() {
 }
 
 #[test]
-fn norms_and_learning_rates_are_of_all_updates_of_a_step_however_often_it_was_interrupted() {
+fn norms_and_learning_rates_are_of_all_updates_of_a_step() {
     let sets = "job.steps=2 optim.actor.schedule=linear optim.actor.warmup_ratio=0.25 optim.actor.floor_ratio=0.0 \
                 checkpoint.every_steps=0";
-    let whole = Job::ppo("updates-whole").with(sets).done();
+    let whole = Job::ppo("all-updates").with(sets).done();
     // 2 epochs over 2 minibatches, twice.
     let optim =
         OptimConfig { schedule: Schedule::Linear, warmup_ratio: 0.25, floor_ratio: 0.0, ..OptimConfig::with_lr(1e-3) };
@@ -65,11 +65,6 @@ fn norms_and_learning_rates_are_of_all_updates_of_a_step_however_often_it_was_in
         assert_eq!((means.len(), largest.len()), (2, 2));
         assert!(means.iter().zip(&largest).all(|(mean, max)| 0.0 < *mean && mean < max), "{means:?} {largest:?}");
     }
-    let parts = Job::ppo("updates-parts").with(sets);
-    let stopped =
-        (0..10).take_while(|_| parts.clone().with("checkpoint.max_hours=1e-9").run().code == Some(85)).count();
-    assert!(stopped >= 6, "stopped behind most of 8 updates: {stopped}");
-    parts.assert_same(&whole);
 }
 
 #[test]
