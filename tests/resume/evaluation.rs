@@ -65,7 +65,7 @@ fn a_search_answers_in_place_of_the_greedy_draw_as_generate_does_on_any_ranks() 
     std::fs::write(place().join("searched.jsonl"), prompts.join("\n")).expect("writes");
     let line = "generate --model model --input searched.jsonl --beams 3 --max-new-tokens 12";
     let searched = command::run(place(), &line.split(' ').collect::<Vec<_>>()).well();
-    let searched: Vec<Value> = searched.stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let searched = command::rows(&searched.stdout);
     assert_eq!(searched.len(), rows.len());
     for (of_eval, searched) in answers(&rows, "").iter().zip(&searched) {
         assert_eq!(of_eval[0].response, searched["text"].as_str().expect("a text"));

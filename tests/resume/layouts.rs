@@ -25,16 +25,16 @@ fn assert_near(job: &Job, alone: &Job, layout: &str) {
 fn a_ppo_step_on_any_layout_has_the_samples_and_the_numbers_of_one_rank() {
     let masked = "ppo.loss=clip rollout.keep_sampling_mask=true";
     for (name, loss, layouts) in [
-        ("clip", "ppo.loss=clip", LAYOUTS.len()),
-        ("gspo", "ppo.loss=gspo ppo.advantage=remax", 2),
-        ("mask", masked, LAYOUTS.len()),
+        ("clip", "ppo.loss=clip", LAYOUTS),
+        ("gspo", "ppo.loss=gspo ppo.advantage=remax", &LAYOUTS[..2]),
+        ("mask", masked, &LAYOUTS[2..]),
     ] {
         let sets = format!(
             "job.steps=1 ppo.epochs=1 {loss} ppo.entropy_coef=0.01 ppo.kl_in=loss ppo.kl_estimator=k3 \
              rollout.top_k=100 ppo.minibatch_samples=16 ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"]"
         );
         let alone = Job::ppo(&format!("layout-{name}-alone")).with(&sets).done();
-        for (i, (ranks, layout)) in LAYOUTS.iter().take(layouts).enumerate() {
+        for (i, (ranks, layout)) in layouts.iter().enumerate() {
             // Fewer at once than a rank's share: ranks take prompts as they come to them.
             let job = Job::ppo(&format!("layout-{name}-{i}")).on(*ranks).with(&sets).with("rollout.batch_max=3");
             let job = job.with(layout).done();

@@ -22,20 +22,8 @@ fn learns(advantage: &str) {
 }
 
 #[test]
-fn gae_with_a_critic_learns_a_simple_rule() {
-    learns("gae");
-}
-
-#[test]
-fn group_relative_estimators_learn_a_simple_rule() {
-    for advantage in ["grpo", "dr-grpo", "rloo"] {
-        learns(advantage);
-    }
-}
-
-#[test]
-fn reinforce_estimators_learn_a_simple_rule() {
-    for advantage in ["reinforce++", "reinforce++-baseline", "remax"] {
+fn with_a_critic_in_groups_over_the_batch_and_from_a_greedy_baseline_a_simple_rule_is_learned() {
+    for advantage in ["gae", "grpo", "reinforce++", "remax"] {
         learns(advantage);
     }
 }

@@ -94,15 +94,12 @@ fn check_advantages(step: &Arrays) -> Vec<f64> {
 }
 
 #[test]
-fn every_row_is_in_the_ledger_before_and_after_the_end_of_an_epoch() {
-    for (steps, trained) in [(3, 24), (20, 120)] {
-        let job =
-            Job::ppo(&format!("ledger-{steps}")).with(&format!("job.steps={steps} checkpoint.every_steps=0")).done();
-        let ledger: serde_json::Value = serde_json::from_slice(&job.read("ledger.json")).expect("JSON");
-        let count = |key: &str| ledger[key].as_u64().expect("a count");
-        let filtered: u64 =
-            ledger["filtered"].as_object().expect("by rule").values().filter_map(serde_json::Value::as_u64).sum();
-        assert_eq!((count("rows"), count("trained"), count("held_out"), filtered), (128, trained, 8, 0), "{ledger}");
-        assert_eq!((count("deferred"), count("handed_out")), (120 - trained, steps * 8), "{ledger}");
-    }
+fn every_row_is_in_the_ledger_of_a_run() {
+    let job = Job::ppo("ledger").with("job.steps=3 checkpoint.every_steps=0").done();
+    let ledger: serde_json::Value = serde_json::from_slice(&job.read("ledger.json")).expect("JSON");
+    let count = |key: &str| ledger[key].as_u64().expect("a count");
+    let filtered: u64 =
+        ledger["filtered"].as_object().expect("by rule").values().filter_map(serde_json::Value::as_u64).sum();
+    assert_eq!((count("rows"), count("trained"), count("held_out"), filtered), (128, 24, 8, 0), "{ledger}");
+    assert_eq!((count("deferred"), count("handed_out")), (96, 24), "{ledger}");
 }
