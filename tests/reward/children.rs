@@ -1,6 +1,6 @@
 //! What becomes of the processes that a Python reward starts.
 
-use crate::reward::python::{Job, score, scores};
+use crate::reward::python::{Job, score};
 use crate::reward::{comes_true, config};
 use rlhf_hpc::reward::{Reward, RewardContext};
 use std::path::{Path, PathBuf};
@@ -88,29 +88,4 @@ def f(completions, **kwargs):
     trainer.kill().unwrap();
     trainer.wait().unwrap();
     comes_true("the child is dead", || is_dead(&pid));
-}
-
-#[test]
-fn a_child_that_dies_or_hangs_while_it_loads_is_started_again() {
-    let job = |fault: &str, failing: u32| {
-        Job::new(&format!(
-            r#"
-import os, time
-with open("starts", "a") as file:
-    file.write("x")
-if os.path.getsize("starts") <= {failing}:
-    {fault}
-def f(completions, **kwargs):
-    return [1, 2]
-"#
-        ))
-    };
-    for fault in ["os._exit(3)", "time.sleep(1000)", "raise RuntimeError('flaky')"] {
-        let scored = job(fault, 1).score("retries = 1\nstart_timeout_s = 2.0").unwrap();
-        assert_eq!(scores(&scored), [1.0, 2.0], "{fault}");
-    }
-    let job = job("os._exit(3)", 9);
-    let error = job.usage_error("retries = 1");
-    assert!(error.to_string().contains("started in 2 attempts"), "{error}");
-    assert_eq!(std::fs::read(job.path("starts")).unwrap().len(), 2);
 }

@@ -75,19 +75,6 @@ pub fn says(error: &Error, words: &[&str]) {
 }
 
 #[test]
-fn openrlhf_functions_get_queries_prompts_and_labels() {
-    let job = Job::new(
-        r#"
-def reward_func(queries, prompts, labels, **kwargs):
-    assert queries == ["1+1=2", "2+3=6"] and prompts == ["1+1=", "2+3="], (queries, prompts)
-    assert kwargs["completions"] == ["2", "6"] and kwargs["prompt_id"] == [0, 1], kwargs
-    return [float(q.removeprefix(p) == l) for q, p, l in zip(queries, prompts, labels)]
-"#,
-    );
-    assert_eq!(scores(&job.score("").unwrap()), [1.0, 0.0]);
-}
-
-#[test]
 fn openrlhf_functions_may_return_a_tensor_or_a_dict() {
     let tensor = r"
 class Tensor:
@@ -217,60 +204,67 @@ def f(completions, **kwargs):
     }
 }
 
-/// Fails on its first calls (a file remembers over children), then answers.
-fn failing_first(times: usize, fault: &str) -> Job {
+/// Fails on its first calls, or where it is loaded (a file remembers over children), then answers.
+fn failing_first(times: usize, is_loaded: bool, fault: &str) -> Job {
+    let (at_load, at_call) = if is_loaded { ("fails()", "None") } else { ("", "fails()") };
     Job::new(&format!(
         r#"
 import os, signal, sys, time
-def f(completions, **kwargs):
+def fails():
     with open("calls", "a") as calls:
         calls.write("x")
     if os.path.getsize("calls") <= {times}:
         {fault}
-    return [1, 2]
+{at_load}
+def f(completions, **kwargs):
+    return {at_call} or [1, 2]
 "#
     ))
 }
 
+fn calls(job: &Job) -> usize {
+    std::fs::read(job.path("calls")).unwrap().len()
+}
+
 #[test]
 fn any_fault_is_tried_again_in_a_fresh_child() {
-    for fault in ["os._exit(3)", "time.sleep(1000)", "raise RuntimeError('flaky')", "return [1]"] {
-        let job = failing_first(2, fault);
-        let timeout = if fault.contains("sleep") { "timeout_s = 1.0" } else { "" };
+    for (fault, is_loaded) in [
+        ("os._exit(3)", false),
+        ("time.sleep(1000)", false),
+        ("raise RuntimeError('flaky')", false),
+        ("return [1]", false),
+        ("os._exit(3)", true),
+        ("time.sleep(1000)", true),
+        ("raise RuntimeError('flaky')", true),
+    ] {
+        let job = failing_first(2, is_loaded, fault);
+        let timeout = if fault.contains("sleep") { "timeout_s = 1.0\nstart_timeout_s = 2.0" } else { "" };
         let scored = job.score(&format!("retries = 2\n{timeout}")).unwrap();
-        assert_eq!(scores(&scored), [1.0, 2.0], "{fault}");
-        assert_eq!(std::fs::read(job.path("calls")).unwrap().len(), 3, "{fault}");
+        assert_eq!((scores(&scored), calls(&job)), (vec![1.0, 2.0], 3), "{fault}");
     }
+    let job = failing_first(9, true, "os._exit(3)");
+    says(&job.usage_error("retries = 1"), &["started in 2 attempts"]);
+    assert_eq!(calls(&job), 2);
 }
 
 #[test]
-fn retries_are_bounded_and_the_error_says_how_many() {
-    let job = failing_first(99, "print('my last words'); os._exit(3)");
-    let error = job.service_error("retries = 2");
-    says(&error, &["f of ", "reward.py", "3 attempts", "exit status: 3", "my last words"]);
-    assert_eq!(std::fs::read(job.path("calls")).unwrap().len(), 3);
-    assert_eq!(error.exit_code(), 75);
-}
-
-#[test]
-fn a_child_that_dies_hangs_or_raises_is_named() {
-    let job = failing_first(99, "os.kill(os.getpid(), signal.SIGKILL)");
-    says(&job.service_error(""), &["1 attempt", "signal: 9", "scoring"]);
-    let job = failing_first(99, "print('thinking'); time.sleep(1000)");
-    says(&job.service_error("timeout_s = 1.0"), &["no answer within 1 s", "thinking"]);
-    let job = failing_first(99, "sys.exit('enough')");
-    says(&job.service_error(""), &["SystemExit: enough"]);
-    let job = Job::new("def f(completions, **kwargs):\n    return [1 / 0]");
-    says(&job.service_error(""), &["Traceback", "reward.py", "line 2", "ZeroDivisionError"]);
-}
-
-#[test]
-fn errors_carry_no_control_characters_to_the_terminal() {
-    for fault in ["raise ValueError('\\x1b[2J\\x07boom')", "print('\\x1b[2J\\x07boom'); os._exit(1)"] {
-        let job = Job::new(&format!("import os\ndef f(completions, **kwargs):\n    {fault}"));
-        let error = job.service_error("");
-        says(&error, &["[2Jboom"]);
+fn a_child_that_dies_hangs_or_raises_is_named_with_its_attempts_and_no_control_characters() {
+    for (fault, more, words) in [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "", &["1 attempt", "signal: 9", "scoring"][..]),
+        ("print('thinking'); time.sleep(1000)", "timeout_s = 1.0", &["no answer within 1 s", "thinking"]),
+        ("sys.exit('enough')", "", &["SystemExit: enough"]),
+        (
+            "print('\\x1b[2J\\x07last words'); os._exit(3)",
+            "retries = 2",
+            &["f of ", "reward.py", "3 attempts", "exit status: 3", "[2Jlast words"],
+        ),
+        ("raise ValueError('\\x1b[2J\\x07boom')", "", &["Traceback", "reward.py", "line 7", "ValueError: [2Jboom"]),
+    ] {
+        let job = failing_first(99, false, fault);
+        let error = job.service_error(more);
+        says(&error, words);
         assert!(error.message.chars().all(|c| !c.is_control() || c == '\n'), "{:?}", error.message);
+        assert_eq!((calls(&job), error.exit_code()), (if more.contains("retries") { 3 } else { 1 }, 75), "{fault}");
     }
 }
 
@@ -330,23 +324,25 @@ def f(completions, **kwargs):
 }
 
 #[test]
-fn the_environment_is_scrubbed() {
+fn what_a_child_gets_of_the_environment_of_memory_and_of_gpus_is_as_configured() {
     // Cargo sets CARGO_MANIFEST_DIR for tests: what the child must not see unless it is passed on.
-    let job = Job::new(
-        "import os\ndef f(completions, **kwargs):\n    return [float('CARGO_MANIFEST_DIR' in os.environ), float('PATH' in os.environ)]",
-    );
-    assert_eq!(scores(&job.score("").unwrap()), [0.0, 1.0]);
-    let passed = "python = { file = \"reward.py\", batch = 0, pass_env = [\"CARGO_MANIFEST_DIR\"] }";
-    assert_eq!(scores(&job.score(passed).unwrap()), [1.0, 1.0]);
-}
-
-#[test]
-fn memory_is_limited() {
-    let job = Job::new("def f(completions, **kwargs):\n    return [float(len(bytearray(1 << 30)) > 0)] * 2");
-    let limited = "python = { file = \"reward.py\", batch = 0, memory_max_gib = 0.5 }";
-    says(&job.service_error(limited), &["MemoryError"]);
-    let free = "python = { file = \"reward.py\", batch = 0, memory_max_gib = 0.0 }";
-    assert_eq!(scores(&job.score(free).unwrap()), [1.0, 1.0]);
+    let passed = "pass_env = [\"CARGO_MANIFEST_DIR\"]";
+    let hidden = "[os.environ.get(f'{n}_VISIBLE_DEVICES') for n in ('CUDA', 'HIP', 'ROCR')] == ['', '-1', '']";
+    let child = |sees: &str, setting: &str| {
+        let job = Job::new(&format!("import os\ndef f(completions, **kwargs):\n    return [float({sees})] * 2"));
+        job.score(&format!("python = {{ file = \"reward.py\", batch = 0, {setting} }}"))
+    };
+    for (sees, setting, want) in [
+        ("'PATH' in os.environ", "gpu = false", 1.0),
+        ("'CARGO_MANIFEST_DIR' in os.environ", "gpu = false", 0.0),
+        ("'CARGO_MANIFEST_DIR' in os.environ", passed, 1.0),
+        (hidden, "gpu = false", 1.0),
+        (hidden, "gpu = true", 0.0),
+        ("len(bytearray(1 << 30)) > 0", "memory_max_gib = 0.0", 1.0),
+    ] {
+        assert_eq!(scores(&child(sees, setting).unwrap()), [want; 2], "{sees}, {setting}");
+    }
+    says(&child("len(bytearray(1 << 30)) > 0", "memory_max_gib = 0.5").unwrap_err(), &["MemoryError"]);
 }
 
 #[test]
@@ -440,6 +436,8 @@ fn the_examples_of_other_frameworks_run_as_they_are() {
         ),
         (
             "def reward_func(queries, prompts, labels, **kwargs):\n    \
+             assert [q.removeprefix(p) for q, p in zip(queries, prompts)] == kwargs['completions'], (queries, prompts)\n    \
+             assert kwargs['completions'] == ['is 2', 'is 2'] and kwargs['prompt_id'] == [0, 1], kwargs\n    \
              rewards = [float(q.endswith(l)) for q, l in zip(queries, labels)]\n    \
              return {'rewards': rewards, 'scores': rewards, 'extra_logs': {'level': kwargs['level']}}",
             [text("a", json!({"level": 1})), text("b", json!({"level": 2}))],

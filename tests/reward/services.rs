@@ -1,6 +1,6 @@
 //! Requests to functions and services: what they hold, who answers them, and what becomes of those that nobody answers well.
 
-use crate::reward::python::{Job, says};
+use crate::reward::python::{Job, says, scores};
 use crate::reward::server::Server;
 use crate::reward::{comes_true, config, prompt, response};
 use rlhf_hpc::error::{Kind, Result};
@@ -23,17 +23,9 @@ fn score(reward: &mut Reward, texts: &[&str]) -> Result<Vec<Scored>> {
     reward.score(&prompts.iter().collect::<Vec<_>>(), &responses.iter().collect::<Vec<_>>())
 }
 
-fn scores(scored: &[Scored]) -> Vec<f32> {
-    scored.iter().map(|scored| scored.score).collect()
-}
-
 /// What a Python function does on a bad response, one of each kind (python.rs has them all), and the reason that is given.
-const PYTHON: &[(&str, &str)] = &[
-    ("time.sleep(1000)", "no answer within 3 s"),
-    ("os._exit(3)", "its process ended while scoring (exit status: 3)"),
-    ("raise ValueError('out of tea')", "ValueError: out of tea"),
-    ("return [1, 2]", "2 entries for 1 responses"),
-];
+const PYTHON: &[(&str, &str)] =
+    &[("time.sleep(1000)", "no answer within 3 s"), ("raise ValueError('out of tea')", "ValueError: out of tea")];
 
 /// What a service does, and the reason.
 const HTTP: &[(&str, &str)] = &[
@@ -207,16 +199,4 @@ fn a_reward_that_never_answers_is_not_asked_for_ever() {
     let [late, spared] = [of("no answer within 2 s"), of("is not asked any more")];
     assert!(late + spared == 60 && late < 40, "{late} late, {spared} not asked");
     assert_eq!(scores(&score(&mut reward, &["1", "22"]).unwrap()), [1.5, 2.5], "the next step");
-}
-
-#[test]
-fn a_child_sees_no_gpu_unless_asked_for() {
-    let job = Job::new(
-        "import os\nNAMES = ['CUDA_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES']\n\
-         def f(completions, **kwargs):\n    return [float([os.environ.get(n) for n in NAMES] == ['', '-1', ''])]",
-    );
-    for (gpu, hidden) in [(false, 1.0), (true, 0.0)] {
-        let python = format!("python = {{ file = \"reward.py\", gpu = {gpu} }}");
-        assert_eq!(scores(&score(&mut job.reward(&python).unwrap(), &["a"]).unwrap()), [hidden]);
-    }
 }
