@@ -1,17 +1,12 @@
 use rlhf_hpc::config::data::{DataConfig, LongPrompts};
 use rlhf_hpc::data::{LabelledRow, Part, StepLabel, StepRow};
-use rlhf_hpc::error::Kind;
 use serde_json::{Value, json};
 
 use crate::data::fixture::{Fixture, config, questions};
-use crate::data::rows::{chat, shard};
+use crate::data::rows::{chat, says, shard};
 
 fn labelled(is_chat: bool) -> DataConfig {
     DataConfig { label_key: "label".to_owned(), ..if is_chat { chat() } else { config("") } }
-}
-
-fn says(role: &str, text: &str) -> Value {
-    json!({"role": role, "content": text})
 }
 
 #[test]
@@ -43,44 +38,9 @@ fn labelled_texts_messages_and_ids_become_prompt_and_response() {
     assert_eq!((row.tokens, row.prompt_tokens, row.is_desirable), (vec![5, 6, 7], 2, false));
 }
 
-/// Rows that are not labelled responses or labelled steps, and what is said.
-const BAD: &[(Part, &str, &str)] = &[
-    (Part::Labelled, r#"{"prompt": "x", "response": "y"}"#, "no field \"label\"; the row has: "),
-    (Part::Labelled, r#"{"prompt": "x", "label": true}"#, "no field \"response\"; the row has: "),
-    (Part::Labelled, r#"{"response": "x", "label": true}"#, "no field \"prompt\"; the row has: "),
-    (Part::Labelled, r#"{"prompt": "x", "response": "y", "label": 2}"#, "\"label\" is 2, needed true or false"),
-    (Part::Labelled, r#"{"prompt": "x", "response": "y", "label": "good"}"#, "\"label\" is \"good\", needed true"),
-    (Part::Labelled, r#"{"prompt": "x", "response": "y", "label": null}"#, "\"label\" is null, needed true or false"),
-    (Part::Labelled, r#"{"prompt": "x", "response": "y", "label": [true]}"#, "needed true or false"),
-    (Part::Labelled, r#"{"prompt": "x", "response": "", "label": true}"#, "\"response\" is empty"),
-    (Part::Labelled, r#"{"prompt": "", "response": "y", "label": true}"#, "\"prompt\" is empty"),
-    (Part::Labelled, r#"{"prompt": "x", "response": 3, "label": true}"#, "\"response\" is a number, needed a text"),
-    (Part::Steps, r#"{"prompt": "x"}"#, "no field \"label\"; the row has: "),
-    (Part::Steps, r#"{"label": ["+"]}"#, "no field \"prompt\"; the row has: "),
-    (Part::Steps, r#"{"prompt": "x", "label": "+"}"#, "\"label\" is a string, needed a list of labels"),
-    (Part::Steps, r#"{"prompt": "x", "label": []}"#, "\"label\" is empty"),
-    (
-        Part::Steps,
-        r#"{"prompt": "x", "label": ["+", 1.5]}"#,
-        "\"label\" holds 1.5, needed texts, or numbers from 0 to 1",
-    ),
-    (Part::Steps, r#"{"prompt": "x", "label": [true]}"#, "\"label\" holds true, needed texts"),
-    (Part::Steps, r#"{"prompt": "", "label": ["+"]}"#, "\"prompt\" is empty"),
-];
-
 #[test]
-fn a_row_without_usable_labels_is_named_with_what_is_wrong() {
+fn responses_without_a_key_of_their_label_are_refused() {
     let fixture = Fixture::new();
-    for (part, line, message) in BAD {
-        let good = if *part == Part::Steps { "[\"+\"]" } else { "true" };
-        let good = format!(r#"{{"prompt": "x", "response": "y", "label": {good}}}"#);
-        let file = fixture.text("bad.jsonl", &format!("{good}\n{line}\n"));
-        let error = shard(&fixture, &file, *part, &labelled(false)).unwrap_err();
-        assert_eq!(error.kind, Kind::Data, "{line}");
-        for words in ["bad.jsonl:2: ", message] {
-            assert!(error.to_string().contains(words), "{line}: {error}");
-        }
-    }
     let file = fixture.jsonl("good.jsonl", &[json!({"prompt": "x", "response": "y", "label": true})]);
     let unnamed = DataConfig { label_key: String::new(), ..labelled(false) };
     let error = shard(&fixture, &file, Part::Labelled, &unnamed).unwrap_err();

@@ -4,6 +4,7 @@ mod chat;
 mod fixture;
 mod labelled;
 mod pairs;
+mod refused;
 pub mod rows;
 mod shard;
 mod sources;

@@ -4,16 +4,12 @@ use rlhf_hpc::error::Kind;
 use serde_json::{Value, json};
 
 use crate::data::fixture::{Fixture, config, questions};
-use crate::data::rows::{chat, shard};
+use crate::data::rows::{chat, says, shard};
 
 /// Prompt, chosen and rejected of a row.
 fn pair(fixture: &Fixture, row: &Value, config: &DataConfig) -> Vec<Vec<u32>> {
     let shard = shard(fixture, &fixture.jsonl("p.jsonl", std::slice::from_ref(row)), Part::Pair, config).unwrap();
     shard.document(0).unwrap()
-}
-
-fn says(role: &str, text: &str) -> Value {
-    json!({"role": role, "content": text})
 }
 
 #[test]
@@ -84,70 +80,6 @@ fn what_whole_conversations_and_texts_begin_with_alike_is_their_prompt() {
     // Of a side that the other begins with, a token stays.
     let row = json!({"chosen": [5, 6], "rejected": [5, 6, 7]});
     assert_eq!(pair(&fixture, &row, &config("")), [vec![5], vec![6], vec![6, 7]]);
-}
-
-/// Rows that are no pairs, whether they are read as chats, and what is said.
-const BAD: &[(&str, bool, &str)] = &[
-    (r#"{"prompt": "x", "chosen": "y"}"#, false, "no field \"rejected\"; the row has: "),
-    (r#"{"prompt": "x", "rejected": "y"}"#, false, "no field \"chosen\"; the row has: "),
-    (r#"{"prompt": "x", "chosen": "y", "rejected": "y"}"#, false, "\"chosen\" and \"rejected\" are the same"),
-    (r#"{"prompt": "x", "chosen": "y", "rejected": 3}"#, false, "\"rejected\" is a number, needed a text"),
-    (r#"{"prompt": "x", "chosen": 3, "rejected": "y"}"#, true, "\"chosen\" is a number, needed a text"),
-    (r#"{"prompt": "x", "chosen": "y", "rejected": ""}"#, false, "\"rejected\" is empty"),
-    (r#"{"prompt": "x", "chosen": "", "rejected": "y"}"#, true, "\"chosen\" is empty"),
-    (r#"{"prompt": "", "chosen": "y", "rejected": "z"}"#, false, "\"prompt\" is empty"),
-    (r#"{"chosen": [5, 6], "rejected": [7, 8]}"#, false, "\"chosen\" and \"rejected\" do not begin alike"),
-    (r#"{"prompt": "x", "chosen": [5, 100000], "rejected": [7]}"#, false, "token 100000 is outside"),
-    (
-        r#"{"chosen": [{"role": "user", "content": "x"}], "rejected": [{"role": "user", "content": "y"}]}"#,
-        false,
-        "chat_template = true",
-    ),
-    (
-        r#"{"prompt": "x", "chosen": [{"role": "user", "content": "x"}], "rejected": "z"}"#,
-        true,
-        "\"chosen\" does not end with an assistant's message",
-    ),
-    (r#"{"chosen": "ab c", "rejected": "xy z"}"#, false, "do not begin alike"),
-    (r#"{"prompt": "x", "chosen": "y", "rejected": [5, 6]}"#, true, "answer different prompts"),
-    (
-        r#"{"prompt": "x", "chosen": "y", "rejected": [{"role": "assistant", "content": "y"}]}"#,
-        true,
-        "\"chosen\" and \"rejected\" are the same",
-    ),
-    (
-        r#"{"chosen": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "a"}], "rejected": [{"role": "user", "content": "y"}, {"role": "assistant", "content": "b"}]}"#,
-        true,
-        "answer different prompts",
-    ),
-    (
-        r#"{"prompt": "x", "chosen": [{"role": "user", "content": "y"}, {"role": "assistant", "content": "a"}], "rejected": "b"}"#,
-        true,
-        "\"chosen\" does not begin with the prompt's messages",
-    ),
-];
-
-#[test]
-fn a_row_that_is_no_pair_is_named_with_what_is_wrong() {
-    let fixture = Fixture::new();
-    let good = r#"{"prompt": "x", "chosen": "y", "rejected": "z", "margin": 1}"#;
-    let refused = |line: &str, config: &DataConfig, message: &str| {
-        let file = fixture.text("bad.jsonl", &format!("{good}\n{line}\n"));
-        let error = shard(&fixture, &file, Part::Pair, config).unwrap_err();
-        assert_eq!(error.kind, Kind::Data, "{line}");
-        for words in ["bad.jsonl:2: ", message] {
-            assert!(error.to_string().contains(words), "{line}: {error}");
-        }
-    };
-    for (line, is_chat, message) in BAD {
-        refused(line, &if *is_chat { chat() } else { config("") }, message);
-    }
-    let margin = DataConfig { margin_key: "margin".to_owned(), ..config("") };
-    let with = |margin: &str| good.replace('1', margin);
-    refused(&with("\"big\""), &margin, "\"margin\" is \"big\", needed a number");
-    refused(&with("null"), &margin, "\"margin\" is null, needed a number");
-    refused(BAD[0].0, &margin, "no field \"rejected\"");
-    refused(r#"{"prompt": "x", "chosen": "y", "rejected": "z"}"#, &margin, "no field \"margin\"");
 }
 
 #[test]

@@ -13,6 +13,11 @@ pub fn chat() -> DataConfig {
     DataConfig { chat_template: true, ..config("") }
 }
 
+/// A message of a chat.
+pub fn says(role: &str, text: &str) -> Value {
+    json!({"role": role, "content": text})
+}
+
 pub fn shard(fixture: &Fixture, file: &str, part: Part, config: &DataConfig) -> Result<Shard, Error> {
     let prefix = fixture.path("shards/rows");
     let reading = Reading { config, part, tokenizer: &fixture.tokenizer, vocabulary: fixture.vocabulary() };
@@ -131,35 +136,6 @@ fn a_template_is_told_the_tools_of_a_row_and_the_arguments_of_the_job() {
             error.message.contains(&format!("field \"tools\" is {found}, needed a list of JSON schemas")),
             "{error}"
         );
-    }
-}
-
-#[test]
-fn a_bad_row_is_named_by_file_and_line_and_nothing_is_written() {
-    let fixture = Fixture::new();
-    let good = json!({"prompt": "x", "response": "y", "answer": 1}).to_string();
-    let cases: [(&str, &str); 12] = [
-        ("{\"prompt\": \"x\"", "not JSON"),
-        ("[1, 2]", "a list where a JSON object is needed"),
-        ("", "the line is empty"),
-        ("{\"prompt\": 3, \"answer\": 1}", "is a number, needed a text"),
-        ("{\"prompt\": \"\", \"answer\": 1}", "\"prompt\" is empty"),
-        ("{\"prompt\": [], \"answer\": 1}", "\"prompt\" is empty"),
-        ("{\"prompt\": [5, 100000], \"response\": \"y\", \"answer\": 1}", "token 100000 is outside"),
-        ("{\"prompt\": [5, \"a\"], \"answer\": 1}", "needed token ids or messages"),
-        ("{\"question\": \"x\", \"answer\": 1}", "no field \"prompt\"; the row has: question, answer"),
-        ("{\"prompt\": \"x\", \"answer\": 1}", "no field \"response\""),
-        ("{\"prompt\": \"x\", \"response\": \"y\"}", "no field \"answer\""),
-        ("{\"prompt\": [{\"role\": \"user\", \"content\": \"x\"}], \"answer\": 1}", "chat_template = true"),
-    ];
-    for (line, message) in cases {
-        let file = fixture.text("bad.jsonl", &format!("{good}\n{good}\n{line}\n{good}\n"));
-        let error = shard(&fixture, &file, Part::Demonstration, &config("")).unwrap_err();
-        assert_eq!(error.kind, Kind::Data, "{line}");
-        assert!(error.to_string().contains("bad.jsonl:3: "), "{line}: {error}");
-        assert!(error.to_string().contains(message), "{line}: {error}");
-        let left: Vec<_> = fs::read_dir(fixture.path("shards")).unwrap().collect();
-        assert!(left.is_empty(), "{left:?}");
     }
 }
 
