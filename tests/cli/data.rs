@@ -21,18 +21,7 @@ fn data_is_looked_at_before_the_weights_of_a_model() {
 
 /// Rows that jobs of labels cannot learn from, behind a good one, and what is said.
 const LABELS: &[(&str, &str, &str)] = &[
-    (
-        "kto",
-        r#"{"prompt": "3=", "response": "4", "label": "no"}"#,
-        "bad.jsonl:2: field \"label\" is \"no\", needed true",
-    ),
     ("kto", r#"{"prompt": "3=", "response": "4", "label": true}"#, "every row is labelled true, a kto job needs"),
-    ("step_reward", r#"{"prompt": "3= 3;", "label": []}"#, "bad.jsonl:2: field \"label\" is empty"),
-    (
-        "step_reward",
-        r#"{"prompt": "3= 3;", "label": [7]}"#,
-        "bad.jsonl:2: field \"label\" holds 7, needed texts, or numbers",
-    ),
     ("step_reward", r#"{"prompt": "3= 3", "label": ["+"]}"#, "bad.jsonl:2: there is no placeholder \";\" in the text"),
     ("step_reward", r#"{"prompt": "3= 3;", "label": ["+", "-"]}"#, "bad.jsonl:2: 2 labels for 1 placeholders \";\""),
     ("step_reward", r#"{"prompt": "3; 3;", "label": ["-"]}"#, "bad.jsonl:2: 1 labels for 2 placeholders \";\""),

@@ -4,7 +4,6 @@ use super::command;
 use super::fixture::Fixture;
 use rlhf_hpc::config;
 use rlhf_hpc::error::format_bytes;
-use serde_json::Value;
 
 /// The fixture's job with an override, as the program reads and checks it at its start: refused with all of `words`, the hint among
 /// them.
@@ -209,14 +208,18 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     (&["job.kind=dpo", "data.pretrain=[\"a.jsonl\"]"], &["data.pretrain names texts", "dpo job learns nothing"], ""),
     (&["data.chat_template_args.messages=1"], &["data.chat_template_args has \"messages\""], ""),
     (&["data.chat_template_args.thinks=true"], &["needs data.chat_template = true"], ""),
-    (&["job.steps=0", "--dry-run"], &["job.steps is 0"], ""),
 ];
 
+/// Without ranks, models and files where the keys alone show it, else by the program.
 #[test]
 fn what_an_override_says_wrongly_is_refused_with_what_would_be_right() {
     let fixture = Fixture::new();
     for (overrides, words, hint) in OVERRIDES {
-        fixture.refuses(2, overrides, words).hinted(hint);
+        let sets: Vec<String> = overrides.iter().map(ToString::to_string).collect();
+        match config::load(&fixture.path("job.toml"), &sets).and_then(|config| config.check()) {
+            Err(_) => is_refused(&fixture, &sets, &[*words, &[*hint]].concat()),
+            Ok(()) => drop(fixture.refuses(2, overrides, words).hinted(hint)),
+        }
     }
 }
 
@@ -359,6 +362,7 @@ fn values_out_of_range_are_refused_with_the_range() {
         ("reward.timeout_s", "inf", "not finite"),
         ("checkpoint.max_hours", "inf", "not finite"),
         ("ppo.kl_coef", "inf", "a number from 0 up"),
+        ("ppo.gamma", "1.1", "ppo.gamma is 1.1, needed a number from 0 to 1"),
         ("metrics.samples_count", "9000000000000000000", "from 0 to 1000000000"),
     ] {
         is_refused(&fixture, &[format!("{key}={value}")], &[key, needed]);
@@ -418,10 +422,9 @@ fn the_resolved_job_runs_as_the_one_that_it_was_made_of_and_leaves_nothing_open(
     fixture.run(&["run/config.resolved.toml", "job.dir=again"]).well();
     assert_eq!(fixture.read("run/export/model.safetensors"), fixture.read("again/export/model.safetensors"));
     // One figure is the planned memory: in the banner, at the end, and in each line.
-    let lines = fixture.text("run/metrics.jsonl");
-    let lines = lines.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
-    let planned: Vec<String> =
-        lines.filter_map(|line| line["memory_planned_bytes"].as_u64()).map(format_bytes).collect();
+    let lines = command::rows(&fixture.text("run/metrics.jsonl"));
+    let planned = lines.iter().filter_map(|line| line["memory_planned_bytes"].as_u64());
+    let planned: Vec<String> = planned.map(format_bytes).collect();
     let said = job.stderr.lines().filter(|line| line.contains(&format!(" {} planned per rank", planned[0])));
     assert_eq!((planned.len(), said.count(), &planned[0]), (2, 2, &planned[1]), "{}", job.stderr);
 }

@@ -196,7 +196,8 @@ fn an_index_that_leaves_the_directory_or_lies_is_refused() {
 
 #[test]
 fn a_config_that_this_program_cannot_run_is_refused_by_key() {
-    let cases: [(&str, Value, &str); 15] = [
+    let cases: [(&str, Value, &str); 16] = [
+        ("architectures", json!(["GPT2LMHeadModel"]), "Qwen3ForCausalLM"),
         ("architectures", json!(["GPT2LMHeadModel"]), "unknown architecture \"GPT2LMHeadModel\""),
         ("model_type", json!("mistral"), "does not go with"),
         ("hidden_act", json!("gelu"), "hidden_act is \"gelu\""),

@@ -1,6 +1,6 @@
 //! Choices and refusals.
 
-use super::models::{REFERENCE, a800, archs, job, llama2_7b, small};
+use super::models::{NAMED, REFERENCE, a800, archs, job, llama2_7b, small};
 use rlhf_hpc::config::job::Recompute;
 use rlhf_hpc::config::mesh::RoleName;
 use rlhf_hpc::config::{self, Config};
@@ -17,9 +17,6 @@ fn fewer(more: &[&str]) -> Config {
     let sets = ["rollout.prompts_per_step=128", "data.prompt_tokens_max=1920", "rollout.response_tokens_max=128"];
     job(&[&sets[..], more].concat())
 }
-
-/// One layout, which is not compared with others.
-const NAMED: [&str; 3] = ["mesh.tensor=1", "rollout.tensor=1", "mesh.zero=3"];
 
 fn chosen(more: &[&str], archs: &Archs, world: usize, device: &Device) -> Choice {
     let config = fewer(more);
@@ -102,16 +99,6 @@ fn on_cpus_it_is_the_plainest_layout_that_fits_and_the_same_in_every_start() {
     let choice = choose(&Job::new(&config, &archs, None), 4, &tight).expect("another layout fits");
     assert!(choice.chosen.layout().zero > 1 || choice.chosen.layout().mesh.tensor > 1);
     assert!(bytes(&choice) <= tight.memory_bytes);
-}
-
-#[test]
-fn heads_that_do_not_divide_are_refused_with_the_sizes_that_do() {
-    let error = refused(&["mesh.tensor=3"], &archs(&llama2_7b(), false), 12, &a800());
-    assert_eq!(error.exit_code(), 2);
-    assert!(error.message.contains("tensor = 3") && error.message.contains("32 attention heads"), "{error}");
-    assert!(error.hint.expect("a hint").ends_with("1, 2, 4"));
-    let error = refused(&["rollout.tensor=3"], &archs(&llama2_7b(), false), 12, &a800());
-    assert!(error.message.contains("rollout.tensor = 3"), "{error}");
 }
 
 #[test]

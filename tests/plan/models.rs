@@ -41,6 +41,9 @@ pub fn archs(config: &Value, reward: bool) -> Archs {
 /// The reference workload.
 pub const REFERENCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/jobs/llama2-7b.toml");
 
+/// One layout, which is not compared with others.
+pub const NAMED: [&str; 3] = ["mesh.tensor=1", "rollout.tensor=1", "mesh.zero=3"];
+
 /// Its keys, without its reward model, and `more`.
 pub fn job(more: &[&str]) -> Config {
     let more: Vec<String> = ["reward.models=[]", "reward.rule=length", "gradient.recompute=block"]

@@ -1,6 +1,6 @@
 //! The verb: the table of the reference workload from a config.json alone, as text and for machines.
 
-use super::models::{REFERENCE, llama2_7b, small};
+use super::models::{NAMED, REFERENCE, llama2_7b, small};
 use crate::cli::fixture::Fixture;
 use crate::process::Ended;
 use serde_json::Value;
@@ -59,9 +59,6 @@ fn the_reference_workload_has_every_phase_tensor_and_second() {
         assert!(table.contains(words), "{words:?} is not in\n{table}");
     }
 }
-
-/// One layout, which is not compared with others.
-const NAMED: [&str; 3] = ["mesh.tensor=1", "rollout.tensor=1", "mesh.zero=3"];
 
 #[test]
 fn no_line_is_longer_than_100_columns_and_no_part_loses_the_end_of_its_name() {
