@@ -61,7 +61,8 @@ enum Verb {
     Bench(bench::Args),
 }
 
-fn verbs() -> Vec<&'static str> {
+/// Names of all verbs.
+pub fn verbs() -> Vec<&'static str> {
     Verb::COMMANDS.iter().map(|verb| verb.name).collect()
 }
 

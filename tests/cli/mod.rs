@@ -1,6 +1,5 @@
 //! Tests of the program as its users meet it: the release binary, its exit codes and its words.
 
-mod binary;
 pub mod command;
 pub mod corpus;
 mod data;

@@ -1,27 +1,9 @@
-//! The verbs: their help, and the words for those that are not there.
+//! The verbs: their help, and the words for those that are not there; and what the binary needs of its machine.
 
 use super::fixture::Fixture;
+use rlhf_hpc::cli::verbs;
 use std::path::Path;
-
-const VERBS: [&str; 17] = [
-    "run",
-    "plan",
-    "init",
-    "shard",
-    "tokenizer",
-    "generate",
-    "chat",
-    "logprobs",
-    "reward",
-    "select",
-    "export",
-    "report",
-    "samples",
-    "jobs",
-    "schema",
-    "bench",
-    "info",
-];
+use std::process::Command;
 
 fn run(arguments: &[&str]) -> crate::process::Ended {
     super::command::run(Path::new("/"), arguments)
@@ -31,11 +13,11 @@ fn run(arguments: &[&str]) -> crate::process::Ended {
 fn help_lists_every_verb_and_each_verb_explains_itself() {
     for arguments in [&["--help"][..], &["-h"], &[]] {
         let help = run(arguments).well().stdout;
-        for verb in VERBS {
+        for verb in verbs() {
             assert!(help.lines().any(|line| line.trim_start().starts_with(verb)), "{verb} is not in {help}");
         }
     }
-    for verb in VERBS {
+    for verb in verbs() {
         for ask in ["--help", "-h"] {
             let ended = run(&[verb, ask]).well();
             assert!(ended.stdout.starts_with(&format!("Usage: rlhf-hpc {verb}")), "{}", ended.stdout);
@@ -121,7 +103,7 @@ fn a_command_line_that_cannot_work_is_refused_by_what_is_wrong() {
     for (line, code, words, hint) in REFUSED {
         fixture.run(&line.split(' ').collect::<Vec<_>>()).refused(*code, words).hinted(hint);
     }
-    for verb in VERBS {
+    for verb in verbs() {
         run(&[verb, "--nonsense"]).refused(2, &["--nonsense"]).hinted("rlhf-hpc VERB --help");
     }
     assert!(!fixture.path("x").exists());
@@ -155,5 +137,27 @@ fn info_shows_what_kernels_take_where_nvcc_told_it() {
     match rlhf_hpc::device::cuda::embedded::resources() {
         Ok(table) => assert_eq!(run(&["info", "--kernels"]).well().stdout, table),
         Err(why) => drop(run(&["info", "--kernels"]).refused(2, &[&why, "RLHF_NVCC"])),
+    }
+}
+
+/// Shared libraries that the binary itself asks for. `ldd` would list theirs, too: what the site's libmpi needs in turn
+/// is the site's business.
+fn needed() -> Vec<String> {
+    let binary = env!("CARGO_BIN_EXE_rlhf-hpc");
+    let out = Command::new("readelf").args(["-d", "--wide", binary]).output().expect("readelf (Debian: binutils)");
+    let text = String::from_utf8(out.stdout).expect("text");
+    let names = text.lines().filter(|line| line.contains("(NEEDED)"));
+    names.map(|line| line.split(['[', ']']).nth(1).expect("a name in brackets").to_owned()).collect()
+}
+
+#[test]
+fn the_binary_needs_mpi_and_the_family_of_libc_alone() {
+    let libc = ["libc.so.", "libm.so.", "libgcc_s.so.", "libpthread.so.", "libdl.so.", "librt.so.", "ld-linux"];
+    let needed = needed();
+    let (mpi, others): (Vec<_>, Vec<_>) = needed.iter().partition(|name| name.starts_with("libmpi.so."));
+    assert_eq!(mpi.len(), 1, "{needed:?}");
+    assert!(!others.is_empty(), "{needed:?}");
+    for name in others {
+        assert!(libc.iter().any(|stem| name.starts_with(stem)), "{name} is needed, beside {needed:?}");
     }
 }
