@@ -112,6 +112,7 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
         "it is of ppo",
     ),
     (&["rollout.tensor=2"], &["rollout.tensor = 2", "needs 2 ranks"], "rollout.tensor = 1"),
+    (&["rollout.tensor=2", "rollout.data=2"], &["needs 4 ranks, the mesh has 1"], ""),
     // Rewards and estimators.
     (&["reward.rule=regex"], &["reward.rule \"regex\" needs a pattern"], "pattern ="),
     (&["reward.python=nosuch.py"], &["nosuch.py"], ""),

@@ -249,7 +249,7 @@ fn killed(job: &Job, whole: &Job) {
 
 #[test]
 fn kill_9_of_ranks_or_of_the_launcher_loses_no_committed_checkpoint_on_2_ranks() {
-    let sets = "job.steps=16 checkpoint.keep_last=0 eval.every_steps=4";
+    let sets = "job.steps=10 checkpoint.keep_last=0 eval.every_steps=4";
     killed(&Job::ppo("killed-2").on(2).with(sets), &Job::ppo("killed-2-whole").on(2).with(sets).done());
 }
 

@@ -243,7 +243,8 @@ fn any_fault_is_tried_again_in_a_fresh_child() {
         assert_eq!((scores(&scored), calls(&job)), (vec![1.0, 2.0], 3), "{fault}");
     }
     let job = failing_first(9, true, "os._exit(3)");
-    says(&job.usage_error("retries = 1"), &["started in 2 attempts"]);
+    let error = job.usage_error("retries = 1");
+    assert!(error.to_string().contains("started in 2 attempts"), "{error}");
     assert_eq!(calls(&job), 2);
 }
 
