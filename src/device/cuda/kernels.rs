@@ -4,12 +4,12 @@
 use super::cache;
 use super::devices::Properties;
 use super::embedded::{self, COMPILER, CUBINS, KERNELS};
-use super::fx::Table;
 use super::library;
 use super::null_driver;
 use super::nvrtc::Nvrtc;
 use super::sys::{self, CUfunction, CUfunction_attribute as Attribute, CUmodule, Handle, check};
 use crate::error::{Error, Result};
+use std::collections::HashMap;
 use std::ffi::{CString, c_int};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +21,7 @@ const ALL_SHARED: c_int = 100;
 
 #[derive(Debug)]
 pub struct Kernels {
-    functions: Table<&'static str, Function>,
+    functions: HashMap<&'static str, Function>,
     /// From where they came, in words.
     pub origin: String,
 }
@@ -98,8 +98,8 @@ impl Kernels {
     }
 }
 
-fn functions(images: &Images, gpu: &Properties) -> Result<Table<&'static str, Function>> {
-    let mut found = Table::with_capacity_and_hasher(KERNELS.len(), <_>::default());
+fn functions(images: &Images, gpu: &Properties) -> Result<HashMap<&'static str, Function>> {
+    let mut found = HashMap::with_capacity(KERNELS.len());
     for (source, image) in images {
         let mut module: CUmodule = ptr::null_mut();
         // SAFETY: the bytes of a whole cubin, which tells its own length; the driver copies it.

@@ -16,7 +16,6 @@ pub mod devices;
 pub mod embedded;
 pub mod embedding;
 pub mod fast;
-mod fx;
 pub mod gpu;
 pub mod graph;
 pub mod kernels;

@@ -14,11 +14,10 @@
 //!    there at each replay. Within the capture it is used again: the smallest run that is large enough. Graphs that never
 //!    run beside each other may share what they hold.
 
-use super::fx::Table;
 use crate::device::null;
 use crate::error::{Error, Kind, Result};
 pub use crate::sys::memory::Usage;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 /// Where runs come from and go back to.
 pub trait Backing {
@@ -41,7 +40,7 @@ pub struct Pool {
     free: BTreeMap<u64, usize>,
     by_size: BTreeSet<(usize, u64)>,
     /// Sizes of live runs, and whose they are.
-    live: Table<u64, (usize, &'static str)>,
+    live: HashMap<u64, (usize, &'static str)>,
     owners: Vec<(&'static str, usize)>,
     /// Runs that were freed since the capture under way began.
     captured: Option<Vec<Run>>,
@@ -76,7 +75,7 @@ impl Default for Pool {
             chunks: BTreeMap::new(),
             free: BTreeMap::new(),
             by_size: BTreeSet::new(),
-            live: Table::default(),
+            live: HashMap::new(),
             owners: Vec::new(),
             captured: None,
             in_flight: VecDeque::new(),
