@@ -9,7 +9,7 @@ use super::null_driver;
 use super::nvrtc::Nvrtc;
 use super::sys::{self, CUfunction, CUfunction_attribute as Attribute, CUmodule, Handle, check};
 use crate::error::{Error, Result};
-use std::collections::HashMap;
+use rustc_hash::FxHashMap;
 use std::ffi::{CString, c_int};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +21,7 @@ const ALL_SHARED: c_int = 100;
 
 #[derive(Debug)]
 pub struct Kernels {
-    functions: HashMap<&'static str, Function>,
+    functions: FxHashMap<&'static str, Function>,
     /// From where they came, in words.
     pub origin: String,
 }
@@ -98,8 +98,8 @@ impl Kernels {
     }
 }
 
-fn functions(images: &Images, gpu: &Properties) -> Result<HashMap<&'static str, Function>> {
-    let mut found = HashMap::with_capacity(KERNELS.len());
+fn functions(images: &Images, gpu: &Properties) -> Result<FxHashMap<&'static str, Function>> {
+    let mut found = FxHashMap::default();
     for (source, image) in images {
         let mut module: CUmodule = ptr::null_mut();
         // SAFETY: the bytes of a whole cubin, which tells its own length; the driver copies it.

@@ -17,7 +17,8 @@
 use crate::device::null;
 use crate::error::{Error, Kind, Result};
 pub use crate::sys::memory::Usage;
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use rustc_hash::FxHashMap;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Where runs come from and go back to.
 pub trait Backing {
@@ -40,7 +41,7 @@ pub struct Pool {
     free: BTreeMap<u64, usize>,
     by_size: BTreeSet<(usize, u64)>,
     /// Sizes of live runs, and whose they are.
-    live: HashMap<u64, (usize, &'static str)>,
+    live: FxHashMap<u64, (usize, &'static str)>,
     owners: Vec<(&'static str, usize)>,
     /// Runs that were freed since the capture under way began.
     captured: Option<Vec<Run>>,
@@ -75,7 +76,7 @@ impl Default for Pool {
             chunks: BTreeMap::new(),
             free: BTreeMap::new(),
             by_size: BTreeSet::new(),
-            live: HashMap::new(),
+            live: FxHashMap::default(),
             owners: Vec::new(),
             captured: None,
             in_flight: VecDeque::new(),
