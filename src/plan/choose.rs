@@ -258,13 +258,18 @@ fn choose_among(job: &Job, world: usize, device: &Device) -> Result<Choice> {
 
 /// A candidate of each layout, in their order; threads share them.
 fn candidates(job: &Job, parts: &[RolesOnRanks], layouts: &[Layout], device: &Device) -> Vec<Candidate> {
-    let share = layouts.len().div_ceil(pool().threads()).max(1);
-    let of = |own: &[Layout]| own.iter().map(|layout| candidate(job, parts, layout, device)).collect::<Vec<_>>();
-    std::thread::scope(|scope| {
-        let started: Vec<_> = layouts.chunks(share).map(|own| scope.spawn(move || of(own))).collect();
+    let shares = pool().threads().min(layouts.len()).max(1);
+    let of_share = |id: usize| {
+        let own = layouts.iter().enumerate().skip(id).step_by(shares);
+        own.map(|(i, layout)| (i, candidate(job, parts, layout, device))).collect::<Vec<_>>()
+    };
+    let mut found: Vec<_> = std::thread::scope(|scope| {
+        let started: Vec<_> = (0..shares).map(|id| scope.spawn(move || of_share(id))).collect();
         let joined = started.into_iter().map(std::thread::ScopedJoinHandle::join);
         joined.flat_map(|found| found.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
-    })
+    });
+    found.sort_by_key(|(i, _)| *i);
+    found.into_iter().map(|(_, candidate)| candidate).collect()
 }
 
 /// Memory of one job on one layout, whether it fits or not.
