@@ -1,4 +1,4 @@
-//! What a run warns of: settings and numbers that seldom mean what was meant. Each is said once, with the key that changes it.
+//! What a run warns of: settings and numbers that seldom mean what was meant. Each is given once, with the key that changes it.
 
 use crate::config::Config;
 use crate::config::job::JobKind;
@@ -88,11 +88,11 @@ fn of_rollout(config: &Config, ranks: usize, rows: &Rows, context: usize) -> Vec
     all.into_iter().flatten().collect()
 }
 
-/// Warnings about the numbers of steps, each of which is said once.
+/// Warnings about the numbers of steps, each of which is given once.
 #[derive(Default)]
 pub struct Warnings {
     /// Of evaluations, then of steps.
-    said: [bool; 7],
+    warned: [bool; 7],
     /// Accuracy of the last step, and the rows it is of.
     trained: (f64, f64),
 }
@@ -142,7 +142,7 @@ impl Warnings {
                 )
             }),
         ];
-        unsaid(&mut self.said[1..], all)
+        new_ones(&mut self.warned[1..], all)
     }
 
     /// The same of an evaluation behind the last step.
@@ -156,14 +156,14 @@ impl Warnings {
                  smaller optim.actor.lr or more rows help, and checkpoint.best_metric keeps the best"
             )
         });
-        unsaid(&mut self.said[..1], [overfitted])
+        new_ones(&mut self.warned[..1], [overfitted])
     }
 }
 
-/// Those of the warnings that were not said before.
-fn unsaid<const N: usize>(said: &mut [bool], all: [Option<String>; N]) -> Vec<String> {
-    let new = |(text, said): (Option<String>, &mut bool)| text.filter(|_| !std::mem::replace(said, true));
-    all.into_iter().zip(said).filter_map(new).collect()
+/// Those of the warnings that are given for the first time.
+fn new_ones<const N: usize>(warned: &mut [bool], all: [Option<String>; N]) -> Vec<String> {
+    let new = |(text, warned): (Option<String>, &mut bool)| text.filter(|_| !std::mem::replace(warned, true));
+    all.into_iter().zip(warned).filter_map(new).collect()
 }
 
 fn value(values: &Metrics, key: &str) -> f64 {

@@ -250,7 +250,7 @@ fn what_was_committed_before_the_gpu_failed_goes_on() {
 }
 
 #[test]
-fn a_graph_that_is_refused_is_said_and_its_kernels_are_started_one_by_one() {
+fn a_graph_that_is_refused_is_logged_and_its_kernels_are_started_one_by_one() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let drawn = |name: &str| {

@@ -6,7 +6,7 @@ use crate::resume::job::{Job, place, verb};
 use std::path::Path;
 
 #[test]
-fn what_the_state_was_made_with_cannot_change_and_what_only_steers_may_and_is_told() {
+fn what_the_state_was_made_with_cannot_change_and_what_only_steers_may_and_is_logged() {
     let job = Job::ppo("changed").with("job.steps=1");
     job.clone().done();
     let shards = place().join("demonstrations");
