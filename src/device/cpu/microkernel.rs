@@ -31,7 +31,7 @@ pub enum Arithmetic {
 /// How a tile reads ahead.
 #[derive(Clone, Copy, Debug)]
 pub enum Prefetch {
-    /// The panel itself: nobody else will walk it again.
+    /// The panel itself: it is read only once.
     Stream,
     /// Another block that comes next: `step` words further with every step.
     Next { from: *const u32, step: usize },
@@ -91,7 +91,7 @@ macro_rules! by_rows {
 }
 
 /// # Safety
-/// As `run`.
+/// Same as `run`.
 #[inline(always)]
 unsafe fn by_level<const STEP: u8>(level: Level, tile: &Tile) {
     // SAFETY: promised by the caller.
@@ -104,10 +104,10 @@ unsafe fn by_level<const STEP: u8>(level: Level, tile: &Tile) {
     }
 }
 
-/// As many sums at once as there are registers for.
+/// Computes as many sums at once as there are registers for.
 ///
 /// # Safety
-/// As `run`.
+/// Same as `run`.
 #[inline(never)]
 unsafe fn in_parts<const STEP: u8>(level: Level, tile: &Tile, rows_max: usize, lanes: usize) {
     for lane in (0..tile.columns).step_by(lanes) {
@@ -120,7 +120,7 @@ unsafe fn in_parts<const STEP: u8>(level: Level, tile: &Tile, rows_max: usize, l
 }
 
 /// # Safety
-/// As `run`, for a part that the level has registers for.
+/// Same as `run`, for a part that the level has registers for.
 #[inline(always)]
 unsafe fn by_shape<const STEP: u8>(level: Level, part: Part, pair: bool) {
     // SAFETY: promised by the caller.
@@ -180,7 +180,7 @@ impl<const STEP: u8, const MR: usize, const NV: usize, const PACKED: bool, const
                     } else {
                         *acc = V::load_part(c, left.saturating_sub(j * V::LANES));
                         if PACKED {
-                            // The next tile's, right behind.
+                            // The words of the next tile, which follow.
                             V::prefetch(c.wrapping_add(MR * LANES));
                         }
                     }
@@ -219,7 +219,7 @@ impl<const STEP: u8, const MR: usize, const NV: usize, const PACKED: bool, const
 }
 
 /// # Safety
-/// As `run`, for a step and a shape of the level.
+/// Same as `run`, for a step and a shape of the level.
 #[inline(always)]
 unsafe fn start<const STEP: u8, const MR: usize, const NV: usize, const PACKED: bool, const STREAM: bool>(
     level: Level,
@@ -241,7 +241,7 @@ unsafe fn start<const STEP: u8, const MR: usize, const NV: usize, const PACKED: 
 /// sum + x w
 ///
 /// # Safety
-/// As `Vector`.
+/// Same as `Vector`.
 #[inline(always)]
 unsafe fn added<V: Vector, const STEP: u8>(sum: V, x: u32, w: V) -> V {
     // SAFETY: promised by the caller.
@@ -250,8 +250,9 @@ unsafe fn added<V: Vector, const STEP: u8>(sum: V, x: u32, w: V) -> V {
             F32 => V::splat(f32::from_bits(x)).fma(w, sum),
             DOT => sum.add_pairs(V::splat(f32::from_bits(x)), w),
             _ => {
-                let sum = V::splat(f32::from_bits(x & 0xffff_0000)).fma(w.odd(), sum);
-                V::splat(f32::from_bits(x << 16)).fma(w.even(), sum)
+                // Split in the vector unit: scalar shifts would move both halves there one by one.
+                let x = V::splat(f32::from_bits(x));
+                x.even().fma(w.even(), x.odd().fma(w.odd(), sum))
             }
         }
     }
