@@ -1,6 +1,9 @@
-//! `rlhf-hpc --help` and `rlhf-hpc help [TOPIC]`: the verbs in groups, and the pages of the manual.
+//! `rlhf-hpc --help` and `rlhf-hpc help [TOPIC]`: the verbs in groups, the pages of the manual, and the keys of a job.
+
+pub mod show;
 
 use crate::config;
+use crate::config::reference::{self, Entry};
 use crate::error::{Error, Result};
 use std::fmt::Write as _;
 
@@ -40,15 +43,15 @@ pub(super) const GROUPS: &[(&str, &[(&str, &str)])] = &[
             ("report", "an HTML page of runs: curves, phases, memory, samples to read"),
             ("samples", "prompts, responses and scores of a recorded step"),
             ("info", "the build, MPI, GPUs, and the threads of each rank"),
-            ("bench", "speed of this machine beside its peaks"),
-            ("help", "the manual: `rlhf-hpc help` lists its pages"),
+            ("bench", "speed of this machine compared with its peaks"),
+            ("help", "the manual: `help` lists its pages, `help KEY` explains a key of a job"),
         ],
     ),
 ];
 
 const EXAMPLES: &str = "\
 Examples:
-  mpirun -n 16 rlhf-hpc ppo.toml                      run a job on 16 ranks; the same line resumes it
+  mpirun -n 16 rlhf-hpc ppo.toml                      run or resume a job on 16 ranks
   rlhf-hpc run ppo.toml --dry-run job.steps=10        check a job with one key changed, and stop
   rlhf-hpc generate --model runs/a/export --input questions.jsonl --temperature 0
 
@@ -81,28 +84,61 @@ pub(super) fn overview() -> String {
 /// What `rlhf-hpc help` prints.
 pub(super) fn topics() -> String {
     let mut text =
-        String::from("The manual. `rlhf-hpc help TOPIC` prints a page, `rlhf-hpc --help` lists the verbs.\n\n");
+        String::from("The manual. `rlhf-hpc help TOPIC` prints a page. `rlhf-hpc --help` lists the verbs.\n\n");
     list(&mut text, PAGES.iter().map(|(topic, page)| (*topic, title(page))));
-    text + "\njobs/reference.toml explains every key of a job."
+    text + "\n`rlhf-hpc help KEY` explains a key of a job, such as `kl_coef`. jobs/reference.toml has all of them."
 }
 
-/// The page of `topic`; none where it is a verb, which has a help of its own.
+/// The page of `topic`, or the reference of a key or table of that name; none for a verb, which has a help of its own.
 ///
 /// # Errors
-/// `Usage`, with the nearest topic or verb.
-pub(super) fn page(topic: &str, verbs: &[&str]) -> Result<Option<&'static str>> {
+/// `Usage`, with the nearest topic, verb or key.
+pub(super) fn page(topic: &str, verbs: &[&str]) -> Result<Option<String>> {
     if let Some((_, page)) = PAGES.iter().find(|(name, _)| *name == topic) {
-        return Ok(Some(page));
+        return Ok(Some((*page).to_owned()));
     }
     if verbs.contains(&topic) {
         return Ok(None);
     }
-    let known: Vec<&str> = PAGES.iter().map(|(name, _)| *name).chain(verbs.iter().copied()).collect();
+    let entries = reference::find(topic);
+    if !entries.is_empty() {
+        return Ok(Some(entries.iter().map(described).collect::<Vec<_>>().join("\n")));
+    }
+    let all = reference::all();
+    let keys = all.iter().map(|entry| entry.key.as_str());
+    let known: Vec<&str> = PAGES.iter().map(|(name, _)| *name).chain(verbs.iter().copied()).chain(keys).collect();
+    let listed = "`rlhf-hpc help` lists the pages, jobs/reference.toml the keys";
     let hint = match config::nearest(topic, &known) {
-        Some(near) => format!("did you mean `{near}`? `rlhf-hpc help` lists the pages"),
-        None => "`rlhf-hpc help` lists the pages".to_owned(),
+        Some(near) => format!("did you mean `{near}`? {listed}"),
+        None => listed.to_owned(),
     };
-    Err(Error::usage(format!("the manual has no page `{topic}`")).hint(hint))
+    Err(Error::usage(format!("there is no page, verb or key `{topic}`")).hint(hint))
+}
+
+/// The reference of a key: its default and its comment; for a table, its keys, too.
+fn described(entry: &Entry) -> String {
+    let path = entry.path();
+    let mut text = match entry.value.as_str() {
+        "" => format!("# [{path}]\n"),
+        value => format!("# {path}\n\nDefault: `{value}`\n"),
+    };
+    let (mut about, mut is_list) = (Vec::new(), false);
+    for line in &entry.about {
+        let item = line.strip_prefix("  ").filter(|rest| !rest.starts_with(' '));
+        if is_list && !line.starts_with("  ") {
+            about.push(String::new());
+        }
+        is_list = line.starts_with("  ");
+        about.push(item.map_or_else(|| line.clone(), |item| format!("- {item}")));
+    }
+    let _ = write!(text, "\n{}\n", about.join("\n"));
+    let within = reference::all().into_iter().filter(|inner| inner.table == path && !inner.key.is_empty());
+    let rows: Vec<String> = within.map(|inner| format!("- `{}` = `{}`", inner.key, inner.value)).collect();
+    if !rows.is_empty() {
+        let _ = write!(text, "\nIts keys and their defaults:\n\n{}\n", rows.join("\n"));
+        let _ = write!(text, "\n`rlhf-hpc help {path}.KEY` explains a key.\n");
+    }
+    text
 }
 
 fn title(page: &str) -> &str {

@@ -66,7 +66,7 @@ pub fn verbs() -> Vec<&'static str> {
     Verb::COMMANDS.iter().map(|verb| verb.name).collect()
 }
 
-/// Verbs of the interface that a later release brings: refused by name.
+/// Verbs of a later release; the error names them.
 const VERBS_TO_COME: [&str; 2] = ["verify", "migrate"];
 
 /// Runs one command line (without the program's name) and returns the exit code.
@@ -76,13 +76,14 @@ pub fn main(arguments: Vec<impl Into<OsString>>) -> i32 {
         signals::release();
     }
     match parsed {
+        // Under a launcher the other ranks have nothing to print.
+        Ok(Parsed::Text(_) | Parsed::Page(_)) if !rows::is_worker() => 0,
         Ok(Parsed::Text(text)) => {
-            if rows::is_worker() {
-                out::say_line(text.trim_end());
-            }
+            out::say_line(help::show::plain(text.trim_end()).as_str());
             0
         }
-        // Reports the error once, not once a rank, and ends all ranks.
+        Ok(Parsed::Page(page)) => help::show::page(&page).map_or_else(|error| abort::fail(&error), |()| 0),
+        // Reports the error once, not once per rank, and ends all ranks.
         Ok(Parsed::Verb(verb)) => dispatch(*verb).map_or_else(|error| abort::fail(&error), |()| 0),
         Err(error) => abort::fail(&error),
     }
@@ -91,7 +92,7 @@ pub fn main(arguments: Vec<impl Into<OsString>>) -> i32 {
 fn texts(arguments: Vec<OsString>) -> Result<Vec<String>> {
     let text = |argument: OsString| {
         let refused = |a: OsString| Error::usage(format!("the argument {:?} is not UTF-8", a.to_string_lossy()));
-        argument.into_string().map_err(|a| refused(a).hint("rename the file, or name it through a link"))
+        argument.into_string().map_err(|a| refused(a).hint("rename the file, or pass a link to it"))
     };
     arguments.into_iter().map(text).collect()
 }
@@ -99,6 +100,8 @@ fn texts(arguments: Vec<OsString>) -> Result<Vec<String>> {
 enum Parsed {
     Verb(Box<Verb>),
     Text(String),
+    /// Markdown.
+    Page(String),
 }
 
 fn parse(arguments: Vec<String>) -> Result<Parsed> {
@@ -108,7 +111,7 @@ fn parse(arguments: Vec<String>) -> Result<Parsed> {
     }
     if let Some(verb) = arguments.first().filter(|a| VERBS_TO_COME.contains(&a.as_str())) {
         return Err(Error::usage(format!("the verb `{verb}` is not in this release"))
-            .hint(format!("verbs of this release: {}", verbs().join(", "))));
+            .hint(format!("use one of {}", verbs().join(", "))));
     }
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match words[..] {
@@ -116,7 +119,7 @@ fn parse(arguments: Vec<String>) -> Result<Parsed> {
         ["help"] => return Ok(Parsed::Text(help::topics())),
         ["help", topic, ..] => {
             return match help::page(topic, &verbs())? {
-                Some(page) => Ok(Parsed::Text(page.to_owned())),
+                Some(page) => Ok(Parsed::Page(page)),
                 None => parse(vec![topic.to_owned(), "--help".to_owned()]),
             };
         }
@@ -125,7 +128,7 @@ fn parse(arguments: Vec<String>) -> Result<Parsed> {
     if let ["run", first, ..] = words[..]
         && let Some(verb) = meant(first)
     {
-        return Err(Error::usage(format!("`{first}` is no verb, and there is no job file of that name"))
+        return Err(Error::usage(format!("`{first}` is neither a verb nor an existing job file"))
             .hint(format!("did you mean `{verb}`?")));
     }
     match Arguments::from_args(&["rlhf-hpc"], &words) {
@@ -133,12 +136,13 @@ fn parse(arguments: Vec<String>) -> Result<Parsed> {
         Err(exit) if exit.status.is_ok() => Ok(Parsed::Text(exit.output)),
         Err(exit) => {
             let text = exit.output.split_whitespace().collect::<Vec<_>>().join(" ");
-            Err(Error::usage(text).hint("`rlhf-hpc --help` lists the verbs, `rlhf-hpc VERB --help` their options"))
+            Err(Error::usage(text)
+                .hint("run `rlhf-hpc --help` for the verbs, `rlhf-hpc VERB --help` for their options"))
         }
     }
 }
 
-/// The verb that a word without a file of that name was meant to be.
+/// The verb that a misspelled word probably means; none if a file has that name.
 fn meant(word: &str) -> Option<&'static str> {
     let bare = word.chars().all(|c| c.is_ascii_lowercase());
     if bare && !std::path::Path::new(word).exists() { config::nearest(word, &verbs()) } else { None }

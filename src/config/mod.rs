@@ -1,7 +1,7 @@
-//! The one schema of a job. Every key has its type and default here; what it means, its unit, its legal values and its paper stand in
-//! `jobs/reference.toml` alone, and a test holds the keys and defaults of both equal.
+//! The schema of a job. Every key has its type and default here. Its meaning, unit, legal values and paper are only in
+//! `jobs/reference.toml`, and a test checks that both have equal keys and defaults.
 
-/// A table of a job: each key with its type, its default and, where it is a number, its range.
+/// A table of a job: each key with its type, its default and, for numbers, its range.
 macro_rules! table {
     (
         $(#[$about:meta])*
@@ -40,6 +40,7 @@ pub mod model;
 pub mod optim;
 pub mod ppo;
 pub mod preference;
+pub mod reference;
 pub mod reward;
 pub mod rollout;
 mod schema;
@@ -75,12 +76,12 @@ pub fn flat(table: &Table) -> BTreeMap<String, Value> {
     all
 }
 
-/// The word by which a job says a value that has one: `reinforce++`.
+/// The name of a value in a job file: `reinforce++`.
 pub fn name(value: &impl Serialize) -> String {
     serde_json::to_value(value).ok().and_then(|word| Some(word.as_str()?.to_string())).expect("a value with a name")
 }
 
-/// What a collective waits beyond the longest reward.
+/// The seconds that a collective waits in addition to the longest reward.
 const COLLECTIVE_MARGIN_S: f64 = 30.0;
 
 /// The tables of a job that hold numbers, with their ranges.
@@ -129,13 +130,13 @@ pub struct Config {
     pub eval: EvalConfig,
     pub checkpoint: checkpoint::CheckpointConfig,
     pub metrics: metrics::MetricsConfig,
-    /// Folder that relative paths start from: the job file's.
+    /// The base folder of relative paths, the folder of the job file.
     #[serde(skip)]
     pub base: PathBuf,
 }
 
 impl Config {
-    /// Micro-batches of so many tokens where the job leaves them to the plan.
+    /// Sets the tokens of a micro-batch if the job leaves them to the plan.
     pub fn set_microbatches(&mut self, tokens: usize) {
         for method in [
             &mut self.ppo.microbatch_tokens_max,
@@ -152,7 +153,7 @@ impl Config {
         }
     }
 
-    /// Checks what the types cannot: ranges, values that must fit each other, and what this release does not have.
+    /// Checks what types cannot: ranges, combinations of values, and values that this release does not support.
     pub fn check(&self) -> Result<()> {
         self.check_ranges()?;
         self.data.check()?;
@@ -163,7 +164,7 @@ impl Config {
             self.reward.check()?;
             self.rollout.check()?;
         } else if self.job.kind == JobKind::Ppo {
-            Error::need(self.job.steps > 0, "job.steps is 0, a ppo job needs at least 1")?;
+            Error::need(self.job.steps > 0, "job.steps must be at least 1 in a ppo job (got 0)")?;
             self.reward.check()?;
             self.rollout.check()?;
             self.ppo.check()?;
@@ -173,24 +174,24 @@ impl Config {
             Error::need(
                 all <= most,
                 format!(
-                    "rollout.prompts_per_step = {prompts} with rollout.samples_per_prompt = {samples} are {all} responses \
-                     a step, needed at most {most}"
+                    "rollout.prompts_per_step x rollout.samples_per_prompt must be at most {most} responses per step \
+                     (got {prompts} x {samples} = {all})"
                 ),
             )?;
             if self.ppo.advantage.is_grouped() && samples < 2 {
                 let name = name(&self.ppo.advantage);
                 return Err(Error::usage(format!(
-                    "ppo.advantage = \"{name}\" with rollout.samples_per_prompt = {samples}, needed at least 2"
+                    "rollout.samples_per_prompt must be at least 2 with ppo.advantage = \"{name}\" (got {samples})"
                 ))
-                .hint("this estimator compares the samples of a prompt with each other"));
+                .hint("raise rollout.samples_per_prompt: this estimator compares the samples of a prompt"));
             }
             let (has_texts, coef) = (!self.data.pretrain.is_empty(), self.ppo.ptx_coef);
             Error::need(
                 has_texts == (coef > 0.0),
-                format!("ppo.ptx_coef is {coef}, needed above 0 where data.pretrain names texts, and 0 where not"),
+                format!("ppo.ptx_coef must be above 0 if data.pretrain is set, and 0 otherwise (got {coef})"),
             )?;
             let is_random = self.rollout.temperature > 0.0;
-            Error::need(is_random, "rollout.temperature is 0, a ppo job samples: needed above 0")?;
+            Error::need(is_random, "rollout.temperature must be above 0 in a ppo job (got 0)")?;
         } else {
             if self.job.kind == JobKind::Distill {
                 self.check_distill()?;
@@ -200,48 +201,47 @@ impl Config {
                 (self.job.kind == JobKind::Sft, !self.data.pretrain.is_empty(), self.sft.pretrain_coef);
             Error::need(
                 !is_sft || has_texts == (coef > 0.0),
-                format!("sft.pretrain_coef is {coef}, needed above 0 where data.pretrain names texts, and 0 where not"),
+                format!("sft.pretrain_coef must be above 0 if data.pretrain is set, and 0 otherwise (got {coef})"),
             )?;
-            Error::need(
-                is_sft || !has_texts,
-                format!("data.pretrain names texts, of which a {of} job learns nothing"),
-            )?;
+            Error::need(is_sft || !has_texts, format!("data.pretrain is set, but {of} jobs do not use it"))?;
             Error::need(
                 self.job.steps > 0 || epochs > 0.0,
-                format!("{of}.epochs is {epochs} and job.steps is 0, needed one above 0"),
+                format!("{of}.epochs or job.steps must be above 0 (got {epochs} and 0)"),
             )?;
             if self.job.kind == JobKind::StepReward {
                 self.step_reward.check()?;
             }
         }
         for (key, path) in [("job.dir", &self.job.dir), ("model.actor", &self.model.actor)] {
-            Error::need(!path.as_os_str().is_empty(), format!("{key} is empty, needed a directory"))?;
+            Error::need(!path.as_os_str().is_empty(), format!("{key} must be a directory (got an empty string)"))?;
         }
         if self.job.gemm == Gemm::Cublaslt && self.job.device == DeviceName::Cpu {
-            return Err(Error::usage("job.gemm = \"cublaslt\" with job.device = \"cpu\": cuBLASLt works on GPUs")
+            return Err(Error::usage("job.gemm = \"cublaslt\" needs GPUs (got job.device = \"cpu\")")
                 .hint("set job.gemm = \"exact\" or \"auto\", or job.device = \"gpu\""));
         }
         Ok(())
     }
 
-    /// Refuses jobs whose rollout can have no ranks of its own, or cannot run ahead there.
+    /// Rejects rollout ranks of their own, or a rollout that runs ahead, in jobs that do not support them.
     fn check_rollout_ranks(&self) -> Result<()> {
         let ahead = self.mesh.async_updates_max > 0;
         if self.job.kind != JobKind::Ppo && (ahead || self.mesh.rollout_is_apart()) {
             let kind = name(&self.job.kind);
-            return Err(Error::usage(format!("mesh gives the rollout ranks of its own, in a {kind} job"))
-                .hint("leave \"rollout\" and mesh.async_updates_max out: they are of ppo"));
+            return Err(Error::usage(format!(
+                "rollout ranks of their own are for ppo jobs only (got job.kind = \"{kind}\")"
+            ))
+            .hint("remove \"rollout\" from mesh.placement, and mesh.async_updates_max"));
         }
         if ahead && self.rollout.dynamic_sampling.is_on() {
             return Err(Error::usage(
-                "mesh.async_updates_max with rollout.dynamic_sampling, whose rounds wait for scores",
+                "mesh.async_updates_max does not support rollout.dynamic_sampling, whose rounds wait for scores",
             )
-            .hint("set mesh.async_updates_max = 0: the rollout may have ranks of its own all the same"));
+            .hint("set mesh.async_updates_max = 0; the rollout can still have ranks of its own"));
         }
         if self.mesh.async_updates_max > 1 && !self.reward.environment.is_empty() {
             let k = self.mesh.async_updates_max;
             return Err(Error::usage(format!(
-                "mesh.async_updates_max = {k} with reward.environment, whose turns do not go on under other weights"
+                "mesh.async_updates_max must be at most 1 with reward.environment, whose turns cannot change weights (got {k})"
             ))
             .hint("set mesh.async_updates_max = 1"));
         }
@@ -251,42 +251,48 @@ impl Config {
     fn check_eval(&self) -> Result<()> {
         self.eval.check()?;
         if self.eval.beams > 1 && !self.reward.environment.is_empty() {
-            return Err(Error::usage("eval.beams with reward.environment, whose turns are drawn and not searched for")
-                .hint("leave eval.beams out"));
+            return Err(Error::usage("eval.beams does not support reward.environment, whose turns are sampled")
+                .hint("remove eval.beams"));
         }
         if self.data.eval_sets.is_empty() || matches!(self.job.kind, JobKind::Ppo | JobKind::Eval) {
             return Ok(());
         }
         let kind = name(&self.job.kind);
-        Err(Error::usage(format!("data.eval_sets is set, a {kind} job evaluates on data.eval_split alone"))
-            .hint("evaluate its checkpoints or its export with job.kind = \"eval\""))
+        Err(Error::usage(format!(
+            "data.eval_sets is for ppo and eval jobs; {kind} jobs evaluate on data.eval_split only"
+        ))
+        .hint("remove data.eval_sets, and evaluate checkpoints or the export with job.kind = \"eval\""))
     }
 
     fn check_distill(&self) -> Result<()> {
         self.distill.check(&self.model, &self.rollout)?;
         if !self.mesh.placement.is_empty() {
-            return Err(Error::usage("mesh.placement is set, a distill job has its roles on all ranks")
-                .hint("leave mesh.placement out; mesh.zero and mesh.tensor share the teachers' weights, too"));
+            return Err(Error::usage(
+                "mesh.placement does not support distill jobs, which have all roles on all ranks",
+            )
+            .hint("remove mesh.placement; mesh.zero and mesh.tensor also shard the teachers' weights"));
         }
         if !self.samples() {
             return Ok(());
         }
         if self.rollout.keep_sampling_mask {
-            return Err(Error::usage("rollout.keep_sampling_mask is true, a distill job compares whole distributions")
-                .hint("leave rollout.keep_sampling_mask out: it is of ppo"));
+            return Err(Error::usage(
+                "rollout.keep_sampling_mask does not support distill jobs, which compare whole distributions",
+            )
+            .hint("remove rollout.keep_sampling_mask, which is for ppo jobs"));
         }
         self.rollout.check()?;
-        Error::need(self.rollout.temperature > 0.0, "rollout.temperature is 0, a distill job samples: needed above 0")?;
+        Error::need(self.rollout.temperature > 0.0, "rollout.temperature must be above 0 in a distill job (got 0)")?;
         if self.reward.is_set() { self.reward.check() } else { Ok(()) }
     }
 
-    /// Whether responses are sampled, to learn from or to evaluate.
+    /// Whether responses are sampled, for training or for evaluation.
     pub fn samples(&self) -> bool {
         matches!(self.job.kind, JobKind::Ppo | JobKind::Eval)
             || self.job.kind == JobKind::Distill && self.distill.on_policy
     }
 
-    /// Refuses the numbers outside their ranges, whatever the job does with them.
+    /// Rejects numbers outside their ranges, even if the job does not use them.
     pub fn check_ranges(&self) -> Result<()> {
         let values = serde_json::to_value(self).map_err(|e| Error::fault(e.to_string()))?;
         let check = |(table, ranges): &(&str, Ranges)| {
@@ -296,7 +302,8 @@ impl Config {
         Error::all(TABLES.iter().filter_map(check).collect())
     }
 
-    /// Seconds for which one collective may wait, 0 for ever: at least as long as another rank's Python reward may take to start.
+    /// The seconds that a collective may wait, 0 for no limit. It is at least the time that another rank's Python
+    /// reward may take to start.
     pub fn collective_timeout_s(&self) -> f64 {
         let (given, reward) = (self.mesh.collective_timeout_s, &self.reward);
         if given == 0.0 || !self.samples() || reward.python.is_empty() {
@@ -305,7 +312,7 @@ impl Config {
         given.max((f64::from(reward.retries) + 1.0) * reward.start_timeout_s + COLLECTIVE_MARGIN_S)
     }
 
-    /// Passes over the data of a job that learns from rows as they are.
+    /// The passes over the data of a job that trains on given rows.
     pub fn epochs(&self) -> f64 {
         match self.job.kind {
             JobKind::Sft | JobKind::Ppo | JobKind::Eval => self.sft.epochs,
@@ -317,7 +324,7 @@ impl Config {
         }
     }
 
-    /// The method by the name that the field has for it.
+    /// The usual name of the method.
     pub fn method(&self) -> String {
         match (self.job.kind, self.dpo.loss) {
             (JobKind::Ppo, _) => {}
@@ -350,16 +357,17 @@ impl Config {
         }
     }
 
-    /// Whether a reference model is loaded: not where no KL is asked for and none is named.
+    /// Whether a reference model is loaded. A ppo job without a KL and without a named reference does not load one.
     pub fn needs_reference(&self) -> bool {
         self.job.kind == JobKind::Ppo && (self.ppo.kl_in != KlIn::None || !self.model.reference.as_os_str().is_empty())
             || self.job.kind == JobKind::Dpo && self.dpo.has_reference()
             || self.job.kind == JobKind::Kto
     }
 
-    /// Whether the log-probabilities before the update are computed again, in the training layout: asked for, or because
-    /// `rollout` and `training` differ in the order of their sums, as they do where products are `fast`. Of a rollout that runs ahead
-    /// they are those of other weights anyway: the ratio is against what drew the tokens, but where a correction weighs that.
+    /// Whether the log-probabilities before the update are recomputed in the training layout. `auto` recomputes if
+    /// `rollout` and `training` differ in the order of their sums, as they do with `fast` GEMMs. A rollout that runs
+    /// ahead uses other weights anyway: its ratio is against the weights that sampled the tokens, unless a correction
+    /// is set.
     pub fn recomputes_old_logprobs(&self, training: &Mesh, rollout: &Mesh, fast: bool) -> bool {
         match self.ppo.old_logprobs {
             OldLogprobs::Auto if self.mesh.async_updates_max > 0 => self.ppo.correction != Correction::None,
@@ -369,17 +377,18 @@ impl Config {
         }
     }
 
-    /// Responses to each prompt of a step: the samples, and behind them the greedy one where the estimator needs it.
+    /// The number of responses to each prompt of a step: the samples, then the greedy one if the estimator needs it.
     pub fn responses_per_prompt(&self) -> usize {
         self.rollout.samples_per_prompt + usize::from(self.has_greedy())
     }
 
-    /// Whether each prompt of a step is answered greedily, too.
+    /// Whether each prompt of a step also gets a greedy response.
     pub fn has_greedy(&self) -> bool {
         self.job.kind == JobKind::Ppo && self.ppo.advantage.has_greedy()
     }
 
-    /// What the critic is made of: where nothing is named, the first reward model, else the actor.
+    /// The directory of the critic's initial weights. By default the first reward model, or the actor without a reward
+    /// model.
     pub fn critic_dir(&self) -> &Path {
         match (self.model.critic.as_os_str().is_empty(), self.reward.models.first()) {
             (false, _) => &self.model.critic,
@@ -393,12 +402,12 @@ impl Config {
         toml::to_string(self).expect("a configuration is TOML")
     }
 
-    /// 16 hexadecimal digits that tell configurations apart.
+    /// A hash of the configuration, 16 hexadecimal digits.
     pub fn hash(&self) -> String {
         format!("{:016x}", twox_hash::XxHash3_64::oneshot(self.to_toml().as_bytes()))
     }
 
-    /// Fills in what the device decides. Matrix products of CPUs are exact.
+    /// Fills in the values that the device decides. GEMMs on CPUs are exact.
     pub fn settle_on(&mut self, device: DeviceName) {
         self.job.device = device;
         let on_gpu = device == DeviceName::Gpu;
@@ -413,20 +422,20 @@ impl Config {
     /// Fills in keys whose default is another key's value.
     fn settle(&mut self) {
         if matches!(self.job.kind, JobKind::Distill | JobKind::Eval) {
-            // Nothing is compared with what they were when the tokens were drawn.
+            // There is no ratio to the log-probabilities at sampling.
             self.ppo.old_logprobs = ppo::OldLogprobs::Rollout;
         }
         self.data.only_evaluates = self.job.kind == JobKind::Eval;
-        // Nothing is learned from what other jobs draw; distillation refuses it.
+        // Other jobs do not train on samples; distillation rejects it.
         self.rollout.keep_sampling_mask &= self.samples() && self.job.kind != JobKind::Eval;
-        // Nothing is trained that could be exported.
+        // There is no trained model to export.
         self.job.export &= self.job.kind != JobKind::Eval;
         if self.ppo.overlong_buffer_tokens > 0 && self.ppo.overlong_tokens_max == 0 {
             self.ppo.overlong_tokens_max = self.rollout.response_tokens_max;
         }
     }
 
-    /// Makes all paths absolute, those of rewards too: a file that holds them may lie anywhere.
+    /// Makes all paths absolute, also those of rewards, so that a file with them can be anywhere.
     pub fn make_absolute(&mut self, here: &Path) {
         let base = here.join(&self.base);
         self.resolve_paths(here);

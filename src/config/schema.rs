@@ -1,56 +1,16 @@
-//! The JSON schema of a job, for editors: what a key means stands in the manual, its range beside its type, and what else it takes
-//! is asked of serde, so that nothing is said twice.
+//! The JSON schema of a job, for editors. The meaning of a key is in the manual, its range next to its type, and serde
+//! knows the accepted values. So nothing is defined twice.
 
 use super::TABLES;
 use super::limits::{ABOVE_0, FINITE, Ranged, Ranges};
 use super::load::{REQUIRED, refusal};
 use super::mesh::RoleName;
+use super::reference::{Entry, REFERENCE, entries, example};
 use super::reward::{EnvironmentConfig, HttpConfig, JudgeConfig, ModelRewardConfig, PythonConfig};
 use serde_json::{Map, Value, json};
 use toml::Value as Toml;
 
-const MANUAL: &str = include_str!("../../jobs/reference.toml");
-
-/// A key of the manual; of a table where `default` is none.
-struct Entry<'a> {
-    table: &'a str,
-    key: &'a str,
-    default: Option<Toml>,
-    about: String,
-}
-
-/// The keys of a text in which every value stands on one line and below its comment. A comment of its own right below a table's
-/// name is about the table.
-fn entries(text: &str) -> Vec<Entry<'_>> {
-    let (mut table, mut about, mut all) = ("", Vec::new(), Vec::new());
-    let mut is_new = false;
-    for line in text.lines() {
-        if let Some(words) = line.strip_prefix('#') {
-            about.push(words.trim());
-        } else if let Some(name) = line.strip_prefix('[') {
-            (table, is_new) = (name.trim_matches(['[', ']']), true);
-            about.clear();
-        } else {
-            let about = std::mem::take(&mut about).join(" ");
-            if let Some((key, value)) = line.split_once(" = ") {
-                let default = format!("v = {value}").parse::<toml::Table>().ok().and_then(|mut of| of.remove("v"));
-                all.push(Entry { table, key, default, about });
-            } else if is_new {
-                all.push(Entry { table, key: "", default: None, about });
-            }
-            is_new = false;
-        }
-    }
-    all
-}
-
-/// The commented example of a table, without its `# `.
-fn example(table: &str) -> String {
-    let inner = MANUAL.lines().skip_while(|line| *line != format!("# [[{table}]]")).skip(1);
-    inner.map_while(|line| line.strip_prefix("# ")).collect::<Vec<_>>().join("\n")
-}
-
-/// What a place takes: `refused` says why it does not take a value. Numbers are within `range`.
+/// The values that a key accepts. `refused` returns the error for a rejected value. Numbers are within `range`.
 fn takes(refused: &dyn Fn(Toml) -> Option<String>, range: Option<&std::ops::RangeInclusive<f64>>) -> Value {
     let fits = |value: Toml| refused(value).is_none();
     match refused("-".into()) {
@@ -82,7 +42,7 @@ fn takes(refused: &dyn Fn(Toml) -> Option<String>, range: Option<&std::ops::Rang
     list(&one, sizes[1])
 }
 
-/// A list of what `one` is: of `size`, or of any size (0), for which a single value does, too.
+/// A list of `one` with `size` entries. With size 0, any number of entries, or a single value.
 fn list(one: &Value, size: usize) -> Value {
     if size > 0 {
         return json!({ "type": "array", "items": one, "minItems": size, "maxItems": size });
@@ -97,14 +57,14 @@ fn bound(number: &mut Value, low: f64, high: f64, is_whole: bool) {
     } else if low > -FINITE {
         number["minimum"] = json(low);
     }
-    // No integer of TOML is above it.
+    // TOML has no larger integers.
     if high < FINITE && high < i64::MAX as f64 {
         number["maximum"] = json(high);
     }
 }
 
 fn key(entry: &Entry, path: &[&str], ranges: Ranges) -> Value {
-    let range = ranges.iter().find(|(key, _)| *key == entry.key).map(|(_, range)| range);
+    let range = ranges.iter().find(|(key, _)| entry.key == *key).map(|(_, range)| range);
     let full = path.join(".");
     let mut schema = match full.as_str() {
         "mesh.placement" => list(&placement(), 0),
@@ -118,8 +78,8 @@ fn key(entry: &Entry, path: &[&str], ranges: Ranges) -> Value {
         "reward.judge" => source(&full, "dir", JudgeConfig::RANGES),
         _ => takes(&|value| refusal(path, value), range),
     };
-    schema["description"] = entry.about.clone().into();
-    let default = serde_json::to_value(&entry.default).expect("TOML is JSON");
+    schema["description"] = entry.description().into();
+    let default = serde_json::to_value(entry.default()).expect("TOML is JSON");
     if REQUIRED.contains(&full.as_str()) {
         schema["examples"] = json!([default]);
     } else {
@@ -141,18 +101,18 @@ fn placement() -> Value {
 
 /// The keys of a table that the manual shows as an example.
 fn table_of(path: &str, ranges: Ranges) -> Map<String, Value> {
-    let text = example(path);
-    let of_table = entries(&text).into_iter().map(|entry| {
-        let full: Vec<&str> = path.split('.').chain([entry.key]).collect();
-        (entry.key.to_string(), key(&entry, &full, ranges))
+    let of_table = example(path).into_iter().map(|entry| {
+        let full: Vec<&str> = path.split('.').chain([entry.key.as_str()]).collect();
+        let described = key(&entry, &full, ranges);
+        (entry.key, described)
     });
     of_table.collect()
 }
 
-/// A source of rewards: a word, which is the value of `word`, a table, or a list of either.
+/// A source of rewards: a short name, which is the value of `word`, a table, or a list of either.
 fn source(path: &str, word: &str, ranges: Ranges) -> Value {
     let keys = table_of(path, ranges);
-    // Of a list one value.
+    // One value of a list.
     let mut short = keys[word].get("anyOf").map_or(&keys[word], |forms| &forms[1]).clone();
     short.as_object_mut().expect("an object").retain(|name, _| name == "type" || name == "enum");
     let required: &[&str] = if matches!(word, "file" | "url") { std::slice::from_ref(&word) } else { &[] };
@@ -170,29 +130,29 @@ fn object(properties: &Value, required: &[&str]) -> Value {
 /// The JSON schema (draft 2020-12) of a job file.
 pub fn schema() -> Value {
     let mut root = object(&json!({}), &[]);
-    for entry in entries(MANUAL) {
+    for entry in entries(REFERENCE, "") {
         let path: Vec<&str> = entry.table.split('.').collect();
         let mut at = &mut root;
         for name in &path {
             let tables = at["properties"].as_object_mut().expect("a table");
             at = tables.entry(*name).or_insert_with(|| object(&json!({}), &[]));
         }
-        if entry.default.is_none() {
-            at["description"] = entry.about.into();
+        if entry.key.is_empty() {
+            at["description"] = entry.description().into();
             if entry.table == "data.chat_template_args" {
                 at["additionalProperties"] = true.into();
             }
             continue;
         }
-        let ranges = TABLES.iter().find(|(table, _)| *table == entry.table).map_or(&[][..], |(_, ranges)| ranges);
-        let full: Vec<&str> = path.iter().copied().chain([entry.key]).collect();
-        at["properties"][entry.key] = key(&entry, &full, ranges);
+        let ranges = TABLES.iter().find(|(table, _)| entry.table == *table).map_or(&[][..], |(_, ranges)| ranges);
+        let full: Vec<&str> = path.iter().copied().chain([entry.key.as_str()]).collect();
+        at["properties"][entry.key.as_str()] = key(&entry, &full, ranges);
     }
     for (table, key) in REQUIRED.iter().filter_map(|key| key.split_once('.')) {
         root["properties"][table]["required"] = json!([key]);
     }
     if let Some(data) = root["properties"]["data"].as_object_mut() {
-        // A job that only evaluates may have sets alone.
+        // A job that only evaluates may have only sets.
         let of_rows = data.remove("required");
         data.insert("anyOf".into(), json!([{ "required": of_rows }, { "required": ["eval_sets"] }]));
     }
@@ -200,7 +160,7 @@ pub fn schema() -> Value {
     root["required"] = json!(tables);
     let about = json!({
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "A job of rlhf-hpc",
+        "title": "An rlhf-hpc job",
         "description": "jobs/reference.toml is the manual of these keys.",
     });
     let Value::Object(mut schema) = about else { unreachable!("an object") };

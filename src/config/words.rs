@@ -10,16 +10,16 @@ const ALIASES: &[(&str, &str)] = &[
     ("job.dir", "output_dir save_path ckpt_path default_local_dir logging_dir"),
     ("job.seed", "random_seed data_seed"),
     ("job.steps", "max_steps num_steps total_training_steps train_steps num_episodes total_episodes total_epochs"),
-    ("model.actor", "pretrain model_name_or_path model_path model_name actor_path policy_model sft_model"),
-    ("model.reference", "ref_model ref_pretrain ref_model_path reference_model sft_model_path"),
+    (
+        "model.actor",
+        "pretrain model_name_or_path model_path model_name actor_path policy_model sft_model sft_model_path",
+    ),
+    ("model.reference", "ref_model ref_pretrain ref_model_path reference_model"),
     ("model.critic", "critic_pretrain value_model critic_model value_model_path"),
     ("model.teachers", "teacher teacher_model teacher_model_name_or_path teacher_path"),
     ("model.dtype", "bf16 fp16 precision param_dtype torch_dtype mixed_precision"),
     ("mesh.data", "dp dp_size data_parallel_size"),
-    (
-        "mesh.tensor",
-        "tp tp_size tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size ds_tensor_parallel_size",
-    ),
+    ("mesh.tensor", "tp tp_size tensor_parallel_size tensor_model_parallel_size ds_tensor_parallel_size"),
     (
         "mesh.sequence",
         "ring_attn_size cp cp_size context_parallel_size ulysses_sequence_parallel_size sequence_parallel_size",
@@ -39,7 +39,8 @@ const ALIASES: &[(&str, &str)] = &[
     ("data.chat_template_args", "chat_template_kwargs enable_thinking"),
     ("data.prompt_tokens_max", "prompt_max_len max_prompt_length max_input_length"),
     ("data.row_tokens_max", "max_len max_length max_seq_length max_seq_len block_size cutoff_len"),
-    ("data.eval_split", "eval_dataset val_files test_split validation_split"),
+    ("data.eval_split", "test_split validation_split"),
+    ("data.split.eval_files", "eval_dataset val_files"),
     ("rollout.prompts_per_step", "rollout_batch_size num_prompts_per_step gen_batch_size"),
     (
         "rollout.samples_per_prompt",
@@ -54,6 +55,9 @@ const ALIASES: &[(&str, &str)] = &[
         "rollout.dynamic_sampling.prompts_max_factor",
         "dynamic_filtering filter_groups use_dynamic_sampling dynamic_sampling_max_gen_batches",
     ),
+    ("rollout.dynamic_sampling.low", "dynamic_filtering_reward_range dynamic_filtering_range"),
+    ("rollout.tensor", "vllm_tensor_parallel_size"),
+    ("rollout.graphs", "enforce_eager"),
     ("rollout.stop", "stop_strings stop_words"),
     ("rollout.repetition_penalty", "rep_penalty"),
     ("rollout.kv_bytes_max", "gpu_memory_utilization vllm_gpu_memory_utilization"),
@@ -65,8 +69,11 @@ const ALIASES: &[(&str, &str)] = &[
     ("reward.judge", "judges llm_judge judge_model generative_reward_model"),
     ("reward.timeout_s", "reward_timeout remote_rm_timeout"),
     ("reward.workers", "num_reward_workers reward_num_workers"),
-    ("ppo.advantage", "advantage_estimator adv_estimator"),
+    ("ppo.advantage", "advantage_estimator adv_estimator scale_rewards"),
     ("ppo.lambda", "lambd gae_lambda lam"),
+    ("ppo.loss", "importance_sampling_level policy_loss_type"),
+    ("ppo.sapo_tau_positive", "sapo_temperature_pos"),
+    ("ppo.sapo_tau_negative", "sapo_temperature_neg"),
     (
         "ppo.clip_low",
         "eps_clip cliprange clip_range clip_ratio clip_eps epsilon eps_clip_low eps_clip_low_high ratio_clip_min clip_ratio_low",
@@ -75,12 +82,13 @@ const ALIASES: &[(&str, &str)] = &[
     ("ppo.dual_clip", "clip_ratio_c ratio_clip_c delta"),
     ("ppo.value_clip", "cliprange_value value_clip_range vf_clip"),
     ("ppo.entropy_coef", "entropy_loss_coef entropy_coeff ent_coef"),
-    ("ppo.kl_coef", "init_kl_coef kl_loss_coef beta kl_penalty kl_ctrl_coef reference_policy_kl_penalty"),
+    ("ppo.kl_coef", "init_kl_coef kl_loss_coef beta kl_ctrl_coef reference_policy_kl_penalty"),
+    ("ppo.kl_estimator", "kl_penalty"),
     ("ppo.kl_in", "use_kl_loss use_kl_in_reward"),
     ("ppo.kl_target", "target_kl target"),
     ("ppo.kl_horizon", "horizon"),
     ("ppo.reward_clip", "reward_clip_range cliprange_reward"),
-    ("ppo.reward_normalize", "normalize_reward whiten_rewards scale_rewards"),
+    ("ppo.reward_normalize", "whiten_rewards"),
     ("ppo.aggregation", "loss_agg_mode loss_type token_level_loss"),
     ("ppo.correction", "enable_vllm_is_correction tis rollout_is importance_sampling_correction"),
     ("ppo.overlong_penalty", "overlong_penalty_factor"),
@@ -88,10 +96,13 @@ const ALIASES: &[(&str, &str)] = &[
     ("ppo.ptx_coef", "ptx_coef ptx_loss_coef"),
     ("ppo.critic_warmup_steps", "critic_warmup freezing_actor_steps value_pretrain_steps"),
     ("ppo.epochs", "num_ppo_epochs ppo_epochs max_epochs num_iterations"),
-    ("ppo.minibatch_samples", "train_batch_size ppo_mini_batch_size mini_batch_size train_global_batch_size"),
+    (
+        "ppo.minibatch_samples",
+        "train_batch_size ppo_mini_batch_size mini_batch_size train_global_batch_size per_device_train_batch_size gradient_accumulation_steps",
+    ),
     (
         "ppo.microbatch_tokens_max",
-        "micro_train_batch_size per_device_train_batch_size gradient_accumulation_steps ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu train_micro_batch_size train_max_tokens_per_gpu",
+        "micro_train_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu train_micro_batch_size train_max_tokens_per_gpu",
     ),
     ("step_reward.placeholder", "placeholder_token step_separator"),
     ("sft.epochs", "num_train_epochs num_epochs"),
@@ -121,12 +132,18 @@ const ALIASES: &[(&str, &str)] = &[
     ("checkpoint.best_mode", "greater_is_better best_metric_mode"),
     ("checkpoint.export_best", "load_best_model_at_end save_best_checkpoint"),
     ("checkpoint.keep_last", "max_ckpt_num save_total_limit keep_top_k"),
-    ("metrics.samples_every_steps", "logging_steps log_completions num_completions_to_print"),
+    ("metrics.print_every", "logging_steps"),
+    ("metrics.samples_every_steps", "log_completions"),
+    ("metrics.samples_count", "num_completions_to_print"),
     ("metrics.tensorboard", "use_tensorboard report_to logger"),
 ];
 
 /// What needs no key here, or has none yet.
 const ANSWERS: &[(&str, &str)] = &[
+    (
+        "set `reward.models.normalize` of the reward model's table: scores by the mean and std of its config.json",
+        "normalize_reward",
+    ),
     ("adapters are not in this release", "lora lora_rank lora_alpha lora_dropout target_modules use_peft peft_config"),
     ("quantised weights are not in this release", "load_in_4bit load_in_8bit quantization nf4"),
     (
@@ -140,7 +157,7 @@ const ANSWERS: &[(&str, &str)] = &[
     ("attention is always fused", "flash_attn attn_implementation use_flash_attention"),
     (
         "the process that trains samples, too: there is no inference server to set",
-        "vllm_num_engines use_vllm vllm_mode vllm_sync_backend enable_prefix_caching vllm_enable_sleep enforce_eager sglang",
+        "vllm_num_engines use_vllm vllm_mode vllm_sync_backend enable_prefix_caching vllm_enable_sleep sglang",
     ),
     (
         "nothing of Ray or DeepSpeed is needed: mpirun starts the ranks",
@@ -148,7 +165,7 @@ const ANSWERS: &[(&str, &str)] = &[
     ),
 ];
 
-/// What is meant by `wrong`, which is no key of the table `of`, whose keys are `known`.
+/// What is meant by `wrong`, which is not a key of the table `of`, whose keys are `known`.
 pub(super) fn elsewhere(of: &[&str], wrong: &str, known: &[&str]) -> String {
     let word = wrong.to_lowercase().replace('-', "_");
     let has = |words: &str| words.split(' ').any(|other| other == word);
@@ -186,6 +203,12 @@ pub(super) fn elsewhere(of: &[&str], wrong: &str, known: &[&str]) -> String {
             format!("did you mean {}?", meant.join(" or "))
         }
     }
+}
+
+/// The keys for what another system calls `name`.
+pub(super) fn ours(name: &str) -> Vec<&'static str> {
+    let word = name.trim_start_matches('-').to_lowercase().replace('-', "_");
+    ALIASES.iter().filter(|(_, words)| words.split(' ').any(|other| other == word)).map(|(key, _)| *key).collect()
 }
 
 /// The paths of all keys.
