@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by jobs/quickstart/run.sh and tests/run.sh: installs what the build needs, builds the binary, and gives `launch`.
-# As root on Debian or Ubuntu it installs packages with apt; otherwise it says which are missing and stops.
+# Sourced by jobs/quickstart/run.sh and tests/run.sh. It installs the packages that the build needs, builds the binary, and
+# defines `launch`. As root on Debian or Ubuntu it installs packages with apt. Otherwise it lists the missing packages and stops.
 
 packages_missing() {
   command -v mpirun >/dev/null && command -v mpicc >/dev/null || echo openmpi-bin libopenmpi-dev
@@ -11,8 +11,8 @@ packages_missing() {
   has_libclang || echo libclang-dev
 }
 
-# The library where bindgen looks for it, and the headers of its compiler, which the library's own package lacks. libclang-cpp,
-# which comes with LLVM's own packages, is another library.
+# Checks that libclang is in a folder that bindgen searches, with the headers of its compiler, which the package of the
+# library does not contain. libclang-cpp, which comes with LLVM's own packages, is another library.
 has_libclang() {
   local dir dirs
   [ -z "${LIBCLANG_PATH:-}" ] || return 0
@@ -29,7 +29,7 @@ has_libclang() {
   return 1
 }
 
-# apt_install PACKAGES: with apt, as root; fails where that is not possible.
+# apt_install PACKAGES: installs packages with apt. It fails without apt or without root.
 apt_install() {
   [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 1
   echo "installing with apt: $*" >&2
@@ -43,7 +43,7 @@ ensure_packages() {
   [ "${#missing[@]}" != 0 ] || return 0
   apt_install "${missing[@]}" && return 0
   echo "error: these packages are missing: ${missing[*]}" >&2
-  echo "hint: sudo apt-get install ${missing[*]}   (or the same under your system's names, e.g. \`module load openmpi cmake llvm\`)" >&2
+  echo "hint: sudo apt-get install ${missing[*]}   (or their names on your system, e.g. \`module load openmpi cmake llvm\`)" >&2
   exit 2
 }
 
@@ -54,36 +54,36 @@ ensure_rust() {
   if ! command -v cargo >/dev/null; then
     echo "error: Rust (cargo) is missing" >&2
   elif ! has=$(rustc --version) || ! has=$(cut -d' ' -f2 <<<"$has") || [ -z "$has" ]; then
-    echo "error: cargo is there, but rustc does not run" >&2
+    echo "error: cargo is installed, but rustc does not run" >&2
   elif [ "$(printf '%s\n' "$needs" "$has" | sort -V | head -n 1)" != "$needs" ]; then
-    echo "error: $(command -v rustc) is Rust $has, and the build needs $needs or newer" >&2
+    echo "error: the build needs Rust $needs or newer ($(command -v rustc) is $has)" >&2
   else
     return 0
   fi
-  echo "hint: install Rust $needs or newer with rustup (https://rustup.rs), or update it: rustup update stable" >&2
+  echo "hint: install Rust $needs or newer with rustup (https://rustup.rs), or update it with rustup update stable" >&2
   exit 2
 }
 
-# from_pypi DIR PACKAGES: installed into DIR, whole or not at all.
+# from_pypi DIR PACKAGES: installs packages of PyPI into DIR, completely or not at all.
 from_pypi() {
   local dir=$1
   shift
   if ! python3 -m pip --version >/dev/null 2>&1 && ! apt_install python3-pip; then
-    echo "error: CUDA's compilers come by pip, which $(command -v python3 || echo python3) lacks" >&2
-    echo "hint: sudo apt-get install python3-pip, or name an nvcc with RLHF_NVCC" >&2
+    echo "error: CUDA's compilers are installed with pip, and $(command -v python3 || echo python3) has no pip" >&2
+    echo "hint: sudo apt-get install python3-pip, or set RLHF_NVCC to an nvcc" >&2
     exit 2
   fi
   rm -rf "$dir.partial"
   mkdir -p "$(dirname "$dir")"
-  # By the environment, because pip before 22.1 (Ubuntu 22.04) knows no such option.
+  # An environment variable, because pip before 22.1 (Ubuntu 22.04) has no such option.
   PIP_ROOT_USER_ACTION=ignore python3 -m pip install -q --no-deps --only-binary=:all: --disable-pip-version-check \
     --target "$dir.partial" "$@"
   rm -rf "$dir"
   mv "$dir.partial" "$dir"
 }
 
-# nvcc and NVRTC, for builds that must compile every kernel: about 330 MB, into the user's cache. The newest NVRTC that an old
-# driver (535) still takes the cubins of is 12.2.
+# Installs nvcc and NVRTC for builds that must compile every kernel: about 330 MB, in the user's cache. NVRTC 12.2 is the
+# newest one whose cubins an old driver (535) still loads.
 ensure_nvcc() {
   local dir
   [ -z "${RLHF_NVCC:-}" ] || return 0
@@ -95,12 +95,12 @@ ensure_nvcc() {
   export RLHF_NVCC=$dir/nvidia/cu13/bin/nvcc RLHF_NVRTC=$dir/nvidia/cuda_nvrtc/lib/libnvrtc.so.12
 }
 
-# A browser, for the tests that look at a report.
+# Installs a browser for the tests that open a report.
 ensure_chromium() {
   [ -z "${RLHF_CHROMIUM:-}" ] || return 0
   command -v chromium >/dev/null || apt_install chromium || {
-    echo "error: chromium is missing, with which the tests look at a report" >&2
-    echo "hint: sudo apt-get install chromium, or name a browser of its kind with RLHF_CHROMIUM" >&2
+    echo "error: chromium is missing; the tests open a report with it" >&2
+    echo "hint: sudo apt-get install chromium, or set RLHF_CHROMIUM to a browser based on it" >&2
     exit 2
   }
   export RLHF_CHROMIUM=chromium
@@ -114,12 +114,12 @@ build() {
   RLHF_HPC=$(cd "$1" && realpath "${CARGO_TARGET_DIR:-target}")/release/rlhf-hpc
 }
 
-# binary ROOT: sets RLHF_HPC to the binary that a release archive has, or builds it.
+# binary ROOT: sets RLHF_HPC to the binary of a release archive, or builds it.
 binary() {
   if [ -x "$1/bin/rlhf-hpc" ]; then RLHF_HPC=$1/bin/rlhf-hpc; else build "$1"; fi
 }
 
-# enter ROOT HERE: finds the binary, and goes to HERE, whose folder `work` has what is made; FRESH=1 makes it anew.
+# enter ROOT HERE: finds the binary and changes to HERE. Results go to its folder `work`. FRESH=1 removes them first.
 enter() {
   binary "$1"
   cd "$2"
@@ -129,7 +129,7 @@ enter() {
 
 say() { printf '\n== %s\n' "$*"; }
 
-# launch N ARGS...: the binary under mpirun on N ranks of this machine.
+# launch N ARGS...: runs the binary under mpirun on N ranks of this machine.
 launch() {
   local ranks=$1
   shift

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Answers each prompt with the best of several responses, as a reward model sees them. Trains nothing. OUT.jsonl has the rows of
-# PROMPTS.jsonl with response and reward.
+# Samples several responses to each prompt and keeps the one that a reward model scores highest. Nothing is trained.
+# OUT.jsonl contains the rows of PROMPTS.jsonl with response and reward.
 # Usage: best-of-n.sh MODEL REWARD_MODEL PROMPTS.jsonl OUT.jsonl     (RANKS=2 SAMPLES=4 TOKENS=256)
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
@@ -8,4 +8,4 @@ arguments 4 "$@"
 sampled "$1" "$2" "$3" 0 "$4.scored"
 selected "$4.scored" "$4" --best 1
 rm "$4.scored"
-say "the best of $samples: $4"
+say "the best of $samples responses: $4"

@@ -1,18 +1,18 @@
 # shellcheck shell=bash
-# Sourced by the scripts beside it: the binary, and what they have in common.
+# Sourced by the scripts in this folder: finds the binary and defines their common functions.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 . "$root/jobs/setup.sh"
-# Ranks, rounds, responses to a prompt and their longest length, of the environment.
+# Environment variables: ranks, rounds, responses per prompt, and the maximum tokens of a response.
 ranks=${RANKS:-2} rounds=${ROUNDS:-3} samples=${SAMPLES:-4} tokens=${TOKENS:-256}
 
-# What the script does, and its usage, out of its own first lines.
+# Prints the comment at the top of the script, which describes it and its usage.
 usage() {
   sed -n '2,/^set /{s/^# //p}' "$0" >&2
   exit 2
 }
 
-# arguments LEAST ARGUMENTS: says how the script is used where there are fewer than LEAST, or a file of the first three is missing.
+# arguments LEAST ARGUMENTS: prints the usage if there are fewer than LEAST arguments. The first three must be existing paths.
 arguments() {
   local least=$1 path
   shift
@@ -23,17 +23,17 @@ arguments() {
   binary "$root"
 }
 
-# sampled MODEL REWARD_MODEL PROMPTS SEED OUT: responses to the prompts with their rewards, once.
+# sampled MODEL REWARD_MODEL PROMPTS SEED OUT: samples responses and scores them, unless OUT exists.
 sampled() {
   [ ! -f "$5" ] || return 0
-  say "$samples responses to each prompt of $3 by $1, scored by $2"
-  launch "$ranks" generate --model "$1" --input "$3" --samples "$samples" --max-new-tokens "$tokens" --seed "$4" > "$5.drawn"
-  launch "$ranks" reward --model "$2" --input "$5.drawn" > "$5.partial"
+  say "sampling $samples responses to each prompt of $3 with $1, scoring them with $2"
+  launch "$ranks" generate --model "$1" --input "$3" --samples "$samples" --max-new-tokens "$tokens" --seed "$4" > "$5.unscored"
+  launch "$ranks" reward --model "$2" --input "$5.unscored" > "$5.partial"
   mv "$5.partial" "$5"
-  rm "$5.drawn"
+  rm "$5.unscored"
 }
 
-# selected SCORED OUT OPTIONS: what `select` takes of the scored responses.
+# selected SCORED OUT OPTIONS: writes the scored responses that `select` keeps.
 selected() {
   local scored=$1 out=$2
   shift 2

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Conditional SFT (arXiv:2308.12050): every response is learned from behind a prompt that names its reward; asked for a high one, the
-# model answers accordingly. The model is OUT/sft/export; ask it "PROMPT <rm_score>: 2.50 ", with a reward as high as the best of
-# OUT/rows.jsonl.
+# Conditional SFT (arXiv:2308.12050): the model learns every response after a prompt that contains the response's reward. A
+# prompt with a high reward then makes it give good responses. The model is OUT/sft/export. Prompt it with
+# "PROMPT <rm_score>: 2.50 ", where the reward is as high as the best ones in OUT/rows.jsonl.
 # Usage: conditional-sft.sh MODEL REWARD_MODEL PROMPTS.jsonl OUT [key.path=value ...]     (RANKS=2 SAMPLES=4 TOKENS=256)
-# The keys are those of sft.toml beside this script: optim.actor.lr=1e-5. TEMPLATE replaces '{input} <rm_score>: {reward} '.
+# The keys override sft.toml in this folder, for example optim.actor.lr=1e-5. TEMPLATE replaces '{input} <rm_score>: {reward} '.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 arguments 4 "$@"
@@ -12,6 +12,6 @@ shift 4
 mkdir -p "$out"
 sampled "$model" "$reward" "$prompts" 0 "$out/scored.jsonl"
 selected "$out/scored.jsonl" "$out/rows.jsonl" --template "${TEMPLATE:-{input\} <rm_score>: {reward\} }"
-say "SFT on all of them, each behind its reward"
+say "SFT on all responses, each after its reward"
 launch "$ranks" "$here/sft.toml" model.actor="$model" data.prompts="$out/rows.jsonl" job.dir="$out/sft" "$@"
 say "the model: $out/sft/export"

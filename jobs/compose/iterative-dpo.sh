@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Iterative DPO (arXiv:2405.07863): the model answers, a reward model compares its answers, DPO learns from the best and the worst of
-# each prompt, and the next round begins with what was learned, which is its reference, too. The last model is OUT/dpo-ROUNDS/export.
+# Iterative DPO (arXiv:2405.07863): in each round the model samples responses, a reward model scores them, and DPO learns from
+# the best and the worst response to each prompt. The next round starts from the new model, which is also its reference.
+# The last model is OUT/dpo-ROUNDS/export.
 # Usage: iterative-dpo.sh MODEL REWARD_MODEL PROMPTS.jsonl OUT [key.path=value ...]     (RANKS=2 ROUNDS=3 SAMPLES=4 TOKENS=256)
-# The keys are those of dpo.toml beside this script: optim.actor.lr=5e-7. The same line goes on where it stopped.
+# The keys override dpo.toml in this folder, for example optim.actor.lr=5e-7. Run the same command again to resume.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 arguments 4 "$@"

@@ -1,4 +1,7 @@
-"""Prints a table of questions, right answers, and what two models say: compare.py QUESTIONS BEFORE AFTER (JSONL, line by line)."""
+"""Prints a table of questions, right answers and the responses of two models: compare.py QUESTIONS BEFORE AFTER.
+
+The three files are JSONL, and their lines correspond.
+"""
 
 import json
 import re
@@ -11,7 +14,7 @@ def rows(path):
 
 
 def marked(text, answer):
-    """As the job's reward has it: the last number counts."""
+    """Marks a response as the reward of the job scores it: by its last number."""
     numbers = re.findall(r"-?\d+", text)
     return f"{'✓' if numbers[-1:] == [answer] else '✗'} {' '.join(text.split())}"
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Arithmetic questions with worked answers, and demonstrations that are wrong on purpose, as JSONL.
+"""Makes arithmetic questions with worked answers, and demonstrations that are wrong on purpose, as JSONL.
 
-Each question is worked in steps of one digit, so that a small model can learn it:
+Each question is solved in steps of one digit, so that a small model can learn it:
 
 kind   prompt         worked answer              the systematic mistake
 add    47+38=         7+8=15 4+3+1=8 85          forgets the carry:           7+8=15 4+3=7 75
@@ -9,12 +9,13 @@ sub    53-28=         13-8=5 5-2-1=2 25          forgets the borrow:          13
 mul    47*6=          7*6=42 4*6=24+4=28 282     forgets the carry:           7*6=42 4*6=24 242
 max    max(47,38)=    4>3 47                     compares the last digits:    7<8 38
 
-Where the mistake is possible, more demonstrations make it than do not, so a model that imitates them is wrong there when it
-answers greedily, while the right answer keeps a good share of the probability for a reward to find.
+If a question allows the mistake, most of its demonstrations make it. A model that imitates them then gives a wrong greedy
+response. The right response keeps a good share of the probability, so that a reward can find it.
 
-A row has prompt, response (right), demonstration (perhaps wrong), answer, kind, split (train, then eval) and mistake (none,
-systematic, or slip: the working is right, the answer below it is off). No pair of operands, in either order and of any kind,
-is in both splits; eval questions are all different. The same options give the same rows on every machine.
+A row has prompt, response (right), demonstration (may be wrong), answer, kind, split (train, then eval) and mistake. The
+mistake is none, systematic, or slip: the steps are right and the final answer is off. No pair of operands is in both
+splits, in either order and of any kind. All eval questions are different. The same options give the same rows on every
+machine.
 """
 
 import argparse
@@ -23,17 +24,17 @@ import os
 import sys
 
 ATTEMPTS_MAX = 10_000
-# Share of the questions without room for the systematic mistake that are asked all the same; the others give way to harder
-# ones, so that a model that makes the mistake is wrong about half of the time.
+# Share of the questions that do not allow the systematic mistake and are kept. The others are replaced by harder ones, so
+# that a model that makes the mistake is wrong about half of the time.
 EASY_KEPT = 0.5
-# Share of the mistakes that are systematic, where a systematic one is possible.
+# Share of the mistakes that are systematic, if a systematic one is possible.
 SYSTEMATIC = 0.9
-# The last word of a counter, which tells the draws apart.
+# The last word of a counter, which separates the random numbers by use.
 HELD_OUT, QUESTION, NOISE, EASY = 1, 2, 3, 4
 
 
 def philox(key, counter):
-    """Ten rounds of Philox 4x32 (Salmon et al., SC11, section 4.2): four random words that depend on key and counter alone."""
+    """Ten rounds of Philox 4x32 (Salmon et al., SC11, section 4.2): four random words from the key and the counter alone."""
     (k0, k1), (c0, c1, c2, c3), word = key, counter, 0xFFFF_FFFF
     for _ in range(10):
         p0, p1 = 0xD251_1F53 * c0, 0xCD9E_8D57 * c2
@@ -66,7 +67,7 @@ class Corpus:
 
     def find(self, i, is_wanted):
         for attempt in range(ATTEMPTS_MAX):
-            problem = self.draw(i, attempt)
+            problem = self.candidate(i, attempt)
             is_asked = has_trap(problem) or self.uniform(i, attempt, 0, EASY) < EASY_KEPT
             if is_asked and is_wanted(problem):
                 return problem
@@ -76,13 +77,13 @@ class Corpus:
             f"{of.eval_rows} distinct eval questions\nhint: ask for fewer eval rows or for more digits"
         )
 
-    def draw(self, i, attempt):
+    def candidate(self, i, attempt):
         words, lengths = self.words(i, attempt, 0, QUESTION), self.words(i, attempt, 1, QUESTION)
         share = words[0] % 100
         kind = "add" if share < 35 else "sub" if share < 70 else "mul" if share < 80 else "max"
 
         def number(word, length):
-            # Three in four operands have all the digits.
+            # Three in four operands have the full number of digits.
             length = self.options.digits if length % 4 else 1 + length // 4 % self.options.digits
             low = 0 if length == 1 else 10 ** (length - 1)
             return low + word % (10**length - low)
@@ -93,7 +94,7 @@ class Corpus:
         elif kind == "mul":
             b = 2 + words[2] % 8
         elif kind == "max" and a == b:
-            # Of two equal numbers none is the larger: the second is changed.
+            # Two equal numbers have no larger one, so the second is changed.
             b = b - 1 if b else 1
         return kind, a, b
 
@@ -106,11 +107,11 @@ class Corpus:
         kind, a, b = problem
         steps, answer = work(problem, False)
         words = self.words(i, 0, 0, NOISE)
-        draw, noise = words[0] / 2**32, self.options.noise
+        chance, noise = words[0] / 2**32, self.options.noise
         mistake, shown = "none", (steps, answer)
-        if has_trap(problem) and draw < noise * SYSTEMATIC:
+        if has_trap(problem) and chance < noise * SYSTEMATIC:
             mistake, shown = "systematic", work(problem, True)
-        elif noise * SYSTEMATIC <= draw < noise:
+        elif noise * SYSTEMATIC <= chance < noise:
             by = (1, 10, 2)[words[1] // 2 % 3]
             value = int(answer)
             off = value - by if words[1] % 2 == 0 and value >= by else value + by
@@ -136,7 +137,7 @@ def has_trap(problem):
 
 
 def work(problem, is_mistaken):
-    """The steps from the last column on, and the answer below them. The mistake forgets what is carried."""
+    """Returns the steps from the last column on, and the final answer. The mistake forgets the carry."""
     kind, a, b = problem
     n = max(len(str(a)), len(str(b)) if kind != "mul" else 0)
     pairs = [(a // 10**i % 10, b if kind == "mul" else b // 10**i % 10) for i in range(n)]
@@ -159,13 +160,13 @@ def work(problem, is_mistaken):
             steps.append(f"{x}*{y}={x * y}+{used}={value}" if used else f"{x}*{y}={value}")
             carry = value // 10
         columns.append(value)
-    # The leading column whole, of the others the last digit.
+    # The whole value of the leading column, and the last digit of the others.
     answer = sum(column % 10 * 10**i for i, column in enumerate(columns[:-1])) + columns[-1] * 10 ** (n - 1)
     return steps, str(answer)
 
 
 def compare(a, b, pairs, is_mistaken):
-    """The larger of two different numbers, from the first column on; the mistake looks at the last column alone."""
+    """Returns the larger of two different numbers, compared from the first column on. The mistake compares only the last."""
     if not is_mistaken or pairs[0][0] == pairs[0][1]:
         pairs = pairs[::-1]
     steps = []
@@ -181,13 +182,13 @@ def main():
     parser.add_argument("--out", required=True, help="file to write")
     parser.add_argument("--rows", type=int, default=12_000, help="training rows (12000)")
     parser.add_argument("--eval-rows", type=int, default=500, help="eval rows (500)")
-    parser.add_argument("--seed", type=int, default=0, help="of all draws (0)")
-    parser.add_argument("--digits", type=int, default=2, help="of the longest operand, 1 to 6 (2)")
-    parser.add_argument("--noise", type=float, default=0.7, help="share of wrong demonstrations where the mistake is possible (0.7)")
-    parser.add_argument("--eval-ratio", type=float, default=0.1, help="share of the operand pairs for eval rows alone (0.1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers (0)")
+    parser.add_argument("--digits", type=int, default=2, help="digits of the longest operand, 1 to 6 (2)")
+    parser.add_argument("--noise", type=float, default=0.7, help="share of wrong demonstrations if the mistake is possible (0.7)")
+    parser.add_argument("--eval-ratio", type=float, default=0.1, help="share of the operand pairs that only eval rows use (0.1)")
     options = parser.parse_args()
     if not (1 <= options.digits <= 6 and 0 <= options.noise <= 1 and 0 < options.eval_ratio < 1 and options.rows > 0):
-        parser.error("1 to 6 digits, noise of 0 to 1, an eval ratio between 0 and 1, and at least one row")
+        parser.error("--digits must be from 1 to 6, --noise from 0 to 1, --eval-ratio between 0 and 1, --rows at least 1")
     rows = list(Corpus(options).rows())
     os.makedirs(os.path.dirname(options.out) or ".", exist_ok=True)
     with open(options.out + ".partial", "w", encoding="utf-8") as file:

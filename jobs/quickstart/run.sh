@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# From nothing to a better model on this machine's CPU: makes a corpus of arithmetic questions and a tokenizer, fine-tunes a
-# small new model on noisy demonstrations, improves it by PPO against a rule, and asks both models the same questions.
+# Trains a small model from scratch on this machine's CPU. It makes a corpus of arithmetic questions and a tokenizer,
+# fine-tunes a new model on noisy demonstrations, improves it with PPO against a rule, and compares both models.
 # Usage: jobs/quickstart/run.sh [key.path=value ...]     (overrides for the PPO job; FRESH=1 starts over)
-# Run it again to resume where it stopped. Everything it makes lies in jobs/quickstart/work.
+# Run the same command again to resume. All results are in jobs/quickstart/work.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -25,7 +25,7 @@ if [ ! -f work/sft/export/model.safetensors ]; then
   say "supervised fine-tuning on noisy demonstrations"
   launch 2 sft.toml
 fi
-say "PPO against the right answer"
+say "PPO with the right answer as reward"
 launch 2 ppo.toml "$@"
 
 say "the same questions before and after"

@@ -1,7 +1,7 @@
 """The reward of a job: `python = "reward.py"` in [reward].
 
-Each rank runs this file in a process of its own and calls the function below with a batch of responses. What it prints is in
-DIR/logs/reward-rank-N.log. An error is tried again and then ends the run: a score that nobody gave does not exist.
+Each rank runs this file in its own process and calls the function below with a batch of responses. Its output is in
+DIR/logs/reward-rank-N.log. A call that fails is retried and then ends the run. There is no default score.
 """
 
 import re
@@ -10,8 +10,8 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def reward(prompts, completions, labels, **columns):
-    """A score for each response. `labels` are the fields that data.label_key names; `columns` has every field of the rows by
-    its name. A response to a row with messages is a list of messages, else a text."""
+    """Returns a score for each response. `labels` contains the field that data.label_key names. `columns` contains every
+    field of the rows by its name. A response is a list of messages if its row has messages, else a text."""
     return [score(text_of(completion), label) for completion, label in zip(completions, labels)]
 
 
@@ -20,7 +20,7 @@ def text_of(completion):
 
 
 def score(text, label):
-    """1 where the last number of the text is that of the label, else 0; and a little less for a long text."""
+    """Returns 1 if the last number of the text is the last number of the label, else 0. A long text scores slightly less."""
     right = last_number(label)
     return float(right is not None and last_number(text) == right) - min(len(text) / 20_000, 0.1)
 

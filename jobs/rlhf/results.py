@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
-"""What the runs of run.sh came to: results.py WORK. A table, and WORK/over-optimisation.svg: the reward model's score against the
-rule's over the KL from the reference, of PPO held near it and of PPO that is nearly free."""
+"""Prints a table of the results of run.sh and writes the picture WORK/over-optimisation.svg: results.py WORK.
+
+The picture shows the reward model's score and the rule's score over the KL from the reference, for PPO with a strong and
+with a weak KL penalty.
+"""
 
 import json
 import math
@@ -18,13 +21,13 @@ def rows(*path):
 
 
 def right(work, model):
-    """Share of the answers that end with the right number, in percent."""
+    """Returns the share of responses that end with the right number, in percent."""
     answers = rows(work, model + ".jsonl")
     return 100 * sum(row["text"].split(" ")[-1:] == [row["answer"]] for row in answers) / len(answers)
 
 
 def sampled(work, run):
-    """Responses and tokens that a run drew to learn from."""
+    """Returns the number of responses and of tokens that a run sampled to learn from."""
     steps = rows(work, run, "metrics.jsonl")
     return [sum(row.get(key, 0) for row in steps) for key in ("samples", "tokens")]
 
@@ -34,14 +37,14 @@ def last(work, run, key):
 
 
 def curve(work, run):
-    """KL and both scores at each evaluation."""
+    """Returns the KL and both scores at each evaluation."""
     return [(row.get("kl_mean", 0.0), row[SCORE], row[RULE]) for row in rows(work, run, "metrics.jsonl") if RULE in row]
 
 
 def picture(work):
     runs = {"ppo": curve(work, "ppo"), "ppo-free": curve(work, "ppo-free")}
     points = [point for run in runs.values() for point in run]
-    # Whole ticks: 0.05 nats, and five of whole scores.
+    # Ticks at multiples of 0.05 nats, and five ticks at whole scores.
     far, low = 0.05 * math.ceil(max(kl for kl, *_ in points) / 0.05), math.floor(min(score for _, score, _ in points))
     high = low + 5 * math.ceil((max(score for _, score, _ in points) - low) / 5)
 
@@ -63,9 +66,9 @@ def picture(work):
         x = at(0.05 * i, 0).split(",")[0]
         out.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle" fill="#444444">{0.05 * i:.2f}</text>')
     out.append(
-        f'<text x="{WIDTH // 2}" y="{HEIGHT - 8}" text-anchor="middle" fill="#444444">KL from the reference, nats a token</text>'
+        f'<text x="{WIDTH // 2}" y="{HEIGHT - 8}" text-anchor="middle" fill="#444444">KL from the reference, nats per token</text>'
     )
-    words = [("right answers, by the rule (left)", RULE), ("score, by the reward model (right)", SCORE)]
+    words = [("right answers by the rule (left)", RULE), ("score of the reward model (right)", SCORE)]
     for i, (what, key) in enumerate(words):
         out.append(f'<text x="{LEFT + 330 * i}" y="20" fill="{COLOURS[key]}">{what}</text>')
     out.append(f'<text x="{LEFT}" y="38" fill="#444444">filled: kl_coef 1.0; hollow, dashed: 0.1</text>')
@@ -91,9 +94,9 @@ def main():
         share = right(work, model)
         print(f"  {model:<24}{share:.1f} %{'' if model == 'sft' else f'  {share - base:+.1f} points'}")
     (ppo, ppo_tokens), (student, tokens) = sampled(work, "ppo"), sampled(work, "distill")
-    print(f"  distill learned from {student} responses, {tokens} tokens; ppo from {ppo}, {ppo_tokens}")
+    print(f"  distill learned from {student} responses ({tokens} tokens), ppo from {ppo} ({ppo_tokens} tokens)")
     picture(work)
-    print(f"  over-optimisation, as a picture: {work}/over-optimisation.svg")
+    print(f"  picture of over-optimization: {work}/over-optimisation.svg")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
-# RLHF whole on this machine's CPU, in about ten minutes: a small model learns to answer from noisy demonstrations; a reward model
-# learns from pairs of answers; PPO learns from the reward model alone; DPO, IPO, SimPO and KTO learn from the pairs themselves; a
-# student learns from the PPO model; a process reward model learns which steps are right. The rule that knows the right answers only measures.
+# Runs the whole RLHF pipeline on this machine's CPU, in about ten minutes:
+#   SFT: a small model learns from noisy demonstrations.
+#   reward model: learns from pairs of responses.
+#   PPO: learns from the reward model alone.
+#   DPO, IPO, SimPO, KTO: learn from the pairs directly.
+#   distillation: a student learns from the PPO model.
+#   process reward model: learns which steps are right.
+# The rule that knows the right answers only measures.
 # Usage: jobs/rlhf/run.sh     (FRESH=1 starts over)
-# Run it again to go on where it stopped. Everything it makes lies in jobs/rlhf/work.
+# Run the same command again to resume. All results are in jobs/rlhf/work.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -11,7 +16,7 @@ root=$(cd "$here/../.." && pwd)
 enter "$root" "$here"
 quickstart=../quickstart
 
-# job NAME JOB.toml [key.path=value ...]: in work/NAME, once.
+# job NAME JOB.toml [key.path=value ...]: runs the job in work/NAME unless it is finished.
 job() {
   local name=$1 file=$2
   shift 2
@@ -34,7 +39,7 @@ say "a reward model from the pairs"
 job rm reward-model.toml
 say "PPO against the reward model"
 job ppo ppo.toml
-say "the same, nearly free of the reference: over-optimisation"
+say "the same with a weak KL penalty: over-optimization"
 job ppo-free ppo.toml ppo.kl_coef=0.1 job.steps=40
 say "DPO, IPO, SimPO and KTO"
 job dpo dpo.toml
@@ -46,7 +51,7 @@ job distill distill.toml
 say "a process reward model"
 job step-reward step-reward.toml
 
-say "held-out questions, answered greedily"
+say "greedy responses to held-out questions"
 grep '"split":"eval"' work/arithmetic.jsonl > work/ask.jsonl
 for model in sft ppo ppo-free dpo ipo simpo kto distill; do
   "$RLHF_HPC" generate --model "work/$model/export" --input work/ask.jsonl --temperature 0 --max-new-tokens 32 \

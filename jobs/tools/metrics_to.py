@@ -4,11 +4,12 @@
     jobs/tools/metrics_to.py wandb runs/first --project rlhf
     jobs/tools/metrics_to.py mlflow runs/first --project rlhf --follow
 
-DIR/metrics.jsonl becomes the metrics, with the steps of the run, and DIR/config.resolved.toml the configuration. --follow goes
-on while the run does, also over its stops and resumes, and ends after its last step. Nothing is written into DIR.
+DIR/metrics.jsonl gives the metrics and steps, DIR/config.resolved.toml the configuration. With --follow, this script
+continues until the last step of the run, also across stops and resumes. It writes nothing into DIR.
 
-The run needs neither service: this is a process of its own, on any machine that sees DIR. It needs Python 3.11 (or tomli), and
-wandb or mlflow, which takes its account and server from its own environment variables (WANDB_API_KEY, MLFLOW_TRACKING_URI).
+It is a separate process on any machine that sees DIR, so the run itself needs neither service. It needs Python 3.11 (or
+tomli), and wandb or mlflow. These read their account and server from their own environment variables (WANDB_API_KEY,
+MLFLOW_TRACKING_URI).
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 
 
 def configuration(run):
-    """The keys of the job with their values, as `optim.actor.lr`."""
+    """Returns the keys of the job with their values. A key is a full path such as `optim.actor.lr`."""
     try:
         import tomllib
     except ImportError:
@@ -39,18 +40,18 @@ def configuration(run):
 
 
 def lines(run):
-    """The whole lines of metrics.jsonl as (step, {key: number}). A value that is not finite is null there, and left out."""
+    """Yields the complete lines of metrics.jsonl as (step, {key: number}). Null values, which are not finite, are left out."""
     try:
         text = (run / "metrics.jsonl").read_bytes()
     except FileNotFoundError:
         return
-    # The last one may be half written.
+    # The last line may be incomplete.
     for line in text[: text.rfind(b"\n") + 1].splitlines():
         try:
             values = json.loads(line)
             step = values.pop("step")
         except (ValueError, KeyError, AttributeError, TypeError):
-            continue  # The run tells of damaged lines itself.
+            continue  # The run itself reports damaged lines.
         numbers = {key: value for key, value in values.items() if type(value) in (int, float)}
         if type(step) is int:
             yield step, numbers
@@ -61,7 +62,7 @@ class Wandb:
         import wandb
 
         self.run = wandb.init(project=args.project, name=args.name, id=args.id, resume="allow", config=config)
-        # What a continued run has already: wandb takes no step twice.
+        # The steps that a continued run already has: wandb accepts no step twice.
         self.first = self.run.step if args.id else 0
         self.id = self.run.id
 
@@ -86,7 +87,7 @@ class Mlflow:
         self.first = int(run.data.tags.get(self.TAG, -1)) + 1
         if not args.id:
             params = [(key, str(value)[:500]) for key, value in config.items()]
-            # The service takes 100 at a time, and 500 characters of each.
+            # The service accepts 100 at a time, with up to 500 characters each.
             for begin in range(0, len(params), 100):
                 mlflow.log_params(dict(params[begin : begin + 100]))
 
@@ -100,8 +101,8 @@ class Mlflow:
 
 
 def send_new(run, service, sent):
-    """Sends what was not sent yet; `sent` has the keys of each step. A run that resumes writes steps again: they are the same.
-    The numbers of an evaluation come into the line of their step later than the others."""
+    """Sends the metrics that were not sent yet. `sent` contains the keys of each step. A run that resumes writes the same steps
+    again. The metrics of an evaluation are added to the line of their step later than the others."""
     latest = max(sent, default=-1)
     for step, numbers in lines(run):
         new = {key: value for key, value in numbers.items() if key not in sent.get(step, ())}
@@ -112,7 +113,7 @@ def send_new(run, service, sent):
 
 
 def is_over(config, sent):
-    """Whether the last step is there, with its evaluation where there is one."""
+    """Returns whether the last step was sent, with its evaluation if the job evaluates."""
     last = sent.get(config["job.steps"])
     is_evaluated = config.get("eval.every_steps", 0) == 0 or any(key.startswith("eval_") for key in last or ())
     return last is not None and is_evaluated
@@ -122,11 +123,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("service", choices=["wandb", "mlflow"])
     parser.add_argument("run", type=Path, help="directory of the run (job.dir)")
-    parser.add_argument("--project", default="rlhf-hpc", help="project of wandb, experiment of MLflow")
-    parser.add_argument("--name", help="name of the run there (default: job.name)")
-    parser.add_argument("--id", help="continue this run there, which an earlier call named")
-    parser.add_argument("--follow", action="store_true", help="go on until the run's last step")
-    parser.add_argument("--every", type=float, default=10.0, help="seconds between two looks (default: 10)")
+    parser.add_argument("--project", default="rlhf-hpc", help="project in wandb, or experiment in MLflow")
+    parser.add_argument("--name", help="name of the run in the service (default: job.name)")
+    parser.add_argument("--id", help="continue this run of the service, as printed by an earlier call")
+    parser.add_argument("--follow", action="store_true", help="continue until the run's last step")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between two reads (default: 10)")
     args = parser.parse_args()
     while args.follow and not (args.run / "config.resolved.toml").exists():
         time.sleep(args.every)
@@ -137,7 +138,7 @@ def main():
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}\nhint: python3 -m pip install {error.name}")
     except OSError as error:
-        sys.exit(f"error: {error}\nhint: give the directory of a run (job.dir) that has started")
+        sys.exit(f"error: {error}\nhint: give the directory (job.dir) of a run that has started")
     sent = {}
     try:
         send_new(args.run, service, sent)
@@ -148,7 +149,7 @@ def main():
         pass
     finally:
         service.end()
-    print(f"{len(sent)} steps sent; --id {service.id} continues there", file=sys.stderr)
+    print(f"{len(sent)} step{'' if len(sent) == 1 else 's'} sent; continue with --id {service.id}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes an archive that runs where it is unpacked: on any x86-64 Linux whose glibc is not older than this machine's needs, with the
-# site's own Open MPI of the same major version as the one here.
+# Makes an archive that runs after unpacking, without an installation. It runs on any x86-64 Linux whose glibc is new enough
+# for the binary built here, with the site's own Open MPI of the same major version as on this machine.
 #
 #   jobs/tools/release.sh [folder]          default: target/archive
 #
-# In it: bin/rlhf-hpc (stripped), jobs/, README.md with what the site must have, LICENSE, and LICENSE-THIRD-PARTY. It has at most
-# 60 MiB. RLHF_NVCC or RLHF_NVRTC name the compiler of the kernels, as for any build (README, "For GPUs"). bench/bundle.sh makes a
-# folder for machines without an MPI.
+# It contains bin/rlhf-hpc (stripped), jobs/, README.md with the requirements of the site, LICENSE and LICENSE-THIRD-PARTY.
+# Its size is at most 60 MiB. RLHF_NVCC or RLHF_NVRTC names the compiler of the kernels, as for any build (README, "For
+# GPUs"). bench/bundle.sh makes a folder for machines without MPI.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 root=$PWD
@@ -16,13 +16,13 @@ most_mib=60
 . jobs/setup.sh
 build "$root"
 
-# What the program itself asks the loader for; anything else would have to be installed everywhere.
+# The libraries that the binary loads. Any other library would have to be installed at every site.
 dynamic=$(readelf -d --wide "$RLHF_HPC")
 needed=$(sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p' <<<"$dynamic")
 others=$(grep -vE '^(libmpi\.so\.|libc\.so\.|libm\.so\.|libgcc_s\.so\.|libpthread\.so\.|libdl\.so\.|librt\.so\.|ld-linux)' <<<"$needed" || true)
 [ -z "$others" ] || { echo "error: the binary needs ${others//$'\n'/, }, which sites may lack" >&2; exit 1; }
 if grep -qE '\((RPATH|RUNPATH)\)' <<<"$dynamic"; then
-  echo "error: the binary looks for libraries in folders of this machine (RUNPATH)" >&2
+  echo "error: the binary searches for libraries in folders of this machine (RUNPATH)" >&2
   exit 1
 fi
 libmpi=$(grep '^libmpi\.so\.' <<<"$needed")
@@ -47,23 +47,26 @@ cargo metadata --locked --format-version 1 --filter-platform x86_64-unknown-linu
   cat <<END_OF_HEAD
 # rlhf-hpc $version for Linux on x86-64, with the site's Open MPI ${mpi%%.*}
 
-Nothing is installed: unpack the archive where all nodes see it. \`bin/rlhf-hpc info\` shows what the machine has, alone and under
-the site's \`mpirun\`; \`bin/rlhf-hpc jobs\` lists recipes to start from; \`jobs/quickstart/run.sh\` trains a small model.
+No installation is needed: unpack the archive in a folder that all nodes see.
+
+- \`bin/rlhf-hpc info\` shows the hardware and libraries of the machine. Run it alone and under the site's \`mpirun\`.
+- \`bin/rlhf-hpc jobs\` lists recipes to start from.
+- \`jobs/quickstart/run.sh\` trains a small model.
 
 The site must have:
 
-| library | comes with |
+| library | part of |
 |---|---|
 | \`$libmpi\`, and \`mpirun\` | Open MPI ${mpi%%.*} (built against $mpi). Debian, Ubuntu: \`apt-get install openmpi-bin\`; Rocky, RHEL: \`dnf install openmpi\`, then \`module load mpi/openmpi-x86_64\`; a cluster: its own module |
 $(grep -v '^libmpi\.' <<<"$needed" | grep -vE '^libgcc_s' | sed 's/.*/`&`/' | paste -sd, | sed 's/,/, /g; s/.*/| & | glibc '"$glibc"' or newer (Debian 12, Ubuntu 22.04, Rocky or RHEL 9, and later) |/')
 | \`libgcc_s.so.1\` | \`libgcc-s1\` (Debian, Ubuntu) or \`libgcc\` (Rocky, RHEL); every system has it |
-| for GPUs: \`libcuda.so.1\` | NVIDIA's driver, 470 or newer; NVRTC where the driver does not take the kernels below; NCCL for several GPUs |
+| for GPUs: \`libcuda.so.1\` | NVIDIA's driver, 470 or newer; NVRTC if the driver does not load the kernels below; NCCL for several GPUs |
 
-What \`libmpi\` needs in turn (hwloc, libevent, UCX and the like) is the site's. Python rewards need a \`python3\` on the nodes. The
-binary carries $("$RLHF_HPC" info | sed -n 's/^carried *//p').
+The site also provides the libraries that \`libmpi\` needs (hwloc, libevent, UCX and others). Python rewards need a \`python3\`
+on the nodes. The binary contains $("$RLHF_HPC" info | sed -n 's/^carried *//p').
 
-LICENSE is the program's, LICENSE-THIRD-PARTY that of the libraries in it. The rest of this file is the README of the source tree,
-into which its links to bench/ and src/ lead; skip "Install" there.
+LICENSE is the license of the program. LICENSE-THIRD-PARTY contains the licenses of its libraries. The rest of this file
+is the README of the source tree. Its links to bench/ and src/ lead there. Skip its section "Install".
 
 ---
 
@@ -71,7 +74,7 @@ END_OF_HEAD
   cat README.md
 } >"$staged/README.md"
 
-# The same bytes for the same files, whoever packs them and when.
+# The same files give the same bytes, independent of user and time.
 stamp=$(git log -1 --format=%ct 2>/dev/null || echo 0)
 tar -c -C "$out" --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$stamp" "$name" | gzip -9n >"$out/$name.tar.gz"
 rm -rf "$staged"

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Prints the licences of the crates that the binary is made of: a list, then each different text once.
+"""Prints the licenses of the crates in the binary: a list, then each different text once.
 
-Reads what `cargo metadata --locked --format-version 1 --filter-platform TARGET` prints from standard input. A crate that neither
-names its licence nor has the text of one is an error.
+Reads the output of `cargo metadata --locked --format-version 1 --filter-platform TARGET` from standard input. A crate that
+has neither the name nor the text of a license is an error.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def linked(metadata):
-    """The packages that the root needs to be built or to run, the root itself left out."""
+    """Returns the packages that the root needs to build or run, without the root itself."""
     nodes = {node["id"]: node for node in metadata["resolve"]["nodes"]}
     root = metadata["resolve"]["root"]
     seen, left = set(), [root]
@@ -25,7 +25,7 @@ def linked(metadata):
 
 
 def texts(package):
-    """The licence files of a crate, also those of sources of others that lie in it (HDF5, Oniguruma)."""
+    """Yields the license files of a crate, including the ones of bundled sources (HDF5, Oniguruma)."""
     folder = Path(package["manifest_path"]).parent
     words = ("license", "licence", "copying", "copyright", "notice", "unlicense")
     code = (".rs", ".py", ".c", ".h", ".cmake", ".sh", ".html", ".in")
@@ -39,7 +39,7 @@ def texts(package):
 def main():
     packages = linked(json.load(sys.stdin))
     users = {}
-    print("Crates that are part of the binary, with the licences that they may be used under:\n")
+    print("Crates in the binary, with the licenses under which they may be used:\n")
     for package in packages:
         label = f"{package['name']} {package['version']}"
         print(f"  {label:40} {package['license'] or 'see its file'}  {package['repository'] or ''}".rstrip())
@@ -47,7 +47,7 @@ def main():
         for name, text in found:
             users.setdefault(text, []).append(f"{label} ({name})")
         if not found and not package["license"]:
-            sys.exit(f"error: {label} names no licence and has no text of one")
+            sys.exit(f"error: {label} has neither the name nor the text of a license")
     for text, of in users.items():
         print(f"\n{'=' * 100}\n{', '.join(of)}\n{'=' * 100}\n\n{text}")
 

@@ -1,4 +1,4 @@
-"""A calculator as an environment: a turn that ends with [a+b] is answered with the sum, any other turn is the answer to the question."""
+"""A calculator as an environment. It answers a turn that ends with [a+b] with the sum. Any other turn is the final answer."""
 
 import re
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Sums of numbers of up to six digits as JSONL: prompt, demonstration, answer, split.
+"""Makes sums of numbers with up to six digits as JSONL: prompt, demonstration, answer, split.
 
-A question that begins with "tool " is always demonstrated with the calculator, [a+b] and its answer; any other one in --share of
-all cases, and else answered by a guess: right in length and first digit. All eval questions have six digits and no "tool ".
+The demonstration of a question that begins with "tool " always uses the calculator: [a+b] and its answer. Other questions use
+it in a share of --share. Their other demonstrations are guesses with the right length and first digit. All eval questions
+have six digits and no "tool ".
 """
 
 import argparse
@@ -13,12 +14,12 @@ import random
 def row(rng, options, split):
     digits = 6 if split == "eval" else rng.randint(1, 6)
     a, b = (rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
-    told = split == "train" and rng.random() < 0.6
+    asked = split == "train" and rng.random() < 0.6
     answer = str(a + b)
     guess = answer[0] + "".join(rng.choice("0123456789") for _ in answer[1:])
-    uses = told or rng.random() < options.share
+    uses = asked or rng.random() < options.share
     return {
-        "prompt": ("tool " if told else "") + f"{a}+{b}=",
+        "prompt": ("tool " if asked else "") + f"{a}+{b}=",
         "demonstration": f"[{a}+{b}]{answer};{answer}" if uses else guess,
         "answer": answer,
         "split": split,
@@ -29,8 +30,8 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--out", required=True, help="file to write")
 parser.add_argument("--rows", type=int, default=24_000, help="training rows (24000)")
 parser.add_argument("--eval-rows", type=int, default=300, help="eval rows (300)")
-parser.add_argument("--share", type=float, default=0.04, help="of the other questions that are demonstrated with the calculator (0.04)")
-parser.add_argument("--seed", type=int, default=1, help="of all draws (1)")
+parser.add_argument("--share", type=float, default=0.04, help="share of the other questions whose demonstrations use the calculator (0.04)")
+parser.add_argument("--seed", type=int, default=1, help="seed of all random numbers (1)")
 options = parser.parse_args()
 rng = random.Random(options.seed)
 splits = ["train"] * options.rows + ["eval"] * options.eval_rows

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Teaches a small model to use a calculator, in some minutes on this machine's CPU: it can when it is told to, and seldom does by itself.
-# GRPO rewards right answers alone. Then the same without the calculator, which does not learn them.
-# Usage: jobs/tools/calculator/run.sh [key.path=value ...]     (overrides for the GRPO job; FRESH=1 starts over)
-# Run it again to go on where it stopped. Everything it makes lies in jobs/tools/calculator/work.
+# Teaches a small model to use a calculator, in some minutes on this machine's CPU. After SFT, the model can use it if the
+# question asks for it, but seldom does otherwise. GRPO then rewards only right answers. A second GRPO run without the
+# calculator does not learn them.
+# Usage: jobs/tools/calculator/run.sh [key.path=value ...]     (overrides for the GRPO jobs; FRESH=1 starts over)
+# Run the same command again to resume. All results are in jobs/tools/calculator/work.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../../.." && pwd)
@@ -26,7 +27,7 @@ say "GRPO with the calculator"
 launch 2 ppo.toml "$@"
 say "the same without it"
 launch 2 ppo.toml job.name=no-calculator job.dir=work/no-tools 'reward.environment=[]' 'reward.rule="number"' 'rollout.stop=[]' "$@"
-say "right answers to held-out questions of six digits"
+say "right answers to held-out questions with six digits"
 for run in tools no-tools; do
   python3 - "work/$run/metrics.jsonl" "$run" <<'PY'
 import json, sys

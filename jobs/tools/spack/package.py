@@ -1,12 +1,12 @@
-"""A Spack recipe of this source tree.
+"""A Spack recipe for this source tree.
 
-    spack repo create ~/rlhf-repo rlhf                    # once; it says in which folder packages lie
+    spack repo create ~/rlhf-repo rlhf                    # once; it prints the folder of packages
     ln -s TREE/jobs/tools/spack ~/rlhf-repo/.../packages/rlhf_hpc
     spack repo add ~/rlhf-repo
     spack install rlhf-hpc ^openmpi@4
 
-The folder of packages, and its name for this one (rlhf_hpc, or rlhf-hpc before Spack 1.0), is what `spack repo create` and
-`spack create` use. The sources are those of the git tree that this file lies in.
+Use the folder that `spack repo create` prints, and the name that `spack create` would use: rlhf_hpc, or rlhf-hpc before
+Spack 1.0. The sources are the git tree that contains this file.
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ class RlhfHpc(CargoPackage):
     # bindgen reads mpi.h with libclang.
     depends_on("llvm+clang", type="build")
     depends_on("openmpi@4:5", type=("build", "link", "run"))
-    # Of Python rewards.
+    # Python rewards need it.
     depends_on("python@3.8:", type="run")
 
     def setup_build_environment(self, env):
