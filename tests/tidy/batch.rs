@@ -1,4 +1,4 @@
-//! The batch scripts of `jobs/`: each asks Slurm for what the job beside it needs, and starts it.
+//! The batch scripts of `jobs/`: each asks Slurm for the resources of the job next to it, and starts it.
 
 use super::source::{File, files, root};
 use rlhf_hpc::config::{self, job::DeviceName};
@@ -14,7 +14,7 @@ fn scripts() -> Vec<File> {
     scripts
 }
 
-/// `--nodes=2` as ("nodes", "2"); of an option without a value "".
+/// The options: `--nodes=2` as ("nodes", "2"), an option without a value with "".
 fn asked(script: &File) -> BTreeMap<&str, &str> {
     let lines = script.text.lines().filter_map(|line| line.strip_prefix("#SBATCH --"));
     lines.map(|line| line.split_once('=').unwrap_or((line, ""))).collect()

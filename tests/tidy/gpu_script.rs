@@ -1,11 +1,11 @@
-//! `tests/gpu.sh`, which machines with a GPU run: what teaches most comes first.
+//! `tests/gpu.sh`, which runs on machines with a GPU: the most informative parts come first.
 
 use super::source::root;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
-/// What the stand-ins of its programs write down: their names and arguments.
+/// The log lines of the scripts that replace its programs: their names and arguments.
 const LOGGED: &str = "#!/bin/bash\necho \"$(basename \"$0\") $*\" >>\"$LOGGED\"\n";
 
 /// Calls in their order, each by words of its line.

@@ -1,4 +1,4 @@
-//! What the files of `src/` import: modules of lower levels only, and no file that leads back.
+//! The imports of the files of `src/`: modules of lower levels only, and no file that leads back.
 //!
 //! A file depends on another where one of its paths (`crate::a::B`, `super::b::f`, `module::f` of an imported module)
 //! ends at an item that the other defines. A re-export is followed to the file that defines the item, and is no
@@ -96,7 +96,7 @@ impl Tree {
         Self(files("src", &[".rs"]).iter().map(|file| (module(&file.name), Source::parse(file))).collect())
     }
 
-    /// What `path` in the source of `module` names, from the crate's root; none for what is not of this crate.
+    /// The file that `path` in the source of `module` names, from the crate's root; `None` for other crates.
     fn absolute(&self, module: &Path, path: &[String], is_import: bool) -> Option<Path> {
         let mut at = module.clone();
         let mut rest = path;
@@ -183,8 +183,8 @@ fn every_module_has_a_level_and_imports_go_strictly_down() {
 
 type Graph<'a> = BTreeMap<&'a str, BTreeSet<&'a str>>;
 
-/// What is left of a graph without some dependencies and without what lies on no cycle: files that depend on nothing that is
-/// left, or that nothing left depends on.
+/// The rest of a graph without some dependencies and without files that are on no cycle. Such files depend on no
+/// remaining file, or no remaining file depends on them.
 fn cycles<'a>(graph: &Graph<'a>, without: impl Fn(&str, &str) -> bool) -> Graph<'a> {
     let mut left = graph.clone();
     for (from, all) in &mut left {

@@ -16,7 +16,7 @@ fn manual() -> String {
     fs::read_to_string(root().join("jobs/reference.toml")).unwrap()
 }
 
-/// A line `key = value` of a TOML text in which every value stands on one line.
+/// A line `key = value` of a TOML text in which every value is on one line.
 struct Line {
     path: String,
     value: String,

@@ -1,11 +1,12 @@
-//! The style of the repository, held by tests: import levels, cycles between files, dead files, sizes, where `unsafe` may stand, banned names, what every
-//! folder must hold, and a manual of every key.
+//! The style rules of the repository: import levels, cycles between files, dead files, sizes, the places for `unsafe`,
+//! banned names, the required parts of every folder, and a manual of every key.
 
 mod batch;
 mod gpu_script;
 mod imports;
 mod manual;
 mod pages;
+mod prose;
 mod schema;
 mod source;
 mod tree;

@@ -8,8 +8,6 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::process::Command;
 
-const README_LINES_MAX: usize = 200;
-
 /// Options of other programs.
 const FOREIGN: &str = "--bind-to --map-by --mpi --cpus-per-task --gpus-per-node --gpus-per-task --gpu-bind --exclusive --mem --nodes \
                        --ntasks-per-node --requeue --signal --open-mode --nv --sharens --bind --release --locked --version";
@@ -38,8 +36,7 @@ fn found<'a>(pattern: &str, text: &'a str) -> Vec<&'a str> {
 }
 
 #[test]
-fn the_readme_is_short_and_help_lists_every_page_and_prints_it() {
-    assert!(texts()[0].lines().len() <= README_LINES_MAX);
+fn help_lists_every_page_and_prints_it() {
     let listed = printed(&["help"]);
     for page in pages() {
         let topic = topic(&page);
@@ -49,7 +46,7 @@ fn the_readme_is_short_and_help_lists_every_page_and_prints_it() {
             "{topic} in\n{listed}"
         );
         assert_eq!(printed(&["help", topic]).trim(), page.text.trim());
-        assert!(page.text.contains("\n## Read next\n") && page.lines().len() <= 120, "{topic}");
+        assert!(page.text.contains("\n## Read next\n") && page.lines().len() <= 200, "{topic}");
     }
 }
 
@@ -73,7 +70,7 @@ fn the_pages_name_only_keys_that_there_are() {
     let is_file = |key: &str| key.split('.').any(|part| ["py", "jsonl", "json", "toml"].contains(&part));
     none(texts().into_iter().flat_map(|File { name, text }| {
         let unknown = found(&named, &text).into_iter().filter(|key| !keys.contains(*key) && !is_file(key));
-        unknown.map(|key| format!("{name}: {key} is no key")).collect::<Vec<_>>()
+        unknown.map(|key| format!("{name}: {key} is not a key")).collect::<Vec<_>>()
     }));
 }
 
@@ -132,9 +129,9 @@ fn what_other_systems_call_a_key_leads_to_the_key_that_the_page_names() {
             for word in found("`-*([A-Za-z_0-9]+)`", cells[1]) {
                 rows += 1;
                 let error = config::parse(&format!("{word} = 1\n"), &[]).unwrap_err();
-                let told = format!("{} {}", error.message, error.hint.unwrap_or_default());
-                if !keys.iter().any(|key| told.contains(&format!("`{key}`"))) {
-                    faults.push(format!("{}: {word} is not {keys:?}: {told}", page.name));
+                let message = format!("{} {}", error.message, error.hint.unwrap_or_default());
+                if !keys.iter().any(|key| message.contains(&format!("`{key}`"))) {
+                    faults.push(format!("{}: {word} is not {keys:?}: {message}", page.name));
                 }
             }
         }

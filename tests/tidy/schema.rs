@@ -1,4 +1,4 @@
-//! The JSON schema of a job knows what the program knows: every key, its default, and what it takes.
+//! The JSON schema of a job agrees with the program: every key, its default, and its allowed values.
 
 use super::source::files;
 use rlhf_hpc::config::{Config, schema};
@@ -7,7 +7,7 @@ use serde_json::Value;
 /// Keys without a default.
 const REQUIRED: [&str; 3] = ["job.kind", "model.actor", "data.prompts"];
 
-/// What is wrong with a value, as far as the schema says: the keywords that it uses are all here.
+/// The errors of a value according to the schema, whose keywords are all supported here.
 fn faults(schema: &Value, value: &Value, path: &str) -> Vec<String> {
     let mut found = Vec::new();
     for (keyword, asked) in schema.as_object().expect("a schema is an object") {

@@ -61,6 +61,18 @@ pub fn code(text: &str) -> String {
     LITERAL.replace_all(text, blank).into_owned()
 }
 
+/// The string literals, with their first lines (from 1) and without line breaks.
+pub fn literals(text: &str) -> Vec<(usize, String)> {
+    let spaces = Regex::new(r"\\\n\s*|\s+").expect("a pattern");
+    let strings = LITERAL.find_iter(text).filter(|found| !found.as_str().starts_with(['/', '\'']));
+    let of = |found: regex::Match| {
+        let joined =
+            spaces.replace_all(found.as_str(), |gap: &Captures| if gap[0].starts_with('\\') { "" } else { " " });
+        (text[..found.start()].matches('\n').count() + 1, joined.into_owned())
+    };
+    strings.map(of).collect()
+}
+
 /// The functions of a formatted file: first line (from 1), number of lines, and the line itself.
 pub fn functions(file: &File) -> Vec<(usize, usize, String)> {
     let code = code(&file.text);

@@ -1,4 +1,4 @@
-//! What every folder must hold, and what no file may name.
+//! The required contents of every folder, and the names that no file may contain.
 
 use super::none;
 use super::source::{code, files, root, walk};
@@ -85,7 +85,8 @@ fn every_number_in_the_readme_that_claims_speed_links_to_a_recorded_run() {
     none(faults);
 }
 
-/// Every source is reached: a Rust file by a `mod`, a kernel's file by the host's code or another kernel's, a golden by a test.
+/// Every source is reached: a Rust file by a `mod`, a kernel's file by the host's code or another kernel's, a golden by
+/// a test.
 #[test]
 fn no_file_is_dead() {
     let rust: Vec<_> = ["src", "tests"].into_iter().flat_map(|dir| files(dir, &[".rs"])).collect();
