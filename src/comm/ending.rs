@@ -1,21 +1,21 @@
-//! Ends a job that fails: prints the message once, with rank, host, step and phase; writes a log for each rank; ends all ranks
-//! within seconds.
+//! Ends a job that fails. Prints the message once, with rank, host, step and phase, writes a log for each rank, and
+//! ends all ranks within seconds.
 //!
-//! One rank prints: the ranks wait by rank, and the first to create `logs/first_error` prints. The launcher
-//! adds a banner of its own after MPI_Abort; `mpirun -q` of Open MPI 4 leaves it away.
+//! One rank prints: each rank waits for a time that grows with its number, and the first to create `logs/first_error`
+//! prints. The launcher adds a banner of its own after MPI_Abort; `mpirun -q` of Open MPI 4 omits it.
 
 use super::accounting::last_entered;
 use super::communicator;
 use super::phase;
 use super::world::{self, World};
 use crate::error::Error;
-use crate::sys::{environment, stderr};
+use crate::sys::{environment, host, stderr};
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 struct Setting {
     world: World,
@@ -27,18 +27,18 @@ static SETTING: OnceLock<Setting> = OnceLock::new();
 static FAILING: AtomicBool = AtomicBool::new(false);
 
 const FIRST_ERROR: &str = "first_error";
-/// A rank that is not the first to fail waits this long for the first one's abort.
+/// The time that a rank waits for the abort by the rank that failed first.
 const KILLED_WITHIN: Duration = Duration::from_secs(5);
-/// NCCL's abort gets this long before MPI's.
+/// The time for NCCL's abort before MPI's.
 const LEFT_WITHIN: Duration = Duration::from_secs(1);
-/// Both together get this long before the process ends by itself.
+/// The time for both aborts before the process exits by itself.
 const ABORTED_WITHIN: Duration = Duration::from_secs(3);
 
-/// Who this rank is, and where its log goes. All ranks call this once.
+/// Stores this rank's identity and the directory of its log. All ranks call this once.
 pub(super) fn prepare(world: &World, logs: Option<&Path>) {
     let logs = logs.map(Path::to_path_buf);
     if let Some(logs) = logs.as_ref().filter(|_| world.rank == 0) {
-        // What an earlier run of this directory left; no rank can fail before the barrier below and lose the file.
+        // A leftover of an earlier run. No rank can fail before the barrier below and lose the file.
         let _ = std::fs::remove_file(logs.join(FIRST_ERROR));
     }
     world.group().barrier();
@@ -49,13 +49,13 @@ pub(super) fn is_rank_zero() -> bool {
     SETTING.get().is_none_or(|setting| setting.world.rank == 0)
 }
 
-/// Ends this rank behind the one at which `error` arose, which prints it.
+/// Ends this rank after `error` arose on another rank, which prints it.
 pub(super) fn follow(error: &Error) -> ! {
     log(&described(error, true));
     die_quietly(error.exit_code())
 }
 
-/// Ends this rank in order, as all others end theirs: each has `error`, and the one at which it arose (`here`) prints it.
+/// Ends this rank in order, together with all others. All have `error`, and the rank where it arose (`here`) prints it.
 pub(super) fn together(error: &Error, here: bool) -> ! {
     acquire_ending();
     let message = described(error, true);
@@ -70,14 +70,14 @@ pub(super) fn together(error: &Error, here: bool) -> ! {
     exit_now(error.exit_code())
 }
 
-/// Goes on on the first thread of this process that ends it; others wait for that.
+/// Returns on the first thread that ends this process. Other threads wait for its end.
 fn acquire_ending() {
     while FAILING.swap(true, Ordering::SeqCst) {
         std::thread::sleep(Duration::from_secs(60));
     }
 }
 
-/// Prints, logs and ends the job. `named`: the message says already where it arose.
+/// Prints, logs and ends the job. `named`: the message already names the rank.
 pub(super) fn end(error: &Error, named: bool, details: &str) -> ! {
     acquire_ending();
     let message = described(error, named);
@@ -89,7 +89,7 @@ pub(super) fn end(error: &Error, named: bool, details: &str) -> ! {
     leave(error.exit_code())
 }
 
-/// Ends what GPUs are at, then all ranks; this process even where neither returns.
+/// Aborts the collectives on GPUs, then all ranks. Ends this process even if neither call returns.
 fn leave(code: i32) -> ! {
     exit_after(ABORTED_WITHIN, code);
     let (left, all_left) = std::sync::mpsc::channel();
@@ -102,12 +102,12 @@ fn leave(code: i32) -> ! {
     exit_now(code)
 }
 
-/// On a thread of its own. A system that has no more threads must not make this a panic within a panic.
+/// Runs `work` on a thread of its own. A failure to start the thread must not cause a panic within a panic.
 fn beside(work: impl FnOnce() + Send + 'static) {
     drop(std::thread::Builder::new().spawn(work));
 }
 
-/// This process ends then, if nothing ends it before.
+/// Ends this process after `time`, if nothing else ends it before.
 fn exit_after(time: Duration, code: i32) {
     beside(move || {
         std::thread::sleep(time);
@@ -115,7 +115,7 @@ fn exit_after(time: Duration, code: i32) {
     });
 }
 
-/// `error: rank 1 (node3), step 12, train: MESSAGE`, and the hint.
+/// The text `error: rank 1 (node3), step 12, train: MESSAGE`, and the hint.
 fn described(error: &Error, named: bool) -> String {
     let mut place = Vec::new();
     if let Some(Setting { world, .. }) = SETTING.get().filter(|setting| setting.world.size > 1 && !named) {
@@ -132,11 +132,11 @@ fn describe_last_collective() -> String {
     })
 }
 
-/// Whether this rank prints. Ranks that fail alike stagger, so that the first one's abort ends the others before
-/// they speak even where they share no directory.
+/// Whether this rank prints. Ranks that fail at the same time wait for different times, so that the first one's abort
+/// ends the others before they print, even if they share no directory.
 fn is_first(message: &str) -> bool {
     let Some(setting) = SETTING.get() else {
-        // Before `install`: what fails here mostly fails on all ranks, and rank 0's end takes the others along.
+        // Before `install`, failures mostly concern all ranks, and the end of rank 0 ends the others.
         std::thread::sleep(Duration::from_secs(if environment::launched_rank().unwrap_or(0) > 0 { 3 } else { 0 }));
         return true;
     };
@@ -151,7 +151,7 @@ fn is_first(message: &str) -> bool {
     }
 }
 
-/// Waits for the abort of the rank that printed, then ends this process at any rate.
+/// Waits for the abort by the rank that printed, then ends this process in any case.
 pub(super) fn die_quietly(code: i32) -> ! {
     std::thread::sleep(KILLED_WITHIN);
     leave(code)
@@ -163,12 +163,11 @@ fn exit_now(code: i32) -> ! {
     unsafe { libc::_exit(code) }
 }
 
-/// Appends to `logs/rank-N.log`, with the time in seconds since 1970. Failing to log does not hide the failure itself.
+/// Appends to `logs/rank-N.log`, with the date and the time of day. Failing to log does not hide the failure itself.
 pub(super) fn log(text: &str) {
     let Some(Setting { world, logs: Some(logs) }) = SETTING.get() else { return };
     let _ = std::fs::create_dir_all(logs);
     let path = logs.join(format!("rank-{}.log", world.rank));
-    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let line = format!("[{seconds}] {}\n", text.trim_end());
+    let line = format!("[{}] {}\n", host::date_and_time(), text.trim_end());
     let _ = File::options().append(true).create(true).open(path).and_then(|mut f| f.write_all(line.as_bytes()));
 }

@@ -1,4 +1,4 @@
-//! The terminal: a banner, a line a step, sparklines, samples, and a bar per phase.
+//! The terminal: a banner, a line per step, sparklines, samples, and a bar per phase.
 
 use std::fmt::Write;
 use std::time::Instant;
@@ -17,45 +17,53 @@ use crate::config::metrics::MetricsConfig;
 use crate::experience::Experience;
 use crate::sys::host;
 
-/// Columns of a line where there is no terminal to fit.
+/// Columns of a line without a terminal.
 const PLAIN_COLUMNS: usize = 190;
-/// Columns of a row's label, and the fewest that a whole row is laid out for.
+/// Columns of a row's label, and the minimum number of columns that a whole row is laid out for.
 const LABEL_COLUMNS: usize = 12;
 const ROW_COLUMNS_MIN: usize = 40;
 const SPARK_COLUMNS: usize = 40;
 const EVAL_SPARK_COLUMNS: usize = 16;
 
-/// The columns of a step's line behind time and speed: key, label. The least important stand last: what does not fit
-/// is left out, but for the gap.
-const COLUMNS: [(&str, &str); 7] = [
-    (keys::REWARD_MEAN, "reward"),
-    (keys::LOSS, "loss"),
-    (keys::ACCURACY, "accuracy"),
-    (keys::KL_MEAN, "kl"),
-    (keys::ENTROPY, "entropy"),
-    (keys::RESPONSE_TOKENS_MEAN, "length"),
-    (keys::CLIP_RATIO, "clip"),
+/// The columns of a step's line after time and speed, and those after the shares of the phases: key, label, need.
+const COLUMNS: [(&str, &str, Need); 7] = [
+    (keys::REWARD_MEAN, "reward", Need::High),
+    (keys::LOSS, "loss", Need::High),
+    (keys::ACCURACY, "accuracy", Need::High),
+    (keys::KL_MEAN, "kl", Need::High),
+    (keys::ENTROPY, "entropy", Need::High),
+    (keys::RESPONSE_TOKENS_MEAN, "length", Need::High),
+    (keys::CLIP_RATIO, "clip", Need::Low),
 ];
-const COLUMNS_BEHIND_SHARES: [(&str, &str); 2] = [(keys::GRAD_NORM, "grad norm"), (keys::VALUE_LOSS, "value loss")];
+const COLUMNS_LAST: [(&str, &str, Need); 2] =
+    [(keys::GRAD_NORM, "grad norm", Need::Low), (keys::VALUE_LOSS, "value loss", Need::Low)];
 
-/// A field of a step's line, and whether it is shown however narrow the terminal is.
-type Field = (String, bool);
+/// How early a field of a line is left out on a narrow terminal: the last of the lowest need first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Need {
+    Always,
+    High,
+    Medium,
+    Low,
+}
 
-/// Columns of a field, with what sets it off from the one before.
+type Field = (String, Need);
+
+/// Columns of a field, with the separator before it.
 fn columns_of(field: &str) -> usize {
     2 + measure_text_width(field)
 }
 
-/// Draws to a screen; on a terminal with rows that live at the bottom.
+/// The output on a screen. On a terminal it has live rows at the bottom.
 pub struct Terminal {
     screen: Screen,
     ink: Ink,
     rows: Option<Rows>,
-    /// Which steps have a line.
+    /// The settings that select the steps with a line.
     pub printed: MetricsConfig,
-    /// Steps of the whole job; 0 where the banner has not said.
+    /// Steps of the whole job; 0 before the banner.
     steps: u64,
-    /// When this process began, and after which step.
+    /// The start time of this process, and the step before it.
     start: (Instant, u64),
 }
 
@@ -77,12 +85,12 @@ impl Terminal {
         }
     }
 
-    /// Columns of a line: those of the terminal, or plenty.
+    /// Columns of a line: the terminal's, or plenty.
     fn columns(&self) -> usize {
         if self.rows.is_some() { self.screen.columns() } else { PLAIN_COLUMNS }
     }
 
-    /// Lines that stay, above the live rows.
+    /// Prints permanent lines above the live rows.
     fn print(&self, text: &str) {
         match &self.rows {
             Some(rows) => rows.all.suspend(|| self.screen.write(text)),
@@ -94,7 +102,7 @@ impl Terminal {
         self.print(&format!("{text}\n"));
     }
 
-    /// On a terminal in lines that fit.
+    /// Prints a warning. On a terminal its lines are wrapped.
     pub fn warn(&self, text: &str) {
         let text = format!("{} {text}", self.ink.alarm("warning:"));
         let lines: Vec<String> = match &self.rows {
@@ -104,8 +112,8 @@ impl Terminal {
         self.print(&format!("{}\n", lines.join("\n  ")));
     }
 
-    /// Labels and values of banner and summary: nothing is cut. A terminal gets a row in lines that fit, set in as far as the
-    /// first; elsewhere it is one line, to be searched.
+    /// Adds labels and values of banner and summary, uncut. On a terminal a row is wrapped into indented lines.
+    /// Elsewhere it is one line, for searching.
     fn put_rows(&self, out: &mut String, rows: &[(String, String)]) {
         let room = self.rows.as_ref().map(|_| self.screen.columns().max(ROW_COLUMNS_MIN) - LABEL_COLUMNS - 3);
         for (label, value) in rows {
@@ -138,18 +146,19 @@ impl Terminal {
         }
     }
 
-    /// A bar for a phase of `total` units; 0 where the number is not known.
+    /// A bar for a phase of `total` units; 0 if the number is not known.
     pub fn phase(&self, name: &str, total: u64) -> ProgressBar {
         self.rows.as_ref().map_or_else(ProgressBar::hidden, |rows| rows.phase(name, total, self.ink))
     }
 
-    /// The line of a step; `curves` include it. A batch log, which has no bar of the job, gets the time of day and what is left.
+    /// Prints the line of a step. `curves` include it. A batch log, which has no bar of the job, also gets the time of
+    /// day and the time left.
     pub fn step(&self, line: &Line, curves: &Curves) {
         let left = format!("{} left", duration(self.seconds_left(line.step)));
         if self.printed.print_due(line.step, self.steps) {
             let mut fields = self.fields(line);
             if self.rows.is_none() && self.steps > 0 {
-                fields.insert(fields.len().min(2), (self.ink.dim(&format!("{left:>12}")), false));
+                fields.insert(fields.len().min(2), (self.ink.dim(&format!("{left:>12}")), Need::High));
             }
             self.print_line("step", line.step, fields);
         }
@@ -160,33 +169,32 @@ impl Terminal {
         self.show_curves(curves);
     }
 
-    /// Seconds to the last step, where each takes as long as those of this process so far.
+    /// Seconds to the last step, if each takes as long as the steps of this process so far.
     fn seconds_left(&self, step: u64) -> f64 {
         let (begin, first) = self.start;
         let done = step.saturating_sub(first).max(1) as f64;
         begin.elapsed().as_secs_f64() / done * self.steps.saturating_sub(step) as f64
     }
 
-    /// A line that begins with a step, and has as many of the fields as fit.
+    /// Prints a line that begins with a step, and has as many of the fields as fit.
     fn print_line(&self, what: &str, step: u64, fields: Vec<Field>) {
         let place = self.place(step);
         let clock = if self.rows.is_none() { format!("{} ", host::time_of_day()) } else { String::new() };
         let mut shown = format!("{}{} {}", self.ink.dim(&clock), self.ink.dim(what), self.ink.bold(&place));
         let columns = self.columns();
         let mut used = clock.len() + what.len() + 1 + place.len();
-        // The gap is always shown: the other numbers mean nothing unless sampling and training agree.
-        let mut kept: usize = fields.iter().filter(|(_, is_kept)| *is_kept).map(|(field, _)| columns_of(field)).sum();
-        let mut is_full = false;
-        for (field, is_kept) in fields {
-            let wanted = columns_of(&field);
-            kept -= if is_kept { wanted } else { 0 };
-            is_full |= used + wanted + kept > columns;
-            if is_full && !is_kept {
-                continue;
-            }
-            used += wanted;
+        let mut order: Vec<usize> = (0..fields.len()).collect();
+        order.sort_by_key(|&i| fields[i].1);
+        let (mut fits, mut is_full) = (vec![false; fields.len()], false);
+        for i in order {
+            let wanted = columns_of(&fields[i].0);
+            is_full |= used + wanted > columns;
+            fits[i] = !is_full || fields[i].1 == Need::Always;
+            used += if fits[i] { wanted } else { 0 };
+        }
+        for ((field, _), _) in fields.iter().zip(fits).filter(|(_, fits)| *fits) {
             shown.push_str("  ");
-            shown.push_str(&field);
+            shown.push_str(field);
         }
         shown.push('\n');
         self.print(&shown);
@@ -200,14 +208,14 @@ impl Terminal {
         }
     }
 
-    /// The fields of a step's line, the most important first.
+    /// The fields of a step's line.
     fn fields(&self, line: &Line) -> Vec<Field> {
         let mut fields = Vec::new();
         if let Some(seconds) = line.get(keys::TIME_STEP_S) {
-            fields.push((format!("{:>6}", duration(seconds)), false));
+            fields.push((format!("{:>6}", duration(seconds)), Need::High));
         }
         if let Some(rate) = line.get(keys::TOKENS_PER_S) {
-            fields.push((format!("{:>5} {}", count(rate), self.ink.dim("tok/s")), false));
+            fields.push((format!("{:>5} {}", count(rate), self.ink.dim("tok/s")), Need::Medium));
         }
         let named = |key: &str, label: &str, value: f64| {
             let shown = format!("{:>7}", value_of(key, value));
@@ -219,18 +227,21 @@ impl Terminal {
             format!("{} {inked}", self.ink.dim(label))
         };
         let has_reward = line.get(keys::REWARD_MEAN).is_some();
-        // Where there is a reward, the loss and the gradient's norm say little.
+        // With a reward, the loss and the gradient norm are not informative.
         let is_shown = |key: &str| !has_reward || ![keys::LOSS, keys::GRAD_NORM].contains(&key);
-        let field =
-            |&(key, label): &(&str, &str)| Some((named(key, label, line.get(key).filter(|_| is_shown(key))?), false));
+        let field = |&(key, label, need): &(&str, &str, Need)| {
+            Some((named(key, label, line.get(key).filter(|_| is_shown(key))?), need))
+        };
         fields.extend(COLUMNS.iter().filter_map(field));
-        fields.extend(phase_shares(line).map(|shares| (self.ink.dim(&shares), false)));
-        fields.extend(gap(line).map(|gap| (named(keys::LOGPROB_GAP_MAX, "gap", gap), true)));
-        fields.extend(COLUMNS_BEHIND_SHARES.iter().filter_map(field));
+        fields.extend(phase_shares(line).map(|shares| (self.ink.dim(&shares), Need::Low)));
+        // The other values mean nothing unless sampling and training agree, so a gap that is not 0 always stays.
+        let need = |gap| if gap == 0.0 { Need::Low } else { Need::Always };
+        fields.extend(gap(line).map(|gap| (named(keys::LOGPROB_GAP_MAX, "gap", gap), need(gap))));
+        fields.extend(COLUMNS_LAST.iter().filter_map(field));
         fields
     }
 
-    /// The line of an evaluation. Where no rows live below it, it also shows how the training went so far.
+    /// Prints the line of an evaluation. Without live rows below, it also shows the curves so far.
     pub fn eval(&self, line: &Line, curves: &Curves) {
         let mut fields = Vec::new();
         let of = |eval: bool| curves.all().filter(move |(key, ..)| keys::is_eval(key) == eval);
@@ -238,9 +249,9 @@ impl Terminal {
             let spark = self.ink.spark(&sparkline(values, EVAL_SPARK_COLUMNS));
             if let Some(value) = line.get(key) {
                 let value = self.ink.bold(&format!("{:>6}", value_of(key, value)));
-                fields.push((format!("{} {value} {spark}", self.ink.dim(label)), false));
+                fields.push((format!("{} {value} {spark}", self.ink.dim(label)), Need::High));
             } else if self.rows.is_none() && !spark.is_empty() && !keys::is_eval(key) {
-                fields.push((format!("{} {spark}", self.ink.dim(label)), false));
+                fields.push((format!("{} {spark}", self.ink.dim(label)), Need::High));
             }
         }
         self.print_line("eval", line.step, fields);
@@ -304,7 +315,7 @@ impl Terminal {
         self.print(&out);
     }
 
-    /// The end of a run: how each curve went, and rows of labels and values.
+    /// Prints the end of a run: the curves, and rows of labels and values.
     pub fn final_summary(&self, steps: u64, seconds: f64, curves: &Curves, rows: &[(String, String)]) {
         if let Some(rows) = &self.rows {
             rows.clear();
@@ -337,8 +348,8 @@ fn value_of(key: &str, value: f64) -> String {
     }
 }
 
-/// How far log-probabilities of one and the same token are apart in this step: the larger of the gaps before the update and
-/// behind the sampler. One that is not a number is seen.
+/// The difference between log-probabilities of the same token in this step: the larger of the gap before the update and
+/// the gap after sampling. NaN counts as larger, so that it is seen.
 fn gap(line: &Line) -> Option<f64> {
     let gaps = [keys::LOGPROB_GAP_MAX, keys::SAMPLER_GAP_MAX].into_iter().filter_map(|key| line.get(key));
     gaps.reduce(|a, b| if a.is_nan() || a > b { a } else { b })

@@ -3,14 +3,14 @@
 use std::borrow::Borrow;
 use std::ffi::CString;
 
-/// The host name as the kernel has it; `localhost` where it has none.
+/// The host name of the kernel, or `localhost` if it has none.
 pub fn name() -> String {
     let text = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name = text.trim();
     if name.is_empty() { "localhost".to_string() } else { name.to_string() }
 }
 
-/// Seconds by a clock of the system, such as `libc::CLOCK_MONOTONIC` or `libc::CLOCK_THREAD_CPUTIME_ID`.
+/// The time in seconds of a system clock, such as `libc::CLOCK_MONOTONIC` or `libc::CLOCK_THREAD_CPUTIME_ID`.
 pub fn clock_s(clock: libc::clockid_t) -> f64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `now` is a valid timespec, and the kernel writes nothing else.
@@ -18,26 +18,31 @@ pub fn clock_s(clock: libc::clockid_t) -> f64 {
     now.tv_sec as f64 + now.tv_nsec as f64 * 1e-9
 }
 
-/// The upper median of measured numbers; NaN where there is none.
+/// The upper median of measured numbers, or NaN without numbers.
 pub fn median(values: impl IntoIterator<Item: Borrow<f64>>) -> f64 {
     let mut sorted: Vec<f64> = values.into_iter().map(|x| *x.borrow()).collect();
     sorted.sort_unstable_by(f64::total_cmp);
     sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// `seconds` since 1970-01-01T00:00Z by a format of the C library's `strftime`, in UTC.
+/// Formats `seconds` since 1970-01-01T00:00Z in UTC with the C library's `strftime`.
 pub fn strftime(format: &str, seconds: i64) -> String {
     format_time(format, seconds, false)
 }
 
-/// The time of day here, as `14:05:31`.
+/// The local time of day, as `14:05:31`.
 pub fn time_of_day() -> String {
     format_time("%H:%M:%S", clock_s(libc::CLOCK_REALTIME) as i64, true)
 }
 
+/// The date and the time of day here, as `2026-11-28 14:05:31`.
+pub fn date_and_time() -> String {
+    format_time("%F %T", clock_s(libc::CLOCK_REALTIME) as i64, true)
+}
+
 fn format_time(format: &str, seconds: i64, is_local: bool) -> String {
     let Ok(c_format) = CString::new(format) else { return format.to_string() };
-    // A width in the format can ask for more than this: then nothing is written.
+    // A width in the format can exceed this: then nothing is written.
     let mut text = vec![0u8; 256 + 64 * format.len()];
     // SAFETY: an all-zero tm is a value that these functions fill; strftime writes at most the given length and returns how much.
     let length = unsafe {

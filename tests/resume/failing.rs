@@ -5,7 +5,8 @@ use rlhf_hpc::checkpoint::newest;
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// Scores by length; fails on one rank, or alone, after as many calls as stand in the file `fails` beside it, while that is there.
+/// A reward by length. While the file `fails` is next to it, it fails on one rank, or alone, after the number of calls
+/// in that file.
 const REWARD: &str = r#"
 import os
 calls = 0
@@ -17,7 +18,7 @@ def reward_func(queries, prompts, labels, **kwargs):
     return [len(q) - len(p) + 0.5 for q, p in zip(queries, prompts)]
 "#;
 
-/// A job whose Python reward fails when told to, by the path that is returned.
+/// A job whose Python reward fails while the file at the returned path exists.
 fn with_reward(job: Job) -> (Job, PathBuf) {
     let dir = place().join(format!("reward-{}", job.dir.file_name().expect("named").to_string_lossy()));
     std::fs::create_dir_all(&dir).expect("writes");
@@ -47,6 +48,7 @@ fn a_reward_that_fails_on_one_rank_ends_the_run_with_a_checkpoint_and_the_rerun_
     );
     let log = String::from_utf8(job.read("logs/rank-1.log")).expect("text");
     assert!(log.contains("the scorer is out of tea"), "{log}");
+    assert!(log.starts_with("[20") && log.as_bytes()[5] == b'-', "a date that people can read: {log}");
     let saved = newest(&job.checkpoints()).expect("whole").expect("it was saved although none was due");
     assert!(saved.file("work.bin").is_ok() && saved.manifest.step >= 2, "step {}", saved.manifest.step);
     assert_eq!(saved.manifest.step, job.metrics().len() as u64, "no finished step is lost");
@@ -80,7 +82,7 @@ fn nothing_is_learned_from_the_groups_of_responses_that_a_reward_fails_on_where_
     let of = |name: &str, ranks| Job::ppo(name).on(ranks).with(sets).set("reward.python=reward-drops/reward.py".into());
     let alone = of("drops-1", 0);
     let ended = alone.run();
-    let is_said = ended.stderr.contains("samples are dropped, as a reward failed on ");
+    let is_said = ended.stderr.contains("samples, because a reward failed on ");
     assert!(ended.code == Some(0) && is_said && ended.stderr.contains("not this one"), "{}", ended.stderr);
     let mut all = 0.0;
     for line in alone.metrics() {
@@ -126,14 +128,17 @@ fn rows_beyond_the_context_are_refused_before_the_first_step() {
     std::fs::write(place().join("long.jsonl"), row).expect("writes");
     let data = "data.prompts=[\"long.jsonl\"] data.prompt_split= data.eval_split=";
     for job in [Job::ppo("long-prompt").on(2).with(data), Job::sft("long-row").with(data)] {
-        job.run().assert(65, &["error: 1 rows do not fit the model's context of 256 tokens", "hint: set data."]);
+        job.run().assert(65, &["error: 1 row does not fit the model's context of 256 tokens", "hint: set data."]);
         assert!(job.metrics().is_empty());
     }
     with_context("near", 64);
     for role in ["reference", "critic"] {
         let sets = format!("model.{role}=near data.prompt_tokens_max=20 rollout.response_tokens_max=50");
         let job = Job::ppo(&format!("near-{role}")).with(&sets);
-        job.run().assert(65, &[&format!("rows of 70, model.{role} has a context of 64"), "hint: lower data."]);
+        job.run().assert(
+            65,
+            &["rows may have 70 tokens", &format!("model.{role} has a context of 64"), "hint: lower data."],
+        );
     }
     Job::ppo("long-cut")
         .with(data)
