@@ -1,8 +1,8 @@
-//! Puts the kernels into the binary: the sources of `cuda/` always, and cubins of them where there is a compiler.
+//! Embeds the kernels in the binary: always the sources of `cuda/`, and their cubins if there is a compiler.
 //!
 //! The compiler is the nvcc that RLHF_NVCC names, else the NVRTC that RLHF_NVRTC names, else the nvcc of CUDA_HOME,
-//! CUDA_PATH, PATH or /usr/local/cuda. RLHF_REQUIRE_NVCC=1 ends the build where no nvcc is found. What was compiled once is
-//! compiled again only when a source changes.
+//! CUDA_PATH, PATH or /usr/local/cuda. RLHF_REQUIRE_NVCC=1 ends the build if no nvcc is found. Cubins are compiled
+//! again only when a source changes.
 
 #[path = "src/device/cuda/nvrtc.rs"]
 mod nvrtc;
@@ -29,11 +29,11 @@ struct Source {
     name: String,
     path: String,
     text: String,
-    /// Whether it holds kernels, rather than what they share.
+    /// Whether it holds kernels, rather than code that they share.
     is_unit: bool,
 }
 
-/// A cubin that was made: its source, its architecture, its file, and what the compiler said.
+/// A compiled cubin: its source, its architecture, its file, and the compiler's report.
 struct Made<'a> {
     source: &'a str,
     arch: &'a str,
@@ -55,7 +55,7 @@ fn main() {
     let required = setting("RLHF_REQUIRE_NVCC").is_some_and(|value| value != "0");
     let compiler = find();
     if required && !matches!(compiler, Ok(Compiler::Nvcc { .. })) {
-        fail("RLHF_REQUIRE_NVCC is set, but there is no nvcc: name it with RLHF_NVCC");
+        fail("RLHF_REQUIRE_NVCC is set, but nvcc was not found: set RLHF_NVCC to its path");
     }
     let (made, words) = match compiler.and_then(|compiler| Ok((compile(&compiler, &sources, &out)?, compiler.name()))) {
         Ok(done) => done,
@@ -71,8 +71,8 @@ fn main() {
     fs::write(out.join("embedded.rs"), tables(&sources, &made, &words)).expect("OUT_DIR can be written");
 }
 
-/// Why a build without CUDA carries no cubins.
-const NONE: &str = "the machine that built it had no nvcc";
+/// The reason why a build without CUDA has no cubins.
+const NONE: &str = "the build machine had no nvcc";
 
 fn fail(why: &str) -> ! {
     for line in why.lines() {
@@ -85,7 +85,7 @@ fn setting(name: &str) -> Option<String> {
     env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-/// Files of `cuda/`, in order of their names.
+/// The files of `cuda/`, sorted by name.
 fn sources(dir: &Path) -> Vec<Source> {
     let mut sources = Vec::new();
     for entry in fs::read_dir(dir).expect("cuda/").flatten() {
@@ -103,7 +103,7 @@ fn sources(dir: &Path) -> Vec<Source> {
     sources
 }
 
-/// The compiler to take. `NONE` where there is none.
+/// The compiler to use. The error is `NONE` if there is none.
 fn find() -> Result<Compiler, String> {
     if let Some(path) = setting("RLHF_NVCC") {
         return nvcc(PathBuf::from(path));
@@ -121,11 +121,11 @@ fn find() -> Result<Compiler, String> {
 fn nvcc(path: PathBuf) -> Result<Compiler, String> {
     let text = run(Command::new(&path).arg("--version"))?;
     let version = text.split_whitespace().filter_map(|word| word.strip_prefix('V')).next_back();
-    let version = version.unwrap_or("of an unknown version").to_owned();
+    let version = version.unwrap_or("(unknown version)").to_owned();
     Ok(Compiler::Nvcc { path, version })
 }
 
-/// What a command writes.
+/// The output of a command.
 fn run(command: &mut Command) -> Result<String, String> {
     let out = command.output().map_err(|e| format!("{}: {e}", command.get_program().display()))?;
     let said = [out.stdout, out.stderr].concat();
@@ -141,7 +141,7 @@ impl Compiler {
         }
     }
 
-    /// Writes the cubin of `source` for `arch` to `to`, and says what it takes.
+    /// Writes the cubin of `source` for `arch` to `to`, and returns the compiler's report of its resources.
     fn compile(&self, source: &Source, headers: &[(&str, &str)], arch: &str, to: &Path) -> Result<String, String> {
         match self {
             Self::Nvcc { path, .. } => {
@@ -161,7 +161,7 @@ impl Compiler {
     }
 }
 
-/// Cubins of all sources, several at a time.
+/// Compiles the cubins of all sources, several at a time.
 fn compile<'a>(compiler: &Compiler, sources: &'a [Source], out: &Path) -> Result<Vec<Made<'a>>, String> {
     let headers: Vec<(&str, &str)> =
         sources.iter().filter(|source| !source.is_unit).map(|source| (&source.name[..], &source.text[..])).collect();
@@ -189,7 +189,7 @@ fn compile<'a>(compiler: &Compiler, sources: &'a [Source], out: &Path) -> Result
     let threads = setting("NUM_JOBS").and_then(|n| n.parse().ok()).unwrap_or(1).clamp(1, jobs.len().max(1));
     let lists: Result<Vec<Vec<Made>>, String> = std::thread::scope(|scope| {
         let running: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        running.into_iter().map(|thread| thread.join().expect("the compiler's messages come as errors")).collect()
+        running.into_iter().map(|thread| thread.join().expect("the compiler's messages are errors")).collect()
     });
     let mut made: Vec<Made> = lists?.into_iter().flatten().collect();
     made.sort_by_key(|made| (made.source, made.arch));
@@ -221,7 +221,8 @@ fn tables(sources: &[Source], made: &[Made], words: &str) -> String {
     text
 }
 
-/// What each kernel takes, as a table in Markdown, from what `ptxas -v` reports below its name; nothing where no compiler told.
+/// The resources of each kernel, as a Markdown table, from the report of `ptxas -v` below its name; empty if no
+/// compiler reported any.
 fn resources(sources: &[Source], made: &[Made], words: &str) -> String {
     let mut rows = HashMap::new();
     for Made { arch, report, .. } in made {
@@ -240,15 +241,15 @@ fn resources(sources: &[Source], made: &[Made], words: &str) -> String {
     let units = sources.iter().filter(|source| source.is_unit);
     let places = units.flat_map(|source| kernels(&source.text)).flat_map(|kernel| ARCHS.map(|arch| (kernel, arch)));
     format!(
-        "# What the kernels take\n\n\
-         As ptxas reports it, {words}. Registers of a thread; shared memory of a block in bytes, beside what a launch asks \
-         for;\nthe stack of a thread and spilled registers in bytes. `bench/kernels-resources.sh` writes this file.\n\n\
+        "# Kernel resources\n\n\
+         As reported by ptxas, {words}. Registers per thread, static shared memory per block in bytes, and the stack \
+         and spilled\nregisters per thread in bytes. `bench/kernels-resources.sh` writes this file.\n\n\
          | kernel | architecture | registers | shared | stack | spills |\n|---|---|---:|---:|---:|---:|\n{}",
         places.filter_map(|place| rows.remove(&place)).collect::<String>()
     )
 }
 
-/// The number that stands before `words`, where they occur last; 0 where they do not occur.
+/// The number before the last occurrence of `words`; 0 if there is none.
 fn before(text: &str, words: &str) -> u32 {
     let place = text.rfind(words).map(|at| &text[..at]);
     place.and_then(|text| text.split_whitespace().next_back()?.parse().ok()).unwrap_or(0)

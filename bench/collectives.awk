@@ -21,7 +21,7 @@ csv {
 {
     if (field($0, "ranks") != ranks) {
         ranks = field($0, "ranks")
-        printf "\n## %s ranks%s\n", ranks, field($0, "oversubscribed") == "true" ? " (more than cores: every wait is for a turn of a core too)" : ""
+        printf "\n## %s ranks%s\n", ranks, field($0, "oversubscribed") == "true" ? " (more than cores: each wait includes waiting for a core)" : ""
         print "\n| operation | bytes | ours, us | MPI, us | ours, GB/s | MPI, GB/s | ours / MPI |\n|---|---|---|---|---|---|---|"
     }
     printf "| %s | %d | %.1f | %.1f | %.3f | %.3f | %.2f |\n", field($0, "op"), field($0, "bytes"), field($0, "ours_us"),

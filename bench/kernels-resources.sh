@@ -7,6 +7,6 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 ensure_nvcc
 export RLHF_REQUIRE_NVCC=1
 build "$root"
-# Where there is a GPU, too, the compiler tells of both architectures.
+# Hides a GPU, so that the compiler's report covers both architectures.
 RLHF_CUDA_LIB=/nowhere "$RLHF_HPC" info --kernels >"$root/bench/resources.md.partial"
 mv "$root/bench/resources.md.partial" "$root/bench/resources.md"

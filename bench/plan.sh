@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Compares what `plan` predicts with what runs measure, on this machine's CPUs: peak memory above the start-up baseline, and the
-# seconds of a step.
+# Compares the predictions of `plan` with measured runs on this machine's CPUs: peak memory above the start-up baseline,
+# and seconds per step.
 #
 #   bench/plan.sh [CASE ...]        cases: the names below; all of them take about 20 minutes on two cores
 #
-# Every case is a job on a new model with random weights, of 500 MB and more a rank: plan --json, then the run of a few
-# steps. Baseline: what is resident when the run begins, before its models (memory_start_bytes in metrics.jsonl).
-# STEPS (3): measured steps after one that warms up. WORK (target/bench-plan): where everything is made.
+# Every case is a job on a new model with random weights, of 500 MB and more per rank: plan --json, then a run of a few
+# steps. Baseline: the resident memory at the start of the run, before its models (memory_start_bytes in metrics.jsonl).
+# STEPS (3): measured steps after one warm-up step. WORK (target/bench-plan): the working directory.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root="$PWD"
@@ -21,11 +21,11 @@ export OMPI_MCA_mpi_yield_when_idle=1
 mixed_sft='data.prompts=["mixed-sft.jsonl"] data.row_tokens_max=600'
 mixed_ppo='data.prompts=["mixed-ppo.jsonl"] data.prompt_tokens_max=320 ppo.microbatch_tokens_max=2048'
 
-# State that waits in files is read when it is saved.
+# Offloaded state in files is read when it is saved.
 saving='checkpoint.every_steps=1 checkpoint.keep_last=1'
 
-# name ranks layers width mlp heads kv vocabulary job overrides...; a name that begins with qwen3 is of a model of that
-# family (norms of queries and keys, a head dim of its own), others of Llama
+# name ranks layers width mlp heads kv vocabulary job overrides...; a name that begins with qwen3 is a model of that
+# family (norms of queries and keys, a head dim of its own), others are Llama models
 cases="
 small-f32      1 4 512 1408 8 8 8192    ppo
 ppo-f32        1 8 768 2048 12 4 16000  ppo
@@ -119,14 +119,14 @@ measure() { # name ranks model kind overrides...; sets predicted_b predicted_s p
   [ "$ranks" = 1 ] || launch=(mpirun --allow-run-as-root --oversubscribe --bind-to none -n "$ranks")
   "${launch[@]}" "$ours" plan "$name.toml" "$@" --json > "$name.plan.json"
   "${launch[@]}" "$ours" run "$name.toml" "$@" > "$name.log" 2>&1 || { tail -3 "$name.log" >&2; return 1; }
-  # Other work on the machine comes and goes: the plan measures before and after the run.
+  # Other load on the machine varies: the plan measures before and after the run.
   "${launch[@]}" "$ours" plan "$name.toml" "$@" --json > "$name.after.json"
   predicted_b=$(value resident_bytes < "$name.plan.json")
   predicted_s=$(cat "$name.plan.json" "$name.after.json" | grep -o '"chosen":{"fits":true,"step_s":[0-9.e+-]*' |
     sed 's/.*://' | awk '{ sum += $1 } END { print sum / NR }')
   peak_b=$(tail -1 "run-$name/metrics.jsonl" | value memory_peak_bytes)
   start_b=$(tail -1 "run-$name/metrics.jsonl" | value memory_start_bytes)
-  # Weights take more room than all that is looked at.
+  # Frees disk space: weights are much larger than the other files.
   rm -rf "run-$name/checkpoints" "run-$name/export"
   step_s=$(tail -n "$steps" "run-$name/metrics.jsonl" | grep -o '"time_step_s":[0-9.e+-]*' | cut -d: -f2 | sort -g |
     awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }')
@@ -137,7 +137,8 @@ if [ ! -d tokenizer ]; then
   "$ours" tokenizer corpus.jsonl --vocabulary 264 --out tokenizer
 fi
 if [ ! -f rows.jsonl ]; then
-  # Long enough for every row to be cut to the same length; no two begin alike, as pages of keys that rows share are taken once.
+  # Long enough for every row to be cut to the same length. No two begin alike, as rows share equal pages of the KV
+  # cache.
   for i in $(seq 256); do
     text=$(printf 'What is %s? ' $(seq $((99 + i)) $((159 + i))))
     printf '{"prompt": "%s", "response": "%s"}\n' "$text" "$text"

@@ -1,9 +1,9 @@
-//! GFLOP/s of the three products against the peak of the multiply-add, measured in turn with them in the same run.
+//! GFLOP/s of the three GEMMs compared with the multiply-add peak, measured in turn in the same run.
 //!
 //! `cargo run --release --example bench-products [seconds per figure] [n,k ...]`
 //!
-//! Medians, for a machine of one's own; RLHF_BENCH=best takes the best batch instead, for one that others use too.
-//! RLHF_ROWS=m measures one batch size only. RLHF_THREADS=1 measures one thread, by its processor time.
+//! Reports medians, for a machine without other users. RLHF_BENCH=best reports the best batch instead, for a shared
+//! machine. RLHF_ROWS=m measures one batch size only. RLHF_THREADS=1 measures one thread, by its processor time.
 
 use rlhf_hpc::device::cpu::peak;
 use rlhf_hpc::device::cpu::pool::{pool, set_threads};
@@ -22,7 +22,7 @@ fn typical(mut v: Vec<f64>) -> f64 {
     if std::env::var("RLHF_BENCH").as_deref() == Ok("best") { v[v.len() - 1] } else { v[v.len() / 2] }
 }
 
-/// Seconds: of the wall, or with a single thread of its processor time, which others do not disturb.
+/// Seconds of wall time, or of processor time with a single thread: other processes do not disturb that.
 fn seconds() -> f64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     let clock = if pool().threads() == 1 { libc::CLOCK_THREAD_CPUTIME_ID } else { libc::CLOCK_MONOTONIC };
@@ -51,7 +51,7 @@ fn rate(budget: f64, flops: f64, bf16: bool, f: &mut dyn FnMut()) -> (f64, f64) 
     (typical(rates), typical(peaks))
 }
 
-/// The head, and what only streams memory: shares of the multiply-add peak, and bytes a second.
+/// Measures the head, and operations that only stream memory: shares of the multiply-add peak, and bytes per second.
 fn others(budget: f64) {
     for (t, k, v) in [(2048, 256, 2048), (2048, 512, 8192), (512, 512, 151_936)] {
         let w = filled(Layout::Panel.len(v, k));

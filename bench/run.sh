@@ -3,11 +3,11 @@
 #
 #   bench/run.sh [tiny|small|all|collectives]        about 12 minutes for all
 #
-# Writes bench/runs/<date>-<cpu>/README.md, raw.csv, kernels.txt and, for all, collectives.md and collectives.csv (ours
-# and MPI's own calls on 2 and 4 ranks, needs mpirun); for collectives only these two. Peers need a Python with torch and transformers
-# (PEER_PYTHON=/path/to/python; python3 otherwise) and are skipped where it has none.
-# ROUNDS (3), THREADS (2), DTYPES ("f32 bf16"), REPEATS of ours in a round (3), OUT (the folder to write), LIMIT_S (540):
-# no second or third round begins later than that many seconds (for f32, half as many) after the start.
+# Writes bench/runs/<date>-<cpu>/README.md, raw.csv, kernels.txt and, for all, collectives.md and collectives.csv (our
+# calls and MPI's own on 2 and 4 ranks, needs mpirun). For collectives it writes only these two. Peers need a Python
+# with torch and transformers (PEER_PYTHON=/path/to/python; default: python3) and are skipped without them. Settings:
+# ROUNDS (3), THREADS (2), DTYPES ("f32 bf16"), REPEATS of ours in a round (3), OUT (the folder to write), LIMIT_S
+# (540): no second or third round begins later than that many seconds (for f32, half as many) after the start.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -96,7 +96,7 @@ run_peer() { # round size dtype task script
     [ -n "$versions" ] || return 0
     local chosen="" known
     echo "round $1: torch, $2 $3 $4" >&2
-    # The first round tries every variant (attention, chunk), the others the one that was the fastest.
+    # The first round tries every variant (attention, chunk), the others only the fastest one.
     known="$(awk -F'\t' -v size="$2" -v task="$4" '$2 == "torch" && $3 == size && $4 == task { print $5 }' "$lines" |
         grep "\"dtype\": \"$3\"" | head -1)"
     [ -n "$known" ] || known="$(awk -F'\t' -v size="$2" -v task="$4" '$2 == "torch" && $3 == size && $4 == task { print $5 }' "$lines" | head -1)"
@@ -105,7 +105,7 @@ run_peer() { # round size dtype task script
     [ "$4" = logprobs ] && given=""
     # shellcheck disable=SC2086
     timeout 240 "$python" "bench/peers/$5.py" $given $chosen --dtype "$3" --threads "$threads" --repeats 1 2>/dev/null |
-        keep "$1" torch "$2" "$4" || echo "    it failed or took more than 240 s" >&2
+        keep "$1" torch "$2" "$4" || echo "    the run failed or took more than 240 s" >&2
 }
 
 load_before="$(cut -d' ' -f1-3 /proc/loadavg)"
@@ -117,7 +117,7 @@ for dtype in $dtypes; do
     [ "$dtype" = f32 ] && latest=$((limit / 2))
     for round in $(seq 1 "$last"); do
         if [ "$round" -gt 1 ] && [ $(($(date +%s) - begin)) -gt "$latest" ]; then
-            echo "$dtype: $((round - 1)) of $last rounds, as time is up" >&2
+            echo "$dtype: $((round - 1)) of $last rounds, as the time limit is reached" >&2
             break
         fi
         for size in $sizes; do
@@ -148,12 +148,12 @@ awk -F'\t' -v rounds_csv=1 -f bench/table.awk "$lines" >"$raw"
     echo "- load average before and after: $load_before; $load_after"
     echo "- ours: commit $(git rev-parse --short HEAD 2>/dev/null)$(git diff --quiet HEAD 2>/dev/null || echo ' with changes'), $("$ours" --version), $(rustc --version 2>/dev/null | cut -d' ' -f1-2)"
     echo "- peers: ${versions:-none (no torch here)}, as installed; the fastest of their attentions and chunk sizes"
-    echo "- $threads threads each, in turn, up to $rounds rounds (bf16: 2; as \`raw.csv\` has them), $seconds s in all; medians over the rounds"
+    echo "- $threads threads each, in turn, up to $rounds rounds (bf16: 2; see \`raw.csv\`), $seconds s in all; medians over the rounds"
     echo
     awk -F'\t' -f bench/table.awk "$lines"
     echo
-    echo "A share is of the shortest time possible: the larger of FLOPs / peak of multiply-adds and bytes / read bandwidth, with the"
-    echo "peaks measured between the repeats of the same process; what is counted stands at the top of \`src/cli/bench/cost.rs\`."
+    echo "Shares are of the shortest possible time: the larger of FLOPs / multiply-add peak and bytes / read bandwidth. The peaks are"
+    echo "measured between the repeats of the same process. The counts are defined at the top of \`src/cli/bench/cost.rs\`."
     echo "Every run is a row of \`raw.csv\`; single operations are in \`kernels.txt\`. Made by \`bench/run.sh $which\`."
 } >"$out/README.md"
 cat "$out/README.md"

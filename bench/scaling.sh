@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# How a PPO step scales over ranks: measured on 1 and 2 ranks with a core each, modelled beyond.
+# The scaling of a PPO step over ranks: measured on 1 and 2 ranks with a core each, modelled beyond.
 #
 #   bench/scaling.sh            about 6 minutes on two cores; prints two tables in Markdown
 #
-# Measured: one job (random weights, 8 layers of width 512, 32 x (96 + 96) tokens) on 1 rank and on 2 ranks, one thread each,
-# the layouts of 2 ranks in turn with the single rank before each, ROUNDS (3) times; medians of steps after the first.
-# Efficiency: seconds on 1 rank / (ranks x seconds on `ranks` ranks). Modelled: the verb plan, for more ranks of this
-# machine's cores with the network that --network-gb-s says, and for the reference workload on A800-80G.
-# RLHF_HPC: the binary. WORK (target/bench-scaling): where everything is made.
+# Measured: one job (random weights, 8 layers of width 512, 32 x (96 + 96) tokens) on 1 rank and on 2 ranks, one thread
+# each, the layouts of 2 ranks in turn with the single rank before each, ROUNDS (3) times; medians of steps after the
+# first. Efficiency: seconds on 1 rank / (ranks x seconds on `ranks` ranks). Modelled: the verb plan, for more ranks of
+# this machine's cores with the network speed of --network-gb-s, and for the reference workload on A800-80G. RLHF_HPC:
+# the binary. WORK (target/bench-scaling): the working directory.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root="$PWD"
@@ -101,7 +101,7 @@ for _ in $(seq "$rounds"); do
 done
 
 of() { median < "$1.$2"; }
-echo "Measured, a core a rank, load $(cut -d' ' -f1 /proc/loadavg) after:"
+echo "Measured, one core per rank, load $(cut -d' ' -f1 /proc/loadavg) after:"
 echo
 echo "| layout | ranks | step s | rollout s | train s | exposed communication s | efficiency of the step | of rollout | of training |"
 echo "|---|---|---|---|---|---|---|---|---|"

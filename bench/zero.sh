@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Measures memory by stage of ZeRO: predicted (verb `plan`) and measured bytes a rank, for stages 0 to 3 on 1, 2 and 4 ranks.
+# Measures memory by ZeRO stage: predicted (verb `plan`) and measured bytes per rank, for stages 0 to 3 on 1, 2 and 4
+# ranks.
 #
 #   bench/zero.sh            about 10 minutes on two cores
 #
-# One sft job on generated rows with a model of about 100 million random f32 weights. Writes OUT/zero.md and OUT/zero.csv
-# (OUT: bench/runs/<date>-<cpu>-zero). RANKS ("1 2 4"), STAGES ("0 1 2 3"), DTYPE (f32), STEPS (3), SETS (more overrides).
-# Ranks beyond the cores share them: their times say nothing, their memory does. Needs mpirun and python3.
+# One sft job on generated rows with a model of about 100 million random f32 weights. Writes OUT/zero.md and
+# OUT/zero.csv (OUT: bench/runs/<date>-<cpu>-zero). RANKS ("1 2 4"), STAGES ("0 1 2 3"), DTYPE (f32), STEPS (3), SETS
+# (more overrides). If there are more ranks than cores, times are meaningless, but memory is not. Needs mpirun and
+# python3.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -78,11 +80,11 @@ done
 
 cd - >/dev/null
 {
-    echo "# Memory by stage of ZeRO on $cpu, $(date +%F)"
+    echo "# Memory by ZeRO stage on $cpu, $(date +%F)"
     echo
     echo "- commit $(git rev-parse --short HEAD 2>/dev/null)$(git diff --quiet HEAD 2>/dev/null || echo ' with changes'), $("$ours" --version); load average before and after: $load_before; $(cut -d' ' -f1-3 /proc/loadavg)"
-    echo "- sft, $steps steps, $dtype, 1 thread a rank, about 100 million parameters (Llama shape: width 768, 12 layers, vocabulary 16000); 32 rows of about 250 tokens a step, at most 1024 tokens a micro-batch"
-    echo "- MiB of the fullest rank. Predicted by \`plan\`; tensors: peak use of the arena; resident: peak resident memory above that of the same program with a tiny model, less that one's tensors"
+    echo "- sft, $steps steps, $dtype, 1 thread per rank, about 100 million parameters (Llama shape: width 768, 12 layers, vocabulary 16000); 32 rows of about 250 tokens per step, at most 1024 tokens per micro-batch"
+    echo "- MiB of the rank that uses most. Predicted by \`plan\`; tensors: peak use of the arena; resident: peak resident memory above that of the same program with a tiny model, without that model's tensors"
     [ -z "$sets" ] || echo "- overrides: $sets"
     echo
     python3 bench/zero.py "$work" "$out/zero.csv" "$ranks" "$stages"

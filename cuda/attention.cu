@@ -2,7 +2,7 @@
 #include "attention.cuh"
 #include "key_segments.cuh"
 
-// What becomes of o: bf16, f32, or f32 merged with the result that (o, lse) hold over other keys.
+// The form of o: bf16, f32, or f32 merged with the result that (o, lse) hold over other keys.
 #define ROUND 0
 #define MERGE 2
 
@@ -57,7 +57,7 @@ DEVICE void softmax(float (&s)[M][N][4], float (&largest)[M][2], float (&sums)[M
 }
 
 // o = o / sum and lse; merged, where that is asked for, by l = ln(exp l0 + exp l1), o = exp(l0 - l) o0 + exp(l1 - l) o1.
-// `by` becomes the factor of the warp's rows, `held` that of what stands in o.
+// `by` becomes the factor of the warp's rows, `held` the factor of the values in o.
 template <int M>
 DEVICE void finish(const float (&largest)[M][2], const float (&sums)[M][2], float (&by)[M][2], float (&held)[M][2],
                    float scale, float* lse, i32 heads, i32 rows, bool merge) {
@@ -112,7 +112,7 @@ DEVICE bool end_run(float (&out)[M][E / 8][4], float (&largest)[M][2], float (&s
 }
 
 // Each warp takes 16 M rows of the tile, all walk the keys in blocks of 8 N, aligned to the first key of the span, ascending.
-// While scores are computed the values come, then the next keys. Of the run `from` .. `to` alone.
+// While scores are computed the values are copied, then the next keys. Only keys of the run `from` .. `to` are used.
 template <int E, int M, int N>
 DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const Tile* tiles, i32 first, i32 heads, i32 group,
                     i32 window, float scale, void* o, float* lse, i32 form, i32 from, i32 to, float* before) {
@@ -164,8 +164,8 @@ DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const Tile* til
         for (int m = 0; m < M; m++) pack_rows(p[m], s[m]);
         accumulate<E, M, N / 2>(out, p, v_tile);
     }
-    // Read again, so that the loop need not keep it in registers; behind a barrier, so that the compiler moves nothing of what
-    // follows into the loop.
+    // Read again, so that the loop need not keep it in registers. The barrier before it keeps the compiler from moving
+    // later code into the loop.
     copy_wait<0>();
     SYNC_BLOCK();
     tile = *tiles;

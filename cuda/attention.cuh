@@ -1,5 +1,5 @@
-// What forward and backward attention share: which rows and keys a block works on, tiles of rows in shared memory, products
-// of such tiles, and the way of accumulators back to memory.
+// Code that forward and backward attention share: the rows and keys of a block, tiles of rows in shared memory,
+// products of such tiles, and the way of accumulators back to memory.
 //
 // Warps hold rows of their own in registers (16 M of them) and walk tiles that all warps of the block read.
 // In shared memory the rows of a tile lie E + 8 values apart: an odd number of 16 bytes, so that the eight rows which
@@ -162,7 +162,7 @@ template <int E, int M> DEVICE void store_rows(const float (&x)[M][E / 8][4], bf
     }
 }
 
-// to = held to + x, as f32, for the warp's first `rows` rows; where a row's `held` is 0, what stands there is not read.
+// to = held to + x, as f32, for the warp's first `rows` rows; if a row's `held` is 0, its old value is not read.
 template <int E, int M>
 DEVICE void add_rows(const float (&x)[M][E / 8][4], const float (&held)[M][2], float* to, i32 stride, i32 rows) {
     int lane = lane_id();

@@ -1,20 +1,21 @@
-// The backward of attention: what a block does with its keys.
+// The backward of attention: the work of a block on its keys.
 #pragma once
 #include "attention.cuh"
 
 #define BACKWARD_THREADS 256
-// The thread that tells other blocks: of a warp that waits for none.
+// The thread that signals other blocks. It belongs to a warp that waits for none.
 #define TELLER 224
 // Rows of a step, and of a step that one warp has scores of.
 #define ROWS 64
 #define HALF 32
 
-// What becomes of a gradient: bf16, f32, or f32 that is added to what stands there.
+// The form of a gradient: bf16, f32, or f32 that is added to the old value.
 #define ROUND 0
 #define ADD 2
 
-// Keys of a span from its key `at` on, `left` of them to the span's end, and all of its rows. Positions count from the first
-// key here, that of the first row is `past`. Of the span's rows: the first block of counters, and the first eight in `sums`.
+// Keys of a span from its key `at` on, `left` of them to the span's end, and all of its rows. Positions count from the
+// first key here, that of the first row is `past`. For the span's rows: the first block of counters, and the first
+// eight in `sums`.
 struct KeyTile {
     i32 row, rows, past, key_row, left, at, block, eight;
 };
@@ -86,7 +87,7 @@ template <int M> DEVICE void get(u32 (&x)[M][2][4], const bf16* from, int width)
         }
 }
 
-// The place of a tile among those that have a part in the dq of a block of rows: they add in the order of their keys.
+// The place of a tile among the tiles that add to the dq of a block of rows: they add in the order of their keys.
 struct Order {
     u32 before;
     bool last;
@@ -255,19 +256,18 @@ DEVICE void give_keys(float (&sum)[Shape<E>::M][E / 8][4], bf16* tile, i32 base,
     else add_rows<E, M>(sum, held, (float*)to + at, stride, keys - base);
 }
 
-// What a block does: by the order in which blocks start, so that it waits for blocks alone that have started.
+// The work of a block, chosen by the order in which blocks start, so that it only waits for blocks that have started.
 struct Work {
     KeyTile tile;
     i32 kv_head;
     // Whether the tiles before had added when p and ds were there.
     bool ready;
-    // The counter to pass on when dq is given, and what it shall say; of the thread TELLER. In shared memory, as registers are
-    // few.
+    // The counter to set once dq is written, and its value, for the thread TELLER. In shared memory: registers are few.
     i32 told;
     u32 tells;
 };
 
-// Lets the next tile add, behind a barrier.
+// Lets the next tile add; a barrier comes before it.
 DEVICE void tell(Work& work, u32* counters) {
     if (threadIdx.x == TELLER && work.told >= 0) store_release(counters + work.told, work.tells);
 }
@@ -292,7 +292,7 @@ DEVICE void backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_
     bf16* q_tile = v_tile + KEYS * STRIDE;      // SLOTS x (64, E)
     bf16* d_tile = q_tile + SLOTS * TILE;       // SLOTS x (64, E)
     bf16* ds_tile = d_tile + SLOTS * TILE;      // (KEYS, 64)
-    bf16* p_tile = ds_tile + KEYS * ROWS;       // (KEYS, 32): of the later rows
+    bf16* p_tile = ds_tile + KEYS * ROWS;       // (KEYS, 32): the later rows
     float* statistics = (float*)(p_tile + KEYS * HALF);  // 2 x (lse (64), delta (64))
     Work& work = *(Work*)(statistics + 4 * ROWS);
     if (threadIdx.x == 0) take_work(work, tiles, counters, heads / group);
@@ -329,7 +329,7 @@ DEVICE void backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_
     copy(r, head, 0);
     if (threadIdx.x < 2 * ROWS) statistics[threadIdx.x] = read(r, head);
     if (threadIdx.x == TELLER) work.told = -1;
-    // The step behind: of the next head of the group, or of the rows before.
+    // The next step: the next head of the group, or the rows before.
     auto following = [&]() { return head + 1 < group ? head + 1 : 0; };
     auto after = [&]() { return head + 1 < group ? r : r - ROWS; };
     while (r >= first) {
@@ -386,7 +386,7 @@ DEVICE void backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_
         };
         add_queries<E>(ds_tile, k_tile, tile, window, order, wait, sums, heads, kv_head * group + head, r, scale, dq, dq_form);
         if (threadIdx.x == TELLER) {
-            // The last leaves 0 for the next launch, and tells nobody.
+            // The last leaves 0 for the next launch, and signals nobody.
             work.told = order.last && order.before == 0 ? -1 : counter(), work.tells = order.last ? 0 : order.before + 1;
         }
         slot ^= 1;

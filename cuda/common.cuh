@@ -1,8 +1,8 @@
-// What all kernels share: types, bf16, warp and block sums in one fixed order, and the instructions of tensor cores and
-// asynchronous copies, each behind a function.
+// Code that all kernels share: types, bf16, warp and block sums in one fixed order, and a function for each instruction
+// of tensor cores and asynchronous copies.
 //
 // One source, three builds: nvcc, NVRTC (no headers at all), and g++ over tests/kernels/emulation, which plays a GPU on the
-// CPU (EMULATED). So nothing here comes from CUDA's headers, and inline PTX stands in this file alone.
+// CPU (EMULATED). So nothing here comes from CUDA's headers, and only this file has inline PTX.
 #pragma once
 
 #ifdef EMULATED
@@ -214,7 +214,7 @@ DEVICE u64 wgmma_factor(const void* at) {
     return ((u64)__cvta_generic_to_shared(at) & 0x3ffff) / 16 | NEXT_ROWS << 16 | NEXT_LINES << 32 | TURNED_BY_8 << 62;
 }
 
-// What this thread has written to shared memory is seen by the tensor cores, behind a barrier.
+// Makes this thread's writes to shared memory visible to the tensor cores, after a barrier.
 DEVICE void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -309,7 +309,7 @@ template <int PENDING> DEVICE void copy_wait() {
 
 // ---- blocks of one launch that wait for each other ----
 //
-// A block may wait for those that took a lower number: they have started, and none of them waits for it.
+// A block may wait for blocks with a lower number: they have started, and none of them waits for it.
 
 // A number that no other block takes, ascending from 0 in the order of asking.
 DEVICE u32 take_number(u32* count) {
@@ -322,7 +322,7 @@ DEVICE u32 take_number(u32* count) {
 #endif
 }
 
-// Says x: who sees it sees, behind a barrier of its block, all that this block did before its last barrier.
+// Stores x. A block that sees it also sees, after a barrier of its own, all that this block did before its last one.
 DEVICE void store_release(u32* to, u32 x) {
 #ifdef EMULATED
     emulated::store_release(to, x);

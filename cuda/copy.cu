@@ -18,7 +18,7 @@ KERNEL __launch_bounds__(256) add_f32(const float* x, float* y, u64 len) {
     store_up_to(y + at, count, aligned, b);
 }
 
-// A thread copies `each` neighbouring columns of a row, 8 or 1; eight only where all of them stand at multiples of 16 bytes.
+// A thread copies `each` neighbouring columns of a row, 8 or 1; eight only if all of them are aligned to 16 bytes.
 // A row has `across` such threads, or there is one row.
 #define COLUMNS_PARAMETERS(From, To) \
     const From *from, u64 from_stride, To *to, u64 to_stride, u32 rows, u64 width, u32 each, u32 across

@@ -1,26 +1,26 @@
-// Steps of decoding that follow one another without the host: each makes what the model and the sampler read of a row from
-// what the row drew in the step before.
+// Decoding steps that follow one another without the host: each prepares a row's inputs of the model and the sampler
+// from the token that the step before has sampled.
 #include "paged.cuh"
 #include "philox.cuh"
 #include "sample.cuh"
 
-// A row of the batch between two steps, as `DecodeSlot` in src/device/cuda/decode.rs.
+// A row of the batch between two steps, the same as `DecodeSlot` in src/device/cuda/decode.rs.
 struct alignas(16) DecodeSlot {
-    // What its next draw is keyed by: step, prompt, sample, new tokens so far.
+    // The key of its next sample: step, prompt, sample, new tokens so far.
     Words counter;
     u32 key0, key1;
-    // To be fed next, behind `past` cached ones.
+    // The token to be fed next, after `past` cached tokens.
     u32 token, past;
-    // Draws that are left, and draws in which its stop tokens are banned yet.
+    // Samples that are left, and samples for which its stop tokens are still banned.
     u32 left, banned;
     List stops;
-    // Where its pages begin in the list of all; whether it has ended.
+    // The start of its pages in the list of all; whether it has ended.
     u32 pages, ended;
-    // Tokens that it has seen, each once, where they are penalised; behind the last there is room for all that it may draw.
+    // Tokens that it has seen, each once, if they are penalized. After them there is room for all that it may sample.
     List seen;
 };
 
-// What a row drew, as `Draw`; `state` is one of the three.
+// The result of a row, the same as Rust's struct; `state` is one of the three.
 struct alignas(16) Draw {
     u32 token;
     float logprob, sample_logprob;
@@ -31,12 +31,12 @@ struct alignas(16) Draw {
 #define ENDS 1
 #define IDLE 2
 
-// What the host changes of a row before a step: nothing, its end, or else the page of the token that is fed.
+// The host's change to a row before a step: nothing, its end, or else the page of the token that is fed.
 #define UNCHANGED 0xffffffffu
 #define ENDED 0xfffffffeu
 
-// decode_begin  what a step reads of each row. Rows that have ended are fed token 0 at position 0 behind nothing, see the
-//               first key of the first page listed, are not kept in the cache and draw nothing.
+// decode_begin  the inputs of a step for each row. Rows that have ended are fed token 0 at position 0 after nothing, see
+//               the first key of the first page listed, are not kept in the cache and sample nothing.
 // decode_slots (rows); changes (rows) u32, then unchanged; pages u32, of all rows; tokens, positions (rows) u32;
 // sequences (rows, 4), slots (rows) i32 as paged_decode and kv_append read them; uniforms (rows) f32;
 // of_banned (rows, 2) u32 and params (rows) as sample_rows reads them
@@ -68,10 +68,10 @@ KERNEL decode_begin(DecodeSlot* decode_slots, u32* changes, u32* pages, i32 rows
     of_banned[row] = slot.banned > 0 ? slot.stops : List{0, 0};
 }
 
-// decode_end  takes what each row drew: it is fed next, unless it is a stop token of the row or the last that the row may draw
-// decode_slots (rows); sampled: of each rank that drew a share of the rows, one behind the other, its tokens u32, logprobs and
-// sample_logprobs f32, where rank r has rows r rows / ranks to (r + 1) rows / ranks; stops u32, of all rows; draws (rows), for
-// the host
+// decode_end  feeds each row's sampled token next, unless it is a stop token of the row or the last that the row may sample
+// decode_slots (rows); sampled: for each rank that samples a share of the rows, one after the other, its tokens u32, logprobs
+// and sample_logprobs f32, where rank r has rows r rows / ranks to (r + 1) rows / ranks; stops u32, of all rows; the
+// results (rows), for the host
 // grid ceil(rows / 128), block 128
 // roofline 150 rows bytes
 KERNEL decode_end(DecodeSlot* decode_slots, const u32* sampled, const u32* stops, i32 rows, i32 ranks, Draw* draws) {
@@ -98,8 +98,8 @@ KERNEL decode_end(DecodeSlot* decode_slots, const u32* sampled, const u32* stops
     draws[row] = Draw{slot.token, logprobs[0], logprobs[share], (u32)(slot.ended ? ENDS : GOES_ON)};
 }
 
-// decode_seen  what a row drew joins the tokens that it has seen, once
-// decode_slots (rows) behind decode_end; seen u32, of all rows; of_seen (rows, 2) u32 as sample_rows reads them
+// decode_seen  adds a row's sampled token to the tokens that it has seen, once
+// decode_slots (rows) after decode_end; seen u32, of all rows; of_seen (rows, 2) u32 as sample_rows reads them
 // grid rows, block 128
 // roofline 4 bytes a token seen
 KERNEL __launch_bounds__(128) decode_seen(DecodeSlot* decode_slots, u32* seen, List* of_seen) {

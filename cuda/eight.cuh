@@ -85,7 +85,7 @@ DEVICE void store_up_to(bf16* to, int count, bool aligned, const float (&x)[4]) 
     }
 }
 
-// Whether a pointer stands at a multiple of 16 bytes.
+// Whether a pointer is aligned to 16 bytes.
 DEVICE bool is_aligned(const void* at) { return ((u64)at & 15) == 0; }
 
 // Of eight values at `at`, how many lie below `len`.

@@ -17,7 +17,7 @@ template <int E> struct Block {
     static constexpr int KEYS = E <= 128 ? 64 : 32;
 };
 
-// Rows of shared tiles stand 16 bytes further apart than they are long: an odd number of 16 bytes, so that the eight rows
+// Rows of shared tiles are padded by 16 bytes: their stride is an odd number of 16 bytes, so that the eight rows
 // of a matrix lie in different banks.
 template <int E> struct Tile {
     static constexpr int STRIDE = E + 8;
@@ -123,7 +123,7 @@ template <int N> DEVICE void packed(u32 (&a)[4], const float (&s)[N][4], int ste
     a[3] = pack(s[2 * step + 1][2], s[2 * step + 1][3]);
 }
 
-// 1 / l of a row, whose sums stand in four lanes.
+// 1 / l of a row, whose sums are in four lanes.
 DEVICE float inverse(float sum) {
     return 1.0f / sum_of_lanes(sum);
 }

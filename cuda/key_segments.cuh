@@ -5,7 +5,7 @@
 //   m' = max(m, m1)   a = 2^((m - m') scale)   b = 2^((m1 - m') scale)
 //   l = fma(l, a, l1 b)   o = fma(o, a, o1 b)
 // A run of which a row sees nothing leaves it as it was, and to begin with nothing leaves the first run as it is. So the bits of a
-// row depend neither on whether one block walks all runs or each has its own, nor on which rows are computed beside it.
+// row depend neither on whether one block walks all runs or each has its own, nor on which other rows are computed.
 #pragma once
 #include "common.cuh"
 
@@ -36,7 +36,7 @@ DEVICE Join join(float max, float sum, float run_max, float run_sum, float scale
 
 DEVICE float joined(const Join& join, float o, float run) { return fmaf(o, join.keeps, times(run, join.takes)); }
 
-// The sum of a row, whose parts stand in four lanes.
+// The sum of a row, whose parts are in four lanes.
 DEVICE float sum_of_lanes(float sum) {
     sum += shuffle_xor(sum, 1);
     return sum + shuffle_xor(sum, 2);

@@ -76,7 +76,7 @@ DEVICE float slope_of(i32 kind, Token q, Token p, const Stats& sums) {
 
 // linear_divergence_add  dlogits[v] += scale slope: of forward_kl q - p, of reverse_kl q (log(q / p) - KL), else
 // q (log(q / m) - KL(q || m)) / 2
-// student, teacher (rows, V) f32; of_student, of_teacher, sums (rows, 4) f32; dlogits (rows, dstride) bf16, columns behind V stay
+// student, teacher (rows, V) f32; of_student, of_teacher, sums (rows, 4) f32; dlogits (rows, dstride) bf16, columns past V stay
 // grid rows x ceil(dstride / 8192), block 256, eight columns a thread at a time; needs dstride % 8 == 0
 // roofline rows (8 V + 4 dstride) bytes
 KERNEL __launch_bounds__(256) linear_divergence_add(const float* student, u64 student_stride, const float* teacher,

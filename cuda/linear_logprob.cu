@@ -125,7 +125,7 @@ DEVICE void gradient_of_row(const T* logits, u64 stride, i32 v, float inverse_te
 
 // linear_logprob_gradient_f32  dlogits[v] = (dlogprob (1[v = target] - s_v) - dentropy s_v (log s_v + entropy)) / temperature
 // logits (rows, V) f32; stats (rows, 4), dlogprobs, dentropy (rows) f32; places (rows) i32; dlogits (rows, dstride) bf16,
-// columns behind V are 0
+// columns past V are 0
 // grid rows x ceil(dstride / 8192), block 256, eight columns a thread at a time; needs dstride % 8 == 0
 // roofline rows (4 V + 2 dstride) bytes
 KERNEL __launch_bounds__(256) linear_logprob_gradient_f32(

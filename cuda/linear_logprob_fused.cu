@@ -1,4 +1,4 @@
-// Statistics of logits = h W^T that are never stored: the head's product with the softmax behind it, for scoring.
+// Statistics of logits = h W^T that are never stored: the head's GEMM followed by the softmax, for scoring.
 //
 // Each logit is one ascending chain of k16 products, so its bits are those of the exact product; the order of the sums is
 // that of softmax.cuh, so the statistics are those of `linear_logprob_stats_f32` over stored logits, bitwise.
@@ -38,7 +38,7 @@ template <class TILE> DEVICE void put(const Sums<TILE>& sums, float* logits, int
         }
 }
 
-// Adds a strip of logits to the sums of the warp's rows, and tells the targets in it.
+// Adds a strip of logits to the sums of the warp's rows, and stores the targets in it.
 DEVICE void take(Part* parts, const float* logits, u64 first, u64 rows, int column, i32 v, float inverse_temperature,
                  const i32* places, float* targets) {
     int mine = column + 4 * lane_id();
@@ -105,7 +105,7 @@ template <class TILE> DEVICE void fused(FUSED_PARAMETERS) {
 // h (rows, K) bf16; W (V, K) bf16; places (rows) i32; spans (rows, ceil(V / 2048), 4) f32; targets (rows) f32, written where
 // the place lies in 0..V
 // grid ceil(ceil(rows / 128) / 8) 8 ceil(V / 2048), block 256: tiles of 128 rows x 256 columns, 8 warps of 64 x 64, shared
-// 160 KiB: four stages of copies, where afterwards 128 columns of logits stand at a time, and the lanes' sums of each row; needs
+// 160 KiB: four stages of copies, reused for 128 columns of logits at a time, and the lanes' sums of each row; needs
 // K % 8 == 0
 // roofline 2 rows V K flops
 KERNEL __launch_bounds__(FUSED_THREADS, 1) linear_logprob_fused(FUSED_PARAMETERS) { fused<Logits>(FUSED_ARGUMENTS); }

@@ -1,5 +1,5 @@
 // One tile of a product and its way into memory: d(r, j) = sum_s a(r, s) b(j, s), plus a bias and an addend c(r, j), or neither.
-// What holds bitwise stands in tile.cuh.
+// tile.cuh describes the bitwise guarantees.
 #pragma once
 #include "tile.cuh"
 

@@ -43,8 +43,8 @@ KERNEL __launch_bounds__(128) matmul_backward_input_64(INPUT_PARAMETERS) {
     matmul_backward_input<Input64<false>>(INPUT_ARGUMENTS);
 }
 
-// matmul_backward_input_ragged_64  as above, the same bits, for any n (a vocabulary); what stands behind column n of dy's rows
-// may be anything
+// matmul_backward_input_ragged_64  as above, the same bits, for any n (a vocabulary); dy's rows may hold anything past
+// column n
 KERNEL __launch_bounds__(128) matmul_backward_input_ragged_64(INPUT_PARAMETERS) {
     matmul_backward_input<Input64<true>>(INPUT_ARGUMENTS);
 }

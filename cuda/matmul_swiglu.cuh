@@ -28,7 +28,7 @@ template <class SLICE, int THREADS, int RUN> struct PairCopier {
         return PairCopier{first, {run % 2 ? other : one, run % 2 ? one : other}, line, column, SLICE::place(down, over)};
     }
 
-    // Copies a slice, and goes on by `columns`.
+    // Copies a slice, and advances by `columns`.
     DEVICE void copy(PairCopier& c, u8* slice, int, int columns) {
 #pragma unroll
         for (int j = 0; j < SLICE::CHUNKS; j += OVER) {
@@ -52,7 +52,7 @@ template <class TILE> struct Paired : TILE {
     using CopierB = PairCopier<typename TILE::B, TILE::THREADS, TILE::WARP_COLUMNS / 2>;
 };
 
-// What comes out of it.
+// The output.
 template <class TILE> struct Halved : TILE {
     static constexpr int COLUMNS = TILE::COLUMNS / 2, WARP_COLUMNS = TILE::WARP_COLUMNS / 2, MMA_OVER = TILE::MMA_OVER / 2;
 };

@@ -1,4 +1,4 @@
-// Where the keys and values of a paged cache lie, and how a tile of them comes to shared memory.
+// The layout of keys and values in a paged cache, and the copy of a tile of them to shared memory.
 //
 // A page holds PAGE tokens of all key/value heads: [g][PAGE][e], keys and values alike. So the tokens of one head of a page
 // are one run of memory, read as a whole, and a row of 16 bytes each fits the tiles of `load_matrices`.
@@ -28,7 +28,7 @@ DEVICE u32 pages_of(const Head& head, int first, int end) {
     return head.blocks[(u32)(key < end ? key : end - 1) / PAGE];
 }
 
-// Where a page begins. Of the parameters, not of registers: prefill has none left.
+// The start of a page. Read from the parameters, not kept in registers: prefill has none left.
 template <int E> DEVICE u64 start_of(u32 page, u32 kv_heads) { return (u64)(page * kv_heads) * (PAGE * E); }
 
 // Starts copies of the keys first .. first + ROWS, or of their values, to a tile (ROWS, E); rows from `end` on are zeros. A thread
@@ -88,7 +88,7 @@ DEVICE int seen_from(const Work& work, int row) {
     return to < work.window ? 0 : to - work.window;
 }
 
-// The row of the sequence that a row of the tile computes: the last one also in place of those behind it.
+// The row of the sequence that a row of the tile computes: the last one also in place of rows after it.
 DEVICE int held(const Work& work, int r) { return work.row + (r < work.rows ? r : work.rows - 1); }
 
 DEVICE Sight sight(const Work& work, int r) {

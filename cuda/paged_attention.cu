@@ -18,7 +18,7 @@ template <int E> struct Stage {
     static constexpr int TILE = ROWS * Tile<E>::STRIDE;
 };
 
-// Shared by the warps of a decoding block, beside the tiles.
+// Shared by the warps of a decoding block, in addition to the tiles.
 template <int BLOCKS> struct Exchange {
     float max[BLOCKS][16];
     float sum[BLOCKS][2][WARP];
@@ -100,7 +100,8 @@ template <int E> DEVICE void decode(const Paged& paged) {
         SYNC_BLOCK();  // the keys are there
         float s[KEYS / 8][4];
         if (warp < BLOCKS) {
-            // Anew for each stage, from the L1: held, they would take the registers of the fourth block of threads.
+            // Read again for each stage, from the L1: kept, they would use the registers of the fourth block of
+            // threads.
             u32 q[E / 16][4];
             load_queries<E>(q, paged, work, r);
             decode_scores<E>(s, q, keys, first, seen, exchange);

@@ -1,10 +1,11 @@
 // paged_prefill_E  o = softmax(scale q k^T) v   arXiv:2205.14135, arXiv:2309.06180; causal, with a window
-// Many rows (token, head of the group) of a sequence: a prompt, or a part of it behind cached tokens. Of the run of keys
-// from .. to alone: where rows see several, a launch for each run, ascending, and between them the rows lie in `before`.
+// Many rows (token, head of the group) of a sequence: a prompt, or a part of it after cached tokens. A launch covers
+// the run of keys from .. to. If rows see several runs, there is a launch for each, ascending; between them rows lie in
+// `before`.
 // q, o (t, h, E) bf16; keys, values (pages, g, PAGE, E) bf16; sequences (s, 4), tiles (tiles, 2) i32: sequence, first row;
 // blocks u32: pages of all sequences, one after the other
-// grid (tiles, g), block 128: 128 rows (E = 256: 64), which share what comes from the cache. While scores are computed values
-// come, and the other way round.
+// grid (tiles, g), block 128: 128 rows (E = 256: 64), which share the copies from the cache. While scores are computed
+// values are copied, and the other way round.
 // before (t, h, E + 8) f32: columns, maximum, sum; unread where no row sees keys of two runs
 // needs sm_80, dynamic shared memory: the rows of q, a block of keys and one of values
 // roofline 4 E flops a row and key that it sees
@@ -80,7 +81,7 @@ DEVICE void add_block(float (&o)[M][E / 8][4], const u32 (&p)[M][K][4], const bf
     }
 }
 
-// The keys that the rows of a warp see end here: of the first row, and of the last. A window less they begin.
+// The ends of the keys that the warp's first row and last row see. They begin a window earlier.
 struct Reach {
     int top, bottom;
 };
@@ -172,7 +173,7 @@ template <int E> DEVICE void prefill(const Paged& paged, i32 from, i32 to, float
         add_block<E>(o, p, values);
     }
     copy_wait<0>();
-    SYNC_BLOCK();  // and the compiler moves nothing of what follows into the loop
+    SYNC_BLOCK();  // and the compiler moves no later code into the loop
     work = work_of<E>(paged, blockIdx.x, Rows<E>::BLOCK_ROWS);
     if (!end_run<E>(o, row, work, r, from, to, before, paged.scale)) return;
 #pragma unroll

@@ -2,7 +2,7 @@
 // GPU idle. Scores are cut by keys, results by columns and by runs, at whose ends all kernels cut a row (key_segments.cuh); within a run
 // a block of threads walks the keys in order. Where rows see several runs, a third kernel joins them.
 //
-// Reckoned, not yet run on a GPU: 100,000 keys of one sequence, E = 128, g = 8, groups of 4, on 108 SMs that copy 1.7 TB/s.
+// Estimated, not yet run on a GPU: 100,000 keys of one sequence, E = 128, g = 8, groups of 4, on 108 SMs that copy 1.7 TB/s.
 //   keys and values, read once: 410 MB, 241 us: what 100 % would be
 //   scores: 205 MB read, 14 MB of scores and maxima written, 129 us; 3128 blocks, two an SM: one has 64 KiB under way while
 //     the other computes for 2 to 3 us of the 8 us that both take at an SM's share; begin and end 4 us
@@ -76,7 +76,7 @@ template <int E> struct Columns {
     static constexpr int TILE = ROWS * STRIDE;
 };
 
-// What the warps that make probabilities leave for those that add values, in turns of two.
+// The exchange from the warps that make probabilities to the warps that add values, in turns of two.
 struct Handed {
     Eight p[BLOCKS][4][WARP];
     float sum[BLOCKS][2][WARP];

@@ -195,7 +195,7 @@ KERNEL __launch_bounds__(256) rmsnorm_backward_narrow(const bf16* x, const bf16*
     Eight weights = {};
     if ((int)at < n) weights = load_eight(w + at);
     float dw[8] = {};
-    // All lanes come to every sum; those without a group add nothing.
+    // All lanes take part in every sum; lanes without a group add nothing.
     for (u32 k = 0; k < each; k += together) {
         u32 group = blockIdx.x * each + k + own;
         bool here = group < groups && (int)at < n;

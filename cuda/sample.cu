@@ -1,4 +1,4 @@
-// One token per row of logits, as `src/device/cpu/sample.rs` draws it.
+// Samples one token per row of logits like `src/device/cpu/sample.rs`.
 #include "sample.cuh"
 #include "select.cuh"
 
@@ -24,7 +24,7 @@ DEVICE const float* edit(const float* x, int v, float penalty, const u32* seen, 
     return edited;
 }
 
-// Sets what the filters keep, and draws. Returns the token, and to `probability` that of it.
+// Applies the filters and samples. Returns the token, and its probability in `probability`.
 DEVICE int filter_and_draw(Kept& row, const Params& params, float uniform, const SampleRoom& room, double* probability) {
     int tiles = (row.v + TILE - 1) / TILE;
     if (params.top_k > 0 && params.top_k < (u32)row.v) row.least = kth_largest(row.x, row.v, params.top_k, room);
@@ -47,8 +47,8 @@ DEVICE int filter_and_draw(Kept& row, const Params& params, float uniform, const
 }
 
 // sample_rows  repetition penalty, temperature, top-k, top-p, min-p; the first token whose cumulative probability exceeds
-//              the row's uniform; its logprob = (z - max) - ln sum_exp of the unedited row, and that of what was drawn from
-// logits (rows, V) f32; ends (parts) i32, where the parts of the vocabulary end; params (rows), idle rows draw nothing;
+//              the row's uniform; its logprob = (z - max) - ln sum_exp of the unedited row, and its logprob after filters
+// logits (rows, V) f32; ends (parts) i32, where the parts of the vocabulary end; params (rows), idle rows sample nothing;
 // uniforms (rows) f32;
 // seen, banned u32 tokens with a list (rows, 2) u32 each; edited (rows, V) f32, scratch of rows with edits;
 // tokens (rows) u32; logprobs, sample_logprobs (rows) f32

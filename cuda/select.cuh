@@ -1,5 +1,5 @@
-// What a block finds in a row of logits: the largest, the k-th largest, the smallest likeliest set, the token that is drawn.
-// The order of everything is fixed; the results are those of the CPU's sampler.
+// The searches of a block in a row of logits: the largest, the k-th largest, the smallest likeliest set, the sampled
+// token. The order of everything is fixed; the results are those of the CPU's sampler.
 #pragma once
 #include "softmax.cuh"
 
@@ -9,7 +9,7 @@
 // Tokens among which the border of the likeliest set is found by sorting.
 #define CANDIDATES 1024
 
-// Passes over a row take tokens threadIdx.x, then SAMPLE_THREADS further on; with so many loads under way at once.
+// Passes over a row take tokens threadIdx.x, then SAMPLE_THREADS further on; with this many loads under way at once.
 #define PASS _Pragma("unroll 4") for
 
 // Four counts, read at once.
@@ -43,7 +43,7 @@ template <class T> DEVICE T block_total(T x, void* room) {
 }
 
 // A row and what is kept of it: e = exp((x - max) / temperature) where x reaches `least`; e below `cut` are 0, as are those
-// equal to it behind the token `last`.
+// equal to it after the token `last`.
 struct Kept {
     const float* x;
     int v;
@@ -147,9 +147,9 @@ DEVICE double total_of(const float* tiles, int count) {
 
 // ---- the border of a set of the largest ----
 //
-// Tokens have a key, larger for those that come first, and equal keys come lowest token first. The border is the token with
-// which the mass of all up to it reaches a target. Top-p: keys are the bits of e, the mass is e. Top-k: keys are the order
-// of the logits, each of mass 1.
+// Tokens have a key, larger for earlier ones in the order, and equal keys are ordered lowest token first. The border is
+// the token with which the mass of all up to it reaches a target. Top-p: keys are the bits of e, the mass is e. Top-k:
+// keys are the order of the logits, each of mass 1.
 
 struct ByProbability {
     const Kept& row;
@@ -341,14 +341,14 @@ DEVICE float kth_largest(const float* x, int v, u32 k, const SampleRoom& room) {
     return logit_of(border_of(tokens, v, in, levels, room).key);
 }
 
-// ---- the draw ----
+// ---- the sample ----
 
 // The first token whose cumulative sum exceeds `target`, by tiles and then within one.
 DEVICE int draw(const Kept& row, double target, const SampleRoom& room) {
     const float* tiles = room.tiles;
     Crossing tile = cross([&](int i) { return tiles[i]; }, (row.v + TILE - 1) / TILE, 0.0, target, false);
     int start = tile.at * TILE, n = row.v - start < TILE ? row.v - start : TILE;
-    // Every warp finds the same; the e of the tile stand where the candidates were.
+    // Every warp finds the same; the e of the tile replace the candidates.
     float* e = (float*)room.candidates;
     if ((int)threadIdx.x < n) e[threadIdx.x] = e_at(row, start + threadIdx.x);
     SYNC_BLOCK();

@@ -103,7 +103,7 @@ DEVICE void load_four(float (&x)[4], const bf16* from) {
     for (int i = 0; i < 2; i++) x[2 * i] = low_of(pairs.pair[i]), x[2 * i + 1] = high_of(pairs.pair[i]);
 }
 
-// Four columns from `at`; minus infinity behind v. `aligned`: the row starts at a multiple of 16 bytes.
+// Four columns from `at`; minus infinity past v. `aligned`: the row starts at a multiple of 16 bytes.
 template <class T> DEVICE void load_four(float (&x)[4], const T* row, int at, int v, bool aligned) {
     if (aligned && at + 4 <= v) return load_four(x, row + at);
     for (int i = 0; i < 4; i++) x[i] = at + i < v ? load(row + at + i) : -infinity();

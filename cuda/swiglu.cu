@@ -18,7 +18,7 @@ KERNEL __launch_bounds__(256) swiglu_forward(const bf16* gate, const bf16* up, b
 }
 
 // swiglu_backward  with s = sigmoid(gate): dgate = dy up s (1 + gate (1 - s)), dup = dy gate s
-// gate, up, dy, dgate, dup (len) bf16; an output may stand in place of an input
+// gate, up, dy, dgate, dup (len) bf16; an output may overwrite an input
 // grid ceil(len / 2048), block 256, eight values a thread; needs len % 8 == 0 and 16-byte alignment
 // roofline 10 len bytes
 KERNEL __launch_bounds__(256) swiglu_backward(

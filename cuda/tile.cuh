@@ -1,9 +1,10 @@
 // A tile of a product on tensor cores: its operands' slices in shared memory, and the loop over them. c(r, j) = sum_s a(r, s)
 // b(j, s), bf16 factors, f32 sums.
 //
-// What holds bitwise: each output is one chain of mma instructions of 16 values of s each, ascending from 0. Whatever the
-// tile's shape, an output is made of the same instructions with the same factors in the same places: rows of c are always
-// the rows of an mma, columns its columns. So neither the family of tiles nor the row's place can show in its bits.
+// The bitwise guarantee: each output is one chain of mma instructions of 16 values of s each, ascending from 0.
+// Whatever the tile's shape, an output is made of the same instructions with the same factors in the same places: rows
+// of c are always the rows of an mma, columns its columns. So neither the family of tiles nor the row's place can show
+// in its bits.
 //
 // A block's operands come in slices of DEPTH values of s, by asynchronous copies into a ring of STAGES stages; there is one
 // barrier per slice. Fragments of the next step are loaded while the tensor cores work on this one; or four warps hand whole
@@ -53,13 +54,13 @@ template <int ROWS, int DEPTH, Lies LIES> struct Slice {
     }
 };
 
-// Copies slices of one operand, each behind the one before. Eight neighbouring threads (four where a line has no more) take
-// neighbouring chunks of a line, so that 128 bytes come in one piece. What lies outside the matrix is zero.
+// Copies slices of one operand, one after the other. Eight neighboring threads (four if a line has no more) copy
+// neighboring chunks of a line, so that 128 bytes are read in one piece. Values outside the matrix are zero.
 //
 // A thread's lines are a multiple of 8 apart: all its chunks are turned alike, so one place and one address, each with
 // constant steps, name them all.
 //
-// RAGGED: the width need not be a multiple of 8, and what stands between width and stride may be anything, also NaN: the
+// RAGGED: the width need not be a multiple of 8, and values between width and stride may be anything, also NaN: the
 // chunk at the end of a line is put together value by value.
 template <class SLICE, int THREADS, bool RAGGED> struct Copier {
     static constexpr int OVER = SLICE::CHUNKS < 8 ? SLICE::CHUNKS : 8, DOWN = THREADS / OVER;
@@ -78,7 +79,7 @@ template <class SLICE, int THREADS, bool RAGGED> struct Copier {
         return Copier{from, from.values + (i64)line * from.stride + column, line, column, SLICE::place(down, over)};
     }
 
-    // Copies a slice, and goes on by `lines` and `columns`.
+    // Copies a slice, and advances by `lines` and `columns`.
     DEVICE void copy(Copier& c, u8* slice, int lines, int columns) {
 #pragma unroll
         for (int j = 0; j < SLICE::CHUNKS; j += OVER) {
@@ -220,8 +221,8 @@ DEVICE void multiply_slices_wide(u8* shared, typename TILE::CopierA& from_a, typ
 }
 #endif
 
-// sums += a b^T over `slices` slices, from where the copiers stand; what lies outside the operands counts as zero. Afterwards no
-// warp needs the shared memory.
+// sums += a b^T over `slices` slices, from the position of the copiers; values outside the operands count as zero.
+// Afterwards no warp needs the shared memory.
 template <class TILE>
 DEVICE void multiply_slices(u8* shared, typename TILE::CopierA& from_a, typename TILE::CopierB& from_b, int slices,
                             Sums<TILE>& sums) {

@@ -3,7 +3,8 @@
 use argh::FromArgValue;
 use serde::{Deserialize, Serialize};
 
-/// Of weights, and of cached keys and values. Activations and gradients are f32 on the CPU, bf16 on GPUs but where sums are kept.
+/// The dtype of weights, and of cached keys and values. Activations and gradients are f32 on the CPU, and bf16 on GPUs
+/// except for sums.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, FromArgValue, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DType {

@@ -1,4 +1,4 @@
-//! The one error type: what went wrong, what was needed, and a hint; with the exit code the process ends with.
+//! The error type: a message, a hint, and the exit code of the process.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -21,7 +21,7 @@ pub enum Kind {
     Stopped,
 }
 
-/// An error shown to the user once: `error: MESSAGE`, then `hint: HINT` where there is one.
+/// An error, which is shown to the user once: `error: MESSAGE`, then `hint: HINT` if there is one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Error {
     pub kind: Kind,
@@ -44,7 +44,7 @@ impl Error {
         Self::new(Kind::Usage, message)
     }
 
-    /// Refuses what the user has set, unless it `holds`.
+    /// Returns a usage error unless the condition `holds`.
     pub fn need(holds: bool, message: impl Into<String>) -> Result<()> {
         if holds { Ok(()) } else { Err(Self::usage(message)) }
     }
@@ -62,7 +62,7 @@ impl Error {
         Self::new(Kind::Io, format!("cannot {action} {}: {source}", path.as_ref().display()))
     }
 
-    /// Several mistakes of one input as one error; none where there are none.
+    /// Combines the mistakes of one input into one error; `Ok` if there are none.
     pub fn all(mut mistakes: Vec<Self>) -> Result<()> {
         if mistakes.len() < 2 {
             return mistakes.pop().map_or(Ok(()), Err);
@@ -81,7 +81,7 @@ impl Error {
         self
     }
 
-    /// Adds another way to what the hint says, or the hint line where there is none.
+    /// Adds an alternative to the hint, or the hint line if there is none.
     #[must_use]
     pub fn also(mut self, way: &str) -> Self {
         self.hint = Some(self.hint.map_or_else(|| way.to_string(), |hint| format!("{hint}; or {way}")));
@@ -120,7 +120,7 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// A number of bytes as messages say it: `1.5 GiB`, `80.0 KiB`, `17 bytes`.
+/// Formats a number of bytes for messages: `1.5 GiB`, `80.0 KiB`, `17 bytes`.
 pub fn format_bytes(bytes: u64) -> String {
     let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
     match units.into_iter().find(|(shift, _)| bytes >> shift > 0) {

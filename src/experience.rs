@@ -1,4 +1,4 @@
-//! The plain nouns that the stations exchange.
+//! The data that the stages of a step exchange.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -13,22 +13,22 @@ pub struct Prompt {
     pub tokens: Vec<u32>,
     /// The prompt as text, as reward functions see it.
     pub text: String,
-    /// What the answer is compared with; empty where the data has none.
+    /// The label that the answer is compared with; empty if the data has none.
     pub label: String,
     /// The shard prefix or file that the row came from.
     pub source: String,
 }
 
-/// A row of the prompt data as its file has it, for reward functions.
+/// A row of the prompt data as it is in its file, for reward functions.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct RowFields {
-    /// A text, or the messages before the assistant's answer; null where the shard keeps no fields.
+    /// A text, or the messages before the assistant's answer; null if the shard keeps no fields.
     pub prompt: Value,
     /// All other fields.
     pub columns: Map<String, Value>,
 }
 
-/// Why a response ended.
+/// The reason why a response ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum Finish {
@@ -51,13 +51,14 @@ impl Finish {
     }
 }
 
-/// The tokens that filters and bans left for a draw ("Keep Sampling Mask", DeepSeek-V3.2, arXiv:2512.02556, section 3.1): ascending ids,
-/// each as its distance from the one before, in LEB128 (7 bits a byte, the lowest first). Empty: the whole vocabulary.
+/// The tokens that filters and bans left for sampling ("Keep Sampling Mask", DeepSeek-V3.2, arXiv:2512.02556, section
+/// 3.1). Ascending ids, each as the distance to the previous one, in LEB128 (7 bits per byte, lowest first). Empty: the
+/// whole vocabulary.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SamplingMask(Vec<u8>);
 
 impl SamplingMask {
-    /// Of ascending ids.
+    /// Encodes ascending ids.
     pub fn new(ids: impl IntoIterator<Item = u32>) -> Self {
         let (mut bytes, mut last) = (Vec::new(), 0);
         for id in ids {
@@ -85,7 +86,8 @@ impl SamplingMask {
         })
     }
 
-    /// Minus infinity to the logits of all other tokens, of those from `first` on. What is not a number stays so, and shows.
+    /// Adds minus infinity to the logits of all other tokens; `logits` starts at token `first`. NaN stays NaN, so that
+    /// it shows.
     pub fn apply(&self, first: usize, logits: &mut [f32]) {
         if self.is_whole() {
             return;
@@ -110,40 +112,43 @@ pub struct Response {
     pub tokens: Vec<u32>,
     /// Log-probability of each token under the plain temperature softmax, over the tokens of its sampling mask (l_old).
     pub logprobs: Vec<f32>,
-    /// Log-probability of each token under the filtered distribution that it was drawn from; of a beam search, what it added to the sum.
+    /// Log-probability of each token under the filtered distribution that it was sampled from. In a beam search, its
+    /// contribution to the sum.
     pub sample_logprobs: Vec<f32>,
-    /// What each token was drawn among, where `rollout.keep_sampling_mask` asks for it; else empty.
+    /// The tokens that each token was sampled from, if `rollout.keep_sampling_mask` is set; else empty.
     pub sampling_masks: Vec<SamplingMask>,
     pub finish: Finish,
-    /// Where the rollout runs ahead: the steps whose updates made the weights that drew the tokens, with how many each drew, in order.
-    /// Empty: the step before.
+    /// If the rollout runs ahead: the steps whose updates made the sampling weights, each with its number of tokens, in
+    /// order. Empty: the previous step.
     pub weights: Vec<(u64, usize)>,
     /// The new tokens decoded, special tokens skipped.
     pub text: String,
-    /// What an environment has added, where the job has one.
+    /// The additions of an environment, if the job has one.
     #[serde(default)]
     pub episode: Option<Episode>,
-    /// Of a beam search: the sum of the log-probabilities over the length to the power of the length penalty.
+    /// The score of a beam search: the sum of the log-probabilities, divided by the length to the power of the length
+    /// penalty.
     #[serde(skip)]
     pub score: Option<f32>,
-    /// Where asked for, the likeliest tokens in the place of each, with the log-probabilities that `logprobs` are of.
+    /// The most likely tokens at each position, if requested, with log-probabilities under the distribution of
+    /// `logprobs`.
     #[serde(skip)]
     pub top_logprobs: Vec<Vec<(u32, f32)>>,
 }
 
 impl Response {
-    /// Of each token the step whose update made the weights that drew it: `before`, where nothing else is known.
+    /// For each token, the step whose update made the weights that sampled it; `before` if nothing else is known.
     pub fn weights_steps(&self, before: u64) -> impl Iterator<Item = u64> {
         let alone = self.weights.is_empty().then_some((before, self.tokens.len()));
         self.weights.iter().copied().chain(alone).flat_map(|(step, tokens)| std::iter::repeat_n(step, tokens))
     }
 
-    /// Tokens behind those that `weights` are of.
+    /// The number of tokens after the ones that `weights` covers.
     pub fn tokens_without_weights(&self) -> usize {
         self.tokens.len() - self.weights.iter().map(|(_, tokens)| tokens).sum::<usize>()
     }
 
-    /// 1 for each token that was drawn, 0 for those that an environment wrote.
+    /// 1 for each sampled token, 0 for each token that an environment wrote.
     pub fn mask(&self) -> Vec<u8> {
         let mut mask = vec![1; self.tokens.len()];
         self.episode.iter().flat_map(|episode| &episode.given).for_each(|given| mask[given.clone()].fill(0));
@@ -151,44 +156,44 @@ impl Response {
     }
 }
 
-/// What an environment has made of a response of one or several turns.
+/// The result of an environment for a response of one or several turns.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Episode {
     pub turns: u32,
     /// Ranges of the response's tokens that the environment wrote. Their log-probabilities at sampling are 0.
     pub given: Vec<Range<usize>>,
-    /// Sum over turns.
+    /// The sum of the rewards over turns.
     pub reward: f64,
-    /// Named numbers for the logs; of several turns the last ones.
+    /// Named numbers for the logs; with several turns, the last ones.
     pub extra: BTreeMap<String, f32>,
-    /// Why it ended early: the environment failed.
+    /// The error if the environment failed and the episode ended early.
     pub failed: Option<String>,
 }
 
-/// What is known of the greedy response to a prompt, the baseline of its samples (ReMax, arXiv:2310.10505).
+/// The greedy response to a prompt, the baseline of its samples (ReMax, arXiv:2310.10505).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Greedy {
-    /// What the reward function returned.
+    /// The score that the reward function returned.
     pub score: f32,
     pub tokens: usize,
     pub finish: Finish,
 }
 
-/// Everything that one step learns from, for one sample. Per-token arrays have the response's length.
+/// All training data of a step for one sample. Per-token arrays have the response's length.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Experience {
     pub prompt: Prompt,
     pub response: Response,
-    /// What the reward function returned.
+    /// The score that the reward function returned.
     pub score: f32,
-    /// The score of each reward by its name, before they are added up; without those that abstained.
+    /// The score of each reward by its name, before they are added up; rewards that abstained are left out.
     pub scores: BTreeMap<String, f32>,
-    /// Where the estimator needs it.
+    /// The greedy response, if the estimator needs it.
     pub greedy: Option<Greedy>,
     pub ref_logprobs: Vec<f32>,
-    /// Value of the state before each response token; empty where the estimator has no critic.
+    /// Value of the state before each response token; empty if the estimator has no critic.
     pub values: Vec<f32>,
-    /// Value of the state after the last response token: what a cut response is bootstrapped from.
+    /// Value of the state after the last response token, from which a truncated response is bootstrapped.
     pub last_value: f32,
     /// Per-token KL estimate against the reference.
     pub kl: Vec<f32>,
@@ -196,7 +201,7 @@ pub struct Experience {
     pub rewards: Vec<f32>,
     pub advantages: Vec<f32>,
     pub returns: Vec<f32>,
-    /// 1 where the token is learned from.
+    /// 1 for each token that is trained on.
     pub mask: Vec<u8>,
 }
 
@@ -211,8 +216,8 @@ impl Experience {
         [&self.prompt.tokens[..], &self.response.tokens].concat()
     }
 
-    /// Bytes of it outside of tensors, once all is filled in: of each response token its id, two log-probabilities at sampling,
-    /// that of the reference, value, KL, reward, advantage, return and mask.
+    /// The bytes of the complete sample outside of tensors. Each response token has its id, two log-probabilities at
+    /// sampling, the reference's, and a value, KL, reward, advantage, return and mask.
     pub fn bytes(&self) -> usize {
         self.prompt.tokens.len() * 4 + self.response.tokens.len() * (9 * 4 + 1)
     }

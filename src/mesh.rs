@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 
-/// How the ranks of the world are arranged. Axes of size one are legal everywhere.
+/// The arrangement of the ranks. Axes of size one are legal everywhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mesh {
     pub data: usize,
@@ -21,7 +21,7 @@ impl Mesh {
         self.data * self.pipeline * self.sequence * self.tensor
     }
 
-    /// Refuses a world whose size is not the product of the axes.
+    /// Rejects a number of ranks that is not the product of the axes.
     ///
     /// # Errors
     /// `Usage`, naming the axes, the ranks they need and the ranks that were started.
@@ -29,7 +29,7 @@ impl Mesh {
         if self.ranks() == world {
             return Ok(());
         }
-        // The innermost axis that can be another so that all fits; ranks of data cost the least to change.
+        // The innermost axis that can change so that all fits; data ranks cost the least to change.
         let axes = [("tensor", self.tensor), ("sequence", self.sequence), ("data", self.data)];
         let fitting = |&(key, size): &(&'static str, usize)| {
             let rest = self.ranks() / size.max(1);
@@ -37,7 +37,7 @@ impl Mesh {
             fits.then(|| format!("set mesh.{key} = {}, or run with -n {}", world / rest, self.ranks()))
         };
         let hint = axes.iter().find_map(fitting).unwrap_or_else(|| format!("run with -n {}", self.ranks()));
-        Err(Error::usage(format!("mesh {self} needs {} ranks, mpirun started {world}", self.ranks())).hint(hint))
+        Err(Error::usage(format!("mesh {self} needs {} ranks, but mpirun started {world}", self.ranks())).hint(hint))
     }
 }
 

@@ -1,8 +1,9 @@
-//! Counted randomness: every draw is a pure function of what it is for, so no state is carried, saved or shared.
+//! Counter-based random numbers: each number is a pure function of its purpose and position, so there is no state to
+//! keep, save or share.
 //!
 //! Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11, section 4.2).
 
-/// What a draw is used for; part of the key, so that two uses never see the same numbers.
+/// The purpose of random numbers. It is part of the key, so two purposes never use the same numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Purpose {
@@ -28,7 +29,7 @@ pub fn philox(key: [u32; 2], counter: [u32; 4]) -> [u32; 4] {
     c
 }
 
-/// A family of draws: a seed and a purpose. `Copy`, no state.
+/// A stream of random numbers: a seed and a purpose. `Copy`, no state.
 #[derive(Clone, Copy, Debug)]
 pub struct Rng {
     key: [u32; 2],
@@ -51,18 +52,18 @@ impl Rng {
         (self.words(counter)[0] >> 8) as f32 * (1.0 / 16_777_216.0)
     }
 
-    /// What keys the words of a counter.
+    /// The key of a stream.
     pub fn key(self) -> [u32; 2] {
         self.key
     }
 
-    /// The draw for one sampled token: `step` counts rollout phases, `prompt` is the prompt's id, `sample` its
+    /// The random number for one sampled token: `step` counts rollout phases, `prompt` is the prompt's id, `sample` its
     /// number among the samples of that prompt, `token` the position in the response.
     pub fn sample_uniform(self, step: u32, prompt: u64, sample: u32, token: u32) -> f32 {
         self.uniform(Self::sample_counter(step, prompt, sample, token))
     }
 
-    /// The counter of that draw.
+    /// The counter of that number.
     pub fn sample_counter(step: u32, prompt: u64, sample: u32, token: u32) -> [u32; 4] {
         let prompt_mixed = (prompt as u32) ^ ((prompt >> 32) as u32).rotate_left(16);
         [step, prompt_mixed, sample, token]
@@ -85,7 +86,7 @@ impl Rng {
         [(r * c) as f32, (r * s) as f32]
     }
 
-    /// The permutation of `0..n` that belongs to `epoch` (Fisher-Yates, one draw per swap).
+    /// The permutation of `0..n` that belongs to `epoch` (Fisher-Yates, one number per swap).
     pub fn permutation(self, n: usize, epoch: u32) -> Vec<usize> {
         let mut order: Vec<usize> = (0..n).collect();
         for i in (1..n).rev() {

@@ -1,17 +1,21 @@
 #!/usr/bin/env bash
-# Checks and measures this machine's GPUs with what lies beside this script in a bundle (bench/bundle.sh): what the driver gives each
-# kernel, kernel tests, PPO on 1, 2 and 4 ranks with products of either mode, the verbs that ask a model, the speed of kernels beside
-# the machine's peaks and beside PyTorch; six kernels under ncu and short tests under compute-sanitizer, where there are these.
+# Checks and measures this machine's GPUs with the files of a bundle (bench/bundle.sh), where this script is. It
+# reports:
+#
+# - the resources that the driver gives each kernel, and kernel tests
+# - PPO on 1, 2 and 4 ranks with GEMMs of either mode, and the verbs that use a model
+# - the speed of kernels compared with the machine's peaks and with PyTorch
+# - six kernels under ncu and short tests under compute-sanitizer, if these tools are installed
 #
 #   ./gpu.sh [report]          default: gpu-report.md here; ends in under 10 minutes
 #
-# What teaches most comes first: tests of the kernels on which most depends, one job with the gaps of its self-test, the rates of
-# products, which all targets are shares of, then the other targets; tests of tensors beyond 2^32 values come last. Each section has
-# a time limit, and the report is written anew as one ends, its summary at the top, so that a section that hangs loses only itself.
-# What was not run says why.
-# The exit code is 0 if nothing failed, 1 if something did, 3 if there is no GPU. A target that is missed is no failure.
+# The most informative parts come first: tests of the most important kernels, one job with the gaps of its self-test,
+# and the rates of GEMMs, to which all targets are relative. Then come the other targets; tests of tensors beyond 2^32
+# values are last. Each section has a time limit. The report is written again after each section, with the summary at
+# the top, so a section that hangs loses only itself. Skipped parts give the reason. The exit code is 0 if nothing
+# failed, 1 if something did, 3 if a GPU was not found. A missed target is not a failure.
 #
-# Beside the report lies what was measured, a JSON object a line (gpu-report.jsonl).
+# The measurements are in gpu-report.jsonl next to the report, one JSON object per line.
 #
 # GPU_SH_SECONDS=180 ends earlier, GPU_SH_MODULES is a pattern of the kernel tests to run.
 set -uo pipefail
@@ -49,7 +53,7 @@ skipped() { # what, why
     row "$1" "" "skipped: $2"
 }
 
-# Rows of the works that have a target: from the records of `bench cuda`, and from the comparison with PyTorch.
+# Rows of the workloads that have a target: from the records of `bench cuda`, and from the comparison with PyTorch.
 targets() {
     {
         sed -n 's/.*"work":"\([^"]*\)","verdict":"\(target [^"]*\)".*/| \1 | \2 |/p' "$work/record"
@@ -72,9 +76,9 @@ summary() {
     printf '\n## Targets\n\n'
     reached=$(targets | grep -c '| reached |$') missed=$(targets | grep -c '| missed |$')
     if [ -z "$(targets)" ]; then
-        echo "None was measured."
+        echo "No target was measured."
     else
-        echo "$reached reached, $missed missed. Shares are of the peaks that the same run measured, in brackets of what the maker declares."
+        echo "$reached reached, $missed missed. Shares are relative to the peaks of this run, in brackets to the declared peaks."
         printf '\n| Work | Target | Measured | Verdict |\n|---|---|---|---|\n'
         targets
     fi
@@ -95,12 +99,13 @@ left() { echo $((whole_s - (SECONDS - begin))); }
 how_it_ended() { # exit code
     case "$1" in
         0) echo "passed" ;;
-        124 | 137) echo "not ended within its time" ;;
+        124 | 137) echo "did not end within its time limit" ;;
         *) echo "exit code $1" ;;
     esac
 }
 
-# Runs a command, at most so long and never beyond the time of the whole. Sets `code`, `ended` in words and `took` in seconds.
+# Runs a command with a time limit, and never beyond the time of the whole. Sets `code`, `ended` (text) and `took`
+# (seconds).
 try() { # seconds, log, command...
     local log=$2 most=$(($1 < $(left) ? $1 : $(left))) from=$SECONDS
     shift 2
@@ -113,7 +118,7 @@ try() { # seconds, log, command...
     ended=$(how_it_ended "$code")
 }
 
-# A row of the summary about what was tried last, and a failure where it failed.
+# Adds a row about the last command to the summary, and a failure if it failed.
 result() { # what, more words
     row "$1" "$took" "$ended${2:+, $2}"
     [ "$code" = 0 ] || failed "$1: $ended${2:+, $2}"
@@ -142,13 +147,13 @@ look_at_the_machine() {
         machine="$gpu, driver${driver}, GPUs: $(wc -l <<<"$first"); ${memory# } MiB, clocks up to ${sm# } MHz (memory ${mem# }),"
         machine="$machine power up to ${watts# } W, compute mode ${mode# }, ECC ${ecc# }, MIG ${mig# }; $(nproc) cores."
     elif grep -Eq '^cuda +driver' "$work/info"; then
-        machine="$(sed -n 's/^ *GPU 0 at/GPU 0 at/p' "$work/info" | head -1) (no nvidia-smi: driver and clocks are not known)."
+        machine="$(sed -n 's/^ *GPU 0 at/GPU 0 at/p' "$work/info" | head -1) (no nvidia-smi: driver and clocks are unknown)."
     fi
     say "" "$machine"
     result "Machine"
     try 20 "$work/taken" "$here/rlhf-hpc" info --kernels
     say "" "$(cat "$work/taken")"
-    result "What the kernels take" "with local memory: $(grep -c '^| .* [1-9][0-9]* |$' "$work/taken")"
+    result "Kernel resources" "with local memory: $(grep -c '^| .* [1-9][0-9]* |$' "$work/taken")"
     if ! grep -Eq '^cuda +driver' "$work/info" || grep -Eq '^cuda .* 0 GPUs' "$work/info"; then
         skipped "everything else" "no GPU: $(sed -n 's/^cuda *//p' "$work/info" | head -1)"
         is_done=yes
@@ -163,10 +168,10 @@ modules() { # -ve or -e, pattern of modules: all but those, or those
     "$here/bin/kernels" --list 2>/dev/null | sed -n 's/: test$//p' | cut -d: -f1 | sort -u |
         grep -Ev '^(embedded|emulation|faults|driver|nccl)$' | grep -E "$1" "$2" | grep -E "${GPU_SH_MODULES:-.}"
 }
-# Those on which most depends: fragments, shared memory beyond 48 KiB, captures.
+# The most important ones: fragments, shared memory beyond 48 KiB, captures.
 most='matmul|attention|paged_attention|linear_logprob|linear_logprob_fused|fast|sample|adamw|model|rollout'
 
-# One process for each module of tests, some at once: a kernel that breaks the GPU's context takes no other module with it.
+# One process for each module of tests, some at once: a kernel that breaks the GPU's context affects no other module.
 check_tests() { # what, second of the whole until which modules begin, modules: those for which there was no time are in `late`
     local what=$1 until=$2 from=$SECONDS at_once=$(($(nproc) / 4)) count=0 passed=0 ran=0 broken=() module log
     shift 2
@@ -180,8 +185,8 @@ check_tests() { # what, second of the whole until which modules begin, modules: 
         fi
         [ "$count" -lt "$at_once" ] || { wait -n; count=$((count - 1)); }
         (
-            # A filter finds its text in the middle of a name, too: run_loss is no module of loss.
-            # Those of far tensors are long under the emulation, where nothing runs them unasked.
+            # A filter also matches in the middle of a name: run_loss does not belong to loss.
+            # Tests of far tensors take long under the emulation, which skips them by default.
             [ "$module" = far ] && ignored=--include-ignored || ignored=
             try 60 "$log" env RLHF_HPC_KERNELS=gpu "$here/bin/kernels" "$module::" --skip "_$module::" --test-threads=1 $ignored
             echo "$code" >"$log.code"
@@ -207,14 +212,14 @@ check_tests() { # what, second of the whole until which modules begin, modules: 
     result "$what"
 }
 
-# Short tests under CUDA's own checkers, where the machine has them: what a kernel reads or writes outside of its memory, threads of
-# a block that meet in shared memory with no barrier between, and barriers that not all threads come to.
+# Short tests under CUDA's own checkers, if they are installed: accesses outside of a kernel's memory, threads of a
+# block that use the same shared memory without a barrier between, and barriers that not all threads reach.
 sanitizers() {
     local tool name log filter
     section "Kernel tests under compute-sanitizer"
     tool=$(PATH=$PATH:/usr/local/cuda/bin type -P compute-sanitizer)
     if [ -z "$tool" ]; then
-        skipped "Sanitizers" "there is no compute-sanitizer in PATH or /usr/local/cuda/bin"
+        skipped "Sanitizers" "compute-sanitizer was not found in PATH or /usr/local/cuda/bin"
         return
     fi
     while read -r name filter; do
@@ -243,10 +248,10 @@ prepare() {
         "$here/rlhf-hpc" init --config model.json --tokenizer work/tokenizer --out work/base --seed 1
 }
 
-# Of a job's lines: its devices and steps, or where it failed the last ones.
-told() { # exit code
+# A job's devices and steps, or the last lines of its log if it failed.
+excerpt() { # exit code
     if [ "$1" = 0 ]; then
-        tr '\r' '\n' | sed -n '/^  devices/,/^  mesh/p; /^  products/p; /^step /p; /^[0-9]* steps in/p; /^  memory .*at most/p'
+        tr '\r' '\n' | sed -n '/^  devices/,/^  mesh/p; /^  gemm/p; /^step /p; /^[0-9]* steps in/p; /^  memory .*up to/p'
     else
         tr '\r' '\n' | grep -v '^$' | tail -30
     fi | cut -c1-200
@@ -259,21 +264,21 @@ ppo() { # what, ranks, settings...
     is_time_for "PPO, $what" 15 || return
     name=$(tr '[:upper:]' '[:lower:]' <<<"$what" | tr -cs 'a-z0-9\n' -)
     log=$work/$name
-    # One rank needs no launcher, and shows what it can where that does not start.
+    # One rank needs no launcher, and gives results even if that does not start.
     start=("$here/rlhf-hpc")
     [ "$ranks" = 1 ] || start=("$here/mpirun" --bind-to none --oversubscribe -n "$ranks" "$here/bin/rlhf-hpc")
     try 60 "$log" env -C "$work/quickstart" "${start[@]}" ppo.toml model.actor=work/base job.dir="work/$name" job.steps=5 \
         job.device=gpu model.dtype=bf16 "$@"
     runs+=("$name")
     say "" "### PPO, $what: $ended, $took s"
-    block "$(told "$code" <"$log")"
+    block "$(excerpt "$code" <"$log")"
     result "PPO, $what"
 }
 
-# The steps of runs beside each other: what a mode costs and saves, and how far ratios begin from one.
+# The steps of all runs: the cost of each mode, and the distance of the first ratios from one.
 steps() {
     local name key row
-    say "" "Of each step, in the runs above:" "" "| Run | What | Step by step |" "|---|---|---|"
+    say "" "Each step of the runs above:" "" "| Run | What | Step by step |" "|---|---|---|"
     for name in "${runs[@]}"; do
         for key in time_step_s time_old_logprobs_s sampler_gap_max logprob_gap_max; do
             row=$(sed -n "s/.*\"$key\":\([^,}]*\).*/\1/p" "$work/quickstart/work/$name/metrics.jsonl" 2>/dev/null | cut -c1-8 | tr '\n' ' ')
@@ -284,7 +289,7 @@ steps() {
 
 # ---- speed ----
 
-# Each part in a process of its own, beside the peaks that this process measured.
+# Each part runs in a process of its own, with the peaks that this process measured.
 speed() { # part, seconds, how often each work is measured
     local part=$1 log=$work/bench-$1 record=$work/record-$1 reached without
     is_time_for "Speed: $part" 10 || return
@@ -302,21 +307,22 @@ profile() {
     section "Six kernels under ncu"
     tool=$(PATH=$PATH:/usr/local/cuda/bin type -P ncu)
     if [ -z "$tool" ]; then
-        skipped "ncu" "there is no ncu in PATH or /usr/local/cuda/bin"
+        skipped "ncu" "ncu was not found in PATH or /usr/local/cuda/bin"
         return
     fi
     while read -r part kernel; do
         is_time_for "ncu: $kernel" 10 || continue
         log=$work/ncu-$kernel
-        # Clocks stay as they are in the other sections; the launch after the one that loads the kernel is looked at.
+        # Clocks are the same as in the other sections. The profile is of the launch after the one that loads the
+        # kernel.
         try 15 "$log" "$tool" --clock-control none --section SpeedOfLight --section MemoryWorkloadAnalysis --section Occupancy \
             --kernel-name "regex:^$kernel" --launch-skip 1 --launch-count 1 --kill yes \
             "$here/bin/rlhf-hpc" bench cuda --part "$part" --repeats 1
         say "" "### $kernel"
         block "$(grep -E 'Duration|Throughput|Hit Rate|Occupancy|Registers|ERR_' "$log" | sed 's/^ *//; s/  */ /g' | sort -u)"
-        # Many sites keep the counters to themselves: that is no failure of ours.
+        # Many sites restrict the counters: that is not a failure.
         if grep -q ERR_NVGPUCTRPERM "$log"; then
-            skipped "ncu" "the driver keeps its counters to administrators (ERR_NVGPUCTRPERM)"
+            skipped "ncu" "the driver restricts its counters to administrators (ERR_NVGPUCTRPERM)"
             return
         fi
         row "ncu: $kernel" "$took" "$ended"
@@ -369,7 +375,7 @@ look_at_the_machine
 inside() { . "$here/environment.sh"; }
 outside=${LD_LIBRARY_PATH:-}
 
-section "Kernel tests on the GPU, against naive sums in f64"
+section "Kernel tests on the GPU, compared with naive sums in f64"
 inside
 mapfile -t kernels < <(modules -e "^($most)$")
 check_tests "Kernel tests" $((whole_s / 5)) ${kernels[@]+"${kernels[@]}"}
@@ -386,10 +392,10 @@ if (prepare) >"$work/prepare" 2>&1; then
     ppo "one rank, exact products" 1 job.gemm=exact
 else
     block "$(tail -5 "$work/prepare")"
-    failed "the quickstart's model and data"
+    failed "preparing the quickstart's model and data"
 fi
 
-section "Speed of the kernels, beside the peaks of this machine"
+section "Speed of the kernels, compared with the peaks of this machine"
 clocks_begin
 speed products 50
 speed attention 45
@@ -406,7 +412,7 @@ export LD_LIBRARY_PATH=$outside
 peers
 
 if [ "$has_model" = yes ]; then
-    section "PPO quickstart with cuBLASLt's products, and on 2 and 4 ranks that share the GPU"
+    section "PPO quickstart with cuBLASLt, and on 2 and 4 ranks that share the GPU"
     if has_none cublaslt; then
         skipped "PPO, fast products" "$(sed -n 's/^cublaslt *//p' "$work/info" | cut -c1-120)"
     else
@@ -414,7 +420,7 @@ if [ "$has_model" = yes ]; then
     fi
     ppo "2 ranks" 2
     ppo "4 ranks" 4
-    # Weights that are divided, and come together in another layout to sample.
+    # Sharded weights, which are gathered in another layout to sample.
     ppo "4 ranks, ZeRO 3, tensor ranks to sample" 4 mesh.zero=3 mesh.tensor=1 rollout.tensor=2
     if grep -Eq '^cuda .* [0-9]+ GPUs' "$work/info" && ! grep -Eq '^cuda .* 1 GPUs' "$work/info"; then
         if has_none nccl; then
@@ -430,7 +436,7 @@ fi
 
 inside
 sanitizers
-section "Whole tiny jobs on the GPU, against the CPU and each other; kernel tests that were left"
+section "Whole tiny jobs on the GPU, compared with the CPU and each other; the remaining kernel tests"
 mapfile -t others < <(modules -ve "^(run.*|$most|far)$"; modules -e '^run')
 check_tests "Other tests" $((whole_s - 30)) ${later[@]+"${later[@]}"} ${others[@]+"${others[@]}"}
 

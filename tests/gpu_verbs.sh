@@ -1,4 +1,4 @@
-# The verbs that ask a model, on the GPU beside the CPU: a part of gpu.sh, which sources it.
+# The verbs that use a model, compared between GPU and CPU: a part of gpu.sh, which sources it.
 # shellcheck shell=bash disable=SC2154
 
 # The numbers of a key of JSON lines, in millionths.
@@ -9,7 +9,7 @@ millionths() { # file, key
     printf '%.6f\n' "${numbers[@]}" | sed 's/\.//; s/^\(-*\)0*\([0-9]\)/\1\2/'
 }
 
-# How many numbers two files have, and how far they are apart at most, in millionths.
+# The number of values in two files, and their largest difference, in millionths.
 apart() { # file, file, key
     local a b i gap most=0
     mapfile -t a < <(millionths "$1" "$3")
@@ -22,13 +22,13 @@ apart() { # file, file, key
     echo "${#a[@]} $most"
 }
 
-# Answers of the actor and the critic of the first job, on the GPU beside the CPU. bf16 may move a number by a quarter at most:
-# the tests about whole jobs hold it to less, on a model that they know.
+# Results of the actor and the critic of the first job, compared between GPU and CPU. bf16 may change a number by at
+# most a quarter. The tests of whole jobs have a tighter bound, for a known model.
 verbs() {
     local job=$work/quickstart/work/one-rank-exact-products at=$work/verbs from=$SECONDS failures_of_verbs=0 device verb count most gap
     local rows=64 new=32 furthest=250000 words= alike=0 a b i
-    section "Verbs on the GPU, beside the CPU"
-    [ -d "$job/export" ] || { skipped "Verbs" "the first job left no model" && return; }
+    section "Verbs on the GPU, compared with the CPU"
+    [ -d "$job/export" ] || { skipped "Verbs" "the first job exported no model" && return; }
     is_time_for "Verbs" 20 || return
     mkdir -p "$at"
     grep -m "$rows" '"split":"eval"' "$work/quickstart/work/arithmetic.jsonl" >"$at/ask"
@@ -48,7 +48,7 @@ verbs() {
     mapfile -t a < <(sed 's/,"text".*//' "$at/generate-gpu")
     mapfile -t b < <(sed 's/,"text".*//' "$at/generate-cpu")
     for i in "${!a[@]}"; do [ "${a[i]}" != "${b[i]:-}" ] || alike=$((alike + 1)); done
-    say "Responses on the GPU: ${#a[@]}; of them as on the CPU: $alike (draws near a border may part)."
+    say "Responses on the GPU: ${#a[@]}; equal to the CPU's: $alike (samples near a boundary may differ)."
     for verb in logprobs reward; do
         read -r count most < <(apart "$at/$verb-gpu" "$at/$verb-cpu" "$verb")
         if [ "${count:-0}" = 0 ]; then
@@ -57,8 +57,8 @@ verbs() {
             continue
         fi
         gap=$(printf '%d.%06d' $((most / 1000000)) $((most % 1000000)))
-        words="$words, $verb $gap apart at most"
-        say "$verb: $count numbers, $gap apart at most."
+        words="$words, $verb differ by at most $gap"
+        say "$verb: $count numbers, differ by at most $gap."
         [ "$most" -le "$furthest" ] || failures_of_verbs=1
     done
     block "$(cat "$at"/log-* | cut -c1-200)"

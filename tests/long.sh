@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests that are too long for every change: each call of a library that fails, a thousand kills, the plan of every layout, tensors
-# beyond 2^31 values. By hand; what it says is recorded in bench/runs. Usage: tests/long.sh [PART OF A NAME]
+# Runs the tests that are too long for every change: a failure of each library call, a thousand kills, the plan of every
+# layout, tensors beyond 2^31 values. Run by hand; its output is recorded in bench/runs. Usage: tests/long.sh [PART OF A
+# NAME]
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 . "$root/jobs/setup.sh"

@@ -9,9 +9,9 @@ use rlhf_hpc::rollout::{Request, Stop, requests};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// A model of a family, with the keys of `more` in its config.json. Eight query heads share two of keys and values, so that every size
-/// of the tensor axis up to 8 is legal and copies heads from 4 on; neither the vocabulary nor the MLP divides evenly. Initial values
-/// are so large that distributions are not flat.
+/// A model of a family, with the keys of `more` in its config.json. Eight query heads share two of keys and values, so
+/// that every size of the tensor axis up to 8 is legal and copies heads from 4 on; neither the vocabulary nor the MLP
+/// divides evenly. Initial values are so large that distributions are not flat.
 pub fn arch(family: &str, more: &Value) -> Arch {
     let mut config = json!({
         "model_type": family, "hidden_size": 48, "intermediate_size": 100,
@@ -42,7 +42,8 @@ pub fn requested(transformer: &Transformer, prompts: &[Prompt], config: &Rollout
     requests(prompts, config, &stop, transformer.arch.context).expect("legal prompts")
 }
 
-/// The recorded log-probabilities of all tokens of the responses, and those of the training forward over all rows packed into one batch.
+/// The recorded log-probabilities of all tokens of the responses, and those of the training forward over all rows
+/// packed into one batch.
 pub fn recorded_and_trained(
     transformer: &Transformer,
     weights: &Weights,

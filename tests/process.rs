@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// What takes longer is killed, and fails its test.
+/// The time limit of a process. A process that takes longer is killed, and its test fails.
 pub const LIMIT: Duration = Duration::from_secs(480);
 
 /// `program` under mpirun with `ranks` ranks; with 0, alone.

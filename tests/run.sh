@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up, builds, and passes all tests. Usage: tests/run.sh
+# Sets up, builds, and runs all tests. Usage: tests/run.sh
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 . "$root/jobs/setup.sh"
@@ -8,7 +8,7 @@ ensure_rust
 cd "$root"
 # The python3 of a version manager is a script that looks for the real one at each start.
 PATH="$(dirname "$(python3 -c 'import sys; print(sys.executable)')"):$PATH"
-# Many tests wait for jobs that they start.
+# Many tests only wait for jobs that they start.
 export RUST_TEST_THREADS="${RUST_TEST_THREADS:-$((3 * $(nproc)))}"
-# Builds the binary, too, beside the tests.
+# Also builds the binary.
 cargo test --release --locked --no-fail-fast

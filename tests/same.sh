@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Whether two builds compute the same, bit for bit, on this machine: a table of jobs, the hash that each leaves, and `same` or `DIFFERENT`.
+# Checks if two builds are bit-identical on this machine. Prints each job, its hash, and `same` or `DIFFERENT`.
 #
 #   tests/same.sh OLD [NEW]      two rlhf-hpc binaries; NEW is target/release/rlhf-hpc if left out
 #
-# The jobs: a short quickstart (SFT and PPO, 1 and 2 ranks), small jobs (estimators, ZeRO 0-3, tensor, sequence, placement, bf16,
-# offload), generate and logprobs on the golden models. LONG=1: the quickstart with all its steps. Exit status 1 where anything differs.
+# Jobs: a short quickstart (SFT and PPO, 1 and 2 ranks), small jobs (estimators, ZeRO 0-3, tensor, sequence, placement,
+# bf16, offload), generate and logprobs on the golden models. LONG=1: the whole quickstart. Exits with 1 if any differ.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 [ $# -ge 1 ] || { sed -n 2,7p "$0" >&2; exit 2; }

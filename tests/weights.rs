@@ -55,7 +55,7 @@ pub fn layouts(world: &World) -> Vec<(Mesh, usize)> {
     all
 }
 
-/// The axes of every rollout that cuts matrices over so many ranks.
+/// The axes of a rollout on the ranks of `world`, for each tensor size that divides their number.
 pub fn rollouts(world: &World) -> Vec<Axes> {
     let fitting = [1, 2, 4, 8].into_iter().filter(|t| world.size.is_multiple_of(*t));
     let mesh = |tensor| Mesh { tensor, ..Mesh::data_only(world.size / tensor) };

@@ -15,7 +15,7 @@ args = peer.start(parser)
 def prepare(attention):
     model = peer.load(args, attention).eval()
     prompts = torch.randint(3, model.config.vocab_size, (args.batch, args.prompt_tokens))
-    # top_k = 0 switches off the filter that generate has by default.
+    # top_k = 0 turns off the default filter of generate.
     mode = dict(do_sample=True, top_k=0) if args.mode == "sampling" else dict(do_sample=False)
     mask = torch.ones_like(prompts)
 

@@ -1,9 +1,10 @@
-"""PyTorch's matmul, attention, norms, log-softmax and AdamW on a GPU, beside ours where a record of `bench cuda` is given.
+"""PyTorch's matmul, attention, norms, log-softmax and AdamW on a GPU, next to ours with a record of `bench cuda`.
 
     python3 gpu.py [--ours RECORD] [--device cpu] [--small]
 
-Prints a table of Markdown. Works have the names that `bench cuda` gives them. Times are of CUDA events around several calls, the
-median of several rounds. A work that fails is told in its row, and the exit code is 1. `--small` on a CPU shows that all of it runs.
+Prints a Markdown table. Workloads have the names of `bench cuda`. Times are from CUDA events around several calls, the
+median of several rounds. A workload that fails is reported in its row, and the exit code is 1. `--small` on a CPU checks
+that all of them run.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 ROUNDS = 7
-# Inputs that are read in turn, so that no call finds them in the GPU's cache.
+# Bytes of inputs that are read in turn, so that no call finds them in the GPU's cache.
 ROTATED_BYTES = 512 << 20
 
 args = None
@@ -55,7 +56,7 @@ def matrix(*shape, dtype=torch.bfloat16, **more):
 
 
 def product(m, wide, k):
-    """Name, seconds, FLOPs, bytes; weights take turns."""
+    """Name, seconds, FLOPs, bytes; weights are used in turn."""
     turns = 2 if args.small else -(-ROTATED_BYTES // (2 * wide * k))
     x, ws = matrix(m, k), [matrix(wide, k) for _ in range(turns)]
     turn = 0
@@ -84,7 +85,7 @@ def flash():
 
 
 def heads_shared(q, k, v):
-    """How PyTorch attends where query heads share those of keys: as ours does, or, in releases that cannot, over repeated ones."""
+    """PyTorch's attention with shared key heads: like ours, or over repeated key heads in releases that cannot."""
     shared = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     try:
         shared(q, k, v)
@@ -137,7 +138,7 @@ def adamw():
 
 
 def ours(path):
-    """Of each work of a record the seconds of its fastest mode, and the mode."""
+    """The seconds of the fastest mode for each workload of a record, and the mode."""
     best = {}
     if not path:
         return best
@@ -180,7 +181,7 @@ def main():
     for about, work in works:
         try:
             name, took, flops, moved = work()
-        except Exception as error:  # noqa: BLE001 - one work that fails must not lose the others
+        except Exception as error:  # noqa: BLE001 - one failure must not lose the others
             failures += 1
             print(f"| {about} | failed: {str(error).splitlines()[0][:150] if str(error) else type(error).__name__} | | | | | |", flush=True)
             continue
@@ -191,9 +192,9 @@ def main():
         shown = f"{1e3 * mine:.4f} ms{f', {mode}' if mode else ''}" if mine else "-"
         ratio = took / mine if mine else None
         target = ""
-        # What newer GPUs than those of sm_80 are held to.
+        # The target for GPUs newer than sm_80.
         if name.startswith("attention forward") and ratio and (capability >= 9 or args.small):
-            verdict = "too small to tell" if args.small else "reached" if ratio >= 1 else "missed"
+            verdict = "too small to judge" if args.small else "reached" if ratio >= 1 else "missed"
             target = f"target PyTorch's flash backend, measured {ratio:.0%} of its speed: {verdict}"
         rate = lambda value: f"{value:.1f}" if value >= 0.05 else "-"
         print(

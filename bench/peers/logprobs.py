@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens from hidden states: log_softmax(hidden @ W^T) and gather.
 
-All tokens at once and in chunks of several sizes; the fastest that fits counts. With --model, W is the head of that model.
+All tokens at once and in chunks of several sizes; the result is the fastest that fits in memory. With --model, W is the
+head of that model.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What the peer scripts share: arguments, the model, the clock, and the one line of JSON they print."""
+"""Code that the peer scripts share: arguments, the model, the clock, and the one line of JSON they print."""
 
 import argparse
 import json

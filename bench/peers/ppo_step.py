@@ -1,7 +1,7 @@
 """One PPO step in plain torch: rollout, reference and value forward, GAE, one epoch of clipped losses, two AdamW.
 
-The log-probabilities of sampling are taken from the logits that generate has anyway, and the head is only applied to
-response positions, so that nothing is computed twice or in vain.
+The log-probabilities of sampling come from the logits that generate computes anyway, and the head is only applied to
+response positions, so nothing is computed twice or for nothing.
 """
 
 import torch

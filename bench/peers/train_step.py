@@ -1,4 +1,4 @@
-"""One training step: forward, cross-entropy, backward, clip, AdamW (fused). With bf16 all of it is bf16."""
+"""One training step: forward, cross-entropy, backward, clip, AdamW (fused). With bf16 everything is bf16."""
 
 import torch
 

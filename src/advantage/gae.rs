@@ -2,9 +2,9 @@
 
 /// delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lambda A_{t+1}; returns R_t = A_t + V_t.
 ///
-/// Only tokens with mask 1 are steps: others (written by the environment) are skipped over, so t+1 is the next
-/// masked token, and their A and R are 0. `last_value` is V after the last step: 0 for a response that ended.
-/// All slices have the response's length; returns (advantages, returns).
+/// Only tokens with mask 1 are steps. Other tokens (written by the environment) are skipped, so t+1 is the next masked
+/// token, and their A and R are 0. `last_value` is V after the last step: 0 for a response that ended. All slices have
+/// the response's length. Returns (advantages, returns).
 pub fn gae(
     gamma: f64,
     lambda: f64,

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 ///
 /// - `rloo`: R_i - mean of the others (arXiv:2402.14740)
 /// - `grpo`: (R_i - m) / (s + 1e-9) (arXiv:2402.03300)
-/// - `gdpo`: the same of each reward by itself (arXiv:2601.05242)
+/// - `gdpo`: the same for each reward by itself (arXiv:2601.05242)
 /// - `dr-grpo`, `reinforce++-baseline`: R_i - m (arXiv:2503.20783, arXiv:2501.03262)
 fn shape_group(estimator: Estimator, scores: &mut [f64]) {
     assert!(scores.len() > 1, "a group of one has no baseline");
@@ -25,8 +25,9 @@ fn shape_group(estimator: Estimator, scores: &mut [f64]) {
     }
 }
 
-/// sum over the rewards k of w_k (R_ik - m_k) / (s_k + 1e-9), with mean and deviation over the samples of the group that k scored; what
-/// length penalties took from the sum of the rewards counts as one more of weight 1.
+/// Computes the sum over the rewards k of w_k (R_ik - m_k) / (s_k + 1e-9). Mean and deviation are over the samples of
+/// the group that k scored. The part that length penalties removed from the sum of the rewards counts as one more
+/// reward of weight 1.
 fn shape_decoupled(weights: &BTreeMap<String, f32>, scores: &mut [f64], group: &[Experience]) {
     let names: BTreeSet<&String> = group.iter().flat_map(|sample| sample.scores.keys()).collect();
     let mut sums: Vec<f64> = scores.iter().zip(group).map(|(score, sample)| score - f64::from(sample.score)).collect();
@@ -34,7 +35,7 @@ fn shape_decoupled(weights: &BTreeMap<String, f32>, scores: &mut [f64], group: &
     for name in names {
         let known: Vec<usize> = (0..group.len()).filter(|&i| group[i].scores.contains_key(name)).collect();
         let mut of_reward: Vec<f64> = known.iter().map(|&i| f64::from(group[i].scores[name])).collect();
-        // One sample that is scored alone is compared with none.
+        // A single scored sample has no others to compare with.
         if known.len() > 1 {
             shape_group(Estimator::Gdpo, &mut of_reward);
             let weight = f64::from(weights.get(name).copied().unwrap_or(1.0));
@@ -44,9 +45,9 @@ fn shape_decoupled(weights: &BTreeMap<String, f32>, scores: &mut [f64], group: &
     scores.copy_from_slice(&sums);
 }
 
-/// Shapes the samples of each prompt, which stand together.
+/// Shapes the scores of the samples of each prompt, which are consecutive.
 pub fn shape(estimator: Estimator, weights: &BTreeMap<String, f32>, scores: &mut [f64], samples: &[Experience]) {
-    assert!(samples.is_sorted_by_key(|sample| sample.response.prompt), "samples of a prompt stand together");
+    assert!(samples.is_sorted_by_key(|sample| sample.response.prompt), "samples of a prompt are consecutive");
     let mut start = 0;
     for group in samples.chunk_by(|a, b| a.response.prompt == b.response.prompt) {
         let own = &mut scores[start..start + group.len()];
@@ -58,7 +59,7 @@ pub fn shape(estimator: Estimator, weights: &BTreeMap<String, f32>, scores: &mut
     }
 }
 
-/// Share of prompts with several samples whose scores are all equal; none where no prompt has several.
+/// The share of prompts with several samples whose scores are all equal. `None` if no prompt has several.
 pub fn equal_ratio(scores: &[f64], samples: &[Experience]) -> Option<f64> {
     let (mut groups, mut equal, mut start) = (0, 0, 0);
     for group in samples.chunk_by(|a, b| a.response.prompt == b.response.prompt) {

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::ppo::{KlEstimator, PpoConfig};
 use crate::experience::Experience;
 
-/// Fills `sample.kl` from `response.logprobs` and `ref_logprobs`; 0 where there is no reference, or mask is 0.
+/// Fills `sample.kl` from `response.logprobs` and `ref_logprobs`. It is 0 without a reference, or if mask is 0.
 pub fn fill(estimator: KlEstimator, sample: &mut Experience) {
     sample.kl.clear();
     if sample.ref_logprobs.is_empty() {
@@ -17,13 +17,13 @@ pub fn fill(estimator: KlEstimator, sample: &mut Experience) {
     sample.kl.extend(pairs.zip(&sample.mask).map(|((&l, &l_ref), &m)| if m == 0 { 0.0 } else { estimate(l, l_ref) }));
 }
 
-/// Coefficient of the KL penalty: fixed, or steered so that the KL approaches a target (arXiv:1909.08593, section
+/// Coefficient of the KL penalty: fixed, or adjusted so that the KL approaches a target (arXiv:1909.08593, section
 /// 2.2). Part of the checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KlController {
-    /// The coefficient in force.
+    /// The current coefficient.
     pub beta: f32,
-    /// The same, with the digits that repeated small steps need.
+    /// The same, with the precision that repeated small steps need.
     beta_exact: f64,
     target: f64,
     horizon: f64,

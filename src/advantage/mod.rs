@@ -1,7 +1,7 @@
 //! From scores to advantages: KL, length penalties, group shaping, returns, whitening.
 //!
-//! Everything here runs over the whole batch in its global order with f64 sums, so that its results depend neither on
-//! how many ranks there are nor on which of them computes it.
+//! Everything here runs over the whole batch in its global order with f64 sums. So the results depend neither on the
+//! number of ranks nor on the rank that computes them.
 
 pub mod gae;
 pub mod group;
@@ -16,30 +16,30 @@ use crate::config::ppo::{Estimator, KlIn, PpoConfig, Truncation};
 use crate::error::{Error, Result};
 use crate::experience::{Experience, Finish, Response};
 
-/// What one batch came to. Means over tokens are over tokens with mask 1; deviations are those of the population.
+/// The results of one batch. Means over tokens are over tokens with mask 1. Deviations are population deviations.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct AdvantageStats {
-    /// What the reward functions returned.
+    /// The mean of the scores that the reward functions returned.
     pub score_mean: f64,
-    /// Scores after running normalisation and length penalties, before group shaping, clipping and KL.
+    /// Mean of the scores after running normalization and length penalties, before group shaping, clipping and KL.
     pub reward_mean: f64,
     pub reward_std: f64,
-    /// Mean over samples of the greedy response's score; none where the estimator needs no such response.
+    /// Mean over samples of the greedy response's score. `None` if the estimator needs no greedy response.
     pub greedy_mean: Option<f64>,
     /// Share of samples whose shaped score the clip has changed.
     pub clipped_ratio: f64,
-    /// Share of prompts with several samples of which all have the same score; none where each has one.
+    /// Share of prompts with several samples whose scores are all equal. `None` if each prompt has one sample.
     pub equal_groups_ratio: Option<f64>,
     /// Mean KL per token against the reference, by the configured estimator.
     pub kl_mean: f64,
-    /// Mean sum of a sample's per-token rewards: shaped, clipped, with KL where it is in the reward.
+    /// Mean sum of a sample's per-token rewards: shaped, clipped, with KL if it is in the reward.
     pub return_mean: f64,
-    /// Of the advantages before whitening.
+    /// Mean of the advantages before whitening.
     pub advantage_mean: f64,
     pub advantage_std: f64,
 }
 
-/// What advantages carry from step to step; part of the checkpoint.
+/// The state of advantages from step to step; part of the checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AdvantageState {
     pub kl: kl::KlController,
@@ -52,21 +52,21 @@ impl AdvantageState {
     }
 }
 
-/// One step: fills `kl`, `rewards`, `advantages` and `returns` of every sample from its `score`, `response.logprobs`,
-/// `ref_logprobs`, `values` and `mask`. Scores are normalised where configured. The penalty is the controller's beta before the
-/// call, `state.kl.beta`, which the measured KL then moves for the next step. `samples` is the whole batch in global order; samples
-/// of a prompt (equal `response.prompt`) stand together. `weights` of the rewards in `Experience::scores` are for gdpo; 1 where one is
-/// missing.
+/// Computes one step: fills `kl`, `rewards`, `advantages` and `returns` of every sample from its `score`,
+/// `response.logprobs`, `ref_logprobs`, `values` and `mask`. Scores are normalized if configured. The penalty is the
+/// controller's beta before the call, `state.kl.beta`. The measured KL then adjusts it for the next step. `samples` is
+/// the whole batch in global order, in which samples of a prompt (equal `response.prompt`) are consecutive. For gdpo,
+/// `weights` are those of the rewards in `Experience::scores`. A missing weight is 1.
 ///
-/// An empty `ref_logprobs` means no reference: KL 0. `returns` are what the critic learns (gae), else the reverse
-/// cumulative sum of the rewards before whitening. Where mask is 0, rewards, advantages and returns are 0. A sample
-/// with no learned token still counts in its group's mean.
+/// An empty `ref_logprobs` means no reference: KL 0. `returns` are the targets of the critic (gae), otherwise the
+/// reverse cumulative sum of the rewards before whitening. If mask is 0, rewards, advantages and returns are 0. A
+/// sample with no learned token still counts in its group's mean.
 ///
 /// # Errors
-/// `Fault` where a number is not finite.
+/// `Fault` if a number is not finite.
 ///
 /// # Panics
-/// Where lengths differ, or a grouped estimator meets a prompt with one sample.
+/// If lengths differ, or a grouped estimator gets a prompt with one sample.
 pub fn compute_step(
     config: &PpoConfig,
     weights: &BTreeMap<String, f32>,
@@ -125,7 +125,7 @@ pub fn compute_step(
     })
 }
 
-/// Of each sample the greedy response to its prompt, with what shapes its score.
+/// The greedy response to each sample's prompt, with the fields that shape its score.
 fn greedy_responses(samples: &[Experience]) -> Result<Vec<Experience>> {
     let of = |sample: &Experience| {
         let id = sample.prompt.id;
@@ -136,8 +136,8 @@ fn greedy_responses(samples: &[Experience]) -> Result<Vec<Experience>> {
     samples.iter().map(of).collect()
 }
 
-/// Advantages and returns of one sample from its rewards, before whitening. Without a critic values are 0 and lambda is 1: both are
-/// the discounted sum of the rewards from a token on.
+/// Computes advantages and returns of one sample from its rewards, before whitening. Without a critic, values are 0 and
+/// lambda is 1, so both are the discounted sum of the rewards from a token on.
 fn estimate(config: &PpoConfig, sample: &mut Experience) {
     let zeros = vec![0.0; sample.mask.len()];
     let (gamma, lambda, values) = match config.advantage {
@@ -151,7 +151,7 @@ fn estimate(config: &PpoConfig, sample: &mut Experience) {
     (sample.advantages, sample.returns) = gae::gae(gamma, lambda, &sample.rewards, values, last, &sample.mask);
 }
 
-/// What `pick` gives of all learned tokens.
+/// The values of `pick` for all learned tokens.
 fn learned(samples: &[Experience], pick: fn(&Experience) -> &[f32]) -> impl Iterator<Item = f64> + Clone {
     let of = move |sample| {
         let tokens = pick(sample).iter().zip(&sample.mask);
@@ -174,14 +174,14 @@ fn check(config: &PpoConfig, samples: &[Experience]) -> Result<()> {
             ("the actor's log-probability", &r.logprobs),
             ("the reference's log-probability", ref_logprobs),
             ("the critic's value", values),
-            ("the critic's value behind the last token", std::slice::from_ref(&sample.last_value)),
+            ("the critic's value after the last token", std::slice::from_ref(&sample.last_value)),
             ("the score", std::slice::from_ref(&sample.score)),
         ];
         let found = numbers.iter().find_map(|(what, xs)| Some((what, xs, xs.iter().position(|x| !x.is_finite())?)));
         if let Some((what, xs, at)) = found {
             let index = format!("sample {i} (prompt {}, sample {})", sample.prompt.id, r.sample);
             let token = if xs.len() == n { format!(" of response token {at}") } else { String::new() };
-            return Err(Error::fault(format!("{index}: {what}{token} is {}, not finite", xs[at])));
+            return Err(Error::fault(format!("{index}: {what}{token} must be finite (got {})", xs[at])));
         }
     }
     Ok(())

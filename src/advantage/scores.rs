@@ -1,4 +1,4 @@
-//! From a score to the rewards of a sample's tokens: normalisation, length penalties, clipping, placement.
+//! From a score to the rewards of a sample's tokens: normalization, length penalties, clipping, placement.
 
 use serde::{Deserialize, Serialize};
 
@@ -15,13 +15,13 @@ pub struct RunningMoments {
 }
 
 impl RunningMoments {
-    /// Takes the batch in, then returns (score - mean) / sqrt(max(variance, 1e-8)) with the variance of the population.
+    /// Adds the batch, then returns (score - mean) / sqrt(max(variance, 1e-8)) with the population variance.
     pub fn normalize(&mut self, scores: &[f64]) -> Vec<f64> {
         self.merge(scores);
         self.scale(scores)
     }
 
-    /// The same without taking them in.
+    /// The same without adding it.
     pub fn scale(&self, scores: &[f64]) -> Vec<f64> {
         let variance = self.deviation / self.count.max(1) as f64;
         let std = variance.max(1e-8).sqrt();
@@ -42,8 +42,8 @@ impl RunningMoments {
     }
 }
 
-/// score <- score - min(len - (max - buffer), buffer) / buffer * penalty where len > max - buffer, len in response
-/// tokens (arXiv:2503.14476, section 3.4).
+/// score <- score - min(len - (max - buffer), buffer) / buffer * penalty if len > max - buffer, len in response tokens
+/// (arXiv:2503.14476, section 3.4).
 pub fn penalize_overlong(config: &PpoConfig, scores: &mut [f64], samples: &[Experience]) {
     let (buffer, max) = (config.overlong_buffer_tokens, config.overlong_tokens_max);
     if buffer == 0 {
@@ -55,7 +55,7 @@ pub fn penalize_overlong(config: &PpoConfig, scores: &mut [f64], samples: &[Expe
     }
 }
 
-/// For samples cut by length: score <- c score where c >= 0, c where c < 0 (arXiv:2505.24864).
+/// For samples cut by length: score <- c score if c >= 0, c if c < 0 (arXiv:2505.24864).
 pub fn shape_truncated(config: &PpoConfig, scores: &mut [f64], samples: &[Experience]) {
     let c = f64::from(config.truncated_score_coef);
     for (score, _) in scores.iter_mut().zip(samples).filter(|(_, s)| s.response.finish == Finish::Length) {
@@ -63,8 +63,8 @@ pub fn shape_truncated(config: &PpoConfig, scores: &mut [f64], samples: &[Experi
     }
 }
 
-/// rewards_t = -beta kl_t, plus the score at the last learned token; 0 where mask is 0. Without a learned token there
-/// is nowhere to put the score.
+/// rewards_t = -beta kl_t, plus the score at the last learned token; 0 if mask is 0. Without a learned token the score
+/// is not placed.
 pub fn place(beta: f64, score: f64, sample: &mut Experience) {
     let last = sample.mask.iter().rposition(|&m| m != 0);
     sample.rewards.clear();

@@ -12,7 +12,7 @@ pub fn moments(numbers: impl Iterator<Item = f64> + Clone) -> (f64, f64) {
     (mean, (numbers.map(|x| (x - mean) * (x - mean)).sum::<f64>() / n).sqrt())
 }
 
-/// A <- (A - mean) / sqrt(max(variance, 1e-8)) where mask is 1; only A - mean without `divide`.
+/// A <- (A - mean) / sqrt(max(variance, 1e-8)) if mask is 1; only A - mean without `divide`.
 pub fn whiten(divide: bool, mean: f64, std: f64, samples: &mut [Experience]) {
     let scale = if divide { 1.0 / (std * std).max(1e-8).sqrt() } else { 1.0 };
     for sample in samples {

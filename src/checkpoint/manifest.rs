@@ -1,7 +1,6 @@
-//! `manifest.json`: what a checkpoint consists of.
+//! `manifest.json`: the contents of a checkpoint.
 //!
-//! The first line carries the xxh3 of all bytes after it, so that a damaged manifest is known from a whole one; the
-//! file as a whole is JSON.
+//! The first line holds the xxh3 of all bytes after it, so that damage is detected. The file as a whole is JSON.
 
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
@@ -13,7 +12,7 @@ use std::path::Path;
 pub const NAME: &str = "manifest.json";
 const FORMAT: u32 = 3;
 
-/// The elements of a flat f32 vector that a file holds; several files make up the vector.
+/// The elements of a flat f32 vector that a file holds. Several files make up the vector.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Shard {
@@ -32,7 +31,7 @@ pub struct Entry {
     pub shard: Option<Shard>,
 }
 
-/// Numbers of ranks and the hash are for people: a resume needs none of them.
+/// The manifest. The numbers of ranks and the configuration hash are for readers; a resume does not need them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     format: u32,
@@ -42,7 +41,7 @@ pub struct Manifest {
     mesh: [usize; 4],
     /// Hash of the resolved configuration.
     config_hash: String,
-    /// RNG, cursors, controllers: whatever the run needs to resume.
+    /// RNG, cursors, controllers: all the state that the run needs to resume.
     pub state: Value,
     pub files: Vec<Entry>,
 }
@@ -52,7 +51,7 @@ fn first_line(hash: &str) -> String {
 }
 
 impl Manifest {
-    /// Without files, which `save` writes and adds.
+    /// A manifest without files, which `save` writes and adds.
     pub fn new(step: u64, mesh: &Mesh, config_hash: &str, state: Value) -> Self {
         let (&Mesh { data, pipeline, sequence, tensor }, config_hash) = (mesh, config_hash.to_string());
         let mesh = [data, pipeline, sequence, tensor];
@@ -60,7 +59,7 @@ impl Manifest {
     }
 
     pub(super) fn to_bytes(&self) -> Vec<u8> {
-        let body = serde_json::to_string_pretty(self).expect("a manifest serialises");
+        let body = serde_json::to_string_pretty(self).expect("a manifest serializes");
         let rest = body.strip_prefix("{\n").expect("an object");
         format!("{}{rest}\n", first_line(&xxh3(format!("{rest}\n").as_bytes()))).into_bytes()
     }
@@ -69,13 +68,13 @@ impl Manifest {
         let path = dir.join(NAME);
         let bad = |why: String| Error::data(format!("{}: {why}", path.display()));
         let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
-        let (first, rest) = text.split_once('\n').ok_or_else(|| bad("cut short".to_string()))?;
+        let (first, rest) = text.split_once('\n').ok_or_else(|| bad("the file is truncated".to_string()))?;
         if format!("{first}\n") != first_line(&xxh3(rest.as_bytes())) {
             return Err(bad("its hash does not match its contents".to_string()));
         }
         let manifest: Self = serde_json::from_str(&text).map_err(|e| bad(e.to_string()))?;
         if manifest.format != FORMAT {
-            return Err(bad(format!("format {}, this version reads {FORMAT}", manifest.format)));
+            return Err(bad(format!("must have format {FORMAT} (got {})", manifest.format)));
         }
         for entry in &manifest.files {
             check_name(&entry.name).map_err(|e| e.within(path.display()))?;
@@ -84,11 +83,11 @@ impl Manifest {
     }
 }
 
-/// Names of files are plain: no directories, nothing hidden, not the manifest itself.
+/// Checks that a file name is plain: no directories, not hidden, not the manifest itself.
 pub(super) fn check_name(name: &str) -> Result<()> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     if name.is_empty() || name.starts_with('.') || name == NAME || !name.chars().all(plain) {
-        return Err(Error::data(format!("'{name}' is no plain file name")));
+        return Err(Error::data(format!("'{name}' is not a plain file name")));
     }
     Ok(())
 }

@@ -1,15 +1,15 @@
-//! Checkpoints that are whole or absent.
+//! Checkpoints that are complete or absent.
 //!
 //! ```text
-//! checkpoints/step-50/manifest.json     what was saved: bytes and xxh3 of each file, mesh, config hash, state
+//! checkpoints/step-50/manifest.json     the contents: bytes and xxh3 of each file, mesh, config hash, state
 //! checkpoints/step-50/*.bin             each rank's files
 //! checkpoints/latest                    a link to the newest
-//! checkpoints/best                      a link to that of the best evaluation
+//! checkpoints/best                      a link to the one of the best evaluation
 //! checkpoints/.step-60.partial          being written
 //! ```
 //!
-//! A checkpoint counts from the rename of its directory, after everything in it has reached the disk; until then, and
-//! whenever the process dies, the ones before it stand untouched.
+//! A checkpoint is valid from the rename of its directory, after everything in it has reached the disk. Until then, and
+//! if the process dies, all earlier checkpoints stay untouched.
 
 pub mod manifest;
 pub mod parts;

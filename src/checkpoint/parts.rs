@@ -1,4 +1,5 @@
-//! The flat vectors of a model, saved part by part where ranks share its matrices, and read in any other cut.
+//! The flat vectors of a model. They are saved in parts if ranks share its matrices, and can be read with any other
+//! split.
 
 use super::resume::Checkpoint;
 use super::vector::SavedVector;
@@ -16,7 +17,7 @@ use std::sync::{Mutex, PoisonError};
 /// Suffix of a vector whose matrices are stored row by row, as on GPUs.
 const BY_ROW: &str = ".by-row";
 
-/// The name of a vector of a table: `actor.m`, or `actor.m.tensor-1-of-4`; `actor.m.by-row` in the layout of GPUs.
+/// The name of a vector of a table: `actor.m` or `actor.m.tensor-1-of-4`, and `actor.m.by-row` in the layout of GPUs.
 pub fn vector_name(vector: &str, table: &ParamTable) -> String {
     let TensorPart { rank, size } = table.tensor_part();
     let parts = if size == 1 { String::new() } else { format!(".tensor-{rank}-of-{size}") };
@@ -27,21 +28,21 @@ fn suffix(device: Device) -> &'static str {
     if Layout::Panel.on(device) == Layout::Row { BY_ROW } else { "" }
 }
 
-/// The saved vectors of a model, for a rank that holds a shard of it. Reading them copies no whole vector, however they were
-/// sharded when saved.
+/// The saved vectors of a model, for a rank that holds a shard of it. Reading them copies no whole vector, for any
+/// saved sharding.
 #[derive(Debug)]
 pub struct ModelVectors<'a> {
     from: &'a Checkpoint,
     role: &'a str,
     own: &'a ParamTable,
-    /// Tables of all saved tensor shards, where those are not the rank's.
+    /// Tables of all saved tensor shards, if they differ from the rank's.
     others: Vec<ParamTable>,
-    /// The vectors that are open already, each with its shards.
+    /// The vectors opened so far, each with its shards.
     open: RefCell<BTreeMap<String, Rc<Vec<SavedVector>>>>,
 }
 
 impl<'a> ModelVectors<'a> {
-    /// Finds over how many ranks the vectors `ROLE.*` were sharded, and for which device.
+    /// Finds the number of ranks over which the vectors `ROLE.*` were sharded, and their device.
     pub fn open(from: &'a Checkpoint, role: &'a str, arch: &Arch, own: &'a ParamTable) -> Result<Self> {
         let ours = (own.tensor_part().size, own.device());
         let (saved, device) = parts_of(from, &format!("{role}.weights")).unwrap_or(ours);
@@ -60,7 +61,7 @@ impl<'a> ModelVectors<'a> {
         parts_of(self.from, &format!("{}.{what}", self.role)).is_some()
     }
 
-    /// Fills `out` with elements `range` of the rank's vector `ROLE.what`, cut at multiples of `FLAT_ALIGN`.
+    /// Fills `out` with elements `range` of the rank's vector `ROLE.what`, which is split at multiples of `FLAT_ALIGN`.
     pub fn read(&self, what: &str, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         let saved = self.vector(what)?;
         if self.others.is_empty() {
@@ -90,7 +91,7 @@ impl<'a> ModelVectors<'a> {
     }
 }
 
-/// Elements `part` of a parameter, from the shards `saved` of its vector: where each is, and its values.
+/// Reads elements `part` of a parameter from the shards `saved` of its vector: each shard's location and values.
 fn parameter(saved: &[(&ParamSpec, &SavedVector)], own: &ParamSpec, part: Range<usize>, out: &mut [f32]) -> Result<()> {
     let failed = Mutex::new(None);
     let fill = |start: usize, to: &mut [f32]| {
@@ -102,11 +103,11 @@ fn parameter(saved: &[(&ParamSpec, &SavedVector)], own: &ParamSpec, part: Range<
     failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
 
-/// Row-major elements of the whole parameter, from `start` on.
+/// Reads row-major elements of the whole parameter, from `start` on.
 fn rows(saved: &[(&ParamSpec, &SavedVector)], start: usize, to: &mut [f32]) -> Result<()> {
     let mut done = 0;
     while done < to.len() {
-        // Of copies, the last one counts.
+        // If there are copies, the last one counts.
         let found = saved.iter().rev().find_map(|(spec, values)| Some((spec, values, held_at(spec, start + done)?)));
         let (spec, values, (at, count)) = found.expect("the parts of a parameter are all of it");
         let count = count.min(to.len() - done);
@@ -117,7 +118,7 @@ fn rows(saved: &[(&ParamSpec, &SavedVector)], start: usize, to: &mut [f32]) -> R
     Ok(())
 }
 
-/// Over how many ranks a vector was sharded, and for which device; none if there is no such vector.
+/// The number of ranks over which a vector was sharded, and its device. `None` if there is no such vector.
 fn parts_of(from: &Checkpoint, vector: &str) -> Option<(usize, Device)> {
     [Device::Cpu, Device::Cuda].into_iter().find_map(|device| {
         let vector = format!("{vector}{}", suffix(device));

@@ -1,4 +1,4 @@
-//! What a rank saves in a checkpoint: borrowed, in host memory or on a GPU; from a GPU it is copied in pieces.
+//! The data that a rank saves in a checkpoint: borrowed, in host memory or on a GPU. From a GPU it is copied in pieces.
 
 use super::manifest::{Entry, Shard};
 use crate::device::cuda::View;
@@ -9,7 +9,7 @@ use std::hash::Hasher;
 use std::path::Path;
 use twox_hash::XxHash3_64;
 
-/// Bytes that are hashed and written at a time; tensors of a GPU are copied to the host in such pieces.
+/// Bytes hashed and written at a time. Tensors of a GPU are copied to the host in pieces of this size.
 const PIECE: usize = 4 << 20;
 
 /// The contents of one file.
@@ -34,7 +34,7 @@ impl Part<'_> {
         }
     }
 
-    /// Gives its bytes to `take`, piece by piece; `buffer` holds pieces from a GPU.
+    /// Passes its bytes to `take`, piece by piece. `buffer` holds pieces from a GPU.
     fn each(&self, room: &mut Vec<u8>, mut take: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let view = match self {
             Self::Host(bytes) => return bytes.chunks(PIECE).try_for_each(take),
@@ -66,13 +66,13 @@ impl<'a> Payload<'a> {
         Self { parts, shard, written: None, name_at: None }
     }
 
-    /// Calls `then` when the file is on the disk: the memory that it was written from may be released.
+    /// Calls `then` when the file is on the disk, so the memory that it was written from may be released.
     #[must_use]
     pub fn and_then(self, then: &'a dyn Fn()) -> Self {
         Self { written: Some(then), ..self }
     }
 
-    /// Refuses values of the vector that are not finite: `name_at(element)` says whose the first is.
+    /// Rejects values of the vector that are not finite. `name_at(element)` names the element of the first one.
     #[must_use]
     pub fn finite(self, name_at: &'a dyn Fn(usize) -> String) -> Self {
         Self { name_at: Some(name_at), ..self }
@@ -82,8 +82,9 @@ impl<'a> Payload<'a> {
         Self::of(vec![Part::Host(bytes)], None)
     }
 
-    /// Stretches of the flat f32 vector `vector` of `len` elements, of which other ranks save the rest: (first element, values),
-    /// ascending and without overlap. `SavedVector` puts any range of it together again, on any number of ranks.
+    /// Stretches of the flat f32 vector `vector` of `len` elements, whose other elements are saved by other ranks:
+    /// (first element, values), ascending and without overlap. `SavedVector` reassembles any range of it, on any number
+    /// of ranks.
     pub fn shards<V: Into<Slice<'a>>>(
         vector: &str,
         stretches: impl IntoIterator<Item = (usize, V)>,
@@ -100,7 +101,7 @@ impl<'a> Payload<'a> {
         self.parts.iter().map(|p| p.len() as u64).sum()
     }
 
-    /// Writes the file, hashing it on the way, and returns when it is on the disk.
+    /// Writes and hashes the file, and returns when it is on the disk.
     pub(super) fn write(&self, dir: &Path, name: &str) -> Result<Entry> {
         let path = dir.join(name);
         let (mut hash, mut room) = (XxHash3_64::new(), Vec::new());
@@ -119,7 +120,7 @@ impl<'a> Payload<'a> {
         Ok(Entry { name: name.to_string(), bytes: self.size(), xxh3: hex(hash.finish()), shard: self.shard.clone() })
     }
 
-    /// A piece that begins with element `at` of the vector.
+    /// Checks a piece that begins with element `at` of the vector.
     fn check(&self, piece: &[u8], at: usize) -> Result<()> {
         let Some(name_at) = self.name_at else { return Ok(()) };
         let values = || piece.chunks_exact(size_of::<f32>()).map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]]));
@@ -129,7 +130,7 @@ impl<'a> Payload<'a> {
         }
         let (i, x) = values().enumerate().find(|(_, x)| !x.is_finite()).expect("one of them is not");
         let name = name_at(at + i);
-        Err(Error::fault(format!("{name} is {x}, and no checkpoint is made of that"))
-            .hint("lower the learning rate; the same line goes on from the checkpoint before"))
+        Err(Error::fault(format!("{name} is {x}, so no checkpoint was saved"))
+            .hint("lower the learning rate and run the same command again to resume from the previous checkpoint"))
     }
 }

@@ -1,4 +1,4 @@
-//! Finding the newest checkpoint that is whole, and reading it on any number of ranks.
+//! Finding the newest complete checkpoint, and reading it on any number of ranks.
 
 use super::manifest::{self, Entry, Manifest, Shard};
 use super::save::{clean, steps};
@@ -13,11 +13,11 @@ use std::path::{Path, PathBuf};
 pub struct Checkpoint {
     pub dir: PathBuf,
     pub manifest: Manifest,
-    /// Newer ones that do not verify, and why.
+    /// Newer checkpoints that do not verify, and why.
     pub skipped: Vec<String>,
 }
 
-/// The newest checkpoint under `root` whose manifest and files verify; none if there is no checkpoint at all.
+/// The newest checkpoint under `root` whose manifest and files verify. `None` if there are no checkpoints at all.
 pub fn newest(root: &Path) -> Result<Option<Checkpoint>> {
     find(root, &Group::one())
 }
@@ -27,8 +27,8 @@ pub fn peek(root: &Path) -> Option<Value> {
     newest_first(root).find_map(|dir| Some(Manifest::read(&dir).ok()?.state))
 }
 
-/// The newest checkpoint of a run directory, or of its `checkpoints`, whose manifest can be read; none of a model's directory, or
-/// of a checkpoint's.
+/// The newest checkpoint of a run directory, or of its `checkpoints`, whose manifest can be read. `None` for the
+/// directory of a model or of one checkpoint.
 pub fn newest_of(dir: &Path) -> Option<PathBuf> {
     if ["config.json", manifest::NAME].iter().any(|file| dir.join(file).exists()) {
         return None;
@@ -41,16 +41,16 @@ fn newest_first(root: &Path) -> impl Iterator<Item = PathBuf> {
     steps(root).into_iter().rev().map(|step| root.join(format!("step-{step}")))
 }
 
-/// At the start of a run rank 0 removes what a killed run left, then all ranks find the newest checkpoint that verifies, each
-/// hashing its share of the files.
+/// Finds the checkpoint at the start of a run. Rank 0 removes partial files of a killed run. Then all ranks find the
+/// newest checkpoint that verifies, each hashing its share of the files.
 pub fn resume(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
     group.agree(if group.rank() == 0 { clean(root) } else { Ok(()) })?;
     find(root, group)
 }
 
-/// As `resume`, without removing anything: for a dry run.
+/// Like `resume`, without removing anything: for a dry run.
 pub fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
-    // Rank 0's listing counts: other hosts may still see an older one.
+    // Rank 0's listing counts, because other hosts may still see an older one.
     let listed: Vec<u64> = records::of_first(group, || steps(root));
     let mut skipped = Vec::new();
     for step in listed.into_iter().rev() {
@@ -60,7 +60,7 @@ pub fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
             if c.manifest.step == step {
                 Ok(c)
             } else {
-                Err(Error::data(format!("{} holds step {}", dir.display(), c.manifest.step)))
+                Err(Error::data(format!("{} must hold step {step} (got {})", dir.display(), c.manifest.step)))
             }
         });
         match group.agree(checked) {
@@ -71,8 +71,8 @@ pub fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
     if skipped.is_empty() {
         return Ok(None);
     }
-    Err(Error::data(format!("no checkpoint in {} is whole:\n  {}", root.display(), skipped.join("\n  ")))
-        .hint("restore one from a backup, or move the directory away to start anew"))
+    Err(Error::data(format!("no complete checkpoint in {}:\n  {}", root.display(), skipped.join("\n  ")))
+        .hint("restore one from a backup, or move the directory away to start from the beginning"))
 }
 
 impl Checkpoint {
@@ -86,30 +86,30 @@ impl Checkpoint {
         for entry in self.manifest.files.iter().skip(group.rank()).step_by(group.size()) {
             let path = self.sized(entry)?;
             if xxh3_of(&path)?.1 != entry.xxh3 {
-                return Err(Error::data(format!("{}: its hash is not the manifest's", path.display())));
+                return Err(Error::data(format!("{}: its hash differs from the manifest's", path.display())));
             }
         }
         Ok(())
     }
 
-    /// The path of a file that is as long as the manifest says.
+    /// The path of a file, whose size must match the manifest.
     pub(super) fn sized(&self, entry: &Entry) -> Result<PathBuf> {
         let path = self.dir.join(&entry.name);
         let bytes = std::fs::metadata(&path).map_err(|e| Error::io("open", &path, &e))?.len();
         if bytes == entry.bytes {
             return Ok(path);
         }
-        Err(Error::data(format!("{}: {bytes} bytes, the manifest says {}", path.display(), entry.bytes)))
+        Err(Error::data(format!("{}: it has {bytes} bytes, but the manifest lists {}", path.display(), entry.bytes)))
     }
 
-    /// The bytes of a file, mapped. Page-aligned: `bytemuck::cast_slice` gives its numbers.
+    /// The bytes of a memory-mapped file. Page-aligned: `bytemuck::cast_slice` returns its numbers.
     pub fn file(&self, name: &str) -> Result<Map> {
         let entry = self.manifest.files.iter().find(|e| e.name == name);
         let entry = entry.ok_or_else(|| Error::data(format!("{}: it has no file {name}", self.dir.display())))?;
         Map::open(&self.sized(entry)?)
     }
 
-    /// Elements of the flat vector that was saved in shards under this name; none if there is no such vector.
+    /// The number of elements of the flat vector saved in shards under this name. `None` if there is no such vector.
     pub fn vector_len(&self, vector: &str) -> Option<usize> {
         self.shards(vector).next().map(|(_, shard)| shard.len)
     }

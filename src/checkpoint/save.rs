@@ -1,5 +1,5 @@
-//! The commit: shards aside, sync, agreement of all ranks, manifest, sync, rename, sync, `latest`, and only then what
-//! is too old goes.
+//! The commit, in this order: shards in a partial directory, sync, agreement of all ranks, manifest, sync, rename,
+//! sync, `latest`. Only then are old checkpoints removed.
 
 use super::manifest::{self, Entry, Manifest, check_name};
 use super::payload::Payload;
@@ -13,23 +13,23 @@ use std::path::{Path, PathBuf};
 const LATEST: &str = "latest";
 const BEST: &str = "best";
 
-/// Which checkpoints stay.
+/// The checkpoints to keep.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Keep {
-    /// The newest ones; 0: all.
+    /// The number of newest checkpoints; 0: all.
     pub last: usize,
     /// The step whose evaluation was the best so far.
     pub best: Option<u64>,
 }
 
-/// Commits `root/step-N` of `manifest`, which is rank 0's. Every rank of `group` calls this with its own files, whose names are its
-/// own too (for example `actor.m.rank-0003.bin`). `root` is the same directory for all ranks. An older checkpoint of the same step
-/// is replaced; that of the best step is set aside as `step-N.best`, for the new one may be in the midst of the next step. Afterwards
-/// those of `keep` stay.
+/// Commits `root/step-N` of `manifest`, which is rank 0's. Every rank of `group` calls this with its own files, which
+/// have their own names (for example `actor.m.rank-0003.bin`). `root` is the same directory for all ranks. An older
+/// checkpoint of the same step is replaced. If it is the best one, it is set aside as `step-N.best`, because the new
+/// one may contain a part of the next step. Afterwards only the checkpoints of `keep` stay.
 ///
 /// # Errors
-/// The same on all ranks, naming the rank where it arose: `Io` for a full disk or a directory that cannot be written.
-/// Then every earlier checkpoint is as it was, and nothing of this one stays.
+/// The same on all ranks. It names the rank where it occurred: `Io` for a full disk or a directory that cannot be
+/// written. Then every earlier checkpoint is unchanged, and nothing of this one stays.
 pub fn save(
     root: &Path,
     group: &Group,
@@ -53,7 +53,7 @@ pub fn save(
     committed.map(|()| last)
 }
 
-/// Each rank's files into the partial directory; returns the entries of all of them, in rank order.
+/// Writes each rank's files into the partial directory. Returns the entries of all of them, in rank order.
 fn write_shards(root: &Path, partial: &Path, group: &Group, files: &[(String, Payload)]) -> Result<Vec<Entry>> {
     let mut bytes = [files.iter().map(|(_, p)| p.size()).sum::<u64>() as f64];
     group.all_reduce_sum_f64(&mut bytes);
@@ -88,10 +88,10 @@ fn write_own(partial: &Path, files: &[(String, Payload)]) -> Result<Vec<Entry>> 
 fn commit(root: &Path, partial: &Path, last: &Path, manifest: &Manifest, best: Option<u64>) -> Result<()> {
     for entry in &manifest.files {
         let path = partial.join(&entry.name);
-        let size = fs::metadata(&path).map_err(|e| Error::io("see", &path, &e))?.len();
+        let size = fs::metadata(&path).map_err(|e| Error::io("read the size of", &path, &e))?.len();
         if size != entry.bytes {
             return Err(Error::new(Kind::Io, format!("{} has {size} of {} bytes", path.display(), entry.bytes))
-                .hint("checkpoints need a directory that all hosts share"));
+                .hint("put job.dir on a file system that all hosts share"));
         }
     }
     write_atomic(&partial.join(manifest::NAME), &manifest.to_bytes())?;
@@ -106,8 +106,8 @@ fn commit(root: &Path, partial: &Path, last: &Path, manifest: &Manifest, best: O
     best.map_or(Ok(()), |step| point(root, BEST, &best_of(root, step)))
 }
 
-/// Replaces an old directory of the same step, which is kept under a name that `clean` restores until the new one is there; and
-/// beyond it, where it `is_best`.
+/// Replaces an old directory of the same step. Until the new one is in place, the old one has a name from which `clean`
+/// restores it. If it `is_best`, it is kept afterwards, too.
 fn replace(partial: &Path, last: &Path, is_best: bool) -> Result<()> {
     let old = if is_best { aside(last) } else { partial.with_extension("old") };
     fs::rename(last, &old).map_err(|e| Error::io("rename", last, &e))?;
@@ -115,18 +115,18 @@ fn replace(partial: &Path, last: &Path, is_best: bool) -> Result<()> {
     if is_best { Ok(()) } else { fs::remove_dir_all(&old).map_err(|e| Error::io("remove", &old, &e)) }
 }
 
-/// Where the best checkpoint is when another one of its step takes its place.
+/// The path of the best checkpoint after another checkpoint of its step has replaced it.
 fn aside(last: &Path) -> PathBuf {
     last.with_extension(BEST)
 }
 
-/// The directory of the checkpoint that was saved after the best evaluation, which was that of `step`.
+/// The directory of the checkpoint saved after the best evaluation, which was at `step`.
 pub fn best_of(root: &Path, step: u64) -> PathBuf {
     let dir = root.join(format!("step-{step}"));
     if aside(&dir).exists() { aside(&dir) } else { dir }
 }
 
-/// `latest` and `best` are for people and scripts; resuming reads the manifests.
+/// Sets a link. `latest` and `best` are for users and scripts. Resuming reads the manifests.
 fn point(root: &Path, link: &str, to: &Path) -> Result<()> {
     let (link, aside) = (root.join(link), root.join(format!(".{link}.partial")));
     let _ = fs::remove_file(&aside);
@@ -137,8 +137,8 @@ fn point(root: &Path, link: &str, to: &Path) -> Result<()> {
     fsync_dir(root)
 }
 
-/// Removes all but those to `keep` of the checkpoints up to `step`, and never that of `step`. Each is renamed
-/// first, so that a half-removed one is never taken for a checkpoint. A removal that fails costs space, not the run.
+/// Removes the checkpoints up to `step` that are not in `keep`, but never the one of `step`. Each is renamed first, so
+/// that a half-removed one is never used as a checkpoint. A failed removal costs space, not the run.
 fn prune(root: &Path, step: u64, keep: Keep) {
     let best = keep.best.map(|best| best_of(root, best));
     let older = steps(root).into_iter().rev().filter(|&s| s < step).skip(keep.last.saturating_sub(1));
@@ -153,7 +153,7 @@ fn prune(root: &Path, step: u64, keep: Keep) {
     }
 }
 
-/// The steps that have a committed directory, ascending.
+/// The steps with a committed directory, ascending.
 pub(super) fn steps(root: &Path) -> Vec<u64> {
     let Ok(entries) = fs::read_dir(root) else { return Vec::new() };
     let mut steps: Vec<u64> =
@@ -162,14 +162,14 @@ pub(super) fn steps(root: &Path) -> Vec<u64> {
     steps
 }
 
-/// Removes what a killed run left half-written or half-removed, and restores an old directory whose replacement did
-/// not arrive. Only the run that owns the directory may call this.
+/// Removes half-written and half-removed directories of a killed run, and restores an old directory whose replacement
+/// is missing. Only the run that owns the directory may call this.
 pub(super) fn clean(root: &Path) -> Result<()> {
     let Ok(entries) = fs::read_dir(root) else { return Ok(()) };
     for entry in entries.filter_map(std::result::Result::ok) {
         let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
         let old = name.strip_prefix('.').and_then(|n| n.strip_suffix(".old")).map(|n| root.join(n));
-        // Of a best checkpoint that was set aside, while what replaces it is not there.
+        // A best checkpoint that was set aside, while its replacement is missing.
         let replaced = name.strip_prefix('.').and_then(|n| n.strip_suffix(".partial")).map(|n| root.join(n));
         if let Some(last) = replaced.filter(|last| !last.exists() && !path.with_extension("old").exists())
             && aside(&last).exists()

@@ -1,4 +1,5 @@
-//! A flat f32 vector of a checkpoint, whatever ranks saved its shards: any of its elements, without a copy of the rest.
+//! A flat f32 vector of a checkpoint: reads any of its elements, independent of the ranks that saved its shards,
+//! without a copy of the rest.
 
 use super::resume::Checkpoint;
 use crate::error::{Error, Result};
@@ -9,14 +10,14 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-/// The files of a vector, opened once for all that is read of it.
+/// The files of a vector, opened once for all reads.
 #[derive(Debug)]
 pub struct SavedVector {
     extents: Vec<Extent>,
     files: Vec<Source>,
 }
 
-/// Elements `range` of a vector: in file number `file`, from element `at` of it on.
+/// Elements `range` of a vector: they are in file number `file`, from its element `at` on.
 #[derive(Debug)]
 struct Extent {
     range: Range<usize>,
@@ -28,19 +29,18 @@ struct Extent {
 struct Source {
     path: PathBuf,
     file: File,
-    /// For elements that are not contiguous.
+    /// The memory map, for elements that are not contiguous.
     map: OnceLock<Map>,
 }
 
 impl SavedVector {
-    /// Opens a vector of `len` elements, whose shards must be all of it.
+    /// Opens a vector of `len` elements, whose shards must cover it.
     pub fn open(from: &Checkpoint, vector: &str, len: usize) -> Result<Self> {
         let bad = |why: String| Error::data(format!("{}: {vector} {why}", from.dir.display()));
         match from.vector_len(vector) {
             Some(saved) if saved != len => {
-                return Err(bad(format!("has {saved} elements, needed are {len}")).hint(
-                    "it is of a model of another shape: resume with that model, or give the job another job.dir",
-                ));
+                return Err(bad(format!("must have {len} elements (got {saved})"))
+                    .hint("resume with the model of the checkpoint, or set another job.dir"));
             }
             None => return Err(bad("was not saved".to_string())),
             _ => {}
@@ -59,7 +59,7 @@ impl SavedVector {
         extents.sort_by_key(|extent| (extent.range.start, extent.range.end));
         let follows = |next: usize, Extent { range, .. }: &Extent| (range.start == next).then_some(range.end);
         if extents.iter().try_fold(0, follows) != Some(len) {
-            return Err(bad(format!("has shards that are not its {len} elements, each once")));
+            return Err(bad(format!("must have each of its {len} elements in exactly one shard")));
         }
         Ok(Self { extents, files })
     }
@@ -97,7 +97,7 @@ impl SavedVector {
         Ok(())
     }
 
-    /// The ranges from the one on that holds an element.
+    /// The ranges, beginning with the one that holds an element.
     fn from(&self, element: usize) -> impl Iterator<Item = &Extent> {
         self.extents[self.extents.partition_point(|extent| extent.range.end <= element)..].iter()
     }

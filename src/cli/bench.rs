@@ -1,4 +1,4 @@
-//! `bench`: the speed of this machine with this program, compared with its peaks.
+//! `bench`: the speed of this program on this machine, compared with the machine's peaks.
 
 mod args;
 mod collectives;
@@ -22,7 +22,7 @@ use measure::Meter;
 
 const REPEATS_MAX: usize = 100_000;
 
-/// The suite in which every rank of a launcher has a part.
+/// The suite that runs on all ranks that a launcher started.
 pub const COLLECTIVES: &str = "collectives";
 
 const SUITES: [&str; 5] = ["kernels", "rollout", "train", "ppo", "logprobs"];
@@ -36,8 +36,8 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let suites: Vec<&str> = SUITES.into_iter().filter(|s| args.suite == *s || args.suite == "all").collect();
     if suites.is_empty() {
-        return Err(Error::usage(format!("bench has no suite {}", args.suite))
-            .hint(format!("suites: {}, all; under mpirun: collectives; with a GPU: cuda", SUITES.join(", "))));
+        return Err(Error::usage(format!("bench has no suite `{}`", args.suite))
+            .hint(format!("choose {} or all; collectives under mpirun; cuda with a GPU", SUITES.join(", "))));
     }
     let threads = args.threads.unwrap_or_else(|| affinity::mask().len());
     limits::check_option("--threads", threads, 1, THREADS_MAX)?;
@@ -70,7 +70,7 @@ fn of_ranks(args: &Args) -> Result<()> {
     if world.size == 1 {
         comm::shutdown();
         return Err(
-            Error::usage("bench collectives needs several ranks").hint("mpirun -n 2 rlhf-hpc bench collectives")
+            Error::usage("bench collectives needs at least 2 ranks").hint("run mpirun -n 2 rlhf-hpc bench collectives")
         );
     }
     comm::abort::install(&world, None, None);

@@ -13,51 +13,51 @@ use serde_json::{Value, json};
 use std::io::{BufRead, IsTerminal};
 use std::path::PathBuf;
 
-/// Talk to a model through its chat template: a line of standard input is a message, its answer is written as it is drawn.
+/// Chat with a model through its chat template: each line of standard input is a message, and the answer is streamed.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "chat")]
 #[argh(
-    note = "/reset begins anew, the end of the input (Ctrl-D) ends. What no longer fits the model's context is forgotten, the
-oldest messages first."
+    note = "/reset starts a new conversation; the end of the input (Ctrl-D) ends it. If the conversation no longer fits
+the model's context, the oldest messages are dropped first."
 )]
 pub struct Args {
     /// a Hugging Face model directory with a chat template
     #[argh(option)]
     pub model: PathBuf,
 
-    /// the system's message
+    /// the system message
     #[argh(option)]
     pub system: Option<String>,
 
-    /// what the template is told beside the messages, e.g. '{"enable_thinking": false}'
+    /// extra variables for the chat template, e.g. '{"enable_thinking": false}'
     #[argh(option, default = "Row::new()", from_str_fn(object))]
     pub chat_template_args: Row,
 
-    /// most new tokens of an answer (default: 512)
+    /// the maximum number of new tokens per answer (default: 512)
     #[argh(option, default = "512")]
     pub max_new_tokens: usize,
 
-    /// divides the logits; 0 is greedy (default: 0.7)
+    /// sampling temperature; 0 is greedy (default: 0.7)
     #[argh(option, default = "0.7")]
     pub temperature: f32,
 
-    /// draw among the most likely tokens whose mass reaches p (default: 1, off)
+    /// sample from the most likely tokens whose total probability reaches p (default: 1, off)
     #[argh(option, default = "1.0")]
     pub top_p: f32,
 
-    /// seed of the draws (default: 0)
+    /// sampling seed (default: 0)
     #[argh(option, default = "0")]
     pub seed: u64,
 
-    /// cpu, gpu or auto: a GPU where there is one that suits the model and computes what the CPU does (default: auto)
+    /// cpu, gpu or auto: a GPU if there is one; it must support the model and pass the self-test (default: auto)
     #[argh(option, default = "DeviceName::Auto")]
     pub device: DeviceName,
 
-    /// f32, bf16 or auto: what the weights are held in; auto is bf16 on a GPU and f32 on a CPU (default: auto)
+    /// dtype of the weights: f32, bf16 or auto; auto is bf16 on a GPU and f32 on a CPU (default: auto)
     #[argh(option, default = "DTypeName::Auto")]
     pub dtype: DTypeName,
 
-    /// do not compare a GPU with the CPU before, which takes about a second
+    /// skip the self-test of a GPU against the CPU, which takes about a second
     #[argh(switch)]
     pub no_check: bool,
 }
@@ -73,7 +73,7 @@ pub fn run(args: &Args) -> Result<()> {
     let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
     let mut talk = Talk::open("chat", &args.model, options, config, args.seed)?;
     let begun: Vec<Value> = args.system.iter().map(|text| json!({"role": "system", "content": text})).collect();
-    // A directory without a template is refused before the first message.
+    // A directory without a template is rejected before the first message.
     talk.tokenizer.chat()?;
     let mut messages = begun.clone();
     let is_terminal = std::io::stdin().is_terminal();
@@ -100,7 +100,7 @@ pub fn run(args: &Args) -> Result<()> {
     talk.finish()
 }
 
-/// The tokens of the conversation; its oldest messages behind the first `kept` go where there are too many.
+/// The tokens of the conversation. If there are too many, the oldest messages after the first `kept` are dropped.
 fn fitting(talk: &Talk, messages: &mut Vec<Value>, args: &Row, kept: usize) -> Result<Vec<u32>> {
     loop {
         let tokens = talk.tokenizer.encode_chat(&Value::Array(messages.clone()), args, true)?;
@@ -109,7 +109,7 @@ fn fitting(talk: &Talk, messages: &mut Vec<Value>, args: &Row, kept: usize) -> R
             return Ok(tokens);
         }
         messages.drain(kept..kept + 2);
-        note!("chat: the oldest messages are forgotten, the model's context is {} tokens", talk.arch().context);
+        note!("chat: dropped the oldest messages, the model's context is {} tokens", talk.arch().context);
     }
 }
 

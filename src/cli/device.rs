@@ -1,5 +1,5 @@
-//! `--device`, `--dtype` and `--no-check` of the verbs that run a model: they choose its device as `job.device`, `model.dtype`
-//! and `job.check` of a job do.
+//! `--device`, `--dtype` and `--no-check` of the verbs that run a model. They work like `job.device`, `model.dtype` and
+//! `job.check` of a job.
 
 use super::ranks::Ranks;
 use crate::config::Config;
@@ -18,21 +18,21 @@ pub struct Options {
     pub check: bool,
 }
 
-/// The options that stand for a job's keys.
+/// The options that correspond to keys of a job.
 const OPTION_OF_KEY: [(&str, &str); 6] = [
     ("job.device = \"gpu\"", "--device gpu"),
     ("job.device = \"cpu\"", "--device cpu"),
     ("model.dtype = \"f32\"", "--dtype f32"),
     ("model.dtype = \"bf16\"", "--dtype bf16"),
     ("job.check = false", "--no-check"),
-    ("raise rollout.kv_bytes_max, or ask", "ask"),
+    ("raise rollout.kv_bytes_max, or use", "use"),
 ];
 
 fn with_options(text: &str) -> String {
     OPTION_OF_KEY.iter().fold(text.to_string(), |text, (key, option)| text.replace(key, option))
 }
 
-/// The same error with options instead of a job's keys.
+/// Replaces the keys of a job in an error by the options.
 pub fn with_option_names(mut error: Error) -> Error {
     error.message = with_options(&error.message);
     error.hint = error.hint.map(|hint| with_options(&hint));

@@ -13,27 +13,27 @@ use argh::FromArgs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Write a Hugging Face model directory from a checkpoint of a run, on one process, whatever ranks saved it.
+/// Write a Hugging Face model directory from a checkpoint of a run. One process is enough, however many ranks saved it.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "export")]
 pub struct Args {
-    /// a checkpoint (runs/a/checkpoints/step-50), or a run directory: then the newest one that is whole
+    /// a checkpoint (runs/a/checkpoints/step-50), or a run directory for its newest complete checkpoint
     #[argh(positional)]
     pub checkpoint: PathBuf,
 
-    /// directory to write; an earlier export there is replaced
+    /// output directory; an earlier export there is replaced
     #[argh(option)]
     pub out: PathBuf,
 
-    /// which trained model: actor or critic (default: actor)
+    /// the model to export: actor or critic (default: actor)
     #[argh(option, default = "String::from(\"actor\")")]
     pub role: String,
 
-    /// the moving average of the weights (optim.actor.ema_beta) instead of them
+    /// export the moving average of the weights (optim.actor.ema_beta) instead of the weights
     #[argh(switch)]
     pub ema: bool,
 
-    /// f32 or bf16: what the tensors are written in (default: f32)
+    /// dtype of the tensors: f32 or bf16 (default: f32)
     #[argh(option, default = "DType::F32")]
     pub dtype: DType,
 }
@@ -46,8 +46,8 @@ pub fn run(args: &Args) -> Result<()> {
     let vectors = ModelVectors::open(&checkpoint, &args.role, &arch, &table)?;
     let what = if args.ema { "ema" } else { "weights" };
     if args.ema && !vectors.has(what) {
-        return Err(Error::data(format!("{}: it holds no average of the {}", checkpoint.dir.display(), args.role))
-            .hint("averages are kept where optim.actor.ema_beta is above 0"));
+        return Err(Error::data(format!("{} has no average of the {}", checkpoint.dir.display(), args.role))
+            .hint("leave out --ema; a run keeps averages only if optim.actor.ema_beta is above 0"));
     }
     let mut export = Export::begin(&args.out, &arch, &table, args.dtype, Some(&checkpoint.dir))?;
     for (u, unit) in table.units().iter().enumerate() {
@@ -55,8 +55,8 @@ pub fn run(args: &Args) -> Result<()> {
         vectors.read(what, unit.clone(), values.slice_mut().f32())?;
         if !values.slice().f32().iter().all(|x| x.is_finite()) {
             let dir = checkpoint.dir.display();
-            return Err(Error::data(format!("{dir}: weights of the {} are not finite", args.role))
-                .hint("the training diverged before this step: export an earlier checkpoint"));
+            return Err(Error::data(format!("{dir}: the weights of the {} are not finite", args.role))
+                .hint("export an earlier checkpoint: the training diverged before this step"));
         }
         export.unit(&values)?;
     }
@@ -67,7 +67,7 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// A model that the checkpoint's job trains, as the job itself exports it.
+/// A model that the checkpoint's job trains, in the form in which the job itself exports it.
 fn learned(checkpoint: &Checkpoint, role: &str) -> Result<(Arch, Head)> {
     let state = &checkpoint.manifest.state;
     let config = config::parse(state["config"].as_str().unwrap_or_default(), &[])
@@ -75,7 +75,7 @@ fn learned(checkpoint: &Checkpoint, role: &str) -> Result<(Arch, Head)> {
     let all: Vec<_> = train::models(&config).into_iter().filter(|model| model.optim.is_some()).collect();
     let Some(model) = all.iter().find(|model| model.role.name() == role) else {
         let names: Vec<&str> = all.iter().map(|model| model.role.name()).collect();
-        return Err(Error::usage(format!("--role {role}: needed is {}", names.join(" or "))));
+        return Err(Error::usage(format!("--role must be {} (got {role})", names.join(" or "))));
     };
     let mut arch = Arch::load(&checkpoint.dir)?;
     if config.job.kind == JobKind::RewardModel {
@@ -84,7 +84,7 @@ fn learned(checkpoint: &Checkpoint, role: &str) -> Result<(Arch, Head)> {
     Ok((arch, model.head))
 }
 
-/// The checkpoint that the path names: itself, or the newest whole one of a run or of its `checkpoints`.
+/// The checkpoint at the path, or the newest complete one if the path is a run directory or its `checkpoints`.
 fn find(path: &Path) -> Result<Checkpoint> {
     if path.join("manifest.json").exists() {
         return Checkpoint::open(path);
@@ -92,11 +92,11 @@ fn find(path: &Path) -> Result<Checkpoint> {
     for root in [path.to_path_buf(), path.join("checkpoints")] {
         if let Some(checkpoint) = newest(&root)? {
             for skipped in &checkpoint.skipped {
-                note!("export: passed over {skipped}");
+                note!("export: skipped {skipped}");
             }
             return Ok(checkpoint);
         }
     }
-    Err(Error::data(format!("{} holds no checkpoint", path.display()))
-        .hint("give a directory with a manifest.json, or a run directory"))
+    Err(Error::data(format!("{} has no checkpoint", path.display()))
+        .hint("pass a checkpoint directory with a manifest.json, or a run directory"))
 }

@@ -24,8 +24,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Tokens of prompts and responses of the rows that a rank answers together. This bounds the memory; and the last responses of so many
-/// decode in batches that are not full, which is to be a small part of the time.
+/// Tokens of prompts and responses of the rows that a rank processes together. This bounds the memory. It is large, so
+/// that the partly filled batches at the end take a small share of the time.
 const TOKENS_AT_ONCE: usize = 16 << 20;
 
 #[derive(Serialize)]
@@ -34,7 +34,7 @@ struct Line<'a> {
     row: &'a Row,
     prompt_tokens: &'a [u32],
     tokens: &'a [u32],
-    /// Null where the directory has no tokenizer.
+    /// Null if the directory has no tokenizer.
     text: Option<&'a str>,
     logprobs: &'a [f32],
     finish: &'static str,
@@ -52,7 +52,7 @@ pub fn run(args: &Args) -> Result<()> {
     let input = match (&args.input, &args.prompt) {
         (Some(input), None) => input,
         (None, Some(prompt)) => return show(args, config, options, prompt),
-        _ => return Err(Error::usage("generate needs one of the options --input and --prompt")),
+        _ => return Err(Error::usage("generate needs either --input or --prompt")),
     };
     let ranks = Ranks::start(input)?;
     let asker = ranks.agree(Asker::new(args, &config))?;
@@ -76,14 +76,12 @@ pub fn run(args: &Args) -> Result<()> {
     answering.run(&asker, (input, sizes), ranks)
 }
 
-/// Writes the responses to one prompt as they are drawn.
+/// Streams the responses to one prompt.
 fn show(args: &Args, config: RolloutConfig, options: Options, prompt: &str) -> Result<()> {
     let of_lines = [("--beams", args.beams > 1), ("--top-logprobs", args.top_logprobs > 0)];
     if let Some((option, _)) = of_lines.iter().find(|(_, given)| *given) {
-        return Err(Error::usage(format!(
-            "--prompt writes nothing but text while it is drawn, {option} is not for it"
-        ))
-        .hint("give the prompt as a row of --input"));
+        return Err(Error::usage(format!("{option} needs --input: --prompt prints plain text only"))
+            .hint("give the prompt as a row of --input"));
     }
     let config = RolloutConfig { samples_per_prompt: 1, ..config };
     let mut talk = Talk::open("generate", &args.model, options, config, args.seed)?;
@@ -95,7 +93,7 @@ fn show(args: &Args, config: RolloutConfig, options: Options, prompt: &str) -> R
     talk.finish()
 }
 
-/// Checks all rows of a file; how many responses each asks for, and its size. Of standard input nothing is known yet.
+/// Checks all rows of a file. Returns the number of responses of each, and its size; none for standard input.
 fn sizes(asker: &Asker, input: &Path) -> Result<Option<Vec<[usize; 2]>>> {
     if input.as_os_str() == "-" {
         return Ok(None);
@@ -104,7 +102,7 @@ fn sizes(asker: &Asker, input: &Path) -> Result<Option<Vec<[usize; 2]>>> {
     rows::read(input, of_row).map(Some)
 }
 
-/// Answers rows, and writes all responses in the order of the rows.
+/// Generates the responses, and writes them in the order of the rows.
 struct Answering<'a> {
     inference: &'a InferenceModel,
     tokenizer: Option<&'a Tokenizer>,
@@ -113,12 +111,13 @@ struct Answering<'a> {
     rng: Rng,
     engine: Engine,
     bar: ProgressBar,
-    /// Responses of this rank, and their tokens.
+    /// The numbers of responses of this rank, and of their tokens.
     done: [usize; 2],
 }
 
 impl Answering<'_> {
-    /// As many rows of a file at a time as the memory bears, each rank its share of them; or rows of standard input as they come.
+    /// Processes as many rows of a file at a time as memory allows, a share on each rank. Rows of standard input are
+    /// processed as they arrive.
     fn run(mut self, asker: &Asker, (input, sizes): (&Path, Option<Vec<usize>>), mut ranks: Ranks) -> Result<()> {
         let start = Instant::now();
         let mut stream = Stream::open(input);
@@ -142,7 +141,7 @@ impl Answering<'_> {
         }
         self.bar.finish_and_clear();
         if let Some(why) = self.engine.refused() {
-            note!("generate: decoding kernel by kernel, because {why}");
+            note!("generate: decoding without CUDA graphs, because {why}");
         }
         let [responses, tokens] = ranks.sums(self.done.map(|count| count as f64));
         let (seconds, memory) = (start.elapsed().as_secs_f64(), self.inference.describe_memory());
@@ -153,7 +152,7 @@ impl Answering<'_> {
         ranks.finish()
     }
 
-    /// Answers rows of this rank.
+    /// Generates the responses to rows of this rank.
     fn answer(&mut self, rows: &[Asked], ranks: &mut Ranks) -> Result<()> {
         let of_row = |(i, asked): (usize, &Asked)| {
             asked.requests.iter().map(move |request| Request { prompt: i, ..request.clone() }).collect::<Vec<_>>()

@@ -15,12 +15,12 @@ use argh::FromArgs;
 use std::fmt::Write as _;
 use std::fs;
 
-/// Show the build, MPI, devices and topology, alone or under mpirun.
+/// Show the build, MPI, devices and topology. Also works under mpirun.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "info")]
 pub struct Args {
-    /// only show what each CUDA kernel takes (registers, shared and local memory), as a table in Markdown: as the driver of a GPU loads
-    /// it, or where there is none as the compiler reported
+    /// only print a Markdown table of each CUDA kernel's registers, shared and local memory: from the GPU's driver, or
+    /// without a GPU from the compiler
     #[argh(switch)]
     kernels: bool,
 }
@@ -38,7 +38,7 @@ pub fn run(args: &Args) -> Result<()> {
     let gpu = comm::gpus::mine(&world, seen);
     let on = gpu.map_or(String::new(), |at| format!(", GPU {} at {}", seen[at].index, seen[at].pci));
     let mine = format!(
-        "rank {} on {}: {} threads, {} cores in its mask{on}",
+        "rank {} on {}: {} threads, {} cores in its affinity mask{on}",
         world.rank, world.hosts[world.rank], threads.threads, threads.mask
     );
     let ranks = world.group().all_gather_bytes(mine.as_bytes());
@@ -72,20 +72,20 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// What kernels take, by the compiler of the build.
+/// The resources of the kernels, from the compiler of the build.
 fn compiled() -> Result<&'static str> {
-    embedded::resources().map_err(|why| Error::usage(why).hint("build with RLHF_NVCC naming an nvcc"))
+    embedded::resources().map_err(|why| Error::usage(why).hint("set RLHF_NVCC to an nvcc and build again"))
 }
 
-/// What kernels take, by the driver.
+/// The resources of the kernels, from the driver.
 fn loaded() -> Result<String> {
     let gpu = Gpu::open(0)?;
     let all = gpu.resources();
     let in_memory = all.iter().filter(|(_, taken)| taken.local_bytes > 0).count();
     let mut text = format!(
-        "# What the kernels take\n\nAs the driver loads them on {}, {}. Registers of a thread; shared memory of a block in bytes, \
-         beside what a launch asks for;\nlocal memory of a thread in bytes: arrays and spilled registers, which {in_memory} of {} \
-         kernels have.\n\n| kernel | registers | shared | local |\n|---|---:|---:|---:|\n",
+        "# Kernel resources\n\nAs the driver loads them on {}, {}. Registers per thread; static shared memory per block in bytes \
+         (a launch may\nrequest more); local memory per thread in bytes (arrays and spilled registers), which {in_memory} of {} \
+         kernels use.\n\n| kernel | registers | shared | local |\n|---|---:|---:|---:|\n",
         gpu.properties().name,
         gpu.origin(),
         all.len()
@@ -117,7 +117,7 @@ fn cuda(found: &Found, mine: Option<usize>) -> Vec<String> {
         Ok(format!("{major}.{minor} ({})", path.display()))
     });
     let cublaslt = CublasLt::open().map(|lt| format!("{} ({})", lt.version_name(), lt.path.display()));
-    let without = |why: String| format!("none: {why}; products on a GPU are exact");
+    let without = |why: String| format!("none: {why}; GEMM on a GPU is exact");
     let nccl = Nccl::open().map(|nccl| format!("{} ({})", nccl.version_name(), nccl.path.display()));
     lines.push(format!("nvrtc      {}", nvrtc.unwrap_or_else(none)));
     lines.push(format!("cublaslt   {}", cublaslt.unwrap_or_else(without)));
@@ -139,7 +139,7 @@ fn describe_gpu(gpu: &Properties) -> String {
     )
 }
 
-/// The first line of what the MPI library says of itself.
+/// The first line of the MPI library's version string.
 fn mpi_library() -> String {
     let text = mpi::environment::library_version().unwrap_or_else(|_| "unknown".into());
     text.split([',', '\n', '\0']).next().unwrap_or("unknown").trim().to_owned()

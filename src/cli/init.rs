@@ -23,7 +23,7 @@ pub struct Args {
     /// directory to write
     #[argh(option)]
     out: PathBuf,
-    /// seed of the weights (default 42)
+    /// seed of the weights (default: 42)
     #[argh(option, default = "42")]
     seed: u64,
 }
@@ -31,13 +31,13 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let text = files::read_to_string(&args.config).map_err(|e| Error::io("read", &args.config, &e))?;
     let config = serde_json::from_str(&text)
-        .map_err(|e| Error::data(format!("{} is no JSON object: {e}", args.config.display())))?;
+        .map_err(|e| Error::data(format!("{} must be a JSON object: {e}", args.config.display())))?;
     let arch = Arch::from_config(&config).map_err(|e| e.within(args.config.display()))?;
     if let Some(dir) = &args.tokenizer {
         let vocabulary = crate::text::Tokenizer::load(dir)?.vocabulary();
         if vocabulary > arch.vocabulary {
             return Err(Error::usage(format!(
-                "tokenizer {} has {vocabulary} tokens, {} has vocab_size {}",
+                "the tokenizer {} has {vocabulary} tokens, but {} has vocab_size {}",
                 dir.display(),
                 args.config.display(),
                 arch.vocabulary

@@ -1,4 +1,4 @@
-//! `jobs`: the recipes that the binary carries, to start a job of one's own from.
+//! `jobs`: the job recipes in the binary, as starting points for a user's own job.
 
 use super::out::{note, say};
 use crate::config;
@@ -8,7 +8,7 @@ use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-/// List the recipes of jobs, or copy one to edit: `rlhf-hpc jobs copy grpo`.
+/// List the job recipes, or copy one to edit: `rlhf-hpc jobs copy grpo`.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "jobs")]
 pub struct Args {
@@ -22,15 +22,15 @@ enum What {
     Copy(CopyArgs),
 }
 
-/// Write a recipe to edit, with the files that it names, and say what to change in it and how it is started. A file that is
-/// there already stays as it is.
+/// Write a recipe to edit, with the files that it names, and print the keys to change and the next command. Existing
+/// files are not overwritten.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "copy")]
 struct CopyArgs {
-    /// the recipe, as `rlhf-hpc jobs` lists it
+    /// the name of a recipe; `rlhf-hpc jobs` lists them
     #[argh(positional)]
     name: String,
-    /// the file to write, or a directory for it (default: NAME.toml in the current directory)
+    /// output file or directory (default: NAME.toml in the current directory)
     #[argh(option)]
     to: Option<PathBuf>,
 }
@@ -38,13 +38,13 @@ struct CopyArgs {
 struct Recipe {
     name: &'static str,
     about: &'static str,
-    /// Empty: as `name` with `.toml`.
+    /// The file name; `name` with `.toml` if empty.
     file: &'static str,
     text: &'static str,
-    /// Files that the recipe names, which are written beside it.
+    /// Files that the recipe names; they are written next to it.
     beside: &'static [(&'static str, &'static str)],
     change: &'static str,
-    /// The next command; FILE stands for where the recipe was written, DIR and NAME for the two parts of that.
+    /// The next command. FILE is replaced by the recipe's path, DIR and NAME by the two parts of the path.
     next: &'static str,
 }
 
@@ -55,16 +55,16 @@ macro_rules! text {
 }
 
 const REWARD: (&str, &str) = ("reward.py", text!("recipes/reward.py"));
-/// What one changes in a recipe whose reward is a rule.
+/// The keys to change in a recipe whose reward is a rule.
 const RL_CHANGE: &str = "model.actor, data.prompts and data.label_key; reward: a rule, python, http, models or judge (rlhf-hpc help rewards)";
 const SLURM: (&str, &str) = ("slurm.sh", text!("slurm.sh"));
 const SBATCH: &str = "cd DIR && RLHF_HPC=BINARY RLHF_JOB=JOB.toml sbatch NAME";
 
-/// What most recipes have: a file of their own name, alone.
+/// The default of a recipe: one file with the recipe's name.
 const JOB: Recipe =
     Recipe { name: "", about: "", file: "", text: "", beside: &[], change: "", next: "rlhf-hpc run FILE --dry-run" };
 
-/// A recipe of jobs/recipes: its name, which is its file's, what it is about, and what one changes in it.
+/// A recipe of jobs/recipes: its name, which is also its file's, a description, and the keys to change.
 macro_rules! recipe {
     ($name:literal, $about:literal, $change:expr) => {
         Recipe { name: $name, about: $about, text: text!("recipes/", $name, ".toml"), change: $change, ..JOB }
@@ -75,39 +75,39 @@ const RECIPES: &[Recipe] = &[
     recipe!("sft", "supervised fine-tuning on prompts with responses", "model.actor, data.prompts"),
     recipe!(
         "reward-model",
-        "a model that scores responses, from pairs of a chosen and a rejected one",
+        "reward model: scores responses, trained on pairs of a chosen and a rejected response",
         "model.actor, data.prompts"
     ),
     recipe!(
         "dpo",
-        "DPO: a policy from the same pairs, without a reward model; or IPO, SimPO, ORPO",
+        "DPO: trains a policy on the same pairs, without a reward model; also IPO, SimPO and ORPO",
         "model.actor, data.prompts"
     ),
     recipe!(
         "kto",
-        "KTO: a policy from single responses that are labelled good or bad",
+        "KTO: trains a policy on single responses that are labeled good or bad",
         "model.actor, data.prompts and data.label_key"
     ),
     recipe!(
         "step-reward",
-        "a process reward model: predicts behind each step of an answer whether it is right",
+        "process reward model: predicts after each step of an answer whether the step is correct",
         "model.actor, data.prompts and data.label_key, step_reward.placeholder"
     ),
     recipe!(
         "distill",
-        "distillation: a student learns a teacher's distributions on given responses",
+        "distillation: a student learns a teacher's token distributions on given responses",
         "model.actor, model.teachers, data.prompts"
     ),
     recipe!(
         "distill-on-policy",
-        "on-policy distillation: the same on the student's own answers",
-        "model.actor, model.teachers, data.prompts; reward, or leave it out"
+        "on-policy distillation: the same on the student's own responses",
+        "model.actor, model.teachers, data.prompts; optionally reward"
     ),
-    recipe!("grpo", "GRPO: groups of answers to each prompt, a rule as reward, no critic", RL_CHANGE),
-    recipe!("dapo", "DAPO: GRPO on prompts whose answers differ, a clip with more room above, no KL", RL_CHANGE),
-    recipe!("rloo", "RLOO: the other answers to a prompt as baseline, no critic", RL_CHANGE),
-    recipe!("remax", "ReMax: the greedy answer to each prompt as baseline, no critic and no groups", RL_CHANGE),
-    recipe!("reinforce++", "REINFORCE++: one answer to each prompt, no critic and no groups", RL_CHANGE),
+    recipe!("grpo", "GRPO: a group of responses to each prompt, a rule as reward, no critic", RL_CHANGE),
+    recipe!("dapo", "DAPO: GRPO on prompts whose responses differ in reward, a higher upper clip, no KL", RL_CHANGE),
+    recipe!("rloo", "RLOO: the other responses to a prompt as baseline, no critic", RL_CHANGE),
+    recipe!("remax", "ReMax: the greedy response to each prompt as baseline, no critic, no groups", RL_CHANGE),
+    recipe!("reinforce++", "REINFORCE++: one response to each prompt, no critic, no groups", RL_CHANGE),
     Recipe {
         beside: &[REWARD],
         ..recipe!(
@@ -118,17 +118,17 @@ const RECIPES: &[Recipe] = &[
     },
     recipe!(
         "eval",
-        "evaluation of a model or a checkpoint: several sets, pass@k, majority vote; trains nothing",
-        "model.actor, data.prompts, data.eval_sets and data.label_key, the reward as in training"
+        "evaluation of a model or a checkpoint: several sets, pass@k, majority vote; no training",
+        "model.actor, data.prompts, data.eval_sets, data.label_key, and the reward as in training"
     ),
     recipe!(
         "long-context",
-        "rows of 32,768 tokens shared by several ranks: the sequence axis, ring attention",
+        "rows of 32,768 tokens, sharded over several ranks: sequence axis, ring attention",
         "model.actor, data.prompts, mesh.sequence for your rows and GPUs"
     ),
     Recipe {
         name: "ppo-7b",
-        about: "PPO of Llama-2-7B with a critic on 2 nodes x 8 GPUs, and its plan without weights",
+        about: "PPO of Llama-2-7B with a critic on 2 nodes x 8 GPUs; can be planned without weights",
         text: text!("llama2-7b.toml"),
         beside: &[
             REWARD,
@@ -141,27 +141,27 @@ const RECIPES: &[Recipe] = &[
     },
     Recipe {
         name: "slurm",
-        about: "a batch script: starts the ranks, saves before the time limit, goes back to the queue",
+        about: "batch script: starts the ranks, saves before the time limit, requeues itself",
         file: "ppo.sbatch",
         text: text!("ppo.sbatch"),
         beside: &[SLURM],
-        change: "the #SBATCH lines: nodes, ranks of a node, cores, time, and your site's partition and account",
+        change: "the #SBATCH lines: nodes, ranks per node, cores, time, and your site's partition and account",
         next: SBATCH,
     },
     Recipe {
         name: "slurm-gpu",
-        about: "the same on nodes with 8 GPUs, a rank each",
+        about: "the same on nodes with 8 GPUs, one rank per GPU",
         file: "llama2-7b.sbatch",
         text: text!("llama2-7b.sbatch"),
         beside: &[SLURM],
-        change: "the #SBATCH lines: nodes, GPUs and ranks of a node, cores, time, and your site's partition and account",
+        change: "the #SBATCH lines: nodes, GPUs and ranks per node, cores, time, and your site's partition and account",
         next: SBATCH,
     },
     Recipe {
         name: "quickstart",
         about: "PPO of a small model on arithmetic, as jobs/quickstart/run.sh runs it on a CPU",
         text: text!("quickstart/ppo.toml"),
-        change: "nothing in jobs/quickstart, whose run.sh makes model and data; elsewhere model.actor and data.prompts",
+        change: "nothing in jobs/quickstart, whose run.sh makes the model and the data; elsewhere model.actor and data.prompts",
         ..JOB
     },
 ];
@@ -174,7 +174,7 @@ pub fn run(args: &Args) -> Result<()> {
     for Recipe { name, about, .. } in RECIPES {
         say!("{name:width$}  {about}");
     }
-    note!("`rlhf-hpc jobs copy NAME [--to FILE]` writes one to edit");
+    note!("`rlhf-hpc jobs copy NAME [--to FILE]` writes a copy to edit");
     Ok(())
 }
 
@@ -201,7 +201,11 @@ fn copy(args: &CopyArgs) -> Result<()> {
     for (name, text) in recipe.beside {
         let path = dir.join(name);
         let was_written = write_new(&path, text)?;
-        note!("{}: {}", path.display(), if was_written { "beside it" } else { "is there already, and stays as it is" });
+        note!(
+            "{}: {}",
+            path.display(),
+            if was_written { "written next to it" } else { "exists already, not overwritten" }
+        );
     }
     note!("change: {}", recipe.change);
     let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
@@ -212,7 +216,7 @@ fn copy(args: &CopyArgs) -> Result<()> {
     Ok(())
 }
 
-/// Writes a file that is not there yet, with the directories above it; false where there is one of that name.
+/// Writes a new file, with the directories above it; false if the file exists.
 fn write_new(path: &Path, text: &str) -> Result<bool> {
     if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
         fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;

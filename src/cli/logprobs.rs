@@ -15,14 +15,14 @@ use argh::FromArgs;
 use serde::Serialize;
 use std::path::PathBuf;
 
-/// Log-probability of every token given those before it, a JSON line in and a JSON line out, in the same order.
+/// Compute the log-probability of every token: one JSON line in, one JSON line out, in the same order.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "logprobs")]
-#[argh(
-    note = "A row has tokens, a list of n ids: then logprobs is a list of n - 1 numbers, as the first token has none. Or it has
-prompt and response (texts, the prompt encoded with the tokenizer's own special tokens), or is a line of
-generate, with prompt_tokens and tokens: then logprobs is a list of the response's, and tokens says which."
-)]
+#[argh(note = "A row has one of:
+- tokens, a list of n ids: logprobs is a list of n - 1 numbers, as the first token has none;
+- prompt and response, strings (the prompt is encoded with the tokenizer's own special tokens);
+- prompt_tokens and tokens, as generate writes them.
+With a response, logprobs has one number for each of its tokens, and tokens lists them.")]
 pub struct Args {
     /// a Hugging Face model directory
     #[argh(option)]
@@ -32,26 +32,26 @@ pub struct Args {
     #[argh(option)]
     pub input: PathBuf,
 
-    /// cpu, gpu or auto: a GPU where there is one that suits the model and computes what the CPU does (default: auto)
+    /// cpu, gpu or auto: a GPU if there is one; it must support the model and pass the self-test (default: auto)
     #[argh(option, default = "DeviceName::Auto")]
     pub device: DeviceName,
 
-    /// f32, bf16 or auto: what the weights are held in; auto is bf16 on a GPU and f32 on a CPU (default: auto)
+    /// dtype of the weights: f32, bf16 or auto; auto is bf16 on a GPU and f32 on a CPU (default: auto)
     #[argh(option, default = "DTypeName::Auto")]
     pub dtype: DTypeName,
 
-    /// tokens of one forward; a longer row stands alone (default: 4096)
+    /// tokens per forward; a longer row gets a forward of its own (default: 4096)
     #[argh(option, default = "4096")]
     pub batch_tokens: usize,
 
-    /// do not compare a GPU with the CPU before, which takes about a second
+    /// skip the self-test of a GPU against the CPU, which takes about a second
     #[argh(switch)]
     pub no_check: bool,
 }
 
 #[derive(Serialize)]
 struct Line<'a> {
-    /// Of a response, whose logprobs these are.
+    /// The tokens of the response that the logprobs belong to.
     #[serde(skip_serializing_if = "Option::is_none")]
     tokens: Option<&'a [u32]>,
     logprobs: &'a [f32],
@@ -88,7 +88,7 @@ fn scored(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<ScoredRow> {
         return Ok(ScoredRow { tokens: rows::tokens(row, "tokens")?, response: None, fields: Row::new() });
     };
     if prompt.is_empty() || response.is_empty() {
-        return Err(Error::data("prompt or response is empty, at least a token of each is needed"));
+        return Err(Error::data("prompt and response must each have at least 1 token (got an empty one)"));
     }
     Ok(ScoredRow { response: Some(prompt.len()), tokens: [prompt, response].concat(), fields: Row::new() })
 }

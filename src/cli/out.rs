@@ -1,6 +1,7 @@
 //! Standard output of all verbs, and their messages on standard error.
 //!
-//! A reader that closes standard output (`rlhf-hpc info | head -1`) has read enough: the program ends silently with exit code 0.
+//! A reader that closes standard output (`rlhf-hpc info | head -1`) has read enough: the program ends silently with
+//! exit code 0.
 
 use crate::comm;
 use crate::error::{Error, Result};
@@ -11,7 +12,7 @@ use std::io::{ErrorKind, IsTerminal, Write};
 /// Writes whole lines at once.
 ///
 /// # Errors
-/// `Io` where it cannot be written; where it was closed, too, if a launcher reads it: that is its end, not a reader's.
+/// `Io` if standard output cannot be written. Under a launcher also if it is closed, because then the launcher ended.
 pub fn write(lines: &[u8]) -> Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(lines).and_then(|()| out.flush()) {
@@ -23,7 +24,8 @@ pub fn write(lines: &[u8]) -> Result<()> {
     }
 }
 
-/// A bar for `total` rows, where that is known, on standard error; none where that is no terminal, or the rows themselves go to one.
+/// A progress bar for `total` rows, if known, on standard error. There is none if standard error is not a terminal, or
+/// if the rows themselves go to a terminal.
 pub fn progress(verb: &'static str, total: Option<usize>) -> ProgressBar {
     if std::io::stdout().is_terminal() {
         return ProgressBar::hidden();
@@ -38,7 +40,7 @@ pub fn progress(verb: &'static str, total: Option<usize>) -> ProgressBar {
         .with_finish(ProgressFinish::AndClear)
 }
 
-/// Writes a line of a verb's output; where that cannot be written, the program ends with the error of `write`.
+/// Writes a line of a verb's output. If that fails, the program ends with the error of `write`.
 pub fn say_line(line: &str) {
     write(format!("{line}\n").as_bytes()).unwrap_or_else(|error| std::panic::panic_any(error));
 }
@@ -51,7 +53,7 @@ macro_rules! say {
 }
 pub(super) use say;
 
-/// `eprintln!` that ends no verb where standard error is closed or full.
+/// `eprintln!` that does not end the verb if standard error is closed or full.
 macro_rules! note {
     ($($args:tt)*) => {
         $crate::sys::stderr::line(&format!($($args)*))

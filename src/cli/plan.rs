@@ -15,42 +15,42 @@ use crate::train::{self, Archs};
 use argh::FromArgs;
 use std::path::PathBuf;
 
-/// Show how much memory each rank of a job needs in each phase, tensor by tensor, and how many seconds each phase takes;
-/// for "auto" axes, the layout that is best. Reads config.json files, and where data and tokenizer are there how long rows
-/// are: no weights, no GPU.
+/// Show the memory that each rank of a job needs in each phase, tensor by tensor, and the seconds of each phase. Choose
+/// the best layout for "auto" axes. Reads config.json files, and row lengths if data and tokenizer exist. Needs no
+/// weights and no GPU.
 ///
-/// A CPU is measured on the spot (under mpirun by all ranks at once); GPUs have declared peaks.
+/// The speed of a CPU is measured (under mpirun by all ranks at once); GPUs have declared peaks.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "plan")]
 pub struct Args {
-    /// the job
+    /// the job file
     #[argh(positional)]
     job: PathBuf,
-    /// changes to it: key.path=value ...
+    /// changes to the job: key.path=value ...
     #[argh(positional)]
     overrides: Vec<String>,
-    /// ranks (default: those that were started; 8 where --gpu is given)
+    /// number of ranks (default: the started ranks; 8 with --gpu)
     #[argh(option)]
     ranks: Option<usize>,
-    /// cpu, a100-40g, a100-80g, a800-80g, h100, h800 or h200 (default: cpu)
+    /// device: cpu, a100-40g, a100-80g, a800-80g, h100, h800 or h200 (default: cpu)
     #[argh(option, default = "String::from(\"cpu\")")]
     gpu: String,
-    /// ranks of one node (default: 8 GPUs; on CPUs all ranks are on this machine)
+    /// ranks per node (default: 8 with --gpu; on CPUs all ranks)
     #[argh(option)]
     ranks_per_node: Option<usize>,
-    /// GB/s between nodes for each GPU, one way (default: 25)
+    /// network bandwidth between nodes in GB/s per GPU, one way (default: 25)
     #[argh(option, default = "25.0")]
     network_gb_s: f64,
-    /// directory of a reward model's config.json (default: the first of reward.models)
+    /// directory with a reward model's config.json (default: the first of reward.models)
     #[argh(option)]
     reward_model: Option<PathBuf>,
-    /// tokens of a prompt to expect (default: as the job's data says, else data.prompt_tokens_max)
+    /// expected tokens per prompt (default: from the job's data, else data.prompt_tokens_max)
     #[argh(option)]
     prompt_tokens: Option<usize>,
-    /// tokens of a response to expect (default: rollout.response_tokens_max; sft: as the job's data says)
+    /// expected tokens per response (default: rollout.response_tokens_max; sft: from the job's data)
     #[argh(option)]
     response_tokens: Option<usize>,
-    /// an object instead of the table
+    /// print a JSON object instead of the table
     #[argh(switch)]
     json: bool,
 }
@@ -59,7 +59,7 @@ pub fn run(args: &Args) -> Result<()> {
     let world = World::start()?;
     let group = world.group();
     let text = group.agree(Ok(())).and_then(|()| plan(args, &world));
-    // Where one rank fails, all end.
+    // If one rank fails, all end.
     let text = group.agree(text)?;
     if world.rank == 0 {
         say!("{text}");
@@ -93,7 +93,7 @@ fn plan(args: &Args, world: &World) -> Result<String> {
         limits::check_option(option, value, 1, RANKS_MAX)?;
     }
     if !(args.network_gb_s > 0.0 && args.network_gb_s.is_finite()) {
-        return Err(Error::usage(format!("--network-gb-s is {}, needed above 0", args.network_gb_s)));
+        return Err(Error::usage(format!("--network-gb-s must be above 0 (got {})", args.network_gb_s)));
     }
     let device = if on_cpu {
         let per_node = args.ranks_per_node.unwrap_or(ranks).min(ranks);
@@ -102,7 +102,7 @@ fn plan(args: &Args, world: &World) -> Result<String> {
         let sharing = Sharing::of(world.local_size, started, per_node.max(world.local_size), config.job.threads);
         let each = memory::available_bytes() / sharing.ranks_per_node as u64;
         let declared = Device { threads: sharing.threads, ..Device::cpu(each, sharing.ranks_per_node) };
-        // What fits hangs on memory alone: a job that does not is refused before its seconds are measured.
+        // Memory alone decides whether a job fits. A job that does not fit is rejected before its seconds are measured.
         world.group().agree(microbatch::chosen(&asked, &archs, &job.rows, ranks, &declared).map(drop))?;
         probe(&job, world, sharing, declared)
     } else {
@@ -118,7 +118,7 @@ fn plan(args: &Args, world: &World) -> Result<String> {
     Ok(show::table(&job, &choice, &device, ranks).trim_end().to_string())
 }
 
-/// The lengths of rows: from the command line, and for the rest from the job's data, which one rank reads for all.
+/// The lengths of rows: from the command line, or else from the job's data, which one rank reads for all.
 fn rows(args: &Args, config: &Config, shape: &StepShape, archs: &Archs, group: &Group) -> Result<Rows> {
     let (prompt, response) = (args.prompt_tokens, args.response_tokens);
     let are_given = prompt.is_some() && response.is_some();
@@ -132,7 +132,7 @@ fn rows(args: &Args, config: &Config, shape: &StepShape, archs: &Archs, group: &
     Ok(rows.with(prompt, response))
 }
 
-/// Checks what a plan depends on: not where scores come from, nor where data is.
+/// Checks the keys that a plan depends on, but not the rewards or the location of the data.
 fn check(config: &Config) -> Result<()> {
     config.check_ranges()?;
     gpu::check(config)?;

@@ -1,5 +1,5 @@
-//! The ranks of a verb that runs a model: each answers a share of the rows, on a device of its own, and the first one writes all
-//! results in the order of the rows. The result of a row does not depend on the rank that answers it.
+//! The ranks of a verb that runs a model. Each processes a share of the rows on its own device, and the first one
+//! writes all results in the order of the rows. The result of a row does not depend on the rank that computes it.
 
 use super::out;
 use super::out::note;
@@ -10,13 +10,13 @@ use serde::Serialize;
 use std::ops::Range;
 use std::path::Path;
 
-/// Bytes of results that go from rank to rank at a time.
+/// Bytes of results that one message between ranks carries.
 const PIECE_BYTES: usize = 16 << 20;
 
 /// The ranks of a verb, and the results of this one.
 pub struct Ranks {
     pub world: World,
-    /// Lines of this rank that wait for their turn.
+    /// Lines of this rank that are not written yet.
     kept: Vec<u8>,
 }
 
@@ -28,8 +28,8 @@ impl Ranks {
             abort::install(&world, None, None);
             pool::set_threads(world.threads().threads.max(1));
             if input.as_os_str() == "-" {
-                return Err(Error::usage("--input - with several ranks: standard input is the first one's alone")
-                    .hint("name a file that all ranks can read"));
+                return Err(Error::usage("--input - needs a single rank: only the first rank can read standard input")
+                    .hint("pass a file that all ranks can read"));
             }
         }
         Ok(Self { world, kept: Vec::new() })
@@ -39,7 +39,7 @@ impl Ranks {
         self.world.group().agree(local)
     }
 
-    /// The contiguous rows of this rank, where row i takes `weights[i]` of the work.
+    /// The contiguous rows of this rank, if row i is `weights[i]` of the work.
     pub fn share(&self, weights: &[usize]) -> Range<usize> {
         share(weights, self.world.rank, self.world.size)
     }
@@ -58,7 +58,8 @@ impl Ranks {
 
     /// Writes the result of the next row of this rank.
     pub fn write(&mut self, line: &impl Serialize) -> Result<()> {
-        let mut bytes = serde_json::to_vec(line).map_err(|e| Error::fault(format!("a result is no JSON: {e}")))?;
+        let mut bytes =
+            serde_json::to_vec(line).map_err(|e| Error::fault(format!("a result is not valid JSON: {e}")))?;
         bytes.push(b'\n');
         if self.world.rank == 0 {
             return out::write(&bytes);
@@ -67,14 +68,14 @@ impl Ranks {
         Ok(())
     }
 
-    /// Writes what waits, rank by rank, and ends MPI. All ranks call this after their rows.
+    /// Writes the pending lines, rank by rank, and ends MPI. All ranks call this after their rows.
     pub fn finish(mut self) -> Result<()> {
         self.flush()?;
         comm::shutdown();
         Ok(())
     }
 
-    /// Writes what waits, rank by rank. All ranks call this after rows of theirs.
+    /// Writes the pending lines, rank by rank. All ranks call this, each after some of its rows.
     pub fn flush(&mut self) -> Result<()> {
         let (group, rank) = (self.world.group(), self.world.rank);
         for root in 1..self.world.size {
@@ -95,7 +96,7 @@ impl Ranks {
     }
 }
 
-/// The contiguous share of rank `rank` of `size`: a row is of the rank in whose share of the whole weight its middle lies.
+/// The contiguous share of rank `rank` of `size`. The middle of a row, by weight, decides to which rank it belongs.
 fn share(weights: &[usize], rank: usize, size: usize) -> Range<usize> {
     let total: usize = weights.iter().sum::<usize>().max(1);
     let mut before = 0;

@@ -1,7 +1,7 @@
 //! `rlhf-hpc report`: one page about a run, or several.
 //!
-//! The plots are drawn here, as SVG, so that the page needs no script to be read or printed. A curve's path holds the numbers
-//! themselves, and a transform puts them in place: the script that shows them under the pointer reads them there.
+//! The plots are SVG, so the page can be read and printed without a script. A curve's path holds the numbers
+//! themselves, and a transform scales them. The script that shows values under the pointer reads them from the path.
 
 mod bars;
 mod facts;
@@ -19,20 +19,20 @@ use argh::FromArgs;
 use source::Source;
 use std::path::{Path, PathBuf};
 
-/// Write one self-contained HTML page about one or several runs: curves, times, memory, rows, and samples to read.
+/// Write one self-contained HTML page about one or several runs: curves, times, memory, data rows and samples.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "report")]
 pub struct Args {
-    /// run directories; several are laid over each other
+    /// run directories; several runs share the plots
     #[argh(positional)]
     pub runs: Vec<PathBuf>,
 
-    /// the file to write (default: report.html in the first run directory)
+    /// output file (default: report.html in the first run directory)
     #[argh(option)]
     pub out: Option<PathBuf>,
 }
 
-/// Colours of runs that everybody can tell apart.
+/// The number of colors that readers can distinguish.
 const RUNS_MAX: usize = 8;
 
 pub fn run(args: &Args) -> Result<()> {
@@ -46,15 +46,15 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Where the page of a run stands.
+/// The path of a run's page.
 pub(super) fn beside(run: &Path) -> PathBuf {
     run.join("report.html")
 }
 
-/// Writes the page about `runs` to `out`: its bytes, and what is missing on it, with the reason.
+/// Writes the page about `runs` to `out`. Returns its size in bytes, and the missing parts with the reasons.
 pub(super) fn write(runs: &[PathBuf], out: &Path) -> Result<(usize, Vec<String>)> {
     if runs.len() > RUNS_MAX {
-        return Err(Error::usage(format!("{} runs, of which {RUNS_MAX} can be told apart on a page", runs.len())));
+        return Err(Error::usage(format!("a page can show at most {RUNS_MAX} runs (got {})", runs.len())));
     }
     let mut sources = runs.iter().map(|run| Source::read(run)).collect::<Result<Vec<_>>>()?;
     source::name_apart(&mut sources);

@@ -14,16 +14,16 @@ use argh::FromArgs;
 use serde::Serialize;
 use std::path::PathBuf;
 
-/// Score rows with a reward model, a JSON line in and a JSON line out, in the same order.
+/// Score rows with a reward model: one JSON line in, one JSON line out, in the same order.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "reward")]
 #[argh(
-    note = "A row has tokens (behind prompt_tokens, where it has them), or prompt and response. A result is the row with
-reward: the head's output at the last token. prompt and response are joined and encoded with the tokenizer's own special
-tokens; nothing else is added, so write the end token into the response where the model was trained with one."
+    note = "A row has tokens (after prompt_tokens, if it has them), or prompt and response. A result is the row with reward,
+the head's output at the last token. prompt and response are joined and encoded with the tokenizer's own special tokens.
+Nothing else is added. If the model was trained with an end token, write that token into the response."
 )]
 pub struct Args {
-    /// a Hugging Face directory of a reward model
+    /// the Hugging Face directory of a reward model
     #[argh(option)]
     pub model: PathBuf,
 
@@ -31,23 +31,23 @@ pub struct Args {
     #[argh(option)]
     pub input: PathBuf,
 
-    /// subtract the mean and divide by the std that config.json names
+    /// subtract the mean and divide by the standard deviation in config.json
     #[argh(switch)]
     pub normalize: bool,
 
-    /// cpu, gpu or auto: a GPU where there is one that suits the model and computes what the CPU does (default: auto)
+    /// cpu, gpu or auto: a GPU if there is one; it must support the model and pass the self-test (default: auto)
     #[argh(option, default = "DeviceName::Auto")]
     pub device: DeviceName,
 
-    /// f32, bf16 or auto: what the weights are held in; auto is bf16 on a GPU and f32 on a CPU (default: auto)
+    /// dtype of the weights: f32, bf16 or auto; auto is bf16 on a GPU and f32 on a CPU (default: auto)
     #[argh(option, default = "DTypeName::Auto")]
     pub dtype: DTypeName,
 
-    /// tokens of one forward; a longer row stands alone (default: 4096)
+    /// tokens per forward; a longer row gets a forward of its own (default: 4096)
     #[argh(option, default = "4096")]
     pub batch_tokens: usize,
 
-    /// do not compare a GPU with the CPU before, which takes about a second
+    /// skip the self-test of a GPU against the CPU, which takes about a second
     #[argh(switch)]
     pub no_check: bool,
 }
@@ -79,19 +79,19 @@ pub fn run(args: &Args) -> Result<()> {
     scoring.run(ranks, |ranks, row, reward| ranks.write(&Line { row: &row.fields, reward: (reward[0] - mean) / std }))
 }
 
-/// Mean and standard deviation by which rewards are normalised.
+/// The mean and the standard deviation for normalizing rewards.
 fn mean_std(args: &Args) -> Result<(f32, f32)> {
     let (arch, dir) = (Arch::load(&args.model)?, args.model.display());
     if arch.head != Head::Value {
-        return Err(Error::data(format!("{dir} holds a language model, needed is a reward model"))
-            .hint("its config.json names a class like LlamaForSequenceClassification, and its tensors score.weight"));
+        return Err(Error::data(format!("{dir} must hold a reward model (got a language model)"))
+            .hint("pass a model with a class such as LlamaForSequenceClassification in config.json, and a tensor score.weight"));
     }
     if !args.normalize {
         return Ok((0.0, 1.0));
     }
     let positive = arch.reward_mean_std.filter(|(_, std)| *std > 0.0);
-    let none = || Error::usage(format!("--normalize: {dir}/config.json has no mean and positive std"));
-    positive.ok_or_else(|| none().hint("leave it out for raw rewards"))
+    let none = || Error::usage(format!("--normalize needs a mean and a positive std in {dir}/config.json"));
+    positive.ok_or_else(|| none().hint("leave out --normalize for raw rewards"))
 }
 
 fn scored(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<ScoredRow> {
@@ -109,7 +109,7 @@ fn row_tokens(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
     let (prompt, response) = (rows::text(row, "prompt")?, rows::text(row, "response")?);
     let tokenizer = rows::needed(tokenizer, "texts")?;
     if prompt.is_empty() && response.is_empty() {
-        return Err(Error::data("prompt and response are empty"));
+        return Err(Error::data("prompt and response are both empty"));
     }
     tokenizer.encode(&format!("{prompt}{response}"), true)
 }

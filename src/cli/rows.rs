@@ -1,4 +1,4 @@
-//! Rows of the offline verbs: every row of a file is checked before the work starts, and an error names it.
+//! Rows of the offline verbs. Every row of a file is checked before the work starts, and an error names the row.
 
 use crate::data::input::{RawRow, RowReader, input_files};
 use crate::data::rows::{required, token_ids};
@@ -16,10 +16,10 @@ use std::sync::mpsc::{self, Receiver};
 
 pub type Row = Map<String, Value>;
 
-/// A row that is not parsed yet, its file and its number there.
+/// An unparsed row, with its file and its line number.
 type Numbered = (PathBuf, usize, RawRow);
 
-/// Gives each row of the file or folder (`-`: standard input) to `take`, until that has enough.
+/// Passes each row of the file or folder (`-`: standard input) to `take`, until that returns `Break`.
 fn each_raw(path: &Path, mut take: impl FnMut(Numbered) -> Result<ControlFlow<()>>) -> Result<()> {
     let mut count = 0;
     let mut add = |path: &Path, mut reader: RowReader| -> Result<ControlFlow<()>> {
@@ -47,10 +47,10 @@ fn each_raw(path: &Path, mut take: impl FnMut(Numbered) -> Result<ControlFlow<()
             }
         }
     }
-    if count == 0 { Err(Error::data(format!("{} holds no rows", path.display()))) } else { Ok(()) }
+    if count == 0 { Err(Error::data(format!("{} has no rows", path.display()))) } else { Ok(()) }
 }
 
-/// What `make` makes of a row; its error names the row.
+/// Applies `make` to a row; an error names the row.
 fn made<T>((path, number, raw): &Numbered, make: impl FnOnce(&Row) -> Result<T>) -> Result<T> {
     let made = raw.parse().and_then(|row| make(&row));
     made.map_err(|e| e.within(format!("{} line {number}", path.display())))
@@ -66,13 +66,13 @@ pub fn read<T>(path: &Path, mut make: impl FnMut(&Row) -> Result<T>) -> Result<V
     Ok(rows)
 }
 
-/// Rows that wait for those that are answered, at most.
+/// The maximum number of rows that are read ahead.
 pub const AHEAD: usize = 4096;
 
-/// Rows that a thread reads ahead while others are answered.
+/// Rows that a thread reads ahead while others are processed.
 pub struct Stream {
     rows: Receiver<Result<Numbered>>,
-    /// Rows of standard input are answered as they come.
+    /// Whether the rows come from standard input and are processed as they arrive.
     is_live: bool,
     taken: u64,
 }
@@ -85,15 +85,15 @@ impl Stream {
             let given =
                 |row| if give.send(Ok(row)).is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) };
             if let Err(error) = each_raw(&from, |row| Ok(given(row))) {
-                // Whoever has stopped reading has an error of its own.
+                // A reader that stopped has an error of its own.
                 drop(give.send(Err(error)));
             }
         });
         Self { rows, is_live: path.as_os_str() == "-", taken: 0 }
     }
 
-    /// What `make` makes of the next `most` rows and their numbers, from 0; of standard input, of those that have come, one at least. Fewer
-    /// at the end.
+    /// Applies `make` to the next `most` rows and their numbers, from 0; at the end there are fewer. From standard
+    /// input it takes the rows that have arrived, at least one.
     pub fn next<T>(&mut self, most: usize, mut make: impl FnMut(u64, &Row) -> Result<T>) -> Result<Vec<T>> {
         let mut rows = Vec::new();
         while rows.len() < most {
@@ -106,7 +106,7 @@ impl Stream {
         Ok(rows)
     }
 
-    /// Leaves out the next `count` rows.
+    /// Skips the next `count` rows.
     pub fn skip(&mut self, count: usize) -> Result<()> {
         for next in self.rows.iter().take(count) {
             next?;
@@ -116,48 +116,50 @@ impl Stream {
     }
 }
 
-/// Of an option: an object of JSON.
+/// Parses an option that is a JSON object.
 pub fn object(text: &str) -> std::result::Result<Row, String> {
-    serde_json::from_str(text).map_err(|e| format!("no object of JSON: {e}"))
+    serde_json::from_str(text).map_err(|e| format!("must be a JSON object: {e}"))
 }
 
 pub fn text<'a>(row: &'a Row, key: &str) -> Result<&'a str> {
     let value = required(row, key)?;
-    let other = || Error::data(format!("field {key:?} is {}, needed a text", kind_of(value)));
+    let other = || Error::data(format!("field {key:?} must be a string (got {})", kind_of(value)));
     value.as_str().ok_or_else(other)
 }
 
 pub fn tokens(row: &Row, key: &str) -> Result<Vec<u32>> {
     match required(row, key)? {
         Value::Array(items) => token_ids(key, items),
-        other => Err(Error::data(format!("field {key:?} is {}, needed a list of token ids", kind_of(other)))),
+        other => Err(Error::data(format!("field {key:?} must be a list of token ids (got {})", kind_of(other)))),
     }
 }
 
 /// The tokenizer, which a row needs for its texts.
 pub fn needed<'a>(tokenizer: Option<&'a Tokenizer>, key: &str) -> Result<&'a Tokenizer> {
-    let none = || Error::data(format!("the row has {key}, and the model directory no tokenizer.json"));
-    tokenizer.ok_or_else(|| none().hint("give tokens"))
+    let none = || Error::data(format!("{key} needs a tokenizer.json in the model directory"));
+    tokenizer.ok_or_else(|| none().hint("use token ids instead, or add the tokenizer"))
 }
 
-/// Refuses rows that the model cannot read: no tokens, tokens outside the vocabulary, more than its context.
+/// Rejects rows that the model cannot process: no tokens, tokens outside the vocabulary, or more than its context.
 pub fn check(tokens: &[u32], arch: &Arch) -> Result<()> {
     if tokens.is_empty() {
-        return Err(Error::data("the row has no tokens, at least 1 is needed"));
+        return Err(Error::data("a row must have at least 1 token (got 0)"));
     }
     if let Some((i, token)) = tokens.iter().enumerate().find(|(_, t)| **t as usize >= arch.vocabulary) {
         let v = arch.vocabulary;
-        return Err(Error::data(format!("token {token} (at {i}) is outside the vocabulary of {v}"))
-            .hint("the row was made with the tokenizer of another model"));
+        return Err(Error::data(format!("token {token} (index {i}) is outside the vocabulary of {v}"))
+            .hint("encode the row with the tokenizer of this model"));
     }
     if tokens.len() > arch.context {
         let (n, context) = (tokens.len(), arch.context);
-        return Err(Error::data(format!("the row has {n} tokens, the model's max_position_embeddings is {context}")));
+        return Err(Error::data(format!(
+            "a row must have at most max_position_embeddings = {context} tokens (got {n})"
+        )));
     }
     Ok(())
 }
 
-/// Items of equal `key` together, in the order in which the keys come first.
+/// Groups items of equal `key`, in the order in which the keys first occur.
 pub fn groups<T, K: Eq + Hash>(all: Vec<T>, key: impl Fn(&T) -> K) -> Vec<Vec<T>> {
     let (mut places, mut groups) = (HashMap::new(), Vec::<Vec<T>>::new());
     for one in all {
@@ -170,7 +172,7 @@ pub fn groups<T, K: Eq + Hash>(all: Vec<T>, key: impl Fn(&T) -> K) -> Vec<Vec<T>
     groups
 }
 
-/// Contiguous ranges of rows whose tokens fit `budget` together (a longer row stands alone).
+/// Contiguous ranges of rows whose tokens fit `budget` together; a longer row is a range of its own.
 pub fn batches(lengths: impl IntoIterator<Item = usize>, budget: usize) -> Vec<std::ops::Range<usize>> {
     let mut ranges: Vec<std::ops::Range<usize>> = Vec::new();
     let mut filled = 0;
@@ -189,7 +191,7 @@ pub fn batches(lengths: impl IntoIterator<Item = usize>, budget: usize) -> Vec<s
     ranges
 }
 
-/// Whether this process does the work of an offline verb: under a launcher, rank 0 alone does.
+/// Whether this process does the work of an offline verb; under a launcher, only rank 0 does.
 pub fn is_worker() -> bool {
     environment::launched_rank().is_none_or(|rank| rank == 0)
 }

@@ -15,17 +15,17 @@ use argh::FromArgs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// run the job of a TOML file; the same line again resumes it
+/// run the job of a TOML file; run the same command again to resume
 #[derive(FromArgs)]
 #[argh(subcommand, name = "run")]
 pub struct Args {
-    /// the job
+    /// the job file
     #[argh(positional)]
     job: PathBuf,
-    /// changes to it: key.path=value ...
+    /// changes to the job: key.path=value ...
     #[argh(positional)]
     overrides: Vec<String>,
-    /// check paths, shapes, vocabulary, memory and disk, and stop
+    /// check paths, shapes, vocabulary, memory and disk, then stop
     #[argh(switch)]
     dry_run: bool,
 }
@@ -66,16 +66,20 @@ fn start(config: Config, world: World, dry_run: bool) -> Result<()> {
     done
 }
 
-/// A run without its page has ended well nevertheless.
+/// Writes the page of a finished run. A failure is only a warning.
 fn write_report(dir: &Path) {
     let out = report::beside(dir);
     match abort::caught(|| report::write(&[dir.to_path_buf()], &out)) {
         Ok(_) => note!("  {:<REPORT_COLUMNS$} {}", "report", out.display()),
-        Err(error) => note!("warning: no report: {}; `rlhf-hpc report {}` tries again", error.message, dir.display()),
+        Err(error) => note!(
+            "warning: the report was not written: {}; run `rlhf-hpc report {}` to try again",
+            error.message,
+            dir.display()
+        ),
     }
 }
 
-/// As wide as the labels of the summary above it.
+/// The width of the labels in the summary above it.
 const REPORT_COLUMNS: usize = 12;
 
 fn job(mut config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()> {
@@ -105,7 +109,7 @@ fn job(mut config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()
     train::run(run)
 }
 
-/// Threads from the configuration, or from the affinity mask; the warning is about a mask that is too narrow.
+/// Sets the threads from the configuration, or from the affinity mask. Returns a warning if the mask is too narrow.
 fn set_threads(config: &Config, world: &World) -> Option<String> {
     let plan = world.threads();
     let threads = if config.job.threads > 0 { config.job.threads } else { plan.threads };

@@ -1,4 +1,4 @@
-//! `rlhf-hpc samples`: what a run has sampled in a recorded step, or judged of its held-out rows, to read.
+//! `rlhf-hpc samples`: prints the samples of a recorded step, or the held-out rows of an evaluation.
 
 use super::out;
 use super::rows;
@@ -11,8 +11,8 @@ use serde::Serialize;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Show the prompts, responses and scores of a recorded step, the samples of a prompt together; of evaluations the held-out rows, with
-/// both responses of a pair, the answers to a prompt, or the steps of a text, and their rewards.
+/// Show the prompts, responses and scores of a recorded step, grouped by prompt. For evaluations, show the held-out
+/// rows with their rewards: both responses of a pair, the responses to a prompt, or the steps of a text.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "samples")]
 pub struct Args {
@@ -24,23 +24,23 @@ pub struct Args {
     #[argh(option)]
     pub step: Option<u64>,
 
-    /// only so many samples, those of the lowest scores (of held-out rows: margins)
+    /// show only the N samples with the lowest scores (held-out rows: lowest margins)
     #[argh(option)]
     pub worst: Option<usize>,
 
-    /// only so many samples, those of the highest scores (of held-out rows: margins)
+    /// show only the N samples with the highest scores (held-out rows: highest margins)
     #[argh(option)]
     pub best: Option<usize>,
 
-    /// only the samples of a prompt, by the id that is shown
+    /// show only the samples of the prompt with this id
     #[argh(option)]
     pub prompt: Option<i64>,
 
-    /// the held-out rows of an evaluation, where there are samples of steps, too
+    /// show the held-out rows of an evaluation, even if there are recorded steps
     #[argh(switch)]
     pub eval: bool,
 
-    /// a JSON line per sample or held-out row, with the exact texts
+    /// print one JSON line per sample or held-out row, with the exact texts
     #[argh(switch)]
     pub json: bool,
 }
@@ -48,11 +48,11 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let asked = [args.worst.is_some(), args.best.is_some(), args.prompt.is_some()];
     if asked.into_iter().filter(|asked| *asked).count() > 1 {
-        return Err(Error::usage("only one of --worst, --best and --prompt can be asked for"));
+        return Err(Error::usage("--worst, --best and --prompt exclude each other").hint("pass only one of them"));
     }
     let run = &args.run;
     if !run.is_dir() {
-        return Err(Error::usage(format!("{} is no directory", run.display())).hint("give the job.dir of a run"));
+        return Err(Error::usage(format!("{} is not a directory", run.display())).hint("pass the job.dir of a run"));
     }
     let (steps, evaluated) = (recorded::steps(run)?, eval_rows::steps(run)?);
     let (text, lines) = if args.eval || steps.is_empty() && !evaluated.is_empty() {
@@ -75,27 +75,26 @@ pub fn run(args: &Args) -> Result<()> {
     out::write(if args.json { lines } else { text }.as_bytes())
 }
 
-/// The recorded step that is asked for, or the last one.
+/// The selected recorded step, or the last one.
 fn step_of(run: &Path, step: Option<u64>, steps: &[u64]) -> Result<u64> {
     let Some(last) = steps.last() else {
-        return Err(Error::data(format!("{} has no rollouts", run.display())).hint(
-            "ppo jobs record them, with metrics.rollouts_every_steps above 0, and evaluations their rows, with metrics.eval_rows_max",
-        ));
+        return Err(Error::data(format!("{} has no recorded samples", run.display()))
+            .hint("set metrics.rollouts_every_steps above 0 in a ppo job, or metrics.eval_rows_max for evaluations"));
     };
     let step = step.unwrap_or(*last);
     if !steps.contains(&step) {
         let (run, named) = (run.display(), named(steps));
         return Err(Error::usage(format!("step {step} is not recorded in {run}")).hint(format!(
-            "recorded are: {named} (metrics.rollouts_every_steps or eval.every_steps, and metrics.rollouts_keep_last choose them)"
+            "choose one of {named} (set by metrics.rollouts_every_steps or eval.every_steps, and metrics.rollouts_keep_last)"
         )));
     }
     Ok(step)
 }
 
-/// Most runs of steps that an error names.
+/// The maximum number of ranges of steps that an error names.
 const NAMED_MAX: usize = 20;
 
-/// `1 to 40, 50, 60`: ascending steps, neighbours as one.
+/// `1 to 40, 50, 60`: ascending steps, with consecutive ones as a range.
 fn named(steps: &[u64]) -> String {
     let neighbours = steps.chunk_by(|a, b| a + 1 == *b);
     let mut runs: Vec<String> = neighbours
@@ -122,8 +121,8 @@ fn chosen<T>(
     if let Some(prompt) = args.prompt {
         samples.retain(|sample| id(sample) == prompt);
         if samples.is_empty() {
-            return Err(Error::usage(format!("step {step} has no sample of a prompt {prompt}"))
-                .hint("without --prompt all are shown, each with its prompt's id"));
+            return Err(Error::usage(format!("step {step} has no sample of prompt {prompt}"))
+                .hint("leave out --prompt to see all samples with their prompt ids"));
         }
     }
     if let Some(most) = args.worst.or(args.best) {
@@ -136,7 +135,7 @@ fn chosen<T>(
     Ok(samples)
 }
 
-/// The samples of a prompt together, in the order in which the prompts first occur.
+/// Groups samples by prompt, in the order in which the prompts first occur.
 pub(super) fn groups(samples: Vec<RecordedSample>) -> Vec<Vec<RecordedSample>> {
     let mut groups = rows::groups(samples, |sample| sample.prompt_id);
     for group in &mut groups {
@@ -145,7 +144,7 @@ pub(super) fn groups(samples: Vec<RecordedSample>) -> Vec<Vec<RecordedSample>> {
     groups
 }
 
-/// A number as short as it is: `1`, `0.25`, `-3.1e-5`.
+/// A number without trailing zeros: `1`, `0.25`, `-3.1e-5`.
 pub(super) fn short_number(x: impl Into<f64>) -> String {
     let text = number(x.into());
     if text.contains('.') && !text.contains('e') {
@@ -164,15 +163,15 @@ fn summary(step: u64, all: &[RecordedSample]) -> String {
 fn summary_of_rows(step: u64, all: &[EvalRow]) -> String {
     let correct = grouped(all.iter().filter(|row| row.correct).count() as u64);
     let (rows, margins) = (grouped(all.len() as u64), distribution(all.iter().map(|row| row.margin)));
-    format!("step {step}: {rows} held-out rows, {correct} of them right, margin {margins}")
+    format!("step {step}: {rows} held-out rows, {correct} correct, margin {margins}")
 }
 
-/// `0.5 on average, -1 to 2`
+/// `0.5 on average, from -1 to 2`
 fn distribution(all: impl Iterator<Item = f64> + Clone) -> String {
     let mean = all.clone().sum::<f64>() / all.clone().count().max(1) as f64;
     let (least, most) = (all.clone().fold(f64::INFINITY, f64::min), all.fold(f64::NEG_INFINITY, f64::max));
     let [mean, least, most] = [mean, least, most].map(short_number);
-    format!("{mean} on average, {least} to {most}")
+    format!("{mean} on average, from {least} to {most}")
 }
 
 fn show(text: &mut String, group: &[RecordedSample]) {
@@ -198,7 +197,7 @@ fn show(text: &mut String, group: &[RecordedSample]) {
 }
 
 fn shown_row(row: &EvalRow) -> String {
-    let verdict = if row.correct { "right" } else { "wrong" };
+    let verdict = if row.correct { "correct" } else { "wrong" };
     let mut text = format!("\nprompt {}  {verdict}, margin {}", row.row, short_number(row.margin));
     if let EvalResponses::Answers { set, label, .. } = &row.responses {
         for (name, value) in [("label", label), ("set", set)].into_iter().filter(|(_, value)| !value.is_empty()) {
@@ -216,7 +215,7 @@ fn shown_row(row: &EvalRow) -> String {
     text
 }
 
-/// A text with its line breaks, set in, safe on a terminal.
+/// Writes a text with its line breaks, indented and safe on a terminal.
 fn put(text: &mut String, of: &str) {
     for line in of.replace("\r\n", "\n").split('\n') {
         let line = format!("      {}", one_line(line));
@@ -224,9 +223,9 @@ fn put(text: &mut String, of: &str) {
     }
 }
 
-/// A line of JSON without control characters and invisible marks of a text: escaped, so that it means the same.
+/// A line of JSON in which control characters and invisible marks are escaped.
 fn as_json(row: &impl Serialize) -> String {
-    // JSON has no NaN, which stands for a reward that abstained: it is null.
+    // A reward that abstained is NaN, which is null in JSON.
     let json = serde_json::to_string(row).expect("texts and numbers");
     let mut text = String::with_capacity(json.len() + 1);
     for c in json.chars() {

@@ -1,13 +1,13 @@
-//! `schema`: what a job may hold, for editors.
+//! `schema`: prints the JSON schema of job files, for editors.
 
 use super::out::say;
 use crate::config;
 use crate::error::Result;
 use argh::FromArgs;
 
-/// Print a JSON schema of job files: every key with its type, default, range, words and meaning. Editors of TOML (taplo, Even
-/// Better TOML of VS Code) complete and check a job by it: write it beside the job with `rlhf-hpc schema > job.schema.json`, and
-/// let the job begin with the line `#:schema ./job.schema.json`.
+/// Print the JSON schema of job files: every key with its type, default, range, allowed values and meaning. TOML
+/// editors (taplo, Even Better TOML of VS Code) use it to complete and check a job. Write it next to the job with
+/// `rlhf-hpc schema > job.schema.json`, and add `#:schema ./job.schema.json` as the first line of the job.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "schema")]
 pub struct Args {}

@@ -1,7 +1,7 @@
-//! Scoring rows of tokens, a few thousand tokens a forward: what `logprobs` and `reward` have in common.
+//! Scoring of rows of tokens, a few thousand tokens per forward: the common part of `logprobs` and `reward`.
 //!
-//! Memory does not grow with the rows: it holds one forward, of so many tokens or of one longer row, and the numbers of the forward
-//! before.
+//! Memory does not grow with the number of rows. It holds one forward, of a batch or of one longer row, and the
+//! numbers of the previous forward.
 
 use super::device::{self, Options};
 use super::out::progress;
@@ -19,12 +19,12 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
 
-/// A row to score: each token given those before.
+/// A row to score: each token given the previous ones.
 pub struct ScoredRow {
     pub tokens: Vec<u32>,
-    /// Where the response begins that alone is scored; none: all but the first token are.
+    /// The first token of the response, if only that is scored; if none, all tokens except the first are scored.
     pub response: Option<usize>,
-    /// What the result repeats of the row.
+    /// The fields of the row that the result repeats.
     pub fields: Row,
 }
 
@@ -41,16 +41,16 @@ pub struct Scoring<'a> {
     pub head: Head,
     pub input: &'a Path,
     pub options: Options,
-    /// Tokens of one forward; a longer row stands alone.
+    /// Tokens per forward; a longer row gets a forward of its own.
     pub tokens_max: usize,
-    /// What is scored of a row.
+    /// Turns a row into tokens to score.
     pub row: fn(&Row, Option<&Tokenizer>) -> Result<ScoredRow>,
-    /// The numbers of a packed row, sequence by sequence: one from a value head, else one of each token that is scored.
+    /// The numbers of a packed row, sequence by sequence: one from a value head, else one for each scored token.
     pub forward: fn(&InferenceModel, &PackedRow) -> Flat,
 }
 
 impl Scoring<'_> {
-    /// Scores this rank's share of the rows in order, and logs the speed; `write` takes the numbers of the next row.
+    /// Scores this rank's share of the rows in order, and logs the speed; `write` gets the numbers of the next row.
     pub fn run(&self, mut ranks: Ranks, write: impl Fn(&mut Ranks, &ScoredRow, &[f32]) -> Result<()>) -> Result<()> {
         limits::check_option("--batch-tokens", self.tokens_max, 1, TOKENS_MAX)?;
         let all = ranks.agree(self.read())?;
@@ -77,7 +77,7 @@ impl Scoring<'_> {
                 )))
             })
         };
-        // The numbers of a forward are written when a GPU has the next one to compute.
+        // The numbers of a forward are written while a GPU computes the next one.
         let mut before: Option<(Range<usize>, Later)> = None;
         let bar = progress(self.verb, Some(own.len()));
         for batch in rows::batches(own.iter().map(|row| row.tokens.len()), self.tokens_max) {
@@ -108,7 +108,7 @@ impl Scoring<'_> {
     }
 }
 
-/// Why the numbers of a row are not finite: the weight, or the first result of a forward over the row alone.
+/// The error of a row with non-finite numbers. It names the weight, or the first result of a forward over the row.
 fn overflow(inference: &InferenceModel, row: &[u32]) -> Error {
     let InferenceModel { transformer, weights, .. } = inference;
     let mut packed = PackedRow::new();
@@ -119,8 +119,7 @@ fn overflow(inference: &InferenceModel, row: &[u32]) -> Error {
     let PackedRow { tokens, positions, cu_seqlens, rows, targets, .. } = &packed;
     let of = non_finite::Rows { tokens, positions, cu_seqlens, rows, targets };
     let first = weights.not_finite().or_else(|| transformer.not_finite(weights, of, false));
-    let first = first.map_or(String::new(), |first| format!(": the first is {first}"));
-    Error::data(format!("what the model computes of this row is not finite{first}")).hint(
-        "its weights are too large for f32 (or bf16) arithmetic, or damaged: take an earlier checkpoint of that model",
-    )
+    let first = first.map_or(String::new(), |first| format!(" (first: {first})"));
+    Error::data(format!("the model's results for this row are not finite{first}"))
+        .hint("use an earlier checkpoint: the weights are damaged, or too large for f32 (or bf16) arithmetic")
 }

@@ -1,4 +1,4 @@
-//! `rlhf-hpc select`: scored responses to rows to train on.
+//! `rlhf-hpc select`: turns scored responses into training rows.
 
 use super::out::{self, note};
 use super::rows::{self, Row, text, tokens};
@@ -9,36 +9,36 @@ use argh::FromArgs;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
-/// Select among scored responses: rows for SFT, or pairs for reward models and DPO.
+/// Select scored responses as training data: rows for SFT, or pairs for reward models and DPO.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "select")]
 #[argh(
-    note = "Rows are what `generate --samples N | reward` writes, or have prompt (or messages), response and reward. A result
-has prompt (or messages) and response, or chosen and rejected, and the other fields of the row. A response that is
-empty, or was cut off by its length, is nothing to learn from: it is left out, but for the rejected side of a pair."
+    note = "Rows are the output of `generate --samples N | reward`, or have prompt (or messages), response and reward. A result
+has prompt (or messages) and response, or chosen and rejected, and the other fields of the row. Empty or truncated
+responses are left out, except as the rejected side of a pair."
 )]
 pub struct Args {
     /// rows as JSON lines; - is standard input (default: -)
     #[argh(option, default = "PathBuf::from(\"-\")")]
     pub input: PathBuf,
 
-    /// the best N different responses to a prompt, best first (default: all responses)
+    /// keep the best N different responses to each prompt, best first (default: all responses)
     #[argh(option)]
     pub best: Option<usize>,
 
-    /// instead: a pair for each prompt, its best and its worst response, with the difference as margin
+    /// write one pair per prompt instead: its best and its worst response, with the difference as margin
     #[argh(switch)]
     pub pairs: bool,
 
-    /// only rows of at least this reward; of a pair, the least margin
+    /// keep only rows with at least this reward; for pairs, at least this margin
     #[argh(option)]
     pub min: Option<f64>,
 
-    /// what takes the place of the prompt, with {{input}} and {{reward}} in it, for conditional SFT
+    /// text that replaces the prompt for conditional SFT; {{input}} and {{reward}} in it are filled in
     #[argh(option)]
     pub template: Option<String>,
 
-    /// field that holds the score (default: reward)
+    /// field with the score (default: reward)
     #[argh(option, default = "\"reward\".to_string()")]
     pub by: String,
 }
@@ -48,17 +48,17 @@ struct Scored {
     /// The prompt, by which rows are grouped.
     prompt: String,
     reward: f64,
-    /// Whether there is nothing to learn from it: it is empty, or was cut off by its length.
+    /// Whether the response is useless for training, because it is empty or truncated.
     is_useless: bool,
     row: Row,
 }
 
 pub fn run(args: &Args) -> Result<()> {
     if args.pairs && (args.best.is_some() || args.template.is_some()) {
-        return Err(Error::usage("--pairs takes the best and the worst response: leave out --best and --template"));
+        return Err(Error::usage("--pairs excludes --best and --template").hint("leave out --pairs, or the other two"));
     }
     if args.best == Some(0) {
-        return Err(Error::usage("--best is 0, needed at least 1"));
+        return Err(Error::usage("--best must be at least 1 (got 0)"));
     }
     let all = rows::read(&args.input, |row| scored(row, &args.by))?;
     let (total, useless) = (all.len(), all.iter().filter(|one| one.is_useless).count());
@@ -66,7 +66,7 @@ pub fn run(args: &Args) -> Result<()> {
     let prompts = groups.len();
     let mut selected = Vec::new();
     for mut group in groups {
-        // The earlier of equals comes first.
+        // Equal rewards keep their order.
         if args.pairs || args.best.is_some() {
             group.sort_by(|a, b| b.reward.total_cmp(&a.reward));
         }
@@ -75,28 +75,29 @@ pub fn run(args: &Args) -> Result<()> {
     let lines: Vec<String> = selected.iter().map(|row| Value::Object(row.clone()).to_string() + "\n").collect();
     out::write(lines.concat().as_bytes())?;
     let what = if args.pairs { "pairs" } else { "rows" };
-    let without = if useless > 0 { format!("; {useless} responses are empty or cut off") } else { String::new() };
+    let without = if useless > 0 { format!("; empty or truncated responses: {useless}") } else { String::new() };
     note!("select: {} {what} of {total} responses to {prompts} prompts{without}", selected.len());
     if selected.is_empty() {
-        return Err(Error::data("nothing is selected").hint(if args.pairs {
-            "a pair needs two responses of different rewards to one prompt: sample more, or lower --min"
+        return Err(Error::data("no row is selected").hint(if args.pairs {
+            "sample more responses, or lower --min: a pair needs two responses to a prompt with different rewards"
         } else {
-            "lower --min, or let responses be longer: `generate --max-new-tokens`"
+            "lower --min, or allow longer responses with `generate --max-new-tokens`"
         }));
     }
     Ok(())
 }
 
-/// A row as it is selected by: with `prompt` or `messages`, and `response`, whatever it came with.
+/// Converts a row, whatever its form, into one with `prompt` or `messages`, and `response`.
 fn scored(row: &Row, by: &str) -> Result<Scored> {
     let value = required(row, by)?;
     let reward = value.as_f64().filter(|reward| reward.is_finite());
-    let reward = reward.ok_or_else(|| Error::data(format!("field {by:?} is {}, needed a number", kind_of(value))))?;
+    let reward =
+        reward.ok_or_else(|| Error::data(format!("field {by:?} must be a number (got {})", kind_of(value))))?;
     let is_cut = row.get("finish").is_some_and(|finish| finish == "length");
     let mut row = row.clone();
     let asked = ["messages", "prompt"].into_iter().find(|key| row.contains_key(*key));
     let (key, response) = match asked {
-        // A row that was answered may have come with a demonstration of its own.
+        // The input of `generate` may have had a demonstration as `response`.
         Some(key) if row.contains_key("response") && !row.contains_key("tokens") => {
             (key, required(&row, "response")?.clone())
         }
@@ -118,7 +119,7 @@ fn is_empty(response: &Value) -> bool {
     response.as_str() == Some("") || response.as_array().is_some_and(Vec::is_empty)
 }
 
-/// The rows to learn from, of responses to one prompt in order.
+/// The training rows from the responses to one prompt, in order.
 fn best(group: Vec<Scored>, args: &Args) -> Result<Vec<Row>> {
     let mut chosen: Vec<Scored> = Vec::new();
     for one in group.into_iter().filter(|one| !one.is_useless && args.min.is_none_or(|min| one.reward >= min)) {
@@ -130,11 +131,11 @@ fn best(group: Vec<Scored>, args: &Args) -> Result<Vec<Row>> {
     chosen.into_iter().map(|one| demonstration(one, args.template.as_deref())).collect()
 }
 
-/// A row for SFT: messages end with the response, or it is a field beside the prompt.
+/// A row for SFT. The response is the last message, or a field next to the prompt.
 fn demonstration(Scored { mut row, reward, .. }: Scored, template: Option<&str>) -> Result<Row> {
     let conditioned = |text: &Value| {
         let Some(template) = template else { return Ok(text.clone()) };
-        let input = text.as_str().ok_or_else(|| Error::usage("--template needs prompts that are texts"))?;
+        let input = text.as_str().ok_or_else(|| Error::usage("--template needs prompts that are strings"))?;
         Ok(Value::from(template.replace("{reward}", &format!("{reward:.2}")).replace("{input}", input)))
     };
     if let Some(Value::Array(messages)) = row.get_mut("messages") {
@@ -151,7 +152,7 @@ fn demonstration(Scored { mut row, reward, .. }: Scored, template: Option<&str>)
     Ok(row)
 }
 
-/// The best response to a prompt beside the worst; none where they are equally good, or alike.
+/// The best and the worst response to a prompt as a pair; none if their rewards or their texts are equal.
 fn pair(group: Vec<Scored>, args: &Args) -> Option<Row> {
     let worst = group.iter().rev().find(|one| !is_empty(&one.row["response"]))?;
     let worst = (worst.reward, worst.row["response"].clone());

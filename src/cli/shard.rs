@@ -1,4 +1,4 @@
-//! `rlhf-hpc shard`: files of rows to a memory-mapped token shard, or a comparison of shards with their hashes.
+//! `rlhf-hpc shard`: converts files of rows to a memory-mapped token shard, or verifies shards with their hashes.
 
 use super::out::note;
 use std::path::PathBuf;
@@ -16,12 +16,12 @@ use crate::error::{Error, Result};
 use crate::metrics::one_line;
 use crate::text::Tokenizer;
 
-/// Turn rows of JSONL, Parquet or Arrow into a memory-mapped token shard (Megatron .bin and .idx with a sidecar).
+/// Convert rows of JSONL, Parquet or Arrow to a memory-mapped token shard (Megatron .bin and .idx with a sidecar).
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "shard")]
 #[allow(clippy::struct_excessive_bools)]
 pub struct Args {
-    /// JSONL or Parquet files, folders of save_to_disk; with --verify: prefixes of shards
+    /// JSONL or Parquet files, or folders of save_to_disk; with --verify: prefixes of shards
     #[argh(positional)]
     pub input: Vec<PathBuf>,
 
@@ -29,43 +29,43 @@ pub struct Args {
     #[argh(option)]
     pub tokenizer: Option<PathBuf>,
 
-    /// where the shard goes: PREFIX.bin, PREFIX.idx, PREFIX.json, PREFIX.meta.*
+    /// output prefix: writes PREFIX.bin, PREFIX.idx, PREFIX.json, PREFIX.meta.*
     #[argh(option)]
     pub out: Option<PathBuf>,
 
-    /// write nothing; read every byte of the shards and compare it with the hashes in PREFIX.json
+    /// only read every byte of the shards and compare it with the hashes in PREFIX.json
     #[argh(switch)]
     pub verify: bool,
 
-    /// field of the prompt (default: prompt)
+    /// field with the prompt (default: prompt)
     #[argh(option, default = "String::from(\"prompt\")")]
     pub prompt_key: String,
 
-    /// field of the demonstration; without it documents are prompts alone
+    /// field with the demonstration; without it, documents are prompts only
     #[argh(option)]
     pub response_key: Option<String>,
 
-    /// field of the label that rewards compare with
+    /// field with the label that rewards compare with
     #[argh(option)]
     pub label_key: Option<String>,
 
-    /// field of a list of messages, with --chat-template (default: messages)
+    /// with --chat-template: field with a list of messages (default: messages)
     #[argh(option, default = "String::from(\"messages\")")]
     pub messages_key: String,
 
-    /// put rows through the tokenizer's chat template
+    /// encode rows with the tokenizer's chat template
     #[argh(switch)]
     pub chat_template: bool,
 
-    /// with --chat-template: what the template is told beside the messages, e.g. '{"enable_thinking": false}'
+    /// with --chat-template: extra variables for the template, e.g. '{"enable_thinking": false}'
     #[argh(option, default = "Row::new()", from_str_fn(object))]
     pub chat_template_args: Row,
 
-    /// rows are plain text, learned as a whole (for data.pretrain): the field is --prompt-key
+    /// rows are plain text for data.pretrain, in the field --prompt-key; all tokens are trained on
     #[argh(switch)]
     pub text: bool,
 
-    /// with --chat-template: the assistant's turns in messages are demonstrations
+    /// with --chat-template: use the assistant's turns in messages as demonstrations
     #[argh(switch)]
     pub demonstrations: bool,
 
@@ -73,11 +73,11 @@ pub struct Args {
     #[argh(switch)]
     pub pairs: bool,
 
-    /// rows are a prompt, a response and a label, true or false (kto)
+    /// rows have a prompt, a response and a label, true or false (kto)
     #[argh(switch)]
     pub labelled: bool,
 
-    /// rows are a text with a placeholder behind each step, and a list of their labels (step_reward)
+    /// rows have a text with a placeholder after each step, and a list of the steps' labels (step_reward)
     #[argh(switch)]
     pub steps: bool,
 
@@ -89,27 +89,27 @@ pub struct Args {
     #[argh(option, default = "String::from(\"rejected\")")]
     pub rejected_key: String,
 
-    /// field with a number by which the preferred one is better
+    /// field with a number, the margin by which the preferred response is better
     #[argh(option, default = "String::new()")]
     pub margin_key: String,
 
-    /// field to keep for rewards and curricula (all: every field), may be repeated
+    /// field to keep for rewards and curricula (all: every field); may be repeated
     #[argh(option)]
     pub keep_field: Vec<String>,
 
-    /// field whose value names the split of the row
+    /// field with the name of the row's split
     #[argh(option)]
     pub split_field: Option<String>,
 
-    /// share of the rows that become split test, by a hash of the prompt
+    /// share of the rows in split test, chosen by a hash of the prompt
     #[argh(option)]
     pub split_ratio: Option<f64>,
 
-    /// file whose rows are split test (all others are train), may be repeated
+    /// file whose rows are in split test (all others are in train); may be repeated
     #[argh(option)]
     pub split_test: Vec<PathBuf>,
 
-    /// print so many rows as the model sees them, what is learned in ⟦⟧
+    /// print this many rows as the model sees them; trained tokens are in ⟦⟧
     #[argh(option, default = "0")]
     pub show: usize,
 
@@ -117,7 +117,7 @@ pub struct Args {
     #[argh(option, default = "0")]
     pub seed: u64,
 
-    /// vocabulary of the model, where it differs from the tokenizer's
+    /// vocabulary size of the model, if it differs from the tokenizer's
     #[argh(option)]
     pub vocabulary: Option<usize>,
 }
@@ -127,8 +127,8 @@ pub fn run(args: &Args) -> Result<()> {
         return verify(args);
     }
     let (Some(tokenizer), Some(out)) = (&args.tokenizer, &args.out) else {
-        return Err(Error::usage("shard needs the options --tokenizer and --out")
-            .hint("or --verify, to compare shards with the hashes that were written with them"));
+        return Err(Error::usage("shard needs --tokenizer and --out")
+            .hint("pass both, or --verify to compare existing shards with their hashes"));
     };
     if args.input.is_empty() {
         return Err(Error::usage("shard needs at least one input file"));
@@ -194,14 +194,14 @@ fn show(most: usize, shard: &Shard, tokenizer: &Tokenizer) -> Result<()> {
 
 fn verify(args: &Args) -> Result<()> {
     if args.input.is_empty() || args.out.is_some() {
-        return Err(Error::usage("shard --verify needs the prefixes of shards, and no --out"));
+        return Err(Error::usage("shard --verify needs prefixes of shards, and does not accept --out"));
     }
     for prefix in &args.input {
         let known = Shard::has_sidecar(prefix);
         let shard = Shard::open(prefix, args.vocabulary.unwrap_or(usize::MAX))?;
         shard.verify()?;
         let (documents, tokens) = (shard.documents(), shard.tokens());
-        let how = if known { "every file has its hash" } else { "had no sidecar, every token was read" };
+        let how = if known { "all hashes match" } else { "no sidecar, all tokens were read" };
         say!("{}: {documents} documents, {tokens} tokens: {how}", shard.prefix().display());
     }
     Ok(())
@@ -217,8 +217,9 @@ fn split(args: &Args) -> Result<SplitConfig> {
             Ok(SplitConfig { by: SplitBy::Ratio, eval_ratio, ..none })
         }
         (None, Some(eval_ratio), true) => {
-            Err(Error::usage(format!("--split-ratio is {eval_ratio}, it must be between 0 and 1")))
+            Err(Error::usage(format!("--split-ratio must be between 0 and 1, both excluded (got {eval_ratio})")))
         }
-        _ => Err(Error::usage("only one of --split-field, --split-ratio and --split-test can make the splits")),
+        _ => Err(Error::usage("--split-field, --split-ratio and --split-test exclude each other")
+            .hint("pass only one of them")),
     }
 }

@@ -1,4 +1,4 @@
-//! A model that answers one prompt at a time and shows the text as it grows: for `chat`, and `generate --prompt`.
+//! A model that answers one prompt at a time and streams the text, for `chat` and `generate --prompt`.
 
 use super::device::{self, Options};
 use super::out;
@@ -21,10 +21,10 @@ pub struct Talk {
     engine: Engine,
     config: RolloutConfig,
     stop: Arc<Stop>,
-    /// What is done to logits.
+    /// The changes to logits.
     pub edits: Arc<Edits>,
     rng: Rng,
-    /// Answers so far: each draws numbers of its own.
+    /// The number of answers so far; each uses random numbers of its own.
     answers: u32,
 }
 
@@ -32,7 +32,7 @@ impl Talk {
     pub fn open(verb: &str, model: &Path, options: Options, config: RolloutConfig, seed: u64) -> Result<Self> {
         let ranks = Ranks::start(Path::new(""))?;
         if ranks.world.size > 1 {
-            return Err(Error::usage(format!("{verb} answers on one process, {} were started", ranks.world.size))
+            return Err(Error::usage(format!("{verb} runs on a single process (got {} ranks)", ranks.world.size))
                 .hint("start it without mpirun"));
         }
         let tokenizer = Tokenizer::load(model)?;
@@ -48,7 +48,7 @@ impl Talk {
         &self.inference.transformer.arch
     }
 
-    /// The response to a prompt; its text is written to standard output while it grows, and ends with a line end.
+    /// Generates the response to a prompt. Its text is streamed to standard output, followed by a line end.
     pub fn answer(&mut self, tokens: Vec<u32>) -> Result<Response> {
         let (arch, tokenizer) = (&self.inference.transformer.arch, &self.tokenizer);
         let prompt = Prompt { tokens, source: "standard input".into(), ..Prompt::default() };
@@ -77,7 +77,7 @@ impl Talk {
         shown(Ok("\n".to_string()));
         failed?;
         let responses = outcome.map_err(device::with_option_names)?.complete();
-        responses.and_then(|mut all| all.pop()).ok_or_else(|| Error::fault("a response did not end"))
+        responses.and_then(|mut all| all.pop()).ok_or_else(|| Error::fault("a response did not finish"))
     }
 
     pub fn finish(self) -> Result<()> {

@@ -1,4 +1,4 @@
-//! `rlhf-hpc tokenizer`: trains a byte-level BPE.
+//! `rlhf-hpc tokenizer`: trains a byte-level BPE tokenizer.
 
 use super::out::note;
 use std::path::PathBuf;
@@ -12,23 +12,23 @@ use crate::error::{Error, Result};
 use crate::sys::files;
 use crate::text::train_bpe;
 
-/// Train a byte-level BPE tokenizer from files of rows or of text.
+/// Train a byte-level BPE tokenizer on files of rows or text.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "tokenizer")]
 pub struct Args {
-    /// JSONL, Parquet or Arrow (all text fields that are named by --field), or text files (each line)
+    /// JSONL, Parquet or Arrow (the string fields that --field names), or text files (each line)
     #[argh(positional)]
     pub input: Vec<PathBuf>,
 
-    /// largest vocabulary, special tokens and 256 bytes included
+    /// maximum vocabulary size, including special tokens and 256 bytes
     #[argh(option)]
     pub vocabulary: usize,
 
-    /// directory for tokenizer.json and tokenizer_config.json
+    /// output directory for tokenizer.json and tokenizer_config.json
     #[argh(option)]
     pub out: PathBuf,
 
-    /// field of the rows to learn from, may be repeated; default: prompt and response
+    /// field of the rows to train on; may be repeated (default: prompt and response)
     #[argh(option)]
     pub field: Vec<String>,
 }
@@ -52,7 +52,10 @@ pub fn run(args: &Args) -> Result<()> {
     let reached = train_bpe(&texts, args.vocabulary, &args.out)?;
     note!("tokenizer: {reached} tokens from {} texts, in {}", texts.len(), args.out.display());
     if reached < args.vocabulary {
-        note!("tokenizer: the texts have no more pairs to join than these ({} asked)", args.vocabulary);
+        note!(
+            "tokenizer: smaller than --vocabulary {}, because the texts have no more pairs to merge",
+            args.vocabulary
+        );
     }
     Ok(())
 }
@@ -60,7 +63,7 @@ pub fn run(args: &Args) -> Result<()> {
 fn fields_of(row: &Row, fields: &[String]) -> Result<Vec<String>> {
     let texts: Vec<String> = fields.iter().filter_map(|field| row.get(field)?.as_str()).map(str::to_owned).collect();
     if texts.is_empty() {
-        return Err(Error::data(format!("no text in any of the fields {}", fields.join(", "))));
+        return Err(Error::data(format!("no string in any of the fields {}", fields.join(", "))));
     }
     Ok(texts)
 }

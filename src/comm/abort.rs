@@ -1,4 +1,4 @@
-//! Ends a job: after an error that no layer handles, a panic, a collective that takes too long, or at the end of `main`.
+//! Ends a job: after an unhandled error, a panic, a collective that takes too long, or at the end of `main`.
 
 use super::ending::{self, end};
 use super::world::{self, World};
@@ -17,9 +17,9 @@ thread_local! {
     static CATCHING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// From now on a panic on any thread, and `fail`, end the whole job, and a collective that takes longer than
-/// `collective_timeout` does too (none: no limit). Logs go to `logs`, which is made when it is needed. All ranks call
-/// this once, after `World::start`.
+/// Installs the handlers: a panic on any thread or `fail` ends the whole job, as does a collective that takes longer
+/// than `collective_timeout` (`None`: no limit). Logs go to `logs`, which is created when needed. All ranks call this
+/// once, after `World::start`.
 pub fn install(world: &World, logs: Option<&Path>, collective_timeout: Option<Duration>) {
     ending::prepare(world, logs);
     std::panic::set_hook(Box::new(|panic| {
@@ -32,8 +32,8 @@ pub fn install(world: &World, logs: Option<&Path>, collective_timeout: Option<Du
     }
 }
 
-/// From now on a panic with an `Error` as payload ends the program with that error: so ends what no layer can answer
-/// for, as memory that is used up. Call it first in `main`; `install` does more.
+/// Installs a handler that ends the program with the error if a panic has an `Error` as payload. This is for errors
+/// that no layer can handle, such as out of memory. Call it first in `main`; `install` does more.
 pub fn install_errors() {
     let before = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| match panic.payload().downcast_ref::<Error>() {
@@ -43,7 +43,7 @@ pub fn install_errors() {
     }));
 }
 
-/// Runs `body`. A panic of this thread in it is an error of this call, and not the end of the job.
+/// Runs `body`. A panic of this thread in it becomes an error of this call and does not end the job.
 pub fn caught<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     let before = CATCHING.replace(true);
     let outcome = catch_unwind(AssertUnwindSafe(body));
@@ -51,7 +51,7 @@ pub fn caught<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     outcome.unwrap_or_else(|payload| Err(error_of(payload.as_ref())))
 }
 
-/// The error that a panic carries or means.
+/// The error for the payload of a panic.
 fn error_of(payload: &(dyn Any + Send)) -> Error {
     if let Some(error) = payload.downcast_ref::<Error>() {
         return error.clone();
@@ -61,7 +61,7 @@ fn error_of(payload: &(dyn Any + Send)) -> Error {
     Error::fault(message.unwrap_or("a panic without a message"))
 }
 
-/// The error that a panic carries, or what it says and where.
+/// The error in a panic's payload, or its message with the source location.
 fn meant(panic: &PanicHookInfo) -> Error {
     let payload = panic.payload();
     let error = error_of(payload);
@@ -69,11 +69,13 @@ fn meant(panic: &PanicHookInfo) -> Error {
         return error;
     }
     let place = panic.location().map(|l| format!(" ({}:{})", l.file(), l.line())).unwrap_or_default();
-    Error::fault(format!("{}{place}", error.message)).hint("this is a fault of the program, not of its input")
+    let hint = "report this: it is a bug in the program, not a problem with its input";
+    Error::fault(format!("{}{place}", error.message)).hint(hint)
 }
 
-/// Ends the job with `error`: prints it once, logs it, ends all ranks; in order where all know it, so that no launcher tells of an
-/// abort. `Kind::Stopped` is no failure: all ranks are expected here, MPI ends in order, and rank 0 prints.
+/// Ends the job with `error`: prints it once, logs it, and ends all ranks. If all ranks have the error, they end in
+/// order, so that the launcher does not report an abort. `Kind::Stopped` is not a failure: all ranks call this, MPI
+/// ends in order, and rank 0 prints.
 pub fn fail(error: &Error) -> ! {
     if error.kind == Kind::Stopped {
         if ending::is_rank_zero() {
@@ -92,7 +94,7 @@ pub fn fail(error: &Error) -> ! {
     }
 }
 
-/// Ends MPI, if it was started. All ranks call this, as the last thing before they exit.
+/// Ends MPI if it was started. All ranks call this last, before they exit.
 pub fn shutdown() {
     watchdog::stop();
     world::finalize();

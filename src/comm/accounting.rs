@@ -1,11 +1,13 @@
-//! What the collectives cost: calls, bytes and seconds by axis and operation; and which one is under way now.
+//! The cost of collectives: calls, bytes and seconds by axis and operation. Also keeps track of collectives in
+//! progress.
 //!
-//! *Exposed* is the time that kept a compute thread from its work: all of a collective called there, and of one on a
-//! stream only what `Pending::wait` waited. The latter stands under (axis of the stream, name of the stream).
+//! *Exposed* is the time for which a compute thread was blocked: the whole time of a collective that it called itself,
+//! and for one on a stream only the time in `Pending::wait`. The latter is booked under (axis of the stream, name of
+//! the stream).
 //!
-//! A collective between GPUs is only launched by the host. It is exposed as long as the compute stream stood still for it, by
-//! the GPU's own clock, which is read when both have come there: the last ones of a phase may be booked in the next. Their
-//! `seconds` are not measured.
+//! A collective between GPUs is only launched by the host. Its exposed time is the time for which the compute stream
+//! waited, by the GPU's own clock. The clock is read after both streams have finished, so the last collectives of a
+//! phase may be booked in the next. Their `seconds` are not measured.
 
 use super::background;
 use crate::device::cuda::gpu;
@@ -21,12 +23,12 @@ use std::time::Instant;
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Totals {
     pub calls: u64,
-    /// Bytes of the caller's buffer, not of the wire.
+    /// Bytes of the caller's buffer, not on the wire.
     pub bytes: u64,
-    /// Seconds inside the call, waiting for other ranks included. Zero for the waits for a stream: what they waited for
-    /// is counted where it was called.
+    /// Seconds inside the call, including the wait for other ranks. Zero for waits for a stream, whose collectives are
+    /// counted under their own names.
     pub seconds: f64,
-    /// Seconds for which a compute thread stood still.
+    /// Seconds for which a compute thread was blocked.
     pub exposed: f64,
 }
 
@@ -52,19 +54,20 @@ struct Ledger {
 static LEDGER: Mutex<Ledger> =
     Mutex::new(Ledger { totals: BTreeMap::new(), under_way: Vec::new(), last: None, next_id: 0 });
 
-/// (axis, operation) to what it cost so far. Subtract two snapshots for the cost of a phase.
+/// The cost so far by (axis, operation). Subtract two snapshots to get the cost of a phase.
 pub fn accounting() -> BTreeMap<(&'static str, &'static str), Totals> {
     book_done();
     lock(&LEDGER).totals.clone()
 }
 
-/// Exposed seconds since the process started, over all axes. Subtract two values for those of a phase.
+/// Exposed seconds since the process started, over all axes. Subtract two values to get those of a phase.
 pub fn exposed_seconds() -> f64 {
     book_done();
     lock(&LEDGER).totals.values().map(|t| t.exposed).sum()
 }
 
-/// Books that a thread waited for a job of a stream; a stream that waits for another one keeps nobody.
+/// Books the time that a thread waited for a job on a stream. A stream that waits for another one blocks no compute
+/// thread.
 pub(super) fn waited(axis: &'static str, stream: &'static str, seconds: f64) {
     if background::current().is_some() || null::is_active() {
         return;
@@ -75,7 +78,7 @@ pub(super) fn waited(axis: &'static str, stream: &'static str, seconds: f64) {
     totals.exposed += seconds;
 }
 
-/// The collective entered last, as one that a stream is at over `axis`.
+/// The collective entered last, relabeled as one of a stream over `axis`.
 pub(super) fn as_of(axis: &'static str, stream: &'static str) -> Entered {
     let (op, bytes) = last_entered().map_or(("a job", 0), |last| (last.op, last.bytes));
     Entered { axis, op, bytes, since: Instant::now(), stream: Some(stream), id: u64::MAX }
@@ -86,7 +89,7 @@ pub(super) fn oldest_of_host() -> Option<Entered> {
     lock(&LEDGER).under_way.first().cloned()
 }
 
-/// The collective entered last, under way or not.
+/// The collective entered last, in progress or not.
 pub(super) fn last_entered() -> Option<Entered> {
     lock(&LEDGER).last.clone()
 }
@@ -99,8 +102,8 @@ impl std::fmt::Display for Entered {
     }
 }
 
-/// For a plan: a collective of `bytes` over `size` ranks. Sums that all get are a reduce-scatter and an all-gather, each of which
-/// sends all but a rank's own share.
+/// Notes for a plan a collective of `bytes` over `size` ranks. An all-reduce is a reduce-scatter and an all-gather,
+/// each of which sends all but a rank's own share.
 pub(super) fn note(op: &'static str, axis: &'static str, [size, stride]: [usize; 2], bytes: usize) {
     let (bytes, others) = (bytes as f64, (size - 1) as f64);
     let shared = bytes * others / size as f64;
@@ -108,7 +111,7 @@ pub(super) fn note(op: &'static str, axis: &'static str, [size, stride]: [usize;
         "barrier" => (0.0, others),
         "shift" => (bytes, 1.0),
         "broadcast_bytes" => (bytes, others),
-        // Of what this rank alone has.
+        // The bytes are this rank's own.
         "all_gather_bytes" => (bytes * others, others),
         _ if op.starts_with("all_reduce") || op == "sum_ordered" => (2.0 * shared, 2.0 * others),
         _ => (shared, others),
@@ -116,10 +119,10 @@ pub(super) fn note(op: &'static str, axis: &'static str, [size, stride]: [usize;
     null::note_collective(op, axis, [size, stride], sent, messages);
 }
 
-/// Lives as long as one call of a collective.
+/// A guard that lives as long as one call of a collective.
 pub(super) struct Call {
     pub(super) entered: Entered,
-    /// Whether the call returns when the collective is launched, not when it is done.
+    /// Whether the call returns when the collective is launched instead of done.
     launches: bool,
 }
 
@@ -132,7 +135,7 @@ pub(super) fn enter(axis: &'static str, op: &'static str, bytes: usize) -> Call 
     Call { entered, launches: false }
 }
 
-/// The call of a collective that GPUs do beside the host.
+/// Begins the call of a collective that GPUs run asynchronously to the host.
 pub(super) fn launch(axis: &'static str, op: &'static str, bytes: usize) -> Call {
     let mut call = enter(axis, op, bytes);
     call.launches = true;
@@ -153,10 +156,10 @@ impl Drop for Call {
     }
 }
 
-/// The collectives that GPUs are at, beside the host.
+/// The collectives in flight on GPUs.
 static IN_FLIGHT: Mutex<VecDeque<(Entered, Arc<Marks>)>> = Mutex::new(VecDeque::new());
 
-/// Notes what was launched.
+/// Adds a launched collective to those in flight.
 pub(super) fn begin_async(entered: Entered, marks: Option<Arc<Marks>>) {
     let Some(marks) = marks.filter(|_| !null::is_active()) else { return };
     let mut in_flight = lock(&IN_FLIGHT);
@@ -171,7 +174,7 @@ pub(super) fn begin_async(entered: Entered, marks: Option<Arc<Marks>>) {
     book(done);
 }
 
-/// Books what the compute streams have waited, as far as they have come.
+/// Books the time that the compute streams waited for finished collectives.
 fn book_done() {
     let mut done = Vec::new();
     lock(&IN_FLIGHT).retain(|(entered, marks)| {
@@ -192,20 +195,20 @@ fn book(done: Vec<(Entered, f64)>) {
     }
 }
 
-/// The one that has been under way for the longest time.
+/// The collective between GPUs that has been in flight for the longest time.
 pub(super) fn oldest_async() -> Option<Entered> {
     // Marks are looked at without the lock: a GPU that hangs may answer late.
     let all = lock(&IN_FLIGHT).clone();
     all.into_iter().find(|(_, marks)| !marks.is_done()).map(|(entered, _)| entered)
 }
 
-/// What a graph calls at each launch: (axis, operation) to the number of calls and their bytes. They are called when it is captured,
-/// and done when it is launched.
+/// The collectives of a graph at each launch: the number of calls and their bytes by (axis, operation). They are called
+/// during the capture, and run at each launch.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Calls(BTreeMap<(&'static str, &'static str), (u64, u64)>);
 
 thread_local! {
-    /// Those of the capture that this thread is at.
+    /// The calls in this thread's current capture.
     static CAPTURED: RefCell<Calls> = RefCell::default();
 }
 
@@ -225,8 +228,8 @@ impl Calls {
         (value, CAPTURED.take())
     }
 
-    /// Books them, behind the launch of the graph that holds them: it is under way until the GPU has done it, and the watchdog
-    /// knows of it. What a compute stream waits within a graph is not measured.
+    /// Books the calls after the launch of their graph. The graph is in flight until the GPU has finished it, and the
+    /// watchdog watches it. Waits of a compute stream within a graph are not measured.
     pub fn launched(&self) {
         let Some(((axis, _), _)) = self.0.first_key_value() else { return };
         let marks = gpu().mark_here();

@@ -1,4 +1,4 @@
-//! What all ranks of a group learn of one: an error, a number, whether something is so.
+//! Agreement of a group's ranks on an error, a number or a flag of one rank.
 
 use super::group::{Group, Member};
 use super::records;
@@ -13,13 +13,13 @@ pub(super) struct Agreed {
     message: String,
     /// Whether it arose on this rank.
     pub here: bool,
-    /// Whether the group is all ranks of the job.
+    /// Whether the group has all ranks of the job.
     pub by_all: bool,
 }
 
 static LAST_AGREED: Mutex<Option<Agreed>> = Mutex::new(None);
 
-/// How `error` was agreed on, if it was.
+/// The record of the agreement on `error`, if there was one.
 pub(super) fn agreed(error: &Error) -> Option<Agreed> {
     lock(&LAST_AGREED).clone().filter(|agreed| error.message.contains(&agreed.message))
 }
@@ -32,19 +32,19 @@ impl Group {
         most[0]
     }
 
-    /// Whether it is so on any rank. A collective.
+    /// Whether `mine` is true on any rank. A collective.
     pub fn any(&self, mine: bool) -> bool {
         self.max(f64::from(u8::from(mine))) > 0.0
     }
 
-    /// The words of the first rank that has some, the same on all ranks. A collective.
+    /// The text of the first rank with a nonempty one, the same on all ranks. A collective.
     pub fn first_words(&self, mine: &str) -> Option<String> {
         let first = self.all_gather_bytes(mine.as_bytes()).into_iter().find(|words| !words.is_empty())?;
         Some(String::from_utf8_lossy(&first).into_owned())
     }
 
-    /// All ranks learn of any rank's error. Where one fails each returns an error: the lowest failing rank's, which
-    /// names that rank and its host unless all ranks failed alike.
+    /// Makes all ranks fail if any rank fails. Each returns the error of the lowest failing rank. The error
+    /// names that rank and its host, unless all ranks have the same error.
     pub fn agree<T>(&self, local: Result<T>) -> Result<T> {
         if self.size() == 1 || !self.any(local.is_err()) {
             return local;

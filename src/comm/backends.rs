@@ -1,4 +1,4 @@
-//! How collectives of values on GPUs go over each axis: from GPU to GPU by NCCL, or through the host by MPI.
+//! The backend for collectives of GPU values on each axis: NCCL from GPU to GPU, or MPI through the host.
 
 use super::communicator::Communicator;
 use super::communicator_init::{CALL, LATE, join_group};
@@ -18,19 +18,20 @@ use std::sync::Arc;
 /// An axis of several ranks, on this rank.
 #[derive(Clone, Copy)]
 pub struct Axis<'a> {
-    /// As the user knows it.
+    /// The name that is shown to users.
     pub name: &'static str,
     pub group: &'a Group,
-    /// Where collectives go that no job of a stream calls.
+    /// The GPU stream for collectives that are called outside of stream jobs.
     pub stream: Stream,
 }
 
-/// Joins the GPUs of every axis where that can be and `wanted` allows it: one way for all groups of an axis. Returns a row for
-/// each axis of several ranks: how its collectives go, and why. All ranks of `all` call this, with axes in the same order; one
-/// that has an axis alone joins nobody there. `gpu` is equal on two ranks that share a GPU, on no others.
+/// Joins the GPUs of every axis by NCCL if possible and if `wanted` allows it. All groups of an axis use the same
+/// backend. Returns a row for each axis of several ranks, with its backend and the reason. All ranks of `all` call
+/// this, with axes in the same order. A rank that is alone on an axis joins nobody there. `gpu` is equal on two ranks
+/// exactly if they share a GPU.
 ///
 /// # Errors
-/// `Usage` where `wanted` is `nccl` and an axis cannot, or where its ranks are late.
+/// `Usage` if `wanted` is `nccl` and an axis cannot use it, or if its ranks do not join in time.
 pub fn choose(all: &Group, axes: &[Axis], gpu: &str, wanted: Collectives) -> Result<Vec<String>> {
     let opened = OnceCell::new();
     let mut rows = Vec::new();
@@ -44,8 +45,8 @@ pub fn choose(all: &Group, axes: &[Axis], gpu: &str, wanted: Collectives) -> Res
         if let Err(why) = joined.as_ref()
             && (wanted == Collectives::Nccl || why.contains(LATE))
         {
-            let asked = if wanted == Collectives::Nccl { "job.collectives = \"nccl\", and " } else { "" };
-            let message = format!("{asked}the {name} axis has no NCCL, because {why}");
+            let asked = if wanted == Collectives::Nccl { "job.collectives = \"nccl\", but " } else { "" };
+            let message = format!("{asked}the {name} axis cannot use NCCL because {why}");
             return Err(Error::usage(message).hint(if why.contains(CALL) { JOIN_HINT } else { MPI_HINT }));
         }
         let way = joined.unwrap_or_else(|why| format!("MPI through the host, because {why}"));
@@ -54,13 +55,14 @@ pub fn choose(all: &Group, axes: &[Axis], gpu: &str, wanted: Collectives) -> Res
     Ok(rows)
 }
 
-const MPI_HINT: &str = "job.collectives = \"auto\" takes MPI there";
-const JOIN_HINT: &str = "NCCL_DEBUG=INFO shows how ranks seek each other; NCCL_SOCKET_IFNAME names the interface by which they meet, \
-                         NCCL_IB_HCA the adapters of InfiniBand; job.collectives = \"mpi\" does without NCCL";
+const MPI_HINT: &str = "set job.collectives = \"auto\" to use MPI there";
+const JOIN_HINT: &str = "set NCCL_DEBUG=INFO to see how the ranks look for each other; name their network interface in \
+                         NCCL_SOCKET_IFNAME and their InfiniBand adapters in NCCL_IB_HCA; or set \
+                         job.collectives = \"mpi\" to run without NCCL";
 
 type Opened = OnceCell<std::result::Result<Arc<Nccl>, String>>;
 
-/// The version of NCCL that joins the GPUs of an axis, or why none does: the same on all ranks of `all`.
+/// Joins the GPUs of an axis. Returns the version of NCCL, or the reason against it: the same on all ranks of `all`.
 fn join(all: &Group, axis: &Axis, gpu: &str, opened: &Opened) -> std::result::Result<String, String> {
     let group = axis.group;
     let set = |communicator| group.set_nccl(NcclGroup { stride: group.stride(), communicator, stream: axis.stream });
@@ -80,7 +82,7 @@ fn join(all: &Group, axis: &Axis, gpu: &str, opened: &Opened) -> std::result::Re
     Ok(format!("NCCL {}", all.first_words(if alone { "" } else { &mine }).expect("a rank has joined others")))
 }
 
-/// What a group's values travel by, as far as that is known outside of NCCL.
+/// The transport of a group's values, as far as it is known outside of NCCL.
 fn transport(group: &Group) -> String {
     let host = &group.member(0).host;
     if (0..group.size()).all(|rank| group.member(rank).host == *host) {
@@ -89,22 +91,23 @@ fn transport(group: &Group) -> String {
     format!("between hosts {}", network(Path::new("/sys/class/infiniband"), |name| env::var(name).ok()))
 }
 
-/// By the adapters in `dir`, unless the environment says otherwise.
+/// The network between hosts: the adapters in `dir`, unless the environment overrides them.
 fn network(dir: &Path, variable: impl Fn(&str) -> Option<String>) -> String {
     if let Some(net) = variable("NCCL_NET") {
-        return format!("by NCCL_NET={net}");
+        return format!("over NCCL_NET={net}");
     }
     let names = fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.file_name());
     let mut names: Vec<String> = names.map(|name| name.to_string_lossy().into_owned()).collect();
     names.sort();
     match variable("NCCL_IB_DISABLE") {
-        Some(set) if set != "0" => "by sockets, as NCCL_IB_DISABLE says".into(),
-        _ if names.is_empty() => "by sockets: they have no InfiniBand adapter".into(),
-        _ => format!("with the InfiniBand adapters {}", names.join(", ")),
+        Some(set) if set != "0" => "over sockets, because NCCL_IB_DISABLE is set".into(),
+        _ if names.is_empty() => "over sockets, because there is no InfiniBand adapter".into(),
+        _ => format!("over InfiniBand ({})", names.join(", ")),
     }
 }
 
-/// The library, where each rank of the group has the same and a GPU of its own. All of them get the same answer.
+/// Returns the library if each rank of the group has the same version and a GPU of its own. The result is the same on
+/// all ranks.
 fn able(group: &Group, gpu: &str, opened: &Opened) -> std::result::Result<Arc<Nccl>, String> {
     let ranks: Vec<usize> = group.world_ranks().collect();
     let gpus = group.all_gather_bytes(gpu.as_bytes());
@@ -121,13 +124,13 @@ fn able(group: &Group, gpu: &str, opened: &Opened) -> std::result::Result<Arc<Nc
         let version = version.as_ref().map_err(|why| format!("rank {rank}: {why}"))?;
         let first = *first.get_or_insert(version);
         if version != first {
-            return Err(format!("rank {} has NCCL {first}, rank {rank} {version}", ranks[0]));
+            return Err(format!("rank {} has NCCL {first}, but rank {rank} has {version}", ranks[0]));
         }
     }
     mine.clone()
 }
 
-/// An error on all ranks where one has a reason.
+/// Returns an error on all ranks if one has a reason.
 fn agreed(all: &Group, why: Option<&String>) -> std::result::Result<(), String> {
     all.first_words(why.map_or("", |why| why)).map_or(Ok(()), Err)
 }
@@ -142,12 +145,12 @@ mod tests {
         let by = |set: &[(&str, &str)]| {
             network(dir.path(), |name| set.iter().find(|(of, _)| *of == name).map(|(_, value)| (*value).to_string()))
         };
-        assert_eq!(by(&[]), "by sockets: they have no InfiniBand adapter");
+        assert_eq!(by(&[]), "over sockets, because there is no InfiniBand adapter");
         for name in ["mlx5_1", "mlx5_0"] {
             fs::create_dir(dir.path().join(name)).expect("a directory");
         }
-        assert_eq!(by(&[("NCCL_IB_DISABLE", "0")]), "with the InfiniBand adapters mlx5_0, mlx5_1");
-        assert_eq!(by(&[("NCCL_IB_DISABLE", "1")]), "by sockets, as NCCL_IB_DISABLE says");
-        assert_eq!(by(&[("NCCL_NET", "AWS Libfabric")]), "by NCCL_NET=AWS Libfabric");
+        assert_eq!(by(&[("NCCL_IB_DISABLE", "0")]), "over InfiniBand (mlx5_0, mlx5_1)");
+        assert_eq!(by(&[("NCCL_IB_DISABLE", "1")]), "over sockets, because NCCL_IB_DISABLE is set");
+        assert_eq!(by(&[("NCCL_NET", "AWS Libfabric")]), "over NCCL_NET=AWS Libfabric");
     }
 }

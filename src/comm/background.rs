@@ -7,7 +7,7 @@ thread_local! {
     static CURRENT: Cell<Option<&'static str>> = const { Cell::new(None) };
 }
 
-/// Compute threads that wait for a job.
+/// The number of compute threads that wait for a job.
 static WAITING: AtomicUsize = AtomicUsize::new(0);
 
 /// The stream that this thread belongs to.
@@ -15,17 +15,17 @@ pub(super) fn current() -> Option<&'static str> {
     CURRENT.get()
 }
 
-/// This thread belongs to `stream` from now on.
+/// Assigns this thread to `stream`.
 pub(super) fn belong_to(stream: &'static str) {
     CURRENT.set(Some(stream));
 }
 
-/// Whether a compute thread waits for a job, which leaves its core to the streams.
+/// Whether a compute thread waits for a job and so leaves its core to the streams.
 pub(super) fn is_awaited() -> bool {
     WAITING.load(Ordering::Relaxed) > 0
 }
 
-/// Calls `wait`, in which this thread waits for a job of a stream.
+/// Calls `wait`, in which this thread waits for a job on a stream.
 pub(super) fn awaiting<T>(wait: impl FnOnce() -> T) -> T {
     WAITING.fetch_add(1, Ordering::Relaxed);
     let value = wait();

@@ -1,19 +1,20 @@
-//! What the collectives of a group are made of: messages between two ranks and MPI's own calls, on a communicator of its own.
+//! The building blocks of a group's collectives: messages between two ranks and MPI's own calls, on a separate
+//! communicator.
 
 use super::raw::{COUNT_MAX, Comm, Element, Request};
 use std::ops::Range;
 
-/// Elements of f32 in one message of a sum: 1 MiB, so that adding one overlaps with receiving the next.
+/// f32 elements in one message of a sum: 1 MiB, so that adding one overlaps with receiving the next.
 pub(super) const CHUNK: usize = 1 << 18;
 pub(super) const TAG: i32 = 7;
-/// Bytes of a gather up to which all its messages are posted together.
+/// The largest gather, in bytes, whose messages are all posted together.
 const AT_ONCE: usize = 1 << 18;
-/// Bytes of a message that is sent in one call: making and waiting for a request costs more than the copy.
+/// The largest message, in bytes, that is sent in one blocking call: a request would cost more than the copy.
 const SHORT: usize = 1024;
 
 pub(super) struct Channel {
     pub(super) comm: Comm,
-    /// Two chunks: one is received while the other is added.
+    /// Memory for two chunks: one is received while the other is added.
     scratch: Vec<f32>,
 }
 
@@ -22,8 +23,8 @@ impl Channel {
         Self { comm, scratch: Vec::new() }
     }
 
-    /// Sends `x[give]` to one rank while `x[keep] +=` what another rank sends, chunk by chunk. Every rank walks its
-    /// exchanges in the same order, so the chunk that is waited for is always one that the peer comes to.
+    /// Sends `x[give]` to one rank and adds the values from another rank to `x[keep]`, chunk by chunk. Every rank goes
+    /// through its exchanges in the same order, so the peer always sends the chunk that this rank waits for.
     pub(super) fn exchange_adding(&mut self, x: &mut [f32], give: (usize, Range<usize>), keep: (usize, Range<usize>)) {
         let Self { comm, scratch } = self;
         let ((to, give), (from, keep)) = (give, keep);
@@ -57,7 +58,7 @@ impl Channel {
         }
     }
 
-    /// Every rank's range goes to every other: one distance after the other, or, where little is sent, all at once.
+    /// Sends every rank's range to every other rank: one distance after another, or all at once if little is sent.
     pub(super) fn gather<T: Element>(&self, x: &mut [T], ranges: &[Range<usize>], rank: usize) {
         let at_once = if size_of_val(x) <= AT_ONCE { ranges.len() - 1 } else { 1 };
         let mut parts = disjoint(x, ranges);
@@ -65,7 +66,8 @@ impl Channel {
         self.to_all(|_| mine, &mut parts, rank, at_once);
     }
 
-    /// `send(r)` goes to every other rank r, `parts[r]` comes from there: at distance 1, 2, ..., so many of them at once.
+    /// Sends `send(r)` to every other rank r, and receives `parts[r]` from it: at distance 1, 2, ..., with `at_once`
+    /// ranks at a time.
     pub(super) fn to_all<'a, T: Element + 'a>(
         &self,
         send: impl Fn(usize) -> &'a [T],
@@ -98,7 +100,7 @@ impl Channel {
         }
     }
 
-    /// What all ranks of an exchange post after all their receives.
+    /// Posts a send. All ranks of an exchange post their sends after all their receives.
     ///
     /// # Safety
     /// `data` lives and is not written until the requests were waited for.
@@ -127,7 +129,7 @@ impl Channel {
         requests.into_iter().for_each(Request::wait);
     }
 
-    /// Everyone gets every rank's x, and adds them in rank order.
+    /// Every rank gets the x of all ranks, and adds them in rank order.
     pub(super) fn sum_whole(&mut self, x: &mut [f32], size: usize) {
         let all = room(&mut self.scratch, size * x.len());
         self.comm.all_gather(x, all);
@@ -136,8 +138,8 @@ impl Channel {
         rest.chunks_exact(x.len().max(1)).for_each(|part| add(x, part));
     }
 
-    /// Everyone gets every rank's values of its own share of x, adds them in rank order while the next ones come, and gives
-    /// the sums to all.
+    /// Every rank gets all ranks' values of its own share of x, adds them in rank order while the next ones arrive, and
+    /// sends the sums to all.
     pub(super) fn sum_ordered(&mut self, x: &mut [f32], rank: usize, size: usize) {
         let (shares, piece) = (shares(x.len(), size), CHUNK.div_ceil(size));
         let scratch = room(&mut self.scratch, 2 * size * piece);
@@ -170,28 +172,28 @@ impl Channel {
     }
 }
 
-/// Equal parts of `len` values, as near as can be: one a rank.
+/// Splits `len` values into parts that are as equal as possible, one per rank.
 fn shares(len: usize, size: usize) -> Vec<Range<usize>> {
     (0..size).map(|rank| rank * len / size..(rank + 1) * len / size).collect()
 }
 
-/// Values `i * len` to `(i + 1) * len` of a range, which may end before.
+/// The values `i * len` to `(i + 1) * len` of a range, cut off at its end.
 pub(super) fn chunk(range: &Range<usize>, i: usize, len: usize) -> Range<usize> {
     let at = |i: usize| (range.start + i * len).min(range.end);
     at(i)..at(i + 1)
 }
 
-/// to += from, as far as both go.
+/// to += from, up to the shorter length.
 fn add(to: &mut [f32], from: &[f32]) {
     to.iter_mut().zip(from).for_each(|(a, b)| *a += b);
 }
 
-/// x, rank `rank`'s values, becomes the sum in rank order with the others', which stand at multiples of `piece`.
+/// Adds, in rank order, the others' values to x, the values of rank `rank`. The others' start at multiples of `piece`.
 fn add_in_order(x: &mut [f32], rank: usize, others: &mut [f32], piece: usize) {
     let (before, behind) = others.split_at_mut(rank * piece);
     if let Some((first, more)) = before.split_at_mut_checked(piece) {
         more.chunks_exact(piece).for_each(|other| add(first, &other[..x.len()]));
-        // A sum of two does not mind their order.
+        // A sum of two does not depend on their order.
         add(x, first);
     }
     behind.chunks_exact(piece).skip(1).for_each(|other| add(x, other));
@@ -204,7 +206,7 @@ fn room(scratch: &mut Vec<f32>, len: usize) -> &mut [f32] {
     &mut scratch[..len]
 }
 
-/// The parts of `x` that `ranges` name, which do not overlap but may stand in any order.
+/// The parts of `x` at `ranges`, which do not overlap but may be in any order.
 pub(super) fn disjoint<'a, T>(x: &'a mut [T], ranges: &[Range<usize>]) -> Vec<&'a mut [T]> {
     let mut order: Vec<usize> = (0..ranges.len()).filter(|&r| !ranges[r].is_empty()).collect();
     order.sort_by_key(|&r| ranges[r].start);

@@ -1,21 +1,21 @@
-//! The GPUs of a group of ranks, one each, joined by NCCL; made over MPI.
+//! The GPUs of a group of ranks, one each, joined by NCCL. The communicator is set up over MPI.
 //!
-//! A collective is launched on the stream to which this thread starts work (`Gpu::beside`) and runs beside the host. All ranks
-//! launch the same ones in the same order.
+//! A collective is launched on this thread's current stream (`Gpu::beside`) and runs asynchronously to the host. All
+//! ranks launch the same collectives in the same order.
 //!
-//! Where a graph is captured a collective becomes a part of it, and runs whenever that is launched. What NCCL asks of this is
-//! kept so (its user guide, "Using NCCL with CUDA Graphs"):
+//! During the capture of a graph, a collective becomes a part of the graph and runs at each launch. The requirements of
+//! NCCL for this (its user guide, "Using NCCL with CUDA Graphs") are met as follows:
 //!
-//! - All ranks of a communicator capture the same calls, and launch the graphs that came of them in the same order: graphs are
-//!   captured and chosen by what all tensor ranks know alike (`rollout::graphs`).
-//! - GPUs are connected outside of captures: a step of each bucket is done once before one is captured.
-//! - Addresses that a captured call got stay valid as long as its graph: they are the graph's own memory or that of tables which
-//!   outlive it. NCCL may register them (NCCL_GRAPH_REGISTER); it lets go of them when the graph is destroyed.
-//! - No call outside of a graph is launched while a graph of the same communicator is under way: the host has read what the last
-//!   step drew, which is copied behind its graph, before it goes on to an ordinary step. So NCCL_GRAPH_MIXING_SUPPORT=0 may be
-//!   set. One thread launches graphs, one at a time, on one stream, and a process has one GPU.
-//! - A communicator cannot be left before graphs that hold its calls are gone: one that was used is left at the end of the process
-//!   alone, and then by a thread for which nobody waits long (`abort_all`).
+//! - All ranks of a communicator capture the same calls, and launch their graphs in the same order. Graphs are
+//!   captured and chosen by state that is equal on all tensor ranks (`rollout::graphs`).
+//! - GPUs are connected outside of captures: a step of each bucket runs once before one is captured.
+//! - Addresses in a captured call stay valid as long as its graph. They are the graph's own memory or belong to tables
+//!   that outlive it. NCCL may register them (NCCL_GRAPH_REGISTER) and releases them when the graph is destroyed.
+//! - No call outside of a graph is launched while a graph of the same communicator is in flight. Before an ordinary
+//!   step, the host reads the tokens of the last step, which are copied after its graph. So NCCL_GRAPH_MIXING_SUPPORT=0
+//!   may be set. One thread launches graphs, one at a time, on one stream, and a process has one GPU.
+//! - A communicator cannot be left while graphs with its calls exist. So a used communicator is left only at the end of
+//!   the process, by a thread for which nobody waits long (`abort_all`).
 
 use super::nccl::{Nccl, Status};
 use crate::device::cuda::{Handle, View, gpu};
@@ -30,32 +30,32 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 pub(super) struct Communicator {
-    /// None where there are no peers.
+    /// `None` without peers.
     joined: Option<Joined>,
     pub axis: &'static str,
     pub rank: usize,
     pub size: usize,
-    /// Whether anything was launched.
+    /// Whether any call was launched.
     used: AtomicBool,
 }
 
-/// What calls go through.
+/// The library and the handle for calls.
 struct Joined {
     nccl: Arc<Nccl>,
     comm: Handle<ncclComm_t>,
     calls: Mutex<()>,
 }
 
-/// All communicators of this process that live, for its end.
+/// All live communicators of this process, for its end.
 static JOINED: Mutex<Vec<(Arc<Nccl>, Handle<ncclComm_t>)>> = Mutex::new(Vec::new());
 
-/// Ends what GPUs are at, so that nothing waits for a rank that is gone. The process ends next.
+/// Aborts the collectives in flight, so that nothing waits for a rank that is gone. The process ends next.
 pub(super) fn abort_all() {
     // One that graphs hold is aborted at once, but not left before they are gone: the others do not wait for it.
     let leave = |(nccl, comm): (Arc<Nccl>, Handle<ncclComm_t>)| {
         std::thread::spawn(move || {
             let comm = comm;
-            // SAFETY: a communicator that lives, left once: it is off the list. There is nobody left to tell of a failure.
+            // SAFETY: a communicator that lives, left once: it is off the list. A failure cannot be reported any more.
             let _ = unsafe { (nccl.functions.leave)(comm.0) };
         })
     };
@@ -65,23 +65,23 @@ pub(super) fn abort_all() {
     }
 }
 
-/// What went wrong in a collective beside the host: a connection that broke, a peer that left.
+/// The error of an asynchronous collective, if any: a broken connection, or a peer that left.
 pub(super) fn fault() -> Option<String> {
     lock(&JOINED).iter().find_map(|(nccl, comm)| {
         let mut status: Status = 0;
         // SAFETY: a communicator that lives; writes a number.
         let asked = unsafe { (nccl.functions.fault)(comm.0, &raw mut status) };
         let under_way = status == IN_PROGRESS;
-        let told = nccl.check("ncclCommGetAsyncError", asked).and_then(|()| nccl.check("a collective", status));
-        told.err().filter(|_| !under_way)
+        let result = nccl.check("ncclCommGetAsyncError", asked).and_then(|()| nccl.check("a collective", status));
+        result.err().filter(|_| !under_way)
     })
 }
 
-/// The status of a communicator that is at work.
+/// The status of a communicator with calls in progress.
 const IN_PROGRESS: Status = 7;
 
-/// A call of the library, with values of this rank and those of all, which are the same in a call that has no others. `peer` is the
-/// other rank, or the root. Whoever makes a call that writes holds the values mutably.
+/// A call of the library, with the values of this rank and of all ranks. Both are the same if the call has only one
+/// buffer. `peer` is the other rank or the root. The maker of a writing call borrows the values mutably.
 #[derive(Clone, Copy, Debug)]
 struct Call<'a> {
     op: Op,
@@ -115,14 +115,14 @@ impl fmt::Display for Call<'_> {
 }
 
 impl Communicator {
-    /// Rank `rank` of `size` GPUs that joined as `comm`, which is this one's to leave.
+    /// Rank `rank` of `size` GPUs joined as `comm`. Takes ownership of `comm`.
     pub fn of(nccl: &Arc<Nccl>, comm: Handle<ncclComm_t>, axis: &'static str, rank: usize, size: usize) -> Self {
         lock(&JOINED).push((Arc::clone(nccl), comm));
         let joined = Some(Joined { nccl: Arc::clone(nccl), comm, calls: Mutex::new(()) });
         Self { joined, axis, rank, size, used: AtomicBool::new(false) }
     }
 
-    /// A rank and a size without peers: what it is to launch is launched nowhere.
+    /// A rank and a size without peers. Launches do nothing.
     pub fn null(axis: &'static str, rank: usize, size: usize) -> Self {
         Self { joined: None, axis, rank, size, used: AtomicBool::new(false) }
     }
@@ -136,15 +136,16 @@ impl Communicator {
         let Some(joined) = &self.joined else { return };
         self.used.store(true, Ordering::Relaxed);
         if let Err(why) = gpu().enter().and_then(|()| joined.launch(calls, gpu().queue().cast())) {
-            let message = format!("NCCL over the {} axis, {} ranks: {why}", self.axis, self.size);
+            let message = format!("NCCL failed on the {} axis ({} ranks): {why}", self.axis, self.size);
             if !gpu().is_noted(&message) {
-                let hint = "job.collectives = \"mpi\" does without NCCL";
+                let hint = "set job.collectives = \"mpi\" to run without NCCL";
                 std::panic::panic_any(Error::fault(message).hint(hint));
             }
         }
     }
 
-    /// Each (rank, values) of `sends` goes there, each of `receives` comes from there; empty ones are passed over.
+    /// Sends the values of each (rank, values) in `sends` to its rank, and receives those in `receives`. Empty ones are
+    /// skipped.
     pub fn pass(&self, sends: &[(usize, View)], receives: &[(usize, View)]) {
         let receives = receives.iter().map(|values| (Op::Receive, values));
         let all = receives.chain(sends.iter().map(|values| (Op::Send, values)));
@@ -153,14 +154,14 @@ impl Communicator {
         self.launch(&calls.collect::<Vec<_>>());
     }
 
-    /// Of `Op::AllGather`, all = the ranks' `mine`, in rank order. Of `Op::ReduceScatter`, mine = this rank's part of the sum over ranks
-    /// of `all`. Parts are equally long; `mine` may be this rank's part of `all`.
+    /// Runs `op` with equally long parts. `Op::AllGather`: all = the ranks' `mine`, in rank order. `Op::ReduceScatter`:
+    /// mine = this rank's part of the sum over ranks of `all`. `mine` may be this rank's part of `all`.
     pub fn share(&self, op: Op, mine: View, all: View) {
         assert_eq!((all.len(), all.dtype()), (mine.len() * self.size, mine.dtype()), "{op:?}: {mine:?} of {all:?}");
         self.launch(&[Call { op, mine, all, peer: 0 }]);
     }
 
-    /// Part r of x becomes rank r's on all ranks; parts are of any lengths.
+    /// Copies part r of x from rank r to all ranks. Parts may have any lengths.
     pub fn broadcast_each(&self, x: View, parts: &[Range<usize>]) {
         let full = parts.iter().enumerate().filter(|(_, part)| !part.is_empty());
         let call = |(peer, part): (usize, &Range<usize>)| {
@@ -218,7 +219,7 @@ impl Drop for Communicator {
         let Some(at) = all.iter().position(|(_, other)| other == comm) else { return };
         all.remove(at);
         drop(all);
-        // SAFETY: joined before `of`, left once: it was on the list. There is nobody left to tell of a failure.
+        // SAFETY: joined before `of`, left once: it was on the list. A failure cannot be reported any more.
         let _ = unsafe { (nccl.functions.leave)(comm.0) };
     }
 }

@@ -1,8 +1,9 @@
-//! Initialises the NCCL communicator of a group. The library's call blocks until all ranks have made it, so it runs on a thread of
-//! its own. Meanwhile the ranks exchange their progress over MPI: all of them learn at once which rank cannot join, and why.
+//! Initializes the NCCL communicator of a group. The library's call blocks until all ranks have made it, so it runs on
+//! a thread of its own. Meanwhile the ranks exchange their progress over MPI. So all of them know at once which rank
+//! cannot join, and why.
 //!
-//! The library can also join beside the host (`ncclCommInitRankConfig`, blocking = 0). But then every later call of the
-//! communicator is made by a thread that it starts, and has to be asked after: too much for the sums of each layer.
+//! The library can also join asynchronously (`ncclCommInitRankConfig`, blocking = 0). But then a thread of the library
+//! makes every later call, and its status has to be polled. That costs too much for the sums of each layer.
 
 use super::accounting::enter;
 use super::communicator::Communicator;
@@ -25,17 +26,17 @@ const LONGEST_WAIT: Duration = Duration::from_millis(20);
 
 pub(super) const CALL: &str = "ncclCommInitRank";
 
-/// Seconds that the ranks of a group have to join. 8 GPUs take about one; ranks that do not find each other's interface or adapter
-/// wait for ever.
+/// Seconds that the ranks of a group have to join. 8 GPUs take about one. Ranks that do not find each other's interface
+/// or adapter wait forever.
 const LIMIT_S: f64 = 90.0;
 /// The variable that sets another limit, for worlds of thousands of ranks.
 const LIMIT: &str = "RLHF_NCCL_JOIN_S";
-/// What the message about ranks that are late has. NCCL has a thread at it still: such a process cannot go on.
-pub(super) const LATE: &str = ": not back from ncclCommInitRank after ";
+/// The marker of the message about a timeout. A thread still runs in NCCL then, so the process must end.
+pub(super) const LATE: &str = ": ncclCommInitRank did not return within ";
 
 type Outcome = std::result::Result<Handle<ncclComm_t>, String>;
 
-/// Whether a rank has joined, or why not; none while it is at it.
+/// Whether a rank has joined, or the reason if it cannot; `None` while it is joining.
 type Progress = Option<std::result::Result<(), String>>;
 
 fn limit_s() -> f64 {
@@ -46,11 +47,11 @@ fn limit_s() -> f64 {
 /// Joins the GPUs of `group`, whose ranks all call this.
 ///
 /// # Errors
-/// `Fault` on all ranks where one of them cannot join.
+/// `Fault` on all ranks if one of them cannot join.
 pub(super) fn join_group(nccl: &Arc<Nccl>, group: &Group) -> Result<Communicator> {
     let (rank, size, axis) = (group.rank(), group.size(), group.axis());
     let mut id = ncclUniqueId { internal: [0; 128] };
-    let fault = |why: String| Error::fault(format!("NCCL over the {axis} axis: {why}"));
+    let fault = |why: String| Error::fault(format!("NCCL initialization failed on the {axis} axis: {why}"));
     let made = match rank {
         // SAFETY: writes the id.
         0 => nccl.check("ncclGetUniqueId", unsafe { (nccl.functions.unique)(&raw mut id) }),
@@ -64,20 +65,20 @@ pub(super) fn join_group(nccl: &Arc<Nccl>, group: &Group) -> Result<Communicator
     group.agree(own.map(|comm| Communicator::of(nccl, comm, axis, rank, size)))
 }
 
-/// This rank's communicator, when all ranks of `group` have joined, who all call this.
+/// Returns this rank's communicator after all ranks of `group` have joined. All of them call this.
 ///
 /// # Errors
-/// Which rank could not join, and why: the same on all ranks. Then nobody keeps a communicator.
+/// The rank that could not join, and the reason: the same on all ranks. Then no rank keeps a communicator.
 fn joined_by_all(nccl: &Arc<Nccl>, group: &Group, id: ncclUniqueId) -> Outcome {
-    // The watchdog looks at how long all of it takes.
+    // The watchdog limits the total time.
     let _call = enter(group.axis(), CALL, 0);
     let (sender, receiver) = channel();
     let (library, size, rank) = (Arc::clone(nccl), group.size() as c_int, group.rank() as c_int);
     let started = Builder::new().name("join".into()).spawn(move || join(&library, &sender, size, rank, id));
-    let mut outcome = started.err().map(|why| Err(format!("{CALL}, no thread for it: {why}")));
+    let mut outcome = started.err().map(|why| Err(format!("{CALL}: cannot start a thread: {why}")));
     let (mut wait, since, limit_s) = (FIRST_WAIT, Instant::now(), limit_s());
     loop {
-        // Of one that is still at it none.
+        // `None` while this rank is still joining.
         let mine = outcome.as_ref().map(|outcome| outcome.as_ref().map(|_| ()).map_err(String::clone));
         let is_over = since.elapsed().as_secs_f64() > limit_s;
         let all = records::gather(group, &[(mine, is_over)]).expect("a peer of the same build wrote it");
@@ -109,8 +110,8 @@ fn joined_by_all(nccl: &Arc<Nccl>, group: &Group, id: ncclUniqueId) -> Outcome {
     }
 }
 
-/// The call of the library, on a thread of its own. Where nobody waits for the outcome any more, another rank has failed: what
-/// was joined all the same is left.
+/// The call of the library, on a thread of its own. If nobody waits for the outcome any more, another rank has failed.
+/// A communicator that was joined nevertheless is left.
 fn join(nccl: &Arc<Nccl>, to: &Sender<Outcome>, size: c_int, rank: c_int, id: ncclUniqueId) {
     let outcome = gpu().enter().and_then(|()| {
         let mut comm: ncclComm_t = ptr::null_mut();
@@ -126,6 +127,6 @@ fn join(nccl: &Arc<Nccl>, to: &Sender<Outcome>, size: c_int, rank: c_int, id: nc
 }
 
 fn leave(nccl: &Nccl, comm: Handle<ncclComm_t>) {
-    // SAFETY: joined, and known to nobody else. There is nobody left to tell of a failure.
+    // SAFETY: joined, and known to nobody else. A failure cannot be reported any more.
     let _ = unsafe { (nccl.functions.leave)(comm.0) };
 }

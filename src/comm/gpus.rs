@@ -1,4 +1,4 @@
-//! The GPU of each rank, and the cores beside it.
+//! The GPU of each rank, and the cores near it.
 
 use super::records;
 use super::world::World;
@@ -7,7 +7,7 @@ use crate::sys::affinity;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// The index among `seen`, the GPUs that this rank sees, of the one that it takes; none where it sees none. All ranks call
+/// The index of this rank's GPU among `seen`, the GPUs that it sees. `None` if it sees none. All ranks call
 /// this.
 pub fn mine(world: &World, seen: &[Properties]) -> Option<usize> {
     let gpus = seen.iter().map(|gpu| VisibleGpu { pci: gpu.pci.clone(), numa: gpu.numa }).collect();
@@ -21,7 +21,7 @@ pub fn near_cores(world: &World, gpu: &Properties) -> Option<Vec<usize>> {
     affinity::near(&ranks, me)
 }
 
-/// What each rank of this host gives, and which of them is this one. All ranks call this.
+/// Gathers the values of this host's ranks. Also returns the index of this rank among them. All ranks call this.
 fn of_host<T: Serialize + DeserializeOwned>(world: &World, mine: T) -> (Vec<T>, usize) {
     let is_here = |rank: usize| world.hosts[rank] == world.hosts[world.rank];
     let all = records::gather(&world.group(), &[mine]).expect("a peer of the same build wrote it");
@@ -32,23 +32,24 @@ fn of_host<T: Serialize + DeserializeOwned>(world: &World, mine: T) -> (Vec<T>, 
 /// A GPU as a rank sees it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct VisibleGpu {
-    /// The same GPU has the same address for all ranks of a host.
+    /// The PCI address, which is the same for all ranks of a host.
     pci: String,
     numa: Option<usize>,
 }
 
-/// A rank of the host: the NUMA nodes of the cores that it may use, and the GPUs that it sees, in its own order.
+/// A rank of the host: the NUMA nodes of its cores, and the GPUs that it sees, in its own order.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Bound {
     nodes: Vec<usize>,
     gpus: Vec<VisibleGpu>,
 }
 
-/// Which GPU of its host each rank takes: for each rank the index of its GPU among those that it sees; none where it sees none.
+/// Assigns a GPU of the host to each rank: its index among the GPUs that the rank sees. `None` if it sees none.
 ///
-/// No GPU gets more ranks than it must. Ranks whose cores lie all on the nodes of some of the GPUs choose first, among those
-/// GPUs; the others take the least used ones, in the order in which they see them. So ranks that are bound to a socket get its
-/// GPUs, ranks that are not bound get the GPU of their number, and a launcher that shows each rank one GPU is obeyed.
+/// Ranks are spread evenly over the GPUs. Ranks whose cores are near only some of the GPUs choose first, among those
+/// GPUs. The others take the least used GPUs, in the order in which they see them. So ranks that are bound to a socket
+/// get its GPUs, and unbound ranks get the GPU of their number. If a launcher shows each rank one GPU, the rank gets
+/// that GPU.
 fn choose(ranks: &[Bound]) -> Vec<Option<usize>> {
     let mut all: Vec<&str> = ranks.iter().flat_map(|rank| &rank.gpus).map(|gpu| &gpu.pci[..]).collect();
     all.sort_unstable();
@@ -80,7 +81,7 @@ fn near(rank: &Bound, gpu: &VisibleGpu) -> bool {
 mod tests {
     use super::*;
 
-    /// Eight GPUs, four at each socket, interleaved as some boards number them.
+    /// Four GPUs on the NUMA nodes `nodes`, which may be interleaved as on some boards.
     fn board(nodes: [usize; 4]) -> Vec<VisibleGpu> {
         let gpu = |(i, node): (usize, usize)| VisibleGpu { pci: format!("0000:{i:02x}:00.0"), numa: Some(node) };
         nodes.into_iter().enumerate().map(gpu).collect()
@@ -94,14 +95,14 @@ mod tests {
         choose(ranks).into_iter().map(|at| at.expect("each rank sees a GPU")).collect()
     }
 
-    /// What it is, the nodes of the GPUs, those of each rank, and the GPUs that the ranks take.
+    /// A description, the nodes of the GPUs, the nodes of each rank, and the GPUs that the ranks get.
     type Case<'a> = (&'a str, [usize; 4], &'a [&'a [usize]], &'a [usize]);
 
     #[test]
     fn ranks_take_near_gpus_first_and_no_gpu_idles_while_another_has_two() {
         let (node_0, node_1, both) = (&[0][..], &[1][..], &[0, 1][..]);
         let cases: [Case; 6] = [
-            ("ranks that are not bound take the GPU of their number", [0, 0, 1, 1], &[both; 4], &[0, 1, 2, 3]),
+            ("unbound ranks get the GPU of their number", [0, 0, 1, 1], &[both; 4], &[0, 1, 2, 3]),
             ("and so do fewer of them", [0, 0, 1, 1], &[both; 2], &[0, 1]),
             ("bound to a socket", [1, 0, 1, 0], &[node_0, node_0, node_1, node_1], &[1, 3, 0, 2]),
             ("a bound rank chooses first", [0, 0, 1, 1], &[both, both, node_0, node_0], &[2, 3, 0, 1]),
@@ -114,7 +115,7 @@ mod tests {
             assert_eq!(chosen(&ranks), want, "{what}");
         }
         let unknown: Vec<VisibleGpu> = board([0; 4]).into_iter().map(|gpu| VisibleGpu { numa: None, ..gpu }).collect();
-        assert_eq!(chosen(&[(); 4].map(|()| rank(&[1], &unknown))), [0, 1, 2, 3], "nodes that are unknown bind nobody");
+        assert_eq!(chosen(&[(); 4].map(|()| rank(&[1], &unknown))), [0, 1, 2, 3], "unknown nodes bind no rank");
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! A group of ranks along one axis of the mesh, and its collectives.
 //!
-//! A group of one does nothing, so that no layer asks how many ranks there are. All ranks of a group call the same
-//! methods in the same order with equal lengths. A failed peer is a panic here: the panic hook of `abort` ends the job.
+//! A group of one rank does nothing, so no layer needs to check the number of ranks. All ranks of a group call the same
+//! methods in the same order with equal lengths. A failed peer causes a panic here: the panic hook of `abort` ends the
+//! job.
 
 use super::accounting::{Call, enter, note};
 use super::channel::{CHUNK, Channel, disjoint};
@@ -14,12 +15,12 @@ use bytemuck::Pod;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-/// Elements of all ranks together below which an ordered sum is everyone's of everyone's: one round, not two.
+/// The number of elements over all ranks up to which every rank sums all values itself: one round instead of two.
 const WHOLE_MAX: usize = 1 << 14;
-/// Hosts of a group that are named.
+/// The number of hosts of a group that are named.
 const HOSTS_NAMED: usize = 4;
 
-/// Cheap to clone; clones are the same group.
+/// A group of ranks. Clones are cheap and refer to the same group.
 #[derive(Clone)]
 pub struct Group(Arc<Inner>);
 
@@ -28,10 +29,10 @@ struct Inner {
     rank: usize,
     /// World rank and host of each member.
     members: Vec<Member>,
-    /// To the peers: none where this rank is alone, or no peer is there, so that collectives are counted and return at once. The
-    /// lock keeps the collectives of two threads apart.
+    /// The channel to the peers. `None` if this rank is alone, or in a null group, whose collectives are counted and
+    /// return at once. The lock separates the collectives of two threads.
     channel: Option<Mutex<Channel>>,
-    /// The GPUs of the ranks, where they are joined. Duplicates of the group share it.
+    /// The GPUs of the ranks if they are joined. Duplicates of the group share them.
     nccl: Arc<OnceLock<NcclGroup>>,
 }
 
@@ -53,14 +54,14 @@ impl Group {
         Self::null("one", 0, 1)
     }
 
-    /// A rank and a size without peers, for a plan: collectives are counted as of any group and return at once. A sum or a
-    /// maximum is the rank's own value, a list of everyone's is its own value `size` times, and in a buffer what peers
-    /// would have written stays as it was.
+    /// A rank and a size without peers, for a plan. Collectives are counted as in any group and return at once. A sum
+    /// or a maximum is the rank's own value, and a list of all ranks' values is its own value `size` times. In a
+    /// buffer, the parts that peers would have written stay unchanged.
     pub fn null(axis: &'static str, rank: usize, size: usize) -> Self {
         Self::null_every(1, axis, rank, size)
     }
 
-    /// The same of every `stride`th rank.
+    /// The same, with every `stride`th rank.
     pub(super) fn null_every(stride: usize, axis: &'static str, rank: usize, size: usize) -> Self {
         assert!(rank < size, "rank {rank} of {size}");
         let host = crate::sys::host::name();
@@ -68,17 +69,18 @@ impl Group {
         Self(Arc::new(Inner { axis, rank, members, channel: None, nccl: Arc::default() }))
     }
 
-    /// Over `nccl`, where the GPUs of these ranks are joined already.
+    /// A group with the communicator `comm`. `nccl` is set if the GPUs of these ranks are already joined.
     pub(super) fn over(axis: &'static str, comm: Comm, members: Vec<Member>, nccl: Arc<OnceLock<NcclGroup>>) -> Self {
         assert_eq!(members.len(), comm.size());
         let channel = (members.len() > 1).then(|| Mutex::new(Channel::over(comm)));
         Self(Arc::new(Inner { axis, rank: comm.rank(), members, channel, nccl }))
     }
 
-    /// The groups of an axis: ranks of equal `color` form one, ordered by `key`. All ranks of `self` call this.
+    /// Splits the ranks into the groups of an axis: ranks of equal `color` form a group, ordered by `key`. All ranks of
+    /// `self` call this.
     ///
     /// # Panics
-    /// Over a null group of several ranks, which knows no other rank's color.
+    /// In a null group of several ranks, which does not know the colors of other ranks.
     #[must_use]
     pub fn split(&self, axis: &'static str, color: usize, key: usize) -> Self {
         let Some(channel) = self.channel() else {
@@ -93,44 +95,44 @@ impl Group {
         Self::over(axis, comm, members, Arc::default())
     }
 
-    /// The same ranks with a channel of its own, for another thread. All ranks of `self` call this.
+    /// The same ranks with a separate channel, for another thread. All ranks of `self` call this.
     pub(super) fn duplicate(&self) -> Self {
         let Some(channel) = self.channel() else { return self.clone() };
         Self::over(self.0.axis, channel.comm.duplicate(), self.0.members.clone(), self.0.nccl.clone())
     }
 
-    /// Whether its collectives are only counted.
+    /// Whether this is a null group, whose collectives are only counted.
     pub(super) fn is_null(&self) -> bool {
         self.0.channel.is_none() && self.size() > 1
     }
 
-    /// How its GPUs are joined; none where values on GPUs travel through the host.
+    /// The joined GPUs. `None` if GPU values travel through the host.
     pub(super) fn nccl(&self) -> Option<&NcclGroup> {
         self.0.nccl.get()
     }
 
-    /// Whether a graph may hold collectives of values on GPUs; if not, why. The same on all ranks.
+    /// Checks whether a graph may contain collectives of GPU values. The result is the same on all ranks.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason if it may not.
     pub fn check_graphs(&self) -> std::result::Result<(), String> {
         if self.size() == 1 || self.nccl().is_some() {
             return Ok(());
         }
-        Err(format!("values on GPUs go over the {} axis by MPI, through the host", self.axis()))
+        Err(format!("GPU values on the {} axis go through the host by MPI", self.axis()))
     }
 
     /// Joins the GPUs of this group and of its duplicates.
     pub(super) fn set_nccl(&self, nccl: NcclGroup) {
-        assert!(self.0.nccl.set(nccl).is_ok(), "the GPUs of axis {} are joined once", self.0.axis);
+        assert!(self.0.nccl.set(nccl).is_ok(), "the GPUs of axis {} are already joined", self.0.axis);
     }
 
-    /// The rank in the world of each member.
+    /// The world rank of each member.
     pub fn world_ranks(&self) -> impl Iterator<Item = usize> {
         self.0.members.iter().map(|member| member.world_rank)
     }
 
-    /// `ranks 4 to 7 (node1)`, `ranks 0, 2, 4 (node1, node2 and 6 more)`: its ranks in the world, and their hosts.
+    /// The world ranks and their hosts: `ranks 4 to 7 (node1)`, `ranks 0, 2, 4 (node1, node2 and 6 more)`.
     pub fn describe_ranks(&self) -> String {
         let ranks: Vec<usize> = self.world_ranks().collect();
         let mut hosts: Vec<&str> = self.0.members.iter().map(|member| &*member.host).collect();
@@ -157,15 +159,15 @@ impl Group {
         &self.0.members[rank]
     }
 
-    /// What goes to the peers; none where there are none.
+    /// The channel to the peers, if there are any.
     pub(super) fn channel(&self) -> Option<MutexGuard<'_, Channel>> {
         self.0.channel.as_ref().map(lock)
     }
 
-    /// Enters a collective, which is counted as long as the call lives; none where no peer takes part.
+    /// Enters a collective, which is timed as long as the call lives. `None` without peers.
     fn enter(&self, op: &'static str, bytes: usize) -> Option<(MutexGuard<'_, Channel>, Call)> {
         if self.is_null() {
-            // On a null device they are no part of what this process did.
+            // On a null device they are not counted for this process.
             if null::is_active() {
                 note(op, self.axis(), [self.size(), self.stride()], bytes);
             } else {
@@ -176,13 +178,13 @@ impl Group {
         Some((channel, enter(self.0.axis, op, bytes)))
     }
 
-    /// From one of its ranks to the next.
+    /// The distance in world ranks from one member to the next.
     pub(super) fn stride(&self) -> usize {
         let mut ranks = self.world_ranks();
         ranks.next().zip(ranks.next()).map_or(1, |(first, second)| second - first)
     }
 
-    /// Returns when all ranks have come here.
+    /// Returns after all ranks have called this.
     pub fn barrier(&self) {
         let Some((channel, _call)) = self.enter("barrier", 0) else { return };
         channel.comm.barrier();
@@ -213,22 +215,23 @@ impl Group {
         }
     }
 
-    /// On return `x[ranges[rank]]` holds the sum over ranks; the rest of `x` is unspecified. Rank r adds r, r-1, r-2 ...
+    /// On return `x[ranges[rank]]` contains the sum over ranks. The rest of `x` is unspecified. Rank r adds r, r-1, r-2
+    /// ...
     pub fn reduce_scatter_sum(&self, x: &mut [f32], ranges: &[Range<usize>]) {
         self.check(x.len(), ranges);
         let Some((mut channel, _call)) = self.enter("reduce_scatter_sum", size_of_val(x)) else { return };
         channel.reduce_scatter(x, ranges, self.0.rank);
     }
 
-    /// As `reduce_scatter_sum`, but every element is the binary tree over ranks ((x0 + x1) + (x2 + x3)) + ..., bitwise,
-    /// by recursive halving. (IEEE addition commutes, so the order inside a pair does not matter.)
+    /// Does the same as `reduce_scatter_sum`, but sums every element in a binary tree over ranks ((x0 + x1) + (x2 +
+    /// x3)) + ..., bitwise, by recursive halving. (IEEE addition commutes, so the order inside a pair does not matter.)
     ///
     /// # Panics
-    /// If the size of the group is no power of two.
+    /// If the size of the group is not a power of two.
     pub fn reduce_scatter_tree(&self, x: &mut [f32], ranges: &[Range<usize>]) {
         self.check(x.len(), ranges);
         let (rank, size) = (self.0.rank, self.size());
-        assert!(size.is_power_of_two(), "a tree sum over {size} ranks of axis {}", self.0.axis);
+        assert!(size.is_power_of_two(), "a tree sum needs a power of two of ranks, axis {} has {size}", self.0.axis);
         let Some((mut channel, _call)) = self.enter("reduce_scatter_tree", size_of_val(x)) else { return };
         let mut held: Vec<usize> = (0..size).collect();
         let mut bit = 1;
@@ -243,20 +246,20 @@ impl Group {
         }
     }
 
-    /// In place: `x[ranges[rank]]` is mine; afterwards all of `x` is there.
+    /// Gathers in place: `x[ranges[rank]]` is this rank's part; afterwards `x` is complete.
     pub fn all_gather<T: Element>(&self, x: &mut [T], ranges: &[Range<usize>]) {
         self.check(x.len(), ranges);
         let Some((channel, _call)) = self.enter("all_gather", size_of_val(x)) else { return };
         channel.gather(x, ranges, self.0.rank);
     }
 
-    /// Everyone's numbers, in rank order; lengths may differ.
+    /// The numbers of all ranks, in rank order. Lengths may differ.
     pub fn all_gather_numbers<T: Pod>(&self, mine: &[T]) -> Vec<Vec<T>> {
         let numbers = |bytes: &Vec<u8>| bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect();
         self.all_gather_bytes(bytemuck::cast_slice(mine)).iter().map(numbers).collect()
     }
 
-    /// Everyone's bytes, in rank order; lengths may differ and may pass 2 GiB.
+    /// The bytes of all ranks, in rank order. Lengths may differ and may exceed 2 GiB.
     pub fn all_gather_bytes(&self, mine: &[u8]) -> Vec<Vec<u8>> {
         let Some((channel, _call)) = self.enter("all_gather_bytes", mine.len()) else {
             return vec![mine.to_vec(); self.size()];
@@ -275,7 +278,7 @@ impl Group {
         ranges.into_iter().map(|r| all[r].to_vec()).collect()
     }
 
-    /// `bytes` = the root's `bytes`; the others' are replaced.
+    /// Replaces `bytes` on all ranks by the root's.
     pub fn broadcast_bytes(&self, root: usize, bytes: &mut Vec<u8>) {
         let Some((channel, _call)) = self.enter("broadcast_bytes", bytes.len()) else { return };
         let mut length = [bytes.len() as u64];
@@ -286,8 +289,8 @@ impl Group {
         }
     }
 
-    /// x = ((x_0 + x_1) + x_2) + ..., in rank order for every element, wherever it stands and however long x is: what a
-    /// row of activations gets does not depend on the rows beside it. All ranks get equal bits.
+    /// x = ((x_0 + x_1) + x_2) + ..., in rank order for every element, at any index and for any length of x. So the
+    /// result for a row of activations does not depend on the other rows. All ranks get equal bits.
     pub fn all_reduce_sum_ordered(&self, x: &mut [f32]) {
         let Some((mut channel, _call)) = self.enter("all_reduce_sum_ordered", size_of_val(x)) else { return };
         let (rank, size) = (self.rank(), self.size());
@@ -298,8 +301,8 @@ impl Group {
         }
     }
 
-    /// Around the ring: `send` goes to rank + 1, `receive` comes from rank - 1. Lengths may differ between ranks; the
-    /// receiver knows its own. In a group of one, `receive` = `send`.
+    /// Shifts around the ring: sends `send` to rank + 1, and receives `receive` from rank - 1. Lengths may differ
+    /// between ranks; the receiver knows its own. In a group of one, `receive` = `send`.
     pub fn shift(&self, send: &[f32], receive: &mut [f32]) {
         let (rank, size) = (self.rank(), self.size());
         let Some((channel, _call)) = self.enter("shift", size_of_val(send)) else {
@@ -309,14 +312,15 @@ impl Group {
         channel.swap(Some(((rank + size - 1) % size, receive)), Some(((rank + 1) % size, send)));
     }
 
-    /// `send[to[r]]` goes to rank r, `receive[from[r]]` comes from rank r. Ranges may be empty and of any lengths, those of
-    /// `to` may overlap; `from[r]` here is as long as `to[this rank]` there. The rest of `receive` stays.
+    /// Sends `send[to[r]]` to rank r, and receives `receive[from[r]]` from rank r. Ranges may be empty and have any
+    /// lengths. Those of `to` may overlap. `from[r]` has the length of `to[this rank]` on rank r. The rest of `receive`
+    /// stays unchanged.
     ///
     /// # Panics
-    /// If a range is outside its buffer, two of `from` overlap, or this rank's own two differ in length.
+    /// If a range is outside its buffer, if two of `from` overlap, or if this rank's own two differ in length.
     pub fn all_to_all<T: Element>(&self, send: &[T], to: &[Range<usize>], receive: &mut [T], from: &[Range<usize>]) {
         let (rank, size) = (self.rank(), self.size());
-        assert_eq!((to.len(), from.len()), (size, size), "one range a rank of axis {}", self.axis());
+        assert_eq!((to.len(), from.len()), (size, size), "one range per rank of axis {}", self.axis());
         if !null::is_active() {
             receive[from[rank].clone()].copy_from_slice(&send[to[rank].clone()]);
         }
@@ -326,13 +330,13 @@ impl Group {
     }
 
     pub(super) fn check(&self, len: usize, ranges: &[Range<usize>]) {
-        assert_eq!(ranges.len(), self.size(), "one range a rank of axis {}", self.0.axis);
-        assert!(ranges.iter().all(|r| r.start <= r.end && r.end <= len), "ranges {ranges:?} within 0..{len}");
-        assert!(ranges.windows(2).all(|w| w[0].end <= w[1].start), "ranges {ranges:?} ascend without overlap");
+        assert_eq!(ranges.len(), self.size(), "one range per rank of axis {}", self.0.axis);
+        assert!(ranges.iter().all(|r| r.start <= r.end && r.end <= len), "ranges {ranges:?} must be within 0..{len}");
+        assert!(ranges.windows(2).all(|w| w[0].end <= w[1].start), "ranges {ranges:?} must ascend without overlap");
     }
 }
 
-/// `rank 3`, `ranks 0 to 7`, `ranks 0, 8, 16`: of ranks that ascend.
+/// Describes ascending ranks: `rank 3`, `ranks 0 to 7`, `ranks 0, 8, 16`.
 pub fn list_ranks(ranks: &[usize]) -> String {
     match ranks {
         [one] => format!("rank {one}"),

@@ -1,5 +1,5 @@
-//! Collectives of values that may lie on a GPU. NCCL moves those from GPU to GPU where the ranks have joined it
-//! (`nccl_collectives`); else they are staged through the host. Ordered sums have the same bits either way.
+//! Collectives of values on the CPU or on GPUs. GPU values move by NCCL if the ranks have joined it
+//! (`nccl_collectives`). Otherwise they are staged through the host. Ordered sums have the same bits either way.
 
 use super::group::Group;
 use crate::config::optim::GradientOrder;
@@ -8,12 +8,12 @@ use crate::tensor::{DType, Flat, Slice, SliceMut};
 use std::ops::Range;
 
 impl Group {
-    /// `all_reduce_sum_ordered` of a run of values.
+    /// `all_reduce_sum_ordered` for values on either device.
     pub fn sum_slice(&self, x: SliceMut) {
         match x {
             _ if self.size() == 1 => {}
             SliceMut::F32(x) => self.all_reduce_sum_ordered(x),
-            SliceMut::Bf16(_) => panic!("a sum of weights over the {} axis", self.axis()),
+            SliceMut::Bf16(_) => panic!("weights cannot be summed over the {} axis", self.axis()),
             SliceMut::Cuda(mut x) => match self.nccl() {
                 Some(nccl) => nccl.sum_ordered(&mut x),
                 None => x.on_host(|x| self.all_reduce_sum_ordered(x)),
@@ -21,7 +21,7 @@ impl Group {
         }
     }
 
-    /// On return `x[ranges[rank]]` holds the sum over ranks, in the order that the job asks for; the rest is unspecified.
+    /// On return `x[ranges[rank]]` contains the sum over ranks, in the given order. The rest is unspecified.
     pub fn sum_scattered(&self, x: &mut Flat, ranges: &[Range<usize>], order: GradientOrder) {
         if self.size() == 1 {
             return;
@@ -43,7 +43,7 @@ impl Group {
         }
     }
 
-    /// `all_gather` of values on the GPU.
+    /// `all_gather` for values on the GPU.
     pub fn gather_view(&self, x: &mut ViewMut, ranges: &[Range<usize>]) {
         self.check(x.len(), ranges);
         match self.nccl() {
@@ -51,7 +51,7 @@ impl Group {
             Some(nccl) => nccl.gather(x, ranges),
             None if x.dtype() == DType::F32 => x.on_host(|x| self.all_gather(x, ranges)),
             None => {
-                // Down goes what this rank has, up what the others had.
+                // This rank's values are copied to the host, and the others' values to the GPU.
                 let own = ranges[self.rank()].clone();
                 let mut values = vec![0u16; x.len()];
                 x.as_view().part(own.clone()).read_bits(&mut values[own.clone()]);
@@ -63,7 +63,7 @@ impl Group {
         }
     }
 
-    /// `all_gather` of values of any dtype.
+    /// `all_gather` for values of any dtype.
     pub fn gather_slice(&self, x: SliceMut, ranges: &[Range<usize>]) {
         match x {
             SliceMut::F32(x) => self.all_gather(x, ranges),
@@ -72,22 +72,23 @@ impl Group {
         }
     }
 
-    /// `all_to_all` of values of one device and dtype. Of those on a GPU only what travels goes through the host.
+    /// `all_to_all` for values of one device and dtype. Without NCCL, only the exchanged values of a GPU go through the
+    /// host.
     ///
     /// # Panics
-    /// As `all_to_all`, or if they are of different kinds.
+    /// If `all_to_all` panics, or if devices or dtypes differ.
     pub fn slice_to_all(&self, send: Slice, to: &[Range<usize>], receive: SliceMut, from: &[Range<usize>]) {
         match (send, receive) {
             (Slice::F32(send), SliceMut::F32(receive)) => self.all_to_all(send, to, receive, from),
             (Slice::Bf16(send), SliceMut::Bf16(receive)) => self.all_to_all(send, to, receive, from),
             (Slice::Cuda(send), SliceMut::Cuda(mut receive)) => {
-                assert_eq!([to.len(), from.len()], [self.size(); 2], "one range a rank of axis {}", self.axis());
+                assert_eq!([to.len(), from.len()], [self.size(); 2], "one range per rank of axis {}", self.axis());
                 match self.nccl() {
                     Some(nccl) => nccl.all_to_all(send, to, &mut receive, from),
                     None => self.through_the_host(send, to, &mut receive, from),
                 }
             }
-            (send, receive) => panic!("{send:?} into {receive:?}"),
+            (send, receive) => panic!("cannot send {send:?} into {receive:?}"),
         }
     }
 
@@ -104,7 +105,7 @@ impl Group {
         }
     }
 
-    /// `shift` of values of one device and dtype.
+    /// `shift` for values of one device and dtype.
     ///
     /// # Panics
     /// If devices or dtypes differ.
@@ -113,7 +114,7 @@ impl Group {
             (Slice::F32(send), SliceMut::F32(receive)) => return self.shift(send, receive),
             (send, receive) => (send.cuda(), receive.cuda()),
         };
-        assert_eq!(send.dtype(), receive.dtype(), "a block of another dtype comes around the ring");
+        assert_eq!(send.dtype(), receive.dtype(), "the blocks of a ring must have one dtype");
         match self.nccl() {
             _ if self.size() == 1 => receive.copy_from(send),
             Some(nccl) => nccl.shift(send, &mut receive),

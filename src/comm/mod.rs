@@ -1,9 +1,13 @@
-//! Communication between ranks: the world that MPI started, groups of ranks along an axis, their collectives, and how a job
-//! ends when one of them fails.
+//! Communication between ranks: the MPI world, groups of ranks along an axis, their collectives, and the end of a job
+//! if a rank fails.
 //!
-//! From the bottom up: `raw` (calls of MPI) and `channel` (messages of sums and gathers); `nccl`, `communicator` and
-//! `nccl_collectives` (the same between GPUs); `group`, which is a rank, a size and the collectives over both; `host_staged`
-//! (values of either device), `queue`, `stream`, `world`; on top `ending`, `watchdog` and `abort`.
+//! The modules from the bottom up:
+//!
+//! - `raw` (MPI calls) and `channel` (messages of sums and gathers)
+//! - `nccl`, `communicator` and `nccl_collectives` (the same between GPUs)
+//! - `group`: a rank, a size and the collectives over either
+//! - `host_staged` (values on either device), `queue`, `stream` and `world`
+//! - `ending`, `watchdog` and `abort`
 
 pub mod abort;
 pub mod accounting;

@@ -1,4 +1,4 @@
-//! MPI's own collectives on the communicator of a group, one call each: what `bench collectives` compares ours with.
+//! MPI's own collectives on the communicator of a group, one call each: the baseline of `bench collectives`.
 
 use super::channel::{Channel, TAG};
 use super::group::Group;
@@ -15,7 +15,7 @@ pub struct MpiBaseline<'a> {
 }
 
 impl<'a> MpiBaseline<'a> {
-    /// None for a group of one, which has no communicator. The group's own collectives wait until this is dropped.
+    /// The baseline of a group; `None` for a group of one. The group's own collectives wait until this is dropped.
     pub fn of(group: &'a Group) -> Option<Self> {
         let channel = group.channel()?;
         Some(Self { channel, rank: group.rank(), size: group.size() })
@@ -42,7 +42,7 @@ impl<'a> MpiBaseline<'a> {
         });
     }
 
-    /// MPI_Allgather: `into` = everyone's `from`.
+    /// MPI_Allgather: `into` = the `from` of all ranks.
     pub fn all_gather(&self, from: &[f32], into: &mut [f32]) {
         self.channel.comm.all_gather(from, into);
     }

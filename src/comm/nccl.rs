@@ -9,10 +9,10 @@ use std::mem::ManuallyDrop;
 use std::path::Path;
 use std::ptr;
 
-/// The oldest release that is taken: the first that knows bf16. Its calls can be held by graphs, too (since 2.9.6).
+/// The oldest supported release: the first with bf16. Graphs can also contain its calls (since 2.9.6).
 const OLDEST: [i32; 3] = [2, 10, 0];
 
-/// A number, not the bindings' enum: a release may answer with what they do not know.
+/// A number instead of the bindings' enum: a release may return values that the enum lacks.
 pub(super) type Status = c_int;
 pub(super) type Queue = *mut c_void;
 
@@ -42,15 +42,17 @@ pub struct Nccl {
     pub version: [i32; 3],
     /// ncclGetLastError, since 2.13: what NCCL_DEBUG=WARN would have shown.
     last: Option<LastError>,
-    /// Never closed: threads that it started wait in its code for ranks that do not come any more.
+    /// Never closed, because its threads may still wait in its code for absent ranks.
     _library: ManuallyDrop<Library>,
 }
 
 type LastError = unsafe extern "C" fn(ncclComm_t) -> *const c_char;
 
 impl Nccl {
+    /// Opens the library.
+    ///
     /// # Errors
-    /// Why there is none.
+    /// The reason if there is none.
     pub fn open() -> std::result::Result<Self, String> {
         NCCL.open(|path| Self::at(path.as_ref()))
     }
@@ -58,7 +60,7 @@ impl Nccl {
     /// The library at `path`.
     ///
     /// # Errors
-    /// Why it cannot be taken.
+    /// The reason if it cannot be used.
     pub fn at(path: &Path) -> std::result::Result<Self, String> {
         // SAFETY: the initialisers of NCCL ask nothing of the process that opens it.
         let library = unsafe { Library::new(path) }.map_err(|e| reason(&e))?;
@@ -72,7 +74,8 @@ impl Nccl {
         nccl.check("ncclGetVersion", status)?;
         nccl.version = version(code);
         if nccl.version < OLDEST {
-            return Err(format!("NCCL {} knows no bf16: {} or newer is needed", nccl.version_name(), words(OLDEST)));
+            let (version, oldest) = (nccl.version_name(), words(OLDEST));
+            return Err(format!("NCCL {version} does not support bf16: version {oldest} or newer is needed"));
         }
         Ok(nccl)
     }
@@ -98,18 +101,18 @@ impl Nccl {
     }
 }
 
-/// A call that failed: the cause, the library's words for the status, which name NCCL_DEBUG in releases since 2.18, and what helps,
-/// where that is known.
+/// The message for a failed call: the cause, the library's text for the status, and a remedy if one is known. The text
+/// names NCCL_DEBUG in releases since 2.18.
 fn failure_message(call: &str, words: &str, last: &str) -> String {
     let cause = if last.is_empty() { String::new() } else { format!("{last}, ") };
     let help = if last.contains("driver version is insufficient") {
-        " (this NCCL is made for a later CUDA than the driver's: RLHF_NCCL_LIB names another)"
+        " (this NCCL is built for a newer CUDA than the driver's: set RLHF_NCCL_LIB to another one)"
     } else if last.contains("no socket interface found") {
-        " (no network interface is up, or none that NCCL_SOCKET_IFNAME names)"
+        " (no network interface is up, or none matches NCCL_SOCKET_IFNAME)"
     } else if words.contains("NCCL_DEBUG") {
         ""
     } else {
-        " (NCCL_DEBUG=WARN tells more)"
+        " (set NCCL_DEBUG=WARN for details)"
     };
     format!("{call}: {cause}{words}{help}")
 }
@@ -128,7 +131,7 @@ fn version(code: i32) -> [i32; 3] {
 mod tests {
     use super::*;
 
-    /// The words are those of NCCL 2.28.9, and of 2.16.5.
+    /// The texts are those of NCCL 2.28.9 and 2.16.5.
     #[test]
     fn what_the_library_says_is_told_with_what_helps() {
         let words = "unhandled cuda error (run with NCCL_DEBUG=INFO for details)";
@@ -139,7 +142,7 @@ mod tests {
         let message = failure_message("ncclGetUniqueId", "invalid usage", "Bootstrap : no socket interface found");
         assert!(message.contains("NCCL_SOCKET_IFNAME"), "{message}");
         let message = failure_message("ncclSend", "internal error", "");
-        assert_eq!(message, "ncclSend: internal error (NCCL_DEBUG=WARN tells more)");
+        assert_eq!(message, "ncclSend: internal error (set NCCL_DEBUG=WARN for details)");
         assert_eq!(failure_message("ncclSend", words, ""), format!("ncclSend: {words}"));
     }
 

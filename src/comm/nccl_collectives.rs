@@ -1,4 +1,5 @@
-//! Collectives of values on GPUs that have joined NCCL: what `host_staged` does through the host. Ordered sums have the same bits.
+//! Collectives between GPUs that have joined NCCL, which `host_staged` otherwise runs through the host. Ordered sums
+//! have the same bits.
 
 use super::accounting::{begin_async, launch, note, note_captured};
 use super::channel::chunk;
@@ -8,24 +9,25 @@ use crate::device::cuda::{Memory, Stream, View, ViewMut, gpu};
 use crate::device::null;
 use std::ops::Range;
 
-/// Bytes of all ranks together up to which everyone gets everything and adds by itself: one round, not two.
+/// The bytes over all ranks up to which every rank gets all values and sums them itself: one round instead of two.
 const WHOLE_MAX: usize = 1 << 19;
-/// Bytes of the values that are exchanged at a time, which bounds the memory that the others' take.
+/// The bytes exchanged at a time, which limits the memory for the others' values.
 const PIECE: usize = 32 << 20;
-/// Shares begin at multiples of as many values, so that kernels read sixteen bytes at once.
+/// Shares start at multiples of this many values, so that kernels read sixteen bytes at once.
 const SHARE_ALIGN: usize = 8;
 
 /// The NCCL communicator of a group, and the stream of its collectives.
 pub(super) struct NcclGroup {
-    /// From one of its ranks to the next.
+    /// The distance in world ranks from one member to the next.
     pub stride: usize,
     pub communicator: Communicator,
-    /// Of collectives that no job of a stream calls.
+    /// The GPU stream of collectives that are called outside of stream jobs.
     pub stream: Stream,
 }
 
 impl NcclGroup {
-    /// Launches a collective: in a job on the job's stream; else on this group's own, and the compute stream waits for it.
+    /// Launches a collective. In a job of a stream it uses the job's stream. Otherwise it uses this group's stream, and
+    /// the compute stream waits for it.
     fn run(&self, op: &'static str, bytes: usize, body: impl FnOnce(&Communicator)) {
         if null::is_active() {
             note(op, self.communicator.axis, [self.communicator.size, self.stride], bytes);
@@ -34,7 +36,7 @@ impl NcclGroup {
             note_captured(self.communicator.axis, op, bytes);
             return gpu().beside(self.stream, || body(&self.communicator)).1.join();
         }
-        // On a null device it is no part of what this process did.
+        // On a null device it is not counted for this process.
         let call = (!null::is_active()).then(|| launch(self.communicator.axis, op, bytes));
         if gpu().is_beside() {
             return body(&self.communicator);
@@ -46,7 +48,7 @@ impl NcclGroup {
         work.join();
     }
 
-    /// x = the sum over ranks in rank order, rounded once where it is bf16; all ranks get equal bits.
+    /// x = the sum over ranks in rank order, rounded once for bf16. All ranks get equal bits.
     pub fn sum_ordered(&self, x: &mut ViewMut) {
         let (len, dtype) = (x.len(), x.dtype());
         let bytes = len * dtype.bytes();
@@ -61,7 +63,7 @@ impl NcclGroup {
         });
     }
 
-    /// On return `x[ranges[rank]]` holds the sum over ranks, in the order that NCCL likes.
+    /// On return `x[ranges[rank]]` contains the sum over ranks, in NCCL's order.
     ///
     /// # Panics
     /// If ranges differ in length.
@@ -70,12 +72,12 @@ impl NcclGroup {
             let (all, own) = (x.as_view(), ranges[ranks.rank].clone());
             match equal(ranges) {
                 Some(whole) => ranks.share(Op::ReduceScatter, all.part(own), all.part(whole)),
-                None => assert!(ranges.iter().all(Range::is_empty), "sum_scattered: {ranges:?} are not equally long"),
+                None => assert!(ranges.iter().all(Range::is_empty), "sum_scattered: {ranges:?} must be equally long"),
             }
         });
     }
 
-    /// As `sum_scattered`, every element as the binary tree over ranks.
+    /// Does the same as `sum_scattered`, but sums every element in a binary tree over ranks.
     pub fn sum_tree(&self, x: &mut ViewMut, ranges: &[Range<usize>]) {
         self.run("sum_tree", x.len() * x.dtype().bytes(), |ranks| {
             let longest = ranges.iter().map(Range::len).max().unwrap_or(0);
@@ -89,12 +91,12 @@ impl NcclGroup {
         });
     }
 
-    /// In place: `x[ranges[rank]]` is mine; afterwards all of `x` is there.
+    /// Gathers in place: `x[ranges[rank]]` is this rank's part; afterwards `x` is complete.
     pub fn gather(&self, x: &mut ViewMut, ranges: &[Range<usize>]) {
         self.run("gather", x.len() * x.dtype().bytes(), |ranks| gather(ranks, x, ranges));
     }
 
-    /// Around the ring: `send` goes to rank + 1, `receive` comes from rank - 1.
+    /// Shifts around the ring: sends `send` to rank + 1, and receives `receive` from rank - 1.
     pub fn shift(&self, send: View, receive: &mut ViewMut) {
         self.run("shift", send.len() * send.dtype().bytes(), |ranks| {
             let (rank, size) = (ranks.rank, ranks.size);
@@ -102,7 +104,7 @@ impl NcclGroup {
         });
     }
 
-    /// `send[to[r]]` goes to rank r, `receive[from[r]]` comes from rank r.
+    /// Sends `send[to[r]]` to rank r, and receives `receive[from[r]]` from rank r.
     pub fn all_to_all(&self, send: View, to: &[Range<usize>], receive: &mut ViewMut, from: &[Range<usize>]) {
         self.run("all_to_all", send.len() * send.dtype().bytes(), |ranks| {
             let own = ranks.rank;
@@ -112,13 +114,13 @@ impl NcclGroup {
     }
 }
 
-/// Part r of the values with rank r, for all ranks but this one.
+/// Pairs each rank r but this one with part r of the values.
 fn others<'a>(values: View<'a>, parts: &[Range<usize>], own: usize) -> Vec<(usize, View<'a>)> {
     let others = parts.iter().enumerate().filter(|(rank, _)| *rank != own);
     others.map(|(rank, part)| (rank, values.part(part.clone()))).collect()
 }
 
-/// The run that ranges cover end to end, where they are equally long and not empty.
+/// The run that the ranges cover end to end, if they are equally long and not empty.
 fn equal(ranges: &[Range<usize>]) -> Option<Range<usize>> {
     let (first, last) = (ranges.first()?, ranges.last()?);
     let alike = |pair: &[Range<usize>]| pair[0].len() == pair[1].len() && pair[0].end == pair[1].start;
@@ -133,7 +135,7 @@ fn gather(ranks: &Communicator, x: &mut ViewMut, ranges: &[Range<usize>]) {
     }
 }
 
-/// Everyone gets every rank's x, and adds them in rank order.
+/// Every rank gets the x of all ranks, and adds them in rank order.
 fn sum_whole(ranks: &Communicator, x: &mut ViewMut) {
     let (len, dtype) = (x.len(), x.dtype());
     if len == 0 {
@@ -145,7 +147,7 @@ fn sum_whole(ranks: &Communicator, x: &mut ViewMut) {
     rank_sum::in_order(parts, x.reborrow());
 }
 
-/// Everyone gets every rank's values of its own share of x, adds them in rank order, and gives the sums to all.
+/// Every rank gets all ranks' values of its own share of x, adds them in rank order, and sends the sums to all.
 fn sum_in_shares(ranks: &Communicator, x: &mut ViewMut) {
     let (len, dtype, size) = (x.len(), x.dtype(), ranks.size);
     let stride = len.div_ceil(size).next_multiple_of(SHARE_ALIGN);
@@ -156,8 +158,8 @@ fn sum_in_shares(ranks: &Communicator, x: &mut ViewMut) {
     gather(ranks, x, &shares);
 }
 
-/// `x[pieces[r]]` goes to rank r; part r of `parts`, `stride` values apart, comes from rank r, and `add` adds all to this rank's own
-/// piece, which stays in x.
+/// Sends `x[pieces[r]]` to rank r, and receives part r of `parts` from rank r. Parts are `stride` values apart. `add`
+/// adds all of them to this rank's own piece, which stays in x.
 fn add_pieces(
     ranks: &Communicator,
     x: &mut ViewMut,

@@ -1,13 +1,13 @@
-//! What this rank is doing, for the messages of a job that ends.
+//! The current step and phase of this rank, for the messages at the end of a job.
 
 use crate::device::null;
 use crate::sys::lock::lock;
 use std::sync::Mutex;
 
-/// No step: before the first one.
+/// Step and phase. The step is `None` before the first one.
 static NOW: Mutex<Option<(Option<u64>, &'static str)>> = Mutex::new(None);
 
-/// Step (from 1) and phase (`rollout`, `reward`, `score`, `train`, `checkpoint`, `eval` ...) from now on.
+/// Sets the step (from 1) and the phase (`rollout`, `reward`, `score`, `train`, `checkpoint`, `eval` ...).
 pub fn set(step: u64, phase: &'static str) {
     if null::is_active() {
         return null::enter(phase);
@@ -15,7 +15,7 @@ pub fn set(step: u64, phase: &'static str) {
     *lock(&NOW) = Some((Some(step), phase));
 }
 
-/// Does `work`, before the first step.
+/// Runs `work` as a phase before the first step.
 pub fn before_steps<T>(phase: &'static str, work: impl FnOnce() -> T) -> T {
     *lock(&NOW) = Some((None, phase));
     let done = work();
@@ -23,7 +23,7 @@ pub fn before_steps<T>(phase: &'static str, work: impl FnOnce() -> T) -> T {
     done
 }
 
-/// `step 3, train`, or nothing before the first phase is set.
+/// Returns `step 3, train`, or `None` before the first phase is set.
 pub fn describe() -> Option<String> {
     let (step, phase) = (*lock(&NOW))?;
     Some(step.map_or_else(|| phase.to_string(), |step| format!("step {step}, {phase}")))

@@ -1,4 +1,4 @@
-//! Numbers that ranks take from one list, each as it comes to them.
+//! A shared list of numbers from which ranks take the next one when they need it.
 
 use super::accounting::enter;
 use super::group::Group;
@@ -10,26 +10,28 @@ use std::time::Duration;
 
 const ASK: i32 = 21;
 const REPLY: i32 = 22;
-/// What a rank asks for: a number, or no more.
+/// A rank's request: a number, or no more numbers.
 const NEXT: u64 = 0;
 const END: u64 = 1;
-/// The reply where all numbers are taken.
+/// The reply if all numbers are taken.
 const NONE: u64 = u64::MAX;
-/// How long the thread that replies sleeps where nobody asks: its waking up takes time of the thread that computes.
+/// The sleep of the replying thread without requests: each wakeup takes time from the computing thread.
 const SLEEP: Duration = Duration::from_micros(500);
-/// Numbers left, by rank, below which a rank asks for none before it needs it: one that it holds, no other one can take.
+/// The remaining numbers per rank below which a rank does not request ahead: no other rank can take a number that it
+/// holds.
 const AHEAD_MIN: usize = 4;
 
-/// The next number that is not taken.
+/// A function that returns the next free number.
 pub type Next<'a> = dyn FnMut() -> Option<usize> + 'a;
 
 impl Group {
-    /// `work` with what gives it the next of the numbers in 0..`count` that no rank has taken, and none where all are: it asks until
-    /// then, or never. All ranks of the group call this with the same `count`, and none goes on before the others have ended their
-    /// work. A null group's numbers are the rank's own share.
+    /// Runs `work` with a function that returns the next number in 0..`count` that no rank has taken, then `None`.
+    /// `work` must call it until `None`, or never. All ranks of the group call this with the same `count`, and none
+    /// returns before the others have finished their work. In a null group the numbers are the rank's own share.
     ///
-    /// A thread of the first rank replies to the others, who so wait for no forward of that rank. Messages, as one-sided calls from
-    /// several threads are refused over TCP by Open MPI 4.1 (its man page of `MPI_Win_create`, osc/pt2pt).
+    /// A thread of the first rank replies to the others, so they do not wait for a forward of that rank. It uses
+    /// messages, because Open MPI 4.1 rejects one-sided calls from several threads over TCP (man page of
+    /// `MPI_Win_create`, osc/pt2pt).
     pub fn with_queue<T>(&self, count: usize, work: impl FnOnce(&mut Next) -> T) -> T {
         let comm = self.channel().map(|channel| channel.comm);
         let Some(comm) = comm else {
@@ -43,7 +45,7 @@ impl Group {
 
     fn follow<T>(&self, comm: Comm, count: usize, work: impl FnOnce(&mut Next) -> T) -> T {
         let ask = || comm.send_short(0, ASK, &[self.rank() as u64, NEXT]);
-        // A reply takes until a thread of a busy rank wakes up: while many are left, it is under way before it is needed.
+        // A reply takes until a thread of a busy rank wakes up. While many are left, this rank requests ahead.
         let mut is_asked = false;
         let found = work(&mut || {
             if !std::mem::take(&mut is_asked) {
@@ -56,12 +58,12 @@ impl Group {
             }
             (next != NONE).then_some(next as usize)
         });
-        assert!(!is_asked, "a rank takes numbers until there is none");
+        assert!(!is_asked, "a rank must take numbers until there are none");
         comm.send_short(0, ASK, &[self.rank() as u64, END]);
         found
     }
 
-    /// Waits for what this rank has asked for.
+    /// Waits for the reply to this rank's request.
     fn reply(&self, comm: Comm) -> u64 {
         let _call = enter(self.axis(), "queue", size_of::<u64>());
         let mut next = [0];
@@ -78,13 +80,13 @@ impl Group {
             let others = scope.spawn(move || reply_to(comm, others, next));
             let found = work(&mut || next());
             let _call = enter(self.axis(), "queue", 0);
-            others.join().expect("a thread that fails ends the process");
+            others.join().expect("a failing thread ends the process");
             found
         })
     }
 }
 
-/// Replies until `others` ranks ask no more.
+/// Replies to `others` ranks until all have ended.
 fn reply_to(comm: Comm, mut others: usize, next: impl Fn() -> Option<usize>) {
     while others > 0 {
         match comm.take::<u64, 2>(ASK) {

@@ -1,14 +1,15 @@
-//! The calls into MPI: typed, with every return code looked at. Nothing outside `comm/` sees a communicator.
+//! Typed calls into MPI. Every return code is checked. Nothing outside `comm/` sees a communicator.
 
 use super::background;
 use mpi::ffi;
 use std::ffi::{c_char, c_int, c_void};
 use std::time::Duration;
 
-/// Elements of one MPI call at most: counts are 32-bit, and a message stays below 2 GiB for any element type.
+/// The largest number of elements in one MPI call: counts are 32-bit, and a message stays below 2 GiB for any element
+/// type.
 pub(super) const COUNT_MAX: usize = 1 << 27;
 
-/// A number that MPI has a name for.
+/// A number type with an MPI datatype.
 pub trait Element: Copy + Default {
     fn datatype() -> ffi::MPI_Datatype;
 }
@@ -32,13 +33,15 @@ pub(super) struct Comm(pub(super) ffi::MPI_Comm);
 // SAFETY: a handle is a name, not memory of a thread; MPI is started with MPI_THREAD_MULTIPLE or refused.
 unsafe impl Send for Comm {}
 
-/// An outstanding send or receive. Its buffer must stay where it is until `wait`, which every caller here does before
+/// An outstanding send or receive. Its buffer must not move until `wait`. Every caller here waits before
 /// the borrow of the buffer ends.
 #[must_use]
 pub(super) struct Request(ffi::MPI_Request);
 
+/// Checks a return code.
+///
 /// # Panics
-/// If `code` is not MPI_SUCCESS: a peer or the network failed, and the job cannot go on.
+/// If `code` is not MPI_SUCCESS: a peer or the network failed, and the job cannot continue.
 pub(super) fn check(call: &str, code: c_int) {
     if code == ffi::MPI_SUCCESS as c_int {
         return;
@@ -52,7 +55,7 @@ pub(super) fn check(call: &str, code: c_int) {
 }
 
 pub(super) fn count(n: usize) -> c_int {
-    assert!(n <= COUNT_MAX, "{n} elements in one MPI call");
+    assert!(n <= COUNT_MAX, "an MPI call has at most {COUNT_MAX} elements, got {n}");
     n as c_int
 }
 
@@ -64,7 +67,7 @@ pub(super) fn start_mut<T>(data: &mut [T]) -> *mut c_void {
     data.as_mut_ptr().cast()
 }
 
-/// A communicator that `make` writes, whose calls return their errors.
+/// The communicator that `make` writes. Its calls return errors.
 fn made(call: &str, make: impl FnOnce(*mut ffi::MPI_Comm) -> c_int) -> Comm {
     let mut comm = std::mem::MaybeUninit::uninit();
     check(call, make(comm.as_mut_ptr()));
@@ -75,7 +78,7 @@ fn made(call: &str, make: impl FnOnce(*mut ffi::MPI_Comm) -> c_int) -> Comm {
     Comm(comm)
 }
 
-/// Starts MPI; true if it allows calls from several threads at a time.
+/// Starts MPI. Returns whether it allows concurrent calls from several threads.
 pub(super) fn init() -> bool {
     let mut provided = 0;
     // SAFETY: called once (see `World::start`), with no argument vector, which the standard allows.
@@ -92,7 +95,7 @@ pub(super) fn finalize() {
 }
 
 impl Comm {
-    /// A communicator of all ranks that is ours alone, so that no other library's messages mix with ours.
+    /// A private communicator of all ranks, so that messages of other libraries do not mix with ours.
     pub(super) fn world() -> Self {
         // SAFETY: MPI is started; writes a communicator.
         made("MPI_Comm_dup", |comm| unsafe { ffi::MPI_Comm_dup(ffi::RSMPI_COMM_WORLD, comm) })
@@ -151,8 +154,8 @@ impl Comm {
             .wait();
     }
 
-    /// Returns when `data` may change. Short data mostly leaves at once; else this waits for the receive, which the
-    /// receiver must have posted before it sends anything itself.
+    /// Returns when `data` may change. Short data is mostly sent at once. Otherwise this waits for the receive, which
+    /// the receiver must have posted before it sends anything itself.
     pub(super) fn send_short<T: Element>(self, to: usize, tag: i32, data: &[T]) {
         // SAFETY: `data` has as many elements as said, and the call returns when it was read.
         check("MPI_Send", unsafe {
@@ -177,7 +180,7 @@ impl Comm {
     }
 }
 
-/// The request that `start` writes. A collective that is waited for so does not spin on a stream's thread, as a message does not.
+/// The request that `start` writes. With it, the wait for a collective does not spin on a stream's thread.
 fn begun(call: &str, start: impl FnOnce(*mut ffi::MPI_Request) -> c_int) -> Request {
     // SAFETY: a value of the library.
     let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
@@ -185,12 +188,12 @@ fn begun(call: &str, start: impl FnOnce(*mut ffi::MPI_Request) -> c_int) -> Requ
     Request(request)
 }
 
-/// Bytes of a note at most: a short message whose receiver does not know that it comes.
+/// The largest size of a note: a short message that its receiver does not expect.
 pub(super) const NOTE_BYTES: usize = 512;
 pub(super) const NOTE_TAG: i32 = 11;
 
 impl Comm {
-    /// Sends a note and forgets it: where the receiver is stopped or dead, it never arrives.
+    /// Sends a note without waiting. It never arrives if the receiver is stopped or dead.
     pub(super) fn post_note(self, to: usize, note: Vec<u8>) {
         assert!(note.len() <= NOTE_BYTES);
         let kept: &'static [u8] = note.leak();
@@ -199,7 +202,8 @@ impl Comm {
         drop(request);
     }
 
-    /// A message of `N` elements that has arrived from any rank, if there is one. One thread at a time asks for those of a tag.
+    /// Takes a message of `N` elements that has arrived from any rank, if there is one. Only one thread at a time may
+    /// call this for a tag.
     pub(super) fn take<T: Element, const N: usize>(self, tag: i32) -> Option<[T; N]> {
         let mut there = 0;
         // SAFETY: a live communicator; the status is ignored.
@@ -225,14 +229,14 @@ pub(super) fn abort(code: i32) {
     unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, code) };
 }
 
-/// Polls of a request before the first sleep, with a yield after each.
+/// The number of polls of a request before the first sleep, with a yield after each.
 const POLLS: u32 = 20;
 const SLEEP_MIN: Duration = Duration::from_micros(20);
 const SLEEP_MAX: Duration = Duration::from_micros(200);
 
 impl Request {
-    /// Spins on a compute thread, which has nothing else to do. A stream's thread polls, yields, and then sleeps between
-    /// polls while others compute: MPI_Wait there takes as much of a full core as the thread that computes.
+    /// Waits. A compute thread spins, because it has nothing else to do. A stream's thread polls and yields, then
+    /// sleeps between polls while others compute: MPI_Wait would take as much of a full core as the computing thread.
     pub(super) fn wait(mut self) {
         if background::current().is_none() {
             // SAFETY: a request of this module, waited for once (self is consumed).

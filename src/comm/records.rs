@@ -1,4 +1,4 @@
-//! Records between ranks and in checkpoint files (postcard: a compact binary form of serde).
+//! Records that ranks exchange and that checkpoint files contain (postcard: a compact binary format for serde).
 
 use super::Group;
 use crate::error::{Error, Result};
@@ -9,7 +9,7 @@ pub fn encode<T: Serialize>(value: &T) -> Vec<u8> {
 }
 
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
-    postcard::from_bytes(bytes).map_err(|e| Error::fault(format!("a rank's or checkpoint's record is malformed: {e}")))
+    postcard::from_bytes(bytes).map_err(|e| Error::fault(format!("malformed record of a rank or a checkpoint: {e}")))
 }
 
 /// The items of all ranks, in rank order, on every rank.
@@ -21,7 +21,7 @@ pub fn gather<T: Serialize + DeserializeOwned>(group: &Group, mine: &[T]) -> Res
     Ok(all)
 }
 
-/// What `make` gives on the first rank, on every rank.
+/// Returns on every rank the value that `make` returns on the first rank.
 pub fn of_first<T: Serialize + DeserializeOwned>(group: &Group, make: impl FnOnce() -> T) -> T {
     let mut bytes = if group.rank() == 0 { encode(&make()) } else { Vec::new() };
     group.broadcast_bytes(0, &mut bytes);

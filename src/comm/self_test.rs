@@ -1,5 +1,6 @@
-//! Before a run trains on GPUs: one pattern goes through each collective of each axis of several ranks, by the way and on the
-//! stream that the job will use. Every rank knows what all others send, so it knows every result.
+//! The self-test before a run trains on GPUs. It sends one pattern through each collective of each axis of several
+//! ranks, with the backend and the stream of the job. Every rank knows the values of all others, so it knows every
+//! result.
 
 use super::backends::Axis;
 use super::group::Group;
@@ -12,15 +13,15 @@ use crate::error::{Error, Result};
 use crate::tensor::{Flat, Slice, SliceMut, Tensor};
 use std::ops::Range;
 
-/// Values of all ranks' shares together, about: more than one step of any way.
+/// The approximate number of values over all ranks' shares: more than one step of any backend.
 const VALUES: usize = 1 << 20;
-/// What stands where a result comes: no value that is sent.
+/// The initial value of result buffers: it differs from all sent values.
 const STALE: f32 = -1000.0;
 
-const HINT: &str = "NCCL_DEBUG=INFO tells how ranks are connected; job.collectives = \"mpi\" sends all of it through the host, \
-                    job.check = false trains all the same";
+const HINT: &str = "set NCCL_DEBUG=INFO to see how the ranks are connected, job.collectives = \"mpi\" to send all \
+                    through the host, or job.check = false to train without this test";
 
-/// A function of `staged`.
+/// A collective to test.
 #[derive(Clone, Copy, Debug)]
 enum Op {
     AllReduce,
@@ -30,7 +31,8 @@ enum Op {
     AllToAll,
 }
 
-/// Value `i` that `rank` sends: a whole number that bf16 holds, other between ranks and places. Sums are exact in every order.
+/// Value `i` of `rank`: an integer that bf16 can hold, different between ranks and indices. Sums are exact in every
+/// order.
 fn value(rank: usize, i: usize) -> f32 {
     ((i * 7 + rank * 31 + i / 251) % 251) as f32 - 100.0
 }
@@ -39,7 +41,7 @@ fn sent(rank: usize, range: Range<usize>) -> Vec<f32> {
     range.map(|i| value(rank, i)).collect()
 }
 
-/// Values that a kernel writes behind which the call is made: one that does not wait for it sends others.
+/// Values that a kernel writes before the call. A call that does not wait for the kernel sends other values.
 fn on_gpu(values: &[f32], dtype: DType) -> Memory {
     let [mut given, mut memory] = [(); 2].map(|()| Memory::scratch(values.len() * dtype.bytes()));
     given.view_mut(dtype).write(values);
@@ -47,8 +49,8 @@ fn on_gpu(values: &[f32], dtype: DType) -> Memory {
     memory
 }
 
-/// Does `work` as the job will, on a stream or from this thread: behind what was started before it, and before what is started
-/// after it.
+/// Runs `work` as the job does, on a stream or from this thread: after everything that was started earlier, and before
+/// everything that is started later.
 fn over<T: Send + 'static>(axis: &Axis, of: &Axes, work: impl FnOnce(&Group) -> T + Send + 'static) -> T {
     match axis.stream {
         Stream::Ring => of.ring_stream.submit(move |group| work(group)).wait(),
@@ -57,7 +59,8 @@ fn over<T: Send + 'static>(axis: &Axis, of: &Axes, work: impl FnOnce(&Group) -> 
     }
 }
 
-/// Makes one call on this rank: its name, what came, and what it should be. Values are written before, and read behind it.
+/// Makes one call on this rank. Returns its name, the received values, and the expected values. Values are written
+/// before the call and read after it.
 fn call(op: Op, axis: &Axis, of: &Axes) -> (String, [Vec<f32>; 2]) {
     let (rank, size) = (axis.group.rank(), axis.group.size());
     let share = (VALUES / size) | 1;
@@ -114,14 +117,14 @@ fn call(op: Op, axis: &Axis, of: &Axes) -> (String, [Vec<f32>; 2]) {
     (format!("{name} of {} values", dtype.name()), values)
 }
 
-/// Compares a call over an axis; all its ranks call this.
+/// Checks a call over an axis. All its ranks call this.
 fn check_axis(axis: &Axis, of: &Axes, op: Op) -> Result<()> {
     let (op, [got, want]) = call(op, axis, of);
     let Some(i) = got.iter().zip(&want).position(|(a, b)| a.to_bits() != b.to_bits()) else { return Ok(()) };
     let (name, ranks) = (axis.name, axis.group.describe_ranks());
     let way = if axis.group.nccl().is_some() { "NCCL" } else { "MPI, through the host," };
     Err(Error::fault(format!(
-        "{op} over {way} on the {name} axis of {ranks} gave {} at element {i} of {}, where {} is right",
+        "{op} over {way} on the {name} axis of {ranks} gave {} at element {i} of {}, expected {}",
         got[i],
         want.len(),
         want[i]
@@ -129,12 +132,13 @@ fn check_axis(axis: &Axis, of: &Axes, op: Op) -> Result<()> {
     .hint(HINT))
 }
 
-/// Each collective that a job with gradients in `order` calls over `axes`, on the streams `of` its mesh; `has_rollout`: ranks that
-/// share a vocabulary exchange logits, and matrices that the rollout shards in another way. Returns the names of those axes of several
-/// ranks that this rank has. All ranks of `all` call this, with axes in the same order.
+/// Checks each collective that a job with gradients in `order` calls over `axes`, on the streams `of` its mesh. With
+/// `has_rollout`, it also checks the exchange of logits between ranks that share a vocabulary, and that of matrices
+/// that the rollout shards differently. Returns the names of this rank's axes with several ranks. All ranks of `all`
+/// call this, with axes in the same order.
 ///
 /// # Errors
-/// `Fault` on all ranks where one got other values than it should: which call, over which ranks.
+/// `Fault` on all ranks if one received wrong values. The error names the call and its ranks.
 pub fn check(
     all: &Group,
     axes: &[Axis],
@@ -151,7 +155,7 @@ pub fn check(
                 _ if has_rollout => vec![Op::AllReduce, Op::AllGather(F32), Op::AllToAll],
                 _ => vec![Op::AllReduce, Op::AllGather(F32)],
             };
-            // Calls go on behind a mismatch: other ranks may have none.
+            // Calls continue after a mismatch, because other ranks may have none.
             for op in ops {
                 let checked = check_axis(axis, of, op);
                 found = std::mem::replace(&mut found, Ok(())).and(checked);

@@ -1,9 +1,12 @@
-//! Communication in the background: a thread that runs jobs in the order they were submitted, with a group of its own.
+//! Communication in the background: a thread that runs jobs in the order of submission, with a group of its own.
 //!
-//! A stream's group duplicates the one it was made from, so its collectives never mix with those of other threads. All ranks
-//! submit the same jobs in the same order. Where the group has no peer there is no thread: a job runs where it is submitted. So it
-//! does with NCCL: it launches its collectives on a stream of the GPU, after what the compute stream has been given, and the
-//! compute stream waits for them where the host would (`Pending::wait`). Memory that they use may be dropped before.
+//! A stream's group duplicates the group from which it was made, so its collectives never mix with those of other
+//! threads. All ranks submit the same jobs in the same order. If the group has no peer, there is no thread, and a job
+//! runs at its submission.
+//!
+//! With NCCL a job also runs at its submission. It launches its collectives on a GPU stream, after all earlier work of
+//! the compute stream. `Pending::wait` makes the compute stream wait for them instead of the host. Memory that they use
+//! may be dropped before.
 
 use super::group::Group;
 use super::{accounting, background};
@@ -13,33 +16,33 @@ use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// The stream that has a GPU stream of its own; others share that of ZeRO.
+/// The stream with a GPU stream of its own. Others share the GPU stream of ZeRO.
 pub(super) const RING: &str = "ring";
 
 type Job = Box<dyn FnOnce(&Group) + Send>;
 
-/// Ends when dropped, after all that was submitted; drop it before `shutdown`.
+/// A background stream. Dropping it waits for all submitted jobs. Drop it before `shutdown`.
 pub struct Stream {
     name: &'static str,
-    /// Of jobs that run in place. Waits are booked under its axis.
+    /// The group of jobs that run at submission. Waits are booked under its axis.
     group: Group,
-    /// Of other jobs; none where the group has no peer.
+    /// The thread of other jobs. `None` if the group has no peer.
     thread: Option<(Sender<Job>, JoinHandle<()>)>,
 }
 
-/// What a submitted job will return.
+/// The pending result of a submitted job.
 #[must_use]
 pub struct Pending<T> {
     value: Value<T>,
     axis: &'static str,
     stream: &'static str,
-    /// What the job launched on a GPU.
+    /// The work that the job launched on a GPU.
     work: Option<Work>,
 }
 
 enum Value<T> {
     Here(T),
-    /// The stream's thread sends it; it hangs up where the job, or one before it, panicked.
+    /// The stream's thread sends the value. It hangs up if the job, or one before it, panicked.
     Coming(Receiver<T>),
 }
 
@@ -50,10 +53,10 @@ impl std::fmt::Debug for Stream {
 }
 
 impl Stream {
-    /// A stream whose jobs see a duplicate of `group`, whose ranks all call this.
+    /// A stream whose jobs use a duplicate of `group`. All ranks of `group` call this.
     ///
     /// # Panics
-    /// If the system starts no more threads.
+    /// If the system cannot start a thread.
     pub fn new(name: &'static str, group: &Group) -> Self {
         let group = group.duplicate();
         if group.size() == 1 || group.is_null() {
@@ -68,7 +71,7 @@ impl Stream {
         Self { name, group, thread: Some((sender, thread)) }
     }
 
-    /// Runs `job` after all jobs submitted before it. A panic in it ends the job of all ranks, as one elsewhere does.
+    /// Runs `job` after all jobs submitted before it. A panic in it ends the whole run, as elsewhere.
     pub fn submit<T: Send + 'static>(&self, job: impl FnOnce(&Group) -> T + Send + 'static) -> Pending<T> {
         if self.group.nccl().is_some() {
             let of_gpu = if self.name == RING { cuda::Stream::Ring } else { cuda::Stream::Zero };
@@ -80,7 +83,7 @@ impl Stream {
             return self.pending(Value::Here(null::hidden(|| job(&self.group))), None);
         };
         let (done, receiver) = sync_channel(1);
-        // A thread that is gone drops the job: `wait` says so. Nobody has to wait for the value.
+        // A thread that is gone drops the job, and `wait` panics. Nobody has to wait for the value.
         let _ = sender.send(Box::new(move |group| drop(done.send(job(group)))));
         self.pending(Value::Coming(receiver), None)
     }
@@ -104,12 +107,12 @@ impl Drop for Stream {
         let start = Instant::now();
         let ended = thread.join();
         accounting::waited(self.group.axis(), self.name, start.elapsed().as_secs_f64());
-        assert!(ended.is_ok() || std::thread::panicking(), "a job of stream {} panicked", self.name);
+        assert!(ended.is_ok() || std::thread::panicking(), "a job on stream {} panicked", self.name);
     }
 }
 
 impl<T> Pending<T> {
-    /// What the job returned. The time until it has is exposed communication. On a GPU the compute stream waits for it, not
+    /// Waits for the result of the job. The wait is exposed communication. On a GPU the compute stream waits instead of
     /// the host.
     ///
     /// # Panics
@@ -128,6 +131,6 @@ impl<T> Pending<T> {
             accounting::waited(self.axis, self.stream, start.elapsed().as_secs_f64());
             value
         });
-        value.unwrap_or_else(|_| panic!("a job of stream {} panicked", self.stream))
+        value.unwrap_or_else(|_| panic!("a job on stream {} panicked", self.stream))
     }
 }

@@ -1,9 +1,9 @@
-//! A thread that knows the collective this rank has entered, and since when its host stands still for its GPU, and ends the job
-//! when either takes too long. A rank that is alone has one, too: a kernel may never end.
+//! The watchdog thread. It ends the job if a collective of this rank, or a wait of the host for its GPU, takes too
+//! long. A single rank has one, too, because a kernel may never end.
 //!
-//! A rank that waits past the limit reports to all others and asks for their reports; their watchdogs answer even where their
-//! main threads compute. A rank that does not answer within the grace time is stopped, dead or cut off. The lowest of the waiting
-//! ranks prints all reports.
+//! A rank that waits past the limit sends a report to all others and asks for theirs. Their watchdogs answer even while
+//! their main threads compute. A rank that does not answer within the grace time is stopped, dead or disconnected. The
+//! lowest of the waiting ranks prints all reports.
 
 use super::accounting::{Entered, last_entered, oldest_async, oldest_of_host};
 use super::communicator;
@@ -27,38 +27,38 @@ use std::time::{Duration, Instant};
 static STOP: AtomicBool = AtomicBool::new(false);
 static THREAD: Mutex<Option<JoinHandle<()>>> = Mutex::new(None);
 
-/// How long the others have to answer.
+/// The time that the others have to answer.
 const GRACE: Duration = Duration::from_secs(2);
-/// How long this rank's GPU has to answer, well within that: one that hangs must not keep the watchdog from its limits.
+/// The time that this rank's GPU has to answer. It is shorter, so that a hanging GPU does not delay the watchdog.
 const PATIENCE: Duration = Duration::from_millis(500);
-/// What follows the words of a rank that stands still for its GPU.
-const FOR_GPU: &str = "stands still for ";
-const RANKS_HINT: &str = "look at the ranks that do not wait; mesh.collective_timeout_s sets the limit";
-const GPU_HINT: &str = "a kernel that does not end: with CUDA_LAUNCH_BLOCKING=1 in the environment and rollout.graphs = false it \
-                        is named; nvidia-smi, and lines with Xid in the log of the node's kernel (dmesg), tell a fault of the \
-                        machine; mesh.collective_timeout_s sets the limit";
-/// Ranks named one by one in the message.
+/// The start of the report of a rank that is blocked on its GPU.
+const FOR_GPU: &str = "has been blocked on ";
+const RANKS_HINT: &str = "look at the ranks that are not waiting; mesh.collective_timeout_s sets the limit";
+const GPU_HINT: &str = "find the kernel that does not end: with CUDA_LAUNCH_BLOCKING=1 in the environment and \
+                        rollout.graphs = false the message names it; check nvidia-smi and the Xid lines in the kernel \
+                        log of the node (dmesg) for a hardware fault; mesh.collective_timeout_s sets the limit";
+/// The largest number of ranks that the message names one by one.
 const NAMED_MAX: usize = 16;
 
 struct Watchdog {
     world: World,
-    /// None where this rank is alone.
+    /// `None` for a single rank.
     channel: Option<Comm>,
     limit: Duration,
-    /// The question to the driver that it has not answered yet.
+    /// The pending query to the driver.
     asked: RefCell<Option<Receiver<OnGpu>>>,
 }
 
-/// What only the GPU's driver and NCCL can tell.
+/// The state that only the GPU's driver and NCCL know.
 #[derive(Default)]
 struct OnGpu {
-    /// What went wrong in a collective beside the host.
+    /// The error of a collective between GPUs.
     fault: Option<String>,
-    /// The collective beside the host that has been under way for the longest time.
+    /// The collective between GPUs that has been in flight for the longest time.
     oldest: Option<Entered>,
 }
 
-/// Watches the collectives of a world, and this rank's GPU. All ranks call this.
+/// Starts to watch the collectives of a world, and this rank's GPU. All ranks call this.
 pub(super) fn start(world: &World, limit: Duration) {
     let channel = (world.size > 1).then(Comm::world);
     let watchdog = Watchdog { world: world.clone(), channel, limit, asked: RefCell::default() };
@@ -69,7 +69,7 @@ pub(super) fn start(world: &World, limit: Duration) {
     *lock(&THREAD) = Some(thread);
 }
 
-/// Ends the thread; MPI may end afterwards.
+/// Ends the thread. MPI may end afterwards.
 pub(super) fn stop() {
     STOP.store(true, Ordering::SeqCst);
     if let Some(thread) = lock(&THREAD).take() {
@@ -80,7 +80,7 @@ pub(super) fn stop() {
 
 impl Watchdog {
     fn run(&self) {
-        // Reports that came before this rank asked: a rank that waits past the limit sends one.
+        // Reports that arrived before this rank asked: a rank that waits past the limit sends one.
         let mut reports: Vec<Option<(bool, String)>> = vec![None; self.world.hosts.len()];
         let tick = (self.limit / 5).clamp(Duration::from_millis(20), Duration::from_millis(500));
         while !STOP.load(Ordering::SeqCst) {
@@ -94,8 +94,8 @@ impl Watchdog {
             let OnGpu { fault, oldest } = self.on_gpu().unwrap_or_default();
             if let Some(why) = fault {
                 let message = format!("a collective between GPUs failed: {why}");
-                let hint = "a rank that died, or a link that broke: the logs of the other ranks may tell; job.collectives = \
-                            \"mpi\" does without NCCL";
+                let hint = "check the logs of the other ranks for a rank that died or a broken link; \
+                            set job.collectives = \"mpi\" to run without NCCL";
                 ending::end(&Error::fault(message).hint(hint), false, "");
             }
             let collectives = oldest_of_host().into_iter().chain(oldest).map(|call| call.since);
@@ -106,8 +106,8 @@ impl Watchdog {
         }
     }
 
-    /// None where the driver does not answer: then it is waited for once, and asked again when its late answer, which is dropped,
-    /// has come.
+    /// Queries the driver. Returns `None` if it does not answer in time. The next query starts after the late answer
+    /// has arrived, which is dropped.
     fn on_gpu(&self) -> Option<OnGpu> {
         if !is_started() {
             return Some(OnGpu::default());
@@ -152,17 +152,18 @@ impl Watchdog {
     fn report(&self, reports: &[Option<(bool, String)>]) -> String {
         let seconds = self.limit.as_secs_f64();
         let is_gpu = reports.iter().flatten().any(|(_, words)| words.contains(FOR_GPU));
-        let what = if is_gpu { "a GPU, or a collective," } else { "a collective" };
+        let what = if is_gpu { "a GPU or a collective" } else { "a collective" };
         let mut text = match reports {
-            // The message says step and phase by itself.
+            // The message contains step and phase already.
             [_] => return format!("the GPU took longer than {seconds} s: this process {}", self.waiting()),
             _ => format!("{what} took longer than {seconds} s"),
         };
-        // Those who do not wait are why the others do: they come first.
+        // Ranks that do not wait are the cause of the others' waits: they come first.
         let mut ranks: Vec<usize> = (0..reports.len()).collect();
         ranks.sort_by_key(|&r| reports[r].as_ref().map_or(0, |(waits, _)| 1 + u8::from(*waits)));
         for &rank in ranks.iter().take(NAMED_MAX) {
-            let words = reports[rank].as_ref().map_or("does not answer: stopped, dead or cut off", |(_, w)| w.as_str());
+            let silent = "does not answer: stopped, dead or disconnected";
+            let words = reports[rank].as_ref().map_or(silent, |(_, words)| words.as_str());
             let _ = write!(text, "\n  rank {rank} ({}) {words}", self.world.hosts[rank]);
         }
         if ranks.len() > NAMED_MAX {
@@ -171,7 +172,7 @@ impl Watchdog {
         text
     }
 
-    /// Sends this rank's report to `to`. It asks for an answer where this rank waits past the limit.
+    /// Sends this rank's report to `to`. It asks for an answer if this rank waits past the limit.
     fn send_report(&self, to: usize, waits: bool) {
         let words = self.doing();
         let mut end = words.len().min(NOTE_BYTES - 16);
@@ -183,12 +184,13 @@ impl Watchdog {
         }
     }
 
-    /// (rank, waits past the limit, what it does)
+    /// The next report: (rank, waits past the limit, text)
     fn take(&self) -> Option<(usize, bool, String)> {
         records::decode(&self.channel?.take::<u8, NOTE_BYTES>(NOTE_TAG)?).ok()
     }
 
-    /// `waits in all_reduce_sum_ordered over data (4194304 bytes) since 600.2 s; step 3, train`; where the host waits for its GPU, what for.
+    /// `has been waiting in all_reduce_sum_ordered over data (4194304 bytes) for 600.2 s; step 3, train`. If the host
+    /// waits for its GPU, the text names the operation.
     fn doing(&self) -> String {
         let mut words = self.waiting();
         if let Some(phase) = phase::describe() {
@@ -200,17 +202,17 @@ impl Watchdog {
     /// The same without step and phase.
     fn waiting(&self) -> String {
         let on_gpu = self.on_gpu();
-        let silent = if on_gpu.is_none() { ", whose driver does not answer" } else { "" };
+        let silent = if on_gpu.is_none() { ", whose driver does not answer," } else { "" };
         let gpu = standing_still()
-            .map(|(since, what)| format!("{FOR_GPU}{what}{silent}, since {:.1} s", since.elapsed().as_secs_f64()));
+            .map(|(since, what)| format!("{FOR_GPU}{what}{silent} for {:.1} s", since.elapsed().as_secs_f64()));
         let flight = on_gpu.and_then(|known| known.oldest);
         let oldest = oldest_of_host().into_iter().chain(flight).min_by_key(|call| call.since);
         let collective =
-            oldest.map(|call| format!("waits in {call} since {:.1} s", call.since.elapsed().as_secs_f64()));
+            oldest.map(|call| format!("has been waiting in {call} for {:.1} s", call.since.elapsed().as_secs_f64()));
         match (collective, gpu, last_entered()) {
             (Some(collective), Some(gpu), _) => format!("{collective}, and {gpu}"),
             (Some(words), None, _) | (None, Some(words), _) => words,
-            (None, None, Some(call)) => format!("is in no collective; its last was {} over {}", call.op, call.axis),
+            (None, None, Some(call)) => format!("is in no collective (its last was {} over {})", call.op, call.axis),
             (None, None, None) => "has entered no collective".to_string(),
         }
     }

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether MPI was started and has not ended. It may be started once in a process, and not again after it ended.
+/// Whether MPI is running. A process may start it only once.
 static RUNNING: AtomicBool = AtomicBool::new(false);
 
 /// This rank's place among all ranks.
@@ -27,11 +27,12 @@ pub struct World {
 }
 
 impl World {
-    /// Joins the ranks that mpirun or srun started; without a launcher, a world of one that never loads MPI's state.
+    /// Joins the ranks that mpirun or srun started. Without a launcher, it is a world of one rank that never starts
+    /// MPI.
     ///
     /// # Errors
-    /// `Usage` if the launcher started another number of ranks than MPI sees (the binary was built against another
-    /// MPI than the launcher's), or if MPI allows only one thread.
+    /// `Usage` if the launcher started a different number of ranks than MPI sees (the binary was built against another
+    /// MPI). `Fault` if MPI allows only one thread.
     pub fn start() -> Result<Self> {
         let Some(expected) = environment::launched_ranks() else { return Ok(Self::null(0, 1)) };
         assert!(!RUNNING.swap(true, Ordering::SeqCst), "World::start was called twice");
@@ -43,7 +44,7 @@ impl World {
         let (rank, size) = (comm.rank(), comm.size());
         if size != expected {
             return Err(Error::usage(format!("the launcher started {expected} ranks, but MPI sees {size}")).hint(
-                "start with the mpirun of the MPI that this binary was built against (ldd shows it), or srun --mpi=pmix",
+                "use the mpirun of the MPI that this binary was built against (ldd shows it), or srun --mpi=pmix",
             ));
         }
         let mine = Member { world_rank: rank, host: host::name() };
@@ -57,7 +58,7 @@ impl World {
         Ok(Self { rank, size, local_size, hosts, group })
     }
 
-    /// A rank of as many, each on a host of its own, that are not there: for a plan. MPI is not started, and collectives
+    /// A rank of a world without peers, each on a host of its own, for a plan. MPI is not started, and collectives
     /// return at once (`Group::null`).
     pub fn null(rank: usize, size: usize) -> Self {
         let group = Group::null("world", rank, size);
@@ -69,8 +70,8 @@ impl World {
         self.group.clone()
     }
 
-    /// Threads for this rank: its cores, divided by the ranks of this host that have the same cores. All ranks call
-    /// this.
+    /// The threads for this rank: its cores, divided by the number of ranks of this host with the same cores. All ranks
+    /// call this.
     pub fn threads(&self) -> Plan {
         let mask = affinity::mask();
         let mine = records::encode(&(&self.hosts[self.rank], &mask));
@@ -78,10 +79,10 @@ impl World {
         affinity::plan(mask.len(), sharing, affinity::quota(), affinity::cores(), self.local_size)
     }
 
-    /// The axes of a mesh on the ranks `range` alone; none for a rank outside. All ranks of the world call this.
+    /// The axes of a mesh on the ranks `range` only. `None` for a rank outside. All ranks of the world call this.
     ///
     /// # Panics
-    /// If the mesh needs another number of ranks.
+    /// If the mesh needs a different number of ranks.
     pub fn axes_of(&self, range: Range<usize>, mesh: &Mesh) -> Option<Axes> {
         if range == (0..self.size) {
             return Some(Axes::of(&self.group, mesh));
@@ -97,12 +98,12 @@ impl World {
     }
 }
 
-/// The groups of `all` along an axis: ranks of equal `color` form one, this one at `place`: its rank and their number.
+/// Splits `all` along an axis: ranks of equal `color` form a group. `(rank, size)` is this rank's place in its group.
 fn along(all: &Group, axis: &'static str, color: usize, (rank, size): (usize, usize), stride: usize) -> Group {
     if all.is_null() { Group::null_every(stride, axis, rank, size) } else { all.split(axis, color, rank) }
 }
 
-/// The groups of this rank, one an axis.
+/// The groups of this rank, one per axis.
 #[derive(Clone, Debug)]
 pub struct Axes {
     pub data: Group,
@@ -125,12 +126,12 @@ impl Axes {
         Self::of(&Group::one(), &Mesh::data_only(1))
     }
 
-    /// The axes of a mesh of all ranks of `all`, who all call this.
+    /// The axes of a mesh over all ranks of `all`. All of them call this.
     ///
     /// # Panics
-    /// If the mesh needs another number of ranks.
+    /// If the mesh needs a different number of ranks.
     pub fn of(all: &Group, mesh: &Mesh) -> Self {
-        assert_eq!(mesh.ranks(), all.size(), "mesh {mesh} over these ranks");
+        assert_eq!(mesh.ranks(), all.size(), "the number of ranks of mesh {mesh}");
         let rank = all.rank();
         let tensor = rank % mesh.tensor;
         let sequence = rank / mesh.tensor % mesh.sequence;
@@ -153,14 +154,14 @@ impl Axes {
     }
 }
 
-/// Ends every rank of the job with this exit code, where MPI is running; else returns.
+/// Ends every rank of the job with this exit code if MPI is running. Otherwise returns.
 pub(super) fn abort(code: i32) {
     if RUNNING.load(Ordering::SeqCst) {
         raw::abort(code);
     }
 }
 
-/// Ends MPI, if it was started and has not ended.
+/// Ends MPI if it is running.
 pub(super) fn finalize() {
     if RUNNING.swap(false, Ordering::SeqCst) {
         raw::finalize();

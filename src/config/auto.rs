@@ -1,9 +1,9 @@
-//! Tokens of a micro-batch in a job: a number, or `"auto"`, which the plan replaces before the job begins.
+//! The tokens of a micro-batch in a job: a number, or `"auto"`, which the plan replaces before the job begins.
 
 use super::mesh::Auto;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// `"auto"`: as many as fit.
+/// The value of `"auto"`: as many as fit.
 pub const AUTO: usize = usize::MAX;
 
 pub fn serialize<S: Serializer>(tokens: &usize, to: S) -> Result<S::Ok, S::Error> {

@@ -5,7 +5,7 @@ use super::limits::COUNT;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// What a resume does where models or data are others than those that the run was saved with.
+/// The behavior of a resume if models or data differ from the ones that the run was saved with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ChangedInputs {
@@ -14,11 +14,11 @@ pub enum ChangedInputs {
     Accept,
 }
 
-/// Which of two evaluations is the better one.
+/// The rule for the better one of two evaluations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BestMode {
-    /// The lower one of a loss or a KL, the higher one of anything else.
+    /// Lower is better for a loss or a KL, higher for anything else.
     #[default]
     ByMetric,
     Max,
@@ -38,15 +38,15 @@ table! {
 }
 
 impl CheckpointConfig {
-    /// Refuses what asks for the best of evaluations that are not made.
+    /// Rejects keys that need the best evaluation if there are no evaluations.
     pub fn check(&self, eval: &EvalConfig) -> Result<()> {
         let asks = [(self.export_best, "checkpoint.export_best = true"), (eval.patience > 0, "eval.patience above 0")];
         if let Some((_, what)) = asks.iter().find(|(asks, _)| *asks && self.best_metric.is_empty()) {
-            return Err(Error::usage(format!("{what} without checkpoint.best_metric"))
-                .hint("name a number of the evaluation, e.g. checkpoint.best_metric = \"eval_loss\""));
+            return Err(Error::usage(format!("{what} needs checkpoint.best_metric"))
+                .hint("set it to a metric of the evaluation, e.g. checkpoint.best_metric = \"eval_loss\""));
         }
         if !self.best_metric.is_empty() && eval.every_steps == 0 {
-            let message = format!("checkpoint.best_metric = \"{}\" with eval.every_steps = 0", self.best_metric);
+            let message = format!("checkpoint.best_metric = \"{}\" needs eval.every_steps above 0", self.best_metric);
             return Err(Error::usage(message).hint("set eval.every_steps and data.eval_split"));
         }
         Ok(())

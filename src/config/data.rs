@@ -1,4 +1,4 @@
-//! `[data]`: where the rows come from, which of them train, how they are cut and in which order they come.
+//! `[data]`: the source of the rows, their splits, their truncation and their order.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use super::limits::{COUNT, TOKENS, check_weights};
 use super::reward::{FromWord, one_or_many};
 use crate::error::{Error, Result};
 
-/// What happens to a prompt of more than `prompt_tokens_max` tokens. Always counted in the ledger.
+/// The treatment of a prompt with more than `prompt_tokens_max` tokens. The ledger always counts it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LongPrompts {
@@ -20,7 +20,7 @@ pub enum LongPrompts {
     TruncateLeft,
     /// The last tokens are cut off.
     TruncateRight,
-    /// The row becomes pieces of `prompt_tokens_max` tokens that overlap by `window_overlap_tokens`.
+    /// The row becomes several pieces of `prompt_tokens_max` tokens that overlap by `window_overlap_tokens`.
     Window,
 }
 
@@ -28,7 +28,7 @@ pub enum LongPrompts {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Order {
-    /// As in the files.
+    /// The order in the files.
     Sequential,
     /// A new seeded permutation each epoch.
     #[default]
@@ -39,14 +39,14 @@ pub enum Order {
     Curriculum,
 }
 
-/// Where a split comes from.
+/// The source of a split.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SplitBy {
     /// The splits that the shards were written with.
     #[default]
     Source,
-    /// `train` and `test`, cut by a seeded hash of each row's prompt.
+    /// `train` and `test`, divided by a seeded hash of each row's prompt.
     Ratio,
     /// The value of `field` in each row is the name of its split.
     Field,
@@ -66,7 +66,7 @@ table! {
 }
 
 table! {
-    /// Held-out rows with a name, whose numbers stand apart.
+    /// Held-out rows with a name and with metrics of their own.
     pub struct EvalSetConfig {
         pub name: String = String::new(),
         #[serde(deserialize_with = "one_or_many")]
@@ -113,7 +113,7 @@ table! {
         pub order: Order = Order::Shuffled,
         pub length_group_rows: usize = 1024 => 1.0..=COUNT,
         pub curriculum_field: String = String::new(),
-        /// No row trains: where no split is named, all evaluate.
+        /// Whether no row trains. Without a named split, all rows evaluate.
         #[serde(skip)]
         pub only_evaluates: bool = false,
     }
@@ -128,12 +128,12 @@ impl DataConfig {
         }
     }
 
-    /// Files and shards of prompts, those of sets included.
+    /// Files and shards of prompts, including those of sets.
     pub fn all_prompts(&self) -> impl Iterator<Item = &String> {
         self.prompts.iter().chain(self.eval_sets.iter().flat_map(|set| &set.prompts))
     }
 
-    /// How `pretrain` is read, where there is any: every token of its texts is handed out, in pieces.
+    /// The configuration for reading `pretrain`, if it is set: every token of its texts is used, in pieces.
     pub fn of_pretrain(&self) -> Option<Self> {
         (!self.pretrain.is_empty()).then(|| Self {
             prompts: self.pretrain.clone(),
@@ -145,7 +145,7 @@ impl DataConfig {
         })
     }
 
-    /// How the rows of each of `eval_sets` are read.
+    /// The configuration for reading the rows of each of `eval_sets`.
     pub fn of_eval_sets(&self) -> impl Iterator<Item = Self> {
         let key = |own: &String, of_data: &String| if own.is_empty() { of_data.clone() } else { own.clone() };
         self.eval_sets.iter().map(move |set| Self {
@@ -155,7 +155,7 @@ impl DataConfig {
             prompt_split: String::new(),
             eval_split: set.split.clone(),
             eval_sets: Vec::new(),
-            // All rows need no split, and files are named by the set.
+            // All rows are used, so there is no split, and the set names the files.
             split: match self.split.by {
                 SplitBy::Ratio | SplitBy::Field if !set.split.is_empty() => self.split.clone(),
                 _ => SplitConfig::default(),
@@ -168,7 +168,7 @@ impl DataConfig {
         })
     }
 
-    /// What `make` makes of each of `eval_sets`, whose name stands before an error.
+    /// Applies `make` to each of `eval_sets`; errors start with the name of the set.
     pub fn each_eval_set<T>(&self, mut make: impl FnMut(&Self) -> Result<T>) -> Result<Vec<T>> {
         let one = |(set, config): (&EvalSetConfig, Self)| {
             make(&config).map_err(|e| {
@@ -184,26 +184,26 @@ impl DataConfig {
         for (i, EvalSetConfig { name, prompts, .. }) in self.eval_sets.iter().enumerate() {
             let is_word = |c: char| c.is_alphanumeric() || "-_.".contains(c);
             if name.is_empty() || !name.chars().all(is_word) {
-                return Err(Error::usage(format!("data.eval_sets: the name of set {} is {name:?}", i + 1))
-                    .hint("needed are letters, digits, - _ and .: metrics are called eval/NAME/..."));
+                return Err(Error::usage(format!("data.eval_sets: set {} has the invalid name {name:?}", i + 1))
+                    .hint("use only letters, digits, - _ and . because metrics are called eval/NAME/..."));
             }
             let is_new = self.eval_sets[..i].iter().all(|other| other.name != *name);
             Error::need(is_new, format!("data.eval_sets has two sets named {name:?}"))?;
-            Error::need(!prompts.is_empty(), format!("data.eval_sets: {name} names no prompts"))?;
+            Error::need(!prompts.is_empty(), format!("data.eval_sets: {name} has no prompts"))?;
         }
         Ok(())
     }
 
-    /// Checks what neither the types nor the ranges can: keys that need each other.
+    /// Checks the keys that depend on each other, which neither types nor ranges can.
     pub fn check(&self) -> Result<()> {
-        let hint = "name shard prefixes or files of rows";
+        let hint = "set it to shard prefixes or files of rows";
         self.check_eval_sets()?;
         let has_rows = !self.prompts.is_empty() || self.only_evaluates && !self.eval_sets.is_empty();
         Error::need(has_rows, "data.prompts is empty").map_err(|e| e.hint(hint))?;
         let (overlap, longest) = (self.window_overlap_tokens, self.prompt_tokens_max);
         Error::need(
             self.long_prompts != LongPrompts::Window || overlap < longest,
-            format!("data.window_overlap_tokens is {overlap}, it must be below data.prompt_tokens_max = {longest}"),
+            format!("data.window_overlap_tokens must be below data.prompt_tokens_max = {longest} (got {overlap})"),
         )?;
         check_weights("data.weights", &self.weights, "data.prompts", self.prompts.len())?;
         Error::need(
@@ -213,21 +213,24 @@ impl DataConfig {
         Error::need(
             self.eval_split.is_empty() || self.eval_split != self.prompt_split,
             format!(
-                "data.prompt_split and data.eval_split are both {:?}: a row either trains or evaluates",
+                "data.prompt_split and data.eval_split must differ, as a row either trains or evaluates (got {:?} for both)",
                 self.eval_split
             ),
         )?;
         let own =
             ["messages", "add_generation_prompt"].into_iter().find(|own| self.chat_template_args.contains_key(*own));
         let own = own.unwrap_or_default();
-        Error::need(own.is_empty(), format!("data.chat_template_args has {own:?}, which every row sets itself"))?;
+        Error::need(
+            own.is_empty(),
+            format!("data.chat_template_args must not contain {own:?}, which every row sets itself"),
+        )?;
         let is_told = self.chat_template || self.chat_template_args.is_empty();
         Error::need(is_told, "data.chat_template_args needs data.chat_template = true")?;
         let ratio = self.split.eval_ratio;
         match self.split.by {
             SplitBy::Ratio => Error::need(
                 ratio > 0.0 && ratio < 1.0,
-                format!("data.split.eval_ratio is {ratio}, it must be between 0 and 1"),
+                format!("data.split.eval_ratio must be between 0 and 1, both excluded (got {ratio})"),
             ),
             SplitBy::Field => {
                 Error::need(!self.split.field.is_empty(), "data.split.by = \"field\" needs data.split.field")

@@ -6,14 +6,14 @@ use super::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// How far a student's distribution q is from its teacher's p, for each token over the whole vocabulary.
+/// The divergence between a student's distribution q and its teacher's p, for each token over the whole vocabulary.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Divergence {
-    /// KL(p || q): the student covers all that the teacher would say.
+    /// KL(p || q): the student covers all modes of the teacher.
     #[default]
     ForwardKl,
-    /// KL(q || p): the student says only what the teacher would.
+    /// KL(q || p): the student concentrates on modes of the teacher.
     ReverseKl,
     /// The mean of KL(p || m) and KL(q || m), m = (p + q) / 2 (Jensen-Shannon).
     Jsd,
@@ -35,22 +35,25 @@ table! {
 }
 
 impl DistillConfig {
-    /// What the loss weighs the cross-entropy of the tokens and the divergence by. A student's own samples are no demonstrations.
+    /// The weights of the tokens' cross-entropy and of the divergence in the loss. A student's own samples have no
+    /// cross-entropy, because they are not demonstrations.
     pub fn coefs(&self) -> [f64; 2] {
         let ce = if self.on_policy { 0.0 } else { self.ce_coef };
         [ce, 1.0 - ce]
     }
 
-    /// Refuses combinations that have no meaning.
+    /// Rejects combinations that have no meaning.
     pub fn check(&self, model: &ModelConfig, rollout: &RolloutConfig) -> Result<()> {
         let (teachers, weights) = (&model.teachers, &model.teacher_weights);
         if teachers.is_empty() {
-            return Err(Error::usage("model.teachers is empty, a distill job needs at least one teacher")
-                .hint("set model.teachers = [\"DIR\"]: a model with model.actor's vocabulary"));
+            return Err(Error::usage(
+                "model.teachers must name at least one teacher in a distill job (got an empty list)",
+            )
+            .hint("set model.teachers = [\"DIR\"], a model with the vocabulary of model.actor"));
         }
         Error::need(
             teachers.iter().all(|dir| !dir.as_os_str().is_empty()),
-            "model.teachers holds an empty text, needed a directory",
+            "model.teachers must contain directories (got an empty string)",
         )?;
         check_weights("model.teacher_weights", weights, "model.teachers", teachers.len())?;
         if self.full_vocabulary {
@@ -58,13 +61,12 @@ impl DistillConfig {
         }
         if !self.on_policy {
             return Err(Error::usage(
-                "distill.full_vocabulary = false looks at sampled tokens alone, but the rows are not sampled",
+                "distill.full_vocabulary = false needs sampled tokens, but the rows are not sampled",
             )
             .hint("set distill.on_policy = true, or leave distill.full_vocabulary out"));
         }
         if self.divergence != Divergence::ReverseKl {
-            let message =
-                "distill.full_vocabulary = false looks at the student's samples alone, which tell of the reverse KL";
+            let message = "distill.full_vocabulary = false uses only the student's samples, which can only estimate the reverse KL";
             return Err(Error::usage(message)
                 .hint("set distill.divergence = \"reverse_kl\", or distill.full_vocabulary = true"));
         }
@@ -72,8 +74,8 @@ impl DistillConfig {
         Error::need(
             sampled == compared,
             format!(
-                "distill.full_vocabulary = false with rollout.temperature = {sampled} and distill.temperature = {compared}, needed equal \
-                 ones: samples tell of the distribution that they are drawn from"
+                "distill.full_vocabulary = false needs equal temperatures, as samples estimate the distribution that they come \
+                 from (got rollout.temperature = {sampled} and distill.temperature = {compared})"
             ),
         )
     }

@@ -1,4 +1,4 @@
-//! `[job]`, `[sft]`, `[gradient]`, `[eval]`: what is run, and how steps are cut.
+//! `[job]`, `[sft]`, `[gradient]`, `[eval]`: the kind of job, and the division of its steps.
 
 use super::limits::{COUNT, FINITE, SAMPLES, THREADS_MAX, TOKENS};
 use super::optim::GradientOrder;
@@ -10,7 +10,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use std::path::PathBuf;
 
-/// What the job does.
+/// The kind of job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum JobKind {
@@ -20,53 +20,53 @@ pub enum JobKind {
     RewardModel,
     /// A policy trained on preferences themselves: DPO and its relatives (`dpo.loss`).
     Dpo,
-    /// A policy trained on single responses that are labelled good or bad.
+    /// A policy trained on single responses that are labeled good or bad.
     Kto,
     /// A process reward model: it labels the steps of a response.
     StepReward,
     /// A student that learns the distributions of teachers, on rows or on its own samples (`distill.on_policy`).
     Distill,
-    /// Answers to held-out prompts, and how many are right: nothing is trained.
+    /// An evaluation of responses to held-out prompts, without training.
     Eval,
-    /// Proximal policy optimisation and its relatives (`ppo.advantage`).
+    /// Proximal policy optimization and its relatives (`ppo.advantage`).
     #[default]
     Ppo,
 }
 
-/// What models are put on.
+/// The device of the models.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromArgValue, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DeviceName {
     Cpu,
-    /// One GPU a rank.
+    /// One GPU per rank.
     Gpu,
-    /// `gpu` where every rank finds one, the models suit it and its kernels compute what the CPU does; else `cpu`.
+    /// `gpu` if any rank sees a GPU, else `cpu`. The GPU must support the models and pass the self-test.
     #[default]
     Auto,
 }
 
-/// How collectives of values on GPUs go.
+/// The backend for collectives of values on GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Collectives {
-    /// NCCL over each axis whose ranks have a GPU each and the library; MPI over the others.
+    /// NCCL over each axis whose ranks have the library and a GPU each; MPI over the others.
     #[default]
     Auto,
-    /// NCCL, or no run.
+    /// NCCL; an error if that is not possible.
     Nccl,
-    /// MPI through the host.
+    /// MPI through host memory.
     Mpi,
 }
 
-/// Who computes GEMMs on a GPU.
+/// The backend of GEMMs on a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Gemm {
-    /// Our own kernels: a row has the same bits whatever else is in the batch.
+    /// Our own kernels: the result of a row is bit-identical in every batch.
     Exact,
-    /// cuBLASLt for those of many rows: old log-probabilities are computed again.
+    /// cuBLASLt for GEMMs of many rows; old log-probabilities are recomputed.
     Cublaslt,
-    /// The faster one, as two products say that are timed at the start; `exact` where there is no cuBLASLt.
+    /// The faster one, according to two GEMMs that are timed at the start; `exact` if there is no cuBLASLt.
     #[default]
     Auto,
 }
@@ -88,13 +88,13 @@ table! {
 }
 
 impl JobConfig {
-    /// Whether products may be cuBLASLt's; under `auto` only the start shows whether they are.
+    /// Whether GEMMs may use cuBLASLt; under `auto` this is decided at the start of the run.
     pub fn may_be_fast(&self) -> bool {
         self.device == DeviceName::Gpu && self.gemm != Gemm::Exact
     }
 }
 
-/// Which tokens a supervised loss counts.
+/// The tokens that a supervised loss counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LossOn {
@@ -118,17 +118,18 @@ table! {
     }
 }
 
-/// What of a forward the backward computes again, instead of it being kept (arXiv:1604.06174).
+/// The part of a forward that the backward recomputes instead of keeping it (arXiv:1604.06174).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Recompute {
-    /// The least with which the plan finds the job to fit.
+    /// The least recomputation with which the plan finds that the job fits.
     #[default]
     Auto,
     None,
-    /// The norm, the projections and the attention of each block, but not what it adds to the residual stream (arXiv:2205.05198).
+    /// The norm, the projections and the attention of each block, but not their contribution to the residual stream
+    /// (arXiv:2205.05198).
     Attention,
-    /// All of each block but its input.
+    /// Everything in each block except its input.
     Block,
 }
 
@@ -138,7 +139,7 @@ impl From<bool> for Recompute {
     }
 }
 
-/// A word, or true and false as in older jobs.
+/// A name, or true or false as in older jobs.
 fn recompute<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<Recompute, D::Error> {
     match toml::Value::deserialize(from)? {
         toml::Value::Boolean(block) => Ok(block.into()),
@@ -156,16 +157,16 @@ table! {
 }
 
 impl GradientConfig {
-    /// Refuses a fixed order of sums where the layout has another: `mesh` under ZeRO stage `stage`.
+    /// Rejects a fixed order of sums if the layout, `mesh` with ZeRO stage `stage`, has another order.
     pub fn check_layout(&self, mesh: &Mesh, stage: usize) -> Result<()> {
         let cut = mesh.sequence > 1 || mesh.tensor > 1 || stage > 1;
         if self.order == GradientOrder::Fast || !cut {
             return Ok(());
         }
         Err(Error::usage(format!(
-            "gradient.order = \"fixed\" on {mesh} with mesh.zero = {stage}, needed sequence = tensor = 1 and zero up to 1"
+            "gradient.order = \"fixed\" needs sequence = tensor = 1 and mesh.zero of at most 1 (got {mesh}, mesh.zero = {stage})"
         ))
-        .hint("shard over data alone with mesh.zero = 1, or set gradient.order = \"fast\""))
+        .hint("shard over data only with mesh.zero = 1, or set gradient.order = \"fast\""))
     }
 }
 
@@ -183,25 +184,27 @@ table! {
 }
 
 impl EvalConfig {
-    /// Refuses numbers of samples that say nothing.
+    /// Rejects numbers of samples that have no meaning.
     pub fn check(&self) -> Result<()> {
         let (n, t) = (self.samples_per_prompt, self.temperature);
         Error::need(
             t == 0.0 || t >= TEMPERATURE_MIN,
-            format!("eval.temperature is {t}, needed 0 (greedy) or at least {TEMPERATURE_MIN}"),
+            format!("eval.temperature must be 0 (greedy) or at least {TEMPERATURE_MIN} (got {t})"),
         )?;
         if let Some(k) = self.pass_at.iter().find(|k| !(1..=n).contains(*k)) {
-            return Err(Error::usage(format!("eval.pass_at has {k}, needed from 1 to eval.samples_per_prompt = {n}"))
-                .hint("raise eval.samples_per_prompt: pass@k is estimated from at least k samples of a prompt"));
+            return Err(Error::usage(format!(
+                "eval.pass_at must be between 1 and eval.samples_per_prompt = {n} (got {k})"
+            ))
+            .hint("raise eval.samples_per_prompt: pass@k needs at least k samples of a prompt"));
         }
         if n > 1 && t == 0.0 {
-            return Err(Error::usage(format!("eval.samples_per_prompt = {n} with eval.temperature = 0"))
-                .hint("at temperature 0 all samples of a prompt are one: set eval.temperature, for example to 1.0"));
+            return Err(Error::usage(format!("eval.samples_per_prompt must be 1 with eval.temperature = 0 (got {n})"))
+                .hint("set eval.temperature, for example to 1.0: at temperature 0 all samples of a prompt are equal"));
         }
         Ok(())
     }
 
-    /// Whether samples are drawn at a temperature of their own, not at the rollout's.
+    /// Whether samples use a temperature of their own instead of the rollout's.
     pub fn draws(&self) -> bool {
         self.temperature > 0.0
     }

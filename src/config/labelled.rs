@@ -1,4 +1,4 @@
-//! Keys of the methods that learn from labelled responses: whole ones (KTO), or each step of one (process rewards).
+//! Keys of the methods that learn from labeled responses: whole ones (KTO), or each step of one (process rewards).
 
 use super::limits::{FINITE, SAMPLES, TOKENS};
 use crate::error::{Error, Result};
@@ -10,7 +10,7 @@ table! {
         pub desirable_weight: f64 = 1.0 => 0.0..=FINITE,
         pub undesirable_weight: f64 = 1.0 => 0.0..=FINITE,
         pub epochs: f64 = 1.0 => 0.0..=1e6,
-        // The KL is of prompts with the responses of other rows.
+        // The KL is computed on prompts with the responses of other rows.
         pub minibatch_samples: usize = 64 => 2.0..=SAMPLES,
         #[serde(with = "super::auto")]
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
@@ -30,10 +30,13 @@ table! {
 }
 
 impl StepRewardConfig {
-    /// Refuses reward tokens between which there is no choice.
+    /// Rejects fewer than two different reward tokens.
     pub fn check(&self) -> Result<()> {
         let tokens = &self.reward_tokens;
-        Error::need(tokens.len() >= 2, format!("step_reward.reward_tokens is {tokens:?}, needed at least two"))?;
+        Error::need(
+            tokens.len() >= 2,
+            format!("step_reward.reward_tokens must have at least 2 tokens (got {tokens:?})"),
+        )?;
         let again = tokens.iter().enumerate().find(|(i, token)| tokens[..*i].contains(token));
         match again {
             Some((_, token)) => Err(Error::usage(format!("step_reward.reward_tokens has {token:?} twice"))),

@@ -1,8 +1,8 @@
-//! Every number of a job has a range, beside its default: a value outside it is refused by name before anything is allocated or
-//! timed by it.
+//! Every number of a job has a range next to its default. A value outside it is rejected by name before anything is
+//! allocated or timed with it.
 //!
-//! Upper bounds are far beyond any use. They keep products of a few of these numbers, and the bytes that they come to, within
-//! what the machine's integers hold, and seconds within what a clock can add.
+//! Upper bounds are far beyond any use. They keep products of a few of these numbers, and the resulting bytes, within
+//! the machine's integers, and seconds within the range of a clock.
 
 use crate::error::{Error, Result};
 use serde::Serialize;
@@ -12,22 +12,22 @@ use std::ops::RangeInclusive;
 /// Steps, rows and other counts that run through a job.
 pub(super) const COUNT: f64 = 1e9;
 pub(super) const TOKENS: f64 = TOKENS_MAX as f64;
-/// Rows of a step, and responses of it.
+/// The most rows of a step, and the most responses.
 pub const SAMPLES_MAX: usize = 1 << 24;
 pub(super) const SAMPLES: f64 = SAMPLES_MAX as f64;
-/// More than any cluster has.
+/// The most ranks, more than any cluster has.
 pub const RANKS_MAX: usize = 1 << 16;
-/// Threads of a rank.
+/// The most threads of a rank.
 pub const THREADS_MAX: usize = 4096;
-/// Tokens of a row, of a forward, or of a response.
+/// The most tokens of a row, of a forward, or of a response.
 pub const TOKENS_MAX: usize = 1 << 27;
-/// Tokens that a model may know.
+/// The largest vocabulary of a model.
 pub const VOCABULARY_MAX: usize = 1 << 24;
-/// A petabyte.
+/// The most bytes, a petabyte.
 pub(super) const BYTES: f64 = 1_125_899_906_842_624.0;
 pub(super) const YEAR_S: f64 = 31_536_000.0;
 pub(super) const FINITE: f64 = f32::MAX as f64;
-/// The smallest f32 above 0 that is no subnormal: for ranges that leave 0 out.
+/// The smallest normal f32 above 0, for ranges that exclude 0.
 pub(super) const ABOVE_0: f64 = f32::MIN_POSITIVE as f64;
 
 /// Numbers of a table, each with its range.
@@ -38,34 +38,37 @@ pub trait Ranged: Serialize {
     const RANGES: Ranges;
 }
 
-/// Refuses the numbers of `table`, which holds the settings `settings`, that are outside their ranges.
+/// Rejects numbers of the table `table` with the values `settings` that are outside their ranges.
 pub fn check<T: Ranged>(table: &str, settings: &T) -> Result<()> {
     let values = serde_json::to_value(settings).map_err(|e| Error::fault(format!("[{table}]: {e}")))?;
     check_values(table, &values, T::RANGES)
 }
 
-/// The same of the settings as JSON.
+/// The same check for settings as JSON.
 pub(super) fn check_values(table: &str, values: &Value, ranges: Ranges) -> Result<()> {
     // A float that is not finite is null here.
     let outside = |(key, range): &(&str, _)| refuse_outside(&format!("{table}.{key}"), &values[key], range).err();
     Error::all(ranges.iter().filter_map(outside).collect())
 }
 
-/// The same of a number of the command line: `option` is at least `low` and at most `high`.
+/// The same check for a number of the command line: `option` must be at least `low` and at most `high`.
 pub fn check_option(option: &str, value: usize, low: usize, high: usize) -> Result<()> {
     refuse_outside(option, &value.into(), &(low as f64..=high as f64))
 }
 
-/// Refuses weights of `key` that are not one for each of the `entries` of `of`, or not positive.
+/// Rejects weights of `key` unless there is one for each of the `entries` of `of`, and all are positive.
 pub(super) fn check_weights(key: &str, weights: &[f64], of: &str, entries: usize) -> Result<()> {
     let n = weights.len();
-    Error::need(n == 0 || n == entries, format!("{key} has {n} numbers for {entries} entries of {of}"))?;
+    Error::need(
+        n == 0 || n == entries,
+        format!("{key} must have one number for each entry of {of} (got {n} for {entries})"),
+    )?;
     let are_positive = weights.iter().all(|weight| weight.is_finite() && *weight > 0.0);
     Error::need(are_positive, format!("{key} must be positive numbers"))
 }
 
 fn refuse_outside(key: &str, value: &Value, range: &RangeInclusive<f64>) -> Result<()> {
-    // "auto" stands for a number that is chosen later.
+    // "auto" is replaced by a number later.
     if value == "auto" || value.as_f64().is_some_and(|x| range.contains(&x)) {
         return Ok(());
     }
@@ -74,17 +77,18 @@ fn refuse_outside(key: &str, value: &Value, range: &RangeInclusive<f64>) -> Resu
         short if f64::from(short) == x => short.to_string(),
         _ => x.to_string(),
     });
-    let text = text.unwrap_or_else(|| if value.is_null() { "not finite".into() } else { value.to_string() });
+    let text =
+        text.unwrap_or_else(|| if value.is_null() { "a value that is not finite".into() } else { value.to_string() });
     let needed = match (*range.start(), *range.end()) {
         (low, high) if low == -FINITE && high == FINITE => "a finite number".to_string(),
-        (low, high) if low == -FINITE => format!("a number up to {high}"),
-        (low, high) if low > 0.0 && low <= ABOVE_0 && high == FINITE => "a number above 0".to_string(),
-        (low, high) if low > 0.0 && low <= ABOVE_0 => format!("a number above 0, up to {high}"),
-        (low, high) if high == FINITE => format!("a number from {low} up"),
+        (low, high) if low == -FINITE => format!("at most {high}"),
+        (low, high) if low > 0.0 && low <= ABOVE_0 && high == FINITE => "above 0".to_string(),
+        (low, high) if low > 0.0 && low <= ABOVE_0 => format!("above 0 and at most {high}"),
+        (low, high) if high == FINITE => format!("at least {low}"),
         (1.0, high) => format!("at least 1 and at most {high}"),
-        (low, high) => format!("a number from {low} to {high}"),
+        (low, high) => format!("between {low} and {high}"),
     };
-    Err(Error::usage(format!("{key} is {text}, needed {needed}")))
+    Err(Error::usage(format!("{key} must be {needed} (got {text})")))
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! From a TOML file and `key.path=value` overrides to a `Config`. All mistakes are told at once, each with its line or override and
-//! with what was meant.
+//! From a TOML file and `key.path=value` overrides to a `Config`. All mistakes are reported together, each with its
+//! line or override and with a suggestion.
 
 use super::Config;
 use super::words::{elsewhere, nearest};
@@ -12,16 +12,16 @@ use toml::{Table, Value};
 /// Keys without a default.
 pub(super) const REQUIRED: [&str; 3] = ["job.kind", "model.actor", "data.prompts"];
 
-/// Reads `path`, applies the overrides in order, and checks every key. Paths of the file start from its folder, those of overrides from
-/// the current one.
+/// Reads `path`, applies the overrides in order, and checks every key. Paths in the file are relative to its folder,
+/// paths in overrides to the current one.
 pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
     // Opening a FIFO would block until a writer opens it.
     if std::fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
-        return Err(Error::usage(format!("job file {} is no regular file", path.display())));
+        return Err(Error::usage(format!("job file {} is not a regular file", path.display())));
     }
     let text = std::fs::read_to_string(path).map_err(|e| match e.kind() {
         std::io::ErrorKind::NotFound => Error::usage(format!("job file {} does not exist", path.display()))
-            .hint("give the path of a TOML job, e.g. `rlhf-hpc ppo.toml`; `rlhf-hpc --help` lists the verbs"),
+            .hint("pass the path of a TOML job, e.g. `rlhf-hpc ppo.toml`, or run `rlhf-hpc --help` for the verbs"),
         _ => Error::io("read", path, &e),
     })?;
     let here = std::env::current_dir().map_err(|e| Error::io("find", Path::new("."), &e))?;
@@ -32,7 +32,7 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
     Ok(config)
 }
 
-/// `load` without a file: paths stay as they are.
+/// `load` without a file; paths are not changed.
 pub fn parse(text: &str, overrides: &[String]) -> Result<Config> {
     read(text, overrides, Path::new(""))
 }
@@ -65,12 +65,13 @@ fn read(text: &str, overrides: &[String], here: &Path) -> Result<Config> {
         let value = |of: &str, name: &str| table.get(of).and_then(|table| table.get(name));
         let is_evaluated = key == "data.prompts" && value("data", "eval_sets").is_some();
         if value(of, name).is_none() && !is_evaluated {
-            let hint = "job.kind, model.actor and data.prompts have no default; jobs/reference.toml has every key";
+            let hint =
+                "set job.kind, model.actor and data.prompts, which have no default; jobs/reference.toml lists all keys";
             mistakes.push(Error::usage(format!("{key} is missing")).hint(hint));
         }
     }
     Error::all(mistakes)?;
-    // Overrides have lists in place of single values, too.
+    // Single values of overrides become lists, too.
     check(&mut table, &known, &mut Vec::new(), &mut |_, _| ());
     let mut config = Config::deserialize(Value::Table(table))
         .map_err(|e| Error::usage(e.message().lines().collect::<Vec<_>>().join(" ")))?;
@@ -78,8 +79,8 @@ fn read(text: &str, overrides: &[String], here: &Path) -> Result<Config> {
     Ok(config)
 }
 
-/// Looks at each key of `given` beside those that are `known`, and at its value alone. A single value where a list is meant becomes
-/// one of itself. `wrong` takes the path of a mistake and what it is.
+/// Compares each key of `given` with the `known` ones, and checks its value by itself. A single value becomes a list if
+/// the key is a list. `wrong` is called with the path of a mistake and its error.
 fn check<'a>(given: &'a mut Table, known: &Table, path: &mut Vec<&'a str>, wrong: &mut dyn FnMut(&[&str], Error)) {
     for (key, value) in given.iter_mut() {
         path.push(key);
@@ -93,7 +94,7 @@ fn check<'a>(given: &'a mut Table, known: &Table, path: &mut Vec<&'a str>, wrong
                 Value::Table(inner) => check(inner, known, path, wrong),
                 other => {
                     let (name, found) = (path.join("."), other.type_str());
-                    let error = Error::usage(format!("{key} is a table, found a value ({found})"));
+                    let error = Error::usage(format!("{key} must be a table (got a value of type {found})"));
                     wrong(path, error.hint(format!("write [{name}] with its keys below, or {name}.KEY = VALUE")));
                 }
             },
@@ -110,13 +111,13 @@ fn check<'a>(given: &'a mut Table, known: &Table, path: &mut Vec<&'a str>, wrong
     }
 }
 
-/// What serde says of a job with `value` alone at `path`, where it does not take it.
+/// The error of serde for a job with only `value` at `path`; none if serde accepts it.
 pub(super) fn refusal(path: &[&str], value: Value) -> Option<String> {
     let within = |value, key: &&str| Value::Table(Table::from_iter([((*key).to_string(), value)]));
     Config::deserialize(path.iter().rev().fold(value, within)).err().map(|e| e.message().to_string())
 }
 
-/// Where the value of `path` begins in the file.
+/// The position of the value of `path` in the file.
 fn place_of(table: &DeTable, path: &[&str]) -> Option<usize> {
     let (first, rest) = path.split_first()?;
     let (key, value) = table.iter().find(|(key, _)| key.get_ref() == first)?;
@@ -151,7 +152,7 @@ const PATHS: [&str; 15] = [
     "reward.judge.dir",
 ];
 
-/// The same with paths that start from `here`; of tables those of their `file`, `dir` or `prompts`.
+/// The value with paths relative to `here`; in tables only the paths in `file`, `dir` and `prompts`.
 fn from_here(value: Value, here: &Path) -> Value {
     match value {
         Value::String(path) if !path.is_empty() => Value::String(here.join(path).display().to_string()),
@@ -167,7 +168,7 @@ fn from_here(value: Value, here: &Path) -> Value {
     }
 }
 
-/// Sets `a.b.c=value`; the value is TOML, or a plain string where it does not parse as TOML. A path starts from `here`.
+/// Sets `a.b.c=value`. The value is TOML, or a plain string if it does not parse as TOML. A path is relative to `here`.
 fn apply(table: &mut Table, item: &str, here: &Path) -> Result<()> {
     let Some((path, raw)) = item.split_once('=') else {
         return Err(Error::usage(format!("override `{item}` has no `=`"))
@@ -196,7 +197,7 @@ fn apply(table: &mut Table, item: &str, here: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What serde says of the value of a key, in the words of a user.
+/// Translates serde's error about the value of a key for users.
 fn explain(key: &str, value: &Value, message: &str) -> Error {
     let message = message.replace('\n', " ");
     let names: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
@@ -211,31 +212,31 @@ fn explain(key: &str, value: &Value, message: &str) -> Error {
         return Error::usage(message);
     };
     let expected = match expected {
-        "u8" | "u16" | "u32" | "u64" | "usize" if found.contains("`-") => "a whole number from 0 up",
-        "u8" | "u16" | "u32" | "u64" | "usize" | "i32" | "i64" => "a whole number",
+        "u8" | "u16" | "u32" | "u64" | "usize" if found.contains("`-") => "an integer of at least 0",
+        "u8" | "u16" | "u32" | "u64" | "usize" | "i32" | "i64" => "an integer",
         "f32" | "f64" => "a number",
         "a boolean" => "true or false",
-        "a string" | "path string" => "a text",
+        "a string" | "path string" => "a string",
         "a sequence" => "a list",
         other => other,
     };
     let kinds = [
-        ("string", "a text"),
-        ("integer", "a whole number"),
-        ("floating point", "a number with a fraction"),
-        ("boolean", "a truth"),
+        ("string", "a string"),
+        ("integer", "an integer"),
+        ("floating point", "a float"),
+        ("boolean", "a boolean"),
         ("sequence", "a list"),
         ("map", "a table"),
     ];
     let found = kinds.iter().find_map(|(kind, words)| found.strip_prefix(kind).map(|rest| format!("{words}{rest}")));
     let found = found.unwrap_or_else(|| value.to_string());
-    Error::usage(format!("{key}: expected {expected}, found {found}"))
+    Error::usage(format!("{key} must be {expected} (got {found})"))
 }
 
-/// A word that is not among the `known` ones.
+/// The error for a name that is not among the `known` ones.
 fn unknown_word(key: &str, value: &Value, is_key: bool, wrong: &str, known: &[&str]) -> Error {
     let error = Error::usage(format!("{key}: unknown {} `{wrong}`", if is_key { "key" } else { "value" }));
-    // The field calls a kind of job what is an estimator or a loss of PPO here.
+    // Elsewhere, an estimator or a loss of PPO is called a kind of job.
     for of in ["advantage", "loss"] {
         if key == "job.kind" && refusal(&["ppo", of], value.clone()).is_none() {
             return error.hint(format!("set job.kind = \"ppo\" and ppo.{of} = \"{wrong}\""));
@@ -243,6 +244,6 @@ fn unknown_word(key: &str, value: &Value, is_key: bool, wrong: &str, known: &[&s
     }
     match nearest(wrong, known) {
         Some(near) => error.hint(format!("did you mean `{near}`?")),
-        None => error.hint(format!("known here: {}", known.join(", "))),
+        None => error.hint(format!("use one of {}", known.join(", "))),
     }
 }

@@ -1,4 +1,4 @@
-//! `[mesh]`: how the ranks of the world are arranged.
+//! `[mesh]`: the arrangement of the ranks.
 
 use super::limits::{BYTES, RANKS_MAX, YEAR_S};
 use crate::error::{Error, Result};
@@ -23,23 +23,23 @@ impl TryFrom<toml::Value> for Auto {
         match value {
             toml::Value::String(word) if word == "auto" => Ok(Self::Auto),
             toml::Value::Integer(n @ 0..) => Ok(Self::Is(n as usize)),
-            other => Err(format!("invalid value: {other}, expected \"auto\" or a whole number")),
+            other => Err(format!("invalid value: {other}, expected \"auto\" or an integer")),
         }
     }
 }
 
-/// What may wait outside of device memory.
+/// The state that can be offloaded from device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Offload {
     /// AdamW's moments and master weights, between updates.
     Optimizer,
-    /// Weights of models that are not trained (reference, reward, teachers), between their forwards; with a GPU those of the critic, too,
-    /// during the rollout.
+    /// Weights of models that are not trained (reference, reward, teachers), between their forwards. With a GPU also
+    /// the critic's weights, during the rollout.
     Roles,
 }
 
-/// A part that a model plays, or the reward functions.
+/// The role of a model, or of the reward functions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RoleName {
@@ -91,7 +91,7 @@ impl RoleName {
     }
 }
 
-/// Ranks of the world with the roles that they play.
+/// A range of ranks with their roles.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     pub roles: Vec<RoleName>,
@@ -99,13 +99,15 @@ pub struct Placement {
 }
 
 impl MeshConfig {
-    /// The mesh on `world` ranks. An axis that is `"auto"` is 1, but for data: that is all that the others leave.
+    /// The mesh on `world` ranks. An axis that is `"auto"` is 1, except data, which takes the remaining ranks.
     pub fn resolve(&self, world: usize) -> Result<Mesh> {
         self.stage()?;
         let pipeline = size("mesh.pipeline", self.pipeline)?.unwrap_or(1);
         if pipeline > 1 {
-            return Err(Error::usage(format!("mesh.pipeline = {pipeline}, but this version has no pipeline axis"))
-                .hint("set mesh.pipeline = 1"));
+            return Err(Error::usage(format!(
+                "mesh.pipeline must be 1, as this version has no pipeline axis (got {pipeline})"
+            ))
+            .hint("set mesh.pipeline = 1"));
         }
         let sequence = size("mesh.sequence", self.sequence)?.unwrap_or(1);
         let tensor = size("mesh.tensor", self.tensor)?.unwrap_or(1);
@@ -116,8 +118,8 @@ impl MeshConfig {
         Ok(mesh)
     }
 
-    /// Batches in which the prompts of a step are answered: where roles have ranks of their own, these score a batch while the
-    /// actor answers the next one. More batches would be scored sooner, and decode fewer sequences at a time.
+    /// The number of batches of a step's prompts in the rollout. If roles have ranks of their own, these score a batch
+    /// while the actor generates the next one. More batches are scored sooner, but decode fewer sequences at a time.
     pub fn rollout_batches(&self, prompts: usize) -> usize {
         const BATCHES: usize = 4;
         if self.placement.len() > 1 { BATCHES.min(prompts).max(1) } else { 1 }
@@ -129,100 +131,103 @@ impl MeshConfig {
         self.placement.iter().any(|p| has(p, RoleName::Rollout) && !has(p, RoleName::Actor))
     }
 
-    /// Refuses a rollout that cannot run ahead.
+    /// Rejects a rollout that cannot run ahead.
     pub fn check_async(&self) -> Result<()> {
         let k = self.async_updates_max;
         if k == 0 {
             return Ok(());
         }
         if !self.rollout_is_apart() {
-            return Err(Error::usage(format!("mesh.async_updates_max = {k}, but the rollout has no ranks of its own"))
-                .hint("name \"rollout\" in an entry of mesh.placement without the actor, or set mesh.async_updates_max = 0"));
+            return Err(Error::usage(format!("mesh.async_updates_max = {k} needs rollout ranks of their own")).hint(
+                "put \"rollout\" in an entry of mesh.placement without the actor, or set mesh.async_updates_max = 0",
+            ));
         }
         let learns = [RoleName::Critic, RoleName::Reference];
         let samples = |p: &&PlacementConfig| p.roles.contains(&RoleName::Rollout);
         match self.placement.iter().find(samples).and_then(|p| p.roles.iter().find(|role| learns.contains(role))) {
             None => Ok(()),
             Some(role) => Err(Error::usage(format!(
-                "mesh.async_updates_max = {k} with the {} on the ranks of the rollout, which are a step ahead",
+                "mesh.async_updates_max = {k} does not support the {} on the rollout ranks, which are a step ahead",
                 role.name()
             ))
             .hint("place it with the actor, or on ranks of its own")),
         }
     }
 
-    /// Ranks that the placement is of, where there is one.
+    /// The number of ranks that the placement covers, if there is one.
     pub fn placed_ranks(&self) -> Option<usize> {
         self.placement.iter().filter_map(|placement| Some(parse_ranks(&placement.ranks)?.end)).max()
     }
 
-    /// The placements of `world` ranks, in order: those of `placement`, or one with every role.
+    /// The placements of `world` ranks, in order: the entries of `placement`, or one with every role.
     pub fn placements(&self, world: usize) -> Result<Vec<Placement>> {
         if self.placement.is_empty() {
             return Ok(vec![Placement { roles: RoleName::ALL.to_vec(), ranks: 0..world }]);
         }
         let placement = |(i, p): (usize, &PlacementConfig)| match parse_ranks(&p.ranks) {
             Some(ranks) if !p.roles.is_empty() => Ok(Placement { roles: p.roles.clone(), ranks }),
-            Some(_) => Err(Error::usage(format!("mesh.placement[{i}] names no role"))),
-            None => Err(Error::usage(format!("mesh.placement[{i}].ranks is \"{}\", no range of ranks", p.ranks))
-                .hint("write it as \"0..8\": from the first, to before the second")),
+            Some(_) => Err(Error::usage(format!("mesh.placement[{i}] has no role"))),
+            None => {
+                Err(Error::usage(format!("mesh.placement[{i}].ranks must be a range of ranks (got \"{}\")", p.ranks))
+                    .hint("write it as \"0..8\", which excludes rank 8"))
+            }
         };
         let mut placements = self.placement.iter().enumerate().map(placement).collect::<Result<Vec<_>>>()?;
         placements.sort_by_key(|placement| placement.ranks.start);
         let mut next = 0;
         for Placement { ranks, .. } in &placements {
             if ranks.start != next {
-                let what = if ranks.start < next { "is in two of its ranges" } else { "is in none of its ranges" };
+                let what = if ranks.start < next { "is in two ranges" } else { "is in no range" };
                 let rank = ranks.start.min(next);
                 return Err(Error::usage(format!("mesh.placement: rank {rank} {what}"))
-                    .hint("every rank needs a place, and has one"));
+                    .hint("put every rank in exactly one range"));
             }
             next = ranks.end;
         }
         if next != world {
-            return Err(Error::usage(format!("mesh.placement is of {next} ranks, mpirun started {world}"))
+            return Err(Error::usage(format!("mesh.placement covers {next} ranks, but mpirun started {world}"))
                 .hint(format!("run with -n {next}, or change the last range")));
         }
         for role in RoleName::ALL {
             if placements.iter().flat_map(|placement| &placement.roles).filter(|r| **r == role).count() > 1 {
                 return Err(Error::usage(format!("mesh.placement names the {} twice", role.name()))
-                    .hint("a role has one place"));
+                    .hint("put a role in a single entry"));
             }
         }
         if !placements[0].roles.contains(&RoleName::Actor) {
-            return Err(Error::usage("mesh.placement: the actor is not on rank 0, which keeps the run's records")
+            return Err(Error::usage("mesh.placement must put the actor on rank 0, which writes the run's records")
                 .hint("give the actor the first range"));
         }
         Ok(placements)
     }
 
-    /// What is sharded over data x sequence (ZeRO, arXiv:1910.02054): 0 nothing, 1 the optimizer's state, 2 gradients
-    /// too, 3 weights too.
+    /// The ZeRO stage, which shards over data x sequence (arXiv:1910.02054): 0 nothing, 1 the optimizer's state, 2 also
+    /// gradients, 3 also weights.
     pub fn stage(&self) -> Result<usize> {
         match self.zero {
             Auto::Auto => Ok(1),
             Auto::Is(stage @ 0..=3) => Ok(stage),
             Auto::Is(stage) => {
-                Err(Error::usage(format!("mesh.zero = {stage}, needed a stage from 0 to 3, or \"auto\""))
+                Err(Error::usage(format!("mesh.zero must be between 0 and 3, or \"auto\" (got {stage})"))
                     .hint("set mesh.zero = 1, or 3 to shard weights too"))
             }
         }
     }
 }
 
-/// `0..8` as a range that is not empty.
+/// Parses `0..8` as a range that is not empty.
 fn parse_ranks(text: &str) -> Option<Range<usize>> {
     let (start, end) = text.split_once("..")?;
     let (start, end) = (start.trim().parse().ok()?, end.trim().parse().ok()?);
     (start < end && end <= RANKS_MAX).then_some(start..end)
 }
 
-/// The size of an axis; none where it is `"auto"`.
+/// The size of an axis; none if it is `"auto"`.
 pub(super) fn size(key: &str, axis: Auto) -> Result<Option<usize>> {
     match axis {
         Auto::Auto => Ok(None),
         Auto::Is(n @ 1..=RANKS_MAX) => Ok(Some(n)),
-        Auto::Is(n) => Err(Error::usage(format!("{key} = {n}, needed from 1 to {RANKS_MAX}, or \"auto\""))
+        Auto::Is(n) => Err(Error::usage(format!("{key} must be between 1 and {RANKS_MAX}, or \"auto\" (got {n})"))
             .hint(format!("set {key} = 1"))),
     }
 }
@@ -246,17 +251,17 @@ mod tests {
         assert_eq!(two[0].ranks, 0..8);
         assert_eq!(two[1], Placement { roles: vec![RoleName::Critic, RoleName::Reward], ranks: 8..16 });
         for (ranks, message) in [
-            ("8..15", "is of 15 ranks, mpirun started 16"),
+            ("8..15", "covers 15 ranks, but mpirun started 16"),
             ("7..16", "rank 7 is in two"),
-            ("9..16", "rank 8 is in none"),
-            ("8-16", "no range of ranks"),
-            ("16..8", "no range of ranks"),
+            ("9..16", "rank 8 is in no range"),
+            ("8-16", "must be a range of ranks"),
+            ("16..8", "must be a range of ranks"),
         ] {
             let error = placements(&format!("{actor}, {}", critic(ranks))).expect_err(ranks);
             assert!(error.message.contains(message), "{error}");
         }
         let error = placements(&format!("{actor}, {{ roles = [\"actor\"], ranks = \"8..16\" }}")).expect_err("twice");
         assert!(error.message.contains("actor twice"), "{error}");
-        assert!(placements(&critic("0..16")).expect_err("no actor").message.contains("the actor is not on rank 0"));
+        assert!(placements(&critic("0..16")).expect_err("no actor").message.contains("the actor on rank 0"));
     }
 }

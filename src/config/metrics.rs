@@ -1,9 +1,9 @@
-//! `[metrics]`: what a run records and shows.
+//! `[metrics]`: the records and the terminal output of a run.
 
 use super::limits::COUNT;
 
 table! {
-    /// What a run records besides `metrics.jsonl` (which is always written) and how often it shows samples.
+    /// The records of a run in addition to `metrics.jsonl` (which is always written), and how often it shows samples.
     pub struct MetricsConfig {
         pub print_every: u64 = 1 => 0.0..=COUNT,
         pub rollouts_every_steps: u64 = 1 => 0.0..=COUNT,

@@ -1,11 +1,11 @@
-//! `[model]`: which directories play which part, and in what precision.
+//! `[model]`: the directory of each role, and the precision.
 
 use crate::dtype::DType;
 use argh::FromArgValue;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// What a job says of the element type of its weights.
+/// The dtype of weights in a job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromArgValue, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DTypeName {
@@ -29,7 +29,7 @@ table! {
 }
 
 impl ModelConfig {
-    /// What weights are held in; while nobody has said on which device, as on CPUs.
+    /// The dtype of weights. Before the device is chosen, it is the one of CPUs.
     pub fn dtype(&self) -> DType {
         match self.dtype {
             DTypeName::Bf16 => DType::Bf16,
@@ -37,7 +37,7 @@ impl ModelConfig {
         }
     }
 
-    /// The weight of each teacher: those that are given, or equal ones, divided by their sum.
+    /// The weight of each teacher: the given weights, or equal ones, divided by their sum.
     pub fn teacher_weights(&self) -> Vec<f64> {
         let given =
             if self.teacher_weights.is_empty() { &vec![1.0; self.teachers.len()] } else { &self.teacher_weights };

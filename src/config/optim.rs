@@ -1,11 +1,11 @@
-//! `[optim.actor]`, `[optim.critic]` and `gradient.order`: how gradients become updates.
+//! `[optim.actor]`, `[optim.critic]` and `gradient.order`: from gradients to updates.
 
 use super::limits::FINITE;
 use crate::error::{Error, Result};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 
-/// How the learning rate moves after warm-up.
+/// The schedule of the learning rate after warm-up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Schedule {
@@ -18,14 +18,14 @@ pub enum Schedule {
     Cosine,
 }
 
-/// In what order gradients are summed over samples and ranks.
+/// The order in which gradients are summed over samples and ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GradientOrder {
-    /// Whatever is fastest: equal bits on the same number of ranks only.
+    /// The fastest order: bit-identical only on the same number of ranks.
     #[default]
     Fast,
-    /// A binary tree over global samples: equal bits on 1, 2, 4, 8 ... ranks.
+    /// A binary tree over global samples: bit-identical on 1, 2, 4, 8 ... ranks.
     Fixed,
 }
 
@@ -54,22 +54,19 @@ impl OptimConfig {
         Self::with_lr(9e-6)
     }
 
-    /// Refuses values that AdamW cannot work with; `table` names the table, e.g. `optim.actor`.
+    /// Rejects values that AdamW cannot use; `table` is the name of the table, e.g. `optim.actor`.
     pub fn check(&self, table: &str) -> Result<()> {
         let betas = &self.betas;
         Error::need(
             betas.iter().all(|b| (0.0..1.0).contains(b)),
-            format!("{table}.betas is {betas:?}, needed two numbers from 0 up to but not including 1"),
+            format!("{table}.betas must be two numbers of at least 0 and below 1 (got {betas:?})"),
         )?;
-        Error::need(
-            self.ema_beta < 1.0,
-            format!("{table}.ema_beta is 1, needed a number from 0 up to but not including 1"),
-        )
+        Error::need(self.ema_beta < 1.0, format!("{table}.ema_beta must be at least 0 and below 1 (got 1)"))
     }
 }
 
 table! {
-    /// `[optim]`: one table a role that is trained. Jobs with one model use `actor`.
+    /// `[optim]`: one table for each trained role. Jobs with one model use `actor`.
     pub struct OptimRoles {
         pub actor: OptimConfig = OptimConfig::default(),
         #[serde(deserialize_with = "critic")]
@@ -77,7 +74,7 @@ table! {
     }
 }
 
-/// `OptimConfig` whose missing keys take the defaults of the critic.
+/// An `OptimConfig` whose missing keys have the defaults of the critic.
 fn critic<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<OptimConfig, D::Error> {
     let mut table = toml::Table::deserialize(from)?;
     table.entry("lr").or_insert_with(|| OptimConfig::critic().lr.into());

@@ -1,11 +1,11 @@
-//! `[ppo]`: the estimator, the losses, and how a batch of experience is cut.
+//! `[ppo]`: the estimator, the losses, and the division of a batch of experience.
 
 use serde::{Deserialize, Serialize};
 
 use super::limits::{ABOVE_0, COUNT, FINITE, SAMPLES, TOKENS};
 use crate::error::{Error, Result};
 
-/// How rewards become advantages.
+/// The estimator of advantages from rewards.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Estimator {
@@ -24,9 +24,10 @@ pub enum Estimator {
     Grpo,
     /// Score minus the mean of its group. arXiv:2503.20783
     DrGrpo,
-    /// Each reward over the group's standard deviation by itself, then their weighted sum, whitened over the batch. arXiv:2601.05242
+    /// Each reward over the group's standard deviation by itself, then their weighted sum, whitened over the batch.
+    /// arXiv:2601.05242
     Gdpo,
-    /// Score minus that of the greedy response to the same prompt. arXiv:2310.10505
+    /// Score minus the score of the greedy response to the same prompt. arXiv:2310.10505
     Remax,
 }
 
@@ -36,12 +37,12 @@ impl Estimator {
         self == Self::Gae
     }
 
-    /// Whether a score is compared with the other samples of its prompt, so that at least two are needed.
+    /// Whether a score is compared with the other samples of its prompt, which requires at least two samples.
     pub fn is_grouped(self) -> bool {
         !matches!(self, Self::Gae | Self::ReinforcePp | Self::Remax)
     }
 
-    /// Whether each prompt is answered greedily, too: the score of that response is the baseline of the samples.
+    /// Whether each prompt also gets a greedy response, whose score is the baseline of the samples.
     pub fn has_greedy(self) -> bool {
         self == Self::Remax
     }
@@ -66,8 +67,9 @@ pub enum KlEstimator {
 }
 
 impl KlEstimator {
-    /// The estimate and its derivative by `d` = logprob - reference logprob. Estimates are clamped to +-10 (k2 and k3
-    /// from above), and flat there, so that one outlier cannot own a batch. Both the reward and the loss use this.
+    /// The estimate and its derivative with respect to `d` = logprob - reference logprob. Estimates are clamped to +-10
+    /// (k2 and k3 from above) and flat there, so that one outlier cannot dominate a batch. Reward and loss both use
+    /// this.
     pub fn estimate(self, d: f64) -> (f64, f64) {
         let (kl, slope) = match self {
             Self::K1 => (d, 1.0),
@@ -79,7 +81,7 @@ impl KlEstimator {
     }
 }
 
-/// Where the KL penalty acts.
+/// The place of the KL penalty.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KlIn {
@@ -88,7 +90,7 @@ pub enum KlIn {
     Reward,
     /// + kl_coef * mean kl is added to the policy loss.
     Loss,
-    /// Measured where a reference is loaded, used nowhere.
+    /// Only measured, if a reference is loaded.
     None,
 }
 
@@ -103,11 +105,11 @@ pub enum PolicyLossKind {
     Gspo,
     /// Clipped importance weight outside the gradient. arXiv:2506.13585
     Cispo,
-    /// A sigmoid gate in place of the clip, softer or harder by the advantage's sign. arXiv:2511.20347
+    /// A sigmoid gate instead of the clip, softer or harder by the advantage's sign. arXiv:2511.20347
     Sapo,
 }
 
-/// How token losses become one number.
+/// The aggregation of token losses to one number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Aggregation {
@@ -120,18 +122,18 @@ pub enum Aggregation {
     SequenceSumFixed,
 }
 
-/// What follows the last token of a response that was cut by length.
+/// The value after the last token of a response that was truncated by its length.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Truncation {
-    /// Nothing: its value is 0, as if the response had ended by itself.
+    /// 0, as if the response had ended by itself.
     #[default]
     Zero,
-    /// What the critic expects after the last token.
+    /// The critic's value after the last token.
     Bootstrap,
 }
 
-/// Weight for tokens whose sampler was not the policy that the ratio is taken against.
+/// The weight for tokens whose sampler differs from the policy of the ratio.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Correction {
@@ -139,22 +141,22 @@ pub enum Correction {
     None,
     /// Truncated importance sampling: the weight is clamped to [low, high].
     Tis,
-    /// The weight where it lies in [low, high], else 0.
+    /// The weight if it is in [low, high], else 0.
     Icepop,
-    /// The clamped weight, for sequences whose geometric mean weight lies in [low, high], else 0.
+    /// The clamped weight for sequences whose geometric mean weight is in [low, high], else 0.
     SequenceMask,
 }
 
-/// Where the log-probabilities before the update come from.
+/// The source of the log-probabilities before the update.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OldLogprobs {
-    /// `rollout` where rollout and training compute bitwise alike, else `recompute`.
+    /// `rollout` if rollout and training are bit-identical, else `recompute`.
     #[default]
     Auto,
-    /// As they were when the tokens were sampled.
+    /// The log-probabilities at sampling.
     Rollout,
-    /// Of one more forward in the training layout.
+    /// The log-probabilities of another forward in the training layout.
     Recompute,
 }
 
@@ -210,45 +212,48 @@ impl PpoConfig {
         if self.loss == PolicyLossKind::Gspo { Aggregation::Sequence } else { self.aggregation }
     }
 
-    /// Refuses combinations that have no meaning.
+    /// Rejects combinations that have no meaning.
     pub fn check(&self) -> Result<()> {
         let (low, high) = (self.correction_low, self.correction_high);
-        Error::need(high >= low, format!("ppo.correction_high is {high}, needed at least correction_low = {low}"))?;
+        Error::need(
+            high >= low,
+            format!("ppo.correction_high must be at least ppo.correction_low = {low} (got {high})"),
+        )?;
         let clip = self.dual_clip;
         Error::need(
             clip == 0.0 || (clip > 1.0 && clip.is_finite()),
-            format!("ppo.dual_clip is {clip}, needed 0 (off) or more than 1"),
+            format!("ppo.dual_clip must be 0 (off) or above 1 (got {clip})"),
         )?;
         let [low, high] = self.reward_clip;
-        Error::need(low < high, format!("ppo.reward_clip is [{low}, {high}], needed [low, high] with low < high"))?;
+        Error::need(low < high, format!("ppo.reward_clip must be [low, high] with low < high (got [{low}, {high}])"))?;
         if self.kl_in == KlIn::Loss && self.kl_estimator == KlEstimator::K1 {
             return Err(Error::usage(
-                "ppo.kl_in = \"loss\" with ppo.kl_estimator = \"k1\": its gradient does not lower the KL",
+                "ppo.kl_in = \"loss\" does not support ppo.kl_estimator = \"k1\", whose gradient does not lower the KL",
             )
             .hint("set ppo.kl_estimator = \"k2\" or \"k3\""));
         }
         if self.loss == PolicyLossKind::Gspo && self.correction != Correction::None {
             return Err(Error::usage(
-                "ppo.correction weighs tokens, but ppo.loss = \"gspo\" has one ratio per sequence",
+                "ppo.correction weights tokens, but ppo.loss = \"gspo\" has one ratio per sequence",
             )
             .hint("set ppo.correction = \"none\", or ppo.loss = \"clip\""));
         }
         let (longest, buffer) = (self.overlong_tokens_max, self.overlong_buffer_tokens);
         Error::need(
             longest == 0 || longest >= buffer,
-            format!("ppo.overlong_tokens_max is {longest}, needed at least ppo.overlong_buffer_tokens = {buffer}"),
+            format!("ppo.overlong_tokens_max must be at least ppo.overlong_buffer_tokens = {buffer} (got {longest})"),
         )?;
         Error::need(
             self.critic_warmup_steps == 0 || self.advantage.has_critic(),
-            "ppo.critic_warmup_steps is above 0, but ppo.advantage has no critic to warm up: needed \"gae\"",
+            "ppo.critic_warmup_steps above 0 needs ppo.advantage = \"gae\"; other estimators have no critic to warm up",
         )?;
         Error::need(
             !self.reward_normalize || self.advantage != Estimator::Gdpo,
-            "ppo.reward_normalize scales the sum of the rewards, but ppo.advantage = \"gdpo\" scales each by itself: set it to false",
+            "ppo.reward_normalize must be false with ppo.advantage = \"gdpo\", which scales each reward by itself",
         )?;
         Error::need(
             self.kl_target <= 0.0 || self.kl_in != KlIn::None,
-            "ppo.kl_target steers beta, but ppo.kl_in = \"none\" does not use it",
+            "ppo.kl_target adapts ppo.kl_coef, which ppo.kl_in = \"none\" does not use",
         )
     }
 }

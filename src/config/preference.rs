@@ -3,7 +3,7 @@
 use super::limits::{FINITE, SAMPLES, TOKENS};
 use serde::{Deserialize, Serialize};
 
-/// What a reward model minimises.
+/// The loss of a reward model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PairLoss {
@@ -25,7 +25,7 @@ table! {
     }
 }
 
-/// What a policy minimises on pairs.
+/// The loss of a policy on pairs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PreferenceLoss {

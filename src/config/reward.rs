@@ -1,6 +1,6 @@
-//! `[reward]`: where scores come from.
+//! `[reward]`: the sources of scores.
 //!
-//! Each source may be given as a short word, as a table, or as a list of either, and sources mix by weight:
+//! Each source can be a short name, a table, or a list of either. Sources are combined by weight:
 //!
 //! ```toml
 //! [reward]
@@ -41,7 +41,7 @@ table! {
 }
 
 impl RewardConfig {
-    /// How many rewards are added up.
+    /// The number of rewards that are added up.
     pub fn sources(&self) -> usize {
         let others = self.models.len() + self.judge.len() + self.environment.len();
         self.rule.len() + self.python.len() + self.http.len() + others
@@ -57,12 +57,13 @@ impl RewardConfig {
         !self.models.is_empty() || !self.judge.is_empty()
     }
 
-    /// Whether a reward gets all responses of a rank in one call, so that it matters which ones these are.
+    /// Whether a reward gets all responses of a rank in one call, so that its scores may depend on which ones these
+    /// are.
     pub fn compares_all(&self) -> bool {
         self.python.iter().map(|python| python.batch).chain(self.http.iter().map(|http| http.batch)).any(|n| n == 0)
     }
 
-    /// Refuses a job without a reward, and numbers out of range.
+    /// Rejects a job without a reward, and numbers out of range.
     pub fn check(&self) -> crate::error::Result<()> {
         if self.sources() == 0 {
             return Err(Error::usage("no reward is set").hint(
@@ -72,36 +73,39 @@ impl RewardConfig {
             ));
         }
         for model in &self.models {
-            Error::need(!model.dir.as_os_str().is_empty(), "a reward model's dir is empty, needed a directory")?;
+            Error::need(
+                !model.dir.as_os_str().is_empty(),
+                "reward.models: dir must be a directory (got an empty string)",
+            )?;
         }
         limits::check("reward", self)?;
         self.python.iter().try_for_each(|python| limits::check("reward.python", python))?;
         self.http.iter().try_for_each(|http| check_urls("reward.http", &http.url))?;
         self.http.iter().try_for_each(|http| limits::check("reward.http", http))?;
         self.judge.iter().try_for_each(JudgeConfig::check)?;
-        Error::need(self.environment.len() <= 1, "a job has one reward.environment at most")?;
+        Error::need(self.environment.len() <= 1, "a job can have at most 1 reward.environment")?;
         self.environment.iter().try_for_each(EnvironmentConfig::check)?;
         let weights = self.rule.iter().map(|r| r.weight).chain(self.python.iter().map(|p| p.weight));
         let weights = weights.chain(self.http.iter().map(|h| h.weight)).chain(self.models.iter().map(|m| m.weight));
         let weights = weights.chain(self.judge.iter().map(|j| j.weight));
         let weights = weights.chain(self.environment.iter().map(|e| e.weight));
-        Error::need(weights.clone().all(f32::is_finite), "a reward's weight is not a finite number")?;
-        Error::need(weights.clone().any(|w| w != 0.0), "every reward has weight 0, so that every score would be 0")
+        Error::need(weights.clone().all(f32::is_finite), "the weight of a reward must be a finite number")?;
+        Error::need(weights.clone().any(|w| w != 0.0), "at least one reward must have a weight other than 0")
     }
 }
 
-/// What becomes of a response that a function or service fails on, also when it is tried again.
+/// The treatment of a response for which a function or service fails, after all retries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnFailure {
-    /// The run ends, and the same line goes on from there.
+    /// The run ends; the same command resumes it.
     #[default]
     Stop,
-    /// Nothing is learned from it.
+    /// The response is not trained on.
     Drop,
 }
 
-/// What a rule looks at.
+/// The criterion of a rule.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RuleKind {
@@ -165,7 +169,7 @@ table! {
 }
 
 table! {
-    /// An environment, in a Python file or on servers, which answers the turns of a response and rewards them.
+    /// An environment, in a Python file or on servers, which replies to the turns of a response and rewards them.
     pub struct EnvironmentConfig {
         #[serde(deserialize_with = "one_or_many")]
         pub python: Vec<PythonConfig> = Vec::new(),
@@ -182,7 +186,7 @@ impl EnvironmentConfig {
         limits::check("reward.environment", self)?;
         self.python.iter().try_for_each(|python| limits::check("reward.environment.python", python))?;
         let is_one = self.python.len() == 1 && self.http.is_empty() || self.python.is_empty() && !self.http.is_empty();
-        Error::need(is_one, "reward.environment needs one Python file (python) or servers (http)")?;
+        Error::need(is_one, "reward.environment needs either one Python file (python) or servers (http)")?;
         if self.http.is_empty() { Ok(()) } else { check_urls("reward.environment.http", &self.http) }
     }
 }
@@ -197,7 +201,7 @@ impl FromWord for EnvironmentConfig {
     }
 }
 
-/// What a short word in place of a table means.
+/// The meaning of a short name instead of a table.
 pub(super) trait FromWord: Sized {
     const EXPECTED: &'static str;
     fn from_word(word: &str) -> Option<Self>;
@@ -222,7 +226,7 @@ table! {
 }
 
 impl ModelRewardConfig {
-    /// The given name, else that of the directory, or of the run that exported it; `i`: its place.
+    /// The given name, or else the name of the directory or of the run that exported it; `i` is the index.
     pub fn name(&self, i: usize) -> String {
         named(&self.name, &self.dir, i)
     }
@@ -242,7 +246,7 @@ const JUDGE_PROMPT: &str = "Question:\n{prompt}\n\nAnswer:\n{response}\n\n\
      How good is the answer, from 0 to 10? End with \"Score: \" and the number.\n";
 
 table! {
-    /// One judge: a generative model that answers to `prompt`, with its score where `pattern` matches.
+    /// One judge: a generative model that answers `prompt`; `pattern` finds its score in the answer.
     pub struct JudgeConfig {
         pub dir: PathBuf = PathBuf::new(),
         pub prompt: String = JUDGE_PROMPT.to_string(),
@@ -255,19 +259,19 @@ table! {
 }
 
 impl JudgeConfig {
-    /// As that of a reward model.
+    /// The name, by the rule for reward models.
     pub fn name(&self, i: usize) -> String {
         named(&self.name, &self.dir, i)
     }
 
     fn check(&self) -> crate::error::Result<()> {
         limits::check("reward.judge", self)?;
-        Error::need(!self.dir.as_os_str().is_empty(), "a judge's dir is empty, needed a directory")?;
+        Error::need(!self.dir.as_os_str().is_empty(), "reward.judge: dir must be a directory (got an empty string)")?;
         let has_response = self.prompt.contains("{response}");
-        Error::need(has_response, "reward.judge: its prompt does not hold {response}, so that it would judge nothing")?;
+        Error::need(has_response, "reward.judge: prompt must contain {response}, the text to judge")?;
         regex::Regex::new(&self.pattern)
             .map(|_| ())
-            .map_err(|e| Error::usage(format!("reward.judge: its pattern is none: {e}")))
+            .map_err(|e| Error::usage(format!("reward.judge: pattern must be a regular expression: {e}")))
     }
 }
 
@@ -293,7 +297,7 @@ impl FromWord for PythonConfig {
 }
 
 fn check_urls(key: &str, urls: &[String]) -> crate::error::Result<()> {
-    Error::need(!urls.is_empty(), format!("{key} names no url, needed is http://HOST:PORT/PATH"))?;
+    Error::need(!urls.is_empty(), format!("{key} must have a url, http://HOST:PORT/PATH"))?;
     for url in urls {
         let parsed = url.parse::<ureq::http::Uri>();
         let why = match &parsed {
@@ -301,14 +305,16 @@ fn check_urls(key: &str, urls: &[String]) -> crate::error::Result<()> {
             Ok(uri) => match (uri.scheme_str(), uri.host()) {
                 (Some("http"), Some(host)) if !host.is_empty() => continue,
                 (Some("https"), _) => {
-                    let hint = "write http://, or put a proxy that speaks TLS on this machine (stunnel, nginx)";
-                    return Err(Error::usage(format!("{key} = \"{url}\": https is not in this release")).hint(hint));
+                    let hint = "write http://, or use a local proxy that adds TLS (stunnel, nginx)";
+                    return Err(
+                        Error::usage(format!("{key} = \"{url}\": this release does not support https")).hint(hint)
+                    );
                 }
                 _ => String::new(),
             },
         };
-        let message = format!("{key} = \"{url}\" is no URL{why}");
-        return Err(Error::usage(message).hint("needed is http://HOST:PORT/PATH"));
+        let message = format!("{key} = \"{url}\" is not a URL{why}");
+        return Err(Error::usage(message).hint("write it as http://HOST:PORT/PATH"));
     }
     Ok(())
 }
@@ -321,20 +327,20 @@ impl FromWord for HttpConfig {
 }
 
 impl FromWord for String {
-    const EXPECTED: &'static str = "a text";
+    const EXPECTED: &'static str = "a string";
     fn from_word(word: &str) -> Option<Self> {
         Some(word.to_string())
     }
 }
 
-/// A word, a table, or a list of either.
+/// Deserializes a name, a table, or a list of either.
 pub(super) fn one_or_many<'de, T: FromWord + DeserializeOwned, D: Deserializer<'de>>(
     from: D,
 ) -> Result<Vec<T>, D::Error> {
     let one = |value: Value| {
         let found = match &value {
             Value::String(word) => {
-                let unknown = || D::Error::custom(format!("unknown value \"{word}\", needed {}", T::EXPECTED));
+                let unknown = || D::Error::custom(format!("unknown value \"{word}\", expected {}", T::EXPECTED));
                 return T::from_word(word).ok_or_else(unknown);
             }
             Value::Integer(n) => Unexpected::Signed(*n),

@@ -1,4 +1,4 @@
-//! The `[rollout]` section of a job: how responses are sampled.
+//! The `[rollout]` section of a job: the sampling of responses.
 
 use super::limits::{self, ABOVE_0, BYTES, COUNT, FINITE, SAMPLES, TOKENS};
 use super::mesh::{Auto, size};
@@ -34,7 +34,8 @@ table! {
 }
 
 table! {
-    /// Which groups of samples are learned from; others give way to more prompts (DAPO, arXiv:2503.14476, section 3.2).
+    /// The groups of samples that are trained on; more prompts replace the others (DAPO, arXiv:2503.14476, section
+    /// 3.2).
     pub struct DynamicSampling {
         pub low: f32 = 0.0 => -FINITE..=FINITE,
         pub high: f32 = 1.0 => -FINITE..=FINITE,
@@ -43,7 +44,7 @@ table! {
 }
 
 impl DynamicSampling {
-    /// Whether groups are chosen at all.
+    /// Whether groups are filtered at all.
     pub fn is_on(&self) -> bool {
         self.prompts_max_factor > 1
     }
@@ -52,25 +53,25 @@ impl DynamicSampling {
         limits::check("rollout.dynamic_sampling", self)?;
         let Self { low, high, prompts_max_factor } = *self;
         let key = "rollout.dynamic_sampling";
-        Error::need(low < high, format!("{key}.low is {low}, needed less than high = {high}"))?;
+        Error::need(low < high, format!("{key}.low must be below high = {high} (got {low})"))?;
         if !self.is_on() && *self != Self::default() {
-            return Err(Error::usage(format!("{key} has bounds, but prompts_max_factor is {prompts_max_factor}"))
+            return Err(Error::usage(format!("{key} needs prompts_max_factor above 1 (got {prompts_max_factor})"))
                 .hint(format!(
-                    "set {key}.prompts_max_factor = 4: prompts of a step, at most, in times prompts_per_step"
+                    "set {key}.prompts_max_factor = 4, the most prompts of a step as a multiple of prompts_per_step"
                 )));
         }
         Error::need(
             !self.is_on() || samples_per_prompt > 1,
-            format!("{key} compares the samples of a prompt: needed rollout.samples_per_prompt of 2 or more"),
+            format!("rollout.samples_per_prompt must be at least 2 with {key} (got {samples_per_prompt})"),
         )
     }
 }
 
-/// Temperatures between this and 0 would only overflow; 0 says what they mean.
+/// The least temperature above 0. Smaller ones would only overflow; 0 has the intended meaning.
 pub(super) const TEMPERATURE_MIN: f32 = 1e-3;
 
 impl RolloutConfig {
-    /// Whether a draw leaves tokens out by their probabilities.
+    /// Whether sampling excludes tokens by their probabilities.
     pub fn truncates(&self) -> bool {
         self.top_k > 0 || self.top_p < 1.0 || self.min_p > 0.0
     }
@@ -80,18 +81,17 @@ impl RolloutConfig {
         let (why, hint) = if !self.keep_sampling_mask {
             return Ok(());
         } else if !self.truncates() {
-            ("all tokens may be drawn".to_string(), "set rollout.top_k, top_p or min_p, or leave it out")
+            ("no filter excludes tokens".to_string(), "set rollout.top_k, top_p or min_p, or leave it out")
         } else if penalty != 1.0 {
-            let why =
-                format!("rollout.repetition_penalty = {penalty} draws from other logits than those that are trained");
-            (why, "set rollout.repetition_penalty = 1.0, or weigh the draws with ppo.correction instead")
+            let why = format!("rollout.repetition_penalty = {penalty} samples from other logits than training uses");
+            (why, "set rollout.repetition_penalty = 1.0, or use ppo.correction instead")
         } else {
             return Ok(());
         };
         Err(Error::usage(format!("rollout.keep_sampling_mask is true, but {why}")).hint(hint))
     }
 
-    /// Refuses values outside their range.
+    /// Rejects values outside their range.
     pub fn check(&self) -> Result<()> {
         limits::check("rollout", self)?;
         self.check_mask()?;
@@ -99,17 +99,21 @@ impl RolloutConfig {
         let t = self.temperature;
         Error::need(
             t == 0.0 || t >= TEMPERATURE_MIN,
-            format!("rollout.temperature is {t}, needed 0 (greedy) or at least {TEMPERATURE_MIN}"),
+            format!("rollout.temperature must be 0 (greedy) or at least {TEMPERATURE_MIN} (got {t})"),
         )?;
         if self.stop.iter().any(String::is_empty) {
-            return Err(Error::usage("rollout.stop holds an empty text").hint("it would stop every response at once"));
+            return Err(Error::usage("rollout.stop must not contain an empty string")
+                .hint("remove it, as it would stop every response at once"));
         }
         let (min, max) = (self.response_tokens_min, self.response_tokens_max);
-        Error::need(min <= max, format!("rollout.response_tokens_min is {min}, above response_tokens_max = {max}"))
+        Error::need(
+            min <= max,
+            format!("rollout.response_tokens_min must be at most rollout.response_tokens_max = {max} (got {min})"),
+        )
     }
 
     /// The layout of the rollout on the ranks of the training mesh: `tensor` ranks share each matrix, `data` groups of
-    /// such ranks share the prompts. A ring has nothing to do in decoding: its ranks take prompts of their own.
+    /// such ranks share the prompts. Decoding needs no ring, so the ranks of a ring take prompts of their own.
     pub fn layout(&self, training: &Mesh) -> Result<Mesh> {
         let ranks = training.ranks();
         let tensor = size("rollout.tensor", self.tensor)?.unwrap_or(training.tensor);
@@ -123,7 +127,7 @@ impl RolloutConfig {
             format!("set rollout.tensor = {}, as in training, or leave it out", training.tensor)
         };
         Err(Error::usage(format!(
-            "rollout.data = {data} x rollout.tensor = {tensor} needs {} ranks, the mesh has {ranks}",
+            "rollout.data = {data} x rollout.tensor = {tensor} needs {} ranks, but the mesh has {ranks}",
             data * tensor
         ))
         .hint(hint))

@@ -1,4 +1,4 @@
-//! The lengths of the rows that a job will take first, before it runs.
+//! The lengths of the first rows of a job, before it runs.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
@@ -15,23 +15,23 @@ use crate::error::{Error, Result};
 use crate::sys::files;
 use serde_json::Value;
 
-/// Files of rows that are encoded as a whole: a second or two of one core.
+/// Maximum size of files that are encoded completely: a second or two on one core.
 const WHOLE_BYTES_MAX: u64 = 2 << 20;
-/// Rows that are taken from a file that is larger.
+/// Rows sampled from a larger file.
 const SAMPLED_ROWS: u64 = 512;
 
-/// Rows that a job will take.
+/// Rows that a job will use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ahead {
     pub rows: Vec<RowTokens>,
-    /// The rows of the eval split, in order; none where there is no such split, or where only some rows were read.
+    /// The rows of the eval split, in order. Empty without such a split, or if only some rows were read.
     pub eval: Vec<RowTokens>,
-    /// They are some of the job's rows, spread over its files, not its first ones.
+    /// Whether these are some of the job's rows, spread over its files, instead of its first rows.
     pub is_sample: bool,
 }
 
-/// The lengths of `n` rows as a run with the same keys takes them from its start. Files of rows that no run has
-/// encoded into `cache` yet are encoded into a temporary directory; of a large one only a sample.
+/// The lengths of the first `n` rows of a run with the same keys. Files of rows that are not encoded in `cache` yet are
+/// encoded into a temporary directory. For a large file, only a sample is encoded.
 pub fn look_ahead(reading: Reading<'_>, cache: &Path, seed: u64, n: usize) -> Result<Ahead> {
     let (alone, config) = (Group::one(), reading.config);
     let there = || Rows::open(reading, &Prepared::find(reading, cache, &mut Hashes::default(), &alone)?, seed);
@@ -54,7 +54,7 @@ pub fn look_ahead(reading: Reading<'_>, cache: &Path, seed: u64, n: usize) -> Re
     let mut config = DataConfig { pretrain: Vec::new(), ..config.clone() };
     let is_sample = bytes > WHOLE_BYTES_MAX;
     if is_sample {
-        // Rows of one more set, as far as lengths go.
+        // For lengths, the rows of evaluation sets count like training rows.
         config.prompts.extend(std::mem::take(&mut config.eval_sets).into_iter().flat_map(|set| set.prompts));
         let most = WHOLE_BYTES_MAX / of_rows.len() as u64;
         let mut is_in_split = false;
@@ -91,7 +91,7 @@ impl Rows {
         self.with_sets().flat_map(|rows| rows.eval.iter().map(|entry| rows.tokens_of(entry))).collect()
     }
 
-    /// Lengths of the next `n` rows, which stay to be handed out.
+    /// The lengths of the next `n` rows, without handing them out.
     pub fn ahead(&mut self, n: usize) -> Result<Vec<RowTokens>> {
         let n = if self.epoch_rows() > 0 { n } else { 0 };
         self.feed.ahead(n).iter().map(|entry| self.tokens_of(entry)).collect()
@@ -103,7 +103,7 @@ impl Rows {
             response = left;
         } else if left > 0 {
             let lengths = self.sources[entry.source as usize].shard.lengths(entry.document as usize)?;
-            // Prompts and responses alternate, but in pairs.
+            // Prompts and responses alternate, except in pairs.
             for (i, tokens) in lengths.into_iter().enumerate().skip(1) {
                 let kept = tokens.min(left);
                 left -= kept;
@@ -134,7 +134,7 @@ fn sample(from: &[InputFile], to: &Path) -> Result<()> {
     File::create(to).and_then(|mut file| file.write_all(&rows)).map_err(|e| Error::io("write", to, &e))
 }
 
-/// Rows at even distances, which double whenever there are too many.
+/// Samples rows at equal distances, which double whenever there are too many.
 fn sample_cells(mut from: RowReader, rows: &mut Vec<u8>) -> Result<()> {
     let (mut kept, mut distance, mut next) = (Vec::new(), 1, 0);
     loop {
@@ -159,7 +159,7 @@ fn sample_cells(mut from: RowReader, rows: &mut Vec<u8>) -> Result<()> {
     Ok(())
 }
 
-/// At offsets spread evenly over the bytes of a file, the next line.
+/// Samples the next line at offsets spread evenly over the bytes of a file.
 fn sample_lines(from: &Path, rows: &mut Vec<u8>) -> Result<()> {
     let read = |e: &std::io::Error| Error::io("read", from, e);
     let bytes = bytes_of_file(from)?;
@@ -167,7 +167,7 @@ fn sample_lines(from: &Path, rows: &mut Vec<u8>) -> Result<()> {
     let (mut line, mut end) = (Vec::new(), 0);
     for i in 0..SAMPLED_ROWS {
         let offset = (bytes / SAMPLED_ROWS * i).max(end);
-        // From the byte before: where a row begins just here, only the end of its line is skipped.
+        // From the byte before: if a row begins exactly here, only the end of the previous line is skipped.
         file.seek(SeekFrom::Start(offset.saturating_sub(1))).map_err(|e| read(&e))?;
         line.clear();
         let skipped = if offset > 0 { file.read_until(b'\n', &mut line).map_err(|e| read(&e))? } else { 0 };

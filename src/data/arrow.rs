@@ -17,9 +17,9 @@ use crate::comm::abort;
 use crate::error::{Error, Result};
 use crate::sys::map::Map as FileMap;
 
-/// Rows that are decoded of a Parquet file at once. Those of an Arrow stream have their size from who wrote it.
+/// Rows decoded at once from a Parquet file. The writer of an Arrow stream sets its batch size.
 const BATCH_ROWS: usize = 1024;
-/// How a whole Arrow stream ends.
+/// The end of a complete Arrow stream.
 const END: [u8; 8] = [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0];
 
 /// The batches of a file, one after another.
@@ -29,8 +29,8 @@ impl Batches {
     pub fn parquet(path: &Path) -> Result<Self> {
         let bytes = Bytes::from_owner(FileMap::open(path)?);
         let wrong = |e: &dyn std::fmt::Display| {
-            Error::data(format!("no whole Parquet file of {} bytes: {e}", bytes.len()))
-                .hint("it was cut short, damaged or is of another format")
+            Error::data(format!("not a complete Parquet file ({} bytes): {e}", bytes.len()))
+                .hint("copy the file again: it may be truncated, damaged or in another format")
         };
         let reader = guarded(|| {
             let builder = ParquetRecordBatchReaderBuilder::try_new(bytes.clone()).map_err(|e| wrong(&e))?;
@@ -51,15 +51,17 @@ impl Batches {
         let map = FileMap::open(path)?;
         let bytes = map.len();
         if map.starts_with(b"ARROW1") {
-            return Err(Error::data("an Arrow file of the random access format, needed is a stream")
+            return Err(Error::data("must be an Arrow stream (got the Arrow file format)")
                 .hint("write it with save_to_disk of Hugging Face's datasets, or as Parquet"));
         }
         if !map.starts_with(&END[..4]) {
-            return Err(Error::data(format!("its {bytes} bytes are no Arrow stream")));
+            return Err(Error::data(format!("not an Arrow stream ({bytes} bytes)")));
         }
         if !map.ends_with(&END) {
-            return Err(Error::data(format!("the Arrow stream does not end at byte {bytes}, where the file does"))
-                .hint("it was cut short: copy it again"));
+            return Err(Error::data(format!(
+                "the Arrow stream has no end marker at the end of the file, byte {bytes}"
+            ))
+            .hint("copy the file again: it was truncated"));
         }
         let (mut left, mut decoder) = (Buffer::from(Bytes::from_owner(map)), StreamDecoder::new());
         let (mut rows, mut is_checked) = (0, false);
@@ -98,17 +100,17 @@ impl Batches {
     }
 }
 
-/// Runs `body`, in which bytes that are damaged may panic.
+/// Runs `body`, which may panic on damaged bytes.
 fn guarded<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     abort::caught(body).map_err(|e| if e.kind == crate::error::Kind::Fault { Error::data(e.message) } else { e })
 }
 
 fn damaged(rows: usize, byte: Option<usize>, error: &ArrowError) -> Error {
     let at = byte.map_or(String::new(), |byte| format!(", byte {byte}"));
-    Error::data(format!("damaged behind row {rows}{at}: {error}"))
+    Error::data(format!("damaged after row {rows}{at}: {error}"))
 }
 
-/// Refuses columns that have no form in JSON.
+/// Rejects columns that have no JSON form.
 fn usable(fields: &Fields, within: &str) -> Result<()> {
     for field in fields {
         let name = format!("{within}{}", field.name());
@@ -124,17 +126,17 @@ fn usable(fields: &Fields, within: &str) -> Result<()> {
             DataType::Null | DataType::Boolean | DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => {}
             known if known.is_integer() || known.is_floating() => {}
             other => {
-                return Err(Error::data(format!("column {name:?} is of type {other}, which rows of text cannot have"))
-                    .hint(
-                        "take it out: Dataset.remove_columns of Hugging Face's datasets, or DataFrame.drop of pandas",
-                    ));
+                return Err(Error::data(format!("column {name:?} has the unsupported type {other}")).hint(
+                    "remove the column with Dataset.remove_columns of Hugging Face's datasets, or DataFrame.drop \
+                     of pandas",
+                ));
             }
         }
     }
     Ok(())
 }
 
-/// Row `i` of a batch as its line in a JSONL file would have it. A null is a field that is not there.
+/// Row `i` of a batch, as its line in a JSONL file would be. A null is a missing field.
 pub fn row(batch: &RecordBatch, i: usize) -> Result<Map<String, Value>> {
     object(batch.schema_ref().fields(), batch.columns(), i)
 }
@@ -148,14 +150,13 @@ fn object(fields: &Fields, columns: &[ArrayRef], i: usize) -> Result<Map<String,
     Ok(row)
 }
 
-/// A value; none where it is null.
+/// A value, `None` for null.
 fn cell(column: &ArrayRef, field: &Field, i: usize) -> Result<Option<Value>> {
     if column.is_null(i) {
         return Ok(None);
     }
-    let real = |x: f64| {
-        Number::from_f64(x).map(Value::Number).ok_or_else(|| Error::data(format!("{x}, which is no number of JSON")))
-    };
+    let real =
+        |x: f64| Number::from_f64(x).map(Value::Number).ok_or_else(|| Error::data(format!("{x} is not a JSON number")));
     Ok(Some(downcast_integer_array!(
         column => column.value(i).into(),
         DataType::Boolean => column.as_boolean().value(i).into(),
@@ -174,7 +175,7 @@ fn cell(column: &ArrayRef, field: &Field, i: usize) -> Result<Option<Value>> {
             let key = cell(&keys.slice(i, 1), field, 0)?.and_then(|key| key.as_u64());
             return key.map_or(Ok(None), |key| cell(words, field, key as usize));
         }
-        // Columns of other types were refused.
+        // Columns of other types were rejected.
         _ => return Ok(None),
     )))
 }
@@ -186,7 +187,7 @@ fn list(items: &ArrayRef, field: &Field) -> Result<Value> {
         .map(Value::Array)
 }
 
-/// A text, or what is written in it where the column's type says that it is JSON.
+/// A string, or the JSON value written in it if the column's type is JSON.
 fn text(text: &str, field: &Field) -> Result<Value> {
     if field.extension_type_name() == Some("arrow.json") {
         return serde_json::from_str(text).map_err(|e| Error::data(format!("not JSON: {e}")));

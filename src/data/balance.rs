@@ -1,23 +1,24 @@
-//! Rows to the micro-batches of all data ranks: within the token budget, equal in number on every rank, and near equal in
-//! work.
+//! Assignment of rows to the micro-batches of all data ranks: within the token budget, the same number of micro-batches
+//! on every rank, and nearly equal work.
 
 use crate::model::Arch;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// What rows of a model cost: a tokens + b tokens^2, where a layer's window ends the square.
+/// The cost of a model's rows: a tokens + b tokens^2. A layer's attention window limits the square.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cost {
-    /// Multiply-adds a token of all matrices, by the width.
+    /// Multiply-adds per token of all matrices, divided by the width.
     linear: usize,
-    /// (layers, keys that a query sees at most), each layer in one of them.
+    /// (layers, maximum number of keys that a query sees), each layer in one of them.
     windows: Vec<(usize, usize)>,
-    /// Multiply-adds of a query with a key and its value, by the width, in halves: half of all pairs are masked.
+    /// Multiply-adds of a query with a key and its value, divided by the width, in halves: half of all pairs are
+    /// masked.
     pair_halves: usize,
 }
 
 impl Cost {
-    /// The cost of a forward; a backward costs about twice as much at any length.
+    /// The cost of a forward. A backward costs about twice as much at any length.
     pub fn of(arch: &Arch) -> Self {
         let (d, queries, keys) = (arch.width, arch.q_width(), arch.kv_width());
         let layer = 2 * d * queries + 2 * d * keys + 3 * d * arch.mlp_width;
@@ -41,10 +42,10 @@ impl Cost {
     }
 }
 
-/// Rows of `lengths` tokens as micro-batches of at most `tokens_max` tokens: `[data rank][micro-batch][row]`. Rows are
-/// dealt to ranks by their cost, the most expensive first, each to the rank with the least work. Every rank gets the
-/// same number of micro-batches, for the collectives within them; one may be empty. A row longer than `tokens_max`
-/// stands alone. A pure function of its arguments: every rank computes the whole plan.
+/// Splits rows of `lengths` tokens into micro-batches of at most `tokens_max` tokens: `[data rank][micro-batch][row]`.
+/// Rows are dealt to ranks by cost, the most expensive first, each to the rank with the least work. Every rank gets the
+/// same number of micro-batches, because they contain collectives; one may be empty. A row longer than `tokens_max` is
+/// a micro-batch of its own. A pure function of its arguments: every rank computes the whole plan.
 pub fn plan(lengths: &[usize], data_ranks: usize, tokens_max: usize, cost: &Cost) -> Vec<Vec<Vec<usize>>> {
     let costs: Vec<usize> = lengths.iter().map(|&tokens| cost.row(tokens)).collect();
     let dealt = deal(&costs, data_ranks);
@@ -52,7 +53,7 @@ pub fn plan(lengths: &[usize], data_ranks: usize, tokens_max: usize, cost: &Cost
     loop {
         let mut plan: Vec<_> = dealt.iter().map(|rows| microbatches(lengths, rows, tokens_max, count)).collect();
         let most = plan.iter().map(Vec::len).max().unwrap_or_default();
-        // Ranks that need fewer micro-batches spread their rows over as many, where they have as many rows.
+        // Ranks that need fewer micro-batches spread their rows over the same number, if they have enough rows.
         if most <= count || plan.iter().all(|own| own.len() == most) {
             for own in &mut plan {
                 own.resize(most, Vec::new());
@@ -64,8 +65,8 @@ pub fn plan(lengths: &[usize], data_ranks: usize, tokens_max: usize, cost: &Cost
 }
 
 /// Deals rows of `lengths` tokens to `chunks` shares: the longest row first, each to the share with the fewest tokens,
-/// the first such share on a tie (Graham 1969, LPT). Each share lists its rows in ascending order; every row is in
-/// exactly one share; a share may be empty where there are fewer rows than shares. A pure function of its arguments.
+/// the first such share on a tie (Graham 1969, LPT). Each share lists its rows in ascending order. Every row is in
+/// exactly one share. With fewer rows than shares, some are empty. A pure function of its arguments.
 pub fn deal(lengths: &[usize], chunks: usize) -> Vec<Vec<usize>> {
     assert!(chunks > 0, "balance::deal: rows are dealt to at least one chunk");
     let mut longest_first: Vec<usize> = (0..lengths.len()).collect();
@@ -85,9 +86,9 @@ pub fn deal(lengths: &[usize], chunks: usize) -> Vec<Vec<usize>> {
     shares
 }
 
-/// Cuts the rows `of` (ascending) into micro-batches of at most `tokens_max` tokens, as few as `deal` can balance them in,
-/// and at least `count_min` where there are as many rows. A row longer than `tokens_max` stands alone. Rows within a group
-/// ascend, groups are ordered by their first row; none is empty.
+/// Splits the rows `of` (ascending) into micro-batches of at most `tokens_max` tokens: as few as `deal` can balance,
+/// and at least `count_min` if there are enough rows. A row longer than `tokens_max` is a micro-batch of its own. Rows
+/// within a group ascend, groups are ordered by their first row, and none is empty.
 pub fn microbatches(lengths: &[usize], of: &[usize], tokens_max: usize, count_min: usize) -> Vec<Vec<usize>> {
     assert!(tokens_max > 0, "balance::microbatches: a budget of 0 tokens holds no row");
     let (long, fitting): (Vec<usize>, Vec<usize>) = of.iter().partition(|i| lengths[**i] > tokens_max);
@@ -96,7 +97,7 @@ pub fn microbatches(lengths: &[usize], of: &[usize], tokens_max: usize, count_mi
         let fit: Vec<usize> = fitting.iter().map(|i| lengths[*i]).collect();
         let mut count =
             fit.iter().sum::<usize>().div_ceil(tokens_max).max(count_min.saturating_sub(groups.len())).max(1);
-        // Ends at one row per group, where each fits.
+        // Ends at the latest with one row per group, which always fits.
         let dealt = loop {
             let dealt = deal(&fit, count);
             if dealt.iter().all(|group| group.iter().map(|i| fit[*i]).sum::<usize>() <= tokens_max) {
@@ -146,7 +147,7 @@ mod tests {
             let of_rank = |own: &Vec<Vec<usize>>| own.iter().map(|rows| work(rows)).sum::<f64>();
             let slowest = plan.iter().map(of_rank).fold(0.0, f64::max);
             assert!(slowest <= 1.05 * mean, "{ranks} ranks: slowest {slowest}, mean {mean}");
-            // Where ranks meet in every micro-batch, the slowest of each counts.
+            // If ranks synchronize in every micro-batch, the slowest of each counts.
             let met: f64 = (0..plan[0].len()).map(|j| plan.iter().map(|own| work(&own[j])).fold(0.0, f64::max)).sum();
             assert!(met <= 1.25 * mean, "{ranks} ranks that meet in every micro-batch: {met}, mean {mean}");
         }

@@ -1,13 +1,13 @@
-//! What is handed out of a row: all of it, a part, several pieces, or nothing.
+//! The part of a row that is handed out: all of it, a part, several pieces, or nothing.
 
 use serde::{Deserialize, Serialize};
 
 use crate::config::data::{DataConfig, LongPrompts};
 
-/// Bit of `Prompt::id` from which the number of a window's piece stands.
+/// The bit of `Prompt::id` from which the number of a window's piece is stored.
 pub(super) const PIECE_SHIFT: u32 = 48;
 
-/// Tokens of a row: those of its prompts, and of its responses, if it has any.
+/// Tokens of a row: of its prompts, and of its responses, if it has any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RowTokens {
     pub prompt: usize,
@@ -37,7 +37,7 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// A row that is known by its length alone: what follows the prompt is the response.
+    /// A row of which only the length is known. Everything after the prompt is the response.
     pub fn of_length(row: &RowTokens) -> Self {
         let (end, rest) = (row.prompt as u32, row.response as u32);
         Self { source: 0, document: 0, start: 0, end, rest, piece: 0, pieces: 1, cut: 0 }
@@ -48,7 +48,7 @@ impl Entry {
     }
 }
 
-/// The entries of a row of `prompt` tokens and `rest` tokens after it, or the rule that filters the row.
+/// The entries of a row with `prompt` tokens and `rest` tokens after it, or the rule that filters the row.
 pub(super) fn cut(
     config: &DataConfig,
     source: usize,
@@ -69,7 +69,7 @@ pub(super) fn cut(
     for (piece, (start, end)) in ranges.into_iter().enumerate() {
         let kept = end - start;
         let rest_kept = match config.row_tokens_max {
-            // A prompt alone has no row beyond it.
+            // A prompt alone has nothing after it.
             row if rest == 0 || row == 0 || kept + rest <= row => rest,
             _ if config.long_prompts == LongPrompts::Reject => return Err("row_tokens_max"),
             row if kept >= row => return Err("row_tokens_max"),
@@ -91,7 +91,8 @@ pub(super) fn cut(
     Ok(entries)
 }
 
-/// Pieces of `limit` tokens, each beginning `limit - overlap` after the one before; the last one ends with the prompt.
+/// Pieces of `limit` tokens, each beginning `limit - overlap` tokens after the one before. The last one ends with the
+/// prompt.
 fn windows(prompt: usize, limit: usize, overlap: usize) -> Vec<(usize, usize)> {
     let step = limit - overlap.min(limit - 1);
     // Every piece but the last ends before the prompt does.

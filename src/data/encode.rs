@@ -1,4 +1,4 @@
-//! Files of rows to a token shard, with all cores.
+//! Encoding of files of rows into a token shard, with all cores.
 
 use std::path::Path;
 
@@ -11,8 +11,8 @@ use super::split::describe;
 use crate::config::data::SplitBy;
 use crate::error::{Error, Result};
 
-/// Writes the rows of files and folders, each with the split of all its rows where files are splits, as the shard `prefix`; of fields
-/// of the rows it keeps those that `kept` names.
+/// Writes the rows of files and folders as the shard `prefix`. Each input has the split of all its rows, if files are
+/// splits. Keeps the fields of the rows that `kept` names.
 pub fn shard_rows(
     reading: Reading<'_>,
     inputs: &[(&Path, Option<&str>)],
@@ -28,7 +28,7 @@ pub fn shard_rows(
             path: file.path,
         }));
     }
-    // All are opened before a row is read: one that is cut short is refused at once.
+    // All files are opened before any row is read, so that a truncated one is rejected at once.
     let readers = all.iter().map(|file| RowReader::open(&file.path)).collect::<Result<Vec<_>>>()?;
     let mut writer = ShardWriter::create(prefix, reading.vocabulary)?;
     for (file, reader) in all.iter().zip(readers) {

@@ -1,4 +1,4 @@
-//! The rows of a job with those of `data.eval_sets` beside them: opened together, and told apart by their ids.
+//! The rows of a job together with the rows of `data.eval_sets`: opened together, and distinguished by their ids.
 
 use super::cut::PIECE_SHIFT;
 use super::rows::{Reading, row_fields};
@@ -7,7 +7,8 @@ use crate::config::data::DataConfig;
 use crate::error::Result;
 use crate::experience::RowFields;
 
-/// Rows of the first of `data.eval_sets` count from here, of the next from twice that: what is drawn for a set hangs on no other rows.
+/// Ids of rows of the first of `data.eval_sets` start here, of the next at twice that. So the random numbers of a set
+/// do not depend on other rows.
 const SET_ROWS: u64 = 1 << 40;
 
 impl Rows {
@@ -26,7 +27,8 @@ impl Rows {
         Ok(Self { eval_sets, ..rows })
     }
 
-    /// Gives rows of prompts as their files have them, by `Prompt::id`; `config` is the one they were opened with.
+    /// Returns a function from `Prompt::id` to the row as its file has it. `config` is the configuration that the rows
+    /// were opened with.
     pub fn lookup(&self, config: &DataConfig) -> impl Fn(u64) -> Result<RowFields> + Send + Sync + 'static {
         let sets = self.eval_sets.iter().zip(config.of_eval_sets()).map(|((_, rows), config)| (rows, config));
         let all = std::iter::once((self, config.clone())).chain(sets);
@@ -48,7 +50,7 @@ impl Rows {
     }
 }
 
-/// Where the row of a prompt lies, by `Prompt::id`.
+/// The source and document of a prompt's row, by `Prompt::id`.
 pub(super) fn document_of(sources: &[Source], id: u64) -> Option<(&Source, usize)> {
     let row = id & ((1 << PIECE_SHIFT) - 1);
     let source = sources.iter().rfind(|source| source.first_id <= row)?;

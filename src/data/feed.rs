@@ -1,4 +1,4 @@
-//! The order in which rows are handed out, and the cursor that remembers where it stands.
+//! The order in which rows are handed out, and the cursor that stores the position.
 
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
@@ -9,26 +9,26 @@ use crate::config::data::{DataConfig, Order};
 use crate::error::{Error, Result};
 use crate::rng::{Purpose, Rng};
 
-/// Where a source stands: enough to continue it exactly, on any number of ranks.
+/// The position of a source: enough to continue it exactly, on any number of ranks.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cursor {
-    /// Entries handed out of each stratum since the start (one stratum, or one per weighted source).
+    /// Entries handed out from each stratum since the start (one stratum, or one per weighted source).
     pub drawn: Vec<u64>,
-    /// XXH3 of what can be handed out: a cursor fits only the rows that it was made on.
+    /// XXH3 of all entries that can be handed out. A cursor is valid only for the rows it was made on.
     pub rows_xxh3: u64,
 }
 
-/// Rows that are walked in one order: all of them, or those of one weighted source.
+/// Rows that are handed out in one order: all rows, or the rows of one weighted source.
 #[derive(Debug, Default)]
 pub(super) struct Stratum {
-    /// Pieces of a row are neighbours.
+    /// Pieces of a row are adjacent.
     pub entries: Vec<Entry>,
     /// First entry of each row.
     pub rows: Vec<u32>,
-    /// The curriculum's number of each row; empty in other orders.
+    /// The curriculum value of each row. Empty in other orders.
     pub keys: Vec<f64>,
     pub weight: f64,
-    /// The epoch that is handed out, and the order of its entries.
+    /// The current epoch, and the order of its entries.
     pub order: Option<(u32, Vec<u32>)>,
 }
 
@@ -46,8 +46,8 @@ pub(super) struct Feed {
 impl Feed {
     pub fn new(config: &DataConfig, strata: Vec<Stratum>, seed: u64, mut ledger: Ledger) -> Result<Self> {
         if !config.only_evaluates && strata.iter().any(|stratum| stratum.entries.is_empty()) {
-            return Err(Error::data(format!("no row is left to train on: {ledger}"))
-                .hint("look at data.prompt_split, data.prompt_tokens_max and data.long_prompts"));
+            return Err(Error::data(format!("no rows are left to train on: {ledger}"))
+                .hint("check data.prompt_split, data.prompt_tokens_max and data.long_prompts"));
         }
         ledger.deferred = strata.iter().map(|stratum| stratum.rows.len() as u64).sum();
         ledger.check()?;
@@ -65,7 +65,7 @@ impl Feed {
         self.strata.iter().flat_map(|stratum| &stratum.entries)
     }
 
-    /// The next entry; epochs follow each other without end.
+    /// The next entry. Epochs follow each other without end.
     pub fn next(&mut self) -> Entry {
         let s = self.choose();
         let entries = self.strata[s].entries.len() as u64;
@@ -82,7 +82,7 @@ impl Feed {
         entry
     }
 
-    /// The `n` entries behind the first `position` that one stratum hands out.
+    /// The `n` entries after the first `position` entries of the only stratum.
     pub fn at(&mut self, position: u64, n: usize) -> Vec<Entry> {
         self.cursor.drawn[0] = position;
         self.ahead(n)
@@ -95,17 +95,17 @@ impl Feed {
         entries
     }
 
-    /// Continues where `cursor` stands.
+    /// Continues at `cursor`.
     pub fn restore(&mut self, cursor: &Cursor, ledger: &Ledger) -> Result<()> {
         if cursor.rows_xxh3 != self.cursor.rows_xxh3
             || cursor.drawn.len() != self.cursor.drawn.len()
             || ledger.rows != self.ledger.rows
         {
             return Err(Error::data(format!(
-                "the rows changed in number or length since the checkpoint: it knew {}, there are {} now",
+                "rows have changed in number or length since the checkpoint, which had {} rows; now there are {}",
                 ledger.rows, self.ledger.rows
             ))
-            .hint("resume with the data and the [data] keys of the checkpoint, or start another job.dir"));
+            .hint("resume with the data and the [data] keys of the checkpoint, or set another job.dir"));
         }
         ledger.check()?;
         self.cursor = cursor.clone();
@@ -113,7 +113,7 @@ impl Feed {
         Ok(())
     }
 
-    /// The stratum of the next entry: random by weight, keyed by the number of entries before it.
+    /// The stratum of the next entry: random by weight, keyed by the number of entries so far.
     fn choose(&self) -> usize {
         if self.strata.len() == 1 {
             return 0;
@@ -134,7 +134,7 @@ impl Feed {
     fn epoch_order(&self, s: usize, epoch: u32) -> Vec<u32> {
         let stratum = &self.strata[s];
         let rows = stratum.rows.len();
-        // Each stratum has its own permutations; the golden ratio spreads neighbouring numbers over the seeds.
+        // Each stratum has its own permutations. The golden ratio spreads neighboring numbers over the seeds.
         let seed = self.seed.wrapping_add((s as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let shuffled = || Rng::new(seed, Purpose::Shuffle).permutation(rows, epoch);
         let order = match self.order {
@@ -160,7 +160,7 @@ impl Feed {
         order.into_iter().flat_map(pieces).collect()
     }
 
-    /// A row counts once, when the last of its pieces is handed out for the first time.
+    /// Counts a row once, when the last of its pieces is handed out for the first time.
     fn account(&mut self, entry: &Entry, epoch: u32) {
         let ledger = &mut self.ledger;
         ledger.handed_out += 1;

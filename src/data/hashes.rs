@@ -1,4 +1,5 @@
-//! Content hashes of a job's inputs: a file is read by one rank, and not again while its size and times stay the same.
+//! Content hashes of a job's inputs. A file is read by one rank, and not read again while its size and times stay the
+//! same.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -13,14 +14,14 @@ use crate::comm::{Group, records};
 use crate::error::{Error, Result};
 use crate::sys::files::write_atomic;
 
-/// The hashes that are known; on all ranks but the first there are none.
+/// The known hashes. Only the first rank has them.
 #[derive(Debug, Default)]
 pub struct Hashes {
-    /// By absolute path: those of earlier starts.
+    /// Hashes of earlier starts, by absolute path.
     known: BTreeMap<String, Known>,
-    /// Those that this start asked for.
+    /// Hashes that this start used.
     asked: BTreeMap<String, Known>,
-    /// Bytes that were read for hashes, on all ranks together.
+    /// Bytes read for hashes, on all ranks together.
     pub read_bytes: u64,
 }
 
@@ -30,7 +31,7 @@ struct Known {
     contents: FileHash,
 }
 
-/// A file's size and times, which change with its contents. `ctime` also moves where a copy kept `mtime`.
+/// A file's size and times, which change with its contents. `ctime` changes even if a copy kept `mtime`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Stamp {
     bytes: u64,
@@ -47,7 +48,7 @@ impl Stamp {
     }
 }
 
-/// The hashes that the first rank knows, and the files that are to be read, the largest first.
+/// The hashes that the first rank knows, and the files to read, the largest first.
 type Plan = (BTreeMap<PathBuf, FileHash>, Vec<PathBuf>);
 
 impl Hashes {
@@ -56,7 +57,7 @@ impl Hashes {
         Self { known: serde_json::from_slice(&text).unwrap_or_default(), ..Self::default() }
     }
 
-    /// Replaces `cache` by the hashes that this start asked for, where they changed.
+    /// Replaces `cache` by the hashes that this start used, if they changed.
     pub fn save(&self, cache: &Path) -> Result<()> {
         if self.asked == self.known {
             return Ok(());
@@ -65,11 +66,11 @@ impl Hashes {
         write_atomic(cache, &text)
     }
 
-    /// Bytes and hash of each of `files`, by path. Of the ranks of `group`, who all call this with the same files, each
-    /// reads a share of those that are not known, with all its threads.
+    /// Size and hash of each of `files`, by path. All ranks of `group` call this with the same files. Each reads a
+    /// share of the files without a known hash, with all its threads.
     pub fn of(&mut self, files: &[PathBuf], group: &Group) -> Result<BTreeMap<PathBuf, FileHash>> {
-        // The first rank's listing counts: other hosts may still see older times. Times are read before contents:
-        // the next start reads a file again that changes meanwhile.
+        // The first rank's listing counts, because other hosts may still see older times. Times are read before
+        // contents, so the next start reads a file again if it changes meanwhile.
         let files: BTreeSet<&PathBuf> = files.iter().collect();
         let planned = (group.rank() == 0).then(|| self.plan(&files));
         let (stamps, plan) = planned.unzip();
@@ -103,7 +104,7 @@ impl Hashes {
     }
 }
 
-/// For JSON, whose strings are text: the directory that the run was started in may have any name.
+/// The absolute path as text for JSON, even if the start directory's name is not valid Unicode.
 fn absolute(path: &Path) -> String {
     std::path::absolute(path).as_deref().unwrap_or(path).to_string_lossy().into_owned()
 }

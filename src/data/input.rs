@@ -1,4 +1,4 @@
-//! Files of rows: JSONL, Parquet, and the Arrow streams of Hugging Face's `save_to_disk`; alone or in folders.
+//! Files of rows: JSONL, Parquet, and the Arrow streams of Hugging Face's `save_to_disk`, alone or in folders.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -12,10 +12,10 @@ use crate::error::{Error, Result};
 use crate::sys::files;
 use crate::text::kind_of;
 
-/// Lines that are handed out at once: enough for the threads that parse them, little enough for the memory.
+/// Lines handed out at once: enough for the parsing threads, and not too many for the memory.
 const LINES_AT_ONCE: usize = 8192;
 
-/// A file of rows, and the split that its folder says it is.
+/// A file of rows, and the split given by its folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InputFile {
     pub path: PathBuf,
@@ -26,21 +26,27 @@ fn has_extension(path: &Path, of: &[&str]) -> bool {
     path.extension().and_then(|e| e.to_str()).is_some_and(|e| of.contains(&e))
 }
 
-/// Whether a path, such as an entry of `data.prompts`, is a file or folder of rows; else that is the prefix of a shard.
+/// Whether a path, such as an entry of `data.prompts`, is a file or folder of rows. Otherwise it is the prefix of a
+/// shard.
 pub fn is_rows(path: &Path) -> bool {
     let is_shard = || Path::new(&format!("{}.idx", path.display())).is_file();
     has_extension(path, &["jsonl", "json", "ndjson", "parquet", "arrow"]) || (path.is_dir() && !is_shard())
 }
 
-/// The files of a path: itself, or what a folder holds. That is one of `save_to_disk` (a dataset, or several with their splits), or
-/// has Parquet files, whose names may begin with their split: `train-00000-of-00002.parquet`.
+/// The files of a path: the path itself, or the files in a folder. A folder is either a folder of `save_to_disk` (a
+/// dataset, or several with their splits), or a folder of Parquet files, whose names may begin with their split:
+/// `train-00000-of-00002.parquet`.
 pub fn input_files(path: &Path) -> Result<Vec<InputFile>> {
     if !path.is_dir() {
         return Ok(vec![InputFile { path: path.to_owned(), split: None }]);
     }
     let within = |name: &str| {
         let is_plain = Path::new(name).file_name().is_some_and(|file| file == name);
-        if is_plain { Ok(path.join(name)) } else { Err(Error::data(format!("{name:?} is no name of a file in it"))) }
+        if is_plain {
+            Ok(path.join(name))
+        } else {
+            Err(Error::data(format!("{name:?} is not the name of a file in this folder")))
+        }
     };
     let list = |file: &str, of: &dyn Fn(&Value) -> Option<Vec<String>>| -> Result<Option<Vec<String>>> {
         let text = match files::read(&path.join(file)) {
@@ -48,7 +54,7 @@ pub fn input_files(path: &Path) -> Result<Vec<InputFile>> {
             read => read.map_err(|e| Error::io("read", path.join(file), &e))?,
         };
         let names = serde_json::from_slice(&text).ok().as_ref().and_then(of);
-        names.map(Some).ok_or_else(|| Error::data(format!("{file} is not what save_to_disk writes")))
+        names.map(Some).ok_or_else(|| Error::data(format!("{file} was not written by save_to_disk")))
     };
     let texts = |list: &Value, of: fn(&Value) -> Option<&Value>| -> Option<Vec<String>> {
         list.as_array()?.iter().map(|item| of(item)?.as_str().map(str::to_owned)).collect()
@@ -59,7 +65,9 @@ pub fn input_files(path: &Path) -> Result<Vec<InputFile>> {
             for split in splits {
                 let folder = within(&split)?;
                 if !folder.join("state.json").is_file() {
-                    return Err(Error::data(format!("dataset_dict.json names {split:?}, which has no state.json")));
+                    return Err(Error::data(format!(
+                        "dataset_dict.json names the split {split:?}, whose folder has no state.json"
+                    )));
                 }
                 let files = input_files(&folder)?;
                 all.extend(files.into_iter().map(|file| InputFile { split: Some(split.clone()), ..file }));
@@ -75,8 +83,8 @@ pub fn input_files(path: &Path) -> Result<Vec<InputFile>> {
             all.extend(found.into_iter().map(|path| InputFile { split: split_of(&path), path }));
         }
         if all.is_empty() {
-            return Err(Error::data("a folder without dataset_dict.json, state.json and Parquet files")
-                .hint("name a folder of save_to_disk, a folder of Parquet files, or files of rows"));
+            return Err(Error::data("the folder has no dataset_dict.json, state.json or Parquet files")
+                .hint("give a folder of save_to_disk, a folder of Parquet files, or files of rows"));
         }
         Ok(all)
     };
@@ -91,7 +99,7 @@ fn split_of(path: &Path) -> Option<String> {
     (are_digits(number) && are_digits(count) && !split.is_empty()).then(|| split.to_owned())
 }
 
-/// A row that is not parsed yet.
+/// A row before parsing.
 pub enum RawRow {
     Line(Vec<u8>),
     Cells(Arc<RecordBatch>, usize),
@@ -104,11 +112,11 @@ impl RawRow {
             Self::Line(line) => line,
         };
         if line.trim_ascii().is_empty() {
-            return Err(Error::data("the line is empty, needed a JSON object"));
+            return Err(Error::data("the line must be a JSON object (got an empty line)"));
         }
         match serde_json::from_slice(line) {
             Ok(Value::Object(row)) => Ok(row),
-            Ok(other) => Err(Error::data(format!("{} where a JSON object is needed", kind_of(&other)))),
+            Ok(other) => Err(Error::data(format!("the line must be a JSON object (got {})", kind_of(&other)))),
             Err(e) => Err(Error::data(format!("not JSON: {e}"))),
         }
     }
@@ -144,12 +152,12 @@ impl RowReader {
         Ok(Self::Batches { from: from.map_err(|e| e.within(path.display()))?, name })
     }
 
-    /// Each line as soon as it comes.
+    /// Reads each line as soon as it arrives.
     pub fn lines(name: &Path, from: impl BufRead + 'static) -> Self {
         Self::Lines { name: name.to_owned(), from: Box::new(from), blank: 0, at_once: 1 }
     }
 
-    /// The next rows; none behind the last one.
+    /// The next rows. Empty after the last one.
     pub fn next_rows(&mut self) -> Result<Vec<RawRow>> {
         match self {
             Self::Batches { name, from } => {

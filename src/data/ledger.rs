@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::sys::files::write_atomic;
 
-/// Rows that were learned from after a cut, and the tokens that the cuts took.
+/// Rows that were learned from after a cut, and the number of tokens removed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Truncated {
@@ -25,29 +25,29 @@ pub struct Windowed {
     pub pieces: u64,
 }
 
-/// What became of the rows: `rows = trained + truncated.rows + held_out + filtered + deferred`, always.
+/// The use of all rows: `rows = trained + truncated.rows + held_out + filtered + deferred`, always.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ledger {
     pub rows: u64,
-    /// Rows handed out whole, in any number of pieces and epochs.
+    /// Rows handed out without a cut, in any number of pieces and epochs.
     pub trained: u64,
     /// Rows handed out after a cut.
     pub truncated: Truncated,
-    /// Rows that evaluate, and never train.
+    /// Held-out rows, which never train.
     pub held_out: u64,
-    /// Rows that will never be handed out, by the rule that took them out.
+    /// Rows that are never handed out, by the rule that filtered them.
     pub filtered: BTreeMap<String, u64>,
-    /// Rows that were not handed out yet.
+    /// Rows not handed out yet.
     pub deferred: u64,
-    /// Of the rows above, those cut into pieces.
+    /// Rows among those above that were cut into pieces.
     pub windowed: Windowed,
     /// Prompts or demonstrations handed out, repeats of later epochs included.
     pub handed_out: u64,
-    /// Samples of the rows handed out that were left out, as a reward failed on them or on one of their group.
+    /// Samples of rows handed out that were dropped, because a reward failed on them or on a sample of their group.
     #[serde(default)]
     pub samples_dropped: u64,
-    /// Prompts handed out whose samples rollout.dynamic_sampling did not learn from.
+    /// Prompts handed out whose samples were dropped by rollout.dynamic_sampling.
     #[serde(default)]
     pub groups_dropped: u64,
 }
@@ -59,7 +59,7 @@ impl Ledger {
         }
     }
 
-    /// Adds rows of which none trains.
+    /// Adds the rows of an evaluation set, none of which train.
     pub(super) fn add(&mut self, evaluated: &Self) {
         self.rows += evaluated.rows;
         self.held_out += evaluated.held_out;
@@ -74,7 +74,7 @@ impl Ledger {
         if self.accounted() == self.rows {
             return Ok(());
         }
-        Err(Error::fault(format!("ledger: {} rows were read, {} are accounted for", self.rows, self.accounted())))
+        Err(Error::fault(format!("ledger: {} rows were read, but {} are accounted for", self.rows, self.accounted())))
     }
 
     /// Replaces `path` (`ledger.json` of the run directory).
@@ -87,7 +87,8 @@ impl Ledger {
 
 impl fmt::Display for Ledger {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} rows: {} trained", self.rows, self.trained)?;
+        let plural = |n: u64| if n == 1 { "" } else { "s" };
+        write!(f, "{} row{}: {} trained", self.rows, plural(self.rows), self.trained)?;
         write!(f, ", {} truncated by {} tokens", self.truncated.rows, self.truncated.tokens)?;
         write!(f, ", {} held out", self.held_out)?;
         write!(f, ", {} filtered", self.filtered.values().sum::<u64>())?;
@@ -97,7 +98,8 @@ impl fmt::Display for Ledger {
         }
         write!(f, ", {} deferred", self.deferred)?;
         if self.windowed.rows > 0 {
-            write!(f, "; {} rows in {} windows", self.windowed.rows, self.windowed.pieces)?;
+            let (rows, pieces) = (self.windowed.rows, self.windowed.pieces);
+            write!(f, "; {rows} row{} in {pieces} window{}", plural(rows), plural(pieces))?;
         }
         Ok(())
     }

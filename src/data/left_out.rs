@@ -1,4 +1,4 @@
-//! `ledger.jsonl`: the rows that are not learned from, a JSON line each.
+//! `ledger.jsonl`: the rows that are not learned from, one JSON line each.
 
 use super::eval_sets::document_of;
 use super::sources::Rows;
@@ -9,12 +9,12 @@ use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
-/// The file of a run directory.
+/// Its name in a run directory.
 pub const LEDGER_LINES: &str = "ledger.jsonl";
 
 impl Rows {
-    /// Writes the filtered rows to `path`, a JSON line each: the file and line that it came from, and the rule that took it out.
-    /// Lines that `write_dropped` added for steps up to `step` stay.
+    /// Writes the filtered rows to `path`, one JSON line each: the file and line of the row, and the rule that filtered
+    /// it. Lines that `write_dropped` added for steps up to `step` stay.
     pub fn write_filtered(&self, path: &Path, step: u64) -> Result<()> {
         let before = if path.exists() {
             files::read_to_string(path).map_err(|e| Error::io("read", path, &e))?
@@ -40,7 +40,8 @@ impl Rows {
         })
     }
 
-    /// Adds prompts of a step whose samples were not learned from to what `write_filtered` wrote: `Prompt::id`, and the mean score.
+    /// Appends to the file of `write_filtered` the prompts of a step whose samples were not learned from: `Prompt::id`,
+    /// and the mean score.
     pub fn write_dropped(&self, path: &Path, step: u64, dropped: impl Iterator<Item = (u64, f64)>) -> Result<()> {
         let mut lines = String::new();
         for (id, score_mean) in dropped {

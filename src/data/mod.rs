@@ -1,4 +1,5 @@
-//! Rows of text to prompts and demonstrations: token shards, splits, order, packing, and the ledger of all rows.
+//! Conversion of rows of text to prompts and demonstrations: token shards, splits, order, packing, and the ledger of
+//! all rows.
 
 mod ahead;
 mod arrow;

@@ -1,4 +1,4 @@
-//! Rows as they are handed out: prompts for rollout, demonstrations, pairs and labelled responses to learn from.
+//! Rows as they are handed out: prompts for rollout, and demonstrations, pairs and labeled responses to learn from.
 
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -13,7 +13,7 @@ use crate::experience::Prompt;
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 
-/// Hands out rows in the order of the epochs. Every rank opens the same source and takes the same rows.
+/// Hands out rows in the order of the epochs. Every rank opens the same source and gets the same rows.
 #[derive(Debug)]
 pub struct RowSource<T> {
     rows: Rows,
@@ -21,32 +21,32 @@ pub struct RowSource<T> {
     made: PhantomData<T>,
 }
 
-/// A row as a method takes it.
+/// A row of a method.
 pub trait Row: Sized {
-    /// How much of a row of the data it is.
+    /// The part of a data row that it uses.
     const PART: Part;
-    /// Tokens that it leaves free of the model's context, at least.
+    /// The minimum number of tokens that it leaves free in the model's context.
     const FREE: usize = 0;
 
-    /// Tokens of the longest sequence that it makes.
+    /// The number of tokens of the longest sequence made from it.
     fn longest(entry: &Entry, _rows: &Rows) -> Result<usize> {
         Ok(entry.tokens())
     }
 
-    /// Which keys make rows fit a context of so many tokens.
+    /// The hint: keys that make rows fit a context of `context` tokens.
     fn hint(context: usize) -> String {
-        format!("set data.row_tokens_max = {context}; data.long_prompts says whether longer rows are cut")
+        format!("set data.row_tokens_max = {context}, and data.long_prompts to cut longer rows or drop them")
     }
 
-    /// Its tokens in parts, and whether each is learned; and a label, or an empty text.
+    /// Its tokens in parts, and whether each part is learned. Also its label, or an empty string.
     fn parts(&self) -> (Vec<(&[u32], bool)>, &str);
 
-    /// Tokens of each sequence that is made of it.
+    /// The number of tokens of each sequence made from it.
     fn sequences(&self) -> Vec<usize> {
         vec![self.parts().0.iter().map(|(tokens, _)| tokens.len()).sum()]
     }
 
-    /// The row, or piece of one, that is handed out as `entry`.
+    /// The row, or the piece of a row, that `entry` describes.
     fn of(entry: &Entry, rows: &Rows, tokenizer: &Tokenizer) -> Result<Self>;
 }
 
@@ -60,7 +60,7 @@ pub struct SftRow {
     /// Identity of the row over the whole run.
     pub id: u64,
     pub tokens: Vec<u32>,
-    /// 1 for tokens of a response, which are learned; 0 for those of a prompt. As long as `tokens`.
+    /// 1 for tokens of a response, which are learned, 0 for tokens of a prompt. As long as `tokens`.
     pub mask: Vec<u8>,
 }
 
@@ -79,8 +79,8 @@ impl<T> DerefMut for RowSource<T> {
 }
 
 impl<T: Row> RowSource<T> {
-    /// Opens `config.prompts` for a model of `vocabulary` tokens; `prepared` are their shards, by `super::prepare` with the part
-    /// of a row. `seed` is the job's.
+    /// Opens `config.prompts` for a model of `vocabulary` tokens. `prepared` are their shards, made by `super::prepare`
+    /// for the same part of a row. `seed` is the job's.
     pub fn open(
         config: &DataConfig,
         tokenizer: &Arc<Tokenizer>,
@@ -89,18 +89,19 @@ impl<T: Row> RowSource<T> {
         seed: u64,
     ) -> Result<Self> {
         if T::PART != Part::Prompt && config.long_prompts == LongPrompts::Window {
-            return Err(Error::usage("data.long_prompts = \"window\" would part a response from its prompt")
-                .hint("use reject, truncate_left or truncate_right"));
+            return Err(Error::usage("data.long_prompts = \"window\" would separate responses from their prompts")
+                .hint("set it to reject, truncate_left or truncate_right"));
         }
         let rows = Rows::open(Reading { config, part: T::PART, tokenizer, vocabulary }, prepared, seed)?;
         Ok(Self { rows, tokenizer: Arc::clone(tokenizer), made: PhantomData })
     }
 
-    /// Refuses rows that do not fit the model's context.
+    /// Rejects rows that exceed the model's context.
     pub fn check_context(&self, context: usize) -> Result<()> {
         let pieces = self.rows.pretrain.as_ref().map_or(0, |texts| texts.longest());
         if pieces > context {
-            let what = format!("rows of data.pretrain have {pieces} tokens, the model's context is {context}");
+            let what =
+                format!("rows of data.pretrain have up to {pieces} tokens, but the model's context is {context}");
             return Err(Error::data(what).hint(format!("set data.pretrain_tokens_max = {context}")));
         }
         let (mut count, mut longest): (_, Option<(usize, &Rows, &Entry)>) = (0, None);
@@ -115,11 +116,12 @@ impl<T: Row> RowSource<T> {
         }
         let Some((tokens, rows, longest)) = longest else { return Ok(()) };
         let row = rows.line_of(longest)?;
-        let what = format!("{count} rows do not fit the model's context of {context} tokens");
+        let what = if count == 1 { "1 row does".to_string() } else { format!("{count} rows do") };
+        let what = format!("{what} not fit the model's context of {context} tokens");
         Err(Error::data(format!("{what}: the longest, {row}, has {tokens} tokens")).hint(T::hint(context)))
     }
 
-    /// The next `n` rows. The last ones of an epoch and the first ones of the next may come together: none is dropped.
+    /// The next `n` rows. They may span the end of an epoch and the start of the next, so no row is dropped.
     pub fn next(&mut self, n: usize) -> Result<Vec<T>> {
         let mut next = || {
             let entry = self.rows.feed.next();
@@ -128,8 +130,8 @@ impl<T: Row> RowSource<T> {
         (0..n).map(|_| next()).collect()
     }
 
-    /// The `n` rows of `data.pretrain` that step `step` (from 1) learns from: they follow from its number, so no checkpoint keeps
-    /// where they stand.
+    /// The `n` rows of `data.pretrain` that step `step` (from 1) learns from. They depend only on its number, so
+    /// checkpoints do not store their position.
     pub fn pretrain(&mut self, step: u64, n: usize) -> Result<Vec<SftRow>> {
         let Some(texts) = &mut self.rows.pretrain else { return Ok(Vec::new()) };
         let entries = texts.feed.at((step - 1) * n as u64, n);
@@ -137,7 +139,7 @@ impl<T: Row> RowSource<T> {
         entries.iter().map(|entry| SftRow::of(entry, texts, &self.tokenizer).map(all_learned)).collect()
     }
 
-    /// The row that is next, as the model sees it, by `Tokenizer::marked`.
+    /// The next row as the model sees it, by `Tokenizer::marked`.
     pub fn shown(&mut self) -> Result<String> {
         let first = if self.rows.epoch_rows() > 0 { self.rows.feed.ahead(1).pop() } else { None };
         let evaluated = || self.rows.with_sets().find_map(|rows| Some((rows, *rows.eval.first()?)));
@@ -150,8 +152,8 @@ impl<T: Row> RowSource<T> {
         Ok(if label.is_empty() { text } else { format!("{text}  label {label}") })
     }
 
-    /// Makes all rows once, those that evaluate too, and gives each to `check`, whose error is told with the row's file and line.
-    /// Rows that are known by their lengths alone are not looked at.
+    /// Makes all rows once, including held-out rows, and passes each to `check`. Its error is reported with the row's
+    /// file and line. Rows of which only the length is known are skipped.
     pub fn check_each(&self, mut check: impl FnMut(T) -> Result<()>) -> Result<()> {
         let entries = self.rows.feed.entries().chain(&self.rows.eval);
         for entry in entries.filter(|_| !self.rows.sources.is_empty()) {
@@ -161,12 +163,13 @@ impl<T: Row> RowSource<T> {
         Ok(())
     }
 
-    /// Rows of the eval split, in the order of the sources: `most`, or all where that is 0; empty where there is none.
+    /// Rows of the eval split, in the order of the sources: the first `most`, or all if `most` is 0. Empty without an
+    /// eval split.
     pub fn eval_rows(&self, most: usize) -> Result<Vec<T>> {
         self.evaluated(&self.rows, most)
     }
 
-    /// Rows of each of `data.eval_sets`, as `eval_rows`, with its name.
+    /// Rows of each of `data.eval_sets`, like `eval_rows`, with its name.
     pub fn eval_sets(&self, most: usize) -> Result<Vec<(String, Vec<T>)>> {
         self.rows.eval_sets.iter().map(|(name, rows)| Ok((name.clone(), self.evaluated(rows, most)?))).collect()
     }
@@ -179,12 +182,12 @@ impl<T: Row> RowSource<T> {
 
 impl Row for Prompt {
     const PART: Part = Part::Prompt;
-    // One to answer with.
+    // One token for a response.
     const FREE: usize = 1;
 
     fn hint(context: usize) -> String {
         let most = context.saturating_sub(1);
-        format!("set data.prompt_tokens_max to at most {most}; data.long_prompts says what happens to longer prompts")
+        format!("set data.prompt_tokens_max to at most {most}, and data.long_prompts for longer prompts")
     }
 
     fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
@@ -249,18 +252,18 @@ pub struct PairRow {
     pub prompt_tokens: usize,
     pub chosen: Vec<u32>,
     pub rejected: Vec<u32>,
-    /// By how much the chosen one is better; 0 where the data does not say.
+    /// The margin by which the chosen response is better; 0 if the data has none.
     pub margin: f32,
-    /// The margin as the data has it.
+    /// The margin as written in the data.
     label: String,
 }
 
-/// Tokens of the chosen and of the rejected response that are kept of an entry.
+/// The numbers of tokens of the chosen and the rejected response that are kept of an entry.
 fn kept(entry: &Entry, rows: &Rows) -> Result<[usize; 2]> {
     let rest = entry.rest as usize;
     let Some(source) = rows.sources.get(entry.source as usize) else { return Ok([rest - rest / 2, rest / 2]) };
     let lengths = source.shard.lengths(entry.document as usize)?;
-    // Both were cut to the same length, those that were longer.
+    // Longer responses were both cut to the same length.
     let short = lengths[1].min(lengths[2]).min(rest / 2);
     Ok(if lengths[1] <= lengths[2] { [short, rest - short] } else { [rest - short, short] })
 }
@@ -298,7 +301,7 @@ impl Row for PairRow {
     }
 }
 
-/// A response to a prompt, labelled good or bad.
+/// A response to a prompt, labeled good or bad.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LabelledRow {
     /// Identity of the row over the whole run.
@@ -326,8 +329,8 @@ impl Row for LabelledRow {
             "true" | "1" => true,
             "false" | "0" => false,
             other => {
-                return Err(Error::data(format!("the label is {other:?}, needed true or false"))
-                    .hint("shard it with --labelled and --label-key"));
+                return Err(Error::data(format!("the label must be true or false (got {other:?})"))
+                    .hint("shard the rows with --labelled and --label-key"));
             }
         };
         Ok(Self { id, tokens, prompt_tokens: (entry.end - entry.start) as usize, is_desirable })
@@ -340,10 +343,10 @@ pub struct StepRow {
     /// Identity of the row over the whole run.
     pub id: u64,
     pub tokens: Vec<u32>,
-    /// Of all steps, those whose tokens were cut off too.
+    /// The labels of all steps, including steps whose tokens were cut off.
     pub labels: Vec<StepLabel>,
     pub is_cut: bool,
-    /// The labels as the data has them.
+    /// The labels as written in the data.
     label: String,
 }
 
@@ -371,8 +374,8 @@ impl Row for StepRow {
         tokens.truncate(entry.tokens());
         let label = source.shard.meta(entry.document as usize)?.label;
         let labels = serde_json::from_str(&label).map_err(|_| {
-            Error::data(format!("the label is {label:?}, needed a list of texts or numbers"))
-                .hint("shard it with --steps and --label-key")
+            Error::data(format!("the label must be a list of strings or numbers (got {label:?})"))
+                .hint("shard the rows with --steps and --label-key")
         })?;
         Ok(Self { id: source.first_id + entry.document, tokens, labels, is_cut: entry.cut > 0, label })
     }

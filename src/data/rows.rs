@@ -1,4 +1,4 @@
-//! One row to one document of tokens.
+//! Encoding of one row into one document of tokens.
 
 use serde_json::{Map, Value, json};
 
@@ -17,25 +17,25 @@ pub enum Part {
     Demonstration,
     /// Prompt and two responses: documents are [prompt, chosen, rejected].
     Pair,
-    /// Prompt and a response that is labelled true or false: documents are [prompt, response].
+    /// Prompt and a response labeled true or false: documents are [prompt, response].
     Labelled,
     /// A text with a list of labels, one for each of its steps: documents are [text].
     Steps,
-    /// Plain text, which is learned as a whole: documents are [text].
+    /// Plain text, all of which is learned: documents are [text].
     Text,
 }
 
-/// How the rows of a job are read: which fields they have, and how they find their splits.
+/// The settings for reading the rows of a job: their fields, and their splits.
 #[derive(Clone, Copy, Debug)]
 pub struct Reading<'a> {
     pub config: &'a DataConfig,
     pub part: Part,
     pub tokenizer: &'a Tokenizer,
-    /// Tokens of the model.
+    /// The size of the model's vocabulary.
     pub vocabulary: usize,
 }
 
-/// In place of the names of fields that a shard keeps: all of them.
+/// Used instead of field names for a shard that keeps all fields.
 pub const ALL_FIELDS: &str = "all";
 
 /// A row for the shard.
@@ -46,15 +46,15 @@ pub(super) struct Encoded {
     pub split: Option<String>,
 }
 
-/// Turns rows to tokens; shared by the threads that encode.
+/// Turns rows into tokens. Shared by the encoding threads.
 pub(super) struct Encoder<'a> {
     pub reading: Reading<'a>,
-    /// Fields that are kept in the shard's meta lines; `ALL_FIELDS` alone: all.
+    /// Fields kept in the shard's meta lines. `ALL_FIELDS` alone keeps all.
     pub kept: &'a [String],
 }
 
 impl Encoder<'_> {
-    /// The document of one row. `source` is its file and line; `split` is the input's own split, if it has one.
+    /// The document of one row. `source` is its file and line. `split` is the input's own split, if it has one.
     pub fn encode(&self, row: Map<String, Value>, source: String, split: Option<&str>) -> Result<Encoded> {
         let sequences = self.sequences(&row)?;
         let config = self.reading.config;
@@ -68,7 +68,8 @@ impl Encoder<'_> {
             (Part::Pair, _, "") | (Part::Prompt | Part::Demonstration | Part::Text, "", _) => String::new(),
             (Part::Pair, _, key) => margin_text(key, required(&row, key)?)?,
             (Part::Labelled | Part::Steps, "", _) => {
-                return Err(Error::usage("no field of labels is named").hint("set data.label_key (or --label-key)"));
+                return Err(Error::usage("data.label_key must name the field of the labels")
+                    .hint("set data.label_key (or pass --label-key)"));
             }
             (Part::Labelled, key, _) => truth(key, required(&row, key)?)?.to_string(),
             (Part::Steps, key, _) => step_labels(key, required(&row, key)?)?,
@@ -100,8 +101,8 @@ impl Encoder<'_> {
         let prompt_tokens = match prompt {
             Value::Array(items) if is_messages(items) => {
                 if !format.chat_template {
-                    return Err(Error::data(format!("field {key:?} is a list of messages"))
-                        .hint("set chat_template = true (or --chat-template)"));
+                    return Err(Error::data(format!("field {key:?} holds messages, which need a chat template"))
+                        .hint("set chat_template = true (or pass --chat-template)"));
                 }
                 return self.turns(row, items);
             }
@@ -117,8 +118,8 @@ impl Encoder<'_> {
         Ok(vec![prompt_tokens, self.tokens(key, required(row, key)?, Part::Demonstration)?])
     }
 
-    /// Prompt, chosen and rejected. Where a row has no prompt, both sides are whole, and what they begin with alike is the prompt: the
-    /// messages before the last answer, or tokens.
+    /// Prompt, chosen and rejected. If a row has no prompt, both sides contain it: the prompt is their common
+    /// beginning, which is the messages before the last answer, or tokens.
     fn pair(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
         let config = self.reading.config;
         let prompt = self.prompt(row);
@@ -131,25 +132,31 @@ impl Encoder<'_> {
             let known = if row[sides[0]].is_string() { self.reading.tokenizer.encode("", true)?.len() } else { 0 };
             let alike = chosen.iter().zip(&rejected).take_while(|(a, b)| a == b).count();
             let prompt = alike.min(chosen.len() - 1).min(rejected.len() - 1);
-            // What every text begins with is no prompt.
+            // Tokens that begin every text do not make a prompt.
             if prompt <= known && chosen != rejected {
-                return Err(Error::data(format!("fields {:?} and {:?} do not begin alike", sides[0], sides[1]))
-                    .hint(format!("give the prompt a field of its own, {:?} (data.prompt_key)", config.prompt_key)));
+                return Err(Error::data(format!(
+                    "fields {:?} and {:?} have no common beginning that could be the prompt",
+                    sides[0], sides[1]
+                ))
+                .hint(format!("put the prompt into its own field {:?} (data.prompt_key)", config.prompt_key)));
             }
             [&chosen[..prompt], &chosen[prompt..], &rejected[prompt..]].map(<[u32]>::to_vec)
         } else if one == other {
             [one, chosen, rejected]
         } else {
             return Err(Error::data(format!("fields {:?} and {:?} answer different prompts", sides[0], sides[1]))
-                .hint("both sides are of one kind, and conversations differ in the last answer alone"));
+                .hint("give both sides in the same form; conversations may differ only in the last answer"));
         };
         if parts[1] == parts[2] {
-            return Err(Error::data(format!("fields {:?} and {:?} are the same", sides[0], sides[1])));
+            return Err(Error::data(format!(
+                "fields {:?} and {:?} must differ (got equal responses)",
+                sides[0], sides[1]
+            )));
         }
         Ok(parts.to_vec())
     }
 
-    /// Prompt and response. Where a row has no response, its messages end with it.
+    /// Prompt and response. If a row has no response, its messages end with it.
     fn labelled(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
         let (config, prompt) = (self.reading.config, self.prompt(row));
         let (before, response) = match (row.get(&config.response_key), prompt) {
@@ -160,7 +167,7 @@ impl Encoder<'_> {
         if before.is_empty() { Err(no_field(row, &config.prompt_key)) } else { Ok(vec![before, response]) }
     }
 
-    /// The prompt of a row, if it has one, and its field.
+    /// The prompt of a row and its field, if there is one.
     fn prompt<'a>(&'a self, row: &'a Map<String, Value>) -> Option<(&'a String, &'a Value)> {
         let config = self.reading.config;
         let messages = row.get(&config.messages_key).filter(|_| config.chat_template);
@@ -168,7 +175,7 @@ impl Encoder<'_> {
         messages.or_else(|| row.get(&config.prompt_key).map(|prompt| (&config.prompt_key, prompt)))
     }
 
-    /// The tokens before the last answer of a side of a pair, as far as they are known, and those behind them.
+    /// The tokens before the last answer of one side of a pair, if known, and the tokens after them.
     fn side(
         &self,
         row: &Map<String, Value>,
@@ -186,8 +193,8 @@ impl Encoder<'_> {
         match (before, messages(side, "assistant")) {
             (Some(before), Some(answer)) if prompt.is_some() || side.is_array() => {
                 if !is_chat {
-                    return Err(Error::data(format!("field {key:?} is a list of messages"))
-                        .hint("set chat_template = true (or --chat-template)"));
+                    return Err(Error::data(format!("field {key:?} holds messages, which need a chat template"))
+                        .hint("set chat_template = true (or pass --chat-template)"));
                 }
                 // A conversation may begin with the prompt.
                 let all = if answer.starts_with(&before) {
@@ -195,10 +202,10 @@ impl Encoder<'_> {
                 } else if answer.iter().all(is_assistant) {
                     [before, answer].concat()
                 } else {
-                    return Err(Error::data(format!("field {key:?} does not begin with the prompt's messages")));
+                    return Err(Error::data(format!("field {key:?} must begin with the prompt's messages")));
                 };
                 if !all.last().is_some_and(is_assistant) {
-                    return Err(Error::data(format!("field {key:?} does not end with an assistant's message")));
+                    return Err(Error::data(format!("field {key:?} must end with an assistant message")));
                 }
                 let mut sequences = self.turns(row, &all)?;
                 let answer = sequences.pop().unwrap_or_default();
@@ -213,7 +220,7 @@ impl Encoder<'_> {
         }
     }
 
-    /// The tokens of a field, which is their ids or a text; all texts but prompts get an end token.
+    /// The tokens of a field, which holds token ids or text. All texts except prompts get an end token.
     fn tokens(&self, key: &str, value: &Value, part: Part) -> Result<Vec<u32>> {
         let tokens = match value {
             Value::Array(items) => token_ids(key, items)?,
@@ -221,7 +228,7 @@ impl Encoder<'_> {
             Value::String(text) if part == Part::Prompt => self.reading.tokenizer.encode(text, true)?,
             Value::String(text) => {
                 let eos = self.reading.tokenizer.eos_ids().first().ok_or_else(|| {
-                    Error::data("the tokenizer names no end token, so a demonstration could not end")
+                    Error::data("the tokenizer has no end token, so demonstrations could not end")
                         .hint("set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json")
                 })?;
                 let mut tokens = self.reading.tokenizer.encode(text, part != Part::Demonstration)?;
@@ -229,12 +236,12 @@ impl Encoder<'_> {
                 tokens.push(*eos);
                 tokens
             }
-            other => return Err(Error::data(format!("field {key:?} is {}, needed a text", kind_of(other)))),
+            other => return Err(Error::data(format!("field {key:?} must be a string (got {})", kind_of(other)))),
         };
         if tokens.is_empty() { Err(empty(key)) } else { Ok(tokens) }
     }
 
-    /// Messages through the chat template: what comes before an assistant's turn is prompt, the turn is response.
+    /// Messages through the chat template. An assistant's turn is a response, and everything before it is its prompt.
     fn turns(&self, row: &Map<String, Value>, messages: &[Value]) -> Result<Vec<Vec<u32>>> {
         let Reading { config, part, tokenizer, .. } = self.reading;
         let (mut messages, more) = (messages.to_vec(), template_variables(row, &config.chat_template_args)?);
@@ -246,7 +253,7 @@ impl Encoder<'_> {
                 messages.pop();
             }
             if messages.is_empty() {
-                return Err(Error::data("there is no message before the assistant's"));
+                return Err(Error::data("the messages must have one before the assistant's answer"));
             }
             return Ok(vec![tokenizer.encode_chat(&Value::Array(messages), &more, true)?]);
         }
@@ -255,7 +262,7 @@ impl Encoder<'_> {
             let response = required(row, &config.response_key)?;
             let Some(text) = response.as_str().filter(|text| !text.is_empty()) else {
                 return Err(Error::data(format!(
-                    "field {:?} is {}, needed a text that is not empty",
+                    "field {:?} must be a non-empty string (got {})",
                     config.response_key,
                     kind_of(response)
                 )));
@@ -270,48 +277,49 @@ impl Encoder<'_> {
             let (before, with) = (render(end, true)?, render(end + 1, false)?);
             let (Some(prompt), Some(response)) = (before.strip_prefix(done.as_str()), with.strip_prefix(&before))
             else {
-                return Err(Error::data("the chat template rewrites earlier turns, so the turns cannot be told apart")
-                    .hint("give one turn per row, or prompt and response fields"));
+                return Err(Error::data("the chat template rewrites earlier turns, so the turns cannot be separated")
+                    .hint("use rows with one turn each, or with prompt and response fields"));
             };
             let mut prompt_tokens = std::mem::take(&mut tail);
             prompt_tokens.extend(tokenizer.encode(prompt, false)?);
             let mut response_tokens = tokenizer.encode(response, false)?;
-            // What a template prints after the end token (a line break) is never sampled: it opens the next prompt.
+            // Text that a template prints after the end token (a line break) is never sampled: it opens the next
+            // prompt.
             let stop = response_tokens.iter().rposition(|t| tokenizer.eos_ids().contains(t));
             if let Some(stop) = stop {
                 tail = response_tokens.split_off(stop + 1);
             }
             if prompt_tokens.is_empty() || response_tokens.is_empty() {
-                return Err(Error::data("an assistant's message is empty, or follows another without a question"));
+                return Err(Error::data("an assistant message is empty, or two follow each other"));
             }
             sequences.push(prompt_tokens);
             sequences.push(response_tokens);
             done = with;
         }
         if sequences.is_empty() {
-            return Err(Error::data("every message of the assistant has train = false or weight = 0"));
+            return Err(Error::data("all assistant messages have train = false or weight = 0"));
         }
         Ok(sequences)
     }
 }
 
-/// What a row and the job tell the chat template beside the messages.
+/// The variables that a row and the job pass to the chat template in addition to the messages.
 pub fn template_variables(row: &Map<String, Value>, args: &Map<String, Value>) -> Result<Map<String, Value>> {
     let mut variables = args.clone();
     let tools = match row.get("tools") {
         None | Some(Value::Null) => return Ok(variables),
-        // Arrow has one type for a column, so that schemas of many shapes are written as texts.
+        // Arrow has one type per column, so schemas of different shapes are stored as strings.
         Some(Value::String(text)) => serde_json::from_str(text).unwrap_or_else(|_| Value::from(&**text)),
         Some(tools) => tools.clone(),
     };
     if !tools.as_array().is_some_and(|tools| tools.iter().all(Value::is_object)) {
-        return Err(Error::data(format!("field \"tools\" is {}, needed a list of JSON schemas", kind_of(&tools))));
+        return Err(Error::data(format!("field \"tools\" must be a list of JSON schemas (got {})", kind_of(&tools))));
     }
     variables.insert("tools".to_owned(), tools);
     Ok(variables)
 }
 
-/// The row of a prompt document as its file has it, from the fields that its shard keeps.
+/// The row of a prompt document as in its file, from the fields that its shard keeps.
 pub(super) fn row_fields(mut fields: Map<String, Value>, config: &DataConfig) -> RowFields {
     let messages = config.chat_template.then(|| fields.remove(&config.messages_key)).flatten();
     let mut prompt = messages.or_else(|| fields.remove(&config.prompt_key)).unwrap_or_default();
@@ -335,7 +343,7 @@ fn is_assistant(message: &Value) -> bool {
     message.get("role").and_then(Value::as_str) == Some("assistant")
 }
 
-/// Whether a message says of itself that it is not learned.
+/// Whether a message is marked as not learned.
 fn is_left_out(message: &Value) -> bool {
     message.get("train") == Some(&Value::Bool(false)) || message.get("weight").and_then(Value::as_f64) == Some(0.0)
 }
@@ -346,13 +354,13 @@ pub fn required<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a Value>
 
 fn no_field(row: &Map<String, Value>, key: &str) -> Error {
     let there: Vec<&str> = row.keys().map(String::as_str).collect();
-    Error::data(format!("there is no field {key:?}; the row has: {}", there.join(", ")))
+    Error::data(format!("the row has no field {key:?}; it has: {}", there.join(", ")))
 }
 
 pub fn token_ids(key: &str, items: &[Value]) -> Result<Vec<u32>> {
     let id = |item: &Value| {
         let id = item.as_u64().and_then(|id| u32::try_from(id).ok());
-        id.ok_or_else(|| Error::data(format!("field {key:?} holds {item}, needed token ids or messages")))
+        id.ok_or_else(|| Error::data(format!("field {key:?} must be a list of token ids or messages (got {item})")))
     };
     items.iter().map(id).collect()
 }
@@ -366,7 +374,7 @@ fn scalar(key: &str, value: &Value) -> Result<String> {
         Value::String(text) if !text.is_empty() => Ok(text.clone()),
         Value::Number(number) => Ok(number.to_string()),
         Value::Bool(flag) => Ok(flag.to_string()),
-        other => Err(Error::data(format!("field {key:?} is {other}, needed the name of a split"))),
+        other => Err(Error::data(format!("field {key:?} must be the name of a split (got {other})"))),
     }
 }
 
@@ -374,7 +382,7 @@ fn margin_text(key: &str, value: &Value) -> Result<String> {
     let margin = value.as_f64().filter(|margin| margin.is_finite());
     margin
         .map(|margin| margin.to_string())
-        .ok_or_else(|| Error::data(format!("field {key:?} is {value}, needed a number")))
+        .ok_or_else(|| Error::data(format!("field {key:?} must be a number (got {value})")))
 }
 
 fn truth(key: &str, value: &Value) -> Result<bool> {
@@ -384,19 +392,21 @@ fn truth(key: &str, value: &Value) -> Result<bool> {
         Value::Number(label) if label.as_f64() == Some(0.0) => Ok(false),
         Value::String(label) if label == "true" => Ok(true),
         Value::String(label) if label == "false" => Ok(false),
-        other => Err(Error::data(format!("field {key:?} is {other}, needed true or false"))),
+        other => Err(Error::data(format!("field {key:?} must be true or false (got {other})"))),
     }
 }
 
-/// Texts of tokens, or numbers.
+/// Checks labels of steps: strings of tokens, or numbers.
 fn step_labels(key: &str, value: &Value) -> Result<String> {
     let Value::Array(labels) = value else {
-        return Err(Error::data(format!("field {key:?} is {}, needed a list of labels", kind_of(value))));
+        return Err(Error::data(format!("field {key:?} must be a list of labels (got {})", kind_of(value))));
     };
     let is_soft = |label: &Value| label.as_f64().is_some_and(|p| (0.0..=1.0).contains(&p));
     match labels.iter().find(|label| !label.is_string() && !is_soft(label)) {
         _ if labels.is_empty() => Err(empty(key)),
-        Some(label) => Err(Error::data(format!("field {key:?} holds {label}, needed texts, or numbers from 0 to 1"))),
+        Some(label) => {
+            Err(Error::data(format!("field {key:?} must hold strings, or numbers from 0 to 1 (got {label})")))
+        }
         None => Ok(value.to_string()),
     }
 }

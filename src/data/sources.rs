@@ -1,5 +1,5 @@
-//! The entries of `data.prompts`: shards as they are, files of rows sharded into the run directory; and which of their
-//! rows train.
+//! The entries of `data.prompts`: shards, which are used as they are, and files of rows, which are sharded into the run
+//! directory. Also selects the rows that train.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -27,33 +27,34 @@ pub(super) struct Source {
     pub shard: Shard,
     /// Identity of its first row.
     pub first_id: u64,
-    /// The split of all rows, where files are splits.
+    /// The split of all its rows, if files are splits.
     split: Option<&'static str>,
 }
 
-/// The rows of a job: those that train, in order, and those that evaluate. Every rank opens the same and takes the same.
+/// The rows of a job: training rows, in order, and held-out rows. Every rank opens the same rows and gets the same
+/// ones.
 #[derive(Debug)]
 pub struct Rows {
     pub(super) sources: Arc<[Source]>,
     pub(super) feed: Feed,
     pub(super) eval: Vec<Entry>,
     pub(super) part: Part,
-    /// Those of `data.pretrain`.
+    /// The rows of `data.pretrain`.
     pub(super) pretrain: Option<Box<Rows>>,
-    /// Those of `data.eval_sets`, which evaluate, and their names.
+    /// The rows of `data.eval_sets`, which are all held out, and their names.
     pub(super) eval_sets: Vec<(String, Rows)>,
     pub(super) filtered: Vec<Filtered>,
 }
 
-/// A document that is never handed out, by its source's number, and the rule that took it out.
+/// A document that is never handed out, with the number of its source, and the rule that filtered it.
 pub(super) type Filtered = (usize, u64, &'static str);
 
 /// The shards of a job's sources.
 #[derive(Clone, Debug)]
 pub struct Prepared {
-    /// In the order of `data.prompts` and `data.split.eval_files`.
+    /// The prefixes of the shards, in the order of `data.prompts` and `data.split.eval_files`.
     prefixes: Vec<PathBuf>,
-    /// Instead of that: rows that are known by their lengths alone.
+    /// Instead of shards: rows of which only the length is known.
     lengths: Option<[Vec<RowTokens>; 2]>,
     /// The shards of `data.pretrain`.
     pretrain: Option<Box<Prepared>>,
@@ -61,8 +62,9 @@ pub struct Prepared {
     pub(super) eval_sets: Vec<Prepared>,
 }
 
-/// Finds the shards of all sources, and shards the files of rows among them into `cache`, those that are not there yet: a file that
-/// changed, or other keys, give another shard. All ranks of `group` call this, and the first one shards; `hashes` tells whether a file changed.
+/// Finds the shards of all sources, and shards files of rows into `cache` unless that was done before. A changed file
+/// or other keys result in another shard. All ranks of `group` call this, and the first one shards. `hashes` detects
+/// changed files.
 pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &Group) -> Result<Prepared> {
     let mut prepared = Prepared::find(reading, cache, hashes, group)?;
     let Reading { config, vocabulary, .. } = reading;
@@ -83,7 +85,7 @@ pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &
     Ok(prepared)
 }
 
-/// Fields of rows that the job looks at after they were sharded: rewards are told all of a prompt's.
+/// Fields of rows that the job needs after sharding. Rewards get all fields of a prompt.
 fn kept_fields(Reading { config, part, .. }: Reading<'_>) -> Vec<String> {
     match part {
         Part::Prompt => vec![ALL_FIELDS.into()],
@@ -93,7 +95,7 @@ fn kept_fields(Reading { config, part, .. }: Reading<'_>) -> Vec<String> {
 }
 
 impl Prepared {
-    /// As `prepare`, for shards that exist.
+    /// Like `prepare`, for shards that exist.
     pub(super) fn find(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &Group) -> Result<Self> {
         let Reading { config, part, tokenizer, vocabulary } = reading;
         group.agree(config.check().and_then(|()| names(config).try_for_each(|name| check_file(name))))?;
@@ -132,19 +134,18 @@ impl Prepared {
         Ok(Self { prefixes, lengths: None, pretrain: None, eval_sets })
     }
 
-    /// Rows of these lengths, in this order, to train on and to evaluate; their tokens are all 0.
+    /// Rows of these lengths, in this order, to train on and to evaluate. Their tokens are all 0.
     pub fn of_lengths(train: Vec<RowTokens>, eval: Vec<RowTokens>) -> Self {
         Self { prefixes: Vec::new(), lengths: Some([train, eval]), pretrain: None, eval_sets: Vec::new() }
     }
 
-    /// The files that the sources are made of, those that there are. A shard that was made of JSONL has no key: it is no input
-    /// of the job.
+    /// The existing files of the sources. A shard made from JSONL has no key, because it is not an input of the job.
     pub fn files(&self, config: &DataConfig) -> Vec<SourceFile> {
         let mut files = Vec::new();
         let prompts = (0..config.prompts.len()).map(|i| format!("data.prompts[{i}]"));
         let keys = prompts.chain((0..eval_files(config).len()).map(|i| format!("data.split.eval_files[{i}]")));
         for ((name, prefix), mut key) in names(config).zip(&self.prefixes).zip(keys) {
-            // Of a folder that cannot be listed any more there is nothing to hash.
+            // A folder that can no longer be listed has nothing to hash.
             let rows = files_of(name).unwrap_or_default();
             let own = if rows.is_empty() { key.clone() } else { std::mem::take(&mut key) };
             files.extend(rows.into_iter().map(|InputFile { path, .. }| {
@@ -167,14 +168,14 @@ impl Prepared {
         files
     }
 
-    /// Compares every shard with its sidecar, where it has one. `found` is what its files hold.
+    /// Compares every shard with its sidecar, if it has one. `found` holds the hashes of its files.
     pub fn check(&self, config: &DataConfig, found: &BTreeMap<PathBuf, FileHash>) -> Result<()> {
         names(config).zip(&self.prefixes).try_for_each(|(name, prefix)| {
             let checked = shard::check(prefix, found);
             if !is_rows(Path::new(name)) {
                 return checked;
             }
-            let hint = format!("remove {}.*: the next start shards {name} again", prefix.display());
+            let hint = format!("remove {}.*, and the next start shards {name} again", prefix.display());
             checked.map_err(|e| e.hint(hint))
         })?;
         self.eval_sets.iter().zip(config.of_eval_sets()).try_for_each(|(rows, config)| rows.check(&config, found))?;
@@ -183,18 +184,18 @@ impl Prepared {
     }
 }
 
-/// A file of a source, and how the configuration names it.
+/// A file of a source, and its name in the configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceFile {
     pub key: String,
-    /// As `.bin`; empty for a file of rows.
+    /// The suffix of the file, such as `.bin`. Empty for a file of rows.
     pub file: String,
     pub path: PathBuf,
 }
 
 impl Rows {
-    /// Opens all sources, cuts splits and long prompts, and begins the ledger: of rows that count from `first_id`, of which none trains
-    /// that is in `eval_sets`.
+    /// Opens all sources, applies splits and cuts long prompts, and begins the ledger. Row ids count from `first_id`.
+    /// Rows that are in `eval_sets` do not train.
     pub(super) fn open_from(
         first_id: u64,
         reading: Reading<'_>,
@@ -252,8 +253,8 @@ impl Rows {
         }
         if eval.is_empty() && (!config.eval_split.is_empty() || config.only_evaluates && !sources.is_empty()) {
             let split = &config.eval_split;
-            let split = if split.is_empty() { String::new() } else { format!("data.eval_split = {split:?} has ") };
-            return Err(Error::data(format!("{split}no rows to evaluate: {ledger}")));
+            let split = if split.is_empty() { String::new() } else { format!("data.eval_split = {split:?}: ") };
+            return Err(Error::data(format!("{split}there are no rows to evaluate: {ledger}")));
         }
         let feed = Feed::new(config, strata, seed, ledger)?;
         let pretrain = match (&prepared.pretrain, &config.of_pretrain()) {
@@ -281,12 +282,12 @@ impl Rows {
         Ok(Self { sources: Arc::default(), feed, eval: entries(eval), part, pretrain, eval_sets, filtered })
     }
 
-    /// These rows, and those of each of `data.eval_sets`.
+    /// These rows, and the rows of each of `data.eval_sets`.
     pub(super) fn with_sets(&self) -> impl Iterator<Item = &Self> {
         std::iter::once(self).chain(self.eval_sets.iter().map(|(_, rows)| rows))
     }
 
-    /// File and line of a row, or its place in a shard that does not say.
+    /// The file and line of a row, or its index in a shard that does not list them.
     pub(super) fn line_of(&self, entry: &Entry) -> Result<String> {
         let source = &self.sources[entry.source as usize];
         Ok(match source.shard.meta(entry.document as usize)?.source {
@@ -322,7 +323,7 @@ impl Rows {
         self.feed.restore(cursor, ledger)
     }
 
-    /// Tokens of the longest row, of those that train and those that evaluate.
+    /// The number of tokens of the longest row, held-out rows included.
     pub fn longest(&self) -> usize {
         self.with_sets().flat_map(|rows| rows.feed.entries().chain(&rows.eval)).map(Entry::tokens).max().unwrap_or(0)
     }
@@ -332,21 +333,21 @@ pub(super) fn eval_files(config: &DataConfig) -> &[String] {
     if config.split.by == SplitBy::File { &config.split.eval_files } else { &[] }
 }
 
-/// The sources that train, then those that evaluate.
+/// The sources that train, then the held-out sources.
 fn names(config: &DataConfig) -> impl Iterator<Item = &String> {
     config.prompts.iter().chain(eval_files(config))
 }
 
-/// The files of rows of an entry; none where it is a shard.
+/// The files of rows of an entry. Empty for a shard.
 pub(super) fn files_of(name: &str) -> Result<Vec<InputFile>> {
     if is_rows(Path::new(name)) { input_files(Path::new(name)) } else { Ok(Vec::new()) }
 }
 
-/// Refuses an entry that is neither a shard nor a file of rows.
+/// Rejects an entry that is neither a shard nor a file of rows.
 fn check_file(name: &str) -> Result<()> {
     let path = Path::new(name);
     if is_rows(path) && !path.exists() {
-        return Err(Error::data(format!("there is no file {name}")).hint("look at data.prompts"));
+        return Err(Error::data(format!("{name} does not exist")).hint("check data.prompts"));
     }
     Ok(())
 }
@@ -367,7 +368,7 @@ fn open_sources(reading: Reading<'_>, prepared: &Prepared, mut first_id: u64) ->
     Ok(sources)
 }
 
-/// The entries of a row, or the rule that filters it. What follows a prompt counts where it is learned from.
+/// The entries of a row, or the rule that filters it. Tokens after a prompt count only if they are learned from.
 fn entries_of(
     reading: Reading<'_>,
     s: usize,
@@ -387,8 +388,8 @@ fn entries_of(
     if let Some((sequences, what, option)) = needed {
         let found = lengths()?.len();
         if found != sequences {
-            return Err(Error::data(format!("{prefix}: document {document} has {found} sequences, needed {what}"))
-                .hint(format!("shard it with {option}")));
+            return Err(Error::data(format!("{prefix}: document {document} must have {what} (sequences: {found})"))
+                .hint(format!("shard the rows with {option}")));
         }
     }
     if reading.part == Part::Pair {
@@ -396,7 +397,7 @@ fn entries_of(
         let entries = cut(reading.config, s, document, prompt, chosen.max(rejected));
         return Ok(entries.map(|mut entries| {
             for entry in &mut entries {
-                // Each side is cut as the longer one is.
+                // Each side is cut like the longer one.
                 let both = chosen.min(entry.rest as usize) + rejected.min(entry.rest as usize);
                 entry.cut += (chosen + rejected - both) as u32 - (chosen.max(rejected) as u32 - entry.rest);
                 entry.rest = both as u32;
@@ -406,13 +407,13 @@ fn entries_of(
     }
     let (prompt, rest) = match reading.part {
         Part::Prompt | Part::Text => (prompt, 0),
-        // Of a text that is cut the end goes.
+        // A text that is too long loses its end.
         Part::Steps => (prompt.min(1), prompt.saturating_sub(1)),
         Part::Demonstration | Part::Labelled | Part::Pair => (prompt, lengths()?[1..].iter().sum()),
     };
     if rest == 0 && reading.part == Part::Demonstration {
-        return Err(Error::data(format!("{prefix}: document {document} has a prompt and no response"))
-            .hint("shard it with --response-key, or with --chat-template and assistant turns"));
+        return Err(Error::data(format!("{prefix}: document {document} has a prompt but no response"))
+            .hint("shard the rows with --response-key, or with --chat-template and assistant turns"));
     }
     Ok(cut(reading.config, s, document, prompt, rest))
 }
@@ -421,12 +422,13 @@ fn curriculum_key(config: &DataConfig, source: &Source, document: u64) -> Result
     let meta = source.shard.meta(document as usize)?;
     let field = &config.curriculum_field;
     meta.fields.get(field).and_then(serde_json::Value::as_f64).ok_or_else(|| {
-        Error::data(format!("{}: there is no number in field {field:?}", meta.source))
-            .hint("shard the rows with --keep-field, or look at data.curriculum_field")
+        Error::data(format!("{}: field {field:?} must hold a number", meta.source))
+            .hint("shard the rows with --keep-field, or check data.curriculum_field")
     })
 }
 
-/// The documents of each source that train, none of whose prompts is in `eval_sets`, and those that evaluate; others are `filtered`.
+/// The documents of each source that train, excluding prompts that are in `eval_sets`, and the held-out ones. All
+/// others are `filtered`.
 fn select(
     config: &DataConfig,
     sources: &[Source],

@@ -1,4 +1,4 @@
-//! Which rows train and which evaluate.
+//! Assignment of rows to training and evaluation.
 
 use serde_json::{Value, json};
 use twox_hash::XxHash3_64;
@@ -7,11 +7,11 @@ use super::shard::Shard;
 use crate::config::data::{SplitBy, SplitConfig};
 use crate::error::{Error, Result};
 
-/// Names of the two splits that a ratio or a list of files cuts.
+/// Names of the two splits made by a ratio or a list of files.
 pub const TRAIN: &str = "train";
 pub const TEST: &str = "test";
 
-/// The rule that makes the splits of rows while they are sharded, for the sidecar.
+/// The rule that makes the splits of rows during sharding, for the sidecar.
 pub(super) fn describe(rule: &SplitConfig) -> Value {
     let SplitConfig { by, eval_ratio, seed, field, .. } = rule;
     match by {
@@ -22,20 +22,20 @@ pub(super) fn describe(rule: &SplitConfig) -> Value {
     }
 }
 
-/// Whether a row falls into `test`: XXH3 of its prompt's tokens, seeded, below `eval_ratio` of the range. It depends
-/// on the row alone, so rows that are added later move no other row, and equal prompts always stay together.
+/// Whether a row belongs to `test`: XXH3 of its prompt's tokens, seeded, below `eval_ratio` of the range. It depends
+/// only on the row, so rows added later move no other row, and equal prompts always stay together.
 pub(super) fn is_test(prompt: &[u32], rule: &SplitConfig) -> bool {
     let share = prompt_hash(prompt, rule.seed) as f64 / 18_446_744_073_709_551_616.0;
     share < rule.eval_ratio
 }
 
-/// XXH3 (64 bits) of a prompt's tokens as little-endian u32, whatever width the shard stores.
+/// XXH3 (64 bits) of a prompt's tokens as little-endian u32, independent of the shard's token width.
 pub(super) fn prompt_hash(prompt: &[u32], seed: u64) -> u64 {
     let bytes: Vec<u8> = prompt.iter().flat_map(|t| t.to_le_bytes()).collect();
     XxHash3_64::oneshot_with_seed(seed, &bytes)
 }
 
-/// The splits of a source, with their documents in order; `of_file`: that of all, where files are splits.
+/// The splits of a source, with their documents in order. `of_file`: the split of all documents, if files are splits.
 pub(super) fn splits_of(
     rule: &SplitConfig,
     of_file: Option<&str>,
@@ -54,7 +54,7 @@ pub(super) fn splits_of(
             if shard.sidecar().split_rule == describe(rule) {
                 return Ok(recorded());
             }
-            Err(Error::data(format!("{name} was not split by field {:?}", rule.field))
+            Err(Error::data(format!("{name} must be split by the field {:?}, but its shard is not", rule.field))
                 .hint(format!("shard its rows again with --split-field {}", rule.field)))
         }
         SplitBy::Ratio => {
@@ -73,8 +73,8 @@ pub(super) fn no_such_split(key: &str, name: &str, splits: &[Vec<(String, Vec<u6
     names.sort_unstable();
     names.dedup();
     let there = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-    Error::data(format!("data.{key} = {name:?} is no split of the data; there are: {there}"))
-        .hint("name one of these, or cut splits with data.split.by = \"ratio\", \"field\" or \"file\"")
+    Error::data(format!("data.{key} must name a split of the data (got {name:?}; splits: {there})"))
+        .hint("choose one of these splits, or make splits with data.split.by = \"ratio\", \"field\" or \"file\"")
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Where arithmetic happens. An operation matches on `Device` once, in its file under `ops/`.
+//! The devices that compute. An operation matches on `Device` once, in its file under `ops/`.
 
 pub mod cpu;
 pub mod cuda;
@@ -14,18 +14,19 @@ pub enum Device {
 }
 
 impl Device {
-    /// Whether a step that was captured can be launched again as one graph.
+    /// Whether a captured step can be replayed as one graph.
     pub fn has_graphs(self) -> bool {
         self == Self::Cuda
     }
 
-    /// Whether what a phase does not need is freed for the next: a GPU holds the KV cache where gradients were.
+    /// Whether a phase frees the memory that the next one needs: a GPU holds the KV cache in the memory of the
+    /// gradients.
     pub fn frees_between_phases(self) -> bool {
         self == Self::Cuda
     }
 }
 
-/// What this process computes on, in words: `cpu (avx512, bf16)`.
+/// A description of this process's CPU and instruction set: `cpu (avx512, bf16)`.
 pub fn describe() -> String {
     let level = simd::level();
     let isa = format!("{:?}", level.isa()).to_lowercase();

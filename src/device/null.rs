@@ -1,6 +1,6 @@
-//! A device that computes nothing: a CPU, or a GPU behind the driver's table of functions (`cuda::sys`). Within [`run`], on its
-//! thread, operations return at once, values are whatever memory holds (zeros, mostly), and what a job would hold is counted by
-//! owner and phase: a plan is the job itself, run here.
+//! A device that computes nothing: a CPU, or a GPU whose driver functions are replaced (`cuda::sys`). Within [`run`],
+//! on its thread, operations return at once and values are whatever memory holds (mostly zeros). The memory that a job
+//! would use is counted by owner and phase. A plan is the job itself, run on this device.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -23,19 +23,19 @@ pub const HEAD: &str = "head";
 pub const HEAD_BACKWARD: &str = "head and its backward";
 pub const SAMPLING: &str = "sampling";
 pub const OPTIMIZER: &str = "adamw";
-/// Copies between the memory of the device and what waits outside of it.
+/// Copies between the device's memory and offloaded values outside of it.
 pub const OFFLOAD: &str = "offload";
 
-/// The device that a null device stands for.
+/// The device that a null device imitates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Null {
-    /// Threads that a kernel of CPUs would have.
+    /// The threads that a CPU kernel would have.
     pub threads: usize,
     pub memory_bytes: u64,
     pub gpu: Option<NullGpu>,
 }
 
-/// What kernels ask of a GPU.
+/// The properties of a GPU that kernels ask for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NullGpu {
     pub capability: (u32, u32),
@@ -44,18 +44,19 @@ pub struct NullGpu {
     pub shared_bytes: usize,
 }
 
-/// What was counted.
+/// The counts of a plan.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Record {
-    /// By phase, in the names of `comm::phase`.
+    /// Peaks by phase, with the names of `comm::phase`.
     pub peaks: BTreeMap<&'static str, Peak>,
-    /// The most that the system would back at once: what was ever written of tensors, kept ones included, and all else.
+    /// The most memory that the system would back at once: all tensor memory ever written, kept runs included, and the
+    /// rest.
     pub resident: usize,
-    /// The most of the host's memory that was pinned at once, or that mapped files had.
+    /// The most host memory that was pinned at once, or that mapped files had.
     pub host: usize,
-    /// What would have been computed and moved.
+    /// The work that would have been done: computation and copies.
     pub work: BTreeMap<Task, Work>,
-    /// The fullest cache of keys and values.
+    /// The largest KV cache.
     pub cache: Option<Cache>,
 }
 
@@ -64,7 +65,7 @@ pub struct Record {
 pub struct Task {
     pub phase: &'static str,
     pub op: &'static str,
-    /// Of a collective.
+    /// The ranks, if the task is a collective.
     pub over: Option<Over>,
 }
 
@@ -73,31 +74,31 @@ pub struct Task {
 pub struct Over {
     pub axis: &'static str,
     pub members: usize,
-    /// From one member to the next, in ranks of the world.
+    /// The distance between neighboring members, in world ranks.
     pub stride: usize,
-    /// Whether it goes on while the rank computes.
+    /// Whether it runs while the rank computes.
     pub is_hidden: bool,
 }
 
-/// What a task comes to on this rank.
+/// The cost of a task on this rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Work {
     pub flops: f64,
     /// Read from memory and written there, or sent.
     pub bytes: f64,
     pub calls: f64,
-    /// Messages, each of which waits for the one before.
+    /// Messages, each of which waits for the previous one.
     pub messages: f64,
 }
 
-/// A cache of keys and values.
+/// A KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cache {
     pub token_bytes: usize,
     pub bytes: usize,
-    /// With which as many samples run at once as may.
+    /// The size with which as many samples as allowed run at once.
     pub bytes_needed: usize,
-    /// With which all samples would.
+    /// The size with which all samples would run at once.
     pub bytes_wanted: usize,
     pub samples: usize,
     pub batch_max: usize,
@@ -109,20 +110,20 @@ struct Scope {
     live: Bytes,
     in_use: usize,
     phase: &'static str,
-    /// The phase is at its fullest so far, and its parts are not written down yet.
+    /// Whether the phase is at its peak so far and its parts are not recorded yet.
     rising: bool,
-    /// Bytes outside of the arena, and what the system backs of the arena.
+    /// Bytes outside of the arena, and bytes of the arena that the system backs.
     outside: usize,
     backed: usize,
-    /// What each thread keeps to work in.
+    /// The scratch memory that each thread keeps.
     scratch: usize,
-    /// How often work counts, less once.
+    /// The number of times that work counts, minus one.
     more_times: f64,
     is_hidden: bool,
 }
 
 thread_local! {
-    /// None where work is real.
+    /// `None` if work is real.
     static DEVICE: Cell<Option<Null>> = const { Cell::new(None) };
     static SCOPE: RefCell<Scope> = RefCell::default();
 }
@@ -142,7 +143,7 @@ pub fn memory_free() -> Option<u64> {
     device().map(|device| device.memory_bytes.saturating_sub(SCOPE.with_borrow(|scope| scope.in_use) as u64))
 }
 
-/// Counts an operation of `flops` that passes over `bytes` of memory.
+/// Counts an operation of `flops` that reads and writes `bytes` of memory.
 pub fn note(op: &'static str, flops: f64, bytes: f64) {
     with(|scope| scope.work(op, None, Work { flops, bytes, calls: 1.0, messages: 0.0 }));
 }
@@ -155,7 +156,7 @@ pub fn note_collective(op: &'static str, axis: &'static str, [members, stride]: 
     });
 }
 
-/// Counts a cache of keys and values.
+/// Counts a KV cache.
 pub fn note_cache(cache: Cache) {
     with(|scope| {
         let fuller = scope.record.cache.filter(|known| known.bytes_wanted >= cache.bytes_wanted);
@@ -163,7 +164,7 @@ pub fn note_cache(cache: Cache) {
     });
 }
 
-/// Does `work`, which stands for as many like it.
+/// Does `work`, which counts `times` times.
 pub fn times<R>(times: f64, work: impl FnOnce() -> R) -> R {
     let set = |more_times: f64| with(|scope| scope.more_times = more_times);
     let before = SCOPE.with_borrow(|scope| scope.more_times);
@@ -173,8 +174,8 @@ pub fn times<R>(times: f64, work: impl FnOnce() -> R) -> R {
     done
 }
 
-/// How many batches each one stands for, of rows of `lengths`: on a null device, of several alike behind each other the first, one
-/// for those between, and the last are computed; else each stands for itself.
+/// The number of batches that each batch represents, for rows of `lengths`. In a run of equal batches a null device
+/// computes the first, the last, and one for those between. Otherwise each batch counts once.
 pub fn represented(batches: &[Vec<usize>], lengths: &[usize]) -> Vec<f64> {
     let mut times = vec![1.0; batches.len()];
     if !is_active() {
@@ -194,7 +195,7 @@ pub fn represented(batches: &[Vec<usize>], lengths: &[usize]) -> Vec<f64> {
     times
 }
 
-/// Does `work`, whose collectives go on while the rank computes.
+/// Does `work`, whose collectives run while the rank computes.
 pub fn hidden<R>(work: impl FnOnce() -> R) -> R {
     with(|scope| scope.is_hidden = true);
     let done = work();
@@ -202,7 +203,7 @@ pub fn hidden<R>(work: impl FnOnce() -> R) -> R {
     done
 }
 
-/// Does `work` on a null device, in the phase `load`, and gives what was counted.
+/// Does `work` on a null device, in the phase `load`, and returns the counts.
 ///
 /// # Panics
 /// Within itself.
@@ -213,7 +214,7 @@ pub fn run<R>(device: Null, work: impl FnOnce() -> R) -> (R, Record) {
             DEVICE.set(None);
         }
     }
-    assert!(!is_active(), "a null device within another");
+    assert!(!is_active(), "a null device cannot run within another");
     SCOPE.set(Scope { phase: "load", ..Scope::default() });
     DEVICE.set(Some(Null { threads: device.threads.max(1), ..device }));
     let leave = Leave;
@@ -230,14 +231,14 @@ fn with(work: impl FnOnce(&mut Scope)) {
     }
 }
 
-/// What is held of the host's memory counts where that is the device's.
+/// Does `work` if the device is a CPU: host memory counts only there.
 fn with_host(work: impl FnOnce(&mut Scope)) {
     if device().is_some_and(|device| device.gpu.is_none()) {
         with(work);
     }
 }
 
-/// What follows belongs to `phase`.
+/// Starts `phase`: later counts belong to it.
 pub fn enter(phase: &'static str) {
     with(|scope| {
         scope.write_down();
@@ -246,7 +247,7 @@ pub fn enter(phase: &'static str) {
     });
 }
 
-/// What follows is a part of the rollout, where that is not an evaluation's.
+/// Starts a part of the rollout, unless it belongs to an evaluation.
 pub fn enter_rollout(part: &'static str) {
     if SCOPE.with_borrow(|scope| scope.phase != "eval") {
         enter(part);
@@ -258,7 +259,7 @@ pub fn take(owner: &'static str, bytes: usize) {
     with_host(|scope| scope.take(owner, bytes));
 }
 
-/// A tensor that was taken is in use no more.
+/// Counts a tensor of the host as no longer in use.
 pub fn give(owner: &'static str, bytes: usize) {
     with_host(|scope| scope.give(owner, bytes));
 }
@@ -268,12 +269,12 @@ pub fn take_on_gpu(owner: &'static str, bytes: usize) {
     with(|scope| scope.take(owner, bytes));
 }
 
-/// Memory of the GPU that was taken is in use no more.
+/// Counts memory of the GPU as no longer in use.
 pub fn give_on_gpu(owner: &'static str, bytes: usize) {
     with(|scope| scope.give(owner, bytes));
 }
 
-/// So much of the host's memory is pinned now, or in mapped files.
+/// Records the bytes of host memory that are pinned or in mapped files now.
 pub fn hold_on_host(bytes: usize) {
     with(|scope| scope.record.host = scope.record.host.max(bytes));
 }
@@ -294,7 +295,7 @@ pub struct Held {
     bytes: usize,
 }
 
-/// Counts `bytes` outside of the arena as `owner`'s; nothing where work is real.
+/// Counts `bytes` outside of the arena as `owner`'s. Counts nothing if work is real.
 pub fn hold(owner: &'static str, bytes: usize) -> Held {
     if device().is_none_or(|device| device.gpu.is_some()) {
         return Held::default();
@@ -318,7 +319,7 @@ impl Drop for Held {
     }
 }
 
-/// Each thread works in `bytes`, and keeps the most that it ever worked in.
+/// Counts `bytes` of scratch for each thread, which keeps the largest it ever used.
 pub fn work_in(bytes: usize) {
     with_host(|scope| {
         let more = bytes.saturating_sub(scope.scratch) * device().map_or(1, |device| device.threads);
@@ -368,7 +369,7 @@ impl Scope {
         }
     }
 
-    /// Parts are copied where the level falls again, not at each step upwards.
+    /// Copies the parts when the level falls again, not at each step upwards.
     fn write_down(&mut self) {
         if std::mem::take(&mut self.rising) {
             self.record.peaks.entry(self.phase).or_default().parts = self.live.clone();

@@ -1,4 +1,4 @@
-//! Which vector instructions this process uses: detected once, never assumed.
+//! The vector instructions that this process uses: detected once, never assumed.
 //!
 //! Kernels give the same bits on every level (f32): all walk the same chains of fused multiply-adds, only several at a
 //! time. `RLHF_SIMD=scalar|avx2|avx512` lowers the level of the whole process.
@@ -33,7 +33,7 @@ impl Level {
         self.bf16
     }
 
-    /// What the processor has, whatever `RLHF_SIMD` says.
+    /// The processor's level, regardless of `RLHF_SIMD`.
     pub fn detected() -> Self {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
@@ -94,9 +94,9 @@ pub fn with_level<R>(level: Level, f: impl FnOnce() -> R) -> R {
     f()
 }
 
-/// Defines `fn name(level: Level, ...)` whose body is compiled once per level, so that the compiler vectorises it with
-/// that level's instructions. The bits cannot differ: the compiler neither reorders nor fuses float operations;
-/// fused ones are written `mul_add`.
+/// Defines `fn name(level: Level, ...)` whose body is compiled once per level, so that the compiler vectorizes it with
+/// that level's instructions. The bits cannot differ: the compiler neither reorders nor fuses float operations. Fused
+/// ones are written `mul_add`.
 macro_rules! leveled {
     ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident : $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*

@@ -1,4 +1,4 @@
-//! The banner of a run: what will run where, and why.
+//! The banner of a run: the ranks, devices, models and settings, and why they were chosen.
 
 use super::gemm::GemmChoice;
 use super::gpu;
@@ -12,18 +12,18 @@ use crate::error::format_bytes;
 use crate::metrics::count;
 use std::path::Path;
 
-/// What a method needs in addition to its models.
+/// The needs of a method in addition to its models.
 #[derive(Default)]
 pub struct Needs {
-    /// Bytes that the rollouts of a step take of the disk at most.
+    /// The most bytes of disk space that the rollouts of a step take.
     pub rollouts: u64,
-    /// What is learned from, and how.
+    /// The training data and the method.
     pub about: Vec<(String, String)>,
     pub notes: Vec<(String, String)>,
 }
 
 impl Run {
-    /// Shows what runs where. Of each model its role, its parameters and its directory.
+    /// Shows the banner. `models` has the role, the parameters and the directory of each model.
     pub fn banner(&mut self, steps: u64, resumed_from: Option<u64>, models: &[(&str, usize, &Path)], needs: Needs) {
         let (config, ranks, threads) = (&self.config, self.ranks.world.size, pool().threads());
         let hosts = gpu::alike(&self.ranks.world.hosts).into_iter();
@@ -35,7 +35,7 @@ impl Run {
         };
         let mut rows = vec![
             row("ranks", format!("{ranks} on {} host{plural}: {}", hosts.len(), hosts.join(", "))),
-            row("threads", format!("{threads} per rank, {} in all", threads * ranks)),
+            row("threads", format!("{threads} per rank, {} in total", threads * ranks)),
         ];
         rows.extend(labelled("devices", [devices, self.device_rows.clone()].concat()));
         rows.extend(labelled("mesh", self.of_placements(|layout| layout.mesh.to_string())));
@@ -60,7 +60,7 @@ impl Run {
         self.recorder.banner(steps, resumed_from, &rows);
     }
 
-    /// `describe` of each placement's layout; with its roles where there are several.
+    /// Applies `describe` to the layout of each placement, and adds the roles if there are several placements.
     fn of_placements(&self, describe: impl Fn(&Layout) -> String) -> Vec<String> {
         let of = |(placement, layout): (&Placement, &Layout)| {
             let roles: Vec<&str> = placement.roles.iter().map(|role| role.name()).collect();
@@ -75,14 +75,15 @@ impl Run {
     fn describe_rollouts(&self, rollout_bytes: u64) -> Option<(String, String)> {
         let metrics = &self.config.metrics;
         let kept = match metrics.rollouts_keep_last {
-            0 => "all are kept".to_string(),
-            kept => format!("the last {kept} are kept"),
+            0 => "all kept".to_string(),
+            1 => "only the last kept".to_string(),
+            kept => format!("the last {kept} kept"),
         };
         let every = match metrics.rollouts_every_steps {
             1 => "each step".to_string(),
             every => format!("every {every} steps"),
         };
-        let description = format!("at most {} on the disk for {every}, {kept}", format_bytes(rollout_bytes));
+        let description = format!("recorded {every}, up to {} on disk each, {kept}", format_bytes(rollout_bytes));
         (rollout_bytes > 0).then(|| row("rollouts.h5", description))
     }
 
@@ -95,26 +96,24 @@ impl Run {
             notes.extend(measured.map(|times| row("measured", times.describe())));
         }
         let again = match self.config.gradient.recompute {
-            Recompute::Attention => Some("attention of each block, in the backward"),
-            Recompute::Block => Some("all of each block but its input, in the backward"),
+            Recompute::Attention => Some("attention of each block, in the backward pass"),
+            Recompute::Block => Some("each block except its input, in the backward pass"),
             Recompute::Auto | Recompute::None => None,
         };
         notes.extend(again.map(|what| row("recompute", what.to_string())));
         let tokens = self.plan.microbatch_tokens;
-        notes.extend(
-            tokens.map(|tokens| row("micro-batch", format!("at most {tokens} tokens, as the plan finds them to fit"))),
-        );
+        notes.extend(tokens.map(|tokens| row("micro-batch", format!("at most {tokens} tokens, chosen by the plan"))));
         if self.device == Device::Cuda && self.ranks.layout().swap != Swap::default() {
             let swap = self.ranks.layout().swap;
             let state = match swap.state {
                 StateSwap::Never => None,
-                StateSwap::BetweenSteps => Some("optimizer state but for the updates of a step"),
+                StateSwap::BetweenSteps => Some("optimizer state except during the updates of a step"),
                 StateSwap::BetweenUpdates => Some("optimizer state"),
             };
             let roles = swap.roles.then_some("weights of idle roles");
             let waiting = state.into_iter().chain(roles).collect::<Vec<_>>().join(", and ");
             let pinned = self.plan.expected.iter().flatten().map(|expected| expected.host).max().unwrap_or(0);
-            notes.push(row("host", format!("{waiting}, {} of the host's memory pinned", format_bytes(pinned as u64))));
+            notes.push(row("host", format!("{waiting}: {} of pinned host memory", format_bytes(pinned as u64))));
         }
         notes
     }

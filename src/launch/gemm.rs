@@ -1,5 +1,5 @@
-//! `job.gemm`: who computes GEMMs on a GPU, our exact kernels or cuBLASLt. `auto` takes the one with the shorter step, as two
-//! GEMMs predict it that the start times with the shapes of this job on this rank.
+//! `job.gemm`: the backend of GEMMs on a GPU, our exact kernels or cuBLASLt. `auto` chooses the one with the shorter
+//! step. To predict it, two GEMMs are timed at the start, with the shapes of this job on this rank.
 
 use super::ranks::Ranks;
 use super::self_test::SelfTest;
@@ -16,30 +16,30 @@ use crate::model::{Arch, TensorPart};
 use crate::sys::host::median;
 use serde::{Deserialize, Serialize};
 
-/// Share of a step's seconds that cuBLASLt must save: exact GEMMs promise more.
+/// The share of a step's seconds that cuBLASLt must save, because exact GEMMs give more guarantees.
 const WORTH: f64 = 0.05;
-/// Samples of each timing; the median counts.
+/// The number of samples of each timing; the median is used.
 const SAMPLES: usize = 3;
-/// Columns of the head that are timed, and rows of logits.
+/// The columns of the head that are timed, and the rows of logits.
 const HEAD_COLUMNS_MAX: usize = 16384;
 const HEAD_ROWS_MAX: usize = 4096;
 
-/// How GEMMs are computed, and what a checkpoint keeps of it.
+/// The chosen backend of GEMMs, and the part of it that checkpoints save.
 #[derive(Default, Serialize, Deserialize)]
 pub struct GemmChoice {
-    /// Whether those of many rows are cuBLASLt's.
+    /// Whether GEMMs of many rows use cuBLASLt.
     pub fast: bool,
-    /// What this run measured, or the run that it resumes.
+    /// The measurements of this run, or of the run that it resumes.
     pub measured: Option<Times>,
-    /// Whether cuBLASLt was opened, if only to be timed: then it keeps its workspace.
+    /// Whether cuBLASLt was opened, even if only for timing. An open cuBLASLt keeps its workspace.
     #[serde(skip)]
     pub is_open: bool,
-    /// For the banner: which, and why.
+    /// The backend and the reason, for the banner.
     #[serde(skip)]
     pub description: String,
 }
 
-/// Seconds of two GEMMs with as many passes as a step makes.
+/// Seconds of two GEMMs, times the number of passes in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Times {
     pub tokens: usize,
@@ -48,7 +48,8 @@ pub struct Times {
 }
 
 impl Times {
-    /// With `trained` passes forward and backward, and `forwards` alone, by exact GEMMs and by cuBLASLt.
+    /// Computes the seconds of `trained` forward and backward passes, and of `forwards` forward passes, for exact GEMMs
+    /// and for cuBLASLt.
     fn new(tokens: usize, [forward, backward]: [[f64; 2]; 2], trained: f64, forwards: [f64; 2]) -> Self {
         let of = |i: usize| trained * (forward[i] + backward[i]) + forwards[i] * forward[i];
         Self { tokens, exact_s: of(0), cublaslt_s: of(1) }
@@ -63,12 +64,13 @@ impl Times {
         let Self { tokens, exact_s, cublaslt_s } = self;
         let [exact, cublaslt] = [exact_s, cublaslt_s].map(|seconds| format!("{:.3} ms", 1e3 * seconds));
         format!(
-            "a step's passes of {tokens} tokens through two matrices: {exact} exact, {cublaslt} cublaslt with what that adds"
+            "two GEMMs, for all passes of {tokens} tokens in a step: {exact} exact, {cublaslt} cublaslt with the forwards it adds"
         )
     }
 }
 
-/// Chooses who computes GEMMs, the same on all ranks, and sets it in the configuration. All ranks with GPUs call this.
+/// Chooses the backend of GEMMs, the same on all ranks, and sets it in the configuration. All ranks with GPUs call
+/// this.
 pub fn choose(config: &mut Config, ranks: &Ranks, checked: Option<&SelfTest>, shape: &StepShape) -> Result<GemmChoice> {
     let chosen = decide(config, ranks, checked, shape)?;
     fast::turn(chosen.fast).map_err(Error::usage)?;
@@ -86,31 +88,30 @@ fn decide(config: &Config, ranks: &Ranks, checked: Option<&SelfTest>, shape: &St
     let library = match found(all).and_then(|library| tested().map(|()| library)) {
         Ok(library) => library,
         Err(error) if asked == Gemm::Cublaslt => return all.agree(Err(error.within("job.gemm = \"cublaslt\""))),
-        Err(error) => return exact(format!("exact, as {}", error.message)),
+        Err(error) => return exact(format!("exact, because {}", error.message)),
     };
     let (fast, measured, began) = match saved(config, all) {
         _ if asked == Gemm::Cublaslt => (true, None, ""),
-        Some(GemmChoice { fast, measured, .. }) => (fast, measured, ", as the run began"),
+        Some(GemmChoice { fast, measured, .. }) => (fast, measured, ", as at the start of the run"),
         None => {
             let times = times(config, ranks, shape)?;
             (times.is_cublaslt_worth_it(), Some(times), "")
         }
     };
     let rows = fast::EXACT_ROWS_MAX;
-    let by_cublaslt = format!("cublaslt{began}: those of more than {rows} rows by {library}");
+    let by_cublaslt = format!("cublaslt{began}: GEMMs of more than {rows} rows by {library}");
     let description = if fast { by_cublaslt } else { format!("exact{began}") };
     Ok(GemmChoice { fast, measured, is_open: true, description })
 }
 
-/// The name of every rank's library.
+/// The name of the cuBLASLt library, on every rank.
 fn found(all: &Group) -> Result<String> {
-    let hint =
-        "cuBLASLt comes with CUDA, and with PyTorch (RLHF_CUBLASLT_LIB names its file); or set job.gemm = \"exact\"";
+    let hint = "install CUDA or PyTorch, which contain cuBLASLt, set RLHF_CUBLASLT_LIB to its file, or set job.gemm = \"exact\"";
     let none = |why: String| Error::usage(format!("there is no cuBLASLt for this GPU: {why}")).hint(hint);
     all.agree(fast::open().map_err(none))
 }
 
-/// Times GEMMs of a micro-batch on the slowest rank: with the actor's MLP and head, as the first placement shards them.
+/// Times GEMMs of a micro-batch on the slowest rank, with the actor's MLP and head as the first placement shards them.
 fn times(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<Times> {
     let (all, layout) = (&ranks.all, &ranks.layouts[0]);
     let arch = all.agree(Arch::load(&config.model.actor))?;
@@ -130,7 +131,7 @@ fn times(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<Times> {
     gpu().trim();
     all.all_reduce_max_f64(&mut seconds);
     let [exact, fast, exact_backward, fast_backward] = seconds;
-    // How often the tokens of a step pass models forward and backward, and forward alone.
+    // The number of passes of a step's tokens: forward and backward, and forward only.
     let trained = shape.epochs * shape.trained;
     let forwards = [false, true].map(|fast| {
         let again = if config.gradient.recompute == Recompute::Block { trained } else { 0 };
@@ -169,7 +170,7 @@ fn seconds(mut work: impl FnMut()) -> f64 {
     median((0..SAMPLES).map(|_| gpu().seconds(&mut work)))
 }
 
-/// What the newest checkpoint was saved with, if that was on GPUs. The same on all ranks, who all call this.
+/// The choice in the newest checkpoint, if it was saved on GPUs. The same on all ranks, who all call this.
 fn saved(config: &Config, all: &Group) -> Option<GemmChoice> {
     records::of_first(all, || {
         let state = checkpoint::peek(&config.job.dir.join("checkpoints"))?;

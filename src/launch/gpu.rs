@@ -28,36 +28,36 @@ use std::time::Instant;
 
 /// The devices of the ranks of a run.
 pub struct Opened {
-    /// None on CPUs.
+    /// The GPUs; none on CPUs.
     pub gpu: Option<GpuOfRanks>,
-    /// Under `auto`: why it is CPUs.
+    /// Why `auto` chose CPUs.
     pub no_gpu: Option<String>,
-    /// The self-test that compared its kernels; none where it was not wanted.
+    /// The self-test that compared its kernels; none if it was turned off.
     pub checked: Option<SelfTest>,
 }
 
 impl Opened {
-    /// What the self-test found.
+    /// The result of the self-test.
     pub fn describe_kernels(&self) -> String {
         let found = self.checked.as_ref().map(|test| test.description.clone());
-        found.unwrap_or_else(|| "kernels as they are (job.check = false)".into())
+        found.unwrap_or_else(|| "kernels not checked (job.check = false)".into())
     }
 }
 
 /// The GPU that each rank has.
 pub struct GpuOfRanks {
     pub name: String,
-    /// Bytes for tensors of the rank that may take the least.
+    /// The smallest number of bytes for tensors of any rank.
     pub memory_bytes: u64,
     pub ranks_per_node: usize,
 }
 
-/// The models that the self-test stands for.
+/// The models that the self-test represents.
 pub type Models<'a> = dyn Fn(&Config) -> Result<Vec<(RoleName, Head, Arch)>> + 'a;
 
-/// Opens this rank's GPU where the job asks for one, runs the self-test with small models like `models`, and sets the device in
-/// the configuration. `auto` takes CPUs where no rank sees a GPU, and only there: a GPU that cannot be used is an error, so that a
-/// cluster does not compute on its CPUs unnoticed. All ranks call this.
+/// Opens this rank's GPU if the job asks for one, runs the self-test with small models like `models`, and sets the
+/// device in the configuration. `auto` chooses CPUs only if no rank sees a GPU. A GPU that cannot be used is an error,
+/// so that a cluster does not compute on its CPUs unnoticed. All ranks call this.
 pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opened> {
     let asked = config.job.device;
     let found = if asked == DeviceName::Cpu { None } else { Some(devices::devices()) };
@@ -69,7 +69,7 @@ pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opene
     config.settle_on(if found.is_some() { DeviceName::Gpu } else { DeviceName::Cpu });
     let Some(found) = found else {
         if config.job.collectives == Collectives::Nccl {
-            return Err(Error::usage("job.collectives = \"nccl\" with job.device = \"cpu\": NCCL is between GPUs")
+            return Err(Error::usage("job.collectives = \"nccl\" needs GPUs, but the job runs on CPUs")
                 .hint("set job.device = \"gpu\", or job.collectives = \"auto\""));
         }
         return Ok(Opened { gpu: None, no_gpu, checked: None });
@@ -85,7 +85,7 @@ pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opene
     Ok(Opened { gpu: Some(of_ranks(world)), no_gpu, checked })
 }
 
-/// Why no rank sees a GPU; none where one does. All ranks call this.
+/// The reason why no rank sees a GPU; none if any rank does. All ranks call this.
 fn why_nobody_sees_one(world: &World, found: &Found) -> Result<Option<String>> {
     let mine = match found {
         Err(NoGpu::Unseen(why)) => Some(why.clone()),
@@ -96,9 +96,9 @@ fn why_nobody_sees_one(world: &World, found: &Found) -> Result<Option<String>> {
     Ok(why.filter(|_| all.iter().all(Option::is_some)))
 }
 
-/// What the ranks' GPUs are to a plan. All ranks call this.
+/// The ranks' GPUs, as the plan needs them. All ranks call this.
 fn of_ranks(world: &World) -> GpuOfRanks {
-    // CUDA has its part already, NCCL has not.
+    // CUDA has allocated its memory already, NCCL has not.
     let mine = share(world, program_bytes(world.size) - CUDA_BYTES);
     let least = -world.group().max(-(mine as f64));
     // All ranks plan for the first rank's kind of GPU and node, so that they choose the same layout.
@@ -107,21 +107,22 @@ fn of_ranks(world: &World) -> GpuOfRanks {
     GpuOfRanks { name, memory_bytes: least as u64, ranks_per_node }
 }
 
-/// Bytes of its GPU that this rank may take for tensors, where `others` are left to what comes besides. Ranks that share a GPU share
-/// what is free. All ranks call this.
+/// Bytes of its GPU that this rank may use for tensors, if `others` bytes are left for everything else. Ranks that
+/// share a GPU share its free memory. All ranks call this.
 fn share(world: &World, others: usize) -> u64 {
     let gpu = cuda::gpu();
-    // After this gather every rank has allocated what it needs besides tensors until now.
+    // After this gather every rank has made its allocations up to here other than tensors.
     let mine = format!("{} {}", world.hosts[world.rank], gpu.properties().pci);
     let all = world.group().all_gather_bytes(mine.as_bytes());
     let sharers = all.iter().filter(|other| **other == all[world.rank]).count();
     let each = gpu.usage().held + gpu.free_bytes() / sharers.max(1);
-    // Nobody takes more before all have looked.
+    // No rank allocates more before all have read the free memory.
     world.group().barrier();
     (each - others.min(each / OTHERS_SHARE)) as u64
 }
 
-/// Runs the self-test where the job wants it and its models suit GPUs; others are refused elsewhere. All ranks call this.
+/// Runs the self-test if the job wants it and GPUs support its models; other models are rejected elsewhere. All ranks
+/// call this.
 fn checked(config: &Config, world: &World, models: &Models) -> Result<Option<SelfTest>> {
     let tested = |models: Vec<_>| {
         let test = SelfTest::exact(&models, config.rollout.graphs).map(Some);
@@ -129,12 +130,11 @@ fn checked(config: &Config, world: &World, models: &Models) -> Result<Option<Sel
     };
     let test = || models(config).and_then(tested);
     let compared = if config.job.check && suits(config).is_ok() { test() } else { Ok(None) };
-    let hint =
-        "the log of the driver may know why; job.device = \"cpu\" computes without it, job.check = false all the same";
+    let hint = "check the driver's log; set job.device = \"cpu\" to run without the GPU, or job.check = false to skip the test";
     world.group().agree(compared.map_err(|error| error.also(hint)))
 }
 
-/// Starts this rank's GPU, one of those `found`, on the cores near it. All ranks call this.
+/// Starts this rank's GPU, one of the GPUs in `found`, on the cores near it. All ranks call this.
 fn start(config: &Config, world: &World, found: Found) -> Result<()> {
     if cuda::gpu::is_started() {
         return Ok(());
@@ -142,7 +142,7 @@ fn start(config: &Config, world: &World, found: Found) -> Result<()> {
     let (driver, seen) = world.group().agree(found.map_err(|why| Error::usage(why.to_string())))?;
     let index = gpus::mine(world, &seen).ok_or_else(|| Error::usage("this rank sees no GPU"));
     let index = world.group().agree(index)?;
-    // Before it allocates: the system takes memory of the node whose core touches it first.
+    // Before it allocates, because the system takes memory from the node whose core touches it first.
     if let Some(cores) = gpus::near_cores(world, &seen[index])
         && config.job.threads <= cores.len()
         && affinity::bind(&cores)
@@ -150,7 +150,7 @@ fn start(config: &Config, world: &World, found: Found) -> Result<()> {
         pool::set_threads(pool::pool().threads().min(cores.len()));
     }
     let open = || Gpu::open(index).map_err(|error| error.within(seen[index].address())).map(Some);
-    // Where kernels have to be compiled, the first rank of each host does, and the others find them in its cache.
+    // If kernels must be compiled, the first rank of each host does, and the others find them in its cache.
     let compiles = world.group().any(must_compile(seen[index].capability, driver));
     let is_first = !world.hosts[..world.rank].contains(&world.hosts[world.rank]);
     let first = world.group().agree(if !compiles || is_first { open() } else { Ok(None) })?;
@@ -168,9 +168,9 @@ fn suits(config: &Config) -> Result<()> {
     dirs.try_for_each(|dir| check_arch(Device::Cuda, &Arch::load(dir)?, 1))
 }
 
-/// Initializes NCCL on each axis where that is possible, and runs the self-test of the collectives that steps of `shape` call, where
-/// the job wants it. Returns rows of the banner: one for each axis of several ranks, and one of the self-test. All ranks call this
-/// after `start`.
+/// Initializes NCCL on each axis for which that is possible. Runs the self-test of the collectives that steps of
+/// `shape` call, if the job wants it. Returns rows of the banner: one for each axis of several ranks, and one for the
+/// self-test. All ranks call this after `start`.
 pub fn join(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<(Vec<String>, Option<String>)> {
     let Ranks { world, axes, rollout_axes, .. } = ranks;
     let gpu = format!("{} {}", world.hosts[world.rank], cuda::gpu().properties().pci);
@@ -196,28 +196,29 @@ pub fn join(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<(Vec<St
     Ok((rows, (!names.is_empty()).then_some(message)))
 }
 
-/// What a rank's GPU keeps besides tensors, as a plan declares it: CUDA's context and kernels, cuBLASLt, graphs, and with several
-/// ranks NCCL, of which each communicator takes 0.3 to 1.6 GB, and an all-to-all of 8 GPUs as much again.
+/// Memory of a rank's GPU other than tensors, as the plan declares it: CUDA's context and kernels, cuBLASLt and graphs.
+/// With several ranks also NCCL: each communicator takes 0.3 to 1.6 GB, and an all-to-all of 8 GPUs as much again.
 pub fn program_bytes(ranks: usize) -> usize {
     if ranks > 1 { 4 << 30 } else { 1536 << 20 }
 }
 
-/// What CUDA's context and the kernels take of that, before any rank looks at what is free.
+/// The part of it for CUDA's context and the kernels, allocated before any rank reads the free memory.
 const CUDA_BYTES: usize = 512 << 20;
 
-/// The largest share of the free memory that is left to others than tensors: one in so many.
+/// The divisor of the largest share of free memory that is left for anything but tensors: one 16th.
 const OTHERS_SHARE: usize = 16;
 
-/// Limits this rank to its share of what is free of its GPU now, or to `mesh.arena_bytes_max`. All ranks call this, after `join`: NCCL
-/// takes its part when it joins ranks and when these first exchange values, which is in the self-test.
+/// Limits this rank to its share of the memory that is now free on its GPU, or to `mesh.arena_bytes_max`. All ranks
+/// call this after `join`, because NCCL allocates when it joins ranks and in the first exchange, which is in the
+/// self-test.
 pub fn limit(config: &Config, world: &World) {
-    // cuBLASLt and graphs take theirs later.
+    // cuBLASLt and graphs allocate later.
     let later = program_bytes(if config.job.check { 1 } else { world.size }) - CUDA_BYTES;
     let (share, given) = (share(world, later), config.mesh.arena_bytes_max);
     cuda::gpu().set_limit(if given > 0 { given.min(share) } else { share });
 }
 
-/// Bytes that the KV cache may take where forwards take `bytes` at most.
+/// Bytes that the KV cache may take if forwards take `bytes` at most.
 pub fn cache_bytes(bytes: u64) -> u64 {
     let left = memory_free();
     left.saturating_sub(bytes + (bytes / 4).max(left / 32))
@@ -227,24 +228,26 @@ pub fn memory_free() -> u64 {
     null::memory_free().unwrap_or_else(|| cuda::gpu().usage().left() as u64)
 }
 
-/// Refuses settings that GPUs do not support yet, where the job asks for one.
+/// Rejects settings that GPUs do not support yet, if the job asks for GPUs.
 pub fn check(config: &Config) -> Result<()> {
     if config.job.device == DeviceName::Gpu { check_settings(config) } else { Ok(()) }
 }
 
 fn check_settings(config: &Config) -> Result<()> {
     if config.model.dtype == DTypeName::F32 {
-        return Err(Error::usage("model.dtype = \"f32\", and GPUs hold weights and activations in bf16")
-            .hint("set model.dtype = \"bf16\", or job.device = \"cpu\""));
+        return Err(Error::usage(
+            "GPUs do not support model.dtype = \"f32\": they hold weights and activations in bf16",
+        )
+        .hint("set model.dtype = \"bf16\", or job.device = \"cpu\""));
     }
     if config.rollout.keep_sampling_mask {
-        return Err(Error::usage("rollout.keep_sampling_mask is true, and no kernel of a GPU masks logits yet")
-            .hint("set job.device = \"cpu\", or weigh the draws with ppo.correction instead"));
+        return Err(Error::usage("GPUs do not support rollout.keep_sampling_mask = true: no kernel masks logits yet")
+            .hint("set job.device = \"cpu\", or use ppo.correction instead"));
     }
     Ok(())
 }
 
-/// Refuses a model whose shapes no kernel of a GPU supports, sharded over `tensor` ranks.
+/// Rejects a model with shapes that no GPU kernel supports, sharded over `tensor` ranks.
 pub fn check_arch(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
     if device == Device::Cpu {
         return Ok(());
@@ -255,41 +258,42 @@ pub fn check_arch(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
     let on_gpu = "with job.device = \"gpu\"";
     let what = if !HEAD_DIMS.contains(&arch.head_dim) {
         let (dim, known) = (arch.head_dim, HEAD_DIMS.map(|dim| dim.to_string()).join(", "));
-        format!("a head dim of {dim} {on_gpu}, needed one of {known}")
+        format!("the head dim must be one of {known} {on_gpu} (got {dim})")
     } else if let Some((name, width)) = widths.into_iter().find(|(_, width)| !width.is_multiple_of(8)) {
-        format!("{name} = {width} {on_gpu}, needed a multiple of 8")
+        format!("{name} must be a multiple of 8 {on_gpu} (got {width})")
     } else if let Some((name, value, most)) = limits.into_iter().find(|(_, value, most)| value > most) {
-        format!("{name} = {value} {on_gpu}, whose kernels take {most} at most")
+        format!("{name} must be at most {most} {on_gpu} (got {value})")
     } else if group > group_max {
         let (heads, kv_heads) = (arch.heads, arch.kv_heads);
-        format!("{heads} heads on {kv_heads} key/value heads {on_gpu}, whose kernels take {group_max} on one at most")
+        format!("heads per key/value head must be at most {group_max} {on_gpu} (got {heads} heads on {kv_heads})")
     } else {
         return check_cut(device, arch, tensor);
     };
     Err(Error::usage(what).hint("set job.device = \"cpu\""))
 }
 
-/// Refuses a number of tensor ranks that shards matrices in a way that no kernel of a GPU reads.
+/// Rejects a number of tensor ranks that shards matrices in a way that no GPU kernel supports.
 pub fn check_cut(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
     if device == Device::Cpu {
         return Ok(());
     }
     if tensor > PARTS_MAX {
         let message = format!(
-            "tensor = {tensor} with job.device = \"gpu\", whose kernels draw from {PARTS_MAX} parts of a vocabulary at most"
+            "tensor must be at most {PARTS_MAX} with job.device = \"gpu\", the most vocabulary shards of a kernel (got {tensor})"
         );
-        return Err(Error::usage(message).hint(format!("tensor can be {PARTS_MAX} or less")));
+        return Err(Error::usage(message).hint(format!("set tensor to {PARTS_MAX} or less")));
     }
     let shares = |size| (0..size).map(move |rank| TensorPart { rank, size }.range(arch.mlp_width).len());
     let works = |size: usize| shares(size).all(|share| share.is_multiple_of(8));
     let Some(share) = shares(tensor).find(|share| !share.is_multiple_of(8)) else { return Ok(()) };
     let sizes = arch.tensor_sizes().into_iter().filter(|size| works(*size));
     let sizes: Vec<String> = sizes.map(|size| size.to_string()).collect();
+    let any_of = if sizes.len() == 1 { "" } else { "one of " };
     Err(Error::usage(format!(
-        "tensor = {tensor} cuts intermediate_size = {} into shares such as {share}, needed multiples of 8 with job.device = \"gpu\"",
+        "shards of intermediate_size = {} must be multiples of 8 with job.device = \"gpu\" (got {share} with tensor = {tensor})",
         arch.mlp_width
     ))
-    .hint(format!("tensor can be {}", sizes.join(", "))))
+    .hint(format!("set tensor to {any_of}{}", sizes.join(", "))))
 }
 
 /// Rows of the banner: the GPU of each rank, and its kernels. A collective.
@@ -300,10 +304,10 @@ pub fn describe(all: &Group) -> Vec<String> {
     let (nodes, cores) = (affinity::nodes(), affinity::mask().len());
     let near = match p.numa {
         Some(node) if nodes == [node] => format!(", on {cores} cores of its NUMA node {node}"),
-        Some(node) => format!(", of NUMA node {node}, on {cores} cores of nodes {nodes:?}"),
+        Some(node) => format!(", NUMA node {node}, on {cores} cores of nodes {nodes:?}"),
         None => String::new(),
     };
-    let mine = format!("{}, {total} at {}, {limit} of it per rank{near}", p.name, p.pci);
+    let mine = format!("{}, {total} at {}, {limit} per rank{near}", p.name, p.pci);
     let of_ranks = all.all_gather_bytes(mine.as_bytes());
     let row = |(description, ranks): (&Vec<u8>, Vec<usize>)| {
         format!("{}: {}", list_ranks(&ranks), String::from_utf8_lossy(description))
@@ -312,7 +316,7 @@ pub fn describe(all: &Group) -> Vec<String> {
     alike(&of_ranks).into_iter().map(row).chain([kernels]).collect()
 }
 
-/// What ranks have, each once, with the ranks that have it.
+/// The distinct values of the ranks, each with the ranks that have it.
 pub fn alike<T: PartialEq>(of_ranks: &[T]) -> Vec<(&T, Vec<usize>)> {
     let mut all: Vec<(&T, Vec<usize>)> = Vec::new();
     for (rank, of_rank) in of_ranks.iter().enumerate() {
@@ -348,9 +352,12 @@ mod tests {
     fn shares_that_no_kernel_reads_are_refused_with_the_numbers_of_ranks_that_work() {
         let arch = Arch { width: 512, mlp_width: 72, heads: 8, kv_heads: 2, head_dim: 64, vocabulary: 50, ..largest() };
         assert_eq!(check_arch(Device::Cuda, &arch, 1), Ok(()));
-        let error = check_cut(Device::Cuda, &arch, 2).expect_err("36 is no multiple of 8");
-        assert!(error.message.contains("tensor = 2 cuts intermediate_size = 72 into shares such as 36"), "{error}");
-        assert_eq!(error.hint.as_deref(), Some("tensor can be 1"));
+        let error = check_cut(Device::Cuda, &arch, 2).expect_err("36 is not a multiple of 8");
+        assert!(
+            error.message.contains("must be multiples of 8") && error.message.contains("(got 36 with tensor = 2)"),
+            "{error}"
+        );
+        assert_eq!(error.hint.as_deref(), Some("set tensor to 1"));
         let wider = Arch { mlp_width: 11008, ..arch };
         assert!([1, 2, 4, 8].into_iter().all(|tensor| check_cut(Device::Cuda, &wider, tensor).is_ok()));
     }
@@ -361,12 +368,12 @@ mod tests {
         assert_eq!(check_arch(Device::Cuda, &arch, 64), Ok(()), "the largest");
         let message_of = |arch: Arch, tensor| check_arch(Device::Cuda, &arch, tensor).expect_err("too large").message;
         let wide = message_of(Arch { width: 16392, ..arch.clone() }, 1);
-        assert!(wide.starts_with("hidden_size = 16392 with") && wide.ends_with("take 16384 at most"), "{wide}");
+        assert!(wide.starts_with("hidden_size must be at most 16384 with") && wide.ends_with("(got 16392)"), "{wide}");
         let message = message_of(Arch { vocabulary: (1 << 20) + 1, ..arch.clone() }, 1);
-        assert!(message.starts_with("vocab_size = 1048577 with"), "{message}");
+        assert!(message.starts_with("vocab_size must be") && message.ends_with("(got 1048577)"), "{message}");
         let shared = message_of(Arch { heads: 129, kv_heads: 1, ..arch.clone() }, 1);
-        assert!(shared.starts_with("129 heads on 1 key/value heads") && shared.contains("128 on one"), "{shared}");
+        assert!(shared.contains("must be at most 128") && shared.contains("(got 129 heads on 1)"), "{shared}");
         let parts = message_of(arch, 128);
-        assert!(parts.starts_with("tensor = 128 with") && parts.contains("64 parts"), "{parts}");
+        assert!(parts.starts_with("tensor must be at most 64 with") && parts.contains("(got 128)"), "{parts}");
     }
 }

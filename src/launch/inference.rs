@@ -1,6 +1,6 @@
-//! A model that is not trained, for the verbs `generate`, `logprobs` and `reward`. Each rank has all of it, on the device where a job
-//! of the same settings would have its actor, with the same reasons and errors, and after the same self-test. GEMMs are exact: a
-//! log-probability has the same bits in every batch, and those that sampling recorded.
+//! A model that is not trained, for the verbs `generate`, `logprobs` and `reward`. Each rank has a full copy, on the
+//! device of the actor in a job with the same settings, with the same errors and after the same self-test. GEMMs are
+//! exact, so a log-probability is bit-identical in every batch and to the one that sampling recorded.
 
 use super::gpu;
 use crate::comm::World;
@@ -18,14 +18,15 @@ use crate::sys::memory;
 pub struct InferenceModel {
     pub transformer: Transformer,
     pub weights: Weights,
-    /// The device, why it is that one, and what was tested before.
+    /// The device, the reason for it, and the result of the self-test.
     pub description: String,
     local_size: usize,
 }
 
 impl InferenceModel {
-    /// Loads the model of `model.actor` with the head `head`: on a GPU where `job.device` asks for one or may choose one, in
-    /// `model.dtype`, after the self-test of `job.check`. All ranks call this; only loading may fail on some of them alone.
+    /// Loads the model of `model.actor` with the head `head` in `model.dtype`, after the self-test of `job.check`. It
+    /// uses a GPU if `job.device` is `gpu`, or `auto` and there is one. All ranks call this; only loading may fail on
+    /// some of them.
     pub fn open(mut config: Config, head: Head, world: &World) -> Result<Self> {
         let arch = Arch::load(&config.model.actor)?;
         if config.job.device == DeviceName::Gpu {
@@ -54,7 +55,8 @@ impl InferenceModel {
         Ok(Self { transformer, weights, description, local_size: world.local_size.max(1) })
     }
 
-    /// Bytes that the KV cache may take while `requests` are answered, each by `beams` sequences: on a GPU what forwards leave, on a CPU half of this rank's share of the free memory.
+    /// Bytes that the KV cache may take for `requests` of `beams` sequences each: on a GPU the memory that forwards
+    /// leave free, on a CPU half of this rank's share of the free memory.
     pub fn cache_bytes(&self, config: &RolloutConfig, requests: &[Request], beams: usize) -> u64 {
         if self.weights.device() == Device::Cuda {
             let are_edited = requests.iter().any(Request::edits_logits);
@@ -69,6 +71,6 @@ impl InferenceModel {
         if self.weights.device() == Device::Cpu {
             return String::new();
         }
-        format!(", {} of the GPU at most", format_bytes(cuda::gpu().usage().peak as u64))
+        format!(", up to {} of GPU memory", format_bytes(cuda::gpu().usage().peak as u64))
     }
 }

@@ -1,4 +1,4 @@
-//! How a job lies on its ranks, and what a rank is expected to hold there.
+//! The layout of a job on its ranks, and the memory that a rank is expected to hold.
 
 use crate::config::Config;
 use crate::config::job::Recompute;
@@ -6,7 +6,7 @@ use crate::config::mesh::Offload;
 use crate::data::RowTokens;
 use crate::mesh::Mesh;
 
-/// How a job lies on its ranks.
+/// The layout of a job on its ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     pub mesh: Mesh,
@@ -17,12 +17,12 @@ pub struct Layout {
     pub swap: Swap,
 }
 
-/// What waits in the host's memory while it is not needed.
+/// The state that is offloaded to host memory while it is not needed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Swap {
     /// AdamW's moments and master weights.
     pub state: StateSwap,
-    /// Weights of all roles but the actor during rollout; those that do not learn also during training.
+    /// Weights of all roles except the actor during rollout; weights of untrained models also during training.
     pub roles: bool,
 }
 
@@ -38,20 +38,20 @@ pub enum StateSwap {
 }
 
 impl Swap {
-    /// What a job asks for.
+    /// The offloading that a job asks for.
     pub fn of(offload: &[Offload]) -> Self {
         let waits = offload.contains(&Offload::Optimizer);
         let state = if waits { StateSwap::BetweenUpdates } else { StateSwap::Never };
         Self { state, roles: offload.contains(&Offload::Roles) }
     }
 
-    /// Both at their most.
+    /// The union of both.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         Self { state: self.state.max(other.state), roles: self.roles || other.roles }
     }
 
-    /// As a job names it.
+    /// The value of `mesh.offload`.
     pub fn offload(self) -> Vec<Offload> {
         let waits = [(self.has_state(), Offload::Optimizer), (self.roles, Offload::Roles)];
         waits.into_iter().filter(|(does, _)| *does).map(|(_, what)| what).collect()
@@ -68,7 +68,7 @@ impl Layout {
         self.mesh.ranks() / self.rollout_tensor
     }
 
-    /// The same on `ranks` ranks, by another size of the data axis.
+    /// The same layout on `ranks` ranks, with another size of the data axis.
     #[must_use]
     pub fn over(&self, ranks: usize) -> Self {
         let rest = self.mesh.ranks() / self.mesh.data;
@@ -98,19 +98,19 @@ impl Layout {
     }
 }
 
-/// What the plan expects a rank to hold.
+/// The memory and time that the plan expects of a rank.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Expected {
-    /// What a run measures of it: what is taken of a GPU beside what its libraries keep, or what is resident of the host.
+    /// The bytes that a run measures: on a GPU without its libraries' memory, on a CPU the resident memory.
     pub taken: u64,
-    /// The most that tensors alone take at once.
+    /// The most bytes that tensors alone take at once.
     pub arena: usize,
     /// Bytes of the fullest moment by purpose.
     pub groups: Vec<(&'static str, usize)>,
     /// The most bytes of gradients, and of optimizer state.
     pub gradients: usize,
     pub state: usize,
-    /// The most of the host's memory that is pinned at once, or that mapped files have.
+    /// The most bytes of pinned host memory at once, or of memory-mapped files.
     pub host: usize,
     /// Bytes of the rollout's forwards and graphs.
     pub forwards: usize,
@@ -118,25 +118,25 @@ pub struct Expected {
     pub step_s: f64,
 }
 
-/// What a rank of each placement holds, where it has a model: with cuBLASLt or not and with its workspace or not, as GEMMs were
-/// chosen, and for rows of these lengths, the first ones of the job and those that it evaluates.
+/// Computes the memory of a rank of each placement with a model. The arguments are: whether cuBLASLt is used and keeps
+/// its workspace, the lengths of the job's first rows, and the lengths of its evaluation rows.
 pub type Count = Box<dyn Fn(&Config, Option<[bool; 2]>, &[RowTokens], &[RowTokens]) -> Vec<Option<Expected>>>;
 
-/// What the plan says of a run, the same on all ranks.
+/// The plan of a run, the same on all ranks.
 #[derive(Default)]
 pub struct Expectations {
-    /// Of a rank of each placement.
+    /// The expectations for a rank of each placement.
     pub expected: Vec<Option<Expected>>,
-    /// The plan finds no layout that is sure to fit. It counts the longest rows that the job allows: shorter ones may fit, and a
-    /// rank that runs out of memory reports it.
+    /// Whether no layout is sure to fit. The plan counts the longest rows that the job allows. Shorter rows may fit,
+    /// and a rank that runs out of memory reports it.
     pub is_tight: bool,
-    /// None in a plan.
+    /// Counts memory for given rows; none in a plan.
     pub count: Option<Count>,
-    /// FLOP/s that a rank's GPU has at its peak; none on CPUs.
+    /// Peak FLOP/s of a rank's GPU; none on CPUs.
     pub gpu_flops: Option<f64>,
-    /// What the job is to recompute, where it leaves that to the plan.
+    /// The chosen recomputation, if the job leaves that to the plan.
     pub recompute: Recompute,
-    /// Tokens that a micro-batch may have, where the job leaves that to the plan.
+    /// The most tokens of a micro-batch, if the job leaves that to the plan.
     pub microbatch_tokens: Option<usize>,
 }
 

@@ -1,4 +1,4 @@
-//! Whether a job fits the machine, as far as that is known before its first step.
+//! Checks before the first step that a job fits the machine.
 
 use super::layout::Expected;
 use super::run::Run;
@@ -15,14 +15,14 @@ use crate::sys::{files, memory};
 use crate::tensor::arena::{self, Usage};
 use std::path::{Path, PathBuf};
 
-/// What is offloaded to the host, and copied.
-const PINNED: &str = "offloaded state and weights, in pinned memory,";
+/// The name of offloaded state and copies in errors.
+const PINNED: &str = "offloaded state and weights (in pinned host memory)";
 
 impl Run {
-    /// Refuses a job whose gradients and optimizer state do not fit the memory that is left, or whose checkpoints and
-    /// export do not fit the disk, with the rollouts that are kept. `saved_bytes` of all models that are trained go into a
-    /// checkpoint, `export_bytes` of weights into the export, `rollout_bytes` at most into the rollouts of a step. All ranks call
-    /// this after they have loaded their models, or made room for them: what that will take of a host is `unwritten` bytes.
+    /// Rejects a job if its gradients and optimizer state do not fit the free memory, or if its checkpoints, export and
+    /// kept rollouts do not fit the disk. A checkpoint of all trained models takes `saved_bytes`, the export
+    /// `export_bytes`, and the rollouts of a step at most `rollout_bytes`. All ranks call this after they have loaded
+    /// their models, or made room for them; that room will take `unwritten` bytes of a host.
     pub fn check_resources(
         &self,
         unwritten: usize,
@@ -31,7 +31,7 @@ impl Run {
         rollout_bytes: u64,
     ) -> Result<()> {
         let Expected { gradients, state, host: pinned, .. } = self.expected().cloned().unwrap_or_default();
-        // What is offloaded comes back a part at a time.
+        // Offloaded state is onloaded one part at a time.
         let to_come = if self.ranks.layout().swap.has_state() { gradients } else { gradients + state };
         let (within, what, of_host) = match self.device {
             Device::Cpu => (
@@ -62,29 +62,27 @@ impl Run {
         let saved = (count * saved_bytes + export) as u64;
         let recorded =
             to_come(&self.dir.join("rollouts"), metrics.rollouts_keep_last, metrics.rollouts_every_steps) as u64;
-        // Responses are seldom all of the longest length: where all rollouts are kept, those to come refuse no job.
+        // Few responses have the longest length. If all rollouts are kept, future ones do not reject a job.
         let counted = if metrics.rollouts_keep_last == 0 { 1 } else { recorded };
         let each = format_bytes(rollout_bytes);
         let what = |recorded| match rollout_bytes {
-            0 => format!("checkpoints ({count} more at once) and the export"),
-            _ => format!(
-                "checkpoints ({count} more at once) and the export, and rollouts ({recorded} more at once, of at most {each} each)"
-            ),
+            0 => format!("checkpoints ({count} more) and the export"),
+            _ => format!("checkpoints ({count} more), the export, and rollouts ({recorded} more of up to {each} each)"),
         };
         let refused = |e: Error| {
             let e = e.within(what(counted));
-            if rollout_bytes > 0 { e.also("keep fewer rollouts: metrics.rollouts_keep_last") } else { e }
+            if rollout_bytes > 0 { e.also("set metrics.rollouts_keep_last to keep fewer rollouts") } else { e }
         };
         files::check_space(&self.dir, saved.saturating_add(rollout_bytes.saturating_mul(counted))).map_err(refused)?;
         if let Err(e) = files::check_space(&self.dir, saved.saturating_add(rollout_bytes.saturating_mul(recorded))) {
             let e = e.within(what(recorded));
-            self.recorder.warn(&format!("{}; metrics.rollouts_keep_last keeps fewer", e.message));
+            self.recorder.warn(&format!("{}; set metrics.rollouts_keep_last to keep fewer rollouts", e.message));
         }
         Ok(())
     }
 
-    /// The most bytes that the rollouts of a step take of the disk, of prompts of up to `prompt_tokens` and a model with
-    /// `context` tokens; 0 where none are recorded.
+    /// The most bytes of disk space that the rollouts of a step take, with prompts of up to `prompt_tokens` tokens and
+    /// a model with `context` tokens; 0 if none are recorded.
     pub fn rollout_bytes_max(&self, prompt_tokens: usize, context: usize) -> u64 {
         let (rollout, every_steps) = (&self.config.rollout, self.config.metrics.rollouts_every_steps);
         let samples = rollout.prompts_per_step * rollout.samples_per_prompt;
@@ -93,8 +91,9 @@ impl Run {
     }
 }
 
-/// Refuses what no step of sampling could do: a cache of `rollout.kv_bytes_max` that does not hold the longest row, and stop
-/// tokens that the model does not know. `transformer` is the actor's in the rollout, with weights of `dtype`, `prompt_tokens` the longest prompt.
+/// Rejects jobs that cannot sample: `rollout.kv_bytes_max` does not hold the longest row, or a stop token is outside
+/// the vocabulary. `transformer` is the actor's in the rollout, with weights of `dtype`; `prompt_tokens` is the longest
+/// prompt.
 pub fn check_sampling(
     config: &RolloutConfig,
     transformer: &Transformer,
@@ -104,34 +103,36 @@ pub fn check_sampling(
     let (arch, prompt) = (&transformer.arch, prompt_tokens);
     if let Some(token) = config.stop_token_ids.iter().find(|token| **token as usize >= arch.vocabulary) {
         let last = arch.vocabulary - 1;
-        let message = format!("rollout.stop_token_ids has {token}, the vocabulary of model.actor ends at {last}");
+        let message =
+            format!("rollout.stop_token_ids must be at most {last}, the last token of model.actor (got {token})");
         return Err(Error::usage(message));
     }
     let response = rollout::new_tokens_max(config, prompt, arch.context);
     let needed = pages_of(cached_tokens_max(prompt, response)) * transformer.kv_page_bytes(dtype);
-    // 0 bytes: it takes what it needs.
+    // 0 bytes: the cache takes what it needs.
     if config.kv_bytes_max == 0 || needed as u64 <= config.kv_bytes_max {
         return Ok(());
     }
     Err(Error::usage(format!(
-        "rollout.kv_bytes_max is {}, keys and values of the longest row, {prompt} tokens and a response of up to {response}, take \
-         {needed} bytes on a rank",
+        "rollout.kv_bytes_max must be at least {needed} to hold the longest row on a rank, {prompt} prompt tokens and up to \
+         {response} response tokens (got {})",
         config.kv_bytes_max
     ))
     .hint(format!(
-        "set rollout.kv_bytes_max = {needed} at least, or 0, or lower data.prompt_tokens_max or rollout.response_tokens_max"
+        "set rollout.kv_bytes_max to at least {needed} or to 0, or lower data.prompt_tokens_max or rollout.response_tokens_max"
     )))
 }
 
-/// How many more checkpoints, or files of rollouts, a run will hold at once than there are: those that are kept, and the one that
-/// is written before the oldest is removed. 0 steps: as many as the data gives.
+/// The number of checkpoints, or files of rollouts, that a run will hold at once in addition to existing ones. It
+/// counts the kept files, and the one that is written before the oldest is removed. 0 steps: as many as the data gives.
 fn files_to_come(keep_last: usize, every_steps: u64, steps: u64, there: usize) -> usize {
     let made = if every_steps == 0 || steps == 0 { 1 } else { steps.div_ceil(every_steps) as usize };
     let held = if keep_last == 0 { made } else { made.min(keep_last + 1) };
     held.saturating_sub(there).max(1)
 }
 
-/// Refuses `bytes` that the limit on a rank's memory does not leave: whose it is, who uses it, what limits it, and what helps.
+/// Rejects `bytes` that exceed the free part of a rank's memory. The error names the memory, its users, the limit and a
+/// remedy.
 fn within(bytes: usize, usage: Usage, [of, who, limited, hint]: [&str; 4]) -> Result<()> {
     if bytes <= usage.left() {
         return Ok(());
@@ -139,30 +140,30 @@ fn within(bytes: usize, usage: Usage, [of, who, limited, hint]: [&str; 4]) -> Re
     let [needed, used, limit, left] =
         [bytes, usage.in_use, usage.limit, usage.left()].map(|bytes| format_bytes(bytes as u64));
     Err(Error::usage(format!(
-        "gradients and optimizer state need {needed} {of}; {used} are in use{who}, {limited} {limit}, and {left} would fit"
+        "gradients and optimizer state need {needed} {of}, but {left} are free: {used} are in use{who}, and {limited} {limit}"
     ))
     .hint(hint))
 }
 
-/// The same of this rank's GPU.
+/// The same check for this rank's GPU.
 fn within_gpu(bytes: usize) -> Result<()> {
     let gpu = cuda::gpu();
     let name = |(name, bytes): &(_, usize)| format!("{name} {}", format_bytes(*bytes as u64));
     let who: Vec<String> = gpu.owners().iter().map(name).collect();
     let who = format!(" ({})", who.join(", "));
-    within(bytes, gpu.usage(), ["of each rank's GPU", &who, "the limit of this rank is", cuda::pool::HINT])
+    within(bytes, gpu.usage(), ["on each rank's GPU", &who, "the limit of this rank is", cuda::pool::HINT])
 }
 
-/// Refuses `bytes` on each of `ranks` of a host where `available` are left for all of them.
+/// Rejects `bytes` on each of `ranks` of a host if only `available` are free for all of them.
 fn fits(what: &str, bytes: u64, ranks: u64, available: u64) -> Result<()> {
     if bytes.saturating_mul(ranks) <= available {
         return Ok(());
     }
     let [needed, all, left] = [bytes, bytes.saturating_mul(ranks), available].map(format_bytes);
     Err(Error::usage(format!(
-        "{what} need {needed} on each rank, {all} on this host, and {left} of its memory are left"
+        "{what} need {needed} on each rank and {all} on this host, which has {left} of free memory"
     ))
-    .hint("start fewer ranks a host or use more hosts, a smaller model, or model.dtype = \"bf16\""))
+    .hint("start fewer ranks per host, or use more hosts, a smaller model, or model.dtype = \"bf16\""))
 }
 
 #[cfg(test)]
@@ -173,7 +174,7 @@ mod tests {
     fn the_ranks_of_a_host_share_its_memory() {
         assert_eq!(fits(PINNED, 1 << 30, 8, 8 << 30), Ok(()));
         let error = fits(PINNED, 1 << 30, 8, (8 << 30) - 1).expect_err("one byte short");
-        assert!(error.message.contains("1.0 GiB on each rank, 8.0 GiB on this host"), "{error}");
+        assert!(error.message.contains("1.0 GiB on each rank and 8.0 GiB on this host"), "{error}");
         assert!(fits(PINNED, u64::MAX, 2, u64::MAX - 1).is_err());
     }
 
@@ -184,7 +185,7 @@ mod tests {
         assert_eq!(within(5 << 20, arena(8 << 20), [""; 4]), Ok(()));
         let error = within(6 << 20, arena(8 << 20), ["on it", "", "", ""]).expect_err("1 MiB too many");
         assert_eq!(error.exit_code(), 2);
-        assert!(error.message.contains("need 6.0 MiB on it; 3.0 MiB are in use"), "{error}");
+        assert!(error.message.contains("need 6.0 MiB on it, but 5.0 MiB are free: 3.0 MiB are in use"), "{error}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
-//! Offloading (`mesh.offload`): the optimizer's state between updates, and the weights of models that are not trained between their
-//! forwards. On the CPU they are moved to mapped files; with a GPU, to pinned memory of the host, as are the critic's weights during
-//! the rollout. The memory of gradients is freed during the rollout. For all other buffers this does nothing.
+//! Offloading (`mesh.offload`): the optimizer's state between updates, and the weights of models that are not trained
+//! between their forwards. On the CPU they are moved to memory-mapped files; with a GPU, to pinned host memory. With a
+//! GPU, the critic's weights are offloaded during the rollout, too. The memory of gradients is freed during the
+//! rollout. For all other buffers this does nothing.
 
 use super::run::Run;
 use crate::config::mesh::{Offload, RoleName};
@@ -16,7 +17,7 @@ impl Run {
         self.device == Device::Cuda && self.ranks.layout().swap.roles
     }
 
-    /// Before the rollout, on a rank that samples: offloads what only training needs. Nothing on the CPU.
+    /// Offloads the state that only training needs, before the rollout on a rank that samples. Does nothing on the CPU.
     pub fn make_room(&self, actor: Option<&mut Learner>, critic: Option<&mut Learner>) {
         let samples = actor.is_some();
         for learner in [actor, critic].into_iter().flatten() {
@@ -27,25 +28,25 @@ impl Run {
         }
     }
 
-    /// Brings offloaded weights back.
+    /// Onloads offloaded weights.
     pub fn onload(&self, role: &mut Role) {
         owned_by(owner(role.name), || role.weights.onload());
     }
 
-    /// Offloads the weights of a model that is not trained, where the job says so.
+    /// Offloads the weights of a model that is not trained, if the job says so.
     pub fn offload_weights(&self, role: &mut Role) {
         if self.roles_wait() {
             role.weights.offload(false);
         }
     }
 
-    /// The same to pinned memory, or into files. All ranks call this.
+    /// Offloads these weights to pinned memory, or into files. All ranks call this.
     pub fn offload_role(&self, role: &mut Role) -> Result<()> {
         self.offload_weights(role);
         self.offload(Offload::Roles, role.weights.buffers_mut())
     }
 
-    /// Moves buffers into files, where the job says so of them. All ranks of the placement call this.
+    /// Moves buffers into files, if the job says so. All ranks of the placement call this.
     pub(super) fn offload<'a>(&self, what: Offload, mut buffers: impl Iterator<Item = &'a mut Buffer>) -> Result<()> {
         if self.device == Device::Cuda || !self.config.mesh.offload.contains(&what) {
             return Ok(());

@@ -1,4 +1,4 @@
-//! The ranks of a job: who is where, and the groups of this one.
+//! The ranks of a job: their placements and layouts, and the groups of this rank.
 
 use super::layout::Layout;
 use crate::comm::{Axes, Group, World, records};
@@ -10,7 +10,7 @@ use serde::{Serialize, de::DeserializeOwned};
 pub struct Ranks {
     pub world: World,
     pub all: Group,
-    /// The ranks that take the same turns in a step: all, but where the rollout runs ahead on ranks of its own.
+    /// The ranks that do the phases of a step together: all ranks, unless the rollout runs ahead on its own ranks.
     pub together: Group,
     /// The roles of each range of ranks.
     pub placements: Vec<Placement>,
@@ -20,12 +20,12 @@ pub struct Ranks {
     pub layouts: Vec<Layout>,
     /// This rank's groups within its placement.
     pub axes: Axes,
-    /// Its groups in the rollout: those of training, where both shard matrices the same way.
+    /// Its groups in the rollout; the groups of training, if both shard matrices the same way.
     pub rollout_axes: Axes,
 }
 
 impl Ranks {
-    /// This rank's groups, where roles are `placed` so, and the rollout `runs_ahead` of the updates or not. All ranks call this.
+    /// Creates the groups of this rank for roles that are `placed` this way. All ranks call this.
     pub fn new(world: World, placed: Vec<(Placement, Layout)>, runs_ahead: bool) -> Result<Self> {
         let mut own = None;
         for (i, (placement, layout)) in placed.iter().enumerate() {
@@ -44,8 +44,8 @@ impl Ranks {
         Ok(ranks)
     }
 
-    /// What the first rank of each placement among `group` has, on all its ranks, who all call this; with one placement nothing is
-    /// exchanged.
+    /// Gathers the value of the first rank of each placement on all ranks of `group`, who all call this. With one
+    /// placement nothing is exchanged.
     pub fn of_placements<T: Serialize + DeserializeOwned>(&self, group: &Group, here: T) -> Result<Vec<T>> {
         if group.size() == self.axes.all.size() {
             return Ok(vec![here]);

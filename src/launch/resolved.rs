@@ -1,4 +1,4 @@
-//! `config.resolved.toml`: the job with what was chosen for it, so that the file alone says what ran.
+//! `config.resolved.toml`: the job with all chosen values, a complete record of the configuration that ran.
 
 use super::run::Run;
 use crate::config::Config;
@@ -11,14 +11,14 @@ use crate::error::Result;
 use crate::sys::files::write_atomic;
 
 impl Run {
-    /// Writes it in the directory of a run of `steps` steps; a dry run has none. All ranks call this.
+    /// Writes the file for a run of `steps` steps, but not in a dry run. All ranks call this.
     pub fn write_resolved(&self, steps: u64) -> Result<()> {
         let is_writer = self.ranks.all.rank() == 0 && !self.dry_run;
         let write = || write_atomic(&self.dir.join("config.resolved.toml"), self.resolved(steps).to_toml().as_bytes());
         self.ranks.all.agree(if is_writer { write() } else { Ok(()) })
     }
 
-    /// Values in place of "auto", and of defaults that mean the value of another key.
+    /// The job with values for "auto", and for defaults that refer to another key.
     fn resolved(&self, steps: u64) -> Config {
         let (mut config, layout) = (self.config.clone(), *self.ranks.layout());
         (config.job.steps, config.job.threads) = (steps, pool().threads());

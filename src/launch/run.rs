@@ -1,4 +1,4 @@
-//! What every job has: its configuration, its ranks, its devices and its records; and the checks before the first step.
+//! The common parts of every job: configuration, ranks, devices, records, and the checks before the first step.
 
 use super::gemm::{self, GemmChoice};
 use super::gpu;
@@ -27,56 +27,57 @@ use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// A job that is about to run, or runs: its configuration, its ranks, its devices and its records.
+/// A job that runs or is about to run: its configuration, its ranks, its devices and its records.
 pub struct Run {
     pub config: Config,
     pub config_hash: String,
-    /// Where this start writes: `job.dir`, or a dry run's own directory.
+    /// The output directory of this start: `job.dir`, or a dry run's own directory.
     pub dir: PathBuf,
     pub ranks: Ranks,
     /// The device of this rank.
     pub device: Device,
-    /// Why `job.device = "auto"` took CPUs.
+    /// The reason why `job.device = "auto"` chose CPUs.
     pub no_gpu: Option<String>,
-    /// Rows of the banner about it that are known before the first model.
+    /// Rows of the banner about the device that are known before the first model.
     pub device_rows: Vec<String>,
-    /// None on CPUs.
+    /// The backend of GEMMs; none on CPUs.
     pub gemm: Option<GemmChoice>,
     pub plan: Expectations,
     pub recorder: Recorder,
-    /// Check everything, then stop before the first step.
+    /// Whether to check everything, then stop before the first step.
     pub dry_run: bool,
     pub started: Instant,
-    /// Whether an optimizer step was made since; only then do hours end the run.
+    /// Whether this start has made an optimizer step. Only then can `checkpoint.max_hours` end the run.
     pub has_learned: bool,
-    /// What the rollout has begun must be finished, whoever asks to stop.
+    /// Whether a started rollout must be finished before the run can stop.
     pub must_finish: Cell<bool>,
-    /// Resident memory before the first model, which no plan counts.
+    /// Resident memory before the first model, which the plan does not count.
     pub resident_at_start: u64,
     /// FLOP/s of all ranks' devices at their peaks.
     pub peak_flops: f64,
 }
 
-/// Where the values of a model come from.
+/// The source of a model's values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Values {
     OfTheDirectory,
-    /// From a checkpoint.
+    /// A checkpoint.
     ToRestore,
 }
 
 /// Multiply-adds of a sample of a processor's peak: about a millisecond.
 const PEAK_ROUNDS: usize = 400_000;
 
-/// Seconds of a step from which on CPUs take a job only where it asks for them.
+/// Seconds of a step above which a job runs on CPUs only if it asks for them.
 const STEP_S_MAX: f64 = 2.0 * 3600.0;
 
-/// Warned where no layout fits.
-const TIGHT: &str = "for the longest rows that the job allows the plan finds no layout that fits this memory (rlhf-hpc plan \
-                     shows why); starting with mesh.tensor and mesh.zero as low as they go";
+/// The warning if no layout fits.
+const TIGHT: &str = "the plan finds no layout that fits this memory for the longest rows that the job allows (run rlhf-hpc plan \
+                     to see why); starting with the lowest possible mesh.tensor and mesh.zero";
 
 impl Run {
-    /// Makes the run directory and opens its records: of steps of `shape`, on `opened` devices, with roles `placed` by a plan.
+    /// Makes the run directory and opens its records, for steps of `shape` on `opened` devices with roles `placed` by a
+    /// plan.
     pub fn open(
         mut config: Config,
         shape: &StepShape,
@@ -97,14 +98,14 @@ impl Run {
             begin_peaks(all, Device::Cpu);
             (Device::Cpu, None, opened.no_gpu.iter().map(|why| format!("no GPU: {why}")).collect())
         } else {
-            // Timings and self-tests free their memory before any is reserved.
+            // Timings and self-tests free their memory before the run reserves any.
             let gemm = gemm::choose(&mut config, &ranks, opened.checked.as_ref(), shape)?;
             let (backends, checked_axes) = gpu::join(&config, &ranks, shape)?;
             gpu::limit(&config, &ranks.world);
-            // One range: no phase leaves stretches between which the next finds no room.
+            // One range, so that no phase fragments the memory for the next one.
             cuda::gpu().reserve();
             let start_peak = begin_peaks(all, Device::Cuda);
-            let peak = format!("checks and timings took {} of a GPU at most", format_bytes(start_peak));
+            let peak = format!("self-test and GEMM timing used up to {} of GPU memory", format_bytes(start_peak));
             let mut rows = vec![opened.describe_kernels()];
             rows.extend(checked_axes.into_iter().chain((start_peak > 0).then_some(peak)));
             rows.extend(backends.iter().map(|backend| format!("collectives over {backend}")));
@@ -119,7 +120,7 @@ impl Run {
         }
         if device == Device::Cpu && !config.mesh.offload.is_empty() && sys::files::is_in_memory(&dir) {
             let dir = dir.display();
-            recorder.warn(&format!("mesh.offload saves no memory: {dir} lies in memory itself (tmpfs)"));
+            recorder.warn(&format!("mesh.offload saves no memory, because {dir} is in memory itself (tmpfs)"));
         }
         Ok(Self {
             config,
@@ -141,12 +142,12 @@ impl Run {
         })
     }
 
-    /// Whether GEMMs of many rows are cuBLASLt's.
+    /// Whether GEMMs of many rows use cuBLASLt.
     pub fn has_fast_gemm(&self) -> bool {
         self.gemm.as_ref().is_some_and(|gemm| gemm.fast)
     }
 
-    /// Whether one more forward in training's layout computes the log-probabilities before the update.
+    /// Whether another forward in the training layout computes the log-probabilities before the update.
     pub fn recomputes_old_logprobs(&self) -> bool {
         let [training, rollout] = self.ranks.layouts_of_actor();
         self.config.recomputes_old_logprobs(&training.mesh, &rollout.rollout(), self.has_fast_gemm())
@@ -156,7 +157,8 @@ impl Run {
         self.config.job.dir.join("checkpoints")
     }
 
-    /// A role of the model in `dir`: loaded, or allocated for a checkpoint's values. All ranks of the placement call this.
+    /// A role of the model in `dir`: loaded, or allocated for a checkpoint's values. All ranks of the placement call
+    /// this.
     pub fn role(&self, name: &'static str, dir: &Path, arch: &Arch, head: Head, values: Values) -> Result<Role> {
         let (device, axes, stage) = (self.device, &self.ranks.axes, self.ranks.layout().zero);
         let (dtype, seed) = (self.config.model.dtype(), self.config.job.seed);
@@ -184,12 +186,12 @@ impl Run {
         Ok(learner)
     }
 
-    /// Whether any rank was asked to stop, or the time is over. The same on all ranks; a collective.
+    /// Whether any rank was asked to stop, or has reached `checkpoint.max_hours`. The same on all ranks; a collective.
     pub fn stop_requested(&self) -> bool {
         self.ranks.all.any(self.stop_requested_here())
     }
 
-    /// Whether this rank was asked to stop, or its time is over.
+    /// Whether this rank was asked to stop, or has reached `checkpoint.max_hours`.
     pub fn stop_requested_here(&self) -> bool {
         let hours = self.config.checkpoint.max_hours;
         let over = || hours > 0.0 && self.started.elapsed().as_secs_f64() > hours * 3600.0;
@@ -197,7 +199,7 @@ impl Run {
         !self.must_finish.get() && (sys::signals::stop_requested() || (self.has_learned && over()))
     }
 
-    /// Whether the rollout is a step ahead of the updates. A plan takes both in turn: so it counts all that they hold.
+    /// Whether the rollout is a step ahead of the updates. A plan runs both in turn, so it counts the memory of both.
     pub fn runs_ahead(&self) -> bool {
         self.config.mesh.async_updates_max > 0 && !null::is_active()
     }
@@ -205,45 +207,47 @@ impl Run {
     /// The error that ends a run after it saved on request.
     pub fn stopped(&self, step: u64) -> Error {
         let over = self.config.checkpoint.max_hours > 0.0 && !sys::signals::stop_requested();
-        let why = sys::signals::received().unwrap_or(if over { "checkpoint.max_hours are over" } else { "on request" });
-        let message = format!("stopped at step {step} ({why}) with a checkpoint; run the same line to go on");
+        let why = sys::signals::received().unwrap_or(if over { "checkpoint.max_hours reached" } else { "on request" });
+        let message =
+            format!("stopped at step {step} ({why}) and saved a checkpoint; run the same command again to resume");
         Error::new(Kind::Stopped, message)
     }
 
-    /// Updates the plan for rows of these lengths, the first ones of the job and those of its evaluations. The same on all ranks.
+    /// Updates the plan for the lengths of the job's first rows, and of its evaluation rows. The same on all ranks.
     ///
-    /// Layouts stay: they are chosen for the longest rows that the job allows, so that no start or resume changes them.
+    /// Layouts do not change. They are chosen for the longest rows that the job allows, so every start and resume has
+    /// the same.
     pub fn expect(&mut self, rows: &[RowTokens], eval: &[RowTokens]) {
         let fast = self.gemm.as_ref().map(|gemm| [gemm.fast, gemm.is_open]);
         let count = |count: &Count| count(&self.config, fast, rows, eval);
         self.plan.expected = self.plan.count.as_ref().map(count).unwrap_or_default();
     }
 
-    /// Refuses a job that would take hours a step, and that has CPUs because no rank sees a GPU: on a cluster that is a mistake, and
-    /// nobody notices before the first step has ended. All ranks call this, after `expect`.
+    /// Rejects a job with steps of several hours that runs on CPUs because no rank sees a GPU. On a cluster that is a
+    /// mistake that shows only after the first step. All ranks call this after `expect`.
     pub fn check_step_time(&self) -> Result<()> {
         let step_s = self.plan.expected.iter().flatten().map(|expected| expected.step_s).fold(0.0, f64::max);
         let refused = self.no_gpu.as_ref().filter(|_| step_s > STEP_S_MAX);
         self.ranks.all.agree(refused.map_or(Ok(()), |why| {
             let hours = step_s / 3600.0;
             Err(Error::usage(format!(
-                "no GPU: {why}; on these CPUs a step would take about {hours:.0} hours, says the plan"
+                "no GPU: {why}; on these CPUs a step would take about {hours:.0} hours, according to the plan"
             ))
-            .hint("start it where each rank has a GPU; or set job.device = \"cpu\""))
+            .hint("start it on nodes with a GPU for each rank, or set job.device = \"cpu\""))
         }))
     }
 
-    /// What the plan expects this rank to hold; none of a rank without a model.
+    /// The expectations for this rank; none for a rank without a model.
     pub fn expected(&self) -> Option<&Expected> {
         self.plan.expected.get(self.ranks.placement)?.as_ref()
     }
 
-    /// What the plan expects the fullest rank to hold.
+    /// The expectations for the fullest rank.
     pub fn expected_of_fullest(&self) -> Option<&Expected> {
         self.plan.expected.iter().flatten().max_by_key(|expected| expected.taken)
     }
 
-    /// Bytes of its device that this rank has left.
+    /// Free bytes of this rank's device.
     pub fn memory_free(&self) -> u64 {
         let of_machine = || sys::memory::available_bytes() / self.ranks.world.local_size as u64;
         match self.device {
@@ -254,26 +258,27 @@ impl Run {
         }
     }
 
-    /// Bytes of a GPU that the rollout's cache may take beside its forwards, of which the plan knows; none on the CPU.
+    /// Bytes of a GPU that the rollout's cache may take in addition to its forwards, which the plan counts; none on the
+    /// CPU.
     pub fn cache_bytes(&self) -> Option<u64> {
         let forwards = || self.expected().map(|expected| expected.forwards as u64);
-        // Half of what is left, where the plan does not know.
+        // Half of the free memory, if the plan does not count them.
         (self.device == Device::Cuda).then(|| forwards().map_or_else(|| gpu::memory_free() / 2, gpu::cache_bytes))
     }
 
-    /// How a GPU launches decoding, in words; the same on all ranks.
+    /// Describes how a GPU launches decoding; the same on all ranks.
     pub fn decoding(&self) -> Option<String> {
         let tensor = &self.ranks.rollout_axes.tensor;
         let launched = || match tensor.check_graphs() {
-            _ if !self.config.rollout.graphs => "kernel by kernel, as rollout.graphs = false".into(),
-            Err(why) => format!("kernel by kernel, because {why}"),
-            Ok(()) if tensor.size() > 1 => "CUDA graphs, which hold the collectives of the tensor axis".into(),
+            _ if !self.config.rollout.graphs => "no CUDA graphs (rollout.graphs = false)".into(),
+            Err(why) => format!("no CUDA graphs, because {why}"),
+            Ok(()) if tensor.size() > 1 => "CUDA graphs, including the collectives of the tensor axis".into(),
             Ok(()) => "CUDA graphs".into(),
         };
         (self.device == Device::Cuda).then(launched)
     }
 
-    /// Peak memory of the fullest rank: of its device, and with a GPU also of the host. A collective.
+    /// The peak memory of the fullest rank, on its device and with a GPU also on the host. A collective.
     pub fn memory_peaks(&self) -> Vec<(&'static str, f64)> {
         let resident = sys::memory::peak_bytes();
         let mut values = match self.device {
@@ -303,14 +308,14 @@ impl Run {
     }
 }
 
-/// Bytes of a model's files, of which a rank reads its shard.
+/// Bytes of a rank's shard of a model's files.
 fn file_bytes(arch: &Arch, head: Head, axes: &Axes) -> usize {
     let named = arch.source.get("torch_dtype").or_else(|| arch.source.get("dtype"));
     let bytes = if named.and_then(serde_json::Value::as_str) == Some("float32") { 4 } else { 2 };
     ParamTable::on(Device::Cpu, arch, head, TensorPart::of(&axes.tensor)).parameters() * bytes
 }
 
-/// FLOP/s of all devices together at their peaks; what this rank's processor reaches is measured in some milliseconds. A collective.
+/// The sum of all devices' peak FLOP/s. The peak of this rank's CPU is measured, in a few milliseconds. A collective.
 fn peak_flops(config: &Config, plan: &Expectations, all: &Group) -> f64 {
     let products = || match config.model.dtype() {
         DType::Bf16 => peak::bf16_gflops(PEAK_ROUNDS).unwrap_or_else(|| peak::fma_gflops(PEAK_ROUNDS)),
@@ -322,7 +327,7 @@ fn peak_flops(config: &Config, plan: &Expectations, all: &Group) -> f64 {
     sum[0]
 }
 
-/// Resets the peaks of memory; returns the most that a rank's GPU has held until now. A collective.
+/// Resets the peaks of memory. Returns the most that a rank's GPU has held until now. A collective.
 fn begin_peaks(all: &Group, device: Device) -> u64 {
     arena::trim();
     arena::begin_peak();
@@ -330,7 +335,7 @@ fn begin_peaks(all: &Group, device: Device) -> u64 {
     all.max(if device == Device::Cuda { cuda::gpu().begin_peak() as f64 } else { 0.0 }) as u64
 }
 
-/// Opens the records in `dir`, and removes what a killed export left. All ranks call this.
+/// Opens the records in `dir`, and removes the leftovers of a killed export. All ranks call this.
 fn open_records(config: &Config, dir: &Path, all: &Group) -> Result<Recorder> {
     let begun = || {
         std::fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;

@@ -1,4 +1,4 @@
-//! One run at a time in a directory.
+//! The lock of a run directory, which allows one run at a time.
 
 use crate::error::{Error, Result};
 use crate::sys;
@@ -13,12 +13,12 @@ pub const INPUTS: &str = "inputs.json";
 /// Shards of JSONL, in the run directory.
 pub const PREPARED: &str = "data";
 
-/// How long a run waits for the lock: the ranks of a killed run may need a moment to die.
+/// The time that a run waits for the lock, because the ranks of a killed run may need a moment to end.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 const LOCK_RETRY: Duration = Duration::from_millis(50);
 
-/// Where a start of a job writes: `job.dir`. A dry run changes nothing there: its own directory is in the nearest existing one
-/// above, so that it is the same on every host, and shows whether the job may write there.
+/// The output directory of a start: `job.dir`. A dry run does not change that. It has its own directory in the nearest
+/// existing one above, which is the same on every host, and shows whether the job may write there.
 pub fn working_dir(job_dir: &Path, dry_run: bool) -> PathBuf {
     if !dry_run {
         return job_dir.to_path_buf();
@@ -28,7 +28,7 @@ pub fn working_dir(job_dir: &Path, dry_run: bool) -> PathBuf {
     above.join(format!(".{name}.dry-run"))
 }
 
-/// Links the shards and the hashes of earlier starts into a dry run's directory, so that it need not make them again.
+/// Links the shards and the hashes of earlier starts into a dry run's directory, so that it can reuse them.
 pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
     let link = |from: &Path, to: &Path| {
         let _ = std::fs::remove_file(to);
@@ -40,7 +40,7 @@ pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
     for entry in std::fs::read_dir(job_dir.join(PREPARED)).into_iter().flatten().flatten() {
         link(&entry.path(), &rows.join(entry.file_name()))?;
     }
-    // The log is linked, too: opening it changes nothing and shows whether it is damaged.
+    // The log is linked, too. Opening it changes nothing, and shows whether it is damaged.
     for name in [INPUTS, "metrics.jsonl"] {
         let from = job_dir.join(name);
         if from.exists() {
@@ -50,9 +50,9 @@ pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Locks the directory: two runs in one would remove each other's files. None where the file system has no locks.
+/// Locks the directory, because two runs in it would remove each other's files. None if the file system has no locks.
 pub fn lock(dir: &Path) -> Result<Option<File>> {
-    let refused = |e| Error::io("create", dir, &e).hint("job.dir must lie where this user may write");
+    let refused = |e| Error::io("create", dir, &e).hint("set job.dir to a place where this user may write");
     std::fs::create_dir_all(dir).map_err(refused)?;
     let path = dir.join("run.lock");
     // A link would lock, and change, a file elsewhere.
@@ -60,7 +60,7 @@ pub fn lock(dir: &Path) -> Result<Option<File>> {
         File::options().read(true).write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW).open(&path);
     let mut file = options.map_err(|e| match e.raw_os_error() {
         Some(libc::ELOOP) => {
-            Error::usage(format!("{} is a symbolic link, needed a file of the run's own", path.display()))
+            Error::usage(format!("{} must be a file of this run (got a symbolic link)", path.display()))
                 .hint("remove it, or set another job.dir")
         }
         _ => Error::io("open", &path, &e),
@@ -78,7 +78,7 @@ pub fn lock(dir: &Path) -> Result<Option<File>> {
             Err(TryLockError::Error(_)) => return Ok(None),
         }
     }
-    // The text of the lock is only for people.
+    // The text of the lock is for users only.
     let owner = format!("process {} on {}\n", std::process::id(), sys::host::name());
     let _ = file.set_len(0).and_then(|()| file.write_all(owner.as_bytes()));
     Ok(Some(file))

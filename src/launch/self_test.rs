@@ -1,6 +1,6 @@
-//! Before a run: the GPU of this process computes what the CPU does. A small model of the job's own kind goes through forward and
-//! backward on both, and the GPU samples tokens from its cache. What must have equal bits is compared bit for bit; the rest may
-//! differ as bf16 rounds.
+//! The self-test before a run: compares the GPU of this process with the CPU. A small model of the job's kind runs
+//! forward and backward on both, and the GPU samples tokens with its cache. Results that must be bit-identical are
+//! compared bit for bit; the others may differ by the rounding of bf16.
 
 use crate::comm::abort;
 use crate::config::mesh::RoleName;
@@ -18,17 +18,18 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// How far values may be apart, and gradients, relative to the CPU's norm: bf16 keeps 8 bits, and its rounding adds up.
+/// The largest difference of values, and of gradients, relative to the CPU's norm: bf16 keeps 8 bits, and its rounding
+/// adds up.
 const APART: f64 = 0.02;
 const GRADIENT_APART: f64 = 0.05;
 
 const WIDTH_MAX: usize = 1024;
 const MLP_WIDTH_MAX: usize = 256;
 const VOCABULARY_MAX: usize = 512;
-/// Shorter than the longest sequence, so that it hides keys.
+/// The largest window; it is shorter than the longest sequence, so that it masks keys.
 const WINDOW_MAX: usize = 24;
-/// Tokens of the sequences of the packed row: within a tile of attention, past a page, past a tile. Their log-probabilities fill
-/// a tile of the head that stores no logits.
+/// Tokens of the sequences of the packed row: within a tile of attention, past a page, past a tile. Their
+/// log-probabilities fill a tile of the head that stores no logits.
 const LENGTHS: [usize; 3] = [9, 39, 96];
 const TEMPERATURE: f32 = 0.8;
 const SLOPE_OF_ENTROPY: f32 = 0.01;
@@ -39,7 +40,8 @@ const NEW: usize = 6;
 const KV_PAGES: usize = 32;
 const SEED: u64 = 17;
 
-/// The small model that stands for `arch`: with its head dim, ratio of heads, norms, biases, windows and rotary scaling.
+/// The small model that represents `arch`, with its head dim, ratio of heads, norms, biases, windows and rotary
+/// scaling.
 fn small(arch: &Arch) -> Arch {
     let (sharing, width, kv_heads) = (arch.heads / arch.kv_heads, arch.width.min(WIDTH_MAX), arch.kv_heads.min(2));
     // One layer of each kind of window.
@@ -92,7 +94,7 @@ fn pass(Small { model, w }: &Small) -> Passed {
     let slopes: Vec<f32> = (0..row.rows.len()).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect();
     let (mut saved, mut grads) = (Saved::new(false), Gradients::new(w.table.clone()));
     let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
-    let mut passed = vec![("the hidden state behind the last layer".to_string(), hidden.to_host())];
+    let mut passed = vec![("the hidden state after the last layer".to_string(), hidden.to_host())];
     let dhidden = match w.table.head() {
         Head::LanguageModel => {
             let mut loss = |range: Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], dh: &mut [f32]| {
@@ -123,7 +125,7 @@ fn norm(values: &[f32]) -> f64 {
     values.iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>().sqrt()
 }
 
-/// ||a - b|| / ||b||, or relative to `least` where that is more.
+/// ||a - b|| / ||b||, or relative to `least` if that is larger.
 fn compare(what: &str, a: &[f32], b: &[f32], least: f64) -> Result<f64> {
     let gaps: Vec<f32> = a.iter().zip(b).map(|(a, b)| a - b).collect();
     let gap = norm(&gaps) / norm(b).max(least).max(1e-30);
@@ -131,12 +133,14 @@ fn compare(what: &str, a: &[f32], b: &[f32], least: f64) -> Result<f64> {
     if gap <= most {
         return Ok(gap);
     }
-    Err(Error::fault(format!("{what} is {gap:.3} of its norm away, and rounding explains {most:.3}")))
+    Err(Error::fault(format!(
+        "{what}: the difference is {gap:.3} of the norm, but rounding explains at most {most:.3}"
+    )))
 }
 
-/// The least norm that the gradient of a bias is compared with. The bias of keys, for example, moves all scores of a query nearly
-/// alike, so that its gradient is a small difference of large terms. The gradient of its matrix knows how large: its rows are
-/// those terms times a normed row.
+/// The least norm that the gradient of a bias is compared with. The bias of keys, for example, changes all scores of a
+/// query by nearly the same value, so its gradient is a small difference of large terms. The gradient of its matrix
+/// shows how large they are: its rows are these terms times a normalized row.
 fn least(name: &str, of: &Passed) -> f64 {
     let weight = name.strip_suffix("bias").map(|stem| format!("{stem}weight"));
     let find = |name: &str| of.iter().find(|(other, _)| other == name).map(|(_, values)| values);
@@ -144,7 +148,8 @@ fn least(name: &str, of: &Passed) -> f64 {
     norm(matrix) / ((matrix.len() / bias.len().max(1)).max(1) as f64).sqrt()
 }
 
-/// Samples on the GPU, and compares the log-probabilities with a training forward's over the same tokens, and with the CPU's.
+/// Samples on the GPU, and compares the log-probabilities with a training forward over the same tokens, and with the
+/// CPU.
 fn decode(there: &Small, cpu: &Small, graphs: bool, is_exact: bool) -> Result<()> {
     let vocabulary = there.model.arch.vocabulary;
     let of =
@@ -162,7 +167,7 @@ fn decode(there: &Small, cpu: &Small, graphs: bool, is_exact: bool) -> Result<()
     let mut hooks = Hooks::default();
     let model = Model { transformer: &there.model, weights: &there.w, tokenizer: None };
     let outcome = Engine::new(&config, 0).generate(model, Rng::new(SEED, Purpose::Sample), 0, &requests, &mut hooks)?;
-    let responses = outcome.complete().ok_or_else(|| Error::fault("a response did not end"))?;
+    let responses = outcome.complete().ok_or_else(|| Error::fault("a response did not finish"))?;
     for (request, response) in requests.iter().zip(&responses) {
         let mut row = PackedRow::new();
         row.push(&[&request.tokens[..], &response.tokens].concat(), request.tokens.len());
@@ -172,16 +177,16 @@ fn decode(there: &Small, cpu: &Small, graphs: bool, is_exact: bool) -> Result<()
         let what = format!("the log-probabilities of tokens sampled after a prompt of {}", request.tokens.len());
         let other = again.iter().zip(&response.logprobs).any(|(a, b)| a.to_bits() != b.to_bits());
         if is_exact && other {
-            let (from, bits) = (&response.logprobs, "where both have the same bits");
-            return Err(Error::fault(format!("{what} are {from:?} from the cache and {again:?} in training, {bits}")));
+            let (from, rule) = (&response.logprobs, "must be bit-identical in rollout and training");
+            return Err(Error::fault(format!("{what} {rule} (got {from:?} with the cache, {again:?} in training)")));
         }
         compare(&what, &response.logprobs, &of_cpu, 0.0)?;
     }
     Ok(())
 }
 
-/// `largest gap 1.2 % (the gradient of layers.0.mlp.up.weight); the hidden state behind the last layer 0.4 %`: what a forward gives is
-/// all there, of gradients the largest one.
+/// `largest gap 1.2 % (the gradient of layers.0.mlp.up.weight); the hidden state after the last layer 0.4 %`: all
+/// results of a forward, and the gradient with the largest gap.
 fn describe(mut gaps: Vec<(f64, String)>) -> String {
     gaps.sort_by(|a, b| b.0.total_cmp(&a.0));
     let percent = |gap: f64| format!("{:.1} %", 100.0 * gap);
@@ -195,7 +200,7 @@ fn describe(mut gaps: Vec<(f64, String)>) -> String {
 pub struct SelfTest {
     models: Vec<(Small, Passed)>,
     graphs: bool,
-    /// For the banner.
+    /// The result, for the banner.
     pub description: String,
 }
 
@@ -212,19 +217,20 @@ impl SelfTest {
                 test.models.push((cpu, expected));
             }
         }
-        let gaps =
-            test.run(true).map_err(|error| error.within("the kernels of this GPU do not pass beside the CPU"))?;
+        let gaps = test
+            .run(true)
+            .map_err(|error| error.within("the kernels of this GPU failed the self-test against the CPU"))?;
         let seconds = start.elapsed().as_secs_f64();
         test.description = format!("kernels checked against the CPU in {seconds:.1} s: {}", describe(gaps));
         Ok(test)
     }
 
-    /// The same with cuBLASLt for GEMMs of many rows.
+    /// The same test with cuBLASLt for GEMMs of many rows.
     pub fn fast(&self) -> Result<()> {
         fast::turn(true).map_err(Error::usage)?;
         let compared = self.run(false);
         fast::turn(false).map_err(Error::usage)?;
-        compared.map(drop).map_err(|error| error.within("products by cuBLASLt do not pass beside the CPU"))
+        compared.map(drop).map_err(|error| error.within("GEMM by cuBLASLt failed the self-test against the CPU"))
     }
 
     /// Compares forward and backward with the CPU's, and sampling; returns the gaps, with their names.

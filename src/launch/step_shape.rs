@@ -1,22 +1,22 @@
-//! How a step of a job is cut: all that start-up and the plan know of its method.
+//! The shape of a job's step, the only part of its method that start-up and the plan know.
 
 use crate::config::Config;
 use crate::data::Part;
 
-/// Rows that are looked at ahead, where a step has no more.
+/// The number of rows to read in advance, unless a step has more.
 const AHEAD: usize = 512;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepShape {
-    /// How much of a row is read: of prompts a rollout makes samples.
+    /// The part of a row that is read; a rollout turns prompts into samples.
     pub part: Part,
-    /// Rows that a step draws over all ranks, and the samples of each.
+    /// The rows of a step over all ranks, and the samples of each.
     pub rows: usize,
     pub samples_per_row: usize,
     /// Samples of an optimizer step over all ranks, and how often a step trains on its samples.
     pub minibatch: usize,
     pub epochs: usize,
-    /// Tokens of a micro-batch at most, on each rank of a sequence group.
+    /// The most tokens of a micro-batch, on each rank of a sequence group.
     pub microbatch_tokens_max: usize,
     /// Models that are trained, and forwards that only score a step's samples.
     pub trained: usize,
@@ -38,7 +38,7 @@ impl StepShape {
         self.part == Part::Prompt
     }
 
-    /// How many rows to look at before the job runs: those of whole steps, of no more than the job does.
+    /// The number of rows to read before the job runs: the rows of whole steps, but not more steps than the job has.
     pub fn rows_ahead(&self, config: &Config) -> usize {
         if self.trained == 0 {
             return 0;

@@ -1,4 +1,4 @@
-//! One pass over a minibatch: the micro-batches of this rank, and the sums over those of all ranks.
+//! A pass through a minibatch: the micro-batches of this rank, and the sums over all ranks.
 
 use crate::comm::{Axes, records};
 use crate::config::optim::GradientOrder;
@@ -10,14 +10,14 @@ use crate::learn::tree_sum::leaves;
 
 /// Part of a minibatch whose gradient is one summand.
 pub struct Chunk {
-    /// Place in the tree of sums.
+    /// Index of the leaf in the tree of sums.
     leaf: usize,
     number: usize,
     pub microbatches: Vec<Vec<usize>>,
 }
 
-/// The chunks of each data rank, in its order; `count` under `order = "fixed"`, else one a rank. A micro-batch has at most
-/// `tokens_max` tokens.
+/// The chunks of each data rank, in its order: `count` in all under `order = "fixed"`, otherwise one per rank. A
+/// micro-batch has at most `tokens_max` tokens.
 pub fn chunks(
     order: GradientOrder,
     count: usize,
@@ -38,13 +38,14 @@ pub fn chunks(
     (0..ranks).map(|rank| leaves(count, rank, ranks).into_iter().map(chunk).collect()).collect()
 }
 
-/// Makes the gradient of a minibatch of rows of `lengths` tokens, the same on all ranks of the mesh: `microbatch` adds
-/// the gradient of this rank's part of the given rows to `learner.sum.grads`, and returns what it measured. Gives the
-/// sums over all ranks: those of a chunk in its order, then chunk by chunk, whoever computed them. Ranks of the tensor
-/// axis have the same sums, which count once. `tokens_max` is a rank's; a ring of ranks holds as many times more of a row.
+/// Computes the gradient of a minibatch of rows of `lengths` tokens, the same on all ranks of the mesh. `microbatch`
+/// adds the gradient of this rank's part of the given rows to `learner.sum.grads`, and returns its measurements.
+/// Returns the sums over all ranks: first over each chunk in order, then over the chunks, independent of the ranks that
+/// computed them. Ranks of the tensor axis have the same sums, which count once. `tokens_max` is the limit of one rank;
+/// a ring of N ranks holds N times as many tokens of a row.
 ///
-/// Of rows that are not all learned from alike each micro-batch is passed `passes` times, with the number of the pass (from 0), for a
-/// forward and backward of those that the pass is for, if none.
+/// If the rows of a minibatch are not all learned from in the same way, each micro-batch is passed `passes` times, with
+/// the number of the pass (from 0). Each pass runs a forward and backward of its rows, even if there are none.
 pub fn accumulate(
     learner: &mut Learner,
     axes: &Axes,

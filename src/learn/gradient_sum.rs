@@ -1,4 +1,4 @@
-//! The gradient of a minibatch, cut in chunks and added up over the chunks of this rank, then over ranks.
+//! The gradient of a minibatch, split into chunks and summed over the chunks of this rank, then over ranks.
 
 use super::tree_sum::TreeSum;
 use crate::comm::Axes;
@@ -11,31 +11,34 @@ use crate::model::params::ParamTable;
 use crate::model::partition::Shards;
 use std::sync::Arc;
 
-/// Chunks of a minibatch are what ranks own: one each under `order = "fast"`, a fixed number, summed as a binary tree,
-/// under `order = "fixed"`.
+/// A chunk of a minibatch belongs to one rank. Under `order = "fast"` each rank has one chunk. Under `order = "fixed"`
+/// there is a fixed number of chunks, summed as a binary tree.
 ///
-/// A minibatch: for each own chunk `begin_chunk`, for each of its micro-batches `begin_microbatch` and a backward that adds
-/// to `grads`, then `end_chunk`; after all, `finish`. Several models do so in the same order on all ranks. Where gradients
-/// are sharded (stages 2 and 3), every rank has as many micro-batches, if of no tokens.
+/// The calls for a minibatch: for each own chunk `begin_chunk`, then for each of its micro-batches `begin_microbatch`
+/// and a backward that adds to `grads`, then `end_chunk`. After all chunks, `finish`. Several models do so in the same
+/// order on all ranks. If gradients are sharded (stages 2 and 3), every rank has the same number of micro-batches, some
+/// possibly empty.
 pub struct GradientSum {
-    /// Gradient of the chunk at work; after `finish`, the sum over all ranks.
+    /// Gradient of the current chunk. After `finish`, the sum over all ranks.
     pub grads: Gradients,
     pub order: GradientOrder,
-    /// By unit.
+    /// One tree per unit.
     trees: Vec<TreeSum>,
-    /// Chunks that a minibatch is dealt to under `order = "fixed"`.
+    /// The number of chunks of a minibatch under `order = "fixed"`.
     pub fixed_chunks: usize,
 }
 
 impl GradientSum {
     /// # Errors
-    /// `Usage` where `order = "fixed"` meets a number of ranks that is no power of two, or a layout that shards more than state.
+    /// `Usage` if `order = "fixed"` and the number of ranks is not a power of two, or the layout shards more than
+    /// optimizer state.
     pub fn new(table: &Arc<ParamTable>, config: &GradientConfig, shards: &Shards, axes: &Axes) -> Result<Self> {
         let ranks = axes.data.size();
         if config.order == GradientOrder::Fixed && !ranks.is_power_of_two() {
             let chunks = config.chunks;
             return Err(Error::usage(format!(
-                "gradient.order = \"fixed\" with {chunks} chunks on {ranks} data ranks, needed a chunk and a power of two"
+                "gradient.order = \"fixed\" needs a power of two of data ranks (got {ranks}, with gradient.chunks = \
+                 {chunks})"
             ))
             .hint("run on 1, 2, 4 ... ranks, or set gradient.order = \"fast\""));
         }
@@ -51,13 +54,14 @@ impl GradientSum {
         self.grads.zero();
     }
 
-    /// A forward and backward follow, all of whose gradients go to the chunk at work. `last`: the minibatch has no more of
-    /// them on this rank.
+    /// Called before a forward and backward, all of whose gradients go to the current chunk. `last`: this is the last
+    /// one of the minibatch on this rank.
     pub fn begin_microbatch(&mut self, last: bool) {
         self.grads.begin_microbatch(last && self.order == GradientOrder::Fast);
     }
 
-    /// Puts the gradient of the chunk at its leaf. The next one takes memory when it begins, so that none is held where none comes.
+    /// Puts the gradient of the chunk at its leaf. The next chunk allocates memory when it begins, so the last one
+    /// leaves none allocated.
     pub fn end_chunk(&mut self, leaf: usize) {
         if self.order == GradientOrder::Fast {
             self.grads.seal(self.order);
@@ -68,7 +72,8 @@ impl GradientSum {
         }
     }
 
-    /// After all own chunks: sums over ranks. `grads.own` is then what this rank updates by. A collective.
+    /// Sums over ranks, after all own chunks. `grads.own` is then the gradient that this rank updates with. A
+    /// collective.
     pub fn finish(&mut self) {
         if self.order == GradientOrder::Fixed {
             for (u, tree) in self.trees.iter_mut().enumerate() {

@@ -1,4 +1,4 @@
-//! A model that learns: its gradients, and its ranges of the optimizer's state.
+//! A model that learns: its gradients, and its ranges of the optimizer state.
 
 use super::gradient_sum::GradientSum;
 use super::non_finite;
@@ -21,32 +21,33 @@ use crate::tensor::arena::Buffer;
 use crate::tensor::{Slice, Tensor};
 use std::ops::Range;
 
-/// What the last optimiser step reports.
+/// The report of the last optimizer step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepReport {
-    /// Before clipping.
+    /// The gradient norm before clipping.
     pub grad_norm: f64,
     pub lr: f64,
 }
 
-/// A role with gradients and its ranges of the optimiser state (ZeRO, arXiv:1910.02054).
+/// A role with gradients and its ranges of the optimizer state (ZeRO, arXiv:1910.02054).
 pub struct Learner {
     pub role: Role,
     pub sum: GradientSum,
     pub zero: Zero,
     pub report: StepReport,
-    /// Rows of each micro-batch of this rank in the minibatch that was accumulated last, in their order.
+    /// Rows of each micro-batch of this rank in the minibatch accumulated last, in order.
     pub microbatches: Vec<Vec<usize>>,
     shards: Shards,
     optim: OptimConfig,
     recompute: Recompute,
-    /// Optimiser steps of the whole run: the length of the schedule.
+    /// Optimizer steps of the whole run: the length of the schedule.
     updates_total: u64,
 }
 
 impl Learner {
-    /// With the optimizer's state on the device `state_on` between updates, the role's own or the CPU, and masters that are
-    /// unspecified until `with_masters` or `restore` sets them. `stage` is the one that the role was loaded with.
+    /// Creates a learner. Between updates its optimizer state is on the device `state_on`, which is the role's own
+    /// device or the CPU. Master weights are unspecified until `with_masters` or `restore` sets them. `stage` is the
+    /// ZeRO stage that the role was loaded with.
     pub fn new(
         state_on: Device,
         role: Role,
@@ -69,7 +70,8 @@ impl Learner {
         Ok(Self { role, sum, zero, report, microbatches, shards, optim, recompute, updates_total })
     }
 
-    /// Adds the gradient of a packed row: `head` makes that of the hidden state, and adds its own. What it found of the row, too.
+    /// Adds the gradient of a packed row. `head` returns the gradient of the hidden state and adds its own. Also
+    /// returns the result of `head`.
     pub fn backward<R>(
         &mut self,
         row: &PackedRow,
@@ -83,8 +85,8 @@ impl Learner {
         found
     }
 
-    /// Sets the masters, where the weights are not their own: to the numbers that the weights were rounded from, read piece by
-    /// piece, or to the weights where those are no others; and the averages to the masters.
+    /// Sets the master weights, if the weights are not their own masters: to the numbers that the weights were rounded
+    /// from, read piece by piece, or to the weights if nothing was rounded. Sets the averages to the master weights.
     pub fn with_masters(mut self) -> Result<Self> {
         let Self { role, zero, shards, .. } = &mut self;
         if role.weights.dtype() != DType::F32 {
@@ -105,12 +107,12 @@ impl Learner {
         Ok(self)
     }
 
-    /// What a checkpoint holds of it.
+    /// The vectors that a checkpoint holds of it.
     pub fn vectors(&self) -> impl Iterator<Item = Vector> + use<> {
         Vector::ALL.into_iter().chain(self.zero.has_average().then_some(Vector::Average))
     }
 
-    /// Replaces the weights by their moving average, where one is kept: for an export, after which nothing more is learned. All
+    /// Replaces the weights by their moving average, if one is kept. Used for an export, after which training ends. All
     /// ranks call this.
     pub fn take_average(&mut self) {
         for (u, part, at) in own_pieces(&self.shards.updated) {
@@ -122,11 +124,11 @@ impl Learner {
         self.all_gather();
     }
 
-    /// Makes the step behind gradients whose loss, the same on all ranks, was `loss`: not where that or the gradient is not finite.
-    /// `pack` gives this rank's part of a micro-batch of rows. All ranks call this.
+    /// Runs the optimizer step after the gradients, whose loss was `loss` on all ranks. Does not update if the loss or
+    /// the gradient is not finite. `pack` returns this rank's part of a micro-batch of rows. All ranks call this.
     ///
     /// # Errors
-    /// `Fault`, the same on all ranks, naming the first weight, result of the forward or gradient that is not finite.
+    /// `Fault`, the same on all ranks. It names the first weight, forward result or gradient that is not finite.
     pub fn step_if_finite(&mut self, axes: &Axes, loss: f64, pack: impl Fn(&[usize]) -> PackedRow) -> Result<()> {
         let update = self.zero.updates + 1;
         let (what, error) = if loss.is_finite() {
@@ -134,8 +136,7 @@ impl Learner {
             (format!("the gradient of update {update}"), error)
         } else {
             let what = format!("the loss of update {update}");
-            let again =
-                format!("{}: {what} is not finite, and its forward is where it is computed once more", self.role.name);
+            let again = format!("{}: {what} is not finite, but a second forward pass is finite", self.role.name);
             (what, Error::fault(again).hint(non_finite::OF_MACHINE))
         };
         let rows = self.microbatches.iter().map(|rows| pack(rows));
@@ -145,7 +146,7 @@ impl Learner {
     /// Sums the gradient over ranks, clips it, and updates the weights of all ranks. A collective.
     ///
     /// # Errors
-    /// `Fault`, the same on all ranks, if the gradient is not finite; then neither weights nor state have changed.
+    /// `Fault`, the same on all ranks, if the gradient is not finite. Then neither weights nor state have changed.
     pub fn step(&mut self, axes: &Axes) -> Result<()> {
         let lr = lr_at(&self.optim, self.zero.updates, self.updates_total);
         self.sum.finish();
@@ -167,12 +168,12 @@ impl Learner {
         Ok(())
     }
 
-    /// The values of a vector that this rank writes, as (first flat element, values), in order, where they lie.
+    /// The values of a vector that this rank writes, as (first flat element, values), in order and in place.
     pub fn stretches(&self, what: Vector) -> Vec<(usize, Slice<'_>)> {
         let (saved, updated) = (&self.shards.partition, &self.shards.updated);
         let all = (0..saved.units()).map(|u| {
             let (range, own) = (saved.own(u), updated.own(u));
-            // At stage 0 the state covers the unit, and the range is a part of it.
+            // At stage 0 the state covers the unit, and the range is only a part of it.
             let at = range.start - own.start;
             let values = match self.zero.state(what, u) {
                 Some(state) => state.part(at..at + range.len()),
@@ -194,8 +195,8 @@ impl Learner {
         format!("{what} of the {}'s {}", self.role.name, self.role.weights.table.name_at(at))
     }
 
-    /// Sets this rank's ranges of weights and optimiser state: `read(what, flat range, out)` gives the numbers of the vectors, a
-    /// few MiB at a time. `all_gather` then gives the weights to all ranks.
+    /// Sets this rank's ranges of weights and optimizer state. `read(what, flat range, out)` returns the numbers of the
+    /// vectors, a few MiB at a time. `all_gather` then sends the weights to all ranks.
     pub fn restore(
         &mut self,
         updates: u64,
@@ -217,7 +218,7 @@ impl Learner {
         Ok(())
     }
 
-    /// All-gathers the ranges of all ranks, where each rank holds all weights. A collective.
+    /// All-gathers the ranges of all ranks, if each rank holds all weights. A collective.
     pub fn all_gather(&mut self) {
         for u in 0..self.shards.updated.units() {
             self.role.weights.all_gather(u, &self.shards);

@@ -1,4 +1,5 @@
-//! Models that learn: a packed minibatch to losses, gradients and new weights. Knows no run and no job.
+//! Models that learn: from a packed minibatch to losses, gradients and new weights. This module knows no run and no
+//! job.
 
 pub mod accumulation;
 pub mod gradient_sum;

@@ -1,7 +1,7 @@
-//! Errors for losses and gradients that are not finite. They name the first value that is not, before any update is made.
+//! Errors for losses and gradients that are not finite. They name the first non-finite value, before any update.
 //!
-//! The results of kernels are gone by then. So weights are checked first, then the forward is computed again with all that it
-//! keeps. Where that is finite, the gradients show how far the backward came.
+//! The results of kernels are gone by then. So weights are checked first, then the forward is computed again, keeping
+//! all its results. If these are finite, the gradients show how far the backward got.
 
 use super::gradient_sum::GradientSum;
 use super::packed::PackedRow;
@@ -13,14 +13,14 @@ use crate::model::non_finite::{Rows, first};
 use crate::optim::zero::Zero;
 
 const OF_WEIGHTS: &str =
-    "lower the learning rate; an update that was finite has left this: go on from the checkpoint before it";
-const OF_COMPUTING: &str = "lower the learning rate, or look at rewards and advantages of this step in rollouts.h5; weights and \
-                            checkpoints are as they were before this update";
-pub const OF_MACHINE: &str = "a fault of the GPU or of its memory: nvidia-smi -q -d ECC and lines with Xid in the log of the node's \
-                          kernel (dmesg) tell; weights and checkpoints are as they were before this update";
+    "lower the learning rate and resume from an earlier checkpoint: a finite update produced this weight";
+const OF_COMPUTING: &str = "lower the learning rate, or check rewards and advantages of this step in rollouts.h5; \
+                            weights and checkpoints are unchanged by this update";
+pub const OF_MACHINE: &str = "check the GPU and its memory for faults, with nvidia-smi -q -d ECC and for Xid lines in \
+                              the node's kernel log (dmesg); weights and checkpoints are unchanged by this update";
 
-/// Why `what` is not finite, as far as weights and forwards of `rows` tell: a `Fault`, the same on all ranks, that names the first
-/// weight or result of the forward that is not finite. All ranks call this.
+/// Reports why `what` is not finite, from the weights and the forward passes of `rows`: a `Fault`, the same on all
+/// ranks, that names the first weight or forward result that is not finite. All ranks call this.
 pub fn forward(
     role: &Role,
     axes: &Axes,
@@ -35,20 +35,23 @@ pub fn forward(
     let (model, w) = (&role.transformer, &role.weights);
     agreed(w.not_finite(), OF_WEIGHTS)?;
     let mut found = None;
-    // Each rank has as many where others wait for what it gathers.
+    // If ranks wait for what others gather, each has the same number of rows.
     for row in rows {
         let PackedRow { tokens, positions, cu_seqlens, rows, targets, .. } = &row;
         let of = Rows { tokens, positions, cu_seqlens, rows, targets };
         let here = model.not_finite(w, of, recompute);
         found = found.or(here);
     }
-    agreed(found.map(|place| format!("the first of its forward is {place}, all weights are finite")), OF_COMPUTING)
+    agreed(
+        found.map(|place| format!("its first non-finite forward result is {place}; all weights are finite")),
+        OF_COMPUTING,
+    )
 }
 
-/// Why a gradient, which is not finite on one of the ranks, is none, after a loss that is. All ranks call this.
+/// Reports the reason for a non-finite gradient after a finite loss, if it can be located. All ranks call this.
 pub fn of_gradient(role: &Role, sum: &GradientSum, zero: &Zero, axes: &Axes) -> Error {
     let (partition, specs) = (zero.partition(), role.weights.table.specs());
-    // From the head down, as a backward goes: the first is the nearest to the cause.
+    // From the head down, like a backward pass: the first one is nearest to the cause.
     let of_unit = |unit: usize| {
         let (own, values) = (partition.own(unit), sum.grads.own(unit).to_host());
         (0..specs.len()).rev().find(|&i| {
@@ -60,11 +63,11 @@ pub fn of_gradient(role: &Role, sum: &GradientSum, zero: &Zero, axes: &Axes) -> 
     let last = axes.all.max(mine.map_or(-1.0, |i| i as f64));
     let what = format!("{}: the gradient of update {} is not finite", role.name, zero.updates + 1);
     let message = match (last >= 0.0).then_some(last as usize) {
-        Some(i) if i + 1 == specs.len() => format!("from that of {} on, the first of the backward", specs[i].name),
+        Some(i) if i + 1 == specs.len() => format!("first in {}, where the backward pass begins", specs[i].name),
         Some(i) => {
-            format!("that of {} is the first, and that of {} before it is finite", specs[i].name, specs[i + 1].name)
+            format!("first in {}, while {} before it in the backward pass is finite", specs[i].name, specs[i + 1].name)
         }
-        None => "each of its numbers is, and the sum of their squares is too large".to_string(),
+        None => "each of its numbers is finite, but the sum of their squares overflows".to_string(),
     };
     Error::fault(format!("{what}: {message}")).hint(OF_COMPUTING)
 }

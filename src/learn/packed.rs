@@ -1,4 +1,5 @@
-//! Packed rows: sequences one behind the other in one row of tokens, without padding; and the parts of the sequence axis' ranks.
+//! Packed rows: sequences one after the other in one row of tokens, without padding. Each rank of the sequence axis has
+//! a part of a row.
 
 use crate::comm::Group;
 use crate::device::null;
@@ -12,7 +13,7 @@ use std::borrow::Cow;
 pub struct Tokens<'a> {
     pub tokens: Cow<'a, [u32]>,
     pub prompt_tokens: usize,
-    /// What those behind the prompt were drawn among, where that was kept.
+    /// The sets that the response tokens were sampled from, if they were kept.
     pub masks: &'a [SamplingMask],
 }
 
@@ -23,8 +24,8 @@ impl<'a> Tokens<'a> {
     }
 }
 
-/// One packed row, or a rank's part of it. Of a part, `cu_seqlens` and the number of sequences are the whole row's; all
-/// else counts the part's own tokens.
+/// One packed row, or a rank's part of it. In a part, `cu_seqlens` and the number of sequences are those of the whole
+/// row; everything else counts the part's own tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PackedRow {
     pub tokens: Vec<u32>,
@@ -36,16 +37,17 @@ pub struct PackedRow {
     pub rows: Vec<u32>,
     /// The token that each of `rows` predicts.
     pub targets: Vec<u32>,
-    /// What each of `targets` was drawn among.
+    /// The set that each of `targets` was sampled from.
     pub masks: Vec<SamplingMask>,
-    /// `rows` of sequence i are row_offsets[i] .. row_offsets[i + 1]: in a part, those of its tokens of the sequence, with
-    /// gaps between them where other ranks predict.
+    /// The `rows` of sequence i are row_offsets[i] .. row_offsets[i + 1]. In a part these are the rows of its own
+    /// tokens of the sequence, with gaps where other ranks predict.
     pub row_offsets: Vec<usize>,
-    /// The index of each of `rows` among those of the whole row, by which what was computed of that is picked (`select`).
+    /// The index of each of `rows` among the rows of the whole row. `select` uses it to pick values computed for the
+    /// whole row.
     pub row_indices: Vec<usize>,
 }
 
-/// Sequences of which all tokens behind the prompts are predicted.
+/// Sequences whose tokens after the prompt are all predicted.
 impl<'a> FromIterator<Tokens<'a>> for PackedRow {
     fn from_iter<T: IntoIterator<Item = Tokens<'a>>>(all: T) -> Self {
         let mut row = Self::new();
@@ -61,24 +63,26 @@ impl PackedRow {
         Self { cu_seqlens: vec![0], row_offsets: vec![0], ..Self::default() }
     }
 
-    /// Appends a sequence; its tokens from index `first` on are predicted (`first` is at least 1).
+    /// Appends a sequence, whose tokens from index `first` (at least 1) on are predicted.
     pub fn push(&mut self, tokens: &[u32], first: usize) {
         self.push_where(tokens, |i| i >= first);
     }
 
-    /// `push` of a prompt of `first` tokens and a response, whose tokens were drawn among `masks`; none where those were not kept.
+    /// Like `push`, for a prompt of `first` tokens and a response, whose tokens were sampled from `masks`. `masks` is
+    /// empty if they were not kept.
     pub fn push_response(&mut self, tokens: &[u32], first: usize, masks: &[SamplingMask]) {
         self.push(tokens, first);
         let before = self.masks.len() - masks.len();
         self.masks[before..].clone_from_slice(masks);
     }
 
-    /// Appends a sequence; token i (from 1 on) is predicted where `learned(i)`.
+    /// Appends a sequence, whose token i (from 1 on) is predicted if `learned(i)`.
     pub fn push_where(&mut self, tokens: &[u32], learned: impl Fn(usize) -> bool) {
         self.push_at(tokens, (1..tokens.len()).filter(|&i| learned(i)).map(|i| (i as u32 - 1, tokens[i])));
     }
 
-    /// Appends a sequence; each position in `predicting`, which ascend and may repeat, predicts the token beside it.
+    /// Appends a sequence. `predicting` lists (position, token) pairs: each position predicts its token. Positions
+    /// ascend and may repeat.
     pub fn push_at(&mut self, tokens: &[u32], predicting: impl IntoIterator<Item = (u32, u32)>) {
         let start = self.tokens.len() as u32;
         self.tokens.extend_from_slice(tokens);
@@ -90,8 +94,8 @@ impl PackedRow {
         self.row_offsets.push(self.rows.len());
     }
 
-    /// Adds the last token so far to the rows of its sequence: no token is behind it, so that only a head that needs no target may
-    /// look there.
+    /// Adds the last token so far to the rows of its sequence. No token follows it, so only a head without targets may
+    /// use it.
     pub fn look_at_end(&mut self) {
         self.predict(self.tokens.len() as u32 - 1, 0);
         self.row_offsets.pop();
@@ -105,8 +109,8 @@ impl PackedRow {
         self.masks.push(SamplingMask::default());
     }
 
-    /// What rank `rank` of the `size` ranks of the sequence axis holds of this row, which is whole (see `ops::zigzag`).
-    /// Targets stay with the row that predicts them, so that a label across the border of two ranks is not lost.
+    /// The part of this whole row that rank `rank` of the `size` ranks of the sequence axis holds (see `ops::zigzag`).
+    /// Targets stay with the row that predicts them, so a label is not lost at the border of two ranks.
     ///
     /// # Panics
     /// If there is no such rank, or this row is a part itself.
@@ -125,7 +129,7 @@ impl PackedRow {
             row_offsets: vec![0],
             ..Self::default()
         };
-        // Both the predicted rows and the own ones ascend.
+        // Both the predicted rows and the own rows ascend.
         let mut local = 0;
         for offsets in self.row_offsets.windows(2) {
             for place in offsets[0]..offsets[1] {
@@ -149,17 +153,18 @@ impl PackedRow {
         self.part(sequence.rank(), sequence.size())
     }
 
-    /// The predicted tokens with what they were drawn among.
+    /// The predicted tokens with the sets they were sampled from.
     pub fn masked_targets(&self) -> Targets<'_> {
         Targets { tokens: &self.targets, masks: &self.masks }
     }
 
-    /// The values of this part's predicted tokens, from one for each of the whole row. An empty list stays empty.
+    /// The values of this part's predicted tokens, from a list with one value for each predicted token of the whole
+    /// row. An empty list stays empty.
     pub fn select(&self, whole: &[f32]) -> Vec<f32> {
         if whole.is_empty() { Vec::new() } else { self.row_indices.iter().map(|&place| whole[place]).collect() }
     }
 
-    /// One value per predicted token of this row, which is whole, from those of each rank's part.
+    /// One value per predicted token of this whole row, gathered from each rank's part.
     pub fn gather(&self, sequence: &Group, mine: &[f32]) -> Vec<f32> {
         let mut joined = vec![0.0; self.rows.len()];
         if null::is_active() {

@@ -1,4 +1,4 @@
-//! A model of a job, with what this rank holds of it.
+//! A model of a job, with the part of it that this rank holds.
 
 use crate::comm::Axes;
 use crate::device::Device;
@@ -17,12 +17,12 @@ pub struct Role {
     pub dir: PathBuf,
     pub transformer: Transformer,
     pub weights: Weights,
-    /// What the weights were rounded from, where they were: for the masters of a learner.
+    /// The source that the weights were rounded from, if they were. A learner reads its master weights from it.
     pub source: Option<Source>,
 }
 
 impl Role {
-    /// Loads what this rank holds of the model in `dir` at ZeRO stage `stage` (0 to 3), on `device`.
+    /// Loads this rank's part of the model in `dir` at ZeRO stage `stage` (0 to 3), on `device`.
     pub fn load(
         device: Device,
         name: &'static str,
@@ -41,7 +41,7 @@ impl Role {
         Ok(Self { source: Some(source).filter(|source| source.is_rounded(dtype)), ..role })
     }
 
-    /// Room for the model of `arch` in `dir`; its values are unspecified until `Learner::restore` reads a checkpoint's.
+    /// Allocates the model of `arch` in `dir`. Its values are unspecified until `Learner::restore` reads a checkpoint.
     pub fn allocate(
         device: Device,
         name: &'static str,
@@ -63,7 +63,7 @@ impl Role {
         Self { name, dir: dir.to_path_buf(), transformer, weights, source: None }
     }
 
-    /// Sets the weights that this rank holds: `read(flat range, out)` gives their f32 numbers, a few MiB at a time.
+    /// Sets the weights that this rank holds. `read(flat range, out)` returns their f32 numbers, a few MiB at a time.
     pub fn fill(&mut self, mut read: impl FnMut(Range<usize>, &mut [f32]) -> Result<()>) -> Result<()> {
         let mut room = Vec::new();
         for u in 0..self.weights.table.units().len() {
@@ -87,7 +87,7 @@ impl Role {
     }
 }
 
-/// The key by which a job names the model of a role.
+/// The key with which a job names the model of a role.
 pub fn key(role: &str) -> String {
     match role {
         "reward" => "reward.models".to_string(),
@@ -97,7 +97,7 @@ pub fn key(role: &str) -> String {
     }
 }
 
-/// The owner that the memory of a role's weights is counted for.
+/// The name under which the memory of a role's weights is counted.
 pub fn owner(role: &str) -> &'static str {
     match role {
         "actor" => "weights of the actor",
@@ -109,16 +109,17 @@ pub fn owner(role: &str) -> &'static str {
     }
 }
 
-/// Elements that are read at a time from a checkpoint, or from the files of a model.
+/// Elements read at a time from a checkpoint, or from the files of a model.
 const READ: usize = 1 << 20;
 
-/// A range a few MiB at a time.
+/// Splits a range into pieces of a few MiB.
 fn pieces(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = range.end;
     range.step_by(READ).map(move |start| start..(start + READ).min(end))
 }
 
-/// The own ranges of a rank a few MiB at a time: the unit of each piece, the piece, and its place in the unit's own range.
+/// The own ranges of a rank in pieces of a few MiB: the unit of each piece, the piece, and its position in the unit's
+/// own range.
 pub(super) fn own_pieces(of: &Partition) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
     let of_unit = |u| {
         let own = of.own(u);

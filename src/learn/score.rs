@@ -1,7 +1,7 @@
 //! Forward passes without a backward: log-probabilities of the actor or the reference, and values of the critic.
 //!
-//! Every rank of the mesh holds all samples and takes the micro-batches that the plan over all data ranks gives it,
-//! whoever sampled them; all ranks get all results.
+//! Every rank of the mesh holds all samples, and scores its micro-batches of the plan over all data ranks, independent
+//! of who sampled them. All ranks get all results.
 
 use crate::comm::Axes;
 use crate::data::balance::{self, Cost};
@@ -21,14 +21,15 @@ pub fn logprobs(role: &Role, axes: &Axes, samples: &[Tokens], temperature: f32, 
     })
 }
 
-/// Values of each sample: before each response token, and one after the last. All ranks of the mesh call this.
+/// The values of each sample: before each response token, and one after the last. All ranks of the mesh call this.
 pub fn values(role: &Role, axes: &Axes, samples: &[Tokens], tokens_max: usize) -> Vec<Vec<f32>> {
     over_plan(role, axes, samples, tokens_max, 1, |row, hidden| {
         role.transformer.values_on_device(&role.weights, hidden, &row.rows)
     })
 }
 
-/// The samples' tokens; scored are the states before response tokens and, where `last` is 1, that after the last one.
+/// Packs the samples' tokens. The states before response tokens are scored and, if `last` is 1, the state after the
+/// last one.
 fn pack(samples: &[Tokens], rows: &[usize], last: usize) -> PackedRow {
     let mut packed = PackedRow::new();
     for Tokens { tokens, prompt_tokens, masks } in rows.iter().map(|&i| &samples[i]) {
@@ -40,7 +41,8 @@ fn pack(samples: &[Tokens], rows: &[usize], last: usize) -> PackedRow {
     packed
 }
 
-/// One value for each state of every sample that `pack` scores: `score` gives those of a packed row from its hidden state.
+/// One value for each state of every sample that `pack` scores. `score` returns the values of a packed row from its
+/// hidden state.
 fn over_plan(
     role: &Role,
     axes: &Axes,
@@ -54,7 +56,7 @@ fn over_plan(
     let plan = balance::plan(&lengths, axes.data.size(), tokens_max * parts, &Cost::of(role.arch()));
     role.weights.buffers().for_each(Buffer::prefetch);
     let mut mine = Vec::new();
-    // The values of a micro-batch are read when the GPU has started the next one.
+    // The values of a micro-batch are read after the GPU has started the next one.
     let mut before: Option<Later> = None;
     let own = &plan[axes.data.rank()];
     for (rows, times) in own.iter().zip(null::represented(own, &lengths)).filter(|(_, times)| *times > 0.0) {
@@ -70,7 +72,7 @@ fn over_plan(
     let mut found: Vec<Vec<f32>> = samples.iter().map(room).collect();
     let gathered = axes.zero.all_gather_numbers(&mine);
     if null::is_active() {
-        // No rank is there but this one.
+        // There are no other ranks.
         return found;
     }
     for (rank, values) in gathered.into_iter().enumerate() {

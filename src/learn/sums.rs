@@ -1,4 +1,4 @@
-//! What a method measures: a list of (key, sum) over tokens, micro-batches, ranks and the updates of a step.
+//! The measurements of a method: a list of (key, sum) over tokens, micro-batches, ranks and the updates of a step.
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ impl Sums {
         Self(list.map(|(key, value)| (key.to_string(), value)).into())
     }
 
-    /// What is known of `key`: 0 where nothing was added.
+    /// The sum of `key`, 0 if nothing was added.
     pub fn get(&self, key: &str) -> f64 {
         self.0.get(key).copied().unwrap_or(0.0)
     }
@@ -27,7 +27,7 @@ impl Sums {
         }
     }
 
-    /// Those of several lists together.
+    /// The total of several lists.
     pub fn total<'a>(lists: impl IntoIterator<Item = &'a Self>) -> Self {
         let mut total = Self::default();
         for list in lists {
@@ -36,13 +36,14 @@ impl Sums {
         total
     }
 
-    /// (key, its sum by that of the second key) of each pair whose key is known; the sum itself by that of an empty one.
+    /// For each pair of `of` whose key is known: (key, its sum divided by the sum of the second key). If the second key
+    /// is empty, the sum itself.
     pub fn means(&self, of: &[(&'static str, &str)]) -> Vec<(&'static str, f64)> {
         of.iter().filter_map(|(key, count)| Some((*key, self.0.get(*key)? / self.get(count).max(1.0)))).collect()
     }
 }
 
-/// The larger of two numbers; one that is not a number wins, so that it is seen.
+/// The larger of two numbers. NaN wins, so that it is seen.
 pub fn larger(a: f64, b: f64) -> f64 {
     if a.is_nan() || a > b { a } else { b }
 }

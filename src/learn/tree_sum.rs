@@ -1,10 +1,10 @@
 //! `gradient.order = "fixed"`: gradients of chunks are summed as one binary tree over all chunks of all ranks, so that
 //! the bits do not depend on the number of ranks (a power of two).
 //!
-//! C chunks are leaves of a tree of P = 2^ceil(log2 C) leaves: chunk c sits at leaf bitreverse(c). Of R ranks, rank r
-//! sums the subtree of the leaves r P/R .. (r+1) P/R, which bit reversal makes the chunks c = bitreverse(r) mod R: every
-//! rank gets as many chunks as the others, give or take one. `Group::reduce_scatter_tree` does the levels above.
-//! A leaf without a chunk adds nothing.
+//! C chunks are leaves of a tree of P = 2^ceil(log2 C) leaves: chunk c sits at leaf bitreverse(c). With R ranks, rank r
+//! sums the subtree of the leaves r P/R .. (r+1) P/R, which bit reversal makes the chunks c = bitreverse(r) mod R: the
+//! numbers of chunks per rank differ by at most one. `Group::reduce_scatter_tree` does the levels above. A leaf without
+//! a chunk adds nothing.
 
 use crate::device::Device;
 use crate::device::cpu::pool::pool;
@@ -14,7 +14,7 @@ use crate::tensor::Flat;
 /// The chunks of rank `rank` of `ranks`, as (leaf, chunk), in the order in which `TreeSum::add` wants them.
 ///
 /// # Panics
-/// If `ranks` is no power of two.
+/// If `ranks` is not a power of two.
 pub fn leaves(chunks: usize, rank: usize, ranks: usize) -> Vec<(usize, usize)> {
     assert!(ranks.is_power_of_two(), "a tree over {ranks} ranks");
     let width = chunks.next_power_of_two().max(ranks);
@@ -29,30 +29,30 @@ fn reverse(i: usize, width: usize) -> usize {
     if width == 1 { 0 } else { i.reverse_bits() >> (usize::BITS - width.trailing_zeros()) }
 }
 
-/// The sum of chunk gradients as a binary tree: partial sums wait on a stack until their sibling is there, as the
-/// digits of a binary counter do, so at most log2(leaves) + 1 buffers live.
+/// The sum of chunk gradients as a binary tree. Like the digits of a binary counter, partial sums wait on a stack until
+/// their sibling is ready, so at most log2(leaves) + 1 buffers live.
 #[derive(Debug)]
 pub struct TreeSum {
     device: Device,
     len: usize,
-    /// A leaf of each subtree, and its sum; neighbours lie the closer together the higher they are.
+    /// A leaf of each subtree, and its sum. The higher two neighbors are on the stack, the closer they are in the tree.
     stack: Vec<(usize, Flat)>,
 }
 
 impl TreeSum {
-    /// The sum of no chunk yet, of `len` values on a device.
+    /// An empty sum of `len` values on a device.
     pub fn new(device: Device, len: usize) -> Self {
         Self { device, len, stack: Vec::new() }
     }
 
-    /// Puts the gradient of a chunk at its leaf; leaves come in ascending order.
+    /// Puts the gradient of a chunk at its leaf. Leaves are added in ascending order.
     pub fn add(&mut self, leaf: usize, chunk: Flat) {
         self.settle(leaf);
         self.stack.push((leaf, chunk));
         self.settle(leaf + 1);
     }
 
-    /// Merges the subtrees that are complete when all leaves to come are `next` or later: those that meet below it.
+    /// Merges the subtrees that are complete if all later leaves are `next` or higher: the subtrees that meet below it.
     fn settle(&mut self, next: usize) {
         while let [.., (a, into), (b, from)] = &mut self.stack[..]
             && meeting(*a, *b) < meeting(*b, next)
@@ -62,8 +62,8 @@ impl TreeSum {
         }
     }
 
-    /// The sum of all chunks; zeros if there were none. No element is -0, so that a rank without chunks, whose zeros
-    /// are added to the others', changes no bit.
+    /// The sum of all chunks, zeros if there are none. No element is -0, so a rank without chunks adds zeros to the
+    /// others and changes no bit.
     pub fn finish(&mut self) -> Flat {
         self.settle(usize::MAX);
         let zeros = || Flat::zeros(self.device, self.len);

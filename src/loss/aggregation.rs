@@ -1,8 +1,8 @@
-//! Per-token weights: what turns a mean over tokens or sequences into a plain sum.
+//! Per-token weights, which turn a mean over tokens or sequences into a plain sum.
 
 use crate::config::ppo::Aggregation;
 
-/// What a minibatch holds over all ranks and its whole accumulation window.
+/// The totals of a minibatch over all ranks and its whole accumulation window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
     /// Tokens with mask 1.

@@ -7,8 +7,8 @@ use crate::config::ppo::Correction;
 ///
 /// - `none`: 1
 /// - `tis`: clamp(w_t, low, high)
-/// - `icepop`: w_t where low <= w_t <= high, else 0
-/// - `sequence_mask`: clamp(w_t, low, high) where low <= exp(mean_t ln w_t) <= high over masked tokens, else 0
+/// - `icepop`: w_t if low <= w_t <= high, else 0
+/// - `sequence_mask`: clamp(w_t, low, high) if low <= exp(mean_t ln w_t) <= high over masked tokens, else 0
 ///
 /// No gradient flows through the factor. Source: "Your efficient RL framework secretly brings you off-policy RL
 /// training" (Yao et al., 2025) for `tis`; arXiv:2510.18855 for `icepop`.

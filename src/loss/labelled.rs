@@ -1,10 +1,11 @@
-//! Losses of labelled responses: of whole ones, and of each step of one.
+//! Losses of labeled responses: of whole responses, and of each step of one.
 
 use super::preference::sigmoid;
 use crate::config::labelled::KtoConfig;
 
-/// The loss of a policy for one labelled response (KTO, arXiv:2402.01306), and its derivative by the log-ratio
-/// h = sum_t (l - l_ref), which is also that by each token's log-probability l. `kl` is a number that is not learned from.
+/// The loss of a policy for one labeled response (KTO, arXiv:2402.01306), and its derivative by the log-ratio h = sum_t
+/// (l - l_ref). That is also its derivative by each token's log-probability l. `kl` is a constant that gets no
+/// gradient.
 ///
 /// Desirable: `desirable_weight` (1 - sigmoid(beta (h - kl))); undesirable: `undesirable_weight` (1 - sigmoid(beta (kl - h))).
 pub fn kto_loss(config: &KtoConfig, is_desirable: bool, h: f64, kl: f64) -> (f64, f64) {
@@ -13,10 +14,11 @@ pub fn kto_loss(config: &KtoConfig, is_desirable: bool, h: f64, kl: f64) -> (f64
     (weight * sigmoid(-x), -weight * rest * sigmoid(x) * sigmoid(-x))
 }
 
-/// The loss of a step whose reward tokens have these log-probabilities l over the whole vocabulary and are to have the
-/// probabilities y, which sum to 1; its derivatives by l; and p.
+/// The loss of a step from the log-probabilities l of its reward tokens over the whole vocabulary, and their target
+/// probabilities y, which sum to 1. Returns the loss, its derivatives by l, and p.
 ///
-/// -sum_k y_k log p_k, p = softmax(l) over the reward tokens alone: what normalises l over the vocabulary cancels out.
+/// -sum_k y_k log p_k, p = softmax(l) over the reward tokens alone. The normalizer of l over the vocabulary cancels
+/// out.
 pub fn step_loss(logprobs: &[f32], wanted: &[f64]) -> (f64, Vec<f64>, Vec<f64>) {
     assert_eq!(logprobs.len(), wanted.len(), "a log-probability for each reward token");
     let l: Vec<f64> = logprobs.iter().map(|l| f64::from(*l)).collect();
@@ -27,8 +29,8 @@ pub fn step_loss(logprobs: &[f32], wanted: &[f64]) -> (f64, Vec<f64>, Vec<f64>) 
     (loss, p.iter().zip(wanted).map(|(p, y)| p - y).collect(), p)
 }
 
-/// Whether the likeliest token of the probabilities `p` is that of `wanted`, the first of several; and by how much `p` of the wanted
-/// one is above the others.
+/// Whether the likeliest token of the probabilities `p` is the likeliest of `wanted` (the first of several), and the
+/// lead of its `p` over the others.
 pub fn step_margin(p: &[f64], wanted: &[f64]) -> (bool, f64) {
     let likeliest = |of: &[f64]| (1..of.len()).fold(0, |best, i| if of[i] > of[best] { i } else { best });
     let right = likeliest(wanted);

@@ -1,34 +1,35 @@
 //! The actor's loss: policy term, KL term and entropy bonus.
 //!
-//! l = logprob under the current policy, o = at sampling, A = advantage, r = exp(clamp(l - o, -20, 20)), w = weight.
+//! l = log-probability under the current policy, o = at sampling, A = advantage, r = exp(clamp(l - o, -20, 20)), w =
+//! weight.
 
 use std::ops::AddAssign;
 
 use crate::config::ppo::{KlIn, PolicyLossKind, PpoConfig};
 
-/// A range of tokens. Slices have one length, or none where that is said.
+/// A range of tokens. All slices have the same length. Some may be empty, as noted.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PolicyTokens<'a> {
     pub logprobs: &'a [f32],
     /// Log-probabilities at sampling.
     pub old_logprobs: &'a [f32],
     pub advantages: &'a [f32],
-    /// Under the reference; empty where there is none.
+    /// Log-probabilities under the reference; empty if there is none.
     pub ref_logprobs: &'a [f32],
-    /// Entropy in nats of the distribution that each token was drawn from, under the current policy; empty where it
-    /// is not measured.
+    /// Entropy in nats of the distribution that each token was sampled from, under the current policy; empty if it is
+    /// not measured.
     pub entropy: &'a [f32],
-    /// From `correction::factors`; empty for 1 everywhere.
+    /// The factors of `correction::factors`; empty for 1 everywhere.
     pub factors: &'a [f32],
-    /// From `aggregation::weights`; 0 for tokens that are not learned from.
+    /// The weights of `aggregation::weights`; 0 for tokens that are not learned from.
     pub weights: &'a [f32],
 }
 
-/// What the policy loss says about a range of tokens; sums, so that ranges, micro-batches and ranks add up.
-/// Divide by `tokens` for means: clip_ratio = clipped / tokens, policy_kl, entropy and kl likewise.
+/// Sums of the policy loss over a range of tokens, so that ranges, micro-batches and ranks add up. Divide by `tokens`
+/// for means: clip_ratio = clipped / tokens, policy_kl, entropy and kl likewise.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PolicySums {
-    /// Weighted: policy term + KL term - entropy bonus, the part of the minibatch's loss that these tokens make.
+    /// Weighted: policy term + KL term - entropy bonus, these tokens' part of the minibatch's loss.
     pub loss: f64,
     /// Weighted: the policy term alone.
     pub policy_loss: f64,
@@ -66,12 +67,12 @@ impl AddAssign for PolicySums {
 /// - `gspo`: as `clip` with r = exp(mean_t (l - o)) over the tokens with a weight: the range must then be exactly
 ///   one whole sequence (arXiv:2507.18071)
 ///
-/// f = correction factors. `kl_beta` is the coefficient in force (`kl_coef`, or what the controller made of it).
-/// Writes (does not add) the derivatives
-/// of the minibatch's loss by l and H to `dlogprobs` and `dentropy`; the latter is as long as `entropy`.
+/// f = correction factors. `kl_beta` is the current coefficient (`kl_coef`, or the controller's value). Writes (does
+/// not add) the derivatives of the minibatch's loss by l and H to `dlogprobs` and `dentropy`. `dentropy` is as long as
+/// `entropy`.
 ///
 /// # Panics
-/// Where the lengths differ.
+/// If the lengths differ.
 pub fn policy_loss(
     config: &PpoConfig,
     kl_beta: f32,
@@ -104,7 +105,7 @@ impl PolicyTokens<'_> {
         assert_eq!(dentropy_len, self.entropy.len(), "dentropy is as long as entropy");
     }
 
-    /// Tokens that are learned from. Others may hold anything, infinities included.
+    /// Tokens that are learned from. Other tokens may hold any value, infinities included.
     fn learned(&self) -> impl Iterator<Item = usize> {
         (0..self.weights.len()).filter(|&t| self.weights[t] != 0.0)
     }
@@ -118,7 +119,7 @@ impl PolicyTokens<'_> {
     }
 }
 
-/// The ratio and its derivative by l - o, which is 0 where the clamp acts.
+/// The ratio and its derivative by l - o, which is 0 if the clamp is active.
 fn ratio(log_ratio: f64) -> (f64, f64) {
     let r = log_ratio.clamp(-20.0, 20.0).exp();
     (r, if log_ratio.abs() > 20.0 { 0.0 } else { r })
@@ -143,7 +144,7 @@ fn gate(config: &PpoConfig, r: f64, advantage: f64) -> (f64, f64) {
     (4.0 / tau * s * advantage, 4.0 * s * (1.0 - s) * advantage)
 }
 
-/// The terms of `clip`, `cispo` and `sapo`: each token has a ratio of its own.
+/// The terms of `clip`, `cispo` and `sapo`: each token has its own ratio.
 fn token_terms(config: &PpoConfig, tokens: &PolicyTokens, dlogprobs: &mut [f32], sums: &mut PolicySums) {
     dlogprobs.fill(0.0);
     let high = 1.0 + f64::from(config.clip_high);
@@ -173,7 +174,8 @@ fn token_terms(config: &PpoConfig, tokens: &PolicyTokens, dlogprobs: &mut [f32],
     }
 }
 
-/// dr/dl_t = r / n for each of the n learned tokens, so each of them gets the sum of all surrogates' slopes.
+/// The terms of `gspo`. dr/dl_t = r / n for each of the n learned tokens, so each of them gets the sum of all
+/// surrogates' slopes.
 fn gspo_terms(config: &PpoConfig, tokens: &PolicyTokens, dlogprobs: &mut [f32], sums: &mut PolicySums) {
     dlogprobs.fill(0.0);
     let n = tokens.learned().count();

@@ -1,8 +1,8 @@
-//! Losses of pairs: what a reward model learns from two scores, and a policy from the log-probabilities of two responses.
+//! Losses of pairs: for a reward model from two scores, and for a policy from the log-probabilities of two responses.
 
 use crate::config::preference::{DpoConfig, PairLoss, PreferenceLoss};
 
-/// What a pair says: its loss, and the rewards of both sides.
+/// The result of a pair: its loss, and the rewards of both sides.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Pair {
     pub loss: f64,
@@ -19,9 +19,9 @@ pub(super) fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// The loss of a reward model for the scores r_c and r_r of a pair, and its derivatives by them. `Sigmoid`:
-/// -log sigmoid(r_c - r_r - margin) (Bradley-Terry; arXiv:2203.02155, arXiv:2307.09288 for the margin). `Logexp`:
-/// log(1 + exp(r_r - r_c)), which knows no margin.
+/// The loss of a reward model for the scores r_c and r_r of a pair, and its derivatives by them. `Sigmoid`: -log
+/// sigmoid(r_c - r_r - margin) (Bradley-Terry; arXiv:2203.02155, arXiv:2307.09288 for the margin). `Logexp`: log(1 +
+/// exp(r_r - r_c)), without a margin.
 pub fn pair_loss(kind: PairLoss, chosen: f64, rejected: f64, margin: f64) -> (Pair, [f64; 2]) {
     let margin = if kind == PairLoss::Logexp { 0.0 } else { margin };
     let x = chosen - rejected - margin;
@@ -29,7 +29,7 @@ pub fn pair_loss(kind: PairLoss, chosen: f64, rejected: f64, margin: f64) -> (Pa
     (Pair { loss: softplus(-x), chosen_reward: chosen, rejected_reward: rejected }, [slope, -slope])
 }
 
-/// The log-probabilities of a pair's response tokens, and the sums of the reference's, which only some losses look at.
+/// The log-probabilities of a pair's response tokens, and the sums of the reference model, which only some losses use.
 #[derive(Clone, Copy, Debug)]
 pub struct PairLogprobs<'a> {
     pub chosen: &'a [f32],
@@ -37,8 +37,8 @@ pub struct PairLogprobs<'a> {
     pub reference: [f64; 2],
 }
 
-/// The loss of a policy for one pair, and its derivative by every token's log-probability of the chosen response, and of the
-/// rejected one: within a response all are equal.
+/// The loss of a policy for one pair, and its derivatives by every token's log-probability of the chosen and of the
+/// rejected response. Within a response all derivatives are equal.
 ///
 /// With s the sum and m the mean of a response's log-probabilities, and h = (s_c - s_r) - (ref_c - ref_r):
 /// - `Sigmoid` (DPO, arXiv:2305.18290): -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), e = `label_smoothing` (cDPO).
@@ -46,10 +46,10 @@ pub struct PairLogprobs<'a> {
 /// - `Simpo` (arXiv:2405.14734): -log sigmoid(beta (m_c - m_r) - `simpo_margin`).
 /// - `Orpo` (arXiv:2403.07691): -m_c - `orpo_coef` log sigmoid(o_c - o_r), o = m - log(1 - exp(m)).
 ///
-/// Each plus `nll_coef` (-m_c). Rewards are beta (s - ref), or beta m where there is no reference.
+/// Each plus `nll_coef` (-m_c). Rewards are beta (s - ref), or beta m without a reference.
 ///
 /// # Panics
-/// Where a response has no token.
+/// If a response has no token.
 pub fn preference_loss(config: &DpoConfig, pair: PairLogprobs) -> (Pair, [f64; 2]) {
     let PairLogprobs { chosen, rejected, reference } = pair;
     assert!(!chosen.is_empty() && !rejected.is_empty(), "a response without a token");
@@ -75,7 +75,7 @@ pub fn preference_loss(config: &DpoConfig, pair: PairLogprobs) -> (Pair, [f64; 2
             (softplus(-x), [slope / tokens[0], -slope / tokens[1]])
         }
         PreferenceLoss::Orpo => {
-            // A response that is certain has endless odds.
+            // A response with probability 1 has infinite odds.
             let rest = means.map(|m| -(m.min(-1e-12).exp_m1()));
             let x = (means[0] - rest[0].ln()) - (means[1] - rest[1].ln());
             let slope = -config.orpo_coef * sigmoid(-x);

@@ -1,12 +1,12 @@
 //! Supervised cross-entropy at the tokens of a text.
 
-/// Loss = sum_t w_t (-l_t), with l the log-probability of the token and w its weight
-/// (`aggregation::weights`); fills dl_t = -w_t.
+/// Loss = sum_t w_t (-l_t), with l the log-probability of the token and w its weight (`aggregation::weights`). Fills
+/// dl_t = -w_t.
 ///
-/// With the mask over all tokens this is the loss of pretraining, over response tokens that of SFT.
+/// With the mask over all tokens this is the loss of pretraining, with the mask over response tokens the loss of SFT.
 ///
 /// # Panics
-/// Where the lengths differ.
+/// If the lengths differ.
 pub fn cross_entropy(logprobs: &[f32], weights: &[f32], dlogprobs: &mut [f32]) -> f64 {
     assert!(weights.len() == logprobs.len() && dlogprobs.len() == logprobs.len(), "one length for all slices");
     let mut loss = 0.0;

@@ -1,9 +1,9 @@
 //! The critic's loss.
 
-/// What the value loss says about a range of tokens; sums, so that ranges add up.
+/// Sums of the value loss over a range of tokens, so that ranges add up.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ValueSums {
-    /// Weighted sum: the part of the minibatch's loss that these tokens make.
+    /// Weighted sum: these tokens' part of the minibatch's loss.
     pub loss: f64,
     /// Tokens with a weight.
     pub tokens: u64,
@@ -12,12 +12,11 @@ pub struct ValueSums {
 }
 
 /// Loss = sum_t w_t 1/2 max((C_t - R_t)^2, (V_t - R_t)^2), C_t = O_t + clamp(V_t - O_t, -clip, clip), with V the
-/// values, O the values at rollout and R the returns; `clip` = 0 keeps only the second term. Fills
-/// dV_t = w_t (V_t - R_t), or 0 where the first term is the larger. arXiv:1707.06347 and the reference
-/// implementation beside it.
+/// values, O the values at rollout and R the returns. `clip` = 0 keeps only the second term. Fills dV_t = w_t (V_t -
+/// R_t), or 0 if the first term is the larger. arXiv:1707.06347 and its reference implementation.
 ///
 /// # Panics
-/// Where the lengths differ.
+/// If the lengths differ.
 pub fn value_loss(
     clip: f32,
     values: &[f32],

@@ -18,7 +18,7 @@ pub fn number(x: f64) -> String {
     }
 }
 
-/// A share of one in per cent: `3.1%`.
+/// A ratio as a percentage: `3.1%`.
 pub fn percent(x: f64) -> String {
     if x.is_finite() { format!("{:.1}%", x * 100.0) } else { number(x) }
 }
@@ -34,12 +34,12 @@ pub fn count(x: f64) -> String {
     }
 }
 
-/// A whole number with thin groups: `12,345`.
+/// A whole number with groups of three digits: `12,345`.
 pub fn grouped(n: u64) -> String {
     indicatif::HumanCount(n).to_string()
 }
 
-/// Seconds as people say them: `0.42 s`, `12.3 s`, `4 min 05 s`, `3 h 12 min`.
+/// A duration for readers: `0.42 s`, `12.3 s`, `4 min 05 s`, `3 h 12 min`.
 pub fn duration(seconds: f64) -> String {
     let whole = seconds.round() as u64;
     match seconds {
@@ -50,8 +50,8 @@ pub fn duration(seconds: f64) -> String {
     }
 }
 
-/// Text from outside, safe on a terminal and on one line: line breaks become `⏎`, tabs a space, other control
-/// characters (escape sequences begin with one) and invisible direction marks vanish.
+/// Makes foreign text safe for one line of a terminal. Line breaks become `⏎`, tabs a space. Other control characters
+/// (escape sequences begin with one) and invisible direction marks are removed.
 pub fn one_line(text: &str) -> String {
     let text = text.replace("\r\n", "\n");
     let shown = text.chars().filter_map(|c| match c {
@@ -63,13 +63,13 @@ pub fn one_line(text: &str) -> String {
     shown.collect()
 }
 
-/// Characters that change how neighbours are shown, or hide: direction overrides, zero-width marks, tags.
+/// Characters that are hidden or change how their neighbors are shown: direction overrides, zero-width marks, tags.
 fn is_invisible(c: char) -> bool {
     matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}'
         | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// The words of `text` in lines of at most `columns` columns; a word that is longer has a line of its own, whole.
+/// The words of `text` in lines of at most `columns` columns. A longer word gets its own line.
 pub fn wrapped(text: &str, columns: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split(' ') {
@@ -84,7 +84,7 @@ pub fn wrapped(text: &str, columns: usize) -> Vec<String> {
     lines
 }
 
-/// The end of `text` in at most `columns` columns; `…` stands for what came before.
+/// The end of `text` in at most `columns` columns. `…` replaces the text before it.
 pub fn limit_to_end(text: &str, columns: usize) -> String {
     let reversed: String = text.chars().rev().collect();
     truncate_str(&reversed, columns, "…").chars().rev().collect()
@@ -92,8 +92,8 @@ pub fn limit_to_end(text: &str, columns: usize) -> String {
 
 const BLOCKS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-/// `values` as at most `columns` blocks between their least and greatest, each the mean of its share of them. A share without a
-/// finite value is `·`; equal values are a low line.
+/// `values` as at most `columns` blocks between their minimum and maximum, each the mean of its share of the values. A
+/// share without a finite value is `·`. Equal values are a low line.
 pub fn sparkline(values: &[f64], columns: usize) -> String {
     let n = values.len().min(columns);
     let means: Vec<Option<f64>> = (0..n)

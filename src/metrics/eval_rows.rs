@@ -1,5 +1,6 @@
-//! `eval/step-N.jsonl`: held-out rows as the evaluation after step N judged them, a line each. A line of preferences or steps has the
-//! fields of the data, so that chosen lines are rows to train on; one of prompts has the answers to one.
+//! `eval/step-N.jsonl`: the held-out rows of the evaluation after step N, one line each. A line of preferences or steps
+//! has the fields of the data, so it can also be used as a training row. A line of prompts has the answers to one
+//! prompt.
 
 use super::rollouts::{excess, remove, steps_in};
 use crate::error::{Error, Result};
@@ -10,37 +11,37 @@ use std::borrow::Cow;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A held-out row, and what the model makes of it.
+/// A held-out row, and the model's result for it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EvalRow {
-    /// The step behind which it was judged.
+    /// The step after which it was evaluated.
     pub step: u64,
     /// Identity of the row over the whole run.
     pub row: u64,
-    /// Of labelled steps the whole text.
+    /// The prompt. For labeled steps the whole text.
     pub prompt: String,
     #[serde(flatten)]
     pub responses: EvalResponses,
-    /// Chosen less rejected reward; of a labelled response the distance of its reward from beta times the KL, to the side
-    /// of its label; of steps the least, by how much the wanted token is likelier than any other; of answers their mean score less
-    /// `eval.correct_at`.
+    /// Chosen minus rejected reward. For a labeled response: the distance of its reward from beta times the KL,
+    /// positive on the side of its label. For steps: the smallest lead of the target token's probability over all
+    /// others. For answers: their mean score minus `eval.correct_at`.
     pub margin: f64,
-    /// Whether the margin is above 0; of steps, whether all are right; of answers, whether the greedy one is.
+    /// Whether the margin is above 0. For steps, whether all are right. For answers, whether the greedy one is.
     pub correct: bool,
 }
 
-/// An answer to a prompt, and what the rewards say of it.
+/// An answer to a prompt, and its scores.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EvalAnswer {
     pub response: String,
     pub score: f32,
     pub tokens: usize,
-    /// At which it was drawn; 0 of the greedy one.
+    /// The sampling temperature; 0 for the greedy answer.
     pub temperature: f32,
 }
 
-/// Responses with their rewards: scores of a reward model; of a policy beta times the log-ratio to its reference, or as its loss defines;
-/// of a step the probability of the first reward token.
+/// Responses with their rewards. For a reward model these are scores. For a policy: beta times the log-ratio to its
+/// reference, or the reward that its loss defines. For a step: the probability of the first reward token.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum EvalResponses {
@@ -60,7 +61,7 @@ pub enum EvalResponses {
         labels: Vec<Value>,
         rewards: Vec<f64>,
     },
-    /// To a prompt of a set of `data.eval_sets`, or of the eval split ("").
+    /// Answers to a prompt of a set of `data.eval_sets`, or of the eval split ("").
     Answers {
         set: String,
         label: String,
@@ -69,7 +70,7 @@ pub enum EvalResponses {
 }
 
 impl EvalResponses {
-    /// What each is called, its text and its reward.
+    /// The name, text and reward of each response.
     pub fn list(&self) -> Vec<(Cow<'static, str>, &str, f64)> {
         match self {
             Self::Pair { chosen, rejected, chosen_reward, rejected_reward } => {
@@ -95,7 +96,7 @@ impl EvalResponses {
 }
 
 impl EvalRow {
-    /// The prompt, where the responses do not hold it.
+    /// The prompt, if the responses do not contain it.
     pub fn question(&self) -> Option<&str> {
         (!matches!(self.responses, EvalResponses::Steps { .. })).then_some(&self.prompt)
     }
@@ -128,7 +129,7 @@ pub(super) fn write(run_dir: &Path, step: u64, rows: &[EvalRow], keep_last: usiz
     remove(steps[..excess(steps.len(), keep_last)].iter().map(|step| path_of(run_dir, *step)))
 }
 
-/// Removes the records behind `step`, and what a killed writer left.
+/// Removes the records after `step`, and partial files of a killed writer.
 pub(super) fn cut_back(run_dir: &Path, step: u64) -> Result<()> {
     let folder = run_dir.join("eval");
     if folder.is_dir() {

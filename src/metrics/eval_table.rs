@@ -1,12 +1,12 @@
-//! The numbers of an evaluation as a table, for a terminal and a page.
+//! The metrics of an evaluation as a table, for a terminal and a page.
 
 use super::display::{grouped, number, percent};
 use super::keys::{self, Unit};
 use std::collections::BTreeSet;
 
-/// A row of names, then one of numbers for each set in order, the eval split first.
+/// A row of names, then one row of values for each set in order, the eval split first.
 pub fn eval_table(values: &[(String, f64)]) -> Vec<Vec<String>> {
-    // The set of a number, and what it is called there.
+    // The set of a metric, and its name there.
     let place = |key: &'_ (String, f64)| -> Option<(String, String)> {
         let of_split = || Some(("", key.0.strip_prefix("eval_")?));
         keys::of_set(&key.0).or_else(of_split).map(|(set, name)| (set.to_string(), name.to_string()))
@@ -20,7 +20,7 @@ pub fn eval_table(values: &[(String, f64)]) -> Vec<Vec<String>> {
         }
     }
     sets.sort_by_key(|set| !set.is_empty());
-    // 16 behind 8.
+    // 16 after 8.
     let order = |name: &str| (keys::rank(&format!("eval_{name}")), name.len());
     let columns: BTreeSet<_> = found().map(|(_, name)| (order(name), name.as_str())).collect();
     let cell = |set: &str, name: &str| {
@@ -44,7 +44,7 @@ pub fn eval_table(values: &[(String, f64)]) -> Vec<Vec<String>> {
     std::iter::once(head).chain(sets.iter().map(row)).collect()
 }
 
-/// The same in lines.
+/// The same as lines of text.
 pub fn eval_lines(values: &[(String, f64)]) -> String {
     let rows = eval_table(values);
     let width = |i: usize| rows.iter().map(|row| row[i].chars().count()).max().unwrap_or(0);

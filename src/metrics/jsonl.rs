@@ -1,7 +1,8 @@
-//! `metrics.jsonl`: one JSON object a line, a line a step, in which the numbers of an evaluation after it stand too; one before
-//! the first step has line 0. It is the truth that every other record of the numbers derives from.
+//! `metrics.jsonl`: one JSON object per line, one line per step. The metrics of an evaluation after the step are in the
+//! same line. An evaluation before the first step has line 0. All other records of the metrics derive from this file.
 //!
-//! A line is appended in one write, and written over in one where its evaluation comes: a kill leaves at most a torn last line.
+//! A line is appended in one write, and rewritten in one write when its evaluation is done. So a kill leaves at most
+//! one torn last line.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -13,10 +14,10 @@ pub use super::line::Line;
 use crate::error::{Error, Result};
 use crate::sys::files;
 
-/// The open file. Of its lines no more stays in memory than the terminal shows and the next line needs.
+/// The open file. In memory are only the lines that the terminal shows and the data for the next line.
 ///
-/// Lines are a log: what is no line of metrics refuses nothing. Where the file has to be written anew, such text goes to
-/// `metrics.jsonl.damaged`, byte for byte.
+/// Lines are a log, so text that is not a line of metrics causes no error. If the file has to be rewritten, such text
+/// is moved to `metrics.jsonl.damaged`, byte for byte.
 pub struct MetricsFile {
     path: PathBuf,
     file: File,
@@ -25,7 +26,7 @@ pub struct MetricsFile {
     end: u64,
 }
 
-/// What is known of the lines of a file.
+/// The known facts about the lines of a file.
 #[derive(Default)]
 struct Seen {
     curves: Curves,
@@ -39,7 +40,7 @@ struct Seen {
     is_open: bool,
 }
 
-/// Damaged lines, and runs of missing steps, that a warning names.
+/// The maximum number of damaged lines, and of runs of missing steps, that a warning lists.
 const NAMED_MAX: usize = 4;
 
 impl Seen {
@@ -81,7 +82,7 @@ impl Seen {
 }
 
 impl MetricsFile {
-    /// Opens or creates `path`, and reads what it holds. Nothing in it changes before a line is written or cut.
+    /// Opens or creates `path`, and reads its lines. Nothing in it changes before a line is written or cut.
     pub fn open(path: &Path) -> Result<Self> {
         let file = OpenOptions::new().write(true).create(true).truncate(false).open(path);
         let file = file.map_err(|e| Error::io("write", path, &e))?;
@@ -97,7 +98,7 @@ impl MetricsFile {
         Ok(metrics)
     }
 
-    /// The warning of lines that are damaged; none where all are whole.
+    /// The warning about damaged lines, if there are any.
     pub fn damage(&self) -> Option<String> {
         let damaged = &self.seen.damaged;
         let named = damaged[..damaged.len().min(NAMED_MAX)].join(", ");
@@ -114,7 +115,7 @@ impl MetricsFile {
         &self.seen.curves
     }
 
-    /// All lines that are whole, oldest first, read from the file.
+    /// All complete lines, oldest first, read from the file.
     pub fn lines(&self) -> Result<Vec<Line>> {
         lines(&self.path)
     }
@@ -123,13 +124,13 @@ impl MetricsFile {
         let last = self.seen.step_last();
         if line.step <= last {
             let message = format!("step {} recorded after step {last} in {}", line.step, self.path.display());
-            return Err(Error::fault(message).hint("cut the records back to the checkpoint's step before going on"));
+            return Err(Error::fault(message).hint("cut the records back to the checkpoint's step before resuming"));
         }
         self.write(line)
     }
 
-    /// Puts the numbers of an evaluation into the line of its step, which is the last; where there is none they have a line of their own.
-    /// Those of an earlier evaluation of the step (a resume may repeat it) are replaced.
+    /// Puts the metrics of an evaluation into the line of its step, which is the last one. Without such a line they get
+    /// their own. Metrics of an earlier evaluation of the step (a resume may repeat it) are replaced.
     pub fn append_eval(&mut self, eval: &Line) -> Result<()> {
         self.mend(u64::MAX)?;
         let Some((at, last)) = self.seen.last.clone().filter(|(_, last)| last.step == eval.step) else {
@@ -160,8 +161,8 @@ impl MetricsFile {
         Ok(())
     }
 
-    /// Drops every line after `step`, atomically: what a resume from the checkpoint of `step` will write again. Returns the
-    /// warning of steps up to there that have no line, if any.
+    /// Drops every line after `step`, atomically. A run resumed from the checkpoint of `step` writes them again.
+    /// Returns a warning if earlier steps have no line.
     pub fn cut_back(&mut self, step: u64) -> Result<Option<String>> {
         self.mend(step)?;
         let missing = self.seen.missing(step);
@@ -169,16 +170,17 @@ impl MetricsFile {
         let named = missing.iter().take(NAMED_MAX);
         let named = named.map(|(a, b)| if a == b { a.to_string() } else { format!("{a} to {b}") });
         let named: Vec<String> = named.collect();
+        let plural = if matches!(missing[..], [(a, b)] if a == b) { "" } else { "s" };
         let path = self.path.display();
         Ok((!named.is_empty()).then(|| {
             format!(
-                "{path} has no line for step {}{more}: the run goes on behind step {step} without them",
+                "{path} has no line for step{plural} {}{more}; the run continues after step {step} without them",
                 named.join(", ")
             )
         }))
     }
 
-    /// Writes the file anew where it has damaged lines, which go to a file of their own, or lines behind `step_last`.
+    /// Rewrites the file if it has damaged lines, which are moved to another file, or lines after `step_last`.
     fn mend(&mut self, step_last: u64) -> Result<()> {
         let last = self.seen.last.as_ref().map_or(0, |(_, last)| last.step).max(self.seen.step_last());
         if self.seen.damaged.is_empty() && !self.seen.is_open && last <= step_last {
@@ -208,13 +210,13 @@ impl MetricsFile {
         Ok(())
     }
 
-    /// Waits until the lines are on the disk: before a checkpoint claims them.
+    /// Waits until the lines are on the disk. Called before a checkpoint refers to them.
     pub fn sync(&self) -> Result<()> {
         self.file.sync_data().map_err(|e| Error::io("write", &self.path, &e))
     }
 }
 
-/// All lines of the file at `path` that are whole, oldest first.
+/// All complete lines of the file at `path`, oldest first.
 pub fn lines(path: &Path) -> Result<Vec<Line>> {
     Ok(entries(&read(path)?).filter_map(|entry| entry.line.ok()).collect())
 }
@@ -226,7 +228,7 @@ fn damaged_path(path: &Path) -> PathBuf {
 }
 
 struct Entry<'a> {
-    /// From 1.
+    /// Its number, from 1.
     number: usize,
     /// Its first byte.
     at: u64,
@@ -240,7 +242,7 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     fs::read(path).map_err(|e| Error::io("read", path, &e))
 }
 
-/// The lines of a file without the blank ones.
+/// The non-blank lines of a file.
 fn entries(bytes: &[u8]) -> impl Iterator<Item = Entry<'_>> {
     let mut next = 0;
     let lines = bytes.split_inclusive(|byte| *byte == b'\n').zip(1..).map(move |(text, number)| {

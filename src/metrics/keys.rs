@@ -1,4 +1,4 @@
-//! The one table of what a line of `metrics.jsonl` may carry: name, section, unit and meaning of every key.
+//! The table of all metrics in a line of `metrics.jsonl`: name, section, unit and meaning of each key.
 //!
 //! Lines are written in the order of this table. TensorBoard shows a key as `section/key`.
 
@@ -9,13 +9,13 @@ pub fn named(values: impl IntoIterator<Item = (&'static str, f64)>) -> Metrics {
     values.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
 }
 
-/// What a number counts. The unit also stands at the end of most names (`_s`, `_bytes`, `_tokens_`).
+/// The unit of a metric, in which most names end (`_s`, `_bytes`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     One,
-    /// A whole number of things.
+    /// A whole number.
     Count,
-    /// Share of a whole, 0 to 1.
+    /// A share from 0 to 1.
     Ratio,
     /// Natural-log units per token.
     Nats,
@@ -52,196 +52,208 @@ macro_rules! table {
 }
 
 table! {
-    STEP = "step", "run", Count, "The step, from 1; 0 for an evaluation before the first step.";
-    TIME_UNIX_S = "time_unix_s", "run", Seconds, "When the line was written, seconds since 1970 (UTC).";
+    STEP = "step", "run", Count, "The step, from 1. An evaluation before the first step has 0.";
+    TIME_UNIX_S = "time_unix_s", "run", Seconds, "The time at which the line was written, in seconds since 1970 (UTC).";
     RESTARTS = "restarts", "run", Count,
-        "How often the run was resumed before the line was written, as far as the lines before it tell; not there before the first time.";
+        "The number of resumes before this line, as far as earlier lines show. Absent before the first resume.";
 
     REWARD_MEAN = "reward_mean", "reward", One,
-        "Mean over samples of the score after normalisation and length penalties, before group shaping, clip and KL.";
-    REWARD_STD = "reward_std", "reward", One, "Standard deviation over samples of the same.";
+        "Mean score over samples after normalization and length penalties, before group shaping, clip and KL.";
+    REWARD_STD = "reward_std", "reward", One, "Standard deviation over samples of the scores in reward_mean.";
     REWARD_CLIPPED_RATIO = "reward_clipped_ratio", "reward", Ratio,
-        "Share of samples whose reward ppo.reward_clip has cut, after group shaping.";
+        "Share of samples whose reward ppo.reward_clip has changed, after group shaping.";
     EQUAL_GROUPS_RATIO = "equal_groups_ratio", "reward", Ratio,
-        "Share of prompts whose samples all have the same reward: with an estimator that compares them they teach nothing.";
-    SCORE_MEAN = "score_mean", "reward", One, "Mean over samples of what the reward function returned.";
+        "Share of prompts whose samples all have the same reward. Estimators that compare samples learn nothing from them.";
+    SCORE_MEAN = "score_mean", "reward", One, "Mean over samples of the score that the reward returned.";
     SCORE_GREEDY_MEAN = "score_greedy_mean", "reward", One,
-        "Mean over samples of the score of the greedy response to their prompt, which is the baseline (ppo.advantage = \"remax\").";
+        "Mean over samples of the score of the greedy response to their prompt, the baseline of ppo.advantage = \"remax\".";
     ACCURACY = "accuracy", "reward", Ratio,
-        "Share of predictions that are right: next tokens (sft), chosen above rejected (preference jobs), labels of steps (step_reward), \
-         rewards above beta times the KL where desirable and below where not (kto).";
+        "Share of right predictions. sft: next tokens. Preference jobs: the chosen reward is above the rejected one. step_reward: \
+         labels of steps. kto: the reward is above beta times the KL if the response is desirable, below if it is not.";
     CHOSEN_REWARD_MEAN = "chosen_reward_mean", "reward", One, "Mean reward of the chosen responses.";
     REJECTED_REWARD_MEAN = "rejected_reward_mean", "reward", One, "Mean reward of the rejected responses.";
     DESIRABLE_REWARD_MEAN = "desirable_reward_mean", "reward", One, "Mean reward of the desirable responses (kto).";
-    UNDESIRABLE_REWARD_MEAN = "undesirable_reward_mean", "reward", One, "Mean reward of the undesirable responses (kto).";
-    MARGIN_MEAN = "margin_mean", "reward", One, "Mean of the chosen response's reward less the rejected one's.";
+    UNDESIRABLE_REWARD_MEAN = "undesirable_reward_mean", "reward", One,
+        "Mean reward of the undesirable responses (kto).";
+    MARGIN_MEAN = "margin_mean", "reward", One, "Mean difference between the chosen and the rejected reward of a pair.";
 
-    LOSS = "loss", "loss", Nats, "The loss that model.actor learns by: of the step's updates the mean.";
-    POLICY_LOSS = "policy_loss", "loss", One, "Policy loss of a minibatch, as ppo.aggregation divides it; mean over the step's updates.";
+    LOSS = "loss", "loss", Nats, "Loss of model.actor, mean over the updates of the step.";
+    POLICY_LOSS = "policy_loss", "loss", One,
+        "Policy loss of a minibatch, divided as ppo.aggregation sets; mean over the updates of the step.";
     VALUE_LOSS = "value_loss", "loss", One,
-        "Value loss of a minibatch, mean over its response tokens whatever ppo.aggregation says; mean over the step's updates.";
-    CE_MEAN = "ce_mean", "loss", Nats, "Mean cross-entropy of the rows' response tokens, in distill jobs: the part of loss that distill.ce_coef weighs.";
-    KL_LOSS = "kl_loss", "loss", Nats, "KL term of the loss before its coefficient, where the KL is in the loss.";
+        "Value loss of a minibatch, always a mean over its response tokens; mean over the updates of the step.";
+    CE_MEAN = "ce_mean", "loss", Nats,
+        "Mean cross-entropy of the response tokens of the rows in distill jobs, the part of the loss that distill.ce_coef weighs.";
+    KL_LOSS = "kl_loss", "loss", Nats, "KL term of the loss before its coefficient, if the KL is in the loss.";
     PTX_LOSS = "ptx_loss", "loss", Nats,
-        "Mean cross-entropy of the next tokens of data.pretrain, before its coefficient; mean over the step's updates.";
+        "Mean cross-entropy of the next tokens of data.pretrain before its coefficient; mean over the updates of the step.";
 
-    KL_MEAN = "kl_mean", "policy", Nats, "Mean KL estimate against the reference per response token, at sampling; kto: that of its loss, per response; \
-         distill: the mean divergence from the teachers (distill.divergence), of sampled tokens its estimate.";
-    KL_COEF = "kl_coef", "policy", One, "Coefficient of the KL penalty used in this step.";
+    KL_MEAN = "kl_mean", "policy", Nats,
+        "Mean KL estimate against the reference per response token, at sampling. kto: the KL of its loss, per response. \
+         distill: the mean divergence from the teachers (distill.divergence), or its estimate from sampled tokens.";
+    KL_COEF = "kl_coef", "policy", One, "Coefficient of the KL penalty in this step.";
     ENTROPY = "entropy", "policy", Nats,
-        "Mean entropy of the trained distribution, softmax(logits / rollout.temperature) over the whole vocabulary, before top_k, \
-         top_p, min_p and penalties, or over the tokens that rollout.keep_sampling_mask keeps: per response token that is learned from, \
-         in the forward before each update of the step.";
-    CLIP_RATIO = "clip_ratio", "policy", Ratio, "Share of response tokens whose clipped policy term was the smaller.";
+        "Mean entropy of the trained distribution per response token that is learned from, before each update of the step. The distribution is \
+         softmax(logits / rollout.temperature) over the whole vocabulary, before top_k, top_p, min_p and penalties, or over the \
+         tokens that rollout.keep_sampling_mask keeps.";
+    CLIP_RATIO = "clip_ratio", "policy", Ratio,
+        "Share of response tokens whose clipped policy term was the smaller one.";
     VALUE_CLIP_RATIO = "value_clip_ratio", "policy", Ratio,
-        "Share of response tokens whose clipped value term was the larger.";
-    POLICY_KL = "policy_kl", "policy", Nats, "Mean of l_old - l: how far the updates of this step moved the policy.";
+        "Share of response tokens whose clipped value term was the larger one.";
+    POLICY_KL = "policy_kl", "policy", Nats,
+        "Mean of l_old - l, which is how far the updates of this step moved the policy.";
     LOGPROB_GAP_MAX = "logprob_gap_max", "policy", Nats,
-        "Largest |l_old - l(training forward)| on the first minibatch, before its update: 0 where l_old has training's bits. Not so \
-         with GEMMs by cuBLASLt (job.gemm), nor where ppo.old_logprobs = \"rollout\" takes those of another layout.";
+        "Largest |l_old - l(training forward)| on the first minibatch, before its update. It is 0 if l_old has the bits of training, \
+         which is not so with GEMMs of cuBLASLt (job.gemm), and not if ppo.old_logprobs = \"rollout\" uses another layout's values.";
     SAMPLER_GAP_MAX = "sampler_gap_max", "policy", Nats,
-        "Largest |l(rollout) - l_old|, where old log-probabilities are recomputed: rounding of another layout (mesh.sequence > 1, \
-         another rollout.tensor than mesh.tensor) or of cuBLASLt; coarser in bf16.";
+        "Largest |l(rollout) - l_old| if old log-probabilities are recomputed: rounding of another layout (mesh.sequence > 1, or a \
+         rollout.tensor other than mesh.tensor) or of cuBLASLt, coarser in bf16.";
     ADVANTAGE_MEAN = "advantage_mean", "policy", One, "Mean advantage over response tokens, before whitening.";
     ADVANTAGE_STD = "advantage_std", "policy", One, "Standard deviation of the advantage, before whitening.";
     VALUE_MEAN = "value_mean", "policy", One, "Mean value over response tokens, at sampling.";
     RETURN_MEAN = "return_mean", "policy", One,
-        "Mean over samples of the sum of the rewards: shaped, clipped, with the KL where it is in the reward.";
+        "Mean over samples of the sum of their rewards: shaped, clipped, and with the KL if it is in the reward.";
 
     GRAD_NORM = "grad_norm", "optim", One,
-        "Global gradient norm of model.actor before the clip, mean over the step's updates: in every kind of job.";
-    GRAD_NORM_ACTOR = "grad_norm_actor", "optim", One,
-        "The same as grad_norm, where rollouts are learned from.";
-    GRAD_NORM_ACTOR_MAX = "grad_norm_actor_max", "optim", One, "The largest of the same.";
+        "Global gradient norm of model.actor before the clip, mean over the updates of the step, in every kind of job.";
+    GRAD_NORM_ACTOR = "grad_norm_actor", "optim", One, "The same as grad_norm, in ppo jobs.";
+    GRAD_NORM_ACTOR_MAX = "grad_norm_actor_max", "optim", One, "The largest grad_norm_actor of the step.";
     GRAD_NORM_CRITIC = "grad_norm_critic", "optim", One,
-        "Global gradient norm of the critic before the clip, mean over the step's updates.";
-    GRAD_NORM_CRITIC_MAX = "grad_norm_critic_max", "optim", One, "The largest of the same.";
-    LR = "lr", "optim", One, "Learning rate of model.actor, mean over the step's updates: in every kind of job.";
-    LR_ACTOR = "lr_actor", "optim", One, "The same as lr, where rollouts are learned from.";
-    LR_CRITIC = "lr_critic", "optim", One, "Learning rate of the critic, mean over the step's updates.";
+        "Global gradient norm of the critic before the clip, mean over the updates of the step.";
+    GRAD_NORM_CRITIC_MAX = "grad_norm_critic_max", "optim", One, "The largest grad_norm_critic of the step.";
+    LR = "lr", "optim", One, "Learning rate of model.actor, mean over the updates of the step, in every kind of job.";
+    LR_ACTOR = "lr_actor", "optim", One, "The same as lr, in ppo jobs.";
+    LR_CRITIC = "lr_critic", "optim", One, "Learning rate of the critic, mean over the updates of the step.";
 
     SAMPLES = "samples", "rollout", Count, "Samples that this step learned from.";
     SAMPLES_DROPPED = "samples_dropped", "rollout", Count,
-        "Samples that this step did not learn from, as a reward failed on them or on others of their prompt.";
+        "Samples that this step did not learn from because a reward failed on them or on others of their prompt.";
     GROUPS_DROPPED = "groups_dropped", "rollout", Count,
-        "Prompts whose samples this step did not learn from, as rollout.dynamic_sampling has it.";
+        "Prompts whose samples this step did not learn from, by rollout.dynamic_sampling.";
     SCORE_SAMPLED_MEAN = "score_sampled_mean", "reward", One,
-        "score_mean over all samples, those that rollout.dynamic_sampling dropped included.";
+        "score_mean over all samples, including the groups dropped by rollout.dynamic_sampling.";
     ROLLOUT_OCCUPANCY = "rollout_occupancy", "rollout", Ratio,
-        "Tokens drawn by the places that forwards had for them: rollout.batch_max each, or as many as the rank has responses to draw.";
+        "Sampled tokens divided by the decode slots of all forwards. A forward has rollout.batch_max slots, or fewer if the rank \
+         has fewer responses to sample.";
     ROLLOUT_PREFIX_HIT_RATIO = "rollout_prefix_hit_ratio", "rollout", Ratio,
-        "Share of the responses' prompt tokens that were not read for them, as another response had read the same ones.";
+        "Share of prompt tokens that were not read for a response because another response had read the same ones.";
     ROLLOUT_PROMPTS_STOLEN = "rollout_prompts_stolen", "rollout", Count,
         "Prompts that ranks answered beyond their equal shares (rollout.work_stealing).";
     ROLLOUT_PREEMPTIONS = "rollout_preemptions", "rollout", Count,
-        "How often a response gave its KV pages to others and was read again, over all ranks.";
+        "The number of times that a response gave up its KV pages and was read again, over all ranks.";
     ROLLOUT_LAG_MEAN = "rollout_lag_mean", "rollout", Count,
-        "Updates by which the weights that drew a token were behind those that learn from it (mesh.async_updates_max), the mean.";
-    ROLLOUT_ROUNDS = "rollout_rounds", "rollout", Count, "How often this step asked for more prompts, the first time included.";
+        "Age of the weights that sampled a token, in steps (mesh.async_updates_max), mean over tokens.";
+    ROLLOUT_ROUNDS = "rollout_rounds", "rollout", Count,
+        "The number of rounds of prompts that this step sampled, from 1.";
     RESPONSE_TOKENS_MEAN = "response_tokens_mean", "rollout", Tokens, "Mean length of a response.";
     RESPONSE_TRUNCATED_RATIO = "response_truncated_ratio", "rollout", Ratio,
         "Share of responses that were cut by length.";
-    TOKENS = "tokens", "rollout", Tokens, "Tokens of prompts and responses that this step learned from.";
+    TOKENS = "tokens", "rollout", Tokens, "Prompt and response tokens that this step learned from.";
     EPOCH = "epoch", "rollout", One, "Passes over the data so far.";
 
     TIME_ROLLOUT_S = "time_rollout_s", "time", Seconds, "Sampling the responses.";
     IDLE_TAIL_S = "idle_tail_s", "time", Seconds,
-        "How long ranks waited, on average, for the one that ended its rollout last; a part of time_rollout_s.";
+        "Mean wait of the ranks for the one that ends its rollout last, a part of time_rollout_s.";
     TIME_REWARD_S = "time_reward_s", "time", Seconds, "Waiting for rewards.";
     TIME_SCORE_S = "time_score_s", "time", Seconds, "Forward passes of reference and critic over the samples.";
     TIME_OLD_LOGPROBS_S = "time_old_logprobs_s", "time", Seconds,
-        "The extra forward of the actor where old log-probabilities are recomputed.";
+        "The extra forward of the actor if old log-probabilities are recomputed.";
     TIME_TRAIN_S = "time_train_s", "time", Seconds, "Forward, backward and optimizer steps.";
     TIME_OFFLOAD_S = "time_offload_s", "time", Seconds,
-        "Moving what mesh.offload names out of memory and back; a part of the phases.";
+        "Moving state and weights of mesh.offload out of memory and back, a part of the phases.";
     TIME_RESHARD_S = "time_reshard_s", "time", Seconds,
-        "Moving weights between the layouts of training and rollout, where they differ.";
+        "Moving weights between the layouts of training and rollout, if they differ.";
     TIME_COMM_EXPOSED_S = "time_comm_exposed_s", "time", Seconds,
-        "Time of the step in which a rank stood still for others, collectives included (not those within CUDA graphs); of the rank \
-         with the most.";
+        "Time for which a rank was blocked on other ranks, collectives included except within CUDA graphs. The largest of all ranks.";
     TIME_TRAIN_SLOWEST_RATIO = "time_train_slowest_ratio", "time", One,
-        "Time that the slowest rank worked in training, without waiting, by the mean over ranks.";
+        "Training time of the slowest rank, without waits, divided by the mean over ranks.";
     IDLE_RATIO_ACTOR = "idle_ratio_actor", "time", Ratio,
-        "Share of the step for which the ranks of the actor's place waited for other places.";
-    IDLE_RATIO_CRITIC = "idle_ratio_critic", "time", Ratio, "The same of a place that begins with the critic.";
-    IDLE_RATIO_REFERENCE = "idle_ratio_reference", "time", Ratio, "The same of a place that begins with the reference.";
-    IDLE_RATIO_REWARD = "idle_ratio_reward", "time", Ratio, "The same of a place that begins with the reward.";
-    IDLE_RATIO_ROLLOUT = "idle_ratio_rollout", "time", Ratio, "The same of a place that begins with the rollout.";
+        "Share of the step for which the ranks of the placement that begins with the actor waited for other placements.";
+    IDLE_RATIO_CRITIC = "idle_ratio_critic", "time", Ratio,
+        "Share of the step for which the ranks of the placement that begins with the critic waited for other placements.";
+    IDLE_RATIO_REFERENCE = "idle_ratio_reference", "time", Ratio,
+        "Share of the step for which the ranks of the placement that begins with the reference waited for other placements.";
+    IDLE_RATIO_REWARD = "idle_ratio_reward", "time", Ratio,
+        "Share of the step for which the ranks of the placement that begins with the reward waited for other placements.";
+    IDLE_RATIO_ROLLOUT = "idle_ratio_rollout", "time", Ratio,
+        "Share of the step for which the ranks of the placement that begins with the rollout waited for other placements.";
     TIME_STEP_S = "time_step_s", "time", Seconds, "The whole step on the wall clock.";
     TOKENS_PER_S = "tokens_per_s", "time", TokensPerSecond,
-        "Tokens of prompts and responses over all ranks, by the whole step's time.";
+        "Prompt and response tokens of all ranks, divided by the time of the whole step.";
     ROLLOUT_TOKENS_PER_S = "rollout_tokens_per_s", "time", TokensPerSecond,
-        "Sampled tokens over all ranks, by the rollout's time.";
+        "Sampled tokens of all ranks, divided by the time of the rollout.";
 
-    TIME_PER_TOKEN_MS = "time_per_token_ms", "time", One, "time_rollout_s by the sampled tokens of all ranks, in milliseconds.";
+    TIME_PER_TOKEN_MS = "time_per_token_ms", "time", One,
+        "time_rollout_s divided by the sampled tokens of all ranks, in milliseconds.";
     MFU = "mfu", "time", Ratio,
-        "Model FLOPs of the step by time_step_s and the peak of all devices: forwards of rollout and scores, three for each training \
-         pass; other models count as model.actor does, recomputed activations not. The peak of a CPU is measured at the start, a \
-         GPU's is its maker's.";
+        "Model FLOPs of the step divided by time_step_s and the peak of all devices. The rollout and each score count as one forward, \
+         a training pass as three. Other models count like model.actor, and recomputation does not count. The peak of a CPU is \
+         measured at the start, and the peak of a GPU is its vendor's figure.";
 
     RESHARD_BYTES = "reshard_bytes", "memory", Bytes,
-        "Weights that a rank received between the layouts of training and rollout; of the rank with the most.";
+        "Bytes of weights that a rank received between the layouts of training and rollout. The largest of all ranks.";
     MEMORY_START_BYTES = "memory_start_bytes", "memory", Bytes,
-        "Resident memory of the largest rank just before its models, with tokenizer and data open: what `plan` does not count.";
+        "Resident memory of the largest rank just before its models, with tokenizer and data open. `plan` does not count it.";
     MEMORY_PLANNED_BYTES = "memory_planned_bytes", "memory", Bytes,
-        "What the plan expects the fullest rank to take, as banner and end say it: compare memory_peak_bytes - memory_start_bytes.";
+        "Memory that the plan expects on the fullest rank, as in banner and summary. Compare it with memory_peak_bytes - memory_start_bytes.";
     MEMORY_PEAK_BYTES = "memory_peak_bytes", "memory", Bytes,
-        "Peak memory of the largest rank since the checks of the start: resident on a CPU; with job.device = \"gpu\", in use of its \
-         GPU.";
+        "Peak memory of the largest rank since the checks of the start. On a CPU resident memory, on a GPU memory in use there.";
     MEMORY_ARENA_PEAK_BYTES = "memory_arena_peak_bytes", "memory", Bytes,
-        "Peak use of the planned arena on the largest rank so far; with a GPU, of the arena there.";
+        "Peak use of the planned arena on the largest rank so far. With a GPU, of the arena there.";
     MEMORY_HOST_PEAK_BYTES = "memory_host_peak_bytes", "memory", Bytes,
         "With a GPU: peak resident memory of the host on the largest rank so far.";
     MEMORY_PINNED_BYTES = "memory_pinned_bytes", "memory", Bytes,
-        "With a GPU: pinned memory of the host in which mesh.offload keeps what waits; of the rank with the most.";
+        "With a GPU: pinned host memory for mesh.offload. The largest of all ranks.";
     MEMORY_REQUESTS = "memory_requests", "memory", Count,
-        "With a GPU: how often its driver was asked for memory since the start, of the GPU or pinned; steady steps add none.";
+        "With a GPU: requests to its driver for GPU or pinned memory since the start. Steady steps add none.";
 
     GPU_GRAPH_LAUNCHES = "gpu_graph_launches", "run", Count,
-        "With a GPU: CUDA graphs, which are steps of decoding, that a rank has launched since the start; of the rank with the most.";
+        "With a GPU: CUDA graphs, one for each decode step, that a rank has launched since the start. The largest of all ranks.";
     GPU_HOST_WAITS = "gpu_host_waits", "run", Count,
-        "With a GPU: how often the host has waited since the start until its GPU had nothing to do; of the rank with the most.";
+        "With a GPU: the number of times since the start that the host waited until its GPU was idle. The largest of all ranks.";
 
     EVAL_ACCURACY_GREEDY = "eval_accuracy_greedy", "eval", Ratio,
-        "Share of evaluation prompts whose greedy answer is right.";
+        "Share of held-out prompts whose greedy answer is right.";
     EVAL_ACCURACY_SAMPLED = "eval_accuracy_sampled", "eval", Ratio,
-        "Share of evaluation prompts whose sampled answer is right.";
+        "Share of sampled answers to held-out prompts that are right.";
     EVAL_PASS_AT_K = "eval_pass_at_K", "eval", Ratio,
-        "Estimated probability that of K samples of an evaluation prompt one at least is right, from eval.samples_per_prompt (arXiv:2107.03374).";
+        "Estimated probability that at least one of K samples of a held-out prompt is right, from eval.samples_per_prompt samples \
+         (arXiv:2107.03374).";
     EVAL_AVG_AT_K = "eval_avg_at_K", "eval", Ratio,
-        "Mean over evaluation prompts of the share of their K samples that are right; K is eval.samples_per_prompt.";
+        "Mean over held-out prompts of the share of their K samples that are right. K is eval.samples_per_prompt.";
     EVAL_MAJORITY_AT_K = "eval_majority_at_K", "eval", Ratio,
-        "Share of evaluation prompts whose most frequent answer among K samples is right, of as frequent ones the first drawn.";
-    EVAL_ACCURACY = "eval_accuracy", "eval", Ratio, "`accuracy` on the evaluation split.";
-    EVAL_MARGIN_MEAN = "eval_margin_mean", "eval", One, "`margin_mean` on the evaluation split.";
-    EVAL_REWARD_MEAN = "eval_reward_mean", "eval", One, "Mean score of greedy responses on the evaluation split.";
-    EVAL_LOSS = "eval_loss", "eval", Nats, "`loss` on the evaluation split.";
-    EVAL_KL_MEAN = "eval_kl_mean", "eval", Nats, "`kl_mean` of a distill job on the evaluation split.";
+        "Share of held-out prompts whose most frequent answer among K samples is right. Of equally frequent ones the first counts.";
+    EVAL_ACCURACY = "eval_accuracy", "eval", Ratio, "`accuracy` on held-out rows.";
+    EVAL_MARGIN_MEAN = "eval_margin_mean", "eval", One, "`margin_mean` on held-out rows.";
+    EVAL_REWARD_MEAN = "eval_reward_mean", "eval", One, "Mean score of greedy responses to held-out prompts.";
+    EVAL_LOSS = "eval_loss", "eval", Nats, "`loss` on held-out rows.";
+    EVAL_KL_MEAN = "eval_kl_mean", "eval", Nats, "`kl_mean` of a distill job on held-out rows.";
     EVAL_RESPONSE_TOKENS_MEAN = "eval_response_tokens_mean", "eval", Tokens,
-        "Mean length of a greedy response on the evaluation split.";
-    EVAL_SAMPLES = "eval_samples", "eval", Count, "Evaluation prompts whose answers were scored.";
+        "Mean length of greedy responses to held-out prompts.";
+    EVAL_SAMPLES = "eval_samples", "eval", Count,
+        "Held-out rows that were evaluated, or held-out prompts whose answers were scored.";
     EVAL_TIME_S = "eval_time_s", "eval", Seconds, "The whole evaluation.";
 }
 
-/// What stands before the K of [`EVAL_PASS_AT_K`] and its like, where that is a number.
+/// The prefixes before the K of [`EVAL_PASS_AT_K`] and its like. In a line K is a number.
 pub const EVAL_PASS_AT: &str = "eval_pass_at_";
 pub const EVAL_AVG_AT: &str = "eval_avg_at_";
 pub const EVAL_MAJORITY_AT: &str = "eval_majority_at_";
-/// What stands before `NAME/accuracy_greedy`, which is [`EVAL_ACCURACY_GREEDY`] of the set NAME of `data.eval_sets`.
+/// The prefix before `NAME/accuracy_greedy`, which is [`EVAL_ACCURACY_GREEDY`] of the set NAME of `data.eval_sets`.
 pub const EVAL_OF_SET: &str = "eval/";
 
-/// The row of a key, which a set and a number of samples may be part of.
+/// Returns the row of a key, which may contain the name of a set and a number of samples.
 pub fn find(name: &str) -> Option<&'static Key> {
     let row = of_set(name).map_or(name.to_string(), |(_, of_split)| format!("eval_{of_split}"));
     TABLE.get(rank(&row))
 }
 
-/// The set that a key is of, and what it is called of the eval split, without `eval_`.
+/// Splits the key of a set into the name of the set and the rest, which follows `eval_` in a key of the eval split.
 pub fn of_set(name: &str) -> Option<(&str, &str)> {
     name.strip_prefix(EVAL_OF_SET)?.split_once('/')
 }
 
-/// The position of `name` in a line: its row, or behind all rows for a key of the user's own (`extra_logs` of a reward) and of a set.
+/// Returns the position of `name` in a line: its row, or the end for keys of a set and of the user (`extra_logs` of a reward).
 pub fn rank(name: &str) -> usize {
     let is_number = |k: &str| !k.is_empty() && k.bytes().all(|byte| byte.is_ascii_digit());
     let of_samples = |prefix: &&str| name.strip_prefix(*prefix).is_some_and(is_number);
@@ -261,7 +273,7 @@ mod tests {
     #[test]
     fn every_key_stands_once_in_the_table() {
         for (i, key) in TABLE.iter().enumerate() {
-            assert_eq!(rank(key.name), i, "{} stands twice", key.name);
+            assert_eq!(rank(key.name), i, "{} occurs twice", key.name);
         }
     }
 

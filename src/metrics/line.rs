@@ -1,8 +1,8 @@
 //! A line of `metrics.jsonl`.
 //!
-//! `step` and `time_unix_s` come first, then the keys in the order of [`keys::TABLE`], then others by name. JSON has no
-//! NaN and no infinities: such a value is written as `null`, and the line ends with `"nonfinite": {key: "NaN" | "inf" |
-//! "-inf"}`, so that a reader who expects numbers meets a gap, not a wrong number, and nothing is lost.
+//! `step` and `time_unix_s` are first, then the keys in the order of [`keys::TABLE`], then other keys by name. JSON has
+//! no NaN and no infinities. Such a value is written as `null`, and the line ends with `"nonfinite": {key: "NaN" |
+//! "inf" | "-inf"}`. So a reader that expects numbers finds a gap instead of a wrong number, and nothing is lost.
 
 use super::keys;
 use crate::error::{Error, Result};
@@ -10,18 +10,18 @@ use serde_json::{Map, Value};
 
 const NONFINITE: &str = "nonfinite";
 
-/// One line: the numbers of a step, and of an evaluation after it.
+/// One line: the metrics of a step, and of an evaluation after it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Line {
     pub step: u64,
     /// Seconds since 1970 (UTC).
     pub time_unix_s: f64,
-    /// The other keys, in the order in which they are written.
+    /// The other keys, in file order.
     pub values: Vec<(String, f64)>,
 }
 
 impl Line {
-    /// A line with `values` put in order. Of a key given twice the last value stays.
+    /// A line with `values` in order. If a key is given twice, the last value counts.
     pub fn new(step: u64, time_unix_s: f64, values: &[(&str, f64)]) -> Self {
         let mut ordered: Vec<(String, f64)> = Vec::with_capacity(values.len());
         for &(key, value) in values {
@@ -38,7 +38,7 @@ impl Line {
         self.values.iter().find(|(known, _)| known == key).map(|&(_, value)| value)
     }
 
-    /// Whether it holds more than an evaluation.
+    /// Whether it contains more than an evaluation.
     pub fn is_of_step(&self) -> bool {
         self.values.is_empty() || self.values.iter().any(|(key, _)| !keys::is_eval(key))
     }
@@ -47,7 +47,7 @@ impl Line {
         self.values.iter().any(|(key, _)| keys::is_eval(key))
     }
 
-    /// The same line with the numbers of an evaluation, in place of those that it has.
+    /// The same line with the metrics of an evaluation, which replace existing ones.
     #[must_use]
     pub fn with(&self, eval: &Self) -> Self {
         let own = self.values.iter().filter(|(key, _)| !keys::is_eval(key));
@@ -84,7 +84,8 @@ impl Line {
                 continue;
             }
             let written = || nonfinite?.get(key)?.as_str()?.parse::<f64>().ok();
-            let value = value.as_f64().or_else(written).ok_or_else(|| Error::data(format!("`{key}` is no number")))?;
+            let value =
+                value.as_f64().or_else(written).ok_or_else(|| Error::data(format!("`{key}` must be a number")))?;
             values.push((key.clone(), value));
         }
         Ok(Self { step, time_unix_s, values })

@@ -1,6 +1,7 @@
-//! What a run leaves behind and shows: `metrics.jsonl`, TensorBoard events, `rollouts.h5`, judged held-out rows, and the terminal.
+//! The records and the display of a run: `metrics.jsonl`, TensorBoard events, `rollouts.h5`, evaluated held-out rows,
+//! and the terminal.
 //!
-//! [`Recorder`] owns them all. Rank 0 writes; other ranks hold a silent one.
+//! [`Recorder`] owns them all. Rank 0 writes. Other ranks have a silent one.
 
 mod curves;
 mod display;

@@ -11,11 +11,11 @@ use crate::error::{Error, Result};
 use crate::experience::Finish;
 use serde::Serialize;
 
-/// One sample without what it has for each token.
+/// One sample without its per-token arrays.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RecordedSample {
     pub step: u64,
-    /// Its place in the step's arrays.
+    /// Its index in the step's arrays.
     #[serde(skip)]
     pub index: usize,
     pub prompt_id: i64,
@@ -26,14 +26,14 @@ pub struct RecordedSample {
     pub prompt: String,
     pub response: String,
     pub score: f32,
-    /// The score of each reward by its name; NaN where it abstained.
+    /// The score of each reward by its name; NaN if it abstained.
     pub scores: BTreeMap<String, f32>,
     pub finish: &'static str,
     pub prompt_tokens: usize,
     pub response_tokens: usize,
 }
 
-/// What a sample has for each token of its response.
+/// The per-token arrays of a sample's response.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RecordedTokens {
     pub tokens: Vec<u32>,
@@ -50,7 +50,7 @@ pub struct RecordedStep {
     group: Group,
 }
 
-/// The recorded steps of `run_dir`, ascending; none where it has recorded none.
+/// The recorded steps of `run_dir`, ascending.
 pub fn steps(run_dir: &Path) -> Result<Vec<u64>> {
     steps_in(&run_dir.join("rollouts"), ENDING)
 }
@@ -83,7 +83,7 @@ impl RecordedStep {
         let of_parts = parts.values().map(Vec::len);
         if lengths.into_iter().chain(of_texts).chain(of_parts).any(|length| length != n) {
             return Err(Error::data(format!(
-                "{} has arrays of other lengths than its {n} samples",
+                "the arrays of {} must have the length of its samples ({n})",
                 self.path.display()
             )));
         }
@@ -108,7 +108,7 @@ impl RecordedStep {
         Ok((0..n).map(sample).collect())
     }
 
-    /// What sample `index` has for each token of its response.
+    /// The per-token arrays of sample `index`.
     pub fn tokens(&self, index: usize) -> Result<RecordedTokens> {
         let (token_offsets, offsets) = (self.array::<i64>("token_offsets")?, self.array::<i64>("response_offsets")?);
         let ends = |offsets: &[i64]| Some((*offsets.get(index)? as usize, *offsets.get(index + 1)? as usize));

@@ -1,4 +1,4 @@
-//! The owner of all records: rank 0 writes and shows, other ranks have a silent recorder with the same methods.
+//! The owner of all records. Rank 0 writes and shows. Other ranks have a silent recorder with the same methods.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::experience::Experience;
 use crate::sys::files;
 
-/// Records and shows a run. Every rank has one and calls it alike.
+/// Records and shows a run. Every rank has one and calls it in the same way.
 pub struct Recorder {
     config: MetricsConfig,
     /// The TOML of the whole job, which TensorBoard shows.
@@ -25,24 +25,24 @@ pub struct Recorder {
     live: Option<Box<Live>>,
 }
 
-/// What rank 0 holds.
+/// The state of rank 0.
 struct Live {
     metrics: MetricsFile,
-    /// None where there is to be none, and until the first record or cut: a dry run changes nothing.
+    /// `None` if events are off, and until the first record or cut: a dry run changes nothing.
     events: Option<EventsFile>,
     terminal: Terminal,
     run_dir: PathBuf,
-    /// How often the run was resumed, this start included.
+    /// The number of resumes, this start included.
     restarts: u64,
 }
 
 impl Recorder {
-    /// As other ranks than the first have it.
+    /// The recorder of all ranks except the first.
     pub fn silent(config: &MetricsConfig) -> Self {
         Self { config: config.clone(), job: String::new(), live: None }
     }
 
-    /// Opens the records of `run_dir`, creating the directory where it is missing, and shows them on `terminal`.
+    /// Opens the records of `run_dir`, creating the directory if it is missing, and shows them on `terminal`.
     pub fn open(run_dir: &Path, config: &MetricsConfig, mut terminal: Terminal) -> Result<Self> {
         terminal.printed = config.clone();
         fs::create_dir_all(run_dir).map_err(|e| Error::io("create", run_dir, &e))?;
@@ -56,15 +56,15 @@ impl Recorder {
         Ok(Self { config: config.clone(), job: String::new(), live: Some(Box::new(live)) })
     }
 
-    /// Shows the keys of a job beside its numbers.
+    /// Shows the keys of a job together with its metrics.
     #[must_use]
     pub fn of_job(mut self, job: String) -> Self {
         self.job = job;
         self
     }
 
-    /// Removes every record after `step`: a run that resumes from the checkpoint of that step writes them again. A run
-    /// that starts anew calls it with 0. Warns of steps before that have no line in `metrics.jsonl`.
+    /// Removes every record after `step`. A run that resumes from the checkpoint of that step writes them again. A run
+    /// that starts from the beginning calls it with 0. Warns about earlier steps that have no line in `metrics.jsonl`.
     pub fn cut_back(&mut self, step: u64) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };
         if let Some(missing) = live.metrics.cut_back(step)? {
@@ -90,15 +90,16 @@ impl Recorder {
         self.live.as_ref().map_or_else(ProgressBar::hidden, |live| live.terminal.phase(name, total))
     }
 
-    /// Records the numbers of a step; keys are those of [`keys::TABLE`]. Warns of numbers that are not finite.
+    /// Records the metrics of a step, whose keys are in [`keys::TABLE`]. Warns about values that are not finite.
     pub fn step(&mut self, step: u64, values: &[(impl AsRef<str>, f64)]) -> Result<()> {
         self.record(step, values, MetricsFile::append, Terminal::step)
     }
 
-    /// Records an evaluation after `step` (0: before the first); keys begin with `eval_`. A repeated one replaces.
+    /// Records an evaluation after `step` (0: before the first). Its keys begin with `eval_`. A repeated evaluation
+    /// replaces the first.
     pub fn eval(&mut self, step: u64, values: &[(impl AsRef<str>, f64)]) -> Result<()> {
         if let Some((key, _)) = values.iter().find(|(key, _)| !keys::is_eval(key.as_ref())) {
-            return Err(Error::fault(format!("`{}` in an evaluation: its keys begin with eval_", key.as_ref())));
+            return Err(Error::fault(format!("keys of an evaluation must begin with eval_ (got `{}`)", key.as_ref())));
         }
         self.record(step, values, MetricsFile::append_eval, Terminal::eval)
     }
@@ -121,7 +122,7 @@ impl Recorder {
         live.events.as_mut().map_or(Ok(()), |events| events.append(&line))
     }
 
-    /// Shows the first `samples_count` of `batch` where samples are due, on the terminal and in TensorBoard.
+    /// Shows the first `samples_count` of `batch` if samples are due, on the terminal and in TensorBoard.
     pub fn samples(&mut self, step: u64, batch: &[Experience]) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };
         if !self.config.samples_due(step) {
@@ -145,7 +146,7 @@ impl Recorder {
         }
     }
 
-    /// Records the first of the rows that the evaluation after `step` judged. A repeated one replaces.
+    /// Records the first rows of the evaluation after `step`. A repeated evaluation replaces them.
     pub fn eval_rows(&mut self, step: u64, rows: impl Iterator<Item = Result<EvalRow>>) -> Result<()> {
         let most = self.config.eval_rows_max;
         match &self.live {
@@ -169,7 +170,7 @@ impl Recorder {
         }
     }
 
-    /// Waits until `metrics.jsonl` is on the disk: called before a checkpoint of that step is committed.
+    /// Waits until `metrics.jsonl` is on the disk. Called before a checkpoint of that step is committed.
     pub fn sync(&self) -> Result<()> {
         self.live.as_ref().map_or(Ok(()), |live| live.metrics.sync())
     }
@@ -183,7 +184,7 @@ impl Recorder {
 }
 
 impl Live {
-    /// Makes the events file of this start, where there is to be one and is none yet: what is shown up to `step_last` stays.
+    /// Creates the events file of this start, if it is on and does not exist yet. Values shown up to `step_last` stay.
     fn begin_events(&mut self, config: &MetricsConfig, job: &str, step_last: u64) -> Result<()> {
         if config.tensorboard && self.events.is_none() {
             let lines = self.metrics.lines()?;

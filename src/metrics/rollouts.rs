@@ -1,18 +1,22 @@
-//! `rollouts.h5` and `rollouts/step-N.h5`: what was generated and learned from, enough to recompute every advantage
-//! and loss outside.
+//! `rollouts.h5` and `rollouts/step-N.h5`: the generated samples and the training data, enough to recompute every
+//! advantage and loss elsewhere.
 //!
-//! A recorded step is one file, written under another name and renamed, with one group `step_00000N`; `rollouts.h5` holds nothing but
-//! an external link a step, is rebuilt from the files that exist, and is replaced the same way. So a kill ruins none.
+//! A recorded step is one file, written under another name and renamed, with one group `step_00000N`. `rollouts.h5`
+//! holds only an external link per step. It is rebuilt from the existing files and replaced in the same way. So a kill
+//! damages none of them.
 //!
-//! The tables of arrays below say what each dataset of N samples holds. What is per token has the values of the samples one after another,
-//! sample i those from `offsets[i]` to `offsets[i + 1]`; an array that the job has none of is NaN.
+//! The tables of arrays below list the contents of each dataset of N samples. Per-token arrays hold the values of the
+//! samples one after another. Sample i has the values from `offsets[i]` to `offsets[i + 1]`. An array that the job does
+//! not have is NaN.
 //!
-//! Attributes of the group: `step` (u64), `seed` (u64), `config_hash` (string). Each dataset has the strings `unit` and `meaning`.
-//! HDF5's strings end at a NUL: `␀` stands for it. `/` in a reward's name is `_`, as groups are parted by it.
+//! Attributes of the group: `step` (u64), `seed` (u64), `config_hash` (string). Each dataset has the strings `unit` and
+//! `meaning`. HDF5's strings end at a NUL, so a NUL is written as `␀`. `/` separates groups in HDF5, so in a reward's
+//! name it is written as `_`.
 //!
-//! HDF5 makes each file in memory and writes none: after a failed write of its own it keeps what it could not write, and
-//! flushing or closing the file then ends the process by a signal. Its bytes are written here like those of any other file. A
-//! recorded step takes up to twice the bytes of its file in addition to the batch: in HDF5's memory, and as the bytes to write.
+//! HDF5 creates each file in memory and writes none. After a failed write of its own, HDF5 keeps the data it could not
+//! write, and flushing or closing the file then ends the process with a signal. So its bytes are written here like
+//! those of any other file. A recorded step uses up to twice the size of its file in addition to the batch: in HDF5's
+//! memory, and as the bytes to write.
 //!
 //! The HDF5 library is not thread-safe by itself; the binding holds one lock around every call.
 
@@ -28,27 +32,27 @@ use crate::error::{Error, Result};
 use crate::experience::Experience;
 use crate::sys::{files, hdf5_image};
 
-/// Most bytes of the file of a step of `samples` samples with prompts and responses of these lengths, whose texts have at most
-/// [`TOKEN_TEXT_BYTES`] a token and whose labels and sources are short.
+/// The maximum size of the file of a step of `samples` samples with prompts and responses of these lengths. Their texts
+/// have at most [`TOKEN_TEXT_BYTES`] per token, and their labels and sources are short.
 pub fn step_bytes_max(samples: usize, prompt_tokens: usize, response_tokens: usize) -> u64 {
     let tokens = (size_of::<i32>() + TOKEN_TEXT_BYTES) * (prompt_tokens + response_tokens);
     let per_response = ((PER_TOKEN.len() + 1) * size_of::<f32>() + size_of::<u8>()) * response_tokens;
     (FILE_BYTES + samples * (tokens + per_response + SAMPLE_BYTES)) as u64
 }
 
-/// Bytes of text that a token has at most, on average over a step: about twice what languages need.
+/// The maximum bytes of text per token, on average over a step: about twice what languages need.
 pub const TOKEN_TEXT_BYTES: usize = 8;
-/// Of each sample: two offsets, prompt_tokens, score, prompt_id, sample, finish; four strings with HDF5's words about each, label and
-/// source of up to 128 bytes together; and the scores of up to four rewards.
+/// Bytes per sample: two offsets, prompt_tokens, score, prompt_id, sample, finish; four strings with HDF5's overhead
+/// for each, label and source of up to 128 bytes together; and the scores of up to four rewards.
 const SAMPLE_BYTES: usize = 8 + 8 + 4 + 4 + 8 + 4 + 1 + 4 * 48 + 128 + 4 * 4;
-/// Of each file, whatever it holds: HDF5's own tables of groups, datasets and attributes.
+/// Bytes per file, independent of its contents: HDF5's own tables of groups, datasets and attributes.
 const FILE_BYTES: usize = 48 << 10;
 
 pub fn group_name(step: u64) -> String {
     format!("step_{step:06}")
 }
 
-/// Removes what killed writers left, and brings `rollouts.h5` up to date with the recorded steps of `run_dir`.
+/// Removes partial files of killed writers, and updates `rollouts.h5` with the recorded steps of `run_dir`.
 pub fn recover(run_dir: &Path) -> Result<()> {
     let folder = run_dir.join("rollouts");
     if folder.is_dir() {
@@ -58,7 +62,7 @@ pub fn recover(run_dir: &Path) -> Result<()> {
     if steps.is_empty() { Ok(()) } else { link(run_dir, &steps, &[]) }
 }
 
-/// Records the experience of `step`, of all ranks, in the order given. Of all steps the last `keep_last` are kept (0: all).
+/// Records the experience of `step`, of all ranks, in the given order. The last `keep_last` steps are kept (0: all).
 pub fn write(
     run_dir: &Path,
     step: u64,
@@ -88,8 +92,8 @@ pub fn cut_back(run_dir: &Path, step: u64) -> Result<()> {
     if late.is_empty() { Ok(()) } else { link(run_dir, kept, late) }
 }
 
-/// Writes `rollouts.h5`, for each of `steps` a link `step_00000N` to the group of that name in `rollouts/step-N.h5`, then removes the
-/// files of `others`: no link ever points to nothing.
+/// Writes `rollouts.h5`, with a link `step_00000N` for each of `steps` to the group of that name in
+/// `rollouts/step-N.h5`. Then removes the files of `others`, so no link ever points to a missing file.
 fn link(run_dir: &Path, steps: &[u64], others: &[u64]) -> Result<()> {
     write_file(&run_dir.join("rollouts.h5"), |file| {
         for step in steps {
@@ -106,10 +110,10 @@ pub fn step_path(run_dir: &Path, step: u64) -> PathBuf {
     run_dir.join("rollouts").join(format!("step-{step}.h5"))
 }
 
-/// How the names of recorded steps end.
+/// The suffix of the files of recorded steps.
 pub(super) const ENDING: &str = ".h5";
 
-/// The steps N of the files `step-N` with this ending in a folder, ascending; none where it is not there.
+/// The steps N of the files `step-N` with this suffix in a folder, ascending. Empty if there is no such folder.
 pub(super) fn steps_in(folder: &Path, ending: &str) -> Result<Vec<u64>> {
     let paths = if folder.is_dir() { files::entries(folder)? } else { Vec::new() };
     let step = |path: PathBuf| path.file_name()?.to_str()?.strip_prefix("step-")?.strip_suffix(ending)?.parse().ok();
@@ -118,7 +122,7 @@ pub(super) fn steps_in(folder: &Path, ending: &str) -> Result<Vec<u64>> {
     Ok(steps)
 }
 
-/// How many of `count` steps are too many where the last `keep_last` are kept (0: all).
+/// The number of `count` steps to remove if the last `keep_last` are kept (0: all).
 pub(super) fn excess(count: usize, keep_last: usize) -> usize {
     if keep_last == 0 { 0 } else { count.saturating_sub(keep_last) }
 }
@@ -127,13 +131,15 @@ pub(super) fn remove(mut paths: impl Iterator<Item = PathBuf>) -> Result<()> {
     paths.try_for_each(|path| fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e)))
 }
 
-/// Puts the HDF5 file that `fill` makes at `path`.
+/// Writes the HDF5 file that `fill` creates to `path`.
 fn write_file(path: &Path, fill: impl FnOnce(&hdf5::File) -> hdf5::Result<()>) -> Result<()> {
-    // No disk is involved: this fails for lack of memory, or for a value that HDF5 cannot hold.
-    let image = hdf5_image::of(path, fill).map_err(|e| Error::fault(format!("cannot make {}: {e}", path.display())))?;
+    // No disk is involved, so this fails only if memory runs out, or for a value that HDF5 cannot hold.
+    let image =
+        hdf5_image::of(path, fill).map_err(|e| Error::fault(format!("cannot create {}: {e}", path.display())))?;
     files::write_atomic(path, &image).map_err(|e| {
         e.hint(
-            "is the disk full? metrics.rollouts_keep_last keeps fewer rollouts, 0 in metrics.rollouts_every_steps none",
+            "free disk space, lower metrics.rollouts_keep_last to keep fewer rollouts, or set \
+             metrics.rollouts_every_steps = 0 to keep none",
         )
     })
 }
@@ -162,28 +168,28 @@ fn dataset<T: H5Type>(
 
 const TOKENS: Array = ("tokens", "token id", "prompt and response of each sample, one after another");
 const TOKEN_OFFSETS: Array = ("token_offsets", "index", "sample i has tokens[token_offsets[i]:token_offsets[i + 1]]");
-const PROMPT_TOKENS: Array = ("prompt_tokens", "tokens", "how many tokens of a sample are its prompt's");
+const PROMPT_TOKENS: Array = ("prompt_tokens", "tokens", "number of prompt tokens of a sample");
 const RESPONSE_OFFSETS: Array = (
     "response_offsets",
     "index",
     "sample i has [response_offsets[i]:response_offsets[i + 1]] of the arrays per response token",
 );
-const MASK: Array = ("mask", "1", "1 where a response token is learned from, else 0");
-const SCORE: Array = ("score", "1", "what the reward function returned; of several, their weighted sum");
-const PROMPT_ID: Array = ("prompt_id", "index", "identity of the prompt's row in the data");
+const MASK: Array = ("mask", "1", "1 if a response token is learned from, else 0");
+const SCORE: Array = ("score", "1", "score returned by the reward function, or the weighted sum of several");
+const PROMPT_ID: Array = ("prompt_id", "index", "id of the prompt's row in the data");
 const SAMPLE: Array = ("sample", "index", "number among the samples of its prompt");
-const FINISH: Array = ("finish", "code", "why a response ended: 0 end token, 1 length, 2 stop string");
+const FINISH: Array = ("finish", "code", "reason why a response ended: 0 end token, 1 length, 2 stop string");
 
 const WEIGHTS_STEP: Array =
-    ("weights_step", "index", "step whose update made the weights that drew a response token; 0: none");
+    ("weights_step", "index", "step whose update made the weights that sampled a response token; 0: none");
 
 type Text = (Array, fn(&Experience) -> &str);
 
 const TEXTS: [Text; 4] = [
     (("prompt", "text", "the prompt as reward functions see it"), |e| &e.prompt.text),
     (("response", "text", "the response without special tokens"), |e| &e.response.text),
-    (("label", "text", "what the answer is compared with; empty where the data has none"), |e| &e.prompt.label),
-    (("source", "path", "the shard or file that the prompt's row came from"), |e| &e.prompt.source),
+    (("label", "text", "label that the answer is compared with; empty if the data has none"), |e| &e.prompt.label),
+    (("source", "path", "shard or file of the prompt's row"), |e| &e.prompt.source),
 ];
 
 type PerToken = (Array, fn(&Experience) -> &[f32]);
@@ -191,21 +197,20 @@ type PerToken = (Array, fn(&Experience) -> &[f32]);
 /// The per-token arrays. The first two always exist; the others may be absent from a job, for all its samples.
 const PER_TOKEN: [PerToken; 8] = [
     (("logprobs", "nats", "log-probability of a response token before the update"), |e| &e.response.logprobs),
-    (("sample_logprobs", "nats", "log-probability of a response token where it was drawn from"), |e| {
-        &e.response.sample_logprobs
-    }),
+    (
+        ("sample_logprobs", "nats", "log-probability of a response token under the distribution it was sampled from"),
+        |e| &e.response.sample_logprobs,
+    ),
     (("ref_logprobs", "nats", "log-probability of a response token by the reference model"), |e| &e.ref_logprobs),
     (("values", "reward", "value before a response token, by the critic"), |e| &e.values),
     (("kl", "nats", "estimate of the KL divergence from the reference at a response token"), |e| &e.kl),
-    (("rewards", "reward", "reward of a response token, with the KL penalty where it is in the reward"), |e| {
-        &e.rewards
-    }),
-    (("advantages", "1", "advantage of a response token, as the loss takes it"), |e| &e.advantages),
-    (("returns", "reward", "return of a response token: what the critic learns"), |e| &e.returns),
+    (("rewards", "reward", "reward of a response token, with the KL penalty if it is in the reward"), |e| &e.rewards),
+    (("advantages", "1", "advantage of a response token, as the loss uses it"), |e| &e.advantages),
+    (("returns", "reward", "return of a response token, the target of the critic"), |e| &e.returns),
 ];
 const ALWAYS: usize = 2;
 
-/// Refuses samples whose arrays do not have the length of their response.
+/// Rejects samples whose arrays do not have the length of their response.
 fn check(batch: &[Experience]) -> Result<()> {
     for (i, sample) in batch.iter().enumerate() {
         let len = sample.response.tokens.len();
@@ -256,14 +261,14 @@ fn write_scores(group: &Group, batch: &[Experience]) -> hdf5::Result<()> {
         if *same > 1 {
             array = format!("{array}_{same}");
         }
-        let meaning = format!("score of the reward {name} before rewards are added up; NaN where it abstained");
+        let meaning = format!("score of the reward {name} before rewards are added; NaN if it abstained");
         let values = batch.iter().map(|e| e.scores.get(name).copied().unwrap_or(f32::NAN));
         dataset(group, (&array, "1", &meaning), values)?;
     }
     Ok(())
 }
 
-/// Where each sample begins in a flat array that has `len` values of it, and where the last one ends.
+/// The start of each sample in a flat array that has `len` values of it, and the end of the last one.
 fn offsets(batch: &[Experience], len: impl Fn(&Experience) -> usize) -> impl Iterator<Item = i64> {
     let mut end = 0;
     let ends: Vec<i64> = batch

@@ -8,7 +8,7 @@ use super::screen::Screen;
 
 const DRAWS_PER_SECOND: u8 = 8;
 
-/// Restrained colour: nothing where it is not allowed.
+/// Restrained color: none if color is not allowed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ink {
     pub colour: bool,

@@ -1,7 +1,7 @@
 //! The standard error stream as a screen: lines, and below them rows that are redrawn.
 //!
-//! Written by ourselves because under `mpirun` a rank's standard error is a pipe even where `mpirun` stands in a
-//! terminal: whether to draw, and how wide, is decided here, not by asking the stream.
+//! This is our own code because under `mpirun` a rank's standard error is a pipe, even if `mpirun` runs in a terminal.
+//! Whether to show live rows, and how wide, is decided here instead of by querying the stream.
 
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
@@ -14,18 +14,18 @@ use indicatif::TermLike;
 
 use crate::sys::lock::lock;
 
-/// Columns where the terminal does not say.
+/// Columns if the terminal does not report them.
 const COLUMNS: usize = 100;
-/// A window narrower than this is written to as if it had so many.
+/// The minimum number of columns. A narrower window is treated as if it had this many.
 const COLUMNS_MIN: usize = 20;
 
-/// Whether what this process writes to standard error is shown on a terminal: its own, or the one of the launcher
-/// (`mpirun`, on this host) that passes it on.
+/// Whether this process's standard error is shown on a terminal: its own, or the terminal of the launcher (`mpirun`, on
+/// this host) that forwards it.
 pub(super) fn stderr_is_terminal() -> bool {
     io::stderr().is_terminal() || launcher_terminal().is_some()
 }
 
-/// Whether colour may be used: a terminal that is not dumb, and no `NO_COLOR` (<https://no-color.org>).
+/// Whether color may be used: on a terminal that is not dumb, without `NO_COLOR` (<https://no-color.org>).
 pub(super) fn colour_allowed(is_terminal: bool) -> bool {
     let set = |name: &str| std::env::var_os(name).unwrap_or_default();
     is_terminal && set("NO_COLOR").is_empty() && set("TERM") != "dumb"
@@ -35,7 +35,7 @@ pub(super) fn colour_allowed(is_terminal: bool) -> bool {
 fn launcher_terminal() -> Option<File> {
     std::env::var_os("OMPI_COMM_WORLD_RANK").or_else(|| std::env::var_os("PMI_RANK"))?;
     let parent = std::os::unix::process::parent_id();
-    // Reading the link first: opening a pipe of another process would block.
+    // The link is read first, because opening a pipe of another process would block.
     let target = fs::read_link(format!("/proc/{parent}/fd/2")).ok()?;
     let is_device = target.starts_with("/dev/pts") || target.to_string_lossy().starts_with("/dev/tty");
     // Without O_NOCTTY the terminal could become this process's controlling terminal.
@@ -44,7 +44,7 @@ fn launcher_terminal() -> Option<File> {
     file.is_terminal().then_some(file)
 }
 
-/// The terminal that shows what this process writes to standard error, to be asked for its width.
+/// The terminal that shows this process's standard error, for its width.
 fn terminal() -> Option<Term> {
     if io::stderr().is_terminal() {
         return Some(Term::stderr());
@@ -53,20 +53,20 @@ fn terminal() -> Option<Term> {
     Some(Term::read_write_pair(file.try_clone().ok()?, file))
 }
 
-/// A shared handle; bars draw from threads of their own. Errors of writing are not errors of the run: a terminal that
-/// went away must not end the training.
+/// A shared handle. Bars update it from threads of their own. Write errors are not errors of the run: a terminal that
+/// disappears must not end the training.
 #[derive(Clone)]
 pub struct Screen {
     state: Arc<Mutex<State>>,
-    /// Asked at each use: windows change.
+    /// Queried at each use, because windows change.
     terminal: Option<Term>,
-    /// Where no terminal says.
+    /// Columns if no terminal reports them.
     columns: usize,
 }
 
 struct State {
     out: Box<dyn Write + Send>,
-    /// Drawing commands up to the next flush, so that a frame leaves in one write.
+    /// Output up to the next flush, so that a frame is written at once.
     frame: Vec<u8>,
 }
 
@@ -75,12 +75,12 @@ impl Screen {
         Self { terminal: terminal(), ..Self::new(Box::new(io::stderr()), COLUMNS) }
     }
 
-    /// Any stream, with the columns that it is to be filled to.
+    /// Any stream, with its number of columns.
     pub fn new(out: Box<dyn Write + Send>, columns: usize) -> Self {
         Self { state: Arc::new(Mutex::new(State { out, frame: Vec::new() })), terminal: None, columns }
     }
 
-    /// Columns of a line, now.
+    /// The current number of columns of a line.
     pub fn columns(&self) -> usize {
         match self.terminal.as_ref().and_then(Term::size_checked) {
             Some((_, columns)) if columns > 0 => usize::from(columns).max(COLUMNS_MIN),

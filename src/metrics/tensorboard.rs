@@ -1,13 +1,14 @@
-//! `events.out.tfevents.*`: what TensorBoard shows, derived from the lines of `metrics.jsonl`.
+//! `events.out.tfevents.*`: the data that TensorBoard shows, derived from the lines of `metrics.jsonl`.
 //!
-//! A key is the scalar `section/key`, so that TensorBoard groups by section; samples are texts. Each start writes a file of its
-//! own. Behind those of earlier starts it begins with the step from which on TensorBoard drops what they hold, as the
-//! `purge_step` of PyTorch's `SummaryWriter` does; where there is none it begins with all lines so far.
+//! A key is the scalar `section/key`, so that TensorBoard groups by section. Samples are texts. Each start writes its
+//! own file. If there are files of earlier starts, it begins with the step from which TensorBoard drops their values,
+//! like `purge_step` of PyTorch's `SummaryWriter`. If there are none, it begins with all lines so far.
 //!
 //! A file is TFRecords of `Event` protobufs. A record is `u64 length | u32 masked crc32c(length) | data | u32 masked
-//! crc32c(data)`, little-endian, with `masked(c) = rotate_right(c, 15) + 0xa282ead8` (TensorFlow, `lib/io/record_writer`). Of the
-//! messages only what a scalar and a text need is written: `Event { wall_time = 1, step = 2, file_version = 3, summary = 5,
-//! session_log = 7 }`, `Summary.Value { tag = 1, simple_value = 2, tensor = 8, metadata = 9 }`.
+//! crc32c(data)`, little-endian, with `masked(c) = rotate_right(c, 15) + 0xa282ead8` (TensorFlow,
+//! `lib/io/record_writer`). Only the message fields of scalars and texts are written: `Event { wall_time = 1, step = 2,
+//! file_version = 3, summary = 5, session_log = 7 }`, `Summary.Value { tag = 1, simple_value = 2, tensor = 8, metadata
+//! = 9 }`.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -25,7 +26,8 @@ const PREFIX: &str = "events.out.tfevents.";
 /// The section of keys that are not in the table.
 const OTHER_SECTION: &str = "extra";
 
-/// `reward/mean` of `reward_mean`, `time/step_s` of `time_step_s`; keys with a section of their own (`reward/style`) stay.
+/// The tag of a key: `reward/mean` for `reward_mean`, `time/step_s` for `time_step_s`. Keys with their own section
+/// (`reward/style`) stay.
 pub fn tag(key: &str) -> String {
     if key.contains('/') {
         return key.to_owned();
@@ -41,8 +43,9 @@ pub struct EventsFile {
 }
 
 impl EventsFile {
-    /// Begins a new events file in `directory`. `lines` are those of `metrics.jsonl`; of earlier files and of them, what is up to
-    /// `step_last` stays. `job` is the TOML of the job, which is shown as text and as hyperparameters.
+    /// Begins a new events file in `directory`. `lines` are the lines of `metrics.jsonl`. Values up to `step_last`
+    /// stay, from earlier files and from `lines`. `job` is the TOML of the job, which is shown as text and as
+    /// hyperparameters.
     pub fn create(directory: &Path, job: &str, lines: &[Line], step_last: u64, now_unix_s: f64) -> Result<Self> {
         let old = files_in(directory)?;
         let path = directory.join(file_name(now_unix_s, &old));
@@ -70,7 +73,7 @@ impl EventsFile {
     }
 }
 
-/// TensorBoard reads the files of a directory in the order of their names, so a new one must sort behind the old.
+/// TensorBoard reads the files of a directory in the order of their names, so a new one must sort after the old ones.
 fn file_name(now_unix_s: f64, old: &[PathBuf]) -> String {
     let host: String =
         host::name().chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' }).collect();
@@ -101,7 +104,7 @@ pub fn version(wall_time: f64) -> Vec<u8> {
     record(&event(wall_time, 0).bytes(3, b"brain.Event:2"))
 }
 
-/// Tells TensorBoard to drop all it has read from `step` on.
+/// A record that makes TensorBoard drop everything it has read from `step` on.
 pub fn session_start(wall_time: f64, step: u64) -> Vec<u8> {
     const START: u64 = 1;
     // The field is signed.
@@ -122,9 +125,10 @@ pub fn text(wall_time: f64, step: u64, tag: &str, markdown: &str) -> Vec<u8> {
     summary(wall_time, step, &Message::default().bytes(1, tag.as_bytes()).bytes(8, &tensor.0).bytes(9, &metadata.0))
 }
 
-/// Keys of a job as the hyperparameters of TensorBoard's page of that name: `Value { tag, metadata { plugin_data { plugin_name:
-/// "hparams", content: HParamsPluginData { session_start_info = 3 { map hparams = 1, start_time_secs = 5 } } } } }`, each with a
-/// `google.protobuf.Value { number_value = 2, string_value = 3, bool_value = 4 }` (tensorboard/plugins/hparams/plugin_data.proto).
+/// The keys of a job as hyperparameters for TensorBoard's page of that name: `Value { tag, metadata { plugin_data {
+/// plugin_name: "hparams", content: HParamsPluginData { session_start_info = 3 { map hparams = 1, start_time_secs = 5 }
+/// } } } }`, each with a `google.protobuf.Value { number_value = 2, string_value = 3, bool_value = 4 }`
+/// (tensorboard/plugins/hparams/plugin_data.proto).
 pub fn hparams(wall_time: f64, job: &str) -> Vec<u8> {
     let mut info = Message::default();
     for (key, value) in config::flat(&job.parse().unwrap_or_default()) {
@@ -144,7 +148,7 @@ pub fn hparams(wall_time: f64, job: &str) -> Vec<u8> {
     summary(wall_time, 0, &Message::default().bytes(1, b"_hparams_/session_start_info").bytes(9, &metadata.0))
 }
 
-/// Indented, so that markdown takes the text as it is, without control characters.
+/// The indented text without control characters, so that Markdown shows it unchanged.
 pub(super) fn indented(text: &str) -> String {
     let lines: Vec<String> = text.lines().map(|line| format!("    {}", display::one_line(line))).collect();
     lines.join("\n")

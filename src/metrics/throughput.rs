@@ -1,4 +1,4 @@
-//! Where the time of a step goes, and tokens per second.
+//! The time of a step by phase, and tokens per second.
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ impl Phase {
     pub const ALL: [Self; 6] =
         [Self::Reshard, Self::Rollout, Self::Reward, Self::Score, Self::OldLogprobs, Self::Train];
 
-    /// The keys of metrics, and the names that bars and lines have.
+    /// The keys of metrics, and the names on bars and lines.
     const NAMES: [(&str, &str); 6] = [
         (keys::TIME_RESHARD_S, "reshard"),
         (keys::TIME_ROLLOUT_S, "rollout"),

@@ -1,4 +1,4 @@
-//! What a model is made of, from the config.json of a Hugging Face directory (transformers 4 and 5 spellings).
+//! The architecture of a model, read from the config.json of a Hugging Face directory (transformers 4 and 5 spellings).
 
 use super::config_json::Reader;
 use super::families::{Bias, Family, Windows};
@@ -9,7 +9,7 @@ use crate::sys::files::read_object;
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// More layers, and a wider state, than any model has; they bound what a damaged config.json can make us allocate.
+/// Limits above any real model. They bound what a damaged config.json can make the program allocate.
 const LAYERS_MAX: usize = 10_000;
 const WIDTH_MAX: usize = 1 << 20;
 
@@ -18,7 +18,7 @@ const WIDTH_MAX: usize = 1 << 20;
 pub enum Head {
     /// Logits over the vocabulary.
     LanguageModel,
-    /// One number a token, no bias: critics and reward models.
+    /// One number per token, no bias: critics and reward models.
     Value,
 }
 
@@ -28,7 +28,7 @@ pub enum Head {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Arch {
     pub family: &'static Family,
-    /// The head that the directory says its weights have.
+    /// The head of the weights, according to the directory.
     pub head: Head,
     pub vocabulary: usize,
     /// Width of the hidden state, d.
@@ -47,20 +47,20 @@ pub struct Arch {
     pub o_bias: bool,
     pub mlp_bias: bool,
     pub qk_norm: bool,
-    /// Per layer: how many keys a query sees, itself included; `None`: all before it.
+    /// For each layer, the number of keys that a query sees, itself included. `None`: all earlier keys.
     pub windows: Vec<Option<usize>>,
     pub rope: Rope,
     /// Standard deviation of new weights.
     pub init_std: f32,
     pub bos_token: Option<u32>,
-    /// Tokens that end a response: of generation_config.json where it names any, else of config.json.
+    /// Tokens that end a response: from generation_config.json if it names any, else from config.json.
     pub eos_tokens: Vec<u32>,
     pub pad_token: Option<u32>,
     /// The value head's tensor is `{value_head}.weight`.
     pub value_head: String,
     /// Mean and standard deviation of a reward model's scores on its eval data (`mean`, `std`).
     pub reward_mean_std: Option<(f32, f32)>,
-    /// config.json as it was read; export keeps its keys.
+    /// config.json as read. An export keeps its keys.
     pub source: Map<String, Value>,
 }
 
@@ -68,7 +68,7 @@ impl Arch {
     /// Reads `config.json`, and the end tokens of `generation_config.json`, of a model directory.
     ///
     /// # Errors
-    /// `Data` where the file is missing or says something this program cannot do; `Io` where it cannot be read.
+    /// `Data` if the file is missing or describes an unsupported model; `Io` if it cannot be read.
     pub fn load(dir: &Path) -> Result<Self> {
         let config = read_object(&dir.join("config.json"))?.ok_or_else(|| no_model(dir))?;
         let mut arch = Self::from_config(&config).map_err(|e| e.within(dir.display()))?;
@@ -81,16 +81,17 @@ impl Arch {
         Ok(arch)
     }
 
-    /// The dims in words: `llama, 4 layers, width 128, 4/2 heads of 32, MLP 352, vocabulary 264`.
+    /// The dimensions as text: `llama, 4 layers, width 128, 4/2 heads of 32, MLP 352, vocabulary 264`.
     pub fn shape(&self) -> String {
         let Self { layers, width, heads, kv_heads, head_dim, mlp_width, vocabulary, .. } = self;
-        let name = self.family.name;
+        let (name, plural) = (self.family.name, if *layers == 1 { "" } else { "s" });
         format!(
-            "{name}, {layers} layers, width {width}, {heads}/{kv_heads} heads of {head_dim}, MLP {mlp_width}, vocabulary {vocabulary}"
+            "{name}, {layers} layer{plural}, width {width}, {heads}/{kv_heads} heads of {head_dim}, MLP {mlp_width}, \
+             vocabulary {vocabulary}"
         )
     }
 
-    /// Whether equal weights give equal results: everything but the names of special tokens and the words of
+    /// Whether equal weights give equal results. Compares everything but the special tokens and the text of
     /// config.json.
     pub fn computes_as(&self, other: &Self) -> bool {
         let numbers = |arch: &Self| Self {
@@ -104,7 +105,7 @@ impl Arch {
         numbers(self) == numbers(other)
     }
 
-    /// The architecture that the object of a config.json describes.
+    /// The architecture that a parsed config.json describes.
     pub fn from_config(config: &Map<String, Value>) -> Result<Self> {
         let c = Reader::new(config);
         let class = config.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str);
@@ -121,7 +122,7 @@ impl Arch {
             ("vocab_size", vocabulary, VOCABULARY_MAX),
         ] {
             if value > most {
-                return Err(c.wrong(key, &format!("is {value}, at most {most}")));
+                return Err(c.wrong(key, &format!("must be at most {most} (got {value})")));
             }
         }
         let context = c.count("max_position_embeddings")?.unwrap_or(family.context);
@@ -134,7 +135,10 @@ impl Arch {
             (Some(given), _) => given,
             (None, Some(default)) => default,
             (None, None) if width.is_multiple_of(heads) => width / heads,
-            (None, None) => return Err(c.wrong("hidden_size", "is no multiple of num_attention_heads")),
+            (None, None) => {
+                let what = format!("({width}) must be a multiple of num_attention_heads ({heads})");
+                return Err(c.wrong("hidden_size", &what));
+            }
         };
         let prefix = c.text("value_head_prefix")?;
         let arch = Self {
@@ -170,26 +174,26 @@ impl Arch {
 
     fn check(&self, c: &Reader) -> Result<()> {
         if !self.heads.is_multiple_of(self.kv_heads) {
-            let what = format!("({}) is no multiple of num_key_value_heads ({})", self.heads, self.kv_heads);
+            let what = format!("({}) must be a multiple of num_key_value_heads ({})", self.heads, self.kv_heads);
             return Err(c.wrong("num_attention_heads", &what));
         }
         if !self.head_dim.is_multiple_of(2) {
-            return Err(c.wrong("head_dim", &format!("({}) must be even for rotary positions", self.head_dim)));
+            return Err(c.wrong("head_dim", &format!("({}) must be even for rotary embeddings", self.head_dim)));
         }
         if self.norm_eps.is_nan() || self.norm_eps < 0.0 {
-            return Err(c.wrong("rms_norm_eps", "must not be negative"));
+            return Err(c.wrong("rms_norm_eps", &format!("must not be negative (got {})", self.norm_eps)));
         }
         if self.rope.theta <= 1.0 {
-            return Err(c.wrong("rope_theta", "must be above 1"));
+            return Err(c.wrong("rope_theta", &format!("must be above 1 (got {})", self.rope.theta)));
         }
         let head = &self.value_head;
         if head.is_empty() || !head.chars().all(|ch| ch.is_ascii_alphanumeric() || "._".contains(ch)) {
-            return Err(c.wrong("value_head_prefix", "must be the name of a tensor"));
+            return Err(c.wrong("value_head_prefix", &format!("must be the name of a tensor (got \"{head}\")")));
         }
         Ok(())
     }
 
-    /// The tensor of a head of its own.
+    /// The tensor name of an untied head.
     pub(super) fn head_name(&self, head: Head) -> String {
         match head {
             Head::LanguageModel => "lm_head.weight".to_owned(),
@@ -208,38 +212,38 @@ impl Arch {
     }
 }
 
-/// What a directory is that is no model, and what helps.
+/// The error for a path that is not a model directory: what it is instead, and a hint.
 pub(super) fn no_model(dir: &Path) -> Error {
     let (shown, has) = (dir.display(), |name: &str| dir.join(name).exists());
     if has("manifest.json") {
-        return Error::data(format!("{shown} is a checkpoint, no model"))
-            .hint(format!("rlhf-hpc export {shown} --out MODEL writes the model that it holds"));
+        return Error::data(format!("{shown} is a checkpoint, not a model"))
+            .hint(format!("run `rlhf-hpc export {shown} --out MODEL` to write its model"));
     }
     if has("checkpoints") || has("config.resolved.toml") {
-        return Error::data(format!("{shown} is the directory of a run, no model")).hint(if has("export") {
-            format!("its model is {shown}/export")
+        return Error::data(format!("{shown} is a run directory, not a model")).hint(if has("export") {
+            format!("use its model, {shown}/export")
         } else {
-            format!("rlhf-hpc export {shown} --out MODEL writes the model of its last checkpoint")
+            format!("run `rlhf-hpc export {shown} --out MODEL` to write the model of its last checkpoint")
         });
     }
     if dir.is_dir() {
-        return Error::data(format!("{shown} holds no config.json")).hint("give a Hugging Face model directory");
+        return Error::data(format!("{shown} has no config.json")).hint("use a Hugging Face model directory");
     }
-    let what = if dir.exists() { "is no directory" } else { "does not exist" };
+    let what = if dir.exists() { "is not a directory" } else { "does not exist" };
     Error::data(format!("{shown} {what}")).hint(
-        "give a Hugging Face model directory; a model of the Hub is fetched by `hf download ORG/NAME --local-dir DIR`",
+        "use a Hugging Face model directory; to download one from the Hub, run `hf download ORG/NAME --local-dir DIR`",
     )
 }
 
-/// Refuses what would change the numbers if it were passed over.
+/// Rejects settings that would change the results if they were ignored.
 fn refuse_unsupported(c: &Reader) -> Result<()> {
     let act = c.text("hidden_act")?.unwrap_or_else(|| "silu".into());
     if act != "silu" {
-        return Err(c.wrong("hidden_act", &format!("is \"{act}\", only \"silu\" is supported")));
+        return Err(c.wrong("hidden_act", &format!("must be \"silu\" (got \"{act}\")")));
     }
     if c.get("quantization_config").is_some() {
         return Err(c
-            .wrong("quantization_config", "is set: quantized weights are not supported")
+            .wrong("quantization_config", "is set, but quantized weights are not supported")
             .hint("save the model in f32, bf16 or f16"));
     }
     Ok(())
@@ -266,13 +270,14 @@ fn windows(c: &Reader, family: &Family, layers: usize) -> Result<Vec<Option<usiz
         return Ok((0..layers).map(|i| window.filter(|_| i >= from)).collect());
     };
     let types = types.as_array().filter(|t| t.len() == layers);
-    let types = types.ok_or_else(|| c.wrong("layer_types", &format!("must list {layers} layers")))?;
+    let types =
+        types.ok_or_else(|| c.wrong("layer_types", &format!("must have one entry for each layer ({layers})")))?;
     let window_of = |kind: &Value| match kind.as_str() {
         Some("full_attention") => Ok(None),
         Some("sliding_attention") => window
             .map(Some)
-            .ok_or_else(|| c.wrong("layer_types", "has sliding_attention, but sliding_window is not set")),
-        _ => Err(c.wrong("layer_types", &format!("has {kind}; known: full_attention, sliding_attention"))),
+            .ok_or_else(|| c.wrong("layer_types", "lists sliding_attention, but sliding_window is not set")),
+        _ => Err(c.wrong("layer_types", &format!("must list full_attention or sliding_attention (got {kind})"))),
     };
     types.iter().map(window_of).collect()
 }

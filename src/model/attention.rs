@@ -16,13 +16,13 @@ use crate::ops::matmul::Into;
 use crate::ops::rope::{self, RopeTable};
 use crate::tensor::{Indices, Tensor};
 
-/// Where the keys of one layer come from.
+/// The source of one layer's keys.
 pub(super) enum LayerKeys<'a> {
     Packed(&'a Packed<'a>),
     Paged(&'a mut KvLayer, &'a Paged<'a>),
 }
 
-/// What does not differ between the calls of one forward.
+/// The inputs that all calls of one forward share.
 #[derive(Clone, Copy)]
 pub(super) struct Context<'a> {
     pub w: &'a Unit<'a>,
@@ -30,7 +30,7 @@ pub(super) struct Context<'a> {
     pub rope: &'a RopeTable,
 }
 
-/// One layer's attention: parameters, shape, the ranks that share its heads, and those that share its sequences.
+/// One layer's attention: parameters, shape, and the groups of ranks that share its heads and its sequences.
 #[derive(Clone, Debug)]
 pub(super) struct Attention {
     q: Linear,
@@ -39,22 +39,22 @@ pub(super) struct Attention {
     o: Linear,
     q_norm: Option<Norm>,
     k_norm: Option<Norm>,
-    /// Heads as far as this rank holds them.
+    /// The heads that this rank holds.
     pub(super) shape: AttentionShape,
     copies: KvCopies,
     tensor: Group,
     ring: Ring,
 }
 
-/// What the backward of attention needs.
+/// The activations that the backward of attention needs.
 #[derive(Debug)]
 pub(super) struct AttentionSaved {
     /// The branch's input (t, d)
     n: Tensor,
-    /// Projections before their norm, where the model has qk-norm.
+    /// Projections before their norm, if the model has qk-norm.
     q_raw: Option<Raw>,
     k_raw: Option<Raw>,
-    /// As attended: normed and rotated. (t, h*e), (t, g*e)
+    /// Inputs of attention, normed and rotated: (t, h*e), (t, g*e)
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -63,7 +63,7 @@ pub(super) struct AttentionSaved {
 }
 
 impl AttentionSaved {
-    /// What was computed, in order.
+    /// The results in the order in which they were computed.
     pub(super) fn results(&self) -> [(&'static str, &Tensor); 5] {
         let [n, q, k, v, o] = [&self.n, &self.q, &self.k, &self.v, &self.o];
         [("attention's norm", n), ("queries", q), ("keys", k), ("values", v), ("attention", o)]
@@ -104,7 +104,7 @@ impl Attention {
         }
     }
 
-    /// All of it but the output projection, which `add` does.
+    /// Attention without the output projection, which `add` computes.
     pub(super) fn forward(&self, c: Context, n: Tensor, keys: LayerKeys) -> AttentionSaved {
         let (shape, t) = (&self.shape, n.rows());
         let [q, k, mut v] = Linear::forward_each(c.w, &n, [&self.q, &self.k, &self.v]);
@@ -128,7 +128,7 @@ impl Attention {
         AttentionSaved { n, q_raw, k_raw, q, k, v, o, lse }
     }
 
-    /// x += y. What x held is given back where that `keeps`.
+    /// x += y. With `keeps`, returns the previous value of x.
     pub(super) fn add(&self, c: Context, saved: &AttentionSaved, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
         self.o.forward_onto(c.w, &saved.o, x, keeps)
     }
@@ -162,14 +162,14 @@ impl Attention {
     }
 }
 
-/// A projection, normed per head where the model has qk-norm (then what came before is kept).
+/// A projection, normed per head if the model has qk-norm (the input of the norm is kept then).
 fn normed(w: &Unit, x: Tensor, norm: Option<&Norm>) -> (Tensor, Option<Raw>) {
     let Some(norm) = norm else { return (x, None) };
     let (y, rstd) = norm.forward(w, &x);
     (y, Some(Raw { x, rstd }))
 }
 
-/// The backward of a qk-norm; dy itself where there is none.
+/// The backward of a qk-norm, or dy itself without one.
 fn unnorm(w: &Unit, norm: Option<&Norm>, raw: Option<Raw>, dy: Tensor, grads: &mut Gradients) -> Tensor {
     let (Some(norm), Some(Raw { x, rstd })) = (norm, raw) else { return dy };
     let mut dx = x.zeros_like(x.rows(), x.width());
@@ -177,14 +177,14 @@ fn unnorm(w: &Unit, norm: Option<&Norm>, raw: Option<Raw>, dy: Tensor, grads: &m
     dx
 }
 
-/// Which key/value heads this rank holds, some of them copies of another rank's.
+/// The key/value heads that this rank holds. Some may be copies of another rank's.
 #[derive(Clone, Debug)]
 struct KvCopies {
-    /// The head of each local head.
+    /// The global head of each local head.
     held: Vec<usize>,
     heads: usize,
     head_dim: usize,
-    /// Copies of each head on all ranks.
+    /// The number of copies of each head over all ranks.
     copies: usize,
 }
 
@@ -194,8 +194,8 @@ impl KvCopies {
         Self { held, heads: arch.kv_heads, head_dim: arch.head_dim, copies }
     }
 
-    /// Every copy of a head is attended to by other query heads: the gradient of each copy becomes the sum over all, so
-    /// that the weights behind them move alike. It is added in f32, this rank's copies first.
+    /// Sums the gradients over all copies of a head, so that the weights of all copies get the same update. Each copy
+    /// serves different query heads. The sum is in f32, this rank's copies first.
     fn sum(&self, tensor: &Group, gradients: [&mut Tensor; 2]) {
         let rows = gradients[0].rows();
         if self.copies == 1 || rows == 0 {
@@ -214,7 +214,7 @@ impl KvCopies {
         }
     }
 
-    /// The first column of each local head, here and in gradient `i` among those of all heads.
+    /// The first column of each local head: on this rank, and in gradient `i` among the columns of all heads.
     fn places(&self, i: usize) -> impl Iterator<Item = (usize, usize)> {
         let e = self.head_dim;
         self.held.iter().enumerate().map(move |(local, head)| (local * e, (i * self.heads + head) * e))

@@ -1,5 +1,5 @@
-//! One layer: x1 = x0 + attention(norm(x0)), x2 = x1 + mlp(norm(x1)). The residual stream is the block's: what is normed before a
-//! branch, and what a branch is added to.
+//! One layer: x1 = x0 + attention(norm(x0)), x2 = x1 + mlp(norm(x1)). The block owns the residual stream: it norms the
+//! input of each branch and adds the branch's output.
 
 use super::arch::Arch;
 use super::attention::{Attention, AttentionSaved, Context, LayerKeys};
@@ -20,10 +20,10 @@ pub(super) struct Block {
     mlp: Mlp,
 }
 
-/// What the backward of a block needs.
+/// The activations that the backward of a block needs.
 #[derive(Debug)]
 pub(super) enum BlockSaved {
-    /// The block's input only; the rest is computed again.
+    /// Only the block's input. The rest is recomputed.
     Input(Tensor),
     Everything(Box<Activations>),
 }
@@ -32,14 +32,14 @@ pub(super) enum BlockSaved {
 pub(super) struct Activations {
     /// Input of the block (t, d)
     x0: Tensor,
-    /// None where it is computed again.
+    /// `None` if it is recomputed.
     attention: Option<Branch<AttentionSaved>>,
-    /// Behind attention (t, d)
+    /// The residual stream after attention (t, d)
     x1: Tensor,
     mlp: Branch<MlpSaved>,
 }
 
-/// What the backward of a norm and of the branch behind it need.
+/// The activations that the backward of a norm and of its branch needs.
 #[derive(Debug)]
 struct Branch<T> {
     /// 1 / rms of the norm's input (t, 1)
@@ -48,11 +48,11 @@ struct Branch<T> {
 }
 
 impl BlockSaved {
-    /// What is kept of layer `layer`, in the order in which it was computed, each with its name.
+    /// The kept results of layer `layer`, with names, in the order in which they were computed.
     pub(super) fn results(&self, layer: usize) -> Vec<(String, &Tensor)> {
         let before = match layer {
             0 => "the embedding".to_string(),
-            _ => format!("the result of layer {}", layer - 1),
+            _ => format!("the output of layer {}", layer - 1),
         };
         let Activations { x0, attention, x1, mlp } = match self {
             Self::Input(x0) => return vec![(before, x0)],
@@ -65,7 +65,7 @@ impl BlockSaved {
     }
 }
 
-/// How much of a forward is kept.
+/// The activations of a forward that are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Keep {
     Nothing,
@@ -86,12 +86,13 @@ impl Block {
         }
     }
 
-    /// What its attention computes on this rank.
+    /// The shape of this rank's part of the attention.
     pub(super) fn shape(&self) -> &AttentionShape {
         &self.attention.shape
     }
 
-    /// `x` holds x0 before and x2 behind. What is kept of x0 and x1 is not copied: the next sum goes to memory of its own.
+    /// `x` holds x0 before the call and x2 after it. Kept x0 and x1 are not copied: the next sum gets memory of its
+    /// own.
     pub(super) fn forward(&self, c: Context, x: &mut Tensor, keys: LayerKeys, keep: Keep) -> Option<BlockSaved> {
         let attention = self.attend(c, x, keys);
         let x0 = self.attention.add(c, &attention.saved, x, keep != Keep::Nothing);
@@ -105,7 +106,7 @@ impl Block {
         }
         let mlp = self.activate(c, x);
         let x1 = self.mlp.add(c, &mlp.saved.act, x, true);
-        let [x0, x1] = [x0, x1].map(|kept| kept.expect("what is kept is given back"));
+        let [x0, x1] = [x0, x1].map(|kept| kept.expect("a kept value is returned"));
         Some(BlockSaved::Everything(Box::new(Activations { x0, attention, x1, mlp })))
     }
 
@@ -119,11 +120,11 @@ impl Block {
         Branch { rstd, saved: self.mlp.forward(c, n) }
     }
 
-    /// What the backward needs, from x0; x2 is not part of that.
+    /// Recomputes from x0 the activations that the backward needs. x2 is not among them.
     fn again(&self, c: Context, packed: &Packed, x0: Tensor) -> Activations {
         let mut x1 = x0;
         let attention = self.attend(c, &x1, LayerKeys::Packed(packed));
-        let x0 = self.attention.add(c, &attention.saved, &mut x1, true).expect("what is kept is given back");
+        let x0 = self.attention.add(c, &attention.saved, &mut x1, true).expect("a kept value is returned");
         let mlp = self.activate(c, &x1);
         Activations { x0, attention: Some(attention), x1, mlp }
     }

@@ -1,7 +1,7 @@
-//! Gathers a model that several ranks hold on the first rank: parameter by parameter, some rows at a time, as files hold them.
-//! Every rank sends what it alone has, and holds no more than a piece of the others' values.
+//! Gathers a model that is sharded over ranks on the first rank: parameter by parameter, some rows at a time, in the
+//! order of files. Every rank sends the values that it alone has, and holds at most one piece of the others' values.
 //!
-//! Values on GPUs are read to the hosts piece by piece, where the files need them anyway, and are sent by MPI.
+//! Values on GPUs are copied to the host piece by piece, because the files need them there, and are sent by MPI.
 
 use super::arch::Arch;
 use super::moves::without;
@@ -15,16 +15,16 @@ use crate::tensor::{DType, Layout, PANEL};
 use safetensors::Dtype;
 use std::ops::Range;
 
-/// Elements that are gathered at a time.
+/// The number of elements gathered at a time.
 const PIECE: usize = 1 << 20;
 
-/// Calls `take` on the first rank of `axes` with all rows of all parameters of the whole model, in order: the index of the
-/// parameter in the table, and row-major values of some rows. All ranks of `axes` call this.
+/// Calls `take` on the first rank of `axes` with all rows of all parameters of the whole model, in order. Its arguments
+/// are the index of the parameter in the table and the row-major values of some rows. All ranks of `axes` call this.
 ///
 /// # Panics
 /// If the axes have a pipeline.
 pub fn collect(arch: &Arch, weights: &Weights, axes: &Axes, mut take: impl FnMut(usize, &[f32])) {
-    assert_eq!(axes.pipeline.size(), 1, "ranks of a pipeline hold other units");
+    assert_eq!(axes.pipeline.size(), 1, "pipeline ranks hold different units");
     let (size, device) = (axes.tensor.size(), weights.device());
     let part = |rank| ParamTable::on(device, arch, weights.table.head(), TensorPart { rank, size });
     let tables: Vec<ParamTable> = (0..size).map(part).collect();
@@ -47,7 +47,7 @@ pub fn collect(arch: &Arch, weights: &Weights, axes: &Axes, mut take: impl FnMut
     }
 }
 
-/// Appends row-major values of weights of `dtype` to `bytes`, as files of that type hold them.
+/// Appends row-major values of weights of `dtype` to `bytes`, in the format of files of that type.
 pub fn append_bytes(dtype: DType, rows: &[f32], bytes: &mut Vec<u8>) {
     match dtype {
         DType::F32 => bytes.extend_from_slice(bytemuck::cast_slice(rows)),
@@ -55,8 +55,8 @@ pub fn append_bytes(dtype: DType, rows: &[f32], bytes: &mut Vec<u8>) {
     }
 }
 
-/// Stores what this rank holds of a whole parameter: `bytes` are all of its row-major values, as `append_bytes` made them of weights of
-/// the same type. At the end of all `Weights::release`.
+/// Stores this rank's part of a whole parameter. `bytes` are all of its row-major values, as `append_bytes` writes
+/// weights of the same type. Call `Weights::release` after the last parameter.
 pub fn store_whole(weights: &mut Weights, index: usize, bytes: &[u8]) {
     let table = weights.table.clone();
     let (spec, mut room) = (&table.specs()[index], Vec::new());
@@ -73,9 +73,9 @@ pub fn store_whole(weights: &mut Weights, index: usize, bytes: &[u8]) {
 struct Take<'a> {
     tensor: usize,
     spec: &'a ParamSpec,
-    /// Among the rows that it holds.
+    /// The rows, as indices among the rows that the rank holds.
     held: Range<usize>,
-    /// The first of them in the whole parameter.
+    /// The first of these rows in the whole parameter.
     row: usize,
 }
 
@@ -106,7 +106,8 @@ fn takes<'a>(specs: &[&'a ParamSpec], rows: &Range<usize>) -> Vec<Take<'a>> {
 struct Staging {
     send: Vec<f32>,
     receive: Vec<f32>,
-    /// Where in `receive` the values of each take are, in the order of its flat range: the pieces of several ranks.
+    /// The ranges of `receive` that hold the values of each take, in the order of its flat range. They come from
+    /// several ranks.
     places: Vec<Vec<Range<usize>>>,
     flat: Vec<f32>,
     held: Vec<f32>,
@@ -114,7 +115,7 @@ struct Staging {
 }
 
 impl Staging {
-    /// Sends this rank's values of `takes` to the first rank, which receives those of all.
+    /// Sends this rank's values of `takes` to the first rank, which receives the values of all ranks.
     fn bring(&mut self, weights: &Weights, unit: usize, axes: &Axes, partitions: &[Partition], takes: &[Take]) {
         let (all, size) = (&axes.all, axes.tensor.size());
         let words = weights.dtype().bytes() / size_of::<u16>();
@@ -163,7 +164,7 @@ impl Staging {
         }
     }
 
-    /// The rows of the whole parameter, from the values that were received.
+    /// Assembles the rows of the whole parameter from the received values.
     fn put_together(&mut self, dtype: DType, takes: &[Take], rows: &Range<usize>, width: usize) -> &[f32] {
         self.rows.resize(rows.len() * width, 0.0);
         let received: &[u16] = bytemuck::cast_slice(&self.receive);

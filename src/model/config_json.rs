@@ -1,4 +1,4 @@
-//! Typed reading of config.json: a key is absent (or null), of the right type, or an error that names it.
+//! Typed reading of config.json. A key is absent (or null) or has the right type; else the error names it.
 
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 /// One object of config.json.
 pub(super) struct Reader<'a> {
     object: &'a Map<String, Value>,
-    /// What stands before a key in messages, e.g. `rope_scaling.`.
+    /// The prefix of keys in messages, e.g. `rope_scaling.`.
     prefix: String,
 }
 
@@ -19,7 +19,7 @@ impl<'a> Reader<'a> {
         self.object.get(key).filter(|v| !v.is_null())
     }
 
-    /// Whether the key stands there, be it null.
+    /// Whether the object has the key, even with the value null.
     pub(super) fn has(&self, key: &str) -> bool {
         self.object.contains_key(key)
     }

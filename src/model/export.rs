@@ -1,5 +1,5 @@
-//! A Hugging Face directory from weights: config.json with the keys it came with, generation_config.json, safetensors
-//! in one file or in shards with an index, and the tokenizer's files.
+//! Exports weights as a Hugging Face directory: config.json with its original keys, generation_config.json, safetensors
+//! in one file or in shards with an index, and the tokenizer files.
 
 use super::arch::{Arch, Head};
 use super::params::ParamTable;
@@ -17,7 +17,7 @@ use std::sync::Arc;
 /// Bytes of tensors in one file, the limit that transformers uses.
 const SHARD_BYTES_MAX: usize = 5_000_000_000;
 
-/// Files of a tokenizer that are copied where they exist.
+/// Tokenizer files, which are copied if they exist.
 pub const TOKENIZER_FILES: [&str; 10] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -31,23 +31,24 @@ pub const TOKENIZER_FILES: [&str; 10] = [
     "preprocessor_config.json",
 ];
 
-/// The small files of a model directory: what it is, and its tokenizer.
+/// The small files of a model directory: configuration and tokenizer.
 pub fn small_files() -> impl Iterator<Item = &'static str> {
     ["config.json", "generation_config.json"].into_iter().chain(TOKENIZER_FILES)
 }
 
-/// Writes the model to `out` in `dtype`: first all of it into a directory beside `out`, which is then renamed, so that
-/// `out` is complete or not there. An export that stands there already is replaced. Tokenizer files and
+/// Writes the model to `out` in `dtype`. The files go to a temporary directory next to `out`, which is renamed at the
+/// end, so `out` is either complete or absent. An existing export is replaced. Tokenizer files and
 /// generation_config.json come from `tokenizer_dir`.
 ///
 /// # Errors
-/// `Usage` if `out` is a file, or holds files that no export writes; `Io` where writing fails (nothing is left behind).
+/// `Usage` if `out` is a file, or contains files that no export writes; `Io` if writing fails (no partial files are
+/// left).
 pub fn export(out: &Path, arch: &Arch, weights: &Weights, dtype: DType, tokenizer_dir: Option<&Path>) -> Result<()> {
     Export::begin(out, arch, &weights.table, dtype, tokenizer_dir)?.write(weights)
 }
 
-/// An export under way, for models that no process holds as a whole: units, or rows of parameters, come one after another and
-/// need not stay. What is not committed is removed.
+/// An export in progress, for models that no process holds as a whole. Units, or rows of parameters, are written one
+/// after another and need not stay in memory. An export that is not committed is removed.
 #[derive(Debug)]
 pub struct Export {
     out: PathBuf,
@@ -59,7 +60,7 @@ impl Export {
     /// Begins an export of a model with the whole `table`.
     ///
     /// # Errors
-    /// As `export`.
+    /// The errors of `export`.
     pub fn begin(
         out: &Path,
         arch: &Arch,
@@ -68,8 +69,8 @@ impl Export {
         tokenizer_dir: Option<&Path>,
     ) -> Result<Self> {
         if out.file_name().is_none() {
-            return Err(Error::usage(format!("{} names no directory to export to", out.display()))
-                .hint("give a new directory's path"));
+            return Err(Error::usage(format!("cannot export to {}: the path must end with a name", out.display()))
+                .hint("export to a new directory"));
         }
         check_target(out)?;
         fs::create_dir_all(parent(out)).map_err(|e| Error::io("create", parent(out), &e))?;
@@ -82,14 +83,14 @@ impl Export {
         Ok(export)
     }
 
-    /// Sets the limit on the bytes of tensors in one file; a larger tensor has a file of its own.
+    /// Sets the limit on the bytes of tensors in one file. A larger tensor gets a file of its own.
     #[must_use]
     pub fn shard_bytes_max(mut self, bytes: usize) -> Self {
         self.files = self.files.cut_at(bytes);
         self
     }
 
-    /// Writes all units of `weights`, and makes the export visible.
+    /// Writes all units of `weights`, then makes the export visible.
     ///
     /// # Errors
     /// `Io`.
@@ -104,7 +105,7 @@ impl Export {
     /// `Io`.
     ///
     /// # Panics
-    /// If it is another one, or not all of it.
+    /// If the values are not the whole next unit.
     pub fn unit(&mut self, values: &UnitValues) -> Result<()> {
         self.files.unit(values)
     }
@@ -115,12 +116,12 @@ impl Export {
     /// `Io`.
     ///
     /// # Panics
-    /// If another one comes next.
+    /// If `index` is not the next parameter.
     pub fn rows(&mut self, index: usize, rows: &[f32]) -> Result<()> {
         self.files.rows(index, rows)
     }
 
-    /// Makes the export visible, when all parameters have come.
+    /// Makes the export visible after all parameters are written.
     ///
     /// # Errors
     /// `Io`.
@@ -139,14 +140,14 @@ impl Drop for Export {
     }
 }
 
-/// A directory beside `out`, on the way there or back.
+/// A temporary directory next to `out`, for the new or the old export.
 fn aside(out: &Path, what: &str) -> PathBuf {
     let name = out.file_name().unwrap_or_default().display();
     parent(out).join(format!(".{name}.{what}-{}", std::process::id()))
 }
 
-/// Removes what an export to `out` left that was killed; where it was killed between its renames, the export before it is put
-/// back.
+/// Removes the leftovers of a killed export to `out`. If it was killed between its two renames, the previous export is
+/// restored.
 ///
 /// # Errors
 /// `Io`.
@@ -166,17 +167,18 @@ pub fn remove_leftovers(out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Refuses an `out` that an export would not replace: a file, or a directory with anything in it that no export writes.
+/// Rejects an `out` that an export must not replace: a file, or a directory with files that no export writes.
 ///
 /// # Errors
-/// `Usage`, naming what is there; `Io` where it cannot be read.
+/// `Usage`, naming the file in the way; `Io` if the directory cannot be read.
 pub fn check_target(out: &Path) -> Result<()> {
     let entries = match fs::read_dir(out) {
         Ok(entries) => entries,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         Err(_) if out.is_file() => {
-            return Err(Error::usage(format!("{} is a file, and an export makes a directory", out.display()))
-                .hint("move it away"));
+            return Err(
+                Error::usage(format!("{} is a file, but an export is a directory", out.display())).hint("move it away")
+            );
         }
         Err(e) => return Err(Error::io("export to", out, &e)),
     };
@@ -187,7 +189,7 @@ pub fn check_target(out: &Path) -> Result<()> {
             || (name.starts_with("model") && name.ends_with(".safetensors"));
         if !ours {
             return Err(Error::usage(format!(
-                "{} exists and holds {name}, which is no part of an export",
+                "{} exists and contains {name}, which is not part of an export",
                 out.display()
             ))
             .hint("export to a new directory"));
@@ -196,7 +198,7 @@ pub fn check_target(out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Renames `fresh` to `out`; what stood there before goes aside first and is removed last.
+/// Renames `fresh` to `out`. An existing `out` is renamed first and removed at the end.
 fn swap(fresh: &Path, out: &Path) -> Result<()> {
     let (replaced, old) = (out.exists(), &aside(out, "old"));
     if replaced {
@@ -215,7 +217,7 @@ fn swap(fresh: &Path, out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// All but the tensors.
+/// Writes all files but the tensors.
 fn write_words(dir: &Path, arch: &Arch, head: Head, dtype: DType, tokenizer_dir: Option<&Path>) -> Result<()> {
     write_json(&dir.join("config.json"), &Value::Object(config(arch, head, dtype)))?;
     if let Some(from) = tokenizer_dir {
@@ -233,7 +235,7 @@ fn write_words(dir: &Path, arch: &Arch, head: Head, dtype: DType, tokenizer_dir:
     Ok(())
 }
 
-/// The keys of the source, with what the export itself decides.
+/// The keys of the source config.json and the keys that the export itself sets.
 fn config(arch: &Arch, head: Head, dtype: DType) -> Map<String, Value> {
     let mut config = arch.source.clone();
     let class = match head {

@@ -1,4 +1,4 @@
-//! Families of models as data: what their config.json leaves unsaid.
+//! Model families as data: the defaults that their config.json leaves out.
 
 use crate::error::{Error, Result};
 
@@ -7,22 +7,22 @@ use crate::error::{Error, Result};
 pub enum Bias {
     Never,
     Always,
-    /// As this key of config.json says; absent is false.
+    /// Set by this key of config.json; false if absent.
     Key(&'static str),
 }
 
-/// Which layers attend within a sliding window.
+/// The layers that attend within a sliding window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Windows {
     Never,
-    /// Every layer, where `sliding_window` is not null; this width where the key is absent.
+    /// Every layer, unless `sliding_window` is null. This is the width if the key is absent.
     Everywhere(usize),
-    /// Only with `use_sliding_window`, from layer `max_window_layers` on, or as `layer_types` says. (default window,
-    /// default max_window_layers)
+    /// Only with `use_sliding_window`: the layers from `max_window_layers` on, or those of `layer_types`. (default
+    /// window, default max_window_layers)
     Switched(usize, usize),
 }
 
-/// One family; every difference between families that the transformer knows is a field here or of `Arch`.
+/// One family. Every difference between families is a field here or in `Arch`.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Family {
     /// `model_type` of config.json.
@@ -36,15 +36,15 @@ pub struct Family {
     pub mlp_bias: Bias,
     pub qk_norm: bool,
     pub windows: Windows,
-    /// Where config.json has no `head_dim`; `None`: width / heads.
+    /// The default of `head_dim`. `None`: width / heads.
     pub head_dim: Option<usize>,
-    /// Where config.json has no `num_key_value_heads`; `None`: as many as heads.
+    /// The default of `num_key_value_heads`. `None`: the number of heads.
     pub kv_heads: Option<usize>,
-    /// Where config.json has no `max_position_embeddings`.
+    /// The default of `max_position_embeddings`.
     pub context: usize,
 }
 
-/// Every family this program knows. Defaults are those of the configuration classes of transformers 4 and 5.
+/// The supported families. Defaults are those of the configuration classes of transformers 4 and 5.
 static FAMILIES: [Family; 4] = [
     Family {
         name: "llama",
@@ -104,22 +104,22 @@ static FAMILIES: [Family; 4] = [
 const VALUE_CLASSES: [&str; 2] = ["RewardModel", "CriticModel"];
 
 impl Family {
-    /// The family of that `model_type`.
+    /// The family with this `model_type`.
     fn named(name: &str) -> Result<&'static Self> {
         FAMILIES.iter().find(|f| f.name == name).ok_or_else(|| {
             let known: Vec<&str> = FAMILIES.iter().map(|f| f.name).collect();
-            Error::data(format!("unknown model_type \"{name}\"")).hint(format!("known: {}", known.join(", ")))
+            Error::data(format!("unknown model_type \"{name}\"")).hint(format!("use one of {}", known.join(", ")))
         })
     }
 
-    /// The family, and whether the model has a value head instead of a language-model head, from `model_type` and
-    /// `architectures[0]`; one of them may be absent.
+    /// Returns the family, and whether the model has a value head instead of a language-model head. They follow from
+    /// `model_type` and `architectures[0]`, of which one may be absent.
     ///
     /// # Errors
-    /// `Data` where neither is known, where they disagree, or where both are absent.
+    /// `Data` if they are unknown, if they disagree, or if both are absent.
     pub fn identify(model_type: Option<&str>, architecture: Option<&str>) -> Result<(&'static Self, bool)> {
         let Some(class) = architecture else {
-            let name = model_type.ok_or_else(|| Error::data("neither model_type nor architectures is given"))?;
+            let name = model_type.ok_or_else(|| Error::data("neither model_type nor architectures is set"))?;
             return Ok((Self::named(name)?, false));
         };
         if let (Some(name), true) = (model_type, VALUE_CLASSES.contains(&class)) {
@@ -127,12 +127,12 @@ impl Family {
         }
         let found = FAMILIES.iter().find(|f| f.causal == class || f.classifier == class).ok_or_else(|| {
             let known: Vec<&str> = FAMILIES.iter().flat_map(|f| [f.causal, f.classifier]).collect();
-            Error::data(format!("unknown architecture \"{class}\"")).hint(format!("known: {}", known.join(", ")))
+            Error::data(format!("unknown architecture \"{class}\"")).hint(format!("use one of {}", known.join(", ")))
         })?;
         match model_type {
             Some(name) if name != found.name => {
-                Err(Error::data(format!("model_type \"{name}\" does not go with architecture \"{class}\""))
-                    .hint(format!("\"{class}\" needs model_type \"{}\"", found.name)))
+                Err(Error::data(format!("model_type \"{name}\" does not match architecture \"{class}\""))
+                    .hint(format!("set model_type to \"{}\" for \"{class}\"", found.name)))
             }
             _ => Ok((found, found.classifier == class)),
         }

@@ -1,4 +1,4 @@
-//! The safetensors files of a model directory: found, mapped and checked before a byte of theirs is believed.
+//! The safetensors files of a model directory. They are mapped and checked before any value is used.
 
 use super::arch::no_model;
 use crate::error::{Error, Result};
@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// Largest header that is read: 16 MiB hold more than 100,000 tensors.
+/// The largest accepted header. 16 MiB describe more than 100,000 tensors.
 const HEADER_BYTES_MAX: u64 = 16 << 20;
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -25,7 +25,7 @@ struct Shard {
 /// All tensors of a model directory.
 pub(super) struct Checkpoint {
     shards: Vec<Shard>,
-    /// Name of each tensor to its shard.
+    /// Maps each tensor name to its shard.
     by_name: BTreeMap<String, usize>,
 }
 
@@ -36,12 +36,12 @@ pub(super) struct Stored<'a> {
     pub dtype: Dtype,
     pub bytes: &'a [u8],
     map: &'a Map,
-    /// Where in the map its bytes begin.
+    /// The offset of its first byte in the map.
     at: usize,
 }
 
 impl Stored<'_> {
-    /// Has the system read these elements, which are needed soon.
+    /// Asks the system to read these elements ahead.
     pub(super) fn will_need(&self, elements: Range<usize>) {
         let byte = |element: usize| self.at + (element * self.dtype.bitsize() / 8).min(self.bytes.len());
         self.map.will_need(byte(elements.start)..byte(elements.end));
@@ -66,14 +66,14 @@ impl Checkpoint {
             for name in shard.metadata.offset_keys() {
                 if let Some(first) = by_name.insert(name.clone(), i) {
                     let (a, b) = (shards[first].path.display(), shard.path.display());
-                    return Err(Error::data(format!("tensor {name} stands in {a} and in {b}")));
+                    return Err(Error::data(format!("tensor {name} is in two files: {a} and {b}")));
                 }
             }
         }
         for (name, file) in weight_map {
             if by_name.get(name).is_none_or(|&i| !shards[i].path.ends_with(file)) {
                 return Err(Error::data(format!(
-                    "{}: {INDEX} says that {file} holds {name}, it does not",
+                    "{}: {INDEX} maps {name} to {file}, but that file does not contain it",
                     dir.display()
                 )));
             }
@@ -85,7 +85,7 @@ impl Checkpoint {
         self.by_name.keys().map(String::as_str)
     }
 
-    /// Gives back the memory of what was read so far.
+    /// Releases the memory of the bytes read so far.
     pub(super) fn release(&self) {
         self.shards.iter().for_each(|shard| shard.map.release());
     }
@@ -100,7 +100,7 @@ impl Checkpoint {
     }
 }
 
-/// The files in `dir` that hold weights, by name: of those that `load` would read the ones that are there.
+/// The names of the weight files in `dir` that `load` would read and that exist.
 pub fn weight_files(dir: &Path) -> Vec<String> {
     if dir.join(SINGLE).is_file() {
         return vec![SINGLE.to_owned()];
@@ -111,14 +111,14 @@ pub fn weight_files(dir: &Path) -> Vec<String> {
     names.into_iter().filter(|name| dir.join(name).is_file()).map(str::to_owned).collect()
 }
 
-/// Tensor name to file name, each file name a plain one.
+/// Maps tensor names to file names. A file name must not contain a directory.
 fn weight_map<'a>(
     path: &Path,
     index: &'a serde_json::Map<String, serde_json::Value>,
 ) -> Result<BTreeMap<&'a str, &'a str>> {
     let wrong = |what: String| Error::data(format!("{}: {what}", path.display()));
     let map = index.get("weight_map").and_then(|m| m.as_object()).filter(|m| !m.is_empty());
-    let map = map.ok_or_else(|| wrong("weight_map must be an object of tensor names to file names".into()))?;
+    let map = map.ok_or_else(|| wrong("weight_map must be an object that maps tensor names to file names".into()))?;
     let entry = |(name, file): (&'a String, &'a serde_json::Value)| {
         let file =
             file.as_str().ok_or_else(|| wrong(format!("weight_map[\"{name}\"] must be a file name, got {file}")))?;
@@ -127,7 +127,7 @@ fn weight_map<'a>(
             Ok((name.as_str(), file))
         } else {
             Err(wrong(format!(
-                "weight_map[\"{name}\"] = \"{}\" is not the plain name of a .safetensors file",
+                "weight_map[\"{name}\"] must be the plain name of a .safetensors file (got \"{}\")",
                 file.escape_debug()
             )))
         }
@@ -147,15 +147,14 @@ fn no_safetensors(dir: &Path) -> Error {
     match pickled {
         Some(file) => {
             let name = file.file_name();
-            Error::data(format!("{dir} holds {}, a pickle that could run code, and no {SINGLE}", name.display())).hint(
-                format!(
-                    "convert it with python -c \"from transformers import AutoModelForCausalLM as M; \
-                     M.from_pretrained('{dir}').save_pretrained('{dir}')\""
-                ),
-            )
+            let name = name.display();
+            Error::data(format!("{dir} has no {SINGLE}, only {name}, a pickle file that could run code")).hint(format!(
+                "convert it with python -c \"from transformers import AutoModelForCausalLM as M; \
+                 M.from_pretrained('{dir}').save_pretrained('{dir}')\""
+            ))
         }
-        None => Error::data(format!("{dir} holds no {SINGLE} and no {INDEX}"))
-            .hint("give a Hugging Face model directory with safetensors"),
+        None => Error::data(format!("{dir} has no {SINGLE} and no {INDEX}"))
+            .hint("use a Hugging Face model directory with safetensors files"),
     }
 }
 
@@ -166,13 +165,14 @@ fn open_shard(path: PathBuf) -> Result<Shard> {
     }
     let map = Map::open(&path)?;
     let cut = |needed: u64| {
-        wrong(format!("is cut short: needs {needed} bytes, has {}", map.len())).hint("copy or download it again")
+        let what = format!("the file is truncated: needs {needed} bytes, has {}", map.len());
+        wrong(what).hint("copy or download it again")
     };
     let Some(first) = map.first_chunk::<8>() else { return Err(cut(8)) };
     let header = u64::from_le_bytes(*first);
     if header > HEADER_BYTES_MAX {
-        return Err(wrong(format!("header of {header} bytes, at most {HEADER_BYTES_MAX} are read"))
-            .hint("this is not a safetensors file, or a damaged one"));
+        return Err(wrong(format!("the header must be at most {HEADER_BYTES_MAX} bytes (got {header})"))
+            .hint("check that this is an intact safetensors file"));
     }
     let data_start = 8 + header as usize;
     if map.len() < data_start {
@@ -186,10 +186,10 @@ fn open_shard(path: PathBuf) -> Result<Shard> {
             return Err(if needed > map.len() {
                 cut(needed as u64)
             } else {
-                wrong(format!("holds {} bytes that no tensor covers", map.len() - needed))
+                wrong(format!("the file has {} bytes that belong to no tensor", map.len() - needed))
             });
         }
-        Err(e) => return Err(wrong(format!("is no valid safetensors file: {e}"))),
+        Err(e) => return Err(wrong(format!("not a valid safetensors file: {e}"))),
     };
     Ok(Shard { path, map, data_start, metadata })
 }

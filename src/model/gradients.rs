@@ -1,5 +1,5 @@
-//! The gradients of all parameters, f32, unit by unit: sums of whole units that are reduced once (ZeRO stages 0 and 1), or
-//! of this rank's ranges, to which every unit is reduced after its backward (stages 2 and 3).
+//! The gradients of all parameters, f32, unit by unit. With ZeRO stages 0 and 1 they are sums of whole units, which are
+//! reduced once. With stages 2 and 3 they are sums of this rank's ranges: every unit is reduced after its backward.
 
 use super::params::{ParamId, ParamTable};
 use super::partition::{Partition, Shards};
@@ -13,35 +13,35 @@ use std::sync::Arc;
 
 pub struct Gradients {
     pub table: Arc<ParamTable>,
-    /// By unit: sums of all of it, or of this rank's range.
+    /// For each unit, the sums of the whole unit or of this rank's range.
     sums: Vec<Flat>,
     partition: Arc<Partition>,
     stream: Arc<Stream>,
-    /// Units whose sums over ranks are under way.
+    /// Units whose reduction over ranks is in progress.
     in_flight: VecDeque<(usize, Pending<Flat>)>,
     mode: Mode,
 }
 
 enum Mode {
     Whole(Whole),
-    /// The unit that is added to now lies in a buffer of its own.
+    /// The unit that accumulates now has a buffer of its own.
     Ranges(Option<(usize, Flat)>),
 }
 
-/// Units are reduced once, each as soon as it is complete.
+/// Each unit is reduced once, as soon as it is complete.
 struct Whole {
-    /// Every rank gets the sums of all of a unit, not of its range alone (stage 0).
+    /// Whether every rank gets the sums of the whole unit, not only of its range (stage 0).
     everywhere: bool,
-    /// Whether the micro-batch at work is the last: what its backward leaves behind is complete.
+    /// Whether this micro-batch is the last: a unit is complete after its backward.
     last: bool,
-    /// The lowest layer that this micro-batch's backward came to.
+    /// The lowest layer that this micro-batch's backward has reached.
     lowest: usize,
-    /// Next unit to be reduced, counted from the last down; all ranks reduce in this order.
+    /// The end of the units still to reduce, counted down from the last unit. All ranks reduce in this order.
     next: usize,
 }
 
 impl Gradients {
-    /// All zeros, of a rank alone.
+    /// All zeros, on a single rank.
     pub fn new(table: Arc<ParamTable>) -> Self {
         let shards = Shards::new(&table, &Axes::one(), 0);
         let mut all = Self::over(table, &shards);
@@ -49,7 +49,7 @@ impl Gradients {
         all
     }
 
-    /// All zeros, on the device that the table lays parameters out for.
+    /// All zeros, on the device of the table.
     pub fn over(table: Arc<ParamTable>, shards: &Shards) -> Self {
         let (partition, stream) = (shards.partition.clone(), shards.stream.clone());
         let sums = (0..partition.units()).map(|_| Flat::none()).collect();
@@ -67,7 +67,7 @@ impl Gradients {
         all
     }
 
-    /// Zeros where there is no memory yet.
+    /// Allocates zeroed memory for units that have none.
     fn take_memory(&mut self) {
         let (device, ranges) = (self.table.device(), self.is_sharded());
         for (u, sum) in self.sums.iter_mut().enumerate() {
@@ -78,7 +78,7 @@ impl Gradients {
         }
     }
 
-    /// Frees the memory that they take of a GPU, until `zero`; their values are lost. Those of the CPU stay.
+    /// Frees GPU memory until `zero`. The values are lost. Gradients on the CPU stay.
     pub fn free(&mut self) {
         self.settle();
         if self.table.device().frees_between_phases() {
@@ -98,8 +98,8 @@ impl Gradients {
         self.take_memory();
     }
 
-    /// Begins a micro-batch. Where gradients are sharded all ranks begin as many. `last`: nothing is added after it, so
-    /// that a unit may be reduced as soon as this micro-batch's backward has left it.
+    /// Begins a micro-batch. If gradients are sharded, all ranks begin equally many. `last`: nothing is added after it,
+    /// so a unit may be reduced as soon as this micro-batch's backward has finished it.
     pub fn begin_microbatch(&mut self, last: bool) {
         if let Mode::Whole(whole) = &mut self.mode {
             whole.last = last;
@@ -107,7 +107,7 @@ impl Gradients {
         }
     }
 
-    /// The backward of unit `index` is about to add to its gradients.
+    /// Called before the backward of unit `index` adds to its gradients.
     pub fn begin(&mut self, index: usize) {
         assert!(index < self.sums.len(), "unit {index} of {}", self.sums.len());
         match &mut self.mode {
@@ -132,7 +132,7 @@ impl Gradients {
         }
     }
 
-    /// The backward of unit `index` has added all that it adds now.
+    /// Called after the backward of unit `index` has added to its gradients.
     pub fn finish(&mut self, index: usize) {
         assert!(index < self.sums.len(), "unit {index} of {}", self.sums.len());
         let complete = matches!(&self.mode, Mode::Whole(whole) if whole.lowest == 1);
@@ -141,7 +141,7 @@ impl Gradients {
         }
     }
 
-    /// Stages 0 and 1: starts to reduce the units from `first` up that are not in flight, if nothing more is added.
+    /// Stages 0 and 1: starts to reduce the units from `first` on that are not in flight, in the last micro-batch only.
     fn reduce_above(&mut self, first: usize, order: GradientOrder) {
         while let Mode::Whole(whole) = &mut self.mode
             && whole.last
@@ -154,15 +154,15 @@ impl Gradients {
         }
     }
 
-    /// Stages 2 and 3: starts to reduce the unit that was added to last.
+    /// Stages 2 and 3: starts to reduce the unit that accumulated last.
     fn send_open(&mut self) {
         let Mode::Ranges(open) = &mut self.mode else { return };
         let Some((u, sum)) = open.take() else { return };
         self.send(u, sum, GradientOrder::Fast, false);
     }
 
-    /// Starts to sum a unit over ranks: each gets its range, or `everywhere` all of it. What is frozen has no gradient, whatever its
-    /// backward added.
+    /// Starts to sum a unit over ranks: each gets its range or, with `everywhere`, the whole unit. Gradients of frozen
+    /// parameters are cleared first.
     fn send(&mut self, unit: usize, mut sum: Flat, order: GradientOrder, everywhere: bool) {
         self.table.frozen(unit).for_each(|range| sum.slice_mut(range).clear());
         let partition = self.partition.clone();
@@ -188,7 +188,7 @@ impl Gradients {
         }
     }
 
-    /// After the last micro-batch: starts to reduce what is not in flight yet.
+    /// Starts to reduce the remaining units after the last micro-batch.
     pub fn seal(&mut self, order: GradientOrder) {
         if let Mode::Whole(whole) = &mut self.mode {
             whole.last = true;
@@ -197,13 +197,14 @@ impl Gradients {
         self.send_open();
     }
 
-    /// Seals the sums and waits. Then `own` holds sums over all ranks of the axis.
+    /// Seals the sums and waits. `own` then returns sums over all ranks of the axis.
     pub fn reduce(&mut self, order: GradientOrder) {
         self.seal(order);
         self.settle();
     }
 
-    /// Waits for all that is under way. A rank that has no chunk of the next minibatch begins no new sum, but goes along.
+    /// Waits for all reductions in progress. A rank without samples in the next minibatch starts no new sum, but takes
+    /// part.
     fn settle(&mut self) {
         self.send_open();
         self.wait_for_all_but(0);
@@ -213,8 +214,8 @@ impl Gradients {
         }
     }
 
-    /// The sums of a unit that this rank's optimizer works on: all of it at stage 0, else its range. Other elements are
-    /// unspecified after `reduce`.
+    /// The sums of a unit that this rank's optimizer uses: the whole unit at stage 0, else its range. Other elements
+    /// are unspecified after `reduce`.
     pub fn own(&self, unit: usize) -> Slice<'_> {
         let sum = &self.sums[unit];
         match &self.mode {
@@ -229,29 +230,29 @@ impl Gradients {
         self.sums.iter().map(Flat::bytes).sum()
     }
 
-    /// Units whose sums over ranks are under way.
+    /// The number of units whose reduction over ranks is in progress.
     pub fn under_way(&self) -> usize {
         self.in_flight.len()
     }
 
-    /// Takes the sums of a whole unit out, padding included; `zero` makes new ones.
+    /// Takes out the sums of a whole unit, padding included. `zero` makes new ones.
     pub fn take(&mut self, unit: usize) -> Flat {
         std::mem::replace(&mut self.sums[unit], Flat::none())
     }
 
-    /// Puts other sums in the place of those of a whole unit.
+    /// Replaces the sums of a whole unit.
     ///
     /// # Panics
-    /// If they are of another length, or on another device.
+    /// If their length or device differs.
     pub fn replace(&mut self, unit: usize, with: Flat) {
         let whole = self.partition.padded_len(unit);
         assert_eq!((with.device(), with.len()), (self.table.device(), whole), "sums of unit {unit}");
         self.sums[unit] = with;
     }
 
-    /// All of it, in the order of the table, where units are whole.
+    /// All values in the order of the table. Units must be whole.
     pub fn to_vec(&self) -> Vec<f32> {
-        assert!(!self.is_sharded(), "gradients of other ranks' ranges are not here");
+        assert!(!self.is_sharded(), "this rank does not hold the gradients of other ranks' ranges");
         let unit = |(u, sum): (usize, &Flat)| sum.slice(0..self.partition.unit(u).len()).to_host();
         self.sums.iter().enumerate().flat_map(unit).collect()
     }
@@ -264,7 +265,7 @@ impl Gradients {
         let unit = match &mut self.mode {
             Mode::Whole(_) => &mut self.sums[u],
             Mode::Ranges(Some((open, buffer))) if *open == u => buffer,
-            Mode::Ranges(_) => panic!("unit {u} is added to, but was not begun"),
+            Mode::Ranges(_) => panic!("unit {u} gets a gradient before `begin`"),
         };
         WeightMut { n, k, layout, values: unit.slice_mut(range) }
     }

@@ -1,4 +1,4 @@
-//! What is read off the hidden state: logits, log-probabilities, values. Only the rows asked for go through a head.
+//! Results of the hidden state: logits, log-probabilities and values. Only the requested rows go through a head.
 
 use super::arch::Head;
 use super::transformer::Transformer;
@@ -9,7 +9,7 @@ use crate::ops::matmul;
 use crate::ops::{rows as picked, value_head};
 use crate::tensor::{Flat, Indices, Tensor, Weight, WeightMut};
 
-/// A teacher of some tokens: a model with the same vocabulary on the same ranks, its hidden state before each of them, and its weight.
+/// A teacher for some tokens: a model with the same vocabulary on the same ranks, its hidden states, and its weight.
 pub struct Teacher<'a> {
     model: &'a Transformer,
     weights: &'a Weights,
@@ -25,7 +25,7 @@ pub struct Lesson<'a> {
 }
 
 impl Lesson<'_> {
-    /// Does `work` with the heads of all teachers.
+    /// Calls `work` with the heads of all teachers.
     fn taught<R>(&self, work: impl FnOnce(linear_divergence::Teachers) -> R) -> R {
         let units: Vec<Unit> = self.teachers.iter().map(|teacher| teacher.model.head_unit(teacher.weights)).collect();
         let all: Vec<linear_divergence::Teacher> = self
@@ -47,23 +47,24 @@ impl Transformer {
         w.unit(w.table.unit_of(self.head))
     }
 
-    /// The logits of the tokens whose rows of the head this rank holds, for `sample`.
+    /// The logits of this rank's part of the vocabulary, for `sample`.
     pub fn logits_part(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Tensor {
         self.logits_of(w, &gather(hidden, rows))
     }
 
-    /// The same of all rows of hidden.
+    /// The same for all rows of `h`.
     pub(super) fn logits_of(&self, w: &Weights, h: &Tensor) -> Tensor {
         check_head(w, Head::LanguageModel);
         let unit = self.head_unit(w);
         let head = unit.weight(self.head);
-        // f32 on every device: what is drawn and what is scored are of the same logits.
+        // f32 on every device: sampling and scoring use the same logits.
         let mut logits = h.statistics(h.rows(), head.n);
         matmul::forward(h, head, None, &mut logits, matmul::Into::Overwrite);
         logits
     }
 
-    /// (log-probability of `targets[i]` after row `rows[i]`, entropy there or nothing) at `temperature`.
+    /// Returns, at `temperature`, the log-probability of `targets[i]` after row `rows[i]`, and the entropy there if
+    /// requested.
     pub fn logprobs<'a>(
         &self,
         w: &Weights,
@@ -79,7 +80,7 @@ impl Transformer {
         (logprobs, entropies)
     }
 
-    /// The same on the device of `hidden`; the values of `kind` follow the log-probabilities.
+    /// The same on the device of `hidden`. The values of `kind` follow the log-probabilities.
     pub fn logprobs_on_device<'a>(
         &self,
         w: &Weights,
@@ -103,8 +104,8 @@ impl Transformer {
         scored
     }
 
-    /// One pass over the head: log-probabilities and entropies of the rows, the `loss` that is local to them, the
-    /// head's gradient (added) and the gradient of hidden. Returns (dhidden (t, d), log-probabilities, entropies).
+    /// Forward and backward through the head in one pass. Computes log-probabilities and entropies of the rows, calls
+    /// their `loss`, and adds the head's gradient. Returns (dhidden (t, d), log-probabilities, entropies).
     pub fn logprobs_backward<'a>(
         &self,
         w: &Weights,
@@ -125,13 +126,13 @@ impl Transformer {
         (dhidden, logprobs, entropy)
     }
 
-    /// This model as a teacher of the tokens behind `rows`.
+    /// This model as a teacher for the tokens after `rows`.
     pub fn teacher<'a>(&'a self, w: &'a Weights, hidden: &Tensor, rows: &[u32], weight: f32) -> Teacher<'a> {
         check_head(w, Head::LanguageModel);
         Teacher { model: self, weights: w, h: gather(hidden, rows), weight }
     }
 
-    /// How far the distributions after `rows` are from the teachers', and the log-probabilities of `targets`.
+    /// The divergences of the distributions after `rows` from the teachers', and the log-probabilities of `targets`.
     pub fn divergences(
         &self,
         w: &Weights,
@@ -150,8 +151,8 @@ impl Transformer {
         (found, logprobs)
     }
 
-    /// The same in one pass with the gradient of sum_t (ce (-log-probability) + scale divergence), `weights` = [ce, scale]: the head's
-    /// (added), and that of hidden, which is returned first (t, d).
+    /// The same in one pass with the gradient of sum_t (ce (-log-probability) + scale divergence), `weights` = [ce,
+    /// scale]. Adds the head's gradient, and returns the gradient of hidden (t, d) first.
     pub fn divergences_backward(
         &self,
         w: &Weights,
@@ -172,8 +173,8 @@ impl Transformer {
         (dhidden, found, logprobs)
     }
 
-    /// A backward through the head of the states `h` of `rows`: `body` fills their gradient and adds that of the head. Returns dhidden
-    /// (t, d).
+    /// A backward through the head from the states `h` of `rows`. `body` fills their gradient and adds the head's.
+    /// Returns dhidden (t, d).
     fn through_head(
         &self,
         w: &Weights,
@@ -199,7 +200,7 @@ impl Transformer {
         self.values_on_device(w, hidden, rows).later().take()
     }
 
-    /// The same where hidden lies.
+    /// The same on the device of `hidden`.
     pub fn values_on_device(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Flat {
         check_head(w, Head::Value);
         let mut values = Flat::scratch(hidden.device(), rows.len());
@@ -231,7 +232,7 @@ impl Transformer {
         scatter(&dh, rows, hidden.rows())
     }
 
-    /// The hidden states from which a language model's head predicts these targets.
+    /// The hidden states from which a language-model head predicts these targets.
     fn states(&self, w: &Weights, hidden: &Tensor, rows: &[u32], targets: &[u32]) -> Tensor {
         check_head(w, Head::LanguageModel);
         assert_eq!(rows.len(), targets.len(), "a target for each row");
@@ -254,7 +255,8 @@ fn gather(x: &Tensor, rows: &[u32]) -> Tensor {
     y
 }
 
-/// The transpose of `gather`: a tensor of `t` rows, zero but for `rows`, which sum what belongs to them.
+/// The transpose of `gather`: a tensor of `t` rows, in which each row of `rows` sums its gradients and the others are
+/// zero.
 fn scatter(dy: &Tensor, rows: &[u32], t: usize) -> Tensor {
     let mut dx = dy.zeros_like(t, dy.width());
     picked::scatter(dy, rows, &mut dx);

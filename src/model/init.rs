@@ -1,5 +1,5 @@
-//! Random weights: each element is a function of the seed, its parameter's name and its index in the whole matrix. So it does
-//! not depend on the layout, the dtype, the number of ranks or the other parameters.
+//! Random weights. Each element is a function of the seed, its parameter's name and its index in the whole matrix. It
+//! does not depend on the layout, the dtype, the number of ranks or the other parameters.
 
 use super::arch::{Arch, Head};
 use super::pack;
@@ -18,14 +18,14 @@ pub fn init(arch: &Arch, head: Head, dtype: DType, seed: u64) -> Weights {
     init_on(Device::Cpu, arch, head, dtype, seed, TensorPart::whole())
 }
 
-/// What a rank of the tensor axis holds of `init`'s weights, bit for bit, on a device.
+/// The part of `init`'s weights that a rank of the tensor axis holds, bit for bit, on a device.
 pub fn init_on(device: Device, arch: &Arch, head: Head, dtype: DType, seed: u64, part: TensorPart) -> Weights {
     let table = Arc::new(ParamTable::on(device, arch, head, part));
     let units = (0..table.units().len()).map(|u| unit(&table, u, dtype, seed)).collect();
     Weights::of(table, dtype, units)
 }
 
-/// One unit of them.
+/// One unit of new weights.
 pub fn unit(table: &Arc<ParamTable>, unit: usize, dtype: DType, seed: u64) -> UnitValues {
     let filled = UnitValues::scratch(table, unit, dtype).filled(|range, to| {
         let not_finite = pack::fill(table, &range, to, |spec| drawn(spec, seed));
@@ -49,7 +49,7 @@ pub(super) fn drawn<'a>(spec: &ParamSpec, seed: u64) -> Box<pack::Source<'a>> {
     }
 }
 
-/// Elements `start` and on; elements 2i and 2i + 1 are a pair.
+/// The elements from `start` on. Elements 2i and 2i + 1 are a pair.
 fn normal(rng: Rng, name: u64, std: f32, start: usize, to: &mut [f32]) {
     let pair = |i: usize| {
         let pair = i as u64 / 2;

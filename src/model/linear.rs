@@ -1,7 +1,8 @@
-//! A projection: y = x W^T + b. Every one of attention and the MLP is made and computed here.
+//! A projection: y = x W^T + b, for attention and the MLP.
 //!
-//! The ranks of the tensor axis hold parts of W: of its outputs, so that each rank has outputs of its own and the gradient of x is
-//! a sum over ranks; or of its inputs, so that y is such a sum (arXiv:1909.08053, section 3).
+//! W is sharded over the ranks of the tensor axis, by outputs or by inputs (arXiv:1909.08053, section 3). With sharded
+//! outputs, each rank has outputs of its own and the gradient of x is a sum over ranks. With sharded inputs, y is a sum
+//! over ranks.
 
 use super::params::{ParamId, ParamTable};
 use super::weights::{Gradients, Unit};
@@ -19,13 +20,13 @@ pub(super) struct Linear {
 }
 
 impl Linear {
-    /// That whose parameters are `name.weight` and, where the table has it, `name.bias`.
+    /// The projection with the parameters `name.weight` and, if the table has it, `name.bias`.
     pub(super) fn new(table: &ParamTable, name: &str, tensor: &Group) -> Self {
         let (weight, bias) = (table.id(&format!("{name}.weight")), table.find(&format!("{name}.bias")));
         Self { weight, bias, tensor: tensor.clone() }
     }
 
-    /// y_i = x W_i^T + b_i, of projections whose outputs are cut.
+    /// y_i = x W_i^T + b_i, for projections with sharded outputs.
     pub(super) fn forward_each<const N: usize>(w: &Unit, x: &Tensor, linears: [&Self; N]) -> [Tensor; N] {
         let mut results = linears.map(|linear| x.like(x.rows(), w.weight(linear.weight).n));
         let mut each = results.iter_mut().zip(linears);
@@ -37,7 +38,7 @@ impl Linear {
         results
     }
 
-    /// silu(x Wgate^T + b) * (x Wup^T + b), of projections whose outputs are cut.
+    /// silu(x Wgate^T + b) * (x Wup^T + b), for projections with sharded outputs.
     pub(super) fn swiglu(w: &Unit, x: &Tensor, linears: [&Self; 2]) -> Tensor {
         let factors =
             linears.map(|linear| Factor { w: w.weight(linear.weight), bias: linear.bias.map(|bias| w.vector(bias)) });
@@ -46,8 +47,8 @@ impl Linear {
         act
     }
 
-    /// y += x W^T + b, of a projection whose inputs are cut: the sum over ranks starts from what the first rank's y and b
-    /// hold. Where what y holds `keeps`, it is given back and the sum stands in memory of its own.
+    /// y += x W^T + b, for a projection with sharded inputs. The sum over ranks starts from the first rank's y and b.
+    /// With `keeps`, the previous y is returned and the sum gets memory of its own.
     pub(super) fn forward_onto(&self, w: &Unit, x: &Tensor, y: &mut Tensor, keeps: bool) -> Option<Tensor> {
         let (weight, bias) = (w.weight(self.weight), self.bias.map(|bias| w.vector(bias)));
         let before = keeps.then(|| {
@@ -63,7 +64,7 @@ impl Linear {
         before
     }
 
-    /// dx (+)= dy W, dW += dy^T x, db += sum dy: dx is this rank's part where the outputs are cut.
+    /// dx (+)= dy W, dW += dy^T x, db += sum dy. With sharded outputs, dx is this rank's part of the sum.
     pub(super) fn backward(
         &self,
         w: &Unit,

@@ -1,5 +1,5 @@
-//! Weights from the safetensors of a Hugging Face directory into the flat buffer: all of them, or unit by unit what one
-//! rank holds, of which it alone is read.
+//! Loads weights from the safetensors files of a Hugging Face directory into the flat buffer: all of them, or unit by
+//! unit the part of one rank. Only that part is read.
 
 use super::arch::{Arch, Head};
 use super::files::Checkpoint;
@@ -19,13 +19,13 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Loads a model onto `device`, with the head `head`, widening or rounding f32, bf16 or f16 on disk to `dtype`. A value head that the
-/// directory does not have (because it holds a language model) starts as normal(0, 1/(d+1)) from `seed`; everything
-/// else must be there.
+/// Loads a model onto `device` with the head `head`. Values on disk (f32, bf16 or f16) are widened or rounded to
+/// `dtype`. A value head that the directory lacks, because it contains a language model, starts as normal(0, 1/(d+1))
+/// from `seed`. Everything else must exist.
 ///
 /// # Errors
-/// `Data`, naming the file and tensor: pickles, files cut short, tensors missing, unknown, of the wrong shape or with
-/// NaN or infinite values; a language model asked for where the directory holds a reward model.
+/// `Data`, naming the file and tensor: pickles; truncated files; tensors that are missing, unknown, of the wrong shape
+/// or not finite; a language model is requested, but the directory contains a reward model.
 pub fn load(device: Device, dir: &Path, head: Head, dtype: DType, seed: u64) -> Result<(Arch, Weights)> {
     let source = open(device, dir, head, seed, TensorPart::whole())?;
     let alone = Shards::new(&source.table, &Axes::one(), 0);
@@ -33,21 +33,21 @@ pub fn load(device: Device, dir: &Path, head: Head, dtype: DType, seed: u64) -> 
     Ok((source.arch, weights))
 }
 
-/// A model directory whose files were found to fit its config.json, and what a rank of the tensor axis takes from it.
+/// A model directory whose files match its config.json, and the part that a rank of the tensor axis reads.
 pub struct Source {
     pub arch: Arch,
-    /// What this rank holds.
+    /// The parameters of this rank.
     pub table: Arc<ParamTable>,
     checkpoint: Checkpoint,
-    /// The value head, where it is not in the files but new.
+    /// The value head, if it is new and not in the files.
     new_head: Option<ParamId>,
     seed: u64,
 }
 
-/// Opens a model directory for weights on `device`, and checks all but the values, before anything is allocated.
+/// Opens a model directory for weights on `device`. Checks everything but the values before anything is allocated.
 ///
 /// # Errors
-/// As `load`, but for values; `Usage` where the model cannot be cut into `part.size` parts.
+/// The errors of `load`, except those about values; `Usage` if the model cannot be split into `part.size` parts.
 pub fn open(device: Device, dir: &Path, head: Head, seed: u64, part: TensorPart) -> Result<Source> {
     let arch = Arch::load(dir)?;
     let table = table_on(device, dir, &arch, head, part)?;
@@ -56,27 +56,27 @@ pub fn open(device: Device, dir: &Path, head: Head, seed: u64, part: TensorPart)
     Ok(Source { arch, table, checkpoint, new_head, seed })
 }
 
-/// What weights of the model in `dir` would be, of which nothing but config.json is read: they come from elsewhere.
+/// The parameter table of the model in `dir`. Only config.json is read: the weights come from elsewhere.
 ///
 /// # Errors
-/// As `open` for what config.json says.
+/// The errors of `open` about config.json.
 pub fn table_on(device: Device, dir: &Path, arch: &Arch, head: Head, part: TensorPart) -> Result<Arc<ParamTable>> {
     if head == Head::LanguageModel && arch.head == Head::Value {
         return Err(Error::data(format!(
-            "{} holds a value or reward model, which has no language head",
+            "{} is a value or reward model and has no language-model head",
             dir.display()
         ))
-        .hint("give the directory of a causal language model"));
+        .hint("use the directory of a causal language model"));
     }
     arch.check_tensor(part.size).map_err(|e| e.within(dir.display()))?;
     Ok(Arc::new(ParamTable::on(device, arch, head, part)))
 }
 
 impl Source {
-    /// Fills a unit of the table, or a range of one: of the files no more is read than that.
+    /// Fills a unit of the table, or a range of one. Only that part of the files is read.
     ///
     /// # Errors
-    /// `Data` where a value is NaN or infinite.
+    /// `Data` if a value is NaN or infinite.
     pub fn fill_unit(&self, values: UnitValues) -> Result<UnitValues> {
         let range = values.range();
         self.will_need(&range);
@@ -86,7 +86,7 @@ impl Source {
         values.filled(|range, to| self.fill(&range, to))
     }
 
-    /// Has the system read what a flat range is made of while something else is done.
+    /// Asks the system to read the file contents of a flat range ahead.
     fn will_need(&self, range: &Range<usize>) {
         for (id, part) in self.table.parts(range) {
             let spec = self.table.spec(id);
@@ -96,16 +96,16 @@ impl Source {
         }
     }
 
-    /// Whether weights of `dtype` are other numbers than those of the files, or of the head that is drawn.
+    /// Whether weights of `dtype` differ from the values in the files or from the new head.
     pub fn is_rounded(&self, dtype: DType) -> bool {
         let is_finer = |spec: &ParamSpec| self.checkpoint.get(&spec.name).is_none_or(|t| t.dtype != Dtype::BF16);
         dtype == DType::Bf16 && self.table.specs().iter().any(is_finer)
     }
 
-    /// The parameters of a flat range that is cut at multiples of `FLAT_ALIGN`, padding included.
+    /// Fills `out` with a flat range, padding included. The range is cut at multiples of `FLAT_ALIGN`.
     ///
     /// # Errors
-    /// `Data` where a value is NaN or infinite.
+    /// `Data` if a value is NaN or infinite.
     pub fn fill_f32(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         self.will_need(&range);
         self.fill(&range, SliceMut::F32(out))
@@ -121,17 +121,17 @@ impl Source {
             let tensor = stored_of(&spec.name);
             Box::new(stored(tensor.dtype, tensor.bytes))
         });
-        // Else the files would lie in memory beside what is made of them.
+        // Else the file contents would stay in memory together with the weights.
         self.checkpoint.release();
         let Some(id) = not_finite else { return Ok(()) };
         let name = &self.table.spec(id).name;
-        Err(Error::data(format!("{}: tensor {name} holds NaN or infinite values", stored_of(name).path.display()))
-            .hint("the model is damaged, or its training diverged"))
+        Err(Error::data(format!("{}: tensor {name} contains NaN or infinite values", stored_of(name).path.display()))
+            .hint("use another model: this one is damaged, or its training diverged"))
     }
 }
 
-/// Compares names, shapes and types of the files with the table, before anything is allocated. Returns the value head
-/// if it is to be made new.
+/// Compares names, shapes and types in the files with the table, before anything is allocated. Returns the value head
+/// if it must be initialized.
 fn check(dir: &Path, arch: &Arch, table: &ParamTable, checkpoint: &Checkpoint) -> Result<Option<ParamId>> {
     let is_new = |spec: &ParamSpec| spec.name == arch.head_name(Head::Value) && arch.head == Head::LanguageModel;
     let mut missing = Vec::new();
@@ -147,16 +147,15 @@ fn check(dir: &Path, arch: &Arch, table: &ParamTable, checkpoint: &Checkpoint) -
         };
         let (path, name, dtype) = (stored.path.display(), &spec.name, stored.dtype);
         if !matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
-            return Err(
-                Error::data(format!("{path}: tensor {name} has dtype {dtype:?}")).hint("supported: F32, BF16, F16")
-            );
+            return Err(Error::data(format!("{path}: tensor {name} must be F32, BF16 or F16 (got {dtype:?})"))
+                .hint("convert the model to one of these types"));
         }
         if stored.shape != spec.full {
             return Err(Error::data(format!(
-                "{path}: tensor {name} has shape {:?}, config.json needs {:?}",
+                "{path}: tensor {name} has shape {:?}, but config.json needs {:?}",
                 stored.shape, spec.full
             ))
-            .hint("config.json and the weights are of different models"));
+            .hint("use the config.json that belongs to these weights"));
         }
     }
     // What other heads need, and what older checkpoints store although it follows from config.json.
@@ -165,10 +164,11 @@ fn check(dir: &Path, arch: &Arch, table: &ParamTable, checkpoint: &Checkpoint) -
         table.find(name).is_some() || name.ends_with("rotary_emb.inv_freq") || (shares && name == "lm_head.weight")
     };
     let unknown: Vec<&str> = checkpoint.names().filter(|name| !known(name)).collect();
-    for (what, names) in [("missing", &missing), ("unknown", &unknown)] {
+    for (what, names) in [("missing from", &missing), ("unknown in", &unknown)] {
         if !names.is_empty() {
-            return Err(Error::data(format!("{}: {what} in the safetensors: {}", dir.display(), listed(names)))
-                .hint(format!("config.json describes a {} with {} layers", arch.family.causal, arch.layers)));
+            let (class, layers, plural) = (arch.family.causal, arch.layers, if arch.layers == 1 { "" } else { "s" });
+            return Err(Error::data(format!("{}: {what} the safetensors files: {}", dir.display(), listed(names)))
+                .hint(format!("check config.json, which describes a {class} with {layers} layer{plural}")));
         }
     }
     Ok(new_head)

@@ -18,7 +18,7 @@ pub(super) struct Mlp {
     tensor: Group,
 }
 
-/// What the backward of the MLP needs.
+/// The activations that the backward of the MLP needs.
 #[derive(Debug)]
 pub(super) struct MlpSaved {
     /// The branch's input (t, d)
@@ -31,7 +31,7 @@ pub(super) struct MlpSaved {
 }
 
 impl MlpSaved {
-    /// What was computed, in order.
+    /// The results in the order in which they were computed.
     pub(super) fn results(&self) -> [(&'static str, &Tensor); 4] {
         [("the MLP's norm", &self.n), ("the gate", &self.gate), ("the up projection", &self.up), ("swiglu", &self.act)]
     }
@@ -43,12 +43,12 @@ impl Mlp {
         Self { gate: linear("gate"), up: linear("up"), down: linear("down"), tensor: tensor.clone() }
     }
 
-    /// All of it but the last product, which `add` does: silu(gate) * up. Nothing is kept for a backward.
+    /// The MLP without its last GEMM, which `add` computes: silu(gate) * up. Nothing is kept for a backward.
     pub(super) fn activate(&self, c: Context, n: &Tensor) -> Tensor {
         Linear::swiglu(c.w, n, [&self.gate, &self.up])
     }
 
-    /// The same with all that the backward needs.
+    /// The same, with all activations that the backward needs.
     pub(super) fn forward(&self, c: Context, n: Tensor) -> MlpSaved {
         let [gate, up] = Linear::forward_each(c.w, &n, [&self.gate, &self.up]);
         let mut act = gate.like(gate.rows(), gate.width());
@@ -56,7 +56,7 @@ impl Mlp {
         MlpSaved { n, gate, up, act }
     }
 
-    /// x += y, of silu(gate) * up. What x held is given back where that `keeps`.
+    /// x += y from silu(gate) * up. With `keeps`, returns the previous value of x.
     pub(super) fn add(&self, c: Context, act: &Tensor, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
         self.down.forward_onto(c.w, act, x, keeps)
     }

@@ -1,7 +1,7 @@
 //! Models: architecture, parameters, forward and backward, loading and export.
 //!
-//! Families are data (`families`, `Arch`); one transformer serves training, scoring and rollout, which differ only in
-//! where attention's keys come from (`Keys`).
+//! Families are data (`families`, `Arch`). One transformer serves training, scoring and rollout, which differ only in
+//! the source of attention's keys (`Keys`).
 
 pub mod arch;
 pub mod export;

@@ -1,5 +1,6 @@
-//! Plans the transfers that bring a unit into another layout: every element that a part lacks once, from the rank itself where
-//! it has it, else from the first rank that does. All ranks derive the same plan from the tables of the parts.
+//! Plans the transfers that convert a unit to another layout. Every element that a part lacks is transferred once: from
+//! the rank itself if it has it, else from the first rank that does. All ranks derive the same plan from the tables of
+//! the parts.
 
 use super::params::{ParamSpec, ParamTable};
 use crate::tensor::{DType, Layout, PANEL, Piece, Slice, SliceMut};
@@ -9,13 +10,13 @@ use std::sync::Arc;
 /// Values that a part of the new layout takes from a part of the old one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Take {
-    /// The rank of the tensor axis that has them; none: the new part itself, which holds them twice.
+    /// The rank of the tensor axis that has them. `None`: the new part itself, which holds them twice.
     pub source: Option<usize>,
     pub from: Piece,
     pub to: Piece,
 }
 
-/// What of a piece lies within a range of the part: a row that is cut at its beginning, whole ones, one that is cut at its end.
+/// The sections of a piece within a range of the part: a partial row, whole rows, a partial row.
 fn clipped(piece: Piece, range: &Range<usize>) -> Vec<Piece> {
     let piece = piece.joined();
     let (start, end) = (range.start.max(piece.at), range.end);
@@ -41,7 +42,7 @@ fn clipped(piece: Piece, range: &Range<usize>) -> Vec<Piece> {
     found
 }
 
-/// Those of `pieces` that lie in `range`.
+/// The sections of `pieces` within `range`.
 pub fn within(pieces: &[Piece], range: &Range<usize>) -> Vec<Piece> {
     pieces.iter().flat_map(|piece| clipped(*piece, range)).collect()
 }
@@ -59,7 +60,7 @@ pub fn pack(pieces: &[Piece], from: Slice, to: &mut SliceMut) {
     }
 }
 
-/// Puts values that lie end to end where they belong.
+/// Copies values that lie end to end to their places.
 pub fn unpack(pieces: &[Piece], from: Slice, to: &mut SliceMut) {
     let mut end = 0;
     for piece in pieces {
@@ -68,7 +69,8 @@ pub fn unpack(pieces: &[Piece], from: Slice, to: &mut SliceMut) {
     }
 }
 
-/// What the part `to` of a unit takes from the parts `from` of the tensor ranks, of which `own` is this rank's.
+/// The transfers from the parts `from` of the tensor ranks to the part `to` of a unit. `own` is this rank's index in
+/// `from`.
 pub fn takes(from: &[Arc<ParamTable>], own: usize, to: &ParamTable, unit: usize, dtype: DType) -> Vec<Take> {
     let begins = to.units()[unit].clone();
     let mut found = Vec::new();
@@ -120,7 +122,7 @@ fn of_spec(sources: &[(usize, Held)], new: Held, found: &mut Vec<Take>) {
     }
 }
 
-/// A parameter where a part of a unit holds it.
+/// A parameter within a part of a unit.
 #[derive(Clone, Copy)]
 struct Held<'a> {
     spec: &'a ParamSpec,
@@ -129,7 +131,7 @@ struct Held<'a> {
     dtype: DType,
 }
 
-/// An element of it, by its row and column among those that the part holds.
+/// An element of a held parameter, by its row and column within the part.
 #[derive(Clone, Copy)]
 struct Corner<'a> {
     held: Held<'a>,
@@ -142,7 +144,7 @@ impl<'a> Held<'a> {
         Corner { held: self, row, column }
     }
 
-    /// Neighbouring columns that interleave in a panel.
+    /// The number of neighboring columns that interleave in a panel.
     fn interleaved(self) -> usize {
         if self.dtype == DType::F32 { 1 } else { 2 }
     }
@@ -162,7 +164,7 @@ impl Corner<'_> {
     }
 }
 
-/// Calls `found` with the pieces, alike on both sides, of the rows and columns that begin at two corners.
+/// Calls `found` with pairs of equally shaped pieces, which cover the rows and columns from two corners on.
 fn pair(from: Corner, to: Corner, [rows, columns]: [usize; 2], mut found: impl FnMut(Piece, Piece)) {
     if to.held.spec.layout == Layout::Row {
         let piece = |c: Corner| Piece { at: c.at(), stride: c.held.spec.columns.len(), rows, width: columns };
@@ -190,8 +192,8 @@ fn pair(from: Corner, to: Corner, [rows, columns]: [usize; 2], mut found: impl F
     }
 }
 
-/// Calls `found` with the rows of `missing` that are among `held`. Returns the rows that are still missing: `found` returns
-/// whether it has all columns of its rows.
+/// Calls `found` with the rows of `missing` that are among `held`. Returns the rows that are still missing. `found`
+/// returns whether all columns of its rows are found.
 pub(super) fn without(
     missing: Vec<Range<usize>>,
     held: &Range<usize>,
@@ -209,7 +211,8 @@ pub(super) fn without(
     left
 }
 
-/// What of a part several takers need, each value once. The pieces of a parameter are whole rows, or columns of the same rows.
+/// The union of the pieces that several ranks need from a part: each value once. The pieces of a parameter are whole
+/// rows, or columns of the same rows.
 pub fn union(table: &ParamTable, unit: usize, mut pieces: Vec<Piece>) -> Vec<Piece> {
     pieces.sort_by_key(|piece| (piece.at, piece.len()));
     let begins = table.units()[unit].clone();

@@ -1,4 +1,4 @@
-//! Finds where a value that is not finite arose, by computing a forward again.
+//! Finds the origin of a value that is not finite by computing a forward again.
 
 use super::arch::Head;
 use super::transformer::{Keys, Saved, Transformer};
@@ -6,7 +6,7 @@ use super::weights::Weights;
 use crate::config::job::Recompute;
 use crate::tensor::Tensor;
 
-/// Packed rows, as a forward takes them, and which of their tokens the head looks at.
+/// Packed rows for a forward, and the tokens that go through the head.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
     pub tokens: &'a [u32],
@@ -18,7 +18,7 @@ pub struct Rows<'a> {
 }
 
 impl Weights {
-    /// The first of this rank's weights that is not finite, in words.
+    /// Describes the first of this rank's weights that is not finite.
     pub fn not_finite(&self) -> Option<String> {
         (0..self.table.units().len()).find_map(|unit| {
             let range = self.local(unit).range();
@@ -30,8 +30,8 @@ impl Weights {
 }
 
 impl Transformer {
-    /// The first result of a forward that is not finite, in words: of an operation, or with `recompute`, which keeps less, of a
-    /// layer. The forward is computed for this. All ranks that share matrices, units or rows call this.
+    /// Describes the first result of a forward that is not finite. It names an operation or, with `recompute`, which
+    /// keeps less, a layer. Computes the forward for this. All ranks that share matrices, units or rows call this.
     pub fn not_finite(&self, w: &Weights, of: Rows, recompute: impl Into<Recompute>) -> Option<String> {
         let mut saved = Saved::new(recompute);
         let keys = Keys::Packed(of.cu_seqlens.into());
@@ -45,7 +45,7 @@ impl Transformer {
         let inner = results.into_iter().find_map(|(what, result)| row(result).map(|row| format!("{what}, row {row}")));
         let outer = || {
             row(last)
-                .map(|row| format!("the last layer's result, row {row}"))
+                .map(|row| format!("the output of the last layer, row {row}"))
                 .or_else(|| row(&hidden).map(|row| format!("the final norm, row {row}")))
                 .or_else(|| first(&answers).map(|i| format!("the head, row {}", of.rows[i])))
         };
@@ -53,7 +53,7 @@ impl Transformer {
     }
 }
 
-/// The first value that is not finite.
+/// The index of the first value that is not finite.
 pub fn first(values: &[f32]) -> Option<usize> {
     values.iter().position(|x| !x.is_finite())
 }

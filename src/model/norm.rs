@@ -1,4 +1,4 @@
-//! RMSNorm: y = x / rms(x) * w, over all of a row or over each head in it.
+//! RMSNorm: y = x / rms(x) * w, over a whole row or over each head in it.
 
 use super::params::{ParamId, ParamTable};
 use super::weights::{Gradients, Unit};
@@ -10,20 +10,20 @@ use crate::tensor::Tensor;
 pub(super) struct Norm {
     weight: ParamId,
     eps: f32,
-    /// Runs of a row that are normed apart.
+    /// The number of runs of a row that are normed separately.
     heads: usize,
-    /// The ranks that have other heads under the same weight.
+    /// The ranks that have other heads with the same weight.
     tensor: Group,
 }
 
 impl Norm {
-    /// That whose parameter is `name.weight`, over each of `heads` runs of a row, of which the ranks of `tensor` have others; none
-    /// where the table does not have it.
+    /// The norm with the parameter `name.weight`, over each of `heads` runs of a row. The ranks of `tensor` have other
+    /// runs. `None` if the table lacks the parameter.
     pub(super) fn find(table: &ParamTable, name: &str, eps: f32, heads: usize, tensor: &Group) -> Option<Self> {
         table.find(&format!("{name}.weight")).map(|weight| Self { weight, eps, heads, tensor: tensor.clone() })
     }
 
-    /// One over all of a row.
+    /// A norm over whole rows.
     pub(super) fn new(table: &ParamTable, name: &str, eps: f32) -> Self {
         Self::find(table, name, eps, 1, &Group::one()).unwrap_or_else(|| panic!("the table has no {name}.weight"))
     }
@@ -36,7 +36,8 @@ impl Norm {
         (y, rstd)
     }
 
-    /// dx += (dy / dx)^T dy, dw += (dy / dw)^T dy. Each rank's heads add to dw: the sum starts from what the first rank's holds.
+    /// dx += (dy / dx)^T dy, dw += (dy / dw)^T dy. Each rank's heads add to dw: the sum starts from the first rank's
+    /// dw.
     pub(super) fn backward(
         &self,
         w: &Unit,

@@ -1,4 +1,4 @@
-//! Between row-major values, as on disk, and the layouts of the flat buffer, and there between bf16 and f32.
+//! Conversions between row-major values, as on disk, and the layouts of the flat buffer, and between bf16 and f32.
 
 use super::params::{ParamId, ParamSpec, ParamTable};
 use crate::dtype::round_bf16;
@@ -7,12 +7,12 @@ use rayon::prelude::*;
 use safetensors::Dtype;
 use std::ops::Range;
 
-/// Columns that are decoded at a time: a tile of panels fits the first-level cache.
+/// The number of columns decoded at a time: a tile of panels fits the L1 cache.
 const TILE: usize = 128;
-/// Elements of a tile.
+/// The elements of a tile.
 const PIECE: usize = TILE * PANEL;
 
-/// Little-endian values, widened to f32 exactly.
+/// Widens little-endian values to f32 exactly.
 ///
 /// # Panics
 /// If they are not f32, bf16 or f16.
@@ -37,7 +37,7 @@ fn decode(disk: Dtype, from: &[u8], to: &mut [f32]) {
     }
 }
 
-/// bf16 to f32, exactly. In panels two neighbouring k interleave.
+/// Converts bf16 to f32 exactly. In panels, two neighboring k interleave.
 pub(super) fn widen(layout: Layout, from: &[u16], to: &mut [f32]) {
     let exact = |x: u16| f32::from_bits(u32::from(x) << 16);
     match layout {
@@ -53,7 +53,7 @@ pub(super) fn widen(layout: Layout, from: &[u16], to: &mut [f32]) {
     }
 }
 
-/// f32 to bf16, rounded to nearest even. In panels two neighbouring k interleave.
+/// Rounds f32 to bf16, to nearest even. In panels, two neighboring k interleave.
 pub(super) fn narrow(layout: Layout, from: &[f32], to: &mut [u16]) {
     match layout {
         Layout::Row => to.iter_mut().zip(from).for_each(|(t, &x)| *t = round_bf16(x)),
@@ -70,7 +70,7 @@ pub(super) fn narrow(layout: Layout, from: &[f32], to: &mut [u16]) {
 
 /// An element of the flat buffer: f32, or a bf16 in its u16.
 trait Element: Copy + Send + Sync {
-    /// Stores f32 values that lie in f32 order of `layout`; whole multiples of 64 in panels.
+    /// Stores f32 values, which are in the f32 order of `layout`. In panels, their number is a multiple of 64.
     fn store(layout: Layout, from: &[f32], to: &mut [Self]);
 }
 
@@ -86,7 +86,7 @@ impl Element for u16 {
     }
 }
 
-/// Where the values of a whole parameter come from: fills the slice with its row-major elements from an index on.
+/// The source of a whole parameter's values: fills the slice with its row-major elements from an index on.
 pub type Source<'a> = dyn Fn(usize, &mut [f32]) + Sync + 'a;
 
 /// The row-major values of a tensor on disk.
@@ -95,8 +95,8 @@ pub(super) fn stored(disk: Dtype, bytes: &[u8]) -> impl Fn(usize, &mut [f32]) + 
     move |start, to| decode(disk, &bytes[start * each..(start + to.len()) * each], to)
 }
 
-/// Fills a flat range, cut at multiples of `FLAT_ALIGN`, padding included, with parameters whose values `source` gives. Returns the
-/// first that has NaN or infinite values.
+/// Fills a flat range, padding included, with the values of `source`. The range is cut at multiples of `FLAT_ALIGN`.
+/// Returns the first parameter with NaN or infinite values.
 pub(super) fn fill<'a>(
     table: &ParamTable,
     range: &Range<usize>,
@@ -131,8 +131,9 @@ fn fill_with<'a, T: Element>(
     filled.min()
 }
 
-/// Writes elements `part` of a parameter's place, counted from its first and cut at multiples of `FLAT_ALIGN`, to `to`, padding
-/// included: of the source no more is read than the tiles that they lie in. Returns false if a value is NaN or infinite.
+/// Writes elements `part` of a parameter's place to `to`, padding included. `part` counts from the first element and is
+/// cut at multiples of `FLAT_ALIGN`. Only the tiles of these elements are read from the source. Returns false if a
+/// value is NaN or infinite.
 fn pack_part<T: Element>(spec: &ParamSpec, source: &Source, part: Range<usize>, to: &mut [T]) -> bool {
     assert!(part.end <= spec.len && to.len() == part.len(), "room for {part:?} of {}", spec.name);
     // Pieces of row-major values, or what lies in one panel.
@@ -155,7 +156,8 @@ fn pack_part<T: Element>(spec: &ParamSpec, source: &Source, part: Range<usize>, 
     packed.reduce(|| true, |a, b| a && b)
 }
 
-/// The first of the held elements from `at` on, counted row by row, in the whole parameter, and how many follow it there.
+/// The index in the whole parameter of held element `at`, counted row by row, and the number of held elements that are
+/// contiguous from there.
 fn run_of(spec: &ParamSpec, at: usize) -> (usize, usize) {
     let ((_, width), k) = (spec.full_dims(), spec.columns.len());
     let (mut row, column) = (at / k, at % k);
@@ -171,7 +173,7 @@ fn run_of(spec: &ParamSpec, at: usize) -> (usize, usize) {
     unreachable!("element {at} is held of {}", spec.name)
 }
 
-/// The elements of the whole parameter from the first to the last row of which elements `part` of its place are made.
+/// The elements of the whole parameter from the first to the last row that elements `part` of its place contain.
 pub(super) fn whole_rows(spec: &ParamSpec, part: Range<usize>) -> Range<usize> {
     let ((_, width), k) = (spec.full_dims(), spec.columns.len());
     let held: usize = spec.rows.iter().map(Range::len).sum();
@@ -194,7 +196,7 @@ pub(super) fn whole_rows(spec: &ParamSpec, part: Range<usize>) -> Range<usize> {
 fn pack_rows<T: Element>(spec: &ParamSpec, source: &Source, start: usize, to: &mut [T]) -> bool {
     let mut values = [0.0; PIECE];
     let values = &mut values[..to.len()];
-    // Behind what is held lies padding.
+    // Padding follows the held values.
     let held = spec.elements().saturating_sub(start).min(to.len());
     let mut filled = 0;
     while filled < held {
@@ -235,14 +237,14 @@ fn pack_panel<T: Element>(spec: &ParamSpec, source: &Source, panel: usize, start
     finite
 }
 
-/// Elements `part` of a parameter's place, counted from its first, in f32; of values that are not finite as of others.
-/// `source` is as for files: it gives the row-major elements of the whole parameter from an index on.
+/// Writes elements `part` of a parameter's place, counted from its first, in f32. Values may be infinite or NaN.
+/// `source` fills a slice with the row-major elements of the whole parameter from an index on.
 pub fn pack_f32(spec: &ParamSpec, source: &Source, part: Range<usize>, out: &mut [f32]) {
     pack_part(spec, source, part, out);
 }
 
-/// Where in the flat vector `spec` holds a row-major element of the whole parameter, and how many that follow it there row by row lie
-/// behind it, apart as columns are; none where another part holds it.
+/// The position in the flat vector of a row-major element of the whole parameter, and the number of elements from it on
+/// that `spec` holds in sequence, one column apart. `None` if another part holds the element.
 pub fn held_at(spec: &ParamSpec, element: usize) -> Option<(usize, usize)> {
     let (_, width) = spec.full_dims();
     let (row, column) = (element / width, element % width);
@@ -259,7 +261,7 @@ pub fn held_at(spec: &ParamSpec, element: usize) -> Option<(usize, usize)> {
     Some((spec.offset + at, in_row + more))
 }
 
-/// The row-major values that this rank holds of a parameter, from its place in a flat f32 buffer.
+/// The row-major values of this rank's part of a parameter, from its place in a flat f32 buffer.
 pub fn unpack(spec: &ParamSpec, flat: &[f32]) -> Vec<f32> {
     let (n, k) = spec.dims();
     let mut out = vec![0.0; n * k];
@@ -267,8 +269,8 @@ pub fn unpack(spec: &ParamSpec, flat: &[f32]) -> Vec<f32> {
     out
 }
 
-/// Whole rows, row by row, from the f32 values of their stretch of the flat buffer: `out` holds as many, of which only the last
-/// of a parameter may be fewer than a panel's.
+/// Unpacks whole rows from the f32 values of their stretch of the flat buffer. `out` has room for these rows. Only at
+/// the end of a parameter may they be fewer than a panel's.
 pub(super) fn unpack_rows(spec: &ParamSpec, flat: &[f32], out: &mut [f32]) {
     let (_, k) = spec.dims();
     match spec.layout {

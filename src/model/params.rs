@@ -1,5 +1,5 @@
-//! THE parameter table: every parameter of a model with its name, shape, sharding, memory layout and initialisation.
-//! Loading, initialisation, sharding, the optimizer, checkpoints and export all read this one list.
+//! THE parameter table: every parameter of a model with its name, shape, sharding, memory layout and initialization.
+//! Loading, initialization, sharding, the optimizer, checkpoints and export all read this one list.
 
 use super::arch::{Arch, Head};
 use super::part::{Dim, TensorPart};
@@ -8,7 +8,7 @@ use crate::tensor::{FLAT_ALIGN, Layout, PANEL};
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// How a new parameter starts.
+/// The initial values of a new parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
     Zeros,
@@ -28,19 +28,19 @@ pub struct ParamId(pub usize);
 pub struct ParamSpec {
     /// The Hugging Face name.
     pub name: String,
-    /// (outputs, inputs ...) of a matrix, (elements) of a vector, as far as this rank holds it.
+    /// (outputs, inputs ...) of a matrix, (elements) of a vector: this rank's part.
     pub shape: Vec<usize>,
     /// The shape of the whole parameter, as in the files of a model.
     pub full: Vec<usize>,
-    /// Rows (of a vector: elements) of the whole that this rank holds, in the order in which it holds them.
+    /// The rows (for a vector: elements) of the whole that this rank holds, in its order.
     pub rows: Vec<Range<usize>>,
-    /// Columns of the whole that this rank holds; 0..1 of a vector.
+    /// The columns of the whole that this rank holds; 0..1 for a vector.
     pub columns: Range<usize>,
-    /// How many copies of each element the tensor ranks hold together: sums over all ranks count it so often.
+    /// The number of copies of each element over all tensor ranks. Sums over all ranks count an element this often.
     pub copies: usize,
     pub layout: Layout,
     pub init: Init,
-    /// Whether updates change it: a frozen one has no gradient and no weight decay.
+    /// Whether updates change it. A frozen parameter has no gradient and no weight decay.
     pub trainable: bool,
     /// First element in the flat buffer, a multiple of `FLAT_ALIGN`.
     pub offset: usize,
@@ -49,7 +49,7 @@ pub struct ParamSpec {
 }
 
 impl ParamSpec {
-    /// (rows, columns): all dims but the first are columns; a vector is one row.
+    /// (rows, columns). All dims but the first are columns; a vector is one row.
     pub fn dims(&self) -> (usize, usize) {
         match &self.shape[..] {
             [k] => (1, *k),
@@ -58,7 +58,7 @@ impl ParamSpec {
         }
     }
 
-    /// (rows, columns) of the whole; the elements of a vector are rows of one column.
+    /// (rows, columns) of the whole parameter. The elements of a vector are rows of one column.
     pub(super) fn full_dims(&self) -> (usize, usize) {
         let (n, inner) = self.full.split_first().map_or((1, &[][..]), |(n, inner)| (*n, inner));
         (n, inner.iter().product())
@@ -69,7 +69,7 @@ impl ParamSpec {
         self.shape.iter().product()
     }
 
-    /// Whether weight decay applies: to matrices that are trained, not to norms and biases.
+    /// Whether weight decay applies: to trainable matrices, not to norms and biases.
     pub fn decays(&self) -> bool {
         self.trainable && self.shape.len() >= 2
     }
@@ -78,7 +78,7 @@ impl ParamSpec {
         self.offset..self.offset + self.len
     }
 
-    /// The flat range in which some of the held rows lie: in panels, whole ones.
+    /// The flat range of some held rows, rounded to whole panels.
     pub(super) fn flat_rows(&self, rows: &Range<usize>) -> Range<usize> {
         let (k, Range { start, end }) = (self.columns.len(), rows.clone());
         let place = match self.layout {
@@ -91,7 +91,7 @@ impl ParamSpec {
         self.offset + place.start..self.offset + place.end
     }
 
-    /// The runs of rows of the whole that this rank holds, each with the index of its first row among those held.
+    /// The held runs of rows of the whole parameter, each with the index of its first row among the held rows.
     pub(super) fn held_rows(&self) -> impl Iterator<Item = (usize, &Range<usize>)> {
         self.rows.iter().scan(0, |end, rows| {
             let start = *end;
@@ -104,7 +104,7 @@ impl ParamSpec {
 /// The embedding's name.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 
-/// The list, in the order of the flat buffer: embedding, layers, final norm, head.
+/// The parameters in the order of the flat buffer: embedding, layers, final norm, head.
 #[derive(Clone, Debug)]
 pub struct ParamTable {
     head: Head,
@@ -122,10 +122,10 @@ impl ParamTable {
         Self::on(Device::Cpu, arch, head, TensorPart::whole())
     }
 
-    /// What a rank of the tensor axis holds, laid out for a device: on a GPU all matrices lie row by row.
+    /// The part of a rank of the tensor axis, laid out for a device. On a GPU all matrices are in row layout.
     ///
     /// # Panics
-    /// If the architecture cannot be cut into so many parts (`Arch::check_tensor`).
+    /// If the architecture cannot be split into this many parts (`Arch::check_tensor`).
     pub fn on(device: Device, arch: &Arch, head: Head, part: TensorPart) -> Self {
         if let Err(error) = arch.check_tensor(part.size) {
             panic!("{error}");
@@ -176,8 +176,8 @@ impl ParamTable {
         self.add(arch, &format!("{name}.weight"), &[Dim::Whole(width)], Layout::Row, Init::Ones);
     }
 
-    /// A matrix of outputs and inputs and, where there is one, its bias, which is cut with the outputs. Where the inputs are cut it
-    /// is added once, after the sum over ranks.
+    /// Adds a matrix of outputs and inputs, and its bias if it has one. The bias is sharded with the outputs. If the
+    /// inputs are sharded, it is added once, after the sum over ranks.
     fn add_linear(&mut self, arch: &Arch, name: &str, dims: [Dim; 2], bias: bool) {
         let init = Init::Normal { std: arch.init_std };
         self.add(arch, &format!("{name}.weight"), &dims, Layout::Panel, init);
@@ -186,7 +186,7 @@ impl ParamTable {
         }
     }
 
-    /// A vector or a matrix, of whose dims at most one is cut.
+    /// Adds a vector or a matrix. At most one of its dims is sharded.
     fn add(&mut self, arch: &Arch, name: &str, dims: &[Dim], layout: Layout, init: Init) {
         let (n, rows) = dims[0].held(arch, self.part);
         let (k, columns) = dims.get(1).unwrap_or(&Dim::Whole(1)).held(arch, self.part);
@@ -219,17 +219,17 @@ impl ParamTable {
         self.units.push(start..self.len);
     }
 
-    /// What parameters are laid out for.
+    /// The device of the layout.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// Which part of the model the table lists.
+    /// The part of the model that the table lists.
     pub fn tensor_part(&self) -> TensorPart {
         self.part
     }
 
-    /// The head that the table was made for.
+    /// The head that the table contains.
     pub fn head(&self) -> Head {
         self.head
     }
@@ -238,7 +238,7 @@ impl ParamTable {
         &self.specs
     }
 
-    /// The name of the parameter that holds the flat element `at`; "padding" between two.
+    /// The name of the parameter that holds the flat element `at`; "padding" between two parameters.
     pub fn name_at(&self, at: usize) -> &str {
         self.specs.iter().find(|spec| spec.range().contains(&at)).map_or("padding", |spec| &spec.name)
     }
@@ -247,24 +247,24 @@ impl ParamTable {
         &self.specs[id.0]
     }
 
-    /// Takes the parameters that `frozen` names out of training.
+    /// Excludes the parameters that `frozen` selects from training.
     pub fn freeze(&mut self, frozen: impl Fn(&ParamSpec) -> bool) {
         self.specs.iter_mut().for_each(|spec| spec.trainable &= !frozen(spec));
     }
 
-    /// The ranges of a unit's frozen parameters, counted from where it begins.
+    /// The ranges of a unit's frozen parameters, counted from its start.
     pub fn frozen(&self, unit: usize) -> impl Iterator<Item = Range<usize>> {
         let unit = &self.units[unit];
         let frozen = self.specs.iter().filter(|spec| !spec.trainable && unit.contains(&spec.offset));
         frozen.map(|spec| spec.offset - unit.start..spec.offset - unit.start + spec.len)
     }
 
-    /// Elements of the flat buffer.
+    /// The number of elements of the flat buffer.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Parameters as papers count them: without padding.
+    /// The number of parameters, as papers count them: without padding.
     pub fn parameters(&self) -> usize {
         self.specs.iter().map(ParamSpec::elements).sum()
     }
@@ -273,7 +273,7 @@ impl ParamTable {
         self.by_name.get(name).copied()
     }
 
-    /// The parameter of that name.
+    /// The parameter with this name.
     ///
     /// # Panics
     /// If there is none.
@@ -281,13 +281,13 @@ impl ParamTable {
         self.find(name).unwrap_or_else(|| panic!("the table has no {name}"))
     }
 
-    /// Flat ranges of the units that are gathered and reduced at a time: the embedding, each layer, the final norm with
-    /// the head. They cover the flat buffer in order.
+    /// The flat ranges of the units, which are gathered and reduced one at a time: the embedding, each layer, the final
+    /// norm with the head. They cover the flat buffer in order.
     pub fn units(&self) -> &[Range<usize>] {
         &self.units
     }
 
-    /// The parameters that a flat range touches, with the part of it that lies in each.
+    /// The parameters that a flat range overlaps, with the overlap of each.
     pub(super) fn parts(&self, range: &Range<usize>) -> impl Iterator<Item = (ParamId, Range<usize>)> {
         let Range { start, end } = *range;
         let first = self.specs.partition_point(|s| s.offset + s.len <= start);
@@ -295,7 +295,7 @@ impl ParamTable {
         touched.map(move |(i, s)| (ParamId(first + i), start.max(s.offset)..end.min(s.offset + s.len)))
     }
 
-    /// The unit that a parameter is in.
+    /// The unit of a parameter.
     pub fn unit_of(&self, id: ParamId) -> usize {
         let offset = self.spec(id).offset;
         self.units.partition_point(|unit| unit.end <= offset)

@@ -1,7 +1,7 @@
-//! What a rank of the tensor axis holds of each parameter, derived from the architecture alone.
+//! The part of each parameter that a rank of the tensor axis holds, derived from the architecture alone.
 //!
 //! With T ranks, rank r holds heads/T query heads, their key/value heads, an even share of the MLP's width and of the
-//! vocabulary. Matrices whose outputs are such things are cut by rows, those whose inputs are by columns
+//! vocabulary. A matrix is split by rows if its outputs are sharded, and by columns if its inputs are
 //! (arXiv:1909.08053, section 3).
 
 use super::arch::Arch;
@@ -23,7 +23,7 @@ impl TensorPart {
         Self { rank: 0, size: 1 }
     }
 
-    /// That of the rank, of `size`, that has most of a model's matrices.
+    /// The part of the rank, among `size`, with the largest share of a model's matrices.
     pub fn fullest(arch: &Arch, size: usize) -> Self {
         let share = |part: &Self| part.range(arch.mlp_width).len() * arch.layers + part.range(arch.vocabulary).len();
         (0..size).map(|rank| Self { rank, size }).max_by_key(share).unwrap_or_else(Self::whole)
@@ -34,7 +34,7 @@ impl TensorPart {
         Self { rank: tensor.rank(), size: tensor.size() }
     }
 
-    /// Its share of 0..n: cut between panels where every rank gets two of them or more, else evenly.
+    /// This rank's share of 0..n. It is cut between panels if every rank gets at least two of them, else evenly.
     pub fn range(self, n: usize) -> Range<usize> {
         let unit = if n.div_ceil(PANEL) >= 2 * self.size { PANEL } else { 1 };
         let at = |rank: usize| (rank * n.div_ceil(unit) / self.size * unit).min(n);
@@ -46,22 +46,22 @@ impl TensorPart {
         (0..self.size).map(|rank| Self { rank, ..self }.range(n).len()).max().unwrap_or(n)
     }
 
-    /// Its query heads.
+    /// This rank's query heads.
     pub fn heads(self, arch: &Arch) -> Range<usize> {
         let local = arch.heads / self.size;
         self.rank * local..(self.rank + 1) * local
     }
 
-    /// The key/value head of each local key/value head. With hl local query heads and G query heads a key/value head,
+    /// The global index of each local key/value head. With hl local query heads and G query heads per key/value head,
     /// g = gcd(hl, G) query heads share a local one: local head i is head (r hl + i g) / G. So every head has exactly
-    /// G / g copies over all ranks, and now and then one rank holds two of them.
+    /// G / g copies over all ranks. One rank may hold two of them.
     pub fn kv_heads(self, arch: &Arch) -> Vec<usize> {
         let (heads, group) = (self.heads(arch), arch.heads / arch.kv_heads);
         let shared = gcd(heads.len(), group);
         (0..heads.len() / shared).map(|i| (heads.start + i * shared) / group).collect()
     }
 
-    /// How many copies there are of each key/value head.
+    /// The number of copies of each key/value head.
     pub fn kv_copies(self, arch: &Arch) -> usize {
         let group = arch.heads / arch.kv_heads;
         group / gcd(arch.heads / self.size, group)
@@ -73,24 +73,24 @@ fn gcd(a: usize, b: usize) -> usize {
 }
 
 impl Arch {
-    /// The sizes of the tensor axis that this architecture can be cut into, ascending.
+    /// The sizes of the tensor axis that this architecture allows, ascending.
     pub fn tensor_sizes(&self) -> Vec<usize> {
         let most = self.heads.min(self.vocabulary).min(self.mlp_width);
         (1..=most).filter(|&size| self.heads.is_multiple_of(size)).collect()
     }
 
-    /// Refuses a size of the tensor axis that this architecture cannot be cut into.
+    /// Rejects a size of the tensor axis that this architecture does not allow.
     ///
     /// # Errors
-    /// `Usage`, naming the sizes that work.
+    /// `Usage`, naming the allowed sizes.
     pub fn check_tensor(&self, size: usize) -> Result<()> {
         self.check_tensor_where(size, |_| true)
     }
 
-    /// The same; of the sizes that the architecture can be cut into, the hint names those that are `possible`.
+    /// The same. The hint names only the allowed sizes that are also `possible`.
     ///
     /// # Errors
-    /// As `check_tensor`.
+    /// The errors of `check_tensor`.
     pub fn check_tensor_where(&self, size: usize, possible: impl Fn(usize) -> bool) -> Result<()> {
         let mut works = self.tensor_sizes();
         if works.contains(&size) {
@@ -101,26 +101,27 @@ impl Arch {
         let message = if size == 0 || !heads.is_multiple_of(size) {
             format!("tensor = {size} does not divide the model's {heads} attention heads")
         } else {
-            format!("tensor = {size} is more than the model can be cut into (vocabulary {vocabulary}, MLP {mlp_width})")
+            format!("tensor = {size} is larger than the model's vocabulary ({vocabulary}) or MLP width ({mlp_width})")
         };
+        let any_of = if works.len() == 1 { "" } else { "one of " };
         let works: Vec<String> = works.iter().map(usize::to_string).collect();
-        Err(Error::usage(message).hint(format!("tensor can be {}", works.join(", "))))
+        Err(Error::usage(message).hint(format!("set tensor to {any_of}{}", works.join(", "))))
     }
 }
 
-/// What the rows or columns of a matrix are; the elements of a vector count as rows.
+/// The meaning of a matrix's rows or columns. The elements of a vector count as rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Dim {
     Heads,
     KvHeads,
     Mlp,
     Vocabulary,
-    /// The hidden state, or whatever else is never cut: this many.
+    /// The hidden state, or another dim that is never sharded, with this size.
     Whole(usize),
 }
 
 impl Dim {
-    /// How many there are in the whole model, and those that a rank holds, in the order in which it holds them.
+    /// The size in the whole model, and the ranges that a rank holds, in its order.
     pub(super) fn held(self, arch: &Arch, part: TensorPart) -> (usize, Vec<Range<usize>>) {
         let e = arch.head_dim;
         let (whole, held) = match self {
@@ -142,7 +143,7 @@ impl Dim {
         (whole, vec![held])
     }
 
-    /// How many copies of each there are on all ranks.
+    /// The number of copies of each element over all ranks.
     pub(super) fn copies(self, arch: &Arch, part: TensorPart) -> usize {
         match self {
             Self::Whole(_) => part.size,
@@ -214,11 +215,11 @@ mod tests {
         let arch = arch(12, 3);
         let error = arch.check_tensor(8).expect_err("8 does not divide 12");
         assert!(error.message.contains("12 attention heads"), "{error}");
-        assert_eq!(error.hint.as_deref(), Some("tensor can be 1, 2, 3, 4, 6, 12"));
+        assert_eq!(error.hint.as_deref(), Some("set tensor to one of 1, 2, 3, 4, 6, 12"));
         assert!(arch.check_tensor(0).is_err() && arch.check_tensor(6).is_ok());
         let narrow = Arch { vocabulary: 5, ..arch };
         let error = narrow.check_tensor(6).expect_err("5 tokens over 6 ranks");
-        assert!(error.message.contains("vocabulary 5"), "{error}");
-        assert_eq!(error.hint.as_deref(), Some("tensor can be 1, 2, 3, 4"));
+        assert!(error.message.contains("vocabulary (5)"), "{error}");
+        assert_eq!(error.hint.as_deref(), Some("set tensor to one of 1, 2, 3, 4"));
     }
 }

@@ -5,13 +5,13 @@ use crate::comm::{Axes, Stream};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Own ranges are cut at multiples of this many elements from the start of their unit, and the gradient norm is summed
-/// in blocks of as many, so that a block is never split and the norm does not depend on the number of ranks.
+/// Ranges of ranks are cut at multiples of this many elements from the start of their unit. The gradient norm is summed
+/// in blocks of the same size, so no block is split and the norm does not depend on the number of ranks.
 pub const BLOCK: usize = 4096;
 
-/// One range per rank of every unit, in rank order. A unit's memory is padded to as many whole blocks for each rank, so that one
-/// collective of equal shares serves; a rank's range is what its share has of the unit itself. The flat vector has no padding:
-/// checkpoints do not know the number of ranks.
+/// One range per rank of every unit, in rank order. A unit's memory is padded to the same number of whole blocks for
+/// each rank, so that collectives have equal shares. A rank's range is its share without the padding. The flat vector
+/// has no padding: checkpoints do not depend on the number of ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
     rank: usize,
@@ -24,11 +24,11 @@ pub struct Partition {
 struct Part {
     /// The unit in the flat vector.
     flat: Range<usize>,
-    /// One share of the padded unit a rank, counted from the unit's start.
+    /// Each rank's share of the padded unit, counted from the unit's start.
     shares: Vec<Range<usize>>,
-    /// One range a rank: what its share has of the unit.
+    /// Each rank's range: its share without the padding.
     cuts: Vec<Range<usize>>,
-    /// Where this rank's range begins among its ranges laid end to end.
+    /// The start of this rank's range among its ranges laid end to end.
     at: usize,
 }
 
@@ -51,7 +51,7 @@ impl Partition {
         Self { rank, ranks, units: parts, own_len }
     }
 
-    /// All of it on this rank.
+    /// A partition with everything on this rank.
     pub fn whole(units: &[Range<usize>]) -> Self {
         Self::new(units, 0, 1)
     }
@@ -60,12 +60,12 @@ impl Partition {
         self.ranks
     }
 
-    /// Number of units.
+    /// The number of units.
     pub fn units(&self) -> usize {
         self.units.len()
     }
 
-    /// Elements of this rank's ranges.
+    /// The number of elements in this rank's ranges.
     pub fn own_len(&self) -> usize {
         self.own_len
     }
@@ -75,12 +75,13 @@ impl Partition {
         self.units[unit].flat.clone()
     }
 
-    /// The share of each rank, counted from the unit's start, all equally long: what collectives over a unit's memory take.
+    /// The share of each rank, counted from the unit's start, for collectives over the unit's memory. All are equally
+    /// long.
     pub fn shares(&self, unit: usize) -> &[Range<usize>] {
         &self.units[unit].shares
     }
 
-    /// Elements of a unit's memory, padding included.
+    /// The number of elements of a unit's memory, padding included.
     pub fn padded_len(&self, unit: usize) -> usize {
         self.units[unit].shares[self.ranks - 1].end
     }
@@ -101,26 +102,27 @@ impl Partition {
         part.flat.start + cut.start..part.flat.start + cut.end
     }
 
-    /// Where `own(unit)` lies among this rank's ranges laid end to end.
+    /// The position of `own(unit)` among this rank's ranges laid end to end.
     pub fn held(&self, unit: usize) -> Range<usize> {
         let at = self.units[unit].at;
         at..at + self.own_cut(unit).len()
     }
 }
 
-/// What ZeRO shards of a table: the partition over the ranks of `axes.zero`, and the stream of their collectives.
+/// The ZeRO sharding of a table: the partition over the ranks of `axes.zero`, and the stream of their collectives.
 #[derive(Clone, Debug)]
 pub struct Shards {
     stage: usize,
-    /// Over all ranks of the axis, whatever the stage.
+    /// The partition over all ranks of the axis, at every stage.
     pub partition: Arc<Partition>,
-    /// What this rank's optimizer updates: its ranges, or everything at stage 0.
+    /// The part that this rank's optimizer updates: its ranges, or everything at stage 0.
     pub updated: Arc<Partition>,
     pub stream: Arc<Stream>,
 }
 
 impl Shards {
-    /// `stage` 0 shards nothing, 1 the optimizer's state, 2 gradients too, 3 weights too. On one rank every stage is stage 0.
+    /// `stage` 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also weights. On one rank every stage is
+    /// stage 0.
     pub fn new(table: &ParamTable, axes: &Axes, stage: usize) -> Self {
         assert!(stage <= 3, "ZeRO has stages 0 to 3, not {stage}");
         let stage = if axes.zero.size() == 1 { 0 } else { stage };
@@ -129,22 +131,22 @@ impl Shards {
         Self { stage, partition, updated, stream: axes.zero_stream.clone() }
     }
 
-    /// 0 on one rank.
+    /// The ZeRO stage; 0 on one rank.
     pub fn stage(&self) -> usize {
         self.stage
     }
 
-    /// Whether each rank updates its ranges only.
+    /// Whether each rank updates only its ranges.
     pub fn optimizer(&self) -> bool {
         self.stage >= 1
     }
 
-    /// Whether each rank sums the gradients of its ranges only.
+    /// Whether each rank sums only the gradients of its ranges.
     pub fn gradients(&self) -> bool {
         self.stage >= 2
     }
 
-    /// Whether each rank holds the weights of its ranges only.
+    /// Whether each rank holds only the weights of its ranges.
     pub fn weights(&self) -> bool {
         self.stage == 3
     }

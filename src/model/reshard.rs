@@ -1,9 +1,11 @@
-//! Reshards weights from the layout of training to that of the rollout: in memory, unit by unit.
+//! Reshards weights from the training layout to the rollout layout: in memory, unit by unit.
 //!
-//! In training this rank holds part r of T of each matrix, of which ZeRO stage 3 leaves it a range; in the rollout it holds
-//! part q of Q. A unit is exchanged first over the ZeRO axis, then over the tensor axis. Ranks send only what the others lack:
-//! over the ZeRO axis what any rank of the receiver's tensor axis needs of the part that both hold, over the tensor axis what
-//! the receiver itself needs. Collectives take the backend of their axis. Values are packed and unpacked on their device, and
+//! In training this rank holds part r of T of each matrix, or with ZeRO stage 3 a range of that part. In the rollout it
+//! holds part q of Q. A unit is exchanged first over the ZeRO axis, then over the tensor axis. Ranks send only values
+//! that the others lack. Over the ZeRO axis these are the values of the common part that any rank of the receiver's
+//! tensor axis needs. Over the tensor axis they are the values that the receiver itself needs.
+//!
+//! Collectives use the backend of their axis. Values are packed and unpacked on their device, and
 //! keep their dtype and their bits. The next unit is in transfer while one is unpacked.
 
 use super::moves::{Take, len, pack, takes, union, unpack, within};
@@ -24,15 +26,15 @@ use std::sync::Arc;
 pub struct Reshard {
     zero: Stream,
     tensor: Stream,
-    /// This rank among those that ZeRO shards over.
+    /// This rank on the ZeRO axis.
     zero_rank: usize,
-    /// The table of each rank of training's tensor axis; this rank is `rank` of them.
+    /// The table of each rank of training's tensor axis. This rank has index `rank`.
     from: Vec<Arc<ParamTable>>,
     rank: usize,
     to: Arc<ParamTable>,
-    /// The new part of each rank: by its rank on the axis of ZeRO, and on the tensor axis.
+    /// The new part of each rank, by its rank on the ZeRO axis and on the tensor axis.
     all: Vec<Vec<Arc<ParamTable>>>,
-    /// Elements that have come from other ranks for the weights that are under way.
+    /// Elements received from other ranks so far for the current weights.
     received: Cell<usize>,
 }
 
@@ -40,27 +42,28 @@ pub struct Reshard {
 enum Transfer {
     /// The new part itself.
     Same(Pending<UnitValues>),
-    /// What the new part needs of the other old ones, where it needs any; here is all of this rank's.
+    /// The values that the new part needs from other old parts, if any. This rank's own old part is complete.
     Sent(Option<Pending<Flat>>),
     /// All of this rank's old part.
     Gathered(Pending<Flat>),
-    /// What this rank's tensor axis needs of its old part, without its own range of it.
+    /// The values of the old part that this rank's tensor axis needs, without this rank's own range.
     Shared(Pending<Flat>),
 }
 
-/// The values that a new part is made of.
+/// The values from which a new part is assembled.
 enum Parts {
     /// The new part itself.
     Whole(UnitValues),
-    /// This rank's old part where it came from others, and what is needed of the other old ones, end to end.
+    /// This rank's old part if it was received, and the values that are needed from the other old parts, end to end.
     Of(Option<Flat>, Option<Flat>),
 }
 
 impl Reshard {
-    /// From the layout `axes` of a model, whose part on this rank is `table`, to part `to`. All ranks of `axes` call this.
+    /// Reshards from the layout `axes` of a model, with part `table` on this rank, to part `to`. All ranks of `axes`
+    /// call this.
     ///
     /// # Panics
-    /// If the model cannot be cut into so many parts (`Arch::check_tensor`).
+    /// If the model cannot be split into this many parts (`Arch::check_tensor`).
     pub fn new(transformer: &Transformer, table: &Arc<ParamTable>, axes: &Axes, to: TensorPart) -> Self {
         let mut known = vec![(table.tensor_part(), table.clone())];
         let mut part = |part: TensorPart| {
@@ -89,20 +92,20 @@ impl Reshard {
         }
     }
 
-    /// What this rank holds afterwards.
+    /// The table of this rank's new part.
     pub fn table(&self) -> &Arc<ParamTable> {
         &self.to
     }
 
-    /// This rank's part in the new layout of weights in the old one, and the bytes that it received for it. A collective of
-    /// all ranks.
+    /// Converts weights in the old layout to this rank's part in the new layout. Also returns the bytes that were
+    /// received for it. A collective of all ranks.
     pub fn weights(&self, from: &Weights) -> (Weights, usize) {
         let count = self.to.units().len();
         self.received.set(0);
         let mut units = Vec::with_capacity(count);
         let mut next = Some(self.start(from, 0));
         for u in 0..count {
-            let transfer = next.take().expect("started in the turn before");
+            let transfer = next.take().expect("the previous turn started it");
             let parts = self.finish(from, u, transfer);
             // Not before this one is here: two old units at a time, the one that is cut and the one on its way.
             next = (u + 1 < count).then(|| self.start(from, u + 1));
@@ -121,7 +124,7 @@ impl Reshard {
         self.received.set(self.received.get() + elements);
     }
 
-    /// Whether the tensor axis is cut alike in both layouts.
+    /// Whether the tensor axis is split in the same way in both layouts.
     fn same(&self) -> bool {
         Arc::ptr_eq(self.own_table(), &self.to)
     }
@@ -130,12 +133,12 @@ impl Reshard {
         &self.from[self.rank]
     }
 
-    /// What this rank's new part of a unit takes.
+    /// The transfers into this rank's new part of a unit.
     fn takes(&self, unit: usize, dtype: DType) -> Vec<Take> {
         takes(&self.from, self.rank, &self.to, unit, dtype)
     }
 
-    /// What rank `zero` of its axis, with all of its tensor axis, needs of this rank's old part.
+    /// The pieces of this rank's old part that rank `zero` of the ZeRO axis needs, for all of its tensor axis.
     fn needed(&self, zero: usize, unit: usize, dtype: DType) -> Vec<Piece> {
         let of = |(rank, to): (usize, &Arc<ParamTable>)| takes(&self.from, rank, to, unit, dtype);
         let all = self.all[zero].iter().enumerate().flat_map(of);
@@ -143,7 +146,7 @@ impl Reshard {
         union(self.own_table(), unit, mine.collect())
     }
 
-    /// The same of all ranks; none where each needs all of it, so that it is gathered in place.
+    /// The same for all ranks. `None` if each needs the whole part, which is then gathered in place.
     fn all_needed(&self, unit: usize, dtype: DType) -> Option<Vec<Vec<Piece>>> {
         let all: Vec<Vec<Piece>> = (0..self.all.len()).map(|zero| self.needed(zero, unit, dtype)).collect();
         let table = self.own_table();
@@ -176,7 +179,7 @@ impl Reshard {
         }))
     }
 
-    /// The new part, which this rank's old one is.
+    /// Gathers the new part if it equals this rank's old one.
     fn gather_part(&self, own: &UnitValues, partition: Option<Arc<Partition>>, unit: usize) -> Pending<UnitValues> {
         let padded_len = partition.as_ref().map_or_else(|| own.range().len(), |partition| partition.padded_len(unit));
         let mut values = UnitValues::padded_scratch(&self.to, unit, own.dtype(), padded_len);
@@ -190,7 +193,7 @@ impl Reshard {
         })
     }
 
-    /// Over the axis of ZeRO: what each rank needs of the others' ranges.
+    /// Exchanges over the ZeRO axis the values that each rank needs from the others' ranges.
     fn share(&self, needed: &[Vec<Piece>], own: &UnitValues, partition: &Partition, unit: usize) -> Pending<Flat> {
         let (cuts, rank) = (partition.cuts(unit), self.zero_rank);
         let mine = &cuts[rank];
@@ -204,7 +207,8 @@ impl Reshard {
         exchange(&self.zero, own.slice(), own.dtype(), &sends, &lens)
     }
 
-    /// Over the tensor axis: what each rank's new part needs of the others' old ones. `own` is this rank's.
+    /// Exchanges over the tensor axis the values that each rank's new part needs from the others' old parts. `own` is
+    /// this rank's.
     fn send(&self, unit: usize, own: Slice, dtype: DType) -> Pending<Flat> {
         let peers = self.all[self.zero_rank].iter().enumerate();
         let sends: Vec<Vec<Piece>> = peers
@@ -233,7 +237,7 @@ impl Reshard {
                 let mut place = part.all_mut();
                 place.copy_from(own.slice(), &run(0, own), &run(own.range().start - begins.start, own));
                 let needed = self.needed(self.zero_rank, unit, dtype);
-                let cuts = from.partition().expect("what is shared has a partition").cuts(unit);
+                let cuts = from.partition().expect("shared weights have a partition").cuts(unit);
                 let mut start = 0;
                 for (_, cut) in cuts.iter().enumerate().filter(|(rank, _)| *rank != self.zero_rank) {
                     let pieces = within(&needed, cut);
@@ -247,14 +251,14 @@ impl Reshard {
         Parts::Of(Some(came), others)
     }
 
-    /// The new part of a unit, from this rank's old one and what is needed of others.
+    /// Assembles the new part of a unit from this rank's old part and the values of others.
     fn put_together(&self, unit: usize, own: Slice, others: Option<&Flat>, dtype: DType) -> UnitValues {
         let mut out = UnitValues::scratch(&self.to, unit, dtype);
         let range = out.range();
         let mut place = out.slice_mut();
         for (id, part) in self.to.parts(&range) {
             let (spec, at) = (self.to.spec(id), part.start - range.start);
-            // In panels what fills up lies between values.
+            // In panels the padding lies between values.
             let values = if spec.layout == Layout::Row { spec.elements() } else { 0 };
             if spec.len > spec.elements() {
                 place.reborrow().part(at + values..at + spec.len).clear();
@@ -272,7 +276,7 @@ impl Reshard {
             }
             start += len(&pieces);
         }
-        // What is there twice comes behind what it is a copy of.
+        // A copy comes after its original.
         for Take { from, to, .. } in all.iter().filter(|take| take.source.is_none()) {
             let (before, mut behind) = place.split_at(to.at);
             behind.copy_from(before.as_slice(), from, &Piece { at: 0, ..*to });
@@ -282,13 +286,13 @@ impl Reshard {
     }
 }
 
-/// All of a rank's values, from `at` on.
+/// The piece with all of a rank's values, from `at` on.
 fn run(at: usize, values: &UnitValues) -> Piece {
     Piece::run(at, values.range().len())
 }
 
-/// Starts to send each rank its pieces of `from`, and to receive as many values of each: they come end to end. Ranks that get the
-/// same get it from one place.
+/// Starts to send each rank its pieces of `from`, and to receive `lens[r]` values from each rank r, end to end. Pieces
+/// that several ranks get are packed once.
 fn exchange(stream: &Stream, from: Slice, dtype: DType, sends: &[Vec<Piece>], lens: &[usize]) -> Pending<Flat> {
     let mut packed: Vec<(&[Piece], Range<usize>)> = Vec::new();
     let mut end = 0;
@@ -319,7 +323,7 @@ fn exchange(stream: &Stream, from: Slice, dtype: DType, sends: &[Vec<Piece>], le
     })
 }
 
-/// Where the new part has what `source` sends.
+/// The places in the new part of the values that `source` sends.
 fn places(takes: &[Take], source: usize) -> Vec<Piece> {
     takes.iter().filter(|take| take.source == Some(source)).map(|take| take.to).collect()
 }

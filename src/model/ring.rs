@@ -1,14 +1,15 @@
-//! Ring flash attention (arXiv:2310.01889): each rank of the sequence axis holds some tokens of every sequence
-//! (`ops::zigzag`); their keys and values go once around, so that every query meets every key that it sees.
+//! Ring flash attention (arXiv:2310.01889). Each rank of the sequence axis holds some tokens of every sequence
+//! (`ops::zigzag`). Keys and values travel once around the ring, so that every query meets every key that it sees.
 //!
-//! Step s of S works on the block of rank r - s, while the block of the next step is under way. The backward sends the
-//! gradients of a block one step behind it: what this rank adds is computed while the sum of the ranks before it comes
-//! in, and after S steps the sum is back at its rank. Every rank passes every block on, whether its queries see it or not, so
-//! that no rank waits for a message that is not sent.
+//! Step s of S works on the block of rank r - s, while the block of the next step is in transfer. In the backward, the
+//! gradients of a block travel one step after the block. This rank computes its contribution while the sum of the
+//! preceding ranks arrives. After S steps the sum is back at its rank. Every rank passes every block on, even if its
+//! queries do not see it, so no rank waits for a message that is not sent.
 //!
-//! On GPUs a step is one kernel forward and two back, and every step has the same half of t x t pairs to compute, t rows a
-//! rank. With h query and g key/value heads of e values, that is 2 h e t^2 flops forward for 4 g e t bytes of the next block,
-//! and 5 h e t^2 back for 12 g e t, gradients being f32. At 190 TFLOP/s and 200 GB/s both hide from t h/g = 2300 on.
+//! On GPUs a step is one kernel in the forward and two in the backward. Every step computes the same half of t x t
+//! pairs, with t rows per rank. With h query and g key/value heads of e values, the forward needs 2 h e t^2 flops for 4
+//! g e t bytes of the next block. The backward needs 5 h e t^2 for 12 g e t bytes, as gradients are f32. At 190 TFLOP/s
+//! and 200 GB/s, computing hides both transfers from t h/g = 2300 on.
 
 use crate::comm::{Axes, Group, Pending, Stream};
 use crate::ops::attention::{self, AttentionShape, Packed};
@@ -29,7 +30,7 @@ impl Ring {
         Self { group: axes.sequence.clone(), stream: axes.ring_stream.clone() }
     }
 
-    /// (o, lse) of this rank's rows q (t, h*e), k and v (t, g*e) of the row that `packed` cuts.
+    /// (o, lse) for this rank's rows q (t, h*e), k and v (t, g*e) of the packed row.
     pub fn forward(&self, packed: &Packed, shape: &AttentionShape, [q, k, v]: [&Tensor; 3]) -> (Tensor, Tensor) {
         let mut lse = q.statistics(q.rows(), shape.heads);
         if self.group.size() == 1 {
@@ -67,7 +68,7 @@ impl Ring {
         let backward = Backward::new([q, o, lse, d_o], shape);
         let mut dq = q.statistics(q.rows(), q.width());
         let mut block = Arc::new(ring_attention::block(k, v));
-        // The gradients of the step before, of all ranks that its block has come by.
+        // The gradients of the step before, summed over the ranks that its block has passed.
         let mut sum: Option<Arc<Tensor>> = None;
         for (s, step) in steps.iter().enumerate() {
             let before = sum.take().map(|sum| self.pass(&sum, step.block_rows()));
@@ -88,7 +89,7 @@ impl Ring {
         [dq, dk, dv]
     }
 
-    /// Begins to send `block` to the next rank and to receive one of `rows` rows from the one before.
+    /// Starts to send `block` to the next rank and to receive a block of `rows` rows from the previous rank.
     fn pass(&self, block: &Arc<Tensor>, rows: usize) -> Pending<Tensor> {
         let (block, mut received) = (block.clone(), block.as_wide(rows));
         self.stream.submit(move |group| {
@@ -97,7 +98,7 @@ impl Ring {
         })
     }
 
-    /// The steps of this rank, whose part of the row q has.
+    /// The steps of this rank, whose rows are those of q.
     fn steps(&self, packed: &Packed, shape: &AttentionShape, q: &Tensor) -> Arc<Steps> {
         let (rank, size) = (self.group.rank(), self.group.size());
         let steps = packed.ring(q.device(), shape, rank, size);

@@ -4,15 +4,15 @@ use super::config_json::Reader;
 use crate::error::{Error, Result};
 use std::f64::consts::PI;
 
-/// How the rotary frequencies are stretched for a longer context.
+/// The scaling of the rotary frequencies for a longer context.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Scaling {
     None,
-    /// All frequencies divided by `factor` (position interpolation, arXiv:2306.15595).
+    /// All frequencies are divided by `factor` (position interpolation, arXiv:2306.15595).
     Linear {
         factor: f64,
     },
-    /// Llama 3: long wavelengths divided by `factor`, short ones kept, smooth in between (arXiv:2407.21783).
+    /// Llama 3: long wavelengths are divided by `factor`, short ones kept, with a smooth transition (arXiv:2407.21783).
     Llama3 {
         factor: f64,
         low: f64,
@@ -58,7 +58,7 @@ impl Rope {
         let scaling = match kind.as_str() {
             "default" => Scaling::None,
             "linear" => Scaling::Linear { factor: factor()? },
-            // Dynamic NTK scaling changes nothing before the context is exceeded, and rows beyond it are refused.
+            // Dynamic NTK scaling changes nothing within the context, and longer rows are rejected.
             "dynamic" if original.is_none_or(|o| o >= context as f64) => Scaling::None,
             "llama3" => Scaling::Llama3 {
                 factor: factor()?,
@@ -69,13 +69,13 @@ impl Rope {
             "yarn" => yarn(&p, factor()?, original.unwrap_or(context as f64))?,
             other => {
                 return Err(Error::data(format!("config.json: rope type \"{other}\" is not supported"))
-                    .hint("supported: default, linear, dynamic (within max_position_embeddings), llama3, yarn"));
+                    .hint("use a model with rope type default, linear, dynamic (within its context), llama3 or yarn"));
             }
         };
         Ok(Self { theta, scaling })
     }
 
-    /// The angle per position of each pair of a head, after scaling: theta^(-2i/e), i < e/2.
+    /// The angle per position of each pair in a head: theta^(-2i/e), i < e/2, scaled.
     pub fn inverse_frequencies(&self, head_dim: usize) -> Vec<f32> {
         let e = head_dim as f64;
         let plain = |i: usize| self.theta.powf(-2.0 * i as f64 / e);
@@ -102,7 +102,7 @@ impl Rope {
         (0..head_dim / 2).map(|i| scaled(i) as f32).collect()
     }
 
-    /// Multiplies cos and sin (YaRN's temperature); 1 for all other scalings.
+    /// The factor on cos and sin (YaRN's temperature); 1 for all other scalings.
     pub fn attention_factor(&self) -> f32 {
         match self.scaling {
             Scaling::Yarn { attention_factor, .. } => attention_factor as f32,
@@ -114,7 +114,8 @@ impl Rope {
 fn refuse_partial(config: &Reader) -> Result<()> {
     match config.number("partial_rotary_factor")? {
         Some(factor) if factor != 1.0 => {
-            Err(config.wrong("partial_rotary_factor", "is not 1: partly rotated heads are not supported"))
+            let what = format!("must be 1 (got {factor}): partially rotated heads are not supported");
+            Err(config.wrong("partial_rotary_factor", &what))
         }
         _ => Ok(()),
     }

@@ -1,4 +1,5 @@
-//! The safetensors of an export: one file, or several with an index, written unit by unit, of which some MiB are on the host.
+//! The safetensors of an export: one file, or several with an index. They are written unit by unit, a few MiB at a
+//! time.
 
 use super::pack::unpack_rows;
 use super::params::{ParamSpec, ParamTable};
@@ -13,12 +14,12 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Elements that are written at a time.
+/// The number of elements written at a time.
 const PIECE: usize = 1 << 20;
-/// Elements that one task rounds.
+/// The number of elements that one task rounds.
 const CHUNK: usize = 1 << 16;
 
-/// Files that are being written, in the order of the table.
+/// The files of an export in progress, in the order of the table.
 #[derive(Debug)]
 pub(super) struct TensorFiles {
     dir: PathBuf,
@@ -26,15 +27,15 @@ pub(super) struct TensorFiles {
     dtype: DType,
     /// The parameters of each file.
     files: Vec<Range<usize>>,
-    /// The parameter that comes next.
+    /// The next parameter.
     next: usize,
-    /// Elements of it that are in the file.
+    /// The number of its elements that are written.
     written: usize,
     open: Option<LargeFile>,
     staging: Staging,
 }
 
-/// A piece of a parameter: as it lies in memory, row by row, and in bf16.
+/// A piece of a parameter: in memory order, row by row, and in bf16.
 #[derive(Debug, Default)]
 struct Staging {
     flat: Vec<f32>,
@@ -43,7 +44,7 @@ struct Staging {
 }
 
 impl TensorFiles {
-    /// Files of at most `shard_bytes_max` bytes of tensors each, but for larger tensors, which have one of their own.
+    /// Files of at most `shard_bytes_max` bytes of tensors each. A larger tensor gets a file of its own.
     pub(super) fn new(dir: &Path, table: &Arc<ParamTable>, dtype: DType, shard_bytes_max: usize) -> Self {
         let mut files: Vec<Range<usize>> = Vec::new();
         let mut bytes = 0;
@@ -85,12 +86,12 @@ impl TensorFiles {
     /// Writes the parameters of a unit.
     ///
     /// # Panics
-    /// If it is another than the next one, or not whole.
+    /// If the values are not the whole next unit.
     pub(super) fn unit(&mut self, values: &UnitValues) -> Result<()> {
         let (table, mut staging) = (self.table.clone(), std::mem::take(&mut self.staging));
         for (id, part) in table.parts(&values.range()) {
             let spec = table.spec(id);
-            assert!(id.0 == self.next && part == spec.range(), "{} comes out of turn", spec.name);
+            assert!(id.0 == self.next && part == spec.range(), "{} is written out of order", spec.name);
             let (n, k) = spec.full_dims();
             let each = (PIECE / k.max(1) / PANEL).max(1) * PANEL;
             for first in (0..n).step_by(each) {
@@ -106,16 +107,16 @@ impl TensorFiles {
     /// Writes the next rows of parameter `index`.
     ///
     /// # Panics
-    /// If it is another one that comes next.
+    /// If `index` is not the next parameter.
     pub(super) fn rows(&mut self, index: usize, rows: &[f32]) -> Result<()> {
-        assert_eq!(index, self.next, "{} comes out of turn", self.table.specs()[index].name);
+        assert_eq!(index, self.next, "{} is written out of order", self.table.specs()[index].name);
         let mut bits = std::mem::take(&mut self.staging.bits);
         self.piece(rows.len(), in_dtype(rows, self.dtype, &mut bits))?;
         self.staging.bits = bits;
         Ok(())
     }
 
-    /// Writes the next elements of the parameter that is under way.
+    /// Writes the next elements of the current parameter.
     fn piece(&mut self, elements: usize, bytes: &[u8]) -> Result<()> {
         if self.written == 0
             && let Some(file) = self.files.iter().position(|file| file.start == self.next)
@@ -140,13 +141,13 @@ impl TensorFiles {
         file.write(&header)
     }
 
-    /// Writes the index, where there are several files.
+    /// Writes the index if there are several files.
     ///
     /// # Panics
     /// If a unit is missing.
     pub(super) fn finish(&mut self) -> Result<()> {
         let specs = self.table.specs();
-        assert_eq!(self.next, specs.len(), "parameters that were written");
+        assert_eq!(self.next, specs.len(), "the number of written parameters");
         if self.files.len() == 1 {
             return Ok(());
         }
@@ -162,7 +163,7 @@ impl TensorFiles {
 }
 
 impl Staging {
-    /// Rows of a parameter as they stand in a file; they begin where a panel does.
+    /// The bytes of a parameter's rows in the format of a file. The rows start at a panel boundary.
     fn bytes(&mut self, spec: &ParamSpec, values: &UnitValues, rows: Range<usize>, dtype: DType) -> &[u8] {
         let len = rows.len() * spec.columns.len();
         let range = spec.flat_rows(&rows);
@@ -179,7 +180,7 @@ impl Staging {
     }
 }
 
-/// The bytes of `rows` in a file; `bits` has room for them.
+/// The bytes of `rows` in the format of a file. `bits` is scratch memory.
 fn in_dtype<'a>(rows: &'a [f32], dtype: DType, bits: &'a mut Vec<u16>) -> &'a [u8] {
     if dtype == DType::F32 {
         return bytemuck::cast_slice(rows);

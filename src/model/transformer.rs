@@ -1,4 +1,4 @@
-//! The transformer that training, scoring and rollout share; only where attention's keys come from differs.
+//! The transformer that training, scoring and rollout share. Only the source of attention's keys differs.
 
 use super::arch::Arch;
 use super::attention::{Context, LayerKeys};
@@ -22,15 +22,15 @@ use crate::tensor::{Indices, Tensor};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::ThreadId;
 
-/// Units of the parameter table, in order: the embedding, each layer, the final norm with the head.
+/// The units of the parameter table, in order: the embedding, each layer, the final norm with the head.
 const EMBEDDING: usize = 0;
 const FIRST_LAYER: usize = 1;
 
-/// Where the keys and values come from.
+/// The source of keys and values.
 pub enum Keys<'a> {
-    /// Whole sequences, one behind the other.
+    /// Whole sequences, one after another.
     Packed(Packed<'a>),
-    /// New rows behind the cached tokens of their sequences; one cache a layer.
+    /// New rows after the cached tokens of their sequences, with one cache per layer.
     Paged(&'a mut [KvLayer], Paged<'a>),
 }
 
@@ -43,35 +43,36 @@ impl Keys<'_> {
     }
 }
 
-/// A model without its weights: architecture, where each parameter is found, and the rotary table.
+/// A model without its weights: architecture, parameter ids, and the rotary table.
 #[derive(Clone, Debug)]
 pub struct Transformer {
     pub arch: Arch,
     embedding: ParamId,
-    /// The language-model head (the embedding where tied), or the value head's vector.
+    /// The language-model head (the embedding if tied), or the value head's vector.
     pub(super) head: ParamId,
     /// The ranks that share the rows of embedding and head.
     pub(super) tensor: Group,
     blocks: Vec<Block>,
-    /// Behind the last block.
+    /// The norm after the last block.
     norm: Norm,
     rope: Arc<RopeTable>,
     device: Device,
 }
 
-/// What a backward needs of its forward.
+/// The results of a forward that its backward needs.
 #[derive(Debug)]
 pub struct Saved {
     keep: Keep,
     tokens: Vec<u32>,
     positions: Vec<u32>,
     blocks: Vec<BlockSaved>,
-    /// Output of the last block (t, d) and its 1 / rms (t, 1).
+    /// The output of the last block (t, d) and its 1 / rms (t, 1).
     last: Option<(Tensor, Tensor)>,
 }
 
 impl Saved {
-    /// Of `recompute` nothing is kept but what it is computed from again in the backward; all is kept where that is open.
+    /// Keeps the inputs from which the backward recomputes what `recompute` names, and everything else. `Auto` keeps
+    /// all.
     pub fn new(recompute: impl Into<Recompute>) -> Self {
         let keep = match recompute.into() {
             Recompute::Auto | Recompute::None => Keep::Everything,
@@ -81,10 +82,11 @@ impl Saved {
         Self { keep, tokens: Vec::new(), positions: Vec::new(), blocks: Vec::new(), last: None }
     }
 
-    /// What a forward kept of its layers, in the order in which it was computed, each with its name; and the last layer's result.
+    /// The kept results of the layers, with names, in the order in which they were computed, and the last layer's
+    /// output.
     ///
     /// # Panics
-    /// If it went through no forward.
+    /// If no forward has filled it.
     pub(super) fn results(&self) -> (Vec<(String, &Tensor)>, &Tensor) {
         let last = &self.last.as_ref().expect("a forward fills it").0;
         (self.blocks.iter().enumerate().flat_map(|(layer, kept)| kept.results(layer)).collect(), last)
@@ -96,14 +98,14 @@ impl Transformer {
         Self::over(arch, table, &Axes::one())
     }
 
-    /// The same on ranks that share each matrix (`axes.tensor`; `table` lists this rank's parts) and each sequence
-    /// (`axes.sequence`).
+    /// The same on ranks that share each matrix (`axes.tensor`) and each sequence (`axes.sequence`). `table` lists this
+    /// rank's parts.
     ///
     /// # Panics
     /// If the table lists another rank's parts.
     pub fn over(arch: &Arch, table: &ParamTable, axes: &Axes) -> Self {
         let (tensor, ring) = (&axes.tensor, Ring::new(axes));
-        assert_eq!(table.tensor_part(), TensorPart::of(tensor), "the table's part and this rank's");
+        assert_eq!(table.tensor_part(), TensorPart::of(tensor), "the table must list this rank's part");
         let embedding = table.id(params::EMBEDDING);
         Self {
             arch: arch.clone(),
@@ -117,10 +119,11 @@ impl Transformer {
         }
     }
 
-    /// The hidden state (t, d) after the final norm, of `tokens` at `positions` (t each).
+    /// The hidden state (t, d) after the final norm, for `tokens` at `positions` (t each).
     ///
     /// # Panics
-    /// If a token is outside the vocabulary, a position outside the context, or `saved` comes with paged keys.
+    /// If a token is outside the vocabulary, if a position is outside the context, or if `saved` is given with paged
+    /// keys.
     pub fn forward(
         &self,
         w: &Weights,
@@ -144,11 +147,12 @@ impl Transformer {
         hidden
     }
 
-    /// One step of the first `rows` rows of `tables`, which only the GPU reads: nothing here depends on what they hold, so a graph
-    /// of it serves every step. Tokens and log-probabilities are bitwise those of `forward`, `logits_part` and `sample`. With
-    /// `longest`, attention is split for contexts of up to as many tokens; `edits` as `DecodeState::draw`, `ends` of `ends`. All positions
-    /// are below those that `reserve_positions` made room for. The ranks of the tensor axis call this together, and have the same
-    /// tables.
+    /// Decodes one step for the first `rows` rows of `tables`. Only the GPU reads the tables, so a graph of this call
+    /// serves every step. Tokens and log-probabilities are bitwise those of `forward`, `logits_part` and `sample`.
+    ///
+    /// With `longest`, attention is split for contexts of up to that many tokens. `edits` is as in `DecodeState::draw`,
+    /// and `ends` comes from `ends_on_gpu`. All positions are below the limit of `reserve_positions`. The ranks of the
+    /// tensor axis call this together, with the same tables.
     ///
     /// # Panics
     /// If weights are sharded, or the tables are too small.
@@ -161,7 +165,7 @@ impl Transformer {
         (ends, edits): (&Memory, bool),
         cache: &mut [KvLayer],
     ) {
-        assert!(self.check_graphs(w).is_ok(), "decode: weights that are gathered as they are used");
+        assert!(self.check_graphs(w).is_ok(), "decode: the weights are gathered as they are used");
         tables.begin(rows);
         let x = self.embedded(w, Indices::on_gpu(tables.tokens(), rows));
         let hidden = {
@@ -173,24 +177,24 @@ impl Transformer {
         tables.end(rows, self.tensor.size());
     }
 
-    /// Whether `decode` can be a graph, the same on all ranks of the tensor axis.
+    /// Checks whether `decode` can be a graph. The result is the same on all ranks of the tensor axis.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason if it cannot.
     pub fn check_graphs(&self, w: &Weights) -> Result<(), String> {
         match () {
             () if !self.device.has_graphs() => Err("the model is not on a GPU".into()),
-            () if w.is_sharded() => Err("weights are gathered as they are used".into()),
+            () if w.is_sharded() => Err("the weights are gathered as they are used".into()),
             () => self.tensor.check_graphs(),
         }
     }
 
-    /// Makes the rotary table hold `positions`, before `decode` reads some that the host does not know.
+    /// Extends the rotary table to `positions`. Needed before `decode` reads positions that only the GPU knows.
     pub fn reserve_positions(&self, positions: usize) {
         self.rope.reserve(positions.min(self.arch.context));
     }
 
-    /// Where `decode` reads weights and angles: a graph of it serves while these are the same.
+    /// The addresses from which `decode` reads weights and angles. A graph of it is valid while they stay the same.
     pub fn places(&self, w: &Weights) -> Vec<Arg> {
         let units = (0..w.table.units().len()).filter_map(|unit| w.local(unit).address());
         units.chain([self.rope.place()]).collect()
@@ -207,7 +211,8 @@ impl Transformer {
         x
     }
 
-    /// All layers and the final norm: the hidden state, the norm's input with its 1 / rms, and what blocks keep.
+    /// Runs all layers and the final norm. Returns the hidden state, the norm's input with its 1 / rms, and the kept
+    /// results.
     fn through(
         &self,
         w: &Weights,
@@ -229,7 +234,7 @@ impl Transformer {
     /// Adds the gradient of every parameter below the head, given the gradient `dhidden` (t, d) of the forward's result.
     ///
     /// # Panics
-    /// If `saved` went through no forward.
+    /// If no forward has filled `saved`.
     pub fn backward(
         &self,
         w: &Weights,
@@ -238,7 +243,7 @@ impl Transformer {
         dhidden: Tensor,
         grads: &mut Gradients,
     ) {
-        let (x, rstd) = saved.last.take().expect("the forward filled what the backward needs");
+        let (x, rstd) = saved.last.take().expect("a forward has filled `saved`");
         let mut dx = x.zeros_like(x.rows(), x.width());
         let packed = &Packed::from(cu_seqlens);
         let positions = &Indices::on(x.device(), &saved.positions);
@@ -266,7 +271,7 @@ impl Transformer {
         grads.finish(EMBEDDING);
     }
 
-    /// An empty KV cache of `pages` pages for each layer, with weights of `dtype`.
+    /// An empty KV cache of `pages` pages for each layer, for weights of `dtype`.
     pub fn kv_cache(&self, dtype: DType, pages: usize) -> Vec<KvLayer> {
         self.blocks.iter().map(|block| KvLayer::new(self.device, dtype, pages, block.shape())).collect()
     }
@@ -278,15 +283,15 @@ impl Transformer {
         }
     }
 
-    /// Bytes of one KV page over all layers, with weights of `dtype`: keys and values of `PAGE` tokens, of the heads that this rank
-    /// holds.
+    /// The bytes of one KV page over all layers, for weights of `dtype`: keys and values of `PAGE` tokens, for the
+    /// heads of this rank.
     pub fn kv_page_bytes(&self, dtype: DType) -> usize {
         let shapes = self.blocks.iter().map(Block::shape);
         let width: usize = shapes.map(|shape| shape.kv_heads * shape.head_dim).sum();
         2 * width * PAGE * KvLayer::value_bytes(self.device, dtype)
     }
 
-    /// The ranks that hold the other parts of each matrix, and this one.
+    /// The tensor axis: the ranks that share each matrix.
     pub fn tensor(&self) -> &Group {
         &self.tensor
     }
@@ -296,12 +301,13 @@ impl Transformer {
         TensorPart::of(&self.tensor).range(self.arch.vocabulary)
     }
 
-    /// The unit of the final norm and of a head of its own.
+    /// The unit of the final norm and of an untied head.
     fn last_unit(&self) -> usize {
         FIRST_LAYER + self.blocks.len()
     }
 
-    /// Starts to gather what a forward uses after layer unit `unit`: behind the last layer a tied head, too.
+    /// Starts to gather the units that a forward uses after layer unit `unit`. After the last layer, this includes a
+    /// tied head.
     fn prefetch_after(&self, w: &Weights, unit: usize) {
         w.prefetch(unit + 1);
         if unit + 1 == self.last_unit() {
@@ -309,7 +315,7 @@ impl Transformer {
         }
     }
 
-    /// Starts to gather what a backward uses first, behind the head: the final norm and the last layer.
+    /// Starts to gather the first units of a backward after the head: the final norm and the last layer.
     pub(super) fn prefetch_backward(&self, w: &Weights) {
         w.prefetch(self.last_unit());
         w.prefetch(self.last_unit() - 1);
@@ -331,7 +337,7 @@ impl Transformer {
     }
 }
 
-/// The rotary table of an architecture. Actor, critic and reference of one shape share one: a long context needs much.
+/// The rotary table of an architecture. Models of equal shape share one, because a table for a long context is large.
 fn rope_table(arch: &Arch) -> Arc<RopeTable> {
     type Shared = ((Rope, usize, usize, Option<ThreadId>), Weak<RopeTable>);
     static TABLES: Mutex<Vec<Shared>> = Mutex::new(Vec::new());

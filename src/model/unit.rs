@@ -12,25 +12,25 @@ use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Elements that one task converts between dtypes.
+/// The number of elements that one task converts between dtypes.
 const CHUNK: usize = 1 << 16;
-/// Elements that are on the host at a time on their way to a GPU: enough for all threads.
+/// The number of elements that are on the host at a time during an upload to a GPU: enough for all threads.
 const UPLOADED: usize = 1 << 21;
 
 #[derive(Debug)]
 pub struct UnitValues {
     table: Arc<ParamTable>,
-    /// What they are of the flat vector.
+    /// Their range in the flat vector.
     range: Range<usize>,
-    /// Those of the range, and padding behind them where ranks gather the unit.
+    /// The values of the range, followed by padding if ranks gather the unit.
     values: Flat,
-    /// Of bf16 values on the CPU.
+    /// For bf16 values on the CPU.
     copies: Option<RowCopies>,
-    /// Pinned memory of the host for values of a GPU, once they were offloaded.
+    /// The copy in pinned host memory, for values of a GPU that were offloaded before.
     host_copy: Option<HostCopy>,
 }
 
-/// An f32 copy of every parameter in row layout, end to end; and where each begins.
+/// An f32 copy of every parameter in row layout, end to end, and the start of each.
 #[derive(Debug)]
 struct RowCopies {
     values: Buffer,
@@ -44,17 +44,17 @@ impl RowCopies {
 }
 
 impl UnitValues {
-    /// Unspecified values of all of a unit.
+    /// A whole unit with unspecified values.
     pub fn scratch(table: &Arc<ParamTable>, unit: usize, dtype: DType) -> Self {
         Self::padded_scratch(table, unit, dtype, table.units()[unit].len())
     }
 
-    /// The same in memory of `padded_len` elements, as `Partition` pads a unit that `gather` is called for.
+    /// The same in memory of `padded_len` elements, padded by `Partition` for `gather`.
     pub fn padded_scratch(table: &Arc<ParamTable>, unit: usize, dtype: DType, padded_len: usize) -> Self {
         Self::new(table, table.units()[unit].clone(), padded_len, dtype, true)
     }
 
-    /// Unspecified values of `range`, a part of a unit, without the f32 copies that layers need.
+    /// The part `range` of a unit with unspecified values, without the f32 copies that layers need.
     pub(super) fn part_scratch(table: &Arc<ParamTable>, range: Range<usize>, dtype: DType) -> Self {
         check_cut(&range);
         let len = range.len();
@@ -75,11 +75,11 @@ impl UnitValues {
         Self { table: table.clone(), range, values, copies, host_copy: None }
     }
 
-    /// Replaces all values: `fill` writes those of one range of the flat vector after another, in f32 or bf16 on the host. Those
-    /// of a GPU are uploaded a few MiB at a time.
+    /// Replaces all values. `fill` writes the values of one range of the flat vector after another, in f32 or bf16 on
+    /// the host. Values for a GPU are uploaded a few MiB at a time.
     ///
     /// # Errors
-    /// That of `fill`.
+    /// The error of `fill`.
     pub(super) fn filled<E>(
         mut self,
         mut fill: impl FnMut(Range<usize>, SliceMut) -> Result<(), E>,
@@ -104,7 +104,7 @@ impl UnitValues {
         self.slice().dtype()
     }
 
-    /// Where the kernels of a GPU read them; `None` on the CPU.
+    /// The address of the values on a GPU; `None` on the CPU.
     pub fn address(&self) -> Option<Arg> {
         match &self.values {
             Flat::Cuda(memory, _) => Some(memory.arg()),
@@ -116,18 +116,18 @@ impl UnitValues {
         self.table.device()
     }
 
-    /// What they are of the flat vector.
+    /// Their range in the flat vector.
     pub fn range(&self) -> Range<usize> {
         self.range.clone()
     }
 
-    /// Bytes of the values, f32 copies included.
+    /// The bytes of the values, f32 copies included.
     pub fn bytes(&self) -> usize {
         self.values.bytes() + self.copies.as_ref().map_or(0, |copies| size_of_val::<[f32]>(&copies.values))
     }
 
-    /// Copies values of a GPU to pinned memory of the host, if they `have_changed` since the last offload, and frees theirs.
-    /// Values of the CPU stay.
+    /// Copies values of a GPU to pinned host memory, if they `have_changed` since the last offload, and frees their GPU
+    /// memory. Values on the CPU stay.
     pub(super) fn offload(&mut self, have_changed: bool) {
         let Flat::Cuda(memory, _) = &mut self.values else { return };
         match &mut self.host_copy {
@@ -150,14 +150,14 @@ impl UnitValues {
         }
     }
 
-    /// Makes the compute stream wait for the copy of values that are onloaded.
+    /// Makes the compute stream wait until onloaded values have arrived.
     pub(super) fn wait(&self) {
         if let Some(host_copy) = &self.host_copy {
             host_copy.wait();
         }
     }
 
-    /// The buffers of values that lie on the CPU.
+    /// The buffers of values on the CPU.
     pub(super) fn buffers(&self) -> impl Iterator<Item = &Buffer> {
         self.values.buffer().into_iter().chain(self.copies.as_ref().map(|copies| &copies.values))
     }
@@ -166,7 +166,7 @@ impl UnitValues {
         self.values.buffer_mut().into_iter().chain(self.copies.as_mut().map(|copies| &mut copies.values))
     }
 
-    /// A matrix parameter. Row-layout matrices are f32 in either dtype.
+    /// A matrix parameter. Row-layout matrices are f32 with either dtype.
     pub fn weight(&self, id: ParamId) -> Weight<'_> {
         let spec = self.table.spec(id);
         let (n, k) = spec.dims();
@@ -189,19 +189,19 @@ impl UnitValues {
         copies.unwrap_or_else(|| panic!("{} has no f32 copy here", spec.name))
     }
 
-    /// A part of the flat vector, counted from the first value.
+    /// A part of the flat vector, counted from the first value here.
     fn here(&self, part: &Range<usize>) -> Range<usize> {
         let inside = self.range.start <= part.start && part.end <= self.range.end;
         assert!(inside, "elements {part:?} are not among {:?}", self.range);
         part.start - self.range.start..part.end - self.range.start
     }
 
-    /// The values as they lie in memory.
+    /// The values in memory order.
     pub fn slice(&self) -> Slice<'_> {
         self.values.slice(0..self.range.len())
     }
 
-    /// The same. Call `refresh` after changing them.
+    /// The same, mutable. Call `refresh` after changing them.
     pub fn slice_mut(&mut self) -> SliceMut<'_> {
         self.values.slice_mut(0..self.range.len())
     }
@@ -211,13 +211,13 @@ impl UnitValues {
         self.slice().part(self.here(part))
     }
 
-    /// As `part`. Call `refresh` after changing them.
+    /// The same, mutable. Call `refresh` after changing them.
     pub fn part_mut(&mut self, part: &Range<usize>) -> SliceMut<'_> {
         let here = self.here(part);
         self.slice_mut().part(here)
     }
 
-    /// Renews the f32 copies after bf16 values were changed; nothing to do for others.
+    /// Updates the f32 copies after bf16 values were changed. Does nothing for other values.
     pub fn refresh(&mut self) {
         let (Slice::Bf16(flat), Some(copies)) = (self.values.all(), &mut self.copies) else { return };
         for &(id, start) in copies.starts.iter().filter(|_| !null::is_active()) {
@@ -230,7 +230,7 @@ impl UnitValues {
         }
     }
 
-    /// Takes over the values of `other`, which lie within these, and leaves the f32 copies as they are.
+    /// Copies the values of `other`, whose range lies within this one. The f32 copies stay as they are.
     pub(super) fn take(&mut self, other: &Self) {
         let (at, len) = (self.here(&other.range).start, other.range.len());
         self.slice_mut().copy_from(other.slice(), &Piece::run(0, len), &Piece::run(at, len));
@@ -242,7 +242,7 @@ impl UnitValues {
         self.refresh();
     }
 
-    /// The bits of a flat range as they lie in memory, two `u16` for an f32.
+    /// Reads the bits of a flat range in memory order, two `u16` for an f32.
     pub(super) fn read_bits(&self, range: &Range<usize>, out: &mut [u16]) {
         match self.part(range) {
             Slice::F32(values) => out.copy_from_slice(bytemuck::cast_slice(values)),
@@ -268,7 +268,7 @@ impl UnitValues {
         }
     }
 
-    /// Stores f32 values (in f32 panel order) into a flat range; rounded to nearest even in bf16.
+    /// Stores f32 values (in f32 panel order) into a flat range. For bf16 they are rounded to nearest even.
     pub(super) fn store_master(&mut self, range: &Range<usize>, master: &[f32]) {
         let here = self.here(range);
         match self.values.all_mut().part(here) {

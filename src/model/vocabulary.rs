@@ -1,4 +1,4 @@
-//! What ranks that share the vocabulary do together at the head: combine statistics, gather logits, sample tokens.
+//! Operations at the head of ranks that share the vocabulary: combining statistics, gathering logits, sampling tokens.
 
 use super::part::TensorPart;
 use super::transformer::Transformer;
@@ -14,7 +14,7 @@ use crate::tensor::{DType, Tensor};
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// Numbers of a row that ranks exchange: its largest logit, both sums, and the target's logit.
+/// The count of numbers that ranks exchange for a row: its largest logit, both sums, and the target's logit.
 const NUMBERS: usize = 4;
 
 impl Transformer {
@@ -28,9 +28,10 @@ impl Transformer {
         body(HeadPart { first: self.vocabulary().start, rows_max, combine, gather });
     }
 
-    /// A token for each row of this rank's part of the logits (rows, own tokens), the same on all ranks: rows are dealt
-    /// to ranks, each draws from whole rows, and tells the others. The recorded log-probabilities are bitwise those of
-    /// `logprobs`. All ranks of the tensor axis call this with the same rows.
+    /// Samples a token for each row of the logits, of which this rank has a part (rows, own tokens). The result is the
+    /// same on all ranks. Rows are dealt to ranks; each rank samples from whole rows and sends the tokens to the
+    /// others. The recorded log-probabilities are bitwise those of `logprobs`. All ranks of the tensor axis call this
+    /// with the same rows.
     pub fn sample(&self, logits: &Tensor, rows: &[SampleRow], out: &mut [Sampled]) {
         let dealt = shares(logits.rows(), self.tensor.size());
         let mine = dealt[self.tensor.rank()].clone();
@@ -45,7 +46,7 @@ impl Transformer {
         self.gather(&dealt, 1, out);
     }
 
-    /// As `sample` on CPUs, with the sampling mask of each row (`ops::sample::forward_masked`).
+    /// Does the same as `sample` on CPUs, and returns the sampling mask of each row (`ops::sample::forward_masked`).
     pub fn sample_masked(&self, logits: &Tensor, rows: &[SampleRow], out: &mut [Sampled]) -> Vec<SamplingMask> {
         let dealt = shares(logits.rows(), self.tensor.size());
         let mine = dealt[self.tensor.rank()].clone();
@@ -56,7 +57,8 @@ impl Transformer {
         records::gather(&self.tensor, &masks).expect("ranks of one binary")
     }
 
-    /// The `n` best tokens of each row (`ops::sample::top_parts`), found as `sample` draws: `out` holds them row by row.
+    /// Finds the `n` best tokens of each row (`ops::sample::top_parts`), with rows dealt as in `sample`. `out` gets
+    /// them row by row.
     pub fn top(&self, logits: &Tensor, rows: &[SampleRow], n: usize, out: &mut [Sampled]) {
         let dealt = shares(logits.rows(), self.tensor.size());
         let mine = dealt[self.tensor.rank()].clone();
@@ -66,7 +68,7 @@ impl Transformer {
         self.gather(&dealt, n, out);
     }
 
-    /// Gathers what each rank has found for its rows `dealt[rank]`, `n` tokens a row.
+    /// Gathers the tokens that each rank has found for its rows `dealt[rank]`, `n` per row.
     fn gather(&self, dealt: &[Range<usize>], n: usize, out: &mut [Sampled]) {
         let mine = dealt[self.tensor.rank()].clone();
         let mut gathered = vec![0.0; SAMPLED * out.len()];
@@ -81,7 +83,7 @@ impl Transformer {
         }
     }
 
-    /// Gathers what each rank has drawn for its rows `dealt[rank]`, and reads it once.
+    /// Gathers on the GPU the tokens that each rank has sampled for its rows `dealt[rank]`, then reads them once.
     fn gather_on_gpu(&self, drawn: &Memory, dealt: &[Range<usize>], out: &mut [Sampled]) {
         let mut gathered = Memory::scratch(SAMPLED * out.len() * size_of::<f32>());
         let ranges: Vec<Range<usize>> = dealt.iter().map(|r| SAMPLED * r.start..SAMPLED * r.end).collect();
@@ -93,12 +95,12 @@ impl Transformer {
         out.iter_mut().zip(sampled).for_each(|(out, sampled)| *out = sampled);
     }
 
-    /// Where the parts of the vocabulary end, i32, for `decode`.
+    /// The ends of the vocabulary's parts, i32, for `decode`.
     pub fn ends_on_gpu(&self) -> Memory {
         Memory::of(&self.vocabularies().map(|range| range.end as i32).collect::<Vec<_>>())
     }
 
-    /// As `sample` of the first `rows` rows of `tables`, where all ranks find what each has drawn.
+    /// Samples as `sample` does for the first `rows` rows of `tables`, where all ranks get all tokens.
     pub(super) fn draw_on_gpu(
         &self,
         logits: &Tensor,
@@ -114,14 +116,14 @@ impl Transformer {
         self.tensor.gather_view(&mut tables.sampled(rows), &ranges);
     }
 
-    /// The whole rows `dealt[rank]` of logits whose columns the ranks share.
+    /// The whole rows `dealt[rank]` of logits whose columns are sharded over ranks.
     fn dealt<'a>(&self, logits: &'a Tensor, dealt: &[Range<usize>]) -> Cow<'a, Tensor> {
         let (part, mine) = (logits.width(), dealt[self.tensor.rank()].len());
         if part == self.arch.vocabulary {
             return Cow::Borrowed(logits);
         }
         let rows: Vec<Range<usize>> = dealt.iter().map(|rows| rows.start * part..rows.end * part).collect();
-        // The columns of each rank, one rank behind the other.
+        // The columns of each rank, in rank order.
         let blocks: Vec<Range<usize>> = self.vocabularies().map(|v| v.start * mine..v.end * mine).collect();
         let mut received = logits.statistics(mine, self.arch.vocabulary);
         self.tensor.slice_to_all(logits.slice(), &rows, received.slice_mut(), &blocks);
@@ -139,12 +141,12 @@ impl Transformer {
     }
 }
 
-/// 0..n in even shares.
+/// Splits 0..n into even shares.
 fn shares(n: usize, size: usize) -> Vec<Range<usize>> {
     (0..size).map(|rank| rank * n / size..(rank + 1) * n / size).collect()
 }
 
-/// The statistics of all ranks' parts on a GPU, in rank order.
+/// Gathers the statistics of all ranks' parts on a GPU, in rank order.
 fn of_parts(tensor: &Group, stats: &Memory) -> Memory {
     let n = stats.bytes() / size_of::<f32>();
     let ranges: Vec<Range<usize>> = (0..tensor.size()).map(|rank| rank * n..(rank + 1) * n).collect();
@@ -154,7 +156,8 @@ fn of_parts(tensor: &Group, stats: &Memory) -> Memory {
     all
 }
 
-/// The statistics of whole rows from those of each rank's part, in rank order, and the logits of the targets.
+/// Combines the statistics of each rank's part, in rank order, into those of whole rows, and finds the logits of the
+/// targets.
 fn combine(tensor: &Group, stats: &mut [RowStats], targets: &mut [f32]) {
     let (n, size) = (NUMBERS * stats.len(), tensor.size());
     let ranges: Vec<Range<usize>> = (0..size).map(|rank| rank * n..(rank + 1) * n).collect();

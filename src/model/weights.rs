@@ -1,4 +1,4 @@
-//! The values of a model's parameters, unit by unit: all of them on this rank, or its range of each unit (ZeRO stage 3).
+//! The values of a model's parameters, unit by unit: all of them, or this rank's range of each unit (ZeRO stage 3).
 
 use super::params::ParamTable;
 use super::partition::{Partition, Shards};
@@ -17,21 +17,21 @@ use std::time::Instant;
 pub use super::gradients::Gradients;
 pub use super::unit::UnitValues;
 
-/// Units that are prefetched at a time: the next one, and a tied head's after the last layer.
+/// The largest number of prefetched units: the next one and, after the last layer, a tied head's.
 const PREFETCHED_MAX: usize = 2;
 
 /// All parameters of one model, in the working dtype.
 pub struct Weights {
     pub table: Arc<ParamTable>,
     dtype: DType,
-    /// Of each unit all values, or this rank's range where there is a `gathered`.
+    /// For each unit all values, or this rank's range if `gathered` is set.
     units: Vec<UnitValues>,
     gathered: Option<Gathered>,
-    /// Units of `all_gather` that are not waited for yet.
+    /// The units that `all_gather` still gathers.
     gathering: Vec<(usize, Pending<UnitValues>)>,
 }
 
-/// How units are gathered for use.
+/// The state for gathering units on use.
 struct Gathered {
     partition: Arc<Partition>,
     stream: Arc<Stream>,
@@ -40,7 +40,7 @@ struct Gathered {
 
 #[derive(Default)]
 struct Cache {
-    /// The unit that was asked for last.
+    /// The unit that was requested last.
     held: Option<(usize, Arc<UnitValues>)>,
     prefetched: VecDeque<(usize, Pending<UnitValues>)>,
 }
@@ -52,18 +52,18 @@ impl std::fmt::Debug for Weights {
 }
 
 impl Weights {
-    /// Weights that are all on this rank, from the values of each unit.
+    /// Unsharded weights from the values of each unit.
     pub(super) fn of(table: Arc<ParamTable>, dtype: DType, units: Vec<UnitValues>) -> Self {
         let ranges = units.iter().map(|values| (values.dtype(), values.range()));
         assert!(ranges.eq(table.units().iter().map(|unit| (dtype, unit.clone()))), "the units of another table");
         Self { table, dtype, units, gathered: None, gathering: Vec::new() }
     }
 
-    /// Weights whose units `fill` gives their values one after another: all of each, padded as `shards.partition` says at stages 1
-    /// and 2, or this rank's range of it, at stage 3.
+    /// Builds weights. `fill` sets the values of one unit after another. At stage 3 a unit is this rank's range. At the
+    /// other stages it is whole, and padded by `shards.partition` at stages 1 and 2.
     ///
     /// # Errors
-    /// That of `fill`.
+    /// The error of `fill`.
     pub fn build<E>(
         table: Arc<ParamTable>,
         dtype: DType,
@@ -74,7 +74,7 @@ impl Weights {
             fill(if shards.weights() {
                 UnitValues::part_scratch(&table, shards.partition.own(u), dtype)
             } else {
-                // Padded where the ranks gather it after an update.
+                // Padded if the ranks gather it after an update.
                 UnitValues::padded_scratch(&table, u, dtype, shards.updated.padded_len(u))
             })
         };
@@ -84,25 +84,25 @@ impl Weights {
         Ok(Self { table, dtype, units, gathered, gathering: Vec::new() })
     }
 
-    /// Unspecified values of what this rank keeps.
+    /// This rank's weights with unspecified values.
     pub fn scratch(table: Arc<ParamTable>, dtype: DType, shards: &Shards) -> Self {
         let Ok(weights) = Self::build(table, dtype, shards, Ok::<_, std::convert::Infallible>);
         weights
     }
 
-    /// How units are dealt to ranks, where each holds its ranges only.
+    /// The partition of units over ranks, if each rank holds only its ranges.
     pub(super) fn partition(&self) -> Option<&Arc<Partition>> {
         self.gathered.as_ref().map(|gathered| &gathered.partition)
     }
 
-    /// Whether this rank holds its ranges only, and units are gathered for use.
+    /// Whether this rank holds only its ranges and gathers units on use.
     pub fn is_sharded(&self) -> bool {
         self.gathered.is_some()
     }
 
-    /// The parameters of unit `index`. Where weights are sharded this is a collective, unless the unit was the last one
-    /// asked for: every rank asks for the same units in the same order. What was gathered lives as long as the `Unit`,
-    /// and until another one is asked for.
+    /// The parameters of unit `index`. If weights are sharded, this is a collective, unless the unit is also the last
+    /// one requested. Every rank requests the same units in the same order. Gathered values live as long as the `Unit`,
+    /// and at least until the next request.
     pub fn unit(&self, index: usize) -> Unit<'_> {
         let Some(gathered) = &self.gathered else { return Unit::Here(self.local(index)) };
         let mut cache = lock(&gathered.cache);
@@ -123,7 +123,8 @@ impl Weights {
         Unit::Gathered(values)
     }
 
-    /// Starts to gather unit `index` in the background, for the next `unit(index)`. Nothing to do where all is here.
+    /// Starts to gather unit `index` in the background for the next `unit(index)`. Does nothing if weights are not
+    /// sharded.
     pub fn prefetch(&self, index: usize) {
         let Some(gathered) = &self.gathered else { return };
         let mut cache = lock(&gathered.cache);
@@ -137,7 +138,7 @@ impl Weights {
         cache.prefetched.push_back((index, self.gather(gathered, index)));
     }
 
-    /// All values of a unit of which this rank holds its range.
+    /// Starts to gather a unit of which this rank holds a range.
     fn gather(&self, gathered: &Gathered, unit: usize) -> Pending<UnitValues> {
         let partition = gathered.partition.clone();
         let scratch = || UnitValues::padded_scratch(&self.table, unit, self.dtype, partition.padded_len(unit));
@@ -149,8 +150,8 @@ impl Weights {
         })
     }
 
-    /// Offloads weights of a GPU: copies them to pinned memory of the host, if they `have_changed` since the last offload, and
-    /// frees theirs until `onload`. Weights of the CPU stay.
+    /// Offloads weights of a GPU: copies them to pinned host memory, if they `have_changed` since the last offload, and
+    /// frees their GPU memory until `onload`. Weights on the CPU stay.
     pub fn offload(&mut self, have_changed: bool) {
         self.release();
         let start = Instant::now();
@@ -158,7 +159,7 @@ impl Weights {
         arena::count_moving(start);
     }
 
-    /// Starts to copy offloaded weights back to the GPU, in the order in which a forward uses them: it may begin at once.
+    /// Starts to copy offloaded weights back to the GPU, in the order of a forward, which may begin at once.
     pub fn onload(&mut self) {
         if !self.units.iter().any(UnitValues::is_offloaded) {
             return;
@@ -168,7 +169,7 @@ impl Weights {
         arena::count_moving(start);
     }
 
-    /// Drops the unit that was gathered last, and those that are prefetched.
+    /// Drops the unit that was gathered last and the prefetched units.
     pub fn release(&self) {
         if let Some(gathered) = &self.gathered {
             *lock(&gathered.cache) = Cache::default();
@@ -183,7 +184,7 @@ impl Weights {
         self.table.device()
     }
 
-    /// The buffers of what stays on this rank.
+    /// The buffers of the weights that stay on this rank.
     pub fn buffers(&self) -> impl Iterator<Item = &Buffer> {
         self.units.iter().flat_map(UnitValues::buffers)
     }
@@ -192,18 +193,18 @@ impl Weights {
         self.units.iter_mut().flat_map(UnitValues::buffers_mut)
     }
 
-    /// Bytes that stay on this rank; units that are gathered for use come on top.
+    /// The bytes that stay on this rank. Gathered units are not included.
     pub fn bytes(&self) -> usize {
         self.units.iter().map(UnitValues::bytes).sum()
     }
 
-    /// The values of a unit that are on this rank.
+    /// This rank's values of a unit.
     pub fn local(&self, unit: usize) -> &UnitValues {
         self.units[unit].wait();
         &self.units[unit]
     }
 
-    /// The values of a unit that are on this rank; after a change, `all_gather` and `finish_update`.
+    /// This rank's values of a unit. Call `all_gather` and `finish_update` after a change.
     pub fn local_mut(&mut self, unit: usize) -> &mut UnitValues {
         self.units[unit].wait();
         &mut self.units[unit]
@@ -212,7 +213,7 @@ impl Weights {
     /// The f32 values (in f32 panel order) of a flat range that is cut at multiples of `FLAT_ALIGN`.
     ///
     /// # Panics
-    /// If some of it is on other ranks.
+    /// If part of it is on other ranks.
     pub fn to_master(&self, range: Range<usize>) -> Buffer {
         check_cut(&range);
         let mut out = Buffer::scratch(range.len());
@@ -222,11 +223,11 @@ impl Weights {
         out
     }
 
-    /// Stores f32 values (in f32 panel order) into a flat range that is cut at multiples of `FLAT_ALIGN`; rounded to nearest
-    /// even in bf16. Where weights are sharded, values of other ranks' ranges are passed over.
+    /// Stores f32 values (in f32 panel order) into a flat range that is cut at multiples of `FLAT_ALIGN`. For bf16 they
+    /// are rounded to nearest even. If weights are sharded, values of other ranks' ranges are skipped.
     pub fn store_master(&mut self, range: Range<usize>, master: &[f32]) {
         check_cut(&range);
-        assert_eq!(range.len(), master.len(), "store_master: a range of another length");
+        assert_eq!(range.len(), master.len(), "store_master: the number of values must match the range");
         for (u, part) in self.touched(&range) {
             let here = self.units[u].range();
             let part = part.start.max(here.start)..part.end.min(here.end);
@@ -237,14 +238,14 @@ impl Weights {
         }
     }
 
-    /// The units that a flat range touches, with the part of it that lies in each.
+    /// The units that a flat range overlaps, with the overlap of each.
     fn touched(&self, range: &Range<usize>) -> Vec<(usize, Range<usize>)> {
         let parts = self.table.units().iter().map(|u| range.start.max(u.start)..range.end.min(u.end));
         parts.enumerate().filter(|(_, part)| part.start < part.end).collect()
     }
 
-    /// Starts to all-gather a unit in the background, where each rank holds all of it and has updated its own range (stages 1
-    /// and 2). The unit is not available until `finish_update`.
+    /// Starts to all-gather a unit in the background after each rank has updated its own range of it (stages 1 and 2).
+    /// The unit is not available until `finish_update`.
     pub fn all_gather(&mut self, unit: usize, shards: &Shards) {
         if !shards.optimizer() || shards.weights() {
             return;
@@ -261,7 +262,7 @@ impl Weights {
         self.gathering.push((unit, job));
     }
 
-    /// Ends an update: waits for the units of `all_gather`, and drops those that were gathered for use.
+    /// Ends an update: waits for the units of `all_gather`, and drops units that were gathered on use.
     pub fn finish_update(&mut self) {
         for (unit, job) in self.gathering.drain(..) {
             self.units[unit] = job.wait();
@@ -270,7 +271,7 @@ impl Weights {
     }
 }
 
-/// The parameters of one unit of the table, as layers see them.
+/// The parameters of one unit of the table, for layers.
 #[derive(Debug)]
 pub enum Unit<'a> {
     Here(&'a UnitValues),

@@ -18,7 +18,7 @@ use crate::sys::lock::lock;
 use crate::tensor::{Flat, Indices, Slice, SliceMut, Tensor};
 use std::sync::{Arc, Mutex};
 
-/// What the kernels of a GPU look up, for every shape that layers have; made when a layer of the shape asks first.
+/// Lookup tables for GPU kernels, one per shape of a layer, made at the first use of the shape.
 #[derive(Debug)]
 struct Tables<T>(Mutex<Vec<(AttentionShape, Arc<T>)>>);
 
@@ -40,7 +40,7 @@ impl<T> Tables<T> {
     }
 }
 
-/// Whole sequences, one behind the other: `cu_seqlens` = [0, end of sequence 0, ...]. All layers of a forward share one.
+/// Whole sequences, one after another: `cu_seqlens` = [0, end of sequence 0, ...]. All layers of a forward share one.
 #[derive(Debug)]
 pub struct Packed<'a> {
     pub cu_seqlens: &'a [usize],
@@ -54,7 +54,7 @@ impl Packed<'_> {
         self.tables.of(shape, || SpanTable::new(&self.spans, shape))
     }
 
-    /// The steps of rank `rank` of `size` that share the sequences; a process is one of them.
+    /// The steps of rank `rank` among the `size` ranks that share the sequences. Each process is one rank.
     pub fn ring(&self, device: Device, shape: &AttentionShape, rank: usize, size: usize) -> Arc<Steps> {
         self.steps.of(shape, || Steps::new(device, self.cu_seqlens, shape, rank, size))
     }
@@ -142,8 +142,8 @@ pub fn backward_packed(
     }
 }
 
-/// Rounds keys or values to what a cache of a model with weights of `dtype` holds, so that training sees what sampling saw. On GPUs
-/// they are bf16 from the start.
+/// Rounds keys or values to the precision of the KV cache for weights of `dtype`, so that training and sampling see the
+/// same. On GPUs they are always bf16.
 pub fn round_as_cached(x: &mut Tensor, dtype: DType) {
     if let (Device::Cpu, DType::Bf16) = (x.device(), dtype) {
         cpu::copy::round_to_bf16(x.data_mut());
@@ -153,14 +153,14 @@ pub fn round_as_cached(x: &mut Tensor, dtype: DType) {
 /// The KV cache of one layer: pages of `PAGE` tokens.
 #[derive(Debug)]
 pub enum KvLayer {
-    /// In the dtype of weights; keys of a page lie transposed, [g][e][PAGE], values [g][PAGE][e].
+    /// In the dtype of weights. Keys of a page are transposed, [g][e][PAGE]; values are [g][PAGE][e].
     Cpu { keys: Flat, values: Flat },
     /// bf16.
     Cuda(KvPages),
 }
 
 impl KvLayer {
-    /// For a model with weights of `dtype`. Contents zero.
+    /// A zeroed cache for a model with weights of `dtype`.
     pub fn new(device: Device, dtype: DType, pages: usize, shape: &AttentionShape) -> Self {
         match device {
             Device::Cpu => {
@@ -175,7 +175,7 @@ impl KvLayer {
         }
     }
 
-    /// Bytes of one key's or value's element.
+    /// The bytes of one element of a key or value.
     pub fn value_bytes(device: Device, dtype: DType) -> usize {
         match device {
             Device::Cpu => dtype.bytes(),
@@ -197,7 +197,7 @@ impl KvLayer {
         }
     }
 
-    /// Bytes of keys and values.
+    /// The bytes of keys and values.
     pub fn bytes(&self) -> usize {
         match self {
             Self::Cpu { keys, values } => keys.bytes() + values.bytes(),
@@ -213,11 +213,11 @@ pub struct Paged<'a> {
     tables: Tables<SequenceTable>,
 }
 
-/// Who knows the sequences.
+/// The source of the sequences.
 #[derive(Debug)]
 enum Source<'a> {
     Host(&'a [PagedSequence<'a>]),
-    /// One new row of each, on a GPU; split for contexts of up to `longest` tokens.
+    /// One new row per sequence, on a GPU; split for contexts of up to `longest` tokens.
     Gpu {
         tables: &'a decode::DecodeState,
         rows: usize,
@@ -226,8 +226,8 @@ enum Source<'a> {
 }
 
 impl<'a> Paged<'a> {
-    /// The first `rows` sequences of tables that only the GPU reads; with `longest`, decoding is split for contexts of up to
-    /// as many tokens.
+    /// The first `rows` sequences of tables that only the GPU reads. With `longest`, decoding is split for contexts of
+    /// up to that many tokens.
     pub fn on_gpu(tables: &'a decode::DecodeState, rows: usize, longest: Option<usize>) -> Self {
         Self { source: Source::Gpu { tables, rows, longest }, tables: Tables::default() }
     }
@@ -239,7 +239,7 @@ impl<'a> Paged<'a> {
         })
     }
 
-    /// For a plan: what attention over them comes to, with keys and values of `bytes` each.
+    /// Notes for a plan the cost of attention over the sequences, with keys and values of `bytes` each.
     fn note(&self, shape: &AttentionShape, bytes: usize) {
         let seen = |past: usize| shape.window.map_or(past, |window| past.min(window)) as f64;
         let (pairs, read): (f64, f64) = match self.source {
@@ -258,7 +258,7 @@ impl<'a> Paged<'a> {
     fn host(&self) -> &'a [PagedSequence<'a>] {
         match self.source {
             Source::Host(sequences) => sequences,
-            Source::Gpu { .. } => panic!("attention: sequences of the GPU are needed on the CPU"),
+            Source::Gpu { .. } => panic!("attention: the CPU needs sequences that are on the GPU"),
         }
     }
 }
@@ -269,8 +269,8 @@ impl<'a> From<&'a [PagedSequence<'a>]> for Paged<'a> {
     }
 }
 
-/// Turns q (t, h*e) as `rope::forward`, and stores the rows of k (t, g*e), turned alike, and of v (t, g*e) behind the cached tokens of
-/// their sequences (rows in sequence order). What k holds afterwards is not specified.
+/// Rotates q (t, h*e) and k (t, g*e) as `rope::forward` does. Appends the rows of k and v (t, g*e) to the cached tokens
+/// of their sequences (rows in sequence order). The contents of k are unspecified afterwards.
 pub fn kv_append(
     cache: &mut KvLayer,
     [q, k]: [&mut Tensor; 2],
@@ -304,8 +304,8 @@ pub fn kv_append(
     }
 }
 
-/// Attention of new rows q (t, h*e) over the cache, which already holds the new rows' keys and values. One kernel for
-/// prefill, chunked prefill and decode.
+/// Attention of new rows q (t, h*e) over the cache, which already contains the new rows' keys and values. Prefill,
+/// chunked prefill and decode use one kernel.
 pub fn forward_paged(q: &Tensor, cache: &KvLayer, paged: &Paged, shape: &AttentionShape, o: &mut Tensor) {
     let rows = check_sequences(cache, paged, shape);
     check("q", q, rows, shape.heads * shape.head_dim);
@@ -327,7 +327,7 @@ pub fn forward_paged(q: &Tensor, cache: &KvLayer, paged: &Paged, shape: &Attenti
     }
 }
 
-/// Copies page `from` to page `to` (a shared prefix whose last page will be written by several sequences).
+/// Copies page `from` to page `to`, for a shared prefix whose last page several sequences will write.
 pub fn kv_copy_page(cache: &mut KvLayer, from: u32, to: u32, shape: &AttentionShape) {
     match cache {
         KvLayer::Cpu { keys, values } => {
@@ -344,7 +344,7 @@ pub fn kv_copy_page(cache: &mut KvLayer, from: u32, to: u32, shape: &AttentionSh
     }
 }
 
-/// For a plan: pairs of a query and a key.
+/// The number of pairs of a query and a key, for a plan.
 fn pairs_of(packed: &Packed, shape: &AttentionShape) -> f64 {
     if null::is_active() { packed.spans.iter().map(|span| pairs(0, span.tokens, shape.window)).sum() } else { 0.0 }
 }
@@ -357,16 +357,16 @@ fn check_packed(q: &Tensor, k: &Tensor, v: &Tensor, cu_seqlens: &[usize], shape:
     check("v", v, rows, shape.kv_heads * shape.head_dim);
     assert!(
         cu_seqlens.first() == Some(&0) && cu_seqlens.last() == Some(&rows) && cu_seqlens.is_sorted(),
-        "attention: cu_seqlens {cu_seqlens:?} does not cut {rows} rows"
+        "attention: cu_seqlens must ascend from 0 to {rows}, got {cu_seqlens:?}"
     );
 }
 
-/// The number of new rows.
+/// Checks the sequences and returns the number of new rows.
 fn check_sequences(cache: &KvLayer, paged: &Paged, shape: &AttentionShape) -> usize {
     check_heads(shape);
     let sequences = match paged.source {
         Source::Host(sequences) => sequences,
-        // Who filled the tables held them against the cache.
+        // The code that filled the tables has checked them against the cache.
         Source::Gpu { rows, .. } => return rows,
     };
     let pages = cache.pages(shape);
@@ -374,7 +374,7 @@ fn check_sequences(cache: &KvLayer, paged: &Paged, shape: &AttentionShape) -> us
         let needed = (sequence.past + sequence.tokens).div_ceil(PAGE);
         assert!(
             sequence.blocks.len() >= needed,
-            "attention: {} pages for {} + {} tokens, needs {needed}",
+            "attention: {} pages for {} + {} tokens, but {needed} are needed",
             sequence.blocks.len(),
             sequence.past,
             sequence.tokens

@@ -1,4 +1,4 @@
-//! Shape checks of all kinds of attention.
+//! Shape checks for all kinds of attention.
 
 pub use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
 use crate::device::{cuda, null};
@@ -11,21 +11,22 @@ pub(super) fn check(name: &str, x: &Tensor, rows: usize, width: usize) {
 pub(super) fn check_heads(shape: &AttentionShape) {
     assert!(
         shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads),
-        "attention: {} heads do not divide over {} key/value heads",
+        "attention: {} heads must be a multiple of {} key/value heads",
         shape.heads,
         shape.kv_heads
     );
-    assert!(shape.window != Some(0), "attention: a window of 0 keys sees nothing");
+    assert!(shape.window != Some(0), "attention: the window must be at least 1 key");
 }
 
-/// The sum of d_o o of each row and head, on a GPU.
+/// The sum of d_o o for each row and head, on a GPU.
 pub(super) fn delta(o: &Tensor, d_o: &Tensor, lse: &Tensor, shape: &AttentionShape) -> Tensor {
     let mut delta = lse.statistics(lse.rows(), lse.width());
     cuda::attention_backward::delta(o.cuda(), d_o.cuda(), shape, delta.cuda_mut());
     delta
 }
 
-/// (query, key) pairs of `tokens` queries behind `past` keys: query i sees past + i + 1 keys, at most `window`.
+/// The number of (query, key) pairs of `tokens` queries after `past` keys: query i sees past + i + 1 keys, at most
+/// `window`.
 pub fn pairs(past: usize, tokens: usize, window: Option<usize>) -> f64 {
     let sum = |n: usize| n as f64 * (n as f64 + 1.0) / 2.0;
     let Some(window) = window else { return sum(past + tokens) - sum(past) };
@@ -33,13 +34,13 @@ pub fn pairs(past: usize, tokens: usize, window: Option<usize>) -> f64 {
     sum(growing) - sum(past) + (past + tokens - growing) as f64 * window as f64
 }
 
-/// For a plan: attention of as many pairs of a query and a key, with `bytes` of keys and values read, forward: q k^T and p v are
-/// two FLOPs each for every pair and column of q.
+/// Notes the forward of attention for a plan, from the number of (query, key) pairs and the `bytes` of keys and values
+/// read. q k^T and p v are two FLOPs each for every pair and column of q.
 pub(super) fn note_pairs(shape: &AttentionShape, pairs: f64, bytes: f64) {
     null::note(null::ATTENTION, 4.0 * (shape.heads * shape.head_dim) as f64 * pairs, bytes);
 }
 
-/// The backward's: four more products of the same pairs.
+/// Notes the backward: four more products for the same pairs.
 pub(super) fn note_backward(shape: &AttentionShape, pairs: f64) {
     null::note(null::ATTENTION_BACKWARD, 8.0 * (shape.heads * shape.head_dim) as f64 * pairs, 0.0);
 }

@@ -1,11 +1,11 @@
-//! Runs of columns, copied or added between matrices of as many rows.
+//! Copies and sums of runs of columns between matrices with the same number of rows.
 
 use crate::device::Device;
 use crate::device::cuda;
 use crate::tensor::Tensor;
 
-/// `to` = the sum of `parts`, in order: of each (x, from, at) columns from.. of x, `width` of them, onto columns at.. of `to`,
-/// which is f32. Columns that get nothing are zero.
+/// `to` = the sum of `parts`, in order. Each part (x, from, at) adds `width` columns of x, from column `from` on, to
+/// the columns of `to` from `at` on. `to` is f32. Columns without a part are zero.
 pub fn sum(parts: &[(&Tensor, usize, usize)], to: &mut Tensor, width: usize) {
     for (x, from, at) in parts {
         check("sum", x, *from, to, *at, width);
@@ -24,7 +24,7 @@ pub fn sum(parts: &[(&Tensor, usize, usize)], to: &mut Tensor, width: usize) {
     }
 }
 
-/// The nth parts of all places lie side by side, so that one sum adds them.
+/// Sums on a GPU. The nth parts of all places lie side by side, so that one sum adds them.
 fn sum_on_gpu(parts: &[(&Tensor, usize, usize)], to: &mut Tensor, width: usize) {
     let (rows, all) = (to.rows(), to.width());
     to.cuda_mut().clear();
@@ -41,7 +41,7 @@ fn sum_on_gpu(parts: &[(&Tensor, usize, usize)], to: &mut Tensor, width: usize) 
     }
 }
 
-/// Columns at.. of `to` = columns from.. of `x`, `width` of them, rounded where `to` is bf16.
+/// Copies `width` columns of `x`, from column `from` on, to the columns of `to` from `at` on. Rounds if `to` is bf16.
 pub fn copy(x: &Tensor, from: usize, to: &mut Tensor, at: usize, width: usize) {
     check("copy", x, from, to, at, width);
     match to.device() {
@@ -58,11 +58,12 @@ pub fn copy(x: &Tensor, from: usize, to: &mut Tensor, at: usize, width: usize) {
     }
 }
 
-/// Columns at.. of `to`, `width` of them = a matrix of as many rows, which lies in the values of `x` from `start` on.
+/// Copies a matrix of `width` columns to the columns of `to` from `at` on. It lies in the values of `x` from `start`
+/// on.
 pub fn place(x: &Tensor, start: usize, to: &mut Tensor, at: usize, width: usize) {
     let (rows, all) = (to.rows(), to.width());
     let range = start..start + rows * width;
-    assert!(at + width <= all, "columns::place: {width} columns {at}.. of {all}");
+    assert!(at + width <= all, "columns::place: {width} columns from {at} on do not fit in {all}");
     match to.device() {
         _ if range.is_empty() => {}
         Device::Cpu => {
@@ -80,7 +81,7 @@ pub fn place(x: &Tensor, start: usize, to: &mut Tensor, at: usize, width: usize)
 fn check(op: &str, x: &Tensor, from: usize, to: &Tensor, at: usize, width: usize) {
     let fits = x.rows() == to.rows() && from + width <= x.width() && at + width <= to.width();
     let shapes = ((x.rows(), x.width()), (to.rows(), to.width()));
-    assert!(fits, "columns::{op}: {width} columns {from}.. and {at}.. of {shapes:?}");
+    assert!(fits, "columns::{op}: {width} columns from {from} to {at} do not fit the shapes {shapes:?}");
 }
 
 #[cfg(test)]

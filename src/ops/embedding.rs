@@ -5,7 +5,8 @@ use crate::device::cuda::ScatterLists;
 use crate::device::{Device, cpu, cuda};
 use crate::tensor::{Indices, Layout, PANEL, Slice, Tensor, Weight, WeightMut};
 
-/// W holds the rows of the tokens from `first` on: y is 0 for others, so that the sum over all parts is the whole.
+/// A forward with W as the rows of the tokens from `first` on. y is 0 for other tokens, so the sum over all parts is
+/// the result.
 pub fn forward_part(tokens: &Indices, first: usize, w: Weight, y: &mut Tensor) {
     check(tokens.len(), w.k, w.layout, y);
     let place = |t: usize| Some(place(w.layout, w.k, row(tokens[t], first, w.n)?));
@@ -15,7 +16,7 @@ pub fn forward_part(tokens: &Indices, first: usize, w: Weight, y: &mut Tensor) {
             cuda::embedding::forward(tokens.cuda(), first, values.part(0..w.n * w.k), w.k, y.cuda_mut());
         }
         Slice::Bf16(values) => {
-            assert_eq!(w.layout, Layout::Panel, "embedding: bf16 values lie in panels");
+            assert_eq!(w.layout, Layout::Panel, "embedding: bf16 values must be in panels");
             let pairs = |t: usize| {
                 let lane = row(tokens[t], first, w.n)? % PANEL;
                 let Place { start, step } = place(t)?;
@@ -27,7 +28,7 @@ pub fn forward_part(tokens: &Indices, first: usize, w: Weight, y: &mut Tensor) {
     }
 }
 
-/// dW[token[t]] += dy[t], of the rows of the tokens from `first` on.
+/// dW[token[t]] += dy[t], for the rows of the tokens from `first` on.
 pub fn backward_part(tokens: &[u32], first: usize, dy: &Tensor, dw: WeightMut) {
     check(tokens.len(), dw.k, dw.layout, dy);
     let (layout, n, k) = (dw.layout, dw.n, dw.k);
@@ -58,7 +59,7 @@ fn place(layout: Layout, k: usize, n: usize) -> Place {
 fn check(tokens: usize, k: usize, layout: Layout, y: &Tensor) {
     assert!(
         y.rows() == tokens && y.width() == k,
-        "embedding: {tokens} tokens of width {k} for {} x {} ({layout:?} layout)",
+        "embedding: {tokens} tokens of width {k} do not fit ({}, {}) ({layout:?} layout)",
         y.rows(),
         y.width()
     );

@@ -1,11 +1,11 @@
-//! Divergence of a student's next-token distributions from those of teachers, over linear heads: logits of student and teacher
-//! exist for one chunk of tokens at a time, as in `linear_logprob`.
+//! Divergence of a student's next-token distributions from those of teachers, over linear heads. As in
+//! `linear_logprob`, logits of student and teacher exist for one chunk of tokens at a time.
 //!
-//! q = softmax(h W^T / temperature), p = softmax(h' W'^T / temperature), each over the whole vocabulary, and of a token
-//! forward_kl: sum_v p (log p - log q); reverse_kl: sum_v q (log q - log p);
-//! jsd: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2 (arXiv:2306.13649). Teachers may have other widths, not another vocabulary.
+//! q = softmax(h W^T / temperature), p = softmax(h' W'^T / temperature), each over the whole vocabulary. For a token,
+//! forward_kl: sum_v p (log p - log q); reverse_kl: sum_v q (log q - log p); jsd: (KL(p || m) + KL(q || m)) / 2 with m
+//! = (p + q) / 2 (arXiv:2306.13649). Teachers may have other widths, but the same vocabulary.
 //!
-//! The heads may be parts of the vocabulary's rows (`HeadPart`): statistics and sums of whole rows are put together over the parts.
+//! The heads may be parts of the vocabulary's rows (`HeadPart`). Statistics and sums are then combined over the parts.
 
 pub use crate::config::distill::Divergence;
 
@@ -29,14 +29,14 @@ use std::ops::Range;
 
 const OP: &str = "linear_divergence";
 
-/// A teacher: its hidden states (t, d'), the rows of its head W' (v, d') that the student's part has, and its weight.
+/// A teacher: its hidden states (t, d'), the same part of its head W' (v, d') as the student's, and its weight.
 pub struct Teacher<'a> {
     pub h: &'a Tensor,
     pub w: Weight<'a>,
     pub weight: f32,
 }
 
-/// What a student is compared with: the weighted sum of its divergences from all teachers.
+/// The teachers of a student. The result is the weighted sum of its divergences from all of them.
 #[derive(Clone, Copy)]
 pub struct Teachers<'a> {
     pub all: &'a [Teacher<'a>],
@@ -44,18 +44,18 @@ pub struct Teachers<'a> {
     pub temperature: f32,
 }
 
-/// Of each token, over all teachers.
+/// The divergence at each token, over all teachers.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Divergences {
     pub values: Vec<f32>,
-    /// What a loss counts: the same, but of forward_kl with the teachers' entropies, sum_v p (-log q).
+    /// The values for a loss: the same, but for forward_kl with the teachers' entropies, sum_v p (-log q).
     pub losses: Vec<f32>,
 }
 
-/// A comparison that goes on over chunks of tokens.
+/// A comparison that continues over chunks of tokens.
 struct Against<'a> {
     teachers: Teachers<'a>,
-    /// What dlogits of a token's divergence are multiplied by.
+    /// The factor on a divergence's dlogits.
     scale: f32,
     found: Divergences,
 }
@@ -63,17 +63,17 @@ struct Against<'a> {
 impl<'a> Against<'a> {
     fn new(teachers: Teachers<'a>, h: &Tensor, w: &Weight, scale: f32) -> Self {
         let t = h.rows();
-        assert!(teachers.temperature > 0.0, "{OP}: temperature {} is not positive", teachers.temperature);
+        assert!(teachers.temperature > 0.0, "{OP}: the temperature must be positive, got {}", teachers.temperature);
         for teacher in teachers.all {
             check(OP, "a teacher's h", teacher.h, t, teacher.w.k);
-            assert!(teacher.w.n == w.n, "{OP}: a teacher's head has {} rows, the student's {}", teacher.w.n, w.n);
+            assert!(teacher.w.n == w.n, "{OP}: a teacher's head has {} rows, the student's has {}", teacher.w.n, w.n);
             null::note(null::HEAD, 2.0 * (t * teacher.w.n * teacher.w.k) as f64, 0.0);
         }
         let found = Divergences { values: vec![0.0; t], losses: vec![0.0; t] };
         Self { teachers, scale, found }
     }
 
-    /// Adds what the two sums of each token of `range` say of a teacher.
+    /// Adds a teacher's divergence, from its two sums for each token of `range`.
     fn count(&mut self, range: &Range<usize>, weight: f32, sums: impl Iterator<Item = [f32; 2]>) {
         for (i, [first, second]) in range.clone().zip(sums) {
             let (value, loss) = match self.teachers.divergence {
@@ -141,8 +141,8 @@ impl Comparison for Against<'_> {
     }
 }
 
-/// The divergences of all tokens, and `logprobs` of their targets at temperature 1. All parts of a head call this with the same
-/// h and targets.
+/// The divergences at all tokens, and the `logprobs` of their targets at temperature 1. All parts of a head call this
+/// with the same h and targets.
 pub fn forward(
     h: &Tensor,
     w: Weight,
@@ -158,9 +158,10 @@ pub fn forward(
     against.found
 }
 
-/// The same with the gradient of sum_t (ce (-logprob[t]) + scale divergence[t]), `weights` = [ce, scale]: dh is this part's share of a
-/// sum over all parts (overwritten), dW is added to. With x the student's logits / temperature, the slopes of a divergence by x are
-/// forward_kl: q - p; reverse_kl: q (log q - log p - KL); jsd: q (log(q / m) - KL(q || m)) / 2.
+/// The same with the gradient of sum_t (ce (-logprob[t]) + scale divergence[t]), `weights` = [ce, scale]. dh is
+/// overwritten with this part's share of a sum over all parts. dW is accumulated. With x the student's logits /
+/// temperature, the gradients of a divergence are forward_kl: q - p; reverse_kl: q (log q - log p - KL); jsd: q (log(q
+/// / m) - KL(q || m)) / 2.
 pub fn forward_backward(
     h: &Tensor,
     w: Weight,

@@ -1,13 +1,13 @@
-//! Selective log-softmax over a linear head: full logits of all tokens never exist, only those of a chunk of tokens.
+//! Selective log-softmax over a linear head. Logits exist only for one chunk of tokens at a time.
 //!
 //! logits[t][v] = (sum_d h[t][d] W[v][d]) / temperature; logprob[t] = logits[t][target[t]] - lse[t];
 //! entropy[t] = lse[t] - sum_v softmax(logits[t])[v] logits[t][v].
 //!
-//! Where a token has a sampling mask (`Targets`), log-probability, entropy and their gradients are of the softmax over the tokens that
-//! it keeps: logits[t][v] = -inf for all others.
+//! If a token has a sampling mask (`Targets`), log-probability, entropy and their gradients refer to the softmax over
+//! the tokens that the mask keeps: logits[t][v] = -inf for all others.
 //!
-//! W may hold a part of the vocabulary's rows only (`HeadPart`): then the statistics of a chunk's rows are put together
-//! with those of the other parts before anything is read off them.
+//! W may be a part of the vocabulary's rows (`HeadPart`). Then the statistics of a chunk's rows are combined over all
+//! parts before they are used.
 
 pub use crate::device::cpu::softmax::RowStats;
 
@@ -22,15 +22,15 @@ use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, SliceMut, Tensor, Weight, WeightMut};
 use std::ops::Range;
 
-/// Logits of one chunk: enough rows for a fast product, few enough bytes to stay in cache where the vocabulary allows.
+/// The logits of one chunk: enough rows for a fast GEMM, few enough bytes to stay in cache if the vocabulary allows.
 const CHUNK_BYTES: usize = 8 << 20;
-/// The same where gradients follow: each chunk also passes over all of dW.
+/// The same with gradients: each chunk also reads and writes all of dW.
 const CHUNK_BYTES_BACKWARD: usize = 16 << 20;
-/// A head up to this size is transposed once for all chunks, a larger one again for each.
+/// A head up to this size is transposed once for all chunks. A larger one is transposed again for each chunk.
 const TRANSPOSED_BYTES_MAX: usize = 64 << 20;
-/// Never more than this (or one row).
+/// The upper limit of a chunk's logits (or one row).
 const CHUNK_BYTES_MAX: usize = 40 << 20;
-/// Rows below which the product over the vocabulary is slow.
+/// The number of rows below which the GEMM over the vocabulary is slow.
 const CHUNK_ROWS: usize = 64;
 
 fn chunk_rows(tokens: usize, vocabulary: usize, bytes: usize) -> usize {
@@ -40,18 +40,18 @@ fn chunk_rows(tokens: usize, vocabulary: usize, bytes: usize) -> usize {
     rows.min(tokens)
 }
 
-/// Makes the statistics and target logits of whole rows from those of a part.
+/// Replaces the statistics and target logits of a part by those of whole rows.
 pub type Combine<'a> = dyn Fn(&mut [RowStats], &mut [f32]) + 'a;
 
-/// The same on a GPU: from the statistics of a part's rows (`device::cuda::linear_logprob::stats`) those of all parts, one
-/// behind the other, and how many parts there are.
+/// The same on a GPU: gathers the statistics of all parts' rows (`device::cuda::linear_logprob::stats`), one part after
+/// another, and returns them with the number of parts.
 pub type Gather<'a> = dyn Fn(&Memory) -> (Memory, usize) + 'a;
 
 /// The token that each row of h predicts.
 #[derive(Clone, Copy, Debug)]
 pub struct Targets<'a> {
     pub tokens: &'a [u32],
-    /// What each was drawn among; or none, for the whole vocabulary.
+    /// The sampling mask of each token, or empty for the whole vocabulary.
     pub masks: &'a [SamplingMask],
 }
 
@@ -67,25 +67,25 @@ impl<'a> Targets<'a> {
         Self { tokens: &self.tokens[range], masks }
     }
 
-    /// The tokens on a GPU, which has no kernel for masks.
+    /// The tokens for a GPU, which has no kernel for masks.
     fn unmasked(self) -> &'a [u32] {
-        assert!(self.masks.iter().all(SamplingMask::is_whole), "sampling masks on a GPU");
+        assert!(self.masks.iter().all(SamplingMask::is_whole), "a GPU does not support sampling masks");
         self.tokens
     }
 }
 
-/// Which rows of a vocabulary-parallel head W are.
+/// The part of a vocabulary-parallel head that W is.
 #[derive(Clone, Copy)]
 pub struct HeadPart<'a> {
     /// The token of W's first row.
     pub first: usize,
-    /// Rows of the part that has most: all parts go through the same chunks of tokens.
+    /// The rows of the largest part: all parts use the same chunks of tokens.
     pub rows_max: usize,
-    /// Replaces the statistics of this part by those of the whole rows, and the targets' logits, 0 where the target is
-    /// in another part, by their sums over the parts.
-    /// None where W is the whole head.
+    /// Replaces the statistics of this part by those of the whole rows, and the targets' logits (0 if the target is
+    /// in another part) by their sums over the parts.
+    /// `None` if W is the whole head.
     pub combine: Option<&'a Combine<'a>>,
-    /// What a GPU does instead.
+    /// The equivalent on a GPU.
     pub gather: Option<&'a Gather<'a>>,
 }
 
@@ -95,12 +95,13 @@ impl HeadPart<'_> {
         Self { first: 0, rows_max: w.n, combine: None, gather: None }
     }
 
-    /// Places of the targets among W's rows; behind them all where the target is in another part.
+    /// The indices of the targets among W's rows; out of range if the target is in another part.
     pub(super) fn places(&self, targets: &[u32]) -> Vec<usize> {
         targets.iter().map(|&target| (target as usize).checked_sub(self.first).unwrap_or(usize::MAX)).collect()
     }
 
-    /// The statistics of whole rows, or sums over them whose `max` is 0, from those of this part.
+    /// Combines this part's statistics into those of whole rows. Sums over rows are combined in the same way, with
+    /// `max` 0.
     pub(super) fn combined(&self, mut stats: Vec<RowStats>) -> Vec<RowStats> {
         if let Some(combine) = self.combine {
             let mut targets = vec![0.0; stats.len()];
@@ -109,8 +110,8 @@ impl HeadPart<'_> {
         stats
     }
 
-    /// The places of a chunk's targets, and the statistics and target logits of whole rows, from its logits (rows, v) = x W^T,
-    /// which it fills and masks.
+    /// Fills and masks the logits (rows, v) = x W^T of a chunk. Returns the indices of its targets, and the statistics
+    /// and target logits of whole rows.
     pub(super) fn stats(
         &self,
         x: &[f32],
@@ -139,19 +140,19 @@ fn check_inputs(op: &str, h: &Tensor, w: &Weight, targets: &[u32], temperature: 
     check(op, "h", h, h.rows(), w.k);
     let t = h.rows();
     assert!(targets.len() == t, "{op}: {} targets for {t} tokens", targets.len());
-    assert!(logprobs == t, "{op}: logprobs holds {logprobs} values, needed {t}");
-    assert!(temperature > 0.0, "{op}: temperature {temperature} is not positive");
+    assert!(logprobs == t, "{op}: logprobs must hold {t} values, got {logprobs}");
+    assert!(temperature > 0.0, "{op}: the temperature must be positive, got {temperature}");
 }
 
 const FORWARD: &str = "linear_logprob::forward";
 const BACKWARD: &str = "linear_logprob::forward_backward";
 
-/// For a plan: `products` products of `t` rows with W.
+/// Notes `products` GEMMs of `t` rows with W for a plan.
 fn note(op: &'static str, products: f64, t: usize, w: &Weight) {
     null::note(op, products * 2.0 * (t * w.n * w.k) as f64, 0.0);
 }
 
-/// Forward only (scoring). `entropy` may be empty where it is not wanted. At most 64 MB of scratch.
+/// Forward only (scoring). `entropy` may be empty if it is not wanted. Uses at most 64 MB of scratch memory.
 pub fn forward(h: &Tensor, w: Weight, targets: &[u32], temperature: f32, logprobs: &mut [f32], entropy: &mut [f32]) {
     let part = HeadPart::whole(&w);
     let kind = if entropy.is_empty() { Extra::Nothing } else { Extra::Entropy };
@@ -160,7 +161,7 @@ pub fn forward(h: &Tensor, w: Weight, targets: &[u32], temperature: f32, logprob
     });
 }
 
-/// Calls `work` with room where `h` lies, and brings what it leaves there to the host.
+/// Calls `work` with memory on the device of `h`, then copies the results to the host.
 pub(super) fn to_host(h: &Tensor, logprobs: &mut [f32], entropy: &mut [f32], work: impl FnOnce(SliceMut, SliceMut)) {
     if h.device() == Device::Cpu {
         return work(logprobs.into(), entropy.into());
@@ -175,18 +176,18 @@ pub(super) fn to_host(h: &Tensor, logprobs: &mut [f32], entropy: &mut [f32], wor
     entropy.copy_from_slice(&found[t..]);
 }
 
-/// What is computed of a row besides the target's log-probability.
+/// The value that is computed for a row besides the target's log-probability.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extra {
     Nothing,
     Entropy,
-    /// 1 where no token is likelier than the target, else 0.
+    /// 1 if no token is likelier than the target, else 0.
     Top,
 }
 
-/// `forward` on one part of the head, with `extra` empty where nothing else is computed. All parts call this with the same h and
-/// targets, and get the same results, which lie where `h` does: on a GPU nothing is waited for, unless the distributions are compared
-/// with others.
+/// `forward` on one part of the head. `extra` is empty for `Extra::Nothing`. All parts call this with the same h and
+/// targets, and get the same results, on the device of `h`. On a GPU the host does not wait, unless the distributions
+/// are compared with others.
 pub fn forward_part(
     h: &Tensor,
     w: Weight,
@@ -201,7 +202,7 @@ pub fn forward_part(
     check_inputs(FORWARD, h, &w, targets.tokens, temperature, logprobs.len());
     let (t, d) = (h.rows(), h.width());
     let needed = if kind == Extra::Nothing { 0 } else { t };
-    assert!(extra.len() == needed, "{FORWARD}: {kind:?} has room for {} values, needed {needed}", extra.len());
+    assert!(extra.len() == needed, "{FORWARD}: {kind:?} needs room for {needed} values, got {}", extra.len());
     note(null::HEAD, 1.0, t, &w);
     if h.device() == Device::Cuda {
         let head = on_gpu::Head::new(FORWARD, h, &w, part, targets.unmasked(), temperature);
@@ -231,16 +232,16 @@ pub fn forward_part(
     }
 }
 
-/// A loss that is local to a token, on the host whatever computes the logits: for tokens `range`, given (logprobs, entropy),
-/// writes (d loss / d logprob, d loss / d entropy), which are 0 before.
+/// A loss that is local to a token. It always runs on the host. For tokens `range`, given (logprobs, entropy), it
+/// writes (d loss / d logprob, d loss / d entropy), which are 0 before the call.
 pub type TokenLoss<'a> = dyn FnMut(Range<usize>, &[f32], &[f32], &mut [f32], &mut [f32]) + 'a;
 
-/// What compares the logits of a chunk of tokens with others', and adds to their gradient where that follows.
+/// A comparison of a chunk's logits with those of other models. It adds to their gradient in a backward.
 pub trait Comparison {
-    /// Given the logits of tokens `range` on one part of the head, and their gradient so far.
+    /// Compares the logits of tokens `range` on one part of the head. `dlogits` is their gradient so far.
     fn chunk(&mut self, part: HeadPart, range: Range<usize>, logits: &[f32], dlogits: Option<&mut [f32]>);
 
-    /// The same on a GPU, with the chunk's part of the head and the places of its targets.
+    /// The same on a GPU, with this part of the head and the indices of the chunk's targets.
     fn chunk_on_gpu(
         &mut self,
         head: &on_gpu::Head,
@@ -251,7 +252,7 @@ pub trait Comparison {
     );
 }
 
-/// The head transposed, where several chunks will use it and it is not too large.
+/// The transposed head, if several chunks use it and it is not too large.
 fn transposed_once(head: &products::Panels, several: bool) -> Option<Buffer> {
     let len = products::transposed_len(head);
     (several && size_of::<f32>() * len <= TRANSPOSED_BYTES_MAX).then(|| {
@@ -261,8 +262,8 @@ fn transposed_once(head: &products::Panels, several: bool) -> Option<Buffer> {
     })
 }
 
-/// Forward and backward in one pass over chunks of tokens: the chunk that computes logits also forms
-/// dlogits, then dh = dlogits W (overwritten) and dW += dlogits^T h. `logprobs` and `entropy` are filled for all tokens.
+/// Forward and backward in a single loop over chunks of tokens. Each chunk computes logits and then
+/// dlogits, dh = dlogits W (overwritten) and dW += dlogits^T h. `logprobs` and `entropy` are filled for all tokens.
 /// With s = softmax: dlogits[v] = (dlogprob (1[v = target] - s_v) - dentropy s_v (log s_v + entropy)) / temperature.
 /// Logprobs are bitwise those of `forward`.
 pub fn forward_backward(
@@ -280,8 +281,8 @@ pub fn forward_backward(
     forward_backward_part(h, w, part, targets.into(), temperature, loss, None, logprobs, entropy, dh, dw);
 }
 
-/// `forward_backward` on one part of the head: `dh` is this part's share of a sum over all parts. What the chunk's distributions
-/// are compared with, `against`, adds to their dlogits.
+/// `forward_backward` on one part of the head: `dh` is this part's share of a sum over all parts. The comparison
+/// `against` adds to dlogits.
 pub fn forward_backward_part(
     h: &Tensor,
     w: Weight,
@@ -297,7 +298,7 @@ pub fn forward_backward_part(
 ) {
     check_inputs(BACKWARD, h, &w, targets.tokens, temperature, logprobs.len());
     let (t, d) = (h.rows(), h.width());
-    assert!(entropy.len() == t, "{BACKWARD}: entropy holds {} values, needed {t}", entropy.len());
+    assert!(entropy.len() == t, "{BACKWARD}: entropy must hold {t} values, got {}", entropy.len());
     check(BACKWARD, "dh", dh, t, d);
     check_gradient(BACKWARD, &dw, w.n, w.k);
     note(null::HEAD_BACKWARD, 3.0, t, &w);

@@ -1,5 +1,5 @@
-//! `linear_logprob` on a GPU: the same chunks, with logits in f32 and their gradients in bf16. Where a loss follows, the host
-//! waits for the log-probabilities of a chunk.
+//! `linear_logprob` on a GPU: the same chunks, with logits in f32 and their gradients in bf16. If a loss follows, the
+//! host waits for the log-probabilities of a chunk.
 
 use super::linear_logprob::{Comparison, Extra, HeadPart, TokenLoss};
 use super::matmul::rows;
@@ -12,12 +12,13 @@ use crate::device::cuda::{Memory, View, ViewMut};
 use crate::tensor::{DType, Tensor, Weight, WeightMut};
 use std::ops::Range;
 
-/// Logits of one chunk.
+/// The bytes of one chunk's logits.
 const CHUNK_BYTES: usize = 256 << 20;
-/// Chunks whose gradients, of as many bytes together, wait for one product each into dh and dW: a product of few rows takes
-/// as long as dW takes to be read and written.
+/// The number of chunks whose gradients are collected for one GEMM each into dh and dW. A GEMM of few rows takes
+/// as long as reading and writing dW.
 const GROUP: usize = 2;
-/// Sums of one chunk that is scored without storing logits, and rows that fill a tile of that kernel.
+/// The bytes of the sums of a chunk that is scored without storing logits, and the rows that fill a tile of that
+/// kernel.
 const FUSED_BYTES: usize = 64 << 20;
 const FUSED_ROWS: usize = 128;
 
@@ -49,7 +50,7 @@ impl<'a> Head<'a> {
         (CHUNK_BYTES / (size_of::<f32>() * self.part.rows_max)).clamp(1, self.tokens.max(1))
     }
 
-    /// Rows that are scored at a time without storing logits.
+    /// The number of rows scored at a time without storing logits.
     fn fused_rows(&self) -> usize {
         (FUSED_BYTES / fused::scratch_bytes(1, self.part.rows_max)).clamp(1, self.tokens.max(1))
     }
@@ -63,17 +64,17 @@ impl<'a> Head<'a> {
         Matrix::new(self.h.part(range.start * self.width..range.end * self.width), range.len(), self.width)
     }
 
-    /// Where the targets of `range` are among W's rows.
+    /// The indices of the targets of `range` among W's rows.
     pub(super) fn places(&self, range: &Range<usize>) -> Memory {
         cuda::places(&self.part.places(&self.targets[range.clone()]), self.w.rows)
     }
 
-    /// Values from one row of logits to the next: rows begin at whole 16 bytes.
+    /// The distance in values from one row of logits to the next. Rows begin at multiples of 16 bytes.
     pub(super) fn stride(&self) -> usize {
         self.w.rows.next_multiple_of(8)
     }
 
-    /// Room for the logits of a chunk.
+    /// Memory for the logits of a chunk.
     pub(super) fn room(&self) -> Memory {
         Memory::scratch(self.chunk_rows() * self.stride() * size_of::<f32>())
     }
@@ -83,7 +84,7 @@ impl<'a> Head<'a> {
         Matrix { values: room.view(DType::F32).part(0..rows * stride), rows, width: v, stride }
     }
 
-    /// Logits of a chunk, and the statistics of whole rows.
+    /// Computes the logits of a chunk, and returns the statistics of whole rows.
     pub(super) fn stats(&self, range: &Range<usize>, places: &Memory, room: &mut Memory) -> Memory {
         let (m, v, stride) = (range.len(), self.w.rows, self.stride());
         let values = room.view_mut(DType::F32).part(0..m * stride);
@@ -95,7 +96,7 @@ impl<'a> Head<'a> {
         stats
     }
 
-    /// The same statistics without logits.
+    /// The same statistics without storing logits.
     fn fused_stats(&self, range: &Range<usize>, scratch: &mut Memory) -> Memory {
         let (m, places) = (range.len(), self.places(range));
         let mut stats = cuda::stats_room(m);
@@ -113,8 +114,8 @@ impl<'a> Head<'a> {
     }
 }
 
-/// Logits are not stored where there are rows enough for the kernel that needs none: its log-probabilities have the bits of
-/// the other way by the exact product. What is trained by fast products is scored by them, too.
+/// Scores tokens. With enough rows, a fused kernel does not store logits. Its log-probabilities are bitwise those of
+/// the other way with the exact GEMM. With the fast GEMM, scoring uses the fast GEMM, like training.
 pub(super) fn forward(
     head: &Head,
     mut logprobs: ViewMut,

@@ -1,9 +1,9 @@
 //! y = x W^T and its gradients.
 //!
-//! What holds bitwise: every output is one ascending chain of fused multiply-adds, so it does not depend on the number
-//! of rows, on its row's position, on threads, or on the instruction level. With bf16 a pair of factors is two
-//! multiply-adds, odd index first, as `vdpbf16ps` does; that instruction flushes denormals and the other levels do not,
-//! so levels may differ there. Gradients keep the same promises: dx in rows, dW for one cut of m.
+//! Bitwise guarantees: every output is one ascending chain of fused multiply-adds. So it does not depend on the row
+//! count, on its row's position, on threads, or on the instruction level. With bf16 a pair of factors is two
+//! multiply-adds, odd index first, as in `vdpbf16ps`. That instruction flushes denormals and the other levels do not,
+//! so levels may differ there. Gradients have the same guarantees: dx for each row, dW for a fixed split of m.
 
 use super::check;
 use crate::device::cpu::matmul as cpu;
@@ -12,34 +12,34 @@ use crate::device::{Device, cuda, null};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, Layout, PANEL, Slice, SliceMut, Tensor, Weight, WeightMut};
 
-/// What `forward` does with what `y` holds.
+/// The use of the previous contents of `y` in `forward`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Into {
     /// y = ...
     Overwrite,
-    /// y += ... (the residual stream): the finished sum is added to what is there, in one rounding.
+    /// y += ... (the residual stream): the finished sum is added to y with one rounding.
     Add,
 }
 
 const _: () = assert!(cpu::LANES == PANEL, "kernels and layout agree on the panel width");
 
-/// The weight as the CPU kernels see it, which panic where the values do not fill the layout.
+/// The weight for the CPU kernels, which panic if the values do not fill the layout.
 pub(super) fn panels<'a>(op: &str, w: &Weight<'a>) -> cpu::Panels<'a> {
-    assert!(w.layout == Layout::Panel, "{op}: W[{}][{}] is not in panel layout", w.n, w.k);
+    assert!(w.layout == Layout::Panel, "{op}: W[{}][{}] must be in panel layout", w.n, w.k);
     let values = match w.values {
         Slice::F32(v) => cpu::PanelValues::F32(v),
         Slice::Bf16(v) => cpu::PanelValues::Bf16(v),
-        Slice::Cuda(view) => panic!("{op}: {view:?} is needed on the CPU"),
+        Slice::Cuda(view) => panic!("{op}: the CPU needs {view:?}"),
     };
     cpu::Panels { n: w.n, k: w.k, values }
 }
 
-/// The weight as the kernels of a GPU see it; panics where the values do not fill the layout.
+/// The weight for GPU kernels. Panics if the values do not fill the layout.
 pub(super) fn rows<'a>(op: &str, w: &Weight<'a>) -> Matrix<'a> {
-    let Slice::Cuda(view) = w.values else { panic!("{op}: W[{}][{}] of the CPU is needed on the GPU", w.n, w.k) };
-    assert!(w.layout == Layout::Row, "{op}: W[{}][{}] is not in row layout", w.n, w.k);
+    let Slice::Cuda(view) = w.values else { panic!("{op}: the GPU needs W[{}][{}], which is on the CPU", w.n, w.k) };
+    assert!(w.layout == Layout::Row, "{op}: W[{}][{}] must be in row layout", w.n, w.k);
     let needed = Layout::Row.len(w.n, w.k);
-    assert!(view.len() == needed, "{op}: W[{}][{}] has {} values, needs {needed}", w.n, w.k, view.len());
+    assert!(view.len() == needed, "{op}: W[{}][{}] has {} values, but needs {needed}", w.n, w.k, view.len());
     Matrix::new(view.part(0..w.n * w.k), w.n, w.k)
 }
 
@@ -52,7 +52,7 @@ pub(super) fn matrix_mut(x: &mut Tensor) -> MatrixMut<'_> {
     MatrixMut::new(x.cuda_mut(), rows, width)
 }
 
-/// A gradient on a GPU, padding left out.
+/// A gradient on a GPU, without padding.
 pub(super) fn gradient(dw: WeightMut<'_>) -> MatrixMut<'_> {
     let WeightMut { n, k, values, .. } = dw;
     MatrixMut::new(values.cuda().part(0..n * k), n, k)
@@ -60,11 +60,11 @@ pub(super) fn gradient(dw: WeightMut<'_>) -> MatrixMut<'_> {
 
 pub(super) fn check_gradient(op: &str, dw: &WeightMut, n: usize, k: usize) {
     let wanted = if matches!(dw.values, SliceMut::F32(_)) { Layout::Panel } else { Layout::Row };
-    assert!(dw.layout == wanted, "{op}: dW[{}][{}] is not in {wanted:?} layout", dw.n, dw.k);
-    assert!(dw.n == n && dw.k == k, "{op}: dW is [{}][{}], needed [{n}][{k}]", dw.n, dw.k);
+    assert!(dw.layout == wanted, "{op}: dW[{}][{}] must be in {wanted:?} layout", dw.n, dw.k);
+    assert!(dw.n == n && dw.k == k, "{op}: dW must be [{n}][{k}], got [{}][{}]", dw.n, dw.k);
     let needed = wanted.len(n, k);
     let len = dw.values.len();
-    assert!(len == needed, "{op}: dW[{n}][{k}] has {len} values, its layout needs {needed}");
+    assert!(len == needed, "{op}: dW[{n}][{k}] has {len} values, but its layout needs {needed}");
 }
 
 /// `cpu::forward` on flat rows, with its scratch.
@@ -94,28 +94,28 @@ pub(super) fn backward_weight_rows(dy: &[f32], x: &[f32], m: usize, n: usize, k:
     cpu::backward_weight(dy, x, m, n, k, dw, bf16, &mut scratch);
 }
 
-/// y[m][n] (+)= (sum_k x[m][k] W[n][k]) + bias[n]; one ascending-k chain of fused multiply-adds per output.
-/// W in panel layout, f32 or bf16 (then x is rounded to bf16, accumulation is f32).
+/// y[m][n] (+)= (sum_k x[m][k] W[n][k]) + bias[n], with one ascending-k chain of fused multiply-adds per output.
+/// W is in panel layout, f32 or bf16. For bf16, x is rounded to bf16 and accumulation is f32.
 pub fn forward(x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor, into: Into) {
     products(x, [Output { w, bias, y }], None, into);
 }
 
-/// y[m][n] = c[m][n] + ((sum_k x[m][k] W[n][k]) + bias[n]): the residual stream where what it held is kept. The bits are those of
-/// a copy of c to y and `forward` with `Into::Add`, which is the way where y is c itself; here y shares no memory with c, as
-/// their borrows say, and what it holds is not read.
+/// y[m][n] = c[m][n] + ((sum_k x[m][k] W[n][k]) + bias[n]): the residual stream if its previous value is kept. The bits
+/// are those of a copy of c to y and `forward` with `Into::Add`. Here y shares no memory with c, as their borrows
+/// ensure, and its contents are not read.
 pub fn forward_onto(c: &Tensor, x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor) {
     check(FORWARD, "c", c, x.rows(), w.n);
     products(x, [Output { w, bias, y }], Some(c), Into::Overwrite);
 }
 
-/// `forward_onto` where there is c, else `forward`.
+/// `forward_onto` with c, else `forward`.
 fn products<const N: usize>(x: &Tensor, outputs: [Output; N], c: Option<&Tensor>, into: Into) {
     let m = x.rows();
     for Output { w, bias, y } in &outputs {
         check(FORWARD, "x", x, m, w.k);
         check(FORWARD, "y", y, m, w.n);
         if let Some(bias) = bias {
-            assert!(bias.len() == w.n, "{FORWARD}: bias has {} values, needed {}", bias.len(), w.n);
+            assert!(bias.len() == w.n, "{FORWARD}: the bias must have {} values, got {}", w.n, bias.len());
         }
         note(m, w);
     }
@@ -149,7 +149,7 @@ fn products<const N: usize>(x: &Tensor, outputs: [Output; N], c: Option<&Tensor>
 
 const FORWARD: &str = "matmul::forward";
 
-/// For a plan: the product of `m` rows with W or its transpose, for which W is read once.
+/// Notes for a plan the GEMM of `m` rows with W or its transpose, which reads W once.
 fn note(m: usize, w: &Weight) {
     let elements = (w.n * w.k) as f64;
     null::note(null::GEMM, 2.0 * m as f64 * elements, elements * w.dtype().bytes() as f64);
@@ -163,20 +163,21 @@ pub struct Output<'a> {
     pub y: &'a mut Tensor,
 }
 
-/// `forward` for several W of one width and dtype, bit for bit, at one call of the threads: with few rows such a call
-/// costs as much as a small product.
+/// `forward`, bit for bit, for several W of one width and dtype with one call to the threads. With few rows such a call
+/// costs as much as a small GEMM.
 pub fn forward_each<const N: usize>(x: &Tensor, outputs: [Output; N]) {
     products(x, outputs, None, Into::Overwrite);
 }
 
-/// A matrix that x is multiplied by, and what is added.
+/// A matrix that x is multiplied by, and a bias.
 #[derive(Clone, Copy, Debug)]
 pub struct Factor<'a> {
     pub w: Weight<'a>,
     pub bias: Option<Slice<'a>>,
 }
 
-/// act = silu(gate) * up of two products of x, in one launch of a GPU. False, with nothing done, where it has none for that.
+/// act = silu(gate) * up from two GEMMs of x, in one GPU kernel. Returns false, and does nothing, if there is no such
+/// kernel.
 pub(super) fn forward_swiglu(x: &Tensor, factors: [Factor; 2], act: &mut Tensor) -> bool {
     const OP: &str = "matmul::forward_swiglu";
     if x.device() == Device::Cpu {
@@ -197,7 +198,8 @@ pub(super) fn forward_swiglu(x: &Tensor, factors: [Factor; 2], act: &mut Tensor)
     is_done
 }
 
-/// dx[m][k] (+)= sum_n dy[m][n] W[n][k]; with `Into::Add` the chain starts from dx. A bf16 W rounds dy to bf16.
+/// dx[m][k] (+)= sum_n dy[m][n] W[n][k]. With `Into::Add` the chain starts from dx. With a bf16 W, dy is rounded to
+/// bf16.
 pub fn backward_input(dy: &Tensor, w: Weight, dx: &mut Tensor, into: Into) {
     const OP: &str = "matmul::backward_input";
     let m = dy.rows();
@@ -212,8 +214,8 @@ pub fn backward_input(dy: &Tensor, w: Weight, dx: &mut Tensor, into: Into) {
     }
 }
 
-/// dW[n][k] += sum_m dy[m][n] x[m][k], the chain starting from dW; padding is not touched. With
-/// `DType::Bf16` the factors are rounded to bf16, sums stay f32.
+/// dW[n][k] += sum_m dy[m][n] x[m][k]. The chain starts from dW. Padding is not touched. With
+/// `DType::Bf16` the factors are rounded to bf16, and sums stay f32.
 pub fn backward_weight(dy: &Tensor, x: &Tensor, dw: WeightMut, dtype: DType) {
     const OP: &str = "matmul::backward_weight";
     let (m, n, k) = (dy.rows(), dy.width(), x.width());
@@ -231,7 +233,7 @@ pub fn backward_bias<'a>(dy: &Tensor, db: impl std::convert::Into<SliceMut<'a>>)
     let db = db.into();
     assert!(
         db.len() == dy.width(),
-        "matmul::backward_bias: db has {} values, dy is ({}, {})",
+        "matmul::backward_bias: db has {} values, but dy is ({}, {})",
         db.len(),
         dy.rows(),
         dy.width()

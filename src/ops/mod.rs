@@ -1,12 +1,12 @@
-//! One file per operation: contract, shape checks, dispatch to a device.
+//! Operations, one file each: contract, shape checks, dispatch to a device.
 //!
 //! Legend of dims: t tokens of a packed row, d hidden width, h query heads, g key/value heads, e head dim, f MLP width,
 //! v vocabulary, m rows, n outputs, k inputs. Forward results are `=`; gradients of parameters are `+=`.
 //!
-//! Batch invariance: a row of any result depends on that row's inputs only, bitwise: not on the number of rows, on
-//! their order, or on the number of threads.
+//! Batch invariance: a row of any result depends bitwise on that row's inputs only. It does not depend on the number of
+//! rows, on their order, or on the number of threads.
 //!
-//! An operation panics where shapes, lengths, devices or dtypes do not go together, or where an index lies outside.
+//! An operation panics if shapes, lengths, devices or dtypes do not match, or if an index is out of range.
 
 pub mod adamw;
 pub mod attention;
@@ -30,11 +30,11 @@ pub mod zigzag;
 
 use crate::tensor::Tensor;
 
-/// Holds `t`, the `what` of operation `op`, to (rows, width).
+/// Checks that `t`, the `what` of operation `op`, has the shape (rows, width).
 fn check(op: &str, what: &str, t: &Tensor, rows: usize, width: usize) {
     assert!(
         t.rows() == rows && t.width() == width,
-        "{op}: {what} is ({}, {}), needed ({rows}, {width})",
+        "{op}: {what} must be ({rows}, {width}), got ({}, {})",
         t.rows(),
         t.width()
     );

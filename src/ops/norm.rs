@@ -5,16 +5,16 @@ use crate::device::cuda::{self, Memory};
 use crate::device::null;
 use crate::tensor::Slice;
 
-/// One f64 sum per block of `block` values of `x` (the last may be shorter), each in one fixed order.
+/// One f64 sum per block of `block` values of `x` (the last may be shorter), each in a fixed order.
 pub fn sums_of_squares<'a>(x: impl Into<Slice<'a>>, block: usize) -> Vec<f64> {
     sums_of_each(&[x.into()], block)
 }
 
-/// `sums_of_squares` of several runs on one device, one behind the other: a GPU is waited for once. A null device has none: of
-/// billions of values there are millions of sums.
+/// `sums_of_squares` for several runs on one device, in order. The host waits for a GPU once. A null device returns
+/// none, because billions of values would have millions of sums.
 pub fn sums_of_each(runs: &[Slice], block: usize) -> Vec<f64> {
-    assert!(block > 0, "norm::sums_of_squares: blocks of 0 values");
-    // For a plan: the pass over gradients that clipping asks for.
+    assert!(block > 0, "norm::sums_of_squares: a block must have at least 1 value");
+    // For a plan: clipping reads all gradients once.
     for run in runs {
         null::note(null::OPTIMIZER, 0.0, (size_of::<f32>() * run.len()) as f64);
     }

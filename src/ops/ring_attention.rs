@@ -1,10 +1,10 @@
-//! Attention over keys that come in blocks, as they travel around the ranks of the sequence axis (arXiv:2310.01889).
+//! Attention over blocks of keys, which travel around the ranks of the sequence axis (arXiv:2310.01889).
 //!
-//! A block (2t, g*e) is the keys of a rank's rows and behind them their values; its gradients are f32 in the same places.
-//! (sum, lse) hold the result over the blocks that have come so far: the softmax over their keys, in f32 on every device,
-//! and ln of the sum of exp of the scaled scores. The keys of the next block are merged in: l = ln(exp l0 + exp l1),
-//! o = exp(l0 - l) o0 + exp(l1 - l) o1 (arXiv:2205.14135, section 3.1). The order of the blocks shows in the last bits of
-//! f32; a GPU rounds to bf16 what it rounds without a ring: probabilities as factors, and o once, at the end.
+//! A block (2t, g*e) contains the keys of a rank's rows, followed by their values. Its gradients are f32 in the same
+//! places. (sum, lse) hold the result over the blocks so far: the softmax over their keys, in f32 on every device, and
+//! ln of the sum of exp of the scaled scores. The keys of the next block are merged in: l = ln(exp l0 + exp l1), o =
+//! exp(l0 - l) o0 + exp(l1 - l) o1 (arXiv:2205.14135, section 3.1). The order of the blocks affects the last bits of
+//! f32. A GPU rounds the same values to bf16 as without a ring: probabilities as factors, and o once, at the end.
 
 use super::attention_shape::{AttentionShape, Span, check, check_heads, delta, note_backward, note_pairs};
 use super::zigzag;
@@ -13,40 +13,40 @@ use crate::device::cuda::{View, ViewMut};
 use crate::device::{Device, cpu, cuda, null};
 use crate::tensor::Tensor;
 
-/// What a rank's rows see of one block.
+/// The spans of one block that a rank's rows see.
 #[derive(Debug)]
 pub struct Step {
     seen: Seen,
     shape: AttentionShape,
     /// One past the last row of q that sees anything.
     rows: usize,
-    /// Rows of keys in the block.
+    /// The number of key rows in the block.
     tokens: usize,
-    /// Whether results begin with it.
+    /// Whether it is the first step, which overwrites results.
     is_first: bool,
-    /// For a plan: pairs of a query and a key.
+    /// The number of pairs of a query and a key, for a plan.
     pairs: f64,
 }
 
-/// In passes: inside one no row and no key occurs twice.
+/// The spans in passes. Within a pass no row and no key occurs twice.
 #[derive(Debug)]
 enum Seen {
     Cpu(Vec<Vec<Span>>),
-    /// At least one; the first has all keys of the block. Of a first step, it has all rows, too.
+    /// At least one pass. The first has all keys of the block and, in a first step, all rows.
     Cuda(Vec<SpanTable>),
 }
 
 impl Step {
-    /// What `passes` say of a block of the keys of `tokens` rows.
+    /// A step from the `passes` over a block with the keys of `tokens` rows.
     ///
     /// # Panics
-    /// If spans do not lie in the block, or have rows that see nothing.
+    /// If a span does not lie in the block, or has a row that sees no key.
     pub fn new(device: Device, passes: Vec<Vec<Span>>, shape: &AttentionShape, tokens: usize, is_first: bool) -> Self {
         check_heads(shape);
         for span in passes.iter().flatten() {
             let last = (span.past + span.tokens).saturating_sub(1);
             let sees = span.tokens > 0 && span.keys > 0 && shape.visible(last).start < span.keys;
-            assert!(sees && span.key_row + span.keys <= tokens, "attention: {span:?} of {tokens} rows of k");
+            assert!(sees && span.key_row + span.keys <= tokens, "attention: {span:?} does not fit {tokens} rows of k");
         }
         let pairs = || passes.iter().map(|pass| zigzag::pairs(pass, shape)).sum::<usize>() as f64;
         let pairs = if null::is_active() { pairs() } else { 0.0 };
@@ -62,7 +62,7 @@ impl Step {
         Self { seen, shape: *shape, rows, tokens, is_first, pairs }
     }
 
-    /// Rows of the block.
+    /// The number of rows of the block.
     pub fn block_rows(&self) -> usize {
         2 * self.tokens
     }
@@ -74,17 +74,17 @@ impl Step {
     }
 }
 
-/// The steps of one rank, the first with its own block, then that of the rank before it, and so on. Made once for all layers
-/// of a shape.
+/// The steps of one rank. The first uses its own block, the next that of the previous rank, and so on. They are made
+/// once for all layers of a shape.
 #[derive(Debug)]
 pub struct Steps {
     pub steps: Vec<Step>,
-    /// This rank's rows.
+    /// The number of this rank's rows.
     pub rows: usize,
 }
 
 impl Steps {
-    /// Of rank `rank` of `size` on the row that `cu_seqlens` cuts.
+    /// The steps of rank `rank` of `size` for the packed row of `cu_seqlens`.
     pub fn new(device: Device, cu_seqlens: &[usize], shape: &AttentionShape, rank: usize, size: usize) -> Self {
         let queries = zigzag::pieces(cu_seqlens, rank, size);
         let step = |s: usize| {
@@ -96,13 +96,13 @@ impl Steps {
     }
 }
 
-/// The block of k and v (t, g*e).
+/// Makes the block of k and v (t, g*e).
 pub fn block(k: &Tensor, v: &Tensor) -> Tensor {
     check("v", v, k.rows(), k.width());
     Tensor::stacked(&[k, v])
 }
 
-/// The gradients of k and v, as activations, from those of their block.
+/// Returns the gradients of k and v, as activations, from those of their block.
 pub fn unblock(block: &Tensor) -> [Tensor; 2] {
     let (rows, width) = (block.rows() / 2, block.width());
     let half = rows * width;
@@ -116,7 +116,7 @@ pub fn unblock(block: &Tensor) -> [Tensor; 2] {
     })
 }
 
-/// A sum over all blocks, as an activation.
+/// Returns a sum over all blocks as an activation.
 pub fn rounded(sum: Tensor) -> Tensor {
     match sum.device() {
         Device::Cpu => sum,
@@ -128,7 +128,7 @@ pub fn rounded(sum: Tensor) -> Tensor {
     }
 }
 
-/// Merges attention of q (t, h*e) over the keys of a block into (sum (t, h*e), lse (t, h)), which are `statistics`; the
+/// Merges attention of q (t, h*e) over the keys of a block into (sum (t, h*e), lse (t, h)), which are `statistics`. The
 /// first step overwrites them.
 pub fn forward(q: &Tensor, block: &Tensor, step: &Step, sum: &mut Tensor, lse: &mut Tensor) {
     step.check(q, block);
@@ -157,18 +157,18 @@ pub fn forward(q: &Tensor, block: &Tensor, step: &Step, sum: &mut Tensor, lse: &
     }
 }
 
-/// What the backward of a rank's rows reads at every step.
+/// The inputs of a rank's backward at every step.
 pub struct Backward<'a> {
     q: &'a Tensor,
     o: &'a Tensor,
     lse: &'a Tensor,
     d_o: &'a Tensor,
-    /// The sum of d_o o of each row and head, where it is not made anew at each step.
+    /// The sum of d_o o for each row and head, unless it is recomputed at each step.
     delta: Option<Tensor>,
 }
 
 impl<'a> Backward<'a> {
-    /// `o` and `lse` are those over all blocks, `o` as an activation.
+    /// `o` and `lse` are the results over all blocks, `o` as an activation.
     pub fn new([q, o, lse, d_o]: [&'a Tensor; 4], shape: &AttentionShape) -> Self {
         check("o", o, q.rows(), q.width());
         check("lse", lse, q.rows(), shape.heads);
@@ -177,8 +177,8 @@ impl<'a> Backward<'a> {
         Self { q, o, lse, d_o, delta }
     }
 
-    /// Adds what the keys of a block contribute to dq (t, h*e), which the first step overwrites, and returns the gradients
-    /// of the block from this rank's rows. Equations as `attention::backward_packed`.
+    /// Adds the contribution of a block's keys to dq (t, h*e), which the first step overwrites. Returns the block's
+    /// gradients from this rank's rows. The equations are those of `attention::backward_packed`.
     pub fn step(&self, block: &Tensor, step: &Step, dq: &mut Tensor) -> Tensor {
         step.check(self.q, block);
         check("dq", dq, self.q.rows(), self.q.width());
@@ -206,7 +206,7 @@ impl<'a> Backward<'a> {
     }
 
     fn on_gpu(&self, block: &Tensor, step: &Step, tables: &[SpanTable], dq: &mut Tensor, dblock: &mut Tensor) {
-        let delta = self.delta.as_ref().expect("made with tensors of the GPU");
+        let delta = self.delta.as_ref().expect("it is made for tensors on the GPU");
         let slopes = [self.lse, delta, self.d_o].map(Tensor::cuda);
         let [k, v] = views(block);
         let qkv = [self.q.cuda(), k, v];

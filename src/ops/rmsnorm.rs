@@ -31,7 +31,7 @@ pub fn backward<'a, 'b>(
     check("rstd", rstd, x.rows(), groups);
     check("dy", dy, x.rows(), x.width());
     check("dx", dx, x.rows(), x.width());
-    assert_eq!(dw.len(), w.len(), "rmsnorm: dw has {} values, w {}", dw.len(), w.len());
+    assert_eq!(dw.len(), w.len(), "rmsnorm: dw has {} values, but w has {}", dw.len(), w.len());
     match x.device() {
         Device::Cpu => {
             cpu::rmsnorm::backward(x.data(), x.width(), w.f32(), rstd.data(), dy.data(), dx.data_mut(), dw.f32());
@@ -42,11 +42,11 @@ pub fn backward<'a, 'b>(
     }
 }
 
-/// The groups of a row.
+/// The number of groups in a row.
 fn check_groups(x: &Tensor, w: Slice) -> usize {
     assert!(
         !w.is_empty() && x.width() > 0 && x.width().is_multiple_of(w.len()),
-        "rmsnorm: rows of {} values are no whole groups of {}",
+        "rmsnorm: rows of {} values must be a multiple of the group size {}",
         x.width(),
         w.len()
     );

@@ -6,12 +6,12 @@ use crate::device::{Device, cpu, cuda, null};
 use crate::tensor::{Indices, Tensor};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
-/// Positions of the smallest table.
+/// The number of positions in the smallest table.
 const POSITIONS_MIN: usize = 1024;
 
-/// cos and sin of the positions that were asked for, of which there may be `positions_max`: a context of ten million tokens
-/// would take 1.3 GB for one short row. `inverse_frequencies` (e/2) already hold any scaling, and `attention_factor` multiplies
-/// both (1 for most models).
+/// cos and sin of the positions requested so far, up to `positions_max`. A full table for a context of ten million
+/// tokens would take 1.3 GB for one short row. `inverse_frequencies` (e/2) include any scaling. `attention_factor`
+/// multiplies cos and sin (1 for most models).
 #[derive(Debug)]
 pub struct RopeTable {
     pub head_dim: usize,
@@ -21,15 +21,15 @@ pub struct RopeTable {
     angles: RwLock<Arc<Angles>>,
 }
 
-/// The rows that are there, [position][e/2].
+/// The rows of the table so far, [position][e/2].
 #[derive(Debug, Default)]
 pub(super) struct Angles {
     positions: usize,
     cos: Vec<f32>,
     sin: Vec<f32>,
-    /// The same for the kernels of a GPU, from the first use on.
+    /// The same for GPU kernels, made at the first use.
     on_gpu: OnceLock<Table>,
-    /// What they count on a null device, where they are not made.
+    /// The bytes that they count on a null device, where they are not made.
     _held: null::Held,
 }
 
@@ -44,14 +44,14 @@ impl RopeTable {
         }
     }
 
-    /// Positions that a table holds once `positions` of at most `positions_max` were asked for, the first time: a power of two,
-    /// so that rows that grow token by token seldom make a new table.
+    /// The number of positions that a table holds after a first request for `positions`, at most `positions_max`. It is
+    /// a power of two, so that rows that grow token by token rarely need a new table.
     pub fn held(positions: usize, positions_max: usize) -> usize {
         positions.next_power_of_two().max(POSITIONS_MIN).min(positions_max)
     }
 
-    /// The angle is the f32 product position * inverse frequency, as in `transformers`; its cos and sin are rounded
-    /// once, from f64.
+    /// Returns a table with at least `positions` positions. The angle is the f32 product position * inverse frequency,
+    /// as in `transformers`. Its cos and sin are rounded once, from f64.
     fn reaching(&self, positions: usize) -> Arc<Angles> {
         let there = self.angles.read().unwrap_or_else(PoisonError::into_inner).clone();
         if positions <= there.positions {
@@ -84,25 +84,25 @@ impl RopeTable {
         made
     }
 
-    /// The angles of these positions, and of others.
+    /// A table that contains the angles of these positions.
     pub(super) fn of(&self, positions: &Indices) -> Arc<Angles> {
         self.reaching(positions.largest().map_or(0, |last| last as usize + 1))
     }
 
-    /// Makes room for positions that only the GPU will know.
+    /// Extends the table for positions that only the GPU will know.
     ///
     /// # Panics
-    /// If they are more than `positions_max`.
+    /// If `positions` is more than `positions_max`.
     pub fn reserve(&self, positions: usize) {
         self.reaching(positions);
     }
 
-    /// Where the kernels of a GPU read it, until it grows.
+    /// The address of the table on a GPU, valid until it grows.
     pub fn place(&self) -> Arg {
         self.reaching(0).cuda(self.head_dim).place()
     }
 
-    /// Positions that the table holds now.
+    /// The number of positions in the table now.
     pub fn positions(&self) -> usize {
         self.reaching(0).positions
     }
@@ -114,8 +114,8 @@ impl Angles {
     }
 }
 
-/// In place on q (t, heads*e) and k (t, kv_heads*e): in each head x, with i < e/2, (x[i], x[i+e/2]) is rotated by the angle of
-/// its row's position.
+/// Rotates q (t, heads*e) and k (t, kv_heads*e) in place. In each head x, with i < e/2, (x[i], x[i+e/2]) is rotated by
+/// the angle of its row's position.
 pub fn forward(q: &mut Tensor, k: &mut Tensor, positions: &Indices, table: &RopeTable) {
     rotate([q, k], positions, table, false);
 }
@@ -130,7 +130,7 @@ fn rotate(both: [&mut Tensor; 2], positions: &Indices, table: &RopeTable, back: 
     for (name, x) in ["q", "k"].into_iter().zip(&both) {
         assert!(
             x.rows() == rows && half > 0 && x.width().is_multiple_of(2 * half),
-            "rope: {name} is {} x {}, for {rows} positions and head dim {}",
+            "rope: {name} is ({}, {}), which does not fit {rows} positions and head dim {}",
             x.rows(),
             x.width(),
             table.head_dim

@@ -1,4 +1,4 @@
-//! Some rows of a tensor: y[i] = x[rows[i]], and the transpose.
+//! Selected rows of a tensor: y[i] = x[rows[i]], and the transpose.
 
 use crate::device::cuda::ScatterLists;
 use crate::device::{Device, cpu, cuda};
@@ -13,7 +13,7 @@ pub fn gather(x: &Tensor, rows: &Indices, y: &mut Tensor) {
     }
 }
 
-/// x[rows[i]] += y[i]; a row that comes several times gets all of them, in ascending i.
+/// x[rows[i]] += y[i]. A row that occurs several times gets all of them, in ascending i.
 pub fn scatter(y: &Tensor, rows: &[u32], x: &mut Tensor) {
     check("scatter", rows, x, y);
     match y.device() {
@@ -25,7 +25,7 @@ pub fn scatter(y: &Tensor, rows: &[u32], x: &mut Tensor) {
 fn check(op: &str, rows: &[u32], x: &Tensor, y: &Tensor) {
     assert!(
         y.rows() == rows.len() && y.width() == x.width(),
-        "rows::{op}: {} rows of ({}, {}) for ({}, {})",
+        "rows::{op}: {} rows of ({}, {}) do not fit ({}, {})",
         rows.len(),
         x.rows(),
         x.width(),

@@ -14,8 +14,8 @@ pub fn forward(gate: &Tensor, up: &Tensor, y: &mut Tensor) {
     }
 }
 
-/// act (t, f) = silu(gate) * up, gate = x Wgate^T + bias and up alike: bit for bit `matmul::forward_each` and `forward`, but gate and
-/// up are not kept, and with few rows a GPU has no memory for them.
+/// act (t, f) = silu(gate) * up, with gate = x Wgate^T + bias and the same for up. The result is bit for bit that of
+/// `matmul::forward_each` and `forward`, but gate and up are not kept. With few rows a GPU does not store them.
 pub fn of_products(x: &Tensor, [gate, up]: [Factor; 2], act: &mut Tensor) {
     if matmul::forward_swiglu(x, [gate, up], act) {
         return;
@@ -27,7 +27,7 @@ pub fn of_products(x: &Tensor, [gate, up]: [Factor; 2], act: &mut Tensor) {
     forward(&of_gate, &of_up, act);
 }
 
-/// Writes dgate and dup. (dgate may be computed in place of gate's own scratch by the caller.) With s = sigmoid(gate):
+/// Writes dgate and dup. (The caller may reuse gate's scratch memory for dgate.) With s = sigmoid(gate):
 /// dgate = dy up s (1 + gate (1 - s)), dup = dy gate s.
 pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor, dgate: &mut Tensor, dup: &mut Tensor) {
     check("up", up, gate);

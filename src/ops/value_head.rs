@@ -11,7 +11,7 @@ fn check_inputs(op: &str, h: &Tensor, w: Slice, values: usize) {
     assert!(values == h.rows(), "{op}: {values} values for {} tokens", h.rows());
 }
 
-/// One fixed order of summation per row, whatever the number of rows. `values` lie where `h` does.
+/// Sums in a fixed order per row, for any number of rows. `values` are on the device of `h`.
 pub fn forward<'a, 'b>(h: &Tensor, w: impl Into<Slice<'a>>, values: impl Into<SliceMut<'b>>) {
     let (w, values) = (w.into(), values.into());
     check_inputs("value_head::forward", h, w, values.len());
@@ -21,7 +21,7 @@ pub fn forward<'a, 'b>(h: &Tensor, w: impl Into<Slice<'a>>, values: impl Into<Sl
     }
 }
 
-/// dh[t][d] = dvalues[t] w[d] (overwritten), dw[d] += sum_t dvalues[t] h[t][d]. `dvalues` are the host's.
+/// dh[t][d] = dvalues[t] w[d] (overwritten), dw[d] += sum_t dvalues[t] h[t][d]. `dvalues` are on the host.
 pub fn backward<'a, 'b>(
     h: &Tensor,
     w: impl Into<Slice<'a>>,
@@ -33,7 +33,7 @@ pub fn backward<'a, 'b>(
     let (w, dw) = (w.into(), dw.into());
     check_inputs(OP, h, w, dvalues.len());
     check(OP, "dh", dh, h.rows(), w.len());
-    assert!(dw.len() == w.len(), "{OP}: dw has {} values, w {}", dw.len(), w.len());
+    assert!(dw.len() == w.len(), "{OP}: dw has {} values, but w has {}", dw.len(), w.len());
     match h.device() {
         Device::Cpu => cpu::backward(h.data(), w.f32(), dvalues, dh.data_mut(), dw.f32()),
         Device::Cuda => {

@@ -1,8 +1,8 @@
-//! Which tokens of a packed row a rank of the sequence axis holds.
+//! The tokens of a packed row that a rank of the sequence axis holds.
 //!
-//! A sequence of n tokens is cut in 2S pieces at i*n/(2S); of S ranks, rank r holds the pieces r and 2S-1-r, an early
-//! one and a late one: a causal query sees the keys before it, so that this way every rank has about the same work. Pieces
-//! of short sequences may be empty. With one rank the row is whole.
+//! A sequence of n tokens is cut into 2S pieces at i*n/(2S). With S ranks, rank r holds the pieces r and 2S-1-r, an
+//! early one and a late one. A causal query sees the keys before it, so every rank has about the same work. Pieces of
+//! short sequences may be empty. With one rank the row is whole.
 
 use crate::ops::attention::{AttentionShape, Span};
 use std::ops::Range;
@@ -10,19 +10,19 @@ use std::ops::Range;
 /// A run of tokens of one sequence, all on one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Index of its sequence in the whole row.
+    /// The index of its sequence in the whole row.
     pub sequence: usize,
-    /// Position in the sequence of the first token.
+    /// The position of the first token in the sequence.
     pub start: usize,
     pub tokens: usize,
-    /// The rank's row of the first token.
+    /// The index of the first token among the rank's rows.
     pub row: usize,
 }
 
-/// The pieces of rank `rank` of `size`, in the order of their rows: by sequence, then by position. Pieces of no tokens
-/// are left out; neighbours are one piece.
+/// The pieces of rank `rank` of `size`, in the order of their rows: by sequence, then by position. Empty pieces
+/// are left out; adjacent pieces are one.
 pub fn pieces(cu_seqlens: &[usize], rank: usize, size: usize) -> Vec<Piece> {
-    assert!(rank < size, "rank {rank} of a sequence axis of {size}");
+    assert!(rank < size, "rank {rank} is outside a sequence axis of {size}");
     let mut pieces = Vec::new();
     let mut row = 0;
     for (sequence, ends) in cu_seqlens.windows(2).enumerate() {
@@ -42,13 +42,13 @@ fn runs(n: usize, rank: usize, size: usize) -> [Range<usize>; 2] {
     [rank, 2 * size - 1 - rank].map(|i| at(i)..at(i + 1))
 }
 
-/// Tokens of the rank.
+/// The number of tokens of the rank.
 pub fn tokens(cu_seqlens: &[usize], rank: usize, size: usize) -> usize {
     let lengths = cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]);
     lengths.map(|n| runs(n, rank, size).iter().map(Range::len).sum::<usize>()).sum()
 }
 
-/// The whole row's index of each of the rank's rows.
+/// The index in the whole row of each of the rank's rows.
 pub fn rows(cu_seqlens: &[usize], rank: usize, size: usize) -> Vec<usize> {
     let pieces = pieces(cu_seqlens, rank, size);
     pieces.iter().flat_map(|p| (0..p.tokens).map(|i| cu_seqlens[p.sequence] + p.start + i)).collect()
@@ -60,11 +60,12 @@ pub fn positions(cu_seqlens: &[usize], rank: usize, size: usize) -> Vec<u32> {
     pieces.iter().flat_map(|p| (p.start..p.start + p.tokens).map(|at| at as u32)).collect()
 }
 
-/// What rows of `queries` see of `keys`, in passes: inside a pass no row and no key occurs twice, so that its spans may be
-/// computed at the same time. The pieces are those of two ranks of a ring, or of one. A sequence's spans, and the order of
-/// those that share rows, are fixed by its own pieces; on a rank's own keys the first pass has all rows.
+/// The spans of `keys` that rows of `queries` see, in passes. Within a pass no row and no key occurs twice, so its
+/// spans can be computed at the same time. The pieces belong to two ranks of a ring, or to one. A sequence's spans, and
+/// the order of spans that share rows, depend only on its own pieces. For a rank's own keys the first pass has all
+/// rows.
 ///
-/// One pass is enough but where a window reaches across both pieces of a side, and cuts some of it off.
+/// One pass is enough, unless a window reaches across both pieces of a side and cuts part of it off.
 pub fn passes(queries: &[Piece], keys: &[Piece], shape: &AttentionShape) -> Vec<Vec<Span>> {
     let mut passes: Vec<Vec<Span>> = Vec::new();
     let mut from = 0;
@@ -89,8 +90,8 @@ pub fn passes(queries: &[Piece], keys: &[Piece], shape: &AttentionShape) -> Vec<
     passes
 }
 
-/// Where no window cuts anything off: keys lie in the order of their positions, so that a row sees a first part of them. Rows
-/// that see the same part, or one key more each, make one span, over both pieces of a side.
+/// The spans if no window cuts anything off. Keys are in the order of their positions, so a row sees a first part of
+/// them. Rows that see the same part, or one more key each, make one span, over both pieces of a side.
 fn as_runs(queries: &[Piece], keys: &[Piece]) -> Vec<Span> {
     let (row, key_row) = (queries[0].row, keys[0].row);
     if queries == keys {
@@ -99,7 +100,7 @@ fn as_runs(queries: &[Piece], keys: &[Piece]) -> Vec<Span> {
     }
     let mut spans: Vec<Span> = Vec::new();
     for query in queries {
-        // Pieces of two ranks lie before or behind each other.
+        // Pieces of two ranks lie before or after each other.
         let before = keys.iter().filter(|key| key.start < query.start).map(|key| key.tokens).sum();
         match spans.last_mut() {
             _ if before == 0 => {}
@@ -110,7 +111,8 @@ fn as_runs(queries: &[Piece], keys: &[Piece]) -> Vec<Span> {
     spans
 }
 
-/// A span for each pair of pieces, pairs that share no piece side by side: i - j modulo the larger count is a Latin square.
+/// One span for each pair of pieces, ordered so that adjacent pairs share no piece: i - j modulo the larger count is a
+/// Latin square.
 fn by_pieces(queries: &[Piece], keys: &[Piece], shape: &AttentionShape) -> Vec<Span> {
     let across = queries.len().max(keys.len());
     let of = |apart: usize| {
@@ -140,7 +142,7 @@ fn seen(query: &Piece, key: &Piece, shape: &AttentionShape) -> Option<Span> {
     })
 }
 
-/// Pairs of a query and a key that it sees, in the spans.
+/// The number of pairs of a query and a key that it sees, in the spans.
 pub fn pairs(spans: &[Span], shape: &AttentionShape) -> usize {
     let of = |span: &Span| {
         let visible = (span.past..span.past + span.tokens).map(|at| shape.visible(at));
@@ -201,7 +203,7 @@ mod tests {
                 let all = tokens(&ends, rank, size);
                 assert!(
                     rank != from || passes.first().map_or(0, rows) == all,
-                    "the first wave of own keys has all rows"
+                    "with own keys the first pass has all rows"
                 );
                 for pass in passes {
                     for (i, a) in pass.iter().enumerate() {

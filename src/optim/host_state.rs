@@ -1,8 +1,8 @@
-//! AdamW's state in pinned host memory, which is onloaded to the GPU unit by unit for an update.
+//! AdamW's state in pinned host memory. It is onloaded to the GPU unit by unit for an update.
 //!
-//! While a unit is updated the next one is onloaded and the one before is offloaded: the GPU holds the state of at most
-//! [`UNITS_AT_ONCE`] neighbours. Where it is kept resident for the updates of a step, the
-//! first of them onloads it and `offload` ends that.
+//! While a unit is updated, the next one is onloaded and the one before is offloaded. So the GPU holds the state of at
+//! most [`UNITS_AT_ONCE`] consecutive units. If it is kept resident for the updates of a step, the first update onloads
+//! it and `offload` ends that.
 
 use crate::device::cuda::{HostCopy, Memory, ViewMut, owned_by};
 use crate::device::null;
@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Instant;
 
-/// The unit that is updated, the one before and the one after.
+/// The current unit, the one before and the one after.
 pub const UNITS_AT_ONCE: usize = 3;
 
 /// A vector of the state.
@@ -25,15 +25,15 @@ pub enum Vector {
     First,
     /// Second moments.
     Second,
-    /// Moving average of the master, where one is kept.
+    /// Moving average of the master weights, if one is kept.
     Average,
 }
 
 impl Vector {
-    /// Those that every learner has.
+    /// The vectors of every learner.
     pub const ALL: [Self; VECTORS] = [Self::Master, Self::First, Self::Second];
 
-    /// What a checkpoint calls it.
+    /// Its name in a checkpoint.
     pub fn name(self) -> &'static str {
         ["weights", "m", "v", "ema"][self as usize]
     }
@@ -43,21 +43,21 @@ const VECTORS: usize = 3;
 
 #[derive(Debug)]
 pub struct HostState {
-    /// Of each unit the vectors in the order of `Vector`, end to end.
+    /// The vectors of each unit in the order of `Vector`, end to end.
     units: Vec<HostCopy>,
     lens: Vec<usize>,
-    /// Of each unit: 3, or 4 with the average.
+    /// Vectors per unit: 3, or 4 with the average.
     vectors: usize,
     /// Their memory on the GPU.
     onloading: Option<(usize, Memory)>,
     offloading: VecDeque<(usize, Memory)>,
-    /// Of each unit, from its first update until `offload`, where it is kept.
+    /// The GPU memory of each unit, from its first update until `offload`, if it is kept.
     resident: Vec<Option<Memory>>,
     keeps_resident: bool,
 }
 
 impl HostState {
-    /// All zeros, for the own ranges of `partition`.
+    /// Zeros, for the own ranges of `partition`.
     pub fn zeros(partition: &Partition, averages: bool) -> Self {
         let vectors = VECTORS + usize::from(averages);
         let lens: Vec<usize> = (0..partition.units()).map(|u| partition.own(u).len()).collect();
@@ -66,12 +66,12 @@ impl HostState {
         Self { units, lens, vectors, onloading: None, offloading: VecDeque::new(), resident, keeps_resident: false }
     }
 
-    /// From now on what an update has onloaded is resident until `offload`.
+    /// Keeps onloaded state resident from now on, until `offload`.
     pub fn keep_resident(&mut self) {
         self.keeps_resident = true;
     }
 
-    /// Offloads what is resident.
+    /// Offloads resident state.
     pub fn offload(&mut self) {
         let start = Instant::now();
         for unit in 0..self.units.len() {
@@ -98,14 +98,14 @@ impl HostState {
     /// # Panics
     /// If they are on the GPU.
     pub fn slice(&self, what: Vector, unit: usize) -> Slice<'_> {
-        assert!(self.resident[unit].is_none(), "optimizer state is read while it is on the GPU");
+        assert!(self.resident[unit].is_none(), "optimizer state must not be read while it is on the GPU");
         Slice::F32(&self.units[unit].as_f32()[self.place(what, unit)])
     }
 
     /// Replaces values of a vector in a unit, from its element `at` on.
     ///
     /// # Panics
-    /// If there are more than are left.
+    /// If there are more values than space.
     pub fn write(&mut self, what: Vector, unit: usize, at: usize, values: &[f32]) {
         if null::is_active() {
             return;
@@ -114,8 +114,8 @@ impl HostState {
         self.units[unit].as_f32_mut()[place][at..at + values.len()].copy_from_slice(values);
     }
 
-    /// Calls `work` with master, first and second moments of a unit on the GPU, and the average, if of no values. All units take
-    /// their turn in order; then `finish_update`.
+    /// Calls `work` with master weights, first and second moments of a unit on the GPU, and the average, which may be
+    /// empty. All units follow in order; then call `finish_update`.
     pub fn update(&mut self, unit: usize, work: impl FnOnce([ViewMut; VECTORS + 1])) {
         let start = Instant::now();
         let mut memory = match (self.resident[unit].take(), self.onloading.take()) {
@@ -153,7 +153,7 @@ impl HostState {
         owned_by("optimizer state", || self.units[unit].onload())
     }
 
-    /// Frees the GPU memory of all units that are offloaded but the last `most`.
+    /// Frees the GPU memory of all offloaded units except the last `most`.
     fn free_but(&mut self, most: usize) {
         let free = self.offloading.len().saturating_sub(most);
         for (unit, memory) in self.offloading.iter_mut().take(free) {

@@ -4,7 +4,8 @@ use crate::config::optim::{OptimConfig, Schedule};
 
 /// Learning rate of update `t` (from 0) of `updates`, with W = ceil(warmup_ratio x updates):
 ///
-/// - warm-up, t < W: lr (t + 1) / W, so that the first update already moves and the last of them has the peak;
+/// - warm-up, t < W: lr (t + 1) / W, so that the first update already changes the weights and the last warm-up update
+///   has the peak;
 /// - after it, with x = (t - W) / (updates - W): constant lr; linear lr (1 - (1 - floor) x); cosine
 ///   lr (floor + (1 - floor) (1 + cos(pi x)) / 2). Past the last update it stays at the floor.
 pub fn lr_at(config: &OptimConfig, t: u64, updates: u64) -> f64 {

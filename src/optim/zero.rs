@@ -1,5 +1,5 @@
-//! The optimizer of ZeRO (arXiv:1910.02054): each rank keeps AdamW's state of its ranges of the parameters and updates those.
-//! `Gradients` and `Weights` do the collectives before and after.
+//! The ZeRO optimizer (arXiv:1910.02054): each rank keeps AdamW's state of its ranges of the parameters and updates
+//! them. `Gradients` and `Weights` do the collectives before and after.
 
 use super::host_state::{HostState, Vector};
 use crate::comm::Group;
@@ -22,15 +22,15 @@ use std::sync::Arc;
 pub struct Zero {
     config: OptimConfig,
     partition: Arc<Partition>,
-    /// Of each unit: parts of the own range by their weight decay, in order; they cover it.
+    /// For each unit: parts of the own range by their weight decay, in order and without gaps.
     parts: Vec<Vec<Part<f32>>>,
-    /// Of each unit: parts of the own range by the number of ranks that hold a copy; empty where nothing is copied.
+    /// For each unit: parts of the own range by the number of ranks that hold a copy. Empty if nothing is copied.
     copies: Vec<Vec<Part<usize>>>,
-    /// The same parts for the kernels of a GPU; none on the CPU.
+    /// The same parts for GPU kernels. Empty on the CPU.
     decays: Vec<Decays>,
-    /// By `Vector`: no master where the weights are their own, and no average where `ema_beta` is 0.
+    /// The vectors by `Vector`. No master if the weights are their own, and no average if `ema_beta` is 0.
     vectors: [Option<Flat>; 4],
-    /// Instead of these, where they are offloaded to the host between updates.
+    /// Replaces `vectors` if they are offloaded to the host between updates.
     host: Option<HostState>,
     /// Updates made so far.
     pub updates: u64,
@@ -44,9 +44,10 @@ struct Part<T> {
 }
 
 impl Zero {
-    /// Fresh state of the own ranges of `partition` for an update on `device`, on the device `on` between updates: that or the CPU; zeros,
-    /// but for a master on the same device, whose values are unspecified. `vectors` are the flat ranges of norms and biases, ascending
-    /// and disjoint: they have no weight decay unless `config.decay_vectors`.
+    /// Creates the state of the own ranges of `partition` for updates on `device`. Between updates it is on the device
+    /// `on`, which is `device` or the CPU. It is all zeros, except for a master on the same device, whose values are
+    /// unspecified. `vectors` are the flat ranges of norms and biases, ascending and disjoint. They have no weight
+    /// decay unless `config.decay_vectors`.
     pub fn new(
         [device, on]: [Device; 2],
         config: &OptimConfig,
@@ -79,8 +80,8 @@ impl Zero {
         }
     }
 
-    /// Flat ranges, ascending and disjoint, of which `copies` ranks of the tensor axis hold the same values: each counts
-    /// once in the global norm.
+    /// Sets the flat ranges, ascending and disjoint, of which `copies` ranks of the tensor axis hold the same values.
+    /// Each counts once in the global norm.
     #[must_use]
     pub fn with_copies(mut self, copied: &[(Range<usize>, usize)]) -> Self {
         let copied: Vec<_> = copied.iter().map(|(range, is)| Part { range: range.clone(), is: *is }).collect();
@@ -91,12 +92,12 @@ impl Zero {
         self
     }
 
-    /// What this rank updates.
+    /// The partition that this rank updates.
     pub fn partition(&self) -> &Arc<Partition> {
         &self.partition
     }
 
-    /// The buffers of state that lies on the CPU.
+    /// The buffers of state on the CPU.
     pub fn buffers(&self) -> impl Iterator<Item = &Buffer> {
         self.vectors.iter().flatten().filter_map(Flat::buffer)
     }
@@ -110,9 +111,9 @@ impl Zero {
         here + self.host.as_ref().map_or(0, HostState::bytes)
     }
 
-    /// The global norm of a gradient of which `own(unit)` are this rank's sums, and what clips it: a factor of 1 unless it is above
-    /// the limit. `zero` are the ranks that the partition is over, `tensor` those that hold other parts of the same parameters. The norm
-    /// has equal bits for any number of ranks, given equal gradients. A collective.
+    /// The global norm of a gradient, of which `own(unit)` are this rank's sums, and its clip factor: 1 unless the norm
+    /// is above the limit. The partition is over the ranks of `zero`. The ranks of `tensor` hold other parts of the
+    /// same parameters. The norm is bit-identical for any number of ranks, given equal gradients. A collective.
     pub fn measure<'a>(&self, own: impl Fn(usize) -> Slice<'a>, zero: &Group, tensor: &Group) -> (f64, f32) {
         let mut square = [self.square(own, zero)];
         tensor.all_reduce_sum_f64(&mut square);
@@ -140,8 +141,8 @@ impl Zero {
         sum
     }
 
-    /// Begins an update with learning rate `lr` of a gradient that is scaled by `clip_scale`. `apply`
-    /// then takes every unit once.
+    /// Begins an update with learning rate `lr` of a gradient that is scaled by `clip_scale`. Then call `apply` once
+    /// for every unit.
     pub fn begin(&mut self, lr: f64, clip_scale: f32) -> Update {
         self.updates += 1;
         let t = self.updates as f64;
@@ -157,7 +158,7 @@ impl Zero {
         }
     }
 
-    /// Updates the own range of a unit of `weights`, and the master where it has one, from the sums `grads`.
+    /// Updates the own range of a unit of `weights`, and its master if it has one, from the sums `grads`.
     pub fn apply(&mut self, update: Update, unit: usize, weights: &mut Weights, grads: Slice) {
         let own = self.partition.own(unit);
         match weights.local_mut(unit).part_mut(&own) {
@@ -209,33 +210,33 @@ impl Zero {
         step(p, m, v, average.as_mut().map(|average| average.slice_mut(held).cuda()));
     }
 
-    /// Ends an update, when `apply_cuda` has taken every unit.
+    /// Ends an update, after `apply_cuda` for every unit.
     pub fn finish_update(&mut self) {
         if let Some(host) = &mut self.host {
             host.finish_update();
         }
     }
 
-    /// State in the host's memory is resident on the GPU from its next update on, until `offload`.
+    /// Keeps state in host memory resident on the GPU from its next update until `offload`.
     pub fn keep_resident(&mut self) {
         if let Some(host) = &mut self.host {
             host.keep_resident();
         }
     }
 
-    /// Offloads resident state: behind the last update of a step.
+    /// Offloads resident state, after the last update of a step.
     pub fn offload(&mut self) {
         if let Some(host) = &mut self.host {
             host.offload();
         }
     }
 
-    /// Whether a moving average of the master is kept.
+    /// Whether a moving average of the master weights is kept.
     pub fn has_average(&self) -> bool {
         self.config.ema_beta > 0.0
     }
 
-    /// Begins the average of a part of the own range of a unit with its master, or with `weights` that are their own.
+    /// Begins the average of a part of the own range of a unit with its master, or with `weights` without a master.
     pub fn begin_average(&mut self, unit: usize, part: Range<usize>, weights: &Weights) {
         if null::is_active() {
             return;
@@ -248,7 +249,7 @@ impl Zero {
         self.set_state(Vector::Average, unit, first, &values);
     }
 
-    /// Sets the master of a part of the own range of a unit, where there is one, to `weights`.
+    /// Sets the master of a part of the own range of a unit to `weights`, if there is a master.
     pub fn set_master(&mut self, unit: usize, part: Range<usize>, weights: &Weights) {
         let first = part.start - self.partition.own(unit).start;
         match (weights.local(unit).part(&part), &mut self.vectors[Vector::Master as usize]) {
@@ -260,7 +261,7 @@ impl Zero {
         }
     }
 
-    /// The state of the own range of a unit, wherever it lies; no master where the weights are their own.
+    /// The state of the own range of a unit, on any device. `None` for a master if the weights are their own.
     pub fn state(&self, what: Vector, unit: usize) -> Option<Slice<'_>> {
         match &self.host {
             Some(host) => (what != Vector::Average || self.has_average()).then(|| host.slice(what, unit)),
@@ -268,7 +269,8 @@ impl Zero {
         }
     }
 
-    /// Sets the state of the own range of a unit, from its element `at` on; nothing for a master that there is not.
+    /// Sets the state of the own range of a unit, from its element `at` on. Does nothing for a master that does not
+    /// exist.
     ///
     /// # Panics
     /// If there are more values than the range has left.
@@ -284,9 +286,9 @@ impl Zero {
     }
 }
 
-/// One sum of squares per block of each unit; where parts of a unit are copied, each copy counts for its share.
+/// One sum of squares per block of each unit. If parts of a unit are copied, each copy counts for its share.
 fn blocks(units: &[(Slice, &[Part<usize>])]) -> Vec<f64> {
-    // Each run: its values, the place of its first block, and its copies.
+    // For each run: its values, the index of its first block, and its copies.
     let (mut runs, mut taken) = (Vec::new(), Vec::new());
     let mut first = 0;
     for &(own, copies) in units {
@@ -312,14 +314,14 @@ fn blocks(units: &[(Slice, &[Part<usize>])]) -> Vec<f64> {
     sums
 }
 
-/// Cuts a range where whole blocks begin and end.
+/// Splits a range at the borders of whole blocks.
 fn runs_of(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let (start, end) = (range.start.next_multiple_of(BLOCK), range.end / BLOCK * BLOCK);
     let all = if start <= end { [range.start..start, start..end, end..range.end] } else { [range.clone(), 0..0, 0..0] };
     all.into_iter().filter(|run| !run.is_empty())
 }
 
-/// Cuts `own` at the borders of the `marked` flat ranges, relative to its start; between them it is `plain`.
+/// Splits `own` at the borders of the `marked` flat ranges, relative to its start. Between them it is `plain`.
 fn parts<T: Copy>(own: &Range<usize>, plain: T, marked: &[Part<T>]) -> Vec<Part<T>> {
     let mut parts = Vec::new();
     let mut push = |start: usize, end: usize, is| {

@@ -1,12 +1,14 @@
-//! Which layout a job should have on a number of ranks.
+//! The choice of a job's layout on a number of ranks.
 //!
-//! Axes that the job names are taken as they are; for those that are `"auto"` every legal layout is tried. On GPUs the
-//! fastest predicted one that fits is chosen, of those within 2 % the one with the fewest tensor ranks, then the one
-//! that swaps least, then the lowest ZeRO stage. On CPUs, where predictions hang on what else the machine does and a job must come out alike in every
-//! start, it is the one with the fewest tensor ranks and the lowest stage that fits.
+//! Axes that the job sets are used as they are. For `"auto"` axes every legal layout is tried.
 //!
-//! `gradient.recompute = "auto"` is the least with which that fits: on GPUs in the layout that is chosen with all recomputed, on CPUs in
-//! any.
+//! - On GPUs, the layout with the fastest predicted step that fits is chosen. Within 2 % of it, the choice is the
+//!   layout with the fewest tensor ranks, then the least swapping, then the lowest ZeRO stage.
+//! - On CPUs, predictions depend on the other load of the machine, and every start of a job must choose the same
+//!   layout. The choice is the layout with the fewest tensor ranks and the lowest stage that fits.
+//!
+//! `gradient.recompute = "auto"` is the least recomputation that fits: on GPUs in the layout that is chosen with full
+//! recomputation, on CPUs in any layout.
 
 use super::devices::Device;
 use super::job::{Job, RolesOnRanks};
@@ -25,17 +27,17 @@ use crate::launch::layout::{Layout, StateSwap, Swap};
 use crate::mesh::Mesh;
 use std::ops::Range;
 
-/// Predictions that differ by less count as equal.
+/// The ratio below which predictions count as equal.
 const TIE: f64 = 1.02;
-/// Runners-up that are kept.
+/// The number of runners-up that are kept.
 const SHOWN: usize = 6;
 
-/// Roles on some ranks, and what they come to there.
+/// Roles on some ranks, with their memory and time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Placed {
     pub roles: Vec<RoleName>,
     pub ranks: Range<usize>,
-    /// The mesh is that of these ranks.
+    /// The layout; its mesh has these ranks.
     pub layout: Layout,
     pub memory: Memory,
     pub time: Time,
@@ -44,7 +46,7 @@ pub struct Placed {
 /// A layout with its memory and time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
-    /// One entry where every role is on every rank, else one for each part of the placement.
+    /// One entry if every role is on every rank, else one for each part of the placement.
     pub placed: Vec<Placed>,
 }
 
@@ -59,13 +61,13 @@ impl Candidate {
         &self.main().layout
     }
 
-    /// Whether it does not fit, or not as many samples are answered at once as could be.
+    /// Whether it does not fit, or decodes fewer samples at once than possible.
     fn is_short(&self, job: &Job) -> bool {
         let batch_max = job.config.rollout.batch_max;
         !self.fits() || self.main().memory.kv.is_some_and(|kv| kv.at_once < kv.samples.min(batch_max))
     }
 
-    /// Whether it fits where `other` does not, or is faster.
+    /// Whether it fits and `other` does not, or it is faster.
     fn is_better(&self, other: &Self) -> bool {
         self.fits() && (!other.fits() || self.step_s() < other.step_s())
     }
@@ -80,7 +82,7 @@ impl Candidate {
         most.expect("some rank has a role")
     }
 
-    /// Seconds of a stage: parts of the placement work at the same time.
+    /// The seconds of a stage. Parts of the placement run at the same time.
     pub fn of(&self, stage: Stage) -> f64 {
         self.placed.iter().map(|placed| placed.time.of_stage(stage)).fold(0.0, f64::max)
     }
@@ -109,11 +111,11 @@ pub struct RunnerUp {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Choice {
     pub chosen: Candidate,
-    /// What the job says, or what is chosen for `"auto"`.
+    /// The job's value, or the choice for `"auto"`.
     pub recompute: Recompute,
     pub why: String,
     pub runners_up: Vec<RunnerUp>,
-    /// Layouts that were compared, and those of them that fit.
+    /// The number of layouts that were compared, and of layouts that fit.
     pub compared: usize,
     pub fitting: usize,
 }
@@ -121,8 +123,7 @@ pub struct Choice {
 /// The layout of `job` on `world` ranks of `device`, and what is recomputed.
 ///
 /// # Errors
-/// `Usage` where the axes that the job names cannot be laid out (with those that can), or where nothing fits (with what
-/// would).
+/// `Usage` if the job's axes are not possible, with possible values, or if nothing fits, with changes that would fit.
 pub fn choose(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     resident(choose_recompute(job, world, device)?, job, world, device)
 }
@@ -145,8 +146,8 @@ fn choose_recompute(job: &Job, world: usize, device: &Device) -> Result<Choice> 
     }
 }
 
-/// The same choice with the optimizer's state on the GPU for all updates of a step, where the plan has it wait at the host and
-/// training has room for it.
+/// The same choice with the optimizer's state on the GPU for all updates of a step, if the plan offloads it and
+/// training has enough memory for it.
 fn resident(mut choice: Choice, job: &Job, world: usize, device: &Device) -> Result<Choice> {
     let layout = *choice.chosen.layout();
     if device.is_cpu()
@@ -165,24 +166,25 @@ fn resident(mut choice: Choice, job: &Job, world: usize, device: &Device) -> Res
     Ok(choice)
 }
 
-/// Less than all, the least first.
+/// The kinds of partial recomputation, the least first.
 const LESS: [Recompute; 2] = [Recompute::None, Recompute::Attention];
 
-/// The least that a job on CPUs recomputes to fit in some layout; all, where it fits in none.
+/// The least recomputation with which a job on CPUs fits in some layout; full recomputation if it fits in none.
 pub fn least_recompute(job: &Job, world: usize, device: &Device) -> Recompute {
     let fits = |recompute: &Recompute| recomputing(job, *recompute, |job| refuse::fits(&[], world, job, device));
     LESS.into_iter().find(fits).unwrap_or(Recompute::Block)
 }
 
-/// Calls `plan` with the job that recomputes so much.
+/// Calls `plan` with the job that recomputes `recompute`.
 fn recomputing<R>(job: &Job, recompute: Recompute, plan: impl FnOnce(&Job) -> R) -> R {
     let mut config = job.config.clone();
     config.gradient.recompute = recompute;
     plan(&Job { config: &config, ..job.clone() })
 }
 
-/// On CPUs, where a run chooses by the longest rows that the job allows (it has not read its data by then, and longer rows
-/// may come), lengths that were read count for memory and time, and for the layout only where nothing fits without them.
+/// On CPUs a run chooses by the longest rows that the job allows, because it has not read its data yet, and longer rows
+/// may follow. There, lengths that were read count for memory and time, and for the layout only if nothing fits
+/// otherwise.
 fn choose_layout(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     if device.is_cpu() && matches!(job.rows.origin, Origin::Drawn | Origin::Sampled) {
         job.check()?;
@@ -198,10 +200,10 @@ fn choose_layout(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     choose_among(job, world, device)
 }
 
-/// The same choice with memory and time of `job`'s rows, and of what it recomputes.
+/// The same choice with the memory and time of `job`'s rows and recomputation.
 ///
 /// # Errors
-/// `Usage` where a role has no placement.
+/// `Usage` if a role has no placement.
 pub fn recount(mut choice: Choice, job: &Job, world: usize, device: &Device) -> Result<Choice> {
     let parts = job.parts(world)?;
     let again = |layout: &Layout| candidate(job, &parts, layout, device);
@@ -223,7 +225,7 @@ fn choose_among(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     let parts = job.parts(world)?;
     let mut all = candidates(job, &parts, &layouts(job, world, device)?, device);
     if !device.is_cpu() && job.shape.has_rollout() {
-        // All that may wait in the host's memory does; where that helps, less of it may do.
+        // Try to offload everything. If that helps, try to offload less.
         let short: Vec<Candidate> = all.iter().filter(|found| found.is_short(job)).cloned().collect();
         let most = swapping(&short, &[Swap::of(&[Offload::Optimizer, Offload::Roles])]);
         let found = candidates(job, &parts, &most, device);
@@ -243,9 +245,9 @@ fn choose_among(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     let fastest = fitting.iter().min_by(|a, b| a.step_s().total_cmp(&b.step_s()));
     let why = match fastest.filter(|fastest| fastest.step_s() < chosen.step_s()) {
         _ if device.is_cpu() => "the fewest tensor ranks and the lowest ZeRO stage that fit".to_string(),
-        None => "the fastest predicted of those that fit".to_string(),
+        None => "the fastest predicted layout that fits".to_string(),
         Some(fastest) => format!(
-            "predicted within {:.0} % of the fastest that fits ({:.1} s), which has {}",
+            "predicted within {:.0} % of the fastest layout that fits ({:.1} s), which has {}",
             100.0 * (TIE - 1.0),
             fastest.step_s(),
             less_plain(fastest, &chosen)
@@ -272,7 +274,7 @@ fn candidates(job: &Job, parts: &[RolesOnRanks], layouts: &[Layout], device: &De
     found.into_iter().map(|(_, candidate)| candidate).collect()
 }
 
-/// Memory of one job on one layout, whether it fits or not.
+/// The memory and time of one job on one layout, whether it fits or not.
 pub fn candidate(job: &Job, parts: &[RolesOnRanks], layout: &Layout, device: &Device) -> Candidate {
     let placed = parts.iter().map(|(roles, ranks)| {
         let layout = layout.over(ranks.len());
@@ -282,7 +284,7 @@ pub fn candidate(job: &Job, parts: &[RolesOnRanks], layout: &Layout, device: &De
     Candidate { placed: placed.collect() }
 }
 
-/// What the job says of an axis, if it says a number.
+/// The value of an axis in the job, if it is a number.
 pub fn fixed(axis: Auto) -> Option<usize> {
     if let Auto::Is(n) = axis { Some(n) } else { None }
 }
@@ -340,7 +342,7 @@ fn rollouts(job: &Job, tensor: usize, ranks: usize, device: &Device) -> Vec<usiz
     let data = job.config.rollout.data;
     let fits = |t: &usize| matches!(data, Auto::Auto) || data == Auto::Is(ranks / *t);
     let legal = |t: &usize| job.archs.actor().check_tensor(*t).is_ok() && fits(t);
-    // Whether the kernels of a GPU read its shares.
+    // Whether GPU kernels support its shards.
     let reads = |t: &usize| *t == tensor || gpu::check_cut(device::Device::Cuda, job.archs.actor(), *t).is_ok();
     match job.config.rollout.tensor {
         Auto::Is(n) => vec![n].into_iter().filter(|n| *n > 0 && ranks.is_multiple_of(*n) && legal(n)).collect(),
@@ -352,14 +354,14 @@ fn rollouts(job: &Job, tensor: usize, ranks: usize, device: &Device) -> Vec<usiz
     }
 }
 
-/// The layouts of `short` with more that waits in the host's memory.
+/// The layouts of `short` with more offloading to host memory.
 fn swapping(short: &[Candidate], more: &[Swap]) -> Vec<Layout> {
     let of = |layout: &Layout, more: &Swap| Layout { swap: layout.swap.and(*more), ..*layout };
     let all = short.iter().flat_map(|found| more.iter().map(move |more| (found.layout(), of(found.layout(), more))));
     all.filter(|(before, layout)| *before != layout).map(|(_, layout)| layout).collect()
 }
 
-/// What stands in front among equals.
+/// The order among layouts of equal speed.
 fn plainness(candidate: &Candidate) -> (usize, Swap, usize, bool, usize) {
     let layout = candidate.layout();
     let Layout { mesh, zero, rollout_tensor, swap } = *layout;
@@ -372,14 +374,14 @@ fn best(fitting: &[Candidate], device: &Device) -> Option<usize> {
     (0..fitting.len()).filter(|&i| close(&fitting[i])).min_by_key(|&i| plainness(&fitting[i]))
 }
 
-/// The best of each other (tensor, zero), those that fit first.
+/// The best of each other (tensor, zero); layouts that fit are first.
 fn runners_up(chosen: &Candidate, fitting: Vec<Candidate>, misfits: Vec<Candidate>) -> Vec<RunnerUp> {
     let axes = |c: &Candidate| (c.layout().mesh.tensor, c.layout().zero);
     let mut seen = vec![axes(chosen)];
     let mut found = Vec::new();
     let mut fitting = fitting;
     fitting.sort_by(|a, b| a.step_s().total_cmp(&b.step_s()));
-    // One of the chosen's own axes shows what swapping and waves come to.
+    // One with the chosen layout's own axes shows the effect of swapping and of KV cache waves.
     if let Some(at) = fitting.iter().position(|c| axes(c) == axes(chosen)) {
         let candidate = fitting.remove(at);
         found.push(RunnerUp { why: slower(chosen, &candidate), candidate });
@@ -400,18 +402,18 @@ fn runners_up(chosen: &Candidate, fitting: Vec<Candidate>, misfits: Vec<Candidat
     found
 }
 
-/// What of `other` is less plain than of `than`, the first thing that decides between equals.
+/// The first property that ranks `other` after `than` among layouts of equal speed.
 fn less_plain(other: &Candidate, than: &Candidate) -> &'static str {
     let ((tensor, swap, zero, ..), (tensor_of, swap_of, zero_of, ..)) = (plainness(other), plainness(than));
     match () {
         () if tensor > tensor_of => "more tensor ranks",
-        () if swap > swap_of => "more that waits in the host's memory",
+        () if swap > swap_of => "more offloading to host memory",
         () if zero > zero_of => "a higher ZeRO stage",
-        () => "another layout of the rollout",
+        () => "another rollout layout",
     }
 }
 
-/// The stage in which `other` loses most; where it loses nothing, what speaks against it.
+/// The stage in which `other` loses most time. If it loses none, the reason against it.
 fn slower(chosen: &Candidate, other: &Candidate) -> String {
     let lost = |stage: Stage| other.of(stage) - chosen.of(stage);
     let most = Stage::ALL.into_iter().max_by(|a, b| lost(*a).total_cmp(&lost(*b))).expect("a step has stages");
@@ -420,6 +422,6 @@ fn slower(chosen: &Candidate, other: &Candidate) -> String {
         let much = if more > -0.5 { "as fast".to_string() } else { format!("{:.0} % faster", -more) };
         return format!("{much}, with {}", less_plain(other, chosen));
     }
-    let much = if more < 0.5 { "hardly slower".to_string() } else { format!("{more:.0} % slower") };
+    let much = if more < 0.5 { "barely slower".to_string() } else { format!("{more:.0} % slower") };
     format!("{much}: {} {:.1} s more", most.name(), lost(most))
 }

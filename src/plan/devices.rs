@@ -1,23 +1,23 @@
-//! What a rank computes on: its peaks as the maker declares them (GPUs) or as measured on the spot (this CPU), and the
-//! shares of the peaks that a run reaches.
+//! The devices of ranks. Their peaks are declared by the manufacturer (GPUs) or measured (this CPU). A run reaches a
+//! share of each peak.
 
 use crate::device::null::NullGpu;
 use crate::error::{Error, Result};
 use crate::launch::gpu::program_bytes;
 
-/// GB as makers of memory and links count them.
+/// GB as manufacturers of memory and links count them.
 const GB: f64 = 1e9;
 const TFLOPS: f64 = 1e12;
 
-/// One rank's device. Rates are a second and a rank.
+/// One rank's device. Rates are per second and per rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Device {
     pub name: String,
-    /// What kernels ask of it, where it is a GPU.
+    /// The properties that kernels depend on, for GPUs.
     pub gpu: Option<NullGpu>,
-    /// Bytes that tensors of one rank may take.
+    /// Bytes available for the tensors of one rank.
     pub memory_bytes: u64,
-    /// FLOP/s of products in the working dtype.
+    /// FLOP/s of GEMMs in the working dtype.
     pub flops: f64,
     /// FLOP/s of attention.
     pub attention_flops: f64,
@@ -36,7 +36,7 @@ pub struct Device {
     pub efficiency: Efficiency,
 }
 
-/// Seconds that a collective takes however few its bytes are: one of n steps takes `call_s + n step_s`, `network_s` for each that
+/// The latency of collectives. One with n steps takes at least `call_s + n step_s`, with `network_s` for each step that
 /// goes to another node.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Latency {
@@ -45,42 +45,43 @@ pub struct Latency {
     pub network_s: f64,
 }
 
-/// Those by which NCCL itself chooses: a ring's with its protocol LL128, within a node over NVLink (`baseLat` and `hwLat` of
-/// src/graph/tuning.cc, NCCL 2.10).
+/// The latencies in NCCL's own tuning: a ring with the protocol LL128, within a node over NVLink (`baseLat` and `hwLat`
+/// of src/graph/tuning.cc, NCCL 2.10).
 const NCCL_LATENCY: Latency = Latency { call_s: 10e-6, step_s: 1.9e-6, network_s: 4e-6 };
 
-/// Shares of the peaks that each kind of work reaches.
+/// The share of the peak that each kind of workload reaches.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Efficiency {
-    /// Products of training, forward and backward.
+    /// GEMMs of training, forward and backward.
     pub train: f64,
-    /// Products of forwards over packed rows, and of reading prompts into the cache.
+    /// GEMMs of forwards over packed rows, and of prefill.
     pub score: f64,
-    /// Forwards of one token a sequence, without their attention: of up to `NARROW_ROWS` sequences at a time, and of more.
+    /// Forwards of one token per sequence, without attention: for up to `NARROW_ROWS` sequences at a time, and for
+    /// more.
     pub decode: f64,
     pub decode_wide: f64,
-    /// Attention over packed rows, forward; its backward.
+    /// Attention over packed rows, forward and backward.
     pub attention: f64,
     pub attention_backward: f64,
-    /// Attention of one token a sequence over the cache.
+    /// Attention of one token per sequence over the cache.
     pub attention_decode: f64,
-    /// The head's log-probabilities; with their gradient.
+    /// The head's log-probabilities, without and with gradient.
     pub head: f64,
     pub head_train: f64,
-    /// Drawing tokens: passes over the logits.
+    /// Sampling of tokens: passes over the logits.
     pub sample: f64,
     /// Passes of AdamW and of the norm over gradients, weights and state.
     pub optimizer: f64,
-    /// Collectives, of the slowest link that they use.
+    /// Collectives, relative to the slowest link that they use.
     pub links: f64,
 }
 
-/// Rows up to which a product of decoding has one tile of rows, and reads its weights once.
+/// The most rows for which a GEMM of decoding has one tile of rows, and reads its weights once.
 pub const NARROW_ROWS: f64 = 64.0;
 
 impl Efficiency {
-    /// What the exact kernels should reach on an A100 or A800, by their tiles, their traffic and the blocks that run at a time.
-    /// Measured on none yet.
+    /// The estimate for the exact kernels on an A100 or A800, from their tiles, their traffic and the blocks that run
+    /// at a time. Not measured yet.
     const SM_80: Self = Self {
         train: 0.62,
         score: 0.62,
@@ -96,9 +97,9 @@ impl Efficiency {
         links: 0.70,
     };
 
-    /// What they reach, measured on an H200 (bench/runs/2026-11-26-h200). Products of training: a step of the 1B model in 162 ms
-    /// without its attention, head and optimizer; its norms are in it. Decoding: the 7B model, 64 rows, 6.2 ms a token. More rows,
-    /// drawing and links are reckoned.
+    /// The measurements on an H200 (bench/runs/2026-11-26-h200). GEMMs of training: a step of the 1B model in 162 ms
+    /// without its attention, head and optimizer, but with its norms. Decoding: the 7B model, 64 rows, 6.2 ms per
+    /// token. More rows, sampling and links are estimated.
     const SM_90: Self = Self {
         train: 0.44,
         score: 0.44,
@@ -133,21 +134,21 @@ impl Efficiency {
     }
 }
 
-/// A GPU as its maker declares it: name; GB of memory; TFLOP/s; GB/s of memory, of NVLink (both ways together) and of PCIe; and what
-/// kernels ask of it.
+/// A GPU as its manufacturer declares it: name; GB of memory; TFLOP/s; GB/s of memory, of NVLink (both ways together)
+/// and of PCIe; and the properties that kernels depend on.
 struct Declared(&'static str, f64, f64, f64, f64, f64, NullGpu);
 
 /// Multiprocessors, and shared memory of a block: NVIDIA's white papers of both architectures.
 const AMPERE: NullGpu = NullGpu { capability: (8, 0), multiprocessors: 108, shared_bytes: 163 << 10 };
 const HOPPER: NullGpu = NullGpu { capability: (9, 0), multiprocessors: 132, shared_bytes: 227 << 10 };
 
-/// Dense bf16 with f32 sums, SXM boards, 8 of them a node. Memory as `nvidia-smi` shows it.
+/// Dense bf16 with f32 sums, SXM boards, 8 per node. Memory as `nvidia-smi` shows it.
 ///
-/// - A100: NVIDIA A100 Tensor Core GPU datasheet (2021): 312 TFLOP/s; 40 GB at 1,555 GB/s, 80 GB at 2,039 GB/s; NVLink 600
-///   GB/s; PCIe gen4 x16, 64 GB/s.
+/// - A100: NVIDIA A100 Tensor Core GPU datasheet (2021): 312 TFLOP/s; 40 GB at 1,555 GB/s, 80 GB at 2,039 GB/s;
+///   NVLink 600 GB/s; PCIe gen4 x16, 64 GB/s.
 /// - A800: the A100 80 GB with NVLink of 400 GB/s (NVIDIA A800 Tensor Core GPU datasheet, 2022).
-/// - H100: NVIDIA H100 Tensor Core GPU datasheet (2023): 989 TFLOP/s dense, 3.35 TB/s, NVLink 900 GB/s, PCIe gen5 x16, 128
-///   GB/s. H800: the same with NVLink of 400 GB/s.
+/// - H100: NVIDIA H100 Tensor Core GPU datasheet (2023): 989 TFLOP/s dense, 3.35 TB/s, NVLink 900 GB/s, PCIe gen5 x16,
+///   128 GB/s. H800: the same with NVLink of 400 GB/s.
 /// - H200: NVIDIA H200 Tensor Core GPU datasheet (2024): 141 GB at 4.8 TB/s, else as H100.
 const GPUS: [Declared; 6] = [
     Declared("a100-40g", 42.4, 312.0, 1555.0, 600.0, 64.0, AMPERE),
@@ -158,10 +159,10 @@ const GPUS: [Declared; 6] = [
     Declared("h200", 150.8, 989.0, 4800.0, 900.0, 128.0, HOPPER),
 ];
 
-/// A GPU's share of its node's network where nothing is said: 200 Gbit/s.
+/// The default share of the node's network per GPU: 200 Gbit/s.
 const NETWORK_GB_S: f64 = 25.0;
 
-/// What is left of a GPU's memory for the driver, which no process may take.
+/// The part of a GPU's memory that the driver reserves.
 const DRIVER_SHARE: f64 = 0.01;
 
 impl Device {
@@ -173,7 +174,7 @@ impl Device {
         let known = GPUS.iter().find(|gpu| gpu.0 == name.to_lowercase());
         let Some(&Declared(name, memory_gb, tflops, memory_gb_s, nvlink_gb_s, pcie_gb_s, kernels)) = known else {
             let known = GPUS.map(|gpu| gpu.0).join(", ");
-            return Err(Error::usage(format!("no GPU type {name} is known")).hint(format!("known: cpu, {known}")));
+            return Err(Error::usage(format!("unknown GPU type `{name}`")).hint(format!("use one of cpu, {known}")));
         };
         Ok(Self {
             name: name.to_string(),
@@ -192,7 +193,7 @@ impl Device {
         })
     }
 
-    /// A GPU that is there, by the name that its driver has for it: with the peaks that its maker declares, where the table has them.
+    /// An existing GPU, by the name that its driver reports, with the manufacturer's peaks if the table has them.
     pub fn declared(name: &str, memory_bytes: u64) -> Option<Self> {
         let (lower, memory_gb) = (name.to_lowercase(), memory_bytes as f64 / GB);
         let is = |gpu: &&Declared| {
@@ -202,7 +203,7 @@ impl Device {
         GPUS.iter().find(is).and_then(|gpu| Self::gpu(gpu.0, NETWORK_GB_S).ok())
     }
 
-    /// The same, of which each of `ranks` may take `memory_bytes` for its tensors; with the peaks of an A100 where the table has none.
+    /// The same, with `memory_bytes` for the tensors of each rank; with the peaks of an A100 if the table has none.
     pub fn gpu_of(name: &str, memory_bytes: u64, ranks_per_node: usize, ranks: usize) -> Self {
         let usual = || Self::gpu("a100-80g", NETWORK_GB_S).expect("it is of the table");
         let known = Self::declared(name, memory_bytes).unwrap_or_else(usual);
@@ -210,8 +211,8 @@ impl Device {
         Self { name: name.to_string(), memory_bytes, ranks_per_node: ranks_per_node.max(1), ..known }
     }
 
-    /// A CPU rank with declared round numbers: for choices that must come out alike in every start of a job. The
-    /// numbers of this machine are measured by `probe`.
+    /// A CPU rank with declared round numbers, for choices that must be the same in every start of a job. `probe`
+    /// measures the numbers of this machine.
     pub fn cpu(memory_bytes: u64, ranks_per_node: usize) -> Self {
         Self {
             name: "cpu".into(),

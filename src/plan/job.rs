@@ -1,4 +1,4 @@
-//! What memory and time of a job follow from: its models, its rows, and how a step is cut.
+//! The input of a plan: the models of a job, its rows, and the shape of a step.
 
 use super::rows::Rows;
 use crate::config::Config;
@@ -16,26 +16,26 @@ use crate::rng::{Purpose, Rng};
 use crate::train::{self, Archs};
 use std::ops::Range;
 
-/// Minibatches that are looked at.
+/// The most minibatches that are counted.
 const MINIBATCHES_MAX: usize = 32;
 
-/// A job that is planned.
+/// A job to plan.
 #[derive(Clone, Debug)]
 pub struct Job<'a> {
     pub config: &'a Config,
     pub archs: &'a Archs,
     pub shape: StepShape,
     pub rows: Rows,
-    /// Whether products of many rows on a GPU are, or may be, those of a library.
+    /// Whether GEMMs of many rows on a GPU use, or may use, cuBLASLt.
     pub fast: bool,
-    /// Whether that library keeps what it works in.
+    /// Whether that library keeps its workspace.
     pub workspace: bool,
 }
 
-/// Roles that have a model, and the ranks that they are on.
+/// Roles that have a model, and their ranks.
 pub type RolesOnRanks = (Vec<RoleName>, Range<usize>);
 
-/// One forward and backward: whole rows in one packed row.
+/// A micro-batch: whole rows in one packed row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Microbatch {
     pub tokens: usize,
@@ -43,7 +43,7 @@ pub struct Microbatch {
 }
 
 impl<'a> Job<'a> {
-    /// A job with rows as long as it allows where none are given.
+    /// A job with rows as long as it allows, unless rows are given.
     pub fn new(config: &'a Config, archs: &'a Archs, rows: Option<Rows>) -> Self {
         let mut shape = train::shape(config);
         let rows = rows.unwrap_or_else(|| Rows::longest(config, &shape, archs.actor().context, ""));
@@ -54,13 +54,13 @@ impl<'a> Job<'a> {
         Self { config, archs, shape, rows, fast, workspace: fast }
     }
 
-    /// Whether log-probabilities are computed once more in the layout of training.
+    /// Whether log-probabilities are recomputed in the training layout.
     pub fn recomputes_logprobs(&self, layout: &Layout) -> bool {
         let fast = self.config.job.may_be_fast();
         self.shape.has_rollout() && self.config.recomputes_old_logprobs(&layout.mesh, &layout.rollout(), fast)
     }
 
-    /// Steps that are looked at: those whose rows are known, one where all rows are alike.
+    /// The number of steps that are counted: steps with known rows, or one if all rows are alike.
     pub fn looked_at(&self) -> usize {
         let known = self.rows.drawn.len() / self.shape.rows.max(1);
         if self.rows.are_alike() { 1 } else { known.max(1) }
@@ -86,7 +86,7 @@ impl<'a> Job<'a> {
         dealt.take(MINIBATCHES_MAX).map(|chosen| chosen.into_iter().map(|i| lengths[i]).collect()).collect()
     }
 
-    /// The micro-batches of the minibatches that are looked at: `[minibatch][data rank][micro-batch]`.
+    /// The micro-batches of the counted minibatches: `[minibatch][data rank][micro-batch]`.
     pub fn training(&self, mesh: &Mesh) -> Vec<Vec<Vec<Microbatch>>> {
         let minibatches = (0..self.looked_at()).flat_map(|step| self.minibatches(step));
         minibatches.take(MINIBATCHES_MAX).map(|lengths| self.cut(&lengths, mesh)).collect()
@@ -94,7 +94,7 @@ impl<'a> Job<'a> {
 
     fn cut(&self, lengths: &[usize], mesh: &Mesh) -> Vec<Vec<Microbatch>> {
         let (gradient, cost) = (&self.config.gradient, Cost::of(self.archs.actor()));
-        // The job itself refuses trees over other numbers of ranks.
+        // The job itself rejects trees over other numbers of ranks.
         let order = if mesh.data.is_power_of_two() { gradient.order } else { GradientOrder::Fast };
         let tokens_max = (self.shape.microbatch_tokens_max * mesh.sequence).max(1);
         let chunks = accumulation::chunks(order, gradient.chunks, &cost, lengths, mesh.data, tokens_max);
@@ -114,21 +114,21 @@ impl<'a> Job<'a> {
         self.training(mesh).into_iter().flatten().flatten().max().unwrap_or_default()
     }
 
-    /// Prompt and response tokens of a step over all ranks, the mean of those that are looked at.
+    /// Prompt and response tokens of a step over all ranks, the mean of the counted steps.
     pub fn tokens_of_a_step(&self) -> usize {
         let steps = self.looked_at();
         (0..steps).flat_map(|step| self.lengths_of(step)).sum::<usize>() / steps
     }
 
-    /// The roles that have a model, by the ranks that they are on.
+    /// The roles that have a model, by their ranks.
     ///
     /// # Errors
-    /// `Usage` where a role has no placement.
+    /// `Usage` if a role has no placement.
     pub fn parts(&self, world: usize) -> Result<Vec<RolesOnRanks>> {
         let there = || self.archs.0.iter().map(|(role, ..)| *role);
         let of = |placement: Placement| {
             let roles: Vec<RoleName> = there().filter(|role| placement.roles.contains(role)).collect();
-            // Where there is only the reward, and no model for it, nothing is planned.
+            // A part with only a reward without a model is not planned.
             (!roles.is_empty()).then_some((roles, placement.ranks))
         };
         let parts: Vec<RolesOnRanks> = self.config.mesh.placements(world)?.into_iter().filter_map(of).collect();
@@ -138,7 +138,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Refuses what no layout could do.
+    /// Rejects jobs that no layout supports.
     ///
     /// # Errors
     /// `Usage` or `Data`, naming the keys.
@@ -152,14 +152,14 @@ impl<'a> Job<'a> {
             "lower data.row_tokens_max"
         };
         Err(Error::usage(format!(
-            "rows of {prompt} prompt and {response} response tokens, the actor's context is {context}"
+            "rows must fit the actor's context of {context} tokens (got {prompt} prompt and {response} response tokens)"
         ))
         .hint(hint))
     }
 }
 
-/// `mesh.placement` leaves out a role that the job needs.
+/// The error if `mesh.placement` leaves out a role that the job needs.
 pub fn no_place(role: RoleName) -> Error {
     Error::usage(format!("mesh.placement has no place for the {}", role.name()))
-        .hint("name it in the roles of one of the entries")
+        .hint("add it to the roles of one of the entries")
 }

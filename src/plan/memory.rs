@@ -8,7 +8,7 @@ use crate::launch::layout::Expected;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Parts of a run in which memory is counted; a step has all but the first and the last.
+/// The phases of a run in which memory is counted; a step has all except the first and the last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
     Load,
@@ -25,7 +25,7 @@ impl Phase {
         ["load", "rollout", "score", "train", "checkpoint"][self as usize]
     }
 
-    /// By the names of `comm::phase`.
+    /// The phase with this name in `comm::phase`.
     fn of(name: &str, has_rollout: bool) -> Self {
         match name {
             "load" => Self::Load,
@@ -38,7 +38,7 @@ impl Phase {
     }
 }
 
-/// Owners of memory, by group and in the order in which tables show them; what is none of these is of activations.
+/// Owners of memory with their group, in the order of the tables. All others are activations.
 const OWNERS: [(&str, &str); 18] = [
     ("weights of the actor", "weights"),
     ("weights of the critic", "weights"),
@@ -66,7 +66,7 @@ pub fn rank_of(owner: &str) -> usize {
     OWNERS.iter().position(|(name, _)| *name == owner).unwrap_or(OWNERS.len())
 }
 
-/// The cache of keys and values of one rank.
+/// The KV cache of one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct KvCache {
     /// Keys and values of one token over all layers.
@@ -77,33 +77,33 @@ pub struct KvCache {
     pub at_once: usize,
     pub waves: usize,
     pub bytes: usize,
-    /// What all samples at once would need.
+    /// The bytes that all samples at once would need.
     pub bytes_wanted: usize,
 }
 
-/// What one rank holds.
+/// The memory of one rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Memory {
-    /// The fullest moment of each phase: bytes in use, by owner.
+    /// The bytes in use at the fullest moment of each phase, by owner.
     pub peaks: BTreeMap<Phase, Peak>,
-    /// The most that is taken from the system at once: what `peaks` counts, and what waits on free lists.
+    /// The most bytes that are allocated from the system at once: the bytes in `peaks`, and free lists.
     pub resident: usize,
-    /// The most that tensors alone take at once: what `mesh.arena_bytes_max` bounds.
+    /// The most bytes that tensors alone take at once, which `mesh.arena_bytes_max` limits.
     pub arena: usize,
-    /// Bytes that a rank may take.
+    /// The bytes available to a rank.
     pub limit: u64,
     pub kv: Option<KvCache>,
-    /// The most of the host's memory that is pinned at once, or that mapped files have.
+    /// The most bytes of pinned host memory at once, or of memory-mapped files.
     pub host: usize,
     pub fits: bool,
-    /// Why the job could not take its steps.
+    /// The error that stopped the job's steps.
     pub failed: Option<Error>,
 }
 
 impl Memory {
-    /// What a null device counted of a rank, whose tensors took `arena` bytes at most.
+    /// The memory of a rank as a null device counted it; its tensors took at most `arena` bytes.
     pub(super) fn of(job: &Job, device: &Device, record: &Record, arena: usize, failed: Option<Error>) -> Self {
-        // A job that is refused before it holds anything has this phase, too.
+        // A job that is rejected before it allocates anything has this phase, too.
         let mut peaks = BTreeMap::from([(Phase::Load, Peak::default())]);
         for (name, peak) in &record.peaks {
             let fuller = peaks.entry(Phase::of(name, job.shape.has_rollout())).or_default();
@@ -113,7 +113,7 @@ impl Memory {
         }
         let in_use = peaks.values().map(|peak| peak.bytes).max().unwrap_or(0);
         let program = || peaks.values().filter_map(|peak| peak.parts.get(PROGRAM)).max().copied().unwrap_or(0);
-        // Of a CPU the program is no part of the arena.
+        // On a CPU the program is not part of the arena.
         let program = if device.is_cpu() { 0 } else { program() };
         let (resident, arena) = if device.is_cpu() { (record.resident, arena) } else { (in_use, in_use - program) };
         let arena_max = job.config.mesh.arena_bytes_max;
@@ -131,7 +131,7 @@ impl Memory {
         (*phase, peak)
     }
 
-    /// What a run makes of it. On a GPU the program is not in it: a run measures what it takes itself.
+    /// The expectations of a run. On a GPU they exclude the program, whose memory a run measures itself.
     pub fn expected(&self, on_cpu: bool) -> Expected {
         let mut groups: Vec<(&'static str, usize)> = Vec::new();
         for (owner, group) in OWNERS.into_iter().filter(|(owner, _)| on_cpu || *owner != PROGRAM) {

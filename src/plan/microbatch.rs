@@ -1,8 +1,8 @@
-//! `microbatch_tokens_max = "auto"`: enough tokens for products of many rows, and more where the layout that is chosen has room for
-//! them; fewer where a job does not fit otherwise. All of it for the longest rows that the job allows.
+//! `microbatch_tokens_max = "auto"`: enough tokens for GEMMs of many rows, more if the chosen layout has memory for
+//! them, and fewer if the job does not fit otherwise. All this is for the longest rows that the job allows.
 //!
-//! Computing a forward again costs a third of training, smaller micro-batches little while their products have many rows: so a job
-//! has less than `ENOUGH` tokens only where it does not fit with everything computed again.
+//! Recomputing a forward costs a third of training. Smaller micro-batches cost little as long as their GEMMs have many
+//! rows. So a job has fewer than `ENOUGH` tokens only if it does not fit with full recomputation.
 
 use super::choose::{Choice, candidate, choose, recount};
 use super::devices::Device;
@@ -15,9 +15,9 @@ use crate::config::job::Recompute;
 use crate::error::Result;
 use crate::train::{self, Archs};
 
-/// Rows that keep a GPU busy with the products of a 7B model.
+/// The rows that keep a GPU busy with the GEMMs of a 7B model.
 pub const ENOUGH: usize = 4096;
-/// More gain nothing, also where weights are gathered for each micro-batch.
+/// The most tokens: more do not help, even if weights are gathered for each micro-batch.
 const MOST: usize = 16_384;
 
 fn with(asked: &Config, tokens: usize, recompute: Recompute) -> Config {
@@ -27,8 +27,8 @@ fn with(asked: &Config, tokens: usize, recompute: Recompute) -> Config {
     config
 }
 
-/// The job with a number for `"auto"`: `ENOUGH`, or the most of its halves with which it fits in some layout; the longest row, where
-/// it fits with none.
+/// The job with a number for `"auto"`: `ENOUGH`, or the largest of its halves with which the job fits in some layout.
+/// If it fits with none, the longest row.
 pub fn resolved(asked: &Config, archs: &Archs, world: usize, device: &Device) -> Config {
     let recompute = asked.gradient.recompute;
     if !is_open(asked) {
@@ -53,11 +53,11 @@ pub fn is_open(asked: &Config) -> bool {
     train::shape(asked).microbatch_tokens_max == AUTO
 }
 
-/// The job with more tokens than `resolved` gave it, where the layout and recomputation that were chosen for these leave room. CPUs
-/// gain nothing by more.
+/// The job with more tokens than `resolved` set, if the chosen layout and recomputation leave memory for them. CPUs do
+/// not gain from more.
 ///
 /// # Errors
-/// `Usage` where a role has no placement.
+/// `Usage` if a role has no placement.
 pub fn grown(
     asked: &Config,
     resolved: &Config,
@@ -78,10 +78,10 @@ pub fn grown(
     Ok(with(asked, more.unwrap_or(ENOUGH), asked.gradient.recompute))
 }
 
-/// The job with its micro-batches, and the layout of it for `rows`.
+/// The job with its micro-batches, and its layout for `rows`.
 ///
 /// # Errors
-/// As `choose`.
+/// The errors of `choose`.
 pub fn chosen(asked: &Config, archs: &Archs, rows: &Rows, world: usize, device: &Device) -> Result<(Config, Choice)> {
     let job =
         |config: &Config| -> Result<Choice> { choose(&Job::new(config, archs, Some(rows.clone())), world, device) };

@@ -1,14 +1,14 @@
-//! Memory and time of a job before it runs: what each rank holds in each phase, tensor by tensor, how long each phase
-//! takes, and the layout that is best. Everything follows from the config, from config.json and from how long the rows of the
-//! job's data are; no weights are needed.
+//! Memory and time of a job before it runs: the memory of each rank in each phase, tensor by tensor, the seconds of
+//! each phase, and the best layout. It needs the configuration, config.json and the lengths of the data's rows, but no
+//! weights.
 //!
-//! - `rows` says how long rows are: as the data says, as the command line says, or the longest.
-//! - `null` counts memory and work of a rank: it runs the job itself on a null device.
-//! - `time` turns what that would have computed and moved into seconds: the floor at the peaks of the device, and the prediction
-//!   at the shares of the peaks that are reached.
-//! - `devices` has the peaks: declared for GPUs; `probe` measures those of this CPU.
-//! - `microbatch` finds how many tokens a micro-batch may have, where the job leaves that open.
-//! - `choose` compares layouts, and `resolve` gives those of a run.
+//! - `rows` determines the lengths of rows: from the data, from the command line, or the longest.
+//! - `null` counts the memory and work of a rank by running the job itself on a null device.
+//! - `time` converts this work into seconds: the floor at the peaks of the device, and the prediction at the reached
+//!   shares of the peaks.
+//! - `devices` has the declared peaks of GPUs; `probe` measures the peaks of this CPU.
+//! - `microbatch` chooses the tokens of a micro-batch, if the job leaves them open.
+//! - `choose` compares layouts, and `resolve` returns the layouts of a run.
 
 pub mod choose;
 pub mod devices;

@@ -14,7 +14,7 @@ use crate::rollout::{edits_logits, forward_bytes};
 use crate::tensor::arena;
 use crate::train::{self, Planned, PlannedGpu};
 
-/// Steps that are taken at least of CPUs: what one leaves on free lists is there in the next.
+/// The least number of steps on CPUs, because the free lists of one step are reused in the next.
 const STEPS_MIN: usize = 2;
 
 /// Memory and time of the fullest of the ranks that have `roles`.
@@ -46,10 +46,10 @@ pub fn count(job: &Job, layout: &Layout, device: &Device, roles: &[RoleName]) ->
     (Memory::of(job, device, &record, usage.peak, done.err()), time)
 }
 
-/// All placements, each with the axes of `layout` but for their data.
+/// All placements, each with the axes of `layout` except data.
 fn placements(job: &Job, layout: &Layout, parts: &[RolesOnRanks]) -> Vec<(Placement, Layout)> {
     let on = |(roles, ranks): &RolesOnRanks| {
-        // Rewards are no models, and are with the others.
+        // Rewards are not models, and are with the others.
         let roles = if job.config.mesh.placement.is_empty() { RoleName::ALL.to_vec() } else { roles.clone() };
         (Placement { roles, ranks: ranks.clone() }, layout.over(ranks.len()))
     };

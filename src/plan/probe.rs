@@ -1,6 +1,6 @@
-//! What this CPU reaches, measured on the spot: the peaks of its cores and memory, and a few layers of the job's own
-//! model at the job's own shapes. Each measurement takes a fraction of a second; all ranks measure at the same time, so
-//! that they share the memory as in the run.
+//! Measurements of this CPU: the peaks of its cores and memory, and a few layers of the job's own model at the job's
+//! own shapes. Each measurement takes a fraction of a second. All ranks measure at the same time, so that they share
+//! the memory as in the run.
 
 use super::devices::{Device, Efficiency, Latency};
 use super::job::Job;
@@ -27,12 +27,13 @@ use std::time::Instant;
 /// Multiply-adds of one sample of the peak: about a millisecond.
 const PEAK_ROUNDS: usize = 400_000;
 const SAMPLES: usize = 9;
-/// More than caches hold.
+/// Bytes to read, more than caches hold.
 const READ_BYTES: usize = 256 << 20;
 /// Weights that decoding streams in a measurement: more than caches hold.
 const STREAMED_BYTES: usize = 96 << 20;
 const LAYERS_MAX: usize = 8;
-/// FLOPs of one measured call, half a second of two cores: products of few rows reach less. Tokens never go below the second.
+/// FLOPs of one measured call, half a second on two cores, because GEMMs of few rows reach less; and the least number
+/// of tokens.
 const FLOPS: f64 = 1.2e11;
 const TOKENS_MIN: usize = 128;
 const REPEATS: usize = 3;
@@ -59,19 +60,19 @@ fn seconds(mut work: impl FnMut()) -> f64 {
     }))
 }
 
-/// How the cores of a node are shared: measured by the ranks that were started, told of those that are planned.
+/// The sharing of a node's cores, which the started ranks measure for the planned ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sharing {
     pub ranks_per_node: usize,
-    /// Threads of one of them.
+    /// Threads of one planned rank.
     pub threads: usize,
-    /// Threads of a node for each of its cores: 1 but where ranks crowd.
+    /// Threads per core of a node: 1 unless ranks oversubscribe the cores.
     pub crowd: f64,
 }
 
 impl Sharing {
-    /// `started` ranks of this host have `threads` threads each; `ranks_per_node` are planned, of `fixed` threads each where
-    /// that is above 0.
+    /// The `started` ranks of this host have `threads` threads each. `ranks_per_node` ranks are planned, with `fixed`
+    /// threads each if that is above 0.
     pub fn of(started: usize, threads: usize, ranks_per_node: usize, fixed: usize) -> Self {
         let cores = started * threads;
         let each = if fixed > 0 { fixed } else { (cores / ranks_per_node.max(1)).max(1) };
@@ -80,8 +81,8 @@ impl Sharing {
     }
 }
 
-/// This machine, `declared`, as one of the planned ranks that share its node. All ranks of `world` call this, each with a pool of
-/// the threads that it was started with; it leaves the pool with those of a planned rank.
+/// Measures this machine, `declared`, as one of the planned ranks that share its node. All ranks of `world` call this,
+/// each with a pool of the threads that it was started with. Afterwards the pool has the threads of a planned rank.
 pub fn probe(job: &Job, world: &World, sharing: Sharing, declared: Device) -> Device {
     let dtype = job.config.model.dtype();
     let group = world.group();
@@ -91,7 +92,7 @@ pub fn probe(job: &Job, world: &World, sharing: Sharing, declared: Device) -> De
         group.barrier();
         1e9 * median((0..SAMPLES).map(|_| peak::read_gbs(&data)))
     };
-    // All that is started reads at once: what the node's memory gives.
+    // All started ranks read at once, which measures the node's memory.
     let node = read() * world.local_size as f64;
     pool::set_threads(sharing.threads);
     let memory = read();
@@ -113,15 +114,15 @@ pub fn probe(job: &Job, world: &World, sharing: Sharing, declared: Device) -> De
     };
     group.barrier();
     device.efficiency = Bench::new(job, &device).efficiency();
-    // One rank alone was measured; as many as planned share the cores and the memory.
+    // One rank alone was measured; the planned ranks share the cores and the memory.
     device.flops /= sharing.crowd;
     device.attention_flops /= sharing.crowd;
     device.memory = (device.memory / sharing.crowd).min(node / sharing.ranks_per_node as f64);
     device
 }
 
-/// Bytes/s of what `mesh.offload` moves between memory and mapped files, in and out; none where the job moves nothing, or its
-/// directory takes no file. The cost is that of pages more than of bytes.
+/// Bytes/s that `mesh.offload` moves between memory and memory-mapped files, in and out; none if the job moves nothing,
+/// or if its directory is not writable. The cost depends on pages more than on bytes.
 fn files(job: &Job, group: &Group) -> Option<f64> {
     if job.config.mesh.offload.is_empty() {
         return None;
@@ -138,7 +139,7 @@ fn files(job: &Job, group: &Group) -> Option<f64> {
     Some(2.0 * MOVED_BYTES as f64 / spent / Efficiency::declared_cpu().links)
 }
 
-/// Bytes/s that a rank moves in a collective, and the seconds of a small one.
+/// The bytes/s that a rank moves in a collective, and the seconds of a small one.
 fn links(world: &World, memory: f64) -> (f64, f64) {
     let group = world.group();
     let ranks = world.size as f64;
@@ -159,7 +160,7 @@ struct Bench<'a> {
     job: &'a Job<'a>,
     device: &'a Device,
     arch: Arch,
-    /// The job's own, all layers and the whole vocabulary.
+    /// The job's own model, with all layers and the whole vocabulary.
     whole: &'a Arch,
     dtype: DType,
     /// Length and number of the sequences of a packed row.
@@ -187,7 +188,7 @@ impl<'a> Bench<'a> {
         Self { job, device, arch, whole: actor, dtype, length, rows }
     }
 
-    /// Seconds of `op` at the peaks, in a call of `work`.
+    /// The seconds of `op` at the peaks, in a call of `work`.
     fn floor(&self, op: &str, work: impl FnOnce()) -> f64 {
         let of_op = counted(work).into_iter().filter(|(task, _)| task.op == op);
         let is_attention = [null::ATTENTION, null::ATTENTION_BACKWARD].contains(&op);
@@ -195,12 +196,12 @@ impl<'a> Bench<'a> {
         of_op.map(|(_, work)| (work.flops / peak).max(work.bytes / self.device.memory)).sum()
     }
 
-    /// Seconds of a call of `work`, and those of `op` in it at the peaks.
+    /// The seconds of a call of `work`, and the seconds of `op` in it at the peaks.
     fn measured(&self, op: &str, mut work: impl FnMut()) -> [f64; 2] {
         [seconds(&mut work), self.floor(op, work)]
     }
 
-    /// What `works` measures: a forward, then its backward.
+    /// The measurements of `works`: a forward, then its backward.
     fn both(&self, works: impl FnOnce(&mut Measure)) -> [[f64; 2]; 2] {
         let mut found = Vec::with_capacity(2);
         works(&mut |op, work| found.push(self.measured(op, work)));
@@ -248,7 +249,7 @@ impl<'a> Bench<'a> {
         (0..n).map(|i| (i * 7919 % self.arch.vocabulary) as u32).collect()
     }
 
-    /// A forward over the packed row, and its backward where there are gradients.
+    /// A forward over the packed row, and its backward if there are gradients.
     fn pass(&self, model: &Transformer, weights: &Weights, mut grads: Option<Gradients>) -> [f64; 2] {
         let ends = self.ends();
         let (tokens, positions) = (self.tokens(self.rows * self.length), packed_positions(&ends));
@@ -262,7 +263,7 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// A forward of one token a sequence of the whole model: the products with the head's, and attention.
+    /// A forward of one token per sequence through the whole model: the GEMMs, including the head's, and attention.
     fn decode(&self, model: &Transformer, weights: &Weights) -> ([f64; 2], [f64; 2]) {
         let rollout = &self.job.config.rollout;
         let samples = rollout.prompts_per_step * rollout.samples_per_prompt;
@@ -297,7 +298,7 @@ impl<'a> Bench<'a> {
         (products, [attention_s, seen])
     }
 
-    /// Log-probabilities, and those with gradients.
+    /// Log-probabilities, without and with gradients.
     fn head(&self) -> [[f64; 2]; 2] {
         let (d, v) = (self.whole.width, self.whole.vocabulary.min(STREAMED_BYTES / 4 / self.whole.width).max(1));
         let rows = ((FLOPS / (6.0 * (d * v) as f64)) as usize).clamp(64, 2048);

@@ -1,4 +1,4 @@
-//! Refusals, with what would fit.
+//! Errors for jobs that do not fit, with changes that would fit.
 
 use super::choose::{Candidate, candidate, divisors, fixed, is_legal, layouts};
 use super::devices::Device;
@@ -13,10 +13,10 @@ use crate::tensor::DType;
 use crate::train::Archs;
 use std::fmt::Display;
 
-/// Parts of a misfit's memory that are named.
+/// The number of parts of the memory that an error names.
 const NAMED: usize = 3;
 
-/// Why a candidate does not fit.
+/// The reason why a candidate does not fit.
 pub fn misfit(candidate: &Candidate) -> String {
     let memory = &candidate.fullest().memory;
     let (phase, peak) = memory.peak();
@@ -24,13 +24,14 @@ pub fn misfit(candidate: &Candidate) -> String {
         return format!("does not fit: {} in {}", format_bytes(peak.bytes as u64), phase.name());
     }
     let why = memory.failed.as_ref().map(|error| error.message.as_str());
-    format!("does not fit: {}", why.unwrap_or("no room for one sample's keys and values"))
+    format!("does not fit: {}", why.unwrap_or("not enough memory for one sample's KV cache"))
 }
 
-/// Refuses numbers of tensor ranks, of which the rollout has its own, over which a model of `roles` cannot be sharded on `ranks` ranks.
+/// Rejects numbers of tensor ranks, in training or in the rollout, over which a model of `roles` cannot be sharded on
+/// `ranks` ranks.
 ///
 /// # Errors
-/// `Usage`, naming the key, with the numbers that can be.
+/// `Usage`, naming the key and the possible numbers.
 pub fn check_cuts(
     archs: &Archs,
     roles: &[RoleName],
@@ -50,7 +51,7 @@ pub fn check_cuts(
     Ok(())
 }
 
-/// The axes that the job names cannot be laid out on `world` ranks; `smallest` is the smallest part of them that roles
+/// The error if the job's axes are not possible on `world` ranks; `smallest` is the smallest part of them that roles
 /// have to themselves.
 pub fn no_layout(job: &Job, world: usize, smallest: usize) -> Error {
     let (mesh, rollout) = (&job.config.mesh, &job.config.rollout);
@@ -62,6 +63,7 @@ pub fn no_layout(job: &Job, world: usize, smallest: usize) -> Error {
     }
     let tensors = divisors(smallest).filter(|t| is_legal(job, *t));
     let tensors: Vec<String> = tensors.map(|t| t.to_string()).collect();
+    let any_of = if tensors.len() == 1 { "" } else { "one of " };
     let words = |axis: Auto| fixed(axis).map_or("auto".into(), |n| n.to_string());
     let [data, pipeline, sequence, tensor] = [mesh.data, mesh.pipeline, mesh.sequence, mesh.tensor].map(words);
     let rest = [mesh.pipeline, mesh.sequence, mesh.tensor].map(|axis| fixed(axis).unwrap_or(1));
@@ -71,10 +73,10 @@ pub fn no_layout(job: &Job, world: usize, smallest: usize) -> Error {
         "mesh {data} data x {pipeline} pipeline x {sequence} sequence x {tensor} tensor does not divide {world} ranks{}",
         if smallest == world { String::new() } else { format!(" in parts of {smallest}") }
     ))
-    .hint(format!("mesh.tensor may be {} here; or plan {} ranks", tensors.join(", "), data_max * rest))
+    .hint(format!("set mesh.tensor to {any_of}{}, or plan {} ranks", tensors.join(", "), data_max * rest))
 }
 
-/// Nothing of what was tried fits.
+/// The error if no layout fits.
 pub fn nothing_fits(job: &Job, world: usize, device: &Device, misfits: &[Candidate]) -> Error {
     let Some(least) = misfits.iter().min_by_key(|c| c.fullest().memory.peak().1.bytes) else {
         return Error::fault("no layout was compared");
@@ -92,18 +94,18 @@ pub fn nothing_fits(job: &Job, world: usize, device: &Device, misfits: &[Candida
         return error.clone();
     } else {
         let sample = memory.kv.map_or(0, |kv| kv.bytes_wanted / kv.samples.max(1));
-        format!("{} for the keys and values of one sample beside the rest", format_bytes(sample as u64))
+        format!("{} for the KV cache of one sample in addition to the rest", format_bytes(sample as u64))
     };
     let ways = ways(job, world, device);
     let hint = if ways.is_empty() {
         let more = if device.is_cpu() { "GPUs (plan --gpu)" } else { "devices with more memory" };
         format!("use shorter rows, a smaller model, or {more}")
     } else {
-        format!("it fits with {}", ways.join("; or with "))
+        format!("it fits with {}", ways.join(", or with "))
     };
     let plural = if world == 1 { "" } else { "s" };
     Error::usage(format!(
-        "the job does not fit {world} rank{plural} of {}: with {} a rank needs {what}, and has {limit}",
+        "the job does not fit {world} rank{plural} of {}: with {} a rank needs {what}, but has {limit}",
         device.name,
         least.layout().describe()
     ))
@@ -115,7 +117,7 @@ fn ways(job: &Job, world: usize, device: &Device) -> Vec<String> {
     let config = job.config;
     let set = |key: &str, value: &dyn Display| vec![format!("{key}={value}")];
     let larger = |axis: Auto, most: usize| fixed(axis).map_or(0..0, |n| n + 1..most + 1);
-    // Of each list the first one that fits: its keys, of which the first is named, on so many ranks.
+    // The first entry of each list that fits is suggested: keys, of which the first is named, and a number of ranks.
     let mut lists: Vec<Vec<(Vec<String>, usize)>> = Vec::new();
     lists.push(larger(config.mesh.zero, 3).map(|stage| (set("mesh.zero", &stage), world)).collect());
     let tensors = larger(config.mesh.tensor, world).filter(|tensor| world.is_multiple_of(*tensor));
@@ -154,7 +156,7 @@ pub fn fits(sets: &[String], world: usize, job: &Job, device: &Device) -> bool {
     let Ok(all) = layouts(&job, world, device) else { return false };
     let both = !device.is_cpu() && job.shape.has_rollout();
     let swap = Swap::of(if both { &[Offload::Optimizer, Offload::Roles] } else { &config.mesh.offload });
-    // What takes the least is enough.
+    // It is enough to try the layout with the least memory.
     let zero = all.iter().map(|layout| layout.zero).max();
     let is_least = |layout: &&Layout| {
         let is_rollout_alike = layout.rollout_tensor == layout.mesh.tensor || fixed(config.rollout.tensor).is_some();

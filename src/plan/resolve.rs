@@ -1,4 +1,4 @@
-//! The layouts of a run: what the job sets, and for `"auto"` what the plan chooses.
+//! The layouts of a run: the job's values, and the plan's choices for `"auto"`.
 
 use super::choose;
 use super::devices::Device;
@@ -19,13 +19,14 @@ use crate::launch::layout::{Count, Expectations, Expected, Layout, Swap};
 use crate::sys::memory;
 use crate::train::{self, Archs};
 
-/// Placements with their layouts, and what the plan says of them.
+/// Placements with their layouts, and the expectations of the plan.
 type Resolved = (Vec<(Placement, Layout)>, Expectations);
 
-/// The placements of a run of `roles` and their layouts, on this host's CPUs or on `gpu`. The same on all ranks, who all call this.
+/// The placements of a run of `roles` and their layouts, on this host's CPUs or on `gpu`. The same on all ranks, who
+/// all call this.
 ///
 /// # Errors
-/// `Usage` where the job cannot be laid out, or nothing fits, with what would.
+/// `Usage` if the job's layout is not possible, or if nothing fits, with changes that would fit.
 pub fn layouts(config: &Config, roles: &[RoleName], world: &World, gpu: Option<&GpuOfRanks>) -> Result<Resolved> {
     let free = memory::available_bytes() / world.local_size.max(1) as u64;
     // The fullest host decides for all.
@@ -43,13 +44,13 @@ pub fn layouts(config: &Config, roles: &[RoleName], world: &World, gpu: Option<&
 fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Resolved> {
     let mut axes = config.mesh.clone();
     let ranks: usize = placements.iter().map(|placement| placement.ranks.len()).sum();
-    // Errors of the job's own axes come before those of the plan.
+    // Errors about the job's own axes are reported before errors of the plan.
     let named = placements.iter().try_for_each(|placement| axes.resolve(placement.ranks.len()).map(drop));
     let is_open = ranks > 1 && (axes.tensor == Auto::Auto || axes.zero == Auto::Auto);
     let archs = train::planned_archs(config, None)?;
     let asked = config;
     let mut config = microbatch::resolved(asked, &archs, ranks, device);
-    // CPUs use weights where they are, and what waits is what the job says.
+    // CPUs use weights in place, and the job alone decides about offloading.
     let is_planned = is_open || !device.is_cpu();
     let choice = is_planned.then(|| choose::choose(&Job::new(&config, &archs, None), ranks, device));
     let is_tight = matches!(choice, Some(Err(_)));
@@ -112,7 +113,7 @@ fn counter(archs: Archs, placed: Vec<(Placement, Layout)>, device: Device) -> Co
     })
 }
 
-/// What a rank of each placement holds.
+/// The memory of a rank of each placement.
 fn expect(job: &Job, placed: &[(Placement, Layout)], device: &Device) -> Vec<Option<Expected>> {
     let of = |(placement, layout): &(Placement, Layout)| {
         let there = job.archs.0.iter().map(|(role, ..)| *role);
@@ -127,18 +128,17 @@ fn expect(job: &Job, placed: &[(Placement, Layout)], device: &Device) -> Vec<Opt
     placed.iter().map(of).collect()
 }
 
-/// Refuses placements that leave out a role which the job needs.
+/// Rejects placements that leave out a role that the job needs.
 fn check_roles(config: &Config, roles: &[RoleName], placements: Vec<Placement>) -> Result<Vec<Placement>> {
     if config.mesh.placement.is_empty() {
         return Ok(placements);
     }
     if let [_] = roles {
         let kind = config::name(&config.job.kind);
-        return Err(
-            Error::usage(format!("mesh.placement is set, a {kind} job has one role")).hint("leave mesh.placement out")
-        );
+        return Err(Error::usage(format!("mesh.placement does not support {kind} jobs, which have one role"))
+            .hint("remove mesh.placement"));
     }
-    // The mesh is that of the actor's placement.
+    // The mesh describes the actor's placement.
     for role in roles.iter().rev().filter(|role| **role != RoleName::Actor) {
         if !placements.iter().any(|placement| placement.roles.contains(role)) {
             return Err(no_place(*role));

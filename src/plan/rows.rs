@@ -1,4 +1,4 @@
-//! How long the rows of a job are: as its data says, as was asked for, or the longest that it allows.
+//! The lengths of a job's rows: from its data, from the command line, or the longest that the job allows.
 
 use crate::config::Config;
 use crate::data::{self, Reading, RowTokens};
@@ -9,27 +9,27 @@ use crate::text::Tokenizer;
 use crate::train::Archs;
 use serde::{Deserialize, Serialize};
 
-/// Where lengths come from.
+/// The source of lengths.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Origin {
-    /// All count as the longest that the job allows, for this reason.
+    /// All rows count as the longest that the job allows, for this reason.
     Longest(String),
-    /// Said on the command line.
+    /// The command line.
     Given,
-    /// The rows that the job draws first, in its order.
+    /// The rows that the job uses first, in its order.
     Drawn,
     /// Some of the job's rows, spread over its data.
     Sampled,
 }
 
-/// Rows in the order in which a job draws them. One that draws more begins again.
+/// Rows in the order in which a job uses them. A job that uses more starts over.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rows {
     pub drawn: Vec<RowTokens>,
-    /// What an evaluation goes over: all prompts that it answers, in order, or the longest demonstration, which nothing cuts.
+    /// The rows of an evaluation: all prompts in order, or the longest demonstration, which is not truncated.
     pub evaluated: Vec<RowTokens>,
     pub origin: Origin,
-    /// Responses are as long as was said, not as long as they may be.
+    /// Whether the command line sets the lengths of responses; otherwise they are as long as allowed.
     pub responses_are_given: bool,
 }
 
@@ -38,7 +38,7 @@ impl Rows {
         Self { drawn, evaluated: Vec::new(), origin, responses_are_given: false }
     }
 
-    /// The longest that a job allows, for want of better: `why`.
+    /// The longest rows that a job allows, because other lengths are missing: `why`.
     pub fn longest(config: &Config, shape: &StepShape, context: usize, why: impl Into<String>) -> Self {
         let row = if shape.has_rollout() {
             let response = config.rollout.response_tokens_max.min(context.saturating_sub(1));
@@ -52,10 +52,10 @@ impl Rows {
         if shape.trained == 0 { Self { evaluated: vec![row; shape.rows], ..longest } } else { longest }
     }
 
-    /// Rows of these lengths, those that the job draws first, and `eval` those of the eval split.
-    /// Responses that are sampled, whose lengths nobody knows before, count as long as they may be.
+    /// Rows with these lengths: the rows that the job uses first, and in `eval` the rows of the eval split. Sampled
+    /// responses have unknown lengths, and count as long as allowed.
     ///
-    /// A job that trains nothing draws what it evaluates; as many prompts as it answers in a step say what others take, too.
+    /// A job without training uses its evaluation rows. The prompts of one step represent the others.
     ///
     /// # Panics
     /// If there are none.
@@ -79,10 +79,10 @@ impl Rows {
         Self { evaluated, ..Self::new(tokens.iter().map(row).collect(), Origin::Drawn) }
     }
 
-    /// Reads the rows that the job draws first from its data, with the tokenizer in the actor's directory.
+    /// Reads the rows that the job uses first from its data, with the tokenizer in the actor's directory.
     ///
     /// # Errors
-    /// `Data`, `Usage` or `Io` where they cannot be read.
+    /// `Data`, `Usage` or `Io` if they cannot be read.
     pub fn read(config: &Config, shape: &StepShape, archs: &Archs) -> Result<Self> {
         let tokenizer = Tokenizer::load(&config.model.actor)?;
         let (cache, wanted) = (config.job.dir.join("data"), shape.rows_ahead(config));
@@ -109,17 +109,17 @@ impl Rows {
         self
     }
 
-    /// RowTokens `i` of those that are drawn.
+    /// The `i`-th row that the job uses.
     pub fn at(&self, i: usize) -> RowTokens {
         self.drawn[i % self.drawn.len()]
     }
 
-    /// Whether all are of one length.
+    /// Whether all rows have the same length.
     pub fn are_alike(&self) -> bool {
         self.drawn.iter().all(|row| *row == self.drawn[0])
     }
 
-    /// The row of most tokens.
+    /// The row with the most tokens.
     pub fn longest_row(&self) -> RowTokens {
         *self.drawn.iter().max_by_key(|row| row.all()).expect("there are rows")
     }

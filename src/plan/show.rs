@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 
 const WIDTH: usize = 100;
-/// Columns of a part's name beside its numbers.
+/// The columns of a part's name, to the left of its numbers.
 const NAME: usize = 42;
 
 /// The whole plan as text.
@@ -48,7 +48,8 @@ fn rule(out: &mut String, title: &str) {
     line(out, format!("{title} {}", "-".repeat(WIDTH.saturating_sub(title.chars().count() + 1))));
 }
 
-/// `lead` and text in lines of at most `WIDTH`, those after the first set in as far as the lead is long.
+/// Writes `lead` and text in lines of at most `WIDTH` columns. Lines after the first are indented by the length of
+/// `lead`.
 fn wrap(out: &mut String, lead: &str, text: &str) {
     let indent = lead.chars().count();
     for (i, text) in wrapped(text, WIDTH - indent).into_iter().enumerate() {
@@ -68,13 +69,13 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
         wrap(out, &format!("  {:<10} ", role.name()), &format!("{parameters} parameters, {}", arch.shape()));
     }
     if job.shape.has_rollout() && job.archs.of(RoleName::Reward).is_none() {
-        line(out, "  reward     rules or services: neither memory nor seconds of a device");
+        line(out, "  reward     rules or services: no device memory and no device time");
     }
     step(out, job, choice);
     wrap(out, "  rows       ", &describe_rows(job));
     let [link, network, host] = [device.link, device.network, device.host].map(rate);
     let text = format!(
-        "{}, {}; {:.3} TB/s; ranks {link} GB/s, nodes {network} GB/s a rank, host {host} GB/s, one way",
+        "{}, {}; {:.3} TB/s; ranks {link} GB/s, nodes {network} GB/s per rank, host {host} GB/s, one way",
         format_bytes(device.memory_bytes),
         describe_flops(device.flops),
         device.memory / 1e12
@@ -84,7 +85,7 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
     wrap(out, "  ", &format!("{}: {}", describe_layout(&choice.chosen), choice.why));
     line(out, format!("  {} layouts compared, {} fit", choice.compared, choice.fitting));
     if job.recomputes_logprobs(choice.chosen.layout()) {
-        line(out, "  log-probabilities are computed once more before training (old_logprobs = \"recompute\")");
+        line(out, "  log-probabilities are recomputed before training (old_logprobs = \"recompute\")");
     }
 }
 
@@ -94,13 +95,17 @@ fn step(out: &mut String, job: &Job, choice: &Choice) {
     let samples = grouped(job.shape.samples() as u64);
     let step = match (job.shape.has_rollout(), job.rows.are_alike()) {
         (true, true) => format!("{samples} samples of {} + {} tokens", longest.prompt, longest.response),
-        (true, false) => format!("{samples} samples of {prompt:.0} + {response:.0} tokens in the mean"),
+        (true, false) => format!("{samples} samples of {prompt:.0} + {response:.0} tokens on average"),
         (false, true) => format!("{samples} rows of {} tokens", longest.all()),
-        (false, false) => format!("{samples} rows of {:.0} tokens in the mean", prompt + response),
+        (false, false) => format!("{samples} rows of {:.0} tokens on average", prompt + response),
     };
     if job.shape.trained == 0 {
         let (prompts, dtype) = (grouped(job.shape.rows as u64), job.config.model.dtype().name());
-        return wrap(out, "  step       ", &format!("{step}, greedy and drawn answers to {prompts} prompts; {dtype}"));
+        return wrap(
+            out,
+            "  step       ",
+            &format!("{step}, greedy and sampled responses to {prompts} prompts; {dtype}"),
+        );
     }
     let batch = job.fullest(&choice.chosen.layout().mesh);
     let batch = if job.rows.are_alike() {
@@ -117,7 +122,7 @@ fn step(out: &mut String, job: &Job, choice: &Choice) {
     wrap(out, "  step       ", &format!("{step}, {updates} updates of {minibatch}; {batch}; {dtype}{again}"));
 }
 
-/// Where the lengths of rows come from.
+/// Describes the source of the lengths of rows.
 fn describe_rows(job: &Job) -> String {
     let rows = &job.rows.drawn;
     let range = |of: fn(&RowTokens) -> usize| {
@@ -127,24 +132,24 @@ fn describe_rows(job: &Job) -> String {
     let (what, lengths) =
         if job.shape.has_rollout() { ("prompts", range(|row| row.prompt)) } else { ("rows", range(|row| row.all())) };
     let read = match &job.rows.origin {
-        Origin::Longest(why) if why.is_empty() => return "all as long as the job allows".into(),
+        Origin::Longest(why) if why.is_empty() => return "all counted as the longest that the job allows".into(),
         Origin::Longest(why) => {
-            return format!("all counted as long as the job allows, as lengths could not be read: {why}");
+            return format!("all counted as the longest that the job allows, because lengths could not be read: {why}");
         }
-        Origin::Given => return "as long as the command line says".into(),
-        Origin::Drawn => format!("lengths are those of the {} {what} that the job draws first: {lengths}", rows.len()),
-        Origin::Sampled => format!("lengths are those of {} {what} spread over the job's data: {lengths}", rows.len()),
+        Origin::Given => return "lengths from the command line".into(),
+        Origin::Drawn => format!("lengths of the first {} {what} of the job: {lengths}", rows.len()),
+        Origin::Sampled => format!("lengths of {} {what} spread over the job's data: {lengths}", rows.len()),
     };
     if !job.shape.has_rollout() {
         return read;
     }
     let responses = range(|row| row.response);
     if job.rows.responses_are_given {
-        return format!("{read}; responses as the command line says: {responses}");
+        return format!("{read}; responses from the command line: {responses}");
     }
     format!(
-        "{read}; how long responses will be nobody knows before the run, all count as the longest: {responses} \
-         (--response-tokens expects others)"
+        "{read}; response lengths are not known in advance, so all count as the longest: {responses} \
+         (set others with --response-tokens)"
     )
 }
 
@@ -173,7 +178,7 @@ fn gib(bytes: usize) -> String {
     if bytes == 0 { String::new() } else { format!("{:.digits$}", bytes as f64 / f64::from(1 << 30)) }
 }
 
-/// Which ranks `placed` is about, where there are several parts.
+/// The ranks of `placed`, if there are several parts.
 fn ranks_of(choice: &Choice, placed: &Placed, word: &str) -> String {
     let several = choice.chosen.placed.len() > 1;
     if several { format!(" {word} ranks {}..{}", placed.ranks.start, placed.ranks.end) } else { String::new() }
@@ -181,7 +186,7 @@ fn ranks_of(choice: &Choice, placed: &Placed, word: &str) -> String {
 
 fn memory(out: &mut String, choice: &Choice, placed: &Placed, device: &Device) {
     let whose = ranks_of(choice, placed, "on");
-    rule(out, &format!("memory of a rank{whose}, GiB in use at the fullest moment of each phase"));
+    rule(out, &format!("memory of a rank{whose}, GiB in use at the peak of each phase"));
     let memory = &placed.memory;
     let mut row = |name: &str, cell: &dyn Fn(Phase) -> String| {
         let cells = Phase::ALL.map(|phase| format!("{:>10}", cell(phase)));
@@ -204,31 +209,31 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed, device: &Device) {
         format_bytes(memory.limit)
     );
     if memory.resident > peak.bytes {
-        let _ = write!(text, "; resident with what waits to be used again: {}", format_bytes(memory.resident as u64));
+        let _ = write!(text, "; resident with memory kept for reuse: {}", format_bytes(memory.resident as u64));
     }
     wrap(out, "", &text);
     if let Some(kv) = memory.kv {
         let KvCache { token_bytes, samples, at_once, waves, bytes_wanted, .. } = kv;
         let (token_bytes, plural) = (grouped(token_bytes as u64), if waves == 1 { "" } else { "s" });
         let text = format!(
-            "kv cache: {token_bytes} bytes a token; {at_once} of {samples} samples at once, {waves} wave{plural}; \
+            "kv cache: {token_bytes} bytes per token; {at_once} of {samples} samples at once, {waves} wave{plural}; \
              all at once would take {}",
             format_bytes(bytes_wanted as u64)
         );
         wrap(out, "", &text);
     }
     if memory.host > 0 {
-        let what = if device.is_cpu() { "in mapped files" } else { "pinned of the host's memory" };
+        let what = if device.is_cpu() { "memory-mapped files" } else { "pinned host memory" };
         let ranks = placed.ranks.len().min(device.ranks_per_node);
         let [each, all] = [memory.host, memory.host * ranks].map(|bytes| format_bytes(bytes as u64));
-        line(out, format!("{what} at most: {each} a rank, {all} of {ranks} in a node"));
+        line(out, format!("{what}: up to {each} per rank, {all} for the {ranks} in a node"));
     }
 }
 
 fn time(out: &mut String, choice: &Choice, device: &Device) {
     let chosen = &choice.chosen;
     let how = if device.is_cpu() { "measured here" } else { "declared" };
-    rule(out, &format!("seconds of a step, at peaks and efficiencies {how}"));
+    rule(out, &format!("seconds of a step, with peaks and efficiencies {how}"));
     line(out, format!("{:<24} {:>12} {:>12} {:>8}", "phase", "floor", "predicted", "share"));
     let whole = chosen.step_s();
     for stage in Stage::ALL {
@@ -261,7 +266,7 @@ fn arithmetic(out: &mut String, choice: &Choice, placed: &Placed) {
         let (flops, bytes) = (amount(work.flops, ""), amount(work.bytes, "B"));
         let mut name = format!("{}: {name}", short(*stage));
         if name.chars().count() > NAME {
-            // Its numbers stand below it.
+            // Its numbers are on the next line.
             line(out, std::mem::take(&mut name));
         }
         let numbers = format!("{flops:>10} {bytes:>9} {peak:>12} {efficiency:>5.2} {busy_s:>8.3} {seconds:>8.3}");

@@ -1,4 +1,4 @@
-//! Tensors and matrices with made-up values, for measuring what kernels reach.
+//! Tensors and matrices with synthetic values, for measuring kernels.
 
 use crate::device::null;
 use crate::model::Arch;
@@ -23,7 +23,7 @@ pub fn fill(values: &mut [f32]) {
     }
 }
 
-/// An update of AdamW like any other.
+/// A typical update of AdamW.
 pub const UPDATE: Update =
     Update { lr: 1e-6, beta1: 0.9, beta2: 0.95, eps: 1e-8, bias1: 0.1, bias2: 0.05, grad_scale: 1.0 };
 
@@ -33,7 +33,7 @@ pub fn attention_shape(arch: &Arch, window: Option<usize>) -> AttentionShape {
     AttentionShape { heads, kv_heads, head_dim, window, scale: 1.0 / (head_dim as f32).sqrt() }
 }
 
-/// Measures a work, given the operation in it by its name on a null device.
+/// Measures a workload, given the operation in it by its name on a null device.
 pub type Measure<'a> = dyn FnMut(&'static str, &mut dyn FnMut()) + 'a;
 
 /// Attention of a layer over `rows` sequences of `length` tokens each, packed: forward, then backward.
@@ -53,7 +53,7 @@ pub fn packed_attention(arch: &Arch, window: Option<usize>, [rows, length]: [usi
     });
 }
 
-/// Log-probabilities of `rows` tokens through the head (v, d) = `matrix`, then those with gradients.
+/// Log-probabilities of `rows` tokens through the head (v, d) = `matrix`, without and then with gradients.
 pub fn head(rows: usize, matrix: &Matrix, measure: &mut Measure) {
     let Matrix { n: v, k: d, .. } = *matrix;
     let h = filled(rows, d);

@@ -1,20 +1,21 @@
-//! The seconds of a step on one rank, from the operations and collectives that a null device counted: floor = max(FLOPs / peak,
-//! bytes / peak) at all of the device's peaks, prediction = floor / efficiency. (Roofline: Williams, Waterman, Patterson 2009.)
-//! Collectives: bytes over the slowest link that the group crosses, and a latency for each call and message; what computing
-//! hides is not counted. Norms, rotations and softmax count nothing: what they take is part of the efficiency.
+//! The seconds of a step on one rank, from the operations and collectives that a null device counted: floor = max(FLOPs
+//! / peak, bytes / peak) at the device's peaks, prediction = floor / efficiency. (Roofline: Williams, Waterman,
+//! Patterson 2009.) Collectives take their bytes over the slowest link that the group crosses, and a latency for each
+//! call and message; time that overlaps with computation is not counted. Norms, rotations and softmax are not counted,
+//! but part of the efficiency.
 
 use super::devices::{Device, Efficiency, Latency, NARROW_ROWS};
 use crate::device::null::{self, Over, Task, Work};
 use std::collections::BTreeMap;
 
-/// What a part of a step belongs to.
+/// The stage of a step that a part belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stage {
     Prefill,
     Decode,
     Scoring,
     Training,
-    /// Communication that no computing hides.
+    /// Communication that computation does not hide.
     Exposed,
     /// Between the device's memory and the host's.
     Swapping,
@@ -28,7 +29,7 @@ impl Stage {
         ["prefill", "decode", "scoring", "training", "communication exposed", "host memory"][self as usize]
     }
 
-    /// Of what is computed in a phase; none of what is no part of a step.
+    /// The stage of a phase's computation; none for phases outside of a step.
     fn of(phase: &str) -> Option<Self> {
         match phase {
             "rollout" | "prefill" => Some(Self::Prefill),
@@ -40,26 +41,26 @@ impl Stage {
     }
 }
 
-/// One line of the arithmetic.
+/// One row of the arithmetic table.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Part {
     pub stage: Stage,
     pub name: String,
     pub work: Work,
-    /// `flops`, `memory`, `link`, `network` or `host`: what bounds it.
+    /// The bound: `flops`, `memory`, `link`, `network` or `host`.
     pub bound: &'static str,
-    /// That peak, a second.
+    /// The peak of the bound, per second.
     pub peak: f64,
-    /// Seconds at the peak.
+    /// The seconds at the peak.
     pub floor_s: f64,
     pub efficiency: f64,
-    /// Seconds predicted, those that are hidden included.
+    /// The predicted seconds, including hidden ones.
     pub busy_s: f64,
-    /// Seconds predicted that the step takes longer for it.
+    /// The predicted seconds that it adds to the step.
     pub seconds: f64,
 }
 
-/// A step.
+/// The time of a step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Time {
     pub parts: Vec<Part>,
@@ -68,7 +69,7 @@ pub struct Time {
 }
 
 impl Time {
-    /// What `steps` steps of `tokens` tokens come to on `device`.
+    /// The time of `steps` steps of `tokens` tokens on `device`.
     pub(super) fn of(all: &BTreeMap<Task, Work>, steps: f64, tokens: usize, device: &Device) -> Self {
         let each = |work: &Work| Work {
             flops: work.flops / steps,
@@ -93,14 +94,15 @@ impl Time {
         Stage::ALL.into_iter().map(|stage| self.of_stage(stage)).sum()
     }
 
-    /// With all peaks reached and all that can be hidden hidden.
+    /// The seconds at all peaks, with everything hidden that can be hidden.
     pub fn floor_of(&self, stage: Stage) -> f64 {
         let parts = self.parts.iter().filter(|part| part.stage == stage);
         parts.map(|part| if part.seconds > 0.0 { part.floor_s.min(part.seconds) } else { 0.0 }).sum()
     }
 }
 
-/// The share of its peak that an operation reaches. A product of bf16 weights does as many FLOPs a byte as it has rows.
+/// The share of its peak that an operation reaches. A GEMM with bf16 weights does as many FLOPs per byte as it has
+/// rows.
 fn efficiency(e: &Efficiency, stage: Stage, op: &str, work: &Work) -> f64 {
     match (op, stage) {
         (null::ATTENTION, Stage::Decode) => e.attention_decode,
@@ -136,8 +138,8 @@ fn part(task: &Task, stage: Stage, work: Work, device: &Device) -> Part {
     Part { stage, name, work, bound, peak, floor_s, efficiency, busy_s: seconds, seconds }
 }
 
-/// A collective. All of a group's ranks in a node pass on what goes to another node; where each rank sends to the next alone,
-/// that takes one rank's way there, and each message waits for it.
+/// A collective. All of a group's ranks in a node forward data to another node. If each rank sends only to the next,
+/// one rank's link to the other node carries it, and each message waits for it.
 fn moved(task: &Task, over: &Over, work: Work, device: &Device) -> Part {
     let (members, is_ring) = (over.members, task.op == "shift");
     let per_node = (device.ranks_per_node / over.stride).clamp(1, members);
@@ -157,7 +159,7 @@ fn moved(task: &Task, over: &Over, work: Work, device: &Device) -> Part {
     Part { stage: Stage::Exposed, name, work, bound, peak, floor_s, efficiency, busy_s, seconds: busy_s }
 }
 
-/// What goes on while a rank computes takes no longer but for its first call.
+/// Deducts the seconds of collectives that overlap with computation. Only the first call is always exposed.
 fn hide(parts: &mut [(Task, Part)]) {
     let is_hidden = |task: &Task| task.over.is_some_and(|over| over.is_hidden);
     let mut left: BTreeMap<&str, f64> = BTreeMap::new();

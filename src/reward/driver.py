@@ -1,11 +1,12 @@
 """Runs a user's reward function or environment for rlhf-hpc: JSON lines in on standard input, JSON lines out on standard output.
 
-Started as `python3 -X utf8 -c THIS SETTINGS`, SETTINGS being JSON: file, function, environment (whether it is
-one), label_argument, columns (of the rows), memory_bytes.
-The first line out says which function was found, or why none was; then one line out per line in.
+Started as `python3 -X utf8 -c THIS SETTINGS`. SETTINGS is JSON: file, function, environment (whether it is one),
+label_argument, columns (of the rows), memory_bytes.
+The first output line names the function that was found, or gives the error. After that, each input line gets one
+output line.
 
-The protocol's streams are moved away from descriptors 0 and 1 before any user code runs, so that whatever the user's
-code prints (from C too) goes to standard error. That code runs in a child of its own; this process only waits for it.
+The protocol's streams are moved away from descriptors 0 and 1 before any user code runs. So everything that the user's
+code prints, from C too, goes to standard error. The user's code runs in a child, and this process only waits for it.
 """
 
 import importlib.util
@@ -42,13 +43,13 @@ def limit(memory_bytes):
 
 
 def adopt_descendants():
-    """Whatever this process's descendants leave behind (a daemon, a double fork) becomes its child, not init's."""
+    """Makes orphaned descendants of this process (a daemon, a double fork) its children instead of init's."""
     try:
         import ctypes
         pr_set_child_subreaper = 36
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
     except (ImportError, OSError, AttributeError) as error:
-        print(f"processes that the reward leaves behind may outlive it: {error}", file=sys.stderr)
+        print(f"processes that the reward started may outlive it: {error}", file=sys.stderr)
 
 
 def children():
@@ -65,7 +66,7 @@ def children():
 
 
 def end_descendants():
-    """Kills children until there is none: those of a child that dies become children."""
+    """Kills children until there are none. The children of a dead child become children of this process."""
     while True:
         for pid in children():
             os.kill(pid, signal.SIGKILL)
@@ -76,7 +77,7 @@ def end_descendants():
 
 
 def ended(child):
-    """The status of `child` once it has ended; reaps every other that has."""
+    """The status of `child` if it has ended. Also reaps all other children that have ended."""
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == child:
@@ -86,8 +87,8 @@ def ended(child):
 
 
 def run_user_code_in_a_child(streams):
-    """Returns in a child, where the user's code runs. This process waits for its end, the trainer's end or SIGTERM, then
-    kills all that the code has started, and ends as the child did."""
+    """Forks, and returns in the child, which runs the user's code. This process waits until the child or the trainer ends,
+    or for SIGTERM. Then it kills all descendants, and ends with the status of the child."""
     watched = {signal.SIGCHLD, signal.SIGTERM}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
@@ -116,7 +117,7 @@ def run_user_code_in_a_child(streams):
 
 
 class Unusable(Exception):
-    """The file or the function cannot be used: said without a traceback."""
+    """The file or the function cannot be used. Reported without a traceback."""
 
 
 def style_of(function):
@@ -141,10 +142,10 @@ def find(module, wanted):
     if wanted:
         function = getattr(module, wanted, None)
         if not callable(function):
-            raise Unusable(f"there is no function '{wanted}'")
+            raise Unusable(f"the file has no function '{wanted}'")
         style = style_of(function)
         if style is None:
-            raise Unusable(f"'{wanted}' has neither signature: {SIGNATURES}")
+            raise Unusable(f"'{wanted}' must have the signature {SIGNATURES}")
         return wanted, function, style
     found = {}
     for name, value in vars(module).items():
@@ -158,12 +159,12 @@ def find(module, wanted):
         (name, (function, style)), = found.items()
         return name, function, style
     if found:
-        raise Unusable(f"several functions could be meant: {', '.join(found)}; set reward.python.function")
-    raise Unusable(f"no function has a known signature: {SIGNATURES}")
+        raise Unusable(f"several functions have a known signature ({', '.join(found)}); set reward.python.function")
+    raise Unusable(f"no function has the signature {SIGNATURES}")
 
 
 def columns_of(request, label_argument, known=()):
-    """What a function may ask for by name: our own columns, and the fields of the rows, which win."""
+    """The arguments available by name: built-in columns, and the fields of the rows. If names collide, fields win."""
     columns = {
         "responses": request["responses"],
         "label": request["labels"],
@@ -183,7 +184,7 @@ def columns_of(request, label_argument, known=()):
 
 
 def as_trl(request):
-    """Prompts and completions in TRL's form: a row of messages has lists of messages for both."""
+    """Prompts and completions in TRL's form. For a row of messages, both are lists of messages."""
     prompts, completions = [], []
     for row, text, response in zip(request["rows"], request["prompts"], request["responses"]):
         prompt = row["prompt"]
@@ -198,7 +199,7 @@ EMPTY = {key: [] for key in
 
 
 def arguments(function, style, request, settings):
-    """Positional and named arguments; raises Unusable where the function requires what nobody has."""
+    """Positional and named arguments. Raises Unusable if the function requires an unknown argument."""
     columns = columns_of(request, settings["label_argument"], settings["columns"])
     known = ", ".join(columns)
     if style == "trl":
@@ -210,9 +211,9 @@ def arguments(function, style, request, settings):
         positional = [queries, request["prompts"], request["labels"]]
         filled = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:3]
         if len(filled) < 3 and not any(p.kind == p.VAR_POSITIONAL for p in parameters):
-            raise Unusable(f"it takes {len(filled)} arguments, not (queries, prompts, labels)")
+            raise Unusable(f"it must take (queries, prompts, labels), but its argument count is {len(filled)}")
         parameters = [p for p in parameters if p.name not in filled]
-        # The three were handed over already, under whatever names.
+        # These three were passed by position, under any names.
         for name in (*filled, "prompts", "labels"):
             columns.pop(name, None)
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
@@ -222,9 +223,9 @@ def arguments(function, style, request, settings):
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in columns
                and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if missing:
-        raise Unusable(f"it requires the argument '{missing[0]}', which nothing fills; known are {known}; "
-                       f"set reward.python.label_argument = \"{missing[0]}\" if it means the labels, "
-                       f"or keep the field in the shard: --keep-field {missing[0]}")
+        raise Unusable(f"there is no value for its argument '{missing[0]}'; available are {known}; "
+                       f"set reward.python.label_argument = \"{missing[0]}\" if it is the labels, "
+                       f"or keep the field in the shard with --keep-field {missing[0]}")
     return positional, named
 
 
@@ -234,7 +235,7 @@ def listed(value, count, what):
     if isinstance(value, numbers.Real) and count == 1:
         value = [value]
     if isinstance(value, (str, bytes, dict)) or not hasattr(value, "__iter__"):
-        raise TypeError(f"{what} is {type(value).__name__}, needed a list of {count} numbers")
+        raise TypeError(f"{what} must be a list of {count} numbers (got {type(value).__name__})")
     value = list(value)
     if len(value) != count:
         raise ValueError(f"{what} has {len(value)} entries for {count} responses")
@@ -249,17 +250,17 @@ def number(value, what):
     if value is None:
         return None
     if not isinstance(value, numbers.Real):
-        raise TypeError(f"{what} is {value!r:.80} of type {type(value).__name__}, needed a number")
+        raise TypeError(f"{what} must be a number (got {value!r:.80} of type {type(value).__name__})")
     value = float(value)
     if not math.isfinite(value):
-        raise ValueError(f"{what} is {value}, needed a finite number")
+        raise ValueError(f"{what} must be a finite number (got {value})")
     return value
 
 
 def rewards_of(value, count, style):
     rewards = [number(x, f"reward {i}") for i, x in enumerate(listed(value, count, "the result"))]
     if style != "trl" and None in rewards:
-        raise TypeError(f"reward {rewards.index(None)} is None; only TRL's signature may abstain")
+        raise TypeError(f"reward {rewards.index(None)} is None, but only a function with TRL's signature may abstain")
     return rewards
 
 
@@ -267,7 +268,7 @@ NOTED = set()
 
 
 def logged(value, count, name):
-    """Numbers for the logs: what is none is left out, said once per name on standard error."""
+    """Values for the logs. Values that are not numbers are left out, with one message per name on standard error."""
     if isinstance(value, numbers.Real) or (hasattr(value, "tolist") and getattr(value, "ndim", 1) == 0):
         value = [value] * count
     entries = []
@@ -278,7 +279,7 @@ def logged(value, count, name):
             entries.append(None)
             if name not in NOTED:
                 NOTED.add(name)
-                print(f"extra_logs['{name}'] is left out where it is no finite number: {error}", file=sys.stderr)
+                print(f"values of extra_logs['{name}'] that are not finite numbers are left out: {error}", file=sys.stderr)
     return entries
 
 
@@ -286,7 +287,7 @@ LOOP = []
 
 
 def waited(result):
-    """The result of a coroutine, too; all run on one loop, as some objects are bound to theirs."""
+    """Awaits a coroutine's result. All coroutines run on one loop, because some objects are bound to their loop."""
     if not inspect.isawaitable(result):
         return result
     import asyncio  # Slow to load, and seldom needed.
@@ -305,7 +306,7 @@ def answer(function, style, request, settings):
     extra = {}
     if isinstance(result, dict):
         if "rewards" not in result:
-            raise TypeError(f"the result is a dict without 'rewards', it has {sorted(map(str, result))[:8]}")
+            raise TypeError(f"the result must be a dict with 'rewards' (got {sorted(map(str, result))[:8]})")
         for name, value in (result.get("extra_logs") or {}).items():
             extra[str(name)] = logged(value, count, str(name))
         if result.get("scores") is not None:
@@ -318,11 +319,11 @@ def load(file):
     name = os.path.splitext(os.path.basename(file))[0]
     sys.path.insert(0, os.path.dirname(file))
     sys.argv = [file]
-    # The job's directory stays as the user made it.
+    # No bytecode is written into the job's directory.
     sys.dont_write_bytecode = True
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None:
-        raise Unusable("it is no Python file (its name must end in .py)")
+        raise Unusable("the name of a Python file must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -339,7 +340,7 @@ def find_function(module, settings):
 
 
 def why(error):
-    """The traceback of the user's own code: frames of this driver and of the import system say nothing to the user."""
+    """The traceback of the user's own code, without the frames of this driver and of the import system."""
     if isinstance(error, Unusable):
         return str(error)
     shown = traceback.TracebackException.from_exception(error)
@@ -358,7 +359,7 @@ def main():
         replies.write(json.dumps(message, allow_nan=False).encode() + b"\n")
         replies.flush()
 
-    # BaseException: a stray sys.exit() in the user's code is an answer too.
+    # BaseException, so that a stray sys.exit() in the user's code is also reported.
     find_it, answer_it = (find_environment, answer_turn) if settings["environment"] else (find_function, answer)
     try:
         name, function, style = find_it(load(settings["file"]), settings)

@@ -1,6 +1,6 @@
 
 
-# Environments: the part of this program that answers turns of responses.
+# Environments: the part of this program that answers turns.
 
 EPISODES = {}
 ENVIRONMENTS = ("a class with step(self, text), which may also have reset(self, prompt, label, **columns), "
@@ -30,10 +30,10 @@ def find_environment(module, settings):
     if wanted:
         value = getattr(module, wanted, None)
         if value is None:
-            raise Unusable(f"there is no class or function '{wanted}'")
+            raise Unusable(f"the file has no class or function '{wanted}'")
         style = environment_style(value)
         if style is None:
-            raise Unusable(f"'{wanted}' is no environment: {ENVIRONMENTS}")
+            raise Unusable(f"'{wanted}' must be {ENVIRONMENTS}")
         return wanted, value, style
     own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and n[0] != "_"}
     found = {n: environment_style(v) for n, v in own.items()}
@@ -42,13 +42,13 @@ def find_environment(module, settings):
         (name, style), = found.items()
         return name, own[name], style
     if found:
-        raise Unusable(f"several environments could be meant: {', '.join(found)}; "
+        raise Unusable(f"the file has several environments ({', '.join(found)}); "
                        "set reward.environment = { python = { file, function } }")
-    raise Unusable(f"there is no environment: {ENVIRONMENTS}")
+    raise Unusable(f"the file has no environment, which is {ENVIRONMENTS}")
 
 
 def called(function, positional, columns):
-    """Calls with the arguments that it asks for by name."""
+    """Calls `function` with the named arguments that it has."""
     parameters = parameters_of(function)
     rest = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][len(positional):]
     named = {p.name: columns[p.name] for p in rest if p.name in columns}
@@ -59,7 +59,7 @@ def called(function, positional, columns):
 
 
 class Episode:
-    """One response: the object that answers it, and how many turns it has seen."""
+    """One response: the object that answers it, and the number of turns it has seen."""
 
     def __init__(self, value, style, request):
         self.value, self.style, self.seen = value, style, 0
@@ -78,7 +78,7 @@ class Episode:
             begun = called(self.value.reset, [], self.columns)
         begun = begun.get("observation") if isinstance(begun, dict) else begun
         if begun is not None and begun != request["prompt"]:
-            raise ValueError("reset gave an observation of its own: a prompt is what the data has; return None")
+            raise ValueError("reset must return None or the prompt: prompts come from the data only")
 
     def step(self, request):
         before, turn = request["turns"][:self.seen], request["turns"][self.seen]
@@ -105,19 +105,19 @@ def first_of(result, names, default=None):
 
 
 def answered(result, so_far):
-    """What a step gave, in one form: feedback, reward, done, and numbers for the logs."""
+    """The result of a step in one form: feedback, reward, done, and values for the logs."""
     if isinstance(result, tuple) and len(result) == 3:
         result = dict(zip(("feedback", "reward", "done"), result))
     if not isinstance(result, dict):
-        raise TypeError(f"step gave {type(result).__name__}, needed (feedback, reward, done) or a dict")
+        raise TypeError(f"step must return (feedback, reward, done) or a dict (got {type(result).__name__})")
     unknown = not any(name in result for name in ("reward", "rewards", "done"))
     if unknown:
-        raise TypeError(f"step gave a dict without reward and done, it has {sorted(map(str, result))[:8]}")
+        raise TypeError(f"step must return a dict with reward or done (got {sorted(map(str, result))[:8]})")
     feedback = first_of(result, ("feedback", "environment_feedback"))
     whole = result.get("next_observation")
     if feedback is None and whole is not None:
         if not isinstance(whole, str) or not whole.startswith(so_far):
-            raise ValueError("next_observation does not begin with observation and action: what was drawn stays as it is")
+            raise ValueError("next_observation must begin with observation and action: sampled text cannot change")
         feedback = whole[len(so_far):]
     if feedback is None:
         feedback = ""
@@ -127,7 +127,7 @@ def answered(result, so_far):
         feedback = [feedback]
     kinds = {type(x) for x in feedback} if isinstance(feedback, (list, tuple)) else None
     if not (isinstance(feedback, str) or kinds is not None and kinds <= {int} or kinds == {dict}):
-        raise TypeError(f"feedback is {feedback!r:.80}, needed a text, a list of token ids or of messages")
+        raise TypeError(f"feedback must be a string, or a list of token ids or messages (got {feedback!r:.80})")
     logs = result.get("extra_logs") or result.get("extra") or {}
     extra = {str(name): logged(value, 1, str(name))[0] for name, value in logs.items()}
     reward = number(first_of(result, ("reward", "rewards"), 0.0), "the reward")
@@ -135,7 +135,7 @@ def answered(result, so_far):
 
 
 def answer_turn(value, style, request, _settings):
-    """The answer to the last of the turns; another process may have answered those before it: they are played again."""
+    """The answer to the last turn. Another process may have answered the earlier ones, so they are replayed."""
     for old in [key for key in EPISODES if key[0] != request["round"]]:
         del EPISODES[old]
     turns, key = request["turns"], (request["round"], request["episode"])
@@ -147,7 +147,7 @@ def answer_turn(value, style, request, _settings):
     try:
         answer = episode.step(request)
     except BaseException:
-        # Half a step may be done: the next attempt begins anew.
+        # Half a step may be done, so the next attempt starts again.
         del EPISODES[key]
         raise
     last = turns[-1]

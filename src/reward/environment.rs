@@ -1,7 +1,8 @@
-//! An environment: it answers each turn of a response with a text that the response goes on behind, or ends it, and rewards it. A user's
-//! Python file, or servers: POST `{"round", "episode", "prompt", "label", "source", "prompt_id", "sample", "row", "turns", "turns_max"}`,
-//! and `{"feedback", "reward", "done"}` comes back, with `extra` beside it for the logs. `turns` are all of the response so far, so
-//! that an answer needs no memory of the ones before: who has none plays them again.
+//! An environment. It answers each turn of a response with text to append, or ends the response, and rewards it. It is
+//! a user's Python file, or servers: POST `{"round", "episode", "prompt", "label", "source", "prompt_id", "sample",
+//! "row", "turns", "turns_max"}`. The reply is `{"feedback", "reward", "done"}`, with an optional `extra` for the logs.
+//! `turns` holds all turns of the response so far, so an environment can replay them and needs no memory of earlier
+//! ones.
 
 use super::http;
 use super::pool::{Failure, Output, Pool, Worker, rows_of};
@@ -19,10 +20,10 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-/// The turns of a response so far, the last of which is to be answered.
+/// The turns of a response so far. The last one has no answer yet.
 #[derive(Debug)]
 pub struct Turns {
-    /// Tells the phases of a run apart, within which an episode has one number.
+    /// Identifies a phase of a run. An episode keeps its number within a phase.
     pub round: u64,
     pub episode: usize,
     pub prompt: Prompt,
@@ -33,15 +34,15 @@ pub struct Turns {
 
 #[derive(Clone, Debug, Serialize)]
 pub struct Turn {
-    /// Without special tokens.
+    /// The text without special tokens.
     pub text: String,
     pub tokens: Vec<u32>,
     pub finish: &'static str,
-    /// What was written behind it, as text; none where it is not answered yet.
+    /// The text that was appended after it. `None` if it has no answer yet.
     pub feedback: Option<String>,
 }
 
-/// What an environment says to a turn.
+/// The answer of an environment to a turn.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub struct Reply {
     #[serde(default)]
@@ -52,9 +53,9 @@ pub struct Reply {
     pub done: bool,
     #[serde(default)]
     extra: BTreeMap<String, Option<f64>>,
-    /// What a server says in place of all else.
+    /// An error, which a server may send instead of everything else.
     error: Option<Value>,
-    /// Why it says nothing.
+    /// The reason why there is no answer.
     #[serde(skip)]
     pub failed: Option<String>,
 }
@@ -64,7 +65,7 @@ pub struct Reply {
 pub enum Feedback {
     Text(String),
     Tokens(Vec<u32>),
-    /// For the chat template.
+    /// Messages for the chat template.
     Messages(Vec<Map<String, Value>>),
 }
 
@@ -95,7 +96,7 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// Starts it far enough to know that it is there. Paths are relative to `base_dir`.
+    /// Starts the environment, to check that it can be used. Paths are relative to `base_dir`.
     pub fn new(
         reward: &RewardConfig,
         config: &EnvironmentConfig,
@@ -114,7 +115,7 @@ impl Environment {
         Ok(Self { pool, asked: Vec::new(), turns_max: config.turns_max })
     }
 
-    /// Hands a turn over, and does not wait; its place.
+    /// Sends a turn without waiting, and returns its position.
     pub fn push(&mut self, turns: Turns) -> usize {
         let place = self.asked.len();
         self.asked.push(Some(Arc::new(turns)));
@@ -124,25 +125,25 @@ impl Environment {
         place
     }
 
-    /// What has come since the last call, by places; waits for a first answer until `until`.
+    /// The answers since the last call, with their positions. Waits for a first answer until `until`.
     ///
     /// # Errors
-    /// `Service` where it failed after its retries and `reward.on_failure` is stop.
+    /// `Service` if it failed after its retries and `reward.on_failure` is stop.
     pub fn arrived(&mut self, until: Instant) -> Result<Vec<(usize, Reply)>> {
         self.pool.arrived(until)
     }
 
-    /// Forgets all turns.
+    /// Drops all turns.
     pub fn cancel(&mut self) {
         self.asked.clear();
         self.pool.cancel();
     }
 }
 
-/// The score of a response by what its environment gave for it.
+/// The score of a response, from the rewards of its environment.
 pub fn output(episode: Option<&Episode>) -> RewardOutput {
     let Some(Episode { reward, turns, extra, failed, .. }) = episode else {
-        return RewardOutput::failed("the response was not answered");
+        return RewardOutput::failed("the environment did not answer the response");
     };
     let mut extra = extra.clone();
     extra.insert("turns".to_string(), *turns as f32);
@@ -167,7 +168,7 @@ fn request(asked: &Turns, row: &RowFields) -> Map<String, Value> {
     request.as_object().cloned().unwrap_or_default()
 }
 
-/// Checks an answer whole before any of it is used.
+/// Checks the whole answer before any of it is used.
 fn reply(bytes: &[u8]) -> std::result::Result<Reply, String> {
     let reply: Reply = parse(bytes)?;
     if let Some(error) = &reply.error {
@@ -175,7 +176,7 @@ fn reply(bytes: &[u8]) -> std::result::Result<Reply, String> {
     }
     match reply.reward {
         Some(reward) if !(reward as f32).is_finite() => {
-            Err(format!("the reward is {reward:e}, beyond the range of f32"))
+            Err(format!("the reward is out of the range of f32 ({reward:e})"))
         }
         _ => Ok(reply),
     }

@@ -1,6 +1,6 @@
-//! A service as a reward, by OpenRLHF's protocol: POST `{"query", "prompts", "labels"}`, each with one entry a response, and the
-//! fields of the rows under their names; `{"rewards"}` comes back, with `scores` and `extra_logs` beside it where the service
-//! has numbers for the logs.
+//! A service as a reward, by OpenRLHF's protocol: POST `{"query", "prompts", "labels"}`, each with one entry per
+//! response, and the fields of the rows under their names. The reply is `{"rewards"}`, with optional `scores` and
+//! `extra_logs` for the logs.
 
 use super::pool::{Asked, Failure, Lookup, RewardContext, Worker, reply_bytes_max, retried, rows_of};
 use super::reply::{self, printable};
@@ -17,14 +17,14 @@ use std::time::Duration;
 use ureq::Agent;
 use ureq::http::{StatusCode, Uri};
 
-/// Names of the protocol: fields of rows that are called so are not sent.
+/// Names of the protocol. Fields of rows with these names are not sent.
 const OWN: [&str; 3] = ["query", "prompts", "labels"];
-/// How long a server may take to take a connection at the start.
+/// The maximum time to connect to a server at the start.
 const CONNECT: Duration = Duration::from_secs(10);
-/// What is shown of an answer that is an error.
+/// The maximum length of an error answer in a message.
 const TEXT_CHARS_MAX: usize = 400;
 
-/// One connection at a time to the servers of a reward: another one after each attempt that failed.
+/// One connection at a time to the servers of a reward. After each failed attempt it moves to the next server.
 pub struct HttpWorker {
     agent: Agent,
     urls: Arc<[String]>,
@@ -34,16 +34,16 @@ pub struct HttpWorker {
     columns: Vec<String>,
 }
 
-/// `reward.workers` of them for each URL.
+/// `reward.workers` workers for each URL.
 ///
 /// # Errors
-/// `Service` where a server takes no connection.
+/// `Service` if a server does not accept connections.
 pub fn workers(config: &RewardConfig, urls: &[String], context: &RewardContext) -> Result<Vec<HttpWorker>> {
     if !context.offline {
         urls.iter().try_for_each(|url| connect(config, url))?;
     }
     let timeout = Duration::from_secs_f64(config.timeout_s);
-    // A server may close what it thinks is idle: each request has a connection of its own.
+    // A server may close idle connections, so each request has its own connection.
     let agent: Agent = Agent::config_builder()
         .timeout_global(Some(timeout))
         .http_status_as_error(false)
@@ -66,12 +66,12 @@ pub fn workers(config: &RewardConfig, urls: &[String], context: &RewardContext) 
     Ok((0..config.workers * urls.len()).map(worker).collect())
 }
 
-/// Opens and closes a connection: a server that is not there is named before work starts.
+/// Opens and closes a connection, so that an unreachable server is reported before work starts.
 fn connect(config: &RewardConfig, url: &str) -> Result<()> {
-    let uri: Uri = url.parse().map_err(|e| Error::usage(format!("reward.http = \"{url}\" is no URL: {e}")))?;
+    let uri: Uri = url.parse().map_err(|e| Error::usage(format!("reward.http = \"{url}\" is not a URL: {e}")))?;
     let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
     let attempt = || {
-        let mut why = "its name has no address".to_string();
+        let mut why = "its host name has no address".to_string();
         for address in (host, uri.port_u16().unwrap_or(80)).to_socket_addrs().map_err(|e| e.to_string())? {
             match TcpStream::connect_timeout(&address, CONNECT) {
                 Ok(_) => return Ok(()),
@@ -81,8 +81,8 @@ fn connect(config: &RewardConfig, url: &str) -> Result<()> {
         Err(Failure::from(why))
     };
     retried(config.retries, attempt).map_err(|(Failure { why, .. }, times)| {
-        Error::service(format!("reward.http = \"{url}\" takes no connection in {times}: {why}"))
-            .hint("start the server before the job, and name it as the nodes of the job reach it")
+        Error::service(format!("reward.http = \"{url}\" does not accept connections ({times}): {why}"))
+            .hint("start the server before the job, and use an address that the nodes of the job can reach")
     })
 }
 
@@ -98,7 +98,8 @@ impl Worker for HttpWorker {
 }
 
 impl HttpWorker {
-    /// What `read` makes of the answer to `body`, by the server whose turn it is: after a failure by the next one.
+    /// Sends `body` to the current server and returns the result of `read` on its answer. After a failure the next
+    /// server is used.
     pub(super) fn exchange<T>(
         &mut self,
         body: &[u8],
@@ -130,11 +131,11 @@ impl HttpWorker {
         }
         let text: String = printable(&String::from_utf8_lossy(&bytes)).chars().take(TEXT_CHARS_MAX).collect();
         let why = match location {
-            Some(to) => format!("it answered {status}: redirects are not followed, this one leads to {to}"),
+            Some(to) => format!("it answered {status} with a redirect to {to}, but redirects are not followed"),
             None if text.is_empty() => format!("it answered {status}"),
             None => format!("it answered {status}: {text}"),
         };
-        // A request that is refused as such will be refused again.
+        // A request that was rejected as invalid would be rejected again.
         let waits = matches!(status, StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_MANY_REQUESTS);
         Err(Failure { why, again: status.is_server_error() || waits, late: false })
     }
@@ -143,14 +144,14 @@ impl HttpWorker {
         let late = matches!(error, ureq::Error::Timeout(_));
         let why = match error {
             ureq::Error::Timeout(_) => format!("no answer within {} s", self.timeout.as_secs_f64()),
-            ureq::Error::BodyExceedsLimit(_) => "it wrote more than an answer can be".to_string(),
+            ureq::Error::BodyExceedsLimit(_) => "its answer exceeds the maximum size".to_string(),
             other => printable(&other.to_string()),
         };
         Failure { why, again: true, late }
     }
 }
 
-/// The request. A field that a row lacks is null there.
+/// The request body. A field that a row lacks is null.
 fn body(asked: &[Arc<Asked>], rows: &[RowFields], columns: &[String]) -> Vec<u8> {
     let list = |of: &dyn Fn(&Asked) -> String| Value::from(asked.iter().map(|one| of(one)).collect::<Vec<_>>());
     let mut body = Map::new();
@@ -171,15 +172,15 @@ fn outputs(bytes: &[u8], count: usize) -> std::result::Result<Vec<RewardOutput>,
     let reply: Map<String, Value> = reply::parse(bytes)?;
     let Some(found) = reply.get("rewards") else {
         let has: Vec<&String> = reply.keys().take(8).collect();
-        return Err(format!("it answered without \"rewards\", with {has:?}"));
+        return Err(format!("its answer has no \"rewards\", only {has:?}"));
     };
     let shown = |value: &Value| value.to_string().chars().take(80).collect::<String>();
     if !found.is_array() && count != 1 {
-        return Err(format!("rewards is {}, needed a list of {count} numbers", shown(found)));
+        return Err(format!("rewards must be a list of {count} numbers (got {})", shown(found)));
     }
     let mut rewards = Vec::with_capacity(count);
     for (i, value) in listed(found, count).into_iter().enumerate() {
-        rewards.push(Some(number(value).ok_or_else(|| format!("reward {i} is {}, needed a number", shown(value)))?));
+        rewards.push(Some(number(value).ok_or_else(|| format!("reward {i} must be a number (got {})", shown(value)))?));
     }
     let logs = reply.get("extra_logs").and_then(Value::as_object).into_iter().flatten();
     let logs = logs.map(|(name, values)| (name.clone(), values));
@@ -191,12 +192,12 @@ fn outputs(bytes: &[u8], count: usize) -> std::result::Result<Vec<RewardOutput>,
     reply::outputs(rewards, extra, count)
 }
 
-/// The entries of a list; a single value stands for all.
+/// The entries of a list. A single value counts for all responses.
 fn listed(value: &Value, count: usize) -> Vec<&Value> {
     value.as_array().map_or_else(|| vec![value; count], |all| all.iter().collect())
 }
 
-/// Also of a list of one, as rows of a tensor are, and of true and false.
+/// Accepts a list of one number, like the rows of a tensor, and true and false.
 fn number(value: &Value) -> Option<f64> {
     match value {
         Value::Array(one) if one.len() == 1 => number(&one[0]),

@@ -1,24 +1,24 @@
-//! Several rewards as one score.
+//! Mixing of several rewards into one score.
 
 use crate::error::{Error, Result};
 use crate::experience::Prompt;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// What the rewards say about one response.
+/// The result of the rewards for one response.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Scored {
     pub score: f32,
-    /// The score of each reward by its name, before mixing; without those that abstained.
+    /// The score of each reward by its name, before mixing, except rewards that abstained.
     pub parts: BTreeMap<String, f32>,
-    /// Named numbers for the logs; a name may be missing where it has no number.
+    /// Named values for the logs. A name without a value is missing.
     pub extra: BTreeMap<String, f32>,
-    /// Why there is no score: a reward failed on this response.
+    /// The reason why there is no score: a reward failed on this response.
     pub failed: Option<String>,
 }
 
 impl Scored {
-    /// The sum of two mixtures; failed where either is.
+    /// The sum of two mixtures. It failed if either failed.
     #[must_use]
     pub fn plus(mut self, other: Self) -> Self {
         self.score += other.score;
@@ -32,19 +32,19 @@ impl Scored {
 /// The score of one reward for one response, before mixing.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RewardOutput {
-    /// None: this reward abstains.
+    /// `None` if this reward abstains.
     pub score: Option<f32>,
     pub extra: BTreeMap<String, f32>,
-    /// Why it has no score, where it should have one.
+    /// The reason why it has no score, if it failed.
     pub failed: Option<String>,
 }
 
-/// score_i = sum over the rewards that do not abstain of weight * score. Abstention takes a reward out of the sum;
-/// weights are not rescaled (as TRL does). `parts` are (name, weight); `outputs[reward][response]`.
+/// Computes score_i = sum over the rewards that do not abstain of weight * score. A reward that abstains is left out of
+/// the sum, and weights are not rescaled (as in TRL). `parts` are (name, weight); `outputs[reward][response]`.
 ///
-/// Where all abstain the score is 0, if there are `others` that score; else that is an error.
+/// If all abstain, the score is 0 if there are `others` that score. Otherwise that is an error.
 ///
-/// With several rewards, `extra` holds each reward's score under its name and its own extras as `NAME_KEY`.
+/// With several rewards, `extra` holds each reward's score under its name, and its own extra values as `NAME_KEY`.
 pub fn mix(
     parts: &[(&str, f32)],
     outputs: Vec<Vec<RewardOutput>>,
@@ -76,11 +76,13 @@ pub fn mix(
         let id = prompts[i].id;
         let Some(sum) = sum.or(others.then_some(0.0)) else {
             return Err(Error::service(format!("every reward abstained from a response to prompt {id}"))
-                .hint("a function may return None only where another reward scores the response"));
+                .hint("return None only if another reward scores the response"));
         };
         scored[i].score = sum as f32;
         if !scored[i].score.is_finite() {
-            return Err(Error::service(format!("the rewards of a response to prompt {id} sum to {sum:e}")));
+            return Err(Error::service(format!(
+                "the sum of rewards of a response to prompt {id} is out of the range of f32 ({sum:e})"
+            )));
         }
     }
     Ok(scored)

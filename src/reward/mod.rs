@@ -1,7 +1,7 @@
-//! Scores of responses: rules on the text, a user's Python file, a service, and mixtures of them. A response goes to them as soon
-//! as it is finished.
+//! Scores of responses: rules on the text, a user's Python file, a service, and mixtures of them. Each response is sent
+//! to them as soon as it is finished.
 //!
-//! A reward that fails is an error: there is no score that nobody gave.
+//! A reward that fails is an error. No score is ever made up.
 
 pub mod environment;
 mod http;
@@ -26,11 +26,11 @@ use std::time::{Duration, Instant};
 #[derive(Debug)]
 pub struct Reward {
     parts: Vec<Part>,
-    /// Whether reward models score beside them.
+    /// Whether reward models score in addition.
     has_models: bool,
-    /// Factors in the sum by name, those of reward models included.
+    /// Weights in the sum by name, including reward models.
     weights: BTreeMap<String, f32>,
-    /// The responses of this round, by their places.
+    /// The responses of this round, by position.
     asked: Vec<Option<Arc<Asked>>>,
 }
 
@@ -44,14 +44,14 @@ struct Part {
 #[derive(Debug)]
 enum Source {
     Rule(Box<rules::Rule>),
-    /// Scores turns while the response is drawn.
+    /// Scores turns during sampling.
     Environment,
     Pool(Box<Pool>),
 }
 
 impl Reward {
-    /// Checks the configuration, compiles patterns, starts each Python file far enough to know its function, and connects to each
-    /// server once. Paths are relative to `base_dir`, the job file's directory. A job that needs no reward may name none.
+    /// Checks the configuration, compiles patterns, starts each Python file to find its function, and connects to each
+    /// server once. Paths are relative to `base_dir`, the job file's directory. Jobs that need no reward may have none.
     pub fn new(config: &RewardConfig, base_dir: &Path, context: &RewardContext) -> Result<Self> {
         if config.is_set() {
             config.check()?;
@@ -97,8 +97,8 @@ impl Reward {
         &self.weights
     }
 
-    /// What a response answers, by which those that agree are counted: what the first rule that has an answer compares with the
-    /// label, none where it finds nothing; without such a rule the text, stripped.
+    /// The answer in a response, by which equal answers are counted: the text that the first rule with an answer
+    /// compares with the label, or `None` if it finds nothing. Without such a rule, the stripped text.
     pub fn answer(&self, text: &str) -> Option<String> {
         let rule = self.parts.iter().find_map(|part| match &part.source {
             Source::Rule(rule) if rule.has_answer() => Some(rule),
@@ -114,7 +114,7 @@ impl Reward {
         })
     }
 
-    /// Makes `count` more places for responses of this round; the first of them.
+    /// Reserves `count` more positions for responses of this round, and returns the first.
     pub fn expect(&mut self, count: usize) -> usize {
         let first = self.asked.len();
         self.asked.resize(first + count, None);
@@ -122,7 +122,7 @@ impl Reward {
         first
     }
 
-    /// Hands a response that is finished to its rewards, and does not wait.
+    /// Sends a finished response to its rewards, and does not wait.
     pub fn push(&mut self, place: usize, prompt: &Prompt, response: &Response) {
         let Self { parts, asked, .. } = self;
         asked[place] = Some(Arc::new(Asked { prompt: prompt.clone(), response: response.clone() }));
@@ -133,7 +133,7 @@ impl Reward {
         }
     }
 
-    /// Those that are expected from now on are not scored in one call with these.
+    /// Ends the current requests: later responses are not scored in one call with these.
     pub fn flush(&mut self) {
         for part in &mut self.parts {
             if let Source::Pool(pool) = &mut part.source {
@@ -142,22 +142,22 @@ impl Reward {
         }
     }
 
-    /// Whether all responses are scored, or nothing more will be; waits for that until `until`. Behind a `flush`.
+    /// Waits until `until`. Returns whether all responses are scored, or no more will be. Call `flush` before.
     pub fn wait(&mut self, until: Instant) -> bool {
         self.pools().all(|pool| pool.wait(until)) || self.has_failed()
     }
 
-    /// Whether `finish` will be an error.
+    /// Whether `finish` will return an error.
     pub fn has_failed(&mut self) -> bool {
         self.pools().any(|pool| pool.has_failed())
     }
 
-    /// The scores in the order of places, after `wait` was true. The next round begins. With several rewards `extra` also holds
-    /// the score of each under its name; without any all are 0.
+    /// The scores in the order of positions, after `wait` returned true. Then the next round begins. With several
+    /// rewards, `extra` also holds the score of each under its name. Without rewards all scores are 0.
     ///
     /// # Errors
-    /// `Service` where a function or a service failed after its retries, or every reward abstained from a response; `Data`
-    /// where a rule needs a label that a prompt does not have.
+    /// `Service` if a function or a service failed after its retries, or every reward abstained from a response. `Data`
+    /// if a rule needs a label that a prompt does not have.
     pub fn finish(&mut self) -> Result<Vec<Scored>> {
         let asked = std::mem::take(&mut self.asked);
         let asked = asked.iter().map(|asked| asked.as_deref().expect("each was handed over"));
@@ -182,16 +182,16 @@ impl Reward {
         mixture::mix(&names, outputs, &prompts, self.has_models)
     }
 
-    /// Forgets the responses of this round.
+    /// Drops the responses of this round.
     pub fn cancel(&mut self) {
         self.asked.clear();
         self.pools().for_each(Pool::cancel);
     }
 
-    /// Scores `responses[i]` to `prompts[i]`, in that order, as `finish` does.
+    /// Scores `responses[i]` to `prompts[i]`, in that order, like `finish`.
     ///
     /// # Panics
-    /// Where the two slices differ in length.
+    /// If the two slices differ in length.
     pub fn score(&mut self, prompts: &[&Prompt], responses: &[&Response]) -> Result<Vec<Scored>> {
         assert_eq!(prompts.len(), responses.len(), "one prompt per response");
         let first = self.expect(prompts.len());

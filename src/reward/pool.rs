@@ -1,5 +1,5 @@
-//! Responses on their way to what scores them. Threads ask, one request at a time each, while others are drawn; they touch
-//! neither MPI nor a device.
+//! Transfer of responses to their rewards. Threads send one request at a time each, while other responses are sampled.
+//! They use neither MPI nor a device.
 
 use crate::config::reward::{OnFailure, RewardConfig};
 use crate::error::{Error, Result};
@@ -14,26 +14,26 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// An answer may be this long, and this much longer per response.
+/// The maximum bytes of an answer, and the additional bytes per response.
 const REPLY_BYTES_MAX: usize = 1 << 20;
 const REPLY_BYTES_MAX_EACH: usize = 1 << 14;
-/// So many requests in a row without an answer in time, and what is left is not asked: the service is down, not a response bad.
+/// The number of consecutive timeouts after which no more requests are sent: the service is down, not a response bad.
 const LATE_MAX: u32 = 16;
 /// The longest pause before another attempt.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// What the end of the pool waits for the ends of child processes.
+/// The time that the pool waits for child processes at its end.
 const END: Duration = Duration::from_secs(5);
 
-/// What functions and services are given of a run.
+/// The context of a run for functions and services.
 #[derive(Default)]
 pub struct RewardContext {
     /// The row of a prompt, by its id.
     pub rows: Option<Lookup>,
     /// Fields that a row has besides the prompt.
     pub columns: Vec<String>,
-    /// Where what the functions print goes; nowhere, but for errors, where there is none.
+    /// The log file for the output of functions. Without one, only errors are kept.
     pub log: Option<PathBuf>,
-    /// Whether no server is asked: a job is only checked.
+    /// Whether servers are not contacted, because a job is only checked.
     pub offline: bool,
 }
 
@@ -46,13 +46,13 @@ pub struct Asked {
     pub response: Response,
 }
 
-/// Why an attempt gave nothing.
+/// The reason why an attempt failed.
 #[derive(Debug)]
 pub struct Failure {
     pub why: String,
-    /// Whether another attempt may do better.
+    /// Whether another attempt may succeed.
     pub again: bool,
-    /// Whether no answer came in time.
+    /// Whether the answer timed out.
     pub late: bool,
 }
 
@@ -62,12 +62,13 @@ impl From<String> for Failure {
     }
 }
 
-/// What a thread asks: a child process, a server.
+/// The target of a thread's requests: a child process or a server.
 pub trait Worker: Send + 'static {
     type Asked: Send + Sync + 'static;
     type Output: Output;
 
-    /// One output each, from one attempt with a deadline of its own; `given_up`: nobody waits for it any more.
+    /// Returns one output each, from one attempt with its own deadline. `given_up`: nothing waits for the result any
+    /// more.
     fn ask(
         &mut self,
         asked: &[Arc<Self::Asked>],
@@ -76,7 +77,7 @@ pub trait Worker: Send + 'static {
 }
 
 pub trait Output: Clone + Send + 'static {
-    /// There is none, for this reason.
+    /// A failed output, with the reason.
     fn failed(why: &str) -> Self;
 }
 
@@ -86,12 +87,12 @@ impl Output for RewardOutput {
     }
 }
 
-/// Bytes that an answer for `responses` may have.
+/// The maximum bytes of an answer for `responses`.
 pub fn reply_bytes_max(responses: usize) -> usize {
     REPLY_BYTES_MAX + responses * REPLY_BYTES_MAX_EACH
 }
 
-/// What the rows of the data hold beside the prompts.
+/// The fields of the data rows besides the prompts.
 pub fn rows_of<'a>(
     rows: Option<&Lookup>,
     prompts: impl Iterator<Item = &'a Prompt>,
@@ -100,7 +101,8 @@ pub fn rows_of<'a>(
     prompts.map(row).collect::<Result<_>>().map_err(|error| error.to_string())
 }
 
-/// What the first attempt that succeeds gives; else why the last one failed, and how many there were.
+/// Returns the result of the first successful attempt. If all fail, returns the failure of the last one, and the number
+/// of attempts.
 pub fn retried<T>(
     retries: u32,
     mut attempt: impl FnMut() -> std::result::Result<T, Failure>,
@@ -115,7 +117,7 @@ pub fn retried<T>(
             let plural = if attempts == 1 { "" } else { "s" };
             return Err((failure, format!("{attempts} attempt{plural}")));
         }
-        // A shared resource (a file system, a service) may need a moment.
+        // A shared resource (a file system, a service) may need some time.
         thread::sleep(PAUSE_MAX.min(Duration::from_millis(100) * attempts));
         attempts += 1;
     }
@@ -124,7 +126,7 @@ pub fn retried<T>(
 /// The requests of one reward.
 #[derive(Debug)]
 pub struct Pool<A = Asked, O = RewardOutput> {
-    /// As messages name it.
+    /// The name in messages.
     about: String,
     batch: usize,
     requests: Option<Sender<Request<A, O>>>,
@@ -132,13 +134,13 @@ pub struct Pool<A = Asked, O = RewardOutput> {
     round: Round<O>,
 }
 
-/// The responses that are scored together, by their places.
+/// The responses that are scored together, by position.
 #[derive(Debug)]
 struct Round<O> {
     shared: Arc<Shared>,
     reply: Sender<Reply<O>>,
     replies: Receiver<Reply<O>>,
-    /// In the order of places.
+    /// The requests in the order of positions.
     open: Vec<Open>,
     outputs: Vec<Option<O>>,
     missing: usize,
@@ -149,16 +151,16 @@ struct Round<O> {
 #[derive(Debug)]
 struct Open {
     places: Range<usize>,
-    /// Places that have no response yet.
+    /// The number of positions without a response.
     missing: usize,
-    /// No place is added to it.
+    /// Whether no more positions are added to it.
     is_full: bool,
 }
 
 #[derive(Debug, Default)]
 struct Shared {
     given_up: AtomicBool,
-    /// Requests without an answer in time since the last one with an answer.
+    /// The number of timeouts since the last answer.
     late: AtomicU32,
 }
 
@@ -170,7 +172,7 @@ struct Request<A, O> {
     reply: Sender<Reply<O>>,
 }
 
-/// The outputs of a request, or why the run has to stop.
+/// The outputs of a request, or the reason why the run has to stop.
 type Reply<O> = (Range<usize>, std::result::Result<Vec<O>, String>);
 
 impl<O> Default for Round<O> {
@@ -182,7 +184,7 @@ impl<O> Default for Round<O> {
 }
 
 impl<A: Send + Sync + 'static, O: Output> Pool<A, O> {
-    /// `batch`: responses of a request, 0 for all that are expected before a `flush`.
+    /// Starts the threads. `batch`: responses per request, 0 for all that are expected before a `flush`.
     pub fn new<W>(config: &RewardConfig, about: String, batch: usize, workers: Vec<W>) -> Result<Self>
     where
         W: Worker<Asked = A, Output = O>,
@@ -201,7 +203,7 @@ impl<A: Send + Sync + 'static, O: Output> Pool<A, O> {
         Ok(Self { about, batch, requests: Some(requests), threads, round: Round::default() })
     }
 
-    /// Makes `places` behind those that there are.
+    /// Adds the positions `places` after the existing ones.
     pub fn expect(&mut self, places: Range<usize>) {
         let round = &mut self.round;
         round.outputs.resize(places.end, None);
@@ -217,14 +219,14 @@ impl<A: Send + Sync + 'static, O: Output> Pool<A, O> {
         }
     }
 
-    /// `asked` holds the response of `place` now: sends its request, if that is full and missed no other one.
+    /// Called when `asked` holds the response of `place`: sends its request if it is full and complete.
     pub fn push(&mut self, place: usize, asked: &[Option<Arc<A>>]) {
         let i = self.round.open.partition_point(|open| open.places.end <= place);
         self.round.open[i].missing -= 1;
         self.send(i, asked);
     }
 
-    /// Takes the last request for full, as those that are expected next are not scored with it.
+    /// Treats the last request as full, because later responses are not scored with it.
     pub fn flush(&mut self, asked: &[Option<Arc<A>>]) {
         let Some(i) = self.round.open.iter().rposition(|open| !open.is_full) else { return };
         self.round.open[i].is_full = true;
@@ -238,11 +240,11 @@ impl<A: Send + Sync + 'static, O: Output> Pool<A, O> {
         }
         let (places, asked) = (places.clone(), asked[places.clone()].iter().flatten().cloned().collect());
         let (shared, reply) = (Arc::clone(&self.round.shared), self.round.reply.clone());
-        // Threads end with the pool only.
+        // Threads end only with the pool.
         let _ = self.requests.as_ref().map(|requests| requests.send(Request { places, asked, shared, reply }));
     }
 
-    /// Whether all is scored, or nothing more will be; waits for that until `until`.
+    /// Waits until `until`. Returns whether everything is scored, or nothing more will be.
     pub fn wait(&mut self, until: Instant) -> bool {
         let round = &mut self.round;
         while round.missing > 0 && round.failed.is_none() {
@@ -263,10 +265,10 @@ impl<A: Send + Sync + 'static, O: Output> Pool<A, O> {
         self.round.failed.is_some()
     }
 
-    /// The outputs in the order of places, after `wait` was true. The next round begins.
+    /// The outputs in the order of positions, after `wait` returned true. Then the next round begins.
     ///
     /// # Errors
-    /// `Service` where a request failed and `on_failure` is stop.
+    /// `Service` if a request failed and `on_failure` is stop.
     pub fn finish(&mut self) -> Result<Vec<O>> {
         let round = std::mem::take(&mut self.round);
         if let Some(why) = round.failed {
@@ -275,10 +277,10 @@ impl<A: Send + Sync + 'static, O: Output> Pool<A, O> {
         Ok(round.outputs.into_iter().map(|output| output.expect("all is scored")).collect())
     }
 
-    /// The outputs that have come since the last call, by their places; waits for the first one until `until`.
+    /// The outputs since the last call, with their positions. Waits for the first one until `until`.
     ///
     /// # Errors
-    /// `Service` where a request failed and `on_failure` is stop.
+    /// `Service` if a request failed and `on_failure` is stop.
     pub fn arrived(&mut self, until: Instant) -> Result<Vec<(usize, O)>> {
         let mut arrived = Vec::new();
         let mut next = self.round.replies.recv_timeout(until.saturating_duration_since(Instant::now())).ok();
@@ -290,12 +292,13 @@ impl<A: Send + Sync + 'static, O: Output> Pool<A, O> {
     }
 
     fn failure(&self, why: &str) -> Error {
-        Error::service(format!("{} failed in {why}", self.about)).hint(
-            "reward.timeout_s and reward.retries say how long and how often it is tried, reward.on_failure what follows",
+        Error::service(format!("{} failed after {why}", self.about)).hint(
+            "fix the reward, raise reward.timeout_s or reward.retries, or set reward.on_failure to continue after \
+             failures",
         )
     }
 
-    /// Forgets what is expected: what is asked now is not waited for.
+    /// Drops all expected responses, and does not wait for pending requests.
     pub fn cancel(&mut self) {
         self.round.shared.given_up.store(true, Ordering::SeqCst);
         self.round = Round::default();
@@ -303,7 +306,7 @@ impl<A: Send + Sync + 'static, O: Output> Pool<A, O> {
 }
 
 impl<A, O> Drop for Pool<A, O> {
-    /// Waits for the ends of child processes, but for no server.
+    /// Waits for child processes to end, but not for servers.
     fn drop(&mut self) {
         self.round.shared.given_up.store(true, Ordering::SeqCst);
         self.requests = None;
@@ -314,7 +317,7 @@ impl<A, O> Drop for Pool<A, O> {
     }
 }
 
-/// Answers requests until the pool has ended.
+/// Processes requests until the pool has ended.
 fn serve<W: Worker>(
     mut worker: W,
     queue: &Mutex<Receiver<Request<W::Asked, W::Output>>>,
@@ -327,7 +330,7 @@ fn serve<W: Worker>(
         }
         let outputs = answer(&mut worker, &asked, &shared, (retries, on_failure));
         let has_failed = outputs.is_err();
-        // A round that is over has no receiver.
+        // A finished round has no receiver.
         let _ = reply.send((places, outputs));
         if has_failed {
             shared.given_up.store(true, Ordering::SeqCst);
@@ -335,7 +338,8 @@ fn serve<W: Worker>(
     }
 }
 
-/// Asks for all at once; where that fails and failures drop, for each by itself, and marks those that fail alone.
+/// Sends one request for all responses. If it fails and failed responses are dropped, sends one request for each
+/// response, and marks the ones that fail.
 fn answer<W: Worker>(
     worker: &mut W,
     asked: &[Arc<W::Asked>],
@@ -351,7 +355,7 @@ fn answer<W: Worker>(
         found
     };
     if shared.late.load(Ordering::SeqCst) >= LATE_MAX {
-        let why = format!("it is not asked any more, as {LATE_MAX} requests in a row had no answer in time");
+        let why = format!("no further requests are sent, because {LATE_MAX} requests in a row timed out");
         return Ok(vec![W::Output::failed(&why); asked.len()]);
     }
     let (Failure { why, late, .. }, times) = match retried(retries, || attempt(asked)) {

@@ -1,7 +1,7 @@
-//! A user's Python function as a reward, in a child process that may die, hang or talk nonsense.
+//! A user's Python function as a reward, in a child process that may die, hang or send invalid output.
 //!
-//! The child (`driver.py`) is asked one JSON line per request and answers with one. Whatever goes wrong, the child and all its
-//! descendants are killed, and the next attempt has a fresh one.
+//! The child (`driver.py`) reads one JSON line per request and answers with one line. After any failure the child and
+//! all its descendants are killed, and the next attempt starts a new child.
 
 use super::pool::{Asked, Failure, Lookup, RewardContext, Worker, reply_bytes_max, retried, rows_of};
 use super::reply::{self, parse, printable};
@@ -20,7 +20,8 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 const DRIVER: &str = concat!(include_str!("driver.py"), include_str!("environment.py"), "\nmain()\n");
-/// What the child inherits: enough to find Python, its packages and caches, and nothing of MPI, Slurm or anyone's keys.
+/// The environment variables that the child inherits: enough to find Python, its packages and caches, but no variables
+/// of MPI or Slurm, and no credentials.
 const ENVIRONMENT: [&str; 16] = [
     "PATH",
     "HOME",
@@ -39,7 +40,7 @@ const ENVIRONMENT: [&str; 16] = [
     "XDG_CACHE_HOME",
     "HF_HOME",
 ];
-/// What hides GPUs of each maker from a child, and what shows it those of this rank.
+/// The variables that hide the GPUs of each vendor from a child, or show it the GPUs of this rank.
 const NO_GPU: [(&str, &str); 4] = [
     ("CUDA_VISIBLE_DEVICES", ""),
     ("HIP_VISIBLE_DEVICES", "-1"),
@@ -50,11 +51,11 @@ const STDERR_LINES_SHOWN: usize = 12;
 
 /// A Python file's reward function, or environment.
 struct Function {
-    /// Its key.
+    /// Its configuration key.
     key: &'static str,
     file: PathBuf,
     interpreter: PathBuf,
-    /// What the driver is told, in JSON.
+    /// The settings of the driver, in JSON.
     settings: String,
     pass_env: Vec<String>,
     gpu: bool,
@@ -64,14 +65,14 @@ struct Function {
     log: Option<PathBuf>,
 }
 
-/// A child that runs it, once it is needed.
+/// A worker, whose child is started when it is needed.
 pub struct PythonWorker {
     function: Arc<Function>,
     child: Option<LineChild>,
     requests: u64,
 }
 
-/// The first line of a child.
+/// The first output line of a child.
 #[derive(Deserialize)]
 struct Hello {
     function: Option<String>,
@@ -91,8 +92,8 @@ struct Rewards {
     extra: BTreeMap<String, Vec<Option<f64>>>,
 }
 
-/// `reward.workers` workers, and the name of the function (of an `environment` also of a class) and its file. Starts the first child,
-/// again where it fails, and learns which will be called.
+/// Creates `reward.workers` workers. Returns also the name of the function (or class, for an `environment`) and its
+/// file. Starts the first child, with retries, to find the function.
 pub fn workers(
     config: &RewardConfig,
     python: &PythonConfig,
@@ -105,15 +106,16 @@ pub fn workers(
     let started = retried(config.retries, || function.start(&AtomicBool::new(false)));
     let (name, child) = started.map_err(|(Failure { why, .. }, times)| {
         let hint = if why.contains("ModuleNotFoundError") {
-            "the interpreter lacks it: reward.python = { file = \"reward.py\", interpreter = \"venv/bin/python\" }"
+            "install the module, or use an interpreter that has it: reward.python = { file = \"reward.py\", \
+             interpreter = \"venv/bin/python\" }"
         } else if environment {
-            "a file needs a class with step(self, text), or step(observation, action, label, **kwargs)"
+            "define a class with step(self, text), or a function step(observation, action, label, **kwargs)"
         } else {
-            "a file needs reward_func(queries, prompts, labels) or f(prompts, completions, **columns)"
+            "define reward_func(queries, prompts, labels) or f(prompts, completions, **columns)"
         };
         Error::usage(format!("{} {}: {why}", function.key, file.display()))
             .hint(hint)
-            .also(&format!("see reward.start_timeout_s and reward.retries: it was started in {times}"))
+            .also(&format!("raise reward.start_timeout_s or reward.retries (it failed after {times})"))
     })?;
     let mut child = Some(child);
     let worker = |_| PythonWorker { function: Arc::clone(&function), child: child.take(), requests: 0 };
@@ -121,7 +123,8 @@ pub fn workers(
 }
 
 impl PythonWorker {
-    /// What `read` makes of the child's answer to `request`; after a failure the child is another one.
+    /// Sends `request` to the child and returns the result of `read` on its answer. After a failure the child is
+    /// replaced.
     pub(super) fn exchange<T>(
         &mut self,
         mut request: Map<String, Value>,
@@ -147,7 +150,7 @@ impl PythonWorker {
             return Err(printable(&error).into());
         }
         if reply.id != self.requests {
-            return Err(format!("it answered request {}, asked was {}", reply.id, self.requests).into());
+            return Err(format!("it answered request {} instead of {}", reply.id, self.requests).into());
         }
         let found = read(&answer)?;
         self.child = Some(child);
@@ -183,15 +186,15 @@ impl Function {
     ) -> Result<Self> {
         let key = if environment { "reward.environment" } else { "reward.python" };
         if python.file.is_empty() {
-            return Err(Error::usage(format!("{key} names no file")).hint(format!("set {key} = \"file.py\"")));
+            return Err(Error::usage(format!("{key} must name a file")).hint(format!("set {key} = \"file.py\"")));
         }
         let path = base_dir.join(&python.file);
         let file = path.canonicalize().map_err(|e| {
             Error::usage(format!("{key}: cannot find {}: {e}", path.display()))
-                .hint("the path is relative to the job file")
+                .hint("check the path, which is relative to the job file")
         })?;
         if !file.is_file() {
-            return Err(Error::usage(format!("{key}: {} is no file", file.display())));
+            return Err(Error::usage(format!("{key}: {} is not a file", file.display())));
         }
         // A bare name is looked up in PATH; a path is relative to the job file, like all paths.
         let interpreter = if python.interpreter.contains('/') {
@@ -201,7 +204,7 @@ impl Function {
             PathBuf::from(&python.interpreter)
         };
         let Some(file_name) = file.to_str() else {
-            return Err(Error::usage(format!("{key}: {} is not UTF-8", file.display())));
+            return Err(Error::usage(format!("{key}: the path {} must be UTF-8", file.display())));
         };
         let settings = json!({
             "file": file_name,
@@ -225,7 +228,7 @@ impl Function {
         })
     }
 
-    /// Starts a child; the name of its function, and the child.
+    /// Starts a child. Returns the name of its function, and the child.
     fn start(&self, given_up: &AtomicBool) -> std::result::Result<(String, LineChild), Failure> {
         let (mut child, wait) = (self.spawn()?, self.start_timeout);
         let line = child
@@ -235,7 +238,7 @@ impl Function {
         match (hello.error, hello.function) {
             (Some(error), _) => Err(printable(&error).into()),
             (None, Some(function)) => Ok((function, child)),
-            (None, None) => Err(with_stderr(&mut child, "it named no function".into()).into()),
+            (None, None) => Err(with_stderr(&mut child, "it did not name a function".into()).into()),
         }
     }
 
@@ -282,7 +285,7 @@ fn describe(child: &mut LineChild, broken: &Broken, doing: &str, timeout: Durati
         Broken::Ended(Some(status)) => format!("its process ended while {doing} ({status})"),
         Broken::Ended(None) => format!("it closed its output while {doing}"),
         Broken::Deadline => format!("no answer within {} s while {doing}", timeout.as_secs_f64()),
-        Broken::TooLong => format!("it wrote more than an answer can be while {doing}"),
+        Broken::TooLong => format!("its answer exceeds the maximum size while {doing}"),
         Broken::Io(e) => format!("its pipes failed while {doing}: {e}"),
     };
     let late = matches!(broken, Broken::Deadline);
@@ -291,5 +294,5 @@ fn describe(child: &mut LineChild, broken: &Broken, doing: &str, timeout: Durati
 
 fn with_stderr(child: &mut LineChild, message: String) -> String {
     let lines = child.stderr_lines(STDERR_LINES_SHOWN);
-    if lines.is_empty() { message } else { format!("{message}\nits last words were:\n  {}", lines.join("\n  ")) }
+    if lines.is_empty() { message } else { format!("{message}\nits last output was:\n  {}", lines.join("\n  ")) }
 }

@@ -13,7 +13,7 @@ use crate::reward::RewardOutput;
 pub struct Rule {
     config: RuleConfig,
     extract: Option<Regex>,
-    /// None where the pattern holds `{label}` and is compiled per prompt, or the rule has none.
+    /// `None` if the pattern contains `{label}` and is compiled per prompt, or if the rule has no pattern.
     pattern: Option<Regex>,
     numbers: Regex,
 }
@@ -34,7 +34,7 @@ impl Rule {
         }
         for (key, x) in [("right", config.right), ("wrong", config.wrong), ("tolerance", config.tolerance as f32)] {
             if !x.is_finite() {
-                return Err(Error::usage(format!("reward.rule.{key} is {x}, needed a finite number")));
+                return Err(Error::usage(format!("reward.rule.{key} must be a finite number (got {x})")));
             }
         }
         if config.tolerance < 0.0 || config.tokens_min > config.tokens_max {
@@ -42,7 +42,7 @@ impl Rule {
         }
         let extract = if config.extract.is_empty() { None } else { Some(compile("extract", &config.extract, false)?) };
         let pattern = if needs_pattern {
-            // Also proves that a pattern with a label compiles.
+            // Also checks that a pattern with a label compiles.
             let compiled = compile_pattern(config, "label")?;
             if config.pattern.contains(LABEL) { None } else { Some(compiled) }
         } else {
@@ -53,7 +53,7 @@ impl Rule {
         Ok(Self { config: config.clone(), extract, pattern, numbers })
     }
 
-    /// `right` where the rule holds, `wrong` where it does not, per response.
+    /// Scores each response: `right` if the rule holds, `wrong` if not.
     pub fn score(&self, prompts: &[&Prompt], responses: &[&Response]) -> Result<Vec<RewardOutput>> {
         let score = |(prompt, response): (&&Prompt, &&Response)| {
             let score = Some(self.score_one(prompt, response)?);
@@ -90,23 +90,23 @@ impl Rule {
         Ok(if holds { config.right } else { config.wrong })
     }
 
-    /// Whether it compares a text or a number of the response with the label.
+    /// Whether the rule compares a text or a number of the response with the label.
     pub fn has_answer(&self) -> bool {
         matches!(self.config.kind, RuleKind::Exact | RuleKind::Number)
     }
 
-    /// That text, or the number in its shortest form; none where there is none.
+    /// The compared text, or the number in its shortest form. `None` if there is none.
     pub fn compared(&self, text: &str) -> Option<String> {
         let answer = self.answer(text)?;
         match self.config.kind {
-            // No -0.
+            // Avoids -0.
             RuleKind::Number => self.last_number(answer).map(|x| (x + 0.0).to_string()),
             _ if self.config.ignore_case => Some(answer.to_lowercase()),
             _ => Some(answer.to_string()),
         }
     }
 
-    /// The part of the text that is judged; None where `extract` does not match.
+    /// The part of the text that is compared; `None` if `extract` does not match.
     fn answer<'a>(&self, text: &'a str) -> Option<&'a str> {
         let cut = match &self.extract {
             None => text,
@@ -142,7 +142,8 @@ impl Rule {
         Some(if minus && !subtracts { -magnitude } else { magnitude })
     }
 
-    /// Linear from `right` at the range's border to `wrong` at `tokens_slack` tokens outside it.
+    /// A score for the length: `right` within the range, falling linearly from its border to `wrong` at `tokens_slack`
+    /// tokens outside it.
     fn length(&self, tokens: usize) -> f32 {
         let config = &self.config;
         let outside = config.tokens_min.saturating_sub(tokens).max(tokens.saturating_sub(config.tokens_max));
@@ -165,7 +166,8 @@ fn label(prompt: &Prompt) -> Result<&str> {
     Ok(&prompt.label)
 }
 
-/// `regex` is searched for; `format` must match from end to end, and its `.` also matches line ends.
+/// Compiles the pattern. `regex` is searched for; `format` must match from end to end, and its `.` also matches line
+/// ends.
 fn compile_pattern(config: &RuleConfig, label: &str) -> Result<Regex> {
     let pattern = config.pattern.replace(LABEL, &regex::escape(label));
     let pattern = match config.kind {
@@ -177,7 +179,7 @@ fn compile_pattern(config: &RuleConfig, label: &str) -> Result<Regex> {
 
 fn compile(key: &str, pattern: &str, ignore_case: bool) -> Result<Regex> {
     RegexBuilder::new(pattern).case_insensitive(ignore_case).build().map_err(|e| {
-        Error::usage(format!("reward.rule.{key} is no regular expression: {e}"))
-            .hint("look-around and back-references do not exist here; reward.python can use Python's re")
+        Error::usage(format!("reward.rule.{key} is not a valid regular expression: {e}"))
+            .hint("avoid look-around and back-references, or use Python's re in reward.python")
     })
 }

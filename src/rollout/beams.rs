@@ -1,16 +1,19 @@
-//! Beam search: for each prompt the likeliest responses that a search of bounded width finds, as Hugging Face `generate` does it
-//! (`num_beams`, `do_sample=False`), token for token.
+//! Beam search: for each prompt the likeliest responses that a search of bounded width finds, token for token like
+//! Hugging Face `generate` (`num_beams`, `do_sample=False`).
 //!
-//! A step continues each of a prompt's N beams by its likeliest tokens and orders the continuations by their sums of
-//! log-probabilities. Those among the first N that end (end token, stop text, greatest length) are hypotheses of the score
+//! A step continues each of a prompt's N beams by its likeliest tokens, and orders the continuations by their sums of
+//! log-probabilities. Continuations among the first N that end (end token, stop text, maximum length) are hypotheses
+//! with the score
 //!
 //!     score = sum_t log p_t / n^length_penalty     (n new tokens)
 //!
-//! of which the N best are kept; the first N that do not end are the next beams (Wu et al., arXiv:1609.08144, section 7, has the
-//! idea of the length). Repetition penalty, biases and bans act on log-probabilities. Equal ones go by beam and token, lowest first.
+//! The N best hypotheses are kept. The first N continuations that do not end are the next beams. Wu et al.,
+//! arXiv:1609.08144, section 7, introduced the length penalty. Repetition penalty, biases and bans act on
+//! log-probabilities. Ties are broken by beam and token, lowest first.
 //!
-//! Beams hold their KV pages by reference: continuations of one beam share its pages, and the page that is written to is copied
-//! first where others hold it. A prompt starts when the pages of all its beams at their longest are there, so none is taken back.
+//! Beams hold their KV pages by reference. Continuations of one beam share its pages, and a page shared by others is
+//! copied before it is written. A prompt starts when the pages of all its beams at maximum length are available, so
+//! none is preempted.
 
 use super::Request;
 use super::blocks::{BlockPool, pages_of};
@@ -26,17 +29,17 @@ use argh::FromArgValue;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// How to search.
+/// Settings of a search.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Beams {
-    /// N: beams of a prompt, and the hypotheses that are kept.
+    /// N: the number of beams of a prompt, and of hypotheses kept.
     pub count: usize,
     pub early_stopping: EarlyStopping,
-    /// Above 0 it favours long responses, below 0 short ones.
+    /// Above 0 it favors long responses, below 0 short ones.
     pub length_penalty: f64,
 }
 
-/// When the search of a prompt with N hypotheses is over.
+/// The condition for ending the search of a prompt that has N hypotheses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromArgValue)]
 pub enum EarlyStopping {
     /// At once.
@@ -44,12 +47,13 @@ pub enum EarlyStopping {
     /// When the best beam, if it ended now, would not be better than the worst hypothesis.
     #[default]
     False,
-    /// When no beam can become better: with a positive length penalty its sum is divided by the greatest length.
+    /// When no beam can become better. With a positive length penalty, its sum is divided by the maximum length.
     Never,
 }
 
 impl Beams {
-    /// Continuations of a prompt that a step looks at: with N of them that do not end, whatever tokens end a response.
+    /// The number of continuations of a prompt that a step considers. N of them do not end, even if all end tokens are
+    /// among them.
     fn continuations(&self, request: &Request) -> usize {
         (1 + request.stop.tokens.len()).max(2) * self.count
     }
@@ -58,7 +62,7 @@ impl Beams {
         sum / (new_tokens as f64).powf(self.length_penalty) as f32
     }
 
-    /// Pages of all beams of a request at their longest, which share those that the prompt fills.
+    /// Pages of all beams of a request at maximum length. Beams share the pages that the prompt fills.
     pub(super) fn pages_max(&self, request: &Request) -> usize {
         let full = request.tokens.len() / PAGE;
         let all = pages_of(cached_tokens_max(request.tokens.len(), request.new_tokens_max));
@@ -68,7 +72,7 @@ impl Beams {
 
 struct Beam {
     live: Live,
-    /// Of the log-probabilities of its new tokens.
+    /// The sum of the log-probabilities of its new tokens.
     sum: f32,
     blocks: Vec<u32>,
 }
@@ -81,13 +85,13 @@ struct Hypothesis {
 
 /// The search of one prompt.
 struct Search {
-    /// Those that get its hypotheses, the best one first.
+    /// The requests that get its hypotheses, the best one first.
     requests: Range<usize>,
-    /// Equally long; one while the prompt is read.
+    /// The beams, equally long. One beam while the prompt is read.
     beams: Vec<Beam>,
     /// Tokens of each beam in the cache.
     past: usize,
-    /// Best first.
+    /// The hypotheses, best first.
     ended: Vec<Hypothesis>,
 }
 
@@ -107,7 +111,7 @@ pub(super) struct BeamRun<'a> {
     failed: Result<()>,
 }
 
-/// The requests of each prompt: those that stand together with the same tokens.
+/// The requests of each prompt: consecutive requests with the same tokens.
 pub(super) fn prompts(requests: &[Request]) -> impl Iterator<Item = Range<usize>> + '_ {
     let mut end = 0;
     requests.chunk_by(|a, b| a.prompt == b.prompt && a.tokens == b.tokens).map(move |same| {
@@ -118,7 +122,7 @@ pub(super) fn prompts(requests: &[Request]) -> impl Iterator<Item = Range<usize>
 
 impl<'a> BeamRun<'a> {
     /// # Errors
-    /// `Usage` where more hypotheses of a prompt are asked for than there are beams, or its beams do not fit the cache.
+    /// `Usage` if there are more requests of a prompt than beams, or if its beams do not fit the cache.
     pub fn new(
         model: Model<'a>,
         beams: Beams,
@@ -129,15 +133,20 @@ impl<'a> BeamRun<'a> {
         for range in prompts(requests) {
             let (wanted, request) = (range.len(), &requests[range.start]);
             let (id, count, pages) = (request.prompt_id, beams.count, beams.pages_max(request));
-            Error::need(wanted <= count, format!("prompt {id}: the best {wanted} of {count} beams are asked for"))?;
+            Error::need(
+                wanted <= count,
+                format!("prompt {id}: at most {count} responses from {count} beams are possible (got {wanted})"),
+            )?;
             if pages > limits.pages {
                 let tokens = request.tokens.len() + request.new_tokens_max;
                 let message = format!(
-                    "prompt {id}: {count} beams of up to {tokens} tokens need {pages} KV pages of {PAGE} tokens, the cache has {}",
+                    "prompt {id}: {count} beams of up to {tokens} tokens need {pages} KV pages of {PAGE} tokens, but \
+                     the cache has {}",
                     limits.pages
                 );
-                return Err(Error::usage(message)
-                    .hint("raise rollout.kv_bytes_max, or ask for fewer beams or shorter responses"));
+                return Err(
+                    Error::usage(message).hint("raise rollout.kv_bytes_max, or use fewer beams or shorter responses")
+                );
             }
         }
         Ok(Self {
@@ -173,7 +182,7 @@ impl<'a> BeamRun<'a> {
         while let Some(range) = self.waiting.front() {
             let request = &self.requests[range.start];
             let rows = (self.searches.len() + 1) * self.beams.count;
-            // Those that the searches may come to hold.
+            // Pages that the running searches may need.
             let held = self.searches.iter().map(|search| &self.requests[search.requests.start]);
             let pages: usize = held.chain([request]).map(|request| self.beams.pages_max(request)).sum();
             if !self.searches.is_empty() && (rows > self.limits.batch_max || pages > self.limits.pages) {
@@ -188,10 +197,10 @@ impl<'a> BeamRun<'a> {
         Ok(())
     }
 
-    /// One forward: a token of every beam, and prompt tokens within the budget; then the next beams of each prompt.
+    /// One forward: a token of every beam, and prompt tokens within the budget. Then the next beams of each prompt.
     fn step(&mut self, hooks: &mut Hooks) -> Result<()> {
         let mut budget = self.limits.prefill_tokens_max.max(1);
-        // Of each search the tokens that its beams are fed.
+        // The tokens of each search that this forward reads.
         let mut shares = Vec::with_capacity(self.searches.len());
         for search in &mut self.searches {
             let left = search.beams[0].live.tokens.len() - search.past;
@@ -232,7 +241,7 @@ impl<'a> BeamRun<'a> {
         Ok(())
     }
 
-    /// The likeliest tokens behind each beam of the searches whose share of the forward is complete.
+    /// The likeliest next tokens of each beam of the searches whose share of the forward is complete.
     fn best(&self, logits: &Tensor, shares: &[(usize, bool)]) -> Vec<Vec<Sampled>> {
         let complete = self.searches.iter().zip(shares).filter(|(_, (_, complete))| *complete);
         let (mut of_rows, mut most) = (Vec::with_capacity(logits.rows()), 1);
@@ -256,8 +265,8 @@ impl<'a> BeamRun<'a> {
         best.chunks_exact(n).map(<[Sampled]>::to_vec).collect()
     }
 
-    /// The beams that go on from those of `search` by the tokens `best` of each, with the numbers of the beams that they continue; none
-    /// where the search is over. What ends is kept as a hypothesis.
+    /// The beams that continue those of `search` by the tokens `best` of each, with the numbers of the beams that they
+    /// continue. Empty if the search is over. Beams that end are kept as hypotheses.
     fn advance(&self, search: &mut Search, best: &[Vec<Sampled>]) -> Result<Vec<(usize, Beam)>> {
         let Beams { count, early_stopping, length_penalty } = self.beams;
         let request = &self.requests[search.requests.start];
@@ -316,16 +325,14 @@ impl<'a> BeamRun<'a> {
         }
     }
 
-    /// Hands out the hypotheses of a search that is over.
+    /// Returns the hypotheses of a finished search.
     fn finish(&mut self, search: Search, hooks: &mut Hooks) -> Result<()> {
         let Search { requests, ended, .. } = search;
         let first = &self.requests[requests.start];
         if ended.len() < requests.len() {
             let (id, found, wanted) = (first.prompt_id, ended.len(), requests.len());
-            return Err(Error::usage(format!(
-                "prompt {id}: the search found {found} responses, {wanted} are asked for"
-            ))
-            .hint("ask for fewer, or for more beams"));
+            return Err(Error::usage(format!("prompt {id}: the search found {found} of {wanted} responses"))
+                .hint("use fewer responses or more beams"));
         }
         for (i, Hypothesis { mut live, score, finish }) in requests.zip(ended) {
             let mut response = live.finish(&self.requests[i], finish, self.model.tokenizer)?;
@@ -340,7 +347,7 @@ impl<'a> BeamRun<'a> {
     }
 }
 
-/// Makes `blocks` cover the tokens `fed`, in pages of its own where they are written.
+/// Makes `blocks` cover the tokens `fed`, with own pages for the tokens that are written.
 fn cover(pool: &mut BlockPool, model: Model, cache: &mut [KvLayer], blocks: &mut Vec<u32>, fed: Range<usize>) {
     const RESERVED: &str = "a search has reserved the pages of its beams";
     if let Some(page) = blocks.get_mut(fed.start / PAGE)

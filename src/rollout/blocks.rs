@@ -1,8 +1,8 @@
-//! Pages of the KV cache with reference counts: samples of one prompt share its full pages.
+//! Pages of the KV cache with reference counts. Samples of one prompt share its full pages.
 
 use crate::ops::attention::PAGE;
 
-/// Pages that `tokens` cached tokens take.
+/// The number of pages for `tokens` cached tokens.
 pub fn pages_of(tokens: usize) -> usize {
     tokens.div_ceil(PAGE)
 }
@@ -16,7 +16,7 @@ pub struct BlockPool {
 
 impl BlockPool {
     pub fn new(total: usize) -> Self {
-        // Low page numbers first: a small load touches little memory.
+        // Low page numbers first, so a small load uses little memory.
         Self { free: (0..total as u32).rev().collect(), holders: vec![0; total] }
     }
 
@@ -24,7 +24,7 @@ impl BlockPool {
         self.free.len()
     }
 
-    /// A page with one holder, or `None` where all are held.
+    /// Allocates a page with one holder, or `None` if all are held.
     pub fn allocate(&mut self) -> Option<u32> {
         let page = self.free.pop()?;
         self.holders[page as usize] = 1;
@@ -36,20 +36,20 @@ impl BlockPool {
         self.holders[page as usize] > 1
     }
 
-    /// One holder more.
+    /// Adds a holder.
     ///
     /// # Panics
-    /// If nobody holds the page.
+    /// If the page has no holder.
     pub fn retain(&mut self, page: u32) {
         let holders = &mut self.holders[page as usize];
         assert!(*holders > 0, "page {page} is free and cannot be shared");
         *holders += 1;
     }
 
-    /// One holder less; the last one frees the page.
+    /// Removes a holder. The last one frees the page.
     ///
     /// # Panics
-    /// If nobody holds the page.
+    /// If the page has no holder.
     pub fn release(&mut self, page: u32) {
         let holders = &mut self.holders[page as usize];
         assert!(*holders > 0, "page {page} is free already");

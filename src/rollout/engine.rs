@@ -1,5 +1,5 @@
-//! The decode loop: forwards as the scheduler plans them, one draw for every sequence that is ready. Where nothing but
-//! decoding is to be done on a GPU, `graphs` takes over.
+//! The decode loop: forward passes as the scheduler plans them, and one sampled token for every sequence that is ready.
+//! If a GPU only has to decode, `graphs` takes over.
 
 use super::Request;
 use super::beams::{self, BeamRun, Beams};
@@ -14,24 +14,24 @@ use crate::ops::attention::{KvLayer, PAGE};
 use crate::rng::Rng;
 use std::collections::HashMap;
 
-/// Generates responses; keeps its KV cache and its buffers from call to call.
+/// Generates responses. Keeps its KV cache and its buffers between calls.
 #[derive(Debug)]
 pub struct Engine {
     config: RolloutConfig,
-    /// Bytes that the cache may take.
+    /// Maximum bytes of the cache.
     kv_bytes_max: u64,
     cache: Vec<KvLayer>,
     pages: usize,
-    /// From the first step of decoding on, as long as the cache stays.
+    /// The decoder, from the first decode step until the cache is released.
     decoder: Option<Decoder>,
-    /// Why steps of decoding on a GPU are no graphs, once one could not be captured.
+    /// The reason why decode steps on a GPU use no graphs, after a capture failed.
     refused: Option<String>,
-    /// Mean of the new tokens of the last call's responses.
+    /// Mean number of new tokens in the responses of the last call.
     new_tokens_before: Option<usize>,
 }
 
 impl Engine {
-    /// `memory_free`: bytes that the cache may take half of where `kv_bytes_max` is 0.
+    /// `memory_free`: the cache may use half of these bytes if `kv_bytes_max` is 0.
     pub fn new(config: &RolloutConfig, memory_free: u64) -> Self {
         Self {
             config: config.clone(),
@@ -44,38 +44,38 @@ impl Engine {
         }
     }
 
-    /// From the next call on the cache may take `bytes`, where the configuration does not say how many.
+    /// Sets the maximum bytes of the cache from the next call on, if the configuration does not set them.
     pub fn allow(&mut self, bytes: u64) {
         if self.config.kv_bytes_max == 0 {
             self.kv_bytes_max = bytes;
         }
     }
 
-    /// Why steps of decoding are no graphs any more, where one could not be captured.
+    /// The reason why decode steps no longer use graphs, if a capture failed.
     pub fn refused(&self) -> Option<&str> {
         self.refused.as_deref()
     }
 
-    /// Gives the memory of the cache back until the next call.
+    /// Releases the memory of the cache until the next call.
     pub fn release(&mut self) {
         self.decoder = None;
         self.cache = Vec::new();
         self.pages = 0;
     }
 
-    /// Bytes that the cache takes now.
+    /// The current bytes of the cache.
     pub fn kv_bytes(&self) -> usize {
         self.cache.iter().map(KvLayer::bytes).sum()
     }
 
-    /// A response for each request. `rng` and `step` (the rollout phase) key the draws.
+    /// Generates a response for each request. `rng` and `step` (the rollout phase) key the random numbers.
     ///
     /// The ranks of the transformer's tensor axis call this together with the same requests, and get the same
-    /// responses: each runs the same schedule on its heads. When one is told to stop, or fails, all end.
+    /// responses. Each runs the same schedule on its own heads. If one is stopped or fails, all end.
     ///
     /// # Errors
-    /// `Usage` where a request does not fit the cache, the context or the vocabulary, or names stop texts without a
-    /// tokenizer; `Fault` where logits are not finite.
+    /// `Usage` if a request does not fit the cache, the context or the vocabulary, or has stop texts without a
+    /// tokenizer. `Fault` if logits are not finite.
     pub fn generate(
         &mut self,
         model: Model,
@@ -90,7 +90,7 @@ impl Engine {
         let needed = pages_wanted(specs.iter().copied(), batch_max);
         let limits = Limits { batch_max, ..self.make_cache(&model, &specs, needed) };
         let mut scheduler = Scheduler::new(specs.iter().copied(), limits)?;
-        // Synthetic prompts of a plan are all alike.
+        // The synthetic prompts of a plan are all the same.
         if !null::is_active() {
             let mut next = 0;
             let of_groups = specs.iter().zip(requests).filter(|(spec, _)| {
@@ -112,7 +112,7 @@ impl Engine {
             live: requests.iter().map(|_| Live::default()).collect(),
             prompt_logits: specs.iter().map(|_| None).collect(),
             cache: &mut self.cache,
-            // A graph goes on with the same sequences, and turns end and begin all the time.
+            // A graph continues with the same sequences, but turns end and begin all the time.
             decoder: (self.config.graphs && hooks.turns.is_none()).then_some(&mut self.decoder),
             refused: &mut self.refused,
             limits,
@@ -141,12 +141,14 @@ impl Engine {
         Ok(outcome)
     }
 
-    /// The best responses to each prompt that a beam search finds. Of the requests that stand together with the same prompt, the
-    /// first gets the best one, the next one the second best, and so on, each with its `score`. Of the sampling parameters only
-    /// the repetition penalty counts. Rows and pages are bounded as those of `generate`, and ranks call it alike.
+    /// Returns the best responses to each prompt by beam search. Of consecutive requests with the same prompt, the
+    /// first gets the best response, the next one the second best, and so on, each with its `score`. The repetition
+    /// penalty is the only sampling parameter that applies. Rows and pages have the same limits as in `generate`, and
+    /// ranks call it in the same way.
     ///
     /// # Errors
-    /// As `generate`; `Usage` where there are more requests of a prompt than beams, or all of its beams do not fit the cache.
+    /// The errors of `generate`, and `Usage` if a prompt has more requests than beams, or its beams do not fit the
+    /// cache.
     pub fn beam_search(
         &mut self,
         model: Model,
@@ -163,17 +165,18 @@ impl Engine {
         BeamRun::new(model, beams, requests, limits, &mut self.cache)?.run(hooks)
     }
 
-    /// `needed` pages, within the bytes allowed, and the positions of the longest sequence. A cache that is large enough is kept.
+    /// Allocates `needed` pages, within the allowed bytes, and the positions of the longest sequence. A large enough
+    /// cache is kept.
     fn make_cache(&mut self, model: &Model, specs: &[Spec], needed: usize) -> Limits {
         let RolloutConfig { batch_max, prefill_tokens_max, .. } = self.config;
         let (transformer, dtype) = (model.transformer, model.weights.dtype());
         let page_bytes = transformer.kv_page_bytes(dtype);
         let mut allowed = (self.kv_bytes_max / page_bytes as u64) as usize;
         if null::is_active() && self.config.kv_bytes_max == 0 {
-            // A plan says by how much a job is too large: it goes on with room for one sequence.
+            // A plan reports by how much a job is too large, so it continues with pages for one sequence.
             allowed = specs.iter().map(Spec::pages_max).fold(allowed, usize::max);
         }
-        // Where ranks have more and less free memory, the least decides for those that share a schedule.
+        // If the free memory of ranks differs, the least decides for all ranks that share a schedule.
         let pages = -transformer.tensor().max(-(needed.min(allowed) as f64)) as usize;
         if null::is_active() {
             let all: usize = specs.iter().map(|spec| spec.prompt_tokens + spec.new_tokens_max).sum();
@@ -197,7 +200,7 @@ impl Engine {
     }
 }
 
-/// Numbers requests with the same prompt alike, but for those that go on behind tokens of their own.
+/// Gives requests with the same prompt the same group number, except requests that continue after tokens of their own.
 fn specs(requests: &[Request]) -> Vec<Spec> {
     let mut groups: HashMap<(usize, &[u32], Option<u32>), usize> = HashMap::new();
     requests
@@ -217,22 +220,22 @@ fn check(request: &Request, model: &Model) -> Result<()> {
     let (prompt, new, id) = (request.tokens.len(), request.new_tokens_max, request.prompt_id);
     if prompt == 0 || new == 0 {
         return Err(Error::usage(format!(
-            "prompt {id}: {prompt} prompt tokens and at most {new} new ones, both need 1"
+            "prompt {id}: the prompt and the response need at least 1 token each (got {prompt} and {new})"
         )));
     }
     if prompt + new > arch.context {
-        let message = format!("prompt {id}: {prompt} + {new} tokens, the model's context is {}", arch.context);
+        let message = format!("prompt {id}: {prompt} + {new} tokens exceed the model's context of {}", arch.context);
         return Err(Error::usage(message).hint("shorten the prompt or the response"));
     }
     if let Some(token) = request.tokens.iter().chain(&request.stop.tokens).find(|&&t| t as usize >= arch.vocabulary) {
         return Err(Error::usage(format!(
-            "prompt {id}: token {token} is outside the vocabulary of {}",
+            "prompt {id}: token {token} is outside the vocabulary of {} tokens",
             arch.vocabulary
         )));
     }
     if !request.stop.strings.is_empty() && model.tokenizer.is_none() {
-        return Err(Error::usage("stop texts need a tokenizer, and the model directory has none")
-            .hint("name stop tokens instead"));
+        return Err(Error::usage("stop texts need a tokenizer, but the model directory has none")
+            .hint("use stop tokens instead"));
     }
     Ok(())
 }

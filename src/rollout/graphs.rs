@@ -1,29 +1,32 @@
-//! Steps of decoding as graphs of a GPU: as long as the same sequences go on, each step is one launch.
+//! Decode steps as CUDA graphs: while the same sequences run, each step is one launch.
 //!
-//! DecodeState on the GPU (`device::cuda::decode`) go on from token to token by themselves, with the draws and the ends that
-//! only tokens decide. The host reads what a step drew while the next one runs: it records tokens, looks for stop texts,
-//! and gives pages before they are needed. What the next step did for a sequence that had ended meanwhile is dropped. When
-//! other sequences are to run, the row tables are filled anew.
+//! The `DecodeState` on the GPU (`device::cuda::decode`) advances from token to token by itself, including sampling and
+//! all ends that only tokens decide. The host reads the tokens of a step while the next step runs. It records tokens,
+//! searches for stop texts, and adds pages before they are needed. Results of the next step for a sequence that has
+//! ended meanwhile are dropped. Before other sequences run, the row tables are filled again.
 //!
-//! A token costs a download of 16 bytes, and an upload of 4 bytes a row in steps in which a row comes to a new page. An
-//! ordinary step starts every kernel (21 for two layers of a Llama), makes 14 uploads and waits for 3 downloads.
+//! A token costs a download of 16 bytes, and an upload of 4 bytes per row in steps in which a row reaches a new page. A
+//! step without graphs starts every kernel (21 for two layers of a Llama), makes 14 uploads and waits for 3 downloads.
 //!
 //! # Ranks that share matrices
 //!
-//! The tensor ranks launch the same graphs in the same order, as the collectives within demand, without a word about each step:
+//! The tensor ranks launch the same graphs in the same order, which the collectives in them require, without exchanging
+//! messages in each step:
 //!
-//! - They have the same requests, the same schedule (`Engine::make_cache` agrees on its pages) and, in each step, the same draws:
-//!   every row is drawn by one rank, with a key that is counted (step, prompt, sample, token), and gathered to all. So `Live`,
-//!   `Scheduler` and the tables are equal on all of them before each step, and everything that is decided from these alone is:
-//!   which sequences decode (`batch`), the bucket and the rest of the `Shape` of each step, where a row ends, and when a batch
-//!   does (`take`). An error of `take` arises on all of them as well.
-//! - What only one rank may know it tells the others by MPI, all of them at the same step: that its caller wants to end
-//!   (`goes_on`, every `ASKED_EVERY` steps), that its weights have moved (`make_room`), and that a capture failed (`capture`).
+//! - They have the same requests, the same schedule (`Engine::make_cache` agrees on its pages) and the same sampled
+//!   tokens in each step. Each row is sampled by one rank, with the counter (step, prompt, sample, token) as its key,
+//!   and gathered to all. So `Live`, `Scheduler` and the tables are equal on all ranks before each step, and so are all
+//!   decisions that depend only on them: which sequences decode (`batch`), the bucket and the rest of the `Shape` of
+//!   each step, where a row ends, and when a batch ends (`take`). An error of `take` occurs on all of them as well.
+//! - Facts that only one rank may know are shared by MPI, at the same step on all ranks: that its caller wants to end
+//!   (`goes_on`, every `ASKED_EVERY` steps), that its weights have moved (`make_room`), and that a capture failed
+//!   (`capture`).
 //!
-//! A graph is captured on all ranks before it is launched on any: where one cannot, all go on by ordinary steps, for good.
+//! A graph is captured on all ranks before it is launched on any. If one rank cannot capture it, all ranks permanently
+//! continue without graphs.
 //!
-//! Graphs read weights where they are. Those of one call stay where they are; between calls they may move, as those do that
-//! ZeRO-3 or another layout of training makes the rollout gather anew for each phase, and the graphs are made again.
+//! Graphs read weights at fixed addresses. The weights of one call do not move. Between calls they may: with ZeRO-3 or
+//! another layout of training, the rollout gathers weights again for each phase. Then the graphs are captured again.
 
 use super::Request;
 use super::run::{Decoder, Hooks, Run, Shape};
@@ -40,12 +43,13 @@ use crate::ops::attention::PAGE;
 use crate::ops::sample::{SampleParams, Sampled};
 use crate::rng::Rng;
 
-/// Lanes that may stand idle while prompts wait: fewer than one in this many, for fewer steps than this. To read a prompt costs
-/// a forward outside of graphs, which is worth it for several. Reckoned, not measured.
+/// Limits for idle slots while prompts wait: fewer than one slot in this many may be idle, for fewer steps than this.
+/// Reading a prompt costs a forward outside of graphs, which is worth it for several prompts. This value is estimated,
+/// not measured.
 const IDLE_SHARE: usize = 16;
 
-/// Steps after which ranks that share matrices ask each other whether one of them is to end: a word among hosts takes much less
-/// than as many steps, and none of them may end alone.
+/// The number of steps after which ranks that share matrices check whether one of them wants to end, because none may
+/// end alone. A message between hosts takes much less time than this many steps.
 const ASKED_EVERY: usize = 16;
 
 /// The sequences that decode together, row by row.
@@ -54,9 +58,9 @@ struct DecodeBatch {
     /// Rows of the graph.
     bucket: usize,
     launched: usize,
-    /// Steps since a lane stood idle while a prompt waited.
+    /// Steps since a slot became idle while a prompt waited.
     idle: usize,
-    /// Other sequences are to run.
+    /// Whether other sequences are to run.
     is_over: bool,
 }
 
@@ -68,19 +72,20 @@ struct Row {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     GoesOn,
-    /// The GPU does not know yet.
+    /// Ended by the host; the GPU does not know yet.
     EndedByHost,
     Ended,
 }
 
-/// Rows of the graph that decodes `rows`: 1, 2, 4, 8 and multiples of 8, at most `most`.
+/// The number of rows of the graph that decodes `rows`: 1, 2, 4, 8 and multiples of 8, at most `most`.
 pub fn bucket(rows: usize, most: usize) -> usize {
     let padded = if rows <= 8 { rows.next_power_of_two() } else { rows.next_multiple_of(8) };
     padded.min(most).max(rows)
 }
 
 impl Run<'_> {
-    /// Decodes by graphs while the same sequences go on. False, with nothing done, where this turn is none for graphs.
+    /// Decodes with graphs while the same sequences run. Returns false, with nothing done, if graphs cannot be used
+    /// now.
     pub(super) fn decode(&mut self, hooks: &mut Hooks) -> Result<bool> {
         let Some(mut batch) = self.batch() else { return Ok(false) };
         let mut in_flight: Option<Late> = None;
@@ -105,7 +110,7 @@ impl Run<'_> {
         self.decoder.as_mut().and_then(|kept| kept.as_mut()).expect("a batch has a decoder")
     }
 
-    /// The running sequences, on the GPU, if they are to do nothing but decode and their pages are there.
+    /// The running sequences, on the GPU, if all of them only decode and their pages are available.
     fn batch(&mut self) -> Option<DecodeBatch> {
         let model = self.model;
         self.decoder.as_ref()?;
@@ -125,7 +130,8 @@ impl Run<'_> {
         Some(DecodeBatch { rows, bucket, launched: 0, idle: 0, is_over: false })
     }
 
-    /// Puts the sequences into the tables: 64 bytes, parameters, stop tokens and pages of each, and what is penalised.
+    /// Writes the sequences into the tables: for each 64 bytes, its parameters, stop tokens and pages, and the tokens
+    /// to penalize.
     fn fill(&mut self, sequences: &[usize], bucket: usize) {
         let (mut lanes, mut params) = (Vec::with_capacity(bucket), Vec::with_capacity(bucket));
         let (mut stops, mut seen, mut pages) = (Stops::default(), Vec::new(), Vec::new());
@@ -158,17 +164,17 @@ impl Run<'_> {
         self.decoder().tables.fill(&lanes, &params, &stops.tokens, &seen, &pages);
     }
 
-    /// Makes a decoder where there is none that graphs of this model can go on with.
+    /// Makes a decoder, unless there is one whose graphs fit this model.
     fn make_room(&mut self, needed: Capacity) {
         let model = self.model.transformer;
         let places = (model.arch.clone(), model.places(self.model.weights));
         let kept = self.decoder.as_mut().expect("graphs are wanted");
         let serves = kept.as_ref().is_some_and(|kept| kept.model == places && kept.tables.room().holds(&needed));
-        // Addresses are this rank's own matter: where they have changed on one, all capture anew.
+        // Addresses differ between ranks. If they have changed on one rank, all capture their graphs again.
         if !model.tensor().any(!serves) {
             return;
         }
-        // Graphs and tables of before go first.
+        // The old graphs and tables are freed first.
         **kept = None;
         let longest = (0..self.requests.len()).map(|s| self.scheduler.pages_max(s)).max().unwrap_or(0);
         let rows = bucket(self.limits.batch_max.min(self.requests.len()), self.limits.batch_max).max(needed.rows);
@@ -189,9 +195,9 @@ impl Run<'_> {
         });
     }
 
-    /// Whether a further step may be started. The caller of `decode` has asked before the first one.
+    /// Whether a further step may be started. The caller of `decode` has checked before the first one.
     fn goes_on(&mut self, batch: &DecodeBatch, asks: bool, hooks: &Hooks) -> bool {
-        // On a null device one step stands for those behind it, which begin where it ends.
+        // On a null device one step represents all later ones.
         if batch.is_over || (asks && null::is_active()) {
             return false;
         }
@@ -200,7 +206,7 @@ impl Run<'_> {
             self.stopped |= asks && self.failed.is_ok() && hooks.stops();
             return !self.stopped && self.failed.is_ok();
         }
-        // The number of steps is the same on all ranks, and `is_over` asks them again for who and why.
+        // The number of steps is the same on all ranks. `is_over` then finds out which rank ends and why.
         if batch.launched == 0 || !batch.launched.is_multiple_of(ASKED_EVERY) {
             return true;
         }
@@ -208,7 +214,7 @@ impl Run<'_> {
         !tensor.any(self.stopped || self.failed.is_err())
     }
 
-    /// Starts a step, if a row is known to have one and pages are there; `ahead` steps are under way.
+    /// Starts a step, if some row has a next token and pages are available. `ahead` steps are in flight.
     fn launch(&mut self, batch: &mut DecodeBatch, ahead: usize) -> Option<Late> {
         let mut shape = Shape { rows: batch.bucket, longest: None, bans: false, sees: false };
         let (mut longest, mut is_changed) = (0, false);
@@ -253,8 +259,8 @@ impl Run<'_> {
         })
     }
 
-    /// Makes the graph of a shape, where there is none; `ahead` steps are under way. False where a rank cannot: then none makes one
-    /// again.
+    /// Captures the graph of a shape, unless it exists. `ahead` steps are in flight. Returns false if a rank cannot
+    /// capture it: then none tries again.
     fn capture(&mut self, shape: Shape, ahead: usize) -> bool {
         let model = self.model;
         let decoder = self.decoder.as_mut().and_then(|kept| kept.as_mut()).expect("a batch has a decoder");
@@ -271,8 +277,8 @@ impl Run<'_> {
             }
         };
         let tensor = model.transformer.tensor();
-        // What GPUs join and ask memory for at their first calls of a kind, they do here. Within a batch they have done it, and no
-        // call may be launched beside a graph.
+        // GPUs join and allocate memory at their first calls of each kind, so the calls are made here. Within a batch
+        // they were made before, and no call may be launched next to a graph.
         if tensor.size() > 1 && ahead == 0 {
             tables.rehearse(&mut step);
         }
@@ -283,7 +289,7 @@ impl Run<'_> {
         self.refused.is_none()
     }
 
-    /// One launch, and one copy of 16 bytes a row to the host behind it.
+    /// One launch, followed by one copy of 16 bytes per row to the host.
     fn start(&mut self, shape: Shape) -> Late {
         let decoder = self.decoder();
         decoder.graphs.replay(&shape);
@@ -296,7 +302,7 @@ impl Run<'_> {
         drawn
     }
 
-    /// Records what a step drew. A step later may be under way.
+    /// Records the sampled tokens of a step. The next step may be in flight.
     fn take(&mut self, drawn: &[Draw], batch: &mut DecodeBatch, hooks: &mut Hooks) -> Result<()> {
         for (i, row) in batch.rows.iter_mut().enumerate() {
             if row.state != State::GoesOn {
@@ -313,7 +319,7 @@ impl Run<'_> {
                 self.skip(s, sampled);
                 continue;
             }
-            // What tokens decide, both decide alike.
+            // Ends that depend only on tokens are the same on the GPU and on the host.
             let finish = self.outcome.responses[s].as_ref().map(|response| response.finish);
             let is_known = match finish {
                 None => state == Draw::GOES_ON,
@@ -322,7 +328,9 @@ impl Run<'_> {
             };
             if !is_known {
                 let id = self.requests[s].prompt_id;
-                return Err(Error::fault(format!("prompt {id}: state {state} on the GPU, {finish:?} on the host")));
+                return Err(Error::fault(format!(
+                    "prompt {id}: GPU and host disagree on its end (state {state} on the GPU, {finish:?} on the host)"
+                )));
             }
         }
         let left = batch.rows.iter().filter(|row| row.state == State::GoesOn).count();
@@ -342,7 +350,7 @@ fn is_penalised(request: &Request) -> bool {
     request.params.repetition_penalty != 1.0
 }
 
-/// Adds the tokens of `list`, each once, to those of all rows. Where they are then.
+/// Adds the tokens of `list`, each once, to the tokens of all rows. Returns their range.
 fn each_once(all: &mut Vec<u32>, list: &[u32]) -> [u32; 2] {
     let mut list = list.to_vec();
     list.sort_unstable();
@@ -352,7 +360,7 @@ fn each_once(all: &mut Vec<u32>, list: &[u32]) -> [u32; 2] {
     [start, all.len()].map(|at| at as u32)
 }
 
-/// Stop tokens of all rows; those of one list once.
+/// Stop tokens of all rows. Equal lists are stored once.
 #[derive(Default)]
 struct Stops<'a> {
     lists: Vec<(&'a [u32], [u32; 2])>,
@@ -360,7 +368,7 @@ struct Stops<'a> {
 }
 
 impl<'a> Stops<'a> {
-    /// Where the tokens of `list` are, each once.
+    /// The range of the tokens of `list`, each once.
     fn range(&mut self, list: &'a [u32]) -> [u32; 2] {
         if let Some((_, range)) = self.lists.iter().find(|(known, _)| *known == list) {
             return *range;

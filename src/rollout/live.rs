@@ -1,4 +1,4 @@
-//! A sequence while it is generated: its tokens, what is recorded of each, and whether it has ended.
+//! A sequence during generation: its tokens, the values recorded for each, and whether it has ended.
 
 use super::Request;
 use super::turns::Answer;
@@ -10,27 +10,28 @@ use crate::text::{StreamDecoder, Tokenizer};
 /// Prompt and new tokens of one request, with the record of the new ones.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Live {
-    /// Prompt and new tokens; empty until the sequence begins.
+    /// Prompt and new tokens. Empty until the sequence begins.
     pub tokens: Vec<u32>,
     logprobs: Vec<f32>,
     sample_logprobs: Vec<f32>,
-    /// Of each new token the likeliest ones; empty where none are asked for.
+    /// The likeliest tokens at each new token. Empty if not requested.
     pub top_logprobs: Vec<Vec<(u32, f32)>>,
-    /// What each new token was drawn among; empty where that is not asked for.
+    /// The set that each new token was sampled from. Empty if not requested.
     pub sampling_masks: Vec<SamplingMask>,
     watch: Option<Watch>,
-    /// Where the turn begins, counted from the first new token.
+    /// The start of the turn, counted from the first new token.
     turn: usize,
-    /// What has ended the turn, while it has no answer.
+    /// The reason why the turn ended, while it has no answer.
     ended: Option<Finish>,
     episode: Option<Episode>,
 }
 
 impl Live {
-    /// Makes room for the whole sequence, so that its steps allocate nothing; takes what an earlier call has drawn of it.
+    /// Allocates the whole sequence, so that its steps allocate nothing, and takes over the tokens that an earlier call
+    /// sampled.
     ///
     /// # Errors
-    /// `Data` where the tokenizer cannot decode that.
+    /// `Data` if the tokenizer cannot decode them.
     pub fn begin(&mut self, request: &Request, tokenizer: Option<&Tokenizer>) -> Result<()> {
         if !self.tokens.is_empty() {
             return Ok(());
@@ -60,10 +61,10 @@ impl Live {
         self.tokens.len().saturating_sub(request.tokens.len())
     }
 
-    /// Adds what was drawn. Returns why the sequence ends with it, if it does.
+    /// Adds a sampled token. Returns the reason if the sequence ends with it.
     ///
     /// # Errors
-    /// `Data` where the tokenizer cannot decode.
+    /// `Data` if the tokenizer cannot decode.
     pub fn push(&mut self, request: &Request, drawn: Sampled, tokenizer: Option<&Tokenizer>) -> Result<Option<Finish>> {
         self.record(drawn);
         let stopped = request.stop.tokens.contains(&drawn.token);
@@ -79,14 +80,14 @@ impl Live {
         })
     }
 
-    /// Ends a turn; the new tokens, and where those of the turn begin.
+    /// Ends a turn. Returns the new tokens, and the index at which the turn's tokens begin.
     pub fn end_turn(&mut self, request: &Request, finish: Finish) -> (&[u32], usize) {
         self.ended = Some(finish);
         (&self.tokens[request.tokens.len()..], self.turn)
     }
 
-    /// Takes the answer to a turn; why the sequence ends with it, if it does. An answer behind which there is no room for a token is
-    /// left out.
+    /// Appends the answer to a turn. Returns the reason if the sequence ends with it. An answer that leaves no space
+    /// for another token is dropped.
     pub fn answer(&mut self, request: &Request, answer: Answer) -> Option<Finish> {
         let Answer { tokens, reward, is_over, extra, failed } = answer;
         let finish = self.ended.take().expect("a turn that was answered has ended");
@@ -116,7 +117,7 @@ impl Live {
         None
     }
 
-    /// Tokens like `drawn`, up to the one before the last; how many those are.
+    /// Adds tokens like `drawn`, up to the one before the last. Returns their number.
     pub fn fill(&mut self, request: &Request, drawn: Sampled) -> usize {
         let missing = request.new_tokens_max.saturating_sub(self.new_tokens(request) + 1);
         (0..missing).for_each(|_| self.record(drawn));
@@ -129,12 +130,12 @@ impl Live {
         self.sample_logprobs.push(drawn.sample_logprob);
     }
 
-    /// The response, leaving nothing behind.
+    /// The response. Leaves the sequence empty.
     pub fn finish(&mut self, request: &Request, finish: Finish, tokenizer: Option<&Tokenizer>) -> Result<Response> {
         let live = std::mem::take(self);
         let tokens = live.tokens[request.tokens.len()..].to_vec();
         let mut text = tokenizer.map_or(Ok(String::new()), |t| t.decode(&tokens, true))?;
-        // Those of earlier turns stand in the text, too.
+        // Text of earlier turns is included, too.
         if finish == Finish::StopString
             && live.episode.is_none()
             && let Some(cut) = request.stop.strings.iter().filter_map(|s| text.find(s.as_str())).min()
@@ -158,12 +159,12 @@ impl Live {
     }
 }
 
-/// Looks for stop texts in the text as it grows. Special tokens are part of that text, so that one of them can be
-/// named as a stop text.
+/// Searches for stop texts in the growing text. Special tokens are part of that text, so they can be stop texts as
+/// well.
 #[derive(Clone, Debug)]
 struct Watch {
     decoder: StreamDecoder,
-    /// The end of the text: as much as a stop text may still need.
+    /// The end of the text: as much as a match of a stop text may need.
     tail: String,
     keep: usize,
 }

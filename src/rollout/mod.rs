@@ -1,8 +1,9 @@
 //! Rollout: responses sampled from the training weights, in place.
 //!
-//! A request is one sample of one prompt. What it gives depends on the weights, its tokens and parameters, the seed,
-//! the step, the prompt's id and the sample's number: not on the other requests, the schedule, the size of the cache or
-//! the number of threads. The recorded log-probabilities are bitwise those of the training forward.
+//! A request is one sample of one prompt. Its result depends on the weights, its tokens and parameters, the seed, the
+//! step, the prompt's id and the sample's number. It does not depend on the other requests, the schedule, the size of
+//! the cache or the number of threads. The recorded log-probabilities are bit-identical to those of the training
+//! forward.
 
 mod beams;
 pub mod blocks;
@@ -30,18 +31,18 @@ use crate::tensor::DType::Bf16;
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// What ends a response before its longest length.
+/// Tokens and texts that end a response before its maximum length.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Stop {
-    /// Any of these tokens ends it, and is its last token.
+    /// Each of these tokens ends the response, and is its last token.
     pub tokens: Vec<u32>,
-    /// Any of these texts ends it. The text is cut before the first one; the tokens keep all that was drawn, as the
-    /// policy is trained on what it drew.
+    /// Each of these texts ends the response. Its text is cut before the first one. Its tokens keep everything sampled,
+    /// because the policy is trained on it.
     pub strings: Vec<String>,
 }
 
 impl Stop {
-    /// What the config says, for a model whose end tokens are `eos_tokens`.
+    /// The stops of the configuration, for a model whose end tokens are `eos_tokens`.
     pub fn new(config: &RolloutConfig, eos_tokens: &[u32]) -> Self {
         let mut tokens = config.stop_token_ids.clone();
         if !config.ignore_eos {
@@ -51,12 +52,12 @@ impl Stop {
     }
 }
 
-/// What is done to the logits of a request besides its parameters.
+/// Changes to the logits of a request in addition to its sampling parameters.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Edits {
-    /// Added to the logits of tokens before the repetition penalty: each once, ascending.
+    /// Biases added to the logits of tokens before the repetition penalty. Each token occurs once, in ascending order.
     pub bias: Vec<(u32, f32)>,
-    /// Sequences of tokens that must not occur: the last one is banned behind those before it.
+    /// Sequences of tokens that must not occur: the last one is banned after the ones before it.
     pub bad_words: Vec<Vec<u32>>,
 }
 
@@ -66,32 +67,32 @@ pub struct Request {
     /// Index of the prompt in the batch, as in the response. Requests with the same index and tokens share the prompt's
     /// forward.
     pub prompt: usize,
-    /// The prompt's identity over the run; a part of the randomness.
+    /// The prompt's id over the run; a part of the random key.
     pub prompt_id: u64,
-    /// Number among the samples of the prompt; a part of the randomness.
+    /// Number among the samples of the prompt; a part of the random key.
     pub sample: u32,
     pub tokens: Arc<[u32]>,
     pub params: SampleParams,
-    /// New tokens before which no stop token is drawn.
+    /// The minimum number of new tokens before a stop token can be sampled.
     pub new_tokens_min: usize,
     pub new_tokens_max: usize,
     pub stop: Arc<Stop>,
     pub edits: Arc<Edits>,
-    /// Of each new token so many of the likeliest are recorded.
+    /// The number of likeliest tokens recorded at each new token.
     pub top_logprobs: usize,
-    /// Of each new token it is recorded what it was drawn among, and its log-probability is of the softmax over that. On CPUs; the
-    /// requests of a call are alike in it.
+    /// Whether the set that each new token was sampled from is recorded. Its log-probability is then of the softmax
+    /// over that set. Only on CPUs. All requests of a call must agree.
     pub keeps_mask: bool,
-    /// Keys the draws instead of the call's and the prompt's id.
+    /// The random key, instead of the call's key and the prompt's id.
     pub rng: Option<Rng>,
-    /// The same instead of the call's step.
+    /// The step that keys the random numbers, instead of the call's step.
     pub step: Option<u32>,
-    /// What an earlier call has drawn of it, before it had as many tokens as that one allowed: this one goes on behind it.
+    /// The result of an earlier call, which reached its token limit. This call continues it.
     pub begun: Option<Arc<Response>>,
 }
 
 impl Request {
-    /// Tokens that may not come behind `tokens`, prompt and new ones.
+    /// Tokens that must not follow `tokens`, prompt and new ones.
     fn banned(&self, tokens: &[u32]) -> Cow<'_, [u32]> {
         let is_early = tokens.len() - self.tokens.len() < self.new_tokens_min;
         let mut banned = Cow::Borrowed(if is_early { &self.stop.tokens[..] } else { &[] });
@@ -103,17 +104,17 @@ impl Request {
         banned
     }
 
-    /// Tokens that are known when it begins.
+    /// The number of tokens that are known when it begins.
     fn known_tokens(&self) -> usize {
         self.tokens.len() + self.begun.as_ref().map_or(0, |begun| begun.tokens.len())
     }
 
-    /// Whether its logits are changed before a draw.
+    /// Whether its logits are changed before sampling.
     pub fn edits_logits(&self) -> bool {
         self.params.repetition_penalty != 1.0 || self.new_tokens_min > 0 || *self.edits != Edits::default()
     }
 
-    /// Whether its draws need the host, so that no graph can decode it.
+    /// Whether its sampling needs the host, so that no graph can decode it.
     fn needs_host(&self) -> bool {
         *self.edits != Edits::default() || self.top_logprobs > 0
     }
@@ -130,20 +131,20 @@ pub fn sample_params(config: &RolloutConfig) -> SampleParams {
     }
 }
 
-/// Whether the config has logits changed before a draw.
+/// Whether the configuration changes logits before sampling.
 pub fn edits_logits(config: &RolloutConfig) -> bool {
     config.repetition_penalty != 1.0 || config.response_tokens_min > 0
 }
 
-/// Most new tokens behind a prompt of `prompt_tokens`; `context` is the model's longest row.
+/// The maximum number of new tokens after a prompt of `prompt_tokens`. `context` is the model's longest row.
 pub fn new_tokens_max(config: &RolloutConfig, prompt_tokens: usize, context: usize) -> usize {
     config.response_tokens_max.min(context.saturating_sub(prompt_tokens))
 }
 
-/// `samples_per_prompt` requests for each prompt, in order; `context` is the model's longest row.
+/// `samples_per_prompt` requests for each prompt, in order. `context` is the model's longest row.
 ///
 /// # Errors
-/// `Data`, naming the prompt, where one is empty or leaves no room for a token.
+/// `Data`, which names the prompt, if one is empty or leaves no space for a token.
 pub fn requests(prompts: &[Prompt], config: &RolloutConfig, stop: &Arc<Stop>, context: usize) -> Result<Vec<Request>> {
     let params = sample_params(config);
     let mut all = Vec::with_capacity(prompts.len() * config.samples_per_prompt);
@@ -154,7 +155,7 @@ pub fn requests(prompts: &[Prompt], config: &RolloutConfig, stop: &Arc<Stop>, co
         }
         if length >= context {
             let message = format!(
-                "prompt {} of {} has {length} tokens, the model's context is {context}",
+                "prompt {} of {} has {length} tokens, which leaves no space in the model's context of {context}",
                 prompt.id, prompt.source
             );
             return Err(Error::data(message).hint("lower data.prompt_tokens_max"));
@@ -182,9 +183,9 @@ pub fn requests(prompts: &[Prompt], config: &RolloutConfig, stop: &Arc<Stop>, co
     Ok(all)
 }
 
-/// The most that a rank of `tensor` takes of a GPU beside weights and cache while it answers `samples` requests: the forward that reads
-/// prompts beside those that decode, what graphs of decoding keep (their small tables left out), and logits that are changed
-/// before a draw, where they `are_edited`.
+/// The maximum GPU memory of a rank of `tensor`, apart from weights and cache, while it answers `samples` requests. It
+/// covers the forward that reads prompts while other sequences decode, the memory of decode graphs without their small
+/// tables, and logits that are changed before sampling if they `are_edited`.
 pub fn forward_bytes(arch: &Arch, tensor: usize, rollout: &RolloutConfig, samples: usize, are_edited: bool) -> u64 {
     let (part, rows) = (TensorPart::fullest(arch, tensor), samples.min(rollout.batch_max));
     let (queries, keys) = (part.heads(arch).len() * arch.head_dim, part.kv_heads(arch).len() * arch.head_dim);

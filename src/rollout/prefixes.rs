@@ -1,7 +1,7 @@
-//! Pages that prompts begin with in common: a system prompt, examples. The first sequence that needs such a page reads it, and the
-//! others take it.
+//! Pages at the beginning of several prompts, such as a system prompt or examples. The first sequence that needs such a
+//! page reads it, and the others reuse it.
 //!
-//! A page belongs to its tokens and to all that stand before them, as keys and values depend on these.
+//! A page is identified by its tokens and all tokens before them, because keys and values depend on these.
 
 use super::blocks::BlockPool;
 use super::sequence::Sequence;
@@ -12,7 +12,7 @@ use std::collections::HashMap;
 enum Head {
     #[default]
     Absent,
-    /// A sequence reads it.
+    /// Being read by a sequence.
     Pending(usize),
     /// Held for prompts that have not been read.
     Ready(u32),
@@ -20,15 +20,16 @@ enum Head {
 
 #[derive(Debug, Default)]
 pub struct Prefixes {
-    /// Of each group the pages of its prompt that others begin with, too, by their numbers here.
+    /// The pages of each group's prompt that other prompts begin with, too, by their numbers here.
     chains: Vec<Vec<usize>>,
     heads: Vec<Head>,
-    /// Of each page how many groups are yet to be read.
+    /// The number of groups that have yet to read each page.
     fresh: Vec<usize>,
 }
 
 impl Prefixes {
-    /// `prompts`: of each group. The page with a prompt's last token is its own, as logits are wanted behind it.
+    /// `prompts`: the prompt of each group. The page with a prompt's last token is not shared, because the logits after
+    /// it are needed.
     pub fn new<'a>(prompts: impl IntoIterator<Item = &'a [u32]>) -> Self {
         let mut numbers: HashMap<(Option<usize>, &[u32]), usize> = HashMap::new();
         let mut groups = Vec::new();
@@ -44,7 +45,7 @@ impl Prefixes {
             pages.scan(None, number).collect::<Vec<usize>>()
         };
         let mut chains: Vec<Vec<usize>> = prompts.into_iter().map(chain).collect();
-        // Whoever shares a page shares those before it.
+        // A group that shares a page also shares the pages before it.
         let shared: Vec<usize> = (0..groups.len()).filter(|&page| groups[page] > 1).collect();
         for chain in &mut chains {
             chain.truncate(chain.partition_point(|&page| groups[page] > 1));
@@ -60,12 +61,12 @@ impl Prefixes {
         self.chains.get(group).map_or(&[], Vec::as_slice)
     }
 
-    /// Pages that a sequence of the group need not read.
+    /// The number of pages that a sequence of the group does not need to read.
     pub(super) fn held(&self, group: usize) -> usize {
         self.chain(group).iter().take_while(|&&page| self.heads[page] != Head::Absent).count()
     }
 
-    /// Gives sequence `s` the pages behind its own that are there. False where another sequence reads the next one.
+    /// Gives sequence `s` the available pages after its own. Returns false if another sequence is reading the next one.
     pub(super) fn take(&mut self, s: usize, sequence: &mut Sequence, pool: &mut BlockPool) -> bool {
         let pages = self.chain(sequence.spec.group);
         while sequence.past == PAGE * sequence.blocks.len()
@@ -84,7 +85,7 @@ impl Prefixes {
         true
     }
 
-    /// Sequence `s` reads on up to `tokens`.
+    /// Records that sequence `s` will read up to `tokens`.
     pub(super) fn begin(&mut self, s: usize, sequence: &Sequence, tokens: usize) {
         let pages = self.chains.get(sequence.spec.group).map_or(&[][..], Vec::as_slice);
         for &page in pages.iter().take(tokens / PAGE).skip(sequence.past / PAGE) {
@@ -94,7 +95,7 @@ impl Prefixes {
         }
     }
 
-    /// Sequence `s` has read its tokens up to `past`; all of the prompt, where it `is_read`.
+    /// Records that sequence `s` has read its tokens up to `past`, or the whole prompt if it `is_read`.
     pub(super) fn end(&mut self, s: usize, sequence: &Sequence, is_read: bool, pool: &mut BlockPool) {
         let Some(pages) = self.chains.get_mut(sequence.spec.group) else { return };
         for (&page, &block) in pages.iter().zip(&sequence.blocks).take(sequence.past / PAGE) {
@@ -114,12 +115,12 @@ impl Prefixes {
         }
     }
 
-    /// Sequence `s` reads no more.
+    /// Records that sequence `s` reads no more.
     pub(super) fn cancel(&mut self, s: usize) {
         self.heads.iter_mut().filter(|head| **head == Head::Pending(s)).for_each(|head| *head = Head::Absent);
     }
 
-    /// Gives up the pages that no sequence has; whether there were any.
+    /// Releases the pages that no sequence uses, and returns whether there were any.
     pub(super) fn drop_unused(&mut self, pool: &mut BlockPool) -> bool {
         let unused = |head: &Head| matches!(head, Head::Ready(block) if !pool.is_shared(*block));
         let pages: Vec<usize> = (0..self.heads.len()).filter(|&page| unused(&self.heads[page])).collect();

@@ -1,4 +1,5 @@
-//! One call of `generate`: forwards as the scheduler plans them, one draw for every sequence that is ready.
+//! One call of `generate`: forward passes as the scheduler plans them, and one sampled token for every sequence that is
+//! ready.
 
 use super::Request;
 use super::live::Live;
@@ -20,26 +21,26 @@ use crate::tensor::Tensor;
 use crate::text::Tokenizer;
 use std::ops::Range;
 
-/// What responses are drawn from.
+/// The model that responses are sampled from.
 #[derive(Clone, Copy, Debug)]
 pub struct Model<'a> {
     pub transformer: &'a Transformer,
     pub weights: &'a Weights,
-    /// For texts and stop texts; without one, responses have no text.
+    /// For texts and stop texts. Without one, responses have no text.
     pub tokenizer: Option<&'a Tokenizer>,
 }
 
-/// A sequence's share of a forward: tokens behind the `past` cached ones.
+/// A sequence's share of a forward: tokens after the `past` cached ones.
 pub(super) struct Fed<'a> {
     pub tokens: &'a [u32],
     pub past: usize,
     pub blocks: &'a [u32],
-    /// The logits behind the last token are wanted.
+    /// Whether the logits after the last token are needed.
     pub complete: bool,
 }
 
 impl Model<'_> {
-    /// This rank's logits behind each share that is complete, in order.
+    /// This rank's logits after each complete share, in order.
     pub(super) fn logits(self, cache: &mut [KvLayer], feeds: &[Fed], outcome: &mut Outcome) -> Option<Tensor> {
         let (mut tokens, mut positions, mut rows) = (Vec::new(), Vec::new(), Vec::new());
         let mut sequences = Vec::with_capacity(feeds.len());
@@ -58,7 +59,8 @@ impl Model<'_> {
         (!rows.is_empty()).then(|| self.transformer.logits_part(self.weights, &hidden, &rows))
     }
 
-    /// Whether all is done, or any of the ranks that share matrices is to stop; an error of one of them is all of theirs.
+    /// Whether everything is done, or any of the ranks that share matrices stops. If one rank fails, all return its
+    /// error.
     pub(super) fn is_over(self, done: bool, stopped: bool, failed: &mut Result<()>, hooks: &Hooks) -> Result<bool> {
         let (tensor, failed) = (self.transformer.tensor(), std::mem::replace(failed, Ok(())));
         let stop = stopped || (!done && failed.is_ok() && hooks.stops());
@@ -70,12 +72,12 @@ impl Model<'_> {
         Ok(ends[0] > 0.0 || done)
     }
 
-    /// Why there is no token behind the `tokens` of a request: their logits were not finite. Ranks that draw together call this
-    /// together.
+    /// Reports the reason why no token follows the `tokens` of a request: their logits were not finite. Ranks that
+    /// sample together call this together.
     pub(super) fn non_finite(self, request: &Request, tokens: &[u32]) -> Error {
         let Model { transformer, weights, .. } = self;
         let (id, n) = (request.prompt_id, tokens.len() - request.tokens.len());
-        let what = format!("the logits after {n} new tokens of prompt {id} are not finite");
+        let what = format!("the logits of prompt {id} are not finite after {n} new tokens");
         let found = |words: Option<String>, hint: &str| {
             let words = words.map(|words| Error::fault(format!("{what}: {words}")).hint(hint));
             transformer.tensor().agree(words.map_or(Ok(()), Err))
@@ -84,51 +86,55 @@ impl Model<'_> {
         let last = [tokens.len() as u32 - 1];
         let of =
             Rows { tokens, positions: &positions, cu_seqlens: &[0, tokens.len()], rows: &last, targets: &tokens[..1] };
-        // Of the prompt and all tokens before, in one forward: more is not kept of any.
+        // One forward over the prompt and all tokens, because no intermediate results were kept.
         let again = || {
             let place = transformer.not_finite(weights, of, true);
-            place.map(|place| format!("the first of a forward over its tokens is {place}, all weights are finite"))
+            place.map(|place| {
+                format!("the first non-finite result of a forward over its tokens is {place}; all weights are finite")
+            })
         };
         let found = found(weights.not_finite(), OF_WEIGHTS).and_then(|()| found(again(), OF_COMPUTING));
-        let otherwise = || Error::fault(format!("{what}, and they are in a forward over its tokens")).hint(OF_MACHINE);
+        let otherwise = || {
+            Error::fault(format!("{what}, but they are finite in a second forward over its tokens")).hint(OF_MACHINE)
+        };
         found.err().unwrap_or_else(otherwise)
     }
 }
 
-/// How far a call of `generate` is.
+/// Progress of a call of `generate`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
     pub finished: usize,
     pub total: usize,
     pub running: usize,
-    /// New tokens drawn so far.
+    /// New tokens sampled so far.
     pub new_tokens: usize,
 }
 
-/// Hears of a response by the index of its request.
+/// Called with the index of a request and its response.
 type Finished<'a> = dyn FnMut(usize, &Response) -> Result<()> + 'a;
 
-/// From where a call takes its requests, where it does not begin with all of them.
+/// The source of a call's requests, if it does not begin with all of them.
 pub struct Queue<'a> {
-    /// Of them it answers so many at once, at most.
+    /// The maximum number of requests answered at once.
     pub batch_max: usize,
-    /// The next ones that it is to answer, all of a prompt together; none where there are no more. Ranks that share the schedule ask
-    /// together, and get the same.
+    /// Returns the next requests to answer, all requests of a prompt together, or `None` if there are no more. Ranks
+    /// that share the schedule call it together, and get the same.
     pub next: &'a mut dyn FnMut() -> Option<Range<usize>>,
 }
 
-/// The caller's functions that `generate` calls, those that there are.
+/// The optional callbacks of the caller of `generate`.
 #[derive(Default)]
 pub struct Hooks<'a> {
-    /// Asked before every forward; true ends the call with what is finished.
+    /// Called before every forward. True ends the call with the finished responses.
     pub stop: Option<&'a dyn Fn() -> bool>,
     /// Called after every forward.
     pub progress: Option<&'a mut dyn FnMut(Progress)>,
-    /// Called with the index of a request and each token that is drawn for it.
+    /// Called with the index of a request and each token sampled for it.
     pub drawn: Option<&'a mut dyn FnMut(usize, u32)>,
-    /// Called with the index of a request and its response as soon as it has ended; an error ends the call.
+    /// Called with the index of a request and its response as soon as it has ended. An error ends the call.
     pub finished: Option<&'a mut Finished<'a>>,
-    /// Who answers turns, where a response has several.
+    /// The environment that answers turns, if responses have several.
     pub turns: Option<&'a mut dyn Turns>,
     pub queue: Option<Queue<'a>>,
 }
@@ -149,57 +155,59 @@ impl Hooks<'_> {
     }
 }
 
-/// What a call of `generate` did.
+/// The result of a call of `generate`.
 #[derive(Debug, Default)]
 pub struct Outcome {
-    /// One place a request, in their order; `None` where the call was stopped before it ended, or did not take it from the queue.
+    /// The responses in the order of the requests. `None` if the call was stopped before one ended, or did not take it
+    /// from the queue.
     pub responses: Vec<Option<Response>>,
-    /// Forwards of the model.
+    /// The number of forward passes.
     pub forwards: usize,
-    /// Those of them that were graphs.
+    /// The number of forward passes that were graphs.
     pub graph_steps: usize,
-    /// Tokens that went through them.
+    /// The number of tokens in all forward passes.
     pub tokens_fed: usize,
-    /// How often a sequence had to be read again because the cache was full.
+    /// The number of times that a sequence was read again because the cache was full.
     pub preemptions: usize,
-    /// Tokens of the prompts of all responses, and those of them that were not read, as another sequence had read them.
+    /// Tokens of the prompts of all responses, and the number of them that were reused from another sequence instead of
+    /// read.
     pub prompt_tokens: usize,
     pub found_tokens: usize,
 }
 
 impl Outcome {
-    /// The responses, in the order of the requests, where the call was not stopped.
+    /// The responses in the order of the requests, if the call was not stopped.
     pub fn complete(self) -> Option<Vec<Response>> {
         self.responses.into_iter().collect()
     }
 }
 
-/// What an engine keeps for its graphs.
+/// State that an engine keeps for its graphs.
 #[derive(Debug)]
 pub(super) struct Decoder {
-    /// What graphs read beside the tables: they serve while it is the same.
+    /// The addresses that graphs read in addition to the tables. Graphs are valid while these stay the same.
     pub model: (Arch, Vec<Arg>),
-    /// They go before what they read and write.
+    /// The graphs, dropped before the memory that they read and write.
     pub graphs: Graphs<Shape>,
     pub tables: DecodeState,
-    /// The collectives of each.
+    /// The collectives of each graph.
     pub calls: Vec<(Shape, Calls)>,
-    /// Where the parts of the vocabulary end, i32.
+    /// The ends of the parts of the vocabulary, i32.
     pub ends: Memory,
     pub changes: Vec<u32>,
     pub multiprocessors: usize,
 }
 
-/// What one graph differs from another by.
+/// The parameters in which graphs differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
-    /// Rows, those that fill up included.
+    /// Rows, including padding.
     pub rows: usize,
-    /// Attention is split, for contexts of up to as many tokens.
+    /// If attention is split, the maximum context.
     pub longest: Option<usize>,
-    /// A row may have stop tokens that are banned yet.
+    /// Whether a row may have stop tokens that are still banned.
     pub bans: bool,
-    /// A row's tokens are penalised when it has seen them.
+    /// Whether a row's tokens are penalized after it has seen them.
     pub sees: bool,
 }
 
@@ -211,24 +219,24 @@ pub(super) struct Run<'a> {
     pub requests: &'a [Request],
     pub scheduler: Scheduler,
     pub live: Vec<Live>,
-    /// By group: this rank's logits behind its prompt, while samples of it have not begun.
+    /// This rank's logits after the prompt of each group, until all its samples have begun.
     pub prompt_logits: Vec<Option<Tensor>>,
     pub cache: &'a mut [KvLayer],
-    /// What graphs need, where steps of decoding may be graphs.
+    /// The decoder of graphs, if decode steps may be graphs.
     pub decoder: Option<&'a mut Option<Decoder>>,
-    /// Why a graph could not be captured: then none is tried again.
+    /// The reason why a graph capture failed. After a failure, none is tried again.
     pub refused: &'a mut Option<String>,
     pub limits: Limits,
     pub outcome: Outcome,
     pub progress: Progress,
-    /// The caller's error on a response; the tensor ranks agree on it before the next forward.
+    /// The caller's error on a response. The tensor ranks agree on it before the next forward.
     pub failed: Result<()>,
-    /// The caller has asked to stop.
+    /// Whether the caller has asked to stop.
     pub stopped: bool,
 }
 
 impl Run<'_> {
-    /// Whether all sequences have ended or any of the ranks that share the schedule is to stop.
+    /// Whether all sequences have ended, or any of the ranks that share the schedule stops.
     pub fn is_over(&mut self, hooks: &Hooks) -> Result<bool> {
         self.model.is_over(self.scheduler.is_done(), self.stopped, &mut self.failed, hooks)
     }
@@ -238,7 +246,7 @@ impl Run<'_> {
         hooks.report(self.progress);
     }
 
-    /// Takes requests from the queue, as long as there is room.
+    /// Takes requests from the queue while there is space.
     pub fn take_more(&mut self, hooks: &mut Hooks) {
         let Some(queue) = &mut hooks.queue else { return };
         while self.scheduler.wants_more() {
@@ -249,13 +257,13 @@ impl Run<'_> {
         }
     }
 
-    /// Takes the answers to turns that have come; waits for one where nothing else can be done.
+    /// Appends the answers to turns that have arrived. Waits for one if nothing else can be done.
     pub fn answer(&mut self, hooks: &mut Hooks) -> Result<()> {
         let Some(turns) = &mut hooks.turns else { return Ok(()) };
         if !self.scheduler.has_open_turns() {
             return Ok(());
         }
-        // The first of the ranks that share the schedule asks for all of them.
+        // The first of the ranks that share the schedule calls the environment for all of them.
         let tensor = self.model.transformer.tensor();
         let waits = self.scheduler.is_stalled();
         let come = if tensor.rank() == 0 { turns.answers(waits) } else { Ok(Vec::new()) };
@@ -299,7 +307,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// One forward of what the scheduler plans, and a draw for each sequence that it completes.
+    /// One forward as the scheduler plans it, and a sampled token for each sequence that it completes.
     pub fn forward(&mut self, hooks: &mut Hooks) -> Result<()> {
         let feeds = self.scheduler.plan().to_vec();
         if feeds.is_empty() {
@@ -328,8 +336,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Begins a forward of `sequences` on a null device; how many it stands for. Of the steps of decoding of a response the first
-    /// and the last are taken (`skip`), each for half of them: so the keys that they read are the mean of all.
+    /// Begins a forward of `sequences` on a null device. Returns the number of forward passes that it represents. Only
+    /// the first and the last decode step of a response are run (`skip`), and each represents half of the steps. So the keys that they read are the mean over all steps.
     pub(super) fn begin_null(&self, decodes: bool, sequences: impl Iterator<Item = usize>) -> f64 {
         if null::is_active() && decodes {
             null::enter_rollout("decode");
@@ -342,18 +350,18 @@ impl Run<'_> {
         1.0
     }
 
-    /// Goes on to the last token of a response, on a null device: all steps of decoding take the same memory, but for what grows
-    /// with the cached keys, which the last one has most of.
+    /// Skips to the last token of a response, on a null device. All decode steps use the same memory, except for the
+    /// part that grows with the cached keys, which is largest in the last step.
     pub(super) fn skip(&mut self, s: usize, drawn: Sampled) {
         let last = self.requests[s].tokens.len() + self.requests[s].new_tokens_max - 1;
-        // Without pages for all of it the response waits until others have ended.
+        // If there are not enough pages, the response waits until others have ended.
         if self.outcome.responses[s].is_none() && self.scheduler.extend(s, last) {
             let filled = self.live[s].fill(&self.requests[s], drawn);
             self.scheduler.lengthen(s, filled);
         }
     }
 
-    /// This rank's logits behind each feed that is complete, in order.
+    /// This rank's logits after each complete feed, in order.
     fn logits(&mut self, feeds: &[Feed]) -> Result<Option<Tensor>> {
         for feed in feeds {
             self.live[feed.sequence].begin(&self.requests[feed.sequence], self.model.tokenizer)?;
@@ -368,12 +376,12 @@ impl Run<'_> {
         Ok(self.model.logits(self.cache, &fed, &mut self.outcome))
     }
 
-    /// What keys the draws of a request: the call's numbers and the prompt's id, or its own numbers and no id.
+    /// The random key of a request: the call's key and the prompt's id, or its own key and no id.
     pub(super) fn draws(&self, request: &Request) -> (Rng, u64) {
         request.rng.map_or((self.rng, request.prompt_id), |own| (own, 0))
     }
 
-    /// A token for each of `sequences`, drawn from its row of logits.
+    /// Samples a token for each of `sequences` from its row of logits.
     fn draw(&mut self, logits: &Tensor, sequences: &[usize]) -> Vec<Sampled> {
         self.record_top(logits, sequences);
         let of = |s: &usize| (&self.requests[*s], &self.live[*s]);
@@ -396,7 +404,7 @@ impl Run<'_> {
         drawn
     }
 
-    /// Records the likeliest tokens of each row of logits, where its request asks for them.
+    /// Records the likeliest tokens of each row of logits, if its request asks for them.
     fn record_top(&mut self, logits: &Tensor, sequences: &[usize]) {
         let requests = self.requests;
         let most = sequences.iter().map(|&s| requests[s].top_logprobs).max().unwrap_or(0);
@@ -420,7 +428,7 @@ impl Run<'_> {
         }
     }
 
-    /// Adds a token to a sequence; true if the sequence ends with it.
+    /// Adds a token to a sequence. Returns true if the sequence ends with it.
     pub fn accept(&mut self, s: usize, drawn: Sampled, hooks: &mut Hooks) -> Result<bool> {
         let request = &self.requests[s];
         if !drawn.logprob.is_finite() {
@@ -459,8 +467,8 @@ impl Run<'_> {
 }
 
 const OF_WEIGHTS: &str =
-    "where those of the model directory are finite, updates have left this: lower the learning rate";
-const OF_COMPUTING: &str =
-    "weights that are finite have grown until what they compute overflows: lower the learning rate";
-const OF_MACHINE: &str = "a fault of the GPU or of its memory: nvidia-smi -q -d ECC and lines with Xid in the log of the node's \
-                          kernel (dmesg) tell; where it comes again, rollout.graphs = false goes without graphs";
+    "lower the learning rate: if the weights of the model directory are finite, updates caused this";
+const OF_COMPUTING: &str = "lower the learning rate: the weights are finite, but so large that results overflow";
+const OF_MACHINE: &str = "check the GPU and its memory for faults, with nvidia-smi -q -d ECC and for Xid lines in the \
+                          node's kernel log (dmesg); if it happens again, set rollout.graphs = false to decode without \
+                          graphs";

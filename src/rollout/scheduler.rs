@@ -1,17 +1,17 @@
-//! Continuous batching: how many tokens of which sequence the next forward takes, and which sequence holds which KV pages.
+//! Continuous batching: the number of tokens of each sequence in the next forward, and the KV pages of each sequence.
 //!
-//! - A step feeds one token of every sequence that decodes, and up to `prefill_tokens_max` prompt tokens of those that
-//!   still read their prompt, in one forward.
-//! - A sequence is admitted when a slot is free and the pages that it is expected to need are. The expectation starts at the
-//!   mean length of the rollout before, or at its full length, and goes on to the mean of finished sequences. Where it was too low,
-//!   the youngest sequence is preempted: it gives its pages back and later reads its tokens again, with the same bits. The oldest
-//!   sequence always goes on.
-//! - Samples of one prompt form a group. The first one admitted reads the prompt; the others share its full pages,
-//!   copy the last partial one, and draw their first token from the same logits.
-//! - Pages that prompts of several groups begin with are read once, too (`Prefixes`).
-//! - A sequence whose turn has ended waits for its answer with its pages, and then reads it behind them.
+//! - A step feeds one token of every sequence that decodes, and up to `prefill_tokens_max` prompt tokens of sequences
+//!   that still read their prompt, in one forward.
+//! - A sequence is admitted when a slot and the pages it is expected to need are free. The expectation starts at the
+//!   mean length of the rollout before, or at the maximum length, and then follows the mean of finished sequences. If
+//!   it was too low, the youngest sequence is preempted: it releases its pages and later reads its tokens again, with
+//!   the same bits. The oldest sequence is never preempted.
+//! - Samples of one prompt form a group. The first one admitted reads the prompt. The others share its full pages, copy
+//!   the last partial one, and sample their first token from the same logits.
+//! - Pages at the beginning of the prompts of several groups are also read once (`Prefixes`).
+//! - A sequence whose turn has ended waits for its answer with its pages. Then it reads the answer after them.
 //!
-//! What a sequence generates does not depend on any decision made here.
+//! The tokens of a sequence do not depend on any decision made here.
 
 use super::blocks::{BlockPool, pages_of};
 pub use super::prefixes::Prefixes;
@@ -29,25 +29,25 @@ pub struct Scheduler {
     sequences: Vec<Sequence>,
     groups: Vec<Group>,
     waiting: VecDeque<usize>,
-    /// In the order of admission, oldest first.
+    /// The running sequences in order of admission, oldest first.
     running: Vec<usize>,
     feeds: Vec<Feed>,
     forks: Vec<usize>,
     finished: usize,
     finished_new_tokens: usize,
     preemptions: usize,
-    /// Sequences that wait for an answer without a slot.
+    /// The number of sequences that wait for an answer without a slot.
     outside: usize,
-    /// More sequences may come (`add`) than those that wait.
+    /// Whether more sequences may be added (`add`) than the waiting ones.
     is_open: bool,
     prefixes: Prefixes,
-    /// Prompt tokens of sequences that begin which others have read.
+    /// Prompt tokens of new sequences that other sequences have read.
     found_tokens: usize,
 }
 
 impl Scheduler {
     /// # Errors
-    /// `Usage` where the longest sequence alone does not fit the pages.
+    /// `Usage` if the longest sequence alone does not fit the pages.
     pub fn new(specs: impl IntoIterator<Item = Spec>, limits: Limits) -> Result<Self> {
         let mut groups: Vec<Group> = Vec::new();
         let mut sequences = Vec::new();
@@ -55,11 +55,11 @@ impl Scheduler {
             let pages = spec.pages_max();
             if pages > limits.pages {
                 let message = format!(
-                    "a sequence of {} tokens needs {pages} KV pages of {PAGE} tokens, the cache has {}",
+                    "a sequence of {} tokens needs {pages} KV pages of {PAGE} tokens, but the cache has {}",
                     spec.prompt_tokens + spec.new_tokens_max,
                     limits.pages
                 );
-                return Err(Error::usage(message).hint("raise rollout.kv_bytes_max, or ask for shorter responses"));
+                return Err(Error::usage(message).hint("raise rollout.kv_bytes_max, or use shorter responses"));
             }
             if groups.len() <= spec.group {
                 groups.resize_with(spec.group + 1, Group::default);
@@ -86,12 +86,12 @@ impl Scheduler {
         })
     }
 
-    /// Pages that prompts have in common are read once.
+    /// Reads pages that prompts have in common only once.
     pub fn share_prefixes(&mut self, prefixes: Prefixes) {
         self.prefixes = prefixes;
     }
 
-    /// Prompt tokens of all sequences so far that were not read, as they were there.
+    /// Prompt tokens of all sequences so far that were reused instead of read.
     pub fn found_tokens(&self) -> usize {
         self.found_tokens
     }
@@ -113,22 +113,22 @@ impl Scheduler {
         needed < self.room() || (self.running.is_empty() && self.waiting.is_empty())
     }
 
-    /// These sequences may begin.
+    /// Allows these sequences to begin.
     pub fn add(&mut self, sequences: Range<usize>) {
         self.waiting.extend(sequences);
     }
 
-    /// Those that are still held back never begin.
+    /// Drops the sequences that are still held back.
     pub fn close(&mut self) {
         self.is_open = false;
     }
 
-    /// Whether every sequence has finished that may begin.
+    /// Whether every sequence that may begin has finished.
     pub fn is_done(&self) -> bool {
         self.waiting.is_empty() && self.running.is_empty() && self.outside == 0 && !self.is_open
     }
 
-    /// Whether nothing can be done before an answer comes.
+    /// Whether nothing can be done before an answer arrives.
     pub fn is_stalled(&self) -> bool {
         let all_wait = self.running.iter().all(|&s| self.sequences[s].waits);
         !self.is_done() && all_wait && self.admissible().is_none()
@@ -142,7 +142,7 @@ impl Scheduler {
         self.sequences[sequence].spec.group
     }
 
-    /// Whether samples of the group may still draw from its prompt logits.
+    /// Whether samples of the group may still sample from its prompt logits.
     pub fn is_prompt_kept(&self, group: usize) -> bool {
         matches!(self.groups[group].prefix, Prefix::Ready(_))
     }
@@ -155,13 +155,13 @@ impl Scheduler {
         self.pool.free()
     }
 
-    /// How often a sequence had to give its pages back.
+    /// The number of times that a sequence had to release its pages.
     pub fn preemptions(&self) -> usize {
         self.preemptions
     }
 
-    /// Gives slots to waiting sequences. Returns the samples whose prompt another sample has read: each now draws its
-    /// first token from the group's prompt logits (`accept`), and then ends (`finish`) or goes on (`share`).
+    /// Gives slots to waiting sequences. Returns the samples whose prompt another sample has read. Each now samples its
+    /// first token from the group's prompt logits (`accept`), and then ends (`finish`) or continues (`share`).
     pub fn admit(&mut self) -> &[usize] {
         self.forks.clear();
         for i in 0..self.running.len() {
@@ -189,7 +189,7 @@ impl Scheduler {
         &self.forks
     }
 
-    /// Decides what an admitted sequence does: reads its tokens, waits for its group's leader, or forks.
+    /// Decides how an admitted sequence starts: it reads its tokens, waits for its group's leader, or forks.
     fn enter(&mut self, s: usize) {
         let sequence = &mut self.sequences[s];
         let group = &mut self.groups[sequence.spec.group];
@@ -212,7 +212,7 @@ impl Scheduler {
         }
     }
 
-    /// The feeds of the next forward, each with its pages in place; oldest sequences first.
+    /// The feeds of the next forward, with their pages allocated, oldest sequences first.
     pub fn plan(&mut self) -> &[Feed] {
         self.feeds.clear();
         let mut budget = self.limits.prefill_tokens_max.max(1);
@@ -238,7 +238,7 @@ impl Scheduler {
         &self.feeds
     }
 
-    /// Gives a sequence that reads its prompt the pages of it that others have read. False where it is to wait for one.
+    /// Gives a sequence that reads its prompt the pages that others have read. Returns false if it has to wait for one.
     fn take_prefix(&mut self, s: usize) -> bool {
         let sequence = &mut self.sequences[s];
         let before = sequence.past;
@@ -249,7 +249,7 @@ impl Scheduler {
         goes_on
     }
 
-    /// The running sequences, if each of them is to be fed just the token that it drew last.
+    /// The running sequences, if each of them only needs its last sampled token to be fed.
     pub fn decoding(&self) -> Option<&[usize]> {
         let decodes = |s: &usize| {
             let sequence = &self.sequences[*s];
@@ -259,7 +259,7 @@ impl Scheduler {
         (!self.running.is_empty() && self.running.iter().all(decodes)).then_some(&self.running)
     }
 
-    /// Makes the sequence's pages cover `tokens`, if it need not take them from another one.
+    /// Makes the sequence's pages cover `tokens`, if no other sequence has to release pages for it.
     pub fn extend(&mut self, s: usize, tokens: usize) -> bool {
         while self.sequences[s].blocks.len() < pages_of(tokens) {
             let Some(page) = self.pool.allocate() else { return false };
@@ -268,17 +268,17 @@ impl Scheduler {
         true
     }
 
-    /// Pages that the sequence takes at its longest.
+    /// Pages of the sequence at its maximum length.
     pub fn pages_max(&self, s: usize) -> usize {
         self.sequences[s].spec.pages_max()
     }
 
-    /// After a step of decoding: the token that the sequence was fed is cached.
+    /// Records that the token fed to the sequence in a decode step is cached.
     pub fn decoded(&mut self, s: usize) {
         self.sequences[s].past += 1;
     }
 
-    /// Whether `admit` would give a slot to a waiting sequence, or to one that may be added, and how many are free.
+    /// The number of free slots, if `admit` would give one to a waiting sequence or to one that may be added.
     pub fn admissible(&self) -> Option<usize> {
         let Some(&next) = self.waiting.front() else {
             return self.wants_more().then(|| self.limits.batch_max - self.running.len());
@@ -287,8 +287,8 @@ impl Scheduler {
         (self.running.is_empty() || self.missing_pages(next, false) <= self.room()).then_some(slots)
     }
 
-    /// After the forward of `feed`: its tokens are cached. Returns whether the logits behind the last token must be
-    /// kept for the other samples of the group.
+    /// Records that the tokens of `feed` are cached. Returns whether the logits after the last token must be kept for
+    /// the other samples of the group.
     pub fn fed(&mut self, feed: Feed) -> bool {
         let sequence = &mut self.sequences[feed.sequence];
         sequence.past = feed.past + feed.tokens;
@@ -306,7 +306,7 @@ impl Scheduler {
         true
     }
 
-    /// One token more behind the sequence.
+    /// Adds one token to the sequence.
     pub fn accept(&mut self, s: usize) {
         let sequence = &mut self.sequences[s];
         sequence.length += 1;
@@ -320,12 +320,12 @@ impl Scheduler {
         self.outside > 0 || self.running.iter().any(|&s| self.sequences[s].waits)
     }
 
-    /// The sequence is not fed until `answer`.
+    /// Pauses the sequence until `answer`.
     pub fn wait(&mut self, s: usize) {
         self.sequences[s].waits = true;
     }
 
-    /// The sequence goes on behind `tokens` more, which are to be read.
+    /// Continues the sequence with `tokens` more tokens, which must be read.
     pub fn answer(&mut self, s: usize, tokens: usize) {
         self.ends_waiting(s);
         self.sequences[s].length += tokens;
@@ -340,13 +340,13 @@ impl Scheduler {
         }
     }
 
-    /// Counts tokens that were accepted outside of a step, and are cached.
+    /// Counts accepted tokens outside of a step that are cached.
     pub fn lengthen(&mut self, s: usize, tokens: usize) {
         self.sequences[s].past += tokens;
         self.sequences[s].length += tokens;
     }
 
-    /// The sequence needs nothing of its group any more; the last one lets go of the prompt's pages.
+    /// Ends the sequence's use of its group. The last sequence releases the prompt's pages.
     fn settle(&mut self, s: usize) {
         let group = self.sequences[s].spec.group;
         self.sequences[s].forks = false;
@@ -369,7 +369,7 @@ impl Scheduler {
     fn share_pages(&mut self, s: usize, group: usize) -> Option<(u32, u32)> {
         let prompt_tokens = self.sequences[s].spec.prompt_tokens;
         self.sequences[s].state = State::Running;
-        // A prefix given up meanwhile leaves nothing to share: the sequence then reads its tokens itself.
+        // If the prefix was released meanwhile, there is nothing to share, and the sequence reads its tokens itself.
         let Prefix::Ready(pages) = &self.groups[group].prefix else { return None };
         let full = prompt_tokens / PAGE;
         let partial = pages.get(full).copied();
@@ -392,7 +392,7 @@ impl Scheduler {
         Some((from, self.sequences[s].blocks[full]))
     }
 
-    /// The sequence has ended: its slot and pages are free at once.
+    /// Ends the sequence, and frees its slot and pages at once.
     pub fn finish(&mut self, s: usize) {
         self.finished += 1;
         self.finished_new_tokens += self.sequences[s].length - self.sequences[s].spec.prompt_tokens;
@@ -408,7 +408,7 @@ impl Scheduler {
         }
     }
 
-    /// Makes the sequence's pages cover `tokens`. False: it had to give its pages back itself.
+    /// Makes the sequence's pages cover `tokens`. Returns false if it had to release its own pages.
     fn cover(&mut self, s: usize, tokens: usize) -> bool {
         while !self.extend(s, tokens) {
             if self.prefixes.drop_unused(&mut self.pool) {
@@ -461,7 +461,7 @@ impl Scheduler {
         true
     }
 
-    /// Gives up all kept prompts: their later samples read them again.
+    /// Releases all kept prompts. Their later samples read them again.
     fn drop_prefixes(&mut self) -> bool {
         (0..self.groups.len()).filter(|&group| self.drop_prefix(group)).count() > 0
     }
@@ -472,7 +472,8 @@ impl Scheduler {
         self.pool.free().saturating_sub(expected)
     }
 
-    /// Pages that the sequence is expected to take from the pool yet; `behind` another one of its group, which reads the prompt.
+    /// Pages that the sequence is expected to need from the pool. `behind`: another sequence of its group reads the
+    /// prompt.
     fn missing_pages(&self, s: usize, behind: bool) -> usize {
         let sequence = &self.sequences[s];
         let spec = sequence.spec;

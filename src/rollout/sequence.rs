@@ -1,4 +1,4 @@
-//! What a sequence may take of the KV cache and of a forward, and what the scheduler keeps of it and of the samples of a prompt.
+//! Limits of the KV cache and of a forward, and the scheduler's state of a sequence and of the samples of a prompt.
 
 use super::blocks::pages_of;
 
@@ -10,7 +10,7 @@ pub struct Limits {
     pub prefill_tokens_max: usize,
     /// Pages of the KV cache.
     pub pages: usize,
-    /// Mean of the new tokens that sequences had before these, where some were.
+    /// Mean number of new tokens of earlier sequences, if there were any.
     pub new_tokens_before: Option<usize>,
 }
 
@@ -18,25 +18,25 @@ pub struct Limits {
 const FINISHED_MIN: usize = 8;
 
 impl Limits {
-    /// New tokens to expect of a sequence when so many have finished with `new_tokens` in all: a quarter more than their mean, or
-    /// than the mean of those before; none where nothing is known.
+    /// The expected number of new tokens of a sequence, after `finished` sequences with `new_tokens` in all: a quarter
+    /// more than their mean, or than the mean of earlier sequences. `None` if nothing is known.
     pub fn expected_new(&self, finished: usize, new_tokens: usize) -> Option<usize> {
         let mean = if finished < FINISHED_MIN { self.new_tokens_before } else { Some(new_tokens / finished) };
         mean.map(|mean| mean * 5 / 4 + 1)
     }
 }
 
-/// A sequence's share of a forward: `tokens` tokens behind the `past` cached ones.
+/// A sequence's share of a forward: `tokens` tokens after the `past` cached ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Feed {
     pub sequence: usize,
     pub past: usize,
     pub tokens: usize,
-    /// The forward reaches the sequence's last token, so the next one can be drawn.
+    /// Whether the forward reaches the sequence's last token, so that the next one can be sampled.
     pub complete: bool,
 }
 
-/// What the scheduler has to know of a sequence.
+/// The scheduler's input for a sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct Spec {
     /// Sequences with the same group number have the same prompt.
@@ -46,20 +46,20 @@ pub struct Spec {
 }
 
 impl Spec {
-    /// Pages at its longest.
+    /// Pages at its maximum length.
     pub fn pages_max(&self) -> usize {
         pages_of(cached_tokens_max(self.prompt_tokens, self.new_tokens_max))
     }
 }
 
-/// Tokens that are ever in the cache: the last new token is never fed.
+/// The maximum number of cached tokens: the last new token is never fed.
 pub fn cached_tokens_max(prompt_tokens: usize, new_tokens_max: usize) -> usize {
     prompt_tokens + new_tokens_max.max(1) - 1
 }
 
-/// Pages with which none of these sequences ever waits for another's, `batch_max` of them at once: those of the longest at their
-/// longest, and for each prompt that several samples share the last one, which is partial: it is kept for samples that have not
-/// begun when the one that has read it goes.
+/// The number of pages with which none of these sequences ever waits for another, with `batch_max` of them at once.
+/// These are the pages of the longest sequences at maximum length and, for each prompt that several samples share, its
+/// partial last page. That page is kept for samples that have not begun when the one that read it ends.
 pub fn pages_wanted(specs: impl IntoIterator<Item = Spec>, batch_max: usize) -> usize {
     let (mut needs, mut samples): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
     for spec in specs {
@@ -78,7 +78,7 @@ pub fn pages_wanted(specs: impl IntoIterator<Item = Spec>, batch_max: usize) -> 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
     Waiting,
-    /// Has a slot, and waits for another sample of its group to have read the prompt.
+    /// Has a slot, and waits until another sample of its group has read the prompt.
     Follower,
     Running,
 }
@@ -94,9 +94,9 @@ pub(super) struct Sequence {
     pub blocks: Vec<u32>,
     /// Reads the prompt for its group.
     pub leads: bool,
-    /// Draws its first token from the group's prompt logits, and is still to end or to take its share of the pages.
+    /// Samples its first token from the group's prompt logits, and has yet to end or to take its share of the pages.
     pub forks: bool,
-    /// Is not fed until it has its answer: it keeps its slot and pages where no other one needs these.
+    /// Waits for its answer and is not fed. It keeps its slot and pages unless another sequence needs them.
     pub waits: bool,
 }
 

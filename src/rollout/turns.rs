@@ -1,4 +1,4 @@
-//! Responses of several turns: what another side, an environment, writes between them.
+//! Responses of several turns: an environment writes between the turns.
 
 use crate::error::Result;
 use crate::experience::Finish;
@@ -8,23 +8,23 @@ use std::collections::BTreeMap;
 /// The answer to a turn.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Answer {
-    /// What stands behind the turn, where the sequence goes on.
+    /// Tokens to append after the turn, if the sequence continues.
     pub tokens: Vec<u32>,
     pub reward: f64,
-    /// The sequence ends here.
+    /// Whether the sequence ends here.
     pub is_over: bool,
-    /// Named numbers for the logs.
+    /// Named values for the logs.
     pub extra: BTreeMap<String, f32>,
-    /// Why there is none: the sequence ends here, too.
+    /// The reason why there is no answer. The sequence ends here, too.
     pub failed: Option<String>,
 }
 
-/// Who answers turns. Of ranks that share a schedule the first one asks.
+/// The side that answers turns. The first of the ranks that share a schedule calls it.
 pub trait Turns {
-    /// Hears that `finish` has ended a turn of sequence `s`, whose new tokens so far are `tokens`, those of the turn from `turn` on. Does
-    /// not wait.
+    /// Called when `finish` has ended a turn of sequence `s`. `tokens` are its new tokens so far, and the turn begins
+    /// at `turn`. Does not wait.
     fn ended(&mut self, s: usize, tokens: &[u32], turn: usize, finish: Finish) -> Result<()>;
 
-    /// The sequences whose answers have come since the last call; with `waits` it waits for one, though not for long.
+    /// The answers since the last call, with their sequences. With `waits` it waits briefly for one.
     fn answers(&mut self, waits: bool) -> Result<Vec<(usize, Answer)>>;
 }

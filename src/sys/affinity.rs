@@ -1,4 +1,4 @@
-//! The cores that this rank may use, and how many threads that makes.
+//! The cores that this rank may use, and its number of threads.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,7 +18,7 @@ pub fn mask() -> Vec<usize> {
     (0..libc::CPU_SETSIZE as usize).filter(|&core| unsafe { libc::CPU_ISSET(core, &set) }).collect()
 }
 
-/// Moves this thread, and those that it will start, to `cores`. Whether the system allowed that.
+/// Moves this thread, and the threads that it starts later, to `cores`. Returns whether the system allowed it.
 pub fn bind(cores: &[usize]) -> bool {
     // SAFETY: an all-zero set is a value; CPU_SET writes within it for numbers below CPU_SETSIZE; the kernel reads the size given.
     unsafe {
@@ -28,12 +28,12 @@ pub fn bind(cores: &[usize]) -> bool {
     }
 }
 
-/// The mask of a rank, and the NUMA node of its GPU where the system reports one.
+/// The mask of a rank, and the NUMA node of its GPU if the system reports one.
 pub type MaskAndNode = (Vec<usize>, Option<usize>);
 
-/// For rank `me` of those of a host its share of the cores of its GPU's node: the ranks whose GPUs are of that node divide them,
-/// and hardware threads of a core stay together. None where the launcher bound the rank, which then lacks cores that another has, or
-/// where the system does not report which cores are near.
+/// The share of rank `me` of a host in the cores of its GPU's node. The ranks with GPUs on that node divide its cores,
+/// and hardware threads of a core stay together. `None` if the launcher bound the rank, which then lacks cores that
+/// another rank has, or if the system does not report the cores of the node.
 pub fn near(ranks: &[MaskAndNode], me: usize) -> Option<Vec<usize>> {
     near_in(Path::new("/sys/devices/system"), ranks, me)
 }
@@ -53,13 +53,13 @@ fn near_in(system: &Path, ranks: &[MaskAndNode], me: usize) -> Option<Vec<usize>
     let on_node = |ranks: &[MaskAndNode]| ranks.iter().filter(|(_, other)| other == node).count();
     let (at, sharing, all) = (on_node(&ranks[..me]), on_node(ranks), of_node.len());
     let of_node = of_node.into_values();
-    // More ranks than cores: all have all.
+    // With more ranks than cores, each rank gets all cores.
     let (skipped, taken) = if all < sharing { (0, all) } else { (at * all / sharing, (at + 1) * all / sharing) };
     let share: Vec<usize> = of_node.take(taken).skip(skipped).flatten().collect();
     (!share.is_empty()).then_some(share)
 }
 
-/// NUMA nodes on which this process may run, ascending; none where the system does not report them.
+/// The NUMA nodes on which this process may run, ascending; empty if the system does not report them.
 pub fn nodes() -> Vec<usize> {
     nodes_in(Path::new("/sys/devices/system/node"), &mask())
 }
@@ -85,13 +85,13 @@ fn ranges(list: &str) -> impl Iterator<Item = std::ops::RangeInclusive<usize>> {
     })
 }
 
-/// Cores of this machine that are switched on.
+/// The number of online cores of this machine.
 pub fn cores() -> usize {
     // SAFETY: reads a number.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }).unwrap_or(1).max(1)
 }
 
-/// Threads for one rank, and a warning where the launcher left it fewer cores than its share of the machine.
+/// The threads of one rank, and a warning if the launcher gave it fewer cores than its share of the machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     pub threads: usize,
@@ -99,21 +99,22 @@ pub struct Plan {
     pub warning: Option<String>,
 }
 
-/// `mask` cores shared by `sharing` ranks (this one included), on a machine of `cores` with `local_ranks` ranks; a
-/// cgroup may allow fewer than the mask holds (`quota`).
+/// The plan for `mask` cores shared by `sharing` ranks (this one included), on a machine of `cores` with `local_ranks`
+/// ranks. A cgroup may allow fewer cores than the mask (`quota`).
 pub fn plan(mask: usize, sharing: usize, quota: usize, cores: usize, local_ranks: usize) -> Plan {
     let threads = (mask.min(quota) / sharing.max(1)).max(1);
     let share = cores / local_ranks.max(1);
+    let plural = if local_ranks == 1 { "" } else { "s" };
     let warning = (mask / sharing.max(1) < share).then(|| {
         format!(
-            "bound to {mask} of {cores} cores with {local_ranks} ranks on this host: the rest idles; \
-             pass --bind-to none, or --map-by slot:PE={share}, to mpirun"
+            "a rank is bound to {mask} of {cores} cores with {local_ranks} rank{plural} on this host, so cores stay \
+             idle; pass --bind-to none or --map-by slot:PE={share} to mpirun"
         )
     });
     Plan { threads, mask, warning }
 }
 
-/// Cores that the mask and the cgroup's quota allow together.
+/// The number of cores that both the mask and the cgroup's quota allow.
 pub fn quota() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
@@ -137,7 +138,7 @@ mod tests {
         assert!(narrow.warning.expect("half the machine idles").contains("slot:PE=4"));
     }
 
-    /// What it shows, the ranks of a host, one of them, and the cores that it goes to.
+    /// A description, the ranks of a host, the index of one of them, and its cores.
     type Case<'a> = (&'a str, Vec<MaskAndNode>, usize, Option<&'a [usize]>);
 
     #[test]
@@ -162,7 +163,7 @@ mod tests {
             ("one rank has its node", of(&[Some(1)]), 0, Some(&[4, 12, 5, 13, 6, 14, 7, 15])),
             ("two of a node divide it", of(&[Some(0), Some(1), Some(0)]), 2, Some(&[2, 10, 3, 11])),
             (
-                "and nobody takes of another node",
+                "and no rank takes cores of another node",
                 of(&[Some(0), Some(1), Some(0)]),
                 1,
                 Some(&[4, 12, 5, 13, 6, 14, 7, 15]),
@@ -181,7 +182,7 @@ mod tests {
         assert_eq!(
             [0, 1].map(|me| near_in(root.path(), &few, me)),
             [Some(vec![1]), Some(vec![2])],
-            "of a cgroup's cores"
+            "the cores of a cgroup"
         );
     }
 
@@ -193,7 +194,7 @@ mod tests {
             move || (bind(&[last]) && !bind(&[])).then(|| (mask(), std::thread::spawn(mask).join().expect("a mask")));
         let bound = std::thread::spawn(bound).join().expect("a thread");
         assert_eq!(bound, Some((vec![last], vec![last])));
-        assert_eq!(mask(), all, "the threads beside it stay");
+        assert_eq!(mask(), all, "other threads stay");
     }
 
     #[test]

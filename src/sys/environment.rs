@@ -1,6 +1,6 @@
-//! Ranks and sizes that mpirun, srun and mpiexec set in the environment.
+//! Environment variables of mpirun, srun and mpiexec with ranks and sizes.
 
-/// Reads a variable; tests give their own.
+/// A function that reads a variable. Tests pass their own.
 type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 fn real(name: &str) -> Option<String> {
@@ -15,8 +15,8 @@ unsafe extern "C" {
     static mut environ: *mut *mut libc::c_char;
 }
 
-/// Moves the environment to the heap and clears the copy that the kernel shows: `/proc/PID/environ` is zeros from now
-/// on, which the child of a reward could read otherwise, with the keys that its own environment does not have. For
+/// Moves the environment to the heap and clears the copy that the kernel shows. `/proc/PID/environ` is zeros from now
+/// on. Otherwise the child process of a reward could read there keys that its own environment lacks. For
 /// the program itself nothing changes. Call it in `main`, while there is one thread.
 pub fn hide() {
     // SAFETY: no other thread reads or changes the environment yet. Each string ends with a zero byte and lies in memory
@@ -34,8 +34,8 @@ pub fn hide() {
     }
 }
 
-/// Tells Open MPI, unless the user has, that ranks which are all on this host need no network: looking for one takes 0.2 s of every
-/// start. Call it in `main`, while there is one thread.
+/// Keeps Open MPI off the network if all ranks are on this host, unless the user has set its transport. The search for
+/// a network takes 0.2 s at every start. Call it in `main`, while there is one thread.
 pub fn keep_off_network() {
     if is_one_host(&real) && std::env::var_os(TRANSPORT).is_none() {
         // SAFETY: no other thread reads or changes the environment yet.
@@ -43,7 +43,7 @@ pub fn keep_off_network() {
     }
 }
 
-/// Open MPI's parameter for what carries its messages. "ob1" moves them through shared memory, and over TCP.
+/// Open MPI's parameter for its transport. "ob1" uses shared memory and TCP.
 const TRANSPORT: &str = "OMPI_MCA_pml";
 
 fn is_one_host(lookup: Lookup) -> bool {
@@ -51,7 +51,7 @@ fn is_one_host(lookup: Lookup) -> bool {
     size("OMPI_COMM_WORLD_SIZE").is_some_and(|all| size("OMPI_COMM_WORLD_LOCAL_SIZE") == Some(all))
 }
 
-/// The number of ranks that the launcher started; none without a launcher.
+/// The number of ranks that the launcher started; `None` without a launcher.
 pub fn launched_ranks() -> Option<usize> {
     ranks_in(&real)
 }
@@ -61,13 +61,13 @@ pub fn launched_rank() -> Option<usize> {
     first(&real, &["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"])
 }
 
-/// Ranks of this host.
+/// The number of ranks on this host.
 pub fn local_ranks() -> Option<usize> {
     first(&real, &["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"])
 }
 
-/// A batch script's own shell has Slurm's variables too, but not those of a step: a program started there without
-/// srun is alone.
+/// The number of launched ranks. The shell of a batch script has Slurm's variables too, but not those of a step: a
+/// program that is started there without srun is a single rank.
 fn ranks_in(lookup: Lookup) -> Option<usize> {
     first(lookup, &["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]).or_else(|| {
         let in_step = lookup("SLURM_STEP_ID").is_some() && lookup("SLURM_PROCID").is_some();
@@ -98,10 +98,10 @@ mod tests {
 
     #[test]
     fn open_mpi_is_kept_off_the_network_where_all_its_ranks_are_on_one_host() {
-        let is_told = |set| is_one_host(&with(set));
-        assert!(is_told(&[("OMPI_COMM_WORLD_SIZE", "4"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "4")]));
-        assert!(!is_told(&[("OMPI_COMM_WORLD_SIZE", "8"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "4")]));
-        assert!(!is_told(&[("PMIX_RANK", "3"), ("SLURM_NTASKS", "8")]));
+        let stays_off = |set| is_one_host(&with(set));
+        assert!(stays_off(&[("OMPI_COMM_WORLD_SIZE", "4"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "4")]));
+        assert!(!stays_off(&[("OMPI_COMM_WORLD_SIZE", "8"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "4")]));
+        assert!(!stays_off(&[("PMIX_RANK", "3"), ("SLURM_NTASKS", "8")]));
     }
 
     #[test]

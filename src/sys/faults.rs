@@ -1,26 +1,26 @@
-//! Faults of memory that mean something: a sandboxed thread's stack that is used up, and a mapped file that shrank.
+//! Memory faults with a known cause: a stack overflow of a sandboxed thread, or a mapped file that was truncated.
 
 use super::signals;
 use std::sync::OnceLock;
 
-/// The handlers of SIGSEGV and SIGBUS that stood there before.
+/// The previous handlers of SIGSEGV and SIGBUS.
 static BEFORE: OnceLock<[libc::sigaction; 2]> = OnceLock::new();
 const SIGNALS: [libc::c_int; 2] = [libc::SIGSEGV, libc::SIGBUS];
 
-/// What a fault may mean.
+/// The cause of a fault.
 #[derive(Clone, Copy, Debug)]
 pub enum Cause {
     StackEnds,
     FileShrank,
 }
 
-/// The handler of a cause: it does not return where the fault at an address is of that cause. It allocates nothing and takes no
-/// lock.
+/// The handler of a cause. It does not return if its cause explains the fault at an address. It allocates nothing and
+/// takes no lock.
 pub type Answer = fn(usize);
 
 static ANSWERS: [OnceLock<Answer>; 2] = [OnceLock::new(), OnceLock::new()];
 
-/// From now on a cause has its handler; other faults go to the handler that stood there before. The second call of a cause does
+/// Installs the handler of a cause. Other faults go to the previous handler. A second call for a cause does
 /// nothing.
 pub fn install(cause: Cause, answer_one: Answer) {
     ANSWERS[cause as usize].get_or_init(|| answer_one);
@@ -36,7 +36,7 @@ extern "C" fn answer(signal: libc::c_int, info: *mut libc::siginfo_t, context: *
     let index = usize::from(signal == libc::SIGBUS);
     // A fault between the change of the handler and its note, of another thread, meets the default.
     let before = BEFORE.get().map(|all| all[index]).filter(|before| before.sa_sigaction > libc::SIG_IGN);
-    // SAFETY: the handler that stood here before, called as its flags say; else the default action, which the fault
+    // SAFETY: the previous handler, called as its flags say; else the default action, which the fault
     // meets when it is repeated on return.
     unsafe {
         match before {

@@ -1,4 +1,4 @@
-//! Files that survive a crash: written under another name, synced, renamed.
+//! Files that survive a crash: they are written under another name, synced and renamed.
 
 use crate::error::{Error, Kind, Result, format_bytes};
 use serde_json::{Map, Value};
@@ -12,7 +12,7 @@ use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use twox_hash::XxHash3_64;
 
-/// How the names of unfinished files end.
+/// The suffix of unfinished files.
 const PARTIAL: &str = ".partial";
 
 /// Makes the names in a directory (new files, renames) survive a crash.
@@ -25,8 +25,9 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
     replace_with(path, |out| out.write_all(bytes).map_err(|e| Error::io("write", path, &e)))
 }
 
-/// Replaces the file `path` by what `fill` writes: a reader, or a crash, sees the old file or the whole new one. After an error the
-/// old file is untouched, and no unfinished file is left. Several processes may do that at once: the last one wins.
+/// Replaces the file `path` by the output of `fill`. A reader, or a crash, sees either the old file or the whole new
+/// one. After an error the old file is unchanged, and no unfinished file is left. Several processes may do this at
+/// once: the last one wins.
 pub fn replace_with(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
     // In the same directory, so that the rename is atomic.
     let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -44,7 +45,7 @@ pub fn replace_with(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Resu
     fsync_dir(parent(path))
 }
 
-/// What is in a directory, in no order.
+/// The paths in a directory, in no particular order.
 pub fn entries(dir: &Path) -> Result<Vec<PathBuf>> {
     let paths = fs::read_dir(dir).and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect());
     paths.map_err(|e| Error::io("read", dir, &e))
@@ -61,8 +62,8 @@ pub fn remove_partial(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Opens a regular file for reading. Other things that have names could hold the program up for ever: to open a FIFO waits for
-/// somebody who writes.
+/// Opens a regular file for reading. Other kinds of files could block the program forever: opening a FIFO waits for
+/// a writer.
 pub fn open(path: &Path) -> io::Result<File> {
     let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     let kind = file.metadata()?.file_type();
@@ -72,10 +73,11 @@ pub fn open(path: &Path) -> io::Result<File> {
         () if kind.is_fifo() => "a FIFO",
         () => "a device or socket",
     };
-    Err(io::Error::other(format!("it is {what}, needed is a regular file")))
+    Err(io::Error::other(format!("it is {what}, not a regular file")))
 }
 
-/// As `open`, or a pipe of the shell (`<(zcat rows.gz)`): that has a writer, where a FIFO by another name may never get one.
+/// Opens a regular file, or a pipe of the shell (`<(zcat rows.gz)`), which has a writer. A named FIFO may never get
+/// one.
 pub fn open_input(path: &Path) -> io::Result<File> {
     if path.starts_with("/dev/fd") || path.starts_with("/proc") { File::open(path) } else { open(path) }
 }
@@ -90,7 +92,7 @@ pub fn read_to_string(path: &Path) -> io::Result<String> {
     io::read_to_string(open(path)?)
 }
 
-/// What `read` gives of a file; none where there is no such file.
+/// The result of `read` for a file, or `None` if the file does not exist.
 pub fn if_any<T>(path: &Path, read: impl FnOnce(&Path) -> io::Result<T>) -> Result<Option<T>> {
     match read(path) {
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
@@ -98,26 +100,26 @@ pub fn if_any<T>(path: &Path, read: impl FnOnce(&Path) -> io::Result<T>) -> Resu
     }
 }
 
-/// The JSON object in a file; none where there is no such file.
+/// The JSON object in a file, or `None` if the file does not exist.
 pub fn read_object(path: &Path) -> Result<Option<Map<String, Value>>> {
     let Some(text) = if_any(path, read)? else { return Ok(None) };
     serde_json::from_slice(&text)
         .map(Some)
-        .map_err(|e| Error::data(format!("{} is no JSON object: {e}", path.display())))
+        .map_err(|e| Error::data(format!("{} is not a JSON object: {e}", path.display())))
 }
 
-/// A large file that is being written: its pages are written back meanwhile, so that little is left for its end and the page
-/// cache does not fill.
+/// A large file for writing. Its pages are written back early, so that little is left at the end and the page
+/// cache does not fill up.
 #[derive(Debug)]
 pub struct LargeFile {
     file: File,
     path: PathBuf,
     written: u64,
-    /// Bytes whose writeback was begun.
+    /// The number of bytes whose writeback has begun.
     begun: u64,
 }
 
-/// Bytes that are written before their writeback begins.
+/// The number of bytes that are written before their writeback begins.
 const BEGUN_AT: u64 = 32 << 20;
 
 impl LargeFile {
@@ -143,7 +145,7 @@ impl LargeFile {
     }
 }
 
-/// Bytes of a file that are read at a time for its hash.
+/// The number of bytes that are read at a time to hash a file.
 const HASHED_AT_ONCE: usize = 4 << 20;
 
 pub fn hex(hash: u64) -> String {
@@ -155,7 +157,7 @@ pub fn xxh3(bytes: &[u8]) -> String {
     hex(XxHash3_64::oneshot(bytes))
 }
 
-/// Bytes of a file, and XXH3 (64 bits) of them, of which a few MiB at a time are in memory.
+/// The size of a file, and XXH3 (64 bits) of its contents. Reads a few MiB at a time.
 pub fn xxh3_of(path: &Path) -> Result<(u64, String)> {
     let io = |e: &io::Error| Error::io("read", path, e);
     let mut file = open(path).map_err(|e| io(&e))?;
@@ -186,25 +188,25 @@ fn statfs(path: &Path) -> io::Result<libc::statfs> {
     if code == 0 { Ok(stat) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Bytes that an ordinary user may still write on the file system of `path`.
+/// The free bytes for an ordinary user on the file system of `path`.
 pub fn free_bytes(path: &Path) -> Result<u64> {
-    let stat = statfs(path).map_err(|e| Error::io("ask the free space of", path, &e))?;
+    let stat = statfs(path).map_err(|e| Error::io("query the free space of", path, &e))?;
     Ok(stat.f_bavail * stat.f_frsize as u64)
 }
 
-/// Whether files of `path` lie in memory themselves (tmpfs).
+/// Whether the file system of `path` is in memory (tmpfs).
 pub fn is_in_memory(path: &Path) -> bool {
     statfs(path).is_ok_and(|stat| stat.f_type == libc::TMPFS_MAGIC)
 }
 
-/// Refuses to begin writing `bytes` where they do not fit.
+/// Returns an error if `bytes` do not fit on the disk.
 pub fn check_space(dir: &Path, bytes: u64) -> Result<()> {
     let free = free_bytes(dir)?;
     if bytes <= free {
         return Ok(());
     }
-    let message = format!("{} needs {}, {} are free", dir.display(), format_bytes(bytes), format_bytes(free));
-    Err(Error::new(Kind::Io, message).hint("free some space, or set another directory"))
+    let message = format!("{} needs {}, but only {} are free", dir.display(), format_bytes(bytes), format_bytes(free));
+    Err(Error::new(Kind::Io, message).hint("free some space, or use another directory"))
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::path::Path;
 
 /// The bytes of the HDF5 file that `fill` makes for `path`.
 pub fn of(path: &Path, fill: impl FnOnce(&File) -> Result<()>) -> Result<Vec<u8>> {
-    // HDF5 identifies its open files by their names, and would read one that is there already: a name within a file.
+    // HDF5 identifies open files by name, and would read an existing file: this name lies within a file.
     let name = path.join("in memory");
     let file =
         File::with_options().with_fapl(|access| access.core_filebacked(false)).create(&*name.to_string_lossy())?;
@@ -17,7 +17,7 @@ pub fn of(path: &Path, fill: impl FnOnce(&File) -> Result<()>) -> Result<Vec<u8>
         let _lock = hdf5_sys::LOCK.lock();
         H5Fget_file_image(file.id(), buffer.cast(), len)
     };
-    let failed = |_| hdf5::Error::from("HDF5 gives no image of the file");
+    let failed = |_| hdf5::Error::from("HDF5 returned no image of the file");
     // Without a buffer it returns the length.
     let mut image = vec![0; usize::try_from(copy_to(std::ptr::null_mut(), 0)).map_err(failed)?];
     usize::try_from(copy_to(image.as_mut_ptr(), image.len())).map_err(failed)?;

@@ -1,4 +1,4 @@
-//! Read-only memory maps of files that are written once and never changed in slot.
+//! Read-only memory-mapped files. They are written once and never changed in place.
 
 use std::ffi::{CString, c_char};
 use std::ops::{Deref, Range};
@@ -15,8 +15,7 @@ use crate::error::{Error, Kind, Result};
 
 /// The bytes of a file, paged in as they are read. Opening costs the same for any size.
 ///
-/// A read ends the process where someone else has cut the file short, or the disk fails: with exit code 74, and the
-/// file's name.
+/// A read ends the process with exit code 74 and the file's name if the file was truncated, or if the disk fails.
 #[derive(Debug)]
 pub struct Map {
     // An empty file cannot be mapped on every system, so it has no map.
@@ -32,22 +31,22 @@ impl Map {
             return Ok(Self { inner: None });
         }
         // SAFETY: the files mapped here are shards, weights and committed checkpoints, which this program replaces by
-        // rename and never writes in slot, so the bytes behind the map do not change under it. Only `u8` is read
+        // rename and never writes in place, so the mapped bytes do not change. Only `u8` is read
         // through the map, of which every value is valid; a file that someone else truncates ends the process.
         let inner = unsafe { Mmap::map(&file) }.map_err(|e| Error::io("map", path, &e))?;
         let named = Named::new(inner.as_ptr_range(), path);
         Ok(Self { inner: Some((named, inner)) })
     }
 
-    /// Asks the system to read a range that is needed soon, in the background.
+    /// Asks the system to read a range ahead in the background.
     pub fn will_need(&self, range: Range<usize>) {
         if let Some((_, inner)) = &self.inner {
-            // A system that does not read ahead reads later.
+            // A failure only means that the system reads later.
             let _ = inner.advise_range(Advice::WillNeed, range.start, range.len());
         }
     }
 
-    /// Gives back the memory of what was read so far; what is read again comes from the file, or the system's cache of it.
+    /// Releases the memory of the bytes read so far. Reading them again uses the file or the page cache.
     pub fn release(&self) {
         if let Some((_, inner)) = &self.inner {
             // SAFETY: the map is of a file and only read, so pages that are dropped come back with the same bytes.
@@ -70,19 +69,19 @@ impl AsRef<[u8]> for Map {
     }
 }
 
-/// A mapped file and its name, for the handler of faults. A free slot has no end.
+/// A mapped file and its name, for the fault handler. A free slot has no end.
 struct Slot {
     start: AtomicUsize,
     end: AtomicUsize,
     path: AtomicPtr<c_char>,
 }
 
-/// A map beyond this many has no name in its fault.
+/// The largest number of maps whose faults name the file.
 const SLOTS: usize = 1024;
 static MAPPED: [Slot; SLOTS] =
     [const { Slot { start: AtomicUsize::new(0), end: AtomicUsize::new(0), path: AtomicPtr::new(null_mut()) } }; SLOTS];
 
-/// A map's slot in `MAPPED`, free again when this is dropped.
+/// A map's slot in `MAPPED`, freed when this is dropped.
 #[derive(Debug)]
 struct Named(Option<usize>);
 
@@ -112,7 +111,7 @@ impl Drop for Named {
     }
 }
 
-/// Ends the process with a message where the fault lies in a mapped file. For the handler of faults: it allocates
+/// Ends the process with a message if the fault lies in a mapped file. It runs in the fault handler, so it allocates
 /// nothing and takes no lock.
 fn end_where_file_shrank(address: usize) {
     let holds = |slot: &&Slot| {
@@ -128,10 +127,10 @@ fn end_where_file_shrank(address: usize) {
     // SAFETY: the name ends with a zero byte and lives as long as the map, which somebody reads just now; the calls are
     // those that a handler may make.
     unsafe {
-        let say = |text: *const c_char| libc::write(2, text.cast(), libc::strlen(text));
-        say(c"error: ".as_ptr());
-        say(path);
-        say(c" shrank or cannot be read while it was mapped\n".as_ptr());
+        let print = |text: *const c_char| libc::write(2, text.cast(), libc::strlen(text));
+        print(c"error: ".as_ptr());
+        print(path);
+        print(c" was truncated or became unreadable while it was mapped\n".as_ptr());
         libc::_exit(Error::new(Kind::Io, String::new()).exit_code());
     }
 }

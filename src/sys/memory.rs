@@ -2,29 +2,29 @@
 
 use std::fs;
 
-/// What of a memory, of the host or of a GPU, is in use: bytes.
+/// The usage of host or GPU memory, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage {
-    /// Of what lives, and their peak since start, or since `begin_peak`.
+    /// Bytes of live buffers, and their peak since the start or since `begin_peak`.
     pub in_use: usize,
     pub peak: usize,
-    /// Taken from the system or the driver, live and kept.
+    /// Bytes taken from the system or the driver, live and kept.
     pub held: usize,
-    /// What of the held ones was ever asked for, so that the system backs it.
+    /// Held bytes that were ever requested, so that the system backs them.
     pub resident: usize,
-    /// Of mapped buffers that are evicted, which count in none of the others.
+    /// Bytes of evicted mapped buffers, which are not in the other counts.
     pub evicted: usize,
-    /// `usize::MAX`: none.
+    /// The limit; `usize::MAX`: none.
     pub limit: usize,
-    /// How often the system or the driver was asked for memory.
+    /// The number of requests to the system or the driver.
     pub requests: u64,
-    /// Pinned for a GPU, and how often the driver was asked for it.
+    /// Bytes of pinned host memory, and the number of requests for it.
     pub pinned: usize,
     pub pinned_requests: u64,
 }
 
 impl Usage {
-    /// Nothing is in use, and no limit set.
+    /// No memory in use, and no limit.
     pub const NONE: Self = Self {
         in_use: 0,
         peak: 0,
@@ -37,25 +37,25 @@ impl Usage {
         pinned_requests: 0,
     };
 
-    /// Bytes that may still come into use.
+    /// The bytes that may still be used.
     pub fn left(&self) -> usize {
         self.limit.saturating_sub(self.in_use)
     }
 }
 
-/// Most memory that this process has had resident. 0 where the system does not say.
+/// The peak resident memory of this process; 0 if the system does not report it.
 pub fn peak_bytes() -> u64 {
     field("/proc/self/status", "VmHWM:").unwrap_or(0)
 }
 
-/// The line `NAME N kB` of a file of the system, in bytes.
+/// The value of the line `NAME N kB` in a system file, in bytes.
 fn field(path: &str, name: &str) -> Option<u64> {
     let text = fs::read_to_string(path).ok()?;
     let kib = text.lines().find_map(|line| line.strip_prefix(name))?.split_whitespace().next()?;
     Some(kib.parse::<u64>().ok()? * 1024)
 }
 
-/// From now on `peak_bytes` is the most since this call; returns whether the system does that.
+/// Resets the peak of `peak_bytes`. Returns whether the system supports it.
 pub fn begin_peak() -> bool {
     // proc_pid_clear_refs(5): 5 sets the peak to what is resident.
     fs::write("/proc/self/clear_refs", "5").is_ok()
@@ -65,7 +65,7 @@ pub fn resident_bytes() -> u64 {
     field("/proc/self/status", "VmRSS:").unwrap_or(0)
 }
 
-/// Memory that can still be had without swapping: the machine's, or what the cgroup's limit leaves.
+/// The memory that is available without swapping: the machine's, or the rest of the cgroup's limit.
 pub fn available_bytes() -> u64 {
     let machine = field("/proc/meminfo", "MemAvailable:");
     let number = |path: &str| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();

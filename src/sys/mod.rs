@@ -1,4 +1,4 @@
-//! What the operating system and the launcher say and allow.
+//! Interfaces to the operating system and the launcher.
 
 pub mod affinity;
 pub mod environment;

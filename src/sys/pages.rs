@@ -1,4 +1,4 @@
-//! Memory straight from the system, in whole pages: anonymous, or of a file without a name.
+//! Memory directly from the system, in whole pages: anonymous, or of an unnamed file.
 
 use crate::error::{Error, Kind, Result, format_bytes};
 use crate::sys::files;
@@ -9,7 +9,7 @@ use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 
-/// Runs of at least this many bytes begin at a multiple of it and ask for huge pages.
+/// Runs of at least this many bytes start at a multiple of it and request huge pages.
 pub const HUGE: usize = 2 << 20;
 
 pub fn page_size() -> usize {
@@ -18,14 +18,14 @@ pub fn page_size() -> usize {
     *SIZE.get_or_init(|| usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096))
 }
 
-/// An owned run of readable and writable pages, zero at first. The system backs a page when it is first touched, and
-/// has it back when this is dropped.
+/// An owned run of readable and writable pages, zero at first. The system backs a page when it is first touched.
+/// Dropping this returns the pages.
 #[derive(Debug)]
 pub struct Pages {
     start: NonNull<u8>,
     bytes: usize,
     file: Option<File>,
-    /// Bytes from the start that were ever asked for, which the system backs once they are written.
+    /// The number of bytes from the start that were ever requested. The system backs them once they are written.
     pub touched: usize,
 }
 
@@ -35,7 +35,7 @@ unsafe impl Send for Pages {}
 unsafe impl Sync for Pages {}
 
 impl Pages {
-    /// Anonymous pages; `None` where the system has no more.
+    /// Anonymous pages; `None` if the system has no more memory.
     pub fn anonymous(bytes: usize) -> Option<Self> {
         check(bytes);
         if bytes < HUGE {
@@ -50,15 +50,15 @@ impl Pages {
         Some(own)
     }
 
-    /// Pages that nobody will write, of which the system need not have as many; `None` where the address space is full.
+    /// Pages that are never written, so the system need not have the memory; `None` if the address space is full.
     pub fn untouched(bytes: usize) -> Option<Self> {
         check(bytes);
         let start = map_as(bytes, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1)?;
         Some(Self { start, bytes, file: None, touched: 0 })
     }
 
-    /// Pages of a file in `dir`, which is made where it is missing. The file has no name: it is gone when this is
-    /// dropped, or the process ends. Its blocks are taken on the disk at once.
+    /// Pages of a file in `dir`, which is created if missing. The file has no name: it disappears when this is
+    /// dropped or the process ends. Its disk space is reserved at once.
     pub fn of_file(bytes: usize, dir: &Path) -> Result<Self> {
         check(bytes);
         fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
@@ -67,13 +67,14 @@ impl Pages {
         match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, bytes as libc::off_t) } {
             0 => {}
             libc::ENOSPC | libc::EDQUOT | libc::EFBIG => {
-                let free = files::free_bytes(dir).map_or_else(|_| "too few".to_string(), format_bytes);
+                let only = |free| format!("only {} are", format_bytes(free));
+                let free = files::free_bytes(dir).map_or_else(|_| "too little is".to_string(), only);
                 let needed = format_bytes(bytes as u64);
-                let message = format!("{} needs {needed} for offloaded tensors, {free} are free", dir.display());
+                let message = format!("{} needs {needed} for offloaded tensors, but {free} free", dir.display());
                 return Err(Error::new(Kind::Io, message)
-                    .hint("free some space, set another job.dir, or take out an entry of mesh.offload"));
+                    .hint("free some space, set another job.dir, or remove an entry from mesh.offload"));
             }
-            code => return Err(Error::io("take disk space in", dir, &io::Error::from_raw_os_error(code))),
+            code => return Err(Error::io("reserve disk space in", dir, &io::Error::from_raw_os_error(code))),
         }
         match map(bytes, Some(&file)) {
             Some(start) => Ok(Self { start, bytes, file: Some(file), touched: 0 }),
@@ -89,10 +90,10 @@ impl Pages {
         self.bytes
     }
 
-    /// The first `at` bytes, and the others.
+    /// Splits the run into the first `at` bytes and the rest.
     pub fn split(self, at: usize) -> (Self, Self) {
         check(at);
-        assert!(at < self.bytes && self.file.is_none(), "{} pages cut at {at}", self.bytes);
+        assert!(at < self.bytes && self.file.is_none(), "cannot split a run of {} bytes at {at}", self.bytes);
         let whole = std::mem::ManuallyDrop::new(self);
         // SAFETY: `at` lies within the run.
         let middle = unsafe { whole.start.add(at) };
@@ -106,20 +107,20 @@ impl Pages {
         let [head, tail] = [self, tail].map(std::mem::ManuallyDrop::new);
         // One past the end of a run is a valid address to compare.
         let end = head.start.as_ptr().wrapping_add(head.bytes);
-        assert!(end == tail.start.as_ptr() && head.file.is_none(), "two runs that do not meet");
+        assert!(end == tail.start.as_ptr() && head.file.is_none(), "the two runs must be adjacent");
         let (bytes, touched) = (head.bytes + tail.bytes, head.touched + tail.touched);
         Self { start: head.start, bytes, file: None, touched }
     }
 
-    /// No process that is started from now on has them: a device that reads and writes them by itself would, from the next write
-    /// here on, see the pages of that process.
+    /// Excludes the pages from processes that are started later. Otherwise a device that accesses the pages directly
+    /// would, after the next write here, see the pages of such a process.
     pub fn keep_from_children(&self) {
         // SAFETY: advice about our own pages, which changes no contents.
         unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, libc::MADV_DONTFORK) };
     }
 
-    /// Takes the pages of a file out of this process: writing what changed to the disk begins, after which the system may
-    /// use their memory for others; the contents come back as they are touched. Nothing happens to anonymous pages.
+    /// Evicts the pages of a file from this process. Starts to write changed pages to the disk, after which the system
+    /// may reuse their memory. An access brings the contents back. Does nothing for anonymous pages.
     pub fn evict(&self) {
         let Some(file) = &self.file else { return };
         // SAFETY: the run is a shared map of the file, so that dropping its pages keeps their contents, also for those
@@ -129,8 +130,8 @@ impl Pages {
         unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WRITE) };
     }
 
-    /// Brings the pages of a file back, to be written or only to be read; all of them before this returns, where the
-    /// system can (Linux 5.14 on).
+    /// Brings the pages of a file back, for writing or only for reading. If the system supports it (from Linux 5.14
+    /// on), all pages are back when this returns.
     pub fn prefetch(&self, written: bool) {
         if self.file.is_none() {
             return;
@@ -151,7 +152,7 @@ impl Drop for Pages {
 }
 
 fn check(bytes: usize) {
-    assert!(bytes > 0 && bytes.is_multiple_of(page_size()), "{bytes} bytes are no run of whole pages");
+    assert!(bytes > 0 && bytes.is_multiple_of(page_size()), "{bytes} bytes are not a whole number of pages");
 }
 
 fn map(bytes: usize, file: Option<&File>) -> Option<NonNull<u8>> {

@@ -1,5 +1,6 @@
-//! A child process that answers lines with lines, and that cannot hold its parent up: every exchange has a deadline and
-//! a size. A child that is dismissed is asked by SIGTERM to end its descendants, then killed with its process group.
+//! A child process that answers lines with lines. It cannot block its parent: every exchange has a deadline and
+//! a size limit. To end a child, the parent sends SIGTERM, so that the child ends its descendants, and then kills the
+//! process group.
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
@@ -14,23 +15,23 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Bytes of standard error that are kept for messages.
+/// The bytes of standard error that are kept for messages.
 const STDERR_BYTES_MAX: usize = 8192;
-/// Bytes that a line may have before the first exchange.
+/// The largest line, in bytes, before the first exchange.
 const LINE_BYTES_MAX: usize = 1 << 20;
-/// How long the parent waits for the end of a dead or dismissed child.
+/// The time that the parent waits for the end of a dead or dismissed child.
 const EXIT: Duration = Duration::from_secs(2);
-/// How often standard error is read meanwhile, so that no child waits for that.
+/// The interval at which standard error is read meanwhile, so that no child blocks on it.
 const TICK: Duration = Duration::from_millis(5);
 
-/// Why an exchange gave no line.
+/// The reason that an exchange returned no line.
 #[derive(Debug)]
 pub enum Broken {
-    /// The child closed its standard output; its status where it exited by itself.
+    /// The child closed its standard output. Has its status if it exited by itself.
     Ended(Option<ExitStatus>),
     /// The deadline passed.
     Deadline,
-    /// More bytes than allowed came without an end of line.
+    /// A line was longer than allowed.
     TooLong,
     Io(io::Error),
 }
@@ -42,20 +43,20 @@ pub struct LineChild {
     child: Child,
     requests: Option<Sender<Vec<u8>>>,
     lines: Receiver<Result<Vec<u8>, Broken>>,
-    /// Bytes that a line may have in this exchange.
+    /// The largest line, in bytes, in this exchange.
     line_bytes_max: Arc<AtomicUsize>,
     stderr: ChildStderr,
     stderr_tail: VecDeque<u8>,
-    /// Where all of it goes.
+    /// The log of the whole standard error.
     log: Option<File>,
-    /// Whether its status was taken: then its id may belong to another process.
+    /// Whether the child was reaped. Its id may belong to another process then.
     reaped: bool,
 }
 
 impl LineChild {
-    /// Starts `command` with pipes and as leader of a new process group. (A group by `posix_spawn` needs no code
-    /// between fork and exec, which a process with MPI and GPU memory should not run; limits are the child's own
-    /// first act.) What it writes to standard error is appended to `log`, too.
+    /// Starts `command` with pipes and as leader of a new process group. Its standard error is also appended to `log`.
+    /// (A group by `posix_spawn` needs no code between fork and exec, which a process with MPI and GPU memory should
+    /// not run. The child sets its limits itself.)
     pub fn spawn(command: &mut Command, log: Option<&Path>) -> io::Result<Self> {
         let log = log.map(|path| OpenOptions::new().create(true).append(true).open(path)).transpose()?;
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
@@ -77,9 +78,9 @@ impl LineChild {
         Ok(Self { child, requests, lines, line_bytes_max, stderr, stderr_tail, log, reaped: false })
     }
 
-    /// Sends `request` (which brings its own end of line; empty to only listen) and returns the next line, without its
-    /// end. A child that gave no line is killed with its group: an answer that comes late could be taken for another. What is
-    /// `given_up` meanwhile has reached its deadline.
+    /// Sends `request` (which has its own line end; empty to only listen) and returns the next line, without its end. A
+    /// child that returned no line is killed with its group, because a late answer could be mistaken for another. If
+    /// `given_up` is set meanwhile, the deadline has passed.
     pub fn exchange(
         &mut self,
         request: &[u8],
@@ -112,7 +113,8 @@ impl LineChild {
         }
     }
 
-    /// After the end of standard output: reads the rest of standard error, and the status where the child exits by itself.
+    /// Reads, after the end of standard output, the rest of standard error, and the status if the child exits by
+    /// itself.
     fn last_words(&mut self) -> Option<ExitStatus> {
         self.wait_for_exit();
         let exited = self.has_exited();
@@ -121,7 +123,7 @@ impl LineChild {
         if exited { self.child.try_wait().ok().flatten() } else { None }
     }
 
-    /// Reads what standard error holds now. A pipe holds far less than these reads, so that only a flood is cut.
+    /// Reads the available standard error. A pipe holds far less than these reads, so only a flood is cut off.
     fn drain_stderr(&mut self) {
         let mut chunk = [0; 16_384];
         for _ in 0..256 {
@@ -136,7 +138,7 @@ impl LineChild {
         }
     }
 
-    /// Whether the child has ended, without reaping it: until it is reaped its process group cannot become another's.
+    /// Whether the child has ended, without reaping it. Until it is reaped, its process group id cannot be reused.
     fn has_exited(&self) -> bool {
         if self.reaped {
             return true;
@@ -150,7 +152,8 @@ impl LineChild {
         }
     }
 
-    /// Returns when the child has ended, or after a moment; what it says on standard error does not hold it up.
+    /// Returns when the child has ended, or after a moment. Reads its standard error meanwhile, so that it does not
+    /// block.
     fn wait_for_exit(&mut self) {
         let until = Instant::now() + EXIT;
         while !self.has_exited() && Instant::now() < until {
@@ -170,7 +173,7 @@ impl LineChild {
         lines[lines.len().saturating_sub(lines_max)..].to_vec()
     }
 
-    /// Ends the child and its whole group, and reaps it. The second call does nothing.
+    /// Ends the child and its whole group, and reaps it. A second call does nothing.
     pub fn kill(&mut self) {
         if self.reaped {
             return;
@@ -192,7 +195,7 @@ impl LineChild {
 }
 
 impl Drop for LineChild {
-    /// Closes standard input, which asks the child to end, waits a moment, then kills what is left of the group.
+    /// Closes standard input, which asks the child to end, waits a moment, then kills the rest of the group.
     fn drop(&mut self) {
         self.requests = None;
         self.wait_for_exit();
@@ -200,7 +203,7 @@ impl Drop for LineChild {
     }
 }
 
-/// Reads lines from `stdout`, each of at most as many bytes as are allowed when they come.
+/// Reads lines from `stdout`. Each may have at most the number of bytes allowed when it arrives.
 fn read_lines(stdout: ChildStdout, bytes_max: &AtomicUsize, found: &SyncSender<Result<Vec<u8>, Broken>>) {
     let (mut stdout, mut line) = (BufReader::with_capacity(16_384, stdout), Vec::new());
     loop {

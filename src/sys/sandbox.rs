@@ -1,9 +1,9 @@
-//! Work that another's text directs (a chat template) on a thread with bounds: on what it allocates, how deep its stack
-//! grows, and how long it computes.
+//! Runs work that depends on external text (a chat template) on a thread with limits: on its memory, its stack and
+//! its processor time.
 //!
-//! Where memory or a stack is used up nothing can be unwound: an allocator must not panic, and a fault must not return.
-//! So the thread stops there for good, and who waits for it gets the error. A run ends with such an error; until then the
-//! thread keeps what it has, within its bounds.
+//! If memory or the stack is used up, nothing can be unwound: an allocator must not panic, and a fault must not return.
+//! So the thread stops there for good, and the caller gets the error. A run ends with such an error. Until then the
+//! thread keeps its memory, within its limits.
 
 use super::faults::{self, Cause};
 use super::host::clock_s;
@@ -17,12 +17,12 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::time::Duration;
 
-/// What one piece of work may hold at a time.
+/// The memory that one piece of work may hold at a time.
 const BYTES_MAX: usize = 128 << 20;
 const STACK_BYTES: usize = 16 << 20;
-/// Of the processor's time, so that a machine that is busy refuses nothing.
+/// The limit of processor time, which does not depend on the load of the machine.
 const SECONDS_MAX: f64 = 5.0;
-/// How often a thread that does not answer is checked.
+/// The interval at which a thread that does not answer is checked.
 const TICK: Duration = Duration::from_millis(10);
 
 const WITHIN: u8 = 0;
@@ -30,15 +30,15 @@ const OUT_OF_MEMORY: u8 = 1;
 const OUT_OF_STACK: u8 = 2;
 
 thread_local! {
-    /// Bytes that this thread may still allocate.
+    /// The number of bytes that this thread may still allocate.
     static LEFT: Cell<isize> = const { Cell::new(isize::MAX) };
-    /// Where a sandboxed thread reports that it stopped.
+    /// The state in which a sandboxed thread reports that it stopped.
     static STATE: Cell<Option<&'static AtomicU8>> = const { Cell::new(None) };
-    /// Around the end of a sandboxed thread's stack, which cannot be written.
+    /// The addresses around the end of a sandboxed thread's stack, which cannot be written.
     static GUARD: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
 }
 
-/// The system's allocator, which counts for sandboxed threads.
+/// The system's allocator with accounting for sandboxed threads.
 struct Counting;
 
 #[global_allocator]
@@ -81,7 +81,7 @@ fn charge(bytes: isize) {
     }
 }
 
-/// Ends nothing and never returns: it runs within an allocation or a fault of this thread, which holds no lock of
+/// Stops this thread forever. It runs within an allocation or a fault of this thread, which holds no lock of
 /// the allocator.
 fn stop(state: &AtomicU8, why: u8) -> ! {
     state.store(why, Ordering::SeqCst);
@@ -91,8 +91,8 @@ fn stop(state: &AtomicU8, why: u8) -> ! {
     }
 }
 
-/// Does not return where the fault is this thread's stack that is used up, and the thread is sandboxed. For the handler
-/// of faults: it reads this thread's own cells only.
+/// Does not return if the fault is a stack overflow of this thread and the thread is sandboxed. It runs in the fault
+/// handler, so it reads only this thread's own cells.
 fn stop_where_stack_ends(address: usize) {
     let (from, to) = GUARD.get();
     if let Some(state) = STATE.get()
@@ -106,24 +106,24 @@ fn stop_where_stack_ends(address: usize) {
 struct Worker {
     work: Sender<Box<dyn FnOnce() + Send>>,
     state: &'static AtomicU8,
-    /// Its own processor time.
+    /// The clock of its processor time.
     clock: libc::clockid_t,
 }
 
-/// Threads without work: as many as were ever at work at once.
+/// The idle threads: as many as were ever busy at the same time.
 static IDLE: Mutex<Vec<Worker>> = Mutex::new(Vec::new());
 
-/// Runs `work` on a thread with bounds.
+/// Runs `work` on a thread with limits.
 ///
 /// # Errors
-/// Describes the bound that it exceeded: `needs more than 128.0 MiB of memory`.
+/// Describes the exceeded limit: `needs more than 128.0 MiB of memory`.
 pub fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
     let idle_one = lock(&IDLE).pop();
     let worker = idle_one.map_or_else(Worker::start, Ok)?;
     let (answer, answers) = mpsc::channel();
     let begun = clock_s(worker.clock);
     let work = Box::new(move || drop(answer.send(work())));
-    let ended = || "ended without an answer".to_string();
+    let ended = || "ended without a result".to_string();
     worker.work.send(work).map_err(|_| ended())?;
     loop {
         match answers.recv_timeout(TICK) {
@@ -136,9 +136,11 @@ pub fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Resu
         }
         match worker.state.load(Ordering::SeqCst) {
             WITHIN if clock_s(worker.clock) - begun < SECONDS_MAX => {}
-            WITHIN => return Err(format!("computes for more than {SECONDS_MAX} s")),
+            WITHIN => return Err(format!("runs for more than {SECONDS_MAX} s")),
             OUT_OF_MEMORY => return Err(format!("needs more than {} of memory", format_bytes(BYTES_MAX as u64))),
-            _ => return Err(format!("nests too deep: more than {} of stack", format_bytes(STACK_BYTES as u64))),
+            _ => {
+                return Err(format!("nests too deeply: needs more than {} of stack", format_bytes(STACK_BYTES as u64)));
+            }
         }
     }
 }
@@ -158,7 +160,7 @@ impl Worker {
             }
         };
         let thread = std::thread::Builder::new().name("sandbox".to_string()).stack_size(STACK_BYTES).spawn(body);
-        let thread = thread.map_err(|e| format!("got no thread: {e}"))?;
+        let thread = thread.map_err(|e| format!("could not start a thread: {e}"))?;
         let mut clock = libc::CLOCK_MONOTONIC;
         // SAFETY: the thread lives, for it waits for work; on failure the clock stays that of the wall.
         unsafe { libc::pthread_getcpuclockid(thread.as_pthread_t(), &raw mut clock) };
@@ -166,8 +168,8 @@ impl Worker {
     }
 }
 
-/// Addresses whose fault means that the stack is used up. Whether the C library counts the guard as part of the stack
-/// depends on its release: both places are meant.
+/// The addresses at which a fault is a stack overflow. Some releases of the C library count the guard as part of the
+/// stack and others do not, so the range covers both.
 fn guard_of_this_thread() -> (usize, usize) {
     // SAFETY: an all-zero attribute is filled by the first call, read by the next two, and then given back.
     unsafe {

@@ -7,15 +7,15 @@ static RECEIVED: AtomicI32 = AtomicI32::new(0);
 extern "C" fn note(signal: libc::c_int) {
     RECEIVED.store(signal, Ordering::SeqCst);
     if signal == libc::SIGINT {
-        let text = b"\nstopping with a checkpoint behind this update; Ctrl-C again ends it at once\n";
+        let text = b"\nstopping with a checkpoint after this update; press Ctrl-C again to stop at once\n";
         // SAFETY: a call that a handler may make, of bytes that live for ever.
         unsafe { libc::write(2, text.as_ptr().cast(), text.len()) };
     }
 }
 
-/// From now on SIGUSR1 and the first SIGTERM or SIGINT only set the flag; a second one ends the process as usual. Call it first in
-/// `main`: a signal that comes before kills. A write beyond a limit on the size of files (SIGXFSZ) fails from now on as
-/// one to a full disk does, with an error that names the file.
+/// Installs the handlers. SIGUSR1 and the first SIGTERM or SIGINT only set the flag; a second one ends the process as
+/// usual. Call it first in `main`, because an earlier signal kills. A write beyond the limit on file sizes (SIGXFSZ)
+/// then fails like a write to a full disk, with an error that names the file.
 pub fn install() {
     set(libc::SIGUSR1, note as *const () as usize, libc::SA_RESTART);
     for signal in [libc::SIGTERM, libc::SIGINT] {
@@ -24,8 +24,8 @@ pub fn install() {
     set(libc::SIGXFSZ, libc::SIG_IGN, 0);
 }
 
-/// SIGUSR1, SIGTERM and SIGINT end the process as usual again, also one that came since `install`: for work that has no
-/// checkpoint to stop with.
+/// Restores the default actions: SIGUSR1, SIGTERM and SIGINT end the process again, and so does a signal that arrived
+/// since `install`. This is for work without a checkpoint.
 pub fn release() {
     for signal in [libc::SIGUSR1, libc::SIGTERM, libc::SIGINT] {
         set(signal, libc::SIG_DFL, 0);
@@ -37,7 +37,7 @@ pub fn release() {
     }
 }
 
-/// The action of a signal from now on; the one before.
+/// Sets the action of a signal. Returns the previous one.
 pub(super) fn set(signal: libc::c_int, handler: usize, flags: libc::c_int) -> libc::sigaction {
     // SAFETY: the structures are zeroed and then filled as sigaction(2) asks; what handlers may do is their authors' care.
     unsafe {
@@ -50,8 +50,8 @@ pub(super) fn set(signal: libc::c_int, handler: usize, flags: libc::c_int) -> li
     }
 }
 
-/// Whether this rank was asked to stop. Ranks learn of it at different times: agree on it (a maximum over the world)
-/// before acting.
+/// Whether this rank was asked to stop. Ranks get the signal at different times, so agree on it (a maximum over the
+/// world) before acting.
 pub fn stop_requested() -> bool {
     RECEIVED.load(Ordering::SeqCst) != 0
 }

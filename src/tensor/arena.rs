@@ -1,16 +1,16 @@
-//! Memory for tensors: 64-byte aligned buffers that are kept when dropped and used again, so that steady-state steps
-//! neither ask the system for memory nor fault pages in.
+//! Memory for tensors: 64-byte aligned buffers that are kept when dropped and reused, so that steady-state steps
+//! neither ask the system for memory nor cause page faults.
 //!
-//! The rule, which a planner can follow:
+//! The plan can reproduce these rules:
 //!
-//! 1. A buffer takes its [`size_class`]. *In use* is the sum over live buffers, *held* adds the kept ones, *peak* is the
-//!    most that was in use.
-//! 2. A request is served by a kept buffer of its class. Where there is none and held would pass
-//!    [`bound`] = min(peak + max(peak / 64, 128 MiB), limit), a kept buffer of at most 5/4 of the class lends its first part;
-//!    else kept buffers go back to the system, the longest unused first, until a new one fits.
-//! 3. So held never passes the bound, and resident memory follows held: the system backs a page when it is first
+//! 1. A buffer takes its [`size_class`]. *In use* is the sum over live buffers, *held* adds the kept ones, *peak* is
+//!    the maximum of in use.
+//! 2. A request gets a kept buffer of its class. If there is none and held would exceed [`bound`] = min(peak + max(peak
+//!    / 64, 128 MiB), limit), a kept buffer of at most 5/4 of the class lends its first part. Otherwise kept buffers
+//!    are returned to the system, the longest unused first, until a new one fits.
+//! 3. So held never exceeds the bound, and resident memory follows held. The system backs a page when it is first
 //!    written, and the padding of a class is never written.
-//! 4. Where in use itself would pass the limit, the job ends with an error.
+//! 4. If in use itself would exceed the limit, the job ends with an error.
 
 use super::free_list::FreeList;
 use crate::device::cpu::copy;
@@ -30,13 +30,13 @@ use std::time::Instant;
 pub use super::free_list::{HINT, bound, size_class};
 pub use crate::sys::memory::Usage;
 
-/// Values that are copied to a file before their pages are evicted.
+/// The number of values that are copied to a file before their pages are evicted.
 const MOVED_AT_ONCE: usize = 16 << 20;
 
 static ARENA: Mutex<FreeList> = Mutex::new(FreeList::new());
 
 thread_local! {
-    /// That of a null device.
+    /// The arena of a null device.
     static NULL: RefCell<FreeList> = const { RefCell::new(FreeList::new()) };
 }
 
@@ -55,17 +55,17 @@ pub fn usage() -> Usage {
     with_arena(|a| a.usage)
 }
 
-/// Restarts the peak at what is in use now.
+/// Resets the peak to the bytes in use now.
 pub fn begin_peak() {
     with_arena(|a| a.usage.peak = a.usage.in_use);
 }
 
-/// Gives every kept buffer back to the system.
+/// Returns every kept buffer to the system.
 pub fn trim() {
     with_arena(|a| a.shrink(0));
 }
 
-/// Limits what tensors take to `bytes`; 0 means no limit. Live buffers stay.
+/// Limits the memory of tensors to `bytes`; 0 means no limit. Live buffers stay.
 pub fn set_limit(bytes: u64) {
     with_arena(|a| {
         a.usage.limit = if bytes == 0 { usize::MAX } else { usize::try_from(bytes).unwrap_or(usize::MAX) };
@@ -73,14 +73,14 @@ pub fn set_limit(bytes: u64) {
     });
 }
 
-/// Does `work` on a null device (`device::null`), with an arena of its own whose pages are never written.
+/// Runs `work` on a null device (`device::null`), with an arena of its own whose pages are never written.
 pub fn on_null<R>(device: null::Null, work: impl FnOnce() -> R) -> (R, Usage, null::Record) {
     NULL.set(FreeList::new());
     let (done, record) = null::run(device, work);
     (done, NULL.replace(FreeList::new()).usage, record)
 }
 
-/// Seconds that this process has spent moving what `mesh.offload` names out of memory and back, since it started.
+/// Seconds that this process has spent moving the state of `mesh.offload` out of memory and back, since it started.
 pub fn moving_s() -> f64 {
     MOVING_NS.load(Ordering::Relaxed) as f64 * 1e-9
 }
@@ -92,23 +92,23 @@ pub fn count_moving(since: Instant) {
     MOVING_NS.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
 }
 
-/// Ends the job with the arena's error: no layer can go on without its memory.
+/// Ends the job with the arena's error: no layer can continue without its memory.
 fn must<T>(result: Result<T>) -> T {
     result.unwrap_or_else(|error| std::panic::panic_any(error))
 }
 
-/// An owned, 64-byte aligned run of f32; 2 MiB aligned and huge-page advised from 2 MiB up.
+/// An owned, 64-byte aligned run of f32. From 2 MiB up it is 2 MiB aligned and uses huge pages.
 ///
-/// Where there is no memory for one, the thread panics with an [`Error`] as payload, and `comm::abort` ends the job
+/// If there is no memory for a buffer, the thread panics with an [`Error`] as payload, and `comm::abort` ends the job
 /// with it.
 pub struct Buffer {
-    /// Only a buffer that is being dropped has none.
+    /// `None` only while the buffer is dropped.
     pages: Option<Pages>,
     start: NonNull<f32>,
     len: usize,
-    /// Of a buffer in a mapped file: whether it is evicted.
+    /// Whether the buffer is evicted, if it is in a mapped file.
     evicted: Option<AtomicBool>,
-    /// The owner that a null device counts it for.
+    /// The owner under which a null device counts it.
     owner: &'static str,
 }
 
@@ -122,7 +122,7 @@ impl Buffer {
         Self { start: pages.start().cast(), pages: Some(pages), len, evicted, owner: owner() }
     }
 
-    /// A buffer whose contents are unspecified (whatever its last user left). In debug builds it is filled with NaN.
+    /// A buffer with unspecified contents (those of its last user). In debug builds it is filled with NaN.
     pub fn scratch(len: usize) -> Self {
         let bytes = size_class(len * size_of::<f32>());
         let pages = must(with_arena(|a| a.take(bytes, len * size_of::<f32>())));
@@ -140,11 +140,11 @@ impl Buffer {
         buffer
     }
 
-    /// Moves the contents into a file of `dir` (without a name, gone with the buffer) that is mapped into memory: a mapped
-    /// buffer, used as any other. It is evicted at first; `prefetch` brings it back.
+    /// Moves the contents into a memory-mapped file in `dir`. The file has no name and disappears with the buffer. A
+    /// mapped buffer is used like any other. It is evicted at first; `prefetch` brings it back.
     ///
     /// # Errors
-    /// `Io` where the disk cannot hold it; then the buffer is as before.
+    /// `Io` if the disk has no space for it. The buffer is unchanged then.
     pub fn move_to_file(&mut self, dir: &Path) -> Result<()> {
         if self.evicted.is_some() {
             return Ok(());
@@ -170,12 +170,12 @@ impl Buffer {
         Ok(())
     }
 
-    /// Evicts a mapped buffer from memory. Its contents stay in the file, and any use brings back the pages that it touches.
-    /// No effect on other buffers.
+    /// Evicts a mapped buffer from memory. Its contents stay in the file, and any access brings back the pages that it
+    /// touches. Does nothing for other buffers.
     pub fn evict(&self) {
         let Some(evicted) = &self.evicted else { return };
         let start = Instant::now();
-        // One that is out already may have been touched since.
+        // An evicted buffer may have been touched since.
         self.pages().evict();
         if !evicted.swap(true, Ordering::SeqCst) {
             with_arena(|a| a.evict(self.pages().bytes()));
@@ -184,12 +184,12 @@ impl Buffer {
         count_moving(start);
     }
 
-    /// Brings an evicted buffer back to be read, and counts it as in use again.
+    /// Brings an evicted buffer back for reading, and counts it as in use again.
     pub fn prefetch(&self) {
         self.bring_back(false);
     }
 
-    /// As `prefetch`, to be written.
+    /// The same for writing.
     pub fn prefetch_mut(&mut self) {
         self.bring_back(true);
     }

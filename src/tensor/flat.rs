@@ -1,4 +1,4 @@
-//! Values that own their memory, on the device that works on them: activations, weights, gradients, optimizer state.
+//! Owned values on the device that uses them: activations, weights, gradients, optimizer state.
 
 use super::arena::Buffer;
 use super::slice::{Slice, SliceMut};
@@ -12,13 +12,13 @@ use std::ops::Range;
 #[derive(Clone, Debug)]
 pub enum Flat {
     F32(Buffer),
-    /// Two bf16 in each f32 of the buffer, and the number of bf16.
+    /// Two bf16 in each f32 of the buffer, and the number of bf16 values.
     Bf16(Buffer, usize),
     Cuda(Memory, DType),
 }
 
 impl Flat {
-    /// f32. Contents unspecified.
+    /// f32 values with unspecified contents.
     pub fn scratch(device: Device, len: usize) -> Self {
         match device {
             Device::Cpu => Self::F32(Buffer::scratch(len)),
@@ -26,7 +26,7 @@ impl Flat {
         }
     }
 
-    /// Weights in the working dtype, on a GPU always bf16. Contents unspecified.
+    /// Weights in the working dtype, on a GPU always bf16, with unspecified contents.
     pub fn weights(device: Device, dtype: DType, len: usize) -> Self {
         match (device, dtype) {
             (Device::Cuda, _) => Self::on_gpu(DType::Bf16, len),
@@ -35,7 +35,7 @@ impl Flat {
         }
     }
 
-    /// Contents unspecified.
+    /// Values on a GPU with unspecified contents.
     pub fn on_gpu(dtype: DType, len: usize) -> Self {
         Self::Cuda(Memory::scratch(len * dtype.bytes()), dtype)
     }
@@ -45,7 +45,7 @@ impl Flat {
         Self::Cuda(Memory::none(), DType::F32)
     }
 
-    /// f32.
+    /// f32 zeros.
     pub fn zeros(device: Device, len: usize) -> Self {
         let mut flat = Self::scratch(device, len);
         flat.clear();
@@ -71,7 +71,7 @@ impl Flat {
         }
     }
 
-    /// All values become 0.
+    /// Sets all values to 0.
     pub fn clear(&mut self) {
         match self {
             Self::F32(values) | Self::Bf16(values, _) => copy::fill(values, 0.0),
@@ -88,7 +88,7 @@ impl Flat {
         }
     }
 
-    /// As `all`.
+    /// All values, mutable.
     pub fn all_mut(&mut self) -> SliceMut<'_> {
         match self {
             Self::F32(values) => SliceMut::F32(values),
@@ -113,7 +113,7 @@ impl Flat {
         }
     }
 
-    /// Starts a copy of f32 values to the host, which goes on beside what is launched on a GPU next.
+    /// Starts a copy of f32 values to the host, which runs concurrently with the next work on a GPU.
     pub fn later(self) -> Later {
         match self {
             Self::F32(values) | Self::Bf16(values, _) => Later::Cpu(values),
@@ -122,7 +122,7 @@ impl Flat {
         }
     }
 
-    /// The buffer, where the values are on the CPU.
+    /// The buffer, if the values are on the CPU.
     pub fn buffer(&self) -> Option<&Buffer> {
         match self {
             Self::F32(values) | Self::Bf16(values, _) => Some(values),
@@ -130,7 +130,7 @@ impl Flat {
         }
     }
 
-    /// As `buffer`.
+    /// The same, mutable.
     pub fn buffer_mut(&mut self) -> Option<&mut Buffer> {
         match self {
             Self::F32(values) | Self::Bf16(values, _) => Some(values),

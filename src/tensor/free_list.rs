@@ -1,4 +1,5 @@
-//! Which runs of memory are in use, kept for the next request, lent in part, and given back: the rule of the arena.
+//! The free list of the arena: runs of memory in use, kept for the next request, lent in part, or returned to the
+//! system.
 
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
@@ -6,29 +7,30 @@ use crate::sys::memory::Usage;
 use crate::sys::pages::{HUGE, Pages, page_size};
 use std::collections::{BTreeMap, VecDeque};
 
-/// What helps where the limit is too low.
-pub const HINT: &str = "more sequence or tensor ranks, a higher mesh.zero, mesh.offload, gradient.recompute = \"block\" or a \
-                        smaller microbatch_tokens_max take less; or raise mesh.arena_bytes_max";
+/// The hint if the limit is too low.
+pub const HINT: &str = "use more sequence or tensor ranks, a higher mesh.zero, mesh.offload, \
+                        gradient.recompute = \"block\" or a smaller microbatch_tokens_max; \
+                        or raise mesh.arena_bytes_max";
 
 pub(super) struct FreeList {
-    /// Kept runs by size, in each the longest unused first; with the time since when.
+    /// Kept runs by size, the longest unused first, each with its time of return.
     kept: BTreeMap<usize, VecDeque<(u64, Pages)>>,
-    /// What live buffers leave of the run that lends to them, by the buffer's address.
+    /// The rests of lending runs, by the address of the live buffer.
     tails: BTreeMap<usize, Pages>,
     time: u64,
     pub usage: Usage,
 }
 
-/// Bytes that are kept at the least: phases of a small job that take turns, each with sizes of its own, fault no pages.
+/// The least number of bytes kept, so that alternating phases of a small job with different sizes cause no page faults.
 const KEPT_MIN: usize = 128 << 20;
 
-/// The most that is held where `peak` bytes were in use at once.
+/// The upper limit of held bytes after a peak of `peak` bytes in use.
 pub fn bound(peak: usize, limit: usize) -> usize {
     (peak + (peak / 64).max(KEPT_MIN)).min(limit)
 }
 
-/// What a buffer of `bytes` takes: whole pages, and steps of 1/32 of the next power of two (at most 6.25 % more), so
-/// that buffers of similar size can take each other's place.
+/// The size that a buffer of `bytes` takes: whole pages, in steps of 1/32 of the next power of two (at most 6.25 %
+/// more). So buffers of similar size can replace each other.
 pub fn size_class(bytes: usize) -> usize {
     let step = (bytes.next_power_of_two() / 32).max(page_size());
     bytes.max(1).next_multiple_of(step)
@@ -46,7 +48,7 @@ impl FreeList {
         if bytes > u.limit.saturating_sub(u.in_use) {
             let [asked, used, limit] = [bytes, u.in_use, u.limit].map(|b| format_bytes(b as u64));
             let message = format!(
-                "a tensor of {asked} does not fit: {used} are in use, and mesh.arena_bytes_max allows {limit} a rank"
+                "a tensor of {asked} does not fit: {used} are in use, and mesh.arena_bytes_max allows {limit} per rank"
             );
             return Err(Error::usage(message).hint(HINT));
         }
@@ -55,7 +57,7 @@ impl FreeList {
         Ok(())
     }
 
-    /// A run of `bytes`, of which as many as `written` will be written.
+    /// Takes a run of `bytes`, of which `written` will be written.
     pub fn take(&mut self, bytes: usize, written: usize) -> Result<Pages> {
         let mut pages = self.run_of(bytes)?;
         // Large runs are backed by huge pages.
@@ -85,8 +87,8 @@ impl FreeList {
         let Some(pages) = pages else {
             self.usage.in_use -= bytes;
             let [asked, used] = [bytes, self.usage.in_use].map(|b| format_bytes(b as u64));
-            return Err(Error::fault(format!("the system has no {asked} for a tensor; {used} are in use"))
-                .hint("start fewer ranks a host, or look at the limits of the job (ulimit -v, the cgroup)"));
+            return Err(Error::fault(format!("the system cannot allocate {asked} for a tensor; {used} are in use"))
+                .hint("start fewer ranks per host, or check the limits of the job (ulimit -v, the cgroup)"));
         };
         self.usage.held += bytes;
         self.usage.requests += 1;
@@ -102,12 +104,12 @@ impl FreeList {
         self.kept.entry(pages.bytes()).or_default().push_back((self.time, pages));
     }
 
-    /// A kept run of exactly `bytes`, the one used last.
+    /// Takes the most recently used kept run of exactly `bytes`.
     fn pop(&mut self, bytes: usize) -> Option<Pages> {
         self.kept.get_mut(&bytes)?.pop_back().map(|(_, pages)| pages)
     }
 
-    /// The first part of a kept run that is not much larger.
+    /// Takes the first part of a kept run that is not much larger.
     fn lend(&mut self, bytes: usize) -> Option<Pages> {
         let larger = self.kept.range(bytes + 1..=bytes + bytes / 4).find(|(_, list)| !list.is_empty());
         let size = larger.map(|(size, _)| *size)?;
@@ -116,8 +118,8 @@ impl FreeList {
         Some(head)
     }
 
-    /// Gives kept runs back, the longest unused first, and then what lent runs have left, until at most `most` bytes
-    /// are held or there is no more to give.
+    /// Returns kept runs to the system, the longest unused first, and then the rests of lending runs, until at most
+    /// `most` bytes are held or nothing is left.
     pub fn shrink(&mut self, most: usize) {
         while self.usage.held > most {
             let oldest = self.kept.iter().filter_map(|(size, list)| Some((list.front()?.0, *size))).min();
@@ -132,7 +134,7 @@ impl FreeList {
         self.kept.retain(|_, list| !list.is_empty());
     }
 
-    /// A mapped buffer leaves memory.
+    /// Counts a mapped buffer that leaves memory.
     pub fn evict(&mut self, bytes: usize) {
         self.usage.in_use -= bytes;
         self.usage.held -= bytes;
@@ -140,7 +142,7 @@ impl FreeList {
         self.usage.evicted += bytes;
     }
 
-    /// A mapped buffer comes back into memory.
+    /// Counts a mapped buffer that returns to memory.
     pub fn bring(&mut self, bytes: usize) -> Result<()> {
         self.charge(bytes)?;
         self.shrink(bound(self.usage.peak, self.usage.limit).saturating_sub(bytes));
@@ -221,7 +223,7 @@ mod tests {
             fresh.push(list.usage.held - before.min(list.usage.held));
             give_all(&mut list, all);
         }
-        assert_eq!((fresh[0], &fresh[2..]), (640 * MIB, &[0; 6][..]), "bytes that each turn asked the system for");
+        assert_eq!((fresh[0], &fresh[2..]), (640 * MIB, &[0; 6][..]), "bytes that each turn requested from the system");
     }
 
     #[test]
@@ -234,13 +236,13 @@ mod tests {
         let error = list.take(5 * MIB, 0).expect_err("11 MiB are too many");
         assert_eq!(error.exit_code(), 2);
         let words =
-            "a tensor of 5.0 MiB does not fit: 6.0 MiB are in use, and mesh.arena_bytes_max allows 10.0 MiB a rank";
+            "a tensor of 5.0 MiB does not fit: 6.0 MiB are in use, and mesh.arena_bytes_max allows 10.0 MiB per rank";
         assert_eq!(error.message, words);
-        assert_eq!(list.usage.in_use, 6 * MIB, "a refused request counts nothing");
+        assert_eq!(list.usage.in_use, 6 * MIB, "a rejected request counts nothing");
         list.give(large);
         let lent = take(&mut list, 5 * MIB);
         let rest = take(&mut list, 5 * MIB);
-        assert_eq!((list.usage.in_use, list.usage.held), (10 * MIB, 10 * MIB), "what lent runs leave is given back");
+        assert_eq!((list.usage.in_use, list.usage.held), (10 * MIB, 10 * MIB), "rests of lending runs are returned");
         drop((lent, rest));
     }
 

@@ -1,17 +1,17 @@
-//! Positions, tokens and rows: numbers that the host knows, and that the kernels of a GPU read from there.
+//! Positions, tokens and rows: numbers that the host knows and that GPU kernels read.
 
 use crate::device::Device;
 use crate::device::cuda::Memory;
 use std::ops::Deref;
 use std::sync::OnceLock;
 
-/// Indices for operations on one device. All layers of a forward share them, so that they travel once.
+/// Indices for operations on one device. All layers of a forward share them, so they are copied once.
 #[derive(Debug)]
 pub struct Indices<'a> {
-    /// Empty where only the GPU knows them.
+    /// Empty if only the GPU knows them.
     host: &'a [u32],
     len: usize,
-    /// As far as the host was asked for it.
+    /// Computed at the first request.
     largest: OnceLock<Option<u32>>,
     place: Place<'a>,
 }
@@ -33,9 +33,9 @@ impl<'a> Indices<'a> {
         Self::over(host, host.len(), place)
     }
 
-    /// The first `len` of `memory`, which only the GPU knows: as a slice they are empty.
+    /// The first `len` indices in `memory`, which only the GPU knows. As a slice they are empty.
     pub fn on_gpu(memory: &'a Memory, len: usize) -> Self {
-        assert!(4 * len <= memory.bytes(), "{len} indices of {} bytes", memory.bytes());
+        assert!(4 * len <= memory.bytes(), "{len} indices do not fit {} bytes", memory.bytes());
         Self::over(&[], len, Place::Lent(memory))
     }
 
@@ -43,17 +43,17 @@ impl<'a> Indices<'a> {
         self.len
     }
 
-    /// The largest that the host knows, found once: all layers hold it to the same bound.
+    /// The largest index that the host knows. It is computed once, because all layers check it against the same bound.
     pub fn largest(&self) -> Option<u32> {
         *self.largest.get_or_init(|| self.host.iter().copied().max())
     }
 
-    /// Where the kernels of a GPU read them.
+    /// The memory from which GPU kernels read them.
     pub fn cuda(&self) -> &Memory {
         match &self.place {
             Place::Own(memory) => memory,
             Place::Lent(memory) => memory,
-            Place::Host => panic!("indices that were made for the CPU are needed on the GPU"),
+            Place::Host => panic!("the GPU needs indices that were made for the CPU"),
         }
     }
 }
@@ -66,7 +66,7 @@ impl Deref for Indices<'_> {
 }
 
 impl<'a> From<&'a [u32]> for Indices<'a> {
-    /// For the CPU.
+    /// Makes indices for the CPU.
     fn from(host: &'a [u32]) -> Self {
         Self::over(host, host.len(), Place::Host)
     }

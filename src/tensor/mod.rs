@@ -1,7 +1,7 @@
 //! Activations (`Tensor`), views of parameters (`Weight`, `WeightMut`, `Slice`, `SliceMut`), and `Indices`.
 //!
-//! What asks for f32 on the CPU (`f32`, `data`, `row`) panics on other values, `cuda` on those of the CPU; so does a range that lies
-//! outside, and a copy between values of different kinds or lengths.
+//! Methods for f32 on the CPU (`f32`, `data`, `row`) panic for other values, and `cuda` panics for values on the CPU. A
+//! range that is out of bounds, and a copy between values of different kinds or lengths, panic too.
 
 pub mod arena;
 mod flat;
@@ -20,7 +20,7 @@ use crate::device::cuda::{View, ViewMut};
 use crate::device::{Device, cpu};
 use arena::Buffer;
 
-/// A dense row-major activation, usually (rows, width): f32 on the CPU; on a GPU bf16, and f32 where it holds statistics.
+/// A dense row-major activation, usually (rows, width): f32 on the CPU; on a GPU bf16, or f32 for statistics.
 #[derive(Clone, Debug)]
 pub struct Tensor {
     rows: usize,
@@ -29,17 +29,17 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// On the CPU. Contents unspecified: the caller overwrites all of it.
+    /// A tensor on the CPU with unspecified contents. The caller overwrites all of it.
     pub fn scratch(rows: usize, width: usize) -> Self {
         Self { rows, width, data: Flat::F32(Buffer::scratch(rows * width)) }
     }
 
-    /// On the CPU.
+    /// Zeros on the CPU.
     pub fn zeros(rows: usize, width: usize) -> Self {
         Self { rows, width, data: Flat::F32(Buffer::zeros(rows * width)) }
     }
 
-    /// On a device, in its dtype of activations. Contents unspecified.
+    /// A tensor on a device, in its dtype for activations, with unspecified contents.
     pub fn scratch_on(device: Device, rows: usize, width: usize) -> Self {
         match device {
             Device::Cpu => Self::scratch(rows, width),
@@ -51,7 +51,7 @@ impl Tensor {
         Self { rows, width, data: Flat::on_gpu(dtype, rows * width) }
     }
 
-    /// On the device of `self`, in its dtype of activations. Contents unspecified.
+    /// A tensor on the device of `self`, in its dtype for activations, with unspecified contents.
     #[must_use]
     pub fn like(&self, rows: usize, width: usize) -> Self {
         Self::scratch_on(self.device(), rows, width)
@@ -65,13 +65,13 @@ impl Tensor {
         tensor
     }
 
-    /// f32 on the device of `self`: statistics of rows, or logits. Contents unspecified.
+    /// An f32 tensor on the device of `self`, for statistics of rows or logits, with unspecified contents.
     #[must_use]
     pub fn statistics(&self, rows: usize, width: usize) -> Self {
         Self { rows, width, data: Flat::scratch(self.device(), rows * width) }
     }
 
-    /// As wide as `self`, on its device and of its dtype. Contents unspecified.
+    /// A tensor with the width, device and dtype of `self` and unspecified contents.
     #[must_use]
     pub fn as_wide(&self, rows: usize) -> Self {
         match self.data {
@@ -80,15 +80,15 @@ impl Tensor {
         }
     }
 
-    /// On the CPU.
+    /// A tensor on the CPU from a slice.
     pub fn from_slice(rows: usize, width: usize, data: &[f32]) -> Self {
-        assert_eq!(data.len(), rows * width, "Tensor::from_slice: {rows} x {width} from {} values", data.len());
+        assert_eq!(data.len(), rows * width, "Tensor::from_slice: ({rows}, {width}) from {} values", data.len());
         let mut tensor = Self::scratch(rows, width);
         cpu::copy::copy(data, tensor.data_mut());
         tensor
     }
 
-    /// A copy on `device`, which a GPU holds in `dtype`.
+    /// A copy on `device`, in `dtype` on a GPU.
     #[must_use]
     pub fn on(&self, device: Device, dtype: DType) -> Self {
         if device == Device::Cpu {
@@ -99,16 +99,16 @@ impl Tensor {
         tensor
     }
 
-    /// One behind the other, as a tensor of their device and dtype.
+    /// Stacks tensors in order into one of their device and dtype.
     ///
     /// # Panics
-    /// Without tensors, or where widths, devices or dtypes differ.
+    /// Without tensors, or if widths, devices or dtypes differ.
     pub fn stacked(tensors: &[&Self]) -> Self {
-        let first = tensors.first().expect("a stack has a tensor");
+        let first = tensors.first().expect("a stack needs a tensor");
         let mut all = first.as_wide(tensors.iter().map(|tensor| tensor.rows).sum());
         let mut at = 0;
         for tensor in tensors {
-            assert_eq!(tensor.width, first.width, "tensors of one width");
+            assert_eq!(tensor.width, first.width, "stacked tensors must have one width");
             let len = tensor.rows * tensor.width;
             all.slice_mut().copy_from(tensor.slice(), &Piece::run(0, len), &Piece::run(at, len));
             at += len;
@@ -152,7 +152,7 @@ impl Tensor {
         self.data.all_mut().cuda()
     }
 
-    /// All values, where they lie.
+    /// All values, on their device.
     pub fn slice(&self) -> Slice<'_> {
         self.data.all()
     }
@@ -161,7 +161,7 @@ impl Tensor {
         self.data.all_mut()
     }
 
-    /// The values on the host, wherever they lie.
+    /// A copy of the values on the host.
     pub fn to_host(&self) -> Vec<f32> {
         self.data.all().to_host()
     }
@@ -176,19 +176,19 @@ impl Tensor {
     }
 }
 
-/// Order of a parameter's elements in memory.
+/// The order of a parameter's elements in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// W[n][k] row-major, as on disk. Vectors are (1, k).
     Row,
-    /// Panels of 32 outputs: [n/32 panels][k, rounded up to even][32 lanes]; missing n and k are zeros that stay zero.
-    /// In bf16 two neighbouring k interleave: [panel][k/2][32 lanes][2], so 64 consecutive f32 of the f32 panel become
+    /// Panels of 32 outputs: [n/32 panels][k, rounded up to even][32 lanes]. Missing n and k are zeros that stay zero.
+    /// In bf16 two neighboring k interleave: [panel][k/2][32 lanes][2], so 64 consecutive f32 of the f32 panel become
     /// 64 consecutive bf16 of the bf16 panel.
     Panel,
 }
 
 impl Layout {
-    /// The order on a device of what lies like this on the CPU: kernels of a GPU read rows.
+    /// The layout on a device for this layout on the CPU. GPU kernels read rows.
     #[must_use]
     pub fn on(self, device: Device) -> Self {
         match device {
@@ -198,13 +198,13 @@ impl Layout {
     }
 }
 
-/// Outputs (lanes) of one panel.
+/// The number of outputs (lanes) in one panel.
 pub const PANEL: usize = 32;
-/// Every parameter starts at a multiple of this many elements in a flat buffer.
+/// The alignment, in elements, of every parameter in a flat buffer.
 pub const FLAT_ALIGN: usize = 64;
 
 impl Layout {
-    /// Elements that a parameter of `n` rows and `k` columns takes in a flat buffer, padding included.
+    /// The number of elements of a parameter with `n` rows and `k` columns in a flat buffer, padding included.
     pub fn len(self, n: usize, k: usize) -> usize {
         match self {
             Self::Row => (n * k).next_multiple_of(FLAT_ALIGN),
@@ -212,7 +212,7 @@ impl Layout {
         }
     }
 
-    /// Index of W[row n][column c] in the parameter's elements. `k` is the number of columns. (f32 order.)
+    /// The index of W[row n][column c] in the parameter's elements. `k` is the number of columns. (f32 order.)
     pub fn index(self, k: usize, n: usize, c: usize) -> usize {
         match self {
             Self::Row => n * k + c,

@@ -4,10 +4,10 @@ use crate::device::null;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Elements that one task copies.
+/// The number of elements that one task copies.
 const CHUNK: usize = 1 << 16;
 
-/// A strided block within a run of values: `rows` rows of `width` values, `stride` apart.
+/// A strided block in a run of values: `rows` rows of `width` values, `stride` apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     pub at: usize,
@@ -21,12 +21,12 @@ impl Piece {
         self.rows * self.width
     }
 
-    /// `len` values from `at` on.
+    /// A contiguous piece of `len` values from `at` on.
     pub fn run(at: usize, len: usize) -> Self {
         Self { at, stride: len, rows: 1, width: len }
     }
 
-    /// Rows without gaps are one.
+    /// Joins rows without gaps into one row.
     #[must_use]
     pub fn joined(self) -> Self {
         if self.stride != self.width {
@@ -35,7 +35,7 @@ impl Piece {
         Self { stride: self.len(), rows: 1, width: self.len(), ..self }
     }
 
-    /// From its first value to its last.
+    /// The range from its first value to its last.
     pub(super) fn range(&self) -> Range<usize> {
         self.at..self.at + (self.rows.max(1) - 1) * self.stride + self.width
     }

@@ -1,4 +1,4 @@
-//! Runs of values that an operation reads or writes, on the device where they lie.
+//! Views of the values that an operation reads or writes, on either device.
 
 use super::piece::{Piece, rows};
 use crate::device::Device;
@@ -10,9 +10,9 @@ use std::ops::Range;
 #[derive(Clone, Copy, Debug)]
 pub enum Slice<'a> {
     F32(&'a [f32]),
-    /// Weights of the CPU: each u16 is a bf16. Matrices that are multiplied are in panel layout.
+    /// Weights on the CPU: each u16 is a bf16. Matrices for GEMMs are in panel layout.
     Bf16(&'a [u16]),
-    /// Of the view's dtype; weights in row layout.
+    /// Values on a GPU. Weights are in row layout.
     Cuda(View<'a>),
 }
 
@@ -37,12 +37,12 @@ impl<'a> Slice<'a> {
     }
 
     pub fn f32(self) -> &'a [f32] {
-        let Self::F32(values) = self else { panic!("values of the GPU, or in bf16, are needed in f32 on the CPU") };
+        let Self::F32(values) = self else { panic!("the CPU needs f32 values, but these are on the GPU or in bf16") };
         values
     }
 
     pub fn cuda(self) -> View<'a> {
-        let Self::Cuda(view) = self else { panic!("values of the CPU are needed on the GPU") };
+        let Self::Cuda(view) = self else { panic!("the GPU needs values that are on the CPU") };
         view
     }
 
@@ -67,7 +67,7 @@ impl<'a> Slice<'a> {
         }
     }
 
-    /// The values on the host, wherever they lie.
+    /// A copy of the values on the host.
     pub fn to_host(self) -> Vec<f32> {
         match self {
             Self::Cuda(view) => view.to_f32(),
@@ -78,12 +78,12 @@ impl<'a> Slice<'a> {
 
 impl<'a> SliceMut<'a> {
     pub fn f32(self) -> &'a mut [f32] {
-        let Self::F32(values) = self else { panic!("values of the GPU, or in bf16, are needed in f32 on the CPU") };
+        let Self::F32(values) = self else { panic!("the CPU needs f32 values, but these are on the GPU or in bf16") };
         values
     }
 
     pub fn cuda(self) -> ViewMut<'a> {
-        let Self::Cuda(view) = self else { panic!("values of the CPU are needed on the GPU") };
+        let Self::Cuda(view) = self else { panic!("the GPU needs values that are on the CPU") };
         view
     }
 
@@ -117,7 +117,7 @@ impl<'a> SliceMut<'a> {
         }
     }
 
-    /// The values before `at`, and those from there on.
+    /// The values before `at`, and the values from `at` on.
     pub fn split_at(&mut self, at: usize) -> (SliceMut<'_>, SliceMut<'_>) {
         match self {
             Self::F32(values) => {
@@ -135,7 +135,7 @@ impl<'a> SliceMut<'a> {
         }
     }
 
-    /// All values become 0.
+    /// Sets all values to 0.
     pub fn clear(&mut self) {
         match self {
             Self::F32(values) => values.fill(0.0),
@@ -144,7 +144,7 @@ impl<'a> SliceMut<'a> {
         }
     }
 
-    /// Copies `piece` of `from` to `place` here, whose rows may lie otherwise.
+    /// Copies `piece` of `from` to `place` here, whose stride may differ.
     pub fn copy_from(&mut self, from: Slice, piece: &Piece, place: &Piece) {
         let (piece, place) = match (piece.joined(), place.joined()) {
             (a, b) if a.rows == 1 && b.rows == 1 => (a, b),
@@ -160,7 +160,7 @@ impl<'a> SliceMut<'a> {
             (SliceMut::Cuda(to), Slice::Cuda(from)) => {
                 copy::columns(from, strides[0], to, strides[1], piece.rows, piece.width);
             }
-            (to, from) => panic!("{from:?} to {to:?}"),
+            (to, from) => panic!("cannot copy {from:?} to {to:?}"),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Training of a byte-level BPE, written as a directory that `transformers` loads as well.
 //!
-//! Sennrich et al., arXiv:1508.07909; bytes as the alphabet as in GPT-2. Digits stand alone, as in Llama, so that
-//! numbers of any length are made of the same ten tokens.
+//! Sennrich et al., arXiv:1508.07909; bytes as the alphabet as in GPT-2. Each digit is its own token, as in Llama, so
+//! that numbers of any length use the same ten tokens.
 
 use std::fs;
 use std::path::Path;
@@ -34,16 +34,18 @@ const TEMPLATE: &str = "{{ bos_token }}{% for message in messages %}\
     {% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}\
     {% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}";
 
-/// Learns at most `vocabulary` tokens from `texts` and writes `tokenizer.json` and `tokenizer_config.json` (with a
-/// chat template) to `out`. The same texts in the same order give the same bytes. Returns the vocabulary reached:
-/// fewer than asked where the texts have no more pairs to join.
+/// Learns at most `vocabulary` tokens from `texts` and writes `tokenizer.json` and `tokenizer_config.json` (with a chat
+/// template) to `out`. The same texts in the same order result in the same bytes. Returns the size of the vocabulary,
+/// which is smaller if the texts have no more pairs to merge.
 pub fn train_bpe(texts: &[String], vocabulary: usize, out: &Path) -> Result<usize> {
     if vocabulary < VOCABULARY_MIN {
-        return Err(Error::usage(format!("a vocabulary of {vocabulary} cannot hold the bytes and special tokens"))
-            .hint(format!("ask for at least {VOCABULARY_MIN}")));
+        return Err(Error::usage(format!(
+            "the vocabulary must have at least {VOCABULARY_MIN} tokens for bytes and special tokens (got {vocabulary})"
+        ))
+        .hint("raise the size of the vocabulary"));
     }
     if texts.iter().all(String::is_empty) {
-        return Err(Error::data("there is no text to train a tokenizer on"));
+        return Err(Error::data("no text to train a tokenizer on"));
     }
     let refused = |e: tokenizers::Error| Error::data(format!("cannot train the tokenizer: {e}"));
     let pieces = || ByteLevel::new(false, true, true);

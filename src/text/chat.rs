@@ -1,7 +1,7 @@
 //! Chat templates: the Jinja text that a model directory carries, rendered as `transformers` renders it.
 //!
-//! A template comes from outside, so it is compiled and rendered in a sandbox: no files, no imports, a bounded number of
-//! instructions, a bounded output, and a thread with bounded memory, stack and time.
+//! A template comes from outside, so it is compiled and rendered in a sandbox: no files, no imports, a limited number
+//! of instructions, a limited output, and a thread with limited memory, stack and time.
 
 use std::io;
 use std::path::Path;
@@ -35,7 +35,7 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Compiles `template`; `bos_token` and `eos_token` are variables of it.
+    /// Compiles `template`, which has the variables `bos_token` and `eos_token`.
     pub fn new(template: &str, bos_token: Option<String>, eos_token: Option<String>) -> Result<Self> {
         let clock = Arc::default();
         let (template, of_template) = (template.to_owned(), Arc::clone(&clock));
@@ -47,8 +47,8 @@ impl ChatTemplate {
         Ok(Self { environment: Arc::new(environment), bos_token, eos_token, clock })
     }
 
-    /// Finds the template of a model directory: `chat_template.jinja`, else `chat_template` of
-    /// `tokenizer_config.json`: a text, or a list of named texts of which `default` counts.
+    /// Finds the template of a model directory: `chat_template.jinja`, otherwise `chat_template` of
+    /// `tokenizer_config.json`, which is a text, or a list of named texts of which `default` counts.
     pub(super) fn find(
         dir: &Path,
         tokenizer_config: Option<&Map<String, Value>>,
@@ -65,18 +65,18 @@ impl ChatTemplate {
         Self::new(&text, bos_token, eos_token).map(Some).map_err(|e| e.within(dir.display()))
     }
 
-    /// Fixes the time of `strftime_now`, in seconds since 1970: a test wants the same text every day.
+    /// Fixes the time of `strftime_now`, in seconds since 1970, so that a test gets the same text every day.
     #[must_use]
     pub fn at(self, seconds: i64) -> Self {
         self.clock.get_or_init(|| seconds);
         self
     }
 
-    /// The text of `messages`; with `add_generation_prompt`, ending where the assistant's answer begins. `more` are further variables
-    /// of the template, as `tools` and `enable_thinking`.
+    /// The text of `messages`. With `add_generation_prompt`, it ends where the assistant's answer begins. `more` are
+    /// further variables of the template, such as `tools` and `enable_thinking`.
     pub fn apply(&self, messages: &Value, more: &Map<String, Value>, add_generation_prompt: bool) -> Result<String> {
         let mut messages = messages.clone();
-        // As `transformers` does it: what is null in a message is not there.
+        // As in `transformers`, null values in a message are removed.
         for message in messages.as_array_mut().into_iter().flatten().filter_map(Value::as_object_mut) {
             message.retain(|_, value| !value.is_null());
         }
@@ -99,12 +99,12 @@ impl ChatTemplate {
             let template = environment.get_template("chat").map_err(|e| refused(&e))?;
             let mut out = Capped { bytes: Vec::new() };
             template.render_captured_to(Serde(&context), &mut out).map_err(|e| refused(&e))?;
-            String::from_utf8(out.bytes).map_err(|_| Error::fault("a chat template gave text that is not UTF-8"))
+            String::from_utf8(out.bytes).map_err(|_| Error::fault("the output of a chat template must be UTF-8"))
         })
     }
 }
 
-/// Runs `body` where the template can use up no more than its bounds; what it leaves behind is gone when this returns.
+/// Runs `body` within the template's limits. Everything it allocates is freed when this returns.
 fn bounded<T: Send + 'static>(body: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
     let panicked =
         |e: Error| if e.kind == Kind::Fault { Error::data(format!("chat template: {}", e.message)) } else { e };
@@ -147,7 +147,7 @@ fn environment(clock: &Arc<OnceLock<i64>>) -> Result<Environment<'static>> {
     Ok(environment)
 }
 
-/// Methods of Python's types. `title` is Python's own: a capital after anything that is no letter.
+/// Methods of Python's types. `title` is Python's own: a capital after anything that is not a letter.
 fn python_method(
     state: &mut State,
     value: &Jinja,
@@ -179,8 +179,8 @@ fn print_as_python(out: &mut Output, state: &mut State, value: &Jinja) -> std::r
     }
 }
 
-/// `{% generation %}` marks the assistant's tokens for `transformers`; it prints nothing, and an `if` keeps its
-/// whitespace rules.
+/// `{% generation %}` marks the assistant's tokens for `transformers` and prints nothing. It is replaced by an `if`,
+/// which keeps its whitespace rules.
 fn without_generation_marks(template: &str) -> String {
     let open = Regex::new(r"\{%([-+]?)\s*generation\s*([-+]?)%\}");
     let close = Regex::new(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}");
@@ -199,7 +199,7 @@ fn refused(error: &minijinja::Error) -> Error {
     Error::data(format!("chat template: {text}"))
 }
 
-/// A writer that refuses to grow beyond the cap.
+/// A writer with a size limit.
 struct Capped {
     bytes: Vec<u8>,
 }
@@ -218,7 +218,7 @@ impl io::Write for Capped {
     }
 }
 
-/// Text of a special token: a string, or an object with `content`; null means that there is none.
+/// The text of a special token: a string, or an object with `content`. Null means that there is none.
 pub(super) fn token_text(token: &Value) -> Option<String> {
     token.as_str().or_else(|| token.get("content")?.as_str()).map(str::to_owned)
 }

@@ -1,5 +1,5 @@
-//! `json.dumps` of Python, as `transformers` gives it to chat templates under the name `tojson`: no HTML escapes,
-//! `", "` and `": "` between, non-ASCII kept.
+//! `json.dumps` of Python, which `transformers` provides to chat templates as `tojson`: no HTML escapes, separators `",
+//! "` and `": "`, non-ASCII kept.
 
 use std::fmt::Write;
 
@@ -23,7 +23,7 @@ pub(super) fn tojson(value: &Jinja, options: Kwargs) -> Result<Jinja, Error> {
     let separators: Option<Vec<String>> = options.get("separators")?;
     let [item, key] = match separators.as_deref() {
         Some([item, key]) => [item.clone(), key.clone()],
-        Some(_) => return Err(Error::new(ErrorKind::InvalidOperation, "tojson: separators are two strings")),
+        Some(_) => return Err(Error::new(ErrorKind::InvalidOperation, "tojson: separators must be two strings")),
         None => [if indent.is_some() { "," } else { ", " }.to_owned(), ": ".to_owned()],
     };
     let style = Style {
@@ -96,7 +96,7 @@ impl Style {
     }
 
     fn string(&self, text: &str, out: &mut String) {
-        // Escapes are Python's: short ones, and `\u001f` in lower case.
+        // Escapes as in Python: short ones, and `\u001f` in lower case.
         for c in Value::from(text).to_string().chars() {
             if self.ascii && !(' '..='~').contains(&c) {
                 let mut units = [0u16; 2];
@@ -110,7 +110,7 @@ impl Style {
     }
 }
 
-/// What a value is, for messages.
+/// The kind of a value, for messages.
 pub fn kind_of(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",

@@ -1,21 +1,21 @@
-//! Text as it grows: what each new token adds, in whole characters only.
+//! Streaming text: the text that each new token adds, in whole characters only.
 
 use super::tokenizer::Tokenizer;
 use crate::error::Result;
 
-/// Decodes token after token. A character that several tokens make up appears with its last one, so what was given
-/// out never changes; all pieces, with `finish`, join to `Tokenizer::decode` of all tokens, special ones included.
+/// Decodes token by token. A character made of several tokens appears with its last one, so returned text never
+/// changes. All pieces, including `finish`, join to `Tokenizer::decode` of all tokens, special ones included.
 #[derive(Clone, Debug, Default)]
 pub struct StreamDecoder {
     tokens: Vec<u32>,
-    // tokens[context..given] were given out; they are decoded again with what follows, because some decoders treat the
-    // first token of a text differently (a leading space is dropped).
+    // tokens[context..given] were returned already. They are decoded again with the following ones, because some
+    // decoders treat the first token of a text differently (a leading space is dropped).
     context: usize,
     given: usize,
 }
 
 impl StreamDecoder {
-    /// The text that `token` completes; empty while a character is incomplete.
+    /// The text that `token` completes. Empty while a character is incomplete.
     pub fn push(&mut self, tokenizer: &Tokenizer, token: u32) -> Result<String> {
         self.tokens.push(token);
         let all = tokenizer.decode(&self.tokens[self.context..], false)?;
@@ -25,7 +25,7 @@ impl StreamDecoder {
         self.give(tokenizer, &all)
     }
 
-    /// The text still held back: an incomplete character at the end shows as U+FFFD.
+    /// The remaining text. An incomplete character at the end becomes U+FFFD.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<String> {
         let all = tokenizer.decode(&self.tokens[self.context..], false)?;
         self.give(tokenizer, &all)

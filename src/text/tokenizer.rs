@@ -1,5 +1,5 @@
-//! The tokenizer of a Hugging Face model directory: `tokenizer.json` for the pieces, the small JSON files next to it
-//! for the names of the special tokens.
+//! The tokenizer of a Hugging Face model directory: `tokenizer.json` for the tokens, and the small JSON files next to
+//! it for the names of the special tokens.
 
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -12,11 +12,11 @@ use crate::comm::abort;
 use crate::error::{Error, Result};
 use crate::sys::{files, patterns};
 
-/// Text to token ids and back, with the ids that begin and end a text.
+/// Converts text to token ids and back. Knows the ids that begin and end a text.
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// `tokenizer.json`, for messages.
+    /// The path of `tokenizer.json`, for messages.
     path: PathBuf,
     vocabulary: usize,
     sha256: String,
@@ -26,12 +26,12 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads `dir`: `tokenizer.json`, and where present `tokenizer_config.json`, `special_tokens_map.json`,
+    /// Reads `dir`: `tokenizer.json`, and if present `tokenizer_config.json`, `special_tokens_map.json`,
     /// `generation_config.json`, `config.json`, `chat_template.jinja`.
     ///
-    /// End tokens are those of `generation_config.json`, else of `config.json`, else the tokenizer's `eos_token`: the
-    /// order in which `transformers` decides where generation stops. The begin token is the tokenizer's `bos_token`;
-    /// a tokenizer that names none (Qwen) has none, whatever `config.json` says.
+    /// End tokens are those of `generation_config.json`, otherwise of `config.json`, otherwise the tokenizer's
+    /// `eos_token`. `transformers` uses the same order to decide where generation stops. The begin token is the
+    /// tokenizer's `bos_token`. A tokenizer without one (Qwen) has none, even if `config.json` names one.
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         let bytes = files::if_any(&path, files::read)?.ok_or_else(|| {
@@ -41,7 +41,7 @@ impl Tokenizer {
         patterns::limit_backtracking();
         let inner = guarded(&path, "is not a tokenizer", || {
             let mut inner = tokenizers::Tokenizer::from_bytes(&bytes)?;
-            // A text is never cut or padded behind the caller's back; `transformers` resets both on each call too.
+            // A text is never implicitly cut or padded. `transformers` also resets both on each call.
             inner.with_truncation(None)?;
             inner.with_padding(None);
             Ok(inner)
@@ -57,7 +57,7 @@ impl Tokenizer {
         };
         let id_of = |text: &str| {
             inner.token_to_id(text).ok_or_else(|| {
-                Error::data(format!("special token {text:?} of {} is not in its tokenizer.json", dir.display()))
+                Error::data(format!("the special token {text:?} of {} must be in its tokenizer.json", dir.display()))
             })
         };
         let (bos_token, eos_token) = (token("bos_token"), token("eos_token"));
@@ -75,18 +75,19 @@ impl Tokenizer {
         Ok(Self { inner, path, vocabulary, sha256, bos_id, eos_ids, chat })
     }
 
-    /// The tokenizer of a directory, where it has one.
+    /// The tokenizer of a directory, if it has one.
     pub fn find(dir: &Path) -> Result<Option<Self>> {
         if dir.join("tokenizer.json").exists() { Self::load(dir).map(Some) } else { Ok(None) }
     }
 
-    /// Whether tokens that both have are the same ids in both; either may have more.
+    /// Whether shared tokens have the same ids in both. Either may have more tokens.
     pub fn agrees_with(&self, other: &Self) -> bool {
         let [own, others] = [self, other].map(|tokenizer| tokenizer.inner.get_vocab(true));
         own.iter().all(|(token, id)| others.get(token).is_none_or(|other| other == id))
     }
 
-    /// Token ids of `text`; with `special`, those that the tokenizer itself puts around a text (BOS, mostly).
+    /// The token ids of `text`. With `special`, including the tokens that the tokenizer adds around a text (usually
+    /// BOS).
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let tokens = guarded(&self.path, format_args!("cannot tokenize {:?}", excerpt(text)), || {
             Ok(self.inner.encode_fast(text, special)?.get_ids().to_vec())
@@ -95,19 +96,19 @@ impl Tokenizer {
             && tokens.starts_with(&[bos, bos])
         {
             return Err(Error::data(format!("the text {:?} would begin with two BOS tokens", excerpt(text))).hint(
-                "a text that a chat template made carries its own BOS: use the template, or take BOS out of it",
+                "use the chat template, or remove BOS from the text: texts made by a chat template have their own",
             ));
         }
         Ok(tokens)
     }
 
-    /// The text of `tokens`; with `skip_special`, without special tokens. Ids beyond the vocabulary give no text.
+    /// The text of `tokens`. With `skip_special`, without special tokens. Ids beyond the vocabulary have no text.
     pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String> {
         guarded(&self.path, "cannot decode tokens", || self.inner.decode(tokens, skip_special))
     }
 
-    /// The text of a prompt as reward functions see it: special tokens kept (a template's turns are part of the
-    /// question), but for a leading BOS, which no one wrote.
+    /// The text of a prompt as reward functions see it. Special tokens are kept, because a template's turns are part of
+    /// the question. A leading BOS, which nobody wrote, is removed.
     pub fn decode_prompt(&self, tokens: &[u32]) -> Result<String> {
         let text = match (self.bos_id, tokens.first()) {
             (Some(bos), Some(first)) if bos == *first => &tokens[1..],
@@ -116,7 +117,7 @@ impl Tokenizer {
         self.decode(text, false)
     }
 
-    /// Parts of a row as text, special tokens and all; those with true, which a model learns, stand between ⟦ and ⟧.
+    /// Parts of a row as text, special tokens included. Parts with true, which a model learns, are between ⟦ and ⟧.
     pub fn marked<'a>(&self, parts: impl IntoIterator<Item = (&'a [u32], bool)>) -> Result<String> {
         let of = |(tokens, is_learned): (&[u32], bool)| {
             let text = self.decode(tokens, false)?;
@@ -125,7 +126,7 @@ impl Tokenizer {
         parts.into_iter().map(of).collect()
     }
 
-    /// A tokenizer without tokens, for a plan whose rows only have lengths.
+    /// A tokenizer without tokens, for a plan whose rows have only lengths.
     pub fn none() -> Self {
         let inner = tokenizers::Tokenizer::new(tokenizers::models::bpe::BPE::default());
         let (path, sha256) = (PathBuf::new(), String::new());
@@ -137,7 +138,7 @@ impl Tokenizer {
         self.vocabulary
     }
 
-    /// Tokens that end a text, the first being the one that is appended to a demonstration. May be empty.
+    /// Tokens that end a text. The first is appended to demonstrations. May be empty.
     pub fn eos_ids(&self) -> &[u32] {
         &self.eos_ids
     }
@@ -153,11 +154,11 @@ impl Tokenizer {
     pub fn chat(&self) -> Result<&ChatTemplate> {
         self.chat.as_ref().ok_or_else(|| {
             Error::data("the tokenizer has no chat template")
-                .hint("set data.chat_template = false, or put chat_template.jinja beside tokenizer.json")
+                .hint("set data.chat_template = false, or put chat_template.jinja next to tokenizer.json")
         })
     }
 
-    /// Token ids of `messages` through the chat template, whose further variables are `more`.
+    /// The token ids of `messages` through the chat template. `more` are further variables of the template.
     pub fn encode_chat(
         &self,
         messages: &Value,
@@ -167,9 +168,9 @@ impl Tokenizer {
         self.encode(&self.chat()?.apply(messages, more, add_generation_prompt)?, false)
     }
 
-    /// Token ids that the chat template puts between an assistant's answer, whose tokens are `answer`, and the next one, with
-    /// `messages` between them. Where `answer` ends with the token that ends a turn, that is left out. No token of the
-    /// conversation before is made anew.
+    /// The token ids that the chat template puts between an assistant's answer, whose tokens are `answer`, and the next
+    /// one, with `messages` between them. If `answer` ends with the token that ends a turn, that token is left out. No
+    /// token of the earlier conversation is tokenized again.
     pub fn encode_chat_turn(
         &self,
         answer: &[u32],
@@ -180,8 +181,8 @@ impl Tokenizer {
         all.extend(messages.iter().cloned().map(Value::Object));
         let text = self.chat()?.apply(&Value::Array(all), more, true)?;
         let Some((_, behind)) = text.split_once(ANSWER).and_then(|(_, behind)| behind.split_once(ANSWER)) else {
-            return Err(Error::data("the chat template does not print an assistant's answer as it is")
-                .hint("an environment can write text or token ids in place of messages"));
+            return Err(Error::data("the chat template must print an assistant's answer unchanged, but it does not")
+                .hint("return text or token ids from the environment instead of messages"));
         };
         let mut tokens = self.encode(behind, false)?;
         if !tokens.is_empty() && answer.last() == tokens.first() {
@@ -191,10 +192,10 @@ impl Tokenizer {
     }
 }
 
-/// Stands for what was said before: a word that no template knows.
+/// A placeholder for the earlier answer: a word that no template contains.
 const ANSWER: &str = "rlhfhpcanswer";
 
-/// Runs `body`, in which a hand-written `tokenizer.json` may panic; `what` says what failed.
+/// Runs `body`, which may panic on a hand-written `tokenizer.json`. `what` describes the failure.
 fn guarded<T>(path: &Path, what: impl Display, body: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
     let outcome = abort::caught(|| body().map_err(|e| Error::fault(e.to_string())));
     outcome.map_err(|e| Error::data(format!("{} {what}: {}", path.display(), e.message)))

@@ -1,10 +1,12 @@
-//! A rollout that runs ahead of the updates, on ranks of its own (`mesh.async_updates_max` = k): while they draw samples of the next
-//! steps, the others learn from those of this one. So a step takes as long as the longer of both (arXiv:2410.18252).
+//! A rollout that runs ahead of the updates, on its own ranks (`mesh.async_updates_max` = k). Those ranks sample
+//! responses for the next steps while the others learn from the samples of this step. So a step takes as long as the
+//! slower of the two (arXiv:2410.18252).
 //!
-//! With k above 1 a response is drawn in k phases, the i-th of which ends with i * ceil(L / k) tokens, where L is
-//! `rollout.response_tokens_max`: one that is longer goes on with the weights of the next phase. A phase draws the first tokens of a batch
-//! beside the last ones of another, and does not wait for the longest response. Which weights draw a token depends on its place alone,
-//! not on time: the same job gives the same samples, on any number of ranks and after any interruption.
+//! With k above 1, a response is sampled in up to k phases. Phase i ends at i * ceil(L / k) tokens, where L is
+//! `rollout.response_tokens_max`. A longer response continues in the next phase, with newer weights. One phase samples
+//! the first tokens of one batch together with the last tokens of another, and does not wait for the longest response.
+//! Which weights sample a token depends only on its position, not on time. So the same job gives the same samples on
+//! any number of ranks and after any interruption.
 
 use super::experience_maker::{Ahead, draw_ahead};
 use super::job::{Ended, Step};
@@ -16,10 +18,10 @@ use crate::launch::run::Run;
 use crate::metrics::keys::Metrics;
 
 impl Ppo {
-    /// A step of a rollout that runs ahead: its ranks draw, with the weights behind the last step, while the others learn from the samples
-    /// that are here.
+    /// One step while the rollout runs ahead: the rollout ranks sample with the weights of the last step, and the other
+    /// ranks learn from the samples that are ready.
     pub(super) fn step_ahead(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
-        // A step that goes on has its samples, and the next ones are here.
+        // A resumed step has its samples, and so have the next ones.
         let goes_on = matches!(self.work, Some(Work::Update(_)));
         if !goes_on {
             self.fill(run, step)?;
@@ -51,7 +53,7 @@ impl Ppo {
         Err(Ended::Unfinished { work: records::encode(&Work::Ahead(self.ahead.clone(), Some(rest))), took_rows, error })
     }
 
-    /// Has the samples of a step drawn and scored, where a start or a failed reward left them out, while all ranks wait.
+    /// Samples and scores a step whose samples are missing after a start or a failed reward. All ranks wait for it.
     fn fill(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<(), Ended> {
         if let Some(Work::Rollout(responses)) = self.work.take() {
             self.ahead.push_front(Ahead::of(responses));
@@ -71,7 +73,7 @@ impl Ppo {
         }
     }
 
-    /// The phase behind step `before`, on ranks that sample: what there is then of the steps that follow.
+    /// The phase after step `before`, on rollout ranks: returns the samples of the following steps so far.
     fn draw(&mut self, run: &Run, step: &mut Step, before: u64) -> Result<Vec<Ahead>> {
         let (ahead, rows) = (run.config.mesh.async_updates_max as u64, run.config.rollout.prompts_per_step);
         let each = run.config.rollout.response_tokens_max.div_ceil(ahead as usize);
@@ -95,7 +97,7 @@ impl Ppo {
         draw_ahead(run, &mut models, collector, step.number - 1, asked, begun, &mut step.phases)
     }
 
-    /// Takes over what the ranks that sample have `drawn`, on all ranks, who all call this.
+    /// Copies the samples of the rollout ranks (`drawn`) to all ranks. All ranks call this.
     fn share(&mut self, run: &Run, drawn: Result<Vec<Ahead>>) -> Result<()> {
         let all = &run.ranks.all;
         let mut drawn = all.agree(drawn)?;

@@ -1,4 +1,5 @@
-//! The best evaluation of a run: its checkpoint is kept, its weights may be exported, and a run that stays behind it may end.
+//! The best evaluation of a run. Its checkpoint is kept, its weights may be exported, and a run that does not improve
+//! on it may end early.
 
 use crate::config::Config;
 use crate::config::checkpoint::BestMode;
@@ -6,11 +7,12 @@ use crate::error::{Error, Result};
 use crate::metrics::keys::{Metrics, is_eval};
 use serde::{Deserialize, Serialize};
 
-/// What an evaluation is judged by, and the best one so far.
+/// The metric that ranks evaluations, and the best evaluation so far.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Best {
     metric: String,
-    /// 0: none yet. The evaluation before the first step is of a model that the user has.
+    /// 0: none yet. The evaluation before the first step does not count, because it is of a model that the user already
+    /// has.
     step: u64,
     value: f64,
     /// Evaluations since then.
@@ -23,10 +25,11 @@ impl Best {
         (self.step > 0).then_some(self.step)
     }
 
-    /// Takes in an evaluation after `step`; whether it is the best so far. Of equal ones that is the first.
+    /// Records an evaluation after `step` and returns whether it is the best so far. Of equal evaluations the first is
+    /// the best.
     ///
     /// # Errors
-    /// `Usage` where it has no `checkpoint.best_metric`.
+    /// `Usage` if it does not report `checkpoint.best_metric`.
     pub fn judge(&mut self, config: &Config, step: u64, metrics: &Metrics) -> Result<bool> {
         let metric = &config.checkpoint.best_metric;
         if metric.is_empty() {
@@ -35,11 +38,14 @@ impl Best {
         let Some((_, value)) = metrics.iter().find(|(name, _)| name == metric) else {
             let names: Vec<&str> = metrics.iter().map(|(name, _)| &**name).filter(|name| is_eval(name)).collect();
             let hint = if names.is_empty() {
-                "there are no rows to evaluate: set data.eval_split".to_string()
+                "set data.eval_split: this job has no held-out rows".to_string()
             } else {
-                format!("evaluations of this job have {}", names.join(", "))
+                format!("choose one of {}", names.join(", "))
             };
-            return Err(Error::usage(format!("checkpoint.best_metric is {metric}, an evaluation has none")).hint(hint));
+            return Err(Error::usage(format!(
+                "checkpoint.best_metric = {metric}, but the evaluations of this job do not report it"
+            ))
+            .hint(hint));
         };
         if self.metric != *metric {
             *self = Self { metric: metric.clone(), ..Self::default() };
@@ -60,12 +66,13 @@ impl Best {
         Ok(false)
     }
 
-    /// Why the run ends before its last step, where it does.
+    /// The reason why the run ends before its last step, if it does.
     pub fn ends(&self, config: &Config) -> Option<String> {
         let patience = config.eval.patience;
         let is_over = patience > 0 && self.since >= patience && self.metric == config.checkpoint.best_metric;
         is_over.then(|| {
-            format!("{} evaluations without a better {} (eval.patience = {patience})", self.since, self.metric)
+            let plural = if self.since == 1 { "" } else { "s" };
+            format!("no better {} in {} evaluation{plural} (eval.patience = {patience})", self.metric, self.since)
         })
     }
 

@@ -1,4 +1,4 @@
-//! Where the configuration of a resumed run differs from the one that its checkpoint was saved with.
+//! Differences between the configuration of a resumed run and the one that its checkpoint was saved with.
 
 use crate::config::{self, Config};
 use crate::error::{Error, Result};
@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use toml::{Table, Value};
 
-/// Keys that the meaning of the state depends on.
+/// Keys that determine the meaning of the saved state.
 const OF_THE_STATE: &[&str] = &[
     "job.kind",
     "job.seed",
@@ -20,11 +20,11 @@ const OF_THE_STATE: &[&str] = &[
 ];
 /// Keys of `[data]` that training does not read.
 const NOT_OF_THE_STATE: &[&str] = &["data.eval_split"];
-/// Where the run directory is, and how the run resumes.
+/// Keys that set the run directory and how the run resumes.
 const NOT_OF_THE_RUN: &[&str] = &["job.dir", "checkpoint.changed_inputs"];
-/// An unfinished step must be finished with the settings that it began with.
+/// Keys that must not change until an unfinished step is done.
 const OF_A_STEP: &[&str] = &["rollout.", "ppo.epochs", "ppo.minibatch_samples", "distill.minibatch_samples"];
-/// Keys of `[rollout]` that results do not depend on, or only by rounding.
+/// Keys of `[rollout]` that do not change results, except by rounding.
 const NOT_OF_A_STEP: &[&str] = &[
     "rollout.batch_max",
     "rollout.prefill_tokens_max",
@@ -36,7 +36,8 @@ const NOT_OF_A_STEP: &[&str] = &[
 /// Values that name a file or a directory.
 const PATHS: &[&str] = &["model.", "data.prompts", "data.pretrain", "data.eval_sets", "data.split.eval_files"];
 
-/// The changes from `saved` (TOML) to `now` with which a run may be resumed, to finish a step where one is `unfinished`.
+/// Returns the changes from `saved` (TOML) to `now` if a run may be resumed with them. With `unfinished`, the resumed
+/// run must first finish a step.
 pub fn check(saved: &str, now: &Config, unfinished: bool) -> Result<Vec<String>> {
     let (before, after) = (flat(saved), flat(&settled(now.clone()).to_toml()));
     let keys: std::collections::BTreeSet<&String> = before.keys().chain(after.keys()).collect();
@@ -57,14 +58,14 @@ pub fn check(saved: &str, now: &Config, unfinished: bool) -> Result<Vec<String>>
         return Ok(accepted);
     }
     let hint = if unfinished {
-        "set them back, at least until the step that was interrupted is done, or set another job.dir"
+        "restore the old values at least until the interrupted step is done, or set another job.dir"
     } else {
-        "set them back, or give the changed job another job.dir"
+        "restore the old values, or set another job.dir for the changed job"
     };
-    Err(Error::usage(format!("job.dir holds a run that cannot go on with {}", refused.join(", "))).hint(hint))
+    Err(Error::usage(format!("the run in job.dir cannot resume with {}", refused.join(", "))).hint(hint))
 }
 
-/// Fills in the keys whose default is another key's value.
+/// Fills in the keys that default to the value of another key.
 fn settled(mut config: Config) -> Config {
     config.model.reference = config.model.reference_dir().to_path_buf();
     config.model.critic = config.critic_dir().to_path_buf();
@@ -72,13 +73,13 @@ fn settled(mut config: Config) -> Config {
 }
 
 fn flat(text: &str) -> BTreeMap<String, Value> {
-    // Keys that are newer than the checkpoint have their defaults.
+    // Keys newer than the checkpoint have their defaults.
     let read = |text: &str| text.parse::<Table>().unwrap_or_default();
     let known = Config::deserialize(read(text)).map(|config| settled(config).to_toml());
     config::flat(&read(known.as_deref().unwrap_or(text)))
 }
 
-/// Whether both are the same paths under other names, or the old path is gone.
+/// Whether both name the same path, or the old path no longer exists.
 fn moved(was: Option<&Value>, is: Option<&Value>) -> bool {
     let (Some(was), Some(is)) = (was, is) else { return false };
     match (was, is) {

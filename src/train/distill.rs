@@ -1,5 +1,5 @@
-//! Distillation on one page: rows -> distributions of student and teachers -> loss -> gradient -> step (arXiv:1503.02531). What a
-//! student learns from its own samples is `on_policy`.
+//! Distillation on one page: rows -> distributions of student and teachers -> loss -> gradient -> step
+//! (arXiv:1503.02531). `on_policy` holds distillation on the student's own samples.
 
 use super::models::ModelSpec;
 use super::sft::pack;
@@ -27,7 +27,7 @@ use std::ops::Range;
 const TOKENS: &str = "distilled_tokens";
 pub const UPDATES: &str = "updates";
 
-/// What a step reports of its tokens: keys, and what their sums are divided by.
+/// The token metrics of a step: keys, and the counts that divide their sums.
 pub const REPORTED: &[(&str, &str)] = &[(keys::LOSS, UPDATES), (keys::CE_MEAN, TOKENS), (keys::KL_MEAN, TOKENS)];
 
 /// The teachers of a job, with their weights in its loss.
@@ -64,7 +64,7 @@ impl Method for Distill {
 }
 
 impl Distill {
-    /// Does `work` with the weights of all teachers in memory. All ranks call this.
+    /// Runs `work` with the weights of all teachers in memory. All ranks call this.
     fn present<R>(&mut self, run: &Run, work: impl FnOnce(&[(Role, f32)]) -> R) -> R {
         for (role, _) in &mut self.0 {
             run.onload(role);
@@ -79,8 +79,8 @@ impl Distill {
         done
     }
 
-    /// One optimizer step on rows of `lengths` tokens, of which `pack` makes packed rows. The loss is a mean over all tokens that they
-    /// predict; sums of what was measured. All ranks call this.
+    /// One optimizer step on rows of `lengths` tokens, which `pack` turns into packed rows. The loss is a mean over all
+    /// tokens that they predict. Returns sums of the measurements. All ranks call this.
     pub fn learn(
         &mut self,
         run: &Run,
@@ -91,7 +91,9 @@ impl Distill {
         let (config, axes) = (&run.config.distill, &run.ranks.axes);
         let total = pack(&(0..lengths.len()).collect::<Vec<_>>()).rows.len();
         if total == 0 {
-            return Err(Error::data("a minibatch has no token to learn").hint("are the responses of these rows empty?"));
+            return Err(
+                Error::data("a minibatch has no tokens to learn").hint("check that its responses are not empty")
+            );
         }
         let weight = 1.0 / total as f32;
         let part = |chosen: &[usize]| pack(chosen).shard(&axes.sequence);
@@ -106,7 +108,7 @@ impl Distill {
         Ok(sums)
     }
 
-    /// Means of loss and divergence over held-out rows, as `learn` takes them. All ranks call this.
+    /// Means of loss and divergence over held-out rows, as `learn` computes them. All ranks call this.
     pub fn measure(
         &mut self,
         run: &Run,
@@ -136,7 +138,7 @@ fn hidden(role: &Role, row: &PackedRow) -> Tensor {
     role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None)
 }
 
-/// What the teachers know of the tokens that a packed row predicts.
+/// The distributions of the teachers for the tokens that a packed row predicts.
 fn lesson<'a>(config: &DistillConfig, teachers: &'a [(Role, f32)], row: &PackedRow) -> Lesson<'a> {
     let known = |(role, weight): &'a (Role, f32)| {
         role.transformer.teacher(&role.weights, &hidden(role, row), &row.rows, *weight)
@@ -145,7 +147,7 @@ fn lesson<'a>(config: &DistillConfig, teachers: &'a [(Role, f32)], row: &PackedR
     Lesson { teachers, divergence: config.divergence, temperature: config.temperature }
 }
 
-/// Sums over the tokens of a packed row, each of which counts with `weight` in the loss.
+/// Sums over the tokens of a packed row, each with `weight` in the loss.
 fn measured(config: &DistillConfig, logprobs: &[f32], found: &Divergences, weight: f64) -> Sums {
     let sum = |x: &[f32]| x.iter().map(|x| f64::from(*x)).sum::<f64>();
     let ([by_ce, by_kl], ce) = (config.coefs(), -sum(logprobs));
@@ -160,7 +162,7 @@ fn measured(config: &DistillConfig, logprobs: &[f32], found: &Divergences, weigh
     sums
 }
 
-/// Accumulates the gradient of one packed row, whose teachers' states are held no longer.
+/// Accumulates the gradient of one packed row, then frees the teachers' hidden states.
 fn microbatch(
     config: &DistillConfig,
     learner: &mut Learner,
@@ -180,7 +182,7 @@ fn microbatch(
     measured(config, &logprobs, &found, weight.into())
 }
 
-/// The same by the log-probabilities of the sampled tokens alone.
+/// The same from the log-probabilities of the sampled tokens alone.
 fn sampled_microbatch(
     config: &DistillConfig,
     learner: &mut Learner,

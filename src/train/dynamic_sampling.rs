@@ -1,4 +1,5 @@
-//! DAPO's dynamic sampling: groups of samples that teach nothing give way to more prompts (arXiv:2503.14476, section 3.2).
+//! DAPO's dynamic sampling: groups of samples that give no gradient are replaced by more prompts (arXiv:2503.14476,
+//! section 3.2).
 
 use crate::advantage::whitening::moments;
 use crate::config::rollout::DynamicSampling;
@@ -16,26 +17,26 @@ pub struct DroppedGroup {
     pub score_mean: f64,
 }
 
-/// What the rounds of a step came to.
+/// The result of the rounds of a step.
 #[derive(Default)]
 pub struct Rounds {
-    /// Samples to learn from, and how many prompts they answer.
+    /// Samples to learn from, and the number of prompts they answer.
     pub samples: Vec<Experience>,
     pub groups: usize,
     pub dropped: Vec<DroppedGroup>,
-    /// Responses of the dropped groups: a step that goes on after a stop asks for them again.
+    /// Responses of the dropped groups. A step resumed after a stop reuses them.
     rejected: Vec<Response>,
-    /// Of each round: its samples, and what was measured.
+    /// For each round: its number of samples and its measurements.
     measured: Vec<(usize, Metrics)>,
     score_sum: f64,
-    /// Of all responses.
+    /// Tokens of all responses.
     pub response_tokens: usize,
-    /// What the step reports of them.
+    /// The metrics of the step about them.
     pub values: Metrics,
 }
 
 impl Rounds {
-    /// Takes the groups of a round that are learned from. Samples of a prompt stand together.
+    /// Adds the groups of a round that are learned from. The samples of a prompt are consecutive.
     pub fn take(&mut self, dynamic: &DynamicSampling, samples: Vec<Experience>, measured: Metrics) {
         self.measured.push((samples.len(), measured));
         self.response_tokens += samples.iter().map(|sample| sample.response.tokens.len()).sum::<usize>();
@@ -61,13 +62,13 @@ impl Rounds {
         }
     }
 
-    /// All responses so far, with those of a round that did not end.
+    /// All responses so far, including the responses of an unfinished round.
     pub fn responses(self, unfinished: Vec<Experience>) -> Vec<Response> {
         let samples = self.samples.into_iter().chain(unfinished).map(|sample| sample.response);
         self.rejected.into_iter().chain(samples).collect()
     }
 
-    /// Joins what the rounds measured.
+    /// Joins the measurements of the rounds.
     pub fn finish(&mut self, dynamic: &DynamicSampling) {
         self.values = joined(&self.measured);
         if dynamic.is_on() {
@@ -81,7 +82,8 @@ impl Rounds {
     }
 }
 
-/// What several rounds measured: sums of bytes and samples, the largest gap, means of the rest over samples.
+/// The joined measurements of several rounds: sums of bytes and samples, the largest gap, and means over samples for
+/// the rest.
 fn joined(rounds: &[(usize, Metrics)]) -> Metrics {
     let mut all: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
     for (samples, measured) in rounds {
@@ -97,7 +99,7 @@ fn joined(rounds: &[(usize, Metrics)]) -> Metrics {
             | keys::ROLLOUT_PROMPTS_STOLEN
             | keys::IDLE_TAIL_S => found.iter().map(|(_, value)| value).sum(),
             keys::SAMPLER_GAP_MAX => found.iter().fold(0.0, |largest, (_, value)| larger(largest, *value)),
-            // One round's numbers as they are.
+            // With one round, its values are used as they are.
             _ if found.len() == 1 => found[0].1,
             _ => found.iter().map(|(n, value)| n * value).sum::<f64>() / found.iter().map(|(n, _)| n).sum::<f64>(),
         };

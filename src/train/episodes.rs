@@ -1,4 +1,4 @@
-//! Responses of several turns: between rollout, whose turns end, and the environment that answers them.
+//! Responses of several turns: the link between the rollout, whose turns end, and the environment that answers them.
 
 use crate::error::{Error, Result};
 use crate::experience::{Finish, Prompt};
@@ -11,7 +11,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-/// The longest wait for an answer before ranks hear of each other again.
+/// The longest wait for an answer before ranks synchronize again.
 const WAIT: Duration = Duration::from_secs(1);
 
 /// The responses of one phase, by the numbers of their requests.
@@ -21,14 +21,14 @@ pub struct Episodes<'a> {
     requests: &'a [Request],
     texts: Texts<'a>,
     round: u64,
-    /// Why nothing is answered any more: the phase is to end with what is finished.
+    /// The environment's error, if it failed. The phase then ends with the finished responses.
     failed: &'a RefCell<Option<Error>>,
     turns: HashMap<usize, Vec<Turn>>,
-    /// By the place of a turn: its request.
+    /// The request of each turn, by the position of the turn.
     asked: HashMap<usize, usize>,
 }
 
-/// What makes tokens of an answer.
+/// Everything needed to tokenize an answer.
 #[derive(Clone, Copy)]
 pub struct Texts<'a> {
     pub tokenizer: &'a Tokenizer,
@@ -38,7 +38,7 @@ pub struct Texts<'a> {
 }
 
 impl<'a> Episodes<'a> {
-    /// Of the phase `round`.
+    /// Episodes of the phase `round`.
     pub fn new(
         environment: &'a mut Environment,
         prompts: &'a [Prompt],
@@ -82,7 +82,7 @@ impl Turns for Episodes<'_> {
             let s = self.asked.remove(&place).expect("a turn that was asked");
             answers.push((s, self.answer(s, reply)?));
         }
-        // Whatever the order in which they came.
+        // Independent of the order of arrival.
         answers.sort_by_key(|(s, _)| *s);
         Ok(answers)
     }
@@ -104,7 +104,7 @@ impl Episodes<'_> {
         };
         if let Some(token) = tokens.iter().find(|token| **token as usize >= self.texts.vocabulary) {
             return Err(Error::data(format!(
-                "reward.environment wrote the token {token}, the model's vocabulary has {}",
+                "reward.environment returned the token {token}, but the model's vocabulary has only {} tokens",
                 self.texts.vocabulary
             )));
         }

@@ -1,4 +1,5 @@
-//! Evaluation alone on one page: held-out prompts -> responses -> rewards -> how many are right. Nothing is trained.
+//! Evaluation alone on one page: held-out prompts -> responses -> rewards -> share of correct answers. Nothing is
+//! trained.
 
 use super::evaluate;
 use super::job::{Ended, Job, Step};
@@ -21,7 +22,7 @@ use crate::model::Arch;
 use crate::text::Tokenizer;
 use std::sync::Arc;
 
-/// Without models that learn.
+/// A PPO job without models that learn.
 pub struct Eval(Ppo);
 
 impl Job for Eval {
@@ -36,12 +37,12 @@ impl Job for Eval {
         Ppo::check_models(config, actor, other)
     }
 
-    /// It begins and ends at the step whose weights it evaluates.
+    /// The job begins and ends at the step whose weights it evaluates.
     fn steps(config: &Config, _rows: &Rows) -> u64 {
         saved::step_of(&config.model.actor)
     }
 
-    /// What a plan takes for a step: each prompt is answered greedily, and by sampling.
+    /// The step of a plan: each prompt is answered greedily and by sampling.
     fn shape(config: &Config) -> StepShape {
         let samples_per_row = 1 + config.eval.samples_per_prompt;
         StepShape { samples_per_row, minibatch: 1, epochs: 0, trained: 0, scored: 0, ..Ppo::shape(config) }
@@ -51,7 +52,7 @@ impl Job for Eval {
         let Needs { mut about, mut notes, .. } = Ppo::needs(run, arch, rows);
         notes.retain(|(name, _)| name != "old logprobs");
         let RolloutConfig { samples_per_prompt: n, temperature, .. } = evaluate::sampled(&run.config);
-        about.push(("answers".to_string(), format!("greedy, and {n} drawn at temperature {temperature}")));
+        about.push(("answers".to_string(), format!("greedy, and {n} sampled at temperature {temperature}")));
         Needs { rollouts: 0, about, notes }
     }
 
@@ -76,7 +77,7 @@ impl Job for Eval {
         Vec::new()
     }
 
-    /// In a plan alone.
+    /// Called only in a plan.
     fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
         phase::set(step.number, "rollout");
         Ok(self.evaluate(run, step.number)?)

@@ -18,17 +18,17 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
 
-/// What stands before the name of one of several rewards: its mean score of greedy responses.
+/// Prefix of the metric of one of several rewards: its mean score of greedy responses.
 const EVAL_REWARD_OF: &str = "eval_reward/";
 
-/// Keeps the random numbers of an evaluation apart from those of the step with the same number.
+/// Separates the random numbers of an evaluation from those of the training step with the same number.
 pub(super) const EVAL_STEPS: u32 = 1 << 31;
 
-/// Prompts whose answers have numbers of their own.
+/// A set of prompts with its own metrics.
 struct Set {
-    /// Of `data.eval_sets`, or of a source; empty of the eval split.
+    /// The name of one of `data.eval_sets` or of a source. Empty for the eval split.
     name: String,
-    /// Among all that are answered.
+    /// Its range within all evaluated prompts.
     prompts: Range<usize>,
 }
 
@@ -42,10 +42,11 @@ impl Set {
     }
 }
 
-/// `model`: the actor, where it is on this rank; `start`: when its preparations began. All ranks of the run call this.
+/// Evaluates the actor. `model`: the actor, if it is on this rank. `start`: the time when the preparations began. All
+/// ranks of the run call this.
 ///
 /// # Errors
-/// `Stopped` where the run was asked to stop before all prompts were answered.
+/// `Stopped` if the run was asked to stop before all prompts were answered.
 pub fn evaluate(
     run: &mut Run,
     model: Option<Model>,
@@ -82,7 +83,7 @@ pub fn evaluate(
     Ok(all)
 }
 
-/// How answers are drawn beside the greedy ones.
+/// The sampling settings of the non-greedy answers.
 pub fn sampled(Config { eval, rollout, .. }: &Config) -> RolloutConfig {
     let rollout = RolloutConfig { keep_sampling_mask: false, ..rollout.clone() };
     if eval.draws() {
@@ -92,8 +93,8 @@ pub fn sampled(Config { eval, rollout, .. }: &Config) -> RolloutConfig {
     }
 }
 
-/// All held-out prompts, and which of them have numbers of their own: the eval split, in a job that only evaluates each of its
-/// sources where it has several, and `data.eval_sets`.
+/// All held-out prompts, and the sets of them that have their own metrics: the eval split and `data.eval_sets`. An
+/// `eval` job with several sources also reports each source.
 fn held_out(config: &Config, source: &PromptSource) -> Result<(Vec<Prompt>, Vec<Set>)> {
     let most = config.eval.samples_max;
     let (mut prompts, mut sets) = (source.eval_rows(most)?, Vec::new());
@@ -120,7 +121,7 @@ fn held_out(config: &Config, source: &PromptSource) -> Result<(Vec<Prompt>, Vec<
     Ok((prompts, sets))
 }
 
-/// Numbers of answers, those of a prompt together.
+/// Metrics of answers. The answers to a prompt are consecutive.
 fn numbers(config: &Config, reward: &Reward, greedy: &[Answer], sampled: &[Answer]) -> Metrics {
     let is_right = |(_, scored): &Answer| scored.score >= config.eval.correct_at;
     let right = |answer: &Answer| f64::from(u8::from(is_right(answer)));
@@ -145,7 +146,7 @@ fn numbers(config: &Config, reward: &Reward, greedy: &[Answer], sampled: &[Answe
     let of_prompts: Vec<&[Answer]> = drawn.chunk_by(|(a, _), (b, _)| a.prompt == b.prompt).collect();
     let count = |answers: &[Answer]| answers.iter().filter(|answer| is_right(answer)).count();
     for &k in &config.eval.pass_at {
-        // Where a reward failed on answers, too few of a prompt may be left.
+        // If a reward failed on answers, a prompt may have too few left.
         let of_enough = of_prompts.iter().filter(|answers| answers.len() >= k);
         let pass = mean(of_enough.map(|answers| pass_at(answers.len(), count(answers), k)));
         all.push((format!("{}{k}", keys::EVAL_PASS_AT), pass));
@@ -162,13 +163,14 @@ fn numbers(config: &Config, reward: &Reward, greedy: &[Answer], sampled: &[Answe
     all
 }
 
-/// 0 of nothing: a reward that failed on a response counts nowhere.
+/// The mean, 0 if empty. Responses on which a reward failed do not count.
 fn mean(values: impl Iterator<Item = f64>) -> f64 {
     let (sum, count) = values.fold((0.0, 0u64), |(sum, count), value| (sum + value, count + 1));
     sum / count.max(1) as f64
 }
 
-/// The probability that of `k` out of `n` samples, `c` of which are right, one is right at least (arXiv:2107.03374, section 2.1):
+/// The probability that at least one of `k` out of `n` samples is right, if `c` of the `n` are (arXiv:2107.03374,
+/// section 2.1):
 ///
 /// pass@k = 1 - C(n - c, k) / C(n, k) = 1 - product over i in n - c + 1 ..= n of (1 - k / i).
 fn pass_at(n: usize, c: usize, k: usize) -> f64 {
@@ -178,8 +180,8 @@ fn pass_at(n: usize, c: usize, k: usize) -> f64 {
     1.0 - (n - c + 1..=n).map(|i| 1.0 - k as f64 / i as f64).product::<f64>()
 }
 
-/// Whether the answer that most samples give is right; of answers with as many votes the one that was drawn first counts. A sample
-/// without an answer does not vote.
+/// Whether the most frequent answer is right. Of answers with equally many votes, the one sampled first counts. A
+/// sample without an answer does not vote.
 fn majority(answers: impl Iterator<Item = (Option<String>, bool)>) -> bool {
     let mut votes: Vec<(String, usize, bool)> = Vec::new();
     for (answer, is_right) in answers.filter_map(|(answer, is_right)| Some((answer?, is_right))) {
@@ -192,7 +194,8 @@ fn majority(answers: impl Iterator<Item = (Option<String>, bool)>) -> bool {
     votes.iter().find(|(_, count, _)| Some(*count) == most).is_some_and(|(.., is_right)| *is_right)
 }
 
-/// Rows to read of the first prompts of each set, `metrics.eval_rows_max` in all, from the answers that were drawn at each temperature.
+/// Readable rows of the first prompts of each set, `metrics.eval_rows_max` in all, from the answers at each
+/// temperature.
 fn rows<'a>(
     config: &Config,
     step: u64,

@@ -1,6 +1,7 @@
-//! From prompts to scored samples. Where critic, reference or reward have ranks of their own, the prompts are answered in
-//! batches: those ranks score a batch while the actor answers the next one. A rollout that runs ahead answers those of the next steps while
-//! others learn (`draw_ahead`); these score what they have roles for when the step comes (`score_ahead`).
+//! From prompts to scored samples. If the critic, reference or reward have their own ranks, the prompts are answered in
+//! batches, and those ranks score one batch while the actor answers the next. A rollout that runs ahead answers the
+//! prompts of later steps while the other ranks learn (`draw_ahead`). The other ranks add the scores of their roles
+//! when the step is due (`score_ahead`).
 
 use super::rollout::{Collector, Load, RankResponses};
 use super::rollout_weights::RolloutWeights;
@@ -39,19 +40,21 @@ fn all_gather(all: &Group, pipeline: Option<&Stream>, mine: &RankResponses) -> R
 
 /// The models of this rank that generate and score.
 pub struct RolloutModels<'a> {
-    /// The actor, or its copy, where this rank samples.
+    /// The actor or its copy, if this rank samples.
     pub sampler: Option<(&'a Role, &'a RolloutWeights)>,
     pub actor: Option<&'a Role>,
     pub critic: Option<&'a mut Role>,
     pub reference: Option<&'a mut Role>,
 }
 
-/// The experience of a step in the order of prompts and samples, the same on all ranks; and what was measured, with the means of the extra
-/// numbers that rewards returned. An error leaves the samples without scores: `Stopped` where ranks were asked to stop before all was there.
+/// The experience of a step in the order of prompts and samples, the same on all ranks, and its metrics, including the
+/// means of the extra values that rewards returned. After an error the samples have no scores. The error is `Stopped`
+/// if ranks were asked to stop before everything was ready.
 pub type Collected = (Vec<Experience>, Result<Metrics>);
 
-/// Answers and scores `prompts` from the place `first` on; responses in `finished` are kept. Responses reach all ranks over the collector's pipeline; without one
-/// all roles are on the same ranks: then there is one batch, and no rank waits. All ranks of the run call this.
+/// Answers and scores `prompts` from index `first` on. Responses in `finished` are kept. Responses reach all ranks over
+/// the collector's pipeline. Without a pipeline all roles are on the same ranks: there is one batch, and no rank waits.
+/// All ranks of the run call this.
 pub fn make_experience(
     run: &Run,
     models: &mut RolloutModels,
@@ -104,18 +107,18 @@ pub fn make_experience(
     batch.finish(run, collector, moved, HashMap::new(), phases)
 }
 
-/// What ranks that run ahead have made of the prompts of a step.
+/// The results of ranks that run ahead for the prompts of one step.
 #[derive(Clone, Default, Serialize, Deserialize)]
 pub struct Ahead {
     pub responses: Vec<Response>,
     load: Load,
     tail_s: f64,
-    /// Of the last phase, the longest of a rank, and the tokens that it drew.
+    /// Seconds of the slowest rank in the last phase, and the number of tokens sampled in it.
     rollout_s: f64,
     drawn: usize,
-    /// None where responses are to go on, or a reward or the environment failed.
+    /// `None` if responses continue in a later phase, or if a reward or the environment failed.
     scores: Option<(Scores, Vec<(Key, Scored)>)>,
-    /// How it failed.
+    /// The error of the reward or the environment.
     #[serde(skip)]
     pub error: Option<Error>,
 }
@@ -131,9 +134,10 @@ impl Ahead {
     }
 }
 
-/// Continues the responses in `begun` of several steps, whose prompts follow each other in `prompts` in the order of `pieces`, with
-/// weights behind `weights_step`; and scores those of the first step, which are whole afterwards, by the roles of these ranks. It does not
-/// stop before all is done, as these weights are gone then. All ranks that sample call this.
+/// Continues the responses in `begun` of several steps with the weights of step `weights_step`. `prompts` holds the
+/// prompts of all `pieces`, in order. Then scores the samples of the first step, which are complete, by the roles of
+/// these ranks. Does not stop before everything is done, because these weights are gone afterwards. All ranks that
+/// sample call this.
 pub fn draw_ahead(
     run: &Run,
     models: &mut RolloutModels,
@@ -195,7 +199,8 @@ pub fn draw_ahead(
     Ok(all)
 }
 
-/// The samples of `step` from what was drawn and scored ahead, with the scores of these ranks, who all call this.
+/// The samples of `step` that were sampled and scored ahead, with the scores of these ranks added. All of them call
+/// this.
 pub fn score_ahead(
     run: &Run,
     models: &mut RolloutModels,
@@ -221,14 +226,14 @@ pub fn score_ahead(
     Ok((samples, values))
 }
 
-/// By how many updates the weights that drew a token of `step` were behind, on average.
+/// The number of updates by which the weights that sampled a token of `step` were old, on average.
 fn lag(step: u64, responses: &[Response]) -> f64 {
     let runs = || responses.iter().flat_map(|response| &response.weights);
     let behind: f64 = runs().map(|(weights, tokens)| (step - 1 - weights) as f64 * *tokens as f64).sum();
     behind / runs().map(|(_, tokens)| tokens).sum::<usize>().max(1) as f64
 }
 
-/// What a rollout of so many seconds took of each of `sampled` tokens.
+/// Throughput of a rollout of `seconds` that sampled `sampled` tokens.
 pub fn rollout_speed(seconds: f64, sampled: usize) -> Metrics {
     let sampled = sampled as f64;
     let values =
@@ -240,9 +245,9 @@ struct Batch {
     samples: Vec<Experience>,
     complete: bool,
     scores: Result<Scores>,
-    /// Of all ranks and batches.
+    /// Load of all ranks and batches.
     load: Load,
-    /// Waits of ranks for the slowest one, the mean over ranks.
+    /// Time that ranks waited for the slowest one, as a mean over ranks.
     tail_s: f64,
 }
 
@@ -267,7 +272,7 @@ impl Batch {
             loads.extend(load);
             self.take(responses, prompts);
         }
-        // Whichever ranks drew them.
+        // Independent of the ranks that sampled them.
         self.samples[from..].sort_by_key(Experience::key);
         let slowest = loads.iter().fold(0.0, |most, load| f64::max(most, load.seconds));
         self.tail_s += loads.iter().map(|load| slowest - load.seconds).sum::<f64>() / loads.len().max(1) as f64;
@@ -292,8 +297,8 @@ impl Batch {
         }
     }
 
-    /// Waits for the rewards, but for those that were `known` before, and joins the scores of all placements. `moved`: bytes that a
-    /// rank received of the actor's weights for the rollout.
+    /// Waits for the rewards, except the ones `known` already, and joins the scores of all placements. `moved`: bytes
+    /// of actor weights that a rank received for the rollout.
     fn finish(
         mut self,
         run: &Run,
@@ -339,19 +344,19 @@ impl Batch {
                 let measured = measured.into_iter().filter_map(|(key, value)| Some((key.to_string(), value?)));
                 Ok(measured.chain(scores.extra()).collect())
             }
-            Ok((_, None)) => Err(Error::new(Kind::Stopped, "stopped before all responses were there and scored")),
+            Ok((_, None)) => Err(Error::new(Kind::Stopped, "stopped before all responses were ready and scored")),
             Err(error) => Err(error),
         };
         Ok((self.samples, values))
     }
 }
 
-/// Counts samples on a null device: encoded here, as received, and as experience.
+/// Accounts for samples on a null device: encoded here, as received, and as experience.
 pub fn hold(samples: &[Experience]) -> null::Held {
     null::hold("experience", 3 * samples.iter().map(Experience::bytes).sum::<usize>())
 }
 
-/// By the roles of this placement, all of whose ranks call this.
+/// Scores by the roles of this placement. All its ranks call this.
 fn score(
     run: &Run,
     models: &mut RolloutModels,

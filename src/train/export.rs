@@ -12,20 +12,20 @@ use std::path::Path;
 use std::sync::Arc;
 
 const EXPORT: &str = "export";
-/// Of the moving average of the weights.
+/// Directory of the export of the moving average of the weights.
 const EXPORT_EMA: &str = "export-ema";
 
-/// Refuses a directory that the export may not replace: before the first step, not after the last.
+/// Rejects a directory that the export may not replace, before the first step instead of after the last.
 pub fn check_export(config: &Config) -> Result<()> {
     if !config.job.export {
         return Ok(());
     }
     let check = |name| export::check_target(&config.job.dir.join(name));
     let averaged = if config.optim.actor.ema_beta > 0.0 { check(EXPORT_EMA) } else { Ok(()) };
-    check(EXPORT).and(averaged).map_err(|e| e.also("set another job.dir, or job.export = false"))
+    check(EXPORT).and(averaged).map_err(|e| e.also("set another job.dir, or set job.export = false"))
 }
 
-/// `ended`: rows of the summary about how the run ended.
+/// Ends the job. `ended`: summary rows about how the run ended.
 pub fn finish(
     run: &mut Run,
     mut actor: Option<&mut Learner>,
@@ -64,7 +64,7 @@ pub fn finish(
     let mut rows = vec![("ledger".to_string(), became.join(", ") + &dropped.collect::<String>())];
     if let Some(expected) = run.expected_of_fullest() {
         let (measured, planned) = (format_bytes(measured), format_bytes(expected.taken));
-        rows.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned per rank")));
+        rows.push(("memory".to_string(), format!("up to {measured} above the start, {planned} planned per rank")));
     }
     rows.extend(ended);
     if wanted {
@@ -77,7 +77,8 @@ pub fn finish(
     run.ranks.all.agree(finished)
 }
 
-/// The actor's first rank writes the export, from rows that all its ranks send: none holds the whole model, or a parameter.
+/// Writes the export on the actor's first rank, from rows that all its ranks send. No rank holds the whole model, or
+/// even a whole parameter.
 fn write(run: &Run, actor: &Role, out: &Path) -> Result<()> {
     let (is_first, weights) = (run.ranks.axes.all.rank() == 0, &actor.weights);
     let (arch, dtype) = (actor.arch(), weights.dtype());
@@ -87,7 +88,7 @@ fn write(run: &Run, actor: &Role, out: &Path) -> Result<()> {
     }
     let begin = || Export::begin(out, arch, &Arc::new(actor.whole()), dtype, Some(&actor.dir));
     let mut export = if is_first { begin().map(Some) } else { Ok(None) };
-    // Every rank sends all its rows, even where the writer has failed.
+    // Every rank sends all its rows, even if the writer has failed.
     collect(arch, weights, &run.ranks.axes, |parameter, rows| {
         if let Ok(Some(under_way)) = &mut export
             && let Err(error) = under_way.rows(parameter, rows)

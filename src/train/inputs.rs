@@ -1,5 +1,5 @@
-//! The inputs of a job: models, rows and rewards, each file with the hash of its contents. A checkpoint keeps the hashes, so that
-//! a resume notices other contents under the same path.
+//! The inputs of a job: models, rows and rewards, each file with a hash of its contents. A checkpoint keeps the hashes,
+//! so that a resume detects changed contents under the same path.
 
 use super::models::JobModel;
 use crate::comm::records;
@@ -16,7 +16,7 @@ use crate::text::Tokenizer;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-/// Key of the configuration, then the rest of the file's name (`model.actor` and `/config.json`, `data.prompts[0]` and
+/// The configuration key, then the rest of the file's name (`model.actor` and `/config.json`, `data.prompts[0]` and
 /// `.bin`), then the hash of its contents.
 pub type Inputs = BTreeMap<String, BTreeMap<String, String>>;
 
@@ -27,7 +27,7 @@ pub struct Hashed {
 }
 
 impl Hashed {
-    /// Shards the rows that are JSONL, hashes the data, and compares each shard with its sidecar. All ranks call this.
+    /// Shards JSONL rows, hashes the data, and compares each shard with its sidecar. All ranks call this.
     pub fn data(run: &Run, part: Part, tokenizer: &Tokenizer, vocabulary: usize) -> Result<(Prepared, Self)> {
         let (config, shards) = (&run.config.data, run.dir.join(PREPARED));
         let mut hashes = Hashes::read(&run.dir.join(INPUTS));
@@ -39,7 +39,8 @@ impl Hashed {
         Ok((prepared, hashed))
     }
 
-    /// Hashes models and rewards, too; a dry run only where there are checkpoints, and it keeps no hashes. All ranks call this.
+    /// Also hashes models and rewards. A dry run does so only if there are checkpoints, and keeps no hashes. All ranks
+    /// call this.
     pub fn all(mut self, run: &Run, models: &[JobModel]) -> Result<Inputs> {
         let is_needed = !run.dry_run || run.checkpoints().exists();
         self.add(run, || if is_needed { models_and_rewards(&run.config, models) } else { Vec::new() })?;
@@ -48,7 +49,7 @@ impl Hashed {
         Ok(self.inputs)
     }
 
-    /// Hashes the files that the first rank lists: other hosts may still see an older listing.
+    /// Hashes the files that the first rank lists, because other hosts may still see an older listing.
     fn add(&mut self, run: &Run, list: impl Fn() -> Vec<SourceFile>) -> Result<BTreeMap<PathBuf, FileHash>> {
         let files = records::of_first(&run.ranks.all, list);
         let paths: Vec<PathBuf> = files.iter().map(|file| file.path.clone()).collect();
@@ -60,14 +61,14 @@ impl Hashed {
     }
 }
 
-/// The files of models and rewards, those that there are.
+/// The existing files of models and rewards.
 fn models_and_rewards(config: &Config, models: &[JobModel]) -> Vec<SourceFile> {
     let mut files = Vec::new();
     for (i, JobModel { spec, .. }) in models.iter().enumerate() {
-        // The tokenizer is that of the first model.
+        // The tokenizer is the first model's.
         let small: Vec<&str> = if i == 0 { small_files().collect() } else { vec!["config.json"] };
         for name in small.into_iter().map(str::to_owned).chain(weight_files(&spec.dir)) {
-            // Of several of a role each has its number.
+            // Several models of a role are numbered.
             let same = models[..i].iter().filter(|other| other.spec.role == spec.role).count();
             let number = if same > 0 { format!("[{same}]") } else { String::new() };
             let (key, path) = (format!("model.{}{number}", spec.role.name()), spec.dir.join(&name));
@@ -83,10 +84,11 @@ fn models_and_rewards(config: &Config, models: &[JobModel]) -> Vec<SourceFile> {
     files
 }
 
-/// Every start reads the reward again, as it does the learning rate.
+/// Every start reads the reward again, like the learning rate.
 const REWARD: &str = "reward.python";
 
-/// Compares the inputs of a checkpoint with those of `now`, which the next checkpoint keeps; returns the accepted changes.
+/// Compares the inputs of a checkpoint with those of `now`, which the next checkpoint keeps. Returns the accepted
+/// changes.
 pub fn compare(saved: &mut Inputs, now: &Inputs, changed: ChangedInputs) -> Result<Vec<String>> {
     let (mut refused, mut accepted) = (Vec::new(), Vec::new());
     for (key, files) in now {
@@ -105,18 +107,19 @@ pub fn compare(saved: &mut Inputs, now: &Inputs, changed: ChangedInputs) -> Resu
             false => format!("{key} ({})", names.join(", ")),
         };
         let is_taken = changed == ChangedInputs::Accept || key.starts_with(REWARD);
-        if is_taken { accepted.push(format!("other contents of {what}")) } else { refused.push(what) }
+        if is_taken { accepted.push(format!("changed contents of {what}")) } else { refused.push(what) }
     }
     if refused.is_empty() {
         return Ok(accepted);
     }
-    Err(Error::usage(format!("job.dir holds a run that was saved with other contents of {}", refused.join(", "))).hint(
-        "put the old files back, give the changed job another job.dir, or go on with the new ones: \
+    Err(Error::usage(format!("inputs of the run in job.dir have changed since its checkpoint: {}", refused.join(", ")))
+        .hint(
+            "restore the old files, set another job.dir for the changed job, or accept the new files with \
          checkpoint.changed_inputs=accept",
-    ))
+        ))
 }
 
-/// The files of a key that differ; an empty name for the only one of a key.
+/// The files of a key that differ. The name is empty if a key has only one file.
 fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<String> {
     let files: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
     let of = |file: &String| {
@@ -124,7 +127,7 @@ fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>
         match (before.get(file), now.get(file)) {
             (Some(was), Some(is)) => (was != is).then(|| name.to_owned()),
             (None, _) => Some(format!("{name} is new")),
-            // A model that learns has its weights in the checkpoint; loading another one names those that it lacks.
+            // The weights of a model that learns are in the checkpoint. Loading another model reports missing files.
             (_, None) => (!is_weights(file)).then(|| format!("{name} is missing")),
         }
     };

@@ -1,4 +1,5 @@
-//! What every job does around its steps, once for all methods: open, resume, evaluate, stop, checkpoint, record, export.
+//! The work that every job does around its steps, once for all methods: open, resume, evaluate, stop, checkpoint,
+//! record, export.
 
 use super::inputs::Hashed;
 use super::models::{self, JobModel, ModelSpec};
@@ -23,39 +24,39 @@ use crate::text::Tokenizer;
 use serde_json::Value;
 use std::sync::Arc;
 
-/// A training method: the models and rows that a job of it has, and what one step does.
+/// A training method: the models and rows of its jobs, and the work of one step.
 pub trait Job: Sized {
-    /// A row as the method takes it.
+    /// The row type of the method.
     type Row: Row;
 
-    /// The models of the job, the one that is exported first; they are loaded in this order.
+    /// The models of the job. The first one is exported. They are loaded in this order.
     fn models(config: &Config) -> Vec<ModelSpec>;
 
-    /// Refuses models that do not fit the first one in anything but the vocabulary.
+    /// Rejects models that do not match the first one. The vocabulary is checked elsewhere.
     fn check_models(_config: &Config, _first: &Arch, _other: &JobModel) -> Result<()> {
         Ok(())
     }
 
-    /// Refuses rows that it cannot learn from, before any weights are loaded.
+    /// Rejects rows that the method cannot learn from, before any weights are loaded.
     fn check_rows(_config: &Config, _source: &RowSource<Self::Row>, _tokenizer: &Tokenizer) -> Result<()> {
         Ok(())
     }
 
-    /// Unless a method says otherwise: those of job.steps, or of its epochs over the rows.
+    /// The number of steps. By default `job.steps`, or the steps of the method's epochs over the rows.
     fn steps(config: &Config, rows: &Rows) -> u64 {
         let epochs = || config.epochs() * rows.epoch_rows() as f64 / Self::shape(config).rows as f64;
         if config.job.steps > 0 { config.job.steps } else { epochs().ceil() as u64 }
     }
 
-    /// How a step is cut.
+    /// The shape of a step.
     fn shape(config: &Config) -> StepShape;
 
-    /// What the disk takes in addition to checkpoints, and rows of the banner.
+    /// Disk space beyond checkpoints, and rows of the banner.
     fn needs(_run: &Run, _arch: &Arch, _rows: &Rows) -> Needs {
         Needs::default()
     }
 
-    /// With the models of this rank: those that learn, and those that do not.
+    /// Creates the method from the models of this rank: the learners and the frozen models.
     fn new(
         run: &Run,
         arch: &Arch,
@@ -69,43 +70,44 @@ pub trait Job: Sized {
 
     fn learners(&mut self) -> Vec<&mut Learner>;
 
-    /// What a checkpoint keeps in addition to models and rows.
+    /// The state that a checkpoint keeps in addition to models and rows.
     fn state(&self) -> Value {
         Value::Null
     }
 
-    /// Resumes from `state` and, where a step was interrupted, from the `work` of its [`Ended::Unfinished`].
+    /// Resumes from `state` and, if a step was interrupted, from the `work` of its [`Ended::Unfinished`].
     fn restore(&mut self, _state: Value, _work: Option<&[u8]>) -> Result<()> {
         Ok(())
     }
 
-    /// What a checkpoint between two steps keeps of the next one, in the form of an interrupted step's work.
+    /// The part of the next step that a checkpoint between two steps keeps, in the form of an interrupted step's work.
     fn begun(&self) -> Option<Vec<u8>> {
         None
     }
 
-    /// One step: its numbers, `tokens` and `samples` among them. All ranks call this.
+    /// Runs one step and returns its metrics, including `tokens` and `samples`. All ranks call this.
     fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended>;
 
     /// Evaluates on the eval split. All ranks call this.
     ///
     /// # Errors
-    /// `Stopped` where the run was asked to stop before all of it was seen.
+    /// `Stopped` if the run was asked to stop before the end of the split.
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Metrics>;
 }
 
 pub struct Step {
-    /// From 1 on.
+    /// The step number, from 1.
     pub number: u64,
     pub phases: Phases,
     pub timers: Timers,
-    /// Tokens of each sample that it learned from, prompt included.
+    /// Tokens of each sample that the step learned from, prompt included.
     pub lengths: Vec<usize>,
 }
 
-/// Why a step did not finish.
+/// The reason why a step did not finish.
 pub enum Ended {
-    /// Stopped on request, or by `error`, with `work` for the next start, which takes the step's rows again unless `took_rows`.
+    /// Stopped on request, or by `error`, with `work` for the next start. That start takes the rows of the step again
+    /// unless `took_rows`.
     Unfinished { work: Vec<u8>, took_rows: bool, error: Option<Error> },
     /// The run ends without a checkpoint.
     Failed(Error),
@@ -126,7 +128,7 @@ pub fn run<J: Job>(mut run: Run) -> Result<()> {
             Some(why) => (format!(": {why}"), "eval.patience"),
             None => (String::new(), "job.steps"),
         };
-        run.recorder.say(&format!("already done ({step} of {steps} steps{why}); raise {key} to go on"));
+        run.recorder.say(&format!("nothing left to do ({step} of {steps} steps{why}); raise {key} to continue"));
     }
     if run.dry_run {
         run.recorder.say("dry run: the job is ready to start");
@@ -145,7 +147,7 @@ pub fn run<J: Job>(mut run: Run) -> Result<()> {
     export::finish(&mut run, exported, made, &ledger, ended)
 }
 
-/// Opens the rows, and refuses those that model or method cannot learn from.
+/// Opens the rows, and rejects rows that the model or the method cannot learn from.
 fn open_rows<J: Job>(
     config: &Config,
     arch: &Arch,
@@ -158,16 +160,16 @@ fn open_rows<J: Job>(
     Ok(source)
 }
 
-/// A dry run shows the first row as the model sees it.
+/// Shows the first row as the model sees it, in a dry run.
 fn show_first<T: Row>(run: &Run, source: &mut RowSource<T>) -> Result<()> {
     if run.dry_run {
         let row = run.ranks.all.agree(source.shown())?;
-        run.recorder.say(&format!("the first row, what is learned in ⟦⟧: {}", one_line(&row)));
+        run.recorder.say(&format!("the first row, with the learned parts in ⟦⟧: {}", one_line(&row)));
     }
     Ok(())
 }
 
-/// Removes the records behind `step`, and lists the rows that are not learned from. A dry run has none.
+/// Removes the records after `step`, and lists the rows that are not learned from. A dry run has no records.
 fn begin_records(run: &mut Run, rows: &Rows, step: u64) -> Result<()> {
     if run.dry_run {
         return Ok(());
@@ -179,7 +181,7 @@ fn begin_records(run: &mut Run, rows: &Rows, step: u64) -> Result<()> {
     run.ranks.all.agree(cut)
 }
 
-/// Refuses what neither memory nor disk can hold; `unwritten` roles are not in memory yet.
+/// Rejects a job that exceeds the memory or the disk. `unwritten` roles are not in memory yet.
 fn check_resources<'a>(
     run: &Run,
     models: &[JobModel],
@@ -198,15 +200,16 @@ struct Opened<J> {
     steps: u64,
     arch: Arch,
     warnings: Warnings,
-    /// Names of all models that learn, of any rank.
+    /// Names of all models that learn, on any rank.
     learned: Vec<&'static str>,
 }
 
 impl<J: Job> Opened<J> {
-    /// Checks everything that a job can be refused for, then loads its models, or restores them from the newest checkpoint.
+    /// Checks everything that can cause a job to be rejected, then loads its models or restores them from the newest
+    /// checkpoint.
     fn open(run: &mut Run) -> Result<Self> {
         let config = run.config.clone();
-        // What is no model at all has no tokenizer either.
+        // This check is first, because a directory without a model has no tokenizer either.
         run.ranks.all.agree(Arch::load(&config.model.actor).map_err(|e| e.within("model.actor")))?;
         let tokenizer = Arc::new(run.ranks.all.agree(Tokenizer::load(&config.model.actor))?);
         let check = |first: &Arch, model: &JobModel| J::check_models(&config, first, model);
@@ -221,7 +224,7 @@ impl<J: Job> Opened<J> {
         let learned: Vec<&str> = models::learned(&models).map(|model| model.spec.role.name()).collect();
         let only_evaluates = learned.is_empty();
         if steps == 0 && !only_evaluates {
-            return run.ranks.all.agree(Err(Error::usage("the job has no step to make: job.steps is 0")));
+            return run.ranks.all.agree(Err(Error::usage("job.steps must be at least 1 (got 0)")));
         }
         run.write_resolved(steps)?;
         let shape = J::shape(&config);
@@ -232,7 +235,7 @@ impl<J: Job> Opened<J> {
         let mut state = State {
             cursor: source.cursor().clone(),
             ledger: source.ledger().clone(),
-            // A job that trains nothing is over where it begins, but for its evaluation.
+            // A job that trains nothing ends where it begins, after its evaluation.
             step: if only_evaluates { steps } else { 0 },
             eval_due: config.eval.every_steps > 0 || only_evaluates,
             inputs: hashed.all(run, &models)?,
@@ -279,7 +282,7 @@ impl<J: Job> Opened<J> {
             if self.state.eval_due && self.learned.is_empty() {
                 return Err(Error::new(
                     Kind::Stopped,
-                    "stopped before the evaluation was done; the same line begins it again",
+                    "stopped before the evaluation was done; run the same command again to restart it",
                 ));
             }
             if self.state.eval_due {
@@ -333,18 +336,18 @@ impl<J: Job> Opened<J> {
         if stop { Err(run.stopped(step)) } else { Ok(()) }
     }
 
-    /// Counts the rows that were handed out as trained on.
+    /// Counts the rows handed out by the source as trained on.
     fn take_rows(&mut self) {
         let rows = self.job.rows();
         (self.state.cursor, self.state.ledger) = (rows.cursor().clone(), rows.ledger().clone());
     }
 
-    /// Whether its last step is made, or evaluations have not improved for too long.
+    /// Whether the last step is done, or evaluations have not improved for too long.
     fn is_over(&self, run: &Run) -> bool {
         self.state.step >= self.steps || !self.state.eval_due && self.state.best.ends(&run.config).is_some()
     }
 
-    /// Rows of the summary: what was the best, and why the run ended before its last step.
+    /// Summary rows: the best evaluation, and the reason why the run ended before its last step.
     fn ended(&self, run: &Run) -> Vec<(String, String)> {
         let early = self.state.best.ends(&run.config).filter(|_| self.state.step < self.steps);
         let early = early.map(|why| format!("step {} of {}: {why}", self.state.step, self.steps));
@@ -352,7 +355,7 @@ impl<J: Job> Opened<J> {
         rows.into_iter().filter_map(|(name, text)| Some((name.to_string(), text?))).collect()
     }
 
-    /// Restores the learners from the best checkpoint, where that is to be exported and is not the last one.
+    /// Restores the learners from the best checkpoint, if it is to be exported and is not the last one.
     fn take_best(&mut self, run: &mut Run) -> Result<()> {
         let wanted = run.config.job.export && run.config.checkpoint.export_best;
         if !wanted || self.state.best.step() == Some(self.state.step) {
@@ -366,7 +369,8 @@ impl<J: Job> Opened<J> {
         Ok(())
     }
 
-    /// Whether it is the best so far. Where the run is asked to stop meanwhile, the evaluation stays due.
+    /// Evaluates, and returns whether the evaluation is the best so far. If the run is asked to stop meanwhile, the
+    /// evaluation stays due.
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<bool> {
         phase::set(step, "eval");
         match self.job.evaluate(run, step) {
@@ -390,16 +394,17 @@ impl<J: Job> Opened<J> {
         }
     }
 
-    /// A failed reward ends the run but loses no work: saves, and returns the error to end with.
+    /// Saves after a failed reward, so that no work is lost, and returns the error to end with.
     fn save_for(&mut self, run: &mut Run, work: Option<&[u8]>, error: Error) -> Error {
         match self.save(run, work) {
             Ok(()) => {
                 let hint = error.hint.clone().map_or(String::new(), |hint| format!("{hint}; "));
-                error.hint(format!("{hint}a checkpoint holds all work so far: run the same line to go on"))
+                error.hint(format!("{hint}run the same command again to resume: a checkpoint holds all work so far"))
             }
-            Err(unsaved) => {
-                Error { message: format!("{}; and no checkpoint: {}", error.message, unsaved.message), ..error }
-            }
+            Err(unsaved) => Error {
+                message: format!("{}; saving a checkpoint also failed: {}", error.message, unsaved.message),
+                ..error
+            },
         }
     }
 
@@ -415,7 +420,7 @@ impl<J: Job> Opened<J> {
     }
 }
 
-/// Rows of the banner: what becomes of the data, and how steps are cut and learned from.
+/// Rows of the banner: use of the data, shape of the steps, learning rates.
 fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64) -> Vec<(String, String)> {
     let ledger = rows.ledger();
     let filtered: u64 = ledger.filtered.values().sum();
@@ -428,11 +433,11 @@ fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64) -> Vec<(St
     let samples = if samples_per_row > 1 { format!(" x {samples_per_row} samples") } else { String::new() };
     let updates = shape.updates();
     let passes = (steps * of_step as u64) as f64 / rows.epoch_rows().max(1) as f64;
-    let plural = if updates == 1 { "" } else { "s" };
+    let count = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
     let rates = [Some(("actor", &config.optim.actor)), (shape.trained > 1).then_some(("critic", &config.optim.critic))];
     let rates = rates.into_iter().flatten().map(|(role, optim)| {
         let schedule = crate::config::name(&optim.schedule);
-        format!("{role} {:e}, {schedule} behind a warm-up of {} %", optim.lr, 100.0 * optim.warmup_ratio)
+        format!("{role} {:e}, {schedule} after a warm-up of {} %", optim.lr, 100.0 * optim.warmup_ratio)
     });
     let row = |label: &str, value: String| (label.to_string(), value);
     let rows = row("rows", format!("{kept} train, {held_out} held out, {filtered} filtered{by_rule}"));
@@ -442,10 +447,13 @@ fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64) -> Vec<(St
     vec![
         rows,
         row(
-            "a step",
+            "per step",
             format!(
-                "{of_step} rows{samples}, {updates} update{plural} of {minibatch} samples, {epochs} epoch(s) over them; \
-                 {passes:.2} passes over the data in all"
+                "{}{samples}, {} of {}, {} over them; {passes:.2} passes over the data in total",
+                count(of_step, "row"),
+                count(updates, "update"),
+                count(minibatch, "sample"),
+                count(epochs, "epoch")
             ),
         ),
         row("lr", rates.collect::<Vec<_>>().join("; ")),

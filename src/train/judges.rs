@@ -1,5 +1,5 @@
-//! Judges in the loop: generative models that read prompt and response in a template and answer with a score, on all ranks that hold
-//! them.
+//! Judges in the loop: language models that read prompt and response in a template and write a score, on all ranks that
+//! hold them.
 
 use super::rollout_weights::RolloutWeights;
 use super::shares::{own_share, prompts_of};
@@ -20,11 +20,11 @@ use regex::{Captures, Regex};
 use serde_json::{Map, Value, json};
 use std::sync::{Arc, LazyLock};
 
-/// What a template holds of a row.
+/// A field of a row in a template.
 static FIELD: LazyLock<Regex> = LazyLock::new(|| Regex::new(r"\{(\w+)\}").expect("it compiles"));
-/// A score, or why there is none.
+/// A score, or the reason why there is none.
 type Found = std::result::Result<f32, String>;
-/// What is shown of an answer without a score.
+/// The maximum length of an answer without a score in an error message.
 const TEXT_CHARS_MAX: usize = 200;
 
 /// A judge on this rank.
@@ -42,7 +42,8 @@ pub struct Judge {
 }
 
 impl Judge {
-    /// `name`: of its scores. `columns`: fields that rows have. All ranks that hold the judge call this.
+    /// Opens the judge. `name`: the name of its scores. `columns`: the fields of the rows. All ranks that hold the
+    /// judge call this.
     pub fn new(
         run: &Run,
         role: Role,
@@ -54,8 +55,10 @@ impl Judge {
         let known = |name: &str| ["prompt", "response", "label"].contains(&name) || columns.iter().any(|c| c == name);
         let unknown = FIELD.captures_iter(&config.prompt).map(|found| found[1].to_string()).find(|name| !known(name));
         if let Some(unknown) = unknown.filter(|_| !null::is_active()) {
-            return Err(Error::usage(format!("reward.judge: prompt has {{{unknown}}}, which no row fills"))
-                .hint(format!("there are prompt, response, label, and of the rows {columns:?}")));
+            return Err(Error::usage(format!(
+                "reward.judge.prompt has the field {{{unknown}}}, but rows have no such field"
+            ))
+            .hint(format!("use prompt, response, label, or one of the fields of the rows: {columns:?}")));
         }
         let sampling = RolloutConfig {
             samples_per_prompt: 1,
@@ -84,12 +87,12 @@ impl Judge {
         })
     }
 
-    /// Adds the weighted scores of `samples`: a greedy answer for each, and the number that the pattern finds in it. All ranks
-    /// that hold the judge call this with the same samples.
+    /// Adds the weighted scores of `samples`. For each, the judge writes a greedy answer, and the pattern finds a
+    /// number in it. All ranks that hold the judge call this with the same samples.
     ///
     /// # Errors
-    /// `Service` where an answer has no score, or what the judge would read does not fit its context, and `on_failure` is stop;
-    /// `Stopped` where a rank was asked to stop meanwhile: the resumed run asks again.
+    /// `Service` if an answer has no score, or if the judge's input exceeds its context, and `on_failure` is stop.
+    /// `Stopped` if a rank was asked to stop meanwhile: the resumed run scores the samples again.
     pub fn score(&mut self, run: &Run, samples: &[Experience], scored: &mut [Scored]) -> Result<()> {
         let own = prompts_of(run, &(0..samples.len()));
         let found = own.clone().zip(self.answers(run, &samples[own])?).collect();
@@ -107,8 +110,8 @@ impl Judge {
                 Err(why) => {
                     let (name, id) = (&self.name, samples[i].prompt.id);
                     return Err(Error::service(format!("judge {name} on a response to prompt {id}: {why}")).hint(
-                        "reward.judge.pattern says what a score is, tokens_max how long an answer; reward.on_failure = \
-                         \"drop\" leaves such responses out",
+                        "check reward.judge.pattern, raise reward.judge.tokens_max for longer answers, or set \
+                         reward.on_failure = \"drop\" to drop such responses",
                     ));
                 }
             }
@@ -116,7 +119,7 @@ impl Judge {
         Ok(())
     }
 
-    /// What the judge says of this rank's `samples`. All ranks that hold it call this.
+    /// The judge's scores of this rank's `samples`. All ranks that hold it call this.
     fn answers(&mut self, run: &Run, samples: &[Experience]) -> Result<Vec<Found>> {
         let (all, context) = (&run.ranks.axes.all, self.role.arch().context);
         let prompts = samples.iter().map(|sample| self.prompt(sample)).collect::<Result<Vec<Prompt>>>();
@@ -136,23 +139,23 @@ impl Judge {
         drop(gathered);
         self.engine.release();
         run.offload_weights(&mut self.role);
-        let unfinished = || Error::new(Kind::Stopped, "a judge was asked to stop before it had answered all");
+        let unfinished = || Error::new(Kind::Stopped, "stopped before the judge had scored all responses");
         let answers = outcome.and_then(|outcome| outcome.complete().ok_or_else(unfinished));
         let mut answers = all.agree(answers)?.into_iter();
         let found = lengths.into_iter().map(|length| match length < context {
             // A plan has no texts.
             true if null::is_active() => Ok(0.0),
             true => score(&self.pattern, &answers.next().expect("one a prompt").text),
-            false => Err(format!("it would read {length} tokens, its context is {context}")),
+            false => Err(format!("its input has {length} tokens, but its context is {context}")),
         });
         Ok(found.collect())
     }
 
-    /// The template with the fields of a sample, as the judge reads it.
+    /// The filled template as the judge reads it.
     fn prompt(&self, sample: &Experience) -> Result<Prompt> {
         let Prompt { id, source, .. } = &sample.prompt;
         if null::is_active() {
-            // Rows of a plan have lengths only. A token has three bytes or more, mostly.
+            // Rows of a plan have only lengths. A token mostly has three bytes or more.
             let most = self.role.arch().context.saturating_sub(self.config.tokens_max).max(1);
             let tokens = sample.tokens().len() + self.config.prompt.len().div_ceil(3);
             return Ok(Prompt { id: *id, tokens: vec![0; tokens.min(most)], ..Prompt::default() });
@@ -167,7 +170,7 @@ impl Judge {
     }
 }
 
-/// The template with the fields of a sample and of its row; a field that the row lacks is empty.
+/// The template filled with the fields of a sample and of its row. A field that the row lacks is empty.
 fn fill(template: &str, sample: &Experience, columns: &Map<String, Value>) -> String {
     let value = |found: &Captures| match (&found[1], columns.get(&found[1])) {
         ("prompt", _) => sample.prompt.text.clone(),
@@ -187,7 +190,7 @@ fn score(pattern: &Regex, answer: &str) -> Found {
     let number = found.and_then(|found| found.as_str().trim().parse().ok()).filter(|x: &f32| x.is_finite());
     number.ok_or_else(|| {
         let shown: String = answer.chars().take(TEXT_CHARS_MAX).collect();
-        format!("its answer has no score: {shown:?}")
+        format!("no score in its answer {shown:?}")
     })
 }
 

@@ -1,4 +1,5 @@
-//! KTO on one page: labelled responses, KL of mismatched pairs -> log-probabilities -> loss -> gradient -> step (arXiv:2402.01306).
+//! KTO on one page: labeled responses, KL of mismatched pairs -> log-probabilities -> loss -> gradient -> step
+//! (arXiv:2402.01306).
 
 use super::models::ModelSpec;
 use super::reference::{self, Reference};
@@ -17,7 +18,7 @@ use crate::metrics::{Phase, Phases, keys};
 use crate::model::Head;
 use crate::text::Tokenizer;
 
-/// Responses of each label that were counted.
+/// The counts of responses of each label.
 const DESIRABLE: &str = "desirable";
 const UNDESIRABLE: &str = "undesirable";
 
@@ -25,10 +26,10 @@ pub struct Kto {
     reference: Reference<1>,
 }
 
-/// What the policy's log-probabilities of a minibatch are compared with.
+/// The values that the policy's log-probabilities of a minibatch are compared with.
 #[derive(Default)]
 pub struct Known {
-    /// Sums of the reference's log-probabilities of each response.
+    /// Sums of the reference model's log-probabilities of each response.
     reference: Vec<[f64; 1]>,
     kl: f64,
 }
@@ -44,11 +45,11 @@ impl Method for Kto {
     }
 
     fn shape(Config { kto, .. }: &Config) -> [usize; 3] {
-        // Both models score mismatched pairs, and the reference each row.
+        // Both models score mismatched pairs. The reference also scores each row.
         [kto.minibatch_samples, kto.microbatch_tokens_max, 3]
     }
 
-    /// Refuses rows of one label: mostly the labels are in another field.
+    /// Rejects rows that all have one label. Usually the labels are in another field.
     fn check_rows(_config: &Config, source: &RowSource<LabelledRow>, _tokenizer: &Tokenizer) -> Result<()> {
         let mut found = [false; 2];
         source.check_each(|row| {
@@ -60,8 +61,8 @@ impl Method for Kto {
             [false, true] => "true",
             _ => return Ok(()),
         };
-        Err(Error::data(format!("every row is labelled {only}, a kto job needs desirable and undesirable ones"))
-            .hint("look at data.label_key; responses that are all good are for job.kind = \"sft\""))
+        Err(Error::data(format!("a kto job needs desirable and undesirable rows, but every row is labeled {only}"))
+            .hint("check data.label_key; for responses that are all good, use job.kind = \"sft\""))
     }
 
     fn new(_config: &Config, mut frozen: Vec<Role>, _tokenizer: &Tokenizer) -> Result<Self> {
@@ -69,8 +70,9 @@ impl Method for Kto {
         Ok(Self { reference: Reference::new(reference) })
     }
 
-    /// The reference's sums, and KL = max(0, mean of sum_t (l - l_ref)) over mismatched pairs: each prompt with the response of the
-    /// row behind it, the last one with the first row's. None of this is learned from.
+    /// Returns the reference model's sums, and KL = max(0, mean of sum_t (l - l_ref)) over mismatched pairs: each
+    /// prompt with the response of the next row, the last one with the first row's response. None of this is learned
+    /// from.
     fn known(&mut self, run: &Run, role: &Role, rows: &mut [LabelledRow], phases: &mut Phases) -> Result<Known> {
         let (rows, tokens_max) = (&*rows, run.config.kto.microbatch_tokens_max);
         let reference = self.reference.of_rows(run, rows, |row| (row.id, [tokens(row)]), tokens_max, phases);
@@ -80,7 +82,7 @@ impl Method for Kto {
         let theirs = self.reference.sums(run, &mismatched, tokens_max, phases);
         let own = phases.time(Phase::Score, || reference::sums(role, run, &mismatched, tokens_max));
         let sum: f64 = own.iter().zip(theirs).map(|(own, theirs)| own - theirs).sum();
-        // One row has no other.
+        // A single row has no other row.
         let kl = if rows.len() > 1 { (sum / rows.len() as f64).max(0.0) } else { 0.0 };
         Ok(Known { reference, kl })
     }
@@ -95,7 +97,7 @@ impl Method for Kto {
         Ok(numbers)
     }
 
-    /// Loss on held-out rows, and the share of them whose reward is above the KL where they are desirable, and below where not.
+    /// Loss on held-out rows, and the share of rows whose reward is above the KL if desirable, or below it if not.
     fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
         let count = batch.rows.len() as f64;
         let (_, sums) = supervised::judged(self, run, &learner.role, batch, 1.0 / count)?;
@@ -105,7 +107,7 @@ impl Method for Kto {
 }
 
 impl Judge for Kto {
-    /// Predicted are the responses.
+    /// The tokens of the responses are predicted.
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow {
         chosen.iter().map(|&i| tokens(&batch.rows[i])).collect()
     }
@@ -139,7 +141,7 @@ impl Judge for Kto {
     }
 }
 
-/// Keys of the count of responses of a label, and of their rewards: beta times the log-ratio to the reference.
+/// Keys of the number of responses of a label, and of their rewards: beta times the log-ratio to the reference.
 fn of_label(is_desirable: bool) -> [&'static str; 2] {
     if is_desirable { [DESIRABLE, keys::DESIRABLE_REWARD_MEAN] } else { [UNDESIRABLE, keys::UNDESIRABLE_REWARD_MEAN] }
 }
@@ -148,7 +150,7 @@ fn tokens(row: &LabelledRow) -> Tokens<'_> {
     Tokens { tokens: (&row.tokens).into(), prompt_tokens: row.prompt_tokens, masks: &[] }
 }
 
-/// The prompt of a row with the response of another one, as much of it as the model's context takes.
+/// The prompt of a row with the response of another one, cut to the model's context.
 fn mismatch(row: &LabelledRow, other: &LabelledRow, context: usize) -> Tokens<'static> {
     let mut tokens = [&row.tokens[..row.prompt_tokens], &other.tokens[other.prompt_tokens..]].concat();
     tokens.truncate(context);

@@ -1,4 +1,4 @@
-//! The algorithms, one on a page, and the state that a resume restores.
+//! The algorithms, one per page, and the state that a resume restores.
 
 mod async_rollout;
 mod best;
@@ -64,7 +64,7 @@ pub use export::check_export;
 pub use models::Archs;
 pub use planned::{Planned, PlannedGpu};
 
-/// What is done with a job of a kind.
+/// The functions for jobs of one kind.
 struct Method {
     models: fn(&Config) -> Vec<ModelSpec>,
     shape: fn(&Config) -> StepShape,
@@ -106,12 +106,12 @@ pub fn models(config: &Config) -> Vec<ModelSpec> {
     (method(config).models)(config)
 }
 
-/// The head of each model and its config.json.
+/// Each model's head and its config.json.
 pub fn archs(config: &Config) -> Result<Vec<(RoleName, Head, Arch)>> {
     models(config).into_iter().map(|model| Ok((model.role, model.head, model.arch()?))).collect()
 }
 
-/// The same of a plan, which needs no weights, and of the reward model in `reward`, where the job names none.
+/// The same for a plan, which needs no weights. The reward model in `reward` is added if the job names none.
 pub fn planned_archs(config: &Config, reward: Option<&Path>) -> Result<Archs> {
     let reward = reward.filter(|_| shape(config).has_rollout() && !config.reward.has_models());
     let mut all = archs(config)?;
@@ -122,12 +122,12 @@ pub fn planned_archs(config: &Config, reward: Option<&Path>) -> Result<Archs> {
     Ok(Archs(all))
 }
 
-/// How a step is cut.
+/// The shape of a step.
 pub fn shape(config: &Config) -> StepShape {
     (method(config).shape)(config)
 }
 
-/// Runs the first steps of a job on a null device, for a plan. Errors are those that a run of it would end with.
+/// Runs the first steps of a job on a null device, for a plan. Errors are the same as in a run.
 pub fn plan(planned: Planned) -> Result<()> {
     (method(planned.config).plan)(planned)
 }

@@ -16,7 +16,7 @@ pub struct ModelSpec {
     pub role: RoleName,
     pub dir: PathBuf,
     pub head: Head,
-    /// None of a model that does not learn.
+    /// `None` for a model that does not learn.
     pub optim: Option<OptimConfig>,
 }
 
@@ -53,7 +53,7 @@ impl JobModel {
     }
 }
 
-/// Architectures of a job's models, each with its head, in the order in which they are loaded; and of its reward model.
+/// Architectures of a job's models, each with its head, in loading order, followed by its reward model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Archs(pub Vec<(RoleName, Head, Arch)>);
 
@@ -72,13 +72,14 @@ pub fn learned(models: &[JobModel]) -> impl Iterator<Item = &JobModel> {
     models.iter().filter(|model| model.spec.optim.is_some())
 }
 
-/// What a checkpoint takes of the disk: of each learned parameter its f32 weight and both moments, and its average.
+/// Disk space of a checkpoint: for each learned parameter its f32 weight, both moments, and its average.
 pub fn saved_bytes(models: &[JobModel]) -> usize {
     let vectors = |model: &JobModel| model.spec.optim.as_ref().map_or(0, |optim| 3 + usize::from(optim.ema_beta > 0.0));
     models.iter().map(|model| vectors(model) * size_of::<f32>() * model.table().len()).sum()
 }
 
-/// Reads each model's config.json. Refused are those that do not fit the tokenizer or the first model, or that `check` refuses.
+/// Reads each model's config.json. Rejects models that do not match the tokenizer or the first model, or that `check`
+/// rejects.
 pub fn described(
     specs: Vec<ModelSpec>,
     tokenizer: &Tokenizer,
@@ -92,9 +93,9 @@ pub fn described(
         match all.first() {
             None if known > embedded => {
                 return Err(Error::data(format!(
-                    "the tokenizer of {dir} has {known} tokens, its model embeds {embedded}"
+                    "the tokenizer of {dir} has {known} tokens, but its model embeds only {embedded}"
                 ))
-                .hint("put the tokenizer that belongs to the model into its directory"));
+                .hint("put the model's own tokenizer into its directory"));
             }
             None => {}
             Some(first) => {
@@ -109,24 +110,27 @@ pub fn described(
     Ok(all)
 }
 
-/// Refuses a model to which the first one's tokens are others. One without a tokenizer is taken where its vocabulary is as large.
+/// Rejects a model whose tokenizer differs from the first one's. A model without a tokenizer is accepted if its
+/// vocabulary has the same size.
 fn check_tokens(tokenizer: &Tokenizer, first: &JobModel, model: &JobModel) -> Result<()> {
     let JobModel { spec: ModelSpec { role, dir, .. }, arch } = model;
     let (name, shown, actor) = (role::key(role.name()), dir.display(), first.spec.dir.display());
     let [own, other] = [arch, &first.arch].map(|arch| arch.vocabulary);
     let of_model = if *dir == first.spec.dir { None } else { Tokenizer::find(dir)? };
     let what = if own != other {
-        format!("{name} has a vocabulary of {own}, model.actor of {other} ({shown})")
+        format!("{name} ({shown}) has a vocabulary of {own} tokens, but model.actor has {other}")
     } else if of_model.is_some_and(|of_model| !tokenizer.agrees_with(&of_model)) {
-        format!("{name}: {shown} has other tokens than model.actor, {actor}")
+        format!("{name}: the tokenizer of {shown} differs from the tokenizer of model.actor, {actor}")
     } else {
         return Ok(());
     };
     let hint = match role {
-        RoleName::Critic => "; without model.critic it starts from the first of reward.models, which may have another",
+        RoleName::Critic => {
+            "; without model.critic, the critic starts from the first of reward.models, whose tokenizer may differ"
+        }
         _ => "",
     };
-    Err(Error::data(what).hint(format!("both must come from models with the same tokenizer{hint}")))
+    Err(Error::data(what).hint(format!("use models with the same tokenizer{hint}")))
 }
 
 /// Loads the models that are on this rank, in their order. All ranks call this.
@@ -135,7 +139,7 @@ pub fn load(run: &Run, models: &[JobModel], values: Values) -> Result<Vec<Role>>
     let loaded = models.iter().filter(|model| run.ranks.has(model.spec.role)).try_for_each(|model| {
         let JobModel { spec: ModelSpec { role, dir, head, optim }, arch } = model;
         let learns = optim.is_some();
-        // Only a job that trains nothing has such an actor.
+        // Only a job that trains nothing has a frozen actor.
         let is_saved = !learns && *role == RoleName::Actor && saved::is_checkpoint(dir) && !null::is_active();
         let values = match learns {
             true => values,
@@ -147,7 +151,7 @@ pub fn load(run: &Run, models: &[JobModel], values: Values) -> Result<Vec<Role>>
             saved::fill(run, &mut role)?;
         }
         if !learns {
-            // Only masters are made from the files.
+            // Only master weights are made from the files.
             role.source = None;
         }
         if !learns && model.spec.role != RoleName::Rollout {
@@ -160,7 +164,8 @@ pub fn load(run: &Run, models: &[JobModel], values: Values) -> Result<Vec<Role>>
     Ok(roles)
 }
 
-/// Gives the models that learn gradients and optimizer state, for a run of `updates` optimizer steps; and those that do not.
+/// Adds gradients and optimizer state to the models that learn, for a run of `updates` optimizer steps. Returns the
+/// frozen models as well.
 pub fn learners(
     run: &Run,
     models: &[JobModel],
@@ -169,7 +174,8 @@ pub fn learners(
     values: Values,
 ) -> Result<(Vec<Learner>, Vec<Role>)> {
     let (mut learners, mut frozen) = (Vec::new(), Vec::new());
-    // One after the other: where state is offloaded, that of the first is out of memory before the second needs it.
+    // One after the other: if state is offloaded, the first model's state is out of memory before the second needs the
+    // memory.
     for role in roles {
         let spec = models.iter().map(|model| &model.spec).find(|spec| spec.role.name() == role.name);
         match spec.and_then(|spec| spec.optim.as_ref()) {

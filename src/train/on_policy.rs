@@ -1,5 +1,5 @@
-//! On-policy distillation on one page: prompts -> the student's samples -> distributions of student and teachers -> loss -> gradient ->
-//! step (arXiv:2306.13649). Sampling, stopping and resuming are those of PPO.
+//! On-policy distillation on one page: prompts -> the student's samples -> distributions of student and teachers ->
+//! loss -> gradient -> step (arXiv:2306.13649). Sampling, stopping and resuming work as in PPO.
 
 use super::distill::{Distill, REPORTED, UPDATES};
 use super::evaluate::EVAL_STEPS;
@@ -26,7 +26,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 pub struct OnPolicy {
-    /// Without critic and reference.
+    /// A PPO job without critic and reference.
     ppo: Ppo,
     distill: Distill,
 }
@@ -110,7 +110,7 @@ impl Job for OnPolicy {
         Ok(all)
     }
 
-    /// Loss and divergence on samples of held-out prompts; with rewards, how many answers are right.
+    /// Loss and divergence on samples of held-out prompts. With rewards, also the share of right answers.
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Metrics> {
         let start = Instant::now();
         let prompts = run.ranks.all.agree(self.ppo.collector.source.eval_rows(run.config.eval.samples_max))?;
@@ -139,7 +139,7 @@ fn lengths(samples: &[&Experience]) -> Vec<usize> {
     samples.iter().map(|sample| sample.length()).collect()
 }
 
-/// Samples `chosen`; predicted are the responses.
+/// Packs the samples `chosen`. The tokens of the responses are predicted.
 fn pack(samples: &[&Experience], chosen: &[usize]) -> PackedRow {
     chosen.iter().map(|&i| Tokens::of(samples[i])).collect()
 }

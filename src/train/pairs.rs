@@ -1,4 +1,4 @@
-//! What methods that learn from pairs share: how pairs are counted, and recorded where they are held out.
+//! Code shared by methods that learn from pairs: counting pairs, and recording held-out ones.
 
 use super::supervised::{Judged, Method, Minibatch, Numbers};
 use crate::data::PairRow;
@@ -8,10 +8,10 @@ use crate::loss::preference::Pair;
 use crate::metrics::eval_rows::EvalResponses;
 use crate::metrics::keys;
 
-/// Pairs that were counted.
+/// The number of pairs.
 const PAIRS: &str = "pairs";
 
-/// What a step reports of its pairs: keys, and what their sums are divided by.
+/// The pair metrics of a step: keys, and the counts that divide their sums.
 pub const REPORTED: &[(&str, &str)] = &[
     (keys::ACCURACY, PAIRS),
     (keys::CHOSEN_REWARD_MEAN, PAIRS),
@@ -20,7 +20,7 @@ pub const REPORTED: &[(&str, &str)] = &[
     (keys::LOSS, ""),
 ];
 
-/// What is counted of a pair, whose loss has this weight.
+/// Sums of one pair, whose loss has this weight.
 pub fn counted(pair: &Pair, weight: f64) -> Sums {
     let margin = pair.chosen_reward - pair.rejected_reward;
     Sums::of([
@@ -33,7 +33,7 @@ pub fn counted(pair: &Pair, weight: f64) -> Sums {
     ])
 }
 
-/// The numbers of an evaluation of so many pairs, each of whose losses had weight 1.
+/// The metrics of an evaluation of `pairs` pairs, each of whose losses had weight 1.
 pub fn evaluated(sums: &Sums, pairs: usize) -> Numbers {
     let of = |key| sums.get(key) / pairs.max(1) as f64;
     vec![
@@ -43,7 +43,7 @@ pub fn evaluated(sums: &Sums, pairs: usize) -> Numbers {
     ]
 }
 
-/// As `Judge::read`.
+/// Implements `Judge::read`.
 pub fn read<M: Method<Row = PairRow>>(
     Minibatch { rows, tokenizer, .. }: &Minibatch<M>,
     judged: &[&Judged],

@@ -1,5 +1,5 @@
-//! Metrics of a step over placements: roles on different ranks learn at the same time, and rank 0 records what all of them
-//! measured. With one placement there is nothing to exchange.
+//! Metrics of a step over placements. Roles on different ranks learn at the same time, and rank 0 records the
+//! measurements of all of them. With one placement there is nothing to exchange.
 
 use crate::error::Result;
 use crate::launch::ranks::Ranks;
@@ -7,8 +7,8 @@ use crate::learn::sums::Sums;
 use crate::metrics::{Phase, Phases};
 use std::time::Duration;
 
-/// Joins what one minibatch measured over all placements. They wait for each other here, so that all stop behind the same
-/// minibatch and none continues where another's gradient is not finite.
+/// Joins the measurements of one minibatch over all placements. Placements wait for each other here, so that all stop
+/// after the same minibatch, and none continues if the gradient of another is not finite.
 pub fn sums(ranks: &Ranks, here: Result<Sums>) -> Result<Sums> {
     let together = &ranks.together;
     if together.size() == ranks.axes.all.size() {
@@ -18,7 +18,7 @@ pub fn sums(ranks: &Ranks, here: Result<Sums>) -> Result<Sums> {
     Ok(Sums::total(&ranks.of_placements(together, here)?))
 }
 
-/// Each phase's longest time over all placements.
+/// The longest time of each phase over all placements.
 pub fn phases(ranks: &Ranks, here: &Phases) -> Result<Phases> {
     let mut longest = here.clone();
     for row in ranks.of_placements(&ranks.all, Phase::ALL.map(|phase| here.spent(phase).as_secs_f64()).to_vec())? {

@@ -1,5 +1,5 @@
-//! A job on a null device: opened without files, ranks or rows of text, and driven for some steps, so that a plan can read what
-//! it held. No line here knows a kind of job.
+//! A job on a null device. It is opened without files, ranks or text, and runs some steps, so that a plan can read the
+//! memory it held. No line here depends on the kind of job.
 
 use super::job::{Ended, Job, Step};
 use super::models::{self, Archs, JobModel, ModelSpec};
@@ -27,29 +27,29 @@ use std::time::Instant;
 /// A GPU of a planned job.
 #[derive(Clone, Copy, Debug)]
 pub struct PlannedGpu {
-    /// Whether products of many rows are cuBLASLt's, and whether its workspace is kept.
+    /// Whether GEMMs of many rows use cuBLASLt, and whether its workspace is kept.
     pub fast: bool,
     pub workspace: bool,
-    /// Bytes that the rollout's forwards take beside the cache, at most.
+    /// The maximum bytes of the rollout's forward passes in addition to the KV cache.
     pub forward_bytes: usize,
 }
 
-/// A job as a rank of it would run it.
+/// A job as one of its ranks would run it.
 #[derive(Clone, Debug)]
 pub struct Planned<'a> {
     pub config: &'a Config,
     pub archs: &'a Archs,
     pub placements: Vec<(Placement, Layout)>,
     pub rank: usize,
-    /// Rows in the order in which the job draws them, and those that it evaluates.
+    /// Training rows in the order in which the job reads them, and held-out rows.
     pub rows: Vec<RowTokens>,
     pub eval: Vec<RowTokens>,
     pub steps: u64,
-    /// Where the job runs on GPUs: how these compute.
+    /// The GPUs' way of computing, if the job runs on GPUs.
     pub gpu: Option<PlannedGpu>,
 }
 
-/// Opens a job on a null device and takes its steps.
+/// Opens a job on a null device and runs its steps.
 pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let ranks = planned.placements.iter().map(|(placement, _)| placement.ranks.end).max().unwrap_or(1);
     let _program = planned.gpu.map(|gpu| start_gpu(gpu, ranks)).transpose()?;
@@ -57,7 +57,7 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let config = run.config.clone();
     let tokenizer = Arc::new(Tokenizer::none());
     let model = |(i, spec): (usize, ModelSpec)| {
-        let missing = || Error::fault(format!("a plan without the {}", spec.role.name()));
+        let missing = || Error::fault(format!("the plan has no {}", spec.role.name()));
         let same_place = planned.archs.0.get(i).filter(|(role, ..)| *role == spec.role).map(|(.., arch)| arch);
         let arch = same_place.or_else(|| planned.archs.of(spec.role)).cloned();
         Ok(JobModel { arch: arch.ok_or_else(missing)?, spec })
@@ -72,7 +72,7 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let roles = models::load(&run, &models, values)?;
     let updates = planned.steps * J::shape(&config).updates() as u64;
     let (learners, frozen) = models::learners(&run, &models, roles, updates, values)?;
-    // A reward model that the job does not name: its weights count.
+    // The weights of a reward model that the job does not name count, too.
     let is_extra = !config.reward.has_models() && run.ranks.has(RoleName::Reward);
     let reward = planned.archs.of(RoleName::Reward).filter(|_| is_extra);
     let mut reward = reward.map(|arch| run.role("reward", Path::new(""), arch, Head::Value, values)).transpose()?;
@@ -94,14 +94,14 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     }
     phase::set(planned.steps, "checkpoint");
     for buffer in job.learners().into_iter().flat_map(|learner| learner.zero.buffers()) {
-        // Of state that waits in files one vector at a time is read.
+        // State offloaded to files is read one vector at a time.
         buffer.prefetch();
         buffer.evict();
     }
     Ok(())
 }
 
-/// Starts a null GPU, with what CUDA and its libraries keep of one as long as the job takes.
+/// Starts a null GPU, including the memory that CUDA and its libraries keep for the whole job.
 fn start_gpu(planned: PlannedGpu, ranks: usize) -> Result<Vec<cuda::Memory>> {
     cuda::gpu::start_null()?;
     cuda::fast::turn(planned.fast).map_err(Error::fault)?;
@@ -110,10 +110,10 @@ fn start_gpu(planned: PlannedGpu, ranks: usize) -> Result<Vec<cuda::Memory>> {
     Ok(all.map(|(owner, bytes)| cuda::owned_by(owner, || cuda::Memory::scratch(bytes))).collect())
 }
 
-/// As `Run::open`, of ranks that are not there.
+/// Like `Run::open`, for ranks that do not exist.
 fn open<J: Job>(planned: &Planned, size: usize) -> Result<Run> {
     let mut config = planned.config.clone();
-    // Responses are as long as they may be, and no reward starts a process.
+    // Responses have their maximum length, and no reward starts a process.
     config.rollout.ignore_eos = true;
     config.rollout.stop.clear();
     config.rollout.stop_token_ids.clear();

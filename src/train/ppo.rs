@@ -42,26 +42,26 @@ pub struct Ppo {
     pub(super) actor: Option<Learner>,
     critic: Option<Learner>,
     reference: Option<Role>,
-    /// The actor's copy, on ranks of the rollout alone, or an actor that does not learn.
+    /// The actor's copy on rollout ranks, or an actor that does not learn.
     copy: Option<Role>,
     weight_sync: WeightSync,
-    /// Of the actor or its copy, where this rank samples.
+    /// Weights of the actor or its copy, if this rank samples.
     rollout_weights: Option<RolloutWeights>,
     pub(super) collector: Collector,
     advantage: AdvantageState,
     /// The rest of a step that an earlier start interrupted.
     pub(super) work: Option<Work>,
-    /// What is there of the next steps' samples, where the rollout runs ahead.
+    /// The samples of the next steps so far, if the rollout runs ahead.
     pub(super) ahead: VecDeque<Ahead>,
 }
 
 #[derive(Serialize, Deserialize)]
 pub(super) enum Work {
-    /// In rollout: the finished responses.
+    /// Interrupted in the rollout: the finished responses.
     Rollout(Vec<Response>),
-    /// In training: the experience, where the updates stand, and what was measured so far.
+    /// Interrupted in training: the experience, the position in the updates, and the measurements so far.
     Update(UpdateWork),
-    /// Where the rollout runs ahead: samples of the next steps, and the rest of one that was interrupted.
+    /// If the rollout runs ahead: samples of the next steps, and the rest of an interrupted step.
     Ahead(VecDeque<Ahead>, Option<Vec<u8>>),
 }
 
@@ -75,7 +75,7 @@ pub(super) struct UpdateWork {
     /// Minibatches done in this step, over all epochs.
     minibatches: usize,
     pub(super) sums: Sums,
-    /// Metrics of the step that are known already.
+    /// Metrics of the step that are already known.
     pub(super) values: Vec<(String, f64)>,
 }
 
@@ -97,7 +97,7 @@ impl Job for Ppo {
         all
     }
 
-    /// Refuses a model whose context is shorter than the longest rows of the actor.
+    /// Rejects a model whose context is shorter than the longest rows of the actor.
     fn check_models(config: &Config, actor: &Arch, other: &JobModel) -> Result<()> {
         if other.spec.role == RoleName::Reward {
             return reward_models::check(&config.reward, other, actor);
@@ -109,7 +109,8 @@ impl Job for Ppo {
         }
         let name = role::key(other.spec.role.name());
         Err(Error::data(format!(
-            "prompts of {prompt} and responses of {response} tokens may make rows of {longest}, {name} has a context of {context}"
+            "rows may have {longest} tokens (prompts up to {prompt}, responses up to {response}), but {name} has a \
+             context of {context}"
         ))
         .hint("lower data.prompt_tokens_max or rollout.response_tokens_max"))
     }
@@ -150,7 +151,7 @@ impl Job for Ppo {
         let (actor, critic) = (actors.pop(), critics.pop());
         let is_reference = |role: &Role| role.name == RoleName::Reference.name();
         let (mut references, others): (Vec<_>, Vec<_>) = frozen.into_iter().partition(is_reference);
-        // An actor that does not learn only samples, as a copy of one does.
+        // A frozen actor only samples, like a copy of an actor.
         let samples = |role: &Role| [RoleName::Rollout, RoleName::Actor].iter().any(|name| role.name == name.name());
         let (mut copies, rewards): (Vec<_>, Vec<_>) = others.into_iter().partition(samples);
         let rewards = run.ranks.all.agree(RewardModels::new(run, rewards, &tokenizer, &source))?;
@@ -184,8 +185,8 @@ impl Job for Ppo {
     }
 
     fn restore(&mut self, state: Value, work: Option<&[u8]>) -> Result<()> {
-        self.advantage =
-            serde_json::from_value(state).map_err(|e| Error::data(format!("the checkpoint's state: {e}")))?;
+        self.advantage = serde_json::from_value(state)
+            .map_err(|e| Error::data(format!("the checkpoint's state is malformed: {e}")))?;
         self.work = match work.map(records::decode).transpose()? {
             Some(Work::Ahead(ahead, rest)) => {
                 self.ahead = ahead;
@@ -227,7 +228,7 @@ impl Ppo {
         })?;
         let _held = hold(&work.experience);
         let (epochs, size, kl_beta) = (config.ppo.epochs, config.ppo.minibatch_samples, work.kl_beta);
-        // A plan is of the steps behind the warm-up.
+        // A plan is about the steps after the warm-up.
         let warms_up = step.number <= config.ppo.critic_warmup_steps && !null::is_active();
         let (number, mut minibatch) = (step.number, work.minibatches);
         self.learn(run, step, &mut work, epochs, size, |ppo, run, samples| {
@@ -245,8 +246,8 @@ impl Ppo {
         config.reward.models.iter().map(reward).chain(config.reward.judge.iter().map(judge))
     }
 
-    /// What a step learns from, recorded: what an earlier start left of it, or what is sampled, of which `prepare` gives metrics and
-    /// the KL coefficient of the step.
+    /// Records and returns the experience of a step: the rest of an interrupted step, or new samples. For these,
+    /// `prepare` returns metrics and the KL coefficient of the step.
     pub(super) fn begin(
         &mut self,
         run: &mut Run,
@@ -259,7 +260,7 @@ impl Ppo {
                 return Ok(work);
             }
             Some(Work::Rollout(finished)) => finished,
-            // The rollout ran ahead when the run was stopped.
+            // The rollout was running ahead when the run was stopped.
             _ if !run.runs_ahead() => {
                 let whole = std::mem::take(&mut self.ahead).pop_front().filter(Ahead::is_scored);
                 whole.map_or_else(Vec::new, |ahead| ahead.responses)
@@ -281,9 +282,9 @@ impl Ppo {
         Ok(work)
     }
 
-    /// Rollout, rewards, scores of reference and critic: the whole batch on every rank, and what was measured, in as many rounds as
-    /// dynamic sampling takes. A step that is stopped, or whose reward fails, ends with its finished responses; the resumed run
-    /// takes its prompts again.
+    /// Rollout, rewards, scores of reference and critic. Returns the whole batch and its metrics on every rank, after
+    /// as many rounds as dynamic sampling needs. A step that is stopped, or whose reward fails, ends with its finished
+    /// responses. The resumed run takes its prompts again.
     fn collect(&mut self, run: &mut Run, step: &mut Step, finished: &[Response]) -> std::result::Result<Rounds, Ended> {
         let (dynamic, wanted) = (run.config.rollout.dynamic_sampling.clone(), run.config.rollout.prompts_per_step);
         let most = wanted * dynamic.prompts_max_factor;
@@ -304,17 +305,21 @@ impl Ppo {
             }
         }
         if rounds.samples.is_empty() {
+            let (number, all) = (step.number, prompts.len());
             let dropped =
-                format!("none of the {} prompts of step {} has samples to learn from", prompts.len(), step.number);
-            let hint = "mean scores of their groups are outside of rollout.dynamic_sampling's bounds, or all scores of a group are equal";
+                format!("step {number} has no samples to learn from: none of its groups was kept (prompts: {all})");
+            let hint = "widen the bounds of rollout.dynamic_sampling on mean scores, or use rewards that differ \
+                        within a group: groups with equal scores are dropped";
             let work = records::encode(&Work::Rollout(rounds.responses(Vec::new())));
             return Err(Ended::Unfinished { work, took_rows: false, error: Some(Error::data(dropped).hint(hint)) });
         }
         if dynamic.is_on() && rounds.groups < wanted {
             run.recorder.warn(&format!(
-                "step {}: {} groups of {wanted} to learn from in {} prompts: rollout.dynamic_sampling.prompts_max_factor lets a step \
-                 answer more",
-                step.number, rounds.groups, prompts.len()
+                "step {}: only {} of {wanted} groups to learn from in {} prompts; raise \
+                 rollout.dynamic_sampling.prompts_max_factor to answer more",
+                step.number,
+                rounds.groups,
+                prompts.len()
             ));
         }
         rounds.finish(&dynamic);
@@ -324,7 +329,8 @@ impl Ppo {
         Ok(rounds)
     }
 
-    /// Records what a step learns from; again, where a resumed one ends it, as the resume removed its record.
+    /// Records the experience of a step. A resumed run that ends a step records it again, because the resume removed
+    /// the record.
     fn record(&self, run: &mut Run, step: u64, work: &UpdateWork) -> Result<()> {
         let UpdateWork { experience, dropped, .. } = work;
         let recorded = run.recorder.rollouts(step, experience, run.config.job.seed, &run.config_hash);
@@ -335,7 +341,8 @@ impl Ppo {
         run.ranks.together.agree(recorded.and(listed))
     }
 
-    /// The pretraining rows of an update: as many as a minibatch has samples, where they are learned from (PPO-ptx).
+    /// The pretraining rows of an update: as many as a minibatch has samples, if the job learns from such rows
+    /// (PPO-ptx).
     fn texts(&mut self, run: &Run, step: u64, minibatch: usize) -> Result<Vec<SftRow>> {
         if run.config.ppo.ptx_coef == 0.0 {
             return Ok(Vec::new());
@@ -345,7 +352,7 @@ impl Ppo {
         run.ranks.together.agree(self.collector.source.pretrain(update, shape.minibatch))
     }
 
-    /// Samples and scores responses to `prompts` from the place `first` on, but for `finished` ones, which are kept.
+    /// Samples and scores responses to `prompts` from index `first` on, except `finished` ones, which are kept.
     pub(super) fn sample(
         &mut self,
         run: &mut Run,
@@ -367,7 +374,7 @@ impl Ppo {
         }
     }
 
-    /// The models of this rank that generate and score, and what collects what they say.
+    /// The models of this rank that generate and score, and the collector of their results.
     pub(super) fn models_of_rank(&mut self) -> (RolloutModels<'_>, &mut Collector) {
         let actor = self.actor.as_ref().map(|actor| &actor.role);
         let models = RolloutModels {
@@ -379,14 +386,14 @@ impl Ppo {
         (models, &mut self.collector)
     }
 
-    /// Brings the weights behind `step` to the ranks that sample, where these have a copy.
+    /// Sends the weights after `step` to the ranks that sample, if these have a copy.
     pub(super) fn send_weights(&mut self, run: &Run, step: u64, phases: &mut Phases) {
         let actor = self.actor.as_ref().map(|actor| &actor.role);
         self.weight_sync.send(run, step, actor, self.copy.as_mut(), phases);
     }
 
-    /// Epochs over minibatches of `size` samples of a global, seeded shuffle that does not depend on the ranks: `update` makes an
-    /// optimizer step on each. It can stop between two updates.
+    /// Epochs over minibatches of `size` samples from a global, seeded shuffle that does not depend on the ranks.
+    /// `update` runs an optimizer step on each minibatch. The run can stop between two updates.
     pub(super) fn learn(
         &mut self,
         run: &mut Run,
@@ -397,12 +404,12 @@ impl Ppo {
         mut update: impl FnMut(&mut Self, &Run, &[&Experience]) -> Result<Sums>,
     ) -> std::result::Result<(), Ended> {
         phase::set(step.number, "train");
-        // Its weights are offloaded after an evaluation, and where a resume finishes a step.
+        // Its weights are offloaded after an evaluation, and when a resume finishes a step.
         if let Some(critic) = &mut self.critic {
             run.onload(&mut critic.role);
         }
         let rng = Rng::new(run.config.job.seed, Purpose::Shuffle);
-        // Counted in the batch: the configuration may have changed since the batch was saved.
+        // Counted in the batch, because the configuration may have changed since the batch was saved.
         let per_epoch = work.experience.len().div_ceil(size);
         let total = epochs * per_epoch;
         let bar = run.recorder.phase(Phase::Train.name(), total as u64);
@@ -422,7 +429,7 @@ impl Ppo {
                 placement::sums(&run.ranks, found)
             })?;
             if work.minibatches > 0 {
-                // Only the gap of the first minibatch is before any update.
+                // Only the gap of the first minibatch is measured before any update.
                 found.0.remove(keys::LOGPROB_GAP_MAX);
             }
             work.sums.add(&found);
@@ -441,7 +448,7 @@ fn metrics(run: &Run, work: &UpdateWork) -> Metrics {
     // Means over the updates, and the largest gap and norms.
     let of_updates = work.sums.means(REPORTED).into_iter();
     values.extend(named(of_updates.filter(|(key, _)| kl_in_loss || *key != keys::KL_LOSS)));
-    // What every kind of job tells of model.actor.
+    // The metrics of model.actor that every kind of job reports.
     for (key, of_actor) in [(keys::LR, keys::LR_ACTOR), (keys::GRAD_NORM, keys::GRAD_NORM_ACTOR)] {
         values.extend(
             work.sums.means(REPORTED).into_iter().filter(|(k, _)| *k == of_actor).map(|(_, x)| (key.into(), x)),
@@ -464,16 +471,18 @@ fn rewards(Config { reward, .. }: &Config) -> String {
 /// Rows of the banner about the rollout.
 fn rollout_notes(run: &Run) -> Vec<(String, String)> {
     let old = match run.recomputes_old_logprobs() {
-        true => Some("recomputed by a forward of training (time_old_logprobs_s, sampler_gap_max)".to_string()),
-        false if run.has_fast_gemm() => Some("as drawn, with other bits than training's (logprob_gap_max)".to_string()),
+        true => Some("recomputed by a training forward pass (time_old_logprobs_s, sampler_gap_max)".to_string()),
+        false if run.has_fast_gemm() => {
+            Some("from sampling, not bit-identical with training (logprob_gap_max)".to_string())
+        }
         false => None,
     };
     let layout = run.ranks.layouts_of_actor()[1];
     let (rollout, training) = (layout.rollout_tensor, layout.mesh.tensor);
     let tensor = (rollout != training).then(|| format!("tensor {rollout}, {training} in training"));
     let ahead = run.config.mesh.async_updates_max;
-    let steps = if ahead == 1 { "a step".to_string() } else { format!("{ahead} steps") };
-    let lag = (ahead > 0).then(|| format!("draws with weights of up to {steps} before, while others learn"));
+    let steps = if ahead == 1 { "1 step".to_string() } else { format!("{ahead} steps") };
+    let lag = (ahead > 0).then(|| format!("samples with weights up to {steps} old, while other ranks learn"));
     let notes = [("old logprobs", old), ("decoding", run.decoding()), ("rollout", tensor), ("runs ahead", lag)];
     notes.into_iter().filter_map(|(name, text)| Some((name.to_string(), text?))).collect()
 }

@@ -18,13 +18,13 @@ use crate::model::Head;
 use crate::text::Tokenizer;
 
 pub struct Preference {
-    /// None where the loss has no reference.
+    /// `None` if the loss has no reference.
     reference: Option<Reference<2>>,
 }
 
 impl Method for Preference {
     type Row = PairRow;
-    /// Sums of the reference's log-probabilities of both sides of each pair; 0 where there is no reference.
+    /// Sums of the reference model's log-probabilities of both sides of each pair; 0 without a reference.
     type Known = Vec<[f64; 2]>;
     const SCORES: bool = true;
 
@@ -63,7 +63,7 @@ impl Method for Preference {
 }
 
 impl Judge for Preference {
-    /// Both sides of each pair; predicted are the responses.
+    /// Packs both sides of each pair. The tokens of the responses are predicted.
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow {
         chosen.iter().flat_map(|&i| sides(&batch.rows[i])).collect()
     }

@@ -1,4 +1,4 @@
-//! The frozen reference of a policy that learns from responses that are there: it scores each of them once.
+//! The frozen reference model of a policy that learns from given responses. It scores each of them once.
 
 use crate::device::null;
 use crate::launch::run::Run;
@@ -10,7 +10,7 @@ use std::collections::HashMap;
 
 pub struct Reference<const SIDES: usize> {
     role: Role,
-    /// Of each row that was seen: it never changes.
+    /// Sums by row id. They never change.
     known: HashMap<u64, [f64; SIDES]>,
 }
 
@@ -19,7 +19,7 @@ impl<const SIDES: usize> Reference<SIDES> {
         Self { role, known: HashMap::new() }
     }
 
-    /// Sums of the log-probabilities of each row's responses, by its id and `sides`. All ranks call this.
+    /// Sums of the log-probabilities of each row's responses, by the row's id and `sides`. All ranks call this.
     pub fn of_rows<'a, T>(
         &mut self,
         run: &Run,
@@ -28,7 +28,7 @@ impl<const SIDES: usize> Reference<SIDES> {
         tokens_max: usize,
         phases: &mut Phases,
     ) -> Vec<[f64; SIDES]> {
-        // Rows of a plan are nobody's.
+        // The ids of a plan's rows mean nothing, so all rows count as new.
         let is_new = |id: u64| null::is_active() || !self.known.contains_key(&id);
         let (new, responses): (Vec<u64>, Vec<_>) = rows.iter().map(&sides).filter(|(id, _)| is_new(*id)).unzip();
         if !new.is_empty() {
@@ -52,7 +52,7 @@ impl<const SIDES: usize> Reference<SIDES> {
     }
 }
 
-/// The same by any model.
+/// The same for any model.
 pub fn sums(role: &Role, run: &Run, responses: &[Tokens], tokens_max: usize) -> Vec<f64> {
     let found = score::logprobs(role, &run.ranks.axes, responses, 1.0, tokens_max);
     found.iter().map(|logprobs| logprobs.iter().map(|l| f64::from(*l)).sum()).collect()

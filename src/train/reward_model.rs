@@ -38,7 +38,8 @@ impl Method for RewardModel {
         Ok(sums.means(pairs::REPORTED))
     }
 
-    /// Loss, accuracy and margin on held-out pairs; and how scores are distributed there, by which others normalise them.
+    /// Loss, accuracy and margin on held-out pairs, and the distribution of the scores there, which is later used to
+    /// normalize them.
     fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
         let (judged, sums) = supervised::judged(self, run, &learner.role, batch, 1.0)?;
         let of_pair = [keys::CHOSEN_REWARD_MEAN, keys::REJECTED_REWARD_MEAN];
@@ -52,7 +53,7 @@ impl Method for RewardModel {
 }
 
 impl Judge for RewardModel {
-    /// Both sides of each pair; scored is the last token of each.
+    /// Packs both sides of each pair. The last token of each side is scored.
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow {
         let mut packed = PackedRow::new();
         for side in chosen.iter().map(|&i| &batch.rows[i]).flat_map(|row| [&row.chosen, &row.rejected]) {

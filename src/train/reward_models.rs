@@ -1,4 +1,5 @@
-//! Reward models in the loop: each scores the last token of prompt and response, on all ranks that hold it. And judges.
+//! Reward models and judges in the loop. A reward model scores the last token of prompt and response, on all ranks that
+//! hold it.
 
 use super::judges::Judge;
 use super::models::JobModel;
@@ -24,21 +25,22 @@ pub struct RewardModels {
 struct RewardModel {
     role: Role,
     config: ModelRewardConfig,
-    /// None where tokens are the actor's: else texts go through this one.
+    /// `None` if the model has the actor's tokenizer. Otherwise texts are tokenized again with this one.
     tokenizer: Option<Tokenizer>,
 }
 
-/// Refuses a reward model or a judge that is the other of both, whose rows cannot be made, or whose scores cannot be normalised.
+/// Rejects a reward model in place of a judge and vice versa, a model whose rows cannot be made, and a model whose
+/// scores cannot be normalized.
 pub fn check(config: &RewardConfig, JobModel { spec, arch }: &JobModel, actor: &Arch) -> Result<()> {
     let dir = spec.dir.display();
     let (key, what, hint) = match spec.head {
         Head::Value => (
             "reward.models",
-            "holds a language model, needed is a reward model",
-            "train one with job.kind = \"reward_model\", or name it in reward.judge",
+            "must hold a reward model (got a language model)",
+            "train a reward model with job.kind = \"reward_model\", or name this model in reward.judge",
         ),
         Head::LanguageModel => {
-            ("reward.judge", "holds a reward model, needed is a language model", "name it in reward.models")
+            ("reward.judge", "must hold a language model (got a reward model)", "name it in reward.models instead")
         }
     };
     if arch.head != spec.head {
@@ -46,21 +48,23 @@ pub fn check(config: &RewardConfig, JobModel { spec, arch }: &JobModel, actor: &
     }
     let [own, other] = [arch, actor].map(|arch| arch.vocabulary);
     if own != other && Tokenizer::find(&spec.dir)?.is_none() {
-        let what = format!("{key}: {dir} has a vocabulary of {own} and no tokenizer, model.actor has one of {other}");
-        return Err(Error::data(what).hint("put the tokenizer that belongs to the model into its directory"));
+        let what = format!(
+            "{key}: {dir} has a vocabulary of {own} tokens and no tokenizer, but model.actor has {other} tokens"
+        );
+        return Err(Error::data(what).hint("put the model's own tokenizer into its directory"));
     }
     let normalizes = config.models.iter().any(|model| model.dir == spec.dir && model.normalize);
     let is_known = arch.reward_mean_std.is_some_and(|(_, std)| std > 0.0);
     if spec.head == Head::Value && normalizes && !is_known {
-        return Err(Error::data(format!("{key}: {dir}/config.json has no mean and positive std"))
-            .hint("set normalize = false, or train it with data.eval_split, which measures them"));
+        return Err(Error::data(format!("{key}: {dir}/config.json must have a mean and a positive std of its scores"))
+            .hint("set normalize = false, or train the model with data.eval_split, which measures both"));
     }
     Ok(())
 }
 
 impl RewardModels {
-    /// Of the `roles` of this rank, in the order of reward.models and reward.judge. A model that has the actor's tokenizer reads
-    /// its tokens. All ranks call this.
+    /// Takes the models from the `roles` of this rank, in the order of reward.models and reward.judge. A model with the
+    /// actor's tokenizer reads the actor's tokens. All ranks call this.
     pub fn new(run: &Run, mut roles: Vec<Role>, actor: &Arc<Tokenizer>, source: &PromptSource) -> Result<Self> {
         let reward = &run.config.reward;
         let judges = roles.split_off(reward.models.len().min(roles.len()));
@@ -81,10 +85,10 @@ impl RewardModels {
     /// Adds the weighted scores of `samples`. All ranks that hold the models call this.
     ///
     /// # Errors
-    /// `Data` where a text is longer than a model's context; of judges `Judge::score`.
+    /// `Data` if a text is longer than a model's context. For judges see `Judge::score`.
     pub fn score(&mut self, run: &Run, samples: &[Experience], scored: &mut [Scored]) -> Result<()> {
         for (i, RewardModel { role, config, tokenizer }) in self.models.iter_mut().enumerate() {
-            // The last token alone is scored: all is prompt.
+            // Only the last token is scored, so all tokens count as prompt.
             let row = |tokens: Vec<u32>| Tokens { prompt_tokens: tokens.len(), tokens: tokens.into(), masks: &[] };
             let rows = samples.iter().map(|sample| tokens(sample, tokenizer.as_ref()).map(row));
             let rows: Vec<Tokens> = rows.collect::<Result<_>>()?;
@@ -92,7 +96,8 @@ impl RewardModels {
             if longest > context {
                 let dir = config.dir.display();
                 return Err(Error::data(format!(
-                    "{dir}: a prompt with its response has {longest} tokens, this reward model reads {context}"
+                    "{dir}: a prompt with its response has {longest} tokens, but this reward model has a context of \
+                     {context}"
                 ))
                 .hint("lower data.prompt_tokens_max or rollout.response_tokens_max"));
             }
@@ -117,7 +122,8 @@ impl RewardModels {
     }
 }
 
-/// Prompt and response; by another tokenizer their texts, with its end token where the response has one.
+/// Tokens of prompt and response. With another tokenizer, their texts are tokenized again, and its end token is added
+/// if the response has one.
 fn tokens(sample: &Experience, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
     let Some(tokenizer) = tokenizer else { return Ok(sample.tokens()) };
     let mut tokens = tokenizer.encode(&format!("{}{}", sample.prompt.text, sample.response.text), true)?;

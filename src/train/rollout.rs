@@ -28,55 +28,56 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What produces experience: prompts, the engine, and the reward.
+/// The producer of experience: prompts, the engine, and the reward.
 pub struct Collector {
     pub source: PromptSource,
     pub tokenizer: Arc<Tokenizer>,
-    /// Over which responses reach all ranks, where roles are on ranks of their own.
+    /// The stream that carries responses to all ranks, if roles have their own ranks.
     pub pipeline: Option<Stream>,
     engine: Engine,
-    /// Who answers turns, on the ranks that ask.
+    /// The environment that answers turns, on the ranks that send the requests.
     environment: Option<Environment>,
-    /// Phases of responses with turns so far.
+    /// The number of phases with turns so far.
     rounds: u64,
-    /// Why the last one of these ended early.
+    /// The error that ended the last of these phases early.
     unanswered: Option<Error>,
-    /// Of the last phase.
+    /// Load of the last phase.
     load: Load,
     pub reward: Reward,
-    /// Prompt and sample of each response that this rank gives to the reward, in the order of its places.
+    /// Prompt and sample of each response that this rank sends to the reward, in the order of its positions.
     asked: Vec<Key>,
     reward_models: RewardModels,
     stop: Arc<Stop>,
-    /// Tokens of the actor's longest row.
+    /// The maximum length of the actor's rows, in tokens.
     context: usize,
-    /// Whether the run has logged why no graphs are captured.
+    /// Whether the run has logged the reason why graphs are not captured.
     graphs_logged: bool,
 }
 
-/// A response, and what the rewards say of it.
+/// A response and its scores.
 pub type Answer = (Response, Scored);
 
-/// The longest wait for rewards before ranks hear of each other again.
+/// The longest wait for rewards before ranks synchronize again.
 const WAIT: Duration = Duration::from_secs(1);
 
-/// What it took to draw responses.
+/// The cost of sampling responses.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct Load {
     pub seconds: f64,
     pub preemptions: usize,
     pub drawn: usize,
-    /// Tokens that could have been drawn in as many forwards.
+    /// Tokens that could have been sampled in as many forward passes.
     pub places: usize,
     /// Prompts beyond an equal share.
     pub stolen: usize,
-    /// As in `Outcome`.
+    /// See `Outcome`.
     pub prompt_tokens: usize,
     pub found_tokens: usize,
 }
 
 impl Load {
-    /// What a phase came to that began at `start` and had `batch_max` sequences at once, at most. None is stolen.
+    /// The load of a phase that began at `start` and decoded at most `batch_max` sequences at once. `stolen` is left at
+    /// 0.
     fn of(outcome: &Outcome, batch_max: usize, start: Instant) -> Self {
         Self {
             seconds: start.elapsed().as_secs_f64(),
@@ -93,16 +94,17 @@ impl Load {
 /// The responses of one rank to a batch of prompts.
 #[derive(Serialize, Deserialize)]
 pub struct RankResponses {
-    /// False where this rank was asked to stop before all prompts were answered.
+    /// False if this rank was asked to stop before all prompts were answered.
     pub complete: bool,
-    /// In order; `Response::prompt` is the index in the step.
+    /// The responses in order; `Response::prompt` is the index in the step.
     pub responses: Vec<Response>,
-    /// Of the ranks that share a model on the first one.
+    /// The load, on the first of the ranks that share a model.
     pub load: Option<Load>,
 }
 
 impl Collector {
-    /// `weights_bytes` of weights are on the device in addition to those of training while the cache is allocated.
+    /// Opens the collector. While the KV cache is allocated, `weights_bytes` of weights are on the device in addition
+    /// to training's weights.
     pub fn new(
         run: &Run,
         source: PromptSource,
@@ -141,9 +143,9 @@ impl Collector {
         })
     }
 
-    /// Samples responses to this rank's share of the prompts `part`, which are of the steps of `pieces`, but for those in `begun` that
-    /// are finished; it goes on with the others there. Hands each that has ended to its rewards where these are on this rank. All ranks
-    /// that sample call this.
+    /// Samples responses to this rank's share of the prompts `part`, which belong to the steps of `pieces`. Finished
+    /// responses in `begun` are kept, and the others there are continued. Each response that ends is sent to its
+    /// rewards, if these are on this rank. All ranks that sample call this.
     pub fn rollout(
         &mut self,
         run: &Run,
@@ -165,7 +167,8 @@ impl Collector {
         Ok(RankResponses { complete, responses: own_share(responses, tensor), load })
     }
 
-    /// The responses of all ranks to the prompts `part` on a null device, which has no other ranks: each as long as it may be.
+    /// The responses of all ranks to the prompts `part` on a null device, which has no other ranks. Each has the
+    /// maximum length.
     pub fn responses_of_all(&self, config: &Config, prompts: &[Prompt], part: &Range<usize>) -> RankResponses {
         let answers = |prompt: usize| {
             let tokens = rollout::new_tokens_max(&config.rollout, prompts[prompt].tokens.len(), self.context);
@@ -177,20 +180,20 @@ impl Collector {
         RankResponses { complete: true, responses: part.clone().flat_map(answers).collect(), load: None }
     }
 
-    /// Logs once why decoding uses no graphs, where some rank could not capture one. All ranks of the actor call this.
+    /// Logs once why decoding uses no graphs, if some rank could not capture one. All ranks of the actor call this.
     fn log_refused_graphs(&mut self, run: &Run) {
         if self.graphs_logged || run.decoding().is_none() {
             return;
         }
         let why = run.ranks.axes.all.first_words(self.engine.refused().unwrap_or_default());
         let Some(why) = why else { return };
-        run.recorder.warn(&format!("decoding goes on kernel by kernel, as a CUDA graph cannot be captured: {why}"));
+        run.recorder.warn(&format!("CUDA graph capture failed, decoding without graphs: {why}"));
         self.graphs_logged = true;
     }
 
-    /// Responses to the prompts of `part` that this rank takes, with those of them that were `begun`, and whether none is missing; a stop
-    /// ends it early. Those of each of `configs` are numbered behind those of the one before. Where this `streams`, responses go
-    /// to the reward of these ranks. With `beams` they are searched for.
+    /// Responses to the prompts of `part` that this rank takes, including responses in `begun`, and whether none is
+    /// missing. A stop ends it early. The responses of each of `configs` are numbered after those of the one before. If
+    /// it `streams`, responses go to the reward of these ranks. With `beams` the responses come from beam search.
     fn generate(
         &mut self,
         run: &Run,
@@ -229,7 +232,7 @@ impl Collector {
         let outcome = offer.take(axes, &taken, |next| {
             let place = |prompt: usize| requests.partition_point(|request| request.prompt < prompt);
             let mut next = || next().map(|prompt| place(prompt)..place(prompt + 1));
-            // A search begins with all of its prompts.
+            // A beam search begins with all of its prompts.
             while beams.is_some() && next().is_some() {}
             let mut hooks = Hooks {
                 turns: episodes.as_mut().map(|episodes| episodes as &mut dyn Turns),
@@ -262,8 +265,8 @@ impl Collector {
         Ok(taken.with_done(outcome.responses.into_iter().flatten()))
     }
 
-    /// What is asked for `prompts[own]`, and those of the responses in `begun` that nothing is asked for: they have ended, or are as long
-    /// as they may be in this phase.
+    /// The requests for `prompts[own]`, and the responses in `begun` that need no request: they have ended, or have the
+    /// maximum length of this phase.
     fn requests(
         &self,
         prompts: &[Prompt],
@@ -300,8 +303,8 @@ impl Collector {
         Ok((requests, known.into_values().cloned().collect()))
     }
 
-    /// Hands this rank's share of `samples` to the reward, where they come from other ranks. All ranks of the reward's placement
-    /// call this with the same samples.
+    /// Sends this rank's share of `samples` to the reward, if they come from other ranks. All ranks of the reward's
+    /// placement call this with the same samples.
     pub fn push(&mut self, run: &Run, samples: &[Experience]) {
         let own = &samples[share_of(samples.len(), &run.ranks.axes.all)];
         let first = expect(&mut self.reward, &mut self.asked, own.iter().map(Experience::key));
@@ -309,13 +312,13 @@ impl Collector {
         self.reward.flush();
     }
 
-    /// What the rewards say of all responses that ranks of `all` have handed over, on each of them; `None` where one was asked to stop
-    /// before they had said it. All ranks of the group call this.
+    /// The scores of all responses that ranks of `all` have sent, on each of these ranks. `None` if a rank was asked to
+    /// stop before all scores were there. All ranks of the group call this.
     pub fn scored(&mut self, run: &Run, all: &Group) -> Result<Option<HashMap<Key, Scored>>> {
         let (is_scored, is_stopped) = loop {
             let is_scored = self.reward.wait(Instant::now() + WAIT);
             let stops = !is_scored && run.stop_requested_here();
-            // No rank is in a collective for long, however long a reward takes.
+            // No rank stays in a collective for long, even if a reward takes long.
             let mut of_any = [!is_scored, stops, self.reward.has_failed()].map(|is| f64::from(u8::from(is)));
             all.all_reduce_max_f64(&mut of_any);
             let [waits, stops, failed] = of_any.map(|is| is > 0.0);
@@ -333,21 +336,22 @@ impl Collector {
         Ok(Some(records::gather(all, &mine)?.into_iter().collect()))
     }
 
-    /// Forgets the responses that were handed to the reward, as not all are there.
+    /// Drops the responses that were sent to the reward, because some are missing.
     ///
     /// # Errors
-    /// Where that is because the environment failed.
+    /// The environment's error, if it is the reason.
     pub fn cancel(&mut self) -> Result<()> {
         self.asked.clear();
         self.reward.cancel();
         self.unanswered.take().map_or(Ok(()), Err)
     }
 
-    /// Answers to `prompts`, those to a prompt together, on all ranks, without those that a reward failed on. `model`: the actor, where it is on this rank; with `beams` it searches for the best ones.
-    /// All ranks of the run call this.
+    /// Answers to `prompts` on all ranks, without responses on which a reward failed. The answers to a prompt are
+    /// consecutive. `model`: the actor, if it is on this rank. With `beams` the answers come from beam search. All
+    /// ranks of the run call this.
     ///
     /// # Errors
-    /// `Stopped` where a rank was asked to stop before all were answered.
+    /// `Stopped` if a rank was asked to stop before all prompts were answered.
     pub fn evaluate(
         &mut self,
         run: &Run,
@@ -357,7 +361,7 @@ impl Collector {
         config: &RolloutConfig,
         beams: Option<Beams>,
     ) -> Result<Vec<Answer>> {
-        let stopped = || Error::new(Kind::Stopped, "the evaluation was stopped");
+        let stopped = || Error::new(Kind::Stopped, "stopped during the evaluation");
         let mut answer = |model| {
             let all = 0..prompts.len();
             let (responses, is_complete) = self.generate(
@@ -401,7 +405,8 @@ impl Collector {
         Ok(known.collect())
     }
 
-    /// What the reward models say of `samples`. All ranks of the reward's placement call this with the same samples.
+    /// The scores of `samples` by the reward models. All ranks of the reward's placement call this with the same
+    /// samples.
     pub fn reward(&mut self, run: &Run, samples: &[Experience]) -> Result<Vec<Scored>> {
         let mut scored = vec![Scored::default(); samples.len()];
         run.ranks.axes.all.agree(self.reward_models.score(run, samples, &mut scored))?;
@@ -409,20 +414,20 @@ impl Collector {
     }
 }
 
-/// One response to each prompt, of the tokens that are most likely.
+/// Settings for one greedy response to each prompt.
 pub fn greedy(config: &RolloutConfig) -> RolloutConfig {
     RolloutConfig { samples_per_prompt: 1, temperature: 0.0, ..config.clone() }
 }
 
-/// The score of a response that was scored.
+/// Removes and returns the score of a response.
 pub fn take(scored: &mut HashMap<Key, Scored>, key: Key) -> Scored {
     let found = scored.remove(&key);
     assert!(found.is_some() || null::is_active(), "response {key:?} was not scored");
-    // A null device has no peers, whose scores are missing.
+    // A null device has no peers, so their scores are missing.
     found.unwrap_or_default()
 }
 
-/// What rewards are given: the rows of `source`, and a log beside this rank's.
+/// The context of rewards: the rows of `source`, and a log file next to this rank's log.
 fn context(run: &Run, source: &PromptSource) -> Result<RewardContext> {
     let Config { data, reward, .. } = &run.config;
     let logs = run.dir.join("logs");
@@ -436,14 +441,15 @@ fn context(run: &Run, source: &PromptSource) -> Result<RewardContext> {
     Ok(RewardContext { rows: Some(rows), columns, log, offline: run.dry_run })
 }
 
-/// The environment. Of ranks that share a schedule the first one asks, and all know whether there is one.
+/// The environment. The first of the ranks that share a schedule calls it. All of them know whether there is one.
 fn environment(run: &Run, context: &RewardContext) -> Result<Option<Environment>> {
     let config = run.config.reward.environment.first().filter(|_| run.ranks.samples());
     config.map(|config| Environment::new(&run.config.reward, config, &run.config.base, context)).transpose()
 }
 
-/// The ids that key the random numbers of each prompt of a batch. A row that the batch holds twice (at the end of an epoch, or
-/// where a step takes more prompts than there are) gets another id the second time, so that the second answer is no copy.
+/// The ids that key the random numbers of each prompt of a batch. A row may occur twice in a batch, at the end of an
+/// epoch or if a step takes more prompts than there are. Its second occurrence gets another id, so that its answer is
+/// not a copy.
 fn random_ids(prompts: &[Prompt]) -> Vec<u64> {
     let mut seen: HashMap<u64, u64> = HashMap::new();
     prompts

@@ -1,4 +1,4 @@
-//! The actor's weights in the layout of the rollout, where training shards them in another one.
+//! The actor's weights in the layout of the rollout, if training shards them differently.
 
 use crate::comm::{Axes, Group};
 use crate::device::cuda::owned_by;
@@ -13,25 +13,26 @@ use crate::rollout::Model;
 
 /// The layout of the actor's weights in the rollout.
 pub struct RolloutWeights {
-    /// None where the rollout uses training's weights in place.
+    /// `None` if the rollout uses training's weights in place.
     reshard: Option<Reshard>,
-    /// Over the ranks that share matrices in the rollout, where those are not training's.
+    /// The transformer over the ranks that share matrices in the rollout, if they differ from training's.
     transformer: Option<Transformer>,
     all: Group,
 }
 
-/// Weights that were whole for a phase.
+/// Weights gathered for a phase.
 pub struct Gathered<'a> {
     transformer: &'a Transformer,
     training: &'a Weights,
-    /// None where those of training are used in place.
+    /// `None` if training's weights are used in place.
     whole: Option<Weights>,
-    /// Bytes that the rank received that received the most.
+    /// Bytes received by the rank that received the most.
     pub moved: Option<f64>,
 }
 
 impl RolloutWeights {
-    /// Of the actor, where it is on this rank, for prompts of up to so many tokens; and `bytes` of them. All ranks call this.
+    /// Creates the rollout weights of the actor, if it is on this rank, for prompts of up to `prompt_tokens` tokens.
+    /// Also returns their bytes. All ranks call this.
     pub fn of(run: &Run, actor: Option<&Role>, prompt_tokens: usize) -> Result<(Option<Self>, usize)> {
         let made = actor.map(|actor| {
             let made = Self::new(actor, &run.ranks.axes, &run.ranks.rollout_axes)?;
@@ -43,7 +44,7 @@ impl RolloutWeights {
         Ok((made, bytes))
     }
 
-    /// From training's layout `training` to `rollout`. All ranks of the actor call this.
+    /// Creates the weights from training's layout `training` to `rollout`. All ranks of the actor call this.
     pub fn new(actor: &Role, training: &Axes, rollout: &Axes) -> Result<Self> {
         let (to, arch) = (TensorPart::of(&rollout.tensor), actor.arch());
         let known = gpu::check_cut(actor.weights.device(), arch, to.size);
@@ -56,8 +57,9 @@ impl RolloutWeights {
         Ok(Self { reshard, transformer, all: training.all.clone() })
     }
 
-    /// Ranks decode different numbers of tokens, so that none can wait for another's weights in between: those that training shards
-    /// or cuts otherwise are brought together here, once. All ranks of the actor call this.
+    /// Gathers the weights that training shards or splits differently. Ranks decode different numbers of tokens, so no
+    /// rank can wait for another's weights in between. All weights are therefore gathered here, once. All ranks of the
+    /// actor call this.
     pub fn gather<'a>(&'a self, actor: &'a Role, phases: &mut Phases) -> Gathered<'a> {
         let whole = self.reshard.as_ref().map(|reshard| {
             let gather = || owned_by("rollout weights", || reshard.weights(&actor.weights));
@@ -68,7 +70,7 @@ impl RolloutWeights {
         Gathered { transformer: self.transformer(actor), training: &actor.weights, whole, moved }
     }
 
-    /// Bytes of weights that a rank holds in addition to those of training while it samples.
+    /// Bytes of weights that a rank holds in addition to training's while it samples.
     pub fn bytes(&self, actor: &Role) -> usize {
         self.reshard.as_ref().map_or(0, |reshard| reshard.table().len() * actor.weights.dtype().bytes())
     }

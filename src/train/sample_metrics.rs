@@ -1,10 +1,10 @@
-//! What a step reports of its samples before anything is learned from them.
+//! The metrics of a step's samples before anything is learned from them.
 
 use crate::advantage::AdvantageStats;
 use crate::experience::{Experience, Finish};
 use crate::metrics::keys::{self, Metrics, named};
 
-/// Numbers of samples, whatever is learned from them.
+/// Metrics of samples, independent of the loss.
 pub fn sampled_values(samples: &[Experience]) -> Metrics {
     let n = samples.len() as f64;
     let (mut tokens, mut responses, mut cut) = (0usize, 0usize, 0usize);
@@ -21,7 +21,7 @@ pub fn sampled_values(samples: &[Experience]) -> Metrics {
     ])
 }
 
-/// Numbers of rewards and advantages that are known before training begins.
+/// Metrics of rewards and advantages that are known before training begins.
 pub fn advantage_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) -> Metrics {
     let mut all = vec![
         (keys::REWARD_MEAN, stats.reward_mean),

@@ -1,4 +1,4 @@
-//! Checkpoints that a job which only evaluates takes in place of a model directory.
+//! Checkpoints that an evaluation job uses instead of a model directory.
 
 use crate::checkpoint::{self, Checkpoint, Manifest, ModelVectors};
 use crate::comm::{Group, records};
@@ -10,7 +10,7 @@ use crate::launch::run::Run;
 use crate::learn::Role;
 use std::path::Path;
 
-/// Where a job that only evaluates names a run directory, puts its newest checkpoint in that place. All ranks call this.
+/// If an evaluation job names a run directory, replaces it with the newest checkpoint of the run. All ranks call this.
 pub fn locate(config: &mut Config, group: &Group) {
     if config.job.kind == JobKind::Eval {
         // Other hosts may still see an older listing.
@@ -19,7 +19,7 @@ pub fn locate(config: &mut Config, group: &Group) {
     }
 }
 
-/// The step of the checkpoint in `dir`; 0 of a model.
+/// The step of the checkpoint in `dir`; 0 for a model.
 pub fn step_of(dir: &Path) -> u64 {
     Manifest::read(dir).map_or(0, |manifest| manifest.step)
 }
@@ -35,7 +35,7 @@ pub fn fill(run: &Run, role: &mut Role) -> Result<()> {
     let saved = config::parse(checkpoint.manifest.state["config"].as_str().unwrap_or_default(), &[]);
     let kind = all.agree(saved.map_err(|e| e.within(dir.display())))?.job.kind;
     if kind == JobKind::RewardModel {
-        let what = format!("model.actor: {} holds a reward model, which does not answer", dir.display());
+        let what = format!("model.actor: {} holds a reward model, which cannot write responses", dir.display());
         return all
             .agree(Err(Error::data(what).hint("evaluate it on data.eval_split with job.kind = \"reward_model\"")));
     }

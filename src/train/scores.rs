@@ -1,4 +1,4 @@
-//! What the roles of each placement say of samples, joined and put into these.
+//! The scores of samples by the roles of each placement: joining them, and storing them in the samples.
 
 use super::rollout;
 use super::shares::Key;
@@ -11,14 +11,14 @@ use crate::reward::Scored;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-/// The scores of samples, in their order, by the roles of this placement; none by others.
+/// The scores of samples, in their order, by the roles of this placement. Scores of other roles are empty.
 #[derive(Clone, Default, Serialize, Deserialize)]
 pub struct Scores {
     pub scored: Vec<Scored>,
-    /// The actor's, where they are recomputed.
+    /// The actor's log-probabilities, if they are recomputed.
     pub logprobs: Vec<Vec<f32>>,
     pub ref_logprobs: Vec<Vec<f32>>,
-    /// Before each response token, and one after the last.
+    /// The values before each response token, and one after the last.
     pub values: Vec<Vec<f32>>,
 }
 
@@ -31,8 +31,8 @@ impl Scores {
         self
     }
 
-    /// Takes the greedy responses from between the samples, whose baselines they are. Where a reward failed on one, it failed on
-    /// all samples of its prompt.
+    /// Removes the greedy responses from the samples, whose baselines they are. If a reward failed on a greedy
+    /// response, all samples of its prompt count as failed.
     pub fn take_greedy(&mut self, run: &Run, samples: &mut Vec<Experience>) {
         if !run.config.has_greedy() {
             return;
@@ -57,7 +57,7 @@ impl Scores {
         }
     }
 
-    /// Adds the scores of rewards that came while other ranks worked.
+    /// Adds the scores of rewards that arrived while other ranks worked.
     pub fn add(&mut self, samples: &[Experience], mut streamed: HashMap<Key, Scored>) {
         self.scored.resize(samples.len(), Scored::default());
         for (sample, scored) in samples.iter().zip(&mut self.scored) {
@@ -65,7 +65,7 @@ impl Scores {
         }
     }
 
-    /// Zeros for the scores of placements that a null device does not have.
+    /// Fills in zeros for the scores of placements that a null device does not have.
     pub fn complete(&mut self, samples: &[Experience]) {
         for (scores, last) in [(&mut self.ref_logprobs, 0), (&mut self.values, 1)] {
             if scores.is_empty() {
@@ -74,7 +74,7 @@ impl Scores {
         }
     }
 
-    /// Moves the scores into the samples; returns the largest change of a log-probability, where they were recomputed.
+    /// Stores the scores in the samples. Returns the largest change of a log-probability, if they were recomputed.
     pub fn fill(&self, samples: &mut [Experience]) -> Option<f64> {
         for (sample, scored) in samples.iter_mut().zip(&self.scored) {
             sample.score = scored.score;
@@ -97,8 +97,8 @@ impl Scores {
         gap
     }
 
-    /// Takes out the samples on which a reward failed, and with each the others of its prompt where the estimator compares them;
-    /// how many, where the job allows it.
+    /// Removes the samples on which a reward failed, and the other samples of their prompts if the estimator compares
+    /// them. Returns their number, if the job drops failed samples.
     pub fn drop_failed(&self, run: &Run, samples: &mut Vec<Experience>) -> Result<Option<f64>> {
         if run.config.reward.on_failure == OnFailure::Stop {
             return Ok(None);
@@ -117,9 +117,9 @@ impl Scores {
         let dropped = before - samples.len();
         if let Some(why) = self.scored.iter().find_map(|scored| scored.failed.as_ref()) {
             let message =
-                format!("{dropped} of {before} samples are dropped, as a reward failed on {}: {why}", failed.len());
+                format!("dropped {dropped} of {before} samples, because a reward failed on {}: {why}", failed.len());
             if samples.is_empty() {
-                return Err(Error::service(message).hint("nothing is left to learn from: mend the reward"));
+                return Err(Error::service(message).hint("fix the reward: no samples are left to learn from"));
             }
             run.recorder.warn(&message);
         }

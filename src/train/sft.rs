@@ -37,7 +37,7 @@ impl Method for Sft {
         Ok(())
     }
 
-    /// The loss is
+    /// One optimizer step on the loss
     ///
     /// mean over the learned tokens of rows of -l + pretrain_coef * mean over the tokens of texts of -l.
     fn update(&mut self, run: &Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
@@ -46,14 +46,16 @@ impl Method for Sft {
         let learned = |row: &SftRow| (1..row.tokens.len()).filter(|&i| row.mask[i] != 0).count();
         let [tokens, of_texts] = [rows, texts].map(|rows| rows.iter().map(learned).sum::<usize>());
         if tokens == 0 {
-            return Err(Error::data("a minibatch has no token to learn").hint("are the responses of these rows empty?"));
+            return Err(
+                Error::data("a minibatch has no tokens to learn").hint("check that its responses are not empty")
+            );
         }
         let weights = [1.0 / tokens as f32, sft.pretrain_coef / of_texts.max(1) as f32];
         let all = [rows, texts].concat();
         let sums = accumulate(learner, axes, &lengths(&all), sft.microbatch_tokens_max, 1, |learner, chosen, _| {
             let whole = pack(&all, chosen);
             let row = whole.shard(&axes.sequence);
-            // One weight for each predicted token, by where its row is from.
+            // One weight for each predicted token, depending on the source of its row.
             let by_row = chosen.iter().zip(whole.row_offsets.windows(2));
             let spread = |of: [f32; 2]| -> Vec<f32> {
                 let each = |(&i, ends): (&usize, &[usize])| {
@@ -99,7 +101,7 @@ fn choose(rows: &mut [SftRow], on: LossOn) {
     }
 }
 
-/// The rows `rows[chosen]`, one behind the other.
+/// Packs the rows `rows[chosen]`, one after the other.
 pub(super) fn pack(rows: &[SftRow], chosen: &[usize]) -> PackedRow {
     let mut packed = PackedRow::new();
     for row in chosen.iter().map(|&i| &rows[i]) {
@@ -108,8 +110,8 @@ pub(super) fn pack(rows: &[SftRow], chosen: &[usize]) -> PackedRow {
     packed
 }
 
-/// Accumulates the gradient of one packed row, whose predicted tokens have `weights`; returns its share of the minibatch's loss, and
-/// of the mean loss of texts, in which they weigh `of_texts`.
+/// Accumulates the gradient of one packed row, whose predicted tokens have `weights`. Returns its share of the
+/// minibatch's loss and of the mean loss of texts, in which the tokens have the weights `of_texts`.
 pub(super) fn microbatch(learner: &mut Learner, row: &PackedRow, weights: &[f32], of_texts: &[f32]) -> Sums {
     let (mut found, mut on_texts) = (0.0, 0.0);
     let mut loss = |range: Range<usize>, l: &[f32], _: &[f32], dlogprobs: &mut [f32], _: &mut [f32]| {

@@ -1,4 +1,4 @@
-//! What each rank takes of prompts and responses.
+//! Each rank's share of prompts and responses.
 
 use crate::comm::{Axes, Group, Next, records};
 use crate::device::cpu::pool::share;
@@ -10,26 +10,26 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// A response: the index of its prompt in the batch, and its number among the samples of that.
+/// A response: the index of its prompt in the batch, and its number among the samples of that prompt.
 pub type Key = (usize, u32);
 
-/// An equal share of `part` for this rank: ranks that share its matrices in the rollout have the same.
+/// An equal share of `part` for this rank. Ranks that share its matrices in the rollout have the same share.
 pub fn prompts_of(run: &Run, part: &Range<usize>) -> Range<usize> {
     let own = share_of(part.len(), &run.ranks.rollout_axes.zero);
     part.start + own.start..part.start + own.end
 }
 
-/// What ranks with a model between them may take of the prompts.
+/// The prompts that a group of ranks with one model may take.
 pub struct Offer {
-    /// Prompts of an equal share.
+    /// The number of prompts in an equal share.
     pub own: usize,
     pub prompts: Range<usize>,
-    /// Other ranks take of the same prompts.
+    /// Whether other ranks take prompts from the same range.
     is_shared: bool,
 }
 
 impl Offer {
-    /// `steals`: whether ranks may take others' prompts at all.
+    /// `steals`: whether ranks may take prompts of others at all.
     pub fn new(run: &Run, part: &Range<usize>, steals: bool) -> Self {
         let own = prompts_of(run, part);
         let steals = steals && run.config.rollout.work_stealing && !run.config.reward.compares_all();
@@ -37,18 +37,19 @@ impl Offer {
         Self { own: own.len(), prompts: if is_shared { part.clone() } else { own }, is_shared }
     }
 
-    /// `work` with what gives the next prompt that this rank is to answer. Ranks that share its matrices ask together.
+    /// Runs `work` with a function that returns the next prompt for this rank. Ranks that share its matrices call it
+    /// together.
     pub fn take<T>(&self, axes: &Axes, all: &RefCell<TakenPrompts>, work: impl FnOnce(NextPrompt) -> T) -> T {
         let work = |next: &mut Next| {
             let mut next = || {
-                // A null device has no first rank to ask.
+                // A null device has no first rank to receive from.
                 let taken = if null::is_active() { next() } else { records::of_first(&axes.tensor, &mut *next) };
                 let prompt = self.prompts.start + taken?;
                 all.borrow_mut().take(prompt);
                 Some(prompt)
             };
             let found = work(&mut next);
-            // Behind a stop, what is done of prompts that no rank has taken is still some rank's.
+            // After a stop, finished responses to prompts that no rank has taken must still go to some rank.
             while next().is_some() {}
             all.borrow_mut().reward.flush();
             found
@@ -63,54 +64,55 @@ impl Offer {
 
 type NextPrompt<'a> = &'a mut dyn FnMut() -> Option<usize>;
 
-/// This rank's share of results that all ranks of `tensor` hold identically: with it each result is on one rank of the mesh, in order.
+/// This rank's share of results that all ranks of `tensor` hold identically. The shares hold each result exactly once
+/// over the mesh, in order.
 pub fn own_share<T>(mut all: Vec<T>, tensor: &Group) -> Vec<T> {
     all.drain(share_of(all.len(), tensor)).collect()
 }
 
-/// What this rank takes of `count` things that are divided among a group.
+/// This rank's share of `count` items that are divided among a group.
 pub fn share_of(count: usize, group: &Group) -> Range<usize> {
     share(count, 1, group.rank(), group.size())
 }
 
-/// Makes places in the reward for the responses `keys`; the first of them.
+/// Reserves positions in the reward for the responses `keys`, and returns the first one.
 pub fn expect(reward: &mut Reward, asked: &mut Vec<Key>, keys: impl Iterator<Item = Key>) -> usize {
     let before = asked.len();
     asked.extend(keys);
     reward.expect(asked.len() - before)
 }
 
-/// Prompts of one step among those that a phase answers.
+/// The prompts of one step among the prompts of a phase.
 pub struct Piece {
-    /// That keys the draws.
+    /// The step that keys the random numbers.
     pub step: u32,
     pub prompts: Range<usize>,
-    /// Tokens that their responses have at most behind the phase: those that are longer go on in a later one.
+    /// The maximum number of tokens of their responses after the phase. Longer responses continue in a later phase.
     pub tokens_max: usize,
 }
 
 impl Piece {
-    /// All prompts of a step, and their responses whole.
+    /// All prompts of a step, with complete responses.
     pub fn whole(step: u32, prompts: usize) -> Self {
         Self { step, prompts: 0..prompts, tokens_max: usize::MAX }
     }
 }
 
-/// The prompts that ranks with a model between them have taken, and their responses on the way to the reward.
+/// The prompts taken by a group of ranks with one model, and their responses on the way to the reward.
 pub struct TakenPrompts<'a> {
     pub reward: &'a mut Reward,
-    /// As in `Collector`.
+    /// See `Collector`.
     pub asked: &'a mut Vec<Key>,
     pub prompts: &'a [Prompt],
-    /// Responses of each prompt.
+    /// The number of responses to each prompt.
     pub of_each: usize,
-    /// Which ones were there before, of any prompt.
+    /// The responses that were done before, to any prompt.
     pub done: &'a [Response],
-    /// The ranks that hand the responses over, a prompt each in turn; none where rewards are on other ranks.
+    /// The ranks that send the responses to the reward, one prompt each in turn. `None` if rewards are on other ranks.
     pub streams: Option<Group>,
-    /// Of each prompt that was taken the place of its first response, where this rank hands it over.
+    /// For each prompt taken, the position of its first response in the reward, if this rank sends it.
     pub places: HashMap<usize, Option<usize>>,
-    /// Prompts before this one are answered whole, the others go on in a later phase.
+    /// Prompts before this index get complete responses. The others continue in a later phase.
     pub whole: usize,
 }
 
@@ -129,7 +131,7 @@ impl TakenPrompts<'_> {
         }
     }
 
-    /// The responses to these prompts, of which `drawn` are new, in order; and whether none is missing.
+    /// All responses to the prompts taken, including the new ones in `drawn`, in order, and whether none is missing.
     pub fn with_done(&self, drawn: impl Iterator<Item = Response>) -> (Vec<Response>, bool) {
         let is_own = |r: &&Response| self.places.contains_key(&r.prompt) && (r.sample as usize) < self.of_each;
         let mut all: Vec<Response> = drawn.chain(self.done.iter().filter(is_own).cloned()).collect();
@@ -138,7 +140,7 @@ impl TakenPrompts<'_> {
         (all, is_complete)
     }
 
-    /// Hands a response to the reward, where that is this rank's to do.
+    /// Sends a response to the reward, if that is this rank's task.
     pub fn push(&mut self, response: &Response) {
         if let Some(Some(first)) = self.places.get(&response.prompt) {
             self.reward.push(first + response.sample as usize, &self.prompts[response.prompt], response);

@@ -1,4 +1,4 @@
-//! Everything that a resume must restore, and its form in a checkpoint.
+//! The state that a resume must restore, and its form in a checkpoint.
 
 use super::best::Best;
 use super::config_diff;
@@ -22,7 +22,7 @@ pub struct State {
     pub step: u64,
     pub cursor: Cursor,
     pub ledger: Ledger,
-    /// The method's own state: for ppo the KL controller and the reward moments.
+    /// The method's own state. For ppo: the KL controller and the reward moments.
     pub method: Value,
     /// Optimizer steps of each learner.
     pub updates: Vec<u64>,
@@ -36,8 +36,8 @@ pub struct State {
     pub inputs: Inputs,
 }
 
-/// Saves at the end of `state.step`, or within the next step where there is `work`; and writes `ledger.json`. `learned`: names of
-/// all models that learn, `learners`: those of this rank.
+/// Saves at the end of `state.step`, or within the next step if there is `work`. Also writes `ledger.json`. `learned`:
+/// names of all models that learn. `learners`: the ones on this rank.
 pub fn save(
     run: &mut Run,
     state: &mut State,
@@ -55,7 +55,7 @@ pub fn save(
     let rank = run.ranks.world.rank;
     let side = if rank == 0 { side_files(&run.config.model.actor) } else { Ok(Vec::new()) };
     let side = run.ranks.all.agree(side)?;
-    // Of state that is offloaded to mapped files one vector is in memory at a time.
+    // Of state offloaded to memory-mapped files, one vector at a time is in memory.
     let evict = learners.iter().map(|learner| || learner.zero.buffers().for_each(Buffer::evict));
     let evict: Vec<_> = evict.collect();
     let names = learners.iter().map(|learner| {
@@ -88,7 +88,7 @@ pub fn save(
     run.ranks.all.agree(written)
 }
 
-/// config.json and the tokenizer files, so that a checkpoint can be exported without the directory it began from.
+/// config.json and the tokenizer files. With them a checkpoint can be exported without the directory it began from.
 fn side_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     let read = |name: &str| {
         let path = dir.join(name);
@@ -97,7 +97,7 @@ fn side_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     small_files().filter(|name| dir.join(name).exists()).map(read).collect()
 }
 
-/// A checkpoint that a run resumes from, and its state.
+/// A checkpoint that a run resumes from, with its state.
 pub struct Resumed {
     checkpoint: Checkpoint,
     pub state: State,
@@ -105,17 +105,18 @@ pub struct Resumed {
     pub work: Option<Vec<u8>>,
 }
 
-/// Finds the newest checkpoint of the run that is whole, before any model is read; `first` is what the directory of the job's first
-/// model holds, `learned` are the names of those that learn, and `inputs` are the hashes of what the job reads now. All ranks call this.
+/// Finds the newest complete checkpoint of the run, before any model is read. `first`: the architecture of the job's
+/// first model. `learned`: the names of the models that learn. `inputs`: the hashes of the current inputs. All ranks
+/// call this.
 ///
 /// # Errors
-/// `Usage` where the configuration or an input has changed that the state depends on, `Data` where the checkpoint is of another
-/// model or damaged; the same on all ranks.
+/// `Usage` if the configuration or an input has changed that the state depends on. `Data` if the checkpoint belongs to
+/// another model or is damaged. The error is the same on all ranks.
 pub fn find(run: &Run, first: &Arch, learned: &[&'static str], inputs: &Inputs) -> Result<Option<Resumed>> {
     let find = if run.dry_run { checkpoint::find } else { checkpoint::resume };
     let Some(checkpoint) = find(&run.checkpoints(), &run.ranks.all)? else { return Ok(None) };
     for skipped in &checkpoint.skipped {
-        run.recorder.warn(&format!("passed over a checkpoint that is not whole: {skipped}"));
+        run.recorder.warn(&format!("skipped an incomplete checkpoint: {skipped}"));
     }
     let saved = &checkpoint.manifest.state;
     let changes = |text| config_diff::check(text, &run.config, saved["run"]["has_work"] == true);
@@ -126,16 +127,15 @@ pub fn find(run: &Run, first: &Arch, learned: &[&'static str], inputs: &Inputs) 
     });
     let (changed, state, work) = run.ranks.all.agree(known)?;
     if !changed.is_empty() {
-        run.recorder.say(&format!("goes on with changes: {}", changed.join(", ")));
+        run.recorder.say(&format!("resuming with changes: {}", changed.join(", ")));
     }
     Ok(Some(Resumed { checkpoint, state, work }))
 }
 
-/// Opens the checkpoint of the best evaluation, of the run that has just ended. All ranks call this.
+/// Opens the checkpoint of the best evaluation of the run that has just ended. All ranks call this.
 pub fn best(run: &Run, best: &Best, first: &Arch, learned: &[&'static str]) -> Result<Option<Resumed>> {
     let Some(step) = best.step() else { return Ok(None) };
-    let gone =
-        "where the best checkpoint is gone, the same line with checkpoint.export_best=false exports the last one";
+    let gone = "if the best checkpoint is gone, add checkpoint.export_best=false to export the last one";
     let opened = Checkpoint::open(&checkpoint::best_of(&run.checkpoints(), step)).map_err(|e| e.hint(gone));
     let checkpoint = run.ranks.all.agree(opened)?;
     run.ranks.all.agree(checkpoint.verify(&run.ranks.all))?;
@@ -151,7 +151,7 @@ impl Resumed {
             let updates = self.state.updates[index.expect("a learner has a learned role")];
             let (table, arch) = (learner.role.weights.table.clone(), learner.role.arch().clone());
             let vectors = ModelVectors::open(&self.checkpoint, learner.role.name, &arch, &table)?;
-            // An average that is kept from now on begins with the weights.
+            // If an average is kept from now on, it begins with the weights.
             let begins = !vectors.has(Vector::Average.name());
             let saved = |what| if what == Vector::Average && begins { Vector::Master } else { what };
             learner.restore(updates, |what, range, out| vectors.read(saved(what).name(), range, out))
@@ -170,8 +170,8 @@ fn state_of(learned: &[&str], from: &Checkpoint, first: &Arch) -> Result<(State,
     let state: State =
         serde_json::from_value(json["run"].clone()).map_err(|e| malformed(&format!("its state is malformed: {e}")))?;
     if json["roles"] != serde_json::json!(learned) || state.updates.len() != learned.len() {
-        return Err(malformed(&format!("it holds {}, this job trains {learned:?}", json["roles"]))
-            .hint("give the run a job.dir of its own, or the configuration it was saved with"));
+        return Err(malformed(&format!("it holds {}, but this job trains {learned:?}", json["roles"]))
+            .hint("set another job.dir, or use the configuration that the run was saved with"));
     }
     let saved = Arch::load(&from.dir)?;
     if !saved.computes_as(first) {
@@ -179,9 +179,11 @@ fn state_of(learned: &[&str], from: &Checkpoint, first: &Arch) -> Result<(State,
         let what = if was == is {
             "its config.json differs from model.actor's in rope, norm, window or bias settings".to_string()
         } else {
-            format!("it was saved from {was}, model.actor is {is}")
+            format!("it was saved from {was}, but model.actor is {is}")
         };
-        return Err(malformed(&what).hint("set another job.dir, or name the model that the run was started with"));
+        return Err(
+            malformed(&what).hint("set another job.dir, or set model.actor to the model that the run was started with")
+        );
     }
     let work = if state.has_work { Some(from.file("work.bin")?.to_vec()) } else { None };
     Ok((state, work))

@@ -1,5 +1,6 @@
-//! A process reward model on one page: texts with labelled steps -> log-probabilities of reward tokens -> loss -> gradient -> step
-//! (arXiv:2305.20050). What follows a placeholder, by the language model's head, is the label of the step before it.
+//! A process reward model on one page: texts with labeled steps -> log-probabilities of reward tokens -> loss ->
+//! gradient -> step (arXiv:2305.20050). The prediction of the language model's head after a placeholder is the label of
+//! the step before it.
 
 use super::supervised::{self, Judge, Judged, Judging, Method, Minibatch, Numbers};
 use crate::config::Config;
@@ -17,10 +18,10 @@ use crate::metrics::{Phases, keys};
 use crate::text::Tokenizer;
 use serde_json::json;
 
-/// Steps that were counted, and the probability of the first reward token in each.
+/// The number of steps, and the probability of the first reward token in each.
 const STEPS: &str = "steps";
 const REWARD: &str = "reward";
-/// Rows of a plan have no text: so many tokens are taken to be a step.
+/// The number of tokens of a step in a plan, whose rows have no text.
 const PLANNED_STEP_TOKENS: usize = 16;
 
 /// The tokens that steps and labels are written with.
@@ -30,7 +31,7 @@ pub struct StepReward {
     rewards: Vec<u32>,
 }
 
-/// Where a placeholder stands, and the probabilities that the reward tokens are to have there.
+/// The position of a placeholder, and the target probabilities of the reward tokens there.
 type Placed = (u32, Vec<f64>);
 
 impl Method for StepReward {
@@ -47,7 +48,7 @@ impl Method for StepReward {
         source.check_each(|row| method.steps(&row).map(|_| ()))
     }
 
-    /// Refuses texts that are not one token.
+    /// Rejects placeholders and reward tokens that are not one token.
     fn new(Config { step_reward: config, .. }: &Config, _frozen: Vec<Role>, tokenizer: &Tokenizer) -> Result<Self> {
         if null::is_active() {
             // A plan has no tokenizer.
@@ -55,8 +56,11 @@ impl Method for StepReward {
         }
         let id = |key: &str, text: &String| match tokenizer.encode(text, false)?[..] {
             [id] => Ok(id),
-            ref many => Err(Error::usage(format!("step_reward.{key}: {text:?} is {} tokens, needed one", many.len()))
-                .hint("take a text that is one token of the model's tokenizer, or add it there as a special token")),
+            ref many => {
+                Err(Error::usage(format!("step_reward.{key}: {text:?} must be one token (got {})", many.len())).hint(
+                    "choose a text that is one token of the model's tokenizer, or add it there as a special token",
+                ))
+            }
         };
         let rewards = config.reward_tokens.iter().map(|text| id("reward_tokens", text)).collect::<Result<_>>()?;
         Ok(Self { config: config.clone(), placeholder: id("placeholder", &config.placeholder)?, rewards })
@@ -69,7 +73,8 @@ impl Method for StepReward {
     fn update(&mut self, run: &Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
         let steps = batch.known.iter().flatten().count();
         if steps == 0 {
-            return Err(Error::data("a minibatch has no step to learn").hint("data.row_tokens_max cut all of them off"));
+            return Err(Error::data("a minibatch has no steps to learn")
+                .hint("raise data.row_tokens_max, which cut all of them off"));
         }
         let sums = supervised::update(self, run, learner, batch, 1.0 / steps as f64)?;
         Ok(sums.means(&[(keys::ACCURACY, STEPS), (keys::LOSS, "")]))
@@ -94,7 +99,7 @@ impl Judge for StepReward {
         packed
     }
 
-    /// Log-probabilities of the reward tokens of a step stand together, and on one rank.
+    /// The log-probabilities of the reward tokens of a step are consecutive, and on one rank.
     fn judge(&self, packed: &Judging<Self>) -> (Vec<Judged>, Vec<f32>) {
         let steps_of =
             |&i: &usize| packed.batch.known[i].iter().enumerate().map(move |(step, (_, wanted))| (i, step, wanted));
@@ -136,7 +141,7 @@ impl Judge for StepReward {
 }
 
 impl StepReward {
-    /// The steps of a row, each with its label; of one that was cut, those that are left.
+    /// The steps of a row, each with its label. A row that was cut has only its remaining steps.
     fn steps(&self, row: &StepRow) -> Result<Vec<Placed>> {
         if null::is_active() {
             // The last one ends with the row.
@@ -147,29 +152,37 @@ impl StepReward {
         let places = (0..row.tokens.len()).filter(|&i| row.tokens[i] == self.placeholder);
         let (steps, labels, placeholder) = (places.clone().count(), row.labels.len(), &self.config.placeholder);
         if steps == 0 && !row.is_cut {
-            return Err(Error::data(format!("there is no placeholder {placeholder:?} in the text"))
-                .hint("step_reward.placeholder stands behind each step, as a token of its own"));
+            return Err(Error::data(format!("the text has no placeholder {placeholder:?}"))
+                .hint("end each step with step_reward.placeholder, as a token of its own"));
         }
         if labels < steps || labels > steps && !row.is_cut {
-            return Err(Error::data(format!("{labels} labels for {steps} placeholders {placeholder:?}")));
+            return Err(Error::data(format!(
+                "each placeholder {placeholder:?} needs one label (labels: {labels}, placeholders: {steps})"
+            )));
         }
         places.zip(&row.labels).map(|(i, label)| Ok((i as u32, self.wanted(label)?))).collect()
     }
 
-    /// The probabilities that the reward tokens are to have.
+    /// The target probabilities of the reward tokens.
     fn wanted(&self, label: &StepLabel) -> Result<Vec<f64>> {
         let names = &self.config.reward_tokens;
         match label {
             StepLabel::Token(text) if names.contains(text) => {
                 Ok(names.iter().map(|name| f64::from(u8::from(name == text))).collect())
             }
-            StepLabel::Token(text) => Err(Error::data(format!("label {text:?} is no reward token"))
-                .hint(format!("step_reward.reward_tokens are {names:?}"))),
+            StepLabel::Token(text) => Err(Error::data(format!("label {text:?} is not a reward token"))
+                .hint(format!("use one of step_reward.reward_tokens: {names:?}"))),
             StepLabel::Soft(p) if names.len() == 2 || null::is_active() => {
                 Ok([*p, 1.0 - p].into_iter().chain(std::iter::repeat(0.0)).take(names.len()).collect())
             }
-            StepLabel::Soft(p) => Err(Error::data(format!("label {p} with {} reward tokens", names.len()))
-                .hint("a number is the probability of the first of exactly two step_reward.reward_tokens")),
+            StepLabel::Soft(p) => Err(Error::data(format!(
+                "a number as a label ({p}) needs exactly two reward tokens (got {})",
+                names.len()
+            ))
+            .hint(
+                "use a reward token as the label, or set two step_reward.reward_tokens: the number is the \
+                 probability of the first",
+            )),
         }
     }
 }

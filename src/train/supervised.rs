@@ -1,4 +1,5 @@
-//! Methods that learn from rows as they are: what a job of one does, and how rows are cut into micro-batches, learned from and evaluated.
+//! Methods that learn from rows as they are: their jobs, and the splitting of rows into micro-batches for training and
+//! evaluation.
 
 use super::job::{Ended, Job, Step};
 use super::models::ModelSpec;
@@ -26,34 +27,34 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Numbers of a step or an evaluation, by key.
+/// Metrics of a step or an evaluation, by key.
 pub type Numbers = Vec<(&'static str, f64)>;
 
-/// A method that learns from rows as they are: the models of a job of it, and what is done with a minibatch.
+/// A method that learns from rows as they are: the models of its jobs, and the work on a minibatch.
 pub trait Method: Sized {
     type Row: Row;
-    /// What rows are compared with.
+    /// The precomputed values that rows are compared with.
     type Known: Default;
     /// Whether models score rows before anything is learned from them.
     const SCORES: bool = false;
 
-    /// The model that learns, then those that do not.
+    /// The model that learns, then the frozen models.
     fn models(config: &Config) -> Vec<ModelSpec> {
         vec![ModelSpec::actor(config, Head::LanguageModel)]
     }
 
-    /// Rows of a step, tokens of a micro-batch at most, and forwards that only score a step's rows.
+    /// Rows of a step, maximum tokens of a micro-batch, and forward passes that only score a step's rows.
     fn shape(config: &Config) -> [usize; 3];
 
-    /// As in `Job`.
+    /// See `Job`.
     fn check_rows(_config: &Config, _source: &RowSource<Self::Row>, _tokenizer: &Tokenizer) -> Result<()> {
         Ok(())
     }
 
-    /// With the models that do not learn.
+    /// Creates the method with its frozen models.
     fn new(config: &Config, frozen: Vec<Role>, tokenizer: &Tokenizer) -> Result<Self>;
 
-    /// Looks at rows before `role` learns from them or is evaluated on them. All ranks call this.
+    /// Prepares rows before `role` learns from them or is evaluated on them. All ranks call this.
     fn known(&mut self, _: &Run, _role: &Role, _: &mut [Self::Row], _: &mut Phases) -> Result<Self::Known> {
         Ok(Self::Known::default())
     }
@@ -64,15 +65,15 @@ pub trait Method: Sized {
     /// Evaluates held-out rows. All ranks call this.
     ///
     /// # Errors
-    /// `Stopped` where the run was asked to stop before all of them were seen.
+    /// `Stopped` if the run was asked to stop before the last row.
     fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers>;
 }
 
-/// Rows of a step, or held-out ones of an evaluation.
+/// Rows of a step, or held-out rows of an evaluation.
 pub struct Minibatch<'a, M: Method> {
     pub step: u64,
     pub rows: &'a [M::Row],
-    /// Of pretraining, which are learned beside them where a job has any.
+    /// Pretraining rows, learned together with the others if the job has any.
     pub texts: &'a [SftRow],
     pub known: M::Known,
     pub tokenizer: &'a Tokenizer,
@@ -135,7 +136,7 @@ impl<M: Method> Job for Supervised<M> {
         vec![&mut self.learner]
     }
 
-    /// Of a reward model, mean and standard deviation of the scores in the last evaluation.
+    /// Mean and standard deviation of a reward model's scores in the last evaluation.
     fn state(&self) -> Value {
         json!(self.learner.role.arch().reward_mean_std)
     }
@@ -189,44 +190,45 @@ impl<M: Method> Job for Supervised<M> {
 
 /// Mean and standard deviation of a reward model's scores in the state of a checkpoint.
 pub fn mean_std(state: &Value) -> Result<Option<(f32, f32)>> {
-    Deserialize::deserialize(state).map_err(|e| Error::data(format!("the checkpoint's state: {e}")))
+    Deserialize::deserialize(state).map_err(|e| Error::data(format!("the checkpoint's state is malformed: {e}")))
 }
 
-/// A method whose loss needs the numbers of several tokens before any derivative: log-probabilities of the tokens that a packed row
-/// predicts, or scores of a value head.
+/// A method whose loss needs the outputs of several tokens before any derivative: log-probabilities of the tokens that
+/// a packed row predicts, or scores of a value head.
 pub trait Judge: Method {
-    /// The rows `chosen`, one behind the other.
+    /// Packs the rows `chosen`, one after the other.
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow;
 
-    /// What this rank counts, and the derivatives of the loss by its own numbers.
+    /// Returns the sums that this rank counts, and the derivatives of the loss by its own outputs.
     fn judge(&self, packed: &Judging<Self>) -> (Vec<Judged>, Vec<f32>);
 
-    /// Identity, prompt and responses of a held-out row whose examples were `judged` so.
+    /// Returns id, prompt and responses of a held-out row with the example results `judged`.
     fn read(batch: &Minibatch<Self>, judged: &[&Judged]) -> Result<(u64, String, EvalResponses)>;
 }
 
-/// What is counted of an example, by the place of its row in the minibatch and its own in the row: its share of the loss, its margin, whether
-/// it is right, and what the method counts in addition.
+/// Sums of one example: (row index in the minibatch, index in the row, sums). The sums are its share of the loss, its
+/// margin, whether it is right, and the additional counts of the method.
 pub type Judged = (usize, usize, Sums);
 
-/// A packed row of a minibatch, and what the model says of it.
+/// A packed row of a minibatch, with the model's outputs.
 pub struct Judging<'a, M: Method> {
     pub run: &'a Run,
     pub batch: &'a Minibatch<'a, M>,
-    /// Of the loss of each example.
+    /// The weight of each example's loss.
     pub weight: f64,
-    /// Places of its rows in the minibatch.
+    /// Indices of its rows in the minibatch.
     pub chosen: &'a [usize],
     pub whole: &'a PackedRow,
-    /// This rank's part.
+    /// This rank's part of the row.
     pub row: &'a PackedRow,
-    /// One for each predicted token of the part.
+    /// The outputs, one for each predicted token of the part.
     pub numbers: Vec<f32>,
 }
 
 impl<M: Judge> Judging<'_, M> {
-    /// Judges rows of `N` sequences each: `judge` gives what is counted of the row at a place by the numbers of each sequence, and the
-    /// derivative of its loss by each of these. Ranks of a ring compute the same, which the first one counts.
+    /// Evaluates rows of `N` sequences each. `judge` returns the sums of the row at an index, from the outputs of each
+    /// sequence, and the derivative of its loss by each of them. Ranks of a ring compute the same, and the first one
+    /// counts it.
     pub fn rows<const N: usize>(
         &self,
         judge: impl Fn(usize, [&[f32]; N]) -> (Sums, [f64; N]),
@@ -245,7 +247,7 @@ impl<M: Judge> Judging<'_, M> {
     }
 }
 
-/// What the model says of the predicted tokens of a row.
+/// The model's outputs for the predicted tokens of a row.
 fn numbers(model: &Transformer, w: &Weights, hidden: &Tensor, row: &PackedRow) -> Vec<f32> {
     match w.table.head() {
         Head::LanguageModel => model.logprobs(w, hidden, &row.rows, &row.targets, 1.0, false).0,
@@ -253,7 +255,7 @@ fn numbers(model: &Transformer, w: &Weights, hidden: &Tensor, row: &PackedRow) -
     }
 }
 
-/// One optimizer step on rows, each of whose losses has this weight: sums over all ranks. All ranks call this.
+/// One optimizer step on rows, each of whose losses has this weight. Returns sums over all ranks. All ranks call this.
 pub fn update<M: Judge>(
     method: &M,
     run: &Run,
@@ -286,8 +288,8 @@ pub fn update<M: Judge>(
     Ok(sums)
 }
 
-/// Evaluates held-out rows and records the first of them: how the model judges them, and sums over all, in the order of the rows. All
-/// ranks call this.
+/// Evaluates held-out rows and records the first of them. Returns the result of each row and the sums over all rows, in
+/// the order of the rows. All ranks call this.
 pub fn judged<M: Judge>(
     method: &M,
     run: &mut Run,
@@ -323,8 +325,8 @@ pub fn lengths<T: Row>(rows: &[T]) -> Vec<usize> {
     rows.iter().map(|row| row.sequences().iter().sum()).collect()
 }
 
-/// What `measure` finds in held-out rows of `lengths` tokens, of which it takes a micro-batch at a time: on all ranks, in their order.
-/// All ranks call this.
+/// The results of `measure` on held-out rows of `lengths` tokens, on all ranks and in row order. Rows are measured one
+/// micro-batch at a time. All ranks call this.
 pub fn evaluate<T: Serialize + DeserializeOwned>(
     run: &Run,
     role: &Role,
@@ -335,7 +337,7 @@ pub fn evaluate<T: Serialize + DeserializeOwned>(
     records::gather(&run.ranks.axes.zero, &evaluate_share(run, role, lengths, tokens_max, measure)?)
 }
 
-/// The same of this rank's share.
+/// The same for this rank's share.
 pub fn evaluate_share<T>(
     run: &Run,
     role: &Role,
@@ -349,7 +351,7 @@ pub fn evaluate_share<T>(
     let mut mine = Vec::new();
     for chosen in &plan[axes.data.rank()] {
         if run.stop_requested() {
-            return Err(Error::new(Kind::Stopped, "the evaluation was stopped"));
+            return Err(Error::new(Kind::Stopped, "stopped during the evaluation"));
         }
         mine.extend(measure(chosen));
     }

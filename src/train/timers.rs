@@ -1,4 +1,4 @@
-//! How long this rank computed in a step, and how long it waited for others.
+//! The time for which this rank computed in a step, and the time for which it waited for others.
 
 use crate::comm;
 use crate::config::mesh::RoleName;
@@ -9,7 +9,8 @@ use std::time::Instant;
 #[derive(Clone, Copy, Debug)]
 pub struct Timers {
     start: Instant,
-    /// Exposed seconds of the process when the step began: of all groups, and of the group of all ranks.
+    /// Exposed communication seconds of the process at the start of the step: over all groups, and over the group of
+    /// all ranks.
     exposed_before: f64,
     apart_before: f64,
     /// Seconds of training in which this rank computed.
@@ -34,8 +35,8 @@ impl Timers {
         result
     }
 
-    /// Metrics of a step: the longest wait, the slowest rank's time by the mean of its placement, and what share of the step each
-    /// placement waited for others. All ranks call this.
+    /// Metrics of a step: the longest wait, the slowest rank's time divided by the mean of its placement, and for each
+    /// placement the share of the step for which it waited for others. All ranks call this.
     pub fn values(&self, ranks: &Ranks) -> Vec<(&'static str, f64)> {
         let exposed = comm::exposed_seconds() - self.exposed_before;
         let idle = (exposed_to_placements() - self.apart_before) / self.start.elapsed().as_secs_f64();
@@ -65,7 +66,7 @@ fn exposed_to_placements() -> f64 {
     accounts.iter().filter(|((axis, _), _)| *axis == "world").map(|(_, totals)| totals.exposed).sum()
 }
 
-/// A placement is named by its first role.
+/// The key of a placement, which is named by its first role.
 fn idle_key(role: RoleName) -> &'static str {
     match role {
         RoleName::Actor => keys::IDLE_RATIO_ACTOR,

@@ -1,4 +1,4 @@
-//! One optimizer step of PPO: a minibatch of experience to new weights.
+//! One optimizer step of PPO: from a minibatch of experience to new weights.
 
 use super::sft;
 use crate::comm::{Axes, Group};
@@ -19,7 +19,7 @@ use crate::metrics::keys;
 use crate::model::Head;
 use std::ops::Range;
 
-/// What sums are divided by: tokens that are learned from, and optimizer steps.
+/// The counts that divide sums: tokens that are learned from, and optimizer steps.
 const POLICY_TOKENS: &str = "policy_tokens";
 const VALUE_TOKENS: &str = "value_tokens";
 const ACTOR_STEPS: &str = "actor_steps";
@@ -30,7 +30,7 @@ const OF_ACTOR: [&str; 5] = [keys::LOSS, ACTOR_STEPS, keys::GRAD_NORM_ACTOR, key
 const OF_CRITIC: [&str; 5] =
     [keys::VALUE_LOSS, CRITIC_STEPS, keys::GRAD_NORM_CRITIC, keys::GRAD_NORM_CRITIC_MAX, keys::LR_CRITIC];
 
-/// What a step reports of its updates: keys, and what their sums are divided by.
+/// The update metrics of a step: keys, and the counts that divide their sums.
 pub const REPORTED: &[(&str, &str)] = &[
     (keys::LOSS, ACTOR_STEPS),
     (keys::POLICY_LOSS, ACTOR_STEPS),
@@ -50,14 +50,15 @@ pub const REPORTED: &[(&str, &str)] = &[
     (keys::LR_CRITIC, CRITIC_STEPS),
 ];
 
-/// What stays the same over the minibatches of a step.
+/// Values that stay the same over the minibatches of a step.
 #[derive(Clone, Copy)]
 pub struct Update<'a> {
     pub config: &'a Config,
     pub axes: &'a Axes,
     /// KL coefficient in force.
     pub kl_beta: f32,
-    /// Pretraining rows of this minibatch, which the actor learns from beside the samples (PPO-ptx, arXiv:2203.02155).
+    /// Pretraining rows of this minibatch, which the actor learns together with the samples (PPO-ptx,
+    /// arXiv:2203.02155).
     pub texts: &'a [SftRow],
 }
 
@@ -130,7 +131,7 @@ impl Update<'_> {
         let (row, temperature) = (&batch.row, self.config.rollout.temperature);
         let (ppo, mut found) = (&self.config.ppo, PolicySums::default());
         let logprobs = actor.backward(row, |model, w, hidden, grads| {
-            // The ratio is of the whole sequence: all its log-probs are needed before any derivative.
+            // The ratio is that of the whole sequence, so all its log-probabilities are needed before any derivative.
             let slopes = (ppo.loss == PolicyLossKind::Gspo).then(|| {
                 let (logprobs, entropy) = model.logprobs(w, hidden, &row.rows, row.masked_targets(), temperature, true);
                 let (of_sequences, slopes) = self.sequence_loss(&whole, &logprobs, &entropy);
@@ -164,9 +165,9 @@ impl Update<'_> {
         ])
     }
 
-    /// The loss of whole sequences, given the log-probabilities and entropies of this rank's tokens: sums, and the derivatives by
-    /// the log-probability and the entropy of every token of the row. Ranks of the sequence axis compute the same derivatives;
-    /// each sequence counts on one of them.
+    /// The loss of whole sequences from the log-probabilities and entropies of this rank's tokens. Returns sums, and
+    /// the derivatives by the log-probability and the entropy of every token of the row. Ranks of the sequence axis
+    /// compute the same derivatives. Each sequence counts on one of them.
     fn sequence_loss(&self, whole: &PolicyBatch, logprobs: &[f32], entropy: &[f32]) -> (PolicySums, [Vec<f32>; 2]) {
         let sequence: &Group = &self.axes.sequence;
         let [logprobs, entropy] = [logprobs, entropy].map(|mine| whole.row.gather(sequence, mine));
@@ -190,7 +191,7 @@ impl Update<'_> {
         let (returns, old_values): (Vec<f32>, Vec<f32>) = (column(|s| &s.returns), column(|s| &s.values));
         let mut weights = Vec::new();
         for sample in samples {
-            // A mean over tokens, whatever the policy's aggregation.
+            // A mean over tokens, independent of the policy's aggregation.
             aggregation::weights(Aggregation::Token, &sample.mask, totals, 1, &mut weights);
         }
         let [old_values, returns, weights] = [old_values, returns, weights].map(|x| row.select(&x));
@@ -208,16 +209,17 @@ impl Update<'_> {
     }
 }
 
-/// Rows of the minibatch, whose samples come first: samples, and places of pretraining rows.
+/// The rows of the minibatch: its samples, which come first, and the indices of its pretraining rows.
 fn split<'e>(samples: &[&'e Experience], rows: &[usize]) -> (Vec<&'e Experience>, Vec<usize>) {
     let (own, texts): (Vec<usize>, Vec<usize>) = rows.iter().partition(|&&i| i < samples.len());
     (own.into_iter().map(|i| samples[i]).collect(), texts.into_iter().map(|i| i - samples.len()).collect())
 }
 
-/// What the actor's loss reads of the response tokens of one packed row.
+/// The inputs of the actor's loss for the response tokens of one packed row.
 struct PolicyBatch {
     row: PackedRow,
-    /// Old log-probabilities, the reference's, advantages, importance weights, weights of the loss; empty where there is none.
+    /// Old log-probabilities, the reference's, advantages, importance weights, weights of the loss. Columns that do not
+    /// exist are empty.
     columns: [Vec<f32>; 5],
 }
 
@@ -239,12 +241,12 @@ impl PolicyBatch {
         Self { row: samples.iter().copied().map(Tokens::of).collect(), columns }
     }
 
-    /// What belongs to the tokens that the part `row` of the row predicts.
+    /// The part that belongs to the tokens predicted by the part `row` of the row.
     fn part(&self, row: PackedRow) -> Self {
         Self { columns: self.columns.each_ref().map(|column| row.select(column)), row }
     }
 
-    /// The slices of tokens `range` with the policy's current numbers.
+    /// The slices of tokens `range` with the policy's current outputs.
     fn tokens<'a>(&'a self, range: Range<usize>, logprobs: &'a [f32], entropy: &'a [f32]) -> PolicyTokens<'a> {
         let part = |x: &'a Vec<f32>| if x.is_empty() { &x[..] } else { &x[range.clone()] };
         let [old_logprobs, ref_logprobs, advantages, factors, weights] = self.columns.each_ref().map(part);

@@ -1,4 +1,5 @@
-//! What a run warns of: settings and numbers that seldom mean what was meant. Each is given once, with the key that changes it.
+//! Warnings of a run about settings and metrics that are rarely intended. Each is given once and names the key to
+//! change.
 
 use crate::config::Config;
 use crate::config::job::JobKind;
@@ -8,19 +9,20 @@ use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::metrics::keys::{self, Metrics};
 
-/// A larger share of filtered rows is warned of.
+/// Share of filtered rows above which a run warns.
 const FILTERED: f64 = 0.1;
-/// A larger KL a token is warned of, in nats: the policy answers otherwise than its reference on most tokens.
+/// KL per token, in nats, above which a run warns: the policy differs from its reference on most tokens.
 const KL: f64 = 1.0;
-/// A larger fall of the chosen responses' log-probability is warned of, in nats a response.
+/// Fall of the chosen responses' log-probability, in nats per response, above which a run warns.
 const CHOSEN_FALL: f64 = 10.0;
-/// A larger lead of the accuracy on trained rows over that on held-out ones is warned of, where both are of so many rows.
+/// Lead of the accuracy on trained rows over held-out rows above which a run warns, if both have at least
+/// `OVERFIT_SAMPLES` rows.
 const OVERFIT: f64 = 0.2;
 const OVERFIT_SAMPLES: f64 = 32.0;
-/// The KL of fewer rows is noise.
+/// Minibatch size below which the KL is mostly noise.
 const KTO_SAMPLES: usize = 8;
 
-/// What is known before the first step. `context`: tokens of the longest row of model.actor.
+/// Warnings before the first step. `context`: tokens of the longest row of model.actor.
 pub fn of_start(run: &Run, shape: &StepShape, rows: &Rows, context: usize) -> Vec<String> {
     let (config, ledger) = (&run.config, rows.ledger());
     let mut found = Vec::new();
@@ -29,8 +31,8 @@ pub fn of_start(run: &Run, shape: &StepShape, rows: &Rows, context: usize) -> Ve
     if share > FILTERED {
         let rules = ledger.filtered.iter().map(|(rule, rows)| format!("{rule} {rows}"));
         found.push(format!(
-            "{:.0} % of the rows are filtered ({}): ledger.jsonl names them; data.prompt_tokens_max, data.long_prompts and \
-             data.row_tokens_max say which",
+            "{:.0} % of the rows are filtered ({}), as listed in ledger.jsonl: check data.prompt_tokens_max, \
+             data.long_prompts and data.row_tokens_max",
             100.0 * share,
             rules.collect::<Vec<_>>().join(", ")
         ));
@@ -46,11 +48,11 @@ pub fn of_start(run: &Run, shape: &StepShape, rows: &Rows, context: usize) -> Ve
 fn of_rows(config: &Config, minibatch: usize, ranks: usize, rows: &Rows) -> Vec<String> {
     let key = format!("{}.minibatch_samples = {minibatch}", crate::config::name(&config.job.kind));
     let all = [
-        (ranks > minibatch).then(|| format!("{key} for {ranks} ranks that train: some of them have none")),
+        (ranks > minibatch).then(|| format!("{key} is below the {ranks} data ranks: some get no samples")),
         (minibatch as u64 > rows.epoch_rows())
-            .then(|| format!("{key}, and the data has {} rows: steps repeat some", rows.epoch_rows())),
+            .then(|| format!("{key} exceeds the data's {} rows: steps repeat rows", rows.epoch_rows())),
         (config.job.kind == JobKind::Kto && minibatch < KTO_SAMPLES)
-            .then(|| format!("{key}: the KL that responses are measured against is a mean over these, and noisy")),
+            .then(|| format!("{key} is small: the KL of the loss is a mean over these samples and is noisy")),
     ];
     all.into_iter().flatten().collect()
 }
@@ -63,25 +65,29 @@ fn of_rollout(config: &Config, ranks: usize, rows: &Rows, context: usize) -> Vec
     let all = [
         (longest + response > context).then(|| {
             format!(
-                "rollout.response_tokens_max = {response} behind prompts of up to {longest} tokens is more than the context of \
-                 {context}: such responses end there"
+                "rollout.response_tokens_max = {response} after prompts of up to {longest} tokens exceeds the context \
+                 of {context}: such responses end there"
             )
         }),
         (ranks > prompts).then(|| {
-            format!("rollout.prompts_per_step = {prompts} for {ranks} ranks that sample: some of them have none")
+            format!("rollout.prompts_per_step = {prompts} is below the {ranks} rollout ranks: some get no prompts")
         }),
         (ppo.minibatch_samples > samples).then(|| {
             format!(
-                "ppo.minibatch_samples = {} is more than the {samples} samples of a step: each epoch is one update",
+                "ppo.minibatch_samples = {} exceeds the {samples} samples of a step: each epoch is one update",
                 ppo.minibatch_samples
             )
         }),
         (prompts as u64 > rows.epoch_rows()).then(|| {
-            format!("rollout.prompts_per_step = {prompts}, and the data has {} rows: steps repeat some", rows.epoch_rows())
+            format!(
+                "rollout.prompts_per_step = {prompts} exceeds the data's {} rows: steps repeat rows",
+                rows.epoch_rows()
+            )
         }),
         (changes_draws && ppo.correction == Correction::None).then(|| {
-            "rollout.top_p, top_k or min_p draw from another distribution than the one that is learned: \
-             rollout.keep_sampling_mask (on CPUs) learns the one that is drawn from, ppo.correction weighs the difference"
+            "rollout.top_p, top_k or min_p sample from a different distribution than training uses: set \
+             rollout.keep_sampling_mask (on CPUs) to train on the sampled one, or ppo.correction to weight the \
+             difference"
                 .to_string()
         }),
     ];
@@ -91,14 +97,14 @@ fn of_rollout(config: &Config, ranks: usize, rows: &Rows, context: usize) -> Vec
 /// Warnings about the numbers of steps, each of which is given once.
 #[derive(Default)]
 pub struct Warnings {
-    /// Of evaluations, then of steps.
+    /// Warnings given so far: about evaluations, then about steps.
     warned: [bool; 7],
-    /// Accuracy of the last step, and the rows it is of.
+    /// Accuracy of the last step, and its number of rows.
     trained: (f64, f64),
 }
 
 impl Warnings {
-    /// What the numbers of a step are to be warned of, that was not before.
+    /// New warnings about the metrics of a step.
     pub fn of_step(&mut self, config: &Config, values: &Metrics) -> Vec<String> {
         let of = |key: &str| value(values, key);
         self.trained = (of(keys::ACCURACY), of(keys::SAMPLES));
@@ -108,59 +114,61 @@ impl Warnings {
         let all = [
             (clipped > 0.0).then(|| {
                 format!(
-                    "ppo.reward_clip = [{low}, {high}] cuts the rewards of {:.0} % of the samples",
+                    "ppo.reward_clip = [{low}, {high}] clips the rewards of {:.0} % of the samples",
                     100.0 * clipped
                 )
             }),
             (of(keys::RESPONSE_TRUNCATED_RATIO) >= 1.0).then(|| {
                 format!(
-                    "all responses are cut at rollout.response_tokens_max = {}: none has ended by itself",
+                    "all responses are cut at rollout.response_tokens_max = {}: none ended by itself",
                     config.rollout.response_tokens_max
                 )
             }),
             (of(keys::REWARD_STD) == 0.0).then(|| {
                 let mean = of(keys::REWARD_MEAN);
-                format!("all rewards of a step are equal ({mean}): there is nothing to learn from [reward]")
+                format!("all rewards of a step are equal ({mean}), so there is nothing to learn: check [reward]")
             }),
             (of(keys::EQUAL_GROUPS_RATIO) > 0.5).then(|| {
                 format!(
-                    "in {:.0} % of the groups all rewards are equal, which teach nothing: rollout.samples_per_prompt, other \
-                     prompts or a finer [reward] help",
+                    "all rewards are equal in {:.0} % of the groups, which then teach nothing: raise \
+                     rollout.samples_per_prompt, use other prompts, or use a finer [reward]",
                     100.0 * of(keys::EQUAL_GROUPS_RATIO)
                 )
             }),
             (config.job.kind == JobKind::Ppo && of(keys::KL_MEAN) > KL).then(|| {
                 format!(
-                    "kl_mean is {:.2} nats a token: the policy is far from its reference; ppo.kl_coef and optim.actor.lr hold it",
+                    "kl_mean is {:.2} nats per token, so the policy is far from its reference: raise ppo.kl_coef or \
+                     lower optim.actor.lr",
                     of(keys::KL_MEAN)
                 )
             }),
             (config.job.kind == JobKind::Dpo && config.dpo.has_reference() && fall > CHOSEN_FALL).then(|| {
                 format!(
-                    "the log-probability of the chosen responses has fallen by {fall:.0} nats, too: the policy may come to write \
-                     neither; dpo.nll_coef holds them"
+                    "the log-probability of the chosen responses has also fallen, by {fall:.0} nats, so the policy may \
+                     end up writing neither response: raise dpo.nll_coef"
                 )
             }),
         ];
         new_ones(&mut self.warned[1..], all)
     }
 
-    /// The same of an evaluation behind the last step.
+    /// New warnings about an evaluation after the last step.
     pub fn of_eval(&mut self, values: &Metrics) -> Vec<String> {
         let (accuracy, samples) = self.trained;
         let held_out = value(values, keys::EVAL_ACCURACY);
         let enough = samples.min(value(values, keys::EVAL_SAMPLES)) >= OVERFIT_SAMPLES;
         let overfitted = (enough && accuracy - held_out > OVERFIT).then(|| {
             format!(
-                "accuracy is {accuracy:.2} on the rows of the step and {held_out:.2} on held-out ones: overfitted; fewer epochs, a \
-                 smaller optim.actor.lr or more rows help, and checkpoint.best_metric keeps the best"
+                "accuracy is {accuracy:.2} on the rows of the step and {held_out:.2} on held-out rows, so the model \
+                 overfits: use fewer epochs, a smaller optim.actor.lr or more rows, or keep the best checkpoint with \
+                 checkpoint.best_metric"
             )
         });
         new_ones(&mut self.warned[..1], [overfitted])
     }
 }
 
-/// Those of the warnings that are given for the first time.
+/// The warnings that are given for the first time.
 fn new_ones<const N: usize>(warned: &mut [bool], all: [Option<String>; N]) -> Vec<String> {
     let new = |(text, warned): (Option<String>, &mut bool)| text.filter(|_| !std::mem::replace(warned, true));
     all.into_iter().zip(warned).filter_map(new).collect()

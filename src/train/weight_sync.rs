@@ -1,4 +1,4 @@
-//! The actor's weights on their way to the ranks that only sample.
+//! Transfer of the actor's weights to the ranks that only sample.
 
 use crate::comm::{Group, Pending, Stream};
 use crate::device::null;
@@ -8,23 +8,24 @@ use crate::metrics::{Phase, Phases};
 use crate::model::collect::{append_bytes, collect, store_whole};
 use std::collections::VecDeque;
 
-/// Bytes on their way that the actor's first rank holds: beyond them it waits for the oldest.
+/// Bytes in flight on the actor's first rank. Above this limit it waits for the oldest transfer.
 const SENDING_MAX: usize = 1 << 30;
 
-/// Copies the weights to ranks of their own, where these sample: parameter by parameter, from the actor's first rank, which goes on while
-/// they are sent.
+/// Copies the weights to rollout ranks, if these are separate. The actor's first rank sends parameter by parameter, and
+/// continues to work meanwhile.
 pub struct WeightSync {
-    /// Over the actor's first rank and those that sample; none where these are the actor's, and on ranks that have no part in it.
+    /// The stream between the actor's first rank and the ranks that sample. `None` if the actor's ranks sample, and on
+    /// ranks that do not take part.
     stream: Option<Stream>,
-    /// The step behind which the copies were made.
+    /// The step after which the copies were made.
     step: Option<u64>,
     sending: VecDeque<(usize, Pending<()>)>,
-    /// Sent in the last turn, from this rank.
+    /// Bytes sent by this rank in the last transfer.
     pub bytes: usize,
 }
 
 impl WeightSync {
-    /// All ranks call this.
+    /// Creates the stream. All ranks call this.
     pub fn new(run: &Run) -> Self {
         let ranks = &run.ranks;
         let (apart, takes_part) = (ranks.rollout_is_apart(), ranks.world.rank == 0 || ranks.samples());
@@ -34,7 +35,7 @@ impl WeightSync {
         Self { stream, step: None, sending: VecDeque::new(), bytes: 0 }
     }
 
-    /// Brings the weights behind `step` to the ranks that sample, where they are not there yet. All ranks call this.
+    /// Sends the weights after `step` to the ranks that sample, if they do not have them yet. All ranks call this.
     pub fn send(&mut self, run: &Run, step: u64, actor: Option<&Role>, copy: Option<&mut Role>, phases: &mut Phases) {
         if !run.ranks.rollout_is_apart() || null::is_active() || self.step.replace(step) == Some(step) {
             return;

@@ -12,7 +12,7 @@ use std::time::Duration;
 /// Set in the processes that the test starts: where the checkpoints are.
 const ROOT: &str = "CHECKPOINT_ROOT";
 
-/// Goes on from the newest checkpoint and commits step after step until it is killed, saying each.
+/// Resumes from the newest checkpoint and commits step after step until it is killed, printing each.
 fn save_until_killed(root: &Path) {
     let from = resume(root, &Group::one()).expect("whole or absent").map_or(0, |c| c.manifest.step);
     let mut said = std::io::stdout();

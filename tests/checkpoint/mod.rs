@@ -15,7 +15,7 @@ fn manifest(step: u64, state: Value) -> Manifest {
     Manifest::new(step, &Mesh::data_only(1), "c0ffee", state)
 }
 
-/// Values that tell which step they are of.
+/// Values that identify their step.
 fn weights(step: u64, len: usize) -> Vec<f32> {
     (0..len as u64).map(|i| ((i * 7919 + step * 104_729) % 100_003) as f32 * 0.37).collect()
 }

@@ -1,4 +1,4 @@
-//! What is saved is read back, and old checkpoints go when newer ones are committed.
+//! Saved checkpoints are read back, and old ones are removed when newer ones are committed.
 
 use crate::checkpoint::{LEN, manifest, save_step, weights};
 use crate::names;
@@ -62,7 +62,7 @@ fn any_range_of_a_vector_is_put_together_from_its_shards() {
         assert_eq!(out, values[range]);
     }
     let other = vector("actor.m", 999).expect_err("another length");
-    assert!(other.message.contains("has 1000 elements, needed are 999"), "{other}");
+    assert!(other.message.contains("must have 999 elements (got 1000)"), "{other}");
     let none = vector("critic.m", 999).expect_err("another vector");
     assert!(none.message.contains("was not saved"), "{none}");
 }

@@ -1,4 +1,5 @@
-//! The quickstart's corpus: questions whose answers are right, and demonstrations that are wrong as often as they should be.
+//! The quickstart's corpus: questions whose answers are right, and demonstrations that are wrong as often as they
+//! should be.
 
 use super::command::rows;
 use crate::process::{Ended, Running, launched};
@@ -122,7 +123,7 @@ fn the_same_seed_gives_the_same_rows_and_another_seed_others() {
 fn a_corpus_that_cannot_be_made_is_refused() {
     for (options, words) in [
         ("--out rows.jsonl --digits 1 --eval-rows 5000", "distinct eval questions"),
-        ("--out rows.jsonl --digits 0", "1 to 6 digits"),
+        ("--out rows.jsonl --digits 0", "--digits must be from 1 to 6"),
     ] {
         let ended = make(&std::env::temp_dir(), options);
         assert!(ended.code != Some(0) && ended.stderr.contains(words), "{}", ended.stderr);

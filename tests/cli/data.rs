@@ -1,4 +1,4 @@
-//! Data that a job cannot use, and what becomes of every row of data that it can.
+//! Data that a job cannot use, and the handling of every row of data that it can.
 
 use super::fixture::Fixture;
 use serde_json::{Value, json};
@@ -13,19 +13,19 @@ fn data_is_looked_at_before_the_weights_of_a_model() {
         let kind = format!("job.kind={kind}");
         let bad = ["data.prompts=[\"bad.jsonl\"]", "data.prompt_split=", "data.eval_split=", &kind];
         fixture.refuses(65, &bad, &["bad.jsonl:2", "not JSON"]);
-        fixture.refuses(65, &["data.prompts=[\"nosuch.jsonl\"]", &kind], &["there is no file", "nosuch.jsonl"]);
+        fixture.refuses(65, &["data.prompts=[\"nosuch.jsonl\"]", &kind], &["nosuch.jsonl does not exist"]);
     }
-    fixture.refuses(65, &["job.kind=sft"], &["has a prompt and no response"]).hinted("--response-key");
+    fixture.refuses(65, &["job.kind=sft"], &["has a prompt but no response"]).hinted("--response-key");
     fixture.refuses(65, &[], &["model.actor: ", "model.safetensors"]);
 }
 
-/// Rows that jobs of labels cannot learn from, behind a good one, and what is said.
+/// Rows that jobs with labels cannot learn from, after a good one, and the messages.
 const LABELS: &[(&str, &str, &str)] = &[
-    ("kto", r#"{"prompt": "3=", "response": "4", "label": true}"#, "every row is labelled true, a kto job needs"),
-    ("step_reward", r#"{"prompt": "3= 3", "label": ["+"]}"#, "bad.jsonl:2: there is no placeholder \";\" in the text"),
-    ("step_reward", r#"{"prompt": "3= 3;", "label": ["+", "-"]}"#, "bad.jsonl:2: 2 labels for 1 placeholders \";\""),
-    ("step_reward", r#"{"prompt": "3; 3;", "label": ["-"]}"#, "bad.jsonl:2: 1 labels for 2 placeholders \";\""),
-    ("step_reward", r#"{"prompt": "3= 3;", "label": ["*"]}"#, "bad.jsonl:2: label \"*\" is no reward token"),
+    ("kto", r#"{"prompt": "3=", "response": "4", "label": true}"#, "every row is labeled true"),
+    ("step_reward", r#"{"prompt": "3= 3", "label": ["+"]}"#, "bad.jsonl:2: the text has no placeholder \";\""),
+    ("step_reward", r#"{"prompt": "3= 3;", "label": ["+", "-"]}"#, "needs one label (labels: 2, placeholders: 1)"),
+    ("step_reward", r#"{"prompt": "3; 3;", "label": ["-"]}"#, "needs one label (labels: 1, placeholders: 2)"),
+    ("step_reward", r#"{"prompt": "3= 3;", "label": ["*"]}"#, "bad.jsonl:2: label \"*\" is not a reward token"),
 ];
 
 #[test]
@@ -45,9 +45,11 @@ fn a_row_whose_labels_teach_nothing_is_named_before_weights_are_read() {
     }
     let steps = [&keys[..], &["job.kind=step_reward"]].concat();
     let three = [&steps[..], &["step_reward.reward_tokens=[\"+\", \"-\", \"?\"]"]].concat();
-    fixture.refuses(65, &three, &["bad.jsonl:1: label 0.25 with 3 reward tokens"]).hinted("exactly two");
+    fixture
+        .refuses(65, &three, &["bad.jsonl:1: a number as a label (0.25) needs exactly two reward tokens (got 3)"])
+        .hinted("set two step_reward.reward_tokens");
     let long = [&steps[..], &["step_reward.placeholder=<step>"]].concat();
-    fixture.refuses(2, &long, &["step_reward.placeholder: \"<step>\" is", "tokens, needed one"]).hinted("one token");
+    fixture.refuses(2, &long, &["step_reward.placeholder: \"<step>\" must be one token (got "]).hinted("one token");
     let seen = [&steps[..], &["--dry-run"]].concat();
     fixture.write("bad.jsonl", "{\"prompt\": \"2= 2;\", \"label\": [1]}");
     fixture.refuses(65, &seen, &["model.safetensors"]);
@@ -79,7 +81,7 @@ fn a_python_reward_gets_every_field_of_jsonl_rows_and_those_that_a_shard_keeps()
         assert!(log.contains("+1=") && log.contains(seen) && log.contains("'level'") == (dir == "a"), "{log}");
     }
     fixture.run(&[&shard[..5], &["without", "--label-key", "answer"]].concat()).well();
-    job("without", "c").refused(2, &["requires the argument 'weight'", "--keep-field weight"]);
+    job("without", "c").refused(2, &["no value for its argument 'weight'", "--keep-field weight"]);
 }
 
 #[test]
@@ -102,8 +104,8 @@ fn rows_are_shown_as_the_model_sees_them_with_what_it_learns_marked() {
 fn a_parquet_file_that_is_not_whole_is_refused_by_name() {
     let fixture = Fixture::new();
     fixture.write("rows.parquet", "PAR1");
-    let words = ["rows.parquet", "no whole Parquet file of 4 bytes"];
-    fixture.refuses(65, &["data.prompts=[\"rows.parquet\"]"], &words).hinted("cut short");
+    let words = ["rows.parquet", "not a complete Parquet file (4 bytes)"];
+    fixture.refuses(65, &["data.prompts=[\"rows.parquet\"]"], &words).hinted("truncated");
     fixture.run(&["shard", "rows.parquet", "--tokenizer", "model", "--out", "x"]).refused(65, &words);
     assert!(!fixture.path("x.idx").exists());
 }
@@ -121,7 +123,7 @@ fn tokens_that_were_swapped_in_a_shard_are_found_by_a_start_a_dry_run_and_a_resu
     let fixture = Fixture::new();
     let written = fixture.read("questions.bin");
     swap_tokens(&fixture, "questions.bin");
-    let words = ["questions.bin: ", " bytes with hash ", "the sidecar says "];
+    let words = ["questions.bin: ", " bytes with hash ", "the sidecar lists "];
     fixture.run(&["run", "job.toml", "--dry-run"]).refused(65, &words).hinted("write the shard again");
     assert!(!fixture.path("run/inputs.json").exists(), "a dry run keeps no hashes");
     fixture.refuses(65, &[], &words);
@@ -146,7 +148,7 @@ fn a_damaged_shard_in_the_run_directory_is_found_by_the_next_start() {
     let made = std::fs::read_dir(fixture.path("run/data")).unwrap().map(|entry| entry.unwrap().file_name());
     let made = made.map(|name| name.into_string().unwrap()).find(|name| name.contains(".bin")).unwrap();
     swap_tokens(&fixture, &format!("run/data/{made}"));
-    fixture.job(&rows).refused(65, &[&made, "the sidecar says "]).hinted("remove ");
+    fixture.job(&rows).refused(65, &[&made, "the sidecar lists "]).hinted("remove ");
     std::fs::remove_file(fixture.path(&format!("run/data/{made}"))).unwrap();
     fixture.job(&rows).well();
 }
@@ -158,7 +160,7 @@ fn shards_are_verified_without_tokenizer_and_the_first_wrong_file_is_named() {
     let shown = fixture.run(&both).well().stdout;
     let lines: Vec<&str> = shown.lines().collect();
     assert!(lines.len() == 2 && lines[1].starts_with("demonstrations: 128 documents, "), "{shown}");
-    assert!(lines.iter().all(|line| line.ends_with("every file has its hash")), "{shown}");
+    assert!(lines.iter().all(|line| line.ends_with("all hashes match")), "{shown}");
     for file in ["demonstrations.bin", "demonstrations.idx", "demonstrations.meta.idx", "demonstrations.meta.jsonl"] {
         let mut bytes = fixture.read(file);
         let written = bytes.clone();
@@ -168,12 +170,12 @@ fn shards_are_verified_without_tokenizer_and_the_first_wrong_file_is_named() {
         assert_eq!(ended.stdout.lines().count(), 1, "the first one is whole: {}", ended.stdout);
         fixture.write(file, written);
     }
-    fixture.run(&["shard", "--verify"]).refused(2, &["needs the prefixes"]);
-    fixture.run(&["shard", "--verify", "questions", "--out", "x"]).refused(2, &["no --out"]);
-    fixture.run(&["shard", "--verify", "nosuch"]).refused(65, &["there is no nosuch.idx"]);
+    fixture.run(&["shard", "--verify"]).refused(2, &["needs prefixes"]);
+    fixture.run(&["shard", "--verify", "questions", "--out", "x"]).refused(2, &["does not accept --out"]);
+    fixture.run(&["shard", "--verify", "nosuch"]).refused(65, &["nosuch.idx does not exist"]);
     std::fs::remove_file(fixture.path("questions.json")).unwrap();
     let scanned = fixture.run(&["shard", "--verify", "questions"]).well().stdout;
-    assert!(scanned.contains("had no sidecar"), "{scanned}");
+    assert!(scanned.contains("no sidecar"), "{scanned}");
 }
 
 #[test]
@@ -190,7 +192,7 @@ fn a_run_directory_with_a_checkpoint_of_another_shape_is_refused() {
     fixture.job(&["job.steps=1"]).well();
     let before = fixture.text("run/metrics.jsonl");
     let ended = fixture.job(&["job.kind=sft", "data.prompts=[\"demonstrations\"]"]);
-    ended.refused(2, &["cannot go on with", "job.kind = \"sft\" (was \"ppo\")"]).hinted("another job.dir");
+    ended.refused(2, &["cannot resume with", "job.kind = \"sft\" (was \"ppo\")"]).hinted("another job.dir");
     // The directory is the same, what is in it is not.
     let remake = |change: fn(&mut Value)| {
         fixture.edit("config.json", change);
@@ -216,7 +218,7 @@ fn data_that_changed_since_the_checkpoint_is_refused() {
     fixture.jsonl("rows.jsonl", &rows);
     let shard = ["shard", "rows.jsonl", "--tokenizer", "model", "--out", "questions", "--label-key", "answer"];
     fixture.run(&[&shard[..], &["--split-field", "split"]].concat()).well();
-    fixture.job(&["job.steps=2"]).refused(2, &["other contents of data.prompts[0] (.bin, "]).hinted("job.dir");
+    fixture.job(&["job.steps=2"]).refused(2, &["its checkpoint: data.prompts[0] (.bin, "]).hinted("job.dir");
     let accepted = fixture.job(&["job.steps=2", "checkpoint.changed_inputs=accept"]);
-    accepted.refused(65, &["the rows changed in number", "knew 128, there are 127"]).hinted("job.dir");
+    accepted.refused(65, &["rows have changed in number", "had 128 rows; now there are 127"]).hinted("job.dir");
 }

@@ -66,7 +66,7 @@ impl Fixture {
         fs::write(path, bytes).expect("a file");
     }
 
-    /// The files of a folder in another, beside what is there.
+    /// Copies the files of a folder to another, which keeps its own.
     pub fn copy(&self, from: &str, to: &str) {
         command::copy(self.root(), &format!("{from}/."), &self.path(to));
     }

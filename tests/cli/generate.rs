@@ -11,7 +11,7 @@ use std::process::Stdio;
 fn a_beam_search_gives_the_best_responses_of_a_row_with_their_scores_and_stops_at_texts() {
     let fixture = Fixture::new();
     let search = ["--beams", "3", "--samples", "2", "--max-new-tokens", "12", "--length-penalty", "2"];
-    let rows = [json!({"prompt": "1+1=", "score": "kept by draws"}), json!({"prompt": "2+2="})];
+    let rows = [json!({"prompt": "1+1=", "score": "kept by samples"}), json!({"prompt": "2+2="})];
     let found = |more: &[&str]| answers(&fixture, "generate", "model", &rows, &[&search, more].concat());
     let best = found(&[]);
     assert_eq!(best.len(), 4);
@@ -27,7 +27,7 @@ fn a_beam_search_gives_the_best_responses_of_a_row_with_their_scores_and_stops_a
     assert!(stopped.iter().any(|answer| answer["finish"] == "stop_string"), "{stopped:?}");
     assert!(stopped.iter().all(|answer| !answer["text"].as_str().expect("text").contains(&stop)), "{stopped:?}");
     let drawn = answers(&fixture, "generate", "model", &rows, &["--max-new-tokens", "1"]);
-    assert_eq!((&drawn[0]["score"], &drawn[1]["score"]), (&json!("kept by draws"), &Value::Null));
+    assert_eq!((&drawn[0]["score"], &drawn[1]["score"]), (&json!("kept by samples"), &Value::Null));
 }
 
 #[test]
@@ -96,5 +96,5 @@ fn rows_of_standard_input_are_answered_as_they_come() {
     drop(input);
     let ended = program.wait_with_output().expect("our own child");
     let said = String::from_utf8_lossy(&ended.stderr).into_owned();
-    assert!(ended.status.code() == Some(65) && said.contains("- line 3: the row has no tokens"), "{said}");
+    assert!(ended.status.code() == Some(65) && said.contains("- line 3: a row must have at least 1 token"), "{said}");
 }

@@ -61,7 +61,7 @@ fn a_file_beside_a_recipe_stays_as_it_is_where_there_is_one() {
     let fixture = Fixture::new();
     fixture.write("reward.py", "mine");
     let copied = fixture.run(&["jobs", "copy", "ppo-python-reward"]).well();
-    assert!(copied.stderr.contains("reward.py: is there already"), "{}", copied.stderr);
+    assert!(copied.stderr.contains("reward.py: exists already"), "{}", copied.stderr);
     assert!(copied.stderr.contains("next:   rlhf-hpc run ppo-python-reward.toml --dry-run"), "{}", copied.stderr);
     assert_eq!(fixture.text("reward.py"), "mine");
 }
@@ -76,7 +76,7 @@ fn the_command_that_the_recipe_of_7b_names_plans_it_without_weights() {
     assert!(plan.stdout.contains("a800") && plan.stdout.contains("16 ranks"), "{}", plan.stdout);
 }
 
-/// With fewer prompts than they have, and in one layout of those that are left open, which are planned sooner.
+/// Uses fewer prompts than the jobs have, and one layout instead of all open ones, which makes planning faster.
 #[test]
 fn the_jobs_of_the_batch_scripts_fit_the_gpus_that_these_ask_for() {
     let fixture = Fixture::new();
@@ -169,7 +169,7 @@ fn a_step_that_would_take_cpus_hours_is_refused_where_the_job_leaves_the_device_
     let sets = ["model.actor=big", "rollout.response_tokens_max=500", "rollout.prompts_per_step=64"];
     let run = |device| fixture.run(&[&["run", "job.toml", "--dry-run", device][..], &sets].concat());
     let open = run("job.device=auto");
-    assert!(open.stderr.contains("hours, says the plan"), "{}", open.stderr);
+    assert!(open.stderr.contains("hours, according to the plan"), "{}", open.stderr);
     open.refused(2, &["no GPU: ", "on these CPUs a step would take about "]).hinted("job.device = \"cpu\"");
     // A job that asks for CPUs gets them, and comes to the weights that this model lacks.
     let asked = run("job.device=cpu");

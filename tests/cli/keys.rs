@@ -5,8 +5,8 @@ use super::fixture::Fixture;
 use rlhf_hpc::config;
 use rlhf_hpc::error::format_bytes;
 
-/// The fixture's job with an override, as the program reads and checks it at its start: refused with all of `words`, the hint among
-/// them.
+/// The fixture's job with an override, as the program reads and checks it at its start: refused with all of `words`,
+/// the hint among them.
 fn is_refused(fixture: &Fixture, sets: &[String], words: &[&str]) {
     let error = config::load(&fixture.path("job.toml"), sets).and_then(|config| config.check()).expect_err("refused");
     let said = format!("{}\n{}", error.message, error.hint.as_deref().unwrap_or_default());
@@ -21,7 +21,7 @@ fn a_job_file_that_cannot_be_read_is_named() {
     fixture.run(&["run", "."]).refused(74, &["cannot read ."]);
 }
 
-/// What takes the place of which text of a job file, and the words of the refusal and of its hint.
+/// Replacements in a job file: the old text, the new text, and fragments of the error and of its hint.
 const EDITS: &[(&str, &str, &[&str], &str)] = &[
     ("kind = \"ppo\"", "kind = ppo", &["job.toml", "line 3", "kind = ppo"], ""),
     ("kind = \"ppo\"", "kind = \"ppo\"\nkind = \"sft\"", &["line 4", "duplicate"], ""),
@@ -32,8 +32,8 @@ const EDITS: &[(&str, &str, &[&str], &str)] = &[
         "`rollout.prompts_per_step`",
     ),
     ("[job]", "[optm.actor]\nlr = 1e-5\n[job]", &["unknown key `optm`"], "`optim`"),
-    ("\nsteps = 2", "\nsteps = \"two\"", &["line 6", "job.steps: expected a whole number, found a text \"two\""], ""),
-    ("[job]", "mesh = 2\n[job]", &["line 2: `mesh = 2`: mesh is a table"], "write [mesh]"),
+    ("\nsteps = 2", "\nsteps = \"two\"", &["line 6", "job.steps must be an integer (got a string \"two\")"], ""),
+    ("[job]", "mesh = 2\n[job]", &["line 2: `mesh = 2`: mesh must be a table"], "write [mesh]"),
     ("kind = \"ppo\"", "kind = \"grpo\"", &["line 3", "unknown value `grpo`"], "ppo.advantage = \"grpo\""),
     ("kind = \"ppo\"", "kind = \"gspo\"", &["line 3", "unknown value `gspo`"], "ppo.loss = \"gspo\""),
     ("kind = \"ppo\"", "", &["job.kind is missing"], "jobs/reference.toml"),
@@ -67,37 +67,37 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     (&["job.steps"], &["`job.steps` has no `=`"], "key.path=value"),
     (&["job..steps=1"], &["`job..steps=1` has an empty key"], "key.path=value"),
     // Another type, an unknown word, nothing.
-    (&["job.steps=many"], &["job.steps=many", "expected a whole number, found a text \"many\""], ""),
-    (&["job.export=1"], &["job.export: expected true or false, found a whole number `1`"], ""),
-    (&["data.prompts={}"], &["data.prompts: expected a list, found a table"], ""),
-    (&["ppo.gamma=high"], &["ppo.gamma: expected a number, found a text \"high\""], ""),
-    (&["job.steps=-1"], &["expected a whole number from 0 up, found a whole number `-1`"], ""),
+    (&["job.steps=many"], &["job.steps=many", "must be an integer (got a string \"many\")"], ""),
+    (&["job.export=1"], &["job.export must be true or false (got an integer `1`)"], ""),
+    (&["data.prompts={}"], &["data.prompts must be a list (got a table"], ""),
+    (&["ppo.gamma=high"], &["ppo.gamma must be a number (got a string \"high\")"], ""),
+    (&["job.steps=-1"], &["must be an integer of at least 0 (got an integer `-1`)"], ""),
     (&["ppo.advantage=gea"], &["unknown value `gea`"], "did you mean `gae`?"),
     (&["data.order=zigzag"], &["unknown value `zigzag`"], "sequential, shuffled"),
     (&["reward.rule=exakt"], &["unknown value \"exakt\"", "exact | number | regex | format | length"], ""),
     (&["data.prompts=[]"], &["data.prompts is empty"], "shard prefixes or files of rows"),
-    (&["model.actor="], &["model.actor is empty"], ""),
-    (&["job.dir="], &["job.dir is empty"], ""),
+    (&["model.actor="], &["model.actor must be a directory"], ""),
+    (&["job.dir="], &["job.dir must be a directory"], ""),
     // Of a later release.
     (&["job.kind=ppp"], &["unknown value `ppp`"], "`ppo`"),
     // Meshes.
-    (&["mesh.pipeline=2"], &["mesh.pipeline = 2"], "mesh.pipeline = 1"),
-    (&["mesh.sequence=2"], &["2 sequence x 1 tensor needs 2 ranks, mpirun started 1"], "mesh.sequence = 1"),
-    (&["mesh.tensor=8"], &["8 tensor needs 8 ranks, mpirun started 1"], "mesh.tensor = 1"),
-    (&["mesh.zero=4"], &["mesh.zero = 4"], "mesh.zero = 1"),
+    (&["mesh.pipeline=2"], &["mesh.pipeline must be 1"], "mesh.pipeline = 1"),
+    (&["mesh.sequence=2"], &["2 sequence x 1 tensor needs 2 ranks, but mpirun started 1"], "mesh.sequence = 1"),
+    (&["mesh.tensor=8"], &["8 tensor needs 8 ranks, but mpirun started 1"], "mesh.tensor = 1"),
+    (&["mesh.zero=4"], &["mesh.zero must be between 0 and 3"], "mesh.zero = 1"),
     (&["mesh.tensor=9000000000000000000"], &["mesh.tensor"], ""),
-    (&["mesh.tensor=0"], &["mesh.tensor = 0"], "mesh.tensor = 1"),
+    (&["mesh.tensor=0"], &["mesh.tensor must be between 1 and"], "mesh.tensor = 1"),
     (&["mesh.data=2"], &["needs 2 ranks"], "run with -n 2"),
     (
         &["mesh.placement=[{ roles = [\"actor\"], ranks = \"0..1\" }]"],
         &["mesh.placement has no place for the reward"],
-        "name it in the roles",
+        "add it to the roles",
     ),
     // Sampling masks.
-    (&["rollout.keep_sampling_mask=true"], &["all tokens may be drawn"], "set rollout.top_k, top_p or min_p"),
+    (&["rollout.keep_sampling_mask=true"], &["no filter excludes tokens"], "set rollout.top_k, top_p or min_p"),
     (
         &["rollout.keep_sampling_mask=true", "rollout.top_k=5", "rollout.repetition_penalty=1.5"],
-        &["rollout.keep_sampling_mask is true, but rollout.repetition_penalty = 1.5 draws from other logits"],
+        &["rollout.keep_sampling_mask is true, but rollout.repetition_penalty = 1.5 samples from other logits"],
         "ppo.correction",
     ),
     (
@@ -108,72 +108,92 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
             "model.teachers=[\"model\"]",
             "distill.on_policy=true",
         ],
-        &["rollout.keep_sampling_mask is true, a distill job compares whole distributions"],
-        "it is of ppo",
+        &["rollout.keep_sampling_mask does not support distill jobs, which compare whole distributions"],
+        "which is for ppo jobs",
     ),
     (&["rollout.tensor=2"], &["rollout.tensor = 2", "needs 2 ranks"], "rollout.tensor = 1"),
-    (&["rollout.tensor=2", "rollout.data=2"], &["needs 4 ranks, the mesh has 1"], ""),
+    (&["rollout.tensor=2", "rollout.data=2"], &["needs 4 ranks, but the mesh has 1"], ""),
     // Rewards and estimators.
     (&["reward.rule=regex"], &["reward.rule \"regex\" needs a pattern"], "pattern ="),
     (&["reward.python=nosuch.py"], &["nosuch.py"], ""),
-    (&["reward.http=judge"], &["reward.http = \"judge\" is no URL"], "http://HOST:PORT/PATH"),
-    (&["reward.http=http://a b/"], &["reward.http = \"http://a b/\" is no URL (invalid uri"], "http://HOST:PORT/PATH"),
-    (&["reward.http=[\"http://a:1\", \"https://b:1/score\"]"], &["https is not in this release"], "write http://"),
-    (&["reward.http={ weight = 0.5 }"], &["reward.http names no url"], ""),
+    (&["reward.http=judge"], &["reward.http = \"judge\" is not a URL"], "http://HOST:PORT/PATH"),
+    (
+        &["reward.http=http://a b/"],
+        &["reward.http = \"http://a b/\" is not a URL (invalid uri"],
+        "http://HOST:PORT/PATH",
+    ),
+    (
+        &["reward.http=[\"http://a:1\", \"https://b:1/score\"]"],
+        &["this release does not support https"],
+        "write http://",
+    ),
+    (&["reward.http={ weight = 0.5 }"], &["reward.http must have a url"], ""),
     (&["reward.remote_rm_url=http://a:1"], &["unknown key `remote_rm_url`"], "`reward.http`"),
-    (&["reward.rule={ kind = \"exact\", weight = 0.0 }"], &["every reward has weight 0"], ""),
+    (&["reward.rule={ kind = \"exact\", weight = 0.0 }"], &["at least one reward must have a weight other than 0"], ""),
     (&["ppo.advantage=reinforce++-baseline"], &["\"reinforce++-baseline\"", "at least 2"], "compares the samples"),
     (&["ppo.advantage=rloo"], &["ppo.advantage = \"rloo\"", "at least 2"], "compares the samples"),
-    (&["ppo.advantage=grpo"], &["\"grpo\"", "samples_per_prompt = 1", "at least 2"], "compares the samples"),
+    (&["ppo.advantage=grpo"], &["\"grpo\"", "(got 1)", "at least 2"], "compares the samples"),
     (&["ppo.advantage=dr-grpo"], &["ppo.advantage = \"dr-grpo\"", "at least 2"], "compares the samples"),
     // Several keys together.
     (
         &["rollout.prompts_per_step=16777216", "rollout.samples_per_prompt=65536"],
-        &["1099511627776 responses a step", "at most 16777216"],
+        &["= 1099511627776)", "at most 16777216 responses per step"],
         "",
     ),
     (&["ppo.kl_in=loss"], &["kl_in = \"loss\"", "k1"], "k2"),
     (&["ppo.advantage=reinforce++", "ppo.critic_warmup_steps=3"], &["no critic to warm up"], ""),
-    (&["ppo.ptx_coef=0.1"], &["ppo.ptx_coef is 0.1", "data.pretrain"], ""),
-    (&["data.pretrain=[\"x.jsonl\"]"], &["ppo.ptx_coef is 0", "data.pretrain"], ""),
-    (&["optim.critic.ema_beta=1"], &["optim.critic.ema_beta is 1"], ""),
-    (&["eval.patience=2"], &["eval.patience above 0 without checkpoint.best_metric"], "eval_loss"),
+    (&["ppo.ptx_coef=0.1"], &["ppo.ptx_coef must be", "(got 0.1)", "data.pretrain"], ""),
+    (&["data.pretrain=[\"x.jsonl\"]"], &["ppo.ptx_coef must be", "(got 0)", "data.pretrain"], ""),
+    (&["optim.critic.ema_beta=1"], &["optim.critic.ema_beta must be", "(got 1)"], ""),
+    (&["eval.patience=2"], &["eval.patience above 0 needs checkpoint.best_metric"], "eval_loss"),
     (
         &["checkpoint.best_metric=eval_loss", "eval.every_steps=0"],
-        &["\"eval_loss\" with eval.every_steps = 0"],
+        &["\"eval_loss\" needs eval.every_steps above 0"],
         "eval.every_steps",
     ),
     (
         &["ppo.overlong_buffer_tokens=9", "ppo.overlong_tokens_max=8"],
-        &["ppo.overlong_tokens_max is 8", "at least", "9"],
+        &["ppo.overlong_tokens_max must be at least", "= 9 (got 8)"],
         "",
     ),
     // Evaluations that say nothing.
     (
         &["job.kind=sft", "data.eval_sets=[{name=\"a\",prompts=\"a\"}]"],
-        &["data.eval_sets is set, a sft job evaluates on data.eval_split alone"],
+        &["data.eval_sets is for ppo and eval jobs; sft jobs evaluate on data.eval_split only"],
         "job.kind = \"eval\"",
     ),
-    (&["job.kind=eval", "eval.samples_per_prompt=4"], &["= 4 with eval.temperature = 0"], "set eval.temperature"),
-    (&["job.kind=eval", "eval.temperature=1e-6"], &["eval.temperature is 0.000001, needed 0 (greedy) or at least"], ""),
-    (&["eval.pass_at=[1,2]"], &["eval.pass_at has 2, needed from 1 to eval.samples_per_prompt = 1"], "at least k"),
-    (&["eval.pass_at=0"], &["eval.pass_at has 0"], ""),
+    (
+        &["job.kind=eval", "eval.samples_per_prompt=4"],
+        &["must be 1 with eval.temperature = 0 (got 4)"],
+        "set eval.temperature",
+    ),
+    (
+        &["job.kind=eval", "eval.temperature=1e-6"],
+        &["eval.temperature must be 0 (greedy) or at least 0.001 (got 0.000001)"],
+        "",
+    ),
+    (
+        &["eval.pass_at=[1,2]"],
+        &["eval.pass_at must be between 1 and eval.samples_per_prompt = 1 (got 2)"],
+        "at least k",
+    ),
+    (&["eval.pass_at=0"], &["eval.pass_at must be between 1 and", "(got 0)"], ""),
     (
         &["data.eval_sets=[{name=\"a\",prompts=\"a\"},{name=\"a\",prompts=\"b\"}]"],
         &["data.eval_sets has two sets named \"a\""],
         "",
     ),
-    (&["data.eval_sets=[{name=\"a\"}]"], &["data.eval_sets: a names no prompts"], ""),
+    (&["data.eval_sets=[{name=\"a\"}]"], &["data.eval_sets: a has no prompts"], ""),
     (
         &["data.eval_sets=[{name=\"a/b\",prompts=\"a\"}]"],
-        &["data.eval_sets: the name of set 1 is \"a/b\""],
+        &["data.eval_sets: set 1 has the invalid name \"a/b\""],
         "letters, digits",
     ),
-    (&["job.kind=sft", "job.steps=0", "sft.epochs=0.0"], &["sft.epochs is 0", "above 0"], ""),
-    (&["job.kind=distill"], &["model.teachers is empty", "at least one teacher"], "model.teachers = [\"DIR\"]"),
+    (&["job.kind=sft", "job.steps=0", "sft.epochs=0.0"], &["sft.epochs or job.steps must be above 0"], ""),
+    (&["job.kind=distill"], &["model.teachers must name at least one teacher"], "model.teachers = [\"DIR\"]"),
     (
         &["job.kind=distill", "model.teachers=[\"model\"]", "model.teacher_weights=[1,2]"],
-        &["model.teacher_weights has 2 numbers for 1 entries of model.teachers"],
+        &["model.teacher_weights must have one number for each entry of model.teachers (got 2 for 1)"],
         "",
     ),
     (
@@ -193,21 +213,29 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     ),
     (
         &["job.kind=distill", "model.teachers=[\"model\"]", "mesh.placement=[{roles=[\"actor\"],ranks=\"0..1\"}]"],
-        &["mesh.placement is set, a distill job has its roles on all ranks"],
-        "leave mesh.placement out",
+        &["mesh.placement does not support distill jobs, which have all roles on all ranks"],
+        "remove mesh.placement",
     ),
-    (&["job.kind=dpo", "job.steps=0", "dpo.epochs=0.0"], &["dpo.epochs is 0", "above 0"], ""),
+    (&["job.kind=dpo", "job.steps=0", "dpo.epochs=0.0"], &["dpo.epochs or job.steps must be above 0"], ""),
     (
         &["job.kind=reward_model", "job.steps=0", "reward_model.epochs=0.0"],
-        &["reward_model.epochs is 0", "above 0"],
+        &["reward_model.epochs or job.steps must be above 0"],
         "",
     ),
-    (&["job.kind=kto", "kto.minibatch_samples=1"], &["kto.minibatch_samples is 1", "2"], ""),
-    (&["job.kind=step_reward", "step_reward.reward_tokens=[\"+\"]"], &["reward_tokens is [\"+\"]", "at least two"], ""),
+    (&["job.kind=kto", "kto.minibatch_samples=1"], &["kto.minibatch_samples must be", "2", "(got 1)"], ""),
+    (
+        &["job.kind=step_reward", "step_reward.reward_tokens=[\"+\"]"],
+        &["reward_tokens must have at least 2", "(got [\"+\"])"],
+        "",
+    ),
     (&["job.kind=step_reward", "step_reward.reward_tokens=[\"+\", \"+\"]"], &["has \"+\" twice"], ""),
-    (&["job.kind=sft", "sft.pretrain_coef=0.5"], &["sft.pretrain_coef is 0.5", "data.pretrain names texts"], ""),
-    (&["job.kind=dpo", "data.pretrain=[\"a.jsonl\"]"], &["data.pretrain names texts", "dpo job learns nothing"], ""),
-    (&["data.chat_template_args.messages=1"], &["data.chat_template_args has \"messages\""], ""),
+    (
+        &["job.kind=sft", "sft.pretrain_coef=0.5"],
+        &["sft.pretrain_coef must be above 0 if data.pretrain is set", "(got 0.5)"],
+        "",
+    ),
+    (&["job.kind=dpo", "data.pretrain=[\"a.jsonl\"]"], &["data.pretrain is set, but dpo jobs do not use it"], ""),
+    (&["data.chat_template_args.messages=1"], &["data.chat_template_args must not contain \"messages\""], ""),
     (&["data.chat_template_args.thinks=true"], &["needs data.chat_template = true"], ""),
 ];
 
@@ -271,13 +299,17 @@ fn all_mistakes_of_a_job_are_told_at_once() {
     let words = [
         "job.toml: 3 mistakes",
         "line 5: `sede = 5`: unknown key `sede` (did you mean `job.seed`?)",
-        "line 6: `steps = true`: job.steps: expected a whole number, found a truth `true`",
+        "line 6: `steps = true`: job.steps must be an integer (got a boolean `true`)",
         "override `ppo.lr=1`: unknown key `lr` (did you mean `optim.actor.lr` or `optim.critic.lr`?)",
     ];
     fixture.refuses(2, &["ppo.lr=1"], &words);
     let fixture = Fixture::new();
     let numbers = ["ppo.gamma=2.0", "data.split.eval_ratio=3.0"];
-    fixture.refuses(2, &numbers, &["2 mistakes", "ppo.gamma is 2", "data.split.eval_ratio is 3"]);
+    fixture.refuses(
+        2,
+        &numbers,
+        &["2 mistakes", "ppo.gamma must be", "(got 2)", "data.split.eval_ratio must be", "(got 3)"],
+    );
 }
 
 #[test]
@@ -332,22 +364,22 @@ fn values_out_of_range_are_refused_with_the_range() {
     for (key, value, needed) in [
         ("job.steps", "0", "at least 1"),
         ("rollout.temperature", "0.0", "above 0"),
-        ("rollout.top_p", "1.5", "from 0 to 1"),
+        ("rollout.top_p", "1.5", "between 0 and 1"),
         ("rollout.prompts_per_step", "0", "at least 1"),
         ("rollout.response_tokens_min", "9", "response_tokens_max = 4"),
-        ("ppo.clip_low", "-0.1", "from 0 to 1"),
-        ("ppo.dual_clip", "0.5", "more than 1"),
+        ("ppo.clip_low", "-0.1", "between 0 and 1"),
+        ("ppo.dual_clip", "0.5", "above 1"),
         ("ppo.epochs", "0", "at least 1"),
         ("ppo.minibatch_samples", "0", "at least 1"),
-        ("optim.actor.lr", "-1e-4", "from 0 to 1000"),
-        ("optim.critic.betas", "[0.9, 1.0]", "not including 1"),
-        ("checkpoint.max_hours", "-1.0", "from 0 to 87600"),
+        ("optim.actor.lr", "-1e-4", "between 0 and 1000"),
+        ("optim.critic.betas", "[0.9, 1.0]", "at least 0 and below 1"),
+        ("checkpoint.max_hours", "-1.0", "between 0 and 87600"),
         ("data.prompt_tokens_max", "0", "at least 1"),
         ("gradient.chunks", "0", "at least 1"),
-        ("mesh.collective_timeout_s", "-1.0", "from 0 to 31536000"),
+        ("mesh.collective_timeout_s", "-1.0", "between 0 and 31536000"),
         ("eval.correct_at", "nan", "a finite number"),
-        ("job.threads", "1000000", "from 0 to 4096"),
-        ("job.steps", "9223372036854775807", "from 0 to 1000000000"),
+        ("job.threads", "1000000", "between 0 and 4096"),
+        ("job.steps", "9223372036854775807", "between 0 and 1000000000"),
         ("rollout.prompts_per_step", "1000000000000", "at most 16777216"),
         ("rollout.samples_per_prompt", "100000000", "at most 65536"),
         ("rollout.response_tokens_max", "9000000000000000000", "at most 134217728"),
@@ -359,12 +391,12 @@ fn values_out_of_range_are_refused_with_the_range() {
         ("ppo.microbatch_tokens_max", "9000000000000000000", "at most 134217728"),
         ("gradient.chunks", "9000000000000000000", "at most 65536"),
         ("mesh.collective_timeout_s", "inf", "not finite"),
-        ("reward.timeout_s", "1e300", "up to 31536000"),
+        ("reward.timeout_s", "1e300", "at most 31536000"),
         ("reward.timeout_s", "inf", "not finite"),
         ("checkpoint.max_hours", "inf", "not finite"),
-        ("ppo.kl_coef", "inf", "a number from 0 up"),
-        ("ppo.gamma", "1.1", "ppo.gamma is 1.1, needed a number from 0 to 1"),
-        ("metrics.samples_count", "9000000000000000000", "from 0 to 1000000000"),
+        ("ppo.kl_coef", "inf", "at least 0"),
+        ("ppo.gamma", "1.1", "ppo.gamma must be between 0 and 1 (got 1.1)"),
+        ("metrics.samples_count", "9000000000000000000", "between 0 and 1000000000"),
     ] {
         is_refused(&fixture, &[format!("{key}={value}")], &[key, needed]);
     }
@@ -387,7 +419,7 @@ fn a_dry_run_changes_nothing_in_the_run_directory() {
     dry(&["job.steps=2", "job.name=other"]);
     assert!(fixture.files("run") == before, "{:?}", fixture.files("run").keys());
     assert!(!fixture.path(".run.dry-run").exists(), "what it wrote is gone");
-    fixture.job(&["--dry-run", "job.steps=0"]).refused(2, &["job.steps is 0"]);
+    fixture.job(&["--dry-run", "job.steps=0"]).refused(2, &["job.steps must be at least 1"]);
     fixture.job(&["--dry-run", "model.actor=nowhere"]).refused(65, &["nowhere"]);
     assert!(!fixture.path(".run.dry-run").exists(), "of one that was refused, too");
 }

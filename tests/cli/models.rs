@@ -1,4 +1,4 @@
-//! Model directories that cannot be used: each is refused by a job and by the offline verbs before any work.
+//! Model directories that cannot be used: jobs and offline verbs reject each of them before any work.
 
 use super::command::rows;
 use super::fixture::Fixture;
@@ -22,8 +22,8 @@ fn a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused() {
     fixture.edit("config.json", |config| config["vocab_size"] = json!(200));
     fixture.run(&["init", "--config", "config.json", "--out", "small"]).well();
     fixture.copy("tokenizer", "small");
-    let words = ["tokens, its model embeds 200"];
-    fixture.refuses(65, &["model.actor=small"], &words).hinted("tokenizer that belongs to the model");
+    let words = ["tokens, but its model embeds only 200"];
+    fixture.refuses(65, &["model.actor=small"], &words).hinted("the model's own tokenizer");
     let again = fixture.run(&["init", "--config", "config.json", "--tokenizer", "tokenizer", "--out", "x"]);
     again.refused(2, &["has vocab_size 200"]).hinted("vocab_size");
     assert!(!fixture.path("x").exists());
@@ -44,8 +44,10 @@ fn a_critic_or_reference_with_other_tokens_is_refused() {
     fixture.edit("config.json", |config| config["vocab_size"] = json!(300));
     fixture.run(&["init", "--config", "config.json", "--out", "wide"]).well();
     for role in ["critic", "reference"] {
-        let words = format!("model.{role} has a vocabulary of 300, model.actor of 272");
-        fixture.refuses(65, &[&format!("model.{role}=wide")], &[&words]).hinted("same tokenizer");
+        let words = "has a vocabulary of 300 tokens, but model.actor has 272";
+        fixture
+            .refuses(65, &[&format!("model.{role}=wide")], &[&format!("model.{role} ("), words])
+            .hinted("same tokenizer");
     }
 }
 
@@ -68,13 +70,14 @@ fn a_teacher_with_other_tokens_or_a_shorter_context_is_refused() {
     };
     fixture.copy("model", "other");
     swap_tokens(&fixture, "other/tokenizer.json");
-    distill("other", &["model.teachers: ", "other has other tokens than model.actor, "]).hinted("the same tokenizer");
+    distill("other", &["model.teachers: ", "other differs from the tokenizer of model.actor, "])
+        .hinted("the same tokenizer");
     fixture.edit("config.json", |config| config["max_position_embeddings"] = json!(16));
     fixture.run(&["init", "--config", "config.json", "--out", "short"]).well();
     distill("short", &["model.teachers has a context of 16"]);
     fixture.edit("config.json", |config| config["vocab_size"] = json!(300));
     fixture.run(&["init", "--config", "config.json", "--out", "wide"]).well();
-    let words = ["model.teachers has a vocabulary of 300, model.actor of 272", "wide)"];
+    let words = ["model.teachers (", "wide) has a vocabulary of 300 tokens, but model.actor has 272"];
     distill("wide", &words).hinted("same tokenizer");
 }
 
@@ -112,21 +115,21 @@ fn a_reward_model_that_cannot_score_is_refused_by_key_and_directory() {
     reward_model(&fixture, "rm", 272, &["--tokenizer", "tokenizer"]);
     fixture.copy("rm", "other");
     swap_tokens(&fixture, "other/tokenizer.json");
-    let of_critic = "without model.critic it starts from the first of reward.models";
+    let of_critic = "without model.critic, the critic starts from the first of reward.models";
     for (models, critic, words, hint) in [
         (
             "wide",
             "model",
-            "reward.models: DIR has a vocabulary of 300 and no tokenizer",
-            "tokenizer that belongs to the model",
+            "reward.models: DIR has a vocabulary of 300 tokens and no tokenizer",
+            "the model's own tokenizer",
         ),
-        ("wide", "", "model.critic has a vocabulary of 300, model.actor of 272 (DIR)", of_critic),
-        ("other", "", "model.critic: DIR has other tokens than model.actor", of_critic),
-        ("model", "model", "reward.models: DIR holds a language model", "reward_model"),
+        ("wide", "", "model.critic (DIR) has a vocabulary of 300 tokens, but model.actor has 272", of_critic),
+        ("other", "", "model.critic: the tokenizer of DIR differs from the tokenizer of model.actor", of_critic),
+        ("model", "model", "reward.models: DIR must hold a reward model (got a language model)", "reward_model"),
         (
             "{dir=\"rm\",normalize=true}",
             "",
-            "reward.models: DIR/config.json has no mean and positive std",
+            "reward.models: DIR/config.json must have a mean and a positive std",
             "normalize = false",
         ),
     ] {
@@ -151,10 +154,10 @@ fn what_is_no_model_is_named_for_what_it_is() {
     fixture.job(&["job.steps=1"]).well();
     fixture.write("prompts.jsonl", "{\"prompt\": \"1+1=\"}\n");
     for (dir, what, hint) in [
-        ("run", "run is the directory of a run", "its model is "),
+        ("run", "run is a run directory", "use its model, "),
         ("run/checkpoints/step-1", "step-1 is a checkpoint", "rlhf-hpc export "),
         ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B does not exist", "hf download ORG/NAME"),
-        ("job.toml", "job.toml is no directory", "Hugging Face model directory"),
+        ("job.toml", "job.toml is not a directory", "Hugging Face model directory"),
     ] {
         fixture.job(&[&format!("model.actor={dir}"), "job.dir=other"]).refused(65, &[what]).hinted(hint);
         fixture.run(&["generate", "--model", dir, "--input", "prompts.jsonl"]).refused(65, &[what]).hinted(hint);

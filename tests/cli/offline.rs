@@ -11,7 +11,7 @@ use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 use std::fs::File;
 
-/// What one good line gives, and what each bad line, put second, is refused for.
+/// Checks the result of one good line, and the error for each bad line in second place.
 fn check(verb: &[&str], good: &str, bad: &[(&str, &str)]) {
     let fixture = Fixture::new();
     fixture.write("rows.jsonl", format!("{good}\n{good}\n"));
@@ -24,7 +24,7 @@ fn check(verb: &[&str], good: &str, bad: &[(&str, &str)]) {
         assert_eq!(ended.stdout, "", "rows are checked before the work");
     }
     fixture.write("rows.jsonl", "");
-    fixture.run(&arguments).refused(65, &["holds no rows"]);
+    fixture.run(&arguments).refused(65, &["has no rows"]);
 }
 
 #[test]
@@ -32,33 +32,39 @@ fn generate_names_the_row_that_it_cannot_read() {
     let long = format!("{{\"tokens\": {:?}}}", vec![1; 256]);
     let bad = [
         ("{\"prompt\": \"1+1=\"", "not JSON"),
-        ("[1]", "a list where a JSON object is needed"),
+        ("[1]", "the line must be a JSON object (got a list)"),
         ("", "empty"),
         ("{\"prompt\": \"\"}", "the prompt is empty"),
-        ("{\"prompt\": 3}", "field \"prompt\" is a number, needed a text"),
-        ("{\"tokens\": []}", "no tokens"),
-        ("{\"tokens\": [1, 272]}", "token 272 (at 1) is outside the vocabulary of 272"),
-        ("{\"tokens\": [1.5]}", "needed token ids"),
+        ("{\"prompt\": 3}", "field \"prompt\" must be a string (got a number)"),
+        ("{\"tokens\": []}", "at least 1 token"),
+        ("{\"tokens\": [1, 272]}", "token 272 (index 1) is outside the vocabulary of 272"),
+        ("{\"tokens\": [1.5]}", "must be a list of token ids or messages (got 1.5)"),
         ("{\"tokens\": [1], \"prompt\": \"a\"}", "prompt and tokens"),
-        ("{\"text\": \"a\"}", "none of prompt, messages, tokens"),
+        ("{\"text\": \"a\"}", "exactly one of prompt, messages and tokens (got none)"),
         ("{\"messages\": [{\"role\": \"robot\", \"content\": \"a\"}]}", "a role is system, user or assistant"),
-        ("{\"messages\": \"hello\"}", "messages is no list of messages"),
-        ("{\"tokens\": [1], \"sampling\": 3}", "field \"sampling\" is a number, needed an object"),
+        ("{\"messages\": \"hello\"}", "messages must be a list of messages"),
+        ("{\"tokens\": [1], \"sampling\": 3}", "field \"sampling\" must be an object (got a number)"),
         ("{\"tokens\": [1], \"sampling\": {\"temprature\": 1}}", "did you mean `temperature`?"),
-        ("{\"tokens\": [1], \"sampling\": {\"beams\": 4}}", "keys of sampling: temperature, top_k"),
-        ("{\"tokens\": [1], \"sampling\": {\"top_p\": 2}}", "sampling.top_p is 2, needed a number from 0 to 1"),
+        ("{\"tokens\": [1], \"sampling\": {\"beams\": 4}}", "use one of temperature, top_k"),
+        ("{\"tokens\": [1], \"sampling\": {\"top_p\": 2}}", "sampling.top_p must be between 0 and 1 (got 2)"),
         ("{\"tokens\": [1], \"sampling\": {\"max_new_tokens\": \"a\"}}", "sampling.max_new_tokens: invalid type"),
-        ("{\"tokens\": [1], \"sampling\": {\"seed\": -1}}", "sampling.seed: a number, needed a whole number from 0 up"),
+        (
+            "{\"tokens\": [1], \"sampling\": {\"seed\": -1}}",
+            "sampling.seed: must be an integer of at least 0 (got a number)",
+        ),
         (
             "{\"tokens\": [1], \"sampling\": {\"bad_words\": \"a\"}}",
-            "sampling.bad_words: a string, needed a list of texts",
+            "sampling.bad_words: must be a list of strings (got a string)",
         ),
         (
             "{\"tokens\": [1], \"sampling\": {\"logit_bias\": {\"272\": 1}}}",
             "token 272 is outside the vocabulary of 272",
         ),
-        ("{\"tokens\": [1], \"sampling\": {\"logit_bias\": {\"5\": null}}}", "null for \"5\", needed a finite number"),
-        ("{\"tokens\": [1], \"sampling\": {\"logit_bias\": {\"1+1=2\": 1}}}", "needed one"),
+        (
+            "{\"tokens\": [1], \"sampling\": {\"logit_bias\": {\"5\": null}}}",
+            "the value for \"5\" must be a finite number (got null)",
+        ),
+        ("{\"tokens\": [1], \"sampling\": {\"logit_bias\": {\"1+1=2\": 1}}}", "must be 1 token"),
         (&long, "the model's context of 256"),
     ];
     check(&["generate", "--max-new-tokens", "2"], "{\"prompt\": \"1+1=\"}", &bad);
@@ -68,17 +74,17 @@ fn generate_names_the_row_that_it_cannot_read() {
 fn logprobs_names_the_row_that_it_cannot_read() {
     let long = format!("{{\"tokens\": {:?}}}", vec![1; 257]);
     let bad = [
-        ("{\"tokens\": \"1 2\"}", "field \"tokens\" is a string, needed a list of token ids"),
-        ("{\"prompt\": \"a\"}", "there is no field \"response\"; the row has: prompt"),
-        ("{\"text\": \"a\"}", "there is no field \"tokens\"; the row has: text"),
-        ("{\"prompt_tokens\": [], \"tokens\": [1]}", "prompt or response is empty"),
-        ("{\"tokens\": [-1]}", "field \"tokens\" holds -1"),
-        (&long, "257 tokens, the model's max_position_embeddings is 256"),
+        ("{\"tokens\": \"1 2\"}", "field \"tokens\" must be a list of token ids (got a string)"),
+        ("{\"prompt\": \"a\"}", "the row has no field \"response\"; it has: prompt"),
+        ("{\"text\": \"a\"}", "the row has no field \"tokens\"; it has: text"),
+        ("{\"prompt_tokens\": [], \"tokens\": [1]}", "prompt and response must each have at least 1 token"),
+        ("{\"tokens\": [-1]}", "field \"tokens\" must be a list of token ids or messages (got -1)"),
+        (&long, "at most max_position_embeddings = 256 tokens (got 257)"),
     ];
     check(&["logprobs"], "{\"tokens\": [1, 2, 3]}", &bad);
 }
 
-/// What each kind of verb writes to standard output: results, what it shows, its help.
+/// The output of each kind of verb on standard output: results, tables, help.
 const TELLING: [&str; 6] = [
     "generate --model model --input rows.jsonl",
     "logprobs --model model --input rows.jsonl",
@@ -109,10 +115,10 @@ fn sampling_options_out_of_range_are_refused_in_their_own_words() {
     let fixture = Fixture::new();
     fixture.write("rows.jsonl", "{\"prompt\": \"1+1=\"}\n");
     for (option, value, needed) in [
-        ("--temperature", "-1", "from 0 up"),
+        ("--temperature", "-1", "at least 0"),
         ("--temperature", "0.0001", "0 (greedy) or at least 0.001"),
-        ("--top-p", "1.5", "from 0 to 1"),
-        ("--min-p", "2", "from 0 to 1"),
+        ("--top-p", "1.5", "between 0 and 1"),
+        ("--min-p", "2", "between 0 and 1"),
         ("--repetition-penalty", "0", "above 0"),
         ("--samples", "0", "at least 1"),
         ("--samples", "100000000", "at most 65536"),
@@ -148,7 +154,7 @@ fn a_model_that_overflows_on_a_row_is_refused_with_the_row_and_the_layer() {
         }
         fixture.write(&weights, bytes);
         let ended = fixture.run(&[verb, "--model", model, "--input", "rows.jsonl", "--batch-tokens", "3"]);
-        let ended = ended.refused(65, &["rows.jsonl line 2", "is not finite", "layer 0"]);
+        let ended = ended.refused(65, &["rows.jsonl line 2", "are not finite", "layer 0"]);
         assert_eq!(ended.stdout.lines().count(), 1, "{verb}: {}", ended.stdout);
         assert!(!ended.stdout.contains("null"), "{verb}: {}", ended.stdout);
     }
@@ -194,7 +200,7 @@ fn files_that_are_no_files_are_refused_by_name_and_hang_nothing() {
     }
 }
 
-/// What a verb answers to rows about a model of the fixture.
+/// The answers of a verb to rows, for a model of the fixture.
 pub fn answers(fixture: &Fixture, verb: &str, model: &str, rows: &[Value], more: &[&str]) -> Vec<Value> {
     fixture.jsonl("rows.jsonl", rows);
     command::rows(&fixture.run(&[&[verb, "--model", model, "--input", "rows.jsonl"], more].concat()).well().stdout)
@@ -298,10 +304,12 @@ fn a_trained_critic_is_exported_as_a_reward_model_whose_head_scores_raw_or_norma
         Tokenizer::load(&fixture.path("model")).and_then(|tokenizer| tokenizer.encode("1+1=2", true)).expect("tokens");
     let joined = answers(&fixture, "reward", "critic", &[json!({"prompt": "1+1=", "response": "2"})], &[]);
     assert_eq!(joined[0]["reward"], answers(&fixture, "reward", "critic", &rows_of(&[tokens]), &[])[0]["reward"]);
-    fixture.run(&["reward", "--model", "model", "--input", "rows.jsonl"]).refused(65, &["holds a language model"]);
+    fixture.run(&["reward", "--model", "model", "--input", "rows.jsonl"]).refused(65, &["must hold a reward model"]);
     fixture.jsonl("rows.jsonl", &[json!({"prompt": "a"})]);
     fixture.run(&["reward", "--model", "critic", "--input", "rows.jsonl"]).refused(65, &["line 1", "response"]);
-    fixture.run(&["export", "run", "--out", "x", "--role", "judge"]).refused(2, &["--role judge", "actor or critic"]);
+    fixture
+        .run(&["export", "run", "--out", "x", "--role", "judge"])
+        .refused(2, &["--role must be actor or critic", "judge"]);
 }
 
 /// Lines of a verb that reads the file `rows.jsonl`.
@@ -366,9 +374,9 @@ fn generated_rows_are_scored_and_selected_with_all_their_fields_as_rows_to_train
     assert_eq!((&conditioned[0]["messages"], &conditioned[1]["prompt"]), (&expected, &json!("a <score>: -1.00 ")));
     for (row, words) in [
         (json!({"prompt": "a", "response": "b"}), "no field \"reward\""),
-        (json!({"prompt": "a", "response": "b", "reward": "high"}), "needed a number"),
+        (json!({"prompt": "a", "response": "b", "reward": "high"}), "must be a number"),
         (json!({"response": "b", "reward": 1}), "prompt_tokens"),
-        (json!({"prompt": "a", "response": "", "reward": 1}), "nothing is selected"),
+        (json!({"prompt": "a", "response": "", "reward": 1}), "no row is selected"),
     ] {
         fixture.jsonl("rows.jsonl", &[row]);
         fixture.run(&["select", "--input", "rows.jsonl"]).refused(65, &[words]);
@@ -405,7 +413,7 @@ fn the_device_is_said_and_one_that_is_not_there_or_not_fit_is_refused() {
         assert!(line.starts_with(&format!("{verb}: ")) && line.contains(" in f32, no GPU: "), "{line}");
         assert!(!line.contains("--device"), "{line}");
         // Heads of 8 are no GPU's: said before anybody looks for one that was asked for.
-        let words = "a head dim of 8 with --device gpu, needed one of 32, 64, 80, 96, 128, 256";
+        let words = "the head dim must be one of 32, 64, 80, 96, 128, 256 with --device gpu (got 8)";
         run(&["--device", "gpu"]).refused(2, &[words]).hinted("--device cpu");
         run(&["--device", "gpu", "--dtype", "f32"]).refused(2, &["--dtype f32"]).hinted("--dtype bf16");
         let asked = run(&["--device", "cpu", "--dtype", "bf16"]).well();
@@ -426,7 +434,7 @@ fn a_prompt_of_the_command_line_and_messages_of_a_chat_are_answered_as_text_whil
     };
     let by_prompt = fixture.run(&[&["generate", "--model", "model", "--prompt", "1+1="], &greedy[..]].concat()).well();
     assert_eq!(by_prompt.stdout, text(json!({"prompt": "1+1="})));
-    fixture.run(&["generate", "--model", "model"]).refused(2, &["one of the options --input and --prompt"]);
+    fixture.run(&["generate", "--model", "model"]).refused(2, &["either --input or --prompt"]);
     fixture.write("said", "what is 1+1\n\n/reset\nwhat is 2+2\n");
     let mut chat = command::program(fixture.root(), 0);
     let said = File::open(fixture.path("said")).expect("it was written");

@@ -1,4 +1,4 @@
-//! What the system does to the program: signals, limits, links, files that change, and streams that nobody reads.
+//! Events from the system: signals, limits, links, files that change, and streams without a reader.
 
 use super::command::program;
 use super::fixture::Fixture;
@@ -37,7 +37,7 @@ fn a_lock_that_is_a_link_is_neither_followed_nor_changed() {
     fs::create_dir_all(fixture.path("run")).unwrap();
     for target in ["../precious", "../new"] {
         std::os::unix::fs::symlink(target, fixture.path("run/run.lock")).unwrap();
-        fixture.job(&[]).refused(2, &["run.lock is a symbolic link"]).hinted("job.dir");
+        fixture.job(&[]).refused(2, &["run.lock must be a file of this run (got a symbolic link)"]).hinted("job.dir");
         assert_eq!(fixture.text("precious"), "precious");
         assert!(!fixture.path("new").exists());
         fs::remove_file(fixture.path("run/run.lock")).unwrap();
@@ -64,7 +64,7 @@ fn a_mapped_file_that_shrinks_ends_the_program_with_its_name() {
     let mut running = Running::new(job);
     running.wait_until(|| fs::read(fixture.path("run/metrics.jsonl")).is_ok_and(|text| !text.is_empty()));
     File::options().write(true).open(fixture.path("questions.bin")).unwrap().set_len(0).unwrap();
-    running.end().assert(74, &["questions.bin shrank or cannot be read while it was mapped"]);
+    running.end().assert(74, &["questions.bin was truncated or became unreadable while it was mapped"]);
 }
 
 #[test]

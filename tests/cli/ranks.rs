@@ -9,7 +9,11 @@ fn an_error_on_every_rank_and_a_dry_run_are_said_once() {
     let run = |arguments: &[&str]| command::mpirun(fixture.root(), 2, arguments);
     for (arguments, code, words) in [
         (&["run", "job.toml", "ppo.kl_coeff=0.1"][..], 2, "unknown key `kl_coeff`"),
-        (&["run", "job.toml", "data.prompt_split=dev"], 65, "data.prompt_split = \"dev\""),
+        (
+            &["run", "job.toml", "data.prompt_split=dev"],
+            65,
+            "data.prompt_split must name a split of the data (got \"dev\";",
+        ),
         (&["run", "job.toml", "job.dir=/proc/nosuch"], 74, "cannot create /proc/nosuch"),
         (&["verify", "job.toml"], 2, "the verb `verify` is not in this release"),
         (&["logprobs", "--model", "nosuch", "--input", "rows.jsonl"], 65, "nosuch"),
@@ -29,10 +33,10 @@ fn a_mesh_that_needs_other_ranks_than_were_started_is_refused() {
     let fixture = Fixture::new();
     let fixed = "gradient.order = \"fixed\"";
     for (ranks, sets, words, hint) in [
-        (2, "mesh.data=3", &["needs 3 ranks, mpirun started 2"][..], "run with -n 3"),
-        (3, "gradient.order=fixed", &[fixed, "3 data ranks", "power of two"], "1, 2, 4"),
-        (3, "mesh.tensor=3", &["tensor = 3", "heads"], "tensor can be"),
-        (3, "mesh.tensor=1 mesh.zero=1 rollout.tensor=3", &["rollout.tensor = 3", "heads"], "tensor can be"),
+        (2, "mesh.data=3", &["needs 3 ranks, but mpirun started 2"][..], "run with -n 3"),
+        (3, "gradient.order=fixed", &[fixed, "got 3", "power of two"], "1, 2, 4"),
+        (3, "mesh.tensor=3", &["tensor = 3", "heads"], "set tensor to "),
+        (3, "mesh.tensor=1 mesh.zero=1 rollout.tensor=3", &["rollout.tensor = 3", "heads"], "set tensor to "),
         (2, "gradient.order=fixed mesh.sequence=2", &[fixed, "2 sequence"], "gradient.order = \"fast\""),
         (2, "gradient.order=fixed mesh.zero=2", &[fixed, "zero = 2"], "gradient.order = \"fast\""),
     ] {
@@ -78,8 +82,8 @@ fn verbs_that_ask_a_model_deal_the_rows_to_the_ranks_and_answer_as_one_does() {
         }
     }
     let bad = [&drawn[..], &["--input", "-"]].concat();
-    command::mpirun(fixture.root(), 2, &bad).refused(2, &["--input - with several ranks"]).hinted("name a file");
+    command::mpirun(fixture.root(), 2, &bad).refused(2, &["--input - needs a single rank"]).hinted("pass a file");
     fixture.write("bad.jsonl", "{\"tokens\": [5, 6]}\n{\"tokens\": []}\n");
     let bad = [&drawn[..], &["--input", "bad.jsonl"]].concat();
-    command::mpirun(fixture.root(), 2, &bad).refused(65, &["bad.jsonl line 2", "no tokens"]);
+    command::mpirun(fixture.root(), 2, &bad).refused(65, &["bad.jsonl line 2", "at least 1 token"]);
 }

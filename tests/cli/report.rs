@@ -56,11 +56,12 @@ fn samples_are_shown_together_and_as_json_to_the_letter(fixture: &Fixture) {
     let prompt = all[2]["prompt_id"].as_i64().expect("an id");
     assert_eq!(rows(&format!("--step 1 --prompt {prompt}")), all[2..]);
     assert_eq!((rows("--worst 1").len(), rows("--best 3").len()), (1, 3));
-    samples("--step 7").refused(2, &["step 7 is not recorded in run"]).hinted("recorded are: 1 to 2");
-    samples("--prompt 99").refused(2, &["no sample of a prompt 99"]);
+    samples("--step 7").refused(2, &["step 7 is not recorded in run"]).hinted("choose one of 1 to 2");
+    samples("--prompt 99").refused(2, &["no sample of prompt 99"]);
 }
 
-/// Two steps of DPO, of KTO and of process rewards, with an evaluation after each, on responses of which some are hostile.
+/// Two steps of DPO, of KTO and of process rewards, with an evaluation after each, on responses of which some are
+/// hostile.
 fn judged() -> Fixture {
     let fixture = Fixture::new();
     let split = |i: usize| if i < 8 { "train" } else { "eval" };
@@ -144,12 +145,12 @@ fn preferences_are_shown_with_their_rewards(fixture: &Fixture) {
             }
         }
         let text = samples(kind).well().stdout;
-        assert!(text.starts_with(&format!("step 2: 3 held-out rows, {correct} of them right, margin ")), "{text}");
+        assert!(text.starts_with(&format!("step 2: 3 held-out rows, {correct} correct, margin ")), "{text}");
         assert!(!text.contains('\u{1b}') && text.contains("[31m"), "{text}");
         assert_eq!((text.matches("\nprompt ").count(), text.matches(", reward ").count()), (3, 3 * parts), "{text}");
         let least = all.iter().min_by(|a, b| number(a, "margin").total_cmp(&number(b, "margin")));
         assert_eq!(rows(&format!("{kind} --worst 1")).first(), least);
-        samples(&format!("{kind} --step 7")).refused(2, &["step 7 is not recorded"]).hinted("recorded are: 0 to 2");
+        samples(&format!("{kind} --step 7")).refused(2, &["step 7 is not recorded"]).hinted("choose one of 0 to 2");
     }
 }
 
@@ -159,7 +160,11 @@ fn a_report_has_sides_side_by_side_the_steps_of_a_text_and_their_curves(fixture:
         (
             "kto",
             1,
-            ["<b>Accuracy</b>", "<b>KL to reference or teachers</b>", "<b>Reward of desirable and undesirable</b>"],
+            [
+                "<b>Accuracy</b>",
+                "<b>KL to the reference or the teachers</b>",
+                "<b>Reward of desirable and undesirable</b>",
+            ],
         ),
         ("step_reward", 2, ["<b>Accuracy</b>", "<b>Loss</b>", "<b>Accuracy</b>"]),
     ] {
@@ -171,7 +176,7 @@ fn a_report_has_sides_side_by_side_the_steps_of_a_text_and_their_curves(fixture:
         assert_eq!((rows.len(), dom.matches("<div class=\"step\" hidden=\"\">").count()), (9, 2), "{kind}");
         assert!(rows.iter().all(|row| row.matches("<div class=\"response\">").count() == sides), "{kind}: {rows:?}");
         assert!(titles.iter().all(|title| dom.contains(title)), "{kind}: {titles:?}");
-        assert!(!dom.contains("<img") && !dom.contains("<title>hit"), "{kind}: markup of a row came to life");
+        assert!(!dom.contains("<img") && !dom.contains("<title>hit"), "{kind}: markup of a row is active");
         assert!(rows[0].contains("&lt;/script&gt;&lt;img src=x onerror="), "{kind}");
     }
 }
@@ -198,7 +203,7 @@ fn browsed(fixture: &Fixture, page: &str) -> Option<(String, String)> {
     }
 }
 
-/// What stands between each `from` and the next `to`.
+/// The text between each `from` and the next `to`.
 fn between<'a>(text: &'a str, from: &str, to: &str) -> Vec<&'a str> {
     text.split(from).skip(1).map(|rest| rest.split(to).next().unwrap_or(rest)).collect()
 }
@@ -233,7 +238,7 @@ fn a_report_has_marks_in_every_plot_and_hostile_text_stays_text(fixture: &Fixtur
         let columns = between(&dom, "<svg class=\"columns\"", "</svg>");
         assert!(columns.len() >= 2 && columns.iter().all(|picture| picture.contains("<rect")), "{name}");
         assert_eq!(dom.matches("<table class=\"rows\">").count(), tables, "{name}");
-        assert!(!dom.contains("<img") && !dom.contains("<title>hit"), "{name}: markup of a sample came to life");
+        assert!(!dom.contains("<img") && !dom.contains("<title>hit"), "{name}: markup of a sample is active");
         assert!(dom.contains("&lt;/script&gt;&lt;img src=x onerror="), "{name}");
         // Each token of a response that is shown is an element of its own.
         let tokens = between(&dom, "<bdi data-cuts=", "</bdi>");

@@ -1,4 +1,4 @@
-//! The verbs: their help, and the words for those that are not there; and what the binary needs of its machine.
+//! The verbs: their help, and the errors for unknown ones; and the libraries that the binary needs.
 
 use super::fixture::Fixture;
 use rlhf_hpc::cli::verbs;
@@ -37,44 +37,54 @@ fn the_version_is_that_of_the_package() {
 /// Command lines, the exit code, and the words of the refusal and of its hint.
 const REFUSED: &[(&str, i32, &[&str], &str)] = &[
     // Verbs of a later release, and misspelt ones.
-    ("verify x.toml --ranks 4", 2, &["the verb `verify` is not in this release"], "verbs of this release: run, "),
-    ("migrate x.toml --ranks 4", 2, &["the verb `migrate` is not in this release"], "verbs of this release: run, "),
-    ("genrate --model m", 2, &["`genrate` is no verb"], "`generate`"),
+    ("verify x.toml --ranks 4", 2, &["the verb `verify` is not in this release"], "use one of run, "),
+    ("migrate x.toml --ranks 4", 2, &["the verb `migrate` is not in this release"], "use one of run, "),
+    ("genrate --model m", 2, &["`genrate` is neither a verb"], "`generate`"),
     ("exprot x", 2, &["`exprot`"], "`export`"),
-    ("help troubel", 2, &["the manual has no page `troubel`"], "did you mean `trouble`?"),
-    ("help nothing-like-it", 2, &["no page `nothing-like-it`"], "`rlhf-hpc help` lists the pages"),
+    ("help troubel", 2, &["there is no page, verb or key `troubel`"], "did you mean `trouble`?"),
+    ("help nothing-like-it", 2, &["no page, verb or key `nothing-like-it`"], "`rlhf-hpc help` lists the pages"),
     // Options that are missing, unknown or contradict each other.
     ("generate --model m", 2, &["--input"], ""),
     ("shard x.jsonl", 2, &["--tokenizer", "--out"], ""),
     ("run", 2, &["job"], ""),
-    ("bench nonsense", 2, &["bench has no suite nonsense"], "kernels, rollout"),
+    ("bench nonsense", 2, &["bench has no suite `nonsense`"], "kernels, rollout"),
     ("generate --model m --input f --samples many", 2, &["--samples", "many"], ""),
     ("generate --model m --input f --dtype int4", 2, &["--dtype", "int4", "bf16"], ""),
-    ("generate --model m --input f --beams 0", 2, &["--beams is 0"], ""),
-    ("generate --model m --input f --beams 2 --samples 3", 2, &["--samples is 3, of --beams 2"], ""),
+    ("generate --model m --input f --beams 0", 2, &["--beams must be at least 1", "(got 0)"], ""),
+    ("generate --model m --input f --beams 2 --samples 3", 2, &["--samples must be at most --beams = 2 (got 3)"], ""),
     ("generate --model m --input f --beams 2 --early-stopping no", 2, &["--early-stopping", "never"], ""),
-    ("generate --model m --input f --beams 2 --length-penalty inf", 2, &["--length-penalty is inf"], ""),
-    ("generate --model m --input f --beams 2 --top-p 0.9", 2, &["--top-p is of draws, --beams searches"], "leave out"),
-    ("generate --model m --input f --length-penalty 2", 2, &["--length-penalty is of a search by --beams"], "--beams"),
-    ("generate --model m --prompt a --beams 2", 2, &["--prompt writes nothing but text", "--beams"], "--input"),
-    ("generate --model m --prompt a --top-logprobs 2", 2, &["--prompt writes nothing but text"], "--input"),
-    ("generate --model m --input f --logit-bias 5", 2, &["--logit-bias", "no object of JSON"], ""),
+    (
+        "generate --model m --input f --beams 2 --length-penalty inf",
+        2,
+        &["--length-penalty must be a finite number (got inf)"],
+        "",
+    ),
+    (
+        "generate --model m --input f --beams 2 --top-p 0.9",
+        2,
+        &["--top-p does not apply to a beam search"],
+        "leave out",
+    ),
+    ("generate --model m --input f --length-penalty 2", 2, &["--length-penalty needs a beam search"], "--beams"),
+    ("generate --model m --prompt a --beams 2", 2, &["--prompt prints plain text only", "--beams"], "--input"),
+    ("generate --model m --prompt a --top-logprobs 2", 2, &["--prompt prints plain text only"], "--input"),
+    ("generate --model m --input f --logit-bias 5", 2, &["--logit-bias", "must be a JSON object"], ""),
     (
         "generate --model model --input f --logit-bias {\"a\":\"b\"}",
         2,
-        &["--logit-bias: ", "needed a finite number"],
+        &["--logit-bias: ", "must be a finite number"],
         "",
     ),
     (
         "shard rows.jsonl --tokenizer model --out x --split-field split --split-ratio 0.1",
         2,
-        &["only one of --split-field, --split-ratio and --split-test"],
+        &["--split-field, --split-ratio and --split-test exclude each other"],
         "",
     ),
     (
         "shard rows.jsonl --tokenizer model --out x --split-ratio 1.5",
         2,
-        &["--split-ratio is 1.5", "between 0 and 1"],
+        &["--split-ratio must be between 0 and 1", "(got 1.5)"],
         "",
     ),
     ("shard --tokenizer model --out x", 2, &["at least one input file"], ""),
@@ -88,13 +98,13 @@ const REFUSED: &[(&str, i32, &[&str], &str)] = &[
     ("shard nosuch --tokenizer model --out x", 74, &["cannot", "nosuch", "No such file"], ""),
     ("tokenizer nosuch --vocabulary 300 --out x", 74, &["cannot", "nosuch", "No such file"], ""),
     ("init --config nosuch --out x", 74, &["cannot", "nosuch", "No such file"], ""),
-    ("export nosuch --out x", 65, &["nosuch holds no checkpoint"], "manifest.json"),
-    ("report nosuch --out x", 2, &["nosuch is no directory"], "job.dir"),
+    ("export nosuch --out x", 65, &["nosuch has no checkpoint"], "manifest.json"),
+    ("report nosuch --out x", 2, &["nosuch is not a directory"], "job.dir"),
     ("report model --out x", 65, &["model has no metrics.jsonl"], "run directory"),
     ("report --out x", 2, &["at least one run directory"], ""),
-    ("samples nosuch", 2, &["nosuch is no directory"], "job.dir"),
-    ("samples model", 65, &["model has no rollouts"], "metrics.rollouts_every_steps"),
-    ("samples model --best 1 --worst 1", 2, &["only one of --worst, --best and --prompt"], ""),
+    ("samples nosuch", 2, &["nosuch is not a directory"], "job.dir"),
+    ("samples model", 65, &["model has no recorded samples"], "metrics.rollouts_every_steps"),
+    ("samples model --best 1 --worst 1", 2, &["--worst, --best and --prompt exclude each other"], ""),
 ];
 
 #[test]
@@ -158,6 +168,6 @@ fn the_binary_needs_mpi_and_the_family_of_libc_alone() {
     assert_eq!(mpi.len(), 1, "{needed:?}");
     assert!(!others.is_empty(), "{needed:?}");
     for name in others {
-        assert!(libc.iter().any(|stem| name.starts_with(stem)), "{name} is needed, beside {needed:?}");
+        assert!(libc.iter().any(|stem| name.starts_with(stem)), "{name} is needed, besides {needed:?}");
     }
 }

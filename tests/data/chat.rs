@@ -68,16 +68,16 @@ fn the_ids_of_a_conversation_are_those_of_its_turns_one_behind_the_other() {
         let (prompt, whole) = (apply(json!([question])), apply(json!([question, answer, more])));
         // What a model draws: the answer as the template prints it, and the token that ends it.
         let end = golden["templates"][name]["eos"].as_str().unwrap();
-        let drawn =
+        let rendered =
             whole.strip_prefix(&prompt).and_then(|rest| rest.split(end).next()).unwrap_or_else(|| panic!("{name}"));
-        assert!(drawn.contains("It is 46."), "{name}: {drawn:?}");
+        assert!(rendered.contains("It is 46."), "{name}: {rendered:?}");
         let prompt = tokenizer.encode(&prompt, false).unwrap();
-        let ended = tokenizer.encode(&format!("{drawn}{end}"), false).unwrap();
+        let ended = tokenizer.encode(&format!("{rendered}{end}"), false).unwrap();
         let messages = [more.as_object().cloned().unwrap()];
         let turn = tokenizer.encode_chat_turn(&ended, &messages, &none).unwrap();
         assert_eq!([prompt, ended, turn].concat(), tokenizer.encode(&whole, false).unwrap(), "{name}");
         // An answer that a stop text cut gets the end of its turn from the template.
-        let cut = tokenizer.encode(drawn, false).unwrap();
+        let cut = tokenizer.encode(rendered, false).unwrap();
         let turn = tokenizer.encode_chat_turn(&cut, &messages, &none).unwrap();
         assert_eq!(tokenizer.decode(&turn[..1], false).unwrap(), end, "{name}");
     }
@@ -126,7 +126,8 @@ fn a_template_that_takes_memory_stack_or_time_without_end_is_an_error() {
     );
 }
 
-/// In a process of its own: a thread whose stack is used up stays, with whatever lock it held, and a fork would wait for that.
+/// In a process of its own: a thread whose stack is used up stays, with whatever lock it held, and a fork would wait
+/// for that.
 fn endless_templates_fail() {
     let terms = |n: usize| format!("{{{{ 1{} }}}}", "+1".repeat(n));
     let nested = |n: usize| format!("{{{{ {}{} }}}}", "[".repeat(n), "]".repeat(n));
@@ -158,7 +159,7 @@ fn endless_templates_fail() {
         (terms(50_000).replace('+', " if 1 else "), ""),
         (terms(100_000).replace("+1", "|abs"), ""),
         (terms(100_000).replace('1', "[1]"), stack),
-        (searched.to_owned(), "computes for more than 5 s"),
+        (searched.to_owned(), "runs for more than 5 s"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}".to_owned(), "recursion"),
     ] {
         let outcome = ChatTemplate::new(&template, None, None).and_then(|t| t.apply(&json!([]), &Map::new(), false));

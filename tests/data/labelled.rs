@@ -57,19 +57,23 @@ fn shards_of_other_rows_are_refused_where_labels_are_needed() {
     let prompts = of(Part::Prompt);
     let error = fixture.rows::<LabelledRow>(&prompts, 0).unwrap_err();
     assert!(
-        error.message.contains("has 1 sequences") && error.hint.unwrap().contains("--labelled"),
+        error.message.contains("(sequences: 1)") && error.hint.unwrap().contains("--labelled"),
         "{}",
         error.message
     );
     // Their answers are numbers.
     let error = fixture.rows::<StepRow>(&prompts, 0).unwrap().check_each(|_| Ok(())).unwrap_err();
-    assert!(error.message.contains("q.jsonl:1: the label is \"0\", needed a list"), "{}", error.message);
+    assert!(
+        error.message.contains("q.jsonl:1: the label must be a list of strings or numbers (got \"0\")"),
+        "{}",
+        error.message
+    );
     let demonstrations = of(Part::Demonstration);
     let error = fixture.rows::<StepRow>(&demonstrations, 0).unwrap_err();
-    assert!(error.message.contains("has 2 sequences") && error.hint.unwrap().contains("--steps"), "{}", error.message);
+    assert!(error.message.contains("(sequences: 2)") && error.hint.unwrap().contains("--steps"), "{}", error.message);
     // 0 is a label.
     let error = fixture.rows::<LabelledRow>(&demonstrations, 0).unwrap().check_each(|_| Ok(())).unwrap_err();
-    assert!(error.message.contains("q.jsonl:2: the label is \"2\", needed true or false"), "{}", error.message);
+    assert!(error.message.contains("q.jsonl:2: the label must be true or false (got \"2\")"), "{}", error.message);
 }
 
 #[test]

@@ -89,12 +89,17 @@ fn a_shard_without_pairs_is_refused_where_pairs_are_needed() {
         shard(&fixture, &fixture.jsonl("q.jsonl", &questions(3)), part, &config("")).unwrap();
         let prefix = fixture.path("shards/rows");
         let error = fixture.rows::<PairRow>(&config(prefix.to_str().unwrap()), 0).unwrap_err();
-        assert!(error.message.contains(&format!("document 0 has {sequences} sequences")), "{error}");
+        assert!(
+            error
+                .message
+                .contains(&format!("document 0 must have prompt, chosen and rejected (sequences: {sequences})")),
+            "{error}"
+        );
         assert!(error.hint.is_some_and(|hint| hint.contains("--pairs")));
     }
 }
 
-/// Tokens of chosen and rejected, and what is kept of them where a row has 4 behind its prompt.
+/// Tokens of chosen and rejected, and the tokens that are kept if a row has 4 after its prompt.
 const CUTS: [([usize; 2], [usize; 2]); 7] = [
     ([2, 9], [2, 4]),
     ([9, 2], [4, 2]),

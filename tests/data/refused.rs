@@ -9,65 +9,69 @@ use rlhf_hpc::error::Kind;
 use crate::data::fixture::{Fixture, config};
 use crate::data::rows::{chat, shard};
 
-/// What rows are to be, a row that is none, and what is said.
+/// The kind of row that is expected, a row of another kind, and the message.
 const BAD: &[(Part, &str, &str)] = &[
     (Demonstration, r#"{"prompt": "x""#, "not JSON"),
-    (Demonstration, "[1, 2]", "a list where a JSON object is needed"),
-    (Demonstration, "", "the line is empty"),
-    (Demonstration, r#"{"prompt": 3, "answer": 1}"#, "is a number, needed a text"),
+    (Demonstration, "[1, 2]", "the line must be a JSON object (got a list)"),
+    (Demonstration, "", "the line must be a JSON object (got an empty line)"),
+    (Demonstration, r#"{"prompt": 3, "answer": 1}"#, "must be a string (got a number)"),
     (Demonstration, r#"{"prompt": "", "answer": 1}"#, "\"prompt\" is empty"),
     (Demonstration, r#"{"prompt": [], "answer": 1}"#, "\"prompt\" is empty"),
     (Demonstration, r#"{"prompt": [5, 100000], "response": "y", "answer": 1}"#, "token 100000 is outside"),
-    (Demonstration, r#"{"prompt": [5, "a"], "answer": 1}"#, "needed token ids or messages"),
-    (Demonstration, r#"{"question": "x", "answer": 1}"#, "no field \"prompt\"; the row has: question, answer"),
+    (Demonstration, r#"{"prompt": [5, "a"], "answer": 1}"#, "must be a list of token ids or messages (got "),
+    (Demonstration, r#"{"question": "x", "answer": 1}"#, "no field \"prompt\"; it has: question, answer"),
     (Demonstration, r#"{"prompt": "x", "answer": 1}"#, "no field \"response\""),
     (Demonstration, r#"{"prompt": "x", "response": "y"}"#, "no field \"answer\""),
     (Demonstration, r#"{"prompt": [{"role": "user", "content": "x"}], "answer": 1}"#, "chat_template = true"),
-    (Pair, r#"{"prompt": "x", "chosen": "y"}"#, "no field \"rejected\"; the row has: "),
-    (Pair, r#"{"prompt": "x", "rejected": "y"}"#, "no field \"chosen\"; the row has: "),
-    (Pair, r#"{"prompt": "x", "chosen": "y", "rejected": "y"}"#, "\"chosen\" and \"rejected\" are the same"),
-    (Pair, r#"{"prompt": "x", "chosen": "y", "rejected": 3}"#, "\"rejected\" is a number, needed a text"),
+    (Pair, r#"{"prompt": "x", "chosen": "y"}"#, "no field \"rejected\"; it has: "),
+    (Pair, r#"{"prompt": "x", "rejected": "y"}"#, "no field \"chosen\"; it has: "),
+    (Pair, r#"{"prompt": "x", "chosen": "y", "rejected": "y"}"#, "\"chosen\" and \"rejected\" must differ"),
+    (Pair, r#"{"prompt": "x", "chosen": "y", "rejected": 3}"#, "\"rejected\" must be a string (got a number)"),
     (Pair, r#"{"prompt": "x", "chosen": "y", "rejected": ""}"#, "\"rejected\" is empty"),
     (Pair, r#"{"prompt": "", "chosen": "y", "rejected": "z"}"#, "\"prompt\" is empty"),
-    (Pair, r#"{"chosen": [5, 6], "rejected": [7, 8]}"#, "\"chosen\" and \"rejected\" do not begin alike"),
+    (Pair, r#"{"chosen": [5, 6], "rejected": [7, 8]}"#, "\"chosen\" and \"rejected\" have no common beginning"),
     (Pair, r#"{"prompt": "x", "chosen": [5, 100000], "rejected": [7]}"#, "token 100000 is outside"),
     (
         Pair,
         r#"{"chosen": [{"role": "user", "content": "x"}], "rejected": [{"role": "user", "content": "y"}]}"#,
         "chat_template = true",
     ),
-    (Pair, r#"{"chosen": "ab c", "rejected": "xy z"}"#, "do not begin alike"),
-    (Labelled, r#"{"prompt": "x", "response": "y"}"#, "no field \"label\"; the row has: "),
-    (Labelled, r#"{"prompt": "x", "label": true}"#, "no field \"response\"; the row has: "),
-    (Labelled, r#"{"response": "x", "label": true}"#, "no field \"prompt\"; the row has: "),
-    (Labelled, r#"{"prompt": "x", "response": "y", "label": 2}"#, "\"label\" is 2, needed true or false"),
-    (Labelled, r#"{"prompt": "x", "response": "y", "label": "good"}"#, "\"label\" is \"good\", needed true"),
-    (Labelled, r#"{"prompt": "x", "response": "y", "label": null}"#, "\"label\" is null, needed true or false"),
-    (Labelled, r#"{"prompt": "x", "response": "y", "label": [true]}"#, "needed true or false"),
+    (Pair, r#"{"chosen": "ab c", "rejected": "xy z"}"#, "have no common beginning"),
+    (Labelled, r#"{"prompt": "x", "response": "y"}"#, "no field \"label\"; it has: "),
+    (Labelled, r#"{"prompt": "x", "label": true}"#, "no field \"response\"; it has: "),
+    (Labelled, r#"{"response": "x", "label": true}"#, "no field \"prompt\"; it has: "),
+    (Labelled, r#"{"prompt": "x", "response": "y", "label": 2}"#, "\"label\" must be true or false (got 2)"),
+    (
+        Labelled,
+        r#"{"prompt": "x", "response": "y", "label": "good"}"#,
+        "\"label\" must be true or false (got \"good\")",
+    ),
+    (Labelled, r#"{"prompt": "x", "response": "y", "label": null}"#, "\"label\" must be true or false (got null)"),
+    (Labelled, r#"{"prompt": "x", "response": "y", "label": [true]}"#, "must be true or false (got [true])"),
     (Labelled, r#"{"prompt": "x", "response": "", "label": true}"#, "\"response\" is empty"),
     (Labelled, r#"{"prompt": "", "response": "y", "label": true}"#, "\"prompt\" is empty"),
-    (Labelled, r#"{"prompt": "x", "response": 3, "label": true}"#, "\"response\" is a number, needed a text"),
-    (Steps, r#"{"prompt": "x"}"#, "no field \"label\"; the row has: "),
-    (Steps, r#"{"label": ["+"]}"#, "no field \"prompt\"; the row has: "),
-    (Steps, r#"{"prompt": "x", "label": "+"}"#, "\"label\" is a string, needed a list of labels"),
+    (Labelled, r#"{"prompt": "x", "response": 3, "label": true}"#, "\"response\" must be a string (got a number)"),
+    (Steps, r#"{"prompt": "x"}"#, "no field \"label\"; it has: "),
+    (Steps, r#"{"label": ["+"]}"#, "no field \"prompt\"; it has: "),
+    (Steps, r#"{"prompt": "x", "label": "+"}"#, "\"label\" must be a list of labels (got a string)"),
     (Steps, r#"{"prompt": "x", "label": []}"#, "\"label\" is empty"),
-    (Steps, r#"{"prompt": "x", "label": ["+", 1.5]}"#, "\"label\" holds 1.5, needed texts, or numbers from 0 to 1"),
-    (Steps, r#"{"prompt": "x", "label": [true]}"#, "\"label\" holds true, needed texts"),
+    (Steps, r#"{"prompt": "x", "label": ["+", 1.5]}"#, "\"label\" must hold strings, or numbers from 0 to 1 (got 1.5)"),
+    (Steps, r#"{"prompt": "x", "label": [true]}"#, "\"label\" must hold strings, or numbers from 0 to 1 (got true)"),
     (Steps, r#"{"prompt": "", "label": ["+"]}"#, "\"prompt\" is empty"),
 ];
 
 /// Pairs that are read as chats.
 const CHATS: &[(&str, &str)] = &[
-    (r#"{"prompt": "x", "chosen": 3, "rejected": "y"}"#, "\"chosen\" is a number, needed a text"),
+    (r#"{"prompt": "x", "chosen": 3, "rejected": "y"}"#, "\"chosen\" must be a string (got a number)"),
     (r#"{"prompt": "x", "chosen": "", "rejected": "y"}"#, "\"chosen\" is empty"),
     (
         r#"{"prompt": "x", "chosen": [{"role": "user", "content": "x"}], "rejected": "z"}"#,
-        "\"chosen\" does not end with an assistant's message",
+        "\"chosen\" must end with an assistant message",
     ),
     (r#"{"prompt": "x", "chosen": "y", "rejected": [5, 6]}"#, "answer different prompts"),
     (
         r#"{"prompt": "x", "chosen": "y", "rejected": [{"role": "assistant", "content": "y"}]}"#,
-        "\"chosen\" and \"rejected\" are the same",
+        "\"chosen\" and \"rejected\" must differ",
     ),
     (
         r#"{"chosen": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "a"}], "rejected": [{"role": "user", "content": "y"}, {"role": "assistant", "content": "b"}]}"#,
@@ -75,7 +79,7 @@ const CHATS: &[(&str, &str)] = &[
     ),
     (
         r#"{"prompt": "x", "chosen": [{"role": "user", "content": "y"}, {"role": "assistant", "content": "a"}], "rejected": "b"}"#,
-        "\"chosen\" does not begin with the prompt's messages",
+        "\"chosen\" must begin with the prompt's messages",
     ),
 ];
 
@@ -105,7 +109,9 @@ fn a_bad_row_is_named_by_file_and_line_and_nothing_is_written() {
         refused(Pair, line, &chat(), message);
     }
     let margin = DataConfig { margin_key: "margin".to_owned(), ..config("") };
-    for (found, message) in [("\"big\"", "\"margin\" is \"big\", needed a number"), ("null", "\"margin\" is null")] {
+    for (found, message) in
+        [("\"big\"", "\"margin\" must be a number (got \"big\")"), ("null", "\"margin\" must be a number (got null)")]
+    {
         let row = format!(r#"{{"prompt": "x", "chosen": "y", "rejected": "z", "margin": {found}}}"#);
         refused(Pair, &row, &margin, message);
     }

@@ -111,7 +111,7 @@ fn a_message_that_says_so_is_not_learned() {
     assert_eq!(said([none.clone(), all.clone()]).unwrap(), [&both, "4<|end|>"]);
     assert_eq!(said([json!({"weight": 1}), json!({"weight": 0})]).unwrap(), [first, "2<|end|>"]);
     let error = said([none.clone(), none]).unwrap_err();
-    assert!(error.message.contains("every message of the assistant has train = false"), "{error}");
+    assert!(error.message.contains("all assistant messages have train = false"), "{error}");
 }
 
 #[test]
@@ -133,7 +133,7 @@ fn a_template_is_told_the_tools_of_a_row_and_the_arguments_of_the_job() {
     for (tools, found) in [(json!(3), "a number"), (json!("add"), "a string"), (json!(["add"]), "a list")] {
         let error = shard(&fixture, &row(&tools), Part::Prompt, &config).unwrap_err();
         assert!(
-            error.message.contains(&format!("field \"tools\" is {found}, needed a list of JSON schemas")),
+            error.message.contains(&format!("field \"tools\" must be a list of JSON schemas (got {found})")),
             "{error}"
         );
     }
@@ -161,7 +161,7 @@ fn a_file_without_rows_and_a_missing_file_are_refused() {
     assert_eq!(error.kind, Kind::Io);
 }
 
-/// Of the verb, which writes the shard `out/rows`.
+/// Arguments of the verb, which writes the shard `out/rows`.
 pub fn args(fixture: &Fixture, input: &str, more: &[&str]) -> Args {
     let (tokenizer, out) = (fixture.path("tokenizer"), fixture.path("out/rows"));
     let mut all = vec![input, "--tokenizer", tokenizer.to_str().unwrap(), "--out", out.to_str().unwrap()];

@@ -221,7 +221,7 @@ fn a_split_that_does_not_exist_is_refused_with_those_that_do() {
     assert!(error.message.contains("\"validation\"") && error.message.contains("test, train"), "{error}");
     let unsplit = DataConfig { prompt_split: "train".to_owned(), ..config(&file) };
     let error = fixture.prompts(&unsplit, 0).unwrap_err();
-    assert!(error.message.contains("there are: none"), "{error}");
+    assert!(error.message.contains("splits: none"), "{error}");
     let same = DataConfig { eval_split: "train".to_owned(), ..ratio(&file) };
     assert_eq!(fixture.prompts(&same, 0).unwrap_err().kind, Kind::Usage);
 }
@@ -245,7 +245,7 @@ fn splits_of_a_shard_are_used_by_name() {
     let hardness: Vec<u64> = handed.iter().map(|p| (p.label.parse::<u64>().unwrap() / 2 * 37) % 101).collect();
     assert!(hardness.is_sorted(), "{hardness:?}");
     let no_field = DataConfig { curriculum_field: "age".to_owned(), ..named };
-    assert!(fixture.prompts(&no_field, 0).unwrap_err().message.contains("no number in field \"age\""));
+    assert!(fixture.prompts(&no_field, 0).unwrap_err().message.contains("field \"age\" must hold a number"));
 }
 
 /// Prompts of 3 to 40 tokens.
@@ -401,7 +401,7 @@ fn sources_that_cannot_be_are_refused_before_work_starts() {
     let message = |config: &DataConfig| fixture.prompts(config, 0).unwrap_err();
     assert!(message(&config("nowhere")).message.contains("nowhere.idx"));
     let tiny = DataConfig { prompt_tokens_max: 1, ..config(&file) };
-    assert!(message(&tiny).message.contains("no row is left to train on"));
+    assert!(message(&tiny).message.contains("no rows are left to train on"));
     let overlap = DataConfig {
         long_prompts: LongPrompts::Window,
         window_overlap_tokens: 9,

@@ -1,4 +1,4 @@
-//! Parquet files and folders of `save_to_disk`, beside JSONL of the same rows (`tests/golden/rows.py`).
+//! Parquet files and folders of `save_to_disk`, compared with JSONL of the same rows (`tests/golden/rows.py`).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -123,14 +123,14 @@ fn what_holds_no_rows_of_text_is_refused_by_name() {
     fixture.text("none.parquet", "");
     fixture.text("random.arrow", "ARROW1\0\0");
     for (path, words) in [
-        (golden("image.parquet"), &["image.parquet: ", "column \"image.bytes\" is of type Binary"][..]),
-        (fixture.path("empty"), &["empty: ", "without dataset_dict.json"]),
-        (fixture.path("foreign"), &["foreign: ", "\"../rows.arrow\" is no name of a file in it"]),
+        (golden("image.parquet"), &["image.parquet: ", "column \"image.bytes\" has the unsupported type Binary"][..]),
+        (fixture.path("empty"), &["empty: ", "has no dataset_dict.json"]),
+        (fixture.path("foreign"), &["foreign: ", "\"../rows.arrow\" is not the name of a file in this folder"]),
         (fixture.path("lacking"), &["data-00001-of-00002.arrow"]),
-        (fixture.path("other.arrow"), &["other.arrow: ", "no Arrow stream"]),
-        (fixture.path("other.parquet"), &["other.parquet: ", "no whole Parquet file"]),
-        (fixture.path("none.parquet"), &["none.parquet: ", "no whole Parquet file of 0 bytes"]),
-        (fixture.path("random.arrow"), &["random.arrow: ", "random access format"]),
+        (fixture.path("other.arrow"), &["other.arrow: ", "not an Arrow stream"]),
+        (fixture.path("other.parquet"), &["other.parquet: ", "not a complete Parquet file"]),
+        (fixture.path("none.parquet"), &["none.parquet: ", "not a complete Parquet file (0 bytes)"]),
+        (fixture.path("random.arrow"), &["random.arrow: ", "must be an Arrow stream (got the Arrow file format)"]),
     ] {
         let error = shard(&fixture, path.to_str().unwrap(), Part::Prompt, &config("")).unwrap_err();
         assert!(words.iter().all(|words| error.message.contains(words)), "{error}");

@@ -219,5 +219,8 @@ fn numbers_that_are_not_finite_are_named() {
     let mut samples = batch(2, 1);
     samples[1].score = f32::NAN;
     let error = super::compute(&config, 0.0, &mut samples).unwrap_err();
-    assert!(error.message.contains("sample 1") && error.message.contains("the score is NaN, not finite"), "{error}");
+    assert!(
+        error.message.contains("sample 1") && error.message.contains("the score must be finite (got NaN)"),
+        "{error}"
+    );
 }

@@ -61,7 +61,8 @@ fn policy_config(case: &Case) -> PpoConfig {
 }
 
 /// The factors of one row. Where a sequence is kept, OpenRLHF's seq-mask-tis leaves the token weights unclamped
-/// although its own comment says clamped; ours are clamped. Here the unclamped weight is put back, so that the rest compares.
+/// although its own comment says clamped; ours are clamped. Here the unclamped weight is put back, so that the rest
+/// compares.
 fn their_factors(config: &PpoConfig, old: &[f32], sample: &[f32], mask: &[u8]) -> Vec<f32> {
     let mut factors = Vec::new();
     let range = [config.correction_low, config.correction_high];
@@ -197,7 +198,7 @@ fn adaptive_kl_controller_agrees() {
     }
 }
 
-/// Where the mask is 0 theirs holds the whitened zero, ours 0: only masked tokens are compared.
+/// Keeps masked tokens only: if the mask is 0, OpenRLHF's value is the whitened zero, ours is 0.
 fn only_masked(rows: &[Vec<f32>], masks: &[Vec<u8>]) -> Vec<Vec<f32>> {
     let pick = |(row, mask): (&Vec<f32>, &Vec<u8>)| row.iter().zip(mask).map(|(x, &m)| x * f32::from(m)).collect();
     rows.iter().zip(masks).map(pick).collect()

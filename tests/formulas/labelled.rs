@@ -40,7 +40,8 @@ fn kto_agrees_in_loss_gradient_and_rewards() {
     }
 }
 
-/// Their older loss takes the other side's mean log-ratio as KL, through which its gradient goes, too: the loss alone is ours.
+/// Their older loss takes the other side's mean log-ratio as KL, through which its gradient goes, too: the loss alone
+/// is ours.
 #[test]
 fn kto_with_a_kl_above_0_agrees_in_loss() {
     for case in cases("kto_vanilla") {

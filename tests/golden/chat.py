@@ -1,9 +1,9 @@
-"""Makes the cases of chat.json anew: each chat rendered by transformers with each template, and the token ids of the text.
+"""Regenerates the cases of chat.json: each chat rendered by transformers with each template, and the token ids of the text.
 
     python tests/golden/chat.py        (transformers 5, tokenizers 0.23)
 
-What they are made from stands in chat.json, too: a tokenizer, chats, and templates that are written for this test in the
-manner of well-known model families. `with` are chats whose template is told more: tools, and words of its own.
+Their sources are in chat.json, too: a tokenizer, chats, and templates that are written for this test in the style of
+well-known model families. `with` are chats whose template has more variables: tools, and some of its own.
 
   headers  Llama 3: headers, a system part with a date, trimmed contents
   im       Qwen: no begin token, namespaces, earlier thoughts taken out

@@ -1,4 +1,4 @@
-"""Makes the goldens of tests/parity: tiny random models of each family, and what transformers says of them.
+"""Makes the goldens of tests/parity: tiny random models of each family, and the results of transformers for them.
 
     python tests/golden/models.py            # needs torch, transformers >= 5, safetensors
 
@@ -9,10 +9,10 @@ Writes tests/golden/models/NAME/ (a Hugging Face directory) and tests/golden/mod
   grad.PARAMETER       gradient of the loss below by autograd
   greedy               prompt and continuation by generate(do_sample=False)
   values               (reward models) the score at every position
-  scores               (reward models) what the sequence classifier says of the rows as one padded batch
-Loss: sum_i weight_i * logprobs_t_i + ENTROPY_COEF * sum_i entropy_i, weight_i = ((7 i) mod 11 - 3) / 10; of a reward
-model: sum_i weight_i * value_i. All in float64, eager attention, each sequence alone. (The norms and the softmax of
-transformers are float32 inside, whatever the model's dtype.)
+  scores               (reward models) scores of the sequence classifier for the rows as one padded batch
+Loss: sum_i weight_i * logprobs_t_i + ENTROPY_COEF * sum_i entropy_i, weight_i = ((7 i) mod 11 - 3) / 10. The loss of a
+reward model is sum_i weight_i * value_i. All in float64, eager attention, each sequence alone. (The norms and the softmax
+of transformers are float32 inside, whatever the model's dtype.)
 """
 
 import json

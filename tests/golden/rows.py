@@ -1,4 +1,4 @@
-"""Makes rows/ anew: the same rows as JSONL, as Parquet, and as folders of save_to_disk.
+"""Regenerates rows/: the same rows as JSONL, as Parquet, and as folders of save_to_disk.
 
     python tests/golden/rows.py            (datasets 5, pyarrow 26)
 
@@ -7,7 +7,7 @@
   zstd.parquet      the first rows, with zstd; gzip.parquet with gzip
   saved/            save_to_disk, two Arrow streams
   splits/           save_to_disk of a DatasetDict: train and test
-  image.parquet     a column that is no text
+  image.parquet     a column that is not text
 """
 
 import json

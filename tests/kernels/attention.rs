@@ -10,8 +10,8 @@ use rlhf_hpc::ops::attention::{AttentionShape, Span};
 /// Around every tile and every step of a tensor core.
 const TAILS: &[usize] = &[1, 0, 15, 16, 17, 31, 32, 33, 63, 64, 65, 0, 127, 128, 129, 130];
 
-/// Holds what attention and its gradients give over some spans to the CPU. A second backward over the same table has the same bits,
-/// whatever the first one left; they are returned.
+/// Holds what attention and its gradients give over some spans to the CPU. A second backward over the same table has
+/// the same bits, whatever the first one left; they are returned.
 fn spans_hold(case: &Case, spans: &[Span], what: &str) -> [Vec<f32>; 3] {
     let (o, lse) = case.forward(spans);
     case.holds(what, spans, &o, &lse);
@@ -130,7 +130,7 @@ fn what_no_kernel_can_is_refused() {
     let [q, k, v] = case.views();
     let (mut o, mut lse) = (Memory::zeros(1024), Memory::zeros(32));
     let table = SpanTable::packed(&[0, 8], &case.shape);
-    refused("results are joined in f32", || {
+    refused("results are merged in f32", || {
         attention::forward(q, k, v, &table, true, o.view_mut(DType::Bf16), lse.view_mut(DType::F32));
     });
 }

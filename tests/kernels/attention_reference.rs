@@ -10,7 +10,7 @@ use rlhf_hpc::ops::attention::{AttentionShape, Span};
 
 /// Half a unit in the last place of bf16, relative to the smallest number that has it.
 const ROUNDING: f64 = 1.0 / 256.0;
-/// What f32 costs in sums of some hundred terms of about 1.
+/// The error of f32 in sums of some hundred terms of about 1.
 const F32: f64 = 1e-5;
 
 /// Values of q, k and v, rounded, and the same on the GPU.
@@ -134,9 +134,9 @@ impl Case {
         }
     }
 
-    /// Rows of a head by their norm, in which roundings make up for each other: each p and each result is off by at most 2^-9
-    /// of itself, and by 0.6 of that in the mean of squares, so 2^-8 is twice what both come to. A row that is one part in a
-    /// hundred too large is seen.
+    /// Compares rows of a head by their norm, in which roundings cancel out. Each p and each result is off by at most
+    /// 2^-9 of itself, and by 0.6 of that in the mean of squares. So 2^-8 is twice the sum of both. A row that is one
+    /// percent too large is detected.
     fn are_near(&self, what: &str, got: &[f32], want: &[f32], share: f64) {
         assert_eq!(got.len(), want.len(), "{what}");
         let e = self.shape.head_dim;

@@ -1,5 +1,5 @@
-//! What a run sends over its axes before it trains: healthy ways pass, and each thing that a library or an event does wrong is
-//! named with the call, the axis, its ranks and the first value.
+//! The check of a run's axes before training. Healthy backends pass. For each fault of a library or an event, the error
+//! names the call, the axis, its ranks and the first value.
 
 use crate::jobs::{CONFIG, command, emulated, flat};
 use crate::ranks::{LATE, play};
@@ -48,7 +48,7 @@ fn told(words: &str) {
     std::io::stderr().write_all(line.as_bytes()).expect("a place for words");
 }
 
-/// What each rank has to say of a scene, on GPUs that are late and elsewhere.
+/// The output of each rank in a scene, on late GPUs and on others.
 fn said(scene: &str, env: &[(&str, &str)]) -> Vec<String> {
     let ranks = scene.split(' ').map(|size| size.parse::<usize>().expect("a size")).product();
     let Some((well, all)) = play(ranks, &format!("axes: {scene}"), env) else { return Vec::new() };
@@ -60,7 +60,8 @@ fn said(scene: &str, env: &[(&str, &str)]) -> Vec<String> {
 
 #[test]
 fn axes_that_carry_what_is_sent_pass_and_what_does_not_arrive_is_named_with_the_call_its_axis_and_the_first_value() {
-    // A library that puts or loses values, and a stream that does not wait for another, whose values stood there before.
+    // A library that puts or loses values, and a stream that does not wait for another, whose values stood there
+    // before.
     let fault = |name: &'static str| ("EMULATED_NCCL_FAULT", name);
     let forgets = |what: &'static str| [LATE, ("EMULATED_FORGETS", what)];
     let cases = [
@@ -81,7 +82,7 @@ fn axes_that_carry_what_is_sent_pass_and_what_does_not_arrive_is_named_with_the_
         let lines = said(scene, env);
         for line in &lines {
             assert_eq!(*line, lines[0], "{scene}, {env:?}: ranks end with other words");
-            let found = line.contains("FOUND ") && line.contains(words) && line.contains(" is right");
+            let found = line.contains("FOUND ") && line.contains(words) && line.contains(", expected ");
             assert!(if words.is_empty() { line.contains("CHECKED ") } else { found }, "{scene}, {env:?}: {line}");
         }
     }
@@ -111,5 +112,5 @@ fn a_rank_that_never_comes_to_a_call_is_told_with_the_call_and_the_axis() {
     else {
         return;
     };
-    assert!(!well && said.contains("waits in sum_scattered over zero ("), "{said}");
+    assert!(!well && said.contains("waiting in sum_scattered over zero ("), "{said}");
 }

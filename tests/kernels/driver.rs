@@ -15,7 +15,7 @@ fn command(cuda: &str, cache: &Path, args: &[&str]) -> Command {
     command
 }
 
-/// What a program writes there, and whether it succeeds.
+/// The output of a program there, and whether it succeeds.
 fn said(command: &mut Command) -> (bool, String) {
     let out = command.output().expect("it starts");
     let text = [out.stdout, out.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
@@ -35,8 +35,8 @@ fn test(name: &str) -> Command {
     command
 }
 
-/// Tests of values that come and go are known to look: they fail on a GPU whose streams do not wait for each other, and hold on
-/// one whose copies are early.
+/// Tests of values that come and go are known to look: they fail on a GPU whose streams do not wait for each other, and
+/// hold on one whose copies are early.
 #[test]
 fn streams_that_do_not_wait_are_noticed_and_copies_may_be_as_early_as_they_like() {
     if on_a_real_gpu() {
@@ -127,14 +127,14 @@ fn what_keeps_a_gpu_away_is_named_with_what_to_do() {
     assert!(line(&text, "cuda").contains("none: the driver does not start: cuInit: status 911;"), "{text}");
     // Calls of the stub answer with a status of which it knows no words.
     let (_, text) = with(&["info"], "cuInit:1:34");
-    let why = "cuda       none: the driver does not start: the libcuda.so that is found first is the stub";
+    let why = "cuda       none: the driver does not start: the libcuda.so that was found first is the stub";
     assert!(line(&text, "cuda").starts_with(why) && text.contains("LD_LIBRARY_PATH"), "{text}");
     let (starts, text) = with(&["bench", "cuda", "--small"], "cuDevicePrimaryCtxRetain:1:46");
     let why = "cuDevicePrimaryCtxRetain: CUDA_ERROR_DEVICE_UNAVAILABLE";
     assert!(!starts && text.contains(why) && text.contains("the compute mode of GPU 0 is exclusive"), "{text}");
 }
 
-/// As the real ones are where no kernel module is loaded (535), too old (450), or not for this machine.
+/// Drivers like real ones: without a loaded kernel module (535), too old (450), or not for this machine.
 #[test]
 fn a_driver_without_a_gpu_without_a_function_or_of_another_machine_leaves_the_cpu() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -154,13 +154,13 @@ fn a_driver_without_a_gpu_without_a_function_or_of_another_machine_leaves_the_cp
     assert!(status.success(), "{compiler:?}: {status}");
     let why = cuda(&old, "0");
     assert!(
-        why.starts_with("the driver is older than that of CUDA 11.4 (470), it lacks cuDriverGetVersion, "),
+        why.starts_with("the driver must be version 470 (CUDA 11.4) or newer; it lacks cuDriverGetVersion, "),
         "{why}"
     );
     assert!(why.contains("cuGraphUpload") && !why.contains("cuInit"), "{why}");
     fs::write(&old, "no library").expect("a file");
     let why = cuda(&old, "0");
-    assert!(why.contains("/libcuda.so.1 is no driver for this machine: ") && why.contains("too short"), "{why}");
+    assert!(why.contains("/libcuda.so.1 is not a driver for this machine: ") && why.contains("too short"), "{why}");
 }
 
 #[test]
@@ -173,7 +173,8 @@ fn a_cublaslt_of_a_later_cuda_than_the_driver_is_not_taken() {
     };
     let path = emulation::gpu().display().to_string();
     assert_eq!(lt("12000"), format!("12.8.3 ({path})"));
-    let why = format!("none: {path}: it is 12.8.3, and the driver of CUDA 11.8; products on a GPU are exact");
+    let found = "cuBLASLt must not be newer than the driver (found 12.8.3, driver for CUDA 11.8)";
+    let why = format!("none: {path}: {found}; GEMM on a GPU is exact");
     assert_eq!(lt("11080"), why);
 }
 
@@ -188,7 +189,7 @@ fn a_driver_that_refuses_the_cubins_gets_those_of_nvrtc_and_the_next_start_finds
         let mut info = command("12020", cache.path(), &["info"]);
         let text = written(info.env("RLHF_NVRTC", emulation::gpu()));
         let loaded = line(&text, "loaded");
-        let counts = format!("for sm_80: {compiled} sources compiled now, {} taken from the disk", all - compiled);
+        let counts = format!("for sm_80: {compiled} sources compiled now, {} read from the cache", all - compiled);
         assert!(loaded.starts_with("loaded     NVRTC 0.1") && loaded.contains(&counts), "{loaded}");
         assert!(loaded.contains("CUDA_ERROR_INVALID_IMAGE"), "{loaded}");
     }

@@ -1,4 +1,4 @@
-//! What the binary carries is what stands in `cuda/`, and it compiles at run time, too.
+//! The embedded sources are those of `cuda/`, and they compile at run time, too.
 
 use rlhf_hpc::device::cuda::embedded::{self, CUBINS, KERNELS, SOURCES};
 use rlhf_hpc::device::cuda::nvrtc::Nvrtc;
@@ -77,7 +77,7 @@ fn cubins_are_of_every_source_for_both_architectures_or_there_are_none() {
 #[test]
 fn no_kernel_has_local_memory_and_the_report_in_bench_is_of_these_kernels() {
     let Ok(table) = embedded::resources() else {
-        assert!(!required(), "nvcc tells what kernels take");
+        assert!(!required(), "nvcc reports the resources of kernels");
         return;
     };
     let rows: Vec<&str> = table.lines().filter(|row| row.contains(" | sm_")).collect();

@@ -1,5 +1,5 @@
-//! The emulated GPU: builds the shared library that stands in for the driver, cuBLASLt and NCCL, with the kernels of `cuda/`
-//! compiled for the CPU, and gives it to this process and to others.
+//! The emulated GPU: builds the shared library that replaces the driver, cuBLASLt and NCCL, with the kernels of `cuda/`
+//! compiled for the CPU. This process and others use it.
 
 use crate::faults::{self, Fault};
 use libloading::Library;
@@ -28,10 +28,10 @@ pub fn gpu() -> PathBuf {
     std::env::var_os(LIBRARY).map_or_else(|| BUILT.get_or_init(library).clone(), PathBuf::from)
 }
 
-/// Variables that name the library, as each that it stands in for.
+/// Variables that name the library, one for each library that it replaces.
 const LIBRARIES: [&str; 3] = ["RLHF_CUDA_LIB", "RLHF_CUBLASLT_LIB", "RLHF_NCCL_LIB"];
 
-/// What another process needs to find the emulated GPU.
+/// The environment with which another process finds the emulated GPU.
 pub fn environment() -> Vec<(&'static str, OsString)> {
     let library = OsString::from(gpu());
     let mut set = Vec::from(LIBRARIES.map(|name| (name, library.clone())));
@@ -44,8 +44,8 @@ pub fn environment() -> Vec<(&'static str, OsString)> {
     set
 }
 
-/// The same for whole jobs: kernels are not checked for what no barrier orders, which takes a third of a job's time and is seen where they
-/// are tested one by one; only for where they read and write.
+/// The same for whole jobs: kernels are not checked for what no barrier orders, which takes a third of a job's time and
+/// is seen where they are tested one by one; only for where they read and write.
 pub fn environment_of_jobs() -> Vec<(&'static str, OsString)> {
     [environment(), vec![("EMULATED_ADDRESSES_ONLY", "1".into())]].concat()
 }
@@ -53,8 +53,8 @@ pub fn environment_of_jobs() -> Vec<(&'static str, OsString)> {
 /// Set while a process opens the GPU that checks what is done; others that it starts meanwhile must not see them.
 pub const CHECKED: [&str; 2] = ["CUDA_LAUNCH_BLOCKING", "RLHF_NO_CUDA_MEMORY_CACHING"];
 
-/// Opens the emulated GPU in this process. Work is done at once and every value is an allocation of its own, so that a kernel that
-/// fails is told with what it was given, and what runs over an end is seen; unless `LATE` is set.
+/// Opens the emulated GPU in this process. Work is done at once and every value is an allocation of its own, unless
+/// `LATE` is set. So the error of a failing kernel has its arguments, and accesses past an end are detected.
 pub fn open() -> Result<Gpu> {
     let libraries = environment();
     let mut set = Vec::new();
@@ -123,7 +123,7 @@ fn directory() -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulation")
 }
 
-/// A source of the emulation, compiled beside the headers.
+/// Compiles a source of the emulation, together with the headers.
 fn object(dir: &Path, name: &str, text: &String) -> PathBuf {
     let object = dir.join(format!("{name}-{}.o", key([text])));
     once(&object, |made| {
@@ -143,7 +143,7 @@ fn once(path: &Path, make: impl FnOnce(&Path)) {
     }
 }
 
-/// Puts the wrong code of a fault beside the right one, by its number at run time.
+/// Adds the wrong code of a fault next to the right code, selected by its number at run time.
 fn plant<'a>(number: usize, fault: &Fault, mut sources: impl Iterator<Item = &'a mut (String, String)>) {
     let (file, place, right, wrong) = fault;
     let (_, text) = sources.find(|(name, _)| name == file).unwrap_or_else(|| panic!("no source {file}"));
@@ -157,7 +157,7 @@ fn plant<'a>(number: usize, fault: &Fault, mut sources: impl Iterator<Item = &'a
     *text = text.replace(&from, &place.replace('@', &both));
 }
 
-/// What stands for texts in a path.
+/// A key for texts, for use in a path.
 fn key<'a>(texts: impl IntoIterator<Item = &'a String>) -> String {
     let hash = texts.into_iter().fold(Sha256::new(), |hash, text| hash.chain_update(text).chain_update([0]));
     hash.finalize().iter().take(8).fold(String::new(), |mut hex, byte| {
@@ -166,7 +166,7 @@ fn key<'a>(texts: impl IntoIterator<Item = &'a String>) -> String {
     })
 }
 
-/// No products fused into sums behind the source's back: every machine has the same results.
+/// Flags without implicit fused multiply-adds: every machine has the same results.
 const FLAGS: &[&str] =
     &["-std=c++17", "-O2", "-g1", "-march=x86-64-v3", "-ffp-contract=off", "-fPIC", "-fopenmp", "-DEMULATED"];
 const WARNINGS: &[&str] = &["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi"];
@@ -204,7 +204,8 @@ fn sources(dir: &Path, endings: &[&str]) -> Vec<(String, String)> {
     files
 }
 
-/// Declarations `SHARED type name[..];` as the emulation has them: variables in the arena of a block, whose bounds it knows.
+/// Declarations `SHARED type name[..];` as the emulation has them: variables in the arena of a block, whose bounds it
+/// knows.
 fn with_shared_variables(text: &str) -> String {
     let rewritten = |line: &str| {
         let declaration = line.trim_start().strip_prefix("SHARED ")?;

@@ -1,6 +1,7 @@
-//! Calls of the driver, of cuBLASLt and of NCCL that fail within whole jobs (`EMULATED_FAILS`, emulation/failing.h), and kernels that
-//! leave NaN (`EMULATED_SPOILS`): each job ends by itself with the exit code that belongs to it and one message,
-//! which says what failed, on which GPU, what the driver said and what to do; what was committed goes on.
+//! Calls of the driver, of cuBLASLt and of NCCL that fail within whole jobs (`EMULATED_FAILS`, emulation/failing.h),
+//! and kernels that leave NaN (`EMULATED_SPOILS`). Each job ends by itself with the right exit code and one message.
+//! The message names the failure, the GPU, the driver's message and the next action. Committed checkpoints can be
+//! resumed.
 
 use crate::jobs::{self, CONFIG, command, emulated, metrics, words};
 use rlhf_hpc::device::cuda::embedded::CUBINS;
@@ -8,14 +9,14 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-/// A job of two steps with a checkpoint behind each.
+/// A job of two steps with a checkpoint after each.
 const JOB: &str = "run ppo.toml rollout.response_tokens_max=4 checkpoint.every_steps=1 mesh.collective_timeout_s=5";
 
 /// How two ranks share the job between them.
 const TENSOR: &str = "mesh.tensor=2 rollout.tensor=2 job.collectives=nccl";
 const ZERO: &str = "mesh.data=2 mesh.zero=3 mesh.offload=[\"optimizer\",\"roles\"] job.collectives=nccl";
 
-/// What a job came to.
+/// The outcome of a job.
 struct Ended {
     /// None where a signal ended it.
     code: Option<i32>,
@@ -56,8 +57,8 @@ fn judged(at: &Path, name: &str, ended: &Ended, code: i32, words: &str) -> Resul
         format!("exit {got:?}, not {code}")
     } else if said.matches("error: ").count() != 1 || said.matches("hint: ").count() > 1 {
         "not one message".into()
-    } else if ["panicked", "fault of the program"].iter().any(|word| said.contains(word)) {
-        "called a fault of the program".into()
+    } else if ["panicked", "bug in the program"].iter().any(|word| said.contains(word)) {
+        "called a bug in the program".into()
     } else if let Some(word) = words.split('|').find(|word| !flat.contains(word.trim())) {
         format!("does not say `{word}`")
     } else if names.iter().any(|name| name.contains("partial")) {
@@ -68,7 +69,7 @@ fn judged(at: &Path, name: &str, ended: &Ended, code: i32, words: &str) -> Resul
     Err(format!("{why}:\n{said}"))
 }
 
-/// The same line again without the failure comes to its end.
+/// Runs the same command again without the failure, which must succeed.
 fn goes_on(at: &Path, ranks: usize, name: &str, sets: &str) -> Result<(), String> {
     let again = job(at, ranks, name, sets, &[]);
     let steps = metrics(at, name).len();
@@ -84,14 +85,14 @@ const CASES: [(&str, &str, i32, &str); 15] = [
         "",
         "cuLaunchKernel:400:719",
         1,
-        "train: kernel | threads: cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED (unspecified launch failure), | on GPU 0 at 0000:3b:00.0",
+        "train: kernel | threads per block: cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED (unspecified launch failure), | on GPU 0 at 0000:3b:00.0",
     ),
     (
         "",
         "cuLaunchKernel:400:700:late",
         1,
         "CUDA_ERROR_ILLEGAL_ADDRESS | on GPU 0 at 0000:3b:00.0 | \
-         hint: the GPU failed in work that was started before: with CUDA_LAUNCH_",
+         hint: set CUDA_LAUNCH_BLOCKING=1",
     ),
     (
         "",
@@ -99,13 +100,13 @@ const CASES: [(&str, &str, i32, &str); 15] = [
         1,
         "CUDA_ERROR_ECC_UNCORRECTABLE | on GPU 0 at 0000:3b:00.0 | a graph | nvidia-smi -q -d ECC",
     ),
-    ("", "cuGraphLaunch:2:2", 1, "cuGraphLaunch: CUDA_ERROR_OUT_OF_MEMORY | hint: rollout.graphs = false"),
+    ("", "cuGraphLaunch:2:2", 1, "cuGraphLaunch: CUDA_ERROR_OUT_OF_MEMORY | hint: set rollout.graphs = false"),
     (
         "",
         "cuMemAlloc_v2:1+:2",
         2,
-        "left for weights of the actor: 0.00 MiB are in use by this process | \
-         cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (out of memory): 1.0 GiB of the 1.0 GiB of GPU 0 at 0000:3b:00.0 are free | \
+        " for weights of the actor; this process uses 0.00 MiB (nothing allocated); | \
+         cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (out of memory): 1.0 GiB of 1.0 GiB is free on GPU 0 at 0000:3b:00.0 | \
          nvidia-smi names them | mesh.offload",
     ),
     (
@@ -119,36 +120,36 @@ const CASES: [(&str, &str, i32, &str); 15] = [
         "",
         "cuInit:1:803",
         2,
-        "job.device = \"gpu\": the driver does not start: cuInit: | SYSTEM_DRIVER_MISMATCH | (libcuda.so and the node's | \
+        "job.device = \"gpu\": the driver does not start: cuInit: | SYSTEM_DRIVER_MISMATCH | (restart the node: | \
          hint: set job.device",
     ),
     (
         GEMM,
         "cublasLtMatmul:20:14",
         1,
-        "matmul, | , rows | cublasLtMatmul: CUBLAS_STATUS_INTERNAL_ERROR | hint: job.gemm = \"exact\" does without",
+        "matmul, | , row strides | cublasLtMatmul: CUBLAS_STATUS_INTERNAL_ERROR | hint: set job.gemm = \"exact\"",
     ),
     (
         LIMIT,
         "cuLaunchKernel:375:hang",
         1,
-        "error: step | the GPU took longer than 2 s: this process stands still for a copy | \
-         (GPU 0 at 0000:3b:00.0; kernels started last: | hint: a kernel that does not end",
+        "error: step | the GPU took longer than 2 s: this process has been blocked on a copy | \
+         (GPU 0 at 0000:3b:00.0; kernels started last: | hint: find the kernel that does not end",
     ),
     (
         "mesh.collective_timeout_s=2 mesh.data=2",
         "cuLaunchKernel:375:hang@1",
         1,
-        "took longer than 2 s | rank 1 ( | stands still for a copy | 0000:af:00.0; kernels started last: ",
+        "took longer than 2 s | rank 1 ( | has been blocked on a copy | 0000:af:00.0; kernels started last: ",
     ),
-    (TENSOR, "ncclCommInitRank:1:2@1", 2, "rank 1: ncclCommInitRank | as it was told"),
+    (TENSOR, "ncclCommInitRank:1:2@1", 2, "rank 1: ncclCommInitRank | as requested"),
     (
         TENSOR,
         "ncclAllGather:40:1@1",
         1,
-        "rank 1 ( | NCCL over the tensor axis, 2 ranks: ncclAllGather of | does without NCCL",
+        "rank 1 ( | NCCL failed on the tensor axis (2 ranks): ncclAllGather of | to run without NCCL",
     ),
-    (ZERO, "ncclAllGather:50:6:late@1", 1, "rank 1 ( | a collective between GPUs failed: | does without NCCL"),
+    (ZERO, "ncclAllGather:50:6:late@1", 1, "rank 1 ( | a collective between GPUs failed: | to run without NCCL"),
     (ZERO, "cuLaunchKernel:300:700:late@1", 1, "rank 1 ( | CUDA_ERROR_ILLEGAL_ADDRESS | GPU 1 at 0000:af:00.0"),
 ];
 
@@ -165,7 +166,7 @@ fn a_call_that_fails_or_never_ends_ends_all_ranks_with_what_failed_where_and_wha
     assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
     // Memory that another process has.
     let ended = job(at, 1, "full", "", &[("EMULATED_FAILS", "cuInit:99:1"), ("EMULATED_TAKEN", "1073000000")]);
-    let words = "of each rank's GPU; | the limit of this rank is | other processes on it (nvidia-smi names them)";
+    let words = "on each rank's GPU, but | the limit of this rank is | other processes on it (nvidia-smi names them)";
     judged(at, "full", &Ended { failed: true, ..ended }, 2, words).unwrap_or_else(|why| panic!("{why}"));
     // What one rank cannot join goes another way where the job leaves it open.
     let auto = "mesh.tensor=2 rollout.tensor=2 job.steps=1";
@@ -175,48 +176,51 @@ fn a_call_that_fails_or_never_ends_ends_all_ranks_with_what_failed_where_and_wha
     // One that never comes back leaves a thread in the library: whatever the job leaves open, it ends.
     let (late, env) = ("ncclCommInitRank:1:hang@1", ("RLHF_NCCL_JOIN_S", "1.5"));
     let ended = job(at, 2, "late", auto, &[("EMULATED_FAILS", late), env]);
-    let words = "error: the tensor axis has no NCCL, because NCCL over the tensor axis: ranks 0 to 1 of 2: not back from \
-                 ncclCommInitRank after 1.5 s | NCCL_SOCKET_IFNAME | NCCL_IB_HCA | NCCL_DEBUG=INFO";
+    let words = "error: the tensor axis cannot use NCCL because NCCL initialization failed on the tensor axis: \
+                 ranks 0 to 1 of 2: ncclCommInitRank did not return within 1.5 s | NCCL_DEBUG=INFO | \
+                 NCCL_SOCKET_IFNAME | NCCL_IB_HCA";
     judged(at, "late", &ended, 2, words).unwrap_or_else(|why| panic!("{why}"));
 }
 
-/// As `CASES`: settings, what leaves NaN, words of the error.
+/// Cases like `CASES`: settings, the source of NaN, fragments of the error.
 const NAN: [(&str, &str, &str); 8] = [
     (
         // A graph's: once.
         "",
         "kv_append:7:0",
-        "error: step 2, rollout: the logits after | are not finite, and they are in a forward over its tokens | Xid",
+        "error: step 2, rollout: the logits of prompt | are not finite after | but they are finite in a second forward \
+         over its tokens | Xid",
     ),
     (
         "",
         "matmul_swiglu_16:6+:5",
-        "error: step 2, rollout: the logits after | are not finite: the first of a forward over its tokens is | \
-         all weights are finite | hint: weights that are finite have grown",
+        "error: step 2, rollout: the logits of prompt | are not finite after | new tokens: the first non-finite result \
+         of a forward over its tokens is | all weights are finite | hint: lower the learning rate: the weights are \
+         finite",
     ),
     (
         "",
         "rope_rotate:15+:1",
         "error: step 2, train: critic: the loss of update 3 is not finite: | \
-         the first of its forward is keys of layer 0, row 0, all weights are finite",
+         its first non-finite forward result is keys of layer 0, row 0; all weights are finite",
     ),
     (
         "",
         "rope_rotate:15:1",
-        "error: step 2, train: critic: the loss of update 3 is not finite, and its forward is where | Xid",
+        "error: step 2, train: critic: the loss of update 3 is not finite, but a second forward pass is finite | Xid",
     ),
     (
         "",
         "swiglu_backward:6+:3",
         "error: step 2, train: critic: the gradient of update 3 is not finite: | \
-         that of model.layers.0.mlp.gate_proj.weight is the first, and that of model.layers.0.mlp.up_proj.weight before",
+         first in model.layers.0.mlp.gate_proj.weight, while model.layers.0.mlp.up_proj.weight before it",
     ),
     (
         "",
         "adamw_step:16:0",
-        "error: step 2, checkpoint: a weight of the critic's model.embed_tokens.weight is NaN, and no checkpoint",
+        "error: step 2, checkpoint: a weight of the critic's model.embed_tokens.weight is NaN, so no checkpoint",
     ),
-    (TENSOR, "adamw_step:1+:0@1", "rank 1 ( | checkpoint: | is NaN, and no checkpoint is made of that"),
+    (TENSOR, "adamw_step:1+:0@1", "rank 1 ( | checkpoint: | is NaN, so no checkpoint was saved"),
     (ZERO, "swiglu_backward:1+:3@1", "train: | the gradient of update 1 is not finite: "),
 ];
 
@@ -231,7 +235,7 @@ fn what_a_kernel_leaves_that_is_no_number_ends_the_run_where_it_arises_and_the_l
         let [first, second] = ["step-1", "step-2"].map(|step| at.join(&name).join("checkpoints").join(step).exists());
         assert_eq!((first, second), (ranks == 1, false), "{spoils}: of two steps the first is committed");
     }
-    goes_on(at, 1, "nan-5", "").expect("behind NaN in a weight");
+    goes_on(at, 1, "nan-5", "").expect("after NaN in a weight");
 }
 
 #[test]
@@ -260,7 +264,7 @@ fn a_graph_that_is_refused_is_logged_and_its_kernels_are_started_one_by_one() {
     for (i, (sets, fails, words)) in [
         ("", "cuStreamEndCapture:1:901", "cuStreamEndCapture: CUDA_ERROR_"),
         ("", "cuGraphInstantiateWithFlags:1:2", "cuGraphInstantiate: CUDA_ERROR_"),
-        (TENSOR, "capture:1+:1@1", "NCCL over the tensor axis"),
+        (TENSOR, "capture:1+:1@1", "NCCL failed on the tensor axis"),
     ]
     .into_iter()
     .enumerate()
@@ -269,11 +273,11 @@ fn a_graph_that_is_refused_is_logged_and_its_kernels_are_started_one_by_one() {
         let ordinary = format!("ordinary-{ranks}");
         if !at.join(&ordinary).exists() {
             let Ended { code, flat, .. } = job(at, ranks, &ordinary, &format!("{sets} rollout.graphs=false"), &[]);
-            assert!(code == Some(0) && flat.contains("kernel by kernel, as rollout.graphs = false"), "{flat}");
+            assert!(code == Some(0) && flat.contains("no CUDA graphs (rollout.graphs = false)"), "{flat}");
         }
         let Ended { code, flat, failed, .. } = failing(at, &name, sets, fails);
         assert!(failed && code == Some(0) && !flat.contains("error: "), "{fails}: {flat}");
-        let said = flat.contains("decoding goes on kernel by kernel, as a CUDA graph cannot be captured: ");
+        let said = flat.contains("CUDA graph capture failed, decoding without graphs: ");
         assert!(said && flat.contains(words), "{fails}: {flat}");
         assert_eq!(drawn(&ordinary), drawn(&name), "{fails}");
     }
@@ -304,7 +308,7 @@ fn what_fails_at_the_start_ends_a_job_that_leaves_the_device_open_too() {
     }
 }
 
-/// How often rank `rank` called each function in a job that comes to its end.
+/// The number of calls of each function by rank `rank` in a job that succeeds.
 fn calls(at: &Path, ranks: usize, sets: &str) -> BTreeMap<String, u64> {
     let path = at.join("calls");
     let _ = fs::remove_file(&path);
@@ -314,7 +318,8 @@ fn calls(at: &Path, ranks: usize, sets: &str) -> BTreeMap<String, u64> {
     jobs::calls(&path, &(ranks - 1).to_string())
 }
 
-/// A function that a whole job calls fails at its first, its middle and its last call: all whose names hold FAILING_ONLY, if set.
+/// A function that a whole job calls fails at its first, its middle and its last call: all whose names hold
+/// FAILING_ONLY, if set.
 #[test]
 #[ignore = "long: every failing call of a library"]
 fn a_job_ends_in_order_whichever_call_of_a_function_fails() {

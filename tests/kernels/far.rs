@@ -1,8 +1,8 @@
-//! Tensors as large as those of real jobs: what lies beyond 2^31 and 2^32 values, and beyond 2^32 bytes, becomes what the same
-//! values become in a small tensor, bit by bit.
+//! Tensors as large as those of real jobs: what lies beyond 2^31 and 2^32 values, and beyond 2^32 bytes, becomes what
+//! the same values become in a small tensor, bit by bit.
 //!
-//! Of memory from 256 MiB on the emulated GPU keeps only what is touched, and of grids of more than 4096 blocks it runs those that a
-//! test names. On a real GPU all blocks run; what it has no room for is left out.
+//! The emulated GPU keeps only the touched parts of memory from 256 MiB on, and runs only the named blocks of grids of
+//! more than 4096 blocks. On a real GPU all blocks run; tests for which it has too little memory are skipped.
 
 mod attention;
 mod products;
@@ -14,7 +14,7 @@ use rlhf_hpc::device::cuda::{Memory, View, gpu};
 use rlhf_hpc::dtype::DType;
 use std::collections::BTreeSet;
 
-/// Where numbers of 32 bits end: of bytes of f32 and of bf16 (as values), of signed and of unsigned numbers of values.
+/// The limits of 32-bit numbers: bytes of f32 and of bf16 (as values), signed and unsigned numbers of values.
 const BOUNDS: [usize; 3] = [1 << 30, 1 << 31, 1 << 32];
 /// Values of a far tensor: its last blocks lie beyond all bounds, the last one is not whole.
 const VALUES: usize = (1 << 32) + 3 * 8192 + 1000;
@@ -46,8 +46,8 @@ fn only<R>(blocks: &[usize], work: impl FnOnce() -> R) -> R {
     done
 }
 
-/// Groups of `each` rows, of which `width` values are the most a row has: the first and the last, and those before and behind each
-/// bound.
+/// Groups of `each` rows with up to `width` values per row: the first and the last, and the groups before and after
+/// each bound.
 fn met(rows: usize, each: usize, width: usize) -> BTreeSet<usize> {
     let within = BOUNDS.iter().filter(|bound| **bound < rows * width);
     let beside = within.flat_map(|bound| [(bound - 1) / width / each, bound / width / each]);
@@ -78,7 +78,8 @@ fn get(view: View, at: usize, len: usize) -> Vec<u8> {
 /// A tensor of a far test: its dtype and the values of a row.
 type Wide = (DType, usize);
 
-/// Far tensors of `rows` rows, of which the groups of `each` rows that meet bounds have values, and small ones of these rows alone.
+/// Far tensors of `rows` rows, of which the groups of `each` rows that meet bounds have values, and small ones of these
+/// rows alone.
 struct Pair<const N: usize> {
     tensors: [Wide; N],
     rows: Vec<usize>,
@@ -141,7 +142,7 @@ impl<const N: usize> Pair<N> {
 struct Rows<'a> {
     len: usize,
     is_far: bool,
-    /// The numbers of those that meet bounds in the far tensors.
+    /// The numbers of the groups that meet bounds in the far tensors.
     met: &'a [usize],
 }
 
@@ -152,8 +153,8 @@ impl Rows<'_> {
     }
 }
 
-/// Does `work` over far tensors, where the blocks of rows that meet bounds run, and over small ones of the same rows. `blocks` says
-/// which blocks of the grid a group of `each` rows is.
+/// Does `work` over far tensors, where the blocks of rows that meet bounds run, and over small ones of the same rows.
+/// `blocks` says which blocks of the grid a group of `each` rows is.
 fn holds_of<const N: usize>(
     what: &str,
     tensors: [Wide; N],

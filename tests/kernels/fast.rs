@@ -1,5 +1,6 @@
-//! Products in the `fast` mode: those of cuBLASLt against f64, who computes which, and what is made for a call (nothing).
-//! The cuBLASLt is emulated beside the kernels (`emulation/cublaslt.cpp`); on a real GPU it is the machine's own.
+//! GEMMs in the `fast` mode: cuBLASLt's results compared with f64, the choice of the implementation, and the
+//! allocations per call (none). cuBLASLt is emulated along with the kernels (`emulation/cublaslt.cpp`); on a real GPU
+//! it is the machine's own.
 
 use crate::matmul::{Bf16Matrix, Written, bits, forward_holds, gradients_hold, onto_is_a_copy_and_a_sum};
 use crate::{device, emulation, model, on_a_real_gpu};

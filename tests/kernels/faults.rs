@@ -1,15 +1,18 @@
-//! Faults that are planted in the kernels, one in each source, which a test must notice: so the tests are known to look.
+//! Faults that are planted in the kernels, one in each source, which a test must notice: so the tests are known to
+//! look.
 //!
-//! A test runs once more in a child process, on kernels with the fault. The emulated kernels have all of them, each beside the right
-//! code; the environment names the one that counts.
+//! A test runs once more in a child process, on kernels with the fault. The emulated kernels contain all faults, each
+//! next to the right code; the environment selects one.
 
 use crate::emulation::{self, FAULT, LIBRARY};
 use std::process::Command;
 
-/// Wrong code in a source: file, what stands there once, with `@` where the expression or statement is, that as it is, and the wrong one.
+/// Wrong code in a source: file, a unique context with `@` in place of the expression or statement, the right code, and
+/// the wrong code.
 pub type Fault = (&'static str, &'static str, &'static str, &'static str);
 
-/// Words that the name of one test of this target alone has, what it must notice, and words in which it does: of its assertion, or of the emulated GPU.
+/// Words that the name of one test of this target alone has, what it must notice, and words in which it does: of its
+/// assertion, or of the emulated GPU.
 type Case = (&'static str, Fault, &'static str);
 
 const CASES: [Case; 25] = [
@@ -96,7 +99,7 @@ const CASES: [Case; 25] = [
     ("ops::values", ("column_sums.cu", "@", "SYNC_BLOCK();", ""), "with no barrier between"),
 ];
 
-/// Kernels with one thing wrong, and what the start of a run says of each.
+/// Kernels with one fault, and the message at the start of a run.
 pub const OF_STARTS: [(Fault, &str); 3] = [
     (("attention.cu", "most(0, @)", "end_key(tile, r) - first", "end_key(tile, r) + 1 - first"), "the hidden state"),
     (

@@ -1,4 +1,4 @@
-//! Graphs, memory that is kept, and copies beside the host: what `Gpu` promises on every device.
+//! Graphs, kept memory, and asynchronous copies: the guarantees of `Gpu` on every device.
 
 use crate::{device, numbers, refused};
 use rlhf_hpc::device::cuda::graph::Graphs;
@@ -89,13 +89,13 @@ fn what_a_replay_would_not_do_again_is_refused_in_a_capture() {
 fn more_memory_than_the_limit_or_the_gpu_has_and_a_kernel_that_does_not_exist_are_errors_that_name_them() {
     let (gpu, _one) = device();
     // Before it gives up it takes back what waits for copies, those of earlier tests among it.
-    let too_much = || refused("no 1073741824.00 MiB left", || drop(Memory::scratch(1 << 50)));
+    let too_much = || refused("not allocate 1073741824.00 MiB", || drop(Memory::scratch(1 << 50)));
     too_much();
     let before = gpu.usage().in_use;
     gpu.set_limit((before + (4 << 20)) as u64);
     let fits = Memory::scratch(3 << 20);
     refused("2.00 MiB", || drop(Memory::scratch(2 << 20)));
-    refused("do not fit", || drop(Memory::scratch(2 << 20)));
+    refused("does not fit", || drop(Memory::scratch(2 << 20)));
     gpu.set_limit(0);
     drop(fits);
     drop(Memory::scratch(8 << 20));

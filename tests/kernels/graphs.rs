@@ -1,4 +1,5 @@
-//! Steps of decoding as graphs that hold collectives: on ranks that share matrices, over an NCCL and a driver that are emulated.
+//! Steps of decoding as graphs that hold collectives: on ranks that share matrices, over an NCCL and a driver that are
+//! emulated.
 
 use crate::model::{llama, qwen3};
 use crate::ranks::{LATE, play, plays};
@@ -17,7 +18,7 @@ use rlhf_hpc::tensor::{DType, Tensor};
 use std::cell::Cell;
 use std::time::Duration;
 
-/// What a process does that a test starts on several ranks.
+/// The work of a process that a test starts on several ranks.
 pub fn scene(name: &str, world: &World) {
     match name {
         "same bits" => same_bits(world),
@@ -125,7 +126,7 @@ fn one_ranks_stop_and_one_ranks_error_end_graphs_on_all_ranks_at_the_same_step()
     plays(2, "graphs: end together", &[LATE]);
 }
 
-/// Addresses differ between ranks: where they changed on one alone, all capture anew.
+/// Addresses differ between ranks: if they changed on one rank alone, all capture again.
 fn moved(world: &World) {
     let axes = axes(world);
     let arch = &archs()[0];
@@ -157,5 +158,5 @@ fn summed(world: &World) -> (Calls, Graphs<()>, Tensor) {
 #[test]
 fn a_rank_that_does_not_launch_a_graph_is_told() {
     let Some((well, said)) = play(2, "graphs: one rank does not launch", &[LATE]) else { return };
-    assert!(!well && said.contains("waits in a graph of collectives over tensor"), "{said}");
+    assert!(!well && said.contains("waiting in a graph of collectives over tensor"), "{said}");
 }

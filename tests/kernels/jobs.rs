@@ -56,13 +56,14 @@ kind = "length"
 [ppo]
 minibatch_samples = 2"#;
 
-/// The binary beside this target where both were brought to another machine, else the one that was built.
+/// The binary next to this target if both were copied to another machine, otherwise the built one.
 pub fn binary() -> PathBuf {
     let beside = std::env::current_exe().expect("the path of this target").with_file_name("rlhf-hpc");
     if beside.exists() { beside } else { PathBuf::from(env!("CARGO_BIN_EXE_rlhf-hpc")) }
 }
 
-/// The binary in `dir` on `ranks` ranks, with arguments that spaces part and an emulated GPU each where there is no real one; under the launcher where they are several.
+/// The binary in `dir` on `ranks` ranks, with arguments that spaces part and an emulated GPU each where there is no
+/// real one; under the launcher where they are several.
 pub fn command(ranks: usize, dir: &Path, line: &str) -> Command {
     if ranks == 1 {
         return command_on(Some(SOUND), dir, line);
@@ -98,7 +99,7 @@ pub fn launched(ranks: usize) -> Command {
     command
 }
 
-/// What a command says: its last words to the terminal.
+/// The messages of a command on standard error.
 pub fn words(done: &Output) -> String {
     String::from_utf8_lossy(&done.stderr).into_owned()
 }
@@ -108,7 +109,7 @@ pub fn flat(done: &Output) -> String {
     words(done).split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Runs a command that must end well; what it says.
+/// Runs a command that must succeed. Returns its messages.
 pub fn well(command: &mut Command) -> String {
     let done = command.output().expect("it starts");
     assert!(done.status.success(), "{command:?}: {}\n{}", done.status, words(&done));
@@ -137,7 +138,7 @@ pub fn copied(from: &Path, to: &Path) {
     assert!(done.success(), "{} to {}", from.display(), to.display());
 }
 
-/// What a job measured in each step, but for times, memory, restarts, what a rollout took and the way that weights took.
+/// The metrics of each step of a job, except for times, memory, restarts, rollout costs and the transport of weights.
 fn computed(dir: &Path, job: &str) -> Vec<Value> {
     let aside = |key: &str| {
         ["time_", "memory_", "gpu_", "idle_", "rollout_"].iter().any(|of| key.starts_with(of))
@@ -208,7 +209,8 @@ pub fn prepare(dir: &Path, config: &str) {
     rlhf_hpc(dir, "init --config model.json --tokenizer tokenizer --out model");
 }
 
-/// How often rank `rank` called each function of the emulated libraries, by what its processes left in `EMULATED_CALLS`.
+/// How often rank `rank` called each function of the emulated libraries, by what its processes left in
+/// `EMULATED_CALLS`.
 pub fn calls(file: &Path, rank: &str) -> BTreeMap<String, u64> {
     let text = std::fs::read_to_string(file).expect("calls");
     let mut calls = BTreeMap::new();

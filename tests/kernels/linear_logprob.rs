@@ -7,7 +7,7 @@ use rlhf_hpc::device::simd::level;
 use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::linear_logprob::RowStats;
 
-/// Rows of logits `stride` apart, with NaN behind column v.
+/// Rows of logits `stride` apart, with NaN past column v.
 pub struct Case {
     pub rows: usize,
     pub v: usize,
@@ -16,7 +16,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// Logits of up to 9 either way; every third row has one that stands out.
+    /// Logits from -9 to 9; every third row has one outlier.
     pub fn new(rows: usize, v: usize) -> Self {
         let stride = v.next_multiple_of(8);
         let mut values = numbers((rows * 7 + v) as u32, rows * stride);
@@ -41,7 +41,7 @@ impl Case {
         &self.values[i * self.stride..][..self.v]
     }
 
-    /// Of the CPU, which tests/ops holds to f64.
+    /// The CPU's statistics, which tests/ops compares with f64.
     pub fn stats(&self, i: usize, temperature: f32) -> RowStats {
         cpu::softmax::row_stats(level(), self.row(i), 1.0 / temperature)
     }
@@ -82,8 +82,8 @@ fn read(stats: &Memory, rows: usize, temperature: f32) -> [Vec<f32>; 2] {
     out.map(|memory| memory.read(rows))
 }
 
-/// A column's power of 2 and that of the maximum, by which it is multiplied: a GPU's `ex2.approx` is taken to be off by up to
-/// 2^-22 of either (PTX ISA 9.7.3; to be held against its text), and the product is rounded.
+/// A column's power of 2 and that of the maximum, by which it is multiplied: a GPU's `ex2.approx` is taken to be off by
+/// up to 2^-22 of either (PTX ISA 9.7.3; to be held against its text), and the product is rounded.
 const POWERS: f64 = 2.25 / (1 << 22) as f64;
 
 fn check(case: &Case, dtype: DType, temperature: f32) {

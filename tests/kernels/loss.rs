@@ -25,7 +25,7 @@ use std::path::Path;
 
 const BETA: f32 = 0.2;
 
-/// How often `work` waits for all that was started, and for a copy beside the host.
+/// The number of times that `work` waits for all started work, and for an asynchronous copy.
 fn waited<R>(gpu: &Gpu, work: impl FnOnce() -> R) -> ([u64; 2], R) {
     let counts = || [gpu.counts.drained.get(), gpu.counts.fetched.get()];
     let before = counts();

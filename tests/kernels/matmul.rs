@@ -24,12 +24,12 @@ pub const TILES: [Tile; 12] = [
 ];
 /// Rows at which families begin and end, and their tails.
 const ROWS: [usize; 12] = [1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 129, 300];
-/// What stands where nothing may be read: NaN.
+/// The value of memory that must not be read: NaN.
 const NAN: u16 = 0xffff;
-/// What stands where nothing may be written.
+/// The value of memory that must not be written.
 const GUARD: f32 = 7.0;
 
-/// Those that this GPU starts; an emulated one starts all.
+/// The tiles that this GPU supports; an emulated GPU supports all.
 pub fn supported(tiles: &[Tile]) -> Vec<Tile> {
     let all = !on_a_real_gpu() || gpu().properties().has_wgmma();
     tiles.iter().copied().filter(|tile| all || !Tile::WIDE.contains(tile)).collect()
@@ -95,20 +95,21 @@ impl Written {
         MatrixMut { values, rows: self.rows, width: self.width, stride: self.stride }
     }
 
-    /// The values; guards must still stand.
+    /// The values; guards must be intact.
     pub fn read(&self) -> Vec<f32> {
         let all = self.memory.view(self.dtype).to_f32();
         let mut values = Vec::new();
         for row in all.chunks(self.stride).take(self.rows) {
             values.extend_from_slice(&row[..self.width]);
-            assert!(row[self.width..].iter().all(|&x| x == GUARD), "written behind the end of a row");
+            assert!(row[self.width..].iter().all(|&x| x == GUARD), "written past the end of a row");
         }
         values
     }
 
-    /// Holds the values to `factors(i, j)`: pairs whose products are summed, added to `others(i, j)`. The error of a chain of f32
-    /// sums is less than its length times 2^-24 of the sum of all parts, with tensor cores that cut instead of rounding twice as
-    /// much; bf16 is off by 2^-8 at most. cuBLASLt (fast) may round the sum to bf16 before it adds to it: seen with 13.1.
+    /// Holds the values to `factors(i, j)`: pairs whose products are summed, added to `others(i, j)`. The error of a
+    /// chain of f32 sums is less than its length times 2^-24 of the sum of all parts, with tensor cores that cut
+    /// instead of rounding twice as much; bf16 is off by 2^-8 at most. cuBLASLt (fast) may round the sum to bf16 before
+    /// it adds to it: seen with 13.1.
     pub fn check(
         &self,
         what: &str,
@@ -136,7 +137,7 @@ pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }
 
-/// What a sum is added to that is added to the result, or to nothing.
+/// The addend of a sum: the result, or nothing.
 pub fn addend<'a>(add: bool) -> Addend<'a> {
     if add { Addend::Result } else { Addend::Nothing }
 }
@@ -162,7 +163,7 @@ pub fn forward_holds(
     y.check(&what, matches!(way, Way::Fast), others, |i, j| (0..k).map(|c| (x.at(i, c), w.at(j, c))).collect());
 }
 
-/// Holds gradients to f64, whatever stands behind rows. Their bits.
+/// Compares gradients with f64, for any values past the rows. Returns their bits.
 pub fn gradients_hold((m, n, k): (usize, usize, usize), way: Way) -> Vec<Vec<u32>> {
     let (dy, x) = (Bf16Matrix::new(1, m, n, n.next_multiple_of(8) + 8), Bf16Matrix::new(2, m, k, k + 8));
     let w = Bf16Matrix::new(3, n, k, k);
@@ -324,9 +325,9 @@ fn a_finished_sum_is_added_in_one_rounding() {
     }
 }
 
-/// Holds a sum onto a matrix apart from its result to a copy and a sum in place: bit for bit, or `within` that share of the
-/// largest value. `onto` and `in_place` are given (c, y) and y, and whether there is a bias. c begins at any multiple of its
-/// values, and stays as it is.
+/// Holds a sum onto a matrix apart from its result to a copy and a sum in place: bit for bit, or `within` that share of
+/// the largest value. `onto` and `in_place` are given (c, y) and y, and whether there is a bias. c begins at any
+/// multiple of its values, and stays as it is.
 pub fn onto_is_a_copy_and_a_sum(
     (m, n): (usize, usize),
     dtype: DType,
@@ -377,10 +378,10 @@ fn matrices_of_other_strides_are_refused() {
     let (x, [gate, up]) = (Bf16Matrix::new(1, 3, 24, 24), [24, 32].map(|stride| Bf16Matrix::new(2, 40, 24, stride)));
     let (c, mut y) = (Bf16Matrix::new(3, 3, 40, 40), Written::new(4, 3, 40, 48, DType::Bf16));
     let (way, factors) = (Way::Exact(Tile::Rows16), [&gate, &up].map(|w| Factor { w: w.matrix(), bias: None }));
-    refused("matmul::swiglu: rows of W of gate are 24 values apart, those of up 32", || {
+    refused("matmul::swiglu: W of gate has row stride 24, W of up has 32", || {
         swiglu(way, x.matrix(), factors, y.matrix());
     });
-    refused("matmul::forward: rows of c are 40 values apart, those of y 48", || {
+    refused("matmul::forward: c has row stride 40, y has 48", || {
         forward(way, x.matrix(), gate.matrix(), None, Addend::Matrix(c.matrix()), y.matrix());
     });
 }

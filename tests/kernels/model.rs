@@ -1,4 +1,4 @@
-//! The whole model on the GPU beside the CPU: the same code, the same weights, other devices.
+//! The whole model on the GPU compared with the CPU: the same code, the same weights, other devices.
 
 use crate::models::{self, relative_gap};
 use crate::{device, numbers};

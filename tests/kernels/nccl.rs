@@ -1,5 +1,5 @@
-//! Collectives between GPUs, over an NCCL that is emulated between processes (`emulation/nccl.cpp`): the same bits as through the
-//! host.
+//! Collectives between GPUs, over an NCCL that is emulated between processes (`emulation/nccl.cpp`): the same bits as
+//! through the host.
 
 use crate::ranks::{LATE, play, plays};
 use crate::{bf16, numbers, on_gpu};
@@ -117,7 +117,7 @@ fn same_bits(both: &Both) {
     exchanged(both, rank, size);
 }
 
-/// What ranks send to chosen others, and the sum of a run that begins anywhere.
+/// Exchanges between chosen ranks, and the sum of a run that begins anywhere.
 fn exchanged(both: &Both, rank: usize, size: usize) {
     let lens = |r: usize| 8 * (r + 1);
     let from = (rank + size - 1) % size;
@@ -246,6 +246,6 @@ fn a_library_that_nobody_uses_any_more_stays_for_its_threads() {
     assert!(status.success(), "{compiler:?}: {status}");
     let version = Nccl::at(&library).map(|nccl| nccl.version);
     assert_eq!(version, Ok([2, 14, 3]));
-    let mapped = fs::read_to_string("/proc/self/maps").expect("the system tells");
+    let mapped = fs::read_to_string("/proc/self/maps").expect("the system's maps");
     assert!(mapped.contains(library.to_str().expect("a path is text")), "it was closed");
 }

@@ -1,5 +1,5 @@
-//! Values that wait in the host's memory and come to the GPU while they are needed, on every device: also over a driver that
-//! does what it is given as late, or as early, as it may (`driver.rs`).
+//! Values that are kept in host memory and onloaded to the GPU while they are needed, on every device. The driver does
+//! its work as late, or as early, as it may (`driver.rs`).
 
 use crate::graph::{add, sums};
 use crate::{device, numbers};
@@ -94,7 +94,7 @@ fn kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind() {
     add(&x, &mut z);
     gpu.wait();
     if is_late() {
-        assert!(!host_copy.is_here(), "the compute stream has come to its end, and waited for the copy on its way");
+        assert!(!host_copy.is_here(), "the compute stream has ended, and waited for the copy");
     }
     let mut others: Vec<Memory> = Vec::new();
     while is_late() && others.last().is_none_or(|last| format!("{:?}", last.arg()) != left) {

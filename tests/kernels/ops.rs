@@ -1,4 +1,5 @@
-//! Operations on rows, of values that bf16 holds, beside the same calls on the CPU, which tests/ops holds to f64.
+//! Operations on rows of values that bf16 can represent, compared with the same calls on the CPU. tests/ops compares
+//! those with f64.
 
 use crate::{device, in_every_order, numbers, rounded};
 use rlhf_hpc::device::Device;
@@ -25,8 +26,8 @@ fn in_f32(device: Device, seed: u32, len: usize) -> Tensor {
     Tensor::from_slice(1, len, &numbers(seed, len)).on(device, DType::F32)
 }
 
-/// Holds what `run` gives on the GPU, which is returned, to what it gives on the CPU. Of each result: its name, and how far a
-/// value may be off, relative to itself, or at all where it is small.
+/// Compares the results of `run` on the GPU, which are returned, with those on the CPU. Each result has a name and the
+/// largest error of a value, relative to itself, or absolute if it is small.
 fn holds<const N: usize>(
     what: &str,
     bounds: [(&str, f64, f64); N],
@@ -143,7 +144,8 @@ fn gates(len: usize) -> Vec<f32> {
 fn gates_and_their_gradients_are_those_of_the_cpu() {
     in_every_order(|| {
         for len in [0, 8, 24, 96, 3000, 2 * 4096] {
-            // What is less than the smallest normal f32 may be 0. Where gate is about -1.28 the two terms of dgate cancel.
+            // What is less than the smallest normal f32 may be 0. Where gate is about -1.28 the two terms of dgate
+            // cancel.
             let bounds = [("y", BF16, 1e-36), ("dgate", BF16, 1e-7), ("dup", BF16, 1e-36)];
             holds(&format!("{len} gates"), bounds, |device| {
                 let [up, dy] = [2, 3].map(|seed| tensor(device, seed, 0..1, len));

@@ -1,4 +1,4 @@
-//! Attention over the paged cache against training's: a token has the same bits however it came to its result.
+//! Attention over the paged cache compared with training's: a token has the same bits on every path.
 
 pub mod batch;
 mod runs;
@@ -175,9 +175,9 @@ fn what_no_kernel_can_is_refused_in_words() {
     let mut cache = KvPages::new(4, &odd);
     let table = SequenceTable::new(&[PagedSequence { past: 60, tokens: 5, blocks: &[0, 1, 3] }], &odd);
     let (q, mut o) = (Memory::zeros(5 * 288 * 2), Memory::zeros(5 * 288 * 2));
-    refused("head dim 72, needs one of [32", || {
+    refused("head dim 72 is not one of [32", || {
         paged_attention::forward(q.view(DType::Bf16), &cache, &table, o.view_mut(DType::Bf16));
     });
-    refused("page 1 to page 1 of a cache of 4", || copy_page(&mut cache, 1, 1));
-    refused("page 0 to page 4 of a cache of 4", || copy_page(&mut cache, 0, 4));
+    refused("cannot copy page 1 to page 1 in a cache of 4 pages", || copy_page(&mut cache, 1, 1));
+    refused("cannot copy page 0 to page 4 in a cache of 4 pages", || copy_page(&mut cache, 0, 4));
 }

@@ -1,16 +1,17 @@
-//! Tests of several ranks with an emulated GPU each: this target starts itself again under mpirun, and each rank plays a scene.
+//! Tests of several ranks with an emulated GPU each: this target starts itself again under mpirun, and each rank plays
+//! a scene.
 
 use crate::jobs::launched;
 use crate::{axes_check, device, emulation, graphs, nccl, on_a_real_gpu, reshard};
 use rlhf_hpc::comm::{World, shutdown};
 
-/// What such a process does: the module whose scene it is, and the scene.
+/// The task of such a process: the module of its scene, and the scene.
 const SCENE: &str = "EMULATED_SCENE";
-/// GPUs that do nothing before somebody waits for it; else they do at once what they are told.
+/// GPUs that start work only when a caller waits for it; otherwise they work at once.
 pub const LATE: (&str, &str) = (emulation::LATE, "1");
 
-/// Lets `ranks` processes of this target, joined by the emulated NCCL, play a scene: whether all end well, and what they say. None on
-/// a real GPU, which the ranks would share.
+/// Lets `ranks` processes of this target, connected by the emulated NCCL, run a scene. Returns whether all succeed, and
+/// their output. `None` on a real GPU, which the ranks would share.
 pub fn play(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Option<(bool, String)> {
     if on_a_real_gpu() {
         return None;

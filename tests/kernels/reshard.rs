@@ -1,4 +1,5 @@
-//! Weights brought from training's layout into the rollout's inside the GPU, against the same weights made in that layout.
+//! Weights brought from training's layout into the rollout's inside the GPU, against the same weights made in that
+//! layout.
 
 use crate::models;
 use crate::ranks::plays;
@@ -11,8 +12,8 @@ use rlhf_hpc::device::cuda::{Stream, gpu};
 use rlhf_hpc::model::{Arch, Head, ParamTable, Reshard, Shards, TensorPart, Transformer, Weights};
 use rlhf_hpc::tensor::DType;
 
-/// With such query and key/value heads, shares of the MLP and of the vocabulary that are no multiples of anything, biases
-/// where embeddings are tied.
+/// With such query and key/value heads, shares of the MLP and of the vocabulary that are no multiples of anything,
+/// biases where embeddings are tied.
 fn arch(tied: bool, (heads, kv_heads): (usize, usize)) -> Arch {
     let more = serde_json::json!({
         "num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": 301,

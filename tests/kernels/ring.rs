@@ -1,4 +1,5 @@
-//! A rank's attention over blocks that travel around a ring, beside the CPU's over the same blocks, which tests/ops holds to f64.
+//! A rank's attention over blocks that are passed around a ring, compared with the CPU's over the same blocks.
+//! tests/ops compares that with f64.
 
 use crate::attention_reference::{Case, ends, gathered, shape};
 use crate::{device, in_every_order, numbers, rounded};
@@ -8,7 +9,8 @@ use rlhf_hpc::ops::ring_attention::{self, Backward, Steps};
 use rlhf_hpc::ops::zigzag;
 use rlhf_hpc::tensor::{DType, Tensor};
 
-/// o, lse, dq and the gradients of all blocks, as rank `rank` of `size` has them. Backward begins at `saved` o and lse, if there are any.
+/// o, lse, dq and the gradients of all blocks, as rank `rank` of `size` has them. Backward begins at `saved` o and lse,
+/// if there are any.
 fn passed(
     device: Device,
     case: &Case,

@@ -161,7 +161,7 @@ fn more_requests_than_lanes_are_all_answered_the_same() {
     assert!(outcome.graph_steps > 0);
     // A step too many where a set of rows ends by tokens that the host reads late.
     let most = ordinary.forwards + requests.len();
-    assert!(outcome.forwards <= most, "lanes stood empty: {} forwards of {most}", outcome.forwards);
+    assert!(outcome.forwards <= most, "slots were empty: {} forwards of {most}", outcome.forwards);
 }
 
 #[test]
@@ -245,7 +245,7 @@ fn a_context_that_grows_until_attention_is_split_has_the_same_bits() {
     assert_eq!((outcome.graph_steps, outcome.forwards), (11, 12));
 }
 
-/// Prompts of their own, and a draw from the whole distribution.
+/// Requests with different prompts, sampled from the whole distribution.
 pub fn plain(count: usize, length: impl Fn(usize) -> usize) -> Vec<Request> {
     let of = |i: usize| Request {
         new_tokens_min: 99,
@@ -281,7 +281,7 @@ fn steps_that_repeat_are_one_launch_each_ask_for_no_memory_and_graphs_stay_from_
         // The host waits for the draws of the step before while the next one runs.
         for step in counted[2..11].windows(2) {
             let counts = [0, 1, 2, 3].map(|i: usize| step[1][i] - step[0][i]);
-            assert_eq!(counts, [1, 1, 1, 0], "starts, graphs, waits beside one, and waits for all: {counted:?}");
+            assert_eq!(counts, [1, 1, 1, 0], "starts, graphs, waits for a copy, and waits for all: {counted:?}");
         }
         calls.push((seen[0].requests, steady[0].requests, bits(&outcome)));
     }
@@ -298,7 +298,8 @@ fn steps_that_repeat_are_one_launch_each_ask_for_no_memory_and_graphs_stay_from_
     assert_eq!(engine.kv_bytes(), 0);
 }
 
-/// Norm, q with k and v, their turn and the way to the cache, attention, output projection, norm, SwiGLU of gate and up, down.
+/// Norm, q with k and v, their turn and the way to the cache, attention, output projection, norm, SwiGLU of gate and
+/// up, down.
 #[test]
 fn a_decoded_layer_is_eight_kernels() {
     let (gpu, _one) = device();

@@ -1,4 +1,5 @@
-//! Whole jobs with `job.gemm`: `fast` against `exact`, log-probabilities that are recomputed, and libraries that are missing.
+//! Whole jobs with `job.gemm`: `fast` against `exact`, log-probabilities that are recomputed, and libraries that are
+//! missing.
 
 use crate::jobs::{CONFIG, assert_near, calls, command, emulated, flat, metrics, number, prepared, well};
 use crate::on_a_real_gpu;
@@ -24,7 +25,7 @@ fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabi
     let sft = |more: &str| run(1, "sft.toml sft.loss_on=all", more);
     sft("");
     let said = sft("job.gemm=cublaslt job.dir=sft-fast");
-    assert!(said.contains("cublaslt: those of more than 64 rows by cuBLASLt "), "{said}");
+    assert!(said.contains("cublaslt: GEMMs of more than 64 rows by cuBLASLt "), "{said}");
     assert!(!said.contains("old logprobs"), "sft has none: {said}");
     assert_near("fast", &metrics(at, "sft-fast"), &metrics(at, "sft"), &["loss", "grad_norm"], (0.02, 0.02));
 
@@ -34,11 +35,11 @@ fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabi
         assert!(number(step, "logprob_gap_max") == 0.0 && step["sampler_gap_max"].is_null(), "{step}");
     }
     let said = run(1, PPO, "job.gemm=cublaslt job.dir=fast");
-    assert!(said.contains("recomputed by a forward of training"), "{said}");
+    assert!(said.contains("recomputed by a training forward pass"), "{said}");
     recomputed(&metrics(at, "fast"), &exact);
     // Who takes the rollout's all the same has ratios that do not begin at one.
     let said = run(1, PPO, "job.gemm=cublaslt ppo.old_logprobs=rollout job.dir=rollout");
-    assert!(said.contains("as drawn, with other bits than training's"), "{said}");
+    assert!(said.contains("from sampling, not bit-identical with training"), "{said}");
     // On a GPU the library may well give such small products the same bits.
     let has_gap = |step: &Value| number(step, "logprob_gap_max") > 0.0;
     assert!(on_a_real_gpu() || metrics(at, "rollout").iter().all(has_gap));
@@ -55,8 +56,9 @@ fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabi
     assert_eq!(handles, [1, 1], "one of each rank");
 }
 
-/// Holds a fast run to an exact one. Its decoding multiplies few rows at a time and its training many, which gives other bits;
-/// scoring and training see the same batch, so a gap of zero shows that what was recomputed is what ratios begin at.
+/// Holds a fast run to an exact one. Its decoding multiplies few rows at a time and its training many, which gives
+/// other bits; scoring and training see the same batch, so a gap of zero shows that what was recomputed is what ratios
+/// begin at.
 fn recomputed(fast: &[Value], exact: &[Value]) {
     assert_near("fast", fast, exact, &["entropy", "grad_norm_actor", "grad_norm_critic"], (0.05, 0.02));
     for step in fast {
@@ -79,7 +81,7 @@ fn a_library_that_is_missing_old_or_broken_is_an_error_of_fast_and_a_word_of_aut
     let nowhere = ("RLHF_CUBLASLT_LIB", "/nowhere/libcublasLt.so");
     let cases = [
         (nowhere, "/nowhere/libcublasLt.so: cannot open shared object file"),
-        (("EMULATED_CUBLASLT_VERSION", "11501"), "it is 11.5.1, needed 11.6.1 or newer"),
+        (("EMULATED_CUBLASLT_VERSION", "11501"), "cuBLASLt must be 11.6.1 or newer (found 11.5.1)"),
         (("EMULATED_FAILS", "cublasLtCreate:1:1"), "cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED"),
     ];
     for (i, (env, why)) in cases.into_iter().enumerate() {
@@ -87,9 +89,9 @@ fn a_library_that_is_missing_old_or_broken_is_an_error_of_fast_and_a_word_of_aut
         let hint = said.contains("job.gemm = \"exact\"");
         assert!(code == Some(2) && said.contains("job.gemm = \"cublaslt\": ") && said.contains(why) && hint, "{said}");
         let (code, said) = run("job.gemm=auto", env);
-        let falls_back = said.contains("exact, as there is no cuBLASLt for this GPU: ") && said.contains(why);
+        let falls_back = said.contains("exact, because there is no cuBLASLt for this GPU: ") && said.contains(why);
         assert!(i == 2 || code == Some(0) && falls_back, "{said}");
     }
     let (code, said) = run("job.gemm=cublaslt job.device=cpu", nowhere);
-    assert!(code == Some(2) && said.contains("cuBLASLt works on GPUs"), "{said}");
+    assert!(code == Some(2) && said.contains("job.gemm = \"cublaslt\" needs GPUs"), "{said}");
 }

@@ -1,24 +1,24 @@
-//! Whole jobs in every layout of ranks, each with an emulated GPU, joined by the emulated NCCL or by MPI through the host: with the
-//! numbers of one rank, and of the CPU as near as bf16 allows.
+//! Whole jobs in every layout of ranks, each with an emulated GPU, joined by the emulated NCCL or by MPI through the
+//! host: with the numbers of one rank, and of the CPU as near as bf16 allows.
 
 use crate::jobs;
 use crate::jobs::{assert_near, assert_same, command, copied, emulated, flat, metrics, number, well};
 use serde_json::Value;
 use std::path::Path;
 
-/// Normed queries and keys, of which four query heads share two; a window in the second layer, and a vocabulary that no number of
-/// ranks divides. Weights large enough that attention shows in every number.
+/// Normed queries and keys, of which four query heads share two; a window in the second layer, and a vocabulary that no
+/// number of ranks divides. Weights large enough that attention shows in every number.
 const CONFIG: &str = r#"{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2,
  "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
  "vocab_size": 265, "max_position_embeddings": 128, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
  "use_sliding_window": true, "sliding_window": 9, "max_window_layers": 1, "initializer_range": 0.2,
  "bos_token_id": 0, "eos_token_id": 1}"#;
 
-/// Log-probabilities of the rollout's kernels and of training's ring or cut matrices: other orders of sums, rounded to bf16 on the
-/// way.
+/// Log-probabilities of the rollout's kernels and of training's ring or cut matrices: other orders of sums, rounded to
+/// bf16 on the way.
 const SAMPLER_GAP: f64 = 0.1;
 
-/// The metrics of a job on `ranks` ranks in a directory of its own, with further settings; what it says.
+/// The metrics of a job on `ranks` ranks in a directory of its own, with further settings, and its messages.
 fn run(at: &Path, ranks: usize, job: &str, dir: &str, sets: &str) -> (Vec<Value>, String) {
     let mut command = command(ranks, at, &format!("run {job} job.dir={dir} {sets}"));
     let said = well(command.env("EMULATED_CALLS", at.join("calls")));
@@ -36,7 +36,8 @@ fn ppo_has_the_numbers_of_one_rank_in_every_layout_and_the_same_bits_over_nccl_a
     assert!(said.contains("CUDA graphs"), "{said}");
     // Matrices that are cut are summed in another order, which draws other tokens.
     let (cut, _) = ppo(2, "cut", "mesh.tensor=2 rollout.tensor=2");
-    // Some: the rollout has a layout of its own, to which weights travel or not; what it drew is computed again where it is trained.
+    // Some: the rollout has a layout of its own, to which weights travel or not; what it drew is computed again where
+    // it is trained.
     for (name, ranks, mesh, want, travels, through_host) in [
         ("kept", 2, "mesh.data=2 mesh.tensor=1 mesh.zero=2 rollout.tensor=2", &cut, Some(false), false),
         ("joined", 2, "mesh.tensor=2 mesh.data=1 rollout.tensor=1", &alone, Some(true), false),
@@ -57,16 +58,17 @@ fn ppo_has_the_numbers_of_one_rank_in_every_layout_and_the_same_bits_over_nccl_a
             }
         }
         let cut = mesh.contains("rollout.tensor") && !mesh.contains("rollout.tensor=1");
-        assert_eq!(said.contains("CUDA graphs, which hold the collectives of the tensor axis"), cut, "{name}: {said}");
+        assert_eq!(said.contains("CUDA graphs, including the collectives of the tensor axis"), cut, "{name}: {said}");
         if through_host {
             let by_mpi = format!("{name}-by-mpi");
             let (_, said) = ppo(ranks, &by_mpi, &format!("job.collectives=mpi {mesh}"));
-            let why = "because values on GPUs go over the tensor axis by MPI, through the host";
+            let why = "because GPU values on the tensor axis go through the host by MPI";
             assert!(!cut || said.contains(why), "{name}: {said}");
             assert_same(at, name, &by_mpi);
         }
     }
-    // Sampled on a GPU of its own, with a copy of the weights. The first step of a rollout that runs ahead is that of one in step.
+    // Sampled on a GPU of its own, with a copy of the weights. The first step of a rollout that runs ahead is that of
+    // one in step.
     let placement = r#"mesh.placement=[{roles=["actor","critic","reference"],ranks="0..1"},{roles=["rollout","reward"],ranks="1..2"}]"#;
     ppo(2, "apart", &format!("job.collectives=nccl mesh.async_updates_max=1 {placement}"));
     assert_same(at, "apart", "alone");
@@ -156,7 +158,7 @@ fn a_checkpoint_of_divided_weights_goes_on_on_the_cpu_and_in_another_layout() {
     let goes_on = |ranks, dir: &str, sets: &str| {
         copied(&at.join("four"), &at.join(dir));
         let (all, _) = run(at, ranks, "sft.toml", dir, &format!("{sets} job.steps=3"));
-        assert_eq!((all.len(), &all[..2]), (3, &begun[..]), "{dir} goes on where four ranks stopped");
+        assert_eq!((all.len(), &all[..2]), (3, &begun[..]), "{dir} resumes where four ranks stopped");
         all
     };
     let want = goes_on(4, "four-on", "mesh.data=4 mesh.tensor=1 mesh.zero=3");
@@ -185,9 +187,9 @@ fn the_banner_says_how_collectives_go_and_why_not_otherwise() {
             true,
             "tensor: MPI through the host, because job.collectives = \"mpi\"",
         ),
-        ("job.collectives=nccl", one, false, "the data axis has no NCCL, because ranks 0 and 1 share a GPU"),
+        ("job.collectives=nccl", one, false, "the data axis cannot use NCCL because ranks 0 and 1 share a GPU"),
         ("job.collectives=nccl", nowhere, false, "because rank 0: /nowhere/libnccl"),
-        ("job.collectives=nccl job.device=cpu", one, false, "NCCL is between GPUs"),
+        ("job.collectives=nccl job.device=cpu", one, false, "job.collectives = \"nccl\" needs GPUs"),
     ] {
         let mut command = command(2, dir.path(), &format!("run --dry-run sft.toml {sets}"));
         let done = command.env(env.0, env.1).output().expect("mpirun starts");

@@ -1,9 +1,10 @@
-//! Whole jobs with losses of tokens and of sequences on the GPU, beside the run on the CPU. The host computes all others likewise.
+//! Whole jobs with losses of tokens and of sequences on the GPU, compared with the run on the CPU. The host computes
+//! all other losses the same way.
 
 use crate::jobs::{CONFIG, metrics, number, prepared, rlhf_hpc};
 
-/// Key, relative and absolute tolerance of what a step of the GPU measures beside one of the CPU: activations are bf16 there,
-/// a few tokens are drawn otherwise, and a ratio near a border of the clip falls to either side.
+/// Key, relative and absolute tolerance of the metrics of a step on the GPU compared with the CPU. Activations are bf16
+/// there, a few tokens are sampled differently, and a ratio near a clip boundary may fall on either side.
 const KEYS: [(&str, f64, f64); 6] = [
     ("policy_loss", 0.05, 0.02),
     ("value_loss", 0.05, 1e-3),

@@ -1,4 +1,4 @@
-//! What the plan counts beside what whole jobs take of a GPU, and the tensor size that it gives to a rollout.
+//! The planned memory compared with the GPU memory of whole jobs, and the planned tensor size of a rollout.
 
 use crate::jobs::{CONFIG, command, emulated, metrics, number, rlhf_hpc, well, with};
 use serde_json::json;
@@ -13,7 +13,7 @@ fn config() -> String {
 /// Responses of a known length.
 const KNOWN: &str = "rollout.ignore_eos=true checkpoint.every_steps=0";
 
-/// `ranks` of a job with further settings; what they say.
+/// Runs a job on `ranks` ranks with further settings. Returns the messages.
 fn said(at: &Path, ranks: usize, job: &str, sets: &str) -> String {
     let known = if job == "ppo.toml" { KNOWN } else { "" };
     well(&mut command(ranks, at, &format!("run {job} {known} {sets}")))
@@ -26,21 +26,21 @@ fn bytes_of(words: &str) -> f64 {
     number.parse::<f64>().expect("a number") * 1024f64.powi(unit as i32)
 }
 
-/// What a job took of its fullest GPU, and what was planned, as it says at its end.
+/// The memory of a job's fullest GPU and the planned memory, from its last messages.
 fn measured_and_planned(text: &str) -> [f64; 2] {
     let of = |line: &str| {
-        let (measured, planned) = line.split_once(" at most above the start, ")?;
-        let words = measured.rsplit("  ").next()?.trim();
+        let (measured, planned) = line.split_once(" above the start, ")?;
+        let words = measured.rsplit_once("up to ")?.1;
         Some([bytes_of(words), bytes_of(planned.trim().strip_suffix(" planned per rank")?)])
     };
     text.lines().find_map(of).unwrap_or_else(|| panic!("{text}"))
 }
 
-/// What was planned of the host's memory, pinned.
+/// The planned pinned host memory.
 fn planned_to_pin(text: &str) -> f64 {
     let part = |line: &str| {
-        let mut parts = line.split(", ");
-        parts.find_map(|part| part.trim().strip_suffix(" of the host's memory pinned").map(str::to_owned))
+        let mut parts = line.split(": ");
+        parts.find_map(|part| part.trim().strip_suffix(" of pinned host memory").map(str::to_owned))
     };
     bytes_of(&text.lines().find_map(part).unwrap_or_else(|| panic!("{text}")))
 }
@@ -49,7 +49,7 @@ fn planned_to_pin(text: &str) -> f64 {
 const WIDE: &str =
     "rollout.prompts_per_step=2 rollout.samples_per_prompt=32 ppo.minibatch_samples=64 gradient.recompute=true";
 
-/// Samples whose keys, values and draws are, with all else at the host.
+/// Settings with many samples, whose keys, values and samples remain on the GPU, with everything else on the host.
 const MANY: &str = "rollout.prompts_per_step=2 rollout.samples_per_prompt=64 ppo.minibatch_samples=128 \
      mesh.offload=[\"optimizer\",\"roles\"] gradient.recompute=true rollout.response_tokens_max=4";
 
@@ -63,12 +63,12 @@ fn placement(actors: usize) -> String {
     format!("mesh.placement=[{first},{rest}]")
 }
 
-/// Many held-out prompts beside steps of few, with little else on the GPU.
+/// Settings with many held-out prompts and steps of few prompts, with little else on the GPU.
 const EVALUATES: &str = "eval.every_steps=1 eval.samples_max=64 data.eval_split=test data.split.by=ratio \
                          data.split.eval_ratio=0.5 rollout.prompts_per_step=2 rollout.response_tokens_max=2 \
                          gradient.recompute=true mesh.offload=[\"optimizer\",\"roles\"]";
 
-/// The plan counts buffers as the pool takes them, and words have one digit behind the point: 2 % either way, whatever a job does.
+/// The plan counts buffers like the pool, and messages have one decimal digit: 2 % in both directions for every job.
 #[test]
 #[ignore = "long: whole jobs of every layout, several minutes"]
 fn the_plan_counts_what_jobs_take_within_two_percent_both_ways() {
@@ -132,9 +132,9 @@ fn what_the_self_test_takes_is_told_and_given_back() {
     let text = said(at, 1, "sft.toml", "job.steps=1 job.check=true");
     let [measured, planned] = measured_and_planned(&text);
     assert!((planned / measured - 1.0).abs() < 0.05, "{measured} bytes, {planned} planned");
-    let told = text.lines().find_map(|line| line.trim().strip_prefix("checks and timings took "));
+    let told = text.lines().find_map(|line| line.trim().strip_prefix("self-test and GEMM timing used up to "));
     let checks =
-        bytes_of(told.and_then(|told| told.strip_suffix(" of a GPU at most")).unwrap_or_else(|| panic!("{text}")));
+        bytes_of(told.and_then(|told| told.strip_suffix(" of GPU memory")).unwrap_or_else(|| panic!("{text}")));
     eprintln!("{measured} bytes, {planned} planned, {checks} for the checks");
     assert!(checks > 0.0, "{text}");
     assert_eq!(
@@ -143,8 +143,9 @@ fn what_the_self_test_takes_is_told_and_given_back() {
     );
 }
 
-/// Attention cuts rows of more than 4096 tokens into runs of keys, and keeps f32 rows of each head between them. Without that
-/// line the plan counts half: the reference, which no backward follows, has many heads, actor and critic have one.
+/// Attention cuts rows of more than 4096 tokens into runs of keys, and keeps f32 rows of each head between them.
+/// Without that line the plan counts half: the reference, which no backward follows, has many heads, actor and critic
+/// have one.
 #[test]
 fn rows_that_are_cut_into_runs_of_keys_take_what_the_plan_counts() {
     // A short window: few keys to compute.
@@ -172,7 +173,8 @@ fn rows_that_are_cut_into_runs_of_keys_take_what_the_plan_counts() {
     assert!(between > 0.4 * measured, "{between} bytes of {measured} between runs");
 }
 
-/// A rollout of fewer tensor ranks than training has tells less, and is predicted to be faster: the run does as the plan says.
+/// A rollout with fewer tensor ranks than training communicates less and is predicted to be faster: the run follows the
+/// plan.
 #[test]
 fn where_the_job_leaves_it_open_the_rollout_has_the_tensor_size_of_the_plan_and_the_banner_shows_it() {
     let Some(dir) = emulated(&config()) else { return };

@@ -17,7 +17,7 @@ fn run(dir: &Path, gpu: Option<usize>, line: &str, env: &[(&str, &str)]) -> Outp
     command.envs(env.iter().copied()).output().expect("the binary starts")
 }
 
-/// `run` of a job that must come to its end.
+/// Runs a job that must succeed.
 fn ends(dir: &Path, gpu: Option<usize>, line: &str, env: &[(&str, &str)]) -> String {
     let done = run(dir, gpu, line, env);
     assert!(done.status.success(), "{line}: {}\n{}", done.status, flat(&done));
@@ -42,7 +42,7 @@ fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them() {
         let words = flat(&done);
         eprintln!("{}: {words}", fault.0);
         assert_eq!(done.status.code(), Some(1), "{fault:?}: {words}");
-        assert!(words.contains("the kernels of this GPU do not pass beside the CPU: "), "{fault:?}: {words}");
+        assert!(words.contains("the kernels of this GPU failed the self-test against the CPU: "), "{fault:?}: {words}");
         assert!(words.contains(what), "{fault:?}: {words}");
         assert!(!at.join(format!("refused-{i}/metrics.jsonl")).exists(), "{fault:?}: something was trained");
     }
@@ -52,9 +52,10 @@ fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them() {
     // A job that leaves the device open does not leave the GPU.
     let done = run(at, ill, &format!("sft.toml job.dir=open {DEFAULTS}"), &[]);
     let words = flat(&done);
-    let why = "error: GPU 0 at 0000:3b:00.0: the kernels of this GPU do not pass beside the CPU: the gradient of";
+    let why =
+        "error: GPU 0 at 0000:3b:00.0: the kernels of this GPU failed the self-test against the CPU: the gradient of";
     assert!(done.status.code() == Some(1) && words.contains(why), "{words}");
-    assert!(words.contains("job.device = \"cpu\" computes without it"), "{words}");
+    assert!(words.contains("job.device = \"cpu\" to run without the GPU"), "{words}");
 }
 
 #[test]
@@ -63,7 +64,7 @@ fn a_job_that_keeps_sampling_masks_is_refused_where_there_is_a_gpu_and_runs_on_t
     let line = "ppo.toml job.steps=1 job.dir=masked rollout.top_k=5 rollout.keep_sampling_mask=true";
     for device in ["job.device=gpu", DEFAULTS] {
         let done = run(dir.path(), Some(SOUND), &format!("{line} {device}"), &[]);
-        let why = "rollout.keep_sampling_mask is true, and no kernel of a GPU masks logits yet";
+        let why = "GPUs do not support rollout.keep_sampling_mask = true: no kernel masks logits yet";
         assert!(done.status.code() == Some(2) && flat(&done).contains(why), "{}", flat(&done));
     }
     ends(dir.path(), Some(SOUND), &format!("{line} {DEFAULTS} job.device=cpu"), &[]);
@@ -90,13 +91,16 @@ fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() 
     // What the GPU saved goes on without one, and says what is other.
     let words = ends(at, None, &format!("sft.toml job.steps=3 job.dir=gpu {DEFAULTS}"), &[]);
     for change in ["job.device = \"cpu\" (was \"gpu\")", "model.dtype = \"f32\" (was \"bf16\")"] {
-        assert!(words.contains("goes on with changes: ") && words.contains(change), "{words}");
+        assert!(words.contains("resuming with changes: ") && words.contains(change), "{words}");
     }
     assert_eq!(metrics(at, "gpu").len(), 3);
     // What no GPU holds.
     for device in ["auto", "gpu"] {
         let done = run(at, Some(SOUND), &format!("sft.toml --dry-run job.device={device} model.dtype=f32"), &[]);
-        let (words, why) = (flat(&done), "error: model.dtype = \"f32\", and GPUs hold weights and activations in bf16");
+        let (words, why) = (
+            flat(&done),
+            "error: GPUs do not support model.dtype = \"f32\": they hold weights and activations in bf16",
+        );
         assert!(done.status.code() == Some(2) && words.contains(why), "{words}");
         assert!(words.contains("set model.dtype = \"bf16\", or job.device = \"cpu\""), "{words}");
     }
@@ -109,19 +113,21 @@ fn automatic_products_are_those_with_which_a_step_is_faster_and_stay_so() {
     let slow = [("EMULATED_CUBLASLT_DELAY_MS", "100")];
     let job = |steps, to: &str| format!("sft.toml sft.loss_on=all job.gemm=auto job.steps={steps} job.dir={to}");
     let words = ends(at, Some(SOUND), &job(2, "exact"), &slow);
-    assert!(words.contains("gemm exact measured a step's passes of 128 tokens through two matrices: "), "{words}");
+    assert!(words.contains("gemm exact measured two GEMMs, for all passes of 128 tokens in a step: "), "{words}");
     assert!(resolved(at, "exact").contains("gemm = \"exact\""));
     let words = ends(at, Some(SOUND), &job(2, "fast"), &[]);
-    assert!(words.contains("gemm cublaslt: those of more than 64 rows by cuBLASLt 12.8.3"), "{words}");
-    assert!(words.contains(" measured a step's passes of 128 tokens through two matrices: "), "{words}");
+    assert!(words.contains("gemm cublaslt: GEMMs of more than 64 rows by cuBLASLt 12.8.3"), "{words}");
+    assert!(words.contains(" measured two GEMMs, for all passes of 128 tokens in a step: "), "{words}");
     // A resume goes on with what the run began with, whatever it would measure now.
     let words = ends(at, Some(SOUND), &job(3, "exact"), &[]);
     assert!(
-        words.contains("gemm exact, as the run began measured a step's passes of 128 tokens through two matrices: "),
+        words.contains(
+            "gemm exact, as at the start of the run measured two GEMMs, for all passes of 128 tokens in a step: "
+        ),
         "{words}"
     );
     let words = ends(at, Some(SOUND), &job(3, "fast"), &slow);
-    assert!(words.contains("gemm cublaslt, as the run began: those of more than 64 rows"), "{words}");
+    assert!(words.contains("gemm cublaslt, as at the start of the run: GEMMs of more than 64 rows"), "{words}");
     assert!(resolved(at, "exact").contains("gemm = \"exact\""));
     assert!(resolved(at, "fast").contains("gemm = \"cublaslt\""));
     // Bit for bit, as if it had been said.
@@ -147,7 +153,8 @@ fn one_rank_whose_gpu_is_ill_or_unseen_ends_all_with_its_name() {
         mpirun.output().expect("mpirun starts")
     };
     let ill = format!("{}={}", emulation::FAULT, of_start(1));
-    let computes = "GPU 1 at 0000:af:00.0: the kernels of this GPU do not pass beside the CPU: the gradient of";
+    let computes =
+        "GPU 1 at 0000:af:00.0: the kernels of this GPU failed the self-test against the CPU: the gradient of";
     let nowhere = "/nowhere/libcuda.so is not on this machine";
     let retain = "GPU 1 at 0000:af:00.0: cuDevicePrimaryCtxRetain: ";
     for (of_rank_1, device, code, why) in [

@@ -5,7 +5,7 @@ use rlhf_hpc::metrics::eval_rows;
 use serde_json::Value;
 use std::path::Path;
 
-/// Tells how long a turn was, and is over after the third.
+/// An environment that returns the length of a turn, and ends after the third.
 const ENVIRONMENT: &str = r#"
 class Lengths:
     def reset(self, prompt, sample):

@@ -16,13 +16,14 @@ use std::path::Path;
 use std::process::Output;
 use std::sync::Arc;
 
-/// Weights spread so far that no two tokens are nearly as likely at every place, as with weights that have learned nothing.
+/// Weights spread so far that no two tokens are nearly as likely at every place, as with weights that have learned
+/// nothing.
 const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2,
  "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
  "vocab_size": 264, "max_position_embeddings": 160, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
  "initializer_range": 0.15, "bos_token_id": 0, "eos_token_id": 1}"#;
 
-/// What bf16 explains of a log-probability, in nats (the farthest of a thousand was 0.082 away).
+/// The error of a log-probability that bf16 explains, in nats (the largest of a thousand was 0.082).
 const NATS: f64 = 0.12;
 
 /// A verb on the model `model` and the rows of `input`, on an emulated GPU with the fault of this number.
@@ -37,11 +38,11 @@ fn lines(done: &Output) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect()
 }
 
-/// What a verb answers on the GPU without a comparison before, and on the CPU.
+/// The answers of a verb on the GPU, without a self-test before, and on the CPU.
 fn both(at: &Path, name: &str, model: &str, input: &str, more: &str) -> [Vec<Value>; 2] {
     let on = |device: &str| verb(at, name, model, input, SOUND, &format!("{more} --device {device}"));
     let (gpu, cpu) = (on("gpu --no-check"), on("cpu"));
-    assert!(words(&gpu).contains(" in bf16, kernels as they are (--no-check)"), "{}", words(&gpu));
+    assert!(words(&gpu).contains(" in bf16, kernels not checked (--no-check)"), "{}", words(&gpu));
     assert!(words(&cpu).contains(" in f32\n"), "{}", words(&cpu));
     [lines(&gpu), lines(&cpu)]
 }
@@ -66,7 +67,7 @@ fn write(at: &Path, name: &str, rows: &[Vec<u32>]) {
     std::fs::write(at.join(name), text).expect("a file");
 }
 
-/// The lengths of most tests: within a page, past one, and past what is read beside others.
+/// The lengths of most tests: within a page, past one, and past the tokens that are read together with others.
 const LENGTHS: [usize; 7] = [5, 40, 1, 130, 17, 64, 33];
 
 /// A directory with a model, its tokenizer and rows.
@@ -91,7 +92,7 @@ fn the_bench_measures_every_kernel_that_it_names() {
     // Kernels that have to reach something; newer GPUs than those of sm_80 are held against PyTorch.
     let verdicts: Vec<&str> =
         lines.iter().filter_map(|line| line["verdict"].as_str()).filter(|said| !said.is_empty()).collect();
-    let is_said = |verdict: &&str| verdict.ends_with("too small to tell") || verdict.starts_with("target PyTorch's");
+    let is_said = |verdict: &&str| verdict.ends_with("too small to judge") || verdict.starts_with("target PyTorch's");
     assert!(verdicts.len() >= 10 && verdicts.iter().all(is_said), "{verdicts:?}");
 }
 
@@ -130,7 +131,7 @@ fn log_probabilities_of_generated_rows_have_the_bits_that_generate_told() {
         let (all, new) = (floats(&line["logprobs"]), floats(&made["logprobs"]));
         assert_eq!(all[rows[i / 2].len() - 1..], new, "row {i}");
         let gap = all.iter().zip(floats(&on_cpu[i]["logprobs"])).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-        assert!(gap > 0.0 && gap < NATS, "row {i}: {gap} nats beside the CPU");
+        assert!(gap > 0.0 && gap < NATS, "row {i}: {gap} nats from the CPU");
         farthest = farthest.max(gap);
     }
     eprintln!("the farthest log-probability is {farthest} nats away");
@@ -152,7 +153,7 @@ fn a_score_has_the_same_bits_in_every_batch_and_memory_does_not_grow_with_the_ro
     let (few, many) = (run("few.jsonl", "48"), run("many.jsonl", "48"));
     let memory = |done: &Output| {
         let said = words(done);
-        let told = said.lines().find_map(|line| line.strip_suffix(" of the GPU at most")).map(String::from);
+        let told = said.lines().find_map(|line| line.strip_suffix(" of GPU memory")).map(String::from);
         told.unwrap_or_else(|| panic!("{said}")).rsplit(", ").next().map(String::from)
     };
     assert_eq!(memory(&few), memory(&many));
@@ -202,12 +203,12 @@ fn a_gpu_that_computes_other_things_gives_no_answers() {
     let at = dir.path();
     let [hidden, draws] = [0, 2].map(of_start);
     let run = |name: &str, fault, more: &str| verb(at, name, "model", "rows.jsonl", fault, more);
-    let wrong = "the kernels of this GPU do not pass beside the CPU: ";
+    let wrong = "the kernels of this GPU failed the self-test against the CPU: ";
     for (name, device) in [("generate", "--device gpu"), ("logprobs", "--device gpu"), ("logprobs", "")] {
         let done = run(name, hidden, device);
-        let told = words(&done);
-        assert!(done.status.code() == Some(1) && told.contains(wrong) && told.contains("the hidden state"), "{told}");
-        assert!(told.contains("--no-check") && told.contains("--device cpu") && !told.contains("job."), "{told}");
+        let said = words(&done);
+        assert!(done.status.code() == Some(1) && said.contains(wrong) && said.contains("the hidden state"), "{said}");
+        assert!(said.contains("--no-check") && said.contains("--device cpu") && !said.contains("job."), "{said}");
         assert!(done.stdout.is_empty(), "a wrong GPU answers");
     }
     // Without the comparison nobody sees it.
@@ -224,13 +225,13 @@ fn a_model_that_no_kernel_knows_is_refused_with_what_is_needed_and_answered_by_t
     prepare(at, &with(CONFIG, &json!({"head_dim": 48})));
     write(at, "rows.jsonl", &rows(&[3, 9]));
     let run = |more: &str| verb(at, "logprobs", "model", "rows.jsonl", SOUND, more);
-    let known = "needed one of 32, 64, 80, 96, 128, 256";
+    let known = "the head dim must be one of 32, 64, 80, 96, 128, 256";
     assert_eq!(lines(&run("--device cpu")).len(), 2);
     // Weights in f32 are the CPU's alone.
     for (options, why) in [
-        ("--device gpu", format!("error: a head dim of 48 with --device gpu, {known}")),
-        ("", format!("error: a head dim of 48 on a GPU, {known}")),
-        ("--dtype f32", "error: --dtype f32, and GPUs hold".to_string()),
+        ("--device gpu", format!("error: {known} with --device gpu (got 48)")),
+        ("", format!("error: {known} on a GPU (got 48)")),
+        ("--dtype f32", "error: GPUs do not support --dtype f32".to_string()),
     ] {
         let done = run(options);
         let said = words(&done);

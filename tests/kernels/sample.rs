@@ -8,10 +8,10 @@ use rlhf_hpc::device::cuda::{Memory, View};
 use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::sample::{SampleParams, SampleRow, Sampled};
 
-/// How near to a border a uniform may be drawn to the other side.
+/// The distance from a boundary within which a uniform may sample the other side.
 const BORDER: f32 = 1e-5;
 
-/// Draws on the GPU from rows of `v` logits that stand `stride` apart.
+/// Samples on the GPU from rows of `v` logits that are `stride` apart.
 fn on_gpu(logits: View, stride: usize, v: usize, ends: &[i32], rows: &[SampleRow]) -> Vec<Sampled> {
     let drawn = sample::forward(logits, [stride, v], &Memory::of(ends), &Rows::of(rows));
     sample::unpacked(&drawn.read::<f32>(sample::SAMPLED * rows.len())).collect()
@@ -27,8 +27,8 @@ fn on_cpu(logits: &[f32], v: usize, rows: &[SampleRow]) -> Vec<Sampled> {
     out
 }
 
-/// Draws the tokens of the CPU, whose filters and draws are held to f64 by their own tests. Where a row parts from it, the CPU draws
-/// the same token from a uniform that is off by less than `BORDER`.
+/// Checks that the GPU samples the tokens of the CPU, whose filters and samples have tests of their own against f64. If
+/// a row differs, the CPU samples the same token from a uniform that is off by less than `BORDER`.
 fn check(logits: &[f32], v: usize, rows: &[SampleRow]) {
     let (got, want) = (draw(logits, v, rows), on_cpu(logits, v, rows));
     let mut parted = 0;
@@ -47,7 +47,7 @@ fn check(logits: &[f32], v: usize, rows: &[SampleRow]) {
         assert!(beside.iter().any(|row| on_cpu(logits, v, &[*row])[0].token == got.token), "{what}");
     }
     // Same exponentials, same order: borders are met less often than a row in a hundred.
-    assert!(parted <= rows.len() / 100, "{parted} of {} rows drew another token than on the CPU", rows.len());
+    assert!(parted <= rows.len() / 100, "{parted} of {} rows sampled another token than on the CPU", rows.len());
 }
 
 /// Parameters that differ from row to row.

@@ -1,4 +1,4 @@
-//! Training on the GPU beside the f32 run on the CPU: the same rows, the same optimizer, the same code.
+//! Training on the GPU compared with the f32 run on the CPU: the same rows, the same optimizer, the same code.
 
 use crate::device;
 use crate::model::{llama, rows as rows_of};

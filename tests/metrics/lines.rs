@@ -104,14 +104,15 @@ fn a_torn_last_line_is_warned_of_and_one_that_only_lacks_its_line_break_is_a_lin
 
 #[test]
 fn steps_without_a_line_are_named_up_to_the_checkpoint() {
-    let cases: [(&[u64], u64, Option<&str>); 8] = [
+    let cases: [(&[u64], u64, Option<&str>); 9] = [
         (&[1, 2, 3, 4], 3, None),
-        (&[1, 2], 4, Some("step 3 to 4:")),
-        (&[], 2, Some("step 1 to 2:")),
+        (&[1, 2], 4, Some("no line for steps 3 to 4;")),
+        (&[1, 3], 3, Some("no line for step 2;")),
+        (&[], 2, Some("steps 1 to 2;")),
         (&[], 0, None),
-        (&[1, 3, 4, 7, 9], 8, Some("step 2, 5 to 6, 8:")),
-        (&[5, 6, 1, 2], 6, Some("step 3 to 4:")),
-        (&[2, 4, 6, 8, 10], 10, Some("step 1, 3, 5, 7 and others:")),
+        (&[1, 3, 4, 7, 9], 8, Some("steps 2, 5 to 6, 8;")),
+        (&[5, 6, 1, 2], 6, Some("steps 3 to 4;")),
+        (&[2, 4, 6, 8, 10], 10, Some("steps 1, 3, 5, 7 and others;")),
         (&[u64::MAX, 1], 1, None),
     ];
     for (there, step, expected) in cases {

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use rlhf_hpc::experience::{Experience, Finish, Prompt, Response};
 use rlhf_hpc::metrics::{Screen, Terminal};
 
-/// What was written to a terminal.
+/// The output to a terminal.
 #[derive(Clone, Default)]
 struct Shown(Arc<Mutex<Vec<u8>>>);
 

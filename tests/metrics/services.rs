@@ -146,5 +146,5 @@ fn a_service_that_is_not_installed_and_a_directory_that_is_no_run_are_named() {
     };
     says(&sent, "hint: python3 -m pip install wandb");
     fs::remove_file(sent.0.path().join("config.resolved.toml")).unwrap();
-    says(&sent, "hint: give the directory of a run");
+    says(&sent, "hint: give the directory (job.dir) of a run");
 }

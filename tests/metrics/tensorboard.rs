@@ -49,7 +49,7 @@ fn fields(mut bytes: &[u8]) -> Vec<(u64, Vec<u8>)> {
 /// The bytes of scalars and texts, by step and tag.
 pub type Values = BTreeMap<(u64, String), Vec<u8>>;
 
-/// What TensorBoard shows of a directory.
+/// The values that TensorBoard shows for a directory.
 pub fn shown(dir: &Path) -> Values {
     let mut shown = Values::new();
     for path in files_in(dir).unwrap() {
@@ -104,7 +104,7 @@ fn a_resume_shows_what_was_recorded_up_to_its_step_and_what_follows() {
     }
     let before = files_in(dir.path()).unwrap();
     let mut new = EventsFile::create(dir.path(), "", &lines[..2], 2, 1e9).unwrap();
-    assert!(files_in(dir.path()).unwrap().starts_with(&before), "TensorBoard goes on to names that sort behind");
+    assert!(files_in(dir.path()).unwrap().starts_with(&before), "TensorBoard continues with names that sort later");
     new.append(&Line::new(3, 1e9, &[("reward_mean", 7.0)])).unwrap();
     let shown = shown(dir.path());
     let of = |tag: &str| shown.iter().filter(|((_, t), _)| t == tag).map(|((step, _), _)| *step).collect::<Vec<_>>();

@@ -57,7 +57,7 @@ impl Case {
         Self { ends, ..Self::of(shape, tokens, tokens) }
     }
 
-    /// So many queries and so many keys.
+    /// A case with this many rows and keys.
     pub fn of(shape: AttentionShape, rows: usize, keys: usize) -> Self {
         let (wide, narrow) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         let (q, d_o) = (tensor(1, rows, wide, 1.5), tensor(4, rows, wide, 1.0));
@@ -80,7 +80,8 @@ impl Case {
         [o, lse, dq, dk, dv]
     }
 
-    /// o, lse, dq, dk, dv in f64, where row t of q sees the keys `sees(t)`. One that sees none has o = 0 and lse = -inf.
+    /// o, lse, dq, dk, dv in f64, where row t of q sees the keys `sees(t)`. One that sees none has o = 0 and lse =
+    /// -inf.
     pub fn naive(&self, sees: impl Fn(usize) -> Vec<usize>) -> [Vec<f64>; 5] {
         let AttentionShape { heads: h, kv_heads: g, head_dim: e, scale, .. } = self.shape;
         let rows = self.q.rows();

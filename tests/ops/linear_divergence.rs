@@ -7,7 +7,7 @@ use rlhf_hpc::tensor::{Layout, Tensor, WeightMut};
 use std::cell::RefCell;
 
 const ALL: [Divergence; 3] = [Divergence::ForwardKl, Divergence::ReverseKl, Divergence::Jsd];
-/// What the loss weighs cross-entropy and divergence by.
+/// The weights of cross-entropy and divergence in the loss.
 const WEIGHTS: [f32; 2] = [0.3, 0.7];
 
 struct Case {
@@ -56,7 +56,7 @@ impl Case {
         (found, logprobs, dh, dw)
     }
 
-    /// Of each token the divergence, what the loss counts of it, and the log-probability, in f64.
+    /// The divergence of each token, its part of the loss, and its log-probability, in f64.
     fn exact(&self, of: Divergence, h: &[f64], w: &[f64]) -> [Vec<f64>; 3] {
         let mut out = [(); 3].map(|()| vec![0.0; self.targets.len()]);
         for (i, &target) in self.targets.iter().enumerate() {
@@ -155,7 +155,7 @@ fn a_token_has_the_same_bits_in_any_chunk_and_in_both_passes() {
     }
 }
 
-/// What a part of a vocabulary tells the others of its rows.
+/// The results for its rows that a part of a vocabulary sends to the others.
 type Told = (Vec<RowStats>, Vec<f32>);
 
 #[test]
@@ -164,7 +164,8 @@ fn parts_of_a_vocabulary_have_the_divergences_and_gradients_of_the_whole() {
     let case = Case::new(t, d, v, 0.8);
     for of in ALL {
         let (whole, _, dh, dw) = case.backward(of);
-        // Each part is computed twice: once to learn what it tells the others, then with what they told, in the same order.
+        // Each part is computed twice: once to learn what it tells the others, then with what they told, in the same
+        // order.
         let told: RefCell<[Vec<Told>; 2]> = RefCell::default();
         let pass = |part: usize| {
             let rows = if part == 0 { 0..cut } else { cut..v };

@@ -6,8 +6,8 @@ use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::ops::matmul::{Into, backward_input, backward_weight, forward, forward_onto};
 use rlhf_hpc::tensor::{DType, Layout, Tensor, WeightMut};
 
-/// (m, n, k) with every kind of tail: lanes, panels, rows, odd and tiny k; several blocks of rows, of k, of m, and of the
-/// transposed n.
+/// (m, n, k) with every kind of tail: lanes, panels, rows, odd and tiny k; several blocks of rows, of k, of m, and of
+/// the transposed n.
 const SHAPES: [(usize, usize, usize); 17] = [
     (1, 1, 1),
     (1, 32, 8),
@@ -38,7 +38,7 @@ fn f64_product(x: &[f32], w: &[f32], m: usize, n: usize, k: usize) -> Vec<f64> {
     y
 }
 
-/// What a product with weights of this dtype computes with.
+/// The values that a GEMM with weights of this dtype uses.
 fn used(x: &Tensor, dtype: DType) -> Vec<f32> {
     x.data().iter().map(|&x| if dtype == DType::Bf16 { bf16(x) } else { x }).collect()
 }
@@ -167,7 +167,7 @@ fn gradients_have_the_same_bits_on_any_number_of_threads_and_any_level() {
 }
 
 #[test]
-#[should_panic(expected = "matmul::forward: x is (3, 20), needed (3, 24)")]
+#[should_panic(expected = "matmul::forward: x must be (3, 24), got (3, 20)")]
 fn a_wrong_shape_is_named() {
     let mut numbers = Numbers::new(4);
     let w = Matrix::new(40, 24, &mut numbers);

@@ -104,7 +104,7 @@ pub fn same_bits(what: &str, got: &[f32], want: &[f32]) {
     }
 }
 
-/// What `run` gives has the same bits on any number of threads, at every instruction level.
+/// Checks that the results of `run` have the same bits on any number of threads, at every instruction level.
 pub fn same_on_threads_and_levels(what: &str, run: impl Fn() -> Vec<Vec<f32>>) {
     let want = run();
     for level in Level::available() {

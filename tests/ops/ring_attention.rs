@@ -32,7 +32,8 @@ fn backward(case: &Case, passes: &[Vec<Span>], [o, lse]: &[Tensor; 2], before: O
     [dq, dk, dv]
 }
 
-/// Against f64, where row i of q, at position `at[i]`, sees the key j of position `key_at[j]`, with both in the same sequence.
+/// Against f64, where row i of q, at position `at[i]`, sees the key j of position `key_at[j]`, with both in the same
+/// sequence.
 fn check(case: &Case, what: &str, passes: &[Vec<Span>], at: &[(usize, usize)], key_at: &[(usize, usize)]) {
     let output = forward(case, passes);
     let gradients = backward(case, passes, &output, None);

@@ -1,4 +1,4 @@
-//! What loading and export preserve.
+//! The contents that loading and export preserve.
 
 use crate::models::arch;
 use crate::names;
@@ -210,7 +210,7 @@ fn of_a_unit_no_more_is_read_than_the_range_that_was_asked_for() {
     let read = |range: Range<usize>| source.fill_f32(range.clone(), &mut vec![0.0; range.len()]);
     assert!(read(unit.start..half).is_ok());
     for error in [read(half..unit.end).unwrap_err(), read(unit).unwrap_err()] {
-        assert!(error.message.contains("model.embed_tokens.weight holds NaN"), "{error}");
+        assert!(error.message.contains("model.embed_tokens.weight contains NaN"), "{error}");
     }
 }
 
@@ -221,7 +221,7 @@ fn an_export_that_is_not_committed_leaves_nothing() {
     let out = dir.path().join("out");
     let mut export = export::Export::begin(&out, &arch, &weights.table, DType::F32, None).unwrap();
     export.unit(weights.local(0)).unwrap();
-    assert_eq!(names(dir.path()).len(), 1, "what is under way lies beside it");
+    assert_eq!(names(dir.path()).len(), 1, "the partial export is next to it");
     drop(export);
     assert!(names(dir.path()).is_empty());
 }

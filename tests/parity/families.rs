@@ -36,7 +36,7 @@ fn values_and_value_head_gradients_agree_with_transformers() {
     }
 }
 
-/// Of a directory that a job has exported `tests/golden/same_scores.py` tells the same.
+/// `tests/golden/same_scores.py` checks the same for a directory that a job has exported.
 #[test]
 fn scores_of_rows_are_those_of_transformers_sequence_classifiers() {
     for name in REWARD_MODELS {

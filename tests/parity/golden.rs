@@ -18,7 +18,7 @@ pub fn directory(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
 }
 
-/// What transformers says of a model.
+/// The results of transformers for a model.
 pub struct Golden {
     bytes: Vec<u8>,
 }

@@ -1,4 +1,4 @@
-//! What loading refuses, and how it says so.
+//! Models that cannot be loaded, and the errors.
 
 use crate::parity::golden::{Model, directory};
 use rlhf_hpc::device::Device;
@@ -64,10 +64,10 @@ fn rename(header: &mut Value, from: &str, to: &str) {
 #[test]
 fn a_directory_without_config_or_weights_is_refused() {
     let empty = tempfile::tempdir().unwrap();
-    refuses(empty.path(), &["holds no config.json", "hint: "]);
+    refuses(empty.path(), &["has no config.json", "hint: "]);
     refuses(&empty.path().join("nowhere"), &["nowhere does not exist", "hf download"]);
     fs::copy(directory("llama2").join("config.json"), empty.path().join("config.json")).unwrap();
-    refuses(empty.path(), &["holds no model.safetensors", "hint: "]);
+    refuses(empty.path(), &["has no model.safetensors", "hint: "]);
 }
 
 type Damage = fn(&Path);
@@ -89,7 +89,7 @@ fn a_directory_with_a_wrong_file_is_refused_by_what_is_wrong() {
                 bytes[..8].copy_from_slice(&(17u64 << 20).to_le_bytes());
                 fs::write(dir.join("model.safetensors"), bytes).unwrap();
             },
-            &["header of 17825792 bytes", "16777216"],
+            &["header must be at most 16777216 bytes", "17825792"],
         ),
         (
             |dir| {
@@ -98,11 +98,11 @@ fn a_directory_with_a_wrong_file_is_refused_by_what_is_wrong() {
                     header["model.layers.0.input_layernorm.weight"]["data_offsets"] = first;
                 });
             },
-            &["is no valid safetensors file", "offset"],
+            &["not a valid safetensors file", "offset"],
         ),
         (
             |dir| header(dir, |header, _| rename(header, "model.norm.weight", "model.final_norm.weight")),
-            &["missing in the safetensors: model.norm.weight", "LlamaForCausalLM"],
+            &["missing from the safetensors files: model.norm.weight", "LlamaForCausalLM"],
         ),
         (
             |dir| {
@@ -112,21 +112,21 @@ fn a_directory_with_a_wrong_file_is_refused_by_what_is_wrong() {
                     data.extend([0; 8]);
                 });
             },
-            &["unknown in the safetensors: model.extra.weight"],
+            &["unknown in the safetensors files: model.extra.weight"],
         ),
         (|dir| config(dir, "num_hidden_layers", json!(3)), &["model.layers.2.input_layernorm.weight", "and 5 more"]),
-        (|dir| config(dir, "num_hidden_layers", json!(1)), &["unknown in the safetensors: model.layers.1."]),
+        (|dir| config(dir, "num_hidden_layers", json!(1)), &["unknown in the safetensors files: model.layers.1."]),
         (
             |dir| config(dir, "vocab_size", json!(132)),
-            &["model.embed_tokens.weight has shape [131, 48], config.json needs [132, 48]"],
+            &["model.embed_tokens.weight has shape [131, 48], but config.json needs [132, 48]"],
         ),
         (
             |dir| header(dir, |header, _| header["model.norm.weight"]["dtype"] = json!("I32")),
-            &["model.norm.weight has dtype I32", "BF16"],
+            &["model.norm.weight must be F32, BF16 or F16 (got I32)", "hint: "],
         ),
         (
             |dir| fs::write(dir.join("config.json"), "{\"architectures\": [").unwrap(),
-            &["config.json is no JSON object"],
+            &["config.json is not a JSON object"],
         ),
     ];
     for (damage, parts) in cases {
@@ -148,14 +148,14 @@ fn a_file_cut_short_is_refused_with_needed_and_present_bytes() {
     let bytes = fs::read(&path).unwrap();
     for keep in [bytes.len() - 1, bytes.len() / 2, 1000, 8, 3, 0] {
         fs::write(&path, &bytes[..keep]).unwrap();
-        refuses(dir.path(), &["model.safetensors: is cut short", &format!("has {keep}"), "hint: "]);
+        refuses(dir.path(), &["model.safetensors: the file is truncated", &format!("has {keep}"), "hint: "]);
     }
     fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
     refuses(dir.path(), &[&format!("needs {} bytes", bytes.len())]);
     let mut longer = bytes.clone();
     longer.extend([0; 4]);
     fs::write(&path, longer).unwrap();
-    refuses(dir.path(), &["holds 4 bytes that no tensor covers"]);
+    refuses(dir.path(), &["has 4 bytes that belong to no tensor"]);
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn nan_and_infinite_weights_are_refused_in_either_working_dtype() {
             let end = header[name]["data_offsets"][1].as_u64().unwrap() as usize;
             data[end - 4..end].copy_from_slice(&bad.to_le_bytes());
         });
-        refuses(dir.path(), &[&format!("tensor {name} holds NaN or infinite values")]);
+        refuses(dir.path(), &[&format!("tensor {name} contains NaN or infinite values")]);
         assert!(load::load(Device::Cpu, dir.path(), Head::LanguageModel, DType::Bf16, 0).is_err());
     }
 }
@@ -185,7 +185,7 @@ fn an_index_that_leaves_the_directory_or_lies_is_refused() {
     let dir = copy("llama3");
     let index = dir.path().join("model.safetensors.index.json");
     edit_json(&index, |i| i["weight_map"]["model.norm.weight"] = json!("model-00001-of-00004.safetensors"));
-    refuses(dir.path(), &["model-00001-of-00004.safetensors holds model.norm.weight, it does not"]);
+    refuses(dir.path(), &["maps model.norm.weight to model-00001-of-00004.safetensors, but"]);
     edit_json(&index, |i| i["weight_map"] = json!([]));
     refuses(dir.path(), &["weight_map must be an object"]);
 
@@ -199,17 +199,17 @@ fn a_config_that_this_program_cannot_run_is_refused_by_key() {
     let cases: [(&str, Value, &str); 16] = [
         ("architectures", json!(["GPT2LMHeadModel"]), "Qwen3ForCausalLM"),
         ("architectures", json!(["GPT2LMHeadModel"]), "unknown architecture \"GPT2LMHeadModel\""),
-        ("model_type", json!("mistral"), "does not go with"),
-        ("hidden_act", json!("gelu"), "hidden_act is \"gelu\""),
+        ("model_type", json!("mistral"), "does not match"),
+        ("hidden_act", json!("gelu"), "hidden_act must be \"silu\" (got \"gelu\")"),
         ("quantization_config", json!({"bits": 4}), "quantization_config is set"),
         ("hidden_size", json!("48"), "hidden_size must be a positive integer"),
         ("hidden_size", json!(0), "hidden_size must be a positive integer"),
-        ("hidden_size", json!(1 << 30), "hidden_size is 1073741824, at most"),
-        ("vocab_size", json!(1 << 30), "vocab_size is 1073741824, at most"),
-        ("hidden_size", json!(49), "hidden_size is no multiple of num_attention_heads"),
-        ("num_key_value_heads", json!(3), "is no multiple of num_key_value_heads (3)"),
+        ("hidden_size", json!(1 << 30), "hidden_size must be at most 1048576 (got 1073741824)"),
+        ("vocab_size", json!(1 << 30), "vocab_size must be at most 16777216 (got 1073741824)"),
+        ("hidden_size", json!(49), "hidden_size (49) must be a multiple of num_attention_heads"),
+        ("num_key_value_heads", json!(3), "must be a multiple of num_key_value_heads (3)"),
         ("head_dim", json!(13), "head_dim (13) must be even"),
-        ("num_hidden_layers", json!(2_000_000_000), "num_hidden_layers is 2000000000, at most"),
+        ("num_hidden_layers", json!(2_000_000_000), "num_hidden_layers must be at most 10000 (got 2000000000)"),
         ("intermediate_size", Value::Null, "intermediate_size is missing"),
         ("partial_rotary_factor", json!(0.5), "partial_rotary_factor"),
         ("rope_scaling", json!({"rope_type": "longrope"}), "rope type \"longrope\" is not supported"),
@@ -223,7 +223,7 @@ fn a_config_that_this_program_cannot_run_is_refused_by_key() {
 
 #[test]
 fn a_reward_model_is_no_language_model_and_must_have_its_head() {
-    refuses(&directory("reward"), &["holds a value or reward model", "hint: "]);
+    refuses(&directory("reward"), &["is a value or reward model", "hint: "]);
     let dir = copy("reward");
     let path = dir.path().join("model.safetensors");
     edit_safetensors(&path, |h, _| rename(h, "score.weight", "value_head.weight"));

@@ -12,7 +12,8 @@ use rlhf_hpc::plan::{Choice, Device, Job, choose, microbatch};
 use rlhf_hpc::train::Archs;
 use std::path::Path;
 
-/// The workload with fewer samples, of which few tokens are drawn, as a plan takes these step by step; its rows are as long.
+/// The workload with fewer samples and few sampled tokens, as a plan counts these step by step. Its rows have the same
+/// length.
 fn fewer(more: &[&str]) -> Config {
     let sets = ["rollout.prompts_per_step=128", "data.prompt_tokens_max=1920", "rollout.response_tokens_max=128"];
     job(&[&sets[..], more].concat())
@@ -119,7 +120,7 @@ fn what_does_not_fit_is_refused_with_what_would() {
     let hint = error.hint.expect("what would fit");
     assert!(hint.contains("mesh.zero = ") || hint.contains("mesh.tensor = "), "{hint}");
     // What is offered is true.
-    let offered = hint.split("it fits with ").nth(1).expect("ways").split("; or with ");
+    let offered = hint.split("it fits with ").nth(1).expect("ways").split(", or with ");
     let mut tried = 0;
     for way in offered.filter(|way| way.starts_with("mesh.") && !way.contains('[')) {
         let way = way.replace(' ', "");
@@ -210,7 +211,7 @@ fn automatic_micro_batches_are_enough_or_as_many_tokens_as_fit_and_more_where_a_
     let written = of(&["ppo.microbatch_tokens_max=auto"]).to_toml();
     assert!(written.contains("microbatch_tokens_max = \"auto\"") && config::parse(&written, &[]).is_ok(), "{written}");
     let error = config::parse(&written, &["ppo.microbatch_tokens_max=many".to_owned()]).expect_err("a word");
-    assert!(error.message.contains("expected \"auto\" or a whole number"), "{error}");
+    assert!(error.message.contains("must be \"auto\" or an integer"), "{error}");
 }
 
 #[test]
@@ -240,7 +241,7 @@ fn recomputation_is_a_word_or_true_or_false_as_in_older_jobs() {
     assert_eq!(words, [Recompute::Auto, none, Recompute::Attention, block, none, block]);
     let error =
         config::load(Path::new(REFERENCE), &["gradient.recompute=layer".to_string()]).expect_err("no such word");
-    assert_eq!(error.hint.as_deref(), Some("known here: auto, none, attention, block"), "{error}");
+    assert_eq!(error.hint.as_deref(), Some("use one of auto, none, attention, block"), "{error}");
 }
 
 #[test]

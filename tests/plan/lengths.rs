@@ -64,7 +64,7 @@ impl Lengths {
         data::prepare(reading, &self.path("cache"), &mut Hashes::default(), &Group::one()).expect("shards")
     }
 
-    /// What a run draws, by its own code.
+    /// The rows that a run chooses, by its own code.
     fn demonstrations(&self, config: &Config, n: usize) -> Vec<RowTokens> {
         let shards = self.prepared(config, Part::Demonstration);
         let vocabulary = self.archs.actor().vocabulary;
@@ -107,7 +107,7 @@ fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
     shard_rows(reading, &[(&fixture.path("mixed.jsonl"), None)], &[], &fixture.path("shard")).expect("a shard");
     let config = fixture.config("sft", "shard", &[]);
     assert_eq!(fixture.read(&config).drawn, fixture.demonstrations(&config, 6 * 12));
-    assert!(!fixture.path("run").exists(), "a plan leaves nothing behind");
+    assert!(!fixture.path("run").exists(), "a plan leaves no files");
 }
 
 #[test]
@@ -154,18 +154,18 @@ fn the_table_says_which_lengths_it_counts() {
     };
     let ppo = |more: &[&str]| said("ppo", "mixed.jsonl", more);
     let table = said("sft", "mixed.jsonl", &[]);
-    assert!(table.contains("rows lengths are those of the 72 rows that the job draws first: "), "{table}");
+    assert!(table.contains("rows lengths of the first 72 rows of the job: "), "{table}");
     let table = ppo(&[]);
-    assert!(table.contains("lengths are those of the 48 prompts that the job draws first: "), "{table}");
-    assert!(table.contains("nobody knows before the run, all count as the longest: 50 tokens"), "{table}");
-    assert!(ppo(&["--response-tokens", "20"]).contains("responses as the command line says: 20 tokens"));
+    assert!(table.contains("lengths of the first 48 prompts of the job: "), "{table}");
+    assert!(table.contains("not known in advance, so all count as the longest: 50 tokens"), "{table}");
+    assert!(ppo(&["--response-tokens", "20"]).contains("responses from the command line: 20 tokens"));
     let given = ppo(&["--response-tokens", "20", "--prompt-tokens", "10"]);
-    assert!(
-        given.contains("samples of 10 + 20 tokens") && given.contains("as long as the command line says"),
-        "{given}"
-    );
+    assert!(given.contains("samples of 10 + 20 tokens") && given.contains("lengths from the command line"), "{given}");
     let table = said("sft", "nosuch.jsonl", &[]);
-    assert!(table.contains("all counted as long as the job allows, as lengths could not be read: "), "{table}");
+    assert!(
+        table.contains("all counted as the longest that the job allows, because lengths could not be read: "),
+        "{table}"
+    );
     assert!(table.contains("12 rows of 300 tokens") && table.contains("nosuch.jsonl"), "{table}");
 }
 

@@ -1,4 +1,4 @@
-//! What ZeRO's stages, tensor parts, recomputation and row lengths do to the bytes of a rank.
+//! The effect of ZeRO stages, tensor parts, recomputation and row lengths on the bytes of a rank.
 
 use super::models::{a800, archs, job, llama2_7b, small, table};
 use rlhf_hpc::config::Config;
@@ -9,7 +9,7 @@ use rlhf_hpc::model::Head;
 use rlhf_hpc::plan::{self, Device, Job, Memory, Phase};
 use rlhf_hpc::train::Archs;
 
-/// Few tokens are drawn, which a plan takes step by step; rows are as long as in the whole workload.
+/// Settings with few sampled tokens, which a plan counts step by step. Rows are as long as in the whole workload.
 const SHORT: [&str; 4] = [
     "rollout.prompts_per_step=32",
     "ppo.minibatch_samples=32",
@@ -134,7 +134,7 @@ fn no_rank_needs_room_for_a_whole_model_that_is_shared_not_even_to_load_and_to_e
     ] {
         let found = count(&config, &archs, &layout(mesh, stage), &a800());
         let gathered = [Phase::Load, Phase::Checkpoint].map(|phase| of(&found, phase, "gathered units"));
-        assert_eq!(gathered[0], 0, "{mesh:?}, stage {stage}: of the files each rank reads its part");
+        assert_eq!(gathered[0], 0, "{mesh:?}, stage {stage}: each rank reads its part of the files");
         let units = 2 * 3 * largest_unit(&archs);
         assert!(gathered[1] <= units, "{mesh:?}, stage {stage}: {} of {units}", gathered[1]);
     }

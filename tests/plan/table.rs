@@ -12,7 +12,8 @@ fn fixture(config: &Value) -> Fixture {
     fixture
 }
 
-/// The reference workload on 16 A800-80G, with a reward model, and with fewer prompts than it has, which are planned sooner.
+/// The reference workload on 16 A800-80G, with a reward model, and with fewer prompts than it has, which are planned
+/// sooner.
 fn reference(fixture: &Fixture, more: &[&str]) -> Ended {
     let model = fixture.path("planned").display().to_string();
     let roles = ["actor", "critic", "reference"].map(|role| format!("model.{role}={model}"));
@@ -43,7 +44,7 @@ fn the_reference_workload_has_every_phase_tensor_and_second() {
         "optimizer state",
         "activations",
         "kv cache",
-        "524,288 bytes a token",
+        "524,288 bytes per token",
         "prefill",
         "decode",
         "scoring",
@@ -114,10 +115,10 @@ fn models_gpus_and_kernels_that_are_not_there_are_named() {
     let fixture = fixture(&small());
     reference(&fixture, &["model.critic=nosuch"]).refused(65, &["model.critic"]);
     let ended = fixture.run(&["plan", "job.toml", "model.actor=planned", "--ranks", "1", "--gpu", "abacus"]);
-    ended.refused(2, &["no GPU type abacus is known"]).hinted("a800-80g");
+    ended.refused(2, &["unknown GPU type `abacus`"]).hinted("a800-80g");
     let masked = ["plan", "job.toml", "model.actor=planned", "rollout.top_k=5", "rollout.keep_sampling_mask=true"];
     fixture.run(&[&masked[..], &["--gpu", "cpu"]].concat()).well();
-    let words = "rollout.keep_sampling_mask is true, and no kernel of a GPU masks logits yet";
+    let words = "GPUs do not support rollout.keep_sampling_mask = true: no kernel masks logits yet";
     fixture.run(&[&masked[..], &["--gpu", "h100"]].concat()).refused(2, &[words]).hinted("set job.device = \"cpu\"");
 }
 

@@ -27,7 +27,7 @@ pub const TESTS: &[Test] = &[
         check: exports,
     },
     Test {
-        name: "of all ranks one reads each input once for its hash, and an error of one is one of all",
+        name: "one rank reads each input once for its hash, and an error of one is an error of all",
         ranks: &[3],
         check: reads,
     },
@@ -87,7 +87,7 @@ fn export_to(world: &World, arch: &Arch, role: &Role, axes: &Axes, dtype: DType,
     let mut out = (world.rank == 0).then(begin);
     let before = given();
     collect(arch, &role.weights, axes, |parameter, rows| {
-        let out = out.as_mut().expect("nothing comes to other ranks");
+        let out = out.as_mut().expect("other ranks receive nothing");
         out.rows(parameter, rows).expect("writes");
     });
     let [gathered, sent] = [0, 1].map(|i| given()[i] - before[i]);
@@ -102,7 +102,7 @@ fn export_to(world: &World, arch: &Arch, role: &Role, axes: &Axes, dtype: DType,
 
 /// Bytes that this process has asked the system to read.
 fn read_so_far() -> u64 {
-    let text = std::fs::read_to_string("/proc/self/io").expect("Linux tells");
+    let text = std::fs::read_to_string("/proc/self/io").expect("Linux has /proc/self/io");
     text.lines().find_map(|line| line.strip_prefix("rchar: ")?.parse().ok()).expect("a number")
 }
 

@@ -149,5 +149,5 @@ fn axes(world: &World) {
 fn threads(world: &World) {
     let plan = world.threads();
     assert_eq!(plan.threads, (plan.mask.min(rlhf_hpc::sys::affinity::quota()) / world.size).max(1));
-    assert_eq!(plan.warning, None, "mpirun was told not to bind");
+    assert_eq!(plan.warning, None, "mpirun was run without binding");
 }

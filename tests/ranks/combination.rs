@@ -82,7 +82,7 @@ fn compare(world: &World, arch: &Arch, mut config: Config, layouts: &[(Mesh, &[u
     }
 }
 
-/// Of clipped tokens, and of whole sequences; the stages take turns.
+/// Tests clipped tokens and whole sequences, with the stages in turn.
 fn everywhere(world: &World) {
     for (family, loss, stages) in [("llama", PolicyLossKind::Clip, [1, 3]), ("qwen3", PolicyLossKind::Gspo, [0, 2])] {
         let turn = |(i, mesh): (usize, Mesh)| (mesh, &stages[i % 2..=i % 2]);

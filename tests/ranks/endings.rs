@@ -1,4 +1,4 @@
-//! How jobs end: each scene runs under its own mpirun, and this side looks at what came out.
+//! The ends of jobs: each scene runs under its own mpirun, and this side checks the result.
 
 use crate::process::{Ended, Running, launched};
 use rlhf_hpc::comm::{Stream, World, abort, phase, shutdown};
@@ -8,7 +8,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// How the job of a scene ends: within 10 s, with `code`, each text of `said` on standard error as often as it stands there, and `logged` in the log of a rank.
+/// The end of a scene's job: within 10 s, with `code`, each text of `said` on standard error as often as it is listed,
+/// and `logged` in the log of a rank.
 pub struct Ending {
     pub name: &'static str,
     scene: &'static str,
@@ -40,8 +41,8 @@ pub const ENDINGS: &[Ending] = &[
         code: 2,
         said: &[
             "error: rank 1 (",
-            "), step 3, train: a tensor of 800.0 KiB does not fit: 608.0 KiB are in use, and mesh.arena_bytes_max allows 1.0 MiB a rank",
-            "hint: more sequence or tensor ranks",
+            "), step 3, train: a tensor of 800.0 KiB does not fit: 608.0 KiB are in use, and mesh.arena_bytes_max allows 1.0 MiB per rank",
+            "hint: use more sequence or tensor ranks",
             "gradient.recompute = \"block\"",
         ],
         logged: Some((1, "mesh.arena_bytes_max")),
@@ -62,8 +63,8 @@ pub const ENDINGS: &[Ending] = &[
             "a collective took longer than 1 s",
             "does not answer",
             "rank 1 (",
-            "waits in all_reduce_sum_ordered over world (40 bytes) on stream background",
-            "waits in all_reduce_sum_ordered over world (40 bytes) on stream background",
+            "waiting in all_reduce_sum_ordered over world (40 bytes) on stream background",
+            "waiting in all_reduce_sum_ordered over world (40 bytes) on stream background",
         ],
         logged: None,
     },
@@ -92,23 +93,23 @@ pub const ENDINGS: &[Ending] = &[
             "rank 0 (",
             "rank 1 (",
             "rank 2 (",
-            "waits in all_reduce_sum_ordered over world (4000 bytes)",
-            "waits in all_reduce_sum_ordered over world (4000 bytes)",
+            "waiting in all_reduce_sum_ordered over world (4000 bytes)",
+            "waiting in all_reduce_sum_ordered over world (4000 bytes)",
         ],
         logged: Some((0, "a collective took longer")),
     },
     Ending {
-        name: "a rank that is late in its own work is told apart from a dead one",
+        name: "a rank that is late in its own work is distinguished from a dead one",
         scene: "busy",
         code: 1,
-        said: &["a collective took longer than 1 s", "is in no collective; its last was barrier over world; step 3"],
+        said: &["a collective took longer than 1 s", "is in no collective (its last was barrier over world); step 3"],
         logged: None,
     },
 ];
 
 const RANKS: usize = 3;
 
-/// What a rank does in a scene.
+/// The actions of a rank in a scene.
 pub fn play(scene: &str, logs: &Path) {
     let world = match World::start() {
         Ok(world) => world,
@@ -206,7 +207,8 @@ fn logged(logs: &Path, rank: usize, text: &str) -> Result<(), String> {
     if log.contains(text) { Ok(()) } else { Err(format!("'{text}' is not in {}:\n{log}", path.display())) }
 }
 
-/// Without a launcher there is a world of one, and MPI is not started; a world of another size than the launcher's is refused.
+/// Without a launcher there is a world of one, and MPI is not started; a world of another size than the launcher's is
+/// refused.
 pub fn alone(logs: &Path) -> Result<(), String> {
     // The launcher's word and MPI's part, as with the mpirun of another MPI.
     let two_mpis = [("OMPI_COMM_WORLD_SIZE", "4")];

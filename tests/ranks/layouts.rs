@@ -21,8 +21,8 @@ use std::path::Path;
 
 const TOLERANCE: f64 = 1e-5;
 
-/// A batch with everything that losses read, of such prompts and responses; numbers of plausible sizes that no two tokens
-/// share.
+/// A batch with everything that losses read, of such prompts and responses; numbers of plausible sizes that no two
+/// tokens share.
 pub fn samples(lengths: &[(usize, usize)]) -> Vec<Experience> {
     let rng = Rng::new(23, Purpose::Synthetic);
     let mut samples = Vec::new();
@@ -118,8 +118,8 @@ impl Setting {
     }
 }
 
-/// A vector of the learner by parameter, put together from the ranges and parts of all ranks, bit for bit. Copies of tensor ranks
-/// that sum gradients with others may part by rounding.
+/// A vector of the learner by parameter, put together from the ranges and parts of all ranks, bit for bit. Copies of
+/// tensor ranks that sum gradients with others may part by rounding.
 pub fn whole(learner: &Learner, what: Vector, axes: &Axes) -> Vec<(String, Vec<f32>)> {
     let role = &learner.role;
     let mut mine = vec![f64::NAN; role.weights.table.len()];
@@ -154,10 +154,10 @@ pub fn whole(learner: &Learner, what: Vector, axes: &Axes) -> Vec<(String, Vec<f
     role.whole().specs().iter().enumerate().map(join).collect()
 }
 
-/// What an update leaves: sums, and gradient and weights by parameter.
+/// The result of an update: sums, and gradient and weights by parameter.
 pub struct Left {
     pub sums: Sums,
-    /// Of the gradients of actor and critic.
+    /// The norms of the gradients of actor and critic.
     pub norms: [f64; 2],
     pub vectors: Vec<(String, Vec<f32>)>,
 }

@@ -1,7 +1,7 @@
 //! Tests of several ranks. This program has no libtest (MPI starts once per process, libtest is threaded): it starts
 //! itself under mpirun with 1 to 16 ranks, and every rank walks the same tests.
 //!
-//! To add tests: write `fn(&World)` in a file beside this one and name it in that file's `TESTS`; a test fails by
+//! To add tests, write `fn(&World)` in a file next to this one and name it in that file's `TESTS`. A test fails by
 //! panicking. Tests of how jobs end start mpirun themselves: see `endings.rs`.
 //!
 //! `cargo test --release --test ranks -- [PART OF A NAME]`
@@ -127,7 +127,7 @@ fn check_on(ranks: usize, names: &[&str], passed: &mut Vec<bool>) {
     }
 }
 
-/// What each rank does under mpirun.
+/// Runs the tests on each rank under mpirun.
 fn walk(names: &str) {
     let world = World::start().unwrap_or_else(|error| panic!("{error}"));
     for name in names.lines() {

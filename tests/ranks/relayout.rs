@@ -64,7 +64,7 @@ fn saved(world: &World, root: &Shared, learner: &Learner, mesh: Mesh) -> Checkpo
     newest(root.path()).expect("readable").expect("saved")
 }
 
-/// Of all ranks, of half of them, and of one; a rank outside of a half has none there.
+/// Layouts of all ranks, of half of them, and of one. A rank outside of a half has no axes there.
 fn layouts(world: &World) -> Vec<(Option<Axes>, Mesh, usize)> {
     let (n, half) = (world.size, world.size / 2);
     let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor };

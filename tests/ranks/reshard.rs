@@ -20,7 +20,7 @@ pub const TESTS: &[Test] = &[
         ranks: &[2, 4],
         check: moves,
     },
-    Test { name: "resharding holds the new part and few units beside it", ranks: &[4], check: frugal },
+    Test { name: "resharding holds the new part and few other units", ranks: &[4], check: frugal },
 ];
 
 fn models() -> Vec<(Arch, DType)> {
@@ -74,7 +74,7 @@ fn moves(world: &World) {
     }
 }
 
-/// Bytes of live buffers at most, while `work` runs, beside those that live before.
+/// The peak bytes of live buffers while `work` runs, without those from before.
 fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     // The peak only rises: with so much in use that the next buffer raises it, it shows this work alone.
     let usage = arena::usage();
@@ -106,7 +106,8 @@ fn frugal(world: &World) {
                 let (unit, whole) =
                     (sizes(&whole).into_iter().max().expect("units"), sizes(&whole).iter().sum::<usize>());
                 assert!(whole > 12 * unit, "the model is many units");
-                // The unit that is cut, the next one, and what is joined of one: each with the copies of norms and heads.
+                // The unit that is cut, the next one, and what is joined of one: each with the copies of norms and
+                // heads.
                 let part: usize = sizes(&part).iter().sum();
                 let most = part + 4 * unit;
                 let what = format!("{mesh} stage {stage} to tensor {}, {dtype:?}", to.size);

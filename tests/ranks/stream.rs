@@ -1,5 +1,5 @@
-//! Communication in the background: order, no deadlock beside other collectives, what is exposed, what a panic does; and
-//! the exchanges between chosen ranks against plain indexing.
+//! Communication in the background: order, no deadlock with other collectives, the exposed time, the effect of a panic;
+//! and the exchanges between chosen ranks compared with plain indexing.
 
 use crate::Test;
 use rlhf_hpc::comm::{Axes, Group, Stream, World, accounting};
@@ -156,7 +156,7 @@ fn shift(world: &World) {
     assert!(x == values(world.rank, 5000));
 }
 
-/// What rank `a` sends to rank `b`, in elements: uneven, some nothing.
+/// The number of elements that rank `a` sends to rank `b`: uneven, some are 0.
 fn dealt(a: usize, b: usize, unit: usize) -> usize {
     ((a * 3 + b * 5) % 4) * unit
 }

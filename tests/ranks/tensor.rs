@@ -12,11 +12,7 @@ use rlhf_hpc::tensor::DType;
 use serde_json::json;
 
 pub const TESTS: &[Test] = &[
-    Test {
-        name: "an ordered sum adds every element in rank order, wherever it stands",
-        ranks: &[1, 3],
-        check: ordered,
-    },
+    Test { name: "an ordered sum adds every element in rank order, wherever it is", ranks: &[1, 3], check: ordered },
     Test {
         name: "a language model cut over tensor ranks is the whole one, gradients too",
         ranks: &[2, 8],
@@ -38,7 +34,8 @@ fn ordered(world: &World) {
     }
 }
 
-/// The passes over a row, as on one rank; and the same bits again, whether activations are kept, recomputed or not needed.
+/// The passes over a row, as on one rank; and the same bits again, whether activations are kept, recomputed or not
+/// needed.
 fn compare(what: &str, arch: &Arch, dtype: DType, axes: &Axes, lengths: &[usize], tolerance: f64) {
     let (side, alone, row) = (Side::new(arch, dtype, axes), Side::new(arch, dtype, &Axes::one()), row(arch, lengths));
     let (mut got, want) = (side.pass(&row, false), alone.pass(&row, false));
@@ -81,8 +78,8 @@ fn half_precision(world: &World) {
     on_tensor_ranks(world, DType::Bf16, 3e-2);
 }
 
-/// From no token over fewer than 2S to many. A row of labels has queries of many keys, or none: where a query sees one or
-/// two, its gradients cancel to rounding.
+/// From no token over fewer than 2S to many. A row of labels has queries of many keys, or none: where a query sees one
+/// or two, its gradients cancel to rounding.
 const LENGTHS: &[&[usize]] = &[&[1, 3, 90, 0, 2, 33, 5], &[1], &[2, 1, 5, 13], &[160], &[]];
 
 /// With a window shorter than any piece, one that spans a few, and one longer than most sequences.

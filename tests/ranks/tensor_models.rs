@@ -38,7 +38,7 @@ pub fn shapes() -> Vec<(&'static str, Arch)> {
     ]
 }
 
-/// Those of `shapes` that can be cut over so many tensor ranks.
+/// The `shapes` that can be divided over `tensor` tensor ranks.
 pub fn cut_shapes(tensor: usize) -> Vec<(&'static str, Arch)> {
     shapes().into_iter().filter(|(_, arch)| arch.check_tensor(tensor).is_ok()).collect()
 }
@@ -50,7 +50,7 @@ pub struct Side {
     axes: Axes,
 }
 
-/// What the passes gave: of the rows of this rank, and the flat gradient.
+/// The results of the passes: those for the rows of this rank, and the flat gradient.
 pub struct Passed {
     pub hidden: Vec<f32>,
     pub logprobs: Vec<f32>,
@@ -131,7 +131,8 @@ pub fn shard(whole: &ParamSpec, from: &[f32], part: &ParamSpec) -> Vec<f32> {
     out
 }
 
-/// The values of the whole parameter, from those of its parts; of copies, which are equal to the bit where `equal`, the last.
+/// The values of the whole parameter, from those of its parts; of copies, which are equal to the bit where `equal`, the
+/// last.
 pub fn gather(parts: &[(&ParamSpec, &[f32])], whole: &ParamSpec, equal: bool) -> Vec<f32> {
     let value = |i: usize| {
         let held = parts.iter().rev().filter_map(|(spec, values)| Some(values[held_at(spec, i)?.0 - spec.offset]));

@@ -1,4 +1,4 @@
-//! Rollout on ranks that share heads and vocabulary: what is drawn, what is recorded, and how all of them end together.
+//! Rollout on ranks that share heads and vocabulary: the samples, the records, and the common end of all ranks.
 
 use crate::Test;
 use crate::models::{prompts, recorded_and_trained, requested};

@@ -29,7 +29,7 @@ pub const TESTS: &[Test] = &[
     },
     Test { name: "no rank holds more than its stage promises", ranks: &[3], check: promises },
     Test { name: "units are reduced as soon as their backward is done", ranks: &[2], check: early },
-    Test { name: "a gradient that is no number is refused on all ranks alike at every stage", ranks: &[3], check: nan },
+    Test { name: "a gradient that is not a number is rejected on all ranks at every stage", ranks: &[3], check: nan },
     Test { name: "fixed order has the bits of one rank at stages 0 and 1", ranks: &[4], check: fixed },
 ];
 
@@ -82,7 +82,7 @@ fn gathered(role: &Role, axes: &Axes) -> Vec<f32> {
     floats(&to.weights(&role.weights).0)
 }
 
-/// What training came to: weights, moments, and the norm of every update.
+/// The result of training: weights, moments, and the norm of every update.
 #[derive(Clone, PartialEq)]
 struct Outcome {
     vectors: [Vec<f32>; 3],
@@ -241,7 +241,7 @@ fn nan(world: &World) {
         let mut samples = minibatch(&learner, 11);
         samples[5].advantages[0] = f32::NAN;
         setting.gradient(&mut learner, &axes, &samples);
-        let error = learner.step(&axes).expect_err("one rank's gradient is no number");
+        let error = learner.step(&axes).expect_err("one rank's gradient is NaN");
         assert!(error.message.contains("the gradient of update 2 is not finite"), "{error}");
         assert!(Outcome::of(&learner, &axes, Vec::new()).bits() == before.bits(), "stage {stage}");
         assert_eq!(learner.zero.updates, 1);

@@ -38,7 +38,7 @@ fn a_run_goes_on_with_another_number_of_ranks_bitwise_in_fixed_gradient_order() 
     let whole = Job::ppo("moves-whole").with(sets).done();
     let moved = Job::ppo("moves").with(sets);
     let stopped = moved.clone().on(2).with("checkpoint.max_hours=1e-9").run();
-    stopped.assert(85, &["stopped at step 0 (checkpoint.max_hours are over)"]);
+    stopped.assert(85, &["stopped at step 0 (checkpoint.max_hours reached)"]);
     let stopped = moved.clone().with("checkpoint.max_hours=1e-9").run();
     stopped.assert(85, &["stopped at step"]);
     let moved = moved.clone().on(4).done();

@@ -39,7 +39,8 @@ fn samples_drawn_a_step_ahead_are_of_the_weights_of_the_step_before_on_any_ranks
     assert_eq!(alone.rollouts().values().map(|step| step["weights_step"][0]).collect::<Vec<_>>(), [0.0, 0.0, 1.0, 2.0]);
     let gaps = alone.numbers("logprob_gap_max");
     assert!(gaps[0] == 0.0 && gaps[1..].iter().all(|gap| *gap > 0.0), "{gaps:?}");
-    // What is drawn a step ahead is drawn before the first update, too: as the second step of a job that does not learn in the first.
+    // What is drawn a step ahead is drawn before the first update, too: as the second step of a job that does not learn
+    // in the first.
     let still = Job::ppo("ahead-still").with(sets).with("ppo.critic_warmup_steps=1").done();
     assert_eq!(alone.rollouts()["step_000002"]["tokens"], still.rollouts()["step_000002"]["tokens"]);
     ahead("ahead-2-2", 2, 2).with(sets).done().assert_same(&alone);
@@ -84,7 +85,8 @@ fn a_response_goes_on_under_new_weights_where_its_piece_ends_and_is_one_response
 fn a_rollout_that_runs_ahead_goes_on_bitwise_from_every_checkpoint_and_after_a_reward_that_failed() {
     let whole = ahead("ahead-whole", 1, 1).done();
     whole.rewound("ahead-killed", 2).done().assert_same(&whole);
-    // The third batch is drawn while the second one is learned from; the model scores it where the actor is, or where it is drawn.
+    // The third batch is drawn while the second one is learned from; the model scores it where the actor is, or where
+    // it is drawn.
     let reward = "import os\nasked = 0\ndef reward_func(queries, prompts, labels):\n    global asked\n    asked += len(queries)\n    \
                   if asked > 40 and os.path.exists('fails'):\n        raise ValueError('enough for now')\n    return [len(q) % 3 for q in queries]\n";
     std::fs::write(place().join("ahead.py"), reward).expect("writes");
@@ -108,10 +110,10 @@ fn jobs_whose_rollout_cannot_run_ahead_are_refused_with_the_keys() {
     let critic = critic.with("mesh.async_updates_max=1");
     let sft = apart("ahead-sft", 1, 1).with("job.kind=sft");
     for (job, words) in [
-        (together, "mesh.async_updates_max = 1, but the rollout has no ranks of its own"),
-        (dynamic, "mesh.async_updates_max with rollout.dynamic_sampling"),
-        (critic, "mesh.async_updates_max = 1 with the critic on the ranks of the rollout"),
-        (sft, "mesh gives the rollout ranks of its own, in a sft job"),
+        (together, "mesh.async_updates_max = 1 needs rollout ranks of their own"),
+        (dynamic, "mesh.async_updates_max does not support rollout.dynamic_sampling"),
+        (critic, "mesh.async_updates_max = 1 does not support the critic on the rollout ranks"),
+        (sft, "rollout ranks of their own are for ppo jobs only (got job.kind = \"sft\")"),
     ] {
         job.run().assert(2, &[words]);
     }

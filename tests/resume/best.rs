@@ -14,12 +14,17 @@ pub fn best(job: &Job) -> String {
 fn a_run_without_a_better_evaluation_ends_early_with_the_best_checkpoint_kept_and_exported() {
     let one = Job::sft("best-one").with(FIRST).with("job.steps=1").done();
     let job = Job::sft("best-early").with(FIRST).with("job.steps=9 eval.patience=2 checkpoint.keep_last=1");
-    let words = "step 3 of 9: 2 evaluations without a better eval_samples (eval.patience = 2)";
+    let words = "step 3 of 9: no better eval_samples in 2 evaluations (eval.patience = 2)";
     job.run().assert(0, &["stopped early", words, "eval_samples = 8.0000 at step 1"]);
     assert_eq!((best(&job), job.committed(), job.numbers("loss").len()), ("step-1".to_string(), vec![1, 3], 3));
     assert!(job.read("export/model.safetensors") == one.read("export/model.safetensors"), "another step was exported");
-    job.run()
-        .assert(0, &["already done (3 of 9 steps: 2 evaluations without a better", "raise eval.patience to go on"]);
+    job.run().assert(
+        0,
+        &[
+            "nothing left to do (3 of 9 steps: no better eval_samples in 2 evaluations",
+            "raise eval.patience to continue",
+        ],
+    );
     assert_eq!(job.numbers("loss").len(), 3);
     let job = job.with("eval.patience=3").done();
     assert_eq!((job.committed(), job.numbers("loss").len()), (vec![1, 4], 4));
@@ -39,9 +44,6 @@ fn the_link_and_the_export_follow_the_better_evaluation_of_either_kind() {
 #[test]
 fn a_number_that_evaluations_do_not_have_ends_the_run_before_its_first_step() {
     let job = Job::sft("best-unknown").with(FIRST).with("checkpoint.best_metric=eval_acuracy");
-    job.run().assert(
-        2,
-        &["checkpoint.best_metric is eval_acuracy", "evaluations of this job have eval_loss, eval_accuracy"],
-    );
+    job.run().assert(2, &["checkpoint.best_metric = eval_acuracy", "choose one of eval_loss, eval_accuracy"]);
     assert!(job.numbers("loss").is_empty());
 }

@@ -1,4 +1,4 @@
-//! A run that goes on with another configuration than it was saved with.
+//! A run that is resumed with another configuration than it was saved with.
 
 use crate::cli::command;
 use crate::process::Running;
@@ -18,17 +18,18 @@ fn what_the_state_was_made_with_cannot_change_and_what_only_steers_may_and_is_lo
     ];
     for (change, words) in refused {
         let ended = job.clone().with(change).with("job.steps=2").run();
-        ended.assert(2, &["holds a run that cannot go on with", words, "another job.dir"]);
+        ended.assert(2, &["the run in job.dir cannot resume with", words, "another job.dir"]);
         assert!(!ended.stderr.contains("job.steps ="), "{}", ended.stderr);
     }
     let ended = job.clone().set(format!("data.prompts=[\"{}\"]", shards.display())).run();
-    ended.assert(2, &["cannot go on with data.prompts = "]);
+    ended.assert(2, &["cannot resume with data.prompts = "]);
     let ended = job.clone().with("model.reference=other").run();
     assert_eq!(ended.code, Some(65), "no such model: {}", ended.stderr);
     assert_eq!(job.committed(), [1]);
     let sets = "job.steps=2 optim.actor.lr=5e-4 ppo.clip_low=0.1 checkpoint.keep_last=2 eval.every_steps=2";
     let ended = job.clone().with(sets).run();
-    ended.assert(0, &["goes on with changes: ", "optim.actor.lr = 0.0005 (was 0.001)", "ppo.clip_low = 0.1 (was 0.2)"]);
+    ended
+        .assert(0, &["resuming with changes: ", "optim.actor.lr = 0.0005 (was 0.001)", "ppo.clip_low = 0.1 (was 0.2)"]);
     let ended = job.clone().with(sets).run();
     assert!(ended.code == Some(0) && !ended.stderr.contains("changes"), "{}", ended.stderr);
 }
@@ -39,7 +40,10 @@ fn an_interrupted_step_goes_on_as_it_began() {
     job.clone().with("checkpoint.max_hours=1e-9").run().assert(85, &["stopped at step 0"]);
     for change in ["rollout.temperature=0.7", "ppo.minibatch_samples=4"] {
         let ended = job.clone().with(change).run();
-        ended.assert(2, &["cannot go on with", change.split('=').next().expect("a key"), "until the step that was"]);
+        ended.assert(
+            2,
+            &["cannot resume with", change.split('=').next().expect("a key"), "until the interrupted step is done"],
+        );
     }
     job.clone().with("rollout.batch_max=3").run().assert(0, &["rollout.batch_max = 3 (was 256)"]);
     job.with("job.steps=3 rollout.temperature=0.7").run().assert(0, &["rollout.temperature = "]);
@@ -66,10 +70,10 @@ fn a_run_goes_on_without_the_weights_that_the_models_which_learn_began_with() {
     remove(&learns);
     job("parts").done().assert_same(&whole);
     // The reference has no checkpoint.
-    job("frozen").run().assert(65, &["model.actor: ", "holds no model.safetensors"]);
+    job("frozen").run().assert(65, &["model.actor: ", "has no model.safetensors"]);
     let _ = (copied("model-that-learns"), job("frozen").with(once).run());
     remove(&answers);
-    job("frozen").run().assert(65, &["model.reference: ", "holds no model.safetensors"]);
+    job("frozen").run().assert(65, &["model.reference: ", "has no model.safetensors"]);
     let copy = copied("model-that-learns");
     let job = |name: &str| Job::sft(&format!("without-sft-{name}")).with("job.steps=3 model.actor=model-that-learns");
     let whole = job("whole").done();
@@ -85,11 +89,11 @@ fn a_model_that_was_moved_is_the_same_model() {
     let at = |job: &Job, dir: &Path| job.clone().set(format!("model.actor={}", dir.display()));
     at(&job, &copy).with("job.steps=2").done();
     let ended = at(&job, &place().join("model")).with("job.steps=3").run();
-    ended.assert(2, &["cannot go on with model.actor = "]);
+    ended.assert(2, &["cannot resume with model.actor = "]);
     let moved = place().join("model-moved");
     let _ = std::fs::remove_dir_all(&moved);
     std::fs::rename(&copy, &moved).expect("moves");
-    at(&job, &moved).with("job.steps=3").run().assert(0, &["goes on with changes: job.steps = 3"]);
+    at(&job, &moved).with("job.steps=3").run().assert(0, &["resuming with changes: job.steps = 3"]);
 }
 
 /// A row with another digit, as long as it was.
@@ -122,10 +126,12 @@ fn inputs_of_other_contents_under_the_same_path_are_refused_by_name_or_accepted_
     score(1);
     job(1).done();
     // Without a change nothing is read and nothing announced.
-    job(2).run().assert(0, &["goes on with changes: job.steps = 2 (was 1)\n"]);
+    job(2).run().assert(0, &["resuming with changes: job.steps = 2 (was 1)\n"]);
     let weights = "model.actor (model.safetensors), model.critic (model.safetensors)\n";
     let refused = |words: &str| {
-        job(3).run().assert(2, &["saved with other contents of ", words, "hint: ", "checkpoint.changed_inputs=accept"]);
+        job(3)
+            .run()
+            .assert(2, &["have changed since its checkpoint: ", words, "hint: ", "checkpoint.changed_inputs=accept"]);
     };
     let changes: [(&dyn Fn(), &str); 4] = [
         (&other_weights, weights),
@@ -146,13 +152,16 @@ fn inputs_of_other_contents_under_the_same_path_are_refused_by_name_or_accepted_
     write(&file, &other_digit(&rows));
     refused(&format!("data.prompts[0], {weights}"));
     let accepted = job(4).with("checkpoint.changed_inputs=accept").run();
-    let words =
-        ["goes on with changes: ", "other contents of model.critic (model.safetensors)", "contents of data.prompts[0]"];
+    let words = [
+        "resuming with changes: ",
+        "changed contents of model.critic (model.safetensors)",
+        "contents of data.prompts[0]",
+    ];
     accepted.assert(0, &words);
     // From then on these are what the run was saved with; wherever the run is started.
     score(2);
     let mut elsewhere = job(5).command();
     elsewhere.current_dir("/");
-    let words = "goes on with changes: job.steps = 5 (was 4), other contents of reward.python[0]\n";
+    let words = "resuming with changes: job.steps = 5 (was 4), changed contents of reward.python[0]\n";
     Running::new(elsewhere).end().assert(0, &[words]);
 }

@@ -6,7 +6,8 @@ use rlhf_hpc::checkpoint::newest;
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// 1 for responses of an even length. While the file `fails` lies beside it, it fails on the ninth prompt of a step.
+/// A reward of 1 for responses of even length. While the file `fails` is next to it, it fails on the ninth prompt of a
+/// step.
 const REWARD: &str = r#"
 import os
 seen = set()
@@ -76,13 +77,13 @@ fn a_step_without_enough_groups_learns_from_those_it_has_and_says_so() {
     let rare = REWARD.replace("% 2", "% 5");
     std::fs::write(place().join("rewards-dynamic-few/reward.py"), rare).expect("writes");
     let few = few.run();
-    assert!(few.code == Some(0) && few.stderr.contains("prompts_max_factor lets a step answer more"), "{}", few.stderr);
+    assert!(few.code == Some(0) && few.stderr.contains("prompts_max_factor to answer more"), "{}", few.stderr);
     job("dynamic-none")
         .with("rollout.dynamic_sampling.low=0.9")
         .run()
-        .assert(65, &["has samples to learn from", "a checkpoint holds all work so far"]);
+        .assert(65, &["has no samples to learn from", "a checkpoint holds all work so far"]);
     job("dynamic-off")
         .with("rollout.dynamic_sampling.prompts_max_factor=1 rollout.dynamic_sampling.low=0.1")
         .run()
-        .assert(2, &["prompts_max_factor is 1"]);
+        .assert(2, &["needs prompts_max_factor above 1 (got 1)"]);
 }

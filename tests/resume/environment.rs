@@ -1,4 +1,5 @@
-//! Whole jobs whose responses have several turns: alike on any ranks and after an interruption, and what becomes of turns that fail.
+//! Whole jobs whose responses have several turns: equal on any ranks and after an interruption, and the handling of
+//! failed turns.
 
 use crate::resume::async_rollout::ahead;
 use crate::resume::job::{Job, place};
@@ -40,7 +41,7 @@ fn turns_are_bitwise_those_of_one_rank_and_go_on_after_an_interruption() {
     two.assert_same(&alone);
     let turns = alone.numbers("reward/turns");
     assert!(turns.len() == 3 && turns.iter().all(|turns| *turns > 1.5 && *turns <= 3.0), "{turns:?}");
-    assert!(alone.numbers("logprob_gap_max").iter().all(|gap| *gap == 0.0), "what was drawn has training's bits");
+    assert!(alone.numbers("logprob_gap_max").iter().all(|gap| *gap == 0.0), "sampled tokens have training's bits");
     for (step, arrays) in alone.rollouts() {
         let mask = &arrays["mask"];
         let given = mask.iter().filter(|m| **m == 0.0).count();

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::sync::Once;
 
-/// Two sets beside the eval split, one of them with labels of its own; all answers are recorded.
+/// A job with two sets besides the eval split, one of them with labels of its own. All answers are recorded.
 fn evaluated(name: &str) -> Job {
     static ROWS: Once = Once::new();
     ROWS.call_once(|| {
@@ -126,7 +126,7 @@ fn an_evaluation_alone_is_planned_without_gradients_and_says_what_it_cannot_eval
         command::run(place(), &[&sets, more].concat())
     };
     let plan = line(&[]).well().stdout;
-    assert!(plan.contains("16 samples of") && plan.contains("answers to 8 prompts"), "{plan}");
+    assert!(plan.contains("16 samples of") && plan.contains("responses to 8 prompts"), "{plan}");
     assert!(plan.contains("kv cache") && !plan.contains("gradients") && !plan.contains("optimizer state"), "{plan}");
     // A greedy answer is its own sample.
     let greedy = Job::ppo("eval-greedy").with("job.kind=eval metrics.report=false").done();
@@ -140,7 +140,7 @@ fn an_evaluation_alone_is_planned_without_gradients_and_says_what_it_cannot_eval
         ("data.eval_sets=[{name=\"a\",prompts=\"none.jsonl\"}]", ["data.eval_sets, a", "has no rows"]),
         (
             "data.eval_sets=[{name=\"a\",prompts=\"questions\",split=\"tst\"}]",
-            ["a: its split = \"tst\" is no split", "eval, train"],
+            ["a: its split must name a split of the data (got \"tst\"", "eval, train"],
         ),
         ("model.actor=runs", ["model.actor", "runs"]),
     ] {

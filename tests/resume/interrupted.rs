@@ -1,4 +1,4 @@
-//! Runs that are killed, asked to stop, or out of time, and go on.
+//! Runs that are killed, asked to stop, or out of time, and are resumed.
 
 use crate::process::Running;
 use crate::resume::async_rollout::ahead;
@@ -12,7 +12,7 @@ const LONG_ROLLOUT: &str = "rollout.response_tokens_max=200 rollout.stop_token_i
                             rollout.batch_max=2 ppo.epochs=1 ppo.minibatch_samples=16 checkpoint.every_steps=3";
 const LONG_TRAINING: &str = "rollout.response_tokens_max=60 rollout.stop_token_ids=[] rollout.ignore_eos=true \
                              ppo.epochs=8 ppo.minibatch_samples=2 checkpoint.every_steps=0";
-/// Responses that keep their sampling masks, and numbers that go on from step to step.
+/// Settings with sampling masks that are kept, and numbers that carry over from step to step.
 const MASKED: &str = "rollout.top_k=40 rollout.keep_sampling_mask=true ppo.kl_target=0.1 ppo.reward_normalize=true";
 
 /// Waits a time that nobody chose, up to `most` milliseconds.
@@ -21,7 +21,7 @@ fn wait_somehow(most: u64) {
     std::thread::sleep(Duration::from_micros(u64::from(nanos / 7) % (most * 1000)));
 }
 
-/// Where a run was interrupted.
+/// The place at which a run was interrupted.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {
     BetweenSteps,
@@ -33,8 +33,8 @@ enum Place {
     Training,
 }
 
-/// What the newest checkpoint holds: `work.bin` begins with the tag of `Work` and, in rollout, the finished responses'
-/// number.
+/// The place in the newest checkpoint: `work.bin` begins with the tag of `Work` and, in rollout, the number of finished
+/// responses.
 fn interrupted_in(job: &Job) -> Place {
     let checkpoint = newest(&job.checkpoints()).expect("whole").expect("one was saved");
     if checkpoint.file("work.bin").is_err() {
@@ -61,10 +61,10 @@ fn stopped_again_and_again(job: &Job, ask: impl Fn(&Job, &mut Running)) -> Vec<P
         if ended.code == Some(0) {
             return places;
         }
-        ended.assert(85, &["stopped at step ", "with a checkpoint; run the same line to go on"]);
+        ended.assert(85, &["stopped at step ", "and saved a checkpoint; run the same command again to resume"]);
         places.push(interrupted_in(job));
     }
-    panic!("{} does not come to an end: {places:?}", job.dir.display());
+    panic!("{} does not end: {places:?}", job.dir.display());
 }
 
 /// SIGUSR1 a moment after a new line of `metrics.jsonl`: within the next step.
@@ -114,7 +114,7 @@ fn a_signal_to_one_rank_stops_all_of_them() {
     assert!(!job.committed().is_empty());
 }
 
-/// Whether a Ctrl-C has not come to its process yet.
+/// Whether a Ctrl-C has not reached its process yet.
 fn waits(pid: u32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let waiting = status.lines().find_map(|line| line.strip_prefix("ShdPnd:"));
@@ -123,7 +123,8 @@ fn waits(pid: u32) -> bool {
 
 #[test]
 fn ctrl_c_saves_and_a_second_one_ends_at_once() {
-    for (presses, code, words) in [(1, Some(85), "(Ctrl-C) with a checkpoint"), (2, None, "Ctrl-C again ends it")] {
+    for (presses, code, words) in [(1, Some(85), "(Ctrl-C) and saved a checkpoint"), (2, None, "Ctrl-C again to stop")]
+    {
         let job = Job::ppo(&format!("ctrl-c-{presses}")).with(LONG_TRAINING).with("job.steps=100000");
         let mut running = job.start();
         running.wait_until(|| !job.metrics().is_empty());
@@ -140,7 +141,8 @@ fn ctrl_c_saves_and_a_second_one_ends_at_once() {
     }
 }
 
-/// The job in parts, each of which ends behind one optimizer step, and as it is whole. Returns where it was interrupted.
+/// Runs the job in parts, each of which ends after one optimizer step, and as a whole. Returns the places of
+/// interruption.
 fn in_parts(whole: Job, parts: &Job) -> Vec<Place> {
     let hurried = parts.clone().with("checkpoint.max_hours=1e-9");
     let places = stopped_again_and_again(&hurried, |_, _| {});
@@ -239,7 +241,7 @@ fn killed(job: &Job, whole: &Job) {
             job.assert_same(whole);
             let names = std::fs::read_dir(job.checkpoints()).expect("there").map(|e| e.expect("an entry").file_name());
             let partial: Vec<_> = names.filter(|name| name.to_string_lossy().starts_with('.')).collect();
-            assert!(partial.is_empty(), "left behind: {partial:?}");
+            assert!(partial.is_empty(), "partial files remain: {partial:?}");
             return;
         }
         assert!(!spared && ended.code != Some(1), "{:?}: {}", ended.code, ended.stderr);
@@ -257,7 +259,7 @@ fn kill_9_of_ranks_or_of_the_launcher_loses_no_committed_checkpoint_on_2_ranks()
 fn a_finished_run_started_again_changes_nothing() {
     let job = Job::ppo("again").with("job.steps=2").done();
     let before = (job.read("metrics.jsonl"), job.read("export/model.safetensors"), job.read("ledger.json"));
-    job.run().assert(0, &["already done (2 of 2 steps); raise job.steps to go on"]);
+    job.run().assert(0, &["nothing left to do (2 of 2 steps); raise job.steps to continue"]);
     let after = (job.read("metrics.jsonl"), job.read("export/model.safetensors"), job.read("ledger.json"));
     assert!(before == after);
 }

@@ -11,8 +11,8 @@ use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// The directory with `model`, shards of `questions`, `demonstrations`, `pairs`, `labelled` responses and `steps`, and `texts.jsonl`, made
-/// once.
+/// The directory with `model`, shards of `questions`, `demonstrations`, `pairs`, `labelled` responses and `steps`, and
+/// `texts.jsonl`, made once.
 pub fn place() -> &'static Path {
     static PLACE: OnceLock<PathBuf> = OnceLock::new();
     PLACE.get_or_init(make_place)
@@ -49,8 +49,9 @@ fn make_place() -> PathBuf {
     place
 }
 
-/// Of each row the right response against that of the next row, or a digit too much where that is the same; both with their labels;
-/// and the right one in steps, of which every other one ends with a letter and is wrong.
+/// Writes for each row the right response and the next row's response as the rejected one, or one digit too many if the
+/// two are equal, both with their labels. Also writes the right response in steps, of which every other one ends with a
+/// letter and is wrong.
 fn write_preferences(place: &Path) {
     let rows = command::rows(&std::fs::read_to_string(place.join("rows.jsonl")).expect("it was made"));
     let pair = |(row, other): (&Value, &Value)| {
@@ -192,7 +193,7 @@ impl Job {
         self
     }
 
-    /// Roles, separated by white space, on the next so many ranks each.
+    /// Places roles, separated by white space, on the next ranks, with a number of ranks each.
     pub fn placed(self, places: &[(&str, usize)]) -> Self {
         let mut end = 0;
         let entries = places.iter().map(|(roles, ranks)| {
@@ -216,7 +217,7 @@ impl Job {
         self
     }
 
-    /// What to execute.
+    /// The command to execute.
     pub fn command(&self) -> Command {
         let mut command = command::program(place(), self.ranks);
         command.arg("run");
@@ -247,7 +248,7 @@ impl Job {
         std::fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
     }
 
-    /// The whole lines of `metrics.jsonl`, also while a run that goes on cuts the file and writes on.
+    /// The complete lines of `metrics.jsonl`, also while a resumed run truncates the file and appends to it.
     pub fn metrics(&self) -> Vec<Map<String, Value>> {
         let read = || std::fs::read_to_string(self.dir.join("metrics.jsonl")).unwrap_or_default();
         let (mut text, mut again) = (read(), read());
@@ -265,8 +266,8 @@ impl Job {
         self.metrics().iter().filter_map(|line| line.get(key)?.as_f64()).collect()
     }
 
-    /// The lines without what no two runs share: times, shares of them, memory, what a rollout took, what was moved for it, and how
-    /// often they were resumed.
+    /// The lines without what no two runs share: times, shares of them, memory, what a rollout took, what was moved for
+    /// it, and how often they were resumed.
     pub fn timeless_metrics(&self) -> Vec<Map<String, Value>> {
         let mut lines = self.metrics();
         for line in &mut lines {
@@ -292,7 +293,7 @@ impl Job {
         steps
     }
 
-    /// This run under another name, as it stood behind a step: without its export and what was committed later.
+    /// A copy of this run under another name, in its state after a step: without its export and later commits.
     pub fn rewound(&self, name: &str, step: u64) -> Self {
         let copy = self.named(name);
         command::copy(&self.dir, ".", &copy.dir);

@@ -81,15 +81,16 @@ fn an_sft_step_and_evaluation_on_any_layout_have_the_numbers_of_one_rank() {
 
 #[test]
 fn a_run_goes_on_on_another_layout_and_says_what_changed() {
-    // With so large an eps a step of AdamW is smooth in the gradient, and rounding stays rounding over updates. Schedules
-    // would follow job.steps.
+    // With so large an eps a step of AdamW is smooth in the gradient, and rounding stays rounding over updates.
+    // Schedules would follow job.steps.
     let smooth = "optim.actor.eps=0.1 optim.actor.lr=0.05 optim.actor.schedule=constant optim.actor.warmup_ratio=0.0 \
                   optim.critic.eps=0.1 optim.critic.lr=0.05 optim.critic.schedule=constant optim.critic.warmup_ratio=0.0";
     let whole = Job::ppo("moved-layout-whole").with("job.steps=3").with(smooth).done();
     let job = Job::ppo("moved-layout").with(smooth);
     job.clone().on(4).with("job.steps=1 mesh.tensor=2 mesh.zero=2").done();
     let ended = job.clone().on(4).with("job.steps=2 mesh.sequence=2 mesh.zero=3").run();
-    let words = "goes on with changes: job.steps = 2 (was 1), mesh.sequence = 2 (was 1), mesh.tensor = \"auto\" (was 2), \
+    let words = "resuming with changes: job.steps = 2 (was 1), mesh.sequence = 2 (was 1), mesh.tensor = \"auto\" (was \
+                 2), \
                  mesh.zero = 3 (was 2)";
     ended.assert(0, &[words]);
     let job = job.with("job.steps=3").done();

@@ -1,4 +1,4 @@
-//! Memory of whole runs: the arena's limit, and what waits in files.
+//! Memory of whole runs: the arena's limit, and state that is offloaded to files.
 
 use crate::resume::job::{Job, place, with_context};
 
@@ -19,7 +19,7 @@ fn offloaded(name: &str, job: impl Fn(&str) -> Job) {
     let seconds = moves.numbers("time_offload_s");
     assert!(!seconds.is_empty() && seconds.iter().all(|s| *s > 0.0), "{name}: {seconds:?}");
     let left = std::fs::read_dir(moves.dir.join("offload")).expect("it was made").count();
-    assert_eq!(left, 0, "{name}: files without names leave nothing behind");
+    assert_eq!(left, 0, "{name}: unnamed files are gone at the end");
 }
 
 #[test]
@@ -60,7 +60,7 @@ fn a_run_stays_within_its_limit_or_ends_with_the_words() {
         assert!(peak(&within) <= most * 1.125, "{} of {most}", peak(&within));
         for (share, words) in [(0.9375, &["step 1, ", "a tensor of ", " does not fit: "][..]), (0.25, &[])] {
             let beyond = limited("beyond", most * share).run();
-            let all = ["error: ", "mesh.arena_bytes_max allows", "hint: more sequence or tensor ranks"];
+            let all = ["error: ", "mesh.arena_bytes_max allows", "hint: use more sequence or tensor ranks"];
             beyond.assert(2, &[&all, words].concat());
         }
     }
@@ -86,10 +86,10 @@ fn four_ranks_train_a_sequence_that_the_limit_of_one_cannot_hold() {
     assert!(free.numbers("tokens")[0] > 2000.0, "a long row: {:?}", free.numbers("tokens"));
     let limit = format!("mesh.arena_bytes_max={}", (peak(&free) * 0.6) as u64);
     let alone = job("alone").with(&limit).with("gradient.recompute=none").run();
-    alone.assert(2, &["step 1, train: a tensor of ", "mesh.arena_bytes_max allows", "hint: more sequence or tensor"]);
+    alone.assert(2, &["step 1, train: a tensor of ", "mesh.arena_bytes_max allows", "hint: use more sequence"]);
     // What the plan makes of such a limit where it may.
     let again = job("again").with(&limit);
-    again.run().assert(0, &["  recompute    all of each block but its input"]);
+    again.run().assert(0, &["  recompute    each block except its input"]);
     again.assert_same(&free);
     let ring = job("ring").on(4).with("mesh.sequence=4").with(&limit).done();
     assert!(peak(&ring) <= 0.6 * peak(&free), "{} of {}", peak(&ring), peak(&free));
@@ -98,7 +98,7 @@ fn four_ranks_train_a_sequence_that_the_limit_of_one_cannot_hold() {
     }
 }
 
-/// What a rank will hold is counted of its own chunks alone: here it has one, which waits for none.
+/// The memory of a rank is counted from its own chunks alone: here it has one, which waits for none.
 #[test]
 fn a_fixed_order_is_not_refused_the_memory_that_it_runs_in() {
     let job = |name: &str| {

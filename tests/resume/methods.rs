@@ -1,4 +1,5 @@
-//! Whole jobs of every method beside PPO and SFT: alike on every axis of the mesh, alike after an interruption, and what they learn.
+//! Whole jobs of every method besides PPO and SFT: equal on every axis of the mesh, equal after an interruption, and
+//! able to learn.
 
 use crate::cli::command;
 use crate::resume::job::{Job, place, verb};
@@ -33,7 +34,8 @@ const PREFERENCES: [Kind; 5] = [
     ("kto", "job.kind=kto data.prompts=[\"labelled\"] kto.undesirable_weight=0.25", OF_LABELS),
     ("step-reward", "job.kind=step_reward data.prompts=[\"steps\"]", OF_STEPS),
 ];
-/// On rows with two teachers, of which one is wider than the student and has a head of its own; and on the student's samples.
+/// On rows with two teachers, of which one is wider than the student and has a head of its own; and on the student's
+/// samples.
 const DISTILLATIONS: [Kind; 4] = [
     (
         "distill-rows",
@@ -66,7 +68,8 @@ const LAYOUTS: &[&str] = &[
     "mesh.data=2 mesh.zero=3 mesh.offload=[\"roles\"]",
 ];
 
-/// A job of a kind; of distillation with a wider teacher, and one whose head is its embedding, with other weights than the student's.
+/// A job of a kind. Distillation has a wider teacher, and one whose head is its embedding, with other weights than the
+/// student's.
 fn job(name: &str, sets: &str) -> Job {
     static TEACHERS: Once = Once::new();
     if !sets.contains("model.teachers") {
@@ -120,7 +123,7 @@ fn every_kind_of_preferences_is_planned() {
         let sets = ["data.prompts=[\"pairs\"]"].into_iter().chain(kind.split(' '));
         let plan = ["plan", "job.toml", "--ranks", "2"].into_iter().chain(sets);
         let planned = command::run(place(), &plan.collect::<Vec<_>>()).well().stdout;
-        assert!(planned.contains("the job draws first") && planned.contains("peak "), "{kind}: {planned}");
+        assert!(planned.contains("of the job: ") && planned.contains("peak "), "{kind}: {planned}");
     }
 }
 
@@ -128,7 +131,8 @@ fn every_kind_of_preferences_is_planned() {
 fn a_job_of_any_kind_goes_on_bitwise_on_its_layout() {
     for ((name, kind, _), layout) in PREFERENCES.iter().chain(&DISTILLATIONS).zip(LAYOUTS.iter().cycle()) {
         let whole = job(&format!("{name}-whole"), kind).on(2).with("job.steps=4").with(layout).done();
-        // In the middle; and behind the end, where mean and std of a reward model's last evaluation come from its checkpoint.
+        // In the middle; and behind the end, where mean and std of a reward model's last evaluation come from its
+        // checkpoint.
         for step in if kind.contains("reward_model") { &[2, 4][..] } else { &[2] } {
             let again = whole.rewound(&format!("{name}-from-{step}"), *step).done();
             again.assert_same(&whole);

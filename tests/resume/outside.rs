@@ -1,4 +1,4 @@
-//! What a run records is enough to compute its numbers again, outside, by the definitions.
+//! The records of a run are enough to compute its numbers again, outside, from their definitions.
 
 use crate::resume::arrays::Arrays;
 use crate::resume::job::Job;

@@ -7,7 +7,8 @@ fn placed(name: &str, more: usize) -> Job {
     Job::ppo(name).placed(&[("actor reference", 2), ("critic reward", more)])
 }
 
-/// Each place is a mesh of two ranks, as the one with all roles is; a run goes on with other places and with none.
+/// Each placement is a mesh of two ranks, like the one with all roles. A run resumes with other placements and with
+/// none.
 #[test]
 fn roles_on_ranks_of_their_own_do_what_roles_on_the_same_ranks_do_bitwise() {
     for (i, sets) in ["", "mesh.tensor=1 mesh.zero=3 rollout.tensor=2"].into_iter().enumerate() {

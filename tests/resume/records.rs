@@ -1,4 +1,5 @@
-//! What a run records: its log when it was damaged, the numbers of its updates, what it keeps, and where its export goes.
+//! The records of a run: its log after damage, the numbers of its updates, the files that it keeps, and the place of
+//! its export.
 
 use crate::resume::job::Job;
 use rlhf_hpc::config::optim::{OptimConfig, Schedule};
@@ -15,7 +16,7 @@ fn a_damaged_log_refuses_no_resume_and_says_what_it_lacks() {
     std::fs::write(&path, format!("{}\nnot of ours\n{torn}", lines[0])).expect("writes");
     job.clone().dry().run().assert(0, &["metrics.jsonl has damaged lines: line 2 (", "line 3 ("]);
     let ended = job.clone().run();
-    ended.assert(0, &["metrics.jsonl has no line for step 2 to 3: the run goes on behind step 3"]);
+    ended.assert(0, &["metrics.jsonl has no line for steps 2 to 3; the run continues after step 3"]);
     let steps: Vec<u64> = job.metrics().iter().map(|line| line["step"].as_u64().expect("a step")).collect();
     assert_eq!(steps, [1, 4]);
     let kept = String::from_utf8(job.read("metrics.jsonl.damaged")).expect("text");
@@ -27,14 +28,14 @@ fn what_stands_where_the_export_goes_is_refused_before_the_first_step() {
     let job = Job::ppo("export-there").with("job.steps=1");
     let out = job.dir.join("export");
     let cases =
-        [("export/notes.txt", "holds notes.txt, which is no part of an export"), ("export", "export is a file")];
+        [("export/notes.txt", "contains notes.txt, which is not part of an export"), ("export", "export is a file")];
     for (name, words) in cases {
         let _ = std::fs::remove_dir_all(&job.dir);
         let path = job.dir.join(name);
         std::fs::create_dir_all(path.parent().expect("a directory")).expect("writes");
         std::fs::write(&path, "mine").expect("writes");
         for job in [job.clone().dry(), job.clone()] {
-            job.run().assert(2, &["error: ", words, "or set another job.dir, or job.export = false"]);
+            job.run().assert(2, &["error: ", words, "or set another job.dir, or set job.export = false"]);
             assert!(!job.dir.join("metrics.jsonl").exists() && job.committed().is_empty(), "no work was begun");
         }
         assert_eq!(std::fs::read(&path).expect("still there"), b"mine");
@@ -70,10 +71,10 @@ fn norms_and_learning_rates_are_of_all_updates_of_a_step() {
 #[test]
 fn only_the_last_rollouts_are_kept_where_that_is_asked_for() {
     let job = Job::ppo("rollouts-kept").with("metrics.rollouts_keep_last=2");
-    job.clone().with("job.steps=3").run().assert(0, &[" on the disk for each step, the last 2 are kept"]);
+    job.clone().with("job.steps=3").run().assert(0, &["recorded each step, up to "]);
     let kept = |job: &Job| job.rollouts().keys().cloned().collect::<Vec<_>>();
     assert_eq!(kept(&job), ["step_000002", "step_000003"]);
-    job.clone().run().assert(0, &[" on the disk for each step"]);
+    job.clone().run().assert(0, &["recorded each step, up to "]);
     assert_eq!(kept(&job), ["step_000003", "step_000004"]);
     assert_eq!(std::fs::read_dir(job.dir.join("rollouts")).expect("there").count(), 2);
 }
@@ -83,12 +84,12 @@ fn rollouts_that_the_disk_cannot_hold_are_refused_or_warned_of_at_the_start() {
     let dry = |sets: &str| Job::ppo("rollouts-disk").with("checkpoint.every_steps=0").with(sets).dry().run();
     dry("job.steps=1000000000 metrics.rollouts_keep_last=500000000").assert(
         74,
-        &["and rollouts (500000001 more at once, of at most ", "keep fewer rollouts: metrics.rollouts_keep_last"],
+        &["and rollouts (500000001 more of up to ", "set metrics.rollouts_keep_last to keep fewer rollouts"],
     );
     // All of them are kept, but each may be small.
     let many = "job.steps=1000000000";
     dry(&format!("{many} metrics.rollouts_keep_last=0"))
-        .assert(0, &["warning: checkpoints (", "and rollouts (1000000000 more at once, of at most "]);
+        .assert(0, &["warning: checkpoints (", "and rollouts (1000000000 more of up to "]);
     for few in ["metrics.rollouts_keep_last=3", "metrics.rollouts_every_steps=0"] {
         let ended = dry(&format!("{many} {few}"));
         assert!(ended.code == Some(0) && !ended.stderr.contains("warning: checkpoints"), "{}", ended.stderr);

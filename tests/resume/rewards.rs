@@ -1,4 +1,4 @@
-//! Runs whose responses go to functions and services while others are drawn.
+//! Runs whose responses are sent to functions and services while others are being sampled.
 
 use crate::resume::job::{Job, place, signal};
 use crate::server::Server;
@@ -72,15 +72,15 @@ fn a_response_is_scored_before_the_rollout_has_ended() {
 
 #[test]
 fn a_reward_that_hangs_or_fails_ends_the_run_as_declared_or_on_request_and_the_mended_one_goes_on() {
-    let (dir, server) = (reward("mended"), Server::start());
+    let (dir, server) = (reward("fixed"), Server::start());
     let fault = dir.join("hangs");
     let while_fault = |mode: &str| http(&server, &format!("{mode}{}", fault.display()));
-    let whole = job("mended-whole", python(&dir, 1)).done();
+    let whole = job("fixed-whole", python(&dir, 1)).done();
     let short = "reward.timeout_s=1 reward.retries=0";
     for (name, source, sets, code, words) in [
-        ("mended-hang", python(&dir, 1), short, 75, "failed in 1 attempt: no answer within 1 s while scoring"),
-        ("mended-500", while_fault("500"), "", 75, "it answered 500"),
-        ("mended-asked", python(&dir, 1), "", 85, "stopped at step 0"),
+        ("fixed-hang", python(&dir, 1), short, 75, "failed after 1 attempt: no answer within 1 s while scoring"),
+        ("fixed-500", while_fault("500"), "", 75, "it answered 500"),
+        ("fixed-asked", python(&dir, 1), "", 85, "stopped at step 0"),
     ] {
         std::fs::write(&fault, "").expect("writes");
         let _ = std::fs::remove_file(dir.join("called"));
@@ -121,16 +121,20 @@ fn a_judge_scores_what_it_answers_on_any_layout_and_an_answer_without_a_score_is
         let job = drops(name).on(2).with(layout).with("gradient.order=fast job.steps=1").done();
         assert!(first(&job) == first(&alone), "{layout}: {:?}, alone {:?}", first(&job), first(&alone));
     }
-    of("judge-none", "never said", JUDGED).run().assert(75, &["judge model on a response to prompt ", "has no score"]);
+    of("judge-none", "never said", JUDGED)
+        .run()
+        .assert(75, &["judge model on a response to prompt ", "no score in its answer"]);
     of("judge-none", digit, JUDGED).with("reward.on_failure=drop").done().assert_same(&alone);
     let long = "{prompt}".repeat(100) + "{response}";
     of("judge-long", digit, &long).run().assert(75, &["judge model on a response to prompt ", "its context is 256"]);
-    of("judge-field", digit, "{response}{nosuch}").run().assert(2, &["prompt has {nosuch}, which no row fills"]);
-    of("judge-blind", digit, "{prompt}").run().assert(2, &["its prompt does not hold {response}"]);
+    of("judge-field", digit, "{response}{nosuch}")
+        .run()
+        .assert(2, &["prompt has the field {nosuch}, but rows have no such field"]);
+    of("judge-blind", digit, "{prompt}").run().assert(2, &["prompt must contain {response}"]);
 }
 
-/// Is called when a rank's decoding has ended, before the judge begins; asks the trainer to stop at its third call, where there is a
-/// file `asks`.
+/// Is called when a rank's decoding has ended, before the judge begins; asks the trainer to stop at its third call,
+/// where there is a file `asks`.
 const ASKS: &str = r#"
 import os, subprocess
 calls = 0

@@ -80,7 +80,7 @@ fn with_a_kept_sampling_mask_training_and_reference_take_the_distribution_that_i
         let job = steps(&format!("mask-{name}"), &sets);
         let arrays = &job.rollouts()["step_000001"];
         let mut pairs = arrays["logprobs"].iter().zip(&arrays["sample_logprobs"]);
-        assert!(pairs.all(|(old, drawn)| (old - drawn).abs() < 1e-5), "{filter}: of the draw");
+        assert!(pairs.all(|(old, drawn)| (old - drawn).abs() < 1e-5), "{filter}: the sample's own");
         assert!(arrays["logprobs"] == arrays["ref_logprobs"], "{filter}: the reference is the actor yet");
         if name == "k" {
             let plain = steps("mask-none", &format!("rollout.{filter}"));
@@ -173,7 +173,7 @@ fn the_moving_average_is_that_of_the_weights_after_each_step_and_is_exported_bes
         "--out",
         "x",
     ];
-    command::run(place(), &none).refused(65, &["it holds no average of the actor"]);
+    command::run(place(), &none).refused(65, &["has no average of the actor"]);
 }
 
 /// The arena's own account: a step that kept a buffer would raise the peak of every later one.

@@ -1,4 +1,5 @@
-//! Settings and numbers that seldom mean what was meant are warned of once, with the key that changes them; others are not.
+//! Settings and numbers that seldom mean what was meant are warned of once, with the key that changes them; others are
+//! not.
 
 use crate::resume::job::Job;
 
@@ -11,13 +12,13 @@ const WARNED: &[(&str, usize, u32, &str, &[&str])] = &[
         "rollout.response_tokens_max=250 ppo.minibatch_samples=243 rollout.prompts_per_step=121 \
          rollout.top_p=0.5",
         &[
-            "is more than the context of 256",
-            "ppo.minibatch_samples = 243 is more than the 242 samples",
-            "and the data has 120 rows: steps repeat some",
-            "ppo.correction weighs the difference",
+            "exceeds the context of 256",
+            "ppo.minibatch_samples = 243 exceeds the 242 samples",
+            "rollout.prompts_per_step = 121 exceeds the data's 120 rows: steps repeat rows",
+            "ppo.correction to weight the difference",
         ],
     ),
-    ("ppo", 2, 0, "rollout.prompts_per_step=1 ppo.minibatch_samples=2", &["= 1 for 2 ranks that sample"]),
+    ("ppo", 2, 0, "rollout.prompts_per_step=1 ppo.minibatch_samples=2", &["= 1 is below the 2 rollout ranks"]),
     (
         "ppo",
         0,
@@ -30,19 +31,19 @@ const WARNED: &[(&str, usize, u32, &str, &[&str])] = &[
         0,
         3,
         "reward.rule={kind=\"regex\",pattern=\"^\"} ppo.advantage=grpo",
-        &["in 100 % of the groups all rewards"],
+        &["all rewards are equal in 100 % of the groups"],
     ),
     (
         "ppo",
         0,
         3,
         "optim.actor.lr=1.0 optim.actor.schedule=constant ppo.reward_clip=[-0.1,0.1]",
-        &["ppo.kl_coef and optim.actor.lr hold it", "ppo.reward_clip = [-0.1, 0.1] cuts the rewards"],
+        &["raise ppo.kl_coef or lower optim.actor.lr", "ppo.reward_clip = [-0.1, 0.1] clips the rewards"],
     ),
-    ("sft", 0, 0, "sft.minibatch_samples=121", &["sft.minibatch_samples = 121, and the data has 120 rows"]),
-    ("dpo", 2, 0, "dpo.minibatch_samples=1", &["dpo.minibatch_samples = 1 for 2 ranks that train"]),
-    ("dpo", 0, 3, "optim.actor.lr=0.3 optim.actor.schedule=constant", &["dpo.nll_coef holds them"]),
-    ("kto", 0, 0, "kto.minibatch_samples=4", &["kto.minibatch_samples = 4: the KL"]),
+    ("sft", 0, 0, "sft.minibatch_samples=121", &["sft.minibatch_samples = 121 exceeds the data's 120 rows"]),
+    ("dpo", 2, 0, "dpo.minibatch_samples=1", &["dpo.minibatch_samples = 1 is below the 2 data ranks"]),
+    ("dpo", 0, 3, "optim.actor.lr=0.3 optim.actor.schedule=constant", &["raise dpo.nll_coef"]),
+    ("kto", 0, 0, "kto.minibatch_samples=4", &["kto.minibatch_samples = 4 is small: the KL"]),
 ];
 
 #[test]

@@ -1,11 +1,11 @@
-//! What becomes of the processes that a Python reward starts.
+//! The end of the processes that a Python reward starts.
 
 use crate::reward::python::{Job, score};
 use crate::reward::{comes_true, config};
 use rlhf_hpc::reward::{Reward, RewardContext};
 use std::path::{Path, PathBuf};
 
-/// Leaves a daemon behind (two forks, a session of its own, and the pipe of the answers) that notes its id.
+/// Starts a daemon (two forks, a session of its own, and the pipe of the answers) that records its id.
 const DAEMON: &str = r#"
 import os, time
 def noted():

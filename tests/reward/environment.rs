@@ -1,4 +1,4 @@
-//! Environments: what a file or a server may be, and what becomes of turns that nobody answers well.
+//! Environments: valid files and servers, and the handling of turns without a good answer.
 
 use crate::reward::server::Server;
 use crate::reward::{config, prompt};
@@ -109,7 +109,7 @@ fn play(environment: &mut Environment, episode: usize, texts: &[&str]) -> Result
     Ok(replies)
 }
 
-/// What all of them say to a, b and c.
+/// Checks the replies of all of them to a, b and c.
 fn assert_counts(replies: &[Reply], what: &str) {
     for (i, (reply, text)) in replies.iter().zip(["a", "b", "c"]).enumerate() {
         let n = i + 1;
@@ -152,8 +152,8 @@ fn turns_are_played_again_where_the_process_that_knew_them_has_died() {
 #[test]
 fn an_environment_that_cannot_be_used_is_named_before_work_starts() {
     for (code, why) in [
-        ("def step(a): pass", "there is no environment: a class with step(self, text)"),
-        ("class A:\n  def step(self, text): pass\nclass B(A): pass", "several environments could be meant: A, B"),
+        ("def step(a): pass", "the file has no environment, which is a class with step(self, text)"),
+        ("class A:\n  def step(self, text): pass\nclass B(A): pass", "the file has several environments (A, B)"),
         ("import nothing_of_the_kind", "No module named"),
         ("1 +", "SyntaxError"),
     ] {
@@ -163,10 +163,10 @@ fn an_environment_that_cannot_be_used_is_named_before_work_starts() {
     }
     let dir = tempfile::tempdir().expect("a directory");
     for (toml, why) in [
-        ("{ turns_max = 3 }", "needs one Python file (python) or servers (http)"),
-        ("{ python = \"a.py\", http = \"http://a:1/x\" }", "needs one Python file (python) or servers (http)"),
-        ("[\"a.py\", \"b.py\"]", "one reward.environment at most"),
-        ("\"https://a/x\"", "https is not in this release"),
+        ("{ turns_max = 3 }", "needs either one Python file (python) or servers (http)"),
+        ("{ python = \"a.py\", http = \"http://a:1/x\" }", "needs either one Python file (python) or servers (http)"),
+        ("[\"a.py\", \"b.py\"]", "at most 1 reward.environment"),
+        ("\"https://a/x\"", "this release does not support https"),
         ("\"nowhere.py\"", "reward.environment: cannot find"),
     ] {
         let error = environment(toml, dir.path()).expect_err(toml);
@@ -188,12 +188,12 @@ fn what_is_no_answer_to_a_turn_is_a_failure_with_its_reason() {
     let (mut drops, _dir) = open("drop");
     for (i, (does, why)) in [
         ("1 / 0", "ZeroDivisionError"),
-        ("1", "step gave int, needed (feedback, reward, done)"),
-        ("{'feedback': 'x'}", "a dict without reward and done"),
-        ("('', 'many', True)", "the reward is 'many'"),
-        ("('', float('nan'), True)", "needed a finite number"),
-        ("(7, 0.0, False)", "feedback is 7"),
-        ("{'next_observation': 'other', 'done': False}", "does not begin with observation and action"),
+        ("1", "step must return (feedback, reward, done) or a dict (got int)"),
+        ("{'feedback': 'x'}", "step must return a dict with reward or done"),
+        ("('', 'many', True)", "the reward must be a number (got 'many'"),
+        ("('', float('nan'), True)", "the reward must be a finite number (got nan)"),
+        ("(7, 0.0, False)", "(got 7)"),
+        ("{'next_observation': 'other', 'done': False}", "must begin with observation and action"),
         ("time.sleep(1000)", "no answer within 1 s while answering a turn"),
         ("os._exit(4)", "its process ended while answering a turn"),
     ]

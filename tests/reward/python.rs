@@ -96,7 +96,7 @@ def reward_func(queries, prompts, labels):
     assert_eq!(scores(&scored), [1.0, -2.0]);
     assert_eq!((scored[0].extra["share"], scored[0].extra["scores"]), (0.25, 0.1));
     assert_eq!((scored[1].extra["constant"], scored[1].extra["list"]), (3.0, 2.0));
-    assert!(!scored[1].extra.contains_key("share"), "a log that is no number is left out");
+    assert!(!scored[1].extra.contains_key("share"), "a log that is not a number is left out");
 }
 
 #[test]
@@ -186,7 +186,7 @@ def f(completions, **kwargs):
 fn a_flood_of_output_slow_code_and_modules_beside_the_file_are_fine_and_the_child_lives_on() {
     let job = Job::new(
         r"
-import sys, time, beside
+import sys, time, nearby
 calls = 0
 def f(completions, **kwargs):
     global calls
@@ -194,10 +194,10 @@ def f(completions, **kwargs):
     sys.stderr.write('x' * 5_000_000)
     print('y' * 5_000_000)
     time.sleep(0.7)
-    return beside.judge(calls, completions)
+    return nearby.judge(calls, completions)
 ",
     );
-    std::fs::write(job.path("beside.py"), "def judge(calls, completions):\n    return [calls, 5]").unwrap();
+    std::fs::write(job.path("nearby.py"), "def judge(calls, completions):\n    return [calls, 5]").unwrap();
     let mut reward = job.reward("timeout_s = 60").unwrap();
     for calls in [1.0, 2.0] {
         assert_eq!(scores(&score(&mut reward).unwrap()), [calls, 5.0]);
@@ -244,7 +244,7 @@ fn any_fault_is_tried_again_in_a_fresh_child() {
     }
     let job = failing_first(9, true, "os._exit(3)");
     let error = job.usage_error("retries = 1");
-    assert!(error.to_string().contains("started in 2 attempts"), "{error}");
+    assert!(error.to_string().contains("it failed after 2 attempts"), "{error}");
     assert_eq!(calls(&job), 2);
 }
 
@@ -275,18 +275,18 @@ fn nonsense_is_never_a_score() {
         ("[1]", "1 entries for 2 responses"),
         ("[1, 2, 3]", "3 entries for 2 responses"),
         ("[]", "0 entries for 2 responses"),
-        ("[1, float('nan')]", "reward 1 is nan"),
-        ("[float('-inf'), 1]", "reward 0 is -inf"),
+        ("[1, float('nan')]", "reward 1 must be a finite number (got nan)"),
+        ("[float('-inf'), 1]", "reward 0 must be a finite number (got -inf)"),
         ("['0.5', 1]", "type str"),
-        ("'12'", "the result is str"),
+        ("'12'", "the result must be a list of 2 numbers (got str)"),
         ("[[1, 2], 3]", "type list"),
         ("[1j, 1]", "type complex"),
         ("None", "NoneType"),
-        ("0.5", "the result is float"),
-        ("{'reward': [1, 2]}", "without 'rewards'"),
+        ("0.5", "the result must be a list of 2 numbers (got float)"),
+        ("{'reward': [1, 2]}", "the result must be a dict with 'rewards'"),
         ("{'rewards': [1]}", "1 entries for 2 responses"),
         ("{'rewards': [1, 2], 'extra_logs': {'a': [1]}}", "extra_logs['a'] has 1 entries"),
-        ("[1e300, 1]", "beyond the range of f32"),
+        ("[1e300, 1]", "out of the range of f32"),
         ("[10 ** 400, 1]", "OverflowError"),
     ] {
         let job = Job::new(&format!("def f(completions, **kwargs):\n    return {result}"));
@@ -297,13 +297,13 @@ fn nonsense_is_never_a_score() {
 #[test]
 fn code_that_writes_into_the_protocol_is_caught() {
     for (forged, words) in [
-        (r#"b"rubbish\n""#, "something else than agreed"),
-        (r#"b"\xff\xfe\n""#, "something else than agreed"),
+        (r#"b"rubbish\n""#, "its answer does not follow the protocol"),
+        (r#"b"\xff\xfe\n""#, "its answer does not follow the protocol"),
         (r#"b"{\"id\": 77, \"rewards\": [1, 2]}\n""#, "answered request 77"),
-        (r#"b"{\"id\": 1, \"rewards\": [1]}\n""#, "1 numbers for 2 responses"),
-        (r#"b"{\"id\": 1, \"rewards\": [NaN, 1]}\n""#, "something else than agreed"),
-        (r#"b"{\"id\": 1, \"rewards\": [1, 2], \"extra\": {\"a\": []}}\n""#, "0 numbers for 2 responses"),
-        (r#"b"x" * 3_000_000"#, "more than an answer can be"),
+        (r#"b"{\"id\": 1, \"rewards\": [1]}\n""#, "one number per response (got 1 for 2)"),
+        (r#"b"{\"id\": 1, \"rewards\": [NaN, 1]}\n""#, "its answer does not follow the protocol"),
+        (r#"b"{\"id\": 1, \"rewards\": [1, 2], \"extra\": {\"a\": []}}\n""#, "one number per response (got 0 for 2)"),
+        (r#"b"x" * 3_000_000"#, "its answer exceeds the maximum size"),
     ] {
         let job = Job::new(&format!(
             r#"
@@ -349,12 +349,12 @@ fn what_a_child_gets_of_the_environment_of_memory_and_of_gpus_is_as_configured()
 #[test]
 fn files_that_cannot_be_used_are_refused_before_work_starts() {
     for (source, more, words) in [
-        ("def f(x):\n    return x", "", "no function has a known signature"),
-        ("def f(completions): pass\ndef g(completions): pass", "", "several functions could be meant: f, g"),
+        ("def f(x):\n    return x", "", "no function has the signature"),
+        ("def f(completions): pass\ndef g(completions): pass", "", "several functions have a known signature (f, g)"),
         ("def f(completions): pass", "python = { file = \"reward.py\", function = \"g\" }", "no function 'g'"),
-        ("def g(x): pass", "python = { file = \"reward.py\", function = \"g\" }", "neither signature"),
-        ("def reward_func(queries): pass", "", "not (queries, prompts, labels)"),
-        ("def f(completions, images): pass", "", "requires the argument 'images'"),
+        ("def g(x): pass", "python = { file = \"reward.py\", function = \"g\" }", "'g' must have the signature"),
+        ("def reward_func(queries): pass", "", "it must take (queries, prompts, labels)"),
+        ("def f(completions, images): pass", "", "no value for its argument 'images'"),
         ("def f(completions:", "", "SyntaxError"),
         ("import no_such_module", "", "No module named 'no_such_module'"),
         ("raise SystemExit(4)", "", "SystemExit"),
@@ -363,7 +363,7 @@ fn files_that_cannot_be_used_are_refused_before_work_starts() {
         ("", "python = \"nowhere.py\"", "nowhere.py"),
         ("", "python = { file = \"reward.py\", interpreter = \"no-such-python\" }", "no-such-python"),
         ("", "python = { file = \"reward.py\", interpreter = \"./reward.py\" }", "cannot start"),
-        ("", "python = { weight = 2.0 }", "names no file"),
+        ("", "python = { weight = 2.0 }", "must name a file"),
     ] {
         let error = Job::new(source).usage_error(more);
         says(&error, &[words]);
@@ -376,10 +376,10 @@ fn files_that_cannot_be_used_are_refused_before_work_starts() {
 fn an_interpreter_that_is_something_else_is_caught() {
     use std::os::unix::fs::PermissionsExt;
     for (script, words) in [
-        ("echo hello", "something else than agreed"),
-        ("cat /dev/zero", "more than an answer can be"),
+        ("echo hello", "its answer does not follow the protocol"),
+        ("cat /dev/zero", "its answer exceeds the maximum size"),
         ("exec 1>&-; sleep 1000", "it closed its output while loading"),
-        ("echo '{}'", "named no function"),
+        ("echo '{}'", "it did not name a function"),
     ] {
         let job = Job::new("");
         let path = job.path("fake");
@@ -399,7 +399,8 @@ fn rows(first: serde_json::Value, second: serde_json::Value) -> RewardContext {
     RewardContext { rows: Some(Arc::new(move |id| Ok(rows[id as usize].clone()))), columns, ..RewardContext::default() }
 }
 
-/// The examples of TRL's and OpenRLHF's documentation, in our words: a file, what the rows hold, the responses, the scores.
+/// The examples of TRL's and OpenRLHF's documentation, in our words: a file, what the rows hold, the responses, the
+/// scores.
 #[test]
 fn the_examples_of_other_frameworks_run_as_they_are() {
     let text = |prompt: &str, columns: serde_json::Value| json!({"prompt": prompt, "columns": columns});
@@ -464,7 +465,7 @@ fn a_field_that_some_rows_lack_is_none_there_and_one_that_no_row_has_is_named() 
     let mut reward = job.in_run(with_rule, &rows(of(json!({"task": "math"})), of(json!({})))).unwrap();
     assert_eq!(scores(&score(&mut reward).unwrap()), [2.0, 0.0]);
     let error = job.in_run("", &rows(of(json!({"kind": "math"})), of(json!({})))).unwrap_err();
-    says(&error, &["requires the argument 'task'", "known are", "kind", "--keep-field task"]);
+    says(&error, &["no value for its argument 'task'", "available are", "kind", "--keep-field task"]);
 }
 
 #[test]

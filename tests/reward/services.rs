@@ -1,4 +1,5 @@
-//! Requests to functions and services: what they hold, who answers them, and what becomes of those that nobody answers well.
+//! Requests to functions and services: their contents, their recipients, and the handling of requests without a good
+//! answer.
 
 use crate::reward::python::{Job, says, scores};
 use crate::reward::server::Server;
@@ -23,32 +24,33 @@ fn score(reward: &mut Reward, texts: &[&str]) -> Result<Vec<Scored>> {
     reward.score(&prompts.iter().collect::<Vec<_>>(), &responses.iter().collect::<Vec<_>>())
 }
 
-/// What a Python function does on a bad response, one of each kind (python.rs has them all), and the reason that is given.
+/// Actions of a Python function on a bad response, one of each kind (python.rs has all), and the reason in the message.
 const PYTHON: &[(&str, &str)] =
     &[("time.sleep(1000)", "no answer within 3 s"), ("raise ValueError('out of tea')", "ValueError: out of tea")];
 
-/// What a service does, and the reason.
+/// Actions of a service, and the reason in the message.
 const HTTP: &[(&str, &str)] = &[
     ("hang", "no answer within 3 s"),
     ("slow", "no answer within 3 s"),
     ("500", "it answered 500 Internal Server Error: out of tea"),
     ("400", "it answered 422 Unprocessable Entity: [2Jno such\tfield"),
-    ("redirect", "redirects are not followed, this one leads to /right"),
-    ("flood", "more than an answer can be"),
-    ("garbage", "something else than agreed"),
-    ("list", "something else than agreed"),
-    ("empty", "something else than agreed"),
-    ("nan", "something else than agreed"),
+    ("redirect", "with a redirect to /right, but redirects are not followed"),
+    ("flood", "its answer exceeds the maximum size"),
+    ("garbage", "its answer does not follow the protocol"),
+    ("list", "its answer does not follow the protocol"),
+    ("empty", "its answer does not follow the protocol"),
+    ("nan", "its answer does not follow the protocol"),
     ("cut", ""),
     ("close", ""),
-    ("nothing", "without \"rewards\""),
-    ("more", "2 numbers for 1 responses"),
-    ("huge", "beyond the range of f32"),
-    ("text", "reward 0 is \"0.5\", needed a number"),
-    ("null", "reward 0 is null, needed a number"),
+    ("nothing", "its answer has no \"rewards\""),
+    ("more", "one number per response (got 2 for 1)"),
+    ("huge", "out of the range of f32"),
+    ("text", "reward 0 must be a number (got \"0.5\")"),
+    ("null", "reward 0 must be a number (got null)"),
 ];
 
-/// The reward behaves so on the response `bad`: what becomes of it and of others where failures drop, and where they stop.
+/// Checks a reward that fails on the response `bad`: the results of it and of others if failures drop, and if they
+/// stop.
 fn ends_as_declared(make: &dyn Fn(&str) -> Reward, what: &str, words: &str) {
     let scored = score(&mut make("on_failure = \"drop\""), &["1", "bad", "333"]).unwrap();
     let why = scored[1].failed.as_deref().unwrap_or_else(|| panic!("{what}: {scored:?}"));
@@ -57,7 +59,7 @@ fn ends_as_declared(make: &dyn Fn(&str) -> Reward, what: &str, words: &str) {
     let mut reward = make("on_failure = \"stop\"");
     let error = score(&mut reward, &["1", "bad", "333"]).unwrap_err();
     assert_eq!((error.kind, error.exit_code()), (Kind::Service, 75), "{what}: {error}");
-    says(&error, &["failed in 1 attempt: ", words]);
+    says(&error, &["failed after 1 attempt: ", words]);
     assert!(error.message.chars().all(|c| !c.is_control() || matches!(c, '\n' | '\t')), "{what}: {:?}", error.message);
     assert_eq!(scores(&score(&mut reward, &["1", "22"]).unwrap()), [1.5, 2.5], "{what}: the next request");
 }
@@ -121,7 +123,7 @@ fn a_server_that_is_not_there_is_named_at_the_start_but_not_by_a_check_of_the_jo
     };
     let error = of(false).unwrap_err();
     assert_eq!(error.exit_code(), 75);
-    says(&error, &[&url, "takes no connection in 2 attempts: ", "refused"]);
+    says(&error, &[&url, "does not accept connections (2 attempts): ", "refused"]);
     assert!(of(true).is_ok());
 }
 
@@ -196,7 +198,7 @@ fn a_reward_that_never_answers_is_not_asked_for_ever() {
     let of = |words: &str| {
         scored.iter().filter(|scored| scored.failed.as_ref().is_some_and(|why| why.contains(words))).count()
     };
-    let [late, spared] = [of("no answer within 2 s"), of("is not asked any more")];
+    let [late, spared] = [of("no answer within 2 s"), of("no further requests are sent")];
     assert!(late + spared == 60 && late < 40, "{late} late, {spared} not asked");
     assert_eq!(scores(&score(&mut reward, &["1", "22"]).unwrap()), [1.5, 2.5], "the next step");
 }

@@ -1,4 +1,5 @@
-//! What a beam search finds, whatever is searched beside it; `tests/parity` has it against transformers.
+//! The results of a beam search, regardless of other searches at the same time. `tests/parity` compares it with
+//! transformers.
 
 use crate::models::{prompts, recorded_and_trained, requested};
 use crate::rollout::models::{config, llama, responses, search};
@@ -39,7 +40,7 @@ fn a_search_is_the_same_for_any_companions_batch_chunks_and_cache_size() {
     let refused = search(&tiny, &tight, beams(3), &requests).expect_err("a page too few").message;
     assert!(refused.contains(&format!("prompt 101: 3 beams of up to 130 tokens need {pages} KV pages")), "{refused}");
     let refused = search(&tiny, &tight, beams(2), &requests).expect_err("more than there are").message;
-    assert!(refused.contains("prompt 100: the best 3 of 2 beams"), "{refused}");
+    assert!(refused.contains("prompt 100: at most 2 responses from 2 beams are possible (got 3)"), "{refused}");
 }
 
 #[test]

@@ -12,7 +12,7 @@ fn edited(request: &Request, bias: Vec<(u32, f32)>, bad_words: Vec<Vec<u32>>) ->
     Request { edits: Arc::new(Edits { bias, bad_words }), ..request.clone() }
 }
 
-/// Whether `word` occurs behind the prompt, or begins within it.
+/// Whether `word` occurs after the prompt, or begins within it.
 fn occurs(request: &Request, response: &Response, word: &[u32]) -> bool {
     let all = [&request.tokens[..], &response.tokens].concat();
     let first = request.tokens.len().saturating_sub(word.len() - 1);
@@ -93,7 +93,7 @@ fn the_likeliest_tokens_are_told_with_the_logprobs_that_are_recorded() {
                 assert!(found.map_or(n < 97, |(_, told)| told == logprob), "{token} {logprob} in {top:?}");
                 assert!(temperature > 0.0 || top[0] == (*token, *logprob), "the greedy one is the first");
             }
-            assert_eq!(Response { top_logprobs: Vec::new(), ..got }, expected, "draws are the same");
+            assert_eq!(Response { top_logprobs: Vec::new(), ..got }, expected, "samples are the same");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The sampler and the trainer are the same function; nothing but the request decides what it gives.
+//! The sampler and the trainer are the same function; its results depend on the request alone.
 
 use crate::models::{prompts, recorded_and_trained, requested};
 use crate::rollout::models::{STEP, Tiny, complete, config, llama, responses, run, run_at_step, tiny};
@@ -69,7 +69,7 @@ fn with_a_kept_sampling_mask_the_recorded_logprob_is_that_of_training_and_of_the
             assert!(response.tokens == without.tokens && response.sample_logprobs == without.sample_logprobs);
             assert!(without.sampling_masks.is_empty() && response.sampling_masks.len() == response.tokens.len());
             let mut pairs = response.logprobs.iter().zip(&response.sample_logprobs);
-            assert!(pairs.all(|(l, s)| (l - s).abs() < 2e-6), "the draw's own");
+            assert!(pairs.all(|(l, s)| (l - s).abs() < 2e-6), "the sample's own");
             for (i, (mask, token)) in response.sampling_masks.iter().zip(&response.tokens).enumerate() {
                 assert!(mask.ids().any(|id| id == *token) && mask.ids().count() < 97);
                 let ends = tiny.transformer.arch.eos_tokens.iter();

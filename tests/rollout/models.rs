@@ -18,7 +18,7 @@ pub struct Tiny {
     pub weights: Weights,
 }
 
-/// Of a family, with the keys of `more` in its config.json.
+/// A tiny model of a family, with the keys of `more` in its config.json.
 pub fn tiny(family: &str, more: &serde_json::Value, dtype: DType) -> Tiny {
     let arch = arch(family, more);
     let weights = init::init(&arch, Head::LanguageModel, dtype, 7);

@@ -31,7 +31,8 @@ fn plain(logits: &[f32], temperature: f32) -> Vec<f64> {
     softmax(&logits.iter().map(|&x| f64::from(x) / f64::from(temperature)).collect::<Vec<f64>>())
 }
 
-/// The filtered distribution by its definition, in f64: every filter on the renormalised result of the one before. `seen` ascends.
+/// The filtered distribution by its definition, in f64: every filter on the renormalised result of the one before.
+/// `seen` ascends.
 fn distribution(logits: &[f32], params: &SampleParams, seen: &[u32], banned: &[u32]) -> Vec<f64> {
     let mut x: Vec<f64> = logits.iter().map(|&x| f64::from(x)).collect();
     for (token, x) in x.iter_mut().enumerate() {
@@ -109,11 +110,17 @@ fn draws_and_logprobs_are_those_of_a_naive_f64_loop_for_every_combination_of_fil
                     1 => 1.0 - f32::EPSILON / 2.0,
                     _ => rng.sample_uniform(i as u32, c as u64, k, 0),
                 };
-                let drawn = draw(logits.row(0), params, uniform, &seen, banned);
-                let token = drawn.token as usize;
+                let sampled = draw(logits.row(0), params, uniform, &seen, banned);
+                let token = sampled.token as usize;
                 assert!(is_inverse(&p, token, uniform, 2e-6), "v {v}, {params:?}, u {uniform}: token {token}");
-                assert!((f64::from(drawn.sample_logprob) - p[token].ln()).abs() < 1e-5, "v {v}, {params:?}: {drawn:?}");
-                assert!((f64::from(drawn.logprob) - plain[token].ln()).abs() < 2e-5, "v {v}, {params:?}: {drawn:?}");
+                assert!(
+                    (f64::from(sampled.sample_logprob) - p[token].ln()).abs() < 1e-5,
+                    "v {v}, {params:?}: {sampled:?}"
+                );
+                assert!(
+                    (f64::from(sampled.logprob) - plain[token].ln()).abs() < 2e-5,
+                    "v {v}, {params:?}: {sampled:?}"
+                );
             }
         }
     }
@@ -127,12 +134,12 @@ fn a_large_vocabulary_is_filtered_as_the_naive_loop_says_whether_flat_or_peaked(
             let params = SampleParams { top_p, top_k, ..SampleParams::plain(1.0) };
             let p = distribution(logits.row(0), &params, &[], &[]);
             for uniform in [0.0, 0.3, 0.62, 0.999] {
-                let drawn = draw(logits.row(0), params, uniform, &[], &[]);
-                let token = drawn.token as usize;
+                let sampled = draw(logits.row(0), params, uniform, &[], &[]);
+                let token = sampled.token as usize;
                 // A border may fall one token aside: 1e-5 of a flat distribution.
                 assert!(is_inverse(&p, token, uniform, 5e-5), "scale {scale}, {params:?}, u {uniform}: {token}");
-                let off = (f64::from(drawn.sample_logprob) - p[token].ln()).abs();
-                assert!(off < 1e-4, "scale {scale}, {params:?}: {drawn:?}, off by {off}");
+                let off = (f64::from(sampled.sample_logprob) - p[token].ln()).abs();
+                assert!(off < 1e-4, "scale {scale}, {params:?}: {sampled:?}, off by {off}");
             }
         }
     }
@@ -159,7 +166,7 @@ fn biases_come_before_all_else_and_leave_the_recorded_logprob() {
     }
 }
 
-/// The tokens that some draw of a fine grid gives.
+/// The tokens that are sampled for some uniform of a fine grid.
 fn support(logits: &[f32], params: SampleParams) -> Vec<u32> {
     let mut tokens: Vec<u32> = (0..4096).map(|i| draw(logits, params, i as f32 / 4096.0, &[], &[]).token).collect();
     tokens.sort_unstable();
@@ -184,10 +191,10 @@ fn top_k_keeps_k_tokens_and_ties_with_the_last_of_them() {
 fn temperature_zero_takes_the_largest_logit_and_the_lowest_token_of_equal_ones() {
     let logits = [0.5, 2.0, -1.0, 2.0];
     for uniform in [0.0, 0.4, 0.999] {
-        let drawn = draw(&logits, SampleParams::greedy(), uniform, &[], &[]);
-        assert_eq!((drawn.token, drawn.sample_logprob), (1, 0.0));
+        let sampled = draw(&logits, SampleParams::greedy(), uniform, &[], &[]);
+        assert_eq!((sampled.token, sampled.sample_logprob), (1, 0.0));
         let e = logits.map(|x| f64::from(x).exp());
-        assert!((f64::from(drawn.logprob) - (e[1] / e.iter().sum::<f64>()).ln()).abs() < 1e-6);
+        assert!((f64::from(sampled.logprob) - (e[1] / e.iter().sum::<f64>()).ln()).abs() < 1e-6);
     }
     let penalised = SampleParams { repetition_penalty: 8.0, ..SampleParams::greedy() };
     assert_eq!(draw(&logits, penalised, 0.0, &[1, 3], &[]).token, 0);

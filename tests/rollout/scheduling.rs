@@ -7,8 +7,8 @@ use rlhf_hpc::rollout::scheduler::{Limits, Prefixes, Scheduler, Spec, pages_want
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Stands for a cache whose entries are (group, position, token), and for a model that draws a sequence's tokens by
-/// counting; checks at every feed that what attention would read is what it must be.
+/// Imitates a cache whose entries are (group, position, token), and a model that generates a sequence's tokens by
+/// counting. At every feed it checks the entries that attention would read.
 struct Rehearsal {
     scheduler: Scheduler,
     specs: Vec<Spec>,
@@ -23,7 +23,7 @@ struct Rehearsal {
     held: Option<Vec<Range<usize>>>,
 }
 
-/// What a model would feed: prompt tokens are the group's, new ones the sequence's own.
+/// The token that a model would feed: prompt tokens are the group's, new ones the sequence's own.
 fn token(spec: &Spec, sequence: usize, position: usize) -> u64 {
     let owner = if position < spec.prompt_tokens { spec.group } else { 1_000_000 + sequence };
     (owner * 10_000 + position) as u64
@@ -111,7 +111,7 @@ impl Rehearsal {
     }
 
     fn draw(&mut self, s: usize) {
-        assert!(self.drawn(s) < self.lengths[s], "a finished sequence went on");
+        assert!(self.drawn(s) < self.lengths[s], "a finished sequence continued");
         let next = token(&self.specs[s], s, self.tokens[s].len());
         self.tokens[s].push(next);
         self.scheduler.accept(s);

@@ -1,4 +1,4 @@
-//! What ends a response, and what is refused before it begins.
+//! The conditions that end a response, and requests that are rejected before it begins.
 
 use crate::data::text::by_hand;
 use crate::models::{prompts, requested};
@@ -17,7 +17,7 @@ fn with_ignore_eos_responses_go_on_after_end_tokens() {
     let (tiny, prompts) = (llama(), prompts(&[5; 20]));
     let sampled = responses(&tiny, &RolloutConfig { ignore_eos: true, ..config(60, 1) }, &prompts);
     assert!(sampled.iter().all(|r| r.finish == Finish::Length && r.tokens.len() == 60));
-    assert!(sampled.iter().any(|r| r.tokens[..59].contains(&2)), "an end token is drawn like any other");
+    assert!(sampled.iter().any(|r| r.tokens[..59].contains(&2)), "an end token is sampled like any other");
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn a_stop_text_ends_a_response_also_across_tokens_and_is_cut_from_the_text() {
         let mut hits = 0;
         for (free, stopped) in free.iter().zip(&stopped) {
             let n = stopped.tokens.len();
-            assert_eq!(free.tokens[..n], stopped.tokens, "a stop text changes no draw");
+            assert_eq!(free.tokens[..n], stopped.tokens, "a stop text changes no sample");
             assert_eq!(free.logprobs[..n], stopped.logprobs);
             let text = tokenizer.decode(&stopped.tokens, true).expect("text");
             let before = tokenizer.decode(&stopped.tokens[..n - 1], true).expect("text");

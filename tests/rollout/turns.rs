@@ -1,4 +1,4 @@
-//! Responses of several turns: what is written between them is read behind the cached tokens, whenever it comes.
+//! Responses of several turns: text between turns is read after the cached tokens, whenever it arrives.
 
 use crate::models::{prompts, recorded_and_trained, requested};
 use crate::rollout::models::{STEP, Tiny, config, llama};
@@ -11,7 +11,8 @@ use rlhf_hpc::rollout::{Engine, Hooks, Model, Outcome};
 use rlhf_hpc::tensor::DType;
 use std::collections::VecDeque;
 
-/// Answers a turn by its last tokens, backwards, and ends the third one; its answers come after so many forwards.
+/// Answers a turn with its last tokens, backwards, and ends the third one. Its answers arrive after a number of
+/// forwards.
 struct Echo {
     delay: usize,
     turns: Vec<u32>,
@@ -85,7 +86,7 @@ fn drawn_tokens_have_the_logprobs_of_the_training_forward_and_given_ones_are_mar
             assert!(over || i == 1 || episode.turns == 3, "{episode:?}");
             for range in &episode.given {
                 let turn = response.tokens[..range.start].iter().rev().take(range.len());
-                assert!(turn.eq(&response.tokens[range.clone()]), "what was written stands behind its turn");
+                assert!(turn.eq(&response.tokens[range.clone()]), "the appended text follows its turn");
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Our collectives compared with MPI's own on the same communicator, call by call in the same run.
 //!
-//! Bytes are of the whole buffer of a rank (of the message, for the ring). Seconds are the slowest rank's. Bandwidth is
-//! bytes / seconds, the caller's view, not the wire's.
+//! Bytes are the size of a rank's whole buffer (of the message, for the ring). Seconds are the slowest rank's.
+//! Bandwidth is bytes / seconds as the caller sees it, not what travels on the wire.
 
 use super::args::Args;
 use crate::cli::out::say;
@@ -24,14 +24,13 @@ struct Suite<'a> {
     oversubscribed: bool,
 }
 
-/// All ranks call this.
+/// Runs the suite. All ranks call this.
 pub fn run(world: &World, args: &Args) {
     let group = world.group();
     let (ranks, cores) = (group.size(), affinity::cores());
     let oversubscribed = world.local_size > cores;
     let suite = Suite { group: &group, args, repeats: args.repeats.max(1), oversubscribed };
-    let note =
-        if oversubscribed { "; more ranks than cores, so that every wait is for a turn of the core too" } else { "" };
+    let note = if oversubscribed { "; more ranks than cores: each wait includes waiting for a core" } else { "" };
     suite.say(&format!("collectives: {ranks} ranks, {cores} cores, medians of {}{note}", suite.repeats));
     suite.say("operation             bytes      ours us       MPI us ours GB/s  MPI GB/s   ours / MPI");
     for bytes in BYTES {
@@ -46,7 +45,7 @@ impl Suite<'_> {
         }
     }
 
-    /// Each collective on buffers of about `len` elements.
+    /// Compares each collective on buffers of about `len` elements.
     fn calls(&self, len: usize) {
         let (group, each) = (self.group, (len / self.group.size()).max(1));
         let whole = each * group.size();
@@ -69,7 +68,7 @@ impl Suite<'_> {
         self.compare("all_to_all", whole, ours, &mut |plain| plain.all_to_all(&send, &mut into));
     }
 
-    /// Batches of ours and of MPI's calls in turn.
+    /// Measures batches of our calls and of MPI's calls in turn.
     fn compare(&self, op: &str, len: usize, ours: &mut dyn FnMut(), plain: &mut dyn FnMut(&MpiBaseline)) {
         let mut theirs = || plain(&MpiBaseline::of(self.group).expect("a group of several ranks"));
         ours();
@@ -97,7 +96,7 @@ impl Suite<'_> {
         }
     }
 
-    /// Seconds of one of `calls` calls, on the slowest rank.
+    /// Returns the seconds of one of `calls` calls on the slowest rank.
     fn batch(&self, calls: usize, call: &mut dyn FnMut()) -> f64 {
         self.group.barrier();
         let start = Instant::now();

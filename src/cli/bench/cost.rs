@@ -1,15 +1,15 @@
-//! What a piece of work needs at least: multiply-adds, counted two FLOPs each, and bytes.
+//! The least that a workload needs: multiply-adds, counted as two FLOPs each, and bytes.
 //!
 //! With t tokens, d width, L layers, q = heads x head dim, kv = key/value heads x head dim, f MLP width, v vocabulary,
-//! and p the (query, key) pairs that the causal mask (and a window) leaves:
+//! and p the (query, key) pairs that the causal mask (and a window) keeps:
 //!
 //! | part | forward | forward and backward |
 //! |---|---|---|
-//! | products | 2 t L (d q + 2 d kv + q d + 3 d f) | x 3 |
-//! | attention | 4 q p L (scores, and values by weights) | x 3 (dP, dV, dQ, dK; scores again are not counted) |
+//! | GEMM | 2 t L (d q + 2 d kv + q d + 3 d f) | x 3 |
+//! | attention | 4 q p L (scores, and values by weights) | x 3 (dP, dV, dQ, dK; recomputed scores are not counted) |
 //! | head | 2 rows d v | x 3 |
 //!
-//! Norms, rotations, softmax, sampling and the optimizer count nothing. Bytes are the weights once for each forward
+//! Norms, rotations, softmax, sampling and the optimizer are not counted. Bytes are the weights, once for each forward,
 //! and the keys and values that attention reads.
 
 use crate::model::Arch;
@@ -17,10 +17,10 @@ use crate::ops::attention::pairs;
 use crate::tensor::DType;
 use std::ops::Add;
 
-/// Work of one call.
+/// The work of one call.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Work {
-    /// FLOPs of products with weights.
+    /// FLOPs of GEMMs with weights.
     pub products: f64,
     /// FLOPs of attention.
     pub attention: f64,
@@ -28,7 +28,7 @@ pub struct Work {
 }
 
 impl Work {
-    /// Of products alone, or of none.
+    /// Work with GEMMs only, or with no FLOPs at all.
     pub fn of(bytes: f64, flops: f64) -> Self {
         Self { products: flops, attention: 0.0, bytes }
     }
@@ -74,14 +74,14 @@ pub fn forward(arch: &Arch, dtype: DType, sequences: &[(usize, usize)], rows: us
     }
 }
 
-/// Forward and backward of the same.
+/// The forward and backward of the same sequences.
 pub fn training(arch: &Arch, dtype: DType, sequences: &[(usize, usize)], rows: usize) -> Work {
     let once = forward(arch, dtype, sequences, rows);
     once + once + once
 }
 
-/// Sampling `new` tokens behind each of `batch` prompts: the prompts in one forward, then a forward a token but for the
-/// last.
+/// Sampling of `new` tokens after each of `batch` prompts: the prompts in one forward, then one forward for each token
+/// except the last.
 pub fn sampling(arch: &Arch, dtype: DType, batch: usize, prompt: usize, new: usize) -> Work {
     let mut cost = forward(arch, dtype, &vec![(0, prompt); batch], batch);
     for past in prompt..prompt + new - 1 {

@@ -19,16 +19,16 @@ use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::path::PathBuf;
 
-/// Random values, which larger tensors repeat.
+/// The number of random values; larger tensors repeat them.
 const NOISE: usize = 1 << 22;
 
-/// The names that `--part` takes.
+/// The values that `--part` accepts.
 const PARTS: [&str; 6] = ["attention", "streaming", "head", "decode", "train", "products"];
 
 pub fn run(args: &Args) -> error::Result<()> {
     if let Some(part) = args.part.iter().find(|part| !PARTS.contains(&part.as_str())) {
-        let hint = format!("parts: {}", PARTS.join(", "));
-        return Err(Error::usage(format!("bench cuda has no part {part}")).hint(hint));
+        let hint = format!("choose one of {}", PARTS.join(", "));
+        return Err(Error::usage(format!("bench cuda has no part `{part}`")).hint(hint));
     }
     let gpu = open()?;
     let create = |path: &PathBuf| File::create(path).map(RefCell::new).map_err(|e| Error::io("write", path, &e));
@@ -61,11 +61,11 @@ pub fn run(args: &Args) -> error::Result<()> {
 fn open() -> error::Result<&'static Gpu> {
     let none = |why: String| Error::usage(format!("bench cuda: {why}")).hint("run it on a machine with a GPU");
     let (_, seen) = devices::devices().map_err(|why| none(why.to_string()))?;
-    let index = gpus::mine(&World::start()?, &seen).ok_or_else(|| none("no GPU is seen".into()))?;
+    let index = gpus::mine(&World::start()?, &seen).ok_or_else(|| none("this process sees no GPU".into()))?;
     Ok(cuda::gpu::start(Gpu::open(index)?))
 }
 
-/// Products and copies of zeros would draw less power, and clocks follow power.
+/// Random values for all inputs. GEMMs and copies of zeros would use less power, and the clocks depend on power.
 fn noise(len: usize) -> [Memory; 3] {
     let mut state = 1u32;
     let values: Vec<f32> = (0..len)

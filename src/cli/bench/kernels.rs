@@ -1,4 +1,4 @@
-//! The operations one by one, on the shapes of a model; data in the caches where it fits.
+//! The operations one by one, on the shapes of a model, with data in the caches if it fits.
 
 use super::cost::Work;
 use super::measure::Meter;
@@ -76,7 +76,7 @@ fn packed_attention(meter: &mut Meter, name: &str, arch: &Arch) {
     });
 }
 
-/// What a rank of a ring computes, over all steps, of as many tokens as `packed_attention` has in one sequence.
+/// Attention of one rank of a ring, over all steps, for as many tokens as one sequence of `packed_attention`.
 fn shared_attention(meter: &mut Meter, name: &str, arch: &Arch, size: usize) {
     let (ends, shape) = ([0, BATCH * TOKENS], attention_shape(arch, None));
     let Steps { steps, .. } = Steps::new(Device::Cpu, &ends, &shape, 0, size);
@@ -143,7 +143,7 @@ fn head(meter: &mut Meter, name: &str, arch: &Arch) {
     });
 }
 
-/// What reads and writes without computing much, against the reading of memory; smaller than a cache it may be faster.
+/// Memory-bound operations, compared with reading memory; data smaller than a cache may be faster.
 fn streams(meter: &mut Meter, name: &str, arch: &Arch) {
     let (t, d, f) = (BATCH * TOKENS, arch.width, arch.mlp_width);
     let mut stream = |what: &str, floats: usize, work: &mut dyn FnMut()| {

@@ -1,5 +1,5 @@
-//! Log-probabilities over a large vocabulary: 4096 tokens, hidden 512, vocabulary 151936; seconds, and memory beyond the
-//! weights and the input.
+//! Log-probabilities over a large vocabulary: 4096 tokens, hidden size 512, vocabulary 151936. It measures seconds, and
+//! memory in addition to the weights and the input.
 
 use super::cost::Work;
 use super::measure::Meter;

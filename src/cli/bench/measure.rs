@@ -12,9 +12,9 @@ use crate::tensor::arena::Buffer;
 use serde_json::json;
 use std::time::Instant;
 
-/// Multiply-adds of one sample of the peak, in 16 vectors a thread: about a millisecond.
+/// Multiply-adds of one sample of the peak, in 16 vectors per thread: about a millisecond.
 const PEAK_ROUNDS: usize = 400_000;
-/// What is read to measure the memory: more than the caches hold.
+/// Bytes that are read to measure memory: more than the caches hold.
 const READ_BYTES: usize = 256 << 20;
 /// Shortest measured batch of calls, in seconds.
 const BATCH_S: f64 = 2e-3;
@@ -28,7 +28,7 @@ pub struct Meter {
     memory: Buffer,
 }
 
-/// The seconds of the repeats of one work, and the peaks between them.
+/// The seconds of the repeats of one workload, and the peaks between them.
 #[derive(Default)]
 pub struct Measured {
     seconds: Vec<f64>,
@@ -37,7 +37,7 @@ pub struct Measured {
     read_gbs: Vec<f64>,
 }
 
-/// The median of each part in milliseconds, over `parts` of repeats behind the one that warms up; with its name.
+/// The median of each part in milliseconds, with its name, over `parts` of the repeats after the warm-up.
 pub fn medians_ms<const N: usize>(names: [&'static str; N], parts: &[[f64; N]]) -> Vec<(&'static str, f64)> {
     let part = |i: usize| 1e3 * median(parts[1..].iter().map(|parts| parts[i]));
     names.into_iter().enumerate().map(|(i, name)| (name, part(i))).collect()
@@ -58,13 +58,13 @@ impl Meter {
         }
     }
 
-    /// Seconds: of the wall, or of this thread.
+    /// Returns the wall-clock seconds, or the CPU seconds of this thread.
     pub fn now(&self) -> f64 {
         let clock = if self.processor_time { libc::CLOCK_THREAD_CPUTIME_ID } else { libc::CLOCK_MONOTONIC };
         crate::sys::host::clock_s(clock)
     }
 
-    /// A work of many milliseconds: `repeats` calls after one that warms up.
+    /// Measures a workload of many milliseconds: `repeats` calls after one warm-up.
     pub fn long(&mut self, mut work: impl FnMut(&Self) -> Result<()>) -> Result<Measured> {
         self.hold_memory();
         work(self)?;
@@ -79,7 +79,7 @@ impl Meter {
         Ok(measured)
     }
 
-    /// Measures and shows a work of microseconds: batches of calls, each after a call that brings its data back into the caches.
+    /// Measures and shows a workload of microseconds in batches of calls. A call before each batch reloads the caches.
     pub fn short(&mut self, name: &str, tokens: Option<usize>, cost: Work, mut work: impl FnMut()) {
         self.hold_memory();
         work();
@@ -120,7 +120,7 @@ impl Meter {
         }
     }
 
-    /// A rate by the wall clock, turned into one by the timer in use.
+    /// Converts a rate by the wall clock into one by the timer in use.
     fn by_clock(&self, rate: impl Fn() -> f64) -> f64 {
         let (wall, own) = (Instant::now(), self.now());
         let rate = rate();

@@ -14,12 +14,12 @@ const SEED: u64 = 0;
 pub struct Source {
     pub name: String,
     pub arch: Arch,
-    /// None: random weights.
+    /// The model directory; random weights if none.
     dir: Option<PathBuf>,
 }
 
 impl Source {
-    /// The model in a role; a language model gets a new value head where one is asked for.
+    /// The model in a role; a language model gets a new value head if `head` requires one.
     pub fn role(&self, name: &'static str, head: Head, dtype: DType) -> Result<Role> {
         if let Some(dir) = &self.dir {
             return Role::load(Device::Cpu, name, dir, head, dtype, SEED, &Axes::one(), 1);
@@ -29,7 +29,7 @@ impl Source {
     }
 }
 
-/// A Llama of `layers` blocks: widths of hidden and MLP; heads over heads of keys and values.
+/// A Llama of `layers` blocks, with the widths of the hidden state and the MLP, and the query and key/value heads.
 pub fn llama(
     vocabulary: usize,
     [hidden, mlp]: [usize; 2],
@@ -45,7 +45,7 @@ pub fn llama(
     Arch::from_config(config.as_object().expect("an object was written")).expect("a built-in shape is a model")
 }
 
-/// The models that `--model` names.
+/// The models that `--model` selects.
 pub fn sources(given: Option<&Path>) -> Result<Vec<Source>> {
     let tiny = llama(2048, [256, 688], 4, [8, 4], 1024);
     let small = llama(8192, [512, 1408], 8, [8, 4], 1024);
@@ -58,7 +58,7 @@ pub fn sources(given: Option<&Path>) -> Result<Vec<Source>> {
     Ok(vec![Source { name, arch: Arch::load(dir)?, dir: Some(dir.to_path_buf()) }])
 }
 
-/// `n` random tokens of row `row`, none of the first three (special ones).
+/// `n` random tokens of row `row`, without the first three (special ones).
 pub fn tokens(n: usize, row: usize, vocabulary: usize) -> Vec<u32> {
     let rng = Rng::new(SEED, Purpose::Synthetic);
     let first = 3.min(vocabulary - 1);

@@ -1,5 +1,5 @@
 //! One PPO step in this process: 32 prompts of 32 tokens, 64 new tokens each; actor, critic and reference; one epoch of
-//! one minibatch. The reward is the share of even tokens: a rule costs nothing.
+//! one minibatch. The reward is the share of even tokens, a rule without cost.
 
 use super::cost::{self, Work};
 use super::measure::{Meter, medians_ms};
@@ -71,7 +71,7 @@ impl Step {
         Ok(Self { config, actor, critic, reference, rollout, state, number: 0 })
     }
 
-    /// The whole step; the seconds of its phases, and the gap between the log-probabilities of rollout and trainer.
+    /// Runs the whole step. Returns the seconds of its phases, and the log-probability gap of rollout and trainer.
     fn run(&mut self, meter: &Meter) -> Result<([f64; PHASES.len()], f64)> {
         self.number += 1;
         let tokens_max = self.config.ppo.microbatch_tokens_max;

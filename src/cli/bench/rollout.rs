@@ -1,4 +1,4 @@
-//! Sampling: 16 prompts of 64 tokens, 128 new tokens each, none ends before.
+//! Sampling: 16 prompts of 64 tokens, 128 new tokens each, without early ends.
 
 use super::cost;
 use super::measure::Meter;
@@ -25,7 +25,7 @@ pub struct RolloutBench {
 }
 
 impl RolloutBench {
-    /// `batch` random prompts of `prompt` tokens, `new` tokens behind each.
+    /// `batch` random prompts of `prompt` tokens, with `new` tokens after each.
     pub fn new(role: &Role, batch: usize, prompt: usize, new: usize, temperature: f32) -> Self {
         let vocabulary = role.arch().vocabulary;
         let prompts = (0..batch)

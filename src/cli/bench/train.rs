@@ -16,7 +16,7 @@ use std::ops::Range;
 const BATCH: usize = 8;
 const TOKENS: usize = 256;
 
-/// A role that learns alone.
+/// A role that is trained alone.
 pub fn learner(role: Role, lr: f64) -> Result<Learner> {
     let (optim, gradient) = (OptimConfig::with_lr(lr), GradientConfig::default());
     Learner::new(role.weights.device(), role, &optim, &gradient, 1_000_000, &Axes::one(), 1)?.with_masters()
@@ -25,7 +25,7 @@ pub fn learner(role: Role, lr: f64) -> Result<Learner> {
 /// Parts of an update: forward, head (and loss), backward, update (clip and AdamW).
 const PARTS: [&str; 4] = ["forward_ms", "head_ms", "backward_ms", "update_ms"];
 
-/// One update by the mean cross-entropy of the row's targets, on the learner's device; calls `done` behind each part.
+/// One update by the mean cross-entropy of the row's targets, on the learner's device; calls `done` after each part.
 pub fn update(learner: &mut Learner, row: &PackedRow, mut done: impl FnMut()) -> Result<()> {
     learner.sum.begin_chunk();
     learner.sum.begin_microbatch(true);

@@ -10,17 +10,19 @@ use crate::rollout::{Beams, EarlyStopping};
 use argh::FromArgs;
 use std::path::PathBuf;
 
-/// Generate responses: a JSON line per prompt in, a JSON line per response out, in the same order.
+/// Generate responses: one JSON line per prompt in, one JSON line per response out, in the same order.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "generate")]
 #[argh(
-    note = "A row has prompt (text, encoded with the tokenizer's own special tokens), messages (a list, through the chat
-template, to which the row's tools go too) or tokens. A result is the row with prompt_tokens, the new tokens, their text, their
-log-probabilities, and finish: stop, length or stop_string; of a beam search its score, too. logprobs and reward take such lines
-as they are. A row may have options of its own, in an object sampling: temperature, top_k, top_p, min_p, repetition_penalty,
-max_new_tokens, samples, seed, stop, ignore_eos, logit_bias, bad_words. With a seed of its own it does not matter where it stands.
-Results are written as soon as those before are. All rows of a file are checked first, those of standard input are answered as
-they come."
+    note = "A row has one of: prompt (a string, encoded with the tokenizer's own special tokens), messages (a list, encoded
+with the chat template, which also gets the row's tools), or tokens.
+A result is the row with prompt_tokens, the new tokens, their text, their log-probabilities, and finish: stop, length or
+stop_string. A beam search adds its score. The verbs logprobs and reward accept these lines as input.
+A row may set options of its own in an object sampling: temperature, top_k, top_p, min_p, repetition_penalty,
+max_new_tokens, samples, seed, stop, ignore_eos, logit_bias, bad_words. With a seed of its own, a row's result does not
+depend on its position.
+Results are written in the order of the rows, as soon as possible. All rows of a file are checked first. Rows of standard
+input are processed as they arrive."
 )]
 pub struct Args {
     /// a Hugging Face model directory
@@ -31,97 +33,97 @@ pub struct Args {
     #[argh(option)]
     pub input: Option<PathBuf>,
 
-    /// instead of rows: one prompt, whose response is written as text while it is drawn
+    /// one prompt instead of rows; its response is streamed as plain text
     #[argh(option)]
     pub prompt: Option<String>,
 
-    /// what the chat template is told beside messages, e.g. '{"enable_thinking": false}'
+    /// extra variables for the chat template, e.g. '{"enable_thinking": false}'
     #[argh(option, default = "Row::new()", from_str_fn(rows::object))]
     pub chat_template_args: Row,
 
-    /// most new tokens of a response (default: 128)
+    /// the maximum number of new tokens per response (default: 128)
     #[argh(option, default = "128")]
     pub max_new_tokens: usize,
 
-    /// divides the logits; 0 is greedy (default: 1)
+    /// sampling temperature; 0 is greedy (default: 1)
     #[argh(option, default = "1.0")]
     pub temperature: f32,
 
-    /// draw among the k most likely tokens (default: 0, off)
+    /// sample from the k most likely tokens (default: 0, off)
     #[argh(option, default = "0")]
     pub top_k: usize,
 
-    /// draw among the most likely tokens whose mass reaches p (default: 1, off)
+    /// sample from the most likely tokens whose total probability reaches p (default: 1, off)
     #[argh(option, default = "1.0")]
     pub top_p: f32,
 
-    /// draw among tokens of at least this share of the largest probability (default: 0, off)
+    /// sample from tokens with at least this share of the largest probability (default: 0, off)
     #[argh(option, default = "0.0")]
     pub min_p: f32,
 
-    /// lower the logits of tokens that occurred (default: 1, off)
+    /// penalty that lowers the logits of tokens that already occurred (default: 1, off)
     #[argh(option, default = "1.0")]
     pub repetition_penalty: f32,
 
-    /// add to the logits of tokens, by id or by a text of one token, before anything else, e.g. '{"42": -5, "yes": 1.5}'
+    /// values added to logits before anything else, by token id or one-token text, e.g. '{"42": -5, "yes": 1.5}'
     #[argh(option, default = "Row::new()", from_str_fn(rows::object))]
     pub logit_bias: Row,
 
-    /// text whose tokens must not occur one behind the other, may be repeated; with and without a space before it are two texts
+    /// text whose tokens must not occur in sequence; with and without a leading space are two texts; may be repeated
     #[argh(option)]
     pub bad_word: Vec<String>,
 
-    /// responses per row (default: 1)
+    /// number of responses per row (default: 1)
     #[argh(option, default = "1")]
     pub samples: usize,
 
-    /// search with this many beams instead of drawing: --samples K are the best K, each with its score (default: 1, off)
+    /// beam search with this many beams, no sampling; --samples K returns the best K with scores (default: 1, off)
     #[argh(option, default = "1")]
     pub beams: usize,
 
-    /// when a search ends that has as many responses as beams: at once (true), when going on does not seem worth it (false), or when
-    /// no better one is possible (never) (default: false)
+    /// when a beam search with as many responses as beams ends: at once (true), when a better one is unlikely (false),
+    /// or when none is possible (never) (default: false)
     #[argh(option)]
     pub early_stopping: Option<EarlyStopping>,
 
-    /// a search's score is the sum of log-probabilities over the number of tokens to the power of this (default: 1)
+    /// exponent p of a beam search's score: sum of log-probabilities / tokens^p (default: 1)
     #[argh(option)]
     pub length_penalty: Option<f64>,
 
-    /// seed of the draws (default: 0)
+    /// sampling seed (default: 0)
     #[argh(option, default = "0")]
     pub seed: u64,
 
-    /// text that ends a response and is cut from its text, may be repeated
+    /// text that ends a response and is removed from it; may be repeated
     #[argh(option)]
     pub stop: Vec<String>,
 
-    /// add top_logprobs, for each new token a list of the so many likeliest ones in its place, [id, log-probability] (default: 0, off)
+    /// add top_logprobs: at each new token the N most likely tokens as [id, log-probability] (default: 0, off)
     #[argh(option, default = "0")]
     pub top_logprobs: usize,
 
-    /// go on after end tokens
+    /// do not stop at end tokens
     #[argh(switch)]
     pub ignore_eos: bool,
 
-    /// cpu, gpu or auto: a GPU where there is one that suits the model and computes what the CPU does (default: auto)
+    /// cpu, gpu or auto: a GPU if there is one; it must support the model and pass the self-test (default: auto)
     #[argh(option, default = "DeviceName::Auto")]
     pub device: DeviceName,
 
-    /// f32, bf16 or auto: what the weights are held in; auto is bf16 on a GPU and f32 on a CPU (default: auto)
+    /// dtype of the weights: f32, bf16 or auto; auto is bf16 on a GPU and f32 on a CPU (default: auto)
     #[argh(option, default = "DTypeName::Auto")]
     pub dtype: DTypeName,
 
-    /// do not compare a GPU with the CPU before, which takes about a second
+    /// skip the self-test of a GPU against the CPU, which takes about a second
     #[argh(switch)]
     pub no_check: bool,
 }
 
-/// What a batch holds, whatever is searched.
+/// The batch size, for sampling and for beam search.
 const BEAMS_MAX: usize = 256;
 
 impl Args {
-    /// The sampling that the options ask for.
+    /// The sampling configuration that the options set.
     pub fn config(&self) -> Result<RolloutConfig> {
         let config = RolloutConfig {
             samples_per_prompt: self.samples,
@@ -142,7 +144,7 @@ impl Args {
         self.input.as_ref().map_or(String::new(), |input| input.display().to_string())
     }
 
-    /// Refuses what has no meaning in a beam search, where there is one, or without.
+    /// Rejects options that have no meaning in a beam search, or without one.
     pub fn check(&self, config: &RolloutConfig) -> Result<()> {
         let RolloutConfig { samples_per_prompt: samples, temperature, top_k, top_p, min_p, .. } = *config;
         let (count, searches) = (self.beams, self.beams > 1);
@@ -156,28 +158,29 @@ impl Args {
             ("--length-penalty", !searches && self.length_penalty.is_some()),
         ];
         if let Some((option, _)) = given.iter().find(|(_, given)| *given) {
-            let why = if searches { "is of draws, --beams searches" } else { "is of a search by --beams of 2 or more" };
+            let why =
+                if searches { "does not apply to a beam search" } else { "needs a beam search (--beams 2 or more)" };
             return Err(Error::usage(format!("{option} {why}")).hint(format!("leave out {option}, or change --beams")));
         }
         let fits = !searches || samples <= count;
-        Error::need(fits, format!("--samples is {samples}, of --beams {count} there are at most as many"))
+        Error::need(fits, format!("--samples must be at most --beams = {count} (got {samples})"))
     }
 
-    /// The beam search that is asked for.
+    /// The beam search that the options set.
     pub fn search(&self) -> Result<Option<Beams>> {
         let Self { beams: count, early_stopping, length_penalty, .. } = *self;
         limits::check_option("--beams", count, 1, BEAMS_MAX)?;
         let length_penalty = length_penalty.unwrap_or(1.0);
         Error::need(
             length_penalty.is_finite(),
-            format!("--length-penalty is {length_penalty}, needed a finite number"),
+            format!("--length-penalty must be a finite number (got {length_penalty})"),
         )?;
         let search = Beams { count, early_stopping: early_stopping.unwrap_or_default(), length_penalty };
         Ok((count > 1).then_some(search))
     }
 }
 
-/// Refuses sampling that has no meaning; errors name options instead of a job's keys.
+/// Rejects invalid sampling configurations; errors name options instead of a job's keys.
 pub fn checked(config: RolloutConfig) -> Result<RolloutConfig> {
     config.check().map_err(|mut error| {
         for (key, option) in [("samples_per_prompt", "samples"), ("response_tokens_max", "max-new-tokens")] {

@@ -1,4 +1,4 @@
-//! What is asked of the model for a row: its prompt, and the options of the command line or its own.
+//! The requests for a row: its prompt, with the options of the command line or its own.
 
 use super::args::Args;
 use crate::cli::rows::{self, Row};
@@ -14,10 +14,10 @@ use crate::text::{Tokenizer, kind_of};
 use serde_json::{Map, Value};
 use std::sync::Arc;
 
-/// Fields of a result, which replace those of the row that have their names.
+/// Fields of a result; they replace fields of the row with the same names.
 const FIELDS: [&str; 5] = ["prompt_tokens", "tokens", "text", "logprobs", "finish"];
 
-/// Keys of a row's `sampling`, and the keys of a job's `rollout` that they are.
+/// Keys of a row's `sampling`, and the corresponding keys of a job's `rollout`.
 const KEYS: [(&str, &str); 9] = [
     ("temperature", "temperature"),
     ("top_k", "top_k"),
@@ -30,24 +30,24 @@ const KEYS: [(&str, &str); 9] = [
     ("ignore_eos", "ignore_eos"),
 ];
 
-/// Its other keys.
+/// The other keys of `sampling`.
 const OTHERS: [&str; 3] = ["seed", "logit_bias", "bad_words"];
 
-/// What a response counts at most: few become as long as they may.
+/// The most tokens that a response counts: few responses reach their maximum.
 const RESPONSE_TOKENS: usize = 4096;
 
-/// What a row counts at least: its fields are kept until it is answered.
+/// The least tokens that a row counts: its fields are kept in memory until its result is written.
 const ROW_TOKENS: usize = 256;
 
-/// A row, without what its results replace, and what is asked for it.
+/// A row, without the fields that its results replace, and its requests.
 pub struct Asked {
     pub row: Row,
     pub requests: Vec<Request>,
-    /// Tokens of prompt and responses, as far as they count for work and memory.
+    /// Tokens of prompt and responses, as an estimate of work and memory.
     pub size: usize,
 }
 
-/// How a row is answered.
+/// The sampling settings of a row.
 #[derive(Clone)]
 struct Settings {
     config: RolloutConfig,
@@ -56,12 +56,12 @@ struct Settings {
     rng: Option<Rng>,
 }
 
-/// Makes requests of rows.
+/// Turns rows into requests.
 pub struct Asker<'a> {
     args: &'a Args,
     arch: Arch,
     pub tokenizer: Option<Tokenizer>,
-    /// Of rows that do not say otherwise.
+    /// The settings of rows without settings of their own.
     settings: Settings,
 }
 
@@ -73,14 +73,14 @@ impl<'a> Asker<'a> {
         Ok(Self { args, arch, tokenizer, settings: Settings { config: config.clone(), stop, edits, rng: None } })
     }
 
-    /// What is asked for row `id`. The ids, which key the random numbers, count rows from 0.
+    /// The requests for row `id`. The ids count rows from 0; they are keys of the random numbers.
     pub fn row(&self, id: u64, row: &Row) -> Result<Asked> {
         let tokens = prompt_tokens(row, self.tokenizer.as_ref(), &self.args.chat_template_args)?;
         rows::check(&tokens, &self.arch)?;
         let context = self.arch.context;
         if tokens.len() == context {
             return Err(Error::data(format!("the prompt fills the model's context of {context} tokens"))
-                .hint("shorten it: at least one new token needs room"));
+                .hint("shorten it by at least 1 token, so that a new token fits"));
         }
         let Settings { config, stop, edits, rng } = self.settings(row)?;
         let prompt = Prompt { id, tokens, source: self.args.input_name(), ..Prompt::default() };
@@ -103,14 +103,14 @@ impl<'a> Asker<'a> {
         Ok(Asked { row, requests, size })
     }
 
-    /// Those of the command line, with what the row's `sampling` says instead.
+    /// The settings of the command line, with the changes in the row's `sampling`.
     fn settings(&self, row: &Row) -> Result<Settings> {
         let mut settings = self.settings.clone();
         let own = match row.get("sampling") {
             None | Some(Value::Null) => return Ok(settings),
             Some(Value::Object(own)) => own,
             Some(other) => {
-                return Err(Error::data(format!("field \"sampling\" is {}, needed an object", kind_of(other))));
+                return Err(Error::data(format!("field \"sampling\" must be an object (got {})", kind_of(other))));
             }
         };
         let (mut table, mut changed) = (as_table(&settings.config), Edits::clone(&settings.edits));
@@ -118,7 +118,7 @@ impl<'a> Asker<'a> {
             let wrong = |error: Error| Error::data(format!("sampling.{name}: {}", error.message));
             match name.as_str() {
                 "seed" => {
-                    let seed = value.as_u64().ok_or_else(|| wrong(of_type(value, "a whole number from 0 up")))?;
+                    let seed = value.as_u64().ok_or_else(|| wrong(of_type(value, "an integer of at least 0")))?;
                     settings.rng = Some(Rng::new(seed, Purpose::Sample));
                 }
                 "logit_bias" => {
@@ -127,7 +127,7 @@ impl<'a> Asker<'a> {
                 }
                 "bad_words" => {
                     let words = serde_json::from_value(value.clone());
-                    let words: Vec<String> = words.map_err(|_| wrong(of_type(value, "a list of texts")))?;
+                    let words: Vec<String> = words.map_err(|_| wrong(of_type(value, "a list of strings")))?;
                     changed.bad_words = bad_words(&words, self.tokenizer.as_ref()).map_err(wrong)?;
                 }
                 _ => {
@@ -151,19 +151,19 @@ fn as_table(config: &RolloutConfig) -> Map<String, Value> {
 }
 
 fn of_type(value: &Value, needed: &str) -> Error {
-    Error::data(format!("{}, needed {needed}", kind_of(value)))
+    Error::data(format!("must be {needed} (got {})", kind_of(value)))
 }
 
 fn unknown(name: &str) -> Error {
     let known: Vec<&str> = KEYS.iter().map(|(key, _)| *key).chain(OTHERS).collect();
     let hint = match nearest(name, &known) {
         Some(near) => format!("did you mean `{near}`?"),
-        None => format!("keys of sampling: {}", known.join(", ")),
+        None => format!("use one of {}", known.join(", ")),
     };
     Error::data(format!("sampling has no key `{name}`")).hint(hint)
 }
 
-/// An error on settings, on those of a row.
+/// Turns an error about the settings of a job into one about those of a row.
 fn of_row(mut error: Error) -> Error {
     error.kind = Kind::Data;
     for (name, key) in KEYS {
@@ -174,7 +174,7 @@ fn of_row(mut error: Error) -> Error {
     error
 }
 
-/// What the options do to logits.
+/// The changes that the options make to logits.
 pub fn edits(args: &Args, tokenizer: Option<&Tokenizer>, vocabulary: usize) -> Result<Edits> {
     let of = |option: &str, error: Error| Error::usage(format!("{option}: {}", error.message));
     Ok(Edits {
@@ -183,24 +183,25 @@ pub fn edits(args: &Args, tokenizer: Option<&Tokenizer>, vocabulary: usize) -> R
     })
 }
 
-/// {"token": number}, where a token is its id or a text that is one token.
+/// Reads {"token": number}; a token is its id, or a text that is one token.
 fn bias(of: &Row, tokenizer: Option<&Tokenizer>, vocabulary: usize) -> Result<Vec<(u32, f32)>> {
     let mut biases: Vec<(u32, f32)> = Vec::with_capacity(of.len());
     for (name, value) in of {
         let token = match name.parse::<u32>() {
             Ok(id) => id,
-            Err(_) => match rows::needed(tokenizer, "texts")?.encode(name, false)?[..] {
+            Err(_) => match rows::needed(tokenizer, "a text")?.encode(name, false)?[..] {
                 [id] => id,
-                ref ids => return Err(Error::data(format!("{name:?} is {} tokens, {ids:?}, needed one", ids.len()))),
+                ref ids => return Err(Error::data(format!("{name:?} must be 1 token (got {}: {ids:?})", ids.len()))),
             },
         };
         let number = value.as_f64().map(|number| number as f32).filter(|number| number.is_finite());
-        let number = number.ok_or_else(|| Error::data(format!("{value} for {name:?}, needed a finite number")))?;
+        let number = number
+            .ok_or_else(|| Error::data(format!("the value for {name:?} must be a finite number (got {value})")))?;
         if token as usize >= vocabulary {
             return Err(Error::data(format!("token {token} is outside the vocabulary of {vocabulary}")));
         }
         if biases.iter().any(|(known, _)| *known == token) {
-            return Err(Error::data(format!("token {token} has two numbers")));
+            return Err(Error::data(format!("token {token} has two values")));
         }
         biases.push((token, number));
     }
@@ -210,7 +211,7 @@ fn bias(of: &Row, tokenizer: Option<&Tokenizer>, vocabulary: usize) -> Result<Ve
 
 fn bad_words(texts: &[String], tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<u32>>> {
     let word = |text: &String| {
-        let tokens = rows::needed(tokenizer, "texts")?.encode(text, false)?;
+        let tokens = rows::needed(tokenizer, "a text")?.encode(text, false)?;
         if tokens.is_empty() { Err(Error::data(format!("{text:?} has no tokens"))) } else { Ok(tokens) }
     };
     texts.iter().map(word).collect()
@@ -219,8 +220,8 @@ fn bad_words(texts: &[String], tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<
 fn prompt_tokens(row: &Row, tokenizer: Option<&Tokenizer>, args: &Row) -> Result<Vec<u32>> {
     let given: Vec<&str> = ["prompt", "messages", "tokens"].into_iter().filter(|key| row.contains_key(*key)).collect();
     let &[key] = &given[..] else {
-        let what = if given.is_empty() { "none of prompt, messages, tokens".into() } else { given.join(" and ") };
-        return Err(Error::data(format!("the row has {what}, needed is one of prompt, messages, tokens")));
+        let what = if given.is_empty() { "none".into() } else { given.join(" and ") };
+        return Err(Error::data(format!("a row must have exactly one of prompt, messages and tokens (got {what})")));
     };
     if key == "tokens" {
         return rows::tokens(row, key);
@@ -231,8 +232,8 @@ fn prompt_tokens(row: &Row, tokenizer: Option<&Tokenizer>, args: &Row) -> Result
         return if text.is_empty() { Err(Error::data("the prompt is empty")) } else { tokenizer.encode(text, true) };
     }
     match &row[key] {
-        Value::Array(messages) if messages.is_empty() => Err(Error::data("messages are empty")),
+        Value::Array(messages) if messages.is_empty() => Err(Error::data("messages is empty")),
         Value::Array(_) => tokenizer.encode_chat(&row[key], &template_variables(row, args)?, true),
-        _ => Err(Error::data("messages is no list of messages")),
+        _ => Err(Error::data("messages must be a list of messages")),
     }
 }

@@ -1,4 +1,4 @@
-//! Times of the phases and scores of the samples over steps: pictures of columns.
+//! Column charts over steps: the times of the phases, and the scores of the samples.
 
 use super::numbers::{short, spread};
 use super::plot::{FRAME, range};
@@ -8,16 +8,16 @@ use crate::error::Result;
 use crate::metrics::recorded::RecordedStep;
 use crate::metrics::{Line, Phase, keys, number, percent};
 
-/// Columns of a picture; a longer run has several steps in one.
+/// The maximum number of columns in a chart; in a longer run a column covers several steps.
 const COLUMNS_MAX: usize = 60;
 
-/// Seconds of each phase, and of what is in none, in steps that share a column.
+/// Seconds of each phase, and of the remaining time, in the steps of one column.
 struct Column {
     steps: (u64, u64),
     seconds: Vec<f64>,
 }
 
-/// The names of the phases, and of what is in none.
+/// The names of the phases, and of the remaining time.
 fn phase_names() -> impl Iterator<Item = &'static str> {
     Phase::ALL.into_iter().map(Phase::name).chain(["other"])
 }
@@ -37,7 +37,7 @@ fn mean<'a>(rows: impl ExactSizeIterator<Item = &'a Vec<f64>>) -> Vec<f64> {
     sum
 }
 
-/// Where the time of a run's steps went: a stacked column of steps, and a table; none of a run without times.
+/// The time of a run's steps by phase, as stacked columns and a table; none for a run without times.
 pub fn phases(source: &Source, title: &str) -> Option<String> {
     let timed: Vec<(u64, Vec<f64>)> =
         source.lines.iter().filter_map(|line| Some((line.step, seconds(line)?))).collect();
@@ -84,7 +84,7 @@ fn table(seconds: &[f64]) -> String {
     out + "</table>"
 }
 
-/// Scores of all samples of the recorded steps: how many of a step lie in which range.
+/// A histogram of the scores of all samples, for each recorded step.
 pub fn histogram(title: &str, between: (f64, f64), steps: &[(u64, Vec<f32>)]) -> Option<String> {
     let (first, last) = (steps.first()?.0, steps.last()?.0);
     let (xs, width) = axis(first, last, steps.len());
@@ -114,14 +114,14 @@ pub fn histogram(title: &str, between: (f64, f64), steps: &[(u64, Vec<f32>)]) ->
             rect(&mut out, &class, (FRAME.left + i as f64 * width, top), (width, bottom - top), &words);
         }
     }
-    put!(out, "</svg><p class=\"note\">{} recorded steps; the darker, the more samples.</p></figure>", steps.len());
+    put!(out, "</svg><p class=\"note\">{} recorded steps. Darker means more samples.</p></figure>", steps.len());
     Some(out)
 }
 
-/// Ranges of scores.
+/// The number of score ranges.
 const BINS: u32 = 20;
 
-/// The scores of some recorded steps, the first and the last among them.
+/// The scores of some recorded steps, including the first and the last.
 pub fn scores(source: &Source) -> Result<Vec<(u64, Vec<f32>)>> {
     let chosen = spread(source.recorded.len(), COLUMNS_MAX).into_iter().map(|i| source.recorded[i]);
     chosen.map(|step| Ok((step, RecordedStep::open(&source.dir, step)?.scores()?))).collect()

@@ -1,4 +1,4 @@
-//! The numbers of a run that one wants first, and what became of its rows.
+//! The most important numbers of a run, and the use of its data rows.
 
 use super::numbers::{short, unit_of};
 use super::source::{Source, is_result, keys_of, title_of};
@@ -8,7 +8,7 @@ use crate::error::format_bytes;
 use crate::metrics::keys::{self, Unit};
 use crate::metrics::{count, duration, grouped, number, percent};
 
-/// The numbers of a run that one wants first.
+/// The most important numbers of a run.
 pub fn about(source: &Source, is_named: bool) -> String {
     let setting = |key: &str| source.config.get(key).map_or("", String::as_str);
     let mut out = String::from("<div class=\"about-run\">");
@@ -66,14 +66,14 @@ fn facts(source: &Source) -> Vec<(String, String)> {
     let seconds = total(keys::TIME_STEP_S) + total(keys::EVAL_TIME_S);
     put("time in steps and evaluations", (seconds > 0.0).then(|| duration(seconds)));
     let tokens = total(keys::TOKENS);
-    put("tokens learned from", (tokens > 0.0).then(|| count(tokens)));
+    put("training tokens", (tokens > 0.0).then(|| count(tokens)));
     put("tokens/s, median", median(values(keys::TOKENS_PER_S)).map(count));
     put("share of peak FLOP/s, median", median(values(keys::MFU)).map(percent));
     let largest = |key: &str| values(key).into_iter().reduce(f64::max);
     let start = largest(keys::MEMORY_START_BYTES).unwrap_or(0.0);
     let peak = largest(keys::MEMORY_PEAK_BYTES).map(|peak| format_bytes((peak - start).max(0.0) as u64));
     let planned = largest(keys::MEMORY_PLANNED_BYTES).map(|planned| format_bytes(planned as u64));
-    let label = planned.map_or("memory per rank".to_string(), |planned| format!("memory per rank, {planned} planned"));
+    let label = planned.map_or("memory per rank".to_string(), |planned| format!("memory per rank ({planned} planned)"));
     put(&label, peak);
     facts
 }
@@ -83,13 +83,12 @@ fn median(mut values: Vec<f64>) -> Option<f64> {
     values.get(values.len() / 2).copied()
 }
 
-/// What became of the rows of the data.
+/// The use of the data rows.
 pub fn rows(ledger: &Ledger) -> String {
     let mut rows =
-        vec![("trained".to_string(), ledger.trained), ("trained after a cut".to_string(), ledger.truncated.rows)];
+        vec![("trained".to_string(), ledger.trained), ("trained, truncated".to_string(), ledger.truncated.rows)];
     rows.extend(ledger.filtered.iter().map(|(rule, rows)| (format!("filtered: {rule}"), *rows)));
-    let others =
-        [("held out: evaluates, never trains", ledger.held_out), ("deferred: not handed out yet", ledger.deferred)];
+    let others = [("held out for evaluation", ledger.held_out), ("deferred: not used yet", ledger.deferred)];
     rows.extend(others.map(|(name, rows)| (name.to_string(), rows)));
     let mut out = String::from("<table class=\"rows\"><tr><th>rows</th><th></th><th></th></tr>");
     let whole = ledger.rows.max(1) as f64;
@@ -104,16 +103,19 @@ pub fn rows(ledger: &Ledger) -> String {
     put!(out, "<tr><td>all</td><td>{}</td><td></td></tr></table>", grouped(ledger.rows));
     put!(
         out,
-        "<p class=\"note\">{} prompts or demonstrations were handed out, with the repeats of later epochs.</p>",
+        "<p class=\"note\">{} prompts or demonstrations were used, including repeats in later epochs.</p>",
         grouped(ledger.handed_out)
     );
     if ledger.samples_dropped > 0 {
         let dropped = grouped(ledger.samples_dropped);
-        put!(out, "<p class=\"note\">{dropped} samples were dropped, as a reward failed on them or beside them.</p>");
+        put!(
+            out,
+            "<p class=\"note\">{dropped} samples were dropped, because a reward failed on them or on another sample of their prompt.</p>"
+        );
     }
     if ledger.groups_dropped > 0 {
         let dropped = grouped(ledger.groups_dropped);
-        put!(out, "<p class=\"note\">The samples of {dropped} prompts were dropped by rollout.dynamic_sampling.</p>");
+        put!(out, "<p class=\"note\">rollout.dynamic_sampling dropped the samples of {dropped} prompts.</p>");
     }
     out
 }

@@ -3,7 +3,7 @@
 use crate::metrics::count;
 use crate::metrics::keys::{self, Unit};
 
-/// Of a key of the table its unit, of another the one that its name ends in.
+/// The unit of a key of the table; for other keys, the unit that the end of the name suggests.
 pub fn unit_of(key: &str) -> Unit {
     let ends = |ending: &str| key.ends_with(ending);
     match keys::find(key) {
@@ -16,7 +16,7 @@ pub fn unit_of(key: &str) -> Unit {
     }
 }
 
-/// How numbers of `unit` are shown of which the largest is `most`: times a factor, in a unit.
+/// The factor and the unit in which numbers of `unit` are shown, the largest of which is `most`.
 pub fn scale(unit: Unit, most: f64) -> (f64, &'static str) {
     match unit {
         Unit::Ratio => (100.0, "%"),
@@ -65,7 +65,7 @@ pub fn short(x: f64, digits: usize) -> String {
     text.strip_prefix("0.").map_or_else(|| text.replacen("-0.", "-.", 1), |rest| format!(".{rest}"))
 }
 
-/// At most `most` of `points`, of which the least and the greatest of each stretch stay, so that no peak is lost.
+/// At most `most` of `points`. The least and the greatest of each stretch stay, so no peak is lost.
 pub fn thin(points: &[(f64, f64)], most: usize) -> Vec<(f64, f64)> {
     if points.len() <= most.max(2) {
         return points.to_vec();
@@ -83,7 +83,7 @@ pub fn thin(points: &[(f64, f64)], most: usize) -> Vec<(f64, f64)> {
     both.collect()
 }
 
-/// `most` of `n` places, the first and the last among them.
+/// `most` of `n` indices, including the first and the last.
 pub fn spread(n: usize, most: usize) -> Vec<usize> {
     if n <= most {
         return (0..n).collect();

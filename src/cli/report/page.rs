@@ -12,7 +12,7 @@ use crate::metrics::{eval_table, keys};
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Points of a curve, and of all curves of a page.
+/// The maximum number of points of a curve, and of all curves of a page.
 const CURVE_POINTS: usize = 2000;
 const PAGE_POINTS: usize = 120_000;
 
@@ -22,14 +22,14 @@ const LEARNING: &[(&str, &[&str])] = &[
     ("Margin", &[keys::MARGIN_MEAN]),
     ("Reward of chosen and rejected", &[keys::CHOSEN_REWARD_MEAN, keys::REJECTED_REWARD_MEAN]),
     ("Reward of desirable and undesirable", &[keys::DESIRABLE_REWARD_MEAN, keys::UNDESIRABLE_REWARD_MEAN]),
-    ("KL to reference or teachers", &[keys::KL_MEAN]),
-    ("Entropy, per token", &[keys::ENTROPY]),
+    ("KL to the reference or the teachers", &[keys::KL_MEAN]),
+    ("Entropy per token", &[keys::ENTROPY]),
     ("Response length", &[keys::RESPONSE_TOKENS_MEAN]),
     ("Truncated and clipped", &[keys::RESPONSE_TRUNCATED_RATIO, keys::CLIP_RATIO, keys::VALUE_CLIP_RATIO]),
 ];
 const UPDATES: &[(&str, &[&str])] = &[
     ("Loss", &[keys::LOSS]),
-    ("Cross-entropy of the rows", &[keys::CE_MEAN]),
+    ("Cross-entropy of data rows", &[keys::CE_MEAN]),
     ("Policy loss", &[keys::POLICY_LOSS]),
     ("Value loss", &[keys::VALUE_LOSS]),
     ("KL loss", &[keys::KL_LOSS]),
@@ -42,14 +42,14 @@ const UPDATES: &[(&str, &[&str])] = &[
 ];
 const SPEED: &[(&str, &[&str])] = &[
     ("Throughput", &[keys::TOKENS_PER_S]),
-    ("Throughput of the rollout", &[keys::ROLLOUT_TOKENS_PER_S]),
-    ("Model FLOP/s of the machine's peak", &[keys::MFU]),
+    ("Rollout throughput", &[keys::ROLLOUT_TOKENS_PER_S]),
+    ("Model FLOP/s utilization", &[keys::MFU]),
 ];
 
-/// Keys that say again what another does.
+/// Keys that repeat the value of another key.
 const AGAIN: &[(&str, &str)] = &[(keys::GRAD_NORM, keys::GRAD_NORM_ACTOR), (keys::LR, keys::LR_ACTOR)];
 
-/// The page as it is built: each key that has a plot is taken out of the rest.
+/// The page under construction. A key that has a plot is removed from `rest`.
 struct Page<'a> {
     sources: &'a [Source],
     marks: Vec<Mark>,
@@ -92,21 +92,21 @@ pub fn of(sources: &mut [Source]) -> String {
     page.whole()
 }
 
-/// From the first step of some runs to the last; two at least.
+/// The first and the last step of some runs, at least two steps.
 fn steps_of<'a>(sources: impl Iterator<Item = &'a Source>) -> (f64, f64) {
     let steps = sources.flat_map(|source| &source.lines).map(|line| line.step as f64);
     let (first, last) = steps.fold((f64::INFINITY, 0.0f64), |(first, last), step| (first.min(step), last.max(step)));
     (first.min(last - 1.0), last)
 }
 
-/// Whether every run that has `key` has another that says the same.
+/// Whether every run with `key` has another key with the same value.
 fn is_again(sources: &[Source], key: &str) -> bool {
     let is_so = |other: &str| sources.iter().all(|source| !source.has(key) || source.has(other));
     AGAIN.iter().any(|(again, other)| *again == key && is_so(other))
 }
 
 impl Page<'_> {
-    /// A plot of one or more keys over all runs; none where no run has a number of them.
+    /// A plot of one or more keys over all runs; none if no run has a value for them.
     fn plot(&mut self, title: &str, of: &[&str], is_small: bool) -> Option<String> {
         let mut curves = Vec::new();
         for (dash, key) in of.iter().enumerate() {
@@ -130,12 +130,12 @@ impl Page<'_> {
         if self.sources.len() == 1 { dash } else { run }
     }
 
-    /// The key of one run, and of several runs the run, too.
+    /// The key, with the name of the run if there are several.
     fn name(&self, run: usize, key: &str) -> String {
         if self.sources.len() == 1 { key.to_string() } else { format!("{} · {key}", self.sources[run].name) }
     }
 
-    /// One standard deviation around the rewards of a run alone.
+    /// One standard deviation around the reward, if there is only one run.
     fn band(&self, source: &Source, key: &str) -> Vec<f64> {
         let is_alone = self.sources.len() == 1 && key == keys::REWARD_MEAN;
         let deviations = source.points(keys::REWARD_STD).into_iter().map(|(_, y)| if y.is_finite() { y } else { 0.0 });
@@ -150,7 +150,7 @@ impl Page<'_> {
         }
     }
 
-    /// Which colour is which run.
+    /// The legend of the runs' colors.
     fn legend(&self) -> String {
         if self.sources.len() == 1 {
             return String::new();
@@ -169,7 +169,7 @@ impl Page<'_> {
         let reward = self.plot("Reward", &[keys::REWARD_MEAN], false).unwrap_or_default();
         let is_alone = self.sources.len() == 1 && reward.contains("class=\"band");
         let band = "The band around the reward is one standard deviation over the samples of a step.";
-        let restart = "A dotted upright line is a restart.";
+        let restart = "A dotted vertical line marks a restart.";
         let notes = [(is_alone, band), (!self.marks.is_empty(), restart)].into_iter().filter(|(is_so, _)| *is_so);
         let note = notes.map(|(_, note)| note).collect::<Vec<_>>().join(" ");
         let figures = [reward, self.histograms(scores), self.plots(LEARNING)].concat();
@@ -180,13 +180,13 @@ impl Page<'_> {
         let results = keys.iter().filter(|key| is_result(key));
         let figures: String = results.filter_map(|key| self.plot(&title_of(key), &[key], false)).collect();
         let tables: String = self.sources.iter().map(|source| self.sets(source)).collect();
-        // Of evaluations alone no curve has a second point.
+        // Without training steps no curve has a second point.
         let is_alone = self.sources.iter().all(|source| source.lines.iter().all(|line| !line.is_of_step()));
         let figures = if is_alone && self.sources.len() == 1 { tables } else { tables + &figures };
-        self.section("Evaluation", &figures, "On rows that never train.");
+        self.section("Evaluation", &figures, "On held-out rows.");
     }
 
-    /// A table of the last evaluation of a run, where it is of several sets, or all that there is.
+    /// A table of the last evaluation of a run, if it has several sets, or if the run only evaluates.
     fn sets(&self, source: &Source) -> String {
         let Some(line) = source.lines.iter().rev().find(|line| line.is_evaluated()) else { return String::new() };
         let has_sets = line.values.iter().any(|(key, _)| keys::of_set(key).is_some());
@@ -231,7 +231,7 @@ impl Page<'_> {
         self.section("Time and throughput", &figures, "");
     }
 
-    /// What the plan expects beside what is measured: on a CPU, above what was there before the models.
+    /// The measured memory and the planned memory; on a CPU, without the memory that was in use before the models.
     fn memory(&self) -> String {
         let mut curves = Vec::new();
         for (run, source) in self.sources.iter().enumerate() {
@@ -248,7 +248,7 @@ impl Page<'_> {
             }
         }
         let (key, marks, steps) = (keys::MEMORY_PEAK_BYTES, &*self.marks, steps_of(self.sources.iter()));
-        let plot = Plot { title: "Memory above the start", key, curves, marks, steps, is_small: false };
+        let plot = Plot { title: "Memory above the start-up baseline", key, curves, marks, steps, is_small: false };
         plot.html(self.points_max).unwrap_or_default()
     }
 
@@ -256,13 +256,14 @@ impl Page<'_> {
         let mut figures = self.memory();
         for source in self.sources {
             if let Some(ledger) = &source.ledger {
-                let title = self.title("What became of the rows", source);
+                let title = self.title("Use of the data rows", source);
                 put!(figures, "<figure class=\"plot\"><figcaption><b>{}</b></figcaption>", escape(&title));
                 figures += &facts::rows(ledger);
                 figures += "</figure>";
             }
         }
-        let note = "Memory is the most that a rank has held so far, and what the plan expects the fullest to hold.";
+        let note =
+            "Measured: the peak of all ranks so far. Planned: the peak that the plan expects of the fullest rank.";
         self.section("Memory and rows", &figures, note);
     }
 
@@ -273,7 +274,7 @@ impl Page<'_> {
         }
     }
 
-    /// A small plot of every key that has none yet, by section.
+    /// A small plot for every key without one, by section.
     fn others(&mut self, keys: &[String]) {
         let mut by_section: Vec<(String, String)> = Vec::new();
         for key in keys.iter().filter(|key| *key != keys::RESTARTS) {
@@ -293,12 +294,12 @@ impl Page<'_> {
         };
         let all: String = by_section.iter().map(of).collect();
         let legend = self.legend();
-        self.sections.extend((!all.is_empty()).then(|| ("All other numbers", format!("{legend}{all}"))));
+        self.sections.extend((!all.is_empty()).then(|| ("Other metrics", format!("{legend}{all}"))));
     }
 
-    /// Settings that a run changes, those in which runs differ first.
+    /// Settings that a run changes; settings that differ between runs are first.
     fn settings(&mut self) {
-        // Through its text, in which a number has the digits that the run wrote.
+        // From the text, in which a number has the digits that the run wrote.
         let defaults = settings_of(&Config::default().to_toml()).expect("a configuration is TOML");
         let configs = || self.sources.iter().map(|source| &source.config);
         let keys: BTreeSet<&String> = configs().flat_map(BTreeMap::keys).collect();
@@ -325,7 +326,7 @@ impl Page<'_> {
         let names = names.collect::<Vec<_>>().concat();
         let head = if self.sources.len() == 1 { String::new() } else { format!("<tr><th></th>{names}</tr>") };
         let table = format!("<div class=\"wide\"><table class=\"settings\">{head}{differing}{same}</table></div>");
-        let note = "<p class=\"note\">What config.resolved.toml sets to other values than the defaults.</p>";
+        let note = "<p class=\"note\">Keys of config.resolved.toml that differ from the defaults.</p>";
         self.sections.push(("Settings", format!("{note}{table}")));
     }
 
@@ -340,7 +341,7 @@ impl Page<'_> {
         };
         let all: String = known.into_iter().map(of).collect();
         self.sections
-            .extend((!all.is_empty()).then(|| ("What the numbers mean", format!("<dl class=\"words\">{all}</dl>"))));
+            .extend((!all.is_empty()).then(|| ("Meaning of the metrics", format!("<dl class=\"words\">{all}</dl>"))));
     }
 
     fn whole(self) -> String {

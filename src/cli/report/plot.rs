@@ -7,34 +7,34 @@ use crate::metrics::keys;
 
 /// One curve of a plot.
 pub struct Curve {
-    /// What the pointer and the legend call it.
+    /// The name in the legend and under the pointer.
     pub name: String,
-    /// The number of its colour: of its run or, of one run alone, of its key.
+    /// The index of its color: that of the run, or of the key if there is only one run.
     pub colour: usize,
     /// 0 solid, 1 dashed, 2 dotted.
     pub dash: usize,
     /// Step and value; a gap where the value is not finite.
     pub points: Vec<(f64, f64)>,
-    /// How far the band around it reaches at each point, where it has one.
+    /// Half the height of the band at each point, if there is a band.
     pub band: Vec<f64>,
 }
 
-/// A place on the axis of steps, and the run that was restarted there.
+/// A step, and the run that was restarted there.
 pub type Mark = (u64, usize);
 
 pub struct Plot<'a> {
     pub title: &'a str,
-    /// The key whose unit the axis has.
+    /// The key whose unit the axis shows.
     pub key: &'a str,
     pub curves: Vec<Curve>,
     pub marks: &'a [Mark],
     /// The first and the last step of the axis.
     pub steps: (f64, f64),
-    /// One of the many small ones.
+    /// Whether this is a small plot.
     pub is_small: bool,
 }
 
-/// Where a plot stands in its picture.
+/// The position of a plot in its figure.
 pub struct Frame {
     pub width: f64,
     pub height: f64,
@@ -44,11 +44,11 @@ pub struct Frame {
     pub bottom: f64,
 }
 
-/// Of the plots of a section.
+/// The frame of the plots of a section.
 pub const FRAME: Frame = Frame { width: 400.0, height: 210.0, left: 46.0, right: 390.0, top: 18.0, bottom: 178.0 };
 const SMALL: Frame = Frame { width: 300.0, height: 150.0, left: 46.0, right: 292.0, top: 10.0, bottom: 118.0 };
 
-/// The largest number of points at which each is marked.
+/// The largest number of points that are marked with dots.
 const DOTS_MAX: usize = 25;
 
 impl Frame {
@@ -60,7 +60,7 @@ impl Frame {
         self.bottom - (y - low) / (high - low) * (self.bottom - self.top)
     }
 
-    /// Grid, numbers and names of both axes.
+    /// Writes the grid, the numbers and the names of both axes.
     pub fn axes(&self, out: &mut String, xs: (f64, f64), ys: (f64, f64), unit: &str) {
         let Self { width, height, left, right, top, bottom } = self;
         let (marks, step) = ticks(ys.0, ys.1, 4);
@@ -92,7 +92,7 @@ impl Frame {
         }
     }
 
-    /// What puts numbers in place.
+    /// The transform from values to positions.
     fn transform(&self, xs: (f64, f64), ys: (f64, f64)) -> String {
         let (sx, sy) = ((self.right - self.left) / (xs.1 - xs.0), (self.top - self.bottom) / (ys.1 - ys.0));
         let [a, d, e, f] = [sx, sy, self.left - sx * xs.0, self.bottom - sy * ys.0].map(|x| format!("{x:e}"));
@@ -100,7 +100,7 @@ impl Frame {
     }
 }
 
-/// From the least to the greatest of some numbers, with air around; with 0 where it is near.
+/// The range from the least to the greatest number with a margin; it includes 0 if that is near.
 pub fn range(numbers: impl Iterator<Item = f64> + Clone) -> (f64, f64) {
     let finite = numbers.filter(|x| x.is_finite());
     let (low, high) = finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
@@ -116,7 +116,7 @@ pub fn range(numbers: impl Iterator<Item = f64> + Clone) -> (f64, f64) {
 }
 
 impl Plot<'_> {
-    /// The figure, each curve of at most `points_max` points; none where no curve has a number.
+    /// The figure, with at most `points_max` points for each curve; none if no curve has a value.
     pub fn html(&self, points_max: usize) -> Option<String> {
         let all = || self.curves.iter().flat_map(|curve| &curve.points);
         let last = self.curves.iter().find_map(|curve| curve.points.iter().rev().find(|(_, y)| y.is_finite()))?.1;
@@ -167,7 +167,7 @@ impl Plot<'_> {
         Some(out)
     }
 
-    /// Which line is which of several keys.
+    /// The legend of several keys' lines.
     fn legend(&self) -> String {
         let mut lines: Vec<&Curve> = Vec::new();
         for curve in &self.curves {
@@ -214,7 +214,7 @@ impl Curve {
     }
 }
 
-/// A line through points, parted where a value is not finite; a point alone is a line of no length.
+/// A line through points, with gaps at non-finite values; a single point is a line of length 0.
 fn path(points: &[(f64, f64)]) -> String {
     let parts = points.split(|(_, y)| !y.is_finite()).filter(|part| !part.is_empty());
     let mut out = String::new();

@@ -1,5 +1,5 @@
-//! Samples to read: the responses to a prompt side by side, token by token where the tokenizer is there; of jobs that learn from
-//! preferences the two sides of held-out pairs, of labelled steps each with its reward.
+//! Samples: the responses to a prompt side by side, token by token if the tokenizer exists. Jobs that learn from
+//! preferences show the two sides of held-out pairs; jobs with labeled steps show each step with its reward.
 
 use super::super::samples::{groups, short_number};
 use super::numbers::{short, spread};
@@ -11,19 +11,20 @@ use crate::metrics::recorded::{RecordedSample, RecordedStep, RecordedTokens};
 use crate::text::Tokenizer;
 use crate::text::stream::StreamDecoder;
 
-/// Samples of a page, and tokens of their responses, each of which takes about 25 bytes.
+/// The maximum number of samples of a page, and of tokens of their responses; a token takes about 25 bytes.
 const SAMPLES: usize = 200;
 const TOKENS: usize = 60_000;
-/// Steps of all runs, of which each has two at least.
+/// The maximum number of steps of all runs; each run has at least two.
 const STEPS_MAX: usize = 8;
-/// Responses to one prompt.
+/// The maximum number of responses to one prompt.
 const GROUP_MAX: usize = 8;
-/// Characters that are shown of a prompt, its last ones.
+/// The number of characters at the end of a prompt that are shown.
 const PROMPT_CHARS: usize = 3000;
-/// Tokens that are shown of a response, its first ones, or 4 times as many characters.
+/// The number of tokens at the start of a response that are shown, or 4 times as many characters.
 const RESPONSE_TOKENS: std::ops::RangeInclusive<usize> = 64..=2000;
 
-/// The samples of some recorded steps of a run, one of `runs` on the page, within its share; else the rows of some evaluations.
+/// The samples of some recorded steps of a run, within its share of a page with `runs` runs. Without recorded steps,
+/// the rows of some evaluations.
 pub fn html(source: &Source, runs: usize) -> Result<String> {
     let evaluated = eval_rows::steps(&source.dir)?;
     let has_rollouts = !source.recorded.is_empty();
@@ -47,7 +48,7 @@ pub fn html(source: &Source, runs: usize) -> Result<String> {
         put!(out, "<div class=\"step\"><h3>{name}, step {step}</h3>");
         put!(
             out,
-            "<p class=\"note\">{shown_samples} of {samples} samples, {} of {prompts} prompts, the lowest mean score first.</p>",
+            "<p class=\"note\">{shown_samples} of {samples} samples, {} of {prompts} prompts, lowest mean score first.</p>",
             shown.len()
         );
         for group in shown {
@@ -58,8 +59,8 @@ pub fn html(source: &Source, runs: usize) -> Result<String> {
     Ok(out)
 }
 
-/// Groups from the lowest mean score to the highest, at most so many samples and tokens, but one group at least; of large ones
-/// some samples.
+/// Groups from the lowest mean score to the highest, with at most `samples` samples and `tokens` tokens, but at least
+/// one group. Large groups are shown in part.
 fn among(mut all: Vec<Vec<RecordedSample>>, samples: usize, tokens: usize) -> Vec<Vec<RecordedSample>> {
     let mean =
         |group: &[RecordedSample]| group.iter().map(|sample| f64::from(sample.score)).sum::<f64>() / group.len() as f64;
@@ -110,7 +111,7 @@ fn show(
     Ok(())
 }
 
-/// The rows that the evaluation after `step` judged, from the lowest margin to the highest, with their responses side by side.
+/// The rows of the evaluation after `step`, from the lowest margin to the highest, with their responses side by side.
 fn show_rows(out: &mut String, source: &Source, step: u64, rows_max: usize, tokens_max: usize) -> Result<()> {
     let mut rows = eval_rows::read(&source.dir, step)?;
     rows.sort_by(|a, b| a.margin.total_cmp(&b.margin));
@@ -118,9 +119,9 @@ fn show_rows(out: &mut String, source: &Source, step: u64, rows_max: usize, toke
     let each = (tokens_max / (2 * shown.len()).max(1)).clamp(*RESPONSE_TOKENS.start(), *RESPONSE_TOKENS.end());
     let (name, n) = (escape(&source.name), rows.len());
     put!(out, "<div class=\"step\"><h3>{name}, step {step}</h3><p class=\"note\">");
-    put!(out, "{} of {n} held-out rows, of which {correct} are right, the lowest margin first.</p>", shown.len());
+    put!(out, "{} of {n} held-out rows ({correct} correct), lowest margin first.</p>", shown.len());
     for row in shown.into_iter().map(|i| &rows[i]) {
-        let verdict = if row.correct { "<span>right</span>" } else { "<span class=\"wrong\">wrong</span>" };
+        let verdict = if row.correct { "<span>correct</span>" } else { "<span class=\"wrong\">wrong</span>" };
         let margin = short_number(row.margin);
         put!(out, "<article><header><b>prompt {}</b>{verdict}<span>margin {margin}</span></header>", row.row);
         let class = match row.question() {
@@ -151,18 +152,18 @@ fn show_rows(out: &mut String, source: &Source, step: u64, rows_max: usize, toke
 fn prompt(out: &mut String, text: &str) {
     let chars = text.chars().count();
     let from = text.char_indices().nth(chars.saturating_sub(PROMPT_CHARS)).map_or(0, |(at, _)| at);
-    let before = if from > 0 { format!("<i>{} characters before</i> ", chars - PROMPT_CHARS) } else { String::new() };
+    let before = if from > 0 { format!("<i>{} earlier characters</i> ", chars - PROMPT_CHARS) } else { String::new() };
     put!(out, "<div class=\"text prompt\">{before}<bdi>{}</bdi></div>", escape(&text[from..]));
 }
 
 /// The beginning of a response.
 fn plain(out: &mut String, text: &str, tokens_max: usize) {
     let shown: String = text.chars().take(4 * tokens_max).collect();
-    let more = if shown.len() < text.len() { " <i>and more</i>" } else { "" };
+    let more = if shown.len() < text.len() { " <i>...</i>" } else { "" };
     put!(out, "<div class=\"text\"><bdi>{}</bdi>{more}</div>", escape(&shown));
 }
 
-/// The text of a response; with the lengths of its tokens in UTF-16 and their numbers, where they can be told.
+/// The text of a response, with the UTF-16 lengths of its tokens and their numbers, if they can be determined.
 fn response(
     out: &mut String,
     source: &Source,
@@ -189,14 +190,15 @@ fn response(
     });
     let more = match pieces.len() - shown.len() {
         0 => String::new(),
-        more => format!(" <i>{more} tokens more</i>"),
+        more => format!(" <i>{more} more tokens</i>"),
     };
     let (lengths, numbers, text) = (lengths.join(" "), numbers.concat(), escape(&shown.concat()));
     put!(out, "<div class=\"text\"><bdi data-cuts=\"{lengths}\"{numbers}>{text}</bdi>{more}</div>");
     Ok(())
 }
 
-/// The text of each token, of all that a character takes with the last one; none where they do not make up the recorded text.
+/// The text of each token; a character of several tokens belongs to the last one. None if the texts do not match the
+/// recorded response.
 fn pieces(tokenizer: &Tokenizer, tokens: &[u32], text: &str) -> Option<Vec<String>> {
     if tokenizer.decode(tokens, true).ok()?.replace('\0', "␀") != text {
         return None;

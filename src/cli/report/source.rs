@@ -1,4 +1,4 @@
-//! What a run directory holds, read for a page. What is missing or damaged is left out, and said.
+//! The contents of a run directory, read for a page. Missing or damaged parts are left out, and the page names them.
 
 use crate::config;
 use crate::data::Ledger;
@@ -15,32 +15,32 @@ pub struct Source {
     /// The job's name, or the directory's.
     pub name: String,
     pub dir: PathBuf,
-    /// `config.resolved.toml`, `job.kind` and its like by their paths.
+    /// The values of `config.resolved.toml`, by paths such as `job.kind`.
     pub config: BTreeMap<String, String>,
     pub lines: Vec<Line>,
-    /// Step and value of each key.
+    /// The steps and values of each key.
     points: BTreeMap<String, Vec<(f64, f64)>>,
     pub ledger: Option<Ledger>,
     /// The recorded steps, ascending.
     pub recorded: Vec<u64>,
     pub tokenizer: Option<Tokenizer>,
-    /// What the page lacks, and why.
+    /// The missing parts of the page, and why they are missing.
     pub lacks: Vec<String>,
 }
 
 impl Source {
     pub fn read(dir: &Path) -> Result<Self> {
         if !dir.is_dir() {
-            return Err(Error::usage(format!("{} is no directory", dir.display())).hint("give the job.dir of a run"));
+            return Err(Error::usage(format!("{} is not a directory", dir.display())).hint("pass the job.dir of a run"));
         }
         let metrics = dir.join("metrics.jsonl");
         if !metrics.exists() {
-            return Err(Error::data(format!("{} has no metrics.jsonl", dir.display())).hint("give a run directory"));
+            return Err(Error::data(format!("{} has no metrics.jsonl", dir.display())).hint("pass a run directory"));
         }
         let lines = jsonl::lines(&metrics)?;
         if lines.is_empty() {
-            return Err(Error::data(format!("{} has no line yet", metrics.display()))
-                .hint("the run records one at the end of each step"));
+            return Err(Error::data(format!("{} is still empty", metrics.display()))
+                .hint("wait for the first step to end: each step adds a line"));
         }
         let (dir, lacks) = (dir.to_owned(), Vec::new());
         let mut source = Self {
@@ -65,19 +65,19 @@ impl Source {
         Ok(source)
     }
 
-    /// What was read, or none and a word about it on the page.
+    /// The value, or none and a note on the page.
     pub fn try_read<T>(&mut self, read: Result<T>) -> Option<T> {
         read.map_err(|e| self.lacks.push(e.message)).ok()
     }
 
-    /// The tokenizer of the export, or of the model that the run began with.
+    /// The tokenizer of the export, or of the model that the run started from.
     fn find_tokenizer(&self) -> Result<Option<Tokenizer>> {
         let began = self.config.get("model.actor").map(PathBuf::from);
         let mut found = [Some(self.dir.join("export")), began].into_iter().flatten().map(|dir| Tokenizer::find(&dir));
         found.find_map(Result::transpose).transpose()
     }
 
-    /// Step and value of a key in the lines that have it, of steps and of evaluations; NaN for a value that is not finite.
+    /// The steps and values of a key, in lines of steps and of evaluations; NaN for a non-finite value.
     pub fn points(&self, key: &str) -> Vec<(f64, f64)> {
         self.points.get(key).cloned().unwrap_or_default()
     }
@@ -86,12 +86,12 @@ impl Source {
         self.points.contains_key(key)
     }
 
-    /// The finite ones alone.
+    /// The finite values of a key.
     pub fn values(&self, key: &str) -> Vec<f64> {
         self.points(key).into_iter().map(|(_, value)| value).filter(|value| value.is_finite()).collect()
     }
 
-    /// The first steps behind a restart.
+    /// The first step after each restart.
     pub fn restarts(&self) -> Vec<u64> {
         let mut before = 0.0;
         let mut is_new = |line: &&Line| {
@@ -101,7 +101,7 @@ impl Source {
         self.lines.iter().filter(|line| is_new(line)).map(|line| line.step).collect()
     }
 
-    /// The last step of all.
+    /// The last step.
     pub fn step(&self) -> u64 {
         self.lines.iter().map(|line| line.step).max().unwrap_or(0)
     }
@@ -118,7 +118,7 @@ fn points_of(lines: &[Line]) -> BTreeMap<String, Vec<(f64, f64)>> {
     all
 }
 
-/// The name of a directory, `.` among them.
+/// The name of a directory, also of `.`.
 fn name_of(dir: &Path) -> String {
     let whole = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
     whole.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned())
@@ -146,7 +146,7 @@ fn ledger(dir: &Path) -> Result<Option<Ledger>> {
     serde_json::from_slice(&bytes).map(Some).map_err(|e| Error::data(format!("{}: {e}", path.display())))
 }
 
-/// Runs of one name are named by their directories.
+/// Names runs that share a name by their directories.
 pub fn name_apart(sources: &mut [Source]) {
     let names: Vec<String> = sources.iter().map(|source| source.name.clone()).collect();
     for source in sources.iter_mut().filter(|source| names.iter().filter(|name| **name == source.name).count() > 1) {
@@ -154,7 +154,7 @@ pub fn name_apart(sources: &mut [Source]) {
     }
 }
 
-/// Every key that a line of any run has: those of the table in its order, then others by name.
+/// Every key in the lines of any run: keys of the metrics table in its order, then others by name.
 pub fn keys_of(sources: &[Source]) -> Vec<String> {
     let found: BTreeSet<&str> = sources.iter().flat_map(|source| source.points.keys()).map(String::as_str).collect();
     let mut all: Vec<String> = found.into_iter().map(str::to_owned).collect();
@@ -162,13 +162,13 @@ pub fn keys_of(sources: &[Source]) -> Vec<String> {
     all
 }
 
-/// Whether a key is a result of an evaluation: neither how many were asked nor how long that took.
+/// Whether a key is a result of an evaluation, not its number of rows or its duration.
 pub fn is_result(key: &str) -> bool {
     let unit = super::numbers::unit_of(key);
     keys::is_eval(key) && !matches!(unit, Unit::Count | Unit::Seconds)
 }
 
-/// `eval_accuracy_greedy` as words; behind its name that of a set.
+/// The title of a key such as `eval_accuracy_greedy`, after the name of its set if it has one.
 pub fn title_of(key: &str) -> String {
     if let Some((set, number)) = keys::of_set(key) {
         return format!("{set}: {}", title_of(number).to_lowercase());

@@ -1,7 +1,7 @@
-//! Text from runs on a page: it stays text.
+//! Text from runs on a page. Markup in it is escaped.
 
-/// `text` for HTML, in an element or a quoted attribute. Control characters but line breaks and tabs are shown as the signs that stand
-/// for them; no character becomes longer or shorter in UTF-16, which counts where tokens end.
+/// `text` for HTML, in an element or a quoted attribute. Control characters except line breaks and tabs become visible
+/// symbols. The UTF-16 length does not change, because it locates the ends of tokens.
 pub fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len() + text.len() / 8);
     for c in text.chars() {

@@ -10,7 +10,7 @@ pub(super) const VERSION: u64 = 1;
 /// Bytes before the arrays.
 pub(super) const HEADER_BYTES: usize = 34;
 
-/// The integer that a token is stored as, with its code in the header.
+/// The integer type of a stored token, with its code in the header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Width {
@@ -23,7 +23,7 @@ pub enum Width {
 }
 
 impl Width {
-    /// u16 where the vocabulary allows it (Megatron's own limit), else i32.
+    /// u16 if the vocabulary allows it (Megatron's own limit), otherwise i32.
     pub fn for_vocabulary(vocabulary: usize) -> Self {
         if vocabulary < 65_500 { Self::U16 } else { Self::I32 }
     }
@@ -41,7 +41,7 @@ impl Width {
         [Self::U8, Self::I8, Self::I16, Self::I32, Self::I64, Self::U16].into_iter().find(|w| *w as u8 == code)
     }
 
-    /// Appends `tokens` in this width, which is one of `for_vocabulary`.
+    /// Appends `tokens` in this width, which is a width of `for_vocabulary`.
     pub(super) fn write(self, tokens: &[u32], out: &mut Vec<u8>) {
         for token in tokens {
             if self == Self::U16 {
@@ -52,7 +52,7 @@ impl Width {
         }
     }
 
-    /// The values in `bytes`, as they are: negative ones are for the caller to refuse.
+    /// The raw values in `bytes`. The caller must reject negative ones.
     pub(super) fn values(self, bytes: &[u8]) -> impl Iterator<Item = i64> + '_ {
         bytes.chunks_exact(self.bytes()).map(move |chunk| match self {
             Self::U8 => i64::from(chunk[0]),
@@ -65,7 +65,7 @@ impl Width {
     }
 }
 
-/// A mapped `.idx` whose size agrees with its header.
+/// A memory-mapped `.idx` whose size matches its header.
 #[derive(Debug)]
 pub(super) struct Index {
     map: Map,
@@ -76,32 +76,32 @@ pub(super) struct Index {
 }
 
 impl Index {
-    /// Reads the header and checks that the file has exactly the arrays that it announces.
+    /// Reads the header and checks that the file has exactly the arrays that it declares.
     pub fn open(path: &Path) -> Result<Self> {
         let map = Map::open(path)?;
         let wrong = |what: String| Error::data(format!("{}: {what}", path.display()));
         if map.len() < HEADER_BYTES {
-            return Err(wrong(format!("{} bytes, a shard index has at least {HEADER_BYTES}", map.len()))
-                .hint("the file was cut short: write the shard again"));
+            return Err(wrong(format!("a shard index has at least {HEADER_BYTES} bytes (got {})", map.len()))
+                .hint("write the shard again: the file was truncated"));
         }
         if map[..9] != MAGIC {
-            return Err(wrong("does not begin with MMIDIDX".to_owned())
-                .hint("only Megatron indexed datasets are read; make one with the shard verb"));
+            return Err(wrong("must begin with MMIDIDX".to_owned())
+                .hint("use a Megatron indexed dataset, or make one with the shard verb"));
         }
         let version = u64_at(&map, 9);
         if version != VERSION {
-            return Err(wrong(format!("version {version}, only version {VERSION} is read")));
+            return Err(wrong(format!("must have version {VERSION} (got {version})")));
         }
         let width = Width::from_code(map[17])
-            .ok_or_else(|| wrong(format!("dtype code {}, tokens need an integer (codes 1 to 5 and 8)", map[17])))?;
+            .ok_or_else(|| wrong(format!("the dtype code must be an integer type, 1 to 5 or 8 (got {})", map[17])))?;
         let (sequences, entries) = (u64_at(&map, 18), u64_at(&map, 26));
         let needed = HEADER_BYTES as u128 + 12 * u128::from(sequences) + 8 * u128::from(entries);
         if needed != map.len() as u128 {
             return Err(wrong(format!(
-                "{} bytes, {sequences} sequences and {entries} document entries need {needed}",
+                "{sequences} sequences and {entries} document entries need {needed} bytes (got {})",
                 map.len()
             ))
-            .hint("the file was cut short or is damaged: write the shard again"));
+            .hint("write the shard again: the file was truncated or is damaged"));
         }
         if entries < 2 || sequences == 0 {
             return Err(wrong("holds no documents".to_owned()));
@@ -110,12 +110,12 @@ impl Index {
             Self { map, path: path.to_owned(), width, sequences: sequences as usize, documents: entries as usize - 1 };
         let (first, last) = (index.boundary(0), index.boundary(index.documents));
         if first != 0 || last != sequences as i64 {
-            return Err(index.wrong(format!("documents run from {first} to {last}, needed 0 to {sequences}")));
+            return Err(index.wrong(format!("documents must run from 0 to {sequences} (got {first} to {last})")));
         }
         Ok(index)
     }
 
-    /// Tokens and byte offset of sequence `i`.
+    /// The number of tokens and the byte offset of sequence `i`.
     pub fn sequence(&self, i: usize) -> (i32, i64) {
         let lengths = HEADER_BYTES + 4 * i;
         let length = i32::from_le_bytes(self.map[lengths..lengths + 4].try_into().unwrap_or_default());
@@ -132,7 +132,7 @@ impl Index {
         let (first, end) = (self.boundary(i), self.boundary(i + 1));
         if first < 0 || end <= first || end > self.sequences as i64 {
             return Err(self.wrong(format!(
-                "document {i} runs from sequence {first} to {end}, there are {} sequences",
+                "document {i} runs from sequence {first} to {end}, but there are {} sequences",
                 self.sequences
             )));
         }
@@ -146,8 +146,8 @@ impl Index {
         match end {
             Some(end) if length > 0 && offset >= 0 && end <= bin_bytes as i64 => Ok(offset as usize..end as usize),
             _ => Err(self
-                .wrong(format!("sequence {i} has {length} tokens at byte {offset} of a .bin of {bin_bytes} bytes"))
-                .hint("the .bin was cut short, or the two files do not belong together: write the shard again")),
+                .wrong(format!("sequence {i} ends beyond the .bin ({length} tokens at byte {offset} of {bin_bytes})"))
+                .hint("write the shard again: the .bin was truncated, or the two files do not belong together")),
         }
     }
 

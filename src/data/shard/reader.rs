@@ -9,7 +9,7 @@ use super::sidecar::{FileHash, Meta, Sidecar, VERSION};
 use crate::error::{Error, Result};
 use crate::sys::map::Map;
 
-/// An open shard. Opening costs the same for any number of tokens; each document is checked when it is read.
+/// An open shard. Opening costs the same for any number of tokens. Each document is checked when it is read.
 #[derive(Debug)]
 pub struct Shard {
     prefix: PathBuf,
@@ -20,21 +20,21 @@ pub struct Shard {
 }
 
 impl Shard {
-    /// Opens `PREFIX.idx` and `PREFIX.bin` for a model of `vocabulary` tokens; a `.idx` or `.bin` path works too.
+    /// Opens `PREFIX.idx` and `PREFIX.bin` for a model of `vocabulary` tokens. A `.idx` or `.bin` path works, too.
     ///
-    /// A shard without sidecar is scanned once and gets one (where its directory can be written).
+    /// A shard without a sidecar is scanned once and gets one, if its directory is writable.
     pub fn open(prefix: &Path, vocabulary: usize) -> Result<Self> {
         let prefix = strip(prefix);
         let (idx_path, bin_path) = (file_of(&prefix, ".idx"), file_of(&prefix, ".bin"));
         for path in [&idx_path, &bin_path] {
             if !path.is_file() {
-                return Err(Error::data(format!("there is no {}", path.display()))
-                    .hint("a shard is PREFIX.bin and PREFIX.idx; an interrupted `shard` leaves none: run it again"));
+                return Err(Error::data(format!("{} does not exist", path.display()))
+                    .hint("give the PREFIX of PREFIX.bin and PREFIX.idx; if `shard` was interrupted, run it again"));
             }
         }
         let index = Index::open(&idx_path)?;
         let bin = Map::open(&bin_path)?;
-        // In a shard that is written in order the last sequence ends the file; where another program wrote it in another
+        // If a shard is written in order, its last sequence ends the file. If another program wrote it in another
         // order, `scan` has checked every offset.
         index.bytes(index.sequences - 1, bin.len())?;
         let sidecar = if let Some(sidecar) = Sidecar::read(&prefix)? {
@@ -51,7 +51,7 @@ impl Shard {
         Ok(shard)
     }
 
-    /// Whether the shard has a sidecar, which `open` gives to one that comes without.
+    /// Whether the shard has a sidecar. `open` writes one if it is missing.
     pub fn has_sidecar(prefix: &Path) -> bool {
         file_of(&strip(prefix), ".json").is_file()
     }
@@ -66,8 +66,8 @@ impl Shard {
         ];
         for (what, expected, found) in counts {
             if expected != found {
-                return Err(wrong(format!("the sidecar says {expected} {what}, the files hold {found}"))
-                    .hint("the files do not belong together: write the shard again"));
+                return Err(wrong(format!("the sidecar lists {expected} {what}, but the files hold {found}"))
+                    .hint("write the shard again: its files do not belong together"));
             }
         }
         for split in &sidecar.splits {
@@ -76,20 +76,23 @@ impl Shard {
             }
         }
         if sidecar.token_max as usize >= vocabulary {
-            return Err(wrong(format!("holds token {}, the model's vocabulary has {vocabulary}", sidecar.token_max))
-                .hint("the shard was made with another tokenizer: shard the rows again with the model's own"));
+            return Err(wrong(format!(
+                "holds token {}, but the model's vocabulary has {vocabulary} tokens",
+                sidecar.token_max
+            ))
+            .hint("shard the rows again with the model's own tokenizer"));
         }
         Ok(())
     }
 
-    /// Refuses a shard that another tokenizer made; one from elsewhere does not say and passes.
+    /// Rejects a shard made with another tokenizer. A shard from elsewhere does not name its tokenizer and passes.
     pub fn check_tokenizer(&self, sha256: &str) -> Result<()> {
         let made = &self.sidecar.tokenizer_sha256;
         if made.is_empty() || made == sha256 {
             return Ok(());
         }
         Err(Error::data(format!(
-            "{} was made with tokenizer {}, the model has {}",
+            "{} was made with tokenizer {}, but the model has {}",
             self.prefix.display(),
             &made[..made.len().min(12)],
             &sha256[..sha256.len().min(12)]
@@ -97,7 +100,7 @@ impl Shard {
         .hint("shard the rows again with the model's own tokenizer"))
     }
 
-    /// Reads every byte and compares with the hashes in the sidecar, and every document with the index.
+    /// Reads every byte and compares the hashes with the sidecar, and every document with the index.
     pub fn verify(&self) -> Result<()> {
         for suffix in self.sidecar.files.keys() {
             self.sidecar.check(&self.prefix, suffix, &FileHash::of(&file_of(&self.prefix, suffix))?)?;
@@ -125,7 +128,7 @@ impl Shard {
         self.index.document(i)?.map(|s| self.sequence(s)).collect()
     }
 
-    /// Tokens in each sequence of document `i`, without reading them.
+    /// The number of tokens in each sequence of document `i`, without reading them.
     pub fn lengths(&self, i: usize) -> Result<Vec<usize>> {
         let width = self.index.width.bytes();
         self.index.document(i)?.map(|s| Ok(self.index.bytes(s, self.bin.len())?.len() / width)).collect()
@@ -136,7 +139,7 @@ impl Shard {
         self.sequence(self.index.document(i)?.start)
     }
 
-    /// Tokens of the first sequence of document `i`, without reading them.
+    /// The number of tokens of the first sequence of document `i`, without reading them.
     pub fn prompt_tokens(&self, i: usize) -> Result<usize> {
         let bytes = self.index.bytes(self.index.document(i)?.start, self.bin.len())?;
         Ok(bytes.len() / self.index.width.bytes())
@@ -151,7 +154,7 @@ impl Shard {
         let line = lines.get(first..end).filter(|line| !line.is_empty());
         line.and_then(|line| serde_json::from_slice(line).ok()).ok_or_else(|| {
             Error::data(format!(
-                "{}: line {} (bytes {first} to {end}) is not the label of a document",
+                "{}: line {} (bytes {first} to {end}) is not the metadata of a document",
                 file_of(&self.prefix, ".meta.jsonl").display(),
                 i + 1
             ))
@@ -165,10 +168,10 @@ impl Shard {
         for value in self.index.width.values(&self.bin[bytes]) {
             if value < 0 || value > token_max {
                 return Err(Error::data(format!(
-                    "{}: sequence {s} holds token {value}, the largest of the shard is {token_max}",
+                    "{}: sequence {s} holds token {value}, but the largest of the shard is {token_max}",
                     self.prefix.display()
                 ))
-                .hint("the .bin changed after its sidecar was written: write the shard again"));
+                .hint("write the shard again: the .bin changed after its sidecar was written"));
             }
             tokens.push(value as u32);
         }
@@ -176,14 +179,14 @@ impl Shard {
     }
 }
 
-/// Where the files of a shard lie, by suffix; not all have those of `.meta`.
+/// The paths of the files of a shard, by suffix. Not all shards have the `.meta` files.
 pub fn files(prefix: &Path) -> impl Iterator<Item = (&'static str, PathBuf)> {
     let prefix = strip(prefix);
     [".bin", ".idx", ".meta.jsonl", ".meta.idx"].into_iter().map(move |suffix| (suffix, file_of(&prefix, suffix)))
 }
 
-/// Compares a shard with its sidecar, where it has one. `found` is what its files hold, by path; one that is missing is
-/// for `Shard::open` to name.
+/// Compares a shard with its sidecar, if it has one. `found` holds the hashes of its files, by path. `Shard::open`
+/// reports missing files.
 pub fn check(prefix: &Path, found: &BTreeMap<PathBuf, FileHash>) -> Result<()> {
     let prefix = strip(prefix);
     let Some(sidecar) = Sidecar::read(&prefix)? else { return Ok(()) };
@@ -204,20 +207,20 @@ fn open_meta(prefix: &Path, sidecar: &Sidecar) -> Result<Option<(Map, Map)>> {
     let open = |suffix: &str, needed: u64| {
         let path = file_of(prefix, suffix);
         if !path.is_file() {
-            return Err(Error::data(format!("there is no {}, which the sidecar lists", path.display()))
+            return Err(Error::data(format!("{} does not exist, but the sidecar lists it", path.display()))
                 .hint("copy all files of the shard, or write it again"));
         }
         let map = Map::open(&path)?;
         if map.len() as u64 == needed {
             return Ok(map);
         }
-        let what = format!("{}: {} bytes, the sidecar says {needed}", path.display(), map.len());
-        Err(Error::data(what).hint("the file was cut short or is damaged: write the shard again"))
+        let what = format!("{}: must have {needed} bytes according to the sidecar (got {})", path.display(), map.len());
+        Err(Error::data(what).hint("write the shard again: the file was truncated or is damaged"))
     };
     Ok(Some((open(".meta.jsonl", lines.bytes)?, open(".meta.idx", 8 * (sidecar.documents + 1))?)))
 }
 
-/// Reads every sequence and token of a shard that came without sidecar.
+/// Reads every sequence and token of a shard without a sidecar.
 fn scan(index: &Index, bin: &Map, prefix: &Path) -> Result<Sidecar> {
     let (mut token_max, mut tokens) = (0_i64, 0_u64);
     for i in 0..index.documents {
@@ -227,7 +230,7 @@ fn scan(index: &Index, bin: &Map, prefix: &Path) -> Result<Sidecar> {
         let bytes = index.bytes(s, bin.len())?;
         for value in index.width.values(&bin[bytes]) {
             if value < 0 || value > i64::from(u32::MAX >> 1) {
-                return Err(Error::data(format!("{}: sequence {s} holds token {value}", prefix.display())));
+                return Err(Error::data(format!("{}: sequence {s} holds the invalid token {value}", prefix.display())));
             }
             token_max = token_max.max(value);
             tokens += 1;

@@ -1,4 +1,4 @@
-//! `PREFIX.json` and the lines of `PREFIX.meta.jsonl`: what Megatron's two files do not hold.
+//! `PREFIX.json` and the lines of `PREFIX.meta.jsonl`: data that Megatron's two files do not hold.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -26,7 +26,7 @@ impl FileHash {
     }
 }
 
-/// The documents of one split: they lie together.
+/// The documents of one split, which are consecutive.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SplitRange {
     pub name: String,
@@ -34,25 +34,25 @@ pub struct SplitRange {
     pub documents: u64,
 }
 
-/// What is known of a shard beyond its tokens.
+/// The description of a shard beyond its tokens.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sidecar {
     pub version: u32,
-    /// SHA-256 of `tokenizer.json`; empty for a shard that came from elsewhere.
+    /// SHA-256 of `tokenizer.json`. Empty for a shard from elsewhere.
     #[serde(default)]
     pub tokenizer_sha256: String,
-    /// Vocabulary that the tokens were checked against; 0 for a shard that came from elsewhere.
+    /// Vocabulary that the tokens were checked against; 0 for a shard from elsewhere.
     #[serde(default)]
     pub vocabulary: u64,
     pub token_max: u32,
     pub documents: u64,
     pub sequences: u64,
     pub tokens: u64,
-    /// By suffix: `.bin`, `.idx`, `.meta.jsonl`, `.meta.idx`.
+    /// The files by suffix: `.bin`, `.idx`, `.meta.jsonl`, `.meta.idx`.
     pub files: BTreeMap<String, FileHash>,
     #[serde(default)]
     pub splits: Vec<SplitRange>,
-    /// The rule that made the splits, as the writer describes it.
+    /// The rule that made the splits, in the writer's format.
     #[serde(default)]
     pub split_rule: Value,
     #[serde(default)]
@@ -62,7 +62,7 @@ pub struct Sidecar {
 pub(super) const VERSION: u32 = 1;
 
 impl Sidecar {
-    /// The sidecar of `prefix`, or nothing where there is none.
+    /// The sidecar of `prefix`, if it exists.
     pub(super) fn read(prefix: &Path) -> Result<Option<Self>> {
         let path = file_of(prefix, ".json");
         let text = match fs::read_to_string(&path) {
@@ -72,43 +72,52 @@ impl Sidecar {
         };
         let sidecar: Self = serde_json::from_str(&text).map_err(|e| {
             Error::data(format!("{} is not a shard's sidecar: {e}", path.display()))
-                .hint("remove it to have the shard scanned again")
+                .hint("remove the file, and the shard is scanned again")
         })?;
         if sidecar.version != VERSION {
-            return Err(Error::data(format!("{} has version {}, needed {VERSION}", path.display(), sidecar.version)));
+            return Err(Error::data(format!(
+                "{} must have version {VERSION} (got {})",
+                path.display(),
+                sidecar.version
+            )));
         }
         Ok(Some(sidecar))
     }
 
-    /// Replaces the sidecar of `prefix`. Several ranks may scan the same foreign shard at once.
+    /// Replaces the sidecar of `prefix`. Several ranks may scan the same shard at once.
     pub(super) fn write(&self, prefix: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(self).map_err(|e| Error::fault(format!("sidecar: {e}")))?;
         write_atomic(&file_of(prefix, ".json"), format!("{text}\n").as_bytes())
     }
 
-    /// Compares a file of the shard `prefix` with what was written, as far as the sidecar knows it.
+    /// Compares a file of the shard `prefix` with the sidecar's entry, if there is one.
     pub(super) fn check(&self, prefix: &Path, suffix: &str, found: &FileHash) -> Result<()> {
         let Some(written) = self.files.get(suffix).filter(|written| *written != found) else { return Ok(()) };
         let (path, json) = (file_of(prefix, suffix), file_of(prefix, ".json"));
         let describe = |file: &FileHash| format!("{} bytes with hash {}", file.bytes, file.xxh3);
-        Err(Error::data(format!("{}: {}, the sidecar says {}", path.display(), describe(found), describe(written)))
-            .hint(format!(
-                "copy the file again, or write the shard again; where another program wrote it anew, remove {}",
-                json.display()
-            )))
+        Err(Error::data(format!(
+            "{}: {}, but the sidecar lists {}",
+            path.display(),
+            describe(found),
+            describe(written)
+        ))
+        .hint(format!(
+            "copy the file again, or write the shard again; if another program rewrote the file, remove {}",
+            json.display()
+        )))
     }
 }
 
 /// One line of `PREFIX.meta.jsonl`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Meta {
-    /// What the answer is compared with; empty where the data has none.
+    /// The label that the answer is compared with. Empty if the data has none.
     #[serde(default)]
     pub label: String,
     /// File and line that the document came from.
     #[serde(default)]
     pub source: String,
-    /// Further fields that were asked for, such as a curriculum's.
+    /// Further fields to keep, such as a curriculum's.
     #[serde(default, skip_serializing_if = "serde_json::Map::is_empty")]
     pub fields: serde_json::Map<String, Value>,
 }

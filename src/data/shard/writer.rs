@@ -1,4 +1,5 @@
-//! Writing a shard: all files get their names at the end, the `.idx` last. A kill leaves the old shard or none.
+//! Writing a shard. All files get their names at the end, the `.idx` last. If the process is killed, the old shard or
+//! none is left.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -11,10 +12,10 @@ use crate::error::{Error, Result};
 use crate::sys::files;
 use tempfile::TempPath;
 
-/// Splits that one shard may have; each keeps two files open while it is written.
+/// The maximum number of splits of a shard. Each keeps two files open while it is written.
 const SPLITS_MAX: usize = 128;
 
-/// Collects documents, split by split, and commits them as one shard in which each split lies together.
+/// Collects documents by split, and commits them as one shard in which the documents of each split are consecutive.
 #[derive(Debug)]
 pub struct ShardWriter {
     prefix: PathBuf,
@@ -31,7 +32,7 @@ struct Spool {
     bin: PartialFile,
     meta: PartialFile,
     lengths: Vec<i32>,
-    // Sequences up to and with each document.
+    // The number of sequences up to and including each document.
     ends: Vec<u64>,
     meta_bytes: Vec<u64>,
 }
@@ -60,13 +61,13 @@ impl ShardWriter {
             let token_max = sequence.iter().copied().max().unwrap_or(0);
             if token_max as usize >= self.vocabulary {
                 return Err(Error::data(format!(
-                    "token {token_max} is outside the model's vocabulary of {}",
+                    "token {token_max} is outside the model's vocabulary of {} tokens",
                     self.vocabulary
                 ))
-                .hint("the tokenizer does not belong to the model"));
+                .hint("use the model's own tokenizer"));
             }
             if i32::try_from(sequence.len()).is_err() {
-                return Err(Error::data(format!("a sequence of {} tokens is too long for a shard", sequence.len())));
+                return Err(Error::data(format!("a sequence is too long for a shard (got {} tokens)", sequence.len())));
             }
             self.token_max = self.token_max.max(token_max);
             self.width.write(sequence, &mut bytes);
@@ -89,8 +90,11 @@ impl ShardWriter {
         }
         let i = self.splits.len();
         if i == SPLITS_MAX {
-            return Err(Error::data(format!("more than {SPLITS_MAX} splits, the last one {:?}", split.unwrap_or("")))
-                .hint("the field that names the split has too many values"));
+            return Err(Error::data(format!(
+                "a shard may have at most {SPLITS_MAX} splits (the next one is {:?})",
+                split.unwrap_or("")
+            ))
+            .hint("choose a split field with fewer values"));
         }
         let partial = |suffix: &str| PartialFile::create(&file_of(&self.prefix, &format!("{suffix}.spool-{i}")));
         self.splits.push(Spool {
@@ -108,15 +112,15 @@ impl ShardWriter {
         self.splits.iter().map(|s| s.ends.len()).sum()
     }
 
-    /// Writes the shard and makes it visible. Splits are ordered by name. Of `known`, what was made of what is taken: tokenizer,
-    /// rule of the splits, inputs.
+    /// Writes the shard and makes it visible. Splits are ordered by name. The sidecar keeps the tokenizer, the rule of
+    /// the splits and the inputs of `known`.
     ///
     /// # Errors
-    /// Data, if there is no document; I/O. The old shard of that name, if any, is gone only once the new one is whole
-    /// on disk.
+    /// Data, if there are no documents; I/O. An old shard of the same name is replaced only after the new one is
+    /// complete on disk.
     pub fn commit(mut self, known: Sidecar) -> Result<Sidecar> {
         if self.documents() == 0 {
-            return Err(Error::data(format!("{}: there are no rows to write", self.prefix.display())));
+            return Err(Error::data(format!("{}: no rows to write", self.prefix.display())));
         }
         self.splits.sort_by(|a, b| a.name.cmp(&b.name));
         let mut partial = Vec::new();
@@ -135,7 +139,7 @@ impl ShardWriter {
             facts.insert((*suffix).to_owned(), FileHash::of(&file.path)?);
         }
         let sidecar = self.sidecar(known, facts);
-        // Without `.idx` there is no shard: it is removed first and renamed last.
+        // Without `.idx` there is no shard, so it is removed first and renamed last.
         for suffix in [".idx", ".json"] {
             let path = file_of(&self.prefix, suffix);
             match fs::remove_file(&path) {

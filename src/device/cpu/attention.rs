@@ -1,4 +1,4 @@
-//! Causal grouped-query attention: what is attended to, the KV cache, and the division of the work over threads.
+//! Causal grouped-query attention: visible keys, the KV cache, and the division of the work over threads.
 
 use super::attention_backward::{Backward, Part};
 pub use super::attention_forward::Cached;
@@ -85,8 +85,8 @@ fn cumulated(costs: impl Iterator<Item = usize>) -> Vec<usize> {
     std::iter::once(0).chain(sums).collect()
 }
 
-/// Where to cut the items, of cumulated costs `ends`, for `threads` shares. An item belongs to the share in which its
-/// middle lies.
+/// The places at which to cut items with cumulated costs `ends` into `threads` shares. An item belongs to the share
+/// that holds its middle.
 fn cuts(ends: &[usize], threads: usize) -> Vec<usize> {
     let (items, total) = (ends.len() - 1, ends[ends.len() - 1]);
     let middles: Vec<usize> = ends.windows(2).map(|ends| usize::midpoint(ends[0], ends[1])).collect();
@@ -124,8 +124,8 @@ fn backward(backward: &Backward) {
     if shares.len() == 1 { work(0) } else { pool.run(&work) }
 }
 
-/// The parts that each thread does. Whole sequences and key heads where that is balanced to a quarter; else some are cut
-/// in two or more, at the price that scores of the cut ones are computed twice.
+/// The parts that each thread does. Whole sequences and key heads where that is balanced to a quarter; else some are
+/// cut in two or more, at the price that scores of the cut ones are computed twice.
 fn divided(backward: &Backward, threads: usize) -> Vec<Vec<Part>> {
     let shape = backward.shape;
     let heads = 0..shape.kv_heads;
@@ -162,7 +162,7 @@ pub fn page_len(shape: &AttentionShape) -> usize {
     shape.kv_heads * shape.head_dim * PAGE
 }
 
-/// Stores the rows k and v (t, g*e), each value converted by `of`, behind the cached tokens of their sequences.
+/// Stores the rows k and v (t, g*e), each value converted by `of`, after the cached tokens of their sequences.
 pub fn kv_append<T: Send + Sync>(
     [keys, values]: [&mut [T]; 2],
     [k, v]: [&[f32]; 2],

@@ -41,9 +41,9 @@ pub(super) struct Part {
     tiles: Range<usize>,
 }
 
-/// What a thread works in: all rows of a sequence under one key head, one key block, one tile of scores.
+/// The scratch of a thread: all rows of a sequence under one key head, one key block, one tile of scores.
 struct Work<'a> {
-    /// [row][d], lanes behind e zero
+    /// [row][d], lanes past e are zero
     q: &'a mut [f32],
     /// [row][d]
     d_o: &'a mut [f32],
@@ -97,7 +97,7 @@ impl Kernel for (&Backward<'_>, &[Part]) {
     }
 }
 
-/// Its unsafe functions ask what `Kernel::work` does.
+/// Its unsafe functions have the requirements of `Kernel::work`.
 impl Backward<'_> {
     /// Rows of the longest of `sequences`, in whole tiles.
     fn rows_max(&self, sequences: impl Iterator<Item = usize>) -> usize {
@@ -131,8 +131,8 @@ impl Backward<'_> {
         (0..self.block_count(sequence)).map(|block| self.tiles_of(sequence, block).len()).sum()
     }
 
-    /// From `from` / `of` to `to` / `of` of a sequence under one key head: key blocks, and tiles, of about that share of
-    /// the pairs.
+    /// The part from `from` / `of` to `to` / `of` of a sequence under one key head: key blocks and tiles with about
+    /// that share of the pairs.
     pub fn part(&self, sequence: usize, kv_head: usize, from: usize, to: usize, of: usize) -> Part {
         let count = self.block_count(sequence);
         let tiles: Vec<Range<usize>> = (0..count).map(|block| self.tiles_of(sequence, block)).collect();
@@ -201,7 +201,7 @@ impl Backward<'_> {
     /// Reads `rows` of `held` ([r][d]) from e values at `at` of a gradient, or writes them there.
     ///
     /// # Safety
-    /// As `Kernel::work`; the rows belong to this thread alone.
+    /// Same as `Kernel::work`; the rows belong to this thread alone.
     #[inline(always)]
     unsafe fn copy_rows<V: Vector>(
         &self,

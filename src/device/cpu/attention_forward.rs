@@ -1,5 +1,5 @@
-//! Forward attention of tiles of 32 query rows over blocks of 32 keys; where the keys of a sequence come in several runs,
-//! each run's result is merged with that of the runs before it.
+//! Forward attention of tiles of 32 query rows over blocks of 32 keys; where the keys of a sequence come in several
+//! runs, each run's result is merged with that of the runs before it.
 //!
 //! Dims: r rows of a tile (a row is a query of one head; heads of a group share their keys), j keys of a block, e head
 //! dim. Scores lie [r][j], keys transposed [e][j], values [j][e].
@@ -13,10 +13,10 @@ use super::scratch::{Rest, taken};
 use super::vector::{Kernel, Vector, copy, prefetch, prefetch_far, transpose};
 use std::ops::Range;
 
-/// Below any score that softmax can tell from minus infinity; finite, so that m - m is 0, not NaN.
+/// Below any score that softmax can distinguish from minus infinity; finite, so that m - m is 0, not NaN.
 const LOWEST: f32 = -3.0e38;
 
-/// Where keys and values lie.
+/// The layout of keys and values.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Keys<'a> {
     /// k and v (t, g*e)
@@ -52,7 +52,7 @@ impl Block {
     /// `multiply` over this.
     ///
     /// # Safety
-    /// As `multiply`.
+    /// Same as `multiply`.
     #[inline(always)]
     unsafe fn product<V: Vector>(self, product: Product) {
         // SAFETY: promised by the caller.
@@ -90,7 +90,7 @@ pub(super) struct Forward<'a> {
     pub merge: bool,
 }
 
-/// What a thread works in: one tile, and the transposed keys of one packed sequence.
+/// The scratch of a thread: one tile, and the transposed keys of one packed sequence.
 struct Work<'a> {
     /// [r][e, whole blocks of lanes]
     q: &'a mut [f32],
@@ -142,7 +142,7 @@ impl Kernel for (&Forward<'_>, &[Tile]) {
     }
 }
 
-/// Its unsafe functions ask what `Kernel::work` does.
+/// Its unsafe functions have the requirements of `Kernel::work`.
 impl Forward<'_> {
     /// Transposed keys, or values, of the longest run.
     fn keys_len(&self, tiles: &[Tile]) -> usize {
@@ -223,7 +223,7 @@ impl Forward<'_> {
             unsafe {
                 keys.product::<V>(Product {
                     rows,
-                    // Half a block is seen often: in it stands the diagonal.
+                    // Half a block is seen often: it holds the diagonal.
                     lanes: self.count(tile, block).next_multiple_of(PAGE / 2),
                     k: e,
                     a: work.q.as_ptr(),
@@ -335,7 +335,7 @@ impl Forward<'_> {
                 exp_lanes(V::load(at)).store(at);
             }
             for i in 0..blocks.len() {
-                // The maximum of a row that stands behind this block may come from a later one: it is kept per block.
+                // The maximum of a row after this block may come from a later one: it is kept per block.
                 for r in 0..rows {
                     let (max, decay) = (V::splat(work.max[i * rows + r]), V::splat(work.decay[i * rows + r]));
                     for lane in (0..PAGE).step_by(V::LANES) {
@@ -352,8 +352,8 @@ impl Forward<'_> {
         }
     }
 
-    /// Scales and masks the scores of a block, whose rows stand from `base` on; their maximum with those before, and
-    /// old maximum - new maximum.
+    /// Scales and masks the scores of a block, whose rows start at `base`. Computes their maximum with those of earlier
+    /// blocks, and old maximum - new maximum.
     #[inline(always)]
     unsafe fn maxima<V: Vector>(&self, tile: &Tile, block: usize, base: usize, work: &mut Work) {
         let (rows, group) = (tile.rows.len(), self.shape.group());
@@ -417,10 +417,11 @@ impl Forward<'_> {
         }
     }
 
-    /// Merges into `o`, of log-sum-exp `new`, the result of log-sum-exp `old` that stands in row `at`; that of both.
+    /// Merges the result in row `at`, with log-sum-exp `old`, into `o`, with log-sum-exp `new`. Returns the log-sum-exp
+    /// of both.
     ///
     /// # Safety
-    /// As `Kernel::work`; the row belongs to the caller alone, and `o` has room for whole vectors.
+    /// Same as `Kernel::work`; the row belongs to the caller alone, and `o` has room for whole vectors.
     #[inline(always)]
     unsafe fn merged<V: Vector>(&self, at: usize, old: f32, new: f32, o: &mut [f32]) -> f32 {
         if old == f32::NEG_INFINITY {

@@ -1,4 +1,4 @@
-//! What attention works on: rows of a sequence with a run of its keys, cut in tiles of rows and blocks of keys.
+//! The units of attention: rows of a sequence with a run of its keys, cut into tiles of rows and blocks of keys.
 
 use super::vector::BLOCK;
 use std::ops::Range;
@@ -57,7 +57,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// Whole sequences that lie one behind the other: `cu_seqlens` = [0, end of sequence 0, ...].
+    /// Whole sequences that lie one after the other: `cu_seqlens` = [0, end of sequence 0, ...].
     pub fn whole(cu_seqlens: &[usize]) -> Vec<Self> {
         let of = |ends: &[usize]| {
             let (row, tokens) = (ends[0], ends[1] - ends[0]);

@@ -15,7 +15,7 @@ pub fn fill(x: &mut [f32], value: f32) {
 }
 
 pub fn copy(from: &[f32], to: &mut [f32]) {
-    assert_eq!(from.len(), to.len(), "a copy into another length");
+    assert_eq!(from.len(), to.len(), "copy: the lengths differ");
     pool().parts(to, LINE, from.len() < SERIAL_MAX, &|range, part| part.copy_from_slice(&from[range]));
 }
 
@@ -27,7 +27,7 @@ leveled! {
 
 /// y += x
 pub fn add(x: &[f32], y: &mut [f32]) {
-    assert_eq!(x.len(), y.len(), "a sum of other lengths");
+    assert_eq!(x.len(), y.len(), "add: the lengths differ");
     let level = level();
     pool().parts(y, 1024, x.len() < SERIAL_MAX / 4, &|range, y| add_range(level, &x[range], y));
 }
@@ -48,7 +48,7 @@ pub fn round_to_bf16(x: &mut [f32]) {
 
 /// y[i] = x[rows[i]], rows of `width` values.
 pub fn gather(x: &[f32], width: usize, rows: &[u32], y: &mut [f32]) {
-    assert_eq!(y.len(), rows.len() * width, "a gather into another length");
+    assert_eq!(y.len(), rows.len() * width, "gather: the output has another length");
     pool().rows(y, width, rows.len() * width < SERIAL_MAX, &|i, row| {
         let from = rows[i] as usize * width;
         row.copy_from_slice(&x[from..from + width]);
@@ -57,8 +57,8 @@ pub fn gather(x: &[f32], width: usize, rows: &[u32], y: &mut [f32]) {
 
 /// The transpose of `gather`: x[rows[i]] += y[i].
 pub fn scatter(y: &[f32], width: usize, rows: &[u32], x: &mut [f32]) {
-    assert_eq!(y.len(), rows.len() * width, "a scatter from another length");
-    assert!(rows.iter().all(|&row| (row as usize + 1) * width <= x.len()), "a scatter to a row outside");
+    assert_eq!(y.len(), rows.len() * width, "scatter: the input has another length");
+    assert!(rows.iter().all(|&row| (row as usize + 1) * width <= x.len()), "scatter: a row is out of range");
     // A row that comes twice must not be added to by two threads.
     let ascending = rows.is_sorted_by(|a, b| a < b);
     let out = Shares::new(x);

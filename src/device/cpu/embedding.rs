@@ -5,7 +5,7 @@ use super::pool::{Shares, pool};
 /// Elements below which one thread is faster than waking the others.
 const SERIAL_MAX: usize = 1 << 13;
 
-/// Where column c of row n stands: `start(n) + c * step`, but for interleaved pairs.
+/// The position of column c in row n: `start(n) + c * step`, except for interleaved pairs.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     /// Index of a row's first value.
@@ -14,10 +14,10 @@ pub struct Place {
     pub step: usize,
 }
 
-/// Where the row of token t stands, if it is there.
+/// The position of the row of token t, if it is there.
 pub type Rows<'a> = dyn Fn(usize) -> Option<Place> + Sync + 'a;
 
-/// y[t][c] = w[place(token[t])][c], 0 where there is no such row.
+/// y[t][c] = w[place(token[t])][c], 0 if there is no such row.
 pub fn gather(w: &[f32], width: usize, place: &Rows, y: &mut [f32]) {
     let small = y.len() < SERIAL_MAX;
     pool().rows(y, width, small, &|t, y| {
@@ -26,7 +26,7 @@ pub fn gather(w: &[f32], width: usize, place: &Rows, y: &mut [f32]) {
     });
 }
 
-/// As `gather`, for bf16 panels: columns 2i and 2i+1 are neighbours, pairs are 2 * step apart.
+/// Same as `gather`, for bf16 panels: columns 2i and 2i+1 are neighbors, pairs are 2 * step apart.
 pub fn gather_bf16(w: &[u16], width: usize, place: &Rows, y: &mut [f32]) {
     let small = y.len() < SERIAL_MAX;
     pool().rows(y, width, small, &|t, y| {
@@ -37,7 +37,7 @@ pub fn gather_bf16(w: &[u16], width: usize, place: &Rows, y: &mut [f32]) {
     });
 }
 
-/// w[place(token[t])][c] += dy[t][c] where there is such a row, ascending t; threads share out the columns.
+/// w[place(token[t])][c] += dy[t][c] if there is such a row, ascending t. Columns are divided over threads.
 pub fn scatter(dy: &[f32], width: usize, place: &Rows, dw: &mut [f32]) {
     let rows = dy.len() / width;
     let len = dw.len();

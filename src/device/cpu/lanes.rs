@@ -1,4 +1,4 @@
-//! Sums that run in lanes, which the compiler vectorises inside `leveled!`.
+//! Sums that run in lanes, which the compiler vectorizes inside `leveled!`.
 
 use std::ops::AddAssign;
 
@@ -32,7 +32,7 @@ pub fn sum<T: Copy + Default + AddAssign, const N: usize>(x: &[f32], add: impl F
     fold(lanes)
 }
 
-/// The largest of x; NaN is passed over.
+/// The largest of x. NaN is skipped.
 #[inline(always)]
 pub fn max<const N: usize>(x: &[f32]) -> f32 {
     let (blocks, tail) = x.as_chunks::<N>();

@@ -31,7 +31,7 @@ const ROWS_BYTES: usize = 256 << 10;
 const ROWS_CUT: usize = 32;
 /// Multiply-adds below which one thread does it all: waking the others costs as much.
 pub(super) const SERIAL_BELOW: usize = 64 << 10;
-/// Values of x up to which every thread makes its own words of them: 128 KiB.
+/// Number of values of x up to which each thread converts them to words for itself: 128 KiB.
 const OWN_WORDS: usize = 32 << 10;
 /// Words of W that are transposed at a time: they stay in the last-level cache.
 const TRANSPOSED_WORDS: usize = 2 << 20;
@@ -101,17 +101,17 @@ struct Product<'a> {
     b: *const u32,
     b_panel: usize,
     c: Shares<f32>,
-    /// The chains go on from what c holds.
+    /// The chains continue from the values in c.
     continued: bool,
     bias: Option<&'a [f32]>,
     addend: Addend<'a>,
 }
 
-/// What a finished value is added to.
+/// The addend of a finished value.
 #[derive(Clone, Copy, Debug)]
 pub enum Addend<'a> {
     Nothing,
-    /// What the result holds.
+    /// The contents of the result.
     Result,
     /// Values apart from the result, as many as it has.
     Values(&'a [f32]),
@@ -147,8 +147,8 @@ impl Cut {
     }
 }
 
-/// Does all of `products`, which do not depend on each other, at one call of the threads. With `own`, each thread rounds these
-/// values of x itself and uses its words in place of `a`.
+/// Does all of `products`, which do not depend on each other, at one call of the threads. With `own`, each thread
+/// rounds these values of x itself and uses its words in place of `a`.
 fn run_all(products: &[Product], own: Option<&[f32]>, level: Level) {
     let pool = pool();
     let few = products.iter().map(|p| p.m * p.n * p.steps).sum::<usize>() < SERIAL_BELOW;
@@ -191,7 +191,7 @@ impl Product<'_> {
         let tiles = (end - start).div_ceil(if pair { ROWS_PAIR } else { ROWS });
         let width = if pair { 2 * LANES } else { LANES };
         let in_place = matches!(self.addend, Addend::Result);
-        // Where the result is added to y, the chains stand here until they are done.
+        // If the result is added to y, the chains are kept here until they are done.
         let mut sums = MaybeUninit::<[f32; ROWS_CUT * LANES]>::uninit();
         for step_block in 0..cut.step_blocks {
             let s0 = step_block * self.steps / cut.step_blocks;
@@ -264,8 +264,8 @@ pub fn forward_scratch(m: usize, w: &Panels) -> usize {
     if has_own_words(arithmetic, m * w.k) { 0 } else { row_words_scratch(arithmetic, m, w.k) }
 }
 
-/// Whether each thread rounds `len` values of x itself. Words that another thread wrote are in that core's cache, and the tiles'
-/// strided reads fetch them line by line; reading x in order is prefetched.
+/// Whether each thread rounds `len` values of x itself. Words that another thread wrote are in that core's cache, and
+/// the tiles' strided reads fetch them line by line; reading x in order is prefetched.
 fn has_own_words(arithmetic: Arithmetic, len: usize) -> bool {
     arithmetic == Arithmetic::Bf16 && (1..=OWN_WORDS).contains(&len)
 }
@@ -278,8 +278,8 @@ pub struct Output<'a> {
     pub y: &'a mut [f32],
 }
 
-/// y[m][n] = addend + (chain + bias[n]): chain = sum_k x[m][k] W[n][k], k ascending from 0. For several W of one width and
-/// dtype the threads are called once.
+/// y[m][n] = addend + (chain + bias[n]): chain = sum_k x[m][k] W[n][k], k ascending from 0. For several W of one width
+/// and dtype the threads are called once.
 pub fn forward<const N: usize>(x: &[f32], m: usize, outputs: [Output; N], addend: Addend, scratch: &mut [f32]) {
     let level = level();
     let (k, arithmetic) = (outputs[0].w.k, outputs[0].w.arithmetic());
@@ -289,9 +289,9 @@ pub fn forward<const N: usize>(x: &[f32], m: usize, outputs: [Output; N], addend
     let a = if own { ptr::null() } else { row_words(level, arithmetic, x, k, scratch) };
     let products = outputs.map(|Output { w, bias, y }| {
         w.check();
-        assert!((w.k, w.arithmetic()) == (k, arithmetic), "products of one x: W of another width or dtype");
+        assert!((w.k, w.arithmetic()) == (k, arithmetic), "GEMMs of one x need W of the same width and dtype");
         assert!(y.len() == m * w.n && bias.is_none_or(|b| b.len() == w.n));
-        assert!(!matches!(addend, Addend::Values(c) if c.len() != y.len()), "as many values of c as of y");
+        assert!(!matches!(addend, Addend::Values(c) if c.len() != y.len()), "c and y must have the same length");
         Product {
             arithmetic,
             m,
@@ -349,8 +349,8 @@ fn turned_words(w: &Panels, rows: usize) -> usize {
     w.k.next_multiple_of(LANES) * words_of(w.arithmetic(), rows)
 }
 
-/// dx[m][k] = sum_n dy[m][n] W[n][k], n ascending from 0 (from dx where `add`). The bits do not depend on whether all of W was
-/// `transposed` before.
+/// dx[m][k] = sum_n dy[m][n] W[n][k], n ascending from 0 (from dx where `add`). The bits do not depend on whether all
+/// of W was `transposed` before.
 pub fn backward_input(
     dy: &[f32],
     m: usize,

@@ -106,7 +106,7 @@ fn grid(panels: usize, tiles: usize, shares: usize) -> (usize, usize) {
     (1..=shares).map(|down| (down, shares / down)).min_by_key(cost).unwrap_or((1, 1))
 }
 
-/// What is interleaved at a time: tiles of x, over a block of the chain.
+/// The tiles of x that are interleaved at a time, over a block of the chain.
 #[derive(Clone)]
 struct Block {
     steps: Range<usize>,
@@ -138,7 +138,7 @@ impl WeightProduct<'_> {
                 panel::panel(level, arithmetic, self.dy, self.n, steps.clone(), &lanes, panel);
                 for tile in tiles.clone() {
                     let at = tile - tiles.start;
-                    // What comes next lies in columns of wide matrices, which no hardware foresees.
+                    // The next values are in columns of wide matrices, which no hardware prefetches.
                     if p + 1 < panels.end {
                         self.fetch(self.dy, self.n, (p + 1) * LANES..(p + 2) * LANES, part(&steps, at, tiles.len()));
                     }

@@ -97,8 +97,8 @@ fn pair_rows(level: Level, even: &[f32], odd: &[f32], words: &mut [u32]) {
 /// Columns that `interleave` takes at most.
 pub const COLUMNS_MAX: usize = 512;
 
-/// Step `step` of columns `columns` of x (m, k): the values of that row, or rows 2 `step` and 2 `step` + 1 rounded and paired
-/// in `line`, a missing last row as zeros.
+/// Step `step` of columns `columns` of x (m, k): the values of that row, or rows 2 `step` and 2 `step` + 1 rounded and
+/// paired in `line`, a missing last row as zeros.
 #[inline]
 fn words_at<'a>(
     level: Level,
@@ -120,8 +120,8 @@ fn words_at<'a>(
     }
 }
 
-/// Steps `steps` and columns `columns` (at most COLUMNS_MAX) of x (m, k) as tiles of 8 columns, `tile` words apart: word
-/// (c, step) of a tile at step * 8 + c. Missing columns of the last tile are 0.
+/// Steps `steps` and columns `columns` (at most COLUMNS_MAX) of x (m, k) as tiles of 8 columns, `tile` words apart:
+/// word (c, step) of a tile at step * 8 + c. Missing columns of the last tile are 0.
 pub fn interleave(
     level: Level,
     arithmetic: Arithmetic,
@@ -187,7 +187,7 @@ type Block = [[u32; LANES]; LANES];
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::LANES;
-    #[allow(clippy::wildcard_imports, reason = "the names of intrinsics stand for themselves")]
+    #[allow(clippy::wildcard_imports, reason = "the names of intrinsics explain themselves")]
     use std::arch::x86_64::*;
 
     /// 16 x 16 words from rows `row..` and columns `column..`, transposed in registers.
@@ -266,8 +266,8 @@ mod x86 {
     }
 }
 
-/// Transposes up to 32 inputs of one panel, for as many lanes as `to` has; missing inputs become 0. f32: `from[c][lane]` to
-/// `to[lane][c]`. bf16: `from[c / 2][lane]` pairs inputs, `to[lane / 2][c]` pairs lanes.
+/// Transposes up to 32 inputs of one panel, for as many lanes as `to` has; missing inputs become 0. f32:
+/// `from[c][lane]` to `to[lane][c]`. bf16: `from[c / 2][lane]` pairs inputs, `to[lane / 2][c]` pairs lanes.
 pub fn transpose(level: Level, arithmetic: Arithmetic, from: &[[u32; LANES]], to: &mut [[u32; LANES]]) {
     #[cfg(target_arch = "x86_64")]
     if level.isa() == Isa::Avx512 {

@@ -1,4 +1,4 @@
-//! What this machine can do at best, measured with the pool's threads: the denominators of the benchmarks.
+//! The peak rates of this machine, measured with the pool's threads: the denominators of the benchmarks.
 
 use super::pool::{Shares, pool};
 use super::vector::{Kernel, Vector, run_in};
@@ -64,8 +64,8 @@ fn dot_512(rounds: usize) -> f64 {
     (rounds * CHAINS_DOT * 32) as f64
 }
 
-/// f32 multiply-adds at the level in use, all threads, in GFLOP/s; `rounds` of a dozen or two of vectors each (a million
-/// take about 2 ms).
+/// f32 multiply-adds at the level in use, all threads, in GFLOP/s; `rounds` of a dozen or two of vectors each (a
+/// million take about 2 ms).
 pub fn fma_gflops(rounds: usize) -> f64 {
     let level = level();
     2e-9 * rate(&|_| {

@@ -1,8 +1,8 @@
-//! A fork-join pool for kernels of microseconds. A thread that waits spins for a moment, then sleeps. Yielding instead would cost it
-//! milliseconds each time, where another program wants its core.
+//! A fork-join pool for kernels of microseconds. A waiting thread spins for a moment, then sleeps. Yielding instead
+//! would cost milliseconds each time if another program wants its core.
 //!
-//! Work is divided by thread number, never by load, and no kernel's arithmetic depends on the number of threads. On a null
-//! device none is done.
+//! Work is divided by thread number, never by load, and no kernel's arithmetic depends on the number of threads. On a
+//! null device none is done.
 
 use crate::device::null;
 use crate::sys::affinity;
@@ -17,7 +17,7 @@ type Job = *const (dyn Fn(usize) + Sync);
 
 /// Spins before the caller sleeps on its workers, and before they sleep until it comes again: about 20 and 100 us.
 const SPINS: [u32; 2] = [1_000, 5_000];
-/// Both where there are more threads than cores.
+/// Both, if there are more threads than cores.
 const CROWDED: [u32; 2] = [64; 2];
 
 struct Shared {
@@ -63,7 +63,7 @@ impl Pool {
                 std::thread::Builder::new()
                     .name(format!("cpu-{id}"))
                     .spawn(move || worker(&shared, id))
-                    .expect("the system starts a thread")
+                    .expect("the system can start a thread")
             })
             .collect();
         Self { shared, workers, caller: Mutex::new(()) }
@@ -101,8 +101,8 @@ impl Pool {
         assert!(!self.shared.panicked.swap(false, Ordering::Relaxed), "a worker thread panicked");
     }
 
-    /// Splits `0..len` into one contiguous range a thread, each a multiple of `unit` but for the last, and calls `f`
-    /// on those that are not empty. Where the work is `small`, one thread does it all.
+    /// Splits `0..len` into one contiguous range per thread, each a multiple of `unit` except for the last, and calls
+    /// `f` on the ranges that are not empty. If the work is `small`, one thread does it all.
     pub fn ranges(&self, len: usize, unit: usize, small: bool, f: &(dyn Fn(Range<usize>) + Sync)) {
         if null::is_active() {
             return;
@@ -183,7 +183,7 @@ impl Drop for Waiter<'_> {
     }
 }
 
-/// Spins until `is_over`, at most so often; whether it is.
+/// Spins until `is_over`, at most `spins` times. Returns whether it is over.
 fn spin(spins: u32, is_over: impl Fn() -> bool) -> bool {
     (0..spins).any(|_| {
         std::hint::spin_loop();
@@ -207,7 +207,7 @@ fn worker(shared: &Shared, id: usize) {
             return;
         }
         // SAFETY: `run` stored the job before it moved the epoch and waits for `left` before the closure dies.
-        let job = unsafe { &*(*shared.job.get()).expect("a job is set before the epoch moves") };
+        let job = unsafe { &*(*shared.job.get()).expect("the job is set before the epoch changes") };
         if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| job(id))).is_err() {
             shared.panicked.store(true, Ordering::Relaxed);
         }
@@ -229,7 +229,7 @@ impl Drop for Pool {
 
 static POOL: OnceLock<RwLock<Arc<Pool>>> = OnceLock::new();
 
-/// The process's pool. Its first user decides nothing: until `set_threads` it has a thread per core of the mask.
+/// The process's pool. Until `set_threads` it has one thread per core of the affinity mask.
 pub fn pool() -> Arc<Pool> {
     let cell = POOL.get_or_init(|| {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);

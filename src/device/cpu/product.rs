@@ -2,7 +2,7 @@
 
 use super::vector::{Kernel, Vector};
 
-/// What C holds before the sum.
+/// The contents of C before the sum.
 #[derive(Clone, Copy, Debug)]
 pub enum Start {
     Zero,
@@ -15,10 +15,10 @@ pub enum Start {
 /// B's values: f32, or bf16, which are widened exactly.
 pub trait Values: Copy {
     /// # Safety
-    /// As `Vector::load`.
+    /// Same as `Vector::load`.
     unsafe fn load<V: Vector>(from: *const Self) -> V;
     /// # Safety
-    /// As `Vector::load_part`.
+    /// Same as `Vector::load_part`.
     unsafe fn load_part<V: Vector>(from: *const Self, n: usize) -> V;
 }
 
@@ -52,7 +52,7 @@ impl Values for u16 {
 }
 
 /// C[i][lane] = start + sum_k A[i][k] B[k][lane], one ascending chain of fused multiply-adds per element, for
-/// i < rows, lane < lanes. C's rows have room for whole vectors; lanes behind `lanes` get a product with zero or nothing.
+/// i < rows, lane < lanes. C's rows have room for whole vectors; lanes past `lanes` get a product with zero or nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct Product {
     pub rows: usize,
@@ -71,14 +71,14 @@ pub struct Product {
 /// `product` over `b`; `KS` is the distance of A[i][k] and A[i][k+1].
 ///
 /// # Safety
-/// As `Vector`; the pointers are valid for what the product names, and C overlaps neither A nor B.
+/// Same as `Vector`; the pointers are valid for the ranges that the product names, and C overlaps neither A nor B.
 #[inline(always)]
 pub unsafe fn multiply<V: Vector, const KS: usize, B: Values>(b: *const B, product: Product) {
     // SAFETY: promised by the caller.
     unsafe { V::call(&Over::<KS, B>(b, product), &mut []) }
 }
 
-/// B, and the product over it: by value, so that no store to C can change what it says.
+/// B, and the product over it: by value, so that no store to C can change it.
 struct Over<const KS: usize, B>(*const B, Product);
 
 impl<const KS: usize, B: Values> Kernel for Over<KS, B> {
@@ -99,7 +99,7 @@ impl<const KS: usize, B: Values> Kernel for Over<KS, B> {
 /// The product in tiles of at most `MR` rows and two vectors.
 ///
 /// # Safety
-/// As `multiply`.
+/// Same as `multiply`.
 #[inline(always)]
 unsafe fn product_by<V: Vector, const MR: usize, const KS: usize, B: Values>(b: *const B, p: &Product) {
     let mut row = 0;
@@ -124,7 +124,7 @@ unsafe fn product_by<V: Vector, const MR: usize, const KS: usize, B: Values>(b: 
 }
 
 /// # Safety
-/// As `product_by`, with row + MR <= p.rows.
+/// Same as `product_by`, with row + MR <= p.rows.
 #[inline(always)]
 unsafe fn rows_by<V: Vector, const MR: usize, const KS: usize, B: Values>(b: *const B, p: &Product, row: usize) {
     let mut lane = 0;
@@ -144,7 +144,7 @@ unsafe fn rows_by<V: Vector, const MR: usize, const KS: usize, B: Values>(b: *co
 }
 
 /// # Safety
-/// As `product_by`, with row + MR <= p.rows, and lane + NV LANES <= p.lanes unless PART.
+/// Same as `product_by`, with row + MR <= p.rows, and lane + NV LANES <= p.lanes unless PART.
 #[inline(always)]
 unsafe fn tile<V: Vector, const MR: usize, const NV: usize, const KS: usize, const PART: bool, B: Values>(
     b: *const B,

@@ -14,9 +14,9 @@ use std::cell::RefCell;
 const LANES: usize = 16;
 /// Tokens whose e are summed in lanes; the walk adds tile by tile, then token by token within one tile.
 const TILE: usize = 256;
-/// Tokens whose maximum stands for them when the k-th largest logit is looked for.
+/// Tokens that are represented by their maximum in the search for the k-th largest logit.
 const BLOCK: usize = 64;
-/// Logits below which sharing rows between threads costs more than it brings.
+/// Number of logits below which dividing rows over threads costs more than it saves.
 const SHARED_LOGITS_MIN: usize = 8192;
 
 /// Order of the filters: bias, repetition penalty, temperature, top-k, top-p, min-p.
@@ -44,21 +44,21 @@ impl SampleParams {
         Self::plain(0.0)
     }
 
-    /// Whether the distribution drawn from may differ from the plain temperature softmax.
+    /// Whether the sampled distribution may differ from the plain temperature softmax.
     pub fn filters(&self) -> bool {
         self.top_k > 0 || self.top_p < 1.0 || self.min_p > 0.0 || self.repetition_penalty != 1.0
     }
 }
 
-/// What one row needs besides its logits.
+/// The inputs of one row besides its logits.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleRow<'a> {
     pub params: SampleParams,
     /// Uniform in [0, 1), from `rng::Rng::sample_uniform`.
     pub uniform: f32,
-    /// Tokens so far, prompt included; only read where the repetition penalty is on.
+    /// Tokens so far, prompt included; only read if the repetition penalty is on.
     pub seen: &'a [u32],
-    /// Tokens that must not be drawn (end tokens before the least response length, the ends of bad words).
+    /// Tokens that must not be sampled (end tokens before the minimum response length, the ends of bad words).
     pub banned: &'a [u32],
     /// Added to the logits of tokens, each once, ascending.
     pub bias: &'a [(u32, f32)],
@@ -67,18 +67,18 @@ pub struct SampleRow<'a> {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sampled {
     pub token: u32,
-    /// Of the plain temperature softmax (temperature 0: of the softmax at temperature 1), over the tokens of the sampling mask where
-    /// that is kept. Not a number where the row's logits are not finite.
+    /// Log-probability in the plain temperature softmax (temperature 0: in the softmax at temperature 1), over the
+    /// tokens of the sampling mask if that is kept. NaN if the row's logits are not finite.
     pub logprob: f32,
-    /// Of the filtered distribution that the token was drawn from (greedy: 0). With a sampling mask and no bias or penalty that is
-    /// `logprob` but for rounding.
+    /// Log-probability in the filtered distribution from which the token was sampled (greedy: 0). With a sampling mask
+    /// and no bias or penalty it is `logprob` except for rounding.
     pub sample_logprob: f32,
 }
 
 /// Buffers that a thread keeps from row to row.
 #[derive(Default)]
 struct Scratch {
-    /// The row after bias, penalty and ban, where there is one.
+    /// The row after bias, penalty and ban, if there is one.
     edited: Vec<f32>,
     /// Log-probabilities of the row, for `top`.
     logprobs: Vec<f32>,
@@ -96,7 +96,7 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
-/// One token a row: `rows.len()` rows of logits, one behind the other. See `ops::sample::forward_parts`.
+/// Samples one token per row: `rows.len()` rows of logits, one after the other. See `ops::sample::forward_parts`.
 pub fn forward(logits: &[f32], ends: &[usize], rows: &[SampleRow], out: &mut [Sampled]) {
     draw_rows(logits, rows, 1, out, &|level, logits, row, scratch, out| {
         out[0] = sample_row(level, logits, ends, row, None, scratch);
@@ -111,7 +111,7 @@ pub fn forward_masked(logits: &[f32], ends: &[usize], rows: &[SampleRow], out: &
     });
 }
 
-/// The `n` best tokens of each row, one row behind the other. See `ops::sample::top_parts`.
+/// The `n` best tokens of each row, one row after the other. See `ops::sample::top_parts`.
 pub fn top(logits: &[f32], ends: &[usize], rows: &[SampleRow], n: usize, out: &mut [Sampled]) {
     draw_rows(logits, rows, n, out, &|level, logits, row, scratch, out| {
         top_of_row(level, logits, ends, row, scratch, out);
@@ -120,7 +120,7 @@ pub fn top(logits: &[f32], ends: &[usize], rows: &[SampleRow], n: usize, out: &m
 
 type DrawRow<'a, T> = dyn Fn(Level, &[f32], &SampleRow, &mut Scratch, &mut [T]) + Sync + 'a;
 
-/// Of each row `each` results.
+/// Computes `each` results per row.
 fn draw_rows<T: Send>(logits: &[f32], rows: &[SampleRow], each: usize, out: &mut [T], draw: &DrawRow<T>) {
     let v = logits.len() / rows.len().max(1);
     let small = logits.len() < SHARED_LOGITS_MIN || rows.len() < 2;
@@ -196,7 +196,7 @@ fn sample_row(
     Sampled { token: token as u32, logprob, sample_logprob }
 }
 
-/// The tokens that may be drawn: those that are left with a probability.
+/// The tokens that may be sampled: the ones with a probability left.
 fn kept(e: &[f32]) -> SamplingMask {
     if e.iter().all(|&e| e > 0.0) {
         return SamplingMask::default();
@@ -226,7 +226,7 @@ fn top_of_row(
     candidates.clear();
     candidates.extend(edited.iter().zip(0..).filter(|&(&x, _)| x >= bound).map(|(&x, token)| (x, token)));
     candidates.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
-    // Of a row that is not finite no token reaches the bound.
+    // In a row that is not finite, no token reaches the bound.
     let none = Sampled { token: 0, logprob: f32::NAN, sample_logprob: f32::NAN };
     let found = candidates.iter().map(|&(sample_logprob, token)| {
         let logprob = logprobs[token as usize];
@@ -311,7 +311,7 @@ impl Cut {
 /// The border of the smallest set, likeliest first, whose mass reaches `top_p` of the whole: bracketed by counting mass
 /// above a few levels at a time, then found among the tokens within the bracket.
 fn nucleus(level: Level, e: &[f32], tiles: &[f32], top_p: f32, candidates: &mut Vec<(f32, u32)>) -> Cut {
-    /// Passes over the row; only rows of equal values need so many, and end with many candidates.
+    /// Maximum passes over the row; only rows of equal values need this many, and end with many candidates.
     const PASSES: usize = 10;
     const CANDIDATES_ENOUGH: f64 = 256.0;
     let total: f64 = tiles.iter().map(|&t| f64::from(t)).sum();

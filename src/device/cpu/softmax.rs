@@ -13,7 +13,7 @@ const LANES: usize = 64;
 /// Values of several rows below which one thread does them all.
 pub(super) const SERIAL_BELOW: usize = 4096;
 
-/// Of z = logits * inverse_temperature.
+/// Statistics of z = logits * inverse_temperature.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RowStats {
     pub inverse_temperature: f32,
@@ -26,13 +26,14 @@ pub struct RowStats {
 }
 
 impl RowStats {
-    /// log softmax(z)[v] = (z[v] - max) - ln(sum_exp), for the logit of v: the one formula of sampler, scorer and trainer.
+    /// log softmax(z)[v] = (z[v] - max) - ln(sum_exp), for the logit of v: the one formula of sampler, scorer and
+    /// trainer.
     #[inline]
     pub fn logprob(&self, logit: f32) -> f32 {
         (logit * self.inverse_temperature - self.max) - self.sum_exp.ln()
     }
 
-    /// Whether no token is likelier than the one of this logit.
+    /// Whether no token is likelier than the one with this logit.
     pub fn is_top(&self, logit: f32) -> bool {
         logit * self.inverse_temperature >= self.max
     }
@@ -42,10 +43,10 @@ impl RowStats {
         self.sum_exp.ln() - self.dot / self.sum_exp
     }
 
-    /// The statistics of a row from those of its parts, left to right; of a single part they are its own.
+    /// The statistics of a row from those of its parts, left to right. For a single part they are its own.
     ///
-    /// With m = max of the parts' max: sum_exp = sum_p exp(max_p - m) sum_exp_p, and
-    /// dot = sum_p exp(max_p - m) (dot_p + (max_p - m) sum_exp_p).
+    /// Let m be the max of the parts' max. Then sum_exp = sum_p exp(max_p - m) sum_exp_p, and dot = sum_p exp(max_p -
+    /// m) (dot_p + (max_p - m) sum_exp_p).
     ///
     /// # Panics
     /// If there is no part.
@@ -107,7 +108,8 @@ pub(super) fn floored(d: f32) -> f32 {
 
 /// max, sum_exp and dot of `row` * `inverse_temperature` (positive), on the calling thread.
 pub fn row_stats(level: Level, row: &[f32], inverse_temperature: f32) -> RowStats {
-    // Scaling by a positive number keeps the order, so this is the largest product. Finite where a mask leaves nothing of a part.
+    // Scaling by a positive number keeps the order, so this is the largest product. Finite where a mask leaves nothing
+    // of a part.
     let max = (row_max(level, row) * inverse_temperature).max(f32::MIN);
     let (sum_exp, dot) = row_sums(level, row, inverse_temperature, max);
     RowStats { inverse_temperature, max, sum_exp, dot }
@@ -115,8 +117,8 @@ pub fn row_stats(level: Level, row: &[f32], inverse_temperature: f32) -> RowStat
 
 leveled! {
     /// Turns a row of logits into the row of d loss / d logits, in place:
-    /// (dlogprob (1[v = target] - s_v) - dentropy s_v (log s_v + entropy)) * inverse_temperature. The row may be a part of
-    /// the one that the statistics are of; a target behind its end is in another part.
+    /// (dlogprob (1[v = target] - s_v) - dentropy s_v (log s_v + entropy)) * inverse_temperature. The row may be only
+    /// part of a row with statistics; a target past its end is in another part.
     pub fn row_backward(
         row: &mut [f32],
         stats: &RowStats,

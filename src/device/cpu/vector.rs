@@ -1,7 +1,7 @@
 //! Vectors of f32 as registers, for kernels written once and compiled per instruction set.
 //!
-//! Every operation acts on lanes alone. So the result of a kernel whose sums run in lanes modulo `BLOCK`, folded by halves,
-//! has the same bits for every width.
+//! Every operation acts on lanes alone. So the result of a kernel whose sums run in lanes modulo `BLOCK`, folded by
+//! halves, has the same bits for every width.
 
 use super::scratch::with_scratch;
 use crate::device::simd::{Isa, Level};
@@ -20,10 +20,10 @@ pub trait Vector: Copy {
     const LANES: usize;
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
-    /// The first `n` lanes; zero behind them, where memory is not touched. `n` may exceed `LANES`.
+    /// Loads the first `n` lanes; the others are zero, and their memory is not touched. `n` may exceed `LANES`.
     unsafe fn load_part(from: *const f32, n: usize) -> Self;
     unsafe fn store(self, to: *mut f32);
-    /// Stores the first `n` lanes; memory behind them is not touched. `n` may exceed `LANES`.
+    /// Stores the first `n` lanes; memory past them is not touched. `n` may exceed `LANES`.
     unsafe fn store_part(self, to: *mut f32, n: usize);
     unsafe fn add(self, other: Self) -> Self;
     unsafe fn sub(self, other: Self) -> Self;
@@ -35,9 +35,9 @@ pub trait Vector: Copy {
     unsafe fn fma(self, factor: Self, sum: Self) -> Self;
     /// self * 2^n for n = shifted - ROUND, rounded once.
     unsafe fn times_power(self, shifted: Self) -> Self;
-    /// Of words that are pairs of bf16: the odd ones, in the high halves, as floats.
+    /// The odd values of words that are pairs of bf16, in the high halves, as floats.
     unsafe fn odd(self) -> Self;
-    /// The even ones.
+    /// The even values of such words.
     unsafe fn even(self) -> Self;
     /// Words whose even halves are these; the odd ones are zero.
     unsafe fn load_halves(from: *const u16) -> Self;
@@ -45,7 +45,7 @@ pub trait Vector: Copy {
     unsafe fn load_part_halves(from: *const u16, n: usize) -> Self;
     /// self + odd * odd, then + even * even, of two words of bf16, by the instruction for that.
     unsafe fn add_pairs(self, _x: Self, _w: Self) -> Self {
-        unreachable!("only 512 bits have the instruction")
+        unreachable!("only AVX-512 has the instruction")
     }
     /// The lanes whose bit is set, the others from `other`.
     unsafe fn keep(self, bits: u32, other: Self) -> Self;
@@ -54,16 +54,18 @@ pub trait Vector: Copy {
     unsafe fn transpose8(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
     /// Asks for the cache line of an address, valid or not.
     unsafe fn prefetch(at: *const f32);
-    /// As `prefetch`, into the second cache, where what is wanted later stays.
+    /// Same as `prefetch`, into the second-level cache, for values that are needed later.
     unsafe fn prefetch_far(at: *const f32);
-    /// Does `kernel` in a function of its own, compiled for these instructions: called from others, it saves their registers once.
+    /// Does `kernel` in a function of its own, compiled for these instructions: called from others, it saves their
+    /// registers once.
     unsafe fn call<K: Kernel>(kernel: &K, scratch: &mut [f32]);
 }
 
 /// Work that is written once for all registers.
 pub trait Kernel {
     /// # Safety
-    /// The processor has the instructions of `V`; no other thread does this work; `scratch` is as long as `run` was told.
+    /// The processor has the instructions of `V`; no other thread does this work; `scratch` has the length passed to
+    /// `run`.
     unsafe fn work<V: Vector>(&self, scratch: &mut [f32]);
 }
 
@@ -94,7 +96,7 @@ pub fn run_in<K: Kernel>(level: Level, kernel: &K, scratch: &mut [f32]) {
 /// Copies the first `n` values of a row.
 ///
 /// # Safety
-/// As `Vector`, for `n` values on either side.
+/// Same as `Vector`, for `n` values on either side.
 #[inline(always)]
 pub unsafe fn copy<V: Vector>(from: *const f32, to: *mut f32, n: usize) {
     let whole = n / V::LANES * V::LANES;
@@ -112,7 +114,7 @@ pub unsafe fn copy<V: Vector>(from: *const f32, to: *mut f32, n: usize) {
 /// Asks for the cache lines of `n` values, some of which may lie outside of any allocation.
 ///
 /// # Safety
-/// As `Vector`, but for the address.
+/// Same as `Vector`, except for the address.
 #[inline(always)]
 pub unsafe fn prefetch<V: Vector>(from: *const f32, n: usize) {
     for at in (0..n).step_by(16) {
@@ -121,10 +123,10 @@ pub unsafe fn prefetch<V: Vector>(from: *const f32, n: usize) {
     }
 }
 
-/// As `prefetch`, into the second cache.
+/// Same as `prefetch`, into the second-level cache.
 ///
 /// # Safety
-/// As `Vector`, but for the address.
+/// Same as `Vector`, except for the address.
 #[inline(always)]
 pub unsafe fn prefetch_far<V: Vector>(from: *const f32, n: usize) {
     for at in (0..n).step_by(16) {
@@ -136,7 +138,7 @@ pub unsafe fn prefetch_far<V: Vector>(from: *const f32, n: usize) {
 /// The lanes [e][BLOCK] of a block from `count` rows of `e` values, `stride` apart; lanes without a row are zero.
 ///
 /// # Safety
-/// As `Vector`; `rows` may be read and `block` written as said.
+/// Same as `Vector`; `rows` may be read and `block` written as described.
 #[inline(always)]
 pub unsafe fn transpose<V: Vector>(rows: *const f32, stride: usize, count: usize, e: usize, block: *mut f32) {
     let (eights, e_eights) = (count / 8 * 8, e / 8 * 8);

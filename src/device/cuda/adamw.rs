@@ -1,4 +1,4 @@
-//! AdamW with decoupled weight decay over flat runs, which writes the bf16 weights in the same pass.
+//! AdamW with decoupled weight decay over flat runs. Writes the bf16 weights in the same pass.
 
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
@@ -19,7 +19,7 @@ pub struct Decays {
 impl Decays {
     /// Parts as (end, weight decay), in order: each begins where the one before ends, the first at 0.
     pub fn of(parts: &[(usize, f32)]) -> Self {
-        assert!(parts.is_sorted_by_key(|(end, _)| *end), "adamw: the ends of parts do not ascend");
+        assert!(parts.is_sorted_by_key(|(end, _)| *end), "adamw: the ends of the parts must ascend");
         let ends: Vec<u64> = parts.iter().map(|(end, _)| *end as u64).collect();
         let values: Vec<f32> = parts.iter().map(|(_, decay)| *decay).collect();
         let len = parts.last().map_or(0, |(end, _)| *end);
@@ -27,9 +27,10 @@ impl Decays {
     }
 }
 
-/// g scaled; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p -= lr (m/bias1 / (sqrt(v/bias2) + eps) + decay p); w = p rounded.
-/// p, g, m, v f32 and w bf16, all of the length of `decays`; a launch for all parts. Elementwise, with the CPU's bits: the
-/// result is the same however a parameter is cut. Any alignment; fast where all begin at multiples of 16 bytes.
+/// g scaled; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p -= lr (m/bias1 / (sqrt(v/bias2) + eps) + decay p); w = p
+/// rounded. p, g, m, v f32 and w bf16, all of the length of `decays`; a launch for all parts. Elementwise, with the
+/// CPU's bits: the result is the same however a parameter is cut. Any alignment; fast where all begin at multiples of
+/// 16 bytes.
 pub fn step(mut p: ViewMut, g: View, mut m: ViewMut, mut v: ViewMut, mut w: ViewMut, decays: &Decays, update: &Update) {
     const OP: &str = "adamw::step";
     let len = decays.len;
@@ -54,7 +55,7 @@ pub fn step(mut p: ViewMut, g: View, mut m: ViewMut, mut v: ViewMut, mut w: View
 /// average = beta average + (1 - beta) p, f32, with the CPU's bits. Any alignment.
 pub fn average(p: View, beta: f32, mut average: ViewMut) {
     let len = p.len();
-    assert!(average.len() == len, "adamw::average: {len} parameters, an average of {}", average.len());
+    assert!(average.len() == len, "adamw::average: {len} parameters, but an average of {}", average.len());
     null::note(null::OPTIMIZER, 0.0, (12 * len) as f64);
     let arguments = [p.arg(F32), average.arg(F32), len.into(), Arg::F32(beta)];
     gpu().launch("adamw_average", grid_of_eights(len), THREADS, 0, &arguments);

@@ -1,4 +1,4 @@
-//! Causal grouped-query attention over packed rows, and over blocks of keys that travel around a ring.
+//! Causal grouped-query attention over packed rows, and over blocks of keys that are passed around a ring.
 //!
 //! Packed: one span a sequence (`SpanTable::packed`). Ring: a table for each wave of spans. Equations as in
 //! `ops/attention.rs`; gradients in `attention_backward`.
@@ -16,9 +16,9 @@ use std::sync::OnceLock;
 
 /// Threads of every block, four warps.
 const BLOCK: usize = 128;
-/// Keys of a span, rows and positions stay below, so that sums of them fit in an i32.
+/// Limit on the keys of a span, rows and positions, so that sums of them fit in an i32.
 const LENGTH_MAX: usize = 1 << 28;
-/// The window that stands for none.
+/// The window that means no window.
 const NO_WINDOW: usize = 1 << 29;
 
 /// Spans that share no row of q and no key, cut into tiles, on the GPU. Made once, for all layers of a shape.
@@ -28,19 +28,19 @@ pub struct SpanTable {
     count: usize,
     /// The launches of forward.
     runs: Vec<Run>,
-    /// All keys, those that are seen and those that are not.
+    /// All keys, visible or not.
     spans: Vec<Span>,
     /// Made when gradients are asked for.
     backward: OnceLock<KeyTiles>,
     pub(super) shape: AttentionShape,
 }
 
-/// Rows of q and keys that they may see: as `Tile` in `cuda/attention.cuh`.
+/// Rows of q and the keys that they may see: the same as `Tile` in `cuda/attention.cuh`.
 #[derive(Clone, Copy, Debug)]
 struct Tile {
     row: usize,
     rows: usize,
-    /// Position of the first row, counted from the first key: below 0 where keys begin behind it.
+    /// Position of the first row, counted from the first key: negative if the keys begin after it.
     past: i64,
     key_row: usize,
     keys: usize,
@@ -48,15 +48,15 @@ struct Tile {
 
 impl SpanTable {
     /// # Panics
-    /// If the shape is none that the kernels know, or a span has no rows, no keys, or rows that see none of them.
+    /// If no kernel supports the shape, or a span has no rows, no keys, or rows that see none of them.
     pub fn new(spans: &[Span], shape: &AttentionShape) -> Self {
         Self::of_block(spans, shape, 0)
     }
 
-    /// The same, of a block of `keys` keys: those that are in no span get gradients, too, which are 0.
+    /// The same for a block of `keys` keys. Keys outside all spans get gradients of 0.
     pub fn of_block(spans: &[Span], shape: &AttentionShape, keys: usize) -> Self {
         let head_dim = shape.head_dim;
-        assert!(HEAD_DIMS.contains(&head_dim), "attention: head dim {head_dim}, needs one of {HEAD_DIMS:?}");
+        assert!(HEAD_DIMS.contains(&head_dim), "attention: head dim {head_dim} is not one of {HEAD_DIMS:?}");
         for span in spans {
             check_span(span, shape);
         }
@@ -126,7 +126,7 @@ fn cut_rows(spans: &[Span], rows: usize) -> Vec<Tile> {
     spans.iter().flat_map(cut).collect()
 }
 
-/// What the spans leave of the keys 0..`keys`, as spans without rows.
+/// The keys of 0..`keys` that are in no span, as spans without rows.
 fn unseen(spans: &[Span], keys: usize) -> Vec<Span> {
     let mut seen: Vec<(usize, usize)> = spans.iter().map(|span| (span.key_row, span.key_row + span.keys)).collect();
     seen.sort_unstable();
@@ -156,18 +156,18 @@ fn check_span(span: &Span, shape: &AttentionShape) {
     assert!(small && sees, "attention: {span:?} has rows that see no key, or is too long");
 }
 
-/// How a kernel leaves its result: over what stood there, or joined with it.
+/// The form of a kernel's result: overwritten, or merged with the previous values.
 pub(super) fn form(op: &str, dtype: DType, joined: bool) -> Arg {
     Arg::I32(match (dtype, joined) {
         (DType::Bf16, false) => 0,
         (DType::F32, false) => 1,
         (DType::F32, true) => 2,
-        (DType::Bf16, true) => panic!("{op}: results are joined in f32, not in bf16"),
+        (DType::Bf16, true) => panic!("{op}: results are merged in f32, not in bf16"),
     })
 }
 
-/// o = softmax(scale q k^T) v and lse, its natural log-sum-exp, of the rows of the table's spans; other rows stay as
-/// they are. q (t, h*e), k and v (t', g*e) bf16; lse (t, h) f32; o (t, h*e) bf16 or f32. With `merge`, o is f32, and
+/// o = softmax(scale q k^T) v and lse, its natural log-sum-exp, for the rows of the table's spans. Other rows are
+/// unchanged. q (t, h*e), k and v (t', g*e) bf16; lse (t, h) f32; o (t, h*e) bf16 or f32. With `merge`, o is f32, and
 /// (o, lse) are merged with the result over other keys that they hold (lse = -inf: over none).
 ///
 /// # Panics

@@ -1,7 +1,7 @@
 //! Gradients of causal grouped-query attention over the spans of a table. Equations as in `ops/attention.rs`.
 //!
-//! A block of the kernel has some keys of a span and walks all rows that see them. What its keys contribute to dq it adds in
-//! its turn, by the order of keys, in f32: so the sum of a row has one order, whatever order blocks run in.
+//! A block of the kernel has some keys of a span and walks all rows that see them. Blocks add their contributions to dq
+//! in turn, in the order of keys, in f32. So the sum of a row has one order, whatever order the blocks run in.
 
 use super::attention::{SpanTable, form};
 use super::gpu::{Arg, gpu};
@@ -14,7 +14,7 @@ use crate::dtype::DType;
 /// Threads of a block, eight warps.
 const BLOCK: usize = 256;
 
-/// As `backward` in `cuda/attention_backward.cuh` lays it out.
+/// The shared memory that `backward` in `cuda/attention_backward.cuh` lays out.
 fn shared_bytes(head_dim: usize) -> usize {
     let (keys, slots) = (keys(head_dim), if head_dim <= 128 { 2 } else { 1 });
     // A row in shared memory is 8 values longer than the head.
@@ -38,9 +38,9 @@ pub fn delta(o: View, d_o: View, shape: &AttentionShape, mut delta: ViewMut) {
     gpu().launch(kernel, [delta.len().div_ceil(block / each), 1, 1], block, 0, &args);
 }
 
-/// Gradients of the rows and keys of the table's spans; others stay as they are. `slopes`: lse, delta (t, h) f32 over all
-/// keys, and d_o. dq (t, h*e), dk and dv (t', g*e), bf16 or f32. Those of q or of k and v for which `add` says so are f32,
-/// and what they hold is added to. Keys that no row sees get 0.
+/// Gradients of the rows and keys of the table's spans; others are unchanged. `slopes`: lse, delta (t, h) f32 over all
+/// keys, and d_o. dq (t, h*e), dk and dv (t', g*e), bf16 or f32. If `add` is set for q, or for k and v, their gradients
+/// are f32 and are added to. Keys that no row sees get 0.
 ///
 /// # Panics
 /// If results in bf16 are to be added to.

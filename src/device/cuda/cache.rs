@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 /// Bytes before the cubin in its file: its hash.
 const HASH: usize = 32;
 
-/// `$XDG_CACHE_HOME/rlhf-hpc`, else `~/.cache/rlhf-hpc`; where that cannot be written, as the home of a compute node may be, the
-/// user's own directory for temporary files.
+/// `$XDG_CACHE_HOME/rlhf-hpc`, or else `~/.cache/rlhf-hpc`. If that cannot be written, as a home may be on compute
+/// nodes, the user's own directory for temporary files.
 pub fn directory() -> Option<PathBuf> {
     let set = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let base = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")));
@@ -25,7 +25,7 @@ fn is_writable(dir: &Path) -> bool {
     fs::create_dir_all(dir).and_then(|()| fs::write(&probe, "")).and_then(|()| fs::remove_file(&probe)).is_ok()
 }
 
-/// A directory in `shared` which is this user's alone: machine code that another user left there must not run.
+/// A directory in `shared` that belongs to this user alone: machine code that another user left there must not run.
 fn own(shared: &Path) -> Option<PathBuf> {
     let user = fs::metadata("/proc/self").ok()?.uid();
     let dir = shared.join(format!("rlhf-hpc-{user}"));
@@ -39,17 +39,17 @@ fn own(shared: &Path) -> Option<PathBuf> {
 pub struct Cubins {
     /// (source, cubin), in the order of the sources.
     pub list: Vec<(&'static str, Vec<u8>)>,
-    /// How many were compiled now; the others came from the disk.
+    /// The number of cubins that were compiled now; the others came from the disk.
     pub compiled: usize,
-    /// What the compiler said of those.
+    /// The compiler's log for those.
     pub log: String,
 }
 
-/// Reads the cubins in `dir`, compiles the rest and writes them there. Of ranks that start together one compiles, the others read. A
-/// directory that cannot be written costs the next start the same time again, nothing else.
+/// Reads the cubins in `dir`, compiles the rest and writes them there. If ranks start together, one compiles and the
+/// others read. If the directory cannot be written, the next start has to compile again.
 ///
 /// # Errors
-/// What the compiler says of a source.
+/// The compiler's message for a source.
 pub fn cubins(nvrtc: &Nvrtc, arch: &str, dir: Option<&Path>) -> Result<Cubins, String> {
     let headers = embedded::headers();
     // Until the end; a file system that has no locks lets all compile.
@@ -69,7 +69,7 @@ pub fn cubins(nvrtc: &Nvrtc, arch: &str, dir: Option<&Path>) -> Result<Cubins, S
     };
     let made: Result<Vec<_>, String> = std::thread::scope(|scope| {
         let running: Vec<_> = embedded::units().map(|unit| scope.spawn(move || one(unit))).collect();
-        running.into_iter().map(|thread| thread.join().expect("failures come as errors")).collect()
+        running.into_iter().map(|thread| thread.join().expect("failures are returned as errors")).collect()
     });
     let mut cubins = Cubins { list: Vec::new(), compiled: 0, log: String::new() };
     for (source, cubin, log) in made? {
@@ -80,7 +80,7 @@ pub fn cubins(nvrtc: &Nvrtc, arch: &str, dir: Option<&Path>) -> Result<Cubins, S
     Ok(cubins)
 }
 
-/// Waits until no other process fills the directory.
+/// Waits until no other process is filling the directory.
 fn lock(dir: &Path) -> io::Result<File> {
     fs::create_dir_all(dir)?;
     let file = File::create(dir.join("lock"))?;
@@ -99,14 +99,15 @@ fn file_name(unit: &Source, headers: &[(&str, &str)], arch: &str, (major, minor)
     format!("{}.{arch}.nvrtc-{major}.{minor}.{key:016x}.cubin", unit.name)
 }
 
-/// The cubin in a file; none where there is no such file or it was damaged.
+/// The cubin in a file; `None` if there is no such file or it is damaged.
 fn read(file: &Path) -> Option<Vec<u8>> {
     let mut bytes = fs::read(file).ok()?;
     let cubin = bytes.split_off(HASH.min(bytes.len()));
     (Sha256::digest(&cubin)[..] == bytes[..]).then_some(cubin)
 }
 
-/// Readers see no file or the whole of it; ranks that write the same one at the same time replace each other's.
+/// Writes a file atomically: readers see no file or all of it, and ranks that write the same file at once replace each
+/// other's.
 fn write(file: &Path, cubin: &[u8]) -> io::Result<()> {
     fs::create_dir_all(file.parent().unwrap_or(Path::new(".")))?;
     let aside = file.with_extension(format!("{}.partial", std::process::id()));

@@ -1,12 +1,12 @@
-//! Graphs as they are captured: from when on, by whom, and what becomes of one that cannot be.
+//! The capture of graphs: its beginning, the capturing thread, and failures.
 //!
-//! The capture is a relaxed one. The stricter modes forbid calls that may be made beside a capture and are no part of it: of the
-//! arena, which may ask the driver for memory, and of NCCL, which joins GPUs and takes memory at its first calls of a kind. Steps
-//! of decoding that hold collectives have made both before (`Tables::rehearse`), so that neither is to be expected; and what a
-//! replay would not do again is refused by ourselves (`Gpu::outside_captures`).
+//! The capture mode is relaxed. The stricter modes forbid calls that other code may make during a capture. The arena
+//! may ask the driver for memory, and NCCL connects GPUs and allocates memory at its first calls of a kind. Decoding
+//! steps with collectives have made both calls before (`Tables::rehearse`), so neither is expected. Calls that a replay
+//! would not repeat are rejected here (`Gpu::outside_captures`).
 //!
-//! What fails to be captured, a kernel or a collective, ends the capture and nothing else: nothing was run, so that whoever
-//! captured can do the same without a graph.
+//! A kernel or a collective that cannot be captured ends the capture and nothing else. Nothing was run, so the caller
+//! can do the same work without a graph.
 
 use super::gpu::Gpu;
 use super::pool::Run;
@@ -18,7 +18,7 @@ use std::ptr;
 use std::sync::atomic::Ordering;
 use std::thread::ThreadId;
 
-/// A graph that was captured.
+/// A captured graph.
 #[derive(Debug)]
 pub struct Captured(Handle<CUgraphExec>);
 
@@ -30,19 +30,19 @@ impl Drop for Captured {
 }
 
 impl Gpu {
-    /// Whether this thread captures a graph.
+    /// Whether this thread is capturing a graph.
     pub fn is_capturing(&self) -> bool {
         let by_this = |(by, _): &(ThreadId, _)| *by == std::thread::current().id();
         self.capture.is_on.load(Ordering::SeqCst) && lock(&self.capture.under_way).as_ref().is_some_and(by_this)
     }
 
-    /// What a replay would not do again is refused while a graph is captured.
+    /// Rejects `what`, which a replay would not repeat, while a graph is being captured.
     pub(super) fn outside_captures(&self, what: &str) {
-        assert!(!self.capture.is_on.load(Ordering::SeqCst), "{what} while a graph is being captured");
+        assert!(!self.capture.is_on.load(Ordering::SeqCst), "{what} is not allowed while a graph is being captured");
     }
 
-    /// Whether this thread captures a graph, which then fails for the reason that is given (the first one stays): nothing was
-    /// run, and the job may go on.
+    /// Whether this thread is capturing a graph. The capture then fails for the reason `why` (the first reason is
+    /// kept). Nothing was run, and the job may continue.
     pub fn is_noted(&self, why: &str) -> bool {
         if !self.is_capturing() {
             return false;
@@ -53,7 +53,7 @@ impl Gpu {
         true
     }
 
-    /// Ends the job where something could not be started, or the capture that it was a part of.
+    /// Ends the job if something could not be started, or only the capture that it was a part of.
     pub(super) fn must_start(&self, started: Result<()>, doing: impl FnOnce() -> String) {
         if let Err(error) = started {
             let error = error.within(doing());
@@ -63,11 +63,11 @@ impl Gpu {
         }
     }
 
-    /// From now on kernels, copies, clearings and collectives are not done but noted, in memory that other graphs hold, which never
-    /// run beside this one. Memory may be taken and freed.
+    /// Begins a capture: later kernels, copies, clears and collectives are recorded instead of run. They use memory
+    /// that other graphs hold, which never run at the same time as this one. Memory may be allocated and freed.
     ///
     /// # Errors
-    /// Why there is no capture; then the memory stays.
+    /// The reason why no capture began; the memory is then unchanged.
     pub(super) fn begin_capture_over(&self, held: &mut Vec<Run>) -> std::result::Result<(), String> {
         // A capture cannot wait for a copy.
         self.settle_copies();
@@ -80,7 +80,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// What was noted, or why there is no graph; and the memory that was freed within the capture.
+    /// The captured graph, or the reason why there is none; and the memory that was freed within the capture.
     pub(super) fn captured(&self) -> (std::result::Result<Captured, String>, Vec<Run>) {
         let steps = self.call(|| self.end_capture()).map_err(|error| error.message);
         // What failed first is why the rest did.
@@ -116,10 +116,10 @@ impl Gpu {
             let status = unsafe { sys::cuGraphLaunch(graph.0.0, self.stream(Stream::Compute)) };
             let is_full = status == CUresult::CUDA_ERROR_OUT_OF_MEMORY;
             // Nothing is lost with that: another way does the same.
-            let hint = "rollout.graphs = false starts the same kernels one by one";
+            let hint = "set rollout.graphs = false to start the same kernels one by one";
             check("cuGraphLaunch", status).map_err(|error| if is_full { error.hint(hint) } else { error })
         };
-        self.must(|| "a graph's replay".into(), replay);
+        self.must(|| "replaying a graph".into(), replay);
         self.note_started("a graph");
     }
 }

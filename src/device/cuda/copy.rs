@@ -8,22 +8,22 @@ use crate::dtype::DType::{self, Bf16, F32};
 
 /// y = y + x in f32; any length and alignment.
 pub fn add(x: View, mut y: ViewMut) {
-    assert!(x.len() == y.len(), "copy::add: {} values to {}", x.len(), y.len());
+    assert!(x.len() == y.len(), "copy::add: {} values cannot be added to {}", x.len(), y.len());
     gpu().launch("add_f32", grid_of_eights(x.len()), THREADS, 0, &[x.arg(F32), y.arg(F32), x.len().into()]);
 }
 
 /// to = from, rounded where it is bf16; dtypes may be the same. Any length and alignment.
 pub fn cast(from: View, mut to: ViewMut) {
     let len = from.len();
-    assert!(to.len() == len, "copy::cast: {len} values into {}", to.len());
+    assert!(to.len() == len, "copy::cast: {len} values cannot be cast into {}", to.len());
     // The values past the last eight go one by one.
     let whole = len / 8 * 8;
     columns(from.part(0..whole), whole, to.reborrow().part(0..whole), whole, 1, whole);
     columns(from.part(whole..len), len - whole, to.part(whole..len), len - whole, 1, len - whole);
 }
 
-/// to[r][c] = from[r][c] for `rows` rows of `width` columns, of which neighbours are a stride apart: a run of columns of
-/// a wider tensor, whose view begins at its first value. Dtypes may differ. Sixteen bytes at a time where width, strides
+/// to[r][c] = from[r][c] for `rows` rows of `width` columns, whose rows are a stride apart: a run of columns of a wider
+/// tensor, whose view begins at its first value. Dtypes may differ. Copies sixteen bytes at a time if width, strides
 /// and beginnings are multiples of 8 values.
 pub fn columns(from: View, from_stride: usize, mut to: ViewMut, to_stride: usize, rows: usize, width: usize) {
     const OP: &str = "copy::columns";
@@ -32,7 +32,7 @@ pub fn columns(from: View, from_stride: usize, mut to: ViewMut, to_stride: usize
     }
     for (name, len, stride) in [("from", from.len(), from_stride), ("to", to.len(), to_stride)] {
         let fits = stride >= width && (rows - 1) * stride + width <= len;
-        assert!(fits, "{OP}: {rows} rows of {width}, {stride} apart, of {len} values in {name}");
+        assert!(fits, "{OP}: {rows} rows of {width} with stride {stride} exceed the {len} values of {name}");
     }
     let kernel = match (from.dtype(), to.dtype()) {
         (Bf16, Bf16) => "columns_bf16",
@@ -56,7 +56,8 @@ pub fn columns(from: View, from_stride: usize, mut to: ViewMut, to_stride: usize
     gpu().launch(kernel, [threads.div_ceil(THREADS), 1, 1], THREADS, 0, &args);
 }
 
-/// y[i] = x[rows[i]], rows of `width` bf16 values; `rows` holds at least as many u32 as y has rows, all below those of x.
+/// y[i] = x[rows[i]], rows of `width` bf16 values; `rows` holds at least as many u32 as y has rows, all below those of
+/// x.
 pub fn gather(x: View, width: usize, rows: &Memory, mut y: ViewMut) {
     const OP: &str = "copy::gather";
     check_width(OP, width);
@@ -67,8 +68,8 @@ pub fn gather(x: View, width: usize, rows: &Memory, mut y: ViewMut) {
     gpu().launch("gather_rows", grid_of(OP, n * (width / 8)), THREADS, 0, &args);
 }
 
-/// The transpose of `gather`: x[rows[i]] += y[i], for `rows` as lists; what comes to one row is summed in f32 in ascending i
-/// and rounded once. All rows are below those of x.
+/// The transpose of `gather`: x[rows[i]] += y[i], for `rows` as lists. The values for one row are summed in f32 in
+/// ascending i and rounded once. All rows are below those of x.
 pub fn scatter(y: View, width: usize, rows: &ScatterLists, mut x: ViewMut) {
     const OP: &str = "copy::scatter";
     check_width(OP, width);

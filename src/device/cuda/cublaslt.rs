@@ -1,4 +1,4 @@
-//! cuBLASLt, opened at run time: what `fast` asks of it, with its statuses in words.
+//! cuBLASLt, opened at run time: the functions that `fast` needs, and descriptions of its statuses.
 
 use super::devices;
 use super::library::{CUBLASLT, functions};
@@ -20,11 +20,11 @@ use std::ptr;
 type Status = c_int;
 pub type Outcome<T> = std::result::Result<T, String>;
 
-/// The oldest release that is taken, of CUDA 11.4: the first that has words for its statuses.
+/// The oldest supported release, of CUDA 11.4: the first that describes its statuses.
 const OLDEST: usize = 11_601;
 
-/// How a product is computed, and the bytes of workspace for that: as cublasLtMatmulHeuristicResult_t, with a status that may have
-/// any value.
+/// An algorithm for a GEMM and its bytes of workspace: a cublasLtMatmulHeuristicResult_t whose status may have any
+/// value.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Algorithm {
@@ -75,7 +75,7 @@ pub struct CublasLt {
     _library: Library,
 }
 
-/// What is multiplied how: transpositions and epilogue, and the matrices A, B and D of D = A B + C, where C lies as D does.
+/// The description of a GEMM D = A B + C: transpositions, epilogue, and the matrices A, B and D. C has the layout of D.
 #[derive(Clone, Copy)]
 pub(super) struct Product {
     how: cublasLtMatmulDesc_t,
@@ -85,7 +85,7 @@ pub(super) struct Product {
 // SAFETY: the library's handles may be used from every thread; who changes descriptions does so under a lock.
 unsafe impl Send for Product {}
 
-/// A matrix as the library counts: column-major, `stride` values from column to column.
+/// A matrix in the library's order: column-major, `stride` values from column to column.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ColumnMajor {
     pub dtype: DType,
@@ -106,17 +106,21 @@ fn pointer(address: u64) -> *mut c_void {
 }
 
 impl CublasLt {
-    /// The library that is found first and is of no later CUDA than the driver, where one was opened: others need a newer one.
+    /// Opens the first library that is not newer than the driver's CUDA, if a driver was opened: others need a newer
+    /// driver.
     ///
     /// # Errors
-    /// Why there is none: what was looked for, or what each file that is there lacks.
+    /// The reason why there is none: the names that were looked for, or the defect of each file that was found.
     pub fn open() -> Outcome<Self> {
         let driver = devices::newest_cuda();
         CUBLASLT.open(|path| {
             let found = Self::at(path.as_ref())?;
             match driver {
                 Some((major, minor)) if found.major() > major as usize => {
-                    Err(format!("it is {}, and the driver of CUDA {major}.{minor}", found.version_name()))
+                    let version = found.version_name();
+                    Err(format!(
+                        "cuBLASLt must not be newer than the driver (found {version}, driver for CUDA {major}.{minor})"
+                    ))
                 }
                 _ => Ok(found),
             }
@@ -124,7 +128,7 @@ impl CublasLt {
     }
 
     /// # Errors
-    /// Why it is none.
+    /// The reason why the file cannot be used.
     pub fn at(path: &Path) -> Outcome<Self> {
         // SAFETY: the initialisers of cuBLASLt ask nothing of the process that opens it.
         let library = unsafe { Library::new(path) }.map_err(|e| reason(&e))?;
@@ -135,13 +139,13 @@ impl CublasLt {
         };
         if version < OLDEST {
             let [found, needed] = [version, OLDEST].map(version_name);
-            return Err(format!("it is {found}, needed {needed} or newer"));
+            return Err(format!("cuBLASLt must be {needed} or newer (found {found})"));
         }
         let functions = Functions::of(&library)?;
         Ok(Self { functions, path: path.as_os_str().to_owned(), version, _library: library })
     }
 
-    /// That of CUDA, too.
+    /// The major version, which is also that of CUDA.
     fn major(&self) -> usize {
         if self.version < 100_000 { self.version / 1000 } else { self.version / 10_000 }
     }
@@ -168,7 +172,7 @@ impl CublasLt {
         Err(format!("{call}: {name}, {words}"))
     }
 
-    /// For the GPU whose context this thread has.
+    /// Creates a handle for the GPU whose context this thread has.
     pub(super) fn handle(&self) -> Outcome<Handle<cublasLtHandle_t>> {
         let mut handle: cublasLtHandle_t = ptr::null_mut();
         // SAFETY: writes a handle.
@@ -176,7 +180,8 @@ impl CublasLt {
         Ok(Handle(handle))
     }
 
-    /// D = op(A) op(B), sums in f32; 1: transposed. Where it is `biased`, values of D's dtype are added to each column of D.
+    /// D = op(A) op(B), sums in f32; 1: transposed. If it is `biased`, values of D's dtype are added to each column of
+    /// D.
     pub(super) fn product(&self, transposed: [i32; 2], of: [ColumnMajor; 3], biased: bool) -> Outcome<Product> {
         use cudarc::cublaslt::sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
         let mut how: cublasLtMatmulDesc_t = ptr::null_mut();
@@ -194,7 +199,7 @@ impl CublasLt {
         Ok(product)
     }
 
-    /// Where the values of a bias lie.
+    /// Sets the address of the bias.
     pub(super) fn set_bias(&self, product: &Product, address: u64) -> Outcome<()> {
         self.set(product, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &pointer(address))
     }
@@ -225,8 +230,8 @@ impl CublasLt {
         self.check("cublasLtMatrixLayoutSetAttribute", status)
     }
 
-    /// The algorithm that the library expects to be the fastest, of those that take up to `workspace` bytes and keep partial
-    /// sums in f32. `aligns`: bytes that the addresses of A, B, C and D are multiples of.
+    /// The algorithm that the library expects to be the fastest among the ones with at most `workspace` bytes and
+    /// partial sums in f32. `aligns`: the alignment in bytes of the addresses of A, B, C and D.
     pub(super) fn choose(
         &self,
         handle: Handle<cublasLtHandle_t>,
@@ -265,13 +270,13 @@ impl CublasLt {
         self.check("cublasLtMatmulAlgoGetHeuristic", status)?;
         self.check("cublasLtMatmulPreferenceDestroy", forgotten)?;
         if found == 0 {
-            return Err("cublasLtMatmulAlgoGetHeuristic: no algorithm".into());
+            return Err("cublasLtMatmulAlgoGetHeuristic: no algorithm found".into());
         }
-        self.check("cublasLtMatmulAlgoGetHeuristic, its first answer", best.state)?;
+        self.check("cublasLtMatmulAlgoGetHeuristic, first result", best.state)?;
         Ok(best)
     }
 
-    /// The same algorithm for a product whose number of columns has changed; none where it does not suit that.
+    /// The same algorithm for a GEMM whose number of columns has changed; `None` if it does not support that number.
     pub(super) fn again(
         &self,
         handle: Handle<cublasLtHandle_t>,
@@ -286,7 +291,7 @@ impl CublasLt {
         (status == 0 && found.state == 0).then_some(Algorithm { workspace: found.workspace, ..*algorithm })
     }
 
-    /// Starts D = A B, + C where it `adds`, on a stream of the handle's GPU.
+    /// Starts D = A B, plus C if it `adds`, on a stream of the handle's GPU.
     pub(super) fn start(
         &self,
         handle: Handle<cublasLtHandle_t>,

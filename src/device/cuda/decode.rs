@@ -1,9 +1,10 @@
-//! What decoding by graphs keeps on the GPU: tables at addresses that stay, which each step leaves as the next one needs them.
+//! State of graph decoding on the GPU: tables at fixed addresses. Each step leaves them as the next one needs them.
 //!
-//! A step is `begin`, the model's forward over `tokens`, `positions` and `sequences`, `draw`, `end`. Nothing of it depends on
-//! the host: a graph of a step may run as often as one likes. Ranks that share the vocabulary draw for a share of the rows each,
-//! and have the same tables: between `draw` and `end` they gather what was sampled (`sampled`). Over the bus go, a step, 16 bytes a row to the host (`fetch`),
-//! and 4 bytes a row from it where a row comes to a new page or is ended by the host (`change`); 0 otherwise.
+//! A step is `begin`, the model's forward over `tokens`, `positions` and `sequences`, `draw`, `end`. Nothing in it
+//! depends on the host, so a graph of a step may run any number of times. If ranks share the vocabulary, each samples
+//! for a share of the rows. All have the same tables: between `draw` and `end` they gather the sampled tokens
+//! (`sampled`). Each step copies 16 bytes per row to the host (`fetch`). It copies 4 bytes per row from the host if a
+//! row reaches a new page or the host ends it (`change`), otherwise none.
 
 use super::gpu::gpu;
 use super::key_segments;
@@ -23,27 +24,27 @@ use std::sync::Arc;
 const OP: &str = "decode";
 const THREADS: usize = 128;
 
-/// A row between two steps, as in `cuda/decode.cu`.
+/// A row between two steps, the same as in `cuda/decode.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 pub struct DecodeSlot {
-    /// What its next draw is keyed by: `Rng::sample_counter` and `Rng::key`.
+    /// The key of its next sample: `Rng::sample_counter` and `Rng::key`.
     pub counter: [u32; 4],
     pub key: [u32; 2],
-    /// The token that is fed next, behind `past` cached ones.
+    /// The token that is fed next, after `past` cached tokens.
     pub token: u32,
     pub past: u32,
-    /// Tokens that may be drawn yet, and draws before which none of its stop tokens is drawn.
+    /// The number of tokens that may still be sampled, and the number for which its stop tokens are still banned.
     pub left: u32,
     pub banned: u32,
-    /// Its stop tokens among those of all rows: from, to behind the last.
+    /// The range of its stop tokens in the list of all rows (start, end).
     pub stops: [u32; 2],
-    /// Where its pages begin among those of all rows.
+    /// The start of its pages in the list of all rows.
     pub pages: u32,
     /// 1: nothing is done for it.
     pub ended: u32,
-    /// The tokens that it has seen, each once, among those of all rows, where they are penalised; there is room behind them
-    /// for all that it may draw.
+    /// The range of its seen tokens, each once, in the list of all rows, if they are penalized. After them is room for
+    /// all tokens that it may sample.
     pub seen: [u32; 2],
 }
 
@@ -54,7 +55,7 @@ impl DecodeSlot {
     }
 }
 
-/// What a row drew in a step.
+/// The result of a row in a step.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct Draw {
@@ -65,17 +66,17 @@ pub struct Draw {
 }
 
 impl Draw {
-    /// A value of `state`: the row goes on.
+    /// A value of `state`: the row continues.
     pub const GOES_ON: u32 = 0;
-    /// It has drawn a stop token, or its last.
+    /// A value of `state`: the row has sampled a stop token or its last token.
     pub const ENDS: u32 = 1;
-    /// It had ended before, and drew nothing.
+    /// A value of `state`: the row had ended before and sampled nothing.
     pub const IDLE: u32 = 2;
 }
 
-/// What the host changes of a row before a step, beside a new page's number: nothing.
+/// The value for a row that the host does not change before a step. Otherwise the value is the number of a new page.
 pub const UNCHANGED: u32 = u32::MAX;
-/// The row has ended, as only the host could see.
+/// The value for a row that the host ends.
 pub const ENDED: u32 = u32::MAX - 1;
 
 /// Sizes of the tables.
@@ -86,7 +87,7 @@ pub struct Capacity {
     pub pages: usize,
     /// Stop tokens of all rows.
     pub stops: usize,
-    /// Tokens that all rows may have seen, where they are penalised.
+    /// Tokens that all rows may have seen, if they are penalized.
     pub seen: usize,
 }
 
@@ -96,7 +97,7 @@ impl Capacity {
     }
 }
 
-/// The rows of a batch that decodes.
+/// The rows of a decoding batch.
 #[derive(Debug)]
 pub struct DecodeState {
     room: Capacity,
@@ -110,17 +111,17 @@ pub struct DecodeState {
     /// (row, 0) of each.
     tiles: Arc<Memory>,
     rows: Rows,
-    /// What ranks drew for their shares of the rows.
+    /// The samples of all ranks for their shares of the rows.
     sampled: Memory,
     draws: Memory,
     /// Pages of the cache.
     cache_pages: usize,
-    /// For a plan.
+    /// Cached tokens of each row, for a plan.
     cached: Vec<usize>,
 }
 
 impl DecodeState {
-    /// Of rows whose pages are among the first `cache_pages`.
+    /// State for rows whose pages are among the first `cache_pages`.
     pub fn new(room: Capacity, cache_pages: usize) -> Self {
         let words = |each: usize| Memory::zeros(4 * each * room.rows);
         let tiles: Vec<[i32; 2]> = (0..room.rows).map(|row| [to_i32(OP, row), 0]).collect();
@@ -146,7 +147,8 @@ impl DecodeState {
         self.room
     }
 
-    /// Other rows: each with its parameters, their stop tokens (of one row each once), seen tokens and pages.
+    /// Replaces the rows: their slots and parameters, and the lists of stop tokens (unique within a row), seen tokens
+    /// and pages.
     pub fn fill(
         &mut self,
         decode_slots: &[DecodeSlot],
@@ -156,10 +158,10 @@ impl DecodeState {
         pages: &[u32],
     ) {
         let needed = Capacity { rows: decode_slots.len(), pages: pages.len(), stops: stops.len(), seen: seen.len() };
-        assert!(self.room.holds(&needed), "decode: room for {:?}, needs {needed:?}", self.room);
-        assert_eq!(decode_slots.len(), params.len(), "decode: parameters for each row");
-        let page_max = pages.iter().max().expect("decode: rows without a page");
-        assert!((*page_max as usize) < self.cache_pages, "decode: page {page_max} of {}", self.cache_pages);
+        assert!(self.room.holds(&needed), "decode: capacity {:?} is less than {needed:?}", self.room);
+        assert_eq!(decode_slots.len(), params.len(), "decode: each row needs parameters");
+        let page_max = pages.iter().max().expect("decode: at least one page");
+        assert!((*page_max as usize) < self.cache_pages, "decode: page {page_max} exceeds {}", self.cache_pages);
         let params: Vec<Params> = params.iter().map(Params::from).collect();
         if null::is_active() {
             self.cached = decode_slots.iter().map(|slot| slot.past as usize + 1).collect();
@@ -172,35 +174,35 @@ impl DecodeState {
         Arc::get_mut(&mut self.pages).expect("decode: no forward is being captured").write(pages);
     }
 
-    /// For each row the page of the token that it is fed next, `UNCHANGED` or `ENDED`, for the next step only.
+    /// Sets for each row the page of its next token, `UNCHANGED` or `ENDED`, for the next step only.
     pub fn change(&mut self, changes: &[u32]) {
         let page = |change: &u32| *change >= ENDED || (*change as usize) < self.cache_pages;
-        assert!(changes.iter().all(page), "decode: a page outside the cache of {}", self.cache_pages);
+        assert!(changes.iter().all(page), "decode: a page is outside the cache of {}", self.cache_pages);
         self.changes.write(changes);
     }
 
-    /// For a plan: keys that each row sees.
+    /// The keys that each row sees, for a plan.
     pub fn cached(&self) -> &[usize] {
         &self.cached
     }
 
-    /// What rows are fed, u32 each.
+    /// The tokens that rows are fed, u32 each.
     pub fn tokens(&self) -> &Memory {
         &self.tokens
     }
 
-    /// Where they stand, u32 each.
+    /// The positions of those tokens, u32 each.
     pub fn positions(&self) -> &Memory {
         &self.positions
     }
 
-    /// The first `rows` rows as attention looks them up. With `longest` decoding is split, for contexts of up to as many
-    /// tokens.
+    /// The first `rows` rows in the form that attention reads. With `longest`, decoding is split for contexts of up to
+    /// that many tokens.
     pub fn sequences(&self, rows: usize, longest: Option<usize>, shape: &AttentionShape) -> SequenceTable {
         let tiles = |count| Tiles { memory: self.tiles.clone(), count };
         let (decode, prefill) = if is_decoding(shape) { (rows, 0) } else { (0, rows) };
         let group = group_of(shape);
-        assert!(group <= prefill_rows(shape), "decode: {group} heads share a key/value head");
+        assert!(group <= prefill_rows(shape), "decode: too many heads ({group}) share a key/value head");
         // A graph is for all lengths.
         let longest_of_all = self.room.pages.min(self.cache_pages) * PAGE;
         SequenceTable {
@@ -216,7 +218,7 @@ impl DecodeState {
         }
     }
 
-    /// Runs `step` with rows that are all idle, of which nothing stays.
+    /// Runs `step` with only idle rows, without a lasting effect on the state.
     pub fn rehearse(&mut self, step: impl FnOnce(&mut Self)) {
         let decode_slots = self.decode_slots.clone();
         self.decode_slots.write(&vec![DecodeSlot::idle(); self.room.rows]);
@@ -224,7 +226,7 @@ impl DecodeState {
         self.decode_slots.view_mut(DType::F32).copy_from(decode_slots.view(DType::F32));
     }
 
-    /// Makes what a step reads of the first `rows` rows.
+    /// Prepares the inputs of a step for the first `rows` rows.
     pub fn begin(&mut self, rows: usize) {
         let args = [
             self.decode_slots.arg_mut(),
@@ -242,21 +244,21 @@ impl DecodeState {
         gpu().launch("decode_begin", [rows.div_ceil(THREADS), 1, 1], THREADS, 0, &args);
     }
 
-    /// Draws a token for each row of `share` from its row of `logits` (share, v), whose vocabulary has parts that end at `ends`
-    /// (i32). `edits`: a row may have stop tokens that are banned yet, or penalised tokens.
+    /// Samples a token for each row of `share` from its row of `logits` (share, v), whose vocabulary has parts that end
+    /// at `ends` (i32). `edits`: a row may have stop tokens that are still banned, or penalized tokens.
     pub fn draw(&mut self, logits: View, share: Range<usize>, v: usize, ends: &Memory, edits: bool) {
         self.rows.edits = edits;
         null::note(null::SAMPLING, 0.0, (8 * share.len() * v) as f64);
         sample::share(logits, [v, v], ends, &self.rows, share, &mut self.sampled);
     }
 
-    /// What was drawn: of each share, one behind the other, its tokens, log-probabilities and those of what was drawn from. As
-    /// many words a row as `SAMPLED`.
+    /// The sampled values, share after share: tokens, log-probabilities, and log-probabilities in the filtered
+    /// distribution. Each row has `SAMPLED` words.
     pub fn sampled(&mut self, rows: usize) -> ViewMut<'_> {
         self.sampled.view_mut(DType::F32).part(0..SAMPLED * rows)
     }
 
-    /// Goes on to the next token of each row, where `ranks` drew for even shares of them.
+    /// Advances each row to its next token, if `ranks` sampled for even shares of the rows.
     pub fn end(&mut self, rows: usize, ranks: usize) {
         let args = [
             self.decode_slots.arg_mut(),
@@ -269,7 +271,7 @@ impl DecodeState {
         gpu().launch("decode_end", [rows.div_ceil(THREADS), 1, 1], THREADS, 0, &args);
     }
 
-    /// Behind `end`, where a row's tokens are penalised: it has seen what it drew.
+    /// Adds the sampled tokens to the seen ones, after `end`, if a row's tokens are penalized.
     pub fn see(&mut self, rows: usize) {
         let args = [self.decode_slots.arg_mut(), self.rows.seen.arg_mut(), self.rows.of_seen.arg_mut()];
         gpu().launch("decode_seen", [rows, 1, 1], THREADS, 0, &args);

@@ -9,18 +9,18 @@ use std::path::Path;
 /// A GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Properties {
-    /// Its number among those that this process sees.
+    /// Its number among the GPUs that this process sees.
     pub index: usize,
     pub name: String,
     pub memory_bytes: usize,
     pub multiprocessors: usize,
     /// Compute capability: major and minor.
     pub capability: (u32, u32),
-    /// Shared memory that one block may ask for.
+    /// The shared memory that one block may ask for.
     pub shared_bytes_max: usize,
     /// `0000:3b:00.0`.
     pub pci: String,
-    /// The NUMA node at which it sits, where the system knows.
+    /// Its NUMA node, if the system knows it.
     pub numa: Option<usize>,
 }
 
@@ -36,7 +36,7 @@ impl Properties {
     }
 }
 
-/// The newest CUDA that the driver knows, major and minor, and its GPUs; or why there is none.
+/// The newest CUDA version of the driver, major and minor, and its GPUs; or the reason why there is none.
 pub type Found = std::result::Result<((i32, i32), Vec<Properties>), NoGpu>;
 
 /// Opens the driver.
@@ -56,7 +56,7 @@ pub fn devices() -> Found {
     }
 }
 
-/// The newest CUDA that the driver knows, major and minor; none where none was opened.
+/// The newest CUDA version of the driver, major and minor; `None` if no driver was opened.
 pub fn newest_cuda() -> Option<(i32, i32)> {
     sys::is_open().then(version)?.ok()
 }
@@ -68,13 +68,13 @@ fn version() -> Result<(i32, i32)> {
     Ok((version / 1000, version % 1000 / 10))
 }
 
-/// Starts the driver. Whether it has a GPU: one that has none does not start.
+/// Starts the driver. Returns whether it has a GPU: a driver without one does not start.
 fn begin() -> Result<bool> {
     // SAFETY: the library is there.
     match unsafe { sys::cuInit(0) } {
         CUresult::CUDA_ERROR_STUB_LIBRARY => Err(Error::usage(
-            "the libcuda.so that is found first is the stub which CUDA brings to link against: LD_LIBRARY_PATH must not \
-             lead to a directory named stubs",
+            "the libcuda.so that was found first is the stub that CUDA ships for linking: remove directories named \
+             stubs from LD_LIBRARY_PATH",
         )),
         CUresult::CUDA_ERROR_NO_DEVICE => Ok(false),
         status => check("cuInit", status).map(|()| true),
@@ -88,19 +88,19 @@ fn seen() -> Result<Vec<Properties>> {
     (0..count).map(properties).collect()
 }
 
-/// Why a driver shows no GPU, as the system's files below `root` and CUDA_VISIBLE_DEVICES tell. The driver has one status for all
-/// of this, a missing kernel module among it.
+/// The reason why a driver shows no GPU, according to the system's files below `root` and CUDA_VISIBLE_DEVICES. The
+/// driver has one status for all reasons, a missing kernel module among them.
 fn why_none(root: &Path, visible: Option<&str>) -> String {
     let devices = || std::fs::read_dir(root.join("dev")).into_iter().flatten().flatten().map(|entry| entry.file_name());
     let is_gpu = |name: &str| name.strip_prefix("nvidia").is_some_and(|n| n.parse::<usize>().is_ok());
     if !root.join("proc/driver/nvidia/version").exists() {
-        "no kernel module of it is loaded (there is no /proc/driver/nvidia); is this a node with GPUs?".into()
+        "its kernel module is not loaded (there is no /proc/driver/nvidia); check that this node has GPUs".into()
     } else if let Some(visible) = visible {
         format!("CUDA_VISIBLE_DEVICES={visible} may hide them")
     } else if !devices().any(|name| name.to_str().is_some_and(is_gpu)) {
-        "there is no /dev/nvidia0; a container is given GPUs when it starts (--nv, --gpus all)".into()
+        "there is no /dev/nvidia0; if this is a container, start it with --nv or --gpus all".into()
     } else {
-        "the job may have got none, nvidia-smi -L lists its own (--gres=gpu asks Slurm for them)".into()
+        "the job may have been given none; list them with nvidia-smi -L, request them from Slurm with --gres=gpu".into()
     }
 }
 
@@ -153,7 +153,7 @@ pub(super) fn is_exclusive(device: CUdevice) -> bool {
     number(device, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE).is_ok_and(|mode| mode == exclusive)
 }
 
-/// A PCI address as the system's directories spell it: lowercase, a domain of four digits.
+/// A PCI address in the form of the system's directories: lowercase, a domain of four digits.
 fn sysfs_name(pci: &str) -> String {
     let lower = pci.to_lowercase();
     match lower.split_once(':') {
@@ -164,7 +164,7 @@ fn sysfs_name(pci: &str) -> String {
     }
 }
 
-/// The system writes -1 where it does not know.
+/// The NUMA node of a GPU. The system writes -1 if it does not know.
 fn numa_node(devices: &Path, pci: &str) -> Option<usize> {
     std::fs::read_to_string(devices.join(pci).join("numa_node")).ok()?.trim().parse().ok()
 }
@@ -190,7 +190,7 @@ mod tests {
         };
         let why = |visible| why_none(root.path(), visible);
         make("dev/nvidiactl");
-        assert!(why(Some("0")).starts_with("no kernel module of it is loaded"), "{}", why(Some("0")));
+        assert!(why(Some("0")).starts_with("its kernel module is not loaded"), "{}", why(Some("0")));
         make("proc/driver/nvidia/version");
         assert!(why(Some("-1")).starts_with("CUDA_VISIBLE_DEVICES=-1 "), "{}", why(Some("-1")));
         assert!(why(None).starts_with("there is no /dev/nvidia0"), "{}", why(None));

@@ -1,4 +1,4 @@
-//! What the binary carries of `cuda/`: all sources, and cubins of them where it was built with a compiler of CUDA.
+//! The embedded parts of `cuda/`: all sources, and their cubins if the binary was built with a CUDA compiler.
 
 /// A file of `cuda/`.
 #[derive(Clone, Copy, Debug)]
@@ -18,15 +18,15 @@ pub struct Cubin {
     pub bytes: &'static [u8],
 }
 
-/// A kernel and the source in which it stands.
+/// A kernel and its source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kernel {
     pub name: &'static str,
     pub source: &'static str,
 }
 
-// SOURCES, KERNELS, CUBINS, COMPILER: who made the cubins, or why there are none, and RESOURCES: what kernels take, where nvcc
-// told. Written by build.rs.
+// SOURCES, KERNELS, CUBINS, COMPILER (the compiler of the cubins, or the reason why there are none) and RESOURCES
+// (resources of the kernels, if nvcc reported them). Written by build.rs.
 include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
 /// Sources that hold kernels.
@@ -34,12 +34,12 @@ pub fn units() -> impl Iterator<Item = &'static Source> {
     SOURCES.iter().filter(|source| source.is_unit)
 }
 
-/// What the sources include: (name, text).
+/// The headers that the sources include: (name, text).
 pub fn headers() -> Vec<(&'static str, &'static str)> {
     SOURCES.iter().filter(|source| !source.is_unit).map(|source| (source.name, source.text)).collect()
 }
 
-/// Architectures for which there are cubins.
+/// The architectures with embedded cubins.
 pub fn archs() -> Vec<&'static str> {
     let mut archs: Vec<&str> = CUBINS.iter().map(|cubin| cubin.arch).collect();
     archs.sort_unstable();
@@ -56,10 +56,13 @@ pub fn describe() -> String {
     }
 }
 
-/// What each kernel takes, as a table in Markdown; bench/resources.md holds it.
+/// The resources of each kernel, as a Markdown table; bench/resources.md holds it.
 ///
 /// # Errors
-/// Why the binary does not know.
+/// The reason why the binary does not know them.
 pub fn resources() -> Result<&'static str, String> {
-    if RESOURCES.is_empty() { Err(format!("only nvcc tells what kernels take: {COMPILER}")) } else { Ok(RESOURCES) }
+    if RESOURCES.is_empty() {
+        return Err(format!("only a build with nvcc knows the resources of its kernels: {COMPILER}"));
+    }
+    Ok(RESOURCES)
 }

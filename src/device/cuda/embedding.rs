@@ -6,7 +6,8 @@ use super::scatter_lists::ScatterLists;
 use super::shape::{THREADS, check_aligned, check_width, count, grid_of};
 use crate::dtype::DType::{Bf16, F32};
 
-/// y (t, d) bf16 for `tokens` (at least t u32) and W (n, d) bf16, the rows of the tokens from `first` on: 0 for others.
+/// y (t, d) bf16 for `tokens` (at least t u32) and W (n, d) bf16, the rows of the tokens from `first` on. Other tokens
+/// get 0.
 pub fn forward(tokens: &Memory, first: usize, w: View, d: usize, mut y: ViewMut) {
     const OP: &str = "embedding::forward";
     check_width(OP, d);
@@ -18,8 +19,8 @@ pub fn forward(tokens: &Memory, first: usize, w: View, d: usize, mut y: ViewMut)
     gpu().launch("embedding_forward", grid, THREADS, 0, &[tokens.arg(), w, y, t, eights, first, n]);
 }
 
-/// dW[token[t] - first] += dy[t] in f32, rows of one token in ascending t; dW (n, d) f32, dy (t, d) bf16, and `tokens` the
-/// lists of the t tokens. Tokens outside first..first + n are left.
+/// dW[token[t] - first] += dy[t] in f32, rows of one token in ascending t; dW (n, d) f32, dy (t, d) bf16, and `tokens`
+/// the lists of the t tokens. Tokens outside first..first + n are skipped.
 pub fn backward(tokens: &ScatterLists, first: usize, dy: View, d: usize, mut dw: ViewMut) {
     const OP: &str = "embedding::backward";
     check_width(OP, d);

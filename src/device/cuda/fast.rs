@@ -1,14 +1,14 @@
-//! Products in the `fast` mode: cuBLASLt, which chooses a way for each shape. Its sums depend on the number of rows, so that a
-//! row's bits may differ from one batch to another, and from one place in memory to another.
+//! GEMMs in the `fast` mode: cuBLASLt, which chooses an algorithm for each shape. Its sums depend on the number of
+//! rows, so a row's bits may differ from one batch to another, and from one place in memory to another.
 //!
-//! Which products are cuBLASLt's is a rule by shape (`takes`): those of more than 64 rows. With fewer, as in decoding, the time is
-//! that of reading W, for which the exact kernels have tiles of their own, as fast on an H200 (`bench cuda` measures both).
+//! cuBLASLt computes GEMMs of more than 64 rows (`takes`). With fewer rows, as in decoding, reading W takes the time.
+//! The exact kernels have tiles for that case, which are as fast on an H200 (`bench cuda` measures both).
 //!
-//! Matrices are row-major here and column-major there: a row-major (r, c) is a column-major (c, r), so each product is asked for
-//! transposed, with its factors exchanged.
+//! Matrices are row-major here and column-major there: a row-major (r, c) is a column-major (c, r). So each GEMM is
+//! requested transposed, with its factors exchanged.
 //!
-//! Nothing is made for a call: what the library keeps for a shape stands in a table, for all m of a class ([`class`]) together,
-//! and only the columns of two matrices are set anew where m has changed.
+//! A call creates nothing: a table keeps the library's descriptions of each shape, for all m of a class ([`class`])
+//! together. Only the columns of two matrices are set again if m has changed.
 
 use super::cublaslt::{Algorithm, ColumnMajor, CublasLt, Outcome, Product};
 use super::gpu::{Arg, gpu};
@@ -25,19 +25,19 @@ use std::ffi::c_void;
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, OnceLock};
 
-/// Memory in which a product may keep partial sums: what the library's makers advise for sm_90, and more than sm_80 needs.
+/// Memory for the partial sums of a GEMM: the size that NVIDIA recommends for sm_90, and more than sm_80 needs.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
 /// Rows up to which products stay exact.
 pub const EXACT_ROWS_MAX: usize = 64;
-/// More than this no algorithm asks of an address.
+/// The largest alignment that an algorithm needs.
 const ALIGN_MAX: u64 = 16;
-/// Behind this, a bias of any alignment lies while an algorithm is chosen, which reads no values.
+/// A base address for the bias while an algorithm is chosen: the choice depends on the alignment and reads no values.
 const PROMISED: u64 = 1 << 32;
 
-/// Turns the mode on or off, for all products that are started from now on.
+/// Turns the mode on or off, for all GEMMs that are started from now on.
 ///
 /// # Errors
-/// Why there is no cuBLASLt for the GPU of this process; then the mode stays off.
+/// The reason why there is no cuBLASLt for the GPU of this process; the mode then stays off.
 pub fn turn(on: bool) -> Outcome<()> {
     if on && !null::is_active() {
         products()?;
@@ -50,20 +50,20 @@ pub fn is_on() -> bool {
     gpu().is_fast.load(Ordering::SeqCst)
 }
 
-/// Opens the library for the GPU of this process, and takes its workspace. Gives its name, release and place.
+/// Opens the library for the GPU of this process and allocates its workspace. Returns its name, release and path.
 ///
 /// # Errors
-/// Why there is none.
+/// The reason why there is none.
 pub fn open() -> Outcome<String> {
     products().map(|products| products.library.describe())
 }
 
-/// Whether a product with m rows of x and y is cuBLASLt's.
+/// Whether cuBLASLt computes a GEMM with m rows of x and y.
 pub(super) fn takes(m: usize) -> bool {
     m > EXACT_ROWS_MAX && is_on()
 }
 
-/// Which of a layer's three products.
+/// The three GEMMs of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Form {
     /// y (m, n) = x (m, k) W (n, k)^T
@@ -84,7 +84,7 @@ impl Form {
     }
 }
 
-/// A product to start. Factors as the library takes them: W x, W dy, x dy.
+/// A GEMM to start. The factors are in the library's order: W x, W dy, x dy.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Call {
     pub form: Form,
@@ -92,11 +92,11 @@ pub(super) struct Call {
     /// Values from row to row of both factors and the result.
     pub strides: [usize; 3],
     pub factors: [Arg; 2],
-    /// What the finished sum is added to, described as the result: the result itself, or a matrix apart from it.
+    /// The addend of the finished sum, with the description of the result: the result itself, or another matrix.
     pub addend: Option<Arg>,
     pub result: Arg,
     pub dtype: DType,
-    /// (n), bf16, as then the result is.
+    /// (n), bf16; the result is then bf16, too.
     pub bias: Option<Arg>,
 }
 
@@ -110,17 +110,16 @@ struct Shape {
     strides: [usize; 3],
     dtype: DType,
     adds: bool,
-    /// Bytes that the addresses of both factors, the addend and the result are multiples of, and that of a bias; 0: there is
-    /// none.
+    /// Alignment in bytes of the addresses of both factors, the addend, the result and the bias; 0: there is none.
     aligns: [u32; 5],
 }
 
-/// What is kept for a shape.
+/// The descriptions that are kept for a shape.
 struct Plan {
     product: Product,
-    /// That of the class.
+    /// The algorithm of the class.
     algorithm: Algorithm,
-    /// What the descriptions are set to: m, and the algorithm as it suits that.
+    /// The current setting of the descriptions: m, and the algorithm for that m.
     at: (usize, Algorithm),
 }
 
@@ -138,15 +137,15 @@ fn products() -> Outcome<&'static Products> {
     PRODUCTS.get_or_init(Products::new).as_ref().map_err(Clone::clone)
 }
 
-/// The largest m for which the same algorithm is asked: steps of an eighth of a power of two.
+/// The largest m that shares the algorithm of this m: steps of an eighth of a power of two.
 fn class(m: usize) -> usize {
     m.next_multiple_of((m.next_power_of_two() / 16).max(1))
 }
 
-/// Starts a product behind what was started before.
+/// Starts a GEMM after all earlier work of the stream.
 ///
 /// # Panics
-/// If there is no cuBLASLt, or it refuses: the message names the product, its shapes, the call and its status.
+/// If there is no cuBLASLt, or a call fails: the message names the GEMM, its shapes, the call and its status.
 pub(super) fn start(call: Call) {
     let [m, n, k] = call.mnk;
     let is_empty = match call.form {
@@ -164,15 +163,15 @@ pub(super) fn start(call: Call) {
         let bias = if call.bias.is_some() { " with a bias" } else { "" };
         let added = match addend {
             None => "",
-            Some(c) if c == call.result => " that it adds to",
-            Some(_) => " behind a matrix that it adds to",
+            Some(c) if c == call.result => " that is added to",
+            Some(_) => " plus another matrix",
         };
         let message = format!(
-            "matmul, {form:?}{bias}, m {m}, n {n}, k {k}, rows {a}, {b} and {d} values apart, into {}{added}: {why}",
+            "matmul, {form:?}{bias}, m {m}, n {n}, k {k}, row strides {a}, {b} and {d}, {} result{added}: {why}",
             dtype.name()
         );
         if !gpu().is_noted(&message) {
-            let hint = "job.gemm = \"exact\" does without cuBLASLt";
+            let hint = "set job.gemm = \"exact\" to run without cuBLASLt";
             std::panic::panic_any(Error::fault(message).hint(hint));
         }
     }
@@ -183,7 +182,7 @@ fn align(address: u64) -> u32 {
 }
 
 impl Call {
-    /// Addresses of D = A B + C; C is D where nothing is added.
+    /// Addresses of D = A B + C; C is D if nothing is added.
     fn matrices(&self) -> [u64; 4] {
         let Self { factors: [a, b], addend, result, .. } = *self;
         [a, b, addend.unwrap_or(result), result].map(Arg::word)
@@ -206,7 +205,7 @@ impl Shape {
         }
     }
 
-    /// Which factors are transposed, and the matrices.
+    /// The transpositions of the factors, and the matrices.
     fn matrices(&self) -> ([i32; 2], [ColumnMajor; 3]) {
         let Self { class: m, n, k, .. } = *self;
         let (transposed, sizes) = match self.form {
@@ -221,7 +220,7 @@ impl Shape {
         (transposed, [columns(0, DType::Bf16), columns(1, DType::Bf16), columns(2, self.dtype)])
     }
 
-    /// The matrices that have m columns: of A, B and D.
+    /// The matrices with m columns among A, B and D.
     fn of_m_columns(&self) -> [usize; 2] {
         if self.form == Form::Weight { [0, 1] } else { [1, 2] }
     }
@@ -263,15 +262,16 @@ impl Products {
     fn choose(&self, shape: &Shape, product: &Product) -> Outcome<Algorithm> {
         let [a, b, c, d, bias] = shape.aligns;
         if bias > 0 {
-            // The choice looks at its alignment, and is kept for all biases of the class: no more than theirs is promised.
+            // The choice looks at its alignment, and is kept for all biases of the class: no more than theirs is
+            // promised.
             self.library.set_bias(product, PROMISED + u64::from(bias))?;
         }
         self.library.choose(self.handle, product, [a, b, c, d], WORKSPACE_BYTES)
     }
 
-    /// Sets a plan to m rows. What it comes to depends on m alone, not on what was computed before.
+    /// Sets a plan to m rows. The result depends on m alone, not on earlier GEMMs.
     fn fit(&self, shape: &Shape, plan: &mut Plan, m: usize) -> Outcome<()> {
-        // Where a step of this fails, the next call begins anew.
+        // If a step of this fails, the next call begins again.
         plan.at.0 = 0;
         for matrix in shape.of_m_columns() {
             self.library.set_columns(&plan.product, matrix, m)?;

@@ -1,5 +1,5 @@
-//! The GPU of this process: its context, its kernels and its memory. All of it in the order of one stream, but for what is
-//! started beside (`work`).
+//! The GPU of this process: its context, its kernels and its memory. Everything runs in the order of one stream, except
+//! for work on other streams (`work`).
 
 use super::devices::{self, Properties};
 use super::kernels::{Kernels, Resources};
@@ -21,7 +21,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
-/// How many of the kernels that were started last are named where the GPU fails.
+/// The number of recent kernels that an error names if the GPU fails.
 const NAMED: usize = 4;
 
 /// A GPU and its streams. It lives as long as the process.
@@ -29,7 +29,7 @@ const NAMED: usize = 4;
 pub struct Gpu {
     properties: Properties,
     context: Handle<CUcontext>,
-    /// In the order of `Stream`.
+    /// The streams, in the order of `Stream`.
     streams: [Handle<CUstream>; 6],
     /// One for each stream.
     pub(super) marks: Mutex<Vec<Event>>,
@@ -41,9 +41,9 @@ pub struct Gpu {
     pub(super) capture: Capture,
     pub(super) works: Works,
     pub(super) in_flight: InFlight,
-    /// What was counted since it was opened.
+    /// Counts since it was opened.
     pub counts: Counts,
-    /// Whether products of many rows are cuBLASLt's.
+    /// Whether cuBLASLt computes GEMMs of many rows.
     pub(super) is_fast: AtomicBool,
 }
 
@@ -61,7 +61,7 @@ thread_local! {
 /// # Panics
 /// If none was started.
 pub fn gpu() -> &'static Gpu {
-    opened().expect("a GPU was started before anything was put on it")
+    opened().expect("the GPU is started before its first use")
 }
 
 /// The GPU of this process, if it has one.
@@ -74,28 +74,29 @@ pub fn is_started() -> bool {
     opened().is_some()
 }
 
-/// Since when a thread has stood still for the GPU, of several the first; and what for, with what may be why.
+/// The start of the oldest wait of a thread for the GPU, and a description: its purpose, the GPU and the latest
+/// kernels.
 pub fn standing_still() -> Option<(Instant, String)> {
     let (since, what) = waits::first()?;
     Some((since, format!("{what} ({})", opened()?.name_and_last())))
 }
 
-/// Makes `gpu` the one of this process. The first one stays.
+/// Makes `gpu` the GPU of this process. The first one is kept.
 pub fn start(gpu: Gpu) -> &'static Gpu {
     GPU.get_or_init(|| gpu)
 }
 
-/// Starts a null GPU on this thread, where a null device is that.
+/// Starts a null GPU on this thread, if its null device is a GPU.
 ///
 /// # Errors
-/// None that a plan could do anything about.
+/// Errors that a plan cannot handle.
 pub fn start_null() -> Result<()> {
     let gpu = match NULL.get() {
         Some(gpu) => gpu,
         None => Box::leak(Box::new(Gpu::open(0)?)),
     };
     NULL.set(Some(gpu));
-    // What a run before has left behind.
+    // Clears the state of an earlier run.
     gpu.capture.end();
     gpu.works.clear();
     lock(&gpu.in_flight).clear();
@@ -105,16 +106,16 @@ pub fn start_null() -> Result<()> {
 }
 
 impl Gpu {
-    /// Takes the GPU number `index` of those that the driver shows to this process, and gives it the kernels.
+    /// Opens GPU number `index` of the GPUs that the driver shows to this process, and loads the kernels.
     ///
     /// # Errors
-    /// `Usage` where there is no such GPU, or it cannot run the kernels.
+    /// `Usage` if there is no such GPU, or it cannot run the kernels.
     pub fn open(index: usize) -> Result<Self> {
         let (version, all) = devices::devices().map_err(|why| Error::usage(format!("no GPU: {why}")))?;
         let count = all.len();
         let properties = all.into_iter().nth(index);
         let properties = properties
-            .ok_or_else(|| Error::usage(format!("GPU {index} was asked for, and this process sees {count}")))?;
+            .ok_or_else(|| Error::usage(format!("GPU {index} was requested, but this process sees only {count}")))?;
         let device = devices::handle(index as c_int)?;
         let mut context: CUcontext = ptr::null_mut();
         // SAFETY: a device that is there; writes a handle.
@@ -123,8 +124,10 @@ impl Gpu {
             if !devices::is_exclusive(device) {
                 return error;
             }
-            Error::usage(format!("{}; the compute mode of GPU {index} is exclusive", error.message))
-                .hint("another process has it: give each rank a GPU of its own, or let ranks share it (nvidia-smi -c DEFAULT)")
+            Error::usage(format!("{}; the compute mode of GPU {index} is exclusive", error.message)).hint(
+                "give each rank a GPU of its own, or let ranks share this one (nvidia-smi -c DEFAULT): \
+                     another process holds it",
+            )
         })?;
         // SAFETY: a context that lives as long as the process; it becomes this thread's.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(context) })?;
@@ -149,30 +152,30 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// What the driver says of it.
+    /// The properties that the driver reports.
     pub fn properties(&self) -> &Properties {
         &self.properties
     }
 
-    /// What each of its kernels takes.
+    /// The resources of each of its kernels.
     pub fn resources(&self) -> Vec<(&'static str, Resources)> {
         self.kernels.resources().collect()
     }
 
-    /// From where its kernels came, in words.
+    /// A description of the origin of its kernels.
     pub fn origin(&self) -> &str {
         &self.kernels.origin
     }
 
-    /// Gives this thread the GPU's context, which libraries of CUDA look for.
+    /// Sets the GPU's context on this thread. CUDA libraries use the current context.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's message.
     pub fn enter(&self) -> std::result::Result<(), String> {
         self.set_context().map_err(|error| error.to_string())
     }
 
-    /// Every thread names the context once.
+    /// Sets the context, once per thread.
     fn set_context(&self) -> Result<()> {
         if ENTERED.get() || null_driver::is_active() {
             return Ok(());
@@ -183,7 +186,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Makes calls of the driver in the GPU's context. An error names the GPU, and what may have failed: the driver tells of a
+    /// Makes driver calls in the GPU's context. An error names the GPU and the latest kernels: the driver reports a
     /// kernel's fault at a later call.
     pub(super) fn call<T>(&self, calls: impl FnOnce() -> Result<T>) -> Result<T> {
         self.set_context()?;
@@ -193,7 +196,7 @@ impl Gpu {
         })
     }
 
-    /// As `call`, where the job ends with what the driver says.
+    /// Same as `call`, but ends the job with the driver's error.
     pub(super) fn must<T>(&self, doing: impl FnOnce() -> String, calls: impl FnOnce() -> Result<T>) -> T {
         self.call(calls).unwrap_or_else(|error| std::panic::panic_any(error.within(doing())))
     }
@@ -218,7 +221,7 @@ impl Gpu {
         recent.push_back(kernel);
     }
 
-    /// The driver's handle of the stream to which this thread starts things now, for libraries of CUDA, too.
+    /// The driver's handle of the stream on which this thread starts work now; CUDA libraries use it, too.
     pub fn queue(&self) -> CUstream {
         self.stream(Stream::Compute.here())
     }
@@ -232,18 +235,18 @@ impl Gpu {
         lock(&self.pool)
     }
 
-    /// What its memory is used for, in bytes.
+    /// The use of its memory, in bytes.
     pub fn usage(&self) -> Usage {
         self.pool().usage
     }
 
-    /// From now on the peak of its memory is that of what comes; what it was.
+    /// Restarts the peak of its memory. Returns the previous peak.
     pub fn begin_peak(&self) -> usize {
         let usage = &mut self.pool().usage;
         std::mem::replace(&mut usage.peak, usage.in_use)
     }
 
-    /// From now on this process takes at most `bytes` of its memory, 0: what there is. What is in use beyond that stays.
+    /// Limits the memory of this process to `bytes` (0: no limit). Memory in use beyond the limit is kept.
     pub fn set_limit(&self, bytes: u64) {
         let limit = if bytes == 0 { usize::MAX } else { usize::try_from(bytes).unwrap_or(usize::MAX) };
         let mut pool = self.pool();
@@ -251,21 +254,21 @@ impl Gpu {
         pool.shrink(limit, self);
     }
 
-    /// Asks the driver at once for all that this process may take, so that it is not asked again.
+    /// Asks the driver at once for all memory that this process may use, so that it is not asked again.
     pub fn reserve(&self) {
         let mut pool = self.pool();
         let bytes = pool.usage.limit;
         pool.reserve(bytes, self);
     }
 
-    /// Who uses how much of its memory, the most first.
+    /// The owners of its memory and their bytes, the largest first.
     pub fn owners(&self) -> Vec<(&'static str, usize)> {
         self.pool().owners()
     }
 
-    /// Bytes of its memory that no process has taken.
+    /// Bytes of its memory that no process has allocated.
     pub fn free_bytes(&self) -> usize {
-        self.must(|| "how much of the GPU is free".into(), ask_free)
+        self.must(|| "reading the free GPU memory".into(), ask_free)
     }
 
     /// Gives kept memory back to the driver.
@@ -273,10 +276,10 @@ impl Gpu {
         self.pool().shrink(0, self);
     }
 
-    /// The address of `bytes` of memory for `owner`, aligned to 256, which `stream` uses first. Contents unspecified.
+    /// Allocates `bytes` of memory for `owner`, aligned to 256, which `stream` uses first. Contents are unspecified.
     ///
     /// # Errors
-    /// `Usage` where there is not as much.
+    /// `Usage` if there is not enough memory.
     pub(super) fn allocate(&self, bytes: usize, owner: &'static str, stream: Stream) -> Result<u64> {
         let mut pool = self.pool();
         let address = pool.take(bytes, owner, self)?;
@@ -286,7 +289,7 @@ impl Gpu {
         Ok(address)
     }
 
-    /// Where a work on another stream uses it, it is given back when that is joined.
+    /// Frees memory. If work on another stream uses it, it is freed when that work is joined.
     pub(super) fn free(&self, address: u64) {
         let mut pool = self.pool();
         let end = address + pool.size_of(address) as u64;
@@ -307,7 +310,7 @@ fn ask_free() -> Result<usize> {
     Ok(free)
 }
 
-/// One of each `Stream`. Collectives have the greatest priority: their kernels are few blocks, on which other ranks wait.
+/// Creates one stream for each `Stream`. Collectives have the highest priority: other ranks wait for their few blocks.
 fn streams() -> Result<[Handle<CUstream>; 6]> {
     let (mut least, mut greatest) = (0, 0);
     // SAFETY: writes two numbers.
@@ -338,17 +341,17 @@ impl Backing for Gpu {
         }
         let size = |bytes: usize| format_bytes(bytes as u64);
         let (free, all) = (size(self.call(ask_free)?), size(self.properties.memory_bytes));
-        Err(Error::usage(format!("cuMemAlloc: {}: {free} of the {all} of {} are free", describe(status), self.name())))
+        Err(Error::usage(format!("cuMemAlloc: {}: {free} of {all} is free on {}", describe(status), self.name())))
     }
 
     fn free(&self, address: u64, _bytes: usize) {
-        // SAFETY: came from `allocate`, is freed once; the driver waits until the GPU has done with it. A failure is told
-        // by the next call, too.
+        // SAFETY: came from `allocate`, is freed once; the driver waits until the GPU is done with it. The next call
+        // reports a failure, too.
         let _ = unsafe { sys::cuMemFree_v2(address) };
     }
 }
 
-/// An argument of a kernel, as its parameter list has it.
+/// An argument of a kernel, with the type of its parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Arg {
     Address(u64),

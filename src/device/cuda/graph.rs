@@ -1,10 +1,10 @@
-//! Rows of launches that are started as one.
+//! Sequences of launches that are started as one.
 
 use super::capture::Captured;
 use super::gpu::gpu;
 use super::pool::Run;
 
-/// Graphs that are never replayed beside each other, found by a key; one writes where the others have written.
+/// Graphs by key that are never replayed at the same time: they share the memory that they write to.
 #[derive(Debug)]
 pub struct Graphs<K> {
     graphs: Vec<(K, Captured)>,
@@ -22,10 +22,10 @@ impl<K: PartialEq> Graphs<K> {
         self.graphs.iter().any(|(of, _)| of == key)
     }
 
-    /// Captures what `work` starts as the graph of `key`; memory that `work` takes it gives back.
+    /// Captures the launches of `work` as the graph of `key`. `work` frees all memory that it allocates.
     ///
     /// # Errors
-    /// Why it cannot be captured. Nothing was run.
+    /// The reason why it cannot be captured. Nothing was run.
     pub fn capture(&mut self, key: K, work: impl FnOnce()) -> std::result::Result<(), String> {
         gpu().begin_capture_over(&mut self.held)?;
         work();
@@ -35,10 +35,10 @@ impl<K: PartialEq> Graphs<K> {
         Ok(())
     }
 
-    /// Starts the graph of `key`, behind what was started before.
+    /// Starts the graph of `key` after all earlier work of the stream.
     pub fn replay(&self, key: &K) {
         let graph = self.graphs.iter().find(|(of, _)| of == key);
-        gpu().replay(&graph.expect("a graph is captured before it is replayed").1);
+        gpu().replay(&graph.expect("a graph must be captured before it is replayed").1);
     }
 }
 

@@ -1,5 +1,5 @@
-//! The kernels of a GPU, by name; and which machine code it gets for them: what the binary carries where the driver takes it, else
-//! what the site's NVRTC makes.
+//! The kernels of a GPU, by name, and the choice of their machine code: the binary's cubins if the driver accepts them,
+//! or else the result of the site's NVRTC.
 
 use super::cache;
 use super::devices::Properties;
@@ -14,42 +14,42 @@ use std::ffi::{CString, c_int};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Shared memory that every kernel may take. More of it is carved out of the L1 cache: as the driver guesses, which may leave room
-/// for fewer blocks than fit, or as a kernel asks, in percent.
+/// Shared memory that every kernel may use. More is carved out of the L1 cache. By default the driver guesses how much,
+/// which may leave room for fewer blocks than fit; a kernel can ask for a share in percent.
 const SHARED_BYTES_BY_DEFAULT: usize = 48 << 10;
 const ALL_SHARED: c_int = 100;
 
 #[derive(Debug)]
 pub struct Kernels {
     functions: FxHashMap<&'static str, Function>,
-    /// From where they came, in words.
+    /// A description of their origin.
     pub origin: String,
 }
 
-/// A kernel on the GPU, and what it allows.
+/// A kernel on the GPU, and its limits.
 #[derive(Debug)]
 struct Function {
     handle: Handle<CUfunction>,
     threads_max: usize,
     shared_bytes_max: usize,
     resources: Resources,
-    /// Whether a multiprocessor keeps as much of its cache as it may for its shared memory.
+    /// Whether the kernel has asked for the largest share of the cache as shared memory.
     has_carveout: AtomicBool,
 }
 
-/// What a kernel takes, as the driver says that loaded it.
+/// The resources of a kernel, as reported by the driver that loaded it.
 #[derive(Clone, Copy, Debug)]
 pub struct Resources {
-    /// Of a thread.
+    /// Registers of a thread.
     pub registers: usize,
-    /// Of a block, beside what a launch asks for.
+    /// Static shared memory of a block, without the part that a launch asks for.
     pub shared_bytes: usize,
-    /// Of a thread, in the GPU's memory: arrays and spilled registers.
+    /// Local memory of a thread, in GPU memory: arrays and spilled registers.
     pub local_bytes: usize,
 }
 
 impl Kernels {
-    /// Gives the current GPU the cubins that the binary carries, or, where it does not take them, those of the site's NVRTC.
+    /// Loads the binary's cubins on the current GPU, or cubins of the site's NVRTC if the driver does not accept them.
     pub fn load(gpu: &Properties, driver: (i32, i32)) -> Result<Self> {
         if null_driver::is_active() {
             let found = KERNELS.iter().map(|kernel| Ok((kernel.name, function(ptr::null_mut(), kernel.name, gpu)?)));
@@ -63,24 +63,25 @@ impl Kernels {
             let (images, origin) = compiled_images(gpu.capability, driver, &why).map_err(|no_nvrtc| {
                 let (major, minor) = driver;
                 Error::usage(format!(
-                    "no kernels for {}, driver of CUDA {major}.{minor}: {why}; nor by NVRTC: {no_nvrtc}",
+                    "no kernels for {} with the driver for CUDA {major}.{minor}: {why}; NVRTC cannot compile them: \
+                     {no_nvrtc}",
                     gpu.name
                 ))
-                .hint("build with an nvcc that is not newer than the driver, or name an NVRTC with RLHF_NVRTC")
+                .hint("build with an nvcc that is no newer than the driver, or set RLHF_NVRTC to the path of an NVRTC")
             })?;
             Ok(Self { functions: functions(&images, gpu)?, origin })
         })
     }
 
-    /// What each kernel takes, in the order of the sources.
+    /// The resources of each kernel, in the order of the sources.
     pub fn resources(&self) -> impl Iterator<Item = (&'static str, Resources)> {
         KERNELS.iter().filter_map(|kernel| Some((kernel.name, self.functions.get(kernel.name)?.resources)))
     }
 
-    /// The kernel of this name, for blocks of `threads` with as much shared memory.
+    /// The kernel of this name, for blocks of `threads` threads and `shared_bytes` of shared memory.
     ///
     /// # Errors
-    /// Where there is none, or what it or the GPU does not allow.
+    /// If there is none, or the kernel or the GPU does not allow such blocks.
     pub fn function(&self, name: &str, threads: usize, shared_bytes: usize) -> Result<CUfunction> {
         let function = self.functions.get(name).ok_or_else(|| Error::fault("there is no such kernel"))?;
         let (threads_max, shared) = (function.threads_max, function.shared_bytes_max);
@@ -88,7 +89,7 @@ impl Kernels {
             return Err(Error::fault(format!("its blocks have at most {threads_max} threads on this GPU")));
         }
         if shared_bytes > shared {
-            let needed = format!("it needs {shared_bytes} bytes of shared memory a block, this GPU has {shared}");
+            let needed = format!("it needs {shared_bytes} bytes of shared memory per block, this GPU has {shared}");
             return Err(Error::fault(needed));
         }
         if shared_bytes > SHARED_BYTES_BY_DEFAULT && !function.has_carveout.swap(true, Ordering::Relaxed) {
@@ -102,9 +103,9 @@ fn functions(images: &Images, gpu: &Properties) -> Result<FxHashMap<&'static str
     let mut found = FxHashMap::default();
     for (source, image) in images {
         let mut module: CUmodule = ptr::null_mut();
-        // SAFETY: the bytes of a whole cubin, which tells its own length; the driver copies it.
+        // SAFETY: the bytes of a whole cubin, which contains its own length; the driver copies it.
         let status = unsafe { sys::cuModuleLoadData(&raw mut module, image.as_ptr().cast()) };
-        check("cuModuleLoadData", status).map_err(|error| error.within(format!("the cubin of {source}")))?;
+        check("cuModuleLoadData", status).map_err(|error| error.within(format!("loading the cubin of {source}")))?;
         for kernel in KERNELS.iter().filter(|kernel| kernel.source == *source) {
             let function = function(module, kernel.name, gpu);
             found.insert(kernel.name, function.map_err(|error| error.within(format!("{source}: {}", kernel.name)))?);
@@ -148,9 +149,9 @@ impl Function {
 /// Machine code of all sources for one GPU: (source, cubin).
 type Images = Vec<(&'static str, Vec<u8>)>;
 
-/// The architecture of which the binary may carry cubins, for a GPU of this compute capability.
+/// The architecture of the embedded cubins for a GPU of this compute capability.
 ///
-/// Cubins run on later minors of their major; those with an `a` on nothing but their own.
+/// Cubins run on later minor versions of their major version. Cubins with an `a` run on their own version only.
 fn embedded_arch(capability: (u32, u32)) -> Option<&'static str> {
     match capability {
         (9, 0) => Some("sm_90a"),
@@ -162,36 +163,36 @@ fn embedded_arch(capability: (u32, u32)) -> Option<&'static str> {
 /// The architecture that NVRTC compiles for.
 ///
 /// # Errors
-/// Where the GPU is older than the kernels.
+/// If the GPU is too old for the kernels.
 fn compiled_arch(capability: (u32, u32)) -> std::result::Result<String, String> {
     match (embedded_arch(capability), capability) {
         (Some(arch), _) => Ok(arch.to_owned()),
         (None, (9.., minor)) => Ok(format!("sm_{}{minor}", capability.0)),
         (None, (major, minor)) => {
-            Err(format!("its compute capability is {major}.{minor}, and the kernels need 8.0 or a later one"))
+            Err(format!("the kernels need compute capability 8.0 or later (this GPU has {major}.{minor})"))
         }
     }
 }
 
-/// What the binary carries for this GPU, and that in words.
+/// The embedded cubins for this GPU, and a description.
 ///
 /// # Errors
-/// Why it carries nothing.
+/// The reason why there are none.
 fn embedded_images(capability: (u32, u32)) -> std::result::Result<(Images, String), String> {
     let (major, minor) = capability;
     let arch =
-        embedded_arch(capability).ok_or(format!("the binary has none for compute capability {major}.{minor}"))?;
+        embedded_arch(capability).ok_or(format!("the binary has no cubins for compute capability {major}.{minor}"))?;
     let fitting = CUBINS.iter().filter(|cubin| cubin.arch == arch);
     // Memory of its own is aligned for whatever the driver reads; bytes in the binary are not.
     let images: Images = fitting.map(|cubin| (cubin.source, cubin.bytes.to_vec())).collect();
     if images.is_empty() {
-        return Err(format!("the binary carries no cubins for {arch}: {COMPILER}"));
+        return Err(format!("the binary has no cubins for {arch}: {COMPILER}"));
     }
     Ok((images, format!("the binary's cubins for {arch}")))
 }
 
-/// Whether NVRTC has to compile for this GPU, as far as that is known before a driver is asked to load: it takes no cubins of a later
-/// CUDA than its own.
+/// Whether NVRTC has to compile for this GPU, as far as that is known before loading: a driver does not load cubins of
+/// a later CUDA major version than its own.
 pub fn must_compile(capability: (u32, u32), driver: (i32, i32)) -> bool {
     let is_carried = embedded_arch(capability).is_some_and(|arch| embedded::archs().contains(&arch));
     !is_carried || major_of(COMPILER).is_none_or(|major| major > driver.0)
@@ -202,11 +203,12 @@ fn major_of(compiler: &str) -> Option<i32> {
     compiler.split_whitespace().next_back()?.split('.').next()?.parse().ok()
 }
 
-/// What the site's NVRTC makes for this GPU, and that in words; `why` says why it must. `driver` is the newest CUDA that the driver knows:
-/// it loads cubins of every minor of its major, and of none after.
+/// The cubins that the site's NVRTC compiles for this GPU, and a description; `why` is the reason for compiling.
+/// `driver` is the driver's CUDA version: it loads cubins of every minor version of its major version, and of no later
+/// one.
 ///
 /// # Errors
-/// Where there is no NVRTC that fits, or a source does not compile.
+/// If there is no suitable NVRTC, or a source does not compile.
 fn compiled_images(
     capability: (u32, u32),
     driver: (i32, i32),
@@ -218,12 +220,12 @@ fn compiled_images(
         let (major, minor) = nvrtc.version;
         let fits = major <= driver.0;
         fits.then_some((path.clone(), nvrtc))
-            .ok_or(format!("is of CUDA {major}.{minor}, the driver of {}.{}", driver.0, driver.1))
+            .ok_or(format!("it is for CUDA {major}.{minor}, newer than the driver's {}.{}", driver.0, driver.1))
     })?;
     let made = cache::cubins(&nvrtc, &arch, cache::directory().as_deref())?;
     let (compiled, kept, (major, minor)) = (made.compiled, made.list.len() - made.compiled, nvrtc.version);
     let origin = format!(
-        "NVRTC {major}.{minor} ({}) for {arch}: {compiled} sources compiled now, {kept} taken from the disk ({why})",
+        "NVRTC {major}.{minor} ({}) for {arch}: {compiled} sources compiled now, {kept} read from the cache ({why})",
         library.display()
     );
     Ok((made.list, origin))

@@ -1,4 +1,4 @@
-//! Runs of keys, at whose ends all kernels of attention cut a row: as `cuda/key_segments.cuh`.
+//! Runs of keys, at whose ends all attention kernels cut a row: the same as in `cuda/key_segments.cuh`.
 
 use super::gpu::Arg;
 use super::memory::Memory;
@@ -21,7 +21,7 @@ impl Run {
         Self { from: 0, to: i32::MAX as usize, tiles }
     }
 
-    /// Its ends, and where rows lie between runs.
+    /// The arguments of the run: its ends, and the memory for rows between runs.
     pub fn args(&self, before: Option<&mut Memory>) -> [Arg; 3] {
         let before = before.map_or(Arg::Address(0), |before| before.view_mut(DType::F32).arg(DType::F32));
         let end = |at: usize| Arg::I32(i32::try_from(at).expect("keys are counted in 31 bits"));
@@ -29,7 +29,7 @@ impl Run {
     }
 }
 
-/// The launches, ascending, for tiles that see keys `first` .. `end` each: one where none sees keys of two runs.
+/// The launches, ascending, for tiles that see keys `first` .. `end` each: one launch if no tile sees keys of two runs.
 pub(super) fn launches(tiles: &[(usize, usize)]) -> Vec<Run> {
     if tiles.iter().all(|&(first, end)| first / RUN == end.saturating_sub(1) / RUN) {
         return vec![Run::whole(tiles.len())];
@@ -42,7 +42,7 @@ pub(super) fn launches(tiles: &[(usize, usize)]) -> Vec<Run> {
     (0..longest).step_by(RUN).map(of).filter(|run| run.tiles > 0).collect()
 }
 
-/// Room for `rows` rows of one head between runs, where there are several.
+/// Memory for `rows` rows of one head between runs, if there are several.
 pub(super) fn between(runs: &[Run], rows: usize, head_dim: usize) -> Option<Memory> {
     (runs.len() > 1).then(|| Memory::scratch(bytes(rows, head_dim)))
 }

@@ -1,18 +1,18 @@
-//! What blocks of the backward of attention work on.
+//! The tiles of keys that blocks of the attention backward work on.
 
 use super::memory::Memory;
 use super::shape::to_i32;
 use crate::device::cpu::attention::{AttentionShape, Span};
 
-/// The operation of what a table holds.
+/// The operation that error messages about table entries name.
 pub(super) const TABLE: &str = "attention";
 /// Rows of a step, which share a counter for each head.
 pub(super) const ROWS: usize = 64;
-/// Rows that lie together where parts of dq are summed.
+/// Rows that are stored together in the partial sums of dq.
 pub(super) const EIGHT: usize = 8;
 
-/// The keys of a table's spans, cut into tiles; and counters, one for all blocks and one for each `ROWS` of rows and head.
-/// Each backward leaves the counters as it found them: 0.
+/// The keys of a table's spans, cut into tiles; and counters, one for all blocks and one for each `ROWS` of rows and
+/// head. Each backward leaves the counters as it found them: 0.
 #[derive(Debug)]
 pub struct KeyTiles {
     pub tiles: Memory,
@@ -26,8 +26,8 @@ impl KeyTiles {
     pub(super) fn new(spans: &[Span], shape: &AttentionShape) -> Self {
         let step = keys(shape.head_dim);
         let mut sorted: Vec<&Span> = spans.iter().collect();
-        // Heaviest first, so that the GPU ends evenly; tiles of a span side by side, as they share rows in the cache, and
-        // ascending, as a tile waits for those before it alone.
+        // Heaviest first, so that the GPU ends evenly; tiles of a span side by side, as they share rows in the cache,
+        // and ascending, as a tile waits for those before it alone.
         sorted.sort_by_key(|span| std::cmp::Reverse(span.tokens * span.keys));
         let (mut blocks, mut eights) = (0, 0);
         let mut words = Vec::new();

@@ -1,4 +1,4 @@
-//! The KV cache of one layer, and where the sequences of a paged batch have their tokens in it.
+//! The KV cache of one layer, and the location of a paged batch's tokens in it.
 
 use super::gpu::gpu;
 use super::key_segments::{self, RUN, Run};
@@ -12,13 +12,13 @@ use std::sync::{Arc, Mutex};
 
 /// Values of one block: 256 threads, eight each.
 const BLOCK_VALUES: usize = 2048;
-/// Blocks of threads that read the cache fast enough together, by multiprocessor; and keys below which a second kernel is not
-/// worth its start.
+/// Blocks of threads per multiprocessor that together read the cache fast enough, and the number of keys below which a
+/// second kernel is not worth its launch.
 const WHOLE_MIN: f64 = 1.2;
 const SPLIT_KEYS_MIN: usize = 1024;
-/// The operation of what tables hold.
+/// The operation that error messages about table entries name.
 const TABLE: &str = "kv_cache";
-/// Rows of a decoding tile, as the kernels have them.
+/// Rows of a decoding tile in the kernels.
 const DECODE_ROWS: usize = 16;
 
 const _: () = assert!(PAGE == 32, "cuda/paged.cuh has pages of 32 tokens");
@@ -42,7 +42,7 @@ struct Tile {
     words: [i32; 2],
 }
 
-/// What a launch works on: (sequence, first row) of each tile.
+/// The tiles of a launch: (sequence, first row) each.
 #[derive(Clone, Debug)]
 pub(super) struct Tiles {
     pub memory: Arc<Memory>,
@@ -55,25 +55,25 @@ pub struct SequenceTable {
     /// Past, tokens, first row, start in `blocks`.
     pub(super) sequences: Arc<Memory>,
     pub(super) blocks: Arc<Memory>,
-    /// Page * PAGE + place in the page, of each row; below 0 for a row that is not kept.
+    /// Page * PAGE + position in the page for each row; negative for a row that is not kept.
     pub(super) slots: Arc<Memory>,
-    /// Sequences of so few rows that one tile of the decoding kernel holds them.
+    /// Sequences whose rows fit one tile of the decoding kernel.
     pub(super) decode: Tiles,
     pub(super) prefill: Tiles,
     /// The launches for `prefill`.
     pub(super) runs: Vec<Run>,
-    /// Where scores lie between two kernels, where decoding is split.
+    /// The memory for scores between two kernels, if decoding is split.
     pub(super) split: Option<Split>,
     pub(super) rows: usize,
     pub(super) shape: AttentionShape,
 }
 
 impl KvPages {
-    /// Contents zero.
+    /// A cache of zeros.
     pub fn new(pages: usize, shape: &AttentionShape) -> Self {
         assert!(
             shape.head_dim.is_multiple_of(8),
-            "kv_cache: heads of {} values, needs a multiple of 8",
+            "kv_cache: the head dim must be a multiple of 8 (got {})",
             shape.head_dim
         );
         let bytes = pages * shape.kv_heads * PAGE * shape.head_dim * DType::Bf16.bytes();
@@ -106,7 +106,7 @@ impl KvPages {
 }
 
 impl Tile {
-    /// The longest first, so that none begins when the others end.
+    /// The sort order: the longest first, so that none begins when the others end.
     fn order(&self) -> (Reverse<usize>, [i32; 2]) {
         (Reverse(self.keys), self.words)
     }
@@ -127,18 +127,18 @@ impl Tiles {
     }
 }
 
-/// Rows of a prefilling tile, as the kernels have them.
+/// Rows of a prefill tile in the kernels.
 pub(super) fn prefill_rows(shape: &AttentionShape) -> usize {
     group_max(shape.head_dim)
 }
 
-/// Query heads of a key head at most: a tile holds those of a token.
+/// The maximum number of query heads per key head: a tile holds the heads of a token.
 pub fn group_max(head_dim: usize) -> usize {
     if head_dim <= 128 { 128 } else { 64 }
 }
 
-/// Whether so few decoding rows have such long contexts that they are split over more blocks of threads of a GPU: each row and
-/// key/value head is one block else. The bits are the same.
+/// Whether to split decoding rows over more blocks of threads: rows are few and contexts long. Without the split, each
+/// row and key/value head is one block. The bits are the same.
 pub fn is_split_best(rows: usize, kv_heads: usize, longest: usize, multiprocessors: usize) -> bool {
     ((rows * kv_heads) as f64) < WHOLE_MIN * multiprocessors as f64 && longest >= SPLIT_KEYS_MIN
 }
@@ -163,9 +163,10 @@ impl SequenceTable {
         Self::with(sequences, shape, is_split_best(rows, shape.kv_heads, longest, multiprocessors))
     }
 
-    /// As `new`, with a choice that is otherwise made by size: the few rows of a decoding sequence are computed by one kernel, a
-    /// block of threads for each sequence and key/value head, or `split` over two: scores cut by keys, then results cut by columns.
-    /// For few sequences with long contexts; results have the same bits either way.
+    /// Same as `new`, with an explicit choice that is otherwise made by size. The few rows of a decoding sequence are
+    /// computed by one kernel, with a block of threads for each sequence and key/value head. With `split`, two kernels
+    /// compute scores cut by keys, then results cut by columns. That suits few sequences with long contexts. Results
+    /// have the same bits either way.
     pub fn with(sequences: &[PagedSequence], shape: &AttentionShape, split: bool) -> Self {
         let group = group_of(shape);
         let (mut entries, mut blocks, mut slots) = (Vec::new(), Vec::new(), Vec::new());
@@ -208,8 +209,9 @@ impl SequenceTable {
     }
 }
 
-/// Turns q (t, h*e) in place as `rope::forward`, and stores the rows of k (t, g*e), turned alike, and of v (t, g*e) behind the cached
-/// tokens of their sequences (rows in sequence order). `positions` holds at least t u32, all below the end of `angles`.
+/// Rotates q (t, h*e) in place like `rope::forward`, and stores the rows of k (t, g*e), rotated too, and of v (t, g*e)
+/// after the cached tokens of their sequences (rows in sequence order). `positions` holds at least t u32, all below the
+/// end of `angles`.
 pub fn kv_append(
     cache: &mut KvPages,
     mut q: ViewMut,
@@ -236,13 +238,13 @@ pub fn kv_append(
 pub fn copy_page(cache: &mut KvPages, from: u32, to: u32) {
     let pages = cache.pages;
     let there = (from as usize) < pages && (to as usize) < pages && from != to;
-    assert!(there, "kv_copy_pages: page {from} to page {to} of a cache of {pages}");
+    assert!(there, "kv_copy_pages: cannot copy page {from} to page {to} in a cache of {pages} pages");
     let (pair, len) = (Memory::of(&[from, to]), cache.page_len());
     let args = [cache.keys.arg_mut(), cache.values.arg_mut(), pair.arg(), len.into()];
     gpu().launch("kv_copy_pages", [1, len.div_ceil(BLOCK_VALUES), 1], 256, 0, &args);
 }
 
-/// Blocks of keys of a stage where decoding is split.
+/// Blocks of keys per stage, if decoding is split.
 pub(super) const SPLIT_BLOCKS: usize = 4;
 
 /// The kernels of a head dim.
@@ -255,7 +257,7 @@ pub(super) struct Kernels {
     pub keys: usize,
     /// Blocks of keys of a decoding stage.
     pub blocks: usize,
-    /// Columns of the result that a block of threads computes, where decoding is split.
+    /// Columns of the result per block of threads, if decoding is split.
     pub columns: usize,
 }
 
@@ -280,12 +282,12 @@ pub(super) struct Split {
     /// Keys of a row, whole stages.
     pub stride: usize,
     pub stages: usize,
-    /// Runs of a tile, at most.
+    /// The maximum number of runs per tile.
     pub runs: usize,
 }
 
 impl Split {
-    /// For tiles of up to `rows` rows, and up to `longest` keys.
+    /// Memory for tiles of up to `rows` rows and up to `longest` keys.
     pub fn new(tiles: usize, rows: usize, longest: usize, shape: &AttentionShape) -> Self {
         let stage = kernels(shape.head_dim).keys * SPLIT_BLOCKS;
         // Keys before the window are left out, up to the start of a stage; the rows of a tile are up to 16 tokens.

@@ -1,4 +1,4 @@
-//! Kernels as they are started.
+//! The launch of kernels.
 
 use super::gpu::{Arg, Gpu};
 use super::null_driver;
@@ -8,17 +8,18 @@ use crate::error::{Error, Result};
 use std::ffi::c_void;
 use std::ptr;
 
-/// Blocks of a grid at most, in x, y and z.
+/// The maximum blocks of a grid in x, y and z.
 const GRID_MAX: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
-/// Arguments that a launch may have.
+/// The maximum arguments of a launch.
 const ARGS_MAX: usize = 48;
 
 impl Gpu {
-    /// Starts a kernel behind what was started before. Blocks are of `block` threads in x. A grid without blocks starts
-    /// nothing.
+    /// Starts a kernel after all earlier work of the stream. Blocks have `block` threads in x. A grid without blocks
+    /// starts nothing.
     ///
     /// # Panics
-    /// With an [`Error`] as payload, where there is no such kernel, or it fails: it names the kernel, its grid and its arguments.
+    /// The payload is an [`Error`] if there is no such kernel or it fails. It names the kernel, its grid and its
+    /// arguments.
     pub fn launch(&self, kernel: &'static str, grid: [usize; 3], block: usize, shared_bytes: usize, args: &[Arg]) {
         if grid.contains(&0) {
             return;
@@ -28,23 +29,23 @@ impl Gpu {
         // What failed comes before what the kernel was given, which may be long.
         let started = self.start(kernel, grid, block, shared_bytes, args).map_err(|mut error| {
             let given = args.iter().map(Arg::to_string).collect::<Vec<_>>().join(", ");
-            error.message = format!("{}; it was given {given}", error.message);
+            error.message = format!("{}; arguments: {given}", error.message);
             error
         });
         let [x, y, z] = grid;
-        self.must_start(started, || format!("kernel {kernel}, grid {x} x {y} x {z} of {block} threads"));
+        self.must_start(started, || format!("kernel {kernel}, grid {x} x {y} x {z}, {block} threads per block"));
     }
 
     fn start(&self, name: &'static str, grid: [usize; 3], block: usize, shared: usize, args: &[Arg]) -> Result<()> {
         if grid.iter().zip(GRID_MAX).any(|(blocks, most)| *blocks > most as usize) {
             let [x, y, z] = GRID_MAX;
-            return Err(Error::fault(format!("a GPU takes a grid of {x} x {y} x {z} blocks at most")));
+            return Err(Error::fault(format!("a grid may have at most {x} x {y} x {z} blocks")));
         }
         let function = self.kernels.function(name, block, shared)?;
         if null_driver::is_active() {
             return Ok(());
         }
-        assert!(args.len() <= ARGS_MAX, "{} arguments, at most {ARGS_MAX} are passed", args.len());
+        assert!(args.len() <= ARGS_MAX, "a kernel may have at most {ARGS_MAX} arguments (got {})", args.len());
         let mut words = [0u64; ARGS_MAX];
         let mut places = [ptr::null_mut::<c_void>(); ARGS_MAX];
         for ((arg, word), place) in args.iter().zip(&mut words).zip(&mut places) {
@@ -53,8 +54,8 @@ impl Gpu {
         }
         let ([x, y, z], block, shared) = (grid.map(|blocks| blocks as u32), block as u32, shared as u32);
         self.call(|| {
-            // The driver lets the host stand still where it has been given too much to do.
-            let _waiting = waiting("the start of a kernel");
+            // The driver blocks the host if too much work is queued.
+            let _waiting = waiting("a kernel launch");
             // SAFETY: a place for each argument, of which little-endian machines read the first bytes; views hold their bounds.
             let status = unsafe {
                 let (places, none) = (places.as_mut_ptr(), ptr::null_mut());

@@ -1,10 +1,10 @@
-//! Libraries of CUDA's family that are opened at run time: where they may lie, and why none was taken.
+//! CUDA libraries that are opened at run time: the search for them, and the reason why none was opened.
 
 use std::env;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// What is sought: the variable that names the file itself, and file names, best first.
+/// A library to search for: the variable that names the file itself, and file names, best first.
 #[derive(Clone, Copy, Debug)]
 pub struct Sought {
     pub variable: &'static str,
@@ -19,7 +19,7 @@ pub const CUBLASLT: Sought = Sought {
 };
 pub const NCCL: Sought = Sought { variable: "RLHF_NCCL_LIB", names: &["libnccl.so.2", "libnccl.so"] };
 
-/// `struct Functions`, of a library's functions by names of our own, and `of`, which finds all of them.
+/// Defines `struct Functions` with a library's functions under our own names, and `of`, which finds all of them.
 macro_rules! functions {
     ($($name:ident: $symbol:literal ($($argument:ty),*) -> $result:ty;)*) => {
         pub(super) struct Functions {
@@ -38,12 +38,12 @@ macro_rules! functions {
 }
 pub(crate) use functions;
 
-/// A variable of the environment; tests give their own.
+/// A lookup of environment variables; tests pass their own.
 type Lookup<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 impl Sought {
-    /// Files to try, in order: what the variable names and nothing else, or each name where the system's loader looks,
-    /// then in CUDA's own directories and those of Python packages of the active environment.
+    /// The files to try, in order: only the file that the variable names, if it is set. Otherwise each name in the
+    /// directories of the system's loader, then of CUDA, then of Python packages in the active environment.
     pub fn candidates(&self) -> Vec<OsString> {
         self.candidates_in(&|name| env::var_os(name).filter(|value| !value.is_empty()))
     }
@@ -63,10 +63,10 @@ impl Sought {
         named.chain(placed.filter(|path| path.is_file()).map(PathBuf::into_os_string)).collect()
     }
 
-    /// The first candidate that `open` takes. What it says of the others is the error.
+    /// The first candidate that `open` accepts. Its messages about the others are the error.
     ///
     /// # Errors
-    /// One line for each candidate that is there; or that there is none.
+    /// A message for each candidate that exists, or that there is none.
     pub fn open<T>(&self, open: impl Fn(&OsString) -> Result<T, String>) -> Result<T, String> {
         let mut refused = Vec::new();
         for path in self.candidates() {
@@ -78,13 +78,13 @@ impl Sought {
         }
         if refused.is_empty() {
             let names = self.names.join(", ");
-            return Err(format!("no {names} on this machine ({} names the file)", self.variable));
+            return Err(format!("no {names} on this machine (set {} to the path of the file)", self.variable));
         }
         Err(refused.join("; "))
     }
 }
 
-/// Whether the system's loader found no file `path`, rather than one that it cannot take: for want of another library, it may be.
+/// Whether the system's loader did not find the file `path`. If it found the file, another library may be missing.
 pub(super) fn is_absent(why: &str, path: &Path) -> bool {
     why.starts_with(&format!("{}: cannot open shared object file: No such file", path.display()))
 }
@@ -107,8 +107,8 @@ fn directories(lookup: Lookup) -> Vec<PathBuf> {
     dirs
 }
 
-/// Where the active Python environment stands: as it says itself, else where PATH's python3 is, as that of an environment that
-/// nobody activated. Debian puts packages of its own python3 below `local`.
+/// The prefixes of the active Python environment: its variable, or else the directory of PATH's python3, for an
+/// environment that was not activated. Debian puts packages of its own python3 below `local`.
 fn prefixes(lookup: Lookup) -> Vec<PathBuf> {
     let mut prefixes: Vec<PathBuf> =
         ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(lookup).map(PathBuf::from).collect();
@@ -140,7 +140,7 @@ mod tests {
         assert_eq!(NCCL.candidates_in(&set)[..2], ["libnccl.so.2", "libnccl.so"]);
     }
 
-    /// As the wheels of CUDA 13 lie, and as Debian's own python3 has them.
+    /// The layout of the CUDA 13 wheels, and of Debian's own python3.
     #[test]
     fn packages_are_found_in_the_active_environment_and_where_the_python3_of_path_stands() {
         let root = tempfile::tempdir().expect("a directory");
@@ -174,7 +174,7 @@ mod tests {
             CUBLASLT.open(|path| Err::<(), _>(format!("{}: {absent}", path.display()))).expect_err("no such library");
         assert!(why.starts_with("no libcublasLt.so.13, ") && why.contains("RLHF_CUBLASLT_LIB"), "{why}");
         // One that is there, and lacks another.
-        let why = CUBLASLT.open(|_| Err::<(), _>(format!("libnvJitLink.so.13: {absent}"))).expect_err("it lacks one");
+        let why = CUBLASLT.open(|_| Err::<(), _>(format!("libnvJitLink.so.13: {absent}"))).expect_err("it is missing");
         assert!(why.contains("libcublasLt.so.13: libnvJitLink.so.13: cannot open"), "{why}");
     }
 }

@@ -1,4 +1,4 @@
-//! Divergences of a student's distributions from a teacher's, of the logits of both, a chunk of tokens at a time.
+//! Divergences of a student's distributions from a teacher's, from the logits of both, a chunk of tokens at a time.
 
 use super::gpu::{Arg, gpu};
 use super::linear_logprob::{GRADIENT_COLUMNS, check};
@@ -8,7 +8,8 @@ use super::shape::{check_aligned, dim};
 use crate::config::distill::Divergence;
 use crate::dtype::DType;
 
-/// Logits of student and teacher, f32, and the statistics (`linear_logprob::stats`) of the whole rows, of which they may be parts.
+/// Logits of student and teacher, f32, and the statistics (`linear_logprob::stats`) of the whole rows, of which they
+/// may be parts.
 #[derive(Clone, Copy, Debug)]
 pub struct Pair<'a> {
     pub student: Matrix<'a>,
@@ -35,16 +36,16 @@ impl Pair<'_> {
         ]
     }
 
-    /// Two sums over each row, in the form of statistics with max 0 and target 0, so that those of parts add up as these do: the sums of
-    /// the CPU's `Pair::sums`. A row's bits depend on nothing but the row.
+    /// Two sums over each row, in the form of statistics with max 0 and target 0, so that those of parts add up as
+    /// these do: the sums of the CPU's `Pair::sums`. A row's bits depend on nothing but the row.
     pub fn sums(&self, of: Divergence, sums: &mut Memory) {
         const OP: &str = "linear_divergence::sums";
         let args = [&self.args(OP, of)[..], &[self.of_teacher.arg(), sums.arg_mut()]].concat();
         gpu().launch("linear_divergence_sums", [self.student.rows, 1, 1], 256, 0, &args);
     }
 
-    /// dlogits (rows, dstride) bf16 += `scale` times the slope of the divergence by the student's logits / temperature; `sums` are those
-    /// of whole rows. Columns behind v stay.
+    /// dlogits (rows, dstride) bf16 += `scale` times the slope of the divergence by the student's logits / temperature;
+    /// `sums` are those of whole rows. Columns past v are unchanged.
     pub fn add(&self, of: Divergence, sums: &Memory, scale: f32, mut dlogits: ViewMut, dstride: usize) {
         const OP: &str = "linear_divergence::add";
         let rows = self.student.rows;

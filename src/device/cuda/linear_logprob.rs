@@ -1,8 +1,7 @@
-//! Selective log-softmax over logits: statistics of rows, what is read off them, and the gradient.
+//! Selective log-softmax over logits: statistics of rows, values that are read from them, and the gradient.
 //!
-//! Logits are (rows, v), f32 or bf16. Statistics stay on the GPU: `rows` times (max, sum_exp, dot, the target's logit), f32. `combine` puts those of a vocabulary's
-//! parts together.
-//! Cross-entropy is a logprob whose gradient is -weight.
+//! Logits are (rows, v), f32 or bf16. Statistics stay on the GPU: `rows` times (max, sum_exp, dot, the target's logit),
+//! f32. `combine` merges the statistics of a vocabulary's parts. Cross-entropy is a logprob whose gradient is -weight.
 
 use super::gpu::{Arg, gpu};
 use super::matmul::Matrix;
@@ -10,20 +9,20 @@ use super::memory::{Memory, View, ViewMut};
 use super::shape::{check_aligned, dim, to_i32};
 use crate::dtype::DType;
 
-/// Columns of a row that a warp takes.
+/// Columns of a row per warp.
 pub(super) const SPAN: usize = 2048;
 /// Bytes of a span's sums in shared memory, and of a row's statistics.
 pub(super) const STATS_BYTES: usize = 16;
-/// Columns that a block of the gradient takes.
+/// Columns per block of the gradient.
 pub(super) const GRADIENT_COLUMNS: usize = 8192;
-/// Rows that a block takes where a thread has a row.
+/// Rows per block, if each thread has one row.
 const ROWS: usize = 128;
 /// Wider rows need more shared memory than a block has.
 pub const VOCABULARY_MAX: usize = 1 << 20;
 
 pub(super) fn check(op: &str, logits: Matrix) {
     let v = logits.width;
-    assert!((1..=VOCABULARY_MAX).contains(&v), "{op}: {v} columns, needed 1 to {VOCABULARY_MAX}");
+    assert!((1..=VOCABULARY_MAX).contains(&v), "{op}: columns must be 1 to {VOCABULARY_MAX} (got {v})");
 }
 
 /// The kernel for logits of this dtype, and their argument.
@@ -32,19 +31,19 @@ fn kernel(logits: Matrix, f32: &'static str, bf16: &'static str) -> (&'static st
     (if dtype == DType::F32 { f32 } else { bf16 }, logits.values.arg(dtype))
 }
 
-/// The places of targets among v columns as kernels take them: -1 where another part of the vocabulary has it.
+/// The positions of targets among v columns, for kernels: -1 if another part of the vocabulary has it.
 pub fn places(places: &[usize], v: usize) -> Memory {
     let places: Vec<i32> =
         places.iter().map(|&place| if place < v { to_i32("linear_logprob::places", place) } else { -1 }).collect();
     Memory::of(&places)
 }
 
-/// Room for the statistics of `rows` rows.
+/// Memory for the statistics of `rows` rows.
 pub fn stats_room(rows: usize) -> Memory {
     Memory::scratch(rows * STATS_BYTES)
 }
 
-/// The statistics of each row of z = logits * `inverse_temperature`, and the logit at its place (0 where there is none).
+/// The statistics of each row of z = logits * `inverse_temperature`, and the logit at its target (0 if there is none).
 /// A row's bits depend on nothing but the row.
 pub fn stats(logits: Matrix, inverse_temperature: f32, places: &Memory, stats: &mut Memory) {
     const OP: &str = "linear_logprob::stats";
@@ -55,15 +54,15 @@ pub fn stats(logits: Matrix, inverse_temperature: f32, places: &Memory, stats: &
     gpu().launch(kernel, [logits.rows, 1, 1], 32 * spans.min(8), STATS_BYTES * spans, &args);
 }
 
-/// The statistics of whole rows from those of `parts` parts of the vocabulary, one behind the other, left to right; the
-/// bits of `RowStats::combined`.
+/// The statistics of whole rows from those of `parts` parts of the vocabulary, one after the other, left to right. The
+/// bits are those of `RowStats::combined`.
 pub fn combine(of_parts: &Memory, parts: usize, rows: usize, stats: &mut Memory) {
     const OP: &str = "linear_logprob::combine";
     let args = [of_parts.arg(), dim(OP, parts), rows.into(), stats.arg_mut()];
     gpu().launch("linear_logprob_combine", [rows.div_ceil(ROWS), 1, 1], ROWS, 0, &args);
 }
 
-/// Log-probabilities of the targets, and where wanted entropies, of `logprobs.len()` rows. The sampler computes its
+/// Log-probabilities of the targets, and optionally entropies, of `logprobs.len()` rows. The sampler computes its
 /// log-probability by the same device function; a host's logarithm may differ in the last bit.
 pub fn read(stats: &Memory, inverse_temperature: f32, mut logprobs: ViewMut, entropy: Option<ViewMut>) {
     let rows = logprobs.len();
@@ -72,7 +71,7 @@ pub fn read(stats: &Memory, inverse_temperature: f32, mut logprobs: ViewMut, ent
     gpu().launch("linear_logprob_read", [rows.div_ceil(ROWS), 1, 1], ROWS, 0, &args);
 }
 
-/// For each of `top.len()` rows 1 where no token is likelier than the target, else 0.
+/// For each of `top.len()` rows, 1 if no token is likelier than the target, else 0.
 pub fn top(stats: &Memory, inverse_temperature: f32, mut top: ViewMut) {
     let rows = top.len();
     let args = [stats.arg(), rows.into(), Arg::F32(inverse_temperature), top.arg(DType::F32)];
@@ -80,7 +79,7 @@ pub fn top(stats: &Memory, inverse_temperature: f32, mut top: ViewMut) {
 }
 
 /// dlogits[v] = (dlogprob (1[v = target] - s_v) - dentropy s_v (log s_v + entropy)) * `inverse_temperature`, rounded to
-/// bf16, with 0 in columns behind v; (rows, dstride) with `dstride` a multiple of 8.
+/// bf16, with 0 in columns past v; (rows, dstride) with `dstride` a multiple of 8.
 pub fn gradient(
     logits: Matrix,
     inverse_temperature: f32,

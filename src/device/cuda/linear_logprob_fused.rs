@@ -1,5 +1,5 @@
-//! Statistics of logits = h W^T that are never stored (scoring): bitwise those of `linear_logprob::stats` over the logits of
-//! the exact product.
+//! Statistics of logits = h W^T that are never stored (scoring): bitwise those of `linear_logprob::stats` over the
+//! logits of the exact GEMM.
 
 use super::gpu::{Arg, gpu};
 use super::linear_logprob::{SPAN, STATS_BYTES};
@@ -16,7 +16,7 @@ const WIDE_SHARED_BYTES: usize = 4 * (TILE_ROWS + 128) * 64 * 2 + TILE_ROWS * 32
 /// Rows of a block of the second kernel, a warp each.
 const FINISH_ROWS: usize = 4;
 
-/// Whether this GPU has as much shared memory as the kernel needs.
+/// Whether this GPU has enough shared memory for the kernel.
 pub fn fits() -> bool {
     gpu().properties().shared_bytes_max >= SHARED_BYTES
 }
@@ -26,8 +26,8 @@ pub fn scratch_bytes(rows: usize, v: usize) -> usize {
     rows * (v.div_ceil(SPAN) * STATS_BYTES + size_of::<f32>())
 }
 
-/// The statistics of each row of h W^T * `inverse_temperature` and the logit at its place (`linear_logprob::places`), from
-/// h (rows, k) and W (v, k), bf16; k is a multiple of 8.
+/// The statistics of each row of h W^T * `inverse_temperature` and the logit at its place (`linear_logprob::places`),
+/// from h (rows, k) and W (v, k), bf16; k is a multiple of 8.
 pub fn stats(
     h: View,
     w: View,
@@ -38,7 +38,7 @@ pub fn stats(
     stats: &mut Memory,
 ) {
     const OP: &str = "linear_logprob_fused::stats";
-    assert!(k > 0 && k.is_multiple_of(8), "{OP}: rows of {k} values, needed a multiple of 8");
+    assert!(k > 0 && k.is_multiple_of(8), "{OP}: the row width must be a multiple of 8 (got {k})");
     let (rows, v) = (h.len() / k, w.len() / k);
     let spans = v.div_ceil(SPAN);
     let mut all = scratch.view_mut(DType::F32);

@@ -1,7 +1,7 @@
-//! y = x W^T and its gradients, in our own kernels: every output is one chain of tensor core steps, so its bits depend neither
-//! on m, nor on its row's position, nor on the tiles that were chosen. W is row-major [n][k].
+//! y = x W^T and its gradients, in our own kernels. Every output is one chain of tensor core steps, so its bits depend
+//! neither on m, nor on its row's position, nor on the choice of tiles. W is row-major [n][k].
 //!
-//! In the `fast` mode products of many rows are cuBLASLt's instead, and promise none of that.
+//! In the `fast` mode cuBLASLt computes GEMMs of many rows instead, without that guarantee.
 
 use super::fast::{self, Call, Form};
 use super::gpu::{Arg, gpu};
@@ -29,7 +29,7 @@ impl<V> MatrixOf<V> {
     }
 }
 
-/// Tiles of our own kernels, as `matmul.cu` and `matmul_backward.cu` have them; gradients know those of `OF_GRADIENTS`.
+/// The tiles of our own kernels in `matmul.cu` and `matmul_backward.cu`. Gradients support the tiles in `OF_GRADIENTS`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tile {
     /// 16 x 32
@@ -47,7 +47,7 @@ pub enum Tile {
     Rows128,
     /// 128 x 256
     Broad128,
-    /// What four warps multiply together on sm_90a.
+    /// Tiles that four warps multiply together on sm_90a.
     Wide64x32,
     Wide64x128,
     Wide128x128,
@@ -74,29 +74,31 @@ macro_rules! kernel_of_tile {
     };
 }
 
-/// Large tiles from which they are used: two of them run on each of an A100's 108 multiprocessors at a time, and about two thirds
-/// of that is where they begin to win (reckoned, not measured).
+/// The number of large tiles from which they are used: two of them run on each of an A100's 108 multiprocessors at a
+/// time, and about two thirds of that is where they begin to win (estimated, not measured).
 const LARGE_FROM: usize = 144;
-/// Columns up to which narrow tiles are used: 64 wide ones, 128 of them, leave an A100 less than two blocks a multiprocessor (reckoned,
-/// not measured).
+/// Columns up to which narrow tiles are used: 128 tiles with 64 columns leave an A100 less than two blocks per
+/// multiprocessor (estimated, not measured).
 const NARROW_TO: usize = 8192;
-/// Rows up to which tall tiles are used, and how many of them there must be: one for each of an A100's multiprocessors (reckoned, not
-/// measured).
+/// Rows up to which tall tiles are used, and the minimum number of them: one for each of an A100's multiprocessors
+/// (estimated, not measured).
 const TALL_TO: usize = 256;
 const TALL_FROM: usize = 108;
-/// Rows and columns from which broad tiles are used: from there on they leave no more multiprocessors idle than square ones.
+/// Rows and columns from which broad tiles are used: from there on they leave no more multiprocessors idle than square
+/// ones.
 const BROAD_ROWS: usize = 1024;
 const BROAD_COLUMNS: usize = 4096;
-/// What a wide tile takes beside its slices, in rows or columns: fits the times of 64 to 256 rows on an H200 within a tenth.
+/// The overhead of a wide tile besides its slices, in rows or columns: fits the times of 64 to 256 rows on an H200
+/// within 10 %.
 const WIDE_BEGIN: usize = 96;
 
 impl Tile {
-    /// Those of sm_90a.
+    /// The tiles of sm_90a.
     pub const WIDE: [Self; 4] = [Self::Wide64x32, Self::Wide64x128, Self::Wide128x128, Self::Wide256x128];
     pub const OF_GRADIENTS: [Self; 5] =
         [Self::Rows64, Self::Rows128, Self::Broad128, Self::Wide128x128, Self::Wide256x128];
 
-    /// The tile for a product of m rows and n columns on this process's GPU.
+    /// The tile for a GEMM of m rows and n columns on this process's GPU.
     fn chosen(form: Form, rows: usize, columns: usize) -> Self {
         let properties = gpu().properties();
         let count = properties.multiprocessors;
@@ -123,7 +125,7 @@ impl Tile {
         }
     }
 
-    /// Large tiles, which compute more per byte, where there are enough of them to fill the GPU.
+    /// Large tiles, which compute more per byte, if there are enough of them to fill the GPU.
     fn of_many(rows: usize, columns: usize) -> Self {
         if rows >= BROAD_ROWS && columns >= BROAD_COLUMNS {
             return Self::Broad128;
@@ -131,7 +133,7 @@ impl Tile {
         if Self::Rows128.blocks(rows, columns) >= LARGE_FROM { Self::Rows128 } else { Self::Rows64 }
     }
 
-    /// Of wide tiles, one a multiprocessor at a time: the one with the least to read in turn.
+    /// The wide tile with the least to read in turn, if a multiprocessor computes one tile at a time.
     pub fn of_wide(tiles: &[Self], rows: usize, columns: usize, multiprocessors: usize) -> Self {
         let time = |tile: &Self| {
             let [of_rows, of_columns] = tile.size();
@@ -140,7 +142,7 @@ impl Tile {
         tiles.iter().copied().min_by_key(time).expect("tiles to choose from")
     }
 
-    /// Results too small for a wide tile on half of the multiprocessors are cut finer.
+    /// The tile for a gradient. A result that does not fill half of the multiprocessors with wide tiles is cut finer.
     fn of_gradient(rows: usize, columns: usize, multiprocessors: usize) -> Self {
         let wide = Self::of_wide(&Self::WIDE[2..], rows, columns, multiprocessors);
         if 2 * wide.blocks(rows, columns) >= multiprocessors { wide } else { Self::of_many(rows, columns) }
@@ -167,8 +169,8 @@ impl Tile {
         rows.div_ceil(of_rows) * columns.div_ceil(of_columns)
     }
 
-    /// Starts a kernel of as many blocks: threads of a block, and stages of slices of rows and columns in shared memory, two bytes a
-    /// value.
+    /// Starts a kernel of `blocks` blocks. The tile sets the threads of a block and the shared memory: stages of row
+    /// and column slices, two bytes per value.
     fn launch(self, kernel: &'static str, blocks: usize, args: &[Arg]) {
         let (threads, stages, depth) = match self {
             Self::Rows16 => (64, 6, 128),
@@ -195,7 +197,8 @@ impl Tile {
         }
     }
 
-    /// None for tiles of many rows, whose time a launch more does not show in, and for wide ones.
+    /// The fused SwiGLU kernel. Wide tiles have none, nor have tiles of many rows, for which one more launch costs no
+    /// visible time.
     fn swiglu_kernel(self) -> Option<&'static str> {
         let has = [Self::Rows16, Self::Rows32, Self::Rows64, Self::Narrow32, Self::Narrow64].contains(&self);
         has.then_some(kernel_of_tile!("matmul_swiglu_", self))
@@ -214,35 +217,35 @@ impl Tile {
         kernel_of_tile!("matmul_backward_weight_", self.or_rows_64())
     }
 
-    /// The tile where gradients know it.
+    /// The tile, if gradients support it.
     fn or_rows_64(self) -> Self {
         if Self::OF_GRADIENTS.contains(&self) { self } else { Self::Rows64 }
     }
 }
 
-/// Who computes a product.
+/// The implementation of a GEMM.
 #[derive(Clone, Copy, Debug)]
 pub enum Way {
-    /// Whoever suits its shape and the mode.
+    /// The implementation that suits its shape and the mode.
     Chosen,
     /// Our own kernels in these tiles: the bits are the same in all.
     Exact(Tile),
-    /// cuBLASLt, whatever m is; y is bf16 where there is a bias.
+    /// cuBLASLt for every m; y is bf16 if there is a bias.
     Fast,
 }
 
-/// What a finished sum is added to.
+/// The addend of a finished sum.
 #[derive(Clone, Copy, Debug)]
 pub enum Addend<'a> {
     Nothing,
-    /// What the result holds.
+    /// The contents of the result.
     Result,
-    /// A matrix of the shape, stride and dtype of the result, with which it shares no memory, as their borrows say: the bits are
-    /// those of a copy to the result and `Result`.
+    /// A matrix of the shape, stride and dtype of the result, with which it shares no memory, as the borrows guarantee.
+    /// The bits are those of a copy to the result and `Result`.
     Matrix(Matrix<'a>),
 }
 
-/// One of several products of the same x.
+/// One of several GEMMs of the same x.
 #[derive(Debug)]
 pub struct Output<'a> {
     pub w: Matrix<'a>,
@@ -250,23 +253,24 @@ pub struct Output<'a> {
     pub y: MatrixMut<'a>,
 }
 
-/// y[m][n] = c[m][n] + (sum_k x[m][k] W[n][k] + bias[n]); x, W and bias bf16, y bf16 or f32; k a multiple of 8. y is rounded once.
+/// y[m][n] = c[m][n] + (sum_k x[m][k] W[n][k] + bias[n]); x, W and bias bf16, y bf16 or f32; k a multiple of 8. y is
+/// rounded once.
 pub fn forward(way: Way, x: Matrix, w: Matrix, bias: Option<View>, c: Addend, y: MatrixMut) {
     forward_each(way, x, [Output { w, bias, y }], c);
 }
 
-/// `forward` with up to three W of one width and stride, bit for bit, in one launch. Results have one dtype; where there are several,
-/// those behind the first have no gaps between rows, and c is nothing.
+/// `forward` with up to three W of one width and stride, bit for bit, in one launch. Results have one dtype. If there
+/// are several, all but the first have no gaps between rows, and there is no c.
 pub fn forward_each<const N: usize>(way: Way, x: Matrix, outputs: [Output; N], c: Addend) {
     const { assert!(0 < N && N <= TOGETHER) };
     let calls = outputs.map(|output| of_forward(x, output, c));
     let alike = |c: &Call| (c.mnk[2], c.strides[0], c.dtype) == (calls[0].mnk[2], calls[0].strides[0], calls[0].dtype);
     let suits = |call: &Call| alike(call) && call.addend.is_none() && call.strides[2] == call.mnk[1];
-    assert!(calls[1..].iter().all(suits), "{}: {calls:?} in one launch", Form::Forward.op());
+    assert!(calls[1..].iter().all(suits), "{}: {calls:?} cannot share one launch", Form::Forward.op());
     start(way, &calls);
 }
 
-/// Products of one launch at most.
+/// The maximum number of GEMMs in one launch.
 const TOGETHER: usize = 3;
 
 fn of_forward(x: Matrix, Output { w, bias, mut y }: Output, c: Addend) -> Call {
@@ -280,7 +284,7 @@ fn of_forward(x: Matrix, Output { w, bias, mut y }: Output, c: Addend) -> Call {
         Addend::Nothing => None,
         Addend::Result => Some(result),
         Addend::Matrix(c) => {
-            assert!(c.stride == y.stride, "{op}: rows of c are {} values apart, those of y {}", c.stride, y.stride);
+            assert!(c.stride == y.stride, "{op}: c has row stride {}, y has {}", c.stride, y.stride);
             Some(c.values.arg(dtype))
         }
     };
@@ -288,16 +292,16 @@ fn of_forward(x: Matrix, Output { w, bias, mut y }: Output, c: Addend) -> Call {
     Call { form: Form::Forward, mnk: [m, n, k], strides, factors, addend, result, dtype, bias }
 }
 
-/// A matrix that x is multiplied by, and what is added.
+/// A matrix that x is multiplied by, and its bias.
 #[derive(Clone, Copy, Debug)]
 pub struct Factor<'a> {
     pub w: Matrix<'a>,
     pub bias: Option<View<'a>>,
 }
 
-/// act[m][n] = silu(gate) up, where gate and up are products of x that are rounded to bf16: in one launch, bit for bit what `forward`
-/// and `swiglu::forward` give. Both W have one stride. False, with nothing done, where the shape or the mode is not for that: then
-/// these are to compute it.
+/// act[m][n] = silu(gate) up, where gate and up are GEMMs of x rounded to bf16. One launch gives the bits of `forward`
+/// and `swiglu::forward`. Both W have one stride. Returns false, with nothing done, if the shape or the mode is not
+/// supported; the caller then uses those two.
 pub fn swiglu(way: Way, x: Matrix, [gate, up]: [Factor; 2], mut act: MatrixMut) -> bool {
     const OP: &str = "matmul::swiglu";
     let (m, n, k) = (x.rows, gate.w.rows, x.width);
@@ -309,7 +313,7 @@ pub fn swiglu(way: Way, x: Matrix, [gate, up]: [Factor; 2], mut act: MatrixMut) 
     let Some(kernel) = tile.swiglu_kernel() else { return false };
     check_depth(OP, "x and W", k);
     let [w_stride, up_stride] = [gate.w.stride, up.w.stride];
-    assert!(w_stride == up_stride, "{OP}: rows of W of gate are {w_stride} values apart, those of up {up_stride}");
+    assert!(w_stride == up_stride, "{OP}: W of gate has row stride {w_stride}, W of up has {up_stride}");
     let mut args = vec![read(OP, "x", x)];
     for (what, Factor { w, bias }) in [("W of gate", gate), ("W of up", up)] {
         args.extend([read(OP, what, w), bias.map_or(Arg::Address(0), |bias| bias_arg(OP, bias, n))]);
@@ -321,12 +325,12 @@ pub fn swiglu(way: Way, x: Matrix, [gate, up]: [Factor; 2], mut act: MatrixMut) 
 }
 
 fn bias_arg(op: &str, bias: View, n: usize) -> Arg {
-    assert!(bias.len() == n, "{op}: bias has {} values, needed {n}", bias.len());
+    assert!(bias.len() == n, "{op}: bias must have {n} values (got {})", bias.len());
     bias.arg(DType::Bf16)
 }
 
-/// dx[m][k] (+)= sum_n dy[m][n] W[n][k], all bf16; k a multiple of 8, n anything: dy's stride is a multiple of 8 then, and
-/// what stands behind the n values of a row is not used.
+/// dx[m][k] (+)= sum_n dy[m][n] W[n][k], all bf16; k a multiple of 8, any n. dy's stride is a multiple of 8, and values
+/// past the n values of a row are not used.
 pub fn backward_input(way: Way, dy: Matrix, w: Matrix, mut dx: MatrixMut, add: bool) {
     let (op, m, n, k) = (Form::Input.op(), dy.rows, w.rows, w.width);
     let factors = [read(op, "W", w), read(op, "dy", dy)];
@@ -337,7 +341,7 @@ pub fn backward_input(way: Way, dy: Matrix, w: Matrix, mut dx: MatrixMut, add: b
     start(way, &[Call { form: Form::Input, mnk: [m, n, k], strides, factors, addend, result, dtype, bias: None }]);
 }
 
-/// dW[n][k] += sum_m dy[m][n] x[m][k]; dy and x bf16, dW f32; k a multiple of 8, n anything (as in `backward_input`).
+/// dW[n][k] += sum_m dy[m][n] x[m][k]; dy and x bf16, dW f32; k a multiple of 8, any n (as in `backward_input`).
 pub fn backward_weight(way: Way, dy: Matrix, x: Matrix, mut dw: MatrixMut) {
     let (op, m, n, k) = (Form::Weight.op(), dy.rows, dy.width, x.width);
     let factors = [read(op, "x", x), read(op, "dy", dy)];
@@ -348,7 +352,8 @@ pub fn backward_weight(way: Way, dy: Matrix, x: Matrix, mut dw: MatrixMut) {
     start(way, &[Call { form: Form::Weight, mnk: [m, n, k], strides, factors, addend, result, dtype, bias: None }]);
 }
 
-/// Starts products of one form and the same left factor behind what was started before: in one launch, but for cuBLASLt.
+/// Starts GEMMs of one form and the same left factor after all earlier work of the stream: in one launch, except for
+/// cuBLASLt.
 fn start(way: Way, calls: &[Call]) {
     let call = calls[0];
     let [m, n, k] = call.mnk;
@@ -392,7 +397,7 @@ fn start(way: Way, calls: &[Call]) {
 }
 
 fn check_depth(op: &str, whose: &str, k: usize) {
-    assert!(k.is_multiple_of(8), "{op}: rows of {whose} have {k} values, needed a multiple of 8");
+    assert!(k.is_multiple_of(8), "{op}: the width of {whose} must be a multiple of 8 (got {k})");
 }
 
 /// db[n] += sum_m dy[m][n]; dy bf16, db f32.
@@ -406,8 +411,8 @@ pub fn backward_bias(dy: Matrix, mut db: ViewMut) {
 /// The argument of a bf16 matrix that is read in pieces of 16 bytes.
 fn read(op: &str, what: &str, matrix: Matrix) -> Arg {
     let Matrix { values, stride, .. } = matrix;
-    assert!(stride.is_multiple_of(8), "{op}: rows of {what} are {stride} values apart, needed a multiple of 8");
+    assert!(stride.is_multiple_of(8), "{op}: the row stride of {what} must be a multiple of 8 (got {stride})");
     let arg = values.arg(DType::Bf16);
-    assert!(is_aligned(arg), "{op}: {what} does not begin at a multiple of 16 bytes");
+    assert!(is_aligned(arg), "{op}: {what} must be aligned to 16 bytes");
     arg
 }

@@ -1,4 +1,4 @@
-//! Memory of the GPU: runs that are owned, and views of them that know their dtype.
+//! GPU memory: owned runs, and views of them that know their dtype.
 
 use super::gpu::{Arg, Stream, gpu};
 use super::staging::Event;
@@ -10,11 +10,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 thread_local! {
-    /// Whose the memory is that this thread takes.
+    /// The owner of the memory that this thread allocates.
     static OWNER: Cell<&'static str> = const { Cell::new("activations") };
 }
 
-/// Does `work`, whose memory of the GPU counts as `owner`'s: where there is not enough, the error names who has how much.
+/// Does `work`, whose GPU memory counts as `owner`'s. If there is not enough, the error names the owners and their
+/// bytes.
 pub fn owned_by<R>(owner: &'static str, work: impl FnOnce() -> R) -> R {
     let before = OWNER.replace(owner);
     let done = work();
@@ -22,7 +23,7 @@ pub fn owned_by<R>(owner: &'static str, work: impl FnOnce() -> R) -> R {
     done
 }
 
-/// Whose the memory is that this thread takes.
+/// The owner of the memory that this thread allocates.
 pub fn owner() -> &'static str {
     OWNER.get()
 }
@@ -34,7 +35,7 @@ pub struct Memory {
     bytes: usize,
 }
 
-/// Values on the GPU, for reading, or for a library whose caller holds them mutably. Freely copied.
+/// Values on the GPU, for reading, or for a library whose caller borrows them mutably. Freely copied.
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a> {
     address: u64,
@@ -48,21 +49,21 @@ pub struct View<'a> {
 pub struct ViewMut<'a>(View<'a>, PhantomData<&'a mut [u8]>);
 
 impl Memory {
-    /// Contents unspecified.
+    /// Allocates memory with unspecified contents.
     ///
     /// # Panics
-    /// With an [`crate::error::Error`] as payload, where the GPU has not as much left.
+    /// The payload is an [`crate::error::Error`] if the GPU does not have enough memory left.
     pub fn scratch(bytes: usize) -> Self {
         Self::scratch_for(Stream::Compute, bytes)
     }
 
-    /// As `scratch`, for memory that `stream` uses first.
+    /// Same as `scratch`, for memory that `stream` uses first.
     pub(super) fn scratch_for(stream: Stream, bytes: usize) -> Self {
         let taken = gpu().allocate(bytes, OWNER.get(), stream);
         Self { address: taken.unwrap_or_else(|error| std::panic::panic_any(error)), bytes }
     }
 
-    /// Frees it; who gets it next works behind `end`, that of a copy which reads it.
+    /// Frees it. Its next user waits for `end`, the end of a copy that reads it.
     pub(super) fn free_behind(&mut self, end: Option<&Arc<Event>>) {
         let address = std::mem::replace(&mut self.address, 0);
         self.bytes = 0;
@@ -73,7 +74,7 @@ impl Memory {
         }
     }
 
-    /// Of what is elsewhere: no bytes.
+    /// Memory without bytes, for values that are elsewhere.
     pub fn none() -> Self {
         Self { address: 0, bytes: 0 }
     }
@@ -99,7 +100,7 @@ impl Memory {
         self.address
     }
 
-    /// The argument of a kernel that reads it: indices and tables, whose dtype no view has.
+    /// The argument of a kernel that reads it: indices and tables, which have no dtype.
     pub fn arg(&self) -> Arg {
         Arg::Address(self.address)
     }
@@ -120,13 +121,13 @@ impl Memory {
 
     /// Replaces the first bytes.
     pub fn write<T: Pod>(&mut self, values: &[T]) {
-        assert!(size_of_val(values) <= self.bytes, "{} bytes into {}", size_of_val(values), self.bytes);
+        assert!(size_of_val(values) <= self.bytes, "{} bytes do not fit {}", size_of_val(values), self.bytes);
         gpu().upload(self.address, bytemuck::cast_slice(values));
     }
 
     /// The first `len` values.
     pub fn read<T: Pod>(&self, len: usize) -> Vec<T> {
-        assert!(len * size_of::<T>() <= self.bytes, "{len} values from {} bytes", self.bytes);
+        assert!(len * size_of::<T>() <= self.bytes, "{len} values are more than {} bytes hold", self.bytes);
         let mut values = vec![T::zeroed(); len];
         gpu().download(bytemuck::cast_slice_mut(&mut values), self.address);
         values
@@ -164,20 +165,20 @@ impl View<'_> {
 
     /// The argument of a kernel that reads values of `dtype`.
     pub fn arg(self, dtype: DType) -> Arg {
-        assert_eq!(self.dtype, dtype, "a kernel takes values of another dtype");
+        assert_eq!(self.dtype, dtype, "the kernel expects another dtype");
         Arg::Address(self.address)
     }
 
     #[must_use]
     pub fn part(self, range: Range<usize>) -> Self {
         let within = range.start <= range.end && range.end <= self.len;
-        assert!(within, "values {range:?} of {}", self.len);
+        assert!(within, "the range {range:?} exceeds the {} values", self.len);
         View { address: self.address + (range.start * self.dtype.bytes()) as u64, len: range.len(), ..self }
     }
 
     /// The values as they are, on the host. Waits for the GPU.
     pub fn read_bits<T: Pod>(self, values: &mut [T]) {
-        assert_eq!(size_of_val(values), self.len * self.dtype.bytes(), "values of the host from {self:?}");
+        assert_eq!(size_of_val(values), self.len * self.dtype.bytes(), "host values must fit {self:?}");
         gpu().download(bytemuck::cast_slice_mut(values), self.address);
     }
 
@@ -234,7 +235,7 @@ impl<'a> ViewMut<'a> {
 
     /// Replaces the values by those of the host, rounded where the dtype is narrower.
     pub fn write(&mut self, values: &[f32]) {
-        assert_eq!(self.len(), values.len(), "values of the host for {self:?}");
+        assert_eq!(self.len(), values.len(), "host values must fit {self:?}");
         match self.dtype() {
             DType::F32 => self.write_bits(values),
             DType::Bf16 => {
@@ -246,7 +247,7 @@ impl<'a> ViewMut<'a> {
 
     /// Replaces the values by those of the host, as they are.
     pub fn write_bits<T: Pod>(&mut self, values: &[T]) {
-        assert_eq!(size_of_val(values), self.0.len * self.0.dtype.bytes(), "values of the host for {self:?}");
+        assert_eq!(size_of_val(values), self.0.len * self.0.dtype.bytes(), "host values must fit {self:?}");
         gpu().upload(self.0.address, bytemuck::cast_slice(values));
     }
 
@@ -258,9 +259,9 @@ impl<'a> ViewMut<'a> {
         done
     }
 
-    /// Copies `from`, behind what was started before.
+    /// Copies `from` after all earlier work of the stream.
     pub fn copy_from(&mut self, from: View) {
-        assert!((self.0.len, self.0.dtype) == (from.len, from.dtype), "a copy of {from:?} into {self:?}");
+        assert!((self.0.len, self.0.dtype) == (from.len, from.dtype), "{from:?} cannot be copied into {self:?}");
         gpu().copy(self.0.address, from.address, self.0.len * self.0.dtype.bytes());
     }
 

@@ -1,7 +1,8 @@
-//! NVIDIA GPUs: one per process, its memory, and one file per operation, which starts the kernels of `cuda/<operation>.cu`.
+//! NVIDIA GPUs: one per process, its memory, and one file per operation, which starts the kernels of
+//! `cuda/<operation>.cu`.
 //!
-//! Nothing of CUDA is linked: the driver is opened when a GPU is asked for. Tests run the same kernels, through the same
-//! calls, on an emulated GPU: a driver for the CPU that `RLHF_CUDA_LIB` names (`tests/kernels/emulation`).
+//! Nothing of CUDA is linked: the driver is opened when a GPU is asked for. Tests run the same kernels, through the
+//! same calls, on an emulated GPU: a driver for the CPU that `RLHF_CUDA_LIB` names (`tests/kernels/emulation`).
 
 pub mod adamw;
 pub mod attention;

@@ -5,11 +5,11 @@ use super::memory::{Memory, View};
 use super::shape::THREADS;
 use crate::dtype::DType::F32;
 
-/// Blocks of values that a block of threads takes: a warp each.
+/// Blocks of values per block of threads: a warp each.
 const BLOCKS: usize = THREADS / 32;
 
-/// One f64 sum per block of `block` values of `x` (f32; the last block may be shorter), with the bits of the CPU's, into `sums` from
-/// number `first` on, without waiting: for several runs that are read back together.
+/// One f64 sum per block of `block` values of `x` (f32; the last block may be shorter), with the bits of the CPU's,
+/// into `sums` from number `first` on, without waiting: for several runs that are read back together.
 pub fn sums_into(x: View, block: usize, sums: &mut Memory, first: usize) {
     let blocks = x.len().div_ceil(block);
     let args = [x.arg(F32), sums.arg_mut(), first.into(), x.len().into(), block.into(), blocks.into()];

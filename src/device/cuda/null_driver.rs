@@ -1,5 +1,5 @@
-//! What the driver's functions answer on a null GPU (`device::null`): memory has addresses and no bytes, kernels and copies do
-//! nothing, and what is read are zeros.
+//! The driver's functions on a null GPU (`device::null`): memory has addresses and no bytes, kernels and copies do
+//! nothing, and reads return zeros.
 
 use crate::device::null;
 pub use crate::device::null::is_active;
@@ -9,15 +9,15 @@ use std::ffi::c_int;
 
 /// CUDA 12.8.
 pub const VERSION: c_int = 12_080;
-/// Threads of a block at most, on every GPU.
+/// The maximum threads of a block, on every GPU.
 const THREADS_MAX: c_int = 1024;
-/// What is read over and over into the same memory comes in pieces of at most as many bytes.
+/// The largest read that is filled with zeros: repeated reads into the same memory have at most this many bytes.
 pub const ZEROED_MAX: usize = 4 << 20;
 /// Addresses begin at multiples of this.
 const ALIGN: u64 = 512;
 
 thread_local! {
-    /// The next address that is given out.
+    /// The next address to return.
     static NEXT: Cell<u64> = const { Cell::new(1 << 40) };
 }
 
@@ -31,10 +31,10 @@ pub fn address(bytes: usize) -> CUdeviceptr {
     start
 }
 
-/// Zeros, but for what is so large that it has memory of its own (`onload`), where nothing else was written.
+/// Writes zeros, except for reads so large that they have memory of their own (`onload`), which already holds zeros.
 ///
 /// # Safety
-/// `to` is the start of as many bytes.
+/// `to` is the start of `bytes` bytes.
 pub unsafe fn read(to: *mut u8, bytes: usize) {
     if bytes <= ZEROED_MAX {
         // SAFETY: what the caller promises.

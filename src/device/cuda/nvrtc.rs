@@ -1,4 +1,4 @@
-//! NVRTC, the compiler of CUDA that is a library, opened at run time. The build script reads this file, too.
+//! NVRTC, CUDA's compiler library, opened at run time. The build script includes this file, too.
 
 use libloading::Library;
 use std::error::Error as _;
@@ -34,14 +34,14 @@ pub struct Nvrtc {
     pub version: (i32, i32),
 }
 
-/// A cubin, and what the compiler said of its source: nothing, where there was nothing to say.
+/// A cubin, and the compiler's log, which may be empty.
 #[derive(Debug)]
 pub struct Compiled {
     pub cubin: Vec<u8>,
     pub log: String,
 }
 
-/// Why a library or a symbol is not there, in the words of the system's loader.
+/// The reason why a library or a symbol is missing, from the system's loader.
 pub fn reason(error: &libloading::Error) -> String {
     error.source().map_or_else(|| error.to_string(), ToString::to_string)
 }
@@ -52,7 +52,7 @@ fn c_string(text: &str) -> Result<CString, String> {
 
 impl Nvrtc {
     /// # Errors
-    /// What the system's loader says, or what the library lacks.
+    /// The message of the system's loader, or the missing parts of the library.
     pub fn open(path: &OsStr) -> Result<Self, String> {
         // SAFETY: the initialisers of NVRTC ask nothing of the process that opens it.
         let library = unsafe { Library::new(path) }.map_err(|e| reason(&e))?;

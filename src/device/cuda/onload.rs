@@ -1,9 +1,9 @@
-//! Values in pinned host memory that are onloaded while the GPU needs them. Their copies run beside kernels, each direction on a
-//! stream of its own.
+//! Values in pinned host memory that are onloaded while the GPU needs them. Their copies run at the same time as
+//! kernels, each direction on a stream of its own.
 //!
-//! Memory of the GPU belongs to the compute stream, so a copy waits for the work that stream already has. After an onload, work
-//! submitted from `HostCopy::wait` on waits for the copy; after an offload, whatever takes the memory next does (`free_behind`).
-//! Nothing else waits.
+//! Memory of the GPU belongs to the compute stream, so a copy waits for the work that stream already has. After an
+//! onload, work submitted from `HostCopy::wait` on waits for the copy; after an offload, whatever takes the memory next
+//! does (`free_behind`). Nothing else waits.
 
 use super::gpu::{Gpu, Stream, gpu};
 use super::memory::Memory;
@@ -14,7 +14,7 @@ use crate::sys::lock::lock;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-/// Pinned memory in which values wait while their memory of the GPU is `Memory::none`.
+/// Pinned memory that holds values while their GPU memory is `Memory::none`.
 #[derive(Debug)]
 pub struct HostCopy {
     pinned: Pinned,
@@ -23,19 +23,19 @@ pub struct HostCopy {
 }
 
 impl HostCopy {
-    /// Zeros.
+    /// Pinned memory of zeros.
     pub fn zeros(bytes: usize) -> Self {
         Self { pinned: Pinned::new(bytes), up_copy: Mutex::new(None), down_copy: None }
     }
 
-    /// Takes the values of `memory` in, and frees it; who gets it next works behind the copy.
+    /// Copies the values of `memory` and frees it. Its next user waits for the copy.
     pub fn of(memory: &mut Memory) -> Self {
         let mut host_copy = Self::zeros(memory.bytes());
         host_copy.offload(memory, true);
         host_copy
     }
 
-    /// As `of`, for values that came from here. Where they have not changed since there is nothing to copy.
+    /// Same as `of`, for values that came from here. If they have not changed, nothing is copied.
     pub fn offload(&mut self, memory: &mut Memory, have_changed: bool) {
         self.wait();
         if have_changed {
@@ -46,9 +46,9 @@ impl HostCopy {
         }
     }
 
-    /// Begins to copy the values back, behind what was started before.
+    /// Begins to copy the values back, after all earlier work of the compute stream.
     pub fn begin_offload(&mut self, memory: &Memory) {
-        assert_eq!(memory.bytes(), self.pinned.0.bytes, "values of another length come back");
+        assert_eq!(memory.bytes(), self.pinned.0.bytes, "offloaded values must have the same length");
         self.wait();
         let bytes = self.pinned.0.bytes;
         self.down_copy = (bytes > 0).then(|| {
@@ -58,7 +58,7 @@ impl HostCopy {
         });
     }
 
-    /// Frees the memory from which they are copied; who gets it next works behind the copy.
+    /// Frees the memory from which they are copied. Its next user waits for the copy.
     pub fn release(&self, memory: &mut Memory) {
         memory.free_behind(self.down_copy.as_ref());
     }
@@ -68,14 +68,14 @@ impl HostCopy {
         self.down_copy.as_ref().is_none_or(|down_copy| gpu().is_past(down_copy))
     }
 
-    /// Takes memory for the values and begins to copy them there. `wait` comes before their first use.
+    /// Allocates memory for the values and begins to copy them there. Call `wait` before their first use.
     ///
     /// # Panics
-    /// With an [`crate::error::Error`] as payload, where the GPU has not as much left.
+    /// The payload is an [`crate::error::Error`] if the GPU does not have enough memory left.
     pub fn onload(&mut self) -> Memory {
         let bytes = self.pinned.0.bytes;
         let memory = Memory::scratch_for(Stream::Up, bytes);
-        // Behind the copy that brought them here.
+        // After the copy that brought them here.
         if let Some(down_copy) = &self.down_copy {
             gpu().hold_on(Stream::Up, down_copy);
         }
@@ -87,7 +87,7 @@ impl HostCopy {
         memory
     }
 
-    /// What is started from now on comes behind the copy to the GPU.
+    /// Lets all work that is started from now on wait for the copy to the GPU.
     pub fn wait(&self) {
         if let Some(end) = lock(&self.up_copy).take() {
             gpu().hold_on(Stream::Compute, &end);
@@ -97,11 +97,11 @@ impl HostCopy {
     /// Waits until the values are here.
     pub fn finish(&mut self) {
         if let Some(end) = self.down_copy.take() {
-            gpu().await_event(&end, "a copy to the host's memory");
+            gpu().await_event(&end, "a copy to host memory");
         }
     }
 
-    /// The values as they lie here, where `finish` has waited for them.
+    /// The values in host memory. `finish` must have waited for them.
     pub fn as_f32(&self) -> &[f32] {
         bytemuck::cast_slice(self.pinned.0.as_slice())
     }
@@ -123,8 +123,8 @@ impl Drop for HostCopy {
     }
 }
 
-/// Memory whose values are on their way to the host is free already, but whoever gets it works behind the copy. Nobody waits before
-/// that, neither the host nor the compute stream.
+/// Memory whose values are being copied to the host is already free, but its next user waits for the copy. Until then
+/// neither the host nor the compute stream waits.
 impl Gpu {
     /// Frees memory that the copy before `end` reads.
     pub(super) fn free_behind(&self, address: u64, end: &Arc<Event>) {
@@ -138,7 +138,7 @@ impl Gpu {
         self.pool().give_in_flight(address, self);
     }
 
-    /// Lets `stream`, which gets the memory `run`, wait for what copies of it are under way.
+    /// Lets `stream`, which gets the memory `run`, wait for copies of it that are under way.
     pub(super) fn behind_copies(&self, run: Range<u64>, stream: Stream) {
         let mut all = lock(&self.in_flight);
         if all.is_empty() {
@@ -158,8 +158,8 @@ impl Gpu {
         self.pool().settle();
     }
 
-    /// What is started on `stream` from now on waits for a copy.
+    /// Lets all work that is started on `stream` from now on wait for a copy.
     pub(super) fn hold_on(&self, stream: Stream, end: &Event) {
-        self.must(|| format!("the {stream:?} stream behind a copy"), || end.hold(self.stream(stream)));
+        self.must(|| format!("the {stream:?} stream waits for a copy"), || end.hold(self.stream(stream)));
     }
 }

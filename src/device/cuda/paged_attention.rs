@@ -34,7 +34,7 @@ pub fn forward(q: View, cache: &KvPages, table: &SequenceTable, mut o: ViewMut) 
             Arg::F32(shape.scale * LOG2_E),
         ]
     };
-    // Bytes of rows of a tile, which stand 16 bytes further apart than they are long.
+    // Bytes of rows of a tile, which are padded by 16 bytes.
     let bytes = |rows: usize, columns: usize| rows * (columns + 8) * DType::Bf16.bytes();
     let grid = |tiles: &Tiles| [tiles.count, g, 1];
     let shared = bytes(2 * kernels.keys + prefill_rows(shape), e);

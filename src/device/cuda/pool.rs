@@ -1,18 +1,18 @@
-//! The arena of the GPU: memory that the driver gave once is cut into runs, and what is freed serves whatever comes next, so
-//! that steady-state steps ask the driver for none.
+//! The arena of the GPU. Memory from the driver is cut into runs, and freed runs are used again. So steady-state steps
+//! ask the driver for no memory.
 //!
 //! The rule, which a planner can follow:
 //!
-//! 1. A run takes whole pages of 512 bytes. *In use* is the sum over live runs, *held* what the driver gave.
-//! 2. A request takes a part of the smallest free stretch that has room; neighbours that are free become one. Large runs
-//!    begin at the start of a stretch and small ones end at its end, so that small ones do not split the room of large ones.
-//! 3. Where no stretch has room the driver is asked for one more; nothing is asked while what was reserved is enough.
-//! 4. Where in use itself would pass the limit, or the driver has no more, the request fails and says who uses what.
-//! 5. A run that a copy still reads (`give_in_flight`) is no longer in use, and is taken again when no other stretch has room, the
-//!    one that was given first before others. Who takes it works behind the copy (`Gpu::allocate`).
-//! 6. What is freed while a graph is being captured belongs to the graph until that is dropped: the graph's kernels write
-//!    there at each replay. Within the capture it is used again: the smallest run that is large enough. Graphs that never
-//!    run beside each other may share what they hold.
+//! 1. A run has whole pages of 512 bytes. *In use* is the sum of live runs, *held* is the memory from the driver.
+//! 2. A request uses a part of the smallest free stretch that is large enough; free neighbors become one. Large runs
+//!    begin at the start of a stretch and small ones end at its end, so that small ones do not fragment it.
+//! 3. If no stretch is large enough, the driver is asked for one more, but not while the reserved memory is enough.
+//! 4. If *in use* would exceed the limit, or the driver has no more memory, the request fails and names the owners.
+//! 5. A run that a copy still reads (`give_in_flight`) is no longer in use. It is used again if no other stretch is
+//!    large enough, the oldest one first. Its next user waits for the copy (`Gpu::allocate`).
+//! 6. Memory that is freed while a graph is being captured belongs to the graph until that is dropped: the graph's
+//!    kernels write there at each replay. Within the capture it is used again: the smallest run that is large enough.
+//!    Graphs that never run at the same time may share it.
 
 use crate::device::null;
 use crate::error::{Error, Kind, Result};
@@ -20,12 +20,12 @@ pub use crate::sys::memory::Usage;
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Where runs come from and go back to.
+/// The source of runs.
 pub trait Backing {
     /// The address of `bytes`, aligned to 512.
     ///
     /// # Errors
-    /// `Usage` where there are not as many; others where nothing can be asked any more.
+    /// `Usage` if there is not enough memory; others if the driver can no longer be called.
     fn allocate(&self, bytes: usize) -> Result<u64>;
     fn free(&self, address: u64, bytes: usize);
 }
@@ -35,38 +35,38 @@ pub type Run = (u64, usize);
 
 #[derive(Debug)]
 pub struct Pool {
-    /// What the driver gave, by address.
+    /// The memory from the driver, by address.
     chunks: BTreeMap<u64, usize>,
     /// Free stretches by address, and by size.
     free: BTreeMap<u64, usize>,
     by_size: BTreeSet<(usize, u64)>,
-    /// Sizes of live runs, and whose they are.
+    /// The sizes and owners of live runs.
     live: FxHashMap<u64, (usize, &'static str)>,
     owners: Vec<(&'static str, usize)>,
     /// Runs that were freed since the capture under way began.
     captured: Option<Vec<Run>>,
     /// Free runs that copies may still read.
     in_flight: VecDeque<Run>,
-    /// Runs have the size that was asked for, and go back at once.
+    /// Whether runs have exactly the requested size and are returned to the driver at once.
     exact: bool,
-    /// They have addresses alone: sizes are as ever, and nothing is kept.
+    /// Whether runs are only addresses: they have the usual sizes, and nothing is kept.
     is_null: bool,
     pub usage: Usage,
 }
 
-/// Runs are whole ones of these, which keeps all of them aligned.
+/// The size of a page. Runs are whole pages, so all of them are aligned.
 const PAGE: usize = 512;
 /// Runs below this are small.
 const SMALL: usize = 1 << 20;
-/// The least that the driver is asked for.
+/// The smallest request to the driver.
 const CHUNK: usize = 64 << 20;
-/// Users that an error names.
+/// The number of owners that an error names.
 const NAMED: usize = 4;
-/// Whose runs are that a graph holds.
+/// The owner of runs that a graph holds.
 const GRAPHS: &str = "graphs";
 
-/// Set: every run is an allocation of the driver's own, so that tools which check accesses (compute-sanitizer, the emulated GPU)
-/// see what runs over an end.
+/// If set, every run is an allocation of the driver, so that tools that check accesses (compute-sanitizer, the emulated
+/// GPU) see accesses past the end.
 const NO_CACHING: &str = "RLHF_NO_CUDA_MEMORY_CACHING";
 
 impl Default for Pool {
@@ -88,15 +88,15 @@ impl Default for Pool {
 }
 
 impl Pool {
-    /// One of a null GPU.
+    /// The pool of a null GPU.
     pub fn null() -> Self {
         Self { exact: true, is_null: true, ..Self::default() }
     }
 
-    /// A run for `owner`.
+    /// Allocates a run for `owner`.
     ///
     /// # Errors
-    /// `Usage` where the limit or the GPU has no room.
+    /// `Usage` if the limit or the GPU does not have enough memory.
     pub fn take(&mut self, bytes: usize, owner: &'static str, backing: &impl Backing) -> Result<u64> {
         let is_exact = self.exact && !self.is_null;
         let size = if is_exact { bytes.max(1) } else { bytes.max(1).next_multiple_of(PAGE) };
@@ -107,8 +107,8 @@ impl Pool {
         if size > self.usage.left() {
             let [asked, used, most, left] = [size, self.usage.in_use, self.usage.limit, self.usage.left()].map(mib);
             let message = format!(
-                "{asked} of GPU memory for {owner} do not fit: {used} are in use ({}), the limit of this rank is {most}, \
-                 and {left} would fit",
+                "out of GPU memory: {asked} for {owner} does not fit; this rank uses {used} ({}) of its limit of \
+                 {most}, which leaves {left}",
                 self.who()
             );
             return Err(Error::usage(message).hint(HINT));
@@ -139,7 +139,7 @@ impl Pool {
         null::give_on_gpu(owner, size);
     }
 
-    /// Of few owners, whose names mostly are the very same text.
+    /// The bytes of an owner. Owners are few, and equal names mostly have the same address.
     fn bytes_of(&mut self, owner: &'static str) -> &mut usize {
         let at = self.owners.iter().position(|(name, _)| std::ptr::eq(*name, owner) || *name == owner);
         let at = at.unwrap_or_else(|| {
@@ -149,7 +149,7 @@ impl Pool {
         &mut self.owners[at].1
     }
 
-    /// Those who use most, with their bytes.
+    /// The owners and their bytes, the largest first.
     pub fn owners(&self) -> Vec<(&'static str, usize)> {
         let mut all = self.owners.clone();
         all.retain(|(_, bytes)| *bytes > 0);
@@ -160,14 +160,14 @@ impl Pool {
     fn who(&self) -> String {
         let all = self.owners();
         if all.is_empty() {
-            return "by nobody".into();
+            return "nothing allocated".into();
         }
         let named: Vec<String> =
             all.iter().take(NAMED).map(|(name, bytes)| format!("{name} {}", mib(*bytes))).collect();
         named.join(", ")
     }
 
-    /// As `cut`; where there is no room, of what is leaving.
+    /// Same as `cut`. If no stretch is large enough, runs that copies still read are freed first.
     fn cut_or_wait(&mut self, size: usize) -> Option<u64> {
         loop {
             if let Some(address) = self.cut(size) {
@@ -178,7 +178,7 @@ impl Pool {
         }
     }
 
-    /// A part of the smallest free stretch that has room.
+    /// A part of the smallest free stretch that is large enough.
     fn cut(&mut self, size: usize) -> Option<u64> {
         let (found, start) = self.by_size.range((size, 0)..).next().copied()?;
         self.remove_free(start, found);
@@ -204,7 +204,7 @@ impl Pool {
         self.by_size.remove(&(size, address));
     }
 
-    /// Asks the driver for a run of `size`, and more beside it.
+    /// Asks the driver for a run of `size`, and for more memory with it.
     fn grow(&mut self, size: usize, owner: &str, backing: &impl Backing) -> Result<u64> {
         let room = |pool: &Self| pool.usage.limit.saturating_sub(pool.usage.held);
         if !self.exact && size > room(self) {
@@ -217,10 +217,10 @@ impl Pool {
         });
         let (address, taken) = taken.map_err(|error| self.refused(size, owner, error))?;
         self.hold(address, taken);
-        if self.exact { Ok(address) } else { Ok(self.cut(size).expect("the new stretch has room")) }
+        if self.exact { Ok(address) } else { Ok(self.cut(size).expect("the new stretch is large enough")) }
     }
 
-    /// Notes what the driver gave.
+    /// Adds memory from the driver.
     fn hold(&mut self, address: u64, bytes: usize) {
         self.usage.held += bytes;
         self.usage.requests += 1;
@@ -230,20 +230,22 @@ impl Pool {
         }
     }
 
-    /// What the driver said when it was asked for `size`, with who uses what.
+    /// The driver's error for a request of `size`, with the owners of memory.
     fn refused(&self, size: usize, owner: &str, error: Error) -> Error {
         let [asked, used] = [size, self.usage.in_use].map(mib);
         if error.kind != Kind::Usage {
-            return error.within(format!("{asked} of GPU memory for {owner}"));
+            return error.within(format!("allocating {asked} of GPU memory for {owner}"));
         }
         let (who, said) = (self.who(), error.message);
-        let message =
-            format!("the GPU has no {asked} left for {owner}: {used} are in use by this process ({who}); {said}");
+        let message = format!(
+            "out of GPU memory: the driver could not allocate {asked} for {owner}; this process uses {used} ({who}); \
+             {said}"
+        );
         Error::usage(message).hint(HINT)
     }
 
-    /// Asks the driver for so much at once that it holds `bytes`. Nothing where it has not as much: then it is asked as
-    /// memory is needed.
+    /// Asks the driver for enough memory to hold `bytes`. If it does not have that much, it is asked later as memory is
+    /// needed.
     pub fn reserve(&mut self, bytes: usize, backing: &impl Backing) {
         let more = bytes.saturating_sub(self.usage.held) / PAGE * PAGE;
         if self.exact || more == 0 {
@@ -260,7 +262,7 @@ impl Pool {
     }
 
     pub fn give(&mut self, address: u64, backing: &impl Backing) {
-        let (size, owner) = self.live.remove(&address).expect("memory is given back once");
+        let (size, owner) = self.live.remove(&address).expect("memory is freed once");
         self.disown(size, owner);
         if let Some(captured) = &mut self.captured {
             captured.push((address, size));
@@ -270,18 +272,18 @@ impl Pool {
         }
     }
 
-    /// Takes a run back that a copy may still read.
+    /// Frees a run that a copy may still read.
     pub fn give_in_flight(&mut self, address: u64, backing: &impl Backing) {
         if self.exact || self.captured.is_some() {
             return self.give(address, backing);
         }
-        let (size, owner) = self.live.remove(&address).expect("memory is given back once");
+        let (size, owner) = self.live.remove(&address).expect("memory is freed once");
         self.disown(size, owner);
         self.usage.in_use -= size;
         self.in_flight.push_back((address, size));
     }
 
-    /// From now on what is leaving is free as all else is: whoever calls this has seen to it that all work comes behind.
+    /// Makes runs that copies read ordinary free runs. The caller guarantees that later work waits for those copies.
     pub fn settle(&mut self) {
         while let Some(run) = self.in_flight.pop_front() {
             self.join_free(run);
@@ -329,8 +331,8 @@ impl Pool {
         Some(run)
     }
 
-    /// Gives what the driver gave back to it where all of it is free, until at most `most` bytes are held or nothing is.
-    /// Nothing while a capture is under way, which may not wait for the GPU.
+    /// Returns entirely free chunks to the driver until at most `most` bytes are held or no such chunk is left. Does
+    /// nothing while a capture is under way, which may not wait for the GPU.
     pub fn shrink(&mut self, most: usize, backing: &impl Backing) {
         if self.captured.is_some() {
             return;
@@ -350,18 +352,18 @@ impl Pool {
         }
     }
 
-    /// From now on what is freed is set aside. `held` was by captures before, and serves this one, too.
+    /// Begins to set aside freed runs. `held` are the runs of earlier captures, which this one uses, too.
     pub fn begin_capture(&mut self, held: Vec<Run>) {
         assert!(self.captured.is_none(), "one graph is captured at a time");
         self.captured = Some(held);
     }
 
-    /// What was set aside, now and before. It counts as in use until `release`.
+    /// The runs that this capture and earlier ones set aside. They count as in use until `release`.
     pub fn end_capture(&mut self) -> Vec<Run> {
-        self.captured.take().expect("a capture was begun")
+        self.captured.take().expect("a capture is under way")
     }
 
-    /// Takes back what a graph held.
+    /// Frees the runs that a graph held.
     pub fn release(&mut self, runs: Vec<Run>, backing: &impl Backing) {
         for (address, size) in runs {
             self.disown(size, GRAPHS);
@@ -374,10 +376,11 @@ fn mib(bytes: usize) -> String {
     format!("{:.2} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-/// What helps where the limit, or the GPU, has no room.
-pub const HINT: &str = "more sequence or tensor ranks, a higher mesh.zero, mesh.offload, gradient.recompute = \"block\" or a smaller \
-                        microbatch_tokens_max take less; the limit is mesh.arena_bytes_max where that is set, else what was free \
-                        of the GPU at the start: other processes on it (nvidia-smi names them) leave less";
+/// The ways to need less memory, for an error about the limit or a full GPU.
+pub const HINT: &str = "use more sequence or tensor ranks, a higher mesh.zero, mesh.offload, gradient.recompute = \
+                        \"block\" or a smaller microbatch_tokens_max; the limit is mesh.arena_bytes_max if that is \
+                        set, otherwise the memory that was free on the GPU at the start: end other processes on it \
+                        (nvidia-smi names them)";
 
 #[cfg(test)]
 mod tests;

@@ -1,4 +1,4 @@
-//! Sums of what the ranks of a group sent.
+//! Sums of the parts that the ranks of a group sent.
 
 use super::gpu::{Arg, gpu};
 use super::memory::{View, ViewMut};
@@ -8,7 +8,7 @@ use crate::dtype::DType;
 /// Ranks that a tree may have: the kernel keeps a sum for each level.
 const TREE_MAX: usize = 1 << 12;
 
-/// Where the parts of the ranks stand: one every `stride` values. That of this rank stands elsewhere.
+/// The parts of the ranks: one every `stride` values. The part of this rank is elsewhere.
 #[derive(Clone, Copy, Debug)]
 pub struct Parts<'a> {
     pub values: View<'a>,
@@ -24,7 +24,7 @@ impl Parts<'_> {
     }
 }
 
-/// x, this rank's part, becomes ((part 0 + part 1) + part 2) + ..., in f32 and rounded once where it is bf16.
+/// x, this rank's part, becomes ((part 0 + part 1) + part 2) + ..., in f32, and rounded once if it is bf16.
 pub fn in_order(parts: Parts, mut x: ViewMut) {
     const OP: &str = "rank_sum::in_order";
     let (len, dtype) = (x.len(), x.dtype());
@@ -40,7 +40,7 @@ pub fn in_tree(parts: Parts, mut x: ViewMut) {
     const OP: &str = "rank_sum::in_tree";
     let len = x.len();
     let ranks = parts.ranks;
-    assert!(ranks.is_power_of_two() && ranks <= TREE_MAX, "{OP}: a tree of {ranks} ranks");
+    assert!(ranks.is_power_of_two() && ranks <= TREE_MAX, "{OP}: ranks must be a power of two (got {ranks})");
     let args = parts.args(OP, x.arg(DType::F32), DType::F32, len);
     gpu().launch("rank_tree_f32", [len.div_ceil(THREADS), 1, 1], THREADS, 0, &args);
 }

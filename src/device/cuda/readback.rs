@@ -1,4 +1,4 @@
-//! Pinned memory, and numbers that come to the host through it while the GPU goes on.
+//! Pinned memory, and numbers that are copied to the host through it while the GPU keeps working.
 
 use super::gpu::gpu;
 use super::memory::View;
@@ -10,19 +10,19 @@ use crate::error::format_bytes;
 use crate::sys::lock::lock;
 use std::sync::Mutex;
 
-/// Pinned host memory, which the GPU copies from and to beside the host's work.
+/// Pinned host memory, which the GPU copies from and to while the host works.
 #[derive(Debug)]
 pub(super) struct Pinned(pub Pages);
 
 impl Pinned {
-    /// Zeros.
+    /// Pinned memory of zeros.
     ///
     /// # Panics
-    /// With an [`crate::error::Error`] as payload, where the host has not as much to pin.
+    /// The payload is an [`crate::error::Error`] if the host cannot pin that much.
     pub fn new(bytes: usize) -> Self {
         let pages = gpu().call(|| Pages::new(bytes)).unwrap_or_else(|mut error| {
             let has = format_bytes(gpu().usage().pinned as u64);
-            error.message = format!("{}; this process has pinned {has}", error.message);
+            error.message = format!("{}; this process has already pinned {has}", error.message);
             std::panic::panic_any(error)
         });
         let usage = &mut gpu().pool().usage;
@@ -32,7 +32,7 @@ impl Pinned {
         Self(pages)
     }
 
-    /// Room for `bytes`: the smallest that was kept and does. What is too small gives way to what is made new.
+    /// Memory for `bytes`: the smallest spare run that is large enough. If none is, new memory replaces the spare runs.
     fn kept(bytes: usize) -> Self {
         let mut spare = lock(&SPARE);
         // That of a null GPU is no one's.
@@ -54,7 +54,7 @@ impl Drop for Pinned {
     }
 }
 
-/// Pinned memory between two uses: to pin takes longer than to copy.
+/// Pinned memory between two uses: pinning takes longer than copying.
 static SPARE: Mutex<Vec<Pinned>> = Mutex::new(Vec::new());
 
 /// The least that is pinned.
@@ -64,7 +64,7 @@ const BYTES_MIN: usize = 64 << 10;
 #[derive(Debug)]
 #[must_use = "the numbers are there when `take` returns"]
 pub struct Late {
-    /// None once they were taken.
+    /// `None` once they were taken.
     pinned: Option<Pinned>,
     end: Event,
     len: usize,
@@ -73,22 +73,21 @@ pub struct Late {
 }
 
 impl Late {
-    /// Begins to copy `numbers`, behind what was started before; their memory may be freed or overwritten by what is started
-    /// later.
+    /// Begins to copy `numbers`, after all earlier work of the stream. Later work may free or overwrite their memory.
     pub fn of(numbers: View) -> Self {
-        assert_eq!(numbers.dtype(), DType::F32, "numbers come late as f32");
+        assert_eq!(numbers.dtype(), DType::F32, "numbers are read back as f32");
         let (len, bytes) = (numbers.len(), size_of::<f32>() * numbers.len());
         let mut pinned = Pinned::kept(bytes);
         let end = gpu().fetch(&mut pinned.0, numbers.address(), bytes, Stream::Compute);
         Self { pinned: Some(pinned), end, len, started: gpu().counts.started.get() }
     }
 
-    /// The numbers. Waits for their copy, not for what was started behind it.
+    /// The numbers. Waits for their copy, not for work that was started after it.
     pub fn take(mut self) -> Vec<f32> {
         let counts = &gpu().counts;
         let count = if counts.started.get() == self.started { &counts.drained } else { &counts.fetched };
         count.add(1);
-        gpu().await_event(&self.end, "a copy beside the host");
+        gpu().await_event(&self.end, "a copy of results to the host");
         let pinned = self.pinned.take().expect("numbers are taken once");
         let mut numbers = vec![0.0f32; self.len];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut numbers);
@@ -103,7 +102,7 @@ impl Late {
 impl Drop for Late {
     fn drop(&mut self) {
         if self.pinned.is_some() && !std::thread::panicking() {
-            gpu().await_event(&self.end, "a copy beside the host");
+            gpu().await_event(&self.end, "a copy of results to the host");
         }
     }
 }

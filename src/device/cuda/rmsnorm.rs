@@ -6,14 +6,15 @@ use super::memory::{Memory, View, ViewMut};
 use super::shape::{THREADS, block, check_aligned, check_width, count, dim};
 use crate::dtype::DType::{Bf16, F32};
 
-/// Widths up to which a group's lanes are of one warp.
+/// Widths up to which a group's lanes are in one warp.
 const NARROW_MAX: usize = 256;
 /// Widths that a block holds in registers.
 pub const WIDTH_MAX: usize = 16 << 10;
 /// Groups that a block sums dw over, at least: fewer would write more sums than they read values.
 const EACH_MIN: usize = 8;
 
-/// y = x * rstd * w; x, y (groups, w.len()) and w bf16, rstd (groups) f32. A group's result depends on that group alone.
+/// y = x * rstd * w; x, y (groups, w.len()) and w bf16, rstd (groups) f32. A group's result depends on that group
+/// alone.
 pub fn forward(x: View, w: View, eps: f32, mut y: ViewMut, mut rstd: ViewMut) {
     const OP: &str = "rmsnorm::forward";
     let (n, groups) = (width(OP, w), rstd.len());
@@ -32,8 +33,8 @@ pub fn forward(x: View, w: View, eps: f32, mut y: ViewMut, mut rstd: ViewMut) {
     gpu().launch("rmsnorm_forward", [groups, 1, 1], block(threads, 1024), 0, &args);
 }
 
-/// dx += rstd (w dy - x rstd^2 mean(w dy x)), rounded once; dw (f32) += the sum over groups of dy x rstd, in an order that
-/// depends on their number alone.
+/// dx += rstd (w dy - x rstd^2 mean(w dy x)), rounded once; dw (f32) += the sum over groups of dy x rstd, in an order
+/// that depends on their number alone.
 pub fn backward(x: View, w: View, rstd: View, dy: View, mut dx: ViewMut, dw: ViewMut) {
     const OP: &str = "rmsnorm::backward";
     let (n, groups) = (width(OP, w), rstd.len());
@@ -90,6 +91,6 @@ fn share(n: usize, groups: usize) -> Share {
 fn width(op: &str, w: View) -> usize {
     let n = w.len();
     check_width(op, n);
-    assert!(n <= WIDTH_MAX, "{op}: groups of {n} values, at most {WIDTH_MAX} are held");
+    assert!(n <= WIDTH_MAX, "{op}: a group may have at most {WIDTH_MAX} values (got {n})");
     n
 }

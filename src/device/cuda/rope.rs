@@ -5,7 +5,7 @@ use super::memory::{Memory, ViewMut};
 use super::shape::{THREADS, check_aligned, count, grid_of};
 use crate::dtype::DType::Bf16;
 
-/// Heads that share what a thread reads of the table.
+/// Heads that share the table entries that a thread reads.
 pub(super) const HEADS: usize = 4;
 
 /// cos and sin of every position on the GPU, [position][e/2].
@@ -18,15 +18,15 @@ pub struct Table {
 
 impl Table {
     /// # Panics
-    /// If the two have not the same number of whole rows, or half a head is not read in sixteen bytes.
+    /// If the two do not have the same number of whole rows, or half a head is not a multiple of sixteen bytes.
     pub fn new(head_dim: usize, cos: &[f32], sin: &[f32]) -> Self {
         assert!(
             head_dim > 0 && head_dim.is_multiple_of(16) && cos.len() == sin.len(),
-            "rope: a head dim of {head_dim}, {} cos and {} sin; needs a multiple of 16 and as many of both",
+            "rope: the head dim must be a multiple of 16 (got {head_dim}), and cos ({}) as long as sin ({})",
             cos.len(),
             sin.len()
         );
-        assert!(cos.len().is_multiple_of(head_dim / 2), "rope: {} angles for head dim {head_dim}", cos.len());
+        assert!(cos.len().is_multiple_of(head_dim / 2), "rope: {} angles do not fit head dim {head_dim}", cos.len());
         Self { head_dim, cos: Memory::of(cos), sin: Memory::of(sin) }
     }
 
@@ -35,8 +35,8 @@ impl Table {
     }
 }
 
-/// Turns each head of q (t, heads * e) and k (t, kv_heads * e) by the angle of its row's position, in place; or `back`, which is the
-/// transpose. `positions` holds at least t u32, all below the table's end.
+/// Rotates each head of q (t, heads * e) and k (t, kv_heads * e) by the angle of its row's position, in place; with
+/// `back`, by the opposite angle (the transpose). `positions` holds at least t u32, all below the table's end.
 pub fn rotate(mut q: ViewMut, mut k: ViewMut, t: usize, positions: &Memory, table: &Table, back: bool) {
     const OP: &str = "rope";
     let (e, sign) = (table.head_dim, if back { -1.0 } else { 1.0 });

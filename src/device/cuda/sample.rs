@@ -1,4 +1,4 @@
-//! Draws one token per row of logits, as `device::cpu::sample` does: the same filters in the same order, the same sums.
+//! Samples one token per row of logits like `device::cpu::sample`: the same filters in the same order, the same sums.
 
 use super::gpu::gpu;
 use super::linear_logprob::{SPAN, STATS_BYTES, VOCABULARY_MAX};
@@ -12,9 +12,9 @@ use std::ops::Range;
 const THREADS: usize = 512;
 /// Tokens whose probabilities are added as one.
 const TILE: usize = 256;
-/// Parts of a vocabulary at most: ranks that share one.
+/// The maximum parts of a vocabulary: ranks that share one.
 pub const PARTS_MAX: usize = 64;
-/// As `Params` in `cuda/sample.cuh`.
+/// The sampling parameters of a row, the same as `Params` in `cuda/sample.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
 pub(super) struct Params {
@@ -39,22 +39,22 @@ impl From<&SampleParams> for Params {
     }
 }
 
-/// What rows need besides their logits, on the GPU.
+/// The inputs of rows besides their logits, on the GPU.
 #[derive(Debug)]
 pub struct Rows {
     len: usize,
     pub(super) params: Memory,
-    /// f32, a row each; `uniforms` draws new ones without the host.
+    /// One f32 per row; `uniforms` generates new ones without the host.
     pub uniforms: Memory,
     pub(super) seen: Memory,
     pub(super) of_seen: Memory,
     pub(super) banned: Memory,
     pub(super) of_banned: Memory,
-    /// Whether a row is penalised or has banned tokens.
+    /// Whether a row is penalized or has banned tokens.
     pub(super) edits: bool,
 }
 
-/// Lists one behind the other, each token once, and (start, end) of each.
+/// The lists one after the other, each token once, and (start, end) of each list.
 fn lists<'a>(lists: impl Iterator<Item = &'a [u32]>) -> (Vec<u32>, Vec<[u32; 2]>) {
     let (mut all, mut ranges) = (Vec::new(), Vec::new());
     for list in lists {
@@ -89,7 +89,7 @@ impl Rows {
         }
     }
 
-    /// Room for `rows` rows that kernels fill in, with `banned` and `seen` tokens of all rows.
+    /// Memory for `rows` rows that kernels fill in, with `banned` and `seen` tokens of all rows.
     pub(super) fn room(rows: usize, banned: usize, seen: usize) -> Self {
         let memory = |each: usize| Memory::zeros(each * rows);
         Self {
@@ -106,25 +106,28 @@ impl Rows {
 }
 
 const OP: &str = "sample::forward";
-/// Words that are found of a row: what was drawn (u32), its log-probability, and that of what it was drawn from (f32).
+/// Result words of a row: the sampled token (u32), its log-probability, and its log-probability in the filtered
+/// distribution (f32).
 pub const SAMPLED: usize = 3;
 
-/// What was drawn, of the words of some rows: the tokens of all, then their log-probabilities, then those of what was drawn from.
+/// The samples in the words of some rows: all tokens, then all log-probabilities, then those in the filtered
+/// distribution.
 pub fn unpacked(words: &[f32]) -> impl Iterator<Item = Sampled> {
     let n = words.len() / SAMPLED;
     (0..n).map(move |i| Sampled { token: words[i].to_bits(), logprob: words[n + i], sample_logprob: words[2 * n + i] })
 }
 
-/// One token per row of f32 logits, `stride` apart, of a vocabulary whose parts end at `ends` (i32): as
-/// `ops::sample::forward_parts`, in words that `unpacked` knows. Seen and banned tokens outside the vocabulary are passed over.
+/// Samples one token per row of f32 logits, `stride` apart, of a vocabulary whose parts end at `ends` (i32). It samples
+/// like `ops::sample::forward_parts` and returns words for `unpacked`. Seen and banned tokens outside the vocabulary
+/// are skipped.
 pub fn forward(logits: View, strides: [usize; 2], ends: &Memory, rows: &Rows) -> Memory {
     let mut sampled = Memory::scratch(4 * SAMPLED * rows.len);
     share(logits, strides, ends, rows, 0..rows.len, &mut sampled);
     sampled
 }
 
-/// The same for the rows `share` alone, whose logits (share, v), `stride` apart, come first. Into `sampled`, behind the words of the
-/// rows before.
+/// The same for the rows `share` alone, whose logits (share, v), `stride` apart, come first. Writes to `sampled`, after
+/// the words of the rows before.
 pub fn share(
     logits: View,
     [stride, v]: [usize; 2],
@@ -139,8 +142,8 @@ pub fn share(
         |i: usize| values.reborrow().part(first + i * share.len()..first + (i + 1) * share.len()).arg(DType::F32);
     let [tokens, logprobs, sample_logprobs] = [part(0), part(1), part(2)];
     let (len, parts) = (share.len(), ends.bytes() / size_of::<i32>());
-    assert!((1..=VOCABULARY_MAX).contains(&v), "{OP}: a vocabulary of {v}, needed 1 to {VOCABULARY_MAX}");
-    assert!((1..=PARTS_MAX).contains(&parts), "{OP}: {parts} parts of the vocabulary, needed 1 to {PARTS_MAX}");
+    assert!((1..=VOCABULARY_MAX).contains(&v), "{OP}: the vocabulary must be 1 to {VOCABULARY_MAX} (got {v})");
+    assert!((1..=PARTS_MAX).contains(&parts), "{OP}: the vocabulary may have 1 to {PARTS_MAX} parts (got {parts})");
     // Where logits are edited.
     let mut scratch = Memory::scratch(if rows.edits { len * v * size_of::<f32>() } else { 0 });
     let from = |memory: &Memory, bytes: usize| {

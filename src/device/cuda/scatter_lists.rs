@@ -1,13 +1,14 @@
-//! Which rows go to which destination, so that their sums have one order.
+//! The rows for each destination, so that their sums have one order.
 
 use super::gpu::{Arg, gpu};
 use super::memory::Memory;
 use super::shape::{THREADS, block, count};
 
-/// Rows by destination, ascending within each; made on the host once, used by every pass over the same tokens or rows.
+/// Rows by destination, ascending within each. Built on the host once, used by every pass through the same tokens or
+/// rows.
 #[derive(Debug)]
 pub struct ScatterLists {
-    /// Destinations (lists), where the rows of each begin (lists + 1), rows (len): one upload.
+    /// Destinations (lists), the start of each list's rows (lists + 1), rows (len): one upload.
     tables: Memory,
     lists: usize,
 }

@@ -1,8 +1,8 @@
-//! What operations check and count before they start a kernel.
+//! The checks and counts of operations before they start a kernel.
 
 use super::gpu::Arg;
 
-/// Threads of a block in kernels whose threads do not know each other.
+/// Threads of a block in kernels whose threads are independent.
 pub(super) const THREADS: usize = 256;
 const WARP: usize = 32;
 
@@ -11,14 +11,14 @@ pub(super) fn grid_of_eights(values: usize) -> [usize; 3] {
     [values.div_ceil(8 * THREADS), 1, 1]
 }
 
-/// The grid of as many threads, which the kernel counts in 32 bits.
+/// The grid of `threads` threads, which the kernel counts in 32 bits.
 pub(super) fn grid_of(op: &str, threads: usize) -> [usize; 3] {
     [to_u32(op, threads).div_ceil(THREADS as u32) as usize, 1, 1]
 }
 
 /// A number that a kernel takes in 32 bits, in an argument or in a table.
 pub(super) fn to_u32(op: &str, n: usize) -> u32 {
-    u32::try_from(n).unwrap_or_else(|_| panic!("{op}: {n} is more than a kernel counts in 32 bits"))
+    u32::try_from(n).unwrap_or_else(|_| panic!("{op}: {n} does not fit the 32 bits of a kernel"))
 }
 
 /// A count as an argument.
@@ -28,7 +28,7 @@ pub(super) fn count(op: &str, n: usize) -> Arg {
 
 /// The same of a number that it takes as an int.
 pub(super) fn to_i32(op: &str, n: usize) -> i32 {
-    i32::try_from(n).unwrap_or_else(|_| panic!("{op}: {n} is more than a kernel counts in 31 bits"))
+    i32::try_from(n).unwrap_or_else(|_| panic!("{op}: {n} does not fit the 31 bits of a kernel"))
 }
 
 /// The same as an argument: dims.
@@ -39,13 +39,13 @@ pub(super) fn dim(op: &str, n: usize) -> Arg {
 /// # Panics
 /// If rows of `width` values cannot be read in sixteen bytes.
 pub(super) fn check_width(op: &str, width: usize) {
-    assert!(width > 0 && width.is_multiple_of(8), "{op}: rows of {width} values, needs a multiple of 8");
+    assert!(width > 0 && width.is_multiple_of(8), "{op}: the row width must be a multiple of 8 (got {width})");
 }
 
 /// # Panics
-/// If one of the addresses is no multiple of 16.
+/// If one of the addresses is not a multiple of 16.
 pub(super) fn check_aligned(op: &str, args: &[Arg]) {
-    assert!(args.iter().all(|arg| is_aligned(*arg)), "{op}: {args:?} do not all begin at a multiple of 16 bytes");
+    assert!(args.iter().all(|arg| is_aligned(*arg)), "{op}: all of {args:?} must be aligned to 16 bytes");
 }
 
 pub(super) fn is_aligned(arg: Arg) -> bool {
@@ -70,7 +70,7 @@ macro_rules! kernel_of {
             96 => concat!($name, 96),
             128 => concat!($name, 128),
             256 => concat!($name, 256),
-            other => panic!("{}: head dim {other}, needs one of {:?}", $name, $crate::device::cuda::shape::HEAD_DIMS),
+            other => panic!("{}: head dim {other} is not one of {:?}", $name, $crate::device::cuda::shape::HEAD_DIMS),
         }
     };
 }

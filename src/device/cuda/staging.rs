@@ -23,18 +23,18 @@ pub struct Pages {
     pub bytes: usize,
 }
 
-const HINT: &str = "the host may have too little free memory (mesh.offload = [] pins less), or allow too little to be locked: \
-                    ulimit -l, the limit of a container, Slurm's --mem";
+const HINT: &str = "free host memory (mesh.offload = [] pins less), or raise the limits on it: ulimit -l for locked \
+                    memory, the limit of the container, Slurm's --mem";
 
 impl Pages {
-    /// Zeros, near the threads of the pool, which touch them before they are pinned: the driver alone would back them one by one.
-    /// The GPU's context must be current.
+    /// Allocates zeros near the threads of the pool, which touch the pages before they are pinned: the driver alone
+    /// would back them one by one. The GPU's context must be current.
     pub fn new(bytes: usize) -> Result<Self> {
         let whole = bytes.max(1).next_multiple_of(page_size());
-        let what = || format!("{} of pinned host memory", format_bytes(bytes as u64));
+        let what = || format!("allocating {} of pinned host memory", format_bytes(bytes as u64));
         let is_null = null_driver::is_active();
         let run = if is_null { pages::Pages::untouched(whole) } else { pages::Pages::anonymous(whole) };
-        let run = run.ok_or_else(|| Error::fault(format!("{}: the system has no more", what())).hint(HINT))?;
+        let run = run.ok_or_else(|| Error::fault(format!("{}: the system has no more memory", what())).hint(HINT))?;
         run.keep_from_children();
         let mut pages = Self { run, bytes };
         pool().parts(pages.as_mut_slice(), pages::HUGE, bytes <= pages::HUGE, &|_, part| {
@@ -66,7 +66,7 @@ impl Pages {
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // SAFETY: our own pages, which go back to the system behind this. A failure leaves nothing to do: the process ends.
+        // SAFETY: our own pages, which go back to the system after this. After a failure the process ends anyway.
         let _ = unsafe { sys::cuMemHostUnregister(self.address()) };
     }
 }
@@ -80,7 +80,7 @@ impl Event {
         Self::with(CUevent_flags::CU_EVENT_DISABLE_TIMING)
     }
 
-    /// One that knows when the stream came by.
+    /// An event that records when the stream passed it.
     pub fn timed() -> Result<Self> {
         Self::with(CUevent_flags::CU_EVENT_DEFAULT)
     }
@@ -92,7 +92,7 @@ impl Event {
         Ok(Self(Handle(event)))
     }
 
-    /// Whether the stream has come by. The GPU's context must be current.
+    /// Whether the stream has passed it. The GPU's context must be current.
     pub fn is_past(&self) -> Result<bool> {
         // SAFETY: a handle that lives.
         match unsafe { sys::cuEventQuery(self.0.0) } {
@@ -101,7 +101,7 @@ impl Event {
         }
     }
 
-    /// Seconds from `earlier` to here, of timed events that are past; below 0 where `earlier` was the later one.
+    /// Seconds from `earlier` to this event, for timed events that are past; negative if `earlier` was the later one.
     pub fn seconds_since(&self, earlier: &Self) -> Result<f64> {
         let mut milliseconds = 0.0;
         // SAFETY: handles that live; writes a number.
@@ -109,12 +109,12 @@ impl Event {
         check("cuEventElapsedTime", status).map(|()| f64::from(milliseconds) / 1e3)
     }
 
-    /// It, at the end of what `stream` has been given.
+    /// Records the event at the end of the work of `stream`, and returns it.
     pub fn recorded(self, stream: CUstream) -> Result<Self> {
         self.record(stream).map(|()| self)
     }
 
-    /// Moves to the end of what `stream` has been given.
+    /// Records the event at the end of the work of `stream`.
     pub fn record(&self, stream: CUstream) -> Result<()> {
         // SAFETY: handles that live.
         check("cuEventRecord", unsafe { sys::cuEventRecord(self.0.0, stream) })
@@ -175,7 +175,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Copies from the GPU when `stream` has come here, and waits for it.
+    /// Copies from the GPU after the earlier work of `stream`, and waits for the copy.
     pub fn download(&mut self, to: &mut [u8], mut from: u64, stream: CUstream) -> Result<()> {
         for part in to.chunks_mut(PIECE) {
             self.next(stream)?;
@@ -191,7 +191,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Leaves the piece to the GPU and goes on to the next, when that has been read.
+    /// Leaves the piece to the GPU and continues with the next one, once that has been read.
     fn next(&mut self, stream: CUstream) -> Result<()> {
         self.pieces[self.at].1.record(stream)?;
         self.at = (self.at + 1) % PIECES;

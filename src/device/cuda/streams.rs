@@ -1,5 +1,5 @@
-//! What is under way on the streams of the GPU: work beside the compute stream, copies that read memory which is free
-//! already, and a capture.
+//! Operations that are under way on the streams of the GPU: work on other streams than the compute stream, copies that
+//! read memory that is already free, and a capture.
 
 use super::null_driver;
 use super::staging::Event;
@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::ThreadId;
 
-/// Rows of work that run beside each other. Memory belongs to the compute stream: who uses it on another one orders the two
-/// before and after.
+/// Streams of work that run at the same time. Memory belongs to the compute stream: a user on another stream orders the
+/// two before and after.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
     /// All kernels and copies.
@@ -21,27 +21,27 @@ pub enum Stream {
     Tensor,
     /// Gathers and sums of ZeRO.
     Zero,
-    /// The travelling keys of the sequence axis.
+    /// The keys that are passed around the sequence axis.
     Ring,
-    /// Copies from the host's memory of what waited there.
+    /// Copies of offloaded values from host memory.
     Up,
-    /// Copies to the host's memory of what waits there.
+    /// Copies of values to host memory.
     Down,
 }
 
 thread_local! {
-    /// Where this thread starts things now, and the work that they belong to; none: on the compute stream.
+    /// The stream on which this thread starts work now, and the id of that work; `None`: the compute stream.
     static ACTIVE: Cell<Option<(Stream, u64)>> = const { Cell::new(None) };
 }
 
 impl Stream {
-    /// The stream by its name; that of all kernels is where this thread starts things now.
+    /// The stream of this name. For `Compute`, the stream on which this thread starts work now.
     pub(super) fn here(self) -> Self {
         ACTIVE.get().filter(|_| self == Self::Compute).map_or(self, |(stream, _)| stream)
     }
 }
 
-/// When a work ended, and when the compute stream came to wait for it.
+/// The end of some work, and the point at which the compute stream began to wait for it.
 #[derive(Debug)]
 pub struct Marks {
     /// The second one is recorded when the work is joined.
@@ -49,11 +49,11 @@ pub struct Marks {
     joined: AtomicBool,
 }
 
-/// Events of marks that are gone: they are recorded again.
+/// Events of dropped marks, for reuse.
 static SPARE: Mutex<Vec<Event>> = Mutex::new(Vec::new());
 
 impl Marks {
-    /// Marks that were recorded nowhere yet.
+    /// Marks that are not yet recorded.
     pub(super) fn unrecorded() -> Result<Self> {
         // A null GPU leaves those of the real one where they are.
         let kept = || if null_driver::is_active() { None } else { lock(&SPARE).pop() };
@@ -88,17 +88,17 @@ impl Drop for Marks {
     }
 }
 
-/// One work that is not joined.
+/// Work that is not joined.
 #[derive(Debug)]
 struct Open {
     id: u64,
-    /// Addresses that its kernels and collectives got.
+    /// Addresses that its kernels and collectives use.
     uses: Vec<u64>,
     /// Memory that was dropped meanwhile.
     dropped: Vec<u64>,
 }
 
-/// All works that are not joined.
+/// All work that is not joined.
 #[derive(Debug, Default)]
 pub(super) struct Works(Mutex<(u64, Vec<Open>)>);
 
@@ -115,7 +115,7 @@ impl Works {
         id
     }
 
-    /// Notes that the work which this thread is starting uses the memory at `addresses`.
+    /// Notes that the work that this thread is starting uses the memory at `addresses`.
     pub(super) fn note(&self, addresses: impl IntoIterator<Item = u64>) {
         let Some((_, id)) = ACTIVE.get() else { return };
         if let Some(open) = lock(&self.0).1.iter_mut().find(|open| open.id == id) {
@@ -123,7 +123,8 @@ impl Works {
         }
     }
 
-    /// Whether a work keeps the memory `run` that was dropped now; then it is given back when that is joined.
+    /// Whether some work still uses the memory `run`, which is being dropped. It is then freed when that work is
+    /// joined.
     pub(super) fn keep(&self, run: Range<u64>) -> bool {
         let mut all = lock(&self.0);
         let own = ACTIVE.get().map(|(_, id)| id);
@@ -133,25 +134,25 @@ impl Works {
         true
     }
 
-    /// Forgets a work; what was dropped while it was under way.
+    /// Removes some work. Returns the memory that was dropped while it was under way.
     pub(super) fn close(&self, id: u64) -> Vec<u64> {
         let mut all = lock(&self.0);
-        let at = all.1.iter().position(|open| open.id == id).expect("a work is joined once");
+        let at = all.1.iter().position(|open| open.id == id).expect("work is joined once");
         all.1.remove(at).dropped
     }
 }
 
-/// Lets this thread start things on `stream` for the work `id`, until the guard is dropped.
+/// Lets this thread start the work `id` on `stream` until the guard is dropped.
 pub(super) fn active(stream: Stream, id: u64) -> Active {
     Active(ACTIVE.replace(Some((stream, id))))
 }
 
-/// Whether this thread starts things of a work.
+/// Whether this thread is starting such work.
 pub(super) fn is_active() -> bool {
     ACTIVE.get().is_some()
 }
 
-/// Restores what was active before, where a panic passes, too.
+/// A guard that restores the previous stream, also after a panic.
 pub(super) struct Active(Option<(Stream, u64)>);
 
 impl Drop for Active {
@@ -167,7 +168,7 @@ pub(super) type InFlight = Mutex<Vec<(Range<u64>, Arc<Event>)>>;
 #[derive(Debug, Default)]
 pub(super) struct Capture {
     pub is_on: AtomicBool,
-    /// By whom, and what failed first.
+    /// The capturing thread, and the first failure.
     pub under_way: Mutex<Option<(ThreadId, Option<String>)>>,
 }
 
@@ -177,7 +178,7 @@ impl Capture {
         self.is_on.store(true, Ordering::SeqCst);
     }
 
-    /// What failed.
+    /// Ends the capture. Returns the first failure.
     pub(super) fn end(&self) -> Option<String> {
         self.is_on.store(false, Ordering::SeqCst);
         lock(&self.under_way).take().and_then(|(_, failed)| failed)

@@ -14,7 +14,7 @@ pub fn forward(gate: View, up: View, mut y: ViewMut) {
     gpu().launch("swiglu_forward", grid_of_eights(len), THREADS, 0, &[&args[..], &[len.into()]].concat());
 }
 
-/// With s = sigmoid(gate): dgate = dy up s (1 + gate (1 - s)), dup = dy gate s. Both overwritten.
+/// dgate = dy up s (1 + gate (1 - s)) and dup = dy gate s, with s = sigmoid(gate). Both are overwritten.
 pub fn backward(gate: View, up: View, dy: View, mut dgate: ViewMut, mut dup: ViewMut) {
     const OP: &str = "swiglu::backward";
     let args = [gate.arg(Bf16), up.arg(Bf16), dy.arg(Bf16), dgate.arg(Bf16), dup.arg(Bf16)];
@@ -25,6 +25,6 @@ pub fn backward(gate: View, up: View, dy: View, mut dgate: ViewMut, mut dup: Vie
 
 fn check_len(op: &str, gate: View) -> usize {
     let len = gate.len();
-    assert!(len.is_multiple_of(8), "{op}: {len} values, needs a multiple of 8");
+    assert!(len.is_multiple_of(8), "{op}: the length must be a multiple of 8 (got {len})");
     len
 }

@@ -1,5 +1,5 @@
-//! The driver's functions, as `cuda.h` declares them but for their status, which is a number here: a driver that is newer than
-//! the bindings answers with codes that their enum lacks, and such a value of an enum would be undefined.
+//! The driver's functions, with the declarations of `cuda.h` except for their status, which is a number here. A driver
+//! that is newer than the bindings returns codes that their enum lacks, and such an enum value would be undefined.
 
 use super::library::is_absent;
 use super::null_driver as null;
@@ -19,7 +19,7 @@ use std::sync::OnceLock;
 #[repr(transparent)]
 pub struct CUresult(pub u32);
 
-/// A handle of a library of CUDA.
+/// A handle of a CUDA library.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Handle<T>(pub T);
 
@@ -44,10 +44,10 @@ statuses! {
     CUDA_ERROR_UNKNOWN
 }
 
-/// Why there is no GPU to compute on, in words that follow `cuda none: `.
+/// The reason why no GPU can be used, as the text after `cuda none: `.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NoGpu {
-    /// The machine has no driver, or that shows this process none.
+    /// The machine has no driver, or the driver shows no GPU to this process.
     Unseen(String),
     /// There is a driver, and it cannot be used.
     Broken(String),
@@ -60,18 +60,18 @@ impl fmt::Display for NoGpu {
     }
 }
 
-/// The driver's names. The second is also that of the stub which CUDA brings to link against.
+/// The driver's file names. The second is also the name of the stub that CUDA ships for linking.
 const NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
-/// The variable that names its file, as those of the other libraries do.
+/// The variable that names its file, as for the other libraries.
 const VARIABLE: &str = "RLHF_CUDA_LIB";
 
-/// The driver, or why it cannot be taken.
+/// The driver, or the reason why it cannot be used.
 static OPENED: OnceLock<Result<Functions, NoGpu>> = OnceLock::new();
 
-/// Opens the driver, once in a process: one that lacks a function is refused before anything is asked of it.
+/// Opens the driver once per process. A driver that lacks a function is rejected before any call.
 ///
 /// # Errors
-/// Why there is none.
+/// The reason why there is none.
 pub fn open() -> Result<(), NoGpu> {
     if null::is_active() {
         return Ok(());
@@ -85,7 +85,7 @@ pub fn is_open() -> bool {
 }
 
 impl Functions {
-    /// What the variable names and nothing else, or the first name that the system's loader finds.
+    /// Opens only the file that the variable names, or else the first name that the system's loader finds.
     fn first() -> Result<Self, NoGpu> {
         let named = env::var_os(VARIABLE).filter(|path| !path.is_empty());
         let names = named.map_or_else(|| NAMES.iter().map(OsString::from).collect(), |path| vec![path]);
@@ -95,7 +95,7 @@ impl Functions {
                 Ok(library) => return Self::of(library).map_err(NoGpu::Broken),
                 Err(error) if is_absent(&reason(&error), name.as_ref()) => {}
                 Err(error) => {
-                    let why = format!("{} is no driver for this machine: {}", name.display(), reason(&error));
+                    let why = format!("{} is not a driver for this machine: {}", name.display(), reason(&error));
                     return Err(NoGpu::Broken(why));
                 }
             }
@@ -104,7 +104,7 @@ impl Functions {
     }
 }
 
-/// The status of a call on a null GPU, behind what it writes.
+/// The status of a call on a null GPU, after it has written its results.
 macro_rules! success {
     () => {
         CUresult::CUDA_SUCCESS
@@ -119,7 +119,7 @@ macro_rules! success {
     }};
 }
 
-/// `f(...)`, or `f(...) => what it does on a null GPU` where that is not nothing.
+/// `f(...)`, or `f(...) => its effect on a null GPU` if it has one.
 macro_rules! functions {
     ($($name:ident($($argument:ident: $kind:ty),*) $(=> $answer:expr)?;)*) => {
         #[allow(non_snake_case)]
@@ -136,7 +136,7 @@ macro_rules! functions {
                 let lacks: Vec<&str> = symbols.into_iter().filter(|symbol| !is_there(symbol)).collect();
                 if !lacks.is_empty() {
                     let lacks = lacks.join(", ").replace('\0', "");
-                    return Err(format!("the driver is older than that of CUDA 11.4 (470), it lacks {lacks}"));
+                    return Err(format!("the driver must be version 470 (CUDA 11.4) or newer; it lacks {lacks}"));
                 }
                 // SAFETY: the driver's own declarations, the status apart, which is an int of C.
                 unsafe {
@@ -152,7 +152,7 @@ macro_rules! functions {
 
         $(
             /// # Safety
-            /// As the driver's document asks.
+            /// The requirements of the driver's documentation.
             ///
             /// # Panics
             /// If `open` has found no driver.
@@ -161,7 +161,7 @@ macro_rules! functions {
                 if null::is_active() {
                     return success!($($answer)?);
                 }
-                let functions = OPENED.get().and_then(|opened| opened.as_ref().ok()).expect("`open` comes first");
+                let functions = OPENED.get().and_then(|opened| opened.as_ref().ok()).expect("`open` is called first");
                 // SAFETY: what the caller promises.
                 unsafe { (functions.$name)($($argument),*) }
             }
@@ -216,7 +216,7 @@ functions! {
     cuGraphLaunch(graph: CUgraphExec, stream: CUstream);
 }
 
-/// An error that names the call where it did not succeed, and what to do where there is something.
+/// Returns an error that names the call if it failed, with a hint if there is one.
 pub fn check(call: &str, status: CUresult) -> crate::error::Result<()> {
     if status == CUresult::CUDA_SUCCESS {
         return Ok(());
@@ -229,7 +229,7 @@ pub fn check(call: &str, status: CUresult) -> crate::error::Result<()> {
 }
 
 impl CUresult {
-    /// What a user can do about a status, as the driver's documentation (`CUresult`) has its causes.
+    /// The hint for a status, according to the causes in the driver's documentation (`CUresult`).
     fn hint(self) -> Option<&'static str> {
         match self {
             Self::CUDA_ERROR_ILLEGAL_ADDRESS
@@ -240,36 +240,37 @@ impl CUresult {
             | Self::CUDA_ERROR_MISALIGNED_ADDRESS
             | Self::CUDA_ERROR_INVALID_ADDRESS_SPACE
             | Self::CUDA_ERROR_INVALID_PC => Some(
-                "the GPU failed in work that was started before: with CUDA_LAUNCH_BLOCKING=1 in the environment and \
-                 rollout.graphs = false the call that fails is the culprit; lines with Xid in the log of the node's kernel \
-                 (dmesg) tell a fault of the machine",
+                "set CUDA_LAUNCH_BLOCKING=1 in the environment and rollout.graphs = false to find the call that \
+                 failed, which was started earlier; lines with Xid in the node's kernel log (dmesg) indicate a \
+                 hardware fault",
             ),
             Self::CUDA_ERROR_ECC_UNCORRECTABLE => Some(
-                "the GPU's memory is damaged (nvidia-smi -q -d ECC): have it taken out of service; the same line on another \
-                 node goes on from the last checkpoint",
+                "take this GPU out of service, as its memory is damaged (nvidia-smi -q -d ECC); run the same command \
+                 again on another node to resume from the latest checkpoint",
             ),
             Self::CUDA_ERROR_OUT_OF_MEMORY => Some(
-                "the GPU has too little memory left beside this run's: end other processes on it (nvidia-smi names them), or \
-                 lower mesh.arena_bytes_max",
+                "leave more GPU memory free outside the arena: end other processes on the GPU (nvidia-smi names them), \
+                 or lower mesh.arena_bytes_max",
             ),
             Self::CUDA_ERROR_DEVICE_UNAVAILABLE => {
-                Some("another process may have the GPU for itself: nvidia-smi names processes and the compute mode")
+                Some("check if another process uses the GPU exclusively: nvidia-smi shows processes and compute mode")
             }
             Self::CUDA_ERROR_SYSTEM_NOT_READY => {
-                Some("GPUs behind an NVSwitch need the fabric manager: systemctl status nvidia-fabricmanager")
+                Some("check the fabric manager, which GPUs on an NVSwitch need: systemctl status nvidia-fabricmanager")
             }
             Self::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH => {
-                Some("libcuda.so and the node's kernel module are of different drivers: the node has to be restarted")
+                Some("restart the node: libcuda.so and the node's kernel module belong to different drivers")
             }
             Self::CUDA_ERROR_UNKNOWN | Self::CUDA_ERROR_LAUNCH_TIMEOUT => {
-                Some("nvidia-smi, and lines with Xid in the log of the node's kernel (dmesg), may tell why")
+                Some("look for the cause in nvidia-smi and in lines with Xid in the node's kernel log (dmesg)")
             }
             _ => None,
         }
     }
 }
 
-/// The driver's name and message for a status: `CUDA_ERROR_INVALID_VALUE (invalid argument)`; its number where it has no name.
+/// The driver's name and message for a status: `CUDA_ERROR_INVALID_VALUE (invalid argument)`; its number if it has no
+/// name.
 pub fn describe(status: CUresult) -> String {
     let text = |ask: unsafe fn(CUresult, *mut *const c_char) -> CUresult| {
         let mut at: *const c_char = ptr::null();

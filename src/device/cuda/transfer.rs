@@ -1,4 +1,4 @@
-//! Bytes that go to the GPU, from it and within it.
+//! Copies to the GPU, from it and within it.
 
 use super::gpu::Gpu;
 use super::staging::{Event, Pages};
@@ -9,17 +9,17 @@ use crate::error::Result;
 use crate::sys::lock::lock;
 
 impl Gpu {
-    /// Copies to the device, behind what was started before. `from` may change when this returns.
+    /// Copies to the device, after all earlier work of the stream. `from` may change when this returns.
     pub(super) fn upload(&self, to: u64, from: &[u8]) {
         self.outside_captures("an upload");
         self.counts.up.add(from.len());
         let _waiting = waiting("a copy to the GPU");
         let stream = self.stream(Stream::Compute);
         let upload = || self.on_compute(|| lock(&self.staging).upload(to, from, stream));
-        self.must(|| format!("{} bytes to the GPU", from.len()), upload);
+        self.must(|| format!("copying {} bytes to the GPU", from.len()), upload);
     }
 
-    /// Copies from the device when all that was started before has ended.
+    /// Copies from the device after all earlier work of the stream has ended.
     pub(super) fn download(&self, to: &mut [u8], from: u64) {
         self.outside_captures("a download");
         self.counts.drained.add(1);
@@ -27,11 +27,11 @@ impl Gpu {
         let _waiting = waiting("a copy from the GPU");
         let (bytes, stream) = (to.len(), self.stream(Stream::Compute));
         let download = || self.on_compute(|| lock(&self.staging).download(to, from, stream));
-        self.must(|| format!("{bytes} bytes from the GPU"), download);
+        self.must(|| format!("copying {bytes} bytes from the GPU"), download);
     }
 
-    /// Copies through the staging memory are told apart on the compute stream: what another one is at comes before and
-    /// behind them.
+    /// Does a copy through the staging memory on the compute stream, which orders such copies. If another stream is
+    /// active, it waits for the copy, and the copy for its earlier work.
     fn on_compute(&self, copy: impl FnOnce() -> Result<()>) -> Result<()> {
         let stream = Stream::Compute.here();
         if stream == Stream::Compute {
@@ -43,30 +43,30 @@ impl Gpu {
         Ok(())
     }
 
-    /// Copies within the device, behind what was started before.
+    /// Copies within the device, after all earlier work of the stream.
     pub(super) fn copy(&self, to: u64, from: u64, bytes: usize) {
         self.works.note([to, from]);
         self.counts.within.add(bytes);
         // SAFETY: views hold their bounds.
         let copy = || unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.queue()) };
-        self.fill("cuMemcpyDtoDAsync", bytes, "within the GPU", copy);
+        self.fill("cuMemcpyDtoDAsync", bytes, "copying within the GPU", copy);
     }
 
-    /// Sets `bytes` to 0, behind what was started before.
+    /// Sets `bytes` to 0, after all earlier work of the stream.
     pub(super) fn clear(&self, at: u64, bytes: usize) {
         self.works.note([at]);
         // SAFETY: views hold their bounds.
         let clear = || unsafe { sys::cuMemsetD8Async(at, 0, bytes, self.queue()) };
-        self.fill("cuMemsetD8Async", bytes, "to 0", clear);
+        self.fill("cuMemsetD8Async", bytes, "setting to zero", clear);
     }
 
     fn fill(&self, name: &str, bytes: usize, how: &str, call: impl FnOnce() -> CUresult) {
         if bytes > 0 {
-            self.must_start(self.call(|| check(name, call())), || format!("{bytes} bytes {how}"));
+            self.must_start(self.call(|| check(name, call())), || format!("{how}, {bytes} bytes"));
         }
     }
 
-    /// Begins to copy `bytes` from the GPU into pinned memory, where they are when the event is past.
+    /// Begins to copy `bytes` from the GPU into pinned memory. The copy is complete when the event is past.
     pub(super) fn fetch(&self, to: &mut Pages, from: u64, bytes: usize, stream: Stream) -> Event {
         self.outside_captures("a download");
         let queue = self.stream(stream.here());
@@ -75,7 +75,7 @@ impl Gpu {
             check("cuMemcpyDtoHAsync", unsafe { sys::cuMemcpyDtoHAsync_v2(to.address(), from, bytes, queue) })?;
             Event::new()?.recorded(queue)
         };
-        self.must(|| format!("{bytes} bytes from the GPU"), fetch)
+        self.must(|| format!("copying {bytes} bytes from the GPU"), fetch)
     }
 
     /// Begins to copy `bytes` of pinned memory to the GPU. The event is past when they may change.
@@ -87,10 +87,10 @@ impl Gpu {
             check("cuMemcpyHtoDAsync", unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.address(), bytes, queue) })?;
             Event::new()?.recorded(queue)
         };
-        self.must(|| format!("{bytes} bytes to the GPU"), put)
+        self.must(|| format!("copying {bytes} bytes to the GPU"), put)
     }
 
-    /// Lets this thread wait for an event; `what` is waited for.
+    /// Lets this thread wait for an event; `what` describes it.
     pub(super) fn await_event(&self, event: &Event, what: &'static str) {
         let _waiting = waiting(what);
         self.must(|| what.into(), || event.wait());

@@ -8,7 +8,7 @@ use crate::dtype::DType::{Bf16, F32};
 
 /// Rows of a block, forward: a warp each.
 const ROWS: usize = THREADS / 32;
-/// Blocks that leave a sum of dw each, and rows that they sum over at least.
+/// The maximum blocks that write a sum of dw each, and the minimum rows that they sum over.
 const BLOCKS_MAX: usize = 320;
 const EACH_MIN: usize = 16;
 

@@ -1,4 +1,4 @@
-//! How often the host waits for the GPU, what each thread waits for now, and how much is copied.
+//! Counts of the host's waits for the GPU and of copied bytes, and the current wait of each thread.
 
 use crate::sys::lock::lock;
 use std::marker::PhantomData;
@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
 
-/// What a thread stands still for, and since when.
+/// The current wait of a thread: its start, and a description.
 type Standing = Mutex<Option<(Instant, &'static str)>>;
 
-/// The place of each thread that stood still and lives: only it writes there, so that threads which start kernels do not meet.
+/// The waits of all live threads. Only the thread itself writes its entry, so threads that start kernels do not
+/// contend.
 static THREADS: Mutex<Vec<Weak<Standing>>> = Mutex::new(Vec::new());
 
 thread_local! {
@@ -22,7 +23,7 @@ thread_local! {
     };
 }
 
-/// Notes that this thread stands still for the GPU until the guard is dropped, which stays with the thread.
+/// A guard for this thread's wait for the GPU, which ends when it is dropped. It stays with the thread.
 #[derive(Debug)]
 pub(super) struct Waiting(PhantomData<*const ()>);
 
@@ -38,19 +39,19 @@ impl Drop for Waiting {
     }
 }
 
-/// Of the threads that stand still the first: since when, and what for.
+/// The oldest current wait: its start, and a description.
 pub(super) fn first() -> Option<(Instant, &'static str)> {
     lock(&THREADS).iter().filter_map(Weak::upgrade).filter_map(|standing| *lock(&standing)).min()
 }
 
-/// What is counted since the GPU was opened.
+/// Counts since the GPU was opened.
 #[derive(Debug, Default)]
 pub struct Counts {
     /// Kernels.
     pub started: Count,
     /// Waits of the host for all kernels that were started: the GPU has nothing to do then.
     pub drained: Count,
-    /// Waits for a copy that others were started behind (`Pinned`): the GPU goes on with those.
+    /// Waits for a copy after which more work was started (`Pinned`): the GPU continues with that.
     pub fetched: Count,
     /// Graphs that were launched.
     pub replayed: Count,

@@ -1,4 +1,4 @@
-// Blocks of one launch that wait for each other: numbers, and what one says to those that come behind.
+// Blocks of one launch that wait for each other: numbers, and the values that a block publishes to later blocks.
 //
 // Who reads what another said knows what that one had done before its last barrier, and what it knew itself. Another access
 // to the same bytes by both is an error, in whatever order they ran.
@@ -16,7 +16,7 @@ namespace {
 // How long no block may say anything while all wait.
 constexpr double PATIENCE_S = 3.0;
 
-// What stands at an address, and who has said it, before and now.
+// The value at an address and its writer, before and now.
 struct Said {
     u32 serial[2];
     u32 value[2];
@@ -99,7 +99,7 @@ void store_release(u32* to, u32 x) {
     s.watch->events++;
 }
 
-// In the other order a block's first look is an early one: it sees what stood there before.
+// In the other order a block's first read is early: it sees the previous value.
 u32 load_acquire(const u32* from) {
     State& s = *mine;
     touch_atomic(from, sizeof *from, __builtin_return_address(0));

@@ -13,7 +13,8 @@ struct Module {
     std::vector<char> image;
 };
 
-// What its cubin says of a kernel: threads of a block, bytes of shared memory before those that a launch asks for.
+// A kernel's limits from its cubin: threads of a block, and bytes of shared memory before the bytes that a launch asks
+// for.
 struct Function {
     const emulated::Entry* kernel;
     std::string name;
@@ -23,7 +24,7 @@ struct Function {
 // Shared memory of a block, as an H200 has it, whose tiles run here too; blocks along y and z.
 const int SHARED_MAX = 227 << 10;
 const unsigned BLOCKS_OVER = 65535;
-// Of a thread, whatever the kernel.
+// Resources of a thread, the same for every kernel.
 const int REGISTERS = 40, LOCAL_BYTES = 8;
 
 template <class T> T number_at(const char* at) {

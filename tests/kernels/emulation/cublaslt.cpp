@@ -53,13 +53,13 @@ struct Layout {
 struct Preference {
     uint64_t workspace = 0;
     uint32_t sums = 7;
-    // Of A, B, C, D.
+    // The alignments of A, B, C, D.
     uint32_t aligns[4] = {256, 256, 256, 256};
 };
 
 // 64 bytes that callers keep and do not look into.
 struct Algorithm {
-    // Stands for everything but the numbers of columns.
+    // Identifies everything except the numbers of columns.
     uint64_t product;
     uint32_t cuts, sums;
     uint32_t aligns[4];
@@ -76,7 +76,7 @@ struct Heuristic {
     int reserved[4];
 };
 
-// The reason of a refusal, which a status alone does not tell.
+// Prints the reason of a refusal, which a status alone does not give.
 int refused(Status status, const char* why) {
     std::fprintf(stderr, "emulated cuBLASLt: %s\n", why);
     return status;
@@ -106,7 +106,8 @@ const char* sizes(const Product& p, const Layout& a, const Layout& b, const Layo
 
 uint64_t identity(const Product& p, const Layout& a, const Layout& b, const Layout& d, const Sizes& s) {
     uint64_t hash = 0xcbf29ce484222325;
-    // Of m, n and k those that say how long columns are: a change of the number of columns alone keeps an algorithm.
+    // The sizes among m, n and k that set the length of columns: a change of the number of columns alone keeps an
+    // algorithm.
     for (uint64_t value : {uint64_t(p.transposed[0]), uint64_t(p.transposed[1]), uint64_t(p.epilogue), uint64_t(d.type), s.m,
                            a.rows, b.rows, uint64_t(a.stride), uint64_t(b.stride), uint64_t(d.stride)}) {
         hash = mixed(hash, value);
@@ -137,7 +138,7 @@ struct Work {
     Algorithm algorithm;
 };
 
-// Columns of op(matrix), or its rows where those are wanted, one behind the other.
+// Columns of op(matrix), or its rows if `along_memory` asks for them, one after the other.
 std::vector<float> lines(const Layout& of, const void* at, bool along_memory) {
     std::vector<float> values(of.rows * of.columns);
     for (uint64_t column = 0; column < of.columns; column++) {
@@ -192,7 +193,7 @@ int set(T* to, const void* from, size_t bytes) {
 }  // namespace
 
 #define API extern "C" int
-// What a call is told to answer (failing.h).
+// Returns the requested failure of a call (failing.h).
 #define TOLD \
     if (int status = failing::next(__func__).status) return status
 

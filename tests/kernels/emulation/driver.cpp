@@ -1,14 +1,14 @@
 // The driver of the emulated GPU: the functions of libcuda.so.1, of libnvidia-ml.so.1 and of NVRTC that src/device/cuda calls, over
 // the kernels of the same library.
 //
-// It is as late as a real one may be: what is put into a stream is done only when somebody waits for it, and no more of it. With
-// CUDA_LAUNCH_BLOCKING=1 it is done at once, and a launch tells its own failure. It refuses what a real one refuses: threads
-// without the context, also those that free; cubins newer than itself (EMULATED_CUDA, 13000 if unset); blocks and shared memory
-// beyond what the cubin and the GPU allow; the time between marks that keep none, or have not come; waits in a capture; memory
-// beyond EMULATED_BYTES. Beyond that it refuses copies of host memory that is not pinned, which a real one makes, but not beside
-// the host, and launches with another number of arguments than the kernel has. With
-// EMULATED_FORGETS=1 its first stream does not wait for others, with 2 those do not wait, with 3 none does. It has EMULATED_GPUS
-// GPUs; if unset one for each rank, 2 at least.
+// It is as late as a real one may be: work in a stream is done only when somebody waits for it, and no more of it. With
+// CUDA_LAUNCH_BLOCKING=1 it is done at once, and a launch returns its own failure. It rejects what a real driver
+// rejects: threads without the context, also threads that free; cubins newer than itself (EMULATED_CUDA, 13000 if
+// unset); blocks and shared memory beyond what the cubin and the GPU allow; the time between marks that keep none, or
+// are not reached; waits in a capture; memory beyond EMULATED_BYTES. It also rejects copies of host memory that is not
+// pinned, which a real driver makes, but not asynchronously, and launches with another number of arguments than the
+// kernel has. With EMULATED_FORGETS=1 its first stream does not wait for others, with 2 the others do not wait, with 3
+// none does. It has EMULATED_GPUS GPUs; if unset one for each rank, at least 2.
 //
 // A graph runs its nodes in an order that only its edges bind. Streams join a capture by an event of it and must be joined
 // again before it ends; an event of a capture is waited for nowhere else, and none of elsewhere within. A graph that is
@@ -104,7 +104,7 @@ thread_local bool entered = false;
 bool started = false;
 // What went wrong in the kernel that failed last.
 std::string complaint;
-// A kernel's fault is told by every later call.
+// A kernel's fault, which every later call returns.
 std::atomic<int> fault{Success};
 size_t total = size_t{1} << 30, used = 0;
 struct Run {
@@ -113,7 +113,7 @@ struct Run {
     uint64_t serial;
 };
 std::map<uint64_t, Run> allocated;
-// Host memory that is pinned: what lies elsewhere a real driver copies, too, but not beside the host.
+// Pinned host memory. A real driver also copies other memory, but not asynchronously.
 std::map<uint64_t, size_t> pinned;
 // Captures that are under way.
 std::map<uint64_t, Graph*> capturing;
@@ -135,8 +135,8 @@ int ready() {
     return fault;
 }
 
-// What a call is told to answer. One that fails late has begun something that fails when the first stream comes to it, or stands
-// there for ever.
+// The requested result of a call. A call that fails late has started work that fails, or never ends, when the first
+// stream reaches it.
 int told(const char* call) {
     failing::Answer answer = failing::next(call);
     if (!answer.status && !answer.hangs) return Success;
@@ -170,7 +170,7 @@ void try_all() {
     unfinished = false;
 }
 
-// Whether a wait of the first stream, or of one beside it, is left out, as EMULATED_FORGETS says.
+// Whether a wait of the first stream, or of another one, is left out, as EMULATED_FORGETS requests.
 bool is_forgotten(bool is_first) {
     static const char* told = std::getenv("EMULATED_FORGETS");
     return told && (!std::strcmp(told, is_first ? "1" : "2") || !std::strcmp(told, "3"));
@@ -182,8 +182,8 @@ bool is_late() {
     return late;
 }
 
-// Runs a stream until it has come somewhere. While it waits for another rank the other streams go on, as that rank may wait for
-// them, and other threads of this one may ask for something.
+// Runs a stream until it has reached a point. While it waits for another rank the other streams continue, as that rank
+// may wait for them, and other threads of this one may make calls.
 template <class Done> void wait_for(Stream* stream, Done done) {
     trying = true;
     for (;;) {
@@ -198,8 +198,8 @@ template <class Done> void wait_for(Stream* stream, Done done) {
     trying = false;
 }
 
-// Where GPUs work together one may wait for another whose host waits for something else: so when nothing is asked of it for a
-// while, this one goes on by itself.
+// If GPUs work together, one may wait for another whose host waits for something else. So if no call is made for a
+// while, this one continues by itself.
 void go_on() {
     entered = trying = true;
     bool idle = false;
@@ -253,13 +253,13 @@ int ends_capture(Stream* stream, int status) {
     return status;
 }
 
-// Whether work goes on beside the computing.
+// Whether work runs at the same time as the computing.
 bool is_beside(const Stream* stream) { return stream != streams[0] && !stream->capture; }
 
 int copy(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
     if (int status = ready()) return status;
     stream->add([=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes); });
-    // EMULATED_EARLY: copies beside the first stream are done as soon as they may be, not as late.
+    // EMULATED_EARLY: copies on other streams than the first are done as early as possible, not as late.
     bool early = is_beside(stream) && setting("EMULATED_EARLY", 0);
     if (early) stream->run();
     return Success;
@@ -565,7 +565,7 @@ API cuEventElapsedTime(float* milliseconds, Event* start, Event* end) {
     return Success;
 }
 
-// An event may be destroyed before its stream has come to it, so it stays.
+// An event may be destroyed before its stream has reached it, so it is kept.
 API cuEventDestroy_v2(Event*) {
     FREES;
     return fault;
@@ -683,7 +683,7 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
         if (spoiled.comes) std::memset(reinterpret_cast<void*>(words[static_cast<size_t>(spoiled.status)]), 0xff, 4);
     };
     stream->add(std::move(run), std::move(uses));
-    // A launch that blocks tells its failure itself, and others may follow.
+    // A launch that blocks returns its failure itself, and others may follow.
     return blocking && !stream->capture ? fault.exchange(Success) : static_cast<int>(Success);
 }
 

@@ -1,10 +1,11 @@
 // Calls that fail, for every library that is emulated.
 //
-// EMULATED_FAILS says which: `cuLaunchKernel:12:719` lets the twelfth call of that function answer status 719; `12+` that one and
-// all behind it; `12:719:late` lets it succeed, and what it began fail when the GPU comes to it; `12:hang` lets the GPU never come
-// past it; `@1` at the end means rank 1 alone. Each that comes is a line of the file EMULATED_FAILED. EMULATED_SPOILS is the same of
-// kernels: `adamw_step:5:0` lets the fifth run of that one leave NaN in the first 4 bytes of what its argument 0 points to.
-// EMULATED_CALLS is a file in which every process leaves, at its end, how often each function was called: its rank, name, number.
+// EMULATED_FAILS selects them: `cuLaunchKernel:12:719` lets the twelfth call of that function return status 719; `12+`
+// that call and all later ones; `12:719:late` lets it succeed, and the work that it started fail when the GPU reaches
+// it; `12:hang` never lets the GPU get past it; `@1` at the end means rank 1 alone. Each failure is a line of the file
+// EMULATED_FAILED. EMULATED_SPOILS does the same for kernels: `adamw_step:5:0` lets the fifth run of that kernel leave
+// NaN in the first 4 bytes of its argument 0. EMULATED_CALLS is a file in which every process writes, at its end, the
+// number of calls of each function: its rank, name, number.
 #pragma once
 
 #include <cstdint>

@@ -5,8 +5,8 @@
 #include <cstdio>
 #include <cstdlib>
 
-// Switches stacks: saves what a call must keep, and goes on where `to` was left. Far cheaper than swapcontext, which asks the
-// kernel about signals every time.
+// Switches stacks: saves the registers that a call must keep, and continues where `to` was left. Much cheaper than
+// swapcontext, which asks the kernel about signals every time.
 extern "C" void emulated_switch(void** from, void* to);
 asm(R"(
 .text
@@ -42,7 +42,7 @@ void hand_over(State& s, int to) {
     emulated_switch(from, s.fibers[to].stack_pointer);
 }
 
-// The lane that goes on after lane `l` of a warp, among those that can.
+// The lane that continues after lane `l` of a warp, among the ready ones.
 int following(const State& s, u32 ready, int l) {
     int stride = s.launch->order ? 13 : 1;
     do l = (l + stride) % LANES;
@@ -51,7 +51,7 @@ int following(const State& s, u32 ready, int l) {
 }
 
 // All lanes of a warp have stopped: at one operation together, or one by one at the block's barrier or their end.
-// Whether they can go on.
+// Returns whether they can continue.
 bool settle(State& s, int first) {
     const Fiber& one = s.fibers[first];
     for (int i = first; i < first + LANES; i++) {
@@ -72,7 +72,7 @@ bool settle(State& s, int first) {
     return true;
 }
 
-// The running fiber waits, as it has noted; returns when it may go on.
+// The running fiber waits, as it has recorded; returns when it may continue.
 void stop(State& s) {
     int i = s.current, first = i / LANES * LANES;
     u32& ready = s.ready[i / LANES];
@@ -109,7 +109,7 @@ void prepare(State& s, int i) {
     f.stack_pointer = top;
 }
 
-// Whether all threads have come to the barrier, and go on.
+// Whether all threads have reached the barrier, and continue.
 bool release_block(State& s) {
     int waiting = 0;
     for (int i = 0; i < s.launch->threads; i++) waiting += s.fibers[i].wait == Wait::Block;

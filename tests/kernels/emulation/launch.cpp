@@ -29,7 +29,7 @@ void describe(const void* at, char* to, size_t bytes) {
     char command[512], line[256] = "";
     Dl_info library{};
     if (!dladdr((const void*)&entries, &library)) return;
-    // The address is that behind the call.
+    // The address is the one after the call.
     std::snprintf(command, sizeof command, "addr2line -e '%s' %#llx 2>/dev/null", library.dli_fname, (u64)at - (u64)__ehdr_start - 1);
     FILE* tool = popen(command, "r");
     if (!tool) return;
@@ -95,7 +95,7 @@ void run(Job& job) {
 
 u32 serial = 1;
 int order;
-// Blocks that alone run of grids that have more than so many.
+// The only blocks that run in grids of more than CHOSEN_FROM blocks.
 std::vector<u64> wanted;
 constexpr u64 CHOSEN_FROM = 4096;
 char complaint[1280];
@@ -139,7 +139,7 @@ void fail_in_arena(State& s, const char* did, u64 address, size_t bytes, const v
          nearest->name, (size_t)(nearest->end - nearest->start));
 }
 
-// Dynamic shared memory lies behind what kernels may declare.
+// Dynamic shared memory comes after the memory that kernels may declare.
 void open_shared(State& s) {
     s.variables.clear();
     s.dynamic = {"", s.arena + SHARED_DECLARED_MAX + APART * WARPS_MAX, nullptr};
@@ -150,7 +150,7 @@ void open_shared(State& s) {
 
 u8* dynamic_shared() { return mine->dynamic.start; }
 
-// The first thread of a block that comes to a variable makes it. `name` is one pointer at each place of the source.
+// The first thread of a block that reaches a variable creates it. `name` is one pointer at each place of the source.
 void* shared_variable(const char* name, size_t bytes) {
     State& s = *mine;
     for (const Variable& v : s.variables) {
@@ -200,8 +200,8 @@ const char* emulated_launch(const emulated::Entry& entry, const u32* grid, u32 b
         if (is_part && block < blocks) chosen.push_back(block);
     }
     if (is_part) blocks = chosen.size();
-    // Records of earlier launches must look earlier: after so many blocks, count no further.
-    if (serial + blocks > 0xffffffffull) return "more blocks than the emulated GPU can tell apart";
+    // Records of earlier launches must look earlier: after this many blocks, counting stops.
+    if (serial + blocks > 0xffffffffull) return "more blocks than the emulated GPU can distinguish";
     Job job;
     job.launch = {entry.start, arguments, {grid[0], grid[1], grid[2]}, (int)block, shared_bytes, order, serial,
                   is_part ? &chosen : nullptr};

@@ -1,7 +1,7 @@
 // Memory of the emulated GPU, and the answers to the compiler's hooks: every load and store of a kernel comes through here.
 //
-// What it gives out begins on pages of its own, each run ends close to one that cannot be touched, and what is given back is taken
-// from the machine and never given out again: so freed memory is known.
+// Each run begins on pages of its own and ends close to a page that cannot be touched. Freed runs are unmapped and their
+// addresses are never reused, so accesses to freed memory are detected.
 #include "state.h"
 
 #include <sys/mman.h>
@@ -18,7 +18,7 @@ struct Allocation {
 };
 
 constexpr u64 REGION = 4ull << 40;
-// Where runs begin: multiples of so many bytes.
+// The alignment of runs in bytes.
 constexpr u64 ALIGN = 256;
 // Runs of as many bytes or more begin as zeros: of them only what is touched takes memory of the machine, so that tensors may be
 // as large as those of real jobs.
@@ -148,7 +148,7 @@ void check_last_write(State& s, const char* did, Record w, Record now, bool shar
     }
 }
 
-// Whether nobody has to wait for those who read: they did it in an earlier launch or block, or before a barrier.
+// Whether no thread has to wait for the readers: they read in an earlier launch or block, or before a barrier.
 INLINE bool are_done(const State& s, Record r, bool shared) {
     if (serial_of(r) == s.serial) return (r & PHASE) != s.phase << 20 && (shared || (r & KIND) != BY_BLOCKS);
     return shared || serial_of(r) < s.launch->first_serial;
@@ -236,8 +236,8 @@ void open_region(State& s) {
     s.recent_start = s.recent_end = 0;
 }
 
-// The lanes read for each other: so what any lane of the warp wrote must lie behind a barrier. A row of a matrix at a time; its
-// cells are of this thread of the host alone.
+// The lanes read for each other, so a barrier must come after the writes of any lane of the warp. A row of a matrix at
+// a time; its cells belong to this thread of the host alone.
 void touch_together(const void* row) {
     State& s = *mine;
     Place p = find(s, "load_matrices reads", (u64)row, ROW, nullptr);
@@ -282,7 +282,7 @@ void* emulated_allocate(u64 bytes) {
     bytes = bytes > 0 ? bytes : 1;
     Region& r = region();
     std::lock_guard<std::mutex> one(r.one);
-    // The page behind, which cannot be touched, is for the host's copies; kernels are checked to the byte.
+    // The page after it, which cannot be touched, is for the host's copies; kernels are checked to the byte.
     u64 first = r.used / PAGE, count = (bytes + ALIGN + PAGE - 1) / PAGE, begin = r.base + r.used;
     if (r.used + (count + 1) * PAGE > REGION || mprotect((void*)begin, count * PAGE, PROT_READ | PROT_WRITE)) return nullptr;
     r.used += (count + 1) * PAGE;
@@ -320,7 +320,7 @@ void emulated_free(void* memory, u64 bytes) {
     for (u64 i = 0; i < count; i++) r.owners[first + i] = 0;
 }
 
-// Sets bytes to 0; of a sparse run whole pages take no memory of the machine until they are touched again.
+// Sets bytes to 0. Whole pages of a sparse run use no memory of the machine until they are touched again.
 void emulated_clear(u64 address, u64 bytes) {
     using namespace emulated;
     u64 end = address + bytes, first = (address + PAGE - 1) / PAGE * PAGE, last = end / PAGE * PAGE;

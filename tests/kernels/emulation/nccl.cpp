@@ -5,11 +5,11 @@
 // and says so (ncclGetLastError). Sums are made in one order: rank r adds r, r-1,
 // r-2 ... as the host's reduce-scatter does, so that the two can be compared bit by bit.
 //
-// A call is put into its stream and done when somebody waits for it. On a stream that is captured it becomes a node of the graph,
-// and is done at each launch. What graphs hold has numbers of its own, so that ranks which capture or launch other calls are told. With
-// EMULATED_STRICT a message of a kind that two ranks did not pass before is refused in a
-// capture: a real one connects them there, and takes memory. The first call of a communicator takes EMULATED_NCCL_BYTES of the
-// GPU's.
+// A call is put into its stream and done when somebody waits for it. On a stream that is captured it becomes a node of
+// the graph, and is done at each launch. The calls in graphs have numbers of their own, so that ranks that capture or
+// launch different calls are reported. With EMULATED_STRICT a message of a kind that two ranks did not exchange before
+// is rejected in a capture: a real one connects them there, and allocates memory. The first call of a communicator uses
+// EMULATED_NCCL_BYTES of the GPU's memory.
 #include <algorithm>
 #include <map>
 #include "bf16.h"
@@ -83,7 +83,7 @@ std::set<std::tuple<uint32_t, int, bool>> messages(const Work& work) {
 int capture(std::unique_ptr<Work> work) {
     Comm* comm = work->comm;
     // EMULATED_FAILS=capture:1+:1 refuses all captures of a rank.
-    if (int status = failing::next("capture").status) return failed(status, "rank %d cannot capture, as it was told", comm->rank);
+    if (int status = failing::next("capture").status) return failed(status, "rank %d cannot capture, as requested", comm->rank);
     for (const auto& met : messages(*work)) {
         if (!std::getenv("EMULATED_STRICT") || comm->met.count(met)) continue;
         return failed(InvalidUsage, "%s to or from rank %d for the first time, in a capture", KINDS[std::get<0>(met)], std::get<1>(met));
@@ -156,12 +156,12 @@ uint8_t* part(void* at, size_t i, size_t bytes) { return static_cast<uint8_t*>(a
         failing::Answer told = failing::next(__func__);                         \
         if (told.hangs) sleep(60);                                              \
         if (told.late) comm->fault = told.status, comm->lost = true;            \
-        else if (told.status) return ended(failed(told.status, "%s fails, as it was told", __func__)); \
+        else if (told.status) return ended(failed(told.status, "%s fails, as requested", __func__)); \
         if (int status = checked(__VA_ARGS__)) return ended(status);            \
     } while (0)
-// What a call is told to answer (emulation/failing.h).
+// Returns the requested failure of a call (emulation/failing.h).
 #define TOLD                                                                                             \
-    if (int status = failing::next(__func__).status) return failed(status, "%s fails, as it was told", __func__)
+    if (int status = failing::next(__func__).status) return failed(status, "%s fails, as requested", __func__)
 #define APART(...)                                                                                           \
     do {                                                                                                     \
         if (!(__VA_ARGS__)) return ended(failed(InvalidUsage, "%s: memory that overlaps", __func__));        \
@@ -202,7 +202,7 @@ API ncclGetUniqueId(Id* id) {
 API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
     failing::Answer answer = failing::next(__func__);
     while (answer.hangs) sleep(1);
-    if (answer.status) return failed(answer.status, "%s fails, as it was told", __func__);
+    if (answer.status) return failed(answer.status, "%s fails, as requested", __func__);
     if (ranks < 1 || ranks > RANKS || rank < 0 || rank >= ranks) return failed(InvalidArgument, "rank %d of %d", rank, ranks);
     if (std::strncmp(id.name, "/proc/", 6)) return failed(InvalidArgument, "an id of nobody");
     int memory = open(id.name, O_RDWR | O_CLOEXEC);
@@ -269,7 +269,7 @@ API ncclGroupEnd() {
     if (int status = failing::next(__func__).status) {
         depth--;
         group.clear();
-        return failed(status, "%s fails, as it was told", __func__);
+        return failed(status, "%s fails, as requested", __func__);
     }
     return --depth == 0 ? launch() : Success;
 }

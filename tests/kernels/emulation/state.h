@@ -73,8 +73,8 @@ struct Launch {
 
 struct Region;
 
-// What a block knows of another: that its accesses before its barrier `until` are done. Thread `thread` has seen it, between
-// the barriers of the block and of its warp that bear these numbers; behind them the others may count on it.
+// A block's knowledge of another: its accesses before its barrier `until` are done. Thread `thread` has seen it,
+// between the barriers of the block and of its warp with these numbers; after them the others may rely on it.
 struct Known {
     u32 serial;
     Record until;
@@ -97,7 +97,7 @@ struct State {
     int current = -1;
     Record phase = 0;
     u8 warp_phase[WARPS_MAX] = {};
-    // Lanes that can go on, by warp.
+    // Lanes that can continue, by warp.
     u32 ready[WARPS_MAX] = {};
     Fiber fibers[THREADS_MAX];
     void* arguments[THREADS_MAX] = {};

@@ -14,8 +14,8 @@ namespace {
 using Work = std::function<void()>;
 // CUDA_LAUNCH_BLOCKING: what is put into a stream is done at once.
 bool blocking = false;
-// Whoever waits for one stream lets none stand in a collective: work that must wait for another rank says `unfinished` while its
-// thread is `trying`, and is gone on with later.
+// A thread that waits for one stream never blocks in a collective: work that must wait for another rank sets
+// `unfinished` while its thread is `trying`, and is continued later.
 thread_local bool trying = false, unfinished = false;
 // Numbers of nodes.
 using Nodes = std::vector<size_t>;
@@ -38,7 +38,7 @@ struct Graph {
     // Once it is made: the order in which nodes are launched.
     Nodes order;
     uint64_t id = 0;
-    // While it is captured: the stream that it began with, and those that joined it.
+    // While it is captured: the stream that it began with, and the streams that joined it.
     Stream* origin = nullptr;
     std::vector<Stream*> streams;
     // The first status that ended the capture.
@@ -78,7 +78,7 @@ struct Stream {
     int priority = 0;
     std::deque<Work> queue;
     Graph* capture = nullptr;
-    // In a capture: what the next node comes behind.
+    // In a capture: the nodes that the next node follows.
     Nodes tips;
 
     void add(Work work, std::vector<Use> uses = {}) {
@@ -97,7 +97,7 @@ struct Stream {
         }
     }
 
-    // No further than it must: what comes behind may itself wait for who waits here.
+    // No further than it must: later work may itself wait for the waiter.
     template <class Done> void run_until(Done done) {
         while (!done() && !queue.empty()) {
             Work work = std::move(queue.front());
@@ -119,7 +119,7 @@ struct Event {
     std::atomic<uint64_t> recorded{0}, passed{0};
     bool is_timed = true;
     double at = 0;
-    // The capture in which it was put somewhere last, and behind which nodes.
+    // The capture in which it was recorded last, and the nodes before it.
     std::atomic<uint64_t> capture{0};
     Nodes tips;
 };

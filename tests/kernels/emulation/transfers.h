@@ -87,13 +87,13 @@ struct Comm {
     Shared* shared = nullptr;
     // From each rank to each.
     std::vector<int> pipes;
-    // How many calls there were of each kind: of a capture or not, collectives (-1) or sends to and receipts from each rank.
+    // The number of calls of each kind: in a capture or not, collectives (-1) or sends to and receives from each rank.
     std::map<std::pair<bool, int>, uint64_t> numbers;
     // Which kinds of messages went to and came from whom outside of captures: kind, peer, whether it was sent.
     std::set<std::tuple<uint32_t, int, bool>> met;
     std::atomic<bool> aborted{false};
     std::atomic<int> fault{Success};
-    // A connection that broke beside the host: nothing comes any more, until somebody leaves.
+    // A connection that broke asynchronously: nothing arrives any more, until a rank leaves.
     std::atomic<bool> lost{false};
 
     int pipe(int from, int to) { return pipes[from * ranks + to]; }
@@ -116,7 +116,7 @@ struct Transfer {
     Header header;
     uint8_t* data;
     size_t bytes, done = 0;
-    // What the other rank says of it.
+    // The other rank's header.
     Header theirs{};
 };
 
@@ -153,7 +153,7 @@ struct Work {
         return room.back()->data();
     }
 
-    // Whether a call may read, or write, these bytes beside the others of the group.
+    // Whether a call may read, or write, these bytes together with the others of the group.
     bool takes(const void* data, size_t bytes, bool written) {
         Run run{static_cast<const uint8_t*>(data), bytes, written};
         for (const Run& other : runs) {

@@ -37,8 +37,8 @@ fn attend(of_rows: &mut [Memory; 6], of_keys: &mut [Memory; 4], spans: &[Span], 
     only(&blocks, || attention_backward::delta(o.view(Bf16), d_o, &shape(window), delta.view_mut(F32)));
     let statistics = [lse.view(F32), delta.view(F32), d_o];
     let to = [dk.view_mut(Bf16), dv.view_mut(Bf16)];
-    // Blocks take their work by number, and begin with the keys that are seen; the others, of which there are far more, would all be
-    // set to 0.
+    // Blocks take their work by number, and begin with the keys that are seen; the others, of which there are far more,
+    // would all be set to 0.
     let tiles: usize = spans.iter().map(|span| shape(window).kv_heads * span.keys.div_ceil(128)).sum();
     let blocks: Vec<usize> = (0..tiles).collect();
     only(&blocks, || {
@@ -46,7 +46,7 @@ fn attend(of_rows: &mut [Memory; 6], of_keys: &mut [Memory; 4], spans: &[Span], 
     });
 }
 
-/// Rows and keys around each bound; with a window, behind keys of two runs.
+/// Rows and keys around each bound; with a window, after keys of two runs.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
 fn far_rows_attend_to_far_keys_and_walk_back() {
@@ -74,7 +74,7 @@ fn paged_shape() -> AttentionShape {
     AttentionShape { heads: 8, kv_heads: 2, head_dim: 64, window: None, scale: 0.2 }
 }
 
-/// What decoding, whole and split, and prefill give over the cached tokens of two sequences with these pages.
+/// The results of decoding, whole and split, and of prefill over the cached tokens of two sequences with these pages.
 fn cached(pages: usize, tables: [&[u32]; 2], pairs: &[(u32, u32)]) -> Vec<Vec<u16>> {
     let shape = paged_shape();
     let (of_q, of_k) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);

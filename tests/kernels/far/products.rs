@@ -10,7 +10,7 @@ use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 /// Values from row to row, and rows beyond all bounds: those of a small product are a part of each.
 const STRIDE: usize = 8192;
 const ROWS: usize = (1 << 32) / STRIDE + 8;
-/// As far apart lie the lines of a chain, which a test can only walk as a whole.
+/// The distance of the lines of a chain, which a test can only walk as a whole.
 const APART: usize = 1 << 24;
 const LINES: usize = (1 << 32) / APART + 48;
 
@@ -63,7 +63,7 @@ fn far_rows_are_multiplied() {
     }
 }
 
-/// As a head of many tokens has them: a block is a tile of columns.
+/// Shapes like a head's with many tokens: a block is a tile of columns.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
 fn products_with_far_weights_are_those_with_the_same_weights() {
@@ -128,7 +128,7 @@ fn gradients_of_far_weights_are_those_of_the_same_weights() {
     }
 }
 
-/// Lines of `width` values, as far apart as `APART` says, and one behind the other.
+/// Lines of `width` values, `APART` apart, and one after the other.
 fn lines(seed: u32, width: usize) -> (Memory, Memory) {
     let values = bf16(&numbers(seed, LINES * width));
     let mut far = Memory::scratch(2 * ((LINES - 1) * APART + width));
@@ -138,7 +138,7 @@ fn lines(seed: u32, width: usize) -> (Memory, Memory) {
     (far, Memory::of(&values))
 }
 
-/// What a chain walks lies beyond all bounds at its end.
+/// The end of a chain is beyond all bounds.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
 fn chains_over_far_lines_are_those_over_the_same_lines() {

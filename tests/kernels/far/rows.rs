@@ -125,8 +125,8 @@ fn far_values_are_predicted_and_walked_back() {
     });
 }
 
-/// Rows, each of which is fetched from where it lies to the same place of another tensor, and summed into it. Columns of them, too,
-/// as a tensor rank has them of a matrix.
+/// Rows, each of which is fetched from where it lies to the same place of another tensor, and summed into it. Columns
+/// of them, too, as a tensor rank has them of a matrix.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
 fn far_rows_are_fetched_and_summed() {

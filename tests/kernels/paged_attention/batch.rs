@@ -20,7 +20,7 @@ fn sequences<'a>(chunks: &[(usize, usize)], tables: &'a [Vec<u32>]) -> Vec<Paged
     chunks.iter().zip(tables).map(of).collect()
 }
 
-/// Rows that are turned already come to the cache: by angles of 0.
+/// Appends rows that are already rotated to the cache, with angles of 0.
 pub fn append(cache: &mut KvPages, k: &Memory, v: &Memory, sequences: &[PagedSequence], shape: &AttentionShape) {
     let AttentionShape { heads, head_dim: e, .. } = *shape;
     let rows: usize = sequences.iter().map(|sequence| sequence.tokens).sum();
@@ -31,7 +31,7 @@ pub fn append(cache: &mut KvPages, k: &Memory, v: &Memory, sequences: &[PagedSeq
     kv_append(cache, q, kv, (&positions, &angles), &table);
 }
 
-/// Whole sequences, one behind the other.
+/// Whole sequences, one after the other.
 pub struct Batch {
     pub case: Case,
     pub ends: Vec<usize>,
@@ -75,7 +75,8 @@ impl Batch {
         append(cache, &k, &v, sequences, shape);
     }
 
-    /// o for `chunks`: (past, tokens) of each sequence, decoded split or not; what is past comes to the cache first.
+    /// o for `chunks`: (past, tokens) of each sequence, decoded split or not. The past tokens are appended to the cache
+    /// first.
     pub fn run(&self, split: bool, chunks: &[(usize, usize)]) -> Vec<f32> {
         let (pages, tables) = self.tables();
         let mut cache = KvPages::new(pages, &self.case.shape);

@@ -1,4 +1,4 @@
-//! Attention: of one long sequence, forward and backward; a step of a ring; and of single tokens over the cache.
+//! Attention: one long sequence, forward and backward; one step of a ring; and single tokens over the cache.
 
 use super::bench::{Bench, Target, Work};
 use crate::device::Device;
@@ -10,12 +10,12 @@ use crate::ops::ring_attention::{self, Backward, Step};
 use crate::tensor::DType::{Bf16, F32};
 use crate::tensor::Tensor;
 
-/// Query heads, and those of keys and values.
+/// The numbers of query heads and of key/value heads.
 const HEADS: (usize, usize) = (32, 8);
-/// Head dims that are measured besides that of the targets.
+/// Head dims that are measured in addition to that of the targets.
 const OTHER_HEAD_DIMS: [usize; 3] = [32, 64, 256];
 const HEAD_DIM: usize = 128;
-/// One token of each of so many sequences, behind so many others.
+/// Decoding shapes: the number of sequences, and the tokens that each already has.
 const DECODED: [(usize, usize); 7] =
     [(1, 4096), (1, 32768), (1, 131_072), (8, 8192), (64, 1024), (64, 4096), (256, 1024)];
 
@@ -67,7 +67,7 @@ fn long(bench: &Bench, e: usize) {
     });
 }
 
-/// A step of a ring: half of the rows of a rank, those of its late pieces, over the keys of another one.
+/// One step of a ring: the later half of a rank's rows attends to the keys of another rank.
 fn ring_step(bench: &Bench) {
     let (t, e, shape) = (bench.n(8192), HEAD_DIM, shape(bench, HEAD_DIM));
     let (heads, kv_heads) = (shape.heads, shape.kv_heads);
@@ -94,7 +94,7 @@ fn ring_step(bench: &Bench) {
     });
 }
 
-/// One token of each of `batch` sequences over a cache of `past` tokens each; several caches take turns.
+/// Attention of one token of each of `batch` sequences over a cache of `past` tokens each; several caches take turns.
 fn decode(bench: &Bench, batch: usize, past: usize) {
     let (e, shape) = (HEAD_DIM, shape(bench, HEAD_DIM));
     let (heads, width) = (shape.heads, shape.kv_heads * e);

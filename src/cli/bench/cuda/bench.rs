@@ -1,4 +1,4 @@
-//! How `bench cuda` measures: a workload's seconds compared with the GPU's own copy and GEMM, and with its target.
+//! The measurements of `bench cuda`: each workload is compared with the GPU's own copy and GEMM, and with its target.
 
 use crate::cli::bench::args::Args;
 pub(super) use crate::cli::bench::cost::Work;
@@ -11,12 +11,12 @@ use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::io::Write;
 
-/// Shortest measured batch of calls, in seconds: far more than the events of the timer cost.
+/// The shortest measured batch of calls, in seconds: much longer than the overhead of the timer's events.
 const BATCH_S: f64 = 0.03;
-/// What is read in turn, so that no call finds its data in the GPU's cache.
+/// Bytes of the inputs that take turns, so that no call reads its data from the GPU's cache.
 const ROTATED_BYTES: usize = 512 << 20;
 
-/// What a kernel has to reach, as a share of a peak.
+/// The target of a kernel, as a share of a peak.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Target {
     Copy(f64),
@@ -32,12 +32,12 @@ pub(super) struct Bench<'a> {
     /// Bytes/s of a large copy, read and written; FLOP/s of a large product.
     pub copy: f64,
     pub product: f64,
-    /// What the maker declares of both, where that is known.
+    /// The peaks that the manufacturer declares for both, if known.
     pub declared: Option<[f64; 2]>,
     pub has_fast: bool,
-    /// bf16 in -1..1, f32 in 0..1, bf16 of the size that weights have.
+    /// bf16 values in -1..1, f32 values in 0..1, and bf16 values as large as typical weights.
     pub noise: [Memory; 3],
-    /// Targets that were judged, and those that were reached.
+    /// The number of evaluated targets, and of reached ones.
     pub judged: Cell<[usize; 2]>,
 }
 
@@ -62,7 +62,7 @@ impl Bench<'_> {
         if self.args.small { small } else { real }
     }
 
-    /// How many of a work's inputs, of `bytes` each, are taken in turn.
+    /// The number of copies of a workload's inputs, of `bytes` each, that take turns.
     pub(super) fn copies(&self, bytes: usize) -> usize {
         self.pick(ROTATED_BYTES.div_ceil(bytes), 2)
     }
@@ -72,13 +72,13 @@ impl Bench<'_> {
         if self.has_fast { &[("exact", false), ("fast", true)] } else { &[("exact", false)] }
     }
 
-    /// Whether the GPU has as many bytes free; logs where not.
+    /// Whether the GPU has `bytes` free; prints a line if not.
     pub(super) fn has_room(&self, name: &str, bytes: usize) -> bool {
         let free = self.gpu.free_bytes();
         let gib = |bytes: usize| bytes as f64 / (1u64 << 30) as f64;
         let has_room = free >= bytes || self.args.small;
         if !has_room && !self.args.json {
-            say!("skipped: {name}, which takes {:.0} GiB of the GPU, where {:.0} are free", gib(bytes), gib(free));
+            say!("skipped: {name} needs {:.0} GiB of GPU memory, {:.0} GiB are free", gib(bytes), gib(free));
         }
         has_room
     }
@@ -101,7 +101,7 @@ impl Bench<'_> {
         fill(weights, self.noise[2].view(Bf16));
     }
 
-    /// Samples of batches of calls between two CUDA events, after calls that load kernels and raise the clocks.
+    /// Times batches of calls between two CUDA events, after calls that load kernels and raise the clocks.
     pub(super) fn seconds(&self, mut work: impl FnMut()) -> Timed {
         let mut batch = |calls: usize| self.gpu.seconds(|| (0..calls).for_each(|_| work())) / calls as f64;
         let _ = batch(1);
@@ -112,7 +112,7 @@ impl Bench<'_> {
         Timed { median: median(&times), range }
     }
 
-    /// Measures a work and shows its shares of the peaks.
+    /// Measures a workload and shows its shares of the peaks.
     pub(super) fn measure(&self, name: &str, cost: Work, target: Option<Target>, work: impl FnMut()) {
         self.show(name, cost, target, self.seconds(work));
     }
@@ -154,14 +154,14 @@ impl Bench<'_> {
         };
         let declared = self.declared.map_or(String::new(), of_declared);
         let (share, reached, of) = match target {
-            Target::PyTorch => return format!("target PyTorch's rate, where there is torch{declared}"),
+            Target::PyTorch => return format!("target PyTorch's rate, if torch is installed{declared}"),
             Target::Copy(share) => (share, copy, "copy"),
             Target::Product(share) => (share, product, "product"),
         };
         let [judged, well] = self.judged.get();
         let is_well = reached >= share;
         let verdict = match (self.args.small, is_well) {
-            (true, _) => "too small to tell",
+            (true, _) => "too small to judge",
             (false, true) => "reached",
             (false, false) => "missed",
         };

@@ -1,4 +1,4 @@
-//! Decoding with a model of the shape of Llama 2 7B, with CUDA graphs and without: each token reads all weights, so that the
+//! Decoding with a model of the shape of Llama 2 7B, with CUDA graphs and without. Each token reads all weights, so the
 //! target is a share of a copy.
 
 use super::bench::{Bench, Target, Work};

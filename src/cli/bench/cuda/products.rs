@@ -29,12 +29,12 @@ pub(super) fn run(bench: &Bench) {
     }
 }
 
-/// The mode is off: what is not asked to be fast is exact.
+/// The backend of a GEMM. The mode is off, so GEMMs that are not explicitly fast are exact.
 fn way(fast: bool) -> Way {
     if fast { Way::Fast } else { Way::Chosen }
 }
 
-/// The products of one shape: y (m, n) = x (m, k) W (n, k)^T and its gradients. Several W take turns.
+/// The GEMMs of one shape: y (m, n) = x (m, k) W (n, k)^T and its gradients. Several W take turns.
 pub(super) struct Products {
     mnk: [usize; 3],
     x: Memory,
@@ -75,7 +75,7 @@ impl Products {
     }
 }
 
-/// A large copy, and a large product by whoever does it faster: the denominators.
+/// The denominators: a large copy, and a large GEMM by the faster of the backends.
 pub(super) fn peaks(bench: &mut Bench, fast: &Result<String, String>) {
     let len = bench.n(1 << 14).pow(2);
     let (from, mut to) = (bench.random_f32(len), Memory::scratch(4 * len));
@@ -95,9 +95,9 @@ pub(super) fn peaks(bench: &mut Bench, fast: &Result<String, String>) {
         match fast {
             Ok(library) => {
                 let faster = done.iter().find(|(_, timed)| timed.median <= best).map_or("exact", |(mode, _)| mode);
-                say!("products: exact and fast, by {library}; shares are of the {faster} one of {n} x {n} x {n}");
+                say!("GEMM: exact, and fast by {library}; shares are relative to the {faster} GEMM of {n} x {n} x {n}");
             }
-            Err(why) => say!("products: exact alone, {why}; shares are of that of {n} x {n} x {n}"),
+            Err(why) => say!("GEMM: exact only, {why}; shares are relative to the GEMM of {n} x {n} x {n}"),
         }
         say!("{:<54}  median ms   +-     GB/s  TFLOP/s   copy  prod.  target", "work");
     }

@@ -1,4 +1,4 @@
-//! A training step of a model of the shape of Llama 3.2 1B: forward, cross-entropy, backward, clip, AdamW.
+//! A training step of a model with the shape of Llama 3.2 1B: forward, cross-entropy, backward, clip, AdamW.
 
 use super::bench::{Bench, Target, Work};
 use super::decode::weights;
@@ -17,7 +17,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 const BATCH: usize = 4;
-/// Weights and gradients, master weights and two moments, and activations with room to spare.
+/// Bytes for weights and gradients, master weights and two moments, and for activations with room to spare.
 const BYTES_PER_PARAMETER: usize = 18;
 const ACTIVATION_BYTES: usize = 28 << 30;
 
@@ -37,7 +37,7 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
     let work = cost::training(&arch, DType::Bf16, &[(0, each); BATCH], row.rows.len());
     let cost = Work::of(0.0, work.flops());
     for (mode, fast) in bench.modes() {
-        fast::turn(*fast).map_err(|why| Error::fault(format!("products by cuBLASLt: {why}")))?;
+        fast::turn(*fast).map_err(|why| Error::fault(format!("GEMM by cuBLASLt: {why}")))?;
         let mut outcome = Ok(());
         bench.measure(
             &format!("training step 1B, {BATCH} x {each} tokens, {mode}"),

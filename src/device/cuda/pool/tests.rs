@@ -22,7 +22,7 @@ impl Counted {
 impl Backing for Counted {
     /// Neighbours, which must not become one.
     fn allocate(&self, bytes: usize) -> Result<u64> {
-        let left = self.room.get().checked_sub(bytes).ok_or_else(|| Error::usage("there are not as many"))?;
+        let left = self.room.get().checked_sub(bytes).ok_or_else(|| Error::usage("not enough bytes are left"))?;
         self.room.set(left);
         let at = self.next.get();
         self.next.set(at + bytes as u64);
@@ -53,7 +53,7 @@ fn what_is_reserved_serves_every_mix_of_sizes_without_the_driver() {
         assert_eq!((pool.usage.requests, pool.usage.in_use), (1, 40 * MIB));
     }
     pool.give(lasting, &gpu);
-    assert_eq!((pool.free.len(), pool.by_size.len()), (1, 1), "all of it is one stretch again");
+    assert_eq!((pool.free.len(), pool.by_size.len()), (1, 1), "everything is one free stretch again");
     assert_eq!(pool.usage.held, 256 * MIB);
 }
 
@@ -78,7 +78,7 @@ fn runs_do_not_overlap_and_are_aligned() {
     }
     pool.shrink(0, &gpu);
     assert_eq!((pool.usage.in_use, pool.usage.held, pool.free.len(), pool.chunks.len()), (0, 0, 0, 0));
-    assert_eq!(gpu.room.get(), 1 << 30, "all went back");
+    assert_eq!(gpu.room.get(), 1 << 30, "all memory was freed");
 }
 
 #[test]
@@ -99,13 +99,13 @@ fn beyond_the_limit_a_request_is_refused_and_says_who_uses_what_and_what_would_f
     pool.usage.limit = 64 * MIB;
     let kept = pool.take(16 * MIB, "weights of the critic", &gpu).expect("there is room");
     pool.take(24 * MIB, "gradients", &gpu).expect("there is room");
-    assert_eq!(pool.usage.held, 64 * MIB, "no more than the limit is asked for");
+    assert_eq!(pool.usage.held, 64 * MIB, "the driver is not asked for more than the limit");
     let error = pool.take(25 * MIB, "kv cache", &gpu).expect_err("the limit");
-    let said = "25.00 MiB of GPU memory for kv cache do not fit: 40.00 MiB are in use (gradients 24.00 MiB, weights of the \
-                critic 16.00 MiB), the limit of this rank is 64.00 MiB, and 24.00 MiB would fit";
+    let said = "out of GPU memory: 25.00 MiB for kv cache does not fit; this rank uses 40.00 MiB (gradients 24.00 MiB, \
+                weights of the critic 16.00 MiB) of its limit of 64.00 MiB, which leaves 24.00 MiB";
     assert_eq!((error.exit_code(), error.message.as_str()), (2, said));
     pool.give(kept, &gpu);
-    pool.take(16 * MIB, "kv cache", &gpu).expect("room that came back");
+    pool.take(16 * MIB, "kv cache", &gpu).expect("freed memory is available again");
     assert_eq!(pool.owners(), [("gradients", 24 * MIB), ("kv cache", 16 * MIB)]);
 }
 
@@ -117,7 +117,7 @@ fn a_gpu_that_is_full_gets_free_memory_back_before_it_is_asked_again() {
     let b = take(&mut pool, 80 * MIB, &gpu);
     assert_eq!((pool.usage.held, gpu.freed.borrow().len()), (80 * MIB, 1));
     let why = pool.take(64 * MIB, "a test", &gpu).expect_err("full").message;
-    assert!(why.contains("no 64.00 MiB left for a test: 80.00 MiB are in use"), "{why}");
+    assert!(why.contains("not allocate 64.00 MiB for a test; this process uses 80.00 MiB"), "{why}");
     pool.give(b, &gpu);
 }
 
@@ -133,13 +133,13 @@ fn what_a_capture_freed_serves_the_capture_and_nobody_else_while_the_graph_lives
     let runs = pool.end_capture();
     assert_eq!(runs, [(first, 4096)]);
     pool.begin_capture(runs);
-    assert_eq!(take(&mut pool, 1000, &gpu), first, "what the first graph holds");
+    assert_eq!(take(&mut pool, 1000, &gpu), first, "the run that the first graph holds");
     pool.give(first, &gpu);
     let runs = pool.end_capture();
     assert_eq!(runs, [(first, 4096)]);
     pool.give(before, &gpu);
     let [a, b] = [(); 2].map(|()| take(&mut pool, 4096, &gpu));
-    assert!(a != first && b != first, "a run of the graph went to somebody else");
+    assert!(a != first && b != first, "a run of the graph was given to another owner");
     assert_eq!((pool.usage.in_use, pool.owners()), (3 * 4096, vec![("a test", 8192), (GRAPHS, 4096)]));
     pool.release(runs, &gpu);
     assert_eq!(pool.usage.in_use, 2 * 4096);
@@ -164,7 +164,7 @@ fn what_copies_still_read_is_out_of_use_and_taken_when_nothing_else_has_room() {
     pool.give_in_flight(runs[1], &gpu);
     assert_eq!(pool.usage.in_use, 10 * MIB);
     let last = take(&mut pool, 14 * MIB, &gpu);
-    assert!(!runs.contains(&last), "there was other room");
+    assert!(!runs.contains(&last), "another run was free");
     // Then the one that left first, and both where one has not the room.
     assert_eq!(take(&mut pool, 16 * MIB, &gpu), runs[0]);
     pool.give(runs[0], &gpu);
