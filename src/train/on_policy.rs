@@ -15,7 +15,7 @@ use crate::experience::{Experience, Prompt};
 use crate::launch::banner::Needs;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
-use crate::learn::packed::{PackedRow, Tokens};
+use crate::learn::packed::PackedRow;
 use crate::learn::{Learner, Role};
 use crate::metrics::Phases;
 use crate::metrics::keys::{self, Metrics, named};
@@ -139,7 +139,29 @@ fn lengths(samples: &[&Experience]) -> Vec<usize> {
     samples.iter().map(|sample| sample.length()).collect()
 }
 
-/// Packs the samples `chosen`. The tokens of the responses are predicted.
+/// Packs the samples `chosen`. Of a response, the tokens that the student sampled are predicted (`mask`), not those that
+/// an environment wrote.
 fn pack(samples: &[&Experience], chosen: &[usize]) -> PackedRow {
-    chosen.iter().map(|&i| Tokens::of(samples[i])).collect()
+    let mut packed = PackedRow::new();
+    for sample in chosen.iter().map(|&i| samples[i]) {
+        let first = sample.prompt.tokens.len();
+        packed.push_where(&sample.tokens(), |i| i >= first && sample.mask[i - first] != 0);
+    }
+    packed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::experience::Response;
+
+    #[test]
+    fn tokens_of_an_environment_are_read_and_not_learned() {
+        let prompt = Prompt { tokens: vec![1, 2], ..Prompt::default() };
+        let response = Response { tokens: vec![3, 4, 5, 6], ..Response::default() };
+        let sample = Experience { prompt, response, mask: vec![1, 0, 0, 1], ..Experience::default() };
+        let packed = pack(&[&sample, &sample], &[1, 0]);
+        assert_eq!(packed.tokens, [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6]);
+        assert_eq!((packed.rows, packed.targets), (vec![1, 4, 7, 10], vec![3, 6, 3, 6]));
+    }
 }
