@@ -2,12 +2,16 @@
 
 use super::config_json::Reader;
 use super::families::{Bias, Family, Windows};
+use super::files;
 use super::rope::Rope;
 use crate::config::limits::VOCABULARY_MAX;
 use crate::error::{Error, Result};
 use crate::sys::files::read_object;
+use crate::sys::lock::lock;
+use crate::sys::{environment, stderr};
 use serde_json::{Map, Value};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 /// Limits above any real model. They bound what a damaged config.json can make the program allocate.
 const LAYERS_MAX: usize = 10_000;
@@ -78,7 +82,26 @@ impl Arch {
                 arch.eos_tokens = tokens;
             }
         }
+        if arch.tied && arch.head == Head::LanguageModel && files::has_own_head(dir) {
+            arch.untie(dir);
+        }
         Ok(arch)
+    }
+
+    /// Uses the head of the files, as transformers 5 does, although config.json ties it to the embedding.
+    fn untie(&mut self, dir: &Path) {
+        static WARNED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+        self.tied = false;
+        self.source.insert("tie_word_embeddings".into(), false.into());
+        let mut warned = lock(&WARNED);
+        if environment::launched_rank().unwrap_or(0) == 0 && !warned.iter().any(|other| other == dir) {
+            stderr::line(&format!(
+                "warning: {}: config.json sets tie_word_embeddings = true, but the weights contain an lm_head that differs \
+                 from the embedding; using that head",
+                dir.display()
+            ));
+            warned.push(dir.to_path_buf());
+        }
     }
 
     /// The dimensions as text: `llama, 4 layers, width 128, 4/2 heads of 32, MLP 352, vocabulary 264`.

@@ -24,6 +24,19 @@ impl<'a> Reader<'a> {
         self.object.contains_key(key)
     }
 
+    /// A key whose value is an object.
+    pub(super) fn nested(&self) -> Option<&'a str> {
+        self.object.iter().find(|(_, value)| value.is_object()).map(|(key, _)| key.as_str())
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.object.is_empty()
+    }
+
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        self.object == other.object
+    }
+
     pub(super) fn wrong(&self, key: &str, what: &str) -> Error {
         Error::data(format!("config.json: {}{key} {what}", self.prefix))
     }

@@ -48,6 +48,16 @@ impl Stored<'_> {
     }
 }
 
+/// Whether the files of `dir` contain a language-model head that differs from the embedding. False without such files; an
+/// error in them is reported when they are loaded.
+pub(super) fn has_own_head(dir: &Path) -> bool {
+    let Ok(found) = Checkpoint::open(dir) else { return false };
+    match (found.get("lm_head.weight"), found.get("model.embed_tokens.weight")) {
+        (Some(head), Some(embedding)) => (head.dtype, head.bytes) != (embedding.dtype, embedding.bytes),
+        _ => false,
+    }
+}
+
 impl Checkpoint {
     /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
     pub(super) fn open(dir: &Path) -> Result<Self> {

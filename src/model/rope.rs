@@ -4,6 +4,9 @@ use super::config_json::Reader;
 use crate::error::{Error, Result};
 use std::f64::consts::PI;
 
+/// The base of the frequencies if config.json has none.
+const THETA: f64 = 10_000.0;
+
 /// The scaling of the rotary frequencies for a longer context.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Scaling {
@@ -38,20 +41,33 @@ pub struct Rope {
 }
 
 impl Rope {
-    /// Reads `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5).
+    /// Reads `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5). If a file has both, `rope_scaling`
+    /// replaces `rope_parameters`, as in `convert_rope_params_to_dict` of transformers 5.
+    ///
+    /// # Errors
+    /// `Data` for wrong or unsupported values, parameters by layer type, and two different scalings.
     pub(super) fn read(config: &Reader, context: usize) -> Result<Self> {
         refuse_partial(config)?;
-        let parameters = match config.object("rope_parameters")? {
-            Some(found) => Some(found),
-            None => config.object("rope_scaling")?,
-        };
         let top_theta = config.number("rope_theta")?;
-        let Some(p) = parameters else {
-            return Ok(Self { theta: top_theta.unwrap_or(10_000.0), scaling: Scaling::None });
+        let [parameters, scaling] = ["rope_parameters", "rope_scaling"].map(|key| {
+            let found = config.object(key)?.filter(|found| !found.is_empty());
+            match found.as_ref().and_then(Reader::nested) {
+                Some(layers) => {
+                    Err(config.wrong(key, &format!("must be the same for all layers (got one for {layers})")))
+                }
+                None => Ok(found),
+            }
+        });
+        let parameters = match (parameters?, scaling?) {
+            (Some(replaced), Some(scaling)) => Some(replacing(&replaced, scaling, top_theta)?),
+            (parameters, scaling) => scaling.or(parameters),
         };
-        let theta = p.number("rope_theta")?.or(top_theta).unwrap_or(10_000.0);
+        let Some(p) = parameters else {
+            return Ok(Self { theta: top_theta.unwrap_or(THETA), scaling: Scaling::None });
+        };
+        let theta = p.number("rope_theta")?.or(top_theta).unwrap_or(THETA);
         refuse_partial(&p)?;
-        let kind = p.text("rope_type")?.or(p.text("type")?).unwrap_or_else(|| "default".into());
+        let kind = kind(&p)?;
         let factor =
             || p.number("factor")?.filter(|f| *f >= 1.0).ok_or_else(|| p.wrong("factor", "must be at least 1"));
         let original = p.number("original_max_position_embeddings")?;
@@ -109,6 +125,28 @@ impl Rope {
             _ => 1.0,
         }
     }
+}
+
+fn kind(p: &Reader) -> Result<String> {
+    Ok(p.text("rope_type")?.or(p.text("type")?).unwrap_or_else(|| "default".into()))
+}
+
+/// `scaling`, unless something that `replaced` says would be lost.
+fn replacing<'a>(replaced: &Reader, scaling: Reader<'a>, top_theta: Option<f64>) -> Result<Reader<'a>> {
+    let theta = replaced.number("rope_theta")?.filter(|theta| *theta != THETA);
+    if let Some(theta) = theta.filter(|_| top_theta.is_none())
+        && scaling.number("rope_theta")?.is_none()
+    {
+        return Err(scaling
+            .wrong("rope_theta", &format!("must be set, as rope_scaling replaces rope_parameters (which has {theta})"))
+            .hint("copy rope_theta from rope_parameters to rope_scaling"));
+    }
+    if kind(replaced)? != "default" && !replaced.is_same(&scaling) {
+        return Err(replaced
+            .wrong("rope_type", "must be \"default\" if rope_scaling sets another scaling")
+            .hint("remove rope_parameters or rope_scaling from config.json"));
+    }
+    Ok(scaling)
 }
 
 fn refuse_partial(config: &Reader) -> Result<()> {

@@ -8,6 +8,7 @@ use rlhf_hpc::tensor::DType;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 use tempfile::TempDir;
 
 /// A copy of a golden model that a test may damage.
@@ -254,4 +255,42 @@ fn a_token_outside_the_vocabulary_is_refused() {
 #[should_panic(expected = "is outside the context of ")]
 fn a_position_outside_the_context_is_refused() {
     forward_of(0, u32::MAX);
+}
+
+/// The output of `logprobs` for some tokens by the model in `dir`, and its messages.
+fn logprobs(dir: &Path) -> (String, String) {
+    fs::write(dir.join("rows.jsonl"), r#"{"tokens": [5, 9, 17, 3, 80, 44, 2, 61]}"#).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf-hpc"));
+    let done = command.args(["logprobs", "--device", "cpu", "--input", "rows.jsonl", "--model", "."]).current_dir(dir);
+    let done = done.output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(done.status.success(), "{}", text(&done.stderr));
+    (text(&done.stdout), text(&done.stderr))
+}
+
+#[test]
+fn a_stored_head_that_differs_from_the_embedding_counts_although_config_json_ties_them() {
+    let tied = copy("qwen2");
+    let (plain, _) = logprobs(tied.path());
+    for is_changed in [false, true] {
+        let dir = copy("qwen2");
+        header(dir.path(), |header, data| {
+            let mut head = header["model.embed_tokens.weight"].clone();
+            let [from, to] = [0, 1].map(|i| head["data_offsets"][i].as_u64().unwrap() as usize);
+            let mut values = data[from..to].to_vec();
+            if is_changed {
+                values[3] ^= 0x80; // The sign of the first value.
+            }
+            head["data_offsets"] = json!([data.len(), data.len() + values.len()]);
+            header["lm_head.weight"] = head;
+            data.extend(values);
+        });
+        let (stored, messages) = logprobs(dir.path());
+        assert_eq!(messages.contains("tie_word_embeddings = true, but"), is_changed, "{messages}");
+        assert_eq!(stored != plain, is_changed, "{stored}");
+        config(dir.path(), "tie_word_embeddings", json!(false));
+        let (untied, messages) = logprobs(dir.path());
+        assert_eq!(untied, stored);
+        assert!(!messages.contains("tie_word_embeddings"), "{messages}");
+    }
 }

@@ -44,3 +44,24 @@ fn both_spellings_of_rope_scaling_mean_the_same() {
         assert_eq!(Arch::from_config(&four).unwrap().rope, Arch::from_config(&config(&five)).unwrap().rope);
     }
 }
+
+#[test]
+fn rope_scaling_replaces_rope_parameters_and_what_would_be_lost_is_refused() {
+    let yarn = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096});
+    let both = |parameters: Value, scaling: &Value| {
+        let mut both = config(&parameters);
+        both.insert("rope_scaling".into(), scaling.clone());
+        Arch::from_config(&both).map(|arch| arch.rope).map_err(|error| error.to_string())
+    };
+    let alone = Arch::from_config(&config(&yarn)).unwrap().rope;
+    assert_eq!(both(json!({"rope_type": "default", "rope_theta": 1e4}), &yarn).unwrap(), alone);
+    assert_eq!(both(yarn.clone(), &json!({})).unwrap(), alone);
+    for (parameters, words) in [
+        (json!({"rope_type": "default", "rope_theta": 1e6}), "rope_scaling.rope_theta must be set"),
+        (json!({"rope_type": "linear", "factor": 2.0}), "rope_parameters.rope_type must be \"default\""),
+        (json!({"full_attention": {"rope_theta": 1e6}}), "rope_parameters must be the same for all layers"),
+    ] {
+        let error = both(parameters, &yarn).unwrap_err();
+        assert!(error.contains(words), "{words} in {error}");
+    }
+}
