@@ -17,8 +17,8 @@ use std::path::PathBuf;
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "chat")]
 #[argh(
-    note = "/reset starts a new conversation; the end of the input (Ctrl-D) ends it. If the conversation no longer fits
-the model's context, the oldest messages are dropped first."
+    note = "/reset starts a new conversation; the end of the input (Ctrl-D) ends it. If the conversation no longer fits \
+            the model's context, the oldest messages are dropped first."
 )]
 pub struct Args {
     /// a Hugging Face model directory with a chat template

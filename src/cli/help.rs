@@ -51,9 +51,9 @@ pub(super) const GROUPS: &[(&str, &[(&str, &str)])] = &[
 
 const EXAMPLES: &str = "\
 Examples:
-  mpirun -n 16 rlhf-hpc ppo.toml                      run or resume a job on 16 ranks
-  rlhf-hpc run ppo.toml --dry-run job.steps=10        check a job with one key changed, and stop
-  rlhf-hpc generate --model runs/a/export --input questions.jsonl --temperature 0
+  mpirun -n 16 rlhf-hpc ppo.toml            run or resume a job on 16 ranks
+  rlhf-hpc ppo.toml --dry-run job.steps=10  check a job with one key changed
+  rlhf-hpc chat --model runs/a/export       talk to the result
 
 A job is a TOML file: `rlhf-hpc help first-job` starts there. `rlhf-hpc VERB --help` explains the options of a verb.";
 

@@ -18,9 +18,9 @@ use std::path::PathBuf;
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "reward")]
 #[argh(
-    note = "A row has tokens (after prompt_tokens, if it has them), or prompt and response. A result is the row with reward,
-the head's output at the last token. prompt and response are joined and encoded with the tokenizer's own special tokens.
-Nothing else is added. If the model was trained with an end token, write that token into the response."
+    note = "A row has tokens (after prompt_tokens, if it has them), or prompt and response. A result is the row with reward, \
+            the head's output at the last token. prompt and response are joined and encoded with the tokenizer's own special tokens. \
+            Nothing else is added. If the model was trained with an end token, write that token into the response."
 )]
 pub struct Args {
     /// the Hugging Face directory of a reward model

@@ -13,9 +13,9 @@ use std::path::PathBuf;
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "select")]
 #[argh(
-    note = "Rows are the output of `generate --samples N | reward`, or have prompt (or messages), response and reward. A result
-has prompt (or messages) and response, or chosen and rejected, and the other fields of the row. Empty or truncated
-responses are left out, except as the rejected side of a pair."
+    note = "Rows are the output of `generate --samples N | reward`, or have prompt (or messages), response and reward. A result \
+            has prompt (or messages) and response, or chosen and rejected, and the other fields of the row. Empty or truncated \
+            responses are left out, except as the rejected side of a pair."
 )]
 pub struct Args {
     /// rows as JSON lines; - is standard input (default: -)

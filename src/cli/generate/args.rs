@@ -14,15 +14,15 @@ use std::path::PathBuf;
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "generate")]
 #[argh(
-    note = "A row has one of: prompt (a string, encoded with the tokenizer's own special tokens), messages (a list, encoded
-with the chat template, which also gets the row's tools), or tokens.
-A result is the row with prompt_tokens, the new tokens, their text, their log-probabilities, and finish: stop, length or
-stop_string. A beam search adds its score. The verbs logprobs and reward accept these lines as input.
-A row may set options of its own in an object sampling: temperature, top_k, top_p, min_p, repetition_penalty,
-max_new_tokens, samples, seed, stop, ignore_eos, logit_bias, bad_words. With a seed of its own, a row's result does not
-depend on its position.
-Results are written in the order of the rows, as soon as possible. All rows of a file are checked first. Rows of standard
-input are processed as they arrive."
+    note = "A row has one of: prompt (a string, encoded with the tokenizer's own special tokens), messages (a list, encoded \
+            with the chat template, which also gets the row's tools), or tokens.\n\
+            A result is the row with prompt_tokens, the new tokens, their text, their log-probabilities, and finish: stop, length or \
+            stop_string. A beam search adds its score. The verbs logprobs and reward accept these lines as input.\n\
+            A row may set options of its own in an object sampling: temperature, top_k, top_p, min_p, repetition_penalty, \
+            max_new_tokens, samples, seed, stop, ignore_eos, logit_bias, bad_words. With a seed of its own, a row's result does not \
+            depend on its position.\n\
+            Results are written in the order of the rows, as soon as possible. All rows of a file are checked first. Rows of standard \
+            input are processed as they arrive."
 )]
 pub struct Args {
     /// a Hugging Face model directory

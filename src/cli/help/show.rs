@@ -32,12 +32,12 @@ pub fn page(markdown: &str) -> Result<()> {
     Ok(())
 }
 
-/// Wraps the lines of a plain text that are too long for the terminal; a continuation starts below the text of its line.
+/// Columns of a plain text that does not go to a terminal.
+const COLUMNS: usize = 80;
+
+/// Wraps the lines of a plain text that are too long; a continuation starts below the text of its line.
 pub fn plain(text: &str) -> String {
-    if !std::io::stdout().is_terminal() {
-        return text.to_owned();
-    }
-    fitted(text, Term::stdout().size().1.into())
+    fitted(text, if std::io::stdout().is_terminal() { Term::stdout().size().1.into() } else { COLUMNS })
 }
 
 fn fitted(text: &str, columns: usize) -> String {
