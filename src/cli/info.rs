@@ -10,6 +10,7 @@ use crate::device::cuda::nvrtc::Nvrtc;
 use crate::device::cuda::{Gpu, embedded, library};
 use crate::device::simd::Level;
 use crate::error::{Error, Result, format_bytes};
+use crate::metrics::counted;
 use crate::sys::{affinity, memory};
 use argh::FromArgs;
 use std::fmt::Write as _;
@@ -38,8 +39,11 @@ pub fn run(args: &Args) -> Result<()> {
     let gpu = comm::gpus::mine(&world, seen);
     let on = gpu.map_or(String::new(), |at| format!(", GPU {} at {}", seen[at].index, seen[at].pci));
     let mine = format!(
-        "rank {} on {}: {} threads, {} cores in its affinity mask{on}",
-        world.rank, world.hosts[world.rank], threads.threads, threads.mask
+        "rank {} on {}: {}, {} in its affinity mask{on}",
+        world.rank,
+        world.hosts[world.rank],
+        counted(threads.threads, "thread"),
+        counted(threads.mask, "core")
     );
     let ranks = world.group().all_gather_bytes(mine.as_bytes());
     if world.rank == 0 {
@@ -56,9 +60,12 @@ pub fn run(args: &Args) -> Result<()> {
         for line in cuda(&found, gpu) {
             say!("{line}");
         }
-        say!("kernels    f32 and bf16 on the CPU, instruction level {:?}{bf16}", level.isa());
+        say!(
+            "kernels    f32 and bf16 on the CPU, instruction level {}{bf16}",
+            format!("{:?}", level.isa()).to_lowercase()
+        );
         say!("cpu        {}", cpu());
-        say!("cores      {} online, {} NUMA nodes, caches {}", affinity::cores(), numa_nodes(), caches());
+        say!("cores      {} online, {}, caches {}", affinity::cores(), counted(numa_nodes(), "NUMA node"), caches());
         say!("memory     {} available", format_bytes(memory::available_bytes()));
         say!("world      {} ranks", world.size);
         for rank in ranks {

@@ -135,8 +135,10 @@ fn parse(arguments: Vec<String>) -> Result<Parsed> {
         Ok(arguments) => Ok(Parsed::Verb(Box::new(arguments.verb))),
         Err(exit) if exit.status.is_ok() => Ok(Parsed::Text(exit.output)),
         Err(exit) => {
+            // As other messages: one line, in lower case.
             let text = exit.output.split_whitespace().collect::<Vec<_>>().join(" ");
-            Err(Error::usage(text)
+            let lower = text[..1].to_lowercase() + &text[1..];
+            Err(Error::usage(lower)
                 .hint("run `rlhf-hpc --help` for the verbs, `rlhf-hpc VERB --help` for their options"))
         }
     }

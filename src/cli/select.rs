@@ -34,7 +34,7 @@ pub struct Args {
     #[argh(option)]
     pub min: Option<f64>,
 
-    /// text that replaces the prompt for conditional SFT; {{input}} and {{reward}} in it are filled in
+    /// text that replaces the prompt for conditional SFT; {input} and {reward} in it are filled in
     #[argh(option)]
     pub template: Option<String>,
 

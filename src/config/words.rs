@@ -145,7 +145,7 @@ const ANSWERS: &[(&str, &str)] = &[
         "normalize_reward",
     ),
     ("adapters are not in this release", "lora lora_rank lora_alpha lora_dropout target_modules use_peft peft_config"),
-    ("quantised weights are not in this release", "load_in_4bit load_in_8bit quantization nf4"),
+    ("quantized weights are not in this release", "load_in_4bit load_in_8bit quantization nf4"),
     (
         "jobs/tools/metrics_to.py sends metrics.jsonl to Weights & Biases or MLflow",
         "wandb use_wandb wandb_project wandb_org wandb_group mlflow swanlab",
@@ -154,6 +154,9 @@ const ANSWERS: &[(&str, &str)] = &[
         "rows are always packed; with microbatch_tokens_max = 1 each has a pass of its own",
         "packing packing_samples use_remove_padding padding_free",
     ),
+    ("run the same command again to resume", "load_checkpoint resume_from_checkpoint"),
+    ("`ppo.truncated_score_coef` is similar: cut responses get a share of their score", "missing_eos_penalty"),
+    ("this is not in this release", "mask_truncated_completions sync_ref_model"),
     ("attention is always fused", "flash_attn attn_implementation use_flash_attention"),
     (
         "the process that trains samples, too: there is no inference server to set",
@@ -161,7 +164,7 @@ const ANSWERS: &[(&str, &str)] = &[
     ),
     (
         "nothing of Ray or DeepSpeed is needed: mpirun starts the ranks",
-        "ray deepspeed deepspeed_config ds_config num_nodes nnodes n_gpus_per_node",
+        "ray deepspeed deepspeed_config ds_config num_nodes nnodes n_gpus_per_node ref_num_nodes actor_num_nodes critic_num_nodes",
     ),
 ];
 

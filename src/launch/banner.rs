@@ -9,7 +9,7 @@ use crate::config::mesh::Placement;
 use crate::device::cpu::pool::pool;
 use crate::device::{self, Device};
 use crate::error::format_bytes;
-use crate::metrics::count;
+use crate::metrics::{count, counted};
 use std::path::Path;
 
 /// The needs of a method in addition to its models.
@@ -55,7 +55,7 @@ impl Run {
         rows.extend(self.notes(steps > 0).into_iter().chain(needs.notes).chain(self.describe_rollouts(needs.rollouts)));
         let from = resumed_from.map_or(String::new(), |step| format!(", resumed from step {step}"));
         let (dir, seed) = (config.job.dir.display(), config.job.seed);
-        let steps_of = if steps == 0 { String::new() } else { format!(" {steps} steps,") };
+        let steps_of = if steps == 0 { String::new() } else { format!(" {},", counted(steps as usize, "step")) };
         rows.push(row("run", format!("{dir},{steps_of} seed {seed}{from}")));
         self.recorder.banner(steps, resumed_from, &rows);
     }

@@ -39,6 +39,11 @@ pub fn grouped(n: u64) -> String {
     indicatif::HumanCount(n).to_string()
 }
 
+/// A number of things: `1 row`, `2 rows`, `1,200 rows`.
+pub fn counted(n: usize, what: &str) -> String {
+    format!("{} {what}{}", grouped(n as u64), if n == 1 { "" } else { "s" })
+}
+
 /// A duration for readers: `0.42 s`, `12.3 s`, `4 min 05 s`, `3 h 12 min`.
 pub fn duration(seconds: f64) -> String {
     let whole = seconds.round() as u64;

@@ -20,7 +20,7 @@ mod terminal;
 pub mod throughput;
 
 pub use curves::Curves;
-pub use display::{count, duration, grouped, number, one_line, percent, wrapped};
+pub use display::{count, counted, duration, grouped, number, one_line, percent, wrapped};
 pub use eval_table::{eval_lines, eval_table};
 pub use jsonl::Line;
 pub use recorder::Recorder;

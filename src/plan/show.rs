@@ -14,7 +14,7 @@ use crate::device::null::Peak;
 use crate::error::format_bytes;
 use crate::launch::layout::StateSwap;
 use crate::mesh::Mesh;
-use crate::metrics::{grouped, wrapped};
+use crate::metrics::{counted, grouped, wrapped};
 use crate::model::ParamTable;
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -63,7 +63,7 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
     let nodes = world.div_ceil(device.ranks_per_node);
     let (kind, name) = (config::name(&config.job.kind), &config.job.name);
     let each = world.min(device.ranks_per_node);
-    wrap(out, "", &format!("{kind} job {name} on {world} ranks of {} ({nodes} x {each})", device.name));
+    wrap(out, "", &format!("{kind} job {name} on {} of {} ({nodes} x {each})", counted(world, "rank"), device.name));
     for (role, head, arch) in &job.archs.0 {
         let parameters = grouped(ParamTable::new(arch, *head).parameters() as u64);
         wrap(out, &format!("  {:<10} ", role.name()), &format!("{parameters} parameters, {}", arch.shape()));
@@ -83,7 +83,7 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
     wrap(out, "  device     ", &text);
     rule(out, "layout");
     wrap(out, "  ", &format!("{}: {}", describe_layout(&choice.chosen), choice.why));
-    line(out, format!("  {} layouts compared, {} fit", choice.compared, choice.fitting));
+    line(out, format!("  {} compared, {} fit", counted(choice.compared, "layout"), choice.fitting));
     if job.recomputes_logprobs(choice.chosen.layout()) {
         line(out, "  log-probabilities are recomputed before training (old_logprobs = \"recompute\")");
     }

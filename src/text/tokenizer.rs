@@ -154,7 +154,7 @@ impl Tokenizer {
     pub fn chat(&self) -> Result<&ChatTemplate> {
         self.chat.as_ref().ok_or_else(|| {
             Error::data("the tokenizer has no chat template")
-                .hint("set data.chat_template = false, or put chat_template.jinja next to tokenizer.json")
+                .hint("put a chat_template.jinja next to tokenizer.json, or use plain prompts (in a job: data.chat_template = false)")
         })
     }
 

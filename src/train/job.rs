@@ -17,7 +17,7 @@ use crate::launch::run::{Run, Values};
 use crate::launch::step_shape::StepShape;
 use crate::learn::{Learner, Role};
 use crate::metrics::keys::{Metrics, named};
-use crate::metrics::{Phases, grouped, keys, one_line};
+use crate::metrics::{Phases, counted, grouped, keys, one_line};
 use crate::model::Arch;
 use crate::sys::memory;
 use crate::text::Tokenizer;
@@ -433,7 +433,6 @@ fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64) -> Vec<(St
     let samples = if samples_per_row > 1 { format!(" x {samples_per_row} samples") } else { String::new() };
     let updates = shape.updates();
     let passes = (steps * of_step as u64) as f64 / rows.epoch_rows().max(1) as f64;
-    let count = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
     let rates = [Some(("actor", &config.optim.actor)), (shape.trained > 1).then_some(("critic", &config.optim.critic))];
     let rates = rates.into_iter().flatten().map(|(role, optim)| {
         let schedule = crate::config::name(&optim.schedule);
@@ -450,10 +449,10 @@ fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64) -> Vec<(St
             "per step",
             format!(
                 "{}{samples}, {} of {}, {} over them; {passes:.2} passes over the data in total",
-                count(of_step, "row"),
-                count(updates, "update"),
-                count(minibatch, "sample"),
-                count(epochs, "epoch")
+                counted(of_step, "row"),
+                counted(updates, "update"),
+                counted(minibatch, "sample"),
+                counted(epochs, "epoch")
             ),
         ),
         row("lr", rates.collect::<Vec<_>>().join("; ")),

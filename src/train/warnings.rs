@@ -125,7 +125,7 @@ impl Warnings {
                 )
             }),
             (of(keys::REWARD_STD) == 0.0).then(|| {
-                let mean = of(keys::REWARD_MEAN);
+                let mean = of(keys::REWARD_MEAN) as f32;
                 format!("all rewards of a step are equal ({mean}), so there is nothing to learn: check [reward]")
             }),
             (of(keys::EQUAL_GROUPS_RATIO) > 0.5).then(|| {

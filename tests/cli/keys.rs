@@ -277,7 +277,7 @@ const WORDS: &[(&str, &str)] = &[
     ("job.micro_train_batch_size", "`ppo.microbatch_tokens_max` or `sft.microbatch_tokens_max`"),
     ("job.num-generations", "`rollout.samples_per_prompt`"),
     ("model.lora_rank", "adapters are not in this release"),
-    ("model.load_in_4bit", "quantised weights are not in this release"),
+    ("model.load_in_4bit", "quantized weights are not in this release"),
     ("step_reward.placeholder_token", "`step_reward.placeholder`"),
     ("metrics.wandb", "jobs/tools/metrics_to.py"),
     ("job.temperature", "`rollout.temperature`"),
