@@ -160,7 +160,7 @@ impl Terminal {
             if self.rows.is_none() && self.steps > 0 {
                 fields.insert(fields.len().min(2), (self.ink.dim(&format!("{left:>12}")), Need::High));
             }
-            self.print_line("step", line.step, fields);
+            self.print_line("step", line.step, &fields);
         }
         if let Some(rows) = &self.rows {
             rows.job.set_message(left);
@@ -177,7 +177,7 @@ impl Terminal {
     }
 
     /// Prints a line that begins with a step, and has as many of the fields as fit.
-    fn print_line(&self, what: &str, step: u64, fields: Vec<Field>) {
+    fn print_line(&self, what: &str, step: u64, fields: &[Field]) {
         let place = self.place(step);
         let clock = if self.rows.is_none() { format!("{} ", host::time_of_day()) } else { String::new() };
         let mut shown = format!("{}{} {}", self.ink.dim(&clock), self.ink.dim(what), self.ink.bold(&place));
@@ -254,7 +254,7 @@ impl Terminal {
                 fields.push((format!("{} {spark}", self.ink.dim(label)), Need::High));
             }
         }
-        self.print_line("eval", line.step, fields);
+        self.print_line("eval", line.step, &fields);
         self.show_curves(curves);
     }
 

@@ -5,7 +5,7 @@ use super::families::{Bias, Family, Windows};
 use super::files;
 use super::rope::Rope;
 use crate::config::limits::VOCABULARY_MAX;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::sys::files::read_object;
 use crate::sys::lock::lock;
 use crate::sys::{environment, stderr};
@@ -74,7 +74,7 @@ impl Arch {
     /// # Errors
     /// `Data` if the file is missing or describes an unsupported model; `Io` if it cannot be read.
     pub fn load(dir: &Path) -> Result<Self> {
-        let config = read_object(&dir.join("config.json"))?.ok_or_else(|| no_model(dir))?;
+        let config = read_object(&dir.join("config.json"))?.ok_or_else(|| files::no_model(dir))?;
         let mut arch = Self::from_config(&config).map_err(|e| e.within(dir.display()))?;
         if let Some(generation) = read_object(&dir.join("generation_config.json"))? {
             let tokens = Reader::new(&generation).tokens("eos_token_id").map_err(|e| e.within(dir.display()))?;
@@ -233,29 +233,6 @@ impl Arch {
     pub fn kv_width(&self) -> usize {
         self.kv_heads * self.head_dim
     }
-}
-
-/// The error for a path that is not a model directory: what it is instead, and a hint.
-pub(super) fn no_model(dir: &Path) -> Error {
-    let (shown, has) = (dir.display(), |name: &str| dir.join(name).exists());
-    if has("manifest.json") {
-        return Error::data(format!("{shown} is a checkpoint, not a model"))
-            .hint(format!("run `rlhf-hpc export {shown} --out MODEL` to write its model"));
-    }
-    if has("checkpoints") || has("config.resolved.toml") {
-        return Error::data(format!("{shown} is a run directory, not a model")).hint(if has("export") {
-            format!("use its model, {shown}/export")
-        } else {
-            format!("run `rlhf-hpc export {shown} --out MODEL` to write the model of its last checkpoint")
-        });
-    }
-    if dir.is_dir() {
-        return Error::data(format!("{shown} has no config.json")).hint("use a Hugging Face model directory");
-    }
-    let what = if dir.exists() { "is not a directory" } else { "does not exist" };
-    Error::data(format!("{shown} {what}")).hint(
-        "use a Hugging Face model directory; to download one from the Hub, run `hf download ORG/NAME --local-dir DIR`",
-    )
 }
 
 /// Rejects settings that would change the results if they were ignored.

@@ -1,6 +1,5 @@
 //! The safetensors files of a model directory. They are mapped and checked before any value is used.
 
-use super::arch::no_model;
 use crate::error::{Error, Result};
 use crate::sys::files::read_object;
 use crate::sys::map::Map;
@@ -143,6 +142,29 @@ fn weight_map<'a>(
         }
     };
     map.iter().map(entry).collect()
+}
+
+/// The error for a path that is not a model directory: what it is instead, and a hint.
+pub(super) fn no_model(dir: &Path) -> Error {
+    let (shown, has) = (dir.display(), |name: &str| dir.join(name).exists());
+    if has("manifest.json") {
+        return Error::data(format!("{shown} is a checkpoint, not a model"))
+            .hint(format!("run `rlhf-hpc export {shown} --out MODEL` to write its model"));
+    }
+    if has("checkpoints") || has("config.resolved.toml") {
+        return Error::data(format!("{shown} is a run directory, not a model")).hint(if has("export") {
+            format!("use its model, {shown}/export")
+        } else {
+            format!("run `rlhf-hpc export {shown} --out MODEL` to write the model of its last checkpoint")
+        });
+    }
+    if dir.is_dir() {
+        return Error::data(format!("{shown} has no config.json")).hint("use a Hugging Face model directory");
+    }
+    let what = if dir.exists() { "is not a directory" } else { "does not exist" };
+    Error::data(format!("{shown} {what}")).hint(
+        "use a Hugging Face model directory; to download one from the Hub, run `hf download ORG/NAME --local-dir DIR`",
+    )
 }
 
 fn no_safetensors(dir: &Path) -> Error {

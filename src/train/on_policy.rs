@@ -139,8 +139,8 @@ fn lengths(samples: &[&Experience]) -> Vec<usize> {
     samples.iter().map(|sample| sample.length()).collect()
 }
 
-/// Packs the samples `chosen`. Of a response, the tokens that the student sampled are predicted (`mask`), not those that
-/// an environment wrote.
+/// Packs the samples `chosen`. The student's own tokens of a response are predicted (`mask`), not the tokens of
+/// an environment.
 fn pack(samples: &[&Experience], chosen: &[usize]) -> PackedRow {
     let mut packed = PackedRow::new();
     for sample in chosen.iter().map(|&i| samples[i]) {

@@ -98,17 +98,16 @@ fn texts_contain_no_banned_phrase() {
         hits.iter().map(|(folder, _)| folder.as_str()).chain(LEFT.iter().map(|l| l.0)).collect();
     folders.sort_unstable();
     folders.dedup();
-    none(folders.into_iter().flat_map(|folder| {
+    none(folders.into_iter().filter_map(|folder| {
         let of_folder: Vec<&str> = hits.iter().filter(|(of, _)| of == folder).map(|(_, text)| text.as_str()).collect();
         let left = LEFT.iter().find(|(of, _)| *of == folder).map_or(0, |(_, left)| *left);
-        let fault = match of_folder.len() {
+        match of_folder.len() {
             found if found > left => Some(format!("{folder}: {found}, at most {left}:\n  {}", of_folder.join("\n  "))),
             found if found < left => {
                 Some(format!("{folder}: {found} are left, and the list here allows {left}: lower it"))
             }
             _ => None,
-        };
-        fault
+        }
     }));
 }
 
