@@ -2,7 +2,7 @@
 //! ends all ranks within seconds.
 //!
 //! One rank prints: each rank waits for a time that grows with its number, and the first to create `logs/first_error`
-//! prints. The launcher adds a banner of its own after MPI_Abort; `mpirun -q` of Open MPI 4 omits it.
+//! prints. The launcher adds a banner of its own after MPI_Abort.
 
 use super::accounting::last_entered;
 use super::communicator;

@@ -10,7 +10,7 @@ use std::process::Command;
 
 /// Options of other programs.
 const FOREIGN: &str = "--bind-to --map-by --mpi --cpus-per-task --gpus-per-node --gpus-per-task --gpu-bind --exclusive --mem --nodes \
-                       --ntasks-per-node --requeue --signal --open-mode --nv --sharens --bind --release --locked --version";
+                       --ntasks-per-node --requeue --signal --open-mode --nv --sharens --bind --release --locked --version --array --dependency --parsable";
 
 fn pages() -> Vec<File> {
     files("src/cli/help", &[".md"])
