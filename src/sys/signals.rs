@@ -1,6 +1,13 @@
-//! Requests to stop: SIGUSR1 (Slurm's notice before the time limit), SIGTERM, and SIGINT (Ctrl-C).
+//! Requests to stop: SIGTERM, SIGINT (Ctrl-C), and the notices that batch systems and terminals send before they end a
+//! process.
 
 use std::sync::atomic::{AtomicI32, Ordering};
+
+/// The signals that only ask to stop, however often they arrive: Slurm's notice before the time limit, the one of other
+/// batch systems, a closed terminal, and the limit on CPU time, which repeats every second.
+const NOTICES: [libc::c_int; 4] = [libc::SIGUSR1, libc::SIGUSR2, libc::SIGHUP, libc::SIGXCPU];
+/// The signals whose second one ends the process.
+const REQUESTS: [libc::c_int; 2] = [libc::SIGTERM, libc::SIGINT];
 
 static RECEIVED: AtomicI32 = AtomicI32::new(0);
 
@@ -13,22 +20,30 @@ extern "C" fn note(signal: libc::c_int) {
     }
 }
 
-/// Installs the handlers. SIGUSR1 and the first SIGTERM or SIGINT only set the flag; a second one ends the process as
-/// usual. Call it first in `main`, because an earlier signal kills. A write beyond the limit on file sizes (SIGXFSZ)
-/// then fails like a write to a full disk, with an error that names the file.
+/// Installs the handlers. Notices and the first SIGTERM or SIGINT only set the flag; a second of these two ends the
+/// process as usual. A hangup that is ignored already, as under nohup, stays ignored. Call it first in `main`, because
+/// an earlier signal kills. A write beyond the limit on file sizes (SIGXFSZ) then fails like a write to a full disk, with
+/// an error that names the file.
 pub fn install() {
-    set(libc::SIGUSR1, note as *const () as usize, libc::SA_RESTART);
-    for signal in [libc::SIGTERM, libc::SIGINT] {
+    for signal in NOTICES {
+        let before = set(signal, note as *const () as usize, libc::SA_RESTART);
+        if signal == libc::SIGHUP && before.sa_sigaction == libc::SIG_IGN {
+            set(signal, libc::SIG_IGN, 0);
+        }
+    }
+    for signal in REQUESTS {
         set(signal, note as *const () as usize, libc::SA_RESTART | libc::SA_RESETHAND);
     }
     set(libc::SIGXFSZ, libc::SIG_IGN, 0);
 }
 
-/// Restores the default actions: SIGUSR1, SIGTERM and SIGINT end the process again, and so does a signal that arrived
-/// since `install`. This is for work without a checkpoint.
+/// Restores the actions before `install`: notices and requests end the process again, and so does one that arrived
+/// since. This is for work without a checkpoint.
 pub fn release() {
-    for signal in [libc::SIGUSR1, libc::SIGTERM, libc::SIGINT] {
-        set(signal, libc::SIG_DFL, 0);
+    for signal in NOTICES.into_iter().chain(REQUESTS) {
+        if set(signal, libc::SIG_DFL, 0).sa_sigaction == libc::SIG_IGN {
+            set(signal, libc::SIG_IGN, 0);
+        }
     }
     let received = RECEIVED.swap(0, Ordering::SeqCst);
     if received != 0 {
@@ -56,11 +71,14 @@ pub fn stop_requested() -> bool {
     RECEIVED.load(Ordering::SeqCst) != 0
 }
 
-/// `SIGUSR1`, `SIGTERM` or `Ctrl-C`, once received.
+/// The name of the received signal, such as `SIGUSR1` or `Ctrl-C`.
 pub fn received() -> Option<&'static str> {
     match RECEIVED.load(Ordering::SeqCst) {
         0 => None,
         libc::SIGUSR1 => Some("SIGUSR1"),
+        libc::SIGUSR2 => Some("SIGUSR2"),
+        libc::SIGHUP => Some("SIGHUP, such as a closed terminal"),
+        libc::SIGXCPU => Some("SIGXCPU, the limit on CPU time"),
         libc::SIGINT => Some("Ctrl-C"),
         _ => Some("SIGTERM"),
     }

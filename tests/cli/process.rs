@@ -70,7 +70,7 @@ fn a_mapped_file_that_shrinks_ends_the_program_with_its_name() {
 #[test]
 fn a_verb_without_a_checkpoint_dies_of_signals_as_usual() {
     let fixture = Fixture::new();
-    for (name, number) in [("USR1", 10), ("TERM", 15), ("INT", 2)] {
+    for (name, number) in [("USR1", 10), ("USR2", 12), ("HUP", 1), ("XCPU", 24), ("TERM", 15), ("INT", 2)] {
         for after_ms in [0, 20, 300] {
             let bare = program(fixture.root(), 0);
             // A job of a shell's background is started with SIGINT ignored.
@@ -91,6 +91,22 @@ fn a_verb_without_a_checkpoint_dies_of_signals_as_usual() {
             assert_eq!(ended.signal(), Some(number), "SIG{name} after {after_ms} ms: {ended}");
         }
     }
+}
+
+#[test]
+fn a_hangup_under_nohup_stays_ignored() {
+    let fixture = Fixture::new();
+    let mut nohup = launched(Path::new("nohup"), 0);
+    nohup.arg(env!("CARGO_BIN_EXE_rlhf-hpc")).current_dir(fixture.root());
+    nohup.args(["run", "job.toml", "job.steps=1000000", "eval.every_steps=0", "checkpoint.every_steps=0"]);
+    let mut running = Running::new(nohup);
+    let lines = || fs::read(fixture.path("run/metrics.jsonl")).map_or(0, |text| text.len());
+    running.wait_until(|| lines() > 0);
+    assert!(signal("HUP", running.pid()));
+    let before = lines();
+    running.wait_until(|| lines() > 2 * before);
+    assert!(signal("USR2", running.pid()));
+    running.end().assert(85, &["(SIGUSR2) and saved a checkpoint"]);
 }
 
 #[test]

@@ -114,6 +114,24 @@ fn a_signal_to_one_rank_stops_all_of_them() {
     assert!(!job.committed().is_empty());
 }
 
+#[test]
+fn every_notice_of_a_batch_system_saves_and_stops() {
+    for (name, words) in [
+        ("USR1", "(SIGUSR1) and saved"),
+        ("USR2", "(SIGUSR2) and saved"),
+        ("HUP", "(SIGHUP, such as a closed terminal) and saved"),
+        ("XCPU", "(SIGXCPU, the limit on CPU time) and saved"),
+    ] {
+        let job = Job::ppo(&format!("notice-{name}")).with("job.steps=100000 eval.every_steps=0");
+        let mut running = job.start();
+        running.wait_until(|| !job.metrics().is_empty());
+        // Some repeat.
+        assert!(signal(name, running.pid()) && signal(name, running.pid()));
+        running.end().assert(85, &["stopped at step ", words]);
+        assert!(!job.committed().is_empty(), "{name}");
+    }
+}
+
 /// Whether a Ctrl-C has not reached its process yet.
 fn waits(pid: u32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
