@@ -21,7 +21,7 @@ pub struct World {
     pub rank: usize,
     pub size: usize,
     pub local_size: usize,
-    /// The host of each rank.
+    /// The host of each rank. Equal names mean the same machine.
     pub hosts: Vec<String>,
     group: Group,
 }
@@ -47,14 +47,14 @@ impl World {
                 "use the mpirun of the MPI that this binary was built against (ldd shows it), or srun --mpi=pmix",
             ));
         }
-        let mine = Member { world_rank: rank, host: host::name() };
-        let lonely = (0..size).map(|world_rank| Member { world_rank, ..mine.clone() }).collect();
-        let hosts: Vec<String> =
-            records::gather(&Group::over("world", comm, lonely, Arc::default()), std::slice::from_ref(&mine.host))?;
+        let mine = (host::name(), host::boot_id());
+        let lonely = (0..size).map(|world_rank| Member { world_rank, host: mine.0.clone() }).collect();
+        let all = records::gather(&Group::over("world", comm, lonely, Arc::default()), &[mine])?;
+        let hosts = host::distinct(&all);
         let members = hosts.iter().enumerate().map(|(world_rank, host)| Member { world_rank, host: host.clone() });
         let group = Group::over("world", comm, members.collect(), Arc::default());
-        let on_this_host = |ranks: &[String]| ranks.iter().filter(|h| **h == mine.host).count();
-        let local_size = environment::local_ranks().unwrap_or_else(|| on_this_host(&hosts));
+        let on_this_host = || hosts.iter().filter(|host| **host == hosts[rank]).count();
+        let local_size = environment::local_ranks().unwrap_or_else(on_this_host);
         Ok(Self { rank, size, local_size, hosts, group })
     }
 

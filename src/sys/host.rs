@@ -10,6 +10,22 @@ pub fn name() -> String {
     if name.is_empty() { "localhost".to_string() } else { name.to_string() }
 }
 
+/// The id that the kernel of this machine chose at its start; empty if it has none. Two machines may share a name.
+pub fn boot_id() -> String {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    text.trim().to_string()
+}
+
+/// A name for the host of each process with these names and boot ids. Hosts that share a name get a part of their boot
+/// id added, so that equal names mean the same host.
+pub fn distinct(hosts: &[(String, String)]) -> Vec<String> {
+    let is_shared = |name: &str, id: &str| hosts.iter().any(|(other, other_id)| other == name && other_id != id);
+    let distinct = |(name, id): &(String, String)| {
+        if is_shared(name, id) { format!("{name} (boot {})", &id[..id.len().min(8)]) } else { name.clone() }
+    };
+    hosts.iter().map(distinct).collect()
+}
+
 /// The time in seconds of a system clock, such as `libc::CLOCK_MONOTONIC` or `libc::CLOCK_THREAD_CPUTIME_ID`.
 pub fn clock_s(clock: libc::clockid_t) -> f64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
@@ -60,7 +76,22 @@ fn format_time(format: &str, seconds: i64, is_local: bool) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::strftime;
+    use super::{distinct, strftime};
+
+    #[test]
+    fn machines_with_equal_names_are_distinguished_by_their_boot_ids() {
+        let hosts = |of: &[(&str, &str)]| {
+            distinct(&of.iter().map(|(name, id)| ((*name).to_string(), (*id).to_string())).collect::<Vec<_>>())
+        };
+        let [one, other] = ["88372ef9-bcbe", "0c1d5e70-9f21"];
+        assert_eq!(hosts(&[("n1", one), ("n1", one), ("n2", other)]), ["n1", "n1", "n2"]);
+        assert_eq!(hosts(&[("n1", one), ("n2", one)]), ["n1", "n2"], "two containers of one machine");
+        assert_eq!(
+            hosts(&[("localhost", one), ("localhost", other), ("localhost", one), ("n2", other)]),
+            ["localhost (boot 88372ef9)", "localhost (boot 0c1d5e70)", "localhost (boot 88372ef9)", "n2"]
+        );
+        assert_eq!(hosts(&[("localhost", ""), ("localhost", "")]), ["localhost"; 2], "a kernel without ids");
+    }
 
     #[test]
     fn dates_are_those_of_the_calendar() {
