@@ -1,10 +1,12 @@
 //! The ranks of a job: their placements and layouts, and the groups of this rank.
 
 use super::layout::Layout;
+use crate::comm::group::list_ranks;
 use crate::comm::{Axes, Group, World, records};
 use crate::config::mesh::{Placement, RoleName};
 use crate::error::Result;
 use serde::{Serialize, de::DeserializeOwned};
+use std::ops::Range;
 
 /// All ranks, their placements, and this rank's groups.
 pub struct Ranks {
@@ -44,6 +46,19 @@ impl Ranks {
         Ok(ranks)
     }
 
+    /// A warning if tensor ranks are on several hosts although one host has enough ranks for them. Their collectives,
+    /// several in each layer, then use the network.
+    pub fn warn_of_split_tensors(&self) -> Option<String> {
+        let groups = self.placements.iter().zip(&self.layouts).flat_map(|(placement, layout)| {
+            let sizes = [layout.mesh.tensor, layout.rollout_tensor];
+            sizes.into_iter().flat_map(|size| {
+                let firsts = placement.ranks.clone().step_by(size);
+                firsts.map(move |first| first..first + size)
+            })
+        });
+        groups.into_iter().find_map(|group| split_over_hosts(&self.world.hosts, group))
+    }
+
     /// Gathers the value of the first rank of each placement on all ranks of `group`, who all call this. With one
     /// placement nothing is exchanged.
     pub fn of_placements<T: Serialize + DeserializeOwned>(&self, group: &Group, here: T) -> Result<Vec<T>> {
@@ -78,5 +93,43 @@ impl Ranks {
 
     pub fn has(&self, role: RoleName) -> bool {
         self.placements[self.placement].roles.contains(&role)
+    }
+}
+
+/// The warning for a tensor group of consecutive ranks, if its hosts are several and one has enough ranks for it.
+fn split_over_hosts(hosts: &[String], group: Range<usize>) -> Option<String> {
+    let mine = &hosts[group.clone()];
+    let others = mine.iter().filter(|host| **host != mine[0]).count();
+    let on = |host: &String| hosts.iter().filter(|other| *other == host).count();
+    let most = mine.iter().map(on).max()?;
+    let size = group.len();
+    if others == 0 || most < size {
+        return None;
+    }
+    let ranks = list_ranks(&group.collect::<Vec<_>>());
+    Some(format!(
+        "the tensor group of {ranks} is on several hosts, although a host has {most} ranks; every layer then waits for the \
+         network. Start consecutive ranks on one host (mpirun --map-by slot, srun --distribution=block), with a multiple \
+         of {size} on each"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::split_over_hosts;
+
+    #[test]
+    fn a_tensor_group_over_several_hosts_is_a_warning_only_if_one_could_hold_it() {
+        let split = |hosts: &str, group| split_over_hosts(&hosts.chars().map(String::from).collect::<Vec<_>>(), group);
+        for (hosts, group) in [("aabb", 0..2), ("aabb", 2..4), ("aabb", 0..4), ("abcd", 0..2), ("a", 0..1)] {
+            assert_eq!(split(hosts, group.clone()), None, "{hosts} {group:?}");
+        }
+        for (hosts, group, words) in [
+            ("abab", 0..2, "ranks 0 to 1 is on several hosts, although a host has 2 ranks"),
+            ("aaabbb", 2..4, "ranks 2 to 3 is on several hosts, although a host has 3 ranks"),
+        ] {
+            let warning = split(hosts, group).unwrap_or_default();
+            assert!(warning.contains(words) && warning.contains("multiple of 2"), "{hosts}: {warning}");
+        }
     }
 }

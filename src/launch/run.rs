@@ -118,6 +118,9 @@ impl Run {
         if plan.is_tight {
             recorder.warn(TIGHT);
         }
+        if let Some(warning) = ranks.warn_of_split_tensors() {
+            recorder.warn(&warning);
+        }
         if device == Device::Cpu && !config.mesh.offload.is_empty() && sys::files::is_in_memory(&dir) {
             let dir = dir.display();
             recorder.warn(&format!("mesh.offload saves no memory, because {dir} is in memory itself (tmpfs)"));
