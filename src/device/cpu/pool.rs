@@ -10,7 +10,7 @@ use atomic_wait::{wait, wake_all};
 use std::cell::UnsafeCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, RwLock, TryLockError};
 use std::thread::JoinHandle;
 
 type Job = *const (dyn Fn(usize) + Sync);
@@ -82,7 +82,13 @@ impl Pool {
         if null::is_active() {
             return;
         }
-        let guard = if self.workers.is_empty() { None } else { self.caller.try_lock().ok() };
+        let guard = match self.caller.try_lock() {
+            _ if self.workers.is_empty() => None,
+            Ok(guard) => Some(guard),
+            // A share of the caller panicked in an earlier call, which waited for all workers before it unwound.
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        };
         if guard.is_none() {
             (0..self.threads()).for_each(f);
             return;
@@ -93,12 +99,14 @@ impl Pool {
         // SAFETY: no worker is running (`left` is zero and we hold `caller`).
         unsafe { *self.shared.job.get() = Some(job) };
         self.shared.left.store(self.workers.len() as u32, Ordering::Relaxed);
+        // Still set if a worker's share and the caller's own panicked in the same call.
+        self.shared.panicked.store(false, Ordering::Relaxed);
         self.wake();
         {
             let _waiter = Waiter(&self.shared);
             f(0);
         }
-        assert!(!self.shared.panicked.swap(false, Ordering::Relaxed), "a worker thread panicked");
+        assert!(!self.shared.panicked.load(Ordering::Relaxed), "a worker thread panicked");
     }
 
     /// Splits `0..len` into one contiguous range per thread, each a multiple of `unit` except for the last, and calls
@@ -317,12 +325,18 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_in_a_share_reaches_the_caller_and_the_pool_lives_on() {
+    fn a_panic_in_any_shares_reaches_the_caller_and_the_next_run_uses_all_threads() {
         let pool = Pool::new(3);
-        let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            pool.run(&|id| assert!(id != 2, "share two fails"));
-        }));
-        assert!(caught.is_err());
-        pool.run(&|_| {});
+        for failing in [&[2][..], &[0], &[0, 2], &[0, 1, 2]] {
+            let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                pool.run(&|id| assert!(!failing.contains(&id), "share {id} fails"));
+            }));
+            assert!(caught.is_err(), "{failing:?}");
+            let threads = Mutex::new(Vec::new());
+            pool.run(&|_| threads.lock().unwrap().push(std::thread::current().id()));
+            let threads = threads.into_inner().unwrap();
+            let distinct = threads.iter().collect::<std::collections::HashSet<_>>().len();
+            assert_eq!((threads.len(), distinct), (3, 3), "after a panic in {failing:?}");
+        }
     }
 }
