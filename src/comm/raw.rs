@@ -1,6 +1,7 @@
 //! Typed calls into MPI. Every return code is checked. Nothing outside `comm/` sees a communicator.
 
 use super::background;
+use crate::sys::{environment, stderr};
 use mpi::ffi;
 use std::ffi::{c_char, c_int, c_void};
 use std::time::Duration;
@@ -34,7 +35,8 @@ pub(super) struct Comm(pub(super) ffi::MPI_Comm);
 unsafe impl Send for Comm {}
 
 /// An outstanding send or receive. Its buffer must not move until `wait`. Every caller here waits before
-/// the borrow of the buffer ends.
+/// the borrow of the buffer ends. If a panic unwinds past the wait, the drop ends the job, because MPI could still read
+/// or write the buffer.
 #[must_use]
 pub(super) struct Request(ffi::MPI_Request);
 
@@ -199,7 +201,7 @@ impl Comm {
         let kept: &'static [u8] = note.leak();
         // SAFETY: the buffer lives forever, since nobody waits; notes are only sent by a job that is about to end.
         let request = unsafe { self.send(to, NOTE_TAG, kept) };
-        drop(request);
+        std::mem::forget(request);
     }
 
     /// Takes a message of `N` elements that has arrived from any rank, if there is one. Only one thread at a time may
@@ -227,6 +229,19 @@ impl Comm {
 pub(super) fn abort(code: i32) {
     // SAFETY: MPI is running (see `World`), with calls from any thread allowed.
     unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, code) };
+}
+
+impl Drop for Request {
+    fn drop(&mut self) {
+        // SAFETY: a value of the library.
+        if self.0 == unsafe { ffi::RSMPI_REQUEST_NULL } {
+            return;
+        }
+        let rank = environment::launched_rank().unwrap_or(0);
+        stderr::line(&format!("error: rank {rank} failed while MPI sent or received its data; all ranks end at once"));
+        abort(1);
+        std::process::abort();
+    }
 }
 
 /// The number of polls of a request before the first sleep, with a yield after each.
