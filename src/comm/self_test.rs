@@ -6,11 +6,10 @@ use super::backends::Axis;
 use super::group::Group;
 use super::world::Axes;
 use crate::config::optim::GradientOrder;
-use crate::device::Device;
 use crate::device::cuda::{Memory, Stream, gpu, owned_by};
 use crate::dtype::DType::{self, Bf16, F32};
 use crate::error::{Error, Result};
-use crate::tensor::{Flat, Slice, SliceMut, Tensor};
+use crate::tensor::{Flat, Slice, SliceMut};
 use std::ops::Range;
 
 /// The approximate number of values over all ranks' shares: more than one step of any backend.
@@ -29,6 +28,26 @@ enum Op {
     AllGather(DType),
     Shift,
     AllToAll,
+}
+
+impl Op {
+    fn dtype(self) -> DType {
+        match self {
+            Self::AllReduce | Self::Shift => Bf16,
+            Self::ReduceScatter(_) | Self::AllToAll => F32,
+            Self::AllGather(dtype) => dtype,
+        }
+    }
+}
+
+/// The collectives of GPU values that a job with gradients in `order` calls over an axis.
+fn ops(axis: &Axis, order: GradientOrder, has_rollout: bool) -> Vec<Op> {
+    match axis.stream {
+        Stream::Ring => vec![Op::Shift],
+        Stream::Zero => vec![Op::ReduceScatter(order), Op::AllGather(Bf16)],
+        _ if has_rollout => vec![Op::AllReduce, Op::AllGather(F32), Op::AllToAll],
+        _ => vec![Op::AllReduce, Op::AllGather(F32)],
+    }
 }
 
 /// Value `i` of `rank`: an integer that bf16 can hold, different between ranks and indices. Sums are exact in every
@@ -59,6 +78,39 @@ fn over<T: Send + 'static>(axis: &Axis, of: &Axes, work: impl FnOnce(&Group) -> 
     }
 }
 
+/// Makes one call on this rank with the values `x`, of which each rank has one of `shares`. Returns the result.
+fn exchange(op: Op, axis: &Axis, of: &Axes, shares: Vec<Range<usize>>, mut x: Memory) -> Memory {
+    match op {
+        Op::AllReduce => over(axis, of, move |group| {
+            group.sum_slice(SliceMut::Cuda(x.view_mut(Bf16)));
+            x
+        }),
+        Op::ReduceScatter(order) => over(axis, of, move |group| {
+            let mut x = Flat::Cuda(x, F32);
+            group.sum_scattered(&mut x, &shares, order);
+            let Flat::Cuda(x, _) = x else { unreachable!("its values stay on the GPU") };
+            x
+        }),
+        Op::AllGather(dtype) => over(axis, of, move |group| {
+            group.gather_view(&mut x.view_mut(dtype), &shares);
+            x
+        }),
+        Op::Shift => {
+            let mut y = x.clone();
+            over(axis, of, move |group| {
+                group.shift_slice(Slice::Cuda(x.view(Bf16)), SliceMut::Cuda(y.view_mut(Bf16)));
+                y
+            })
+        }
+        Op::AllToAll => {
+            let mut y = x.clone();
+            let (send, receive) = (Slice::Cuda(x.view(F32)), SliceMut::Cuda(y.view_mut(F32)));
+            axis.group.slice_to_all(send, &shares, receive, &shares);
+            y
+        }
+    }
+}
+
 /// Makes one call on this rank. Returns its name, the received values, and the expected values. Values are written
 /// before the call and read after it.
 fn call(op: Op, axis: &Axis, of: &Axes) -> (String, [Vec<f32>; 2]) {
@@ -67,54 +119,31 @@ fn call(op: Op, axis: &Axis, of: &Axes) -> (String, [Vec<f32>; 2]) {
     let shares: Vec<Range<usize>> = (0..size).map(|r| r * share..(r + 1) * share).collect();
     let (mine, all) = (shares[rank].clone(), 0..size * share);
     let sum = |range: Range<usize>| range.map(|i| (0..size).map(|r| value(r, i)).sum()).collect::<Vec<f32>>();
-    let (name, dtype, values) = match op {
+    let (name, given, result, want) = match op {
         Op::AllReduce => {
-            let mut x = on_gpu(&sent(rank, all.clone()), Bf16);
-            let x = over(axis, of, move |group| {
-                group.sum_slice(SliceMut::Cuda(x.view_mut(Bf16)));
-                x
-            });
-            let want = sum(all).into_iter().map(|x| half::bf16::from_f32(x).to_f32()).collect();
-            ("all-reduce", Bf16, [x.view(Bf16).to_f32(), want])
+            let want = sum(all.clone()).into_iter().map(|x| half::bf16::from_f32(x).to_f32()).collect();
+            ("all-reduce", sent(rank, all.clone()), all, want)
         }
-        Op::ReduceScatter(order) => {
-            let mut x = Flat::Cuda(on_gpu(&sent(rank, all), F32), F32);
-            let x = over(axis, of, move |group| {
-                group.sum_scattered(&mut x, &shares, order);
-                x
-            });
-            ("reduce-scatter", F32, [x.slice(mine.clone()).to_host(), sum(mine)])
-        }
-        Op::AllGather(dtype) => {
+        Op::ReduceScatter(_) => ("reduce-scatter", sent(rank, all), mine.clone(), sum(mine)),
+        Op::AllGather(_) => {
             let mut known = vec![STALE; all.len()];
             known[mine.clone()].copy_from_slice(&sent(rank, mine));
             let want = shares.iter().enumerate().flat_map(|(r, share)| sent(r, share.clone())).collect();
-            let mut x = on_gpu(&known, dtype);
-            let x = over(axis, of, move |group| {
-                group.gather_view(&mut x.view_mut(dtype), &shares);
-                x
-            });
-            ("all-gather", dtype, [x.view(dtype).to_f32(), want])
+            ("all-gather", known, all, want)
         }
         Op::Shift => {
-            let (x, mut y) = (on_gpu(&sent(rank, mine), Bf16), on_gpu(&vec![STALE; share], Bf16));
-            let y = over(axis, of, move |group| {
-                group.shift_slice(Slice::Cuda(x.view(Bf16)), SliceMut::Cuda(y.view_mut(Bf16)));
-                y
-            });
             let before = (rank + size - 1) % size;
-            let values = [y.view(Bf16).to_f32(), sent(before, shares[before].clone())];
-            ("send and receive around the ring", Bf16, values)
+            let want = sent(before, shares[before].clone());
+            ("send and receive around the ring", sent(rank, mine), 0..share, want)
         }
         Op::AllToAll => {
-            let mut x = Tensor::scratch_on(Device::Cuda, 1, 0).statistics(1, all.len());
-            let mut y = x.statistics(1, all.len());
-            x.cuda_mut().write(&sent(rank, all));
-            axis.group.slice_to_all(x.slice(), &shares, y.slice_mut(), &shares);
-            ("all-to-all", F32, [y.to_host(), (0..size).flat_map(|r| sent(r, mine.clone())).collect()])
+            let want = (0..size).flat_map(|r| sent(r, mine.clone())).collect();
+            ("all-to-all", sent(rank, all.clone()), all, want)
         }
     };
-    (format!("{name} of {} values", dtype.name()), values)
+    let dtype = op.dtype();
+    let received = exchange(op, axis, of, shares, on_gpu(&given, dtype));
+    (format!("{name} of {} values", dtype.name()), [received.view(dtype).part(result).to_f32(), want])
 }
 
 /// Checks a call over an axis. All its ranks call this.
@@ -149,14 +178,8 @@ pub fn check(
     let (mut found, mut names) = (Ok(()), Vec::new());
     owned_by("the self-test", || {
         for axis in axes.iter().filter(|axis| axis.group.size() > 1) {
-            let ops = match axis.stream {
-                Stream::Ring => vec![Op::Shift],
-                Stream::Zero => vec![Op::ReduceScatter(order), Op::AllGather(Bf16)],
-                _ if has_rollout => vec![Op::AllReduce, Op::AllGather(F32), Op::AllToAll],
-                _ => vec![Op::AllReduce, Op::AllGather(F32)],
-            };
             // Calls continue after a mismatch, because other ranks may have none.
-            for op in ops {
+            for op in ops(axis, order, has_rollout) {
                 let checked = check_axis(axis, of, op);
                 found = std::mem::replace(&mut found, Ok(())).and(checked);
             }
@@ -165,4 +188,21 @@ pub fn check(
     });
     gpu().trim();
     all.agree(found).map(|()| names)
+}
+
+/// Makes each of these calls once with about `values` values of an axis, the most that the job sends in one call. NCCL
+/// chooses its algorithm by size, and allocates the buffers of each algorithm at its first call. All ranks call this,
+/// with equal arguments.
+pub fn warm(axes: &[Axis], of: &Axes, order: GradientOrder, has_rollout: bool, values: impl Fn(&Axis) -> usize) {
+    owned_by("the self-test", || {
+        for axis in axes.iter().filter(|axis| axis.group.nccl().is_some() && axis.group.size() > 1) {
+            let share = values(axis).div_ceil(axis.group.size());
+            let shares = (0..axis.group.size()).map(|r| r * share..(r + 1) * share).collect::<Vec<_>>();
+            for op in ops(axis, order, has_rollout) {
+                let sent = if matches!(op, Op::Shift) { share } else { share * shares.len() };
+                drop(exchange(op, axis, of, shares.clone(), Memory::zeros(sent * op.dtype().bytes())));
+            }
+        }
+    });
+    gpu().trim();
 }

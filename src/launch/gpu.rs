@@ -22,7 +22,7 @@ use crate::device::cuda::sample::PARTS_MAX;
 use crate::device::cuda::{self, Gpu, Stream, kv_cache};
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
-use crate::model::{Arch, Head, TensorPart};
+use crate::model::{Arch, Head, ParamTable, TensorPart};
 use crate::sys::affinity;
 use std::time::Instant;
 
@@ -168,8 +168,8 @@ fn suits(config: &Config) -> Result<()> {
     dirs.try_for_each(|dir| check_arch(Device::Cuda, &Arch::load(dir)?, 1))
 }
 
-/// Initializes NCCL on each axis for which that is possible. Runs the self-test of the collectives that steps of
-/// `shape` call, if the job wants it. Returns rows of the banner: one for each axis of several ranks, and one for the
+/// Initializes NCCL on each axis for which that is possible. Calls each collective of steps of `shape` once at the
+/// largest size, and runs their self-test, if the job wants it. Returns rows of the banner: one for each axis of several ranks, and one for the
 /// self-test. All ranks call this after `start`.
 pub fn join(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<(Vec<String>, Option<String>)> {
     let Ranks { world, axes, rollout_axes, .. } = ranks;
@@ -185,15 +185,39 @@ pub fn join(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<(Vec<St
         Axis { name: "rollout tensor", group: apart, stream: Stream::Tensor },
     ];
     let rows = backends::choose(&ranks.all, &all, &gpu, config.job.collectives)?;
+    let (order, has_rollout) = (config.gradient.order, shape.has_rollout());
+    if !null::is_active() {
+        let [unit, activations] = largest_calls(config, ranks, shape)?;
+        let values = |axis: &Axis| if axis.stream == Stream::Zero { unit } else { activations };
+        self_test::warm(&all, axes, order, has_rollout, values);
+    }
     if !config.job.check {
         return Ok((rows, None));
     }
     let start = Instant::now();
-    let check = || self_test::check(&ranks.all, &all, axes, config.gradient.order, shape.has_rollout());
+    let check = || self_test::check(&ranks.all, &all, axes, order, has_rollout);
     let names = phase::before_steps("the self-test of the collectives", check)?;
     let seconds = start.elapsed().as_secs_f64();
     let message = format!("collectives checked over {} in {seconds:.2} s", names.join(", "));
     Ok((rows, (!names.is_empty()).then_some(message)))
+}
+
+/// The most values in one collective of ZeRO, a unit of weights, and of the other axes, the activations of a
+/// micro-batch. They are limited to a share of the memory that is free on every GPU. The same on all ranks; a collective.
+fn largest_calls(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<[usize; 2]> {
+    let (mut unit, mut width) = (0, 0);
+    let trained = [&config.model.actor, &config.model.critic];
+    for dir in trained.into_iter().filter(|dir| !dir.as_os_str().is_empty()) {
+        let arch = Arch::load(dir)?;
+        let table = ParamTable::on(Device::Cuda, &arch, Head::LanguageModel, TensorPart::whole());
+        let tensor = ranks.layouts_of_actor()[0].mesh.tensor;
+        unit = table.units().iter().map(|unit| unit.len().div_ceil(tensor)).fold(unit, usize::max);
+        width = width.max(arch.width);
+    }
+    let free = -ranks.all.max(-(cuda::gpu().free_bytes() as f64));
+    // Of four bytes each, in up to four copies, of up to a quarter of the memory.
+    let most = free as usize / 64;
+    Ok([unit, shape.microbatch_tokens_max * width].map(|values| values.clamp(1, most)))
 }
 
 /// Memory of a rank's GPU other than tensors, as the plan declares it: CUDA's context and kernels, cuBLASLt and graphs.
