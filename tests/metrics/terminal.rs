@@ -194,7 +194,13 @@ fn bars_show_the_progress_of_a_phase_on_a_terminal() {
     banner(&mut terminal, &[]);
     let bar = terminal.phase("rollout", 32);
     bar.set_position(16);
-    std::thread::sleep(std::time::Duration::from_millis(600));
+    // Another thread shows it.
+    for _ in 0..600 {
+        if shown.text().contains("16/32") {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
     assert!(shown.text().contains("16/32"), "{:?}", shown.text());
     drop(bar);
     terminal.final_summary(0, 0.0, &Curves::default(), &[]);

@@ -83,7 +83,7 @@ fn exposed(world: &World) {
         group.all_gather_numbers(&[1.0])
     });
     let _ = ended.recv();
-    std::thread::sleep(std::time::Duration::from_millis(100));
+    std::thread::sleep(std::time::Duration::from_millis(300));
     pending.wait();
     let (gathers, waits) = (of("all_gather_bytes"), of("hidden"));
     assert_eq!(gathers.calls, u64::from(world.size > 1));
@@ -103,7 +103,7 @@ fn exposed(world: &World) {
         group.barrier();
     });
     let releaser = std::thread::spawn(move || {
-        std::thread::sleep(std::time::Duration::from_millis(30));
+        std::thread::sleep(std::time::Duration::from_millis(300));
         let _ = release.send(());
     });
     let before = rlhf_hpc::comm::exposed_seconds();

@@ -41,7 +41,7 @@ fn a_reward_that_fails_on_one_rank_ends_the_run_with_a_checkpoint_and_the_rerun_
     std::fs::rename(fails.with_file_name("new"), &fails).expect("renames");
     let since = Instant::now();
     let ended = running.end();
-    assert!(since.elapsed().as_secs() < 10, "the end took {:?}", since.elapsed());
+    assert!(since.elapsed().as_secs() < 60, "the end took {:?}", since.elapsed());
     ended.assert(
         75,
         &["error: ", "rank 1 (", "ValueError: the scorer is out of tea", "a checkpoint holds all work so far"],

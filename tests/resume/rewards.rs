@@ -76,9 +76,9 @@ fn a_reward_that_hangs_or_fails_ends_the_run_as_declared_or_on_request_and_the_m
     let fault = dir.join("hangs");
     let while_fault = |mode: &str| http(&server, &format!("{mode}{}", fault.display()));
     let whole = job("fixed-whole", python(&dir, 1)).done();
-    let short = "reward.timeout_s=1 reward.retries=0";
+    let short = "reward.timeout_s=5 reward.retries=0";
     for (name, source, sets, code, words) in [
-        ("fixed-hang", python(&dir, 1), short, 75, "failed after 1 attempt: no answer within 1 s while scoring"),
+        ("fixed-hang", python(&dir, 1), short, 75, "failed after 1 attempt: no answer within 5 s while scoring"),
         ("fixed-500", while_fault("500"), "", 75, "it answered 500"),
         ("fixed-asked", python(&dir, 1), "", 85, "stopped at step 0"),
     ] {

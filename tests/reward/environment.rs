@@ -180,7 +180,7 @@ fn what_is_no_answer_to_a_turn_is_a_failure_with_its_reason() {
         let dir = tempfile::tempdir().expect("a directory");
         let code = "import os, time\nclass Does:\n  def step(self, text): return eval(text)";
         std::fs::write(dir.path().join("env.py"), code).expect("writes");
-        let toml = format!("environment = \"env.py\"\nretries = 0\ntimeout_s = 1\non_failure = \"{on_failure}\"");
+        let toml = format!("environment = \"env.py\"\nretries = 0\ntimeout_s = 5\non_failure = \"{on_failure}\"");
         let config = config(&toml);
         let context = RewardContext::default();
         (Environment::new(&config, &config.environment[0], dir.path(), &context).expect("loads"), dir)
@@ -194,7 +194,7 @@ fn what_is_no_answer_to_a_turn_is_a_failure_with_its_reason() {
         ("('', float('nan'), True)", "the reward must be a finite number (got nan)"),
         ("(7, 0.0, False)", "(got 7)"),
         ("{'next_observation': 'other', 'done': False}", "must begin with observation and action"),
-        ("time.sleep(1000)", "no answer within 1 s while answering a turn"),
+        ("time.sleep(1000)", "no answer within 5 s while answering a turn"),
         ("os._exit(4)", "its process ended while answering a turn"),
     ]
     .into_iter()

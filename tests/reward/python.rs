@@ -238,7 +238,7 @@ fn any_fault_is_tried_again_in_a_fresh_child() {
         ("raise RuntimeError('flaky')", true),
     ] {
         let job = failing_first(2, is_loaded, fault);
-        let timeout = if fault.contains("sleep") { "timeout_s = 1.0\nstart_timeout_s = 2.0" } else { "" };
+        let timeout = if fault.contains("sleep") { "timeout_s = 2.0\nstart_timeout_s = 8.0" } else { "" };
         let scored = job.score(&format!("retries = 2\n{timeout}")).unwrap();
         assert_eq!((scores(&scored), calls(&job)), (vec![1.0, 2.0], 3), "{fault}");
     }
