@@ -114,9 +114,16 @@ build() {
   RLHF_HPC=$(cd "$1" && realpath "${CARGO_TARGET_DIR:-target}")/release/rlhf-hpc
 }
 
-# binary ROOT: sets RLHF_HPC to the binary of a release archive, or builds it.
+# binary ROOT: sets RLHF_HPC to the path of the binary: the one that it names already, that of a release archive, or a new build.
 binary() {
-  if [ -x "$1/bin/rlhf-hpc" ]; then RLHF_HPC=$1/bin/rlhf-hpc; else build "$1"; fi
+  if [ -n "${RLHF_HPC:-}" ]; then
+    [ -f "$RLHF_HPC" ] && [ -x "$RLHF_HPC" ] || { echo "error: RLHF_HPC must name the binary (got $RLHF_HPC)" >&2; exit 2; }
+    RLHF_HPC=$(realpath "$RLHF_HPC")
+  elif [ -x "$1/bin/rlhf-hpc" ]; then
+    RLHF_HPC=$1/bin/rlhf-hpc
+  else
+    build "$1"
+  fi
 }
 
 # enter ROOT HERE: finds the binary and changes to HERE. Results go to its folder `work`. FRESH=1 removes them first.

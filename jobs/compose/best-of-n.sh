@@ -7,5 +7,5 @@ set -euo pipefail
 arguments 4 "$@"
 sampled "$1" "$2" "$3" 0 "$4.scored"
 selected "$4.scored" "$4" --best 1
-rm "$4.scored"
+rm "$4.scored" "$4.scored.inputs"
 say "the best of $samples responses: $4"

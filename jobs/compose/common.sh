@@ -23,12 +23,29 @@ arguments() {
   binary "$root"
 }
 
-# sampled MODEL REWARD_MODEL PROMPTS SEED OUT: samples responses and scores them, unless OUT exists.
+# inputs ARGS: the arguments, and a checksum of each file that they name, also in folders.
+inputs() {
+  local argument
+  printf '%s\n' "$@"
+  for argument in "$@"; do
+    [ ! -e "$argument" ] || find -L "$argument" -type f -exec cksum {} + | LC_ALL=C sort
+  done
+}
+
+# sampled MODEL REWARD_MODEL PROMPTS SEED OUT: samples responses and scores them, unless OUT has them. OUT.inputs says what they
+# were made from. Responses of other inputs are not reused.
 sampled() {
-  [ ! -f "$5" ] || return 0
+  local sampling=(--model "$1" --input "$3" --samples "$samples" --max-new-tokens "$tokens" --seed "$4") scoring=(--model "$2") made
+  made=$(inputs "${sampling[@]}" "${scoring[@]}")
+  if [ -f "$5" ]; then
+    [ "$made" != "$(cat "$5.inputs" 2>/dev/null)" ] || return 0
+    say "$5 has responses of other models, prompts or settings, and is made again"
+    rm -f "$5" "$5.inputs"
+  fi
   say "sampling $samples responses to each prompt of $3 with $1, scoring them with $2"
-  launch "$ranks" generate --model "$1" --input "$3" --samples "$samples" --max-new-tokens "$tokens" --seed "$4" > "$5.unscored"
-  launch "$ranks" reward --model "$2" --input "$5.unscored" > "$5.partial"
+  launch "$ranks" generate "${sampling[@]}" > "$5.unscored"
+  launch "$ranks" reward "${scoring[@]}" --input "$5.unscored" > "$5.partial"
+  printf '%s\n' "$made" > "$5.inputs"
   mv "$5.partial" "$5"
   rm "$5.unscored"
 }

@@ -128,8 +128,15 @@ fn parse(arguments: Vec<String>) -> Result<Parsed> {
     if let ["run", first, ..] = words[..]
         && let Some(verb) = meant(first)
     {
-        return Err(Error::usage(format!("`{first}` is neither a verb nor an existing job file"))
-            .hint(format!("did you mean `{verb}`?")));
+        return Err(no_verb(first).hint(format!("did you mean `{verb}`?")));
+    }
+    if let ["run", word, job, ..] = words[..]
+        && is_word(word)
+        && job.ends_with(".toml")
+    {
+        return Err(
+            no_verb(word).hint(format!("write `rlhf-hpc run {job}`: the method is the key job.kind of the job"))
+        );
     }
     match Arguments::from_args(&["rlhf-hpc"], &words) {
         Ok(arguments) => Ok(Parsed::Verb(Box::new(arguments.verb))),
@@ -138,16 +145,39 @@ fn parse(arguments: Vec<String>) -> Result<Parsed> {
             // As other messages: one line, in lower case.
             let text = exit.output.split_whitespace().collect::<Vec<_>>().join(" ");
             let lower = text[..1].to_lowercase() + &text[1..];
-            Err(Error::usage(lower)
-                .hint("run `rlhf-hpc --help` for the verbs, `rlhf-hpc VERB --help` for their options"))
+            let listed = "run `rlhf-hpc --help` for the verbs, `rlhf-hpc VERB --help` for their options";
+            Err(Error::usage(lower).hint(option_meant(&words, &text).unwrap_or_else(|| listed.to_owned())))
         }
     }
 }
 
+fn no_verb(word: &str) -> Error {
+    Error::usage(format!("`{word}` is neither a verb nor an existing job file"))
+}
+
 /// The verb that a misspelled word probably means; none if a file has that name.
 fn meant(word: &str) -> Option<&'static str> {
-    let bare = word.chars().all(|c| c.is_ascii_lowercase());
-    if bare && !std::path::Path::new(word).exists() { config::nearest(word, &verbs()) } else { None }
+    if is_word(word) { config::nearest(word, &verbs()) } else { None }
+}
+
+/// Whether an argument can be a verb, and is no file.
+fn is_word(word: &str) -> bool {
+    word.chars().all(|c| c.is_ascii_lowercase() || "_+-".contains(c)) && !std::path::Path::new(word).exists()
+}
+
+/// The option or override that is meant by an argument that the parser does not know, according to its `message`.
+fn option_meant(words: &[&str], message: &str) -> Option<String> {
+    let wrong = message.strip_prefix("Unrecognized argument: ")?.split_whitespace().next()?;
+    let at = words.iter().position(|word| *word == wrong)?;
+    let dashed = wrong.replace('_', "-");
+    let others: Vec<&str> = words.iter().map(|word| if *word == wrong { &*dashed } else { word }).collect();
+    let is_option = |exit: argh::EarlyExit| !exit.output.contains(&format!("Unrecognized argument: {dashed}"));
+    if dashed != wrong && Arguments::from_args(&["rlhf-hpc"], &others).map_or_else(is_option, |_| true) {
+        return Some(format!("write {dashed}"));
+    }
+    let takes_keys = matches!(words.first(), Some(&"run" | &"plan"));
+    let value = words.get(at + 1).filter(|next| !next.starts_with("--")).copied();
+    config::override_for(wrong, value).filter(|_| takes_keys)
 }
 
 /// `job.toml ...` means `run job.toml ...`; `--option=value` is split, which argh does not do.

@@ -103,7 +103,7 @@ fn job(mut config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()
     }
     let shape = train::shape(&config);
     let run = Run::open(config, &shape, opened, layouts, world, dry_run)?;
-    if let Some(warning) = warning {
+    for warning in warning.into_iter().chain(run.config.unused()) {
         run.recorder.warn(&warning);
     }
     train::run(run)

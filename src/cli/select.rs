@@ -78,7 +78,9 @@ pub fn run(args: &Args) -> Result<()> {
     let without = if useless > 0 { format!("; empty or truncated responses: {useless}") } else { String::new() };
     note!("select: {} {what} of {total} responses to {prompts} prompts{without}", selected.len());
     if selected.is_empty() {
-        return Err(Error::data("no row is selected").hint(if args.pairs {
+        return Err(Error::data("no row is selected").hint(if useless == total && total > 0 {
+            "all responses are empty or truncated: allow longer ones with `generate --max-new-tokens` (TOKENS in jobs/compose)"
+        } else if args.pairs {
             "sample more responses, or lower --min: a pair needs two responses to a prompt with different rewards"
         } else {
             "lower --min, or allow longer responses with `generate --max-new-tokens`"

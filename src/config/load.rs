@@ -1,8 +1,9 @@
 //! From a TOML file and `key.path=value` overrides to a `Config`. All mistakes are reported together, each with its
 //! line or override and with a suggestion.
 
-use super::Config;
+use super::effect::is_within;
 use super::words::{elsewhere, nearest};
+use super::{Config, flat, values, verl};
 use crate::error::{Error, Result};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
@@ -25,11 +26,30 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
         _ => Error::io("read", path, &e),
     })?;
     let here = std::env::current_dir().map_err(|e| Error::io("find", Path::new("."), &e))?;
-    let mut config = read(&text, overrides, &here).map_err(|e| e.within(path.display()))?;
+    let mut config =
+        check_format(&text).and_then(|()| read(&text, overrides, &here)).map_err(|e| e.within(path.display()))?;
     let base =
         path.parent().filter(|p| !p.as_os_str().is_empty()).map_or_else(|| PathBuf::from("."), Path::to_path_buf);
     config.resolve_paths(&base);
     Ok(config)
+}
+
+/// Rejects a job in YAML or JSON. In YAML, the first line with text is `KEY:` or `KEY: VALUE`, or `---`.
+fn check_format(text: &str) -> Result<()> {
+    let first = text.lines().map(str::trim).find(|line| !line.is_empty() && !line.starts_with('#')).unwrap_or_default();
+    let is_key = |key: &str| key.chars().all(|c| c.is_alphanumeric() || "_-.".contains(c));
+    let is_yaml = first == "---" || first.split_once(':').is_some_and(|(key, _)| is_key(key) && !key.is_empty());
+    let what = if is_yaml {
+        "YAML"
+    } else if first.starts_with('{') {
+        "JSON"
+    } else {
+        return Ok(());
+    };
+    Err(Error::usage(format!("a job is a TOML file (got {what})")).hint(
+        "write tables as [job] and values as kind = \"ppo\"; `rlhf-hpc jobs` lists recipes, and `rlhf-hpc help KEY` \
+         explains a key, also by its name in verl, TRL and OpenRLHF",
+    ))
 }
 
 /// `load` without a file; paths are not changed.
@@ -45,6 +65,12 @@ fn read(text: &str, overrides: &[String], here: &Path) -> Result<Config> {
     };
     let places = DeTable::parse(text).map_err(as_one_line)?;
     let mut table: Table = text.parse().map_err(as_one_line)?;
+    let mut keys_given = given_keys(&table, "");
+    let is_listing = flat(&known).keys().all(|key| keys_given.iter().any(|given| is_within(given, key)));
+    if is_listing {
+        // Written by a run, which lists all keys.
+        keys_given.clear();
+    }
     let mut mistakes = Vec::new();
     let place = |path: &[&str]| place_of(places.get_ref(), path).unwrap_or(0);
     check(&mut table, &known, &mut Vec::new(), &mut |path, mistake| mistakes.push((place(path), mistake)));
@@ -59,6 +85,7 @@ fn read(text: &str, overrides: &[String], here: &Path) -> Result<Config> {
         }
         let wrong = &mut |_: &[&str], mistake: Error| mistakes.push(mistake.within(format_args!("override `{item}`")));
         check(&mut given, &known, &mut Vec::new(), wrong);
+        keys_given.extend(given_keys(&given, ""));
     }
     for key in REQUIRED {
         let (of, name) = key.split_once('.').expect("a key of a table");
@@ -76,7 +103,32 @@ fn read(text: &str, overrides: &[String], here: &Path) -> Result<Config> {
     let mut config = Config::deserialize(Value::Table(table))
         .map_err(|e| Error::usage(e.message().lines().collect::<Vec<_>>().join(" ")))?;
     config.settle();
+    keys_given.sort_unstable();
+    keys_given.dedup();
+    config.given = keys_given;
     Ok(config)
+}
+
+/// The paths of all values of a job, with the index of each table of a list: `reward.rule.0.kind`.
+fn given_keys(table: &Table, within: &str) -> Vec<String> {
+    let path = |key: &str| if within.is_empty() { key.to_string() } else { format!("{within}.{key}") };
+    let of = |(key, value): (&String, &Value)| match value {
+        Value::Table(inner) if is_entry(&path(key)) => given_keys(inner, &format!("{}.0", path(key))),
+        Value::Table(inner) => given_keys(inner, &path(key)),
+        Value::Array(all) if all.iter().any(Value::is_table) => {
+            let entry = |(i, one): (usize, &Value)| {
+                one.as_table().map_or_else(Vec::new, |one| given_keys(one, &format!("{}.{i}", path(key))))
+            };
+            all.iter().enumerate().flat_map(entry).collect()
+        }
+        _ => vec![path(key)],
+    };
+    table.iter().flat_map(of).collect()
+}
+
+/// Whether a table at `path` is the only entry of a list.
+fn is_entry(path: &str) -> bool {
+    path == "data.eval_sets" || path.strip_prefix("reward.").is_some_and(|rest| !rest.contains('.'))
 }
 
 /// Compares each key of `given` with the `known` ones, and checks its value by itself. A single value becomes a list if
@@ -85,10 +137,15 @@ fn check<'a>(given: &'a mut Table, known: &Table, path: &mut Vec<&'a str>, wrong
     for (key, value) in given.iter_mut() {
         path.push(key);
         match known.get(key) {
+            None if is_foreign_table(value, path) => {
+                value.as_table_mut().into_iter().for_each(|inner| check(inner, &Table::new(), path, wrong));
+            }
             None => {
                 let names: Vec<&str> = known.keys().map(String::as_str).collect();
                 let hint = elsewhere(&path[..path.len() - 1], key, &names);
-                wrong(path, Error::usage(format!("unknown key `{key}`")).hint(hint));
+                // In a table of another system, a key is known by its whole path.
+                let named = if known.is_empty() { path.join(".") } else { (*key).clone() };
+                wrong(path, Error::usage(format!("unknown key `{named}`")).hint(hint));
             }
             Some(Value::Table(known)) if !known.is_empty() => match value {
                 Value::Table(inner) => check(inner, known, path, wrong),
@@ -109,6 +166,11 @@ fn check<'a>(given: &'a mut Table, known: &Table, path: &mut Vec<&'a str>, wrong
         }
         path.pop();
     }
+}
+
+/// Whether `value` is a table of another system, each of whose keys has its own hint.
+fn is_foreign_table(value: &Value, path: &[&str]) -> bool {
+    value.as_table().is_some_and(|inner| !inner.is_empty()) && verl::is_table(&path.join("."))
 }
 
 /// The error of serde for a job with only `value` at `path`; none if serde accepts it.
@@ -236,11 +298,14 @@ fn explain(key: &str, value: &Value, message: &str) -> Error {
 /// The error for a name that is not among the `known` ones.
 fn unknown_word(key: &str, value: &Value, is_key: bool, wrong: &str, known: &[&str]) -> Error {
     let error = Error::usage(format!("{key}: unknown {} `{wrong}`", if is_key { "key" } else { "value" }));
-    // Elsewhere, an estimator or a loss of PPO is called a kind of job.
-    for of in ["advantage", "loss"] {
-        if key == "job.kind" && refusal(&["ppo", of], value.clone()).is_none() {
-            return error.hint(format!("set job.kind = \"ppo\" and ppo.{of} = \"{wrong}\""));
+    // Elsewhere, an estimator or a loss is called a kind of job.
+    for [table, of] in [["ppo", "advantage"], ["ppo", "loss"], ["dpo", "loss"]] {
+        if key == "job.kind" && refusal(&[table, of], value.clone()).is_none() {
+            return error.hint(format!("set job.kind = \"{table}\" and {table}.{of} = \"{wrong}\""));
         }
+    }
+    if let Some(hint) = values::meant(key, wrong) {
+        return error.hint(hint);
     }
     match nearest(wrong, known) {
         Some(near) => error.hint(format!("did you mean `{near}`?")),

@@ -30,6 +30,7 @@ pub mod auto;
 pub mod checkpoint;
 pub mod data;
 pub mod distill;
+mod effect;
 pub mod job;
 pub mod labelled;
 pub mod limits;
@@ -44,11 +45,13 @@ pub mod reference;
 pub mod reward;
 pub mod rollout;
 mod schema;
+mod values;
+mod verl;
 mod words;
 
 pub use load::{load, parse};
 pub use schema::schema;
-pub use words::nearest;
+pub use words::{nearest, override_for};
 
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
@@ -133,6 +136,9 @@ pub struct Config {
     /// The base folder of relative paths, the folder of the job file.
     #[serde(skip)]
     pub base: PathBuf,
+    /// The paths of the keys that the job file or an override sets, for `unused`.
+    #[serde(skip)]
+    pub given: Vec<String>,
 }
 
 impl Config {
@@ -282,6 +288,10 @@ impl Config {
             .hint("remove rollout.keep_sampling_mask, which is for ppo jobs"));
         }
         self.rollout.check()?;
+        if self.rollout.dynamic_sampling.is_on() && !self.reward.is_set() {
+            return Err(Error::usage("rollout.dynamic_sampling keeps prompts by their rewards, but no reward is set")
+                .hint("set a source in [reward], or remove [rollout.dynamic_sampling]"));
+        }
         Error::need(self.rollout.temperature > 0.0, "rollout.temperature must be above 0 in a distill job (got 0)")?;
         if self.reward.is_set() { self.reward.check() } else { Ok(()) }
     }

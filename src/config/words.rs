@@ -1,6 +1,6 @@
 //! What a key is called elsewhere: by OpenRLHF, TRL, verl, NeMo-RL and transformers.
 
-use super::Config;
+use super::{Config, verl};
 use toml::{Table, Value};
 
 /// Keys of ours, and what other systems call them.
@@ -144,7 +144,10 @@ const ANSWERS: &[(&str, &str)] = &[
         "set `reward.models.normalize` of the reward model's table: scores by the mean and std of its config.json",
         "normalize_reward",
     ),
-    ("adapters are not in this release", "lora lora_rank lora_alpha lora_dropout target_modules use_peft peft_config"),
+    (
+        "adapters are not in this release",
+        "lora lora_r lora_rank lora_alpha lora_dropout lora_path lora_adapter_path lora_target_modules target_modules adapter adapters adapter_path adapter_name_or_path use_peft peft peft_config",
+    ),
     ("quantized weights are not in this release", "load_in_4bit load_in_8bit quantization nf4"),
     (
         "jobs/tools/metrics_to.py sends metrics.jsonl to Weights & Biases or MLflow",
@@ -172,10 +175,17 @@ const ANSWERS: &[(&str, &str)] = &[
 pub(super) fn elsewhere(of: &[&str], wrong: &str, known: &[&str]) -> String {
     let word = wrong.to_lowercase().replace('-', "_");
     let has = |words: &str| words.split(' ').any(|other| other == word);
+    let within = |key: &str| of.iter().chain([&key]).copied().collect::<Vec<_>>().join(".");
+    if let Some(key) = verl::ours(&within(wrong)) {
+        return format!("verl's name for `{key}`");
+    }
     if let Some((answer, _)) = ANSWERS.iter().find(|(_, words)| has(words)) {
         return (*answer).to_string();
     }
-    let within = |key: &str| of.iter().chain([&key]).copied().collect::<Vec<_>>().join(".");
+    if verl::is_foreign(&within(wrong)) {
+        return "a key of verl that this program does not need or have; `rlhf-hpc help from-verl` lists the others"
+            .into();
+    }
     let keys = keys();
     let called_so = ALIASES.iter().filter(|(_, words)| has(words)).flat_map(|(key, _)| {
         // Batches and epochs are of both kinds of job.
@@ -211,7 +221,27 @@ pub(super) fn elsewhere(of: &[&str], wrong: &str, known: &[&str]) -> String {
 /// The keys for what another system calls `name`.
 pub(super) fn ours(name: &str) -> Vec<&'static str> {
     let word = name.trim_start_matches('-').to_lowercase().replace('-', "_");
+    let of_verl = verl::ours_by_end(&word);
+    if !of_verl.is_empty() {
+        return of_verl;
+    }
     ALIASES.iter().filter(|(_, words)| words.split(' ').any(|other| other == word)).map(|(key, _)| *key).collect()
+}
+
+/// What to write instead of the option `--name value` of a job: an override, or why there is none.
+pub fn override_for(option: &str, value: Option<&str>) -> Option<String> {
+    let word = option.trim_start_matches('-').to_lowercase().replace('-', "_");
+    let has = |words: &str| words.split(' ').any(|other| other == word);
+    if let Some((answer, _)) = ANSWERS.iter().find(|(_, words)| has(words)) {
+        return Some((*answer).to_string());
+    }
+    let keys = keys();
+    let is_key = |key: &&String| **key == word || key.strip_suffix(&word).is_some_and(|rest| rest.ends_with('.'));
+    let mut meant: Vec<String> = ours(&word).into_iter().map(String::from).collect();
+    meant.extend(keys.iter().filter(is_key).filter(|_| meant.is_empty()).cloned().collect::<Vec<_>>());
+    let value = value.unwrap_or("VALUE");
+    let shown: Vec<String> = meant.iter().take(3).map(|key| format!("`{key}={value}`")).collect();
+    (!shown.is_empty()).then(|| format!("keys of a job are set without dashes: write {}", shown.join(" or ")))
 }
 
 /// The paths of all keys.

@@ -25,6 +25,24 @@ pub struct Windowed {
     pub pieces: u64,
 }
 
+/// The rules that filter rows which a job could train or evaluate on, and what to change.
+const REMEDIES: &[(&str, &str)] = &[
+    ("prompt_tokens_max", "raise data.prompt_tokens_max, or cut long prompts with data.long_prompts"),
+    ("row_tokens_max", "raise data.row_tokens_max, or cut long rows with data.long_prompts"),
+    (
+        "eval_split_too_long",
+        "these held-out rows are too long: raise data.prompt_tokens_max and data.row_tokens_max, or set data.long_prompts",
+    ),
+    (
+        "same_prompt_in_eval_split",
+        "these rows have the prompt of a held-out row, which never trains: name a held-out file only in \
+         data.split.eval_files or data.eval_sets, and remove repeated prompts",
+    ),
+];
+
+/// The rule for rows of a split that the job does not name, which is what the job asks for.
+const OTHER_SPLIT: &str = "other_split";
+
 /// The use of all rows: `rows = trained + truncated.rows + held_out + filtered + deferred`, always.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -52,8 +70,13 @@ pub struct Ledger {
     pub groups_dropped: u64,
 }
 
+fn remedy(rule: &str) -> Option<&'static str> {
+    REMEDIES.iter().find(|(known, _)| *known == rule).map(|(_, remedy)| *remedy)
+}
+
 impl Ledger {
     pub(crate) fn filter(&mut self, rule: &str, rows: u64) {
+        debug_assert!(rule == OTHER_SPLIT || remedy(rule).is_some(), "the rule {rule} has no remedy");
         if rows > 0 {
             *self.filtered.entry(rule.to_owned()).or_default() += rows;
         }
@@ -64,6 +87,16 @@ impl Ledger {
         self.rows += evaluated.rows;
         self.held_out += evaluated.held_out;
         evaluated.filtered.iter().for_each(|(rule, rows)| self.filter(rule, *rows));
+    }
+
+    /// The rows that rules filtered, without those of other splits, and each rule with its rows and its remedy.
+    pub fn losses(&self) -> (u64, Vec<String>) {
+        let lost = || self.filtered.iter().filter(|(rule, _)| *rule != OTHER_SPLIT);
+        let describe = |(rule, rows): (&String, &u64)| match remedy(rule) {
+            Some(remedy) => format!("{rule} {rows}: {remedy}"),
+            None => format!("{rule} {rows}"),
+        };
+        (lost().map(|(_, rows)| rows).sum(), lost().map(describe).collect())
     }
 
     pub fn accounted(&self) -> u64 {

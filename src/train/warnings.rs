@@ -26,15 +26,13 @@ const KTO_SAMPLES: usize = 8;
 pub fn of_start(run: &Run, shape: &StepShape, rows: &Rows, context: usize) -> Vec<String> {
     let (config, ledger) = (&run.config, rows.ledger());
     let mut found = Vec::new();
-    let filtered: u64 = ledger.filtered.iter().filter(|(rule, _)| *rule != "other_split").map(|(_, rows)| rows).sum();
+    let (filtered, rules) = ledger.losses();
     let share = filtered as f64 / ledger.rows.max(1) as f64;
     if share > FILTERED {
-        let rules = ledger.filtered.iter().map(|(rule, rows)| format!("{rule} {rows}"));
         found.push(format!(
-            "{:.0} % of the rows are filtered ({}), as listed in ledger.jsonl: check data.prompt_tokens_max, \
-             data.long_prompts and data.row_tokens_max",
+            "{:.0} % of the rows are filtered, as listed in ledger.jsonl ({})",
             100.0 * share,
-            rules.collect::<Vec<_>>().join(", ")
+            rules.join("; ")
         ));
     }
     if config.job.kind == JobKind::Ppo {

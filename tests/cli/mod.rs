@@ -1,9 +1,11 @@
 //! Tests of the program as its users meet it: the release binary, its exit codes and its words.
 
 pub mod command;
+mod compose;
 pub mod corpus;
 mod data;
 pub mod fixture;
+mod foreign;
 mod generate;
 mod jobs;
 mod keys;

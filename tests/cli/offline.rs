@@ -381,6 +381,12 @@ fn generated_rows_are_scored_and_selected_with_all_their_fields_as_rows_to_train
         fixture.jsonl("rows.jsonl", &[row]);
         fixture.run(&["select", "--input", "rows.jsonl"]).refused(65, &[words]);
     }
+    // Pairs need whole responses as well as different rewards: the hint names what is missing.
+    for (finish, hint) in [("length", "--max-new-tokens"), ("stop", "different rewards")] {
+        let row = |reward: i32| json!({"prompt": "a", "response": "b", "reward": reward, "finish": finish});
+        fixture.jsonl("rows.jsonl", &[row(1), row(2)]);
+        fixture.run(&["select", "--pairs", "--input", "rows.jsonl"]).refused(65, &["no row is selected"]).hinted(hint);
+    }
 }
 
 #[test]

@@ -24,7 +24,18 @@ const WARNED: &[(&str, usize, u32, &str, &[&str])] = &[
         0,
         3,
         "rollout.stop_token_ids=[] rollout.response_tokens_max=2 reward.rule={kind=\"regex\",pattern=\"^\"} data.prompt_tokens_max=6",
-        &["all responses are cut", "all rewards of a step are equal (1)", "of the rows are filtered ("],
+        &[
+            "all responses are cut",
+            "all rewards of a step are equal (1)",
+            "of the rows are filtered, as listed in ledger.jsonl (prompt_tokens_max",
+        ],
+    ),
+    (
+        "ppo",
+        0,
+        0,
+        "data.split.by=ratio data.split.eval_ratio=0.3 data.eval_sets=[{name=\"held\",prompts=\"questions\",split=\"test\"}]",
+        &["same_prompt_in_eval_split", "name a held-out file only in data.split.eval_files or data.eval_sets"],
     ),
     (
         "ppo",

@@ -115,19 +115,28 @@ fn the_pages_name_only_verbs_options_and_pages_that_there_are() {
     none(faults);
 }
 
-/// A row of the pages for users of other systems: a word of theirs in a job is an error that names our key.
+/// A row of the pages for users of other systems: a word of theirs in a job is an error that names our key. A heading "Keys of
+/// TABLE" names the table of the words below it.
 #[test]
 fn what_other_systems_call_a_key_leads_to_the_key_that_the_page_names() {
     let (mut faults, mut rows) = (Vec::new(), 0);
     for page in pages().iter().filter(|page| page.name.contains("/from-")) {
-        for line in page.lines().into_iter().filter(|line| line.starts_with("| `")) {
+        let mut table = String::new();
+        for line in page.lines() {
+            if line.starts_with("## ") {
+                table = found("^## Keys of `(.*)`", line).first().map_or_else(String::new, |table| format!("{table}."));
+            }
+            if !line.starts_with("| `") {
+                continue;
+            }
             let cells: Vec<&str> = line.split('|').collect();
             let keys = found(r"`([a-z]+\.[a-z_.]+)`", cells[2]);
             if cells.len() < 5 || keys.is_empty() {
                 continue;
             }
-            for word in found("`-*([A-Za-z_0-9]+)`", cells[1]) {
+            for word in found("`-*([A-Za-z_0-9.]+)`", cells[1]) {
                 rows += 1;
+                let word = format!("{table}{word}");
                 let error = config::parse(&format!("{word} = 1\n"), &[]).unwrap_err();
                 let message = format!("{} {}", error.message, error.hint.unwrap_or_default());
                 if !keys.iter().any(|key| message.contains(&format!("`{key}`"))) {

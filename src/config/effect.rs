@@ -1,0 +1,409 @@
+//! Keys that only some jobs use. A job that sets such a key without its condition gets one warning at its start.
+
+use super::Config;
+use super::job::JobKind;
+use super::mesh::Offload;
+use super::optim::Schedule;
+use super::ppo::{Correction, Estimator, KlIn, PolicyLossKind};
+use super::preference::{PairLoss, PreferenceLoss};
+use super::reward::{RuleConfig, RuleKind};
+use super::{data, optim};
+
+/// Keys or tables that have an effect only if a condition holds: their names, the condition in words, and the
+/// condition.
+type Need<T> = (&'static str, &'static str, fn(&T) -> bool);
+
+/// The tables of the methods, then single keys. The first condition of a key that does not hold is reported.
+#[rustfmt::skip]
+const NEEDS: &[Need<Config>] = &[
+    ("ppo", "job.kind = \"ppo\"", is_ppo),
+    ("sft", "job.kind = \"sft\"", |c| c.job.kind == JobKind::Sft),
+    ("reward_model", "job.kind = \"reward_model\"", |c| c.job.kind == JobKind::RewardModel),
+    ("dpo", "job.kind = \"dpo\"", |c| c.job.kind == JobKind::Dpo),
+    ("kto", "job.kind = \"kto\"", |c| c.job.kind == JobKind::Kto),
+    ("step_reward", "job.kind = \"step_reward\"", |c| c.job.kind == JobKind::StepReward),
+    ("distill model.teachers model.teacher_weights", "job.kind = \"distill\"", |c| c.job.kind == JobKind::Distill),
+    (
+        "job.steps job.export gradient optim.actor checkpoint metrics.print_every data.weights data.order",
+        "a job that trains", trains,
+    ),
+    ("rollout reward", "a job that samples: ppo, eval or on-policy distill", Config::samples),
+    (
+        "rollout.prompts_per_step rollout.samples_per_prompt rollout.dynamic_sampling metrics.rollouts_every_steps \
+         metrics.samples_every_steps metrics.samples_count",
+        "a job that trains on samples: ppo or on-policy distill", trains_on_samples,
+    ),
+    (
+        "optim.critic model.critic ppo.lambda ppo.truncation ppo.value_clip ppo.critic_warmup_steps",
+        "job.kind = \"ppo\" and ppo.advantage = \"gae\", which has a critic", has_critic,
+    ),
+    ("model.reference", "a loss or a KL with a reference model: kto, ppo, or dpo with \"sigmoid\" or \"ipo\"",
+        Config::needs_reference),
+    ("mesh.offload", "optimizer state, or models that are not trained", has_state_to_offload),
+    ("mesh.async_updates_max rollout.keep_sampling_mask", "job.kind = \"ppo\"", is_ppo),
+
+    ("data.pretrain_key data.pretrain_tokens_max", "data.pretrain", |c| !c.data.pretrain.is_empty()),
+    ("data.eval_split data.eval_sets", "eval.every_steps above 0: its rows are held out and never evaluated",
+        |c| c.eval.every_steps > 0 || !trains(c)),
+    ("data.split", "a split that a job names: data.eval_split or data.prompt_split", names_a_split),
+    ("data.split.eval_ratio data.split.seed", "data.split.by = \"ratio\"", |c| c.data.split.by == data::SplitBy::Ratio),
+    ("data.split.field", "data.split.by = \"field\"", |c| c.data.split.by == data::SplitBy::Field),
+    ("data.split.eval_files", "data.split.by = \"file\"", |c| c.data.split.by == data::SplitBy::File),
+    ("data.response_key", "rows with a response: sft, kto or off-policy distill", has_responses),
+    ("data.chosen_key data.rejected_key", "rows with pairs: reward_model or dpo",
+        |c| matches!(c.job.kind, JobKind::RewardModel | JobKind::Dpo)),
+    ("data.margin_key", "job.kind = \"reward_model\" and reward_model.loss = \"sigmoid\"",
+        |c| c.job.kind == JobKind::RewardModel && c.reward_model.loss == PairLoss::Sigmoid),
+    ("data.label_key", "a job that samples, kto or step_reward",
+        |c| c.samples() || matches!(c.job.kind, JobKind::Kto | JobKind::StepReward)),
+    ("data.messages_key", "data.chat_template = true", |c| c.data.chat_template),
+    ("data.window_overlap_tokens", "data.long_prompts = \"window\"",
+        |c| c.data.long_prompts == data::LongPrompts::Window),
+    ("data.row_tokens_max", "rows that are more than a prompt", |c| !c.samples()),
+    ("data.prompt_tokens_max", "rows with a prompt; a text of step_reward is limited by data.row_tokens_max",
+        |c| c.job.kind != JobKind::StepReward),
+    ("data.length_group_rows", "data.order = \"length_grouped\"", |c| c.data.order == data::Order::LengthGrouped),
+    ("data.curriculum_field", "data.order = \"curriculum\"", |c| c.data.order == data::Order::Curriculum),
+
+    ("rollout.temperature", "eval.temperature = 0, which otherwise replaces it in an eval job",
+        |c| trains(c) || !c.eval.draws()),
+    ("rollout.top_k rollout.top_p rollout.min_p", "a temperature above 0",
+        |c| c.rollout.temperature > 0.0 || c.eval.draws()),
+    ("rollout.top_p rollout.min_p", "another rollout.top_k than 1", |c| c.rollout.top_k != 1),
+    ("reward.workers reward.timeout_s reward.retries", "reward.python, reward.http or reward.environment", has_requests),
+    ("reward.start_timeout_s", "a Python file in reward.python or reward.environment", has_python),
+    ("reward.on_failure", "a reward that can fail: python, http, judge or environment",
+        |c| has_requests(c) || !c.reward.judge.is_empty()),
+    (
+        "reward.environment.python.name reward.environment.python.weight reward.environment.python.batch \
+         reward.environment.python.label_argument",
+        "[[reward.python]]: an environment has a name and a weight of its own", |_| false,
+    ),
+
+    ("ppo.gamma", "ppo.advantage = \"gae\" or \"reinforce++\"",
+        |c| matches!(c.ppo.advantage, Estimator::Gae | Estimator::ReinforcePp)),
+    ("ppo.advantage_std", "an estimator that whitens: gae, reinforce++, reinforce++-baseline or gdpo",
+        |c| c.ppo.advantage.is_whitened()),
+    ("ppo.aggregation", "another ppo.loss than \"gspo\"", |c| c.ppo.loss != PolicyLossKind::Gspo),
+    ("ppo.clip_low ppo.dual_clip", "ppo.loss = \"clip\" or \"gspo\"",
+        |c| matches!(c.ppo.loss, PolicyLossKind::Clip | PolicyLossKind::Gspo)),
+    ("ppo.clip_high", "another ppo.loss than \"sapo\"", |c| c.ppo.loss != PolicyLossKind::Sapo),
+    ("ppo.sapo_tau_positive ppo.sapo_tau_negative", "ppo.loss = \"sapo\"", |c| c.ppo.loss == PolicyLossKind::Sapo),
+    ("ppo.correction_low ppo.correction_high", "ppo.correction", |c| c.ppo.correction != Correction::None),
+    ("ppo.kl_coef", "ppo.kl_in = \"reward\" or \"loss\"", |c| c.ppo.kl_in != KlIn::None || c.ppo.kl_coef == 0.0),
+    ("ppo.kl_estimator", "ppo.kl_in = \"reward\" or \"loss\", or model.reference", Config::needs_reference),
+    ("ppo.kl_horizon", "ppo.kl_target above 0", |c| c.ppo.kl_target > 0.0),
+    ("ppo.overlong_tokens_max ppo.overlong_penalty", "ppo.overlong_buffer_tokens above 0",
+        |c| c.ppo.overlong_buffer_tokens > 0),
+
+    (
+        "sft.epochs reward_model.epochs dpo.epochs kto.epochs step_reward.epochs distill.epochs",
+        "job.steps = 0", |c| c.job.steps == 0,
+    ),
+    ("dpo.beta", "another dpo.loss than \"orpo\", whose weight is dpo.orpo_coef",
+        |c| c.dpo.loss != PreferenceLoss::Orpo),
+    ("dpo.label_smoothing", "dpo.loss = \"sigmoid\"", |c| c.dpo.loss == PreferenceLoss::Sigmoid),
+    ("dpo.simpo_margin", "dpo.loss = \"simpo\"", |c| c.dpo.loss == PreferenceLoss::Simpo),
+    ("dpo.orpo_coef", "dpo.loss = \"orpo\"", |c| c.dpo.loss == PreferenceLoss::Orpo),
+    ("distill.ce_coef", "distill.on_policy = false", |c| !c.distill.on_policy),
+    ("gradient.chunks", "gradient.order = \"fixed\"", |c| c.gradient.order == optim::GradientOrder::Fixed),
+    ("optim.actor.floor_ratio", "a schedule that falls", |c| c.optim.actor.schedule != Schedule::Constant),
+    ("optim.critic.floor_ratio", "a schedule that falls", |c| c.optim.critic.schedule != Schedule::Constant),
+
+    ("eval.every_steps", "a job that trains, and data.eval_split or data.eval_sets", |c| trains(c) && has_held_out(c)),
+    ("eval", "evaluations: eval.every_steps above 0 and data.eval_split, or an eval job", evaluates),
+    ("eval.correct_at eval.samples_per_prompt eval.pass_at eval.temperature eval.beams",
+        "a job that samples: ppo, eval or on-policy distill", Config::samples),
+    ("eval.pass_at", "eval.temperature above 0", |c| c.eval.draws() || !trains(c)),
+    ("eval.patience", "checkpoint.best_metric", |c| !c.checkpoint.best_metric.is_empty()),
+    ("checkpoint.best_mode", "checkpoint.best_metric", |c| !c.checkpoint.best_metric.is_empty()),
+    ("checkpoint.export_best", "job.export = true", |c| c.job.export),
+    ("metrics.rollouts_keep_last", "recorded rollouts or evaluations",
+        |c| trains_on_samples(c) && c.metrics.rollouts_every_steps > 0 || records_eval_rows(c)),
+    ("metrics.eval_rows_max", "evaluations of another job than sft and off-policy distill",
+        |c| evaluates(c) && !is_of_tokens(c)),
+    ("metrics.samples_count", "metrics.samples_every_steps above 0", |c| c.metrics.samples_every_steps > 0),
+];
+
+/// The keys of a rule that only some kinds of rules use.
+const OF_RULE: &[Need<RuleConfig>] = &[
+    ("extract strip", "another kind of rule than \"length\"", |rule| rule.kind != RuleKind::Length),
+    ("ignore_case", "a rule of kind exact, regex or format", |rule| {
+        !matches!(rule.kind, RuleKind::Number | RuleKind::Length)
+    }),
+    ("pattern", "a rule of kind regex or format", |rule| matches!(rule.kind, RuleKind::Regex | RuleKind::Format)),
+    ("tolerance", "a rule of kind number", |rule| rule.kind == RuleKind::Number),
+    ("tokens_min tokens_max tokens_slack", "a rule of kind length", |rule| rule.kind == RuleKind::Length),
+];
+
+fn is_ppo(c: &Config) -> bool {
+    c.job.kind == JobKind::Ppo
+}
+
+fn trains(c: &Config) -> bool {
+    c.job.kind != JobKind::Eval
+}
+
+fn trains_on_samples(c: &Config) -> bool {
+    trains(c) && c.samples()
+}
+
+fn has_critic(c: &Config) -> bool {
+    is_ppo(c) && c.ppo.advantage.has_critic()
+}
+
+fn has_responses(c: &Config) -> bool {
+    matches!(c.job.kind, JobKind::Sft | JobKind::Kto) || c.job.kind == JobKind::Distill && !c.samples()
+}
+
+/// Whether the loss is one of tokens of given responses, so that held-out rows have no rewards to record.
+fn is_of_tokens(c: &Config) -> bool {
+    c.job.kind == JobKind::Sft || c.job.kind == JobKind::Distill && !c.samples()
+}
+
+fn has_held_out(c: &Config) -> bool {
+    !c.data.eval_split.is_empty() || !c.data.eval_sets.is_empty()
+}
+
+fn evaluates(c: &Config) -> bool {
+    !trains(c) || c.eval.every_steps > 0 && has_held_out(c)
+}
+
+fn records_eval_rows(c: &Config) -> bool {
+    evaluates(c) && !is_of_tokens(c) && c.metrics.eval_rows_max > 0
+}
+
+fn names_a_split(c: &Config) -> bool {
+    let of_sets = c.data.eval_sets.iter().any(|set| !set.split.is_empty());
+    of_sets || !c.data.eval_split.is_empty() || !c.data.prompt_split.is_empty()
+}
+
+fn has_python(c: &Config) -> bool {
+    !c.reward.python.is_empty() || c.reward.environment.iter().any(|environment| !environment.python.is_empty())
+}
+
+fn has_requests(c: &Config) -> bool {
+    has_python(c) || !c.reward.http.is_empty() || !c.reward.environment.is_empty()
+}
+
+fn has_state_to_offload(c: &Config) -> bool {
+    let of_roles = c.needs_reference() || has_critic(c) || !c.model.teachers.is_empty() || c.reward.has_models();
+    c.mesh.offload.is_empty()
+        || c.mesh.offload.contains(&Offload::Optimizer) && trains(c)
+        || c.mesh.offload.contains(&Offload::Roles) && of_roles
+}
+
+/// The condition that `key` lacks in this job. Numbers in the path are indices of lists.
+fn lacks(config: &Config, key: &str) -> Option<&'static str> {
+    let parts: Vec<&str> = key.split('.').collect();
+    if let ["reward", "rule", i, name] = parts[..]
+        && let Some(rule) = i.parse::<usize>().ok().and_then(|i| config.reward.rule.get(i))
+        && let Some(why) = unmet(OF_RULE, rule, name)
+    {
+        return Some(why);
+    }
+    unmet(NEEDS, config, &without_indices(key))
+}
+
+fn unmet<T>(needs: &[Need<T>], of: &T, key: &str) -> Option<&'static str> {
+    let names = |need: &&Need<T>| need.0.split_whitespace().any(|name| is_within(key, name));
+    needs.iter().filter(names).find(|(_, _, holds)| !holds(of)).map(|(_, why, _)| *why)
+}
+
+/// Whether `key` is `name`, or in the table `name`.
+pub(super) fn is_within(key: &str, name: &str) -> bool {
+    key.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+}
+
+/// `reward.rule.0.kind` as `reward.rule.kind`.
+fn without_indices(key: &str) -> String {
+    key.split('.').filter(|part| part.parse::<usize>().is_err()).collect::<Vec<_>>().join(".")
+}
+
+impl Config {
+    /// One warning that names all keys that the job sets and does not use.
+    pub fn unused(&self) -> Option<String> {
+        let mut all: Vec<(&str, Vec<String>)> = Vec::new();
+        for key in &self.given {
+            let Some(why) = lacks(self, key) else { continue };
+            let key = without_indices(key);
+            match all.iter_mut().find(|(other, _)| *other == why) {
+                Some((_, keys)) if keys.contains(&key) => {}
+                Some((_, keys)) => keys.push(key),
+                None => all.push((why, vec![key])),
+            }
+        }
+        let groups: Vec<String> = all.iter().map(|(why, keys)| format!("{} (needs {why})", keys.join(", "))).collect();
+        (!groups.is_empty()).then(|| format!("keys of the job that have no effect in it: {}", groups.join("; ")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{load, parse, reference};
+    use std::path::{Path, PathBuf};
+
+    /// Keys without a condition of their own: every job uses them, or every job that uses their table. Keys of the
+    /// machine (devices, memory, layouts, batch sizes of the sampler) are here, too: a job is used on several machines.
+    const UNCONDITIONAL: &[(&str, &str)] = &[
+        ("job", "kind name dir seed device collectives gemm check threads"),
+        ("model", "actor dtype"),
+        ("mesh", "data pipeline sequence tensor zero placement arena_bytes_max collective_timeout_s"),
+        ("data", "prompts pretrain prompt_split prompt_key chat_template chat_template_args long_prompts"),
+        ("data.eval_sets", "name prompts split prompt_key label_key"),
+        ("data.split", "by"),
+        (
+            "rollout",
+            "response_tokens_max response_tokens_min repetition_penalty stop stop_token_ids ignore_eos batch_max \
+             prefill_tokens_max kv_bytes_max graphs work_stealing tensor data",
+        ),
+        ("rollout.dynamic_sampling", "low high prompts_max_factor"),
+        ("reward", "rule python http models judge environment"),
+        ("reward.rule", "kind name weight right wrong"),
+        ("reward.python", "file function name weight interpreter label_argument batch pass_env gpu memory_max_gib"),
+        ("reward.http", "url name weight batch"),
+        ("reward.models", "dir name weight normalize"),
+        ("reward.judge", "dir prompt chat_template pattern tokens_max name weight"),
+        ("reward.environment", "python http turns_max name weight"),
+        (
+            "ppo",
+            "advantage loss entropy_coef correction kl_in kl_target reward_clip reward_normalize \
+             overlong_buffer_tokens truncated_score_coef ptx_coef epochs minibatch_samples microbatch_tokens_max old_logprobs",
+        ),
+        ("sft", "minibatch_samples microbatch_tokens_max loss_on pretrain_coef"),
+        ("reward_model", "loss minibatch_samples microbatch_tokens_max"),
+        ("dpo", "loss nll_coef minibatch_samples microbatch_tokens_max"),
+        ("kto", "beta desirable_weight undesirable_weight minibatch_samples microbatch_tokens_max"),
+        ("step_reward", "placeholder reward_tokens minibatch_samples microbatch_tokens_max"),
+        ("distill", "on_policy divergence full_vocabulary temperature minibatch_samples microbatch_tokens_max"),
+        ("gradient", "order recompute"),
+        ("optim.actor", "lr betas eps weight_decay decay_vectors clip_norm schedule warmup_ratio ema_beta"),
+        ("optim.critic", "lr betas eps weight_decay decay_vectors clip_norm schedule warmup_ratio ema_beta"),
+        ("eval", "samples_max"),
+        ("checkpoint", "every_steps keep_last best_metric max_hours changed_inputs"),
+        ("metrics", "tensorboard report"),
+    ];
+
+    #[test]
+    fn every_key_of_the_reference_has_its_own_condition_or_none() {
+        let listed = |needs: &[&'static str], of: &str| -> Vec<String> {
+            needs.iter().flat_map(|keys| keys.split_whitespace()).map(|key| format!("{of}{key}")).collect()
+        };
+        let own = [listed(&NEEDS.map_names(), ""), listed(&OF_RULE.map_names(), "reward.rule.")].concat();
+        let free: Vec<String> =
+            UNCONDITIONAL.iter().flat_map(|(of, keys)| listed(&[keys], &format!("{of}."))).collect();
+        let entries = reference::all();
+        let known: Vec<String> = entries.iter().map(reference::Entry::path).collect();
+        for entry in entries.iter().filter(|entry| !entry.key.is_empty()) {
+            let (path, is_own) = (entry.path(), own.contains(&entry.path()));
+            assert!(is_own != free.contains(&path), "{path} must be in NEEDS or in UNCONDITIONAL, and not in both");
+        }
+        // An environment's file is a table as in [[reward.python]].
+        let is_known = |key: &&String| {
+            let key = key.replace("environment.python.", "python.");
+            known.iter().any(|path| is_within(path, &key))
+        };
+        let unknown: Vec<&String> = own.iter().chain(&free).filter(|key| !is_known(key)).collect();
+        assert!(unknown.is_empty(), "{unknown:?} are no keys");
+    }
+
+    /// The names of a list of conditions.
+    trait MapNames {
+        fn map_names(&self) -> Vec<&'static str>;
+    }
+
+    impl<T> MapNames for [Need<T>] {
+        fn map_names(&self) -> Vec<&'static str> {
+            self.iter().map(|(names, ..)| *names).collect()
+        }
+    }
+
+    fn jobs(dir: &Path) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(dir).expect("a folder").map(|entry| entry.expect("an entry").path());
+        entries.flat_map(|path| if path.is_dir() { jobs(&path) } else { vec![path] }).collect()
+    }
+
+    #[test]
+    fn no_job_in_the_tree_sets_a_key_without_effect() {
+        let all = jobs(&Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs"));
+        let all: Vec<&PathBuf> = all.iter().filter(|path| path.extension().is_some_and(|e| e == "toml")).collect();
+        assert!(all.len() > 20, "{all:?}");
+        let warned = |path: &&PathBuf| Some((path.to_path_buf(), load(path, &[]).expect("a job").unused()?));
+        let warned: Vec<_> = all.iter().filter_map(warned).collect();
+        assert!(warned.is_empty(), "{warned:#?}");
+    }
+
+    /// Overrides of a job, and each warning's groups: the keys, and a part of the condition.
+    const SET: &[(&str, &[(&str, &str)])] = &[
+        (
+            "job.kind=ppo sft.epochs=3 sft.loss_on=all dpo.beta=0.3",
+            &[("dpo.beta", "\"dpo\""), ("sft.epochs, sft.loss_on", "\"sft\"")],
+        ),
+        (
+            "job.kind=ppo ppo.advantage=grpo optim.critic.lr=1e-5 ppo.lambda=0.95",
+            &[("optim.critic.lr, ppo.lambda", "has a critic")],
+        ),
+        ("job.kind=ppo ppo.kl_in=none ppo.kl_coef=0.5", &[("ppo.kl_coef", "ppo.kl_in")]),
+        ("job.kind=ppo ppo.kl_in=none ppo.kl_coef=0.0", &[]),
+        ("job.kind=ppo data.eval_split=test", &[("data.eval_split", "never evaluated")]),
+        ("job.kind=ppo data.eval_split=test eval.every_steps=5", &[]),
+        ("job.kind=eval data.eval_split=test", &[]),
+        (
+            "job.kind=ppo eval.every_steps=5 eval.samples_max=9",
+            &[("eval.every_steps", "data.eval_split"), ("eval.samples_max", "evaluations")],
+        ),
+        (
+            "job.kind=sft rollout.top_k=5 reward.rule=exact data.label_key=answer",
+            &[("data.label_key", "kto"), ("reward.rule, rollout.top_k", "samples")],
+        ),
+        ("job.kind=ppo rollout.top_k=1 rollout.top_p=0.9", &[("rollout.top_p", "rollout.top_k")]),
+        ("job.kind=dpo dpo.loss=orpo dpo.beta=0.2", &[("dpo.beta", "dpo.orpo_coef")]),
+        ("job.kind=distill distill.on_policy=true distill.ce_coef=0.1", &[("distill.ce_coef", "on_policy = false")]),
+        ("job.kind=ppo ppo.loss=cispo ppo.clip_low=0.1 ppo.clip_high=0.3", &[("ppo.clip_low", "\"gspo\"")]),
+        ("job.kind=ppo reward.rule={kind=\"exact\",tolerance=0.1}", &[("reward.rule.tolerance", "kind number")]),
+        (
+            "job.kind=ppo reward.rule=[{kind=\"number\",tolerance=0.1},{kind=\"exact\",tokens_max=5}]",
+            &[("reward.rule.tokens_max", "kind length")],
+        ),
+        (
+            "job.kind=ppo reward.environment={python={file=\"e.py\",weight=2.0}}",
+            &[("reward.environment.python.weight", "its own")],
+        ),
+        ("job.kind=sft job.steps=9 sft.epochs=2.0", &[("sft.epochs", "job.steps = 0")]),
+        (
+            "job.kind=sft checkpoint.best_mode=max mesh.offload=[\"roles\"]",
+            &[("checkpoint.best_mode", "checkpoint.best_metric"), ("mesh.offload", "models that are not trained")],
+        ),
+        ("job.kind=eval optim.actor.lr=1e-5 job.export=true", &[("job.export, optim.actor.lr", "that trains")]),
+    ];
+
+    #[test]
+    fn one_warning_names_the_keys_that_a_job_sets_and_does_not_use() {
+        for (sets, groups) in SET {
+            let sets: Vec<String> = sets.split(' ').map(String::from).collect();
+            let job = parse("model.actor = \"m\"\ndata.prompts = \"p\"", &sets).expect("a job");
+            let warning = job.unused().unwrap_or_default();
+            for (keys, why) in *groups {
+                let found = warning.split(['(', ';', ')']).zip(warning.split(['(', ';', ')']).skip(1));
+                let is_there = found.into_iter().any(|(named, needs)| {
+                    named.trim().trim_start_matches("keys of the job that have no effect in it: ") == *keys
+                        && needs.contains(why)
+                });
+                assert!(is_there, "{sets:?}: {keys} needs {why} in {warning}");
+            }
+            assert_eq!(warning.matches("(needs ").count(), groups.len(), "{sets:?}: {warning}");
+        }
+    }
+
+    #[test]
+    fn the_list_of_all_keys_that_a_run_writes_is_not_warned_of() {
+        let mut all = Config::default();
+        (all.model.actor, all.data.prompts) = ("m".into(), vec!["p".into()]);
+        all.reward.rule.push(RuleConfig::default());
+        let text = all.to_toml();
+        assert_eq!(parse(&text, &[]).expect("a job").unused(), None);
+        let warning = parse(&text, &["dpo.beta=0.3".into()]).expect("a job").unused().expect("one");
+        assert!(warning.contains("dpo.beta") && !warning.contains("sft"), "{warning}");
+    }
+}
