@@ -81,7 +81,10 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// The resources of the kernels, from the compiler of the build.
 fn compiled() -> Result<&'static str> {
-    embedded::resources().map_err(|why| Error::usage(why).hint("set RLHF_NVCC to an nvcc and build again"))
+    embedded::resources().map_err(|why| {
+        Error::usage(why)
+            .hint("run it on a machine with a GPU, whose driver knows them, or build with nvcc (RLHF_NVCC names one)")
+    })
 }
 
 /// The resources of the kernels, from the driver.

@@ -92,17 +92,20 @@ fn job(mut config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()
     let logs = (!dry_run).then(|| dir.join("logs"));
     abort::install(&world, logs.as_deref(), limit);
     let warning = set_threads(&config, &world);
+    let lacks_gpu = if dry_run { gpu::do_without(&mut config, &world)? } else { None };
     let is_asked = config.job.device != DeviceName::Auto;
     let opened = gpu::open(&mut config, &world, &train::archs);
     // Wrong settings are reported before missing devices that the job asks for.
     let opened = if is_asked { opened } else { Ok(opened?) };
     let gpu = opened.as_ref().ok().and_then(|opened| opened.gpu.as_ref());
-    let layouts = plan::layouts(&config, &train::roles(&config), &world, gpu)?;
+    let mut layouts = plan::layouts(&config, &train::roles(&config), &world, gpu)?;
+    layouts.1.is_tight &= lacks_gpu.is_none();
     if let Some(tokens) = layouts.1.microbatch_tokens {
         config.set_microbatches(tokens);
     }
     let shape = train::shape(&config);
-    let run = Run::open(config, &shape, opened, layouts, world, dry_run)?;
+    let mut run = Run::open(config, &shape, opened, layouts, world, dry_run)?;
+    run.lacks_gpu = lacks_gpu;
     for warning in warning.into_iter().chain(run.config.unused()) {
         run.recorder.warn(&warning);
     }

@@ -24,11 +24,11 @@ pub struct Args {
     #[argh(option)]
     pub step: Option<u64>,
 
-    /// show only the N samples with the lowest scores (held-out rows: lowest margins)
+    /// show only the N samples with the lowest scores (held-out rows: lowest margins or mean scores)
     #[argh(option)]
     pub worst: Option<usize>,
 
-    /// show only the N samples with the highest scores (held-out rows: highest margins)
+    /// show only the N samples with the highest scores (held-out rows: highest margins or mean scores)
     #[argh(option)]
     pub best: Option<usize>,
 
@@ -162,8 +162,20 @@ fn summary(step: u64, all: &[RecordedSample]) -> String {
 
 fn summary_of_rows(step: u64, all: &[EvalRow]) -> String {
     let correct = grouped(all.iter().filter(|row| row.correct).count() as u64);
-    let (rows, margins) = (grouped(all.len() as u64), distribution(all.iter().map(|row| row.margin)));
-    format!("step {step}: {rows} held-out rows, {correct} correct, margin {margins}")
+    let rows = grouped(all.len() as u64);
+    let (name, values) = (all.first().map_or("margin", |row| measure(row).0), all.iter().map(|row| measure(row).1));
+    format!("step {step}: {rows} held-out rows, {correct} correct, {name} {}", distribution(values))
+}
+
+/// What a held-out row is judged by: the mean score of answers, else the margin.
+fn measure(row: &EvalRow) -> (&'static str, f64) {
+    let rewards = row.responses.list();
+    match &row.responses {
+        EvalResponses::Answers { .. } if !rewards.is_empty() => {
+            ("score", rewards.iter().map(|(_, _, reward)| reward).sum::<f64>() / rewards.len() as f64)
+        }
+        _ => ("margin", row.margin),
+    }
 }
 
 /// `0.5 on average, from -1 to 2`
@@ -198,7 +210,8 @@ fn show(text: &mut String, group: &[RecordedSample]) {
 
 fn shown_row(row: &EvalRow) -> String {
     let verdict = if row.correct { "correct" } else { "wrong" };
-    let mut text = format!("\nprompt {}  {verdict}, margin {}", row.row, short_number(row.margin));
+    let (name, value) = measure(row);
+    let mut text = format!("\nprompt {}  {verdict}, {name} {}", row.row, short_number(value));
     if let EvalResponses::Answers { set, label, .. } = &row.responses {
         for (name, value) in [("label", label), ("set", set)].into_iter().filter(|(_, value)| !value.is_empty()) {
             let _ = write!(text, "  {name} {}", one_line(value));

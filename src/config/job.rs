@@ -74,7 +74,7 @@ pub enum Gemm {
 table! {
     pub struct JobConfig {
         pub kind: JobKind = JobKind::Ppo,
-        pub name: String = "rlhf".into(),
+        pub name: String = String::new(),
         pub dir: PathBuf = "runs/rlhf".into(),
         pub seed: u64 = 42 => 0.0..=i64::MAX as f64,
         pub steps: u64 = 0 => 0.0..=COUNT,

@@ -31,6 +31,10 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
     let base =
         path.parent().filter(|p| !p.as_os_str().is_empty()).map_or_else(|| PathBuf::from("."), Path::to_path_buf);
     config.resolve_paths(&base);
+    if config.job.name.is_empty() {
+        let dir = std::path::absolute(&config.job.dir).unwrap_or_else(|_| config.job.dir.clone());
+        config.job.name = dir.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+    }
     Ok(config)
 }
 

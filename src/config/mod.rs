@@ -429,7 +429,7 @@ impl Config {
         }
     }
 
-    /// Fills in keys whose default is another key's value.
+    /// Fills in keys whose default is another key's value, except paths.
     fn settle(&mut self) {
         if matches!(self.job.kind, JobKind::Distill | JobKind::Eval) {
             // There is no ratio to the log-probabilities at sampling.

@@ -46,8 +46,11 @@ pub(super) struct Feed {
 impl Feed {
     pub fn new(config: &DataConfig, strata: Vec<Stratum>, seed: u64, mut ledger: Ledger) -> Result<Self> {
         if !config.only_evaluates && strata.iter().any(|stratum| stratum.entries.is_empty()) {
-            return Err(Error::data(format!("no rows are left to train on: {ledger}"))
-                .hint("check data.prompt_split, data.prompt_tokens_max and data.long_prompts"));
+            let hint = match ledger.losses() {
+                (0, _) => "check data.prompts, data.prompt_split and data.eval_split".to_string(),
+                (_, rules) => rules.join("; "),
+            };
+            return Err(Error::data(format!("no rows are left to train on: {ledger}")).hint(hint));
         }
         ledger.deferred = strata.iter().map(|stratum| stratum.rows.len() as u64).sum();
         ledger.check()?;

@@ -47,13 +47,18 @@ impl Run {
         }
         let Expected { taken, groups, .. } = self.expected_of_fullest().cloned().unwrap_or_default();
         if !groups.is_empty() {
-            let parts = groups.iter().map(|(name, bytes)| format!("{name} {}", format_bytes(*bytes as u64)));
+            let named: u64 = groups.iter().map(|(_, bytes)| *bytes as u64).sum();
+            // Free lists.
+            let rest = Some(("kept for reuse", taken.saturating_sub(named))).filter(|(_, bytes)| *bytes > 0);
+            let groups = groups.iter().map(|(name, bytes)| (*name, *bytes as u64)).chain(rest);
+            let parts = groups.map(|(name, bytes)| format!("{name} {}", format_bytes(bytes)));
             let parts = parts.collect::<Vec<_>>().join(", ");
             rows.push(row("memory", format!("{} planned per rank: {parts}", format_bytes(taken))));
         }
         rows.extend(needs.about);
         rows.extend(self.notes(steps > 0).into_iter().chain(needs.notes).chain(self.describe_rollouts(needs.rollouts)));
-        let from = resumed_from.map_or(String::new(), |step| format!(", resumed from step {step}"));
+        let resumed = if self.dry_run { "would resume" } else { "resumed" };
+        let from = resumed_from.map_or(String::new(), |step| format!(", {resumed} from step {step}"));
         let (dir, seed) = (config.job.dir.display(), config.job.seed);
         let steps_of = if steps == 0 { String::new() } else { format!(" {},", counted(steps as usize, "step")) };
         rows.push(row("run", format!("{dir},{steps_of} seed {seed}{from}")));

@@ -85,6 +85,21 @@ pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opene
     Ok(Opened { gpu: Some(of_ranks(world)), no_gpu, checked })
 }
 
+/// Turns a job for GPUs into one for CPUs, for a dry run without a GPU, after the checks of settings and models that need no
+/// GPU. Returns the reason why there is none, or nothing if any rank sees a GPU or the job does not ask for one. All ranks
+/// call this.
+pub fn do_without(config: &mut Config, world: &World) -> Result<Option<String>> {
+    if config.job.device != DeviceName::Gpu {
+        return Ok(None);
+    }
+    let why = why_nobody_sees_one(world, &devices::devices())?;
+    if why.is_some() {
+        world.group().agree(suits(config))?;
+        (config.job.device, config.job.collectives) = (DeviceName::Cpu, Collectives::Auto);
+    }
+    Ok(why)
+}
+
 /// The reason why no rank sees a GPU; none if any rank does. All ranks call this.
 fn why_nobody_sees_one(world: &World, found: &Found) -> Result<Option<String>> {
     let mine = match found {

@@ -46,6 +46,8 @@ pub struct Run {
     pub recorder: Recorder,
     /// Whether to check everything, then stop before the first step.
     pub dry_run: bool,
+    /// Why a dry run of a job for GPUs has none: then it checks everything that needs no device.
+    pub lacks_gpu: Option<String>,
     pub started: Instant,
     /// Whether this start has made an optimizer step. Only then can `checkpoint.max_hours` end the run.
     pub has_learned: bool,
@@ -137,6 +139,7 @@ impl Run {
             plan,
             recorder,
             dry_run,
+            lacks_gpu: None,
             started: Instant::now(),
             has_learned: false,
             must_finish: Cell::new(false),

@@ -4,8 +4,16 @@ use super::display::{grouped, number, percent};
 use super::keys::{self, Unit};
 use std::collections::BTreeSet;
 
-/// A row of names, then one row of values for each set in order, the eval split first.
-pub fn eval_table(values: &[(String, f64)]) -> Vec<Vec<String>> {
+/// The name of the rows of `data.eval_split`.
+pub const EVAL_SPLIT: &str = "eval split";
+
+/// The name of the rows of an evaluation that are in no set of their own, for a job with this `data.eval_split`.
+pub fn name_of_rows(eval_split: &str) -> &'static str {
+    if eval_split.is_empty() { "data.prompts" } else { EVAL_SPLIT }
+}
+
+/// A row of names, then one row of values for each set in order. The first is the eval split, or the rows called `split`.
+pub fn eval_table(values: &[(String, f64)], split: &str) -> Vec<Vec<String>> {
     // The set of a metric, and its name there.
     let place = |key: &'_ (String, f64)| -> Option<(String, String)> {
         let of_split = || Some(("", key.0.strip_prefix("eval_")?));
@@ -37,7 +45,7 @@ pub fn eval_table(values: &[(String, f64)]) -> Vec<Vec<String>> {
         _ => name.replace("_at_", "@").replace("accuracy_", "").replace("response_", "").replace("_mean", ""),
     };
     let row = |set: &&str| {
-        let name = if set.is_empty() { "eval split" } else { set };
+        let name = if set.is_empty() { split } else { set };
         std::iter::once(name.to_string()).chain(columns.iter().map(|(_, name)| cell(set, name))).collect()
     };
     let head = std::iter::once("set".to_string()).chain(columns.iter().map(|(_, name)| title(name))).collect();
@@ -45,8 +53,8 @@ pub fn eval_table(values: &[(String, f64)]) -> Vec<Vec<String>> {
 }
 
 /// The same as lines of text.
-pub fn eval_lines(values: &[(String, f64)]) -> String {
-    let rows = eval_table(values);
+pub fn eval_lines(values: &[(String, f64)], split: &str) -> String {
+    let rows = eval_table(values, split);
     let width = |i: usize| rows.iter().map(|row| row[i].chars().count()).max().unwrap_or(0);
     let line = |row: &Vec<String>| {
         let numbers = row.iter().enumerate().skip(1).map(|(i, cell)| format!("  {cell:>0$}", width(i)));
@@ -76,6 +84,6 @@ mod tests {
             "  eval split   25.0%                     1,200              ",
             "  b            50.0%   75.0%   100.0%                 2.0000",
         ];
-        assert_eq!(eval_lines(&values).lines().collect::<Vec<_>>(), lines);
+        assert_eq!(eval_lines(&values, EVAL_SPLIT).lines().collect::<Vec<_>>(), lines);
     }
 }

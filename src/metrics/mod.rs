@@ -21,7 +21,7 @@ pub mod throughput;
 
 pub use curves::Curves;
 pub use display::{count, counted, duration, grouped, number, one_line, percent, wrapped};
-pub use eval_table::{eval_lines, eval_table};
+pub use eval_table::{eval_lines, eval_table, name_of_rows};
 pub use jsonl::Line;
 pub use recorder::Recorder;
 pub use screen::Screen;

@@ -278,6 +278,14 @@ impl Terminal {
                 String::new()
             };
             let room = self.columns().saturating_sub(44 + gain.len()).clamp(8, SPARK_COLUMNS);
+            if values.len() == 1 {
+                rows.push(format!(
+                    "  {} {}",
+                    self.ink.dim(&format!("{label:<17}")),
+                    self.ink.bold(&format!("{:>8}", value_of(key, last)))
+                ));
+                continue;
+            }
             let spark = sparkline(values, room);
             rows.push(format!(
                 "  {} {:>8} {} {}  {}{gain}",
@@ -320,12 +328,14 @@ impl Terminal {
         if let Some(rows) = &self.rows {
             rows.clear();
         }
-        let made = match steps {
-            0 => "evaluated".to_string(),
-            1 => "1 step".to_string(),
-            _ => format!("{} steps", grouped(steps)),
+        let before = self.start.1.min(steps);
+        let time = duration(seconds);
+        let title = match (steps, steps - before) {
+            (0, _) => format!("evaluated in {time}"),
+            (all, _) if before == 0 => format!("{} in {time}", of_steps(all)),
+            (all, 0) => format!("no new steps; {} in total", of_steps(all)),
+            (all, new) => format!("{} in {time}, {} in total", of_steps(new), grouped(all)),
         };
-        let title = format!("{made} in {}", duration(seconds));
         let mut out = format!("\n{}\n", self.ink.bold(&title));
         for row in self.curves(curves) {
             out.push_str(&row);
@@ -364,4 +374,8 @@ fn phase_shares(line: &Line) -> Option<String> {
     });
     let shares: Vec<String> = shares.collect();
     (shares.len() > 1).then(|| shares.join(" "))
+}
+
+fn of_steps(steps: u64) -> String {
+    if steps == 1 { "1 step".to_string() } else { format!("{} steps", grouped(steps)) }
 }

@@ -16,8 +16,8 @@ use crate::launch::banner::Needs;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::{Learner, Role};
-use crate::metrics::eval_lines;
 use crate::metrics::keys::Metrics;
+use crate::metrics::{eval_lines, name_of_rows};
 use crate::model::Arch;
 use crate::text::Tokenizer;
 use std::sync::Arc;
@@ -69,6 +69,10 @@ impl Job for Eval {
         Ppo::new(run, arch, learners, frozen, source, tokenizer).map(Self)
     }
 
+    fn check_services(run: &Run, arch: &Arch, source: PromptSource, tokenizer: Arc<Tokenizer>) -> Result<()> {
+        Ppo::check_services(run, arch, source, tokenizer)
+    }
+
     fn rows(&self) -> &Rows {
         self.0.rows()
     }
@@ -85,7 +89,7 @@ impl Job for Eval {
 
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Metrics> {
         let found = self.0.evaluate(run, step)?;
-        run.recorder.say(&eval_lines(&found));
+        run.recorder.say(&eval_lines(&found, name_of_rows(&run.config.data.eval_split)));
         Ok(found)
     }
 }

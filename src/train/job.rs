@@ -1,6 +1,7 @@
 //! The work that every job does around its steps, once for all methods: open, resume, evaluate, stop, checkpoint,
 //! record, export.
 
+use super::about::about;
 use super::inputs::Hashed;
 use super::models::{self, JobModel, ModelSpec};
 use super::state::{self, State};
@@ -17,7 +18,7 @@ use crate::launch::run::{Run, Values};
 use crate::launch::step_shape::StepShape;
 use crate::learn::{Learner, Role};
 use crate::metrics::keys::{Metrics, named};
-use crate::metrics::{Phases, counted, grouped, keys, one_line};
+use crate::metrics::{Phases, keys, one_line};
 use crate::model::Arch;
 use crate::sys::memory;
 use crate::text::Tokenizer;
@@ -65,6 +66,16 @@ pub trait Job: Sized {
         source: RowSource<Self::Row>,
         tokenizer: Arc<Tokenizer>,
     ) -> Result<Self>;
+
+    /// Starts the rewards and the environment of the job, to check them without models.
+    fn check_services(
+        _run: &Run,
+        _arch: &Arch,
+        _source: RowSource<Self::Row>,
+        _tokenizer: Arc<Tokenizer>,
+    ) -> Result<()> {
+        Ok(())
+    }
 
     fn rows(&self) -> &Rows;
 
@@ -121,8 +132,11 @@ impl From<Error> for Ended {
 
 /// Runs a job: opens, resumes, trains, exports.
 pub fn run<J: Job>(mut run: Run) -> Result<()> {
+    if let Some(why) = run.lacks_gpu.clone() {
+        return check_without_gpu::<J>(&mut run, &why);
+    }
     let mut opened = Opened::<J>::open(&mut run)?;
-    if opened.is_over(&run) && !opened.learned.is_empty() && !run.dry_run {
+    if opened.is_over(&run) && !opened.learned.is_empty() && !opened.state.eval_due && !run.dry_run {
         let (step, steps) = (opened.state.step, opened.steps);
         let (why, key) = match opened.state.best.ends(&run.config) {
             Some(why) => (format!(": {why}"), "eval.patience"),
@@ -194,6 +208,54 @@ fn check_resources<'a>(
     run.check_resources(unwritten, models::saved_bytes(models), export_bytes, rollouts)
 }
 
+/// The dry run of a job for GPUs on a machine without one.
+fn check_without_gpu<J: Job>(run: &mut Run, why: &str) -> Result<()> {
+    let Inputs { arch, tokenizer, models, source, steps, .. } = Inputs::<J>::open(run)?;
+    let names: Vec<&str> = models.iter().map(|model| model.spec.role.name()).collect();
+    let rows = about(&run.config, &J::shape(&run.config), &source, steps);
+    J::check_services(run, &arch, source, tokenizer)?;
+    let checked = rows.into_iter().map(|(name, text)| format!("{name}: {text}")).collect::<Vec<_>>().join("; ");
+    run.recorder.say(&format!("checked without a GPU: settings, models ({}), tokenizer, {checked}", names.join(", ")));
+    run.recorder.warn(&format!(
+        "no GPU: {why}; not checked: GPU, memory, collectives and weights. `rlhf-hpc plan JOB.toml --gpu NAME` computes memory \
+         and time"
+    ));
+    run.recorder.say("dry run: the job is ready to start on GPUs, as far as a machine without one can check it");
+    Ok(())
+}
+
+/// The inputs of a job, which are checked before its models are loaded.
+struct Inputs<J: Job> {
+    arch: Arch,
+    tokenizer: Arc<Tokenizer>,
+    models: Vec<JobModel>,
+    hashed: Hashed,
+    source: RowSource<J::Row>,
+    steps: u64,
+}
+
+impl<J: Job> Inputs<J> {
+    fn open(run: &mut Run) -> Result<Self> {
+        let config = run.config.clone();
+        // This check is first, because a directory without a model has no tokenizer either.
+        run.ranks.all.agree(Arch::load(&config.model.actor).map_err(|e| e.within("model.actor")))?;
+        let tokenizer = Arc::new(run.ranks.all.agree(Tokenizer::load(&config.model.actor))?);
+        let check = |first: &Arch, model: &JobModel| J::check_models(&config, first, model);
+        let models = run.ranks.all.agree(models::described(J::models(&config), &tokenizer, check))?;
+        let arch = models[0].arch.clone();
+        let prompts: Vec<&str> = config.data.all_prompts().map(String::as_str).collect();
+        run.recorder.say(&format!("opening the data: {}", prompts.join(", ")));
+        let (prepared, hashed) = Hashed::data(run, J::Row::PART, &tokenizer, arch.vocabulary)?;
+        let mut source = run.ranks.all.agree(open_rows::<J>(&config, &arch, &tokenizer, &prepared))?;
+        show_first(run, &mut source)?;
+        let steps = J::steps(&config, &source);
+        if steps == 0 && models::learned(&models).next().is_some() {
+            return run.ranks.all.agree(Err(Error::usage("job.steps must be at least 1 (got 0)")));
+        }
+        Ok(Self { arch, tokenizer, models, hashed, source, steps })
+    }
+}
+
 struct Opened<J> {
     job: J,
     state: State,
@@ -209,23 +271,9 @@ impl<J: Job> Opened<J> {
     /// checkpoint.
     fn open(run: &mut Run) -> Result<Self> {
         let config = run.config.clone();
-        // This check is first, because a directory without a model has no tokenizer either.
-        run.ranks.all.agree(Arch::load(&config.model.actor).map_err(|e| e.within("model.actor")))?;
-        let tokenizer = Arc::new(run.ranks.all.agree(Tokenizer::load(&config.model.actor))?);
-        let check = |first: &Arch, model: &JobModel| J::check_models(&config, first, model);
-        let models = run.ranks.all.agree(models::described(J::models(&config), &tokenizer, check))?;
-        let arch = models[0].arch.clone();
-        let prompts: Vec<&str> = config.data.all_prompts().map(String::as_str).collect();
-        run.recorder.say(&format!("opening the data: {}", prompts.join(", ")));
-        let (prepared, hashed) = Hashed::data(run, J::Row::PART, &tokenizer, arch.vocabulary)?;
-        let mut source = run.ranks.all.agree(open_rows::<J>(&config, &arch, &tokenizer, &prepared))?;
-        show_first(run, &mut source)?;
-        let steps = J::steps(&config, &source);
+        let Inputs { arch, tokenizer, models, hashed, mut source, steps } = Inputs::<J>::open(run)?;
         let learned: Vec<&str> = models::learned(&models).map(|model| model.spec.role.name()).collect();
         let only_evaluates = learned.is_empty();
-        if steps == 0 && !only_evaluates {
-            return run.ranks.all.agree(Err(Error::usage("job.steps must be at least 1 (got 0)")));
-        }
         run.write_resolved(steps)?;
         let shape = J::shape(&config);
         let ahead = source.ahead(shape.rows_ahead(&config)).and_then(|rows| Ok((rows, source.eval_tokens()?)));
@@ -244,6 +292,9 @@ impl<J: Job> Opened<J> {
         let mut resumed = state::find(run, &arch, &learned, &state.inputs)?;
         if let Some(resumed) = &resumed {
             state = resumed.state.clone();
+            // A run whose steps were lowered to the ones that it has made ends here.
+            let is_unevaluated = state.evaluated.is_some_and(|step| step < state.step);
+            state.eval_due |= config.eval.every_steps > 0 && state.step >= steps && is_unevaluated;
             run.ranks.all.agree(source.restore(&state.cursor, &state.ledger))?;
         }
         let values = if resumed.is_some() { Values::ToRestore } else { Values::OfTheDirectory };
@@ -381,7 +432,7 @@ impl<J: Job> Opened<J> {
             Err(error) if error.kind == Kind::Stopped => Ok(false),
             Err(error) => Err(error),
             Ok(metrics) => {
-                self.state.eval_due = false;
+                (self.state.eval_due, self.state.evaluated) = (false, Some(step));
                 let recorded = if metrics.is_empty() { Ok(()) } else { run.recorder.eval(step, &metrics) };
                 run.ranks.all.agree(recorded)?;
                 // Times differ between ranks.
@@ -418,45 +469,6 @@ impl<J: Job> Opened<J> {
         let learners = self.job.learners();
         state::save(run, &mut self.state, &self.learned, &learners, work)
     }
-}
-
-/// Rows of the banner: use of the data, shape of the steps, learning rates.
-fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64) -> Vec<(String, String)> {
-    let ledger = rows.ledger();
-    let filtered: u64 = ledger.filtered.values().sum();
-    let kept = ledger.rows - ledger.held_out - filtered;
-    let share = 100.0 * filtered as f64 / ledger.rows.max(1) as f64;
-    let rules: Vec<String> = ledger.filtered.iter().map(|(rule, rows)| format!("{rule} {}", grouped(*rows))).collect();
-    let by_rule = if rules.is_empty() { String::new() } else { format!(" ({share:.1} %: {})", rules.join(", ")) };
-    let [kept, held_out, filtered] = [kept, ledger.held_out, filtered].map(grouped);
-    let StepShape { rows: of_step, samples_per_row, minibatch, epochs, .. } = *shape;
-    let samples = if samples_per_row > 1 { format!(" x {samples_per_row} samples") } else { String::new() };
-    let updates = shape.updates();
-    let passes = (steps * of_step as u64) as f64 / rows.epoch_rows().max(1) as f64;
-    let rates = [Some(("actor", &config.optim.actor)), (shape.trained > 1).then_some(("critic", &config.optim.critic))];
-    let rates = rates.into_iter().flatten().map(|(role, optim)| {
-        let schedule = crate::config::name(&optim.schedule);
-        format!("{role} {:e}, {schedule} after a warm-up of {} %", optim.lr, 100.0 * optim.warmup_ratio)
-    });
-    let row = |label: &str, value: String| (label.to_string(), value);
-    let rows = row("rows", format!("{kept} train, {held_out} held out, {filtered} filtered{by_rule}"));
-    if shape.trained == 0 {
-        return vec![rows];
-    }
-    vec![
-        rows,
-        row(
-            "per step",
-            format!(
-                "{}{samples}, {} of {}, {} over them; {passes:.2} passes over the data in total",
-                counted(of_step, "row"),
-                counted(updates, "update"),
-                counted(minibatch, "sample"),
-                counted(epochs, "epoch")
-            ),
-        ),
-        row("lr", rates.collect::<Vec<_>>().join("; ")),
-    ]
 }
 
 /// Model FLOPs of a step with samples of `lengths` tokens, as if all its models had the shape `arch`.

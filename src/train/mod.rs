@@ -1,5 +1,6 @@
 //! The algorithms, one per page, and the state that a resume restores.
 
+mod about;
 mod async_rollout;
 mod best;
 mod config_diff;

@@ -77,6 +77,10 @@ impl Job for OnPolicy {
         Ok(Self { ppo, distill })
     }
 
+    fn check_services(run: &Run, arch: &Arch, source: PromptSource, tokenizer: Arc<Tokenizer>) -> Result<()> {
+        Ppo::check_services(run, arch, source, tokenizer)
+    }
+
     fn rows(&self) -> &Rows {
         self.ppo.rows()
     }

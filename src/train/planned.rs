@@ -54,7 +54,7 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let ranks = planned.placements.iter().map(|(placement, _)| placement.ranks.end).max().unwrap_or(1);
     let _program = planned.gpu.map(|gpu| start_gpu(gpu, ranks)).transpose()?;
     let mut run = open::<J>(&planned, ranks)?;
-    let config = run.config.clone();
+    let mut config = run.config.clone();
     let tokenizer = Arc::new(Tokenizer::none());
     let model = |(i, spec): (usize, ModelSpec)| {
         let missing = || Error::fault(format!("the plan has no {}", spec.role.name()));
@@ -65,6 +65,8 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let models: Vec<JobModel> = J::models(planned.config).into_iter().enumerate().map(model).collect::<Result<_>>()?;
     let arch = models[0].arch.clone();
     models[1..].iter().try_for_each(|model| J::check_models(&config, &arch, model))?;
+    // A run rejects longer texts, so the longest that the plan counts is one that fits.
+    config.data.pretrain_tokens_max = config.data.pretrain_tokens_max.min(arch.context);
     let prepared = Prepared::of_lengths(planned.rows, planned.eval);
     let source = RowSource::open(&config.data, &tokenizer, arch.vocabulary, &prepared, config.job.seed)?;
     source.check_context(arch.context)?;
@@ -142,6 +144,7 @@ fn open<J: Job>(planned: &Planned, size: usize) -> Result<Run> {
         ranks,
         recorder,
         dry_run: false,
+        lacks_gpu: None,
         started: Instant::now(),
         has_learned: false,
         must_finish: Cell::new(false),

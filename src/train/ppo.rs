@@ -172,6 +172,11 @@ impl Job for Ppo {
         })
     }
 
+    fn check_services(run: &Run, arch: &Arch, source: PromptSource, tokenizer: Arc<Tokenizer>) -> Result<()> {
+        let rewards = RewardModels::new(run, Vec::new(), &tokenizer, &source)?;
+        Collector::new(run, source, tokenizer, arch, 0, rewards).map(drop)
+    }
+
     fn rows(&self) -> &Rows {
         &self.collector.source
     }

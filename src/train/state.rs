@@ -30,6 +30,9 @@ pub struct State {
     pub has_work: bool,
     /// Whether the evaluation after `step` is still due.
     pub eval_due: bool,
+    /// The step of the last evaluation, if there was one.
+    #[serde(default)]
+    pub evaluated: Option<u64>,
     #[serde(default)]
     pub best: Best,
     /// Hashes of the job's inputs.

@@ -14,4 +14,5 @@ mod offline;
 mod process;
 mod ranks;
 mod report;
+mod summary;
 mod verbs;

@@ -8,7 +8,7 @@ use super::samples;
 use super::source::{Source, is_result, keys_of, settings_of, title_of};
 use super::text::{escape, put};
 use crate::config::Config;
-use crate::metrics::{eval_table, keys};
+use crate::metrics::{eval_table, keys, name_of_rows};
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -201,7 +201,8 @@ impl Page<'_> {
             format!("<tr>{}</tr>\n", cells.collect::<String>())
         };
         let evaluated: Vec<_> = line.values.iter().filter(|(key, _)| keys::is_eval(key)).cloned().collect();
-        let rows: String = eval_table(&evaluated).iter().map(row).collect();
+        let split = name_of_rows(source.config.get("data.eval_split").map_or("", String::as_str));
+        let rows: String = eval_table(&evaluated, split).iter().map(row).collect();
         let title = self.title(&format!("Evaluation of step {}", line.step), source);
         let caption = format!("<figcaption><b>{}</b></figcaption>", escape(&title));
         format!("<figure class=\"wide\">{caption}<table class=\"sets\">{rows}</table></figure>")
