@@ -162,7 +162,8 @@ fn meant(word: &str) -> Option<&'static str> {
 
 /// Whether an argument can be a verb, and is no file.
 fn is_word(word: &str) -> bool {
-    word.chars().all(|c| c.is_ascii_lowercase() || "_+-".contains(c)) && !std::path::Path::new(word).exists()
+    let is_name = |c: char| c.is_ascii_lowercase() || "_+-".contains(c);
+    !word.starts_with('-') && word.chars().all(is_name) && !std::path::Path::new(word).exists()
 }
 
 /// The option or override that is meant by an argument that the parser does not know, according to its `message`.

@@ -16,6 +16,7 @@ const LINES: &[(&str, &[&str])] = &[
     ("generate --lr 4", &["rlhf-hpc VERB --help"]),
     ("train job.toml", &["`train` is neither a verb nor an existing job file", "write `rlhf-hpc run job.toml`"]),
     ("train_ppo job.toml", &["write `rlhf-hpc run job.toml`", "job.kind"]),
+    ("--dry-run nosuch.toml", &["job file nosuch.toml does not exist"]),
     ("plann job.toml", &["did you mean `plan`?"]),
     ("job.yaml", &["a job is a TOML file (got YAML)", "kind = \"ppo\""]),
     ("job.json", &["a job is a TOML file (got JSON)"]),
