@@ -27,7 +27,8 @@ const WARNED: &[(&str, usize, u32, &str, &[&str])] = &[
         &[
             "all responses are cut",
             "all rewards of a step are equal (1)",
-            "of the rows are filtered, as listed in ledger.jsonl (prompt_tokens_max",
+            "of the rows are filtered, as listed in ledger.jsonl (",
+            "raise data.prompt_tokens_max, or cut long prompts",
         ],
     ),
     (
