@@ -132,7 +132,7 @@ fn parse(arguments: Vec<String>) -> Result<Parsed> {
     }
     if let ["run", word, job, ..] = words[..]
         && is_word(word)
-        && job.ends_with(".toml")
+        && std::path::Path::new(job).extension().is_some_and(|extension| extension == "toml")
     {
         return Err(
             no_verb(word).hint(format!("write `rlhf-hpc run {job}`: the method is the key job.kind of the job"))
@@ -160,7 +160,7 @@ fn meant(word: &str) -> Option<&'static str> {
     if is_word(word) { config::nearest(word, &verbs()) } else { None }
 }
 
-/// Whether an argument can be a verb, and is no file.
+/// Whether an argument can be a verb, and is not an existing file.
 fn is_word(word: &str) -> bool {
     let is_name = |c: char| c.is_ascii_lowercase() || "_+-".contains(c);
     !word.starts_with('-') && word.chars().all(is_name) && !std::path::Path::new(word).exists()

@@ -329,7 +329,7 @@ mod tests {
         let all = jobs(&Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs"));
         let all: Vec<&PathBuf> = all.iter().filter(|path| path.extension().is_some_and(|e| e == "toml")).collect();
         assert!(all.len() > 20, "{all:?}");
-        let warned = |path: &&PathBuf| Some((path.to_path_buf(), load(path, &[]).expect("a job").unused()?));
+        let warned = |path: &&PathBuf| Some(((*path).clone(), load(path, &[]).expect("a job").unused()?));
         let warned: Vec<_> = all.iter().filter_map(warned).collect();
         assert!(warned.is_empty(), "{warned:#?}");
     }

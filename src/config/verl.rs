@@ -232,7 +232,7 @@ const KEYS: &[Keys] = &[
     ),
 ];
 
-/// Our key for a path of verl. A table of verl may stand for all keys below it.
+/// Our key for a path of verl. A table of verl may include all keys below it.
 pub(super) fn ours(path: &str) -> Option<&'static str> {
     let below = |(prefix, keys): &'static Keys| {
         let rest = path.strip_prefix(prefix)?.strip_prefix('.')?;

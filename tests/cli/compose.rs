@@ -6,7 +6,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-/// A stand-in for the program: it lists its verbs, and `select` fails until the file `ready` exists.
+/// A script instead of the program: it lists its verbs, and `select` fails until the file `ready` exists.
 const STUB: &str = "#!/bin/sh\necho \"$1\" >> calls\n[ \"$1\" != select ] || [ -e ready ] || exit 65\necho '{}'\n";
 
 fn best_of(fixture: &Fixture, model: &str, samples: &str) -> Ended {

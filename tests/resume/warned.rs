@@ -35,8 +35,8 @@ const WARNED: &[(&str, usize, u32, &str, &[&str])] = &[
         "ppo",
         0,
         0,
-        "data.split.by=ratio data.split.eval_ratio=0.3 data.eval_sets=[{name=\"held\",prompts=\"questions\",split=\"test\"}]",
-        &["same_prompt_in_eval_split", "name a held-out file only in data.split.eval_files or data.eval_sets"],
+        "data.prompt_split= data.eval_split= data.split.by=ratio data.split.eval_ratio=0.6 data.eval_sets=[{name=\"held\",prompts=\"questions\",split=\"test\"}]",
+        &["name a held-out file only in data.split.eval_files or data.eval_sets"],
     ),
     (
         "ppo",
