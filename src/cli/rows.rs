@@ -53,7 +53,7 @@ fn each_raw(path: &Path, mut take: impl FnMut(Numbered) -> Result<ControlFlow<()
 /// Applies `make` to a row; an error names the row.
 fn made<T>((path, number, raw): &Numbered, make: impl FnOnce(&Row) -> Result<T>) -> Result<T> {
     let made = raw.parse().and_then(|row| make(&row));
-    made.map_err(|e| e.within(format!("{} line {number}", path.display())))
+    made.map_err(|e| raw.explain(e).within(format!("{} line {number}", path.display())))
 }
 
 /// Makes a `T` of each row of the file or folder (`-`: standard input).

@@ -1,12 +1,13 @@
 //! The lengths of the first rows of a job, before it runs.
 
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
+use std::io::{BufReader, Seek, SeekFrom, Write};
 use std::path::Path;
 
 use super::cut::{Entry, RowTokens};
 use super::hashes::Hashes;
 use super::input::{InputFile, RowReader, is_rows};
+use super::json::read_line;
 use super::rows::{Part, Reading};
 use super::sources::{Prepared, Rows, eval_files, files_of, prepare};
 use crate::comm::Group;
@@ -126,16 +127,14 @@ fn bytes_of_file(path: &Path) -> Result<u64> {
 fn sample(from: &[InputFile], to: &Path) -> Result<()> {
     let mut rows = Vec::new();
     for InputFile { path, .. } in from {
-        match RowReader::open(path)? {
-            RowReader::Lines { .. } => sample_lines(path, &mut rows)?,
-            cells @ RowReader::Batches { .. } => sample_cells(cells, &mut rows)?,
-        }
+        let reader = RowReader::open(path)?;
+        if reader.is_seekable() { sample_lines(path, &mut rows)? } else { sample_all(reader, &mut rows)? }
     }
     File::create(to).and_then(|mut file| file.write_all(&rows)).map_err(|e| Error::io("write", to, &e))
 }
 
 /// Samples rows at equal distances, which double whenever there are too many.
-fn sample_cells(mut from: RowReader, rows: &mut Vec<u8>) -> Result<()> {
+fn sample_all(mut from: RowReader, rows: &mut Vec<u8>) -> Result<()> {
     let (mut kept, mut distance, mut next) = (Vec::new(), 1, 0);
     loop {
         let batch = from.next_rows()?;
@@ -170,10 +169,13 @@ fn sample_lines(from: &Path, rows: &mut Vec<u8>) -> Result<()> {
         // From the byte before: if a row begins exactly here, only the end of the previous line is skipped.
         file.seek(SeekFrom::Start(offset.saturating_sub(1))).map_err(|e| read(&e))?;
         line.clear();
-        let skipped = if offset > 0 { file.read_until(b'\n', &mut line).map_err(|e| read(&e))? } else { 0 };
+        let mut after_cr = false;
+        if offset > 0 {
+            read_line(&mut file, &mut after_cr, &mut line).map_err(|e| read(&e))?;
+        }
         line.clear();
-        let taken = file.read_until(b'\n', &mut line).map_err(|e| read(&e))?;
-        end = offset.saturating_sub(1) + (skipped + taken) as u64;
+        read_line(&mut file, &mut after_cr, &mut line).map_err(|e| read(&e))?;
+        end = file.stream_position().map_err(|e| read(&e))?;
         if !line.trim_ascii().is_empty() {
             rows.extend_from_slice(line.trim_ascii());
             rows.push(b'\n');

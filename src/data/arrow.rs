@@ -10,15 +10,23 @@ use arrow_buffer::Buffer;
 use arrow_ipc::reader::StreamDecoder;
 use arrow_schema::{ArrowError, DataType, Field, Fields};
 use bytes::Bytes;
-use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+use parquet::arrow::arrow_reader::{ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder};
+use parquet::basic::Compression;
+use parquet::file::metadata::RowGroupMetaData;
 use serde_json::{Map, Number, Value};
 
+use super::json::ROW_BYTES_MAX;
 use crate::comm::abort;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, format_bytes};
 use crate::sys::map::Map as FileMap;
+use crate::sys::sandbox;
 
 /// Rows decoded at once from a Parquet file. The writer of an Arrow stream sets its batch size.
 const BATCH_ROWS: usize = 1024;
+/// The memory for decoding them. Fewer rows are decoded at once if they need more.
+const BATCH_BYTES_MAX: usize = 512 << 20;
+/// The bytes that a value counts in addition to its text.
+const VALUE_BYTES: usize = size_of::<Value>();
 /// The end of a complete Arrow stream.
 const END: [u8; 8] = [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0];
 
@@ -28,21 +36,32 @@ pub struct Batches(Box<dyn Iterator<Item = Result<RecordBatch>>>);
 impl Batches {
     pub fn parquet(path: &Path) -> Result<Self> {
         let bytes = Bytes::from_owner(FileMap::open(path)?);
-        let wrong = |e: &dyn std::fmt::Display| {
-            Error::data(format!("not a complete Parquet file ({} bytes): {e}", bytes.len()))
-                .hint("copy the file again: it may be truncated, damaged or in another format")
-        };
-        let reader = guarded(|| {
-            let builder = ParquetRecordBatchReaderBuilder::try_new(bytes.clone()).map_err(|e| wrong(&e))?;
-            usable(builder.schema().fields(), "")?;
-            builder.with_batch_size(BATCH_ROWS).build().map_err(|e| wrong(&e))
-        });
-        let mut reader = reader?;
-        let mut rows = 0;
+        let mut at_once = BATCH_ROWS;
+        let (reader, total) = parquet_reader(&bytes, 0, at_once)?;
+        let (mut reader, mut rows) = (Some(reader), 0);
         Ok(Self::until_an_error(move || {
-            let batch = guarded(|| reader.next().transpose().map_err(|e| damaged(rows, None, &e)));
-            rows += batch.as_ref().map_or(0, |batch| batch.as_ref().map_or(0, RecordBatch::num_rows));
-            batch
+            loop {
+                let mut from = match reader.take() {
+                    Some(from) => from,
+                    None => parquet_reader(&bytes, rows, at_once)?.0,
+                };
+                let decoded = within_limits(move || {
+                    let batch = guarded(|| from.next().transpose().map_err(|e| damaged(rows, None, &e)));
+                    (from, batch)
+                });
+                match decoded {
+                    Ok((from, batch)) => {
+                        reader = Some(from);
+                        rows += batch.as_ref().map_or(0, |batch| batch.as_ref().map_or(0, RecordBatch::num_rows));
+                        return batch;
+                    }
+                    // A dictionary repeats large values in few bytes: fewer rows may fit.
+                    Err(_) if at_once.min(total - rows) > 1 => {
+                        at_once = if at_once > BATCH_ROWS / 32 { BATCH_ROWS / 32 } else { 1 };
+                    }
+                    Err(limit) => return Err(inflates(rows + 1, &limit)),
+                }
+            }
         }))
     }
 
@@ -84,6 +103,7 @@ impl Batches {
         }))
     }
 
+    /// Batches up to the first error.
     fn until_an_error(mut next: impl FnMut() -> Result<Option<RecordBatch>> + 'static) -> Self {
         let mut is_done = false;
         Self(Box::new(std::iter::from_fn(move || {
@@ -98,6 +118,46 @@ impl Batches {
         let has_rows = |batch: &Result<RecordBatch>| batch.as_ref().map_or(true, |batch| batch.num_rows() > 0);
         Ok(self.0.find(has_rows).transpose()?.map(Arc::new))
     }
+}
+
+/// A reader of the rows after the first `skipped`, and the number of rows in the file.
+fn parquet_reader(bytes: &Bytes, skipped: usize, at_once: usize) -> Result<(ParquetRecordBatchReader, usize)> {
+    let (bytes, size) = (bytes.clone(), bytes.len());
+    let wrong = move |e: &dyn std::fmt::Display| {
+        Error::data(format!("not a complete Parquet file ({size} bytes): {e}"))
+            .hint("copy the file again: it may be truncated, damaged or in another format")
+    };
+    let open = move || {
+        let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(|e| wrong(&e))?;
+        usable(builder.schema().fields(), "")?;
+        let metadata = builder.metadata();
+        let total = usize::try_from(metadata.file_metadata().num_rows()).unwrap_or(0);
+        for column in metadata.row_groups().iter().flat_map(RowGroupMetaData::columns) {
+            if let codec @ (Compression::BROTLI(_) | Compression::LZ4 | Compression::LZ4_RAW | Compression::LZO) =
+                column.compression()
+            {
+                let codec = codec.to_string();
+                let codec = codec.split('(').next().unwrap_or_default().to_lowercase();
+                return Err(Error::data(format!(
+                    "column {:?} is compressed with {codec}, but it must be snappy, gzip, zstd or uncompressed",
+                    column.column_path().string()
+                ))
+                .hint("write it again: pyarrow.parquet.write_table(TABLE, FILE, compression=\"zstd\")"));
+            }
+        }
+        let reader = builder.with_offset(skipped).with_batch_size(at_once).build().map_err(|e| wrong(&e))?;
+        Ok((reader, total))
+    };
+    within_limits(move || guarded(open)).unwrap_or_else(|limit| Err(inflates(skipped + 1, &limit)))
+}
+
+/// Runs `decode` with limited memory: few bytes of a file can decode to gigabytes.
+fn within_limits<T: Send + 'static>(decode: impl FnOnce() -> T + Send + 'static) -> std::result::Result<T, String> {
+    sandbox::run_within(BATCH_BYTES_MAX, f64::INFINITY, decode)
+}
+
+fn inflates(row: usize, limit: &str) -> Error {
+    Error::data(format!("row {row}: decoding it {limit}")).hint("write the file again with smaller values and pages")
 }
 
 /// Runs `body`, which may panic on damaged bytes.
@@ -136,59 +196,84 @@ fn usable(fields: &Fields, within: &str) -> Result<()> {
     Ok(())
 }
 
-/// Row `i` of a batch, as its line in a JSONL file would be. A null is a missing field.
+/// Row `i` of a batch, as its line in a JSONL file would be. A null is a missing field, and so is NaN.
 pub fn row(batch: &RecordBatch, i: usize) -> Result<Map<String, Value>> {
-    object(batch.schema_ref().fields(), batch.columns(), i)
+    let mut left = ROW_BYTES_MAX;
+    object(batch.schema_ref().fields(), batch.columns(), i, &mut left)
 }
 
-fn object(fields: &Fields, columns: &[ArrayRef], i: usize) -> Result<Map<String, Value>> {
+/// Whether row `i` has NaN or an infinity outside of lists.
+pub fn has_nan(batch: &RecordBatch, i: usize) -> bool {
+    let is_nan = |column: &ArrayRef| match column.data_type() {
+        _ if column.is_null(i) => false,
+        DataType::Float16 => !column.as_primitive::<Float16Type>().value(i).is_finite(),
+        DataType::Float32 => !column.as_primitive::<Float32Type>().value(i).is_finite(),
+        DataType::Float64 => !column.as_primitive::<Float64Type>().value(i).is_finite(),
+        _ => false,
+    };
+    batch.columns().iter().any(is_nan)
+}
+
+/// Counts `bytes` of a row.
+fn count(bytes: usize, left: &mut usize) -> Result<()> {
+    *left = left.checked_sub(bytes).ok_or_else(|| {
+        Error::data(format!("a row must have at most {} of text and values", format_bytes(ROW_BYTES_MAX as u64)))
+    })?;
+    Ok(())
+}
+
+fn object(fields: &Fields, columns: &[ArrayRef], i: usize, left: &mut usize) -> Result<Map<String, Value>> {
     let mut row = Map::new();
     for (field, column) in fields.iter().zip(columns) {
-        let value = cell(column, field, i).map_err(|e| e.within(format!("column {:?}", field.name())))?;
+        let value = cell(column, field, i, left).map_err(|e| e.within(format!("column {:?}", field.name())))?;
         row.extend(value.map(|value| (field.name().clone(), value)));
     }
     Ok(row)
 }
 
 /// A value, `None` for null.
-fn cell(column: &ArrayRef, field: &Field, i: usize) -> Result<Option<Value>> {
+fn cell(column: &ArrayRef, field: &Field, i: usize, left: &mut usize) -> Result<Option<Value>> {
     if column.is_null(i) {
         return Ok(None);
     }
-    let real =
-        |x: f64| Number::from_f64(x).map(Value::Number).ok_or_else(|| Error::data(format!("{x} is not a JSON number")));
+    count(VALUE_BYTES, left)?;
+    // NaN and infinities are missing.
+    let real = |x: f64| Number::from_f64(x).map(Value::Number);
     Ok(Some(downcast_integer_array!(
         column => column.value(i).into(),
         DataType::Boolean => column.as_boolean().value(i).into(),
-        DataType::Float16 => real(column.as_primitive::<Float16Type>().value(i).into())?,
-        DataType::Float32 => real(column.as_primitive::<Float32Type>().value(i).into())?,
-        DataType::Float64 => real(column.as_primitive::<Float64Type>().value(i))?,
-        DataType::Utf8 => text(column.as_string::<i32>().value(i), field)?,
-        DataType::LargeUtf8 => text(column.as_string::<i64>().value(i), field)?,
-        DataType::Utf8View => text(column.as_string_view().value(i), field)?,
-        DataType::List(item) => list(&column.as_list::<i32>().value(i), item)?,
-        DataType::LargeList(item) => list(&column.as_list::<i64>().value(i), item)?,
-        DataType::FixedSizeList(item, _) => list(&column.as_fixed_size_list().value(i), item)?,
-        DataType::Struct(fields) => object(fields, column.as_struct().columns(), i)?.into(),
+        DataType::Float16 => return Ok(real(column.as_primitive::<Float16Type>().value(i).into())),
+        DataType::Float32 => return Ok(real(column.as_primitive::<Float32Type>().value(i).into())),
+        DataType::Float64 => return Ok(real(column.as_primitive::<Float64Type>().value(i))),
+        DataType::Utf8 => text(column.as_string::<i32>().value(i), field, left)?,
+        DataType::LargeUtf8 => text(column.as_string::<i64>().value(i), field, left)?,
+        DataType::Utf8View => text(column.as_string_view().value(i), field, left)?,
+        DataType::List(item) => list(&column.as_list::<i32>().value(i), item, left)?,
+        DataType::LargeList(item) => list(&column.as_list::<i64>().value(i), item, left)?,
+        DataType::FixedSizeList(item, _) => list(&column.as_fixed_size_list().value(i), item, left)?,
+        DataType::Struct(fields) => object(fields, column.as_struct().columns(), i, left)?.into(),
         DataType::Dictionary(..) => {
             let (words, keys) = (column.as_any_dictionary().values(), column.as_any_dictionary().keys());
-            let key = cell(&keys.slice(i, 1), field, 0)?.and_then(|key| key.as_u64());
-            return key.map_or(Ok(None), |key| cell(words, field, key as usize));
+            let key = cell(&keys.slice(i, 1), field, 0, left)?.and_then(|key| key.as_u64());
+            return key.map_or(Ok(None), |key| cell(words, field, key as usize, left));
         }
         // Columns of other types were rejected.
         _ => return Ok(None),
     )))
 }
 
-fn list(items: &ArrayRef, field: &Field) -> Result<Value> {
+fn list(items: &ArrayRef, field: &Field, left: &mut usize) -> Result<Value> {
+    // Before the list is allocated.
+    count(items.len().saturating_mul(VALUE_BYTES), &mut left.clone())?;
     (0..items.len())
-        .map(|i| Ok(cell(items, field, i)?.unwrap_or_default()))
+        .map(|i| Ok(cell(items, field, i, left)?.unwrap_or_default()))
         .collect::<Result<Vec<_>>>()
         .map(Value::Array)
 }
 
 /// A string, or the JSON value written in it if the column's type is JSON.
-fn text(text: &str, field: &Field) -> Result<Value> {
+fn text(text: &str, field: &Field, left: &mut usize) -> Result<Value> {
+    count(text.len(), left)?;
     if field.extension_type_name() == Some("arrow.json") {
         return serde_json::from_str(text).map_err(|e| Error::data(format!("not JSON: {e}")));
     }

@@ -32,7 +32,11 @@ pub fn shard_rows(
     let readers = all.iter().map(|file| RowReader::open(&file.path)).collect::<Result<Vec<_>>>()?;
     let mut writer = ShardWriter::create(prefix, reading.vocabulary)?;
     for (file, reader) in all.iter().zip(readers) {
-        shard_file(file, reader, &encoder, &mut writer)?;
+        let rows = shard_file(file, reader, &encoder, &mut writer)?;
+        // A split of a folder may be empty.
+        if rows == 0 && inputs.iter().any(|(path, _)| *path == file.path) {
+            return Err(Error::data(format!("{} has no rows", file.path.display())));
+        }
     }
     let known = Sidecar {
         tokenizer_sha256: reading.tokenizer.sha256().to_owned(),
@@ -43,23 +47,24 @@ pub fn shard_rows(
     writer.commit(known)
 }
 
+/// Returns the number of rows.
 fn shard_file(
     InputFile { path, split }: &InputFile,
     mut reader: RowReader,
     encoder: &Encoder<'_>,
     writer: &mut ShardWriter,
-) -> Result<()> {
+) -> Result<usize> {
     let name = path.display().to_string();
     let mut first = 0;
     loop {
         let rows = reader.next_rows()?;
         if rows.is_empty() {
-            return if first == 0 { Err(Error::data(format!("{name} has no rows"))) } else { Ok(()) };
+            return Ok(first);
         }
         let encode = |(i, row): (usize, &RawRow)| {
             let source = format!("{name}:{}", first + i + 1);
             let encoded = row.parse().and_then(|row| encoder.encode(row, source.clone(), split.as_deref()));
-            encoded.map_err(|e| e.within(source))
+            encoded.map_err(|e| row.explain(e).within(source))
         };
         let encoded: Vec<Result<_>> = rows.par_iter().enumerate().map(encode).collect();
         for row in encoded {

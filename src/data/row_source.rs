@@ -180,6 +180,25 @@ impl<T: Row> RowSource<T> {
     }
 }
 
+impl RowSource<Prompt> {
+    /// Rejects prompts without a label, held-out prompts included.
+    pub fn check_labels(&self) -> Result<()> {
+        for rows in self.rows.with_sets() {
+            for entry in rows.feed.entries().chain(&rows.eval) {
+                let Some(source) = rows.sources.get(entry.source as usize) else { continue };
+                if source.shard.meta(entry.document as usize)?.label.is_empty() {
+                    let row = rows.line_of(entry)?;
+                    return Err(Error::data(format!("{row}: the row has no label, but reward.rule compares with it"))
+                        .hint(
+                            "set data.label_key to the field that holds the answer; for a shard, use shard --label-key",
+                        ));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
 impl Row for Prompt {
     const PART: Part = Part::Prompt;
     // One token for a response.

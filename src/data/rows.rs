@@ -1,29 +1,15 @@
 //! Encoding of one row into one document of tokens.
 
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
+pub use super::fields::{Part, field, required, token_ids};
+use super::shape::{self, Content, Field, Parts, Turns, is_assistant};
 use super::shard::Meta;
 use super::split::{TEST, TRAIN, is_test};
 use crate::config::data::{DataConfig, SplitBy};
 use crate::error::{Error, Result};
 use crate::experience::RowFields;
 use crate::text::{Tokenizer, kind_of};
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Part {
-    /// The prompt alone: documents are [prompt].
-    Prompt,
-    /// Prompt and demonstration: documents are [prompt, response], alternating for several turns.
-    Demonstration,
-    /// Prompt and two responses: documents are [prompt, chosen, rejected].
-    Pair,
-    /// Prompt and a response labeled true or false: documents are [prompt, response].
-    Labelled,
-    /// A text with a list of labels, one for each of its steps: documents are [text].
-    Steps,
-    /// Plain text, all of which is learned: documents are [text].
-    Text,
-}
 
 /// The settings for reading the rows of a job: their fields, and their splits.
 #[derive(Clone, Copy, Debug)]
@@ -85,148 +71,165 @@ impl Encoder<'_> {
     }
 
     fn sequences(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
-        let Reading { config: format, part, .. } = self.reading;
+        let Reading { config, part, .. } = self.reading;
+        if part == Part::Text {
+            let text = required(row, &config.prompt_key).map_err(|_| self.missing(row, &config.prompt_key))?;
+            return Ok(vec![self.text(&config.prompt_key, text)?]);
+        }
+        let parts = Parts::of(row, config, part)?;
         match part {
-            Part::Pair => return self.pair(row),
-            Part::Labelled => return self.labelled(row),
-            Part::Text => {
-                return Ok(vec![self.tokens(&format.prompt_key, required(row, &format.prompt_key)?, part)?]);
-            }
-            Part::Prompt | Part::Demonstration | Part::Steps => {}
+            Part::Pair => self.pair(row, &parts),
+            Part::Labelled => self.labelled(row, &parts),
+            Part::Demonstration => self.demonstration(row, &parts),
+            Part::Prompt | Part::Steps | Part::Text => self.prompt(row, &parts),
         }
-        let (key, prompt) = match row.get(&format.messages_key) {
-            Some(messages) if format.chat_template => (&format.messages_key, messages),
-            _ => (&format.prompt_key, required(row, &format.prompt_key)?),
+    }
+
+    fn missing(&self, row: &Map<String, Value>, key: &str) -> Error {
+        shape::missing(row, self.reading.config, self.reading.part, key)
+    }
+
+    /// The prompt alone. Answers at the end of its messages are left out, because the model writes the answer itself.
+    fn prompt(&self, row: &Map<String, Value>, parts: &Parts<'_>) -> Result<Vec<Vec<u32>>> {
+        let Reading { config, part, tokenizer, .. } = self.reading;
+        let Some(prompt) = &parts.prompt else { return Err(self.missing(row, &config.prompt_key)) };
+        let Some(mut messages) = prompt.content.messages("user", config.chat_template) else {
+            return Ok(vec![self.tokens(prompt, Part::Prompt)?]);
         };
-        let prompt_tokens = match prompt {
-            Value::Array(items) if is_messages(items) => {
-                if !format.chat_template {
-                    return Err(Error::data(format!("field {key:?} holds messages, which need a chat template"))
-                        .hint("set chat_template = true (or pass --chat-template)"));
+        let is_open = part == Part::Prompt;
+        while is_open && messages.last().is_some_and(is_assistant) {
+            messages.pop();
+        }
+        if messages.is_empty() {
+            return Err(Error::data("the messages must have one before the assistant's answer"));
+        }
+        let more = template_variables(row, &config.chat_template_args)?;
+        Ok(vec![tokenizer.encode_chat(&Value::Array(messages), &more, is_open)?])
+    }
+
+    /// Prompt and response, alternating for several turns. If a row has a response of its own, only that is learned.
+    fn demonstration(&self, row: &Map<String, Value>, parts: &Parts<'_>) -> Result<Vec<Vec<u32>>> {
+        let config = self.reading.config;
+        let Some(prompt) = &parts.prompt else { return Err(self.missing(row, &config.prompt_key)) };
+        let turns = match &parts.response {
+            Some(response) => Turns::join(Some(prompt), response, config.chat_template)?,
+            None => match prompt.content.messages("user", config.chat_template) {
+                Some(messages) if messages.iter().any(is_assistant) => Turns::Chat(messages, 0),
+                messages => {
+                    if messages.is_none() {
+                        self.tokens(prompt, Part::Prompt)?;
+                    }
+                    return Err(self.missing(row, &config.response_key));
                 }
-                return self.turns(row, items);
-            }
-            Value::String(text) if format.chat_template && !text.is_empty() => {
-                return self.turns(row, &[json!({"role": "user", "content": text})]);
-            }
-            _ => self.tokens(key, prompt, Part::Prompt)?,
+            },
         };
-        if part != Part::Demonstration {
-            return Ok(vec![prompt_tokens]);
+        match turns {
+            Turns::Chat(messages, first) => {
+                if first > 0 && messages[first - 1..].iter().take(2).filter(|m| is_assistant(m)).count() == 2 {
+                    return Err(Error::data(format!(
+                        "fields {:?} and {:?} end with different answers",
+                        prompt.key, config.response_key
+                    ))
+                    .hint("remove one of them, or set data.response_key to a field that the rows do not have"));
+                }
+                let learned = |i: usize| i >= first && is_assistant(&messages[i]) && !is_left_out(&messages[i]);
+                self.turns(row, &messages, learned)?.ok_or_else(rewrites)
+            }
+            Turns::Plain(_, response) => {
+                Ok(vec![self.tokens(prompt, Part::Prompt)?, self.tokens(response, Part::Demonstration)?])
+            }
         }
-        let key = &format.response_key;
-        Ok(vec![prompt_tokens, self.tokens(key, required(row, key)?, Part::Demonstration)?])
     }
 
     /// Prompt, chosen and rejected. If a row has no prompt, both sides contain it: the prompt is their common
     /// beginning, which is the messages before the last answer, or tokens.
-    fn pair(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
+    fn pair(&self, row: &Map<String, Value>, parts: &Parts<'_>) -> Result<Vec<Vec<u32>>> {
         let config = self.reading.config;
-        let prompt = self.prompt(row);
-        let sides = [&config.chosen_key, &config.rejected_key];
-        let [chosen, rejected] = [required(row, sides[0])?, required(row, sides[1])?];
-        let is_whole = prompt.is_none() && !(is_conversation(chosen) && is_conversation(rejected));
-        let [(one, chosen), (other, rejected)] =
-            [self.side(row, prompt, sides[0], chosen)?, self.side(row, prompt, sides[1], rejected)?];
+        let Some(sides) = &parts.sides else {
+            let key = if field(row, &config.chosen_key).is_none() { &config.chosen_key } else { &config.rejected_key };
+            return Err(self.missing(row, key));
+        };
+        let [key, other_key] = [sides[0].key, sides[1].key];
+        let are_chats = sides.iter().all(|side| matches!(side.content, Content::Messages(_)));
+        let is_whole = parts.prompt.is_none() && !are_chats;
+        let [one, other] = [self.side(row, parts, &sides[0])?, self.side(row, parts, &sides[1])?];
+        let (chosen, rejected) = (&one.answer, &other.answer);
+        let alike = |a: &[u32], b: &[u32]| a.iter().zip(b).take_while(|(a, b)| a == b).count();
         let parts = if is_whole {
-            let known = if row[sides[0]].is_string() { self.reading.tokenizer.encode("", true)?.len() } else { 0 };
-            let alike = chosen.iter().zip(&rejected).take_while(|(a, b)| a == b).count();
-            let prompt = alike.min(chosen.len() - 1).min(rejected.len() - 1);
+            let is_text = matches!(sides[0].content, Content::Text(_));
+            let known = if is_text { self.reading.tokenizer.encode("", true)?.len() } else { 0 };
+            let prompt = alike(chosen, rejected).min(chosen.len() - 1).min(rejected.len() - 1);
             // Tokens that begin every text do not make a prompt.
             if prompt <= known && chosen != rejected {
                 return Err(Error::data(format!(
-                    "fields {:?} and {:?} have no common beginning that could be the prompt",
-                    sides[0], sides[1]
+                    "fields {key:?} and {other_key:?} have no common beginning that could be the prompt"
                 ))
                 .hint(format!("put the prompt into its own field {:?} (data.prompt_key)", config.prompt_key)));
             }
             [&chosen[..prompt], &chosen[prompt..], &rejected[prompt..]].map(<[u32]>::to_vec)
-        } else if one == other {
-            [one, chosen, rejected]
+        } else if one.prompt == other.prompt {
+            [one.prompt, one.answer, other.answer]
+        } else if one.before.is_some() && one.before == other.before {
+            // The template begins the two answers differently: all that is alike is prompt.
+            let [one, other] = [one, other].map(|side| [side.prompt, side.answer].concat());
+            let prompt = alike(&one, &other).min(one.len() - 1).min(other.len() - 1);
+            [&one[..prompt], &one[prompt..], &other[prompt..]].map(<[u32]>::to_vec)
         } else {
-            return Err(Error::data(format!("fields {:?} and {:?} answer different prompts", sides[0], sides[1]))
+            return Err(Error::data(format!("fields {key:?} and {other_key:?} answer different prompts"))
                 .hint("give both sides in the same form; conversations may differ only in the last answer"));
         };
         if parts[1] == parts[2] {
-            return Err(Error::data(format!(
-                "fields {:?} and {:?} must differ (got equal responses)",
-                sides[0], sides[1]
-            )));
+            return Err(Error::data(format!("fields {key:?} and {other_key:?} must differ (got equal responses)")));
         }
         Ok(parts.to_vec())
     }
 
     /// Prompt and response. If a row has no response, its messages end with it.
-    fn labelled(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
-        let (config, prompt) = (self.reading.config, self.prompt(row));
-        let (before, response) = match (row.get(&config.response_key), prompt) {
-            (None, Some((key, whole))) if is_conversation(whole) => self.side(row, None, key, whole)?,
-            (None, _) => return Err(no_field(row, &config.response_key)),
-            (Some(response), _) => self.side(row, prompt, &config.response_key, response)?,
-        };
-        if before.is_empty() { Err(no_field(row, &config.prompt_key)) } else { Ok(vec![before, response]) }
-    }
-
-    /// The prompt of a row and its field, if there is one.
-    fn prompt<'a>(&'a self, row: &'a Map<String, Value>) -> Option<(&'a String, &'a Value)> {
+    fn labelled(&self, row: &Map<String, Value>, parts: &Parts<'_>) -> Result<Vec<Vec<u32>>> {
         let config = self.reading.config;
-        let messages = row.get(&config.messages_key).filter(|_| config.chat_template);
-        let messages = messages.map(|messages| (&config.messages_key, messages));
-        messages.or_else(|| row.get(&config.prompt_key).map(|prompt| (&config.prompt_key, prompt)))
+        let whole = parts.prompt.as_ref().filter(|prompt| matches!(prompt.content, Content::Messages(_)));
+        let side = match (&parts.response, whole) {
+            (Some(response), _) => self.side(row, parts, response)?,
+            (None, Some(whole)) => self.side(row, &Parts::default(), whole)?,
+            (None, None) => return Err(self.missing(row, &config.response_key)),
+        };
+        if side.prompt.is_empty() {
+            return Err(self.missing(row, &config.prompt_key));
+        }
+        Ok(vec![side.prompt, side.answer])
     }
 
-    /// The tokens before the last answer of one side of a pair, if known, and the tokens after them.
-    fn side(
-        &self,
-        row: &Map<String, Value>,
-        prompt: Option<(&String, &Value)>,
-        key: &str,
-        side: &Value,
-    ) -> Result<(Vec<u32>, Vec<u32>)> {
-        let is_chat = self.reading.config.chat_template;
-        let messages = |value: &Value, role: &str| match value {
-            Value::Array(items) if is_messages(items) => Some(items.clone()),
-            Value::String(text) if is_chat && !text.is_empty() => Some(vec![json!({"role": role, "content": text})]),
-            _ => None,
-        };
-        let before = prompt.map_or(Some(Vec::new()), |(_, prompt)| messages(prompt, "user"));
-        match (before, messages(side, "assistant")) {
-            (Some(before), Some(answer)) if prompt.is_some() || side.is_array() => {
-                if !is_chat {
-                    return Err(Error::data(format!("field {key:?} holds messages, which need a chat template"))
-                        .hint("set chat_template = true (or pass --chat-template)"));
-                }
-                // A conversation may begin with the prompt.
-                let all = if answer.starts_with(&before) {
-                    answer
-                } else if answer.iter().all(is_assistant) {
-                    [before, answer].concat()
-                } else {
-                    return Err(Error::data(format!("field {key:?} must begin with the prompt's messages")));
+    /// A prompt, if there is one, and an answer to it. Without a prompt, a text or a list of token ids is all answer.
+    fn side(&self, row: &Map<String, Value>, parts: &Parts<'_>, answer: &Field<'_>) -> Result<Side> {
+        match Turns::join(parts.prompt.as_ref(), answer, self.reading.config.chat_template)? {
+            Turns::Chat(mut all, _) => {
+                let last = all.len() - 1;
+                // A template that rewrites earlier turns still prints a whole conversation.
+                let mut sequences = match self.turns(row, &all, |i| is_assistant(&all[i]))? {
+                    Some(sequences) => sequences,
+                    None => self.turns(row, &all, |i| i == last)?.ok_or_else(rewrites)?,
                 };
-                if !all.last().is_some_and(is_assistant) {
-                    return Err(Error::data(format!("field {key:?} must end with an assistant message")));
-                }
-                let mut sequences = self.turns(row, &all)?;
+                all.pop();
                 let answer = sequences.pop().unwrap_or_default();
-                Ok((sequences.concat(), answer))
+                Ok(Side { before: Some(all), prompt: sequences.concat(), answer })
             }
-            _ => match prompt {
-                Some((name, prompt)) => {
-                    Ok((self.tokens(name, prompt, Part::Prompt)?, self.tokens(key, side, Part::Demonstration)?))
-                }
-                None => Ok((Vec::new(), self.tokens(key, side, Part::Pair)?)),
-            },
+            Turns::Plain(Some(prompt), answer) => {
+                let (prompt, answer) = (self.tokens(prompt, Part::Prompt)?, self.tokens(answer, Part::Demonstration)?);
+                Ok(Side { before: None, prompt, answer })
+            }
+            Turns::Plain(None, answer) => {
+                Ok(Side { before: None, prompt: Vec::new(), answer: self.tokens(answer, Part::Pair)? })
+            }
         }
     }
 
     /// The tokens of a field, which holds token ids or text. All texts except prompts get an end token.
-    fn tokens(&self, key: &str, value: &Value, part: Part) -> Result<Vec<u32>> {
-        let tokens = match value {
-            Value::Array(items) => token_ids(key, items)?,
-            Value::String(text) if text.is_empty() => return Err(empty(key)),
-            Value::String(text) if part == Part::Prompt => self.reading.tokenizer.encode(text, true)?,
-            Value::String(text) => {
+    fn tokens(&self, field: &Field<'_>, part: Part) -> Result<Vec<u32>> {
+        let tokens = match &field.content {
+            Content::Ids(ids) => ids.clone(),
+            Content::Text(text) if text.is_empty() => return Err(empty(field.key)),
+            Content::Text(text) if part == Part::Prompt => self.reading.tokenizer.encode(text, true)?,
+            Content::Text(text) => {
                 let eos = self.reading.tokenizer.eos_ids().first().ok_or_else(|| {
                     Error::data("the tokenizer has no end token, so demonstrations could not end")
                         .hint("set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json")
@@ -236,53 +239,60 @@ impl Encoder<'_> {
                 tokens.push(*eos);
                 tokens
             }
-            other => return Err(Error::data(format!("field {key:?} must be a string (got {})", kind_of(other)))),
+            Content::Messages(_) => {
+                return Err(Error::data(format!(
+                    "field {:?} holds messages, and the other field token ids",
+                    field.key
+                ))
+                .hint("give prompt and answer in the same form"));
+            }
         };
-        if tokens.is_empty() { Err(empty(key)) } else { Ok(tokens) }
+        if tokens.is_empty() { Err(empty(field.key)) } else { Ok(tokens) }
     }
 
-    /// Messages through the chat template. An assistant's turn is a response, and everything before it is its prompt.
-    fn turns(&self, row: &Map<String, Value>, messages: &[Value]) -> Result<Vec<Vec<u32>>> {
-        let Reading { config, part, tokenizer, .. } = self.reading;
-        let (mut messages, more) = (messages.to_vec(), template_variables(row, &config.chat_template_args)?);
-        if part == Part::Steps {
-            return Ok(vec![tokenizer.encode_chat(&Value::Array(messages), &more, false)?]);
-        }
-        if part == Part::Prompt {
-            while messages.last().is_some_and(is_assistant) {
-                messages.pop();
-            }
-            if messages.is_empty() {
-                return Err(Error::data("the messages must have one before the assistant's answer"));
-            }
-            return Ok(vec![tokenizer.encode_chat(&Value::Array(messages), &more, true)?]);
-        }
-        let is_learned = |message: &Value| is_assistant(message) && (part == Part::Pair || !is_left_out(message));
-        if !messages.iter().any(is_assistant) {
-            let response = required(row, &config.response_key)?;
-            let Some(text) = response.as_str().filter(|text| !text.is_empty()) else {
-                return Err(Error::data(format!(
-                    "field {:?} must be a non-empty string (got {})",
-                    config.response_key,
-                    kind_of(response)
-                )));
-            };
-            messages.push(json!({"role": "assistant", "content": text}));
-        }
+    /// The tokens of a text for `data.pretrain`, or token ids.
+    fn text(&self, key: &str, value: &Value) -> Result<Vec<u32>> {
+        let content = match value {
+            Value::Array(items) => Content::Ids(token_ids(key, items)?),
+            Value::String(text) => Content::Text(text.clone()),
+            other => return Err(Error::data(format!("field {key:?} must be a string (got {})", kind_of(other)))),
+        };
+        self.tokens(&Field { key, content }, Part::Text)
+    }
+
+    /// Messages through the chat template. A learned turn is a response, and everything before it is its prompt. `None`
+    /// if the template rewrites earlier turns, so that several turns cannot be separated.
+    fn turns(
+        &self,
+        row: &Map<String, Value>,
+        messages: &[Value],
+        is_learned: impl Fn(usize) -> bool,
+    ) -> Result<Option<Vec<Vec<u32>>>> {
+        let Reading { config, tokenizer, .. } = self.reading;
+        let more = template_variables(row, &config.chat_template_args)?;
+        let render = |n: usize, open: bool| tokenizer.chat()?.apply(&Value::Array(messages[..n].to_vec()), &more, open);
         let mut sequences: Vec<Vec<u32>> = Vec::new();
         let (mut done, mut tail) = (String::new(), Vec::new());
-        for end in (0..messages.len()).filter(|i| is_learned(&messages[*i])) {
-            let render =
-                |n: usize, open: bool| tokenizer.chat()?.apply(&Value::Array(messages[..n].to_vec()), &more, open);
+        for end in (0..messages.len()).filter(|i| is_learned(*i)) {
             let (before, with) = (render(end, true)?, render(end + 1, false)?);
-            let (Some(prompt), Some(response)) = (before.strip_prefix(done.as_str()), with.strip_prefix(&before))
-            else {
-                return Err(Error::data("the chat template rewrites earlier turns, so the turns cannot be separated")
-                    .hint("use rows with one turn each, or with prompt and response fields"));
+            let (Some(prompt), Some(rest)) = (before.strip_prefix(&*done), with.strip_prefix(&*done)) else {
+                return Ok(None);
             };
             let mut prompt_tokens = std::mem::take(&mut tail);
-            prompt_tokens.extend(tokenizer.encode(prompt, false)?);
-            let mut response_tokens = tokenizer.encode(response, false)?;
+            let mut response_tokens = if let Some(response) = with.strip_prefix(&before) {
+                prompt_tokens.extend(tokenizer.encode(prompt, false)?);
+                tokenizer.encode(response, false)?
+            } else if with.starts_with(&render(end, false)?) {
+                // The generation prompt opens a thought that a finished answer does not have. All that is alike is
+                // prompt.
+                let (opened, mut tokens) = (tokenizer.encode(prompt, false)?, tokenizer.encode(rest, false)?);
+                let alike = tokens.iter().zip(&opened).take_while(|(a, b)| a == b).count();
+                let response = tokens.split_off(alike);
+                prompt_tokens.extend(tokens);
+                response
+            } else {
+                return Ok(None);
+            };
             // Text that a template prints after the end token (a line break) is never sampled: it opens the next
             // prompt.
             let stop = response_tokens.iter().rposition(|t| tokenizer.eos_ids().contains(t));
@@ -299,8 +309,23 @@ impl Encoder<'_> {
         if sequences.is_empty() {
             return Err(Error::data("all assistant messages have train = false or weight = 0"));
         }
-        Ok(sequences)
+        Ok(Some(sequences))
     }
+}
+
+/// A prompt and an answer, as tokens.
+struct Side {
+    /// The messages before the answer, in a chat.
+    before: Option<Vec<Value>>,
+    prompt: Vec<u32>,
+    answer: Vec<u32>,
+}
+
+fn rewrites() -> Error {
+    Error::data("the chat template rewrites earlier turns, so the turns cannot be separated").hint(
+        "write one turn per row, put the last answer into data.response_key, or use a training template: a \
+         chat_template.jinja that prints each turn the same, whatever follows",
+    )
 }
 
 /// The variables that a row and the job pass to the chat template in addition to the messages.
@@ -322,7 +347,8 @@ pub fn template_variables(row: &Map<String, Value>, args: &Map<String, Value>) -
 /// The row of a prompt document as in its file, from the fields that its shard keeps.
 pub(super) fn row_fields(mut fields: Map<String, Value>, config: &DataConfig) -> RowFields {
     let messages = config.chat_template.then(|| fields.remove(&config.messages_key)).flatten();
-    let mut prompt = messages.or_else(|| fields.remove(&config.prompt_key)).unwrap_or_default();
+    let prompt = messages.or_else(|| fields.remove(&config.prompt_key));
+    let mut prompt = prompt.or_else(|| field(&fields, &config.prompt_key).cloned()).unwrap_or_default();
     if let Value::Array(items) = &mut prompt {
         while items.last().is_some_and(is_assistant) {
             items.pop();
@@ -331,38 +357,9 @@ pub(super) fn row_fields(mut fields: Map<String, Value>, config: &DataConfig) ->
     RowFields { prompt, columns: fields }
 }
 
-fn is_messages(items: &[Value]) -> bool {
-    !items.is_empty() && items.iter().all(Value::is_object)
-}
-
-fn is_conversation(value: &Value) -> bool {
-    value.as_array().is_some_and(|items| is_messages(items))
-}
-
-fn is_assistant(message: &Value) -> bool {
-    message.get("role").and_then(Value::as_str) == Some("assistant")
-}
-
 /// Whether a message is marked as not learned.
 fn is_left_out(message: &Value) -> bool {
     message.get("train") == Some(&Value::Bool(false)) || message.get("weight").and_then(Value::as_f64) == Some(0.0)
-}
-
-pub fn required<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a Value> {
-    row.get(key).ok_or_else(|| no_field(row, key))
-}
-
-fn no_field(row: &Map<String, Value>, key: &str) -> Error {
-    let there: Vec<&str> = row.keys().map(String::as_str).collect();
-    Error::data(format!("the row has no field {key:?}; it has: {}", there.join(", ")))
-}
-
-pub fn token_ids(key: &str, items: &[Value]) -> Result<Vec<u32>> {
-    let id = |item: &Value| {
-        let id = item.as_u64().and_then(|id| u32::try_from(id).ok());
-        id.ok_or_else(|| Error::data(format!("field {key:?} must be a list of token ids or messages (got {item})")))
-    };
-    items.iter().map(id).collect()
 }
 
 fn empty(key: &str) -> Error {
@@ -414,7 +411,6 @@ fn step_labels(key: &str, value: &Value) -> Result<String> {
 fn label_text(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
-        Value::Null => String::new(),
         other => other.to_string(),
     }
 }

@@ -9,11 +9,11 @@ use super::cut::{Entry, RowTokens, cut};
 use super::encode::shard_rows;
 use super::feed::{Cursor, Feed, Stratum};
 use super::hashes::Hashes;
-use super::input::{InputFile, input_files, is_rows};
+use super::input::{InputFile, check_entry, input_files, is_rows};
 use super::ledger::Ledger;
-use super::rows::{ALL_FIELDS, Part, Reading};
+use super::rows::{self, ALL_FIELDS, Part, Reading};
 use super::shard::{self, FileHash, Shard};
-use super::split::{TEST, TRAIN, describe, no_such_split, prompt_hash, splits_of};
+use super::split::{TEST, TRAIN, check_training_splits, describe, no_such_split, prompt_hash, splits_of};
 use crate::comm::Group;
 use crate::config::data::{DataConfig, Order, SplitBy};
 use crate::error::{Error, Result};
@@ -48,6 +48,9 @@ pub struct Rows {
 
 /// A document that is never handed out, with the number of its source, and the rule that filtered it.
 pub(super) type Filtered = (usize, u64, &'static str);
+
+/// The version of the conversion of rows to tokens. Shards of another version are not used again.
+const ENCODING: &str = "rows 2";
 
 /// The shards of a job's sources.
 #[derive(Clone, Debug)]
@@ -98,7 +101,7 @@ impl Prepared {
     /// Like `prepare`, for shards that exist.
     pub(super) fn find(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &Group) -> Result<Self> {
         let Reading { config, part, tokenizer, vocabulary } = reading;
-        group.agree(config.check().and_then(|()| names(config).try_for_each(|name| check_file(name))))?;
+        group.agree(config.check().and_then(|()| names(config).try_for_each(|name| check_entry(name))))?;
         let files = group.agree(names(config).map(|name| files_of(name)).collect::<Result<Vec<_>>>())?;
         let paths: Vec<PathBuf> = files.iter().flatten().map(|file| file.path.clone()).collect();
         let eval_sets =
@@ -116,7 +119,8 @@ impl Prepared {
         } else {
             format!(" {:?}", config.chat_template_args)
         };
-        let how = format!("{} {vocabulary} {keys:?} {}{by_part}{args}", tokenizer.sha256(), describe(&config.split));
+        let rule = describe(&config.split);
+        let how = format!("{ENCODING} {} {vocabulary} {keys:?} {rule}{by_part}{args}", tokenizer.sha256());
         let prefix = |(name, files): (&String, &Vec<InputFile>)| {
             let path = Path::new(name);
             if files.is_empty() {
@@ -343,15 +347,6 @@ pub(super) fn files_of(name: &str) -> Result<Vec<InputFile>> {
     if is_rows(Path::new(name)) { input_files(Path::new(name)) } else { Ok(Vec::new()) }
 }
 
-/// Rejects an entry that is neither a shard nor a file of rows.
-fn check_file(name: &str) -> Result<()> {
-    let path = Path::new(name);
-    if is_rows(path) && !path.exists() {
-        return Err(Error::data(format!("{name} does not exist")).hint("check data.prompts"));
-    }
-    Ok(())
-}
-
 fn open_sources(reading: Reading<'_>, prepared: &Prepared, mut first_id: u64) -> Result<Vec<Source>> {
     let Reading { config, tokenizer, vocabulary, .. } = reading;
     let by_file = config.split.by == SplitBy::File;
@@ -361,6 +356,7 @@ fn open_sources(reading: Reading<'_>, prepared: &Prepared, mut first_id: u64) ->
     for ((name, split), prefix) in train.chain(test).zip(&prepared.prefixes) {
         let shard = Shard::open(prefix, vocabulary)?;
         shard.check_tokenizer(tokenizer.sha256())?;
+        check_training_splits(config, reading.part, name, &shard)?;
         let documents = shard.documents() as u64;
         sources.push(Source { name: name.clone(), shard, first_id, split: by_file.then_some(split) });
         first_id += documents;
@@ -421,7 +417,8 @@ fn entries_of(
 fn curriculum_key(config: &DataConfig, source: &Source, document: u64) -> Result<f64> {
     let meta = source.shard.meta(document as usize)?;
     let field = &config.curriculum_field;
-    meta.fields.get(field).and_then(serde_json::Value::as_f64).ok_or_else(|| {
+    let found = meta.fields.get(field).or_else(|| rows::field(&meta.fields, field));
+    found.and_then(serde_json::Value::as_f64).ok_or_else(|| {
         Error::data(format!("{}: field {field:?} must hold a number", meta.source))
             .hint("shard the rows with --keep-field, or check data.curriculum_field")
     })

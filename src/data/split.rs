@@ -3,8 +3,10 @@
 use serde_json::{Value, json};
 use twox_hash::XxHash3_64;
 
+use super::fields::Part;
+use super::folder::keyword_of;
 use super::shard::Shard;
-use crate::config::data::{SplitBy, SplitConfig};
+use crate::config::data::{DataConfig, SplitBy, SplitConfig};
 use crate::error::{Error, Result};
 
 /// Names of the two splits made by a ratio or a list of files.
@@ -68,13 +70,30 @@ pub(super) fn splits_of(
     }
 }
 
+/// Rejects a source whose splits would all train, if one of them is held-out by its name.
+pub(super) fn check_training_splits(config: &DataConfig, part: Part, name: &str, shard: &Shard) -> Result<()> {
+    if config.only_evaluates || config.split.by != SplitBy::Source || !config.prompt_split.is_empty() {
+        return Ok(());
+    }
+    let names = shard.sidecar().splits.iter().map(|split| split.name.as_str());
+    let trained: Vec<&str> = names.filter(|name| *name != config.eval_split).collect();
+    let is_held_out = |name: &&&str| keyword_of(name).is_some_and(|split| split != TRAIN);
+    let (held_out, rest): (Vec<&str>, Vec<&str>) = trained.iter().partition(is_held_out);
+    let ([test, ..], [train, ..]) = (&held_out[..], &rest[..]) else { return Ok(()) };
+    let error = Error::data(format!("{name} has the splits {}: all would train", trained.join(", ")));
+    Err(error.hint(match part {
+        Part::Text => "list the files of one split in data.pretrain".to_owned(),
+        _ => format!("set data.prompt_split = {train:?}, and data.eval_split = {test:?} to evaluate on the others"),
+    }))
+}
+
 pub(super) fn no_such_split(key: &str, name: &str, splits: &[Vec<(String, Vec<u64>)>]) -> Error {
     let mut names: Vec<&str> = splits.iter().flatten().map(|(name, _)| name.as_str()).collect();
     names.sort_unstable();
     names.dedup();
     let there = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
     Error::data(format!("data.{key} must name a split of the data (got {name:?}; splits: {there})"))
-        .hint("choose one of these splits, or make splits with data.split.by = \"ratio\", \"field\" or \"file\"")
+        .hint("choose one of these splits (a split without rows does not count), or make splits with data.split.by = \"ratio\", \"field\" or \"file\"")
 }
 
 #[cfg(test)]

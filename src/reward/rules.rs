@@ -90,6 +90,15 @@ impl Rule {
         Ok(if holds { config.right } else { config.wrong })
     }
 
+    /// Whether the rule of `config` needs a prompt's label.
+    pub fn needs_label(config: &RuleConfig) -> bool {
+        match config.kind {
+            RuleKind::Exact | RuleKind::Number => true,
+            RuleKind::Regex | RuleKind::Format => config.pattern.contains(LABEL),
+            RuleKind::Length => false,
+        }
+    }
+
     /// Whether the rule compares a text or a number of the response with the label.
     pub fn has_answer(&self) -> bool {
         matches!(self.config.kind, RuleKind::Exact | RuleKind::Number)

@@ -118,11 +118,23 @@ static IDLE: Mutex<Vec<Worker>> = Mutex::new(Vec::new());
 /// # Errors
 /// Describes the exceeded limit: `needs more than 128.0 MiB of memory`.
 pub fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
+    run_within(BYTES_MAX, SECONDS_MAX, work)
+}
+
+/// Like `run`, with another limit of memory and of processor time.
+pub fn run_within<T: Send + 'static>(
+    bytes_max: usize,
+    seconds_max: f64,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, String> {
     let idle_one = lock(&IDLE).pop();
     let worker = idle_one.map_or_else(Worker::start, Ok)?;
     let (answer, answers) = mpsc::channel();
     let begun = clock_s(worker.clock);
-    let work = Box::new(move || drop(answer.send(work())));
+    let work = Box::new(move || {
+        LEFT.set(bytes_max as isize);
+        drop(answer.send(work()));
+    });
     let ended = || "ended without a result".to_string();
     worker.work.send(work).map_err(|_| ended())?;
     loop {
@@ -135,9 +147,9 @@ pub fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Resu
             Err(RecvTimeoutError::Timeout) => {}
         }
         match worker.state.load(Ordering::SeqCst) {
-            WITHIN if clock_s(worker.clock) - begun < SECONDS_MAX => {}
-            WITHIN => return Err(format!("runs for more than {SECONDS_MAX} s")),
-            OUT_OF_MEMORY => return Err(format!("needs more than {} of memory", format_bytes(BYTES_MAX as u64))),
+            WITHIN if clock_s(worker.clock) - begun < seconds_max => {}
+            WITHIN => return Err(format!("runs for more than {seconds_max} s")),
+            OUT_OF_MEMORY => return Err(format!("needs more than {} of memory", format_bytes(bytes_max as u64))),
             _ => {
                 return Err(format!("nests too deeply: needs more than {} of stack", format_bytes(STACK_BYTES as u64)));
             }
@@ -154,7 +166,6 @@ impl Worker {
             GUARD.set(guard_of_this_thread());
             STATE.set(Some(state));
             while let Ok(work) = works.recv() {
-                LEFT.set(BYTES_MAX as isize);
                 work();
                 LEFT.set(isize::MAX);
             }

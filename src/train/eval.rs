@@ -37,6 +37,10 @@ impl Job for Eval {
         Ppo::check_models(config, actor, other)
     }
 
+    fn check_rows(config: &Config, source: &PromptSource, tokenizer: &Tokenizer) -> Result<()> {
+        Ppo::check_rows(config, source, tokenizer)
+    }
+
     /// The job begins and ends at the step whose weights it evaluates.
     fn steps(config: &Config, _rows: &Rows) -> u64 {
         saved::step_of(&config.model.actor)

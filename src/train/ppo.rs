@@ -29,6 +29,7 @@ use crate::learn::{Learner, Role, role};
 use crate::metrics::keys::{self, Metrics, named};
 use crate::metrics::{Phase, Phases};
 use crate::model::{Arch, Head};
+use crate::reward::rules::Rule;
 use crate::rng::{Purpose, Rng};
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
@@ -113,6 +114,10 @@ impl Job for Ppo {
              context of {context}"
         ))
         .hint("lower data.prompt_tokens_max or rollout.response_tokens_max"))
+    }
+
+    fn check_rows(config: &Config, source: &PromptSource, _tokenizer: &Tokenizer) -> Result<()> {
+        if config.reward.rule.iter().any(Rule::needs_label) { source.check_labels() } else { Ok(()) }
     }
 
     fn steps(config: &Config, _rows: &Rows) -> u64 {

@@ -46,7 +46,7 @@ const BAD: &[(Part, &str, &str)] = &[
         r#"{"prompt": "x", "response": "y", "label": "good"}"#,
         "\"label\" must be true or false (got \"good\")",
     ),
-    (Labelled, r#"{"prompt": "x", "response": "y", "label": null}"#, "\"label\" must be true or false (got null)"),
+    (Labelled, r#"{"prompt": "x", "response": "y", "label": null}"#, "no field \"label\"; it has: prompt, response"),
     (Labelled, r#"{"prompt": "x", "response": "y", "label": [true]}"#, "must be true or false (got [true])"),
     (Labelled, r#"{"prompt": "x", "response": "", "label": true}"#, "\"response\" is empty"),
     (Labelled, r#"{"prompt": "", "response": "y", "label": true}"#, "\"prompt\" is empty"),
@@ -109,8 +109,7 @@ fn a_bad_row_is_named_by_file_and_line_and_nothing_is_written() {
         refused(Pair, line, &chat(), message);
     }
     let margin = DataConfig { margin_key: "margin".to_owned(), ..config("") };
-    for (found, message) in
-        [("\"big\"", "\"margin\" must be a number (got \"big\")"), ("null", "\"margin\" must be a number (got null)")]
+    for (found, message) in [("\"big\"", "\"margin\" must be a number (got \"big\")"), ("null", "no field \"margin\"")]
     {
         let row = format!(r#"{{"prompt": "x", "chosen": "y", "rejected": "z", "margin": {found}}}"#);
         refused(Pair, &row, &margin, message);

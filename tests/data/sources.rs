@@ -399,7 +399,7 @@ fn sources_that_cannot_be_are_refused_before_work_starts() {
     let fixture = Fixture::new();
     let file = fixture.jsonl("q.jsonl", &questions(20));
     let message = |config: &DataConfig| fixture.prompts(config, 0).unwrap_err();
-    assert!(message(&config("nowhere")).message.contains("nowhere.idx"));
+    assert!(message(&config("nowhere")).message.contains("nowhere must be a file of rows"));
     let tiny = DataConfig { prompt_tokens_max: 1, ..config(&file) };
     assert!(message(&tiny).message.contains("no rows are left to train on"));
     let overlap = DataConfig {

@@ -1,0 +1,45 @@
+//! The kinds of rows, and access to the fields of a row.
+
+use serde_json::{Map, Value};
+
+use crate::error::{Error, Result};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Part {
+    /// The prompt alone: documents are [prompt].
+    Prompt,
+    /// Prompt and demonstration: documents are [prompt, response], alternating for several turns.
+    Demonstration,
+    /// Prompt and two responses: documents are [prompt, chosen, rejected].
+    Pair,
+    /// Prompt and a response labeled true or false: documents are [prompt, response].
+    Labelled,
+    /// A text with a list of labels, one for each of its steps: documents are [text].
+    Steps,
+    /// Plain text, all of which is learned: documents are [text].
+    Text,
+}
+
+/// A field, or one within others (`reward_model.ground_truth`). A null is a missing field.
+pub fn field<'a>(row: &'a Map<String, Value>, key: &str) -> Option<&'a Value> {
+    let nested = || {
+        let (name, rest) = key.split_once('.')?;
+        field(row.get(name)?.as_object()?, rest)
+    };
+    row.get(key).or_else(nested).filter(|value| !value.is_null())
+}
+
+pub fn required<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a Value> {
+    field(row, key).ok_or_else(|| {
+        let there: Vec<&str> = row.keys().map(String::as_str).collect();
+        Error::data(format!("the row has no field {key:?}; it has: {}", there.join(", ")))
+    })
+}
+
+pub fn token_ids(key: &str, items: &[Value]) -> Result<Vec<u32>> {
+    let id = |item: &Value| {
+        let id = item.as_u64().and_then(|id| u32::try_from(id).ok());
+        id.ok_or_else(|| Error::data(format!("field {key:?} must be a list of token ids or messages (got {item})")))
+    };
+    items.iter().map(id).collect()
+}

@@ -1,0 +1,328 @@
+//! The shape of a row: its prompt and its answers in one form, under the names and in the forms that data sets use.
+
+use serde_json::{Map, Value, json};
+
+use super::fields::{Part, field, token_ids};
+use crate::config::data::DataConfig;
+use crate::error::{Error, Result};
+use crate::text::kind_of;
+
+/// The content of a field.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Content {
+    Text(String),
+    Ids(Vec<u32>),
+    /// Messages with `role` and `content`, whatever their names in the row.
+    Messages(Vec<Value>),
+}
+
+/// A field of a row, with its name for errors.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Field<'a> {
+    pub key: &'a str,
+    pub content: Content,
+}
+
+/// A row in one form. A row's kind decides which of the parts it has.
+#[derive(Debug, Default)]
+pub(super) struct Parts<'a> {
+    /// A text, or messages, which may contain answers.
+    pub prompt: Option<Field<'a>>,
+    pub response: Option<Field<'a>>,
+    /// Chosen and rejected.
+    pub sides: Option<[Field<'a>; 2]>,
+}
+
+/// A prompt and an answer to it.
+pub(super) enum Turns<'a> {
+    /// A conversation that ends with the answer, and the number of messages in the prompt.
+    Chat(Vec<Value>, usize),
+    /// Texts or token ids.
+    Plain(Option<&'a Field<'a>>, &'a Field<'a>),
+}
+
+/// Other names of roles, in ShareGPT and in data made with it.
+const ROLES: [(&str, &str); 9] = [
+    ("human", "user"),
+    ("gpt", "assistant"),
+    ("chatgpt", "assistant"),
+    ("bing", "assistant"),
+    ("bard", "assistant"),
+    ("bot", "assistant"),
+    ("observation", "tool"),
+    ("function_response", "tool"),
+    ("function_call", ""),
+];
+
+/// Usual names of fields, by the key of the configuration that names them.
+const NAMES: [(&str, &[&str]); 4] = [
+    ("prompt_key", &["prompt", "question", "instruction", "query", "problem", "input"]),
+    ("response_key", &["response", "completion", "output", "answer", "solution"]),
+    ("chosen_key", &["chosen", "preferred", "chosen_response"]),
+    ("rejected_key", &["rejected", "dispreferred", "rejected_response"]),
+];
+
+impl<'a> Parts<'a> {
+    /// The parts of `row` that rows of the kind `part` use.
+    ///
+    /// # Errors
+    /// Data, if a field cannot be read, or if messages need a chat template. A missing field is `None`.
+    pub fn of(row: &Map<String, Value>, config: &'a DataConfig, part: Part) -> Result<Self> {
+        let read = |key: &'a str| {
+            let content = field(row, key).map(|value| Content::of(key, value, config.chat_template));
+            Ok::<_, Error>(content.transpose()?.map(|content| Field { key, content }))
+        };
+        let mut parts = Self::default();
+        if part == Part::Pair {
+            let [chosen, rejected] = [&config.chosen_key, &config.rejected_key].map(|key| read(key));
+            parts.sides = chosen?.zip(rejected?).map(|(chosen, rejected)| human_assistant([chosen, rejected], config));
+        }
+        let whole = parts.sides.as_ref().map(|[chosen, _]| chosen);
+        // Messages that repeat the chosen conversation are not its prompt.
+        let messages = if config.chat_template { read(&config.messages_key)? } else { None };
+        let messages = messages.and_then(|messages| messages.without_answer(whole));
+        parts.prompt = match messages {
+            Some(messages) => Some(messages),
+            None => read(&config.prompt_key)?.map(|prompt| prompt.with_input(row)),
+        };
+        let unused = || field(row, &config.messages_key).is_some_and(is_conversation);
+        if parts.prompt.is_none() && !config.chat_template && unused() {
+            return Err(needs_template(&config.messages_key));
+        }
+        if matches!(part, Part::Demonstration | Part::Labelled) {
+            parts.response = read(&config.response_key)?;
+        }
+        Ok(parts)
+    }
+}
+
+impl Content {
+    fn of(key: &str, value: &Value, is_chat: bool) -> Result<Self> {
+        let messages = match value {
+            Value::Array(items) if items.is_empty() || !items.iter().all(Value::is_object) => {
+                return token_ids(key, items).map(Self::Ids);
+            }
+            Value::Array(items) => items.clone(),
+            // A single message.
+            Value::Object(message) if message.contains_key("role") || message.contains_key("from") => {
+                vec![value.clone()]
+            }
+            Value::String(text) => match messages_in(text).filter(|_| is_chat) {
+                Some(messages) => messages,
+                None => return Ok(Self::Text(text.clone())),
+            },
+            other => return Err(Error::data(format!("field {key:?} must be a string (got {})", kind_of(other)))),
+        };
+        if !is_chat {
+            return Err(needs_template(key));
+        }
+        let messages = messages.into_iter().map(|message| named_as_usual(message, key));
+        messages.collect::<Result<_>>().map(Self::Messages)
+    }
+
+    /// The messages of a prompt (`role` user) or an answer (assistant) in a chat.
+    pub fn messages(&self, role: &str, is_chat: bool) -> Option<Vec<Value>> {
+        match self {
+            Self::Messages(messages) => Some(messages.clone()),
+            Self::Text(text) if is_chat && !text.is_empty() => Some(vec![json!({"role": role, "content": text})]),
+            _ => None,
+        }
+    }
+}
+
+impl Field<'_> {
+    /// These messages without an answer that `chosen` repeats, or `None` if `chosen` repeats all of them.
+    fn without_answer(mut self, chosen: Option<&Self>) -> Option<Self> {
+        let (Content::Messages(messages), Some(chosen)) = (&mut self.content, chosen) else { return Some(self) };
+        if matches!(&chosen.content, Content::Messages(all) if all.len() > 1 && all == messages) {
+            return None;
+        }
+        let answer = chosen.content.messages("assistant", true).unwrap_or_default();
+        if messages.len() > 1 && answer.len() == 1 && is_answer(messages.last(), &answer[0]) {
+            messages.pop();
+        }
+        Some(self)
+    }
+
+    /// An instruction followed by its input, if the row has the fields of Alpaca.
+    fn with_input(mut self, row: &Map<String, Value>) -> Self {
+        if let (Content::Text(text), "instruction") = (&mut self.content, self.key)
+            && let Some(Value::String(input)) = row.get("input")
+            && !input.is_empty()
+        {
+            *text = format!("{text}\n{input}");
+        }
+        self
+    }
+}
+
+impl<'a> Turns<'a> {
+    /// A prompt, if the row has one, with an answer to it or a conversation that begins with it.
+    pub fn join(prompt: Option<&'a Field<'a>>, answer: &'a Field<'a>, is_chat: bool) -> Result<Self> {
+        let before = prompt.map_or(Some(Vec::new()), |prompt| prompt.content.messages("user", is_chat));
+        let is_whole = matches!(answer.content, Content::Messages(_));
+        let (Some(mut all), Some(turns)) = (before, answer.content.messages("assistant", is_chat)) else {
+            return Ok(Self::Plain(prompt, answer));
+        };
+        if prompt.is_none() && !is_whole {
+            return Ok(Self::Plain(prompt, answer));
+        }
+        let key = answer.key;
+        let mut first = all.len();
+        if turns.starts_with(&all) {
+            all = turns;
+        } else if prompt.is_some_and(|prompt| prompt.is_in(&turns)) {
+            first = turns.len() - 1;
+            all = turns;
+        } else if turns.first().is_some_and(is_assistant) {
+            if turns.len() == 1 && is_answer(all.last(), &turns[0]) {
+                all.pop();
+                first -= 1;
+            }
+            all.extend(turns);
+        } else {
+            return Err(Error::data(format!("field {key:?} must begin with the prompt's messages")));
+        }
+        if !all.last().is_some_and(is_assistant) {
+            return Err(Error::data(format!("field {key:?} must end with an assistant message")));
+        }
+        first = first.min(all.len() - 1);
+        Ok(Self::Chat(all, first))
+    }
+}
+
+impl Field<'_> {
+    /// Whether this text is a user's message of a conversation, which also has other messages, such as a system's.
+    fn is_in(&self, turns: &[Value]) -> bool {
+        let Content::Text(text) = &self.content else { return false };
+        turns.iter().any(|turn| turn["role"] == "user" && turn["content"].as_str() == Some(text))
+    }
+}
+
+/// Whether `last` is an assistant's message with the content of `answer`.
+fn is_answer(last: Option<&Value>, answer: &Value) -> bool {
+    last.is_some_and(|last| is_assistant(last) && is_assistant(answer) && last["content"] == answer["content"])
+}
+
+fn needs_template(key: &str) -> Error {
+    Error::data(format!("field {key:?} holds messages, which need a chat template"))
+        .hint("set data.chat_template = true (or pass --chat-template)")
+}
+
+/// A message with the names `role` and `content`, and with usual roles. A null is a missing key.
+fn named_as_usual(message: Value, key: &str) -> Result<Value> {
+    let Value::Object(mut message) = message else { return Ok(message) };
+    message.retain(|_, value| !value.is_null());
+    let is_foreign = !message.contains_key("role");
+    if is_foreign {
+        for (other, usual) in [("from", "role"), ("value", "content")] {
+            if let Some(value) = message.remove(other) {
+                message.insert(usual.to_owned(), value);
+            }
+        }
+    }
+    let Some(role) = message.get("role").and_then(Value::as_str) else {
+        let there: Vec<&str> = message.keys().map(String::as_str).collect();
+        return Err(Error::data(format!(
+            "a message in field {key:?} must have role and content, or from and value (it has: {})",
+            there.join(", ")
+        )));
+    };
+    if let Some((_, usual)) = ROLES.iter().find(|(other, _)| *other == role) {
+        if usual.is_empty() && is_foreign {
+            return Err(Error::data(format!(
+                "a message in field {key:?} must be from human, gpt, system or observation (got {role:?})"
+            ))
+            .hint("write calls of functions as an assistant's message with tool_calls"));
+        }
+        if !usual.is_empty() {
+            message.insert("role".to_owned(), (*usual).into());
+        }
+    }
+    Ok(Value::Object(message))
+}
+
+/// The messages in a text that is a JSON list of messages.
+fn messages_in(text: &str) -> Option<Vec<Value>> {
+    let text = text.trim();
+    let messages: Vec<Value> = text.starts_with('[').then(|| serde_json::from_str(text).ok())??;
+    let is_message = |item: &Value| item["role"].is_string() || item["from"].is_string();
+    (!messages.is_empty() && messages.iter().all(is_message)).then_some(messages)
+}
+
+/// Whether a field holds messages, as a list or as the JSON text of one.
+pub(super) fn is_conversation(value: &Value) -> bool {
+    let is_message = |item: &Value| item["role"].is_string() || item["from"].is_string();
+    match value {
+        Value::Array(items) => !items.is_empty() && items.iter().all(is_message),
+        Value::String(text) => messages_in(text).is_some(),
+        _ => false,
+    }
+}
+
+pub(super) fn is_assistant(message: &Value) -> bool {
+    message.get("role").and_then(Value::as_str) == Some("assistant")
+}
+
+/// In a chat, texts in Anthropic's form (`\n\nHuman: ...\n\nAssistant: ...`) are conversations.
+fn human_assistant<'a>(sides: [Field<'a>; 2], config: &DataConfig) -> [Field<'a>; 2] {
+    let turns = |side: &Field| match &side.content {
+        Content::Text(text) if config.chat_template => turns_in(text),
+        _ => None,
+    };
+    let [Some(chosen), Some(rejected)] = [turns(&sides[0]), turns(&sides[1])] else { return sides };
+    let [one, other] = sides.map(|side| side.key);
+    [(one, chosen), (other, rejected)].map(|(key, turns)| Field { key, content: Content::Messages(turns) })
+}
+
+fn turns_in(text: &str) -> Option<Vec<Value>> {
+    let mut rest = text.trim_start().strip_prefix("Human:")?;
+    let (mut role, mut turns) = ("user", Vec::new());
+    let marks = [("\n\nHuman:", "user"), ("\n\nAssistant:", "assistant")];
+    loop {
+        let next = marks.iter().filter_map(|(mark, role)| Some((rest.find(mark)?, mark.len(), *role))).min();
+        let end = next.map_or(rest.len(), |(at, ..)| at);
+        turns.push(json!({"role": role, "content": rest[..end].trim()}));
+        let Some((at, length, next)) = next else { break };
+        (rest, role) = (&rest[at + length..], next);
+    }
+    (turns.len() > 1 && role == "assistant").then_some(turns)
+}
+
+/// The error for a missing field, with the keys to set if other fields have usual names.
+pub(super) fn missing(row: &Map<String, Value>, config: &DataConfig, part: Part, key: &str) -> Error {
+    let there: Vec<&str> = row.keys().map(String::as_str).collect();
+    let error = Error::data(format!("the row has no field {key:?}; it has: {}", there.join(", ")));
+    let DataConfig { prompt_key, response_key, chosen_key, rejected_key, messages_key, .. } = config;
+    let keys = [prompt_key, response_key, chosen_key, rejected_key];
+    let used: &[usize] = match part {
+        Part::Demonstration | Part::Labelled => &[0, 1],
+        Part::Pair => &[2, 3],
+        Part::Prompt | Part::Steps | Part::Text => &[0],
+    };
+    let chat = row.iter().find(|(name, value)| *name != messages_key && is_conversation(value));
+    let chat =
+        chat.filter(|_| key == prompt_key && part != Part::Text).map(|(name, _)| ("messages_key", name.as_str()));
+    let is_free = |name: &&&str| row.contains_key(**name) && keys.iter().all(|key| key.as_str() != **name);
+    let named = |i: &usize| Some((NAMES[*i].0, *NAMES[*i].1.iter().find(is_free)?));
+    let found: Vec<(&str, &str)> = match chat {
+        Some(chat) => vec![chat],
+        None => used.iter().filter(|i| field(row, keys[**i]).is_none()).filter_map(named).collect(),
+    };
+    if !found.is_empty() {
+        let set: Vec<String> = found.iter().map(|(key, name)| format!("data.{key} = {name:?}")).collect();
+        let options: Vec<String> = found.iter().map(|(key, _)| format!("--{}", key.replace('_', "-"))).collect();
+        let chat =
+            if found[0].0 == "messages_key" && !config.chat_template { " and data.chat_template = true" } else { "" };
+        return error.hint(format!("set {}{chat} (options: {})", set.join(" and "), options.join(", ")));
+    }
+    match () {
+        () if part != Part::Pair && row.contains_key("chosen") && row.contains_key("rejected") => {
+            error.hint("pairs are for jobs such as dpo and reward_model, and for shard --pairs")
+        }
+        () if part != Part::Text && there == ["text"] => {
+            error.hint("texts without a prompt are for data.pretrain, and for shard --text")
+        }
+        () => error,
+    }
+}
