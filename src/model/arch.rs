@@ -7,11 +7,9 @@ use super::rope::Rope;
 use crate::config::limits::VOCABULARY_MAX;
 use crate::error::Result;
 use crate::sys::files::read_object;
-use crate::sys::lock::lock;
-use crate::sys::{environment, stderr};
+use crate::sys::stderr;
 use serde_json::{Map, Value};
-use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::path::Path;
 
 /// Limits above any real model. They bound what a damaged config.json can make the program allocate.
 const LAYERS_MAX: usize = 10_000;
@@ -90,18 +88,13 @@ impl Arch {
 
     /// Uses the head of the files, as transformers 5 does, although config.json ties it to the embedding.
     fn untie(&mut self, dir: &Path) {
-        static WARNED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
         self.tied = false;
         self.source.insert("tie_word_embeddings".into(), false.into());
-        let mut warned = lock(&WARNED);
-        if environment::launched_rank().unwrap_or(0) == 0 && !warned.iter().any(|other| other == dir) {
-            stderr::line(&format!(
-                "warning: {}: config.json sets tie_word_embeddings = true, but the weights contain an lm_head that differs \
-                 from the embedding; using that head",
-                dir.display()
-            ));
-            warned.push(dir.to_path_buf());
-        }
+        stderr::warn_once(&format!(
+            "{}: config.json sets tie_word_embeddings = true, but the weights contain an lm_head that differs from the \
+             embedding; using that head",
+            dir.display()
+        ));
     }
 
     /// The dimensions as text: `llama, 4 layers, width 128, 4/2 heads of 32, MLP 352, vocabulary 264`.

@@ -3,6 +3,7 @@
 pub mod bpe;
 pub mod chat;
 mod json;
+mod outside;
 pub mod stream;
 pub mod tokenizer;
 

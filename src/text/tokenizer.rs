@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-use super::chat::{ChatTemplate, token_text};
+use super::chat::ChatTemplate;
+use super::outside::SmallFiles;
 use crate::comm::abort;
 use crate::error::{Error, Result};
-use crate::sys::{files, patterns};
+use crate::sys::{files, patterns, stderr};
 
 /// Converts text to token ids and back. Knows the ids that begin and end a text.
 #[derive(Debug)]
@@ -27,52 +28,66 @@ pub struct Tokenizer {
 
 impl Tokenizer {
     /// Reads `dir`: `tokenizer.json`, and if present `tokenizer_config.json`, `special_tokens_map.json`,
-    /// `generation_config.json`, `config.json`, `chat_template.jinja`.
+    /// `added_tokens.json`, `generation_config.json`, `config.json`, `chat_template.jinja`.
     ///
-    /// End tokens are those of `generation_config.json`, otherwise of `config.json`, otherwise the tokenizer's
-    /// `eos_token`. `transformers` uses the same order to decide where generation stops. The begin token is the
-    /// tokenizer's `bos_token`. A tokenizer without one (Qwen) has none, even if `config.json` names one.
+    /// End tokens are the tokenizer's `eos_token` and those of `generation_config.json`, or of `config.json` if that file
+    /// names none. The begin token is the tokenizer's `bos_token`. A tokenizer without one (Qwen) has none, even if
+    /// `config.json` names one.
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
-        let bytes = files::if_any(&path, files::read)?.ok_or_else(|| {
-            Error::data(format!("{} has no tokenizer.json", dir.display()))
-                .hint("save it with `AutoTokenizer.from_pretrained(...).save_pretrained(DIR)` (a fast tokenizer)")
-        })?;
+        let bytes = files::if_any(&path, files::read)?.ok_or_else(|| no_tokenizer(dir))?;
+        let small = SmallFiles::read(dir)?;
         patterns::limit_backtracking();
-        let inner = guarded(&path, "is not a tokenizer", || {
+        let mut inner = guarded(&path, "is not a tokenizer", || {
             let mut inner = tokenizers::Tokenizer::from_bytes(&bytes)?;
             // A text is never implicitly cut or padded. `transformers` also resets both on each call.
             inner.with_truncation(None)?;
             inner.with_padding(None);
             Ok(inner)
         })?;
+        let changes = small.complete(&mut inner, &bytes).map_err(|e| e.within(dir.display()))?;
+        small.warn(dir);
 
-        let [settings, special_tokens, generation, config] =
-            ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"]
-                .map(|name| files::read_object(&dir.join(name)));
-        let (settings, special_tokens, generation, config) = (settings?, special_tokens?, generation?, config?);
-        let token = |name: &str| {
-            let mut files = [&settings, &special_tokens].into_iter().flatten();
-            files.find_map(|file| file.get(name)).and_then(token_text)
-        };
         let id_of = |text: &str| {
             inner.token_to_id(text).ok_or_else(|| {
                 Error::data(format!("the special token {text:?} of {} must be in its tokenizer.json", dir.display()))
             })
         };
-        let (bos_token, eos_token) = (token("bos_token"), token("eos_token"));
+        let (bos_token, eos_token) = (small.special_token("bos_token"), small.special_token("eos_token"));
         let bos_id = bos_token.as_deref().map(id_of).transpose()?;
-        let mut eos_ids: Vec<u32> = end_tokens(generation.as_ref());
-        if eos_ids.is_empty() {
-            eos_ids = end_tokens(config.as_ref());
+        let mut eos_ids: Vec<u32> = eos_token.as_deref().map(id_of).transpose()?.into_iter().collect();
+        let mut of_model =
+            end_tokens(&small.generation).map_err(|e| e.within(dir.join("generation_config.json").display()))?;
+        if of_model.is_empty() {
+            of_model = end_tokens(&small.config).map_err(|e| e.within(dir.join("config.json").display()))?;
         }
-        if eos_ids.is_empty() {
-            eos_ids = eos_token.as_deref().map(id_of).transpose()?.into_iter().collect();
-        }
+        of_model.retain(|id| !eos_ids.contains(id));
+        eos_ids.extend(of_model);
         let vocabulary = inner.get_vocab(true).values().map(|id| *id as usize + 1).max().unwrap_or(0);
-        let chat = ChatTemplate::find(dir, settings.as_ref(), bos_token, eos_token)?;
-        let sha256 = Sha256::digest(&bytes).iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"));
-        Ok(Self { inner, path, vocabulary, sha256, bos_id, eos_ids, chat })
+        let chat = ChatTemplate::find(dir, Some(&small.settings), bos_token, eos_token)?;
+        let sha256 = Sha256::new().chain_update(&bytes).chain_update(&changes).finalize();
+        let sha256 = sha256.iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"));
+        let tokenizer = Self { inner, path, vocabulary, sha256, bos_id, eos_ids, chat };
+        tokenizer.warn_of_ends(&small.settings);
+        Ok(tokenizer)
+    }
+
+    /// Warns if `add_bos_token` or `add_eos_token` differs from what `tokenizer.json` adds to a text.
+    fn warn_of_ends(&self, settings: &Map<String, Value>) {
+        let Ok(tokens) = self.encode("a", true) else { return };
+        for (key, what, adds) in [
+            ("add_bos_token", "begin", self.bos_id.is_some() && tokens.first().copied() == self.bos_id),
+            ("add_eos_token", "end", tokens.last().is_some_and(|last| self.eos_ids.contains(last))),
+        ] {
+            if let Some(value) = settings.get(key).and_then(Value::as_bool).filter(|value| *value != adds) {
+                let does = if adds { "adds" } else { "adds no" };
+                stderr::warn_once(&format!(
+                    "{}: tokenizer_config.json sets {key} = {value}, but tokenizer.json {does} {what} token; it decides, as in \
+                     transformers 5",
+                    self.path.parent().unwrap_or(&self.path).display()
+                ));
+            }
+        }
     }
 
     /// The tokenizer of a directory, if it has one.
@@ -138,7 +153,7 @@ impl Tokenizer {
         self.vocabulary
     }
 
-    /// Tokens that end a text. The first is appended to demonstrations. May be empty.
+    /// Tokens that end a text. The first, the tokenizer's own, is appended to demonstrations. May be empty.
     pub fn eos_ids(&self) -> &[u32] {
         &self.eos_ids
     }
@@ -201,13 +216,24 @@ fn guarded<T>(path: &Path, what: impl Display, body: impl FnOnce() -> tokenizers
     outcome.map_err(|e| Error::data(format!("{} {what}: {}", path.display(), e.message)))
 }
 
-/// The end tokens of a file, one or several.
-fn end_tokens(file: Option<&Map<String, Value>>) -> Vec<u32> {
-    match file.and_then(|file| file.get("eos_token_id")) {
-        Some(Value::Array(ids)) => ids.iter().filter_map(Value::as_u64).map(|id| id as u32).collect(),
-        Some(id) => id.as_u64().map(|id| id as u32).into_iter().collect(),
-        None => Vec::new(),
-    }
+/// The end tokens of a file, one or several. transformers writes -1 for none.
+fn end_tokens(file: &Map<String, Value>) -> Result<Vec<u32>> {
+    let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+    let ids = match file.get("eos_token_id") {
+        None | Some(Value::Null) => Some(Vec::new()),
+        Some(value) if value.as_i64() == Some(-1) => Some(Vec::new()),
+        Some(Value::Array(ids)) => ids.iter().map(id).collect(),
+        Some(one) => id(one).map(|id| vec![id]),
+    };
+    ids.ok_or_else(|| {
+        Error::data(format!("eos_token_id must be a token id or a list of them (got {})", file["eos_token_id"]))
+    })
+}
+
+/// The error for a directory without `tokenizer.json`.
+fn no_tokenizer(dir: &Path) -> Error {
+    Error::data(format!("{} has no tokenizer.json", dir.display()))
+        .hint("save it with `AutoTokenizer.from_pretrained(...).save_pretrained(DIR)` (a fast tokenizer)")
 }
 
 fn excerpt(text: &str) -> String {

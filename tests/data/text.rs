@@ -2,7 +2,7 @@ use std::fs;
 
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::text::{StreamDecoder, Tokenizer, train_bpe};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::data::fixture::Fixture;
 
@@ -65,14 +65,41 @@ fn streamed_text_is_whole_characters_and_joins_to_the_decoded_text() {
 }
 
 #[test]
-fn end_tokens_come_from_the_generation_config_before_the_tokenizer() {
+fn the_first_end_token_is_the_tokenizers_own_and_those_of_the_model_follow() {
     let fixture = Fixture::new();
     let dir = fixture.path("tokenizer");
     assert_eq!(fixture.tokenizer.eos_ids(), [1]);
     fs::write(dir.join("config.json"), r#"{"eos_token_id": 4}"#).unwrap();
-    assert_eq!(Tokenizer::load(&dir).unwrap().eos_ids(), [4]);
+    assert_eq!(Tokenizer::load(&dir).unwrap().eos_ids(), [1, 4]);
     fs::write(dir.join("generation_config.json"), r#"{"eos_token_id": [3, 1]}"#).unwrap();
-    assert_eq!(Tokenizer::load(&dir).unwrap().eos_ids(), [3, 1]);
+    assert_eq!(Tokenizer::load(&dir).unwrap().eos_ids(), [1, 3]);
+    for wrong in ["\"1\"", "[1, \"3\"]", "1.5", "-2"] {
+        fs::write(dir.join("generation_config.json"), format!("{{\"eos_token_id\": {wrong}}}")).unwrap();
+        let error = Tokenizer::load(&dir).unwrap_err();
+        assert!(error.message.contains("generation_config.json: eos_token_id must be"), "{error}");
+    }
+}
+
+#[test]
+fn tokens_and_settings_outside_tokenizer_json_give_the_ids_of_transformers() {
+    let golden: Value = serde_json::from_str(include_str!("../golden/token_files.json")).unwrap();
+    let texts: Vec<&str> = golden["texts"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+    for case in golden["cases"].as_array().unwrap() {
+        let dir = tempfile::tempdir().unwrap();
+        let json = &golden["tokenizers"][case["tokenizer"].as_str().unwrap()];
+        fs::write(dir.path().join("tokenizer.json"), json.to_string()).unwrap();
+        for (name, value) in case["files"].as_object().unwrap() {
+            fs::write(dir.path().join(name), value.to_string()).unwrap();
+        }
+        match (Tokenizer::load(dir.path()), case["ids"].as_array()) {
+            (Ok(tokenizer), Some(ids)) => {
+                let own: Vec<_> = texts.iter().map(|text| tokenizer.encode(text, true).unwrap()).collect();
+                assert_eq!(json!(own), json!(ids), "{}", case["files"]);
+            }
+            (Err(error), None) => assert!(error.message.contains("the token \"<|a|>\" has the id"), "{error}"),
+            (own, ids) => panic!("{}: {ids:?}, but {own:?}", case["files"]),
+        }
+    }
 }
 
 #[test]
