@@ -75,6 +75,7 @@ pub fn run(args: &Args) -> Result<()> {
     let begun: Vec<Value> = args.system.iter().map(|text| json!({"role": "system", "content": text})).collect();
     // A directory without a template is rejected before the first message.
     talk.tokenizer.chat()?;
+    talk.tokenizer.warn_of_turn_end(&args.chat_template_args);
     let mut messages = begun.clone();
     let is_terminal = std::io::stdin().is_terminal();
     let ask = || {

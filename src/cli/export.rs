@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::model::export::Export;
 use crate::model::{Arch, Head, ParamTable, UnitValues};
 use crate::tensor::DType;
+use crate::text::Tokenizer;
 use crate::train::{self, supervised};
 use argh::FromArgs;
 use std::path::{Path, PathBuf};
@@ -77,7 +78,9 @@ fn learned(checkpoint: &Checkpoint, role: &str) -> Result<(Arch, Head)> {
         let names: Vec<&str> = all.iter().map(|model| model.role.name()).collect();
         return Err(Error::usage(format!("--role must be {} (got {role})", names.join(" or "))));
     };
-    let mut arch = Arch::load(&checkpoint.dir)?;
+    let tokenizer = Tokenizer::find(&checkpoint.dir)?;
+    let ends = tokenizer.as_ref().map_or(&[][..], Tokenizer::eos_ids);
+    let mut arch = Arch::load(&checkpoint.dir)?.ending_with(ends);
     if config.job.kind == JobKind::RewardModel {
         arch.reward_mean_std = supervised::mean_std(&state["run"]["method"])?;
     }

@@ -149,6 +149,9 @@ pub fn run(args: &Args) -> Result<()> {
         ..DataConfig::default()
     };
     let tokenizer = &Tokenizer::load(tokenizer)?;
+    if args.chat_template {
+        tokenizer.warn_of_turn_end(&args.chat_template_args);
+    }
     let part = match args.response_key.is_some() || args.demonstrations {
         _ if args.pairs => Part::Pair,
         _ if args.labelled => Part::Labelled,

@@ -37,9 +37,7 @@ impl Talk {
         }
         let tokenizer = Tokenizer::load(model)?;
         let inference = device::open(verb, model, options, Head::LanguageModel, (config.clone(), seed), &ranks)?;
-        let mut ends = inference.transformer.arch.eos_tokens.clone();
-        ends.extend(tokenizer.eos_ids().iter().filter(|id| !inference.transformer.arch.eos_tokens.contains(id)));
-        let stop = Arc::new(Stop::new(&config, &ends));
+        let stop = Arc::new(Stop::of_model(&config, &inference.transformer.arch.eos_tokens, Some(&tokenizer)));
         let (engine, rng) = (Engine::new(&config, 0), Rng::new(seed, Purpose::Sample));
         Ok(Self { tokenizer, ranks, inference, engine, config, stop, edits: Arc::default(), rng, answers: 0 })
     }

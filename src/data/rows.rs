@@ -295,10 +295,7 @@ impl Encoder<'_> {
             };
             // Text that a template prints after the end token (a line break) is never sampled: it opens the next
             // prompt.
-            let stop = response_tokens.iter().rposition(|t| tokenizer.eos_ids().contains(t));
-            if let Some(stop) = stop {
-                tail = response_tokens.split_off(stop + 1);
-            }
+            tail = response_tokens.split_off(tokenizer.turn_end(&response_tokens));
             if prompt_tokens.is_empty() || response_tokens.is_empty() {
                 return Err(Error::data("an assistant message is empty, or two follow each other"));
             }

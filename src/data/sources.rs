@@ -120,7 +120,7 @@ impl Prepared {
             format!(" {:?}", config.chat_template_args)
         };
         let rule = describe(&config.split);
-        let how = format!("{ENCODING} {} {vocabulary} {keys:?} {rule}{by_part}{args}", tokenizer.sha256());
+        let how = format!("{ENCODING} {} {vocabulary} {keys:?} {rule}{by_part}{args}", tokenizer.recipe());
         let prefix = |(name, files): (&String, &Vec<InputFile>)| {
             let path = Path::new(name);
             if files.is_empty() {

@@ -1,6 +1,6 @@
 //! The architecture of a model, read from the config.json of a Hugging Face directory (transformers 4 and 5 spellings).
 
-use super::config_json::Reader;
+use super::config_json::{GENERATION, Reader};
 use super::families::{Bias, Family, Windows};
 use super::files;
 use super::rope::Rope;
@@ -74,8 +74,9 @@ impl Arch {
     pub fn load(dir: &Path) -> Result<Self> {
         let config = read_object(&dir.join("config.json"))?.ok_or_else(|| files::no_model(dir))?;
         let mut arch = Self::from_config(&config).map_err(|e| e.within(dir.display()))?;
-        if let Some(generation) = read_object(&dir.join("generation_config.json"))? {
-            let tokens = Reader::new(&generation).tokens("eos_token_id").map_err(|e| e.within(dir.display()))?;
+        if let Some(generation) = read_object(&dir.join(GENERATION))? {
+            let tokens =
+                Reader::of(GENERATION, &generation).tokens("eos_token_id").map_err(|e| e.within(dir.display()))?;
             if !tokens.is_empty() {
                 arch.eos_tokens = tokens;
             }
@@ -95,6 +96,14 @@ impl Arch {
              embedding; using that head",
             dir.display()
         ));
+    }
+
+    /// The architecture with further tokens that end a response: an export names all that the job stopped at.
+    #[must_use]
+    pub fn ending_with(mut self, tokens: &[u32]) -> Self {
+        let new: Vec<u32> = tokens.iter().filter(|id| !self.eos_tokens.contains(id)).copied().collect();
+        self.eos_tokens.extend(new);
+        self
     }
 
     /// The dimensions as text: `llama, 4 layers, width 128, 4/2 heads of 32, MLP 352, vocabulary 264`.

@@ -3,8 +3,12 @@
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
 
-/// One object of config.json.
+pub(super) const GENERATION: &str = "generation_config.json";
+
+/// One object of config.json, or of a file of the same form.
 pub(super) struct Reader<'a> {
+    /// The name of the file.
+    file: &'static str,
     object: &'a Map<String, Value>,
     /// The prefix of keys in messages, e.g. `rope_scaling.`.
     prefix: String,
@@ -12,7 +16,11 @@ pub(super) struct Reader<'a> {
 
 impl<'a> Reader<'a> {
     pub(super) fn new(object: &'a Map<String, Value>) -> Self {
-        Self { object, prefix: String::new() }
+        Self::of("config.json", object)
+    }
+
+    pub(super) fn of(file: &'static str, object: &'a Map<String, Value>) -> Self {
+        Self { file, object, prefix: String::new() }
     }
 
     pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
@@ -38,7 +46,7 @@ impl<'a> Reader<'a> {
     }
 
     pub(super) fn wrong(&self, key: &str, what: &str) -> Error {
-        Error::data(format!("config.json: {}{key} {what}", self.prefix))
+        Error::data(format!("{}: {}{key} {what}", self.file, self.prefix))
     }
 
     fn typed<T>(&self, key: &str, kind: &str, as_type: impl Fn(&'a Value) -> Option<T>) -> Result<Option<T>> {
@@ -48,7 +56,7 @@ impl<'a> Reader<'a> {
 
     pub(super) fn object(&self, key: &str) -> Result<Option<Reader<'a>>> {
         let object = self.typed(key, "an object", Value::as_object)?;
-        Ok(object.map(|object| Reader { object, prefix: format!("{}{key}.", self.prefix) }))
+        Ok(object.map(|object| Reader { object, prefix: format!("{}{key}.", self.prefix), ..*self }))
     }
 
     /// A count: an integer from 1 to 2^31 - 1.

@@ -2,6 +2,7 @@
 //! in one file or in shards with an index, and the tokenizer files.
 
 use super::arch::{Arch, Head};
+use super::config_json::{GENERATION, Reader};
 use super::params::ParamTable;
 use super::tensor_files::{TensorFiles, write_json};
 use super::unit::UnitValues;
@@ -33,7 +34,7 @@ pub const TOKENIZER_FILES: [&str; 10] = [
 
 /// The small files of a model directory: configuration and tokenizer.
 pub fn small_files() -> impl Iterator<Item = &'static str> {
-    ["config.json", "generation_config.json"].into_iter().chain(TOKENIZER_FILES)
+    ["config.json", GENERATION].into_iter().chain(TOKENIZER_FILES)
 }
 
 /// Writes the model to `out` in `dtype`. The files go to a temporary directory next to `out`, which is renamed at the
@@ -228,9 +229,13 @@ fn write_words(dir: &Path, arch: &Arch, head: Head, dtype: DType, tokenizer_dir:
         }
     }
     if head == Head::LanguageModel {
-        let kept = tokenizer_dir.map(|from| read_object(&from.join("generation_config.json"))).transpose()?.flatten();
-        let generation = kept.unwrap_or_else(|| generation_config(arch));
-        write_json(&dir.join("generation_config.json"), &Value::Object(generation))?;
+        let kept = tokenizer_dir.map(|from| read_object(&from.join(GENERATION))).transpose()?.flatten();
+        let mut generation = kept.unwrap_or_else(|| generation_config(arch));
+        let named = Reader::of(GENERATION, &generation).tokens("eos_token_id")?;
+        if arch.eos_tokens.iter().any(|id| !named.contains(id)) {
+            generation.insert("eos_token_id".into(), end_tokens(arch));
+        }
+        write_json(&dir.join(GENERATION), &Value::Object(generation))?;
     }
     Ok(())
 }
@@ -265,15 +270,18 @@ fn config(arch: &Arch, head: Head, dtype: DType) -> Map<String, Value> {
     config
 }
 
-fn generation_config(arch: &Arch) -> Map<String, Value> {
-    let mut config = Map::new();
-    config.insert("bos_token_id".into(), json!(arch.bos_token));
-    let eos = match arch.eos_tokens[..] {
+fn end_tokens(arch: &Arch) -> Value {
+    match arch.eos_tokens[..] {
         [] => Value::Null,
         [one] => json!(one),
         ref several => json!(several),
-    };
-    config.insert("eos_token_id".into(), eos);
+    }
+}
+
+fn generation_config(arch: &Arch) -> Map<String, Value> {
+    let mut config = Map::new();
+    config.insert("bos_token_id".into(), json!(arch.bos_token));
+    config.insert("eos_token_id".into(), end_tokens(arch));
     config.insert("pad_token_id".into(), json!(arch.pad_token));
     config.retain(|_, v| !v.is_null());
     config

@@ -28,6 +28,7 @@ use crate::model::{Arch, TensorPart};
 use crate::ops::sample::SampleParams;
 use crate::rng::Rng;
 use crate::tensor::DType::Bf16;
+use crate::text::Tokenizer;
 use std::borrow::Cow;
 use std::sync::Arc;
 
@@ -42,6 +43,12 @@ pub struct Stop {
 }
 
 impl Stop {
+    /// The stops of the configuration, for a model with the end tokens `eos_tokens` and those of its tokenizer.
+    pub fn of_model(config: &RolloutConfig, eos_tokens: &[u32], tokenizer: Option<&Tokenizer>) -> Self {
+        let of_tokenizer = tokenizer.map_or(&[][..], Tokenizer::eos_ids).iter().filter(|id| !eos_tokens.contains(id));
+        Self::new(config, &eos_tokens.iter().chain(of_tokenizer).copied().collect::<Vec<_>>())
+    }
+
     /// The stops of the configuration, for a model whose end tokens are `eos_tokens`.
     pub fn new(config: &RolloutConfig, eos_tokens: &[u32]) -> Self {
         let mut tokens = config.stop_token_ids.clone();

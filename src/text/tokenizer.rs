@@ -21,6 +21,8 @@ pub struct Tokenizer {
     path: PathBuf,
     vocabulary: usize,
     sha256: String,
+    /// A hash of everything that changes the tokens of a row, chat template and end tokens included.
+    recipe: String,
     bos_id: Option<u32>,
     eos_ids: Vec<u32>,
     chat: Option<ChatTemplate>,
@@ -65,9 +67,11 @@ impl Tokenizer {
         eos_ids.extend(of_model);
         let vocabulary = inner.get_vocab(true).values().map(|id| *id as usize + 1).max().unwrap_or(0);
         let chat = ChatTemplate::find(dir, Some(&small.settings), bos_token, eos_token)?;
-        let sha256 = Sha256::new().chain_update(&bytes).chain_update(&changes).finalize();
-        let sha256 = sha256.iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"));
-        let tokenizer = Self { inner, path, vocabulary, sha256, bos_id, eos_ids, chat };
+        let sha256 = hashed(&[&bytes, changes.as_bytes()]);
+        let template = files::if_any(&dir.join("chat_template.jinja"), files::read)?.unwrap_or_default();
+        let recipe = format!("{eos_ids:?} {}", json!(small.settings));
+        let recipe = hashed(&[sha256.as_bytes(), recipe.as_bytes(), &template]);
+        let tokenizer = Self { inner, path, vocabulary, sha256, recipe, bos_id, eos_ids, chat };
         tokenizer.warn_of_ends(&small.settings);
         Ok(tokenizer)
     }
@@ -144,8 +148,8 @@ impl Tokenizer {
     /// A tokenizer without tokens, for a plan whose rows have only lengths.
     pub fn none() -> Self {
         let inner = tokenizers::Tokenizer::new(tokenizers::models::bpe::BPE::default());
-        let (path, sha256) = (PathBuf::new(), String::new());
-        Self { inner, path, vocabulary: 0, sha256, bos_id: None, eos_ids: Vec::new(), chat: None }
+        let (path, sha256, recipe) = (PathBuf::new(), String::new(), String::new());
+        Self { inner, path, vocabulary: 0, sha256, recipe, bos_id: None, eos_ids: Vec::new(), chat: None }
     }
 
     /// One more than the largest token id.
@@ -166,6 +170,10 @@ impl Tokenizer {
         &self.sha256
     }
 
+    pub fn recipe(&self) -> &str {
+        &self.recipe
+    }
+
     pub fn chat(&self) -> Result<&ChatTemplate> {
         self.chat.as_ref().ok_or_else(|| {
             Error::data("the tokenizer has no chat template")
@@ -181,6 +189,44 @@ impl Tokenizer {
         add_generation_prompt: bool,
     ) -> Result<Vec<u32>> {
         self.encode(&self.chat()?.apply(messages, more, add_generation_prompt)?, false)
+    }
+
+    /// The number of leading tokens of an assistant's turn, as the template prints it, that the model learns. They end
+    /// with the turn's last end token. If it has none, they end with the last added token that only whitespace follows.
+    pub fn turn_end(&self, turn: &[u32]) -> usize {
+        let is_added = |id: &u32| self.inner.get_added_vocabulary().get_added_tokens_decoder().contains_key(id);
+        let is_blank = |tokens: &[u32]| self.decode(tokens, false).is_ok_and(|text| text.trim().is_empty());
+        let ends = turn.iter().rposition(|id| self.eos_ids.contains(id)).map(|at| at + 1);
+        let marked = || turn.iter().rposition(is_added).map(|at| at + 1).filter(|at| is_blank(&turn[*at..]));
+        ends.or_else(marked).unwrap_or(turn.len())
+    }
+
+    /// Warns if the chat template ends an assistant's turn without an end token, so that no answer would end there.
+    /// `more` are further variables of the template.
+    pub fn warn_of_turn_end(&self, more: &Map<String, Value>) {
+        let turns = ["user", "assistant"].map(|role| json!({"role": role, "content": ANSWER}));
+        let text = self.chat().and_then(|chat| chat.apply(&json!(turns), more, false));
+        // A template that does not accept this conversation is checked with the rows.
+        let Some(Ok(tokens)) =
+            text.as_ref().ok().and_then(|text| Some(self.encode(text.rsplit_once(ANSWER)?.1, false)))
+        else {
+            return;
+        };
+        if tokens.iter().any(|id| self.eos_ids.contains(id)) {
+            return;
+        }
+        let dir = self.path.parent().unwrap_or(&self.path).display();
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
+        stderr::warn_once(&match tokens.iter().rev().find_map(|id| Some((id, added.get(id)?))) {
+            Some((id, token)) => format!(
+                "{dir}: the chat template ends a turn with {:?}, which is no end token of the model, so its answers do not \
+                 end there; add {id} to eos_token_id in generation_config.json",
+                token.content
+            ),
+            None => {
+                format!("{dir}: the chat template ends a turn without an end token, so the model cannot learn to stop")
+            }
+        });
     }
 
     /// The token ids that the chat template puts between an assistant's answer, whose tokens are `answer`, and the next
@@ -234,6 +280,11 @@ fn end_tokens(file: &Map<String, Value>) -> Result<Vec<u32>> {
 fn no_tokenizer(dir: &Path) -> Error {
     Error::data(format!("{} has no tokenizer.json", dir.display()))
         .hint("save it with `AutoTokenizer.from_pretrained(...).save_pretrained(DIR)` (a fast tokenizer)")
+}
+
+fn hashed(parts: &[&[u8]]) -> String {
+    let sha256 = parts.iter().fold(Sha256::new(), |hash, part| hash.chain_update(part)).finalize();
+    sha256.iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"))
 }
 
 fn excerpt(text: &str) -> String {

@@ -240,6 +240,9 @@ impl<J: Job> Inputs<J> {
         // This check is first, because a directory without a model has no tokenizer either.
         run.ranks.all.agree(Arch::load(&config.model.actor).map_err(|e| e.within("model.actor")))?;
         let tokenizer = Arc::new(run.ranks.all.agree(Tokenizer::load(&config.model.actor))?);
+        if config.data.chat_template {
+            tokenizer.warn_of_turn_end(&config.data.chat_template_args);
+        }
         let check = |first: &Arch, model: &JobModel| J::check_models(&config, first, model);
         let models = run.ranks.all.agree(models::described(J::models(&config), &tokenizer, check))?;
         let arch = models[0].arch.clone();

@@ -72,11 +72,10 @@ impl Judge {
             ..RolloutConfig::default()
         };
         let tokenizer = Tokenizer::find(&config.dir)?.map_or_else(|| Arc::clone(actor), Arc::new);
-        let eos = [&role.arch().eos_tokens, tokenizer.eos_ids()].concat();
         Ok(Self {
             weights: RolloutWeights::new(&role, &run.ranks.axes, &run.ranks.rollout_axes)?,
             engine: Engine::new(&sampling, run.memory_free()),
-            stop: Arc::new(Stop::new(&sampling, &eos)),
+            stop: Arc::new(Stop::of_model(&sampling, &role.arch().eos_tokens, Some(&tokenizer))),
             pattern: Regex::new(&config.pattern).map_err(|e| Error::usage(format!("reward.judge.pattern: {e}")))?,
             config: config.clone(),
             rows: Arc::clone(rows),

@@ -119,9 +119,7 @@ impl Collector {
             Ok((environment(run, &context)?, Reward::new(&config.reward, &config.base, &context)?))
         });
         let (environment, reward) = run.ranks.all.agree(rewards)?;
-        let mut eos = arch.eos_tokens.clone();
-        eos.extend(tokenizer.eos_ids().iter().filter(|id| !arch.eos_tokens.contains(id)));
-        let stop = Arc::new(Stop::new(&config.rollout, &eos));
+        let stop = Arc::new(Stop::of_model(&config.rollout, &arch.eos_tokens, Some(&tokenizer)));
         let engine = Engine::new(&config.rollout, run.memory_free().saturating_sub(weights_bytes as u64));
         let pipeline = (run.ranks.placements.len() > 1).then(|| Stream::new("pipeline", &run.ranks.all));
         let context = arch.context;

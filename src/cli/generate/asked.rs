@@ -69,7 +69,7 @@ impl<'a> Asker<'a> {
     pub fn new(args: &'a Args, config: &RolloutConfig) -> Result<Self> {
         let (arch, tokenizer) = (Arch::load(&args.model)?, Tokenizer::find(&args.model)?);
         let edits = Arc::new(edits(args, tokenizer.as_ref(), arch.vocabulary)?);
-        let stop = Arc::new(Stop::new(config, &arch.eos_tokens));
+        let stop = Arc::new(Stop::of_model(config, &arch.eos_tokens, tokenizer.as_ref()));
         Ok(Self { args, arch, tokenizer, settings: Settings { config: config.clone(), stop, edits, rng: None } })
     }
 
@@ -139,7 +139,7 @@ impl<'a> Asker<'a> {
             }
         }
         settings.config.check().and_then(|()| self.args.check(&settings.config)).map_err(of_row)?;
-        settings.stop = Arc::new(Stop::new(&settings.config, &self.arch.eos_tokens));
+        settings.stop = Arc::new(Stop::of_model(&settings.config, &self.arch.eos_tokens, self.tokenizer.as_ref()));
         settings.edits = Arc::new(changed);
         Ok(settings)
     }
