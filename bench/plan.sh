@@ -67,7 +67,7 @@ model() { # name layers width mlp heads kv vocabulary
  "max_position_embeddings": 1024, "tie_word_embeddings": false, "torch_dtype": "float32",
  "bos_token_id": 0, "eos_token_id": 1}
 JSON
-  "$ours" init --config "$1.json" --tokenizer tokenizer --out "$1" 2> /dev/null
+  "$ours" init --config "$1.json" --tokenizer tokenizer --out "$1" --force 2> /dev/null
 }
 
 job() { # kind model dir
@@ -134,7 +134,7 @@ measure() { # name ranks model kind overrides...; sets predicted_b predicted_s p
 
 if [ ! -d tokenizer ]; then
   python3 "$root/jobs/quickstart/corpus.py" --rows 2000 --seed 1 --out corpus.jsonl
-  "$ours" tokenizer corpus.jsonl --vocabulary 264 --out tokenizer
+  "$ours" tokenizer corpus.jsonl --vocabulary 264 --out tokenizer --force
 fi
 if [ ! -f rows.jsonl ]; then
   # Long enough for every row to be cut to the same length. No two begin alike, as rows share equal pages of the KV

@@ -35,8 +35,8 @@ prepare() {
  "bos_token_id": 0, "eos_token_id": 1}
 JSON
   python3 "$root/jobs/quickstart/corpus.py" --rows 2000 --seed 1 --out corpus.jsonl
-  "$ours" tokenizer corpus.jsonl --vocabulary 264 --out tokenizer
-  "$ours" init --config config.json --tokenizer tokenizer --out model
+  "$ours" tokenizer corpus.jsonl --vocabulary 264 --out tokenizer --force
+  "$ours" init --config config.json --tokenizer tokenizer --out model --force
   local text
   text=$(printf 'What is %s? ' $(seq 100 160))
   for i in $(seq 256); do printf '{"prompt": "%s"}\n' "$i $text"; done > rows.jsonl

@@ -36,8 +36,8 @@ config 64 128 1 4 512 >small.json
 awk 'BEGIN { srand(7); for (i = 0; i < 96; i++) { text = "";
     for (j = 0; j < 250; j++) text = text sprintf("%c", 97 + int(26 * rand()));
     printf "{\"prompt\": \"%d:\", \"response\": \"%s\"}\n", i, text } }' >rows.jsonl
-"$ours" tokenizer rows.jsonl --vocabulary 264 --out tokenizer >/dev/null
-for size in large small; do "$ours" init --config "$size.json" --tokenizer tokenizer --out "$size" >/dev/null; done
+"$ours" tokenizer rows.jsonl --vocabulary 264 --out tokenizer --force >/dev/null
+for size in large small; do "$ours" init --config "$size.json" --tokenizer tokenizer --out "$size" --force >/dev/null; done
 cat >sft.toml <<JOB
 [job]
 kind = "sft"

@@ -29,6 +29,18 @@ pub struct Error {
     pub hint: Option<String>,
 }
 
+/// A file of git-lfs that was cloned without its content.
+#[derive(Debug)]
+pub struct LfsPointer;
+
+impl fmt::Display for LfsPointer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("this is a pointer of git-lfs, not the file itself")
+    }
+}
+
+impl std::error::Error for LfsPointer {}
+
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
@@ -58,7 +70,13 @@ impl Error {
     }
 
     /// An I/O error with the action and the path it happened on: `cannot read a/b: No such file ...`.
+    /// A pointer of git-lfs in place of the file is wrong data.
     pub fn io(action: &str, path: impl AsRef<Path>, source: &std::io::Error) -> Self {
+        if source.get_ref().is_some_and(|inner| inner.is::<LfsPointer>()) {
+            return Self::data(format!("{}: {source}", path.as_ref().display())).hint(
+                "run `git lfs pull` in its directory, or download it again with `hf download ORG/NAME --local-dir DIR`",
+            );
+        }
         Self::new(Kind::Io, format!("cannot {action} {}: {source}", path.as_ref().display()))
     }
 

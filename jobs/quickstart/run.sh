@@ -13,13 +13,13 @@ if [ ! -f work/shards/questions.idx ]; then
   say "a corpus, a tokenizer, shards"
   python3 corpus.py --rows 12000 --seed 1 --out work/arithmetic.jsonl
   shuf -n 4 --random-source=<(yes) work/arithmetic.jsonl
-  "$RLHF_HPC" tokenizer work/arithmetic.jsonl --vocabulary 264 --out work/tokenizer
-  "$RLHF_HPC" shard work/arithmetic.jsonl --tokenizer work/tokenizer --out work/shards/questions \
+  "$RLHF_HPC" tokenizer work/arithmetic.jsonl --vocabulary 264 --out work/tokenizer --force
+  "$RLHF_HPC" shard work/arithmetic.jsonl --tokenizer work/tokenizer --out work/shards/questions --force \
     --response-key demonstration --label-key answer --split-field split
 fi
 if [ ! -f work/base/model.safetensors ]; then
   say "a new model"
-  "$RLHF_HPC" init --config model.json --tokenizer work/tokenizer --out work/base --seed 1
+  "$RLHF_HPC" init --config model.json --tokenizer work/tokenizer --out work/base --force --seed 1
 fi
 if [ ! -f work/sft/export/model.safetensors ]; then
   say "supervised fine-tuning on noisy demonstrations"

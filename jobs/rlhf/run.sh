@@ -28,9 +28,9 @@ if [ ! -f work/shards/questions.idx ]; then
   python3 $quickstart/corpus.py --rows 24000 --seed 1 --out work/arithmetic.jsonl
   python3 pairs.py work/arithmetic.jsonl --out work
   shuf -n 3 --random-source=<(yes) work/pairs.jsonl
-  "$RLHF_HPC" tokenizer work/arithmetic.jsonl --vocabulary 264 --out work/tokenizer
-  "$RLHF_HPC" init --config $quickstart/model.json --tokenizer work/tokenizer --out work/base --seed 1
-  "$RLHF_HPC" shard work/arithmetic.jsonl --tokenizer work/tokenizer --out work/shards/questions \
+  "$RLHF_HPC" tokenizer work/arithmetic.jsonl --vocabulary 264 --out work/tokenizer --force
+  "$RLHF_HPC" init --config $quickstart/model.json --tokenizer work/tokenizer --out work/base --force --seed 1
+  "$RLHF_HPC" shard work/arithmetic.jsonl --tokenizer work/tokenizer --out work/shards/questions --force \
     --response-key demonstration --label-key answer --split-field split
 fi
 say "supervised fine-tuning on noisy demonstrations"

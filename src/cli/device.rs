@@ -8,7 +8,7 @@ use crate::config::model::{DTypeName, ModelConfig};
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
-use crate::model::Head;
+use crate::model::{Head, unapplied_sampling};
 use std::path::Path;
 
 #[derive(Clone, Copy, Debug)]
@@ -49,6 +49,13 @@ pub fn open(
     ranks: &Ranks,
 ) -> Result<InferenceModel> {
     let Options { device, dtype, check } = options;
+    let used = [
+        ("temperature", rollout.temperature.into()),
+        ("top_p", rollout.top_p.into()),
+        ("top_k", rollout.top_k as f64),
+        ("min_p", rollout.min_p.into()),
+        ("repetition_penalty", rollout.repetition_penalty.into()),
+    ];
     let config = Config {
         job: JobConfig { seed, device, check, ..JobConfig::default() },
         model: ModelConfig { actor: model.to_path_buf(), dtype, ..ModelConfig::default() },
@@ -59,5 +66,8 @@ pub fn open(
     let inference = ranks.agree(opened)?;
     let each = if ranks.world.size > 1 { format!("{} ranks, the first on ", ranks.world.size) } else { String::new() };
     ranks.say(&format!("{verb}: {each}{}", with_options(&inference.description)));
+    if let Some(unapplied) = unapplied_sampling(model, &used)?.filter(|_| ["generate", "chat"].contains(&verb)) {
+        ranks.say(&format!("{verb}: not applied: {unapplied} of generation_config.json"));
+    }
     Ok(inference)
 }

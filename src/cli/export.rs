@@ -1,6 +1,6 @@
 //! `rlhf-hpc export`: a Hugging Face directory from a checkpoint of a run.
 
-use super::out::note;
+use super::out::{self, note};
 use crate::checkpoint::{Checkpoint, ModelVectors, newest};
 use crate::comm::Group;
 use crate::config::{self, job::JobKind};
@@ -22,9 +22,13 @@ pub struct Args {
     #[argh(positional)]
     pub checkpoint: PathBuf,
 
-    /// output directory; an earlier export there is replaced
+    /// output directory
     #[argh(option)]
     pub out: PathBuf,
+
+    /// replace an output that exists
+    #[argh(switch)]
+    pub force: bool,
 
     /// the model to export: actor or critic (default: actor)
     #[argh(option, default = "String::from(\"actor\")")]
@@ -40,6 +44,7 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<()> {
+    out::check_new([&*args.out], args.force)?;
     let checkpoint = find(&args.checkpoint)?;
     checkpoint.verify(&Group::one())?;
     let (arch, head) = learned(&checkpoint, &args.role)?;

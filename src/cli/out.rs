@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::sys::environment;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressFinish, ProgressStyle};
 use std::io::{ErrorKind, IsTerminal, Write};
+use std::path::Path;
 
 /// Writes whole lines at once.
 ///
@@ -38,6 +39,19 @@ pub fn progress(verb: &'static str, total: Option<usize>) -> ProgressBar {
         .with_style(style.expect("the template parses").progress_chars("━╸─"))
         .with_prefix(verb)
         .with_finish(ProgressFinish::AndClear)
+}
+
+/// Rejects an output that exists, unless it may be replaced with --force.
+pub fn check_new<'a>(files: impl IntoIterator<Item = &'a Path>, force: bool) -> Result<()> {
+    let is_there = |path: &&Path| match path.read_dir() {
+        Ok(mut entries) => entries.next().is_some(),
+        Err(_) => path.symlink_metadata().is_ok(),
+    };
+    match files.into_iter().find(is_there).filter(|_| !force) {
+        Some(path) => Err(Error::usage(format!("{} exists already", path.display()))
+            .hint("name another output with --out, or pass --force to replace it")),
+        None => Ok(()),
+    }
 }
 
 /// Writes a line of a verb's output. If that fails, the program ends with the error of `write`.

@@ -1,6 +1,6 @@
 //! `rlhf-hpc shard`: converts files of rows to a memory-mapped token shard, or verifies shards with their hashes.
 
-use super::out::note;
+use super::out::{self, note};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -8,9 +8,10 @@ use argh::FromArgs;
 
 use super::out::say;
 use super::rows::{Row, object};
+use super::tokenizer;
 use crate::config::data::{DataConfig, SplitBy, SplitConfig};
 use crate::config::limits::{self, VOCABULARY_MAX};
-use crate::data::shard::Shard;
+use crate::data::shard::{Shard, file_of};
 use crate::data::{Part, Reading, TEST, TRAIN, shard_rows};
 use crate::error::{Error, Result};
 use crate::metrics::one_line;
@@ -32,6 +33,10 @@ pub struct Args {
     /// output prefix: writes PREFIX.bin, PREFIX.idx, PREFIX.json, PREFIX.meta.*
     #[argh(option)]
     pub out: Option<PathBuf>,
+
+    /// replace an output that exists
+    #[argh(switch)]
+    pub force: bool,
 
     /// only read every byte of the shards and compare it with the hashes in PREFIX.json
     #[argh(switch)]
@@ -133,6 +138,7 @@ pub fn run(args: &Args) -> Result<()> {
     if args.input.is_empty() {
         return Err(Error::usage("shard needs at least one input file"));
     }
+    out::check_new([".bin", ".idx"].map(|suffix| file_of(out, suffix)).iter().map(AsRef::as_ref), args.force)?;
     let is_told = args.chat_template || args.chat_template_args.is_empty();
     Error::need(is_told, "--chat-template-args needs --chat-template")?;
     let config = DataConfig {
@@ -148,7 +154,7 @@ pub fn run(args: &Args) -> Result<()> {
         split: split(args)?,
         ..DataConfig::default()
     };
-    let tokenizer = &Tokenizer::load(tokenizer)?;
+    let tokenizer = &tokenizer::load(tokenizer)?;
     if args.chat_template {
         tokenizer.warn_of_turn_end(&args.chat_template_args);
     }

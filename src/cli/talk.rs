@@ -35,6 +35,8 @@ impl Talk {
             return Err(Error::usage(format!("{verb} runs on a single process (got {} ranks)", ranks.world.size))
                 .hint("start it without mpirun"));
         }
+        // A run directory has no tokenizer either: its error names the export.
+        Arch::load(model)?;
         let tokenizer = Tokenizer::load(model)?;
         let inference = device::open(verb, model, options, Head::LanguageModel, (config.clone(), seed), &ranks)?;
         let stop = Arc::new(Stop::of_model(&config, &inference.transformer.arch.eos_tokens, Some(&tokenizer)));

@@ -1,7 +1,8 @@
 //! `rlhf-hpc tokenizer`: trains a byte-level BPE tokenizer.
 
-use super::out::note;
-use std::path::PathBuf;
+use super::out::{self, note};
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use argh::FromArgs;
 
@@ -9,8 +10,10 @@ use super::rows::{self, Row};
 use crate::config::limits::{self, VOCABULARY_MAX};
 use crate::data::input::is_rows;
 use crate::error::{Error, Result};
+use crate::model::export::TOKENIZER_FILES;
+use crate::model::other_kind;
 use crate::sys::files;
-use crate::text::train_bpe;
+use crate::text::{Tokenizer, train_bpe};
 
 /// Train a byte-level BPE tokenizer on files of rows or text.
 #[derive(FromArgs, Debug)]
@@ -28,6 +31,10 @@ pub struct Args {
     #[argh(option)]
     pub out: PathBuf,
 
+    /// replace an output that exists
+    #[argh(switch)]
+    pub force: bool,
+
     /// field of the rows to train on; may be repeated (default: prompt and response)
     #[argh(option)]
     pub field: Vec<String>,
@@ -38,6 +45,7 @@ pub fn run(args: &Args) -> Result<()> {
     if args.input.is_empty() {
         return Err(Error::usage("tokenizer needs at least one input file"));
     }
+    out::check_new([&*args.out.join("tokenizer.json")], args.force)?;
     let default = ["prompt".to_owned(), "response".to_owned()];
     let fields = if args.field.is_empty() { &default[..] } else { &args.field[..] };
     let mut texts = Vec::new();
@@ -50,6 +58,13 @@ pub fn run(args: &Args) -> Result<()> {
         texts.extend(text.lines().filter(|line| !line.trim().is_empty()).map(str::to_owned));
     }
     let reached = train_bpe(&texts, args.vocabulary, &args.out)?;
+    // Files of a replaced tokenizer would add their tokens to the new one.
+    for name in TOKENIZER_FILES.iter().filter(|name| !["tokenizer.json", "tokenizer_config.json"].contains(name)) {
+        let path = args.out.join(name);
+        if path.exists() {
+            fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))?;
+        }
+    }
     note!("tokenizer: {reached} tokens from {} texts, in {}", texts.len(), args.out.display());
     if reached < args.vocabulary {
         note!(
@@ -58,6 +73,15 @@ pub fn run(args: &Args) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// The tokenizer of a directory that the command line names.
+pub fn load(dir: &Path) -> Result<Tokenizer> {
+    let is_absent = !dir.join("tokenizer.json").exists();
+    match other_kind(dir).filter(|_| is_absent) {
+        Some(error) => Err(error),
+        None => Tokenizer::load(dir),
+    }
 }
 
 fn fields_of(row: &Row, fields: &[String]) -> Result<Vec<String>> {

@@ -170,7 +170,7 @@ impl Run {
         let (dtype, seed) = (self.config.model.dtype(), self.config.job.seed);
         let role = gpu::check_arch(device, arch, axes.tensor.size()).and_then(|()| {
             if values == Values::OfTheDirectory && !null::is_active() {
-                return Role::load(device, name, dir, head, dtype, seed, axes, stage);
+                return Role::load(device, name, dir, arch, head, dtype, seed, axes, stage);
             }
             let _files = null::hold("mapped files", file_bytes(arch, head, axes));
             Role::allocate(device, name, dir, arch, head, dtype, axes, stage)

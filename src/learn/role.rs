@@ -22,18 +22,19 @@ pub struct Role {
 }
 
 impl Role {
-    /// Loads this rank's part of the model in `dir` at ZeRO stage `stage` (0 to 3), on `device`.
+    /// Loads this rank's part of the model of `arch` in `dir` at ZeRO stage `stage` (0 to 3), on `device`.
     pub fn load(
         device: Device,
         name: &'static str,
         dir: &Path,
+        arch: &Arch,
         head: Head,
         dtype: DType,
         seed: u64,
         axes: &Axes,
         stage: usize,
     ) -> Result<Self> {
-        let source = load::open(device, dir, head, seed, TensorPart::of(&axes.tensor))?;
+        let source = load::open(device, dir, arch.clone(), head, seed, TensorPart::of(&axes.tensor))?;
         let shards = Shards::new(&source.table, axes, stage);
         let build = || Weights::build(source.table.clone(), dtype, &shards, |values| source.fill_unit(values));
         let weights = owned_by(owner(name), build)?;

@@ -1,6 +1,6 @@
 //! The architecture of a model, read from the config.json of a Hugging Face directory (transformers 4 and 5 spellings).
 
-use super::config_json::{GENERATION, Reader};
+use super::config_json::{self, GENERATION, Reader};
 use super::families::{Bias, Family, Windows};
 use super::files;
 use super::rope::Rope;
@@ -14,6 +14,7 @@ use std::path::Path;
 /// Limits above any real model. They bound what a damaged config.json can make the program allocate.
 const LAYERS_MAX: usize = 10_000;
 const WIDTH_MAX: usize = 1 << 20;
+pub(super) const LM_HEAD: &str = "lm_head.weight";
 
 /// The head on top of the last hidden state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +34,8 @@ pub struct Arch {
     /// The head of the weights, according to the directory.
     pub head: Head,
     pub vocabulary: usize,
+    /// The vocabulary in the files, if the last rows of it are left off.
+    pub padded_from: Option<usize>,
     /// Width of the hidden state, d.
     pub width: usize,
     pub layers: usize,
@@ -81,6 +84,14 @@ impl Arch {
                 arch.eos_tokens = tokens;
             }
         }
+        config_json::warn(dir, &config, arch.family.windows != Windows::Never);
+        if dir.join("adapter_config.json").exists() {
+            stderr::warn_once(&format!(
+                "{}: the adapter of adapter_config.json is not applied; merge it with merge_and_unload of peft, or remove \
+                 its files",
+                dir.display()
+            ));
+        }
         if arch.tied && arch.head == Head::LanguageModel && files::has_own_head(dir) {
             arch.untie(dir);
         }
@@ -96,6 +107,15 @@ impl Arch {
              embedding; using that head",
             dir.display()
         ));
+    }
+
+    /// The architecture without the last rows of its vocabulary, which no token of its tokenizer uses.
+    #[must_use]
+    pub fn without_padding(mut self, vocabulary: usize) -> Self {
+        assert!(vocabulary <= self.vocabulary, "padding is left off, not added");
+        self.padded_from = Some(self.vocabulary);
+        self.source.insert("vocab_size".into(), vocabulary.into());
+        Self { vocabulary, ..self }
     }
 
     /// The architecture with further tokens that end a response: an export names all that the job stopped at.
@@ -170,6 +190,7 @@ impl Arch {
             family,
             head: if is_value || prefix.is_some() { Head::Value } else { Head::LanguageModel },
             vocabulary,
+            padded_from: None,
             width,
             layers,
             heads,
@@ -221,7 +242,7 @@ impl Arch {
     /// The tensor name of an untied head.
     pub(super) fn head_name(&self, head: Head) -> String {
         match head {
-            Head::LanguageModel => "lm_head.weight".to_owned(),
+            Head::LanguageModel => LM_HEAD.to_owned(),
             Head::Value => format!("{}.weight", self.value_head),
         }
     }

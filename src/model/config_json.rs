@@ -1,7 +1,10 @@
 //! Typed reading of config.json. A key is absent (or null) or has the right type; else the error names it.
 
 use crate::error::{Error, Result};
+use crate::sys::files::read_object;
+use crate::sys::stderr;
 use serde_json::{Map, Value};
+use std::path::Path;
 
 pub(super) const GENERATION: &str = "generation_config.json";
 
@@ -96,4 +99,160 @@ impl<'a> Reader<'a> {
         })?;
         Ok(found.unwrap_or_default())
     }
+}
+
+/// Keys of config.json that `Arch` and `Rope` read, or that `init` and `export` use.
+const USED: [&str; 36] = [
+    "architectures",
+    "attention_bias",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "initializer_range",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "max_window_layers",
+    "mean",
+    "mlp_bias",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "pad_token_id",
+    "partial_rotary_factor",
+    "quantization_config",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "std",
+    "tie_word_embeddings",
+    "tokenizer_class",
+    "torch_dtype",
+    "use_sliding_window",
+    "value_head_prefix",
+    "vocab_size",
+    // A score is one number; another shape of the head is an error.
+    "id2label",
+    "num_labels",
+];
+/// Keys that change no result of these families.
+const IRRELEVANT: [&str; 22] = [
+    // Names, versions and origin.
+    "_name_or_path",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "finetuning_task",
+    "label2id",
+    "name_or_path",
+    "problem_type",
+    "task_specific_params",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    // The cache and the form of results in transformers.
+    "chunk_size_feed_forward",
+    "keys_to_ignore_at_inference",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "torchscript",
+    "use_cache",
+    // The order of sums, and the padding of batches, which this program does not need.
+    "pretraining_tp",
+    "sep_token_id",
+    "unk_token_id",
+    "is_decoder",
+];
+/// Keys of a rotary embedding that `Rope` reads, or that only describe its origin.
+const ROPE: [&str; 16] = [
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "finetuned",
+    "high_freq_factor",
+    "low_freq_factor",
+    "max_position_embeddings",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "truncate",
+    "type",
+];
+
+/// Warns about keys of config.json that nothing reads. Rates of dropout and windows count if they are not zero.
+pub(super) fn warn(dir: &Path, config: &Map<String, Value>, has_windows: bool) {
+    let is_zero = |key: &str| config.get(key).and_then(Value::as_f64) == Some(0.0);
+    let is_off = |key: &str| (key.ends_with("dropout") || key.ends_with("_pdrop")) && is_zero(key);
+    let is_full =
+        || config["layer_types"].as_array().is_some_and(|all| all.iter().all(|kind| kind == "full_attention"));
+    let known = |key: &str| match key {
+        "sliding_window" | "max_window_layers" | "use_sliding_window" => has_windows,
+        "layer_types" => has_windows || is_full(),
+        _ => USED.contains(&key) || IRRELEVANT.contains(&key) || is_off(key),
+    };
+    let path = dir.join("config.json");
+    stderr::warn_of_keys(&path, config, known);
+    for (name, rope) in ["rope_parameters", "rope_scaling"].map(|name| (name, config.get(name))) {
+        if let Some(rope) = rope.and_then(Value::as_object) {
+            stderr::warn_of_keys(&path.join(name), rope, |key| ROPE.contains(&key));
+        }
+    }
+}
+
+/// Keys of generation_config.json that change no sample: what `Arch` reads, versions, lengths, and the cache.
+const NO_SAMPLING: [&str; 16] = [
+    "_from_model_config",
+    "bos_token_id",
+    "cache_implementation",
+    "do_sample",
+    "eos_token_id",
+    "max_length",
+    "max_new_tokens",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "pad_token_id",
+    "return_dict_in_generate",
+    "transformers_version",
+    "trust_remote_code",
+    "use_cache",
+];
+/// Keys that count only if `do_sample` is true, and the values with which they do nothing.
+const SAMPLING: [(&str, f64); 5] =
+    [("temperature", 1.0), ("top_p", 1.0), ("top_k", 0.0), ("min_p", 0.0), ("typical_p", 1.0)];
+
+/// The sampling settings of a directory's generation_config.json that differ from those in use: `top_k = 20, ...`.
+/// None if there are no such settings.
+///
+/// # Errors
+/// `Data` if the file is not a JSON object.
+pub fn unapplied_sampling(dir: &Path, used: &[(&str, f64)]) -> Result<Option<String>> {
+    let Some(file) = read_object(&dir.join(GENERATION))? else { return Ok(None) };
+    let is_greedy = used.contains(&("temperature", 0.0));
+    let samples = file.get("do_sample") == Some(&Value::Bool(true)) && !is_greedy;
+    let differs = |(key, value): &(&String, &Value)| {
+        let key = key.as_str();
+        let neutral = SAMPLING.iter().find(|(name, _)| *name == key).map(|(_, neutral)| *neutral);
+        let of_penalty = key.ends_with("_penalty").then_some(1.0);
+        let used = used.iter().find(|(name, _)| *name == key).map(|(_, used)| *used);
+        let is_empty = value.is_null() || **value == Value::Bool(false) || value.as_array().is_some_and(Vec::is_empty);
+        let is_same = value.as_f64().is_some_and(|x| {
+            // The options are f32.
+            used.or(neutral).or(of_penalty).unwrap_or(0.0) as f32 == x as f32
+        });
+        !NO_SAMPLING.contains(&key) && !is_empty && !is_same && (samples || neutral.is_none())
+    };
+    let named: Vec<String> = file.iter().filter(differs).map(|(key, value)| format!("{key} = {value}")).collect();
+    Ok(if named.is_empty() { None } else { Some(named.join(", ")) })
 }

@@ -108,7 +108,8 @@ impl Family {
     fn named(name: &str) -> Result<&'static Self> {
         FAMILIES.iter().find(|f| f.name == name).ok_or_else(|| {
             let known: Vec<&str> = FAMILIES.iter().map(|f| f.name).collect();
-            Error::data(format!("unknown model_type \"{name}\"")).hint(format!("use one of {}", known.join(", ")))
+            Error::data(format!("model_type \"{name}\" is not supported"))
+                .hint(format!("use one of {}", known.join(", ")))
         })
     }
 
@@ -127,7 +128,8 @@ impl Family {
         }
         let found = FAMILIES.iter().find(|f| f.causal == class || f.classifier == class).ok_or_else(|| {
             let known: Vec<&str> = FAMILIES.iter().flat_map(|f| [f.causal, f.classifier]).collect();
-            Error::data(format!("unknown architecture \"{class}\"")).hint(format!("use one of {}", known.join(", ")))
+            Error::data(format!("architecture \"{class}\" is not supported"))
+                .hint(format!("use one of {}", known.join(", ")))
         })?;
         match model_type {
             Some(name) if name != found.name => {

@@ -1,7 +1,9 @@
 //! The safetensors files of a model directory. They are mapped and checked before any value is used.
 
+use super::arch::LM_HEAD;
+use super::params::EMBEDDING;
 use crate::error::{Error, Result};
-use crate::sys::files::read_object;
+use crate::sys::files::{self, read_object};
 use crate::sys::map::Map;
 use safetensors::tensor::{Dtype, Metadata, SafeTensorError, SafeTensors};
 use std::collections::{BTreeMap, BTreeSet};
@@ -51,7 +53,7 @@ impl Stored<'_> {
 /// error in them is reported when they are loaded.
 pub(super) fn has_own_head(dir: &Path) -> bool {
     let Ok(found) = Checkpoint::open(dir) else { return false };
-    match (found.get("lm_head.weight"), found.get("model.embed_tokens.weight")) {
+    match (found.get(LM_HEAD), found.get(EMBEDDING)) {
         (Some(head), Some(embedding)) => (head.dtype, head.bytes) != (embedding.dtype, embedding.bytes),
         _ => false,
     }
@@ -146,46 +148,71 @@ fn weight_map<'a>(
 
 /// The error for a path that is not a model directory: what it is instead, and a hint.
 pub(super) fn no_model(dir: &Path) -> Error {
+    other_kind(dir).unwrap_or_else(|| {
+        Error::data(format!("{} has no config.json", dir.display())).hint("use a Hugging Face model directory")
+    })
+}
+
+/// The error for a path that is something else than a model directory, such as a run or an adapter.
+pub fn other_kind(dir: &Path) -> Option<Error> {
     let (shown, has) = (dir.display(), |name: &str| dir.join(name).exists());
     if has("manifest.json") {
-        return Error::data(format!("{shown} is a checkpoint, not a model"))
-            .hint(format!("run `rlhf-hpc export {shown} --out MODEL` to write its model"));
+        return Some(
+            Error::data(format!("{shown} is a checkpoint, not a model"))
+                .hint(format!("run `rlhf-hpc export {shown} --out MODEL` to write its model")),
+        );
     }
     if has("checkpoints") || has("config.resolved.toml") {
-        return Error::data(format!("{shown} is a run directory, not a model")).hint(if has("export") {
+        return Some(Error::data(format!("{shown} is a run directory, not a model")).hint(if has("export") {
             format!("use its model, {shown}/export")
         } else {
             format!("run `rlhf-hpc export {shown} --out MODEL` to write the model of its last checkpoint")
-        });
+        }));
+    }
+    if has("adapter_config.json") {
+        let config = read_object(&dir.join("adapter_config.json")).ok().flatten().unwrap_or_default();
+        let base = config.get("base_model_name_or_path").and_then(|base| base.as_str()).unwrap_or("BASE");
+        return Some(Error::data(format!("{shown} is an adapter (LoRA) for {base}, not a model")).hint(format!(
+            "merge it with python -c \"from peft import AutoPeftModelForCausalLM as M; \
+             M.from_pretrained('{shown}').merge_and_unload().save_pretrained('MODEL')\", and copy the tokenizer to MODEL"
+        )));
+    }
+    let within = files::entries(dir).unwrap_or_default();
+    let gguf = std::iter::once(dir.to_owned())
+        .chain(within)
+        .find(|path| path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf")) && path.is_file());
+    if let Some(gguf) = gguf {
+        let (from, name) = (files::parent(&gguf).display(), gguf.file_name().unwrap_or_default().display());
+        return Some(Error::data(format!("{} is a GGUF file, which is not supported", gguf.display())).hint(format!(
+            "convert it with python -c \"import transformers as t; \
+             [c.from_pretrained('{from}', gguf_file='{name}').save_pretrained('MODEL') \
+             for c in (t.AutoModelForCausalLM, t.AutoTokenizer)]\", or use the original model"
+        )));
     }
     if dir.is_dir() {
-        return Error::data(format!("{shown} has no config.json")).hint("use a Hugging Face model directory");
+        return None;
     }
     let what = if dir.exists() { "is not a directory" } else { "does not exist" };
-    Error::data(format!("{shown} {what}")).hint(
+    Some(Error::data(format!("{shown} {what}")).hint(
         "use a Hugging Face model directory; to download one from the Hub, run `hf download ORG/NAME --local-dir DIR`",
-    )
+    ))
 }
 
 fn no_safetensors(dir: &Path) -> Error {
-    if dir.join("manifest.json").is_file() {
-        return no_model(dir);
-    }
-    let pickled = std::fs::read_dir(dir).ok().into_iter().flatten().flatten().find(|entry| {
-        let path = entry.path();
-        path.extension().is_some_and(|e| ["bin", "pt", "pth"].iter().any(|p| e.eq_ignore_ascii_case(p)))
-    });
-    let dir = dir.display();
-    match pickled {
-        Some(file) => {
-            let name = file.file_name();
-            let name = name.display();
+    let pickled = files::entries(dir)
+        .unwrap_or_default()
+        .into_iter()
+        .find(|path| path.extension().is_some_and(|e| ["bin", "pt", "pth"].iter().any(|p| e.eq_ignore_ascii_case(p))));
+    match (other_kind(dir), pickled) {
+        (Some(error), _) => error,
+        (None, Some(file)) => {
+            let (dir, name) = (dir.display(), file.file_name().unwrap_or_default().display());
             Error::data(format!("{dir} has no {SINGLE}, only {name}, a pickle file that could run code")).hint(format!(
                 "convert it with python -c \"from transformers import AutoModelForCausalLM as M; \
                  M.from_pretrained('{dir}').save_pretrained('{dir}')\""
             ))
         }
-        None => Error::data(format!("{dir} has no {SINGLE} and no {INDEX}"))
+        (None, None) => Error::data(format!("{} has no {SINGLE} and no {INDEX}", dir.display()))
             .hint("use a Hugging Face model directory with safetensors files"),
     }
 }

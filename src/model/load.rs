@@ -1,11 +1,11 @@
 //! Loads weights from the safetensors files of a Hugging Face directory into the flat buffer: all of them, or unit by
 //! unit the part of one rank. Only that part is read.
 
-use super::arch::{Arch, Head};
+use super::arch::{Arch, Head, LM_HEAD};
 use super::files::Checkpoint;
 use super::init;
 use super::pack::{self, stored, whole_rows};
-use super::params::{ParamId, ParamSpec, ParamTable};
+use super::params::{EMBEDDING, ParamId, ParamSpec, ParamTable};
 use super::part::TensorPart;
 use super::partition::Shards;
 use super::unit::UnitValues;
@@ -27,7 +27,7 @@ use std::sync::Arc;
 /// `Data`, naming the file and tensor: pickles; truncated files; tensors that are missing, unknown, of the wrong shape
 /// or not finite; a language model is requested, but the directory contains a reward model.
 pub fn load(device: Device, dir: &Path, head: Head, dtype: DType, seed: u64) -> Result<(Arch, Weights)> {
-    let source = open(device, dir, head, seed, TensorPart::whole())?;
+    let source = open(device, dir, Arch::load(dir)?, head, seed, TensorPart::whole())?;
     let alone = Shards::new(&source.table, &Axes::one(), 0);
     let weights = Weights::build(source.table.clone(), dtype, &alone, |values| source.fill_unit(values))?;
     Ok((source.arch, weights))
@@ -44,12 +44,12 @@ pub struct Source {
     seed: u64,
 }
 
-/// Opens a model directory for weights on `device`. Checks everything but the values before anything is allocated.
+/// Opens a model directory for weights on `device`, with its architecture, which may leave off padding of the
+/// vocabulary. Checks everything but the values before anything is allocated.
 ///
 /// # Errors
 /// The errors of `load`, except those about values; `Usage` if the model cannot be split into `part.size` parts.
-pub fn open(device: Device, dir: &Path, head: Head, seed: u64, part: TensorPart) -> Result<Source> {
-    let arch = Arch::load(dir)?;
+pub fn open(device: Device, dir: &Path, arch: Arch, head: Head, seed: u64, part: TensorPart) -> Result<Source> {
     let table = table_on(device, dir, &arch, head, part)?;
     let checkpoint = Checkpoint::open(dir)?;
     let new_head = check(dir, &arch, &table, &checkpoint)?;
@@ -150,7 +150,9 @@ fn check(dir: &Path, arch: &Arch, table: &ParamTable, checkpoint: &Checkpoint) -
             return Err(Error::data(format!("{path}: tensor {name} must be F32, BF16 or F16 (got {dtype:?})"))
                 .hint("convert the model to one of these types"));
         }
-        if stored.shape != spec.full {
+        let is_vocabulary = [EMBEDDING, LM_HEAD].contains(&spec.name.as_str());
+        let fits = |rows: usize| stored.shape.first() == Some(&rows) && stored.shape[1..] == spec.full[1..];
+        if stored.shape != spec.full && !(is_vocabulary && arch.padded_from.is_some_and(fits)) {
             return Err(Error::data(format!(
                 "{path}: tensor {name} has shape {:?}, but config.json needs {:?}",
                 stored.shape, spec.full
@@ -160,9 +162,8 @@ fn check(dir: &Path, arch: &Arch, table: &ParamTable, checkpoint: &Checkpoint) -
     }
     // What other heads need, and what older checkpoints store although it follows from config.json.
     let shares = arch.tied || table.head() == Head::Value;
-    let known = |name: &str| {
-        table.find(name).is_some() || name.ends_with("rotary_emb.inv_freq") || (shares && name == "lm_head.weight")
-    };
+    let known =
+        |name: &str| table.find(name).is_some() || name.ends_with("rotary_emb.inv_freq") || (shares && name == LM_HEAD);
     let unknown: Vec<&str> = checkpoint.names().filter(|name| !known(name)).collect();
     for (what, names) in [("missing from", &missing), ("unknown in", &unknown)] {
         if !names.is_empty() {

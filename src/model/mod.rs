@@ -35,7 +35,8 @@ mod unit;
 mod vocabulary;
 
 pub use arch::{Arch, Head};
-pub use files::weight_files;
+pub use config_json::unapplied_sampling;
+pub use files::{other_kind, weight_files};
 pub use heads::Lesson;
 pub use params::{ParamId, ParamSpec, ParamTable};
 pub use part::TensorPart;

@@ -1,6 +1,6 @@
 //! Files that survive a crash: they are written under another name, synced and renamed.
 
-use crate::error::{Error, Kind, Result, format_bytes};
+use crate::error::{Error, Kind, LfsPointer, Result, format_bytes};
 use serde_json::{Map, Value};
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -8,10 +8,12 @@ use std::hash::Hasher;
 use std::io::{self, BufWriter, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use twox_hash::XxHash3_64;
 
+/// The first bytes of a file that git-lfs has not replaced by its content.
+const LFS: &[u8] = b"version https://git-lfs.github.com/spec/";
 /// The suffix of unfinished files.
 const PARTIAL: &str = ".partial";
 
@@ -68,7 +70,12 @@ pub fn open(path: &Path) -> io::Result<File> {
     let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     let kind = file.metadata()?.file_type();
     let what = match () {
-        () if kind.is_file() => return Ok(file),
+        () if kind.is_file() => {
+            let mut start = [0; LFS.len()];
+            // It is read at its position, so that the file is unread for the caller.
+            let is_pointer = file.read_at(&mut start, 0).is_ok_and(|read| start[..read] == *LFS);
+            return if is_pointer { Err(io::Error::other(LfsPointer)) } else { Ok(file) };
+        }
         () if kind.is_dir() => "a directory",
         () if kind.is_fifo() => "a FIFO",
         () => "a device or socket",

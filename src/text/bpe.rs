@@ -16,6 +16,7 @@ use tokenizers::processors::template::TemplateProcessing;
 use tokenizers::{AddedToken, TokenizerBuilder};
 
 use crate::error::{Error, Result};
+use crate::sys::files;
 
 /// Begins every text; id 0.
 pub const BOS: &str = "<|begin|>";
@@ -78,11 +79,7 @@ pub fn train_bpe(texts: &[String], vocabulary: usize, out: &Path) -> Result<usiz
     tokenizer.with_post_processor(Some(begin));
 
     fs::create_dir_all(out).map_err(|e| Error::io("create", out, &e))?;
-    let write = |name: &str, text: String| {
-        let path = out.join(name);
-        fs::write(&path, text).map_err(|e| Error::io("write", &path, &e))
-    };
-    write("tokenizer.json", tokenizer.to_string(true).map_err(refused)?)?;
+    let write = |name: &str, text: String| files::write_atomic(&out.join(name), text.as_bytes());
     let settings = json!({
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
@@ -92,5 +89,7 @@ pub fn train_bpe(texts: &[String], vocabulary: usize, out: &Path) -> Result<usiz
         "chat_template": TEMPLATE,
     });
     write("tokenizer_config.json", format!("{settings:#}\n"))?;
+    // Last, because a directory without it has no tokenizer.
+    write("tokenizer.json", tokenizer.to_string(true).map_err(refused)?)?;
     Ok(tokenizer.get_vocab_size(true))
 }

@@ -157,6 +157,16 @@ impl Tokenizer {
         self.vocabulary
     }
 
+    /// The tokens with ids from `first` on, for a message: `"<pad>" and 3 more`.
+    pub fn names_from(&self, first: usize) -> String {
+        let name = |id| self.inner.id_to_token(id).map(|name| format!("{name:?}"));
+        let named = (first..self.vocabulary).find_map(|id| name(id as u32)).unwrap_or_default();
+        match self.vocabulary.saturating_sub(first) {
+            0 | 1 => named,
+            n => format!("{named} and {} more", n - 1),
+        }
+    }
+
     /// Tokens that end a text. The first, the tokenizer's own, is appended to demonstrations. May be empty.
     pub fn eos_ids(&self) -> &[u32] {
         &self.eos_ids

@@ -87,20 +87,21 @@ pub fn described(
 ) -> Result<Vec<JobModel>> {
     let mut all: Vec<JobModel> = Vec::new();
     for spec in specs {
-        let model = JobModel { arch: spec.arch()?, spec };
+        let mut model = JobModel { arch: spec.arch()?, spec };
         let (known, embedded) = (tokenizer.vocabulary(), model.arch.vocabulary);
         let dir = model.spec.dir.display();
         match all.first() {
             None if known > embedded => {
                 return Err(Error::data(format!(
-                    "the tokenizer of {dir} has {known} tokens, but its model embeds only {embedded}"
+                    "the tokenizer of {dir} has {known} tokens, but its model embeds only {embedded}, without {}",
+                    tokenizer.names_from(embedded)
                 ))
                 .hint("put the model's own tokenizer into its directory"));
             }
             None => {}
             Some(first) => {
                 if model.spec.role != RoleName::Reward {
-                    check_tokens(tokenizer, first, &model)?;
+                    model.arch = with_tokens(tokenizer, first, &model)?;
                 }
                 check(&first.arch, &model)?;
             }
@@ -110,19 +111,28 @@ pub fn described(
     Ok(all)
 }
 
-/// Rejects a model whose tokenizer differs from the first one's. A model without a tokenizer is accepted if its
-/// vocabulary has the same size.
-fn check_tokens(tokenizer: &Tokenizer, first: &JobModel, model: &JobModel) -> Result<()> {
+/// The architecture of a model with the vocabulary of the first one. Rejects a model whose tokenizer differs. A model
+/// without a tokenizer is accepted if its vocabulary has the same size. With the first one's tokenizer it may be larger:
+/// the rest is padding, which is left off.
+fn with_tokens(tokenizer: &Tokenizer, first: &JobModel, model: &JobModel) -> Result<Arch> {
     let JobModel { spec: ModelSpec { role, dir, .. }, arch } = model;
     let (name, shown, actor) = (role::key(role.name()), dir.display(), first.spec.dir.display());
     let [own, other] = [arch, &first.arch].map(|arch| arch.vocabulary);
     let of_model = if *dir == first.spec.dir { None } else { Tokenizer::find(dir)? };
-    let what = if own != other {
-        format!("{name} ({shown}) has a vocabulary of {own} tokens, but model.actor has {other}")
-    } else if of_model.is_some_and(|of_model| !tokenizer.agrees_with(&of_model)) {
-        format!("{name}: the tokenizer of {shown} differs from the tokenizer of model.actor, {actor}")
-    } else {
-        return Ok(());
+    let agrees = of_model.as_ref().map(|of_model| tokenizer.agrees_with(of_model) && of_model.vocabulary() <= other);
+    let what = match agrees {
+        Some(true) if own > other => return Ok(arch.clone().without_padding(other)),
+        Some(true) if own < other => {
+            return Err(Error::data(format!(
+                "{name} ({shown}) pads its vocabulary to {own} tokens, but model.actor pads it to {other}"
+            ))
+            .hint(format!("pad both alike with resize_token_embeddings({other}) of transformers")));
+        }
+        Some(false) => format!("{name}: the tokenizer of {shown} differs from the tokenizer of model.actor, {actor}"),
+        None if own != other => {
+            format!("{name} ({shown}) has a vocabulary of {own} tokens, but model.actor has {other}")
+        }
+        _ => return Ok(arch.clone()),
     };
     let hint = match role {
         RoleName::Critic => {

@@ -4,6 +4,7 @@ pub mod command;
 mod compose;
 pub mod corpus;
 mod data;
+mod directories;
 pub mod fixture;
 mod foreign;
 mod generate;

@@ -28,7 +28,8 @@ fn masters_on_the_gpu_and_away_from_it_begin_at_the_values_of_the_files() {
     let made = init::init(&arch, Head::LanguageModel, DType::F32, 3);
     export::export(&model, &arch, &made, DType::F32, None).expect("exports");
     for head in [Head::LanguageModel, Head::Value] {
-        let load = |device, dtype| Role::load(device, "critic", &model, head, dtype, 5, &axes, 0).expect("loads");
+        let load =
+            |device, dtype| Role::load(device, "critic", &model, &arch, head, dtype, 5, &axes, 0).expect("loads");
         let (optim, gradient) = (OptimConfig::with_lr(0.0), GradientConfig::default());
         let cpu = Learner::new(Device::Cpu, load(Device::Cpu, DType::F32), &optim, &gradient, 1, &axes, 0);
         let cpu = cpu.expect("a learner");

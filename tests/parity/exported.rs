@@ -204,7 +204,8 @@ fn of_a_unit_no_more_is_read_than_the_range_that_was_asked_for() {
         let end = header["model.embed_tokens.weight"]["data_offsets"][1].as_u64().unwrap() as usize;
         data[end - 4..end].copy_from_slice(&f32::NAN.to_le_bytes());
     });
-    let source = load::open(Device::Cpu, &dir.path().join("m"), Head::LanguageModel, 0, TensorPart::whole()).unwrap();
+    let (made, head) = (dir.path().join("m"), Head::LanguageModel);
+    let source = load::open(Device::Cpu, &made, arch, head, 0, TensorPart::whole()).unwrap();
     let unit = source.table.units()[0].clone();
     let half = unit.len() / 2 / 64 * 64;
     let read = |range: Range<usize>| source.fill_f32(range.clone(), &mut vec![0.0; range.len()]);

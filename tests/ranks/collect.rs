@@ -56,7 +56,8 @@ fn exports(world: &World) {
         let root = Shared::new(world);
         let written = |name: &str| std::fs::read(root.path().join(name).join("model.safetensors")).expect("an export");
         let load = |axes: &Axes, stage| {
-            Role::load(Device::Cpu, "actor", &root.path().join("made"), head, dtype, seed, axes, stage).expect("loads")
+            let made = root.path().join("made");
+            Role::load(Device::Cpu, "actor", &made, &arch, head, dtype, seed, axes, stage).expect("loads")
         };
         if world.rank == 0 {
             let made = init::init(&arch, Head::LanguageModel, dtype, seed);

@@ -22,7 +22,7 @@ impl Source {
     /// The model in a role; a language model gets a new value head if `head` requires one.
     pub fn role(&self, name: &'static str, head: Head, dtype: DType) -> Result<Role> {
         if let Some(dir) = &self.dir {
-            return Role::load(Device::Cpu, name, dir, head, dtype, SEED, &Axes::one(), 1);
+            return Role::load(Device::Cpu, name, dir, &self.arch, head, dtype, SEED, &Axes::one(), 1);
         }
         let weights = init::init(&self.arch, head, dtype, SEED);
         Ok(Role::new(name, Path::new(""), &self.arch, weights, &Axes::one()))
