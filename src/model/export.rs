@@ -32,6 +32,9 @@ pub const TOKENIZER_FILES: [&str; 10] = [
     "preprocessor_config.json",
 ];
 
+/// The folder of chat templates that are not the default: a file `NAME.jinja` for each.
+pub const TEMPLATES_DIR: &str = "additional_chat_templates";
+
 /// The small files of a model directory: configuration and tokenizer.
 pub fn small_files() -> impl Iterator<Item = &'static str> {
     ["config.json", GENERATION].into_iter().chain(TOKENIZER_FILES)
@@ -186,7 +189,7 @@ pub fn check_target(out: &Path) -> Result<()> {
     for entry in entries {
         let name = entry.map_err(|e| Error::io("read", out, &e))?.file_name();
         let name = name.to_string_lossy();
-        let ours = small_files().chain(["model.safetensors.index.json"]).any(|file| file == name)
+        let ours = small_files().chain(["model.safetensors.index.json", TEMPLATES_DIR]).any(|file| file == name)
             || (name.starts_with("model") && name.ends_with(".safetensors"));
         if !ours {
             return Err(Error::usage(format!(
@@ -227,6 +230,7 @@ fn write_words(dir: &Path, arch: &Arch, head: Head, dtype: DType, tokenizer_dir:
                 write_atomic(&dir.join(name), &bytes)?;
             }
         }
+        copy_templates(&from.join(TEMPLATES_DIR), &dir.join(TEMPLATES_DIR))?;
     }
     if head == Head::LanguageModel {
         let kept = tokenizer_dir.map(|from| read_object(&from.join(GENERATION))).transpose()?.flatten();
@@ -236,6 +240,17 @@ fn write_words(dir: &Path, arch: &Arch, head: Head, dtype: DType, tokenizer_dir:
             generation.insert("eos_token_id".into(), end_tokens(arch));
         }
         write_json(&dir.join(GENERATION), &Value::Object(generation))?;
+    }
+    Ok(())
+}
+
+/// Copies the chat templates that have names of their own.
+fn copy_templates(from: &Path, to: &Path) -> Result<()> {
+    let entries = files::if_any(from, |path| path.read_dir()?.collect::<std::io::Result<Vec<_>>>())?;
+    for entry in entries.into_iter().flatten().filter(|entry| entry.path().extension().is_some_and(|e| e == "jinja")) {
+        fs::create_dir_all(to).map_err(|e| Error::io("create", to, &e))?;
+        let bytes = files::read(&entry.path()).map_err(|e| Error::io("read", &entry.path(), &e))?;
+        write_atomic(&to.join(entry.file_name()), &bytes)?;
     }
     Ok(())
 }

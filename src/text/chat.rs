@@ -8,13 +8,11 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Serde, Value as Jinja, ValueKind};
-use minijinja::{Environment, ErrorKind, Output, State};
-use regex::Regex;
+use minijinja::value::{Serde, Value as Jinja};
+use minijinja::{Environment, ErrorKind};
 use serde_json::{Map, Value};
 
-use super::json::tojson;
+use super::jinja;
 use crate::comm::abort;
 use crate::error::{Error, Kind, Result};
 use crate::sys::host::strftime;
@@ -24,45 +22,64 @@ use crate::sys::{files, sandbox};
 const FUEL: u64 = 20_000_000;
 /// Bytes that one rendering may produce.
 const OUTPUT_BYTES_MAX: usize = 16 << 20;
+/// The template of chats without tools, and of all chats if there is no other.
+const DEFAULT: &str = "default";
+/// The template of chats with tools.
+const TOOL_USE: &str = "tool_use";
+/// The folder of the templates that are not the default: a file `NAME.jinja` for each.
+const TEMPLATES_DIR: &str = "additional_chat_templates";
+/// Names of a message's reasoning, the usual one first.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
-/// A compiled chat template with the special tokens it prints.
+/// The compiled chat templates of a model with the special tokens they print.
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
     environment: Arc<Environment<'static>>,
-    bos_token: Option<String>,
-    eos_token: Option<String>,
+    special_tokens: Map<String, Value>,
     clock: Arc<OnceLock<i64>>,
 }
 
 impl ChatTemplate {
-    /// Compiles `template`, which has the variables `bos_token` and `eos_token`.
-    pub fn new(template: &str, bos_token: Option<String>, eos_token: Option<String>) -> Result<Self> {
-        let clock = Arc::default();
-        let (template, of_template) = (template.to_owned(), Arc::clone(&clock));
-        let environment = bounded(move || {
-            let mut environment = environment(&of_template)?;
-            environment.add_template_owned("chat", without_generation_marks(&template)).map_err(|e| refused(&e))?;
-            Ok(environment)
-        })?;
-        Ok(Self { environment: Arc::new(environment), bos_token, eos_token, clock })
+    /// Compiles `template`. The special tokens are variables of it by their names, such as `bos_token`.
+    pub fn new(template: &str, special_tokens: Map<String, Value>) -> Result<Self> {
+        Self::named(vec![(DEFAULT.to_owned(), template.to_owned())], special_tokens)
     }
 
-    /// Finds the template of a model directory: `chat_template.jinja`, otherwise `chat_template` of
-    /// `tokenizer_config.json`, which is a text, or a list of named texts of which `default` counts.
+    /// Compiles templates by their names.
+    fn named(templates: Vec<(String, String)>, special_tokens: Map<String, Value>) -> Result<Self> {
+        let clock = Arc::default();
+        let of_template = Arc::clone(&clock);
+        let environment = bounded(move || {
+            let mut environment = environment(&of_template)?;
+            for (name, template) in templates {
+                environment.add_template_owned(name, jinja::translate(&template)).map_err(|e| refused(&e))?;
+            }
+            Ok(environment)
+        })?;
+        Ok(Self { environment: Arc::new(environment), special_tokens, clock })
+    }
+
+    /// Finds the templates of a model directory: `chat_template.jinja` and the files of `additional_chat_templates`,
+    /// otherwise `chat_template` of `tokenizer_config.json`, which is a text, or a list of named texts.
     pub(super) fn find(
         dir: &Path,
         tokenizer_config: Option<&Map<String, Value>>,
-        bos_token: Option<String>,
-        eos_token: Option<String>,
+        special_tokens: Map<String, Value>,
     ) -> Result<Option<Self>> {
-        let text = files::if_any(&dir.join("chat_template.jinja"), files::read_to_string)?;
-        let text = match (text, tokenizer_config.and_then(|v| v.get("chat_template"))) {
-            (Some(text), _) => text,
-            (None, Some(Value::String(text))) => text.clone(),
-            (None, Some(Value::Array(named))) => default_of(named, dir)?,
-            (None, _) => return Ok(None),
-        };
-        Self::new(&text, bos_token, eos_token).map(Some).map_err(|e| e.within(dir.display()))
+        let mut templates = template_files(dir)?;
+        match tokenizer_config.and_then(|config| config.get("chat_template")) {
+            _ if !templates.is_empty() => {}
+            Some(Value::String(text)) => templates.push((DEFAULT.to_owned(), text.clone())),
+            Some(Value::Array(named)) => {
+                let text = |entry: &Value, key: &str| entry.get(key).and_then(Value::as_str).map(str::to_owned);
+                templates.extend(named.iter().filter_map(|entry| text(entry, "name").zip(text(entry, "template"))));
+            }
+            _ => {}
+        }
+        if templates.is_empty() {
+            return Ok(None);
+        }
+        Self::named(templates, special_tokens).map(Some).map_err(|e| e.within(dir.display()))
     }
 
     /// Fixes the time of `strftime_now`, in seconds since 1970, so that a test gets the same text every day.
@@ -73,12 +90,12 @@ impl ChatTemplate {
     }
 
     /// The text of `messages`. With `add_generation_prompt`, it ends where the assistant's answer begins. `more` are
-    /// further variables of the template, such as `tools` and `enable_thinking`.
+    /// further variables of the template, such as `tools` and `enable_thinking`. Chats with tools use the template
+    /// `tool_use`, if there is one.
     pub fn apply(&self, messages: &Value, more: &Map<String, Value>, add_generation_prompt: bool) -> Result<String> {
         let mut messages = messages.clone();
-        // As in `transformers`, null values in a message are removed.
         for message in messages.as_array_mut().into_iter().flatten().filter_map(Value::as_object_mut) {
-            message.retain(|_, value| !value.is_null());
+            normalize(message);
         }
         let variables = serde_json::json!({
             "messages": messages,
@@ -88,20 +105,65 @@ impl ChatTemplate {
         });
         let mut context = variables.as_object().cloned().unwrap_or_default();
         // A token that the tokenizer does not have is undefined in the template, as in `transformers`.
-        for (name, token) in [("bos_token", &self.bos_token), ("eos_token", &self.eos_token)] {
-            if let Some(token) = token {
-                context.insert(name.to_owned(), Value::String(token.clone()));
-            }
-        }
+        context.extend(self.special_tokens.clone());
         context.extend(more.clone());
+        let has_tools = context.get("tools").is_some_and(|tools| !tools.is_null());
+        let name = if has_tools && self.environment.get_template(TOOL_USE).is_ok() { TOOL_USE } else { DEFAULT };
+        if self.environment.get_template(name).is_err() {
+            let names: Vec<&str> = self.environment.templates().map(|(name, _)| name).collect();
+            return Err(Error::data(format!("no chat template is named default (there is {})", names.join(", ")))
+                .hint("save the template as chat_template.jinja in the model directory"));
+        }
         let environment = Arc::clone(&self.environment);
         bounded(move || {
-            let template = environment.get_template("chat").map_err(|e| refused(&e))?;
+            let template = environment.get_template(name).map_err(|e| refused(&e))?;
             let mut out = Capped { bytes: Vec::new() };
             template.render_captured_to(Serde(&context), &mut out).map_err(|e| refused(&e))?;
             String::from_utf8(out.bytes).map_err(|_| Error::fault("the output of a chat template must be UTF-8"))
         })
     }
+}
+
+/// Changes a message as `transformers` does: null values are removed, and reasoning is found by each of its names that
+/// templates read.
+fn normalize(message: &mut Map<String, Value>) {
+    message.retain(|_, value| !value.is_null());
+    if let Some(reasoning) = REASONING.iter().find_map(|name| message.get(*name)).cloned() {
+        message.entry("thinking").or_insert_with(|| reasoning.clone());
+        message.insert(REASONING[0].to_owned(), reasoning);
+    }
+}
+
+/// The special tokens of a tokenizer by their names (`pad_token`, and model-specific ones). A later file counts more.
+pub(super) fn special_tokens<'a>(files: impl IntoIterator<Item = &'a Map<String, Value>>) -> Map<String, Value> {
+    let mut tokens = Map::new();
+    for file in files {
+        let own = file.iter().filter(|(name, _)| name.ends_with("_token"));
+        let tables = ["extra_special_tokens", "model_specific_special_tokens"].map(|key| file.get(key));
+        let named = tables.into_iter().flatten().filter_map(Value::as_object).flatten();
+        for (name, token) in own.chain(named) {
+            match token_text(token) {
+                Some(text) => tokens.insert(name.clone(), Value::String(text)),
+                None => tokens.shift_remove(name),
+            };
+        }
+    }
+    tokens
+}
+
+/// The templates that are files of a model directory.
+pub(super) fn template_files(dir: &Path) -> Result<Vec<(String, String)>> {
+    let default = files::if_any(&dir.join("chat_template.jinja"), files::read_to_string)?;
+    let mut templates: Vec<(String, String)> = default.map(|text| (DEFAULT.to_owned(), text)).into_iter().collect();
+    let folder = dir.join(TEMPLATES_DIR);
+    for entry in files::if_any(&folder, |path| path.read_dir())?.into_iter().flatten() {
+        let path = entry.map_err(|e| Error::io("read", &folder, &e))?.path();
+        if let (Some("jinja"), Some(name)) = (path.extension().and_then(|e| e.to_str()), path.file_stem()) {
+            let text = files::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
+            templates.push((name.to_string_lossy().into_owned(), text));
+        }
+    }
+    Ok(templates)
 }
 
 /// Runs `body` within the template's limits. Everything it allocates is freed when this returns.
@@ -112,30 +174,10 @@ fn bounded<T: Send + 'static>(body: impl FnOnce() -> Result<T> + Send + 'static)
     outcome.unwrap_or_else(|limit| Err(Error::data(format!("chat template: it {limit}"))))
 }
 
-fn default_of(named: &[Value], dir: &Path) -> Result<String> {
-    let text = |entry: &Value| entry.get("template").and_then(Value::as_str).map(str::to_owned);
-    named.iter().find(|entry| entry.get("name").and_then(Value::as_str) == Some("default")).and_then(text).ok_or_else(
-        || {
-            let names: Vec<&str> = named.iter().filter_map(|e| e.get("name").and_then(Value::as_str)).collect();
-            Error::data(format!("{} has no chat template named default (it has {})", dir.display(), names.join(", ")))
-        },
-    )
-}
-
 fn environment(clock: &Arc<OnceLock<i64>>) -> Result<Environment<'static>> {
-    let mut environment = Environment::new();
-    let syntax = SyntaxConfig::builder()
-        .trim_blocks(true)
-        .lstrip_blocks(true)
-        .build()
-        .map_err(|e| Error::fault(format!("template syntax: {e}")))?;
-    environment.set_syntax(syntax);
+    let mut environment = jinja::environment().map_err(|e| Error::fault(format!("the template engine: {e}")))?;
     environment.set_fuel(Some(FUEL));
     environment.set_recursion_limit(100);
-    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    environment.set_unknown_method_callback(python_method);
-    environment.set_formatter(print_as_python);
-    environment.add_filter("tojson", tojson);
     environment.add_function("raise_exception", |message: String| -> std::result::Result<Jinja, minijinja::Error> {
         Err(minijinja::Error::new(ErrorKind::InvalidOperation, format!("the template says: {message}")))
     });
@@ -145,48 +187,6 @@ fn environment(clock: &Arc<OnceLock<i64>>) -> Result<Environment<'static>> {
         strftime(&format, clock.get().copied().unwrap_or_else(now))
     });
     Ok(environment)
-}
-
-/// Methods of Python's types. `title` is Python's own: a capital after anything that is not a letter.
-fn python_method(
-    state: &mut State,
-    value: &Jinja,
-    method: &str,
-    arguments: &[Jinja],
-) -> std::result::Result<Jinja, minijinja::Error> {
-    if let ("title", Some(text), true) = (method, value.as_str(), arguments.is_empty()) {
-        let mut inside = false;
-        let mut titled = String::with_capacity(text.len());
-        for c in text.chars() {
-            if inside {
-                titled.extend(c.to_lowercase());
-            } else {
-                titled.extend(c.to_uppercase());
-            }
-            inside = c.is_alphabetic();
-        }
-        return Ok(Jinja::from(titled));
-    }
-    minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments)
-}
-
-/// `{{ true }}` prints `True` in Python, `{{ none }}` prints `None`.
-fn print_as_python(out: &mut Output, state: &mut State, value: &Jinja) -> std::result::Result<(), minijinja::Error> {
-    match value.kind() {
-        ValueKind::Bool => Ok(out.write_str(if value.is_true() { "True" } else { "False" })?),
-        ValueKind::None => Ok(out.write_str("None")?),
-        _ => minijinja::escape_formatter(out, state, value),
-    }
-}
-
-/// `{% generation %}` marks the assistant's tokens for `transformers` and prints nothing. It is replaced by an `if`,
-/// which keeps its whitespace rules.
-fn without_generation_marks(template: &str) -> String {
-    let open = Regex::new(r"\{%([-+]?)\s*generation\s*([-+]?)%\}");
-    let close = Regex::new(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}");
-    let (Ok(open), Ok(close)) = (open, close) else { return template.to_owned() };
-    let opened = open.replace_all(template, "{%$1 if true $2%}");
-    close.replace_all(&opened, "{%$1 endif $2%}").into_owned()
 }
 
 fn refused(error: &minijinja::Error) -> Error {

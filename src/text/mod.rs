@@ -2,6 +2,7 @@
 
 pub mod bpe;
 pub mod chat;
+mod jinja;
 mod json;
 mod outside;
 pub mod stream;

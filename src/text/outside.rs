@@ -14,7 +14,7 @@ use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::metaspace::{Metaspace, PrependScheme};
 use tokenizers::{AddedToken, NormalizerWrapper, Tokenizer};
 
-use super::chat::token_text;
+use super::chat::{self, token_text};
 use crate::error::{Error, Result};
 use crate::sys::{files, stderr};
 
@@ -128,6 +128,11 @@ impl SmallFiles {
     /// The text of a special token, such as `eos_token`.
     pub fn special_token(&self, name: &str) -> Option<String> {
         self.named(name).and_then(|(_, token)| token_text(token))
+    }
+
+    /// The special tokens by their names, as variables of a chat template.
+    pub fn special_tokens(&self) -> Map<String, Value> {
+        chat::special_tokens(self.by_precedence().into_iter().rev().map(|(_, file)| file))
     }
 
     /// Changes `inner`, which was read from `json`, to the tokenizer that transformers makes of the whole directory.

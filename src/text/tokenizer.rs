@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-use super::chat::ChatTemplate;
+use super::chat::{ChatTemplate, template_files};
 use super::outside::SmallFiles;
 use crate::comm::abort;
 use crate::error::{Error, Result};
@@ -66,11 +66,10 @@ impl Tokenizer {
         of_model.retain(|id| !eos_ids.contains(id));
         eos_ids.extend(of_model);
         let vocabulary = inner.get_vocab(true).values().map(|id| *id as usize + 1).max().unwrap_or(0);
-        let chat = ChatTemplate::find(dir, Some(&small.settings), bos_token, eos_token)?;
+        let chat = ChatTemplate::find(dir, Some(&small.settings), small.special_tokens())?;
         let sha256 = hashed(&[&bytes, changes.as_bytes()]);
-        let template = files::if_any(&dir.join("chat_template.jinja"), files::read)?.unwrap_or_default();
-        let recipe = format!("{eos_ids:?} {}", json!(small.settings));
-        let recipe = hashed(&[sha256.as_bytes(), recipe.as_bytes(), &template]);
+        let recipe = format!("{eos_ids:?} {} {:?}", json!(small.settings), template_files(dir)?);
+        let recipe = hashed(&[sha256.as_bytes(), recipe.as_bytes()]);
         let tokenizer = Self { inner, path, vocabulary, sha256, recipe, bos_id, eos_ids, chat };
         tokenizer.warn_of_ends(&small.settings);
         Ok(tokenizer)

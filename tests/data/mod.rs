@@ -11,4 +11,5 @@ mod shapes;
 mod shard;
 mod sources;
 mod tables;
+mod templates;
 pub mod text;
