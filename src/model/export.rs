@@ -249,7 +249,7 @@ fn copy_templates(from: &Path, to: &Path) -> Result<()> {
     let entries = files::if_any(from, |path| path.read_dir()?.collect::<std::io::Result<Vec<_>>>())?;
     for entry in entries.into_iter().flatten().filter(|entry| entry.path().extension().is_some_and(|e| e == "jinja")) {
         fs::create_dir_all(to).map_err(|e| Error::io("create", to, &e))?;
-        let bytes = files::read(&entry.path()).map_err(|e| Error::io("read", &entry.path(), &e))?;
+        let bytes = files::read(&entry.path()).map_err(|e| Error::io("read", entry.path(), &e))?;
         write_atomic(&to.join(entry.file_name()), &bytes)?;
     }
     Ok(())

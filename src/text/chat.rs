@@ -156,7 +156,7 @@ pub(super) fn template_files(dir: &Path) -> Result<Vec<(String, String)>> {
     let default = files::if_any(&dir.join("chat_template.jinja"), files::read_to_string)?;
     let mut templates: Vec<(String, String)> = default.map(|text| (DEFAULT.to_owned(), text)).into_iter().collect();
     let folder = dir.join(TEMPLATES_DIR);
-    for entry in files::if_any(&folder, |path| path.read_dir())?.into_iter().flatten() {
+    for entry in files::if_any(&folder, Path::read_dir)?.into_iter().flatten() {
         let path = entry.map_err(|e| Error::io("read", &folder, &e))?.path();
         if let (Some("jinja"), Some(name)) = (path.extension().and_then(|e| e.to_str()), path.file_stem()) {
             let text = files::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;

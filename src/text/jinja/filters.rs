@@ -97,7 +97,7 @@ fn int(value: &Value, more: More) -> Result<Value, Error> {
     let [other, base] = bind(&more.into_values(), ["default", "base"])?;
     let base = integer(base.as_ref())?.unwrap_or(10) as u32;
     let number = match (value.kind(), value.as_str()) {
-        (ValueKind::Undefined, _) => return Err(error("an undefined value is no number")),
+        (ValueKind::Undefined, _) => return Err(error("an undefined value cannot be a number")),
         (_, Some(text)) => parsed(text, base).map(Value::from).or_else(|| whole(parsed_float(text)?)),
         (ValueKind::Bool, _) => Some(Value::from(i64::from(value.is_true()))),
         (ValueKind::Number, _) if value.is_integer() => Some(value.clone()),
@@ -120,7 +120,7 @@ fn parsed(text: &str, base: u32) -> Option<i128> {
     let prefixes = [(16, "0x"), (8, "0o"), (2, "0b")];
     let lower = digits.to_lowercase();
     let found = prefixes.iter().find(|(of, prefix)| (base == *of || base == 0) && lower.starts_with(prefix));
-    let (base, digits) = found.map_or((if base == 0 { 10 } else { base }, &digits[..]), |(of, _)| (*of, &digits[2..]));
+    let (base, digits) = found.map_or((if base == 0 { 10 } else { base }, digits), |(of, _)| (*of, &digits[2..]));
     (2..=36).contains(&base).then_some(())?;
     i128::from_str_radix(&without_underscores(digits)?, base).ok().map(|number| sign * number)
 }
@@ -143,7 +143,7 @@ fn parsed_float(text: &str) -> Option<f64> {
 fn float(value: &Value, more: More) -> Result<Value, Error> {
     let [other] = bind(&more.into_values(), ["default"])?;
     let number = match (value.kind(), value.as_str()) {
-        (ValueKind::Undefined, _) => return Err(error("an undefined value is no number")),
+        (ValueKind::Undefined, _) => return Err(error("an undefined value cannot be a number")),
         (_, Some(text)) => parsed_float(text),
         (ValueKind::Bool, _) => Some(f64::from(value.is_true())),
         _ => f64::try_from(value.clone()).ok(),

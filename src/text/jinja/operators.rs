@@ -74,12 +74,11 @@ fn printf(text: &str, right: &Value) -> Result<String, Error> {
             out.push('%');
             continue;
         }
-        let value = match found.name("name") {
-            Some(name) => right.get_item(&Value::from(name.as_str()))?,
-            None => {
-                is_named = false;
-                values.next().ok_or_else(|| error("not enough arguments for the format string"))?
-            }
+        let value = if let Some(name) = found.name("name") {
+            right.get_item(&Value::from(name.as_str()))?
+        } else {
+            is_named = false;
+            values.next().ok_or_else(|| error("not enough arguments for the format string"))?
         };
         let (kind, value) = match kind {
             "s" => ("s", Value::from(str(&value))),

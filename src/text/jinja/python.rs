@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 use std::fmt::Write;
 
-use minijinja::value::{Kwargs, Tuple, Value, ValueKind, from_args};
+use minijinja::value::{DynObject, Kwargs, Tuple, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind};
 
 /// Levels of nested lists that are printed.
@@ -76,7 +76,7 @@ fn write_repr(value: &Value, depth: usize, out: &mut String) {
         ValueKind::None => out.push_str("None"),
         ValueKind::String => write_quoted(value.as_str().unwrap_or_default(), out),
         ValueKind::Number if !value.is_integer() => {
-            out.push_str(&f64::try_from(value.clone()).map_or_else(|_| value.to_string(), float))
+            out.push_str(&f64::try_from(value.clone()).map_or_else(|_| value.to_string(), float));
         }
         ValueKind::Seq if value.is_tuple() => list(out, ["(", if value.len() == Some(1) { ",)" } else { ")" }]),
         ValueKind::Seq | ValueKind::Iterable => list(out, ["[", "]"]),
@@ -96,7 +96,7 @@ fn write_repr(value: &Value, depth: usize, out: &mut String) {
 
 /// The keys and values of a dict.
 pub fn pairs(dict: &Value) -> Vec<(Value, Value)> {
-    dict.as_object().and_then(|dict| dict.try_iter_pairs()).into_iter().flatten().collect()
+    dict.as_object().and_then(DynObject::try_iter_pairs).into_iter().flatten().collect()
 }
 
 fn write_quoted(text: &str, out: &mut String) {
@@ -164,6 +164,9 @@ pub fn slice(value: &Value, [start, stop, step]: [Option<i64>; 3]) -> Result<Val
     let bound =
         |at: i64, least: i64, most: i64| if at < 0 { (length.saturating_add(at)).max(least) } else { at.min(most) };
     let mut picked = Vec::new();
+    if step == 0 {
+        return Err(error("the step of a slice must not be 0"));
+    }
     if step > 0 {
         let (mut at, stop) =
             (start.map_or(0, |at| bound(at, 0, length)), stop.map_or(length, |at| bound(at, 0, length)));
@@ -171,15 +174,13 @@ pub fn slice(value: &Value, [start, stop, step]: [Option<i64>; 3]) -> Result<Val
             picked.push(items[at as usize].clone());
             at = at.saturating_add(step);
         }
-    } else if step < 0 {
+    } else {
         let mut at = start.map_or(length - 1, |at| bound(at, -1, length - 1));
         let stop = stop.map_or(-1, |at| bound(at, -1, length - 1));
         while at > stop {
             picked.push(items[at as usize].clone());
             at = at.saturating_add(step);
         }
-    } else {
-        return Err(error("the step of a slice must not be 0"));
     }
     Ok(match value.kind() {
         ValueKind::String => Value::from(picked.iter().filter_map(Value::as_str).collect::<String>()),
