@@ -47,6 +47,20 @@ fn json_of(path: &Path) -> Map<String, Value> {
 }
 
 #[test]
+fn an_export_contains_the_named_chat_templates_and_can_be_replaced() {
+    let (dir, from) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let name = LANGUAGE_MODELS[0];
+    let (arch, weights) = load::load(Device::Cpu, &directory(name), Head::LanguageModel, DType::F32, 0).unwrap();
+    fs::create_dir(from.path().join("additional_chat_templates")).unwrap();
+    fs::write(from.path().join("additional_chat_templates/tool_use.jinja"), "x").unwrap();
+    let out = dir.path().join("export");
+    for _ in 0..2 {
+        export::export(&out, &arch, &weights, DType::F32, Some(from.path())).unwrap();
+        assert_eq!(fs::read(out.join("additional_chat_templates/tool_use.jinja")).unwrap(), b"x");
+    }
+}
+
+#[test]
 fn a_model_loaded_in_f32_and_exported_in_f32_is_bitwise_the_same() {
     let dir = tempfile::tempdir().unwrap();
     let reward_models = REWARD_MODELS.map(|n| (n, Head::Value));
