@@ -1,7 +1,7 @@
 //! Finding the newest complete checkpoint, and reading it on any number of ranks.
 
 use super::manifest::{self, Entry, Manifest, Shard};
-use super::save::{clean, steps};
+use super::save::{BEST, clean, steps};
 use crate::comm::{Group, records};
 use crate::error::{Error, Result};
 use crate::sys::files::xxh3_of;
@@ -51,10 +51,10 @@ pub fn resume(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
 /// Like `resume`, without removing anything: for a dry run.
 pub fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
     // Rank 0's listing counts, because other hosts may still see an older one.
-    let listed: Vec<u64> = records::of_first(group, || steps(root));
+    let listed: Vec<(u64, String)> = records::of_first(group, || listing(root));
     let mut skipped = Vec::new();
-    for step in listed.into_iter().rev() {
-        let dir = root.join(format!("step-{step}"));
+    for (step, name) in listed {
+        let dir = root.join(&name);
         let checked = Checkpoint::open(&dir).and_then(|c| {
             c.verify(group)?;
             if c.manifest.step == step {
@@ -65,7 +65,7 @@ pub fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
         });
         match group.agree(checked) {
             Ok(checkpoint) => return Ok(Some(Checkpoint { skipped, ..checkpoint })),
-            Err(error) => skipped.push(format!("step-{step}: {}", error.message)),
+            Err(error) => skipped.push(format!("{name}: {}", error.message)),
         }
     }
     if skipped.is_empty() {
@@ -73,6 +73,23 @@ pub fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
     }
     Err(Error::data(format!("no complete checkpoint in {}:\n  {}", root.display(), skipped.join("\n  ")))
         .hint("restore one from a backup, or move the directory away to start from the beginning"))
+}
+
+/// The steps and names of all checkpoints, newest first. One that was set aside as the best follows the one that
+/// replaced it, which contains more.
+fn listing(root: &Path) -> Vec<(u64, String)> {
+    let names = |step: u64| [format!("step-{step}"), format!("step-{step}.{BEST}")].map(|name| (step, name));
+    let all = steps(root).into_iter().rev().flat_map(names);
+    all.filter(|(_, name)| root.join(name).is_dir()).collect()
+}
+
+/// Whether a file of the checkpoint in `dir` does not exist.
+pub fn lacks_files(dir: &Path) -> bool {
+    let is_missing = |name: &str| std::fs::exists(dir.join(name)).is_ok_and(|exists| !exists);
+    match Manifest::read(dir) {
+        Ok(manifest) => manifest.files.iter().any(|entry| is_missing(&entry.name)),
+        Err(_) => is_missing(manifest::NAME),
+    }
 }
 
 impl Checkpoint {

@@ -5,13 +5,13 @@ use super::manifest::{self, Entry, Manifest, check_name};
 use super::payload::Payload;
 use crate::comm::{Group, records};
 use crate::error::{Error, Kind, Result};
-use crate::sys::files::{check_space, entries, fsync_dir, write_atomic};
+use crate::sys::files::{check_space, create_dir_all, entries, fsync_dir, parent, write_atomic};
 use std::collections::HashSet;
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 const LATEST: &str = "latest";
-const BEST: &str = "best";
+pub(super) const BEST: &str = "best";
 
 /// The checkpoints to keep.
 #[derive(Clone, Copy, Debug, Default)]
@@ -69,7 +69,7 @@ fn write_shards(root: &Path, partial: &Path, group: &Group, files: &[(String, Pa
 }
 
 fn begin(root: &Path, partial: &Path, bytes: u64) -> Result<()> {
-    fs::create_dir_all(root).map_err(|e| Error::io("make", root, &e))?;
+    create_dir_all(root)?;
     check_space(root, bytes)?;
     if partial.exists() {
         fs::remove_dir_all(partial).map_err(|e| Error::io("remove", partial, &e))?;
@@ -112,7 +112,12 @@ fn replace(partial: &Path, last: &Path, is_best: bool) -> Result<()> {
     let old = if is_best { aside(last) } else { partial.with_extension("old") };
     fs::rename(last, &old).map_err(|e| Error::io("rename", last, &e))?;
     fs::rename(partial, last).map_err(|e| Error::io("rename", partial, &e))?;
-    if is_best { Ok(()) } else { fs::remove_dir_all(&old).map_err(|e| Error::io("remove", &old, &e)) }
+    if is_best {
+        return Ok(());
+    }
+    // The new name reaches the disk before anything old is removed.
+    fsync_dir(parent(last))?;
+    fs::remove_dir_all(&old).map_err(|e| Error::io("remove", &old, &e))
 }
 
 /// The path of the best checkpoint after another checkpoint of its step has replaced it.
@@ -129,12 +134,29 @@ pub fn best_of(root: &Path, step: u64) -> PathBuf {
 /// Sets a link. `latest` and `best` are for users and scripts. Resuming reads the manifests.
 fn point(root: &Path, link: &str, to: &Path) -> Result<()> {
     let (link, aside) = (root.join(link), root.join(format!(".{link}.partial")));
-    let _ = fs::remove_file(&aside);
     let name = to.file_name().expect("step-N");
+    if fs::read_link(&link).is_ok_and(|to| to == name) {
+        return Ok(());
+    }
+    let _ = fs::remove_file(&aside);
     std::os::unix::fs::symlink(name, &aside)
         .and_then(|()| fs::rename(&aside, &link))
         .map_err(|e| Error::io("move", &link, &e))?;
     fsync_dir(root)
+}
+
+/// Completes the commit of a killed run: `latest` and `best` point to the checkpoint in `newest`, which verifies, and to
+/// the best one. Only the checkpoints of `keep` stay. Newer ones, which do not verify, are replaced later.
+pub fn repair(root: &Path, newest: &Path, step: u64, keep: Keep) -> Result<()> {
+    point(root, LATEST, newest)?;
+    let best = root.join(BEST);
+    match keep.best {
+        Some(step) => point(root, BEST, &best_of(root, step))?,
+        None if best.is_symlink() => fs::remove_file(&best).map_err(|e| Error::io("remove", &best, &e))?,
+        None => {}
+    }
+    prune(root, step, keep);
+    Ok(())
 }
 
 /// Removes the checkpoints up to `step` that are not in `keep`, but never the one of `step`. Each is renamed first, so
@@ -145,11 +167,15 @@ fn prune(root: &Path, step: u64, keep: Keep) {
     let older = older.filter(|_| keep.last > 0).map(|step| root.join(format!("step-{step}")));
     let set_aside =
         entries(root).unwrap_or_default().into_iter().filter(|dir| dir.extension().is_some_and(|e| e == BEST));
-    for dir in older.chain(set_aside).filter(|dir| best.as_ref() != Some(dir)) {
+    let rename = |dir: PathBuf| {
         let going = root.join(format!(".{}.removing", dir.file_name().unwrap_or_default().display()));
-        if fs::rename(&dir, &going).is_ok() {
-            let _ = fs::remove_dir_all(&going);
-        }
+        fs::rename(&dir, &going).ok().map(|()| going)
+    };
+    let kept = |dir: &PathBuf| best.as_ref() == Some(dir);
+    let going: Vec<PathBuf> = older.chain(set_aside).filter(|dir| !kept(dir)).filter_map(rename).collect();
+    // The new names reach the disk before anything is removed.
+    if !going.is_empty() && fsync_dir(root).is_ok() {
+        going.iter().for_each(|going| drop(fs::remove_dir_all(going)));
     }
 }
 
@@ -178,7 +204,7 @@ pub(super) fn clean(root: &Path) -> Result<()> {
         }
         let removed = match old {
             Some(last) if !last.exists() => fs::rename(&path, &last),
-            Some(_) => fs::remove_dir_all(&path),
+            Some(_) => File::open(root).and_then(|root| root.sync_all()).and_then(|()| fs::remove_dir_all(&path)),
             None if name == ".latest.partial" || name == ".best.partial" => fs::remove_file(&path),
             None if name.starts_with(".step-") && (name.ends_with(".partial") || name.ends_with(".removing")) => {
                 fs::remove_dir_all(&path)

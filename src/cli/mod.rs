@@ -28,6 +28,7 @@ pub mod tokenizer;
 use crate::comm::abort;
 use crate::config;
 use crate::error::{Error, Result};
+use crate::metrics::step_file;
 use crate::sys::signals;
 use argh::{FromArgs, SubCommands};
 use std::ffi::OsString;
@@ -71,7 +72,15 @@ const VERBS_TO_COME: [&str; 2] = ["verify", "migrate"];
 
 /// Runs one command line (without the program's name) and returns the exit code.
 pub fn main(arguments: Vec<impl Into<OsString>>) -> i32 {
-    let parsed = texts(arguments.into_iter().map(Into::into).collect()).and_then(parse);
+    let arguments = texts(arguments.into_iter().map(Into::into).collect());
+    if let Ok([verb, rest @ ..]) = arguments.as_deref()
+        && verb == step_file::VERB
+    {
+        signals::release();
+        step_file::serve(rest);
+        return 0;
+    }
+    let parsed = arguments.and_then(parse);
     if !matches!(&parsed, Ok(Parsed::Verb(verb)) if matches!(**verb, Verb::Run(_))) {
         signals::release();
     }

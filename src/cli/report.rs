@@ -13,7 +13,7 @@ mod source;
 mod text;
 
 use super::out::note;
-use crate::error::{Error, Result, format_bytes};
+use crate::error::{Error, Kind, Result, format_bytes};
 use crate::sys::files;
 use argh::FromArgs;
 use source::Source;
@@ -39,11 +39,17 @@ pub fn run(args: &Args) -> Result<()> {
     let first = args.runs.first().ok_or_else(|| Error::usage("report needs at least one run directory"))?;
     let out = args.out.clone().unwrap_or_else(|| beside(first));
     let (bytes, lacks) = write(&args.runs, &out)?;
-    for lack in lacks {
-        note!("warning: {lack}");
-    }
     note!("report: {}, {}", out.display(), format_bytes(bytes as u64));
-    Ok(())
+    let (damaged, missing): (Vec<_>, Vec<_>) = lacks.into_iter().partition(|lack| lack.kind == Kind::Data);
+    warn(&missing);
+    let Some((last, damaged)) = damaged.split_last() else { return Ok(()) };
+    warn(damaged);
+    Err(last.clone().within("the page has no part for a damaged file"))
+}
+
+/// Prints the reasons why parts of a page are missing.
+pub(super) fn warn(lacks: &[Error]) {
+    lacks.iter().for_each(|lack| note!("warning: {}", lack.message));
 }
 
 /// The path of a run's page.
@@ -52,7 +58,7 @@ pub(super) fn beside(run: &Path) -> PathBuf {
 }
 
 /// Writes the page about `runs` to `out`. Returns its size in bytes, and the missing parts with the reasons.
-pub(super) fn write(runs: &[PathBuf], out: &Path) -> Result<(usize, Vec<String>)> {
+pub(super) fn write(runs: &[PathBuf], out: &Path) -> Result<(usize, Vec<Error>)> {
     if runs.len() > RUNS_MAX {
         return Err(Error::usage(format!("a page can show at most {RUNS_MAX} runs (got {})", runs.len())));
     }

@@ -52,11 +52,11 @@ fn start(config: Config, world: World, dry_run: bool) -> Result<()> {
     let dir = run_lock::working_dir(&config.job.dir, dry_run);
     let is_first = world.rank == 0;
     // Before anything else is written there; held until the process ends.
-    let locked = || run_lock::lock(&dir).and_then(|lock| train::check_export(&config).map(|()| lock));
-    let lock = if is_first { locked() } else { Ok(None) };
+    let lock = if is_first { run_lock::lock(&dir, dry_run) } else { Ok(None) };
     std::mem::forget(world.group().agree(lock)?);
     let wants_report = config.metrics.report && is_first && !dry_run;
-    let done = job(config, world, &dir, dry_run);
+    let checked = world.group().agree(if is_first { train::check_export(&config) } else { Ok(()) });
+    let done = checked.and_then(|()| job(config, world, &dir, dry_run));
     if dry_run && is_first {
         let _ = std::fs::remove_dir_all(&dir);
     }
@@ -70,7 +70,10 @@ fn start(config: Config, world: World, dry_run: bool) -> Result<()> {
 fn write_report(dir: &Path) {
     let out = report::beside(dir);
     match abort::caught(|| report::write(&[dir.to_path_buf()], &out)) {
-        Ok(_) => note!("  {:<REPORT_COLUMNS$} {}", "report", out.display()),
+        Ok((_, lacks)) => {
+            report::warn(&lacks);
+            note!("  {:<REPORT_COLUMNS$} {}", "report", out.display());
+        }
         Err(error) => note!(
             "warning: the report was not written: {}; run `rlhf-hpc report {}` to try again",
             error.message,

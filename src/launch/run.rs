@@ -4,7 +4,7 @@ use super::gemm::{self, GemmChoice};
 use super::gpu;
 use super::layout::{Count, Expectations, Expected, Layout, StateSwap};
 use super::ranks::Ranks;
-use super::run_lock::{link_prepared, working_dir};
+use super::run_lock::{PREPARED, link_prepared, working_dir};
 use super::step_shape::StepShape;
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
@@ -344,11 +344,13 @@ fn begin_peaks(all: &Group, device: Device) -> u64 {
 /// Opens the records in `dir`, and removes the leftovers of a killed export. All ranks call this.
 fn open_records(config: &Config, dir: &Path, all: &Group) -> Result<Recorder> {
     let begun = || {
-        std::fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
+        sys::files::create_dir_all(dir)?;
         if *dir != config.job.dir {
             return link_prepared(&config.job.dir, dir);
         }
-        remove_leftovers(&dir.join("export"))
+        let rows = dir.join(PREPARED);
+        let removed = if rows.is_dir() { sys::files::remove_partial(&rows) } else { Ok(()) };
+        removed.and_then(|()| remove_leftovers(&dir.join("export")))
     };
     all.agree(if all.rank() == 0 { begun() } else { Ok(()) })?;
     let opened = match all.rank() {

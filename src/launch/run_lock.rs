@@ -1,7 +1,7 @@
 //! The lock of a run directory, which allows one run at a time.
 
 use crate::error::{Error, Result};
-use crate::sys;
+use crate::sys::{self, files};
 use std::fs::{File, TryLockError};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 pub const INPUTS: &str = "inputs.json";
 /// Shards of JSONL, in the run directory.
 pub const PREPARED: &str = "data";
+
+const LOCK: &str = "run.lock";
 
 /// The time that a run waits for the lock, because the ranks of a killed run may need a moment to end.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
@@ -36,7 +38,7 @@ pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
         std::os::unix::fs::symlink(from, to).map_err(|e| Error::io("create", to, &e))
     };
     let rows = dir.join(PREPARED);
-    std::fs::create_dir_all(&rows).map_err(|e| Error::io("create", &rows, &e))?;
+    files::create_dir_all(&rows)?;
     for entry in std::fs::read_dir(job_dir.join(PREPARED)).into_iter().flatten().flatten() {
         link(&entry.path(), &rows.join(entry.file_name()))?;
     }
@@ -50,11 +52,24 @@ pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Removes what a killed dry run left in its directory. Links are removed, not followed.
+fn clear(dir: &Path) -> Result<()> {
+    for path in files::entries(dir)?.into_iter().filter(|path| !path.ends_with(LOCK)) {
+        let is_dir = path.is_dir() && !path.is_symlink();
+        let removed = if is_dir { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
+        removed.map_err(|e| Error::io("remove", &path, &e))?;
+    }
+    Ok(())
+}
+
 /// Locks the directory, because two runs in it would remove each other's files. None if the file system has no locks.
-pub fn lock(dir: &Path) -> Result<Option<File>> {
-    let refused = |e| Error::io("create", dir, &e).hint("set job.dir to a place where this user may write");
-    std::fs::create_dir_all(dir).map_err(refused)?;
-    let path = dir.join("run.lock");
+pub fn lock(dir: &Path, dry_run: bool) -> Result<Option<File>> {
+    if dry_run && dir.is_symlink() {
+        return Err(Error::usage(format!("{} must be a directory of dry runs (got a symbolic link)", dir.display()))
+            .hint("remove it, or set another job.dir"));
+    }
+    files::create_dir_all(dir).map_err(|e| e.hint("set job.dir to a place where this user may write"))?;
+    let path = dir.join(LOCK);
     // A link would lock, and change, a file elsewhere.
     let options =
         File::options().read(true).write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW).open(&path);
@@ -75,11 +90,15 @@ pub fn lock(dir: &Path) -> Result<Option<File>> {
                 return Err(Error::usage(format!("{} is in use by another run ({})", dir.display(), owner.trim()))
                     .hint("wait for it to end, or set another job.dir"));
             }
+            Err(TryLockError::Error(_)) if dry_run => return clear(dir).map(|()| None),
             Err(TryLockError::Error(_)) => return Ok(None),
         }
     }
     // The text of the lock is for users only.
     let owner = format!("process {} on {}\n", std::process::id(), sys::host::name());
     let _ = file.set_len(0).and_then(|()| file.write_all(owner.as_bytes()));
+    if dry_run {
+        clear(dir)?;
+    }
     Ok(Some(file))
 }

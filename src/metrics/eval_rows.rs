@@ -8,7 +8,6 @@ use crate::sys::files;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::borrow::Cow;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 /// A held-out row, and the model's result for it.
@@ -122,19 +121,22 @@ pub fn read(run_dir: &Path, step: u64) -> Result<Vec<EvalRow>> {
 /// Records the rows of an evaluation, and keeps the last `keep_last` of them (0: all).
 pub(super) fn write(run_dir: &Path, step: u64, rows: &[EvalRow], keep_last: usize) -> Result<()> {
     let path = path_of(run_dir, step);
-    fs::create_dir_all(files::parent(&path)).map_err(|e| Error::io("create", &path, &e))?;
+    files::create_dir_all(files::parent(&path))?;
     let lines: String = rows.iter().map(|row| serde_json::to_string(row).expect("texts and numbers") + "\n").collect();
     files::write_atomic(&path, lines.as_bytes())?;
     let steps = steps(run_dir)?;
     remove(steps[..excess(steps.len(), keep_last)].iter().map(|step| path_of(run_dir, *step)))
 }
 
-/// Removes the records after `step`, and partial files of a killed writer.
-pub(super) fn cut_back(run_dir: &Path, step: u64) -> Result<()> {
+/// Removes the records after `step` and all but the last `keep_last` others (0: none), and partial files of a killed
+/// writer.
+pub(super) fn cut_back(run_dir: &Path, step: u64, keep_last: usize) -> Result<()> {
     let folder = run_dir.join("eval");
     if folder.is_dir() {
         files::remove_partial(&folder)?;
     }
-    let late = steps(run_dir)?.into_iter().filter(|at| *at > step);
-    remove(late.map(|step| path_of(run_dir, step)))
+    let steps = steps(run_dir)?;
+    let (kept, late) = steps.split_at(steps.partition_point(|at| *at <= step));
+    let old = &kept[..excess(kept.len(), keep_last)];
+    remove(old.iter().chain(late).map(|step| path_of(run_dir, *step)))
 }

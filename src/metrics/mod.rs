@@ -15,6 +15,7 @@ mod recorder;
 pub mod rollouts;
 mod rows;
 mod screen;
+pub mod step_file;
 pub mod tensorboard;
 mod terminal;
 pub mod throughput;

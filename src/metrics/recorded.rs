@@ -1,155 +1,62 @@
-//! The recorded steps of a run, read back from `rollouts/step-N.h5`.
+//! The recorded steps of a run. A child process with limits reads each file, so a damaged one is only an error.
 
-use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-use hdf5::types::VarLenUnicode;
-use hdf5::{File, Group, H5Type};
-
-use super::rollouts::{ENDING, group_name, step_path, steps_in};
+use super::rollouts::{ENDING, step_path, steps_in};
+pub use super::step_file::{RecordedSample, RecordedTokens};
+use super::step_file::{Query, VERB};
+use crate::comm::records;
 use crate::error::{Error, Result};
-use crate::experience::Finish;
-use serde::Serialize;
-
-/// One sample without its per-token arrays.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct RecordedSample {
-    pub step: u64,
-    /// Its index in the step's arrays.
-    #[serde(skip)]
-    pub index: usize,
-    pub prompt_id: i64,
-    /// Number among the samples of its prompt.
-    pub sample: i32,
-    pub source: String,
-    pub label: String,
-    pub prompt: String,
-    pub response: String,
-    pub score: f32,
-    /// The score of each reward by its name; NaN if it abstained.
-    pub scores: BTreeMap<String, f32>,
-    pub finish: &'static str,
-    pub prompt_tokens: usize,
-    pub response_tokens: usize,
-}
-
-/// The per-token arrays of a sample's response.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct RecordedTokens {
-    pub tokens: Vec<u32>,
-    pub logprobs: Vec<f32>,
-    pub kl: Vec<f32>,
-    pub advantages: Vec<f32>,
-}
-
-/// A recorded step, open for reading.
-#[derive(Debug)]
-pub struct RecordedStep {
-    pub step: u64,
-    path: PathBuf,
-    group: Group,
-}
+use crate::sys::{files, reexec};
+use serde::de::DeserializeOwned;
 
 /// The recorded steps of `run_dir`, ascending.
 pub fn steps(run_dir: &Path) -> Result<Vec<u64>> {
     steps_in(&run_dir.join("rollouts"), ENDING)
 }
 
+/// A recorded step.
+#[derive(Debug)]
+pub struct RecordedStep {
+    pub step: u64,
+    path: PathBuf,
+}
+
 impl RecordedStep {
-    pub fn open(run_dir: &Path, step: u64) -> Result<Self> {
-        let path = step_path(run_dir, step);
-        let group =
-            File::open(&path).and_then(|file| file.group(&group_name(step))).map_err(|e| unreadable(&path, &e))?;
-        Ok(Self { step, path, group })
+    pub fn of(run_dir: &Path, step: u64) -> Self {
+        Self { step, path: step_path(run_dir, step) }
     }
 
     /// The scores of all samples, in their order.
     pub fn scores(&self) -> Result<Vec<f32>> {
-        self.array("score")
+        self.ask(&Query::Scores)
     }
 
     /// All samples, in their order.
     pub fn samples(&self) -> Result<Vec<RecordedSample>> {
-        let (scores, finish) = (self.scores()?, self.array::<u8>("finish")?);
-        let (prompt_ids, samples) = (self.array::<i64>("prompt_id")?, self.array::<i32>("sample")?);
-        let prompt_tokens = self.array::<i32>("prompt_tokens")?;
-        let offsets = self.array::<i64>("response_offsets")?;
-        let (prompts, responses) = (self.texts("prompt")?, self.texts("response")?);
-        let (labels, sources) = (self.texts("label")?, self.texts("source")?);
-        let parts = self.parts()?;
-        let n = scores.len();
-        let lengths = [finish.len(), prompt_ids.len(), samples.len(), prompt_tokens.len(), offsets.len().max(1) - 1];
-        let of_texts = [&prompts, &responses, &labels, &sources].map(Vec::len);
-        let of_parts = parts.values().map(Vec::len);
-        if lengths.into_iter().chain(of_texts).chain(of_parts).any(|length| length != n) {
-            return Err(Error::data(format!(
-                "the arrays of {} must have the length of its samples ({n})",
-                self.path.display()
-            )));
-        }
-        let sample = |i: usize| RecordedSample {
-            step: self.step,
-            index: i,
-            prompt_id: prompt_ids[i],
-            sample: samples[i],
-            source: sources[i].clone(),
-            label: labels[i].clone(),
-            prompt: prompts[i].clone(),
-            response: responses[i].clone(),
-            score: scores[i],
-            scores: parts.iter().map(|(name, values)| (name.clone(), values[i])).collect(),
-            finish: [Finish::Stop, Finish::Length, Finish::StopString]
-                .into_iter()
-                .find(|known| *known as u8 == finish[i])
-                .map_or("unknown", Finish::name),
-            prompt_tokens: prompt_tokens[i].max(0) as usize,
-            response_tokens: (offsets[i + 1] - offsets[i]).max(0) as usize,
-        };
-        Ok((0..n).map(sample).collect())
+        let mut samples: Vec<RecordedSample> = self.ask(&Query::Samples)?;
+        samples.iter_mut().enumerate().for_each(|(i, sample)| sample.index = i);
+        Ok(samples)
     }
 
-    /// The per-token arrays of sample `index`.
-    pub fn tokens(&self, index: usize) -> Result<RecordedTokens> {
-        let (token_offsets, offsets) = (self.array::<i64>("token_offsets")?, self.array::<i64>("response_offsets")?);
-        let ends = |offsets: &[i64]| Some((*offsets.get(index)? as usize, *offsets.get(index + 1)? as usize));
-        let (Some((from, to)), Some((_, end))) = (ends(&offsets), ends(&token_offsets)) else {
-            return Err(Error::data(format!("{} has no sample {index}", self.path.display())));
-        };
-        let length = to.saturating_sub(from);
-        let tokens: Vec<i32> = self.part("tokens", end.saturating_sub(length), end)?;
-        Ok(RecordedTokens {
-            tokens: tokens.into_iter().map(|token| token as u32).collect(),
-            logprobs: self.part("logprobs", from, to)?,
-            kl: self.part("kl", from, to)?,
-            advantages: self.part("advantages", from, to)?,
+    /// The per-token arrays of these samples.
+    pub fn tokens(&self, samples: Vec<usize>) -> Result<Vec<RecordedTokens>> {
+        self.ask(&Query::Tokens(samples))
+    }
+
+    fn ask<T: DeserializeOwned>(&self, query: &Query) -> Result<T> {
+        let path = &self.path;
+        // Only a regular file cannot make the child wait.
+        files::open(path).map_err(|e| Error::io("read", path, &e))?;
+        let (step, query) = (self.step.to_string(), serde_json::to_string(query).expect("a query serializes"));
+        let arguments = [OsStr::new(VERB), path.as_os_str(), OsStr::new(&step), OsStr::new(&query)];
+        let output = reexec::run(&arguments).map_err(|e| Error::io("start a process to read", path, &e))?;
+        let answer: Result<Result<T>> = records::decode(&output.stdout);
+        answer.ok().filter(|_| output.status.success()).unwrap_or_else(|| {
+            let (path, why) = (path.display(), reexec::describe(&output));
+            Err(Error::data(format!("cannot read {path}: HDF5 does not accept it ({why})")))
         })
+        .map_err(|e| e.hint("the file is damaged: restore it from a copy, or remove it"))
     }
-
-    /// The scores of each reward.
-    fn parts(&self) -> Result<BTreeMap<String, Vec<f32>>> {
-        let names = self.group.group("scores").and_then(|group| group.member_names());
-        let names = names.map_err(|e| unreadable(&self.path, &e))?;
-        names.into_iter().map(|name| Ok((name.clone(), self.array(&format!("scores/{name}"))?))).collect()
-    }
-
-    fn array<T: H5Type>(&self, name: &str) -> Result<Vec<T>> {
-        let read = self.group.dataset(name).and_then(|set| set.read_raw());
-        read.map_err(|e| unreadable(&self.path, &e))
-    }
-
-    fn part<T: H5Type>(&self, name: &str, from: usize, to: usize) -> Result<Vec<T>> {
-        if from >= to {
-            return Ok(Vec::new());
-        }
-        let read = self.group.dataset(name).and_then(|set| set.read_slice_1d(from..to));
-        read.map(|values| values.into_raw_vec_and_offset().0).map_err(|e| unreadable(&self.path, &e))
-    }
-
-    fn texts(&self, name: &str) -> Result<Vec<String>> {
-        Ok(self.array::<VarLenUnicode>(name)?.into_iter().map(|text| text.as_str().to_owned()).collect())
-    }
-}
-
-fn unreadable(path: &Path, source: &hdf5::Error) -> Error {
-    Error::data(format!("cannot read {}: {source}", path.display()))
 }

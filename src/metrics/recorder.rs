@@ -1,6 +1,5 @@
 //! The owner of all records. Rank 0 writes and shows. Other ranks have a silent recorder with the same methods.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -45,7 +44,7 @@ impl Recorder {
     /// Opens the records of `run_dir`, creating the directory if it is missing, and shows them on `terminal`.
     pub fn open(run_dir: &Path, config: &MetricsConfig, mut terminal: Terminal) -> Result<Self> {
         terminal.printed = config.clone();
-        fs::create_dir_all(run_dir).map_err(|e| Error::io("create", run_dir, &e))?;
+        files::create_dir_all(run_dir)?;
         files::remove_partial(run_dir)?;
         let metrics = MetricsFile::open(&run_dir.join("metrics.jsonl"))?;
         rollouts::recover(run_dir)?;
@@ -63,15 +62,16 @@ impl Recorder {
         self
     }
 
-    /// Removes every record after `step`. A run that resumes from the checkpoint of that step writes them again. A run
+    /// Removes every record after `step`, and recorded samples that the run no longer keeps. A run that resumes from the checkpoint of that step writes them again. A run
     /// that starts from the beginning calls it with 0. Warns about earlier steps that have no line in `metrics.jsonl`.
     pub fn cut_back(&mut self, step: u64) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };
         if let Some(missing) = live.metrics.cut_back(step)? {
             live.terminal.warn(&missing);
         }
-        rollouts::cut_back(&live.run_dir, step)?;
-        eval_rows::cut_back(&live.run_dir, step)?;
+        let keep_last = self.config.rollouts_keep_last;
+        rollouts::cut_back(&live.run_dir, step, keep_last)?;
+        eval_rows::cut_back(&live.run_dir, step, keep_last)?;
         let before = live.metrics.lines()?.last().map(|line| line.get(keys::RESTARTS).unwrap_or(0.0) as u64);
         live.restarts = before.map_or(0, |before| before + 1);
         live.events = None;

@@ -72,7 +72,7 @@ pub fn write(
 ) -> Result<()> {
     check(batch)?;
     let path = step_path(run_dir, step);
-    fs::create_dir_all(files::parent(&path)).map_err(|e| Error::io("create", &path, &e))?;
+    files::create_dir_all(files::parent(&path))?;
     write_file(&path, |file| {
         let group = file.create_group(&group_name(step))?;
         attribute(&group, "step", &step)?;
@@ -85,11 +85,13 @@ pub fn write(
     link(run_dir, last, old)
 }
 
-/// Removes the records of every step after `step`.
-pub fn cut_back(run_dir: &Path, step: u64) -> Result<()> {
+/// Removes the records of every step after `step`, and of all but the last `keep_last` others (0: none).
+pub fn cut_back(run_dir: &Path, step: u64, keep_last: usize) -> Result<()> {
     let steps = steps_in(&run_dir.join("rollouts"), ENDING)?;
-    let (kept, late) = steps.split_at(steps.partition_point(|at| *at <= step));
-    if late.is_empty() { Ok(()) } else { link(run_dir, kept, late) }
+    let end = steps.partition_point(|at| *at <= step);
+    let kept = &steps[excess(end, keep_last)..end];
+    let others: Vec<u64> = steps.iter().filter(|step| !kept.contains(step)).copied().collect();
+    if others.is_empty() { Ok(()) } else { link(run_dir, kept, &others) }
 }
 
 /// Writes `rollouts.h5`, with a link `step_00000N` for each of `steps` to the group of that name in

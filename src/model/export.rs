@@ -77,7 +77,7 @@ impl Export {
                 .hint("export to a new directory"));
         }
         check_target(out)?;
-        fs::create_dir_all(parent(out)).map_err(|e| Error::io("create", parent(out), &e))?;
+        files::create_dir_all(parent(out))?;
         remove_leftovers(out)?;
         let fresh = aside(out, "new");
         fs::create_dir(&fresh).map_err(|e| Error::io("create", &fresh, &e))?;
@@ -132,8 +132,7 @@ impl Export {
     pub fn commit(mut self) -> Result<()> {
         self.files.finish()?;
         fsync_dir(&self.fresh)?;
-        swap(&self.fresh, &self.out)?;
-        fsync_dir(parent(&self.out))
+        swap(&self.fresh, &self.out)
     }
 }
 
@@ -215,6 +214,8 @@ fn swap(fresh: &Path, out: &Path) -> Result<()> {
         }
         return Err(Error::io("rename", fresh, &e));
     }
+    // The new names reach the disk before anything old is removed.
+    fsync_dir(parent(out))?;
     if replaced {
         fs::remove_dir_all(old).map_err(|e| Error::io("remove", old, &e))?;
     }

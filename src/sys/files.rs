@@ -22,6 +22,22 @@ pub fn fsync_dir(dir: &Path) -> Result<()> {
     File::open(dir).and_then(|d| d.sync_all()).map_err(|e| Error::io("sync", dir, &e))
 }
 
+/// Creates a directory and its missing parents. Their names survive a crash.
+pub fn create_dir_all(dir: &Path) -> Result<()> {
+    fn create(dir: &Path) -> io::Result<()> {
+        if dir.is_dir() {
+            return Ok(());
+        }
+        create(parent(dir))?;
+        match fs::create_dir(dir) {
+            // Another process may have been faster.
+            Err(e) if !dir.is_dir() => Err(e),
+            _ => File::open(parent(dir))?.sync_all(),
+        }
+    }
+    create(dir).map_err(|e| Error::io("create", dir, &e))
+}
+
 /// Replaces the file `path` by `bytes`, as `replace_with` does.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
     replace_with(path, |out| out.write_all(bytes).map_err(|e| Error::io("write", path, &e)))
@@ -31,9 +47,7 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
 /// one. After an error the old file is unchanged, and no unfinished file is left. Several processes may do this at
 /// once: the last one wins.
 pub fn replace_with(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
-    // In the same directory, so that the rename is atomic.
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let partial = parent(path).join(format!(".{name}.{}{PARTIAL}", std::process::id()));
+    let partial = partial(path);
     let failed = |e| Error::io("write", path, &e);
     let written = File::create(&partial).map_err(failed).and_then(|file| {
         let mut out = BufWriter::new(file);
@@ -45,6 +59,12 @@ pub fn replace_with(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Resu
     let renamed = written.and_then(|()| fs::rename(&partial, path).map_err(failed));
     renamed.inspect_err(|_| drop(fs::remove_file(&partial)))?;
     fsync_dir(parent(path))
+}
+
+/// The name of the unfinished file `path`. It is in the same directory, so that a rename is atomic.
+pub fn partial(path: &Path) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    parent(path).join(format!(".{name}.{}{PARTIAL}", std::process::id()))
 }
 
 /// The paths in a directory, in no particular order.

@@ -1,10 +1,31 @@
 //! HDF5 files made in memory: the library never writes to a disk.
+//!
+//! After the end that HDF5 knows, a file has a checksum of all its bytes. Other programs ignore it.
 
+use super::files::xxh3;
+use super::map::Map;
+use crate::error::{self, Error};
 use hdf5::{File, Result};
 use hdf5_sys::h5f::H5Fget_file_image;
 use std::path::Path;
 
-/// The bytes of the HDF5 file that `fill` makes for `path`.
+/// The start of the checksum, which has 16 hexadecimal digits.
+const SEAL: &[u8] = b"rlhf-hpc xxh3 64";
+const SEAL_BYTES: usize = SEAL.len() + 16;
+
+/// Checks the bytes of a file against its checksum, if it has one: an older file, or one of another program, has none.
+pub fn verify(path: &Path) -> error::Result<()> {
+    let bytes = Map::open(path)?;
+    let (image, seal) = bytes.split_at(bytes.len().saturating_sub(SEAL_BYTES));
+    match seal.strip_prefix(SEAL) {
+        Some(hash) if hash != xxh3(image).as_bytes() => {
+            Err(Error::data(format!("{}: its checksum does not match its contents", path.display())))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The bytes of the HDF5 file that `fill` makes for `path`, with their checksum.
 pub fn of(path: &Path, fill: impl FnOnce(&File) -> Result<()>) -> Result<Vec<u8>> {
     // HDF5 identifies open files by name, and would read an existing file: this name lies within a file.
     let name = path.join("in memory");
@@ -22,5 +43,8 @@ pub fn of(path: &Path, fill: impl FnOnce(&File) -> Result<()>) -> Result<Vec<u8>
     let mut image = vec![0; usize::try_from(copy_to(std::ptr::null_mut(), 0)).map_err(failed)?];
     usize::try_from(copy_to(image.as_mut_ptr(), image.len())).map_err(failed)?;
     file.close()?;
+    let hash = xxh3(&image);
+    image.extend_from_slice(SEAL);
+    image.extend_from_slice(hash.as_bytes());
     Ok(image)
 }

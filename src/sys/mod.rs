@@ -12,6 +12,7 @@ pub mod memory;
 pub mod pages;
 pub mod patterns;
 pub mod process;
+pub mod reexec;
 pub mod sandbox;
 pub mod signals;
 pub mod stderr;

@@ -25,6 +25,11 @@ impl Best {
         (self.step > 0).then_some(self.step)
     }
 
+    /// Forgets the best evaluation, whose checkpoint is lost. The next one is the best so far.
+    pub fn forget(&mut self) {
+        *self = Self { metric: std::mem::take(&mut self.metric), ..Self::default() };
+    }
+
     /// Records an evaluation after `step` and returns whether it is the best so far. Of equal evaluations the first is
     /// the best.
     ///

@@ -19,11 +19,11 @@ use crate::reward::{Reward, RewardContext, Scored};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::turns::Turns;
 use crate::rollout::{self, Beams, Engine, Hooks, Model, Outcome, Queue, Request, Stop};
+use crate::sys::files;
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::fs;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -432,7 +432,7 @@ fn context(run: &Run, source: &PromptSource) -> Result<RewardContext> {
     let has_python = !reward.python.is_empty() || reward.environment.iter().any(|e| !e.python.is_empty());
     let is_logged = !run.dry_run && has_python;
     if is_logged {
-        fs::create_dir_all(&logs).map_err(|e| Error::io("create", &logs, &e))?;
+        files::create_dir_all(&logs)?;
     }
     let (rows, columns) = (Arc::new(source.lookup(data)), source.columns(data)?);
     let log = is_logged.then(|| logs.join(format!("reward-rank-{}.log", run.ranks.world.rank)));

@@ -4,8 +4,9 @@ use super::best::Best;
 use super::config_diff;
 use super::inputs::{self, Inputs};
 use crate::checkpoint::{self, Checkpoint, Keep, Manifest, ModelVectors, Payload, vector_name};
+use crate::comm::records;
 use crate::data::{Cursor, Ledger};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::launch::run::Run;
 use crate::learn::Learner;
 use crate::model::Arch;
@@ -14,7 +15,7 @@ use crate::optim::host_state::Vector;
 use crate::tensor::arena::Buffer;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The small part of a checkpoint: JSON in its manifest.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -128,11 +129,36 @@ pub fn find(run: &Run, first: &Arch, learned: &[&'static str], inputs: &Inputs) 
         changed.extend(inputs::compare(&mut state.inputs, inputs, run.config.checkpoint.changed_inputs)?);
         Ok((changed, state, work))
     });
-    let (changed, state, work) = run.ranks.all.agree(known)?;
+    let (changed, mut state, work) = run.ranks.all.agree(known)?;
+    check_best(run, &checkpoint, &mut state.best)?;
+    let (root, keep) = (run.checkpoints(), Keep { last: run.config.checkpoint.keep_last, best: state.best.step() });
+    let is_repairer = run.ranks.all.rank() == 0 && !run.dry_run;
+    let repaired = if is_repairer { checkpoint::repair(&root, &checkpoint.dir, state.step, keep) } else { Ok(()) };
+    run.ranks.all.agree(repaired)?;
     if !changed.is_empty() {
         run.recorder.say(&format!("resuming with changes: {}", changed.join(", ")));
     }
     Ok(Some(Resumed { checkpoint, state, work }))
+}
+
+/// Forgets the best evaluation if its checkpoint is lost: it is damaged, or a newer one that is damaged had replaced it.
+/// All ranks call this.
+fn check_best(run: &Run, resumed: &Checkpoint, best: &mut Best) -> Result<()> {
+    let Some(step) = best.step() else { return Ok(()) };
+    let all = &run.ranks.all;
+    // Other hosts may still see an older listing.
+    let dir: PathBuf = records::of_first(all, || checkpoint::best_of(&run.checkpoints(), step));
+    let opened = if dir == resumed.dir { return Ok(()) } else { Checkpoint::open(&dir) };
+    if let Err(error) = all.agree(opened.and_then(|best| best.verify(all))) {
+        // The checkpoint may be intact although it cannot be read at the moment.
+        if error.kind == Kind::Io && !all.any(checkpoint::lacks_files(&dir)) {
+            return Err(error.hint(format!("run the same command again, or remove {} to continue without it", dir.display())));
+        }
+        let was = best.describe().unwrap_or_default();
+        run.recorder.warn(&format!("the best checkpoint ({was}) is lost: {}; the next evaluation counts as the best", error.message));
+        best.forget();
+    }
+    Ok(())
 }
 
 /// Opens the checkpoint of the best evaluation of the run that has just ended. All ranks call this.

@@ -4,7 +4,6 @@ use super::numbers::{short, spread};
 use super::plot::{FRAME, range};
 use super::source::Source;
 use super::text::{escape, put};
-use crate::error::Result;
 use crate::metrics::recorded::RecordedStep;
 use crate::metrics::{Line, Phase, keys, number, percent};
 
@@ -122,9 +121,10 @@ pub fn histogram(title: &str, between: (f64, f64), steps: &[(u64, Vec<f32>)]) ->
 const BINS: u32 = 20;
 
 /// The scores of some recorded steps, including the first and the last.
-pub fn scores(source: &Source) -> Result<Vec<(u64, Vec<f32>)>> {
-    let chosen = spread(source.recorded.len(), COLUMNS_MAX).into_iter().map(|i| source.recorded[i]);
-    chosen.map(|step| Ok((step, RecordedStep::open(&source.dir, step)?.scores()?))).collect()
+pub fn scores(source: &mut Source) -> Vec<(u64, Vec<f32>)> {
+    let chosen: Vec<u64> = spread(source.recorded.len(), COLUMNS_MAX).into_iter().map(|i| source.recorded[i]).collect();
+    let read = |step| Some((step, source.try_read(RecordedStep::of(&source.dir, step).scores())?));
+    chosen.into_iter().filter_map(read).collect()
 }
 
 /// The axis of steps below equal columns, and their width.

@@ -60,14 +60,9 @@ struct Page<'a> {
 
 /// The whole page.
 pub fn of(sources: &mut [Source]) -> String {
-    let scores: Vec<_> =
-        sources.iter_mut().map(|source| source.try_read(bars::scores(source)).unwrap_or_default()).collect();
+    let scores: Vec<_> = sources.iter_mut().map(bars::scores).collect();
     let n = sources.len();
-    let read = |source: &mut Source| {
-        let read = samples::html(source, n);
-        source.try_read(read).unwrap_or_default()
-    };
-    let samples: String = sources.iter_mut().map(read).collect();
+    let samples: String = sources.iter_mut().map(|source| samples::html(source, n)).collect();
     let sources = &*sources;
     let keys = keys_of(sources);
     let marks =
@@ -355,7 +350,7 @@ impl Page<'_> {
             body += &facts::about(source, self.sources.len() > 1);
         }
         for lack in self.sources.iter().flat_map(|source| &source.lacks) {
-            put!(body, "<p class=\"lack\">Left out: {}</p>", escape(lack));
+            put!(body, "<p class=\"lack\">Left out: {}</p>", escape(&lack.message));
         }
         for (name, section) in &self.sections {
             put!(body, "<section id=\"{}\"><h2>{name}</h2>\n{section}</section>", id_of(name));

@@ -25,37 +25,38 @@ const RESPONSE_TOKENS: std::ops::RangeInclusive<usize> = 64..=2000;
 
 /// The samples of some recorded steps of a run, within its share of a page with `runs` runs. Without recorded steps,
 /// the rows of some evaluations.
-pub fn html(source: &Source, runs: usize) -> Result<String> {
-    let evaluated = eval_rows::steps(&source.dir)?;
+pub fn html(source: &mut Source, runs: usize) -> String {
+    let evaluated = source.try_read(eval_rows::steps(&source.dir)).unwrap_or_default();
     let has_rollouts = !source.recorded.is_empty();
-    let steps = if has_rollouts { &source.recorded } else { &evaluated };
+    let steps = if has_rollouts { source.recorded.clone() } else { evaluated };
     let chosen = spread(steps.len(), (STEPS_MAX / runs).max(2));
     let n = runs * chosen.len().max(1);
-    let (samples_max, tokens_max) = (SAMPLES / n, TOKENS / n);
+    let show = if has_rollouts { show_step } else { show_rows };
+    let parts = chosen.into_iter().filter_map(|i| source.try_read(show(source, steps[i], SAMPLES / n, TOKENS / n)));
+    parts.collect()
+}
+
+/// The samples of a recorded step.
+fn show_step(source: &Source, step: u64, samples_max: usize, tokens_max: usize) -> Result<String> {
     let mut out = String::new();
-    for step in chosen.into_iter().map(|i| steps[i]) {
-        if !has_rollouts {
-            show_rows(&mut out, source, step, samples_max, tokens_max)?;
-            continue;
-        }
-        let recorded = RecordedStep::open(&source.dir, step)?;
-        let all = groups(recorded.samples()?);
-        let (prompts, samples) = (all.len(), all.iter().map(Vec::len).sum::<usize>());
-        let shown = among(all, samples_max, tokens_max);
-        let shown_samples: usize = shown.iter().map(Vec::len).sum();
-        let each = (tokens_max / shown_samples.max(1)).clamp(*RESPONSE_TOKENS.start(), *RESPONSE_TOKENS.end());
-        let name = escape(&source.name);
-        put!(out, "<div class=\"step\"><h3>{name}, step {step}</h3>");
-        put!(
-            out,
-            "<p class=\"note\">{shown_samples} of {samples} samples, {} of {prompts} prompts, lowest mean score first.</p>",
-            shown.len()
-        );
-        for group in shown {
-            show(&mut out, source, &recorded, &group, each)?;
-        }
-        out += "</div>\n";
+    let recorded = RecordedStep::of(&source.dir, step);
+    let all = groups(recorded.samples()?);
+    let (prompts, samples) = (all.len(), all.iter().map(Vec::len).sum::<usize>());
+    let shown = among(all, samples_max, tokens_max);
+    let shown_samples: usize = shown.iter().map(Vec::len).sum();
+    let each = (tokens_max / shown_samples.max(1)).clamp(*RESPONSE_TOKENS.start(), *RESPONSE_TOKENS.end());
+    let name = escape(&source.name);
+    put!(out, "<div class=\"step\"><h3>{name}, step {step}</h3>");
+    put!(
+        out,
+        "<p class=\"note\">{shown_samples} of {samples} samples, {} of {prompts} prompts, lowest mean score first.</p>",
+        shown.len()
+    );
+    let mut tokens = recorded.tokens(shown.iter().flatten().map(|sample| sample.index).collect())?.into_iter();
+    for group in shown {
+        show(&mut out, source, &group, &mut tokens, each);
     }
+    out += "</div>\n";
     Ok(out)
 }
 
@@ -78,10 +79,10 @@ fn among(mut all: Vec<Vec<RecordedSample>>, samples: usize, tokens: usize) -> Ve
 fn show(
     out: &mut String,
     source: &Source,
-    step: &RecordedStep,
     group: &[RecordedSample],
+    tokens: &mut impl Iterator<Item = RecordedTokens>,
     tokens_max: usize,
-) -> Result<()> {
+) {
     let first = &group[0];
     put!(out, "<article><header><b>prompt {}</b>", first.prompt_id);
     for (name, value) in [("label", &first.label), ("from", &first.source)] {
@@ -92,7 +93,7 @@ fn show(
     *out += "</header>";
     prompt(out, &first.prompt);
     *out += "<div class=\"responses\">";
-    for sample in group {
+    for (sample, tokens) in group.iter().zip(tokens) {
         out.push_str("<div class=\"response\"><div class=\"about\">");
         put!(out, "<b>{}</b>", short_number(sample.score));
         for (name, score) in sample.scores.iter().filter(|_| sample.scores.len() > 1) {
@@ -104,15 +105,15 @@ fn show(
             sample.response_tokens,
             sample.finish.replace('_', " ")
         );
-        response(out, source, step, sample, tokens_max)?;
+        response(out, source, sample, &tokens, tokens_max);
         *out += "</div>\n";
     }
     *out += "</div></article>\n";
-    Ok(())
 }
 
 /// The rows of the evaluation after `step`, from the lowest margin to the highest, with their responses side by side.
-fn show_rows(out: &mut String, source: &Source, step: u64, rows_max: usize, tokens_max: usize) -> Result<()> {
+fn show_rows(source: &Source, step: u64, rows_max: usize, tokens_max: usize) -> Result<String> {
+    let mut out = String::new();
     let mut rows = eval_rows::read(&source.dir, step)?;
     rows.sort_by(|a, b| a.margin.total_cmp(&b.margin));
     let (shown, correct) = (spread(rows.len(), rows_max), rows.iter().filter(|row| row.correct).count());
@@ -126,7 +127,7 @@ fn show_rows(out: &mut String, source: &Source, step: u64, rows_max: usize, toke
         put!(out, "<article><header><b>prompt {}</b>{verdict}<span>margin {margin}</span></header>", row.row);
         let class = match row.question() {
             Some(question) => {
-                prompt(out, question);
+                prompt(&mut out, question);
                 "pair"
             }
             None => "steps",
@@ -139,13 +140,13 @@ fn show_rows(out: &mut String, source: &Source, step: u64, rows_max: usize, toke
                 "<div class=\"response\"><div class=\"about\"><b>{reward}</b><span>{}</span></div>",
                 escape(&name)
             );
-            plain(out, text, each);
-            *out += "</div>";
+            plain(&mut out, text, each);
+            out += "</div>";
         }
-        *out += "</div></article>\n";
+        out += "</div></article>\n";
     }
-    *out += "</div>\n";
-    Ok(())
+    out += "</div>\n";
+    Ok(out)
 }
 
 /// The end of a prompt.
@@ -167,19 +168,18 @@ fn plain(out: &mut String, text: &str, tokens_max: usize) {
 fn response(
     out: &mut String,
     source: &Source,
-    step: &RecordedStep,
     sample: &RecordedSample,
+    tokens: &RecordedTokens,
     tokens_max: usize,
-) -> Result<()> {
-    let tokens = step.tokens(sample.index)?;
+) {
     let pieces = source.tokenizer.as_ref().and_then(|tokenizer| pieces(tokenizer, &tokens.tokens, &sample.response));
     let Some(pieces) = pieces else {
         plain(out, &sample.response, tokens_max);
-        return Ok(());
+        return;
     };
     let shown = &pieces[..pieces.len().min(tokens_max)];
     let lengths: Vec<String> = shown.iter().map(|piece| piece.encode_utf16().count().to_string()).collect();
-    let RecordedTokens { advantages, logprobs, kl, .. } = &tokens;
+    let RecordedTokens { advantages, logprobs, kl, .. } = tokens;
     let numbers = [("a", advantages), ("l", logprobs), ("k", kl)].map(|(name, values)| {
         let values: Vec<String> = values
             .iter()
@@ -194,7 +194,6 @@ fn response(
     };
     let (lengths, numbers, text) = (lengths.join(" "), numbers.concat(), escape(&shown.concat()));
     put!(out, "<div class=\"text\"><bdi data-cuts=\"{lengths}\"{numbers}>{text}</bdi>{more}</div>");
-    Ok(())
 }
 
 /// The text of each token; a character of several tokens belongs to the last one. None if the texts do not match the

@@ -25,7 +25,7 @@ pub struct Source {
     pub recorded: Vec<u64>,
     pub tokenizer: Option<Tokenizer>,
     /// The missing parts of the page, and why they are missing.
-    pub lacks: Vec<String>,
+    pub lacks: Vec<Error>,
 }
 
 impl Source {
@@ -67,7 +67,8 @@ impl Source {
 
     /// The value, or none and a note on the page.
     pub fn try_read<T>(&mut self, read: Result<T>) -> Option<T> {
-        read.map_err(|e| self.lacks.push(e.message)).ok()
+        let lacks = &mut self.lacks;
+        read.map_err(|e| if !lacks.contains(&e) { lacks.push(e) }).ok()
     }
 
     /// The tokenizer of the export, or of the model that the run started from.

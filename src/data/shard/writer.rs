@@ -41,7 +41,7 @@ impl ShardWriter {
     /// Begins a shard for tokens below `vocabulary`.
     pub fn create(prefix: &Path, vocabulary: usize) -> Result<Self> {
         let dir = files::parent(prefix);
-        fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
+        files::create_dir_all(dir)?;
         Ok(Self {
             prefix: prefix.to_owned(),
             vocabulary,
@@ -96,7 +96,7 @@ impl ShardWriter {
             ))
             .hint("choose a split field with fewer values"));
         }
-        let partial = |suffix: &str| PartialFile::create(&file_of(&self.prefix, &format!("{suffix}.spool-{i}")));
+        let partial = |suffix: &str| PartialFile::create(&self.prefix, &format!("{suffix}.spool-{i}"));
         self.splits.push(Spool {
             name: split.map(str::to_owned),
             bin: partial(".bin")?,
@@ -125,7 +125,7 @@ impl ShardWriter {
         self.splits.sort_by(|a, b| a.name.cmp(&b.name));
         let mut partial = Vec::new();
         for suffix in [".bin", ".meta.jsonl", ".meta.idx", ".idx"] {
-            partial.push((suffix, PartialFile::create(&file_of(&self.prefix, &format!("{suffix}.partial")))?));
+            partial.push((suffix, PartialFile::create(&self.prefix, suffix)?));
         }
         for spool in &mut self.splits {
             partial[0].1.append(&mut spool.bin)?;
@@ -225,7 +225,8 @@ struct PartialFile {
 }
 
 impl PartialFile {
-    fn create(path: &Path) -> Result<Self> {
+    fn create(prefix: &Path, suffix: &str) -> Result<Self> {
+        let path = &files::partial(&file_of(prefix, suffix));
         let file = File::create(path).and_then(|file| Ok((TempPath::try_from_path(path)?, file)));
         let (path, file) = file.map_err(|e| Error::io("write", path, &e))?;
         Ok(Self { path, file: BufWriter::with_capacity(1 << 20, file) })

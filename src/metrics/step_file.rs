@@ -1,0 +1,197 @@
+//! A file `rollouts/step-N.h5`, read by HDF5 in this process.
+//!
+//! HDF5 trusts its input: a flipped bit can crash it, and zeros can make it loop. So only [`serve`] reads such files,
+//! in a child process of [`super::recorded`].
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use hdf5::types::VarLenUnicode;
+use hdf5::{File, Group, H5Type};
+
+use super::rollouts::group_name;
+use crate::comm::records;
+use crate::error::{Error, Result};
+use crate::experience::Finish;
+use crate::sys::{hdf5_image, reexec};
+use serde::{Deserialize, Serialize};
+
+/// One sample without its per-token arrays.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RecordedSample {
+    pub step: u64,
+    /// Its index in the step's arrays.
+    #[serde(skip)]
+    pub index: usize,
+    pub prompt_id: i64,
+    /// Number among the samples of its prompt.
+    pub sample: i32,
+    pub source: String,
+    pub label: String,
+    pub prompt: String,
+    pub response: String,
+    pub score: f32,
+    /// The score of each reward by its name; NaN if it abstained.
+    pub scores: BTreeMap<String, f32>,
+    pub finish: String,
+    pub prompt_tokens: usize,
+    pub response_tokens: usize,
+}
+
+/// The per-token arrays of a sample's response.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RecordedTokens {
+    pub tokens: Vec<u32>,
+    pub logprobs: Vec<f32>,
+    pub kl: Vec<f32>,
+    pub advantages: Vec<f32>,
+}
+
+/// A question about a step.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Query {
+    Scores,
+    Samples,
+    /// The arrays of the samples with these indices.
+    Tokens(Vec<usize>),
+}
+
+/// The verb of the child process, which `--help` does not list: `VERB FILE STEP QUERY`.
+pub const VERB: &str = "read-recorded-step";
+
+/// Seconds of processor time for any file, and the bytes that one more second reads. HDF5 reads much faster.
+const CPU_S: u64 = 5;
+const BYTES_PER_S: u64 = 20 << 20;
+/// Memory for any file, and how many times its size is needed in addition: its arrays, their texts, and the answer.
+const BYTES: u64 = 1 << 30;
+const SIZES: u64 = 8;
+
+/// The child process: prints the answer to the query of the command line.
+pub fn serve(arguments: &[String]) {
+    let [path, step, query] = arguments else { return };
+    let size = std::fs::metadata(path).map_or(0, |file| file.len());
+    reexec::limit(CPU_S + size / BYTES_PER_S, BYTES + SIZES * size);
+    let (Ok(step), Ok(query)) = (step.parse(), serde_json::from_str(query)) else { return };
+    let file = StepFile::open(Path::new(path), step);
+    let answer = match query {
+        Query::Scores => records::encode(&file.and_then(|file| file.scores())),
+        Query::Samples => records::encode(&file.and_then(|file| file.samples())),
+        Query::Tokens(samples) => {
+            let tokens = |file: StepFile| samples.iter().map(|i| file.tokens(*i)).collect::<Result<Vec<_>>>();
+            records::encode(&file.and_then(tokens))
+        }
+    };
+    let mut out = std::io::stdout();
+    // The parent misses an answer that it cannot decode.
+    let _ = out.write_all(&answer).and_then(|()| out.flush());
+}
+
+/// A recorded step, open for reading.
+#[derive(Debug)]
+pub struct StepFile {
+    step: u64,
+    path: PathBuf,
+    group: Group,
+}
+
+impl StepFile {
+    /// Opens the file if its contents match its checksum. An older file has none.
+    pub fn open(path: &Path, step: u64) -> Result<Self> {
+        hdf5_image::verify(path)?;
+        let group =
+            File::open(path).and_then(|file| file.group(&group_name(step))).map_err(|e| unreadable(path, &e))?;
+        Ok(Self { step, path: path.to_owned(), group })
+    }
+
+    /// The scores of all samples, in their order.
+    pub fn scores(&self) -> Result<Vec<f32>> {
+        self.array("score")
+    }
+
+    /// All samples, in their order.
+    pub fn samples(&self) -> Result<Vec<RecordedSample>> {
+        let (scores, finish) = (self.scores()?, self.array::<u8>("finish")?);
+        let (prompt_ids, samples) = (self.array::<i64>("prompt_id")?, self.array::<i32>("sample")?);
+        let prompt_tokens = self.array::<i32>("prompt_tokens")?;
+        let offsets = self.array::<i64>("response_offsets")?;
+        let (prompts, responses) = (self.texts("prompt")?, self.texts("response")?);
+        let (labels, sources) = (self.texts("label")?, self.texts("source")?);
+        let parts = self.parts()?;
+        let n = scores.len();
+        let lengths = [finish.len(), prompt_ids.len(), samples.len(), prompt_tokens.len(), offsets.len().max(1) - 1];
+        let of_texts = [&prompts, &responses, &labels, &sources].map(Vec::len);
+        let of_parts = parts.values().map(Vec::len);
+        if lengths.into_iter().chain(of_texts).chain(of_parts).any(|length| length != n) {
+            return Err(Error::data(format!(
+                "the arrays of {} must have the length of its samples ({n})",
+                self.path.display()
+            )));
+        }
+        let sample = |i: usize| RecordedSample {
+            step: self.step,
+            index: i,
+            prompt_id: prompt_ids[i],
+            sample: samples[i],
+            source: sources[i].clone(),
+            label: labels[i].clone(),
+            prompt: prompts[i].clone(),
+            response: responses[i].clone(),
+            score: scores[i],
+            scores: parts.iter().map(|(name, values)| (name.clone(), values[i])).collect(),
+            finish: [Finish::Stop, Finish::Length, Finish::StopString]
+                .into_iter()
+                .find(|known| *known as u8 == finish[i])
+                .map_or("unknown", Finish::name)
+                .to_string(),
+            prompt_tokens: prompt_tokens[i].max(0) as usize,
+            response_tokens: (offsets[i + 1] - offsets[i]).max(0) as usize,
+        };
+        Ok((0..n).map(sample).collect())
+    }
+
+    /// The per-token arrays of sample `index`.
+    pub fn tokens(&self, index: usize) -> Result<RecordedTokens> {
+        let (token_offsets, offsets) = (self.array::<i64>("token_offsets")?, self.array::<i64>("response_offsets")?);
+        let ends = |offsets: &[i64]| Some((*offsets.get(index)? as usize, *offsets.get(index + 1)? as usize));
+        let (Some((from, to)), Some((_, end))) = (ends(&offsets), ends(&token_offsets)) else {
+            return Err(Error::data(format!("{} has no sample {index}", self.path.display())));
+        };
+        let length = to.saturating_sub(from);
+        let tokens: Vec<i32> = self.part("tokens", end.saturating_sub(length), end)?;
+        Ok(RecordedTokens {
+            tokens: tokens.into_iter().map(|token| token as u32).collect(),
+            logprobs: self.part("logprobs", from, to)?,
+            kl: self.part("kl", from, to)?,
+            advantages: self.part("advantages", from, to)?,
+        })
+    }
+
+    /// The scores of each reward.
+    fn parts(&self) -> Result<BTreeMap<String, Vec<f32>>> {
+        let names = self.group.group("scores").and_then(|group| group.member_names());
+        let names = names.map_err(|e| unreadable(&self.path, &e))?;
+        names.into_iter().map(|name| Ok((name.clone(), self.array(&format!("scores/{name}"))?))).collect()
+    }
+
+    fn array<T: H5Type>(&self, name: &str) -> Result<Vec<T>> {
+        let read = self.group.dataset(name).and_then(|set| set.read_raw());
+        read.map_err(|e| unreadable(&self.path, &e))
+    }
+
+    fn part<T: H5Type>(&self, name: &str, from: usize, to: usize) -> Result<Vec<T>> {
+        if from >= to {
+            return Ok(Vec::new());
+        }
+        let read = self.group.dataset(name).and_then(|set| set.read_slice_1d(from..to));
+        read.map(|values| values.into_raw_vec_and_offset().0).map_err(|e| unreadable(&self.path, &e))
+    }
+
+    fn texts(&self, name: &str) -> Result<Vec<String>> {
+        Ok(self.array::<VarLenUnicode>(name)?.into_iter().map(|text| text.as_str().to_owned()).collect())
+    }
+}
+
+fn unreadable(path: &Path, source: &hdf5::Error) -> Error {
+    Error::data(format!("cannot read {}: {source}", path.display()))
+}
