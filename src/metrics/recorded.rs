@@ -4,8 +4,8 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use super::rollouts::{ENDING, step_path, steps_in};
-pub use super::step_file::{RecordedSample, RecordedTokens};
 use super::step_file::{Query, VERB};
+pub use super::step_file::{RecordedSample, RecordedTokens};
 use crate::comm::records;
 use crate::error::{Error, Result};
 use crate::sys::{files, reexec};
@@ -53,10 +53,13 @@ impl RecordedStep {
         let arguments = [OsStr::new(VERB), path.as_os_str(), OsStr::new(&step), OsStr::new(&query)];
         let output = reexec::run(&arguments).map_err(|e| Error::io("start a process to read", path, &e))?;
         let answer: Result<Result<T>> = records::decode(&output.stdout);
-        answer.ok().filter(|_| output.status.success()).unwrap_or_else(|| {
-            let (path, why) = (path.display(), reexec::describe(&output));
-            Err(Error::data(format!("cannot read {path}: HDF5 does not accept it ({why})")))
-        })
-        .map_err(|e| e.hint("the file is damaged: restore it from a copy, or remove it"))
+        answer
+            .ok()
+            .filter(|_| output.status.success())
+            .unwrap_or_else(|| {
+                let (path, why) = (path.display(), reexec::describe(&output));
+                Err(Error::data(format!("cannot read {path}: HDF5 does not accept it ({why})")))
+            })
+            .map_err(|e| e.hint("the file is damaged: restore it from a copy, or remove it"))
     }
 }

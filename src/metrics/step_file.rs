@@ -188,7 +188,10 @@ impl StepFile {
     }
 
     fn texts(&self, name: &str) -> Result<Vec<String>> {
-        Ok(self.array::<VarLenUnicode>(name)?.into_iter().map(|text| text.as_str().to_owned()).collect())
+        // HDF5 does not check that its strings are UTF-8.
+        let text = |text: VarLenUnicode| String::from_utf8(text.as_bytes().to_vec());
+        let texts = self.array::<VarLenUnicode>(name)?.into_iter().map(text).collect::<std::result::Result<_, _>>();
+        texts.map_err(|_| Error::data(format!("cannot read {}: a {name} is not UTF-8", self.path.display())))
     }
 }
 

@@ -31,6 +31,7 @@ pub fn describe(output: &Output) -> String {
     match output.status.signal() {
         Some(libc::SIGXCPU) => "it ran into its limit of processor time".to_string(),
         Some(signal) => format!("it crashed (signal {signal})"),
+        None if output.status.success() => "its answer is malformed".to_string(),
         None => format!("it ended with {}", output.status),
     }
 }

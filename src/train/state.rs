@@ -152,10 +152,15 @@ fn check_best(run: &Run, resumed: &Checkpoint, best: &mut Best) -> Result<()> {
     if let Err(error) = all.agree(opened.and_then(|best| best.verify(all))) {
         // The checkpoint may be intact although it cannot be read at the moment.
         if error.kind == Kind::Io && !all.any(checkpoint::lacks_files(&dir)) {
-            return Err(error.hint(format!("run the same command again, or remove {} to continue without it", dir.display())));
+            return Err(
+                error.hint(format!("run the same command again, or remove {} to continue without it", dir.display()))
+            );
         }
         let was = best.describe().unwrap_or_default();
-        run.recorder.warn(&format!("the best checkpoint ({was}) is lost: {}; the next evaluation counts as the best", error.message));
+        run.recorder.warn(&format!(
+            "the best checkpoint ({was}) is lost: {}; the next evaluation counts as the best",
+            error.message
+        ));
         best.forget();
     }
     Ok(())

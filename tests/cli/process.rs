@@ -45,6 +45,38 @@ fn a_lock_that_is_a_link_is_neither_followed_nor_changed() {
 }
 
 #[test]
+fn a_dry_run_follows_no_link_and_changes_nothing() {
+    let fixture = Fixture::new();
+    fixture.write("precious/data/rows", "precious");
+    let link = |to: &str, at: &str| std::os::unix::fs::symlink(to, fixture.path(at)).unwrap();
+    let dry = || fixture.run(&["run", "job.toml", "--dry-run"]);
+    let before = fixture.files(".");
+    link("precious", ".run.dry-run");
+    dry().refused(2, &[".run.dry-run must be a directory of dry runs (got a symbolic link)"]).hinted("remove it");
+    fs::remove_file(fixture.path(".run.dry-run")).unwrap();
+    // What a killed dry run left, of a run that is gone.
+    fs::create_dir(fixture.path(".run.dry-run")).unwrap();
+    fs::create_dir(fixture.path("run")).unwrap();
+    link("../run/metrics.jsonl", ".run.dry-run/metrics.jsonl");
+    link("../precious/data", ".run.dry-run/data");
+    dry().well();
+    assert!(!fixture.path(".run.dry-run").exists() && !fixture.path("run/metrics.jsonl").exists());
+    // A run directory that is a link, whose links lead nowhere.
+    fs::rename(fixture.path("run"), fixture.path("elsewhere")).unwrap();
+    fs::create_dir(fixture.path("elsewhere/checkpoints")).unwrap();
+    link("elsewhere", "run");
+    link("step-9", "elsewhere/checkpoints/latest");
+    dry().well();
+    assert!(fixture.path("run").is_symlink() && fixture.path("elsewhere/checkpoints/latest").is_symlink());
+    fs::remove_file(fixture.path("run")).unwrap();
+    fs::remove_dir_all(fixture.path("elsewhere")).unwrap();
+    assert_eq!(fixture.files("."), before);
+    fixture.write("run/export/notes.txt", "mine");
+    dry().refused(2, &["contains notes.txt, which is not part of an export"]);
+    assert!(!fixture.path(".run.dry-run").exists(), "a refused dry run leaves nothing");
+}
+
+#[test]
 fn a_disk_that_takes_no_more_is_an_error_that_names_the_file_and_leaves_the_checkpoints_whole() {
     let fixture = Fixture::new();
     fixture.job(&["job.steps=1"]).well();

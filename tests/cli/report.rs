@@ -7,6 +7,45 @@ use std::process::Command;
 
 const HOSTILE: &str = "</script><img src=x onerror=\"document.title='hit'\">\u{1b}[31m";
 
+/// Damages of a recorded step without a checksum: zeros in the heap of its texts, where HDF5 reads for ever; a text that
+/// is not UTF-8; and no file of HDF5.
+fn damages(bytes: &[u8]) -> [(Vec<u8>, &'static str); 3] {
+    let mut zeroed = bytes.to_vec();
+    let heap = zeroed.windows(4).position(|four| four == b"GCOL").expect("the texts have a heap");
+    zeroed[heap + 200..heap + 712].fill(0);
+    let mut text = bytes.to_vec();
+    let at = text.windows(9).position(|word| word == b"</script>").expect("a prompt");
+    text[at] = 0xff;
+    [(zeroed, "its limit of processor time"), (text, "is not UTF-8"), (vec![0; 4096], "cannot read")]
+}
+
+#[test]
+fn a_damaged_recorded_step_is_an_error_that_names_it_and_ends_no_run() {
+    let fixture = run();
+    let whole = fixture.read("run/rollouts/step-2.h5");
+    let end = whole.windows(8).rposition(|word| word == b"rlhf-hpc").expect("it has a checksum");
+    let shown = fixture.run(&["samples", "run"]).well().stdout;
+    fixture.write("run/rollouts/step-2.h5", &whole[..end]);
+    assert_eq!(fixture.run(&["samples", "run"]).well().stdout, shown, "a checksum is not needed");
+    for (bytes, why) in damages(&whole[..end]) {
+        fixture.write("run/rollouts/step-2.h5", bytes);
+        fixture.run(&["samples", "run"]).refused(65, &["run/rollouts/step-2.h5", why]).hinted("remove it");
+        fixture.run(&["samples", "run", "--step", "1"]).well();
+    }
+    fixture.run(&["report", "run"]).refused(65, &["the page has no part for", "run/rollouts/step-2.h5"]);
+    assert!(fixture.text("run/report.html").contains("step 1</h3>"), "the other step is left out");
+    let ended = fixture
+        .job(&[
+            "data.prompts=hostile",
+            "data.prompt_tokens_max=128",
+            "rollout.prompts_per_step=2",
+            "rollout.samples_per_prompt=2",
+        ])
+        .well();
+    let words = ["warning: cannot read ./run/rollouts/step-2.h5", "report       ./run/report.html"];
+    assert!(words.iter().all(|words| ended.stderr.contains(words)), "{}", ended.stderr);
+}
+
 /// Two recorded steps of two prompts with two responses each, asked and labelled with `HOSTILE`.
 fn run() -> Fixture {
     let fixture = Fixture::new();

@@ -4,8 +4,9 @@ use hdf5::File;
 use hdf5::types::VarLenUnicode;
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::experience::Experience;
-use rlhf_hpc::metrics::recorded::{self, RecordedStep};
+use rlhf_hpc::metrics::recorded;
 use rlhf_hpc::metrics::rollouts::{self, TOKEN_TEXT_BYTES, group_name, step_bytes_max, step_path, write};
+use rlhf_hpc::metrics::step_file::StepFile;
 
 use crate::metrics::sample;
 use crate::names;
@@ -29,23 +30,42 @@ fn a_recorded_step_reads_back_as_samples() {
         write(dir.path(), step, &batch(), (0, ""), 0).unwrap();
     }
     assert_eq!(recorded::steps(dir.path()).unwrap(), [2, 10]);
-    let step = RecordedStep::open(dir.path(), 10).unwrap();
+    let step = StepFile::open(&step_path(dir.path(), 10), 10).unwrap();
     let samples = step.samples().unwrap();
     assert_eq!(step.scores().unwrap(), [2.5, 0.5, 7.5]);
     let second = &samples[1];
-    assert_eq!((second.prompt_id, second.sample, second.finish, second.score), (1, 1, "length", 0.5));
+    assert_eq!((second.prompt_id, second.sample, &*second.finish, second.score), (1, 1, "length", 0.5));
     assert_eq!((&*second.prompt, &*second.response), ("prompt 1", "response 1 ␀ grüße"));
     assert_eq!((second.prompt_tokens, second.response_tokens), (3, 1));
     assert!(second.scores["number"].is_nan());
-    for (sample, recorded) in batch().iter().zip(&samples) {
-        let tokens = step.tokens(recorded.index).unwrap();
+    for (i, sample) in batch().iter().enumerate() {
+        let tokens = step.tokens(i).unwrap();
         assert_eq!(tokens.tokens, sample.response.tokens);
         let arrays = (&tokens.logprobs, &tokens.kl, &tokens.advantages);
         assert_eq!(arrays, (&sample.response.logprobs, &sample.kl, &sample.advantages));
     }
     assert!(step.tokens(3).is_err());
-    let missing = RecordedStep::open(dir.path(), 3).unwrap_err();
-    assert!(missing.kind == Kind::Data && missing.message.contains("step-3.h5"), "{missing}");
+    let missing = StepFile::open(&step_path(dir.path(), 3), 3).unwrap_err();
+    assert!(missing.kind == Kind::Io && missing.message.contains("step-3.h5"), "{missing}");
+}
+
+#[test]
+fn any_changed_byte_of_a_recorded_step_is_noticed() {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), 1, &batch(), (0, ""), 0).unwrap();
+    let path = step_path(dir.path(), 1);
+    let bytes = fs::read(&path).unwrap();
+    let end = bytes.windows(8).rposition(|window| window == b"rlhf-hpc").unwrap();
+    for at in (0..end).step_by(61) {
+        let mut damaged = bytes.clone();
+        damaged[at] ^= 1 << (at % 8);
+        fs::write(&path, damaged).unwrap();
+        let error = StepFile::open(&path, 1).unwrap_err();
+        assert!(error.kind == Kind::Data && error.message.contains("step-1.h5: its checksum"), "byte {at}: {error}");
+    }
+    // A file of an older release has no checksum.
+    fs::write(&path, &bytes[..end]).unwrap();
+    assert_eq!(StepFile::open(&path, 1).unwrap().samples().unwrap().len(), 3);
 }
 
 type Get = fn(&Experience) -> &Vec<f32>;
@@ -234,8 +254,15 @@ fn the_last_records_are_kept_and_no_link_points_to_one_that_is_gone() {
     write(dir.path(), 5, &batch(), (0, ""), 2).unwrap();
     there(&[4, 5]);
     // Cutting back removes later steps and their links.
-    rollouts::cut_back(dir.path(), 4).unwrap();
+    rollouts::cut_back(dir.path(), 4, 0).unwrap();
     there(&[4]);
+    // A start removes what is too many, after what is too late.
+    (5..=7).for_each(|step| write(dir.path(), step, &batch(), (0, ""), 0).unwrap());
+    rollouts::cut_back(dir.path(), 6, 2).unwrap();
+    there(&[5, 6]);
+    rollouts::cut_back(dir.path(), 4, 2).unwrap();
+    there(&[]);
+    write(dir.path(), 4, &batch(), (0, ""), 2).unwrap();
     write(dir.path(), 5, &batch()[..1], (9, "again"), 2).unwrap();
     let group = File::open(dir.path().join("rollouts.h5")).unwrap().group(&group_name(5)).unwrap();
     assert_eq!(group.attr("seed").unwrap().read_scalar::<u64>().unwrap(), 9);

@@ -47,3 +47,57 @@ fn a_number_that_evaluations_do_not_have_ends_the_run_before_its_first_step() {
     job.run().assert(2, &["checkpoint.best_metric = eval_acuracy", "choose one of eval_loss, eval_accuracy"]);
     assert!(job.numbers("loss").is_empty());
 }
+
+/// Changes a byte of the weights in a checkpoint.
+fn damage(job: &Job, name: &str) {
+    let path = job.checkpoints().join(name).join("actor.weights.rank-0000.bin");
+    let mut bytes = std::fs::read(&path).expect("reads");
+    bytes[1000] ^= 1;
+    std::fs::write(path, bytes).expect("writes");
+}
+
+/// Each evaluation of 4 steps is better than the last one.
+fn improving(name: &str) -> Job {
+    Job::sft(name).with(FIRST).with("job.steps=4 checkpoint.best_metric=eval_loss checkpoint.every_steps=1")
+}
+
+#[test]
+fn a_damaged_best_checkpoint_is_made_again_and_the_link_points_to_the_intact_one() {
+    let job = improving("best-remade").with("eval.every_steps=2 checkpoint.keep_last=2").done();
+    assert_eq!((best(&job), job.committed()), ("step-4".to_string(), vec![3, 4]));
+    let exported = job.read("export/model.safetensors");
+    damage(&job, "step-4");
+    // The state of step 3 names the evaluation of step 2, whose checkpoint step 4 has replaced.
+    let words =
+        ["skipped an incomplete checkpoint: step-4: ", "the best checkpoint (eval_loss = ", "at step 2) is lost"];
+    job.run().assert(0, &words);
+    assert_eq!((best(&job), job.committed()), ("step-4".to_string(), vec![3, 4]));
+    assert_eq!(job.read("export/model.safetensors"), exported);
+    // Later evaluations are worse.
+    let job = job.with("job.steps=8 optim.actor.lr=9.0").done();
+    assert_eq!((best(&job), job.committed()), ("step-4".to_string(), vec![4, 7, 8]));
+    assert!(job.read("export/model.safetensors") == exported, "another step was exported");
+}
+
+#[test]
+fn a_best_checkpoint_that_is_damaged_or_gone_is_forgotten_at_the_next_start() {
+    let job = improving("best-lost").with("checkpoint.best_mode=max checkpoint.keep_last=1").done();
+    assert_eq!((best(&job), job.committed()), ("step-1".to_string(), vec![1, 4]));
+    let cases: [(&str, fn(&Job)); 3] = [
+        ("damaged", |job| damage(job, "step-1")),
+        ("partial", |job| {
+            std::fs::remove_file(job.checkpoints().join("step-1/actor.weights.rank-0000.bin")).expect("there")
+        }),
+        ("gone", |job| std::fs::remove_dir_all(job.checkpoints().join("step-1")).expect("there")),
+    ];
+    for (name, lose) in cases {
+        let job = job.rewound(&format!("best-lost-{name}"), 4);
+        lose(&job);
+        job.clone().dry().run().assert(0, &["at step 1) is lost"]);
+        job.run().assert(0, &["at step 1) is lost", "the next evaluation counts as the best"]);
+        assert_eq!(job.committed(), [4]);
+        assert!(!job.checkpoints().join("best").is_symlink(), "{name}: no checkpoint is the best");
+        let job = job.with("job.steps=6").done();
+        assert_eq!((best(&job), job.committed()), ("step-5".to_string(), vec![5, 6]));
+    }
+}

@@ -95,3 +95,30 @@ fn rollouts_that_the_disk_cannot_hold_are_refused_or_warned_of_at_the_start() {
         assert!(ended.code == Some(0) && !ended.stderr.contains("warning: checkpoints"), "{}", ended.stderr);
     }
 }
+
+#[test]
+fn a_start_completes_what_a_kill_interrupted() {
+    let sets = "job.steps=3 eval.every_steps=1 checkpoint.best_metric=eval_samples checkpoint.every_steps=1";
+    let job = Job::ppo("links").with(sets).with("metrics.rollouts_keep_last=0").done();
+    let target = |name: &str| std::fs::read_link(job.checkpoints().join(name)).expect("a link");
+    let mislead = |name: &str, to: &str| {
+        std::fs::remove_file(job.checkpoints().join(name)).expect("a link");
+        std::os::unix::fs::symlink(to, job.checkpoints().join(name)).expect("links");
+    };
+    mislead("latest", "step-2");
+    mislead("best", "step-9");
+    std::fs::create_dir_all(job.dir.join("data")).expect("makes");
+    let partial = job.dir.join("data/.rows-1.json.7.partial");
+    std::fs::write(&partial, "half").expect("writes");
+    // These names differ from the ones that the run left only in what a kill prevents.
+    let kept = job.clone().with("checkpoint.keep_last=1 metrics.rollouts_keep_last=1");
+    kept.clone().dry().done();
+    assert_eq!((target("latest"), target("best")), ("step-2".into(), "step-9".into()));
+    assert!(partial.exists() && job.committed() == [1, 2, 3] && job.rollouts().len() == 3);
+    kept.done();
+    assert_eq!((target("latest"), target("best")), ("step-3".into(), "step-1".into()));
+    assert_eq!(job.committed(), [1, 3], "the last and the best");
+    assert_eq!(job.rollouts().keys().collect::<Vec<_>>(), ["step_000003"]);
+    assert_eq!(job.eval_rows().keys().collect::<Vec<_>>(), [&3]);
+    assert!(!partial.exists());
+}

@@ -165,13 +165,7 @@ fn plain(out: &mut String, text: &str, tokens_max: usize) {
 }
 
 /// The text of a response, with the UTF-16 lengths of its tokens and their numbers, if they can be determined.
-fn response(
-    out: &mut String,
-    source: &Source,
-    sample: &RecordedSample,
-    tokens: &RecordedTokens,
-    tokens_max: usize,
-) {
+fn response(out: &mut String, source: &Source, sample: &RecordedSample, tokens: &RecordedTokens, tokens_max: usize) {
     let pieces = source.tokenizer.as_ref().and_then(|tokenizer| pieces(tokenizer, &tokens.tokens, &sample.response));
     let Some(pieces) = pieces else {
         plain(out, &sample.response, tokens_max);

@@ -68,7 +68,12 @@ impl Source {
     /// The value, or none and a note on the page.
     pub fn try_read<T>(&mut self, read: Result<T>) -> Option<T> {
         let lacks = &mut self.lacks;
-        read.map_err(|e| if !lacks.contains(&e) { lacks.push(e) }).ok()
+        read.map_err(|e| {
+            if !lacks.contains(&e) {
+                lacks.push(e)
+            }
+        })
+        .ok()
     }
 
     /// The tokenizer of the export, or of the model that the run started from.
