@@ -1,5 +1,6 @@
 //! The error type: a message, a hint, and the exit code of the process.
 
+use crate::url::redacted;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::Path;
@@ -21,7 +22,8 @@ pub enum Kind {
     Stopped,
 }
 
-/// An error, which is shown to the user once: `error: MESSAGE`, then `hint: HINT` if there is one.
+/// An error, which is shown to the user once: `error: MESSAGE`, then `hint: HINT` if there is one. Secrets in URLs are
+/// hidden.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Error {
     pub kind: Kind,
@@ -45,7 +47,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
     pub fn new(kind: Kind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), hint: None }
+        Self { kind, message: redacted(&message.into()).into_owned(), hint: None }
     }
 
     pub fn fault(message: impl Into<String>) -> Self {
@@ -95,7 +97,7 @@ impl Error {
     /// Adds the hint line.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
-        self.hint = Some(hint.into());
+        self.hint = Some(redacted(&hint.into()).into_owned());
         self
     }
 
@@ -109,7 +111,7 @@ impl Error {
     /// Puts `context: ` before the message, e.g. the file and row.
     #[must_use]
     pub fn within(mut self, context: impl fmt::Display) -> Self {
-        self.message = format!("{context}: {}", self.message);
+        self.message = format!("{}: {}", redacted(&context.to_string()), self.message);
         self
     }
 

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -148,6 +149,11 @@ impl Response {
         self.tokens.len() - self.weights.iter().map(|(_, tokens)| tokens).sum::<usize>()
     }
 
+    /// The parts of the text that an environment wrote.
+    pub fn written(&self) -> &[(usize, usize)] {
+        self.episode.as_ref().map_or(&[], |episode| &episode.written)
+    }
+
     /// 1 for each sampled token, 0 for each token that an environment wrote.
     pub fn mask(&self) -> Vec<u8> {
         let mut mask = vec![1; self.tokens.len()];
@@ -168,6 +174,33 @@ pub struct Episode {
     pub extra: BTreeMap<String, f32>,
     /// The error if the environment failed and the episode ended early.
     pub failed: Option<String>,
+    /// The parts of the response's text that the environment wrote.
+    pub written: Spans,
+}
+
+/// Parts of a text: the first character, and the one after the last.
+pub type Spans = Vec<(usize, usize)>;
+
+/// The parts of `text` in order, and whether each is one of `spans`.
+pub fn parts(text: &str, spans: &[(usize, usize)]) -> Vec<(String, bool)> {
+    let inside = |i: usize| spans.iter().any(|(from, to)| (*from..*to).contains(&i));
+    let mut parts: Vec<(String, bool)> = Vec::new();
+    for (i, c) in text.chars().enumerate() {
+        match parts.last_mut().filter(|(_, is_span)| *is_span == inside(i)) {
+            Some((part, _)) => part.push(c),
+            None => parts.push((c.into(), inside(i))),
+        }
+    }
+    parts
+}
+
+/// `text` with the `spans` that an environment wrote in brackets.
+pub fn marked<'a>(text: &'a str, spans: &[(usize, usize)]) -> Cow<'a, str> {
+    if spans.is_empty() {
+        return Cow::Borrowed(text);
+    }
+    let part = |(part, is_span)| if is_span { format!("[environment: {part}]") } else { part };
+    Cow::Owned(parts(text, spans).into_iter().map(part).collect())
 }
 
 /// The greedy response to a prompt, the baseline of its samples (ReMax, arXiv:2310.10505).

@@ -15,7 +15,7 @@
 //! | 3 | `tensor` |
 //! | 2 | `device` |
 //! | 1 | `sys` |
-//! | 0 | `config` `mesh` `experience` `dtype` `error` `rng` |
+//! | 0 | `config` `mesh` `experience` `dtype` `error` `rng` `url` |
 
 pub mod advantage;
 pub mod checkpoint;
@@ -43,3 +43,4 @@ pub mod sys;
 pub mod tensor;
 pub mod text;
 pub mod train;
+pub mod url;

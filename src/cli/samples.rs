@@ -3,6 +3,7 @@
 use super::out;
 use super::rows;
 use crate::error::{Error, Result};
+use crate::experience::marked;
 use crate::metrics::eval_rows::{self, EvalResponses, EvalRow};
 use crate::metrics::recorded::{self, RecordedSample, RecordedStep};
 use crate::metrics::{grouped, number, one_line};
@@ -204,7 +205,7 @@ fn show(text: &mut String, group: &[RecordedSample]) {
             let _ = write!(text, " ({})", sample.scores.iter().map(of).collect::<Vec<_>>().join(", "));
         }
         let _ = writeln!(text, ", {} tokens, {}", sample.response_tokens, sample.finish);
-        put(text, &sample.response);
+        put(text, &marked(&sample.response, &sample.environment));
     }
 }
 
@@ -223,7 +224,7 @@ fn shown_row(row: &EvalRow) -> String {
     }
     for (name, response, reward) in row.responses.list() {
         let _ = writeln!(text, "  - {}, reward {}", one_line(&name), short_number(reward));
-        put(&mut text, response);
+        put(&mut text, &response);
     }
     text
 }

@@ -16,6 +16,7 @@ use toml::Value;
 
 use super::limits::{self, ABOVE_0, YEAR_S};
 use crate::error::Error;
+use crate::url::Url;
 
 table! {
     /// `[reward]`. At least one source is needed by jobs that roll out.
@@ -55,6 +56,11 @@ impl RewardConfig {
     /// Whether models of the job score.
     pub fn has_models(&self) -> bool {
         !self.models.is_empty() || !self.judge.is_empty()
+    }
+
+    /// Whether Python files score or answer turns.
+    pub fn has_python(&self) -> bool {
+        !self.python.is_empty() || self.environment.iter().any(|environment| !environment.python.is_empty())
     }
 
     /// Whether a reward gets all responses of a rank in one call, so that its scores may depend on which ones these
@@ -161,7 +167,9 @@ table! {
     /// One reward service, on one or several servers.
     pub struct HttpConfig {
         #[serde(deserialize_with = "one_or_many")]
-        pub url: Vec<String> = Vec::new(),
+        pub url: Vec<Url> = Vec::new(),
+        #[serde(deserialize_with = "one_or_many")]
+        pub header_env: Vec<String> = Vec::new(),
         pub name: String = String::new(),
         pub weight: f32 = 1.0,
         pub batch: usize = 1 => 0.0..=limits::SAMPLES,
@@ -174,7 +182,9 @@ table! {
         #[serde(deserialize_with = "one_or_many")]
         pub python: Vec<PythonConfig> = Vec::new(),
         #[serde(deserialize_with = "one_or_many")]
-        pub http: Vec<String> = Vec::new(),
+        pub http: Vec<Url> = Vec::new(),
+        #[serde(deserialize_with = "one_or_many")]
+        pub header_env: Vec<String> = Vec::new(),
         pub turns_max: u32 = 8 => 1.0..=1e6,
         pub name: String = String::new(),
         pub weight: f32 = 1.0,
@@ -187,6 +197,8 @@ impl EnvironmentConfig {
         self.python.iter().try_for_each(|python| limits::check("reward.environment.python", python))?;
         let is_one = self.python.len() == 1 && self.http.is_empty() || self.python.is_empty() && !self.http.is_empty();
         Error::need(is_one, "reward.environment needs either one Python file (python) or servers (http)")?;
+        let needs_server = self.header_env.is_empty() || !self.http.is_empty();
+        Error::need(needs_server, "reward.environment.header_env is only for servers (http)")?;
         if self.http.is_empty() { Ok(()) } else { check_urls("reward.environment.http", &self.http) }
     }
 }
@@ -195,7 +207,7 @@ impl FromWord for EnvironmentConfig {
     const EXPECTED: &'static str = "the path of a Python file, or a URL";
     fn from_word(word: &str) -> Option<Self> {
         if word.starts_with("http://") || word.starts_with("https://") {
-            return Some(Self { http: vec![word.to_string()], ..Self::default() });
+            return Some(Self { http: vec![Url::new(word)], ..Self::default() });
         }
         Some(Self { python: vec![PythonConfig::from_word(word)?], ..Self::default() })
     }
@@ -296,10 +308,15 @@ impl FromWord for PythonConfig {
     }
 }
 
-fn check_urls(key: &str, urls: &[String]) -> crate::error::Result<()> {
+fn check_urls(key: &str, urls: &[Url]) -> crate::error::Result<()> {
     Error::need(!urls.is_empty(), format!("{key} must have a url, http://HOST:PORT/PATH"))?;
     for url in urls {
-        let parsed = url.parse::<ureq::http::Uri>();
+        if url.is_redacted() {
+            let message = format!("{key} = \"{url}\" has *** in place of a secret");
+            let hint = "write the URL with its secret, or let header_env name an environment variable with a header";
+            return Err(Error::usage(message).hint(hint));
+        }
+        let parsed = url.with_secrets().parse::<ureq::http::Uri>();
         let why = match &parsed {
             Err(e) => format!(" ({e})"),
             Ok(uri) => match (uri.scheme_str(), uri.host()) {
@@ -322,7 +339,14 @@ fn check_urls(key: &str, urls: &[String]) -> crate::error::Result<()> {
 impl FromWord for HttpConfig {
     const EXPECTED: &'static str = "a URL";
     fn from_word(word: &str) -> Option<Self> {
-        Some(Self { url: vec![word.to_string()], ..Self::default() })
+        Some(Self { url: vec![Url::new(word)], ..Self::default() })
+    }
+}
+
+impl FromWord for Url {
+    const EXPECTED: &'static str = "a URL";
+    fn from_word(word: &str) -> Option<Self> {
+        Some(Self::new(word))
     }
 }
 

@@ -11,7 +11,7 @@ use crate::model::Transformer;
 use crate::rollout;
 use crate::rollout::blocks::pages_of;
 use crate::rollout::scheduler::cached_tokens_max;
-use crate::sys::{files, memory};
+use crate::sys::{bounded_log, files, memory};
 use crate::tensor::arena::{self, Usage};
 use std::path::{Path, PathBuf};
 
@@ -59,15 +59,20 @@ impl Run {
         };
         let best = usize::from(!checkpoints.best_metric.is_empty());
         let count = to_come(&self.checkpoints(), checkpoints.keep_last, checkpoints.every_steps) + best;
-        let saved = (count * saved_bytes + export) as u64;
+        let logs =
+            if self.config.reward.has_python() { self.ranks.all.size() as u64 * bounded_log::BYTES_MAX } else { 0 };
+        let saved = (count * saved_bytes + export) as u64 + logs;
         let recorded =
             to_come(&self.dir.join("rollouts"), metrics.rollouts_keep_last, metrics.rollouts_every_steps) as u64;
         // Few responses have the longest length. If all rollouts are kept, future ones do not reject a job.
         let counted = if metrics.rollouts_keep_last == 0 { 1 } else { recorded };
         let each = format_bytes(rollout_bytes);
+        let logs = if logs > 0 { format!(", logs of rewards (up to {})", format_bytes(logs)) } else { String::new() };
         let what = |recorded| match rollout_bytes {
-            0 => format!("checkpoints ({count} more) and the export"),
-            _ => format!("checkpoints ({count} more), the export, and rollouts ({recorded} more of up to {each} each)"),
+            0 => format!("checkpoints ({count} more){logs} and the export"),
+            _ => format!(
+                "checkpoints ({count} more), the export{logs}, and rollouts ({recorded} more of up to {each} each)"
+            ),
         };
         let refused = |e: Error| {
             let e = e.within(what(counted));

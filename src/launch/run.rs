@@ -53,6 +53,8 @@ pub struct Run {
     pub has_learned: bool,
     /// Whether a started rollout must be finished before the run can stop.
     pub must_finish: Cell<bool>,
+    /// The seconds for which this rank has waited for rewards or the environment in this step.
+    pub reward_wait_s: Cell<f64>,
     /// Resident memory before the first model, which the plan does not count.
     pub resident_at_start: u64,
     /// FLOP/s of all ranks' devices at their peaks.
@@ -143,6 +145,7 @@ impl Run {
             started: Instant::now(),
             has_learned: false,
             must_finish: Cell::new(false),
+            reward_wait_s: Cell::new(0.0),
             resident_at_start: 0,
             peak_flops,
         })

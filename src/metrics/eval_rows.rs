@@ -4,6 +4,7 @@
 
 use super::rollouts::{excess, remove, steps_in};
 use crate::error::{Error, Result};
+use crate::experience::{Spans, marked};
 use crate::sys::files;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -37,6 +38,9 @@ pub struct EvalAnswer {
     pub tokens: usize,
     /// The sampling temperature; 0 for the greedy answer.
     pub temperature: f32,
+    /// The parts of the response that an environment wrote.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub environment: Spans,
 }
 
 /// Responses with their rewards. For a reward model these are scores. For a policy: beta times the log-ratio to its
@@ -69,14 +73,17 @@ pub enum EvalResponses {
 }
 
 impl EvalResponses {
-    /// The name, text and reward of each response.
-    pub fn list(&self) -> Vec<(Cow<'static, str>, &str, f64)> {
+    /// The name, text and reward of each response. The text of an environment is marked.
+    pub fn list(&self) -> Vec<(Cow<'static, str>, Cow<'_, str>, f64)> {
         match self {
             Self::Pair { chosen, rejected, chosen_reward, rejected_reward } => {
-                vec![("chosen".into(), chosen, *chosen_reward), ("rejected".into(), rejected, *rejected_reward)]
+                vec![
+                    ("chosen".into(), chosen.into(), *chosen_reward),
+                    ("rejected".into(), rejected.into(), *rejected_reward),
+                ]
             }
             Self::Labelled { response, label, reward } => {
-                vec![(if *label { "desirable" } else { "undesirable" }.into(), response, *reward)]
+                vec![(if *label { "desirable" } else { "undesirable" }.into(), response.into(), *reward)]
             }
             Self::Steps { steps, labels, rewards } => {
                 let name = |label: &Value| match label {
@@ -84,11 +91,15 @@ impl EvalResponses {
                     p => Cow::from(format!("label {p}")),
                 };
                 let named = labels.iter().map(name).zip(steps).zip(rewards);
-                named.map(|((name, step), reward)| (name, step.as_str(), *reward)).collect()
+                named.map(|((name, step), reward)| (name, step.into(), *reward)).collect()
             }
             Self::Answers { answers, .. } => {
                 let name = |answer: &EvalAnswer| if answer.temperature == 0.0 { "greedy" } else { "sampled" }.into();
-                answers.iter().map(|answer| (name(answer), &*answer.response, answer.score.into())).collect()
+                let list = answers.iter().map(|answer| {
+                    let text = marked(&answer.response, &answer.environment);
+                    (name(answer), text, answer.score.into())
+                });
+                list.collect()
             }
         }
     }

@@ -13,7 +13,7 @@ use super::terminal::Terminal;
 use super::{keys, rollouts};
 use crate::config::metrics::MetricsConfig;
 use crate::error::{Error, Result};
-use crate::experience::Experience;
+use crate::experience::{Experience, marked};
 use crate::sys::files;
 
 /// Records and shows a run. Every rank has one and calls it in the same way.
@@ -202,7 +202,7 @@ impl Live {
 
 /// A sample for TensorBoard.
 fn markdown(Experience { prompt, response, score, .. }: &Experience) -> String {
-    let [prompt, response] = [&prompt.text, &response.text].map(|text| indented(text));
+    let [prompt, response] = [&prompt.text, &*marked(&response.text, response.written())].map(indented);
     format!("score {score}\n\nprompt\n\n{prompt}\n\nresponse\n\n{response}\n")
 }
 

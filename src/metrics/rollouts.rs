@@ -185,6 +185,13 @@ const FINISH: Array = ("finish", "code", "reason why a response ended: 0 end tok
 const WEIGHTS_STEP: Array =
     ("weights_step", "index", "step whose update made the weights that sampled a response token; 0: none");
 
+/// Only in jobs with an environment.
+pub(super) const ENVIRONMENT: Array = (
+    "environment",
+    "JSON",
+    "parts of the response's text that the environment wrote, as [[first, end], ...] in characters",
+);
+
 type Text = (Array, fn(&Experience) -> &str);
 
 const TEXTS: [Text; 4] = [
@@ -248,6 +255,10 @@ fn write_batch(group: &Group, step: u64, batch: &[Experience]) -> hdf5::Result<(
     for (array, of) in TEXTS {
         let texts: Vec<VarLenUnicode> = batch.iter().map(|e| string(of(e))).collect::<hdf5::Result<_>>()?;
         dataset(group, array, texts.into_iter())?;
+    }
+    if batch.iter().any(|e| !e.response.written().is_empty()) {
+        let spans = |e: &Experience| string(&serde_json::to_string(e.response.written()).expect("numbers"));
+        dataset(group, ENVIRONMENT, batch.iter().map(spans).collect::<hdf5::Result<Vec<_>>>()?.into_iter())?;
     }
     write_scores(&group.create_group("scores")?, batch)
 }

@@ -10,10 +10,10 @@ use std::path::{Path, PathBuf};
 use hdf5::types::VarLenUnicode;
 use hdf5::{File, Group, H5Type};
 
-use super::rollouts::group_name;
+use super::rollouts::{ENVIRONMENT, group_name};
 use crate::comm::records;
 use crate::error::{Error, Result};
-use crate::experience::Finish;
+use crate::experience::{Finish, Spans};
 use crate::sys::{hdf5_image, reexec};
 use serde::{Deserialize, Serialize};
 
@@ -31,6 +31,8 @@ pub struct RecordedSample {
     pub label: String,
     pub prompt: String,
     pub response: String,
+    /// The parts of the response that an environment wrote.
+    pub environment: Spans,
     pub score: f32,
     /// The score of each reward by its name; NaN if it abstained.
     pub scores: BTreeMap<String, f32>,
@@ -117,7 +119,7 @@ impl StepFile {
         let offsets = self.array::<i64>("response_offsets")?;
         let (prompts, responses) = (self.texts("prompt")?, self.texts("response")?);
         let (labels, sources) = (self.texts("label")?, self.texts("source")?);
-        let parts = self.parts()?;
+        let (parts, environment) = (self.parts()?, self.environment()?);
         let n = scores.len();
         let lengths = [finish.len(), prompt_ids.len(), samples.len(), prompt_tokens.len(), offsets.len().max(1) - 1];
         let of_texts = [&prompts, &responses, &labels, &sources].map(Vec::len);
@@ -137,6 +139,7 @@ impl StepFile {
             label: labels[i].clone(),
             prompt: prompts[i].clone(),
             response: responses[i].clone(),
+            environment: environment.get(i).cloned().unwrap_or_default(),
             score: scores[i],
             scores: parts.iter().map(|(name, values)| (name.clone(), values[i])).collect(),
             finish: [Finish::Stop, Finish::Length, Finish::StopString]
@@ -172,6 +175,18 @@ impl StepFile {
         let names = self.group.group("scores").and_then(|group| group.member_names());
         let names = names.map_err(|e| unreadable(&self.path, &e))?;
         names.into_iter().map(|name| Ok((name.clone(), self.array(&format!("scores/{name}"))?))).collect()
+    }
+
+    /// The parts of each response that an environment wrote; nothing if the job had none.
+    fn environment(&self) -> Result<Vec<Spans>> {
+        let name = ENVIRONMENT.0;
+        if !self.group.link_exists(name) {
+            return Ok(Vec::new());
+        }
+        let spans = |text: String| {
+            serde_json::from_str(&text).map_err(|e| Error::data(format!("{}: {name}: {e}", self.path.display())))
+        };
+        self.texts(name)?.into_iter().map(spans).collect()
     }
 
     fn array<T: H5Type>(&self, name: &str) -> Result<Vec<T>> {

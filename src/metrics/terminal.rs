@@ -14,7 +14,7 @@ use super::rows::{Ink, Rows};
 use super::screen::{Screen, colour_allowed, stderr_is_terminal};
 use super::throughput::Phase;
 use crate::config::metrics::MetricsConfig;
-use crate::experience::Experience;
+use crate::experience::{Experience, marked};
 use crate::sys::host;
 
 /// Columns of a line without a terminal.
@@ -254,6 +254,10 @@ impl Terminal {
                 fields.push((format!("{} {spark}", self.ink.dim(label)), Need::High));
             }
         }
+        // Before the first update, all margins may be 0.
+        if line.get(keys::EVAL_MARGIN_MEAN).is_some() && line.get(keys::EVAL_ACCURACY).is_none() {
+            fields.push((format!("{} {:>6}", self.ink.dim("held-out accuracy"), "-"), Need::High));
+        }
         self.print_line("eval", line.step, &fields);
         self.show_curves(curves);
     }
@@ -313,7 +317,7 @@ impl Terminal {
             }
             let title = truncate_str(&title, self.columns().saturating_sub(8).max(20), "…");
             let prompt = text_or_tokens(&sample.prompt.text, &sample.prompt.tokens);
-            let answer = text_or_tokens(&response.text, &response.tokens);
+            let answer = text_or_tokens(&marked(&response.text, response.written()), &response.tokens);
             let _ = writeln!(out, "  {:>3}  {title}", i + 1);
             let answer = truncate_str(&answer, room, "…");
             for (label, text) in [("prompt", &*limit_to_end(&prompt, room)), ("response", &*answer)] {

@@ -1,9 +1,10 @@
 """Runs a user's reward function or environment for rlhf-hpc: JSON lines in on standard input, JSON lines out on standard output.
 
 Started as `python3 -X utf8 -c THIS SETTINGS`. SETTINGS is JSON: file, function, environment (whether it is one),
-label_argument, columns (of the rows), memory_bytes.
-The first output line names the function that was found, or gives the error. After that, each input line gets one
-output line.
+label_argument, columns (of the rows), memory_bytes, timeout_s, steps.
+The first output line names the function that was found, or gives the error. After that, each input line is a list of
+requests, and each request gets one output line, in any order. A list has several requests only if the function is
+asynchronous: they are then awaited together.
 
 The protocol's streams are moved away from descriptors 0 and 1 before any user code runs. So everything that the user's
 code prints, from C too, goes to standard error. The user's code runs in a child, and this process only waits for it.
@@ -19,8 +20,11 @@ import resource
 import signal
 import sys
 import traceback
+import types
 
 ERROR_CHARS_MAX = 6000
+# Exceptions of code that would raise them again.
+LASTING = (ImportError, NameError, NotImplementedError, SyntaxError, TypeError)
 
 
 def take_streams():
@@ -120,22 +124,28 @@ class Unusable(Exception):
     """The file or the function cannot be used. Reported without a traceback."""
 
 
-def style_of(function):
-    """'trl', 'openrlhf' or None, from the parameters."""
+def style_of(function, by_name=True):
+    """'trl', 'openrlhf', 'verl' or None, from the parameters. TRL passes everything by name, so a function with no other
+    sign of it but `**kwargs` may be one: `by_name` accepts it."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return None
     names = [p.name for p in parameters]
-    if "completions" in names:
+    if "solution_str" in names:
+        return "verl"
+    if "completions" in names or "completion_ids" in names:
         return "trl"
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if "queries" in names or (getattr(function, "__name__", "") == "reward_func" and len(positional) >= 3):
+    own_name = getattr(function, "__name__", "")
+    if "queries" in names or (own_name == "reward_func" and len(positional) >= 3):
         return "openrlhf"
-    return None
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    return "trl" if takes_any and (by_name or own_name == "reward_func") else None
 
 
-SIGNATURES = "reward_func(queries, prompts, labels, **kwargs) or f(prompts, completions, **columns)"
+SIGNATURES = ("reward_func(queries, prompts, labels, **kwargs), f(prompts, completions, **columns) or "
+              "compute_score(data_source, solution_str, ground_truth, extra_info)")
 
 
 def find(module, wanted):
@@ -147,14 +157,16 @@ def find(module, wanted):
         if style is None:
             raise Unusable(f"'{wanted}' must have the signature {SIGNATURES}")
         return wanted, function, style
+    own = {name: value for name, value in vars(module).items()
+           if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")}
     found = {}
-    for name, value in vars(module).items():
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
-            style = style_of(value)
-            if style is not None:
-                found[name] = (value, style)
-    if "reward_func" in found:
-        found = {"reward_func": found["reward_func"]}
+    for by_name in (False, True):
+        if not found:
+            styles = {name: style_of(value, by_name) for name, value in own.items()}
+            found = {name: (own[name], style) for name, style in styles.items() if style is not None}
+    for usual in ("reward_func", "compute_score"):
+        if usual in found:
+            found = {usual: found[usual]}
     if len(found) == 1:
         (name, (function, style)), = found.items()
         return name, function, style
@@ -183,29 +195,50 @@ def columns_of(request, label_argument, known=()):
     return columns
 
 
-def as_trl(request):
-    """Prompts and completions in TRL's form. For a row of messages, both are lists of messages."""
+def as_trl(request, settings, extra):
+    """TRL's arguments. For a row of messages, prompts and completions are lists of messages. What `log_extra` and
+    `log_metric` record is added to `extra`."""
     prompts, completions = [], []
     for row, text, response in zip(request["rows"], request["prompts"], request["responses"]):
         prompt = row["prompt"]
         is_chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
         prompts.append(prompt if is_chat or isinstance(prompt, str) else text)
         completions.append([{"role": "assistant", "content": response}] if is_chat else response)
-    return {"prompts": prompts, "completions": completions}
+
+    def log_extra(column, values):
+        extra[str(column)] = logged(values, len(prompts), str(column))
+
+    def log_metric(name, value):
+        extra[str(name)] = logged(value, len(prompts), str(name))
+
+    state = types.SimpleNamespace(global_step=request["step"], max_steps=settings["steps"])
+    return {"prompts": prompts, "completions": completions, "trainer_state": state, "log_extra": log_extra,
+            "log_metric": log_metric}
+
+
+def as_verl(request):
+    """verl's arguments for each response."""
+    for i, row in enumerate(request["rows"]):
+        columns = row["columns"]
+        nested = columns.get("reward_model")
+        truth = request["labels"][i] or (nested.get("ground_truth") if isinstance(nested, dict) else "")
+        yield {"data_source": columns.get("data_source", request["sources"][i]), "ground_truth": truth, "extra_info": {},
+               **columns, "solution_str": request["responses"][i]}
 
 
 EMPTY = {key: [] for key in
          ("rows", "prompts", "responses", "labels", "sources", "prompt_ids", "prompt_tokens", "tokens", "finish")}
+EMPTY["step"] = 0
 
 
-def arguments(function, style, request, settings):
+def arguments(function, style, request, settings, extra):
     """Positional and named arguments. Raises Unusable if the function requires an unknown argument."""
     columns = columns_of(request, settings["label_argument"], settings["columns"])
-    known = ", ".join(columns)
-    if style == "trl":
-        columns.update(as_trl(request))
     parameters = list(inspect.signature(function).parameters.values())
     positional = []
+    if style == "trl":
+        columns.update(as_trl(request, settings, extra))
+    known = ", ".join(columns)
     if style == "openrlhf":
         queries = [p + r for p, r in zip(request["prompts"], request["responses"])]
         positional = [queries, request["prompts"], request["labels"]]
@@ -216,6 +249,11 @@ def arguments(function, style, request, settings):
         # These three were passed by position, under any names.
         for name in (*filled, "prompts", "labels"):
             columns.pop(name, None)
+    return positional, named_of(parameters, columns, known)
+
+
+def named_of(parameters, columns, known):
+    """The `columns` that `parameters` take by name."""
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         named = columns
     else:
@@ -226,7 +264,7 @@ def arguments(function, style, request, settings):
         raise Unusable(f"there is no value for its argument '{missing[0]}'; available are {known}; "
                        f"set reward.python.label_argument = \"{missing[0]}\" if it is the labels, "
                        f"or keep the field in the shard with --keep-field {missing[0]}")
-    return positional, named
+    return named
 
 
 def listed(value, count, what):
@@ -257,18 +295,12 @@ def number(value, what):
     return value
 
 
-def rewards_of(value, count, style):
-    rewards = [number(x, f"reward {i}") for i, x in enumerate(listed(value, count, "the result"))]
-    if style != "trl" and None in rewards:
-        raise TypeError(f"reward {rewards.index(None)} is None, but only a function with TRL's signature may abstain")
-    return rewards
-
-
 NOTED = set()
+NOTES = []
 
 
 def logged(value, count, name):
-    """Values for the logs. Values that are not numbers are left out, with one message per name on standard error."""
+    """Values for the logs. Values that are not numbers are left out, and noted once per name."""
     if isinstance(value, numbers.Real) or (hasattr(value, "tolist") and getattr(value, "ndim", 1) == 0):
         value = [value] * count
     entries = []
@@ -279,31 +311,84 @@ def logged(value, count, name):
             entries.append(None)
             if name not in NOTED:
                 NOTED.add(name)
-                print(f"values of extra_logs['{name}'] that are not finite numbers are left out: {error}", file=sys.stderr)
+                NOTES.append(f"values of '{name}' that are not finite numbers are not kept: {error}")
     return entries
 
 
 LOOP = []
 
 
-def waited(result):
-    """Awaits a coroutine's result. All coroutines run on one loop, because some objects are bound to their loop."""
+def event_loop():
+    """The only loop, because some objects are bound to their loop."""
+    if not LOOP:
+        import asyncio  # Slow to load, and seldom needed.
+        LOOP.append(asyncio.new_event_loop())
+    return LOOP[0]
+
+
+async def waited(result):
+    """Awaits a coroutine's result."""
     if not inspect.isawaitable(result):
         return result
-    import asyncio  # Slow to load, and seldom needed.
-    if not LOOP:
-        LOOP.append(asyncio.new_event_loop())
 
     async def wait():
         return await result
-    return LOOP[0].run_until_complete(wait())
+    loop = event_loop()
+    return await result if loop.is_running() else loop.run_until_complete(wait())
 
 
-def answer(function, style, request, settings):
-    count = len(request["prompts"])
-    positional, named = arguments(function, style, request, settings)
-    result = waited(function(*positional, **named))
-    extra = {}
+def begun(result):
+    """Starts an awaitable if the loop runs, so that several are awaited together."""
+    if inspect.isawaitable(result) and event_loop().is_running():
+        return event_loop().create_task(result)
+    return result
+
+
+def is_async(function):
+    return inspect.iscoroutinefunction(inspect.unwrap(function)) \
+        or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+
+
+def one_by_one(answering):
+    """The result of a coroutine that never suspends: without a running loop, user code may start its own."""
+    try:
+        answering.send(None)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError("a synchronous function must not suspend")
+
+
+async def answer(function, style, request, settings):
+    count, extra = len(request["prompts"]), {}
+    if style == "verl":
+        parameters = list(inspect.signature(function).parameters.values())
+        calls = [begun(function(**named_of(parameters, columns, ", ".join(columns)))) for columns in as_verl(request)]
+        result = [await waited(call) for call in calls]
+    else:
+        positional, named = arguments(function, style, request, settings, extra)
+        result = await waited(function(*positional, **named))
+    try:
+        if style == "verl":
+            result = verl_result(result, extra)
+        return {"rewards": checked(result, count, style, extra), "extra": extra}
+    except Exception as error:
+        error.lasts = True
+        raise
+
+
+def verl_result(results, extra):
+    """Scores, from one number or dict with `score` for each response. Other values of the dicts are logged."""
+    dicts = [result if isinstance(result, dict) else {"score": result} for result in results]
+    for one in dicts:
+        if one.get("score") is None:
+            raise TypeError(f"compute_score must return a number or a dict with 'score' (got {one!r:.80})")
+    for name in dict.fromkeys(name for one in dicts for name in one if name != "score"):
+        extra[str(name)] = logged([one.get(name) for one in dicts], len(dicts), str(name))
+    return [one.get("score") for one in dicts]
+
+
+def checked(result, count, style, extra):
+    """The rewards in a result, after all its checks. Its values for the logs are added to `extra`."""
     if isinstance(result, dict):
         if "rewards" not in result:
             raise TypeError(f"the result must be a dict with 'rewards' (got {sorted(map(str, result))[:8]})")
@@ -312,7 +397,10 @@ def answer(function, style, request, settings):
         if result.get("scores") is not None:
             extra["scores"] = logged(result["scores"], count, "scores")
         result = result["rewards"]
-    return {"id": request["id"], "rewards": rewards_of(result, count, style), "extra": extra}
+    rewards = [number(x, f"reward {i}") for i, x in enumerate(listed(result, count, "the result"))]
+    if style != "trl" and None in rewards:
+        raise TypeError(f"reward {rewards.index(None)} is None, but only a function with TRL's signature may abstain")
+    return rewards
 
 
 def load(file):
@@ -333,10 +421,14 @@ def load(file):
 def find_function(module, settings):
     found, function, style = find(module, settings["function"])
     try:
-        arguments(function, style, EMPTY, settings)
+        if style == "verl":
+            known = ["data_source", "solution_str", "ground_truth", "extra_info", *settings["columns"]]
+            named_of(list(inspect.signature(function).parameters.values()), dict.fromkeys(known), ", ".join(known))
+        else:
+            arguments(function, style, EMPTY, settings, {})
     except Unusable as error:
         raise Unusable(f"'{found}': {error}") from None
-    return found, function, style
+    return found, function, style, is_async(function)
 
 
 def why(error):
@@ -347,6 +439,11 @@ def why(error):
     own = [f for f in shown.stack if f.filename != "<string>" and not f.filename.startswith("<frozen importlib")]
     shown.stack = traceback.StackSummary.from_list(own)
     return "".join(shown.format())[-ERROR_CHARS_MAX:]
+
+
+def failure(error):
+    """An error for the trainer, and whether it would occur again."""
+    return {"error": why(error), "lasts": getattr(error, "lasts", isinstance(error, (Unusable, *LASTING)))}
 
 
 def main():
@@ -362,16 +459,37 @@ def main():
     # BaseException, so that a stray sys.exit() in the user's code is also reported.
     find_it, answer_it = (find_environment, answer_turn) if settings["environment"] else (find_function, answer)
     try:
-        name, function, style = find_it(load(settings["file"]), settings)
+        name, function, style, is_together = find_it(load(settings["file"]), settings)
     except BaseException as error:
-        reply({"error": why(error)})
+        reply(failure(error))
         return
-    reply({"function": name, "style": style})
-    for line in requests:
-        request = json.loads(line)
-        try:
-            message = answer_it(function, style, request, settings)
-        except BaseException as error:
-            message = {"id": request["id"], "error": why(error)}
-        reply(message)
+    reply({"function": name, "together": is_together})
 
+    async def answered(request):
+        try:
+            return await answer_it(function, style, request, settings)
+        except BaseException as error:
+            return failure(error)
+
+    async def in_time(request):
+        answering = asyncio.ensure_future(answered(request))
+        finished, _ = await asyncio.wait([answering], timeout=settings["timeout_s"])
+        answering.cancel()
+        late = {"error": f"no answer within {settings['timeout_s']:g} s", "late": True}
+        reply_to(request, answering.result() if finished else late)
+
+    def reply_to(request, message):
+        notes, NOTES[:] = NOTES[:], []
+        reply({"id": request["id"], "notes": notes, **message})
+
+    async def together(requests):
+        await asyncio.gather(*map(in_time, requests))
+
+    if is_together:
+        import asyncio
+    for line in requests:
+        if is_together:
+            event_loop().run_until_complete(together(json.loads(line)))
+        else:
+            for request in json.loads(line):
+                reply_to(request, one_by_one(answered(request)))

@@ -34,20 +34,25 @@ def find_environment(module, settings):
         style = environment_style(value)
         if style is None:
             raise Unusable(f"'{wanted}' must be {ENVIRONMENTS}")
-        return wanted, value, style
+        return wanted, value, style, awaits(value)
     own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and n[0] != "_"}
     found = {n: environment_style(v) for n, v in own.items()}
     found = {n: style for n, style in found.items() if style is not None}
     if len(found) == 1:
         (name, style), = found.items()
-        return name, own[name], style
+        return name, own[name], style, awaits(own[name])
     if found:
         raise Unusable(f"the file has several environments ({', '.join(found)}); "
                        "set reward.environment = { python = { file, function } }")
     raise Unusable(f"the file has no environment, which is {ENVIRONMENTS}")
 
 
-def called(function, positional, columns):
+def awaits(value):
+    """Whether its answers are awaited together."""
+    return is_async(getattr(value, "step", value))
+
+
+async def called(function, positional, columns):
     """Calls `function` with the named arguments that it has."""
     parameters = parameters_of(function)
     rest = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][len(positional):]
@@ -55,7 +60,7 @@ def called(function, positional, columns):
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         filled = [p.name for p in parameters][:len(positional)]
         named = {name: value for name, value in columns.items() if name not in filled}
-    return waited(function(*positional, **named))
+    return await waited(function(*positional, **named))
 
 
 class Episode:
@@ -66,21 +71,23 @@ class Episode:
         self.columns = {"prompt": request["prompt"], "label": request["label"], "source": request["source"],
                         "prompt_id": request["prompt_id"], "sample": request["sample"]}
         self.columns.update(request["row"]["columns"])
-        if style == "function":
+
+    async def begin(self, request):
+        if self.style == "function":
             return
-        self.value = value()
+        self.value = self.value()
         if not hasattr(self.value, "reset"):
             return
         states = {"observation": request["prompt"], "label": request["label"], **self.columns}
-        if style == "states":
-            begun = waited(self.value.reset(states))
+        if self.style == "states":
+            first = await waited(self.value.reset(states))
         else:
-            begun = called(self.value.reset, [], self.columns)
-        begun = begun.get("observation") if isinstance(begun, dict) else begun
-        if begun is not None and begun != request["prompt"]:
+            first = await called(self.value.reset, [], self.columns)
+        first = first.get("observation") if isinstance(first, dict) else first
+        if first is not None and first != request["prompt"]:
             raise ValueError("reset must return None or the prompt: prompts come from the data only")
 
-    def step(self, request):
+    async def step(self, request):
         before, turn = request["turns"][:self.seen], request["turns"][self.seen]
         observation = request["prompt"] + "".join(old["text"] + (old["feedback"] or "") for old in before)
         text = turn["text"]
@@ -88,16 +95,21 @@ class Episode:
                    "turns_max": request["turns_max"]}
         self.seen += 1
         if self.style == "function":
-            result = called(self.value, [observation, text, request["label"]], columns)
+            result = await called(self.value, [observation, text, request["label"]], columns)
         elif self.style == "states":
             states = {**columns, "observation_text": observation, "action_text": text, "observation": observation, "action": text,
                       "label": request["label"], "sampling_params": None}
-            result = waited(self.value.step(states))
+            result = await waited(self.value.step(states))
         else:
             first = parameters_of(self.value.step)[:1]
             by_name = bool(first) and first[0].name in ("tokens", "turn", "finish")
-            result = called(self.value.step, [] if by_name else [text], columns)
-        return answered(result, observation + text)
+            result = await called(self.value.step, [] if by_name else [text], columns)
+        try:
+            return answered(result, observation + text)
+        except Exception as error:
+            # An environment may answer otherwise the next time.
+            error.lasts = False
+            raise
 
 
 def first_of(result, names, default=None):
@@ -134,23 +146,20 @@ def answered(result, so_far):
     return {"feedback": feedback, "reward": reward, "done": bool(first_of(result, ("done",), False)), "extra": extra}
 
 
-def answer_turn(value, style, request, _settings):
+async def answer_turn(value, style, request, _settings):
     """The answer to the last turn. Another process may have answered the earlier ones, so they are replayed."""
     for old in [key for key in EPISODES if key[0] != request["round"]]:
         del EPISODES[old]
     turns, key = request["turns"], (request["round"], request["episode"])
     episode = EPISODES.get(key)
     if episode is None or episode.seen != len(turns) - 1:
-        episode = EPISODES[key] = Episode(value, style, request)
+        episode = Episode(value, style, request)
+        await episode.begin(request)
         for _ in turns[:-1]:
-            episode.step(request)
-    try:
-        answer = episode.step(request)
-    except BaseException:
-        # Half a step may be done, so the next attempt starts again.
-        del EPISODES[key]
-        raise
-    last = turns[-1]
-    if answer["done"] or len(turns) >= request["turns_max"] or last["finish"] == "length":
-        EPISODES.pop(key, None)
-    return {"id": request["id"], **answer}
+            await episode.step(request)
+    # If this step fails, half of it may be done, so the next attempt starts again.
+    EPISODES.pop(key, None)
+    answer = await episode.step(request)
+    if not (answer["done"] or len(turns) >= request["turns_max"] or turns[-1]["finish"] == "length"):
+        EPISODES[key] = episode
+    return answer

@@ -4,15 +4,16 @@
 //! `turns` holds all turns of the response so far, so an environment can replay them and needs no memory of earlier
 //! ones.
 
+pub use super::feedback::Feedback;
 use super::http;
-use super::pool::{Failure, Output, Pool, Worker, rows_of};
+use super::pool::{self, Output, Pool, Worker, rows_of};
 use super::python::{self, PythonWorker};
 use super::reply::{parse, printable};
-use super::{RewardContext, RewardOutput};
+use super::{RewardContext, RewardOutput, feedback::Texts};
 use crate::config::reward::{EnvironmentConfig, RewardConfig};
 use crate::error::Result;
 use crate::experience::{Episode, Prompt, RowFields};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -45,34 +46,27 @@ pub struct Turn {
 /// The answer of an environment to a turn.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub struct Reply {
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     pub feedback: Feedback,
     #[serde(default)]
     pub reward: Option<f64>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     pub done: bool,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     extra: BTreeMap<String, Option<f64>>,
     /// An error, which a server may send instead of everything else.
     error: Option<Value>,
+    /// The tokens to append, unless the response ends with this turn.
+    #[serde(skip)]
+    pub tokens: Vec<u32>,
     /// The reason why there is no answer.
     #[serde(skip)]
     pub failed: Option<String>,
 }
 
-#[derive(Clone, Debug, Deserialize)]
-#[serde(untagged)]
-pub enum Feedback {
-    Text(String),
-    Tokens(Vec<u32>),
-    /// Messages for the chat template.
-    Messages(Vec<Map<String, Value>>),
-}
-
-impl Default for Feedback {
-    fn default() -> Self {
-        Self::Text(String::new())
-    }
+/// Null is an absent field.
+fn or_default<'de, T: Default + Deserialize<'de>, D: Deserializer<'de>>(from: D) -> std::result::Result<T, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or_default())
 }
 
 impl Reply {
@@ -95,6 +89,13 @@ pub struct Environment {
     pub turns_max: u32,
 }
 
+impl Turns {
+    /// Whether the response ends with `reply`.
+    pub fn ends_with(&self, reply: &Reply) -> bool {
+        reply.done || self.turns.len() >= self.turns_max as usize
+    }
+}
+
 impl Environment {
     /// Starts the environment, to check that it can be used. Paths are relative to `base_dir`.
     pub fn new(
@@ -105,11 +106,12 @@ impl Environment {
     ) -> Result<Self> {
         let pool = if let [python] = &config.python[..] {
             let (name, file, workers) = python::workers(reward, python, true, base_dir, context)?;
-            let workers = workers.into_iter().map(PythonEnvironment).collect();
+            let workers = workers.into_iter().map(|worker| PythonEnvironment(worker, context.texts.clone())).collect();
             Pool::new(reward, format!("environment {name} of {}", file.display()), 1, workers)?
         } else {
-            let workers = http::workers(reward, &config.http, context)?;
-            let workers = workers.into_iter().map(HttpEnvironment).collect();
+            let (key, headers) = ("reward.environment", &config.header_env);
+            let workers = http::workers(reward, key, &config.http, headers, context)?;
+            let workers = workers.into_iter().map(|worker| HttpEnvironment(worker, context.texts.clone())).collect();
             Pool::new(reward, "environment".to_string(), 1, workers)?
         };
         Ok(Self { pool, asked: Vec::new(), turns_max: config.turns_max })
@@ -168,44 +170,61 @@ fn request(asked: &Turns, row: &RowFields) -> Map<String, Value> {
     request.as_object().cloned().unwrap_or_default()
 }
 
-/// Checks the whole answer before any of it is used.
-fn reply(bytes: &[u8]) -> std::result::Result<Reply, String> {
-    let reply: Reply = parse(bytes)?;
+/// Checks the whole answer before any of it is used, and tokenizes its feedback.
+fn reply(bytes: &[u8], asked: &Turns, texts: Option<&Texts>) -> std::result::Result<Reply, String> {
+    let mut reply: Reply = parse(bytes)?;
     if let Some(error) = &reply.error {
         return Err(printable(error.as_str().unwrap_or("an error")));
     }
-    match reply.reward {
-        Some(reward) if !(reward as f32).is_finite() => {
-            Err(format!("the reward is out of the range of f32 ({reward:e})"))
-        }
-        _ => Ok(reply),
+    if let Some(reward) = reply.reward.filter(|reward| !(*reward as f32).is_finite()) {
+        return Err(format!("the reward is out of the range of f32 ({reward:e})"));
     }
+    if let (Some(texts), false) = (texts, asked.ends_with(&reply)) {
+        let last = asked.turns.last().map_or(&[][..], |turn| &turn.tokens);
+        let (tokens, text) = texts.tokens(&reply.feedback, last)?;
+        (reply.tokens, reply.feedback) = (tokens, Feedback::Text(text));
+    }
+    Ok(reply)
 }
 
-struct PythonEnvironment(PythonWorker);
+struct PythonEnvironment(PythonWorker, Option<Arc<Texts>>);
 
 impl Worker for PythonEnvironment {
     type Asked = Turns;
     type Output = Reply;
 
-    fn ask(&mut self, asked: &[Arc<Turns>], given_up: &AtomicBool) -> std::result::Result<Vec<Reply>, Failure> {
-        let rows = rows_of(self.0.rows(), asked.iter().map(|one| &one.prompt))?;
-        let mut answer = |(one, row)| self.0.exchange(request(one, row), 1, "answering a turn", given_up, reply);
-        asked.iter().map(|one| &**one).zip(&rows).map(&mut answer).collect()
+    fn ask(&mut self, asked: &[Arc<Turns>], given_up: &AtomicBool) -> pool::Answer<Reply> {
+        self.ask_all(&[asked], given_up).remove(0)
+    }
+
+    fn together(&self) -> usize {
+        self.0.together()
+    }
+
+    /// Each request has one turn.
+    fn ask_all(&mut self, requests: &[&[Arc<Turns>]], given_up: &AtomicBool) -> Vec<pool::Answer<Reply>> {
+        let asked: Vec<&Turns> = requests.iter().map(|asked| &*asked[0]).collect();
+        let rows = match rows_of(self.0.rows(), asked.iter().map(|one| &one.prompt)) {
+            Ok(rows) => rows,
+            Err(why) => return vec![Err(why.into()); requests.len()],
+        };
+        let bodies = asked.iter().zip(&rows).map(|(one, row)| request(one, row)).collect();
+        let read = |i: usize, line: &[u8]| Ok(vec![reply(line, asked[i], self.1.as_deref())?]);
+        self.0.exchange(bodies, 1, "answering a turn", given_up, &read)
     }
 }
 
-struct HttpEnvironment(http::HttpWorker);
+struct HttpEnvironment(http::HttpWorker, Option<Arc<Texts>>);
 
 impl Worker for HttpEnvironment {
     type Asked = Turns;
     type Output = Reply;
 
-    fn ask(&mut self, asked: &[Arc<Turns>], _: &AtomicBool) -> std::result::Result<Vec<Reply>, Failure> {
+    fn ask(&mut self, asked: &[Arc<Turns>], _: &AtomicBool) -> pool::Answer<Reply> {
         let rows = rows_of(self.0.rows.as_ref(), asked.iter().map(|one| &one.prompt))?;
         let mut answer = |(one, row)| {
             let body = Value::from(request(one, row)).to_string().into_bytes();
-            self.0.exchange(&body, 1, reply)
+            self.0.exchange(&body, 1, |bytes| reply(bytes, one, self.1.as_deref()))
         };
         asked.iter().map(|one| &**one).zip(&rows).map(&mut answer).collect()
     }

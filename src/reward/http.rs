@@ -2,12 +2,13 @@
 //! response, and the fields of the rows under their names. The reply is `{"rewards"}`, with optional `scores` and
 //! `extra_logs` for the logs.
 
-use super::pool::{Asked, Failure, Lookup, RewardContext, Worker, reply_bytes_max, retried, rows_of};
+use super::pool::{Answer, Asked, Failure, Lookup, RewardContext, Worker, reply_bytes_max, retried, rows_of};
 use super::reply::{self, printable};
 use crate::config::reward::RewardConfig;
 use crate::error::{Error, Result};
 use crate::experience::RowFields;
 use crate::reward::RewardOutput;
+use crate::url::{Url, redacted};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::net::{TcpStream, ToSocketAddrs};
@@ -15,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 use ureq::Agent;
-use ureq::http::{StatusCode, Uri};
+use ureq::http::{HeaderName, HeaderValue, StatusCode, Uri};
 
 /// Names of the protocol. Fields of rows with these names are not sent.
 const OWN: [&str; 3] = ["query", "prompts", "labels"];
@@ -27,21 +28,31 @@ const TEXT_CHARS_MAX: usize = 400;
 /// One connection at a time to the servers of a reward. After each failed attempt it moves to the next server.
 pub struct HttpWorker {
     agent: Agent,
-    urls: Arc<[String]>,
+    urls: Arc<[Url]>,
+    /// Headers from the environment.
+    headers: Arc<[Header]>,
     next: usize,
     timeout: Duration,
     pub(super) rows: Option<Lookup>,
     columns: Vec<String>,
 }
 
-/// `reward.workers` workers for each URL.
+type Header = (HeaderName, HeaderValue);
+
+/// `reward.workers` workers for each URL of the reward `key`.
 ///
 /// # Errors
-/// `Service` if a server does not accept connections.
-pub fn workers(config: &RewardConfig, urls: &[String], context: &RewardContext) -> Result<Vec<HttpWorker>> {
-    if !context.offline {
-        urls.iter().try_for_each(|url| connect(config, url))?;
-    }
+/// `Service` if a server does not accept connections. `Usage` if an environment variable in `header_env` holds no
+/// header.
+pub fn workers(
+    config: &RewardConfig,
+    key: &str,
+    urls: &[Url],
+    header_env: &[String],
+    context: &RewardContext,
+) -> Result<Vec<HttpWorker>> {
+    let headers: Arc<[Header]> = header_env.iter().map(|name| header(key, name)).collect::<Result<_>>()?;
+    urls.iter().try_for_each(|url| connect(config, key, url))?;
     let timeout = Duration::from_secs_f64(config.timeout_s);
     // A server may close idle connections, so each request has its own connection.
     let agent: Agent = Agent::config_builder()
@@ -54,10 +65,11 @@ pub fn workers(config: &RewardConfig, urls: &[String], context: &RewardContext) 
         .user_agent("rlhf-hpc")
         .build()
         .into();
-    let urls: Arc<[String]> = urls.into();
+    let urls: Arc<[Url]> = urls.into();
     let worker = |i| HttpWorker {
         agent: agent.clone(),
         urls: Arc::clone(&urls),
+        headers: Arc::clone(&headers),
         next: i % urls.len(),
         timeout,
         rows: context.rows.clone(),
@@ -66,9 +78,25 @@ pub fn workers(config: &RewardConfig, urls: &[String], context: &RewardContext) 
     Ok((0..config.workers * urls.len()).map(worker).collect())
 }
 
+/// The header in an environment variable, as `Authorization: Bearer ...`.
+fn header(key: &str, variable: &str) -> Result<Header> {
+    let wrong = |what: &str| {
+        Error::usage(format!("{key}.header_env: the environment variable {variable} {what}"))
+            .hint(format!("export {variable}='Authorization: Bearer ...', and pass it to all ranks"))
+    };
+    let value = std::env::var(variable).map_err(|_| wrong("is not set"))?;
+    let parsed = value.split_once(':').and_then(|(name, value)| {
+        let mut value = HeaderValue::from_str(value.trim()).ok()?;
+        value.set_sensitive(true);
+        Some((name.trim().parse().ok()?, value))
+    });
+    parsed.ok_or_else(|| wrong("must hold a header, as NAME: VALUE"))
+}
+
 /// Opens and closes a connection, so that an unreachable server is reported before work starts.
-fn connect(config: &RewardConfig, url: &str) -> Result<()> {
-    let uri: Uri = url.parse().map_err(|e| Error::usage(format!("reward.http = \"{url}\" is not a URL: {e}")))?;
+fn connect(config: &RewardConfig, key: &str, url: &Url) -> Result<()> {
+    let parsed = url.with_secrets().parse();
+    let uri: Uri = parsed.map_err(|e| Error::usage(format!("{key} = \"{url}\" is not a URL: {e}")))?;
     let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
     let attempt = || {
         let mut why = "its host name has no address".to_string();
@@ -81,7 +109,7 @@ fn connect(config: &RewardConfig, url: &str) -> Result<()> {
         Err(Failure::from(why))
     };
     retried(config.retries, attempt).map_err(|(Failure { why, .. }, times)| {
-        Error::service(format!("reward.http = \"{url}\" does not accept connections ({times}): {why}"))
+        Error::service(format!("{key} = \"{url}\" does not accept connections ({times}): {why}"))
             .hint("start the server before the job, and use an address that the nodes of the job can reach")
     })
 }
@@ -90,7 +118,7 @@ impl Worker for HttpWorker {
     type Asked = Asked;
     type Output = RewardOutput;
 
-    fn ask(&mut self, asked: &[Arc<Asked>], _: &AtomicBool) -> std::result::Result<Vec<RewardOutput>, Failure> {
+    fn ask(&mut self, asked: &[Arc<Asked>], _: &AtomicBool) -> Answer<RewardOutput> {
         let rows = rows_of(self.rows.as_ref(), asked.iter().map(|one| &one.prompt))?;
         let count = asked.len();
         self.exchange(&body(asked, &rows, &self.columns), count, |bytes| outputs(bytes, count))
@@ -115,9 +143,10 @@ impl HttpWorker {
         })
     }
 
-    fn post(&self, url: &str, body: &[u8], count: usize) -> std::result::Result<Vec<u8>, Failure> {
-        let posted = self.agent.post(url).content_type("application/json").send(body);
-        let mut answer = posted.map_err(|e| self.failure(&e))?;
+    fn post(&self, url: &Url, body: &[u8], count: usize) -> std::result::Result<Vec<u8>, Failure> {
+        let request = self.agent.post(url.with_secrets()).content_type("application/json");
+        let request = self.headers.iter().fold(request, |request, (name, value)| request.header(name, value));
+        let mut answer = request.send(body).map_err(|e| self.failure(&e))?;
         let status = answer.status();
         let location = answer.headers().get("location").map(|to| printable(&String::from_utf8_lossy(to.as_bytes())));
         let read = answer.body_mut().with_config().limit(reply_bytes_max(count) as u64).read_to_vec();
@@ -135,6 +164,7 @@ impl HttpWorker {
             None if text.is_empty() => format!("it answered {status}"),
             None => format!("it answered {status}: {text}"),
         };
+        let why = redacted(&why).into_owned();
         // A request that was rejected as invalid would be rejected again.
         let waits = matches!(status, StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_MANY_REQUESTS);
         Err(Failure { why, again: status.is_server_error() || waits, late: false })
@@ -145,7 +175,7 @@ impl HttpWorker {
         let why = match error {
             ureq::Error::Timeout(_) => format!("no answer within {} s", self.timeout.as_secs_f64()),
             ureq::Error::BodyExceedsLimit(_) => "its answer exceeds the maximum size".to_string(),
-            other => printable(&other.to_string()),
+            other => redacted(&printable(&other.to_string())).into_owned(),
         };
         Failure { why, again: true, late }
     }

@@ -4,6 +4,7 @@
 //! A reward that fails is an error. No score is ever made up.
 
 pub mod environment;
+pub mod feedback;
 mod http;
 pub mod mixture;
 pub mod pool;
@@ -12,7 +13,7 @@ mod reply;
 pub mod rules;
 
 pub use mixture::{RewardOutput, Scored};
-pub use pool::{Lookup, RewardContext};
+pub use pool::{Lookup, Notes, RewardContext};
 
 use crate::config::{self, reward::RewardConfig};
 use crate::error::Result;
@@ -32,6 +33,9 @@ pub struct Reward {
     weights: BTreeMap<String, f32>,
     /// The responses of this round, by position.
     asked: Vec<Option<Arc<Asked>>>,
+    /// The number of steps that the run has finished.
+    pub steps_done: u64,
+    notes: Notes,
 }
 
 #[derive(Debug)]
@@ -70,7 +74,7 @@ impl Reward {
             parts.push(Part { name, weight: python.weight, source });
         }
         for http in &config.http {
-            let workers = http::workers(config, &http.url, context)?;
+            let workers = http::workers(config, "reward.http", &http.url, &http.header_env, context)?;
             let name = if http.name.is_empty() { "http".to_string() } else { http.name.clone() };
             let source = Source::Pool(Box::new(Pool::new(config, format!("reward {name}"), http.batch, workers)?));
             parts.push(Part { name, weight: http.weight, source });
@@ -90,7 +94,19 @@ impl Reward {
         weights.extend(
             config.judge.iter().enumerate().map(|(i, judge)| (judge.name(config.models.len() + i), judge.weight)),
         );
-        Ok(Self { parts, has_models: config.has_models(), weights, asked: Vec::new() })
+        Ok(Self {
+            parts,
+            has_models: config.has_models(),
+            weights,
+            asked: Vec::new(),
+            steps_done: 0,
+            notes: context.notes.clone(),
+        })
+    }
+
+    /// A note about values that rewards returned and that are not kept. Each is returned once.
+    pub fn next_note(&self) -> Option<String> {
+        self.notes.next()
     }
 
     pub fn weights(&self) -> &BTreeMap<String, f32> {
@@ -124,8 +140,9 @@ impl Reward {
 
     /// Sends a finished response to its rewards, and does not wait.
     pub fn push(&mut self, place: usize, prompt: &Prompt, response: &Response) {
-        let Self { parts, asked, .. } = self;
-        asked[place] = Some(Arc::new(Asked { prompt: prompt.clone(), response: response.clone() }));
+        let Self { parts, asked, steps_done, .. } = self;
+        let (prompt, response, steps_done) = (prompt.clone(), response.clone(), *steps_done);
+        asked[place] = Some(Arc::new(Asked { prompt, response, steps_done }));
         for part in parts {
             if let Source::Pool(pool) = &mut part.source {
                 pool.push(place, asked);

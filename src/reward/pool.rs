@@ -5,9 +5,11 @@ use crate::config::reward::{OnFailure, RewardConfig};
 use crate::error::{Error, Result};
 use crate::experience::{Prompt, Response, RowFields};
 use crate::reward::RewardOutput;
+use crate::reward::feedback::Texts;
+use crate::sys::bounded_log::BoundedLog;
 use crate::sys::lock::lock;
+use std::collections::BTreeSet;
 use std::ops::Range;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex};
@@ -32,9 +34,31 @@ pub struct RewardContext {
     /// Fields that a row has besides the prompt.
     pub columns: Vec<String>,
     /// The log file for the output of functions. Without one, only errors are kept.
-    pub log: Option<PathBuf>,
-    /// Whether servers are not contacted, because a job is only checked.
-    pub offline: bool,
+    pub log: Option<BoundedLog>,
+    /// How an environment's answers become tokens. Without it, they are not checked.
+    pub texts: Option<Arc<Texts>>,
+    /// The steps of the run.
+    pub steps: u64,
+    /// What functions reported about values that are not kept.
+    pub notes: Notes,
+}
+
+/// Notes that are shown once each.
+#[derive(Clone, Debug, Default)]
+pub struct Notes(Arc<Mutex<(BTreeSet<String>, Vec<String>)>>);
+
+impl Notes {
+    pub fn add(&self, note: String) {
+        let (seen, new) = &mut *lock(&self.0);
+        if seen.insert(note.clone()) {
+            new.push(note);
+        }
+    }
+
+    /// Removes and returns a note that was not shown yet.
+    pub fn next(&self) -> Option<String> {
+        lock(&self.0).1.pop()
+    }
 }
 
 pub type Lookup = Arc<dyn Fn(u64) -> Result<RowFields> + Send + Sync>;
@@ -44,10 +68,12 @@ pub type Lookup = Arc<dyn Fn(u64) -> Result<RowFields> + Send + Sync>;
 pub struct Asked {
     pub prompt: Prompt,
     pub response: Response,
+    /// The number of steps that the run has finished.
+    pub steps_done: u64,
 }
 
 /// The reason why an attempt failed.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Failure {
     pub why: String,
     /// Whether another attempt may succeed.
@@ -56,10 +82,40 @@ pub struct Failure {
     pub late: bool,
 }
 
+impl Failure {
+    /// A failure that every attempt would repeat.
+    pub fn lasting(why: String) -> Self {
+        Self { why, again: false, late: false }
+    }
+
+    fn after(self, attempts: u32) -> Self {
+        let why = format!("{}: {}", times(attempts), self.why);
+        Self { why, ..self }
+    }
+
+    fn hint(&self) -> &'static str {
+        match self {
+            Self { late: true, .. } => {
+                "raise reward.timeout_s (reward.start_timeout_s for loading), make the reward faster, or set \
+                 reward.on_failure = \"drop\" to drop such responses"
+            }
+            Self { again: false, .. } => {
+                "fix the reward, as another attempt would fail too, or set reward.on_failure = \"drop\" to drop such \
+                 responses"
+            }
+            _ => "fix the reward, raise reward.retries, or set reward.on_failure = \"drop\" to drop such responses",
+        }
+    }
+}
+
 impl From<String> for Failure {
     fn from(why: String) -> Self {
         Self { why, again: true, late: false }
     }
+}
+
+fn times(attempts: u32) -> String {
+    format!("{attempts} attempt{}", if attempts == 1 { "" } else { "s" })
 }
 
 /// The target of a thread's requests: a child process or a server.
@@ -74,7 +130,20 @@ pub trait Worker: Send + 'static {
         asked: &[Arc<Self::Asked>],
         given_up: &AtomicBool,
     ) -> std::result::Result<Vec<Self::Output>, Failure>;
+
+    /// The most requests that wait for their answers together.
+    fn together(&self) -> usize {
+        1
+    }
+
+    /// The results of one attempt at each request.
+    fn ask_all(&mut self, requests: &[&[Arc<Self::Asked>]], given_up: &AtomicBool) -> Vec<Answer<Self::Output>> {
+        requests.iter().map(|asked| self.ask(asked, given_up)).collect()
+    }
 }
+
+/// The outputs of a request, or the reason why there are none.
+pub type Answer<O> = std::result::Result<Vec<O>, Failure>;
 
 pub trait Output: Clone + Send + 'static {
     /// A failed output, with the reason.
@@ -114,8 +183,7 @@ pub fn retried<T>(
             Err(failure) => failure,
         };
         if attempts > retries || !failure.again {
-            let plural = if attempts == 1 { "" } else { "s" };
-            return Err((failure, format!("{attempts} attempt{plural}")));
+            return Err((failure, times(attempts)));
         }
         // A shared resource (a file system, a service) may need some time.
         thread::sleep(PAUSE_MAX.min(Duration::from_millis(100) * attempts));
@@ -144,7 +212,7 @@ struct Round<O> {
     open: Vec<Open>,
     outputs: Vec<Option<O>>,
     missing: usize,
-    failed: Option<String>,
+    failed: Option<Failure>,
 }
 
 /// A request, sent or not.
@@ -173,7 +241,7 @@ struct Request<A, O> {
 }
 
 /// The outputs of a request, or the reason why the run has to stop.
-type Reply<O> = (Range<usize>, std::result::Result<Vec<O>, String>);
+type Reply<O> = (Range<usize>, Answer<O>);
 
 impl<O> Default for Round<O> {
     fn default() -> Self {
@@ -271,8 +339,8 @@ impl<A: Send + Sync + 'static, O: Output> Pool<A, O> {
     /// `Service` if a request failed and `on_failure` is stop.
     pub fn finish(&mut self) -> Result<Vec<O>> {
         let round = std::mem::take(&mut self.round);
-        if let Some(why) = round.failed {
-            return Err(self.failure(&why));
+        if let Some(failure) = round.failed {
+            return Err(self.failure(&failure));
         }
         Ok(round.outputs.into_iter().map(|output| output.expect("all is scored")).collect())
     }
@@ -285,17 +353,14 @@ impl<A: Send + Sync + 'static, O: Output> Pool<A, O> {
         let mut arrived = Vec::new();
         let mut next = self.round.replies.recv_timeout(until.saturating_duration_since(Instant::now())).ok();
         while let Some((places, outputs)) = next {
-            arrived.extend(places.zip(outputs.map_err(|why| self.failure(&why))?));
+            arrived.extend(places.zip(outputs.map_err(|failure| self.failure(&failure))?));
             next = self.round.replies.try_recv().ok();
         }
         Ok(arrived)
     }
 
-    fn failure(&self, why: &str) -> Error {
-        Error::service(format!("{} failed after {why}", self.about)).hint(
-            "fix the reward, raise reward.timeout_s or reward.retries, or set reward.on_failure to continue after \
-             failures",
-        )
+    fn failure(&self, failure: &Failure) -> Error {
+        Error::service(format!("{} failed after {}", self.about, failure.why)).hint(failure.hint())
     }
 
     /// Drops all expected responses, and does not wait for pending requests.
@@ -318,60 +383,77 @@ impl<A, O> Drop for Pool<A, O> {
 }
 
 /// Processes requests until the pool has ended.
-fn serve<W: Worker>(
-    mut worker: W,
-    queue: &Mutex<Receiver<Request<W::Asked, W::Output>>>,
-    (retries, on_failure): (u32, OnFailure),
-) {
-    let next = || lock(queue).recv();
-    while let Ok(Request { places, asked, shared, reply }) = next() {
-        if shared.given_up.load(Ordering::SeqCst) {
-            continue;
-        }
-        let outputs = answer(&mut worker, &asked, &shared, (retries, on_failure));
-        let has_failed = outputs.is_err();
-        // A finished round has no receiver.
-        let _ = reply.send((places, outputs));
-        if has_failed {
-            shared.given_up.store(true, Ordering::SeqCst);
+fn serve<W: Worker>(mut worker: W, queue: &Mutex<Receiver<Request<W::Asked, W::Output>>>, policy: (u32, OnFailure)) {
+    let next = |count: usize| {
+        let queue = lock(queue);
+        let first = queue.recv().ok()?;
+        Some(std::iter::once(first).chain(queue.try_iter().take(count - 1)).collect::<Vec<_>>())
+    };
+    while let Some(mut requests) = next(worker.together()) {
+        // Requests that are not given up belong to the same round.
+        requests.retain(|request| !request.shared.given_up.load(Ordering::SeqCst));
+        let answers = answer(&mut worker, &requests, policy);
+        for (Request { places, shared, reply, .. }, outputs) in requests.into_iter().zip(answers) {
+            let has_failed = outputs.is_err();
+            // A finished round has no receiver.
+            let _ = reply.send((places, outputs));
+            if has_failed {
+                shared.given_up.store(true, Ordering::SeqCst);
+            }
         }
     }
 }
 
-/// Sends one request for all responses. If it fails and failed responses are dropped, sends one request for each
-/// response, and marks the ones that fail.
+/// Sends the requests, and the ones that fail again. If a request for several responses fails and failed responses are
+/// dropped, sends one request for each response, and marks the ones that fail.
 fn answer<W: Worker>(
     worker: &mut W,
-    asked: &[Arc<W::Asked>],
-    shared: &Shared,
+    requests: &[Request<W::Asked, W::Output>],
     (retries, on_failure): (u32, OnFailure),
-) -> std::result::Result<Vec<W::Output>, String> {
-    let mut attempt = |asked: &[Arc<W::Asked>]| {
-        let found = worker.ask(asked, &shared.given_up);
-        match &found {
-            Err(Failure { late: true, .. }) => {}
-            _ => shared.late.store(0, Ordering::SeqCst),
+) -> Vec<Answer<W::Output>> {
+    let Some(Request { shared, .. }) = requests.first() else { return Vec::new() };
+    if shared.late.load(Ordering::SeqCst) >= LATE_MAX {
+        let why = format!("no further requests are sent, because {LATE_MAX} requests in a row timed out");
+        return requests.iter().map(|request| Ok(vec![W::Output::failed(&why); request.asked.len()])).collect();
+    }
+    let mut attempt = |asked: &[&[Arc<W::Asked>]]| {
+        let found = worker.ask_all(asked, &shared.given_up);
+        if !found.iter().any(|found| matches!(found, Err(Failure { late: true, .. }))) {
+            shared.late.store(0, Ordering::SeqCst);
         }
         found
     };
-    if shared.late.load(Ordering::SeqCst) >= LATE_MAX {
-        let why = format!("no further requests are sent, because {LATE_MAX} requests in a row timed out");
-        return Ok(vec![W::Output::failed(&why); asked.len()]);
-    }
-    let (Failure { why, late, .. }, times) = match retried(retries, || attempt(asked)) {
-        Ok(outputs) => return Ok(outputs),
-        Err(failure) => failure,
+    let mut found: Vec<Option<Answer<W::Output>>> = vec![None; requests.len()];
+    let (mut open, mut attempts): (Vec<usize>, _) = ((0..requests.len()).collect(), 0);
+    let _ = retried(retries, || {
+        attempts += 1;
+        let asked: Vec<_> = open.iter().map(|&i| &requests[i].asked[..]).collect();
+        let mut failed = Vec::new();
+        for (i, answer) in std::mem::take(&mut open).into_iter().zip(attempt(&asked)) {
+            failed.extend(answer.as_ref().err().filter(|failure| failure.again).map(|failure| (i, failure.clone())));
+            found[i] = Some(answer.map_err(|failure| failure.after(attempts)));
+        }
+        open.extend(failed.iter().map(|(i, _)| *i));
+        failed.pop().map_or(Ok(()), |(_, failure)| Err(failure))
+    });
+    let mut settled = |(found, request): (Option<Answer<W::Output>>, &Request<W::Asked, W::Output>)| {
+        let failure = match found.expect("each was sent") {
+            Ok(outputs) => return Ok(outputs),
+            Err(failure) => failure,
+        };
+        shared.late.fetch_add(u32::from(failure.late), Ordering::SeqCst);
+        if on_failure == OnFailure::Stop {
+            return Err(failure);
+        }
+        if request.asked.len() == 1 {
+            return Ok(vec![W::Output::failed(&failure.why)]);
+        }
+        let alone: Vec<_> = request.asked.chunks(1).collect();
+        let one = |found: Answer<W::Output>| match found {
+            Ok(mut outputs) => outputs.remove(0),
+            Err(failure) => W::Output::failed(&failure.why),
+        };
+        Ok(attempt(&alone).into_iter().map(one).collect())
     };
-    shared.late.fetch_add(u32::from(late), Ordering::SeqCst);
-    if on_failure == OnFailure::Stop {
-        return Err(format!("{times}: {why}"));
-    }
-    if asked.len() == 1 {
-        return Ok(vec![W::Output::failed(&why)]);
-    }
-    let alone = |one: &Arc<W::Asked>| match attempt(std::slice::from_ref(one)) {
-        Ok(mut outputs) => outputs.remove(0),
-        Err(failure) => W::Output::failed(&failure.why),
-    };
-    Ok(asked.iter().map(alone).collect())
+    found.into_iter().zip(requests).map(&mut settled).collect()
 }

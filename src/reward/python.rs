@@ -3,16 +3,18 @@
 //! The child (`driver.py`) reads one JSON line per request and answers with one line. After any failure the child and
 //! all its descendants are killed, and the next attempt starts a new child.
 
-use super::pool::{Asked, Failure, Lookup, RewardContext, Worker, reply_bytes_max, retried, rows_of};
+use super::pool::{Answer, Asked, Failure, Lookup, Notes, RewardContext, Worker, reply_bytes_max, retried, rows_of};
 use super::reply::{self, parse, printable};
 use crate::config::reward::{PythonConfig, RewardConfig};
 use crate::error::{Error, Result};
 use crate::experience::RowFields;
 use crate::reward::mixture::RewardOutput;
+use crate::sys::bounded_log::BoundedLog;
 use crate::sys::process::{Broken, LineChild};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -48,6 +50,10 @@ const NO_GPU: [(&str, &str); 4] = [
     ("ONEAPI_DEVICE_SELECTOR", "opencl:cpu"),
 ];
 const STDERR_LINES_SHOWN: usize = 12;
+/// The most calls of an asynchronous function that are awaited together.
+const TOGETHER_MAX: usize = 256;
+/// The time after which a child must have reported calls that took too long.
+const REPORT: Duration = Duration::from_secs(2);
 
 /// A Python file's reward function, or environment.
 struct Function {
@@ -62,27 +68,43 @@ struct Function {
     start_timeout: Duration,
     timeout: Duration,
     rows: Option<Lookup>,
-    log: Option<PathBuf>,
+    log: Option<BoundedLog>,
+    notes: Notes,
 }
 
 /// A worker, whose child is started when it is needed.
 pub struct PythonWorker {
     function: Arc<Function>,
     child: Option<LineChild>,
+    /// The most requests that its function awaits together.
+    together: usize,
     requests: u64,
 }
 
 /// The first output line of a child.
 #[derive(Deserialize)]
 struct Hello {
-    function: Option<String>,
+    #[serde(default)]
+    function: String,
+    /// Whether the function is asynchronous.
+    #[serde(default)]
+    together: bool,
     error: Option<String>,
+    /// Whether the error would occur again.
+    #[serde(default)]
+    lasts: bool,
 }
 
 #[derive(Deserialize)]
 struct Reply {
     id: u64,
     error: Option<String>,
+    #[serde(default)]
+    lasts: bool,
+    #[serde(default)]
+    late: bool,
+    #[serde(default)]
+    notes: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -104,57 +126,105 @@ pub fn workers(
     let function = Arc::new(Function::described(config, python, environment, base_dir, context)?);
     let file = function.file.clone();
     let started = retried(config.retries, || function.start(&AtomicBool::new(false)));
-    let (name, child) = started.map_err(|(Failure { why, .. }, times)| {
+    let (hello, child) = started.map_err(|(Failure { why, again, .. }, times)| {
         let hint = if why.contains("ModuleNotFoundError") {
             "install the module, or use an interpreter that has it: reward.python = { file = \"reward.py\", \
              interpreter = \"venv/bin/python\" }"
         } else if environment {
             "define a class with step(self, text), or a function step(observation, action, label, **kwargs)"
         } else {
-            "define reward_func(queries, prompts, labels) or f(prompts, completions, **columns)"
+            "define reward_func(queries, prompts, labels), f(prompts, completions, **columns) or \
+             compute_score(data_source, solution_str, ground_truth, extra_info)"
         };
-        Error::usage(format!("{} {}: {why}", function.key, file.display()))
-            .hint(hint)
-            .also(&format!("raise reward.start_timeout_s or reward.retries (it failed after {times})"))
+        let error = Error::usage(format!("{} {}: {why}", function.key, file.display())).hint(hint);
+        if !again {
+            return error;
+        }
+        error.also(&format!("raise reward.start_timeout_s or reward.retries (it failed after {times})"))
     })?;
-    let mut child = Some(child);
-    let worker = |_| PythonWorker { function: Arc::clone(&function), child: child.take(), requests: 0 };
-    Ok((name, file, (0..config.workers).map(worker).collect()))
+    let (mut child, together) = (Some(child), if hello.together { TOGETHER_MAX } else { 1 });
+    let worker = |_| PythonWorker { function: Arc::clone(&function), child: child.take(), together, requests: 0 };
+    Ok((hello.function, file, (0..config.workers).map(worker).collect()))
 }
 
 impl PythonWorker {
-    /// Sends `request` to the child and returns the result of `read` on its answer. After a failure the child is
-    /// replaced.
-    pub(super) fn exchange<T>(
+    /// Sends `requests` to the child together, and returns the results of `read` on the index and the answer of each.
+    /// If one ends or blocks the process of all, unanswered ones are sent again, each alone. After any failure the child
+    /// is replaced. `count`: the most responses of a request.
+    pub(super) fn exchange<T: Clone>(
         &mut self,
-        mut request: Map<String, Value>,
+        requests: Vec<Map<String, Value>>,
         count: usize,
         doing: &str,
         given_up: &AtomicBool,
-        read: impl FnOnce(&[u8]) -> std::result::Result<T, String>,
-    ) -> std::result::Result<T, Failure> {
+        read: &dyn Fn(usize, &[u8]) -> std::result::Result<T, Failure>,
+    ) -> Vec<std::result::Result<T, Failure>> {
+        let mut found = vec![None; requests.len()];
+        let Err(failure) = self.attempt(requests.clone(), count, doing, given_up, read, &mut found) else {
+            return found.into_iter().flatten().collect();
+        };
+        let is_alone = found.len() == 1;
+        let settled = |((i, found), request): ((usize, Option<_>), Map<String, Value>)| match found {
+            Some(found) => found,
+            None if is_alone => Err(failure.clone()),
+            None => self.exchange(vec![request], count, doing, given_up, &|_, line| read(i, line)).remove(0),
+        };
+        found.into_iter().enumerate().zip(requests).map(settled).collect()
+    }
+
+    /// Fills `found` with the results of `requests`. Returns the failure of the child, if it did not answer all.
+    fn attempt<T>(
+        &mut self,
+        mut requests: Vec<Map<String, Value>>,
+        count: usize,
+        doing: &str,
+        given_up: &AtomicBool,
+        read: &dyn Fn(usize, &[u8]) -> std::result::Result<T, Failure>,
+        found: &mut [Option<std::result::Result<T, Failure>>],
+    ) -> std::result::Result<(), Failure> {
         let mut child = match self.child.take() {
             Some(child) => child,
             None => self.function.start(given_up)?.1,
         };
-        self.requests += 1;
-        request.insert("id".into(), self.requests.into());
-        let mut line = Value::from(request).to_string().into_bytes();
+        let first = self.requests + 1;
+        for request in &mut requests {
+            self.requests += 1;
+            request.insert("id".into(), self.requests.into());
+        }
+        let mut line = Value::from(requests.into_iter().map(Value::from).collect::<Vec<_>>()).to_string().into_bytes();
         line.push(b'\n');
         let timeout = self.function.timeout;
-        let answer = child
-            .exchange(&line, Instant::now() + timeout, reply_bytes_max(count), given_up)
-            .map_err(|broken| describe(&mut child, &broken, doing, timeout))?;
-        let reply: Reply = parse(&answer)?;
-        if let Some(error) = reply.error {
-            return Err(printable(&error).into());
+        let until = Instant::now() + if self.together > 1 { timeout + REPORT } else { timeout };
+        for _ in 0..found.len() {
+            let answer = child
+                .exchange(&line, until, reply_bytes_max(count), given_up)
+                .map_err(|broken| describe(&mut child, &broken, doing, timeout))?;
+            line.clear();
+            let reply: Reply = parse(&answer)?;
+            let Some((i, to)) = (reply.id.checked_sub(first)).and_then(|i| {
+                let to = found.get_mut(i as usize).filter(|to| to.is_none())?;
+                Some((i as usize, to))
+            }) else {
+                return Err(format!("it answered request {} instead of {}", reply.id, self.requests).into());
+            };
+            for note in &reply.notes {
+                let (key, name) = (self.function.key, self.function.file.file_name().unwrap_or_default());
+                self.function.notes.add(format!("{key} {}: {}", name.display(), printable(note)));
+            }
+            *to = Some(match reply.error {
+                Some(error) if reply.late => Err(Failure {
+                    why: with_stderr(&mut child, format!("{error} while {doing}")),
+                    again: true,
+                    late: true,
+                }),
+                Some(error) => Err(Failure { why: printable(&error), again: !reply.lasts, late: false }),
+                None => read(i, &answer),
+            });
         }
-        if reply.id != self.requests {
-            return Err(format!("it answered request {} instead of {}", reply.id, self.requests).into());
+        if found.iter().flatten().all(|found| found.is_ok()) {
+            self.child = Some(child);
         }
-        let found = read(&answer)?;
-        self.child = Some(child);
-        Ok(found)
+        Ok(())
     }
 
     pub(super) fn rows(&self) -> Option<&Lookup> {
@@ -166,12 +236,27 @@ impl Worker for PythonWorker {
     type Asked = Asked;
     type Output = RewardOutput;
 
-    fn ask(&mut self, asked: &[Arc<Asked>], given_up: &AtomicBool) -> std::result::Result<Vec<RewardOutput>, Failure> {
-        let rows = rows_of(self.rows(), asked.iter().map(|one| &one.prompt))?;
-        let (request, count) = (request(asked, &rows), asked.len());
-        self.exchange(request, count, "scoring", given_up, |line| {
+    fn ask(&mut self, asked: &[Arc<Asked>], given_up: &AtomicBool) -> Answer<RewardOutput> {
+        self.ask_all(&[asked], given_up).remove(0)
+    }
+
+    fn together(&self) -> usize {
+        self.together
+    }
+
+    fn ask_all(&mut self, requests: &[&[Arc<Asked>]], given_up: &AtomicBool) -> Vec<Answer<RewardOutput>> {
+        let body = |asked: &&[Arc<Asked>]| {
+            let rows = rows_of(self.rows(), asked.iter().map(|one| &one.prompt))?;
+            Ok(request(asked, &rows))
+        };
+        let bodies = match requests.iter().map(body).collect::<std::result::Result<Vec<_>, String>>() {
+            Ok(bodies) => bodies,
+            Err(why) => return vec![Err(why.into()); requests.len()],
+        };
+        let most = requests.iter().map(|asked| asked.len()).max().unwrap_or(0);
+        self.exchange(bodies, most, "scoring", given_up, &|i, line| {
             let Rewards { rewards, extra } = parse(line)?;
-            reply::outputs(rewards, extra, count)
+            reply::outputs(rewards, extra, requests[i].len()).map_err(Failure::lasting)
         })
     }
 }
@@ -212,6 +297,8 @@ impl Function {
             "environment": environment,
             "label_argument": python.label_argument,
             "columns": context.columns,
+            "timeout_s": config.timeout_s,
+            "steps": context.steps,
             "memory_bytes": (python.memory_max_gib * 1_073_741_824.0) as u64,
         });
         Ok(Self {
@@ -225,24 +312,27 @@ impl Function {
             timeout: Duration::from_secs_f64(config.timeout_s),
             rows: context.rows.clone(),
             log: context.log.clone(),
+            notes: context.notes.clone(),
         })
     }
 
-    /// Starts a child. Returns the name of its function, and the child.
-    fn start(&self, given_up: &AtomicBool) -> std::result::Result<(String, LineChild), Failure> {
+    /// Starts a child, and returns its first line.
+    fn start(&self, given_up: &AtomicBool) -> std::result::Result<(Hello, LineChild), Failure> {
         let (mut child, wait) = (self.spawn()?, self.start_timeout);
         let line = child
             .exchange(&[], Instant::now() + wait, reply_bytes_max(0), given_up)
             .map_err(|broken| describe(&mut child, &broken, "loading", wait))?;
         let hello: Hello = parse(&line).map_err(|message| with_stderr(&mut child, message))?;
-        match (hello.error, hello.function) {
-            (Some(error), _) => Err(printable(&error).into()),
-            (None, Some(function)) => Ok((function, child)),
-            (None, None) => Err(with_stderr(&mut child, "it did not name a function".into()).into()),
+        match &hello.error {
+            Some(error) => Err(Failure { why: printable(error), again: !hello.lasts, late: false }),
+            None if hello.function.is_empty() => {
+                Err(with_stderr(&mut child, "it did not name a function".into()).into())
+            }
+            None => Ok((hello, child)),
         }
     }
 
-    fn spawn(&self) -> std::result::Result<LineChild, String> {
+    fn spawn(&self) -> std::result::Result<LineChild, Failure> {
         let mut command = Command::new(&self.interpreter);
         command.args(["-X", "utf8", "-c", DRIVER, &self.settings]).env_clear();
         if !self.gpu {
@@ -258,14 +348,17 @@ impl Function {
         if let Some(dir) = self.file.parent() {
             command.current_dir(dir);
         }
-        LineChild::spawn(&mut command, self.log.as_deref())
-            .map_err(|e| format!("cannot start {}: {e}", self.interpreter.display()))
+        LineChild::spawn(&mut command, self.log.clone()).map_err(|e| {
+            let lasts = matches!(e.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied);
+            Failure { why: format!("cannot start {}: {e}", self.interpreter.display()), again: !lasts, late: false }
+        })
     }
 }
 
 fn request(asked: &[Arc<Asked>], rows: &[RowFields]) -> Map<String, Value> {
     let mut request = Map::new();
     request.insert("rows".into(), json!(rows));
+    request.insert("step".into(), asked.first().map_or(0, |one| one.steps_done).into());
     let mut column = |key: &str, of: &dyn Fn(&Asked) -> Value| {
         request.insert(key.into(), asked.iter().map(|one| of(one)).collect());
     };

@@ -6,6 +6,7 @@ use crate::error::Result;
 use crate::experience::{Episode, Finish, Response, SamplingMask};
 use crate::ops::sample::Sampled;
 use crate::text::{StreamDecoder, Tokenizer};
+use std::ops::Range;
 
 /// Prompt and new tokens of one request, with the record of the new ones.
 #[derive(Clone, Debug, Default)]
@@ -132,7 +133,7 @@ impl Live {
 
     /// The response. Leaves the sequence empty.
     pub fn finish(&mut self, request: &Request, finish: Finish, tokenizer: Option<&Tokenizer>) -> Result<Response> {
-        let live = std::mem::take(self);
+        let mut live = std::mem::take(self);
         let tokens = live.tokens[request.tokens.len()..].to_vec();
         let mut text = tokenizer.map_or(Ok(String::new()), |t| t.decode(&tokens, true))?;
         // Text of earlier turns is included, too.
@@ -141,6 +142,15 @@ impl Live {
             && let Some(cut) = request.stop.strings.iter().filter_map(|s| text.find(s.as_str())).min()
         {
             text.truncate(cut);
+        }
+        if let (Some(episode), Some(tokenizer)) = (&mut live.episode, tokenizer) {
+            let at = |end: usize| {
+                let before = tokenizer.decode(&tokens[..end], true)?;
+                // A character of several tokens belongs to the last one.
+                Ok(before.chars().zip(text.chars()).take_while(|(a, b)| a == b).count())
+            };
+            let span = |given: &Range<usize>| Ok((at(given.start)?, at(given.end)?));
+            episode.written = episode.given.iter().map(span).collect::<Result<_>>()?;
         }
         Ok(Response {
             prompt: request.prompt,

@@ -1,6 +1,7 @@
 //! Interfaces to the operating system and the launcher.
 
 pub mod affinity;
+pub mod bounded_log;
 pub mod environment;
 mod faults;
 pub mod files;

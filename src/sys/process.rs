@@ -2,12 +2,11 @@
 //! a size limit. To end a child, the parent sends SIGTERM, so that the child ends its descendants, and then kills the
 //! process group.
 
+use super::bounded_log::BoundedLog;
 use std::collections::VecDeque;
-use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
 use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -47,8 +46,8 @@ pub struct LineChild {
     line_bytes_max: Arc<AtomicUsize>,
     stderr: ChildStderr,
     stderr_tail: VecDeque<u8>,
-    /// The log of the whole standard error.
-    log: Option<File>,
+    /// The log of the standard error.
+    log: Option<BoundedLog>,
     /// Whether the child was reaped. Its id may belong to another process then.
     reaped: bool,
 }
@@ -57,8 +56,7 @@ impl LineChild {
     /// Starts `command` with pipes and as leader of a new process group. Its standard error is also appended to `log`.
     /// (A group by `posix_spawn` needs no code between fork and exec, which a process with MPI and GPU memory should
     /// not run. The child sets its limits itself.)
-    pub fn spawn(command: &mut Command, log: Option<&Path>) -> io::Result<Self> {
-        let log = log.map(|path| OpenOptions::new().create(true).append(true).open(path)).transpose()?;
+    pub fn spawn(command: &mut Command, log: Option<BoundedLog>) -> io::Result<Self> {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
         let mut child = command.spawn()?;
         let missing = || io::Error::other("a piped stream is missing");
@@ -128,9 +126,9 @@ impl LineChild {
         let mut chunk = [0; 16_384];
         for _ in 0..256 {
             let Ok(n @ 1..) = self.stderr.read(&mut chunk) else { return };
-            if let Some(log) = &mut self.log {
+            if let Some(log) = &self.log {
                 // A full disk under a log ends no reward.
-                let _ = log.write_all(&chunk[..n]);
+                let _ = log.append(&chunk[..n]);
             }
             self.stderr_tail.extend(&chunk[..n]);
             let surplus = self.stderr_tail.len().saturating_sub(STDERR_BYTES_MAX);

@@ -65,6 +65,7 @@ pub fn evaluate(
     // A plan counts as many samples as beams.
     best.samples_per_prompt = if null::is_active() { beams.count } else { 1 };
     let beams = Some(beams).filter(|beams| beams.count > 1 && !null::is_active());
+    collector.reward.steps_done = step;
     for (config, beams) in [(&best, beams), (&sampled, None)] {
         answers.push(collector.evaluate(run, model, EVAL_STEPS + step as u32, &prompts, config, beams)?);
     }
@@ -207,7 +208,8 @@ fn rows<'a>(
     for (temperature, answers) in answers {
         for (response, scored) in answers {
             let (text, tokens, score) = (response.text.clone(), response.tokens.len(), scored.score);
-            let answer = EvalAnswer { response: text, score, tokens, temperature };
+            let environment = response.written().to_vec();
+            let answer = EvalAnswer { response: text, score, tokens, temperature, environment };
             of_prompts.entry(response.prompt).or_default().push(answer);
         }
     }

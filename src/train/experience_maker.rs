@@ -370,7 +370,7 @@ fn score(
     phase::set(step, "reward");
     if run.ranks.has(RoleName::Reward) {
         if models.sampler.is_none() {
-            collector.push(run, samples);
+            collector.push(run, samples, step);
         }
         scores.scored = phases.time(Phase::Reward, || collector.reward(run, samples))?;
     }

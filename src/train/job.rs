@@ -368,7 +368,8 @@ impl<J: Job> Opened<J> {
             };
             self.take_rows();
             self.state.step = step.number;
-            for text in self.warnings.of_step(&run.config, &metrics) {
+            let waited = self.warnings.of_waiting(&run.config, run.reward_wait_s.take(), step.timers.seconds());
+            for text in self.warnings.of_step(&run.config, &metrics).into_iter().chain(waited) {
                 run.recorder.warn(&text);
             }
             record(run, &step, metrics, flops(run, &self.arch, &J::shape(&run.config), &step.lengths))?;

@@ -108,7 +108,10 @@ impl Judge {
                 }
                 Err(why) => {
                     let (name, id) = (&self.name, samples[i].prompt.id);
-                    return Err(Error::service(format!("judge {name} on a response to prompt {id}: {why}")).hint(
+                    return Err(Error::service(format!(
+                        "reward.judge: \"{name}\" failed on a response to prompt {id}: {why}"
+                    ))
+                    .hint(
                         "check reward.judge.pattern, raise reward.judge.tokens_max for longer answers, or set \
                          reward.on_failure = \"drop\" to drop such responses",
                     ));

@@ -148,6 +148,7 @@ fn open<J: Job>(planned: &Planned, size: usize) -> Result<Run> {
         started: Instant::now(),
         has_learned: false,
         must_finish: Cell::new(false),
+        reward_wait_s: Cell::new(0.0),
         resident_at_start: 0,
         peak_flops: 0.0,
     })

@@ -32,6 +32,7 @@ use crate::model::{Arch, Head};
 use crate::reward::rules::Rule;
 use crate::rng::{Purpose, Rng};
 use crate::text::Tokenizer;
+use crate::url::Url;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::VecDeque;
@@ -467,15 +468,22 @@ fn metrics(run: &Run, work: &UpdateWork) -> Metrics {
     values
 }
 
-/// `number, style.py x 0.5`
+/// `number, style.py x 0.5, environment env.py`
 fn rewards(Config { reward, .. }: &Config) -> String {
+    let of_kind = |kind: &str, name: String| if name.starts_with(kind) { name } else { format!("{kind} {name}") };
+    let joined = |urls: &[Url]| urls.iter().map(Url::to_string).collect::<Vec<_>>().join(" | ");
     let rules = reward.rule.iter().map(|rule| (config::name(&rule.kind), rule.weight));
     let python = reward.python.iter().map(|python| (python.file.clone(), python.weight));
-    let http = reward.http.iter().map(|http| (http.url.join(" | "), http.weight));
-    let models = reward.models.iter().enumerate().map(|(i, model)| (format!("model {}", model.name(i)), model.weight));
+    let http = reward.http.iter().map(|http| (joined(&http.url), http.weight));
+    let models = reward.models.iter().enumerate().map(|(i, model)| (of_kind("model", model.name(i)), model.weight));
     let weighed = |(name, weight)| if weight == 1.0 { name } else { format!("{name} x {weight}") };
-    let judges = reward.judge.iter().map(|judge| (format!("judge {}", judge.dir.display()), judge.weight));
-    rules.chain(python).chain(http).chain(models).chain(judges).map(weighed).collect::<Vec<_>>().join(", ")
+    let judges = reward.judge.iter().map(|judge| (of_kind("judge", judge.dir.display().to_string()), judge.weight));
+    let environments = reward.environment.iter().map(|environment| {
+        let files = environment.python.iter().map(|python| python.file.clone()).chain([joined(&environment.http)]);
+        (format!("environment {}", files.collect::<String>()), environment.weight)
+    });
+    let all = rules.chain(python).chain(http).chain(models).chain(judges).chain(environments);
+    all.map(weighed).collect::<Vec<_>>().join(", ")
 }
 
 /// Rows of the banner about the rollout.

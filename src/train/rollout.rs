@@ -1,6 +1,6 @@
 //! Rollout and reward of one rank's share of the prompts.
 
-use super::episodes::{Episodes, Texts};
+use super::episodes::Episodes;
 use super::reward_models::RewardModels;
 use super::shares::{Key, Offer, Piece, TakenPrompts, expect, own_share, share_of};
 use crate::comm::{Group, Stream, records};
@@ -15,11 +15,13 @@ use crate::launch::run::Run;
 use crate::metrics::Phase;
 use crate::model::Arch;
 use crate::reward::environment::Environment;
-use crate::reward::{Reward, RewardContext, Scored};
+use crate::reward::feedback::Texts;
+use crate::reward::{Notes, Reward, RewardContext, Scored};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::turns::Turns;
 use crate::rollout::{self, Beams, Engine, Hooks, Model, Outcome, Queue, Request, Stop};
 use crate::sys::files;
+use crate::sys::bounded_log::BoundedLog;
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
@@ -115,7 +117,12 @@ impl Collector {
     ) -> Result<Self> {
         let config = &run.config;
         config.rollout.check()?;
-        let rewards = context(run, &source).and_then(|context| {
+        let texts = Texts {
+            tokenizer: Arc::clone(&tokenizer),
+            template: config.data.chat_template_args.clone(),
+            vocabulary: arch.vocabulary,
+        };
+        let rewards = context(run, &source, texts).and_then(|context| {
             Ok((environment(run, &context)?, Reward::new(&config.reward, &config.base, &context)?))
         });
         let (environment, reward) = run.ranks.all.agree(rewards)?;
@@ -157,6 +164,7 @@ impl Collector {
         let greedy = greedy(config);
         let configs = if run.config.has_greedy() { &[config, &greedy][..] } else { &[config] };
         let streams = run.ranks.has(RoleName::Reward);
+        self.reward.steps_done = u64::from(pieces[0].step).saturating_sub(1);
         let answered = self.generate(run, model, pieces, prompts, part, configs, None, begun, streams);
         let (responses, complete) = run.ranks.axes.all.agree(answered)?;
         self.log_refused_graphs(run);
@@ -217,9 +225,8 @@ impl Collector {
         let batch_max = config.batch_max.min(share);
         let bar = run.recorder.phase(Phase::Rollout.name(), share as u64);
         self.rounds += 1;
-        let (template, vocabulary) = (&run.config.data.chat_template_args, model.transformer.arch.vocabulary);
-        let texts = Texts { tokenizer: &self.tokenizer, template, vocabulary };
-        let episodes = |of| Episodes::new(of, prompts, &requests, texts, self.rounds, &failed);
+        let (tokenizer, round, waited) = (&*self.tokenizer, self.rounds, &run.reward_wait_s);
+        let episodes = |of| Episodes::new(of, prompts, &requests, tokenizer, round, &failed, waited);
         let mut episodes = self.environment.as_mut().map(episodes);
         let (reward, asked, streams) = (&mut self.reward, &mut self.asked, streams.then(|| axes.tensor.clone()));
         let whole =
@@ -303,7 +310,8 @@ impl Collector {
 
     /// Sends this rank's share of `samples` to the reward, if they come from other ranks. All ranks of the reward's
     /// placement call this with the same samples.
-    pub fn push(&mut self, run: &Run, samples: &[Experience]) {
+    pub fn push(&mut self, run: &Run, samples: &[Experience], step: u64) {
+        self.reward.steps_done = step.saturating_sub(1);
         let own = &samples[share_of(samples.len(), &run.ranks.axes.all)];
         let first = expect(&mut self.reward, &mut self.asked, own.iter().map(Experience::key));
         own.iter().enumerate().for_each(|(i, sample)| self.reward.push(first + i, &sample.prompt, &sample.response));
@@ -313,6 +321,7 @@ impl Collector {
     /// The scores of all responses that ranks of `all` have sent, on each of these ranks. `None` if a rank was asked to
     /// stop before all scores were there. All ranks of the group call this.
     pub fn scored(&mut self, run: &Run, all: &Group) -> Result<Option<HashMap<Key, Scored>>> {
+        let start = Instant::now();
         let (is_scored, is_stopped) = loop {
             let is_scored = self.reward.wait(Instant::now() + WAIT);
             let stops = !is_scored && run.stop_requested_here();
@@ -324,6 +333,10 @@ impl Collector {
                 break (is_scored, stops && !failed);
             }
         };
+        run.reward_wait_s.set(run.reward_wait_s.get() + start.elapsed().as_secs_f64());
+        if let Some(note) = all.first_words(&self.reward.next_note().unwrap_or_default()) {
+            run.recorder.warn(&note);
+        }
         let asked = std::mem::take(&mut self.asked);
         let scored = if is_scored && !is_stopped { self.reward.finish() } else { Ok(Vec::new()) };
         self.reward.cancel();
@@ -426,17 +439,18 @@ pub fn take(scored: &mut HashMap<Key, Scored>, key: Key) -> Scored {
 }
 
 /// The context of rewards: the rows of `source`, and a log file next to this rank's log.
-fn context(run: &Run, source: &PromptSource) -> Result<RewardContext> {
+fn context(run: &Run, source: &PromptSource, texts: Texts) -> Result<RewardContext> {
     let Config { data, reward, .. } = &run.config;
     let logs = run.dir.join("logs");
-    let has_python = !reward.python.is_empty() || reward.environment.iter().any(|e| !e.python.is_empty());
-    let is_logged = !run.dry_run && has_python;
-    if is_logged {
+    let open = || {
         files::create_dir_all(&logs)?;
-    }
+        let path = logs.join(format!("reward-rank-{}.log", run.ranks.world.rank));
+        BoundedLog::open(&path).map_err(|e| Error::io("open", &path, &e))
+    };
+    let log = (!run.dry_run && reward.has_python()).then(open).transpose()?;
     let (rows, columns) = (Arc::new(source.lookup(data)), source.columns(data)?);
-    let log = is_logged.then(|| logs.join(format!("reward-rank-{}.log", run.ranks.world.rank)));
-    Ok(RewardContext { rows: Some(rows), columns, log, offline: run.dry_run })
+    let (texts, steps) = (Some(Arc::new(texts)), run.config.job.steps);
+    Ok(RewardContext { rows: Some(rows), columns, log, texts, steps, notes: Notes::default() })
 }
 
 /// The environment. The first of the ranks that share a schedule calls it. All of them know whether there is one.

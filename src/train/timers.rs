@@ -27,6 +27,11 @@ impl Timers {
         }
     }
 
+    /// The seconds since the start of the step.
+    pub fn seconds(&self) -> f64 {
+        self.start.elapsed().as_secs_f64()
+    }
+
     /// Runs training work and counts the seconds in which this rank computed.
     pub fn train<T>(&mut self, work: impl FnOnce() -> T) -> T {
         let (start, exposed) = (Instant::now(), comm::exposed_seconds());

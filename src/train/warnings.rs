@@ -19,6 +19,8 @@ const CHOSEN_FALL: f64 = 10.0;
 /// `OVERFIT_SAMPLES` rows.
 const OVERFIT: f64 = 0.2;
 const OVERFIT_SAMPLES: f64 = 32.0;
+/// The wait for rewards in a step above which a run warns, in seconds. Shorter ones are not worth a change.
+const WAITING_S: f64 = 0.5;
 /// Minibatch size below which the KL is mostly noise.
 const KTO_SAMPLES: usize = 8;
 
@@ -95,8 +97,8 @@ fn of_rollout(config: &Config, ranks: usize, rows: &Rows, context: usize) -> Vec
 /// Warnings about the numbers of steps, each of which is given once.
 #[derive(Default)]
 pub struct Warnings {
-    /// Warnings given so far: about evaluations, then about steps.
-    warned: [bool; 7],
+    /// Warnings given so far: about evaluations, then about steps, then about waiting for rewards.
+    warned: [bool; 8],
     /// Accuracy of the last step, and its number of rows.
     trained: (f64, f64),
 }
@@ -147,7 +149,23 @@ impl Warnings {
                 )
             }),
         ];
-        new_ones(&mut self.warned[1..], all)
+        new_ones(&mut self.warned[1..7], all)
+    }
+
+    /// A new warning about a step of `seconds` that `waited` for rewards or the environment.
+    pub fn of_waiting(&mut self, config: &Config, waited: f64, seconds: f64) -> Option<String> {
+        let reward = &config.reward;
+        let batch = match (reward.python.is_empty(), reward.http.is_empty()) {
+            (true, true) => "",
+            (false, _) => ", raise batch in [[reward.python]], or make the function async",
+            (true, false) => ", or raise batch in [[reward.http]]",
+        };
+        let is_slow = waited > WAITING_S && waited > 0.5 * seconds;
+        let warning = is_slow.then(|| {
+            let share = 100.0 * waited / seconds;
+            format!("{share:.0} % of a step was spent waiting for rewards: raise reward.workers{batch}")
+        });
+        new_ones(&mut self.warned[7..], [warning]).pop()
     }
 
     /// New warnings about an evaluation after the last step.

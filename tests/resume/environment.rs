@@ -3,6 +3,8 @@
 
 use crate::resume::async_rollout::ahead;
 use crate::resume::job::{Job, place};
+use rlhf_hpc::experience::parts;
+use rlhf_hpc::metrics::recorded::{RecordedSample, RecordedStep};
 
 /// Writes back how long a turn was; the reward is the share of even lengths. Over after the third turn.
 const ENVIRONMENT: &str = r#"
@@ -13,6 +15,9 @@ class Lengths:
     def step(self, text, tokens):
         self.n += 1
         if os.path.exists("broken") and self.sample == 1 and self.n == 2:
+            bad = open("broken").read()
+            if bad:
+                return eval(bad), 0.0, False
             raise RuntimeError("the tool is broken")
         return f"({len(tokens)})", float(len(tokens) % 2 == 0), self.n == 3
 "#;
@@ -86,4 +91,40 @@ fn a_turn_that_fails_stops_the_run_or_drops_its_response_as_declared() {
     let samples: Vec<f64> =
         dropped.numbers("samples").into_iter().zip(dropped.numbers("samples_dropped")).map(|(a, b)| a + b).collect();
     assert!(samples == [16.0; 3] && dropped.numbers("samples_dropped")[0] > 4.0, "{samples:?}");
+}
+
+#[test]
+fn an_answer_that_the_model_cannot_read_counts_as_a_failed_one() {
+    for (i, (answer, why)) in [
+        ("[999999]", "its feedback has the token 999999, but the model's vocabulary has only"),
+        ("[-1]", "its answer does not follow the protocol"),
+        ("[{'role': 'tool', 'content': 'x'}]", "its feedback cannot be tokenized"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let (stop, drop) = (format!("unusable-{i}"), format!("unusable-drop-{i}"));
+        let stopped = job(&stop);
+        std::fs::write(broken(&stop), answer).expect("writes");
+        stopped.run().assert(75, &["environment Lengths of", "failed after 1 attempt: ", why]);
+        std::fs::remove_file(broken(&stop)).expect("it was written");
+        stopped.done().assert_same(&job("unusable-whole").done());
+        let dropped = job(&drop).with("job.steps=1 reward.on_failure=drop reward.retries=1");
+        std::fs::write(broken(&drop), answer).expect("writes");
+        dropped.run().assert(0, &["because a reward failed on", why]);
+    }
+}
+
+#[test]
+fn the_environment_is_named_at_the_start_and_its_text_is_marked() {
+    let job = job("seen").with("job.steps=1 metrics.samples_every_steps=1");
+    job.run().assert(0, &["rewards      environment ", "env.py", "[environment: ("]);
+    let step = RecordedStep::open(&job.dir, 1).expect("recorded");
+    let samples = step.samples().expect("reads");
+    let of = |sample: &RecordedSample| -> Vec<String> {
+        let parts = parts(&sample.response, &sample.environment);
+        parts.into_iter().filter(|(_, given)| *given).map(|(part, _)| part).collect()
+    };
+    let given: Vec<String> = samples.iter().flat_map(of).collect();
+    assert!(given.len() > 16 && given.iter().all(|part| part.starts_with('(') && part.ends_with(')')), "{given:?}");
 }

@@ -123,10 +123,12 @@ fn a_judge_scores_what_it_answers_on_any_layout_and_an_answer_without_a_score_is
     }
     of("judge-none", "never said", JUDGED)
         .run()
-        .assert(75, &["judge model on a response to prompt ", "no score in its answer"]);
+        .assert(75, &["reward.judge: \"model\" failed on a response to prompt ", "no score in its answer"]);
     of("judge-none", digit, JUDGED).with("reward.on_failure=drop").done().assert_same(&alone);
     let long = "{prompt}".repeat(100) + "{response}";
-    of("judge-long", digit, &long).run().assert(75, &["judge model on a response to prompt ", "its context is 256"]);
+    of("judge-long", digit, &long)
+        .run()
+        .assert(75, &["reward.judge: \"model\" failed on a response to prompt ", "its context is 256"]);
     of("judge-field", digit, "{response}{nosuch}")
         .run()
         .assert(2, &["prompt has the field {nosuch}, but rows have no such field"]);
@@ -172,4 +174,58 @@ fn a_judge_that_is_asked_to_stop_loses_no_response_and_the_same_line_goes_on() {
     assert!(stopped().manifest.state["run"]["eval_due"] == true, "the judge is part of the evaluation");
     std::fs::remove_file(&asks).expect("there");
     job.done().assert_same(&whole);
+}
+
+#[test]
+fn a_password_in_a_url_is_used_but_nothing_that_a_run_writes_or_prints_contains_it() {
+    let server = Server::start();
+    let url = server.url("right").replace("http://", "http://someone:PASSWORD@") + "?key=TOKEN";
+    let job = |name: &str, url: &str| {
+        job(name, format!("reward.http=\"{url}\"")).with("job.steps=1 metrics.tensorboard=true")
+    };
+    let made = job("secret", &url);
+    let ended = made.run();
+    assert!(!format!("{}{}", ended.stdout, ended.stderr).contains("PASSWORD"), "{}", ended.stderr);
+    ended.assert(0, &["http://***:***@127.0.0.1"]);
+    let mut dirs = vec![made.dir.clone()];
+    let mut files = 0;
+    while let Some(dir) = dirs.pop() {
+        for entry in std::fs::read_dir(dir).expect("a directory") {
+            let path = entry.expect("an entry").path();
+            if path.is_dir() && !path.is_symlink() {
+                dirs.push(path);
+            } else if path.is_file() {
+                let bytes = std::fs::read(&path).expect("reads");
+                let has = |secret: &[u8]| bytes.windows(secret.len()).any(|window| window == secret);
+                assert!(!has(b"PASSWORD") && !has(b"TOKEN") && !has(b"someone"), "{}", path.display());
+                files += 1;
+            }
+        }
+    }
+    assert!(files > 10, "{files} files");
+    let failing = job("secret-500", &url.replace("right", "500")).with("reward.retries=0").run();
+    assert!(!failing.stderr.contains("PASSWORD"), "{}", failing.stderr);
+    failing.assert(75, &["http://***:***@127.0.0.1", "/500?key=***: it answered 500"]);
+    // Its own record is no job: the secret is missing.
+    job("secret-copied", "http://***:***@127.0.0.1:1/right")
+        .run()
+        .assert(2, &["has *** in place of a secret", "header_env"]);
+}
+
+#[test]
+fn a_dry_run_reports_a_server_that_is_not_there() {
+    let url = Server::start().url("right");
+    let dry = |source: String| job("dead", source).with("reward.retries=0").dry().run();
+    dry(format!("reward.http=\"{url}\"")).assert(75, &["reward.http = ", &url, "does not accept connections"]);
+    dry(format!("reward.environment=\"{url}\"")).assert(75, &["reward.environment = ", &url]);
+}
+
+#[test]
+fn a_run_that_mostly_waits_for_rewards_names_the_keys_that_help() {
+    let dir = reward("slow");
+    let slow = REWARD.replace("open('called', 'w').close()", "time.sleep(0.1)");
+    std::fs::write(dir.join("reward.py"), slow).expect("writes");
+    let ended = job("slow", python(&dir, 1)).run();
+    assert_eq!(ended.stderr.matches("was spent waiting for rewards").count(), 1, "{}", ended.stderr);
+    ended.assert(0, &["raise reward.workers, raise batch in [[reward.python]]"]);
 }

@@ -136,6 +136,8 @@ fn every_form_of_an_environment_answers_alike_and_keeps_episodes_apart() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut environment = environment(&format!("\"{}\"", server.url("turn")), dir.path()).expect("a server");
     assert_counts(&play(&mut environment, 1, &["a", "b", "c"]).expect("answers"), "a server");
+    let silent = play(&mut environment, 3, &["silent"]).expect("null is an absent field");
+    assert!(silent[0].reward == Some(1.5) && !silent[0].done, "{silent:?}");
     let refused = play(&mut environment, 2, &["bad"]).expect_err("an error");
     assert!(refused.kind == Kind::Service && refused.message.contains("no such tool"), "{refused}");
 }

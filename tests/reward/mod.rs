@@ -2,6 +2,7 @@
 
 mod children;
 mod environment;
+mod forms;
 mod mixture;
 mod python;
 mod rules;

@@ -232,7 +232,6 @@ fn any_fault_is_tried_again_in_a_fresh_child() {
         ("os._exit(3)", false),
         ("time.sleep(1000)", false),
         ("raise RuntimeError('flaky')", false),
-        ("return [1]", false),
         ("os._exit(3)", true),
         ("time.sleep(1000)", true),
         ("raise RuntimeError('flaky')", true),
@@ -241,6 +240,20 @@ fn any_fault_is_tried_again_in_a_fresh_child() {
         let timeout = if fault.contains("sleep") { "timeout_s = 2.0\nstart_timeout_s = 8.0" } else { "" };
         let scored = job.score(&format!("retries = 2\n{timeout}")).unwrap();
         assert_eq!((scores(&scored), calls(&job)), (vec![1.0, 2.0], 3), "{fault}");
+    }
+    for (fault, is_loaded, words) in [
+        ("return [1]", false, "1 attempt: "),
+        ("return [1, float('nan')]", false, "1 attempt: "),
+        ("return nothing_of_the_kind", false, "1 attempt: "),
+        ("return 1 + 'a'", false, "1 attempt: "),
+        ("import nothing_of_the_kind", true, "ModuleNotFoundError"),
+    ] {
+        let job = failing_first(2, is_loaded, fault);
+        let error = job.in_run("retries = 2", &RewardContext::default()).and_then(|mut reward| score(&mut reward));
+        let error = error.expect_err(fault);
+        says(&error, &[words]);
+        let hint = error.hint.unwrap_or_default();
+        assert!(calls(&job) == 1 && !hint.contains("timeout_s") && !hint.contains("reward.retries"), "{fault}: {hint}");
     }
     let job = failing_first(9, true, "os._exit(3)");
     let error = job.usage_error("retries = 1");
@@ -369,6 +382,8 @@ fn files_that_cannot_be_used_are_refused_before_work_starts() {
         says(&error, &[words]);
         let hint = error.hint.unwrap_or_default();
         assert_eq!(hint.contains("interpreter = \"venv/bin/python\""), source.contains("no_such_module"), "{hint}");
+        let lasts = words.contains("argument") || words.contains("no-such-python");
+        assert!(!(lasts && hint.contains("start_timeout_s")), "{hint}");
     }
 }
 
@@ -478,16 +493,4 @@ fn a_function_that_the_file_imports_is_found_by_name() {
     .unwrap();
     let python = "python = { file = \"reward.py\", batch = 0, function = \"length\" }";
     assert_eq!(scores(&job.score(python).unwrap()), [1.0, 1.0]);
-}
-
-#[test]
-fn what_a_function_prints_goes_to_its_log() {
-    let job = Job::new(
-        "print('ready')\ndef f(completions, **kwargs):\n    print('asked', len(completions))\n    return [0, 0]",
-    );
-    let log = job.path("reward.log");
-    let mut reward = job.in_run("", &RewardContext { log: Some(log.clone()), ..RewardContext::default() }).unwrap();
-    score(&mut reward).unwrap();
-    drop(reward);
-    assert_eq!(std::fs::read_to_string(log).unwrap(), "ready\nasked 2\n");
 }

@@ -25,7 +25,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        mode, _, only = self.path[1:].partition("/")
+        mode, _, only = self.path[1:].partition("?")[0].partition("/")
         if mode == "turn":
             return self.do_turn(request)
         lengths = [len(q) - len(p) + 0.5 for q, p in zip(request["query"], request["prompts"])]
@@ -41,6 +41,8 @@ class Handler(BaseHTTPRequestHandler):
         turns = request["turns"]
         if turns[-1]["text"] == "bad":
             return self.answer(200, {"error": "no such tool"})
+        if turns[-1]["text"] == "silent":
+            return self.answer(200, {"feedback": None, "reward": 1.5, "done": None, "extra": None})
         done = len(turns) == 3
         feedback = f"<{len(turns)}:{turns[-1]['text']}:{request['row']['columns'].get('level')}>"
         self.answer(200, {"feedback": feedback, "reward": len(turns) / 2, "done": done, "extra": {"n": len(turns)}})

@@ -84,11 +84,12 @@ if (controls) {
   // Cuts a response into its tokens, once.
   const cut = text => {
     if (text.tokens) return text.tokens;
-    const whole = text.textContent, lengths = numbers(text, "cuts");
+    const whole = text.textContent, lengths = numbers(text, "cuts"), env = text.dataset.env?.split(" ") ?? [];
     let at = 0;
     text.textContent = "";
-    text.tokens = lengths.map(length => {
+    text.tokens = lengths.map((length, i) => {
       const span = document.createElement("span");
+      span.env = env[i] === "1" ? " env" : "";
       span.textContent = whole.slice(at, at += length);
       text.append(span);
       return span;
@@ -101,6 +102,7 @@ if (controls) {
       if (i < 0) { tip.hidden = true; return; }
       const of = name => Number.isFinite(text.values[name][i]) ? shown(text.values[name][i]) : "none";
       const rows = Object.entries(names).map(([name, words]) => `${words} ${of(name)}`);
+      if (event.target.env) rows.unshift("environment");
       say(event, [JSON.stringify(event.target.textContent), ...rows].join("\n"));
     });
     text.addEventListener("pointerleave", () => { tip.hidden = true; });
@@ -118,7 +120,7 @@ if (controls) {
     for (const text of texts) {
       text.tokens.forEach((span, i) => {
         const value = by ? text.values[by][i] : NaN;
-        span.className = value > 0 ? "p" : value < 0 ? "n" : "";
+        span.className = (value > 0 ? "p" : value < 0 ? "n" : "") + span.env;
         span.style.setProperty("--a", (0.6 * Math.min(1, Math.abs(value) / most)).toFixed(2));
       });
     }

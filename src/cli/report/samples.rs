@@ -6,6 +6,7 @@ use super::numbers::{short, spread};
 use super::source::Source;
 use super::text::{escape, put};
 use crate::error::Result;
+use crate::experience::parts;
 use crate::metrics::eval_rows;
 use crate::metrics::recorded::{RecordedSample, RecordedStep, RecordedTokens};
 use crate::text::Tokenizer;
@@ -49,8 +50,13 @@ fn show_step(source: &Source, step: u64, samples_max: usize, tokens_max: usize) 
     put!(out, "<div class=\"step\"><h3>{name}, step {step}</h3>");
     put!(
         out,
-        "<p class=\"note\">{shown_samples} of {samples} samples, {} of {prompts} prompts, lowest mean score first.</p>",
-        shown.len()
+        "<p class=\"note\">{shown_samples} of {samples} samples, {} of {prompts} prompts, lowest mean score first.{}</p>",
+        shown.len(),
+        if shown.iter().flatten().all(|sample| sample.environment.is_empty()) {
+            ""
+        } else {
+            " The text of the environment is <span class=\"env\">underlined</span>."
+        }
     );
     let mut tokens = recorded.tokens(shown.iter().flatten().map(|sample| sample.index).collect())?.into_iter();
     for group in shown {
@@ -140,7 +146,7 @@ fn show_rows(source: &Source, step: u64, rows_max: usize, tokens_max: usize) -> 
                 "<div class=\"response\"><div class=\"about\"><b>{reward}</b><span>{}</span></div>",
                 escape(&name)
             );
-            plain(&mut out, text, each);
+            plain(&mut out, text, &[], each);
             out += "</div>";
         }
         out += "</div></article>\n";
@@ -158,17 +164,26 @@ fn prompt(out: &mut String, text: &str) {
 }
 
 /// The beginning of a response.
-fn plain(out: &mut String, text: &str, tokens_max: usize) {
+fn plain(out: &mut String, text: &str, environment: &[(usize, usize)], tokens_max: usize) {
     let shown: String = text.chars().take(4 * tokens_max).collect();
     let more = if shown.len() < text.len() { " <i>...</i>" } else { "" };
-    put!(out, "<div class=\"text\"><bdi>{}</bdi>{more}</div>", escape(&shown));
+    put!(out, "<div class=\"text\"><bdi>{}</bdi>{more}</div>", spoken(&shown, environment));
+}
+
+/// A text whose `environment` parts are marked.
+fn spoken(text: &str, environment: &[(usize, usize)]) -> String {
+    let part = |(part, is_given): (String, bool)| match is_given {
+        true => format!("<span class=\"env\" title=\"environment\">{}</span>", escape(&part)),
+        false => escape(&part),
+    };
+    parts(text, environment).into_iter().map(part).collect()
 }
 
 /// The text of a response, with the UTF-16 lengths of its tokens and their numbers, if they can be determined.
 fn response(out: &mut String, source: &Source, sample: &RecordedSample, tokens: &RecordedTokens, tokens_max: usize) {
     let pieces = source.tokenizer.as_ref().and_then(|tokenizer| pieces(tokenizer, &tokens.tokens, &sample.response));
     let Some(pieces) = pieces else {
-        plain(out, &sample.response, tokens_max);
+        plain(out, &sample.response, &sample.environment, tokens_max);
         return;
     };
     let shown = &pieces[..pieces.len().min(tokens_max)];
@@ -186,8 +201,21 @@ fn response(out: &mut String, source: &Source, sample: &RecordedSample, tokens: 
         0 => String::new(),
         more => format!(" <i>{more} more tokens</i>"),
     };
-    let (lengths, numbers, text) = (lengths.join(" "), numbers.concat(), escape(&shown.concat()));
+    // The page's script cuts the text again.
+    let given = if sample.environment.is_empty() { String::new() } else { given(shown, &sample.environment) };
+    let numbers = numbers.concat() + &given;
+    let (lengths, text) = (lengths.join(" "), spoken(&shown.concat(), &sample.environment));
     put!(out, "<div class=\"text\"><bdi data-cuts=\"{lengths}\"{numbers}>{text}</bdi>{more}</div>");
+}
+
+/// For each of `pieces`, 1 if it ends in a part that the environment wrote.
+fn given(pieces: &[String], environment: &[(usize, usize)]) -> String {
+    let mut at = 0;
+    let marks = pieces.iter().map(|piece| {
+        at += piece.chars().count();
+        if environment.iter().any(|(from, to)| *from < at && at <= *to) { "1" } else { "0" }
+    });
+    format!(" data-env=\"{}\"", marks.collect::<Vec<_>>().join(" "))
 }
 
 /// The text of each token; a character of several tokens belongs to the last one. None if the texts do not match the

@@ -7,6 +7,7 @@ use crate::metrics::keys::{self, Unit};
 use crate::metrics::{Line, jsonl, recorded};
 use crate::sys::files;
 use crate::text::Tokenizer;
+use crate::url::redacted;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use toml::Value;
@@ -138,7 +139,8 @@ fn settings(dir: &Path) -> Result<BTreeMap<String, String>> {
 }
 
 pub fn settings_of(text: &str) -> std::result::Result<BTreeMap<String, String>, toml::de::Error> {
-    let words = |value| if let Value::String(text) = value { text } else { value.to_string() };
+    // Runs of earlier versions recorded whole URLs.
+    let words = |value: Value| redacted(&value.as_str().map_or_else(|| value.to_string(), str::to_string)).into_owned();
     Ok(config::flat(&text.parse()?).into_iter().map(|(key, value)| (key, words(value))).collect())
 }
 
