@@ -1,6 +1,7 @@
 //! `rlhf-hpc reward`: scores by a reward model.
 
 use super::device::Options;
+use super::out::note;
 use super::ranks::Ranks;
 use super::rows::{self, Row};
 use super::scores::{ScoredRow, Scoring};
@@ -8,11 +9,13 @@ use crate::config::job::DeviceName;
 use crate::config::model::DTypeName;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
+use crate::metrics::one_line;
 use crate::model::{Arch, Head};
 use crate::text::Tokenizer;
 use argh::FromArgs;
 use serde::Serialize;
 use std::path::PathBuf;
+use std::sync::Once;
 
 /// Score rows with a reward model: one JSON line in, one JSON line out, in the same order.
 #[derive(FromArgs, Debug)]
@@ -51,6 +54,9 @@ pub struct Args {
     #[argh(switch)]
     pub no_check: bool,
 }
+
+/// The note about texts without an end token.
+static NO_END: Once = Once::new();
 
 #[derive(Serialize)]
 struct Line<'a> {
@@ -111,5 +117,13 @@ fn row_tokens(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
     if prompt.is_empty() && response.is_empty() {
         return Err(Error::data("prompt and response are both empty"));
     }
-    tokenizer.encode(&format!("{prompt}{response}"), true)
+    let tokens = tokenizer.encode(&format!("{prompt}{response}"), true)?;
+    let ends = tokenizer.eos_ids();
+    if !ends.is_empty() && !tokens.last().is_some_and(|last| ends.contains(last)) {
+        NO_END.call_once(|| {
+            let name = tokenizer.decode(&ends[..1], false).unwrap_or_default();
+            note!("note: texts without an end token are scored as they are; if training added one, write {} at the end of each response", one_line(&name));
+        });
+    }
+    Ok(tokens)
 }

@@ -20,7 +20,7 @@ pub mod tensorboard;
 mod terminal;
 pub mod throughput;
 
-pub use curves::Curves;
+pub use curves::{Curves, is_graded};
 pub use display::{count, counted, duration, grouped, number, one_line, percent, wrapped};
 pub use eval_table::{eval_lines, eval_table, name_of_rows};
 pub use jsonl::Line;

@@ -2,6 +2,7 @@
 //! (arXiv:2402.01306).
 
 use super::models::ModelSpec;
+use super::pairs::TIES;
 use super::reference::{self, Reference};
 use super::supervised::{self, Judge, Judged, Judging, Method, Minibatch, Numbers};
 use crate::config::Config;
@@ -102,7 +103,8 @@ impl Method for Kto {
         let count = batch.rows.len() as f64;
         let (_, sums) = supervised::judged(self, run, &learner.role, batch, 1.0 / count)?;
         let accuracy = sums.get(keys::ACCURACY) / count;
-        Ok(vec![(keys::EVAL_LOSS, sums.get(keys::LOSS)), (keys::EVAL_ACCURACY, accuracy)])
+        let accuracy = (sums.get(TIES) < count).then_some((keys::EVAL_ACCURACY, accuracy));
+        Ok([Some((keys::EVAL_LOSS, sums.get(keys::LOSS))), accuracy].into_iter().flatten().collect())
     }
 }
 
@@ -123,6 +125,7 @@ impl Judge for Kto {
             let of_row = [
                 (keys::LOSS, packed.weight * loss),
                 (keys::ACCURACY, f64::from(u8::from(margin > 0.0))),
+                (TIES, f64::from(u8::from(margin == 0.0))),
                 (keys::MARGIN_MEAN, margin),
                 (count, 1.0),
                 (reward, beta * h),

@@ -10,6 +10,8 @@ use crate::metrics::keys;
 
 /// The number of pairs.
 const PAIRS: &str = "pairs";
+/// The number of pairs with a margin of 0, which a policy that equals its reference has.
+pub const TIES: &str = "ties";
 
 /// The pair metrics of a step: keys, and the counts that divide their sums.
 pub const REPORTED: &[(&str, &str)] = &[
@@ -26,6 +28,7 @@ pub fn counted(pair: &Pair, weight: f64) -> Sums {
     Sums::of([
         (keys::LOSS, weight * pair.loss),
         (PAIRS, 1.0),
+        (TIES, f64::from(u8::from(margin == 0.0))),
         (keys::ACCURACY, f64::from(u8::from(margin > 0.0))),
         (keys::CHOSEN_REWARD_MEAN, pair.chosen_reward),
         (keys::REJECTED_REWARD_MEAN, pair.rejected_reward),
@@ -33,14 +36,13 @@ pub fn counted(pair: &Pair, weight: f64) -> Sums {
     ])
 }
 
-/// The metrics of an evaluation of `pairs` pairs, each of whose losses had weight 1.
+/// The metrics of an evaluation of `pairs` pairs, each of whose losses had weight 1. If all margins are 0, there is no
+/// accuracy.
 pub fn evaluated(sums: &Sums, pairs: usize) -> Numbers {
     let of = |key| sums.get(key) / pairs.max(1) as f64;
-    vec![
-        (keys::EVAL_LOSS, of(keys::LOSS)),
-        (keys::EVAL_ACCURACY, of(keys::ACCURACY)),
-        (keys::EVAL_MARGIN_MEAN, of(keys::MARGIN_MEAN)),
-    ]
+    let mut all = vec![(keys::EVAL_LOSS, of(keys::LOSS)), (keys::EVAL_MARGIN_MEAN, of(keys::MARGIN_MEAN))];
+    all.extend((of(TIES) < 1.0).then(|| (keys::EVAL_ACCURACY, of(keys::ACCURACY))));
+    all
 }
 
 /// Implements `Judge::read`.

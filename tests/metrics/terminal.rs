@@ -240,3 +240,22 @@ fn the_summary_shows_each_course_with_its_first_and_last_number() {
     assert!(row("entropy").contains('█') && row("kl").contains("->"), "{text}");
     assert!(row("held-out greedy").contains("41.2% ->    72.3%  ▁█  +31.1 points"), "{text}");
 }
+
+#[test]
+fn graded_held_out_rewards_are_shown_as_a_mean_and_others_as_shares() {
+    let line = |step, reward| Line::new(step, 0.0, &[("eval_reward_mean", reward), ("eval_accuracy_greedy", 0.5)]);
+    for (last, shown, hidden) in
+        [(0.5, "held-out greedy", "held-out reward"), (1.6, "held-out reward", "held-out greedy")]
+    {
+        let lines = [line(0, 0.5), line(10, last)];
+        let screen = Shown::default();
+        screen.terminal(false, 100).eval(&lines[1], &curves(&lines));
+        screen.terminal(false, 100).final_summary(10, 245.0, &curves(&lines), &[]);
+        let text = screen.text();
+        assert!(text.matches(shown).count() == 2 && !text.contains(hidden), "{text}");
+    }
+    let tied = Line::new(0, 0.0, &[("eval_loss", 0.69), ("eval_margin_mean", 0.0)]);
+    let screen = Shown::default();
+    screen.terminal(false, 100).eval(&tied, &curves(std::slice::from_ref(&tied)));
+    assert!(screen.text().contains("held-out accuracy      -"), "{}", screen.text());
+}

@@ -6,7 +6,7 @@ use super::text::{escape, put};
 use crate::data::Ledger;
 use crate::error::format_bytes;
 use crate::metrics::keys::{self, Unit};
-use crate::metrics::{count, duration, grouped, number, percent};
+use crate::metrics::{count, duration, grouped, is_graded, number, percent};
 
 /// The most important numbers of a run.
 pub fn about(source: &Source, is_named: bool) -> String {
@@ -47,7 +47,12 @@ fn facts(source: &Source) -> Vec<(String, String)> {
     };
     put("reward", change(keys::REWARD_MEAN));
     put("loss", change(keys::LOSS));
+    let mut rewards = values(keys::EVAL_REWARD_MEAN).into_iter().zip(values(keys::EVAL_ACCURACY_GREEDY));
+    let is_graded = rewards.any(|(reward, share)| is_graded(reward, share));
+    put("held-out reward", change(keys::EVAL_REWARD_MEAN).filter(|_| is_graded));
     let results = keys_of(std::slice::from_ref(source)).into_iter().filter(|key| is_result(key));
+    // Shares of correct answers mean something only if each reward is 0 or 1.
+    let results = results.filter(|key| !(is_graded && unit_of(key) == Unit::Ratio));
     for key in results.filter(|key| unit_of(key) == Unit::Ratio || key == keys::EVAL_LOSS).take(2) {
         put(&format!("held-out {}", title_of(&key).to_lowercase()), change(&key));
     }
