@@ -74,7 +74,7 @@ impl Error {
     /// An I/O error with the action and the path it happened on: `cannot read a/b: No such file ...`.
     /// A pointer of git-lfs in place of the file is wrong data.
     pub fn io(action: &str, path: impl AsRef<Path>, source: &std::io::Error) -> Self {
-        if source.get_ref().is_some_and(|inner| inner.is::<LfsPointer>()) {
+        if source.get_ref().is_some_and(<dyn std::error::Error + Send + Sync>::is::<LfsPointer>) {
             return Self::data(format!("{}: {source}", path.as_ref().display())).hint(
                 "run `git lfs pull` in its directory, or download it again with `hf download ORG/NAME --local-dir DIR`",
             );

@@ -1,10 +1,11 @@
 //! The data that the stages of a step exchange.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// One row of the prompt data, ready for rollout.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -53,10 +54,13 @@ impl Finish {
 }
 
 /// The tokens that filters and bans left for sampling ("Keep Sampling Mask", DeepSeek-V3.2, arXiv:2512.02556, section
-/// 3.1). Ascending ids, each as the distance to the previous one, in LEB128 (7 bits per byte, lowest first). Empty: the
-/// whole vocabulary.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SamplingMask(Vec<u8>);
+/// 3.1), in the smaller of two forms: ascending ids, each as the distance to the previous one, in LEB128 (7 bits per
+/// byte, lowest first), or one bit per token after `BITS`. Empty: the whole vocabulary. Copies share the bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SamplingMask(Arc<[u8]>);
+
+/// The start of a set with one bit per token. No list of distances starts like this: in LEB128 it is a 0 of two bytes.
+const BITS: [u8; 2] = [0x80, 0];
 
 impl SamplingMask {
     /// Encodes ascending ids.
@@ -71,20 +75,47 @@ impl SamplingMask {
             bytes.push(distance as u8);
             last = id;
         }
-        Self(bytes)
+        let size = BITS.len() + last as usize / 8 + 1;
+        let found = Self(bytes.into());
+        if size >= found.bytes() {
+            return found;
+        }
+        let mut bytes = vec![0; size];
+        bytes[..BITS.len()].copy_from_slice(&BITS);
+        for id in found.ids() {
+            bytes[BITS.len() + id as usize / 8] |= 1 << (id % 8);
+        }
+        Self(bytes.into())
+    }
+
+    /// The largest mask of a vocabulary of which at most `kept` tokens are left. It stands for masks that are not known.
+    pub fn largest(vocabulary: usize, kept: usize) -> Self {
+        // Distances of two and three bytes are at least this far apart.
+        let distances = kept + kept.min(vocabulary >> 7) + kept.min(vocabulary >> 14);
+        Self(vec![1; distances.min(BITS.len() + vocabulary.div_ceil(8))].into())
     }
 
     pub fn is_whole(&self) -> bool {
         self.0.is_empty()
     }
 
+    /// The bytes of the set.
+    pub fn bytes(&self) -> usize {
+        self.0.len()
+    }
+
     pub fn ids(&self) -> impl Iterator<Item = u32> {
+        let bits = self.0.strip_prefix(&BITS);
+        let of_byte = |(byte, first): (u8, u32)| (0..8).filter(move |i| byte >> i & 1 == 1).map(move |i| first + i);
+        let of_bits = bits.unwrap_or_default().iter().copied().zip((0..).step_by(8)).flat_map(of_byte);
+        let distances = if bits.is_some() { &[] } else { &self.0[..] };
         let (mut id, mut shift) = (0, 0);
-        self.0.iter().filter_map(move |byte| {
+        let of_distances = distances.iter().filter_map(move |byte| {
             id += u32::from(byte & 0x7F) << shift;
             shift = if byte & 0x80 == 0 { 0 } else { shift + 7 };
             (shift == 0).then_some(id)
-        })
+        });
+        of_bits.chain(of_distances)
     }
 
     /// Adds minus infinity to the logits of all other tokens; `logits` starts at token `first`. NaN stays NaN, so that
@@ -99,6 +130,18 @@ impl SamplingMask {
             logits[next..at].iter_mut().for_each(|x| *x += f32::NEG_INFINITY);
             next = at + 1;
         }
+    }
+}
+
+impl Serialize for SamplingMask {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(&self.0)
+    }
+}
+
+impl<'de> Deserialize<'de> for SamplingMask {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Ok(Self(<&[u8]>::deserialize(deserializer)?.into()))
     }
 }
 
@@ -255,6 +298,12 @@ impl Experience {
         self.prompt.tokens.len() * 4 + self.response.tokens.len() * (9 * 4 + 1)
     }
 
+    /// The bytes of the sampling masks, with their counters of copies.
+    pub fn mask_bytes(&self) -> usize {
+        let masks = self.response.sampling_masks.iter().filter(|mask| !mask.is_whole());
+        masks.map(|mask| mask.bytes() + 4 * size_of::<usize>()).sum()
+    }
+
     /// Tokens of prompt and response.
     pub fn length(&self) -> usize {
         self.prompt.tokens.len() + self.response.tokens.len()
@@ -268,9 +317,11 @@ mod tests {
     #[test]
     fn a_sampling_mask_holds_its_ids_in_few_bytes_and_masks_each_part_of_the_vocabulary() {
         let sets = [vec![0], vec![5, 6, 7, 132, 261], vec![127, 128, 16_511, 3_000_000, u32::MAX], (0..300).collect()];
-        for (ids, bytes) in sets.into_iter().zip([1, 6, 13, 300]) {
+        for (ids, bytes) in sets.into_iter().zip([1, 6, 13, 40]) {
             let mask = SamplingMask::new(ids.iter().copied());
-            assert_eq!((mask.ids().collect::<Vec<_>>(), mask.0.len()), (ids.clone(), bytes));
+            assert_eq!((mask.ids().collect::<Vec<_>>(), mask.bytes()), (ids.clone(), bytes));
+            let last = ids[ids.len() - 1] as usize;
+            assert!(bytes <= SamplingMask::largest(last + 1, ids.len()).bytes(), "{ids:?}");
             for part in [0..300, 0..6, 6..128, 290..300] {
                 let mut logits = vec![1.0; part.len()];
                 mask.apply(part.start as usize, &mut logits);

@@ -3,6 +3,7 @@
 mod checkpoint;
 mod data;
 mod formulas;
+mod masked;
 mod metrics;
 mod models;
 mod ops;

@@ -175,7 +175,9 @@ fn prune(root: &Path, step: u64, keep: Keep) {
     let going: Vec<PathBuf> = older.chain(set_aside).filter(|dir| !kept(dir)).filter_map(rename).collect();
     // The new names reach the disk before anything is removed.
     if !going.is_empty() && fsync_dir(root).is_ok() {
-        going.iter().for_each(|going| drop(fs::remove_dir_all(going)));
+        for going in &going {
+            drop(fs::remove_dir_all(going));
+        }
     }
 }
 

@@ -49,7 +49,9 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// Prints the reasons why parts of a page are missing.
 pub(super) fn warn(lacks: &[Error]) {
-    lacks.iter().for_each(|lack| note!("warning: {}", lack.message));
+    for lack in lacks {
+        note!("warning: {}", lack.message);
+    }
 }
 
 /// The path of a run's page.

@@ -4,15 +4,17 @@ use crate::device::null;
 use crate::sys::lock::lock;
 use std::sync::Mutex;
 
-/// Step and phase. The step is `None` before the first one.
+pub use null::Phase;
+
+/// Step and the name of the phase. The step is `None` before the first one.
 static NOW: Mutex<Option<(Option<u64>, &'static str)>> = Mutex::new(None);
 
-/// Sets the step (from 1) and the phase (`rollout`, `reward`, `score`, `train`, `checkpoint`, `eval` ...).
-pub fn set(step: u64, phase: &'static str) {
+/// Sets the step (from 1) and the phase.
+pub fn set(step: u64, phase: Phase) {
     if null::is_active() {
         return null::enter(phase);
     }
-    *lock(&NOW) = Some((Some(step), phase));
+    *lock(&NOW) = Some((Some(step), phase.name()));
 }
 
 /// Runs `work` as a phase before the first step.

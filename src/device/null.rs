@@ -8,6 +8,30 @@ use std::collections::BTreeMap;
 /// Bytes by owner; owners are those of `owned_by`.
 pub type Bytes = BTreeMap<&'static str, usize>;
 
+/// The phases of a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Phase {
+    /// All work before the first step.
+    #[default]
+    Load,
+    Rollout,
+    /// The two parts of a rollout, and of a judge's answers.
+    Prefill,
+    Decode,
+    /// Rewards, and the forward passes of reward models.
+    Reward,
+    Score,
+    Train,
+    Checkpoint,
+    Eval,
+}
+
+impl Phase {
+    pub fn name(self) -> &'static str {
+        ["load", "rollout", "prefill", "decode", "reward", "score", "train", "checkpoint", "eval"][self as usize]
+    }
+}
+
 /// The fullest moment of a phase.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Peak {
@@ -47,8 +71,7 @@ pub struct NullGpu {
 /// The counts of a plan.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Record {
-    /// Peaks by phase, with the names of `comm::phase`.
-    pub peaks: BTreeMap<&'static str, Peak>,
+    pub peaks: BTreeMap<Phase, Peak>,
     /// The most memory that the system would back at once: all tensor memory ever written, kept runs included, and the
     /// rest.
     pub resident: usize,
@@ -56,6 +79,8 @@ pub struct Record {
     pub host: usize,
     /// The work that would have been done: computation and copies.
     pub work: BTreeMap<Task, Work>,
+    /// The work of evaluations.
+    pub evaluation: BTreeMap<Task, Work>,
     /// The largest KV cache.
     pub cache: Option<Cache>,
 }
@@ -63,7 +88,7 @@ pub struct Record {
 /// Operations of one kind in one phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Task {
-    pub phase: &'static str,
+    pub phase: Phase,
     pub op: &'static str,
     /// The ranks, if the task is a collective.
     pub over: Option<Over>,
@@ -109,7 +134,8 @@ struct Scope {
     record: Record,
     live: Bytes,
     in_use: usize,
-    phase: &'static str,
+    phase: Phase,
+    evaluates: bool,
     /// Whether the phase is at its peak so far and its parts are not recorded yet.
     rising: bool,
     /// Bytes outside of the arena, and bytes of the arena that the system backs.
@@ -203,7 +229,7 @@ pub fn hidden<R>(work: impl FnOnce() -> R) -> R {
     done
 }
 
-/// Does `work` on a null device, in the phase `load`, and returns the counts.
+/// Does `work` on a null device, in the phase `Load`, and returns the counts.
 ///
 /// # Panics
 /// Within itself.
@@ -215,7 +241,7 @@ pub fn run<R>(device: Null, work: impl FnOnce() -> R) -> (R, Record) {
         }
     }
     assert!(!is_active(), "a null device cannot run within another");
-    SCOPE.set(Scope { phase: "load", ..Scope::default() });
+    SCOPE.set(Scope::default());
     DEVICE.set(Some(Null { threads: device.threads.max(1), ..device }));
     let leave = Leave;
     let done = work();
@@ -239,7 +265,7 @@ fn with_host(work: impl FnOnce(&mut Scope)) {
 }
 
 /// Starts `phase`: later counts belong to it.
-pub fn enter(phase: &'static str) {
+pub fn enter(phase: Phase) {
     with(|scope| {
         scope.write_down();
         scope.phase = phase;
@@ -247,11 +273,20 @@ pub fn enter(phase: &'static str) {
     });
 }
 
-/// Starts a part of the rollout, unless it belongs to an evaluation.
-pub fn enter_rollout(part: &'static str) {
-    if SCOPE.with_borrow(|scope| scope.phase != "eval") {
-        enter(part);
-    }
+/// Does `work`, an evaluation. Its memory belongs to the phase `Eval`, and its work to `Record::evaluation`.
+pub fn evaluation<R>(work: impl FnOnce() -> R) -> R {
+    let set = |evaluates: bool| {
+        with(|scope| {
+            scope.write_down();
+            scope.evaluates = evaluates;
+        });
+    };
+    set(true);
+    // Held-out rows without a rollout are scored.
+    enter(Phase::Score);
+    let done = work();
+    set(false);
+    done
 }
 
 /// Counts a tensor of the host as in use.
@@ -333,7 +368,8 @@ pub fn work_in(bytes: usize) {
 
 impl Scope {
     fn work(&mut self, op: &'static str, over: Option<Over>, work: Work) {
-        let sum = self.record.work.entry(Task { phase: self.phase, op, over }).or_default();
+        let all = if self.evaluates { &mut self.record.evaluation } else { &mut self.record.work };
+        let sum = all.entry(Task { phase: self.phase, op, over }).or_default();
         let times = 1.0 + self.more_times;
         sum.flops += times * work.flops;
         sum.bytes += times * work.bytes;
@@ -360,9 +396,14 @@ impl Scope {
         self.in_use -= bytes;
     }
 
+    /// The phase that memory belongs to.
+    fn memory_phase(&self) -> Phase {
+        if self.evaluates { Phase::Eval } else { self.phase }
+    }
+
     fn note(&mut self) {
         self.record.resident = self.record.resident.max(self.outside + self.backed);
-        let peak = self.record.peaks.entry(self.phase).or_default();
+        let peak = self.record.peaks.entry(self.memory_phase()).or_default();
         if self.in_use > peak.bytes {
             peak.bytes = self.in_use;
             self.rising = true;
@@ -372,7 +413,7 @@ impl Scope {
     /// Copies the parts when the level falls again, not at each step upwards.
     fn write_down(&mut self) {
         if std::mem::take(&mut self.rising) {
-            self.record.peaks.entry(self.phase).or_default().parts = self.live.clone();
+            self.record.peaks.entry(self.memory_phase()).or_default().parts = self.live.clone();
         }
     }
 }
@@ -385,7 +426,7 @@ mod tests {
     fn a_phase_remembers_its_fullest_moment_by_owner() {
         let ((), record) = run(Null { threads: 2, memory_bytes: 1 << 30, gpu: None }, || {
             take("weights", 100);
-            enter("train");
+            enter(Phase::Train);
             take("activations", 7);
             give("activations", 7);
             let files = hold("files", 20);
@@ -396,8 +437,8 @@ mod tests {
             work_in(4);
         });
         let peaks = &record.peaks;
-        assert_eq!((peaks["load"].bytes, peaks["train"].bytes), (100, 120));
-        assert_eq!(peaks["train"].parts, Bytes::from([("weights", 100), ("files", 20)]));
+        assert_eq!((peaks[&Phase::Load].bytes, peaks[&Phase::Train].bytes), (100, 120));
+        assert_eq!(peaks[&Phase::Train].parts, Bytes::from([("weights", 100), ("files", 20)]));
         assert_eq!(record.resident, 70);
         assert!(!is_active());
     }

@@ -110,7 +110,7 @@ table! {
          rollout.tensor other than mesh.tensor) or of cuBLASLt, coarser in bf16.";
     ADVANTAGE_MEAN = "advantage_mean", "policy", One, "Mean advantage over response tokens, before whitening.";
     ADVANTAGE_STD = "advantage_std", "policy", One, "Standard deviation of the advantage, before whitening.";
-    VALUE_MEAN = "value_mean", "policy", One, "Mean value over response tokens, at sampling.";
+    VALUE_MEAN = "value_mean", "policy", One, "Mean value over sampled response tokens, at sampling.";
     RETURN_MEAN = "return_mean", "policy", One,
         "Mean over samples of the sum of their rewards: shaped, clipped, and with the KL if it is in the reward.";
 
@@ -130,6 +130,8 @@ table! {
         "Samples that this step did not learn from because a reward failed on them or on others of their prompt.";
     GROUPS_DROPPED = "groups_dropped", "rollout", Count,
         "Prompts whose samples this step did not learn from, by rollout.dynamic_sampling.";
+    GROUPS_SURPLUS = "groups_surplus", "rollout", Count,
+        "Prompts that rollout.dynamic_sampling answered and kept, but this step did not need. The next step takes them again.";
     SCORE_SAMPLED_MEAN = "score_sampled_mean", "reward", One,
         "score_mean over all samples, including the groups dropped by rollout.dynamic_sampling.";
     ROLLOUT_OCCUPANCY = "rollout_occupancy", "rollout", Ratio,

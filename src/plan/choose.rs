@@ -48,6 +48,8 @@ pub struct Placed {
 pub struct Candidate {
     /// One entry if every role is on every rank, else one for each part of the placement.
     pub placed: Vec<Placed>,
+    /// Whether the rollout's ranks sample for later steps while the others learn.
+    pub runs_ahead: bool,
 }
 
 impl Candidate {
@@ -84,20 +86,50 @@ impl Candidate {
 
     /// The seconds of a stage. Parts of the placement run at the same time.
     pub fn of(&self, stage: Stage) -> f64 {
-        self.placed.iter().map(|placed| placed.time.of_stage(stage)).fold(0.0, f64::max)
+        longest(&self.placed, |time| time.of_stage(stage))
     }
 
     pub fn floor_of(&self, stage: Stage) -> f64 {
-        self.placed.iter().map(|placed| placed.time.floor_of(stage)).fold(0.0, f64::max)
+        longest(&self.placed, |time| time.floor_of(stage))
     }
 
     pub fn step_s(&self) -> f64 {
-        Stage::ALL.into_iter().map(|stage| self.of(stage)).sum()
+        self.sides(Time::of_stage).map_or_else(|| all_stages(&self.placed, Time::of_stage), |[a, b]| a.max(b))
     }
 
     pub fn floor_s(&self) -> f64 {
-        Stage::ALL.into_iter().map(|stage| self.floor_of(stage)).sum()
+        self.sides(Time::floor_of).map_or_else(|| all_stages(&self.placed, Time::floor_of), |[a, b]| a.max(b))
     }
+
+    /// If the rollout runs ahead: the seconds of its ranks and of the others, which work at the same time. `of` returns
+    /// the seconds of a stage.
+    pub fn sides(&self, of: fn(&Time, Stage) -> f64) -> Option<[f64; 2]> {
+        let side = |samples: bool| {
+            let placed = self.placed.iter().filter(|placed| placed.roles.contains(&RoleName::Rollout) == samples);
+            all_stages(placed, of)
+        };
+        self.runs_ahead.then(|| [side(true), side(false)])
+    }
+
+    /// The seconds of an evaluation, and of one more round of dynamic sampling. Ranks with other roles wait for the
+    /// rollout.
+    pub fn evaluation_s(&self) -> f64 {
+        self.placed.iter().map(|placed| placed.time.evaluation_s).sum()
+    }
+
+    pub fn round_s(&self) -> f64 {
+        self.placed.iter().map(|placed| placed.time.round_s).sum()
+    }
+}
+
+fn longest<'a>(placed: impl IntoIterator<Item = &'a Placed>, of: impl Fn(&Time) -> f64) -> f64 {
+    placed.into_iter().map(|placed| of(&placed.time)).fold(0.0, f64::max)
+}
+
+/// The seconds of all stages, one after the other.
+fn all_stages<'a>(placed: impl IntoIterator<Item = &'a Placed, IntoIter: Clone>, of: fn(&Time, Stage) -> f64) -> f64 {
+    let placed = placed.into_iter();
+    Stage::ALL.into_iter().map(|stage| longest(placed.clone(), |time| of(time, stage))).sum()
 }
 
 /// A layout that was not chosen, and why.
@@ -281,7 +313,7 @@ pub fn candidate(job: &Job, parts: &[RolesOnRanks], layout: &Layout, device: &De
         let (memory, time) = count(job, &layout, device, roles);
         Placed { roles: roles.clone(), ranks: ranks.clone(), layout, memory, time }
     });
-    Candidate { placed: placed.collect() }
+    Candidate { placed: placed.collect(), runs_ahead: job.config.mesh.async_updates_max > 0 }
 }
 
 /// The value of an axis in the job, if it is a number.

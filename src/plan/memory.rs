@@ -2,7 +2,7 @@
 
 use super::devices::Device;
 use super::job::Job;
-use crate::device::null::{Cache, Peak, Record};
+use crate::device::null::{self, Cache, Peak, Record};
 use crate::error::Error;
 use crate::launch::layout::Expected;
 use serde::Serialize;
@@ -25,21 +25,21 @@ impl Phase {
         ["load", "rollout", "score", "train", "checkpoint"][self as usize]
     }
 
-    /// The phase with this name in `comm::phase`.
-    fn of(name: &str, has_rollout: bool) -> Self {
-        match name {
-            "load" => Self::Load,
-            "score" => Self::Score,
-            "checkpoint" => Self::Checkpoint,
-            "rollout" | "prefill" | "decode" | "reward" => Self::Rollout,
-            "eval" if has_rollout => Self::Rollout,
-            _ => Self::Train,
+    fn of(phase: null::Phase, has_rollout: bool) -> Self {
+        use null::Phase::{Checkpoint, Decode, Eval, Load, Prefill, Reward, Rollout, Score, Train};
+        match phase {
+            Load => Self::Load,
+            Rollout | Prefill | Decode | Reward => Self::Rollout,
+            Score => Self::Score,
+            Checkpoint => Self::Checkpoint,
+            Eval if has_rollout => Self::Rollout,
+            Train | Eval => Self::Train,
         }
     }
 }
 
 /// Owners of memory with their group, in the order of the tables. All others are activations.
-const OWNERS: [(&str, &str); 18] = [
+const OWNERS: [(&str, &str); 19] = [
     ("weights of the actor", "weights"),
     ("weights of the critic", "weights"),
     ("weights of the reference", "weights"),
@@ -55,6 +55,7 @@ const OWNERS: [(&str, &str); 18] = [
     ("graphs", "other"),
     ("gemm workspace", "other"),
     ("experience", "other"),
+    ("sampling masks", "other"),
     ("rotary tables", "other"),
     ("mapped files", "other"),
     ("program", "other"),
@@ -64,6 +65,11 @@ const PROGRAM: &str = "program";
 /// An owner's place among the others.
 pub fn rank_of(owner: &str) -> usize {
     OWNERS.iter().position(|(name, _)| *name == owner).unwrap_or(OWNERS.len())
+}
+
+/// Whether the tables have a row for `owner`.
+pub fn knows(owner: &str) -> bool {
+    rank_of(owner) < OWNERS.len()
 }
 
 /// The KV cache of one rank.
@@ -105,8 +111,8 @@ impl Memory {
     pub(super) fn of(job: &Job, device: &Device, record: &Record, arena: usize, failed: Option<Error>) -> Self {
         // A job that is rejected before it allocates anything has this phase, too.
         let mut peaks = BTreeMap::from([(Phase::Load, Peak::default())]);
-        for (name, peak) in &record.peaks {
-            let fuller = peaks.entry(Phase::of(name, job.shape.has_rollout())).or_default();
+        for (phase, peak) in &record.peaks {
+            let fuller = peaks.entry(Phase::of(*phase, job.shape.has_rollout())).or_default();
             if peak.bytes >= fuller.bytes {
                 *fuller = peak.clone();
             }

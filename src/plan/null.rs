@@ -42,7 +42,7 @@ pub fn count(job: &Job, layout: &Layout, device: &Device, roles: &[RoleName]) ->
     let on = Null { threads: device.threads, memory_bytes: device.memory_bytes, gpu: device.gpu };
     let steps = planned.steps as f64;
     let (done, usage, record) = arena::on_null(on, || abort::caught(|| train::plan(planned)));
-    let time = Time::of(&record.work, steps, job.tokens_of_a_step(), device);
+    let time = Time::of(&record, steps, job.tokens_of_a_step(), device);
     (Memory::of(job, device, &record, usage.peak, done.err()), time)
 }
 

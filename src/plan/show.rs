@@ -5,7 +5,7 @@ use super::devices::Device;
 use super::job::Job;
 use super::memory::{KvCache, Phase, rank_of};
 use super::rows::Origin;
-use super::time::{Part, Stage};
+use super::time::{Part, Stage, Time};
 use crate::config;
 use crate::config::job::Recompute;
 use crate::config::mesh::RoleName;
@@ -30,7 +30,7 @@ pub fn table(job: &Job, choice: &Choice, device: &Device, world: usize) -> Strin
     for placed in &choice.chosen.placed {
         memory(&mut out, choice, placed, device);
     }
-    time(&mut out, choice, device);
+    time(&mut out, job, choice, device);
     for placed in &choice.chosen.placed {
         arithmetic(&mut out, choice, placed);
     }
@@ -230,7 +230,7 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed, device: &Device) {
     }
 }
 
-fn time(out: &mut String, choice: &Choice, device: &Device) {
+fn time(out: &mut String, job: &Job, choice: &Choice, device: &Device) {
     let chosen = &choice.chosen;
     let how = if device.is_cpu() { "measured here" } else { "declared" };
     rule(out, &format!("seconds of a step, with peaks and efficiencies {how}"));
@@ -244,9 +244,46 @@ fn time(out: &mut String, choice: &Choice, device: &Device) {
         let floor = chosen.floor_of(stage);
         line(out, format!("{:<24} {:>12.3} {:>12.3} {:>6.0} %", stage.name(), floor, seconds, 100.0 * seconds / whole));
     }
+    if let Some((seconds, floors)) = chosen.sides(Time::of_stage).zip(chosen.sides(Time::floor_of)) {
+        for (side, (seconds, floor)) in ["rollout ranks", "other ranks"].iter().zip(seconds.iter().zip(floors)) {
+            line(out, format!("{side:<24} {floor:>12.3} {seconds:>12.3} {:>6.0} %", 100.0 * seconds / whole));
+        }
+    }
     let tokens = chosen.main().time.tokens as f64;
     let (floor, speed) = (chosen.floor_s(), tokens / whole);
     line(out, format!("{:<24} {floor:>12.3} {whole:>12.3}          {speed:.0} tokens/s", "step"));
+    for text in uncounted(job, chosen) {
+        wrap(out, "", &text);
+    }
+}
+
+/// The seconds that steps take in addition to the predicted ones, and the stages that overlap.
+fn uncounted(job: &Job, chosen: &Candidate) -> Vec<String> {
+    let (mut all, config) = (Vec::new(), job.config);
+    if chosen.runs_ahead {
+        all.push(
+            "a step takes as long as the longer side, because the rollout runs ahead while other ranks learn".into(),
+        );
+    }
+    let dynamic = &config.rollout.dynamic_sampling;
+    if job.shape.has_rollout() && dynamic.is_on() {
+        let (wanted, most) = (job.shape.rows, dynamic.prompts_max_factor * job.shape.rows);
+        all.push(format!(
+            "dynamic sampling: one round of {wanted} prompts is counted; each further round adds up to {:.3} s, and a \
+             step may take up to {most} prompts",
+            chosen.round_s()
+        ));
+    }
+    let every = config.eval.every_steps;
+    if every > 0 && job.shape.trained > 0 {
+        let (rows, seconds) = (job.rows.evaluated.len(), chosen.evaluation_s());
+        let steps = if every == 1 { "step".to_string() } else { format!("{every} steps") };
+        all.push(match rows {
+            0 => format!("evaluations, every {steps}, are not counted: their rows are not known"),
+            _ => format!("evaluations are not counted: each adds {seconds:.3} s, every {steps}"),
+        });
+    }
+    all
 }
 
 fn amount(value: f64, unit: &str) -> String {
@@ -344,6 +381,9 @@ fn candidate(candidate: &Candidate) -> Value {
     json!({
         "fits": candidate.fits(),
         "step_s": candidate.step_s(), "floor_s": candidate.floor_s(),
+        "rollout_s": candidate.sides(Time::of_stage).map(|[rollout, _]| rollout),
+        "learning_s": candidate.sides(Time::of_stage).map(|[_, learning]| learning),
+        "round_s": candidate.round_s(), "evaluation_s": candidate.evaluation_s(),
         "seconds": seconds(&|stage| candidate.of(stage)),
         "floors": seconds(&|stage| candidate.floor_of(stage)),
         "placed": candidate.placed.iter().map(placed).collect::<Vec<_>>(),

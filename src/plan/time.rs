@@ -5,7 +5,7 @@
 //! but part of the efficiency.
 
 use super::devices::{Device, Efficiency, Latency, NARROW_ROWS};
-use crate::device::null::{self, Over, Task, Work};
+use crate::device::null::{self, Over, Phase, Record, Task, Work};
 use std::collections::BTreeMap;
 
 /// The stage of a step that a part belongs to.
@@ -30,13 +30,13 @@ impl Stage {
     }
 
     /// The stage of a phase's computation; none for phases outside of a step.
-    fn of(phase: &str) -> Option<Self> {
+    fn of(phase: Phase) -> Option<Self> {
         match phase {
-            "rollout" | "prefill" => Some(Self::Prefill),
-            "decode" => Some(Self::Decode),
-            "score" => Some(Self::Scoring),
-            "train" => Some(Self::Training),
-            _ => None,
+            Phase::Rollout | Phase::Prefill => Some(Self::Prefill),
+            Phase::Decode => Some(Self::Decode),
+            Phase::Reward | Phase::Score => Some(Self::Scoring),
+            Phase::Train => Some(Self::Training),
+            Phase::Load | Phase::Checkpoint | Phase::Eval => None,
         }
     }
 }
@@ -66,24 +66,24 @@ pub struct Time {
     pub parts: Vec<Part>,
     /// Prompt and response tokens of a step, over all ranks.
     pub tokens: usize,
+    /// The seconds of sampling and scoring, which each round of dynamic sampling takes.
+    pub round_s: f64,
+    /// The seconds of an evaluation.
+    pub evaluation_s: f64,
 }
 
 impl Time {
     /// The time of `steps` steps of `tokens` tokens on `device`.
-    pub(super) fn of(all: &BTreeMap<Task, Work>, steps: f64, tokens: usize, device: &Device) -> Self {
-        let each = |work: &Work| Work {
-            flops: work.flops / steps,
-            bytes: work.bytes / steps,
-            calls: work.calls / steps,
-            messages: work.messages / steps,
+    pub(super) fn of(record: &Record, steps: f64, tokens: usize, device: &Device) -> Self {
+        let parts = parts(&record.work, steps, device);
+        let seconds = |parts: &[(Task, Part)], counts: fn(Phase) -> bool| -> f64 {
+            parts.iter().filter(|(task, _)| counts(task.phase)).map(|(_, part)| part.seconds).sum()
         };
-        let parts =
-            all.iter().filter_map(|(task, work)| Some((*task, part(task, Stage::of(task.phase)?, each(work), device))));
-        let mut parts: Vec<(Task, Part)> = parts.collect();
-        hide(&mut parts);
+        let round_s = seconds(&parts, |phase| Stage::of(phase) != Some(Stage::Training));
+        let evaluation_s = seconds(&self::parts(&record.evaluation, 1.0, device), |_| true);
         let mut parts: Vec<Part> = parts.into_iter().map(|(_, part)| part).filter(|part| part.busy_s > 0.0).collect();
         parts.sort_by_key(|part| part.stage);
-        Self { parts, tokens }
+        Self { parts, tokens, round_s, evaluation_s }
     }
 
     pub fn of_stage(&self, stage: Stage) -> f64 {
@@ -99,6 +99,21 @@ impl Time {
         let parts = self.parts.iter().filter(|part| part.stage == stage);
         parts.map(|part| if part.seconds > 0.0 { part.floor_s.min(part.seconds) } else { 0.0 }).sum()
     }
+}
+
+/// The parts of one of `steps` steps, with the tasks that they are.
+fn parts(all: &BTreeMap<Task, Work>, steps: f64, device: &Device) -> Vec<(Task, Part)> {
+    let each = |work: &Work| Work {
+        flops: work.flops / steps,
+        bytes: work.bytes / steps,
+        calls: work.calls / steps,
+        messages: work.messages / steps,
+    };
+    let parts =
+        all.iter().filter_map(|(task, work)| Some((*task, part(task, Stage::of(task.phase)?, each(work), device))));
+    let mut parts: Vec<(Task, Part)> = parts.collect();
+    hide(&mut parts);
+    parts
 }
 
 /// The share of its peak that an operation reaches. A GEMM with bf16 weights does as many FLOPs per byte as it has
@@ -126,7 +141,8 @@ fn part(task: &Task, stage: Stage, work: Work, device: &Device) -> Part {
     if task.op == null::OFFLOAD {
         let (peak, efficiency) = (device.host, device.efficiency.links);
         let floor_s = work.bytes / peak;
-        let (stage, name, seconds) = (Stage::Swapping, format!("{} in and out", task.phase), floor_s / efficiency);
+        let (stage, name, seconds) =
+            (Stage::Swapping, format!("{} in and out", task.phase.name()), floor_s / efficiency);
         return Part { stage, name, work, bound: "host", peak, floor_s, efficiency, busy_s: seconds, seconds };
     }
     let is_attention = [null::ATTENTION, null::ATTENTION_BACKWARD].contains(&task.op);
@@ -134,7 +150,8 @@ fn part(task: &Task, stage: Stage, work: Work, device: &Device) -> Part {
     let (flops_s, bytes_s) = (work.flops / flops, work.bytes / device.memory);
     let (bound, peak) = if flops_s >= bytes_s { ("flops", flops) } else { ("memory", device.memory) };
     let (floor_s, efficiency) = (flops_s.max(bytes_s), efficiency(&device.efficiency, stage, task.op, &work));
-    let (name, seconds) = (task.op.to_string(), floor_s / efficiency);
+    let of = if task.phase == Phase::Reward { " of reward models" } else { "" };
+    let (name, seconds) = (format!("{}{of}", task.op), floor_s / efficiency);
     Part { stage, name, work, bound, peak, floor_s, efficiency, busy_s: seconds, seconds }
 }
 
@@ -155,14 +172,14 @@ fn moved(task: &Task, over: &Over, work: Work, device: &Device) -> Part {
     let Latency { call_s, step_s, network_s } = device.latency;
     let message_s = (1.0 - between) * step_s + between * network_s;
     let busy_s = floor_s / efficiency + work.calls * call_s + work.messages * message_s;
-    let name = format!("{}: {} over {}", task.phase, task.op, over.axis);
+    let name = format!("{}: {} over {}", task.phase.name(), task.op, over.axis);
     Part { stage: Stage::Exposed, name, work, bound, peak, floor_s, efficiency, busy_s, seconds: busy_s }
 }
 
 /// Deducts the seconds of collectives that overlap with computation. Only the first call is always exposed.
 fn hide(parts: &mut [(Task, Part)]) {
     let is_hidden = |task: &Task| task.over.is_some_and(|over| over.is_hidden);
-    let mut left: BTreeMap<&str, f64> = BTreeMap::new();
+    let mut left: BTreeMap<Phase, f64> = BTreeMap::new();
     for (task, part) in parts.iter().filter(|(task, _)| task.over.is_none()) {
         *left.entry(task.phase).or_default() += part.busy_s;
     }
@@ -180,13 +197,13 @@ mod tests {
 
     #[test]
     fn products_of_more_rows_than_a_tile_have_a_rate_of_their_own_while_they_decode() {
-        let rate = |gpu: &str, phase: &'static str, rows: f64| {
+        let rate = |gpu: &str, phase: Phase, rows: f64| {
             let (device, task) = (Device::gpu(gpu, 25.0).expect("known"), Task { phase, op: null::GEMM, over: None });
             let work = Work { flops: rows * 1e9, bytes: 1e9, ..Work::default() };
             part(&task, Stage::of(phase).expect("part of a step"), work, &device).efficiency
         };
-        assert_eq!([64.0, 72.0].map(|rows| rate("a800-80g", "decode", rows)), [0.62, 0.50]);
-        assert_eq!([64.0, 72.0].map(|rows| rate("h200", "decode", rows)), [0.45, 0.42]);
-        assert_eq!(["a100-40g", "h800"].map(|gpu| rate(gpu, "train", 8192.0)), [0.62, 0.44]);
+        assert_eq!([64.0, 72.0].map(|rows| rate("a800-80g", Phase::Decode, rows)), [0.62, 0.50]);
+        assert_eq!([64.0, 72.0].map(|rows| rate("h200", Phase::Decode, rows)), [0.45, 0.42]);
+        assert_eq!(["a100-40g", "h800"].map(|gpu| rate(gpu, Phase::Train, 8192.0)), [0.62, 0.44]);
     }
 }

@@ -436,7 +436,7 @@ fn answer<W: Worker>(
         open.extend(failed.iter().map(|(i, _)| *i));
         failed.pop().map_or(Ok(()), |(_, failure)| Err(failure))
     });
-    let mut settled = |(found, request): (Option<Answer<W::Output>>, &Request<W::Asked, W::Output>)| {
+    let mut settled = |found: Option<Answer<W::Output>>, request: &Request<W::Asked, W::Output>| {
         let failure = match found.expect("each was sent") {
             Ok(outputs) => return Ok(outputs),
             Err(failure) => failure,
@@ -455,5 +455,5 @@ fn answer<W: Worker>(
         };
         Ok(attempt(&alone).into_iter().map(one).collect())
     };
-    found.into_iter().zip(requests).map(&mut settled).collect()
+    found.into_iter().zip(requests).map(|(found, request)| settled(found, request)).collect()
 }

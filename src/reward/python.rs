@@ -147,6 +147,9 @@ pub fn workers(
     Ok((hello.function, file, (0..config.workers).map(worker).collect()))
 }
 
+/// Makes a result of the line that answers the request with this index.
+type Read<'a, T> = &'a dyn Fn(usize, &[u8]) -> std::result::Result<T, Failure>;
+
 impl PythonWorker {
     /// Sends `requests` to the child together, and returns the results of `read` on the index and the answer of each.
     /// If one ends or blocks the process of all, unanswered ones are sent again, each alone. After any failure the child
@@ -157,7 +160,7 @@ impl PythonWorker {
         count: usize,
         doing: &str,
         given_up: &AtomicBool,
-        read: &dyn Fn(usize, &[u8]) -> std::result::Result<T, Failure>,
+        read: Read<'_, T>,
     ) -> Vec<std::result::Result<T, Failure>> {
         let mut found = vec![None; requests.len()];
         let Err(failure) = self.attempt(requests.clone(), count, doing, given_up, read, &mut found) else {
@@ -179,7 +182,7 @@ impl PythonWorker {
         count: usize,
         doing: &str,
         given_up: &AtomicBool,
-        read: &dyn Fn(usize, &[u8]) -> std::result::Result<T, Failure>,
+        read: Read<'_, T>,
         found: &mut [Option<std::result::Result<T, Failure>>],
     ) -> std::result::Result<(), Failure> {
         let mut child = match self.child.take() {
@@ -221,7 +224,7 @@ impl PythonWorker {
                 None => read(i, &answer),
             });
         }
-        if found.iter().flatten().all(|found| found.is_ok()) {
+        if found.iter().flatten().all(std::result::Result::is_ok) {
             self.child = Some(child);
         }
         Ok(())

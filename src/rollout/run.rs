@@ -340,12 +340,12 @@ impl Run<'_> {
     /// the first and the last decode step of a response are run (`skip`), and each represents half of the steps. So the keys that they read are the mean over all steps.
     pub(super) fn begin_null(&self, decodes: bool, sequences: impl Iterator<Item = usize>) -> f64 {
         if null::is_active() && decodes {
-            null::enter_rollout("decode");
+            null::enter(null::Phase::Decode);
             let steps = sequences.map(|s| self.requests[s].new_tokens_max.saturating_sub(1)).max().unwrap_or(1);
             return (steps as f64 / 2.0).max(1.0);
         }
         if null::is_active() {
-            null::enter_rollout("prefill");
+            null::enter(null::Phase::Prefill);
         }
         1.0
     }

@@ -152,7 +152,7 @@ impl SmallFiles {
         let new: Vec<AddedToken> = outside.iter().filter(is_new).map(|outside| outside.token.clone()).collect();
         if !new.is_empty() {
             inner.add_tokens(new.clone()).map_err(failed)?;
-            changes += &format!("{new:?}");
+            changes.extend(new.iter().map(|token| format!("{token:?}")));
         }
         for Outside { token: AddedToken { content, .. }, id, file } in &outside {
             let got = inner.token_to_id(content);

@@ -292,7 +292,7 @@ fn no_tokenizer(dir: &Path) -> Error {
 }
 
 fn hashed(parts: &[&[u8]]) -> String {
-    let sha256 = parts.iter().fold(Sha256::new(), |hash, part| hash.chain_update(part)).finalize();
+    let sha256 = parts.iter().fold(Sha256::new(), Sha256::chain_update).finalize();
     sha256.iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"))
 }
 

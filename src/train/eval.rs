@@ -87,7 +87,7 @@ impl Job for Eval {
 
     /// Called only in a plan.
     fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
-        phase::set(step.number, "rollout");
+        phase::set(step.number, phase::Phase::Rollout);
         Ok(self.evaluate(run, step.number)?)
     }
 

@@ -29,7 +29,7 @@ type Responses = Box<dyn FnOnce() -> Result<Vec<RankResponses>>>;
 
 fn all_gather(all: &Group, pipeline: Option<&Stream>, mine: &RankResponses) -> Responses {
     let mine = records::encode(mine);
-    let decode = |of_ranks: Vec<Vec<u8>>| of_ranks.iter().map(|bytes| records::decode(bytes)).collect();
+    let decode = |of_ranks: Vec<Vec<u8>>| of_ranks.into_iter().map(|bytes| records::decode(&bytes)).collect();
     let Some(stream) = pipeline else {
         let gathered = all.all_gather_bytes(&mine);
         return Box::new(move || decode(gathered));
@@ -73,7 +73,7 @@ pub fn make_experience(
     let whole = [Piece::whole(step as u32, prompts.len())];
     for part in (0..count).map(|part| share(asked, 1, part, count)) {
         let part = first + part.start..first + part.end;
-        phase::set(step, "rollout");
+        phase::set(step, phase::Phase::Rollout);
         let mine = match &gathered {
             Some(gathered) => {
                 let rollout = || collector.rollout(run, gathered.model(), &whole, prompts, &part, finished);
@@ -154,7 +154,7 @@ pub fn draw_ahead(
         ahead.responses.into_iter().map(moved)
     });
     let known: Vec<Response> = known.collect();
-    phase::set(step, "rollout");
+    phase::set(step, phase::Phase::Rollout);
     let gathered = rollout_weights.gather(sampler, phases);
     let start = Instant::now();
     run.must_finish.set(true);
@@ -351,9 +351,14 @@ impl Batch {
     }
 }
 
-/// Accounts for samples on a null device: encoded here, as received, and as experience.
-pub fn hold(samples: &[Experience]) -> null::Held {
-    null::hold("experience", 3 * samples.iter().map(Experience::bytes).sum::<usize>())
+/// Accounts for samples on a null device: encoded here, as received, and as experience. Copies of a sampling mask share
+/// its bytes, so it counts as received and as experience.
+pub fn hold(samples: &[Experience]) -> [null::Held; 2] {
+    let sum = |of: fn(&Experience) -> usize| samples.iter().map(of).sum::<usize>();
+    [
+        null::hold("experience", 3 * sum(Experience::bytes)),
+        null::hold("sampling masks", 2 * sum(Experience::mask_bytes)),
+    ]
 }
 
 /// Scores by the roles of this placement. All its ranks call this.
@@ -367,7 +372,7 @@ fn score(
 ) -> Result<Scores> {
     let (tokens_max, temperature) = (run.config.ppo.microbatch_tokens_max, run.config.rollout.temperature);
     let mut scores = Scores::default();
-    phase::set(step, "reward");
+    phase::set(step, phase::Phase::Reward);
     if run.ranks.has(RoleName::Reward) {
         if models.sampler.is_none() {
             collector.push(run, samples, step);
@@ -378,7 +383,7 @@ fn score(
     let is_sample = |sample: &&Experience| (sample.response.sample as usize) < run.config.rollout.samples_per_prompt;
     let samples: Vec<Tokens> = samples.iter().filter(is_sample).map(Tokens::of).collect();
     let logprobs = |role: &Role| forward::logprobs(role, &run.ranks.axes, &samples, temperature, tokens_max);
-    phase::set(step, "score");
+    phase::set(step, phase::Phase::Score);
     phases.time(Phase::Score, || {
         if let Some(reference) = &mut models.reference {
             run.onload(reference);

@@ -385,7 +385,7 @@ impl<J: Job> Opened<J> {
         let is_over = self.is_over(run);
         let stop = self.state.eval_due || (!is_over && run.stop_requested());
         if stop || is_best || is_over || run.config.checkpoint.due(step, self.steps) {
-            phase::set(step, "checkpoint");
+            phase::set(step, phase::Phase::Checkpoint);
             self.save(run, None)?;
         }
         if stop { Err(run.stopped(step)) } else { Ok(()) }
@@ -427,7 +427,7 @@ impl<J: Job> Opened<J> {
     /// Evaluates, and returns whether the evaluation is the best so far. If the run is asked to stop meanwhile, the
     /// evaluation stays due.
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<bool> {
-        phase::set(step, "eval");
+        phase::set(step, phase::Phase::Eval);
         match self.job.evaluate(run, step) {
             // Before the first step there is nothing to save.
             Err(error) if error.kind == Kind::Service && step > 0 && !self.learned.is_empty() => {

@@ -7,9 +7,9 @@ use super::timers::Timers;
 use crate::comm::{World, phase};
 use crate::config::Config;
 use crate::config::mesh::{Placement, RoleName};
-use crate::config::reward::{RewardConfig, RuleConfig, RuleKind};
+use crate::config::reward::{ModelRewardConfig, RewardConfig, RuleConfig, RuleKind};
 use crate::data::{Prepared, RowSource, RowTokens};
-use crate::device::{Device, cuda};
+use crate::device::{Device, cuda, null};
 use crate::error::{Error, Result};
 use crate::launch::gemm::GemmChoice;
 use crate::launch::gpu;
@@ -17,10 +17,9 @@ use crate::launch::layout::{Expectations, Expected, Layout};
 use crate::launch::ranks::Ranks;
 use crate::launch::run::{Run, Values};
 use crate::metrics::{Phases, Recorder};
-use crate::model::Head;
 use crate::text::Tokenizer;
 use std::cell::Cell;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -62,9 +61,11 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
         let arch = same_place.or_else(|| planned.archs.of(spec.role)).cloned();
         Ok(JobModel { arch: arch.ok_or_else(missing)?, spec })
     };
-    let models: Vec<JobModel> = J::models(planned.config).into_iter().enumerate().map(model).collect::<Result<_>>()?;
+    let models: Vec<JobModel> = J::models(&config).into_iter().enumerate().map(model).collect::<Result<_>>()?;
     let arch = models[0].arch.clone();
-    models[1..].iter().try_for_each(|model| J::check_models(&config, &arch, model))?;
+    let is_given = |model: &&JobModel| has_given_reward(&planned) && model.spec.role == RoleName::Reward;
+    let own = models[1..].iter().filter(|model| !is_given(model));
+    own.into_iter().try_for_each(|model| J::check_models(&config, &arch, model))?;
     // A run rejects longer texts, so the longest that the plan counts is one that fits.
     config.data.pretrain_tokens_max = config.data.pretrain_tokens_max.min(arch.context);
     let prepared = Prepared::of_lengths(planned.rows, planned.eval);
@@ -74,17 +75,9 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let roles = models::load(&run, &models, values)?;
     let updates = planned.steps * J::shape(&config).updates() as u64;
     let (learners, frozen) = models::learners(&run, &models, roles, updates, values)?;
-    // The weights of a reward model that the job does not name count, too.
-    let is_extra = !config.reward.has_models() && run.ranks.has(RoleName::Reward);
-    let reward = planned.archs.of(RoleName::Reward).filter(|_| is_extra);
-    let mut reward = reward.map(|arch| run.role("reward", Path::new(""), arch, Head::Value, values)).transpose()?;
-    if let Some(role) = &mut reward {
-        run.offload_weights(role);
-    }
     let mut job = J::new(&run, &arch, learners, frozen, source, tokenizer)?;
     if config.eval.every_steps > 0 {
-        phase::set(0, "eval");
-        job.evaluate(&mut run, 0)?;
+        null::evaluation(|| job.evaluate(&mut run, 0))?;
     }
     for number in 1..=planned.steps {
         let mut step = Step { number, phases: Phases::start(), timers: Timers::start(), lengths: Vec::new() };
@@ -94,13 +87,18 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
             return Err(error);
         }
     }
-    phase::set(planned.steps, "checkpoint");
+    phase::set(planned.steps, phase::Phase::Checkpoint);
     for buffer in job.learners().into_iter().flat_map(|learner| learner.zero.buffers()) {
         // State offloaded to files is read one vector at a time.
         buffer.prefetch();
         buffer.evict();
     }
     Ok(())
+}
+
+/// Whether the plan's caller gives a reward model that the job does not name.
+fn has_given_reward(planned: &Planned) -> bool {
+    !planned.config.reward.has_models() && planned.archs.of(RoleName::Reward).is_some()
 }
 
 /// Starts a null GPU, including the memory that CUDA and its libraries keep for the whole job.
@@ -122,7 +120,9 @@ fn open<J: Job>(planned: &Planned, size: usize) -> Result<Run> {
     let swap = planned.placements.first().map(|(_, layout)| layout.swap).unwrap_or_default();
     config.mesh.offload = swap.offload();
     let rule = vec![RuleConfig { kind: RuleKind::Length, ..RuleConfig::default() }];
-    let RewardConfig { models, judge, .. } = std::mem::take(&mut config.reward);
+    let RewardConfig { mut models, judge, .. } = std::mem::take(&mut config.reward);
+    let given = || ModelRewardConfig { dir: "the given reward model".into(), ..ModelRewardConfig::default() };
+    models.extend(has_given_reward(planned).then(given));
     config.reward = RewardConfig { rule, models, judge, ..RewardConfig::default() };
     let world = World::null(planned.rank, size);
     let ranks = Ranks::new(world, planned.placements.clone(), false)?;

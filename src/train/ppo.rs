@@ -1,6 +1,6 @@
 //! PPO and its relatives on one page: prompts -> rollout -> reward -> advantage -> { loss -> gradient -> step }.
 
-use super::dynamic_sampling::{DroppedGroup, Rounds};
+use super::dynamic_sampling::{DroppedGroup, History, Rounds};
 use super::experience_maker::{Ahead, Collected, RolloutModels, hold, make_experience, rollout_speed, score_ahead};
 use super::job::{Ended, Job, Step};
 use super::models::{JobModel, ModelSpec};
@@ -10,13 +10,13 @@ use super::rollout_weights::{Gathered, RolloutWeights};
 use super::sample_metrics::{advantage_values, sampled_values};
 use super::update::{REPORTED, Update};
 use super::weight_sync::WeightSync;
-use super::{evaluate, placement};
+use super::{evaluate, placement, rollout_banner};
 use crate::advantage::AdvantageState;
 use crate::comm::{phase, records};
+use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::ppo::KlIn;
 use crate::config::reward::{JudgeConfig, ModelRewardConfig};
-use crate::config::{self, Config};
 use crate::data::{LEDGER_LINES, Part, PromptSource, Rows, SftRow};
 use crate::device::null;
 use crate::error::{Error, Kind, Result};
@@ -32,7 +32,6 @@ use crate::model::{Arch, Head};
 use crate::reward::rules::Rule;
 use crate::rng::{Purpose, Rng};
 use crate::text::Tokenizer;
-use crate::url::Url;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::VecDeque;
@@ -141,7 +140,11 @@ impl Job for Ppo {
 
     fn needs(run: &Run, arch: &Arch, rows: &Rows) -> Needs {
         let rollouts = run.rollout_bytes_max(rows.longest(), arch.context);
-        Needs { rollouts, about: vec![("rewards".to_string(), rewards(&run.config))], notes: rollout_notes(run) }
+        Needs {
+            rollouts,
+            about: vec![("rewards".to_string(), rollout_banner::rewards(&run.config))],
+            notes: rollout_banner::notes(run),
+        }
     }
 
     fn new(
@@ -299,11 +302,13 @@ impl Ppo {
     fn collect(&mut self, run: &mut Run, step: &mut Step, finished: &[Response]) -> std::result::Result<Rounds, Ended> {
         let (dynamic, wanted) = (run.config.rollout.dynamic_sampling.clone(), run.config.rollout.prompts_per_step);
         let most = wanted * dynamic.prompts_max_factor;
-        let (mut rounds, mut prompts) = (Rounds::default(), Vec::new());
+        let (cursor, ledger) = (self.collector.source.cursor().clone(), self.collector.source.ledger().clone());
+        let (answered, kept) = (ledger.handed_out, ledger.handed_out.saturating_sub(ledger.groups_dropped));
+        let (mut rounds, mut prompts) = (Rounds::new(History { answered, kept }), Vec::new());
         while rounds.groups < wanted && prompts.len() < most {
-            phase::set(step.number, "rollout");
+            phase::set(step.number, phase::Phase::Rollout);
             let first = prompts.len();
-            let more: Result<Vec<Prompt>> = self.collector.source.next((wanted - rounds.groups).min(most - first));
+            let more: Result<Vec<Prompt>> = self.collector.source.next(rounds.prompts_needed(wanted).min(most - first));
             prompts.extend(run.ranks.together.agree(more)?);
             let (samples, values) = self.sample(run, step.number, &prompts, first, finished, &mut step.phases)?;
             match values {
@@ -333,7 +338,12 @@ impl Ppo {
                 prompts.len()
             ));
         }
-        rounds.finish(&dynamic);
+        let taken = rounds.finish(&dynamic, wanted, prompts.len(), run.config.rollout.samples_per_prompt);
+        if taken < prompts.len() {
+            let source = &mut self.collector.source;
+            let again = source.restore(&cursor, &ledger).and_then(|()| source.next(taken));
+            run.ranks.together.agree(again)?;
+        }
         let failed = rounds.values.iter().filter(|(key, _)| key == keys::SAMPLES_DROPPED);
         self.collector.source.drop_samples(failed.map(|(_, samples)| *samples as u64).sum());
         self.collector.source.drop_groups(rounds.dropped.len() as u64);
@@ -414,7 +424,7 @@ impl Ppo {
         size: usize,
         mut update: impl FnMut(&mut Self, &Run, &[&Experience]) -> Result<Sums>,
     ) -> std::result::Result<(), Ended> {
-        phase::set(step.number, "train");
+        phase::set(step.number, phase::Phase::Train);
         // Its weights are offloaded after an evaluation, and when a resume finishes a step.
         if let Some(critic) = &mut self.critic {
             run.onload(&mut critic.role);
@@ -466,41 +476,4 @@ fn metrics(run: &Run, work: &UpdateWork) -> Metrics {
         );
     }
     values
-}
-
-/// `number, style.py x 0.5, environment env.py`
-fn rewards(Config { reward, .. }: &Config) -> String {
-    let of_kind = |kind: &str, name: String| if name.starts_with(kind) { name } else { format!("{kind} {name}") };
-    let joined = |urls: &[Url]| urls.iter().map(Url::to_string).collect::<Vec<_>>().join(" | ");
-    let rules = reward.rule.iter().map(|rule| (config::name(&rule.kind), rule.weight));
-    let python = reward.python.iter().map(|python| (python.file.clone(), python.weight));
-    let http = reward.http.iter().map(|http| (joined(&http.url), http.weight));
-    let models = reward.models.iter().enumerate().map(|(i, model)| (of_kind("model", model.name(i)), model.weight));
-    let weighed = |(name, weight)| if weight == 1.0 { name } else { format!("{name} x {weight}") };
-    let judges = reward.judge.iter().map(|judge| (of_kind("judge", judge.dir.display().to_string()), judge.weight));
-    let environments = reward.environment.iter().map(|environment| {
-        let files = environment.python.iter().map(|python| python.file.clone()).chain([joined(&environment.http)]);
-        (format!("environment {}", files.collect::<String>()), environment.weight)
-    });
-    let all = rules.chain(python).chain(http).chain(models).chain(judges).chain(environments);
-    all.map(weighed).collect::<Vec<_>>().join(", ")
-}
-
-/// Rows of the banner about the rollout.
-fn rollout_notes(run: &Run) -> Vec<(String, String)> {
-    let old = match run.recomputes_old_logprobs() {
-        true => Some("recomputed by a training forward pass (time_old_logprobs_s, sampler_gap_max)".to_string()),
-        false if run.has_fast_gemm() => {
-            Some("from sampling, not bit-identical with training (logprob_gap_max)".to_string())
-        }
-        false => None,
-    };
-    let layout = run.ranks.layouts_of_actor()[1];
-    let (rollout, training) = (layout.rollout_tensor, layout.mesh.tensor);
-    let tensor = (rollout != training).then(|| format!("tensor {rollout}, {training} in training"));
-    let ahead = run.config.mesh.async_updates_max;
-    let steps = if ahead == 1 { "1 step".to_string() } else { format!("{ahead} steps") };
-    let lag = (ahead > 0).then(|| format!("samples with weights up to {steps} old, while other ranks learn"));
-    let notes = [("old logprobs", old), ("decoding", run.decoding()), ("rollout", tensor), ("runs ahead", lag)];
-    notes.into_iter().filter_map(|(name, text)| Some((name.to_string(), text?))).collect()
 }

@@ -5,6 +5,7 @@ use super::judges::Judge;
 use super::models::JobModel;
 use crate::config::reward::{JudgeConfig, ModelRewardConfig, RewardConfig};
 use crate::data::PromptSource;
+use crate::device::null;
 use crate::error::{Error, Result};
 use crate::experience::{Experience, Finish};
 use crate::launch::run::Run;
@@ -75,7 +76,9 @@ impl RewardModels {
         };
         let judges = judges.into_iter().zip(&reward.judge).enumerate().map(judge).collect::<Result<_>>()?;
         let with_config = |(role, config): (Role, &ModelRewardConfig)| {
-            let own = Tokenizer::find(&config.dir)?.filter(|own| own.sha256() != actor.sha256());
+            // A null device has no texts.
+            let own = if null::is_active() { None } else { Tokenizer::find(&config.dir)? };
+            let own = own.filter(|own| own.sha256() != actor.sha256());
             Ok(RewardModel { role, config: config.clone(), tokenizer: own })
         };
         let models = roles.into_iter().zip(&reward.models).map(with_config).collect::<Result<_>>()?;

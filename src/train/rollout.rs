@@ -10,7 +10,7 @@ use crate::config::rollout::RolloutConfig;
 use crate::data::PromptSource;
 use crate::device::null;
 use crate::error::{Error, Kind, Result};
-use crate::experience::{Experience, Finish, Prompt, Response};
+use crate::experience::{Experience, Finish, Prompt, Response, SamplingMask};
 use crate::launch::run::Run;
 use crate::metrics::Phase;
 use crate::model::Arch;
@@ -20,8 +20,8 @@ use crate::reward::{Notes, Reward, RewardContext, Scored};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::turns::Turns;
 use crate::rollout::{self, Beams, Engine, Hooks, Model, Outcome, Queue, Request, Stop};
-use crate::sys::files;
 use crate::sys::bounded_log::BoundedLog;
+use crate::sys::files;
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
@@ -52,6 +52,8 @@ pub struct Collector {
     stop: Arc<Stop>,
     /// The maximum length of the actor's rows, in tokens.
     context: usize,
+    /// The largest sampling mask, if masks are kept. On a null device it stands for all masks.
+    largest_mask: Option<SamplingMask>,
     /// Whether the run has logged the reason why graphs are not captured.
     graphs_logged: bool,
 }
@@ -130,6 +132,9 @@ impl Collector {
         let engine = Engine::new(&config.rollout, run.memory_free().saturating_sub(weights_bytes as u64));
         let pipeline = (run.ranks.placements.len() > 1).then(|| Stream::new("pipeline", &run.ranks.all));
         let context = arch.context;
+        let kept = if config.rollout.top_k == 0 { usize::MAX } else { config.rollout.top_k };
+        let largest = || SamplingMask::largest(arch.vocabulary, kept.min(arch.vocabulary));
+        let largest_mask = config.rollout.keep_sampling_mask.then(largest);
         Ok(Self {
             source,
             tokenizer,
@@ -144,6 +149,7 @@ impl Collector {
             reward_models,
             stop,
             context,
+            largest_mask,
             graphs_logged: false,
         })
     }
@@ -178,9 +184,10 @@ impl Collector {
     pub fn responses_of_all(&self, config: &Config, prompts: &[Prompt], part: &Range<usize>) -> RankResponses {
         let answers = |prompt: usize| {
             let tokens = rollout::new_tokens_max(&config.rollout, prompts[prompt].tokens.len(), self.context);
+            let sampling_masks = self.largest_mask.iter().flat_map(|mask| vec![mask.clone(); tokens]).collect();
             let (tokens, logprobs, sample_logprobs) = (vec![0; tokens], vec![0.0; tokens], vec![0.0; tokens]);
-            let finish = Finish::Length;
-            let one = Response { prompt, tokens, logprobs, sample_logprobs, finish, ..Response::default() };
+            let (finish, rest) = (Finish::Length, Response::default());
+            let one = Response { prompt, tokens, logprobs, sample_logprobs, sampling_masks, finish, ..rest };
             (0..config.responses_per_prompt() as u32).map(move |sample| Response { sample, ..one.clone() })
         };
         RankResponses { complete: true, responses: part.clone().flat_map(answers).collect(), load: None }

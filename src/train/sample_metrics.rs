@@ -37,9 +37,10 @@ pub fn advantage_values(stats: &AdvantageStats, samples: &[Experience], kl_beta:
     all.extend(stats.greedy_mean.map(|mean| (keys::SCORE_GREEDY_MEAN, mean)));
     all.extend(stats.equal_groups_ratio.map(|ratio| (keys::EQUAL_GROUPS_RATIO, ratio)));
     if samples.iter().any(|s| !s.values.is_empty()) {
-        let values: f64 = samples.iter().map(|s| s.values.iter().map(|v| f64::from(*v)).sum::<f64>()).sum();
-        let responses: usize = samples.iter().map(|s| s.response.tokens.len()).sum();
-        all.push((keys::VALUE_MEAN, values / responses.max(1) as f64));
+        // Tokens of an environment are not learned from.
+        let tokens = samples.iter().flat_map(|s| s.values.iter().zip(&s.mask)).filter(|(_, mask)| **mask != 0);
+        let (sum, count) = tokens.fold((0.0, 0usize), |(sum, count), (value, _)| (sum + f64::from(*value), count + 1));
+        all.push((keys::VALUE_MEAN, sum / count.max(1) as f64));
     }
     named(all)
 }

@@ -147,13 +147,13 @@ impl<M: Method> Job for Supervised<M> {
     }
 
     fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
-        phase::set(step.number, if M::SCORES { "score" } else { "train" });
+        phase::set(step.number, if M::SCORES { phase::Phase::Score } else { phase::Phase::Train });
         let Self { learner, source, tokenizer, method } = self;
         let [samples, ..] = M::shape(&run.config);
         let drawn = source.next(samples).and_then(|rows| Ok((rows, source.pretrain(step.number, samples)?)));
         let (mut rows, texts) = run.ranks.all.agree(drawn)?;
         let known = method.known(run, &learner.role, &mut rows, &mut step.phases)?;
-        phase::set(step.number, "train");
+        phase::set(step.number, phase::Phase::Train);
         let (timers, batch) =
             (&mut step.timers, Minibatch { step: step.number, rows: &rows, texts: &texts, known, tokenizer });
         let update = || timers.train(|| method.update(run, learner, &batch));

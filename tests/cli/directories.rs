@@ -107,14 +107,14 @@ fn what_is_no_model_is_named_with_the_command_that_helps() {
 }
 
 /// Replaces the ends of the fixture's tokenizer: its own is `<|end|>` with id 1, and `listed` are those of the model.
-fn ends(fixture: &Fixture, dir: &str, listed: Value) {
+fn ends(fixture: &Fixture, dir: &str, listed: &Value) {
     fixture.write(&format!("{dir}/generation_config.json"), json!({"eos_token_id": listed}).to_string());
 }
 
 #[test]
 fn demonstrations_end_with_the_tokenizers_own_token_and_the_export_names_all_end_tokens() {
     let fixture = Fixture::new();
-    ends(&fixture, "model", json!([4, 3]));
+    ends(&fixture, "model", &json!([4, 3]));
     fixture.jsonl("pairs.jsonl", &[json!({"prompt": "1+1=", "response": "2"})]);
     let shard =
         ["shard", "pairs.jsonl", "--tokenizer", "model", "--out", "x", "--response-key", "response", "--show", "1"];
@@ -153,7 +153,7 @@ fn a_template_that_ends_turns_with_no_end_token_is_named_and_its_line_break_is_n
     let job = ["job.kind=sft", "data.prompts=[\"chat.jsonl\"]", "data.chat_template=true", "data.eval_split=\"\""];
     let more = ["data.label_key=\"\"", "data.prompt_split=\"\"", "eval.every_steps=0", "sft.minibatch_samples=1"];
     fixture.job(&[&job[..], &more[..], &["--dry-run"]].concat()).assert(0, &[warning]);
-    ends(&fixture, "model", json!([1, 4]));
+    ends(&fixture, "model", &json!([1, 4]));
     let shown = shard("y");
     assert!(!shown.stderr.contains("ends a turn"), "{}", shown.stderr);
     assert!(shown.stdout.contains("⟦d<|assistant|>⟧"), "{}", shown.stdout);

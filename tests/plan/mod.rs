@@ -3,6 +3,7 @@
 
 mod arena;
 mod arithmetic;
+mod counted;
 mod layouts;
 mod lengths;
 mod models;

@@ -124,7 +124,7 @@ pub fn play(scene: &str, logs: &Path) {
     };
     let limit = if scene == "busy" || scene.starts_with("stopped") { 1.0 } else { 60.0 };
     abort::install(&world, Some(logs), Some(Duration::from_secs_f64(limit)));
-    phase::set(3, "train");
+    phase::set(3, phase::Phase::Train);
     let result = act(scene, &world);
     if let Err(error) = result {
         abort::fail(&error);

@@ -79,14 +79,16 @@ fn a_damaged_best_checkpoint_is_made_again_and_the_link_points_to_the_intact_one
     assert!(job.read("export/model.safetensors") == exported, "another step was exported");
 }
 
+type Lose = fn(&Job);
+
 #[test]
 fn a_best_checkpoint_that_is_damaged_or_gone_is_forgotten_at_the_next_start() {
     let job = improving("best-lost").with("checkpoint.best_mode=max checkpoint.keep_last=1").done();
     assert_eq!((best(&job), job.committed()), ("step-1".to_string(), vec![1, 4]));
-    let cases: [(&str, fn(&Job)); 3] = [
+    let cases: [(&str, Lose); 3] = [
         ("damaged", |job| damage(job, "step-1")),
         ("partial", |job| {
-            std::fs::remove_file(job.checkpoints().join("step-1/actor.weights.rank-0000.bin")).expect("there")
+            std::fs::remove_file(job.checkpoints().join("step-1/actor.weights.rank-0000.bin")).expect("there");
         }),
         ("gone", |job| std::fs::remove_dir_all(job.checkpoints().join("step-1")).expect("there")),
     ];

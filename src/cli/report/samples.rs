@@ -146,7 +146,7 @@ fn show_rows(source: &Source, step: u64, rows_max: usize, tokens_max: usize) -> 
                 "<div class=\"response\"><div class=\"about\"><b>{reward}</b><span>{}</span></div>",
                 escape(&name)
             );
-            plain(&mut out, text, &[], each);
+            plain(&mut out, &text, &[], each);
             out += "</div>";
         }
         out += "</div></article>\n";
@@ -172,9 +172,9 @@ fn plain(out: &mut String, text: &str, environment: &[(usize, usize)], tokens_ma
 
 /// A text whose `environment` parts are marked.
 fn spoken(text: &str, environment: &[(usize, usize)]) -> String {
-    let part = |(part, is_given): (String, bool)| match is_given {
-        true => format!("<span class=\"env\" title=\"environment\">{}</span>", escape(&part)),
-        false => escape(&part),
+    let part = |(part, is_given): (String, bool)| {
+        let text = escape(&part);
+        if is_given { format!("<span class=\"env\" title=\"environment\">{text}</span>") } else { text }
     };
     parts(text, environment).into_iter().map(part).collect()
 }

@@ -71,7 +71,7 @@ impl Source {
         let lacks = &mut self.lacks;
         read.map_err(|e| {
             if !lacks.contains(&e) {
-                lacks.push(e)
+                lacks.push(e);
             }
         })
         .ok()

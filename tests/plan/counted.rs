@@ -1,0 +1,122 @@
+//! What a run does is counted: reward models, a rollout that runs ahead, sampling masks, and every owner of memory.
+
+use super::models::{NAMED, a800, arch, archs, job, small};
+use rlhf_hpc::config::job::DeviceName;
+use rlhf_hpc::config::mesh::RoleName::{Actor, Reward, Rollout};
+use rlhf_hpc::config::{self, Config};
+use rlhf_hpc::launch::layout::{Layout, Swap};
+use rlhf_hpc::mesh::Mesh;
+use rlhf_hpc::model::Head;
+use rlhf_hpc::plan::choose::Candidate;
+use rlhf_hpc::plan::time::{Stage, Time};
+use rlhf_hpc::plan::{self, Device, Job, Memory, Phase, memory, microbatch};
+use rlhf_hpc::train::{self, Archs};
+use std::fs;
+use std::path::Path;
+
+/// Few samples, which are planned sooner.
+const FEW: [&str; 4] = [
+    "rollout.prompts_per_step=32",
+    "ppo.minibatch_samples=32",
+    "data.prompt_tokens_max=64",
+    "rollout.response_tokens_max=64",
+];
+
+fn chosen(more: &[&str], archs: &Archs, ranks: usize) -> Candidate {
+    let config = job(&[&FEW[..], &NAMED, more].concat());
+    plan::choose(&Job::new(&config, archs, None), ranks, &a800()).expect("it fits").chosen
+}
+
+/// FLOPs of the parts with this name while models score.
+fn scored(time: &Time, name: &str) -> f64 {
+    let parts = time.parts.iter().filter(|part| part.stage == Stage::Scoring && part.name == name);
+    parts.map(|part| part.work.flops).sum()
+}
+
+#[test]
+fn the_forward_of_a_reward_model_is_counted_on_the_ranks_that_hold_it() {
+    let [without, with] = [false, true].map(|reward| chosen(&[], &archs(&small(), reward), 2));
+    let time = &with.main().time;
+    // Reference and critic have the shape of the reward model, and the reward model sees the same tokens.
+    let (of_reward, of_others) = (scored(time, "gemm of reward models"), scored(time, "gemm"));
+    assert!((2.0 * of_reward / of_others - 1.0).abs() < 0.05, "{of_reward} and {of_others}");
+    assert!(with.of(Stage::Scoring) > 1.2 * without.of(Stage::Scoring));
+    let place = "mesh.placement=[{ roles = [\"actor\", \"reference\", \"critic\"], ranks = \"0..1\" }, \
+                 { roles = [\"reward\"], ranks = \"1..2\" }]";
+    let apart = chosen(&[place], &archs(&small(), true), 2);
+    let found = apart.placed.iter().map(|placed| scored(&placed.time, "gemm of reward models") > 0.0);
+    assert_eq!(found.collect::<Vec<_>>(), [false, true]);
+}
+
+#[test]
+fn a_step_takes_as_long_as_the_longer_side_if_the_rollout_runs_ahead() {
+    let place = "mesh.placement=[{ roles = [\"actor\", \"reference\", \"critic\"], ranks = \"0..1\" }, \
+                 { roles = [\"rollout\", \"reward\"], ranks = \"1..2\" }]";
+    let mut archs = archs(&small(), true);
+    archs.0.push((Rollout, Head::LanguageModel, arch(&small())));
+    let in_step = chosen(&[place], &archs, 2);
+    assert_eq!(in_step.sides(Time::of_stage), None);
+    for updates in [1, 2] {
+        let ahead = chosen(&[place, &format!("mesh.async_updates_max={updates}")], &archs, 2);
+        let [rollout, learning] = ahead.sides(Time::of_stage).expect("two sides");
+        assert_eq!(ahead.step_s(), f64::max(rollout, learning));
+        assert!(rollout > 0.0 && learning > 0.0 && ahead.step_s() < in_step.step_s());
+        assert!(rollout + learning >= in_step.step_s(), "{rollout} + {learning}, {} in step", in_step.step_s());
+    }
+}
+
+/// The memory of one rank on a CPU.
+fn on_cpu(config: &Config, archs: &Archs) -> Memory {
+    let layout = Layout { mesh: Mesh::data_only(1), zero: 1, rollout_tensor: 1, swap: Swap::default() };
+    let device = Device { threads: 1, ..Device::cpu(1 << 40, 1) };
+    plan::count(&Job::new(config, archs, None), &layout, &device, &[Actor]).0
+}
+
+#[test]
+fn sampling_masks_count_as_the_largest_that_the_filters_leave() {
+    let archs = archs(&small(), false);
+    let masks = |more: &[&str]| {
+        let memory = on_cpu(&job(&[&FEW[..], more].concat()), &archs);
+        [Phase::Score, Phase::Train].map(|phase| memory.bytes_of(phase, "sampling masks"))
+    };
+    assert_eq!(masks(&["rollout.top_p=0.95"]), [0, 0]);
+    let keep = "rollout.keep_sampling_mask=true";
+    // A bit for each of 2048 tokens, or at most two bytes for each of ten.
+    for (filter, bytes) in [("rollout.top_p=0.95", 2 + 2048 / 8), ("rollout.top_k=10", 20)] {
+        assert_eq!(masks(&[keep, filter]), [2 * 32 * 64 * (bytes + 32); 2], "{filter}");
+    }
+}
+
+/// Phases need no such test: `time` and `memory` match on all of them.
+#[test]
+fn the_memory_of_every_recipe_has_owners_that_the_tables_know() {
+    let (root, dir) = (Path::new(env!("CARGO_MANIFEST_DIR")), tempfile::tempdir().expect("a folder"));
+    let recipes = fs::read_dir(root.join("jobs/recipes")).expect("recipes").map(|entry| entry.expect("one").path());
+    let recipes = recipes.filter(|path| path.extension().is_some_and(|end| end == "toml"));
+    let mut planned = 0;
+    for recipe in recipes.chain([root.join("jobs/async.toml"), root.join("jobs/llama2-7b.toml")]) {
+        let copy = dir.path().join("jobs/recipes").join(recipe.file_name().expect("a name"));
+        fs::create_dir_all(copy.parent().expect("a folder")).expect("made");
+        fs::copy(&recipe, &copy).expect("copied");
+        let sets = ["rollout.prompts_per_step=4", "reward.models=[]", "reward.rule=length"].map(String::from);
+        let mut config = config::load(&copy, &sets).unwrap_or_else(|e| panic!("{}: {e}", recipe.display()));
+        let named = [&config.model.actor, &config.model.reference, &config.model.critic];
+        for model in named.into_iter().chain(&config.model.teachers).filter(|model| !model.as_os_str().is_empty()) {
+            fs::create_dir_all(model).expect("made");
+            fs::write(model.join("config.json"), small().to_string()).expect("written");
+        }
+        config.settle_on(DeviceName::Cpu);
+        config.set_microbatches(microbatch::ENOUGH);
+        let mut archs = train::planned_archs(&config, None).unwrap_or_else(|e| panic!("{}: {e}", recipe.display()));
+        if train::shape(&config).has_rollout() {
+            archs.0.push((Reward, Head::Value, arch(&small())));
+        }
+        let memory = on_cpu(&config, &archs);
+        assert!(memory.failed.is_none(), "{}: {:?}", recipe.display(), memory.failed);
+        for owner in memory.peaks.values().flat_map(|peak| peak.parts.keys()) {
+            assert!(memory::knows(owner), "{}: {owner}", recipe.display());
+        }
+        planned += 1;
+    }
+    assert!(planned > 10, "{planned} recipes");
+}
