@@ -88,7 +88,7 @@ impl SamplingMask {
         Self(bytes.into())
     }
 
-    /// The largest mask of a vocabulary of which at most `kept` tokens are left. It stands for masks that are not known.
+    /// The largest mask of a vocabulary of which at most `kept` tokens are left. Plans use it for unknown masks.
     pub fn largest(vocabulary: usize, kept: usize) -> Self {
         // Distances of two and three bytes are at least this far apart.
         let distances = kept + kept.min(vocabulary >> 7) + kept.min(vocabulary >> 14);

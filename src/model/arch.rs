@@ -14,7 +14,9 @@ use std::path::Path;
 /// Limits above any real model. They bound what a damaged config.json can make the program allocate.
 const LAYERS_MAX: usize = 10_000;
 const WIDTH_MAX: usize = 1 << 20;
+/// Names of parameters.
 pub(super) const LM_HEAD: &str = "lm_head.weight";
+pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 
 /// The head on top of the last hidden state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,7 +94,7 @@ impl Arch {
                 dir.display()
             ));
         }
-        if arch.tied && arch.head == Head::LanguageModel && files::has_own_head(dir) {
+        if arch.tied && arch.head == Head::LanguageModel && files::has_own_head(dir, LM_HEAD, EMBEDDING) {
             arch.untie(dir);
         }
         Ok(arch)

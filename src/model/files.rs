@@ -1,7 +1,5 @@
 //! The safetensors files of a model directory. They are mapped and checked before any value is used.
 
-use super::arch::LM_HEAD;
-use super::params::EMBEDDING;
 use crate::error::{Error, Result};
 use crate::sys::files::{self, read_object};
 use crate::sys::map::Map;
@@ -49,11 +47,11 @@ impl Stored<'_> {
     }
 }
 
-/// Whether the files of `dir` contain a language-model head that differs from the embedding. False without such files; an
-/// error in them is reported when they are loaded.
-pub(super) fn has_own_head(dir: &Path) -> bool {
+/// Whether the files of `dir` contain a tensor named `head` that differs from the one named `embedding`. False without
+/// such files; an error in them is reported when they are loaded.
+pub(super) fn has_own_head(dir: &Path, head: &str, embedding: &str) -> bool {
     let Ok(found) = Checkpoint::open(dir) else { return false };
-    match (found.get(LM_HEAD), found.get(EMBEDDING)) {
+    match (found.get(head), found.get(embedding)) {
         (Some(head), Some(embedding)) => (head.dtype, head.bytes) != (embedding.dtype, embedding.bytes),
         _ => false,
     }

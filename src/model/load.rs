@@ -1,11 +1,11 @@
 //! Loads weights from the safetensors files of a Hugging Face directory into the flat buffer: all of them, or unit by
 //! unit the part of one rank. Only that part is read.
 
-use super::arch::{Arch, Head, LM_HEAD};
+use super::arch::{Arch, EMBEDDING, Head, LM_HEAD};
 use super::files::Checkpoint;
 use super::init;
 use super::pack::{self, stored, whole_rows};
-use super::params::{EMBEDDING, ParamId, ParamSpec, ParamTable};
+use super::params::{ParamId, ParamSpec, ParamTable};
 use super::part::TensorPart;
 use super::partition::Shards;
 use super::unit::UnitValues;

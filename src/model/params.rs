@@ -1,7 +1,7 @@
 //! THE parameter table: every parameter of a model with its name, shape, sharding, memory layout and initialization.
 //! Loading, initialization, sharding, the optimizer, checkpoints and export all read this one list.
 
-use super::arch::{Arch, Head};
+use super::arch::{Arch, EMBEDDING, Head};
 use super::part::{Dim, TensorPart};
 use crate::device::Device;
 use crate::tensor::{FLAT_ALIGN, Layout, PANEL};
@@ -100,9 +100,6 @@ impl ParamSpec {
         })
     }
 }
-
-/// The embedding's name.
-pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 
 /// The parameters in the order of the flat buffer: embedding, layers, final norm, head.
 #[derive(Clone, Debug)]

@@ -1,10 +1,10 @@
 //! The transformer that training, scoring and rollout share. Only the source of attention's keys differs.
 
-use super::arch::Arch;
+use super::arch::{self, Arch};
 use super::attention::{Context, LayerKeys};
 use super::block::{Block, BlockSaved, Keep};
 use super::norm::Norm;
-use super::params::{self, ParamId, ParamTable};
+use super::params::{ParamId, ParamTable};
 use super::part::TensorPart;
 use super::ring::Ring;
 use super::rope::Rope;
@@ -106,7 +106,7 @@ impl Transformer {
     pub fn over(arch: &Arch, table: &ParamTable, axes: &Axes) -> Self {
         let (tensor, ring) = (&axes.tensor, Ring::new(axes));
         assert_eq!(table.tensor_part(), TensorPart::of(tensor), "the table must list this rank's part");
-        let embedding = table.id(params::EMBEDDING);
+        let embedding = table.id(arch::EMBEDDING);
         Self {
             arch: arch.clone(),
             embedding,

@@ -31,8 +31,10 @@ pub fn create_dir_all(dir: &Path) -> Result<()> {
         create(parent(dir))?;
         match fs::create_dir(dir) {
             // Another process may have been faster.
-            Err(e) if !dir.is_dir() => Err(e),
-            _ => File::open(parent(dir))?.sync_all(),
+            Err(_) if dir.is_dir() => File::open(parent(dir))?.sync_all(),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(io::Error::from_raw_os_error(libc::ENOTDIR)),
+            Err(e) => Err(e),
+            Ok(()) => File::open(parent(dir))?.sync_all(),
         }
     }
     create(dir).map_err(|e| Error::io("create", dir, &e))

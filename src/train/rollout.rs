@@ -52,7 +52,7 @@ pub struct Collector {
     stop: Arc<Stop>,
     /// The maximum length of the actor's rows, in tokens.
     context: usize,
-    /// The largest sampling mask, if masks are kept. On a null device it stands for all masks.
+    /// The largest sampling mask, if masks are kept. A null device uses it for all masks.
     largest_mask: Option<SamplingMask>,
     /// Whether the run has logged the reason why graphs are not captured.
     graphs_logged: bool,

@@ -217,7 +217,7 @@ fn data_that_changed_since_the_checkpoint_is_refused() {
         fixture.text("rows.jsonl").lines().skip(1).map(|l| serde_json::from_str(l).unwrap()).collect();
     fixture.jsonl("rows.jsonl", &rows);
     let shard = ["shard", "rows.jsonl", "--tokenizer", "model", "--out", "questions", "--label-key", "answer"];
-    fixture.run(&[&shard[..], &["--split-field", "split"]].concat()).well();
+    fixture.run(&[&shard[..], &["--split-field", "split", "--force"]].concat()).well();
     fixture.job(&["job.steps=2"]).refused(2, &["its checkpoint: data.prompts[0] (.bin, "]).hinted("job.dir");
     let accepted = fixture.job(&["job.steps=2", "checkpoint.changed_inputs=accept"]);
     accepted.refused(65, &["rows have changed in number", "had 128 rows; now there are 127"]).hinted("job.dir");

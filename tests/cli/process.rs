@@ -150,7 +150,7 @@ fn a_standard_error_that_takes_nothing_changes_no_exit_code() {
             ("run nosuch.toml", 2),
             ("run job.toml job.steps=1 job.dir=/proc/nosuch", 74),
             ("run job.toml job.steps=1", 0),
-            ("tokenizer rows.jsonl --vocabulary 264 --out tokenizer2", 0),
+            ("tokenizer rows.jsonl --vocabulary 264 --out tokenizer2 --force", 0),
             ("--version", 0),
         ] {
             let ended = in_shell(&fixture, "", arguments, nowhere);

@@ -103,8 +103,7 @@ fn a_dry_run_of_a_job_for_gpus_checks_the_rest_on_a_machine_without_one() {
 #[test]
 fn a_job_without_rows_is_answered_with_the_rule_that_filtered_them() {
     let fixture = Fixture::new();
-    let sets =
-        ["data.prompt_split=", "data.eval_split=", "data.eval_sets=[{ name = \"all\", prompts = \"questions\" }]"];
+    let sets = ["data.eval_split=", "data.eval_sets=[{ name = \"all\", prompts = \"questions\" }]"];
     let again = fixture.job(&[&["--dry-run"], &sets[..]].concat()).refused(65, &["no rows are left to train on"]);
     again.hinted("name a held-out file only in data.split.eval_files or data.eval_sets");
     let long = fixture.job(&["--dry-run", "data.prompt_tokens_max=1", "data.eval_split="]);

@@ -175,7 +175,7 @@ fn the_shard_verb_writes_splits_by_field_ratio_and_file() {
     let file = fixture.jsonl("q.jsonl", &questions(500));
     let more = fixture.jsonl("more.jsonl", &questions(20));
     let names = |more: &[&str]| -> Vec<(String, u64)> {
-        run(&args(&fixture, &file, more)).unwrap();
+        run(&args(&fixture, &file, &[more, &["--force"]].concat())).unwrap();
         let shard = Shard::open(&fixture.path("out/rows"), fixture.vocabulary()).unwrap();
         shard.verify().unwrap();
         shard.sidecar().splits.iter().map(|s| (s.name.clone(), s.documents)).collect()

@@ -120,7 +120,7 @@ fn every_special_token_with_a_name_is_a_variable_of_the_template() {
         ("special_tokens_map.json", map),
         ("chat_template.jinja", template),
     ]);
-    assert_eq!(rendered(dir.path(), &json!([]), &json!({})), "<p><i><a><x><sep>FalseFalse");
+    assert_eq!(rendered(dir.path(), &json!([]), &json!({})), "<other><i><a><x><sep>FalseFalse");
 }
 
 #[test]

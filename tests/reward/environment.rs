@@ -16,15 +16,15 @@ const COUNTS: &[(&str, &str)] = &[
     (
         "a class",
         r#"
+import os
 class Counts:
     def reset(self, prompt, label, level):
         assert (prompt, label) == ("1+1=", "2")
         self.n, self.level = 0, level
     def step(self, text):
         self.n += 1
-        if text == "die" and open("tried", "a+").tell() == 0:
-            open("tried", "a").write("x")
-            import os
+        if text == "die" and not os.path.exists("tried"):
+            open("tried", "w").close()
             os._exit(3)
         return f"<{self.n}:{text}:{self.level}>", self.n / 2, self.n == 3
 "#,
