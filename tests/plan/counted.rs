@@ -35,7 +35,8 @@ fn scored(time: &Time, name: &str) -> f64 {
 
 #[test]
 fn the_forward_of_a_reward_model_is_counted_on_the_ranks_that_hold_it() {
-    let [without, with] = [false, true].map(|reward| chosen(&[], &archs(&small(), reward), 2));
+    let [without, with] =
+        [false, true].map(|reward| chosen(&["ppo.old_logprobs=rollout"], &archs(&small(), reward), 2));
     let time = &with.main().time;
     // Reference and critic have the shape of the reward model, and the reward model sees the same tokens.
     let (of_reward, of_others) = (scored(time, "gemm of reward models"), scored(time, "gemm"));
