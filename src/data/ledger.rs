@@ -34,6 +34,11 @@ const REMEDIES: &[(&str, &str)] = &[
         "these held-out rows are too long: raise data.prompt_tokens_max and data.row_tokens_max, or set data.long_prompts",
     ),
     (
+        "pair_equal_when_cut",
+        "the two responses of these rows differ only in tokens that are cut off: raise data.row_tokens_max",
+    ),
+    ("empty_document", "these documents have no tokens, so nothing can be learned from them"),
+    (
         "same_prompt_in_eval_split",
         "these rows have the prompt of a held-out row, which never trains: name a held-out file only in \
          data.split.eval_files or data.eval_sets, and remove repeated prompts",

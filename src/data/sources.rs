@@ -375,6 +375,9 @@ fn entries_of(
     let prompt = shard.prompt_tokens(document as usize)?;
     let lengths = || shard.lengths(document as usize);
     let prefix = shard.prefix().display();
+    if prompt == 0 {
+        return Ok(Err("empty_document"));
+    }
     let needed = match reading.part {
         Part::Pair => Some((3, "prompt, chosen and rejected", "--pairs")),
         Part::Labelled => Some((2, "prompt and response", "--labelled")),
@@ -391,6 +394,15 @@ fn entries_of(
     if reading.part == Part::Pair {
         let [chosen, rejected] = [lengths()?[1], lengths()?[2]];
         let entries = cut(reading.config, s, document, prompt, chosen.max(rejected));
+        if let Ok([entry]) = entries.as_deref()
+            && (entry.rest as usize) < chosen.max(rejected)
+        {
+            let sides = shard.document(document as usize)?;
+            let [one, other] = [1, 2].map(|side| sides[side].iter().take(entry.rest as usize));
+            if one.eq(other) {
+                return Ok(Err("pair_equal_when_cut"));
+            }
+        }
         return Ok(entries.map(|mut entries| {
             for entry in &mut entries {
                 // Each side is cut like the longer one.

@@ -141,3 +141,21 @@ fn a_long_pair_loses_of_its_longer_side_only_what_is_too_much_or_is_filtered() {
     let window = DataConfig { long_prompts: LongPrompts::Window, ..config(&file) };
     assert_eq!(fixture.rows::<PairRow>(&window, 0).unwrap_err().kind, Kind::Usage);
 }
+
+#[test]
+fn a_pair_whose_responses_are_equal_once_they_are_cut_is_filtered() {
+    let fixture = Fixture::new();
+    let row = |chosen: &[u32], rejected: &[u32]| json!({"prompt": [5, 6, 7], "chosen": chosen, "rejected": rejected});
+    let rows = [row(&[1, 2, 3, 4], &[1, 2, 8, 9]), row(&[1, 2, 3], &[1, 2]), row(&[1, 2, 3, 4], &[1, 9])];
+    let cut = DataConfig {
+        row_tokens_max: 5,
+        long_prompts: LongPrompts::TruncateRight,
+        ..config(&fixture.jsonl("p.jsonl", &rows))
+    };
+    let mut source = fixture.rows::<PairRow>(&cut, 0).unwrap();
+    assert_eq!(source.ledger().filtered, [("pair_equal_when_cut".to_owned(), 2)].into());
+    let kept = source.next(1).unwrap().remove(0);
+    assert_eq!((kept.chosen, kept.rejected), (vec![5, 6, 7, 1, 2], vec![5, 6, 7, 1, 9]));
+    let (lost, remedies) = source.ledger().losses();
+    assert!(lost == 2 && remedies[0].contains("data.row_tokens_max"), "{remedies:?}");
+}

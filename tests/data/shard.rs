@@ -6,6 +6,8 @@ use rlhf_hpc::data::Hashes;
 use rlhf_hpc::data::shard::{Meta, Shard, ShardWriter, Sidecar};
 use rlhf_hpc::error::Kind;
 
+use crate::data::fixture::{Fixture, config};
+
 /// Documents of one to three sequences, in two splits.
 fn write(prefix: &Path, vocabulary: usize) -> Vec<Vec<Vec<u32>>> {
     let mut writer = ShardWriter::create(prefix, vocabulary).unwrap();
@@ -254,4 +256,52 @@ fn opening_a_shard_reads_none_of_its_tokens() {
     let shard = Shard::open(&prefix, 8).unwrap();
     assert_eq!(shard.tokens(), 30_000_000_000);
     assert_eq!(shard.prompt_tokens(14).unwrap() as u64, length);
+}
+
+/// A shard as Megatron's preprocess_data writes it: `documents` of sequences of u16 tokens, and a mode per sequence.
+fn megatron(prefix: &Path, documents: &[Vec<Vec<u16>>], modes: Option<u8>) {
+    let sequences: Vec<&Vec<u16>> = documents.iter().flatten().collect();
+    let mut index = b"MMIDIDX\0\0".to_vec();
+    index.extend(1_u64.to_le_bytes());
+    index.push(8);
+    index.extend((sequences.len() as u64).to_le_bytes());
+    index.extend((documents.len() as u64 + 1).to_le_bytes());
+    index.extend(sequences.iter().flat_map(|sequence| (sequence.len() as i32).to_le_bytes()));
+    let mut at = 0_u64;
+    for sequence in &sequences {
+        index.extend(at.to_le_bytes());
+        at += 2 * sequence.len() as u64;
+    }
+    let mut end = 0_u64;
+    index.extend(end.to_le_bytes());
+    for document in documents {
+        end += document.len() as u64;
+        index.extend(end.to_le_bytes());
+    }
+    index.extend(modes.map_or(Vec::new(), |mode| vec![mode; sequences.len()]));
+    fs::write(suffixed(prefix, ".idx"), index).unwrap();
+    let tokens: Vec<u8> = sequences.into_iter().flatten().flat_map(|token| token.to_le_bytes()).collect();
+    fs::write(suffixed(prefix, ".bin"), tokens).unwrap();
+}
+
+#[test]
+fn empty_documents_and_modes_of_megatron_are_read_and_empty_documents_are_counted() {
+    let documents = [vec![vec![5, 6]], vec![], vec![vec![]], vec![vec![7], vec![8, 9]]];
+    let read: Vec<Vec<Vec<u32>>> = documents
+        .iter()
+        .map(|document| document.iter().map(|s: &Vec<u16>| s.iter().map(|t| u32::from(*t)).collect()).collect())
+        .collect();
+    for modes in [None, Some(0), Some(1)] {
+        let fixture = Fixture::new();
+        let prefix = fixture.path("megatron");
+        megatron(&prefix, &documents, modes);
+        let shard = Shard::open(&prefix, 1000).unwrap();
+        assert_eq!((0..4).map(|i| shard.document(i).unwrap()).collect::<Vec<_>>(), read, "{modes:?}");
+        shard.verify().unwrap();
+        let mut source = fixture.prompts(&config(prefix.to_str().unwrap()), 0).unwrap();
+        assert_eq!(source.ledger().filtered["empty_document"], 2);
+        let mut prompts: Vec<_> = source.next(2).unwrap().into_iter().map(|prompt| prompt.tokens).collect();
+        prompts.sort();
+        assert_eq!(prompts, [vec![5, 6], vec![7]]);
+    }
 }

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 use crate::sys::map::Map;
+use crate::sys::stderr;
 
 pub(super) const MAGIC: [u8; 9] = *b"MMIDIDX\0\0";
 pub(super) const VERSION: u64 = 1;
@@ -96,7 +97,13 @@ impl Index {
             .ok_or_else(|| wrong(format!("the dtype code must be an integer type, 1 to 5 or 8 (got {})", map[17])))?;
         let (sequences, entries) = (u64_at(&map, 18), u64_at(&map, 26));
         let needed = HEADER_BYTES as u128 + 12 * u128::from(sequences) + 8 * u128::from(entries);
-        if needed != map.len() as u128 {
+        // With `multimodal=True`, Megatron writes the mode of each sequence after the arrays, one byte each.
+        let has_modes = needed + u128::from(sequences) == map.len() as u128;
+        if has_modes && map[needed as usize..].iter().any(|mode| *mode != 0) {
+            let what = "the modes of its sequences are not used: all tokens count as text";
+            stderr::warn_once(&format!("{}: {what}", path.display()));
+        }
+        if !has_modes && needed != map.len() as u128 {
             return Err(wrong(format!(
                 "{sequences} sequences and {entries} document entries need {needed} bytes (got {})",
                 map.len()
@@ -127,10 +134,10 @@ impl Index {
         u64_at(&self.map, HEADER_BYTES + 12 * self.sequences + 8 * i) as i64
     }
 
-    /// Sequences of document `i`, checked.
+    /// Sequences of document `i`, checked. Megatron makes a document without sequences of an empty text.
     pub fn document(&self, i: usize) -> Result<std::ops::Range<usize>> {
         let (first, end) = (self.boundary(i), self.boundary(i + 1));
-        if first < 0 || end <= first || end > self.sequences as i64 {
+        if first < 0 || end < first || end > self.sequences as i64 {
             return Err(self.wrong(format!(
                 "document {i} runs from sequence {first} to {end}, but there are {} sequences",
                 self.sequences
@@ -144,7 +151,7 @@ impl Index {
         let (length, offset) = self.sequence(i);
         let end = i64::from(length).checked_mul(self.width.bytes() as i64).and_then(|n| n.checked_add(offset));
         match end {
-            Some(end) if length > 0 && offset >= 0 && end <= bin_bytes as i64 => Ok(offset as usize..end as usize),
+            Some(end) if length >= 0 && offset >= 0 && end <= bin_bytes as i64 => Ok(offset as usize..end as usize),
             _ => Err(self
                 .wrong(format!("sequence {i} ends beyond the .bin ({length} tokens at byte {offset} of {bin_bytes})"))
                 .hint("write the shard again: the .bin was truncated, or the two files do not belong together")),

@@ -134,15 +134,15 @@ impl Shard {
         self.index.document(i)?.map(|s| Ok(self.index.bytes(s, self.bin.len())?.len() / width)).collect()
     }
 
-    /// The first sequence of document `i`.
+    /// The first sequence of document `i`; no tokens if there is none.
     pub fn prompt(&self, i: usize) -> Result<Vec<u32>> {
-        self.sequence(self.index.document(i)?.start)
+        self.index.document(i)?.next().map_or(Ok(Vec::new()), |s| self.sequence(s))
     }
 
     /// The number of tokens of the first sequence of document `i`, without reading them.
     pub fn prompt_tokens(&self, i: usize) -> Result<usize> {
-        let bytes = self.index.bytes(self.index.document(i)?.start, self.bin.len())?;
-        Ok(bytes.len() / self.index.width.bytes())
+        let bytes = |s| Ok(self.index.bytes(s, self.bin.len())?.len());
+        Ok(self.index.document(i)?.next().map_or(Ok(0), bytes)? / self.index.width.bytes())
     }
 
     pub fn meta(&self, i: usize) -> Result<Meta> {
