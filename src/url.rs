@@ -40,7 +40,7 @@ impl Url {
 impl fmt::Display for Url {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         // The parts of a malformed URL are uncertain.
-        let malformed = self.0.parse::<ureq::http::Uri>().is_err().then(|| self.0.rsplit_once('@')).flatten();
+        let malformed = is_malformed(&self.0).then(|| self.0.rsplit_once('@')).flatten();
         match malformed {
             Some((_, host)) => write!(f, "{HIDDEN}@{}", redacted(host)),
             None => f.write_str(&redacted(&self.0)),
@@ -64,6 +64,13 @@ impl<'de> Deserialize<'de> for Url {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         String::deserialize(from).map(Self)
     }
+}
+
+/// Whether `url` has no parts, or a port that is not a number, such as a part of a password with a slash.
+fn is_malformed(url: &str) -> bool {
+    let Ok(uri) = url.parse::<ureq::http::Uri>() else { return true };
+    let host = uri.authority().and_then(|all| all.as_str().rsplit('@').next()).unwrap_or_default();
+    host.contains(':') && !host.ends_with(']') && uri.port_u16().is_none()
 }
 
 /// `text` with `***` in place of the secrets of all URLs in it.

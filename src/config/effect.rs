@@ -262,7 +262,7 @@ mod tests {
         ("reward", "rule python http models judge environment"),
         ("reward.rule", "kind name weight right wrong"),
         ("reward.python", "file function name weight interpreter label_argument batch pass_env gpu memory_max_gib"),
-        ("reward.http", "url name weight batch"),
+        ("reward.http", "url header_env name weight batch"),
         ("reward.models", "dir name weight normalize"),
         ("reward.judge", "dir prompt chat_template pattern tokens_max name weight"),
         ("reward.environment", "python http turns_max name weight"),
