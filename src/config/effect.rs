@@ -265,7 +265,7 @@ mod tests {
         ("reward.http", "url header_env name weight batch"),
         ("reward.models", "dir name weight normalize"),
         ("reward.judge", "dir prompt chat_template pattern tokens_max name weight"),
-        ("reward.environment", "python http turns_max name weight"),
+        ("reward.environment", "python http header_env turns_max name weight"),
         (
             "ppo",
             "advantage loss entropy_coef correction kl_in kl_target reward_clip reward_normalize \

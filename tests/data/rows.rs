@@ -186,6 +186,6 @@ fn the_shard_verb_writes_splits_by_field_ratio_and_file() {
     let ratio = names(&["--split-ratio", "0.2"]);
     assert_eq!(ratio[0].0, "test");
     assert!((60..140).contains(&ratio[0].1) && ratio[0].1 + ratio[1].1 == 500, "{ratio:?}");
-    let named = run(&args(&fixture, &file, &["--vocabulary", "270"])).unwrap_err();
+    let named = run(&args(&fixture, &file, &["--vocabulary", "270", "--force"])).unwrap_err();
     assert!(named.message.contains("outside the model's vocabulary of 270"), "{named}");
 }
