@@ -88,8 +88,14 @@ pub fn redacted(text: &str) -> Cow<'_, str> {
             Some((name, _)) => format!("{name}={HIDDEN}"),
             None => HIDDEN.to_string(),
         };
-        let query = parts.get(4).map(|query| query.as_str().split('&').map(value).collect::<Vec<_>>().join("&"));
-        let query = query.map_or_else(String::new, |query| format!("?{query}"));
+        // In a sentence, punctuation may follow.
+        let query = parts.get(4).map(|query| {
+            let query = query.as_str();
+            let own = query.trim_end_matches([':', ',', ';', ')']);
+            let hidden = own.split('&').map(value).collect::<Vec<_>>().join("&");
+            format!("?{hidden}{}", &query[own.len()..])
+        });
+        let query = query.unwrap_or_default();
         format!("{}{user}{}{query}", &parts[1], &parts[3])
     })
 }
@@ -118,5 +124,7 @@ mod tests {
             "line 3: `url = [\"http://***:***@a/r?k=***\", 'x://b?c=***']` (see file.toml, a@b.org, 3/4?)"
         );
         assert_eq!(redacted("no URL"), "no URL");
+        let said = "(http://a/r?k=v): http://a/r?k=v: it failed";
+        assert_eq!(redacted(said), "(http://a/r?k=***): http://a/r?k=***: it failed");
     }
 }

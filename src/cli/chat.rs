@@ -75,7 +75,9 @@ pub fn run(args: &Args) -> Result<()> {
     let begun: Vec<Value> = args.system.iter().map(|text| json!({"role": "system", "content": text})).collect();
     // A directory without a template is rejected before the first message.
     talk.tokenizer.chat()?;
-    talk.tokenizer.warn_of_turn_end(&args.chat_template_args);
+    let mut template_args = talk.arch().chat_template().unwrap_or_default();
+    template_args.extend(args.chat_template_args.clone());
+    talk.tokenizer.warn_of_turn_end(&template_args);
     let mut messages = begun.clone();
     let is_terminal = std::io::stdin().is_terminal();
     let ask = || {
@@ -91,7 +93,7 @@ pub fn run(args: &Args) -> Result<()> {
             "/reset" => messages.clone_from(&begun),
             text => {
                 messages.push(json!({"role": "user", "content": text}));
-                let tokens = fitting(&talk, &mut messages, &args.chat_template_args, begun.len())?;
+                let tokens = fitting(&talk, &mut messages, &template_args, begun.len())?;
                 let response = talk.answer(tokens)?;
                 messages.push(json!({"role": "assistant", "content": response.text}));
             }

@@ -85,7 +85,7 @@ fn learned(checkpoint: &Checkpoint, role: &str) -> Result<(Arch, Head)> {
     };
     let tokenizer = Tokenizer::find(&checkpoint.dir)?;
     let ends = tokenizer.as_ref().map_or(&[][..], Tokenizer::eos_ids);
-    let mut arch = Arch::load(&checkpoint.dir)?.ending_with(ends);
+    let mut arch = Arch::load(&checkpoint.dir)?.ending_with(ends).asked_with(config.data.template_args());
     if config.job.kind == JobKind::RewardModel {
         arch.reward_mean_std = supervised::mean_std(&state["run"]["method"])?;
     }

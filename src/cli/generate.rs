@@ -10,6 +10,7 @@ use super::out::{note, progress};
 use super::ranks::Ranks;
 use super::rows::{self, Row, Stream};
 use super::talk::Talk;
+use super::texts::Texts;
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::experience::Response;
@@ -64,7 +65,7 @@ pub fn run(args: &Args) -> Result<()> {
     let (engine, rng) = (Engine::new(&config, 0), Rng::new(args.seed, Purpose::Sample));
     let answering = Answering {
         inference: &inference,
-        tokenizer: asker.tokenizer.as_ref(),
+        tokenizer: asker.texts.tokenizer.as_ref(),
         config,
         beams,
         rng,
@@ -86,7 +87,9 @@ fn show(args: &Args, config: RolloutConfig, options: Options, prompt: &str) -> R
     let config = RolloutConfig { samples_per_prompt: 1, ..config };
     let mut talk = Talk::open("generate", &args.model, options, config, args.seed)?;
     talk.edits = Arc::new(asked::edits(args, Some(&talk.tokenizer), talk.arch().vocabulary)?);
-    let tokens = talk.tokenizer.encode(prompt, true)?;
+    let texts = Texts::open(&args.model, talk.arch(), &args.template())?;
+    let row = Row::from_iter([("prompt".to_owned(), prompt.into())]);
+    let tokens = texts.prompt(&row)?;
     for _ in 0..args.samples {
         talk.answer(tokens.clone())?;
     }

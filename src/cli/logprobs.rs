@@ -4,13 +4,13 @@ use super::device::Options;
 use super::ranks::Ranks;
 use super::rows::{self, Row};
 use super::scores::{ScoredRow, Scoring};
+use super::texts::{Template, Texts};
 use crate::config::job::DeviceName;
 use crate::config::model::DTypeName;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
 use crate::model::Head;
 use crate::ops::linear_logprob::Extra;
-use crate::text::Tokenizer;
 use argh::FromArgs;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -31,6 +31,18 @@ pub struct Args {
     /// rows as JSON lines; - is standard input
     #[argh(option)]
     pub input: PathBuf,
+
+    /// text prompts are a user's message in the chat template (default: as in the job that exported the model)
+    #[argh(switch)]
+    pub chat_template: bool,
+
+    /// use text prompts as they are
+    #[argh(switch)]
+    pub no_chat_template: bool,
+
+    /// extra variables for the chat template, e.g. '{"enable_thinking": false}'
+    #[argh(option, default = "Row::new()", from_str_fn(rows::object))]
+    pub chat_template_args: Row,
 
     /// cpu, gpu or auto: a GPU if there is one; it must support the model and pass the self-test (default: auto)
     #[argh(option, default = "DeviceName::Auto")]
@@ -65,6 +77,11 @@ pub fn run(args: &Args) -> Result<()> {
         input: &args.input,
         options: Options { device: args.device, dtype: args.dtype, check: !args.no_check },
         tokens_max: args.batch_tokens,
+        template: Template {
+            is_wanted: args.chat_template,
+            is_unwanted: args.no_chat_template,
+            args: &args.chat_template_args,
+        },
         row: scored,
         forward: |InferenceModel { transformer, weights, .. }, row| {
             let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
@@ -77,13 +94,17 @@ pub fn run(args: &Args) -> Result<()> {
     })
 }
 
-fn scored(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<ScoredRow> {
+fn scored(row: &Row, texts: &Texts) -> Result<ScoredRow> {
     let [prompt, response] = if row.contains_key("prompt_tokens") {
         [rows::tokens(row, "prompt_tokens")?, rows::tokens(row, "tokens")?]
     } else if row.contains_key("prompt") && !row.contains_key("tokens") {
-        let tokenizer = rows::needed(tokenizer, "prompt")?;
-        let [prompt, response] = [rows::text(row, "prompt")?, rows::text(row, "response")?];
-        [tokenizer.encode(prompt, true)?, tokenizer.encode(response, false)?]
+        if let Some(both) = texts.answered(row)? {
+            both
+        } else {
+            let tokenizer = rows::needed(texts.tokenizer.as_ref(), "prompt")?;
+            let [prompt, response] = [rows::text(row, "prompt")?, rows::text(row, "response")?];
+            [tokenizer.encode(prompt, true)?, tokenizer.encode(response, false)?]
+        }
     } else {
         return Ok(ScoredRow { tokens: rows::tokens(row, "tokens")?, response: None, fields: Row::new() });
     };

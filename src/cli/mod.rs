@@ -23,6 +23,7 @@ mod scores;
 pub mod select;
 pub mod shard;
 mod talk;
+mod texts;
 pub mod tokenizer;
 
 use crate::comm::abort;

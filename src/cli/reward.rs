@@ -5,13 +5,13 @@ use super::out::note;
 use super::ranks::Ranks;
 use super::rows::{self, Row};
 use super::scores::{ScoredRow, Scoring};
+use super::texts::{Template, Texts};
 use crate::config::job::DeviceName;
 use crate::config::model::DTypeName;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
 use crate::metrics::one_line;
 use crate::model::{Arch, Head};
-use crate::text::Tokenizer;
 use argh::FromArgs;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -37,6 +37,18 @@ pub struct Args {
     /// subtract the mean and divide by the standard deviation in config.json
     #[argh(switch)]
     pub normalize: bool,
+
+    /// text prompts are a user's message in the chat template (default: as in the job that exported the model)
+    #[argh(switch)]
+    pub chat_template: bool,
+
+    /// use text prompts as they are
+    #[argh(switch)]
+    pub no_chat_template: bool,
+
+    /// extra variables for the chat template, e.g. '{"enable_thinking": false}'
+    #[argh(option, default = "Row::new()", from_str_fn(rows::object))]
+    pub chat_template_args: Row,
 
     /// cpu, gpu or auto: a GPU if there is one; it must support the model and pass the self-test (default: auto)
     #[argh(option, default = "DeviceName::Auto")]
@@ -73,6 +85,11 @@ pub fn run(args: &Args) -> Result<()> {
         input: &args.input,
         options: Options { device: args.device, dtype: args.dtype, check: !args.no_check },
         tokens_max: args.batch_tokens,
+        template: Template {
+            is_wanted: args.chat_template,
+            is_unwanted: args.no_chat_template,
+            args: &args.chat_template_args,
+        },
         row: scored,
         forward: |InferenceModel { transformer, weights, .. }, row| {
             let last: Vec<u32> = row.cu_seqlens[1..].iter().map(|&end| end as u32 - 1).collect();
@@ -100,20 +117,23 @@ fn mean_std(args: &Args) -> Result<(f32, f32)> {
     positive.ok_or_else(|| none().hint("leave out --normalize for raw rewards"))
 }
 
-fn scored(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<ScoredRow> {
-    let tokens = row_tokens(row, tokenizer)?;
+fn scored(row: &Row, texts: &Texts) -> Result<ScoredRow> {
+    let tokens = row_tokens(row, texts)?;
     let mut fields = row.clone();
     fields.remove("reward");
     Ok(ScoredRow { tokens, response: None, fields })
 }
 
-fn row_tokens(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
+fn row_tokens(row: &Row, texts: &Texts) -> Result<Vec<u32>> {
     if row.contains_key("tokens") {
         let prompt = if row.contains_key("prompt_tokens") { rows::tokens(row, "prompt_tokens")? } else { Vec::new() };
         return Ok([prompt, rows::tokens(row, "tokens")?].concat());
     }
+    if let Some(both) = texts.answered(row)? {
+        return Ok(both.concat());
+    }
     let (prompt, response) = (rows::text(row, "prompt")?, rows::text(row, "response")?);
-    let tokenizer = rows::needed(tokenizer, "texts")?;
+    let tokenizer = rows::needed(texts.tokenizer.as_ref(), "texts")?;
     if prompt.is_empty() && response.is_empty() {
         return Err(Error::data("prompt and response are both empty"));
     }

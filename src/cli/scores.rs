@@ -7,6 +7,7 @@ use super::device::{self, Options};
 use super::out::progress;
 use super::ranks::Ranks;
 use super::rows::{self, Row};
+use super::texts::{Template, Texts};
 use crate::config::limits::{self, TOKENS_MAX};
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
@@ -14,7 +15,6 @@ use crate::launch::inference::InferenceModel;
 use crate::learn::packed::PackedRow;
 use crate::model::{Arch, Head, non_finite};
 use crate::tensor::{Flat, Later};
-use crate::text::Tokenizer;
 use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
@@ -43,8 +43,9 @@ pub struct Scoring<'a> {
     pub options: Options,
     /// Tokens per forward; a longer row gets a forward of its own.
     pub tokens_max: usize,
+    pub template: Template<'a>,
     /// Turns a row into tokens to score.
-    pub row: fn(&Row, Option<&Tokenizer>) -> Result<ScoredRow>,
+    pub row: fn(&Row, &Texts) -> Result<ScoredRow>,
     /// The numbers of a packed row, sequence by sequence: one from a value head, else one for each scored token.
     pub forward: fn(&InferenceModel, &PackedRow) -> Flat,
 }
@@ -99,9 +100,10 @@ impl Scoring<'_> {
     }
 
     fn read(&self) -> Result<Vec<ScoredRow>> {
-        let (arch, tokenizer) = (Arch::load(self.model)?, Tokenizer::find(self.model)?);
+        let arch = Arch::load(self.model)?;
+        let texts = Texts::open(self.model, &arch, &self.template)?;
         rows::read(self.input, |row| {
-            let row = (self.row)(row, tokenizer.as_ref())?;
+            let row = (self.row)(row, &texts)?;
             rows::check(&row.tokens, &arch)?;
             Ok(row)
         })

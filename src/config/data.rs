@@ -120,6 +120,11 @@ table! {
 }
 
 impl DataConfig {
+    /// The further variables of the chat template, if rows go through it.
+    pub fn template_args(&self) -> Option<&Map<String, Value>> {
+        self.chat_template.then_some(&self.chat_template_args)
+    }
+
     /// Puts relative paths under `dir`, the directory of the job file.
     pub fn relative_to(&mut self, dir: &Path) {
         let of_sets = self.eval_sets.iter_mut().flat_map(|set| &mut set.prompts);

@@ -24,6 +24,15 @@ pub struct Reading<'a> {
 /// Used instead of field names for a shard that keeps all fields.
 pub const ALL_FIELDS: &str = "all";
 
+/// The tokens of a row, as a job reads it that trains on rows of the kind `reading.part`: a prompt, or a prompt and its
+/// response, alternating for several turns.
+///
+/// # Errors
+/// `Data` if the row lacks a field, or has one that cannot be read.
+pub fn sequences(row: &Map<String, Value>, reading: Reading) -> Result<Vec<Vec<u32>>> {
+    Encoder { reading, kept: &[] }.sequences(row)
+}
+
 /// A row for the shard.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Encoded {

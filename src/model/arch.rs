@@ -1,6 +1,6 @@
 //! The architecture of a model, read from the config.json of a Hugging Face directory (transformers 4 and 5 spellings).
 
-use super::config_json::{self, GENERATION, Reader};
+use super::config_json::{self, GENERATION, OF_JOB, Reader};
 use super::families::{Bias, Family, Windows};
 use super::files;
 use super::rope::Rope;
@@ -8,7 +8,7 @@ use crate::config::limits::VOCABULARY_MAX;
 use crate::error::Result;
 use crate::sys::files::read_object;
 use crate::sys::stderr;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::path::Path;
 
 /// Limits above any real model. They bound what a damaged config.json can make the program allocate.
@@ -126,6 +126,24 @@ impl Arch {
         let new: Vec<u32> = tokens.iter().filter(|id| !self.eos_tokens.contains(id)).copied().collect();
         self.eos_tokens.extend(new);
         self
+    }
+
+    /// The architecture of a model that a job trained: if its data went through the chat template, with `chat_template`
+    /// as further variables, an export says so.
+    #[must_use]
+    pub fn asked_with(mut self, chat_template: Option<&Map<String, Value>>) -> Self {
+        match chat_template {
+            Some(args) => self.source.insert(OF_JOB.into(), json!({"chat_template": true, "chat_template_args": args})),
+            None => self.source.shift_remove(OF_JOB),
+        };
+        self
+    }
+
+    /// The variables of the chat template, if the job that exported the model sent its prompts through it.
+    pub fn chat_template(&self) -> Option<Map<String, Value>> {
+        let of_job = self.source.get(OF_JOB)?;
+        let args = || of_job["chat_template_args"].as_object().cloned().unwrap_or_default();
+        (of_job["chat_template"] == true).then(args)
     }
 
     /// The dimensions as text: `llama, 4 layers, width 128, 4/2 heads of 32, MLP 352, vocabulary 264`.

@@ -7,6 +7,8 @@ use serde_json::{Map, Value};
 use std::path::Path;
 
 pub(super) const GENERATION: &str = "generation_config.json";
+/// The key of config.json that says how the job that exported the model used its chat template.
+pub(super) const OF_JOB: &str = "rlhf_hpc";
 
 /// One object of config.json, or of a file of the same form.
 pub(super) struct Reader<'a> {
@@ -198,7 +200,7 @@ pub(super) fn warn(dir: &Path, config: &Map<String, Value>, has_windows: bool) {
     let known = |key: &str| match key {
         "sliding_window" | "max_window_layers" | "use_sliding_window" => has_windows,
         "layer_types" => has_windows || is_full(),
-        _ => USED.contains(&key) || IRRELEVANT.contains(&key) || is_off(key),
+        _ => key == OF_JOB || USED.contains(&key) || IRRELEVANT.contains(&key) || is_off(key),
     };
     let path = dir.join("config.json");
     stderr::warn_of_keys(&path, config, known);

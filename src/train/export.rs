@@ -85,10 +85,10 @@ fn write(run: &Run, actor: &Role, out: &Path) -> Result<()> {
     let (is_first, weights) = (run.ranks.axes.all.rank() == 0, &actor.weights);
     let (arch, dtype) = (actor.arch(), weights.dtype());
     if run.ranks.axes.tensor.size() == 1 && !weights.is_sharded() {
-        let all = || export::export(out, &ended(actor)?, weights, dtype, Some(&actor.dir));
+        let all = || export::export(out, &described(run, actor)?, weights, dtype, Some(&actor.dir));
         return if is_first { all() } else { Ok(()) };
     }
-    let begin = || Export::begin(out, &ended(actor)?, &Arc::new(actor.whole()), dtype, Some(&actor.dir));
+    let begin = || Export::begin(out, &described(run, actor)?, &Arc::new(actor.whole()), dtype, Some(&actor.dir));
     let mut export = if is_first { begin().map(Some) } else { Ok(None) };
     // Every rank sends all its rows, even if the writer has failed.
     collect(arch, weights, &run.ranks.axes, |parameter, rows| {
@@ -101,8 +101,9 @@ fn write(run: &Run, actor: &Role, out: &Path) -> Result<()> {
     export?.map_or(Ok(()), Export::commit)
 }
 
-/// The architecture with all end tokens of the job.
-fn ended(actor: &Role) -> Result<Arch> {
+/// The architecture with all end tokens of the job, and with its use of the chat template.
+fn described(run: &Run, actor: &Role) -> Result<Arch> {
     let tokenizer = Tokenizer::find(&actor.dir)?;
-    Ok(actor.arch().clone().ending_with(tokenizer.as_ref().map_or(&[], Tokenizer::eos_ids)))
+    let ends = tokenizer.as_ref().map_or(&[][..], Tokenizer::eos_ids);
+    Ok(actor.arch().clone().ending_with(ends).asked_with(run.config.data.template_args()))
 }

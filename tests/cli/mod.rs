@@ -16,4 +16,5 @@ mod process;
 mod ranks;
 mod report;
 mod summary;
+mod templates;
 mod verbs;

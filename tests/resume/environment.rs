@@ -118,7 +118,9 @@ fn an_answer_that_the_model_cannot_read_counts_as_a_failed_one() {
 #[test]
 fn the_environment_is_named_at_the_start_and_its_text_is_marked() {
     let job = job("seen").with("job.steps=1 metrics.samples_every_steps=1");
-    job.run().assert(0, &["rewards      environment ", "env.py", "[environment: ("]);
+    let ended = job.run();
+    ended.assert(0, &["rewards      environment ", "env.py"]);
+    assert!(ended.stderr.contains("[environment: ("), "{}", ended.stderr);
     let step = RecordedStep::of(&job.dir, 1);
     let samples = step.samples().expect("reads");
     let of = |sample: &RecordedSample| -> Vec<String> {

@@ -150,7 +150,7 @@ fn every_loss_of_preferences_falls_on_rows_that_are_seen_again() {
         ("dpo dpo.loss=ipo", "margin_mean"),
         ("dpo dpo.loss=simpo", "margin_mean"),
         ("dpo dpo.loss=orpo", "margin_mean"),
-        ("kto data.prompts=[\"labelled\"]", "eval_accuracy"),
+        ("kto data.prompts=[\"labelled\"]", "desirable_reward_mean"),
         ("step_reward data.prompts=[\"steps\"]", "accuracy"),
     ] {
         // A step is an epoch.

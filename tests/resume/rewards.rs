@@ -205,7 +205,8 @@ fn a_password_in_a_url_is_used_but_nothing_that_a_run_writes_or_prints_contains_
     assert!(files > 10, "{files} files");
     let failing = job("secret-500", &url.replace("right", "500")).with("reward.retries=0").run();
     assert!(!failing.stderr.contains("PASSWORD"), "{}", failing.stderr);
-    failing.assert(75, &["http://***:***@127.0.0.1", "/500?key=***: it answered 500"]);
+    failing.assert(75, &["error: ", "/500?key=***: it answered 500"]);
+    assert!(failing.stderr.contains("http://***:***@127.0.0.1"), "{}", failing.stderr);
     // Its own record is no job: the secret is missing.
     job("secret-copied", "http://***:***@127.0.0.1:1/right")
         .run()

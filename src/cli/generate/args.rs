@@ -1,6 +1,7 @@
 //! The options of `generate`.
 
 use crate::cli::rows::{self, Row};
+use crate::cli::texts::Template;
 use crate::config::job::DeviceName;
 use crate::config::limits;
 use crate::config::model::DTypeName;
@@ -36,6 +37,14 @@ pub struct Args {
     /// one prompt instead of rows; its response is streamed as plain text
     #[argh(option)]
     pub prompt: Option<String>,
+
+    /// text prompts are a user's message in the chat template (default: as in the job that exported the model)
+    #[argh(switch)]
+    pub chat_template: bool,
+
+    /// use text prompts as they are
+    #[argh(switch)]
+    pub no_chat_template: bool,
 
     /// extra variables for the chat template, e.g. '{"enable_thinking": false}'
     #[argh(option, default = "Row::new()", from_str_fn(rows::object))]
@@ -123,6 +132,15 @@ pub struct Args {
 const BEAMS_MAX: usize = 256;
 
 impl Args {
+    /// What the options say about the chat template.
+    pub fn template(&self) -> Template<'_> {
+        Template {
+            is_wanted: self.chat_template,
+            is_unwanted: self.no_chat_template,
+            args: &self.chat_template_args,
+        }
+    }
+
     /// The sampling configuration that the options set.
     pub fn config(&self) -> Result<RolloutConfig> {
         let config = RolloutConfig {

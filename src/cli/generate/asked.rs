@@ -2,9 +2,9 @@
 
 use super::args::Args;
 use crate::cli::rows::{self, Row};
+use crate::cli::texts::Texts;
 use crate::config::nearest;
 use crate::config::rollout::RolloutConfig;
-use crate::data::rows::template_variables;
 use crate::error::{Error, Kind, Result};
 use crate::experience::Prompt;
 use crate::model::Arch;
@@ -60,22 +60,24 @@ struct Settings {
 pub struct Asker<'a> {
     args: &'a Args,
     arch: Arch,
-    pub tokenizer: Option<Tokenizer>,
+    pub texts: Texts,
     /// The settings of rows without settings of their own.
     settings: Settings,
 }
 
 impl<'a> Asker<'a> {
     pub fn new(args: &'a Args, config: &RolloutConfig) -> Result<Self> {
-        let (arch, tokenizer) = (Arch::load(&args.model)?, Tokenizer::find(&args.model)?);
-        let edits = Arc::new(edits(args, tokenizer.as_ref(), arch.vocabulary)?);
-        let stop = Arc::new(Stop::of_model(config, &arch.eos_tokens, tokenizer.as_ref()));
-        Ok(Self { args, arch, tokenizer, settings: Settings { config: config.clone(), stop, edits, rng: None } })
+        let arch = Arch::load(&args.model)?;
+        let texts = Texts::open(&args.model, &arch, &args.template())?;
+        let tokenizer = texts.tokenizer.as_ref();
+        let edits = Arc::new(edits(args, tokenizer, arch.vocabulary)?);
+        let stop = Arc::new(Stop::of_model(config, &arch.eos_tokens, tokenizer));
+        Ok(Self { args, arch, texts, settings: Settings { config: config.clone(), stop, edits, rng: None } })
     }
 
     /// The requests for row `id`. The ids count rows from 0; they are keys of the random numbers.
     pub fn row(&self, id: u64, row: &Row) -> Result<Asked> {
-        let tokens = prompt_tokens(row, self.tokenizer.as_ref(), &self.args.chat_template_args)?;
+        let tokens = self.texts.prompt(row)?;
         rows::check(&tokens, &self.arch)?;
         let context = self.arch.context;
         if tokens.len() == context {
@@ -123,12 +125,12 @@ impl<'a> Asker<'a> {
                 }
                 "logit_bias" => {
                     let object = value.as_object().ok_or_else(|| wrong(of_type(value, "an object")))?;
-                    changed.bias = bias(object, self.tokenizer.as_ref(), self.arch.vocabulary).map_err(wrong)?;
+                    changed.bias = bias(object, self.texts.tokenizer.as_ref(), self.arch.vocabulary).map_err(wrong)?;
                 }
                 "bad_words" => {
                     let words = serde_json::from_value(value.clone());
                     let words: Vec<String> = words.map_err(|_| wrong(of_type(value, "a list of strings")))?;
-                    changed.bad_words = bad_words(&words, self.tokenizer.as_ref()).map_err(wrong)?;
+                    changed.bad_words = bad_words(&words, self.texts.tokenizer.as_ref()).map_err(wrong)?;
                 }
                 _ => {
                     let (_, key) = KEYS.iter().find(|(known, _)| known == name).ok_or_else(|| unknown(name))?;
@@ -139,7 +141,7 @@ impl<'a> Asker<'a> {
             }
         }
         settings.config.check().and_then(|()| self.args.check(&settings.config)).map_err(of_row)?;
-        settings.stop = Arc::new(Stop::of_model(&settings.config, &self.arch.eos_tokens, self.tokenizer.as_ref()));
+        settings.stop = Arc::new(Stop::of_model(&settings.config, &self.arch.eos_tokens, self.texts.tokenizer.as_ref()));
         settings.edits = Arc::new(changed);
         Ok(settings)
     }
@@ -215,25 +217,4 @@ fn bad_words(texts: &[String], tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<
         if tokens.is_empty() { Err(Error::data(format!("{text:?} has no tokens"))) } else { Ok(tokens) }
     };
     texts.iter().map(word).collect()
-}
-
-fn prompt_tokens(row: &Row, tokenizer: Option<&Tokenizer>, args: &Row) -> Result<Vec<u32>> {
-    let given: Vec<&str> = ["prompt", "messages", "tokens"].into_iter().filter(|key| row.contains_key(*key)).collect();
-    let &[key] = &given[..] else {
-        let what = if given.is_empty() { "none".into() } else { given.join(" and ") };
-        return Err(Error::data(format!("a row must have exactly one of prompt, messages and tokens (got {what})")));
-    };
-    if key == "tokens" {
-        return rows::tokens(row, key);
-    }
-    let tokenizer = rows::needed(tokenizer, key)?;
-    if key == "prompt" {
-        let text = rows::text(row, key)?;
-        return if text.is_empty() { Err(Error::data("the prompt is empty")) } else { tokenizer.encode(text, true) };
-    }
-    match &row[key] {
-        Value::Array(messages) if messages.is_empty() => Err(Error::data("messages is empty")),
-        Value::Array(_) => tokenizer.encode_chat(&row[key], &template_variables(row, args)?, true),
-        _ => Err(Error::data("messages must be a list of messages")),
-    }
 }

@@ -1,0 +1,116 @@
+//! Texts of rows as tokens: as they are, or as messages of a chat, as in the job that trained the model.
+
+use super::rows::{self, Row};
+use crate::config::data::DataConfig;
+use crate::data::rows::{Part, Reading, sequences, template_variables};
+use crate::error::{Error, Result};
+use crate::model::Arch;
+use crate::sys::stderr;
+use crate::text::{Tokenizer, kind_of};
+use serde_json::Value;
+use std::path::Path;
+
+/// What the command line says about the chat template.
+pub struct Template<'a> {
+    /// `--chat-template`.
+    pub is_wanted: bool,
+    /// `--no-chat-template`.
+    pub is_unwanted: bool,
+    /// `--chat-template-args`.
+    pub args: &'a Row,
+}
+
+/// A model's tokenizer, and whether text prompts go through its chat template.
+pub struct Texts {
+    pub tokenizer: Option<Tokenizer>,
+    /// The keys of a job that reads its rows in the same way.
+    config: DataConfig,
+    vocabulary: usize,
+    /// The model has a template, and nobody has said whether to use it.
+    is_undecided: bool,
+}
+
+impl Texts {
+    /// For the model in `dir`. Without an option, texts go through the chat template if its config.json says that the
+    /// job that exported it sent its texts through it.
+    pub fn open(dir: &Path, arch: &Arch, template: &Template) -> Result<Self> {
+        let (tokenizer, of_job) = (Tokenizer::find(dir)?, arch.chat_template());
+        if template.is_wanted && template.is_unwanted {
+            return Err(Error::usage("--chat-template excludes --no-chat-template").hint("leave out one of them"));
+        }
+        let is_chat = template.is_wanted || !template.is_unwanted && of_job.is_some();
+        if is_chat {
+            rows::needed(tokenizer.as_ref(), "--chat-template")?.chat()?;
+            if !template.is_wanted {
+                stderr::note_once(
+                    "text prompts go through the chat template, as in the job that exported the model \
+                     (--no-chat-template uses them as they are)",
+                );
+            }
+        }
+        let mut args = of_job.unwrap_or_default();
+        args.extend(template.args.clone());
+        let has_template = tokenizer.as_ref().is_some_and(|tokenizer| tokenizer.chat().is_ok());
+        let is_undecided = has_template && !is_chat && !template.is_unwanted;
+        let config = DataConfig { chat_template: is_chat, chat_template_args: args, ..DataConfig::default() };
+        Ok(Self { tokenizer, config, vocabulary: arch.vocabulary, is_undecided })
+    }
+
+    /// The tokens of the prompt in a row: its `prompt`, `messages` or `tokens`.
+    pub fn prompt(&self, row: &Row) -> Result<Vec<u32>> {
+        let keys = ["prompt", "messages", "tokens"];
+        let given: Vec<&str> = keys.into_iter().filter(|key| row.get(*key).is_some_and(|v| !v.is_null())).collect();
+        let &[key] = &given[..] else {
+            let what = if given.is_empty() { "none".into() } else { given.join(" and ") };
+            return Err(Error::data(format!("a row must have exactly one of {} (got {what})", keys.join(", "))));
+        };
+        match (key, &row[key]) {
+            ("tokens", _) => rows::tokens(row, key),
+            ("prompt", Value::String(text)) => {
+                let tokenizer = rows::needed(self.tokenizer.as_ref(), key)?;
+                if text.is_empty() {
+                    return Err(Error::data("the prompt is empty"));
+                }
+                if !self.config.chat_template {
+                    self.mention_template();
+                    return tokenizer.encode(text, true);
+                }
+                Ok(sequences(row, self.reading(Part::Prompt)?)?.swap_remove(0))
+            }
+            (_, Value::Array(messages)) if messages.is_empty() => Err(Error::data(format!("{key} is empty"))),
+            (_, Value::Array(messages)) if messages.iter().all(Value::is_object) => {
+                let tokenizer = rows::needed(self.tokenizer.as_ref(), key)?;
+                tokenizer.encode_chat(&row[key], &template_variables(row, &self.config.chat_template_args)?, true)
+            }
+            ("prompt", Value::Array(_)) => rows::tokens(row, key),
+            ("prompt", other) => Err(Error::data(format!("field \"prompt\" must be a string (got {})", kind_of(other)))),
+            _ => Err(Error::data("messages must be a list of messages")),
+        }
+    }
+
+    /// The tokens of `prompt` and of `response` through the chat template, as a job learns them, or `None` if texts are
+    /// used as they are.
+    pub fn answered(&self, row: &Row) -> Result<Option<[Vec<u32>; 2]>> {
+        if !self.config.chat_template {
+            self.mention_template();
+            return Ok(None);
+        }
+        let mut both = sequences(row, self.reading(Part::Demonstration)?)?;
+        let response = both.pop().unwrap_or_default();
+        Ok(Some([both.concat(), response]))
+    }
+
+    fn reading(&self, part: Part) -> Result<Reading<'_>> {
+        let tokenizer = rows::needed(self.tokenizer.as_ref(), "a text")?;
+        Ok(Reading { config: &self.config, part, tokenizer, vocabulary: self.vocabulary })
+    }
+
+    fn mention_template(&self) {
+        if self.is_undecided {
+            stderr::warn_once(
+                "text prompts do not go through the model's chat template; pass --chat-template if it was trained with \
+                 data.chat_template = true, or --no-chat-template to leave out this line",
+            );
+        }
+    }
+}
