@@ -114,14 +114,28 @@ fn listens(status: &str) -> bool {
     caught.is_some_and(|signals| signals >> (10 - 1) & 1 == 1)
 }
 
-/// The most memory that a job had resident before it ended so; it is looked at all the while. It is asked to stop as
-/// soon as it listens.
+/// The bytes that are resident in the memory of a process's emulated GPU, of whose large ranges it is the fullest.
+fn resident_in_gpu(maps: &str) -> u64 {
+    let (mut is_large, mut most) = (false, 0);
+    let bytes = |text: &str| text.split_whitespace().next()?.parse::<u64>().ok().map(|kib| kib << 10);
+    for line in maps.lines() {
+        if let Some(text) = line.strip_prefix("Size:") {
+            is_large = bytes(text) > Some(512 << 20);
+        } else if let Some(text) = line.strip_prefix("Rss:").filter(|_| is_large) {
+            most = most.max(bytes(text).unwrap_or(0));
+        }
+    }
+    most
+}
+
+/// The most memory that a job had resident before it ended so, besides that of its emulated GPU; it is looked at all the
+/// while. It is asked to stop as soon as it listens.
 fn resident(at: &Path, line: &str, ends: i32) -> u64 {
     let said = std::fs::File::create(at.join("said")).expect("a file");
     let mut child = command(1, at, line).stderr(said).spawn().expect("the binary starts");
     let (id, mut asked) = (child.id().to_string(), false);
-    let status = format!("/proc/{id}/status");
-    let mut most = 0;
+    let (status, maps) = (format!("/proc/{id}/status"), format!("/proc/{id}/smaps"));
+    let (mut most, mut of_gpu) = (0, 0);
     let ended = loop {
         let text = std::fs::read_to_string(&status).unwrap_or_default();
         if !asked && listens(&text) {
@@ -129,6 +143,7 @@ fn resident(at: &Path, line: &str, ends: i32) -> u64 {
         }
         let peak = text.lines().find_map(|line| line.strip_prefix("VmHWM:")?.split_whitespace().next()?.parse().ok());
         most = most.max(peak.unwrap_or(0) << 10);
+        of_gpu = of_gpu.max(resident_in_gpu(&std::fs::read_to_string(&maps).unwrap_or_default()));
         if let Some(ended) = child.try_wait().expect("it is a child") {
             break ended;
         }
@@ -136,7 +151,7 @@ fn resident(at: &Path, line: &str, ends: i32) -> u64 {
     };
     let text = || std::fs::read_to_string(at.join("said")).unwrap_or_default();
     assert_eq!(ended.code(), Some(ends), "{line}: {}", text());
-    most
+    most - of_gpu
 }
 
 #[test]
@@ -144,8 +159,7 @@ fn a_checkpoint_of_a_gpu_passes_through_a_few_pieces_of_the_hosts_memory() {
     if on_a_real_gpu() {
         return;
     }
-    // An emulated GPU has its memory where the host has, so what a save takes of that is what it takes beyond the same
-    // job without one. The signal stops it before the first step.
+    // A save takes what a job has resident beyond the same job without one. The signal stops it before the first step.
     let dir = prepared(&with(CONFIG, &json!({"hidden_size": 1024, "intermediate_size": 4096})));
     let at = dir.path();
     let job = "run sft.toml data.eval_split=test data.split.by=ratio data.split.eval_ratio=0.1 eval.every_steps=1 job.dir=with";

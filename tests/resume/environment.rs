@@ -4,7 +4,8 @@
 use crate::resume::async_rollout::ahead;
 use crate::resume::job::{Job, place};
 use rlhf_hpc::experience::parts;
-use rlhf_hpc::metrics::recorded::{RecordedSample, RecordedStep};
+use rlhf_hpc::metrics::rollouts::step_path;
+use rlhf_hpc::metrics::step_file::{RecordedSample, StepFile};
 
 /// Writes back how long a turn was; the reward is the share of even lengths. Over after the third turn.
 const ENVIRONMENT: &str = r#"
@@ -121,7 +122,7 @@ fn the_environment_is_named_at_the_start_and_its_text_is_marked() {
     let ended = job.run();
     ended.assert(0, &["rewards      environment ", "env.py"]);
     assert!(ended.stderr.contains("[environment: ("), "{}", ended.stderr);
-    let step = RecordedStep::of(&job.dir, 1);
+    let step = StepFile::open(&step_path(&job.dir, 1), 1).expect("opens");
     let samples = step.samples().expect("reads");
     let of = |sample: &RecordedSample| -> Vec<String> {
         let parts = parts(&sample.response, &sample.environment);
