@@ -13,12 +13,17 @@ usage() {
 }
 
 # arguments LEAST ARGUMENTS: prints the usage if there are fewer than LEAST arguments. The first three must be existing paths.
+# If data.chat_template=true is among the others, prompts go through the chat template.
 arguments() {
-  local least=$1 path
+  local least=$1 path argument
   shift
   [ $# -ge "$least" ] || usage
   for path in "${@:1:3}"; do
     [ -e "$path" ] || { echo "error: $path does not exist" >&2; exit 2; }
+  done
+  asking=()
+  for argument in "${@:$((least + 1))}"; do
+    [ "$argument" != data.chat_template=true ] || asking=(--chat-template)
   done
   binary "$root"
 }
@@ -35,7 +40,8 @@ inputs() {
 # sampled MODEL REWARD_MODEL PROMPTS SEED OUT: samples responses and scores them, unless OUT has them. OUT.inputs says what they
 # were made from. Responses of other inputs are not reused.
 sampled() {
-  local sampling=(--model "$1" --input "$3" --samples "$samples" --max-new-tokens "$tokens" --seed "$4") scoring=(--model "$2") made
+  local sampling=(--model "$1" --input "$3" --samples "$samples" --max-new-tokens "$tokens" --seed "$4" "${asking[@]}")
+  local scoring=(--model "$2") made
   made=$(inputs "${sampling[@]}" "${scoring[@]}")
   if [ -f "$5" ]; then
     [ "$made" != "$(cat "$5.inputs" 2>/dev/null)" ] || return 0

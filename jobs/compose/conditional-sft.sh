@@ -3,7 +3,8 @@
 # prompt with a high reward then makes it give good responses. The model is OUT/sft/export. Prompt it with
 # "PROMPT <rm_score>: 2.50 ", where the reward is as high as the best ones in OUT/rows.jsonl.
 # Usage: conditional-sft.sh MODEL REWARD_MODEL PROMPTS.jsonl OUT [key.path=value ...]     (RANKS=2 SAMPLES=4 TOKENS=256)
-# The keys override sft.toml in this folder, for example optim.actor.lr=1e-5. TEMPLATE replaces '{input} <rm_score>: {reward} '.
+# The keys override sft.toml in this folder, for example data.chat_template=true or optim.actor.lr=1e-5.
+# TEMPLATE replaces '{input} <rm_score>: {reward} '.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 arguments 4 "$@"

@@ -3,7 +3,8 @@
 # the best and the worst response to each prompt. The next round starts from the new model, which is also its reference.
 # The last model is OUT/dpo-ROUNDS/export.
 # Usage: iterative-dpo.sh MODEL REWARD_MODEL PROMPTS.jsonl OUT [key.path=value ...]     (RANKS=2 ROUNDS=3 SAMPLES=4 TOKENS=256)
-# The keys override dpo.toml in this folder, for example optim.actor.lr=5e-7. Run the same command again to resume.
+# The keys override dpo.toml in this folder, for example data.chat_template=true or optim.actor.lr=5e-7.
+# Run the same command again to resume.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 arguments 4 "$@"

@@ -2,7 +2,8 @@
 # Rejection sampling (RAFT, arXiv:2304.06767): fine-tunes a model on the best of its own responses, in several rounds.
 # The last model is OUT/sft-ROUNDS/export.
 # Usage: rejection-sampling.sh MODEL REWARD_MODEL PROMPTS.jsonl OUT [key.path=value ...]     (RANKS=2 ROUNDS=3 SAMPLES=4 TOKENS=256)
-# The keys override sft.toml in this folder, for example optim.actor.lr=1e-5. Run the same command again to resume.
+# The keys override sft.toml in this folder, for example data.chat_template=true or optim.actor.lr=1e-5.
+# Run the same command again to resume.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 arguments 4 "$@"
