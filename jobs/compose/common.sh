@@ -40,7 +40,7 @@ inputs() {
 # sampled MODEL REWARD_MODEL PROMPTS SEED OUT: samples responses and scores them, unless OUT has them. OUT.inputs says what they
 # were made from. Responses of other inputs are not reused.
 sampled() {
-  local sampling=(--model "$1" --input "$3" --samples "$samples" --max-new-tokens "$tokens" --seed "$4" "${asking[@]}")
+  local sampling=(--model "$1" --input "$3" --samples "$samples" --max-new-tokens "$tokens" --seed "$4" ${asking[@]+"${asking[@]}"})
   local scoring=(--model "$2") made
   made=$(inputs "${sampling[@]}" "${scoring[@]}")
   if [ -f "$5" ]; then
