@@ -5,16 +5,24 @@
 
 use crate::comm;
 use crate::error::{Error, Result};
-use crate::sys::environment;
+use crate::sys::{environment, terminal};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressFinish, ProgressStyle};
 use std::io::{ErrorKind, IsTerminal, Write};
 use std::path::Path;
 
-/// Writes whole lines at once.
+/// Writes whole lines at once. On a terminal, control characters in them are made visible.
 ///
 /// # Errors
 /// `Io` if standard output cannot be written. Under a launcher also if it is closed, because then the launcher ended.
 pub fn write(lines: &[u8]) -> Result<()> {
+    if terminal::shows_stdout() {
+        return write_raw(terminal::visible(&String::from_utf8_lossy(lines)).as_bytes());
+    }
+    write_raw(lines)
+}
+
+/// Writes lines of our own, which may hold the escape sequences of a style. Otherwise like `write`.
+pub fn write_raw(lines: &[u8]) -> Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(lines).and_then(|()| out.flush()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe && environment::launched_ranks().is_none() => {

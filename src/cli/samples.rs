@@ -243,12 +243,12 @@ fn as_json(row: &impl Serialize) -> String {
     let json = serde_json::to_string(row).expect("texts and numbers");
     let mut text = String::with_capacity(json.len() + 1);
     for c in json.chars() {
-        if one_line(c.encode_utf8(&mut [0; 4])).is_empty() || c.is_control() {
-            for unit in c.encode_utf16(&mut [0; 2]) {
-                let _ = write!(text, "\\u{unit:04x}");
-            }
-        } else {
+        if one_line(&c.to_string()).starts_with(c) {
             text.push(c);
+            continue;
+        }
+        for unit in c.encode_utf16(&mut [0; 2]) {
+            let _ = write!(text, "\\u{unit:04x}");
         }
     }
     text + "\n"

@@ -10,6 +10,7 @@ use crate::launch::inference::InferenceModel;
 use crate::model::{Arch, Head};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{self, Edits, Engine, Hooks, Model, Stop};
+use crate::sys::terminal::{self, Visible};
 use crate::text::{StreamDecoder, Tokenizer};
 use std::path::Path;
 use std::sync::Arc;
@@ -58,8 +59,13 @@ impl Talk {
         }
         self.engine.allow(self.inference.cache_bytes(&self.config, &requests, 1));
         let (mut decoder, mut failed) = (StreamDecoder::default(), Ok(()));
+        let mut visible = terminal::shows_stdout().then(Visible::default);
         let mut shown = |text: Result<String>| {
-            let written = text.and_then(|text| out::write(text.as_bytes()));
+            let written = text.and_then(|text| match &mut visible {
+                // A line break may come in two pieces, which `out::write` alone would not know.
+                Some(visible) => out::write(visible.push(&text).as_bytes()),
+                None => out::write(text.as_bytes()),
+            });
             failed = std::mem::replace(&mut failed, Ok(())).and(written);
         };
         let mut drawn = |_: usize, token: u32| {
@@ -74,7 +80,8 @@ impl Talk {
         let outcome = self.engine.generate(model, self.rng, self.answers, &requests, &mut hooks);
         self.answers += 1;
         shown(decoder.finish(tokenizer));
-        shown(Ok("\n".to_string()));
+        let rest = visible.as_mut().map_or("", Visible::finish);
+        failed = failed.and_then(|()| out::write(format!("{rest}\n").as_bytes()));
         failed?;
         let responses = outcome.map_err(device::with_option_names)?.complete();
         responses.and_then(|mut all| all.pop()).ok_or_else(|| Error::fault("a response did not finish"))

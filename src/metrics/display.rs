@@ -2,6 +2,8 @@
 
 use console::{measure_text_width, truncate_str};
 
+use crate::sys::terminal::visible;
+
 /// `x` in at most 7 columns with 4 significant digits: `0.4123`, `12.41`, `-3.1e-5`, `1.2e9`.
 pub fn number(x: f64) -> String {
     let size = x.abs();
@@ -55,23 +57,24 @@ pub fn duration(seconds: f64) -> String {
     }
 }
 
-/// Makes foreign text safe for one line of a terminal. Line breaks become `⏎`, tabs a space. Other control characters
-/// (escape sequences begin with one) and invisible direction marks are removed.
+/// Makes foreign text safe for one line of a terminal, as `visible` does. Line breaks become `⏎`, tabs a space.
+/// Characters without a width are removed.
 pub fn one_line(text: &str) -> String {
-    let text = text.replace("\r\n", "\n");
+    let text = text.replace("\r\n", "\n").replace('\r', "\n");
+    let text = visible(&text);
     let shown = text.chars().filter_map(|c| match c {
-        '\n' | '\r' | '\u{2028}' | '\u{2029}' => Some('⏎'),
+        '\n' | '\u{2028}' | '\u{2029}' => Some('⏎'),
         '\t' => Some(' '),
-        c if c.is_control() || is_invisible(c) => None,
+        c if has_no_width(c) => None,
         c => Some(c),
     });
     shown.collect()
 }
 
-/// Characters that are hidden or change how their neighbors are shown: direction overrides, zero-width marks, tags.
-fn is_invisible(c: char) -> bool {
-    matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}'
-        | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
+/// Characters that nobody sees: zero-width marks, tags.
+fn has_no_width(c: char) -> bool {
+    matches!(c, '\u{ad}' | '\u{180e}' | '\u{200b}'..='\u{200d}' | '\u{2060}'..='\u{206f}'
+        | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
 /// The words of `text` in lines of at most `columns` columns. A longer word gets its own line.

@@ -4,26 +4,19 @@
 //! Whether to show live rows, and how wide, is decided here instead of by querying the stream.
 
 use std::fmt;
-use std::fs::{self, File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::sync::{Arc, Mutex};
 
 use console::Term;
 use indicatif::TermLike;
 
 use crate::sys::lock::lock;
+use crate::sys::terminal::of_launcher;
 
 /// Columns if the terminal does not report them.
 const COLUMNS: usize = 100;
 /// The minimum number of columns. A narrower window is treated as if it had this many.
 const COLUMNS_MIN: usize = 20;
-
-/// Whether this process's standard error is shown on a terminal: its own, or the terminal of the launcher (`mpirun`, on
-/// this host) that forwards it.
-pub(super) fn stderr_is_terminal() -> bool {
-    io::stderr().is_terminal() || launcher_terminal().is_some()
-}
 
 /// Whether color may be used: on a terminal that is not dumb, without `NO_COLOR` (<https://no-color.org>).
 pub(super) fn colour_allowed(is_terminal: bool) -> bool {
@@ -31,25 +24,12 @@ pub(super) fn colour_allowed(is_terminal: bool) -> bool {
     is_terminal && set("NO_COLOR").is_empty() && set("TERM") != "dumb"
 }
 
-/// The terminal that the launcher of this rank writes its standard error to.
-fn launcher_terminal() -> Option<File> {
-    std::env::var_os("OMPI_COMM_WORLD_RANK").or_else(|| std::env::var_os("PMI_RANK"))?;
-    let parent = std::os::unix::process::parent_id();
-    // The link is read first, because opening a pipe of another process would block.
-    let target = fs::read_link(format!("/proc/{parent}/fd/2")).ok()?;
-    let is_device = target.starts_with("/dev/pts") || target.to_string_lossy().starts_with("/dev/tty");
-    // Without O_NOCTTY the terminal could become this process's controlling terminal.
-    let open = || OpenOptions::new().read(true).custom_flags(libc::O_NOCTTY).open(target);
-    let file = if is_device { open().ok()? } else { return None };
-    file.is_terminal().then_some(file)
-}
-
 /// The terminal that shows this process's standard error, for its width.
 fn terminal() -> Option<Term> {
     if io::stderr().is_terminal() {
         return Some(Term::stderr());
     }
-    let file = launcher_terminal()?;
+    let file = of_launcher(2)?;
     Some(Term::read_write_pair(file.try_clone().ok()?, file))
 }
 

@@ -11,11 +11,12 @@ use super::display::{count, duration, grouped, limit_to_end, number, one_line, p
 use super::jsonl::Line;
 use super::keys::{self, Unit};
 use super::rows::{Ink, Rows};
-use super::screen::{Screen, colour_allowed, stderr_is_terminal};
+use super::screen::{Screen, colour_allowed};
 use super::throughput::Phase;
 use crate::config::metrics::MetricsConfig;
 use crate::experience::{Experience, marked};
 use crate::sys::host;
+use crate::sys::terminal::{shows_stderr, visible};
 
 /// Columns of a line without a terminal.
 const PLAIN_COLUMNS: usize = 190;
@@ -69,7 +70,7 @@ pub struct Terminal {
 
 impl Terminal {
     pub fn stderr() -> Self {
-        let is_terminal = stderr_is_terminal();
+        let is_terminal = shows_stderr();
         Self::new(Screen::stderr(), is_terminal, colour_allowed(is_terminal))
     }
 
@@ -99,12 +100,12 @@ impl Terminal {
     }
 
     pub fn say(&self, text: &str) {
-        self.print(&format!("{text}\n"));
+        self.print(&format!("{}\n", visible(text)));
     }
 
     /// Prints a warning. On a terminal its lines are wrapped.
     pub fn warn(&self, text: &str) {
-        let text = format!("{} {text}", self.ink.alarm("warning:"));
+        let text = format!("{} {}", self.ink.alarm("warning:"), visible(text));
         let lines: Vec<String> = match &self.rows {
             Some(_) => text.lines().flat_map(|line| wrapped(line, self.columns() - 2)).collect(),
             None => vec![text],

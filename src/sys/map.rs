@@ -2,7 +2,6 @@
 
 use std::ffi::{CString, c_char};
 use std::ops::{Deref, Range};
-use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
@@ -11,6 +10,7 @@ use memmap2::{Advice, Mmap, UncheckedAdvice};
 
 use super::faults::{self, Cause};
 use super::files;
+use super::terminal::visible;
 use crate::error::{Error, Kind, Result};
 
 /// The bytes of a file, paged in as they are read. Opening costs the same for any size.
@@ -88,7 +88,7 @@ struct Named(Option<usize>);
 impl Named {
     fn new(range: Range<*const u8>, path: &Path) -> Self {
         faults::install(Cause::FileShrank, end_where_file_shrank);
-        let Ok(path) = CString::new(path.as_os_str().as_bytes()) else { return Self(None) };
+        let Ok(path) = CString::new(visible(&path.to_string_lossy()).as_bytes()) else { return Self(None) };
         let start = range.start as usize;
         let free = |slot: &Slot| slot.start.compare_exchange(0, start, Ordering::SeqCst, Ordering::SeqCst).is_ok();
         let found = MAPPED.iter().position(free);

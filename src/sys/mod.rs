@@ -17,3 +17,4 @@ pub mod reexec;
 pub mod sandbox;
 pub mod signals;
 pub mod stderr;
+pub mod terminal;

@@ -2,16 +2,18 @@
 
 use super::environment;
 use super::lock::lock;
+use super::terminal::visible;
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::Path;
 use std::sync::Mutex;
 
-/// Writes a line at once, or as much of it as possible.
+/// Writes a line at once, or as much of it as possible. It is text for people wherever it goes, so control characters in
+/// it are always made visible: a log is read on a terminal later.
 pub fn line(text: &str) {
     let mut stderr = std::io::stderr().lock();
-    let _ = stderr.write_all(format!("{text}\n").as_bytes()).and_then(|()| stderr.flush());
+    let _ = stderr.write_all(format!("{}\n", visible(text)).as_bytes()).and_then(|()| stderr.flush());
 }
 
 /// Prints a warning on the first rank, unless this process has printed it before.

@@ -17,4 +17,5 @@ mod ranks;
 mod report;
 mod summary;
 mod templates;
+mod terminal;
 mod verbs;

@@ -220,7 +220,10 @@ fn samples_never_carry_control_characters_and_fit() {
     let text = shown.text();
     assert!(!text.chars().any(|c| c.is_control() && c != '\n'), "{text:?}");
     assert_eq!(text.lines().count(), 4, "{text}");
-    assert!(text.contains("the end?") && text.contains("]0;owned 42⏎") && text.contains("label [31m42"), "{text}");
+    assert!(
+        text.contains("the end?") && text.contains("\\x1b]0;owned\\x07 42⏎") && text.contains("label \\x1b[31m42"),
+        "{text}"
+    );
     assert!(text.contains("score 1.5000, 3 tokens, stop"), "{text}");
 }
 

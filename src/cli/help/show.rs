@@ -27,7 +27,7 @@ pub fn page(markdown: &str) -> Result<()> {
     let skin = if set("NO_COLOR").is_empty() && set("TERM") != "dumb" { colored() } else { MadSkin::no_style() };
     let text = rendered(markdown, columns.into(), &skin);
     if text.lines().count() < rows.into() || !through_pager(&text) {
-        return out::write(text.as_bytes());
+        return out::write_raw(text.as_bytes());
     }
     Ok(())
 }
