@@ -1,7 +1,6 @@
 //! `rlhf-hpc tokenizer`: trains a byte-level BPE tokenizer.
 
 use super::out::{self, note};
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use argh::FromArgs;
@@ -10,8 +9,8 @@ use super::rows::{self, Row};
 use crate::config::limits::{self, VOCABULARY_MAX};
 use crate::data::input::is_rows;
 use crate::error::{Error, Result};
-use crate::model::export::TOKENIZER_FILES;
 use crate::model::other_kind;
+use crate::model::export::TOKENIZER_FILES;
 use crate::sys::files;
 use crate::text::{Tokenizer, train_bpe};
 
@@ -57,14 +56,10 @@ pub fn run(args: &Args) -> Result<()> {
         let text = files::read_to_string(path).map_err(|e| Error::io("read", path, &e))?;
         texts.extend(text.lines().filter(|line| !line.trim().is_empty()).map(str::to_owned));
     }
-    let reached = train_bpe(&texts, args.vocabulary, &args.out)?;
     // Files of a replaced tokenizer would add their tokens to the new one.
-    for name in TOKENIZER_FILES.iter().filter(|name| !["tokenizer.json", "tokenizer_config.json"].contains(name)) {
-        let path = args.out.join(name);
-        if path.exists() {
-            fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))?;
-        }
-    }
+    let is_written = |name: &&str| ["tokenizer.json", "tokenizer_config.json"].contains(name);
+    let others: Vec<&str> = TOKENIZER_FILES.into_iter().filter(|name| !is_written(name)).collect();
+    let reached = train_bpe(&texts, args.vocabulary, &args.out, &others)?;
     note!("tokenizer: {reached} tokens from {} texts, in {}", texts.len(), args.out.display());
     if reached < args.vocabulary {
         note!(

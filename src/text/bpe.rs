@@ -4,6 +4,7 @@
 //! that numbers of any length use the same ten tokens.
 
 use std::fs;
+use std::io::{ErrorKind, Write};
 use std::path::Path;
 
 use serde_json::json;
@@ -35,10 +36,14 @@ const TEMPLATE: &str = "{{ bos_token }}{% for message in messages %}\
     {% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}\
     {% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}";
 
+const TOKENIZER: &str = "tokenizer.json";
+const SETTINGS: &str = "tokenizer_config.json";
+
 /// Learns at most `vocabulary` tokens from `texts` and writes `tokenizer.json` and `tokenizer_config.json` (with a chat
-/// template) to `out`. The same texts in the same order result in the same bytes. Returns the size of the vocabulary,
-/// which is smaller if the texts have no more pairs to merge.
-pub fn train_bpe(texts: &[String], vocabulary: usize, out: &Path) -> Result<usize> {
+/// template) to `out`. Files there with the names `others` belong to a replaced tokenizer, and are removed. The same
+/// texts in the same order result in the same bytes. Returns the size of the vocabulary, which is smaller if the texts
+/// have no more pairs to merge.
+pub fn train_bpe(texts: &[String], vocabulary: usize, out: &Path, others: &[&str]) -> Result<usize> {
     if vocabulary < VOCABULARY_MIN {
         return Err(Error::usage(format!(
             "the vocabulary must have at least {VOCABULARY_MIN} tokens for bytes and special tokens (got {vocabulary})"
@@ -78,8 +83,6 @@ pub fn train_bpe(texts: &[String], vocabulary: usize, out: &Path) -> Result<usiz
         .map_err(|e| Error::fault(format!("the template of BOS: {e}")))?;
     tokenizer.with_post_processor(Some(begin));
 
-    fs::create_dir_all(out).map_err(|e| Error::io("create", out, &e))?;
-    let write = |name: &str, text: String| files::write_atomic(&out.join(name), text.as_bytes());
     let settings = json!({
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
@@ -88,8 +91,27 @@ pub fn train_bpe(texts: &[String], vocabulary: usize, out: &Path) -> Result<usiz
         "clean_up_tokenization_spaces": false,
         "chat_template": TEMPLATE,
     });
-    write("tokenizer_config.json", format!("{settings:#}\n"))?;
-    // Last, because a directory without it has no tokenizer.
-    write("tokenizer.json", tokenizer.to_string(true).map_err(refused)?)?;
+    write(out, &format!("{settings:#}\n"), &tokenizer.to_string(true).map_err(refused)?, others)?;
     Ok(tokenizer.get_vocab_size(true))
+}
+
+/// Replaces the tokenizer in `out`, and removes its `others`. At each moment the directory has the old tokenizer, none
+/// or the new one, because one without `tokenizer.json` has none: that file is removed first and appears last.
+fn write(out: &Path, settings: &str, tokenizer: &str, others: &[&str]) -> Result<()> {
+    fs::create_dir_all(out).map_err(|e| Error::io("create", out, &e))?;
+    let path = out.join(TOKENIZER);
+    files::replace_with(&path, |file| {
+        // Nothing old is removed before the new one is on the disk.
+        let written = file.write_all(tokenizer.as_bytes()).and_then(|()| file.flush());
+        written.and_then(|()| file.get_ref().sync_all()).map_err(|e| Error::io("write", &path, &e))?;
+        for name in [TOKENIZER].iter().chain(others) {
+            let old = out.join(name);
+            match fs::remove_file(&old) {
+                Err(e) if e.kind() != ErrorKind::NotFound => return Err(Error::io("remove", &old, &e)),
+                _ => {}
+            }
+        }
+        files::fsync_dir(out)?;
+        files::write_atomic(&out.join(SETTINGS), settings.as_bytes())
+    })
 }

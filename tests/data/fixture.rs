@@ -20,7 +20,7 @@ impl Fixture {
     pub fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let texts: Vec<String> = (0..200).map(|i| format!("what is the sum of {i} and {}, please?", i * 7)).collect();
-        train_bpe(&texts, 300, &dir.path().join("tokenizer")).unwrap();
+        train_bpe(&texts, 300, &dir.path().join("tokenizer"), &[]).unwrap();
         let tokenizer = Arc::new(Tokenizer::load(&dir.path().join("tokenizer")).unwrap());
         Self { dir, tokenizer }
     }

@@ -5,6 +5,7 @@ use rlhf_hpc::text::{StreamDecoder, Tokenizer, train_bpe};
 use serde_json::{Value, json};
 
 use crate::data::fixture::Fixture;
+use crate::names;
 
 #[test]
 fn training_a_tokenizer_twice_gives_the_same_bytes() {
@@ -19,7 +20,7 @@ fn training_a_tokenizer_twice_gives_the_same_bytes() {
         .collect();
     let dir = tempfile::tempdir().unwrap();
     let train = |name: &str| {
-        train_bpe(&texts, 340, &dir.path().join(name)).unwrap();
+        train_bpe(&texts, 340, &dir.path().join(name), &[]).unwrap();
         fs::read(dir.path().join(name).join("tokenizer.json")).unwrap()
     };
     let first = train("a");
@@ -105,9 +106,25 @@ fn tokens_and_settings_outside_tokenizer_json_give_the_ids_of_transformers() {
 #[test]
 fn a_vocabulary_without_room_for_the_bytes_and_a_text_without_words_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let error = train_bpe(&["x".to_owned()], 100, dir.path()).unwrap_err();
+    let error = train_bpe(&["x".to_owned()], 100, dir.path(), &[]).unwrap_err();
     assert_eq!(error.kind, Kind::Usage);
-    assert_eq!(train_bpe(&[String::new()], 300, dir.path()).unwrap_err().kind, Kind::Data);
+    assert_eq!(train_bpe(&[String::new()], 300, dir.path(), &[]).unwrap_err().kind, Kind::Data);
+}
+
+#[test]
+fn a_tokenizer_that_cannot_be_replaced_as_a_whole_leaves_no_mixture() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let train = |text: &str| train_bpe(&[text.to_owned()], 300, dir.path(), &["special_tokens_map.json"]);
+    train("one one one").unwrap();
+    fs::write(at("special_tokens_map.json"), "{}").unwrap();
+    train("two two two").unwrap();
+    assert!(!at("special_tokens_map.json").exists() && at("tokenizer.json").exists());
+    // It cannot be removed.
+    fs::create_dir(at("special_tokens_map.json")).unwrap();
+    assert_eq!(train("three three three").unwrap_err().kind, Kind::Io);
+    assert!(!at("tokenizer.json").exists(), "a new one next to a file of the old one");
+    assert_eq!(names(dir.path()), ["special_tokens_map.json", "tokenizer_config.json"]);
 }
 
 /// A tokenizer of whole words with the spaces of SentencePiece, where the first space of a text is dropped.
