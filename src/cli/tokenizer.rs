@@ -10,7 +10,7 @@ use crate::config::limits::{self, VOCABULARY_MAX};
 use crate::data::input::is_rows;
 use crate::error::{Error, Result};
 use crate::model::other_kind;
-use crate::model::export::TOKENIZER_FILES;
+use crate::model::small_files::TOKENIZER_FILES;
 use crate::sys::files;
 use crate::text::{Tokenizer, train_bpe};
 

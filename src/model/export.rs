@@ -4,6 +4,7 @@
 use super::arch::{Arch, Head};
 use super::config_json::{GENERATION, Reader};
 use super::params::ParamTable;
+use super::small_files::{self, TEMPLATES_DIR, TOKENIZER_FILES};
 use super::tensor_files::{TensorFiles, write_json};
 use super::unit::UnitValues;
 use super::weights::Weights;
@@ -17,28 +18,6 @@ use std::sync::Arc;
 
 /// Bytes of tensors in one file, the limit that transformers uses.
 const SHARD_BYTES_MAX: usize = 5_000_000_000;
-
-/// Tokenizer files, which are copied if they exist.
-pub const TOKENIZER_FILES: [&str; 10] = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-];
-
-/// The folder of chat templates that are not the default: a file `NAME.jinja` for each.
-pub const TEMPLATES_DIR: &str = "additional_chat_templates";
-
-/// The small files of a model directory: configuration and tokenizer.
-pub fn small_files() -> impl Iterator<Item = &'static str> {
-    ["config.json", GENERATION].into_iter().chain(TOKENIZER_FILES)
-}
 
 /// Writes the model to `out` in `dtype`. The files go to a temporary directory next to `out`, which is renamed at the
 /// end, so `out` is either complete or absent. An existing export is replaced. Tokenizer files and
@@ -188,7 +167,7 @@ pub fn check_target(out: &Path) -> Result<()> {
     for entry in entries {
         let name = entry.map_err(|e| Error::io("read", out, &e))?.file_name();
         let name = name.to_string_lossy();
-        let ours = small_files().chain(["model.safetensors.index.json", TEMPLATES_DIR]).any(|file| file == name)
+        let ours = small_files::names().chain(["model.safetensors.index.json", TEMPLATES_DIR]).any(|file| file == name)
             || (name.starts_with("model") && name.ends_with(".safetensors"));
         if !ours {
             return Err(Error::usage(format!(
@@ -227,14 +206,15 @@ fn write_words(dir: &Path, arch: &Arch, head: Head, dtype: DType, tokenizer_dir:
     write_json(&dir.join("config.json"), &Value::Object(config(arch, head, dtype)))?;
     if let Some(from) = tokenizer_dir {
         for name in TOKENIZER_FILES {
-            if let Some(bytes) = files::if_any(&from.join(name), files::read)? {
-                write_atomic(&dir.join(name), &bytes)?;
+            if let Some(file) = small_files::own(from, Path::new(name))? {
+                copy(&file, &dir.join(name))?;
             }
         }
-        copy_templates(&from.join(TEMPLATES_DIR), &dir.join(TEMPLATES_DIR))?;
+        copy_templates(from, &dir.join(TEMPLATES_DIR))?;
     }
     if head == Head::LanguageModel {
-        let kept = tokenizer_dir.map(|from| read_object(&from.join(GENERATION))).transpose()?.flatten();
+        let own = tokenizer_dir.map(|from| small_files::own(from, Path::new(GENERATION))).transpose()?.flatten();
+        let kept = own.map(|file| read_object(&file)).transpose()?.flatten();
         let mut generation = kept.unwrap_or_else(|| generation_config(arch));
         let named = Reader::of(GENERATION, &generation).tokens("eos_token_id")?;
         if arch.eos_tokens.iter().any(|id| !named.contains(id)) {
@@ -247,13 +227,17 @@ fn write_words(dir: &Path, arch: &Arch, head: Head, dtype: DType, tokenizer_dir:
 
 /// Copies the chat templates that have names of their own.
 fn copy_templates(from: &Path, to: &Path) -> Result<()> {
-    let entries = files::if_any(from, |path| path.read_dir()?.collect::<std::io::Result<Vec<_>>>())?;
-    for entry in entries.into_iter().flatten().filter(|entry| entry.path().extension().is_some_and(|e| e == "jinja")) {
-        fs::create_dir_all(to).map_err(|e| Error::io("create", to, &e))?;
-        let bytes = files::read(&entry.path()).map_err(|e| Error::io("read", entry.path(), &e))?;
-        write_atomic(&to.join(entry.file_name()), &bytes)?;
+    for name in small_files::templates(from)? {
+        if let Some(file) = small_files::own(from, &name)? {
+            fs::create_dir_all(to).map_err(|e| Error::io("create", to, &e))?;
+            copy(&file, &to.join(name.file_name().unwrap_or_default()))?;
+        }
     }
     Ok(())
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    write_atomic(to, &files::read(from).map_err(|e| Error::io("read", from, &e))?)
 }
 
 /// The keys of the source config.json and the keys that the export itself sets.

@@ -14,6 +14,7 @@ pub mod params;
 pub mod partition;
 pub mod reshard;
 pub mod rope;
+pub mod small_files;
 pub mod transformer;
 pub mod weights;
 

@@ -6,9 +6,9 @@ use crate::error::{Result, format_bytes};
 use crate::launch::run::Run;
 use crate::learn::{Learner, Role};
 use crate::metrics::{grouped, keys};
-use crate::model::Arch;
 use crate::model::collect::collect;
 use crate::model::export::{self, Export};
+use crate::model::{Arch, small_files};
 use crate::text::Tokenizer;
 use std::path::Path;
 use std::sync::Arc;
@@ -17,11 +17,13 @@ const EXPORT: &str = "export";
 /// Directory of the export of the moving average of the weights.
 const EXPORT_EMA: &str = "export-ema";
 
-/// Rejects a directory that the export may not replace, before the first step instead of after the last.
+/// Rejects a directory that the export may not replace, and warns of files that it will not contain, before the first
+/// step instead of after the last.
 pub fn check_export(config: &Config) -> Result<()> {
     if !config.job.export {
         return Ok(());
     }
+    small_files::warn_of_foreign(&config.model.actor)?;
     let check = |name| export::check_target(&config.job.dir.join(name));
     let averaged = if config.optim.actor.ema_beta > 0.0 { check(EXPORT_EMA) } else { Ok(()) };
     check(EXPORT).and(averaged).map_err(|e| e.also("set another job.dir, or set job.export = false"))

@@ -10,7 +10,7 @@ use crate::data::{self, Hashes, Part, Prepared, Reading, SourceFile};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
 use crate::launch::run_lock::{INPUTS, PREPARED};
-use crate::model::export::small_files;
+use crate::model::small_files;
 use crate::model::weight_files;
 use crate::text::Tokenizer;
 use std::collections::{BTreeMap, BTreeSet};
@@ -66,7 +66,7 @@ fn models_and_rewards(config: &Config, models: &[JobModel]) -> Vec<SourceFile> {
     let mut files = Vec::new();
     for (i, JobModel { spec, .. }) in models.iter().enumerate() {
         // The tokenizer is the first model's.
-        let small: Vec<&str> = if i == 0 { small_files().collect() } else { vec!["config.json"] };
+        let small: Vec<&str> = if i == 0 { small_files::names().collect() } else { vec!["config.json"] };
         for name in small.into_iter().map(str::to_owned).chain(weight_files(&spec.dir)) {
             // Several models of a role are numbered.
             let same = models[..i].iter().filter(|other| other.spec.role == spec.role).count();

@@ -10,7 +10,7 @@ use crate::error::{Error, Kind, Result};
 use crate::launch::run::Run;
 use crate::learn::Learner;
 use crate::model::Arch;
-use crate::model::export::small_files;
+use crate::model::small_files;
 use crate::optim::host_state::Vector;
 use crate::tensor::arena::Buffer;
 use serde::{Deserialize, Serialize};
@@ -94,11 +94,13 @@ pub fn save(
 
 /// config.json and the tokenizer files. With them a checkpoint can be exported without the directory it began from.
 fn side_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
-    let read = |name: &str| {
-        let path = dir.join(name);
-        Ok((name.to_string(), std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?))
-    };
-    small_files().filter(|name| dir.join(name).exists()).map(read).collect()
+    let mut files = Vec::new();
+    for name in small_files::names() {
+        if let Some(path) = small_files::own(dir, Path::new(name))? {
+            files.push((name.to_string(), std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?));
+        }
+    }
+    Ok(files)
 }
 
 /// A checkpoint that a run resumes from, with its state.

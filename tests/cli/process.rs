@@ -77,6 +77,22 @@ fn a_dry_run_follows_no_link_and_changes_nothing() {
 }
 
 #[test]
+fn a_file_that_a_link_of_the_model_brings_from_elsewhere_is_neither_saved_nor_exported() {
+    let fixture = Fixture::new();
+    fixture.write("secret", "{{ messages }}");
+    let link = |to: &str, at: &str| std::os::unix::fs::symlink(to, fixture.path(at)).unwrap();
+    link("../secret", "model/chat_template.jinja");
+    fs::rename(fixture.path("model/tokenizer.json"), fixture.path("model/own")).unwrap();
+    link("own", "model/tokenizer.json");
+    let ended = fixture.job(&["job.steps=1"]).well();
+    ended.assert(0, &["model/chat_template.jinja is a link to "]);
+    for dir in ["run/export", "run/checkpoints/step-1"] {
+        assert!(!fixture.path(&format!("{dir}/chat_template.jinja")).exists(), "{dir}");
+        assert_eq!(fixture.read(&format!("{dir}/tokenizer.json")), fixture.read("model/own"), "{dir}");
+    }
+}
+
+#[test]
 fn a_disk_that_takes_no_more_is_an_error_that_names_the_file_and_leaves_the_checkpoints_whole() {
     let fixture = Fixture::new();
     fixture.job(&["job.steps=1"]).well();

@@ -47,16 +47,22 @@ fn json_of(path: &Path) -> Map<String, Value> {
 }
 
 #[test]
-fn an_export_contains_the_named_chat_templates_and_can_be_replaced() {
+fn an_export_contains_the_named_chat_templates_but_no_foreign_file_and_can_be_replaced() {
     let (dir, from) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let name = LANGUAGE_MODELS[0];
     let (arch, weights) = load::load(Device::Cpu, &directory(name), Head::LanguageModel, DType::F32, 0).unwrap();
     fs::create_dir(from.path().join("additional_chat_templates")).unwrap();
     fs::write(from.path().join("additional_chat_templates/tool_use.jinja"), "x").unwrap();
+    fs::write(dir.path().join("secret"), "secret").unwrap();
+    for name in ["chat_template.jinja", "additional_chat_templates/rag.jinja", "generation_config.json"] {
+        std::os::unix::fs::symlink(dir.path().join("secret"), from.path().join(name)).unwrap();
+    }
     let out = dir.path().join("export");
     for _ in 0..2 {
         export::export(&out, &arch, &weights, DType::F32, Some(from.path())).unwrap();
         assert_eq!(fs::read(out.join("additional_chat_templates/tool_use.jinja")).unwrap(), b"x");
+        assert_eq!(names(&out.join("additional_chat_templates")), ["tool_use.jinja"]);
+        assert!(!out.join("chat_template.jinja").exists(), "a link to a file outside the model directory");
     }
 }
 

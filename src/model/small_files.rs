@@ -1,0 +1,138 @@
+//! The small files of a model directory: configuration, tokenizer and chat templates. Exports copy them.
+//!
+//! A directory from elsewhere may link to any file of this user, and an export would pass its content on. So an export
+//! copies only what is the model's own.
+
+use super::config_json::GENERATION;
+use crate::error::{Error, Result};
+use crate::sys::{files, stderr};
+use std::path::{Path, PathBuf};
+
+/// Tokenizer files, which are copied if they exist.
+pub const TOKENIZER_FILES: [&str; 10] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+];
+
+/// The folder of chat templates that are not the default: a file `NAME.jinja` for each.
+pub const TEMPLATES_DIR: &str = "additional_chat_templates";
+
+/// The small files of a model directory: configuration and tokenizer.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    ["config.json", GENERATION].into_iter().chain(TOKENIZER_FILES)
+}
+
+/// The file `name` of the model directory `dir`, without links. None if it does not exist, or if it is not the model's
+/// own, which a warning then says. A link leads to a file of the model if that lies in the directory, or among the
+/// `blobs` of the same repository in the cache of Hugging Face. `config.json` is the model's own wherever it lies: only
+/// the description of a model is read as one, and a checkpoint needs it.
+///
+/// # Errors
+/// `Io` if a link cannot be resolved.
+pub fn own(dir: &Path, name: &Path) -> Result<Option<PathBuf>> {
+    let path = dir.join(name);
+    let Some(file) = files::if_any(&path, Path::canonicalize)? else { return Ok(None) };
+    let own = dir.canonicalize().map_err(|e| Error::io("resolve", dir, &e))?;
+    let is_own = file.starts_with(&own) || blobs(&own).is_some_and(|blobs| file.starts_with(blobs));
+    if is_own || name.as_os_str() == "config.json" {
+        return Ok(Some(file));
+    }
+    stderr::warn_once(&format!(
+        "{} is a link to {}, outside the model directory, so exports do not contain it; to export it, replace the link by \
+         the file",
+        path.display(),
+        file.display()
+    ));
+    Ok(None)
+}
+
+/// The files of a directory's chat templates that have names of their own.
+///
+/// # Errors
+/// `Io` if their folder cannot be listed.
+pub(super) fn templates(dir: &Path) -> Result<Vec<PathBuf>> {
+    let list = |path: &Path| path.read_dir()?.map(|entry| Ok(entry?.file_name())).collect::<std::io::Result<Vec<_>>>();
+    let names = files::if_any(&dir.join(TEMPLATES_DIR), list)?.unwrap_or_default();
+    let paths = names.into_iter().map(|name| Path::new(TEMPLATES_DIR).join(name));
+    Ok(paths.filter(|path| path.extension().is_some_and(|end| end == "jinja")).collect())
+}
+
+/// Warns of the files of a model directory that exports will not contain.
+///
+/// # Errors
+/// `Io` if a link cannot be resolved.
+pub fn warn_of_foreign(dir: &Path) -> Result<()> {
+    let names = TOKENIZER_FILES.into_iter().chain([GENERATION]).map(PathBuf::from);
+    names.chain(templates(dir)?).try_for_each(|name| own(dir, &name).map(drop))
+}
+
+/// Where the files of a snapshot in Hugging Face's cache lie: `models--ORG--NAME/snapshots/REVISION` has links to
+/// `models--ORG--NAME/blobs`.
+fn blobs(dir: &Path) -> Option<PathBuf> {
+    let snapshots = dir.parent().filter(|above| above.ends_with("snapshots"))?;
+    let repository = snapshots.parent()?;
+    let is_of_cache = repository.file_name()?.as_encoded_bytes().starts_with(b"models--");
+    is_of_cache.then(|| repository.join("blobs"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    #[test]
+    fn a_link_is_of_the_model_inside_its_directory_or_its_repository_in_the_cache() {
+        let root = tempfile::tempdir().unwrap();
+        let at = |name: &str| root.path().join(name);
+        let put = |name: &str| {
+            fs::create_dir_all(at(name).parent().unwrap()).unwrap();
+            fs::write(at(name), name).unwrap();
+        };
+        for name in ["secret", "model/real", "hub/models--a--b/blobs/1", "hub/models--c/blobs/2", "other/blobs/3"] {
+            put(name);
+        }
+        put("hub/models--a--b/snapshots/r1/own");
+        put("other/snapshots/r1/own");
+        let link = |to: &str, name: &str| symlink(to, at(name)).unwrap();
+        link("real", "model/inside");
+        link("../secret", "model/outside");
+        link("nowhere", "model/dangling");
+        link("../model", "model/folder");
+        link("..", "model/above");
+        link("model", "linked");
+        link("../../blobs/1", "hub/models--a--b/snapshots/r1/blob");
+        link("../../../models--c/blobs/2", "hub/models--a--b/snapshots/r1/blob-of-another");
+        link("../../../../secret", "hub/models--a--b/snapshots/r1/outside");
+        link("../../blobs/3", "other/snapshots/r1/blob");
+        link("hub/models--a--b/snapshots/r1", "linked-snapshot");
+        for (dir, name, target) in [
+            ("model", "real", Some("model/real")),
+            ("model", "inside", Some("model/real")),
+            ("model", "folder/inside", Some("model/real")),
+            ("linked", "inside", Some("model/real")),
+            ("model", "outside", None),
+            ("model", "above/secret", None),
+            ("model", "dangling", None),
+            ("model", "missing", None),
+            ("hub/models--a--b/snapshots/r1", "own", Some("hub/models--a--b/snapshots/r1/own")),
+            ("hub/models--a--b/snapshots/r1", "blob", Some("hub/models--a--b/blobs/1")),
+            ("linked-snapshot", "blob", Some("hub/models--a--b/blobs/1")),
+            ("hub/models--a--b/snapshots/r1", "blob-of-another", None),
+            ("hub/models--a--b/snapshots/r1", "outside", None),
+            ("other/snapshots/r1", "blob", None),
+        ] {
+            let found = own(&at(dir), Path::new(name)).unwrap();
+            let target = target.map(|target| at(target).canonicalize().unwrap());
+            assert_eq!(found, target, "{dir}/{name}");
+        }
+    }
+}
