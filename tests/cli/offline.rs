@@ -304,6 +304,11 @@ fn a_trained_critic_is_exported_as_a_reward_model_whose_head_scores_raw_or_norma
         Tokenizer::load(&fixture.path("model")).and_then(|tokenizer| tokenizer.encode("1+1=2", true)).expect("tokens");
     let joined = answers(&fixture, "reward", "critic", &[json!({"prompt": "1+1=", "response": "2"})], &[]);
     assert_eq!(joined[0]["reward"], answers(&fixture, "reward", "critic", &rows_of(&[tokens]), &[])[0]["reward"]);
+    let said = |response: &str| {
+        fixture.jsonl("rows.jsonl", &[json!({"prompt": "1+1=", "response": response})]);
+        fixture.run(&["reward", "--model", "critic", "--input", "rows.jsonl"]).well().stderr
+    };
+    assert!(said("2").contains("write <|end|> at the end of each response") && !said("2<|end|>").contains("<|end|>"));
     fixture.run(&["reward", "--model", "model", "--input", "rows.jsonl"]).refused(65, &["must hold a reward model"]);
     fixture.jsonl("rows.jsonl", &[json!({"prompt": "a"})]);
     fixture.run(&["reward", "--model", "critic", "--input", "rows.jsonl"]).refused(65, &["line 1", "response"]);
