@@ -281,6 +281,8 @@ const WORDS: &[(&str, &str)] = &[
     ("step_reward.placeholder_token", "`step_reward.placeholder`"),
     ("metrics.wandb", "jobs/tools/metrics_to.py"),
     ("job.temperature", "`rollout.temperature`"),
+    ("trainer.learning_rate", "`optim.actor.lr`"),
+    ("trainer.resume_mode", "a key of verl that this program does not need or have"),
 ];
 
 #[test]
