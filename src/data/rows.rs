@@ -61,14 +61,14 @@ impl Encoder<'_> {
         };
         let label = match (self.reading.part, config.label_key.as_str(), config.margin_key.as_str()) {
             (Part::Pair, _, "") | (Part::Prompt | Part::Demonstration | Part::Text, "", _) => String::new(),
-            (Part::Pair, _, key) => margin_text(key, required(&row, key)?)?,
+            (Part::Pair, _, key) => margin_text(key, named(&row, key, "margin")?)?,
             (Part::Labelled | Part::Steps, "", _) => {
                 return Err(Error::usage("data.label_key must name the field of the labels")
                     .hint("set data.label_key (or pass --label-key)"));
             }
-            (Part::Labelled, key, _) => truth(key, required(&row, key)?)?.to_string(),
-            (Part::Steps, key, _) => step_labels(key, required(&row, key)?)?,
-            (_, key, _) => label_text(required(&row, key)?),
+            (Part::Labelled, key, _) => truth(key, named(&row, key, "label")?)?.to_string(),
+            (Part::Steps, key, _) => step_labels(key, named(&row, key, "label")?)?,
+            (_, key, _) => label_text(named(&row, key, "label")?),
         };
         let fields = if self.kept == [ALL_FIELDS] {
             row
@@ -379,6 +379,12 @@ fn scalar(key: &str, value: &Value) -> Result<String> {
         Value::Bool(flag) => Ok(flag.to_string()),
         other => Err(Error::data(format!("field {key:?} must be the name of a split (got {other})"))),
     }
+}
+
+/// The field that holds the `what` of a row. If it is missing, the error names the key that names the field.
+fn named<'a>(row: &'a Map<String, Value>, key: &str, what: &str) -> Result<&'a Value> {
+    let option = format!("data.{what}_key (or pass --{what}-key)");
+    required(row, key).map_err(|e| e.hint(format!("set {option} to the one of its fields that holds the {what}")))
 }
 
 fn margin_text(key: &str, value: &Value) -> Result<String> {

@@ -3,7 +3,7 @@
 use std::fs;
 
 use rlhf_hpc::config::data::DataConfig;
-use rlhf_hpc::data::Part::{self, Demonstration, Labelled, Pair, Steps};
+use rlhf_hpc::data::Part::{self, Demonstration, Labelled, Pair, Prompt, Steps};
 use rlhf_hpc::error::Kind;
 
 use crate::data::fixture::{Fixture, config};
@@ -114,5 +114,11 @@ fn a_bad_row_is_named_by_file_and_line_and_nothing_is_written() {
         let row = format!(r#"{{"prompt": "x", "chosen": "y", "rejected": "z", "margin": {found}}}"#);
         refused(Pair, &row, &margin, message);
     }
-    refused(Pair, r#"{"prompt": "x", "chosen": "y", "rejected": "z"}"#, &margin, "no field \"margin\"");
+    let pair = r#"{"prompt": "x", "chosen": "y", "rejected": "z"}"#;
+    refused(Pair, pair, &margin, "no field \"margin\"; it has: prompt, chosen, rejected\nhint: set data.margin_key");
+    let wrong = DataConfig { label_key: "label".to_owned(), ..config("") };
+    for part in [Prompt, Demonstration, Labelled, Steps] {
+        let row = r#"{"prompt": "x", "response": "y", "answer": "1"}"#;
+        refused(part, row, &wrong, "it has: prompt, response, answer\nhint: set data.label_key (or pass --label-key)");
+    }
 }
