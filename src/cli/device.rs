@@ -56,6 +56,7 @@ pub fn open(
         ("min_p", rollout.min_p.into()),
         ("repetition_penalty", rollout.repetition_penalty.into()),
     ];
+    let wanted = rollout.response_tokens_max;
     let config = Config {
         job: JobConfig { seed, device, check, ..JobConfig::default() },
         model: ModelConfig { actor: model.to_path_buf(), dtype, ..ModelConfig::default() },
@@ -66,8 +67,18 @@ pub fn open(
     let inference = ranks.agree(opened)?;
     let each = if ranks.world.size > 1 { format!("{} ranks, the first on ", ranks.world.size) } else { String::new() };
     ranks.say(&format!("{verb}: {each}{}", with_options(&inference.description)));
-    if let Some(unapplied) = unapplied_sampling(model, &used)?.filter(|_| ["generate", "chat"].contains(&verb)) {
+    if !["generate", "chat"].contains(&verb) {
+        return Ok(inference);
+    }
+    if let Some(unapplied) = unapplied_sampling(model, &used)? {
         ranks.say(&format!("{verb}: not applied: {unapplied} of generation_config.json"));
+    }
+    let context = inference.transformer.arch.context;
+    if wanted > context {
+        ranks.say(&format!(
+            "{verb}: --max-new-tokens = {wanted} exceeds the model's context of {context} tokens, where a response ends at \
+             the latest"
+        ));
     }
     Ok(inference)
 }

@@ -98,3 +98,18 @@ fn rows_of_standard_input_are_answered_as_they_come() {
     let said = String::from_utf8_lossy(&ended.stderr).into_owned();
     assert!(ended.status.code() == Some(65) && said.contains("- line 3: a row must have at least 1 token"), "{said}");
 }
+
+#[test]
+fn a_limit_beyond_the_context_is_told_before_the_answers() {
+    let fixture = Fixture::new();
+    fixture.jsonl("rows.jsonl", &[json!({"tokens": [5, 6]})]);
+    let asked = |most: &str| {
+        let ended = fixture.run(&["generate", "--model", "model", "--input", "rows.jsonl", "--max-new-tokens", most]);
+        ended.well().stderr
+    };
+    let said = asked("257");
+    let at = |text: &str| said.find(text).unwrap_or_else(|| panic!("{text} is not in {said}"));
+    let note = at("generate: --max-new-tokens = 257 exceeds the model's context of 256 tokens");
+    assert!(note < at("generate: 1 responses"), "{said}");
+    assert!(!asked("256").contains("exceeds"));
+}
