@@ -74,7 +74,13 @@ pub fn run(args: &Args) -> Result<()> {
     let mut talk = Talk::open("chat", &args.model, options, config, args.seed)?;
     let begun: Vec<Value> = args.system.iter().map(|text| json!({"role": "system", "content": text})).collect();
     // A directory without a template is rejected before the first message.
-    talk.tokenizer.chat()?;
+    talk.tokenizer.chat().map_err(|e| {
+        let model = args.model.display();
+        e.hint(format!(
+            "put the model's chat_template.jinja into {model}, or let it continue plain text with `rlhf-hpc generate \
+             --model {model} --prompt TEXT`"
+        ))
+    })?;
     let mut template_args = talk.arch().chat_template().unwrap_or_default();
     template_args.extend(args.chat_template_args.clone());
     talk.tokenizer.warn_of_turn_end(&template_args);

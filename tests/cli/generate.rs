@@ -113,3 +113,11 @@ fn a_limit_beyond_the_context_is_told_before_the_answers() {
     assert!(note < at("generate: 1 responses"), "{said}");
     assert!(!asked("256").contains("exceeds"));
 }
+
+#[test]
+fn a_chat_without_a_template_is_told_how_this_verb_or_another_goes_on() {
+    let fixture = Fixture::new();
+    fixture.edit("model/tokenizer_config.json", |config| drop(config.as_object_mut().unwrap().remove("chat_template")));
+    let ended = fixture.run(&["chat", "--model", "model"]).refused(65, &["has no chat template"]);
+    ended.hinted("put the model's chat_template.jinja into model, or let it continue plain text with `rlhf-hpc generate --model model --prompt TEXT`");
+}
