@@ -13,7 +13,8 @@ use super::input::{InputFile, check_entry, input_files, is_rows};
 use super::ledger::Ledger;
 use super::rows::{self, ALL_FIELDS, Part, Reading};
 use super::shard::{self, FileHash, Shard};
-use super::split::{TEST, TRAIN, check_training_splits, describe, no_such_split, prompt_hash, splits_of};
+use super::split::{TEST, TRAIN, check_training_splits, describe};
+use super::split::{no_such_split, none_to_evaluate, prompt_hash, splits_of};
 use crate::comm::Group;
 use crate::config::data::{DataConfig, Order, SplitBy};
 use crate::error::{Error, Result};
@@ -256,9 +257,7 @@ impl Rows {
             ledger.filter(rule, 1);
         }
         if eval.is_empty() && (!config.eval_split.is_empty() || config.only_evaluates && !sources.is_empty()) {
-            let split = &config.eval_split;
-            let split = if split.is_empty() { String::new() } else { format!("data.eval_split = {split:?}: ") };
-            return Err(Error::data(format!("{split}there are no rows to evaluate: {ledger}")));
+            return Err(none_to_evaluate(config, &ledger));
         }
         let feed = Feed::new(config, strata, seed, ledger)?;
         let pretrain = match (&prepared.pretrain, &config.of_pretrain()) {

@@ -5,9 +5,11 @@ use twox_hash::XxHash3_64;
 
 use super::fields::Part;
 use super::folder::keyword_of;
+use super::ledger::Ledger;
 use super::shard::Shard;
 use crate::config::data::{DataConfig, SplitBy, SplitConfig};
 use crate::error::{Error, Result};
+use crate::sys::stderr;
 
 /// Names of the two splits made by a ratio or a list of files.
 pub const TRAIN: &str = "train";
@@ -70,7 +72,7 @@ pub(super) fn splits_of(
     }
 }
 
-/// Rejects a source whose splits would all train, if one of them is held-out by its name.
+/// Rejects a source whose splits would all train, if one of them is held-out by its name. Warns if all of them are.
 pub(super) fn check_training_splits(config: &DataConfig, part: Part, name: &str, shard: &Shard) -> Result<()> {
     if config.only_evaluates || config.split.by != SplitBy::Source || !config.prompt_split.is_empty() {
         return Ok(());
@@ -79,6 +81,12 @@ pub(super) fn check_training_splits(config: &DataConfig, part: Part, name: &str,
     let trained: Vec<&str> = names.filter(|name| *name != config.eval_split).collect();
     let is_held_out = |name: &&&str| keyword_of(name).is_some_and(|split| split != TRAIN);
     let (held_out, rest): (Vec<&str>, Vec<&str>) = trained.iter().partition(is_held_out);
+    if let ([_, ..], []) = (&held_out[..], &rest[..]) {
+        stderr::warn_once(&format!(
+            "{name} has no split but {}, which is usually held out: its rows train",
+            held_out.join(" and ")
+        ));
+    }
     let ([test, ..], [train, ..]) = (&held_out[..], &rest[..]) else { return Ok(()) };
     let error = Error::data(format!("{name} has the splits {}: all would train", trained.join(", ")));
     Err(error.hint(match part {
@@ -94,6 +102,20 @@ pub(super) fn no_such_split(key: &str, name: &str, splits: &[Vec<(String, Vec<u6
     let there = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
     Error::data(format!("data.{key} must name a split of the data (got {name:?}; splits: {there})"))
         .hint("choose one of these splits (a split without rows does not count), or make splits with data.split.by = \"ratio\", \"field\" or \"file\"")
+}
+
+/// The error of an evaluation without rows. `ledger` counts all rows and the filtered ones.
+pub(super) fn none_to_evaluate(config: &DataConfig, ledger: &Ledger) -> Error {
+    let split = &config.eval_split;
+    let of_split = if split.is_empty() { String::new() } else { format!("data.eval_split = {split:?}: ") };
+    let hint = match ledger.losses() {
+        (0, _) if config.split.by == SplitBy::Ratio => {
+            "raise data.split.eval_ratio, or add rows to data.prompts".to_owned()
+        }
+        (0, _) => "check data.prompts and data.eval_split".to_owned(),
+        (_, rules) => rules.join("; "),
+    };
+    Error::data(format!("{of_split}there are no rows to evaluate: {ledger}")).hint(hint)
 }
 
 #[cfg(test)]

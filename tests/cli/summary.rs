@@ -134,3 +134,23 @@ fn texts_of_a_model_with_a_short_context_are_planned() {
     let ended = fixture.job(&[&["--dry-run"], &sets[..]].concat()).well();
     assert!(ended.stderr.contains("planned per rank: weights"), "{}", ended.stderr);
 }
+
+#[test]
+fn data_with_only_a_test_split_are_warned_of_and_a_split_without_rows_to_evaluate_comes_with_a_remedy() {
+    let fixture = Fixture::new();
+    let rows: Vec<Value> = (0..9).map(|i| json!({"prompt": format!("{i}+1="), "answer": i + 1})).collect();
+    fixture.jsonl("rows/test.jsonl", &rows);
+    let base = ["--dry-run", "data.prompts=rows", "data.prompt_split=", "eval.every_steps=0"];
+    let dry = |sets: &[&str]| fixture.job(&[&base[..], sets].concat());
+    let warned = dry(&["data.eval_split="]).well();
+    warned.assert(0, &["rows has no split but test, which is usually held out: its rows train\n"]);
+    fixture.jsonl("rows/train.jsonl", &rows);
+    let both = dry(&["data.prompt_split=train", "data.eval_split="]).well();
+    assert!(!both.stderr.contains("usually held out"), "{}", both.stderr);
+    let long = json!({"prompt": "1+1=".repeat(20), "answer": 2});
+    fixture.jsonl("rows/test.jsonl", &[long]);
+    let refused = dry(&["data.prompt_split=train", "data.eval_split=test"]);
+    refused
+        .refused(65, &["no rows to evaluate"])
+        .hinted("these held-out rows are too long: raise data.prompt_tokens_max");
+}
