@@ -1,6 +1,6 @@
 //! `plan`: memory and time of a job before it runs.
 
-use super::out::say;
+use super::out::{note, say};
 use crate::comm::{self, Group, World, records};
 use crate::config::job::{DeviceName, Gemm};
 use crate::config::limits::{self, RANKS_MAX, TOKENS_MAX};
@@ -78,6 +78,9 @@ fn plan(args: &Args, world: &World) -> Result<String> {
         config.job.gemm = Gemm::Exact;
     }
     check(&config)?;
+    if let Some(warning) = config.unused().filter(|_| world.rank == 0) {
+        note!("warning: {warning}");
+    }
     for (option, tokens) in [("--prompt-tokens", args.prompt_tokens), ("--response-tokens", args.response_tokens)] {
         limits::check_option(option, tokens.unwrap_or(1), 1, TOKENS_MAX)?;
     }

@@ -154,3 +154,11 @@ fn data_with_only_a_test_split_are_warned_of_and_a_split_without_rows_to_evaluat
         .refused(65, &["no rows to evaluate"])
         .hinted("these held-out rows are too long: raise data.prompt_tokens_max");
 }
+
+#[test]
+fn a_plan_warns_of_keys_without_effect_as_a_run_does() {
+    let fixture = Fixture::new();
+    let warning = "warning: keys of the job that have no effect in it: dpo.beta (needs ";
+    fixture.run(&["plan", "job.toml", "--ranks", "1", "--json", "dpo.beta=0.3"]).well().assert(0, &[warning]);
+    fixture.job(&["--dry-run", "dpo.beta=0.3"]).well().assert(0, &[warning]);
+}
