@@ -2,6 +2,7 @@
 
 pub mod bpe;
 pub mod chat;
+mod growth;
 mod jinja;
 mod json;
 mod outside;

@@ -3,20 +3,26 @@
 
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::chat::{ChatTemplate, template_files};
+use super::growth;
 use super::outside::SmallFiles;
 use crate::comm::abort;
 use crate::error::{Error, Result};
-use crate::sys::{files, patterns, stderr};
+use crate::sys::{files, patterns, sandbox, stderr};
 
 /// Converts text to token ids and back. Knows the ids that begin and end a text.
 #[derive(Debug)]
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    inner: Arc<tokenizers::Tokenizer>,
+    /// The most bytes that the parts of `tokenizer.json` make of one byte of text.
+    growth: f64,
+    /// The most bytes of text that one token has.
+    token_bytes: f64,
     /// The path of `tokenizer.json`, for messages.
     path: PathBuf,
     vocabulary: usize,
@@ -40,14 +46,18 @@ impl Tokenizer {
         let bytes = files::if_any(&path, files::read)?.ok_or_else(|| no_tokenizer(dir))?;
         let small = SmallFiles::read(dir)?;
         patterns::limit_backtracking();
-        let mut inner = guarded(&path, "is not a tokenizer", || {
-            let mut inner = tokenizers::Tokenizer::from_bytes(&bytes)?;
+        // A normalizer also normalizes the added tokens, here.
+        let (json, files) = (Arc::new(bytes), Arc::new(small));
+        let (bytes, small) = (Arc::clone(&json), Arc::clone(&files));
+        let (inner, changes) = bounded(&path, "is not a tokenizer", bytes.len(), move || {
+            let mut inner = tokenizers::Tokenizer::from_bytes(json.as_slice())?;
             // A text is never implicitly cut or padded. `transformers` also resets both on each call.
             inner.with_truncation(None)?;
             inner.with_padding(None);
-            Ok(inner)
+            let changes = files.complete(&mut inner, &json);
+            Ok((inner, changes))
         })?;
-        let changes = small.complete(&mut inner, &bytes).map_err(|e| e.within(dir.display()))?;
+        let changes = changes.map_err(|e| e.within(dir.display()))?;
         small.warn(dir);
 
         let id_of = |text: &str| {
@@ -65,12 +75,19 @@ impl Tokenizer {
         }
         of_model.retain(|id| !eos_ids.contains(id));
         eos_ids.extend(of_model);
-        let vocabulary = inner.get_vocab(true).values().map(|id| *id as usize + 1).max().unwrap_or(0);
+        let tokens = inner.get_vocab(true);
+        let vocabulary = tokens.values().map(|id| *id as usize + 1).max().unwrap_or(0);
+        let longest = tokens.keys().map(String::len).max().unwrap_or(0) as f64;
         let chat = ChatTemplate::find(dir, Some(&small.settings), small.special_tokens())?;
         let sha256 = hashed(&[&bytes, changes.as_bytes()]);
         let recipe = format!("{eos_ids:?} {} {:?}", json!(small.settings), template_files(dir)?);
         let recipe = hashed(&[sha256.as_bytes(), recipe.as_bytes()]);
-        let tokenizer = Self { inner, path, vocabulary, sha256, recipe, bos_id, eos_ids, chat };
+        let growth = growth::of(inner.get_normalizer())
+            * growth::of(inner.get_pre_tokenizer())
+            * growth::of(inner.get_post_processor());
+        let token_bytes = growth::of(inner.get_decoder()) * longest;
+        let inner = Arc::new(inner);
+        let tokenizer = Self { inner, growth, token_bytes, path, vocabulary, sha256, recipe, bos_id, eos_ids, chat };
         tokenizer.warn_of_ends(&small.settings);
         Ok(tokenizer)
     }
@@ -107,9 +124,15 @@ impl Tokenizer {
     /// The token ids of `text`. With `special`, including the tokens that the tokenizer adds around a text (usually
     /// BOS).
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
-        let tokens = guarded(&self.path, format_args!("cannot tokenize {:?}", excerpt(text)), || {
-            Ok(self.inner.encode_fast(text, special)?.get_ids().to_vec())
-        })?;
+        let encode =
+            move |inner: &tokenizers::Tokenizer, text: &str| Ok(inner.encode_fast(text, special)?.get_ids().to_vec());
+        let what = format_args!("cannot tokenize {:?}", excerpt(text));
+        let tokens = if text.len() as f64 * self.growth <= BYTES_UNCHECKED {
+            guarded(&self.path, what, || encode(&self.inner, text))
+        } else {
+            let (inner, owned) = (Arc::clone(&self.inner), text.to_owned());
+            bounded(&self.path, what, text.len(), move || encode(&inner, &owned))
+        }?;
         if let Some(bos) = self.bos_id
             && tokens.starts_with(&[bos, bos])
         {
@@ -122,7 +145,12 @@ impl Tokenizer {
 
     /// The text of `tokens`. With `skip_special`, without special tokens. Ids beyond the vocabulary have no text.
     pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String> {
-        guarded(&self.path, "cannot decode tokens", || self.inner.decode(tokens, skip_special))
+        let what = "cannot decode tokens";
+        if tokens.len() as f64 * self.token_bytes <= BYTES_UNCHECKED {
+            return guarded(&self.path, what, || self.inner.decode(tokens, skip_special));
+        }
+        let (inner, owned) = (Arc::clone(&self.inner), tokens.to_vec());
+        bounded(&self.path, what, tokens.len(), move || inner.decode(&owned, skip_special))
     }
 
     /// The text of a prompt as reward functions see it. Special tokens are kept, because a template's turns are part of
@@ -146,9 +174,21 @@ impl Tokenizer {
 
     /// A tokenizer without tokens, for a plan whose rows have only lengths.
     pub fn none() -> Self {
-        let inner = tokenizers::Tokenizer::new(tokenizers::models::bpe::BPE::default());
+        let inner = Arc::new(tokenizers::Tokenizer::new(tokenizers::models::bpe::BPE::default()));
         let (path, sha256, recipe) = (PathBuf::new(), String::new(), String::new());
-        Self { inner, path, vocabulary: 0, sha256, recipe, bos_id: None, eos_ids: Vec::new(), chat: None }
+        let (growth, token_bytes) = (1.0, 0.0);
+        Self {
+            inner,
+            growth,
+            token_bytes,
+            path,
+            vocabulary: 0,
+            sha256,
+            recipe,
+            bos_id: None,
+            eos_ids: Vec::new(),
+            chat: None,
+        }
     }
 
     /// One more than the largest token id.
@@ -264,6 +304,40 @@ impl Tokenizer {
 
 /// A placeholder for the earlier answer: a word that no template contains.
 const ANSWER: &str = "rlhfhpcanswer";
+
+/// A text that cannot become longer than this is tokenized without limits: it saves a change of threads.
+const BYTES_UNCHECKED: f64 = (64 << 20) as f64;
+/// The memory that tokenizing may take, next to `BYTES_A_BYTE` for each byte of the text or file. A token has some
+/// 100 bytes, and its text and offsets exist several times.
+const BYTES_MAX: usize = 256 << 20;
+const BYTES_A_BYTE: usize = 256;
+/// The seconds of processor time that tokenizing may take, next to `SECONDS_A_BYTE` for each byte.
+const SECONDS_MAX: f64 = 60.0;
+const SECONDS_A_BYTE: f64 = 2e-5;
+
+/// Like `guarded`, within limits of memory and time that depend on `len`, the length of the input: a few bytes of
+/// `tokenizer.json` can describe gigabytes.
+fn bounded<T: Send + 'static>(
+    path: &Path,
+    what: impl Display,
+    len: usize,
+    body: impl FnOnce() -> tokenizers::Result<T> + Send + 'static,
+) -> Result<T> {
+    let (bytes, seconds) = (BYTES_MAX + BYTES_A_BYTE * len, SECONDS_MAX + SECONDS_A_BYTE * len as f64);
+    let outcome =
+        sandbox::run_within(bytes, seconds, move || abort::caught(|| body().map_err(|e| Error::fault(e.to_string()))));
+    let message = match outcome {
+        Ok(Ok(value)) => return Ok(value),
+        Ok(Err(e)) => e.message,
+        Err(limit) => {
+            let message = format!("{} {what}: it {limit}", path.display());
+            return Err(Error::data(message).hint(
+                "check its parts: a `precompiled_charsmap` may be damaged, or a `Replace` makes texts too long",
+            ));
+        }
+    };
+    Err(Error::data(format!("{} {what}: {message}", path.display())))
+}
 
 /// Runs `body`, which may panic on a hand-written `tokenizer.json`. `what` describes the failure.
 fn guarded<T>(path: &Path, what: impl Display, body: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {

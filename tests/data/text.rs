@@ -197,3 +197,39 @@ fn a_pattern_whose_time_doubles_with_each_character_is_an_error() {
     let error = Tokenizer::load(by_hand(&[("pre_tokenizer", split)]).path()).unwrap().encode(&text, false).unwrap_err();
     assert!(error.message.contains("retry-limit"), "{error}");
 }
+
+#[test]
+fn parts_that_describe_gigabytes_are_an_error_that_names_the_file() {
+    let part = |list: &str, part: serde_json::Value| json!({"type": "Sequence", list: vec![part; 40]});
+    let twice = json!({"type": "Replace", "pattern": {"String": "a"}, "content": "aa"});
+    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+    let added = json!([{"id": 2, "content": "aaa", "single_word": false, "lstrip": false, "rstrip": false,
+        "normalized": true, "special": false}]);
+    // The first four bytes are the length of a table of 2^30 units, of which there is none.
+    let table = json!({"type": "Precompiled", "precompiled_charsmap": "/////w=="});
+    for (at, parts) in [
+        ("load", vec![("normalizer", table)]),
+        ("load", vec![("normalizer", part("normalizers", twice.clone())), ("added_tokens", added)]),
+        ("encode", vec![("normalizer", part("normalizers", twice.clone()))]),
+        ("encode", vec![("pre_tokenizer", part("pretokenizers", bytes))]),
+        ("decode", vec![("decoder", part("decoders", twice))]),
+    ] {
+        let (dir, name) = (by_hand(&parts), parts[0].0);
+        let loaded = Tokenizer::load(dir.path());
+        let error = match at {
+            "load" => loaded.map(drop).unwrap_err(),
+            "encode" => loaded.unwrap().encode("aä", true).map(drop).unwrap_err(),
+            _ => loaded.unwrap().decode(&[0], false).map(drop).unwrap_err(),
+        };
+        let file = dir.path().join("tokenizer.json").display().to_string();
+        assert_eq!(error.kind, Kind::Data, "{at} {name}");
+        assert!(error.message.starts_with(&file) && error.message.contains("of memory"), "{at} {name}: {error}");
+    }
+}
+
+#[test]
+fn a_long_text_of_a_tokenizer_that_can_make_it_longer_gets_its_tokens() {
+    let prepend = json!({"type": "Prepend", "prepend": "a".repeat(20)});
+    let tokenizer = Tokenizer::load(by_hand(&[("normalizer", prepend)]).path()).unwrap();
+    assert_eq!(tokenizer.encode(&"a".repeat(2 << 20), false).unwrap(), [1]);
+}

@@ -1,0 +1,57 @@
+//! How much longer the parts of a `tokenizer.json` can make a text.
+
+use serde::Serialize;
+use serde_json::Value;
+
+/// The most bytes that `part` (a normalizer, pre-tokenizer, post-processor or decoder) makes of one byte. An upper
+/// bound, so it is large for parts that follow each other and cannot in fact grow together.
+pub(super) fn of(part: Option<&impl Serialize>) -> f64 {
+    part.map_or(1.0, |part| serde_json::to_value(part).map_or(f64::INFINITY, |part| of_value(&part)))
+}
+
+fn of_value(part: &Value) -> f64 {
+    let length = |text: &Value| text.as_str().map_or(0, str::len) as f64;
+    match part["type"].as_str().unwrap_or_default() {
+        "Sequence" => part
+            .as_object()
+            .into_iter()
+            .flat_map(|fields| fields.values())
+            .filter_map(Value::as_array)
+            .flatten()
+            .map(of_value)
+            .product(),
+        // A regex can match nothing, and then the content is added to each byte.
+        "Replace" => match &part["pattern"]["String"] {
+            Value::String(pattern) if !pattern.is_empty() => (length(&part["content"]) / pattern.len() as f64).max(1.0),
+            _ => 1.0 + length(&part["content"]),
+        },
+        "BPEDecoder" | "BertPreTokenizer" | "ByteFallback" | "Digits" | "Fuse" | "Punctuation" | "Split" | "Strip"
+        | "StripAccents" | "Whitespace" | "WhitespaceSplit" => 1.0,
+        // A byte becomes a letter of two bytes, and a space may precede the text.
+        "ByteLevel" => 3.0,
+        // The most that Unicode lists: 3 for compositions by canonical equivalence, and for letters in lower case.
+        "NFC" | "NFD" | "Lowercase" => 3.0,
+        "Prepend" => 1.0 + length(&part["prepend"]),
+        // A space becomes one character, and the text may get another.
+        "Metaspace" => 8.0,
+        // The file contains all that these add.
+        _ => 16.0 + part.to_string().len() as f64,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn parts_that_follow_each_other_multiply() {
+        let replace = |from: &str, to: &str| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
+        let twice = json!({"type": "Sequence", "normalizers": [replace("a", "aa"), replace("a", "aa")]});
+        assert_eq!(of(Some(&twice)), 4.0);
+        assert_eq!(of(Some(&replace("aa", "a"))), 1.0);
+        assert_eq!(of(Some(&json!({"type": "Replace", "pattern": {"Regex": "x*"}, "content": "yyy"}))), 4.0);
+        assert_eq!(of(None::<&Value>), 1.0);
+        assert!(of(Some(&json!({"type": "Prepend", "prepend": "x".repeat(100)}))) > 100.0);
+    }
+}
