@@ -50,8 +50,15 @@ impl SavedVector {
             let path = from.sized(entry)?;
             let mut at = 0;
             for &[start, end] in &shard.ranges {
+                if start > end || end > len {
+                    return Err(bad(format!("has a shard from element {start} to {end} of {len}")));
+                }
                 extents.push(Extent { range: start..end, file: files.len(), at });
-                at += end - start;
+                at = at.saturating_add(end - start);
+            }
+            if u128::from(entry.bytes) != 4 * at as u128 {
+                let (path, bytes) = (path.display(), entry.bytes);
+                return Err(bad(format!("must have {at} elements in {path} (got {bytes} bytes)")));
             }
             let file = File::open(&path).map_err(|e| Error::io("open", &path, &e))?;
             files.push(Source { path, file, map: OnceLock::new() });

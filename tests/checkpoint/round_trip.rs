@@ -68,6 +68,23 @@ fn any_range_of_a_vector_is_put_together_from_its_shards() {
 }
 
 #[test]
+fn shards_that_do_not_match_their_files_are_errors() {
+    let root = tempfile::tempdir().expect("a directory");
+    save_step(root.path(), 1, 1).expect("saves");
+    let saved = newest(root.path()).expect("readable").expect("one is there");
+    let at = saved.manifest.files.iter().position(|entry| entry.shard.is_some()).expect("a vector");
+    let shard = saved.manifest.files[at].shard.clone().expect("it is the file of one");
+    let n = shard.len;
+    // Backwards; beyond the end; more than any file has; fewer than the file has.
+    for ranges in [vec![[0, n], [n, n - 1], [n - 1, n]], vec![[0, n + 1]], vec![[0, usize::MAX]; 3], vec![[0, n - 1]]] {
+        let mut checkpoint = saved.clone();
+        checkpoint.manifest.files[at].shard.as_mut().expect("a shard").ranges = ranges.clone();
+        let error = SavedVector::open(&checkpoint, &shard.vector, n).expect_err("refused");
+        assert!(error.message.contains(&shard.vector), "{ranges:?}: {error}");
+    }
+}
+
+#[test]
 fn the_newest_keep_last_checkpoints_stay() {
     let root = tempfile::tempdir().expect("a directory");
     for step in [1, 2, 9, 10, 11] {
