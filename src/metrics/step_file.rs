@@ -148,7 +148,7 @@ impl StepFile {
                 .map_or("unknown", Finish::name)
                 .to_string(),
             prompt_tokens: prompt_tokens[i].max(0) as usize,
-            response_tokens: (offsets[i + 1] - offsets[i]).max(0) as usize,
+            response_tokens: offsets[i + 1].saturating_sub(offsets[i]).max(0) as usize,
         };
         Ok((0..n).map(sample).collect())
     }
