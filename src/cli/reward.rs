@@ -18,12 +18,14 @@ use std::path::PathBuf;
 use std::sync::Once;
 
 /// Score rows with a reward model: one JSON line in, one JSON line out, in the same order.
+// Each flag is an option of its own.
+#[expect(clippy::struct_excessive_bools)]
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "reward")]
 #[argh(
     note = "A row has tokens (after prompt_tokens, if it has them), or prompt and response. A result is the row with reward, \
             the head's output at the last token. prompt and response are joined and encoded with the tokenizer's own special tokens. \
-            Nothing else is added. If the model was trained with an end token, write that token into the response."
+            With --chat-template, they are a user's message and its answer instead. Nothing else is added. If the model was trained with an end token, write that token into the response."
 )]
 pub struct Args {
     /// the Hugging Face directory of a reward model

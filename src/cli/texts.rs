@@ -83,7 +83,9 @@ impl Texts {
                 tokenizer.encode_chat(&row[key], &template_variables(row, &self.config.chat_template_args)?, true)
             }
             ("prompt", Value::Array(_)) => rows::tokens(row, key),
-            ("prompt", other) => Err(Error::data(format!("field \"prompt\" must be a string (got {})", kind_of(other)))),
+            ("prompt", other) => {
+                Err(Error::data(format!("field \"prompt\" must be a string (got {})", kind_of(other))))
+            }
             _ => Err(Error::data("messages must be a list of messages")),
         }
     }

@@ -27,10 +27,9 @@ fn of_value(part: &Value) -> f64 {
         },
         "BPEDecoder" | "BertPreTokenizer" | "ByteFallback" | "Digits" | "Fuse" | "Punctuation" | "Split" | "Strip"
         | "StripAccents" | "Whitespace" | "WhitespaceSplit" => 1.0,
-        // A byte becomes a letter of two bytes, and a space may precede the text.
-        "ByteLevel" => 3.0,
-        // The most that Unicode lists: 3 for compositions by canonical equivalence, and for letters in lower case.
-        "NFC" | "NFD" | "Lowercase" => 3.0,
+        // `ByteLevel`: a byte becomes a letter of two bytes, and a space may precede the text. The others: the most that
+        // Unicode lists, for compositions by canonical equivalence, and for letters in lower case.
+        "ByteLevel" | "NFC" | "NFD" | "Lowercase" => 3.0,
         "Prepend" => 1.0 + length(&part["prepend"]),
         // A space becomes one character, and the text may get another.
         "Metaspace" => 8.0,

@@ -51,7 +51,8 @@ fn text_prompts_go_through_the_template_on_request_and_else_as_in_the_job_that_e
     let both = ["generate", "--model", "model", "--prompt", "a", "--chat-template", "--no-chat-template"];
     fixture.run(&both).refused(2, &["--chat-template excludes --no-chat-template"]);
 
-    let job = ["job.kind=sft", "data.prompts=[\"learned.jsonl\"]", "job.steps=1", "job.dir=chat", "data.eval_split=\"\""];
+    let job =
+        ["job.kind=sft", "data.prompts=[\"learned.jsonl\"]", "job.steps=1", "job.dir=chat", "data.eval_split=\"\""];
     let keys = ["data.label_key=\"\"", "data.prompt_split=\"\"", "eval.every_steps=0", "sft.minibatch_samples=1"];
     let template = ["data.chat_template=true", "data.chat_template_args={mood=\"glad\"}"];
     fixture.job(&[&job[..], &keys, &template].concat()).well();
@@ -86,7 +87,6 @@ fn log_probabilities_and_rewards_of_texts_are_those_of_the_tokens_that_a_job_lea
     assert_ne!(of(&row, &["--no-chat-template"]).0, tokens);
     let line = ["logprobs", "--model", "model", "--input", "learned.jsonl"];
     fixture.run(&line).well().assert(0, &[NOT_TAKEN]);
-
 
     let job = ["job.dir=critic-run", "job.steps=1"];
     fixture.job(&job).well();

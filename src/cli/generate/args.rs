@@ -12,6 +12,8 @@ use argh::FromArgs;
 use std::path::PathBuf;
 
 /// Generate responses: one JSON line per prompt in, one JSON line per response out, in the same order.
+// Each flag is an option of its own.
+#[expect(clippy::struct_excessive_bools)]
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "generate")]
 #[argh(
@@ -134,11 +136,7 @@ const BEAMS_MAX: usize = 256;
 impl Args {
     /// What the options say about the chat template.
     pub fn template(&self) -> Template<'_> {
-        Template {
-            is_wanted: self.chat_template,
-            is_unwanted: self.no_chat_template,
-            args: &self.chat_template_args,
-        }
+        Template { is_wanted: self.chat_template, is_unwanted: self.no_chat_template, args: &self.chat_template_args }
     }
 
     /// The sampling configuration that the options set.

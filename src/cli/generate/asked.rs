@@ -141,7 +141,8 @@ impl<'a> Asker<'a> {
             }
         }
         settings.config.check().and_then(|()| self.args.check(&settings.config)).map_err(of_row)?;
-        settings.stop = Arc::new(Stop::of_model(&settings.config, &self.arch.eos_tokens, self.texts.tokenizer.as_ref()));
+        settings.stop =
+            Arc::new(Stop::of_model(&settings.config, &self.arch.eos_tokens, self.texts.tokenizer.as_ref()));
         settings.edits = Arc::new(changed);
         Ok(settings)
     }
