@@ -110,8 +110,11 @@ const NEEDS: &[Need<Config>] = &[
     ("optim.actor.floor_ratio", "a schedule that falls", |c| c.optim.actor.schedule != Schedule::Constant),
     ("optim.critic.floor_ratio", "a schedule that falls", |c| c.optim.critic.schedule != Schedule::Constant),
 
-    ("eval.every_steps", "a job that trains, and data.eval_split or data.eval_sets", |c| trains(c) && has_held_out(c)),
-    ("eval", "evaluations: eval.every_steps above 0 and data.eval_split, or an eval job", evaluates),
+    // 0 turns evaluations off, where there are none, too.
+    ("eval.every_steps", "a job that trains, and data.eval_split or data.eval_sets",
+        |c| c.eval.every_steps == 0 || trains(c) && has_held_out(c)),
+    ("eval.samples_max eval.patience eval.correct_at eval.samples_per_prompt eval.pass_at eval.temperature eval.beams",
+        "evaluations: eval.every_steps above 0 and data.eval_split, or an eval job", evaluates),
     ("eval.correct_at eval.samples_per_prompt eval.pass_at eval.temperature eval.beams",
         "a job that samples: ppo, eval or on-policy distill", Config::samples),
     ("eval.pass_at", "eval.temperature above 0", |c| c.eval.draws() || !trains(c)),
@@ -280,7 +283,6 @@ mod tests {
         ("gradient", "order recompute"),
         ("optim.actor", "lr betas eps weight_decay decay_vectors clip_norm schedule warmup_ratio ema_beta"),
         ("optim.critic", "lr betas eps weight_decay decay_vectors clip_norm schedule warmup_ratio ema_beta"),
-        ("eval", "samples_max"),
         ("checkpoint", "every_steps keep_last best_metric max_hours changed_inputs"),
         ("metrics", "tensorboard report"),
     ];
@@ -348,6 +350,7 @@ mod tests {
         ("job.kind=ppo ppo.kl_in=none ppo.kl_coef=0.0", &[]),
         ("job.kind=ppo data.eval_split=test", &[("data.eval_split", "never evaluated")]),
         ("job.kind=ppo data.eval_split=test eval.every_steps=5", &[]),
+        ("job.kind=ppo eval.every_steps=0", &[]),
         ("job.kind=eval data.eval_split=test", &[]),
         (
             "job.kind=ppo eval.every_steps=5 eval.samples_max=9",
