@@ -10,7 +10,7 @@ use crate::text::{Tokenizer, kind_of};
 use serde_json::Value;
 use std::path::Path;
 
-/// What the command line says about the chat template.
+/// The options of the command line that concern the chat template.
 pub struct Template<'a> {
     /// `--chat-template`.
     pub is_wanted: bool,
@@ -62,7 +62,9 @@ impl Texts {
         let given: Vec<&str> = keys.into_iter().filter(|key| row.get(*key).is_some_and(|v| !v.is_null())).collect();
         let &[key] = &given[..] else {
             let what = if given.is_empty() { "none".into() } else { given.join(" and ") };
-            return Err(Error::data(format!("a row must have exactly one of {} (got {what})", keys.join(", "))));
+            return Err(Error::data(format!(
+                "a row must have exactly one of prompt, messages and tokens (got {what})"
+            )));
         };
         match (key, &row[key]) {
             ("tokens", _) => rows::tokens(row, key),

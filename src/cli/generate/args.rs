@@ -134,7 +134,7 @@ pub struct Args {
 const BEAMS_MAX: usize = 256;
 
 impl Args {
-    /// What the options say about the chat template.
+    /// The options that concern the chat template.
     pub fn template(&self) -> Template<'_> {
         Template { is_wanted: self.chat_template, is_unwanted: self.no_chat_template, args: &self.chat_template_args }
     }
