@@ -59,10 +59,15 @@ fn is_obeyed(c: char) -> bool {
     (c.is_control() && !['\n', '\t'].contains(&c)) || is_direction
 }
 
-/// Whether this process's standard output is shown on a terminal: its own, or the terminal of the launcher.
+/// Whether this process's standard output is shown on a terminal: its own, or the terminal of the launcher. A rank's own
+/// does not count, because Open MPI gives each rank a pseudo-terminal, also if its own output goes to a file.
 pub fn shows_stdout() -> bool {
     static SHOWS: OnceLock<bool> = OnceLock::new();
-    *SHOWS.get_or_init(|| io::stdout().is_terminal() || of_launcher(1).is_some())
+    *SHOWS.get_or_init(|| if is_launched() { of_launcher(1).is_some() } else { io::stdout().is_terminal() })
+}
+
+fn is_launched() -> bool {
+    ["OMPI_COMM_WORLD_RANK", "PMI_RANK"].into_iter().any(|name| std::env::var_os(name).is_some())
 }
 
 /// Whether this process's standard error is shown on a terminal: its own, or the terminal of the launcher (`mpirun`, on
@@ -73,7 +78,9 @@ pub fn shows_stderr() -> bool {
 
 /// The terminal that the launcher of this rank has as its standard output (1) or standard error (2).
 pub fn of_launcher(stream: u8) -> Option<File> {
-    std::env::var_os("OMPI_COMM_WORLD_RANK").or_else(|| std::env::var_os("PMI_RANK"))?;
+    if !is_launched() {
+        return None;
+    }
     let parent = std::os::unix::process::parent_id();
     // The link is read first, because opening a pipe of another process would block.
     let target = fs::read_link(format!("/proc/{parent}/fd/{stream}")).ok()?;
