@@ -199,7 +199,8 @@ table! {
     MEMORY_PLANNED_BYTES = "memory_planned_bytes", "memory", Bytes,
         "Memory that the plan expects on the fullest rank, as in banner and summary. Compare it with memory_peak_bytes - memory_start_bytes.";
     MEMORY_PEAK_BYTES = "memory_peak_bytes", "memory", Bytes,
-        "Peak memory of the largest rank since the checks of the start. On a CPU resident memory, on a GPU memory in use there.";
+        "Peak memory of the largest rank since the checks of the start. On a CPU resident memory, on a GPU memory in use there. \
+         It rises with the longest step so far, because buffers are kept for reuse.";
     MEMORY_ARENA_PEAK_BYTES = "memory_arena_peak_bytes", "memory", Bytes,
         "Peak use of the planned arena on the largest rank so far. With a GPU, of the arena there.";
     MEMORY_HOST_PEAK_BYTES = "memory_host_peak_bytes", "memory", Bytes,
