@@ -21,7 +21,8 @@ use crate::error::{Error, Result, format_bytes};
 use crate::sys::map::Map as FileMap;
 use crate::sys::sandbox;
 
-/// Rows decoded at once from a Parquet file. The writer of an Arrow stream sets its batch size.
+/// Rows decoded at once from a Parquet file, and handed on at once from a batch of an Arrow stream, which can have any
+/// number of them.
 const BATCH_ROWS: usize = 1024;
 /// The memory for decoding them. Fewer rows are decoded at once if they need more.
 const BATCH_BYTES_MAX: usize = 512 << 20;
@@ -31,7 +32,11 @@ const VALUE_BYTES: usize = size_of::<Value>();
 const END: [u8; 8] = [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0];
 
 /// The batches of a file, one after another.
-pub struct Batches(Box<dyn Iterator<Item = Result<RecordBatch>>>);
+pub struct Batches {
+    decoded: Box<dyn Iterator<Item = Result<RecordBatch>>>,
+    /// The rows of the last batch that were not handed on.
+    rest: Option<RecordBatch>,
+}
 
 impl Batches {
     pub fn parquet(path: &Path) -> Result<Self> {
@@ -65,7 +70,8 @@ impl Batches {
         }))
     }
 
-    /// A stream as `save_to_disk` of Hugging Face's datasets writes it.
+    /// A stream as `save_to_disk` of Hugging Face's datasets writes it. Its columns stay in the mapped file, because
+    /// compressed ones are refused: few bytes cannot decode to gigabytes.
     pub fn arrow(path: &Path) -> Result<Self> {
         let map = FileMap::open(path)?;
         let bytes = map.len();
@@ -106,17 +112,23 @@ impl Batches {
     /// Batches up to the first error.
     fn until_an_error(mut next: impl FnMut() -> Result<Option<RecordBatch>> + 'static) -> Self {
         let mut is_done = false;
-        Self(Box::new(std::iter::from_fn(move || {
+        let decoded = Box::new(std::iter::from_fn(move || {
             let batch = if is_done { None } else { next().transpose() };
             is_done = !matches!(batch, Some(Ok(_)));
             batch
-        })))
+        }));
+        Self { decoded, rest: None }
     }
 
-    /// The next batch that has rows.
+    /// The next rows, at most `BATCH_ROWS`. None after the last one.
     pub fn next_batch(&mut self) -> Result<Option<Arc<RecordBatch>>> {
         let has_rows = |batch: &Result<RecordBatch>| batch.as_ref().map_or(true, |batch| batch.num_rows() > 0);
-        Ok(self.0.find(has_rows).transpose()?.map(Arc::new))
+        let next = self.rest.take().map(Ok).or_else(|| self.decoded.find(has_rows)).transpose()?;
+        Ok(next.map(|batch| {
+            let n = batch.num_rows().min(BATCH_ROWS);
+            self.rest = (batch.num_rows() > n).then(|| batch.slice(n, batch.num_rows() - n));
+            Arc::new(batch.slice(0, n))
+        }))
     }
 }
 
@@ -166,6 +178,11 @@ fn guarded<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
 }
 
 fn damaged(rows: usize, byte: Option<usize>, error: &ArrowError) -> Error {
+    if error.to_string().contains("IPC decompression requires") {
+        return Error::data("the Arrow stream is compressed").hint(
+            "write it without the option `compression`, with save_to_disk of Hugging Face's datasets, or as Parquet",
+        );
+    }
     let at = byte.map_or(String::new(), |byte| format!(", byte {byte}"));
     Error::data(format!("damaged after row {rows}{at}: {error}"))
 }

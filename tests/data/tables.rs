@@ -1,8 +1,11 @@
 //! Parquet files and folders of `save_to_disk`, compared with JSONL of the same rows (`tests/golden/rows.py`).
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use arrow_array::{ArrayRef, NullArray, RecordBatch};
+use arrow_ipc::writer::StreamWriter;
 use rlhf_hpc::config::data::DataConfig;
 use rlhf_hpc::data::input::{RawRow, RowReader, input_files};
 use rlhf_hpc::data::{PairRow, Part};
@@ -128,6 +131,7 @@ fn what_holds_no_rows_of_text_is_refused_by_name() {
         (fixture.path("foreign"), &["foreign: ", "\"../rows.arrow\" is not the name of a file in this folder"]),
         (fixture.path("lacking"), &["data-00001-of-00002.arrow"]),
         (fixture.path("other.arrow"), &["other.arrow: ", "not an Arrow stream"]),
+        (golden("zstd.arrow"), &["zstd.arrow: ", "the Arrow stream is compressed"]),
         (fixture.path("other.parquet"), &["other.parquet: ", "not a complete Parquet file"]),
         (fixture.path("none.parquet"), &["none.parquet: ", "not a complete Parquet file (0 bytes)"]),
         (fixture.path("random.arrow"), &["random.arrow: ", "must be an Arrow stream (got the Arrow file format)"]),
@@ -135,4 +139,18 @@ fn what_holds_no_rows_of_text_is_refused_by_name() {
         let error = shard(&fixture, path.to_str().unwrap(), Part::Prompt, &config("")).unwrap_err();
         assert!(words.iter().all(|words| error.message.contains(words)), "{error}");
     }
+}
+
+#[test]
+fn a_batch_of_any_number_of_rows_is_read_in_parts() {
+    let fixture = Fixture::new();
+    let path = fixture.path("nulls.arrow");
+    let columns = [("text", Arc::new(NullArray::new(1 << 40)) as ArrayRef)];
+    let batch = RecordBatch::try_from_iter_with_nullable(columns.map(|(name, column)| (name, column, true))).unwrap();
+    let mut writer = StreamWriter::try_new(File::create(&path).unwrap(), &batch.schema()).unwrap();
+    writer.write(&batch).unwrap();
+    writer.finish().unwrap();
+    assert!(fs::metadata(&path).unwrap().len() < 1000);
+    let mut rows = RowReader::open(&path).unwrap();
+    assert!((0..3).all(|_| rows.next_rows().unwrap().len() == 1024));
 }

@@ -7,6 +7,7 @@
   zstd.parquet      the first rows, with zstd; gzip.parquet with gzip
   saved/            save_to_disk, two Arrow streams
   splits/           save_to_disk of a DatasetDict: train and test
+  zstd.arrow        the first rows as an Arrow stream, with zstd
   image.parquet     a column that is not text
 """
 
@@ -63,6 +64,8 @@ def main():
     small = table.select(["prompt", "response", "answer"]).slice(0, 3)
     pq.write_table(small, OUT / "zstd.parquet", compression="zstd")
     pq.write_table(small, OUT / "gzip.parquet", compression="gzip")
+    with pa.ipc.new_stream(OUT / "zstd.arrow", small.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as out:
+        out.write_table(small)
     image = small.append_column("image", pa.array([{"bytes": b"\x00\xff", "path": "a.png"}] * 3))
     pq.write_table(image, OUT / "image.parquet")
     data = datasets.Dataset(table)
