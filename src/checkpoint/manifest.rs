@@ -83,11 +83,12 @@ impl Manifest {
     }
 }
 
-/// Checks that a file name is plain: no directories, not hidden, not the manifest itself.
+/// Checks that a file lies in the checkpoint, or in a folder of it: a plain name or two, not hidden, not the manifest
+/// itself.
 pub(super) fn check_name(name: &str) -> Result<()> {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-    if name.is_empty() || name.starts_with('.') || name == NAME || !name.chars().all(plain) {
-        return Err(Error::data(format!("'{name}' is not a plain file name")));
+    let is_plain = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains(char::is_control);
+    if name == NAME || name.split('/').count() > 2 || !name.split('/').all(is_plain) {
+        return Err(Error::data(format!("{name:?} is not the name of a file in a checkpoint")));
     }
     Ok(())
 }

@@ -78,9 +78,14 @@ fn begin(root: &Path, partial: &Path, bytes: u64) -> Result<()> {
 }
 
 fn write_own(partial: &Path, files: &[(String, Payload)]) -> Result<Vec<Entry>> {
-    let write = |(name, payload): &(String, Payload)| check_name(name).and_then(|()| payload.write(partial, name));
-    let entries = files.iter().map(write).collect::<Result<_>>()?;
-    fsync_dir(partial)?;
+    let mut entries = Vec::new();
+    for (name, payload) in files {
+        check_name(name)?;
+        create_dir_all(parent(&partial.join(name)))?;
+        entries.push(payload.write(partial, name)?);
+    }
+    let folders: HashSet<PathBuf> = files.iter().map(|(name, _)| parent(&partial.join(name)).to_owned()).collect();
+    folders.iter().try_for_each(|folder| fsync_dir(folder))?;
     Ok(entries)
 }
 

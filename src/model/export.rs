@@ -167,7 +167,8 @@ pub fn check_target(out: &Path) -> Result<()> {
     for entry in entries {
         let name = entry.map_err(|e| Error::io("read", out, &e))?.file_name();
         let name = name.to_string_lossy();
-        let ours = small_files::names().chain(["model.safetensors.index.json", TEMPLATES_DIR]).any(|file| file == name)
+        let others = ["config.json", GENERATION, "model.safetensors.index.json", TEMPLATES_DIR];
+        let ours = TOKENIZER_FILES.iter().chain(&others).any(|file| *file == name)
             || (name.starts_with("model") && name.ends_with(".safetensors"));
         if !ours {
             return Err(Error::usage(format!(
@@ -205,15 +206,14 @@ fn swap(fresh: &Path, out: &Path) -> Result<()> {
 fn write_words(dir: &Path, arch: &Arch, head: Head, dtype: DType, tokenizer_dir: Option<&Path>) -> Result<()> {
     write_json(&dir.join("config.json"), &Value::Object(config(arch, head, dtype)))?;
     if let Some(from) = tokenizer_dir {
-        for name in TOKENIZER_FILES {
-            if let Some(file) = small_files::own(from, Path::new(name))? {
+        for name in small_files::of_tokenizer(from)? {
+            if let Some(file) = small_files::own(from, &name)? {
                 copy(&file, &dir.join(name))?;
             }
         }
-        copy_templates(from, &dir.join(TEMPLATES_DIR))?;
     }
     if head == Head::LanguageModel {
-        let own = tokenizer_dir.map(|from| small_files::own(from, Path::new(GENERATION))).transpose()?.flatten();
+        let own = tokenizer_dir.map(|from| small_files::own(from, GENERATION)).transpose()?.flatten();
         let kept = own.map(|file| read_object(&file)).transpose()?.flatten();
         let mut generation = kept.unwrap_or_else(|| generation_config(arch));
         let named = Reader::of(GENERATION, &generation).tokens("eos_token_id")?;
@@ -225,18 +225,8 @@ fn write_words(dir: &Path, arch: &Arch, head: Head, dtype: DType, tokenizer_dir:
     Ok(())
 }
 
-/// Copies the chat templates that have names of their own.
-fn copy_templates(from: &Path, to: &Path) -> Result<()> {
-    for name in small_files::templates(from)? {
-        if let Some(file) = small_files::own(from, &name)? {
-            fs::create_dir_all(to).map_err(|e| Error::io("create", to, &e))?;
-            copy(&file, &to.join(name.file_name().unwrap_or_default()))?;
-        }
-    }
-    Ok(())
-}
-
 fn copy(from: &Path, to: &Path) -> Result<()> {
+    files::create_dir_all(parent(to))?;
     write_atomic(to, &files::read(from).map_err(|e| Error::io("read", from, &e))?)
 }
 

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::sys::{files, stderr};
 use std::path::{Path, PathBuf};
 
-/// Tokenizer files, which are copied if they exist.
+/// Tokenizer files that are copied if they exist, in addition to the files of `templates`.
 pub const TOKENIZER_FILES: [&str; 10] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -25,9 +25,20 @@ pub const TOKENIZER_FILES: [&str; 10] = [
 /// The folder of chat templates that are not the default: a file `NAME.jinja` for each.
 pub const TEMPLATES_DIR: &str = "additional_chat_templates";
 
-/// The small files of a model directory: configuration and tokenizer.
-pub fn names() -> impl Iterator<Item = &'static str> {
-    ["config.json", GENERATION].into_iter().chain(TOKENIZER_FILES)
+/// The files of a model directory that belong to its tokenizer and may exist. Names have `/` for a folder.
+///
+/// # Errors
+/// `Io` if the folder of chat templates cannot be listed.
+pub fn of_tokenizer(dir: &Path) -> Result<Vec<String>> {
+    Ok(TOKENIZER_FILES.map(str::to_owned).into_iter().chain(templates(dir)?).collect())
+}
+
+/// The small files of a model directory that may exist: configuration and tokenizer.
+///
+/// # Errors
+/// As `of_tokenizer`.
+pub fn names(dir: &Path) -> Result<Vec<String>> {
+    Ok(["config.json", GENERATION].map(str::to_owned).into_iter().chain(of_tokenizer(dir)?).collect())
 }
 
 /// The file `name` of the model directory `dir`, without links. None if it does not exist, or if it is not the model's
@@ -37,12 +48,12 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 ///
 /// # Errors
 /// `Io` if a link cannot be resolved.
-pub fn own(dir: &Path, name: &Path) -> Result<Option<PathBuf>> {
+pub fn own(dir: &Path, name: &str) -> Result<Option<PathBuf>> {
     let path = dir.join(name);
     let Some(file) = files::if_any(&path, Path::canonicalize)? else { return Ok(None) };
     let own = dir.canonicalize().map_err(|e| Error::io("resolve", dir, &e))?;
     let is_own = file.starts_with(&own) || blobs(&own).is_some_and(|blobs| file.starts_with(blobs));
-    if is_own || name.as_os_str() == "config.json" {
+    if is_own || name == "config.json" {
         return Ok(Some(file));
     }
     stderr::warn_once(&format!(
@@ -54,15 +65,14 @@ pub fn own(dir: &Path, name: &Path) -> Result<Option<PathBuf>> {
     Ok(None)
 }
 
-/// The files of a directory's chat templates that have names of their own.
-///
-/// # Errors
-/// `Io` if their folder cannot be listed.
-pub(super) fn templates(dir: &Path) -> Result<Vec<PathBuf>> {
+/// The files of a directory's chat templates that have names of their own, in the order of their names.
+fn templates(dir: &Path) -> Result<Vec<String>> {
     let list = |path: &Path| path.read_dir()?.map(|entry| Ok(entry?.file_name())).collect::<std::io::Result<Vec<_>>>();
     let names = files::if_any(&dir.join(TEMPLATES_DIR), list)?.unwrap_or_default();
-    let paths = names.into_iter().map(|name| Path::new(TEMPLATES_DIR).join(name));
-    Ok(paths.filter(|path| path.extension().is_some_and(|end| end == "jinja")).collect())
+    let names = names.iter().filter_map(|name| name.to_str().filter(|name| name.strip_suffix(".jinja").is_some()));
+    let mut names: Vec<String> = names.map(|name| format!("{TEMPLATES_DIR}/{name}")).collect();
+    names.sort_unstable();
+    Ok(names)
 }
 
 /// Warns of the files of a model directory that exports will not contain.
@@ -70,8 +80,7 @@ pub(super) fn templates(dir: &Path) -> Result<Vec<PathBuf>> {
 /// # Errors
 /// `Io` if a link cannot be resolved.
 pub fn warn_of_foreign(dir: &Path) -> Result<()> {
-    let names = TOKENIZER_FILES.into_iter().chain([GENERATION]).map(PathBuf::from);
-    names.chain(templates(dir)?).try_for_each(|name| own(dir, &name).map(drop))
+    names(dir)?.iter().try_for_each(|name| own(dir, name).map(drop))
 }
 
 /// Where the files of a snapshot in Hugging Face's cache lie: `models--ORG--NAME/snapshots/REVISION` has links to
@@ -130,7 +139,7 @@ mod tests {
             ("hub/models--a--b/snapshots/r1", "outside", None),
             ("other/snapshots/r1", "blob", None),
         ] {
-            let found = own(&at(dir), Path::new(name)).unwrap();
+            let found = own(&at(dir), name).unwrap();
             let target = target.map(|target| at(target).canonicalize().unwrap());
             assert_eq!(found, target, "{dir}/{name}");
         }

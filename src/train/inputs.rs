@@ -34,7 +34,7 @@ impl Hashed {
         let reading = Reading { config, part, tokenizer, vocabulary };
         let prepared = data::prepare(reading, &shards, &mut hashes, &run.ranks.all)?;
         let mut hashed = Self { hashes, inputs: Inputs::new() };
-        let found = hashed.add(run, || prepared.files(config))?;
+        let found = hashed.add(run, || Ok(prepared.files(config)))?;
         run.ranks.all.agree(prepared.check(config, &found))?;
         Ok((prepared, hashed))
     }
@@ -43,15 +43,17 @@ impl Hashed {
     /// call this.
     pub fn all(mut self, run: &Run, models: &[JobModel]) -> Result<Inputs> {
         let is_needed = !run.dry_run || run.checkpoints().exists();
-        self.add(run, || if is_needed { models_and_rewards(&run.config, models) } else { Vec::new() })?;
+        self.add(run, || if is_needed { models_and_rewards(&run.config, models) } else { Ok(Vec::new()) })?;
         let is_saver = run.ranks.world.rank == 0 && !run.dry_run;
         run.ranks.all.agree(if is_saver { self.hashes.save(&run.dir.join(INPUTS)) } else { Ok(()) })?;
         Ok(self.inputs)
     }
 
     /// Hashes the files that the first rank lists, because other hosts may still see an older listing.
-    fn add(&mut self, run: &Run, list: impl Fn() -> Vec<SourceFile>) -> Result<BTreeMap<PathBuf, FileHash>> {
-        let files = records::of_first(&run.ranks.all, list);
+    fn add(&mut self, run: &Run, list: impl Fn() -> Result<Vec<SourceFile>>) -> Result<BTreeMap<PathBuf, FileHash>> {
+        let is_first = run.ranks.all.rank() == 0;
+        let listed = run.ranks.all.agree(if is_first { list() } else { Ok(Vec::new()) })?;
+        let files = records::of_first(&run.ranks.all, || listed);
         let paths: Vec<PathBuf> = files.iter().map(|file| file.path.clone()).collect();
         let found = self.hashes.of(&paths, &run.ranks.all)?;
         for SourceFile { key, file, path } in files.into_iter().filter(|file| !file.key.is_empty()) {
@@ -62,12 +64,12 @@ impl Hashed {
 }
 
 /// The existing files of models and rewards.
-fn models_and_rewards(config: &Config, models: &[JobModel]) -> Vec<SourceFile> {
+fn models_and_rewards(config: &Config, models: &[JobModel]) -> Result<Vec<SourceFile>> {
     let mut files = Vec::new();
     for (i, JobModel { spec, .. }) in models.iter().enumerate() {
         // The tokenizer is the first model's.
-        let small: Vec<&str> = if i == 0 { small_files::names().collect() } else { vec!["config.json"] };
-        for name in small.into_iter().map(str::to_owned).chain(weight_files(&spec.dir)) {
+        let small = if i == 0 { small_files::names(&spec.dir)? } else { vec!["config.json".to_owned()] };
+        for name in small.into_iter().chain(weight_files(&spec.dir)) {
             // Several models of a role are numbered.
             let same = models[..i].iter().filter(|other| other.spec.role == spec.role).count();
             let number = if same > 0 { format!("[{same}]") } else { String::new() };
@@ -81,7 +83,7 @@ fn models_and_rewards(config: &Config, models: &[JobModel]) -> Vec<SourceFile> {
         files.push(SourceFile { key, file: String::new(), path });
     }
     files.retain(|file| file.path.is_file());
-    files
+    Ok(files)
 }
 
 /// Every start reads the reward again, like the learning rate.

@@ -95,9 +95,9 @@ pub fn save(
 /// config.json and the tokenizer files. With them a checkpoint can be exported without the directory it began from.
 fn side_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     let mut files = Vec::new();
-    for name in small_files::names() {
-        if let Some(path) = small_files::own(dir, Path::new(name))? {
-            files.push((name.to_string(), std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?));
+    for name in small_files::names(dir)? {
+        if let Some(path) = small_files::own(dir, &name)? {
+            files.push((name, std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?));
         }
     }
     Ok(files)

@@ -397,9 +397,13 @@ fn generated_rows_are_scored_and_selected_with_all_their_fields_as_rows_to_train
 #[test]
 fn the_export_of_a_checkpoint_is_that_of_the_run_and_a_damaged_one_is_not_exported() {
     let fixture = Fixture::new();
+    let of_tools = "additional_chat_templates/tool_use (v2).jinja";
+    fixture.write(&format!("model/{of_tools}"), "{{ messages }}");
     fixture.job(&[]).well();
     fixture.run(&["export", "run/checkpoints/step-2", "--out", "again"]).well();
-    assert!(fixture.read("again/model.safetensors") == fixture.read("run/export/model.safetensors"));
+    for file in ["model.safetensors", "tokenizer.json", of_tools] {
+        assert!(fixture.read(&format!("again/{file}")) == fixture.read(&format!("run/export/{file}")), "{file}");
+    }
     // A folder that holds something else is not overwritten.
     fixture.write("mine/notes.txt", "keep");
     fixture.run(&["export", "run", "--out", "mine"]).refused(2, &["mine"]);

@@ -133,9 +133,14 @@ fn inputs_of_other_contents_under_the_same_path_are_refused_by_name_or_accepted_
             .run()
             .assert(2, &["have changed since its checkpoint: ", words, "hint: ", "checkpoint.changed_inputs=accept"]);
     };
-    let changes: [(&dyn Fn(), &str); 4] = [
+    let of_tools = copy.join("additional_chat_templates");
+    let changes: [(&dyn Fn(), &str); 5] = [
         (&other_weights, weights),
         (&|| write(&copy.join("chat_template.jinja"), "{{ messages }}"), "model.actor (chat_template.jinja is new)\n"),
+        (
+            &|| std::fs::create_dir(&of_tools).map(|()| write(&of_tools.join("x y.jinja"), "")).expect("a folder"),
+            "model.actor (additional_chat_templates/x y.jinja is new)\n",
+        ),
         (&|| remove("tokenizer_config.json"), "model.actor (tokenizer_config.json is missing)\n"),
         (&|| write(&file, &other_digit(&rows)), "data.prompts[0]\n"),
     ];
