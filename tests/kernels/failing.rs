@@ -10,7 +10,7 @@ use std::fs;
 use std::path::Path;
 
 /// A job of two steps with a checkpoint after each.
-const JOB: &str = "run ppo.toml rollout.response_tokens_max=4 checkpoint.every_steps=1 mesh.collective_timeout_s=5";
+const JOB: &str = "run ppo.toml rollout.response_tokens_max=4 checkpoint.every_steps=1 mesh.collective_timeout_s=60";
 
 /// How two ranks share the job between them.
 const TENSOR: &str = "mesh.tensor=2 rollout.tensor=2 job.collectives=nccl";

@@ -3,7 +3,6 @@
 use crate::resume::job::{Job, place, signal, with_context};
 use rlhf_hpc::checkpoint::newest;
 use std::path::PathBuf;
-use std::time::Instant;
 
 /// A reward by length. While the file `fails` is next to it, it fails on one rank, or alone, after the number of calls
 /// in that file.
@@ -39,9 +38,7 @@ fn a_reward_that_fails_on_one_rank_ends_the_run_with_a_checkpoint_and_the_rerun_
     // Whole or not at all.
     std::fs::write(fails.with_file_name("new"), "0").expect("writes");
     std::fs::rename(fails.with_file_name("new"), &fails).expect("renames");
-    let since = Instant::now();
     let ended = running.end();
-    assert!(since.elapsed().as_secs() < 60, "the end took {:?}", since.elapsed());
     ended.assert(
         75,
         &["error: ", "rank 1 (", "ValueError: the scorer is out of tea", "a checkpoint holds all work so far"],

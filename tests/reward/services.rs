@@ -67,6 +67,8 @@ fn ends_as_declared(make: &dyn Fn(&str) -> Reward, what: &str, words: &str) {
 #[test]
 fn bad_behaviour_ends_as_declared_and_costs_no_other_response_its_score() {
     let server = Server::start();
+    // On a busy machine, a good answer may take seconds.
+    let limit = |words: &str| if words.contains("within 3 s") { "timeout_s = 3.0" } else { "timeout_s = 60.0" };
     std::thread::scope(|scope| {
         for &(fault, words) in PYTHON {
             scope.spawn(move || {
@@ -74,13 +76,14 @@ fn bad_behaviour_ends_as_declared_and_costs_no_other_response_its_score() {
                     "import os, time\ndef f(completions, **kwargs):\n    if 'bad' in completions:\n        {fault}\n    \
                      return [len(c) + 0.5 for c in completions]"
                 ));
-                let make = |more: &str| job.reward(&format!("python = \"reward.py\"\ntimeout_s = 3.0\n{more}")).unwrap();
+                let limit = limit(words);
+                let make = |more: &str| job.reward(&format!("python = \"reward.py\"\n{limit}\n{more}")).unwrap();
                 ends_as_declared(&make, fault, words);
             });
         }
         for &(mode, words) in HTTP {
             let url = server.url(&format!("{mode}/bad"));
-            let make = move |more: &str| at(&format!("\"{url}\""), &format!("timeout_s = 3.0\n{more}"));
+            let make = move |more: &str| at(&format!("\"{url}\""), &format!("{}\n{more}", limit(words)));
             scope.spawn(move || ends_as_declared(&make, mode, words));
         }
     });
