@@ -30,10 +30,14 @@ pub fn field<'a>(row: &'a Map<String, Value>, key: &str) -> Option<&'a Value> {
 }
 
 pub fn required<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a Value> {
-    field(row, key).ok_or_else(|| {
-        let there: Vec<&str> = row.keys().map(String::as_str).collect();
-        Error::data(format!("the row has no field {key:?}; it has: {}", there.join(", ")))
-    })
+    field(row, key).ok_or_else(|| missing(row, key))
+}
+
+/// The error for a missing field.
+pub fn missing(row: &Map<String, Value>, key: &str) -> Error {
+    let there: Vec<&str> = row.keys().map(String::as_str).collect();
+    let there = if there.is_empty() { "it has none".to_owned() } else { format!("it has: {}", there.join(", ")) };
+    Error::data(format!("the row has no field {key:?}; {there}"))
 }
 
 pub fn token_ids(key: &str, items: &[Value]) -> Result<Vec<u32>> {

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::fields::{Part, field, token_ids};
+use super::fields::{self, Part, field, token_ids};
 use crate::config::data::DataConfig;
 use crate::error::{Error, Result};
 use crate::text::kind_of;
@@ -291,8 +291,7 @@ fn turns_in(text: &str) -> Option<Vec<Value>> {
 
 /// The error for a missing field, with the keys to set if other fields have usual names.
 pub(super) fn missing(row: &Map<String, Value>, config: &DataConfig, part: Part, key: &str) -> Error {
-    let there: Vec<&str> = row.keys().map(String::as_str).collect();
-    let error = Error::data(format!("the row has no field {key:?}; it has: {}", there.join(", ")));
+    let error = fields::missing(row, key);
     let DataConfig { prompt_key, response_key, chosen_key, rejected_key, messages_key, .. } = config;
     let keys = [prompt_key, response_key, chosen_key, rejected_key];
     let used: &[usize] = match part {
@@ -320,7 +319,7 @@ pub(super) fn missing(row: &Map<String, Value>, config: &DataConfig, part: Part,
         () if part != Part::Pair && row.contains_key("chosen") && row.contains_key("rejected") => {
             error.hint("pairs are for jobs such as dpo and reward_model, and for shard --pairs")
         }
-        () if part != Part::Text && there == ["text"] => {
+        () if part != Part::Text && row.keys().eq(["text"]) => {
             error.hint("texts without a prompt are for data.pretrain, and for shard --text")
         }
         () => error,
