@@ -94,7 +94,8 @@ fn names_that_lead_elsewhere_and_names_given_twice_are_refused() {
     let root = tempfile::tempdir().expect("a directory");
     save_step(root.path(), 1, 3).expect("saves");
     let elsewhere =
-        ["", "..", "../x", "a/b", "/etc/passwd", ".hidden", "manifest.json", "a\0b", "a b"].map(|name| vec![name]);
+        ["", "..", "../x", "a/../b", "a/b/c", "a/", "/etc/passwd", ".hidden", "a/.b", "manifest.json", "a\0b"];
+    let elsewhere = elsewhere.map(|name| vec![name]);
     for files in elsewhere.into_iter().chain([vec!["a.bin", "a.bin"]]) {
         let files: Vec<(String, Payload)> = files.into_iter().map(|n| (n.to_string(), Payload::bytes(b"x"))).collect();
         save(root.path(), &Group::one(), &files, manifest(2, json!({})), Keep::default()).expect_err("refused");
