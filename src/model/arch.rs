@@ -86,6 +86,14 @@ impl Arch {
                 arch.eos_tokens = tokens;
             }
         }
+        let vocabulary = arch.vocabulary;
+        let outside: Vec<u32> = arch.eos_tokens.extract_if(.., |id| *id as usize >= vocabulary).collect();
+        if !outside.is_empty() {
+            stderr::warn_once(&format!(
+                "{}: eos_token_id names {outside:?}, but the vocabulary has {vocabulary} tokens: no response can end with them",
+                dir.display()
+            ));
+        }
         config_json::warn(dir, &config, arch.family.windows != Windows::Never);
         if dir.join("adapter_config.json").exists() {
             stderr::warn_once(&format!(

@@ -227,11 +227,19 @@ fn check(request: &Request, model: &Model) -> Result<()> {
         let message = format!("prompt {id}: {prompt} + {new} tokens exceed the model's context of {}", arch.context);
         return Err(Error::usage(message).hint("shorten the prompt or the response"));
     }
-    if let Some(token) = request.tokens.iter().chain(&request.stop.tokens).find(|&&t| t as usize >= arch.vocabulary) {
+    let is_outside = |token: &&u32| **token as usize >= arch.vocabulary;
+    if let Some(token) = request.tokens.iter().find(is_outside) {
         return Err(Error::usage(format!(
             "prompt {id}: token {token} is outside the vocabulary of {} tokens",
             arch.vocabulary
         )));
+    }
+    if let Some(token) = request.stop.tokens.iter().find(is_outside) {
+        let message = format!("the stop token {token} is outside the model's vocabulary of {} tokens", arch.vocabulary);
+        return Err(Error::usage(message).hint(
+            "correct eos_token_id in the model's generation_config.json or config.json, eos_token in \
+             tokenizer_config.json or special_tokens_map.json, or rollout.stop_token_ids",
+        ));
     }
     if !request.stop.strings.is_empty() && model.tokenizer.is_none() {
         return Err(Error::usage("stop texts need a tokenizer, but the model directory has none")

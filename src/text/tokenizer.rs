@@ -73,10 +73,11 @@ impl Tokenizer {
         if of_model.is_empty() {
             of_model = end_tokens(&small.config).map_err(|e| e.within(dir.join("config.json").display()))?;
         }
-        of_model.retain(|id| !eos_ids.contains(id));
-        eos_ids.extend(of_model);
         let tokens = inner.get_vocab(true);
         let vocabulary = tokens.values().map(|id| *id as usize + 1).max().unwrap_or(0);
+        // Texts have no other tokens. The model may have more, and knows these end tokens itself.
+        of_model.retain(|id| (*id as usize) < vocabulary && !eos_ids.contains(id));
+        eos_ids.extend(of_model);
         let longest = tokens.keys().map(String::len).max().unwrap_or(0) as f64;
         let chat = ChatTemplate::find(dir, Some(&small.settings), small.special_tokens())?;
         let sha256 = hashed(&[&bytes, changes.as_bytes()]);

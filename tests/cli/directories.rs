@@ -114,13 +114,14 @@ fn ends(fixture: &Fixture, dir: &str, listed: &Value) {
 #[test]
 fn demonstrations_end_with_the_tokenizers_own_token_and_the_export_names_all_end_tokens() {
     let fixture = Fixture::new();
-    ends(&fixture, "model", &json!([4, 3]));
+    ends(&fixture, "model", &json!([4, 9999, 3]));
     fixture.jsonl("pairs.jsonl", &[json!({"prompt": "1+1=", "response": "2"})]);
     let shard =
         ["shard", "pairs.jsonl", "--tokenizer", "model", "--out", "x", "--response-key", "response", "--show", "1"];
     let shown = fixture.run(&shard).well();
     assert!(shown.stdout.contains("⟦2<|end|>⟧"), "{}", shown.stdout);
-    fixture.job(&["job.steps=1", "eval.every_steps=0"]).well();
+    let no_end = "eos_token_id names [9999], but the vocabulary has 272 tokens: no response can end with them";
+    fixture.job(&["job.steps=1", "eval.every_steps=0"]).assert(0, &[no_end]);
     for dir in ["run/export", "again"] {
         if dir == "again" {
             fixture.run(&["export", "run", "--out", "again"]).well();
