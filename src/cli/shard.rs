@@ -42,9 +42,9 @@ pub struct Args {
     #[argh(switch)]
     pub verify: bool,
 
-    /// field with the prompt (default: prompt)
-    #[argh(option, default = "String::from(\"prompt\")")]
-    pub prompt_key: String,
+    /// field with the prompt (default: prompt; with --text: text)
+    #[argh(option)]
+    pub prompt_key: Option<String>,
 
     /// field with the demonstration; without it, documents are prompts only
     #[argh(option)]
@@ -66,7 +66,7 @@ pub struct Args {
     #[argh(option, default = "Row::new()", from_str_fn(object))]
     pub chat_template_args: Row,
 
-    /// rows are plain text for data.pretrain, in the field --prompt-key; all tokens are trained on
+    /// rows are plain text for data.pretrain; all tokens are trained on
     #[argh(switch)]
     pub text: bool,
 
@@ -141,8 +141,10 @@ pub fn run(args: &Args) -> Result<()> {
     out::check_new([".bin", ".idx"].map(|suffix| file_of(out, suffix)).iter().map(AsRef::as_ref), args.force)?;
     let is_told = args.chat_template || args.chat_template_args.is_empty();
     Error::need(is_told, "--chat-template-args needs --chat-template")?;
+    let default = DataConfig::default();
+    let prompt_key = if args.text { default.pretrain_key } else { default.prompt_key };
     let config = DataConfig {
-        prompt_key: args.prompt_key.clone(),
+        prompt_key: args.prompt_key.clone().unwrap_or(prompt_key),
         response_key: args.response_key.clone().unwrap_or_else(|| "response".to_owned()),
         chosen_key: args.chosen_key.clone(),
         rejected_key: args.rejected_key.clone(),
