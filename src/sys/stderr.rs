@@ -28,9 +28,8 @@ pub fn note_once(text: &str) {
 
 fn once(text: String) {
     static PRINTED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-    if environment::launched_rank().unwrap_or(0) == 0 && !lock(&PRINTED).contains(&text) {
+    if environment::launched_rank().unwrap_or(0) == 0 && lock(&PRINTED).insert(text.clone()) {
         line(&text);
-        lock(&PRINTED).insert(text);
     }
 }
 
