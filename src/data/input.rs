@@ -74,6 +74,8 @@ impl RawRow {
                 Ok(row)
             }
             Ok(other) => Err(Error::data(format!("the line must be a JSON object (got {})", kind_of(&other)))),
+            Err(_) if std::str::from_utf8(line).is_err() => Err(Error::data("the line is not UTF-8 text")
+                .hint("convert the file: iconv -f ENCODING -t UTF-8 FILE > rows.jsonl (ENCODING is often CP1252)")),
             Err(e) => Err(Error::data(format!("not JSON: {e}"))),
         }
     }

@@ -85,6 +85,7 @@ impl Encoder<'_> {
             let text = required(row, &config.prompt_key).map_err(|_| self.missing(row, &config.prompt_key))?;
             return Ok(vec![self.text(&config.prompt_key, text)?]);
         }
+        shape::warn_of_unread(row, config, part);
         let parts = Parts::of(row, config, part)?;
         match part {
             Part::Pair => self.pair(row, &parts),
@@ -196,7 +197,9 @@ impl Encoder<'_> {
     /// Prompt and response. If a row has no response, its messages end with it.
     fn labelled(&self, row: &Map<String, Value>, parts: &Parts<'_>) -> Result<Vec<Vec<u32>>> {
         let config = self.reading.config;
-        let whole = parts.prompt.as_ref().filter(|prompt| matches!(prompt.content, Content::Messages(_)));
+        let is_whole =
+            |prompt: &&Field| matches!(&prompt.content, Content::Messages(all) if all.last().is_some_and(is_assistant));
+        let whole = parts.prompt.as_ref().filter(is_whole);
         let side = match (&parts.response, whole) {
             (Some(response), _) => self.side(row, parts, response)?,
             (None, Some(whole)) => self.side(row, &Parts::default(), whole)?,
@@ -334,9 +337,18 @@ fn rewrites() -> Error {
     )
 }
 
-/// The variables that a row and the job pass to the chat template in addition to the messages.
+/// The variables that a row and the job pass to the chat template in addition to the messages. The row's own are those of
+/// `chat_template_kwargs`, as in TRL, and `tools`.
 pub fn template_variables(row: &Map<String, Value>, args: &Map<String, Value>) -> Result<Map<String, Value>> {
     let mut variables = args.clone();
+    match row.get("chat_template_kwargs") {
+        None | Some(Value::Null) => {}
+        Some(Value::Object(own)) => variables.extend(own.clone()),
+        Some(other) => {
+            let what = kind_of(other);
+            return Err(Error::data(format!("field \"chat_template_kwargs\" must be an object (got {what})")));
+        }
+    }
     let tools = match row.get("tools") {
         None | Some(Value::Null) => return Ok(variables),
         // Arrow has one type per column, so schemas of different shapes are stored as strings.
@@ -405,18 +417,22 @@ fn truth(key: &str, value: &Value) -> Result<bool> {
     }
 }
 
-/// Checks labels of steps: strings of tokens, or numbers.
+/// Checks labels of steps: strings of tokens, or numbers. TRL has true for 1 and false for 0.
 fn step_labels(key: &str, value: &Value) -> Result<String> {
     let Value::Array(labels) = value else {
         return Err(Error::data(format!("field {key:?} must be a list of labels (got {})", kind_of(value))));
     };
+    let labels: Vec<Value> = labels
+        .iter()
+        .map(|label| label.as_bool().map_or_else(|| label.clone(), |is_right| u8::from(is_right).into()))
+        .collect();
     let is_soft = |label: &Value| label.as_f64().is_some_and(|p| (0.0..=1.0).contains(&p));
     match labels.iter().find(|label| !label.is_string() && !is_soft(label)) {
         _ if labels.is_empty() => Err(empty(key)),
         Some(label) => {
             Err(Error::data(format!("field {key:?} must hold strings, or numbers from 0 to 1 (got {label})")))
         }
-        None => Ok(value.to_string()),
+        None => Ok(Value::Array(labels).to_string()),
     }
 }
 

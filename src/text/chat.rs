@@ -16,7 +16,7 @@ use super::jinja;
 use crate::comm::abort;
 use crate::error::{Error, Kind, Result};
 use crate::sys::host::strftime;
-use crate::sys::{files, sandbox};
+use crate::sys::{files, sandbox, stderr};
 
 /// Instructions that one rendering may execute.
 const FUEL: u64 = 20_000_000;
@@ -109,7 +109,11 @@ impl ChatTemplate {
         context.extend(more.clone());
         let has_tools = context.get("tools").is_some_and(|tools| !tools.is_null());
         let name = if has_tools && self.environment.get_template(TOOL_USE).is_ok() { TOOL_USE } else { DEFAULT };
-        if self.environment.get_template(name).is_err() {
+        let found = self.environment.get_template(name);
+        if has_tools && found.as_ref().is_ok_and(|template| !template.source().contains("tools")) {
+            stderr::warn_once("the chat template does not print tools, so they do not become a part of prompts");
+        }
+        if found.is_err() {
             let names: Vec<&str> = self.environment.templates().map(|(name, _)| name).collect();
             return Err(Error::data(format!("no chat template is named default (there is {})", names.join(", ")))
                 .hint("save the template as chat_template.jinja in the model directory"));

@@ -101,6 +101,44 @@ fn rows_are_shown_as_the_model_sees_them_with_what_it_learns_marked() {
 }
 
 #[test]
+fn fields_that_say_more_about_a_prompt_are_named_if_they_do_not_become_a_part_of_it() {
+    let fixture = Fixture::new();
+    fixture.write("model/chat_template.jinja", "{{ mood }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}");
+    let tool = json!([{"type": "function", "function": {"name": "add"}}]);
+    let unread = |name: &str| format!("the rows have a field {name:?}, which does not become a part of their prompts");
+    for (name, value, shown) in [
+        ("system", json!("be brief"), [unread("system"), unread("system")]),
+        ("images", json!(["a.png"]), [unread("images"), unread("images")]),
+        ("tools", tool, [unread("tools"), "the chat template does not print tools".to_owned()]),
+        ("chat_template_kwargs", json!({"mood": "glad"}), [unread("chat_template_kwargs"), String::new()]),
+        ("context", json!(""), [String::new(), String::new()]),
+        ("note", json!("by hand"), [String::new(), String::new()]),
+    ] {
+        fixture.jsonl("more.jsonl", &[json!({"prompt": "1+1=", name: value}), json!({"prompt": "2+1=", name: value})]);
+        for (template, words) in [&[][..], &["--chat-template"]].into_iter().zip(shown) {
+            let line = ["shard", "more.jsonl", "--tokenizer", "model", "--out", "x", "--force", "--show", "1"];
+            let ended = fixture.run(&[&line[..], template].concat()).well();
+            let warnings = ended.stderr.lines().filter(|line| line.starts_with("warning: ")).count();
+            assert_eq!(warnings, usize::from(!words.is_empty()), "{name}: {}", ended.stderr);
+            assert!(ended.stderr.contains(&words), "{name}: {}", ended.stderr);
+            let is_glad = name == "chat_template_kwargs" && !template.is_empty();
+            assert_eq!(ended.stdout.contains("glad"), is_glad, "{}", ended.stdout);
+        }
+    }
+}
+
+#[test]
+fn texts_are_read_from_the_field_text_unless_another_is_named() {
+    let fixture = Fixture::new();
+    fixture.jsonl("texts.jsonl", &[json!({"text": "1+1=", "prompt": "3+4="})]);
+    let line = ["shard", "texts.jsonl", "--tokenizer", "model", "--out", "x", "--force", "--text", "--show", "1"];
+    for (more, text) in [(&[][..], "1+1="), (&["--prompt-key", "prompt"], "3+4=")] {
+        let shown = fixture.run(&[&line[..], more].concat()).well().stdout;
+        assert!(shown.contains(text), "{shown}");
+    }
+}
+
+#[test]
 fn a_parquet_file_that_is_not_whole_is_refused_by_name() {
     let fixture = Fixture::new();
     fixture.write("rows.parquet", "PAR1");

@@ -63,6 +63,7 @@ fn a_file_in_another_format_is_named_with_the_command_that_helps() {
         ("zstd.jsonl", &[0x28, 0xb5, 0x2f, 0xfd, 0][..], "zstd -d"),
         ("wide.jsonl", &[0xff, 0xfe, b'{', 0][..], "UTF-16"),
         ("table.jsonl", b"PAR1", "Parquet"),
+        ("latin.jsonl", b"{\"prompt\": \"caf\xe9\", \"answer\": 1}", "latin.jsonl:1: the line is not UTF-8 text"),
         ("cut.json", b"[{\"prompt\": \"a\"", "cut.json:1: the row has no end: the file was truncated"),
         ("open.json", b"[{\"prompt\": \"a\", \"answer\": 1}", "open.json:2: the list of rows has no end"),
         ("more.json", b"[{\"prompt\": \"a\", \"answer\": 1}] {}", "the list of rows must end the file"),

@@ -56,7 +56,11 @@ const BAD: &[(Part, &str, &str)] = &[
     (Steps, r#"{"prompt": "x", "label": "+"}"#, "\"label\" must be a list of labels (got a string)"),
     (Steps, r#"{"prompt": "x", "label": []}"#, "\"label\" is empty"),
     (Steps, r#"{"prompt": "x", "label": ["+", 1.5]}"#, "\"label\" must hold strings, or numbers from 0 to 1 (got 1.5)"),
-    (Steps, r#"{"prompt": "x", "label": [true]}"#, "\"label\" must hold strings, or numbers from 0 to 1 (got true)"),
+    (
+        Steps,
+        r#"{"prompt": "x", "label": [[true]]}"#,
+        "\"label\" must hold strings, or numbers from 0 to 1 (got [true])",
+    ),
     (Steps, r#"{"prompt": "", "label": ["+"]}"#, "\"prompt\" is empty"),
 ];
 

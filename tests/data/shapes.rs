@@ -48,6 +48,11 @@ fn the_shapes_of_public_data_sets_give_the_same_tokens() {
     }
     let labelled = json!({"messages": foreign, "label": true});
     assert_eq!(texts(&fixture, &labelled, Labelled, &chat()).unwrap(), [ASKED, "ho<|end|>"]);
+    let error = texts(&fixture, &json!({"prompt": [user], "completion": [answer], "label": true}), Labelled, &chat());
+    assert!(error.unwrap_err().hint.is_some_and(|hint| hint.contains("data.response_key = \"completion\"")));
+    let steps = DataConfig { label_key: "labels".to_owned(), ..config("") };
+    let rows = fixture.jsonl("steps.jsonl", &[json!({"prompt": "a", "labels": [true, false, 0.5, "+"]})]);
+    assert_eq!(shard(&fixture, &rows, Part::Steps, &steps).unwrap().meta(0).unwrap().label, "[1,0,0.5,\"+\"]");
     let nested = DataConfig { prompt_key: "question.text".to_owned(), ..chat() };
     assert_eq!(texts(&fixture, &json!({"question": {"text": "hi"}}), Prompt, &nested).unwrap(), [ASKED]);
     let system = json!([says("system", "s"), user, answer]);
