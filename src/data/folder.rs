@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use super::foreign;
 use crate::error::{Error, Result};
-use crate::sys::files;
+use crate::sys::{files, stderr};
 
 /// A file of rows, and the split given by its folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,11 +41,14 @@ pub(super) fn files_in(path: &Path) -> Result<Vec<InputFile>> {
         if let Some(saved) = saved(path)? {
             return Ok(saved);
         }
-        let mut others = Vec::new();
-        let found = named(path, None, DEPTH, &mut others)?;
+        let (mut others, mut unread) = (Vec::new(), Vec::new());
+        let found = named(path, None, DEPTH, &mut others, &mut unread)?;
         if !found.is_empty() {
+            unread.extend(others);
+            warn_of_unread(path, &found, &unread)?;
             return Ok(found);
         }
+        unread.iter().try_for_each(|file| foreign::check_name(file))?;
         if others.is_empty() {
             return Err(Error::data("the folder has no dataset_dict.json, state.json or Parquet files, and no JSONL")
                 .hint("give a folder of save_to_disk, a folder of Parquet files, or files of rows"));
@@ -54,6 +58,27 @@ pub(super) fn files_in(path: &Path) -> Result<Vec<InputFile>> {
             .hint(format!("give one of them, such as {}", names[0])))
     };
     read().map_err(|e| e.within(path.display()))
+}
+
+/// Warns of files and folders that may have further rows, and of splits that only the README of a data set names.
+fn warn_of_unread(path: &Path, found: &[InputFile], unread: &[PathBuf]) -> Result<()> {
+    if !unread.is_empty() {
+        let names: Vec<String> = unread.iter().map(|file| file.display().to_string()).collect();
+        stderr::warn_once(&format!("{}: not read: {}", path.display(), names.join(", ")));
+    }
+    let readme = path.join("README.md");
+    let text = files::if_any(&readme, files::read_to_string)?.unwrap_or_default();
+    let card = text.strip_prefix("---").and_then(|text| text.split("\n---").next()).unwrap_or_default();
+    let is_unnamed = |file: &&InputFile| file.split.is_none();
+    if let (true, Some(file)) = (card.contains("data_files:"), found.iter().find(is_unnamed)) {
+        stderr::warn_once(&format!(
+            "{} assigns files to splits (data_files), but only names of files and folders do so here, and {} has no such \
+             name: its rows train",
+            readme.display(),
+            file.path.display()
+        ));
+    }
+    Ok(())
 }
 
 /// The files of a folder of `save_to_disk`: a dataset, or several with their splits.
@@ -100,29 +125,40 @@ fn saved(path: &Path) -> Result<Option<Vec<InputFile>>> {
 }
 
 /// The files of rows in a folder, in `data`, and in folders with the name of a split. All are of `split`, if it is
-/// given. Adds other folders with rows to `others`.
-fn named(path: &Path, split: Option<&str>, depth: usize, others: &mut Vec<PathBuf>) -> Result<Vec<InputFile>> {
+/// given. Adds other folders with rows to `others`, and other files that may have rows to `unread`.
+fn named(
+    path: &Path,
+    split: Option<&str>,
+    depth: usize,
+    others: &mut Vec<PathBuf>,
+    unread: &mut Vec<PathBuf>,
+) -> Result<Vec<InputFile>> {
     let mut entries = files::entries(path)?;
     let name = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     entries.retain(|path| !name(path).starts_with('.'));
     entries.sort();
     let (folders, mut found): (Vec<_>, Vec<_>) = entries.into_iter().partition(|path| path.is_dir());
-    found.retain(|path| is_file_of_rows(path) && !NOT_ROWS.contains(&&*name(path)));
-    // Other formats next to Parquet are copies of it, or describe it.
+    // A file of plain text is often a license.
+    let is_foreign =
+        |path: &Path| foreign::check_name(path).is_err() && path.extension().is_some_and(|end| end != "txt");
+    found.retain(|path| (is_file_of_rows(path) && !NOT_ROWS.contains(&&*name(path))) || is_foreign(path));
+    // Other formats next to Parquet are usually copies of it, or describe it.
     let is_parquet = |path: &PathBuf| path.extension().is_some_and(|end| end == "parquet");
-    if found.iter().any(is_parquet) {
-        found.retain(is_parquet);
-    }
+    let has_parquet = found.iter().any(is_parquet);
+    let is_read = |path: &PathBuf| if has_parquet { is_parquet(path) } else { is_file_of_rows(path) };
+    let (found, rest): (Vec<_>, Vec<_>) = found.into_iter().partition(is_read);
+    unread.extend(rest);
     let of_file = |path: &Path| split.map(str::to_owned).or_else(|| split_of(&name(path)));
     let mut all: Vec<_> = found.into_iter().map(|path| InputFile { split: of_file(&path), path }).collect();
     for folder in folders.into_iter().filter(|_| depth > 0) {
         let of_folder = keyword_of(&name(&folder));
         let is_part = split.is_some() || of_folder.is_some() || name(&folder) == "data";
-        let mut deeper = Vec::new();
-        let within = named(&folder, split.or(of_folder), depth - 1, &mut deeper)?;
+        let (mut deeper, mut left) = (Vec::new(), Vec::new());
+        let within = named(&folder, split.or(of_folder), depth - 1, &mut deeper, &mut left)?;
         if is_part {
             all.extend(within);
             others.extend(deeper);
+            unread.extend(left);
         } else if within.is_empty() {
             others.extend(deeper);
         } else {

@@ -266,6 +266,13 @@ fn named_as_usual(message: Value, key: &str) -> Result<Value> {
             there.join(", ")
         )));
     };
+    let parts = message.get("content").and_then(Value::as_array).into_iter().flatten();
+    let no_text = |part: &str| ["image", "video", "audio"].iter().any(|kind| part.contains(kind));
+    if let Some(kind) = parts.filter_map(|part| part["type"].as_str()).find(|kind| no_text(kind)) {
+        return Err(Error::data(format!(
+            "a message in field {key:?} has a part of type {kind:?}; models read text only"
+        )));
+    }
     if let Some((_, usual)) = ROLES.iter().find(|(other, _)| *other == role) {
         if usual.is_empty() && is_foreign {
             return Err(Error::data(format!(

@@ -18,18 +18,18 @@ pub fn line(text: &str) {
 
 /// Prints a warning on the first rank, unless this process has printed it before.
 pub fn warn_once(text: &str) {
-    once(format!("warning: {text}"));
+    once(&format!("warning: {text}"));
 }
 
 /// Prints a note on the first rank, unless this process has printed it before.
 pub fn note_once(text: &str) {
-    once(format!("note: {text}"));
+    once(&format!("note: {text}"));
 }
 
-fn once(text: String) {
+fn once(text: &str) {
     static PRINTED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-    if environment::launched_rank().unwrap_or(0) == 0 && lock(&PRINTED).insert(text.clone()) {
-        line(&text);
+    if environment::launched_rank().unwrap_or(0) == 0 && lock(&PRINTED).insert(text.to_owned()) {
+        line(text);
     }
 }
 

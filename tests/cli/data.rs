@@ -128,6 +128,25 @@ fn fields_that_say_more_about_a_prompt_are_named_if_they_do_not_become_a_part_of
 }
 
 #[test]
+fn files_and_folders_of_a_folder_whose_rows_are_not_read_are_named() {
+    let fixture = Fixture::new();
+    let row = "{\"prompt\": \"1+1=\"}\n";
+    for name in ["rows/train.jsonl", "rows/extra/train.jsonl", "hub/a.jsonl"] {
+        fixture.write(name, row);
+    }
+    for name in ["rows/more.csv", "tables/a.csv", "rows/LICENSE.txt"] {
+        fixture.write(name, "prompt\n1+1=\n");
+    }
+    let card =
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n    path: a.jsonl\n---\n# Rows\n";
+    fixture.write("hub/README.md", card);
+    let shard = |folder: &str| fixture.run(&["shard", folder, "--tokenizer", "model", "--out", "x", "--force"]);
+    shard("rows").assert(0, &["warning: rows: not read: rows/more.csv, rows/extra\n"]);
+    shard("hub").assert(0, &["hub/README.md assigns files to splits (data_files)", "hub/a.jsonl has no such name"]);
+    shard("tables").refused(65, &["tables/a.csv", "CSV"]).hinted("pandas.read_csv");
+}
+
+#[test]
 fn texts_are_read_from_the_field_text_unless_another_is_named() {
     let fixture = Fixture::new();
     fixture.jsonl("texts.jsonl", &[json!({"text": "1+1=", "prompt": "3+4="})]);
