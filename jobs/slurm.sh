@@ -91,7 +91,7 @@ explain_failure() {
       Bus*) signal=7 ;;
       Aborted) signal=6 ;;
     esac
-  elif [ "$code" -gt 128 ]; then
+  elif [ "$code" -gt 128 ] && kill -l "$((code - 128))" >/dev/null 2>&1; then
     signal=$((code - 128))
   fi
   if [ -z "$signal" ]; then

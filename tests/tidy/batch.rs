@@ -160,7 +160,7 @@ fn a_batch_script_passes_only_options_that_the_launcher_of_its_mpi_knows() {
 }
 
 /// What a launcher reports of a dead rank, its exit code, and the last line of the log with the script's exit code.
-const DEATHS: [(&str, i32, &str, i32); 9] = [
+const DEATHS: [(&str, i32, &str, i32); 10] = [
     (
         "mpirun noticed that process rank 1 with PID 0 on node n7 exited on signal 9 (Killed).\n-----",
         137,
@@ -198,6 +198,8 @@ const DEATHS: [(&str, i32, &str, i32); 9] = [
         139,
     ),
     ("", 143, "error: a rank was killed by signal 15 (SIGTERM), exit code 143", 143),
+    // Not every code above 128 is a signal's.
+    ("mpiexec: no proxy", 255, "error: the run ended with exit code 255; its own message is above", 255),
     ("error: row 7 is empty", 65, "error: the run ended with exit code 65; its own message is above", 65),
     ("step 3", 0, "step 3", 0),
 ];
