@@ -85,8 +85,11 @@ pub(super) fn warn_of_unread(row: &Map<String, Value>, config: &DataConfig, part
     let DataConfig { prompt_key, response_key, chosen_key, rejected_key, messages_key, .. } = config;
     let read = [prompt_key, response_key, chosen_key, rejected_key, messages_key, &config.label_key];
     let is_empty = |value: &Value| matches!(value, Value::Null) || [json!(""), json!([]), json!({})].contains(value);
+    let has_system =
+        || [messages_key, prompt_key].iter().any(|key| row.get(*key).is_some_and(|all| all[0]["role"] == "system"));
     for (name, remedy) in UNREAD {
         let concerns = match name {
+            "system" | "system_prompt" => !has_system(),
             "tools" | "chat_template_kwargs" => !config.chat_template,
             "completions" => part == Part::Steps,
             _ => true,

@@ -110,7 +110,8 @@ impl ChatTemplate {
         let has_tools = context.get("tools").is_some_and(|tools| !tools.is_null());
         let name = if has_tools && self.environment.get_template(TOOL_USE).is_ok() { TOOL_USE } else { DEFAULT };
         let found = self.environment.get_template(name);
-        if has_tools && found.as_ref().is_ok_and(|template| !template.source().contains("tools")) {
+        let is_told_of_any = context["tools"].as_array().is_some_and(|tools| !tools.is_empty());
+        if is_told_of_any && found.as_ref().is_ok_and(|template| !template.source().contains("tools")) {
             stderr::warn_once("the chat template does not print tools, so they do not become a part of prompts");
         }
         if found.is_err() {
