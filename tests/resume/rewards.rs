@@ -138,7 +138,7 @@ fn a_judge_scores_what_it_answers_on_any_layout_and_an_answer_without_a_score_is
 /// Is called when a rank's decoding has ended, before the judge begins; asks the trainer to stop at its third call,
 /// where there is a file `asks`.
 const ASKS: &str = r#"
-import os, subprocess
+import os, signal
 calls = 0
 def trainer():
     pid = os.getppid()
@@ -149,7 +149,7 @@ def reward_func(queries, prompts, labels, **kwargs):
     global calls
     calls += 1
     if calls == 3 and os.path.exists("asks"):
-        subprocess.Popen(["kill", "-TERM", str(trainer())])
+        os.kill(trainer(), signal.SIGTERM)
     return [1.0] * len(queries)
 "#;
 

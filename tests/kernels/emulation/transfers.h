@@ -72,7 +72,7 @@ struct Shared {
 };
 
 // How long a rank waits for others without a byte that moves, in seconds.
-constexpr int PATIENCE_S = 100;
+constexpr int PATIENCE_S = 300;
 
 // A number of a call that graphs hold.
 constexpr uint64_t CAPTURED = uint64_t{1} << 63;
