@@ -64,41 +64,36 @@ const NAMES: [(&str, &[&str]); 4] = [
 ];
 
 /// Fields that often belong to a prompt although no key names them, and what makes them a part of it.
-const UNREAD: [(&str, &str); 13] = [
-    ("system", "write it as a message of the role system"),
-    ("system_prompt", "write it as a message of the role system"),
-    ("history", "write its turns as messages"),
-    ("context", "write it into the prompt"),
-    ("documents", "write them into the prompt"),
-    ("tools", "set data.chat_template = true (or pass --chat-template)"),
-    ("chat_template_kwargs", "set data.chat_template = true (or pass --chat-template)"),
-    ("completions", "write each step into the prompt, followed by step_reward.placeholder"),
-    ("image", "models read text only"),
-    ("images", "models read text only"),
-    ("videos", "models read text only"),
-    ("audio", "models read text only"),
-    ("audios", "models read text only"),
+const UNREAD: [(&[&str], &str); 6] = [
+    (&["system", "system_prompt"], "write it as a message of the role system"),
+    (&["history"], "write its turns as messages"),
+    (&["context", "documents"], "write it into the prompt"),
+    (&["tools", "chat_template_kwargs"], "set data.chat_template = true (or pass --chat-template)"),
+    (&["completions"], "write each step into the prompt, followed by step_reward.placeholder"),
+    (&["image", "images", "videos", "audio", "audios"], "models read text only"),
 ];
 
 /// Warns once of each field that often belongs to a prompt and does not become a part of it.
 pub(super) fn warn_of_unread(row: &Map<String, Value>, config: &DataConfig, part: Part) {
-    let DataConfig { prompt_key, response_key, chosen_key, rejected_key, messages_key, .. } = config;
-    let read = [prompt_key, response_key, chosen_key, rejected_key, messages_key, &config.label_key];
-    let is_empty = |value: &Value| matches!(value, Value::Null) || [json!(""), json!([]), json!({})].contains(value);
+    let DataConfig { prompt_key, response_key, chosen_key, rejected_key, messages_key, label_key, .. } = config;
+    let read = [prompt_key, response_key, chosen_key, rejected_key, messages_key, label_key];
+    let is_empty = |value: &Value| value.is_null() || [json!(""), json!([]), json!({})].contains(value);
     let has_system =
         || [messages_key, prompt_key].iter().any(|key| row.get(*key).is_some_and(|all| all[0]["role"] == "system"));
-    for (name, remedy) in UNREAD {
-        let concerns = match name {
-            "system" | "system_prompt" => !has_system(),
-            "tools" | "chat_template_kwargs" => !config.chat_template,
-            "completions" => part == Part::Steps,
-            _ => true,
-        };
-        let is_given = row.get(name).is_some_and(|value| !is_empty(value));
-        if is_given && concerns && read.iter().all(|key| *key != name) {
-            stderr::warn_once(&format!(
-                "the rows have a field {name:?}, which does not become a part of their prompts: {remedy}"
-            ));
+    for (names, remedy) in UNREAD {
+        for name in names {
+            let concerns = match *name {
+                "system" | "system_prompt" => !has_system(),
+                "tools" | "chat_template_kwargs" => !config.chat_template,
+                "completions" => part == Part::Steps,
+                _ => true,
+            };
+            let is_given = row.get(*name).is_some_and(|value| !is_empty(value));
+            if is_given && concerns && read.iter().all(|key| key != name) {
+                stderr::warn_once(&format!(
+                    "the rows have a field {name:?}, which does not become a part of their prompts: {remedy}"
+                ));
+            }
         }
     }
 }
