@@ -224,7 +224,7 @@ fn a_dry_run_reports_a_server_that_is_not_there() {
 #[test]
 fn a_run_that_mostly_waits_for_rewards_names_the_keys_that_help() {
     let dir = reward("slow");
-    let slow = REWARD.replace("open('called', 'w').close()", "time.sleep(0.1)");
+    let slow = REWARD.replace("open('called', 'w').close()", "time.sleep(0.3)");
     std::fs::write(dir.join("reward.py"), slow).expect("writes");
     let ended = job("slow", python(&dir, 1)).run();
     assert_eq!(ended.stderr.matches("was spent waiting for rewards").count(), 1, "{}", ended.stderr);
